@@ -25,16 +25,16 @@ from servegym.agents.lib.checkpoint import AGENTS, shipped
 from servegym.baselines.registry import list_policies
 from servegym.envs.families import FAMILIES, family_of
 from servegym.experiments.bench.timing import short
+from servegym.experiments.evaluation.leaderboard import markdown as leaderboard_page
+from servegym.experiments.evaluation.leaderboard import read_board
+from servegym.experiments.evaluation.output import read_rows
+from servegym.experiments.evaluation.tables import read_record
 from servegym.experiments.fidelity.report import draw as draw_fidelity
-from servegym.experiments.figures.claims import HEADINGS, TITLES
-from servegym.experiments.figures.claims import lines as claim_lines
-from servegym.experiments.figures.run import Picture, draw, list_pictures
-from servegym.experiments.figures.verdicts import judge
-from servegym.experiments.leaderboard import markdown as leaderboard_page
-from servegym.experiments.leaderboard import read_board
-from servegym.experiments.output import read_rows
+from servegym.experiments.papers.claims import HEADINGS, TITLES
+from servegym.experiments.papers.claims import lines as claim_lines
+from servegym.experiments.papers.run import Picture, draw, list_pictures
+from servegym.experiments.papers.verdicts import judge
 from servegym.experiments.render import render_episode
-from servegym.experiments.tables import read_record
 from servegym.experiments.train_and_compare import CURVE, TABLE, plot
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -21,7 +21,7 @@ class Family:
             registry of policies.
         title: Its name for readers.
         paper: What the paper calls its system, or "" where it has no name.
-        group: Its folder in ``experiments/figures`` and ``experiments/results``, and its name in
+        group: Its folder in ``experiments/papers`` and ``experiments/results``, and its name in
             the commands ``figures``, ``claims`` and ``bench``.
         views: Observation that a policy reads (`Policy.env_view`) -> name of the environment,
             without namespace and version; the first is the ``"graph"`` view, the Dict.

@@ -243,14 +243,14 @@ def evaluate(
     ] = None,
 ) -> None:
     """Compare policies on the same episodes (split eval unless --set split=...)."""
-    from servegym.experiments.output import check_writable, write_rows
+    from servegym.experiments.evaluation.output import check_writable, write_rows
 
     settings = parse_settings(set_ or [])
     if out is not None:
         check_writable(out, (".json", ".csv"))
 
-    from servegym.experiments import evaluate as evaluation
-    from servegym.experiments.profile_draws import evaluate_draws, print_draws
+    from servegym.experiments.evaluation import evaluate as evaluation
+    from servegym.experiments.evaluation.profile_draws import evaluate_draws, print_draws
 
     logs: dict[str, list[Any]] = {}
     options: dict[str, Any] = {
@@ -280,7 +280,7 @@ def evaluate(
 def _executor(ray: str | None) -> Any:
     """Where jobs run: in this process, or on the Ray cluster that ``--ray`` names."""
     if ray is None:
-        from servegym.experiments.executor import run_serially
+        from servegym.experiments.evaluation.executor import run_serially
 
         return run_serially
     from servegym.experiments.cluster.executor import ray_executor
@@ -324,7 +324,7 @@ def replay(
     ] = False,
 ) -> None:
     """Replay a trace of requests on one expert and write each request's times."""
-    from servegym.experiments.output import check_writable
+    from servegym.experiments.evaluation.output import check_writable
 
     check_writable(out, (".csv",))
 
@@ -366,7 +366,7 @@ def render(
     ] = None,
 ) -> None:
     """Show a policy at work."""
-    from servegym.experiments.output import check_writable
+    from servegym.experiments.evaluation.output import check_writable
 
     settings = parse_settings(set_ or [])
     if out is not None:
@@ -395,7 +395,7 @@ def figures(
     Each takes --quick (a smoke run), --episodes N, --figure NAME and --out FOLDER.
     """
     from servegym.envs.families import family_named
-    from servegym.experiments.figures.run import list_figures, run_figures
+    from servegym.experiments.papers.run import list_figures, run_figures
 
     family = family_named(family).group
     if list_:
@@ -499,33 +499,33 @@ for _command in (
     ),
     (
         "leaderboard",
-        "experiments.leaderboard",
+        "experiments.evaluation.leaderboard",
         "Print the standard evaluation of all policies, complete it, or add your policy.",
     ),
     (
         "tune",
-        "experiments.tuning",
+        "experiments.evaluation.tuning",
         "Tune the routing heuristics' parameters to a setting, on validation prompts.",
     ),
     (
         "presubmit",
-        "experiments.presubmit",
+        "experiments.evaluation.presubmit",
         "Play your router against published rules in a minute; exit status 1 if it is worse.",
     ),
-    ("claims", "experiments.figures.claims", "Print the papers' claims with our results."),
+    ("claims", "experiments.papers.claims", "Print the papers' claims with our results."),
     (
         "real",
-        "experiments.real.command",
+        "experiments.live.command",
         "Real inference servers beside the simulator: up, status, down, compare.",
     ),
     (
         "gateway",
-        "experiments.real.plugins.command",
+        "experiments.live.gateways.command",
         "A policy inside a gateway before your servers: litellm, endpoint-picker.",
     ),
     (
         "serve",
-        "experiments.real.serve.command",
+        "experiments.live.serve.command",
         "Serve simulated GPUs as OpenAI-compatible endpoints, to test gateways with.",
     ),
     (

@@ -11,7 +11,7 @@ import numpy as np
 
 from servegym.baselines.registry import describe_system
 from servegym.envs.families import family_of
-from servegym.experiments.evaluate import (
+from servegym.experiments.evaluation.evaluate import (
     DEFAULT_SEED,
     learner,
     make_envs,
@@ -19,8 +19,8 @@ from servegym.experiments.evaluate import (
     policy_seed,
     resolve,
 )
-from servegym.experiments.output import write_text
-from servegym.experiments.reporting import report_of
+from servegym.experiments.evaluation.output import write_text
+from servegym.experiments.evaluation.reporting import report_of
 
 __all__ = ["render_episode"]
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from servegym.envs.workloads.requests import read_columns
-from servegym.experiments.output import write_csv
+from servegym.experiments.evaluation.output import write_csv
 
 __all__ = ["read_requests", "replay_file"]
 

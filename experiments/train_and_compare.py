@@ -29,10 +29,10 @@ from typing import Any
 import numpy as np
 
 from servegym.baselines.registry import list_policies
-from servegym.experiments.evaluate import evaluate
-from servegym.experiments.output import print_table, write_text
-from servegym.experiments.stats import over_trainings
-from servegym.experiments.tables import note, provenance, write_result
+from servegym.experiments.evaluation.evaluate import evaluate
+from servegym.experiments.evaluation.output import print_table, write_text
+from servegym.experiments.evaluation.stats import over_trainings
+from servegym.experiments.evaluation.tables import note, provenance, write_result
 
 __all__ = ["main"]
 

@@ -19,8 +19,8 @@ from servegym.baselines.registry import describe_system
 from servegym.envs.expert_placement.pettingzoo_env import parallel_env as placement
 from servegym.envs.families import FAMILIES, family_of
 from servegym.envs.llm_routing.pettingzoo_env import parallel_env as routing
-from servegym.experiments.evaluate import evaluate
-from servegym.experiments.leaderboard import POINTS
+from servegym.experiments.evaluation.evaluate import evaluate
+from servegym.experiments.evaluation.leaderboard import POINTS
 
 FILE = Path(__file__).with_suffix(".json")
 SEEDS, ENDS = 20, 2  # episodes' seeds; ends of episodes that each plays to

@@ -306,7 +306,7 @@ def test_every_table_is_named(root):
     """By a page, a card or a claim; those of the papers' figures by the figure's module."""
     pages = [root / "README.md", *(root / "docs").rglob("*.md")]
     pages += (root / "agents" / "checkpoints").rglob("*.md")
-    pages += (root / "experiments" / "figures").rglob("*.py")
+    pages += (root / "experiments" / "papers").rglob("*.py")
     text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
     tables = list((root / "experiments" / "results").rglob("*.csv"))
     named = [re.search(rf"(?<!\w){re.escape(path.stem)}(?!\w)", text) for path in tables]

@@ -160,7 +160,7 @@ class ExpectedQosGreedy(GreedyQos):
     """`PricedGreedy` on distributions of the output lengths, ``lengths="survival"``.
 
     Its numbers were chosen on the val split, over the same rates for two fleets and both kinds of
-    predictions (`servegym.experiments.tuning`).
+    predictions (`servegym.experiments.evaluation.tuning`).
     """
 
     name = "expected_qos"

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 Floats = NDArray[np.float64]
 SPREADS = {"default": (0.12, 0.05), "gpt-oss-20b": (1.2, 0.08)}
 """By model: relative standard deviation of a replica's true tokens and of a request's true times
-about the expected ones. `servegym.experiments.figures.serverless.spreads` chooses them on the
+about the expected ones. `servegym.experiments.papers.serverless.spreads` chooses them on the
 validation prompts."""
 
 

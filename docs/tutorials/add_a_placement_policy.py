@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from servegym.baselines.protocol import BasePolicy
-from servegym.experiments.evaluate import evaluate, print_summary
+from servegym.experiments.evaluation.evaluate import evaluate, print_summary
 
 
 class MostUsed(BasePolicy):

@@ -46,7 +46,7 @@ reading it, or by prompts that it cannot have: `--set catalog=synthetic` with a 
 import numpy as np
 
 from servegym.baselines.registry import from_callable
-from servegym.experiments.evaluate import evaluate, print_summary
+from servegym.experiments.evaluation.evaluate import evaluate, print_summary
 
 
 def act(observation: dict[str, np.ndarray], action_mask: np.ndarray) -> int:

@@ -5,8 +5,8 @@ is far narrower than those of the two means. Prompts never trained on, enough ep
 beside every number, drops and rejections beside every latency.
 """
 
-from servegym.experiments.evaluate import evaluate, print_summary
-from servegym.experiments.stats import iqm, paired_difference, stratified_bootstrap
+from servegym.experiments.evaluation.evaluate import evaluate, print_summary
+from servegym.experiments.evaluation.stats import iqm, paired_difference, stratified_bootstrap
 
 rows = evaluate(
     "servegym/LLMRouting-v1",

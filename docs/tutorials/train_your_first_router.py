@@ -8,7 +8,7 @@ steps in place of these few seconds' worth, PPO becomes a serious router; see th
 import tempfile
 
 from servegym.agents.ppo import Args, train
-from servegym.experiments.evaluate import evaluate, print_summary
+from servegym.experiments.evaluation.evaluate import evaluate, print_summary
 
 with tempfile.TemporaryDirectory() as folder:
     run = train(

@@ -43,8 +43,8 @@ from servegym.envs.expert_placement.simulator import (
 from servegym.envs.workloads.activations import make_toy_activations
 from servegym.experiments.bench.timing import bench_options, report, save, seconds
 from servegym.experiments.bench.timing import row as bench_row
-from servegym.experiments.output import print_table
-from servegym.experiments.tables import note
+from servegym.experiments.evaluation.output import print_table
+from servegym.experiments.evaluation.tables import note
 
 Row = dict[str, Any]
 

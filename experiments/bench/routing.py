@@ -143,7 +143,7 @@ def bench_decisions(fleets: int, decisions: int) -> list[dict[str, Any]]:
     import numpy as np
 
     from servegym.baselines.llm_routing.system import RoutingSystem
-    from servegym.experiments.evaluate import resolve
+    from servegym.experiments.evaluation.evaluate import resolve
 
     warm = decisions // 3
     envs = gymnasium.make_vec(

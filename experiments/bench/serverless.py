@@ -172,7 +172,7 @@ def searches(prompts: int = PROMPTS, repeats: int = 9) -> list[dict[str, Any]]:
         Rows of the table, for the paper's setting at so many prompts.
     """
     from servegym.envs.workloads.activations import load_activations
-    from servegym.experiments.figures.serverless.prediction import times
+    from servegym.experiments.papers.serverless.prediction import times
 
     embeddings = load_activations("gpt-oss-20b").embeddings["token"]
     found = times(embeddings, prompts, repeats, pam=False)[-1]

@@ -16,8 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from servegym.experiments.output import print_table
-from servegym.experiments.tables import Note, provenance, write_result
+from servegym.experiments.evaluation.output import print_table
+from servegym.experiments.evaluation.tables import Note, provenance, write_result
 
 __all__ = [
     "BenchOptions",

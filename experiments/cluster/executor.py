@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from servegym.agents.lib.ray_cluster import check_ray, cluster, run_jobs
-from servegym.experiments.executor import Executor
+from servegym.experiments.evaluation.executor import Executor
 
 __all__ = ["ray_executor"]
 

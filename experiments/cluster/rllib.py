@@ -44,10 +44,10 @@ from servegym.experiments.cluster.rllib_policy import (
     trained_family,
     untrained,
 )
-from servegym.experiments.evaluate import evaluate
-from servegym.experiments.output import print_table, write_csv, write_text
-from servegym.experiments.reporting import report_of
-from servegym.experiments.tables import provenance, write_result
+from servegym.experiments.evaluation.evaluate import evaluate
+from servegym.experiments.evaluation.output import print_table, write_csv, write_text
+from servegym.experiments.evaluation.reporting import report_of
+from servegym.experiments.evaluation.tables import provenance, write_result
 
 __all__ = ["ENV_IDS", "main", "parser", "ppo", "register", "train"]
 

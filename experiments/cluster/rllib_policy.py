@@ -20,12 +20,12 @@ from pettingzoo.utils.wrappers import BaseParallelWrapper
 
 from servegym.baselines.protocol import BasePolicy
 from servegym.envs.families import Family, family_named, family_of
-from servegym.experiments.evaluate import DEFAULT_SEED, evaluate
-from servegym.experiments.figures.plotting import as_png, error_bars, pyplot, tidy
-from servegym.experiments.output import read_rows
-from servegym.experiments.reporting import report_of
-from servegym.experiments.stats import iqm, stratified_bootstrap
-from servegym.experiments.tables import note, read_record
+from servegym.experiments.evaluation.evaluate import DEFAULT_SEED, evaluate
+from servegym.experiments.evaluation.output import read_rows
+from servegym.experiments.evaluation.reporting import report_of
+from servegym.experiments.evaluation.stats import iqm, stratified_bootstrap
+from servegym.experiments.evaluation.tables import note, read_record
+from servegym.experiments.papers.plotting import as_png, error_bars, pyplot, tidy
 
 __all__ = [
     "PARALLEL_IDS",

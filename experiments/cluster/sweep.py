@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from servegym.agents.lib.ray_cluster import RETRIES, check_ray, cluster
-from servegym.experiments.jobs import interrupt_on_sigterm, run_process
+from servegym.experiments.evaluation.jobs import interrupt_on_sigterm, run_process
 from servegym.experiments.sweeps import run as local
 from servegym.experiments.sweeps.spec import Parameter, Sweep
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from servegym.experiments.output import write_text
+from servegym.experiments.evaluation.output import write_text
 
 __all__ = ["Table", "percent", "update_document"]
 

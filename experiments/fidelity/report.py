@@ -26,6 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from servegym._command_line import run_main
+from servegym.experiments.evaluation.output import print_table, read_rows, write_text
+from servegym.experiments.evaluation.tables import provenance, write_result
 from servegym.experiments.fidelity.comparison import (
     METRICS,
     compare_series,
@@ -40,8 +42,6 @@ from servegym.experiments.fidelity.markdown import Table, percent, update_docume
 from servegym.experiments.fidelity.measured_run import MeasuredRun, load_run
 from servegym.experiments.fidelity.profiles import check_devices, matching_profile
 from servegym.experiments.fidelity.queueing import queueing
-from servegym.experiments.output import print_table, read_rows, write_text
-from servegym.experiments.tables import provenance, write_result
 from servegym.hardware_profiles import Profile, load
 
 __all__ = ["data_folder", "draw", "main"]

@@ -24,11 +24,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from servegym.experiments.figures.plotting import pyplot, tidy
-from servegym.experiments.jobs import folder_lock, interrupt_on_sigterm, run_process
-from servegym.experiments.output import print_table, write_csv, write_text
+from servegym.experiments.evaluation.jobs import folder_lock, interrupt_on_sigterm, run_process
+from servegym.experiments.evaluation.output import print_table, write_csv, write_text
+from servegym.experiments.evaluation.tables import provenance, write_result
+from servegym.experiments.papers.plotting import pyplot, tidy
 from servegym.experiments.sweeps.spec import Parameter, Sweep
-from servegym.experiments.tables import provenance, write_result
 
 __all__ = [
     "agent_command",

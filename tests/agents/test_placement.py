@@ -10,7 +10,7 @@ pytest.importorskip("pettingzoo")
 
 from servegym.agents import load_policy, mappo_placement, ppo_placement  # noqa: E402
 from servegym.envs.expert_placement.env import ExpertPlacementEnv  # noqa: E402
-from servegym.experiments.evaluate import evaluate  # noqa: E402
+from servegym.experiments.evaluation.evaluate import evaluate  # noqa: E402
 
 ENV_ID = "servegym/ExpertPlacement-v0"
 TOY = ("model=toy", "epoch_s=40", "epochs=2", "mean_interarrival_s=4", "history_requests=5")

@@ -7,7 +7,7 @@ pytest.importorskip("torch")
 from servegym.agents.lib.checkpoint import load_policy, shipped, shipped_for  # noqa: E402
 from servegym.baselines.expert_placement.system import PlacementSystem  # noqa: E402
 from servegym.envs.expert_placement.env import make_problem  # noqa: E402
-from servegym.experiments.evaluate import evaluate  # noqa: E402
+from servegym.experiments.evaluation.evaluate import evaluate  # noqa: E402
 from servegym.experiments.studies.placement.learning import Control  # noqa: E402
 
 SHIPPED = shipped("expert_placement")

@@ -14,7 +14,7 @@ import gymnasium as gym  # noqa: E402
 
 import servegym  # noqa: E402, F401
 from servegym.agents import load_policy, ppo  # noqa: E402
-from servegym.experiments.evaluate import evaluate  # noqa: E402
+from servegym.experiments.evaluation.evaluate import evaluate  # noqa: E402
 
 SUMMARY = "servegym/LLMRoutingSummary-v1"
 

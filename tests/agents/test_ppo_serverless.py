@@ -13,7 +13,7 @@ from servegym.agents import load_policy, ppo_serverless  # noqa: E402
 from servegym.agents.lib.checkpoint import shipped  # noqa: E402
 from servegym.agents.lib.environments import make_envs  # noqa: E402
 from servegym.agents.ppo_serverless import Agent, Args, train  # noqa: E402
-from servegym.experiments.evaluate import evaluate  # noqa: E402
+from servegym.experiments.evaluation.evaluate import evaluate  # noqa: E402
 
 QUICK = {
     "set": ("model=toy", "episode_requests=20"),

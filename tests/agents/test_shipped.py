@@ -9,7 +9,7 @@ pytest.importorskip("safetensors")
 pytest.importorskip("rich")
 
 from servegym.agents.lib.checkpoint import shipped  # noqa: E402
-from servegym.experiments.evaluate import evaluate  # noqa: E402
+from servegym.experiments.evaluation.evaluate import evaluate  # noqa: E402
 
 SHIPPED = shipped("llm_routing")
 LEARNED = [name for name in SHIPPED if not name.startswith("baseline")]

@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 from servegym.baselines.policy_file import policy_from_file
 from servegym.experiments.cli import app
-from servegym.experiments.evaluate import evaluate
+from servegym.experiments.evaluation.evaluate import evaluate
 
 ENV_ID = "servegym/LLMRouting-v1"
 SMALL = {"rate": 8.0, "episode_requests": 40}

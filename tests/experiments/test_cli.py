@@ -156,7 +156,7 @@ def test_evaluate_refuses_an_unknown_id(run):
 
 
 def test_out_is_checked_before_any_work(run, monkeypatch):
-    import servegym.experiments.evaluate as evaluation
+    import servegym.experiments.evaluation.evaluate as evaluation
 
     monkeypatch.setattr(evaluation, "evaluate", lambda *a, **k: pytest.fail("work was done"))
     fails(run("evaluate", ENV_ID, "--policy", "random", "--out", "/proc/rows.csv"), "/proc")
@@ -344,7 +344,7 @@ def test_render_refuses(run, tmp_path):
 
 def test_bench_smoke(run, tmp_path, monkeypatch):
     from servegym.experiments.bench import routing as bench_routing
-    from servegym.experiments.output import read_rows
+    from servegym.experiments.evaluation.output import read_rows
 
     # The sizes shrink further than --quick: this is about the figures being there, not fast.
     monkeypatch.setattr(bench_routing, "bench_memory", lambda n: [])

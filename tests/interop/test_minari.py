@@ -10,7 +10,7 @@ import minari
 
 from servegym.baselines.registry import describe_system, make_policy
 from servegym.envs.families import family_of
-from servegym.experiments.evaluate import evaluate
+from servegym.experiments.evaluation.evaluate import evaluate
 
 from .settings import SMALL, STEPS, make
 

@@ -18,12 +18,12 @@ import ray
 from servegym.agents.lib import ray_cluster
 from servegym.agents.lib.ray_cluster import cluster, run_jobs
 from servegym.baselines.protocol import BasePolicy
-from servegym.experiments import leaderboard
 from servegym.experiments.cluster import figures as cluster_figures
 from servegym.experiments.cluster.executor import ray_executor
-from servegym.experiments.evaluate import evaluate
-from servegym.experiments.figures import run as figures
-from servegym.experiments.tables import read_record  # noqa: E402
+from servegym.experiments.evaluation import leaderboard
+from servegym.experiments.evaluation.evaluate import evaluate
+from servegym.experiments.evaluation.tables import read_record  # noqa: E402
+from servegym.experiments.papers import run as figures
 
 from .settings import PLACEMENT, ROUTING, SERVERLESS
 
@@ -252,7 +252,7 @@ def test_figures_come_back_with_the_same_numbers(tmp_path, monkeypatch):
         f"workload {name}: done" for name in ("fig4", "fig5", "fig8")
     }
     assert read_record(there / "fig4_distributions.csv")["command"] == (
-        "python -m servegym.experiments.figures.routing.workload --quick --episodes 2 "
+        "python -m servegym.experiments.papers.routing.workload --quick --episodes 2 "
         "--figure fig4 --out there"
     )
     assert "there/fig4_distributions.csv" in "\n".join(lines)

@@ -12,7 +12,7 @@ from ray.cluster_utils import Cluster
 
 from servegym.baselines.protocol import BasePolicy
 from servegym.experiments.cluster.executor import ray_executor
-from servegym.experiments.evaluate import evaluate
+from servegym.experiments.evaluation.evaluate import evaluate
 
 from .settings import ROUTING
 

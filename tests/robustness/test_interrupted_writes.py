@@ -21,7 +21,7 @@ from servegym import _files
 from servegym.baselines.serverless_moe.prediction.similar_prompts import SimilarPromptsSearch
 from servegym.envs.workloads import load_catalog
 from servegym.envs.workloads.predictions import write_table
-from servegym.experiments.output import read_rows, write_csv, write_json
+from servegym.experiments.evaluation.output import read_rows, write_csv, write_json
 from servegym.hardware_profiles import load, schema
 
 ROWS = 3000

@@ -30,8 +30,8 @@ from servegym.envs.workloads.build.activations import write_activations
 from servegym.envs.workloads.catalog import read_catalog
 from servegym.envs.workloads.mix_instruct import load_mix_instruct
 from servegym.envs.workloads.traces import load_trace
-from servegym.experiments.leaderboard import read_board
-from servegym.experiments.output import read_rows
+from servegym.experiments.evaluation.leaderboard import read_board
+from servegym.experiments.evaluation.output import read_rows
 from servegym.experiments.replay import read_requests
 from servegym.hardware_profiles.calibrate import check
 from servegym.hardware_profiles.load import data_path

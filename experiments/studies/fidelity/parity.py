@@ -37,15 +37,15 @@ from numpy.typing import NDArray
 from servegym._command_line import run_main
 from servegym.envs.workloads.arrivals import make_arrivals
 from servegym.envs.workloads.lengths import length_quantiles, sample_lengths
+from servegym.experiments.evaluation.output import print_table
+from servegym.experiments.evaluation.tables import note, provenance, write_result
 from servegym.experiments.fidelity.comparison import METRICS
 from servegym.experiments.fidelity.markdown import Table, percent, update_document
 from servegym.experiments.fidelity.measured_run import MeasuredRun, load_run
 from servegym.experiments.fidelity.profiles import matching_profile
 from servegym.experiments.fidelity.queueing import batch_means
 from servegym.experiments.fidelity.report import RUN_FOLDER, data_folder
-from servegym.experiments.output import print_table
 from servegym.experiments.studies.fidelity.host import first_requests, interval
-from servegym.experiments.tables import note, provenance, write_result
 from servegym.hardware_profiles import Profile, load
 
 __all__ = ["RIVALS", "Times", "World", "constant_profile", "main", "rival_tables", "run_rival"]
@@ -215,7 +215,7 @@ def run_own(world: World, repeats: int = 3) -> Times:
         began = time.process_time()
         result = replay(*requests, **settings)
         seconds.append(time.process_time() - began)
-    from servegym.experiments.tables import versions
+    from servegym.experiments.evaluation.tables import versions
 
     columns = (result[key].copy() for key in METRICS)
     return Times("servegym", versions()["serve-gym"], *columns, seconds=min(seconds))

@@ -35,10 +35,10 @@ from servegym._command_line import run_main
 from servegym.envs.llm_routing import kernel
 from servegym.envs.llm_routing.config import Problem, build_problem
 from servegym.envs.llm_routing.core import RoutingBatch, held
-from servegym.experiments import tables
-from servegym.experiments.output import read_rows
-from servegym.experiments.real.gateway import GatewayRequest, GatewayRouter
-from servegym.experiments.real.plugins.gate import Gate, from_metadata
+from servegym.experiments.evaluation import tables
+from servegym.experiments.evaluation.output import read_rows
+from servegym.experiments.live.gateway import GatewayRequest, GatewayRouter
+from servegym.experiments.live.gateways.gate import Gate, from_metadata
 
 __all__ = ["KINDS", "Driver", "Step", "agreement", "main", "played"]
 
@@ -75,7 +75,7 @@ class Step:
 def played(policy: str, problem: Problem, seed: int = 0) -> Iterator[Step]:
     """The decisions of a policy in an episode of the environment."""
     from servegym.baselines.registry import describe_system
-    from servegym.experiments.evaluate import resolve
+    from servegym.experiments.evaluation.evaluate import resolve
 
     batch = RoutingBatch(problem, 1)
     batch.draw(0, np.random.default_rng(seed))
@@ -160,7 +160,7 @@ class LiteLLM:
     def __init__(self, gate: Gate) -> None:
         import litellm
 
-        from servegym.experiments.real.plugins.litellm_strategy import LiteLLMStrategy
+        from servegym.experiments.live.gateways.litellm_strategy import LiteLLMStrategy
 
         self._refused, self._gate = litellm.RateLimitError, gate
         self._ends: dict[str, asyncio.Event] = {}
@@ -265,7 +265,7 @@ class Picker:
 async def _picker(gate: Gate, streamed: bool = False) -> AsyncIterator[Driver]:
     import grpc
 
-    from servegym.experiments.real.plugins.endpoint_picker import EndpointPicker, start
+    from servegym.experiments.live.gateways.endpoint_picker import EndpointPicker, start
 
     endpoints = [f"10.0.0.{k + 1}:8000" for k in range(len(gate.names))]
     server, port = await start(EndpointPicker(gate, endpoints), "127.0.0.1", 0)

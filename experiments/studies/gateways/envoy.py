@@ -19,7 +19,7 @@ from envoy_data_plane.envoy.service.ext_proc.v3 import (
 )
 from envoy_data_plane.google.protobuf import Struct
 
-from servegym.experiments.real.plugins.endpoint_picker import (
+from servegym.experiments.live.gateways.endpoint_picker import (
     DESTINATION,
     NAMESPACE,
     SERVICE,

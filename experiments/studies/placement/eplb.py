@@ -37,8 +37,8 @@ from servegym.baselines.expert_placement.eplb import (
     rebalance_experts,
     slot_copies,
 )
-from servegym.experiments.output import check_writable, print_table
-from servegym.experiments.tables import provenance, write_result
+from servegym.experiments.evaluation.output import check_writable, print_table
+from servegym.experiments.evaluation.tables import provenance, write_result
 
 __all__ = [
     "CASES",

@@ -38,8 +38,10 @@ import numpy as np
 
 from servegym.envs.expert_placement.config import Problem, build_problem
 from servegym.envs.expert_placement.core import PlacementEpisode
-from servegym.experiments.evaluate import evaluate
-from servegym.experiments.figures.placement.common import (
+from servegym.experiments.evaluation.evaluate import evaluate
+from servegym.experiments.evaluation.output import print_table
+from servegym.experiments.evaluation.tables import Table, note
+from servegym.experiments.papers.placement.common import (
     ENV_ID,
     SEED,
     as_text,
@@ -48,8 +50,8 @@ from servegym.experiments.figures.placement.common import (
     measure,
     setting,
 )
-from servegym.experiments.figures.plotting import error_bars, legend, pyplot, tidy
-from servegym.experiments.figures.run import (
+from servegym.experiments.papers.plotting import error_bars, legend, pyplot, tidy
+from servegym.experiments.papers.run import (
     FigureOptions,
     Pictures,
     command_line,
@@ -58,8 +60,6 @@ from servegym.experiments.figures.run import (
     save,
     table_path,
 )
-from servegym.experiments.output import print_table
-from servegym.experiments.tables import Table, note
 
 __all__ = ["SCENARIOS", "WAYS", "Way", "alone_s", "main"]
 

@@ -39,10 +39,12 @@ import numpy as np
 from servegym.agents.lib.checkpoint import json_field, load_policy, read_content
 from servegym.baselines.protocol import BasePolicy
 from servegym.envs.expert_placement.config import build_problem
-from servegym.experiments.evaluate import DEFAULT_SEED, evaluate
-from servegym.experiments.figures.placement.common import ENV_ID, setting
-from servegym.experiments.figures.plotting import legend, pyplot, tidy
-from servegym.experiments.figures.run import (
+from servegym.experiments.evaluation.evaluate import DEFAULT_SEED, evaluate
+from servegym.experiments.evaluation.stats import mean, over_trainings, relative_change
+from servegym.experiments.evaluation.tables import Table, note
+from servegym.experiments.papers.placement.common import ENV_ID, setting
+from servegym.experiments.papers.plotting import legend, pyplot, tidy
+from servegym.experiments.papers.run import (
     FigureOptions,
     Picture,
     Pictures,
@@ -51,8 +53,6 @@ from servegym.experiments.figures.run import (
     run_chosen,
     save,
 )
-from servegym.experiments.stats import mean, over_trainings, relative_change
-from servegym.experiments.tables import Table, note
 
 __all__ = ["SCENARIOS", "Control", "commands", "main", "seconds_to"]
 

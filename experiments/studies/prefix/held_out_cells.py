@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from servegym.baselines.prefix_routing.cells import KINDS, KNEE, at_the_knee, draw_cell
-from servegym.experiments.output import toml_tables, write_text
+from servegym.experiments.evaluation.output import toml_tables, write_text
 
 FOLDER = Path(__file__).parent
 COUNT = 14

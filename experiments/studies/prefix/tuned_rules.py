@@ -30,15 +30,15 @@ from servegym.baselines.prefix_routing.policy import view_of
 from servegym.baselines.prefix_routing.system import PrefixSystem
 from servegym.baselines.prefix_routing.view import NOWHERE
 from servegym.envs.prefix_routing.vector_env import PrefixRoutingVectorEnv
-from servegym.experiments.figures.run import (
+from servegym.experiments.evaluation.stats import mean, paired_difference, stratified_bootstrap
+from servegym.experiments.evaluation.tables import Table, note
+from servegym.experiments.papers.run import (
     FigureOptions,
     command_line,
     figure_parser,
     run_chosen,
     save,
 )
-from servegym.experiments.stats import mean, paired_difference, stratified_bootstrap
-from servegym.experiments.tables import Table, note
 
 __all__ = ["CELLS", "PICTURES", "SPACES", "main", "play", "points"]
 

@@ -36,17 +36,17 @@ from typing import Any
 from numpy.typing import ArrayLike
 
 from servegym._command_line import run_main
-from servegym.experiments.figures.run import (
+from servegym.experiments.evaluation.output import print_table
+from servegym.experiments.evaluation.stats import contrast, mean, over_trainings
+from servegym.experiments.evaluation.tables import note
+from servegym.experiments.papers.run import (
     FigureOptions,
     command_line,
     figure_parser,
     run_chosen,
     save,
 )
-from servegym.experiments.output import print_table
-from servegym.experiments.stats import contrast, mean, over_trainings
 from servegym.experiments.studies.routing.learning_curves import FILE, SHUFFLED, played
-from servegym.experiments.tables import note
 
 __all__ = ["CELLS", "EFFECTS", "effects_of", "main"]
 

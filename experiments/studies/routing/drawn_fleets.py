@@ -5,9 +5,9 @@
     python -m servegym.experiments.studies.routing.drawn_fleets --tuned FOLDER
 
 searches the heuristics' parameters for every setting of ``held_out_fleets.toml`` on validation
-prompts (`servegym.experiments.tuning`; what is in ``--tuned`` already is not searched again), drops
-the heuristics that are far from the best there, and plays the others, as tuned, and the shipped
-``fleet_search`` on the same episodes of the evaluation split. The best heuristic of a setting is
+prompts (`servegym.experiments.evaluation.tuning`; what is in ``--tuned`` already is not searched
+again), drops the heuristics that are far from the best there, and plays the others, as tuned, and
+the shipped ``fleet_search`` on the same episodes of the evaluation split. The best heuristic of a setting is
 the one that is best in these very episodes, which favours the heuristics. ``--validation`` measures
 the fleets of the router's own validation, on which it was chosen, in their place.
 """
@@ -28,14 +28,14 @@ from servegym._command_line import run_main
 from servegym._files import write_json
 from servegym.baselines.llm_routing.system import RoutingSystem
 from servegym.baselines.registry import make_policy
-from servegym.experiments.evaluate import evaluate
-from servegym.experiments.figures.plotting import pyplot, tidy
-from servegym.experiments.figures.routing.common import Options, run_figures, save
-from servegym.experiments.output import print_table
-from servegym.experiments.stats import mean, paired_difference
+from servegym.experiments.evaluation.evaluate import evaluate
+from servegym.experiments.evaluation.output import print_table
+from servegym.experiments.evaluation.stats import mean, paired_difference
+from servegym.experiments.evaluation.tables import note
+from servegym.experiments.evaluation.tuning import DEFAULTS, ENV_ID, Budget, heuristics, tune
+from servegym.experiments.papers.plotting import pyplot, tidy
+from servegym.experiments.papers.routing.common import Options, run_figures, save
 from servegym.experiments.studies.routing.held_out_fleets import held_out_settings
-from servegym.experiments.tables import note
-from servegym.experiments.tuning import DEFAULTS, ENV_ID, Budget, heuristics, tune
 
 __all__ = ["main"]
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from servegym.envs.llm_routing.fleets import FleetSource
 from servegym.envs.workloads import load_catalog
-from servegym.experiments.output import toml_tables, write_text
+from servegym.experiments.evaluation.output import toml_tables, write_text
 
 FILE = Path(__file__).with_name("held_out_fleets.toml")
 SEED, COUNT = 20_260_122, 40

@@ -29,17 +29,17 @@ import numpy as np
 
 from servegym._command_line import run_main
 from servegym._files import write_json
-from servegym.experiments.evaluate import evaluate
-from servegym.experiments.figures.plotting import pyplot, tidy
-from servegym.experiments.figures.run import (
+from servegym.experiments.evaluation.evaluate import evaluate
+from servegym.experiments.evaluation.stats import mean, over_trainings, student_interval
+from servegym.experiments.evaluation.tables import note
+from servegym.experiments.papers.plotting import pyplot, tidy
+from servegym.experiments.papers.run import (
     FigureOptions,
     command_line,
     figure_parser,
     run_chosen,
     save,
 )
-from servegym.experiments.stats import mean, over_trainings, student_interval
-from servegym.experiments.tables import note
 
 __all__ = ["curve", "main", "shuffled_rewards", "train"]
 

@@ -29,9 +29,12 @@ from numpy.typing import NDArray
 
 from servegym._command_line import run_main
 from servegym.agents import load_policy
-from servegym.experiments.evaluate import DEFAULT_SEED, evaluate
-from servegym.experiments.figures.plotting import pyplot, tidy
-from servegym.experiments.figures.run import (
+from servegym.experiments.evaluation.evaluate import DEFAULT_SEED, evaluate
+from servegym.experiments.evaluation.output import print_table
+from servegym.experiments.evaluation.stats import over_trainings
+from servegym.experiments.evaluation.tables import Table, note
+from servegym.experiments.papers.plotting import pyplot, tidy
+from servegym.experiments.papers.run import (
     FigureOptions,
     Picture,
     Pictures,
@@ -40,10 +43,7 @@ from servegym.experiments.figures.run import (
     run_chosen,
     save,
 )
-from servegym.experiments.figures.serverless.common import MODELS
-from servegym.experiments.output import print_table
-from servegym.experiments.stats import over_trainings
-from servegym.experiments.tables import Table, note
+from servegym.experiments.papers.serverless.common import MODELS
 
 __all__ = ["Options", "Shuffled", "curves", "main", "seconds_to"]
 

@@ -27,9 +27,12 @@ from servegym._command_line import run_main
 from servegym.baselines.registry import list_policies, make_policy
 from servegym.baselines.serverless_moe.system import ServerlessSystem
 from servegym.envs.serverless_moe.config import DEPLOYMENTS
-from servegym.experiments.evaluate import DEFAULT_SEED, evaluate
-from servegym.experiments.figures.plotting import pyplot, tidy
-from servegym.experiments.figures.run import (
+from servegym.experiments.evaluation.evaluate import DEFAULT_SEED, evaluate
+from servegym.experiments.evaluation.output import print_table
+from servegym.experiments.evaluation.stats import mean, paired_difference
+from servegym.experiments.evaluation.tables import Note, Table, note
+from servegym.experiments.papers.plotting import pyplot, tidy
+from servegym.experiments.papers.run import (
     FigureOptions,
     Pictures,
     command_line,
@@ -38,15 +41,12 @@ from servegym.experiments.figures.run import (
     run_chosen,
     save,
 )
-from servegym.experiments.figures.serverless.common import (
+from servegym.experiments.papers.serverless.common import (
     GPUS,
     MODELS,
     gpu_kind,
     with_interval,
 )
-from servegym.experiments.output import print_table
-from servegym.experiments.stats import mean, paired_difference
-from servegym.experiments.tables import Note, Table, note
 
 __all__ = ["Options", "main", "measure", "summarise"]
 

@@ -64,7 +64,7 @@ def test_every_policy_plays_an_episode(name):
 
 
 def test_caches_are_a_way_of_serving_not_a_placement():
-    from servegym.experiments.evaluate import evaluate
+    from servegym.experiments.evaluation.evaluate import evaluate
 
     kwargs = {"model": "toy", "epochs": 2, "epoch_s": 60.0}
     system = PlacementSystem.from_problem(make_env().problem)
@@ -105,7 +105,7 @@ def test_caches_by_name_ask_for_their_rule_and_router():
 
 
 def test_forwarding_asks_for_its_execution():
-    from servegym.experiments.evaluate import evaluate
+    from servegym.experiments.evaluation.evaluate import evaluate
 
     kwargs = {"model": "toy", "epochs": 2, "epoch_s": 60.0}
     names = ["forward", "whole_layer"]

@@ -10,7 +10,7 @@ from servegym.envs.serverless_moe import rivals
 from servegym.envs.serverless_moe.config import DEPLOYMENTS, build_system
 from servegym.envs.serverless_moe.vector_env import ServerlessMoEVectorEnv
 from servegym.envs.workloads.activations import make_toy_activations
-from servegym.experiments.evaluate import evaluate
+from servegym.experiments.evaluation.evaluate import evaluate
 
 from .synthetic import make_request
 

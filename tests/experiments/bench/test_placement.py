@@ -3,7 +3,7 @@
 import pytest
 
 from servegym.experiments.bench.placement import consolidated, decomposition, main, summary
-from servegym.experiments.output import read_rows
+from servegym.experiments.evaluation.output import read_rows
 
 
 def row(gpus, per_call, per_event, under_way):

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from servegym.experiments.bench import prefix
-from servegym.experiments.output import read_rows
+from servegym.experiments.evaluation.output import read_rows
 
 
 @pytest.mark.slow

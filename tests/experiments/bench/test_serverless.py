@@ -6,8 +6,8 @@ import pytest
 
 from servegym.envs.workloads.activations import make_toy_activations
 from servegym.experiments.bench import serverless as bench_serverless
-from servegym.experiments.figures.serverless import prediction as serverless_prediction
-from servegym.experiments.output import read_rows
+from servegym.experiments.evaluation.output import read_rows
+from servegym.experiments.papers.serverless import prediction as serverless_prediction
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from servegym.experiments.bench.timing import bench_options, interleave, report, row
-from servegym.experiments.output import read_rows
+from servegym.experiments.evaluation.output import read_rows
 
 
 def test_the_median_counts_and_a_ratio_is_how_many_times_as_fast():

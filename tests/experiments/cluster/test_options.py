@@ -6,8 +6,8 @@ import pytest
 from typer.testing import CliRunner
 
 from servegym.agents.lib.ray_cluster import check_ray
-from servegym.experiments import evaluate, leaderboard
 from servegym.experiments.cli import app
+from servegym.experiments.evaluation import evaluate, leaderboard
 
 WORDS = {
     "evaluate": ["evaluate", "servegym/LLMRouting-v1", "--policy", "random"],

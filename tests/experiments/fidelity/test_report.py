@@ -10,12 +10,12 @@ import pytest
 from typer.testing import CliRunner
 
 from servegym.experiments.cli import app
+from servegym.experiments.evaluation.output import read_rows
 from servegym.experiments.fidelity import comparison, report
 from servegym.experiments.fidelity.markdown import Table, update_document
 from servegym.experiments.fidelity.measured_run import MeasuredRun, load_run
 from servegym.experiments.fidelity.profiles import check_devices, matching_profile
 from servegym.experiments.fidelity.queueing import erlang_c, queueing
-from servegym.experiments.output import read_rows
 from servegym.hardware_profiles import load
 
 PROFILE = "rtx4090-llama-3.1-8b"

@@ -5,7 +5,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from servegym.experiments.output import read_rows
+from servegym.experiments.evaluation.output import read_rows
 from servegym.experiments.studies.fidelity.aiconfigurator import (
     BATCHES,
     CONTEXTS,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from servegym.envs.llm_routing import replay
-from servegym.experiments.output import read_rows
+from servegym.experiments.evaluation.output import read_rows
 from servegym.experiments.studies.fidelity import parity, rival
 from servegym.hardware_profiles import load
 

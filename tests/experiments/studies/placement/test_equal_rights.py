@@ -7,10 +7,10 @@ import pytest
 
 from servegym.envs.expert_placement.config import build_problem
 from servegym.envs.expert_placement.core import PlacementEpisode
-from servegym.experiments.evaluate import DEFAULT_SEED
-from servegym.experiments.output import read_rows
+from servegym.experiments.evaluation.evaluate import DEFAULT_SEED
+from servegym.experiments.evaluation.output import read_rows
+from servegym.experiments.evaluation.tables import read_record
 from servegym.experiments.studies.placement import equal_rights
-from servegym.experiments.tables import read_record
 
 
 def test_the_bound_is_what_a_request_takes_alone():

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from servegym.baselines.prefix_routing import RULES
-from servegym.experiments.output import read_rows
+from servegym.experiments.evaluation.output import read_rows
 from servegym.experiments.studies.prefix import tuned_rules
 
 

@@ -14,10 +14,10 @@ pytest.importorskip("rich")
 import gymnasium as gym  # noqa: E402
 
 from servegym.agents import ppo  # noqa: E402
-from servegym.experiments.figures.plotting import as_png  # noqa: E402
-from servegym.experiments.output import read_rows  # noqa: E402
+from servegym.experiments.evaluation.output import read_rows  # noqa: E402
+from servegym.experiments.evaluation.tables import read_record  # noqa: E402
+from servegym.experiments.papers.plotting import as_png  # noqa: E402
 from servegym.experiments.studies.routing import learning_curves  # noqa: E402
-from servegym.experiments.tables import read_record  # noqa: E402
 
 TINY = "--total_timesteps=256 --num_envs=4 --num_steps=32 --eval_every=128 --eval_episodes=2"
 SHORT = f'{TINY} --set "episode_requests=50"'

@@ -12,9 +12,9 @@ pytest.importorskip("matplotlib")
 
 from safetensors.torch import load_file  # noqa: E402
 
-from servegym.experiments.output import read_rows  # noqa: E402
+from servegym.experiments.evaluation.output import read_rows  # noqa: E402
+from servegym.experiments.evaluation.tables import read_record  # noqa: E402
 from servegym.experiments.studies.serverless import learning  # noqa: E402
-from servegym.experiments.tables import read_record  # noqa: E402
 
 
 def test_shuffled_rewards_are_those_of_the_step_in_another_order():

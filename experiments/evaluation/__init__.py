@@ -1,0 +1,1 @@
+"""Policies on the same episodes: evaluator, guests, tables, leaderboard, tuning, presubmit."""

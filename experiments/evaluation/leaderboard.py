@@ -1,0 +1,547 @@
+"""The standard evaluation of every environment family: all policies at the same few points.
+
+``servegym leaderboard`` prints the saved results; ``--run`` makes or completes them, and
+``--policy NAME_OR_FILE`` adds another policy. A policy is evaluated on the eval split with the
+evaluator's own seeds, so that all rows are about the same episodes; a guest, whose author knows
+those, gets seeds that nobody knew before (``--seed`` repeats them), and so does the baseline that
+``--at-least NAME`` compares it with. Every table says what it holds fixed. ``--quick`` is for
+presubmits: fewer and shorter episodes, cheap baselines only, nothing saved, and with ``--at-least``
+an exit status that is 1 where the new policy is below a known one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import math
+import os
+import shlex
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from servegym._checks import choose
+from servegym._command_line import run_main
+from servegym.agents.lib.checkpoint import AGENTS, shipped
+from servegym.baselines.protocol import Policy
+from servegym.baselines.registry import describe_system, list_policies
+from servegym.envs.families import FAMILIES, Family
+from servegym.envs.workloads.errors import MalformedFileError
+from servegym.experiments.evaluation.evaluate import (
+    DEFAULT_SEED,
+    OWN,
+    evaluate,
+    fresh_seed,
+    make_envs,
+    resolve,
+    summarise,
+)
+from servegym.experiments.evaluation.executor import Executor, run_serially
+from servegym.experiments.evaluation.guest import TIME_LIMIT_S, GuestPolicy
+from servegym.experiments.evaluation.output import print_table, read_rows
+from servegym.experiments.evaluation.reporting import report_of
+from servegym.experiments.evaluation.tables import (
+    Table,
+    machine,
+    provenance,
+    versions,
+    write_record,
+)
+
+__all__ = ["POINTS", "Point", "main", "markdown", "measure", "ranked", "read_board"]
+
+BOARD = Path("experiments/results/leaderboard.csv")
+SHIPPED_BOARD = Path(__file__).parents[1] / "results" / "leaderboard.csv"
+
+
+class Point(NamedTuple):
+    """One table of the leaderboard.
+
+    Attributes:
+        name: Its name.
+        family: The environment family.
+        env_kwargs: Arguments of the environment; the split is eval.
+        episodes: Episodes a policy.
+        quick: Arguments that shorten an episode for ``--quick``.
+    """
+
+    name: str
+    family: Family
+    env_kwargs: Mapping[str, Any]
+    episodes: int
+    quick: Mapping[str, Any]
+
+
+_ROUTING, _SERVERLESS, _PLACEMENT, _PREFIX = FAMILIES
+_SHORT = {"episode_requests": 200}
+_LINEAR = {"profiles": "paper-linear"}
+# What a predictor trained here can tell; without, predictions are right as often as the paper's.
+_LEARNED = {"score_predictor": "learned", "length_predictor": "learned"}
+POINTS = (
+    Point("routing-5-learned", _ROUTING, {"rate": 5.0, **_LEARNED}, 20, _SHORT),
+    Point("routing-5", _ROUTING, {"rate": 5.0}, 20, _SHORT),
+    Point("routing-8-learned", _ROUTING, {"rate": 8.0, **_LEARNED}, 20, _SHORT),
+    Point("routing-8", _ROUTING, {"rate": 8.0}, 20, _SHORT),
+    Point("routing-10-learned", _ROUTING, {"rate": 10.0, **_LEARNED}, 20, _SHORT),
+    Point("routing-10", _ROUTING, {"rate": 10.0}, 20, _SHORT),
+    Point("routing-linear-5-learned", _ROUTING, {"rate": 5.0, **_LINEAR, **_LEARNED}, 20, _SHORT),
+    Point("routing-linear-5", _ROUTING, {"rate": 5.0, **_LINEAR}, 20, _SHORT),
+    Point("serverless-dynamic", _SERVERLESS, {}, 20, {"episode_requests": 60}),
+    Point(
+        "serverless-seed",
+        _SERVERLESS,
+        {"preset": "seed"},
+        20,
+        {"episode_requests": 60},
+    ),
+    Point("placement-edge", _PLACEMENT, {}, 5, {"epochs": 2}),
+    Point("placement-drift", _PLACEMENT, {"scenario": "drift"}, 5, {"epochs": 2}),
+    Point(
+        "placement-testbed",
+        _PLACEMENT,
+        {"scenario": "paper_testbed"},
+        5,
+        {"epochs": 2},
+    ),
+    *(
+        Point(f"prefix-{name}", _PREFIX, {"scenario": name}, 20, {"episode_requests": 100})
+        for name in ("hot-tenant", "mixed-cards", "mooncake")
+    ),
+)
+
+SLOW = {
+    "rollout": 20,
+    "lookahead": 4,
+    "grid_optimum": 4,
+    "annealing": 2,
+    "local_search": 2,
+    "latency_local_search": 2,
+    "best_start": 5,
+}
+"""Policies that are slow, by their most episodes; left out of ``--quick``."""
+
+QUICK_EPISODES = 4
+
+
+def policies_for(point: Point, quick: bool = False) -> list[str]:
+    """Every baseline (aliases left out) and shipped checkpoint of a point's family."""
+    family = point.family
+    names = [info.name for info in list_policies(family.name) if info.alias_of is None]
+    trained = list(shipped(family.name))
+    if family is _PLACEMENT:  # the agent's name takes the file of the cluster
+        trained = [name for name in trained if name in AGENTS]
+    return [name for name in names if not (quick and name in SLOW)] + trained
+
+
+def measure(
+    point: Point,
+    policy: str | Policy,
+    quick: bool = False,
+    seed: int = DEFAULT_SEED,
+    in_process: bool = False,
+) -> dict[str, Any]:
+    """The row of a policy at a point.
+
+    Args:
+        point: The point.
+        policy: A policy's name, a path, or a policy object.
+        quick: Fewer and shorter episodes.
+        seed: Seed of the first episode.
+        in_process: Run a guest in this process.
+
+    Returns:
+        ``point``, ``policy``, ``kind`` (baseline, clairvoyant, checkpoint, guest, guest in process,
+        or one of these clairvoyant), the headline number's name, interquartile mean and 95 %
+        interval, the family's other columns, episodes, the first one's seed, the settings (JSON),
+        processor seconds with those of a guest's process, versions and date.
+    """
+    family, report = point.family, report_of(point.family)
+    episodes = QUICK_EPISODES if quick else min(point.episodes, SLOW.get(str(policy), 10**9))
+    begin = _processor_s()
+    rows = evaluate(
+        family.env_id,
+        [policy],
+        episodes,
+        seed,
+        {**point.env_kwargs, **(point.quick if quick else {})},
+        # A guest sees one episode at a time: what it learns of one is of no use in the others.
+        1 if isinstance(policy, GuestPolicy) else None,
+        in_process=in_process,
+    )
+    spent = _processor_s() - begin
+    (summary,) = summarise(rows)
+    kind = "guest" if summary["source"] == OWN else summary["source"]
+    if policy in {info.name for info in list_policies(family.name)}:
+        kind = "clairvoyant" if summary["clairvoyant"] else "baseline"
+    elif policy in shipped(family.name):
+        kind = "checkpoint"
+    elif summary["clairvoyant"]:
+        kind = f"clairvoyant {kind}"
+    headline = summary[report.headline]
+    row = {
+        "point": point.name,
+        "policy": summary["policy"],
+        "kind": kind,
+        "measure": report.headline,
+        "value": headline.value,
+        "low": headline.low,
+        "high": headline.high,
+        "episodes": episodes,
+        "seed": seed,
+        "settings": rows[0]["env_kwargs"],
+    }
+    row |= {column.key: summary.get(column.key, math.nan) for column in report.columns}
+    row |= {
+        "cpu_s": round(spent, 1),
+        "servegym": versions()["serve-gym"],
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
+    }
+    return {key: round(v, 6) if isinstance(v, float) else v for key, v in row.items()}
+
+
+def _processor_s() -> float:
+    """Processor seconds of this process and of those that it has waited for."""
+    return sum(os.times()[:4])
+
+
+def read_board(path: Path) -> list[dict[str, Any]]:
+    """The saved rows, numbers as numbers; empty if there is no file.
+
+    Raises:
+        MalformedFileError: The file is no such table.
+    """
+    if not path.exists():
+        return []
+    rows = [{k: v for k, v in row.items() if v != ""} for row in read_rows(path)]
+    for line, row in enumerate(rows, start=2):
+        for key, kind in (("point", str), ("policy", str), ("value", float), ("episodes", float)):
+            given = row.get(key)
+            if not isinstance(given, (int, float) if kind is float else str):
+                fix = "remove the row: it is measured again"
+                raise MalformedFileError(path, line, key, f"is {given!r}", fix)
+    return rows
+
+
+def ranked(rows: Iterable[Mapping[str, Any]], point: Point) -> list[Mapping[str, Any]]:
+    """A point's rows, the best first and undefined values last."""
+    sign = -1 if report_of(point.family).higher_is_better else 1
+    own = [row for row in rows if row["point"] == point.name]
+    return sorted(own, key=lambda row: (math.isnan(row["value"]), sign * row["value"]))
+
+
+def _cells(row: Mapping[str, Any], point: Point) -> list[str]:
+    low, high = row["low"], row["high"]
+    cells = [row["policy"], row["kind"], f"{row['value']:.3f} [{low:.3f}, {high:.3f}]"]
+    for column in report_of(point.family).columns:
+        value = row.get(column.key, math.nan)
+        cells.append(
+            "–" if not math.isfinite(value) else f"{column.scale * value:.{column.digits}f}"
+        )
+    return [*cells, str(row["episodes"]), _seeds(row)]
+
+
+def _headings(point: Point) -> list[str]:
+    report = report_of(point.family)
+    columns = [column.title for column in report.columns]
+    return ["policy", "kind", report.heading, *columns, "episodes", "seeds"]
+
+
+def _seeds(row: Mapping[str, Any]) -> str:
+    """The first and last seed of a row's episodes."""
+    if "seed" not in row:
+        return "not recorded"
+    return f"{row['seed']}..{row['seed'] + row['episodes'] - 1}"
+
+
+def _held_fixed(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The settings of a table's rows, and which rows have others or none."""
+    by_settings: dict[str, list[str]] = {}
+    for row in rows:
+        by_settings.setdefault(row.get("settings", ""), []).append(row["policy"])
+    common = max(by_settings, key=lambda settings: len(by_settings[settings]))
+
+    def text(settings: str) -> str:
+        given = json.loads(settings) if settings else {}
+        return ", ".join(f"{key}={value}" for key, value in given.items()) or "not recorded"
+
+    said = [f"Held fixed: {text(common)}."]
+    for settings, policies in by_settings.items():
+        if settings != common:
+            said.append(f"Otherwise for {', '.join(policies)}: {text(settings)}.")
+    return " ".join(said)
+
+
+def _title(point: Point) -> str:
+    arguments = ", ".join(f"{k}={v}" for k, v in point.env_kwargs.items()) or "default arguments"
+    return f"{point.name}: {point.family.env_id}, {arguments}"
+
+
+def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The page of the documentation: a table a point."""
+    lines = [
+        "# Leaderboard",
+        "",
+        "Interquartile means over evaluation episodes [bootstrap 95 % interval], the best first.",
+        "Rows with the same seeds are about the same episodes; a guest's seeds were drawn when it",
+        "was measured. Clairvoyant policies know what no controller can, guests are not the",
+        "package's. Written by `servegym leaderboard --run`; the rows are in",
+        "`experiments/results/leaderboard.csv`.",
+        "",
+    ]
+    for point in POINTS:
+        own = ranked(rows, point)
+        if not own:
+            continue
+        headings = _headings(point)
+        arguments = (
+            f"`{json.dumps(dict(point.env_kwargs))}`" if point.env_kwargs else "its defaults"
+        )
+        lines += [f"## {point.name}", "", f"`{point.family.env_id}` with {arguments}.", ""]
+        lines += [_held_fixed(own), ""]
+        lines += ["| " + " | ".join(headings) + " |", "|" + " --- |" * len(headings)]
+        lines += ["| " + " | ".join(_cells(row, point)) + " |" for row in own] + [""]
+    return "\n".join(lines)
+
+
+def _print(rows: Sequence[Mapping[str, Any]], points: Sequence[Point]) -> None:
+    for point in points:
+        own = ranked(rows, point)
+        if own:
+            notes = [_held_fixed(own), *report_of(point.family).notes]
+            print_table(_title(point), _headings(point), [_cells(r, point) for r in own], notes)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="servegym leaderboard", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument("--run", action="store_true", help="evaluate what has no row yet")
+    parser.add_argument("--again", action="store_true", help="evaluate what has a row, too")
+    parser.add_argument("--quick", action="store_true", help="short and not saved, for presubmits")
+    parser.add_argument(
+        "--point",
+        nargs="+",
+        action="extend",
+        metavar="NAME",
+        help=f"which tables (all: {' '.join(point.name for point in POINTS)}; those of the family "
+        "that knows the names of --policy and --at-least)",
+    )
+    parser.add_argument(
+        "--policy",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="NAME_OR_FILE",
+        help="only these: names, checkpoints, or .py files with act()",
+    )
+    parser.add_argument(
+        "--at-least", metavar="NAME", help="a baseline that guests must not be below"
+    )
+    parser.add_argument(
+        "--seed",
+        type=int,
+        help=f"seed of the first episode ({DEFAULT_SEED}; with guests one that nobody knew before)",
+    )
+    parser.add_argument(
+        "--in-process", action="store_true", help="trust .py files: no process of their own"
+    )
+    parser.add_argument(
+        "--time-limit",
+        type=float,
+        default=TIME_LIMIT_S,
+        help=f"seconds that a .py file may take for an answer ({TIME_LIMIT_S:g})",
+    )
+    parser.add_argument("--out", type=Path, help=f"the table ({BOARD})")
+    parser.add_argument(
+        "--ray",
+        metavar="WHERE",
+        help="use a Ray cluster: auto (one that runs), local or local:N (this machine, N workers)",
+    )
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line; see ``servegym leaderboard --help``.
+
+    Returns:
+        0, or 1 if a guest is below ``--at-least`` at a point.
+
+    Raises:
+        ValueError: If a name is unknown, before anything runs.
+    """
+    args = _parser().parse_args(argv)
+    executor: Executor = run_serially
+    if args.ray is not None:
+        from servegym.experiments.cluster.executor import ray_executor
+
+        executor = ray_executor(args.ray)
+    points = _chosen_points(args)
+    board = args.out or BOARD
+    saved = read_board(board if board.is_file() else SHIPPED_BOARD)
+    if not (args.run or args.quick or args.policy):
+        if not saved:
+            raise ValueError(f"there are no results in {board}; --run makes them")
+        _print(saved, points)
+        return 0
+    table = Table(board, ("point", "policy"), load=False)
+    saved = [] if args.quick else saved
+    jobs = _missing_jobs(args, points, saved)
+    names = [
+        f"{policy if isinstance(policy, str) else policy.name} at {point.name}"
+        for point, policy, *_ in jobs
+    ]
+    measured: dict[int, dict[str, Any]] = {}
+    for index, row in executor(measure, jobs, names):
+        measured[index] = row
+        print(f"{row['point']} {row['policy']}: {row['value']:.4f} ({row['cpu_s']:.0f} s)")
+        if not args.quick:  # a run that is stopped leaves the rows so far, in the jobs' order
+            table.rows = list(saved)
+            table.update(r for _, r in sorted(measured.items()) if _is_for_the_board(r))
+    found = [row for _, row in sorted(measured.items())]
+    if args.quick:
+        rows = found
+    else:
+        rows = table.rows if measured else saved
+        if measured:
+            words = sys.argv[1:] if argv is None else argv
+            write_record(board, provenance(shlex.join(["servegym", "leaderboard", *words])))
+        print(f"{board} ({machine()['cpu']})")
+    _print(rows, points)
+    guests = compare_guests(found, points, args.at_least) if args.at_least else []
+    for guest in guests:
+        verdict = "below" if guest["below"] else "not below"
+        print(
+            f"{guest['point']}: {guest['policy']} {guest['value']:.4f} is "
+            f"{'clairvoyant: no match for' if guest['clairvoyant'] else verdict} "
+            f"{args.at_least} {guest['baseline']:.4f}"
+        )
+    return int(any(guest["below"] or guest["clairvoyant"] for guest in guests))
+
+
+def _is_for_the_board(row: Mapping[str, Any]) -> bool:
+    """Whether a row is a guest's, or one of the episodes that all the others have."""
+    return "guest" in row["kind"] or row["seed"] == DEFAULT_SEED
+
+
+def _chosen_points(args: argparse.Namespace) -> list[Point]:
+    """The points of the command line, all names checked.
+
+    Raises:
+        ValueError: If a name is unknown, or means nothing at one of the points.
+    """
+    by_name = {point.name: point for point in POINTS}
+    points = [by_name[choose("point", name, by_name)] for name in args.point or by_name]
+    if args.point is None:  # policies of one family are compared at the points of that family
+        every = dict.fromkeys(name for point in points for name in policies_for(point))
+        if args.at_least:
+            choose("at-least", args.at_least, every)
+        named = [name for name in [args.at_least, *args.policy] if name in every]
+        points = [point for point in points if set(named) <= set(policies_for(point))]
+        if not points:
+            raise ValueError(
+                f"policy names {', '.join(named)}, which no one family knows all of; "
+                "compare them family by family"
+            )
+    if args.at_least:
+        for point in points:
+            choose("at-least", args.at_least, policies_for(point))
+        if not args.policy:
+            raise ValueError("at-least needs --policy: what is to be compared with it")
+    for point in points:
+        for policy in args.policy:
+            if not (Path(policy).exists() or policy in policies_for(point)):
+                resolve(policy, None, point.family.name)  # raises, naming what is near
+    return points
+
+
+def _missing_jobs(
+    args: argparse.Namespace, points: Sequence[Point], saved: Sequence[Mapping[str, Any]]
+) -> list[tuple[Point, Any, bool, int, bool]]:
+    """Arguments of `measure` for the rows that are missing, or asked for again.
+
+    Guests are always measured: a file may have changed. A baseline that they are compared with is
+    measured on their episodes.
+    """
+    known = {name for point in points for name in policies_for(point)}
+    public = DEFAULT_SEED if args.seed is None else args.seed
+    common = public
+    if args.seed is None and not known.issuperset(args.policy):
+        common = fresh_seed()
+    jobs = []
+    for point in points:
+        names = [args.at_least] if args.at_least else []
+        if not names and (args.quick or not args.policy):
+            names = policies_for(point, args.quick)
+        done = set()
+        if public == DEFAULT_SEED and not args.again:
+            done = {row["policy"] for row in saved if _is_current(row, point)}
+        for name in dict.fromkeys([*names, *args.policy]):
+            is_guest = name not in known
+            compared = args.quick or is_guest or name == args.at_least
+            if compared or name not in done:
+                policy = _load_guest(point, name, args) if is_guest else name
+                seed = common if compared else public
+                jobs.append((point, policy, args.quick, seed, args.in_process))
+    return jobs
+
+
+def _is_current(row: Mapping[str, Any], point: Point) -> bool:
+    """Whether a saved row is of a point as the point is today, as far as the row tells."""
+    settings = json.loads(row.get("settings", "{}"))
+    given = json.loads(json.dumps(dict(point.env_kwargs)))
+    return row["point"] == point.name and all(
+        settings.get(key, value) == value for key, value in given.items()
+    )
+
+
+def _load_guest(point: Point, name: str, args: argparse.Namespace) -> Policy:
+    """A guest's policy, made here since its file lies on this machine."""
+    envs = make_envs(point.family.env_id, 1, {"split": "eval", **point.env_kwargs})
+    system = describe_system(envs.unwrapped.problem, family=point.family.name)
+    envs.close()
+    entered = resolve(
+        name,
+        system,
+        point.family.name,
+        in_process=args.in_process,
+        time_limit_s=args.time_limit,
+    )
+    if entered.source == OWN:
+        entered.policy.name = entered.name
+    if isinstance(entered.policy, GuestPolicy):
+        entered.policy.close()  # until it is measured
+    return entered.policy
+
+
+def compare_guests(
+    rows: Sequence[Mapping[str, Any]], points: Sequence[Point], at_least: str
+) -> list[dict[str, Any]]:
+    """Every guest against a baseline, point by point.
+
+    Returns:
+        ``point``, ``policy``, ``value``, ``baseline`` (the baseline's value), ``below``: if the
+        guest's interval does not reach the baseline's value, and ``clairvoyant``.
+    """
+    found = []
+    for point in points:
+        own = {row["policy"]: row for row in rows if row["point"] == point.name}
+        baseline, higher = own[at_least]["value"], report_of(point.family).higher_is_better
+        found += [
+            {
+                "point": point.name,
+                "policy": row["policy"],
+                "value": row["value"],
+                "baseline": baseline,
+                "below": row["high"] < baseline if higher else row["low"] > baseline,
+                "clairvoyant": "clairvoyant" in row["kind"],
+            }
+            for row in own.values()
+            if "guest" in row["kind"]
+        ]
+    return found
+
+
+if __name__ == "__main__":
+    run_main(main)

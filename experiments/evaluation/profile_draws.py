@@ -1,0 +1,182 @@
+"""Does a ranking of policies survive the errors of the profiles it was measured on?
+
+Every profile states bias and standard deviation of the logarithm of true step times over its law's
+(``step_error``). A draw has one factor a card for iterations with prefill and one for decodes
+alone; in it the engines take the drawn times, while policies go on believing the profiles. All
+policies of a draw play the same episodes, so that their differences are paired.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, TextIO
+
+import numpy as np
+
+from servegym.envs.families import family_of
+from servegym.experiments.evaluation.evaluate import evaluate, make_envs
+from servegym.experiments.evaluation.output import print_table
+from servegym.experiments.evaluation.reporting import report_of
+from servegym.hardware_profiles import Profile
+
+__all__ = ["draw_factors", "evaluate_draws", "print_draws", "ranking"]
+
+
+def draw_factors(
+    profiles: Sequence[Profile], draws: int, seed: int = 0
+) -> list[dict[str, list[float]]]:
+    """True over stated step times, drawn from the profiles' errors.
+
+    Args:
+        profiles: What the experts run on; experts of one profile share its factors.
+        draws: How many.
+        seed: Of the draws.
+
+    Returns:
+        For each draw the factors ``[prefill, decode]`` by the name of the profile. Profiles that
+        state no error are left out: they have none by definition (the linear laws of the paper).
+
+    Raises:
+        ValueError: If ``draws`` is below 1, or no profile states an error.
+    """
+    if draws < 1:
+        raise ValueError(f"profile_draws is {draws}; allowed is 1 or more")
+    stated = {profile.name: profile.step_error for profile in profiles if profile.step_error}
+    if not stated:
+        names = ", ".join(sorted({profile.name for profile in profiles}))
+        raise ValueError(f"profile_draws={draws}, but no profile states a step_error: {names}")
+    out = []
+    for draw in range(draws):
+        rng = np.random.default_rng([seed, draw])
+        factors = {}
+        for name in sorted(stated):
+            pairs = [stated[name][kind] for kind in ("prefill", "decode")]
+            z = rng.standard_normal(2)
+            factors[name] = [
+                math.exp(pair["bias"] + pair["sd"] * float(x))
+                for pair, x in zip(pairs, z, strict=True)
+            ]
+        out.append(factors)
+    return out
+
+
+def evaluate_draws(
+    env_id: str,
+    policies: Sequence[Any],
+    draws: int,
+    *,
+    env_kwargs: Mapping[str, Any] | None = None,
+    draw_seed: int = 0,
+    **options: Any,
+) -> list[dict[str, Any]]:
+    """`servegym.experiments.evaluation.evaluate` in worlds drawn from the profiles' errors.
+
+    Args:
+        env_id: An id of LLM routing.
+        policies: As for `evaluate`.
+        draws: How many worlds.
+        env_kwargs: Arguments of the environment.
+        draw_seed: Of the draws.
+        **options: Further arguments of `evaluate`; the seed decides the episodes of every draw.
+
+    Returns:
+        The rows of `evaluate`, draw after draw, with ``profile_draw`` from 0.
+
+    Raises:
+        ValueError: If the family has no hardware profiles, none states an error, or what
+            `evaluate` raises.
+    """
+    family = family_of(env_id)
+    if family.name != "llm_routing":
+        raise ValueError(f"profile_draws is for llm_routing, not for {family.name}")
+    if env_kwargs and env_kwargs.get("step_factors") is not None:
+        raise ValueError("profile_draws draws step_factors; leave them out of the arguments")
+    envs = make_envs(family.env_id, 1, {"split": "eval", **(env_kwargs or {})})
+    profiles = envs.unwrapped.problem.profiles
+    envs.close()
+    rows = []
+    for draw, factors in enumerate(draw_factors(profiles, draws, draw_seed)):
+        found = evaluate(
+            env_id, policies, env_kwargs={**(env_kwargs or {}), "step_factors": factors}, **options
+        )
+        rows += [{**row, "profile_draw": draw} for row in found]
+    return rows
+
+
+def ranking(
+    rows: Sequence[Mapping[str, Any]], drawn: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """How often each policy stays ahead of the next, and by how much.
+
+    Args:
+        rows: Of `evaluate`, on the profiles as they are: they give the order.
+        drawn: Of `evaluate_draws`.
+
+    Returns:
+        One row for every policy but the last, best first: ``policy``, ``next``, ``difference`` of
+        the means on the profiles as they are (positive: ahead), ``kept`` (share of the draws in
+        which it is positive) and ``low`` and ``high``, the 95 % interval of the difference over
+        draws and episodes: each resample takes a draw, and in it episodes with replacement.
+    """
+    report = report_of(family_of(rows[0]["env_id"]))
+    sign = 1.0 if report.higher_is_better else -1.0
+
+    def by_episode(some: Sequence[Mapping[str, Any]], name: str) -> np.ndarray:
+        own = sorted((r["episode"], sign * r[report.headline]) for r in some if r["policy"] == name)
+        return np.array([value for _, value in own])
+
+    names = list(dict.fromkeys(row["policy"] for row in rows))
+    names.sort(key=lambda name: -by_episode(rows, name).mean())
+    worlds = [
+        [row for row in drawn if row["profile_draw"] == draw]
+        for draw in sorted({row["profile_draw"] for row in drawn})
+    ]
+    rng = np.random.default_rng(0)
+    out = []
+    for name, after in zip(names, names[1:], strict=False):
+        plain = by_episode(rows, name) - by_episode(rows, after)
+        gaps = np.array([by_episode(w, name) - by_episode(w, after) for w in worlds])
+        picked = rng.integers(len(gaps), size=2000)
+        episodes = rng.integers(gaps.shape[1], size=(2000, gaps.shape[1]))
+        low, high = np.quantile(gaps[picked[:, None], episodes].mean(axis=1), [0.025, 0.975])
+        out.append(
+            {
+                "policy": name,
+                "next": after,
+                "difference": float(plain.mean()),
+                "kept": float((gaps.mean(axis=1) > 0).mean()),
+                "low": float(low),
+                "high": float(high),
+            }
+        )
+    return out
+
+
+def print_draws(
+    rows: Sequence[Mapping[str, Any]],
+    drawn: Sequence[Mapping[str, Any]],
+    file: TextIO | None = None,
+) -> None:
+    """Print `ranking`, best policy first."""
+    report = report_of(family_of(rows[0]["env_id"]))
+    draws = len({row["profile_draw"] for row in drawn})
+    print_table(
+        f"{report.heading} over {draws} draws of the profiles' errors",
+        ["policy", "ahead of", "by", "95 % interval", "ahead in"],
+        [
+            [
+                row["policy"],
+                row["next"],
+                f"{row['difference']:.4f}",
+                f"{row['low']:.4f} to {row['high']:.4f}",
+                f"{100 * row['kept']:.0f} %",
+            ]
+            for row in ranking(rows, drawn)
+        ],
+        [
+            "by: on the profiles as they are; interval: over draws and episodes; ahead in: share "
+            "of the draws with a positive mean difference over the same episodes."
+        ],
+        file,
+    )

@@ -1,0 +1,317 @@
+"""What an evaluation reports of each environment family: columns, headline, derived numbers.
+
+The evaluator runs every family alike. `report_of` adds what a family needs beyond the KPIs of its
+episodes: the columns of the printed table, the headline number, and intervals over requests.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from servegym.envs.families import Family
+from servegym.experiments.evaluation.stats import Interval, two_way_bootstrap_mean
+
+__all__ = ["Column", "Report", "expert_names", "report_of"]
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of the printed table: the mean over episodes of a row's number.
+
+    Attributes:
+        title: Heading, with the unit.
+        key: Key of the row.
+        digits: Digits after the point.
+        scale: Factor from the row's unit to the heading's.
+    """
+
+    title: str
+    key: str
+    digits: int = 1
+    scale: float = 1.0
+
+
+def _no_statistics(result: Mapping[str, Any], problem: Any) -> dict[str, float]:
+    return {}
+
+
+def _no_interval(logs: Sequence[NDArray[Any]], arguments: Mapping[str, Any]) -> Interval | None:
+    return None
+
+
+@dataclass(frozen=True)
+class Report:
+    """What an evaluation reports of one environment family.
+
+    Attributes:
+        headline: Key of the row's headline number.
+        heading: Heading of the headline number.
+        higher_is_better: Which way the headline number improves.
+        mean_key: Key of the headline's plain mean in a summary.
+        columns: The other columns of the printed table.
+        reported_arguments: Arguments of the environment that every row names, given or default.
+        notes: Lines below the table.
+        describe_action: The first action of a batch in words.
+        example_policy: The policy that is shown where none is named.
+        interface: Arguments that a policy may set: they change what it sees, how it acts or what
+            it is rewarded for, never the world that it is measured in.
+        serving: Further arguments that the package's own policies set: systems that serve in
+            another way, which are compared with as they are.
+        early: Argument -> value with which the reward tells of what has not ended: a policy that
+            asks for it is clairvoyant.
+        feedback_terms: Parts of the reward that tell of nothing before it has ended, the feedback
+            of a guest; empty where they all do.
+        episode_statistics: (result, problem) -> further numbers of a row.
+        request_interval: (logs, arguments) -> mean over requests with an interval, or None.
+    """
+
+    headline: str
+    heading: str
+    higher_is_better: bool
+    mean_key: str
+    columns: tuple[Column, ...]
+    reported_arguments: tuple[str, ...]
+    notes: tuple[str, ...]
+    describe_action: Callable[[Any], str]
+    example_policy: str
+    interface: tuple[str, ...] = ()
+    serving: tuple[str, ...] = ()
+    early: Mapping[str, Any] = field(default_factory=dict)
+    feedback_terms: tuple[str, ...] = ()
+    episode_statistics: Callable[[Mapping[str, Any], Any], dict[str, float]] = _no_statistics
+    request_interval: Callable[[Sequence[NDArray[Any]], Mapping[str, Any]], Interval | None] = (
+        _no_interval
+    )
+
+
+def report_of(family: Family) -> Report:
+    """What an evaluation reports of a family."""
+    return _REPORTS[family.name]
+
+
+# --------------------------------------------------------------------------------- LLM routing
+
+
+def expert_names(models: Sequence[str]) -> list[str]:
+    """Model names, numbered where one model runs on several experts."""
+    return [
+        model if models.count(model) == 1 else f"{model}@{number}"
+        for number, model in enumerate(list(models), 1)
+    ]
+
+
+def _completed(log: NDArray[Any]) -> NDArray[np.bool_]:
+    from servegym.envs.llm_routing.core import OUTCOMES
+
+    return log["outcome"] == OUTCOMES.index("completed")
+
+
+def _routing_statistics(result: Mapping[str, Any], problem: Any) -> dict[str, float]:
+    # Drawn fleets have other experts in each episode: these have no names.
+    log, names = result["log"], [] if problem.fleets is not None else expert_names(problem.models)
+    done = _completed(log)
+    latency = (log["finish_s"] - log["arrival_s"])[done] / log["output_tokens"][done]
+    percentiles = np.percentile(latency, [50, 90, 99]) if latency.size else [math.nan] * 3
+    row = {
+        f"p{percent}_latency_s_per_token": float(number)
+        for percent, number in zip((50, 90, 99), percentiles, strict=True)
+    }
+    sent = np.bincount(log["expert"][log["expert"] >= 0], minlength=len(names))
+    row |= {f"share_{name}": float(sent[n]) / len(log) for n, name in enumerate(names)}
+    row["ceiling"] = float(np.mean(log["best_score"], dtype=np.float64))
+    return row
+
+
+def _routing_interval(
+    logs: Sequence[NDArray[Any]], arguments: Mapping[str, Any]
+) -> Interval | None:
+    """Mean QoS over all requests, with an interval that resamples episodes and prompts.
+
+    The evaluation split has a few hundred prompts that every episode draws from, so an interval
+    over episodes alone leaves out the choice of prompts.
+    """
+    limit = arguments.get("latency_requirement_s")
+    if not isinstance(limit, float | int):
+        return None  # L drawn per episode is not in the log
+    prompts = 1 + max(int(log["catalog_row"].max()) for log in logs)
+    sums, counts = np.zeros((2, len(logs), prompts))
+    for k, log in enumerate(logs):
+        latency = (log["finish_s"] - log["arrival_s"]) / np.maximum(log["output_tokens"], 1)
+        qos = np.where(_completed(log) & (latency <= limit), log["score"], 0.0)
+        sums[k] = np.bincount(log["catalog_row"], qos, prompts)
+        counts[k] = np.bincount(log["catalog_row"], minlength=prompts)
+    return two_way_bootstrap_mean(sums, counts)
+
+
+def _routing_action(actions: Any) -> str:
+    action = int(actions[0])
+    return "dropped" if action == 0 else f"to expert {action}"
+
+
+_ROUTING = Report(
+    headline="avg_qos",
+    heading="QoS",
+    higher_is_better=True,
+    mean_key="mean_qos",
+    columns=(
+        Column("drop %", "drop_rate", 1, 100),
+        Column("reject %", "reject_rate", 1, 100),
+        Column("late %", "violation_rate", 1, 100),
+        Column("ms/token", "mean_latency_s_per_token", 1, 1e3),
+        Column("P50", "p50_latency_s_per_token", 1, 1e3),
+        Column("P90", "p90_latency_s_per_token", 1, 1e3),
+        Column("P99", "p99_latency_s_per_token", 1, 1e3),
+        Column("TTFT ms", "mean_ttft_s", 0, 1e3),
+        Column("TPOT ms", "mean_tpot_s", 1, 1e3),
+        Column("e2e s", "mean_e2e_s", 2),
+        Column("memory %", "memory_use", 1, 100),
+        Column("goodput/s", "goodput_rps", 2),
+    ),
+    reported_arguments=(
+        "profiles",
+        "arrivals",
+        "rate",
+        "latency_requirement_s",
+        "scheduler",
+        "score_predictor",
+        "length_predictor",
+        "episode_requests",
+    ),
+    notes=(
+        "QoS: interquartile mean over episodes [bootstrap 95 % interval]; dropped and rejected "
+        "requests count 0. Rates in % of all requests; latency of served requests.",
+    ),
+    episode_statistics=_routing_statistics,
+    request_interval=_routing_interval,
+    describe_action=_routing_action,
+    example_policy="greedy_qos",
+    interface=("reward",),
+    early={"reward": "paid_forward"},
+    feedback_terms=("qos",),
+)
+
+# ------------------------------------------------------------------------------- serverless MoE
+
+
+_SERVERLESS = Report(
+    headline="mean_reward",
+    heading="reward a request",
+    higher_is_better=True,
+    mean_key="mean_of_mean_reward",
+    columns=(
+        Column("cost / MIX", "cost_over_mix", 3),
+        Column("late TTFT %", "ttft_violation_rate", 1, 100),
+        Column("late TPOT %", "tpot_violation_rate", 1, 100),
+        Column("infeasible %", "infeasible_rate", 1, 100),
+        Column("TTFT s", "mean_ttft_s", 2),
+        Column("TPOT ms", "mean_tpot_s", 1, 1e3),
+        Column("cold s", "mean_cold_start_s", 2),
+        Column("remote %", "mean_remote_ratio", 1, 100),
+        Column("main warm %", "main_warm_rate", 1, 100),
+        Column("1e-3 USD/request", "mean_cost_usd", 3, 1e3),
+    ),
+    reported_arguments=(
+        "model",
+        "preset",
+        "gpu",
+        "granularity",
+        "predictor",
+        "decode_invocation",
+        "price_ratio",
+        "episode_requests",
+    ),
+    notes=(
+        "reward: minus cost and penalties over the cost of the same request with every expert in "
+        "the main function (MIX); interquartile mean over episodes [bootstrap 95 % interval].",
+    ),
+    describe_action=lambda actions: f"plan {np.asarray(actions[0]).tolist()}",
+    example_policy="greedy_warm",
+    interface=("granularity", "keep_action"),
+    serving=("deployment",),
+)
+
+# ----------------------------------------------------------------------------- expert placement
+
+
+_PLACEMENT = Report(
+    headline="mean_latency_s",
+    heading="latency s",
+    higher_is_better=False,
+    mean_key="mean_of_mean_latency_s",
+    columns=(
+        Column("P99 s", "p99_latency_s", 2),
+        Column("TTFT s", "mean_ttft_s", 2),
+        Column("local tokens %", "local_token_ratio", 1, 100),
+        Column("local calls %", "local_call_ratio", 1, 100),
+        Column("remote layer steps %", "remote_layer_ratio", 1, 100),
+        Column("network MB", "network_bytes", 0, 1e-6),
+        Column("weights MB", "weight_bytes", 0, 1e-6),
+        Column("migrations", "migrations", 1),
+        Column("requests", "requests", 0),
+    ),
+    reported_arguments=("scenario", "model", "skew", "epochs", "epoch_s"),
+    notes=(
+        "latency: mean over the requests of an episode, interquartile mean over episodes "
+        "[bootstrap 95 % interval].",
+    ),
+    describe_action=lambda actions: "migrate" if int(actions["migrate"][0]) else "keep",
+    example_policy="prism",
+    interface=("action_mode",),
+    serving=("serving", "cache", "redirect", "router", "execution", "replica_choice"),
+)
+
+# ----------------------------------------------------------------- prefix-cache-aware routing
+
+
+_PREFIX = Report(
+    headline="attainment",
+    heading="attainment",
+    higher_is_better=True,
+    mean_key="mean_attainment",
+    columns=(
+        Column("TTFT met %", "attainment_ttft", 1, 100),
+        Column("TPOT met %", "attainment_tpot", 1, 100),
+        Column("TTFT s", "mean_ttft_s", 2),
+        Column("P90", "p90_ttft_s", 2),
+        Column("P99", "p99_ttft_s", 2),
+        Column("TPOT ms", "mean_tpot_s", 1, 1e3),
+        Column("e2e s", "mean_e2e_s", 2),
+        Column("hit %", "hit_rate", 1, 100),
+        Column("false match %", "false_match_rate", 1, 100),
+        Column("preempted", "preemption_rate", 3),
+        Column("imbalance", "imbalance", 2),
+        Column("goodput/s", "goodput_rps", 2),
+    ),
+    reported_arguments=(
+        "scenario",
+        "workload",
+        "dispatch",
+        "rate",
+        "num_replicas",
+        "index",
+        "scrape_s",
+        "episode_requests",
+        "warmup_requests",
+    ),
+    notes=(
+        "attainment: share of the requests that are completed within both objectives, "
+        "interquartile mean over episodes [bootstrap 95 % interval]. Hits in % of the completed "
+        "prompts' tokens, false matches of those that the index named.",
+    ),
+    describe_action=lambda actions: f"to replica {int(actions[0])}",
+    example_policy="lmetric",
+    interface=("reward",),
+)
+
+_REPORTS = {
+    "llm_routing": _ROUTING,
+    "serverless_moe": _SERVERLESS,
+    "expert_placement": _PLACEMENT,
+    "prefix_routing": _PREFIX,
+}

@@ -1,0 +1,286 @@
+"""Result tables: ``stem.csv`` holds the rows, ``stem.json`` their provenance and findings.
+
+`write_result` writes both at once, `Table` grows row by row and knows which keys it lacks, and
+`merge_policies` adds the rows of an earlier table. Every file is written under a temporary name
+and renamed.
+
+The JSON has the fields of `provenance` (``command``, ``date`` in UTC, ``machine``, ``versions``,
+``quick``, ``settings``, ``merged``) and ``notes``, a list of records: ``text`` is the finding as a
+sentence, the other fields of a record are its numbers.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from servegym._versions import versions
+from servegym.envs.workloads.errors import MalformedFileError
+from servegym.experiments.evaluation.output import read_rows, write_csv, write_json
+
+__all__ = [
+    "Note",
+    "Table",
+    "machine",
+    "merge_policies",
+    "note",
+    "provenance",
+    "read_record",
+    "runs_with",
+    "versions",
+    "write_record",
+    "write_result",
+]
+
+Note = str | Mapping[str, Any]
+"""A finding: a sentence, or a record made by `note`."""
+
+
+def note(text: str, **data: Any) -> dict[str, Any]:
+    """A finding with its numbers: ``{"text": text, **data}``."""
+    return {"text": text, **data}
+
+
+def machine() -> dict[str, Any]:
+    """Processor, number of cores and system of this machine."""
+    model = platform.processor() or "unknown"
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                model = line.partition(":")[2].strip()
+                break
+    except OSError:
+        pass
+    return {
+        "cpu": model,
+        "cores": os.cpu_count(),
+        "system": f"{platform.system()} {platform.machine()}",
+    }
+
+
+def provenance(
+    command: str,
+    quick: bool = False,
+    packages: Sequence[str] = (),
+    settings: Mapping[str, Any] | None = None,
+    merged: Sequence[Mapping[str, Any]] = (),
+) -> dict[str, Any]:
+    """How a table was made, for its JSON.
+
+    Args:
+        command: The command line that makes the table.
+        quick: Whether the run was a smoke run, whose numbers are not results.
+        packages: Packages whose versions are recorded besides numpy, numba and gymnasium.
+        settings: Further facts of the run, such as the scenario or the checkpoints.
+        merged: Provenance of the earlier tables whose rows are in this one, see `merge_policies`.
+    """
+    return {
+        "command": command,
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
+        "machine": machine(),
+        "versions": versions(("numpy", "numba", "gymnasium", *packages)),
+        "quick": quick,
+        "settings": dict(settings or {}),
+        "merged": list(merged),
+    }
+
+
+def read_record(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The JSON of a table, by the path of its CSV or JSON; empty if there is none.
+
+    Raises:
+        MalformedFileError: The file is no JSON object.
+    """
+    file = Path(path).with_suffix(".json")
+    if not file.exists():
+        return {}
+    try:
+        record = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise MalformedFileError(file, None, None, f"is no JSON ({error})", "remove it") from error
+    if not isinstance(record, dict):
+        raise MalformedFileError(file, None, None, "is no JSON object", "remove it")
+    return record
+
+
+def runs_with(
+    path: str | os.PathLike[str], command: str, packages: Sequence[str] = ()
+) -> list[dict[str, Any]]:
+    """The runs whose rows are in a table to which each run adds its own, for ``merged``.
+
+    Args:
+        path: The table as it is before this run, or where it will be.
+        command: The command line of this run, in whose place an earlier one of the same goes.
+        packages: Packages whose versions are recorded.
+
+    Returns:
+        ``command`` and ``versions`` of each, this run last.
+    """
+    earlier = [one for one in read_record(path).get("merged", []) if one["command"] != command]
+    return [*earlier, {"command": command, "versions": versions(packages)}]
+
+
+def write_record(
+    path: str | os.PathLike[str], made: Mapping[str, Any], notes: Iterable[Note] = ()
+) -> None:
+    """Write the JSON of a table.
+
+    Args:
+        path: The table's CSV, or the JSON itself.
+        made: What `provenance` returned.
+        notes: The findings.
+    """
+    records = [note(one) if isinstance(one, str) else dict(one) for one in notes]
+    write_json(Path(path).with_suffix(".json"), {**made, "notes": records})
+
+
+def write_result(
+    path: str | os.PathLike[str],
+    rows: Sequence[Mapping[str, Any]],
+    made: Mapping[str, Any],
+    notes: Iterable[Note] = (),
+) -> None:
+    """Write the rows as CSV and the JSON of `write_record`."""
+    write_csv(Path(path).with_suffix(".csv"), rows)
+    write_record(path, made, notes)
+
+
+class Table:
+    """A CSV that is extended while a computation runs, so that a stopped one can resume.
+
+    Args:
+        path: The CSV; it need not exist.
+        key: Columns that identify a unit of work. Several rows may share a key.
+        text: Columns that stay text where they look like numbers.
+        empty: What a missing value becomes.
+        load: Whether rows that the file has are taken up; without, the table begins anew.
+
+    Attributes:
+        rows: The rows, in the order of the file.
+
+    Raises:
+        MalformedFileError: The file is no table, or lacks a key column.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        key: Sequence[str],
+        text: Collection[str] = (),
+        empty: Any = "",
+        load: bool = True,
+    ) -> None:
+        self.path, self.key = Path(path), tuple(key)
+        self.rows: list[dict[str, Any]] = []
+        if load and self.path.exists():
+            self.rows = read_rows(self.path, text, empty)
+        for column in self.key:
+            if self.rows and column not in self.rows[0]:
+                raise MalformedFileError(self.path, 1, column, "is missing", "remove the file")
+
+    def key_of(self, row: Mapping[str, Any]) -> tuple[Any, ...]:
+        """The values of the key columns; a missing one is empty text."""
+        return tuple(row.get(column, "") for column in self.key)
+
+    def missing(self, wanted: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+        """The wanted keys that have no row yet, in their order."""
+        known = {self.key_of(row) for row in self.rows}
+        return [key for key in wanted if key not in known]
+
+    def discard(self, condition: Callable[[Mapping[str, Any]], bool]) -> None:
+        """Drop the rows that meet a condition; the file changes with the next `update`."""
+        self.rows = [row for row in self.rows if not condition(row)]
+
+    def update(
+        self,
+        rows: Iterable[Mapping[str, Any]],
+        order: Callable[[Mapping[str, Any]], Any] | None = None,
+    ) -> None:
+        """Put rows in the place of those with their keys, or at the end, and write the file.
+
+        Args:
+            rows: The rows; a table that stays without any is not written.
+            order: Sorting key of all rows; by default they stay where they are.
+        """
+        fresh: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+        for row in rows:
+            fresh.setdefault(self.key_of(row), []).append(dict(row))
+        replaced: list[dict[str, Any]] = []
+        known = {self.key_of(row) for row in self.rows}
+        for row in self.rows:
+            key = self.key_of(row)
+            if key not in fresh:
+                replaced.append(row)
+            elif fresh[key]:
+                replaced += fresh[key]
+                fresh[key] = []
+        self.rows = replaced + [
+            row for key, own in fresh.items() if key not in known for row in own
+        ]
+        if order is not None:
+            self.rows.sort(key=order)
+        if not self.rows:
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        write_csv(self.path, self.rows)
+
+
+def merge_policies(
+    rows: Sequence[Mapping[str, Any]],
+    earlier: Sequence[Mapping[str, Any]],
+    point: Sequence[str],
+    shared: Collection[str],
+    column: str,
+    source: str | os.PathLike[str] = "the earlier table",
+    tolerance: float = 2e-6,
+) -> list[dict[str, Any]]:
+    """Rows of this run, and the rows of an earlier table for policies that this run has not.
+
+    Args:
+        rows: What was measured; a policy may have several rows at a point.
+        earlier: The rows of the earlier table.
+        point: The columns that identify a point.
+        shared: Policies whose rows must agree where both tables have them, so that the episodes
+            are the same.
+        column: The column in which they must agree.
+        source: Where the earlier rows are from, for the error.
+        tolerance: How far two values of the column may lie apart.
+
+    Returns:
+        Point by point, the earlier table's order first.
+
+    Raises:
+        ValueError: If a shared policy has another value in the earlier table.
+    """
+
+    def grouped(part: Sequence[Mapping[str, Any]]) -> dict[tuple[Any, ...], dict[str, list[Any]]]:
+        found: dict[tuple[Any, ...], dict[str, list[Any]]] = {}
+        for row in part:
+            policies = found.setdefault(tuple(row[name] for name in point), {})
+            policies.setdefault(row["policy"], []).append(dict(row))
+        return found
+
+    now, before = grouped(rows), grouped(earlier)
+    for at, policies in now.items():
+        for name in sorted(set(policies) & set(before.get(at, ())) & set(shared)):
+            new, old = ([row[column] for row in t[at][name]] for t in (now, before))
+            if len(new) != len(old) or not np.allclose(new, old, atol=tolerance, equal_nan=True):
+                count = before[at][name][0].get("episodes", "those of its command")
+                raise ValueError(
+                    f"keep: at {', '.join(map(str, at))} {name} has another {column} in {source} "
+                    f"than here, so the episodes are others; give its --episodes ({count}), or "
+                    "leave --keep out"
+                )
+    return [
+        row
+        for at in dict.fromkeys((*before, *now))
+        for own in (before.get(at, {}) | now.get(at, {})).values()
+        for row in own
+    ]

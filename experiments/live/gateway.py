@@ -1,0 +1,471 @@
+"""A policy behind a gateway: what a gateway sees becomes the observation that the policy reads.
+
+`GatewayRouter` keeps the state of the requests that it has sent and writes from it the observation
+of ``servegym/LLMRouting-v1``. A gateway tells it when a request was sent, when tokens came and when
+it ended; nothing else is known. A policy that fails or is too slow is replaced by the least load
+for that request and counted: a gateway never stops because of its policy.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from servegym.baselines.protocol import Policy
+from servegym.baselines.registry import describe_system
+from servegym.envs.llm_routing import kernel
+from servegym.envs.llm_routing.config import Problem, build_problem
+from servegym.envs.llm_routing.kernel.layout import (
+    LOAD_HORIZONS,
+    MAX_GAP_S,
+    MAX_LATENCY_S_PER_TOKEN,
+    MAX_PROMPT_TOKENS,
+)
+
+__all__ = ["Decision", "GatewayRequest", "GatewayRouter"]
+
+FALLBACK = "least_outstanding"
+
+
+@dataclass(frozen=True)
+class GatewayRequest:
+    """A request that waits to be routed.
+
+    Attributes:
+        id: What `GatewayRouter.started` and the others call it; one request in flight has it.
+        prompt_tokens: Tokens of the prompt: one number, or one for each expert.
+        scores: (N,) predicted scores of the experts' answers in [0, 1], or None: the train means.
+        output_tokens: (N,) predicted tokens of their answers, or None: the train means.
+        arrived_s: When it came by the router's clock, or None: now.
+        allowed: (N,) which experts may have it, or None: all.
+    """
+
+    id: str
+    prompt_tokens: float | Sequence[float]
+    scores: ArrayLike | None = None
+    output_tokens: ArrayLike | None = None
+    arrived_s: float | None = None
+    allowed: ArrayLike | None = None
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Where a request goes.
+
+    Attributes:
+        expert: Number of the expert, 0 to N - 1, or -1: drop it (HTTP 429).
+        policy: Name of what decided: the policy's, or ``least_outstanding``.
+        elapsed_s: Seconds that it took.
+        reason: Why the policy did not decide, or empty.
+    """
+
+    expert: int
+    policy: str
+    elapsed_s: float
+    reason: str = ""
+
+    @property
+    def dropped(self) -> bool:
+        """Whether the request is refused."""
+        return self.expert < 0
+
+
+@dataclass
+class _InFlight:
+    expert: int
+    predictions: tuple[NDArray[np.float32], ...]  # prompt tokens, scores and lengths, (N,) each
+    arrived: float
+    available: float
+    generated: int = 0
+    admitted: bool = False
+
+
+@dataclass
+class Counters:
+    """What has happened to the requests since the router was made."""
+
+    decisions: int = 0
+    drops: int = 0
+    policy_errors: int = 0
+    policy_timeouts: int = 0
+    illegal_actions: int = 0
+    finished: int = 0
+    failed: int = 0
+    last_error: str = field(default="", repr=False)
+
+    @property
+    def fallbacks(self) -> int:
+        """Decisions that the least load took in place of the policy."""
+        return self.policy_errors + self.policy_timeouts + self.illegal_actions
+
+
+class GatewayRouter:
+    """Routes the requests of a gateway by a policy of ``servegym/LLMRouting-v1``.
+
+    Which requests an engine runs and which wait is not visible from outside. `admitted` says it
+    where an engine tells; else the first R requests that were sent to an expert and have not ended
+    count as running, which is exact for engines that serve in order with so many slots.
+
+    All methods may be called from several threads.
+
+    Args:
+        fleet: Arguments of the environment that describes the fleet, as for ``gymnasium.make``, or
+            a built problem. Experts are its profiles in their order.
+        policy: A policy, the name of one, or the path of a checkpoint.
+        clock: Seconds, monotonic.
+        budget_s: Longest time of a decision; None waits for the policy in the caller's thread.
+        latency_requirement_s: L, seconds per token; by default the fleet's.
+
+    Raises:
+        ValueError: If the policy is unknown, needs the environment or reads another observation
+            than the graph, or if the fleet is drawn anew in every episode.
+    """
+
+    def __init__(
+        self,
+        fleet: Mapping[str, Any] | Problem,
+        policy: str | os.PathLike[str] | Policy,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        budget_s: float | None = 0.01,
+        latency_requirement_s: float | None = None,
+    ) -> None:
+        from servegym.experiments.evaluation.evaluate import resolve
+
+        if budget_s is not None and not budget_s > 0:
+            raise ValueError(f"budget_s is {budget_s}; allowed are seconds above 0, or None")
+        self.problem = (
+            fleet if isinstance(fleet, Problem) else build_problem(view=kernel.GRAPH, **fleet)
+        )
+        if self.problem.fleets is not None:
+            raise ValueError("fleet is drawn anew in every episode; describe one fleet")
+        self.system = describe_system(self.problem)
+        resolved = resolve(policy, self.system, in_process=True)
+        if resolved.env_view != "graph" or resolved.needs_env:
+            reads = "the environment" if resolved.needs_env else f"view {resolved.env_view!r}"
+            raise ValueError(
+                f"policy {resolved.name!r} reads {reads}; a gateway needs one that reads 'graph'"
+            )
+        self.name, self.policy = resolved.name, resolved.policy
+        self.policy.reset(1, seed=0)
+        self.clock, self.budget_s = clock, budget_s
+        low, high = self.problem.latency_requirement_s
+        self.latency_requirement_s = (
+            0.5 * (low + high) if latency_requirement_s is None else float(latency_requirement_s)
+        )
+        self.counters = Counters()
+        self.up = np.ones(self.num_experts, np.bool_)
+        self._lock = threading.RLock()
+        self._held: OrderedDict[str, _InFlight] = OrderedDict()
+        self._told = False  # whether the engines tell what they run
+        self._arrivals, self._last_arrival = 0, 0.0
+        self._load = np.zeros((len(LOAD_HORIZONS), 3))
+        self._worker = None if budget_s is None else _Worker()
+        config = self.problem.cfg[0]
+        self._slots = int(config["running_capacity"])
+        self._room = int(config["waiting_capacity"])
+        self._block = int(config["block_size"])
+        self._delay = float(config["router_delay_s"]), float(config["delay_s_per_token"])
+        self._longest = int(config["max_output_tokens"])
+        self._blocks = np.array(
+            [profile.kv_capacity_tokens // self._block for profile in self.problem.profiles]
+        )
+
+    @property
+    def num_experts(self) -> int:
+        """N."""
+        return self.problem.num_experts
+
+    def decide(self, request: GatewayRequest) -> Decision:
+        """Choose an expert for a request; it counts as sent there until it has ended.
+
+        Raises:
+            ValueError: If a request of that id is in flight, or a prediction has another shape than
+                (N,).
+        """
+        begin = time.perf_counter()
+        with self._lock:
+            if request.id in self._held:
+                raise ValueError(f"request {request.id!r} is in flight already; ids must be unique")
+            predictions, now = self._predictions(request), self.clock()
+            observation, mask = self.observation(*predictions, now)
+            self._load = self._load_with(predictions[0], predictions[2], now)
+            self._arrivals, self._last_arrival = self._arrivals + 1, now
+            if request.allowed is not None:
+                mask[0, 1:] &= np.asarray(request.allowed, np.bool_)
+            action, reason = self._chosen(observation, mask)
+            name = self.name if not reason else FALLBACK
+            if reason:
+                action = self._least(mask)
+            self.counters.decisions += 1
+            if action == 0:
+                self.counters.drops += 1
+            else:
+                self.sent(request, action - 1)
+        return Decision(action - 1, name, time.perf_counter() - begin, reason)
+
+    def _predictions(
+        self, request: GatewayRequest
+    ) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]]:
+        found = []
+        given = {
+            "prompt_tokens": request.prompt_tokens,
+            "scores": self.system.mean_score if request.scores is None else request.scores,
+            "output_tokens": (
+                self.system.mean_output_tokens
+                if request.output_tokens is None
+                else request.output_tokens
+            ),
+        }
+        for name, value in given.items():
+            array = np.array(value, np.float32)
+            if name == "prompt_tokens" and array.ndim == 0:
+                array = np.full(self.num_experts, array)
+            if array.shape != (self.num_experts,) or not np.isfinite(array).all():
+                raise ValueError(
+                    f"{name} is {value!r:.100}; allowed are {self.num_experts} finite numbers, one "
+                    "an expert"
+                )
+            found.append(array)
+        return tuple(found)  # pyright: ignore[reportReturnType]
+
+    def queues(self) -> tuple[list[list[_InFlight]], list[list[_InFlight]]]:
+        """The requests that run at each expert, in the order of their admission, and that wait.
+
+        They wait in the order in which they reach the expert, where long prompts take longer.
+        """
+        running: list[list[_InFlight]] = [[] for _ in range(self.num_experts)]
+        waiting: list[list[_InFlight]] = [[] for _ in range(self.num_experts)]
+        for r in self._held.values():
+            (running if r.admitted else waiting)[r.expert].append(r)
+        for run, wait in zip(running, waiting, strict=True):
+            wait.sort(key=lambda r: r.available)
+            if not self._told:
+                run += wait[: self._slots]
+                del wait[: self._slots]
+        return running, waiting
+
+    def observation(
+        self,
+        prompt: NDArray[np.float32],
+        scores: NDArray[np.float32],
+        lengths: NDArray[np.float32],
+        now: float,
+    ) -> tuple[dict[str, NDArray[Any]], NDArray[np.int8]]:
+        """The observation of ``servegym/LLMRouting-v1`` with a leading axis of 1, and the mask.
+
+        Args:
+            prompt: (N,) prompt tokens of the request to route.
+            scores: (N,) predicted scores.
+            lengths: (N,) predicted output tokens.
+            now: Time of the decision, s.
+        """
+        n, r, w = self.num_experts, self._slots, self._room
+        seen: dict[str, NDArray[Any]] = {
+            "request": np.zeros((1, n, 3), np.float32),
+            "experts": np.zeros((1, n, 3), np.float32),
+            "running": np.zeros((1, n, r, 6), np.float32),
+            "waiting": np.zeros((1, n, w, 6), np.float32),
+            "latency_requirement": np.full((1, 1), self.latency_requirement_s, np.float32),
+            "load": np.minimum(
+                self._load_with(prompt, lengths, now), (MAX_GAP_S, MAX_PROMPT_TOKENS, np.inf)
+            ).astype(np.float32)[None],
+            "running_mask": np.zeros((1, n, r), np.int8),
+            "waiting_mask": np.zeros((1, n, w), np.int8),
+        }
+        mask = np.ones((1, n + 1), np.int8)
+        seen["request"][0, :, 0] = np.minimum(prompt, MAX_PROMPT_TOKENS)
+        seen["request"][0, :, 1] = scores
+        seen["request"][0, :, 2] = lengths
+        running, waiting = self.queues()
+        for k in range(n):
+            share = 1.0 / self._blocks[k]
+            used = 0
+            for i, one in enumerate(running[k][:r]):
+                prompt_tokens = int(one.predictions[0][k])
+                blocks = -(-(prompt_tokens + one.generated) // self._block)
+                used += blocks
+                seen["running"][0, k, i] = self._features(one, now, blocks * share)
+            for i, one in enumerate(waiting[k][:w]):
+                seen["waiting"][0, k, i] = self._features(one, now, 0.0)
+            seen["experts"][0, k] = used * share, len(running[k][:r]), len(waiting[k])
+            seen["running_mask"][0, k, : len(running[k])] = 1
+            seen["waiting_mask"][0, k, : len(waiting[k])] = 1
+            held = -(-int(prompt[k] + self._longest) // self._block)
+            room = len(waiting[k]) < w and held <= self._blocks[k]
+            mask[0, k + 1] = room and self.up[k]
+        return seen, mask
+
+    def _load_with(
+        self, prompt: NDArray[np.float32], lengths: NDArray[np.float32], now: float
+    ) -> NDArray[np.float64]:
+        """The means of the load with one request more, see the environment's `load`."""
+        gap = now - self._last_arrival if self._arrivals else 0.0
+        new = np.array([gap, prompt.mean(dtype=np.float64), lengths.mean(dtype=np.float64)])
+        known = np.maximum([self._arrivals, self._arrivals + 1, self._arrivals + 1], 1)
+        share = np.maximum(1.0 / np.array(LOAD_HORIZONS)[:, None], 1.0 / known)
+        return self._load + share * (new - self._load)
+
+    @staticmethod
+    def _features(r: _InFlight, now: float, memory: float) -> tuple[float, ...]:
+        """Eq. 6: prompt, predicted score and length, memory, tokens and latency so far."""
+        latency = min((now - r.arrived) / max(r.generated, 1), MAX_LATENCY_S_PER_TOKEN)
+        prompt, score, length = (float(each[r.expert]) for each in r.predictions)
+        return min(prompt, MAX_PROMPT_TOKENS), score, length, memory, r.generated, latency
+
+    def _chosen(
+        self, observation: Mapping[str, NDArray[Any]], mask: NDArray[np.int8]
+    ) -> tuple[int, str]:
+        """The policy's action, or why there is none."""
+
+        def act() -> int:
+            return int(np.asarray(self.policy.act(observation, mask)).reshape(-1)[0])
+
+        try:
+            if self._worker is None:
+                action = act()
+            else:
+                action = self._worker.run(act, self.budget_s)
+        except TimeoutError:
+            self.counters.policy_timeouts += 1
+            return 0, "the policy was too slow"
+        except Exception as error:  # a policy may raise anything; the gateway goes on
+            self.counters.policy_errors += 1
+            self.counters.last_error = f"{type(error).__name__}: {error}"[:300]
+            return 0, self.counters.last_error
+        if not 0 <= action <= self.num_experts or mask[0, action] == 0:
+            self.counters.illegal_actions += 1
+            return 0, f"the policy chose action {action}, which is not allowed"
+        return action, ""
+
+    def _least(self, mask: NDArray[np.int8]) -> int:
+        """The expert of the fewest requests in flight that takes the request; 0: none does."""
+        load = self.load()
+        legal = np.flatnonzero(mask[0, 1:])
+        return 0 if len(legal) == 0 else 1 + int(legal[load[legal].argmin()])
+
+    def load(self) -> NDArray[np.int64]:
+        """(N,) requests in flight."""
+        with self._lock:
+            experts = [r.expert for r in self._held.values()]
+            return np.bincount(experts, minlength=self.num_experts)
+
+    def sent(self, request: GatewayRequest, expert: int) -> None:
+        """A request is sent to an expert, whoever decided so; `decide` calls it itself."""
+        with self._lock:
+            now = self.clock()
+            arrived = now if request.arrived_s is None else request.arrived_s
+            predictions = self._predictions(request)
+            self._held[request.id] = _InFlight(expert, predictions, arrived, now)
+            self.moved(request.id, expert)
+
+    def moved(self, request: str, expert: int) -> None:
+        """The request is sent to another expert now, as after a failure; it has no token yet."""
+        with self._lock:
+            held = self._held.get(request)
+            if held is not None:
+                prompt = float(held.predictions[0][expert])
+                held.expert, held.generated, held.admitted = expert, 0, False
+                held.available = self.clock() + self._delay[0] + self._delay[1] * prompt
+
+    def admitted(self, request: str) -> None:
+        """An engine has told that it runs the request, which is now the last that it admitted."""
+        with self._lock:
+            held = self._held.get(request)
+            self._told = True
+            if held is not None and not held.admitted:
+                held.admitted = True
+                self._held.move_to_end(request)
+
+    def token(self, request: str, generated: int | None = None) -> None:
+        """A token of the answer came; ``generated`` says how many there are by now."""
+        with self._lock:
+            held = self._held.get(request)
+            if held is not None:
+                held.generated = held.generated + 1 if generated is None else int(generated)
+
+    def finished(self, request: str) -> None:
+        """The answer is complete; a second call changes nothing."""
+        with self._lock:
+            if self._held.pop(request, None) is not None:
+                self.counters.finished += 1
+
+    def failed(self, request: str) -> None:
+        """The request has failed, or its client has hung up."""
+        with self._lock:
+            if self._held.pop(request, None) is not None:
+                self.counters.failed += 1
+
+    def set_up(self, expert: int, up: bool) -> None:
+        """Whether an expert takes requests, as health checks tell."""
+        self.up[expert] = up
+
+    def warm(self, requests: int = 30) -> None:
+        """Compile what the policy needs before the first request; nothing of it is counted."""
+        with self._lock:
+            worker, self._worker = self._worker, None
+            counters, self.counters = self.counters, Counters()
+            names = [f"warm {k}" for k in range(requests)]
+            for name in names:
+                self.decide(GatewayRequest(name, 50))
+            for name in names:
+                self._held.pop(name, None)
+            self.policy.reset(1, seed=0)
+            self._worker, self.counters = worker, counters
+
+    def close(self) -> None:
+        """End the thread that runs the policy."""
+        if self._worker is not None:
+            self._worker.close()
+
+
+class _Worker:
+    """One daemon thread that calls the policy; while a call is late no other begins."""
+
+    def __init__(self) -> None:
+        self._calls: SimpleQueue[tuple[Callable[[], int], Future[int]] | None] = SimpleQueue()
+        self._late: Future[int] | None = None
+        self._thread = threading.Thread(target=self._serve, name="servegym-policy", daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        while (call := self._calls.get()) is not None:
+            function, future = call
+            try:
+                result = function()
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+    def run(self, function: Callable[[], int], limit_s: float | None) -> int:
+        """The function's result.
+
+        Raises:
+            TimeoutError: It took longer, or an earlier call has not come back.
+        """
+        if self._late is not None:
+            if not self._late.done():
+                raise TimeoutError
+            self._late = None
+        future: Future[int] = Future()
+        self._calls.put((function, future))
+        try:
+            return future.result(limit_s)
+        except TimeoutError:
+            self._late = future
+            raise
+
+    def close(self) -> None:
+        """End the thread after the call that it is in."""
+        self._calls.put(None)

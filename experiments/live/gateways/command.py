@@ -1,0 +1,196 @@
+"""``servegym gateway``: a policy inside a gateway before the servers of a fleet."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pprint
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from servegym._command_line import parse_settings, run_main
+from servegym._files import write_text
+from servegym.experiments.live.fleet_file import LOOPBACK, Endpoint, read_endpoints, read_fleet
+from servegym.experiments.live.gateway import GatewayRouter
+from servegym.experiments.live.gateways.gate import Gate, fleet_arguments
+
+__all__ = ["main", "read_servers", "write_litellm"]
+
+FOLDER = Path("servegym-gateway")
+POLICY = "fleet_search"
+"""Trained on drawn fleets, so it takes any."""
+_MODULE = '''"""Routes the requests of the proxy by a policy; config.yaml names it as a callback."""
+
+from servegym.experiments.live.gateway import GatewayRouter
+from servegym.experiments.live.gateways.gate import Gate, from_metadata
+from servegym.experiments.live.gateways.litellm_strategy import LiteLLMStrategy
+
+# Arguments of servegym/LLMRouting-v1 that describe the servers.
+FLEET = {fleet}
+NAMES = {names}
+
+router = GatewayRouter(FLEET, {policy!r})
+# predict= may be any function of a request's body; from_metadata trusts what the client says.
+gate = Gate(router, names=NAMES, predict={predict})
+strategy = LiteLLMStrategy(gate, {model!r}, NAMES)
+strategy.show()
+'''
+
+
+def read_servers(path: Path) -> list[Endpoint]:
+    """The servers of a file of endpoints, or of FLEET.toml whose servers have fixed ports.
+
+    Raises:
+        ValueError: If the file cannot be used.
+        OSError: If it cannot be read.
+    """
+    if path.suffix != ".toml":
+        found = read_endpoints(path)
+        if not found:
+            raise ValueError(f"{path}: no server")
+        return found
+    servers = []
+    for one in read_fleet(path):
+        if not one.port:
+            raise ValueError(
+                f"{path}: server {one.name!r} has no port; give it one, or name the file of "
+                "endpoints that was written when the servers started"
+            )
+        url = f"http://{one.host}:{one.port}/v1"
+        servers.append(
+            Endpoint(one.name, one.engine, url, 0, one.slots, one.context, profile=one.profile)
+        )
+    return servers
+
+
+def _router(fleet: dict[str, Any], policy: str) -> GatewayRouter:
+    try:
+        return GatewayRouter(fleet, policy)
+    except TypeError as error:  # of the signature, which names the argument
+        raise ValueError(f"--set: {error}") from None
+
+
+def write_litellm(
+    servers: Sequence[Endpoint],
+    folder: Path,
+    policy: str,
+    *,
+    model: str = "llm",
+    trusted: bool = False,
+    settings: dict[str, Any] | None = None,
+) -> Path:
+    """Write ``config.yaml`` and ``servegym_router.py``, from which LiteLLM's proxy starts.
+
+    Args:
+        servers: The experts.
+        folder: Where; made if it is not there.
+        policy: Name of a policy, or a checkpoint.
+        model: Name under which clients ask for them.
+        trusted: Whether clients' predictions in the metadata of requests are taken.
+        settings: Arguments of the environment, which win.
+
+    Returns:
+        ``config.yaml``.
+
+    Raises:
+        ValueError: If the fleet or the policy cannot be used.
+    """
+    fleet = fleet_arguments(servers, **(settings or {}))
+    _router(fleet, policy).close()
+    lines = ["model_list:"]
+    for one in servers:
+        text = {
+            "model": f"openai/{one.name}",
+            "api_base": one.url,
+            "api_key": "none",
+        }
+        lines += [
+            f"  - model_name: {json.dumps(model)}",
+            "    litellm_params:",
+            *(f"      {key}: {json.dumps(value)}" for key, value in text.items()),
+            f"    model_info: {{id: {json.dumps(one.name)}}}",
+        ]
+    lines += [
+        "litellm_settings:",
+        "  callbacks: servegym_router.strategy",
+        "  request_timeout: 600",
+        "router_settings:",
+        "  num_retries: 2",
+    ]
+    folder.mkdir(parents=True, exist_ok=True)
+    code = _MODULE.format(
+        fleet=pprint.pformat(fleet, sort_dicts=False, width=96),
+        names=[one.name for one in servers],
+        policy=policy,
+        model=model,
+        predict="from_metadata" if trusted else "None",
+    )
+    write_text(folder / "servegym_router.py", code)
+    write_text(folder / "config.yaml", "\n".join(lines) + "\n")
+    return folder / "config.yaml"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line of ``servegym gateway litellm | endpoint-picker``.
+
+    Args:
+        arguments: The command line; ``sys.argv`` by default.
+
+    Returns:
+        0.
+
+    Raises:
+        ValueError: If an argument or a file cannot be used.
+    """
+    parser = argparse.ArgumentParser(
+        prog="servegym gateway", description="A policy inside a gateway before your servers."
+    )
+    kinds = parser.add_subparsers(dest="kind", required=True)
+    litellm = kinds.add_parser("litellm", help="write the files of LiteLLM's proxy")
+    picker = kinds.add_parser(
+        "endpoint-picker", help="serve the Endpoint Picker of the Gateway API (ext-proc, gRPC)"
+    )
+    for one in (litellm, picker):
+        add = one.add_argument
+        add("servers", type=Path, help="file of endpoints, or FLEET.toml with fixed ports")
+        add("--policy", default=POLICY, help=f"name of a policy, or a checkpoint ({POLICY})")
+        add("--set", action="append", default=[], metavar="KEY=VALUE", help="of the environment")
+        add(
+            "--trust-metadata",
+            action="store_true",
+            help="take predictions from metadata.servegym of requests",
+        )
+    litellm.add_argument("--model", default="llm", help="name that clients ask for (llm)")
+    litellm.add_argument("--folder", type=Path, default=FOLDER, help=f"of the files ({FOLDER})")
+    picker.add_argument("--host", default=LOOPBACK, help=f"address to listen on ({LOOPBACK})")
+    picker.add_argument("--port", type=int, default=9002, help="port to listen on (9002)")
+    options = parser.parse_args(arguments)
+    servers = read_servers(options.servers)
+    settings = parse_settings(options.set)
+    if options.kind == "litellm":
+        config = write_litellm(
+            servers,
+            options.folder,
+            options.policy,
+            model=options.model,
+            trusted=options.trust_metadata,
+            settings=settings,
+        )
+        print(f"start it: litellm --config {config} --host {LOOPBACK} --port 4000")
+        print("LiteLLM asks for a key of yours in LITELLM_MASTER_KEY; clients send the same")
+        return 0
+    from servegym.experiments.live.gateways import endpoint_picker
+    from servegym.experiments.live.gateways.gate import from_metadata
+
+    gate = Gate(
+        _router(fleet_arguments(servers, **settings), options.policy),
+        names=[one.name for one in servers],
+        predict=from_metadata if options.trust_metadata else None,
+    )
+    endpoint_picker.run(gate, [one.url for one in servers], options.host, options.port)
+    return 0
+
+
+if __name__ == "__main__":
+    run_main(main)

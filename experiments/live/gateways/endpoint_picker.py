@@ -1,0 +1,417 @@
+"""A policy as Endpoint Picker of the Gateway API inference extension: Envoy's ext-proc over gRPC.
+
+The gateway sends the headers and the body of a request; the picker answers with
+``x-gateway-destination-endpoint``, as a header and in the dynamic metadata ``envoy.lb``, or with
+status 429 and ``Retry-After`` if the policy drops it, 503 if no endpoint may have it. Headers, body
+and trailers of the response tell how far the answer is. Bodies may come buffered or in full duplex
+(``request_body_mode``); the answer's tokens are counted where it is streamed to the picker.
+
+Protocol: https://github.com/kubernetes-sigs/gateway-api-inference-extension, proposal 004, v1.0.0.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import math
+import signal
+import socket
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+try:
+    import grpc
+    from envoy_data_plane.envoy.config.core.v3 import (
+        HeaderMap,
+        HeaderValue,
+        HeaderValueOption,
+        HeaderValueOptionHeaderAppendAction,
+        Metadata,
+    )
+    from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import (
+        ProcessingModeBodySendMode as BodyMode,
+    )
+    from envoy_data_plane.envoy.service.ext_proc.v3 import (
+        BodyMutation,
+        BodyResponse,
+        CommonResponse,
+        HeaderMutation,
+        HeadersResponse,
+        ImmediateResponse,
+        ProcessingRequest,
+        ProcessingResponse,
+        StreamedBodyResponse,
+        TrailersResponse,
+    )
+    from envoy_data_plane.envoy.type.v3 import HttpStatus, StatusCode
+    from envoy_data_plane.google.protobuf import Struct
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f"{error.name} is not installed; pip install 'serve-gym[gateways]'", name=error.name
+    ) from error
+
+from servegym.experiments.live.gateways.gate import Answer, Gate, Ticket
+
+__all__ = ["DESTINATION", "SERVICE", "EndpointPicker", "address", "run", "start"]
+
+SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
+DESTINATION = "x-gateway-destination-endpoint"
+NAMESPACE, SUBSET = "envoy.lb", "envoy.lb.subset_hint"
+CHUNK_BYTES = 60_000
+"""Of a body that is sent back in full duplex; Envoy takes up to 64 KiB at a time."""
+_DUPLEX = BodyMode.FULL_DUPLEX_STREAMED
+_SERVING = b"\x08\x01"  # grpc.health.v1.HealthCheckResponse with status SERVING
+
+
+def address(url: str) -> str:
+    """``ip:port`` of a server's URL.
+
+    Raises:
+        ValueError: If the URL has no host, or the host has no address.
+    """
+    parts = urlsplit(url)
+    if not parts.hostname:
+        raise ValueError(f"url {url!r} has no host; write http://ADDRESS:PORT/v1")
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    try:
+        host = socket.getaddrinfo(parts.hostname, port, type=socket.SOCK_STREAM)[0][4][0]
+    except OSError as error:
+        raise ValueError(f"url {url!r}: {parts.hostname} has no address: {error}") from None
+    return f"[{host}]:{port}" if ":" in str(host) else f"{host}:{port}"
+
+
+def _text(headers: HeaderMap | None, name: str) -> str:
+    for one in headers.headers if headers is not None else ():
+        if one.key.lower() == name:
+            return one.value or one.raw_value.decode("latin-1")
+    return ""
+
+
+def _entry(metadata: Metadata | None, space: str, key: str) -> Any:
+    """An entry of a request's metadata, None without it."""
+    found = metadata.filter_metadata.get(space) if metadata is not None else None
+    return None if found is None else found.to_dict().get(key)
+
+
+def _set(name: str, value: str) -> HeaderValueOption:
+    return HeaderValueOption(
+        header=HeaderValue(key=name, raw_value=value.encode()),
+        append_action=HeaderValueOptionHeaderAppendAction.OVERWRITE_IF_EXISTS_OR_ADD,
+    )
+
+
+def _refusal(status: StatusCode, why: str, **headers: str) -> ProcessingResponse:
+    error = {"error": {"message": why, "type": "servegym", "code": int(status)}}
+    named = [_set(key.replace("_", "-"), value) for key, value in headers.items()]
+    return ProcessingResponse(
+        immediate_response=ImmediateResponse(
+            status=HttpStatus(code=status),
+            headers=HeaderMutation(set_headers=[_set("content-type", "application/json"), *named]),
+            body=json.dumps(error).encode(),
+            details="servegym",
+        )
+    )
+
+
+def _echo(body: bytes) -> list[CommonResponse]:
+    """A whole body in pieces, as full duplex wants it back."""
+    starts = range(0, max(len(body), 1), CHUNK_BYTES)
+    return [_piece(body[k : k + CHUNK_BYTES], k + CHUNK_BYTES >= len(body)) for k in starts]
+
+
+def _piece(body: bytes, last: bool) -> CommonResponse:
+    sent = StreamedBodyResponse(body=body, end_of_stream=last)
+    return CommonResponse(body_mutation=BodyMutation(streamed_response=sent))
+
+
+class EndpointPicker:
+    """The ext-proc service of a gate.
+
+    Args:
+        gate: The gate.
+        endpoints: ``ip:port`` of the experts, in their order.
+        fallbacks: Name the other endpoints after the chosen one, least load first, for gateways
+            that try again by themselves.
+        max_body_bytes: Longest body of a request; a longer one is refused with status 413.
+
+    Raises:
+        ValueError: If there is not one endpoint for each expert, or one comes twice.
+    """
+
+    def __init__(
+        self,
+        gate: Gate,
+        endpoints: Sequence[str],
+        *,
+        fallbacks: bool = True,
+        max_body_bytes: int = 16 << 20,
+    ) -> None:
+        self.gate, self.endpoints = gate, list(endpoints)
+        if len(self.endpoints) != len(gate.names) or len(set(self.endpoints)) < len(gate.names):
+            raise ValueError(
+                f"endpoints are {self.endpoints}; each of the {len(gate.names)} experts needs one "
+                "of its own"
+            )
+        self._fallbacks, self._max_body_bytes = fallbacks, max_body_bytes
+
+    async def process(
+        self, requests: AsyncIterator[ProcessingRequest], context: Any = None
+    ) -> AsyncIterator[ProcessingResponse]:
+        """One request of a client, from its headers to the end of its answer."""
+        ticket: Ticket | None = None
+        answer: Answer | None = None
+        body = bytearray()
+        request_mode = response_mode = BodyMode.NONE
+        subset: Any = None
+        waiting = False  # for the end of the request, in full duplex
+        good = True  # the answer's status
+        try:
+            async for message in requests:
+                if message.protocol_config is not None:
+                    request_mode = message.protocol_config.request_body_mode
+                    response_mode = message.protocol_config.response_body_mode
+                found = _entry(message.metadata_context, SUBSET, f"{DESTINATION}-subset")
+                subset = subset if found is None else found
+                if message.request_headers is not None:
+                    if message.request_headers.end_of_stream:
+                        yield self._any(subset)
+                    elif request_mode == BodyMode.NONE and message.protocol_config is not None:
+                        ticket, response = self._pick({}, subset)
+                        yield self._headers(response)
+                    elif request_mode == _DUPLEX:
+                        waiting = True
+                    else:
+                        yield ProcessingResponse(request_headers=HeadersResponse())
+                elif message.request_body is not None:
+                    body += message.request_body.body
+                    if len(body) > self._max_body_bytes:
+                        why = f"the body is longer than {self._max_body_bytes} bytes"
+                        yield _refusal(StatusCode.PayloadTooLarge, why)
+                        return
+                    last = message.request_body.end_of_stream
+                    if request_mode == BodyMode.STREAMED and not last:
+                        yield ProcessingResponse(request_body=BodyResponse())
+                    elif last:
+                        ticket, response = self._pick(_json(body), subset)
+                        for one in self._body(response, bytes(body), waiting):
+                            yield one
+                        waiting = False
+                elif message.request_trailers is not None:
+                    if waiting:
+                        ticket, response = self._pick(_json(body), subset)
+                        for one in self._body(response, bytes(body), True, more=True):
+                            yield one
+                        waiting = False
+                    yield ProcessingResponse(request_trailers=TrailersResponse())
+                elif message.response_headers is not None:
+                    headers = message.response_headers.headers
+                    served = _entry(message.metadata_context, NAMESPACE, f"{DESTINATION}-served")
+                    if ticket is not None:
+                        good = self._status(ticket, _text(headers, ":status"), served)
+                        kind = _text(headers, "content-type")
+                        answer = Answer(ticket, "event-stream" in kind)
+                        if good and message.response_headers.end_of_stream:
+                            ticket.finished()
+                    yield ProcessingResponse(response_headers=HeadersResponse())
+                elif message.response_body is not None:
+                    part = message.response_body
+                    if answer is not None:
+                        answer.feed(part.body)
+                        if ticket is not None and (part.end_of_stream or answer.done):
+                            ticket.finished()
+                    common = (
+                        _piece(part.body, part.end_of_stream) if response_mode == _DUPLEX else None
+                    )
+                    yield ProcessingResponse(response_body=BodyResponse(response=common))
+                elif message.response_trailers is not None:
+                    if ticket is not None:
+                        ticket.finished()
+                    yield ProcessingResponse(response_trailers=TrailersResponse())
+            if (
+                ticket is not None
+                and answer is not None
+                and good
+                and response_mode == BodyMode.NONE
+            ):
+                ticket.finished()  # the gateway does not show the body
+        finally:
+            if ticket is not None:
+                ticket.left()  # the client has hung up, or the server has died in its answer
+
+    def _pick(
+        self, body: Mapping[str, Any], subset: Any
+    ) -> tuple[Ticket | None, ProcessingResponse | CommonResponse]:
+        allowed = self._allowed(subset)
+        if not (self.gate.router.up & allowed).any():
+            return None, _refusal(StatusCode.ServiceUnavailable, "no endpoint is ready")
+        ticket = self.gate.enter(body, allowed=allowed)
+        if ticket.decision.dropped:
+            wait = str(math.ceil(self.gate.retry_after_s))
+            why = f"the router refuses the request; try again in {wait} s"
+            return None, _refusal(StatusCode.TooManyRequests, why, retry_after=wait)
+        return ticket, self._to(ticket.expert, allowed)
+
+    def _to(self, expert: int, allowed: Sequence[bool]) -> CommonResponse:
+        named = [self.endpoints[expert]]
+        if self._fallbacks:
+            load = self.gate.router.load()
+            others = [k for k, may in enumerate(allowed) if may and k != expert]
+            named += [self.endpoints[k] for k in sorted(others, key=lambda k: int(load[k]))]
+        mutation = HeaderMutation(set_headers=[_set(DESTINATION, ",".join(named))])
+        return CommonResponse(header_mutation=mutation, clear_route_cache=True)
+
+    def _allowed(self, subset: Any) -> list[bool]:
+        if subset is None:
+            return [True] * len(self.endpoints)
+        listed = subset.split(",") if isinstance(subset, str) else subset
+        return [one in listed for one in self.endpoints]
+
+    def _any(self, subset: Any) -> ProcessingResponse:
+        """A request without a body, such as a list of models: to the least load, not counted."""
+        allowed = [
+            a and bool(u) for a, u in zip(self._allowed(subset), self.gate.router.up, strict=True)
+        ]
+        if not any(allowed):
+            return _refusal(StatusCode.ServiceUnavailable, "no endpoint is ready")
+        load = self.gate.router.load()
+        expert = min((k for k, may in enumerate(allowed) if may), key=lambda k: int(load[k]))
+        return self._headers(self._to(expert, allowed))
+
+    def _headers(self, response: ProcessingResponse | CommonResponse) -> ProcessingResponse:
+        if isinstance(response, ProcessingResponse):
+            return response
+        return ProcessingResponse(
+            request_headers=HeadersResponse(response=response),
+            dynamic_metadata=_metadata(response),
+        )
+
+    def _body(
+        self,
+        response: ProcessingResponse | CommonResponse,
+        body: bytes,
+        duplex: bool,
+        more: bool = False,
+    ) -> list[ProcessingResponse]:
+        """What answers the end of a request; ``more`` if trailers follow the body."""
+        if isinstance(response, ProcessingResponse):
+            return [response]
+        if not duplex:
+            return [
+                ProcessingResponse(
+                    request_body=BodyResponse(response=response),
+                    dynamic_metadata=_metadata(response),
+                )
+            ]
+        pieces = _echo(body)
+        if more and pieces[-1].body_mutation is not None:
+            sent = pieces[-1].body_mutation.streamed_response
+            assert sent is not None
+            sent.end_of_stream = False
+        return [
+            self._headers(response),
+            *(ProcessingResponse(request_body=BodyResponse(response=one)) for one in pieces),
+        ]
+
+    def _status(self, ticket: Ticket, status: str, served: Any) -> bool:
+        """Whether an answer begins; an error ends the request."""
+        if served in self.endpoints and self.endpoints.index(served) != ticket.expert:
+            ticket.moved(self.endpoints.index(served))
+        code = int(status) if status.isdecimal() else 200
+        if code >= 500 or code in (408, 429):
+            ticket.failed()
+        elif code >= 400:
+            ticket.left()
+        return code < 400
+
+
+def _metadata(response: CommonResponse) -> Struct:
+    """The header of a response once more, as dynamic metadata."""
+    assert response.header_mutation is not None
+    header = response.header_mutation.set_headers[0].header
+    assert header is not None
+    return Struct.from_dict({NAMESPACE: {header.key: header.raw_value.decode()}})
+
+
+def _json(body: bytes | bytearray) -> Mapping[str, Any]:
+    """The body of a request; what is no JSON object is the server's to refuse."""
+    try:
+        found = json.loads(body)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+async def start(picker: EndpointPicker, host: str, port: int) -> tuple[Any, int]:
+    """Serve a picker, and ``grpc.health.v1.Health/Check``.
+
+    Args:
+        picker: The picker.
+        host: Address to listen on.
+        port: Port, or 0 for a free one.
+
+    Returns:
+        The server of ``grpc.aio`` and its port.
+
+    Raises:
+        ValueError: If it cannot listen there.
+    """
+
+    async def check(request: bytes, context: Any) -> bytes:
+        return _SERVING
+
+    server = grpc.aio.server()
+    process = grpc.stream_stream_rpc_method_handler(
+        picker.process,
+        request_deserializer=ProcessingRequest.parse,
+        response_serializer=bytes,
+    )
+    health = grpc.unary_unary_rpc_method_handler(check)
+    server.add_generic_rpc_handlers(
+        (
+            grpc.method_handlers_generic_handler(SERVICE, {"Process": process}),
+            grpc.method_handlers_generic_handler("grpc.health.v1.Health", {"Check": health}),
+        )
+    )
+    try:
+        bound = server.add_insecure_port(f"{host}:{port}")
+    except RuntimeError as error:
+        raise ValueError(f"port {port} of {host} cannot be used: {error}") from None
+    await server.start()
+    return server, bound
+
+
+def run(gate: Gate, urls: Sequence[str], host: str, port: int, every_s: float = 60.0) -> None:
+    """Serve until SIGINT or SIGTERM; the counters are logged every ``every_s`` and at the end.
+
+    Args:
+        gate: The gate.
+        urls: Addresses of the servers.
+        host: Address to listen on.
+        port: Port.
+        every_s: Seconds between two lines of counters.
+
+    Raises:
+        ValueError: If an address or the port cannot be used.
+    """
+    picker = EndpointPicker(gate, [address(url) for url in urls])
+    log = logging.getLogger("servegym.endpoint_picker")
+    logging.basicConfig(format="%(message)s", level=logging.INFO)
+
+    async def serve() -> None:
+        server, bound = await start(picker, host, port)
+        log.info("endpoint picker at %s:%d: %s", host, bound, ", ".join(picker.endpoints))
+        stop = asyncio.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        while not stop.is_set():
+            try:
+                await asyncio.wait_for(stop.wait(), every_s)
+            except TimeoutError:
+                pass
+            log.info("%s", json.dumps(gate.status()))
+        await server.stop(grace=1.0)
+
+    asyncio.run(serve())
+    gate.router.close()

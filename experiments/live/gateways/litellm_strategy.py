@@ -1,0 +1,240 @@
+"""A policy as the routing strategy of LiteLLM: in ``litellm.Router`` and in LiteLLM's proxy.
+
+Deployments under one model name are the experts. LiteLLM still says which of them may have a
+request (cooldown, tags, teams, retries); the policy chooses among these, and a request that it
+drops is refused with status 429 and ``Retry-After``. With a router::
+
+    strategy = LiteLLMStrategy(Gate(GatewayRouter(fleet, "rpi")), "llm", ["small", "large"])
+    strategy.attach(router)
+
+In the proxy the same object is a callback of ``config.yaml`` and attaches itself at the first
+request; ``servegym gateway litellm`` writes both files. Asynchronous chat and text completions are
+routed; calls of other kinds and other model names go by LiteLLM's own strategy.
+"""
+
+# LiteLLM is not installed where types are checked.
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import math
+import weakref
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any
+
+try:
+    import litellm
+    from litellm.integrations.custom_logger import CustomLogger
+    from litellm.types.router import CustomRoutingStrategyBase
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        "litellm is not installed; pip install 'litellm[proxy]'", name="litellm"
+    ) from error
+
+from servegym.experiments.live.gateways.gate import Gate, Ticket
+
+__all__ = ["STATUS_PATH", "LiteLLMStrategy"]
+
+ATTEMPTS = ("_acompletion", "_atext_completion")
+"""Methods of ``litellm.Router`` that make one attempt: choose a deployment and call it."""
+STATUS_PATH = "/servegym"
+_attempt: contextvars.ContextVar[list[Ticket] | None] = contextvars.ContextVar(
+    "servegym_attempt", default=None
+)
+
+
+class LiteLLMStrategy(CustomRoutingStrategyBase, CustomLogger):
+    """Chooses deployments by the policy of a gate, and tells it what becomes of the requests.
+
+    Args:
+        gate: The gate.
+        model: Model name whose deployments are the experts.
+        deployments: Ids of the deployments (``model_info.id``) in the order of the experts; by
+            default the order of the router's list.
+    """
+
+    def __init__(self, gate: Gate, model: str, deployments: Sequence[str] | None = None) -> None:
+        super().__init__()
+        self.gate, self.model = gate, model
+        self._wanted = None if deployments is None else list(deployments)
+        self._ids: list[str] = []
+        self._router: Any = None
+
+    def attach(self, router: Any) -> None:
+        """Route the requests of a ``litellm.Router``; a second call for the same changes nothing.
+
+        Raises:
+            ValueError: If its deployments are not the experts.
+        """
+        if router is self._router:
+            return
+        found = [
+            one["model_info"]["id"]
+            for one in router.model_list
+            if one.get("model_name") == self.model
+        ]
+        wanted = found if self._wanted is None else self._wanted
+        if len(wanted) != len(self.gate.names) or not set(wanted) <= set(found):
+            raise ValueError(
+                f"model {self.model!r} has the deployments {found}; the fleet has "
+                f"{len(self.gate.names)} experts, {', '.join(wanted)}"
+            )
+        missing = [name for name in ATTEMPTS if not hasattr(router, name)]
+        if missing:
+            raise ValueError(f"this version of litellm has no Router.{missing[0]}; 1.106 has")
+        self._ids, self._router = list(wanted), router
+        for name in ATTEMPTS:
+            setattr(router, name, self._told(getattr(router, name)))
+        router.set_custom_routing_strategy(self)
+
+    def _told(self, attempt: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+        """An attempt whose end the gate is told."""
+
+        @functools.wraps(attempt)
+        async def told(*args: Any, **kwargs: Any) -> Any:
+            tickets: list[Ticket] = []
+            token = _attempt.set(tickets)
+            try:
+                response = await attempt(*args, **kwargs)
+            except BaseException as error:
+                for ticket in tickets:
+                    _end(ticket, error)
+                raise
+            finally:
+                _attempt.reset(token)
+            for ticket in tickets:
+                if hasattr(response, "__anext__"):
+                    _watch(response, ticket)
+                else:
+                    ticket.finished()
+            return response
+
+        return told
+
+    async def async_get_available_deployment(
+        self,
+        model: str,
+        messages: list[dict[str, str]] | None = None,
+        input: str | list | None = None,
+        specific_deployment: bool | None = False,
+        request_kwargs: dict | None = None,
+    ) -> Any:
+        """See LiteLLM: the deployment that a request goes to.
+
+        Raises:
+            litellm.RateLimitError: The policy drops the request.
+        """
+        router = self._router
+        asked = {
+            "model": model,
+            "messages": messages,
+            "input": input,
+            "specific_deployment": specific_deployment,
+            "request_kwargs": {} if request_kwargs is None else request_kwargs,
+        }
+        tickets = _attempt.get()
+        if model != self.model or tickets is None:
+            return await type(router).async_get_available_deployment(router, **asked)
+        healthy = await router.async_get_healthy_deployments(**asked)
+        if isinstance(healthy, dict):  # the request names its deployment
+            return healthy
+        by_id = {one["model_info"]["id"]: one for one in healthy}
+        if not any(name in by_id for name in self._ids):
+            # LiteLLM's own way raises its own error, or takes a deployment that is none of ours.
+            return await type(router).async_get_available_deployment(router, **asked)
+        body = {**asked["request_kwargs"], "messages": messages}
+        ticket = self.gate.enter(body, allowed=[name in by_id for name in self._ids])
+        if ticket.decision.dropped:
+            raise _refused(model, self.gate.retry_after_s)
+        tickets.append(ticket)
+        return by_id[self._ids[ticket.expert]]
+
+    def get_available_deployment(
+        self,
+        model: str,
+        messages: list[dict[str, str]] | None = None,
+        input: str | list | None = None,
+        specific_deployment: bool | None = False,
+        request_kwargs: dict | None = None,
+    ) -> Any:
+        """See LiteLLM: synchronous calls go by its own strategy."""
+        return type(self._router).get_available_deployment(
+            self._router, model, messages, input, specific_deployment, request_kwargs
+        )
+
+    async def async_pre_call_hook(
+        self, user_api_key_dict: Any, cache: Any, data: dict, call_type: Any
+    ) -> None:
+        """See LiteLLM: called before every request of the proxy, whose router may be a new one."""
+        from litellm.proxy import proxy_server
+
+        if proxy_server.llm_router is not None and proxy_server.llm_router is not self._router:
+            self.attach(proxy_server.llm_router)
+
+    def show(self, path: str = STATUS_PATH) -> None:
+        """Serve `Gate.status` as JSON at a path of the proxy."""
+        from litellm.proxy.proxy_server import app
+
+        app.add_api_route(path, self.gate.status, methods=["GET"])
+
+
+def _refused(model: str, retry_after_s: float) -> Exception:
+    """Status 429; LiteLLM does not try again by itself."""
+    return litellm.RateLimitError(
+        f"the router refuses the request; try again in {retry_after_s:g} s",
+        llm_provider="servegym",
+        model=model,
+        num_retries=0,
+        headers={"retry-after": str(math.ceil(retry_after_s))},
+    )
+
+
+def _end(ticket: Ticket, error: BaseException) -> None:
+    """A request has ended with an error: the server's, or the client's."""
+    status = getattr(error, "status_code", None)
+    refused = isinstance(status, int) and 400 <= status < 500 and status not in (408, 429)
+    # Cancelled: the client has hung up.
+    if refused or not isinstance(error, Exception):
+        ticket.left()
+    else:
+        ticket.failed()
+
+
+def _brings_token(chunk: Any) -> bool:
+    for choice in getattr(chunk, "choices", None) or ():
+        delta = getattr(choice, "delta", None)
+        if getattr(choice, "text", None) or getattr(delta, "content", None):
+            return True
+        if getattr(delta, "reasoning_content", None) or getattr(delta, "tool_calls", None):
+            return True
+    return False
+
+
+async def _chunks(stream: AsyncIterator[Any], ticket: Ticket) -> AsyncIterator[Any]:
+    """The chunks of a stream, of which the ticket is told."""
+    try:
+        async for chunk in stream:
+            if _brings_token(chunk):
+                ticket.token()
+            yield chunk
+        ticket.finished()
+    except BaseException as error:
+        _end(ticket, error)
+        raise
+    finally:
+        close = getattr(stream, "aclose", None)
+        if close is not None:
+            await close()
+
+
+def _watch(response: Any, ticket: Ticket) -> None:
+    """Tell the ticket of a streamed response, which stays the object that LiteLLM made."""
+    # A stream that nobody reads to its end, or from its beginning, ends with the object.
+    weakref.finalize(response, ticket.left).atexit = False
+    if hasattr(response, "_async_generator"):
+        response._async_generator = _chunks(response._async_generator, ticket)
+        response.completion_stream = response._async_generator
+    else:
+        response.completion_stream = _chunks(response.completion_stream, ticket)

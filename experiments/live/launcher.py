@@ -1,0 +1,333 @@
+"""Start the servers of a fleet, watch over them and end them (Linux).
+
+Every server has a watchdog (:mod:`~servegym.experiments.live.watchdog`) that ends it together with
+the process that started it, also when that process is killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+from servegym._command_line import run_main
+from servegym._files import write_text
+from servegym.experiments.live import watchdog
+from servegym.experiments.live.engines import START_S, command
+from servegym.experiments.live.fleet_file import (
+    Endpoint,
+    ServerSpec,
+    read_endpoints,
+    read_fleet,
+    write_endpoints,
+)
+from servegym.experiments.live.models import make_model
+
+__all__ = ["Fleet", "down", "healthy", "status", "up"]
+
+ENDPOINTS = "endpoints.json"
+_SUPERVISOR = "supervisor.json"
+_FAILED = "failed.txt"
+
+
+def healthy(endpoint: Endpoint, timeout_s: float = 2.0) -> bool:
+    """Whether ``/health`` of a server answers with status 200."""
+    url = endpoint.url.removesuffix("/v1") + "/health"
+    try:
+        with urllib.request.urlopen(url, timeout=timeout_s) as response:
+            return response.status == 200
+    except (OSError, ValueError):
+        return False
+
+
+def _port(spec: ServerSpec) -> int:
+    """The server's port, or a free one; one that is in use is refused."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((spec.host, spec.port))
+        except OSError as error:
+            raise ValueError(
+                f"server {spec.name!r}: port {spec.port} of {spec.host} cannot be used: "
+                f"{error.strerror}"
+            ) from None
+        return probe.getsockname()[1]
+
+
+def _tail(path: Path, lines: int = 5) -> str:
+    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    return " | ".join(line.strip() for line in text.splitlines()[-lines:]) or "nothing"
+
+
+class Fleet:
+    """Servers that run as long as a ``with`` block, or until :meth:`stop`.
+
+    Args:
+        specs: The servers.
+        folder: Where logs, models and endpoints are kept; made if it is not there.
+        timeout_s: Seconds until a server must be healthy; by default as its engine needs.
+
+    Attributes:
+        endpoints: The servers that run, in the order of ``specs``.
+
+    Raises:
+        ValueError: If a model or a port cannot be used, an engine is not installed, or a server
+            ends or does not become healthy (with the last lines of its log); none runs then.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[ServerSpec],
+        folder: str | os.PathLike[str],
+        *,
+        timeout_s: float | None = None,
+    ) -> None:
+        self.folder = Path(folder)
+        self.endpoints: list[Endpoint] = []
+        self._kept: list[tuple[subprocess.Popen[bytes], int]] = []
+        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            for spec in specs:
+                self._start(spec)
+            for spec in specs:
+                self._wait(spec, timeout_s or START_S[spec.engine])
+        except BaseException:
+            self.stop()
+            raise
+        write_endpoints(self.folder / ENDPOINTS, self.endpoints)
+
+    def _start(self, spec: ServerSpec) -> None:
+        port = _port(spec)
+        words, environment = command(spec, Path("-"), port)  # refused before a model is made
+        model = Path("-")
+        if spec.engine != "simulated":
+            model = make_model(spec.engine, spec.model, spec.context, self.folder / "models")
+        words, environment = command(spec, model, port)
+        log = self.folder / f"{spec.name}.log"
+        reader, writer = os.pipe()
+        cores = set(spec.cores)
+        # The main thread of the watchdog starts the server, so the affinity is inherited.
+        pinned = ["taskset", "-c", ",".join(map(str, sorted(cores)))] if cores else []
+        try:
+            with log.open("wb") as out:
+                keeper = subprocess.Popen(
+                    [*pinned, sys.executable, "-I", watchdog.__file__, str(reader), *words],
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=subprocess.STDOUT,
+                    env=environment,
+                    pass_fds=(reader,),
+                    start_new_session=True,
+                )
+        except OSError:
+            os.close(writer)
+            raise
+        finally:
+            os.close(reader)
+        self._kept.append((keeper, writer))
+        self.endpoints.append(
+            Endpoint(
+                name=spec.name,
+                engine=spec.engine,
+                url=f"http://{spec.host}:{port}/v1",
+                pid=keeper.pid,
+                slots=spec.slots,
+                context=spec.context,
+                cores=spec.cores,
+                log=str(log),
+                profile=spec.profile,
+            )
+        )
+
+    def _wait(self, spec: ServerSpec, timeout_s: float) -> None:
+        at = next(i for i, one in enumerate(self.endpoints) if one.name == spec.name)
+        endpoint, keeper = self.endpoints[at], self._kept[at][0]
+        stop = time.monotonic() + timeout_s
+        while not healthy(endpoint, 0.5):
+            if keeper.poll() is not None:
+                what = f"ended with status {keeper.returncode} before it was healthy"
+            elif time.monotonic() > stop:
+                what = f"was not healthy after {timeout_s:g} s"
+            else:
+                time.sleep(0.05)
+                continue
+            raise ValueError(
+                f"server {spec.name!r} {what}; the end of {endpoint.log}: "
+                f"{_tail(Path(endpoint.log))}"
+            )
+
+    def dead(self) -> list[str]:
+        """Names of the servers that have ended."""
+        kept = zip(self.endpoints, self._kept, strict=True)
+        return [endpoint.name for endpoint, (keeper, _) in kept if keeper.poll() is not None]
+
+    def stop(self) -> None:
+        """End all servers; a second call does nothing."""
+        for _, writer in self._kept:
+            os.close(writer)  # the watchdog's pipe
+        for keeper, _ in self._kept:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                keeper.wait(2 * watchdog.GRACE_S)
+            # Also what a watchdog that was killed itself has left of its group.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(keeper.pid, signal.SIGKILL)
+            keeper.wait()
+        self._kept = []
+        (self.folder / ENDPOINTS).unlink(missing_ok=True)
+
+    def __enter__(self) -> Fleet:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+
+# -- servers in the background -----------------------------------------------------------------
+
+
+def _started(pid: int) -> str:
+    """When a process was started, in ticks; empty if there is none. Numbers come again."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+    fields = text.rpartition(")")[2].split()
+    return "" if fields[0] == "Z" else fields[19]
+
+
+def _supervisor(folder: Path) -> int:
+    """The supervisor's process, 0 if none runs."""
+    try:
+        entry = json.loads((folder / _SUPERVISOR).read_text(encoding="utf-8"))
+        pid, started = int(entry["pid"]), str(entry["started"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0
+    return pid if started and _started(pid) == started else 0
+
+
+def up(fleet: str | os.PathLike[str], folder: str | os.PathLike[str]) -> list[Endpoint]:
+    """Start the servers of a fleet in the background.
+
+    Args:
+        fleet: FLEET.toml.
+        folder: Where logs, models and ``endpoints.json`` are kept.
+
+    Returns:
+        The servers, all healthy.
+
+    Raises:
+        ValueError: If the file cannot be used, servers of the folder run already, or one does not
+            start.
+    """
+    specs, folder = read_fleet(fleet), Path(folder)
+    for spec in specs:
+        command(spec, Path("-"), spec.port)
+    if _supervisor(folder):
+        raise ValueError(f"{folder}: servers run there; `servegym real down` ends them")
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in (ENDPOINTS, _FAILED):
+        (folder / name).unlink(missing_ok=True)
+    with (folder / "supervisor.log").open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", __name__, os.fspath(fleet), os.fspath(folder)],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        while not (folder / ENDPOINTS).exists():
+            if process.poll() is not None:
+                failed = folder / _FAILED
+                raise ValueError(
+                    failed.read_text(encoding="utf-8")
+                    if failed.exists()
+                    else f"{folder / 'supervisor.log'}: {_tail(folder / 'supervisor.log')}"
+                )
+            time.sleep(0.05)
+    except BaseException:
+        process.terminate()
+        process.wait()
+        raise
+    return read_endpoints(folder / ENDPOINTS)
+
+
+def status(folder: str | os.PathLike[str]) -> list[tuple[Endpoint, str]]:
+    """The servers of a folder and how each is: ``healthy``, ``silent`` or ``ended``.
+
+    Raises:
+        ValueError: If no servers run there.
+    """
+    folder = Path(folder)
+    if not _supervisor(folder) or not (folder / ENDPOINTS).exists():
+        raise ValueError(f"{folder}: no servers run there; `servegym real up` starts them")
+    return [
+        (one, "ended" if not _started(one.pid) else "healthy" if healthy(one) else "silent")
+        for one in read_endpoints(folder / ENDPOINTS)
+    ]
+
+
+def down(folder: str | os.PathLike[str]) -> bool:
+    """End the servers of a folder.
+
+    Returns:
+        Whether any ran.
+    """
+    folder = Path(folder)
+    pid = _supervisor(folder)
+    if pid:
+        os.kill(pid, signal.SIGTERM)
+        stop = time.monotonic() + 30.0
+        while _supervisor(folder):
+            if time.monotonic() > stop:
+                os.kill(pid, signal.SIGKILL)  # the watchdogs end the servers then
+            time.sleep(0.02)
+    for name in (ENDPOINTS, _SUPERVISOR):
+        (folder / name).unlink(missing_ok=True)
+    return bool(pid)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The supervisor: starts a fleet and holds it until a signal comes.
+
+    Args:
+        arguments: FLEET.toml and the folder.
+
+    Returns:
+        0, or 1 if a server did not start; ``failed.txt`` says why.
+    """
+    fleet, folder = map(Path, arguments or sys.argv[1:])
+
+    def stop(*_: object) -> None:
+        raise SystemExit(0)
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, stop)
+    entry = {"pid": os.getpid(), "started": _started(os.getpid())}
+    write_text(folder / _SUPERVISOR, json.dumps(entry))
+    try:
+        with Fleet(read_fleet(fleet), folder):
+            while True:
+                signal.pause()
+    except ValueError as error:
+        write_text(folder / _FAILED, str(error))
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,201 @@
+"""``servegym serve``: a fleet of simulated servers behind OpenAI's protocol."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import signal
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from pathlib import Path
+
+from servegym._command_line import run_main
+from servegym.experiments.live.fleet_file import (
+    LOOPBACK,
+    ServerSpec,
+    read_fleet,
+    write_endpoints,
+)
+from servegym.experiments.live.serve.faults import KINDS, parse_fault
+from servegym.hardware_profiles import list_profiles
+
+__all__ = ["composed_profile", "main"]
+
+
+def composed_profile(
+    card: str, model: str, folder: Path, *, tp: int = 1, dtype: str = "bf16"
+) -> str:
+    """The profile of a model on a card: the name of one that ships, or the file of a composed one.
+
+    Args:
+        card: A card, such as ``h100``.
+        model: The model's name, or a Hugging Face ``config.json``.
+        folder: Where a composed profile is kept.
+        tp: Cards that share the model.
+        dtype: ``bf16`` or ``fp8``.
+
+    Raises:
+        ValueError: If there is no such card or model, or it does not fit.
+    """
+    name = f"{card}-{model}"
+    if name in list_profiles() and tp == 1 and dtype == "bf16":
+        return name
+    from servegym.hardware_profiles.compose import compose
+
+    path = folder / "profile.json"
+    compose(card, model, tp=tp, dtype=dtype).save(path)
+    return str(path)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="servegym serve",
+        description=(
+            "Serve simulated GPUs as OpenAI-compatible endpoints: vLLM's scheduler, prefix cache "
+            "and metrics in real or scaled time."
+        ),
+    )
+    add = parser.add_argument
+    add("fleet", nargs="?", type=Path, metavar="FLEET.toml", help="servers, each with a profile")
+    add("--card", help="instead of FLEET.toml: the card of all servers, such as h100")
+    add("--model", help="the model of all servers, such as llama-3.1-8b")
+    add("--profile", help="in place of --card: a hardware profile, by name or file")
+    add("--name", help="of the servers: NAME-0, NAME-1 ..., or NAME if there is one")
+    add("--replicas", type=int, default=1, help="how many of them (1)")
+    add("--tp", type=int, default=1, help="cards of a server")
+    add("--dtype", default="bf16", help="bf16 or fp8")
+    add("--slots", type=int, default=256, help="requests that a server runs at a time (256)")
+    add("--context", type=int, default=16384, help="tokens of a request (16384)")
+    add("--batched-tokens", type=int, default=2048, help="tokens of an iteration (2048)")
+    add("--kv-tokens", type=int, help="room of the KV cache (the profile's)")
+    add("--block-size", type=int, help="tokens of a KV block (16)")
+    add("--host", help=f"address to listen on ({LOOPBACK})")
+    add("--port", type=int, default=0, help="of the first server, the others follow (free ones)")
+    add("--speed", type=float, default=1.0, help="simulated seconds a second (1)")
+    add("--seed", type=int, default=0, help="of answers and failures (0)")
+    add(
+        "--fail",
+        action="append",
+        default=[],
+        metavar="KIND[,server=NAME][,from=S][,to=S][,rate=SHARE][,status=N]",
+        help="a failure, repeatable: " + "; ".join(f"{k}: {v}" for k, v in KINDS.items()),
+    )
+    add("--max-body-mib", type=float, default=4.0, help="largest body of a request (4)")
+    add(
+        "--dashboard",
+        type=int,
+        nargs="?",
+        const=0,
+        metavar="PORT",
+        help="a live page, at a free port if none is given",
+    )
+    add("--slo-ttft", type=float, default=0.5, help="the page's objective for TTFT, seconds (0.5)")
+    add("--slo-tpot", type=float, default=0.05, help="and for the time per output token (0.05)")
+    add("--endpoints", type=Path, metavar="FILE", help="write the addresses there, as JSON")
+    return parser
+
+
+def _equal_servers(options: argparse.Namespace, host: str, folder: Path) -> list[ServerSpec]:
+    if not options.model or bool(options.card) == bool(options.profile):
+        raise ValueError("give FLEET.toml, or --card and --model, or --profile and --model")
+    if not 1 <= options.replicas <= 256:
+        raise ValueError(f"replicas is {options.replicas}; it must be in 1..256")
+    profile = options.profile or composed_profile(
+        options.card, options.model, folder, tp=options.tp, dtype=options.dtype
+    )
+    model = Path(options.model)
+    name = options.name or options.card or "server"
+    sizes = {"kv_tokens": options.kv_tokens, "block_size": options.block_size}
+    return [
+        ServerSpec(
+            name if options.name and options.replicas == 1 else f"{name}-{k}",
+            "simulated",
+            model.parent.name if model.suffix == ".json" else options.model,
+            slots=options.slots,
+            context=options.context,
+            batched_tokens=options.batched_tokens,
+            host=host,
+            port=options.port + k if options.port else 0,
+            profile=profile,
+            options={key: value for key, value in sizes.items() if value is not None},
+        )
+        for k in range(options.replicas)
+    ]
+
+
+def _specs(options: argparse.Namespace, folder: Path) -> list[ServerSpec]:
+    host = options.host or LOOPBACK
+    if options.fleet is None:
+        return _equal_servers(options, host, folder)
+    if options.card or options.model or options.profile:
+        raise ValueError("give FLEET.toml, or --card and --model, not both")
+    specs = read_fleet(options.fleet)
+    if options.host:
+        specs = [replace(one, host=host) for one in specs]
+    if options.port:
+        specs = [replace(one, port=options.port + k) for k, one in enumerate(specs)]
+    return specs
+
+
+async def _serve(options: argparse.Namespace, specs: Sequence[ServerSpec]) -> None:
+    from servegym.experiments.live.serve.dashboard import Dashboard
+    from servegym.experiments.live.serve.server import SimulatedFleet
+
+    names = [one.name for one in specs]
+    fleet = SimulatedFleet(
+        specs,
+        [parse_fault(text, names) for text in options.fail],
+        speed=options.speed,
+        seed=options.seed,
+        body_bytes=int(options.max_body_mib * (1 << 20)),
+    )
+    page = None
+    if options.dashboard is not None:
+        page = Dashboard(fleet, options.slo_ttft, options.slo_tpot)
+    ended = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, ended.set)
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(fleet)
+        width = max(map(len, names))
+        for server in fleet.servers:
+            print(f"{server.spec.name:<{width}}  {server.model}  {server.endpoint.url}")
+        if page is not None and options.dashboard is not None:
+            host = options.host or LOOPBACK
+            address = await page.start(host, options.dashboard)
+            stack.push_async_callback(page.stop)
+            print(f"dashboard: {address}")
+        if options.endpoints is not None:
+            write_endpoints(options.endpoints, fleet.endpoints)
+        sys.stdout.flush()
+        await ended.wait()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line of ``servegym serve``; it ends with a signal.
+
+    Args:
+        arguments: The command line; ``sys.argv`` by default.
+
+    Returns:
+        0.
+
+    Raises:
+        ValueError: If an argument, a file or a port cannot be used.
+    """
+    from servegym.experiments.live.serve.server import new_loop
+
+    options = _parser().parse_args(arguments)
+    with tempfile.TemporaryDirectory(prefix="servegym-serve-") as folder:
+        specs = _specs(options, Path(folder))
+        with asyncio.Runner(loop_factory=new_loop) as runner:
+            runner.run(_serve(options, specs))
+    return 0
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,183 @@
+"""A live page of a simulated fleet: queues, memory, hits, requests and objectives."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections import deque
+from collections.abc import Sequence
+from importlib.resources import files
+from typing import Any
+
+from aiohttp import web
+
+from servegym.experiments.live.serve.server import Served, SimulatedFleet, SimulatedServer
+
+__all__ = ["Dashboard"]
+
+PERIOD_S = 0.5
+WINDOW_S = 30.0
+"""Rates and shares are over so many seconds of simulated time."""
+_LISTED = 14
+_KEPT = 240  # samples of the queues
+
+
+def _tpot_s(one: Served) -> float:
+    return (one.last_s - one.first_s) / (one.count - 1) if one.count > 1 else 0.0
+
+
+def _number(value: float) -> float | None:
+    return round(value, 5) if math.isfinite(value) else None
+
+
+def _median(values: Sequence[float]) -> float:
+    return sorted(values)[len(values) // 2] if values else math.nan
+
+
+class Dashboard:
+    """The page and its stream of events, on a port of its own.
+
+    Args:
+        fleet: The fleet, which runs as long as the page.
+        ttft_s: Objective for the time to the first token, seconds.
+        tpot_s: Objective for the time per output token, seconds.
+
+    Raises:
+        ValueError: If an objective is not positive.
+    """
+
+    def __init__(self, fleet: SimulatedFleet, ttft_s: float = 0.5, tpot_s: float = 0.05) -> None:
+        for name, value in (("slo-ttft", ttft_s), ("slo-tpot", tpot_s)):
+            if not (math.isfinite(value) and value > 0.0):
+                raise ValueError(f"{name} is {value!r}; it must be above 0")
+        self._fleet = fleet
+        self._ttft_s, self._tpot_s = ttft_s, tpot_s
+        self._page = files("servegym.experiments.live.serve").joinpath("dashboard.html")
+        self._runner: web.AppRunner | None = None
+        self._past: deque[list[list[int]]] = deque(maxlen=_KEPT)
+        self._sampler: asyncio.Task[None] | None = None
+
+    def state(self) -> dict[str, Any]:
+        """What one event of the stream tells; times are simulated seconds."""
+        servers = self._fleet.servers
+        requests = sorted(
+            ((one, server.spec.name) for server in servers for one in server.recent),
+            key=lambda pair: pair[0].arrived_s,
+        )[-_LISTED:]
+        return {
+            "time_s": _number(servers[0].now),
+            "speed": self._fleet.speed,
+            "slo": {"ttft_s": self._ttft_s, "tpot_s": self._tpot_s},
+            "servers": [self._server(server) for server in servers],
+            "requests": [
+                {
+                    "server": name,
+                    "arrived_s": _number(one.arrived_s),
+                    "prompt": one.prompt,
+                    "hit": one.hit,
+                    "tokens": one.count,
+                    "ttft_s": _number(one.first_s - one.arrived_s),
+                    "tpot_s": _number(_tpot_s(one)) if one.count > 1 else None,
+                    "end": one.end,
+                    "met": self._met(one),
+                }
+                for one, name in reversed(requests)
+            ],
+        }
+
+    def _met(self, one: Served) -> bool:
+        return (
+            one.end in ("stop", "length")
+            and one.first_s - one.arrived_s <= self._ttft_s
+            and _tpot_s(one) <= self._tpot_s
+        )
+
+    def _server(self, server: SimulatedServer) -> dict[str, Any]:
+        now, engine = server.now, server.engine
+        window = min(WINDOW_S, max(now, 1e-9))
+        recent = [one for one in server.recent if not one.last_s < now - WINDOW_S]
+        done = [one for one in recent if one.end in ("stop", "length")]
+        ended = [one for one in recent if one.end != "abort"]
+        prompt = sum(one.prompt for one in done)
+        return {
+            "name": server.spec.name,
+            "model": server.model,
+            "running": engine.running,
+            "slots": server.spec.slots,
+            "waiting": engine.waiting,
+            "kv": _number(engine.kv_usage),
+            "hits": _number(sum(one.hit for one in done) / prompt) if prompt else None,
+            "requests_per_s": _number(len(done) / window),
+            "ttft_s": _number(_median([one.first_s - one.arrived_s for one in done])),
+            "tpot_s": _number(_median([_tpot_s(one) for one in done])),
+            "met": _number(sum(map(self._met, ended)) / len(ended)) if ended else None,
+            "total": sum(server.metrics.ended.values()) + server.refused,
+            "failed": server.metrics.ended["error"] + server.refused,
+            "aborted": server.metrics.ended["abort"],
+            "listening": server.listening,
+            "lag_s": _number(server.lag_s),
+        }
+
+    async def _index(self, _: web.Request) -> web.Response:
+        return web.Response(text=self._page.read_text(encoding="utf-8"), content_type="text/html")
+
+    async def _state(self, _: web.Request) -> web.Response:
+        return web.json_response(self.state())
+
+    async def _events(self, request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(
+            headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+        )
+        await response.prepare(request)
+        past = {"past": list(self._past)}  # of the time before the page was opened
+        while True:
+            event = json.dumps({**self.state(), **past})
+            past = {}
+            await response.write(f"data: {event}\n\n".encode())
+            await asyncio.sleep(PERIOD_S)
+
+    async def _sample(self) -> None:
+        while True:
+            servers = self._fleet.servers
+            self._past.append([[one.engine.running, one.engine.waiting] for one in servers])
+            await asyncio.sleep(PERIOD_S)
+
+    async def start(self, host: str, port: int) -> str:
+        """Listen.
+
+        Args:
+            host: Address.
+            port: Port, or 0 for a free one.
+
+        Returns:
+            The page's address.
+
+        Raises:
+            ValueError: If the port cannot be used.
+        """
+        app = web.Application()
+        app.router.add_get("/", self._index)
+        app.router.add_get("/state", self._state)
+        app.router.add_get("/events", self._events)
+        self._runner = web.AppRunner(
+            app, access_log=None, handler_cancellation=True, shutdown_timeout=0.2
+        )
+        await self._runner.setup()
+        try:
+            await web.TCPSite(self._runner, host, port).start()
+        except OSError as error:
+            await self.stop()
+            raise ValueError(
+                f"dashboard: port {port} of {host} cannot be used: {error.strerror or error}"
+            ) from None
+        self._sampler = asyncio.create_task(self._sample())
+        return f"http://{host}:{self._runner.addresses[0][1]}/"
+
+    async def stop(self) -> None:
+        """Stop listening."""
+        if self._sampler is not None:
+            self._sampler.cancel()
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self._runner = None

@@ -1,0 +1,682 @@
+"""Simulated servers: the engine in real or scaled time behind OpenAI's protocol."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import math
+import os
+import random
+import select
+import selectors
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import web
+
+from servegym._checks import whole
+from servegym.envs.prefix_routing.live import LiveEngine
+from servegym.experiments.live.fleet_file import Endpoint, ServerSpec
+from servegym.experiments.live.serve.faults import Fault
+from servegym.experiments.live.serve.metrics import ServerMetrics
+from servegym.experiments.live.serve.protocol import (
+    Ask,
+    BadRequest,
+    Unknown,
+    answer,
+    read_request,
+)
+from servegym.hardware_profiles import Profile, load
+
+__all__ = ["Served", "SimulatedFleet", "SimulatedServer", "new_loop"]
+
+BODY_TIMEOUT_S = 30.0
+_OPTIONS = ("kv_tokens", "block_size")
+_KEPT = 512  # requests that ended, for the page
+
+
+class _FineSelector(selectors.EpollSelector):
+    """epoll counts in milliseconds; tokens come every few of them."""
+
+    def select(self, timeout: float | None = None) -> Any:
+        if timeout is not None and timeout > 0.0:
+            select.select([self.fileno()], [], [], timeout)
+            timeout = 0.0
+        return super().select(timeout)
+
+
+def new_loop() -> asyncio.AbstractEventLoop:
+    """An event loop whose timers are exact to some 0.1 ms where the system allows that."""
+    if hasattr(selectors, "EpollSelector"):
+        return asyncio.SelectorEventLoop(_FineSelector())
+    return asyncio.new_event_loop()
+
+
+@dataclass
+class Served:
+    """A request that a server took.
+
+    Attributes:
+        prompt: Tokens of its prompt.
+        output: Tokens of its answer.
+        arrived_s: Seconds of simulated time since the server's start.
+        first_s: Time of the first token.
+        last_s: Time of the last token so far.
+        count: Tokens so far.
+        hit: Tokens of the prompt found cached.
+        end: Empty, or why it ended: ``stop``, ``length``, ``abort`` or ``error``.
+    """
+
+    prompt: int
+    output: int
+    arrived_s: float
+    first_s: float = math.nan
+    last_s: float = math.nan
+    count: int = 0
+    hit: int = 0
+    end: str = ""
+    slot: int = -1
+    reason: str = "length"
+    waiter: asyncio.Future[None] | None = field(default=None, repr=False)
+
+    def wake(self) -> None:
+        """Let the handler go on."""
+        if self.waiter is not None and not self.waiter.done():
+            self.waiter.set_result(None)
+
+
+class SimulatedServer:
+    """One server of a fleet.
+
+    Args:
+        spec: Its description; ``profile`` is its card, ``slots`` the most requests that run,
+            ``options`` may have ``kv_tokens`` and ``block_size``.
+        faults: Its failures.
+        speed: Simulated seconds a second.
+        seed: Of answers and failures.
+        body_bytes: Largest body of a request.
+
+    Raises:
+        ValueError: If the description cannot be used, with the server and the field.
+    """
+
+    def __init__(
+        self,
+        spec: ServerSpec,
+        faults: Sequence[Fault] = (),
+        *,
+        speed: float = 1.0,
+        seed: int = 0,
+        body_bytes: int = 4 << 20,
+    ) -> None:
+        self.spec = spec
+        self.model = spec.model or spec.name
+        self.faults = list(faults)
+        self.speed = speed
+        self.body_bytes = body_bytes
+        self._seed = seed
+        self._chance = random.Random(f"{seed} {spec.name}")
+        try:
+            self.profile = self._profile()
+            options = dict(spec.options)
+            unknown = sorted(set(options) - set(_OPTIONS))
+            if unknown:
+                raise ValueError(
+                    f"option {unknown[0]!r} is unknown; there are {', '.join(_OPTIONS)}"
+                )
+            self.engine = LiveEngine(
+                self.profile,
+                max_num_seqs=spec.slots,
+                max_num_batched_tokens=spec.batched_tokens,
+                block_size=whole("block_size", options.get("block_size", 16), 1, 4096),
+                kv_tokens=options.get("kv_tokens"),
+            )
+            room = self.engine.capacity * self.engine.block_size
+            if spec.context > room:
+                raise ValueError(f"context is {spec.context}; the KV memory has {room} tokens")
+        except ValueError as error:
+            raise ValueError(f"server {spec.name!r}: {error}") from None
+        self.metrics = ServerMetrics(
+            self.model,
+            spec.context,
+            {
+                "block_size": self.engine.block_size,
+                "num_gpu_blocks": self.engine.capacity,
+                "enable_prefix_caching": True,
+                "prefix_caching_hash_algo": "blake2b",
+            },
+        )
+        self.recent: deque[Served] = deque(maxlen=_KEPT)
+        self.refused = 0
+        self.lag_s = 0.0  # how late tokens leave, moving average of wall seconds
+        self._open: dict[int, Served] = {}
+        self._runner: web.AppRunner | None = None
+        self._site: web.TCPSite | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._count = 0
+        self.port = spec.port
+        self._started = 0.0
+        self._worked = 0.0  # the engine's time when it worked last
+
+    def _profile(self) -> Profile:
+        if not self.spec.profile:
+            raise ValueError(
+                f"profile is missing; engine = {self.spec.engine!r} is served by its hardware "
+                "profile"
+            )
+        return load(self.spec.profile)
+
+    # -- time -----------------------------------------------------------------------------------
+
+    @property
+    def now(self) -> float:
+        """Simulated seconds since the fleet's start."""
+        return (self._loop.time() - self._started) * self.speed
+
+    def _frozen(self, now: float) -> tuple[float, float]:
+        """Seconds for which the engine stood still, and when the present standstill ends."""
+        total, until = 0.0, 0.0
+        for one in self.faults:
+            if one.kind == "freeze" and one.start_s < now:
+                total += min(now, one.end_s) - one.start_s
+                until = max(until, one.end_s if one.at(now) else 0.0)
+        return total, until
+
+    def _work(self) -> None:
+        """Let the engine work until now, and hand out its tokens."""
+        now = self.now
+        engine_now = now - self._frozen(now)[0]
+        found = self.engine.work(engine_now)
+        self._worked = engine_now
+        if found:
+            self._hand_out(found)
+            late = (engine_now - found[-1][0]) / self.speed
+            self.lag_s += 0.02 * (late - self.lag_s)
+
+    def _tick(self) -> None:
+        self._timer = None
+        self._work()
+        self._schedule()
+
+    def _schedule(self) -> None:
+        """Call again when the iteration in flight ends."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        end = self.engine.next_s
+        if end == math.inf:
+            return
+        now = self.now
+        frozen, until = self._frozen(now)
+        due = max(end + frozen, until)
+        if due < math.inf:
+            self._timer = self._loop.call_at(self._started + due / self.speed, self._tick)
+
+    def _hand_out(self, tokens: Sequence[tuple[float, int, int]]) -> None:
+        metrics, scale = self.metrics, 1.0 / self.speed
+        woken = []
+        for time_s, slot, last in tokens:
+            one = self._open[slot]
+            one.count += 1
+            if one.count == 1:
+                record = self.engine.request(slot)
+                one.first_s, one.hit = time_s, int(record["hit"])
+                metrics.total["prefix_cache_queries"] += one.prompt
+                metrics.total["prefix_cache_hits"] += one.hit
+                metrics.total["prompt_tokens"] += one.prompt
+                metrics.first_token.add((time_s - one.arrived_s) * scale)
+            else:
+                metrics.between_tokens.add((time_s - one.last_s) * scale)
+            one.last_s = time_s
+            if last:
+                self._end(one, one.reason)
+            woken.append(one)
+        metrics.total["generation_tokens"] += len(tokens)
+        for one in woken:
+            one.wake()
+
+    def _end(self, one: Served, reason: str) -> None:
+        """A request is over; its slot is given back."""
+        if one.end:
+            return
+        one.end = reason
+        del self._open[one.slot]
+        record = self.engine.request(one.slot)
+        metrics, scale = self.metrics, 1.0 / self.speed
+        metrics.total["num_preemptions"] += int(record["preemptions"])
+        metrics.ended[reason] += 1
+        if reason in ("stop", "length"):
+            admitted = float(record["admitted"])
+            metrics.end_to_end.add((one.last_s - one.arrived_s) * scale)
+            metrics.queue.add((admitted - one.arrived_s) * scale)
+            metrics.inference.add((one.last_s - admitted) * scale)
+            metrics.prefill.add((one.first_s - admitted) * scale)
+            metrics.decode.add((one.last_s - one.first_s) * scale)
+            if one.count > 1:
+                metrics.per_token.add((one.last_s - one.first_s) * scale / (one.count - 1))
+            metrics.prompt.add(one.prompt)
+            metrics.generation.add(one.count)
+            self.engine.release(one.slot)
+        else:
+            self.engine.abort(one.slot)
+        self.recent.append(one)
+
+    def _hit_by(self, kind: str) -> Fault | None:
+        """The failure of this kind that the next request meets, if any."""
+        now = self.now
+        for one in self.faults:
+            if one.kind == kind and one.at(now) and self._chance.random() < one.rate:
+                return one
+        return None
+
+    # -- requests -------------------------------------------------------------------------------
+
+    async def _completions(self, request: web.Request) -> web.StreamResponse:
+        came = self.now
+        chat = request.path.endswith("/chat/completions")
+        try:
+            data = await asyncio.wait_for(request.read(), BODY_TIMEOUT_S)
+            body = json.loads(data)
+        except TimeoutError:
+            return _error(408, f"The body did not come within {BODY_TIMEOUT_S:g} s.")
+        except ValueError:
+            return _error(400, "The body is not JSON.")
+        except RecursionError:
+            return _error(400, "The body is nested too deeply.")
+        fault = self._hit_by("error")
+        if fault is not None:
+            self.refused += 1
+            return _error(fault.status, "A failure that was asked for with --fail.")
+        try:
+            ask = read_request(body, chat, (self.model, self.spec.name), self.spec.context)
+        except Unknown as error:
+            return _error(404, str(error), error.param)
+        except BadRequest as error:
+            return _error(400, str(error), error.param)
+        self._count += 1
+        writer = _Writer(f"{self.spec.name}-{self._count}", ask, self.model)
+        if self._hit_by("stall") is not None:
+            if ask.stream:
+                await _open_stream(request, self.spec.name)
+            await asyncio.Event().wait()  # until the client hangs up
+        if self.engine.full:
+            self.refused += 1
+            return _error(503, "The server holds as many requests as it can.", retry_s=1)
+        text, ids, reason = answer(ask, self._seed)
+        cut = self._hit_by("cut")
+        cut_after = self._chance.randint(1, len(text)) if cut is not None else 0
+        arrived = max(came - self._frozen(came)[0], self._worked)
+        one = Served(len(ask.prompt), len(text), arrived, reason=reason)
+        one.slot = self.engine.submit(one.arrived_s, ask.prompt, ids)
+        self._open[one.slot] = one
+        self._schedule()
+        try:
+            if ask.stream:
+                return await self._stream(request, writer, one, text, cut_after)
+            while not one.end and not 0 < cut_after <= one.count:
+                await self._wait(one)
+            if one.end == "error" or 0 < cut_after <= one.count:
+                _break(request)
+            return web.json_response(
+                text=writer.whole("".join(text), one), headers=_named(self.spec.name)
+            )
+        finally:
+            if not one.end:  # the client has hung up, or the connection was cut
+                self._work()
+                self._end(one, "abort")
+                self._schedule()
+
+    async def _wait(self, one: Served) -> None:
+        one.waiter = self._loop.create_future()
+        await one.waiter
+
+    async def _stream(
+        self,
+        request: web.Request,
+        writer: _Writer,
+        one: Served,
+        text: Sequence[str],
+        cut_after: int,
+    ) -> web.StreamResponse:
+        response = await _open_stream(request, self.spec.name)
+        sent = 0
+        while True:
+            count = one.count
+            if 0 < cut_after <= count:
+                count = cut_after
+            if count > sent:
+                chunk = writer.tokens(text, sent, count, one)
+                sent = count
+                await response.write(chunk)
+                if sent == cut_after:
+                    _break(request)
+            elif one.end == "error":
+                _break(request)
+            elif one.end:
+                break
+            else:
+                await self._wait(one)
+        await response.write(writer.end(one))
+        await response.write_eof()
+        return response
+
+    # -- other pages ----------------------------------------------------------------------------
+
+    async def _models(self, _: web.Request) -> web.Response:
+        entry = {
+            "id": self.model,
+            "object": "model",
+            "created": int(self._created),
+            "owned_by": "servegym",
+            "root": self.model,
+            "parent": None,
+            "max_model_len": self.spec.context,
+        }
+        return web.json_response({"object": "list", "data": [entry]})
+
+    async def _health(self, _: web.Request) -> web.Response:
+        return web.Response()
+
+    async def _metrics(self, _: web.Request) -> web.Response:
+        self._work()
+        engine = self.engine
+        text = self.metrics.text(engine.running, engine.waiting, engine.kv_usage)
+        text += (
+            "# HELP servegym:lag_seconds How late tokens leave, moving average.\n"
+            f"# TYPE servegym:lag_seconds gauge\nservegym:lag_seconds {self.lag_s!r}\n"
+        )
+        return web.Response(
+            body=text.encode(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
+        )
+
+    # -- life -----------------------------------------------------------------------------------
+
+    def _app(self) -> web.Application:
+        app = web.Application(client_max_size=self.body_bytes, middlewares=[_errors])
+        app.router.add_post("/v1/completions", self._completions)
+        app.router.add_post("/v1/chat/completions", self._completions)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/ping", self._health)
+        app.router.add_get("/metrics", self._metrics)
+        return app
+
+    async def start(self, started: float) -> None:
+        """Listen.
+
+        Args:
+            started: When simulated time began, on the clock of the event loop.
+
+        Raises:
+            ValueError: If the port cannot be used.
+        """
+        self._loop = asyncio.get_running_loop()
+        self._started, self._created = started, time.time()
+        # No log of requests: they may carry keys.
+        self._runner = web.AppRunner(
+            self._app(), access_log=None, handler_cancellation=True, shutdown_timeout=0.2
+        )
+        await self._runner.setup()
+        try:
+            await self._listen()
+        except OSError as error:
+            raise ValueError(
+                f"server {self.spec.name!r}: port {self.spec.port} of {self.spec.host} cannot be "
+                f"used: {error.strerror or error}"
+            ) from None
+        self.port = self._runner.addresses[0][1]
+        self._tasks = [
+            asyncio.create_task(self.fail(one))
+            for one in self.faults
+            if one.kind in ("refuse", "crash")
+        ]
+
+    async def _listen(self) -> None:
+        assert self._runner is not None
+        site = web.TCPSite(self._runner, self.spec.host, self.port, backlog=1024)
+        await site.start()
+        self._site = site
+
+    async def fail(self, fault: Fault) -> None:
+        """Refuse connections or crash from the failure's begin to its end."""
+        await asyncio.sleep(max(0.0, (fault.start_s - self.now) / self.speed))
+        if self._site is not None:
+            await self._site.stop()
+            self._site = None
+        if fault.kind == "crash":
+            self._crash()
+        if fault.end_s < math.inf:
+            await asyncio.sleep(max(0.0, (fault.end_s - self.now) / self.speed))
+            # Another failure may keep it shut.
+            now = self.now
+            if not any(one.kind in ("refuse", "crash") and one.at(now) for one in self.faults):
+                await self._listen()
+
+    def _crash(self) -> None:
+        self._work()
+        for one in list(self._open.values()):
+            self._end(one, "error")
+            one.wake()
+        self.engine.clear()
+        self._schedule()
+        assert self._runner is not None and self._runner.server is not None
+        for connection in list(self._runner.server.connections):
+            if connection.transport is not None:
+                connection.transport.abort()
+
+    async def stop(self) -> None:
+        """End all requests and stop listening."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self._runner = None
+
+    @property
+    def listening(self) -> bool:
+        """Whether its port is open."""
+        return self._site is not None
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """Where it is found."""
+        host = f"[{self.spec.host}]" if ":" in self.spec.host else self.spec.host
+        return Endpoint(
+            name=self.spec.name,
+            engine="simulated",
+            url=f"http://{host}:{self.port}/v1",
+            pid=os.getpid(),
+            slots=self.spec.slots,
+            context=self.spec.context,
+            profile=self.spec.profile,
+        )
+
+
+class SimulatedFleet:
+    """Simulated servers that run as long as an ``async with`` block.
+
+    Args:
+        specs: The servers, each with a profile.
+        faults: Failures of servers by name, or of all.
+        speed: Simulated seconds a second.
+        seed: Of answers and failures.
+        body_bytes: Largest body of a request.
+
+    Attributes:
+        servers: The servers, in the order of ``specs``.
+
+    Raises:
+        ValueError: If a description cannot be used, with the server and the field.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[ServerSpec],
+        faults: Sequence[Fault] = (),
+        *,
+        speed: float = 1.0,
+        seed: int = 0,
+        body_bytes: int = 4 << 20,
+    ) -> None:
+        if not (math.isfinite(speed) and 0.001 <= speed <= 1000.0):
+            raise ValueError(f"speed is {speed!r}; it must be in 0.001..1000")
+        whole("body_bytes", body_bytes, 1024)
+        self.speed = speed
+        self.servers = [
+            SimulatedServer(
+                spec,
+                [one for one in faults if one.server in ("", spec.name)],
+                speed=speed,
+                seed=seed,
+                body_bytes=body_bytes,
+            )
+            for spec in specs
+        ]
+
+    @property
+    def endpoints(self) -> list[Endpoint]:
+        """Where the servers are found."""
+        return [server.endpoint for server in self.servers]
+
+    async def __aenter__(self) -> SimulatedFleet:
+        started = asyncio.get_running_loop().time()
+        try:
+            for server in self.servers:
+                await server.start(started)
+        except BaseException:
+            await self.__aexit__()
+            raise
+        gc.collect()
+        gc.freeze()  # what stays is not looked at again: collections pause the tokens
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        gc.unfreeze()
+        await asyncio.gather(*(server.stop() for server in self.servers))
+
+
+# -- the form of answers -------------------------------------------------------------------------
+
+
+class _Writer:
+    """Answers to one request in OpenAI's form."""
+
+    def __init__(self, name: str, ask: Ask, model: str) -> None:
+        self._ask = ask
+        kind = "chat.completion" if ask.chat else "text_completion"
+        self._head = {
+            "id": f"{'chatcmpl' if ask.chat else 'cmpl'}-{name}",
+            "object": f"{kind}.chunk" if ask.chat and ask.stream else kind,
+            "created": int(time.time()),
+            "model": model,
+        }
+        start = json.dumps(self._head)[:-1] + ', "choices": [{"index": 0, '
+        self._start = f"data: {start}"
+        self._text = ('"delta": {"content": "', '"}') if ask.chat else ('"text": "', '"')
+
+    def tokens(self, text: Sequence[str], first: int, end: int, one: Served) -> bytes:
+        """Events of the tokens from ``first`` to ``end``; generated words need no escapes."""
+        before, after = self._text
+        head = self._start + before
+        rest = ', "logprobs": null, "finish_reason": null}]}\n\n'
+        events = [f"{head}{text[k]}{after}{rest}" for k in range(first, end)]
+        if first == 0 and self._ask.chat:
+            role = '"delta": {"role": "assistant", "content": ""}'
+            events.insert(0, self._start + role + rest)
+        if end == one.output:
+            events[-1] = events[-1].replace(
+                '"finish_reason": null', f'"finish_reason": "{one.reason}"'
+            )
+        return "".join(events).encode()
+
+    def end(self, one: Served) -> bytes:
+        """What ends a stream."""
+        event = b""
+        if self._ask.usage:
+            data = {**self._head, "choices": [], "usage": _usage(one)}
+            event = f"data: {json.dumps(data)}\n\n".encode()
+        return event + b"data: [DONE]\n\n"
+
+    def whole(self, text: str, one: Served) -> str:
+        """An answer in one piece."""
+        choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": one.reason}
+        if self._ask.chat:
+            choice["message"] = {"role": "assistant", "content": text}
+        else:
+            choice["text"] = text
+        return json.dumps({**self._head, "choices": [choice], "usage": _usage(one)})
+
+
+def _usage(one: Served) -> dict[str, Any]:
+    return {
+        "prompt_tokens": one.prompt,
+        "completion_tokens": one.count,
+        "total_tokens": one.prompt + one.count,
+        "prompt_tokens_details": {"cached_tokens": one.hit},
+    }
+
+
+def _named(name: str) -> dict[str, str]:
+    return {"X-Servegym-Server": name}
+
+
+async def _open_stream(request: web.Request, name: str) -> web.StreamResponse:
+    response = web.StreamResponse(
+        headers={
+            "Content-Type": "text/event-stream; charset=utf-8",
+            "Cache-Control": "no-cache",
+            **_named(name),
+        }
+    )
+    await response.prepare(request)
+    return response
+
+
+def _break(request: web.Request) -> None:
+    """Break the connection in the middle of an answer."""
+    if request.transport is not None:
+        request.transport.abort()
+    raise asyncio.CancelledError
+
+
+_TYPES: Mapping[int, str] = {
+    400: "BadRequestError",
+    404: "NotFoundError",
+    413: "BadRequestError",
+    429: "RateLimitError",
+}
+
+
+def _error(
+    status: int, message: str, param: str | None = None, retry_s: int | None = None
+) -> web.Response:
+    """An error in OpenAI's form."""
+    kind = _TYPES.get(status, "InternalServerError" if status >= 500 else "BadRequestError")
+    return web.json_response(
+        {"error": {"message": message, "type": kind, "param": param, "code": status}},
+        status=status,
+        headers={} if retry_s is None else {"Retry-After": str(retry_s)},
+    )
+
+
+@web.middleware
+async def _errors(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except web.HTTPException as error:
+        if error.status == 413:
+            return _error(413, "The body is larger than the server takes.")
+        return _error(error.status, error.reason)
+    except ConnectionError:  # the client has gone while it was written to
+        raise asyncio.CancelledError from None

@@ -1,0 +1,92 @@
+"""The papers' claims against the committed results: ``servegym claims [FAMILY]``.
+
+Nothing is computed anew: each claim reads the CSV that the script of its figure left, so the table
+follows the results. One rule, `verdicts.judge`, judges every figure in percent by the logarithms of
+what remains: within a factor of two of the paper's it *agrees* ("at least": from there on), with
+the same sign it is the *same direction*, else it *disagrees*. A change whose interval holds zero
+*disagrees* if the interval excludes agreement and is *open* if not; so is a gain over a reference
+that learnt too little.
+Claims without a figure agree where they hold in every setting looked at, *in part* where they hold
+in some.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from servegym._command_line import run_main
+from servegym.envs.families import FAMILIES, family_named
+from servegym.experiments.evaluation.output import print_table, read_rows
+from servegym.experiments.papers.placement import claims as claims_placement
+from servegym.experiments.papers.prefix import claims as claims_prefix
+from servegym.experiments.papers.routing import claims as claims_routing
+from servegym.experiments.papers.serverless import claims as claims_serverless
+from servegym.experiments.papers.verdicts import OPEN, Claim, Finding
+
+__all__ = ["CLAIMS", "findings", "main"]
+
+RESULTS = Path(__file__).parents[1] / "results"
+CLAIMS: tuple[Claim, ...] = (
+    *claims_routing.CLAIMS,
+    *claims_serverless.CLAIMS,
+    *claims_placement.CLAIMS,
+    *claims_prefix.CLAIMS,
+)
+"""Every claim that a committed table can be held against, paper by paper in its order."""
+
+TITLES = {
+    family.group: family.heading
+    for family in FAMILIES
+    if any(claim.family == family.group for claim in CLAIMS)
+}
+"""Families with a paper, or with published statements."""
+
+
+def findings(claim: Claim, folder: Path = RESULTS) -> list[Finding]:
+    """The findings of a claim in the committed results; one open finding where there are none.
+
+    Raises:
+        MalformedFileError: The table is damaged.
+    """
+    path = folder / claim.family / f"{claim.source}.csv"
+    if not path.exists():
+        return [Finding("", "not measured here", OPEN)]
+    return list(claim.read(read_rows(path)))
+
+
+def lines(family: str, folder: Path = RESULTS) -> list[list[str]]:
+    """The table of a family: place, claim, the paper's figure, setting, ours, verdict."""
+    table = []
+    for claim in CLAIMS:
+        if claim.family == family:
+            head = [claim.place, claim.text, claim.paper]
+            for one in findings(claim, folder):
+                table.append([*head, one.setting, one.here, one.verdict])
+                head = ["", "", ""]
+    return table
+
+
+HEADINGS = ("where", "claim", "the paper", "setting", "here", "verdict")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line; see ``servegym claims --help``.
+
+    Raises:
+        ValueError: If a family is unknown.
+    """
+    parser = argparse.ArgumentParser(
+        prog="servegym claims", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument("family", nargs="*", help=f"which families ({', '.join(TITLES)}; all)")
+    chosen = [family_named(name).group for name in parser.parse_args(argv).family]
+    for family in chosen or TITLES:
+        notes = [claims_routing.EARLIER] if family == "routing" else []
+        print_table(TITLES[family], HEADINGS, lines(family), notes, left=len(HEADINGS))
+    return 0
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,224 @@
+"""The claims of Prism, read from the committed tables of expert placement."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from servegym.experiments.papers.verdicts import (
+    DIRECTION,
+    DISAGREES,
+    OPEN,
+    Claim,
+    Finding,
+    Reader,
+    Rows,
+    holds,
+    judge,
+    percent,
+    pick,
+    values,
+)
+
+__all__ = ["CLAIMS", "unpaired"]
+
+
+def sharing(rival: str, paper: float) -> Reader:
+    """How much less latency sharing takes than fetching alone, by the speed of the host channel."""
+
+    def read(rows: Rows) -> Iterable[Finding]:
+        for skew in values(rows, "skew"):
+            for speed in values(rows, "pcie_gb_s"):
+                own = pick(rows, skew=skew, pcie_gb_s=speed)
+                setting = f"{skew} skew, PCIe {speed:g} GB/s"
+                yield _saved(setting, own, "uniform", rival, paper)
+
+    return read
+
+
+def less(method: str, reference: str, paper: Mapping[tuple[str, str], float]) -> Reader:
+    """How much less latency one policy has than another, by workload and model."""
+
+    def read(rows: Rows) -> Iterable[Finding]:
+        for (workload, model), figure in paper.items():
+            for skew in values(rows, "skew"):
+                own = pick(rows, workload=workload, model=model, skew=skew)
+                setting = f"{workload}, {model}, {skew} skew"
+                yield _saved(setting, own, method, reference, figure)
+
+    return read
+
+
+def _saved(setting: str, rows: Rows, method: str, reference: str, paper: float) -> Finding:
+    """How much less latency one policy has than another; by sign where one is overloaded."""
+    by = {row["policy"]: row for row in rows}
+    ends = _paired(by[method], reference)
+    return _ends(setting, by[method], by[reference], -paper, (method, reference), ends)
+
+
+def _paired(row: Mapping[str, Any], reference: str) -> tuple[float, float] | None:
+    """Interval of the change on the same episodes, percent, where the table has it."""
+    low, high = (row.get(f"change_pct_{reference}_{end}", "") for end in ("low", "high"))
+    return None if low == "" or math.isnan(low) else (low, high)
+
+
+def unpaired(new: Mapping[str, Any], old: Mapping[str, Any]) -> tuple[float, float] | None:
+    """Interval of the change between independent episodes, percent, from Student's of both means.
+
+    Welch's interval of the logarithm of the ratio, see `common.ratio_of`.
+    """
+    if "episodes" not in new or min(new["episodes"], old["episodes"]) < 2:
+        return None
+    from scipy.stats import t
+
+    freedom = [row["episodes"] - 1 for row in (new, old)]
+    means = [row["mean_latency_s"] for row in (new, old)]
+    parts = [
+        ((row["mean_latency_s_high"] / mean - 1) / t.ppf(0.975, k)) ** 2
+        for row, mean, k in zip((new, old), means, freedom, strict=True)
+    ]
+    both = sum(part**2 / k for part, k in zip(parts, freedom, strict=True))
+    half = t.ppf(0.975, sum(parts) ** 2 / both) * math.sqrt(sum(parts))
+    low, high = (100 * (means[0] / means[1] * math.exp(sign * half) - 1) for sign in (-1, 1))
+    return low, high
+
+
+def best_counts(rows: Rows) -> Iterable[Finding]:
+    """Whether Prism serves more locally than every other policy that goes by counts."""
+    for model in values(rows, "model"):
+        for workload in values(rows, "workload"):
+            own = pick(rows, model=model, workload=workload)
+            mean = {
+                name: sum(row["local_tokens"] for row in pick(own, policy=name))
+                / len(pick(own, policy=name))
+                for name in values(own, "policy")
+            }
+            rivals = [mean[name] for name in mean if name not in ("prism", "proxy_optimum")]
+            here = f"{mean['prism']:.3f}, the next {max(rivals):.3f}"
+            ahead_of_all = holds([mean["prism"] > max(rivals)])
+            yield Finding(f"{workload}, {model}", here, ahead_of_all)
+
+
+def migrating(rows: Rows) -> Iterable[Finding]:
+    """What migrating saves when the requests change, against each placement that stays."""
+    by = {row["variant"]: row for row in rows}
+    moving, still = ([n for n in by if n.startswith("kept") == kept] for kept in (False, True))
+    for name in moving:
+        for other in still:
+            change = percent(by[name]["mean_latency_s"], by[other]["mean_latency_s"])
+            verdict = judge(change, -10.0, interval=_paired(by[name], other))
+            yield Finding(f"{name}, against {other}", f"{change:+.3g} %", verdict)
+
+
+def gpus(rows: Rows) -> Iterable[Finding]:
+    """Prism's latency with 256 GPUs against 4."""
+    for link in values(rows, "link_model"):
+        for gap, paper in ((8.0, -19.0), (15.0, -9.0)):
+            own = {
+                row["gpus"]: row for row in pick(rows, link_model=link, gap_s=gap, policy="prism")
+            }
+            setting = f"links: {link}, {gap:g} s between requests"
+            ends = unpaired(own[256], own[4])
+            yield _ends(setting, own[256], own[4], paper, ("256 GPUs", "4 GPUs"), ends)
+
+
+def bandwidth(rows: Rows) -> Iterable[Finding]:
+    """Prism's latency with 1000 Mbps against 100."""
+    for link in values(rows, "link_model"):
+        for cost in values(pick(rows, link_model=link), "h_ms"):
+            for count, paper in ((4, -55.0), (256, -35.0)):
+                own = {
+                    row["mbps"]: row for row in pick(rows, link_model=link, h_ms=cost, gpus=count)
+                }
+                setting = f"links: {link}, {cost} ms a message, {count} GPUs"
+                ends = unpaired(own[1000], own[100])
+                yield _ends(setting, own[1000], own[100], paper, ("1000 Mbps", "100 Mbps"), ends)
+
+
+def _ends(
+    setting: str,
+    new: Mapping[str, Any],
+    old: Mapping[str, Any],
+    paper: float,
+    names: tuple[str, str],
+    interval: tuple[float, float] | None = None,
+) -> Finding:
+    """A change of latency; of an overloaded queue only the sign counts."""
+    change = percent(new["mean_latency_s"], old["mean_latency_s"])
+    grow = [name for name, row in zip(names, (new, old), strict=True) if row["overloaded"]]
+    if not grow:
+        here = f"{change:+.3g} % (paper {paper:g} %)"
+        return Finding(setting, here, judge(change, paper, interval=interval))
+    here = f"{'more' if change > 0 else 'less'}, overloaded with {' and '.join(grow)}"
+    verdict = OPEN if len(grow) == 2 else DIRECTION if change * paper > 0 else DISAGREES
+    return Finding(setting, f"{here} (paper {paper:g} %)", verdict)
+
+
+CLAIMS = (
+    Claim(
+        "placement",
+        "Table I",
+        "sharing experts beats servers that fetch them alone",
+        "-20.8 %",
+        "table1_pcie",
+        sharing("moe_infinity", 20.8),
+    ),
+    Claim(
+        "placement",
+        "Table I",
+        "... and servers that fetch them alone and balance their requests",
+        "-18.3 %",
+        "table1_pcie",
+        sharing("moe_infinity_lb", 18.3),
+    ),
+    Claim(
+        "placement",
+        "Table II",
+        "Prism has less latency than EPLB (over all GPUs at once)",
+        "-30.6, -3.2, -10.9, -2.0 %",
+        "table2_latency",
+        less(
+            "prism",
+            "eplb_global",
+            {
+                ("BigBench", "DeepSeek-V2-Lite"): 30.6,
+                ("BigBench", "Mixtral-8x7B"): 3.2,
+                ("MultiData", "DeepSeek-V2-Lite"): 10.9,
+                ("MultiData", "Mixtral-8x7B"): 2.0,
+            },
+        ),
+    ),
+    Claim(
+        "placement",
+        "Fig. 6",
+        "Prism serves the largest share of tokens locally",
+        "above all others",
+        "fig6_local_ratio",
+        best_counts,
+    ),
+    Claim(
+        "placement",
+        "Fig. 7",
+        "migrating pays when the requests change",
+        "-10 %",
+        "fig7_summary",
+        migrating,
+    ),
+    Claim(
+        "placement",
+        "Fig. 8a",
+        "latency falls from 4 to 256 GPUs",
+        "-19 % and -9 %",
+        "fig8a_gpus",
+        gpus,
+    ),
+    Claim(
+        "placement",
+        "Fig. 8b",
+        "latency falls from 100 to 1000 Mbps",
+        "-55 % and -35 %",
+        "fig8b_bandwidth",
+        bandwidth,
+    ),
+)

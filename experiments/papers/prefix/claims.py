@@ -1,0 +1,216 @@
+"""What gateways and traces state of prefix caching, against the committed tables.
+
+Sources: llm-d's report of its benchmark with eight pods (inference-perf), the
+pages of the published traces (quoted in the table ``workload_facts``), production-stack's rule, and
+BLIS's simulations of eight instances at 2,000 requests/s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from servegym.experiments.papers.verdicts import (
+    AGREES,
+    DIRECTION,
+    DISAGREES,
+    Claim,
+    Finding,
+    Reader,
+    Rows,
+    holds,
+    judge,
+    percent,
+    pick,
+    values,
+)
+
+__all__ = ["CLAIMS"]
+
+COLLAPSED_S = 10.0
+"""TTFT at 90 % from which a fleet counts as collapsed."""
+LLM_D = "llm-d, eight pods"
+
+
+def _collapse(rows: Rows, routing: str, column: str) -> float | None:
+    """The lowest rate from which TTFT at 90 % stays above `COLLAPSED_S`; None: there is none."""
+    found = None
+    for row in pick(rows, routing=routing):
+        if row[column] == "" or row[column] < COLLAPSED_S:
+            found = None
+        elif found is None:
+            found = row["rate"]
+    return found
+
+
+def collapse(*routings: str) -> Reader:
+    """The rate at which ways of routing collapse, theirs beside ours."""
+
+    def read(rows: Rows) -> Iterable[Finding]:
+        for routing in routings:
+            theirs = _collapse(rows, routing, "report_ttft_p90_s")
+            ours = _collapse(rows, routing, "ttft_p90_s")
+            words = "never" if ours is None else f"from {ours:g}/s on"
+            if theirs == ours:
+                verdict = AGREES
+            else:
+                verdict = DISAGREES if None in (theirs, ours) else DIRECTION
+            yield Finding(routing, words, verdict)
+
+    return read
+
+
+def throughput(rows: Rows) -> Iterable[Finding]:
+    """Output tokens/s at the highest rate, routing by true caches against each other way."""
+    top = pick(rows, rate=max(row["rate"] for row in rows))
+    by = {row["routing"]: row for row in top}
+    best = by["precise"]
+    for routing in ("estimated", "load", "random"):
+        ours, theirs = (
+            percent(best[name], by[routing][name])
+            for name in ("output_tokens_per_s", "report_output_tokens_per_s")
+        )
+        yield Finding(f"over {routing}", f"{ours:+.0f} %", judge(ours, theirs))
+
+
+def order(rows: Rows) -> Iterable[Finding]:
+    """Whether TTFT at 90 % rises from precise over estimated to both blind ways, rate by rate."""
+    for rate in values(rows, "rate"):
+        if rate < 20:
+            continue
+        by = {row["routing"]: row["ttft_p90_s"] for row in pick(rows, rate=rate)}
+        ways = [by[name] for name in ("precise", "estimated", "load", "random")]
+        blind = min(ways[2:])
+        yield Finding(
+            f"{rate:g} requests/s",
+            " < ".join(f"{way:.3g}" for way in (*ways[:2], blind)) + " s",
+            holds([ways[0] < ways[1] < blind]),
+        )
+
+
+def stated(workload: str) -> Reader:
+    """What is stated of a trace, as the table of facts has judged it."""
+    verdicts = {"agrees": AGREES, "differs": DISAGREES}
+
+    def read(rows: Rows) -> Iterable[Finding]:
+        whole = ""
+        for row in rows:
+            name = row["quantity"]
+            if name.startswith("the same"):  # as the last one that says what it is
+                name = whole.partition(",")[0] + name.removeprefix("the same")
+            else:
+                whole = name
+            if row["workload"].startswith(workload) and row["verdict"] in verdicts:
+                setting = name if row["workload"] == workload else f"{row['workload']}: {name}"
+                here = f"{_number(row['here'])}; stated {_number(row['published'])}"
+                yield Finding(setting, here, verdicts[row["verdict"]])
+
+    return read
+
+
+def _number(value: Any) -> str:
+    return f"{float(value):,.4g}" if float(value) < 1e4 else f"{float(value):,.0f}"
+
+
+def longest_match(rows: Rows) -> Iterable[Finding]:
+    """Attainment of the longest match, whatever the load, beside the least load's."""
+    for cell in values(rows, "cell"):
+        own = pick(rows, cell=cell, constants="published")
+        by = {row["rule"]: row["attainment"] for row in own}
+        ours, blind = by["production_stack_prefix"], by["least_load"]
+        yield Finding(cell, f"{ours:.1f} % for {blind:.1f} %", holds([ours > blind]))
+
+
+def weights(rows: Rows) -> Iterable[Finding]:
+    """The ratio of the slowest TTFTs between queue weights 3 and 2 to 4 of the prefix."""
+    for cell in values(rows, "cell"):
+        for rate in values(pick(rows, cell=cell), "rate"):
+            by = {row["queue"]: row for row in pick(rows, cell=cell, rate=rate)}
+            change = percent(by[3.0]["p99_ttft_s"], by[2.0]["p99_ttft_s"])
+            theirs = percent(132.0, 3570.0)
+            verdict = judge(change, theirs) if change < 0 else DISAGREES
+            yield Finding(f"{cell}, {rate:g} requests/s", f"{change:+.0f} %", verdict)
+
+
+def staleness(rows: Rows) -> Iterable[Finding]:
+    """How much longer the slowest TTFTs are with metrics of 100 ms or more than with live ones."""
+    for cell in values(rows, "cell"):
+        for rate in values(pick(rows, cell=cell), "rate"):
+            own = pick(rows, cell=cell, rate=rate, rule="llm_d")
+            row = min(own, key=lambda row: abs(row["scrape_s"] - 0.2))
+            change = 100 * (row["p99_ratio"] - 1)
+            ends = 100 * (row["p99_low"] - 1), 100 * (row["p99_high"] - 1)
+            setting = f"llm_d, {cell}, {rate:g} requests/s, {row['scrape_s']:g} s"
+            yield Finding(setting, f"{change:+.0f} %", judge(change, 354.0, interval=ends))
+
+
+def _claim(place: str, text: str, stated: str, source: str, read: Reader) -> Claim:
+    return Claim("prefix", place, text, stated, source, read)
+
+
+CLAIMS: tuple[Claim, ...] = (
+    _claim(
+        LLM_D,
+        "routing that is blind to caches collapses",
+        "from 20/s on",
+        "llm_d",
+        collapse("load", "random"),
+    ),
+    _claim(
+        LLM_D,
+        "routing by an estimated cache collapses later, by the true ones never",
+        "from 40/s on; never",
+        "llm_d",
+        collapse("estimated", "precise"),
+    ),
+    _claim(LLM_D, "TTFT at 90 %: precise < estimated < blind", "at every load", "llm_d", order),
+    _claim(
+        LLM_D,
+        "true caches give more output tokens/s at 60/s than estimated, load, random",
+        "+45, +121, +117 %",
+        "llm_d",
+        throughput,
+    ),
+    _claim(
+        "Mooncake's traces",
+        "what their pages state",
+        "see the setting",
+        "workload_facts",
+        stated("mooncake"),
+    ),
+    _claim(
+        "kv-cache-tester",
+        "what its page states of 642 of the sessions",
+        "see the setting",
+        "workload_facts",
+        stated("agents"),
+    ),
+    _claim(
+        LLM_D,
+        "what its report states of the prompts",
+        "see the setting",
+        "workload_facts",
+        stated("tenants"),
+    ),
+    _claim(
+        "production-stack",
+        "the longest match, whatever the load, beats the least load",
+        "its prefix-aware routing",
+        "tuned_rules",
+        longest_match,
+    ),
+    _claim(
+        "BLIS, 8 instances",
+        "a queue weight of 3 in place of 2 to 4 of the prefix cuts the slowest TTFTs",
+        "3,570 to 132 ms",
+        "signals_weights",
+        weights,
+    ),
+    _claim(
+        "BLIS, 8 instances",
+        "metrics of 100 ms instead of live ones lengthen the slowest TTFTs",
+        "+354 %",
+        "signals_staleness",
+        staleness,
+    ),
+)

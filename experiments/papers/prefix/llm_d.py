@@ -1,0 +1,332 @@
+"""llm-d's benchmark with eight pods: what routing blind to caches costs, stage by stage.
+
+Eight pods of Qwen3-32B on two H100 each, 307,328 tokens of KV cache a pod, 750 prompts of 150
+groups over and over, stages of 3 to 60 requests/s. The report's four ways to choose a pod play in
+the environment, with its weights: ``precise`` and ``estimated`` weigh prefix, KV use and queue
+3:2:2 and 1:1:1, ``load`` looks at the latter two, and ``random`` at none. ``estimated, capped``
+looks at the first 4,096 tokens of a prompt (`CappedScorers`). ``pinned`` is none of the report's
+ways: every group has a pod of its own::
+
+    python -m servegym.experiments.papers.prefix.llm_d
+
+As in the report the pods drain between stages and keep their caches, and an output has 1,000 tokens
+(there 942 in the mean of a stage). The latency law is composed from kernel timings and nothing is
+fitted to the report, which does not state the token budget: 8,192, vLLM's default on this card.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from servegym.baselines.prefix_routing import Rule, View
+from servegym.baselines.prefix_routing.llm_d import LlmdScorers
+from servegym.baselines.prefix_routing.policy import RulePolicy
+from servegym.baselines.prefix_routing.simple import Random
+from servegym.baselines.prefix_routing.system import PrefixSystem
+from servegym.envs.prefix_routing.replay import replay_prefix
+from servegym.envs.prefix_routing.vector_env import PrefixRoutingVectorEnv
+from servegym.envs.prefix_routing.workloads import LLM_D_STAGES, Tenants
+from servegym.experiments.evaluation.stats import student_interval
+from servegym.experiments.evaluation.tables import Note, note
+from servegym.experiments.papers.run import (
+    FigureOptions,
+    command_line,
+    figure_parser,
+    run_chosen,
+    save,
+)
+from servegym.hardware_profiles import Profile
+from servegym.hardware_profiles.compose import compose
+
+__all__ = ["PICTURES", "main"]
+
+PODS = 8
+KV_TOKENS = 307_328
+BLOCK = 64
+PAUSE_S = 400.0
+SEEDS = 10
+COLLAPSE_S = 10.0
+"""A collapse is a TTFT of this at 90 %."""
+RATES = tuple(rate for rate, _ in LLM_D_STAGES[1:])
+# Stage by stage: TTFT at 90 % (s), output tokens/s.
+PUBLISHED: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
+    "precise": (
+        (0.498, 0.6, 0.4, 0.6, 0.5, 0.583, 0.509, 0.5)
+        + (0.488, 0.5, 0.589, 0.6, 0.507, 0.6, 0.6, 0.5),
+        (1219.1, 3902.1, 5761.1, 9184.5, 9382.0, 9242.2, 9221.8, 9780.6)
+        + (10270.8, 10054.8, 10128.7, 10296.5, 10284.6, 10140.9, 10313.9, 10496.9),
+    ),
+    "estimated": (
+        (0.497, 0.499, 0.4, 0.6, 0.7, 0.609, 0.708, 2.459)
+        + (43.018, 43.515, 44.93, 46.335, 47.284, 50.108, 49.93, 50.226),
+        (1310.9, 3842.4, 5152.9, 8082.6, 8415.7, 8445.1, 8435.9, 7443.5)
+        + (8045.9, 7969.6, 7695.2, 7455.9, 7452.3, 7100.7, 7013.8, 7247.9),
+    ),
+    "load": (
+        (1.609, 4.124, 7.002, 77.707, 72.972, 85.979, 83.806, 88.086)
+        + (100.911, 101.524, 105.884, 105.015, 108.572, 110.681, 113.278, 110.184),
+        (1274.8, 3607.0, 3348.4, 4902.5, 4785.5, 4872.8, 4888.7, 4660.7)
+        + (4946.4, 4973.3, 4723.6, 4004.8, 3991.0, 4671.9, 3866.5, 4745.1),
+    ),
+    "random": (
+        (0.82, 1.398, 2.299, 70.273, 78.42, 82.943, 86.182, 91.519)
+        + (101.272, 101.142, 101.265, 103.514, 105.004, 104.321, 106.816, 105.988),
+        (1314.0, 3568.5, 3791.1, 4933.1, 4765.4, 4781.3, 4636.3, 4332.6)
+        + (4773.8, 4844.6, 4969.5, 4783.2, 4845.1, 4921.7, 4764.2, 4835.2),
+    ),
+}
+CAP_TOKENS = 4096
+
+
+class CappedScorers(LlmdScorers):
+    """llm-d's scorers with the part of a prompt that the report's ``estimated`` may have looked at.
+
+    Its 256 blocks of 64 are characters in the inference extension's v1.0, about `CAP_TOKENS`
+    tokens, which is less than a group's prefix: the users of a group look alike to it.
+    """
+
+    def scores(self, view: View, replicas: NDArray[np.intp]) -> NDArray[np.float64]:
+        """See `LlmdScorers.scores`."""
+        seen = replace(
+            view,
+            prompt_tokens=min(view.prompt_tokens, CAP_TOKENS),
+            match_tokens=np.minimum(view.match_tokens, CAP_TOKENS),
+        )
+        return super().scores(seen, replicas)
+
+
+RULES: dict[str, tuple[Callable[[], Rule], str]] = {
+    "precise": (lambda: LlmdScorers(queue=2.0, kv=2.0, prefix=3.0), "precise"),
+    "estimated": (lambda: LlmdScorers(queue=1.0, kv=1.0, prefix=1.0), "approximate"),
+    "estimated, capped": (lambda: CappedScorers(queue=1.0, kv=1.0, prefix=1.0), "approximate"),
+    "load": (lambda: LlmdScorers(queue=1.0, kv=1.0, prefix=0.0), "none"),
+    "random": (Random, "none"),
+}
+"""Way of routing -> its rule and the gateway's index."""
+MEMORY = (1.0, 2.0, 4.0, 16.0)
+MEMORY_RATES = (15.0, 20.0, 40.0, 60.0)
+# The stage after the last one takes the requests that the draw has left.
+STAGES = (*(x for stage in LLM_D_STAGES for x in (stage, (0.0, PAUSE_S))), (0.5, 1.0))
+
+
+Stage = tuple[float, float, float, float]
+"""TTFT at 90 %, mean TTFT (s), output tokens/s and token hit rate."""
+
+
+def _count() -> int:
+    """Requests of an episode; the stage after the last one takes those that are left."""
+    expected = sum(rate * seconds for rate, seconds in LLM_D_STAGES)
+    return int(expected + 6 * expected**0.5)
+
+
+def _play(card: Profile, way: str, seed: int, memory: float = 1.0) -> list[Stage]:
+    """The stages under a way of routing that needs no state of the system.
+
+    Args:
+        card: The pods' profile.
+        way: ``"pinned"``, ``"random"``, or ``"nothing shared"``: random, every prompt a new one.
+        seed: Seed of the requests and the random pods.
+        memory: Factor on the pods' KV cache.
+    """
+    rng = np.random.default_rng(seed)
+    tenants = Tenants(stages=STAGES)
+    if way == "nothing shared":
+        tenants = Tenants(1, 1, 0, 7200, questions="fresh", order="random", stages=STAGES)
+    requests = tenants.draw(rng, _count(), 1.0, BLOCK, "trace")
+    sent = requests.tenant % PODS if way == "pinned" else rng.integers(PODS, size=_count())
+    played = replay_prefix(
+        card,
+        requests,
+        sent,
+        num_replicas=PODS,
+        max_num_batched_tokens=8192,
+        kv_tokens=int(memory * KV_TOKENS),
+    )
+    return _stages(played, requests.prompt_tokens, requests.output_tokens)
+
+
+def _stages(played: np.ndarray, prompt: np.ndarray, output: np.ndarray) -> list[Stage]:
+    """What became of the requests (J,) of each stage.
+
+    Raises:
+        ValueError: If a stage has not drained before the next one.
+    """
+    ttft = played["first_token_s"] - played["arrival_s"]
+    begins = np.cumsum([0.0, *(seconds + PAUSE_S for _, seconds in LLM_D_STAGES)])
+    found = []
+    for k in range(len(LLM_D_STAGES)):
+        own = (played["arrival_s"] >= begins[k]) & (played["arrival_s"] < begins[k + 1])
+        end = played["finish_s"][own].max()
+        if end > begins[k + 1]:
+            raise ValueError(f"PAUSE_S={PAUSE_S}: stage {k} has not drained before the next one.")
+        found.append(
+            (
+                float(np.percentile(ttft[own], 90)),
+                float(ttft[own].mean()),
+                float(output[own].sum() / (end - begins[k])),
+                float(played["hit_tokens"][own].sum() / prompt[own].sum()),
+            )
+        )
+    return found
+
+
+def _route(way: str, seeds: int) -> list[list[Stage]]:
+    """As `_play` for several seeds, with a rule in the environment."""
+    make, index = RULES[way]
+    envs = PrefixRoutingVectorEnv(
+        num_envs=seeds,
+        autoreset_mode="Disabled",
+        copy=False,
+        workload_kwargs={"stages": STAGES},
+        dispatch="trace",
+        rate=1.0,
+        episode_requests=_count(),
+        warmup_requests=0,
+        profiles={"card": "h100", "model": "qwen3-32b", "tp": 2},
+        num_replicas=PODS,
+        max_num_seqs=256,
+        max_num_batched_tokens=8192,
+        block_size=BLOCK,
+        kv_tokens=KV_TOKENS,
+        index=index,
+    )
+    policy = RulePolicy(PrefixSystem.from_env(envs), make, way)
+    policy.reset(seeds, 0)
+    observation, info = envs.reset(seed=0)
+    policy.episode_start(np.ones(seeds, dtype=np.bool_))
+    ended = False
+    while not ended:
+        actions = policy.act(observation, info["action_mask"])
+        observation, _, terminated, _, info = envs.step(actions)
+        ended = bool(terminated.all())
+    logs = [envs.request_log(row) for row in range(seeds)]
+    envs.close()
+    return [_stages(log, log["prompt_tokens"], log["output_tokens"]) for log in logs]
+
+
+def stages(options: FigureOptions) -> None:
+    """``llm_d``: TTFT and throughput of each stage beside the report's."""
+    rows: list[dict[str, Any]] = []
+    seeds = options.episodes
+    card = compose("h100", "qwen3-32b", tp=2)
+    played = {way: _route(way, seeds) for way in RULES}
+    played["pinned"] = [_play(card, "pinned", seed) for seed in range(seeds)]
+    for way, runs in played.items():
+        for k, (rate, _) in enumerate(LLM_D_STAGES):
+            if k == 0:  # the warm-up
+                continue
+            values = np.array([one[k] for one in runs])
+            p90, low, high = student_interval(values[:, 0])
+            _, mean, speed, hit = values.mean(axis=0)
+            report = PUBLISHED.get(way.removesuffix(", capped"))
+            at = RATES.index(rate)
+            rows.append(
+                {
+                    "routing": way,
+                    "rate": rate,
+                    "report_ttft_p90_s": "" if report is None else report[0][at],
+                    "ttft_p90_s": float(f"{p90:.4g}"),
+                    "low": float(f"{low:.4g}"),
+                    "high": float(f"{high:.4g}"),
+                    "ttft_mean_s": float(f"{mean:.4g}"),
+                    "report_output_tokens_per_s": "" if report is None else report[1][at],
+                    "output_tokens_per_s": float(f"{speed:.5g}"),
+                    "hit_percent": float(f"{100 * hit:.4g}"),
+                    "seeds": seeds,
+                }
+            )
+    save(
+        options,
+        "llm_d",
+        rows,
+        *(_collapse(way, [row for row in rows if row["routing"] == way]) for way in RULES),
+        *(_last(row) for row in rows if row["rate"] == RATES[-1]),
+        settings={"profile": "h100, qwen3-32b, tp=2", "kv_tokens": KV_TOKENS, "block": BLOCK},
+    )
+
+
+def _collapse(way: str, rows: Sequence[dict[str, Any]]) -> Note:
+    """From which rate on the TTFT at 90 % is at least `COLLAPSE_S`, here and in the report."""
+    first = {
+        column: min((row["rate"] for row in rows if row[column] >= COLLAPSE_S), default=None)
+        for column in ("ttft_p90_s", "report_ttft_p90_s")
+    }
+    words = [
+        "at no rate" if rate is None else f"from {rate:g} requests/s on" for rate in first.values()
+    ]
+    return note(
+        f"{way}: TTFT at 90 % of at least {COLLAPSE_S:g} s {words[0]}, in the report {words[1]}.",
+        routing=way,
+        collapse=first,
+    )
+
+
+def _last(row: dict[str, Any]) -> Note:
+    text = (
+        f"{row['routing']}, {row['rate']:g} requests/s: TTFT at 90 % {row['ttft_p90_s']:.3g} s "
+        f"[{row['low']:.3g}, {row['high']:.3g}], output {row['output_tokens_per_s']:,.0f} tokens/s"
+    )
+    if row["report_ttft_p90_s"] != "":
+        text += (
+            f"; in the report {row['report_ttft_p90_s']:g} s and "
+            f"{row['report_output_tokens_per_s']:,.0f}"
+        )
+    return note(text + ".")
+
+
+def memory(options: FigureOptions) -> None:
+    """``llm_d_memory``: what more KV memory changes, with and without shared prompts."""
+    rows: list[dict[str, Any]] = []
+    card = compose("h100", "qwen3-32b", tp=2)
+    for way in ("pinned", "random", "nothing shared"):
+        for factor in MEMORY:
+            played = np.array([_play(card, way, seed, factor) for seed in range(options.episodes)])
+            for k, (rate, _) in enumerate(LLM_D_STAGES):
+                if k == 0 or rate not in MEMORY_RATES:
+                    continue
+                p90, low, high = student_interval(played[:, k, 0])
+                rows.append(
+                    {
+                        "routing": way,
+                        "memory": factor,
+                        "rate": rate,
+                        "ttft_p90_s": float(f"{p90:.4g}"),
+                        "low": float(f"{low:.4g}"),
+                        "high": float(f"{high:.4g}"),
+                        "hit_percent": float(f"{100 * played[:, k, 3].mean():.4g}"),
+                        "seeds": options.episodes,
+                    }
+                )
+    at = {(row["routing"], row["memory"], row["rate"]): row["ttft_p90_s"] for row in rows}
+    texts = [
+        f"{way}: {', '.join(f'{at[way, m, 20.0]:.3g} s with {m:g} x' for m in MEMORY)}"
+        for way in ("random", "nothing shared", "pinned")
+    ]
+    save(
+        options,
+        "llm_d_memory",
+        rows,
+        note(f"TTFT at 90 % at 20 requests/s by KV memory. {'; '.join(texts)}."),
+        settings={"profile": "h100, qwen3-32b, tp=2", "kv_tokens": KV_TOKENS, "block": BLOCK},
+    )
+
+
+FIGURES = {"llm_d": stages, "memory": memory}
+PICTURES = {}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line entry; see the module's docstring."""
+    module = "servegym.experiments.papers.prefix.llm_d"
+    parser = figure_parser(list(FIGURES), __doc__, module, SEEDS)
+    return run_chosen(FIGURES, PICTURES, command_line(parser, argv, FigureOptions()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

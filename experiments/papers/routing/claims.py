@@ -1,0 +1,502 @@
+"""The routing paper's claims: their verdicts, and the notes of each figure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from servegym.experiments.evaluation.tables import note
+from servegym.experiments.papers.verdicts import (
+    OPEN,
+    Claim,
+    Finding,
+    Reader,
+    Rows,
+    holds,
+    judge,
+    percent,
+    pick,
+    span,
+    values,
+)
+
+__all__ = [
+    "AT_N",
+    "CLAIMS",
+    "COLLAPSED",
+    "EARLIER",
+    "METHOD",
+    "OVER_L",
+    "PAPER_HEURISTICS",
+    "PRINTED",
+    "RETRAINED",
+    "RIVALS",
+    "Change",
+    "ahead",
+    "at_point",
+    "base_of",
+    "best_trained",
+    "claim",
+    "claims",
+    "columns_over",
+    "effects",
+    "strongest",
+]
+
+
+class Change(NamedTuple):
+    """A change from one router to another as the routing paper prints it, percent.
+
+    Attributes:
+        qos: Of the average QoS.
+        latency: Of the latency per token.
+        least: Whether the paper says "at least" of the QoS.
+    """
+
+    qos: float
+    latency: float
+    least: bool = False
+
+    def __str__(self) -> str:
+        return f"{'at least ' * self.least}{self.qos:+.2f} %, {self.latency:+.2f} %"
+
+
+PRINTED = {
+    "Fig. 7": Change(35.78, -5.45),
+    "Fig. 9": Change(33.47, -3.35, True),
+    "Fig. 12": Change(34.11, -4.17, True),
+    "Fig. 13": Change(18.31, -4.63, True),
+    "Fig. 17, state": Change(17.27, -3.22),
+    "Fig. 17, reward": Change(22.37, -2.15),
+    "Fig. 18": Change(17.94, -1.33),
+    "Fig. 18, none": Change(21.74, math.nan, True),
+}
+"""What the routing paper prints of its figures."""
+
+METHOD = "sac_han"
+AT_N, OVER_L = " (trained at N)", " (trained over L)"
+"""What follows the name of a router trained anew for each N, or over all requirements L."""
+METHODS = (METHOD, f"{METHOD}{AT_N}", f"{METHOD}{OVER_L}", f"ppo{OVER_L}")
+"""The paper's router and those that take its place in Fig. 11 and 13."""
+
+EARLIER = (
+    "The trained routers of Fig. 7 to 13, Fig. 18 and Table II are of the learner of revision "
+    "8509fcd, which no command here makes again; those of Fig. 17 are of this one."
+)
+"""What the table of the claims says below itself."""
+
+RIVALS = ("baseline_rl", "baseline_rl_ppo", "direct_search")
+"""Learners on Baseline RL's state: SAC, PPO and a direct search over linear policies."""
+PAPER_HEURISTICS = ("bert_router", "round_robin", "shortest_queue")
+"""The paper's baselines other than Baseline RL."""
+
+RETRAINED = " (trained so)"
+"""What follows the name of a router trained anew for the predictors that it is measured with (Fig.
+18)."""
+
+COLLAPSED = 0.9
+"""Share of the sent requests above which a router counts as collapsed onto one expert."""
+
+
+def base_of(name: str) -> str:
+    """The name of a policy without what it says of its training in brackets."""
+    return name.partition(" (")[0]
+
+
+def columns_over(key: str) -> tuple[str, str, str]:
+    """Columns of a change over ``rival`` or ``state_rival`` and of its interval, percent."""
+    return f"over_{key}_pct", f"over_{key}_pct_low", f"over_{key}_pct_high"
+
+
+def strongest(
+    named: Mapping[str, Mapping[str, Any]],
+    method: str,
+    heuristics: Sequence[str] = PAPER_HEURISTICS,
+) -> str | None:
+    """The rival of a method with the most QoS at a point, None if there is none.
+
+    Args:
+        named: The rows of the point by policy.
+        method: The method, which is no rival of its own.
+        heuristics: Names that count besides `RIVALS`, however these are trained.
+    """
+    known = [
+        name for name in named if name != method and (name in heuristics or base_of(name) in RIVALS)
+    ]
+    return max(known, key=lambda name: named[name]["qos"], default=None)
+
+
+def interval_over(row: Mapping[str, Any], rival: str) -> tuple[float, float] | None:
+    """The interval of a policy's change of QoS over a rival, percent, where the row has it."""
+    for key in ("rival", "state_rival"):
+        if row.get(key) == rival:
+            return _ends(row, columns_over(key))
+    return None
+
+
+def _ends(row: Mapping[str, Any], columns: Sequence[str]) -> tuple[float, float] | None:
+    low, high = (row[name] for name in columns[1:])
+    known = isinstance(low, float | int) and isinstance(high, float | int)
+    return (low, high) if known and math.isfinite(low) and math.isfinite(high) else None
+
+
+def ahead(
+    methods: Sequence[str],
+    paper: float,
+    least: bool = False,
+    key: str = "qos",
+    best: bool = False,
+) -> Reader:
+    """QoS (or another column) of a trained router over its `strongest` rival at every point.
+
+    The first of ``methods`` that a fleet has counts. Its rivals read Baseline RL's state; with
+    ``best`` the paper's heuristics are rivals too. The worst point decides. Where the rival is
+    below shortest_queue it has learnt too little: a gain over it does not count, a loss does.
+    """
+
+    def read(rows: Rows) -> Iterable[Finding]:
+        column = "panel" if "panel" in rows[0] else "profiles"
+        heuristics = PAPER_HEURISTICS if best else ()
+        for fleet in values(rows, column):
+            part = pick(rows, **{column: fleet})
+            here = [
+                {row["policy"]: row for row in pick(part, point=point)}
+                for point in values(part, "point")
+            ]
+            method = next((name for name in methods if any(name in at for at in here)), "")
+            points = [at for at in here if method in at and strongest(at, method, heuristics)]
+            if not points:
+                yield Finding(fleet, "not trained here", OPEN)
+                continue
+            counted, weak, rivals = [], [], []
+            for point in points:
+                rival = strongest(point, method, heuristics) or ""
+                change = percent(point[method][key], point[rival][key])
+                known = interval_over(point[method], rival) if key == "qos" else None
+                poor = point[rival]["qos"] < point["shortest_queue"]["qos"]
+                (weak if poor and change * paper > 0 else counted).append((change, known))
+                rivals.append(rival)
+            parts = [
+                f"{span([change for change, _ in part])} at {_points(part)}{why}"
+                for part, why in (
+                    (counted, f" over {' or '.join(dict.fromkeys(rivals))}"),
+                    (weak, " where the rival is below shortest_queue: undertrained"),
+                )
+                if part
+            ]
+            verdict = OPEN
+            if counted:
+                change, known = min(counted, key=lambda one: one[0] * math.copysign(1, paper))
+                verdict = judge(change, paper, least, known)
+                if known is not None:
+                    parts[0] += f", the least {change:+.1f} [{known[0]:+.1f}, {known[1]:+.1f}]"
+            yield Finding(fleet, f"{method}: " * (method != METHOD) + "; ".join(parts), verdict)
+
+    return read
+
+
+def _points(part: Sequence[Any]) -> str:
+    return f"{len(part)} point{'s'[: len(part) > 1]}"
+
+
+def changed(
+    place: str,
+    text: str,
+    source: str,
+    key: str = "qos",
+    best: bool = False,
+    methods: Sequence[str] = (METHOD,),
+) -> Claim:
+    """The claim that a change over the rivals is the one of `PRINTED`, see `ahead`."""
+    printed = PRINTED[place]
+    figure, least = (printed.qos, printed.least) if key == "qos" else (printed.latency, False)
+    printed_as = f"{'at least ' * least}{figure:+.2f} %"
+    read = ahead(methods, figure, least, key, best)
+    return Claim("routing", place, text, printed_as, source, read)
+
+
+def effects(factor: str, paper: Change) -> Reader:
+    """The effect of a factor of the `comparison` on QoS that the paper claims.
+
+    A gain over a cell that is below shortest_queue is open, as in `ahead`.
+    """
+
+    def read(rows: Rows) -> Iterable[Finding]:
+        for row in pick(rows, factor=factor, claimed=True):
+            known = _ends(row, ("change_pct", "change_pct_low", "change_pct_high"))
+            here = f"{row['change_pct']:+.1f} %"
+            if known is not None:
+                here += f" [{known[0]:+.1f}, {known[1]:+.1f}]"
+            verdict = judge(row["change_pct"], paper.qos, paper.least, known)
+            if row["undertrained"] and row["change_pct"] > 0:
+                here, verdict = f"{here} over what is below shortest_queue", OPEN
+            yield Finding(f"{row['point']}, {row['level']}", here, verdict)
+
+    return read
+
+
+def end_to_end(rows: Rows) -> Iterable[Finding]:
+    """End-to-end latency of the trained router against the quickest of the paper's baselines."""
+    for point in values(rows, "point"):
+        seconds = {row["policy"]: row["e2e_s"] for row in pick(rows, point=point)}
+        if "sac_han" not in seconds:
+            yield Finding(point, "not trained here", OPEN)
+            continue
+        own = seconds["sac_han"]
+        names = (*PAPER_HEURISTICS, *RIVALS)
+        others = {name: seconds[name] for name in names if name in seconds}
+        quickest = min(others, key=others.__getitem__)
+        change = percent(own, others[quickest])
+        yield Finding(point, f"{change:+.1f} % against {quickest}", judge(change, -21.34, True))
+
+
+def with_predictors(rows: Rows) -> Iterable[Finding]:
+    """QoS with predicted scores and lengths over that with none."""
+    for point in values(rows, "point"):
+        own = pick(rows, point=point)
+        for policy in ("priced_greedy", *_retrained(own)):
+            qos = {row["predictors"]: row["qos"] for row in pick(own, policy=policy)}
+            if {"PS+PL", "ZS+ZL"} <= set(qos):
+                change = percent(qos["PS+PL"], qos["ZS+ZL"])
+                yield Finding(
+                    f"{point}, {policy}", f"{change:+.1f} %", judge(change, PRINTED["Fig. 18"].qos)
+                )
+
+
+def _retrained(rows: Rows) -> list[str]:
+    return [name for name in values(rows, "policy") if name.endswith(RETRAINED)]
+
+
+def without_predictors(rows: Rows) -> Iterable[Finding]:
+    """QoS of SAC-HAN with no predictions over the strongest of the paper's baselines with them."""
+    for point in values(rows, "point"):
+        own = pick(rows, point=point)
+        named = {row["policy"]: row for row in pick(own, predictors="PS+PL")}
+        none = [
+            row for name in _retrained(own) for row in pick(own, predictors="ZS+ZL", policy=name)
+        ]
+        if not none:
+            yield Finding(point, "not trained here", OPEN)
+            continue
+        rival = strongest(named, none[0]["policy"]) or ""
+        change = percent(none[0]["qos"], named[rival]["qos"])
+        paper = PRINTED["Fig. 18, none"]
+        here = f"{none[0]['policy']} {change:+.1f} % over {rival}"
+        yield Finding(point, here, judge(change, paper.qos, paper.least))
+
+
+def decision_time(rows: Rows) -> Iterable[Finding]:
+    """Latency of one decision on a processor core."""
+    for row in rows:
+        if "one decision" in row["component"] and "torch" not in row["component"]:
+            ms = row["p99_ms"]
+            yield Finding(row["component"], f"P99 {ms:.2f} ms", holds([ms < 1]))
+
+
+def predictor(quantity: str, top1: float, top3: float) -> Reader:
+    """Accuracy of the predictor that ships, and of naming the commonest bucket."""
+
+    def read(rows: Rows) -> Iterable[Finding]:
+        for buckets in values(rows, "buckets"):
+            own = pick(rows, quantity=quantity, split="eval", buckets=buckets)
+            (tuned,), (common,) = (pick(own, predictor=p) for p in ("probe", "most common"))
+            ours, blind = (
+                "/".join(f"{100 * row[key]:.1f}" for key in ("top1", "top3"))
+                for row in (tuned, common)
+            )
+            met = holds([100 * tuned["top1"] >= top1, 100 * tuned["top3"] >= top3])
+            yield Finding(f"{buckets} buckets", f"{ours} % (the commonest alone {blind} %)", met)
+
+    return read
+
+
+def claim(
+    rows: Sequence[Mapping[str, Any]], method: str, reference: str, paper: Change | str
+) -> dict[str, Any]:
+    """What the paper claims of ``method`` over ``reference``, held against the rows of a point.
+
+    A reference below shortest_queue counts as undertrained: a gain over it has no ratio.
+
+    Args:
+        rows: The rows of a point.
+        method: A policy.
+        reference: The policy that it is compared with.
+        paper: The printed change, or words where the paper prints none.
+
+    Returns:
+        A note with ``method``, ``reference``, ``verdict`` and, where there is a ratio, the changes
+        ``qos_pct`` and ``latency_pct`` and the policies that have ``collapsed``.
+    """
+    named = {row["policy"]: row for row in rows}
+    pair = {"method": method, "reference": reference}
+    if method not in named or reference not in named:
+        text = f"{method} over {reference}: not trained here (paper: {paper})."
+        return note(text, **pair, verdict=OPEN)
+    ours, theirs = named[method], named[reference]
+    ceiling, queue = ours.get("ceiling", math.nan), named.get("shortest_queue")
+    if queue is not None and theirs["qos"] < min(queue["qos"], ours["qos"]):
+        text = (
+            f"{method} over {reference}: no ratio, since {reference} learnt too little (its QoS of "
+            f"{theirs['qos']:.3f} is below shortest_queue's {queue['qos']:.3f}; {method} has "
+            f"{ours['qos']:.3f}). The paper has {paper}; a router that always gave the best score "
+            f"would have {percent(ceiling, queue['qos']):+.0f} % over shortest_queue."
+        )
+        return note(text, **pair, verdict=OPEN)
+    qos = percent(ours["qos"], theirs["qos"])
+    latency = percent(ours["latency_ms_per_token"], theirs["latency_ms_per_token"])
+    known = interval_over(ours, reference)
+    verdict = judge(qos, paper.qos, paper.least, known) if isinstance(paper, Change) else OPEN
+    ends = f" [{known[0]:+.2f}, {known[1]:+.2f}]" if known is not None else ""
+    collapsed = [row for row in (ours, theirs) if row.get("top_share", 0) > COLLAPSED]
+    text = (
+        f"{method} over {reference}: QoS {qos:+.2f} %{ends}, latency per token {latency:+.2f} % "
+        f"(paper: {paper}{'' if verdict == OPEN else f': {verdict}'}; a router that always gave "
+        f"the best score: QoS {percent(ceiling, theirs['qos']):+.0f} %)."
+    )
+    for row in collapsed:
+        text += f" {row['policy']} sends {100 * row['top_share']:.0f} % to one expert: collapsed."
+    found = {"qos_pct": qos, "latency_pct": latency, "verdict": verdict}
+    return note(text, **pair, **found, collapsed=[row["policy"] for row in collapsed])
+
+
+def best_trained(
+    rows: Sequence[Mapping[str, Any]], references: Sequence[str] = ("greedy_qos", "priced_greedy")
+) -> list[dict[str, Any]]:
+    """The best trained router of a point against the best heuristics, as a note."""
+    named = {row["policy"]: row for row in rows if row["policy"] in references}
+    trained = [row for row in rows if row["trainings"]]
+    if not trained or len(named) < len(references):
+        return []
+    best = max(trained, key=lambda row: row["qos"])
+    against = [
+        f"{name} {named[name]['qos']:.3f} ({percent(best['qos'], named[name]['qos']):+.1f} %; "
+        f"on the same episodes {best[f'over_{name}']:+.4f} [{best[f'over_{name}_low']:+.4f}, "
+        f"{best[f'over_{name}_high']:+.4f}])"
+        for name in references
+    ]
+    text = (
+        f"of the trained routers {best['policy']} is best with a QoS of {best['qos']:.3f} "
+        f"[{best['qos_low']:.3f}, {best['qos_high']:.3f}], against {', '.join(against)}; the best "
+        f"score of every request would be {best['ceiling']:.3f}."
+    )
+    return [note(text, method=best["policy"], qos=best["qos"])]
+
+
+def at_point(point: str, notes: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Notes on one point, which their sentences and records name."""
+    return [{**one, "text": f"{point}: {one['text']}", "point": point} for one in notes]
+
+
+def claims(rows: Sequence[dict[str, Any]], paper: Change | str) -> list[dict[str, Any]]:
+    """What the paper's claim comes to, and which routers are best, at every point.
+
+    The paper's figures are over Baseline RL or over all its baselines: the `strongest` that reads
+    Baseline RL's state has its note, and so has the `strongest` of all where that is a heuristic.
+    """
+    notes = []
+    column = "panel" if rows and "panel" in rows[0] else "profiles"
+    for fleet in values(rows, column):
+        part = pick(rows, **{column: fleet})
+        points = {point: pick(part, point=point) for point in values(part, "point")}
+        methods = [name for name in METHODS if any(row["policy"] == name for row in part)]
+        if not methods:
+            notes += at_point(fleet, [claim([], METHOD, RIVALS[0], paper)])
+        for method in methods:
+            for point, own in points.items():
+                named = {row["policy"]: row for row in own}
+                found = (strongest(named, method, ()), strongest(named, method))
+                rivals = [name for name in dict.fromkeys(found) if name and method in named]
+                notes += at_point(point, [claim(own, method, one, paper) for one in rivals])
+        for point, own in points.items():
+            notes += at_point(point, best_trained(own))
+    return notes
+
+
+CLAIMS = (
+    changed("Fig. 7", "SAC-HAN earns more QoS than Baseline RL, Poisson arrivals", "fig7_poisson"),
+    changed("Fig. 7", "and takes less time a token", "fig7_poisson", "latency_ms_per_token"),
+    changed("Fig. 7", "more QoS than the best of the paper's baselines", "fig7_poisson", best=True),
+    changed("Fig. 9", "the same under BurstGPT's arrivals", "fig9_burstgpt", best=True),
+    Claim(
+        "routing",
+        "Fig. 10",
+        "less time from end to end than every baseline",
+        "at least -21.34 %",
+        "fig10_end_to_end",
+        end_to_end,
+    ),
+    Claim(
+        "routing",
+        "Fig. 11",
+        "more QoS than the baselines with 3 to 12 experts",
+        "above them everywhere",
+        "fig11_experts",
+        ahead((f"{METHOD}{AT_N}",), 1e-9, True, best=True),
+    ),
+    changed(
+        "Fig. 12", "more QoS than the baselines over the arrival rate", "fig12_rate", best=True
+    ),
+    changed(
+        "Fig. 13",
+        "more QoS than the baselines over the latency requirement",
+        "fig13_requirement",
+        best=True,
+        methods=(f"{METHOD}{OVER_L}", f"ppo{OVER_L}", METHOD),
+    ),
+    *(
+        Claim("routing", "Fig. 17", text, f"{paper.qos:+} %", "comparison", read)
+        for text, paper, read in (
+            (
+                "the graph as state adds to what the learner has on Baseline RL's",
+                PRINTED["Fig. 17, state"],
+                effects("state", PRINTED["Fig. 17, state"]),
+            ),
+            (
+                "the QoS-aware reward adds to that",
+                PRINTED["Fig. 17, reward"],
+                effects("reward", PRINTED["Fig. 17, reward"]),
+            ),
+        )
+    ),
+    Claim(
+        "routing",
+        "Fig. 18",
+        "predicted scores and lengths add QoS",
+        f"{PRINTED['Fig. 18'].qos:+} %",
+        "fig18_predictors",
+        with_predictors,
+    ),
+    Claim(
+        "routing",
+        "Fig. 18",
+        "and without any SAC-HAN is above every baseline",
+        f"at least {PRINTED['Fig. 18, none'].qos:+} %",
+        "fig18_predictors",
+        without_predictors,
+    ),
+    Claim(
+        "routing",
+        "Table II",
+        "the router decides in less than a millisecond",
+        "< 1 ms each part",
+        "table2_router",
+        decision_time,
+    ),
+    Claim(
+        "routing",
+        "Section V",
+        "the score's bucket is predicted, top 1 and top 3",
+        "63.39/97.78 %",
+        "learned_predictors",
+        predictor("score", 63.39, 97.78),
+    ),
+    Claim(
+        "routing",
+        "Section V",
+        "the length's bucket is predicted, top 1 and top 3",
+        "72.97/84.71 %",
+        "learned_predictors",
+        predictor("length", 72.97, 84.71),
+    ),
+)

@@ -1,0 +1,259 @@
+"""The claims of Remoe, read from the committed tables of serverless partitioning."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from servegym.experiments.papers.serverless.common import BILLS, SYNTHETIC
+from servegym.experiments.papers.verdicts import (
+    AGREES,
+    DIRECTION,
+    DISAGREES,
+    OPEN,
+    Claim,
+    Finding,
+    Reader,
+    Rows,
+    holds,
+    judge,
+    percent,
+    pick,
+    span,
+    values,
+)
+
+__all__ = ["CLAIMS"]
+
+
+def similarity(rows: Rows) -> Iterable[Finding]:
+    """Divergence of prompts of one task against others."""
+    for model in values(rows, "model"):
+        by = {row["group"]: row for row in pick(rows, model=model, embedding="none")}
+        same, other = by["same task"], by["other task"]
+        here = f"{same['value']:.3f} bit within a task, {other['value']:.3f} across"
+        yield Finding(model, here, holds([same["value_high"] < other["value_low"]]))
+
+
+def prediction(rows: Rows) -> Iterable[Finding]:
+    """Whether SPS comes next after brute force and VarPAM."""
+    for embedding in ("output", "token"):
+        own = pick(rows, embedding=embedding)
+        best = {
+            name: min(row["js_bits"] for row in pick(own, predictor=name))
+            for name in values(own, "predictor")
+        }
+        order = sorted(best, key=best.__getitem__)
+        better = [name for name in order[: order.index("sps")] if name not in ("bf", "varpam")]
+        here = ", ".join(f"{name} {best[name]:.3f}" for name in order)
+        yield Finding(f"gpt-oss-20b, {embedding} embeddings", f"{here} bit", holds([not better]))
+
+
+def search_speed(rows: Rows) -> Iterable[Finding]:
+    """Speed of the tree search over brute force, and the time to build it."""
+    for row in rows:
+        speeds = [row["speedup_one"], row["speedup_batch"]]
+        here = f"{span(speeds, '.0f', ' x')}, built in {row['build_s']:.2f} s"
+        setting = f"{row['prompts']} prompts, alpha={row['alpha']} beta={row['beta']}"
+        yield Finding(setting, here, holds([min(speeds) > 10, row["build_s"] <= 0.5]))
+
+
+READINGS = ("remoe", "remoe_cost")
+"""The paper's choice of the remote ratio as printed, and by expected cost."""
+
+
+def _where(model: str, bill: str = "", rest: str = "") -> str:
+    name = f"{model} (synthetic routing)" if model == SYNTHETIC else model
+    return ", ".join(part for part in (name, BILLS[bill].words if bill else "", rest) if part)
+
+
+def _cards(rows: Rows) -> Iterable[tuple[str, Rows]]:
+    """The rows of each GPU whose times are chosen, and those of all that are derived."""
+    for gpu in values(pick(rows, gpu_kind="chosen"), "gpu"):
+        yield f"{gpu} GPU (chosen)", pick(rows, gpu=gpu)
+    derived = [row for row in rows if row["gpu_kind"] != "chosen"]
+    if derived:
+        yield f"{', '.join(values(derived, 'gpu'))} (derived)", derived
+
+
+def _against(rows: Rows, rivals: Sequence[str]) -> tuple[dict[str, list[float]], list[str], bool]:
+    """Change of the bill against the cheapest rival, by reading, at every point of the rows.
+
+    Returns:
+        Percent by reading; for the better reading at each point ``less``, ``more`` or ``equal``,
+        which is that the intervals overlap; whether its largest saving over a rival agrees with the
+        paper's.
+    """
+    changes: dict[str, list[float]] = {name: [] for name in READINGS}
+    found, most = [], 0.0
+    points = dict.fromkeys((row["gpu"], row["n_out"]) for row in rows)
+    for gpu, tokens in points:
+        by = {row["method"]: row for row in pick(rows, gpu=gpu, n_out=tokens)}
+        first = min((by[name] for name in rivals), key=lambda row: row["usd_per_1000"])
+        ours = min((by[name] for name in READINGS), key=lambda row: row["usd_per_1000"])
+        for name in READINGS:
+            changes[name].append(percent(by[name]["usd_per_1000"], first["usd_per_1000"]))
+        less = ours["usd_per_1000_high"] < first["usd_per_1000_low"]
+        more = ours["usd_per_1000_low"] > first["usd_per_1000_high"]
+        found.append("less" if less else "more" if more else "equal")
+        most = min(most, *(percent(ours["usd_per_1000"], by[n]["usd_per_1000"]) for n in rivals))
+    return changes, found, judge(most, -57.14) == AGREES
+
+
+def cheapest(largest: bool) -> Reader:
+    """The better of Remoe's readings against the cheapest of the paper's four deployments.
+
+    It disagrees where one costs less than Remoe at any point, and is open where one is not
+    distinguished from it.
+
+    Args:
+        largest: Whether the largest saving has to agree with the paper's, too.
+    """
+
+    def read(rows: Rows) -> Iterable[Finding]:
+        for model in values(rows, "model"):
+            for bill in values(rows, "bill"):
+                for card, own in _cards(pick(rows, model=model, bill=bill)):
+                    changes, found, as_much = _against(own, ("cpu", "gpu", "fetch", "mix"))
+                    shown = (f"{name} {span(of, '+.0f')}" for name, of in changes.items())
+                    verdict = _verdict(found)
+                    if largest and verdict == AGREES and not as_much:
+                        verdict = DIRECTION
+                    here = f"{', '.join(shown)} against the cheapest"
+                    yield Finding(_where(model, bill, card), here, verdict)
+
+    return read
+
+
+def _verdict(found: Sequence[str]) -> str:
+    return DISAGREES if "more" in found else OPEN if "equal" in found else AGREES
+
+
+def function_an_expert(rows: Rows) -> Iterable[Finding]:
+    """The better of Remoe's readings against a function for each expert, with all GPUs."""
+    for model in values(rows, "model"):
+        for bill in values(rows, "bill"):
+            own = pick(rows, model=model, bill=bill)
+            changes, found, _ = _against(own, ("per_expert",))
+            here = ", ".join(f"{name} {span(of, '+.0f')}" for name, of in changes.items())
+            yield Finding(_where(model, bill), here, _verdict(found))
+
+
+def cold_start(rows: Rows) -> Iterable[Finding]:
+    """Remoe's cold start against MIX's, judged by the reading that has the lower bill."""
+    for model in values(rows, "model"):
+        for bill in values(rows, "bill"):
+            for link in ("own", "shared"):
+                own = pick(rows, model=model, bill=bill, link=link, setting="default")
+                by = {row["method"]: percent(row["over_mix"], 1.0) for row in own}
+                links = "a link each" if link == "own" else "one link for all"
+                here = ", ".join(f"{name} {by[name]:+.0f} %" for name in READINGS)
+                verdict = judge(by["remoe_cost"], -47.0)
+                yield Finding(_where(model, bill, links), here, verdict)
+
+
+def guarantee(statement: str, known: Mapping[str, str]) -> Reader:
+    """How often a bound holds on recorded activations, as printed and corrected.
+
+    Args:
+        statement: The statement in the table.
+        known: Ranking in the table -> what it is in words; empty: the worst of all.
+    """
+
+    def read(rows: Rows) -> Iterable[Finding]:
+        recorded = pick(rows, source="recorded", statement=statement, n="all")
+        for model in values(recorded, "model"):
+            for ranking, words in (known or {"": ""}).items():
+                for form in ("printed", "corrected"):
+                    own = pick(recorded, model=model, form=form)
+                    worst = min(r["holds"] for r in own if ranking in ("", r["ranking"]))
+                    where = ", ".join(part for part in (model, words, form) if part)
+                    yield Finding(where, f"{worst:.3f}", holds([worst >= 0.95]))
+
+    return read
+
+
+CLAIMS = (
+    Claim(
+        "serverless",
+        "Fig. 3",
+        "similar prompts activate similar experts",
+        "less divergence",
+        "fig03_similarity",
+        similarity,
+    ),
+    Claim(
+        "serverless",
+        "Fig. 8",
+        "SPS predicts best after brute force and VarPAM",
+        "third of all",
+        "fig08_prediction",
+        prediction,
+    ),
+    Claim(
+        "serverless",
+        "Fig. 8",
+        "its tree is fast to search and to build",
+        "> 10 x brute force, 0.5 s",
+        "fig08_search",
+        search_speed,
+    ),
+    Claim(
+        "serverless",
+        "Fig. 9",
+        "Remoe, in the better of two readings, costs less than CPU, GPU, Fetch and MIX",
+        "up to 57.14 % less",
+        "fig09_cost",
+        cheapest(largest=True),
+    ),
+    Claim(
+        "serverless",
+        "Fig. 9",
+        "and less than a function for each expert",
+        "not compared",
+        "fig09_cost",
+        function_an_expert,
+    ),
+    Claim(
+        "serverless",
+        "Fig. 10",
+        "the same whatever the share of output tokens",
+        "cheapest throughout",
+        "fig10_ratio",
+        cheapest(largest=False),
+    ),
+    Claim(
+        "serverless",
+        "Fig. 11",
+        "Remoe's cold start is shorter than MIX's",
+        "up to 47 % shorter",
+        "fig11_cold_start",
+        cold_start,
+    ),
+    Claim(
+        "serverless",
+        "Theorem 1",
+        "the bound on an expert's use holds",
+        "probability 0.95",
+        "theorems",
+        guarantee("theorem 1", {}),
+    ),
+    Claim(
+        "serverless",
+        "Corollary 1",
+        "the bound on the remote experts' use holds",
+        "probability 0.95",
+        "theorems",
+        guarantee("corollary 1", {}),
+    ),
+    Claim(
+        "serverless",
+        "Theorem 4",
+        "the bound on the slowest replica holds",
+        "probability 0.95",
+        "theorems",
+        guarantee(
+            "theorem 4",
+            {"own counts": "LPT by true counts", "task mean": "LPT by predicted counts"},
+        ),
+    ),
+)

@@ -1,0 +1,182 @@
+"""What the figures of the serverless experiments share: models, requests, intervals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from servegym.envs.serverless_moe import equations as eq
+from servegym.envs.serverless_moe.config import PRESETS, build_system
+from servegym.envs.workloads.activations import Activations
+from servegym.experiments.evaluation.stats import mean, stratified_bootstrap
+from servegym.experiments.evaluation.tables import note
+from servegym.experiments.papers.run import (
+    FigureOptions,
+    Pictures,
+    command_line,
+    figure_parser,
+    run_chosen,
+)
+from servegym.experiments.papers.verdicts import AGREES, DISAGREES
+from servegym.hardware_profiles.serverless import GPU_PROFILES, GPUS, SERVING, load_constants
+
+__all__ = [
+    "BILLS",
+    "GPUS",
+    "MODELS",
+    "N_IN",
+    "N_OUT",
+    "SYNTHETIC",
+    "TPOT_S",
+    "TREM_S",
+    "TTFT_S",
+    "Bill",
+    "Options",
+    "billed_system",
+    "gpu_kind",
+    "held_out",
+    "recorded_request",
+    "run_figures",
+    "verdict",
+    "with_interval",
+]
+
+MODELS = ("deepseek-v2-lite", "gpt-oss-20b")
+"""Models with recorded routing."""
+SYNTHETIC = "gpt2-moe"
+"""The paper's small model; its routing is drawn, not recorded."""
+N_IN, N_OUT = PRESETS["seed"]["prompt_tokens"], PRESETS["seed"]["output_tokens"]
+"""Tokens of the paper's requests: 500 characters in, 200 tokens out (V-C)."""
+(TREM_S,) = PRESETS["seed"]["trem_s"]
+((TTFT_S, TPOT_S),) = PRESETS["seed"]["slo"]
+
+
+def gpu_kind(gpu: str) -> str:
+    """Whether the times of a GPU profile are ``chosen`` or ``derived`` from a card's laws."""
+    return GPU_PROFILES[gpu].kind if gpu in GPU_PROFILES else "derived"
+
+
+class Bill(NamedTuple):
+    """What a platform charges.
+
+    Attributes:
+        words: In words.
+        fees: Its fee for an invocation and its rounding, the environment's ``fees``.
+        price_cpu: c_c in USD per MB s.
+        price_ratio: c_g / c_c.
+    """
+
+    words: str
+    fees: str
+    price_cpu: float
+    price_ratio: float
+
+
+_PRICES = load_constants().prices
+BILLS = {
+    "none": Bill("no fees", "none", SERVING.price_cpu_usd_mb_s, SERVING.price_ratio),
+    "aws_lambda": Bill("AWS fees", "aws_lambda", SERVING.price_cpu_usd_mb_s, SERVING.price_ratio),
+    "alibaba_fc": Bill(
+        "Alibaba's fees and prices",
+        "alibaba_fc",
+        _PRICES["alibaba_cpu_usd_per_mb_s"],
+        round(_PRICES["alibaba_gpu_tesla_over_cpu"], 2),
+    ),
+}
+"""The paper's bill, without fees or rounding; with those of AWS Lambda, whose list has no GPU; and
+all of Alibaba Function Compute's list prices. Without fees only the ratio of the prices matters."""
+
+Options = FigureOptions
+"""The command line; ``episodes`` is the number of held-out prompts of a model, at most."""
+
+
+def run_figures(
+    figures: Mapping[str, Callable[[Options], object]],
+    pictures: Pictures,
+    argv: Sequence[str] | None,
+    description: str | None,
+    module: str,
+    prompts: int = 1_000,
+) -> int:
+    """Command line of a module: make the figures that it names.
+
+    Args:
+        figures: Name -> function of the options.
+        pictures: See `run.run_chosen`.
+        argv: The command line; that of the process by default.
+        description: The module's docstring.
+        module: Import name of the module.
+        prompts: Default of ``--episodes``, the most held-out prompts of a model.
+
+    Returns:
+        0.
+    """
+    parser = figure_parser(tuple(figures), description, module, prompts)
+    parser.epilog = "episodes: held-out prompts of a model, at most"
+    return run_chosen(figures, pictures, command_line(parser, argv, Options()))
+
+
+def billed_system(
+    model: Any, bill: str = "none", gpu: str = "eager", **changes: Any
+) -> eq.SystemModel:
+    """The system of a model as a bill of `BILLS` charges it.
+
+    Args:
+        model: As `build_system`.
+        bill: A key of `BILLS`.
+        gpu: GPU profile.
+        **changes: Further arguments of `build_system`, ``price_ratio`` in the bill's place.
+    """
+    prices: dict[str, Any] = {
+        "fees": BILLS[bill].fees,
+        "price_cpu_usd_mb_s": BILLS[bill].price_cpu,
+        "price_ratio": BILLS[bill].price_ratio,
+    }
+    return build_system(model, gpu, **(prices | changes))
+
+
+def held_out(activations: Activations, most: int) -> NDArray[np.int64]:
+    """Rows of the eval split, the first ``most`` of them."""
+    return activations.rows("eval")[:most]
+
+
+def recorded_request(
+    activations: Activations, prompt: int, n_in: int, n_out: int, trem_s: ArrayLike
+) -> eq.Request:
+    """A request that walks through the recorded tokens of a prompt, from the first one on.
+
+    Where it is longer than the recording, the walk begins anew.
+
+    Args:
+        activations: The recordings.
+        prompt: Row of the prompt.
+        n_in: Prompt tokens.
+        n_out: Generated tokens after the first.
+        trem_s: Invocation overhead, a number or (L,).
+    """
+    bank = activations.bank[activations.bank_start[prompt] : activations.bank_start[prompt + 1]]
+    tokens = bank[np.arange(n_in + n_out) % len(bank)]
+    counts = eq.set_bits(tokens[:n_in], activations.model.experts).sum(axis=0)
+    overhead = np.broadcast_to(np.asarray(trem_s, np.float64), bank.shape[1:]).copy()
+    return eq.Request(counts.astype(np.int64), tokens[n_in:], overhead, n_in)
+
+
+def with_interval(key: str, values: ArrayLike, repetitions: int = 2_000) -> dict[str, Any]:
+    """Mean over prompts as ``key``, its 95 % bootstrap interval as ``key_low``, ``key_high``."""
+    found = stratified_bootstrap(values, mean, repetitions)
+    return {key: found.value, f"{key}_low": found.low, f"{key}_high": found.high}
+
+
+def verdict(claim: str, holds: bool, found: str) -> dict[str, Any]:
+    """A note on a claim of the paper: ``claim``, ``verdict`` and the sentence.
+
+    Args:
+        claim: What the paper says, as in "the divergence falls with the similarity".
+        holds: Whether it holds here.
+        found: The numbers that say so.
+    """
+    agrees = AGREES if holds else DISAGREES
+    return note(f"{found} ({agrees} with the paper: {claim}).", claim=claim, verdict=agrees)

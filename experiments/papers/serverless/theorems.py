@@ -1,0 +1,485 @@
+"""Theorems 1 and 4 and Corollary 1, printed and corrected: how often they hold.
+
+Run it with::
+
+    python -m servegym.experiments.papers.serverless.theorems --out experiments/results/serverless
+
+It prints and writes ``theorems``: the share of cases in which a bound of Sec. IV-C holds, with
+95 % bootstrap intervals over trials or prompts. A bound that is claimed with probability 95 %
+should be met in 0.95 of them.
+
+* ``uniform``: every token takes ``top_k`` of K experts at random, which is what Theorem 1 assumes.
+* ``recorded``: tokens of recorded prompts. n = 16, 64, 200 are drawn without replacement from all
+  recorded tokens of a prompt that has as many; a single expert's count is then hypergeometric, and
+  only shares of single experts are given. ``all`` takes each prompt with all of its tokens.
+
+Theorem 1 bounds the calls of one expert, Corollary 1 those of the ``ceil(b K)`` experts ranked
+least used: by the prompt's own counts, by its predicted activations, by the mean of its task or by
+the mean of all training prompts. The conformal bound is calibrated on the val split.
+
+Theorem 4 bounds the slowest of z replicas that share the remote experts by LPT, given Nup, which no
+expert's count may exceed: by Theorem 1 as printed (with the sum of the jobs over all experts, as
+printed) and corrected, by the conformal bound on a layer's maximum, and by the largest count
+itself, with which it is the bound of list scheduling. LPT goes by the prompt's own counts, as the
+theorem assumes, or by the predicted ones, as a controller has to. The overhead, which is on both
+sides, is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from servegym._command_line import run_main
+from servegym.baselines.serverless_moe.lpt import largest_replica_sums, lpt_rows
+from servegym.baselines.serverless_moe.prediction import make_predictor
+from servegym.baselines.serverless_moe.remoe.bounds import (
+    ConformalBound,
+    corollary1,
+    corollary1_printed,
+    theorem1,
+    theorem1_printed,
+    theorem4,
+)
+from servegym.envs.serverless_moe import equations as eq
+from servegym.envs.serverless_moe.config import build_system
+from servegym.envs.serverless_moe.sets import least_used_first, remote_count
+from servegym.envs.workloads.activations import Activations, load_activations, load_model
+from servegym.experiments.evaluation.output import print_table
+from servegym.experiments.evaluation.stats import mean, stratified_bootstrap
+from servegym.experiments.evaluation.tables import Note
+from servegym.experiments.papers.plotting import error_bars, pyplot, tidy
+from servegym.experiments.papers.run import Pictures, save
+from servegym.experiments.papers.serverless.common import Options, run_figures, verdict
+
+__all__ = [
+    "main",
+    "recorded_conformal",
+    "recorded_corollary",
+    "recorded_theorem",
+    "recorded_theorem4",
+    "uniform",
+]
+
+MODULE = "servegym.experiments.papers.serverless.theorems"
+MODELS = ("deepseek-v2-lite", "gpt-oss-20b")
+CLAIMED = 0.95
+TOKENS = (16, 64, 200)
+RATIOS = (0.25, 0.5, 0.75, 0.9, 1.0)
+REPLICAS = (2, 8)
+TRIALS = 400
+
+Array = NDArray[np.float64]
+
+
+def _row(
+    holds: Array, repetitions: int = 2_000, together: Array | None = None, **head: Any
+) -> dict[str, Any]:
+    """A row from the share of cases ``(P,)`` in which a bound holds, prompt by prompt."""
+    interval = stratified_bootstrap(holds, mean, repetitions)
+    row = head | {
+        "units": len(holds),
+        "holds": interval.value,
+        "low": interval.low,
+        "high": interval.high,
+    }
+    row["holds_for_all_experts"] = float("nan") if together is None else float(together.mean())
+    return row
+
+
+def _theorem_rows(
+    counts: NDArray[np.integer], tokens: Any, top_k: int, joint: bool, **head: Any
+) -> list[dict[str, Any]]:
+    """Theorem 1 in both forms on counts ``(P, L, K)`` of ``tokens``, a number or (P,)."""
+    experts = counts.shape[2]
+    tokens = np.broadcast_to(np.asarray(tokens, np.float64), (len(counts),))[:, None, None]
+    rows = []
+    for form, bound in (
+        ("printed", theorem1_printed(tokens, experts)),
+        ("corrected", theorem1(tokens, experts, top_k)),
+    ):
+        met = counts <= bound
+        rows.append(
+            _row(
+                met.mean(axis=(1, 2)),
+                together=met.all(axis=2).mean(axis=1) if joint else None,
+                **head,
+                statement="theorem 1",
+                form=form,
+                largest_ratio=float((counts / bound).max()),
+            )
+        )
+    return rows
+
+
+def _corollary_rows(
+    counts: NDArray[np.integer], tokens: Any, top_k: int, rank: NDArray[np.integer], **head: Any
+) -> list[dict[str, Any]]:
+    """Corollary 1 in both forms for the first ``ceil(b K)`` experts of ``rank`` ``(P, L, K)``."""
+    experts = counts.shape[2]
+    tokens = np.broadcast_to(np.asarray(tokens, np.float64), (len(counts),))[:, None]
+    calls = np.cumsum(np.take_along_axis(counts, rank, 2), axis=2)
+    rows = []
+    for ratio in RATIOS:
+        members = int(remote_count(ratio, [experts])[0])
+        mine = calls[:, :, members - 1]
+        for form, bound in (
+            ("printed", corollary1_printed(tokens, members, experts)),
+            ("corrected", corollary1(tokens, members, experts, top_k)),
+        ):
+            rows.append(
+                _row(
+                    (mine <= bound).mean(axis=1),
+                    **head,
+                    statement="corollary 1",
+                    form=form,
+                    b=ratio,
+                    largest_ratio=float((mine / bound).max()),
+                )
+            )
+    return rows
+
+
+def uniform(experts: int, top_k: int, n: int, trials: int, seed: int = 0) -> list[dict[str, Any]]:
+    """Both statements where every token takes ``top_k`` of ``experts`` uniformly at random.
+
+    Args:
+        experts: K.
+        top_k: Experts a token goes to.
+        n: Tokens of a trial.
+        trials: Trials.
+        seed: Seed of the draws.
+
+    Returns:
+        Rows of Theorem 1 and of Corollary 1 for a fixed set of experts.
+    """
+    rng = np.random.default_rng(seed)
+    counts = np.empty((trials, 1, experts), np.int64)
+    for trial in range(trials):
+        taken = np.argpartition(rng.random((n, experts)), top_k - 1, axis=1)[:, :top_k]
+        counts[trial, 0] = np.bincount(taken.ravel(), minlength=experts)
+    head = {"source": "uniform", "model": f"top-{top_k} of {experts}", "n": n}
+    fixed = np.broadcast_to(np.arange(experts), counts.shape)
+    return _theorem_rows(counts, n, top_k, True, **head, ranking="") + _corollary_rows(
+        counts, n, top_k, fixed, **head, ranking="fixed set"
+    )
+
+
+def recorded_theorem(activations: Activations, seed: int = 0) -> list[dict[str, Any]]:
+    """Theorem 1 on recorded prompts, for drawn numbers of tokens and for all tokens."""
+    rng = np.random.default_rng(seed)
+    top_k = activations.model.top_k
+    head = {"source": "recorded", "model": activations.name, "ranking": ""}
+    rows = []
+    for n in TOKENS:
+        long = activations.tokens >= n
+        counts = activations.counts[long]
+        rest = activations.tokens[long][:, None, None] - counts
+        drawn = rng.hypergeometric(counts, rest, n)
+        rows += _theorem_rows(drawn, n, top_k, False, **head, n=n)
+    return rows + _theorem_rows(
+        activations.counts, activations.tokens, top_k, True, **head, n="all"
+    )
+
+
+def _predicted(activations: Activations, rows: NDArray[np.integer]) -> dict[str, Array]:
+    """Activations of ``rows`` predicted from the train split, by the way of predicting."""
+    train, shares = activations.rows("train"), activations.frequencies()
+    vectors = activations.embeddings.get("output")
+    ways = {"mean": "dop", "task mean": "category"}
+    if vectors is None:
+        vectors = np.zeros((len(shares), 1))
+    else:
+        ways["15 nearest"] = "bf"
+    found = {}
+    for way, name in ways.items():
+        predictor = make_predictor(name, **({"alpha": 15} if name == "bf" else {}))
+        predictor.fit(vectors[train], shares[train], tasks=activations.task[train])
+        found[way] = predictor.predict(vectors[rows], task=activations.task[rows])
+    return found
+
+
+def recorded_corollary(activations: Activations) -> list[dict[str, Any]]:
+    """Corollary 1 on the eval split, all tokens, for every way of ranking the experts."""
+    held = activations.rows("eval")
+    counts, tokens = activations.counts[held], activations.tokens[held]
+    scores = {"own counts": counts.astype(np.float64), **_predicted(activations, held)}
+    rows = []
+    for ranking, score in scores.items():
+        rows += _corollary_rows(
+            counts,
+            tokens,
+            activations.model.top_k,
+            least_used_first(score),
+            source="recorded",
+            model=activations.name,
+            n="all",
+            ranking=ranking,
+        )
+    return rows
+
+
+def recorded_conformal(activations: Activations) -> list[dict[str, Any]]:
+    """The conformal bound, calibrated on val, on the eval split: single experts and layer maxima.
+
+    The bound that covers a layer's maximum is judged by ``holds_for_all_experts``.
+    """
+    val, held = activations.rows("val"), activations.rows("eval")
+    top_k = activations.model.top_k
+    predicted = _predicted(activations, np.concatenate([val, held]))
+    tokens = activations.tokens[held][:, None, None]
+    rows = []
+    for way, shares in predicted.items():
+        for maximum in (False, True):
+            bound = ConformalBound.fit(
+                activations.counts[val], shares[: len(val)], top_k, layer_maximum=maximum
+            )
+            limit = bound(shares[len(val) :], tokens)
+            met = activations.counts[held] <= limit
+            ratio = activations.counts[held] / np.maximum(limit, 1e-9)
+            rows.append(
+                _row(
+                    met.mean(axis=(1, 2)),
+                    together=met.all(axis=2).mean(axis=1),
+                    source="recorded",
+                    model=activations.name,
+                    n="all",
+                    ranking=way,
+                    statement="conformal",
+                    form="layer maximum" if maximum else "single expert",
+                    largest_ratio=float(ratio[limit >= 1].max()),
+                    q=bound.q,
+                )
+            )
+    return rows
+
+
+def recorded_theorem4(
+    activations: Activations, system: eq.SystemModel | None = None
+) -> list[dict[str, Any]]:
+    """Theorem 4 on the eval split, all tokens, by the source of Nup and by what LPT goes by.
+
+    Every remote function has the least memory that holds its experts (10e).
+
+    Args:
+        activations: The recordings.
+        system: The system; by default that of the model.
+    """
+    system = build_system(activations.model) if system is None else system
+    val, held = activations.rows("val"), activations.rows("eval")
+    counts, n = activations.counts[held].astype(np.float64), activations.tokens[held]
+    tokens, top_k = n[:, None, None].astype(np.float64), activations.model.top_k
+    (prompts, layers, experts), wire = counts.shape, system.transfer_s
+    predicted = _predicted(activations, np.concatenate([val, held]))["task mean"]
+    shares = predicted[len(val) :]
+    bound = ConformalBound.fit(
+        activations.counts[val], predicted[: len(val)], top_k, layer_maximum=True
+    )
+    expected = shares * top_k * tokens
+    rows = []
+    for ratio in RATIOS:
+        members = int(remote_count(ratio, [experts])[0])
+        need = members * float(system.expert_mb.max()) + system.token_mb * counts.sum(axis=2)
+        memory = eq.smallest_specs(system.remote_specs_mb, need)[:, :, None]
+
+        def seconds(load: Array, memory: Array = memory) -> Array:
+            return np.asarray(system.expert_cpu_s(memory, load) + wire * load)
+
+        for way, known in (("own counts", counts), ("task mean", expected)):
+            remote = np.zeros(counts.shape, bool)
+            np.put_along_axis(remote, least_used_first(known)[:, :, :members], True, 2)
+            jobs = np.where(remote, seconds(counts), 0.0)
+            planned = np.where(remote, seconds(known), 0.0).reshape(-1, experts)
+            replica = lpt_rows(np.ascontiguousarray(planned), max(REPLICAS))
+            slowest = largest_replica_sums(replica.reshape(prompts, layers, -1, experts), jobs)
+            own, whole = jobs.sum(axis=2), seconds(counts).sum(axis=2)
+            most = np.where(remote, bound(shares, tokens), 0.0).max(axis=2)
+            layer = np.broadcast_to(tokens[:, :, 0], own.shape)
+            sources = {
+                "printed": (theorem1_printed(layer, experts), whole),
+                "corrected": (theorem1(layer, experts, top_k), own),
+                "conformal": (most, own),
+                "largest count": (np.where(remote, counts, 0.0).max(axis=2), own),
+            }
+            for z in REPLICAS:
+                for form, (upper, total) in sources.items():
+                    largest = seconds(upper[:, :, None])[:, :, 0]
+                    limit = theorem4(largest, total, z, 0.0)
+                    found = slowest[:, :, z - 1]
+                    rows.append(
+                        _row(
+                            (found <= limit * (1 + 1e-12)).mean(axis=1),
+                            source="recorded",
+                            model=activations.name,
+                            statement="theorem 4",
+                            form=form,
+                            n="all",
+                            b=ratio,
+                            z=z,
+                            ranking=way,
+                            largest_ratio=float((found / np.maximum(limit, 1e-12)).max()),
+                        )
+                    )
+    return rows
+
+
+def _text(row: dict[str, Any]) -> str:
+    return f"{row['holds']:.3f} [{row['low']:.3f}, {row['high']:.3f}]"
+
+
+def _least(rows: Sequence[dict[str, Any]], form: str, ranking: str) -> dict[str, Any]:
+    """The row of Theorem 4 that holds least, over b and replicas."""
+    own = [row for row in rows if row["statement"] == "theorem 4"]
+    own = [row for row in own if (row["form"], row["ranking"]) == (form, ranking)]
+    return min(own, key=lambda row: row["holds"])
+
+
+def verdicts(rows: Sequence[dict[str, Any]]) -> list[Note]:
+    """All statements on recorded routing, all tokens of a prompt."""
+    lines: list[Note] = []
+    recorded = [row for row in rows if row["source"] == "recorded" and row["n"] == "all"]
+    for model in dict.fromkeys(row["model"] for row in recorded):
+        mine = [row for row in recorded if row["model"] == model]
+        forms = {r["form"]: r for r in mine if r["statement"] == "theorem 1"}
+        lines.append(
+            verdict(
+                "Theorem 1 holds with probability 95 %",
+                forms["printed"]["holds"] >= CLAIMED,
+                f"{model}: as printed for {_text(forms['printed'])} of (prompt, layer, expert), "
+                f"with the constant and the mean corrected for {_text(forms['corrected'])}: "
+                "experts are not used alike, which no constant mends",
+            )
+        )
+        sets = [r for r in mine if r["statement"] == "corollary 1" and r["ranking"] != "own counts"]
+        least = {
+            form: min((r for r in sets if r["form"] == form), key=lambda r: r["holds"])
+            for form in ("printed", "corrected")
+        }
+        lines.append(
+            verdict(
+                "Corollary 1 holds with probability 95 %",
+                least["printed"]["holds"] >= CLAIMED,
+                f"{model}: least over b and the ways of predicting the ranking, for the least used "
+                f"experts: as printed {_text(least['printed'])} of (prompt, layer), corrected "
+                f"{_text(least['corrected'])}",
+            )
+        )
+        lines.append(
+            verdict(
+                "Theorem 4 holds where Theorem 1 does, with probability 95 %",
+                _least(mine, "printed", "own counts")["holds"] >= CLAIMED,
+                f"{model}: least over b and replicas, LPT by the true counts: as printed "
+                f"{_text(_least(mine, 'printed', 'own counts'))} of (prompt, layer), with the "
+                f"corrected Theorem 1 {_text(_least(mine, 'corrected', 'own counts'))}, with the "
+                f"largest count {_text(_least(mine, 'largest count', 'own counts'))}; LPT by "
+                f"predicted counts {_text(_least(mine, 'printed', 'task mean'))}, "
+                f"{_text(_least(mine, 'corrected', 'task mean'))} and "
+                f"{_text(_least(mine, 'largest count', 'task mean'))}, with the conformal bound "
+                f"{_text(_least(mine, 'conformal', 'task mean'))}",
+            )
+        )
+        lines += [
+            f"{model}: conformal bound, {r['form']}, {r['ranking']}: {_text(r)} of experts, in "
+            f"{r['holds_for_all_experts']:.3f} of layers all experts at once"
+            for r in mine
+            if r["statement"] == "conformal"
+        ]
+    return lines
+
+
+def _plot(rows: Sequence[Mapping[str, Any]]) -> Any:
+    """Shares against tokens (Theorem 1) and against b (Corollary 1), as a matplotlib figure."""
+    sets = [r for r in rows if r["statement"] == "corollary 1" and r["source"] == "recorded"]
+    models = list(dict.fromkeys(r["model"] for r in sets))
+    wide = 1 + len(models)
+    figure, axes = pyplot().subplots(1, wide, figsize=(4.4 * wide, 4), layout="constrained")
+    styles = {"printed": ":", "corrected": "-"}
+
+    def draw(axis: Any, part: list[Any], x: str, colour: str, label: str) -> None:
+        for form, linestyle in styles.items():
+            mine = [r for r in part if r["form"] == form]
+            value, bars = error_bars(
+                [r | {"holds_low": r["low"], "holds_high": r["high"]} for r in mine], "holds"
+            )
+            axis.errorbar(
+                [r[x] for r in mine],
+                value,
+                bars,
+                marker="o",
+                ms=3,
+                color=colour,
+                linestyle=linestyle,
+                label=f"{label}, {form}",
+            )
+
+    drawn = [r for r in rows if r["statement"] == "theorem 1" and r["n"] != "all"]
+    for c, key in enumerate(dict.fromkeys((r["source"], r["model"]) for r in drawn)):
+        part = [r for r in drawn if (r["source"], r["model"]) == key]
+        draw(axes[0], part, "n", f"C{c}", " ".join(key))
+    axes[0].set(xlabel="tokens", ylabel="share of experts within the bound", ylim=(0, 1.02))
+    axes[0].set_title("Theorem 1", fontsize=10)
+    for axis, model in zip(axes[1:], models, strict=True):
+        mine = [r for r in sets if r["model"] == model]
+        for c, ranking in enumerate(dict.fromkeys(r["ranking"] for r in mine)):
+            draw(axis, [r for r in mine if r["ranking"] == ranking], "b", f"C{c}", ranking)
+        axis.set(xlabel="remote ratio b", ylabel="share of layers within the bound", ylim=(0, 1.02))
+        axis.set_title(f"Corollary 1, recorded {model}", fontsize=10)
+    for axis in axes:
+        axis.axhline(CLAIMED, color="grey", linewidth=1)
+        axis.legend(fontsize=7)
+        tidy(axis)
+    return figure
+
+
+def theorems(options: Options) -> None:
+    """Check the bounds, print the table and save it."""
+    rows: list[dict[str, Any]] = []
+    for name in MODELS:
+        model = load_model(name)
+        for n in TOKENS:
+            rows += uniform(model.experts, model.top_k, n, 20 if options.quick else TRIALS)
+    for name in MODELS:
+        activations = load_activations(name)
+        rows += recorded_theorem(activations)
+        rows += recorded_corollary(activations)
+        rows += recorded_conformal(activations)
+        rows += recorded_theorem4(activations)
+    order = "source model statement form n b z ranking units holds low high".split()
+    order += ["holds_for_all_experts", "largest_ratio", "q"]
+    rows = [{key: row.get(key, "") for key in order} for row in rows]
+    print_table(
+        "Share of cases in which a bound on expert load holds",
+        ["case", "n", "b", "z", "ranking", "holds", "95 %", "all experts", "largest count / bound"],
+        [
+            [
+                f"{r['source']:8} {r['model']:16} {r['statement']:11} {r['form']}",
+                str(r["n"]),
+                str(r["b"]),
+                str(r["z"]),
+                r["ranking"],
+                f"{r['holds']:.3f}",
+                f"{r['low']:.3f}-{r['high']:.3f}",
+                "" if np.isnan(r["holds_for_all_experts"]) else f"{r['holds_for_all_experts']:.3f}",
+                f"{r['largest_ratio']:.2f}",
+            ]
+            for r in rows
+        ],
+        ["all experts: share of layers whose every expert stays within the bound."],
+    )
+    save(options, "theorems", rows, *verdicts(rows))
+
+
+FIGURES = {"theorems": theorems}
+PICTURES: Pictures = {"theorems": _plot}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Compute, print and save; see ``--help``. ``--episodes`` changes nothing here."""
+    return run_figures(FIGURES, PICTURES, argv, __doc__, MODULE)
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,371 @@
+"""Remote experts' share of the time, prefill against decoding (Fig. 4, 5): model output.
+
+``python -m servegym.experiments.papers.serverless.workload`` makes both. They are measurements in
+the paper. Here they are **model output**: recorded routing of held-out prompts under the equations
+and constants of the environment, which shows what these imply and not how a machine behaves.
+Intervals are over held-out prompts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from servegym._command_line import run_main
+from servegym.baselines.serverless_moe.loads import Load
+from servegym.baselines.serverless_moe.remoe import remoe
+from servegym.envs.serverless_moe import equations as eq
+from servegym.envs.serverless_moe.config import build_system, predict
+from servegym.envs.workloads.activations import load_activations
+from servegym.experiments.evaluation.tables import Note
+from servegym.experiments.papers.plotting import error_bars, pyplot, tidy
+from servegym.experiments.papers.run import Pictures, save
+from servegym.experiments.papers.serverless.common import (
+    MODELS,
+    N_IN,
+    N_OUT,
+    TPOT_S,
+    TREM_S,
+    TTFT_S,
+    Options,
+    held_out,
+    recorded_request,
+    run_figures,
+    verdict,
+    with_interval,
+)
+
+__all__ = ["expert_times", "line_r2", "main", "stage_times"]
+
+MODULE = "servegym.experiments.papers.serverless.workload"
+CORES = (5, 10)
+RATIOS = tuple(i / 16 for i in range(17))
+OVERHEADS_S = (TREM_S, 1e-3)
+TOKENS = (16, 32, 64, 128, 256, 512, 1024)
+NEARLY_LINEAR = 0.95
+"""R2 of a straight line from which on a curve is called nearly linear."""
+
+Array = NDArray[np.float64]
+
+
+# ----------------------------------------------------------------------- experts near and remote
+
+
+def _fixed_plan(remote: NDArray[np.bool_], mb: float) -> eq.Plan:
+    """Every function with the same memory, one replica a layer."""
+    used = np.asarray(remote.any(axis=1))
+    return eq.Plan(
+        remote, mb, np.where(used, mb, 0.0), used.astype(np.int64), np.where(remote, 0, -1)
+    )
+
+
+def expert_times(
+    system: eq.SystemModel, request: eq.Request, remote: NDArray[np.bool_], cores: int
+) -> tuple[float, float, float]:
+    """Expert part of a request with ``cores`` vCPUs in the main and in every remote function.
+
+    Args:
+        system: The system.
+        request: The request.
+        remote: (L, K) remote experts.
+        cores: vCPUs, which is GB of memory.
+
+    Returns:
+        Prefill in s (sum of Eq. 2 over layers), a decode token in s (Eq. 5 likewise, mean over
+        tokens), and the share of (token, layer) in which the remote path is the longer one.
+    """
+    plan = _fixed_plan(remote, 1024.0 * cores)
+    prefill = float(eq.prefill_expert_s(system, request, plan).sum())
+    histogram = eq.decode_histogram(request, remote, system.top_k)
+    step = eq.decode_expert_s(system, request, plan)
+    far = eq.decode_remote_s(system, request, plan)
+    local = np.arange(system.top_k, -1, -1) * system.expert_cpu_s(plan.main_mb, 1)
+    slower = float((histogram * (far > local)).sum() / histogram.sum())
+    return prefill, float((histogram * step).sum() / request.n_out), slower
+
+
+def line_r2(x: Sequence[float], y: Sequence[float]) -> float:
+    """R2 of the straight line of least squares."""
+    return float(np.corrcoef(x, y)[0, 1] ** 2)
+
+
+def fig4(options: Options) -> None:
+    """Expert time against the remote ratio with 5 and 10 cores. Model output."""
+    rows: list[dict[str, Any]] = []
+    notes: list[Note] = ["Model output, not a measurement: Eq. 2, 3 and 5 on recorded routing."]
+    for name in MODELS:
+        mine = remote_ratios(name, RATIOS[::4] if options.quick else RATIOS, options.episodes)
+        rows += mine
+        notes += _fig4_notes(name, mine)
+    save(options, "fig04_expert_time", rows, *notes)
+
+
+def _plot_remote_ratios(rows: Sequence[Mapping[str, Any]]) -> Any:
+    figure, axes = pyplot().subplots(1, 4, figsize=(15, 4.2), layout="constrained")
+    for m, name in enumerate(dict.fromkeys(row["model"] for row in rows)):
+        mine = [row for row in rows if row["model"] == name]
+        decode, prefill = axes[2 * m], axes[2 * m + 1]
+        for order, linestyle in (("least used", "-"), ("random", ":")):
+            curves = [
+                (decode, f"overhead {1e3 * trem:g} ms", CORES[0], trem, "decode_ms_per_token")
+                for trem in OVERHEADS_S
+            ]
+            curves += [(prefill, f"{cores} cores", cores, TREM_S, "prefill_ms") for cores in CORES]
+            for c, (axis, label, cores, trem, key) in enumerate(curves):
+                part = _part(mine, order, cores, trem)
+                value, bars = error_bars(part, key)
+                look = {"color": f"C{c}", "linestyle": linestyle}
+                b = [row["b"] for row in part]
+                axis.errorbar(b, value, bars, label=f"{order} first, {label}", **look)
+        decode.set_title(f"{name}: a decode token,\n5 cores (10 are alike)", fontsize=10)
+        title = f"{name}: prefill of {N_IN} tokens,\noverhead {1e3 * TREM_S:g} ms"
+        prefill.set_title(title, fontsize=10)
+    for axis in axes:
+        axis.set(xlabel="remote ratio b", ylabel="expert time, ms", ylim=(0, None))
+        axis.legend(fontsize=7)
+        tidy(axis)
+    return figure
+
+
+def remote_ratios(name: str, ratios: Sequence[float], prompts: int) -> list[dict[str, Any]]:
+    """Rows of Fig. 4: expert times of held-out prompts at every remote ratio."""
+    activations, system = load_activations(name), build_system(name)
+    queries = held_out(activations, prompts)
+    predicted = predict(activations).astype(np.float64)
+    scores = {
+        "least used": predicted[queries],
+        "random": np.random.default_rng(0).random((len(queries), *predicted.shape[1:])),
+    }
+    requests = [recorded_request(activations, int(q), N_IN, N_OUT, 0.0) for q in queries]
+    rows = []
+    for order, score in scores.items():
+        for b in ratios:
+            count = int(eq.remote_count(b, system.num_experts))
+            remote = [eq.least_used(x, count) for x in score]
+            for trem in OVERHEADS_S:
+                overhead = np.full(system.moe_layers, trem)
+                asked = [replace(request, trem_s=overhead) for request in requests]
+                for cores in CORES:
+                    found = np.array(
+                        [
+                            expert_times(system, request, x, cores)
+                            for request, x in zip(asked, remote, strict=True)
+                        ]
+                    ).T
+                    rows.append(
+                        {
+                            "model": name,
+                            "remote_first": order,
+                            "cores": cores,
+                            "overhead_ms": 1e3 * trem,
+                            "b": b,
+                            "prompts": len(queries),
+                            **with_interval("prefill_ms", 1e3 * found[0]),
+                            **with_interval("decode_ms_per_token", 1e3 * found[1]),
+                            **with_interval("remote_is_slower", found[2]),
+                        }
+                    )
+    return rows
+
+
+def _part(
+    rows: Sequence[Mapping[str, Any]], order: str, cores: int, trem_s: float
+) -> list[Mapping[str, Any]]:
+    """The rows of one curve, by rising b."""
+    wanted = order, cores, 1e3 * trem_s
+    return [r for r in rows if (r["remote_first"], r["cores"], r["overhead_ms"]) == wanted]
+
+
+def _fig4_notes(name: str, rows: Sequence[dict[str, Any]]) -> list[Note]:
+    notes: list[Note] = []
+    for trem in OVERHEADS_S:
+        curves = {order: _part(rows, order, CORES[0], trem) for order in ("random", "least used")}
+        b = [r["b"] for r in curves["random"]]
+        ms = {order: [r["decode_ms_per_token"] for r in part] for order, part in curves.items()}
+        fit = {order: line_r2(b, values) for order, values in ms.items()}
+        slow = [r["remote_is_slower"] for r in curves["least used"]]
+        from_b = next((x for x, s in zip(b, slow, strict=True) if s >= 0.5), 1.0)
+        half, least = len(b) // 2, ms["least used"]
+        notes += [
+            verdict(
+                "expert time grows nearly linearly with the remote ratio",
+                fit["random"] >= NEARLY_LINEAR,
+                f"{name}, a decode token, overhead {1e3 * trem:g} ms: R2 of a straight line "
+                f"{fit['random']:.3f} if experts go at random, {fit['least used']:.3f} if the "
+                f"least used go first ({least[0]:.1f} ms at b = 0, {least[half]:.1f} at "
+                f"{b[half]:g}, {least[-1]:.1f} at 1): few calls leave until b is large",
+            ),
+            verdict(
+                "the remote path is the bottleneck in decoding, so Eq. 12 drops the max of Eq. 5",
+                slow[half] >= 0.5,
+                f"{name}, overhead {1e3 * trem:g} ms: with the least used experts remote their "
+                f"path is the longer one in {100 * slow[half]:.0f} % of (token, layer) at "
+                f"b = {b[half]:g}, in half of them from b = {from_b:g} on",
+            ),
+        ]
+    five, ten = (_part(rows, "least used", cores, TREM_S) for cores in CORES)
+    decode = 1 - ten[-1]["decode_ms_per_token"] / five[-1]["decode_ms_per_token"]
+    prefill = 1 - ten[len(ten) // 2]["prefill_ms"] / five[len(five) // 2]["prefill_ms"]
+    notes.append(
+        f"{name}: 10 cores instead of 5 save {100 * decode:.1f} % of a decode token at b = 1, as "
+        f"the law of Fig. 6 is flat there, and {100 * prefill:.0f} % of the prefill at "
+        f"b = {five[len(five) // 2]['b']:g}"
+    )
+    return notes
+
+
+# ---------------------------------------------------------------------------- prefill and decode
+
+
+def stage_times(
+    system: eq.SystemModel, request: eq.Request, frequency: Array, deployment: str
+) -> tuple[float, float]:
+    """PT and GT in s of a request.
+
+    Args:
+        system: The system.
+        request: The request.
+        frequency: (L, K) predicted activations.
+        deployment: ``mix``, ``half`` (b = 0.5, least memory, least replicas) or ``remoe``.
+    """
+    if deployment == "mix":
+        plan = eq.mix_plan(system, request.n_out)
+    elif deployment == "half":
+        remote = eq.least_used(frequency, int(eq.remote_count(0.5, system.num_experts)))
+        plan = eq.make_plan(system, remote, request.n_in * system.top_k * frequency, request.n_out)
+    else:
+        load = Load.predicted(system, frequency, request.n_in, request.n_out, request.trem_s)
+        plan = remoe(system, load, ttft_limit_s=TTFT_S, tpot_limit_s=TPOT_S).plan
+    outcome = eq.evaluate_plan(system, request, plan)
+    return outcome.prefill_s, outcome.decode_s
+
+
+DEPLOYMENTS = {"mix": "MIX", "half": "b = 0.5", "remoe": "Remoe"}
+
+
+def fig5(options: Options) -> None:
+    """Prefill and decode time against the number of tokens. Model output."""
+    rows: list[dict[str, Any]] = []
+    notes: list[Note] = ["Model output, not a measurement: Eq. 1 and 4 on recorded routing."]
+    sizes = [(n, n) for n in (TOKENS[::3] if options.quick else TOKENS)] + [(N_IN, N_OUT)]
+    for name in MODELS:
+        activations = load_activations(name)
+        queries = held_out(activations, options.episodes)
+        predicted = predict(activations).astype(np.float64)
+        for gpu in ("eager", "fused"):
+            system = build_system(name, gpu, max_output_tokens=max(TOKENS))
+            for n_in, n_out in sizes:
+                requests = [
+                    recorded_request(activations, int(q), n_in, n_out, TREM_S) for q in queries
+                ]
+                for deployment, word in DEPLOYMENTS.items():
+                    found = np.array(
+                        [
+                            stage_times(system, request, predicted[q], deployment)
+                            for request, q in zip(requests, queries, strict=True)
+                        ]
+                    ).T
+                    rows.append(
+                        {
+                            "model": name,
+                            "gpu": gpu,
+                            "deployment": word,
+                            "prompt_tokens": n_in,
+                            "output_tokens": n_out,
+                            "prompts": len(queries),
+                            **with_interval("prefill_s", found[0]),
+                            **with_interval("decode_s", found[1]),
+                            **with_interval("prefill_over_decode", found[0] / found[1]),
+                        }
+                    )
+        notes += _fig5_notes(name, [r for r in rows if r["model"] == name])
+    save(options, "fig05_prefill_decode", rows, *notes)
+
+
+def _plot_stages(rows: Sequence[Mapping[str, Any]]) -> Any:
+    figure, axes = pyplot().subplots(1, 3, figsize=(13, 3.9), layout="constrained")
+    for m, name in enumerate(dict.fromkeys(row["model"] for row in rows)):
+        mine = [r for r in rows if r["model"] == name and r["gpu"] == "eager"]
+        for d, word in enumerate(DEPLOYMENTS.values()):
+            equal = [r for r in mine if r["deployment"] == word][:-1]
+            n = [r["prompt_tokens"] for r in equal]
+            for key, marker, linestyle in (("prefill_s", "o", "-"), ("decode_s", "s", "--")):
+                value, bars = error_bars(equal, key)
+                axes[m].errorbar(
+                    n,
+                    value,
+                    bars,
+                    marker=marker,
+                    ms=3,
+                    color=f"C{d}",
+                    capsize=2,
+                    linestyle=linestyle,
+                    label=f"{word}, {key[:-2]}",
+                )
+            value, bars = error_bars(equal, "prefill_over_decode")
+            axes[2].errorbar(
+                n,
+                value,
+                bars,
+                marker="o",
+                ms=3,
+                capsize=2,
+                color=f"C{d}",
+                linestyle="-" if m == 0 else ":",
+                label=f"{name}, {word}",
+            )
+        axes[m].set(
+            xlabel="prompt tokens = output tokens", ylabel="time, s", xscale="log", yscale="log"
+        )
+        axes[m].set_title(f"{name}, eager GPU", fontsize=10)
+    axes[2].axhline(0.1, color="grey", linewidth=1)
+    axes[2].set(xlabel="prompt tokens = output tokens", ylabel="prefill / decode time")
+    axes[2].set(xscale="log", ylim=(0, None))
+    axes[2].set_title("grey: the paper's 0.1", fontsize=10)
+    for axis in axes:
+        tidy(axis)
+        axis.set_xticks(TOKENS, [str(n) for n in TOKENS])
+        axis.minorticks_off()
+    axes[0].legend(fontsize=7)
+    axes[2].legend(fontsize=7)
+    return figure
+
+
+def _fig5_notes(name: str, rows: Sequence[dict[str, Any]]) -> list[Note]:
+    notes: list[Note] = []
+    for word in DEPLOYMENTS.values():
+        mine = [r for r in rows if r["deployment"] == word and r["gpu"] == "eager"]
+        paper, equal = mine[-1], mine[:-1]
+        eta = [r["prefill_over_decode"] for r in equal]
+        few, many = equal[0]["prompt_tokens"], equal[-1]["prompt_tokens"]
+        notes.append(
+            verdict(
+                "prefill takes at most 0.1 of decoding",
+                paper["prefill_over_decode_high"] <= 0.1,
+                f"{name}, {word}, {N_IN} and {N_OUT} tokens: {paper['prefill_over_decode']:.3f} "
+                f"[{paper['prefill_over_decode_low']:.3f}, "
+                f"{paper['prefill_over_decode_high']:.3f}]; with as many prompt as output tokens "
+                f"{eta[0]:.2f} at {few}, {eta[-1]:.2f} at {many}",
+            )
+        )
+    return notes
+
+
+FIGURES = {"fig4": fig4, "fig5": fig5}
+PICTURES: Pictures = {
+    "fig04_expert_time": _plot_remote_ratios,
+    "fig05_prefill_decode": _plot_stages,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Compute, print and save; see ``--help``."""
+    return run_figures(FIGURES, PICTURES, argv, __doc__, MODULE)
+
+
+if __name__ == "__main__":
+    run_main(main)

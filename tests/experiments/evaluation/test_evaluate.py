@@ -1,0 +1,281 @@
+"""The evaluator: same episodes for all, numbers that agree with the request log."""
+
+import io
+import json
+import math
+
+import numpy as np
+import pytest
+
+from servegym.baselines.protocol import BasePolicy
+from servegym.experiments.evaluation import evaluate as ev
+from servegym.experiments.evaluation.output import (
+    check_writable,
+    print_table,
+    write_csv,
+    write_json,
+)
+from servegym.experiments.evaluation.reporting import expert_names
+
+ENV_ID = "servegym/LLMRouting-v1"
+SMALL = {"episode_requests": 80, "rate": 8.0}
+
+
+class First(BasePolicy):
+    """Least outstanding, but written by row so that nothing of it depends on the batch."""
+
+    name = "first"
+
+    def act(self, observation, action_mask):
+        return 1 + observation["experts"][..., 1:].sum(-1).argmin(-1)
+
+
+class Flat(BasePolicy):
+    """Reads the Box view; always expert 2."""
+
+    name = "flat"
+    env_view = "flat"
+
+    def act(self, observation, action_mask):
+        assert observation.shape == (len(action_mask), 10 + 6 * (6 + 60))
+        return np.full(len(action_mask), 2)
+
+
+class Oracle(First):
+    name = "oracle"
+    clairvoyant = True
+
+
+class Shaped(First):
+    name = "shaped"
+    env_kwargs = {"reward": "paid_forward"}
+
+
+@pytest.fixture(scope="module")
+def result():
+    logs = {}
+    policies = [First(), "drop_all", Flat(), Oracle()]
+    rows = ev.evaluate(ENV_ID, policies, 4, 7, SMALL, logs=logs, in_process=True)
+    return rows, logs
+
+
+def test_one_row_a_policy_and_episode(result):
+    rows, _ = result
+    assert [(row["policy"], row["episode"]) for row in rows] == [
+        (policy, episode)
+        for policy in ("first", "drop_all", "flat", "oracle")
+        for episode in range(4)
+    ]
+    assert [row["seed"] for row in rows[:4]] == [7, 8, 9, 10]
+    wanted = {
+        "avg_qos",
+        "mean_latency_s_per_token",
+        "p50_latency_s_per_token",
+        "p90_latency_s_per_token",
+        "p99_latency_s_per_token",
+        "mean_ttft_s",
+        "mean_tpot_s",
+        "mean_e2e_s",
+        "mean_communication_s",
+        "mean_routing_s",
+        "mean_waiting_s",
+        "mean_inference_s",
+        "violation_rate",
+        "drop_rate",
+        "reject_rate",
+        "memory_use",
+        "goodput_rps",
+        "return",
+        "clairvoyant",
+        "ceiling",
+    }
+    for row in rows:
+        assert wanted <= set(row)
+        assert json.loads(row["env_kwargs"])["split"] == "eval"
+        assert json.loads(row["env_kwargs"])["profiles"] == "edge-6-heterogeneous"
+    assert [row["clairvoyant"] for row in rows[::4]] == [False, False, False, True]
+
+
+def test_policies_get_the_same_episodes(result):
+    _, logs = result
+    for first, other in zip(logs["first"], logs["flat"], strict=True):
+        np.testing.assert_array_equal(first["arrival_s"], other["arrival_s"])
+        np.testing.assert_array_equal(first["catalog_row"], other["catalog_row"])
+    assert not np.array_equal(logs["first"][0]["arrival_s"], logs["first"][1]["arrival_s"])
+
+
+def test_rows_do_not_depend_on_num_envs(result):
+    rows, _ = result
+    for num_envs in (1, 3):
+        other = ev.evaluate(ENV_ID, [First()], 4, 7, SMALL, num_envs, in_process=True)
+        assert other == rows[:4]
+
+
+def test_episode_i_is_seed_plus_i_of_the_single_env(result):
+    import gymnasium
+
+    _, logs = result
+    env = gymnasium.make(ENV_ID, split="eval", **SMALL)
+    observation, info = env.reset(seed=7 + 2)
+    policy, done, total = First(), False, 0.0
+    policy.reset(1)
+    while not done:
+        batch = {key: value[None] for key, value in observation.items()}
+        action = policy.act(batch, info["action_mask"][None])[0]
+        observation, reward, done, _, info = env.step(int(action))
+        total += reward
+    rows, _ = result
+    assert rows[2]["return"] == pytest.approx(total)
+    assert rows[2]["avg_qos"] == pytest.approx(info["episode_kpis"]["avg_qos"])
+    np.testing.assert_array_equal(env.unwrapped.request_log(), logs["first"][2])
+
+
+def test_kpis_agree_with_the_log(result):
+    rows, logs = result
+    for row, log in zip(rows[:4], logs["first"], strict=True):
+        done = log[log["outcome"] == 1]
+        latency = (done["finish_s"] - done["arrival_s"]) / done["output_tokens"]
+        qos = np.where(latency <= 0.030, done["score"], 0.0)
+        assert row["avg_qos"] == pytest.approx(qos.sum() / len(log))
+        assert row["mean_latency_s_per_token"] == pytest.approx(latency.mean())
+        assert row["p90_latency_s_per_token"] == pytest.approx(np.percentile(latency, 90))
+        assert row["violation_rate"] == pytest.approx((latency > 0.030).sum() / len(log))
+        assert row["mean_e2e_s"] == pytest.approx((done["finish_s"] - done["arrival_s"]).mean())
+        parts = ("communication", "routing", "waiting", "inference")
+        assert row["mean_e2e_s"] == pytest.approx(sum(row[f"mean_{part}_s"] for part in parts))
+        assert row["ceiling"] == pytest.approx(log["best_score"].mean())
+        assert 0 < row["memory_use"] < 1
+        shares = [value for key, value in row.items() if key.startswith("share_")]
+        assert len(shares) == 6 and sum(shares) == pytest.approx(1 - row["drop_rate"])
+
+
+def test_always_the_same_expert_has_all_shares(result):
+    rows, _ = result
+    shares = [value for key, value in rows[8].items() if key.startswith("share_")]
+    assert shares == [0, 1, 0, 0, 0, 0]
+
+
+def test_drop_all_is_undefined_not_zero(result):
+    rows, _ = result
+    for row in rows[4:8]:
+        assert row["avg_qos"] == 0 and row["drop_rate"] == 1 and row["return"] == 0
+        assert math.isnan(row["mean_latency_s_per_token"])
+        assert math.isnan(row["p99_latency_s_per_token"])
+        assert math.isnan(row["mean_ttft_s"]) and math.isnan(row["mean_tpot_s"])
+
+
+def test_return_under_another_reward_is_not_compared():
+    rows = ev.evaluate(ENV_ID, [First(), Shaped()], 1, 7, SMALL, in_process=True)
+    assert math.isfinite(rows[0]["return"]) and math.isnan(rows[1]["return"])
+    assert rows[0]["avg_qos"] == rows[1]["avg_qos"]
+    paid_forward = {**SMALL, "reward": "paid_forward"}
+    same = ev.evaluate(ENV_ID, [Shaped()], 1, 7, paid_forward, in_process=True)
+    assert same[0]["return"] == pytest.approx(rows[0]["avg_qos"] * SMALL["episode_requests"])
+
+
+def test_policies_of_one_name_stay_apart():
+    rows = ev.evaluate(ENV_ID, [First(), First()], 1, 7, SMALL, in_process=True)
+    assert [row["policy"] for row in rows] == ["first", "first #2"]
+
+
+def test_one_model_on_two_experts_gets_two_columns():
+    assert expert_names(["a", "b", "a"]) == ["a@1", "b", "a@3"]
+
+
+def _summary(policy, qos, value):
+    return {"policy": policy, "mean_qos": qos, "return": value}
+
+
+def test_rank_disagreement():
+    agree = [_summary("a", 0.7, 5.0), _summary("b", 0.5, 3.0), _summary("c", 0.6, math.nan)]
+    assert ev.rank_disagreements(agree) == []
+    swapped = [_summary("a", 0.7, 3.0), _summary("b", 0.5, 5.0), _summary("c", 0.1, 1.0)]
+    assert ev.rank_disagreements(swapped) == ["a", "b"]
+
+
+def test_printed_table(result):
+    rows, logs = result
+    stream = io.StringIO()
+    ev.print_summary(rows, file=stream, logs=logs)
+    text = stream.getvalue()
+    assert "edge-6-heterogeneous" in text and "seeds 7..10" in text
+    for needed in ("drop %", "reject %", "ms/token", "ceiling (mean best score)", "Share of"):
+        assert needed in text
+    lines = {line.split()[0]: line for line in text.splitlines() if line.split()}
+    quality = next(line for line in text.splitlines() if line.strip().startswith("drop_all"))
+    assert "oracle (guest in process, clairvoyant)" in text
+    assert "clairvoyant" not in lines["first"] and "guest" not in quality
+    assert "100.0" in quality and "–" in quality and "nan" not in text
+
+
+def test_plain_table_without_rich(monkeypatch):
+    import builtins
+
+    real = builtins.__import__
+
+    def without_rich(name, *args, **kwargs):
+        if name.split(".")[0] == "rich":
+            raise ImportError(name)
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without_rich)
+    stream = io.StringIO()
+    print_table("title", ["policy", "x"], [["long name", "1"], ["b", "22"]], ["note"], stream)
+    assert stream.getvalue().splitlines() == [
+        "title",
+        "policy      x",
+        "---------  --",
+        "long name   1",
+        "b          22",
+        "note",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"episodes": 0}, "episodes"),
+        ({"seed": -1}, "seed"),
+        ({"num_envs": 0}, "num_envs"),
+        ({"policies": []}, "policies"),
+        ({"policies": ["gredy_qos"]}, "did you mean 'greedy_qos'"),
+        ({"policies": ["runs/none.safetensors"]}, "runs/none.safetensors"),
+        ({"env_id": "servegym/LLMRoutng-v0"}, "did you mean 'servegym/LLMRouting"),
+        ({"env_kwargs": {"rte": 8}}, "rte.*rate"),
+        ({"env_kwargs": {"rate": -1}}, "rate"),
+        ({"env_kwargs": {"profiles": "edge-6-heterogenous"}}, "edge-6-heterogeneous"),
+        ({"env_kwargs": {"max_episode_steps": 5}}, "max_episode_steps"),
+        ({"env_kwargs": {"autoreset_mode": "SameStep"}}, "autoreset_mode"),
+    ],
+)
+def test_bad_arguments_are_named(arguments, named):
+    call = {"env_id": ENV_ID, "policies": ["random"], "episodes": 1, **arguments}
+    with pytest.raises(ValueError, match=named):
+        ev.evaluate(**call)
+
+
+def test_files(tmp_path):
+    rows = [{"a": 1, "b": math.nan}, {"a": np.float64(0.5), "c": "x,y"}]
+    write_json(tmp_path / "rows.json", rows)
+    assert json.loads((tmp_path / "rows.json").read_text()) == [
+        {"a": 1, "b": None},
+        {"a": 0.5, "c": "x,y"},
+    ]
+    write_csv(tmp_path / "rows.csv", rows)
+    assert (tmp_path / "rows.csv").read_text() == 'a,b,c\n1,nan,\n0.5,,"x,y"\n'
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rows.csv", "rows.json"]
+
+
+def test_failed_write_leaves_the_old_file(tmp_path):
+    target = tmp_path / "rows.json"
+    target.write_text("old")
+    with pytest.raises(TypeError):
+        write_json(target, {"a": object()})
+    assert target.read_text() == "old" and list(tmp_path.iterdir()) == [target]
+
+
+@pytest.mark.parametrize("name", ["missing/rows.json", "rows.txt", "folder.json", "/proc/x.json"])
+def test_unwritable_paths(tmp_path, name):
+    (tmp_path / "folder.json").mkdir()
+    with pytest.raises(ValueError, match="out is"):
+        check_writable(tmp_path / name, (".json", ".csv"))

@@ -1,0 +1,235 @@
+"""The standard evaluation, policies from files, and the presubmit."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from servegym.baselines.protocol import Policy
+from servegym.baselines.registry import from_callable, list_policies
+from servegym.envs.families import FAMILIES, family_named
+from servegym.experiments.evaluation import leaderboard
+from servegym.experiments.evaluation.evaluate import DEFAULT_SEED, evaluate
+from servegym.experiments.evaluation.leaderboard import POINTS, Point, main, ranked, read_board
+
+SMALL = Point("small", family_named("routing"), {"rate": 8.0, "episode_requests": 40}, 3, {})
+
+ROUTER = """
+import numpy as np
+
+def act(observation, action_mask):
+    load = observation["experts"][:, 1:].sum(axis=1)
+    return 1 + int(np.argmin(load))
+"""
+
+
+def name_of(policy: str | Policy) -> str:
+    return policy if isinstance(policy, str) else policy.name
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setattr(leaderboard, "POINTS", (SMALL,))
+    monkeypatch.setattr(leaderboard, "SHIPPED_BOARD", tmp_path / "shipped.csv")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(ROUTER)
+    return tmp_path
+
+
+def test_every_point_is_a_family_with_policies() -> None:
+    for point in POINTS:
+        names = leaderboard.policies_for(point)
+        assert "random" in names and len(names) == len(set(names))
+        assert set(leaderboard.policies_for(point, quick=True)) == set(names) - set(
+            leaderboard.SLOW
+        )
+    assert {point.family.name for point in POINTS} == {family.name for family in FAMILIES}
+    known = {info.name for family in FAMILIES for info in list_policies(family.name)}
+    assert set(leaderboard.SLOW) <= known
+
+
+def test_a_row_agrees_with_the_evaluator(small: Path) -> None:
+    row = leaderboard.measure(SMALL, "greedy_qos")
+    rows = evaluate(SMALL.family.env_id, ["greedy_qos"], 3, env_kwargs=SMALL.env_kwargs)
+    scores = sorted(r["avg_qos"] for r in rows)
+    assert row["value"] == pytest.approx(np.mean(scores), abs=1e-6)  # IQM of three keeps all
+    assert row["low"] <= row["value"] <= row["high"]
+    assert row["kind"] == "baseline" and row["episodes"] == 3
+    assert leaderboard.measure(SMALL, "rollout", quick=False)["kind"] == "clairvoyant"
+
+
+def test_rows_are_saved_completed_and_renewed(
+    small: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    measured = []
+    real = leaderboard.measure
+    monkeypatch.setattr(
+        leaderboard, "measure", lambda *a: measured.append(name_of(a[1])) or real(*a)
+    )
+    out = ["--out", "board.csv"]
+    assert main(["--policy", "random", "greedy_qos", *out]) == 0
+    assert main(["--policy", "random", "mine.py", *out]) == 0
+    assert measured == ["random", "greedy_qos", "mine"]
+    rows = read_board(small / "board.csv")
+    assert [row["policy"] for row in rows] == ["random", "greedy_qos", "mine"]
+    assert [row["kind"] for row in rows] == ["baseline", "baseline", "guest"]
+    assert [row["seed"] == DEFAULT_SEED for row in rows] == [True, True, False]
+    assert all(json.loads(row["settings"])["score_predictor"] == "confusion" for row in rows)
+    main(["--policy", "random", "--again", *out])
+    assert measured[3:] == ["random"]
+    record = json.loads((small / "board.json").read_text())
+    assert record["command"] == "servegym leaderboard --policy random --again --out board.csv"
+    again = {row["policy"]: row["value"] for row in read_board(small / "board.csv")}
+    assert again == {row["policy"]: row["value"] for row in rows}
+    capsys.readouterr()
+    assert main(out) == 0
+    printed = capsys.readouterr().out
+    assert "guest" in printed and "rate=8.0" in printed and "100000..100002" in printed
+    assert "length_predictor=confusion" in printed
+
+
+def test_a_row_of_another_setting_is_measured_again(
+    small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = leaderboard._parser().parse_args(["--policy", "random"])
+    row = {"point": "small", "policy": "random", "settings": json.dumps({"rate": 8.0})}
+    assert leaderboard._missing_jobs(args, [SMALL], [row]) == []
+    row["settings"] = json.dumps({"rate": 5.0})
+    ((point, policy, quick, seed, in_process),) = leaderboard._missing_jobs(args, [SMALL], [row])
+    assert (point, policy, quick, seed, in_process) == (SMALL, "random", False, DEFAULT_SEED, False)
+
+
+def test_the_best_comes_first_and_undefined_last() -> None:
+    rows = [{"point": "small", "policy": str(v), "value": v} for v in (0.2, float("nan"), 0.7)]
+    assert [r["policy"] for r in ranked(rows, SMALL)] == ["0.7", "0.2", "nan"]
+    late = SMALL._replace(family=family_named("placement"))
+    assert [r["policy"] for r in ranked(rows, late)] == ["0.2", "0.7", "nan"]
+
+
+def test_the_page_has_the_same_numbers(small: Path) -> None:
+    assert main(["--policy", "random"]) == 0
+    (row,) = read_board(small / "experiments" / "results" / "leaderboard.csv")
+    page = leaderboard.markdown([row])
+    assert f"| random | baseline | {row['value']:.3f} [{row['low']:.3f}, {row['high']:.3f}]" in page
+
+
+def test_a_presubmit_tells_a_good_router_from_a_bad_one(
+    small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leaderboard, "policies_for", lambda *_: ["random", "least_outstanding"])
+    monkeypatch.setattr(leaderboard, "QUICK_EPISODES", 2)
+    quick = ["--quick", "--seed", "7", "--at-least"]
+    assert main([*quick, "random", "--policy", "mine.py"]) == 0
+    (small / "bad.py").write_text("def act(observation, action_mask):\n    return 1\n")
+    bad = ["least_outstanding", "--policy", "bad.py"]
+    assert main(["--in-process", *quick, *bad]) == 1
+    assert not (small / "experiments").exists()
+    rows = [
+        {"point": "small", "policy": name, "kind": kind, "value": 0.5, "low": 0.4, "high": 0.6}
+        for name, kind in (("random", "baseline"), ("oracle", "clairvoyant guest"))
+    ]
+    (oracle,) = leaderboard.compare_guests(rows, [SMALL], "random")
+    assert oracle["clairvoyant"] and not oracle["below"]
+
+
+def test_a_presubmit_compares_two_policies_at_the_points_of_their_family(
+    small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["--quick", "--in-process", "--policy", "my_router.py", "--at-least", "greedy_qos"]
+    monkeypatch.setattr(leaderboard, "POINTS", POINTS)
+    (small / "my_router.py").write_text(ROUTER)
+    measured = []
+
+    seeds = set()
+
+    def measure(
+        point: Point, policy: str | Policy, quick: bool, seed: int, in_process: bool
+    ) -> dict:
+        assert quick and (in_process or name_of(policy) != "my_router")
+        seeds.add(seed)
+        name = name_of(policy)
+        measured.append((point.name, name))
+        mine, value = name == "my_router", 0.5 if name == "my_router" else 0.6
+        return {
+            "point": point.name,
+            "policy": name,
+            "value": value,
+            "low": value,
+            "kind": "guest" if mine else "baseline",
+            "high": value,
+            "episodes": 4,
+            "seed": seed,
+            "cpu_s": 1.0,
+        }
+
+    monkeypatch.setattr(leaderboard, "measure", measure)
+    assert main(words) == 1
+    assert len(seeds) == 1 and DEFAULT_SEED not in seeds  # the same episodes, which nobody knew
+    own = [point for point in POINTS if point.family.name == "llm_routing"]
+    routing = [point.name for point in own]
+    assert measured == [(p, name) for p in routing for name in ("greedy_qos", "my_router")]
+    rows = [
+        measure(point, name, True, 1, True) for point in own for name in ("greedy_qos", "my_router")
+    ]
+    guests = leaderboard.compare_guests(rows, own, "greedy_qos")
+    assert [(guest["point"], guest["below"]) for guest in guests] == [(p, True) for p in routing]
+    measured.clear()
+    main(
+        ["--quick", "--in-process", "--at-least", "random", "--policy", "my_router.py"]
+    )  # every family has one
+    assert len(measured) == 2 * len(POINTS)
+    with pytest.raises(ValueError, match="Did you mean 'greedy_qos'"):
+        main(["--quick", "--at-least", "gredy_qos", "--policy", "my_router.py"])
+    with pytest.raises(ValueError, match="prism, greedy_qos, which no one family knows"):
+        main(["--quick", "--policy", "prism", "greedy_qos"])
+    measured.clear()
+    main(["--quick", "--policy", "greedy_qos"])  # at the points of its family
+    assert {point for point, _ in measured} == set(routing)
+    with pytest.raises(ValueError, match="at-least='greedy_qos'"):
+        main([*words, "--point", "placement-edge"])
+
+
+def test_names_are_checked_before_anything_runs(
+    small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leaderboard, "evaluate", lambda *a, **k: pytest.fail("something ran"))
+    with pytest.raises(ValueError, match="Did you mean 'small'"):
+        main(["--point", "smal", "--run"])
+    with pytest.raises(ValueError, match="did you mean 'random'"):
+        main(["--policy", "random", "rando"])
+    with pytest.raises(ValueError, match="at-least needs --policy"):
+        main(["--at-least", "random", "--quick"])
+    with pytest.raises(ValueError, match="there are no results"):
+        main(["--out", "none.csv"])
+
+
+def test_a_function_of_one_decision_serves_every_family() -> None:
+    def plan(observation, mask):  # the whole layer_budget evenly, never migrating
+        assert observation["counts"].ndim == 3 and mask is None
+        return {"migrate": 0, "plan": np.ones(observation["counts"].shape[:2], np.float32)}
+
+    policy = from_callable(plan, "still", batched=False)
+    rows = evaluate(
+        "servegym/ExpertPlacement-v0", [policy], 2, env_kwargs={"model": "toy", "epochs": 1}
+    )
+    assert all(row["migrations"] == 0 for row in rows)
+
+    def serve(observation, mask):
+        assert observation["activations"].ndim == 2 and mask.ndim == 1
+        return np.zeros(5, int)
+
+    rows = evaluate(
+        "servegym/ServerlessMoE-v0",
+        [from_callable(serve, "local", batched=False)],
+        2,
+        seed=100_000,
+        env_kwargs={"model": "toy", "episode_requests": 10},
+    )
+    mix = evaluate(
+        "servegym/ServerlessMoE-v0",
+        ["mix"],
+        2,
+        env_kwargs={"model": "toy", "episode_requests": 10},
+    )
+    assert [r["mean_reward"] for r in rows] == [r["mean_reward"] for r in mix]

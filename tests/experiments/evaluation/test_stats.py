@@ -1,0 +1,218 @@
+"""Summaries against hand computations."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from servegym.experiments.evaluation import stats
+
+
+def test_iqm_by_hand():
+    # 8 scores: drop the two lowest and the two highest, average 3, 4, 5, 6.
+    assert stats.iqm([1, 2, 3, 4, 5, 6, 7, 100]) == pytest.approx(4.5)
+    # trim_mean drops floor(n/4) at each end: of 5 scores, one.
+    assert stats.iqm([10.0, 0.0, 1.0, 2.0, -50.0]) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 7, 8, 21])
+def test_iqm_is_scipys_trimmed_mean(size):
+    from scipy.stats import trim_mean
+
+    values = np.random.default_rng(size).normal(size=size)
+    assert stats.iqm(values) == pytest.approx(trim_mean(values, 0.25))
+    # The batched path of the bootstrap agrees with one call at a time.
+    batched = stats.stratified_bootstrap(values, stats.iqm, repetitions=50)
+    single = stats.stratified_bootstrap(values, lambda x: stats.iqm(x), repetitions=50)
+    assert batched == pytest.approx(single)
+
+
+def test_iqm_pools_runs_of_all_tasks():
+    scores = np.array([[1.0, 5.0], [2.0, 6.0], [3.0, 7.0], [4.0, 100.0]])
+    assert stats.iqm(scores) == pytest.approx((3 + 4 + 5 + 6) / 4)
+
+
+def test_nan_is_not_dropped():
+    assert np.isnan(stats.iqm([1.0, np.nan, 2.0, 3.0]))
+    interval = stats.stratified_bootstrap([1.0, np.nan])
+    assert np.isnan(interval.value) and np.isnan(interval.low) and np.isnan(interval.high)
+
+
+def test_bootstrap_against_enumeration():
+    # Three runs of one task: all 27 resamples are equally likely, so the exact percentile interval
+    # of the mean can be listed.
+    values = [0.0, 1.0, 5.0]
+    exact = np.array([np.mean(pick) for pick in itertools.product(values, repeat=3)])
+    interval = stats.stratified_bootstrap(values, stats.mean, repetitions=20_000, confidence=0.8)
+    assert interval.value == pytest.approx(2.0)
+    assert interval.low == pytest.approx(np.percentile(exact, 10), abs=1e-9)
+    assert interval.high == pytest.approx(np.percentile(exact, 90), abs=1e-9)
+
+
+def test_bootstrap_keeps_strata_apart():
+    # Every run of a task scores the same, so resampling within tasks changes nothing, while
+    # pooling the tasks would give a wide interval.
+    scores = np.tile([0.0, 10.0], (20, 1))
+    interval = stats.stratified_bootstrap(scores, stats.mean, repetitions=100)
+    assert interval == (5.0, 5.0, 5.0)
+
+
+def test_bootstrap_is_seeded():
+    scores = np.random.default_rng(1).normal(size=(10, 2))
+    first = stats.stratified_bootstrap(scores, seed=3)
+    assert first == stats.stratified_bootstrap(scores, seed=3)
+    assert first != stats.stratified_bootstrap(scores, seed=4)
+    assert first.low < first.value < first.high
+
+
+def test_paired_difference_uses_the_pairing():
+    base = np.array([0.0, 10.0, 20.0, 30.0])
+    interval = stats.paired_difference(base + 1.0, base, stats.mean, repetitions=300)
+    assert interval == (1.0, 1.0, 1.0)  # unpaired resampling would be far wider
+
+
+def test_two_way_bootstrap_by_hand():
+    # Two episodes x two prompts with one request each: weights (2,0), (1,1), (0,2) with
+    # probabilities 1/4, 1/2, 1/4 on each axis; the mean is then w_e S w_p / 4.
+    sums = np.array([[0.0, 1.0], [1.0, 2.0]])
+    interval = stats.two_way_bootstrap_mean(sums, np.ones((2, 2)), repetitions=40_000)
+    assert interval == (1.0, 0.0, 2.0)  # the extremes have probability 1/16 > 2.5 % each
+    narrow = stats.two_way_bootstrap_mean(sums, np.ones((2, 2)), repetitions=40_000, confidence=0.5)
+    assert (narrow.low, narrow.high) == (0.5, 1.5)
+
+
+def test_two_way_bootstrap_sees_prompts():
+    # Prompts differ, episodes do not: a bootstrap over episodes alone would have no width.
+    sums = np.tile([0.0, 1.0, 0.0, 1.0], (5, 1))
+    interval = stats.two_way_bootstrap_mean(sums, np.ones_like(sums))
+    assert interval.high - interval.low > 0.4
+    by_episode = stats.stratified_bootstrap(sums.mean(axis=1), stats.mean)
+    assert by_episode.high == by_episode.low
+
+
+@pytest.mark.parametrize(
+    ("call", "named"),
+    [
+        (lambda: stats.iqm([]), "scores"),
+        (lambda: stats.iqm(np.zeros((2, 2, 2))), "scores"),
+        (lambda: stats.stratified_bootstrap([1.0], repetitions=0), "repetitions"),
+        (lambda: stats.stratified_bootstrap([1.0], confidence=95), "confidence"),
+        (lambda: stats.paired_difference([1.0, 2.0], [1.0]), "reference"),
+        (lambda: stats.two_way_bootstrap_mean([[1.0]], [[1.0, 2.0]]), "counts"),
+        (lambda: stats.two_way_bootstrap_mean([[1.0]], [[0.0]]), "counts"),
+    ],
+)
+def test_bad_arguments_are_named(call, named):
+    with pytest.raises(ValueError, match=named):
+        call()
+
+
+def test_coverage_of_the_student_interval():
+    rng = np.random.default_rng(0)
+    for count in (2, 3, 5):
+        found = [stats.student_interval(rng.normal(1.0, 2.0, count)) for _ in range(3_000)]
+        covered = np.mean([one.low <= 1.0 <= one.high for one in found])
+        assert covered == pytest.approx(0.95, abs=0.015)
+    # t of two degrees of freedom is 4.303.
+    one = stats.student_interval([1.0, 2.0, 3.0])
+    assert one == pytest.approx((2.0, 2.0 - 4.302653 / np.sqrt(3), 2.0 + 4.302653 / np.sqrt(3)))
+    single = stats.student_interval([0.5])
+    assert single.value == 0.5 and np.isnan(single.low) and np.isnan(single.high)
+    with pytest.raises(ValueError, match="values has shape"):
+        stats.student_interval([])
+    with pytest.raises(ValueError, match="confidence"):
+        stats.student_interval([1.0, 2.0], confidence=1.0)
+
+
+def crossed(rng, trainings, episodes, of_training, of_episode, of_both, mean=1.0):
+    """Scores (trainings, episodes) of a crossed random-effects model."""
+    return (
+        mean
+        + of_training * rng.normal(size=(trainings, 1))
+        + of_episode * rng.normal(size=episodes)
+        + of_both * rng.normal(size=(trainings, episodes))
+    )
+
+
+@pytest.mark.parametrize(
+    "trainings, of_training, of_episode, of_both",
+    [(5, 1.0, 2.0, 1.0), (3, 1.0, 3.0, 0.5), (5, 0.0, 2.0, 0.3), (3, 1.0, 0.2, 0.2)],
+)
+def test_coverage_over_trainings_and_episodes(trainings, of_training, of_episode, of_both):
+    rng = np.random.default_rng(1)
+    size = trainings, 20, of_training, of_episode, of_both
+    found = []
+    for _ in range(250):
+        sample = [crossed(rng, *size)]
+        found.append(stats._crossed(sample, lambda own: own, stats.mean, repetitions=100))
+    covered = np.mean([one.low <= 1.0 <= one.high for one in found])
+    assert 0.93 <= covered <= 0.99, covered
+    # Known: the variance of the mean is s2/S + e2/E + b2/(S E); neither part alone is enough.
+    half = np.sqrt(of_training**2 / trainings + of_episode**2 / 20 + of_both**2 / (trainings * 20))
+    assert np.median([one.high - one.low for one in found]) / 2 > 1.7 * half
+
+
+def test_one_part_of_the_variance_alone_gives_the_known_interval():
+    parts = [[0.5] * 6, [0.3] * 6, [0.4] * 6]
+    assert tuple(stats.over_trainings(parts)) == pytest.approx(
+        tuple(stats.student_interval([0.5, 0.3, 0.4]))
+    )
+    assert stats.over_trainings(parts[:1]) == stats.stratified_bootstrap(parts[0])
+    same = [[0.0, 0.4, 0.6, 1.0]] * 2
+    alone, both = stats.stratified_bootstrap(same[0]), stats.over_trainings(same)
+    assert both.value == alone.value and both.low < alone.low and both.high > alone.high
+    reference = [0.0, 0.1, 0.2, 0.3]
+    assert stats.over_trainings(same[:1], reference) == stats.paired_difference(same[0], reference)
+    gains = [stats.iqm(np.subtract(part, reference)) for part in same]
+    assert stats.over_trainings(same, reference).value == pytest.approx(np.mean(gains))
+
+
+def test_relative_change_is_paired_by_episode_and_not_by_training():
+    rng = np.random.default_rng(0)
+    hard = rng.uniform(0.3, 0.9, 30)  # episodes differ much, the two policies by 10 %
+    one, other = ([c * hard * (1 + 0.002 * k) for k in range(5)] for c in (1.1, 1.0))
+    found = stats.relative_change(one, other)
+    assert found.value == pytest.approx(10.0) and 9.0 < found.low < 10.0 < found.high < 11.0
+    assert stats.relative_change(one, other[::-1]) == found
+    back = stats.relative_change(other, one)
+    assert back.value == pytest.approx(100 / 1.1 - 100)
+    nothing = stats.relative_change([np.zeros(30)], other)
+    assert nothing.value == -100 and np.isnan(nothing.low)
+    with pytest.raises(ValueError, match="same episodes"):
+        stats.relative_change(one, [hard[:7]])
+
+
+def test_difference_is_paired_by_episode_and_not_by_training():
+    rng = np.random.default_rng(0)
+    hard = rng.uniform(0.3, 0.9, 30)
+    one, other = ([c + hard + 0.002 * k for k in range(5)] for c in (0.1, 0.0))
+    found = stats.difference(one, other, stats.mean)
+    assert found.value == pytest.approx(0.1) and 0.09 < found.low < 0.1 < found.high < 0.11
+    again = stats.difference(one, other[::-1], stats.mean)
+    assert tuple(again) == pytest.approx(tuple(found))
+    rule = stats.difference(one, [hard], stats.mean)
+    assert tuple(rule) == pytest.approx(tuple(stats.over_trainings(one, hard, stats.mean)))
+    single = stats.difference(one[:1], [hard], stats.mean)
+    assert single == stats.over_trainings(one[:1], hard, stats.mean)
+    with pytest.raises(ValueError, match="same episodes"):
+        stats.difference(one, [hard[:7]])
+
+
+def test_a_contrast_of_four_cells_has_effects_and_interaction():
+    rng = np.random.default_rng(0)
+    hard = rng.uniform(0.3, 0.9, 20)
+    worth = {"old": 1.0, "state": 1.2, "reward": 1.1, "both": 1.3}
+    cells = {name: [factor * hard] * 3 for name, factor in worth.items()}
+    state = stats.contrast(cells, (-0.5, 0.5, -0.5, 0.5))
+    assert tuple(state) == pytest.approx([100 * (np.sqrt(1.2 * 1.3 / 1.1) - 1)] * 3)
+    interaction = stats.contrast(cells, (1, -1, -1, 1))
+    assert tuple(interaction) == pytest.approx([100 * (1.3 / (1.2 * 1.1) - 1)] * 3)
+    luck = np.exp([0.1, -0.2, 0.1])  # of one cell's trainings: a Student interval
+    cells["both"] = [factor * 1.3 * hard for factor in luck]
+    found = stats.contrast(cells, (0, 0, -1, 1))
+    assert found.low < 100 * (1.3 / 1.1 - 1) < found.high
+    half = stats.contrast(cells, (-0.5, 0.5, -0.5, 0.5))
+    widths = [np.log1p(one.high / 100) - np.log1p(one.low / 100) for one in (found, half)]
+    assert widths[1] == pytest.approx(widths[0] / 2, rel=0.05)
+    with pytest.raises(ValueError, match="both has trainings of"):
+        stats.contrast({"both": [hard, hard[:3]]}, (1.0,))

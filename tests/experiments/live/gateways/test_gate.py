@@ -1,0 +1,213 @@
+"""What the plug-ins share: each request has one end, failures are avoided, nothing is held."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import numpy as np
+import pytest
+
+from servegym.baselines.registry import from_callable
+from servegym.experiments.live.fleet_file import Endpoint, write_endpoints
+from servegym.experiments.live.gateway import GatewayRouter
+from servegym.experiments.live.gateways import command
+from servegym.experiments.live.gateways.gate import Gate, from_metadata, prompt_tokens
+from servegym.experiments.studies.gateways.agreement import agreement
+
+CHAT = {"messages": [{"role": "user", "content": "twelve bytes"}]}
+
+
+def first(observation, mask):
+    """The first expert that is allowed."""
+    return 1 + mask[:, 1:].argmax(axis=1)
+
+
+def gate_with(act=first, now=None, **more):
+    clock = time.monotonic if now is None else lambda: now[0]
+    return Gate(GatewayRouter({}, from_callable(act, "mine"), budget_s=None, clock=clock), **more)
+
+
+@pytest.mark.parametrize("kind", ["direct"])
+def test_a_gate_decides_as_the_environment_does(kind):
+    fleet = {"rate": 9.0, "episode_requests": 700}
+    equal, _, gate = asyncio.run(agreement(kind, "priced_greedy", fleet))
+    assert np.mean(equal) >= 0.999
+    assert gate.router.counters.decisions == 700
+    assert gate.router.counters.drops > 0
+
+
+@pytest.mark.parametrize(
+    "body, tokens",
+    [
+        (CHAT, 3),
+        ({"messages": [{"content": [{"type": "text", "text": "eight by"}]}]}, 2),
+        ({"prompt": [5, 6, 7, 8]}, 4),
+        ({"prompt": [[5, 6, 7], [8]]}, 4),
+        ({"prompt": ["eight by", "four"]}, 3),
+        ({"prompt": "ß" * 40}, 20),
+        ({"prompt": ""}, 1),
+        ({"messages": [{"content": None}]}, 1),
+        ({}, 1),
+    ],
+)
+def test_prompt_tokens_of_a_body(body, tokens):
+    assert prompt_tokens(body) == tokens
+
+
+def test_an_end_counts_once_whatever_is_told():
+    gate = gate_with()
+    ticket = gate.enter(CHAT)
+    ticket.token()
+    ticket.finished()
+    ticket.finished()
+    ticket.failed()
+    ticket.left()
+    ticket.token()
+    counters = gate.router.counters
+    assert (counters.finished, counters.failed, gate.status()["in_flight"]) == (1, 0, 0)
+    assert gate.router.load().sum() == 0
+
+
+def test_an_expert_that_fails_is_left_alone_twice_as_long_each_time():
+    now = [0.0]
+    gate = gate_with(now=now, backoff_s=1.0)
+    for waits in (1.0, 2.0, 4.0):
+        ticket = gate.enter(CHAT)
+        assert ticket.expert == 0
+        ticket.failed()
+        now[0] += waits - 0.1
+        other = gate.enter(CHAT)
+        assert other.expert == 1
+        other.finished()
+        now[0] += 0.2
+    gate.enter(CHAT).finished()
+    gate.enter(CHAT).failed()
+    now[0] += 1.1  # an answer has made it whole again
+    assert gate.enter(CHAT).expert == 0
+    assert gate.status()["server_failures"] == 4
+
+
+def test_a_client_that_leaves_is_no_failure_of_the_server():
+    gate = gate_with()
+    gate.enter(CHAT).left()
+    assert gate.enter(CHAT).expert == 0
+    assert gate.status()["left"] == 1 and gate.status()["server_failures"] == 0
+
+
+def test_the_last_expert_is_tried_though_it_failed():
+    gate = gate_with()
+    gate.enter(CHAT).failed()
+    assert gate.enter(CHAT, allowed=[True] + [False] * 5).expert == 0
+    assert gate.enter(CHAT, allowed=[False] * 6).decision.dropped
+
+
+def test_silent_requests_are_given_up_and_others_are_not():
+    now = [0.0]
+    gate = gate_with(now=now, lease_s=10.0)
+    tickets = [gate.enter(CHAT) for _ in range(20)]
+    for _ in range(12):
+        now[0] += 1.0
+        tickets[7].token()
+        gate.enter(CHAT).finished()
+    for _ in range(20):
+        gate.enter(CHAT).finished()
+    assert gate.status()["given_up"] == 19
+    assert gate.router.load().sum() == 1
+    tickets[7].finished()
+    assert gate.status()["in_flight"] == 0
+
+
+def test_a_request_that_the_gateway_moves_counts_at_the_other():
+    gate = gate_with()
+    ticket = gate.enter(CHAT)
+    ticket.moved(3)
+    assert gate.router.load().tolist() == [0, 0, 0, 1, 0, 0]
+    assert ticket.expert == 3
+    assert gate.enter(CHAT).expert == 1  # the first has failed
+    ticket.finished()
+    assert gate.router.counters.finished == 1
+
+
+def test_predictions_are_used_and_bad_ones_counted():
+    seen = []
+
+    def note(observation, mask):
+        seen.append(observation["request"][0].copy())
+        return first(observation, mask)
+
+    given = {"prompt_tokens": 30, "scores": [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]}
+    gate = gate_with(note, predict=from_metadata)
+    gate.enter({**CHAT, "max_tokens": 7, "metadata": {"servegym": given}})
+    assert seen[-1][:, 0].tolist() == [30] * 6
+    np.testing.assert_allclose(seen[-1][:, 1], given["scores"])
+    assert seen[-1][:, 2].tolist() == [7] * 6
+    for wrong in ({"scores": [0.5]}, {"scores": "high"}, {"prompt_tokens": float("nan")}):
+        assert gate.enter({**CHAT, "metadata": {"servegym": wrong}}).expert == 0
+    gate.enter({**CHAT, "metadata": {"servegym": [1]}})
+    gate.enter({**CHAT, "metadata": "text"})
+    assert gate.status()["prediction_errors"] == 3
+    gate = gate_with(note, predict=lambda body: 1 / 0)
+    assert gate.enter(CHAT).expert == 0
+    assert gate.status()["prediction_errors"] == 1
+
+
+@pytest.mark.parametrize("wrong", [{"lease_s": 0}, {"retry_after_s": -1}, {"backoff_s": -1}])
+def test_bad_arguments_of_a_gate_are_refused(wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        gate_with(**wrong)
+    with pytest.raises(ValueError, match="6 experts"):
+        gate_with(names=["a"])
+
+
+def endpoints(tmp_path, profiles=("paper-linear-01", "paper-linear-02")):
+    path = tmp_path / "endpoints.json"
+    servers = [
+        Endpoint(f"e{k}", "simulated", f"http://127.0.0.1:{9000 + k}/v1", 0, 8, 512, profile=one)
+        for k, one in enumerate(profiles)
+    ]
+    write_endpoints(path, servers)
+    return path
+
+
+def test_the_files_of_a_litellm_proxy(tmp_path, capsys):
+    pytest.importorskip("yaml")
+    import yaml
+
+    folder = tmp_path / "proxy"
+    words = ["litellm", str(endpoints(tmp_path)), "--policy", "priced_greedy"]
+    assert command.main([*words, "--folder", str(folder), "--set", "waiting_capacity=16"]) == 0
+    assert "--host 127.0.0.1" in capsys.readouterr().out
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    assert [one["model_info"]["id"] for one in config["model_list"]] == ["e0", "e1"]
+    assert config["litellm_settings"]["callbacks"] == "servegym_router.strategy"
+    code = (folder / "servegym_router.py").read_text()
+    compile(code, "servegym_router.py", "exec")
+    assert "'waiting_capacity': 16" in code and "predict=None" in code
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--policy", "nothing"], "nothing"),
+        (["--set", "rates=3"], "rates"),
+        (["--policy", "rollout"], "rollout"),
+    ],
+)
+def test_what_no_gateway_can_serve_is_refused_before_files_are_written(tmp_path, words, message):
+    folder = tmp_path / "proxy"
+    with pytest.raises(ValueError, match=message):
+        command.main(["litellm", str(endpoints(tmp_path)), "--folder", str(folder), *words])
+    assert not folder.exists()
+
+
+def test_servers_without_profile_or_port_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="'e0' has no profile"):
+        command.main(["litellm", str(endpoints(tmp_path, ("",)))])
+    fleet = tmp_path / "fleet.toml"
+    text = '[[server]]\nname = "one"\nengine = "simulated"\nprofile = "paper-linear-01"\n'
+    fleet.write_text(text)
+    with pytest.raises(ValueError, match="'one' has no port"):
+        command.read_servers(fleet)
+    fleet.write_text(text + "port = 8001\n")
+    assert command.read_servers(fleet)[0].url == "http://127.0.0.1:8001/v1"

@@ -1,0 +1,149 @@
+import asyncio
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from servegym.experiments.live import launcher
+from servegym.experiments.live.client import completion_body, new_session, stream
+from servegym.experiments.live.fleet_file import ServerSpec
+from servegym.experiments.live.models import FIRST_WORD, make_model, parse_shape
+
+pytest.importorskip("xllamacpp")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="servers are watched on Linux")
+
+TINY = "random:1x64"
+
+
+def _alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def _below(pid):
+    """A process and all below it."""
+    try:
+        listing = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    except OSError:
+        return []
+    return [pid, *(p for child in listing.split() for p in _below(int(child)))]
+
+
+def _gone(pids, seconds=10.0):
+    stop = time.monotonic() + seconds
+    while any(map(_alive, pids)) and time.monotonic() < stop:
+        time.sleep(0.02)
+    return not any(map(_alive, pids))
+
+
+async def _ask(endpoints, *bodies):
+    async with new_session(20.0) as session:
+        return await asyncio.gather(
+            *(
+                stream(session, f"{one.url}/completions", body)
+                for one in endpoints
+                for body in bodies
+            )
+        )
+
+
+def test_servers_answer_with_the_tokens_asked_for_and_end_with_the_block(tmp_path):
+    specs = [ServerSpec(name, "llama.cpp", TINY, slots=2, context=64) for name in ("a", "b")]
+    with launcher.Fleet(specs, tmp_path) as fleet:
+        pids = [pid for one in fleet.endpoints for pid in _below(one.pid)]
+        assert len(pids) == 4  # a watchdog and a server each
+        words = [FIRST_WORD + i for i in range(20)]
+        replies = asyncio.run(
+            _ask(
+                fleet.endpoints,
+                completion_body("a", words, 12),
+                completion_body("a", words, 60),  # more than the slot's context
+            )
+        )
+        good, long = replies[0], replies[1]
+        assert good.error == "" and replies[2].error == ""
+        assert (good.usage["prompt_tokens"], good.usage["completion_tokens"]) == (20, 12)
+        assert len(good.times) == 12 and good.times == sorted(good.times)
+        assert good.first_token_s == good.times[0] and good.end_s == good.times[-1]
+        assert long.output_tokens < 60
+        # A server that dies mid-way is a counted failure of the request and seen by its owner.
+        os.kill(pids[1], signal.SIGKILL)
+        assert _gone(pids[:2])
+        assert fleet.dead() == ["a"]
+        assert asyncio.run(_ask(fleet.endpoints[:1], completion_body("a", words, 2)))[0].error
+    assert _gone(pids)
+
+
+def test_no_process_outlives_the_one_that_started_it(tmp_path):
+    """Also when that one is killed, or a watchdog."""
+    (tmp_path / "fleet.toml").write_text(
+        f'[[server]]\nname = "a"\nengine = "llama.cpp"\nmodel = "{TINY}"\ncontext = 64\n'
+    )
+    folder = tmp_path / "run"
+    for victim in ("supervisor", "watchdog", "none"):
+        (endpoint,) = launcher.up(tmp_path / "fleet.toml", folder)
+        supervisor = launcher._supervisor(folder)
+        pids = _below(supervisor)
+        assert len(pids) == 3
+        assert launcher.status(folder) == [(endpoint, "healthy")]
+        with pytest.raises(ValueError, match="run there"):
+            launcher.up(tmp_path / "fleet.toml", folder)
+        if victim == "supervisor":
+            os.kill(supervisor, signal.SIGKILL)
+            assert _gone(pids)
+            with pytest.raises(ValueError, match="no servers"):
+                launcher.status(folder)
+        elif victim == "watchdog":
+            os.kill(endpoint.pid, signal.SIGKILL)
+            assert _gone(pids[1:])
+            assert launcher.status(folder) == [(endpoint, "ended")]
+        assert launcher.down(folder) == (victim != "supervisor")
+        assert _gone(pids)
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"model": "random:8"}, "random:LAYERSxWIDTH"),
+        ({"model": "/nowhere.gguf"}, "no such file"),
+        ({"model": __file__}, "status"),  # no GGUF
+        ({"python": "/nowhere/python"}, "no program"),
+        ({"engine": "simulated", "profile": "x"}, "profile: got 'x'"),
+    ],
+)
+def test_a_server_that_cannot_start_is_named(tmp_path, change, what):
+    spec = ServerSpec(**{"name": "a", "engine": "llama.cpp", "model": TINY, **change})
+    with pytest.raises(ValueError, match=what):
+        launcher.Fleet([spec], tmp_path)
+
+
+def test_a_port_in_use_is_refused_and_a_silent_server_given_up(tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ValueError, match=f"port {port}"):
+            launcher.Fleet([ServerSpec("a", "llama.cpp", TINY, port=port)], tmp_path)
+    script = tmp_path / "sleeper"
+    script.write_text("#!/bin/sh\nexec sleep 100\n")
+    script.chmod(0o755)
+    spec = ServerSpec("a", "llama.cpp", TINY, python=str(script))
+    with pytest.raises(ValueError, match="not healthy after 0.3 s"):
+        launcher.Fleet([spec], tmp_path, timeout_s=0.3)
+
+
+def test_models_of_one_shape_are_made_once(tmp_path):
+    path = make_model("llama.cpp", TINY, 64, tmp_path)
+    stamp = path.stat().st_mtime_ns
+    assert make_model("llama.cpp", TINY, 64, tmp_path).stat().st_mtime_ns == stamp
+    assert parse_shape("random:8x384") == (8, 384)
+    assert parse_shape("folder") is None
+    for bad in ("random:0x64", "random:2x65", "random:2x32"):
+        with pytest.raises(ValueError, match="multiple of 64"):
+            parse_shape(bad)

@@ -1,0 +1,187 @@
+"""What the latency figures of the placement family conclude, from runs with known results."""
+
+import numpy as np
+import pytest
+
+pytest.importorskip("matplotlib")
+
+from servegym.experiments.evaluation.output import read_rows  # noqa: E402
+from servegym.experiments.evaluation.tables import read_record  # noqa: E402
+from servegym.experiments.papers.placement import latency as placement_latency  # noqa: E402
+from servegym.experiments.papers.placement.latency import PAPER, TABLE1  # noqa: E402
+
+
+def measured(mean_s):
+    """In place of `measure`: the mean latency that `mean_s` says, server 1 twice as slow.
+
+    Episodes are 10 % below, on and 10 % above it.
+    """
+
+    def measure(policies, episodes, point, **kwargs):
+        rows, latency = [], {}
+        for policy in policies:
+            value = mean_s(policy, kwargs)
+            row = {**point, "policy": policy, "episodes": episodes, "mean_of_servers_s": value}
+            row["overloaded"] = float(value > 100.0)
+            for name, scale in (
+                ("", 1.0),
+                ("_server_0", 2.0),
+                ("_server_1", 0.5),
+                ("_server_2", 0.5),
+            ):
+                key = f"mean_latency_s{name}"
+                row |= {
+                    key: scale * value,
+                    f"{key}_low": 0.9 * scale * value,
+                    f"{key}_high": 1.1 * scale * value,
+                }
+            rows.append(row)
+            latency[policy] = value * np.array([0.9, 1.0, 1.1])
+        return rows, latency
+
+    return measure
+
+
+def run(monkeypatch, tmp_path, figure, mean_s=None, quick=False):
+    if mean_s is not None:
+        monkeypatch.setattr(placement_latency, "measure", measured(mean_s))
+    words = ["--figure", figure, "--episodes", "2", "--out", str(tmp_path)]
+    assert placement_latency.main([*words, *(["--quick"] if quick else [])]) == 0
+    (table,) = (path for path in tmp_path.glob("*.csv") if path.stem != "table1_pcie")
+    assert table.with_suffix(".png").read_bytes()[:4] == b"\x89PNG"
+    return read_rows(table), read_record(table)["notes"]
+
+
+def test_table1_compares_sharing_and_redirection(monkeypatch, tmp_path):
+    seconds = {
+        "moe_infinity": 10.0,
+        "moe_infinity_lb": 9.0,
+        "uniform": 8.0,
+        "redundance": 7.0,
+        "prism": 5.0,
+    }
+
+    def mean_s(policy, kwargs):
+        """Twice the channel, half the time of servers that fetch."""
+        faster = kwargs.get("cluster_kwargs", {}).get("pcie_bytes_s", 12e9) / 12e9
+        return seconds[policy] / (faster if policy.startswith("moe") else 1.0)
+
+    rows, notes = run(monkeypatch, tmp_path, "table1", mean_s)
+    assert [(r["skew"], r["policy"]) for r in rows] == [
+        (skew, policy) for skew in ("measured", "paper") for policy in seconds
+    ]
+    for row in rows:
+        printed = TABLE1.get(row["policy"])
+        assert row["mean_latency_s"] == seconds[row["policy"]]
+        assert row["paper_mean_s"] == printed[3] if printed else np.isnan(row["paper_mean_s"])
+    changes = {
+        (one["place"], one["policy"]): one["change_pct"]
+        for one in notes
+        if one.get("against") == "moe_infinity" and "pcie_gb_s" not in one
+    }
+    for skew in ("measured", "paper"):
+        assert changes[f"{skew} skew", "uniform"] == pytest.approx([-20.0] * 3)
+        assert changes[f"{skew} skew", "moe_infinity_lb"] == pytest.approx([-10.0] * 3)
+    channel = read_rows(tmp_path / "table1_pcie.csv")
+    assert [
+        (r["pcie_gb_s"], r["mean_latency_s"])
+        for r in channel
+        if r["skew"] == "paper" and r["policy"] == "moe_infinity"
+    ] == [(12, 10.0), (16, 7.5), (24, 5.0)]
+    fastest = [one["change_pct"] for one in notes if one.get("pcie_gb_s") == 24]
+    assert fastest == [pytest.approx([60.0] * 3)] * 2
+
+
+def test_table2_compares_sizes_order_and_the_best(monkeypatch, tmp_path):
+    """All methods 1.2 times the paper's, but uniform twice; latency_dp halves prism's latency."""
+    key = "BigBench", "Mixtral-8x7B"
+    monkeypatch.setattr(placement_latency, "WORKLOADS", {"BigBench": ("paper_testbed", 7)})
+    monkeypatch.setattr(placement_latency, "MODELS", {"Mixtral-8x7B": "mixtral-8x7b"})
+    printed = {name: cells[3] for name, cells in PAPER[key].items()}
+
+    def seconds(policy, _):
+        if policy == "latency_dp":
+            return 0.6 * printed["prism"]
+        if policy == "whole_layer":
+            return 200.0
+        return (2.0 if policy == "uniform" else 1.2) * printed.get(policy, 9.0)
+
+    rows, notes = run(monkeypatch, tmp_path, "table2", seconds)
+    grow = [one for one in notes if one.get("overloaded")]
+    assert [one["overloaded"] for one in grow] == [
+        [f"BigBench Mixtral-8x7B {skew} whole_layer" for skew in ("measured", "paper")]
+    ]
+    assert len(rows) == 2 * len(placement_latency.POLICIES)
+    ratios = {row["policy"]: row["ratio_to_paper"] for row in rows}
+    assert ratios["prism"] == pytest.approx(1.2) and ratios["uniform"] == pytest.approx(2.0)
+    assert np.isnan(ratios["whole_layer"])
+    assert [one["within_30_pct"] for one in notes if "within_30_pct" in one] == [4, 4]
+    orders = [(one["order"], one["same_order"]) for one in notes if "order" in one]
+    order = ["prism", "eplb_global", "smartmoe", "redundance", "uniform"]
+    assert orders == [(order, True)] * 2
+    assert [one["fastest"] for one in notes if "fastest" in one] == ["latency_dp"] * 2
+
+
+def test_the_fit_finds_the_cost_at_which_the_paper_comes_out(monkeypatch, tmp_path):
+    printed = PAPER["BigBench", "DeepSeek-V2-Lite"]
+
+    def seconds(policy, kwargs):
+        assert kwargs["split"] == "train"
+        return printed[policy][3] * 1e3 * kwargs["cluster_kwargs"]["message_cost_s"] / 1.3
+
+    rows, notes = run(monkeypatch, tmp_path, "fit", seconds)
+    assert notes[0]["h_ms"] == 1.3 and notes[0]["rms_log_ratio"] == pytest.approx(0.0, abs=1e-9)
+    error = {row["h_ms"]: row["rms_log_ratio"] for row in rows}
+    assert error[0.5] == pytest.approx(np.log(1.3 / 0.5))
+    assert error[1.75] == pytest.approx(np.log(1.75 / 1.3))
+
+
+def test_fig5_shows_how_a_layer_slows_down(monkeypatch, tmp_path):
+    def times(share, seed, messages, count):
+        slow = 10.0 if messages == "per_expert" else 4.0
+        return {
+            "prefill_ms": 2.0 * (1 + share),
+            "decode_ms": 1.0 + (slow - 1) * share**0.5,
+            "remote_calls": share,
+        }
+
+    monkeypatch.setattr(placement_latency, "layer_times", times)
+    rows, notes = run(monkeypatch, tmp_path, "fig5")
+    assert [row["remote_share"] for row in rows] == 2 * [n / 8 for n in range(9)]
+    assert {one["messages"]: one["ratio"] for one in notes[:2]} == {
+        "per_expert": {"prefill": 2.0, "decode": 10.0},
+        "per_server": {"prefill": 2.0, "decode": 4.0},
+    }
+    assert notes[2]["eighth_over_all"] == pytest.approx((1 + 9 * 0.125**0.5) / 10)
+
+
+@pytest.mark.parametrize("leader", ["prism", "uniform"])
+def test_fig6_counts_the_settings_where_prism_leads(monkeypatch, tmp_path, leader):
+    monkeypatch.setattr(placement_latency, "WORKLOADS", {"BigBench": ("paper_testbed", 3)})
+    monkeypatch.setattr(placement_latency, "MODELS", {"Mixtral-8x7B": "mixtral-8x7b"})
+
+    def drive(kwargs, policy, seed, slices, pooled_start):
+        assert pooled_start and slices == 5 and kwargs["epochs"] == 3
+        share = 80 if policy == leader else 95 if policy == "proxy_optimum" else 60
+        looks = []
+        for part in range(slices * kwargs["epochs"]):
+            local = share if part >= slices else 50  # all start alike
+            looks.append(
+                {
+                    "end_s": 60.0 * (part + 1),
+                    "all_local_tokens": local,
+                    "all_remote_tokens": 100 - local,
+                    "all_local_calls": 0,
+                    "all_remote_calls": 0,
+                    "adopted": 0.0,
+                }
+            )
+        return None, looks
+
+    monkeypatch.setattr(placement_latency, "drive", drive)
+    rows, notes = run(monkeypatch, tmp_path, "fig6")
+    assert len(rows) == 6 * 15 and {row["local_calls"] for row in rows} == {0.0}
+    shares, summary = notes
+    assert shares["local_tokens"][leader] == pytest.approx([0.5, 0.8])
+    assert shares["local_tokens"]["proxy_optimum"] == pytest.approx([0.5, 0.95])
+    assert (summary["prism_leads"], summary["settings"]) == (int(leader == "prism"), 1)

@@ -1,0 +1,52 @@
+"""llm-d's benchmark on two small pods: the table, and the order of its two ways of routing."""
+
+import pytest
+
+from servegym.experiments.evaluation.output import read_rows
+from servegym.experiments.papers.prefix import llm_d
+
+
+@pytest.fixture
+def small(monkeypatch):
+    stages = ((15.0, 6.0), (3.0, 6.0), (60.0, 4.0))
+    pauses = tuple(x for stage in stages for x in (stage, (0.0, llm_d.PAUSE_S)))
+    monkeypatch.setattr(llm_d, "LLM_D_STAGES", stages)
+    monkeypatch.setattr(llm_d, "STAGES", (*pauses, (0.5, 1.0)))
+    monkeypatch.setattr(llm_d, "PODS", 2)
+    monkeypatch.setattr(llm_d, "KV_TOKENS", 500_000)
+
+
+def test_four_ways_are_compared_with_the_report(small, tmp_path):
+    assert llm_d.main(["--episodes", "2", "--out", str(tmp_path), "--figure", "llm_d"]) == 0
+    rows = {(r["routing"], r["rate"]): r for r in read_rows(tmp_path / "llm_d.csv")}
+    assert set(rows) == {(way, rate) for way in (*llm_d.RULES, "pinned") for rate in (3.0, 60.0)}
+    precise, blind = rows["precise", 60.0], rows["random", 60.0]
+    assert precise["hit_percent"] > blind["hit_percent"]
+    assert precise["ttft_p90_s"] < blind["ttft_p90_s"]
+    assert blind["report_ttft_p90_s"] == 105.988
+    assert rows["pinned", 60.0]["report_ttft_p90_s"] == ""
+
+
+def test_a_stage_that_runs_into_the_next_one_is_an_error(small, monkeypatch, tmp_path):
+    monkeypatch.setattr(llm_d, "PAUSE_S", 0.5)
+    monkeypatch.setattr(llm_d, "STAGES", ((15.0, 6.0), (0.0, 0.5), (3.0, 6.0), (60.0, 4.0)))
+    with pytest.raises(ValueError, match="stage 0 has not drained"):
+        llm_d.main(["--episodes", "1", "--out", str(tmp_path), "--figure", "llm_d"])
+
+
+def test_memory_is_what_random_routing_lacks(small, monkeypatch, tmp_path):
+    monkeypatch.setattr(llm_d, "LLM_D_STAGES", ((15.0, 6.0), (20.0, 6.0)))
+    stages = ((15.0, 6.0), (0.0, llm_d.PAUSE_S), (20.0, 6.0), (0.0, llm_d.PAUSE_S), (0.5, 1.0))
+    monkeypatch.setattr(llm_d, "STAGES", stages)
+    monkeypatch.setattr(llm_d, "MEMORY", (1.0, 8.0))
+    assert llm_d.main(["--episodes", "2", "--out", str(tmp_path), "--figure", "memory"]) == 0
+    rows = {(r["routing"], r["memory"]): r for r in read_rows(tmp_path / "llm_d_memory.csv")}
+    assert len(rows) == 6
+    assert rows["random", 8.0]["ttft_p90_s"] < rows["random", 1.0]["ttft_p90_s"]
+    assert rows["nothing shared", 8.0]["hit_percent"] == 0
+
+
+def test_every_stage_has_its_published_row():
+    for ttft, speed in llm_d.PUBLISHED.values():
+        assert len(ttft) == len(speed) == len(llm_d.RATES) == 16
+    assert llm_d.PUBLISHED["random"][0][llm_d.RATES.index(20.0)] == 70.273

@@ -1,0 +1,409 @@
+"""The figure scripts at smoke size: files, numbers that can be checked."""
+
+import csv
+import json
+from dataclasses import asdict
+
+import numpy as np
+import pytest
+
+pytest.importorskip("matplotlib")
+torch = pytest.importorskip("torch")
+pytest.importorskip("tyro")
+pytest.importorskip("safetensors")
+pytest.importorskip("rich")
+
+from servegym.agents import baseline_rl, sac_han  # noqa: E402
+from servegym.agents.lib.checkpoint import write_checkpoint  # noqa: E402
+from servegym.baselines.llm_routing.system import RoutingSystem  # noqa: E402
+from servegym.experiments.evaluation.stats import paired_difference  # noqa: E402
+from servegym.experiments.evaluation.tables import read_record  # noqa: E402
+from servegym.experiments.papers import run as figure_run  # noqa: E402
+from servegym.experiments.papers.routing import common as routing_common  # noqa: E402
+from servegym.experiments.papers.routing import episodes as routing_episodes  # noqa: E402
+from servegym.experiments.papers.routing import learning as routing_learning  # noqa: E402
+from servegym.experiments.papers.routing import load_sweeps as routing_sweeps  # noqa: E402
+from servegym.experiments.papers.routing import workload as routing_workload  # noqa: E402
+from servegym.experiments.papers.routing.claims import (  # noqa: E402
+    AT_N,
+    OVER_L,
+    RETRAINED,
+    Change,
+    claim,
+    claims,
+)
+from servegym.experiments.papers.routing.common import find_runs, summarise_parts  # noqa: E402
+from servegym.experiments.studies.routing import comparison as routing_comparison  # noqa: E402
+
+HET = "edge-6-heterogeneous"
+
+
+def rows_of(path):
+    with open(path, newline="") as stream:
+        return list(csv.DictReader(stream))
+
+
+def checkpoint(run, agent, *given, seed=1):
+    """An untrained checkpoint as a training leaves one, in a folder with its arguments."""
+    torch.manual_seed(seed)
+    args = agent.Args(set=("rate=8", *given), seed=seed)
+    net = agent.Agent(6 if agent is baseline_rl else RoutingSystem.from_kwargs())
+    run.mkdir(parents=True)
+    meta = {"agent": agent.__name__.rpartition(".")[2], "args": json.dumps(asdict(args))}
+    write_checkpoint(net, meta, run / "last.safetensors")
+    (run / "arguments.json").write_text(json.dumps(asdict(args)))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    for seed in (1, 2):
+        checkpoint(folder / "graph" / f"sac_han_seed_{seed}", sac_han, seed=seed)
+    checkpoint(folder / "graph" / "sac_han_shuffled_1", sac_han)
+    checkpoint(folder / "rows" / "baseline_rl_seed_1", baseline_rl)
+    blind = ('score_predictor="zero"', 'length_predictor="zero"')
+    checkpoint(folder / "blind" / "sac_han_seed_1", sac_han, *blind)
+    return folder
+
+
+def test_finds_trainings_without_controls(trained):
+    found = find_runs(trained)
+    assert sorted((run.label, run.seed) for run in found) == [
+        ("baseline_rl", 1),
+        ("sac_han", 1),
+        ("sac_han", 2),
+        (f"sac_han{RETRAINED}", 1),
+    ]
+    serve = {run.label: run.any_experts for run in found}
+    assert serve == {"baseline_rl": False, "sac_han": True, f"sac_han{RETRAINED}": True}
+    shipped = routing_common.shipped_runs(("rpi", "ppo_sets"))
+    assert {run.label for run in shipped} == {"rpi (shipped)", "ppo_sets (shipped)"}
+    with pytest.raises(ValueError, match="routers"):
+        routing_common.shipped_runs(("rip",))
+    with pytest.raises(ValueError, match="checkpoints"):
+        find_runs(trained / "nowhere")
+
+
+def test_intervals_are_over_trainings_where_there_are_several():
+    def part(values):
+        return [
+            {"avg_qos": v, **{key: v for key, _ in routing_common.COLUMNS.values()}} for v in values
+        ]
+
+    one = summarise_parts([part([0.2, 0.4, 0.6, 0.8])])
+    assert one["interval_over"] == "episodes" and one["qos"] == pytest.approx(0.5)
+    assert one["latency_ms_per_token"] == pytest.approx(500)
+    two = summarise_parts([part([0.5, 0.5]), part([0.2, 0.2])])
+    assert two["interval_over"] == "trainings and episodes"
+    # Of two trainings with 0.5 and 0.2: Student's t of one degree of freedom is 12.706.
+    half = 12.706 * 0.15
+    ends = (two["qos_low"], two["qos_high"])
+    assert two["qos"] == pytest.approx(0.35)
+    assert ends == pytest.approx((0.35 - half, 0.35 + half), abs=1e-3)
+
+
+def test_no_ratio_to_an_undertrained_baseline():
+    def row(policy, qos):
+        return {"policy": policy, "qos": qos, "latency_ms_per_token": 10 / qos}
+
+    rows = [row("shortest_queue", 0.4), row("sac_han", 0.6), row("baseline_rl", 0.5)]
+    for paper, verdict in (
+        (Change(15, -5), "agrees"),
+        (Change(30, -5, True), "same direction"),
+        (Change(-3, 0), "disagrees"),
+        ("better", "open"),
+    ):
+        found = claim(rows, "sac_han", "baseline_rl", paper)
+        assert (found["method"], found["reference"]) == ("sac_han", "baseline_rl")
+        assert found["qos_pct"] == pytest.approx(20) and found["verdict"] == verdict
+        assert found["latency_pct"] == pytest.approx(-100 / 6) and found["collapsed"] == []
+    rows[0]["qos"], rows[1]["ceiling"] = 0.55, 0.75
+    found = claim(rows, "sac_han", "baseline_rl", Change(15, -5))
+    assert found["verdict"] == "open" and "qos_pct" not in found
+    found = claim(rows[:2], "sac_han", "baseline_rl", Change(15, -5))
+    assert found["verdict"] == "open" and "qos_pct" not in found
+    rows[1]["qos"] = 0.45  # a loss against a reference that learnt little is one all the same
+    found = claim(rows, "sac_han", "baseline_rl", Change(15, -5))
+    assert found["qos_pct"] == pytest.approx(-10) and found["verdict"] == "disagrees"
+
+
+def test_the_strongest_baseline_has_its_line(capsys):
+    qos = {
+        "shortest_queue": 0.55,
+        "bert_router": 0.3,
+        "priced_greedy": 0.7,
+        "baseline_rl": 0.5,
+        "sac_han": 0.66,
+    }
+    rows = [
+        {
+            "policy": name,
+            "qos": value,
+            "latency_ms_per_token": 20,
+            "trainings": 0,
+            "ceiling": 0.7,
+            "point": "a",
+            "profiles": HET,
+        }
+        for name, value in qos.items()
+    ]
+    weak, best = claims(rows, Change(18, -4, True))
+    assert (weak["point"], weak["reference"], weak["verdict"]) == ("a", "baseline_rl", "open")
+    assert (best["reference"], best["verdict"]) == ("shortest_queue", "agrees")
+    assert best["qos_pct"] == pytest.approx(20)
+    rows[3]["qos"] = 0.6
+    (only,) = claims(rows, Change(18, -4, True))
+    assert only["reference"] == "baseline_rl" and only["qos_pct"] == pytest.approx(10)
+
+
+def test_differences_to_the_heuristics_are_paired(tmp_path):
+    options = routing_common.Options()
+    options.requests, options.episodes = 60, 3
+    names = ("shortest_queue", "greedy_qos", "priced_greedy")
+    found = routing_common.measure(options, {"rate": 8.0}, {"point": "a"}, (), names)
+    by = {row["policy"]: row for row in found}
+    for reference in ("greedy_qos", "priced_greedy"):
+        assert by[reference][f"over_{reference}"] == by[reference][f"over_{reference}_high"] == 0
+    played = {
+        name: routing_common.play([name], 3, {"rate": 8.0, "episode_requests": 60})
+        for name in names
+    }
+    qos = {name: np.array([row["avg_qos"] for row in part]) for name, part in played.items()}
+    gain = paired_difference(qos["shortest_queue"], qos["greedy_qos"])
+    row = by["shortest_queue"]
+    assert [row[f"over_greedy_qos{end}"] for end in ("", "_low", "_high")] == pytest.approx(
+        list(gain), abs=1e-6
+    )
+
+
+def test_a_collapsed_training_is_reported():
+    def part(shares):
+        row = {"avg_qos": 0.5, **{key: 0.5 for key, _ in routing_common.COLUMNS.values()}}
+        return [row | {f"share_{k}": share for k, share in enumerate(shares)}]
+
+    even, one = [0.2] * 4, [0.02, 0.0, 0.48, 0.0]
+    row = summarise_parts([part(even), part(one)])
+    assert row["top_share"] == pytest.approx(0.96)  # of what is sent; the worst training
+    assert row["share_entropy"] == pytest.approx(
+        -(0.04 * np.log(0.04) + 0.96 * np.log(0.96)) / np.log(4), abs=1e-6
+    )
+    row = summarise_parts([part(even)])
+    assert (row["top_share"], row["share_entropy"]) == (0.25, 1.0)
+
+
+def test_workload_figures(tmp_path, monkeypatch):
+    monkeypatch.delenv("SERVEGYM_DATA", raising=False)
+    assert routing_workload.main(["--quick", "--out", str(tmp_path), "--routers", "rpi"]) == 0
+    rows = rows_of(tmp_path / "fig4_distributions.csv")
+    share = {}
+    for row in rows:
+        key = row["model"], row["quantity"]
+        share[key] = share.get(key, 0) + float(row["share"])
+    assert len(share) == 12 and all(v == pytest.approx(1, abs=1e-4) for v in share.values())
+    for stem in ("fig4_distributions", "fig5_interference", "fig8_trace"):
+        assert (tmp_path / f"{stem}.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+        record = read_record(tmp_path / f"{stem}.csv")
+        assert record["command"].startswith(f"python -m {routing_workload.MODULE} --quick")
+        assert record["quick"] and {"sources", "trained_routers"} == set(record["settings"])
+    assert {row["series"] for row in rows_of(tmp_path / "fig8_trace.csv")} == {
+        "burstgpt",
+        "poisson",
+    }
+
+
+def test_others_slow_the_first_request_down():
+    profile = "rtx4090-llama-3.1-8b"
+    alone, beside = (
+        routing_workload.first_request_latency(profile, rate, 24, 2.0) for rate in (0.0, 6.0)
+    )
+    at = 15  # after 1.55 s
+    assert alone["share"][at] > 0.5
+    assert beside["latency_s_per_token"][at] > 1.02 * alone["latency_s_per_token"][at]
+    # Alone: a token takes the time of a decode of one sequence; the prompt is paid off early on.
+    assert 0.014 < alone["latency_s_per_token"][at] < 0.019
+    assert alone["latency_s_per_token"][1] > alone["latency_s_per_token"][at]
+
+
+def test_a_malformed_trace_is_refused(tmp_path):
+    path = tmp_path / "hours.csv"
+    path.write_text("hour_start_s,requests\n0,many\n")
+    with pytest.raises(ValueError, match="hours.csv"):
+        routing_workload._hourly(path)
+
+
+@pytest.mark.slow
+def test_sweep_with_trained_routers(tmp_path, trained, monkeypatch):
+    monkeypatch.setattr(routing_sweeps, "RATES", (5.0, 8.0))
+    argv = ["--quick", "--out", str(tmp_path), "--checkpoints", str(trained)]
+    assert routing_sweeps.main([*argv, "--figure", "fig12", "--profiles", HET]) == 0
+    rows = rows_of(tmp_path / "fig12_rate.csv")
+    assert len(rows) == 2 * (len(routing_common.BASELINES) + 2)
+    assert {r["policy"]: r["trainings"] for r in rows}["sac_han"] == "2"
+    # The same episodes for every policy: one ceiling at a rate.
+    assert all(len({r["ceiling"] for r in rows if r["rate"] == v}) == 1 for v in ("5.0", "8.0"))
+    record = read_record(tmp_path / "fig12_rate.csv")
+    assert record["settings"]["trained_routers"]["sac_han"] == [1, 2]
+
+
+def test_number_of_experts(tmp_path, trained):
+    argv = ["--quick", "--out", str(tmp_path), "--checkpoints", str(trained), "--episodes", "1"]
+    assert routing_sweeps.main([*argv, "--figure", "fig11", "--profiles", HET]) == 0
+    rows = rows_of(tmp_path / "fig11_experts.csv")
+    assert {row["experts"] for row in rows} == {"3", "12"}
+    for count in ("3", "12"):
+        served = {row["policy"] for row in rows if row["experts"] == count}
+        assert "sac_han" in served and "baseline_rl" not in served  # made for six experts
+
+
+@pytest.mark.slow
+def test_a_router_joins_a_kept_table(tmp_path, trained, monkeypatch):
+    monkeypatch.setattr(routing_sweeps, "POINTS", {HET: (8.0,)})
+    argv = ["--quick", "--out", str(tmp_path), "--profiles", HET, "--figure", "fig7"]
+    kept = [*argv, "--routers", "rpi", "--keep"]
+    with pytest.raises(ValueError, match=r"keep: at .*results/routing/fig7.*--episodes \(20\)"):
+        routing_sweeps.main(kept)  # the package's own table: its episodes are longer
+    monkeypatch.setattr(figure_run, "RESULTS", tmp_path / "nothing")
+    with pytest.raises(ValueError, match=r"keep: there is no .*fig7_poisson.csv"):
+        routing_sweeps.main(kept)
+    assert routing_sweeps.main([*argv, "--checkpoints", str(trained)]) == 0
+    table = tmp_path / "fig7_poisson.csv"
+    alone = rows_of(table)
+    assert routing_sweeps.main(kept) == 0
+    both = rows_of(table)
+    assert both[:-1] == alone and both[-1]["policy"] == "rpi (shipped)"
+    record = read_record(table)
+    assert record["settings"]["trained_routers"] == {"rpi (shipped)": [1]}
+    (merged,) = record["merged"]
+    assert merged["settings"]["trained_routers"]["sac_han"] == [1, 2]
+    assert str(trained) in merged["command"]
+    assert routing_sweeps.main(kept) == 0
+    assert rows_of(table) == both
+    with pytest.raises(ValueError, match=r"keep: at .* has another qos in .*--episodes \(2\)"):
+        routing_sweeps.main([*kept, "--episodes", "1"])
+    assert rows_of(table) == both
+
+
+@pytest.mark.slow
+def test_long_runs_of_other_policies_stay(tmp_path):
+    argv = ["--quick", "--out", str(tmp_path), "--profiles", HET, "--figure", "fig14"]
+    assert routing_episodes.main([*argv, "--routers", "rpi"]) == 0
+    first = rows_of(tmp_path / "fig14_15_long_run.csv")
+    assert routing_episodes.main([*argv, "--routers", "ppo_sets", "--keep"]) == 0
+    rows = rows_of(tmp_path / "fig14_15_long_run.csv")
+    windows = len([row for row in rows if row["policy"] == "rpi (shipped)"])
+    assert rows[: len(first)] == first and windows > 1
+    assert [row["policy"] for row in rows[len(first) :]] == ["ppo_sets (shipped)"] * windows
+
+
+def test_unusual_trainings_are_measured_where_they_belong(tmp_path, monkeypatch):
+    def run(label, experts=6):
+        name, env = label.partition(" (")[0], {"profiles": HET}
+        return routing_common.TrainedRun(label, tmp_path, name, False, env, 1, experts, True)
+
+    options, asked = routing_common.Options(), {}
+    options.quick, options.fleets, options.episodes = False, ("paper-linear", HET), 1
+    names = ("sac_han", f"sac_han{OVER_L}", f"sac_han{RETRAINED}")
+    options.trained = [*map(run, names), run(f"sac_han{AT_N}", 3), run(f"sac_han{AT_N}", 12)]
+
+    def measure(options, kwargs, point, trained):
+        asked[point["point"]] = [(run.label, run.experts) for run in trained]
+        return []
+
+    for name in ("measure", "print_rows", "save"):
+        monkeypatch.setattr(routing_sweeps, name, measure if name == "measure" else print)
+    routing_sweeps.fig11(options)
+    assert asked[f"{HET}, N=3"] == [("sac_han", 6), (f"sac_han{AT_N}", 3)]
+    assert asked[f"{HET}, N=6"] == [("sac_han", 6)] and asked["paper-linear, N=3"] == []
+    routing_sweeps.fig13(options)
+    assert asked[f"{HET}, 8/s, L=20 ms"] == [("sac_han", 6), (f"sac_han{OVER_L}", 6)]
+
+
+@pytest.mark.slow
+def test_end_to_end_parts_add_up_and_the_long_run_agrees_with_the_evaluator(tmp_path):
+    argv = ["--quick", "--out", str(tmp_path), "--profiles", HET, "--routers", "rpi"]
+    assert routing_episodes.main(argv) == 0
+    for row in rows_of(tmp_path / "fig10_end_to_end.csv"):
+        parts = sum(float(row[part]) for part in routing_episodes.PARTS)
+        assert parts == pytest.approx(float(row["e2e_s"]), rel=1e-3)
+    kwargs = {"profiles": HET, "rate": 8.0, "episode_requests": 200}
+    found = routing_episodes.long_run("greedy_qos", kwargs, 2, window_s=5.0)
+    weight = found["requests"]
+    from servegym.experiments.evaluation.evaluate import evaluate
+
+    wanted = evaluate("servegym/LLMRouting-v1", ["greedy_qos"], 2, env_kwargs=kwargs)
+    got = np.nansum(found["qos"] * weight) / weight.sum()
+    assert got == pytest.approx(np.mean([row["avg_qos"] for row in wanted]), rel=1e-6)
+    memory = np.nansum(found["memory_use"] * weight) / weight.sum()
+    assert memory == pytest.approx(np.mean([row["memory_use"] for row in wanted]), rel=0.05)
+
+
+@pytest.mark.slow
+def test_learning_figures(tmp_path, trained, monkeypatch):
+    monkeypatch.setattr("servegym.agents.lib.checkpoint.SHIPPED", tmp_path / "nothing")
+    argv = ["--quick", "--out", str(tmp_path), "--profiles", HET, "--checkpoints", str(trained)]
+    assert routing_learning.main([*argv, "--episodes", "1"]) == 0
+    predictors = rows_of(tmp_path / "fig18_predictors.csv")
+    assert len({row["predictors"] for row in predictors}) == 7
+    for name in ("shortest_queue", "baseline_rl"):  # neither reads a prediction
+        own = [row["qos"] for row in predictors if row["policy"] == name]
+        assert len(own) == 7 and len(set(own)) == 1
+    so = [row["predictors"] for row in predictors if row["policy"] == f"sac_han{RETRAINED}"]
+    assert so == ["PS+PL", "ZS+ZL"]
+    assert "sac_han" not in {row["policy"] for row in predictors}
+    table = {row["component"]: row for row in rows_of(tmp_path / "table2_router.csv")}
+    assert 10_000 < int(table["HAN"]["parameters"]) < 60_000
+    one = table["one decision"]
+    assert 0 < float(one["p50_ms"]) <= float(one["p99_ms"])
+
+
+@pytest.mark.parametrize("argv", [["--episodes", "0"], ["--profiles", "edge-6"]])
+def test_bad_arguments(argv, tmp_path):
+    with pytest.raises(ValueError, match=argv[0][2:]):
+        own = ["--quick", "--out", str(tmp_path), "--figure", "fig7", "--routers", "rpi"]
+        routing_sweeps.main([*own, *argv])
+
+
+@pytest.mark.slow
+def test_effects_of_the_four_cells():
+    hard = np.random.default_rng(0).uniform(0.3, 0.8, 6)
+    worth = dict(zip(routing_comparison.CELLS, (1.32, 1.1, 1.0, 1.0), strict=True))
+    cells = {cell: [factor * hard * luck for luck in (1.0, 0.9)] for cell, factor in worth.items()}
+    rows = {(row["factor"], row["level"]): row for row in routing_comparison.effects_of(cells)}
+
+    def change(*key):
+        return rows[key]["change_pct"]
+
+    assert change("state", "completed_qos") == pytest.approx(10.0, abs=1e-3)
+    assert change("state", "qos_aware") == pytest.approx(32.0, abs=1e-3)
+    assert change("reward", "graph") == pytest.approx(20.0, abs=1e-3)
+    assert change("reward", "rows") == 0
+    (interaction,) = (row for row in rows.values() if row["factor"] == "interaction")
+    assert interaction["change_pct"] == pytest.approx(20.0, abs=1e-3)
+    assert change("both", "SAC-HAN over Baseline RL") == pytest.approx(32.0, abs=1e-3)
+    claimed = [key for key, row in rows.items() if row["claimed"]]
+    assert claimed == [("state", "completed_qos"), ("reward", "graph")]
+    assert all(row["change_pct_low"] < row["change_pct"] for row in rows.values())
+    assert not any(row["undertrained"] for row in rows.values())
+    poor = routing_comparison.effects_of(cells, 1.05 * 0.95 * hard.mean())  # above both on the rows
+    low = {(row["factor"], row["level"]) for row in poor if row["undertrained"]}
+    assert ("state", "completed_qos") in low and ("reward", "graph") not in low
+
+
+@pytest.mark.slow
+def test_comparison_of_small_trainings(tmp_path, capsys):
+    runs = tmp_path / "runs"
+    argv = ["--quick", "--out", str(tmp_path), "--runs", str(runs), "--episodes", "2"]
+    for (state, reward), name in routing_comparison.CELLS.items():
+        agent = sac_han if state == "graph" else baseline_rl
+        for seed in (1, 2):
+            given = f"reward={reward}"
+            checkpoint(runs / name / f"{state}_seed_{seed}", agent, given, seed=seed)
+    checkpoint(runs / "learning_sac_han" / "sac_han_shuffled_1", sac_han)
+    assert routing_comparison.main(argv) == 0
+    rows = rows_of(tmp_path / "comparison.csv")
+    assert {row["factor"] for row in rows} == {"state", "reward", "interaction", "both"}
+    assert {row["trainings"] for row in rows} == {"2"}
+    told = " ".join(one["text"] for one in read_record(tmp_path / "comparison.csv")["notes"])
+    assert "graph with qos_aware (2 trainings): QoS" in told and "shortest_queue" in told
+    assert routing_comparison.main([*argv[:4], str(tmp_path)]) == 0
+    assert "no trainings of learning_sac_han, learning_baseline" in capsys.readouterr().out

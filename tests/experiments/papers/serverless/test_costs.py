@@ -1,0 +1,237 @@
+"""Cost figures and the table of policies of the serverless family: known answers, smoke runs."""
+
+import csv
+import dataclasses
+
+import numpy as np
+import pytest
+
+pytest.importorskip("matplotlib")
+
+
+from servegym.baselines.registry import list_policies  # noqa: E402
+from servegym.envs.serverless_moe.config import build_system  # noqa: E402
+from servegym.envs.serverless_moe.rivals import deployment_cost  # noqa: E402
+from servegym.envs.workloads.activations import make_toy_activations  # noqa: E402
+from servegym.experiments.evaluation.tables import read_record  # noqa: E402
+from servegym.experiments.papers.serverless import costs as serverless_costs
+from servegym.experiments.papers.serverless import methods as serverless_methods
+from servegym.experiments.papers.serverless.common import (  # noqa: E402
+    BILLS,
+    TREM_S,
+    recorded_request,
+)
+from servegym.experiments.papers.serverless.methods import Setting, measure, rows_of  # noqa: E402
+from servegym.experiments.studies.serverless import policies as serverless_policies
+
+TOY = Setting("toy", n_in=20, n_out=12)
+
+
+@pytest.fixture
+def toy(monkeypatch):
+    activations = make_toy_activations(prompts=40)
+    monkeypatch.setattr(serverless_methods, "load_activations", lambda name: activations)
+    monkeypatch.setattr(serverless_costs, "MODELS", ("toy",))
+    monkeypatch.setattr(serverless_costs, "SYNTHETIC", "toy")
+    return activations
+
+
+def rows_in(path):
+    with path.open(newline="") as stream:
+        return list(csv.DictReader(stream))
+
+
+def test_measures_the_held_out_prompts_of_the_recording(toy):
+    found = measure(TOY, 3)
+    held = toy.rows("eval")
+    system = build_system(toy.model)
+    for name in ("mix", "cpu"):
+        costs = [
+            deployment_cost(name, system, recorded_request(toy, p, 20, 12, TREM_S)).cost_usd
+            for p in (held[0], held[(len(held) - 1) // 2], held[-1])
+        ]
+        assert found[name]["cost"] == pytest.approx(costs)
+
+
+def test_no_feasible_plan_is_cheaper_than_the_optimum(toy):
+    for bill in ("none", "aws_lambda"):
+        found = measure(Setting("toy", bill=bill, n_in=20, n_out=12), 6)
+        for reading in serverless_methods.READINGS:
+            feasible = found[reading]["infeasible"] + found[reading]["late"] == 0
+            assert feasible.any()
+            best = found["optimum"]["cost"] * (1 - 1e-6)
+            assert (best <= found[reading]["cost"])[feasible].all()
+        assert (found["optimum"]["cost"] <= found["mix"]["cost"] * (1 + 1e-6)).all()
+
+
+def test_a_bill_has_its_fees_rounding_and_prices(toy):
+    found = {bill: measure(Setting("toy", bill=bill, n_in=20, n_out=12), 2) for bill in BILLS}
+    prompt = toy.rows("eval")[0]
+    request = recorded_request(toy, prompt, 20, 12, TREM_S)
+    for bill, (usd, cpu, ratio) in {
+        "none": (0.0, 1.6276e-8, 3.0),
+        "aws_lambda": (2e-7, 1.6276e-8, 3.0),
+        "alibaba_fc": (1.5e-7, 2.24609e-8, 1.83),
+    }.items():
+        system = build_system(toy.model, price_cpu_usd_mb_s=cpu, price_ratio=ratio)
+        bare = deployment_cost("mix", system, request)
+        mix = {key: value[0] for key, value in found[bill]["mix"].items()}
+        seconds = bare.prefill_s + bare.decode_s
+        longer = seconds if bill == "none" else np.ceil(1e3 * seconds) / 1e3
+        assert mix["cost"] == pytest.approx(bare.cost_usd * longer / seconds + usd)
+        assert mix["invocations"] == 1 and mix["fees"] == pytest.approx(usd / mix["cost"])
+        rounding = bare.cost_usd * (longer / seconds - 1)
+        assert mix["rounding"] == pytest.approx(rounding / mix["cost"], abs=1e-9)
+    assert found["aws_lambda"]["per_expert"]["invocations"].min() > 12
+
+
+def test_fetch_breaks_even_at_the_time_that_is_told(toy):
+    found = measure(TOY, 1)
+    system = build_system(toy.model)
+    for name in ("mix", "remoe_cost"):
+        seconds = 1e-3 * found[name]["fetch_even_ms"][0]
+        card = dataclasses.replace(system, gpu_experts_base_s=seconds)
+        request = recorded_request(toy, toy.rows("eval")[0], 20, 12, TREM_S)
+        cost = deployment_cost("fetch", card, request).cost_usd
+        assert cost == pytest.approx(found[name]["cost"][0])
+    own = 1e3 * system.gpu_experts_base_s
+    assert found["fetch"]["fetch_even_ms"][0] == pytest.approx(own)
+
+
+def test_one_invocation_a_layer_costs_no_more_than_one_a_call(toy):
+    calls = measure(TOY, 4)["optimum"]["cost"]
+    layers = measure(Setting("toy", invocation="per_layer", n_in=20, n_out=12), 4)
+    assert (layers["optimum"]["cost"] <= calls * (1 + 1e-6)).all()
+
+
+def test_a_limit_that_no_plan_meets_is_told(toy):
+    found = measure(Setting("toy", n_in=20, n_out=12, tpot_limit_s=1e-6), 2)
+    assert found["mix"]["late_tpot"].tolist() == [1.0, 1.0]
+    assert np.isnan(found["optimum"]["cost"]).all() and found["optimum"]["late"].all()
+    assert not found["mix"]["late_ttft"].any() and not found["mix"]["infeasible"].any()
+
+
+def test_rows_are_means_of_ratios():
+    numbers = dict.fromkeys(("ttft_s", "late"), np.zeros(2))
+    found = {
+        "mix": {"cost": np.array([1.0, 4.0]), **numbers},
+        "optimum": {"cost": np.array([0.5, 1.0]), **numbers},
+    }
+    mix, best = rows_of(TOY, found)
+    assert (mix["over_mix"], mix["over_optimum"], mix["usd_per_1000"]) == (1.0, 3.0, 2500.0)
+    assert (best["over_mix"], best["over_mix_low"], best["over_mix_high"]) == (0.375, 0.25, 0.5)
+
+
+def test_predictions_are_made_from_other_prompts(toy):
+    held, shares = toy.rows("eval"), toy.frequencies()
+    predicted = serverless_methods.predictions(toy)
+    assert predicted.sum(axis=2) == pytest.approx(1.0)
+    assert (abs(predicted[held] - shares[held]).max(axis=(1, 2)) > 1e-3).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "module, stem",
+    [
+        (serverless_costs, "fig09_cost"),
+        pytest.param(serverless_costs, "fig10_ratio", marks=pytest.mark.slow),
+    ],
+)
+def test_each_figure_by_its_command(module, stem, toy, tmp_path, capsys, monkeypatch):
+    name = {"fig09_cost": "fig9", "fig10_ratio": "fig10"}.get(stem, stem.removeprefix("cost_"))
+    assert module.main(["--quick", "--figure", name, "--out", str(tmp_path)]) == 0
+    assert {path.name for path in tmp_path.iterdir()} == {
+        f"{stem}.{e}" for e in ("csv", "png", "json")
+    }
+    rows = rows_in(tmp_path / f"{stem}.csv")
+    assert {row["method"] for row in rows} == set(serverless_methods.COLOURS)
+    for row in rows:
+        if row["method"] == "mix":
+            assert float(row["over_mix"]) == 1.0
+        assert float(row["over_mix_low"]) <= float(row["over_mix"]) <= float(row["over_mix_high"])
+    if name == "fig9":  # the same figure from the table
+        before = (tmp_path / f"{stem}.csv").read_text()
+        (tmp_path / f"{stem}.png").unlink()
+        assert module.main(["--quick", "--figure", name, "--out", str(tmp_path), "--draw"]) == 0
+        assert (tmp_path / f"{stem}.csv").read_text() == before
+        assert (tmp_path / f"{stem}.png").exists()
+        # A run that was cut off goes on: what is in the table is not measured again.
+        table, points = tmp_path / f"{stem}.csv", []
+        lines = before.splitlines(keepends=True)
+        left_out = f",{serverless_costs.GPUS[-1]},"
+        table.write_text("".join(line for line in lines if left_out not in line))
+        again = serverless_methods.measure
+        monkeypatch.setattr(
+            serverless_methods,
+            "measure",
+            lambda setting, *a, **k: points.append(setting.gpu) or again(setting, *a, **k),
+        )
+        assert module.main(["--quick", "--figure", name, "--out", str(tmp_path), "--resume"]) == 0
+        assert points and set(points) == {serverless_costs.GPUS[-1]} and table.read_text() == before
+    record = read_record(tmp_path / f"{stem}.csv")
+    assert record["quick"] and record["notes"] and f"--figure {name}" in record["command"]
+
+
+@pytest.mark.slow
+def test_policy_table(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(serverless_policies, "MODELS", ("toy",))
+    command = ["--episodes", "2", "--requests", "6", "--out", str(tmp_path)]
+    command += ["--figure", "policies"]
+    assert serverless_policies.main([*command, "--slow-episodes", "1"]) == 0
+    rows = rows_in(tmp_path / "policies.csv")
+    by = {(row["preset"], row["policy"]): row for row in rows}
+    assert len(by) == 2 * len(list_policies("serverless_moe"))
+    for preset in serverless_policies.PRESETS:
+        mix, best = by[preset, "mix"], by[preset, "lookahead"]
+        assert (mix["episodes"], best["episodes"]) == ("2", "1")
+        assert float(mix["minus_mix"]) == 0.0
+        assert float(best["bound"]) >= float(best["mean_reward"]) - 1e-9
+        assert np.isnan(float(mix["bound"]))
+    assert float(by["seed", "mix"]["cold_rate"]) == 1.0
+    assert float(by["seed", "mix"]["cold_cost_share"]) == 0.0
+    assert float(by["dynamic", "mix"]["cold_cost_share"]) > 0.0
+    for row in rows:  # the reward is minus what was paid and the penalties
+        paid = -float(row["mean_reward"]) - float(row["penalty"])
+        assert paid > 0.0
+    # Deployments are in the table, but they decide nothing: a sentence of their own.
+    notes = read_record(tmp_path / "policies.csv")["notes"]
+    for one in (one for one in notes if "ranking" in one):
+        assert "greedy_warm" in one["ranking"] and "cpu" not in one["ranking"]
+        assert "cpu" in one["deployments"]
+    assert sum("ranking" in one for one in notes) == len(serverless_policies.PRESETS)
+    before = (tmp_path / "policies_episodes.csv").read_text()
+    again = serverless_policies.measure
+    monkeypatch.setattr(serverless_policies, "measure", None)  # nothing is left to measure
+    assert serverless_policies.main([*command, "--slow-episodes", "1", "--resume"]) == 0
+    assert (tmp_path / "policies_episodes.csv").read_text() == before
+    anew = []
+    monkeypatch.setattr(
+        serverless_policies, "measure", lambda *at: anew.append(at[:4]) or again(*at)
+    )
+    command += ["--slow-episodes", "1", "--resume", "--models", "toy"]
+    assert serverless_policies.main([*command, "--again", "mix"]) == 0
+    assert anew == [("mix", "toy", preset, 0) for preset in serverless_policies.PRESETS]
+    assert (tmp_path / "policies_episodes.csv").read_text() == before
+    with pytest.raises(ValueError, match="again"):
+        serverless_policies.main([*command, "--again", "mixx"])
+    with pytest.raises(ValueError, match="requests is 0"):
+        serverless_policies.main(["--requests", "0", "--out", str(tmp_path)])
+
+
+@pytest.mark.slow
+def test_the_optimum_keeps_a_limit_that_the_solver_passes_by_its_tolerance():
+    setting = Setting("gpt-oss-20b", ttft_limit_s=8.0, tpot_limit_s=0.06)
+    found = measure(setting, 6)["optimum"]
+    assert (found["tpot_ms"] <= 60.0).all() and not found["late"].any()
+
+
+@pytest.mark.slow
+def test_policies_with_every_gpu(tmp_path):
+    command = ["--figure", "gpus", "--episodes", "2", "--requests", "8", "--out", str(tmp_path)]
+    assert serverless_policies.main(command) == 0
+    rows = {(r["gpu"], r["policy"]): r for r in rows_in(tmp_path / "policies_gpus.csv")}
+    assert len(rows) == 5 * len(serverless_policies.CARD_POLICIES)
+    reward = {key: float(row["mean_reward"]) for key, row in rows.items()}
+    assert reward["h100", "fetch"] > reward["l40s", "fetch"] > reward["eager", "fetch"]
+    assert float(rows["h100", "fetch"]["minus_fetch"]) == 0.0
+    assert {row["gpu_kind"] for row in rows.values()} == {"chosen", "derived"}

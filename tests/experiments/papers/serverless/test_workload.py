@@ -1,0 +1,351 @@
+"""Serverless figures on routing, laws and starts: numbers against independent formulas, files."""
+
+import csv
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy.stats import spearmanr
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("rich")
+
+from servegym.baselines.serverless_moe.loads import Load  # noqa: E402
+from servegym.baselines.serverless_moe.system import SPREADS, ServerlessSystem  # noqa: E402
+from servegym.envs.serverless_moe import equations as eq  # noqa: E402
+from servegym.envs.serverless_moe.config import build_system  # noqa: E402
+from servegym.envs.workloads.activations import load_activations  # noqa: E402
+from servegym.envs.workloads.errors import MalformedFileError  # noqa: E402
+from servegym.experiments.evaluation.tables import read_record  # noqa: E402
+from servegym.experiments.papers.run import list_figures  # noqa: E402
+from servegym.experiments.papers.serverless import cold_start as serverless_coldstart
+from servegym.experiments.papers.serverless import fits as serverless_fits
+from servegym.experiments.papers.serverless import overhead as serverless_overhead
+from servegym.experiments.papers.serverless import settings as serverless_settings
+from servegym.experiments.papers.serverless import similarity as serverless_similarity
+from servegym.experiments.papers.serverless import spreads as serverless_spreads
+from servegym.experiments.papers.serverless import workload as serverless_workload
+from servegym.experiments.papers.serverless.common import (  # noqa: E402
+    recorded_request,
+    verdict,
+    with_interval,
+)
+from servegym.hardware_profiles.serverless import SERVING, ThetaLaw, load_constants  # noqa: E402
+
+DEEPSEEK = "deepseek-v2-lite"
+
+
+def rows_of(path):
+    with open(path, newline="") as stream:
+        return list(csv.DictReader(stream))
+
+
+def made(main, tmp_path, stems, *argv):
+    """Run a script at smoke size; the rows of its tables, after a look at the other files."""
+    assert main(["--quick", "--out", str(tmp_path), *argv]) == 0
+    for stem in stems:
+        if not stem.startswith("table"):
+            assert (tmp_path / f"{stem}.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+        record = read_record(tmp_path / f"{stem}.csv")
+        assert record["command"].startswith("python -m servegym.experiments.papers.serverless.")
+        assert record["quick"] and record["notes"]
+    return [rows_of(tmp_path / f"{stem}.csv") for stem in stems]
+
+
+def test_every_script_is_listed():
+    names = {figure.name for figure in list_figures("serverless")}
+    assert {"similarity", "workload", "fits", "cold_start", "overhead", "settings"} <= names
+    assert "common" not in names
+
+
+def test_recorded_request_counts_tokens_one_by_one():
+    book = load_activations(DEEPSEEK)
+    prompt, n_in, n_out = 3, 200, 150
+    request = recorded_request(book, prompt, n_in, n_out, 2e-4)
+    bank = book.bank[book.bank_start[prompt] : book.bank_start[prompt + 1]]
+    assert n_in > len(bank)  # so that it begins anew
+    counts = np.zeros_like(request.prefill_counts)
+    for i in range(n_in):
+        for layer, mask in enumerate(bank[i % len(bank)].tolist()):
+            for k in range(64):
+                counts[layer, k] += mask >> k & 1
+    assert (request.prefill_counts == counts).all()
+    assert (request.decode_sets[0] == bank[n_in % len(bank)]).all()
+    assert request.n_out == n_out and (request.trem_s == 2e-4).all()
+
+
+def test_interval_and_verdict():
+    found = with_interval("x", np.array([1.0, 3.0]))
+    assert (found["x"], found["x_low"], found["x_high"]) == (2.0, 1.0, 3.0)
+    found = verdict("a is b", True, "c")
+    assert (found["claim"], found["verdict"]) == ("a is b", "agrees")
+    assert verdict("a is b", False, "c")["verdict"] == "disagrees"
+
+
+# -------------------------------------------------------------------------------------- Fig. 3
+
+
+def test_rank_correlation_is_scipys():
+    rng = np.random.default_rng(0)
+    first = np.round(rng.random((4, 30)), 1)  # with ties
+    second = rng.random((4, 30)) - first
+    found = serverless_similarity.rank_correlation(first, second)
+    want = [spearmanr(a, b).statistic for a, b in zip(first, second, strict=True)]
+    assert found == pytest.approx(want, abs=1e-12) and (found < -0.1).all()
+
+
+def test_halves_of_many_alike_tokens_diverge_less_than_prompts():
+    book = load_activations("gpt-oss-20b")
+    queries = book.rows("eval")[:8]
+    halves = serverless_similarity.half_divergences(book, queries)
+    pairs = serverless_similarity.pair_divergences(book, queries)
+    assert (halves > 0).all() and (halves < pairs.mean(axis=1)).all()
+    assert pairs.shape == (8, len(book.rows("train")))
+
+
+def test_fig3(tmp_path):
+    (rows,) = made(serverless_similarity.main, tmp_path, ["fig03_similarity"], "--episodes", "6")
+    tenths = [r for r in rows if r["embedding"] == "token" and r["group"].startswith("tenth")]
+    near = [float(r["similarity"]) for r in tenths]
+    assert len(near) == 10 and near == sorted(near)
+    # The tenths hold all training prompts once: their mean is that of all pairs.
+    book = load_activations("gpt-oss-20b")
+    far = serverless_similarity.pair_divergences(book, book.rows("eval")[:6])
+    parts = [len(x) for x in np.array_split(np.arange(far.shape[1]), 10)]
+    values = [float(r["value"]) for r in tenths]
+    assert np.average(values, weights=parts) == pytest.approx(far.mean(), rel=1e-9)
+
+
+# --------------------------------------------------------------------------------- Fig. 4 and 5
+
+
+def test_expert_times_at_the_ends():
+    book, system = load_activations(DEEPSEEK), build_system(DEEPSEEK)
+    request = recorded_request(book, 5, 40, 30, 3e-4)
+    shape = system.moe_layers, system.num_experts
+    one = float(system.expert_cpu_s(5 * 1024.0, 1))
+    wire = 2 * system.token_mb / system.bandwidth_mb_s
+    swap = 2 * system.swap_s(system.top_k)
+    _, none, slower = serverless_workload.expert_times(system, request, np.zeros(shape, bool), 5)
+    assert none == pytest.approx(system.moe_layers * (6 * one + swap), rel=1e-9) and slower == 0
+    prefill, every, slower = serverless_workload.expert_times(
+        system, request, np.ones(shape, bool), 5
+    )
+    assert every == pytest.approx(system.moe_layers * (6 * (one + wire + 3e-4) + swap), rel=1e-9)
+    assert slower == 1
+    longhand = 0.0
+    for layer in range(system.moe_layers):
+        n = request.prefill_counts[layer]
+        calls = sum(float(system.expert_cpu_s(5 * 1024.0, int(k))) + int(k) * wire for k in n if k)
+        longhand += calls + 3e-4 + 2 * system.swap_s(40)
+    assert prefill == pytest.approx(longhand, rel=1e-9)
+
+
+def test_line_r2():
+    assert serverless_workload.line_r2([0, 1, 2], [3, 5, 7]) == pytest.approx(1)
+    assert serverless_workload.line_r2([0, 1, 2], [1, 0, 1]) == pytest.approx(0, abs=1e-12)
+
+
+@pytest.mark.slow
+def test_fig4_and_fig5(tmp_path):
+    stems = ["fig04_expert_time", "fig05_prefill_decode"]
+    ratios, tokens = made(serverless_workload.main, tmp_path, stems)
+    assert {r["model"] for r in ratios} == {DEEPSEEK, "gpt-oss-20b"}
+    for row in ratios:
+        if float(row["b"]) in (0.0, 1.0):
+            assert float(row["remote_is_slower"]) == float(row["b"])
+    # Nothing is remote at b = 0: neither the order nor the overhead matters.
+    first = {
+        r["decode_ms_per_token"]
+        for r in ratios
+        if (r["model"], r["b"], r["cores"]) == (DEEPSEEK, "0.0", "5")
+    }
+    assert len(first) == 1
+    mix = {
+        (r["prompt_tokens"], r["output_tokens"]): r
+        for r in tokens
+        if r["model"] == DEEPSEEK and r["gpu"] == "fused" and r["deployment"] == "MIX"
+    }
+    # Decoding of MIX is a constant time a token.
+    assert float(mix["128", "128"]["decode_s"]) == pytest.approx(
+        128 / 16 * float(mix["16", "16"]["decode_s"]), rel=0.01
+    )
+    assert ("115", "200") in mix
+
+
+# -------------------------------------------------------------------------------------- Fig. 6
+
+
+def test_fit_finds_the_law_that_made_the_points():
+    law = ThetaLaw(6.86e-3, 2.4363, 0.2e-3)
+    gb = np.linspace(1, 5, 9)
+    points = [law.seconds(y) for y in gb]
+    for found in (
+        serverless_fits.fit_theta(gb, points),
+        serverless_fits.fit_theta(gb, points, 2.4363),
+    ):
+        assert found.theta2_per_gb == pytest.approx(2.4363, rel=1e-4)
+        assert found.theta1_s == pytest.approx(6.86e-3, rel=1e-3)
+        assert found.theta3_s == pytest.approx(0.2e-3, rel=1e-3)
+    held = serverless_fits.fit_theta(gb, points, 1.0)
+    assert held.theta2_per_gb == 1.0
+    assert max(abs(held.seconds(y) / p - 1) for y, p in zip(gb, points, strict=True)) > 0.05
+
+
+def test_derived_times():
+    # A quarter of a processor takes four times as long; the scaling law is 1 at one thread.
+    at = serverless_fits.derived_seconds(1e-3, [0.25, 0.5, 1.0, 16.0])
+    assert at[:3] == pytest.approx([4e-3, 2e-3, 1e-3], rel=5e-3) and 0.3e-3 < at[3] < 0.6e-3
+
+
+def test_a_model_with_a_theta2_of_its_own_has_a_law_that_goes_with_it():
+    name = "gpt2-moe"
+    gb = np.array(serverless_fits.POINTS[name])
+    points = serverless_fits.derived_seconds(load_constants().expert(name).one_token_s, gb)
+    found = serverless_fits.fit_theta(gb, points, SERVING.theta2_per_gb(name))
+    own = SERVING.expert_own_s[name]
+    assert own == pytest.approx((found.theta1_s, found.theta3_s), rel=2e-3)
+    system = build_system(name)
+    assert (system.expert_theta1_s, system.expert_theta3_s) == own
+    assert system.provenance["expert_theta1_s"].startswith("derived: least relative squares")
+    served = system.expert_cpu_s(1024.0 * gb, 1)
+    assert abs(served / points - 1).max() == pytest.approx(0.52, abs=0.005)
+    # The others' are one law, in proportion to the weights.
+    small, large = (build_system(x) for x in ("deepseek-v2-lite", "gpt-oss-20b"))
+    ratio = 2880**2 * 3 / (2048 * 1408 * 3)
+    assert large.expert_theta1_s == pytest.approx(ratio * small.expert_theta1_s, rel=0.005)
+    assert large.provenance["expert_theta1_s"] == small.provenance["expert_theta1_s"]
+
+
+def test_published_points(tmp_path):
+    path = tmp_path / "points.csv"
+    path.write_text("threads,experts_per_call,us_p50\n1,1,100\n4,1,50\n4,1,40\n4,2,9\n32,1,1\n")
+    n, t = serverless_fits.published_points(path)
+    assert n.tolist() == [1, 4] and t.tolist() == [1, 0.4]
+    path.write_text("threads,experts_per_call,us_p50\n2,1,100\n")
+    with pytest.raises(MalformedFileError, match="points.csv"):
+        serverless_fits.published_points(path)
+
+
+def test_slow_local_experts_make_remote_ones_worth_more():
+    system = build_system(DEEPSEEK)
+    law = ThetaLaw(system.expert_theta1_s, system.expert_theta2_per_gb, system.expert_theta3_s)
+    same = serverless_fits.saving(system, DEEPSEEK, law, 2)["cost_over_mix"]
+    slow = serverless_fits.saving(system, DEEPSEEK, replace(law, theta3_s=4e-3), 2)["cost_over_mix"]
+    assert slow < same - 0.05
+
+
+@pytest.mark.slow
+def test_fig6(tmp_path, monkeypatch):
+    monkeypatch.delenv("SERVEGYM_DATA", raising=False)
+    (rows,) = made(serverless_fits.main, tmp_path, ["fig06_fits"])
+    found = {(r["model"], r["part"], r["series"], r["x"]): float(r["value"]) for r in rows}
+    system = build_system(DEEPSEEK)
+    assert found[DEEPSEEK, "memory in GB", "environment", "2.0"] == pytest.approx(
+        1e3 * float(system.expert_cpu_s(2048.0, 1)), rel=1e-9
+    )
+    assert found["gpt2-moe", "law", "environment", "theta2_per_gb"] == 11.8665
+    one, many = (
+        found[DEEPSEEK, "tokens on one vCPU", "measured, float32", n] for n in ("1", "256")
+    )
+    assert 0 < one < many
+
+
+# ------------------------------------------------------------------------------- Fig. 11, Table I
+
+
+@pytest.mark.parametrize("b", [0.0, 0.5, 1.0])
+def test_starts_by_hand(b):
+    system = build_system(DEEPSEEK)
+    count = int(64 * b)
+    remote = np.zeros((26, 64), bool)
+    remote[:, :count] = True
+    replicas = np.full(26, 3)
+    own = serverless_coldstart.starts(system, remote, replicas, False)
+    fixed = float(system.non_expert_mb.sum())
+    main = 1.0 + (fixed + 26 * (64 - count) * 16.5) / system.load_mb_s
+    assert own[0] == pytest.approx(main, rel=1e-9)
+    assert own[1] == pytest.approx(1.0 + count * 16.5 / system.load_mb_s if count else 0.0)
+    shared = serverless_coldstart.starts(system, remote, replicas, True)
+    total = fixed + 26 * (64 - count) * 16.5 + 3 * 26 * count * 16.5
+    assert shared[0] == pytest.approx(1.0 + total / system.load_mb_s, rel=1e-9)
+
+
+def test_ratio_plan_keeps_the_ratio():
+    book, system = load_activations(DEEPSEEK), build_system(DEEPSEEK)
+    load = Load.predicted(system, book.frequencies()[0], 115, 200, 3e-4)
+    for b in (0.0, 0.5, 1.0):
+        plan = serverless_coldstart.ratio_plan(system, load, b)
+        assert (plan.remote.sum(axis=1) == 64 * b).all()
+
+
+@pytest.mark.slow
+def test_fig11(tmp_path):
+    stems = ["fig11_cold_start", "fig11_bill"]
+    starts, bill = made(serverless_coldstart.main, tmp_path, stems)
+    default = {
+        r["method"]: r
+        for r in starts
+        if (r["model"], r["setting"], r["link"]) == (DEEPSEEK, "default", "own")
+    }
+    assert float(default["mix"]["over_mix"]) == float(default["b = 0"]["over_mix"]) == 1
+    assert 0.5 < float(default["b = 0.5"]["over_mix"]) < 0.6
+    for row in starts:
+        both = max(float(row["main_s"]), float(row["remote_s"]))
+        assert float(row["cold_s"]) >= both - 1e-9  # a mean of maxima
+    for row in bill:
+        if float(row["b"]) == 0:
+            assert float(row["cost_over_mix"]) == pytest.approx(1, rel=0.01)
+        assert (float(row["share_of_starts"]) > 0) == (row["starts_billed"] == "True")
+
+
+@pytest.mark.slow
+def test_calculate(tmp_path):
+    (rows,) = made(serverless_overhead.main, tmp_path, ["fig11_calculate"])
+    ms = {(r["model"], r["step"]): float(r["ms"]) for r in rows}
+    assert 0 < ms[DEEPSEEK, "MMP"] < ms[DEEPSEEK, "decide (remoe_cost)"] < 5_000
+    system = build_system(DEEPSEEK)
+    assert ms[DEEPSEEK, "container start"] == 1e3 * system.container_start_main_s
+    assert ("gpt-oss-20b", "predict (sps)") in ms and (DEEPSEEK, "predict (category)") in ms
+
+
+def test_table1(tmp_path):
+    (rows,) = made(serverless_settings.main, tmp_path, ["table1_settings"])
+    by = {(r["group"], r["parameter"]): r for r in rows}
+    assert by["model", "routed experts of a layer"]["gpt-oss-20b"] == "32"
+    assert by["model", "one routed expert"][DEEPSEEK] == "16.5"
+    assert {r["kind"] for r in rows} <= {"measured", "derived", "published", "chosen"}
+    system = build_system(DEEPSEEK)
+    assert float(by["limits", "body of an invocation"][DEEPSEEK]) == system.payload_mb
+    # The paper has no GPT-OSS: its memory grids are said to be an assumption.
+    grid = by["memory", "main function: lowest, highest, step"]
+    assert grid["kind"] == "published" and "gpt-oss-20b chosen" in grid["source"]
+
+
+def test_a_constant_without_an_origin_is_refused(monkeypatch):
+    entry = serverless_settings.ENTRIES[0]._replace(origin="guessed: who knows")
+    monkeypatch.setattr(serverless_settings, "ENTRIES", (entry,))
+    with pytest.raises(ValueError, match="origin is 'guessed"):
+        serverless_settings.settings()
+
+
+def test_requests_of_a_prompt_go_on_where_the_prompt_ends():
+    book = load_activations("gpt-oss-20b")
+    request = recorded_request(book, 0, 10, 5, np.full(24, 1e-4))
+    first = book.bank[book.bank_start[0] :][:15]
+    assert (request.decode_sets == first[10:]).all()
+    assert (eq.set_bits(first[:10], 32).sum(axis=0) == request.prefill_counts).all()
+
+
+def test_spreads_are_those_of_the_committed_table(tmp_path, monkeypatch):
+    monkeypatch.setattr(serverless_spreads, "MODELS", ("toy",))
+    assert serverless_spreads.main(["--quick", "--episodes", "2", "--out", str(tmp_path)]) == 0
+    rows = rows_of(tmp_path / "spreads.csv")
+    assert [float(r["gain"]) for r in rows][-1] == 0.0  # the default pair against itself
+    assert {(r["load_spread"], r["time_spread"]) for r in rows} >= {("0.12", "0.05")}
+    committed = Path(serverless_spreads.__file__).parents[2] / "results" / "serverless"
+    for one in read_record(committed / "spreads.csv")["notes"]:
+        taken = SPREADS.get(one["model"], SPREADS["default"])
+        assert list(taken) == one["spreads"]
+        assert ServerlessSystem.from_kwargs(model=one["model"]).load_spread == taken[0]
