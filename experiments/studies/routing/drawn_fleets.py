@@ -7,9 +7,10 @@
 searches the heuristics' parameters for every setting of ``held_out_fleets.toml`` on validation
 prompts (`servegym.experiments.evaluation.tuning`; what is in ``--tuned`` already is not searched
 again), drops the heuristics that are far from the best there, and plays the others, as tuned, and
-the shipped ``fleet_search`` on the same episodes of the evaluation split. The best heuristic of a setting is
-the one that is best in these very episodes, which favours the heuristics. ``--validation`` measures
-the fleets of the router's own validation, on which it was chosen, in their place.
+the shipped ``fleet_search`` on the same episodes of the evaluation split. The best heuristic of a
+setting is the one that is best in these very episodes, which favours the heuristics.
+``--validation`` measures the fleets of the router's own validation, on which it was chosen, in
+their place.
 """
 
 from __future__ import annotations
