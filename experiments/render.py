@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from servegym.baselines.registry import describe_system
 from servegym.envs.families import family_of
-from servegym.experiments.evaluation.evaluate import (
-    DEFAULT_SEED,
-    learner,
-    make_envs,
-    play_envs,
-    policy_seed,
-    resolve,
-)
 from servegym.experiments.evaluation.output import write_text
+from servegym.experiments.evaluation.play import DEFAULT_SEED, open_envs, play, problem_of
 from servegym.experiments.evaluation.reporting import report_of
+from servegym.experiments.evaluation.resolve import resolve
 
 __all__ = ["render_episode"]
 
@@ -54,31 +48,19 @@ def render_episode(
     family = family_of(env_id)
     report = report_of(family)
     kwargs = {"split": "eval", **env_kwargs}
-    mode = "ansi" if out is None else "rgb_array"
-    envs = make_envs(family.env_id, 1, kwargs)
-    system = describe_system(envs.unwrapped.problem, family=family.name)
-    entered = resolve(policy or report.example_policy, system, family.name)
-    envs.close()
-    chosen = entered.policy
-    envs = play_envs(family, entered, 1, kwargs, mode)
+    chosen = policy or report.example_policy
+    entered = resolve(chosen, problem_of(family.env_id, kwargs), family)
+    envs = open_envs(family, entered, 1, kwargs, "ansi" if out is None else "rgb_array")
     frames: list[Any] = []
     try:
-        first = DEFAULT_SEED if seed is None else seed
-        observation, info = envs.reset(seed=[first])
-        chosen.reset(1, seed=policy_seed(entered, first, 0))
-        learn = learner(entered, envs)
-        for step in range(steps):
-            actions = chosen.act(observation, info.get("action_mask"))
-            observation, reward, ended, _, info = envs.step(actions)
-            learn(reward)
+        episode = play(envs, entered, DEFAULT_SEED if seed is None else seed)
+        for number, step in enumerate(islice(episode, steps), 1):
             if out is None:
-                choice = report.describe_action(actions)
-                echo(f"decision {step + 1}: {choice}, reward {float(reward[0]):.3f}")
+                choice = report.describe_action(step.actions)
+                echo(f"decision {number}: {choice}, reward {float(step.reward[0]):.3f}")
                 echo(str(envs.render()[0]).rstrip("\n") + "\n")
-            elif out.suffix.lower() == ".gif" or ended[0] or step + 1 == steps:
+            elif out.suffix.lower() == ".gif" or step.ended[0] or number == steps:
                 frames.append(envs.render()[0])
-            if ended[0]:
-                break
     finally:
         envs.close()
     if out is not None:

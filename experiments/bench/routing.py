@@ -142,8 +142,8 @@ def bench_decisions(fleets: int, decisions: int) -> list[dict[str, Any]]:
     import gymnasium
     import numpy as np
 
-    from servegym.baselines.llm_routing.system import RoutingSystem
-    from servegym.experiments.evaluation.evaluate import resolve
+    from servegym.envs.families import family_of
+    from servegym.experiments.evaluation.resolve import resolve
 
     warm = decisions // 3
     envs = gymnasium.make_vec(
@@ -165,7 +165,7 @@ def bench_decisions(fleets: int, decisions: int) -> list[dict[str, Any]]:
     for name in ("fleet_search", "expected_qos", "priced_greedy"):
         found, held = [], []
         for seed in range(fleets):
-            policy = resolve(name, RoutingSystem.from_env(envs)).policy
+            policy = resolve(name, envs.unwrapped.problem, family_of(ENV_ID)).policy
             obs, info = envs.reset(seed=seed)
             spent = np.empty(warm + decisions)
             for k in range(len(spent)):

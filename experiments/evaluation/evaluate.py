@@ -7,238 +7,42 @@ reject rates: a router can buy any latency by refusing requests.
 
 from __future__ import annotations
 
-import copy
-import difflib
-import importlib
 import json
 import math
 import os
-import re
 import secrets
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple, TextIO, cast
+from typing import Any, NamedTuple, TextIO
 
-import gymnasium
 import numpy as np
 from numpy.typing import NDArray
 
-import servegym  # noqa: F401  registers the ids
-from servegym.agents.lib.checkpoint import shipped, shipped_for
-from servegym.baselines.policy_file import PolicyError, policy_from_file
-from servegym.baselines.protocol import CallablePolicy, Policy, WrappedPolicy
-from servegym.baselines.registry import describe_system, list_policies, make_policy
-from servegym.envs.families import FAMILIES, Family, family_named, family_of
+from servegym.baselines.protocol import Policy
+from servegym.envs.families import Family, family_of
 from servegym.experiments.evaluation.executor import Executor, run_serially
 from servegym.experiments.evaluation.guest import TIME_LIMIT_S, GuestPolicy
 from servegym.experiments.evaluation.output import print_table
+from servegym.experiments.evaluation.play import DEFAULT_SEED, open_envs, play, problem_of
 from servegym.experiments.evaluation.reporting import report_of
+from servegym.experiments.evaluation.resolve import OWN, Resolved, resolve
 from servegym.experiments.evaluation.stats import Interval, iqm, stratified_bootstrap
 
 __all__ = [
+    "DEFAULT_SEED",
     "Progress",
     "evaluate",
     "fresh_seed",
-    "make_envs",
     "print_summary",
-    "resolve",
     "summarise",
 ]
-
-DEFAULT_SEED = 100_000
-"""Far from the seeds 0, 1, ... that training runs use."""
-
-OWN, GUEST, GUEST_IN_PROCESS = "servegym", "guest", "guest in process"
-"""Where a policy's code comes from and runs, ``source`` of its rows."""
-
-RESERVED = ("autoreset_mode", "copy", "max_episode_steps", "num_envs", "render_mode")
 
 Progress = Callable[[str, int, int], None]
 """Called as ``progress(policy, finished episodes, episodes)``."""
 
 
-class Resolved(NamedTuple):
-    """A policy and what was checked of it; what it says of itself later counts no more.
-
-    Attributes:
-        name: The name its rows carry.
-        policy: The policy.
-        source: `OWN` (the package's code), `GUEST` (in a process of its own) or
-            `GUEST_IN_PROCESS`.
-        clairvoyant: Whether it says so, takes the environment or is rewarded for what has not
-            ended.
-        env_view: The observation it reads.
-        env_kwargs: Arguments of the environment that it sets; all change the interface alone.
-        needs_env: Whether it takes the environment.
-        needs_outcomes: Whether it is told which requests have ended.
-    """
-
-    name: str
-    policy: Policy
-    source: str
-    clairvoyant: bool
-    env_view: str
-    env_kwargs: dict[str, Any]
-    needs_env: bool
-    needs_outcomes: bool = False
-
-
 def fresh_seed() -> int:
     """A seed that nobody knew before, below 2**62."""
     return secrets.randbits(62)
-
-
-def make_envs(
-    env_id: str, num_envs: int, env_kwargs: Mapping[str, Any], render_mode: str | None = None
-) -> Any:
-    """The native vector environment of an id; episodes that have ended wait to be reset."""
-    for key in env_kwargs:
-        if key in RESERVED:
-            raise ValueError(f"{key!r} cannot be set: whole episodes are evaluated")
-    return gymnasium.make_vec(
-        env_id,
-        num_envs=num_envs,
-        vectorization_mode=gymnasium.VectorizeMode.VECTOR_ENTRY_POINT,
-        autoreset_mode=gymnasium.vector.AutoresetMode.DISABLED,
-        render_mode=render_mode,
-        **env_kwargs,
-    )
-
-
-def resolve(
-    policy: str | os.PathLike[str] | Policy,
-    system: Any,
-    family: str = "llm_routing",
-    *,
-    in_process: bool = False,
-    time_limit_s: float = TIME_LIMIT_S,
-) -> Resolved:
-    """Turn a policy's or shipped checkpoint's name, a path or a policy object into a policy.
-
-    Policies whose code is not the package's are guests: they get a process of their own, and may
-    set no argument of the environment that changes the world.
-
-    Args:
-        policy: What `evaluate` takes.
-        system: Description of the system, for policies made by name.
-        family: The environment family.
-        in_process: Run guests in this process.
-        time_limit_s: Seconds that a guest may take for one answer.
-
-    Raises:
-        ValueError: If the name is unknown and no such file exists, or the policy asks for what it
-            may not.
-    """
-    limit = None if in_process else time_limit_s
-    if not isinstance(policy, str | os.PathLike):
-        return _checked(policy.name, policy, family, system, limit)
-    name = os.fspath(policy)
-    names = [info.name for info in list_policies(family)]
-    if name in names:
-        made = make_policy(name, system, family=family)
-        return _checked(name, made, family, system, limit, known=True)
-    trained = shipped(family)
-    file = shipped_for(family, name, system) or Path(name)
-    if file.exists():
-        if file.suffix == ".py":
-            if in_process:
-                loaded = policy_from_file(file, system)
-            else:
-                loaded = GuestPolicy(file, system, time_limit_s)
-            return _checked(loaded.name, loaded, family, system, limit)
-        from servegym.agents import load_policy
-
-        loaded = load_policy(file, system)
-        label = name if name in trained else loaded.name
-        if label in trained and file.resolve() not in trained.values():
-            label = f"{label} ({name})"
-        return _checked(label, loaded, family, system, limit)
-    for other in FAMILIES:
-        if other.name != family and name in [info.name for info in list_policies(other.name)]:
-            raise ValueError(
-                f"policy is {name!r}, which is a policy for {other.name}, not for {family}; "
-                "see `servegym list`"
-            )
-    names += trained
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    hint = f" (did you mean {near[0]!r}?)" if near else ""
-    raise ValueError(
-        f"policy is {name!r}, which is neither the path of a checkpoint or .py file nor one of "
-        f"{', '.join(names)}{hint}"
-    )
-
-
-def _is_own(policy: Policy) -> bool:
-    """Whether a policy, and what it wraps, is the package's code."""
-    code = policy._fn if type(policy) is CallablePolicy else type(policy)
-    module = getattr(code, "__module__", None) or ""
-    if module == "__main__":  # a module of the package that runs as a program
-        module = getattr(getattr(sys.modules[module], "__spec__", None), "name", "")
-    if module.partition(".")[0] != "servegym":
-        return False
-    return not isinstance(policy, WrappedPolicy) or _is_own(policy.policy)
-
-
-def _checked(
-    name: str,
-    policy: Policy,
-    family_name: str,
-    system: Any,
-    time_limit_s: float | None,
-    known: bool = False,
-) -> Resolved:
-    """The policy with what may be believed of it, a guest in a process of its own.
-
-    Raises:
-        ValueError: If it asks for an argument that changes the world, or takes another's name.
-    """
-    family = family_named(family_name)
-    report, source = report_of(family), OWN
-    if isinstance(policy, GuestPolicy) or not _is_own(policy):
-        if time_limit_s is not None and not isinstance(policy, GuestPolicy):
-            policy = GuestPolicy(policy, system, time_limit_s)
-        source = GUEST if isinstance(policy, GuestPolicy) else GUEST_IN_PROCESS
-        name = name if known else _guest_name(policy.name, family_name)
-    asked, needs_env = copy.deepcopy(dict(policy.env_kwargs)), bool(policy.needs_env)
-    allowed = report.interface + (report.serving if source == OWN else ())
-    for key, value in asked.items():
-        if key not in allowed:
-            raise ValueError(
-                f"policy {name!r} asks for {key}={value!r} in env_kwargs, which changes the world "
-                f"that it is measured in; allowed are {', '.join(allowed)}"
-            )
-    if needs_env and source == GUEST:
-        raise ValueError(
-            f"policy {name!r} has needs_env, but the environment is in another process; "
-            "in_process=True (--in-process) runs it in this one, marked as clairvoyant"
-        )
-    family.view_id(policy.env_view)
-    early = any(asked.get(key) == value for key, value in report.early.items())
-    clairvoyant = bool(policy.clairvoyant) or needs_env or early
-    ended = bool(getattr(policy, "needs_outcomes", False))
-    if ended and not family.outcomes:
-        raise ValueError(
-            f"policy {name!r} has needs_outcomes, but requests of {family.name} end within their "
-            "step: its reward tells all; allowed is False"
-        )
-    return Resolved(name, policy, source, clairvoyant, policy.env_view, asked, needs_env, ended)
-
-
-def _guest_name(name: Any, family: str) -> str:
-    """A guest's name, which rows and tables may carry.
-
-    Raises:
-        ValueError: If it is a policy's or checkpoint's of the package, or no plain name.
-    """
-    if not (isinstance(name, str) and re.fullmatch(r"\w[\w .+:=/-]{0,59}", name)):
-        raise ValueError(
-            f"a policy's name is {name!r:.100}; allowed are up to 60 letters, digits, blanks and "
-            "any of _.+:=/-"
-        )
-    if name in shipped(family) or name in [info.name for info in list_policies(family)]:
-        raise ValueError(f"a policy's name is {name!r}, which servegym has itself; take another")
-    return name
 
 
 def evaluate(
@@ -390,17 +194,14 @@ def make_plan(
     family = family_of(env_id)
     kwargs = {"split": "eval", **(env_kwargs or {})}
     # All names are looked up before the first episode: a typo must not cost the others' work.
-    envs = make_envs(family.env_id, 1, kwargs)
-    problem = envs.unwrapped.problem
-    envs.close()
+    problem = problem_of(family.env_id, kwargs)
     # Every row names its system and load, given or default.
     # What is drawn with each episode is no argument.
     known = problem.arguments
     reported = {key: known[key] for key in report_of(family).reported_arguments if key in known}
-    system = describe_system(problem, family=family.name)
     resolved = _distinct(
         [
-            resolve(policy, system, family.name, in_process=in_process, time_limit_s=time_limit_s)
+            resolve(policy, problem, family, in_process=in_process, time_limit_s=time_limit_s)
             for policy in policies
         ]
     )
@@ -418,57 +219,15 @@ def make_plan(
     return plan, resolved
 
 
-def play_envs(
-    family: Family,
-    entered: Resolved,
-    num_envs: int,
-    env_kwargs: Mapping[str, Any],
-    render_mode: str | None = None,
-) -> Any:
-    """The vector environment in the view of a policy, bound to it if it takes environments."""
-    kwargs = {**env_kwargs, **entered.env_kwargs}
-    envs = make_envs(family.view_id(entered.env_view), num_envs, kwargs, render_mode)
-    if entered.needs_env:
-        cast(Any, entered.policy).bind(envs)
-    return envs
-
-
-def learner(entered: Resolved, envs: Any) -> Callable[[NDArray[np.float64]], None]:
-    """What tells a policy the rewards of a step, and before them what has ended if it asks."""
-    policy: Any = entered.policy
-    if not entered.needs_outcomes:
-        return policy.feedback
-    family = family_of(envs.unwrapped.spec.id).name
-    reader = importlib.import_module(f"servegym.envs.{family}.outcomes").OutcomeReader(envs)
-
-    def learn(reward: NDArray[np.float64]) -> None:
-        policy.outcomes(reader.read())
-        policy.feedback(reward)
-
-    return learn
-
-
-def policy_seed(entered: Resolved, seed: int, start: int) -> int:
-    """The seed of a policy's own chance in a block of episodes.
-
-    Args:
-        entered: The policy.
-        seed: Seed of the block's first episode.
-        start: Number of that episode, all that a guest is told: with the seed it could draw the
-            episode itself and look at what is to come.
-    """
-    return seed if entered.source == OWN else start
-
-
 def evaluate_block(plan: Plan, entered: Resolved, start: int) -> Block:
     """Run a policy's block of episodes, the first of which is number ``start``."""
     report = report_of(plan.family)
     reward = plan.env_kwargs.get("reward")
     same_reward = entered.env_kwargs.get("reward", reward) == reward
-    envs = play_envs(plan.family, entered, plan.block_size, plan.env_kwargs)
+    envs = open_envs(plan.family, entered, plan.block_size, plan.env_kwargs)
     try:
         terms = () if entered.source == OWN or entered.clairvoyant else report.feedback_terms
-        results = _run_episodes(envs, entered, plan.seed + start, plan.block_size, start, terms)
+        results = _run_episodes(envs, entered, plan.seed + start, start, terms)
         # The last block runs to its end like the others; what is beyond the episodes is left out.
         results = results[: plan.episodes - start]
         rows = [
@@ -505,35 +264,14 @@ def _distinct(resolved: list[Resolved]) -> list[Resolved]:
 
 
 def _run_episodes(
-    envs: Any, entered: Resolved, seed: int, count: int, start: int, terms: Sequence[str]
+    envs: Any, entered: Resolved, seed: int, start: int, terms: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """One episode in every environment, row i with seed ``seed + i``: its KPIs, log and return.
-
-    Of the reward the policy is told these terms, or all of it where there are none.
-    """
-    policy = entered.policy
-    observation, info = envs.reset(seed=[seed + i for i in range(count)])
-    mask = info.get("action_mask")
-    # The policy starts afresh, so that what it learned on earlier episodes cannot leak into these
-    # and their grouping into blocks does not matter.
-    policy.reset(count, seed=policy_seed(entered, seed, start))
-    learn = learner(entered, envs)
-    returns = np.zeros(count)
-    ended = np.zeros(count, dtype=bool)
-    while not ended.any():
-        actions = policy.act(observation, mask)
-        try:
-            observation, reward, ended, _, info = envs.step(actions)
-        except ValueError as error:
-            raise PolicyError(f"policy {entered.name!r} acted wrongly: {error}") from error
-        returns += reward
-        if terms:
-            parts = info["reward_terms"]
-            reward = sum((parts[term] for term in terms if term in parts), np.zeros(count))
-        learn(reward)
-        mask = info.get("action_mask")
-    if not ended.all():
-        raise RuntimeError("episodes of one environment differ in length")
+    """KPIs, log and return of one episode in every environment, see `play`."""
+    returns = np.zeros(envs.num_envs)
+    info: dict[str, Any] = {}
+    for step in play(envs, entered, seed, start, terms):
+        returns += step.reward
+        info = step.info
     kpis, has_log = info["episode_kpis"], hasattr(envs.unwrapped, "request_log")
     return [
         {
@@ -541,7 +279,7 @@ def _run_episodes(
             "log": envs.unwrapped.request_log(row) if has_log else None,
             "return": float(returns[row]),
         }
-        for row in range(count)
+        for row in range(envs.num_envs)
     ]
 
 

@@ -26,22 +26,16 @@ from servegym._checks import choose
 from servegym._command_line import run_main
 from servegym.agents.lib.checkpoint import AGENTS, shipped
 from servegym.baselines.protocol import Policy
-from servegym.baselines.registry import describe_system, list_policies
+from servegym.baselines.registry import list_policies
 from servegym.envs.families import FAMILIES, Family
 from servegym.envs.workloads.errors import MalformedFileError
-from servegym.experiments.evaluation.evaluate import (
-    DEFAULT_SEED,
-    OWN,
-    evaluate,
-    fresh_seed,
-    make_envs,
-    resolve,
-    summarise,
-)
+from servegym.experiments.evaluation.evaluate import DEFAULT_SEED, evaluate, fresh_seed, summarise
 from servegym.experiments.evaluation.executor import Executor, run_serially
 from servegym.experiments.evaluation.guest import TIME_LIMIT_S, GuestPolicy
 from servegym.experiments.evaluation.output import print_table, read_rows
+from servegym.experiments.evaluation.play import problem_of
 from servegym.experiments.evaluation.reporting import report_of
+from servegym.experiments.evaluation.resolve import OWN, resolve
 from servegym.experiments.evaluation.tables import (
     Table,
     machine,
@@ -452,7 +446,7 @@ def _chosen_points(args: argparse.Namespace) -> list[Point]:
     for point in points:
         for policy in args.policy:
             if not (Path(policy).exists() or policy in policies_for(point)):
-                resolve(policy, None, point.family.name)  # raises, naming what is near
+                resolve(policy, None, point.family)  # raises, naming what is near
     return points
 
 
@@ -498,13 +492,10 @@ def _is_current(row: Mapping[str, Any], point: Point) -> bool:
 
 def _load_guest(point: Point, name: str, args: argparse.Namespace) -> Policy:
     """A guest's policy, made here since its file lies on this machine."""
-    envs = make_envs(point.family.env_id, 1, {"split": "eval", **point.env_kwargs})
-    system = describe_system(envs.unwrapped.problem, family=point.family.name)
-    envs.close()
     entered = resolve(
         name,
-        system,
-        point.family.name,
+        problem_of(point.family.env_id, {"split": "eval", **point.env_kwargs}),
+        point.family,
         in_process=args.in_process,
         time_limit_s=args.time_limit,
     )

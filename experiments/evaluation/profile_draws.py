@@ -15,8 +15,9 @@ from typing import Any, TextIO
 import numpy as np
 
 from servegym.envs.families import family_of
-from servegym.experiments.evaluation.evaluate import evaluate, make_envs
+from servegym.experiments.evaluation.evaluate import evaluate
 from servegym.experiments.evaluation.output import print_table
+from servegym.experiments.evaluation.play import problem_of
 from servegym.experiments.evaluation.reporting import report_of
 from servegym.hardware_profiles import Profile
 
@@ -92,9 +93,7 @@ def evaluate_draws(
         raise ValueError(f"profile_draws is for llm_routing, not for {family.name}")
     if env_kwargs and env_kwargs.get("step_factors") is not None:
         raise ValueError("profile_draws draws step_factors; leave them out of the arguments")
-    envs = make_envs(family.env_id, 1, {"split": "eval", **(env_kwargs or {})})
-    profiles = envs.unwrapped.problem.profiles
-    envs.close()
+    profiles = problem_of(family.env_id, {"split": "eval", **(env_kwargs or {})}).profiles
     rows = []
     for draw, factors in enumerate(draw_factors(profiles, draws, draw_seed)):
         found = evaluate(

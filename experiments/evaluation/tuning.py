@@ -27,9 +27,10 @@ from servegym._command_line import parse_settings, run_main
 from servegym.baselines.protocol import Policy
 from servegym.baselines.registry import describe_system, list_policies, make_policy
 from servegym.envs.workloads.errors import MalformedFileError
-from servegym.experiments.evaluation.evaluate import evaluate, make_envs
+from servegym.experiments.evaluation.evaluate import evaluate
 from servegym.experiments.evaluation.executor import Executor, run_serially
 from servegym.experiments.evaluation.output import check_writable, print_table, write_json
+from servegym.experiments.evaluation.play import problem_of
 from servegym.experiments.evaluation.stats import Interval, mean, paired_difference
 from servegym.experiments.evaluation.tables import provenance, read_record
 
@@ -248,9 +249,7 @@ def tune(
     budget = budget or Budget()
     choose("policy", policy, heuristics())
     kwargs = _validation(env_kwargs, budget)
-    envs = make_envs(ENV_ID, 1, kwargs)
-    system = describe_system(envs.unwrapped.problem)
-    envs.close()
+    system = describe_system(problem_of(ENV_ID, kwargs))
     fixed = dict(fixed or {})
     default = {**DEFAULTS.get(policy, {}), **fixed}
     axes = [axis for axis in SPACES.get(policy, ()) if getattr(axis, "name", "") not in fixed]

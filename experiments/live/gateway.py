@@ -23,6 +23,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from servegym.baselines.protocol import Policy
 from servegym.baselines.registry import describe_system
+from servegym.envs.families import family_named
 from servegym.envs.llm_routing import kernel
 from servegym.envs.llm_routing.config import Problem, build_problem
 from servegym.envs.llm_routing.kernel.layout import (
@@ -140,7 +141,7 @@ class GatewayRouter:
         budget_s: float | None = 0.01,
         latency_requirement_s: float | None = None,
     ) -> None:
-        from servegym.experiments.evaluation.evaluate import resolve
+        from servegym.experiments.evaluation.resolve import resolve
 
         if budget_s is not None and not budget_s > 0:
             raise ValueError(f"budget_s is {budget_s}; allowed are seconds above 0, or None")
@@ -150,7 +151,7 @@ class GatewayRouter:
         if self.problem.fleets is not None:
             raise ValueError("fleet is drawn anew in every episode; describe one fleet")
         self.system = describe_system(self.problem)
-        resolved = resolve(policy, self.system, in_process=True)
+        resolved = resolve(policy, self.problem, family_named("llm_routing"), in_process=True)
         if resolved.env_view != "graph" or resolved.needs_env:
             reads = "the environment" if resolved.needs_env else f"view {resolved.env_view!r}"
             raise ValueError(

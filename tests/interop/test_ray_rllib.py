@@ -17,7 +17,8 @@ import torch
 
 from servegym.experiments.cluster import rllib as ray_rllib
 from servegym.experiments.cluster import rllib_policy as ray_rllib_policy
-from servegym.experiments.evaluation.evaluate import DEFAULT_SEED, evaluate, make_envs
+from servegym.experiments.evaluation.evaluate import DEFAULT_SEED, evaluate
+from servegym.experiments.evaluation.play import make_envs
 
 from .settings import PLACEMENT
 

@@ -29,9 +29,12 @@ from servegym.baselines.prefix_routing.llm_d import LlmdScorers
 from servegym.baselines.prefix_routing.policy import RulePolicy
 from servegym.baselines.prefix_routing.simple import Random
 from servegym.baselines.prefix_routing.system import PrefixSystem
+from servegym.envs.families import family_named
 from servegym.envs.prefix_routing.replay import replay_prefix
 from servegym.envs.prefix_routing.vector_env import PrefixRoutingVectorEnv
 from servegym.envs.prefix_routing.workloads import LLM_D_STAGES, Tenants
+from servegym.experiments.evaluation.play import play
+from servegym.experiments.evaluation.resolve import resolve
 from servegym.experiments.evaluation.stats import student_interval
 from servegym.experiments.evaluation.tables import Note, note
 from servegym.experiments.papers.run import (
@@ -197,14 +200,8 @@ def _route(way: str, seeds: int) -> list[list[Stage]]:
         index=index,
     )
     policy = RulePolicy(PrefixSystem.from_env(envs), make, way)
-    policy.reset(seeds, 0)
-    observation, info = envs.reset(seed=0)
-    policy.episode_start(np.ones(seeds, dtype=np.bool_))
-    ended = False
-    while not ended:
-        actions = policy.act(observation, info["action_mask"])
-        observation, _, terminated, _, info = envs.step(actions)
-        ended = bool(terminated.all())
+    for _ in play(envs, resolve(policy, envs.problem, family_named("prefix_routing")), seed=0):
+        pass
     logs = [envs.request_log(row) for row in range(seeds)]
     envs.close()
     return [_stages(log, log["prompt_tokens"], log["output_tokens"]) for log in logs]

@@ -12,18 +12,11 @@ from typing import Any
 import numpy as np
 
 from servegym._command_line import run_main
-from servegym.baselines.llm_routing.system import RoutingSystem
 from servegym.envs.families import family_of
 from servegym.envs.llm_routing.core import OUTCOMES
-from servegym.experiments.evaluation.evaluate import (
-    DEFAULT_SEED,
-    learner,
-    make_envs,
-    play_envs,
-    policy_seed,
-    resolve,
-)
 from servegym.experiments.evaluation.output import print_table
+from servegym.experiments.evaluation.play import open_envs, play, problem_of
+from servegym.experiments.evaluation.resolve import resolve
 from servegym.experiments.evaluation.tables import note
 from servegym.experiments.papers.plotting import legend, pyplot, tidy
 from servegym.experiments.papers.routing.common import (
@@ -120,23 +113,12 @@ def long_run(
         request that arrived in it and ``memory_use``, the mean share of the experts' KV memory
         seen at these arrivals; NaN without arrivals. Means over the episodes' requests.
     """
-    kwargs = {"split": "eval", **env_kwargs}
-    probe = make_envs(ENV_ID, 1, kwargs)
-    entered = resolve(policy, RoutingSystem.from_env(probe))
-    probe.close()
+    kwargs, family = {"split": "eval", **env_kwargs}, family_of(ENV_ID)
+    entered = resolve(policy, problem_of(ENV_ID, kwargs), family)
     if entered.env_view != "graph":
         raise ValueError(f"policy is {entered.name!r}, which does not read the graph observation")
-    found, envs = entered.policy, play_envs(family_of(ENV_ID), entered, episodes, kwargs)
-    observation, info = envs.reset(seed=[DEFAULT_SEED + i for i in range(episodes)])
-    found.reset(episodes, seed=policy_seed(entered, DEFAULT_SEED, 0))
-    learn = learner(entered, envs)
-    memory = []
-    ended = np.zeros(episodes, dtype=bool)
-    while not ended.any():
-        memory.append(observation["experts"][:, :, 0].mean(1))
-        action = found.act(observation, info["action_mask"])
-        observation, reward, ended, _, info = envs.step(action)
-        learn(reward)
+    envs = open_envs(family, entered, episodes, kwargs)
+    memory = [step.observation["experts"][:, :, 0].mean(1) for step in play(envs, entered)]
     limit = float(envs.unwrapped.problem.latency_requirement_s[0])
     sums: dict[str, Any] = {}
     logs = [envs.unwrapped.request_log(row) for row in range(episodes)]

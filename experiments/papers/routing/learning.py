@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from servegym._command_line import run_main
-from servegym.experiments.evaluation.evaluate import DEFAULT_SEED, make_envs
 from servegym.experiments.evaluation.output import print_table
+from servegym.experiments.evaluation.play import DEFAULT_SEED, make_envs
 from servegym.experiments.evaluation.tables import note
 from servegym.experiments.papers.routing.claims import (
     METHOD,

@@ -17,8 +17,8 @@ from servegym._command_line import run_main
 from servegym._files import measured_data
 from servegym.envs.workloads import load_catalog, make_arrivals
 from servegym.envs.workloads.errors import MalformedFileError
-from servegym.experiments.evaluation.evaluate import DEFAULT_SEED, make_envs
 from servegym.experiments.evaluation.output import print_table
+from servegym.experiments.evaluation.play import DEFAULT_SEED, make_envs
 from servegym.experiments.evaluation.tables import Note, note
 from servegym.experiments.papers.plotting import legend, pyplot, tidy
 from servegym.experiments.papers.routing.common import (

@@ -74,14 +74,14 @@ class Step:
 
 def played(policy: str, problem: Problem, seed: int = 0) -> Iterator[Step]:
     """The decisions of a policy in an episode of the environment."""
-    from servegym.baselines.registry import describe_system
-    from servegym.experiments.evaluation.evaluate import resolve
+    from servegym.envs.families import family_named
+    from servegym.experiments.evaluation.resolve import resolve
 
     batch = RoutingBatch(problem, 1)
     batch.draw(0, np.random.default_rng(seed))
     every = np.ones(1, np.int8)
     batch.begin(every)
-    own = resolve(policy, describe_system(problem), in_process=True).policy
+    own = resolve(policy, problem, family_named("llm_routing"), in_process=True).policy
     own.reset(1, seed=0)
     in_system: set[str] = set()
     for k in range(problem.episode_requests):

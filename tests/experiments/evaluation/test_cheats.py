@@ -17,13 +17,15 @@ from servegym.baselines.policy_file import PolicyError
 from servegym.baselines.protocol import BasePolicy
 from servegym.baselines.registry import describe_system, from_callable
 from servegym.envs.expert_placement import parallel_env as placement_agents
-from servegym.envs.families import family_named
+from servegym.envs.families import family_named, family_of
 from servegym.envs.llm_routing import parallel_env as routing_agents
 from servegym.experiments.evaluation import leaderboard
-from servegym.experiments.evaluation.evaluate import DEFAULT_SEED, evaluate, make_envs, resolve
+from servegym.experiments.evaluation.evaluate import DEFAULT_SEED, evaluate
 from servegym.experiments.evaluation.guest import GuestPolicy
 from servegym.experiments.evaluation.leaderboard import Point
+from servegym.experiments.evaluation.play import problem_of
 from servegym.experiments.evaluation.reporting import expert_names, report_of
+from servegym.experiments.evaluation.resolve import resolve
 from servegym.experiments.render import render_episode
 
 ENV_ID = "servegym/LLMRouting-v1"
@@ -165,28 +167,24 @@ def test_a_cheat_in_a_process_of_its_own_plays_as_without_its_tricks(tmp_path: P
 
 
 def _expert(number: int) -> str:
-    envs = make_envs(ENV_ID, 1, SMALL)
-    names = envs.unwrapped.problem.models
-    envs.close()
-    return expert_names(names)[number]
+    return expert_names(problem_of(ENV_ID, SMALL).models)[number]
 
 
 @pytest.mark.parametrize("family", ["routing", "serverless", "placement"])
 def test_the_world_is_not_the_policys_to_choose(family: str) -> None:
     record = family_named(family)
-    envs = make_envs(record.env_id, 1, {"model": "toy"} if family != "routing" else {})
-    known = set(envs.unwrapped.problem.arguments)
-    envs.close()
+    world = {"model": "toy"} if family != "routing" else {}
+    known = set(problem_of(record.env_id, world).arguments)
     report = report_of(record)
     assert set(report.interface) <= known
     for key, value in WORLD[family].items():
         guest = from_callable(lambda o, m: 1, "mine", env_kwargs={key: value})
         with pytest.raises(ValueError, match=rf"'mine' asks for {key}=.*allowed are"):
-            resolve(guest, None, record.name, in_process=True)
+            resolve(guest, None, record, in_process=True)
     for argument in known - set(report.interface):
         guest = from_callable(lambda o, m: 1, "mine", env_kwargs={argument: None})
         with pytest.raises(ValueError, match=f"asks for {argument}="):
-            resolve(guest, None, record.name, in_process=True)
+            resolve(guest, None, record, in_process=True)
 
 
 def test_no_other_way_takes_the_world_either(tmp_path: Path) -> None:
@@ -208,7 +206,7 @@ def test_whoever_takes_the_environment_is_clairvoyant() -> None:
     (row,) = evaluate(ENV_ID, [Grabbing()], 1, 7, SMALL, in_process=True)
     assert row["clairvoyant"] and row["source"] == "guest in process"
     early = from_callable(lambda o, m: 1, "early", env_kwargs={"reward": "paid_forward"})
-    assert resolve(early, None, in_process=True).clairvoyant
+    assert resolve(early, None, family_of(ENV_ID), in_process=True).clairvoyant
     with pytest.raises(ValueError, match="'grabbing' has needs_env.*--in-process"):
         evaluate(ENV_ID, [Grabbing()], 1, 7, SMALL)
 
@@ -425,10 +423,9 @@ def test_the_other_families_hide_it_too() -> None:
 
 
 def test_a_policy_of_the_package_stays_in_process() -> None:
-    envs = make_envs(ENV_ID, 1, SMALL)
-    system = describe_system(envs.unwrapped.problem)
-    envs.close()
-    assert resolve(RoundRobin(system), system).source == "servegym"
-    assert resolve("greedy_qos", system).source == "servegym"
+    problem, family = problem_of(ENV_ID, SMALL), family_of(ENV_ID)
+    system = describe_system(problem)
+    assert resolve(RoundRobin(system), problem, family).source == "servegym"
+    assert resolve("greedy_qos", problem, family).source == "servegym"
     wrapped = from_callable(lambda o, m: 1, "mine")
-    assert resolve(wrapped, system, in_process=True).source == "guest in process"
+    assert resolve(wrapped, problem, family, in_process=True).source == "guest in process"
