@@ -1,13 +1,187 @@
-"""Files: written whole or not at all, and where the measured data lie."""
+"""Files: read as they are or refused by line and field, written whole or not at all."""
 
 from __future__ import annotations
 
+import csv
+import datetime
 import json
+import math
 import os
+import re
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, BinaryIO
+
+_MOMENT = re.compile(r"(\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d)(\.\d{1,9})?(Z|[+-]\d\d:\d\d)?", re.ASCII)
+_EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
+_NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?", re.ASCII)
+
+
+class MalformedFileError(ValueError):
+    """A file that cannot be used; nothing of it is used.
+
+    The message reads ``path:line: field 'x': what is wrong; how to fix it``.
+
+    Args:
+        path: The file.
+        line: Line number counted from 1, or a place such as "record 3"; None for the whole file.
+        field: Name of the field, or None.
+        problem: What is wrong.
+        fix: How to put it right.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        line: int | str | None,
+        field: str | None,
+        problem: str,
+        fix: str,
+    ) -> None:
+        self.path = os.fspath(path)
+        self.line = line
+        self.field = field
+        self.problem = problem
+        self.fix = fix
+        where = self.path if line is None else f"{self.path}:{line}"
+        what = problem if field is None else f"field {field!r}: {problem}"
+        super().__init__(f"{where}: {what}; {fix}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.path, self.line, self.field, self.problem, self.fix)
+
+
+def parse_number(text: str) -> float | None:
+    """The finite number that a cell holds in plain notation, such as ``12``, ``.5`` or ``1e-3``."""
+    text = text.strip()
+    value = float(text) if _NUMBER.fullmatch(text) else math.inf
+    return value if math.isfinite(value) else None
+
+
+def parse_moment(text: str) -> Decimal | None:
+    """Seconds since 1970 of a date and time of ISO 8601, in UTC unless it names a zone."""
+    found = _MOMENT.fullmatch(text.strip())
+    if found is None:
+        return None
+    try:
+        moment = datetime.datetime.fromisoformat(found[1] + (found[3] or "Z"))
+    except ValueError:
+        return None
+    return Decimal((moment - _EPOCH) // datetime.timedelta(seconds=1)) + Decimal(found[2] or 0)
+
+
+def csv_header(path: str | os.PathLike[str]) -> list[str]:
+    """The names in the first line of a CSV file.
+
+    Raises:
+        MalformedFileError: As `csv_rows`.
+        OSError: The file cannot be opened.
+    """
+    return next(_csv_lines(path))[1]
+
+
+def csv_rows(
+    path: str | os.PathLike[str], columns: Sequence[str] = ()
+) -> Iterator[tuple[int, dict[str, str]]]:
+    """Line numbers and rows of a CSV file, UTF-8, whose first line names the columns.
+
+    Args:
+        path: The file.
+        columns: Columns that must be there; others may be.
+
+    Raises:
+        MalformedFileError: The file is empty or no CSV, a column is missing or there twice, or a
+            row has not one value for each column.
+        OSError: The file cannot be opened.
+    """
+    lines = _csv_lines(path)
+    at, header = next(lines)
+    for name in columns:
+        if name not in header:
+            problem = f"is missing (found: {', '.join(header)})"
+            raise MalformedFileError(path, at, name, problem, f"write {','.join(columns)}")
+    for line, values in lines:
+        if len(values) != len(header):
+            problem = f"has {len(values)} values, the header {len(header)}"
+            fix = "give one value for each column"
+            raise MalformedFileError(path, line, None, problem, fix)
+        yield line, dict(zip(header, values, strict=True))
+
+
+def _csv_lines(path: str | os.PathLike[str]) -> Iterator[tuple[int, list[str]]]:
+    """Line numbers and values of all lines but blank ones; there is at least a first one."""
+    header: list[str] | None = None
+    with open(path, newline="", encoding="utf-8-sig") as stream:
+        reader = csv.reader(stream, strict=True)
+        try:
+            for values in reader:
+                if not "".join(values).strip() and len(values) < 2:
+                    continue
+                if header is None:
+                    header = values
+                    _refuse_pointer(path, values[0])
+                    for name in header:
+                        if header.count(name) > 1:
+                            fix = "give each column a name of its own"
+                            raise MalformedFileError(path, 1, name, "is there twice", fix)
+                yield reader.line_num, values
+        except UnicodeDecodeError as error:
+            problem = f"is not UTF-8 text ({error.reason})"
+            raise MalformedFileError(path, None, None, problem, "save it as UTF-8 CSV") from error
+        except csv.Error as error:
+            problem, fix = f"is no CSV ({error})", "save it as UTF-8 CSV"
+            raise MalformedFileError(path, reader.line_num, None, problem, fix) from error
+    if header is None:
+        fix = "give a line with the names of the columns, and rows below it"
+        raise MalformedFileError(path, None, None, "is empty", fix)
+
+
+def json_rows(
+    path: str | os.PathLike[str], parse_float: Callable[[str], Any] = float
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Line numbers and objects of a JSONL file, UTF-8; blank lines are left out.
+
+    Args:
+        path: The file.
+        parse_float: Makes a value of the text of a number with a fraction or an exponent.
+
+    Raises:
+        MalformedFileError: A line is no JSON object, or has a key twice.
+        OSError: The file cannot be opened.
+    """
+    fix = "write one JSON object on each line"
+    with open(path, encoding="utf-8-sig") as stream:
+        try:
+            for line, text in enumerate(stream, start=1):
+                if not text.strip():
+                    continue
+                _refuse_pointer(path, text)
+                try:
+                    row = json.loads(text, parse_float=parse_float, object_pairs_hook=_once)
+                except (ValueError, RecursionError) as error:
+                    problem = f"is not JSON ({error})"
+                    raise MalformedFileError(path, line, None, problem, fix) from error
+                if not isinstance(row, dict):
+                    raise MalformedFileError(path, line, None, "is not a JSON object", fix)
+                yield line, row
+        except UnicodeDecodeError as error:
+            problem = f"is not UTF-8 text ({error.reason})"
+            raise MalformedFileError(path, None, None, problem, "save it as UTF-8") from error
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a key is there twice")
+    return found
+
+
+def _refuse_pointer(path: str | os.PathLike[str], text: str) -> None:
+    if text.startswith("version https://git-lfs"):
+        problem, fix = "is a Git LFS pointer, not the file", "fetch it with `git lfs pull`"
+        raise MalformedFileError(path, 1, None, problem, fix)
 
 
 def write_atomic(path: str | os.PathLike[str], write: Callable[[BinaryIO], object]) -> None:

@@ -5,6 +5,7 @@ a router predicts of them, ``make_arrivals`` an arrival process, ``load_trace`` 
 ``load_prefix_trace`` recorded requests with the prefixes they share.
 """
 
+from servegym._files import MalformedFileError
 from servegym.envs.workloads.activations import (
     Activations,
     MoeModel,
@@ -21,7 +22,6 @@ from servegym.envs.workloads.activations import (
 from servegym.envs.workloads.arrivals import Arrivals, list_arrivals, make_arrivals
 from servegym.envs.workloads.catalog import Catalog
 from servegym.envs.workloads.catalog_names import list_catalogs, load_catalog
-from servegym.envs.workloads.errors import MalformedFileError
 from servegym.envs.workloads.predictions import bucket_edges, predict
 from servegym.envs.workloads.prefix_traces import (
     PrefixTrace,

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from servegym._checks import choose, whole
-from servegym.envs.workloads.errors import MalformedFileError
+from servegym._files import MalformedFileError
 from servegym.envs.workloads.expert_sets import (
     MAX_EXPERTS,
     draw_top_k,

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from servegym._checks import choose, whole
-from servegym.envs.workloads.errors import MalformedFileError
+from servegym._files import MalformedFileError
 from servegym.envs.workloads.files import read_arrays, read_json
 
 SPLITS = ("train", "val", "eval")

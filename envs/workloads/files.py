@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from servegym.envs.workloads.errors import MalformedFileError
+from servegym._files import MalformedFileError
 
 DATA_DIR = Path(__file__).resolve().parent / "data"
 

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from servegym._checks import choose, whole
+from servegym._files import MalformedFileError
 from servegym.envs.workloads.catalog import MAX_OUTPUT_TOKENS, SPLITS, Catalog, make_split
-from servegym.envs.workloads.errors import MalformedFileError
 
 HOW_TO_GET = (
     "download it with `hf download llm-blender/mix-instruct --repo-type dataset --local-dir DIR` "

@@ -18,9 +18,8 @@ from typing import Any
 import numpy as np
 
 from servegym._checks import choose, whole
-from servegym._files import write_atomic
+from servegym._files import MalformedFileError, write_atomic
 from servegym.envs.workloads.catalog import Catalog
-from servegym.envs.workloads.errors import MalformedFileError
 from servegym.envs.workloads.files import DATA_DIR, read_arrays
 
 QUANTITIES = ("score", "length")

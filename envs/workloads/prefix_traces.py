@@ -27,9 +27,9 @@ from typing import Any
 import numpy as np
 
 from servegym._checks import choose
-from servegym.envs.workloads.errors import MalformedFileError
+from servegym._files import MalformedFileError, json_rows
 from servegym.envs.workloads.files import DATA_DIR, read_arrays, read_json
-from servegym.envs.workloads.traces import cell, event_time, json_rows, token_count
+from servegym.envs.workloads.traces import cell, event_time, token_count
 
 __all__ = ["PrefixTrace", "list_prefix_traces", "load_prefix_trace"]
 
@@ -270,31 +270,41 @@ def _tokens(path: Path, line: int | str, name: str, row: dict, least: int = 1) -
     return number
 
 
+def _seconds(path: Path, line: int | str, name: str, row: dict) -> float:
+    """A number of at least 0 in the column's unit; a date is refused."""
+    value = cell(path, line, row, name)
+    number, kind = event_time(path, line, name, value)
+    if kind != "number":
+        problem = f"{value!r} is a date, where a number is wanted"
+        raise MalformedFileError(path, line, name, problem, "write a number")
+    return float(number)
+
+
 def _read_mooncake(path: Path) -> PrefixTrace:
     chains = _Chains(MOONCAKE_BLOCK)
     rows: list[tuple[int, bool, int, int]] = []
     times: list[float] = []
     first: set[int] = set()
-    try:
-        for line, row in json_rows(path):
-            at = event_time(path, line, "timestamp", cell(path, line, row, "timestamp")) / 1e3
-            if times and at < times[-1]:
-                problem = f"{row['timestamp']!r} is earlier than the request before it"
-                raise MalformedFileError(path, line, "timestamp", problem, "sort the rows by time")
-            prompt = _tokens(path, line, "input_length", row)
-            # A request that was recorded without an output still gives its first token.
-            output = max(_tokens(path, line, "output_length", row, 0), 1)
-            wanted = -(-prompt // MOONCAKE_BLOCK)
-            ids = _ids(path, line, cell(path, line, row, "hash_ids"), wanted)
-            try:
-                source, shared, repeats, extended = chains.add(ids, prompt, output)
-            except LookupError as error:
-                raise _not_a_chain(path, line, ids, error.args[0]) from None
-            rows.append((source, repeats, shared, extended))
-            times.append(at)
-            first.add(ids[0])
-    except UnicodeDecodeError as error:
-        raise MalformedFileError(path, None, None, f"is not UTF-8 ({error})", "unpack it") from None
+    for line, row in json_rows(path):
+        if "chat_id" in row:
+            problem = "is of Alibaba's traces, whose times are seconds and blocks of 16 tokens"
+            raise MalformedFileError(path, line, "chat_id", problem, "give Mooncake's format")
+        at = _seconds(path, line, "timestamp", row) / 1e3
+        if times and at < times[-1]:
+            problem = f"{row['timestamp']!r} is earlier than the request before it"
+            raise MalformedFileError(path, line, "timestamp", problem, "sort the rows by time")
+        prompt = _tokens(path, line, "input_length", row)
+        # A request that was recorded without an output still gives its first token.
+        output = max(_tokens(path, line, "output_length", row, 0), 1)
+        wanted = -(-prompt // MOONCAKE_BLOCK)
+        ids = _ids(path, line, cell(path, line, row, "hash_ids"), wanted)
+        try:
+            source, shared, repeats, extended = chains.add(ids, prompt, output)
+        except LookupError as error:
+            raise _not_a_chain(path, line, ids, error.args[0]) from None
+        rows.append((source, repeats, shared, extended))
+        times.append(at)
+        first.add(ids[0])
     if not rows:
         fix = "give a file with one request a line"
         raise MalformedFileError(path, None, None, "has no requests", fix)
@@ -410,7 +420,7 @@ def _read_context(
         place = f"{where}request {k}"
         if not isinstance(row, dict):
             raise MalformedFileError(path, place, None, "is not a JSON object", "write one")
-        at = began + event_time(path, place, "t", cell(path, place, row, "t"))
+        at = began + _seconds(path, place, "t", row)
         if row.get("type") == "subagent":
             _read_context(path, place + " ", row, (at, after), scope, size, about, rows)
             continue
@@ -426,7 +436,7 @@ def _read_context(
         ids = _ids(path, place, given, full + partial)[:full]
         think = row.get("think_time")
         if think is not None:
-            think = event_time(path, place, "think_time", think)
+            think = _seconds(path, place, "think_time", row)
         try:
             source, shared, repeats, _ = chains.add(ids, prompt, output)
         except LookupError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -11,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
+from servegym._files import MalformedFileError, csv_header, csv_rows, parse_number
 from servegym.envs.workloads.catalog import Catalog
-from servegym.envs.workloads.errors import MalformedFileError
 
 _MEANING = {
     "time": ("no time", "give seconds, 0 or more"),
@@ -39,47 +38,15 @@ def read_columns(
             usable; nothing of the file is returned.
         OSError: If the file cannot be opened.
     """
-    with open(path, newline="", encoding="utf-8-sig") as stream:
-        reader = csv.DictReader(stream)
-        try:
-            names = list(reader.fieldnames or ())
-            chosen = dict(choose(names))
-            columns: dict[str, list[float]] = {name: [] for name in chosen}
-            for name in chosen:
-                if names.count(name) != 1:
-                    problem = "is there twice" if name in names else "is missing from the header"
-                    remedy = f"start the file with the line {','.join(chosen)}"
-                    raise MalformedFileError(path, 1, name, problem, remedy)
-            for row in reader:
-                line = reader.line_num
-                if None in row or None in row.values():
-                    raise MalformedFileError(
-                        path,
-                        line,
-                        None,
-                        "the number of values differs from the header's",
-                        "give one value for every column",
-                    )
-                for name, kind in chosen.items():
-                    value = _number(path, line, name, kind, row[name])
-                    before = columns[name]
-                    if kind == "time" and before and value < before[-1]:
-                        raise MalformedFileError(
-                            path,
-                            line,
-                            name,
-                            f"{value} is less than {before[-1]} before it",
-                            "sort the file by arrival time",
-                        )
-                    before.append(value)
-        except UnicodeDecodeError as error:
-            raise MalformedFileError(
-                path, None, None, f"not UTF-8 text ({error.reason})", "save it as a UTF-8 CSV"
-            ) from error
-        except csv.Error as error:
-            raise MalformedFileError(
-                path, reader.line_num, None, f"not a CSV ({error})", "save it as a UTF-8 CSV"
-            ) from error
+    chosen = dict(choose(csv_header(path)))
+    columns: dict[str, list[float]] = {name: [] for name in chosen}
+    for line, row in csv_rows(path, tuple(chosen)):
+        for name, kind in chosen.items():
+            value, before = _number(path, line, name, kind, row[name]), columns[name]
+            if kind == "time" and before and value < before[-1]:
+                problem = f"{value} is less than {before[-1]} before it"
+                raise MalformedFileError(path, line, name, problem, "sort the file by arrival time")
+            before.append(value)
     if not all(columns.values()):
         raise MalformedFileError(
             path, None, None, "holds no request", "give at least one line below the header"
@@ -91,11 +58,9 @@ def read_columns(
 
 
 def _number(path: str | os.PathLike[str], line: int, field: str, kind: str, text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    good = math.isfinite(value)
+    number = parse_number(text)
+    value = math.nan if number is None else number
+    good = number is not None
     if kind == "tokens":
         # Spreadsheets write whole numbers as 12.0; anything between is a mistake worth naming.
         good = good and value == int(value) and 1 <= value < 2**31

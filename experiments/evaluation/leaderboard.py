@@ -24,11 +24,11 @@ from typing import Any, NamedTuple
 
 from servegym._checks import choose
 from servegym._command_line import run_main
+from servegym._files import MalformedFileError
 from servegym.agents.lib.checkpoint import AGENTS, shipped
 from servegym.baselines.protocol import Policy
 from servegym.baselines.registry import list_policies
 from servegym.envs.families import FAMILIES, Family
-from servegym.envs.workloads.errors import MalformedFileError
 from servegym.experiments.evaluation.evaluate import DEFAULT_SEED, evaluate, fresh_seed, summarise
 from servegym.experiments.evaluation.executor import Executor, run_serially
 from servegym.experiments.evaluation.guest import TIME_LIMIT_S, GuestPolicy

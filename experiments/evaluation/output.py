@@ -15,8 +15,7 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from servegym._files import write_text
-from servegym.envs.workloads.errors import MalformedFileError
+from servegym._files import csv_rows, write_text
 
 __all__ = [
     "check_writable",
@@ -128,18 +127,7 @@ def read_rows(
                 pass
         return cell
 
-    rows, fix = [], "write it with write_csv"
-    with open(path, newline="", encoding="utf-8") as stream:
-        reader = csv.DictReader(stream, strict=True)
-        try:
-            for row in reader:
-                if None in row or None in row.values():
-                    problem = f"has not {len(reader.fieldnames or ())} values as the header has"
-                    raise MalformedFileError(path, reader.line_num, None, problem, fix)
-                rows.append({k: value(k, cell) for k, cell in row.items()})
-        except (csv.Error, UnicodeDecodeError) as error:
-            raise MalformedFileError(path, None, None, f"is no CSV ({error})", fix) from error
-    return rows
+    return [{k: value(k, cell) for k, cell in row.items()} for _, row in csv_rows(path)]
 
 
 def write_rows(path: str | os.PathLike[str], rows: Sequence[Mapping[str, Any]]) -> None:

@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
+from servegym._files import MalformedFileError
 from servegym._versions import versions
-from servegym.envs.workloads.errors import MalformedFileError
 from servegym.experiments.evaluation.output import read_rows, write_csv, write_json
 
 __all__ = [

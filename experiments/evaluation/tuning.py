@@ -24,9 +24,9 @@ from numpy.typing import NDArray
 
 from servegym._checks import choose
 from servegym._command_line import parse_settings, run_main
+from servegym._files import MalformedFileError
 from servegym.baselines.protocol import Policy
 from servegym.baselines.registry import describe_system, list_policies, make_policy
-from servegym.envs.workloads.errors import MalformedFileError
 from servegym.experiments.evaluation.evaluate import evaluate
 from servegym.experiments.evaluation.executor import Executor, run_serially
 from servegym.experiments.evaluation.output import check_writable, print_table, write_json

@@ -9,8 +9,6 @@ LLMServingSim's benchmark of vLLM.
 
 from __future__ import annotations
 
-import csv
-import datetime
 import json
 import math
 import os
@@ -23,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from servegym.envs.workloads.errors import MalformedFileError
+from servegym._files import MalformedFileError, csv_rows, json_rows, parse_moment, parse_number
 
 __all__ = ["MeasuredRun", "load_run"]
 
@@ -87,45 +85,34 @@ class MeasuredRun:
 def _number(path: Path, line: int, row: Mapping[str, Any], field: str, whole: bool) -> float:
     value: Any = row.get(field)
     good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not good or (whole and (value != int(value) or value < 1)):
-        wanted = "a whole number, 1 or more" if whole else "a finite number of seconds"
+    if not good or value < whole or (whole and value != int(value)):
+        wanted = "a whole number, 1 or more" if whole else "a finite number of seconds, 0 or more"
         raise MalformedFileError(path, line, field, f"got {value!r}", f"write {wanted}")
     return float(value)
 
 
 def _read_requests(path: Path) -> dict[str, Array]:
     columns: dict[str, list[float]] = {field: [] for field in _FIELDS}
-    with path.open(encoding="utf-8") as stream:
-        for line, text in enumerate(stream, 1):
-            if not text.strip():
-                continue
-            try:
-                row = json.loads(text)
-            except json.JSONDecodeError as error:
-                raise MalformedFileError(
-                    path, line, None, f"not JSON ({error.msg})", "write one object a line"
-                ) from error
-            if not isinstance(row, dict):
-                raise MalformedFileError(path, line, None, "no object", "write one object a line")
-            got = {f: _number(path, line, row, f, f.endswith("_toks")) for f in _FIELDS}
-            if not got["queued_ts"] <= got["first_token_ts"] <= got["last_token_ts"]:
-                raise MalformedFileError(
-                    path,
-                    line,
-                    "first_token_ts",
-                    "queued_ts, first_token_ts and last_token_ts are not in this order",
-                    "take the three from one clock",
-                )
-            if got["last_token_ts"] - got["queued_ts"] > _LONGEST_S:
-                raise MalformedFileError(
-                    path,
-                    line,
-                    "last_token_ts",
-                    f"the request takes {got['last_token_ts'] - got['queued_ts']:.6g} s",
-                    "write seconds, not milliseconds",
-                )
-            for field, value in got.items():
-                columns[field].append(value)
+    for line, row in json_rows(path):
+        got = {f: _number(path, line, row, f, f.endswith("_toks")) for f in _FIELDS}
+        if not got["queued_ts"] <= got["first_token_ts"] <= got["last_token_ts"]:
+            raise MalformedFileError(
+                path,
+                line,
+                "first_token_ts",
+                "queued_ts, first_token_ts and last_token_ts are not in this order",
+                "take the three from one clock",
+            )
+        if got["last_token_ts"] - got["queued_ts"] > _LONGEST_S:
+            raise MalformedFileError(
+                path,
+                line,
+                "last_token_ts",
+                f"the request takes {got['last_token_ts'] - got['queued_ts']:.6g} s",
+                "write seconds, not milliseconds",
+            )
+        for name, value in got.items():
+            columns[name].append(value)
     if len(columns["queued_ts"]) < 2:
         raise MalformedFileError(path, None, None, "fewer than two requests", "measure more")
     return {field: np.array(values) for field, values in columns.items()}
@@ -133,39 +120,25 @@ def _read_requests(path: Path) -> dict[str, Array]:
 
 def _scheduled(path: Path) -> Array:
     """When each request was first scheduled, engine's clock; NaN where that was not written."""
-    with path.open(encoding="utf-8") as stream:
-        rows = [json.loads(text) for text in stream if text.strip()]
-    values = [row.get("scheduled_ts") for row in rows]
+    values = [row.get("scheduled_ts") for _, row in json_rows(path)]
     return np.array([v if isinstance(v, int | float) else math.nan for v in values], np.float64)
 
 
 def _read_series(path: Path, shift_s: float) -> np.ndarray:
     names = ("t", "running", "waiting", "kv_cache_pct")
-    with path.open(newline="", encoding="utf-8") as stream:
-        reader = csv.DictReader(stream)
+    rows = []
+    for line, row in csv_rows(path, names):
+        values = []
         for name in names:
-            if name not in (reader.fieldnames or ()):
-                raise MalformedFileError(
-                    path, 1, name, "column missing", f"write the columns {', '.join(names)}"
-                )
-        rows = []
-        for row in reader:
-            values = []
-            for name in names:
-                try:
-                    value = float(row[name])
-                except (TypeError, ValueError):
-                    value = math.nan
-                if not math.isfinite(value) or value < 0:
-                    raise MalformedFileError(
-                        path, reader.line_num, name, f"got {row[name]!r}", "write a number >= 0"
-                    )
-                values.append(value)
-            if values[3] > 100.0:
-                raise MalformedFileError(
-                    path, reader.line_num, "kv_cache_pct", f"got {values[3]:g}", "write percent"
-                )
-            rows.append((values[0] + shift_s, values[1], values[2], values[3] / 100.0))
+            value = parse_number(row[name])
+            if value is None or value < 0:
+                problem = f"got {row[name]!r}"
+                raise MalformedFileError(path, line, name, problem, "write a number >= 0")
+            values.append(value)
+        if values[3] > 100.0:
+            problem = f"got {values[3]:g}"
+            raise MalformedFileError(path, line, "kv_cache_pct", problem, "write percent")
+        rows.append((values[0] + shift_s, values[1], values[2], values[3] / 100.0))
     return np.array(rows, dtype=_SERIES)
 
 
@@ -188,6 +161,12 @@ def _switch(path: Path, name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise MalformedFileError(path, None, name, f"got {value!r:.60}", "write true or false")
     return value
+
+
+def _text(path: Path, name: str, value: Any) -> str:
+    if not isinstance(value, str | None):
+        raise MalformedFileError(path, None, name, f"got {value!r:.60}", "write a text")
+    return value or ""
 
 
 def _settings(path: Path, meta: Mapping[str, Any]) -> tuple[dict[str, Any], int, dict[str, str]]:
@@ -219,6 +198,14 @@ def _settings(path: Path, meta: Mapping[str, Any]) -> tuple[dict[str, Any], int,
         )
     found["async_scheduling"] = _switch(path, "async_scheduling", ahead)
     parallel = _count(path, "tensor_parallel_size", engine.get("tensor_parallel_size", 1))
+    fix = "measure one engine whose devices share every layer"
+    for name in ("data_parallel_size", "pipeline_parallel_size"):
+        if _count(path, name, engine.get(name, 1)) > 1:
+            problem = f"is {engine[name]}, and the run does not say which engine served whom"
+            raise MalformedFileError(path, None, name, problem, fix)
+    if _switch(path, "enable_expert_parallel", engine.get("enable_expert_parallel", False)):
+        problem = "is true, and its engines cannot be replayed as one"
+        raise MalformedFileError(path, None, "enable_expert_parallel", problem, fix)
     return found, parallel, assumed
 
 
@@ -244,23 +231,27 @@ def load_run(folder: str | os.PathLike[str]) -> MeasuredRun:
             raise ValueError(f"run is {str(root)!r}, but there is no {name} in it")
     rows = _read_requests(root / "requests.jsonl")
     engine_clock = _scheduled(root / "requests.jsonl")
+    about = root / "meta.json"
     try:
-        meta = json.loads((root / "meta.json").read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise MalformedFileError(
-            root / "meta.json", error.lineno, None, f"not JSON ({error.msg})", "write an object"
-        ) from error
+        meta = json.loads(about.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise MalformedFileError(about, None, None, f"not JSON ({error})", "write one") from error
     if not isinstance(meta, dict):
-        raise MalformedFileError(root / "meta.json", None, None, "no object", "write an object")
-    engine, parallel, assumed = _settings(root / "meta.json", meta)
+        raise MalformedFileError(about, None, None, "no object", "write an object")
+    engine, parallel, assumed = _settings(about, meta)
     order = np.argsort(rows["arrival_time"], kind="stable")
     rows = {field: values[order] for field, values in rows.items()}
     client = rows["arrival_time"]
     offset = float(np.min(rows["queued_ts"] - client))
     arrival = client + offset
     start = client[0]
-    if "started_at" in meta:
-        start = min(start, datetime.datetime.fromisoformat(meta["started_at"]).timestamp())
+    started = meta.get("started_at")
+    if started is not None:
+        moment = parse_moment(started) if isinstance(started, str) else None
+        if moment is None:
+            fix = "write an ISO date and time (2023-11-14T22:13:20Z), or leave it out"
+            raise MalformedFileError(about, None, "started_at", f"got {started!r:.60}", fix)
+        start = min(start, float(moment))
     output = rows["output_toks"]
     decoded = np.where(output > 1, output - 1, np.nan)
     series = root / "timeseries.csv"
@@ -273,8 +264,8 @@ def load_run(folder: str | os.PathLike[str]) -> MeasuredRun:
         tpot_s=(rows["last_token_ts"] - rows["first_token_ts"]) / decoded,
         e2e_s=rows["last_token_ts"] - arrival,
         engine=engine,
-        device=str(_part(root / "meta.json", meta, "hardware").get("device_name", "")),
-        model=str(meta.get("model", "")).rpartition("/")[2],
+        device=_text(about, "device_name", _part(about, meta, "hardware").get("device_name")),
+        model=_text(about, "model", meta.get("model")).rpartition("/")[2],
         tensor_parallel=parallel,
         assumed=assumed,
         scheduled_s=engine_clock[order] - offset - start,

@@ -16,7 +16,6 @@ needed but its address, its slots and its KV memory in tokens.
 from __future__ import annotations
 
 import argparse
-import csv
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ import numpy as np
 from scipy.optimize import nnls
 
 from servegym._command_line import run_main
+from servegym._files import MalformedFileError, csv_rows, parse_number
 from servegym.hardware_profiles.calibrate.fitting import (
     error_quantiles,
     rounded,
@@ -77,34 +77,22 @@ def read_rows(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
         OSError: If the file cannot be read.
     """
     rows: list[dict[str, Any]] = []
-    with open(path, newline="", encoding="utf-8") as stream:
-        reader = csv.DictReader(stream)
-        missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
-        if missing:
-            raise ValueError(
-                f"{path}:1: field {missing[0]!r}: missing; write it with `servegym measure server`"
-            )
-        for row in reader:
-            if row["error"]:
-                continue
-            at = f"{path}:{reader.line_num}"
-            entry: dict[str, Any] = {}
-            for name in COLUMNS[:-1]:
-                text = row[name] or ""
-                try:
-                    entry[name] = (
-                        np.array([float(part) for part in text.split()])
-                        if name == "token_s"
-                        else float(text)
-                    )
-                except ValueError:
-                    raise ValueError(f"{at}: field {name!r}: {text!r} is no number") from None
-            if not entry["prompt_tokens"] >= 1:
-                raise ValueError(
-                    f"{at}: field 'prompt_tokens': the server did not count them; it must send "
-                    "usage with the last event of a stream"
-                )
-            rows.append(entry)
+    for line, row in csv_rows(path, COLUMNS):
+        if row["error"]:
+            continue
+        entry: dict[str, Any] = {}
+        for name in COLUMNS[:-1]:
+            parts = row[name].split() if name == "token_s" else [row[name]]
+            values = [parse_number(part) for part in parts]
+            if None in values:
+                problem, fix = f"{row[name]!r} is no number", "measure it again"
+                raise MalformedFileError(path, line, name, problem, fix)
+            entry[name] = np.array(values, np.float64) if name == "token_s" else values[0]
+        if not entry["prompt_tokens"] >= 1:
+            problem = "the server did not count them"
+            fix = "it must send usage with the last event of a stream"
+            raise MalformedFileError(path, line, "prompt_tokens", problem, fix)
+        rows.append(entry)
     if not rows:
         raise ValueError(f"{path}: holds no request that succeeded")
     return rows

@@ -141,7 +141,8 @@ MIX = json.dumps(
 REQUESTS = "arrival_s,prompt_tokens,output_tokens\n0.5,12,30\n0.7,3,8\n2,4,5\n"
 TRACE = "timestamp,prompt_tokens,output_tokens\n0.5,12,30\n0.7,3,8\n2,4,5\n"
 JSONL = "".join(
-    json.dumps({"timestamp": t, "input_length": 5, "output_length": 7}) + "\n" for t in (0, 40, 90)
+    json.dumps({"timestamp": t, "input_length": 5, "output_length": 7, "hash_ids": [1]}) + "\n"
+    for t in (0, 40, 90)
 )
 ROWS = "policy,value,note\nrandom,0.5,\ngreedy,0.75,good\n"
 BOARD = "point,policy,value,low,high,episodes\nrouting,random,0.5,0.4,0.6,20\n"

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from servegym._files import measured_data, write_atomic, write_json
+from servegym._files import MalformedFileError, measured_data, write_atomic, write_json
 from servegym.envs.workloads.activations import (
     SKEWS,
     SPLIT_SEED,
@@ -35,7 +35,6 @@ from servegym.envs.workloads.activations import (
     sharpened,
     top_expert_share,
 )
-from servegym.envs.workloads.errors import MalformedFileError
 from servegym.envs.workloads.expert_sets import ids_to_masks, pack_sets
 from servegym.envs.workloads.files import DATA_DIR
 from servegym.envs.workloads.synthetic_activations import mixtral_targets, solve_base

@@ -34,7 +34,7 @@ from typing import Any
 
 import numpy as np
 
-from servegym._files import write_json
+from servegym._files import MalformedFileError, write_json
 from servegym.envs.workloads.arrivals import (
     Arrivals,
     GammaArrivals,
@@ -42,7 +42,6 @@ from servegym.envs.workloads.arrivals import (
     ModulatedArrivals,
 )
 from servegym.envs.workloads.build.options import fit_arguments
-from servegym.envs.workloads.errors import MalformedFileError
 from servegym.envs.workloads.traces import load_trace
 
 TRACES = (

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from servegym._files import measured_data, write_atomic, write_json
+from servegym._files import MalformedFileError, measured_data, write_atomic, write_json
 from servegym.envs.workloads.catalog import (
     MAX_OUTPUT_TOKENS,
     SPLIT_SHARES,
@@ -28,7 +28,6 @@ from servegym.envs.workloads.catalog import (
     Catalog,
     make_split,
 )
-from servegym.envs.workloads.errors import MalformedFileError
 from servegym.envs.workloads.files import DATA_DIR
 
 NAME = "alpaca_eval_7b"

@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 
 from servegym._command_line import run_main
-from servegym._files import measured_data
+from servegym._files import MalformedFileError, measured_data
 from servegym.envs.workloads import load_catalog, make_arrivals
-from servegym.envs.workloads.errors import MalformedFileError
 from servegym.experiments.evaluation.output import print_table
 from servegym.experiments.evaluation.play import DEFAULT_SEED, make_envs
 from servegym.experiments.evaluation.tables import Note, note

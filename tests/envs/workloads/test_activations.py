@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from servegym._files import MalformedFileError
 from servegym.envs.workloads.activations import (
     Activations,
     MoeModel,
@@ -27,7 +28,6 @@ from servegym.envs.workloads.build.activations import (
     near_duplicates,
     write_activations,
 )
-from servegym.envs.workloads.errors import MalformedFileError
 from servegym.envs.workloads.expert_sets import (
     draw_top_k,
     ids_to_masks,

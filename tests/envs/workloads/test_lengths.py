@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 
+from servegym._files import MalformedFileError
 from servegym.envs.workloads.build import lengths as fit_lengths
-from servegym.envs.workloads.errors import MalformedFileError
 from servegym.envs.workloads.lengths import fitted_lengths, length_quantiles, sample_lengths
 
 

@@ -5,9 +5,9 @@ import json
 import numpy as np
 import pytest
 
+from servegym._files import MalformedFileError
 from servegym.envs.workloads.build import chat_sessions
 from servegym.envs.workloads.build import prefix_traces as build
-from servegym.envs.workloads.errors import MalformedFileError
 from servegym.envs.workloads.files import read_fitted
 from servegym.envs.workloads.prefix_traces import (
     list_prefix_traces,

@@ -29,6 +29,14 @@ def write(tmp_path, text, name="trace.csv"):
             [0, 0.25],
         ),
         (
+            '{"chat_id": 0, "parent_chat_id": -1, "timestamp": 30.5, "input_length": 472, '
+            '"output_length": 18, "turn": 1, "hash_ids": [0]}\n'
+            '{"chat_id": 1, "parent_chat_id": -1, "timestamp": 61.114, "input_length": 10, '
+            '"output_length": 2, "turn": 1, "hash_ids": [0]}\n',
+            "bailian",
+            [0, 30.614],
+        ),
+        (
             "row,timestamp_s,request_tokens_clipped1023,response_tokens_clipped1023\n"
             "0,5,472,18\n1,7,10,2\n",
             "csv",
@@ -49,7 +57,7 @@ def test_formats_are_detected_and_read(tmp_path, text, fmt, times):
     for given in (None, fmt):
         trace = load_trace(path, given)
         assert trace.fmt == fmt
-        np.testing.assert_allclose(trace.timestamps_s, times, atol=1e-6)
+        assert trace.timestamps_s.tolist() == times  # to the last digit of the file
         assert trace.timestamps_s.dtype == np.float64
         assert trace.prompt_tokens.tolist() == [472, 10]
         assert trace.output_tokens.tolist() == [18, 2]
@@ -69,7 +77,7 @@ def test_dates_with_zones(tmp_path):
     assert load_trace(write(tmp_path, text)).timestamps_s.tolist() == [0, 0.5, 1.5]
 
 
-ROW = '{"timestamp": 1, "input_length": 4, "output_length": 5}\n'
+ROW = '{"timestamp": 1, "input_length": 4, "output_length": 5, "hash_ids": [1]}\n'
 
 
 @pytest.mark.parametrize(
@@ -90,7 +98,16 @@ ROW = '{"timestamp": 1, "input_length": 4, "output_length": 5}\n'
         (BURST + "5,m,-1,1,2,L\n", None, ":2: field 'Request tokens'", "token count"),
         (BURST + "5,m,1.5,1,2,L\n", None, ":2: field 'Request tokens'", "token count"),
         (BURST + "5,m,nan,1,2,L\n", None, ":2: field 'Request tokens'", "finite"),
-        (BURST + "5,m,1\n", None, ":2: field 'Response tokens'", "is missing"),
+        (BURST + "5,m,1\n", None, ":2", "has 3 values, the header 6"),
+        (ROW.replace(', "hash_ids": [1]', ""), None, ": field 'timestamp'", "pass fmt='mooncake'"),
+        (AZURE + "2023-11-16 18.17,1,2\n", None, ":2: field 'TIMESTAMP'", "not a time"),
+        (AZURE + "5,1,2\n", None, ":2: field 'TIMESTAMP'", "is a number, where a date"),
+        ("time\n1\n2024-01-01 00:00:02\n", None, ":3: field 'time'", "is a date, where a number"),
+        ("time,Time\n1,2\n", None, ":1: field 'Time'", "is there as 'time', too"),
+        ("time,timestamp\n1,2\n", None, ":1: field 'timestamp'", "may be each of timestamp, time"),
+        (BURST + "1_0,m,1,1,2,L\n", None, ":2: field 'Timestamp'", "not a time"),
+        (BURST + "5,m,9999999999,1,2,L\n", None, ":2: field 'Request tokens'", "token count"),
+        (ROW.replace("{", '{"timestamp": 0, '), None, ":1", "a key is there twice"),
         (BURST + ",m,1,1,2,L\n", None, ":2: field 'Timestamp'", "is missing"),
         (AZURE + "2023-13-16 18:15:46,1,2\n", None, ":2: field 'TIMESTAMP'", "not a time"),
         (ROW + "{broken\n", None, ":2", "not JSON"),

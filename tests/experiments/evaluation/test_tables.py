@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from servegym.envs.workloads.errors import MalformedFileError
+from servegym._files import MalformedFileError
 from servegym.experiments.evaluation.output import read_rows
 from servegym.experiments.evaluation.tables import (
     Table,

@@ -7,9 +7,9 @@ import gymnasium
 import numpy as np
 import pytest
 
+from servegym._files import MalformedFileError
 from servegym.baselines import llm_routing
 from servegym.baselines.registry import make_policy
-from servegym.envs.workloads.errors import MalformedFileError
 from servegym.experiments.evaluation import tuning
 from servegym.experiments.evaluation.evaluate import evaluate
 from servegym.experiments.evaluation.tuning import (

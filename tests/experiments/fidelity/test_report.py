@@ -203,7 +203,7 @@ def set_row(index, **values):
         (set_row(3, input_toks=0), "requests.jsonl:4: field 'input_toks'"),
         (set_row(3, output_toks=1.5), "requests.jsonl:4: field 'output_toks'"),
         (set_row(3, queued_ts=float("nan")), "requests.jsonl:4: field 'queued_ts'"),
-        (set_row(3, first_token_ts=-5.0), "field 'first_token_ts'.*order"),
+        (set_row(3, first_token_ts=0.0), "field 'first_token_ts'.*order"),
         (set_row(3, last_token_ts=9e6), "field 'last_token_ts'.*milliseconds"),
         (lambda rows: rows[2].pop("arrival_time"), "requests.jsonl:3: field 'arrival_time'"),
         (lambda rows: rows.clear(), "fewer than two"),
@@ -244,15 +244,31 @@ def test_other_bad_files_are_refused(tmp_path):
             {"resolved_config": {"scheduler_config": {"async_scheduling": "on"}}},
             "field 'async_scheduling'",
         ),
+        ({"started_at": 1.7e9}, "field 'started_at': got 1700000000.0"),
+        ({"started_at": "yesterday"}, "field 'started_at': got 'yesterday'"),
+        ({"model": 3}, "field 'model'"),
+        *(
+            ({"engine_kwargs": {**settings["engine_kwargs"], name: 2}}, f"field '{name}': is 2")
+            for name in ("data_parallel_size", "pipeline_parallel_size")
+        ),
+        (
+            {"engine_kwargs": {**settings["engine_kwargs"], "enable_expert_parallel": True}},
+            "field 'enable_expert_parallel': is true",
+        ),
     ):
         meta.write_text(json.dumps({**settings, **change}))
         with pytest.raises(ValueError, match=words):
             load_run(tmp_path)
+    meta.write_text(json.dumps(settings))
+    after = load_run(tmp_path).arrival_s[0]
+    for started, first in (("2023-11-14T22:13:19.5", after + 0.5), (None, 0.0)):
+        meta.write_text(json.dumps({**settings, "started_at": started}))
+        assert load_run(tmp_path).arrival_s[0] == pytest.approx(first, abs=1e-5)
     meta.write_text("[]")
     with pytest.raises(ValueError, match=r"meta\.json.*object"):
         load_run(tmp_path)
     meta.write_text("{")
-    with pytest.raises(ValueError, match="meta.json:1"):
+    with pytest.raises(ValueError, match=r"meta\.json: not JSON"):
         load_run(tmp_path)
 
 

@@ -140,5 +140,5 @@ def test_a_missing_row_is_named(tables):
     with pytest.raises(ValueError, match="tok_s.csv: no row for generation_1024, L40S 48GB"):
         published_ratios(tables)
     path.write_text("phase,gpu,model\n")
-    with pytest.raises(ValueError, match="tok_s.csv:1: field 'tokens_per_s': column missing"):
+    with pytest.raises(ValueError, match="tok_s.csv:1: field 'tokens_per_s': is missing"):
         published_ratios(tables)

@@ -232,14 +232,14 @@ def test_against_itself_is_zero_and_sees_a_change():
 @pytest.mark.parametrize(
     ("table", "fields", "message"),
     [
-        ("gemm", {"latency": "nan"}, r"gemm_perf.csv:3: field 'latency': got nan"),
-        ("gemm", {"latency": "0"}, r"gemm_perf.csv:3: field 'latency': got 0"),
+        ("gemm", {"latency": "nan"}, r"gemm_perf.csv:3: field 'latency': got 'nan'"),
+        ("gemm", {"latency": "0"}, r"gemm_perf.csv:3: field 'latency': got '0'"),
         ("gemm", {"latency": "quick"}, "got 'quick'; write milliseconds"),
         ("gemm", {"m": "1.5"}, r"gemm_perf.csv:3: field 'm': got '1.5'"),
         ("gemm", {"k": "0"}, "a side of 0"),
         ("context_attention", {"isl": "-4"}, r"context_attention_perf.csv:3: field 'isl'"),
-        ("context_attention", {"latency": "inf"}, "got inf"),
-        ("generation_attention", {"latency": "-1"}, "got -1"),
+        ("context_attention", {"latency": "inf"}, "got 'inf'"),
+        ("generation_attention", {"latency": "-1"}, "got '-1'"),
     ],
 )
 def test_bad_row_is_refused(folder, table, fields, message):
@@ -252,7 +252,7 @@ def test_missing_column_rows_and_card_are_refused(folder):
     path = folder / "aiconfigurator/a100_sxm_vllm_gemm_perf.csv"
     text = path.read_text()
     path.write_text(text.replace("latency", "time", 1))
-    with pytest.raises(ValueError, match="field 'latency': column missing"):
+    with pytest.raises(ValueError, match="field 'latency': is missing"):
         fit_card("a100-80g", folder)
     path.write_text("\n".join(text.splitlines()[:9]))
     with pytest.raises(ValueError, match="only 8 rows; measure at least 16"):

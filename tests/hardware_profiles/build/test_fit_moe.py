@@ -229,7 +229,7 @@ def test_bad_tables_are_refused(tmp_path):
     with pytest.raises(ValueError, match="7 sizes of .* time at least 8"):
         fit_layer("h100", "mixtral-8x7b", tmp_path)
     write([(n, *shape, "nan" if n == 3 else 0.3) for n in range(1, 10)])
-    with pytest.raises(ValueError, match=r"moe_perf.csv:4: field 'latency': got nan"):
+    with pytest.raises(ValueError, match=r"moe_perf.csv:4: field 'latency': got 'nan'"):
         fit_layer("h100", "mixtral-8x7b", tmp_path)
     write([(max(n, 2), *shape, 0.3) for n in range(1, 10)])
     with pytest.raises(ValueError, match="give every size once"):

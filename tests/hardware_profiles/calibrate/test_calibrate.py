@@ -280,15 +280,15 @@ def test_missing_published_tables_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("file", "line", "fields", "message"),
     [
-        ("dense.csv", 5, {"time_us": "nan"}, r"dense.csv:5: field 'time_us': got nan"),
-        ("dense.csv", 5, {"time_us": "-3"}, r"dense.csv:5: field 'time_us': got -3"),
+        ("dense.csv", 5, {"time_us": "nan"}, r"dense.csv:5: field 'time_us': got 'nan'"),
+        ("dense.csv", 5, {"time_us": "-3"}, r"dense.csv:5: field 'time_us': got '-3'"),
         (
             "dense.csv",
             5,
             {"time_us": "0"},
-            "got 0; write microseconds, finite and > 0",
+            "got '0'; write microseconds, finite and > 0",
         ),
-        ("dense.csv", 5, {"time_us": "inf"}, r"field 'time_us': got inf"),
+        ("dense.csv", 5, {"time_us": "inf"}, r"field 'time_us': got 'inf'"),
         ("dense.csv", 5, {"time_us": "fast"}, r"got 'fast'; write microseconds"),
         ("dense.csv", 5, {"tokens": "1.5"}, r"dense.csv:5: field 'tokens': got '1.5'"),
         ("dense.csv", 5, {"tokens": "0"}, r"field 'tokens': got 0"),
@@ -314,13 +314,13 @@ def test_missing_column_and_file_are_refused(folder, file):
     path = folder / file
     text = path.read_text()
     path.write_text(text.replace("time_us", "time_ms", 1))
-    with pytest.raises(ValueError, match=rf"{file}:1: field 'time_us': column missing \(found"):
+    with pytest.raises(ValueError, match=rf"{file}:1: field 'time_us': is missing \(found"):
         calibrate_kernels(folder, name="test")
     path.write_text("\n".join(text.splitlines()[:4]))
     with pytest.raises(ValueError, match=rf"{file}:4: .*only 3 rows; measure at least"):
         calibrate_kernels(folder, name="test")
     path.write_bytes(b"layer,\xff\xfe")
-    with pytest.raises(ValueError, match=rf"{file}: not a CSV text file"):
+    with pytest.raises(ValueError, match=rf"{file}: is not UTF-8 text"):
         calibrate_kernels(folder, name="test")
     path.unlink()
     with pytest.raises(ValueError, match=rf"{file}: cannot be read"):

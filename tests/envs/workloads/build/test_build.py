@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from servegym._files import MalformedFileError
 from servegym.envs.workloads import make_arrivals
 from servegym.envs.workloads.activations import (
     load_model,
@@ -18,7 +19,6 @@ from servegym.envs.workloads.arrivals import GammaArrivals, MMPPArrivals, Modula
 from servegym.envs.workloads.build import activations as build_activations
 from servegym.envs.workloads.build import arrivals as fit_arrivals
 from servegym.envs.workloads.build.arrivals import fit_azure, fit_burstgpt, fit_mmpp
-from servegym.envs.workloads.errors import MalformedFileError
 
 
 def write_csv(path, columns, rows):
