@@ -34,13 +34,22 @@ A policy that is not the package's is a guest, and its rows say so (`source`):
   says of itself. So is one that asks for `reward="paid_forward"`, which pays before an answer
   exists. With `needs_outcomes = True` its `outcomes(ended)` is told what became of a request when
   the request ends.
+- It takes no more than 16 GiB of memory; processes that it starts end with it; a file of the
+  installed package that it changes is an error that names the file.
+- Its median time for a decision is in its rows (`decision_s`); above 50 ms routing adds it to the
+  latency of every request.
 - Its name is not that of a policy or checkpoint of the package.
 
-Two things no evaluator on your machine can refuse. The process has your rights: run programs that
-you do not trust in a container. And the prompts of the evaluation split come with the package: a
-policy that carries their true scores, and recognises them by length and predictions, is found by
-reading it, or by prompts that it cannot have: `--set catalog=synthetic` with a seed of yours in
-`catalog_kwargs`, or `catalog=mix_instruct`.
+The prompts of the evaluation split come with the package, and a policy may carry their true scores
+and recognise them. So `--at-least` plays routing guests on prompts that nobody has seen, too (a
+synthetic catalog), and the worse result counts; a guest that is as good as a policy that knows the
+future is remarked on.
+
+What no evaluator can refuse: the guest's process has your rights. Code that you do not trust
+belongs into a container without a network:
+
+    printf 'FROM python:3.12\\nCOPY . /src\\nRUN pip install /src' | docker build -t judge -f- .
+    docker run --rm --network none -v "$PWD":/in:ro judge servegym presubmit /in/my_router.py
 """
 
 import numpy as np

@@ -12,19 +12,33 @@ import math
 import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, nullcontext
 from typing import Any, NamedTuple, TextIO
 
 import numpy as np
 from numpy.typing import NDArray
 
+from servegym.baselines.policy_file import PolicyError
 from servegym.baselines.protocol import Policy
 from servegym.envs.families import Family, family_of
 from servegym.experiments.evaluation.executor import Executor, run_serially
-from servegym.experiments.evaluation.guest import TIME_LIMIT_S, GuestPolicy
+from servegym.experiments.evaluation.guest import (
+    TIME_LIMIT_S,
+    GuestPolicy,
+    changed_files,
+    guarded,
+    package_files,
+)
 from servegym.experiments.evaluation.output import print_table
-from servegym.experiments.evaluation.play import DEFAULT_SEED, open_envs, play, problem_of
+from servegym.experiments.evaluation.play import (
+    DEFAULT_SEED,
+    load_engine,
+    open_envs,
+    play,
+    problem_of,
+)
 from servegym.experiments.evaluation.reporting import report_of
-from servegym.experiments.evaluation.resolve import OWN, Resolved, resolve
+from servegym.experiments.evaluation.resolve import OWN, Resolved, is_guest, resolve
 from servegym.experiments.evaluation.stats import Interval, iqm, stratified_bootstrap
 
 __all__ = [
@@ -35,6 +49,9 @@ __all__ = [
     "print_summary",
     "summarise",
 ]
+
+SLOW_S = 0.05
+"""Seconds of a decision from which on it counts against the latency, see `evaluate`."""
 
 Progress = Callable[[str, int, int], None]
 """Called as ``progress(policy, finished episodes, episodes)``."""
@@ -94,44 +111,47 @@ def evaluate(
         ``share_<expert>`` of all requests and ``ceiling``, the mean over requests of the best true
         score), ``return`` (NaN for a policy that asks for another reward than the one given),
         ``clairvoyant``, ``source`` (``servegym``, ``guest`` or ``guest in process``), ``env_id``
-        and ``env_kwargs``. What is undefined (the latency of a policy that drops everything) is
-        NaN.
+        and ``env_kwargs``; of a guest in a process of its own also ``decision_s``, the median
+        seconds of a decision, which routing adds to ``router_delay_s`` from `SLOW_S` on. What is
+        undefined (the latency of a policy that drops everything) is NaN.
 
     Raises:
         ValueError: If an argument, a policy's name or an environment's argument is not valid, or
             a policy asks for an argument that changes the world, before the first episode.
-        PolicyError: If a guest fails, ends its process, takes too long or acts wrongly.
+        PolicyError: If a guest fails, ends its process, takes too long or too much memory, acts
+            wrongly, or changes a file of the package.
     """
-    plan, resolved = make_plan(
-        env_id,
-        policies,
-        episodes,
-        seed,
-        env_kwargs,
-        num_envs,
-        logs is not None,
-        in_process,
-        time_limit_s,
-    )
-    jobs = [(plan, policy, start) for policy in resolved for start in plan.starts]
-    names = [
-        f"{policy.name}, episodes {start} to {min(start + plan.block_size, episodes) - 1}"
-        for _, policy, start in jobs
-    ]
-    blocks: dict[int, Block] = {}
-    finished = {policy.name: 0 for policy in resolved}
-    for index, block in executor(evaluate_block, jobs, names):
-        blocks[index] = block
-        name = jobs[index][1].name
-        finished[name] += len(block.rows)
-        if progress is not None:
-            progress(name, finished[name], episodes)
-    rows: list[dict[str, Any]] = []
-    for index, (_, policy, _) in enumerate(jobs):
-        rows += blocks[index].rows
-        if logs is not None and blocks[index].logs:
-            logs.setdefault(policy.name, []).extend(blocks[index].logs)
-    return rows
+    with guarded() if any(map(is_guest, policies)) and not in_process else nullcontext():
+        plan, resolved = make_plan(
+            env_id,
+            policies,
+            episodes,
+            seed,
+            env_kwargs,
+            num_envs,
+            logs is not None,
+            in_process,
+            time_limit_s,
+        )
+        jobs = [(plan, policy, start) for policy in resolved for start in plan.starts]
+        names = [
+            f"{policy.name}, episodes {start} to {min(start + plan.block_size, episodes) - 1}"
+            for _, policy, start in jobs
+        ]
+        blocks: dict[int, Block] = {}
+        finished = {policy.name: 0 for policy in resolved}
+        for index, block in executor(evaluate_block, jobs, names):
+            blocks[index] = block
+            name = jobs[index][1].name
+            finished[name] += len(block.rows)
+            if progress is not None:
+                progress(name, finished[name], episodes)
+        rows: list[dict[str, Any]] = []
+        for index, (_, policy, _) in enumerate(jobs):
+            rows += blocks[index].rows
+            if logs is not None and blocks[index].logs:
+                logs.setdefault(policy.name, []).extend(blocks[index].logs)
+        return rows
 
 
 class Plan(NamedTuple):
@@ -145,6 +165,7 @@ class Plan(NamedTuple):
         seed: Seed of the first episode.
         block_size: Episodes of a block.
         return_logs: Whether request logs are wanted.
+        files: Digests of the package's files before the first guest ran; None without guests.
     """
 
     family: Family
@@ -154,6 +175,7 @@ class Plan(NamedTuple):
     seed: int
     block_size: int
     return_logs: bool
+    files: dict[str, str] | None = None
 
     @property
     def starts(self) -> range:
@@ -199,12 +221,21 @@ def make_plan(
     # What is drawn with each episode is no argument.
     known = problem.arguments
     reported = {key: known[key] for key in report_of(family).reported_arguments if key in known}
-    resolved = _distinct(
-        [
-            resolve(policy, problem, family, in_process=in_process, time_limit_s=time_limit_s)
-            for policy in policies
-        ]
-    )
+    guests = [policy for policy in policies if is_guest(policy)]
+    files = None
+    found: dict[int, Resolved] = {}
+    for at, policy in sorted(enumerate(policies), key=lambda one: is_guest(one[1])):
+        if guests and files is None and is_guest(policy) and not in_process:
+            # Before the first guest runs, the judge has all that it needs in memory.
+            load_engine(family.group)
+            for own in found.values():
+                with closing(open_envs(family, own, 1, kwargs)) as envs:
+                    next(play(envs, own))
+            files = package_files()
+        found[at] = resolve(
+            policy, problem, family, in_process=in_process, time_limit_s=time_limit_s
+        )
+    resolved = _distinct([found[at] for at in range(len(policies))])
     if seed is None:
         seed = fresh_seed() if any(r.source != OWN for r in resolved) else DEFAULT_SEED
     plan = Plan(
@@ -215,21 +246,32 @@ def make_plan(
         seed,
         min(num_envs or 16, episodes),
         return_logs,
+        files,
     )
     return plan, resolved
 
 
-def evaluate_block(plan: Plan, entered: Resolved, start: int) -> Block:
-    """Run a policy's block of episodes, the first of which is number ``start``."""
+def evaluate_block(
+    plan: Plan, entered: Resolved, start: int, delay: Mapping[str, float] | None = None
+) -> Block:
+    """Run a policy's block of episodes, the first of which is number ``start``.
+
+    A guest that takes longer than `SLOW_S` for a decision plays them again in a world where every
+    request waits for it, where the family has such an argument: ``delay``.
+    """
     report = report_of(plan.family)
     reward = plan.env_kwargs.get("reward")
     same_reward = entered.env_kwargs.get("reward", reward) == reward
-    envs = open_envs(plan.family, entered, plan.block_size, plan.env_kwargs)
+    guest = entered.policy if isinstance(entered.policy, GuestPolicy) else None
+    kwargs = {**plan.env_kwargs, **(delay or {})}
+    envs = open_envs(plan.family, entered, plan.block_size, kwargs)
     try:
         terms = () if entered.source == OWN or entered.clairvoyant else report.feedback_terms
         results = _run_episodes(envs, entered, plan.seed + start, start, terms)
         # The last block runs to its end like the others; what is beyond the episodes is left out.
         results = results[: plan.episodes - start]
+        # The median: a first decision may compile something. Those of a batch share its time.
+        decision_s = float(np.median(guest.taken_s)) / plan.block_size if guest else 0.0
         rows = [
             {
                 "policy": entered.name,
@@ -240,6 +282,7 @@ def evaluate_block(plan: Plan, entered: Resolved, start: int) -> Block:
                 "return": result["return"] if same_reward else math.nan,
                 "clairvoyant": entered.clairvoyant,
                 "source": entered.source,
+                **({} if guest is None else {"decision_s": decision_s}),
                 "env_id": plan.family.env_id,
                 "env_kwargs": plan.reported_kwargs,
             }
@@ -247,8 +290,17 @@ def evaluate_block(plan: Plan, entered: Resolved, start: int) -> Block:
         ]
     finally:
         envs.close()
-        if isinstance(entered.policy, GuestPolicy):
-            entered.policy.close()
+        if guest is not None:
+            guest.close()
+    if guest is not None and plan.files is not None and (changed := changed_files(plan.files)):
+        raise PolicyError(
+            f"policy {entered.name!r} has changed {changed[0]} of the installed package; install "
+            "it anew before anything else is measured"
+        )
+    own_delay = getattr(envs.unwrapped.problem, "arguments", {}).get("router_delay_s")
+    if guest is not None and delay is None and own_delay is not None:
+        if decision_s > SLOW_S:
+            return evaluate_block(plan, entered, start, {"router_delay_s": own_delay + decision_s})
     logs = [result["log"] for result in results if result["log"] is not None]
     return Block(rows, logs if plan.return_logs else [])
 

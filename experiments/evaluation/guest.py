@@ -3,7 +3,8 @@
 The evaluator's process owns the environment. A guest's process gets copies: the description of the
 system, observations, masks and rewards. What it answers is read as plain arrays. So nothing that a
 guest does to modules, catalogs, random numbers, clocks or arrays reaches the world that it is
-measured in, and a guest that hangs, ends or answers nonsense is an error that names it.
+measured in, and a guest that hangs, ends, takes too much memory or answers nonsense is an error
+that names it. Its processes end with it; a file of the package that it changes is an error, too.
 
 The process has the rights of the user who starts it: it is a fence against policies that look too
 good, not a sandbox for programs that mean harm. Run those in a container.
@@ -11,11 +12,15 @@ good, not a sandbox for programs that mean harm. Run those in a container.
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
+import importlib
 import json
 import math
 import os
 import pickle
 import re
+import secrets
 import signal
 import socket
 import subprocess
@@ -23,7 +28,8 @@ import sys
 import time
 import traceback
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,16 +39,29 @@ from numpy.typing import NDArray
 from servegym.baselines.policy_file import PolicyError, policy_from_file
 from servegym.baselines.protocol import BasePolicy, Observation, Policy
 
-__all__ = ["TIME_LIMIT_S", "GuestPolicy"]
+__all__ = [
+    "MEMORY_LIMIT",
+    "TIME_LIMIT_S",
+    "GuestPolicy",
+    "changed_files",
+    "guarded",
+    "package_files",
+]
 
 TIME_LIMIT_S = 60.0
 """Seconds that a guest may take for one answer: to be made, or to decide for a batch."""
 
+MEMORY_LIMIT = 16 << 30
+"""Bytes of writable memory that a guest's process may take."""
+
+_MARK = "SERVEGYM_GUEST"  # in the environment of a guest's processes, by which they are found
 _START = (
+    f"import resource; resource.setrlimit(resource.RLIMIT_DATA, ({MEMORY_LIMIT}, {MEMORY_LIMIT})); "
     "import sys, json; sys.path[:] = json.loads(sys.argv[2]); "
     "from servegym.experiments.evaluation.guest import serve; serve(int(sys.argv[1]))"
 )
 _LENGTH = 8
+_GET_DUMPABLE, _SET_DUMPABLE = 3, 4  # of prctl(2)
 _LARGEST_ANSWER = 1 << 30
 _FIELDS = {
     "name": str,
@@ -61,6 +80,9 @@ class GuestPolicy(BasePolicy):
     A process serves one batch of episodes: every further `reset` ends it and makes the policy anew
     in a fresh one, so that what it kept of the episodes before is gone. Pickled, the policy leaves
     its process behind and starts another where it is used next.
+
+    Attributes:
+        taken_s: Seconds of each `act` since the last `reset`, with the way to the other process.
 
     Args:
         source: A ``.py`` file as `policy_from_file` takes it, or a policy that can be pickled.
@@ -89,16 +111,18 @@ class GuestPolicy(BasePolicy):
                 f"({type(error).__name__}: {error}); in_process=True runs it in this one"
             ) from error
         self.time_limit_s = float(time_limit_s)
+        self.taken_s: list[float] = []
         self._start()
 
     def _start(self) -> None:
         """Start the process and have the policy made."""
         ours, theirs = socket.socketpair()
+        mark = secrets.token_hex(16)
         with theirs:
             process = subprocess.Popen(
                 [
                     sys.executable,
-                    "-P",
+                    "-BP",  # the package's folders stay as they are
                     "-c",
                     _START,
                     str(theirs.fileno()),
@@ -108,12 +132,13 @@ class GuestPolicy(BasePolicy):
                 stdout=2,  # what a guest prints is no part of the results
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
+                env=os.environ | {_MARK: mark, "PYTHONDONTWRITEBYTECODE": "1"},
             )
         self._socket, self._process = ours, process
         self._used = False
         self._reward: NDArray[np.float64] | None = None
         self._ended: NDArray[Any] | None = None
-        self._finalizer = weakref.finalize(self, _end, process, ours)
+        self._finalizer = weakref.finalize(self, _end, process, ours, mark)
         found = self._ask("make", self._source)[0].get("policy")
         for field, kind in _FIELDS.items():
             value = found.get(field) if isinstance(found, dict) else None
@@ -128,6 +153,7 @@ class GuestPolicy(BasePolicy):
             self.close()
             self._start()
         self._used, self._reward, self._ended = True, None, None
+        self.taken_s = []
         self._ask("reset", (num_envs, seed))
 
     def episode_start(self, mask: NDArray[np.bool_]) -> None:
@@ -138,7 +164,9 @@ class GuestPolicy(BasePolicy):
         """See `Policy.act`; rewards and outcomes reach the guest with the next decision."""
         told = self._ended, self._reward
         self._ended = self._reward = None
+        begin = time.perf_counter()
         header, body = self._ask("act", (*told, observation, action_mask))
+        self.taken_s.append(time.perf_counter() - begin)
         arrays = self._arrays(header.get("arrays"), body)
         return arrays[""] if list(arrays) == [""] else arrays
 
@@ -256,14 +284,60 @@ def _printable(text: str) -> str:
     return "".join(c if c.isprintable() else " " for c in text)[:2000]
 
 
-def _end(process: subprocess.Popen[bytes], connection: socket.socket) -> None:
-    """End a guest's process and those that it started."""
+def _end(process: subprocess.Popen[bytes], connection: socket.socket, mark: str) -> None:
+    """End a guest's process and those that it started, in sessions of their own, too."""
     connection.close()
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except (PermissionError, ProcessLookupError):  # nothing of it is left
         pass
     process.wait()
+    marked = f"{_MARK}={mark}".encode()
+    for environment in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if marked in environment.read_bytes().split(b"\0"):
+                os.kill(int(environment.parent.name), signal.SIGKILL)
+        except OSError:  # another user's, or it has just ended
+            continue
+
+
+def package_files() -> dict[str, str]:
+    """Digest of each file of the package, by its place in it."""
+    found: dict[str, str] = {}
+    seen: set[Path] = set()
+    for room in ("", ".envs", ".baselines", ".agents", ".experiments", ".hardware_profiles"):
+        for root in map(Path, importlib.import_module(f"servegym{room}").__path__):
+            for path in root.rglob("*"):
+                if path.is_file() and path not in seen:
+                    seen.add(path)
+                    place = f"servegym{room}/{path.relative_to(root).as_posix()}"
+                    found[place] = hashlib.blake2b(path.read_bytes()).hexdigest()
+    return found
+
+
+def changed_files(before: Mapping[str, str]) -> list[str]:
+    """Places of the package's files that are not as `package_files` has seen them."""
+    after = package_files()
+    return sorted(x for x in before.keys() | after.keys() if before.get(x) != after.get(x))
+
+
+@contextmanager
+def guarded() -> Iterator[None]:
+    """Keep this process from others of the same user while guests run.
+
+    Its memory cannot be read by them (Linux), and Python writes no bytecode, so that every new file
+    of the package is a guest's.
+    """
+    prctl: Any = getattr(ctypes.CDLL(None), "prctl", lambda *_: 0)
+    written, sys.dont_write_bytecode = sys.dont_write_bytecode, True
+    dumpable = prctl(_GET_DUMPABLE, 0, 0, 0, 0)
+    prctl(_SET_DUMPABLE, 0, 0, 0, 0)
+    try:
+        yield
+    finally:
+        sys.dont_write_bytecode = written
+        if dumpable == 1:
+            prctl(_SET_DUMPABLE, 1, 0, 0, 0)
 
 
 def _left(deadline: float | None) -> float | None:

@@ -117,6 +117,8 @@ SLOW = {
 """Policies that are slow, by their most episodes; left out of ``--quick``."""
 
 QUICK_EPISODES = 4
+UNSEEN = ", unseen prompts"
+"""Ends the name of a routing point whose prompts are drawn anew, see `compare_guests`."""
 
 
 def policies_for(point: Point, quick: bool = False) -> list[str]:
@@ -380,30 +382,34 @@ def main(argv: Sequence[str] | None = None) -> int:
         _print(saved, points)
         return 0
     table = Table(board, ("point", "policy"), load=False)
-    saved = [] if args.quick else saved
-    jobs = _missing_jobs(args, points, saved)
-    names = [
-        f"{policy if isinstance(policy, str) else policy.name} at {point.name}"
-        for point, policy, *_ in jobs
-    ]
-    measured: dict[int, dict[str, Any]] = {}
-    for index, row in executor(measure, jobs, names):
-        measured[index] = row
-        print(f"{row['point']} {row['policy']}: {row['value']:.4f} ({row['cpu_s']:.0f} s)")
-        if not args.quick:  # a run that is stopped leaves the rows so far, in the jobs' order
-            table.rows = list(saved)
-            table.update(r for _, r in sorted(measured.items()) if _is_for_the_board(r))
-    found = [row for _, row in sorted(measured.items())]
+    shown, saved = saved, [] if args.quick else saved
+    found: list[dict[str, Any]] = []
+    every = _missing_jobs(args, points, saved)
+    # What guests are compared with is measured before any code of theirs runs.
+    known = {name for point in points for name in policies_for(point)}
+    for guests in (False, True):
+        jobs = [job for job in every if (job[1] not in known) is guests]
+        jobs = [(job[0], _load_guest(*job[:2], args), *job[2:]) if guests else job for job in jobs]
+        names = [f"{getattr(job[1], 'name', job[1])} at {job[0].name}" for job in jobs]
+        measured: dict[int, dict[str, Any]] = {}
+        for index, row in executor(measure, jobs, names):
+            measured[index] = row
+            print(f"{row['point']} {row['policy']}: {row['value']:.4f} ({row['cpu_s']:.0f} s)")
+            if not args.quick:  # a run that is stopped leaves the rows so far, in the jobs' order
+                table.rows = list(saved)
+                rows = [*found, *(r for _, r in sorted(measured.items()))]
+                table.update(row for row in rows if _is_for_the_board(row))
+        found += [row for _, row in sorted(measured.items())]
     if args.quick:
         rows = found
     else:
-        rows = table.rows if measured else saved
-        if measured:
+        rows = table.rows if found else saved
+        if found:
             words = sys.argv[1:] if argv is None else argv
             write_record(board, provenance(shlex.join(["servegym", "leaderboard", *words])))
         print(f"{board} ({machine()['cpu']})")
     _print(rows, points)
-    guests = compare_guests(found, points, args.at_least) if args.at_least else []
+    guests = compare_guests(found, points, args.at_least, shown) if args.at_least else []
     for guest in guests:
         verdict = "below" if guest["below"] else "not below"
         print(
@@ -411,11 +417,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"{'clairvoyant: no match for' if guest['clairvoyant'] else verdict} "
             f"{args.at_least} {guest['baseline']:.4f}"
         )
+        if guest["suspect"]:
+            print(f"  it is as good as {guest['suspect']}, which knows what is to come: look at it")
     return int(any(guest["below"] or guest["clairvoyant"] for guest in guests))
 
 
 def _is_for_the_board(row: Mapping[str, Any]) -> bool:
     """Whether a row is a guest's, or one of the episodes that all the others have."""
+    if row["point"].endswith(UNSEEN):
+        return False
     return "guest" in row["kind"] or row["seed"] == DEFAULT_SEED
 
 
@@ -475,10 +485,18 @@ def _missing_jobs(
             is_guest = name not in known
             compared = args.quick or is_guest or name == args.at_least
             if compared or name not in done:
-                policy = _load_guest(point, name, args) if is_guest else name
                 seed = common if compared else public
-                jobs.append((point, policy, args.quick, seed, args.in_process))
+                jobs.append((point, name, args.quick, seed, args.in_process))
+                if args.at_least and point.family is _ROUTING and args.seed is None:
+                    jobs.append((_unseen(point, common), name, args.quick, seed, args.in_process))
     return jobs
+
+
+def _unseen(point: Point, seed: int) -> Point:
+    """A routing point with prompts that nobody has seen: a synthetic catalog of this seed."""
+    given = {k: v for k, v in point.env_kwargs.items() if k not in _LEARNED}
+    fresh = {"catalog": "synthetic", "catalog_kwargs": {"seed": seed % 2**31}}
+    return point._replace(name=f"{point.name}{UNSEEN}", env_kwargs={**given, **fresh})
 
 
 def _is_current(row: Mapping[str, Any], point: Point) -> bool:
@@ -507,30 +525,48 @@ def _load_guest(point: Point, name: str, args: argparse.Namespace) -> Policy:
 
 
 def compare_guests(
-    rows: Sequence[Mapping[str, Any]], points: Sequence[Point], at_least: str
+    rows: Sequence[Mapping[str, Any]],
+    points: Sequence[Point],
+    at_least: str,
+    saved: Sequence[Mapping[str, Any]] = (),
 ) -> list[dict[str, Any]]:
     """Every guest against a baseline, point by point.
 
+    Args:
+        rows: Of `measure`; at a routing point also those with prompts that the guest cannot have.
+        points: The points.
+        at_least: Name of the baseline.
+        saved: Rows of the leaderboard, for the best of the clairvoyant policies.
+
     Returns:
         ``point``, ``policy``, ``value``, ``baseline`` (the baseline's value), ``below``: if the
-        guest's interval does not reach the baseline's value, and ``clairvoyant``.
+        guest's interval does not reach the baseline's value, ``clairvoyant``, and ``suspect``: the
+        name of a clairvoyant policy whose interval the guest's value reaches, or "".
     """
     found = []
     for point in points:
-        own = {row["policy"]: row for row in rows if row["point"] == point.name}
-        baseline, higher = own[at_least]["value"], report_of(point.family).higher_is_better
-        found += [
-            {
-                "point": point.name,
-                "policy": row["policy"],
-                "value": row["value"],
-                "baseline": baseline,
-                "below": row["high"] < baseline if higher else row["low"] > baseline,
-                "clairvoyant": "clairvoyant" in row["kind"],
-            }
-            for row in own.values()
-            if "guest" in row["kind"]
-        ]
+        higher = report_of(point.family).higher_is_better
+        best = next((r for r in ranked(saved, point) if r["kind"] == "clairvoyant"), None)
+        for name in (point.name, point.name + UNSEEN):
+            own = {row["policy"]: row for row in rows if row["point"] == name}
+            for row in own.values():
+                if "guest" not in row["kind"]:
+                    continue
+                baseline, value = own[at_least]["value"], row["value"]
+                reached = best is not None and (
+                    value >= best["low"] if higher else value <= best["high"]
+                )
+                found.append(
+                    {
+                        "point": name,
+                        "policy": row["policy"],
+                        "value": value,
+                        "baseline": baseline,
+                        "below": row["high"] < baseline if higher else row["low"] > baseline,
+                        "clairvoyant": "clairvoyant" in row["kind"],
+                        "suspect": best["policy"] if best is not None and reached else "",
+                    }
+                )
     return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any, NamedTuple, cast
 
 import gymnasium
@@ -12,10 +13,18 @@ from numpy.typing import NDArray
 
 import servegym  # noqa: F401  registers the ids
 from servegym.baselines.policy_file import PolicyError
-from servegym.envs.families import Family, family_of
+from servegym.envs.families import Family, family_named, family_of
 from servegym.experiments.evaluation.resolve import OWN, Resolved
 
-__all__ = ["DEFAULT_SEED", "Step", "make_envs", "open_envs", "play", "problem_of"]
+__all__ = [
+    "DEFAULT_SEED",
+    "Step",
+    "load_engine",
+    "make_envs",
+    "open_envs",
+    "play",
+    "problem_of",
+]
 
 DEFAULT_SEED = 100_000
 """Far from the seeds 0, 1, ... that training runs use."""
@@ -49,6 +58,22 @@ def problem_of(env_id: str, env_kwargs: Mapping[str, Any]) -> Any:
     envs = make_envs(env_id, 1, env_kwargs)
     envs.close()
     return envs.unwrapped.problem
+
+
+@cache
+def load_engine(group: str) -> None:
+    """Import and load what an evaluation needs of a family, before code that is not trusted runs.
+
+    What a guest changes on disk later, modules and compiled engines, is then read no more.
+    """
+    family = family_named(group)
+    if family.outcomes:
+        importlib.import_module(f"servegym.envs.{family.name}.outcomes")
+    for env_id in family.env_ids:
+        envs = make_envs(env_id, 1, {})
+        envs.reset(seed=0)
+        envs.step(envs.action_space.sample())
+        envs.close()
 
 
 def open_envs(

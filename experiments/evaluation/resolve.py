@@ -18,7 +18,7 @@ from servegym.envs.families import FAMILIES, Family
 from servegym.experiments.evaluation.guest import TIME_LIMIT_S, GuestPolicy
 from servegym.experiments.evaluation.reporting import report_of
 
-__all__ = ["GUEST", "GUEST_IN_PROCESS", "OWN", "Resolved", "resolve"]
+__all__ = ["GUEST", "GUEST_IN_PROCESS", "OWN", "Resolved", "is_guest", "resolve"]
 
 OWN, GUEST, GUEST_IN_PROCESS = "servegym", "guest", "guest in process"
 """Where a policy's code comes from and runs, ``source`` of its rows."""
@@ -115,6 +115,13 @@ def resolve(
     )
 
 
+def is_guest(policy: str | os.PathLike[str] | Policy) -> bool:
+    """Whether a policy's code is not the package's, as far as can be told without running it."""
+    if isinstance(policy, str | os.PathLike):
+        return Path(policy).suffix == ".py"
+    return isinstance(policy, GuestPolicy) or not _is_own(policy)
+
+
 def _is_own(policy: Policy) -> bool:
     """Whether a policy, and what it wraps, is the package's code."""
     code = policy._fn if type(policy) is CallablePolicy else type(policy)
@@ -140,7 +147,7 @@ def _checked(
         ValueError: If it asks for an argument that changes the world, or takes another's name.
     """
     report, source = report_of(family), OWN
-    if isinstance(policy, GuestPolicy) or not _is_own(policy):
+    if is_guest(policy):
         if time_limit_s is not None and not isinstance(policy, GuestPolicy):
             policy = GuestPolicy(policy, system, time_limit_s)
         source = GUEST if isinstance(policy, GuestPolicy) else GUEST_IN_PROCESS

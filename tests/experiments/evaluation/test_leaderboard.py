@@ -168,24 +168,31 @@ def test_a_presubmit_compares_two_policies_at_the_points_of_their_family(
     assert len(seeds) == 1 and DEFAULT_SEED not in seeds  # the same episodes, which nobody knew
     own = [point for point in POINTS if point.family.name == "llm_routing"]
     routing = [point.name for point in own]
-    assert measured == [(p, name) for p in routing for name in ("greedy_qos", "my_router")]
+    # Also on prompts that nobody has seen; the guest's code runs after all that it is beside.
+    routing = [name for point in routing for name in (point, point + leaderboard.UNSEEN)]
+    assert measured == [(p, name) for name in ("greedy_qos", "my_router") for p in routing]
     rows = [
-        measure(point, name, True, 1, True) for point in own for name in ("greedy_qos", "my_router")
+        measure(Point(p, FAMILIES[0], {}, 4, {}), name, True, 1, True)
+        for p in routing
+        for name in ("greedy_qos", "my_router")
     ]
-    guests = leaderboard.compare_guests(rows, own, "greedy_qos")
+    best = {"point": routing[0], "policy": "rollout", "kind": "clairvoyant"}
+    saved = [best | {"value": 0.6, "low": 0.5, "high": 0.7}]
+    guests = leaderboard.compare_guests(rows, own, "greedy_qos", saved)
     assert [(guest["point"], guest["below"]) for guest in guests] == [(p, True) for p in routing]
+    assert [guest["suspect"] for guest in guests] == ["rollout"] * 2 + [""] * (len(routing) - 2)
     measured.clear()
     main(
         ["--quick", "--in-process", "--at-least", "random", "--policy", "my_router.py"]
     )  # every family has one
-    assert len(measured) == 2 * len(POINTS)
+    assert len(measured) == 2 * (len(POINTS) + len(own))
     with pytest.raises(ValueError, match="Did you mean 'greedy_qos'"):
         main(["--quick", "--at-least", "gredy_qos", "--policy", "my_router.py"])
     with pytest.raises(ValueError, match="prism, greedy_qos, which no one family knows"):
         main(["--quick", "--policy", "prism", "greedy_qos"])
     measured.clear()
     main(["--quick", "--policy", "greedy_qos"])  # at the points of its family
-    assert {point for point, _ in measured} == set(routing)
+    assert {point for point, _ in measured} == {point.name for point in own}
     with pytest.raises(ValueError, match="at-least='greedy_qos'"):
         main([*words, "--point", "placement-edge"])
 
