@@ -46,9 +46,10 @@ synthetic catalog), and the worse result counts; a guest that is as good as a po
 future is remarked on.
 
 What no evaluator can refuse: the guest's process has your rights. Code that you do not trust
-belongs into a container without a network:
+belongs into a container without a network. With a Dockerfile of the lines `FROM python:3.12`,
+`COPY . /src` and `RUN pip install /src` in the checkout:
 
-    printf 'FROM python:3.12\\nCOPY . /src\\nRUN pip install /src' | docker build -t judge -f- .
+    docker build -t judge .
     docker run --rm --network none -v "$PWD":/in:ro judge servegym presubmit /in/my_router.py
 """
 
