@@ -29,8 +29,7 @@ from servegym.baselines.expert_placement.initial_placement import (
     InitialPlacement,
     best_start,
 )
-from servegym.baselines.expert_placement.latency_search import annealing, latency_dp, local_search
-from servegym.baselines.expert_placement.layer_costs import LayerCostModel
+from servegym.baselines.expert_placement.latency_search import latency_dp
 from servegym.baselines.expert_placement.linear_program import proxy_optimum
 from servegym.baselines.expert_placement.objectives import adopts, expected_cost, migration_time
 from servegym.baselines.expert_placement.prism import prism, prism_printed
@@ -324,23 +323,15 @@ class ProxyOptimum(_CountsPolicy):
     place = staticmethod(proxy_optimum)
 
 
-class _LayerCostPolicy(PlacementPolicy):
-    """Plans by estimated latency, which also stands for C in Eq. 4."""
+class LatencyDp(PlacementPolicy):
+    """Layer budgets by an exact knapsack over estimated latency, which stands for C in Eq. 4."""
 
-    def __init__(self, system: PlacementSystem, *, rows: int = 512) -> None:
-        super().__init__(system)
-        if rows < 1:
-            raise ValueError(f"rows must be at least 1, got {rows!r}")
-        self.rows = int(rows)
-
-    def search(self, model: LayerCostModel, counts: Floats, current: Bools, first: bool) -> Bools:
-        """The placement (G, L, E) wished by the model."""
-        raise NotImplementedError
+    name = "latency_dp"
 
     def plan(self, row: int, counts: Floats, current: Bools, first: bool) -> Bools | None:
         """See `PlacementPolicy.plan`."""
-        self._model = self.system.layer_cost_model(counts, rows=self.rows)
-        return self.search(self._model, counts, current, first)
+        self._model = self.system.layer_cost_model(counts)
+        return latency_dp(self._model, counts, self.system.slots, self.system.gpu_server)
 
     def migration_pays(
         self, counts: Floats, current: Bools, plan: Bools, inputs: MigrationInputs
@@ -353,54 +344,6 @@ class _LayerCostPolicy(PlacementPolicy):
             for z in (current, plan)
         )
         return adopts(new, self.migration_s(current, plan), old)
-
-
-class LatencyDp(_LayerCostPolicy):
-    """Layer budgets by an exact knapsack over estimated latency."""
-
-    name = "latency_dp"
-
-    def search(self, model: LayerCostModel, counts: Floats, current: Bools, first: bool) -> Bools:
-        """See `_LayerCostPolicy.search`."""
-        return latency_dp(model, counts, self.system.slots, self.system.gpu_server)
-
-
-class Annealing(_LayerCostPolicy):
-    """`LatencyDp` refined by annealing single experts."""
-
-    name = "annealing"
-
-    def __init__(self, system: PlacementSystem, *, rows: int = 512, steps: int = 600_000) -> None:
-        super().__init__(system, rows=rows)
-        self.steps = int(steps)
-
-    def search(self, model: LayerCostModel, counts: Floats, current: Bools, first: bool) -> Bools:
-        """See `_LayerCostPolicy.search`."""
-        slots, home = self.system.slots, self.system.gpu_server
-        return annealing(model, counts, slots, home, steps=self.steps)
-
-
-class LocalSearch(_LayerCostPolicy):
-    """The placement in use, improved by loads of at most a share of the slots an epoch.
-
-    A free first placement is not bounded and starts from `LatencyDp`.
-    """
-
-    name = "local_search"
-
-    def __init__(
-        self, system: PlacementSystem, *, rows: int = 512, max_moved_share: float = 0.1
-    ) -> None:
-        super().__init__(system, rows=rows)
-        self.max_moved_share = float(max_moved_share)
-
-    def search(self, model: LayerCostModel, counts: Floats, current: Bools, first: bool) -> Bools:
-        """See `_LayerCostPolicy.search`."""
-        slots, home = self.system.slots, self.system.gpu_server
-        if first:
-            current = latency_dp(model, counts, slots, home)
-        share = 1.0 if first else self.max_moved_share
-        return local_search(model, counts, slots, home, current, max_moved_share=share)
 
 
 class BestStart(PlacementPolicy):

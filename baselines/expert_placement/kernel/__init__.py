@@ -30,8 +30,6 @@ def compile_kernels() -> None:
             (layer_costs.remote_calls, (costs, 1, 1, np.uint64(1))),
             (layer_costs.prefix_costs, (costs, 1, wholes)),
             (layer_costs.knapsack, (table, 1)),
-            (layer_costs.anneal, (costs, masks, table, 1, 1.0, 1.0, 1)),
-            (layer_costs.descend, (costs, masks, whole, 1)),
             (link_queues.anneal, (queues, masks, 1.0, 1, 1.0, 1.0, 1)),
         ],
     )
