@@ -2,7 +2,7 @@
 
 A replica takes an equal share of its expert's load. Unlike the published algorithm `eplb` and
 `eplb_global` never put two replicas of an expert on one GPU, which frees slots for replicas that
-help, and then swap, move and copy experts off the heaviest GPU.
+help, and then swap, move and copy experts off the heaviest GPU. Arguments as in `feasibility`.
 """
 
 from __future__ import annotations
@@ -38,19 +38,8 @@ def layer_quotas(slots: ArrayLike, layers: int, experts: int) -> Ints:
 def eplb_global(counts: ArrayLike, slots: ArrayLike, gpu_server: ArrayLike) -> Bools:
     """Global EPLB over GPUs of different memory; it does not see the servers.
 
-    Invariants: never two copies of an expert on one GPU; sees only the sum of the counts over
-    servers.
-
-    Args:
-        counts: (N, L, E); only their sum over servers matters.
-        slots: (G,), split evenly over the layers.
-        gpu_server: (G,).
-
-    Returns:
-        z, bool (G, L, E); an expert may be on several GPUs of a server.
-
-    Raises:
-        ValueError: On a wrong shape or value, or too little memory.
+    Each GPU's slots are split evenly over the layers. Invariants: never two copies of an expert on
+    one GPU; sees only the sum of the counts over servers.
     """
     f, room, _, _ = check_instance(counts, slots, gpu_server)
     quota = layer_quotas(room, *f.shape[1:])
@@ -69,17 +58,6 @@ def eplb(counts: ArrayLike, slots: ArrayLike, gpu_server: ArrayLike) -> Bools:
 
     Invariants: never two copies of an expert on one GPU; sees only the sum of the counts over
     servers.
-
-    Args:
-        counts: (N, L, E); only their sum over servers matters.
-        slots: (G,), split evenly over the layers.
-        gpu_server: (G,).
-
-    Returns:
-        z, bool (G, L, E); an expert may be on several GPUs of a server.
-
-    Raises:
-        ValueError: On a wrong shape or value, or too little memory.
     """
     f, room, home, _ = check_instance(counts, slots, gpu_server)
     servers, layers, experts = f.shape

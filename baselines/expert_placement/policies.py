@@ -23,12 +23,7 @@ from servegym.baselines.expert_placement.heuristics import (
     uniform,
     whole_layer,
 )
-from servegym.baselines.expert_placement.initial_placement import (
-    SWAPS,
-    TRIES,
-    InitialPlacement,
-    best_start,
-)
+from servegym.baselines.expert_placement.initial_placement import SWAPS, TRIES, best_start
 from servegym.baselines.expert_placement.latency_search import latency_dp
 from servegym.baselines.expert_placement.linear_program import proxy_optimum
 from servegym.baselines.expert_placement.objectives import adopts, expected_cost, migration_time
@@ -373,30 +368,20 @@ class BestStart(PlacementPolicy):
         seed: int = 0,
     ) -> None:
         super().__init__(system)
-        given: dict[str, Any] = dict(tries=tries, steps=steps, swaps=swaps, seed=seed)
-        for name, value in given.items():
+        self._search: dict[str, Any] = dict(tries=tries, steps=steps, swaps=swaps, seed=seed)
+        for name, value in self._search.items():
             if value is not None:
                 whole(name, value, 0)
-        self._search = given
-        self._found: tuple[InitialPlacement, Bools] | None = None
-
-    @property
-    def start(self) -> InitialPlacement:
-        """What the search found; searched for at the first call."""
-        return self._search_once()[0]
-
-    def _search_once(self) -> tuple[InitialPlacement, Bools]:
-        if self._found is None:
-            system = self.system
-            start = best_start(system, **self._search)
-            long_run_counts = np.einsum("nk,kle->nle", system.long_run_shares, system.task_counts)
-            plan = assign_gpus(start.held, long_run_counts, system.slots, system.gpu_server)
-            self._found = start, plan
-        return self._found
+        self._found: Bools | None = None
 
     def plan(self, row: int, counts: Floats, current: Bools, first: bool) -> Bools | None:
         """See `PlacementPolicy.plan`."""
-        return self._search_once()[1]
+        if self._found is None:
+            system = self.system
+            held = best_start(system, **self._search)
+            long_run_counts = np.einsum("nk,kle->nle", system.long_run_shares, system.task_counts)
+            self._found = assign_gpus(held, long_run_counts, system.slots, system.gpu_server)
+        return self._found
 
 
 class LatencyLocalSearch(PlacementPolicy):
@@ -409,7 +394,6 @@ class LatencyLocalSearch(PlacementPolicy):
     Args:
         system: The cluster and what is known of its load.
         steps: Exchanges tried by a search.
-        budget_calls: Expert calls that end a search; no bound by default.
         requests: Requests simulated for each placement, at least two a server.
         shift: Largest change of a server's task shares that starts no new search.
 
@@ -424,17 +408,12 @@ class LatencyLocalSearch(PlacementPolicy):
         system: PlacementSystem,
         *,
         steps: int = 200,
-        budget_calls: int | None = None,
         requests: int = 40,
         shift: float = 0.25,
     ) -> None:
         super().__init__(system)
-        limits = (("steps", steps, 0), ("budget_calls", budget_calls, 0), ("requests", requests, 1))
-        for name, value, low in limits:
-            if value is not None:
-                whole(name, value, low)
-        self.steps, self.budget_calls = int(steps), budget_calls
-        self.requests = max(int(requests), 2 * system.cluster.num_servers)
+        self.steps = whole("steps", steps, 0)
+        self.requests = max(whole("requests", requests, 1), 2 * system.cluster.num_servers)
         self.shift = float(shift)
         self.calls = 0
 
@@ -483,7 +462,6 @@ class LatencyLocalSearch(PlacementPolicy):
             home,
             starts,
             steps=self.steps,
-            budget_calls=self.budget_calls,
             seed=self._seed,
         )
         self.calls += objective.calls

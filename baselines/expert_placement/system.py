@@ -176,5 +176,4 @@ class PlacementSystem:
             prompt_tokens=shares @ self.task_prompt_tokens,
             output_tokens=self.output_tokens,
             weight=1.0 / self.interarrival_s,
-            max_rows=rows,
         )
