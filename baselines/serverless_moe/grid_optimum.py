@@ -15,17 +15,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy import optimize, sparse
 
-from servegym.baselines.serverless_moe.loads import (
-    Load,
-    Options,
-    job_times,
-    layer_options,
-    non_expert_s,
-    option_terms,
-    predict,
-)
-from servegym.baselines.serverless_moe.lpt import lpt
+from servegym.baselines.serverless_moe.lpt import lpt, replica_loads
 from servegym.envs.serverless_moe import equations as eq
+from servegym.envs.serverless_moe.loads import Load
 from servegym.envs.serverless_moe.sets import least_used, remote_count
 
 Floats = NDArray[np.float64]
@@ -171,6 +163,102 @@ class OptimalPlan:
         return (self.cost_usd - self.bound_usd) / self.cost_usd
 
 
+@dataclass(frozen=True, eq=False)
+class Options:
+    """All choices (Y, z) of each layer for one remote set. V specifications, Z replicas.
+
+    Attributes:
+        remote: (L, K).
+        used: (L,) layers with remote experts; the others have no choice.
+        spec_mb: (V,).
+        slowest_s: (L, V, Z) slowest replica with its overhead.
+        billed_s: (L, V, Z) all replicas together (sum of ZT).
+        calls_s: (L, V, R) remote seconds of a decode token with r = 0..top_k remote experts.
+        histogram: (L, R) decode tokens.
+        allowed: (L, V, Z) by 10e and 10g.
+        extra_usd: (L, V, Z) fees of the remote functions and what rounding adds to their bill.
+    """
+
+    remote: NDArray[np.bool_]
+    used: NDArray[np.bool_]
+    spec_mb: Floats
+    slowest_s: Floats
+    billed_s: Floats
+    calls_s: Floats
+    histogram: Floats
+    allowed: NDArray[np.bool_]
+    extra_usd: Floats
+
+
+def layer_options(
+    system: eq.SystemModel,
+    load: Load,
+    remote: NDArray[np.bool_],
+    decode_invocation: str = "per_call",
+) -> Options:
+    """Tabulate the choices of each layer."""
+    specs = system.remote_specs_mb
+    jobs = np.where(remote[:, None], eq.job_times(system, load, specs[None]), 0.0)
+    placed = replica_loads(
+        jobs,
+        (load.tokens * system.token_mb)[:, None],
+        system.z_max,
+        load.trem_s[:, None],
+        system.granularity_s,
+    )
+    used = np.asarray(remote.any(axis=1))
+    trem = load.trem_s[:, None, None]
+    slowest = np.where(placed.invoked > 0, placed.slowest_s + trem, 0.0)
+    billed = jobs.sum(axis=2)[..., None] + placed.invoked * trem
+    call = system.expert_cpu_s(specs, 1) + system.transfer_s
+    calls = eq.call_seconds(call, load.trem_s[:, None], system.top_k, decode_invocation)
+    need = eq.remote_memory_mb(system, load.tokens, remote)
+    allowed = (need[:, None] <= specs)[..., None] & (placed.payload_mb <= system.payload_mb)
+    histogram = load.histogram(remote, system.top_k)
+    times = histogram @ eq.call_invocations(system.top_k, decode_invocation)
+    extra = system.invocation_usd * (placed.invoked + times[:, None, None])
+    if system.granularity_s > 0.0:
+        added = eq.call_rounding_s(system, load, call, load.trem_s[:, None], decode_invocation)
+        decode = np.einsum("lr,lvr->lv", histogram, added)
+        memory = np.where(used[:, None], specs, 0.0)[..., None]
+        extra = extra + system.price_cpu * memory * (placed.rounding_s + decode[..., None])
+    return Options(
+        remote,
+        used,
+        specs,
+        slowest,
+        billed,
+        calls,
+        histogram,
+        allowed,
+        extra,
+    )
+
+
+def option_terms(
+    system: eq.SystemModel, load: Load, options: Options, main_mb: float
+) -> tuple[Floats, Floats, Floats]:
+    """Times and cost of each option given W.
+
+    Returns:
+        Prefill seconds (L, V, Z) and decode seconds (L, V) of the expert parts, and USD
+        (L, V, Z) with the main function's rate on those seconds, fees and rounding of the remote
+        functions included.
+    """
+    local = eq.prefill_local_s(system, load, options.remote, main_mb)
+    prefill = np.maximum(local[:, None, None], options.slowest_s)
+    prefill = prefill + 2.0 * system.swap_s(load.n_in)
+    own = np.arange(system.top_k, -1, -1) * system.expert_cpu_s(main_mb, 1)
+    step = np.maximum(own, options.calls_s) + 2.0 * system.swap_s(system.top_k)
+    decode = np.einsum("lr,lvr->lv", options.histogram, step)
+    calls = np.einsum("lr,lvr->lv", options.histogram, options.calls_s)
+    rate = eq.main_rate_usd_s(system, load.n_in, load.n_out, main_mb)
+    memory = np.where(options.used[:, None], options.spec_mb, 0.0)
+    cost = rate * (prefill + decode[..., None])
+    cost = cost + system.price_cpu * memory[..., None] * (options.billed_s + calls[..., None])
+    return prefill, decode, cost + options.extra_usd
+
+
 def _assemble_plan(
     system: eq.SystemModel, load: Load, options: Options, chosen: NDArray, main_mb: float
 ) -> eq.Plan:
@@ -180,7 +268,7 @@ def _assemble_plan(
     remote_mb = np.where(used, options.spec_mb[at], 0.0)
     replicas = np.where(used, z + 1, 0)
     assignment = np.full(remote.shape, -1, dtype=np.int64)
-    jobs = job_times(system, load, np.where(used, remote_mb, 1024.0))
+    jobs = eq.job_times(system, load, np.where(used, remote_mb, 1024.0))
     for layer in np.flatnonzero(used):
         members = np.flatnonzero(remote[layer])
         assignment[layer, members] = lpt(jobs[layer, members], int(replicas[layer]))
@@ -228,7 +316,7 @@ def grid_optimum(
     experts = system.num_experts
     tried = np.arange(experts + 1) / experts if ratios is None else np.asarray(ratios, float)
     specs = system.main_specs_mb if main_specs_mb is None else np.asarray(main_specs_mb, float)
-    fixed_prefill, fixed_decode = non_expert_s(system, load)
+    fixed_prefill, fixed_decode = eq.non_expert_s(system, load)
     fixed, candidates, best_known_usd = fixed_prefill + fixed_decode, [], np.inf
     limits = (ttft_limit_s - fixed_prefill, tpot_limit_s * load.n_out - fixed_decode)
     layers = np.arange(system.moe_layers)
@@ -280,7 +368,7 @@ def grid_optimum(
             cold = eq.Cold(
                 cold_start, plan.replicas if cold_start else np.zeros_like(plan.replicas)
             )
-            outcome = predict(
+            outcome = eq.expected_outcome(
                 system,
                 load,
                 plan,

@@ -18,8 +18,8 @@ from servegym.baselines.serverless_moe.base import (
     ServerlessPolicy,
     best_action,
 )
-from servegym.baselines.serverless_moe.loads import Load
 from servegym.baselines.serverless_moe.system import ServerlessSystem
+from servegym.envs.serverless_moe.loads import Load
 
 __all__ = [
     "BestConstant",

@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from servegym._checks import choose, whole
-from servegym.baselines.serverless_moe.loads import Load, non_expert_s, predict
 from servegym.baselines.serverless_moe.remoe.bounds import corollary1
 from servegym.baselines.serverless_moe.remoe.memory import (
     MemoryProblem,
@@ -20,6 +19,7 @@ from servegym.baselines.serverless_moe.remoe.memory import (
 from servegym.baselines.serverless_moe.remoe.mmp import worst_cases
 from servegym.baselines.serverless_moe.remoe.replicas import choose_replicas
 from servegym.envs.serverless_moe import equations as eq
+from servegym.envs.serverless_moe.loads import Load
 from servegym.envs.serverless_moe.sets import least_used
 
 READINGS = ("remoe", "remoe_cost")
@@ -64,7 +64,7 @@ def memory_problem(
     calls = np.maximum(calls, np.where(remote, load.tokens, 0.0).sum(axis=1))
     need = system.expert_mb * members + system.token_mb * calls
     low, high = system.remote_specs_mb[0], system.remote_specs_mb[-1]
-    budget = tpot_limit_s - non_expert_s(system, load)[1] / max(load.n_out, 1)
+    budget = tpot_limit_s - eq.non_expert_s(system, load)[1] / max(load.n_out, 1)
     budget -= system.moe_layers * 2.0 * system.swap_s(system.top_k)
     each = s * system.top_k if decode_invocation == "per_call" else 1.0 - (1.0 - s) ** system.top_k
     problem = MemoryProblem(
@@ -175,7 +175,7 @@ def remoe(
     for at in tried:
         remote = least_used(order, int(cases.members[at]))
         plan = plan_for(system, load, remote, float(cases.main_mb[at]), **how)
-        expected = predict(system, load, plan, bill_cold_start=bill_cold_start, **how)
+        expected = eq.expected_outcome(system, load, plan, bill_cold_start=bill_cold_start, **how)
         decisions.append(Decision(plan, float(cases.ratio[at]), expected, bool(cases.feasible[at])))
     # Fewest violations first, then least cost.
     return min(decisions, key=lambda d: (sum(d.expected.violations.values()), d.expected.cost_usd))

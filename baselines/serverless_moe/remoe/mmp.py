@@ -7,9 +7,9 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from servegym.baselines.serverless_moe.loads import Load, expert_time_terms, non_expert_s
 from servegym.baselines.serverless_moe.remoe.bounds import corollary1, theorem1
 from servegym.envs.serverless_moe import equations as eq
+from servegym.envs.serverless_moe.loads import Load
 
 Floats = NDArray[np.float64]
 
@@ -90,7 +90,7 @@ def worst_cases(
     main_mb = eq.smallest_specs(system.main_specs_mb, need - 1e-9)
 
     big = float(system.remote_specs_mb[-1])
-    first, more = (float(x) for x in expert_time_terms(system, big))
+    first, more = (float(x) for x in eq.expert_time_terms(system, big))
     wire = system.transfer_s
     trem = load.trem_worst_s
 
@@ -100,12 +100,12 @@ def worst_cases(
     largest = np.where(calls > 0, first + (more + wire) * np.minimum(single, calls), 0.0)
     z = np.clip(m, 1, system.z_max)
     slowest = (z - 1.0) / z * largest + total / z
-    own_first, own_more = expert_time_terms(system, main_mb)
+    own_first, own_more = eq.expert_time_terms(system, main_mb)
     local_calls = load.n_in * top_k - calls
     local = np.minimum(experts - m, local_calls) * own_first + own_more * local_calls
     remote = np.where(m > 0, slowest, 0.0)[:, None] + np.where(m > 0, 1.0, 0.0)[:, None] * trem
     prefill = np.maximum(local[:, None], remote).sum(axis=1)
-    fixed_prefill, fixed_decode = non_expert_s(system, load)
+    fixed_prefill, fixed_decode = eq.non_expert_s(system, load)
     prefill = prefill + fixed_prefill + layers * 2.0 * system.swap_s(load.n_in)
 
     steps = max(load.n_out, 1)

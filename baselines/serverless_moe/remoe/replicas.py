@@ -5,16 +5,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from servegym.baselines.serverless_moe.loads import (
-    Load,
-    expert_time_terms,
-    job_times,
-    local_prefill_s,
-    non_expert_s,
-)
 from servegym.baselines.serverless_moe.lpt import assign, replica_loads
 from servegym.baselines.serverless_moe.remoe.bounds import ConformalBound, theorem4
 from servegym.envs.serverless_moe import equations as eq
+from servegym.envs.serverless_moe.loads import Load
 
 Floats = NDArray[np.float64]
 
@@ -59,7 +53,7 @@ def choose_replicas(
     used = np.flatnonzero(remote.any(axis=1))
     layers, z_max = remote.shape[0], system.z_max
     safe = np.where(remote_mb > 0, remote_mb, 1024.0)
-    jobs = np.where(remote, job_times(system, load, safe), 0.0)
+    jobs = np.where(remote, eq.job_times(system, load, safe), 0.0)
     body = load.tokens * system.token_mb
     table = replica_loads(jobs, body, z_max, load.trem_s, system.granularity_s)
 
@@ -69,7 +63,7 @@ def choose_replicas(
     fallback = np.argmin(table.payload_mb, axis=1)
     z[used] = np.where(fit.any(axis=1), fit.argmax(axis=1), fallback)[used] + 1
 
-    local = local_prefill_s(system, load, remote, main_mb)
+    local = eq.prefill_local_s(system, load, remote, main_mb)
     numbers = np.arange(1, z_max + 1)
     trem = load.trem_s[:, None]
     slowest = np.where(table.invoked > 0, table.slowest_s + trem, 0.0)
@@ -79,7 +73,7 @@ def choose_replicas(
     cost = rate * seconds + system.price_cpu * remote_mb[:, None] * billed
     cost += system.invocation_usd * table.invoked
 
-    first, more = expert_time_terms(system, safe)
+    first, more = eq.expert_time_terms(system, safe)
     wire = system.transfer_s
     law = ConformalBound(HOEFFDING_Q, system.top_k)
     upper = np.where(remote, law(load.frequency, load.n_in), 0.0).max(axis=1)
@@ -89,7 +83,7 @@ def choose_replicas(
     worst_slowest[np.setdiff1d(np.arange(layers), used)] = 0.0
     worst = np.maximum(local[:, None], worst_slowest)
 
-    fixed = non_expert_s(system, load)[0] + layers * 2.0 * system.swap_s(load.n_in) + cold_s
+    fixed = eq.non_expert_s(system, load)[0] + layers * 2.0 * system.swap_s(load.n_in) + cold_s
     at = np.arange(layers)
 
     def potential() -> Floats:

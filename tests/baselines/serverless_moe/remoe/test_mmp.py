@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from servegym.baselines.serverless_moe.loads import Load
 from servegym.baselines.serverless_moe.remoe.bounds import corollary1
 from servegym.baselines.serverless_moe.remoe.mmp import worst_cases
+from servegym.envs.serverless_moe.loads import Load
 
 from ..synthetic import make_request, tiny
 
