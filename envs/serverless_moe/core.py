@@ -229,13 +229,9 @@ class ServerlessBatch:
     def _deploy(self, row: int, index: int) -> None:
         """Reckon what the problem's deployment takes for a drawn request."""
         p, d = self.problem, self.arrays.deployment[row, index]
-        s = serve(p.arguments["deployment"], p.system, self.request(row, index))
-        d.prefill_s, d.decode_s = s.prefill_s, s.decode_s
-        d.main_usd = (s.prefill_s + s.decode_s) * s.main_usd_s
-        d.prefill_usd, d.decode_usd = s.prefill_usd, s.decode_usd
-        d.start_s, d.start_usd, d.main_mb, d.remote = s.start_s, s.start_usd, s.main_mb, s.remote
-        d.invocations = s.invocations
-        d.rounding_usd, d.start_rounding_usd = s.rounding_usd, s.start_rounding_usd
+        served = serve(p.arguments["deployment"], p.system, self.request(row, index))
+        for name in served._fields:
+            d[name] = getattr(served, name)
 
     def begin(self, which: np.ndarray) -> None:
         """Start the drawn episodes of the rows with ``which`` (int8 ``(B,)``) set."""

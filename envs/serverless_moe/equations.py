@@ -485,19 +485,17 @@ def expected_outcome(
             main_more += system.rounding_s(main_start)
             more += cold.replicas * system.rounding_s(starts)
         rounding_usd = float(rate * main_more + price * (plan.remote_mb * more).sum())
-    return Outcome.of(
+    return Outcome(
         n_out=load.n_out,
         prefill_s=prefill,
         decode_s=decode,
         cold_s=max(main_start, float(starts.max(initial=0.0))),
-        usd=(
-            (prefill + decode) * rate,  # Eq. 6
-            price * float((plan.remote_mb * seconds.sum(axis=1)).sum()),  # Eq. 8
-            price * float((plan.remote_mb * calls_s.sum(axis=1)).sum()),  # Eq. 9
-            cold_usd,
-            invoked * system.invocation_usd,
-            rounding_usd,
-        ),
+        cost_main_usd=(prefill + decode) * rate,  # Eq. 6
+        cost_prefill_usd=price * float((plan.remote_mb * seconds.sum(axis=1)).sum()),  # Eq. 8
+        cost_decode_usd=price * float((plan.remote_mb * calls_s.sum(axis=1)).sum()),  # Eq. 9
+        cost_cold_usd=cold_usd,
+        cost_fees_usd=invoked * system.invocation_usd,
+        cost_rounding_usd=rounding_usd,
         invocations=invoked,
         broken=violated(system, load.tokens, load.n_out, plan),
         ttft_limit_s=ttft_limit_s,
