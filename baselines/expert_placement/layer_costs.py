@@ -20,26 +20,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from servegym.baselines.expert_placement.feasibility import Bools, Floats
+from servegym.baselines.expert_placement.feasibility import Floats
 from servegym.baselines.expert_placement.kernel import layer_costs as kernel
+from servegym.envs.workloads.expert_sets import bit_sets, set_bits
 
 if TYPE_CHECKING:
     from servegym.envs.expert_placement.cluster import Cluster
 
 Masks = NDArray[np.uint64]
-
-
-def expert_masks(held: ArrayLike) -> Masks:
-    """Bit masks (..., ) of the last axis of ``held`` (..., E), E <= 64."""
-    table = np.asarray(held).astype(np.bool_)
-    bits = np.uint64(1) << np.arange(table.shape[-1], dtype=np.uint64)
-    return np.where(table, bits, np.uint64(0)).sum(axis=-1, dtype=np.uint64)
-
-
-def mask_experts(masks: ArrayLike, experts: int) -> Bools:
-    """Inverse of `expert_masks`: bool (..., E)."""
-    words = np.asarray(masks, dtype=np.uint64)
-    return (words[..., None] >> np.arange(experts, dtype=np.uint64)) & np.uint64(1) > 0
 
 
 BUSIEST = 0.95
@@ -137,7 +125,7 @@ class LayerCostModel:
             else:
                 cost[name] = value
         cost["max_messages"] = max_messages
-        share = np.stack([mask_experts(t, experts).mean(axis=0) for t in tables])
+        share = np.stack([set_bits(t, experts).mean(axis=0) for t in tables])
         hit = 1.0 - (1.0 - share) ** cost["prompt_tokens"][:, None, None]
         layered = np.repeat(cost[:, None], stacked.shape[1], axis=1)
         return cls(kernel.Tables(layered, stacked, np.ascontiguousarray(hit)))
@@ -227,12 +215,12 @@ class LayerCostModel:
         cost["token_s"] = np.einsum("nlm,nm->nl", near, token)
         cost["round_trip_s"] = np.einsum("nlm,nm->nl", near, links.delay_s)
         tables = self.tables._replace(cost=cost)
-        cost["round_trip_s"] += _link_waits(tables, expert_masks(view), near, links)
+        cost["round_trip_s"] += _link_waits(tables, bit_sets(view), near, links)
         return replace(self, tables=tables)
 
     def cost(self, held: ArrayLike) -> Floats:
         """Estimated seconds (N, L) that remote experts add, weighted, for held (N, L, E)."""
-        masks = expert_masks(held)
+        masks = bit_sets(held)
         out = np.empty(masks.shape)
         for n, layer in np.ndindex(*masks.shape):
             out[n, layer] = kernel.layer_cost(self.tables, n, layer, masks[n, layer])

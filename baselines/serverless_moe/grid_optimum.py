@@ -21,6 +21,8 @@ from servegym.envs.serverless_moe.loads import Load
 from servegym.envs.serverless_moe.sets import least_used, remote_count
 
 Floats = NDArray[np.float64]
+TIME_LIMIT_S = 10.0
+"""Seconds at which the solver stops."""
 TOLERANCE = 1e-6
 """Relative distance from a limit within which the solver calls it met."""
 
@@ -67,7 +69,6 @@ def solve_knapsack(
     second_limit: float = np.inf,
     *,
     gap: float = 1e-6,
-    time_limit_s: float = 10.0,
 ) -> Knapsack:
     """Choose one option in each layer at least cost within two budgets.
 
@@ -78,7 +79,6 @@ def solve_knapsack(
         first_limit: First budget.
         second_limit: Second budget.
         gap: Relative gap at which the search may stop.
-        time_limit_s: Seconds at which it stops.
     """
     price = np.asarray(cost, np.float64)
     times = [np.broadcast_to(np.asarray(t, np.float64), price.shape) for t in (first, second)]
@@ -120,7 +120,7 @@ def solve_knapsack(
             constraints=optimize.LinearConstraint(sparse.vstack(rows), *limit),
             integrality=np.ones(layer.size),
             bounds=optimize.Bounds(0.0, 1.0),
-            options={"mip_rel_gap": gap, "time_limit": time_limit_s},
+            options={"mip_rel_gap": gap, "time_limit": TIME_LIMIT_S},
         )
         dual = result.mip_dual_bound
         if room == 0.0 and dual is not None and np.isfinite(dual):
@@ -222,17 +222,7 @@ def layer_options(
         decode = np.einsum("lr,lvr->lv", histogram, added)
         memory = np.where(used[:, None], specs, 0.0)[..., None]
         extra = extra + system.price_cpu * memory * (placed.rounding_s + decode[..., None])
-    return Options(
-        remote,
-        used,
-        specs,
-        slowest,
-        billed,
-        calls,
-        histogram,
-        allowed,
-        extra,
-    )
+    return Options(remote, used, specs, slowest, billed, calls, histogram, allowed, extra)
 
 
 def option_terms(
@@ -285,11 +275,10 @@ def grid_optimum(
     ratios: Sequence[float] | None = None,
     main_specs_mb: ArrayLike | None = None,
     decode_invocation: str = "per_call",
-    cold_start: bool = True,
     bill_cold_start: bool = False,
     gap: float = 1e-6,
 ) -> OptimalPlan:
-    """The cheapest feasible plan over b, W, Y and z.
+    """The cheapest feasible plan over b, W, Y and z of a cold request.
 
     Candidates (b, W) are taken by rising lower bound, so most need no integer program; a W whose
     price alone is above the cost of a known plan is no candidate.
@@ -304,7 +293,6 @@ def grid_optimum(
         main_specs_mb: W to try; default all. Those that cannot hold the local experts are passed
             over.
         decode_invocation: As `evaluate_plan`.
-        cold_start: Whether everything starts cold.
         bill_cold_start: As `evaluate_plan`.
         gap: Relative gap of the integer programs.
 
@@ -323,18 +311,16 @@ def grid_optimum(
     for b in tried.tolist():
         remote = least_used(order, int(remote_count(b, experts)))
         options = layer_options(system, load, remote, decode_invocation)
-        own = np.sort(specs[specs >= eq.main_memory_mb(system, remote, load.n_out)])
-        if not own.size:
+        fitting = np.sort(specs[specs >= eq.main_memory_mb(system, remote, load.n_out)])
+        if not fitting.size:
             continue
         # No W takes less time than the largest, so the price of W for that time is a lower bound.
-        prefill, decode, _ = _priced(system, load, options, own[-1], np.zeros((1, 1, 1)))
+        prefill, decode, _ = _priced(system, load, options, fitting[-1], np.zeros((1, 1, 1)))
         shortest = fixed + float((prefill + decode).min(axis=1).sum())
-        for w in own.tolist():
+        for w in fitting.tolist():
             if eq.main_rate_usd_s(system, load.n_in, load.n_out, w) * shortest > best_known_usd:
                 break
-            base, start, price = _start(
-                system, load, options, w, fixed, cold_start, bill_cold_start
-            )
+            base, start, price = _start(system, load, options, w, fixed, bill_cold_start)
             prefill, decode, cost = _priced(system, load, options, w, price)
             at = cost.argmin(axis=1)
             bound = float(base + cost[layers, at].sum())
@@ -354,26 +340,15 @@ def grid_optimum(
             lowest = min(lowest, bound)
             break
         prefill, decode, cost = _priced(system, load, options, w, price)
-        found = solve_knapsack(
-            cost,
-            prefill,
-            decode,
-            limits[0] - start,
-            limits[1],
-            gap=gap,
-        )
+        found = solve_knapsack(cost, prefill, decode, limits[0] - start, limits[1], gap=gap)
         lowest = min(lowest, base + found.bound)
         if base + found.cost < best.cost_usd and (found.chosen >= 0).all():
             plan = _assemble_plan(system, load, options, found.chosen, w)
-            cold = eq.Cold(
-                cold_start, plan.replicas if cold_start else np.zeros_like(plan.replicas)
-            )
             outcome = eq.expected_outcome(
                 system,
                 load,
                 plan,
                 decode_invocation=decode_invocation,
-                cold=cold,
                 bill_cold_start=bill_cold_start,
                 ttft_limit_s=ttft_limit_s,
                 tpot_limit_s=tpot_limit_s,
@@ -393,14 +368,11 @@ def _start(
     options: Options,
     main_mb: float,
     fixed: float,
-    cold_start: bool,
     bill_cold_start: bool,
 ) -> tuple[float, float, Floats]:
     """Cost that no layer's choice changes, cold start, and its price (L, V, Z) by choice."""
     rate = eq.main_rate_usd_s(system, load.n_in, load.n_out, main_mb)
     base, zero = rate * fixed + system.invocation_usd, np.zeros((1, 1, 1))
-    if not cold_start:
-        return base, 0.0, zero
     used = options.used.astype(np.int64)
     plan = eq.Plan(options.remote, main_mb, used.astype(float), used, options.remote - 1)
     main, others = eq.cold_starts_s(system, plan, eq.Cold(True, used))

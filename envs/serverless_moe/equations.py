@@ -33,8 +33,9 @@ from numpy.typing import ArrayLike, NDArray
 from servegym._checks import choose
 from servegym.envs.serverless_moe.loads import Load
 from servegym.envs.serverless_moe.records import CONSTRAINTS, Cold, Outcome, Plan, Request
-from servegym.envs.serverless_moe.sets import bit_sets, least_used, remote_count, set_bits
+from servegym.envs.serverless_moe.sets import least_used, remote_count
 from servegym.envs.serverless_moe.system import SystemModel
+from servegym.envs.workloads.expert_sets import bit_sets, set_bits
 
 __all__ = [
     "CONSTRAINTS",

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from servegym.envs.serverless_moe.records import Request
-from servegym.envs.serverless_moe.sets import bit_sets
 from servegym.envs.serverless_moe.system import SystemModel
+from servegym.envs.workloads.expert_sets import bit_sets
 
 Floats = NDArray[np.float64]
 OVERHEADS = 8

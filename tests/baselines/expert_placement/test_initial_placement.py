@@ -16,12 +16,12 @@ from servegym.baselines.expert_placement.initial_placement import (
     cluster_fingerprint,
 )
 from servegym.baselines.expert_placement.kernel.link_queues import CALLS, count_bits, remote_calls
-from servegym.baselines.expert_placement.layer_costs import expert_masks
 from servegym.baselines.expert_placement.link_queues import LinkQueueModel
 from servegym.baselines.expert_placement.simulation_search import SimulatedLatency
 from servegym.baselines.expert_placement.system import PlacementSystem
 from servegym.baselines.registry import make_policy
 from servegym.envs.expert_placement.config import build_problem
+from servegym.envs.workloads.expert_sets import bit_sets
 
 
 def toy(**kwargs):
@@ -40,7 +40,7 @@ def test_what_tokens_do_elsewhere_is_what_sets_say(messages):
     tables, rng = about.tables, np.random.default_rng(0)
     held = rng.random((3, 4, 8)) < 0.5
     held[2] |= ~held.any(axis=0)
-    masks = expert_masks(held)
+    masks = bit_sets(held)
     for n in range(3):
         order = tables.near[n]
         assert order[0] == n

@@ -14,16 +14,13 @@ from servegym.baselines.expert_placement.feasibility import (
 from servegym.baselines.expert_placement.heuristics import redundance, uniform
 from servegym.baselines.expert_placement.kernel import layer_costs as kernel
 from servegym.baselines.expert_placement.latency_search import latency_dp
-from servegym.baselines.expert_placement.layer_costs import (
-    LayerCostModel,
-    expert_masks,
-    mask_experts,
-)
+from servegym.baselines.expert_placement.layer_costs import LayerCostModel
 from servegym.baselines.expert_placement.linear_program import proxy_optimum
 from servegym.baselines.expert_placement.prism import prism
 from servegym.baselines.expert_placement.system import PlacementSystem
 from servegym.envs.expert_placement.config import build_problem
 from servegym.envs.expert_placement.core import PlacementEpisode
+from servegym.envs.workloads.expert_sets import bit_sets, set_bits
 
 ONE_TWO = np.array([0, 1, 2, 2])
 
@@ -42,7 +39,7 @@ def make_rows(rng, servers=3, layers=6, experts=16, top_k=3, tokens=300):
 def make_case(seed=0, **changes):
     rng = np.random.default_rng(seed)
     rows = make_rows(rng)
-    counts = np.stack([mask_experts(r, 16).sum(axis=0) for r in rows])
+    counts = np.stack([set_bits(r, 16).sum(axis=0) for r in rows])
     arguments = {
         "prompt_tokens": 30.0,
         "output_tokens": 20.0,
@@ -79,7 +76,7 @@ def literal_cost(model, rows, held, n, layer):
 def test_masks():
     rng = np.random.default_rng(0)
     held = rng.random((3, 4, 64)) < 0.5
-    assert (mask_experts(expert_masks(held), 64) == held).all()
+    assert (set_bits(bit_sets(held), 64) == held).all()
 
 
 def test_cost_is_the_literal_sum():
