@@ -3,7 +3,8 @@
 Shapes everywhere: N servers, G GPUs of all servers, L MoE layers, E routed experts a layer.
 ``counts`` (N, L, E) are token-to-expert assignments of the requests that arrived at a server,
 ``slots`` (G,) expert slots of a GPU, ``gpu_server`` (G,) its server, ``z`` (G, L, E) bool the
-placement, ``held`` (N, L, E) bool its server view.
+placement, ``held`` (N, L, E) bool its server view. A *placement algorithm* takes ``counts``,
+``slots`` and ``gpu_server``, returns ``z``, and raises what `check_instance` raises.
 """
 
 from __future__ import annotations

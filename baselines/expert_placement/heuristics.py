@@ -1,4 +1,7 @@
-"""Placements of a few lines: uniform, redundance, SmartMoE's balance, whole layers, chains."""
+"""Placements of a few lines: uniform, redundance, SmartMoE's balance, whole layers, chains.
+
+Arguments, results and errors are those of `feasibility`; ``seed`` is that of a random placement.
+"""
 
 from __future__ import annotations
 
@@ -47,18 +50,6 @@ def uniform(
 
     Invariants: blind to the counts; of a layer, two GPUs that are not full have the same number or
     one more.
-
-    Args:
-        counts: (N, L, E); only its shape is used.
-        slots: (G,).
-        gpu_server: (G,).
-        seed: Of the draw.
-
-    Returns:
-        z, bool (G, L, E).
-
-    Raises:
-        ValueError: On a wrong shape or value, or too little memory.
     """
     f, room, _, _ = check_instance(counts, slots, gpu_server)
     return _deal(f, room, np.random.default_rng(seed))
@@ -80,18 +71,6 @@ def redundance(
 
     Invariants: blind to the counts; a superset of `uniform` with the same seed; every GPU full, or
     with all experts.
-
-    Args:
-        counts: (N, L, E); only its shape is used.
-        slots: (G,).
-        gpu_server: (G,).
-        seed: Of the draws.
-
-    Returns:
-        z, bool (G, L, E); an expert may be on several GPUs of a server, never twice on one.
-
-    Raises:
-        ValueError: On a wrong shape or value, or too little memory.
     """
     f, room, _, _ = check_instance(counts, slots, gpu_server)
     rng = np.random.default_rng(seed)
@@ -111,17 +90,6 @@ def smartmoe(counts: ArrayLike, slots: ArrayLike, gpu_server: ArrayLike) -> Bool
     among those whose quota is not used up (ties: the lowest GPU).
 
     Invariants: every expert once; sees only the sum of the counts over servers.
-
-    Args:
-        counts: (N, L, E).
-        slots: (G,).
-        gpu_server: (G,).
-
-    Returns:
-        z, bool (G, L, E).
-
-    Raises:
-        ValueError: On a wrong shape or value, or too little memory.
     """
     f, room, _, _ = check_instance(counts, slots, gpu_server)
     _, layers, experts = f.shape
@@ -147,17 +115,6 @@ def whole_layer(counts: ArrayLike, slots: ArrayLike, gpu_server: ArrayLike) -> B
 
     Invariants: every server's slots used up, one copy of an expert a server; which layers are whole
     does not depend on the counts.
-
-    Args:
-        counts: (N, L, E).
-        slots: (G,).
-        gpu_server: (G,).
-
-    Returns:
-        z, bool (G, L, E).
-
-    Raises:
-        ValueError: On a wrong shape or value, or too little memory.
     """
     f, room, home, cap = check_instance(counts, slots, gpu_server)
     _, layers, experts = f.shape
@@ -188,17 +145,6 @@ def layer_chains(counts: ArrayLike, slots: ArrayLike, gpu_server: ArrayLike) -> 
 
     Invariants: every server's slots used up, one copy of an expert a server; which layers are whole
     does not depend on the counts.
-
-    Args:
-        counts: (N, L, E).
-        slots: (G,).
-        gpu_server: (G,).
-
-    Returns:
-        z, bool (G, L, E).
-
-    Raises:
-        ValueError: On a wrong shape or value, or too little memory.
     """
     f, room, home, cap = check_instance(counts, slots, gpu_server)
     _, layers, experts = f.shape

@@ -9,14 +9,10 @@ episode to come is used: prompts and task shares are those that an operator has 
 from __future__ import annotations
 
 import hashlib
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from servegym._checks import whole
 from servegym.baselines.expert_placement.feasibility import Bools, assign_gpus, server_view
 from servegym.baselines.expert_placement.heuristics import whole_layer
 from servegym.baselines.expert_placement.linear_program import proxy_optimum
@@ -27,7 +23,7 @@ from servegym.baselines.expert_placement.simulation_search import SimulatedLaten
 if TYPE_CHECKING:
     from servegym.baselines.expert_placement.system import PlacementSystem
 
-HEURISTICS = {"whole_layer": whole_layer, "prism": prism, "proxy_optimum": proxy_optimum}
+HEURISTICS = whole_layer, prism, proxy_optimum
 WAITS = (0.1, 0.3, 1.0)
 """Factors on the waiting time of a queue with random arrivals that are tried."""
 TRIES, SWAPS = 3, 160
@@ -40,91 +36,47 @@ MOST_SERVERS = 8
 """Larger clusters start from a heuristic: their estimate takes too long."""
 
 
-@dataclass(frozen=True, eq=False)
-class InitialPlacement:
-    """A placement and how it was found.
-
-    Attributes:
-        held: Bool (N, L, E), experts of each server.
-        name: The candidate.
-        latency_s: Mean latency of every candidate on the same requests.
-        calls: Expert calls simulated to find it.
-        cpu_s: CPU seconds that this took.
-    """
-
-    held: Bools
-    name: str
-    latency_s: dict[str, float]
-    calls: int
-    cpu_s: float = 0.0
-
-
 def best_start(
     system: PlacementSystem,
     *,
-    waits: Sequence[float] = WAITS,
     tries: int = TRIES,
     steps: int | None = None,
-    requests: int = REQUESTS,
     swaps: int = SWAPS,
     seed: int = 0,
-) -> InitialPlacement:
+) -> Bools:
     """The fastest of the heuristics and of the annealed placements on recorded requests.
 
     Args:
         system: The cluster, its recorded prompts and its load.
-        waits: Factors to anneal with.
-        tries: Annealed placements of each factor.
+        tries: Annealed placements of each of `WAITS`.
         steps: Proposals of one annealing; by default `STEPS_EACH` for every expert of every
             server, `MOST_STEPS` at most.
-        requests: Requests that every candidate serves, at least ten a server.
         swaps: Exchanges of two layers to try at last.
         seed: Of everything drawn.
 
-    Raises:
-        ValueError: If an argument is out of range.
+    Returns:
+        bool (N, L, E), the experts of each server.
     """
-    for name, value, low in (
-        ("tries", tries, 0),
-        ("requests", requests, 1),
-        ("swaps", swaps, 0),
-        ("seed", seed, 0),
-    ):
-        whole(name, value, low)
-    if steps is not None:
-        whole("steps", steps, 0)
-    begin = time.process_time()
     c = system.cluster
     if steps is None:
         steps = min(MOST_STEPS, STEPS_EACH * c.num_servers * c.layers * c.experts)
     model = LinkQueueModel(system, seed=seed)
     draw = np.random.default_rng([seed, 1]).integers(1 << 31, size=2)
-    objective = _objective(system, requests, int(draw[0]))
-    held: dict[str, Bools] = {
-        name: server_view(place(model.counts, c.slots, c.gpu_server), c.gpu_server)
-        for name, place in HEURISTICS.items()
-    }
-    latency = {
-        name: _simulate(objective, system, model.counts, view) for name, view in held.items()
-    }
-    best = min(latency, key=lambda name: latency[name])
+    objective = _objective(system, REQUESTS, int(draw[0]))
+
+    def seconds(held: Bools) -> float:
+        return _simulate(objective, system, model.counts, held)
+
+    views = [server_view(f(model.counts, c.slots, c.gpu_server), c.gpu_server) for f in HEURISTICS]
+    best = min(views, key=seconds)
     if c.num_servers <= MOST_SERVERS:
-        first = held[best]
-        for wait in waits:
-            for k in range(tries):
-                name = f"annealed, wait {wait:g}, try {k}"
-                held[name] = model.anneal(first, wait, steps, seed + k)
-                latency[name] = _simulate(objective, system, model.counts, held[name])
-        best = min(latency, key=lambda name: latency[name])
+        starts = [best]
+        starts += [
+            model.anneal(best, wait, steps, seed + k) for wait in WAITS for k in range(tries)
+        ]
+        best = min(starts, key=seconds)
     short = _objective(system, SHORT, int(draw[1]))
-    found, gained = climb(short, system, held[best], model.counts, swaps, seed)
-    return InitialPlacement(
-        held=found,
-        name=f"{best}, {gained} of {swaps} exchanges of layers" if swaps else best,
-        latency_s=latency,
-        calls=objective.calls + short.calls,
-        cpu_s=time.process_time() - begin,
-    )
+    return climb(short, system, best, model.counts, swaps, seed)[0]
 
 
 def cluster_fingerprint(system: Any) -> str:

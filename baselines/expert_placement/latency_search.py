@@ -1,9 +1,6 @@
-"""Placements by estimated latency: exact layer budgets, annealing, a search with few moves.
+"""A placement by estimated latency: exact layer budgets, each server's most frequent experts.
 
-All of them minimise `LayerCostModel`, so they see that a step waits when any expert is remote. They
-differ in where they look: `latency_dp` takes each server's most frequent experts of a layer and
-chooses only how many; `annealing` goes on from there with single experts; `local_search` starts
-from the placement in use and loads a bounded number of experts.
+It minimises `LayerCostModel`, so it sees that a step waits when any expert is remote.
 """
 
 from __future__ import annotations
@@ -17,21 +14,12 @@ from servegym.baselines.expert_placement.feasibility import (
     Ints,
     assign_gpus,
     check_instance,
-    check_placement,
-    reassign_gpus,
-    server_view,
 )
 from servegym.baselines.expert_placement.kernel import layer_costs as kernel
-from servegym.baselines.expert_placement.layer_costs import (
-    LayerCostModel,
-    expert_masks,
-    mask_experts,
-)
+from servegym.baselines.expert_placement.layer_costs import LayerCostModel
 
 TURNS = 8
 """Parts of the servers that `latency_dp` plans anew one after another: of up to so many, each."""
-ROUNDS = 4
-"""Times that `annealing` estimates anew what links and holders cost under the load by then."""
 
 
 def latency_dp(
@@ -185,120 +173,3 @@ def _cover(held: Bools, f: Floats, costs: Floats) -> None:
         copies[layer, e] += 1
         number[n, x_layer] -= 1
         number[n, layer] += 1
-
-
-def annealing(
-    model: LayerCostModel,
-    counts: ArrayLike,
-    slots: ArrayLike,
-    gpu_server: ArrayLike,
-    *,
-    start: ArrayLike | None = None,
-    steps: int = 600_000,
-    hot: float = 1e-3,
-    cold: float = 1e-6,
-    seed: int = 0,
-) -> Bools:
-    """Simulated annealing of the estimated latency, from `latency_dp` or a given placement.
-
-    What a missing expert costs depends on who holds it and how busy the links are
-    (`LayerCostModel.loaded`). That is taken from the placement and kept while it is annealed, then
-    taken anew, `ROUNDS` times, each with its part of the proposals and from a lower temperature; a
-    round counts only if the placement costs less under the load that it causes itself.
-
-    Invariants: never worse by the estimate than its start; the number of experts of each server
-    does not change; one copy of an expert a server.
-
-    Args:
-        model: Estimated latency.
-        counts: (N, L, E).
-        slots: (G,).
-        gpu_server: (G,).
-        start: Server view (N, L, E) to start from, covered and within memory; its size stays.
-        steps: Proposals.
-        hot: First temperature, in shares of the start's cost.
-        cold: Last temperature, in shares of the start's cost.
-        seed: Of the proposals.
-
-    Returns:
-        z, bool (G, L, E), never worse by the estimate than the start.
-
-    Raises:
-        ValueError: On a wrong shape or value, or too little memory.
-    """
-    f, room, home, cap = check_instance(counts, slots, gpu_server)
-    model.check(f.shape)
-    if not 0 < cold <= hot:
-        raise ValueError(f"cold and hot must be 0 < cold <= hot, got {cold!r} and {hot!r}")
-    if steps < 0:
-        raise ValueError(f"steps must be at least 0, got {steps!r}")
-    if start is None:
-        held = server_view(latency_dp(model, f, room, home), home)
-    else:
-        held = np.asarray(start).astype(np.bool_)
-    if held.shape != f.shape:
-        raise ValueError(f"start must have shape {f.shape}, got {held.shape}")
-    check_placement(held, cap)
-    rounds = 1 if model.links is None else ROUNDS
-    now = model.loaded(held, f)
-    cheapest = float(now.cost(held).sum())
-    for k in range(rounds):
-        masks, cost = expert_masks(held), now.cost(held)
-        if cheapest <= 0:
-            break
-        warm = hot * (cold / hot) ** (k / rounds)
-        kernel.anneal(
-            now.tables,
-            masks,
-            cost,
-            steps // rounds,
-            warm * cheapest,
-            cold * cheapest,
-            seed + k,
-        )
-        trial = mask_experts(masks, f.shape[2])
-        loaded = model.loaded(trial, f)
-        found = float(loaded.cost(trial).sum())
-        if found < cheapest:
-            held, now, cheapest = trial, loaded, found
-    return assign_gpus(held, f, room, home)
-
-
-def local_search(
-    model: LayerCostModel,
-    counts: ArrayLike,
-    slots: ArrayLike,
-    gpu_server: ArrayLike,
-    start: ArrayLike,
-    *,
-    max_moved_share: float = 0.1,
-) -> Bools:
-    """Improve a placement by its best single loads, at most a share of all slots.
-
-    Invariants: never worse by the estimate than its start; at most the given share of slots is
-    loaded, each expert of a server that stays keeps its GPU.
-
-    Args:
-        model: Estimated latency.
-        counts: (N, L, E).
-        slots: (G,).
-        gpu_server: (G,).
-        start: z (G, L, E) in use.
-        max_moved_share: Loads over the slots of all servers, at most.
-
-    Returns:
-        z, bool (G, L, E), never worse by the estimate. Experts that stay on a server stay on their
-        GPU.
-
-    Raises:
-        ValueError: On a wrong shape or value, or too little memory.
-    """
-    f, room, home, cap = check_instance(counts, slots, gpu_server)
-    model.check(f.shape)
-    old = check_placement(start, room)
-    if not 0 <= max_moved_share <= 1:
-        raise ValueError(f"max_moved_share must be between 0 and 1, got {max_moved_share!r}")
-    masks = expert_masks(server_view(old, home))
-    budget = int(max_moved_share * cap.sum() + 1e-9)
-    kernel.descend(model.tables, masks, cap, budget)
-    return reassign_gpus(mask_experts(masks, f.shape[2]), old, f, room, home)

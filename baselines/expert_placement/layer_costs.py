@@ -20,26 +20,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from servegym.baselines.expert_placement.feasibility import Bools, Floats
+from servegym.baselines.expert_placement.feasibility import Floats
 from servegym.baselines.expert_placement.kernel import layer_costs as kernel
+from servegym.envs.workloads.expert_sets import bit_sets, set_bits
 
 if TYPE_CHECKING:
     from servegym.envs.expert_placement.cluster import Cluster
 
 Masks = NDArray[np.uint64]
-
-
-def expert_masks(held: ArrayLike) -> Masks:
-    """Bit masks (..., ) of the last axis of ``held`` (..., E), E <= 64."""
-    table = np.asarray(held).astype(np.bool_)
-    bits = np.uint64(1) << np.arange(table.shape[-1], dtype=np.uint64)
-    return np.where(table, bits, np.uint64(0)).sum(axis=-1, dtype=np.uint64)
-
-
-def mask_experts(masks: ArrayLike, experts: int) -> Bools:
-    """Inverse of `expert_masks`: bool (..., E)."""
-    words = np.asarray(masks, dtype=np.uint64)
-    return (words[..., None] >> np.arange(experts, dtype=np.uint64)) & np.uint64(1) > 0
 
 
 BUSIEST = 0.95
@@ -92,13 +80,11 @@ class LayerCostModel:
         message_s: ArrayLike = 0.0,
         weight: ArrayLike = 1.0,
         max_messages: float = np.inf,
-        max_rows: int = 512,
-        seed: int = 0,
     ) -> LayerCostModel:
-        """Check the arguments and draw the same number of rows for every server.
+        """Check the arguments and tabulate them.
 
         Args:
-            rows: N arrays uint64 (T_n, L), T_n >= 1: recorded tokens like those of server n.
+            rows: N arrays uint64 (T, L), T >= 1: recorded tokens like those of server n.
             experts: E, at most 64.
             prompt_tokens: Mean tokens of a prompt, one number or (N,).
             output_tokens: Mean tokens of an answer.
@@ -107,11 +93,6 @@ class LayerCostModel:
             message_s: Seconds that one more message and its answer take.
             weight: Requests per time, to weigh servers against each other.
             max_messages: Most messages of a step (N - 1 with one message a server).
-            max_rows: Most rows drawn of each server.
-            seed: Of the draw.
-
-        Returns:
-            The model.
 
         Raises:
             ValueError: If rows are missing or an argument is out of range.
@@ -119,19 +100,11 @@ class LayerCostModel:
         if not 1 <= experts <= 64:
             raise ValueError(f"experts must be between 1 and 64, got {experts!r}")
         tables = [np.asarray(table, dtype=np.uint64) for table in rows]
-        if not tables or any(t.ndim != 2 or 0 in t.shape for t in tables):
-            raise ValueError("rows must hold one array (tokens, layers) a server, none empty")
-        if len({t.shape[1] for t in tables}) != 1:
-            raise ValueError("rows: the servers must have the same number of layers")
+        if len({t.shape for t in tables}) != 1 or tables[0].ndim != 2 or 0 in tables[0].shape:
+            raise ValueError("rows must hold arrays (tokens, layers) of one shape, none empty")
         if experts < 64 and any((t >> np.uint64(experts)).any() for t in tables):
             raise ValueError(f"rows: a set names an expert above {experts - 1}")
-        number = min(max_rows, max(len(t) for t in tables))
-        rng = np.random.default_rng(seed)
-        sampled = [
-            t[rng.choice(len(t), number, replace=len(t) < number)] if len(t) != number else t
-            for t in tables
-        ]
-        stacked = np.ascontiguousarray(np.stack(sampled).transpose(0, 2, 1))
+        stacked = np.ascontiguousarray(np.stack(tables).transpose(0, 2, 1))
         cost = np.zeros(len(tables), kernel.LAYER_COST)
         columns = {
             "weight": weight,
@@ -152,7 +125,7 @@ class LayerCostModel:
             else:
                 cost[name] = value
         cost["max_messages"] = max_messages
-        share = np.stack([mask_experts(t, experts).mean(axis=0) for t in sampled])
+        share = np.stack([set_bits(t, experts).mean(axis=0) for t in tables])
         hit = 1.0 - (1.0 - share) ** cost["prompt_tokens"][:, None, None]
         layered = np.repeat(cost[:, None], stacked.shape[1], axis=1)
         return cls(kernel.Tables(layered, stacked, np.ascontiguousarray(hit)))
@@ -166,24 +139,10 @@ class LayerCostModel:
         prompt_tokens: ArrayLike,
         output_tokens: ArrayLike,
         weight: ArrayLike = 1.0,
-        max_rows: int = 512,
-        seed: int = 0,
     ) -> LayerCostModel:
-        """The model of a cluster's links and GPUs.
+        """The model of a cluster's links and GPUs; the other arguments as `build`.
 
         Links to the other servers count by the slots there.
-
-        Args:
-            cluster: The cluster.
-            rows: As `build`.
-            prompt_tokens: As `build`.
-            output_tokens: As `build`.
-            weight: As `build`.
-            max_rows: As `build`.
-            seed: As `build`.
-
-        Returns:
-            The model.
         """
         servers = cluster.num_servers
         near = np.where(np.eye(servers, dtype=bool), 0.0, cluster.cap[None, :].astype(np.float64))
@@ -216,8 +175,6 @@ class LayerCostModel:
             message_s=message,
             weight=weight,
             max_messages=servers - 1 if cluster.messages == "per_server" else np.inf,
-            max_rows=max_rows,
-            seed=seed,
         )
         return replace(model, links=links)
 
@@ -258,12 +215,12 @@ class LayerCostModel:
         cost["token_s"] = np.einsum("nlm,nm->nl", near, token)
         cost["round_trip_s"] = np.einsum("nlm,nm->nl", near, links.delay_s)
         tables = self.tables._replace(cost=cost)
-        cost["round_trip_s"] += _link_waits(tables, expert_masks(view), near, links)
+        cost["round_trip_s"] += _link_waits(tables, bit_sets(view), near, links)
         return replace(self, tables=tables)
 
     def cost(self, held: ArrayLike) -> Floats:
         """Estimated seconds (N, L) that remote experts add, weighted, for held (N, L, E)."""
-        masks = expert_masks(held)
+        masks = bit_sets(held)
         out = np.empty(masks.shape)
         for n, layer in np.ndindex(*masks.shape):
             out[n, layer] = kernel.layer_cost(self.tables, n, layer, masks[n, layer])

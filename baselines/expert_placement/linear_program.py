@@ -1,4 +1,4 @@
-"""The exact optimum of the proxy, Eq. 2, as a linear program."""
+"""The exact optimum of the proxy, Eq. 2, as a linear program; arguments as in `feasibility`."""
 
 from __future__ import annotations
 
@@ -24,17 +24,6 @@ def proxy_optimum(counts: ArrayLike, slots: ArrayLike, gpu_server: ArrayLike) ->
 
     Invariants: no feasible placement has a smaller Eq. 2; every server's slots used up, one copy of
     an expert a server.
-
-    Args:
-        counts: (N, L, E).
-        slots: (G,).
-        gpu_server: (G,).
-
-    Returns:
-        z, bool (G, L, E).
-
-    Raises:
-        ValueError: On a wrong shape or value, or too little memory.
     """
     f, room, home, cap = check_instance(counts, slots, gpu_server)
     servers, layers, experts = f.shape

@@ -14,7 +14,7 @@ import numpy as np
 
 from servegym.baselines.expert_placement.feasibility import Bools
 from servegym.baselines.expert_placement.kernel import link_queues as kernel
-from servegym.baselines.expert_placement.layer_costs import expert_masks, mask_experts
+from servegym.envs.workloads.expert_sets import bit_sets, set_bits
 
 if TYPE_CHECKING:
     from servegym.baselines.expert_placement.system import PlacementSystem
@@ -52,7 +52,7 @@ class LinkQueueModel:
                 drawn.append(random.integers(*prompts.bank_start[prompt : prompt + 2]))
             rows.append(prompts.bank[drawn].T)
             of_prompt = sum(x * table.mean(axis=0) for x, table in zip(own, tables, strict=True))
-            counts.append(of_prompt + decodes * mask_experts(rows[-1], c.experts).mean(axis=1))
+            counts.append(of_prompt + decodes * set_bits(rows[-1], c.experts).mean(axis=1))
         some = np.array([(table > 0).mean(axis=0) for table in tables])
         work = 2.0 * c.pcie_latency_s + float(c.expert_base_s.mean())
         token, delay = c.activation_bytes / c.link_bytes_s, c.latency_s + c.latency_s.T + work
@@ -81,7 +81,7 @@ class LinkQueueModel:
             held: (N, L, E), covered.
             wait: Factor on the waiting time of a queue with random arrivals.
         """
-        masks = expert_masks(held)
+        masks = bit_sets(held)
         servers, layers = masks.shape
         calls = np.zeros((servers, layers, servers), kernel.CALLS)
         for n, layer in np.ndindex(servers, layers):
@@ -90,6 +90,6 @@ class LinkQueueModel:
 
     def anneal(self, start: Bools, wait: float, steps: int, seed: int) -> Bools:
         """Improve a covered server view (N, L, E), see `kernel.link_queues.anneal`."""
-        masks = expert_masks(start)
+        masks = bit_sets(start)
         kernel.anneal(self.tables, masks, wait, steps, HOT, COLD, seed)
-        return mask_experts(masks, self.experts)
+        return set_bits(masks, self.experts)

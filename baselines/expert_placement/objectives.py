@@ -1,12 +1,8 @@
 """What a placement costs: the proxy of Eq. 2 and migration by Eq. 3 and Eq. 4 of the Prism paper.
 
 Slots are counted by GPU and then added, the frequencies are *counts* (never normalised by server),
-an expert on another GPU of the same server is local, and freeing memory costs nothing.
-
-Shapes everywhere: N servers, G GPUs of all servers, L MoE layers, E routed experts a layer.
-``counts`` (N, L, E) are token-to-expert assignments of the requests that arrived at a server,
-``slots`` (G,) expert slots of a GPU, ``gpu_server`` (G,) its server, ``z`` (G, L, E) bool the
-placement, ``held`` (N, L, E) bool its server view.
+an expert on another GPU of the same server is local, and freeing memory costs nothing. Shapes are
+those of `feasibility`.
 """
 
 from __future__ import annotations

@@ -23,14 +23,8 @@ from servegym.baselines.expert_placement.heuristics import (
     uniform,
     whole_layer,
 )
-from servegym.baselines.expert_placement.initial_placement import (
-    SWAPS,
-    TRIES,
-    InitialPlacement,
-    best_start,
-)
-from servegym.baselines.expert_placement.latency_search import annealing, latency_dp, local_search
-from servegym.baselines.expert_placement.layer_costs import LayerCostModel
+from servegym.baselines.expert_placement.initial_placement import SWAPS, TRIES, best_start
+from servegym.baselines.expert_placement.latency_search import latency_dp
 from servegym.baselines.expert_placement.linear_program import proxy_optimum
 from servegym.baselines.expert_placement.objectives import adopts, expected_cost, migration_time
 from servegym.baselines.expert_placement.prism import prism, prism_printed
@@ -324,23 +318,15 @@ class ProxyOptimum(_CountsPolicy):
     place = staticmethod(proxy_optimum)
 
 
-class _LayerCostPolicy(PlacementPolicy):
-    """Plans by estimated latency, which also stands for C in Eq. 4."""
+class LatencyDp(PlacementPolicy):
+    """Layer budgets by an exact knapsack over estimated latency, which stands for C in Eq. 4."""
 
-    def __init__(self, system: PlacementSystem, *, rows: int = 512) -> None:
-        super().__init__(system)
-        if rows < 1:
-            raise ValueError(f"rows must be at least 1, got {rows!r}")
-        self.rows = int(rows)
-
-    def search(self, model: LayerCostModel, counts: Floats, current: Bools, first: bool) -> Bools:
-        """The placement (G, L, E) wished by the model."""
-        raise NotImplementedError
+    name = "latency_dp"
 
     def plan(self, row: int, counts: Floats, current: Bools, first: bool) -> Bools | None:
         """See `PlacementPolicy.plan`."""
-        self._model = self.system.layer_cost_model(counts, rows=self.rows)
-        return self.search(self._model, counts, current, first)
+        self._model = self.system.layer_cost_model(counts)
+        return latency_dp(self._model, counts, self.system.slots, self.system.gpu_server)
 
     def migration_pays(
         self, counts: Floats, current: Bools, plan: Bools, inputs: MigrationInputs
@@ -353,54 +339,6 @@ class _LayerCostPolicy(PlacementPolicy):
             for z in (current, plan)
         )
         return adopts(new, self.migration_s(current, plan), old)
-
-
-class LatencyDp(_LayerCostPolicy):
-    """Layer budgets by an exact knapsack over estimated latency."""
-
-    name = "latency_dp"
-
-    def search(self, model: LayerCostModel, counts: Floats, current: Bools, first: bool) -> Bools:
-        """See `_LayerCostPolicy.search`."""
-        return latency_dp(model, counts, self.system.slots, self.system.gpu_server)
-
-
-class Annealing(_LayerCostPolicy):
-    """`LatencyDp` refined by annealing single experts."""
-
-    name = "annealing"
-
-    def __init__(self, system: PlacementSystem, *, rows: int = 512, steps: int = 600_000) -> None:
-        super().__init__(system, rows=rows)
-        self.steps = int(steps)
-
-    def search(self, model: LayerCostModel, counts: Floats, current: Bools, first: bool) -> Bools:
-        """See `_LayerCostPolicy.search`."""
-        slots, home = self.system.slots, self.system.gpu_server
-        return annealing(model, counts, slots, home, steps=self.steps)
-
-
-class LocalSearch(_LayerCostPolicy):
-    """The placement in use, improved by loads of at most a share of the slots an epoch.
-
-    A free first placement is not bounded and starts from `LatencyDp`.
-    """
-
-    name = "local_search"
-
-    def __init__(
-        self, system: PlacementSystem, *, rows: int = 512, max_moved_share: float = 0.1
-    ) -> None:
-        super().__init__(system, rows=rows)
-        self.max_moved_share = float(max_moved_share)
-
-    def search(self, model: LayerCostModel, counts: Floats, current: Bools, first: bool) -> Bools:
-        """See `_LayerCostPolicy.search`."""
-        slots, home = self.system.slots, self.system.gpu_server
-        if first:
-            current = latency_dp(model, counts, slots, home)
-        share = 1.0 if first else self.max_moved_share
-        return local_search(model, counts, slots, home, current, max_moved_share=share)
 
 
 class BestStart(PlacementPolicy):
@@ -430,30 +368,20 @@ class BestStart(PlacementPolicy):
         seed: int = 0,
     ) -> None:
         super().__init__(system)
-        given: dict[str, Any] = dict(tries=tries, steps=steps, swaps=swaps, seed=seed)
-        for name, value in given.items():
+        self._search: dict[str, Any] = dict(tries=tries, steps=steps, swaps=swaps, seed=seed)
+        for name, value in self._search.items():
             if value is not None:
                 whole(name, value, 0)
-        self._search = given
-        self._found: tuple[InitialPlacement, Bools] | None = None
-
-    @property
-    def start(self) -> InitialPlacement:
-        """What the search found; searched for at the first call."""
-        return self._search_once()[0]
-
-    def _search_once(self) -> tuple[InitialPlacement, Bools]:
-        if self._found is None:
-            system = self.system
-            start = best_start(system, **self._search)
-            long_run_counts = np.einsum("nk,kle->nle", system.long_run_shares, system.task_counts)
-            plan = assign_gpus(start.held, long_run_counts, system.slots, system.gpu_server)
-            self._found = start, plan
-        return self._found
+        self._found: Bools | None = None
 
     def plan(self, row: int, counts: Floats, current: Bools, first: bool) -> Bools | None:
         """See `PlacementPolicy.plan`."""
-        return self._search_once()[1]
+        if self._found is None:
+            system = self.system
+            held = best_start(system, **self._search)
+            long_run_counts = np.einsum("nk,kle->nle", system.long_run_shares, system.task_counts)
+            self._found = assign_gpus(held, long_run_counts, system.slots, system.gpu_server)
+        return self._found
 
 
 class LatencyLocalSearch(PlacementPolicy):
@@ -466,7 +394,6 @@ class LatencyLocalSearch(PlacementPolicy):
     Args:
         system: The cluster and what is known of its load.
         steps: Exchanges tried by a search.
-        budget_calls: Expert calls that end a search; no bound by default.
         requests: Requests simulated for each placement, at least two a server.
         shift: Largest change of a server's task shares that starts no new search.
 
@@ -481,17 +408,12 @@ class LatencyLocalSearch(PlacementPolicy):
         system: PlacementSystem,
         *,
         steps: int = 200,
-        budget_calls: int | None = None,
         requests: int = 40,
         shift: float = 0.25,
     ) -> None:
         super().__init__(system)
-        limits = (("steps", steps, 0), ("budget_calls", budget_calls, 0), ("requests", requests, 1))
-        for name, value, low in limits:
-            if value is not None:
-                whole(name, value, low)
-        self.steps, self.budget_calls = int(steps), budget_calls
-        self.requests = max(int(requests), 2 * system.cluster.num_servers)
+        self.steps = whole("steps", steps, 0)
+        self.requests = max(whole("requests", requests, 1), 2 * system.cluster.num_servers)
         self.shift = float(shift)
         self.calls = 0
 
@@ -540,7 +462,6 @@ class LatencyLocalSearch(PlacementPolicy):
             home,
             starts,
             steps=self.steps,
-            budget_calls=self.budget_calls,
             seed=self._seed,
         )
         self.calls += objective.calls

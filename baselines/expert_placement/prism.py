@@ -5,7 +5,7 @@ spent; only layers above E give experts away; a server without duplicates is pas
 `prism_printed` leaves slots unused as the print does, for comparison.
 
 Theorem 1 does not bound Algorithm 2: the algorithm has to keep layer counts and coverage, which the
-theorem's optimum does not.
+theorem's optimum does not. Arguments, results and errors are those of `feasibility`.
 """
 
 from __future__ import annotations
@@ -136,17 +136,6 @@ def prism(counts: ArrayLike, slots: ArrayLike, gpu_server: ArrayLike) -> Bools:
     Invariants: every expert somewhere; every GPU within its slots; every server's slots used up,
     one copy of an expert a server. Apart from the GPUs of a server, nothing changes if all counts
     are multiplied by one number.
-
-    Args:
-        counts: (N, L, E).
-        slots: (G,).
-        gpu_server: (G,).
-
-    Returns:
-        z, bool (G, L, E).
-
-    Raises:
-        ValueError: On a wrong shape or value, or too little memory.
     """
     f, room, home, cap = check_instance(counts, slots, gpu_server)
     return assign_gpus(assign_experts(layer_counts(f, cap), f), f, room, home)
@@ -157,17 +146,9 @@ def prism_printed(counts: ArrayLike, slots: ArrayLike, gpu_server: ArrayLike) ->
 
     Invariants: those of `prism` but for unused slots, at most L of each server.
 
-    Args:
-        counts: (N, L, E).
-        slots: (G,).
-        gpu_server: (G,).
-
-    Returns:
-        z, bool (G, L, E).
-
     Raises:
-        ValueError: As `prism`, and when the remaining slots cannot cover every expert (with
-            Mixtral's tight memory they often cannot).
+        ValueError: Also when the remaining slots cannot cover every expert (with Mixtral's tight
+            memory they often cannot).
     """
     f, room, home, cap = check_instance(counts, slots, gpu_server)
     return assign_gpus(assign_experts(layer_counts(f, cap, fill=False), f), f, room, home)

@@ -31,7 +31,7 @@ class SimulatedLatency:
 
     Attributes:
         requests: The requests, from an empty system.
-        calls: Expert calls simulated so far, the unit of a search's budget.
+        calls: Expert calls simulated so far.
     """
 
     def __init__(
@@ -179,7 +179,6 @@ def latency_local_search(
     starts: Sequence[ArrayLike],
     *,
     steps: int = 200,
-    budget_calls: int | None = None,
     seed: int = 0,
 ) -> Bools:
     """Improve the best of some placements by `exchange`, every step measured by the engine.
@@ -194,8 +193,6 @@ def latency_local_search(
         gpu_server: (G,).
         starts: Feasible placements (G, L, E), at least one.
         steps: Exchanges to try.
-        budget_calls: Expert calls to simulate, after which it ends too; no bound by default. All
-            starts are measured whatever it is.
         seed: Of the proposals.
 
     Returns:
@@ -208,12 +205,9 @@ def latency_local_search(
         raise ValueError("starts is empty; give at least one placement")
     if steps < 0:
         raise ValueError(f"steps must be at least 0, got {steps!r}")
-    if budget_calls is not None and budget_calls < 0:
-        raise ValueError(f"budget_calls must be None or at least 0, got {budget_calls!r}")
     f, room = np.asarray(counts, dtype=np.float64), np.asarray(slots, dtype=np.int64)
     home = np.asarray(gpu_server, dtype=np.int64)
     cap = np.bincount(home, room, f.shape[0]).astype(np.int64)
-    begun = objective.calls
     plans = [check_placement(z, room) for z in starts]
     measured = [objective.latency_s(z) for z in plans]
     least = min(measured)
@@ -223,8 +217,6 @@ def latency_local_search(
     held = server_view(best, home, f.shape[0])
     rng = np.random.default_rng(seed)
     for _ in range(steps):
-        if budget_calls is not None and objective.calls - begun >= budget_calls:
-            break
         new = exchange(held, f, cap, *_proposal(held, rng))
         if new is None:
             continue

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from scipy.optimize import nnls
 
 from servegym.baselines.expert_placement.feasibility import Floats, Ints
-from servegym.baselines.expert_placement.layer_costs import LayerCostModel, mask_experts
+from servegym.baselines.expert_placement.layer_costs import LayerCostModel
+from servegym.envs.workloads.expert_sets import set_bits
 
 if TYPE_CHECKING:
     from servegym.envs.expert_placement.cluster import Cluster
@@ -75,7 +76,7 @@ class PlacementSystem:
             bank = np.concatenate(
                 [prompts.bank[prompts.bank_start[p] : prompts.bank_start[p + 1]] for p in of_task]
             )
-            decode = mask_experts(bank, problem.cluster.experts).mean(axis=0)
+            decode = set_bits(bank, problem.cluster.experts).mean(axis=0)
             rows.append(bank)
             counts.append(prompts.counts[of_task].mean(axis=0) + (mean_output - 1.0) * decode)
             tokens.append(float(prompts.tokens[of_task].mean()))
@@ -176,5 +177,4 @@ class PlacementSystem:
             prompt_tokens=shares @ self.task_prompt_tokens,
             output_tokens=self.output_tokens,
             weight=1.0 / self.interarrival_s,
-            max_rows=rows,
         )

@@ -18,14 +18,9 @@ from numpy.typing import NDArray
 from scipy.special import ndtr
 
 from servegym.baselines.serverless_moe import lpt
-from servegym.baselines.serverless_moe.loads import (
-    Load,
-    call_rounding_s,
-    expert_time_terms,
-    non_expert_s,
-)
 from servegym.baselines.serverless_moe.system import ServerlessSystem
 from servegym.envs.serverless_moe import equations as eq
+from servegym.envs.serverless_moe.loads import Load
 from servegym.envs.serverless_moe.sets import least_used_first
 
 __all__ = ["ActionTable", "CandidateActions", "ActionValues", "WarmFunctions", "evaluate_actions"]
@@ -264,7 +259,7 @@ def evaluate_actions(
     model, price, c = system.model, system.model.price_cpu, choices
     used = c.members > 0
     n_in, n_out, top_k, layers = load.n_in, load.n_out, model.top_k, model.moe_layers
-    first, more = expert_time_terms(model, c.memory_mb)
+    first, more = eq.expert_time_terms(model, c.memory_mb)
     wire = model.transfer_s
 
     # Sums over the remote experts by a product of matrices: fast and exact enough.
@@ -289,13 +284,13 @@ def evaluate_actions(
     jobs = first * active[..., None] + (more + wire) * tokens[..., None]
     busy = jobs[..., None] + (invoked * trem)[:, :, None]  # (S, L, Y, Z)
 
-    own_first, own_more = expert_time_terms(model, c.main_mb)  # (S, W)
+    own_first, own_more = eq.expert_time_terms(model, c.main_mb)  # (S, W)
     local = (
         own_first[:, None] * (load.active.sum(axis=1) - active)[..., None]
         + own_more[:, None] * (load.tokens.sum(axis=1) - tokens)[..., None]
     )
     prefill = np.maximum(local[:, :, :, None, None], slowest[:, :, None]).sum(axis=1)
-    fixed_prefill, fixed_decode = non_expert_s(model, load)
+    fixed_prefill, fixed_decode = eq.non_expert_s(model, load)
     prefill += fixed_prefill + layers * 2.0 * model.swap_s(n_in)
 
     r = np.arange(top_k + 1)
@@ -317,7 +312,9 @@ def evaluate_actions(
     asked = 1.0 + invoked.sum(axis=1) + times.sum(axis=1)[:, None]
     cost += model.invocation_usd * asked[:, None, None]
     if model.granularity_s > 0.0:
-        added = call_rounding_s(model, load, call, load.trem_s[:, None], system.decode_invocation)
+        added = eq.call_rounding_s(
+            model, load, call, load.trem_s[:, None], system.decode_invocation
+        )
         billed = 0.5 * model.granularity_s * invoked[:, :, None]
         billed = billed + np.einsum("slr,slyr->sly", histogram, added)[..., None]
         cost += price * np.einsum("sly,slyz->syz", paid, billed)[:, None]

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from servegym.baselines.protocol import BasePolicy, Observation
 from servegym.baselines.serverless_moe.action_table import ActionTable, WarmFunctions
-from servegym.baselines.serverless_moe.loads import Load
 from servegym.baselines.serverless_moe.system import ServerlessSystem
+from servegym.envs.serverless_moe.loads import Load
 
 Mask = NDArray[np.integer[Any]]
 Actions = NDArray[np.int64]

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from servegym.baselines.serverless_moe.base import Actions, Observed, ServerlessPolicy, best_action
-from servegym.baselines.serverless_moe.loads import Load
 from servegym.baselines.serverless_moe.system import ServerlessSystem
+from servegym.envs.serverless_moe.loads import Load
 
 
 class Clairvoyant(ServerlessPolicy):

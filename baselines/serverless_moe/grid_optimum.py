@@ -15,20 +15,14 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy import optimize, sparse
 
-from servegym.baselines.serverless_moe.loads import (
-    Load,
-    Options,
-    job_times,
-    layer_options,
-    non_expert_s,
-    option_terms,
-    predict,
-)
-from servegym.baselines.serverless_moe.lpt import lpt
+from servegym.baselines.serverless_moe.lpt import lpt, replica_loads
 from servegym.envs.serverless_moe import equations as eq
+from servegym.envs.serverless_moe.loads import Load
 from servegym.envs.serverless_moe.sets import least_used, remote_count
 
 Floats = NDArray[np.float64]
+TIME_LIMIT_S = 10.0
+"""Seconds at which the solver stops."""
 TOLERANCE = 1e-6
 """Relative distance from a limit within which the solver calls it met."""
 
@@ -75,7 +69,6 @@ def solve_knapsack(
     second_limit: float = np.inf,
     *,
     gap: float = 1e-6,
-    time_limit_s: float = 10.0,
 ) -> Knapsack:
     """Choose one option in each layer at least cost within two budgets.
 
@@ -86,7 +79,6 @@ def solve_knapsack(
         first_limit: First budget.
         second_limit: Second budget.
         gap: Relative gap at which the search may stop.
-        time_limit_s: Seconds at which it stops.
     """
     price = np.asarray(cost, np.float64)
     times = [np.broadcast_to(np.asarray(t, np.float64), price.shape) for t in (first, second)]
@@ -128,7 +120,7 @@ def solve_knapsack(
             constraints=optimize.LinearConstraint(sparse.vstack(rows), *limit),
             integrality=np.ones(layer.size),
             bounds=optimize.Bounds(0.0, 1.0),
-            options={"mip_rel_gap": gap, "time_limit": time_limit_s},
+            options={"mip_rel_gap": gap, "time_limit": TIME_LIMIT_S},
         )
         dual = result.mip_dual_bound
         if room == 0.0 and dual is not None and np.isfinite(dual):
@@ -171,6 +163,92 @@ class OptimalPlan:
         return (self.cost_usd - self.bound_usd) / self.cost_usd
 
 
+@dataclass(frozen=True, eq=False)
+class Options:
+    """All choices (Y, z) of each layer for one remote set. V specifications, Z replicas.
+
+    Attributes:
+        remote: (L, K).
+        used: (L,) layers with remote experts; the others have no choice.
+        spec_mb: (V,).
+        slowest_s: (L, V, Z) slowest replica with its overhead.
+        billed_s: (L, V, Z) all replicas together (sum of ZT).
+        calls_s: (L, V, R) remote seconds of a decode token with r = 0..top_k remote experts.
+        histogram: (L, R) decode tokens.
+        allowed: (L, V, Z) by 10e and 10g.
+        extra_usd: (L, V, Z) fees of the remote functions and what rounding adds to their bill.
+    """
+
+    remote: NDArray[np.bool_]
+    used: NDArray[np.bool_]
+    spec_mb: Floats
+    slowest_s: Floats
+    billed_s: Floats
+    calls_s: Floats
+    histogram: Floats
+    allowed: NDArray[np.bool_]
+    extra_usd: Floats
+
+
+def layer_options(
+    system: eq.SystemModel,
+    load: Load,
+    remote: NDArray[np.bool_],
+    decode_invocation: str = "per_call",
+) -> Options:
+    """Tabulate the choices of each layer."""
+    specs = system.remote_specs_mb
+    jobs = np.where(remote[:, None], eq.job_times(system, load, specs[None]), 0.0)
+    placed = replica_loads(
+        jobs,
+        (load.tokens * system.token_mb)[:, None],
+        system.z_max,
+        load.trem_s[:, None],
+        system.granularity_s,
+    )
+    used = np.asarray(remote.any(axis=1))
+    trem = load.trem_s[:, None, None]
+    slowest = np.where(placed.invoked > 0, placed.slowest_s + trem, 0.0)
+    billed = jobs.sum(axis=2)[..., None] + placed.invoked * trem
+    call = system.expert_cpu_s(specs, 1) + system.transfer_s
+    calls = eq.call_seconds(call, load.trem_s[:, None], system.top_k, decode_invocation)
+    need = eq.remote_memory_mb(system, load.tokens, remote)
+    allowed = (need[:, None] <= specs)[..., None] & (placed.payload_mb <= system.payload_mb)
+    histogram = load.histogram(remote, system.top_k)
+    times = histogram @ eq.call_invocations(system.top_k, decode_invocation)
+    extra = system.invocation_usd * (placed.invoked + times[:, None, None])
+    if system.granularity_s > 0.0:
+        added = eq.call_rounding_s(system, load, call, load.trem_s[:, None], decode_invocation)
+        decode = np.einsum("lr,lvr->lv", histogram, added)
+        memory = np.where(used[:, None], specs, 0.0)[..., None]
+        extra = extra + system.price_cpu * memory * (placed.rounding_s + decode[..., None])
+    return Options(remote, used, specs, slowest, billed, calls, histogram, allowed, extra)
+
+
+def option_terms(
+    system: eq.SystemModel, load: Load, options: Options, main_mb: float
+) -> tuple[Floats, Floats, Floats]:
+    """Times and cost of each option given W.
+
+    Returns:
+        Prefill seconds (L, V, Z) and decode seconds (L, V) of the expert parts, and USD
+        (L, V, Z) with the main function's rate on those seconds, fees and rounding of the remote
+        functions included.
+    """
+    local = eq.prefill_local_s(system, load, options.remote, main_mb)
+    prefill = np.maximum(local[:, None, None], options.slowest_s)
+    prefill = prefill + 2.0 * system.swap_s(load.n_in)
+    own = np.arange(system.top_k, -1, -1) * system.expert_cpu_s(main_mb, 1)
+    step = np.maximum(own, options.calls_s) + 2.0 * system.swap_s(system.top_k)
+    decode = np.einsum("lr,lvr->lv", options.histogram, step)
+    calls = np.einsum("lr,lvr->lv", options.histogram, options.calls_s)
+    rate = eq.main_rate_usd_s(system, load.n_in, load.n_out, main_mb)
+    memory = np.where(options.used[:, None], options.spec_mb, 0.0)
+    cost = rate * (prefill + decode[..., None])
+    cost = cost + system.price_cpu * memory[..., None] * (options.billed_s + calls[..., None])
+    return prefill, decode, cost + options.extra_usd
+
+
 def _assemble_plan(
     system: eq.SystemModel, load: Load, options: Options, chosen: NDArray, main_mb: float
 ) -> eq.Plan:
@@ -180,7 +258,7 @@ def _assemble_plan(
     remote_mb = np.where(used, options.spec_mb[at], 0.0)
     replicas = np.where(used, z + 1, 0)
     assignment = np.full(remote.shape, -1, dtype=np.int64)
-    jobs = job_times(system, load, np.where(used, remote_mb, 1024.0))
+    jobs = eq.job_times(system, load, np.where(used, remote_mb, 1024.0))
     for layer in np.flatnonzero(used):
         members = np.flatnonzero(remote[layer])
         assignment[layer, members] = lpt(jobs[layer, members], int(replicas[layer]))
@@ -197,11 +275,10 @@ def grid_optimum(
     ratios: Sequence[float] | None = None,
     main_specs_mb: ArrayLike | None = None,
     decode_invocation: str = "per_call",
-    cold_start: bool = True,
     bill_cold_start: bool = False,
     gap: float = 1e-6,
 ) -> OptimalPlan:
-    """The cheapest feasible plan over b, W, Y and z.
+    """The cheapest feasible plan over b, W, Y and z of a cold request.
 
     Candidates (b, W) are taken by rising lower bound, so most need no integer program; a W whose
     price alone is above the cost of a known plan is no candidate.
@@ -216,7 +293,6 @@ def grid_optimum(
         main_specs_mb: W to try; default all. Those that cannot hold the local experts are passed
             over.
         decode_invocation: As `evaluate_plan`.
-        cold_start: Whether everything starts cold.
         bill_cold_start: As `evaluate_plan`.
         gap: Relative gap of the integer programs.
 
@@ -228,25 +304,23 @@ def grid_optimum(
     experts = system.num_experts
     tried = np.arange(experts + 1) / experts if ratios is None else np.asarray(ratios, float)
     specs = system.main_specs_mb if main_specs_mb is None else np.asarray(main_specs_mb, float)
-    fixed_prefill, fixed_decode = non_expert_s(system, load)
+    fixed_prefill, fixed_decode = eq.non_expert_s(system, load)
     fixed, candidates, best_known_usd = fixed_prefill + fixed_decode, [], np.inf
     limits = (ttft_limit_s - fixed_prefill, tpot_limit_s * load.n_out - fixed_decode)
     layers = np.arange(system.moe_layers)
     for b in tried.tolist():
         remote = least_used(order, int(remote_count(b, experts)))
         options = layer_options(system, load, remote, decode_invocation)
-        own = np.sort(specs[specs >= eq.main_memory_mb(system, remote, load.n_out)])
-        if not own.size:
+        fitting = np.sort(specs[specs >= eq.main_memory_mb(system, remote, load.n_out)])
+        if not fitting.size:
             continue
         # No W takes less time than the largest, so the price of W for that time is a lower bound.
-        prefill, decode, _ = _priced(system, load, options, own[-1], np.zeros((1, 1, 1)))
+        prefill, decode, _ = _priced(system, load, options, fitting[-1], np.zeros((1, 1, 1)))
         shortest = fixed + float((prefill + decode).min(axis=1).sum())
-        for w in own.tolist():
+        for w in fitting.tolist():
             if eq.main_rate_usd_s(system, load.n_in, load.n_out, w) * shortest > best_known_usd:
                 break
-            base, start, price = _start(
-                system, load, options, w, fixed, cold_start, bill_cold_start
-            )
+            base, start, price = _start(system, load, options, w, fixed, bill_cold_start)
             prefill, decode, cost = _priced(system, load, options, w, price)
             at = cost.argmin(axis=1)
             bound = float(base + cost[layers, at].sum())
@@ -266,26 +340,15 @@ def grid_optimum(
             lowest = min(lowest, bound)
             break
         prefill, decode, cost = _priced(system, load, options, w, price)
-        found = solve_knapsack(
-            cost,
-            prefill,
-            decode,
-            limits[0] - start,
-            limits[1],
-            gap=gap,
-        )
+        found = solve_knapsack(cost, prefill, decode, limits[0] - start, limits[1], gap=gap)
         lowest = min(lowest, base + found.bound)
         if base + found.cost < best.cost_usd and (found.chosen >= 0).all():
             plan = _assemble_plan(system, load, options, found.chosen, w)
-            cold = eq.Cold(
-                cold_start, plan.replicas if cold_start else np.zeros_like(plan.replicas)
-            )
-            outcome = predict(
+            outcome = eq.expected_outcome(
                 system,
                 load,
                 plan,
                 decode_invocation=decode_invocation,
-                cold=cold,
                 bill_cold_start=bill_cold_start,
                 ttft_limit_s=ttft_limit_s,
                 tpot_limit_s=tpot_limit_s,
@@ -305,14 +368,11 @@ def _start(
     options: Options,
     main_mb: float,
     fixed: float,
-    cold_start: bool,
     bill_cold_start: bool,
 ) -> tuple[float, float, Floats]:
     """Cost that no layer's choice changes, cold start, and its price (L, V, Z) by choice."""
     rate = eq.main_rate_usd_s(system, load.n_in, load.n_out, main_mb)
     base, zero = rate * fixed + system.invocation_usd, np.zeros((1, 1, 1))
-    if not cold_start:
-        return base, 0.0, zero
     used = options.used.astype(np.int64)
     plan = eq.Plan(options.remote, main_mb, used.astype(float), used, options.remote - 1)
     main, others = eq.cold_starts_s(system, plan, eq.Cold(True, used))

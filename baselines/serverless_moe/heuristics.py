@@ -18,8 +18,8 @@ from servegym.baselines.serverless_moe.base import (
     ServerlessPolicy,
     best_action,
 )
-from servegym.baselines.serverless_moe.loads import Load
 from servegym.baselines.serverless_moe.system import ServerlessSystem
+from servegym.envs.serverless_moe.loads import Load
 
 __all__ = [
     "BestConstant",
@@ -170,15 +170,13 @@ class GreedyWarm(ServerlessPolicy):
 
 
 class Constant(ServerlessPolicy):
-    """One action for all requests, the next smaller legal b where its own is not legal."""
+    """One action (5,) for all requests, the next smaller legal b where its own is not legal."""
 
-    def constant(self) -> Actions:
-        """The action (5,)."""
-        raise NotImplementedError
+    action: Actions
 
     def decide(self, row: int, observed: Observed, legal: NDArray[np.bool_]) -> Actions:
         """See `ServerlessPolicy.decide`."""
-        action = self.constant().copy()
+        action = self.action.copy()
         lower = np.flatnonzero(legal[: action[0] + 1])
         action[0] = lower[-1] if lower.size else np.flatnonzero(legal)[0]
         return action
@@ -197,11 +195,7 @@ class KeepAlive(Constant):
             axis=(0, 1),
         )
         total[:, 0] = -np.inf  # only the shared order stays warm from prompt to prompt
-        self._action = best_action(total, np.ones(total.shape[0], dtype=np.bool_))
-
-    def constant(self) -> Actions:
-        """See `Constant.constant`."""
-        return self._action
+        self.action = best_action(total, np.ones(total.shape[0], dtype=np.bool_))
 
 
 _FOUND: dict[str, Actions] = {}
@@ -221,11 +215,7 @@ class BestConstant(Constant):
         key = json.dumps([dict(system.arguments), rows, requests, seed], default=id, sort_keys=True)
         if key not in _FOUND:
             _FOUND[key] = search_constant(system, rows, requests, seed)
-        self._action = _FOUND[key]
-
-    def constant(self) -> Actions:
-        """See `Constant.constant`."""
-        return self._action
+        self.action = _FOUND[key]
 
 
 def search_constant(system: ServerlessSystem, rows: int, requests: int, seed: int) -> Actions:
@@ -262,7 +252,7 @@ def search_constant(system: ServerlessSystem, rows: int, requests: int, seed: in
             scores[key] = float(batch.env["total_reward"].sum())
         return scores[key]
 
-    action = KeepAlive(system).constant().copy()
+    action = KeepAlive(system).action.copy()
     sizes = [
         len(system.levels),
         2,

@@ -11,7 +11,6 @@ from servegym import _jit
 from servegym._jit import jit
 
 __all__ = [
-    "Assignment",
     "ReplicaLoads",
     "assign",
     "compile_kernels",
@@ -132,25 +131,6 @@ def _largest_replica_sums(replica, weight):
     return largest
 
 
-@dataclass(frozen=True, eq=False)
-class Assignment:
-    """Jobs on replicas.
-
-    Attributes:
-        replica: int (K,) replica of each job.
-        replicas: z, at least what was asked for.
-        load_s: (z,) seconds of each replica, without the common invocation overhead.
-        payload_mb: (z,) MB sent to each replica.
-        fits: True if every replica is within the payload limit.
-    """
-
-    replica: NDArray[np.int64]
-    replicas: int
-    load_s: NDArray[np.float64]
-    payload_mb: NDArray[np.float64]
-    fits: bool
-
-
 def lpt(jobs_s: ArrayLike, replicas: int) -> NDArray[np.int64]:
     """Longest processing time first: jobs by falling time, each to the least loaded replica.
 
@@ -171,43 +151,29 @@ def lpt(jobs_s: ArrayLike, replicas: int) -> NDArray[np.int64]:
     return _lpt(jobs, replicas)
 
 
-def least_replicas(payload_mb: ArrayLike, limit_mb: float) -> int:
-    """No fewer replicas can carry these payloads: ``ceil(total / limit)``, at least 1."""
-    total = float(np.asarray(payload_mb, dtype=np.float64).sum())
-    return max(1, int(np.ceil(total / limit_mb - 1e-9)))
-
-
 def assign(
-    jobs_s: ArrayLike,
-    replicas: int,
-    payload_mb: ArrayLike | None = None,
-    limit_mb: float = np.inf,
-    max_replicas: int | None = None,
-) -> Assignment:
+    jobs_s: Floats, replicas: int, payload_mb: Floats, limit_mb: float, max_replicas: int
+) -> tuple[NDArray[np.int64], int]:
     """LPT, then moves and, if these do not help, more replicas until 10g holds.
 
     Args:
         jobs_s: (K,) seconds of each job.
-        replicas: z to begin with.
-        payload_mb: (K,) MB of each job; None for no limit.
+        replicas: z to begin with, at most ``max_replicas``.
+        payload_mb: (K,) MB of each job.
         limit_mb: U_payload.
-        max_replicas: z_max; the result has ``fits=False`` if even so many do not do. Default z.
+        max_replicas: z_max, which is taken if even so many do not do.
+
+    Returns:
+        int (K,) replica of each job, and how many there are.
     """
-    jobs = np.asarray(jobs_s, dtype=np.float64)
-    size = np.zeros_like(jobs) if payload_mb is None else np.asarray(payload_mb, np.float64)
-    if size.shape != jobs.shape:
-        raise ValueError(f"payload_mb must have shape {jobs.shape}, got {size.shape}")
-    most = replicas if max_replicas is None else max(int(max_replicas), replicas)
-    z = min(max(replicas, least_replicas(size, limit_mb)), most)
+    # No fewer can carry the payloads.
+    least = int(np.ceil(payload_mb.sum() / limit_mb - 1e-9))
+    z = min(max(replicas, least), max_replicas)
     while True:
-        replica = lpt(jobs, z)
-        fits = _repair(replica, jobs, size, z, limit_mb)
-        if fits or z >= most:
-            break
+        replica = lpt(jobs_s, z)
+        if _repair(replica, jobs_s, payload_mb, z, limit_mb) or z >= max_replicas:
+            return replica, z
         z += 1
-    load = np.bincount(replica, weights=jobs, minlength=z).astype(np.float64)
-    payload = np.bincount(replica, weights=size, minlength=z).astype(np.float64)
-    return Assignment(replica, z, load, payload, fits)
 
 
 def _repair(
@@ -218,8 +184,6 @@ def _repair(
     limit: float,
 ) -> bool:
     """Move jobs from replicas above the limit to the least loaded that has room; in place."""
-    if not np.isfinite(limit):
-        return True
     slack = limit * (1.0 + 1e-12)
     payload = np.bincount(replica, weights=size, minlength=z).astype(np.float64)
     if (payload <= slack).all():

@@ -90,23 +90,14 @@ class ServerlessSystem:
         cfg = problem.tables.cfg[0]
         prompt, output = (float(np.mean(law)) for law in problem.lengths)
         spreads = SPREADS.get(problem.system.name, SPREADS["default"])
+        alike = ("levels", "w_headroom_mb", "y_headroom_mb", "z_headroom", "nvec", "shared", "slo")
+        alike += ("trem_s", "trem_switch", "trem_sigma", "idle_s", "max_output_tokens")
         return cls(
+            **{name: getattr(problem, name) for name in alike},
             model=problem.system,
-            levels=np.asarray(problem.levels, np.int64),
-            w_headroom_mb=np.asarray(problem.w_headroom_mb, np.float64),
-            y_headroom_mb=np.asarray(problem.y_headroom_mb, np.float64),
-            z_headroom=np.asarray(problem.z_headroom, np.int64),
-            nvec=np.asarray(problem.nvec, np.int64),
-            shared=np.asarray(problem.shared, np.float64),
-            max_output_tokens=problem.max_output_tokens,
             mean_prompt_tokens=prompt,
             mean_output_tokens=output,
-            slo=np.asarray(problem.slo, np.float64),
-            trem_s=np.asarray(problem.trem_s, np.float64),
-            trem_switch=float(problem.trem_switch),
-            trem_sigma=float(problem.trem_sigma),
             keep_alive_s=float(cfg["keep_alive_s"]),
-            idle_s=tuple((float(share), float(mean)) for share, mean in problem.idle_s),
             bill_cold_start=bool(cfg["bill_cold_start"]),
             load_shared=bool(cfg["load_shared"]),
             decode_invocation="per_call" if cfg["per_call"] else "per_layer",

@@ -28,8 +28,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from servegym.baselines.serverless_moe.base import Actions, Observed, ServerlessPolicy, best_action
-from servegym.baselines.serverless_moe.loads import Load
 from servegym.baselines.serverless_moe.system import ServerlessSystem
+from servegym.envs.serverless_moe.loads import Load
 
 __all__ = ["WarmPlanner", "relative_values", "regime_transitions", "train_requests"]
 
@@ -186,19 +186,8 @@ class WarmPlanner(ServerlessPolicy):
         mean = self.system.trem_s * np.exp(0.5 * sigma**2)
         return [Load.predicted(model, *known, float(trem), trem_sigma=sigma) for trem in mean]
 
-    def regimes(self, row: int, observed: Observed) -> Floats:
-        """(R,) how likely each regime of the overhead is at a row's request."""
-        return self._switching[self.system.regime(observed.last_trem_s)]
-
-    def now(self, row: int, observed: Observed) -> Floats:
-        """(R, levels, 2, W, Y, Z) expected rewards of a row's request, by its regime."""
-        return np.array([self.rewards(observed, load) for load in self._loads(observed)])
-
-    def later(self, row: int) -> Floats:
-        """(R, levels, 2, W, Y, Z) what is expected of leaving things warm, by the regime."""
-        return self.worth
-
     def decide(self, row: int, observed: Observed, legal: NDArray[np.bool_]) -> Actions:
         """See `ServerlessPolicy.decide`."""
-        total = self.now(row, observed) + self.later(row)
-        return best_action(np.einsum("r,r...->...", self.regimes(row, observed), total), legal)
+        chance = self._switching[self.system.regime(observed.last_trem_s)]
+        now = np.array([self.rewards(observed, load) for load in self._loads(observed)])
+        return best_action(np.einsum("r,r...->...", chance, now + self.worth), legal)

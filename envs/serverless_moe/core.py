@@ -13,7 +13,7 @@ from servegym.envs.serverless_moe import kernel
 from servegym.envs.serverless_moe.config import Problem
 from servegym.envs.serverless_moe.records import Request
 from servegym.envs.serverless_moe.rivals import serve
-from servegym.envs.serverless_moe.sets import set_bits
+from servegym.envs.workloads.expert_sets import set_bits
 from servegym.envs.workloads.lengths import sample_lengths
 
 REWARD_TERMS = ("cost", "ttft_penalty", "tpot_penalty")
@@ -35,6 +35,7 @@ _LOG_FIELDS += [
     (name, "f8" if kind[0].kind == "f" else "i8")
     for name, kind in (kernel.LOG.fields or {}).items()
 ]
+_STATE = ("requests", "trem", "functions", "action", "log", "deployment")
 REQUEST_LOG = np.dtype(_LOG_FIELDS)
 """Columns of ``request_log``: the request, then those of :data:`kernel.LOG`.
 
@@ -229,13 +230,9 @@ class ServerlessBatch:
     def _deploy(self, row: int, index: int) -> None:
         """Reckon what the problem's deployment takes for a drawn request."""
         p, d = self.problem, self.arrays.deployment[row, index]
-        s = serve(p.arguments["deployment"], p.system, self.request(row, index))
-        d.prefill_s, d.decode_s = s.prefill_s, s.decode_s
-        d.main_usd = (s.prefill_s + s.decode_s) * s.main_usd_s
-        d.prefill_usd, d.decode_usd = s.prefill_usd, s.decode_usd
-        d.start_s, d.start_usd, d.main_mb, d.remote = s.start_s, s.start_usd, s.main_mb, s.remote
-        d.invocations = s.invocations
-        d.rounding_usd, d.start_rounding_usd = s.rounding_usd, s.start_rounding_usd
+        served = serve(p.arguments["deployment"], p.system, self.request(row, index))
+        for name in served._fields:
+            d[name] = getattr(served, name)
 
     def begin(self, which: np.ndarray) -> None:
         """Start the drawn episodes of the rows with ``which`` (int8 ``(B,)``) set."""
@@ -277,16 +274,8 @@ class ServerlessBatch:
 
     def clone(self, row: int) -> ServerlessState:
         """Copy one system."""
-        a = self.arrays
-        return ServerlessState(
-            requests=a.requests[row].copy(),
-            trem=a.trem[row].copy(),
-            env=a.env[row : row + 1].copy(),
-            functions=a.functions[row].copy(),
-            action=a.action[row].copy(),
-            log=a.log[row].copy(),
-            deployment=a.deployment[row].copy(),
-        )
+        parts = {name: getattr(self.arrays, name)[row].copy() for name in _STATE}
+        return ServerlessState(env=self.env[row : row + 1].copy(), **parts)
 
     def restore(self, row: int, state: ServerlessState) -> None:
         """Put a copied system back in a row and write its observation.
@@ -294,15 +283,14 @@ class ServerlessBatch:
         Raises:
             ValueError: the state is of a system of other sizes.
         """
-        names = ("requests", "trem", "functions", "action", "log", "deployment")
-        for name in names:
+        for name in _STATE:
             own, given = getattr(self.arrays, name)[row], getattr(state, name)
             if own.shape != given.shape or own.dtype != given.dtype:
                 raise ValueError(
                     f"state.{name} has shape {given.shape}, this environment needs {own.shape}: "
                     "restore a state into an environment made with the same arguments."
                 )
-        for name in names:
+        for name in _STATE:
             getattr(self.arrays, name)[row] = getattr(state, name)
         self.env[row] = state.env[0]
         which = np.zeros(self.num_rows, dtype=np.int8)

@@ -17,6 +17,7 @@ What a caller needs::
     request = Request(prefill_counts, decode_sets, trem_s, n_in)  # what is served
     plan = make_plan(system, remote, expected_counts, n_out)  # how: a Plan
     outcome = evaluate_plan(system, request, plan)  # times, cost, violations
+    expected_outcome(system, Load.predicted(system, frequency, n_in, n_out, trem_s), plan)  # ahead
 
 [1] W. Liu, Y. Hu, R. Zhou, B. Li, N. Wang: "Remoe: Towards Efficient and Low-Cost MoE Inference in
 Serverless Computing".
@@ -24,12 +25,17 @@ Serverless Computing".
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 from servegym._checks import choose
+from servegym.envs.serverless_moe.loads import Load
 from servegym.envs.serverless_moe.records import CONSTRAINTS, Cold, Outcome, Plan, Request
-from servegym.envs.serverless_moe.sets import bit_sets, least_used, remote_count, set_bits
-from servegym.envs.serverless_moe.system import SystemModel, rounding_s
+from servegym.envs.serverless_moe.sets import least_used, remote_count
+from servegym.envs.serverless_moe.system import SystemModel
+from servegym.envs.workloads.expert_sets import bit_sets, set_bits
 
 __all__ = [
     "CONSTRAINTS",
@@ -44,95 +50,108 @@ __all__ = [
     "call_rounding_s",
     "call_seconds",
     "check_limits",
-    "cold_cost_usd",
     "cold_starts_s",
     "decode_expert_s",
-    "decode_histogram",
     "decode_remote_s",
-    "decode_s",
     "evaluate_plan",
+    "expected_outcome",
+    "expert_time_terms",
     "gpu_memory_mb",
-    "invocations",
+    "job_times",
     "least_used",
     "lpt",
-    "main_cost_usd",
     "main_memory_mb",
     "main_rate_usd_s",
     "make_plan",
     "mix_plan",
+    "non_expert_s",
     "payload_mb",
     "prefill_expert_s",
     "prefill_local_s",
-    "prefill_non_expert_s",
-    "prefill_s",
     "remote_count",
-    "remote_decode_cost_usd",
     "remote_memory_mb",
-    "remote_prefill_cost_usd",
     "replica_jobs_s",
     "replica_s",
     "replica_sums",
-    "rounding_cost_usd",
     "set_bits",
     "smallest_spec",
     "smallest_specs",
     "violated",
 ]
 
+Floats = NDArray[np.float64]
 DECODE_INVOCATIONS = ("per_call", "per_layer")
 
 # --------------------------------------------------------------------------------------- latency
 
 
-def decode_histogram(request: Request, remote: np.ndarray, top_k: int) -> np.ndarray:
-    """Generated tokens by number of remote experts: int64 ``(L, top_k + 1)``."""
-    masks = bit_sets(remote)
-    r = np.bitwise_count(request.decode_sets & masks).astype(np.int64)
-    return np.stack([np.bincount(column, minlength=top_k + 1) for column in r.T])
+def non_expert_s(system: SystemModel, load: Load) -> tuple[float, float]:
+    """First sums of Eq. 1 and 4: PTf and GTf over all blocks, seconds in prefill and decoding."""
+    prefill = system.layers * system.gpu_layer_s(load.n_in)
+    return prefill, load.n_out * system.layers * system.gpu_layer_s(1)
 
 
-def prefill_non_expert_s(system: SystemModel, n_in: int) -> float:
-    """First sum of Eq. 1: PTf over all blocks, in seconds."""
-    return system.layers * system.gpu_layer_s(n_in)
+def expert_time_terms(system: SystemModel, mb: ArrayLike) -> tuple[Floats, Floats]:
+    """Expert time ``first + more n`` of n >= 1 tokens: both terms, seconds, in the shape of mb."""
+    one = np.asarray(system.expert_cpu_s(mb, 1), np.float64)
+    more = np.asarray(system.expert_cpu_s(mb, 2), np.float64) - one
+    return one - more, more
 
 
-def prefill_local_s(system: SystemModel, request: Request, plan: Plan) -> np.ndarray:
+def prefill_local_s(
+    system: SystemModel, load: Load, remote: np.ndarray, main_mb: float
+) -> np.ndarray:
     """First argument of the max of Eq. 2: local experts one after another, seconds ``(L,)``."""
-    times = system.expert_cpu_s(plan.main_mb, request.prefill_counts)
-    return np.where(plan.remote, 0.0, times).sum(axis=1)
+    first, more = expert_time_terms(system, main_mb)
+    return np.where(remote, 0.0, first * load.active + more * load.tokens).sum(axis=1)
+
+
+def job_times(system: SystemModel, load: Load, mb: np.ndarray) -> np.ndarray:
+    """Seconds that each expert would add to its replica in prefill, transfer included (Eq. 3).
+
+    Args:
+        system: the system.
+        load: the load.
+        mb: ``(L,)`` memory of each layer, or ``(1, V)`` specifications for all of them.
+
+    Returns:
+        ``(L, K)``, or ``(L, V, K)``.
+    """
+    first, more = expert_time_terms(system, mb)
+    wire = system.transfer_s
+    if first.ndim == 1:
+        return first[:, None] * load.active + (more + wire)[:, None] * load.tokens
+    return first[..., None] * load.active[:, None] + (more + wire)[..., None] * load.tokens[:, None]
 
 
 def replica_sums(plan: Plan, weights: np.ndarray) -> np.ndarray:
     """Sums of the remote experts' weights ``(L, K)`` on each replica: ``(L, z_max')``."""
     layers, width = len(plan.replicas), max(int(plan.replicas.max(initial=0)), 1)
     placed = plan.remote & (plan.assignment >= 0) & (plan.assignment < plan.replicas[:, None])
-    cell = np.arange(layers)[:, None] * width + np.where(placed, plan.assignment, 0)
+    place = np.arange(layers)[:, None] * width + np.where(placed, plan.assignment, 0)
     held = np.where(placed, weights, 0.0)
-    return np.bincount(cell.ravel(), held.ravel(), layers * width).reshape(layers, width)
+    return np.bincount(place.ravel(), held.ravel(), layers * width).reshape(layers, width)
 
 
-def replica_s(system: SystemModel, request: Request, plan: Plan) -> np.ndarray:
+def replica_s(system: SystemModel, load: Load, plan: Plan) -> np.ndarray:
     """ZT of Eq. 3: seconds ``(L, z_max')`` of each replica in prefill, z_max' the most used.
 
     A replica that gets no token is not invoked: it takes no time and costs nothing.
     """
-    n = request.prefill_counts
-    remote_mb = np.where(plan.remote_mb > 0, plan.remote_mb, 1.0)[:, None]
-    calls = replica_sums(plan, system.expert_cpu_s(remote_mb, n) + n * system.transfer_s)
-    return np.where(replica_sums(plan, n) > 0, calls + request.trem_s[:, None], 0.0)
+    seconds = replica_sums(plan, job_times(system, load, _remote_mb(plan)))
+    return np.where(seconds > 0, seconds + load.trem_s[:, None], 0.0)
 
 
-def prefill_expert_s(system: SystemModel, request: Request, plan: Plan) -> np.ndarray:
+def _remote_mb(plan: Plan) -> np.ndarray:
+    """Y, and any memory where a layer has no remote expert."""
+    return np.where(plan.remote_mb > 0, plan.remote_mb, 1024.0)
+
+
+def prefill_expert_s(system: SystemModel, load: Load, plan: Plan) -> np.ndarray:
     """PTe of Eq. 2: seconds ``(L,)``; local experts and replicas overlap."""
-    local = prefill_local_s(system, request, plan)
-    remote = replica_s(system, request, plan).max(axis=1)
-    return np.maximum(local, remote) + 2.0 * system.swap_s(request.n_in)
-
-
-def prefill_s(system: SystemModel, request: Request, plan: Plan) -> float:
-    """PT of Eq. 1, in seconds."""
-    experts = prefill_expert_s(system, request, plan).sum()
-    return prefill_non_expert_s(system, request.n_in) + float(experts)
+    local = prefill_local_s(system, load, plan.remote, plan.main_mb)
+    remote = replica_s(system, load, plan).max(axis=1)
+    return np.maximum(local, remote) + 2.0 * system.swap_s(load.n_in)
 
 
 def call_seconds(
@@ -164,51 +183,42 @@ def call_invocations(top_k: int, decode_invocation: str = "per_call") -> np.ndar
 
 
 def call_rounding_s(
-    call_s: np.ndarray,
-    trem_s: np.ndarray,
-    top_k: int,
-    granularity_s: float,
-    decode_invocation: str = "per_call",
-) -> np.ndarray:
+    system: SystemModel, load: Load, call_s: Floats, trem_s: Floats, decode_invocation: str
+) -> Floats:
     """Seconds that rounding adds to the invocations of a decode token: ``(..., top_k + 1)``.
 
+    Averaged over the overheads that the load lets expect.
+
     Args:
+        system: the system, whose durations are rounded.
+        load: the load.
         call_s: (...) seconds of one call with its transfer.
-        trem_s: overhead, broadcast against ``call_s``.
-        top_k: experts a token goes to.
-        granularity_s: billed durations are rounded up to its multiples; 0: they are not.
+        trem_s: mean overhead, broadcast against ``call_s``.
         decode_invocation: one of :data:`DECODE_INVOCATIONS`.
     """
-    times = call_invocations(top_k, decode_invocation)
-    each = call_seconds(call_s, trem_s, top_k, decode_invocation) / np.maximum(times, 1)
-    return times * rounding_s(each, granularity_s)
+    times = call_invocations(system.top_k, decode_invocation)
+    added = []
+    for factor in load.trem_factors:
+        all_s = call_seconds(call_s, trem_s * factor, system.top_k, decode_invocation)
+        added.append(times * system.rounding_s(all_s / np.maximum(times, 1)))
+    return np.mean(added, axis=0)
 
 
 def decode_remote_s(
-    system: SystemModel, request: Request, plan: Plan, decode_invocation: str = "per_call"
+    system: SystemModel, load: Load, plan: Plan, decode_invocation: str = "per_call"
 ) -> np.ndarray:
     """Second argument of the max of Eq. 5 by number r of remote experts: ``(L, top_k + 1)`` s."""
-    remote_mb = np.where(plan.remote_mb > 0, plan.remote_mb, 1.0)
-    call = system.expert_cpu_s(remote_mb, 1) + system.transfer_s
-    return call_seconds(call, request.trem_s, system.top_k, decode_invocation)
+    call = system.expert_cpu_s(_remote_mb(plan), 1) + system.transfer_s
+    return call_seconds(call, load.trem_s, system.top_k, decode_invocation)
 
 
 def decode_expert_s(
-    system: SystemModel, request: Request, plan: Plan, decode_invocation: str = "per_call"
+    system: SystemModel, load: Load, plan: Plan, decode_invocation: str = "per_call"
 ) -> np.ndarray:
     """GTe of Eq. 5 by number r of remote experts: seconds ``(L, top_k + 1)``."""
     local = np.arange(system.top_k, -1, -1) * system.expert_cpu_s(plan.main_mb, 1)
-    remote = decode_remote_s(system, request, plan, decode_invocation)
+    remote = decode_remote_s(system, load, plan, decode_invocation)
     return 2.0 * system.swap_s(system.top_k) + np.maximum(local, remote)
-
-
-def decode_s(
-    system: SystemModel, request: Request, plan: Plan, decode_invocation: str = "per_call"
-) -> float:
-    """GT of Eq. 4, in seconds: N_out steps through all blocks."""
-    histogram = decode_histogram(request, plan.remote, system.top_k)
-    experts = (histogram * decode_expert_s(system, request, plan, decode_invocation)).sum()
-    return request.n_out * system.layers * system.gpu_layer_s(1) + float(experts)
 
 
 def cold_starts_s(
@@ -247,94 +257,6 @@ def main_rate_usd_s(system: SystemModel, n_in: int, n_out: int, main_mb: float) 
     """c_g Mg + c_c W: what a second of the main function costs, in USD."""
     gpu = system.price_gpu * gpu_memory_mb(system, n_in, n_out)
     return gpu + system.price_cpu * (main_mb + system.runtime_cpu_mb)
-
-
-def main_cost_usd(
-    system: SystemModel, request: Request, plan: Plan, prefill: float, decode: float
-) -> float:
-    """Cloc of Eq. 6 in USD; ``prefill`` and ``decode`` are PT and GT in seconds."""
-    rate = main_rate_usd_s(system, request.n_in, request.n_out, plan.main_mb)
-    return (prefill + decode) * rate
-
-
-def remote_prefill_cost_usd(system: SystemModel, request: Request, plan: Plan) -> float:
-    """PCrem of Eq. 8 in USD: every replica is billed with the full Y_l while it runs."""
-    seconds = replica_s(system, request, plan).sum(axis=1)
-    return system.price_cpu * float((plan.remote_mb * seconds).sum())
-
-
-def remote_decode_cost_usd(
-    system: SystemModel, request: Request, plan: Plan, decode_invocation: str = "per_call"
-) -> float:
-    """GCrem of Eq. 9 in USD."""
-    histogram = decode_histogram(request, plan.remote, system.top_k)
-    seconds = (histogram * decode_remote_s(system, request, plan, decode_invocation)).sum(axis=1)
-    return system.price_cpu * float((plan.remote_mb * seconds).sum())
-
-
-def cold_cost_usd(
-    system: SystemModel, request: Request, plan: Plan, cold: Cold, load_shared: bool = False
-) -> float:
-    """Bill of the cold starts in USD: each function's own start time at its rate."""
-    main, remote = cold_starts_s(system, plan, cold, load_shared)
-    rate = main_rate_usd_s(system, request.n_in, request.n_out, plan.main_mb)
-    return main * rate + system.price_cpu * float((cold.replicas * plan.remote_mb * remote).sum())
-
-
-# The paper bills memory and time alone. A platform charges a fee for each invocation, too, and
-# rounds each billed duration up: that of the main function, of each replica that gets tokens in
-# prefill, of each invocation in decoding, and of each start if starts are billed.
-
-
-def invocations(
-    system: SystemModel, request: Request, plan: Plan, decode_invocation: str = "per_call"
-) -> int:
-    """Invocations of a request: the main function, replicas with tokens, calls in decoding."""
-    replicas = (replica_sums(plan, request.prefill_counts) > 0).sum()
-    histogram = decode_histogram(request, plan.remote, system.top_k)
-    calls = (histogram * call_invocations(system.top_k, decode_invocation)).sum()
-    return 1 + int(replicas) + int(calls)
-
-
-def rounding_cost_usd(
-    system: SystemModel,
-    request: Request,
-    plan: Plan,
-    prefill: float,
-    decode: float,
-    decode_invocation: str = "per_call",
-    starts: tuple[float, np.ndarray, np.ndarray] | None = None,
-) -> float:
-    """What rounding adds to the bill, in USD.
-
-    Args:
-        system: the system.
-        request: the request.
-        plan: the plan.
-        prefill: PT in seconds.
-        decode: GT in seconds.
-        decode_invocation: one of :data:`DECODE_INVOCATIONS`.
-        starts: billed starts in seconds: the main function's, ``(L,)`` those of the remote
-            functions, and how many replicas of each start; None if starts are not billed.
-    """
-    if system.granularity_s == 0.0:
-        return 0.0
-    rate = main_rate_usd_s(system, request.n_in, request.n_out, plan.main_mb)
-    main = system.rounding_s(prefill + decode)
-    remote = system.rounding_s(replica_s(system, request, plan)).sum(axis=1)
-    call = system.expert_cpu_s(np.where(plan.remote_mb > 0, plan.remote_mb, 1.0), 1)
-    added = call_rounding_s(
-        call + system.transfer_s,
-        request.trem_s,
-        system.top_k,
-        system.granularity_s,
-        decode_invocation,
-    )
-    remote += (decode_histogram(request, plan.remote, system.top_k) * added).sum(axis=1)
-    if starts is not None:
-        main += system.rounding_s(starts[0])
-        remote += starts[2] * system.rounding_s(starts[1])
-    return float(rate * main + system.price_cpu * (plan.remote_mb * remote).sum())
 
 
 # ----------------------------------------------------------------------------------- constraints
@@ -505,9 +427,9 @@ def _check_routing(system: SystemModel, request: Request) -> None:
         )
 
 
-def evaluate_plan(
+def expected_outcome(
     system: SystemModel,
-    request: Request,
+    load: Load,
     plan: Plan,
     *,
     decode_invocation: str = "per_call",
@@ -517,11 +439,15 @@ def evaluate_plan(
     ttft_limit_s: float = np.inf,
     tpot_limit_s: float = np.inf,
 ) -> Outcome:
-    """Times, cost and violations of a plan under the true routing of a request.
+    """The (expected) times, cost and violations of a plan under a load.
+
+    The paper bills memory and time alone. A platform charges a fee for each invocation, too, and
+    rounds each billed duration up: that of the main function, of each replica that gets tokens in
+    prefill, of each invocation in decoding, and of each start if starts are billed.
 
     Args:
         system: the system.
-        request: the request.
+        load: the load.
         plan: the plan.
         decode_invocation: ``per_call`` (Eq. 5 and 9 as printed) or ``per_layer``.
         cold: which functions start cold; all of them if None.
@@ -531,11 +457,67 @@ def evaluate_plan(
         tpot_limit_s: 10c.
 
     Raises:
+        ValueError: an unknown ``decode_invocation``, or limits not above 0.
+    """
+    check_limits(ttft_limit_s, tpot_limit_s)
+    if cold is None:
+        cold = Cold(True, np.where(plan.remote.any(axis=1), plan.replicas, 0))
+    prefill, decode = non_expert_s(system, load)
+    histogram = load.histogram(plan.remote, system.top_k)
+    prefill += float(prefill_expert_s(system, load, plan).sum())  # Eq. 1
+    decode += float((histogram * decode_expert_s(system, load, plan, decode_invocation)).sum())
+    seconds = replica_s(system, load, plan)
+    calls_s = histogram * decode_remote_s(system, load, plan, decode_invocation)
+    main_start, starts = cold_starts_s(system, plan, cold, load_shared)
+    times = call_invocations(system.top_k, decode_invocation)
+    invoked = 1.0 + float((seconds > 0).sum()) + float((histogram * times).sum())
+    rate, price = main_rate_usd_s(system, load.n_in, load.n_out, plan.main_mb), system.price_cpu
+    cold_usd, rounding_usd = 0.0, 0.0
+    if bill_cold_start:
+        cold_usd = main_start * rate
+        cold_usd += price * float((cold.replicas * plan.remote_mb * starts).sum())
+    if system.granularity_s > 0.0:
+        main_more = system.rounding_s(prefill + decode)
+        more = system.rounding_s(seconds).sum(axis=1)
+        call = system.expert_cpu_s(_remote_mb(plan), 1) + system.transfer_s
+        added = call_rounding_s(system, load, call, load.trem_s, decode_invocation)
+        more += (histogram * added).sum(axis=1)
+        if bill_cold_start:
+            main_more += system.rounding_s(main_start)
+            more += cold.replicas * system.rounding_s(starts)
+        rounding_usd = float(rate * main_more + price * (plan.remote_mb * more).sum())
+    return Outcome(
+        n_out=load.n_out,
+        prefill_s=prefill,
+        decode_s=decode,
+        cold_s=max(main_start, float(starts.max(initial=0.0))),
+        cost_main_usd=(prefill + decode) * rate,  # Eq. 6
+        cost_prefill_usd=price * float((plan.remote_mb * seconds.sum(axis=1)).sum()),  # Eq. 8
+        cost_decode_usd=price * float((plan.remote_mb * calls_s.sum(axis=1)).sum()),  # Eq. 9
+        cost_cold_usd=cold_usd,
+        cost_fees_usd=invoked * system.invocation_usd,
+        cost_rounding_usd=rounding_usd,
+        invocations=invoked,
+        broken=violated(system, load.tokens, load.n_out, plan),
+        ttft_limit_s=ttft_limit_s,
+        tpot_limit_s=tpot_limit_s,
+    )
+
+
+def evaluate_plan(system: SystemModel, request: Request, plan: Plan, **options: Any) -> Outcome:
+    """Times, cost and violations of a plan under the true routing of a request.
+
+    Args:
+        system: the system.
+        request: the request.
+        plan: the plan.
+        **options: as `expected_outcome`.
+
+    Raises:
         ValueError: an unknown ``decode_invocation``, limits not above 0, arrays of wrong shapes, or
             a routing that does not take ``top_k`` experts a token.
     """
-    choose("decode_invocation", decode_invocation, DECODE_INVOCATIONS)
-    check_limits(ttft_limit_s, tpot_limit_s)
+    choose("decode_invocation", options.get("decode_invocation", "per_call"), DECODE_INVOCATIONS)
     shape = (system.moe_layers, system.num_experts)
     for name, array, expected in (
         ("request.prefill_counts", request.prefill_counts, shape),
@@ -549,29 +531,4 @@ def evaluate_plan(
         if array.shape != expected:
             raise ValueError(f"{name} has shape {array.shape}; it must be {expected}.")
     _check_routing(system, request)
-    if cold is None:
-        cold = Cold(True, np.where(plan.remote.any(axis=1), plan.replicas, 0))
-    prefill = prefill_s(system, request, plan)
-    decode = decode_s(system, request, plan, decode_invocation)
-    main_start, remote_starts = cold_starts_s(system, plan, cold, load_shared)
-    billed_starts = (main_start, remote_starts, cold.replicas) if bill_cold_start else None
-    invoked = invocations(system, request, plan, decode_invocation)
-    usd = (
-        main_cost_usd(system, request, plan, prefill, decode),
-        remote_prefill_cost_usd(system, request, plan),
-        remote_decode_cost_usd(system, request, plan, decode_invocation),
-        cold_cost_usd(system, request, plan, cold, load_shared) if bill_cold_start else 0.0,
-        invoked * system.invocation_usd,
-        rounding_cost_usd(system, request, plan, prefill, decode, decode_invocation, billed_starts),
-    )
-    return Outcome.of(
-        n_out=request.n_out,
-        prefill_s=prefill,
-        decode_s=decode,
-        cold_s=max(main_start, float(remote_starts.max(initial=0.0))),
-        usd=usd,
-        invocations=invoked,
-        broken=violated(system, request.prefill_counts, request.n_out, plan),
-        ttft_limit_s=ttft_limit_s,
-        tpot_limit_s=tpot_limit_s,
-    )
+    return expected_outcome(system, Load.known(request), plan, **options)

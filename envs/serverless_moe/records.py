@@ -13,7 +13,7 @@ CONSTRAINTS = (
     "replicas",
     "specification",
 )
-"""10f, 10e, 10g, 10i and 10d; ``violations`` has them and ``ttft`` (10b), ``tpot`` (10c)."""
+"""10f, 10e, 10g, 10i and 10d."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,71 +76,60 @@ class Outcome:
     """What serving a request took. Seconds and USD.
 
     Attributes:
+        n_out: generated tokens after the first.
         prefill_s: PT, Eq. 1.
         decode_s: GT, Eq. 4.
         cold_s: cold start before the prefill.
-        ttft_s: ``prefill_s + cold_s``.
-        tpot_s: ``decode_s / n_out``.
         cost_main_usd: Eq. 6.
         cost_prefill_usd: Eq. 8.
         cost_decode_usd: Eq. 9.
         cost_cold_usd: billed cold starts, 0 unless ``bill_cold_start``.
         cost_fees_usd: fees of the invocations, 0 unless the system has some.
         cost_rounding_usd: what rounding adds to billed durations, 0 unless the system rounds.
-        cost_usd: sum of the six.
         invocations: of all functions; an expected number if the load is a prediction.
-        violations: whether ``ttft``, ``tpot`` and each of :data:`CONSTRAINTS` is violated.
+        broken: whether each of :data:`CONSTRAINTS` is violated.
+        ttft_limit_s: 10b.
+        tpot_limit_s: 10c.
     """
 
+    n_out: int
     prefill_s: float
     decode_s: float
     cold_s: float
-    ttft_s: float
-    tpot_s: float
     cost_main_usd: float
     cost_prefill_usd: float
     cost_decode_usd: float
     cost_cold_usd: float
     cost_fees_usd: float
     cost_rounding_usd: float
-    cost_usd: float
     invocations: float
-    violations: dict[str, bool]
+    broken: dict[str, bool]
+    ttft_limit_s: float
+    tpot_limit_s: float
+
+    @property
+    def ttft_s(self) -> float:
+        """Time to the first token."""
+        return self.prefill_s + self.cold_s
+
+    @property
+    def tpot_s(self) -> float:
+        """Time of a token after the first."""
+        return self.decode_s / self.n_out if self.n_out else 0.0
+
+    @property
+    def cost_usd(self) -> float:
+        """Sum of the six costs."""
+        parts = (self.cost_main_usd, self.cost_prefill_usd, self.cost_decode_usd)
+        return sum((*parts, self.cost_cold_usd, self.cost_fees_usd, self.cost_rounding_usd))
+
+    @property
+    def violations(self) -> dict[str, bool]:
+        """Whether ``ttft``, ``tpot`` and each of :data:`CONSTRAINTS` is violated."""
+        late = {"ttft": self.ttft_s > self.ttft_limit_s, "tpot": self.tpot_s > self.tpot_limit_s}
+        return self.broken | {name: bool(is_late) for name, is_late in late.items()}
 
     @property
     def feasible(self) -> bool:
         """Whether 10d-10g and 10i hold (the SLOs apart)."""
-        return not any(self.violations[name] for name in CONSTRAINTS)
-
-    @classmethod
-    def of(
-        cls,
-        *,
-        n_out: int,
-        prefill_s: float,
-        decode_s: float,
-        cold_s: float,
-        usd: tuple[float, float, float, float, float, float],
-        invocations: float,
-        broken: dict[str, bool],
-        ttft_limit_s: float,
-        tpot_limit_s: float,
-    ) -> Outcome:
-        """The outcome of these times and costs.
-
-        Args:
-            n_out: generated tokens after the first.
-            prefill_s: PT.
-            decode_s: GT.
-            cold_s: cold start before the prefill.
-            usd: cost of the main function, of remote prefill, remote decoding and cold starts; fees
-                and rounding.
-            invocations: of all functions.
-            broken: violations of :data:`CONSTRAINTS`.
-            ttft_limit_s: 10b.
-            tpot_limit_s: 10c.
-        """
-        ttft, tpot = prefill_s + cold_s, decode_s / n_out if n_out else 0.0
-        late = {"ttft": bool(ttft > ttft_limit_s), "tpot": bool(tpot > tpot_limit_s)}
-        spent = (*usd, sum(usd), invocations)
-        return cls(prefill_s, decode_s, cold_s, ttft, tpot, *spent, broken | late)
+        return not any(self.broken.values())

@@ -27,10 +27,12 @@ DEPLOYMENTS = ("cpu", "gpu", "fetch", "mix", "per_expert")
 class Served(NamedTuple):
     """What a deployment other than MIX takes for a request, by parts.
 
+    The fields are those of `kernel.DEPLOYMENT`.
+
     Attributes:
         prefill_s: Seconds.
         decode_s: Seconds.
-        main_usd_s: Price of the main function, USD/s.
+        main_usd: Main function.
         prefill_usd: Remote functions in prefill.
         decode_usd: Remote functions in decoding.
         start_s: Cold start of all functions, side by side.
@@ -44,7 +46,7 @@ class Served(NamedTuple):
 
     prefill_s: float
     decode_s: float
-    main_usd_s: float
+    main_usd: float
     prefill_usd: float
     decode_usd: float
     start_s: float
@@ -71,7 +73,7 @@ class Served(NamedTuple):
         return cls(
             prefill_s,
             decode_s,
-            rate_usd_s,
+            (prefill_s + decode_s) * rate_usd_s,
             0.0,
             0.0,
             start_s,
@@ -123,19 +125,18 @@ def deployment_cost(
             tpot_limit_s=tpot_limit_s,
         )
     s = serve(name, system, request)
-    return eq.Outcome.of(
+    billed = cold and bill_cold_start
+    return eq.Outcome(
         n_out=request.n_out,
         prefill_s=s.prefill_s,
         decode_s=s.decode_s,
         cold_s=s.start_s if cold else 0.0,
-        usd=(
-            (s.prefill_s + s.decode_s) * s.main_usd_s,
-            s.prefill_usd,
-            s.decode_usd,
-            s.start_usd if cold and bill_cold_start else 0.0,
-            s.invocations * system.invocation_usd,
-            s.rounding_usd + (s.start_rounding_usd if cold and bill_cold_start else 0.0),
-        ),
+        cost_main_usd=s.main_usd,
+        cost_prefill_usd=s.prefill_usd,
+        cost_decode_usd=s.decode_usd,
+        cost_cold_usd=s.start_usd if billed else 0.0,
+        cost_fees_usd=s.invocations * system.invocation_usd,
+        cost_rounding_usd=s.rounding_usd + (s.start_rounding_usd if billed else 0.0),
         invocations=s.invocations,
         broken={},
         ttft_limit_s=ttft_limit_s,
@@ -238,7 +239,7 @@ def _per_expert(system: eq.SystemModel, request: eq.Request) -> Served:
     return Served(
         float(prefill),
         float(decode),
-        rate,
+        float(prefill + decode) * rate,
         system.price_cpu * float((memory * jobs).sum()),
         system.price_cpu * decode_mb_s,
         max(main, float(remote.max())),

@@ -1,21 +1,9 @@
-"""Sets of experts: bit masks, and the remote set as the least used experts."""
+"""The remote set of experts: the least used ones."""
 
 from __future__ import annotations
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-
-
-def set_bits(sets: np.ndarray, experts: int) -> np.ndarray:
-    """Bit masks uint64 ``(...,)`` as booleans ``(..., experts)``."""
-    shifts = np.arange(experts, dtype=np.uint64)
-    return ((sets[..., None] >> shifts) & np.uint64(1)).astype(bool)
-
-
-def bit_sets(members: np.ndarray) -> np.ndarray:
-    """Booleans ``(..., K)`` with K <= 64 as bit masks uint64 ``(...,)``."""
-    weights = np.uint64(1) << np.arange(members.shape[-1], dtype=np.uint64)
-    return np.where(members, weights, np.uint64(0)).sum(axis=-1, dtype=np.uint64)
 
 
 def remote_count(ratio: float, experts: ArrayLike) -> NDArray[np.int64]:

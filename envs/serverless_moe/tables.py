@@ -9,9 +9,9 @@ import numpy as np
 
 from servegym.envs.serverless_moe import kernel
 from servegym.envs.serverless_moe.equations import main_memory_mb, smallest_spec
-from servegym.envs.serverless_moe.sets import bit_sets, least_used, set_bits
+from servegym.envs.serverless_moe.sets import least_used
 from servegym.envs.serverless_moe.system import SystemModel
-from servegym.envs.workloads.expert_sets import masks_to_ids
+from servegym.envs.workloads.expert_sets import bit_sets, masks_to_ids, set_bits
 
 
 def make_config(system: SystemModel, **chosen: float) -> np.ndarray:

@@ -27,6 +27,18 @@ def popcounts(masks: np.ndarray) -> np.ndarray:
     return np.unpackbits(octets, axis=-1).sum(axis=-1, dtype=np.uint8)
 
 
+def set_bits(sets: np.ndarray, experts: int) -> np.ndarray:
+    """Bit masks uint64 ``(...,)`` as booleans ``(..., experts)``."""
+    shifts = np.arange(experts, dtype=np.uint64)
+    return ((sets[..., None] >> shifts) & np.uint64(1)).astype(bool)
+
+
+def bit_sets(members: np.ndarray) -> np.ndarray:
+    """Booleans ``(..., K)`` with K <= 64 as bit masks uint64 ``(...,)``."""
+    weights = np.uint64(1) << np.arange(members.shape[-1], dtype=np.uint64)
+    return np.where(members, weights, np.uint64(0)).sum(axis=-1, dtype=np.uint64)
+
+
 def masks_to_counts(masks: np.ndarray, experts: int) -> np.ndarray:
     """Count the tokens that took each expert.
 

@@ -109,8 +109,6 @@ SLOW = {
     "rollout": 20,
     "lookahead": 4,
     "grid_optimum": 4,
-    "annealing": 2,
-    "local_search": 2,
     "latency_local_search": 2,
     "best_start": 5,
 }

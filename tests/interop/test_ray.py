@@ -57,7 +57,7 @@ def same(one, other):
     [
         ("servegym/LLMRouting-v1", ROUTING, ["random", "linucb", "greedy_qos", "rollout"]),
         ("servegym/ServerlessMoEFlat-v0", SERVERLESS, ["random", "remoe"]),
-        ("servegym/ExpertPlacement-v0", PLACEMENT, ["random", "annealing", "prism"]),
+        ("servegym/ExpertPlacement-v0", PLACEMENT, ["random", "latency_dp", "prism"]),
     ],
 )
 def test_rows_and_logs_equal_the_local_run(env_id, kwargs, policies):

@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 
 from servegym import _files
-from servegym.baselines.serverless_moe.prediction.similar_prompts import SimilarPromptsSearch
 from servegym.envs.workloads import load_catalog
 from servegym.envs.workloads.predictions import write_table
 from servegym.experiments.evaluation.output import read_rows, write_csv, write_json
@@ -57,12 +56,6 @@ def _table(path: Path, version: int) -> None:
 def _read_table(path: Path) -> int:
     with np.load(path) as archive:
         return _one(archive["score"] * 64)
-
-
-def _tree(path: Path, version: int) -> None:
-    random = np.random.default_rng(0)
-    tree = SimilarPromptsSearch(alpha=3, beta=4, fork=2, seed=version)
-    tree.fit(random.random((64, 8)), random.dirichlet(np.ones(5), (64, 3))).save(path)
 
 
 def _checkpoint(path: Path, version: int) -> None:
@@ -126,7 +119,6 @@ WRITERS = [
         lambda path: json.loads(path.read_text())["device"]["memory_bytes"] // 10**9 - 20,
     ),
     Writer("table.npz", _table, _read_table),
-    Writer("tree.npz", _tree, lambda path: SimilarPromptsSearch.load(path).seed),
     Writer("best.safetensors", _checkpoint, _read_checkpoint),
     Writer("snapshot.pt", _snapshot, _read_snapshot),
 ]

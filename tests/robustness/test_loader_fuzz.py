@@ -23,7 +23,6 @@ import numpy as np
 import pytest
 
 from servegym import hardware_profiles
-from servegym.baselines.serverless_moe.prediction.similar_prompts import SimilarPromptsSearch
 from servegym.envs.workloads import load_catalog, predictions
 from servegym.envs.workloads.activations import make_toy_activations, read_activations
 from servegym.envs.workloads.build.activations import write_activations
@@ -117,13 +116,6 @@ def _table(folder: Path) -> Path:
     return folder / "table.npz"
 
 
-def _tree(folder: Path) -> Path:
-    random = np.random.default_rng(0)
-    vectors, shares = random.random((12, 4)), random.dirichlet(np.ones(5), (12, 3))
-    SimilarPromptsSearch(alpha=3, beta=4, fork=2).fit(vectors, shares).save(folder / "tree.npz")
-    return folder / "tree.npz"
-
-
 MIX = json.dumps(
     [
         {
@@ -189,7 +181,6 @@ LOADERS: dict[str, Loader] = {
         lambda path: predictions.predict(SMALL, [0, 1], "score", "learned", table=path),
         free=("catalog",),
     ),
-    "prediction tree": Loader(_tree, SimilarPromptsSearch.load),
     "rows": Loader(_text("rows.csv", ROWS), read_rows, free=("value",)),
     "leaderboard": Loader(
         _text("board.csv", BOARD), read_board, free=("low", "high", "nan", "inf")

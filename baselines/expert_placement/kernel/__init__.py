@@ -14,7 +14,7 @@ from servegym.baselines.expert_placement.kernel import balancing, layer_costs, l
 
 def compile_kernels() -> None:
     """Compile all of them, or load them from the cache on disk."""
-    one, table, cube = np.zeros(1), np.zeros((1, 1)), np.zeros((1, 1, 1))
+    table, cube = np.zeros((1, 1)), np.zeros((1, 1, 1))
     masks, rows = np.zeros((1, 1), np.uint64), np.zeros((1, 1, 1), np.uint64)
     whole, wholes = np.zeros(1, np.int64), np.zeros((1, 1), np.int64)
     held = np.zeros((1, 1, 1), np.bool_)
@@ -24,15 +24,12 @@ def compile_kernels() -> None:
     _jit.compile_kernels(
         "expert placement policies",
         [
-            (balancing.pack, (one, 1)),
-            (balancing.balance_layers, (table, wholes, whole, wholes, wholes, held)),
+            (balancing.balance_layers, (table, wholes, whole, wholes)),
             (balancing.fill_layers, (table, wholes, held)),
             (layer_costs.layer_cost, (costs, 1, 1, np.uint64(1))),
             (layer_costs.remote_calls, (costs, 1, 1, np.uint64(1))),
             (layer_costs.prefix_costs, (costs, 1, wholes)),
             (layer_costs.knapsack, (table, 1)),
-            (layer_costs.anneal, (costs, masks, table, 1, 1.0, 1.0, 1)),
-            (layer_costs.descend, (costs, masks, whole, 1)),
             (link_queues.anneal, (queues, masks, 1.0, 1, 1.0, 1.0, 1)),
         ],
     )

@@ -18,32 +18,6 @@ NO_CHANGE, SWAP, MOVE, COPY, REPLACE = range(5)
 
 
 @jit
-def pack(weight, packs):
-    """Heaviest first, each to the lightest pack that is not full; equal numbers a pack.
-
-    Args:
-        weight: float64 (n,), n a multiple of packs.
-        packs: Number of packs.
-
-    Returns:
-        int64 (n,) pack of each item.
-    """
-    size = weight.size // packs
-    load = np.zeros(packs)
-    count = np.zeros(packs, np.int64)
-    place = np.zeros(weight.size, np.int64)
-    for item in np.argsort(-weight, kind="mergesort"):
-        best = -1
-        for p in range(packs):
-            if count[p] < size and (best < 0 or load[p] < load[best]):
-                best = p
-        place[item] = best
-        load[best] += weight[item]
-        count[best] += 1
-    return place
-
-
-@jit
 def replicate(weight, extra, limit):
     """Give each extra slot to the expert with the heaviest replicas.
 
@@ -67,50 +41,6 @@ def replicate(weight, extra, limit):
             break
         copies[best] += 1
     return copies
-
-
-@jit
-def eplb_published(loads, groups, nodes, out):
-    """The published algorithm: groups to nodes, replicas in a node, replicas to its GPUs.
-
-    Args:
-        loads: float64 (L, E).
-        groups: Groups of consecutive experts, a multiple of nodes.
-        nodes: Nodes of equally many GPUs.
-        out: int64 (L, G, S), changed in place: expert of each slot.
-    """
-    layers, experts = loads.shape
-    gpus, slots = out.shape[1], out.shape[2]
-    size = experts // groups
-    inside, local = gpus // nodes, experts // nodes
-    members = np.zeros(local, np.int64)
-    for layer in range(layers):
-        group_load = np.zeros(groups)
-        for e in range(experts):
-            group_load[e // size] += loads[layer, e]
-        node_of = pack(group_load, nodes)
-        for node in range(nodes):
-            at = 0
-            for e in range(experts):
-                if node_of[e // size] == node:
-                    members[at] = e
-                    at += 1
-            weight = loads[layer][members]
-            copies = replicate(weight, inside * slots - local, 1 << 40)
-            expert = np.zeros(inside * slots, np.int64)
-            share = np.zeros(inside * slots)
-            at = 0
-            for i in range(local):
-                for _ in range(copies[i]):
-                    expert[at] = members[i]
-                    share[at] = weight[i] / copies[i]
-                    at += 1
-            place = pack(share, inside)
-            filled = np.zeros(inside, np.int64)
-            for i in range(expert.size):
-                g = place[i]
-                out[layer, node * inside + g, filled[g]] = expert[i]
-                filled[g] += 1
 
 
 @jit
@@ -207,10 +137,7 @@ def refine(weight, quota, slot, used, on, copies, budget):
         used: int64 (G,), changed in place.
         on: bool (G, E), changed in place.
         copies: int64 (E,), changed in place.
-        budget: Most loads.
-
-    Returns:
-        The loads made.
+        budget: Most loads, a bound for what rounding might never end.
     """
     gpus = quota.size
     moves = 0
@@ -256,10 +183,9 @@ def refine(weight, quota, slot, used, on, copies, budget):
                         if top - high > best:
                             best, kind, at, b, other = top - high, REPLACE, i, g, j
         if kind == NO_CHANGE:
-            return moves
+            return
         moves += 2 if kind == SWAP else 1
         _apply_change(slot, used, on, copies, kind, a, at, b, other)
-    return moves
 
 
 @jit
@@ -291,54 +217,36 @@ def _apply_change(slot, used, on, copies, kind, a, i, b, j):
 
 
 @jit
-def balance_layers(loads, quota, node, home, budget, on):
-    """Balance every layer on its own, from nothing or from a placement.
+def balance_layers(loads, quota, node, home):
+    """Balance every layer on its own.
 
     Args:
         loads: float64 (L, E).
         quota: int64 (L, G) slots of a layer on a GPU.
         node: int64 (G,) node of each GPU, 0..M-1.
         home: int64 (L, E) node whose GPUs hold the expert.
-        budget: int64 (L, M) most loads, or -1 in [0, 0] to start from nothing without a bound.
-        on: bool (L, G, E), changed in place: the placement, on entry the one to start from.
 
     Returns:
-        The loads made by refinement.
+        bool (L, G, E), the placement.
     """
     layers, experts = loads.shape
-    fresh = budget[0, 0] < 0
-    total = 0
+    on = np.zeros((layers, node.size, experts), np.bool_)
     for layer in range(layers):
-        for m in range(budget.shape[1]):
+        for m in range(node.max() + 1):
             gpus = np.flatnonzero(node == m)
             members = np.flatnonzero(home[layer] == m)
             weight = loads[layer][members]
-            limit = quota[layer][gpus]
+            limit = np.minimum(quota[layer][gpus], members.size)
             slot = np.zeros((gpus.size, max(1, limit.max())), np.int64)
             used = np.zeros(gpus.size, np.int64)
             here = np.zeros((gpus.size, members.size), np.bool_)
-            if fresh:
-                for g in range(gpus.size):
-                    limit[g] = min(limit[g], members.size)
-                open_gpus = np.sum(limit > 0)
-                copies = replicate(weight, limit.sum() - members.size, open_gpus)
-                place_replicas(weight, limit, slot, used, here, copies)
-                bound = 4 * limit.sum()
-            else:
-                copies = np.zeros(members.size, np.int64)
-                for g in range(gpus.size):
-                    for i in range(members.size):
-                        if on[layer, gpus[g], members[i]]:
-                            slot[g, used[g]] = i
-                            used[g] += 1
-                            here[g, i] = True
-                            copies[i] += 1
-                bound = budget[layer, m]
-            total += refine(weight, limit, slot, used, here, copies, bound)
+            copies = replicate(weight, limit.sum() - members.size, np.sum(limit > 0))
+            place_replicas(weight, limit, slot, used, here, copies)
+            refine(weight, limit, slot, used, here, copies, 4 * limit.sum())
             for g in range(gpus.size):
                 for i in range(members.size):
                     on[layer, gpus[g], members[i]] = here[g, i]
-    return total
+    return on
 
 
 @jit

@@ -73,7 +73,7 @@ def checked_vectors(given: ArrayLike, width: int | None = None) -> Array:
     return rows.astype(np.float64)
 
 
-def checked_shares(given: ArrayLike, prompts: int, shape: tuple[int, int] | None = None) -> Array:
+def checked_shares(given: ArrayLike, prompts: int) -> Array:
     """Shares of calls from counts or shares ``(P, L, K)``; ValueError if unusable."""
     calls = np.asarray(given)
     if calls.ndim != 3 or 0 in calls.shape or calls.shape[0] != prompts:
@@ -81,8 +81,6 @@ def checked_shares(given: ArrayLike, prompts: int, shape: tuple[int, int] | None
             f"activations has shape {calls.shape}; allowed is (prompts, layers, experts) with the "
             f"{prompts} prompts of embeddings."
         )
-    if shape is not None and calls.shape[1:] != shape:
-        raise ValueError(f"activations is over {calls.shape[1:]}; allowed is {shape}, as fitted.")
     if calls.dtype.kind not in "fiu" or not np.isfinite(calls).all() or (calls < 0).any():
         raise ValueError("activations must hold finite numbers of at least 0.")
     total = calls.sum(axis=2, keepdims=True, dtype=np.float64)

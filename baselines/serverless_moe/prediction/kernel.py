@@ -34,16 +34,6 @@ def descend(query, nodes, medoids, near):
 
 
 @jit
-def find_leaves(queries, nodes, medoids):
-    """Leaf of each query: float32 ``(Q, d)`` -> int64 ``(Q,)``."""
-    near = np.empty(nodes.shape[0], np.float32)
-    found = np.empty(queries.shape[0], np.int64)
-    for row in range(queries.shape[0]):
-        found[row] = descend(queries[row], nodes, medoids, near)
-    return found
-
-
-@jit
 def _rank(query, vectors, start, stop, near, prompts, similarity, held):
     """Merge the rows ``start .. stop - 1`` into the ``held`` best so far, largest first."""
     np.dot(vectors[start:stop], query, near[: stop - start])
@@ -213,7 +203,6 @@ def compile_kernels() -> None:
     _jit.compile_kernels(
         "similar-prompts search",
         [
-            (find_leaves, (vectors, nodes, vectors)),
             (search, (vectors, nodes, vectors, vectors, 1)),
             (pam, (vectors, 1)),
         ],

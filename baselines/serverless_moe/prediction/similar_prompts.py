@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from abc import abstractmethod
-from pathlib import Path
-from typing import Any, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from servegym._checks import whole
-from servegym._files import write_atomic
-from servegym.baselines.serverless_moe.prediction.base import (
-    Array,
-    Indexes,
-    Predictor,
-    checked_distributions,
-    checked_shares,
-    checked_vectors,
-)
+from servegym.baselines.serverless_moe.prediction.base import Array, Indexes, Predictor
 from servegym.baselines.serverless_moe.prediction.tree import (
     EuclideanMedoids,
     MedoidTree,
@@ -29,7 +18,6 @@ from servegym.baselines.serverless_moe.prediction.tree import (
     top,
     unit_rows,
 )
-from servegym.envs.workloads.files import read_arrays
 
 __all__ = ["LARGE_DATA", "BruteForce", "SimilarPromptsSearch", "VarED", "VarPAM"]
 
@@ -48,7 +36,7 @@ class _Neighbours(Predictor):
         self.alpha = whole("alpha", alpha, 1)
 
     def _fit(self, vectors: Array, shares: Array, tasks: Indexes | None) -> None:
-        self._vectors, self._shares = vectors, shares
+        self._shares = shares
         self._units = unit_rows(vectors)
 
     def search(self, embeddings: ArrayLike) -> tuple[Indexes, NDArray[np.float32]]:
@@ -100,10 +88,6 @@ class BruteForce(_Neighbours):
         return best, np.take_along_axis(similarity, best, 1)
 
 
-# Arrays of a saved predictor and the kinds of numbers they hold.
-_KINDS = {"name": "U", "settings": "i", "vectors": "f", "shares": "f", "nodes": "i", "order": "iu"}
-
-
 class SimilarPromptsSearch(_Neighbours):
     """SPS: the similar prompts that Algorithm 1 finds in a multi-fork tree of k-medoids.
 
@@ -134,76 +118,6 @@ class SimilarPromptsSearch(_Neighbours):
     def search_units(self, units: NDArray[np.float32]) -> tuple[Indexes, NDArray[np.float32]]:
         """Walk down the tree."""
         return self.tree.search(units, self.alpha)
-
-    def add(self, embeddings: ArrayLike, activations: ArrayLike) -> None:
-        """Add prompts to the fitted history, without building the tree anew.
-
-        Args:
-            embeddings: ``(n, d)``.
-            activations: ``(n, L, K)`` calls or shares of calls.
-
-        Raises:
-            ValueError: If the predictor is not fitted or an array does not fit the history.
-        """
-        vectors = self._queries(embeddings)
-        shares = checked_shares(activations, len(vectors), self._shape)
-        self._vectors = np.concatenate([self._vectors, vectors])
-        self._shares = np.concatenate([self._shares, shares])
-        self._units = np.concatenate([self._units, unit_rows(vectors)])
-        self.tree.add(self._units, self._splitter())
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the fitted predictor as ``.npz``, never half of it.
-
-        Raises:
-            ValueError: If the predictor is not fitted or ``path`` has another ending.
-        """
-        if self._width is None:
-            raise ValueError(f"the predictor {self.name!r} must be fitted before it is saved.")
-        if Path(path).suffix != ".npz":
-            raise ValueError(f"path={str(path)!r} must end in .npz.")
-        arrays: dict[str, Any] = {
-            "name": np.array(self.name),
-            "settings": np.array([self.alpha, self.beta, self.fork, self.seed], np.int64),
-            "vectors": self._vectors,
-            "shares": self._shares,
-            "nodes": self.tree.nodes,
-            "order": self.tree.order,
-        }
-        write_atomic(path, lambda stream: np.savez_compressed(stream, **arrays))
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Self:
-        """The predictor that :meth:`save` wrote.
-
-        Raises:
-            ValueError: If there is no such file or it is not one of this class.
-        """
-        if not Path(path).is_file():
-            raise ValueError(f"path={str(path)!r} is not a file.")
-        try:
-            file = read_arrays(path, "write it with save()")
-            for name, kinds in _KINDS.items():
-                if file[name].dtype.kind not in kinds:
-                    raise ValueError(f"{name} has dtype {file[name].dtype}.")
-            if str(file["name"]) != cls.name:
-                raise ValueError(f"it holds {str(file['name'])!r}, not {cls.name!r}.")
-            if file["settings"].shape != (4,):
-                raise ValueError(f"settings have shape {file['settings'].shape}, not (4,).")
-            alpha, beta, fork, seed = file["settings"].tolist()
-            found = cls(alpha, beta, fork, seed)
-            vectors = checked_vectors(file["vectors"])
-            # Not scaled once more: the loaded predictor gives the saved one's numbers.
-            shares = checked_distributions("shares", file["shares"])
-            checked_shares(shares, len(vectors))
-            _Neighbours._fit(found, vectors, shares, None)
-            found.tree = MedoidTree.from_arrays(
-                found._units, file["nodes"], file["order"], beta, fork, seed
-            )
-        except (ValueError, KeyError) as error:
-            raise ValueError(f"path={str(path)!r} cannot be used: {error}") from None
-        found._width, found._shape = vectors.shape[1], (shares.shape[1], shares.shape[2])
-        return found
 
 
 class VarPAM(SimilarPromptsSearch):

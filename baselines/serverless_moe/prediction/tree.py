@@ -191,58 +191,14 @@ class MedoidTree:
     """
 
     def __init__(self, units: Floats, splitter: Splitter, beta: int, fork: int, seed: int = 0):
-        self.beta, self.fork, self.seed = beta, fork, seed
-        self._units = units
-        self._rng = np.random.default_rng(seed)
-        self._nodes: list[list[int]] = [[-1, -1, 0, 0, 0, 0]]
-        self._members: dict[int, Indexes] = {0: np.arange(len(units), dtype=np.int64)}
-        self._divide(0, splitter)
-        self._lay_out()
-
-    @classmethod
-    def from_arrays(
-        cls, units: Floats, nodes: Indexes, order: Indexes, beta: int, fork: int, seed: int = 0
-    ) -> MedoidTree:
-        """The tree that was saved as ``nodes`` and ``order``.
-
-        Raises:
-            ValueError: If the arrays are not those of a tree over ``units``.
-        """
-        tree = cls.__new__(cls)
-        tree.beta, tree.fork, tree.seed = beta, fork, seed
-        tree._units = units
-        tree._rng = np.random.default_rng(seed)
-        nodes, order = np.asarray(nodes), np.asarray(order)
-        prompts = len(units)
-        if nodes.ndim != 2 or nodes.shape[1] != 6 or not np.issubdtype(nodes.dtype, np.integer):
-            raise ValueError(f"nodes has shape {nodes.shape}; allowed is integer (N, 6).")
-        if not np.array_equal(np.sort(order), np.arange(prompts)):
-            raise ValueError(f"order must name each of the {prompts} prompts once.")
-        number = np.arange(len(nodes))
-        medoid, parent, first, count, start, stop = nodes.T
-        inner = count > 0
-        is_tree = (
-            len(nodes) > 0
-            and parent[0] == -1
-            and (start[0], stop[0]) == (0, prompts)
-            and bool(np.all((parent[1:] >= 0) & (parent[1:] < number[1:])))
-            and bool(np.all((medoid[1:] >= 0) & (medoid[1:] < prompts)))
-            and bool(np.all(first[inner] > number[inner]))
-            and bool(np.all((first + count)[inner] <= len(nodes)))
-            and int(count.sum()) == len(nodes) - 1
-            and int((stop - start)[~inner].sum()) == prompts
-            and all(
-                np.all(parent[f : f + c] == i) and start[f] == s and stop[f + c - 1] == e
-                for i, (_, _, f, c, s, e) in enumerate(nodes)
-                if c
-            )
-        )
-        if not is_tree or np.any(stop <= start):
-            raise ValueError("nodes is not a tree whose leaves hold every prompt once.")
-        tree._nodes = nodes.tolist()
-        tree._members = {int(i): order[start[i] : stop[i]].astype(np.int64) for i in number[~inner]}
-        tree._lay_out()
-        return tree
+        nodes: list[list[int]] = [[-1, -1, 0, 0, 0, 0]]
+        members: dict[int, Indexes] = {0: np.arange(len(units), dtype=np.int64)}
+        _divide(nodes, members, splitter, beta, fork, np.random.default_rng(seed))
+        self.order = _lay_out(nodes, members)
+        self.nodes: Indexes = np.array(nodes, np.int64)
+        self._leaf_units = units[self.order]
+        # The root has no medoid; its row is never read.
+        self._medoid_units = units[np.maximum(self.nodes[:, MEDOID], 0)]
 
     def __len__(self) -> int:
         return len(self.order)
@@ -262,62 +218,6 @@ class MedoidTree:
             depth[i] = depth[self.nodes[i, PARENT]] + 1
         return int(depth.max())
 
-    def _divide(self, node: int, splitter: Splitter) -> None:
-        """Split a leaf, and what comes of it, until no leaf is too large."""
-        waiting = [node]
-        while waiting:
-            node = waiting.pop()
-            members = self._members[node]
-            if len(members) <= self.beta:
-                continue
-            medoids, part = splitter.split(members, self.fork, self._rng)
-            if len(medoids) < 2:
-                continue
-            first = len(self._nodes)
-            self._nodes[node][FIRST : COUNT + 1] = [first, len(medoids)]
-            del self._members[node]
-            for child, medoid in enumerate(medoids):
-                self._nodes.append([int(medoid), node, 0, 0, 0, 0])
-                self._members[first + child] = members[part == child]
-                waiting.append(first + child)
-
-    def _lay_out(self) -> None:
-        """Order the prompts depth first and copy vectors beside each other."""
-        # Children have greater numbers than their parent: sizes come from the end, places from 0.
-        for number in range(len(self._nodes) - 1, -1, -1):
-            fields = self._nodes[number]
-            below = self._nodes[fields[FIRST] : fields[FIRST] + fields[COUNT]]
-            size = sum(child[STOP] for child in below) if below else len(self._members[number])
-            fields[START : STOP + 1] = [0, size]
-        self.order: Indexes = np.empty(len(self._units), np.int64)
-        for number, fields in enumerate(self._nodes):
-            at = fields[START]
-            if not fields[COUNT]:
-                self.order[at : fields[STOP]] = self._members[number]
-            for child in self._nodes[fields[FIRST] : fields[FIRST] + fields[COUNT]]:
-                child[START] = at
-                at = child[STOP] = at + child[STOP]
-        self.nodes: Indexes = np.array(self._nodes, np.int64)
-        self._leaf_units = self._units[self.order]
-        # The root has no medoid; its row is never read.
-        self._medoid_units = self._units[np.maximum(self.nodes[:, MEDOID], 0)]
-
-    def add(self, units: Floats, splitter: Splitter) -> None:
-        """Take in new prompts: each goes to the leaf of its search, which is split when too large.
-
-        Args:
-            units: ``(P + n, d)`` the known vectors with the new ones behind them.
-            splitter: Clustering over all P + n prompts.
-        """
-        known = len(self)
-        self._units = units
-        leaf = kernel.find_leaves(units[known:], self.nodes, self._medoid_units)
-        for node in np.unique(leaf):
-            new = known + np.flatnonzero(leaf == node)
-            self._members[int(node)] = np.concatenate([self._members[int(node)], new])
-            self._divide(int(node), splitter)
-        self._lay_out()
-
     def search(self, queries: Floats, alpha: int) -> tuple[Indexes, Floats]:
         """Similar prompts of each query (Algorithm 1).
 
@@ -336,3 +236,49 @@ class MedoidTree:
             queries, self.nodes, self._medoid_units, self._leaf_units, min(alpha, len(self))
         )
         return self.order[rows], similarity
+
+
+def _divide(
+    nodes: list[list[int]],
+    members: dict[int, Indexes],
+    splitter: Splitter,
+    beta: int,
+    fork: int,
+    rng: np.random.Generator,
+) -> None:
+    """Split the root, and what comes of it, until no leaf is too large; changes both arguments."""
+    waiting = [0]
+    while waiting:
+        node = waiting.pop()
+        here = members[node]
+        if len(here) <= beta:
+            continue
+        medoids, part = splitter.split(here, fork, rng)
+        if len(medoids) < 2:
+            continue
+        first = len(nodes)
+        nodes[node][FIRST : COUNT + 1] = [first, len(medoids)]
+        del members[node]
+        for child, medoid in enumerate(medoids):
+            nodes.append([int(medoid), node, 0, 0, 0, 0])
+            members[first + child] = here[part == child]
+            waiting.append(first + child)
+
+
+def _lay_out(nodes: list[list[int]], members: dict[int, Indexes]) -> Indexes:
+    """Write START and STOP of each node; returns the prompts in the order of the leaves."""
+    # Children have greater numbers than their parent: sizes come from the end, places from 0.
+    for number in range(len(nodes) - 1, -1, -1):
+        fields = nodes[number]
+        below = nodes[fields[FIRST] : fields[FIRST] + fields[COUNT]]
+        size = sum(child[STOP] for child in below) if below else len(members[number])
+        fields[START : STOP + 1] = [0, size]
+    order = np.empty(nodes[0][STOP], np.int64)
+    for number, fields in enumerate(nodes):
+        at = fields[START]
+        if not fields[COUNT]:
+            order[at : fields[STOP]] = members[number]
+        for child in nodes[fields[FIRST] : fields[FIRST] + fields[COUNT]]:
+            child[START] = at
+            at = child[STOP] = at + child[STOP]
+    return order

@@ -16,11 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from servegym._checks import choose
-
 Floats = NDArray[np.float64]
-
-SURROGATES = ("printed", "eq5")
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,7 +28,7 @@ class MemoryProblem:
         theta2: (L,) per GB.
         theta3: (L,) seconds, of top_k calls.
         share: (L,) s, expected share of a token's calls that are remote, above 0.
-        overhead_s: (L,) overhead per token; the surrogate decides what it holds.
+        overhead_s: (L,) overhead per token (Eq. 12 as printed: trem once a token).
         holding_usd_s: H, cost of what waits (main function), USD/s.
         price_usd_gb_s: c, USD per GB and second.
         lower_gb: (L,) least memory (m_1 and 10e).
@@ -78,60 +74,6 @@ class MemoryProblem:
         cost = (1.0 + self.eta) * self.time_s(gb) * (self.holding_usd_s + memory)
         return cost + (1.0 + self.eta) * self.rounded_s * memory
 
-    def cost_slope(self, gb: Floats) -> Floats:
-        """(L,) derivative of `cost` (Theorem 2's g' times (1 + eta) share)."""
-        rate = self.holding_usd_s + self.price_usd_gb_s * gb
-        return (1.0 + self.eta) * (
-            self.time_slope(gb) * rate + self.price_usd_gb_s * (self.time_s(gb) + self.rounded_s)
-        )
-
-    def time_slope(self, gb: Floats) -> Floats:
-        """(L,) derivative of `time_s`."""
-        return -self.share * self.theta1 * self.theta2 * np.exp(-self.theta2 * gb)
-
-
-def make_overhead(
-    surrogate: str, trem_s: ArrayLike, share: ArrayLike, top_k: int, transfer_s: float
-) -> Floats:
-    """Overhead of a token in each layer: Eq. 12 as printed, or per call as in Eq. 5.
-
-    Args:
-        surrogate: ``"printed"``: trem once a token. ``"eq5"``: ``s top_k (2D/B + trem)``.
-        trem_s: (L,).
-        share: (L,).
-        top_k: Experts a token goes to.
-        transfer_s: 2D/B.
-    """
-    choose("surrogate", surrogate, SURROGATES)
-    trem = np.asarray(trem_s, np.float64)
-    if surrogate == "printed":
-        return trem.copy()
-    return np.asarray(share, np.float64) * top_k * (transfer_s + trem)
-
-
-@dataclass(frozen=True, eq=False)
-class MemorySolution:
-    """A point of P2 with its certificate.
-
-    Attributes:
-        gb: (L,) memory.
-        multiplier: lambda of the TPOT constraint, USD/s.
-        cost: Objective, USD a token.
-        dual: Value of the dual at the multiplier; ``cost - dual`` bounds the distance to the
-            optimum of the relaxed problem.
-        time_s: Remote time of a token.
-        feasible: False if even the largest memory misses the time limit (then that is returned).
-        kkt: Largest relative violation of stationarity, complementarity and feasibility.
-    """
-
-    gb: Floats
-    multiplier: float
-    cost: float
-    dual: float
-    time_s: float
-    feasible: bool
-    kkt: float
-
 
 def _inner(p: MemoryProblem, multiplier: float) -> Floats:
     """(L,) minimum over the box of ``cost + multiplier time`` of each layer."""
@@ -157,64 +99,38 @@ def _inner(p: MemoryProblem, multiplier: float) -> Floats:
     return np.where(value(low) < value(inside), low, inside)
 
 
-def kkt_residual(p: MemoryProblem, gb: Floats, multiplier: float) -> float:
-    """Largest relative violation of the KKT conditions of P2 (0 at a KKT point).
-
-    Stationarity with the box multipliers eliminated, sign of the multiplier, TPOT, and
-    complementary slackness.
-    """
-    slope = p.cost_slope(gb) + multiplier * p.time_slope(gb)
-    scale = np.abs(p.time_slope(gb)) * (
-        (1.0 + p.eta) * (p.holding_usd_s + p.price_usd_gb_s * gb) + multiplier
-    ) + (1.0 + p.eta) * p.price_usd_gb_s * (p.time_s(gb) + p.rounded_s)
-    width = np.maximum(p.upper_gb - p.lower_gb, 1e-12)
-    # At the lower end the slope may be positive, at the upper end negative.
-    wrong = np.where(gb <= p.lower_gb + 1e-12 * width, np.minimum(slope, 0.0), slope)
-    wrong = np.where(gb >= p.upper_gb - 1e-12 * width, np.maximum(wrong, 0.0), wrong)
-    worst = float(np.max(np.abs(wrong) / scale, initial=0.0))
-    if np.isfinite(p.time_limit_s):
-        excess = float(p.time_s(gb).sum()) / p.time_limit_s - 1.0
-        worst = max(worst, excess)
-        if multiplier > 0.0:
-            worst = max(worst, abs(excess))
-    return worst
-
-
-def solve_memory(p: MemoryProblem) -> MemorySolution:
+def solve_memory(p: MemoryProblem) -> tuple[Floats, float]:
     """Solve the relaxed P2 by its dual (Eq. 14): one TPOT multiplier, found by bisection.
 
     Args:
         p: The problem.
+
+    Returns:
+        (L,) memory and the multiplier in USD/s; where even the largest memory misses the time
+        limit, that and 0.
     """
-    gb, multiplier, feasible = _inner(p, 0.0), 0.0, True
-    if gb.size and p.time_s(gb).sum() > p.time_limit_s:
-        # A little beyond the end of the box nothing moves any more, whatever the multiplier.
-        fastest = float(p.time_s(np.asarray(p.upper_gb, float)).sum())
-        if fastest >= p.time_limit_s:
-            gb, feasible = np.asarray(p.upper_gb, float).copy(), fastest == p.time_limit_s
+    gb = _inner(p, 0.0)
+    if not gb.size or p.time_s(gb).sum() <= p.time_limit_s:
+        return gb, 0.0
+    # A little beyond the end of the box nothing moves any more, whatever the multiplier.
+    upper = np.asarray(p.upper_gb, float)
+    if p.time_s(upper).sum() >= p.time_limit_s:
+        return upper, 0.0
+    low, high = 0.0, max(p.holding_usd_s, p.price_usd_gb_s)
+    while p.time_s(_inner(p, high)).sum() > p.time_limit_s:
+        low, high = high, 4.0 * high
+    for _ in range(200):
+        middle = 0.5 * (low + high)
+        if middle in (low, high):
+            break
+        if p.time_s(_inner(p, middle)).sum() > p.time_limit_s:
+            low = middle
         else:
-            low, high = 0.0, max(p.holding_usd_s, p.price_usd_gb_s)
-            while p.time_s(_inner(p, high)).sum() > p.time_limit_s:
-                low, high = high, 4.0 * high
-            for _ in range(200):
-                middle = 0.5 * (low + high)
-                if middle in (low, high):
-                    break
-                if p.time_s(_inner(p, middle)).sum() > p.time_limit_s:
-                    low = middle
-                else:
-                    high = middle
-            multiplier, gb = high, _inner(p, high)
-    time = float(p.time_s(gb).sum())
-    cost = float(p.cost(gb).sum())
-    dual = cost
-    if multiplier > 0.0:
-        dual = cost + multiplier * (time - p.time_limit_s)
-    residual = kkt_residual(p, gb, multiplier) if feasible else np.inf
-    return MemorySolution(gb, multiplier, cost, dual, time, feasible, residual)
+            high = middle
+    return _inner(p, high), high
 
 
-def round_memory(p: MemoryProblem, gb: ArrayLike, grid_gb: ArrayLike) -> tuple[Floats, bool]:
+def round_memory(p: MemoryProblem, gb: ArrayLike, grid_gb: ArrayLike) -> Floats:
     """Put each layer on the grid of specifications and repair the time limit.
 
     Each layer takes the cheaper of its two neighbours that is large enough. While the time limit
@@ -226,8 +142,8 @@ def round_memory(p: MemoryProblem, gb: ArrayLike, grid_gb: ArrayLike) -> tuple[F
         grid_gb: (M,) rising specifications.
 
     Returns:
-        (L,) memory on the grid and whether the limit holds. A layer whose lower bound lies above
-        the grid takes the largest specification.
+        (L,) memory on the grid, the largest where the limit cannot hold. A layer whose lower bound
+        lies above the grid takes the largest specification.
     """
     grid = np.asarray(grid_gb, np.float64)
     y = np.asarray(gb, np.float64)
@@ -244,6 +160,6 @@ def round_memory(p: MemoryProblem, gb: ArrayLike, grid_gb: ArrayLike) -> tuple[F
         price = np.where(saved > 0.0, extra / np.maximum(saved, 1e-300), np.inf)
         best = int(np.argmin(price))
         if not np.isfinite(price[best]):
-            return grid[at], False
+            break
         at[best] += 1
-    return grid[at], True
+    return grid[at]

@@ -7,9 +7,9 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from servegym.baselines.serverless_moe.loads import Load, expert_time_terms, non_expert_s
 from servegym.baselines.serverless_moe.remoe.bounds import corollary1, theorem1
 from servegym.envs.serverless_moe import equations as eq
+from servegym.envs.serverless_moe.loads import Load
 
 Floats = NDArray[np.float64]
 
@@ -47,30 +47,12 @@ class WorstCases:
         return WorstCases(*(getattr(self, field.name)[selected] for field in fields(self)))
 
     def chosen(self) -> int:
-        """Index of the largest feasible b; else of the least excess."""
+        """What Algorithm 2 returns, as an index: the largest feasible b; else the least excess.
+
+        With loose limits that is b = 1, which need not be the cheapest.
+        """
         good = np.flatnonzero(self.feasible)
         return int(good[0]) if good.size else int(np.argmin(self.excess))
-
-
-@dataclass(frozen=True)
-class MmpResult:
-    """What Algorithm 2 returns.
-
-    Attributes:
-        ratio: b.
-        members: Remote experts of each layer.
-        main_mb: W.
-        feasible: False if no b meets both limits in the worst case; then b has the least excess.
-        ttft_s: Worst TTFT at b.
-        tpot_s: Worst TPOT at b.
-    """
-
-    ratio: float
-    members: int
-    main_mb: float
-    feasible: bool
-    ttft_s: float
-    tpot_s: float
 
 
 def worst_cases(
@@ -80,7 +62,6 @@ def worst_cases(
     tpot_limit_s: float = np.inf,
     *,
     max_tokens: int | None = None,
-    main_start: bool = True,
     decode_invocation: str = "per_call",
     load_shared: bool = False,
 ) -> WorstCases:
@@ -97,7 +78,6 @@ def worst_cases(
         ttft_limit_s: Limit of 10b.
         tpot_limit_s: Limit of 10c.
         max_tokens: Nmax of line 1, tokens that the main function must hold; default n_out.
-        main_start: Whether a cold start is part of the TTFT.
         decode_invocation: As `evaluate_plan`.
         load_shared: As `evaluate_plan`.
     """
@@ -110,7 +90,7 @@ def worst_cases(
     main_mb = eq.smallest_specs(system.main_specs_mb, need - 1e-9)
 
     big = float(system.remote_specs_mb[-1])
-    first, more = (float(x) for x in expert_time_terms(system, big))
+    first, more = (float(x) for x in eq.expert_time_terms(system, big))
     wire = system.transfer_s
     trem = load.trem_worst_s
 
@@ -120,12 +100,12 @@ def worst_cases(
     largest = np.where(calls > 0, first + (more + wire) * np.minimum(single, calls), 0.0)
     z = np.clip(m, 1, system.z_max)
     slowest = (z - 1.0) / z * largest + total / z
-    own_first, own_more = expert_time_terms(system, main_mb)
+    own_first, own_more = eq.expert_time_terms(system, main_mb)
     local_calls = load.n_in * top_k - calls
     local = np.minimum(experts - m, local_calls) * own_first + own_more * local_calls
     remote = np.where(m > 0, slowest, 0.0)[:, None] + np.where(m > 0, 1.0, 0.0)[:, None] * trem
     prefill = np.maximum(local[:, None], remote).sum(axis=1)
-    fixed_prefill, fixed_decode = non_expert_s(system, load)
+    fixed_prefill, fixed_decode = eq.non_expert_s(system, load)
     prefill = prefill + fixed_prefill + layers * 2.0 * system.swap_s(load.n_in)
 
     steps = max(load.n_out, 1)
@@ -139,45 +119,12 @@ def worst_cases(
     decode = np.maximum(own[:, None], remote).sum(axis=1)
     tpot = decode + layers * 2.0 * system.swap_s(top_k) + fixed_decode / steps
 
-    cold = np.zeros(m.size)
-    if main_start:
-        main_load = system.all_non_expert_mb + (experts - m) * float(system.expert_mb.sum())
-        remote_load = m * float(system.expert_mb.max())
-        if load_shared:
-            main_load = remote_load = main_load + m * float(system.expert_mb.sum())
-        main = system.container_start_main_s + main_load / system.load_mb_s
-        other = system.container_start_remote_s + remote_load / system.load_mb_s
-        cold = np.maximum(main, np.where(m > 0, other, 0.0))
-    ttft = prefill + cold
+    main_load = system.all_non_expert_mb + (experts - m) * float(system.expert_mb.sum())
+    remote_load = m * float(system.expert_mb.max())
+    if load_shared:
+        main_load = remote_load = main_load + m * float(system.expert_mb.sum())
+    main = system.container_start_main_s + main_load / system.load_mb_s
+    other = system.container_start_remote_s + remote_load / system.load_mb_s
+    ttft = prefill + np.maximum(main, np.where(m > 0, other, 0.0))
     excess = np.maximum(ttft / ttft_limit_s, tpot / tpot_limit_s) - 1.0
     return WorstCases(m, m / experts, main_mb, ttft, tpot, excess)
-
-
-def mmp(
-    system: eq.SystemModel,
-    load: Load,
-    ttft_limit_s: float = np.inf,
-    tpot_limit_s: float = np.inf,
-    **kwargs: object,
-) -> MmpResult:
-    """Algorithm 2: the largest b whose worst case meets both limits, and its main memory.
-
-    With loose limits that is b = 1, which need not be the cheapest.
-
-    Args:
-        system: The system.
-        load: What is expected.
-        ttft_limit_s: Limit of 10b.
-        tpot_limit_s: Limit of 10c.
-        **kwargs: As `worst_cases`.
-    """
-    cases = worst_cases(system, load, ttft_limit_s, tpot_limit_s, **kwargs)  # type: ignore[arg-type]
-    at = cases.chosen()
-    return MmpResult(
-        float(cases.ratio[at]),
-        int(cases.members[at]),
-        float(cases.main_mb[at]),
-        bool(cases.feasible[at]),
-        float(cases.ttft_s[at]),
-        float(cases.tpot_s[at]),
-    )

@@ -2,45 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 from numpy.typing import NDArray
 
-from servegym.baselines.serverless_moe.loads import (
-    Load,
-    expert_time_terms,
-    job_times,
-    local_prefill_s,
-    non_expert_s,
-)
 from servegym.baselines.serverless_moe.lpt import assign, replica_loads
 from servegym.baselines.serverless_moe.remoe.bounds import ConformalBound, theorem4
 from servegym.envs.serverless_moe import equations as eq
+from servegym.envs.serverless_moe.loads import Load
 
 Floats = NDArray[np.float64]
 
 HOEFFDING_Q = float(np.sqrt(1.5))
-"""q of a single expert where nothing was calibrated: the deviation of Theorem 1."""
+"""q of a single expert, of which nothing is calibrated: the deviation of Theorem 1."""
 
 
-@dataclass(frozen=True, eq=False)
-class Replicas:
-    """Replicas of each layer and where its experts are.
-
-    Attributes:
-        count: int (L,), 0 for a layer without remote experts.
-        assignment: int (L, K), -1 for a local expert.
-        worst_ttft_s: TTFT with the bound of Theorem 4.
-        meets_ttft: Whether that is within the limit.
-        fits: Whether 10g holds for the (expected) load.
-    """
-
-    count: NDArray[np.int64]
-    assignment: NDArray[np.int64]
-    worst_ttft_s: float
-    meets_ttft: bool
-    fits: bool
+PAYLOAD_MARGIN = 1.25
+"""10g is kept for this multiple of the expected payload where z_max allows, as the true routing
+differs from the expected one."""
 
 
 def choose_replicas(
@@ -52,9 +30,7 @@ def choose_replicas(
     *,
     ttft_limit_s: float = np.inf,
     cold_s: float = 0.0,
-    bound: ConformalBound | None = None,
-    payload_margin: float = 1.0,
-) -> Replicas:
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Replicas by Eq. 15: first for 10g, then for the TTFT, then for the cost.
 
     1. The least z that holds the payloads. 2. While the worst-case TTFT is missed: among the layers
@@ -69,24 +45,25 @@ def choose_replicas(
         remote_mb: (L,) Y.
         ttft_limit_s: Limit of 10b.
         cold_s: Cold start in the TTFT.
-        bound: Bound on single experts' loads for Theorem 4; default Hoeffding's deviation.
-        payload_margin: 10g is kept for this multiple of the expected payload where z_max allows,
-            as the true routing differs from the expected one.
+
+    Returns:
+        Replicas int (L,), 0 for a layer without remote experts; and the replica of each expert int
+        (L, K), -1 for a local one.
     """
     used = np.flatnonzero(remote.any(axis=1))
     layers, z_max = remote.shape[0], system.z_max
     safe = np.where(remote_mb > 0, remote_mb, 1024.0)
-    jobs = np.where(remote, job_times(system, load, safe), 0.0)
+    jobs = np.where(remote, eq.job_times(system, load, safe), 0.0)
     body = load.tokens * system.token_mb
     table = replica_loads(jobs, body, z_max, load.trem_s, system.granularity_s)
 
     z = np.ones(layers, dtype=np.int64)
-    fit = table.payload_mb * payload_margin <= system.payload_mb
+    fit = table.payload_mb * PAYLOAD_MARGIN <= system.payload_mb
     # Where no number holds the margin the smallest largest body is what can be done.
     fallback = np.argmin(table.payload_mb, axis=1)
     z[used] = np.where(fit.any(axis=1), fit.argmax(axis=1), fallback)[used] + 1
 
-    local = local_prefill_s(system, load, remote, main_mb)
+    local = eq.prefill_local_s(system, load, remote, main_mb)
     numbers = np.arange(1, z_max + 1)
     trem = load.trem_s[:, None]
     slowest = np.where(table.invoked > 0, table.slowest_s + trem, 0.0)
@@ -96,9 +73,9 @@ def choose_replicas(
     cost = rate * seconds + system.price_cpu * remote_mb[:, None] * billed
     cost += system.invocation_usd * table.invoked
 
-    first, more = expert_time_terms(system, safe)
+    first, more = eq.expert_time_terms(system, safe)
     wire = system.transfer_s
-    law = bound or ConformalBound(HOEFFDING_Q, system.top_k)
+    law = ConformalBound(HOEFFDING_Q, system.top_k)
     upper = np.where(remote, law(load.frequency, load.n_in), 0.0).max(axis=1)
     largest = np.where(upper > 0, first + (more + wire) * upper, 0.0)
     total = jobs.sum(axis=1)
@@ -106,7 +83,7 @@ def choose_replicas(
     worst_slowest[np.setdiff1d(np.arange(layers), used)] = 0.0
     worst = np.maximum(local[:, None], worst_slowest)
 
-    fixed = non_expert_s(system, load)[0] + layers * 2.0 * system.swap_s(load.n_in) + cold_s
+    fixed = eq.non_expert_s(system, load)[0] + layers * 2.0 * system.swap_s(load.n_in) + cold_s
     at = np.arange(layers)
 
     def potential() -> Floats:
@@ -134,19 +111,9 @@ def choose_replicas(
         z[best] += 1
 
     assignment = np.full(remote.shape, -1, dtype=np.int64)
-    fits = True
     for layer in used:
         members = np.flatnonzero(remote[layer])
-        found = assign(
-            jobs[layer, members],
-            int(z[layer]),
-            body[layer, members],
-            system.payload_mb,
-            z_max,
+        assignment[layer, members], z[layer] = assign(
+            jobs[layer, members], int(z[layer]), body[layer, members], system.payload_mb, z_max
         )
-        assignment[layer, members] = found.replica
-        z[layer] = found.replicas
-        fits = fits and found.fits
-    worst_ttft = float(fixed + worst[at, z - 1].sum())
-    count = np.where(remote.any(axis=1), z, 0)
-    return Replicas(count, assignment, worst_ttft, worst_ttft <= ttft_limit_s, fits)
+    return np.where(remote.any(axis=1), z, 0), assignment

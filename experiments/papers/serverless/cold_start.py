@@ -21,10 +21,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from servegym._command_line import run_main
-from servegym.baselines.serverless_moe.loads import Load
 from servegym.baselines.serverless_moe.remoe import READINGS, remoe
 from servegym.envs.serverless_moe import equations as eq
 from servegym.envs.serverless_moe.config import predict
+from servegym.envs.serverless_moe.loads import Load
 from servegym.envs.serverless_moe.rivals import DEPLOYMENTS, deployment_cost
 from servegym.envs.workloads.activations import load_activations
 from servegym.experiments.evaluation.tables import Note

@@ -29,10 +29,10 @@ from scipy.optimize import least_squares
 
 from servegym._command_line import run_main
 from servegym._files import MalformedFileError, measured_data
-from servegym.baselines.serverless_moe.loads import Load
 from servegym.baselines.serverless_moe.remoe import remoe
 from servegym.envs.serverless_moe import equations as eq
 from servegym.envs.serverless_moe.config import build_system, predict
+from servegym.envs.serverless_moe.loads import Load
 from servegym.envs.serverless_moe.rivals import deployment_cost
 from servegym.envs.workloads.activations import load_activations
 from servegym.experiments.evaluation.tables import Note

@@ -16,10 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from servegym.baselines.serverless_moe.grid_optimum import grid_optimum
-from servegym.baselines.serverless_moe.loads import Load
 from servegym.baselines.serverless_moe.prediction import make_predictor
 from servegym.baselines.serverless_moe.remoe import READINGS, remoe
 from servegym.envs.serverless_moe import equations as eq
+from servegym.envs.serverless_moe.loads import Load
 from servegym.envs.serverless_moe.rivals import DEPLOYMENTS, deployment_cost
 from servegym.envs.workloads.activations import Activations, load_activations
 from servegym.experiments.evaluation.output import print_table

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 
 from servegym._command_line import run_main
-from servegym.baselines.serverless_moe.loads import Load
 from servegym.baselines.serverless_moe.prediction import make_predictor
 from servegym.baselines.serverless_moe.remoe import READINGS, remoe
-from servegym.baselines.serverless_moe.remoe.mmp import mmp
+from servegym.baselines.serverless_moe.remoe.mmp import worst_cases
 from servegym.envs.serverless_moe import equations as eq
 from servegym.envs.serverless_moe.config import build_system, predict
+from servegym.envs.serverless_moe.loads import Load
 from servegym.envs.workloads.activations import Activations, load_activations
 from servegym.experiments.evaluation.tables import Note
 from servegym.experiments.papers.plotting import error_bars, pyplot, tidy
@@ -86,7 +86,7 @@ def decision_times(name: str, prompts: int) -> list[dict[str, Any]]:
         load = Load.predicted(system, predicted[q], N_IN, N_OUT, TREM_S)
         found = {
             f"predict ({kind})": _processor_s(lambda q=q: search(q)),
-            "MMP": _processor_s(lambda load=load: mmp(system, load, TTFT_S, TPOT_S)),
+            "MMP": _processor_s(lambda load=load: worst_cases(system, load, TTFT_S, TPOT_S)),
         }
         for reading in READINGS:
             found[f"decide ({reading})"] = _processor_s(

@@ -16,10 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from servegym._command_line import run_main
-from servegym.baselines.serverless_moe.loads import Load
 from servegym.baselines.serverless_moe.remoe import remoe
 from servegym.envs.serverless_moe import equations as eq
 from servegym.envs.serverless_moe.config import build_system, predict
+from servegym.envs.serverless_moe.loads import Load
 from servegym.envs.workloads.activations import load_activations
 from servegym.experiments.evaluation.tables import Note
 from servegym.experiments.papers.plotting import error_bars, pyplot, tidy
@@ -78,11 +78,11 @@ def expert_times(
         Prefill in s (sum of Eq. 2 over layers), a decode token in s (Eq. 5 likewise, mean over
         tokens), and the share of (token, layer) in which the remote path is the longer one.
     """
-    plan = _fixed_plan(remote, 1024.0 * cores)
-    prefill = float(eq.prefill_expert_s(system, request, plan).sum())
-    histogram = eq.decode_histogram(request, remote, system.top_k)
-    step = eq.decode_expert_s(system, request, plan)
-    far = eq.decode_remote_s(system, request, plan)
+    plan, load = _fixed_plan(remote, 1024.0 * cores), Load.known(request)
+    prefill = float(eq.prefill_expert_s(system, load, plan).sum())
+    histogram = load.histogram(remote, system.top_k)
+    step = eq.decode_expert_s(system, load, plan)
+    far = eq.decode_remote_s(system, load, plan)
     local = np.arange(system.top_k, -1, -1) * system.expert_cpu_s(plan.main_mb, 1)
     slower = float((histogram * (far > local)).sum() / histogram.sum())
     return prefill, float((histogram * step).sum() / request.n_out), slower

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from servegym.baselines.serverless_moe import grid_optimum as go
-from servegym.baselines.serverless_moe.loads import Load
 from servegym.envs.serverless_moe import equations as eq
+from servegym.envs.serverless_moe.loads import Load
 from servegym.envs.serverless_moe.rivals import deployment_cost
 
 from .synthetic import make_request, remote_set, tiny

@@ -17,24 +17,24 @@ def test_lpt_against_brute_force():
             np.bincount(choice, weights=jobs, minlength=z).max()
             for choice in itertools.product(range(z), repeat=6)
         )
-        ratio = lpt.assign(jobs, z).load_s.max() / best
+        ratio = np.bincount(lpt.lpt(jobs, z), jobs).max() / best
         assert 1.0 <= ratio <= 4 / 3 - 1 / (3 * z) + 1e-12
         worst = max(worst, ratio)
     assert worst > 1.0  # LPT is not exact: the bound was put to work
     # The textbook's worst case for z = 2.
-    assert lpt.assign([3, 3, 2, 2, 2], 2).load_s.max() == 7
+    jobs = [3, 3, 2, 2, 2]
+    assert np.bincount(lpt.lpt(jobs, 2), jobs).max() == 7
 
 
 def test_payload_repair():
     # LPT puts the long job alone; the payload limit then needs a move.
-    fixed = lpt.assign([10, 1, 1, 1], 2, payload_mb=[1, 2, 2, 2], limit_mb=5)
-    assert fixed.fits and fixed.replicas == 2 and fixed.payload_mb.max() <= 5
+    body = np.array([1.0, 2, 2, 2])
+    where, z = lpt.assign(np.array([10.0, 1, 1, 1]), 2, body, 5.0, 2)
+    assert z == 2 and np.bincount(where, body).max() <= 5
     # Two cannot carry it.
-    more = lpt.assign([1, 1, 1], 1, payload_mb=[4, 4, 4], limit_mb=5, max_replicas=3)
-    assert more.fits and more.replicas == 3
-    never = lpt.assign([1], 1, payload_mb=[9], limit_mb=5, max_replicas=4)
-    assert not never.fits and never.replicas == 4
-    assert (lpt.assign([], 2).load_s == 0.0).all()
+    where, z = lpt.assign(np.ones(3), 1, np.full(3, 4.0), 5.0, 3)
+    assert z == 3 and sorted(where) == [0, 1, 2]
+    assert lpt.assign(np.ones(1), 1, np.array([9.0]), 5.0, 4)[1] == 4
     with pytest.raises(ValueError, match="replicas"):
         lpt.lpt([1.0], 0)
 

@@ -9,11 +9,11 @@ from servegym.baselines.registry import list_policies, make_policy
 from servegym.baselines.serverless_moe.action_table import ActionTable, WarmFunctions
 from servegym.baselines.serverless_moe.base import observed_row
 from servegym.baselines.serverless_moe.heuristics import search_constant
-from servegym.baselines.serverless_moe.loads import Load, call_rounding_s
 from servegym.baselines.serverless_moe.system import ServerlessSystem
 from servegym.envs.serverless_moe import equations as eq
 from servegym.envs.serverless_moe import kernel
 from servegym.envs.serverless_moe.config import build_problem, build_system
+from servegym.envs.serverless_moe.loads import Load
 
 from .episodes import FAMILY, make_env, run
 
@@ -93,14 +93,18 @@ def test_expected_rounding_is_the_mean_over_overheads(invocation):
     load = Load.predicted(model, frequency, 115, 200, mean, trem_sigma=sigma)
     specs = model.remote_specs_mb[::8]
     call = model.expert_cpu_s(specs, 1) + model.transfer_s
-    found = call_rounding_s(model, load, call, mean, invocation)
-    draws = 1e-3 * np.exp(sigma * np.random.default_rng(0).standard_normal((4000, 1)))
-    true = eq.call_rounding_s(call, draws, model.top_k, 1e-3, invocation).mean(axis=0)
     times = np.maximum(eq.call_invocations(model.top_k, invocation), 1)
+
+    def rounding(overhead):
+        each = eq.call_seconds(call, overhead, model.top_k, invocation) / times
+        return eq.call_invocations(model.top_k, invocation) * model.rounding_s(each)
+
+    found = eq.call_rounding_s(model, load, call, mean, invocation)
+    draws = 1e-3 * np.exp(sigma * np.random.default_rng(0).standard_normal((4000, 1)))
+    true = rounding(draws).mean(axis=0)
     assert (np.abs(found - true) / times).max() < 1e-4  # a tenth of a step
     # The mean overhead alone would be off by a good part of a step.
-    once = eq.call_rounding_s(call, mean, model.top_k, 1e-3, invocation)
-    assert np.abs(once - true)[..., 1].max() > 2e-4
+    assert np.abs(rounding(mean) - true)[..., 1].max() > 2e-4
 
 
 def test_fees_change_what_is_chosen():

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from servegym.envs.serverless_moe import equations as eq
+from servegym.envs.serverless_moe.loads import Load
 from servegym.envs.serverless_moe.system import best_tpot_s, best_ttft_s, build_system
 from servegym.envs.workloads.activations import load_model, make_toy_activations, sample_tokens
 from servegym.hardware_profiles.serverless import GPU_PROFILES
@@ -228,7 +229,7 @@ def test_an_idle_replica_costs_nothing():
     plan = eq.make_plan(system, remote, counts, 4)
     got = eq.evaluate_plan(system, request, plan)
     assert got.cost_prefill_usd == got.cost_decode_usd == 0.0
-    assert not eq.replica_s(system, request, plan).any()
+    assert not eq.replica_s(system, Load.known(request), plan).any()
 
 
 def test_lpt_by_hand():

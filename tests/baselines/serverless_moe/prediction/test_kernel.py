@@ -125,7 +125,6 @@ def test_the_types_of_calls_are_those_compiled_ahead(monkeypatch):
     for name in compiled:
         monkeypatch.setattr(kernel, name, record(getattr(kernel, name)))
     embeddings, shares, _ = made_up(60)
-    fitted = make_predictor("varpam", alpha=3, beta=20).fit(embeddings[:40], shares[:40])
-    fitted.add(embeddings[40:], shares[40:])
+    fitted = make_predictor("varpam", alpha=3, beta=20).fit(embeddings, shares)
     fitted.predict(embeddings[:2])
     assert called == compiled

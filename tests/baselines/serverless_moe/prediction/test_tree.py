@@ -109,21 +109,3 @@ def test_equal_prompts_stay_one_leaf_and_short_histories_are_used_whole(name):
     assert make_predictor(name).fit(embeddings, shares).search(embeddings)[0].tolist() == [[0]]
     nothing = make_predictor(name).fit(np.zeros((4, 3)), np.ones((4, 1, 2)))
     np.testing.assert_allclose(nothing.predict(np.zeros((1, 3))), 0.5)
-
-
-@pytest.mark.parametrize("name", TREES)
-def test_new_prompts_join_the_tree_and_split_its_leaves(name):
-    embeddings, shares, _ = made_up(400)
-    fitted = make_predictor(name, alpha=3, beta=20).fit(embeddings[:100], shares[:100])
-    before = len(fitted.tree.leaves)
-    for start in range(100, 400, 60):
-        fitted.add(embeddings[start : start + 60], shares[start : start + 60])
-    leaves = fitted.tree.leaves
-    assert len(leaves) > before and max(map(len, leaves)) <= 20
-    np.testing.assert_array_equal(np.sort(np.concatenate(leaves)), np.arange(400))
-    prompts, near = fitted.search(embeddings)
-    # A prompt is its own nearest one unless the descent takes another branch.
-    assert (prompts[:, 0] == np.arange(400)).mean() > 0.8
-    np.testing.assert_allclose(
-        near, np.take_along_axis(soft_cosine(embeddings, embeddings), prompts, 1), atol=1e-6
-    )

@@ -2,11 +2,10 @@
 
 import numpy as np
 
-from servegym.baselines.serverless_moe import loads
-from servegym.baselines.serverless_moe.loads import Load, predict
 from servegym.baselines.serverless_moe.lpt import lpt
 from servegym.baselines.serverless_moe.remoe.replicas import choose_replicas
 from servegym.envs.serverless_moe import equations as eq
+from servegym.envs.serverless_moe.loads import Load
 
 from ..synthetic import make_request, remote_set
 
@@ -15,20 +14,21 @@ def test_replicas_serve_the_ttft_then_the_cost(system):
     _, frequency = make_request(system)
     load = Load.predicted(system, frequency, 60, 200, 5e-3)
     remote, memory = remote_set(frequency, 0.9), np.full(system.moe_layers, 2000.0)
-    loose = choose_replicas(system, load, remote, 14000.0, memory)
-    tight = choose_replicas(system, load, remote, 14000.0, memory, ttft_limit_s=0.05)
-    assert not tight.meets_ttft and tight.worst_ttft_s < loose.worst_ttft_s
-    assert tight.count.sum() > loose.count.sum()
+    loose, where = choose_replicas(system, load, remote, 14000.0, memory)
+    tight, _ = choose_replicas(system, load, remote, 14000.0, memory, ttft_limit_s=0.05)
+    assert tight.sum() > loose.sum()
     # Step 3 stopped at a local optimum: no single increment saves anything.
-    plan = eq.Plan(remote, 14000.0, memory, loose.count, loose.assignment)
-    cost = predict(system, load, plan).cost_usd
+    plan = eq.Plan(remote, 14000.0, memory, loose, where)
+    cost = eq.expected_outcome(system, load, plan).cost_usd
     for layer in range(0, system.moe_layers, 5):
-        count = loose.count.copy()
+        count = loose.copy()
         count[layer] += 1
-        assignment = loose.assignment.copy()
-        jobs = loads.job_times(system, load, memory)[layer, remote[layer]]
+        assignment = where.copy()
+        jobs = eq.job_times(system, load, memory)[layer, remote[layer]]
         assignment[layer, remote[layer]] = lpt(jobs, int(count[layer]))
-        more = predict(system, load, eq.Plan(remote, 14000.0, memory, count, assignment))
+        more = eq.expected_outcome(
+            system, load, eq.Plan(remote, 14000.0, memory, count, assignment)
+        )
         assert more.cost_usd >= cost * (1 - 1e-12)
-    none = choose_replicas(system, load, remote & False, 40000.0, memory * 0)
-    assert (none.count == 0).all() and (none.assignment == -1).all()
+    none, nowhere = choose_replicas(system, load, remote & False, 40000.0, memory * 0)
+    assert (none == 0).all() and (nowhere == -1).all()

@@ -12,10 +12,10 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("rich")
 
 from servegym._files import MalformedFileError  # noqa: E402
-from servegym.baselines.serverless_moe.loads import Load  # noqa: E402
 from servegym.baselines.serverless_moe.system import SPREADS, ServerlessSystem  # noqa: E402
 from servegym.envs.serverless_moe import equations as eq  # noqa: E402
 from servegym.envs.serverless_moe.config import build_system  # noqa: E402
+from servegym.envs.serverless_moe.loads import Load  # noqa: E402
 from servegym.envs.workloads.activations import load_activations  # noqa: E402
 from servegym.experiments.evaluation.tables import read_record  # noqa: E402
 from servegym.experiments.papers.run import list_figures  # noqa: E402
