@@ -23,7 +23,8 @@ from typing import Any
 
 import numpy as np
 
-from servegym.hardware_profiles.law import headline_error, interpolate, warn_outside
+from servegym.hardware_profiles.interpolation import interpolate
+from servegym.hardware_profiles.law import headline_error, warn_outside
 from servegym.hardware_profiles.load import data_path, load_named
 from servegym.hardware_profiles.schema import (
     KINDS,

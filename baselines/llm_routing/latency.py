@@ -106,8 +106,8 @@ class Predictions(NamedTuple):
 
 
 @inner
-def _interpolate(x, grid, values):
-    """Piecewise linear interpolation, end slopes beyond the grid."""
+def interpolate(x, grid, values):
+    """Piecewise linear interpolation at one point, end slopes beyond the grid."""
     low, high = 0, grid.size - 2
     while low < high:
         middle = (low + high + 1) // 2
@@ -121,18 +121,12 @@ def _interpolate(x, grid, values):
 
 @inline
 def _prefill_s(laws, n, tokens):
-    return _interpolate(tokens, laws.prefill_tokens, laws.prefill_s[n])
+    return interpolate(tokens, laws.prefill_tokens, laws.prefill_s[n])
 
 
 @inline
 def _decode_s(laws, n, sequences, context):
-    return _interpolate(context, laws.context_tokens, laws.decode_s[n, sequences])
-
-
-@inner
-def decode_s(context_tokens, decode, n, sequences, context):
-    """Seconds of a decode iteration of expert n, from the tables of `Laws`."""
-    return _interpolate(context, context_tokens, decode[n, sequences])
+    return interpolate(context, laws.context_tokens, laws.decode_s[n, sequences])
 
 
 @inline

@@ -15,12 +15,14 @@ from numpy.typing import NDArray
 
 from servegym import _jit
 from servegym._jit import borrowed, inline, inner, jit
-from servegym.baselines.llm_routing.latency import Estimate, LatencyModel, decode_s
+from servegym.baselines.llm_routing.latency import Estimate, LatencyModel, interpolate
 from servegym.baselines.llm_routing.system import RoutingSystem
 from servegym.baselines.protocol import Observation
 
 Floats = NDArray[np.float64]
 
+POOLING = 300.0
+"""Train rows of an expert that the other experts' rows of its bucket count for."""
 BUCKETS = 10
 """Of predictions that are not in buckets themselves."""
 FEW = 32
@@ -31,36 +33,24 @@ class LengthModel:
     """Distributions of the output length given the predicted one, from the train split alone.
 
     For expert n and predicted bucket k the distribution is the train rows of both, with the
-    bucket's rows of all experts counting for ``pooling`` rows, and all rows of all experts for
-    one. Where nothing predicts lengths (``length_predictor="zero"``), or without
-    ``system.train``, any length up to the longest is as likely as another, as who has no
-    predictions must not know the experts' lengths either.
+    bucket's rows of all experts counting for `POOLING` rows, and all rows of all experts for one.
+    Where nothing predicts lengths (``length_predictor="zero"``), or without ``system.train``, any
+    length up to the longest is as likely as another, as who has no predictions must not know the
+    experts' lengths either.
 
     Attributes:
         edges: (K - 1,) predicted lengths between the buckets.
-        mass: (N, K, T + 1) probability of a length of 0 to T tokens, T = ``max_output_tokens``.
-        survival: (N, K, T + 1) probability of more than t tokens.
+        survival: (N, K, T + 1) probability of more than t tokens, T = ``max_output_tokens``.
         left: (N, K, T + 1) mean tokens left of an answer of more than t tokens; 1 from T on.
     """
 
-    def __init__(self, system: RoutingSystem, *, pooling: float = 300.0) -> None:
-        """Count the train rows.
-
-        Args:
-            system: The system.
-            pooling: Rows that the other experts' count for.
-
-        Raises:
-            ValueError: If ``pooling`` is not above 0.
-        """
-        if not pooling > 0:
-            raise ValueError(f"pooling must be > 0, got {pooling}")
+    def __init__(self, system: RoutingSystem) -> None:
         experts, longest = system.num_experts, system.max_output_tokens
         train = system.train
         if train is None or not train.predicted_lengths.any():
             self.edges: Floats = np.zeros(0)
-            self.mass: Floats = np.zeros((experts, 1, longest + 1))
-            self.mass[:, :, 1:] = 1.0 / longest
+            mass = np.zeros((experts, 1, longest + 1))
+            mass[:, :, 1:] = 1.0 / longest
         else:
             predicted = train.predicted_lengths
             values = np.unique(predicted)
@@ -75,92 +65,13 @@ class LengthModel:
             np.add.at(count, (np.arange(experts), bucket, length), 1.0)
             of_bucket = count.sum(axis=0)
             of_bucket = _shares(of_bucket + _shares(of_bucket.sum(axis=0)))
-            self.mass = _shares(count + pooling * of_bucket)
+            mass = _shares(count + POOLING * of_bucket)
         # From the end, so that what is left of nearly nothing is not a difference of large sums.
-        after = np.zeros_like(self.mass)
-        after[..., :-1] = self.mass[..., :0:-1].cumsum(-1)[..., ::-1]
+        after = np.zeros_like(mass)
+        after[..., :-1] = mass[..., :0:-1].cumsum(-1)[..., ::-1]
         self.survival = after
         area = after[..., ::-1].cumsum(-1)[..., ::-1]
         self.left = np.where(after > 0, area / np.where(after > 0, after, 1.0), 1.0)
-
-    def bucket(self, predicted: NDArray[Any]) -> NDArray[np.intp]:
-        """Bucket of predicted lengths, in their shape."""
-        return np.searchsorted(self.edges, predicted, side="right")
-
-    def remaining(self, predicted: NDArray[Any], emitted: NDArray[Any]) -> Floats:
-        """Mean tokens left, given that so many have come and the answer has not ended.
-
-        Args:
-            predicted: (..., N, M) predicted lengths at each expert, tokens.
-            emitted: (..., N, M) tokens so far.
-
-        Returns:
-            (..., N, M), at least 1.
-        """
-        return self.left[self._at(predicted, emitted)]
-
-    def finishes_within(
-        self, predicted: NDArray[Any], emitted: NDArray[Any], tokens: NDArray[Any]
-    ) -> Floats:
-        """Probability that an answer which has not ended does so within so many more tokens.
-
-        Args:
-            predicted: (..., N, M) predicted lengths at each expert, tokens.
-            emitted: (..., N, M) tokens so far.
-            tokens: (..., N, M), 0 or more; parts of a token count for nothing.
-
-        Returns:
-            (..., N, M) in [0, 1]; 1 where train answers of no expert were as long.
-        """
-        expert, bucket, now = self._at(predicted, emitted)
-        last = self.survival.shape[-1] - 1
-        then = np.clip(now + np.floor(tokens), 0, last).astype(np.intp)
-        alive = self.survival[expert, bucket, now]
-        gone = self.survival[expert, bucket, then] / np.where(alive > 0, alive, 1.0)
-        return np.where(alive > 0, 1.0 - gone, 1.0)
-
-    def _at(self, predicted: NDArray[Any], emitted: NDArray[Any]) -> tuple[Any, Any, Any]:
-        """Indexes of the tables."""
-        last = self.survival.shape[-1] - 1
-        now = np.clip(emitted, 0, last).astype(np.intp)
-        return np.arange(len(self.survival))[:, None], self.bucket(predicted), now
-
-    def bucket_probabilities(self, predicted: NDArray[Any], emitted: NDArray[Any]) -> Floats:
-        """Probability that the whole answer's length lies in each bucket, if it has not ended.
-
-        Args:
-            predicted: (..., N, M) predicted lengths at each expert, tokens.
-            emitted: (..., N, M) tokens so far.
-
-        Returns:
-            (..., N, M, K), whose sum over K is 1, or 0 where no train answer was as long.
-        """
-        expert, bucket, now = self._at(predicted, emitted)
-        ends = np.ceil(np.append(self.edges, self.survival.shape[-1])).astype(np.intp) - 1
-        survival = self.survival[expert, bucket]
-        beyond = np.minimum(
-            np.take_along_axis(survival, np.broadcast_to(ends, (*bucket.shape, ends.size)), -1),
-            self.survival[expert, bucket, now][..., None],
-        )
-        alive = self.survival[expert, bucket, now][..., None]
-        ended = np.where(alive > 0, 1.0 - beyond / np.where(alive > 0, alive, 1.0), 0.0)
-        return np.diff(ended, axis=-1, prepend=0.0)
-
-    def updated(self, observation: Observation) -> dict[str, NDArray[Any]]:
-        """The observation with mean lengths in the place of the predicted ones.
-
-        The request's is the mean given its bucket; a queued request's the tokens so far and the
-        mean rest.
-        """
-        changed: dict[str, NDArray[Any]] = dict(observation)
-        request = np.array(observation["request"], dtype=np.float64, order="C")
-        request[..., 2] = self.remaining(request[..., 2:], np.zeros_like(request[..., 2:]))[..., 0]
-        changed["request"] = request
-        for key in ("running", "waiting"):
-            rows = np.array(observation[key], dtype=np.float64, order="C")
-            rows[..., 2] = rows[..., 4] + self.remaining(rows[..., 2], rows[..., 4])
-            changed[key] = rows
-        return changed
 
 
 class ExpectedQos:
@@ -289,8 +200,8 @@ def _expected(tables, estimate, seen, bucket, limit, gain, harm):
                     held += 1
             mean = request[b, n, 2]
             at = request[b, n, 0] + 0.5 * mean
-            before = decode_s(context, decode, n, min(held, capacity), at)
-            after = decode_s(context, decode, n, min(held + 1, capacity), at)
+            before = interpolate(at, context, decode[n, min(held, capacity)])
+            after = interpolate(at, context, decode[n, min(held + 1, capacity)])
             curve = survival[n, bucket[b, n, size - 1]]
             late = with_new[b, n, size - 1]
             in_time = _chance(curve, late, mean, 0.0, 0.0, after, limit[b])
