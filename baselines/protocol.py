@@ -14,6 +14,8 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
+from servegym._checks import choose, whole
+
 Observation = Mapping[str, NDArray[Any]]
 
 VALIDATION = 1_000_000
@@ -105,9 +107,7 @@ class BasePolicy:
         self.episode_start(np.ones(self.num_envs, dtype=np.bool_))
 
     def _size(self, num_envs: int, seed: int | None) -> None:
-        if num_envs < 1:
-            raise ValueError(f"num_envs must be at least 1, got {num_envs}")
-        self.num_envs = int(num_envs)
+        self.num_envs = whole("num_envs", num_envs, 1)
         # A stream of its own: environments seeded alike must not draw the same numbers.
         self.rng = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(1,)))
 
@@ -177,7 +177,17 @@ class WrappedPolicy(BasePolicy):
 
 
 class CallablePolicy(BasePolicy):
-    """A policy around ``fn(observation, action_mask) -> actions``; see `registry.from_callable`."""
+    """A policy around ``fn(observation, action_mask) -> actions``.
+
+    Args:
+        fn: Gets arrays with a leading axis of B and returns B actions; without ``batched`` it gets
+            one decision's arrays and returns one action.
+        name: Name in tables.
+        batched: Whether ``fn`` takes a batch.
+        clairvoyant: Whether it uses what a controller cannot know.
+        env_view: Observation that it reads, see `Policy`.
+        env_kwargs: Environment arguments that it asks for, as in ``{"action_mode": "placement"}``.
+    """
 
     def __init__(
         self,
@@ -191,15 +201,11 @@ class CallablePolicy(BasePolicy):
     ) -> None:
         if not callable(fn):
             raise ValueError(f"fn must be callable as fn(observation, action_mask), got {fn!r}")
-        if env_view not in ("graph", "flat", "experts", "summary"):
-            raise ValueError(
-                f"env_view must be 'graph', 'flat', 'experts' or 'summary', got {env_view!r}"
-            )
         self._fn = fn
         self.name = name
         self.batched = batched
         self.clairvoyant = clairvoyant
-        self.env_view = env_view
+        self.env_view = choose("env_view", env_view, ("graph", "flat", "experts", "summary"))
         self.env_kwargs: Mapping[str, Any] = dict(env_kwargs)
 
     def act(self, observation: Observation, action_mask: Any) -> Any:

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from servegym import _jit
+from servegym._checks import real
 from servegym._jit import borrowed, inline, inner, jit
 from servegym.baselines.llm_routing.system import RoutingSystem
 from servegym.baselines.protocol import Observation
@@ -313,11 +314,9 @@ class LatencyModel:
         Raises:
             ValueError: If ``overrun`` is negative.
         """
-        if overrun < 0:
-            raise ValueError(f"overrun must be >= 0, got {overrun}")
         compile_kernels()
         self.system = system
-        self.overrun = float(overrun)
+        self.overrun = real("overrun", overrun, 0.0)
         floats = (
             system.prefill_tokens,
             system.prefill_s,
