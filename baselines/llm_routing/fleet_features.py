@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from servegym import _jit
 from servegym._jit import borrowed, inline, jit
 from servegym.baselines.llm_routing.greedy_qos import with_mean_scores
-from servegym.baselines.llm_routing.lengths import ExpectedQos
+from servegym.baselines.llm_routing.latency import ExpectedQos
 from servegym.baselines.llm_routing.system import RoutingSystem
 from servegym.baselines.protocol import VALIDATION
 from servegym.envs.llm_routing.fleets import FleetSource

@@ -9,8 +9,7 @@ from numpy.typing import NDArray
 
 from servegym._checks import choose, real
 from servegym.baselines.llm_routing.heuristics import Mask, RoutingPolicy, pick
-from servegym.baselines.llm_routing.latency import LatencyModel
-from servegym.baselines.llm_routing.lengths import ExpectedQos
+from servegym.baselines.llm_routing.latency import ExpectedQos, LatencyModel
 from servegym.baselines.llm_routing.system import RoutingSystem
 from servegym.baselines.protocol import Observation
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -226,14 +226,9 @@ def laws(tables: Sequence[Any], running_capacity: int) -> tuple[Floats, Floats, 
 
 
 def coefficients(estimators: Sequence[Any]) -> Floats:
-    """(N, 4) from objects or mappings with the fields of a profile's estimator."""
+    """(N, 4) of profiles' estimators."""
     names = ("base_s", "prefill_s_per_token", "decode_s_per_context_token", "decode_s_per_sequence")
-    return np.array(
-        [
-            [float(e[k] if isinstance(e, Mapping) else getattr(e, k)) for k in names]
-            for e in estimators
-        ]
-    )
+    return np.array([[float(getattr(each, name)) for name in names] for each in estimators])
 
 
 class FleetSystem(RoutingSystem):

@@ -6,7 +6,7 @@ import pytest
 from servegym.baselines.llm_routing import fleet_features
 from servegym.baselines.llm_routing.features import impact_features
 from servegym.baselines.llm_routing.fleet_features import CONTEXT, INDEX, Fleet, fleet_of
-from servegym.baselines.llm_routing.lengths import ExpectedQos
+from servegym.baselines.llm_routing.latency import ExpectedQos
 from servegym.baselines.llm_routing.system import RoutingSystem
 from servegym.baselines.protocol import VALIDATION
 from servegym.envs.llm_routing import kernel

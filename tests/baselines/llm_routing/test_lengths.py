@@ -5,9 +5,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from servegym.baselines.llm_routing import lengths
-from servegym.baselines.llm_routing.latency import LatencyModel
-from servegym.baselines.llm_routing.lengths import ExpectedQos, LengthModel
+from servegym.baselines.llm_routing import latency
+from servegym.baselines.llm_routing.latency import ExpectedQos, LatencyModel, LengthModel
 from servegym.baselines.llm_routing.system import TrainRequests
 from servegym.baselines.registry import make_policy
 from servegym.hardware_profiles.interpolation import along
@@ -45,7 +44,7 @@ def at_mean_lengths(model, observation):
 def test_survival_by_hand(monkeypatch):
     # Predicted 3: 2, 2, 4, 8 tokens; predicted 8: 10 tokens. Other rows count for next to nothing.
     system = system_of([[3], [3], [3], [3], [8]], [[2], [2], [4], [8], [10]])
-    monkeypatch.setattr(lengths, "POOLING", 1e12)
+    monkeypatch.setattr(latency, "POOLING", 1e12)
     model = LengthModel(system)
     # One row in five of all weighs as one row of the bucket: shares of 4 + 1 rows.
     shares = {2: (2 + 0.4) / 5, 4: (1 + 0.2) / 5, 8: (1 + 0.2) / 5, 10: 0.2 / 5}
@@ -64,7 +63,7 @@ def test_experts_share_what_they_lack_and_learn_of_their_own(monkeypatch):
     predicted = np.full((40, 2), 5.0)
     output = np.stack([np.full(40, 3.0), np.full(40, 9.0)], axis=1)
     for pooling, first in ((1e-6, 3.0), (1e9, 6.0), (40.0, 4.5)):
-        monkeypatch.setattr(lengths, "POOLING", pooling)
+        monkeypatch.setattr(latency, "POOLING", pooling)
         model = LengthModel(system_of(predicted, output))
         mean = [rest(model, n, 5.0, 0.0) for n in range(2)]
         assert mean == pytest.approx([first, 12 - first], abs=1e-3)
