@@ -12,7 +12,7 @@ elsewhere; ``make_toy_activations`` gives a small synthetic set for tests.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -480,21 +480,13 @@ def sharpened(source: Activations, seed: int) -> Activations:
         times, rest = divmod(int(tokens), int(size))
         counts[p] = times * masks_to_counts(sets, model.experts)
         counts[p] += masks_to_counts(sets[:rest], model.experts)
-    return Activations(
+    return replace(
+        source,
         name=f"{source.name} (paper skew)",
-        model=model,
         kind="synthetic",
-        tasks=source.tasks,
-        task=source.task,
-        split=source.split,
-        tokens=source.tokens,
         counts=counts,
         bank=bank,
-        bank_start=source.bank_start,
-        embeddings=source.embeddings,
         provenance=dict(source.provenance) | {"seed": seed, "skew": "paper"},
-        categories=source.categories,
-        category=source.category,
     )
 
 
