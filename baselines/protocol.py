@@ -135,47 +135,6 @@ class BasePolicy:
             raise NotImplementedError(f"{self.name} needs an environment and must define bind()")
 
 
-class WrappedPolicy(BasePolicy):
-    """A policy around another; a subclass changes its observations, actions or feedback.
-
-    Args:
-        policy: The wrapped policy.
-        name: The name in tables, by default the wrapped policy's.
-    """
-
-    def __init__(self, policy: Policy, name: str = "") -> None:
-        self.policy = policy
-        self.name = name or policy.name
-        self.clairvoyant, self.needs_env = policy.clairvoyant, policy.needs_env
-        self.env_view, self.env_kwargs = policy.env_view, policy.env_kwargs
-        self.needs_outcomes = getattr(policy, "needs_outcomes", False)
-
-    def reset(self, num_envs: int, seed: int | None = None) -> None:
-        """See `Policy.reset`."""
-        self._size(num_envs, seed)
-        self.policy.reset(num_envs, seed)
-
-    def episode_start(self, mask: NDArray[np.bool_]) -> None:
-        """See `Policy.episode_start`."""
-        self.policy.episode_start(mask)
-
-    def act(self, observation: Observation, action_mask: Any) -> Any:
-        """See `Policy.act`."""
-        return self.policy.act(observation, action_mask)
-
-    def feedback(self, reward: NDArray[np.float64]) -> None:
-        """See `Policy.feedback`."""
-        self.policy.feedback(reward)
-
-    def outcomes(self, ended: NDArray[Any]) -> None:
-        """See `BasePolicy.outcomes`."""
-        self.policy.outcomes(ended)  # pyright: ignore[reportAttributeAccessIssue]
-
-    def bind(self, env: Any) -> None:
-        """See `BasePolicy.bind`."""
-        self.policy.bind(env)  # pyright: ignore[reportAttributeAccessIssue]
-
-
 class CallablePolicy(BasePolicy):
     """A policy around ``fn(observation, action_mask) -> actions``.
 

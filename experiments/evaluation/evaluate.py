@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 
 import servegym  # noqa: F401  registers the ids
 from servegym.agents.lib.checkpoint import shipped, shipped_for
-from servegym.baselines.policy_file import PolicyError, policy_from_file
-from servegym.baselines.protocol import CallablePolicy, Policy, WrappedPolicy
+from servegym.baselines.policy_file import FilePolicy, PolicyError, policy_from_file
+from servegym.baselines.protocol import CallablePolicy, Policy
 from servegym.baselines.registry import describe_system, list_policies, make_policy
 from servegym.envs.families import FAMILIES, Family, family_named, family_of
 from servegym.experiments.evaluation.executor import Executor, run_serially
@@ -177,7 +177,7 @@ def _is_own(policy: Policy) -> bool:
         module = getattr(getattr(sys.modules[module], "__spec__", None), "name", "")
     if module.partition(".")[0] != "servegym":
         return False
-    return not isinstance(policy, WrappedPolicy) or _is_own(policy.policy)
+    return not isinstance(policy, FilePolicy) or _is_own(policy.policy)
 
 
 def _checked(
