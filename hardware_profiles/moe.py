@@ -269,19 +269,7 @@ def list_moe_layers() -> list[str]:
 
 
 def load_moe(name_or_path: str | os.PathLike[str]) -> MoeLayer:
-    """Load a layer profile by the name of a shipped one or by the path of a JSON file.
-
-    Args:
-        name_or_path: a name of :func:`list_moe_layers`, or a path (anything that ends in
-            ``.json`` or holds a separator).
-
-    Returns:
-        The profile.
-
-    Raises:
-        ValueError: for an unknown name (the nearest valid one is given), or for a file that
-            is unreadable or malformed (the file, field and reason are given).
-    """
+    """A layer profile by a name of `list_moe_layers`, or of a JSON file; see `load.load`."""
     return load_named(name_or_path, "moe layer", list_moe_layers(), _PREFIX, _read)
 
 

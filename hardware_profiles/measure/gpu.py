@@ -569,17 +569,7 @@ def measure_moe(name: str, folder: str | os.PathLike[str], clock: Clock) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line.
-
-    Args:
-        arguments: The command line; ``sys.argv`` by default.
-
-    Returns:
-        0.
-
-    Raises:
-        ValueError: If an argument cannot be used, or there is no GPU.
-    """
+    """Command line; `ValueError` names what cannot be used."""
     parser = argparse.ArgumentParser(
         prog="servegym measure gpu",
         description="Time the kernels of a model shape with random weights through torch.",
