@@ -12,13 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from servegym.baselines.protocol import (
-    BasePolicy,
-    CallablePolicy,
-    Observation,
-    Policy,
-    WrappedPolicy,
-)
+from servegym.baselines.protocol import BasePolicy, CallablePolicy, Observation, Policy
 
 __all__ = ["FilePolicy", "PolicyError", "policy_from_file"]
 
@@ -27,7 +21,7 @@ class PolicyError(ValueError):
     """A policy from a file has failed; names the policy, the line and the error."""
 
 
-class FilePolicy(WrappedPolicy):
+class FilePolicy(BasePolicy):
     """A policy from a file: an error of its code is raised as `PolicyError`, with the line.
 
     Args:
@@ -36,8 +30,10 @@ class FilePolicy(WrappedPolicy):
     """
 
     def __init__(self, policy: Policy, file: Path) -> None:
-        super().__init__(policy)
-        self.file = file
+        self.policy, self.file, self.name = policy, file, policy.name
+        self.clairvoyant, self.needs_env = policy.clairvoyant, policy.needs_env
+        self.env_view, self.env_kwargs = policy.env_view, policy.env_kwargs
+        self.needs_outcomes = getattr(policy, "needs_outcomes", False)
 
     @contextmanager
     def _locating_errors(self) -> Iterator[None]:
@@ -53,32 +49,33 @@ class FilePolicy(WrappedPolicy):
     def reset(self, num_envs: int, seed: int | None = None) -> None:
         """See `Policy.reset`."""
         with self._locating_errors():
-            super().reset(num_envs, seed)
+            self._size(num_envs, seed)
+            self.policy.reset(num_envs, seed)
 
     def episode_start(self, mask: Any) -> None:
         """See `Policy.episode_start`."""
         with self._locating_errors():
-            super().episode_start(mask)
+            self.policy.episode_start(mask)
 
     def act(self, observation: Observation, action_mask: Any) -> Any:
         """See `Policy.act`."""
         with self._locating_errors():
-            return super().act(observation, action_mask)
+            return self.policy.act(observation, action_mask)
 
     def feedback(self, reward: Any) -> None:
         """See `Policy.feedback`."""
         with self._locating_errors():
-            super().feedback(reward)
+            self.policy.feedback(reward)
 
     def outcomes(self, ended: Any) -> None:
         """See `BasePolicy.outcomes`."""
         with self._locating_errors():
-            super().outcomes(ended)
+            self.policy.outcomes(ended)  # pyright: ignore[reportAttributeAccessIssue]
 
     def bind(self, env: Any) -> None:
         """See `BasePolicy.bind`."""
         with self._locating_errors():
-            super().bind(env)
+            self.policy.bind(env)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _line_of(error: BaseException, file: Path) -> int | None:

@@ -14,6 +14,8 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
+from servegym._checks import choose, whole
+
 Observation = Mapping[str, NDArray[Any]]
 
 VALIDATION = 1_000_000
@@ -105,9 +107,7 @@ class BasePolicy:
         self.episode_start(np.ones(self.num_envs, dtype=np.bool_))
 
     def _size(self, num_envs: int, seed: int | None) -> None:
-        if num_envs < 1:
-            raise ValueError(f"num_envs must be at least 1, got {num_envs}")
-        self.num_envs = int(num_envs)
+        self.num_envs = whole("num_envs", num_envs, 1)
         # A stream of its own: environments seeded alike must not draw the same numbers.
         self.rng = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(1,)))
 
@@ -135,49 +135,18 @@ class BasePolicy:
             raise NotImplementedError(f"{self.name} needs an environment and must define bind()")
 
 
-class WrappedPolicy(BasePolicy):
-    """A policy around another; a subclass changes its observations, actions or feedback.
+class CallablePolicy(BasePolicy):
+    """A policy around ``fn(observation, action_mask) -> actions``.
 
     Args:
-        policy: The wrapped policy.
-        name: The name in tables, by default the wrapped policy's.
+        fn: Gets arrays with a leading axis of B and returns B actions; without ``batched`` it gets
+            one decision's arrays and returns one action.
+        name: Name in tables.
+        batched: Whether ``fn`` takes a batch.
+        clairvoyant: Whether it uses what a controller cannot know.
+        env_view: Observation that it reads, see `Policy`.
+        env_kwargs: Environment arguments that it asks for, as in ``{"action_mode": "placement"}``.
     """
-
-    def __init__(self, policy: Policy, name: str = "") -> None:
-        self.policy = policy
-        self.name = name or policy.name
-        self.clairvoyant, self.needs_env = policy.clairvoyant, policy.needs_env
-        self.env_view, self.env_kwargs = policy.env_view, policy.env_kwargs
-        self.needs_outcomes = getattr(policy, "needs_outcomes", False)
-
-    def reset(self, num_envs: int, seed: int | None = None) -> None:
-        """See `Policy.reset`."""
-        self._size(num_envs, seed)
-        self.policy.reset(num_envs, seed)
-
-    def episode_start(self, mask: NDArray[np.bool_]) -> None:
-        """See `Policy.episode_start`."""
-        self.policy.episode_start(mask)
-
-    def act(self, observation: Observation, action_mask: Any) -> Any:
-        """See `Policy.act`."""
-        return self.policy.act(observation, action_mask)
-
-    def feedback(self, reward: NDArray[np.float64]) -> None:
-        """See `Policy.feedback`."""
-        self.policy.feedback(reward)
-
-    def outcomes(self, ended: NDArray[Any]) -> None:
-        """See `BasePolicy.outcomes`."""
-        self.policy.outcomes(ended)  # pyright: ignore[reportAttributeAccessIssue]
-
-    def bind(self, env: Any) -> None:
-        """See `BasePolicy.bind`."""
-        self.policy.bind(env)  # pyright: ignore[reportAttributeAccessIssue]
-
-
-class CallablePolicy(BasePolicy):
-    """A policy around ``fn(observation, action_mask) -> actions``; see `registry.from_callable`."""
 
     def __init__(
         self,
@@ -191,15 +160,11 @@ class CallablePolicy(BasePolicy):
     ) -> None:
         if not callable(fn):
             raise ValueError(f"fn must be callable as fn(observation, action_mask), got {fn!r}")
-        if env_view not in ("graph", "flat", "experts", "summary"):
-            raise ValueError(
-                f"env_view must be 'graph', 'flat', 'experts' or 'summary', got {env_view!r}"
-            )
         self._fn = fn
         self.name = name
         self.batched = batched
         self.clairvoyant = clairvoyant
-        self.env_view = env_view
+        self.env_view = choose("env_view", env_view, ("graph", "flat", "experts", "summary"))
         self.env_kwargs: Mapping[str, Any] = dict(env_kwargs)
 
     def act(self, observation: Observation, action_mask: Any) -> Any:

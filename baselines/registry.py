@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -136,33 +136,16 @@ def make_policy(name: str, system: Any, *, family: str = "llm_routing", **kwargs
 
 
 def from_callable(
-    fn: Callable[[Observation, Any], Any],
-    name: str = "callable",
-    *,
-    batched: bool = True,
-    clairvoyant: bool = False,
-    env_view: str = "graph",
-    env_kwargs: Mapping[str, Any] | None = None,
+    fn: Callable[[Observation, Any], Any], name: str = "callable", **options: Any
 ) -> Policy:
     """Wrap ``fn(observation, action_mask) -> actions`` as a stateless policy.
 
     Args:
-        fn: Gets arrays with a leading axis of B and returns B actions; without ``batched`` it gets
-            one decision's arrays and returns one action.
+        fn: See `CallablePolicy`.
         name: Name in tables.
-        batched: Whether ``fn`` takes a batch.
-        clairvoyant: Whether it uses what a controller cannot know.
-        env_view: Observation that it reads: ``"graph"`` (the Dict id), ``"flat"`` or ``"experts"``.
-        env_kwargs: Environment arguments that it asks for, as in ``{"action_mode": "placement"}``.
+        **options: Keywords of `CallablePolicy`.
 
     Raises:
         ValueError: If ``fn`` is not callable or ``env_view`` is unknown.
     """
-    return CallablePolicy(
-        fn,
-        name,
-        batched=batched,
-        clairvoyant=clairvoyant,
-        env_view=env_view,
-        env_kwargs=env_kwargs or {},
-    )
+    return CallablePolicy(fn, name, **options)

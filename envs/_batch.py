@@ -54,13 +54,17 @@ class Batch(Protocol):
 
     def fresh_observation(self) -> Any:
         """A copy of the observation."""
+        if isinstance(self.observation, dict):
+            return {name: part.copy() for name, part in self.observation.items()}
+        return self.observation.copy()
 
 
 class BatchEnv(gym.Env):
     """A Gymnasium environment over a `Batch` of one system.
 
-    A family names its parts in class attributes and checks the actions; what a step tells beside
-    the reward's terms it adds in `_add_info`. `BatchVectorEnv` takes the same parts.
+    A family names its parts in class attributes; what a step tells beside the reward's terms it
+    adds in `_add_info`. An action is a whole number, or a family checks its own in `_put_action`.
+    `BatchVectorEnv` takes the same parts.
 
     Attributes:
         VIEW: What the kernel writes as observation.
@@ -68,6 +72,7 @@ class BatchEnv(gym.Env):
         BATCH: Problem, number of systems -> `Batch`.
         OBSERVATION: Problem -> observation space of one system.
         ACTION: Problem -> action space of one system.
+        ACTION_WORDS: Problem -> what the whole numbers mean, for messages.
     """
 
     VIEW: ClassVar[int]
@@ -75,6 +80,7 @@ class BatchEnv(gym.Env):
     BATCH: ClassVar[Callable[..., Any]]
     OBSERVATION: ClassVar[Callable[[Any], spaces.Space]]
     ACTION: ClassVar[Callable[[Any], spaces.Space]]
+    ACTION_WORDS: ClassVar[Callable[[Any], str]]
     problem: Any
     batch: Any
 
@@ -115,7 +121,20 @@ class BatchEnv(gym.Env):
 
     def _put_action(self, action: Any) -> None:
         """Write the action into ``_action``; ValueError for a wrong shape, type or range."""
-        raise NotImplementedError
+        if not isinstance(action, (int, np.integer)):
+            array = np.asarray(action)
+            if array.shape != () or array.dtype.kind not in "iu":
+                raise ValueError(
+                    f"action={action!r} must be one whole number "
+                    f"({type(self).ACTION_WORDS(self.problem)}), not {type(action).__name__} of "
+                    f"shape {array.shape} and dtype {array.dtype}."
+                )
+            action = int(array)
+        try:
+            self._action[0] = action
+        except OverflowError:
+            words = type(self).ACTION_WORDS(self.problem)
+            raise ValueError(f"action={action!r} is out of range: {words}.") from None
 
     def _add_info(self, info: dict[str, Any]) -> None:
         """Add what a family tells of the last step."""

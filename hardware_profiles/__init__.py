@@ -4,7 +4,7 @@
 a :class:`Fleet`. Importing this package loads numpy and nothing heavier.
 """
 
-from servegym.hardware_profiles.fleet import Fleet, FleetExpert, list_fleets, load_fleet
+from servegym.hardware_profiles.fleet import Fleet, list_fleets, load_fleet
 from servegym.hardware_profiles.law import Estimator, LawTables, Profile
 from servegym.hardware_profiles.load import list_profiles, load
 from servegym.hardware_profiles.moe import MoeLayer, list_moe_layers, load_moe
@@ -12,7 +12,6 @@ from servegym.hardware_profiles.moe import MoeLayer, list_moe_layers, load_moe
 __all__ = [
     "Estimator",
     "Fleet",
-    "FleetExpert",
     "LawTables",
     "MoeLayer",
     "Profile",

@@ -452,17 +452,7 @@ def _wanted(c: Composer) -> MoeShape | None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line of ``servegym profile``.
-
-    Args:
-        arguments: the command line; ``sys.argv`` by default.
-
-    Returns:
-        0.
-
-    Raises:
-        ValueError: naming what cannot be used.
-    """
+    """Command line of ``servegym profile``; `ValueError` names what cannot be used."""
     parser = argparse.ArgumentParser(
         prog="servegym profile",
         description="A serving profile of any decoder model on any card with kernel tables.",

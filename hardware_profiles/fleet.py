@@ -16,42 +16,21 @@ FORMAT = "servegym-fleet/1"
 
 
 @dataclass(frozen=True)
-class FleetExpert:
-    """One expert of a fleet.
-
-    Attributes:
-        profile: the latency law and memory of its device; where the fleet file asks for it,
-            the KV memory is that of the model it serves.
-        model: the name of its model in the request catalog (scores and output lengths).
-    """
-
-    profile: Profile
-    model: str
-
-
-@dataclass(frozen=True)
 class Fleet:
     """Experts in order; an environment of N experts takes the first N.
 
     Attributes:
         name: the fleet's name.
         description: one line for people.
-        experts: the experts.
+        profiles: the latency law and memory of each expert's device; where the fleet file asks for
+            it, the KV memory is that of the model it serves.
+        models: the name of each expert's model in the request catalog (scores and output lengths).
     """
 
     name: str
     description: str
-    experts: tuple[FleetExpert, ...]
-
-    @property
-    def profiles(self) -> tuple[Profile, ...]:
-        """The experts' profiles, in order."""
-        return tuple(expert.profile for expert in self.experts)
-
-    @property
-    def models(self) -> tuple[str, ...]:
-        """The experts' catalog models, in order."""
-        return tuple(expert.model for expert in self.experts)
+    profiles: tuple[Profile, ...]
+    models: tuple[str, ...]
 
 
 def list_fleets() -> list[str]:
@@ -70,19 +49,7 @@ def served_models() -> dict[str, dict[str, Any]]:
 
 
 def load_fleet(name_or_path: str | os.PathLike[str]) -> Fleet:
-    """Load a fleet by the name of a shipped one or by the path of a JSON file.
-
-    Args:
-        name_or_path: a name of :func:`list_fleets`, or a path (anything that ends in
-            ``.json`` or holds a separator).
-
-    Returns:
-        The fleet.
-
-    Raises:
-        ValueError: for an unknown name (the nearest valid one is given), or for a file that
-            is unreadable or malformed (the file, field and reason are given).
-    """
+    """A fleet by a name of `list_fleets`, or of a JSON file; see `load.load`."""
     return load_named(name_or_path, "fleet", list_fleets(), "fleet-", _read)
 
 
@@ -94,7 +61,7 @@ def _read(file: Path) -> Fleet:
     entries = top.get("experts")
     if not isinstance(entries, list) or not entries:
         raise top.error("experts", "must be a non-empty list")
-    experts = []
+    profiles, models = [], []
     for i, entry in enumerate(entries):
         fields = Fields(entry, file.name, f"experts[{i}]")
         fields.only(("profile", "model"))
@@ -108,5 +75,6 @@ def _read(file: Path) -> Fleet:
             if model not in known:
                 raise fields.error("model", unknown_name("served model", model, list(known)))
             profile = profile.with_model(known[model], f"served-models.json: {model}")
-        experts.append(FleetExpert(profile, model))
-    return Fleet(top.text("name"), top.text("description"), tuple(experts))
+        profiles.append(profile)
+        models.append(model)
+    return Fleet(top.text("name"), top.text("description"), tuple(profiles), tuple(models))

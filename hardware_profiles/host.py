@@ -23,7 +23,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["fold_host", "host_s", "resample_rows", "vllm_graph_sizes"]
+from servegym.hardware_profiles.interpolation import along
+
+__all__ = ["fold_host", "host_s", "vllm_graph_sizes"]
 
 Floats = NDArray[np.float64]
 
@@ -46,23 +48,12 @@ def host_s(host: Mapping[str, Any], sequences: Any, tokens: Any) -> Any:
     return host["step_s"] + host["sequence_s"] * sequences + host["token_s"] * tokens
 
 
-def resample_rows(rows: Floats, values: Floats, at: Floats) -> Floats:
-    """Values ``(R, C)`` on ``rows`` ``(R,)`` at other rows, linear, outermost slopes beyond."""
-    i = np.clip(np.searchsorted(rows, at, side="right") - 1, 0, len(rows) - 2)
-    weight = ((at - rows[i]) / (rows[i + 1] - rows[i]))[:, None]
-    return values[i] + weight * (values[i + 1] - values[i])
-
-
-def _along(grid: Floats, values: Floats, at: Floats) -> Floats:
-    return resample_rows(grid, values[:, None], at)[:, 0]
-
-
 def _padded(grid: Floats, values: Floats, sizes: Sequence[int]) -> tuple[Floats, Floats]:
     """The dense table as a staircase: exact at every whole number of tokens."""
     top = np.array(sizes, dtype=np.float64)
     first = np.concatenate([[min(1.0, grid[0])], top[:-1] + 1.0])  # tokens padded to each size
     beyond = np.concatenate([[top[-1] + 1.0], grid[grid > top[-1] + 1.0]])
-    times = _along(grid, values, top)
+    times = along(grid, values, top)
     stairs = np.column_stack([first, top]).ravel()
     stair_s = np.column_stack([times, times]).ravel()
     keep = np.concatenate([[True], np.diff(stairs) > 0.0])  # sizes 1 and 2 have one point each
@@ -70,7 +61,7 @@ def _padded(grid: Floats, values: Floats, sizes: Sequence[int]) -> tuple[Floats,
     end = np.concatenate([beyond, [beyond[-1] + 1.0]]) if len(beyond) < 2 else beyond
     return (
         np.concatenate([stairs[keep], end]),
-        np.concatenate([stair_s[keep], _along(grid, values, end)]),
+        np.concatenate([stair_s[keep], along(grid, values, end)]),
     )
 
 
@@ -97,8 +88,8 @@ def fold_host(tables: Any, host: Mapping[str, Any]) -> Any:
         head_s = head_s + host["sequence_s"] * tables.head_sequences
     else:
         every = np.arange(rows[0], rows[-1] + 1.0)
-        attention, rows = resample_rows(rows, attention, every), every
-        rest = _along(dense_x, dense_s, rows) + _along(tables.head_sequences, head_s, rows)
+        attention, rows = along(rows, attention.T, every).T, every
+        rest = along(dense_x, dense_s, rows) + along(tables.head_sequences, head_s, rows)
         waits = host_s(host, rows, rows) - rest
         attention = np.maximum(attention, waits[:, None])
     folded = tables._replace(

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from servegym.hardware_profiles.law import interpolate
+from servegym.hardware_profiles.interpolation import interpolate
 from servegym.hardware_profiles.load import data_path, unknown_name
 from servegym.hardware_profiles.schema import Fields, read_json
 

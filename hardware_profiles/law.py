@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import os
 import warnings
-from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from servegym.hardware_profiles.host import fold_host, resample_rows
+from servegym.hardware_profiles.host import fold_host
+from servegym.hardware_profiles.interpolation import along, interpolate, interpolate_2d
 from servegym.hardware_profiles.schema import (
     ESTIMATOR_FIELDS,
     FORMAT,
@@ -110,44 +110,6 @@ class Estimator:
             + self.decode_s_per_sequence * sequences
             + self.decode_s_per_context_token * context_tokens
         )
-
-
-def interpolate(grid: np.ndarray, values: np.ndarray, x: float) -> float:
-    """Piecewise-linear ``values(x)``; the outermost segment's slope holds beyond the grid.
-
-    Args:
-        grid: ``(G,)`` strictly increasing, ``G >= 2``.
-        values: ``(G,)``.
-        x: where to evaluate.
-
-    Returns:
-        The interpolated value.
-    """
-    i = min(max(bisect_right(grid, x) - 1, 0), len(grid) - 2)
-    w = (x - grid[i]) / (grid[i + 1] - grid[i])
-    return float(values[i] + w * (values[i + 1] - values[i]))
-
-
-def interpolate_2d(
-    rows: np.ndarray, columns: np.ndarray, values: np.ndarray, row: float, column: float
-) -> float:
-    """Bilinear ``values(row, column)``; the outermost cell's plane holds beyond the grid.
-
-    Args:
-        rows: ``(R,)`` strictly increasing, ``R >= 2``.
-        columns: ``(C,)`` strictly increasing, ``C >= 2``.
-        values: ``(R, C)``.
-        row: where to evaluate along the rows.
-        column: where to evaluate along the columns.
-
-    Returns:
-        The interpolated value.
-    """
-    i = min(max(bisect_right(rows, row) - 1, 0), len(rows) - 2)
-    w = (row - rows[i]) / (rows[i + 1] - rows[i])
-    low = interpolate(columns, values[i], column)
-    high = interpolate(columns, values[i + 1], column)
-    return float(low + w * (high - low))
 
 
 def law_tables(law: Mapping[str, Any]) -> LawTables:
@@ -418,7 +380,7 @@ class Profile:
             table = np.array(self.law[MIXED_TABLE], dtype=np.float64)
         if self.host.get("overlap"):
             rows = law_tables(self.law).decode_sequences
-            table = resample_rows(rows, table, self.tables().decode_sequences)
+            table = along(rows, table.T, self.tables().decode_sequences).T
         table.setflags(write=False)
         return table
 

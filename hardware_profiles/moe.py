@@ -23,7 +23,8 @@ from typing import Any
 
 import numpy as np
 
-from servegym.hardware_profiles.law import headline_error, interpolate, warn_outside
+from servegym.hardware_profiles.interpolation import interpolate
+from servegym.hardware_profiles.law import headline_error, warn_outside
 from servegym.hardware_profiles.load import data_path, load_named
 from servegym.hardware_profiles.schema import (
     KINDS,
@@ -268,19 +269,7 @@ def list_moe_layers() -> list[str]:
 
 
 def load_moe(name_or_path: str | os.PathLike[str]) -> MoeLayer:
-    """Load a layer profile by the name of a shipped one or by the path of a JSON file.
-
-    Args:
-        name_or_path: a name of :func:`list_moe_layers`, or a path (anything that ends in
-            ``.json`` or holds a separator).
-
-    Returns:
-        The profile.
-
-    Raises:
-        ValueError: for an unknown name (the nearest valid one is given), or for a file that
-            is unreadable or malformed (the file, field and reason are given).
-    """
+    """A layer profile by a name of `list_moe_layers`, or of a JSON file; see `load.load`."""
     return load_named(name_or_path, "moe layer", list_moe_layers(), _PREFIX, _read)
 
 

@@ -1,6 +1,5 @@
 """Policies for the LLM routing environments; importing this registers them."""
 
-from servegym.baselines.llm_routing import latency, lengths
 from servegym.baselines.llm_routing.bandits import DelayedLinUcb, LinUcb, Thompson
 from servegym.baselines.llm_routing.greedy_qos import (
     ExpectedQosGreedy,
@@ -22,18 +21,13 @@ from servegym.baselines.llm_routing.heuristics import (
     TokenJsq,
     VllmDp,
 )
+from servegym.baselines.llm_routing.latency import compile_kernels
 from servegym.baselines.llm_routing.rollout import Rollout
 from servegym.baselines.llm_routing.route_balance import RouteBalance
 from servegym.baselines.llm_routing.system import RoutingSystem
 from servegym.baselines.registry import register_policy
 
 __all__ = ["RoutingSystem", "compile_kernels"]
-
-
-def compile_kernels() -> None:
-    """Compile what the policies compute, or load it from the cache on disk."""
-    latency.compile_kernels()
-    lengths.compile_kernels()
 
 
 register_policy("random", Random, "uniform over the experts that are not full")

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from servegym._checks import real, whole
 from servegym.baselines.llm_routing.heuristics import Floats, Mask, RoutingPolicy, pick
 from servegym.baselines.llm_routing.latency import LatencyModel
 from servegym.baselines.llm_routing.system import RoutingSystem
@@ -49,13 +50,9 @@ class LinearBandit(RoutingPolicy):
             ValueError: If a parameter is out of range.
         """
         super().__init__(system)
-        if ridge <= 0 or prior_weight < 0 or prior_states < 1:
-            raise ValueError(
-                f"{self.name} needs ridge > 0, prior_weight >= 0 and prior_states >= 1, "
-                f"got {ridge}, {prior_weight}, {prior_states}"
-            )
-        self.ridge = float(ridge)
-        self.prior_weight, self.prior_states = float(prior_weight), int(prior_states)
+        self.ridge = real("ridge", ridge, 0.0, open_low=True)
+        self.prior_weight = real("prior_weight", prior_weight, 0.0)
+        self.prior_states = whole("prior_states", prior_states, 1)
         self._priors: dict[float, tuple[Floats, Floats]] = {}
 
     def index(self, mean: Floats, spread: Floats) -> Floats:
@@ -201,17 +198,8 @@ class LinearBandit(RoutingPolicy):
         return x, train.scores[row] * (latency <= limit)
 
 
-class LinUcb(LinearBandit):
-    """Upper confidence bound with the reward of ``reward="paid_forward"``, without delay.
-
-    That reward pays the true score of a request when it is accepted and takes it back if the
-    answer is late. So `feedback` tells it the score before the answer exists, where a running
-    system would learn it with the answer (`DelayedLinUcb`): it is marked as clairvoyant.
-    """
-
-    name = "linucb"
-    clairvoyant = True
-    env_kwargs: Mapping[str, Any] = MappingProxyType({"reward": "paid_forward"})
+class UpperBound(LinearBandit):
+    """The expert with the highest upper confidence bound."""
 
     def __init__(self, system: RoutingSystem, *, alpha: float = 0.1, **prior: Any) -> None:
         """Build it.
@@ -225,12 +213,25 @@ class LinUcb(LinearBandit):
             ValueError: If a parameter is out of range.
         """
         super().__init__(system, **prior)
-        self.alpha = _at_least_0("alpha", alpha)
-        self._chosen: tuple[NDArray[np.int64], Floats] | None = None
+        self.alpha = real("alpha", alpha, 0.0)
 
     def index(self, mean: Floats, spread: Floats) -> Floats:
         """The upper confidence bound."""
         return mean + self.alpha * spread
+
+
+class LinUcb(UpperBound):
+    """Upper confidence bound with the reward of ``reward="paid_forward"``, without delay.
+
+    That reward pays the true score of a request when it is accepted and takes it back if the
+    answer is late. So `feedback` tells it the score before the answer exists, where a running
+    system would learn it with the answer (`DelayedLinUcb`): it is marked as clairvoyant.
+    """
+
+    name = "linucb"
+    clairvoyant = True
+    env_kwargs: Mapping[str, Any] = MappingProxyType({"reward": "paid_forward"})
+    _chosen: tuple[NDArray[np.int64], Floats] | None = None
 
     def decided(self, action: NDArray[np.int64], x: Floats) -> None:
         """Until the feedback, which follows."""
@@ -299,19 +300,10 @@ class DelayedBandit(LinearBandit):
             self._arm[at] = -1
 
 
-class DelayedLinUcb(DelayedBandit):
+class DelayedLinUcb(UpperBound, DelayedBandit):
     """Upper confidence bound, learning from requests that have ended."""
 
     name = "linucb_delayed"
-
-    def __init__(self, system: RoutingSystem, *, alpha: float = 0.1, **prior: Any) -> None:
-        """Build it; parameters and errors as in `LinUcb`."""
-        super().__init__(system, **prior)
-        self.alpha = _at_least_0("alpha", alpha)
-
-    def index(self, mean: Floats, spread: Floats) -> Floats:
-        """The upper confidence bound."""
-        return mean + self.alpha * spread
 
 
 class Thompson(DelayedBandit):
@@ -336,14 +328,8 @@ class Thompson(DelayedBandit):
             ValueError: If a parameter is out of range.
         """
         super().__init__(system, **prior)
-        self.scale = _at_least_0("scale", scale)
+        self.scale = real("scale", scale, 0.0)
 
     def index(self, mean: Floats, spread: Floats) -> Floats:
         """A draw from the posterior."""
         return mean + self.scale * spread * self.rng.standard_normal(mean.shape)
-
-
-def _at_least_0(argument: str, given: float) -> float:
-    if not given >= 0:
-        raise ValueError(f"{argument} must be >= 0, got {given}")
-    return float(given)

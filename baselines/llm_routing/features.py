@@ -14,19 +14,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from servegym.baselines.llm_routing.greedy_qos import with_mean_scores
-from servegym.baselines.llm_routing.latency import Estimate, LatencyModel
+from servegym.baselines.llm_routing.latency import LatencyModel
 from servegym.baselines.protocol import Observation
 
 
 def impact_features(
-    obs: Observation, model: LatencyModel | None
+    obs: Observation, model: LatencyModel
 ) -> tuple[NDArray[np.floating[Any]], NDArray[np.floating[Any]]]:
     """Predicted effect of sending the new request to each expert (Eq. 13-15).
 
     Args:
         obs: A batch of Dict observations.
-        model: The estimator of the system, from predictions and mean latency laws; None: all
-            features are zero, which leaves a router with the paper's own state.
+        model: The estimator of the system, from predictions and mean latency laws.
 
     Returns:
         (B, N, 4) of an expert: the new request's distance from L, its score if it is answered
@@ -34,17 +33,7 @@ def impact_features(
         (B, N, R + W, 2) of a queued request: distance from L without and with the new one. A
         distance is tanh(3 (l / L - 1)), negative in time.
     """
-    if model is None:
-        batch, experts, running = obs["running"].shape[:3]
-        slots = running + obs["waiting"].shape[2]
-        return np.zeros((batch, experts, 4)), np.zeros((batch, experts, slots, 2))
-    return impact_of(model.estimate(with_mean_scores(obs, model.system)), obs)
-
-
-def impact_of(
-    estimate: Estimate, obs: Observation
-) -> tuple[NDArray[np.floating[Any]], NDArray[np.floating[Any]]]:
-    """The features of `impact_features`, from an estimate of the observation."""
+    estimate = model.estimate(with_mean_scores(obs, model.system))
     limit = obs["latency_requirement"][:, :, None]
     slots = np.stack([estimate.without, estimate.with_new], -1)
     distance = np.tanh(3 * (np.nan_to_num(slots, nan=1.0) / limit[..., None] - 1))
@@ -53,6 +42,24 @@ def impact_of(
     score = estimate.scores[..., -1] * in_time[..., -1]
     of_expert = np.stack([distance[:, :, -1, 1], score, made_late.sum(-1), estimate.work_s], -1)
     return of_expert, distance[:, :, :-1]
+
+
+def _expert_features(obs: Observation) -> list[NDArray[Any]]:
+    """Eq. 7 of each expert and the new request as it would serve it, scaled: (B, N, 6) in parts."""
+    req, exp = obs["request"], obs["experts"]
+    prompt = np.log1p(req[..., :1]) / 6
+    return [2 * exp[..., :1], exp[..., 1:] / 3, prompt, 4 * req[..., 1:2] - 2, req[..., 2:] / 150]
+
+
+def _queued_features(
+    obs: Observation, of_queued: NDArray[Any]
+) -> tuple[NDArray[Any], NDArray[np.int8]]:
+    """Eq. 6 and the distances of the queued requests, scaled (B, N, S, 8), and their mask."""
+    mask = np.concatenate([obs["running_mask"], obs["waiting_mask"]], 2)
+    p, s, d, e, t, late = np.moveaxis(np.concatenate([obs["running"], obs["waiting"]], 2), -1, 0)
+    late = np.log1p(late / obs["latency_requirement"][:, :, None]) / 2
+    held = np.stack([np.log1p(p) / 6, 4 * s - 2, d / 150, 8 * e, t / 150, late], -1)
+    return np.concatenate([held, of_queued], -1) * mask[..., None], mask
 
 
 @dataclass(frozen=True)
@@ -78,22 +85,16 @@ class Layout:
         """The experts' features (B, N, 10) in a batch of rows, a tensor."""
         return rows.split(self.sizes, -1)[1].view(len(rows), self.experts, -1)
 
-    def rows(self, obs: Observation, model: LatencyModel | None) -> NDArray[np.float16]:
+    def rows(self, obs: Observation, model: LatencyModel) -> NDArray[np.float16]:
         """Scale a batch of observations into float16 (B, sum(sizes)); log for p and l_t/L."""
-        limit = obs["latency_requirement"]  # (B, 1)
-        req, exp, batch = obs["request"], obs["experts"], len(limit)
-        p = np.log1p(req[..., :1]) / 6
+        limit, prompt = obs["latency_requirement"], obs["request"][:, 0, :1]
         of_expert, of_queued = impact_features(obs, model)
-        parts = [2 * exp[..., :1], exp[..., 1:] / 3, p, 4 * req[..., 1:2] - 2, req[..., 2:] / 150]
-        rows = [p[:, 0], limit / 0.03, np.concatenate([*parts, of_expert], -1).reshape(batch, -1)]
-        slots = {"running": slice(self.running), "waiting": slice(self.running, None)}
-        for kind, here in slots.items():
-            p, s, d, e, t, late = np.moveaxis(obs[kind], -1, 0)
-            ratio = np.log1p(late / limit[:, :, None]) / 2
-            x = np.stack([np.log1p(p) / 6, 4 * s - 2, d / 150, 8 * e, t / 150, ratio], -1)
-            x = np.concatenate([x, of_queued[:, :, here]], -1)
-            rows.append((x * obs[f"{kind}_mask"][..., None]).reshape(batch, -1))
-        rows += [obs[f"{kind}_mask"].reshape(batch, -1) for kind in ("running", "waiting")]
+        expert = np.concatenate([*_expert_features(obs), of_expert], -1)
+        held, mask = _queued_features(obs, of_queued)
+        r = self.running
+        parts = [expert, held[:, :, :r], held[:, :, r:], mask[:, :, :r], mask[:, :, r:]]
+        rows = [np.log1p(prompt) / 6, limit / 0.03]
+        rows += [part.reshape(len(limit), -1) for part in parts]
         return np.concatenate(rows, -1, dtype=np.float16, casting="unsafe")
 
 
@@ -168,21 +169,18 @@ def node_rows(obs: Observation, model: LatencyModel) -> NDArray[np.float16]:
             f"made for {known} experts, got {count}; "
             "a policy over the graph takes another fleet with load_policy(path, system)"
         )
-    limit, req, exp = obs["latency_requirement"], obs["request"], obs["experts"]
+    limit, prompt = obs["latency_requirement"], obs["request"][:, 0, :1]
     of_expert, of_queued = impact_features(obs, model)
-    mask = np.concatenate([obs["running_mask"], obs["waiting_mask"]], 2)
-    p, s, d, e, t, late = np.moveaxis(np.concatenate([obs["running"], obs["waiting"]], 2), -1, 0)
-    late = np.log1p(late / limit[:, :, None]) / 2
-    held = np.stack([np.log1p(p) / 6, 4 * s - 2, d / 150, 8 * e, t / 150, late], -1)
-    held = np.concatenate([held, of_queued], -1) * mask[..., None]
-    in_time = (s * mask * (of_queued[..., 0] <= 0)).sum(-1, keepdims=True) / 3
-    gap, prompt, length = np.moveaxis(obs["load"], -1, 0)
+    held, mask = _queued_features(obs, of_queued)
+    scores = np.concatenate([obs["running"][..., 1], obs["waiting"][..., 1]], 2)
+    in_time = (scores * mask * (of_queued[..., 0] <= 0)).sum(-1, keepdims=True) / 3
+    gap, prompts, length = np.moveaxis(obs["load"], -1, 0)
     gap = np.log(np.where(gap > 0, gap, 0.125).clip(0.001) / 0.125)
-    expert = [2 * exp[..., :1], exp[..., 1:] / 3, np.log1p(req[..., :1]) / 6]
-    law = np.broadcast_to(model.system.estimator / (0.02, 1e-4, 5e-6, 1e-3), (*exp.shape[:2], 4))
-    expert += [4 * req[..., 1:2] - 2, req[..., 2:] / 150, of_expert, in_time, law]
-    parts = [np.log1p(req[:, 0, :1]) / 6, limit / 0.03, gap, np.log1p(prompt) / 6, length / 150]
-    parts += [part.reshape(len(limit), -1) for part in (np.concatenate(expert, -1), held, mask)]
+    law = model.system.estimator / (0.02, 1e-4, 5e-6, 1e-3)
+    law = np.broadcast_to(law, (*obs["experts"].shape[:2], 4))
+    expert = np.concatenate([*_expert_features(obs), of_expert, in_time, law], -1)
+    parts = [np.log1p(prompt) / 6, limit / 0.03, gap, np.log1p(prompts) / 6, length / 150]
+    parts += [part.reshape(len(limit), -1) for part in (expert, held, mask)]
     return np.concatenate(parts, -1, dtype=np.float16, casting="unsafe")
 
 

@@ -16,10 +16,11 @@ from numpy.typing import NDArray
 from servegym import _jit
 from servegym._jit import borrowed, inline, jit
 from servegym.baselines.llm_routing.greedy_qos import with_mean_scores
-from servegym.baselines.llm_routing.lengths import ExpectedQos
-from servegym.baselines.llm_routing.system import RoutingSystem, interpolate
+from servegym.baselines.llm_routing.latency import ExpectedQos
+from servegym.baselines.llm_routing.system import RoutingSystem
 from servegym.baselines.protocol import VALIDATION
 from servegym.envs.llm_routing.fleets import FleetSource
+from servegym.hardware_profiles.interpolation import along
 
 Floats = NDArray[np.float32]
 
@@ -45,11 +46,11 @@ class Fleet:
         batch = np.arange(1, running + 1)
         decode = np.stack(
             [
-                interpolate([x], system.context_tokens, system.decode_s[n, 1:])[:, 0]
+                along(system.context_tokens, system.decode_s[n, 1:], [x])[:, 0]
                 for n, x in enumerate(prompt + length / 2)
             ]
         )
-        prefill = interpolate([prompt], system.prefill_tokens, system.prefill_s)
+        prefill = along(system.prefill_tokens, system.prefill_s, [prompt])
         latency = decode + batch * prefill / length[:, None]
         self.latency = latency  # (N, R) seconds per token of each batch
         self.served = batch / (length[:, None] * latency)  # (N, R) requests/s

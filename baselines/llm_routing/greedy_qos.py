@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from servegym._checks import choose, real
 from servegym.baselines.llm_routing.heuristics import Mask, RoutingPolicy, pick
-from servegym.baselines.llm_routing.latency import LatencyModel
-from servegym.baselines.llm_routing.lengths import ExpectedQos
+from servegym.baselines.llm_routing.latency import ExpectedQos, LatencyModel
 from servegym.baselines.llm_routing.system import RoutingSystem
 from servegym.baselines.protocol import Observation
 
@@ -82,23 +82,14 @@ class GreedyQos(RoutingPolicy):
             ValueError: If a parameter is out of range.
         """
         super().__init__(system)
-        bounds: dict[str, tuple[float, bool, str]] = {
-            "price": (price, price >= 0, ">= 0"),
-            "power": (power, power > 0, "> 0"),
-            "share": (share, 0 <= share <= 1, "in [0, 1]"),
-            "margin": (margin, margin > 0, "> 0"),
-        }
-        for argument, (given, valid, allowed) in bounds.items():
-            if not valid:
-                raise ValueError(f"{argument} must be {allowed}, got {given}")
-        if fallback not in ("drop", "least_harm"):
-            raise ValueError(f"fallback must be 'drop' or 'least_harm', got {fallback!r}")
-        if lengths not in ("predicted", "survival"):
-            raise ValueError(f"lengths must be 'predicted' or 'survival', got {lengths!r}")
+        self.price = real("price", price, 0.0)
+        self.power = real("power", power, 0.0, open_low=True)
+        self.share = real("share", share, 0.0, 1.0)
+        self.margin = real("margin", margin, 0.0, open_low=True)
+        self.fallback = choose("fallback", fallback, ("drop", "least_harm"))
+        choose("lengths", lengths, ("predicted", "survival"))
         self.model = LatencyModel(system, overrun=overrun)
         self.expected = ExpectedQos(system) if lengths == "survival" else None
-        self.price, self.power, self.share = float(price), float(power), float(share)
-        self.margin, self.fallback = float(margin), fallback
 
     def charge(self, observation: Observation) -> NDArray[np.float64]:
         """(B, N) price of a second of each expert's time."""

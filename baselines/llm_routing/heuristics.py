@@ -20,8 +20,7 @@ Mask = NDArray[np.integer[Any]]
 class RoutingPolicy(BasePolicy):
     """A policy of a routing system."""
 
-    def __init__(self, system: RoutingSystem) -> None:
-        self.system = system
+    system: RoutingSystem
 
 
 def pick(cost: Floats, action_mask: Mask) -> NDArray[np.int64]:

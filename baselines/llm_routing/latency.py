@@ -4,26 +4,38 @@ Each expert's queues are played forward with the mean laws and the predicted len
 the head of the queue while a slot is free and the mean request finds memory (a prefill that blocks
 the others), decode until the next request is predicted to finish, repeat. At most one phase a
 request is needed, so the whole estimate costs microseconds.
+
+A predicted length is the centre of the bucket that the predictor names, and predictors err. The
+train split has the lengths that came true under every prediction, and with them the survival curve
+of an answer: how many tokens are left, given that so many have come and it has not ended.
+`ExpectedQos` has the estimate at mean lengths, and the chances that answers are in time.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from servegym import _jit
+from servegym._checks import real
 from servegym._jit import borrowed, inline, inner, jit
 from servegym.baselines.llm_routing.system import RoutingSystem
 from servegym.baselines.protocol import Observation
 
 Floats = NDArray[np.float64]
 
+POOLING = 300.0
+"""Train rows of an expert that the other experts' rows of its bucket count for."""
+BUCKETS = 10
+"""Of predictions that are not in buckets themselves."""
+FEW = 32
+"""Predictions of more different values than these are put in `BUCKETS` of equal counts."""
 
-@dataclass(frozen=True, eq=False)
-class Estimate:
+
+class Estimate(NamedTuple):
     """Predictions for S = R + W + 1 slots: running, waiting, and the new request last.
 
     Attributes:
@@ -97,17 +109,9 @@ class Requests(NamedTuple):
     live: NDArray[np.int64]
 
 
-class Predictions(NamedTuple):
-    """Outputs of the compiled estimate, see `Estimate`."""
-
-    without: Floats
-    with_new: Floats
-    work_s: Floats
-
-
 @inner
-def _interpolate(x, grid, values):
-    """Piecewise linear interpolation, end slopes beyond the grid."""
+def interpolate(x, grid, values):
+    """Piecewise linear interpolation at one point, end slopes beyond the grid."""
     low, high = 0, grid.size - 2
     while low < high:
         middle = (low + high + 1) // 2
@@ -121,18 +125,12 @@ def _interpolate(x, grid, values):
 
 @inline
 def _prefill_s(laws, n, tokens):
-    return _interpolate(tokens, laws.prefill_tokens, laws.prefill_s[n])
+    return interpolate(tokens, laws.prefill_tokens, laws.prefill_s[n])
 
 
 @inline
 def _decode_s(laws, n, sequences, context):
-    return _interpolate(context, laws.context_tokens, laws.decode_s[n, sequences])
-
-
-@inner
-def decode_s(context_tokens, decode, n, sequences, context):
-    """Seconds of a decode iteration of expert n, from the tables of `Laws`."""
-    return _interpolate(context, context_tokens, decode[n, sequences])
+    return interpolate(context, laws.context_tokens, laws.decode_s[n, sequences])
 
 
 @inline
@@ -290,15 +288,114 @@ def _estimate(seen, laws, overrun, chunked, out):
                 out.with_new[b, n, r.slot[i]] = latency[i]
 
 
+@inner
+def _chance(survival, latency, mean, emitted, elapsed, decode, limit):
+    """Probability that an answer keeps the limit, see `ExpectedQos`."""
+    wait = latency * mean - elapsed - (mean - emitted) * decode
+    debt = elapsed + wait - limit * emitted
+    slack = limit - decode
+    now = min(int(emitted), survival.size - 1)
+    alive = survival[now]
+    if alive <= 0.0 or slack == 0.0:
+        return 1.0 if debt <= slack else 0.0
+    bound = debt / slack
+    if slack > 0.0:  # at least so many more
+        tokens = math.ceil(min(bound, float(survival.size))) - 1
+        return 1.0 if tokens <= 0 else survival[min(now + tokens, survival.size - 1)] / alive
+    if bound < 1.0:  # at most so many more
+        return 0.0
+    tokens = math.floor(min(bound, float(survival.size)))
+    return 1.0 - survival[min(now + tokens, survival.size - 1)] / alive
+
+
+@inline
+def _mean_length(edges, left, n, predicted, emitted):
+    """Bucket of a predicted length, and the mean whole length, as `LengthModel` has them."""
+    k = 0
+    while k < edges.size and edges[k] <= predicted:
+        k += 1
+    now = min(max(int(emitted), 0), left.shape[2] - 1)
+    return k, emitted + left[n, k, now]
+
+
+@jit
+def _expect_lengths(edges, left, seen, bucket):
+    """Put mean lengths in the place of the predicted ones, and fill the buckets of these."""
+    seen = borrowed(seen)
+    batch, experts, slots, _ = seen.running.shape
+    for b in range(batch):
+        for n in range(experts):
+            for i in range(bucket.shape[2] - 1):
+                if i < slots:
+                    row, held = seen.running[b, n, i], seen.running_mask[b, n, i]
+                else:
+                    row, held = seen.waiting[b, n, i - slots], seen.waiting_mask[b, n, i - slots]
+                if held:
+                    bucket[b, n, i], row[2] = _mean_length(edges, left, n, row[2], row[4])
+            row = seen.request[b, n]
+            bucket[b, n, bucket.shape[2] - 1], row[2] = _mean_length(edges, left, n, row[2], 0.0)
+
+
+@jit
+def _expected(laws, survival, estimate, seen, bucket, limit, gain, harm):
+    """Fill the expected scores of `ExpectedQos` for all rows and experts.
+
+    ``seen`` has mean lengths in the place of the predicted ones.
+    """
+    laws, estimate, seen = borrowed(laws), borrowed(estimate), borrowed(seen)
+    batch, experts, size = estimate.without.shape
+    capacity, slots = laws.decode_s.shape[1] - 1, seen.running.shape[2]
+    for b in range(batch):
+        for n in range(experts):
+            early, late = estimate.without[b, n], estimate.with_new[b, n]
+            scores = estimate.scores[b, n]
+            held = 0
+            for i in range(size - 1):
+                if not np.isnan(early[i]):
+                    held += 1
+            mean = seen.request[b, n, 2]
+            at = seen.request[b, n, 0] + 0.5 * mean
+            before = _decode_s(laws, n, min(held, capacity), at)
+            after = _decode_s(laws, n, min(held + 1, capacity), at)
+            curve = survival[n, bucket[b, n, size - 1]]
+            in_time = _chance(curve, late[size - 1], mean, 0.0, 0.0, after, limit[b])
+            gain[b, n] = scores[size - 1] * in_time
+            cost = 0.0
+            for i in range(size - 1):
+                if np.isnan(early[i]):
+                    continue
+                row = seen.running[b, n, i] if i < slots else seen.waiting[b, n, i - slots]
+                curve = survival[n, bucket[b, n, i]]
+                elapsed = row[5] * max(row[4], 1.0)
+                in_time = _chance(curve, late[i], row[2], row[4], elapsed, after, limit[b])
+                was = _chance(curve, early[i], row[2], row[4], elapsed, before, limit[b])
+                cost += scores[i] * max(was - in_time, 0.0)
+            harm[b, n] = cost
+
+
 def compile_kernels() -> None:
-    """Compile the estimate, or load it from the cache on disk."""
+    """Compile the estimate and the expected QoS, or load them from the cache on disk."""
+    one, two, three = np.zeros(1), np.zeros((1, 1)), np.zeros((1, 1, 1))
     queue, mask = np.zeros((1, 1, 1, 6)), np.zeros((1, 1, 1), dtype=np.int8)
     seen = Seen(np.zeros((1, 1, 3)), queue, mask, queue, mask)
-    one, two, three = np.zeros(1), np.zeros((1, 1)), np.zeros((1, 1, 1))
     laws = Laws(one, two, one, three, one, one, np.ones(1, dtype=np.int64))
-    arguments = seen, laws, 0.3, False
-    calls = [(_estimate, (*arguments, Predictions(three, three, two)))]
+    estimate, bucket = Estimate(three, three, three, three, two), np.zeros((1, 1, 1), np.int64)
+    calls = [
+        (_estimate, (seen, laws, 0.3, False, estimate)),
+        (_expect_lengths, (one, three, seen, bucket)),
+        (_expected, (laws, three, estimate, seen, bucket, one, two, two)),
+    ]
     _jit.compile_kernels("latency estimate of the routing policies", calls)
+
+
+def _seen(observation: Observation, copy: bool = False) -> Seen:
+    """What the compiled functions read of an observation; as a copy, its rows may be changed."""
+    make = np.array if copy else np.asarray
+    parts = (
+        make(observation[name], dtype=np.int8 if "mask" in name else np.float64, order="C")
+        for name in Seen._fields
+    )
+    return Seen(*parts)
 
 
 class LatencyModel:
@@ -319,11 +416,9 @@ class LatencyModel:
         Raises:
             ValueError: If ``overrun`` is negative.
         """
-        if overrun < 0:
-            raise ValueError(f"overrun must be >= 0, got {overrun}")
         compile_kernels()
         self.system = system
-        self.overrun = float(overrun)
+        self.overrun = real("overrun", overrun, 0.0)
         floats = (
             system.prefill_tokens,
             system.prefill_s,
@@ -343,18 +438,12 @@ class LatencyModel:
         Returns:
             Predictions of shape (B, N, R + W + 1).
         """
-        seen = Seen(
-            _array(observation["request"]),
-            _array(observation["running"]),
-            np.ascontiguousarray(observation["running_mask"], dtype=np.int8),
-            _array(observation["waiting"]),
-            np.ascontiguousarray(observation["waiting_mask"], dtype=np.int8),
-        )
+        return self.of(_seen(observation))
+
+    def of(self, seen: Seen) -> Estimate:
+        """See `estimate`."""
         batch, experts, slots, _ = seen.running.shape
         shape = (batch, experts, slots + seen.waiting.shape[2] + 1)
-        out = Predictions(np.empty(shape), np.empty(shape), np.empty(shape[:2]))
-        chunked = self.system.scheduler == "chunked_prefill"
-        _estimate(seen, self.laws, self.overrun, chunked, out)
         scores = np.concatenate(
             [
                 seen.running[..., 1] * (seen.running_mask > 0),
@@ -366,8 +455,102 @@ class LatencyModel:
         now = np.concatenate(
             [seen.running[..., 5], seen.waiting[..., 5], np.zeros((*shape[:2], 1))], axis=-1
         )
-        return Estimate(out.without, out.with_new, scores, now, out.work_s)
+        found = Estimate(np.empty(shape), np.empty(shape), scores, now, np.empty(shape[:2]))
+        chunked = self.system.scheduler == "chunked_prefill"
+        _estimate(seen, self.laws, self.overrun, chunked, found)
+        return found
+
+
+class LengthModel:
+    """Distributions of the output length given the predicted one, from the train split alone.
+
+    For expert n and predicted bucket k the distribution is the train rows of both, with the
+    bucket's rows of all experts counting for `POOLING` rows, and all rows of all experts for one.
+    Where nothing predicts lengths (``length_predictor="zero"``), or without ``system.train``, any
+    length up to the longest is as likely as another, as who has no predictions must not know the
+    experts' lengths either.
+
+    Attributes:
+        edges: (K - 1,) predicted lengths between the buckets.
+        survival: (N, K, T + 1) probability of more than t tokens, T = ``max_output_tokens``.
+        left: (N, K, T + 1) mean tokens left of an answer of more than t tokens; 1 from T on.
+    """
+
+    def __init__(self, system: RoutingSystem) -> None:
+        experts, longest = system.num_experts, system.max_output_tokens
+        train = system.train
+        if train is None or not train.predicted_lengths.any():
+            self.edges: Floats = np.zeros(0)
+            mass = np.zeros((experts, 1, longest + 1))
+            mass[:, :, 1:] = 1.0 / longest
+        else:
+            predicted = train.predicted_lengths
+            values = np.unique(predicted)
+            if len(values) <= FEW:
+                self.edges = (values[1:] + values[:-1]) / 2
+            else:
+                steps = np.arange(1, BUCKETS) / BUCKETS
+                self.edges = np.unique(np.quantile(predicted, steps))
+            bucket = np.searchsorted(self.edges, predicted, side="right")
+            length = np.clip(train.output_tokens, 1, longest).astype(np.int64)
+            count = np.zeros((experts, len(self.edges) + 1, longest + 1))
+            np.add.at(count, (np.arange(experts), bucket, length), 1.0)
+            of_bucket = count.sum(axis=0)
+            of_bucket = _shares(of_bucket + _shares(of_bucket.sum(axis=0)))
+            mass = _shares(count + POOLING * of_bucket)
+        # From the end, so that what is left of nearly nothing is not a difference of large sums.
+        after = np.zeros_like(mass)
+        after[..., :-1] = mass[..., :0:-1].cumsum(-1)[..., ::-1]
+        self.survival = after
+        area = after[..., ::-1].cumsum(-1)[..., ::-1]
+        self.left = np.where(after > 0, area / np.where(after > 0, after, 1.0), 1.0)
+
+
+class ExpectedQos:
+    """What a new request adds to the expected QoS of the requests at each expert.
+
+    The estimate gives when a request ends if it has its mean length. Of that time, each token left
+    takes a decode iteration d of the batch at hand, and the rest w passes whatever the length. With
+    e seconds since arrival and g tokens so far, an answer of r more tokens keeps the requirement L
+    if ``e + w + r d <= L (g + r)``, which is a bound on r; the survival curve has its probability.
+    Long answers spread their wait over more tokens, so that short ones are late first.
+    """
+
+    def __init__(self, system: RoutingSystem) -> None:
+        self.system = system
+        self.lengths = LengthModel(system)
+        self.model = LatencyModel(system, overrun=0.0)
+
+    def __call__(
+        self, observation: Observation, margin: float = 1.0
+    ) -> tuple[Floats, Floats, Estimate]:
+        """Expected QoS of the new request, what it costs the others, and the latency estimate.
+
+        Args:
+            observation: The batched Dict observation.
+            margin: Share of the latency requirement that answers may use.
+
+        Returns:
+            (B, N) expected score in time of the new request, (B, N) expected scores that it pushes
+            over the requirement, and the estimate at mean lengths.
+        """
+        seen, lengths = _seen(observation, copy=True), self.lengths
+        shape = seen.request.shape[:2]
+        slots = seen.running.shape[2] + seen.waiting.shape[2] + 1
+        bucket = np.empty((*shape, slots), dtype=np.int64)
+        _expect_lengths(lengths.edges, lengths.left, seen, bucket)
+        estimate = self.model.of(seen)
+        limit = margin * np.asarray(observation["latency_requirement"], dtype=np.float64)
+        gain, harm = np.empty(shape), np.empty(shape)
+        tables = self.model.laws, lengths.survival
+        _expected(*tables, estimate, seen, bucket, limit[:, 0].copy(), gain, harm)
+        return gain, harm, estimate
 
 
 def _array(values: Any) -> Floats:
     return np.ascontiguousarray(values, dtype=np.float64)
+
+
+def _shares(count: Floats) -> Floats:
+    """Counts along the last axis as shares of their sum."""
+    return count / count.sum(axis=-1, keepdims=True)

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from servegym._checks import whole
 from servegym.baselines.llm_routing.fleets import per_fleet
 from servegym.baselines.llm_routing.greedy_qos import PricedGreedy
 from servegym.baselines.llm_routing.heuristics import Mask, RoutingPolicy
@@ -49,9 +50,7 @@ class Rollout(RoutingPolicy):
             ValueError: If a parameter is out of range.
         """
         super().__init__(system)
-        if horizon < 0 or drain < 0:
-            raise ValueError(f"horizon and drain must be >= 0, got {horizon} and {drain}")
-        self.horizon, self.drain = int(horizon), int(drain)
+        self.horizon, self.drain = whole("horizon", horizon, 0), whole("drain", drain, 0)
         self.greedy = per_fleet(PricedGreedy, system, **greedy)
         self._ahead = per_fleet(PricedGreedy, system, **greedy)
         self._env: Any = None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from servegym._checks import choose, real
 from servegym.baselines.llm_routing.greedy_qos import with_mean_scores
 from servegym.baselines.llm_routing.heuristics import Floats, Mask, RoutingPolicy
 from servegym.baselines.llm_routing.latency import LatencyModel
@@ -82,18 +83,15 @@ class RouteBalance(RoutingPolicy):
             "w_balance": w_balance,
         }
         for argument, given in weights.items():
-            if not given >= 0:
-                raise ValueError(f"{argument} must be >= 0, got {given}")
+            real(argument, given, 0.0)
         if abs(sum(weights.values()) - 1) > 1e-6:
             raise ValueError(f"the weights {', '.join(weights)} must add up to 1, got {weights}")
         if not budget_s > 0:
             raise ValueError(f"budget_s must be > 0, got {budget_s}")
-        if fallback not in ("relax", "drop"):
-            raise ValueError(f"fallback must be 'relax' or 'drop', got {fallback!r}")
         self.model = LatencyModel(system, overrun=overrun)
         self.weights = np.array(list(weights.values()), dtype=np.float64)
         self.latency_filter, self.budget_s = bool(latency_filter), float(budget_s)
-        self.fallback = fallback
+        self.fallback = choose("fallback", fallback, ("relax", "drop"))
 
     def reset(self, num_envs: int, seed: int | None = None) -> None:
         """See `Policy.reset`."""

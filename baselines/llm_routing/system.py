@@ -2,36 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
+
+from servegym.hardware_profiles.interpolation import along, union
 
 if TYPE_CHECKING:
     from servegym.envs.llm_routing.config import Problem
 
 Floats = NDArray[np.float64]
-
-
-def interpolate(x: ArrayLike, grid: Floats, values: Floats) -> Floats:
-    """Piecewise linear along the last axis of ``values``, the end slopes beyond the grid.
-
-    Args:
-        x: Points (K,).
-        grid: Increasing (G,).
-        values: (..., G).
-
-    Returns:
-        (..., K).
-    """
-    points = np.asarray(x, dtype=np.float64)
-    if grid.size == 1:
-        return np.repeat(values, points.size, axis=-1)
-    at = np.clip(np.searchsorted(grid, points, side="right") - 1, 0, grid.size - 2)
-    fraction = (points - grid[at]) / (grid[at + 1] - grid[at])
-    return values[..., at] + fraction * (values[..., at + 1] - values[..., at])
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,6 +34,12 @@ class TrainRequests:
     predicted_lengths: Floats
     scores: Floats
     output_tokens: Floats
+
+    @classmethod
+    def of(cls, rows: Floats) -> TrainRequests:
+        """The train rows (P, N, 5) of `servegym.envs.llm_routing.config.Problem.table`."""
+        scores, lengths, predicted_scores, predicted_lengths = np.moveaxis(rows[..., 1:], -1, 0)
+        return cls(rows[:, 0, 0], predicted_scores, predicted_lengths, scores, lengths)
 
 
 FLEETS_HELD = 64  # descriptions that a `FleetSystem` keeps
@@ -104,33 +93,6 @@ class RoutingSystem:
     kv_capacity_tokens: Floats | None = None
     train: TrainRequests | None = None
 
-    def __post_init__(self) -> None:
-        n, r = len(self.experts), self.running_capacity
-        wanted = {
-            "estimator": (n, 4),
-            "prefill_s": (n, self.prefill_tokens.size),
-            "decode_s": (n, r + 1, self.context_tokens.size),
-            "mean_score": (n,),
-            "mean_output_tokens": (n,),
-        }
-        if n < 1 or r < 1 or self.waiting_capacity < 0:
-            raise ValueError(
-                "a system needs at least one expert, running_capacity >= 1 and waiting_capacity "
-                f">= 0, got {n}, {r}, {self.waiting_capacity}"
-            )
-        for name, shape in wanted.items():
-            given = getattr(self, name).shape
-            if given != shape:
-                raise ValueError(f"{name} must have shape {shape}, got {given}")
-        if self.scheduler not in ("orca", "chunked_prefill"):
-            raise ValueError(
-                f"scheduler must be 'orca' or 'chunked_prefill', got {self.scheduler!r}"
-            )
-        if self.memory_policy not in ("reserve", "paged"):
-            raise ValueError(
-                f"memory_policy must be 'reserve' or 'paged', got {self.memory_policy!r}"
-            )
-
     @property
     def num_experts(self) -> int:
         """N."""
@@ -151,79 +113,6 @@ class RoutingSystem:
             answer = np.full(self.num_experts, float(self.max_output_tokens))
         held = float(np.mean(self.train.prompt_tokens)) + answer
         return np.clip((self.kv_capacity_tokens / held).astype(np.int64), 1, most)
-
-    @classmethod
-    def from_linear(
-        cls,
-        estimator: ArrayLike,
-        *,
-        mean_score: ArrayLike | None = None,
-        mean_output_tokens: ArrayLike | None = None,
-        running_capacity: int = 5,
-        waiting_capacity: int = 5,
-        **kwargs: Any,
-    ) -> RoutingSystem:
-        """A system whose laws are linear (Eq. 13 and 14 with a base and a per-sequence term).
-
-        ``prefill_s(P) = base + k1 P`` and ``decode_s(b, T) = base + kb b + k2 T``.
-
-        Args:
-            estimator: (N, 4) of base_s, k1, k2, kb.
-            mean_score: (N,), default 0.5 each.
-            mean_output_tokens: (N,), default 150 each.
-            running_capacity: R.
-            waiting_capacity: W.
-            **kwargs: Other fields.
-        """
-        law = np.asarray(estimator, dtype=np.float64)
-        n = law.shape[0]
-        batch = np.arange(running_capacity + 1, dtype=np.float64)
-        grid = np.array([0.0, 8192.0])
-        prefill = law[:, :1] + law[:, 1:2] * grid
-        decode = (
-            law[:, 0, None, None]
-            + law[:, 3, None, None] * batch[:, None]
-            + law[:, 2, None, None] * batch[:, None] * grid
-        )
-        return cls(
-            experts=tuple(f"expert {i + 1}" for i in range(n)),
-            running_capacity=running_capacity,
-            waiting_capacity=waiting_capacity,
-            estimator=law,
-            prefill_tokens=grid,
-            prefill_s=prefill,
-            context_tokens=grid,
-            decode_s=decode,
-            mean_score=np.asarray([NO_SCORE] * n if mean_score is None else mean_score, float),
-            mean_output_tokens=(
-                np.full(n, 150.0)
-                if mean_output_tokens is None
-                else np.asarray(mean_output_tokens, float)
-            ),
-            **kwargs,
-        )
-
-    def permuted(self, order: Sequence[int]) -> RoutingSystem:
-        """The same system with its experts in another order (new expert i is old ``order[i]``)."""
-        index = np.asarray(order, dtype=np.intp)
-        if sorted(index.tolist()) != list(range(self.num_experts)):
-            raise ValueError(f"order must permute 0..{self.num_experts - 1}, got {list(order)}")
-        fields: dict[str, Any] = dict(self.__dict__)
-        fields["experts"] = tuple(self.experts[i] for i in index)
-        for name in ("estimator", "prefill_s", "decode_s", "mean_score", "mean_output_tokens"):
-            fields[name] = getattr(self, name)[index]
-        if self.kv_capacity_tokens is not None:
-            fields["kv_capacity_tokens"] = self.kv_capacity_tokens[index]
-        if self.train is not None:
-            t = self.train
-            fields["train"] = TrainRequests(
-                t.prompt_tokens,
-                t.predicted_scores[:, index],
-                t.predicted_lengths[:, index],
-                t.scores[:, index],
-                t.output_tokens[:, index],
-            )
-        return RoutingSystem(**fields)
 
     @classmethod
     def from_env(cls, env: Any) -> RoutingSystem:
@@ -273,14 +162,7 @@ class RoutingSystem:
         arguments = problem.arguments
         slots = problem.running_capacity
         cfg = problem.cfg[0]
-        rows = problem.table[problem.catalog.rows("train")].astype(np.float64)
-        train = TrainRequests(
-            prompt_tokens=rows[:, 0, 0],
-            scores=rows[..., 1],
-            output_tokens=rows[..., 2],
-            predicted_scores=rows[..., 3],
-            predicted_lengths=rows[..., 4],
-        )
+        train = TrainRequests.of(problem.table[problem.catalog.rows("train")].astype(np.float64))
         tokens, prefill, contexts, decode = laws([p.tables() for p in problem.profiles], slots)
         scores, lengths = train.scores.mean(axis=0), train.output_tokens.mean(axis=0)
         if arguments["score_predictor"] == "zero":
@@ -325,40 +207,28 @@ def laws(tables: Sequence[Any], running_capacity: int) -> tuple[Floats, Floats, 
         Prompt tokens (G,), prefill seconds (N, G), context tokens (X,), decode seconds
         (N, R + 1, X).
     """
-    tokens = _union([t.dense_tokens for t in tables] + [t.chunk_tokens for t in tables])
-    contexts = _union([t.decode_context_tokens for t in tables])
+    tokens = union([*(t.dense_tokens for t in tables), *(t.chunk_tokens for t in tables)])
+    contexts = union(t.decode_context_tokens for t in tables)
     batch = np.arange(running_capacity + 1, dtype=np.float64)
     prefill, decode = [], []
     for t in tables:
-        first = interpolate([0.0], t.context_tokens, t.chunk_attention_s)[:, 0]
+        first = along(t.context_tokens, t.chunk_attention_s, [0.0])[:, 0]
         prefill.append(
-            interpolate(tokens, t.dense_tokens, t.dense_s)
-            + interpolate(tokens, t.chunk_tokens, first)
-            + interpolate([1.0], t.head_sequences, t.head_s)
+            along(t.dense_tokens, t.dense_s, tokens)
+            + along(t.chunk_tokens, first, tokens)
+            + along(t.head_sequences, t.head_s, [1.0])
         )
-        by_context = interpolate(contexts, t.decode_context_tokens, t.decode_attention_s)
-        attention = interpolate(batch, t.decode_sequences, by_context.T).T
-        others = interpolate(batch, t.dense_tokens, t.dense_s) + interpolate(
-            batch, t.head_sequences, t.head_s
-        )
+        by_context = along(t.decode_context_tokens, t.decode_attention_s, contexts)
+        attention = along(t.decode_sequences, by_context.T, batch).T
+        others = along(t.dense_tokens, t.dense_s, batch) + along(t.head_sequences, t.head_s, batch)
         decode.append(others[:, None] + attention)
     return tokens, np.array(prefill), contexts, np.array(decode)
 
 
-def _union(grids: Sequence[Floats]) -> Floats:
-    grid = np.unique(np.concatenate(grids)).astype(np.float64)
-    return grid if grid.size > 1 else np.array([grid[0], grid[0] + 1.0])
-
-
 def coefficients(estimators: Sequence[Any]) -> Floats:
-    """(N, 4) from objects or mappings with the fields of a profile's estimator."""
+    """(N, 4) of profiles' estimators."""
     names = ("base_s", "prefill_s_per_token", "decode_s_per_context_token", "decode_s_per_sequence")
-    return np.array(
-        [
-            [float(e[k] if isinstance(e, Mapping) else getattr(e, k)) for k in names]
-            for e in estimators
-        ]
-    )
+    return np.array([[float(getattr(each, name)) for name in names] for each in estimators])
 
 
 class FleetSystem(RoutingSystem):
@@ -427,7 +297,7 @@ class FleetSystem(RoutingSystem):
         card, column = fleet[:, 1].astype(np.intp), fleet[:, 2].astype(np.intp)
         running = int(fleet[0, 4])
         tokens, prefill, contexts, decode = self._laws
-        rows = self._train[:, column]
+        train = TrainRequests.of(self._train[:, column])
         return RoutingSystem(
             experts=tuple(
                 f"{self._cards[c]}:{self._models[m % len(self._models)]}"
@@ -440,15 +310,13 @@ class FleetSystem(RoutingSystem):
             prefill_s=prefill[card],
             context_tokens=contexts,
             decode_s=decode[card, : running + 1],
-            mean_score=rows[..., 1].mean(axis=0),
-            mean_output_tokens=rows[..., 2].mean(axis=0),
+            mean_score=train.scores.mean(axis=0),
+            mean_output_tokens=train.output_tokens.mean(axis=0),
             max_output_tokens=self.max_output_tokens,
             router_delay_s=self.router_delay_s,
             transfer_s_per_token=self.transfer_s_per_token,
             scheduler="chunked_prefill" if fleet[0, 6] else "orca",
             memory_policy="paged" if fleet[0, 7] else "reserve",
             kv_capacity_tokens=fleet[:, 3].astype(np.float64),
-            train=TrainRequests(
-                rows[:, 0, 0], rows[..., 3], rows[..., 4], rows[..., 1], rows[..., 2]
-            ),
+            train=train,
         )

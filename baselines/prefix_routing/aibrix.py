@@ -20,7 +20,7 @@ class Aibrix(Rule):
 
     Project vllm-project/aibrix, ``pkg/plugins/gateway/algorithms/prefix_cache.go`` @01de8a5 (factor
     2, gap 8, 1 sigma) and ``util.go`` @2ed45e4. Versions before have no factor and ask for a gap of
-    more than 8, `absolute`; the Helm chart and the documentation set 16 and 2 sigma, `documented`.
+    more than 8; the Helm chart and the documentation set 16 and 2 sigma, `documented`.
     """
 
     name = "aibrix"
@@ -29,11 +29,6 @@ class Aibrix(Rule):
         self.factor = real("factor", factor, 0.0)
         self.min_gap = real("min_gap", min_gap, 0.0)
         self.sigma = real("sigma", sigma, 0.0)
-
-    @classmethod
-    def absolute(cls) -> Aibrix:
-        """The rule before it had a factor: a gap of more than 8."""
-        return cls(0.0, 9.0, 1.0)
 
     @classmethod
     def documented(cls) -> Aibrix:

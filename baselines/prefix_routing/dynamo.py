@@ -73,12 +73,11 @@ class DynamoRows:
     Args:
         constants: (B, 3) or (1, 3): ``prefill_scale``, ``credit`` and ``request_weight``.
         block_size: Tokens of a block.
-        seed: Of the chance.
     """
 
-    def __init__(self, constants: NDArray[np.float64], block_size: int, seed: int = 0) -> None:
+    def __init__(self, constants: NDArray[np.float64], block_size: int) -> None:
         self.scale, self.credit, self.weight = np.asarray(constants, np.float64).T[:, :, None]
-        self.block_size, self.rng = block_size, np.random.default_rng(seed)
+        self.block_size, self.rng = block_size, np.random.default_rng(0)
 
     def __call__(self, observation: Mapping[str, NDArray[Any]], mask: Any) -> NDArray[np.int64]:
         """Actions (B,); replica 0 where none takes the request.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,75 +27,50 @@ FEATURES = (
 """What the predictor sees of a replica, llm-d's ``latency-predictor`` servers' columns."""
 
 
-class LatencyPredictor(Protocol):
-    """Predicts time to first token and seconds per output token from `FEATURES`."""
-
-    def reset(self) -> None:
-        """Forget everything."""
-        ...
-
-    def predict(self, features: Floats) -> tuple[Floats, Floats] | None:
-        """Seconds (K,) and seconds per token (K,) for features (K, 9); None while untrained."""
-        ...
-
-    def learn(self, features: Floats, ttft_s: float, tpot_s: float) -> None:
-        """Add a request with the features (9,) of its replica when it was routed."""
-        ...
+WINDOW = 5000
+"""Samples that the predictor keeps, the last ones."""
 
 
 class OnlineTrees:
     """Boosted regression trees (LightGBM), fitted anew whenever the samples have grown by half.
 
-    llm-d offers XGBoost and LightGBM for a quantile of both latencies. LightGBM comes with the
-    extra ``gateways``.
+    They predict time to first token and seconds per output token from `FEATURES`. llm-d offers
+    XGBoost and LightGBM for a quantile of both. LightGBM comes with the extra ``gateways``.
 
     Args:
         quantile: Of the latencies that is predicted.
         min_samples: Samples of the first fit.
-        window: Samples kept, the last ones.
-        trees: Number of trees.
-        learning_rate: Shrinkage of each.
-        max_depth: Of each.
     """
 
-    def __init__(
-        self,
-        quantile: float = 0.9,
-        min_samples: int = 100,
-        window: int = 5000,
-        trees: int = 100,
-        learning_rate: float = 0.1,
-        max_depth: int = 6,
-    ) -> None:
+    def __init__(self, quantile: float = 0.9, min_samples: int = 100) -> None:
         self.quantile = real("quantile", quantile, 0.0, 1.0)
         self.min_samples = whole("min_samples", min_samples, 1)
-        self.window = whole("window", window, 1)
-        self.trees = whole("trees", trees, 1)
-        self.learning_rate = real("learning_rate", learning_rate, 0.0, 1.0, open_low=True)
-        self.max_depth = whole("max_depth", max_depth, 1)
         self.reset()
 
     def reset(self) -> None:
-        """See `LatencyPredictor.reset`."""
+        """Forget everything."""
         self._samples: list[Floats] = []
         self._next_fit = self.min_samples
         self._learned = 0
         self._models: tuple[Any, Any] | None = None
 
     def predict(self, features: Floats) -> tuple[Floats, Floats] | None:
-        """See `LatencyPredictor.predict`."""
+        """Seconds (K,) and seconds per token (K,) for features (K, 9); None while untrained."""
         if self._models is None:
             return None
         ttft, tpot = (np.asarray(each.predict(features, num_threads=1)) for each in self._models)
         return ttft, tpot
 
     def learn(self, features: Floats, ttft_s: float, tpot_s: float) -> None:
-        """See `LatencyPredictor.learn`; a request of one token has no ``tpot_s``: NaN."""
+        """Add a request with the features (9,) of its replica when it was routed.
+
+        A request of one token has no ``tpot_s``: NaN.
+        """
         self._samples.append(np.append(features, (ttft_s, tpot_s)))
         self._learned += 1
         if self._learned >= self._next_fit:
             self._next_fit = self._learned + max(self.min_samples, self._learned // 2)
-            del self._samples[: -self.window]
+            del self._samples[:-WINDOW]
             table = np.array(self._samples)
             features = table[:, : len(FEATURES)]
             self._models = self._fit(features, table[:, -2]), self._fit(features, table[:, -1])
@@ -113,15 +88,15 @@ class OnlineTrees:
         options = {
             "objective": "quantile",
             "alpha": self.quantile,
-            "learning_rate": self.learning_rate,
-            "max_depth": self.max_depth,
+            "learning_rate": 0.1,
+            "max_depth": 6,
             "num_threads": 1,
             "deterministic": True,
             "seed": 0,
             "verbose": -1,
         }
         data = lightgbm.Dataset(features[known], target[known])
-        return lightgbm.train(options, data, num_boost_round=self.trees)
+        return lightgbm.train(options, data, num_boost_round=100)
 
 
 class LlmdPredicted(Rule):
@@ -148,7 +123,7 @@ class LlmdPredicted(Rule):
 
     def __init__(
         self,
-        predictor: LatencyPredictor | None = None,
+        predictor: OnlineTrees | None = None,
         *,
         strict: float = 0.99,
         loose: float = 0.80,

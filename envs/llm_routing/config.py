@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,6 +28,7 @@ from servegym.envs.workloads import Catalog, load_catalog, make_arrivals, predic
 from servegym.envs.workloads.predictions import BUCKETS, KINDS, QUANTITIES
 from servegym.envs.workloads.requests import FileArrivals, Requests, load_requests
 from servegym.hardware_profiles import LawTables, Profile, list_fleets, load, load_fleet
+from servegym.hardware_profiles.interpolation import along, union
 
 DEFAULT_FLEET = "edge-6-heterogeneous"
 DEFAULT_NUM_EXPERTS = 6
@@ -119,21 +120,6 @@ def _resolve_columns(
     return np.arange(count)
 
 
-def _along(grid: np.ndarray, values: np.ndarray, x: np.ndarray) -> np.ndarray:
-    """Piecewise-linear ``values`` (last axis over ``grid``) at ``x``; outermost slopes go on."""
-    if len(grid) == 1:
-        return np.repeat(values, len(x), axis=-1)
-    i = np.clip(np.searchsorted(grid, x, side="right") - 1, 0, len(grid) - 2)
-    weight = (x - grid[i]) / (grid[i + 1] - grid[i])
-    return values[..., i] + (values[..., i + 1] - values[..., i]) * weight
-
-
-def _axis(grids: Iterable[np.ndarray]) -> np.ndarray:
-    """Union of the grids of several tables: resampling on it is exact. At least two points."""
-    axis = np.unique(np.concatenate(list(grids)))
-    return axis if len(axis) > 1 else np.array([axis[0], axis[0] + 1.0])
-
-
 def _slopes(axis: np.ndarray, values: np.ndarray) -> np.ndarray:
     """Slope of the segment that begins at each point (the last point repeats its neighbour's)."""
     slopes = np.diff(values, axis=-1) / np.diff(axis)
@@ -159,10 +145,10 @@ def pack_laws(
     iterations of decodes alone.
     """
     tables: list[LawTables] = [p.tables() for p in profiles]
-    dense_x = _axis(t.dense_tokens for t in tables)
-    chunk_x = _axis(t.chunk_tokens for t in tables)
-    context_x = _axis(t.context_tokens for t in tables)
-    decode_x = _axis(t.decode_context_tokens for t in tables)
+    dense_x = union(t.dense_tokens for t in tables)
+    chunk_x = union(t.chunk_tokens for t in tables)
+    context_x = union(t.context_tokens for t in tables)
+    decode_x = union(t.decode_context_tokens for t in tables)
     sequences = np.arange(running_capacity + 1, dtype=np.float64)
     prefill_factor, decode_factor = np.array(
         [(factors or {}).get(getattr(p, "name", ""), (1.0, 1.0)) for p in profiles]
@@ -171,13 +157,13 @@ def pack_laws(
     for profile, t in zip(profiles, tables, strict=True):
         capacity = profile.kv_capacity_tokens // block_size
         heads.append([capacity, profile.estimator.k1, profile.estimator.k2])
-        dense.append(_along(t.dense_tokens, t.dense_s, dense_x))
-        by_context = _along(t.context_tokens, t.chunk_attention_s, context_x)
-        chunk.append(_along(t.chunk_tokens, by_context.T, chunk_x).T)
-        head.append(_along(t.head_sequences, t.head_s, sequences))
-        batch = _along(t.dense_tokens, t.dense_s, sequences) + head[-1]
+        dense.append(along(t.dense_tokens, t.dense_s, dense_x))
+        by_context = along(t.context_tokens, t.chunk_attention_s, context_x)
+        chunk.append(along(t.chunk_tokens, by_context.T, chunk_x).T)
+        head.append(along(t.head_sequences, t.head_s, sequences))
+        batch = along(t.dense_tokens, t.dense_s, sequences) + head[-1]
         alone, mixed = (
-            _along(t.decode_sequences, _along(t.decode_context_tokens, x, decode_x).T, sequences).T
+            along(t.decode_sequences, along(t.decode_context_tokens, x, decode_x).T, sequences).T
             for x in (t.decode_attention_s, profile.mixed_decode_attention_s())
         )
         decode.append(alone + batch[:, None])

@@ -10,6 +10,7 @@ import numpy as np
 from gymnasium import spaces
 
 from servegym._jit import compile_kernels
+from servegym.envs._batch import Batch
 from servegym.envs._spares import Spares
 from servegym.envs._threads import RowThreads
 from servegym.envs.llm_routing import kernel
@@ -162,7 +163,7 @@ def summary_bounds(problem: Problem) -> np.ndarray:
     return np.array(bounds, dtype=np.float32)
 
 
-class RoutingBatch:
+class RoutingBatch(Batch):
     """B independent systems of one problem, advanced together by the kernel.
 
     Attributes:
@@ -373,8 +374,8 @@ class RoutingBatch:
         if counts[0] < 0:
             bad = -1 - counts[0]
             raise ValueError(
-                f"action {int(actions[bad])} of system {bad} is out of range: 0 drops the request, "
-                f"1 to {self.problem.num_experts} name an expert."
+                f"action {int(actions[bad])} of system {bad} is out of range: "
+                f"{action_words(self.problem)}."
             )
         return sum(counts)
 
@@ -385,13 +386,8 @@ class RoutingBatch:
     def clone(self, row: int) -> RoutingState:
         """Copy one system."""
         return RoutingState(
-            arrivals=self.arrivals[row].copy(),
-            rows=self.rows[row].copy(),
+            **{name: getattr(self, name)[row].copy() for name in _OF_A_ROW},
             env=self.env[row : row + 1].copy(),
-            expert=self.expert[row].copy(),
-            slot=self.slot[row].copy(),
-            queue=self.queue[row].copy(),
-            log=self.log[row].copy(),
             delayed=tuple(part[row : row + 1].copy() for part in self.delayed),
             fleet=self.fleets[row],
             slowdown=None if self.slowdown is None else self.slowdown[row].copy(),
@@ -403,7 +399,7 @@ class RoutingBatch:
         Raises:
             ValueError: the state is of a system of other sizes.
         """
-        for name in ("arrivals", "rows", "expert", "slot", "queue", "log"):
+        for name in _OF_A_ROW:
             mine, theirs = getattr(self, name)[row], getattr(state, name)
             if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
                 raise ValueError(
@@ -416,7 +412,7 @@ class RoutingBatch:
             )
         if state.fleet is not None:
             self._put_fleet(row, state.fleet)
-        for name in ("arrivals", "rows", "expert", "slot", "queue", "log"):
+        for name in _OF_A_ROW:
             getattr(self, name)[row] = getattr(state, name)
         if (self.slowdown is None) != (state.slowdown is None):
             raise ValueError(
@@ -499,12 +495,6 @@ class RoutingBatch:
             log[name][pending] = hidden
         return log
 
-    def fresh_observation(self) -> Any:
-        """A copy of the observation."""
-        if isinstance(self.observation, dict):
-            return {name: part.copy() for name, part in self.observation.items()}
-        return self.observation.copy()
-
     def __getstate__(self) -> dict[str, Any]:
         names = ("problem", "num_rows", "delayed", "fleets", "slowdown", *_STATE_ARRAYS)
         state = {name: getattr(self, name) for name in names}
@@ -523,18 +513,13 @@ class RoutingBatch:
             mine[...] = theirs
 
 
-_STATE_ARRAYS = (
-    "arrivals",
-    "rows",
-    "env",
-    "expert",
-    "slot",
-    "queue",
-    "log",
-    "out",
-    "_obs",
-    "_masks",
-)
+_OF_A_ROW = ("arrivals", "rows", "expert", "slot", "queue", "log")
+_STATE_ARRAYS = (*_OF_A_ROW, "env", "out", "_obs", "_masks")
+
+
+def action_words(problem: Problem) -> str:
+    """What the actions are, for messages."""
+    return f"0 drops the request, 1 to {problem.num_experts} name an expert"
 
 
 def held(expert: np.void, slot: np.ndarray, queue: np.ndarray) -> tuple[list[int], list[int]]:

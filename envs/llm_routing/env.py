@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 from gymnasium import spaces
 
 from servegym.envs._batch import BatchEnv
 from servegym.envs.llm_routing import kernel
 from servegym.envs.llm_routing.config import Problem, build_problem
-from servegym.envs.llm_routing.core import RoutingBatch, observation_space
+from servegym.envs.llm_routing.core import RoutingBatch, action_words, observation_space
 
 
 def action_space(problem: Problem) -> spaces.Discrete:
@@ -136,19 +135,9 @@ class LLMRoutingEnv(BatchEnv):
     BATCH = RoutingBatch
     OBSERVATION = staticmethod(observation_space)
     ACTION = staticmethod(action_space)
+    ACTION_WORDS = staticmethod(action_words)
     problem: Problem
     batch: RoutingBatch
-
-    def _put_action(self, action: Any) -> None:
-        if not isinstance(action, (int, np.integer)):
-            action = _integer_action(action)
-        try:
-            self._action[0] = action
-        except OverflowError:
-            raise ValueError(
-                f"action={action!r} is out of range: 0 drops the request, 1 to "
-                f"{self.problem.num_experts} name an expert."
-            ) from None
 
     @staticmethod
     def reset_info(batch: RoutingBatch, row: int) -> dict[str, Any]:
@@ -232,13 +221,3 @@ class LLMRoutingSummaryEnv(LLMRoutingEnv):
     """
 
     VIEW = kernel.SUMMARY
-
-
-def _integer_action(action: Any) -> int:
-    array = np.asarray(action)
-    if array.shape != () or array.dtype.kind not in "iu":
-        raise ValueError(
-            f"action={action!r} must be one whole number (0 drops, n names expert n), not "
-            f"{type(action).__name__} of shape {array.shape} and dtype {array.dtype}."
-        )
-    return int(array)

@@ -10,6 +10,7 @@ import numpy as np
 from gymnasium import spaces
 
 from servegym._jit import compile_kernels
+from servegym.envs._batch import Batch
 from servegym.envs.prefix_routing import kernel
 from servegym.envs.prefix_routing.config import Problem
 from servegym.envs.prefix_routing.gateway import GROWING, blank, load, prompts, sizes
@@ -100,7 +101,7 @@ def action_space(problem: Problem) -> spaces.Discrete:
     return spaces.Discrete(problem.num_replicas + problem.admission)
 
 
-class PrefixBatch:
+class PrefixBatch(Batch):
     """B independent systems of one problem, advanced together by the kernel.
 
     Attributes:
@@ -385,12 +386,6 @@ class PrefixBatch:
         log["match_tokens"][routed] = (told["prompt"] - told["uncached"])[routed]
         log["output_tokens"][log["outcome"] != kernel.COMPLETED] = 0
         return log
-
-    def fresh_observation(self) -> Any:
-        """A copy of the observation."""
-        if isinstance(self.observation, dict):
-            return {name: part.copy() for name, part in self.observation.items()}
-        return self.observation.copy()
 
     def __getstate__(self) -> dict[str, Any]:
         arrays = {"systems": self.systems, "gateway": self.gateway, "episodes": self.episodes}

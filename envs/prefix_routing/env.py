@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from servegym.envs._batch import BatchEnv
 from servegym.envs.prefix_routing.config import DICT, FLAT, Problem, build_problem
 from servegym.envs.prefix_routing.core import (
@@ -133,22 +131,9 @@ class PrefixRoutingEnv(BatchEnv):
     BATCH = PrefixBatch
     OBSERVATION = staticmethod(observation_space)
     ACTION = staticmethod(action_space)
+    ACTION_WORDS = staticmethod(action_words)
     problem: Problem
     batch: PrefixBatch
-
-    def _put_action(self, action: Any) -> None:
-        array = np.asarray(action)
-        if array.shape != () or array.dtype.kind not in "iu":
-            raise ValueError(
-                f"action={action!r} must be one whole number ({action_words(self.problem)}), not "
-                f"{type(action).__name__} of shape {array.shape} and dtype {array.dtype}."
-            )
-        try:
-            self._action[0] = array
-        except OverflowError:
-            raise ValueError(
-                f"action={action!r} is out of range: {action_words(self.problem)}."
-            ) from None
 
     @staticmethod
     def frame(batch: PrefixBatch, row: int, mode: str) -> Any:

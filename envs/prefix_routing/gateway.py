@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,7 +24,6 @@ __all__ = [
     "INDEXES",
     "LRU_ENTRIES",
     "Prompts",
-    "allocate",
     "blank",
     "gateway_config",
     "load",
@@ -180,22 +178,13 @@ def sizes(episode: Prompts) -> dict[str, int]:
     return {name: x if isinstance(x, int) else len(x) for name, x in found.items()}
 
 
-def blank(
-    config: np.void,
-    num_rows: int,
-    num_replicas: int,
-    num_requests: int,
-    wanted: Mapping[str, int] | None = None,
-) -> Gateway:
-    """Arrays of gateways, the last axes of those in `GROWING` being ``wanted``.
+def blank(config: np.void, num_rows: int, num_replicas: int, num_requests: int) -> Gateway:
+    """Arrays of gateways; those in `GROWING` have no room yet for what goes with an episode.
 
     Raises:
         ValueError: If there are more replicas than `MAX_REPLICAS`.
     """
-    replicas = whole("num_replicas", num_replicas, 1, MAX_REPLICAS)
-    rows, last = num_rows, dict.fromkeys(GROWING, 0) | dict(wanted or {})
-    if config["index"] != PRECISE:
-        last["key_of_id"] = 0
+    rows, replicas = num_rows, whole("num_replicas", num_replicas, 1, MAX_REPLICAS)
     shared = np.zeros(1, CONFIG)
     shared[0] = config
     return Gateway(
@@ -204,28 +193,16 @@ def blank(
         replica=np.zeros((rows, replicas), REPLICA),
         request=np.zeros((rows, num_requests), REQUEST),
         first_key=np.zeros((rows, num_requests + 1), np.int64),
-        keys=np.zeros((rows, last["keys"]), np.int32),
-        key_of_id=np.full((rows, last["key_of_id"]), -1, np.int32),
-        holders=np.zeros((rows, last["holders"]), np.int64),
-        stamp=np.zeros((rows, replicas, last["stamp"]), np.int32),
-        references=np.zeros((rows, replicas, last["references"]), np.uint16),
-        session_replica=np.zeros((rows, last["session_replica"]), np.int32),
-        session_s=np.zeros((rows, last["session_s"])),
-        tenant_heat=np.zeros((rows, last["tenant_heat"])),
-        tenant_s=np.zeros((rows, last["tenant_s"])),
+        keys=np.zeros((rows, 0), np.int32),
+        key_of_id=np.zeros((rows, 0), np.int32),
+        holders=np.zeros((rows, 0), np.int64),
+        stamp=np.zeros((rows, replicas, 0), np.int32),
+        references=np.zeros((rows, replicas, 0), np.uint16),
+        session_replica=np.zeros((rows, 0), np.int32),
+        session_s=np.zeros((rows, 0)),
+        tenant_heat=np.zeros((rows, 0)),
+        tenant_s=np.zeros((rows, 0)),
     )
-
-
-def allocate(config: np.void, num_replicas: int, episodes: Sequence[Prompts]) -> Gateway:
-    """Arrays of one gateway for each of ``episodes``, large enough for any of them.
-
-    Raises:
-        ValueError: If there are more replicas than `MAX_REPLICAS`.
-    """
-    requests = max((each.requests.num_requests for each in episodes), default=0)
-    each = [sizes(episode) for episode in episodes]
-    most = {name: max((one[name] for one in each), default=0) for name in GROWING}
-    return blank(config, len(episodes), num_replicas, requests, most)
 
 
 def load(

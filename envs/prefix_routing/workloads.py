@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -54,6 +54,8 @@ MAX_RATES = {"tenants": LARGEST, "sessions": 500.0, "agents": 200.0, "mooncake":
 """Most requests/s by workload: more sessions under way at once take gigabytes."""
 CHAT_HISTORY_S = 3600.0
 """How long before the episode conversations may have begun."""
+Episode = tuple[int, int, str]
+"""Requests, tokens of a block and dispatch of an episode to draw."""
 FIRST_PROMPTS = ("only_prompt_tokens", "first_prompt_tokens")
 """Laws of the first prompt in sessions of one turn and of more."""
 LLM_D_STAGES = (
@@ -64,8 +66,14 @@ LLM_D_STAGES = (
 """Stages of llm-d's benchmark with eight pods at a rate of 1 request/s: factor and seconds."""
 
 
-class PrefixWorkload(Protocol):
-    """Draws the requests of an episode."""
+class PrefixWorkload:
+    """Draws the requests of an episode; a workload fills in `_draw`.
+
+    Attributes:
+        MAX_RATE: Most requests/s.
+    """
+
+    MAX_RATE: float = LARGEST
 
     def draw(
         self,
@@ -88,7 +96,17 @@ class PrefixWorkload(Protocol):
         Raises:
             ValueError: An argument out of range; names it.
         """
-        ...
+        whole("num_requests", num_requests, 1, MAX_REQUESTS)
+        whole("block_size", block_size, 1, MAX_TOKENS)
+        choose("dispatch", dispatch, DISPATCHES)
+        real("rate", rate, MIN_RATE, self.MAX_RATE)
+        return self._draw(rng, num_requests, rate, (num_requests, block_size, dispatch))
+
+    def _draw(
+        self, rng: np.random.Generator, num_requests: int, rate: float, episode: Episode
+    ) -> PrefixRequests:
+        """`draw` with checked arguments."""
+        raise NotImplementedError
 
 
 class _Tree(NamedTuple):
@@ -143,15 +161,6 @@ class _Tree(NamedTuple):
         return starts, np.stack([first[at], blocks], axis=1).astype(np.int32)
 
 
-def _check_draw(
-    num_requests: int, rate: Any, block_size: int, dispatch: str, most: float = LARGEST
-) -> None:
-    whole("num_requests", num_requests, 1, MAX_REQUESTS)
-    whole("block_size", block_size, 1, MAX_TOKENS)
-    choose("dispatch", dispatch, DISPATCHES)
-    real("rate", rate, MIN_RATE, most)
-
-
 class _Content(NamedTuple):
     """Requests with their contents, from which an episode is picked.
 
@@ -178,11 +187,10 @@ class _Content(NamedTuple):
         row: np.ndarray,
         copy: np.ndarray,
         arrival_s: np.ndarray,
-        num_requests: int,
-        block_size: int,
-        dispatch: str,
+        episode: Episode,
     ) -> PrefixRequests:
         """The first of the given requests in time, each a row of a copy."""
+        num_requests, block_size, dispatch = episode
         order = np.lexsort((row, copy, arrival_s))[:num_requests]
         row, copy, arrival_s = row[order], copy[order], arrival_s[order]
         rows = len(self.session)
@@ -279,7 +287,7 @@ def _recorded(
     return content, np.flatnonzero(kept)
 
 
-class SuperposedTrace:
+class SuperposedTrace(PrefixWorkload):
     """A recorded hour, or several shifted copies of it at the same time.
 
     Each copy begins at a random moment of the trace and goes round. Its content is its own, except
@@ -294,6 +302,8 @@ class SuperposedTrace:
         output_reuse: Whether outputs are repeated in the session's next prompt, see `PrefixTrace`.
         split: ``"train"``, ``"val"``, ``"eval"`` or ``"all"``, see `SPLITS`.
     """
+
+    MAX_RATE = MAX_RATES["mooncake"]
 
     def __init__(
         self,
@@ -313,16 +323,9 @@ class SuperposedTrace:
         self._times = times
         self._period_s = float(times[-1]) * len(times) / max(len(times) - 1, 1)
 
-    def draw(
-        self,
-        rng: np.random.Generator,
-        num_requests: int,
-        rate: float,
-        block_size: int,
-        dispatch: str = "think",
+    def _draw(
+        self, rng: np.random.Generator, num_requests: int, rate: float, episode: Episode
     ) -> PrefixRequests:
-        """See :meth:`PrefixWorkload.draw`."""
-        _check_draw(num_requests, rate, block_size, dispatch, MAX_RATES["mooncake"])
         share = rate * self._period_s / len(self._times)
         copies = int(np.ceil(share))
         begin = rng.random(copies) * self._period_s
@@ -346,13 +349,11 @@ class SuperposedTrace:
                 arrival_s = np.concatenate([part[1] for part in parts])
                 # Each time round the content is new.
                 copy = np.concatenate([part[2] * passes + part[3] for part in parts])
-                return self._content.episode(
-                    row, copy, arrival_s, num_requests, block_size, dispatch
-                )
+                return self._content.episode(row, copy, arrival_s, episode)
             span *= 1.5
 
 
-class RecordedSessions:
+class RecordedSessions(PrefixWorkload):
     """Recorded sessions, drawn at random, that start by a Poisson process.
 
     Sessions under way at the beginning of the episode go on from where they are. With dispatch
@@ -368,6 +369,8 @@ class RecordedSessions:
         warm_prefix: Share of the tool definitions and system prompt that is common to all sessions.
             The recording has no content shared by sessions; kv-cache-tester replays it with 0.5.
     """
+
+    MAX_RATE = MAX_RATES["agents"]
 
     def __init__(
         self,
@@ -392,16 +395,9 @@ class RecordedSessions:
         self._time_s = at - np.repeat(np.minimum.reduceat(at, first), self._requests)
         self._duration_s = np.maximum.reduceat(self._time_s, first)
 
-    def draw(
-        self,
-        rng: np.random.Generator,
-        num_requests: int,
-        rate: float,
-        block_size: int,
-        dispatch: str = "think",
+    def _draw(
+        self, rng: np.random.Generator, num_requests: int, rate: float, episode: Episode
     ) -> PrefixRequests:
-        """See :meth:`PrefixWorkload.draw`."""
-        _check_draw(num_requests, rate, block_size, dispatch, MAX_RATES["agents"])
         span = 1.2 * num_requests / rate
         while True:
             # Starts of each session that leave a part of it in the episode.
@@ -416,14 +412,8 @@ class RecordedSessions:
             arrival_s = start_s[copy] + self._time_s[at]
             shown = (arrival_s >= 0) & (arrival_s < span)
             if int(shown.sum()) >= num_requests:
-                return self._content.episode(
-                    self._rows[at[shown]],
-                    copy[shown],
-                    arrival_s[shown],
-                    num_requests,
-                    block_size,
-                    dispatch,
-                )
+                row = self._rows[at[shown]]
+                return self._content.episode(row, copy[shown], arrival_s[shown], episode)
             span *= 1.5
 
 
@@ -434,7 +424,7 @@ class _Sessions(NamedTuple):
     sent_s: np.ndarray
 
 
-class ChatSessions:
+class ChatSessions(PrefixWorkload):
     """Conversations whose turns repeat all before them; sessions start by a Poisson process.
 
     Lengths, the number of turns and the times between turns are drawn from laws fitted to
@@ -448,6 +438,8 @@ class ChatSessions:
         max_context: A session ends before the turn whose prompt and output would be longer; one
             whose first turn would be is left out; None sets no limit.
     """
+
+    MAX_RATE = MAX_RATES["sessions"]
 
     def __init__(self, system_tokens: int = 512, *, max_context: int | None = None) -> None:
         laws = read_fitted("chat-sessions.json", "chat_sessions")
@@ -467,16 +459,9 @@ class ChatSessions:
         sample = self._sessions(np.random.default_rng(0), np.zeros(20_000))
         self._mean_turns = len(sample.sent_s) / len(np.unique(sample.content.session))
 
-    def draw(
-        self,
-        rng: np.random.Generator,
-        num_requests: int,
-        rate: float,
-        block_size: int,
-        dispatch: str = "think",
+    def _draw(
+        self, rng: np.random.Generator, num_requests: int, rate: float, episode: Episode
     ) -> PrefixRequests:
-        """See :meth:`PrefixWorkload.draw`."""
-        _check_draw(num_requests, rate, block_size, dispatch, MAX_RATES["sessions"])
         span = 1.2 * num_requests / rate + 60.0
         while True:
             sessions = rng.poisson(rate / self._mean_turns * (CHAT_HISTORY_S + span))
@@ -485,9 +470,7 @@ class ChatSessions:
             shown = np.flatnonzero((sent_s >= 0) & (sent_s < span))
             if len(shown) >= num_requests:
                 copy = np.zeros(len(shown), dtype=np.int64)
-                return content.episode(
-                    shown, copy, sent_s[shown], num_requests, block_size, dispatch
-                )
+                return content.episode(shown, copy, sent_s[shown], episode)
             span *= 1.5
 
     def _sessions(self, rng: np.random.Generator, start_s: np.ndarray) -> _Sessions:
@@ -546,7 +529,7 @@ class ChatSessions:
         return _Sessions(content, sent_s[order])
 
 
-class Tenants:
+class Tenants(PrefixWorkload):
     """Groups of users; a group's prompts begin with its prefix, then comes a question.
 
     Requests come by a Poisson process and wait for none, so ``dispatch`` changes nothing. The
@@ -613,16 +596,10 @@ class Tenants:
                 "all groups are equally popular."
             )
 
-    def draw(
-        self,
-        rng: np.random.Generator,
-        num_requests: int,
-        rate: float,
-        block_size: int,
-        dispatch: str = "think",
+    def _draw(
+        self, rng: np.random.Generator, num_requests: int, rate: float, episode: Episode
     ) -> PrefixRequests:
-        """See :meth:`PrefixWorkload.draw`."""
-        _check_draw(num_requests, rate, block_size, dispatch)
+        _, block_size, _ = episode
         work = np.cumsum(rng.standard_exponential(num_requests))
         per_s, seconds = self._stages.T * np.array([[rate], [1.0]])
         done = np.concatenate([[0.0], np.cumsum(per_s * seconds)])

@@ -12,7 +12,7 @@ elsewhere; ``make_toy_activations`` gives a small synthetic set for tests.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -28,10 +28,9 @@ from servegym.envs.workloads.expert_sets import (
     popcounts,
     unpack_sets,
 )
-from servegym.envs.workloads.files import DATA_DIR, read_arrays, read_json
+from servegym.envs.workloads.files import DATA_DIR, checked, frozen, read_arrays, read_json
 from servegym.envs.workloads.moe_models import (
     MoeModel,
-    frozen,
     list_models,
     load_model,
     rebuild,
@@ -115,19 +114,18 @@ class Activations:
         size, layers, experts = prompts[0], self.model.num_moe_layers, self.model.experts
         values = {
             "tasks": tasks,
-            "tokens": _checked("tokens", self.tokens, prompts, 1, None, np.int32),
-            "task": _checked("task", self.task, prompts, 0, len(tasks) - 1, np.int16),
-            "split": _checked("split", self.split, prompts, 0, 2, np.int8),
-            "counts": _checked("counts", self.counts, (size, layers, experts), 0, None, np.int32),
+            "tokens": checked("tokens", self.tokens, prompts, 1, None, np.int32),
+            "task": checked("task", self.task, prompts, 0, len(tasks) - 1, np.int16),
+            "split": checked("split", self.split, prompts, 0, 2, np.int8),
+            "counts": checked("counts", self.counts, (size, layers, experts), 0, None, np.int32),
         }
         if self.category is None:
             values["categories"], values["category"] = tasks, values["task"]
         else:
             names = _names("categories", self.categories)
             values["categories"] = names
-            values["category"] = _checked(
-                "category", self.category, prompts, 0, len(names) - 1, np.int16
-            )
+            last = len(names) - 1
+            values["category"] = checked("category", self.category, prompts, 0, last, np.int16)
         want = values["tokens"].astype(np.int64) * self.model.top_k
         bad = np.argwhere(values["counts"].sum(axis=2) != want[:, None])
         if len(bad):
@@ -203,22 +201,6 @@ def _names(argument: str, given: Any) -> tuple[str, ...]:
     if not names or len(set(names)) != len(names):
         raise ValueError(f"{argument}={names!r} must be at least one name, each once.")
     return names
-
-
-def _checked(
-    name: str, given: Any, shape: tuple[int, ...], low: int, high: int | None, dtype: Any
-) -> np.ndarray:
-    array = np.asarray(given)
-    if array.shape != shape:
-        raise ValueError(f"{name} has shape {array.shape}, it must be {shape}.")
-    if array.dtype.kind not in "iu":
-        raise ValueError(f"{name} has dtype {array.dtype}, it must be of whole numbers.")
-    top = int(np.iinfo(dtype).max) if high is None else high
-    bad = np.argwhere((array < low) | (array > top))
-    if len(bad):
-        place = tuple(int(i) for i in bad[0])
-        raise ValueError(f"{name}{list(place)}={array[place]} must be in [{low}, {top}].")
-    return frozen(array, dtype)
 
 
 def sample_tokens(
@@ -498,21 +480,13 @@ def sharpened(source: Activations, seed: int) -> Activations:
         times, rest = divmod(int(tokens), int(size))
         counts[p] = times * masks_to_counts(sets, model.experts)
         counts[p] += masks_to_counts(sets[:rest], model.experts)
-    return Activations(
+    return replace(
+        source,
         name=f"{source.name} (paper skew)",
-        model=model,
         kind="synthetic",
-        tasks=source.tasks,
-        task=source.task,
-        split=source.split,
-        tokens=source.tokens,
         counts=counts,
         bank=bank,
-        bank_start=source.bank_start,
-        embeddings=source.embeddings,
         provenance=dict(source.provenance) | {"seed": seed, "skew": "paper"},
-        categories=source.categories,
-        category=source.category,
     )
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from servegym._checks import choose, whole
 from servegym._files import MalformedFileError
-from servegym.envs.workloads.files import read_arrays, read_json
+from servegym.envs.workloads.files import checked, read_arrays, read_json
 
 SPLITS = ("train", "val", "eval")
 SPLIT_SHARES = (0.6, 0.1, 0.3)
@@ -63,17 +63,16 @@ class Catalog:
             raise ValueError(f"prompt_tokens has shape {prompts}, it must be (P,) with P >= 1.")
         table = (prompts[0], len(models))
         arrays = {
-            "prompt_tokens": _checked(
+            "prompt_tokens": checked(
                 "prompt_tokens", self.prompt_tokens, prompts, 1, None, np.int32
             ),
-            "scores": _checked("scores", self.scores, table, 0, 1, np.float32),
-            "output_tokens": _checked("output_tokens", self.output_tokens, table, 1, cap, np.int32),
-            "split": _checked("split", self.split, prompts, 0, 2, np.int8),
+            "scores": checked("scores", self.scores, table, 0, 1, np.float32),
+            "output_tokens": checked("output_tokens", self.output_tokens, table, 1, cap, np.int32),
+            "split": checked("split", self.split, prompts, 0, 2, np.int8),
         }
         ids = np.arange(prompts[0]) if self.prompt_ids is None else self.prompt_ids
-        arrays["prompt_ids"] = _checked("prompt_ids", ids, prompts, None, None, np.int64)
+        arrays["prompt_ids"] = checked("prompt_ids", ids, prompts, None, None, np.int64)
         for name, array in arrays.items():
-            array.setflags(write=False)
             object.__setattr__(self, name, array)
         object.__setattr__(self, "models", models)
         object.__setattr__(self, "max_output_tokens", cap)
@@ -121,37 +120,6 @@ class Catalog:
         for model in models:
             choose(f"catalog {self.name!r}: model", model, self.models)
         return np.array([self.models.index(model) for model in models], dtype=np.intp)
-
-
-def _checked(
-    name: str,
-    values: Any,
-    shape: tuple[int, ...],
-    low: float | None,
-    high: float | None,
-    dtype: type,
-) -> np.ndarray:
-    """Copy ``values`` to ``dtype`` after checking shape, finiteness, wholeness and range."""
-    array = np.asarray(values)
-    if array.shape != shape:
-        raise ValueError(f"{name} has shape {array.shape}, it must be {shape}.")
-    if array.dtype.kind not in "iuf":
-        raise ValueError(f"{name} has dtype {array.dtype}, it must be numeric.")
-    bad = ~np.isfinite(array)
-    problem = "it must be finite"
-    if not bad.any() and np.issubdtype(dtype, np.integer):
-        bad = array != np.floor(array)
-        problem = "it must be a whole number"
-    if not bad.any():
-        info = np.iinfo(dtype) if np.issubdtype(dtype, np.integer) else np.finfo(dtype)
-        least = info.min if low is None else low
-        most = info.max if high is None else high
-        bad = (array < least) | (array > most)
-        problem = f"it must be in [{least}, {most}]"
-    if bad.any():
-        where = tuple(int(i) for i in np.argwhere(bad)[0])
-        raise ValueError(f"{name}{list(where)} is {array[where]}, {problem}.")
-    return np.array(array, dtype=dtype, order="C")
 
 
 def make_split(groups: np.ndarray, seed: int) -> np.ndarray:

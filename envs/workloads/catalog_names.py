@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -13,36 +14,15 @@ from servegym.envs.workloads.mix_instruct import load_mix_instruct
 from servegym.envs.workloads.synthetic_catalog import synthetic_catalog
 
 
-@lru_cache(maxsize=4)
-def _packaged(name: str) -> Catalog:
-    return read_catalog(DATA_DIR / f"{name}.npz")
-
-
-def _load_alpaca(**kwargs: Any) -> Catalog:
-    mapping("catalog 'alpaca_eval_7b'", kwargs, ())
-    return _packaged("alpaca_eval_7b")
-
-
-def _load_synthetic(**kwargs: Any) -> Catalog:
-    mapping(
-        "catalog 'synthetic'", kwargs, ("num_models", "num_prompts", "seed", "max_output_tokens")
-    )
-    return synthetic_catalog(**kwargs)
-
-
-def _load_mix_instruct(**kwargs: Any) -> Catalog:
-    mapping(
-        "catalog 'mix_instruct'",
-        kwargs,
-        ("path", "models", "score", "tokenizer", "max_output_tokens", "seed"),
-    )
-    return load_mix_instruct(**kwargs)
+@lru_cache(maxsize=1)
+def _alpaca_eval() -> Catalog:
+    return read_catalog(DATA_DIR / "alpaca_eval_7b.npz")
 
 
 _LOADERS: dict[str, Callable[..., Catalog]] = {
-    "alpaca_eval_7b": _load_alpaca,
-    "mix_instruct": _load_mix_instruct,
-    "synthetic": _load_synthetic,
+    "alpaca_eval_7b": _alpaca_eval,
+    "mix_instruct": load_mix_instruct,
+    "synthetic": synthetic_catalog,
 }
 
 
@@ -67,4 +47,6 @@ def load_catalog(name: str, /, **kwargs: Any) -> Catalog:
         ValueError: An unknown name or argument, with the nearest valid one.
         MalformedFileError: A file that cannot be used.
     """
-    return _LOADERS[choose("catalog", name, list_catalogs())](**kwargs)
+    load = _LOADERS[choose("catalog", name, list_catalogs())]
+    mapping(f"catalog {name!r}", kwargs, inspect.signature(load).parameters)
+    return load(**kwargs)

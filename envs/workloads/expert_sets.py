@@ -1,4 +1,4 @@
-"""Expert sets as bit masks: counting, packing, drawing."""
+"""Expert sets as bit masks: counting, unpacking, drawing."""
 
 from __future__ import annotations
 
@@ -99,31 +99,13 @@ def masks_to_ids(masks: np.ndarray, top_k: int) -> np.ndarray:
     return ids
 
 
-def pack_sets(masks: np.ndarray, top_k: int) -> np.ndarray:
-    """Pack sets as ranks of combinations, in planes of bytes that compress well.
+def unpack_sets(planes: np.ndarray, experts: int, top_k: int) -> np.ndarray:
+    """Sets of ``top_k`` experts from ranks of combinations.
 
     The set c_1 < ... < c_k has the rank sum_j C(c_j, j) (the combinatorial number system).
 
     Args:
-        masks: uint64 (T, L), each with ``top_k`` bits.
-        top_k: At least 1; C(64, top_k) must fit in 4 bytes.
-
-    Returns:
-        uint8 (bytes, T, L), lowest byte first, without high planes that are 0 everywhere.
-    """
-    table = _binomials(top_k)
-    ids = masks_to_ids(masks, top_k)
-    ranks = sum(table[ids[..., j], j + 1] for j in range(top_k))
-    planes = np.stack([(ranks >> (8 * i)) & 255 for i in range(4)]).astype(np.uint8)
-    used = [i for i in range(4) if planes[i].any()]
-    return planes[: used[-1] + 1 if used else 1]
-
-
-def unpack_sets(planes: np.ndarray, experts: int, top_k: int) -> np.ndarray:
-    """Undo :func:`pack_sets`.
-
-    Args:
-        planes: uint8 (bytes, T, L).
+        planes: uint8 (bytes, T, L), the lowest byte of the ranks first.
         experts: E.
         top_k: Experts in each set.
 
@@ -138,7 +120,7 @@ def unpack_sets(planes: np.ndarray, experts: int, top_k: int) -> np.ndarray:
         rest |= plane.astype(np.int64) << (8 * i)
     if rest.size and rest.max() >= comb(experts, top_k):
         raise ValueError(f"rank {rest.max()} of a set must be below {comb(experts, top_k)}")
-    table = _binomials(top_k)
+    table = binomials(top_k)
     masks = np.zeros(rest.shape, dtype=np.uint64)
     for j in range(top_k, 0, -1):
         top = np.searchsorted(table[:, j], rest, side="right") - 1
@@ -147,5 +129,6 @@ def unpack_sets(planes: np.ndarray, experts: int, top_k: int) -> np.ndarray:
     return masks
 
 
-def _binomials(top_k: int) -> np.ndarray:
+def binomials(top_k: int) -> np.ndarray:
+    """C(n, j) of n = 0..63 experts and j = 0..top_k: int64 (64, top_k + 1)."""
     return np.array([[comb(n, j) for j in range(top_k + 1)] for n in range(MAX_EXPERTS)])

@@ -1,4 +1,4 @@
-"""Reading the packaged files of this folder; what cannot be read is refused with the fix."""
+"""Reading the packaged files of this folder, and checking arrays; errors say what to do."""
 
 from __future__ import annotations
 
@@ -58,3 +58,56 @@ def read_fitted(name: str, script: str) -> Any:
         MalformedFileError: If it cannot be read; says what to run.
     """
     return read_json(DATA_DIR / name, f"run `python -m servegym.envs.workloads.build.{script}`")
+
+
+def frozen(values: Any, dtype: Any) -> np.ndarray:
+    """A read-only array in C order, a copy where the given one is none."""
+    array = np.asarray(values)
+    if array.dtype != dtype or array.flags.writeable or not array.flags.c_contiguous:
+        array = np.array(array, dtype=dtype, order="C")
+        array.setflags(write=False)
+    return array
+
+
+def checked(
+    name: str,
+    values: Any,
+    shape: tuple[int, ...],
+    low: float | None,
+    high: float | None,
+    dtype: type,
+) -> np.ndarray:
+    """The values as a read-only array.
+
+    Args:
+        name: Of the field, for the message.
+        values: Numbers.
+        shape: Their shape.
+        low: Least that is allowed; None: what ``dtype`` holds.
+        high: Most that is allowed, likewise.
+        dtype: Of the array; the values of one of integers must be whole.
+
+    Raises:
+        ValueError: Naming the field and the place of what is wrong.
+    """
+    array = np.asarray(values)
+    if array.shape != shape:
+        raise ValueError(f"{name} has shape {array.shape}, it must be {shape}.")
+    if array.dtype.kind not in "iuf":
+        raise ValueError(f"{name} has dtype {array.dtype}, it must be numeric.")
+    whole = np.issubdtype(dtype, np.integer)
+    bad = ~np.isfinite(array)
+    problem = "it must be finite"
+    if not bad.any() and whole:
+        bad = array != np.floor(array)
+        problem = "it must be a whole number"
+    if not bad.any():
+        info = np.iinfo(dtype) if whole else np.finfo(dtype)
+        least = info.min if low is None else low
+        most = info.max if high is None else high
+        bad = (array < least) | (array > most)
+        problem = f"it must be in [{least}, {most}]"
+    if bad.any():
+        where = tuple(int(i) for i in np.argwhere(bad)[0])
+        raise ValueError(f"{name}{list(where)} is {array[where]}, {problem}.")
+    return frozen(array, dtype)

@@ -10,8 +10,9 @@ import numpy as np
 
 from servegym._checks import choose, real, whole
 from servegym.envs.workloads.expert_sets import MAX_EXPERTS
+from servegym.envs.workloads.files import frozen
 
-__all__ = ["MB", "MoeModel", "frozen", "list_models", "load_model", "rebuild", "values_of"]
+__all__ = ["MB", "MoeModel", "list_models", "load_model", "rebuild", "values_of"]
 
 MB = 2**20
 
@@ -24,15 +25,6 @@ def rebuild(cls: type, values: dict[str, Any]) -> Any:
 def values_of(record: Any) -> dict[str, Any]:
     """The fields of a dataclass as they are."""
     return {name: getattr(record, name) for name in record.__dataclass_fields__}
-
-
-def frozen(values: Any, dtype: Any) -> np.ndarray:
-    """A read-only array in C order, a copy where the given one is none."""
-    array = np.asarray(values)
-    if array.dtype != dtype or array.flags.writeable or not array.flags.c_contiguous:
-        array = np.array(array, dtype=dtype, order="C")
-        array.setflags(write=False)
-    return array
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,12 +108,6 @@ class MoeModel:
     def token_bytes(self) -> int:
         """Bytes of one token vector between layers (hidden x 4 in ``gpt2-moe``, else x 2)."""
         return self.hidden * (4 if self.bytes_per_value == 4 else 2)
-
-    @property
-    def total_mb(self) -> float:
-        """All weights, MB of 2**20 bytes."""
-        routed = self.num_moe_layers * self.experts * self.expert_mb
-        return routed + float(self.non_expert_mb.sum()) + self.embedding_mb
 
 
 _SOURCE = "computed from the published architecture; "

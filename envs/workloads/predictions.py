@@ -20,7 +20,7 @@ import numpy as np
 from servegym._checks import choose, whole
 from servegym._files import MalformedFileError, write_atomic
 from servegym.envs.workloads.catalog import Catalog
-from servegym.envs.workloads.files import DATA_DIR, read_arrays
+from servegym.envs.workloads.files import DATA_DIR, checked, read_arrays
 
 QUANTITIES = ("score", "length")
 KINDS = ("confusion", "mean", "zero", "exact", "learned")
@@ -180,7 +180,7 @@ def write_table(
         arrays["provenance"] = np.array(json.dumps(dict(provenance), default=str))
     for quantity, array in values.items():
         choose("values key", quantity, QUANTITIES)
-        arrays[quantity] = _checked_values(np.asarray(array), catalog, quantity)
+        arrays[quantity] = _checked_values(array, catalog, quantity)
     if not values:
         raise ValueError(f"values is empty, it must have one of {list(QUANTITIES)}.")
     named: dict[str, Any] = arrays
@@ -234,18 +234,10 @@ def _confuse(
     return np.where((others == 0) & (first >= top3), neighbour, named)
 
 
-def _checked_values(array: np.ndarray, catalog: Catalog, quantity: str) -> np.ndarray:
+def _checked_values(values: Any, catalog: Catalog, quantity: str) -> np.ndarray:
+    most = 1 if quantity == "score" else catalog.max_output_tokens
     shape = (catalog.num_prompts, catalog.num_models)
-    most = 1.0 if quantity == "score" else float(catalog.max_output_tokens)
-    if array.shape != shape:
-        raise ValueError(f"{quantity} has shape {array.shape}, it must be {shape}.")
-    if array.dtype.kind not in "iuf":
-        raise ValueError(f"{quantity} has dtype {array.dtype}, it must be numeric.")
-    bad = ~((array >= 0) & (array <= most))  # NaN is bad too
-    if bad.any():
-        where = tuple(int(i) for i in np.argwhere(bad)[0])
-        raise ValueError(f"{quantity}{list(where)} is {array[where]}, it must be in [0, {most:g}].")
-    return array.astype(np.float32)
+    return checked(quantity, values, shape, 0, most, np.float32)
 
 
 def _read_table(path: str | os.PathLike[str], catalog: Catalog, quantity: str) -> np.ndarray:

@@ -150,25 +150,8 @@ def _packaged(name: str) -> PrefixTrace:
     return unpack(read_arrays(path, fix), about["layout"])
 
 
-def pack(trace: PrefixTrace) -> dict[str, np.ndarray]:
-    """Arrays of a trace as they are stored: whole milliseconds, blocks, distances."""
-    index = np.arange(trace.num_requests)
-    return {
-        "time_ms": np.rint(trace.time_s * 1e3).astype(np.int32),
-        "think_ms": np.rint(trace.think_s * 1e3).astype(np.int32),
-        "prompt_tokens": trace.prompt_tokens.astype(np.int32),
-        "output_tokens": trace.output_tokens.astype(np.uint16),
-        "source_back": np.where(trace.source < 0, 0, index - trace.source).astype(np.int32),
-        "after_back": np.where(trace.after < 0, 0, index - trace.after).astype(np.int32),
-        "shared_blocks": (-(-trace.shared_tokens // trace.block_size)).astype(np.uint16),
-        "repeats_output": trace.repeats_output,
-        "session": trace.session.astype(np.int32),
-        "system_tokens": trace.system_tokens.astype(np.uint16),
-    }
-
-
 def unpack(arrays: dict[str, np.ndarray], layout: dict[str, Any]) -> PrefixTrace:
-    """The trace that :func:`pack` stored; ``layout`` has its fields that are no arrays."""
+    """A trace as stored: whole milliseconds, blocks, distances back; ``layout`` has the rest."""
     index = np.arange(len(arrays["time_ms"]), dtype=np.int32)
     source, after = (
         np.where(arrays[name] == 0, -1, index - arrays[name]).astype(np.int32)

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, TextIO
 import numpy as np
 from numpy.typing import NDArray
 
+import servegym  # noqa: F401  registers the ids
 from servegym.baselines.policy_file import PolicyError
 from servegym.baselines.protocol import Policy
 from servegym.envs.families import Family, family_of

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from servegym.agents.lib.checkpoint import shipped, shipped_for
-from servegym.baselines.policy_file import policy_from_file
-from servegym.baselines.protocol import CallablePolicy, Policy, WrappedPolicy
+from servegym.baselines.policy_file import FilePolicy, policy_from_file
+from servegym.baselines.protocol import CallablePolicy, Policy
 from servegym.baselines.registry import describe_system, list_policies, make_policy
 from servegym.envs.families import FAMILIES, Family
 from servegym.experiments.evaluation.guest import TIME_LIMIT_S, GuestPolicy
@@ -130,7 +130,7 @@ def _is_own(policy: Policy) -> bool:
         module = getattr(getattr(sys.modules[module], "__spec__", None), "name", "")
     if module.partition(".")[0] != "servegym":
         return False
-    return not isinstance(policy, WrappedPolicy) or _is_own(policy.policy)
+    return not isinstance(policy, FilePolicy) or _is_own(policy.policy)
 
 
 def _checked(

@@ -61,7 +61,8 @@ from servegym.hardware_profiles.calibrate.kernel_tables import (
     OPS_PER_MODEL,
     read_ops,
 )
-from servegym.hardware_profiles.law import Profile, interpolate
+from servegym.hardware_profiles.interpolation import interpolate
+from servegym.hardware_profiles.law import Profile
 from servegym.hardware_profiles.load import load, unknown_name
 from servegym.hardware_profiles.schema import FORMAT
 

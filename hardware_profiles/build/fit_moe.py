@@ -39,7 +39,7 @@ from servegym.hardware_profiles.calibrate.fitting import (
     rounded,
 )
 from servegym.hardware_profiles.calibrate.kernel_tables import DENSE_OPS, read_ops
-from servegym.hardware_profiles.law import interpolate
+from servegym.hardware_profiles.interpolation import interpolate
 from servegym.hardware_profiles.load import unknown_name
 from servegym.hardware_profiles.moe import FORMAT, MoeLayer
 

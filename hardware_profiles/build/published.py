@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from servegym.hardware_profiles.calibrate.csv_tables import CsvTable
-from servegym.hardware_profiles.law import interpolate
+from servegym.hardware_profiles.interpolation import interpolate
 
 # LLMServingSim's kernel timings of the RTX 4090, below the folder of the published tables.
 REFERENCE_KERNELS = "llmservingsim/profiler/perf/RTX4090/meta-llama/Llama-3.1-8B/bf16/tp1"

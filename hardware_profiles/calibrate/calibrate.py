@@ -38,7 +38,8 @@ from servegym.hardware_profiles.calibrate.kernel_tables import (
     KernelTables,
     read_meta,
 )
-from servegym.hardware_profiles.law import Profile, interpolate, interpolate_2d
+from servegym.hardware_profiles.interpolation import interpolate, interpolate_2d
+from servegym.hardware_profiles.law import Profile
 from servegym.hardware_profiles.load import load
 from servegym.hardware_profiles.schema import FORMAT, read_json
 

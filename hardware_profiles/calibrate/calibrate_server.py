@@ -357,17 +357,7 @@ def calibrate_server(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line of ``servegym calibrate server``.
-
-    Args:
-        arguments: The command line; ``sys.argv`` by default.
-
-    Returns:
-        0.
-
-    Raises:
-        ValueError: If an argument or the file cannot be used.
-    """
+    """Command line of ``servegym calibrate server``; `ValueError` names what cannot be used."""
     parser = argparse.ArgumentParser(
         prog="servegym calibrate server",
         description="Fit a hardware profile (JSON) to timings of a running server (CSV).",

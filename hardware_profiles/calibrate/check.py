@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from servegym.hardware_profiles.calibrate.csv_tables import CsvTable
+from servegym.hardware_profiles.calibrate.fitting import error_quantiles
 from servegym.hardware_profiles.calibrate.kernel_tables import KernelTables
 from servegym.hardware_profiles.law import Profile
 
@@ -36,15 +37,7 @@ def _errors(pairs: Sequence[tuple[float, float]], at: str) -> dict[str, Any]:
             f"{at}: field 'time_us': the profile takes {middle:.3g} times as long; the times look "
             f"like {unit}, or are of another model: write microseconds"
         )
-    size = np.abs(ratio - 1.0)
-    median, p90, largest = np.quantile(size, [0.5, 0.9, 1.0])
-    return {
-        "points": int(size.size),
-        "mean_error": float(ratio.mean() - 1.0),
-        "median": float(median),
-        "p90": float(p90),
-        "max": float(largest),
-    }
+    return {"mean_error": float(ratio.mean() - 1.0), **error_quantiles(ratio - 1.0, digits=17)}
 
 
 def _inside(profile: Profile, sequences: float, tokens: float, context: float) -> bool:

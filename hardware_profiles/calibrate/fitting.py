@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from servegym.hardware_profiles.fleet import served_models
-from servegym.hardware_profiles.law import Estimator, Profile, interpolate
+from servegym.hardware_profiles.interpolation import interpolate
+from servegym.hardware_profiles.law import Estimator, Profile
 from servegym.hardware_profiles.load import unknown_name
 from servegym.hardware_profiles.schema import read_json
 

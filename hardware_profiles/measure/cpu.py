@@ -224,17 +224,7 @@ def _quantiles(times: np.ndarray) -> tuple[float, float, float]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line.
-
-    Args:
-        arguments: The command line; ``sys.argv`` by default.
-
-    Returns:
-        0.
-
-    Raises:
-        ValueError: If an argument cannot be used.
-    """
+    """Command line; `ValueError` names what cannot be used."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words[:1] == ["--worker"]:
         _worker(json.loads(words[1]))

@@ -22,7 +22,7 @@ import platform
 import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +37,10 @@ from servegym.hardware_profiles.load import unknown_name
 from servegym.hardware_profiles.measure.arguments import positive
 from servegym.hardware_profiles.measure.table import ResumableTable
 from servegym.hardware_profiles.measure.timing import progress, repeat
+from servegym.hardware_profiles.model_config import ModelShape, model_shape
 from servegym.hardware_profiles.schema import write_json
 
-__all__ = ["MODELS", "MOE_MODELS", "DenseShape", "MoeShape", "main", "measure_dense", "measure_moe"]
+__all__ = ["MODELS", "MOE_MODELS", "MoeShape", "main", "measure_dense", "measure_moe"]
 
 Step = Callable[[], Any]
 
@@ -81,34 +82,14 @@ SMALL_GRID = Grid(
 )
 
 
-@dataclass(frozen=True)
-class DenseShape:
-    """Shape of a dense decoder-only model with gated feed-forward layers."""
-
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_size: int
-    intermediate: int
-    vocabulary: int
-    grid: Grid = field(default=GRID, repr=False)
-
-    @property
-    def parameters(self) -> int:
-        """Weights of the model, embedding and head apart."""
-        attention = self.hidden * self.head_size * (2 * self.heads + 2 * self.kv_heads)
-        layer = attention + 3 * self.hidden * self.intermediate + 2 * self.hidden
-        return self.layers * layer + 2 * self.vocabulary * self.hidden + self.hidden
-
-
 MODELS = {
-    "llama-2-7b": DenseShape(32, 4096, 32, 32, 128, 11008, 32000),
-    "llama-3.1-8b": DenseShape(32, 4096, 32, 8, 128, 14336, 128256),
-    "mistral-7b": DenseShape(32, 4096, 32, 8, 128, 14336, 32000),
-    "qwen2.5-7b": DenseShape(28, 3584, 28, 4, 128, 18944, 152064),
-    "tiny": DenseShape(2, 1024, 8, 4, 64, 4096, 4096, SMALL_GRID),
+    "llama-2-7b": model_shape("llama-2-7b"),
+    "llama-3.1-8b": model_shape("llama-3.1-8b"),
+    "mistral-7b": model_shape("mistral-7b-v0.2"),
+    "qwen2.5-7b": model_shape("qwen2.5-7b"),
+    "tiny": ModelShape("tiny", "LlamaForCausalLM", 2, 1024, 8, 4, 64, 4096, 4096, tied=False),
 }
+"""Dense shapes; their own biases are not timed."""
 
 
 @dataclass(frozen=True)
@@ -143,12 +124,9 @@ class Clock:
         repeats: Most runs of a point.
         seconds: Time after which a point is not repeated any more.
         memory_bytes: Most memory for the tensors of a point.
-        seed: Of the random weights.
     """
 
-    def __init__(
-        self, device: str, repeats: int, seconds: float, memory_bytes: float, seed: int = 0
-    ) -> None:
+    def __init__(self, device: str, repeats: int, seconds: float, memory_bytes: float) -> None:
         self.device = torch.device(device)
         self.cuda = self.device.type == "cuda"
         self.dtype = torch.bfloat16 if self.cuda else torch.float32
@@ -159,7 +137,7 @@ class Clock:
         if self.cuda:
             facts = torch.cuda.get_device_properties(self.device)
             self.cache_bytes = int(getattr(facts, "L2_cache_size", 64 * 2**20))
-        self.generator = torch.Generator(self.device).manual_seed(seed)
+        self.generator = torch.Generator(self.device).manual_seed(0)
 
     def random(self, *shape: int, scale: float = 0.02) -> torch.Tensor:
         """Normal numbers of the device's working type."""
@@ -232,7 +210,7 @@ def _rotate(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.
     return torch.cat((first * cosine - second * sine, second * cosine + first * sine), -1)
 
 
-def _dense_steps(clock: Clock, shape: DenseShape) -> dict[str, Callable[[int], list[Step]]]:
+def _dense_steps(clock: Clock, shape: ModelShape) -> dict[str, Callable[[int], list[Step]]]:
     """For every op of ``dense.csv``: tokens to the steps to time."""
     h, f, d = shape.hidden, shape.intermediate, shape.head_size
     size = torch.finfo(clock.dtype).bits // 8
@@ -282,7 +260,7 @@ def _dense_steps(clock: Clock, shape: DenseShape) -> dict[str, Callable[[int], l
     }
 
 
-def _head_steps(clock: Clock, shape: DenseShape) -> dict[str, Callable[[int], list[Step]]]:
+def _head_steps(clock: Clock, shape: ModelShape) -> dict[str, Callable[[int], list[Step]]]:
     weight = clock.random(shape.vocabulary, shape.hidden)
 
     def head(sequences: int) -> list[Step]:
@@ -296,7 +274,7 @@ def _head_steps(clock: Clock, shape: DenseShape) -> dict[str, Callable[[int], li
     return {"lm_head": head, "sampler": sampler}
 
 
-def _chunk_steps(clock: Clock, shape: DenseShape, chunk: int, before: int) -> list[Step]:
+def _chunk_steps(clock: Clock, shape: ModelShape, chunk: int, before: int) -> list[Step]:
     """Attention of a prefill chunk over what came before it and, causally, over itself."""
     from torch.nn.attention.bias import causal_lower_right
 
@@ -311,7 +289,7 @@ def _chunk_steps(clock: Clock, shape: DenseShape, chunk: int, before: int) -> li
     return [lambda: attend(q, k, v, attn_mask=mask, enable_gqa=grouped)]
 
 
-def _decode_steps(clock: Clock, shape: DenseShape, decodes: int, context: int) -> list[Step]:
+def _decode_steps(clock: Clock, shape: ModelShape, decodes: int, context: int) -> list[Step]:
     """Attention of one new token a sequence; heads that share keys go in as a short query."""
     d, group = shape.head_size, shape.heads // shape.kv_heads
     q = clock.random(decodes, shape.kv_heads, group, d, scale=1.0)
@@ -324,7 +302,7 @@ def _decode_steps(clock: Clock, shape: DenseShape, decodes: int, context: int) -
     return [lambda k=k, v=v: attend(q, k, v) for k, v in caches]
 
 
-def _cut(clock: Clock, shape: DenseShape) -> Grid:
+def _cut(clock: Clock, shape: ModelShape, grid: Grid) -> Grid:
     """The grid without the longest contexts that the memory cap does not allow."""
     size = torch.finfo(clock.dtype).bits // 8
     weights = size * (2 * shape.vocabulary * shape.hidden + shape.parameters // shape.layers)
@@ -334,7 +312,6 @@ def _cut(clock: Clock, shape: DenseShape) -> Grid:
             f"{weights / 2**30:.3g}"
         )
     token = 2 * size * shape.kv_heads * shape.head_size
-    grid = shape.grid
     most = clock.memory_bytes / (2 * token * grid.decodes[-1])
     contexts = tuple(x for x in grid.contexts if x <= most)
     if len(contexts) < 3:
@@ -365,7 +342,7 @@ def measure_dense(name: str, folder: str | os.PathLike[str], clock: Clock) -> in
         ValueError: For an unknown shape, too little memory, or tables of something else.
     """
     shape = MODELS[name]
-    grid = _cut(clock, shape)
+    grid = _cut(clock, shape, SMALL_GRID if name == "tiny" else GRID)
     root = Path(folder)
     root.mkdir(parents=True, exist_ok=True)
     _describe(root, name, shape, clock)
@@ -419,7 +396,7 @@ def _slug(text: str) -> str:
     return re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-")
 
 
-def _describe(root: Path, name: str, shape: DenseShape, clock: Clock) -> None:
+def _describe(root: Path, name: str, shape: ModelShape, clock: Clock) -> None:
     """Write what is measured, and refuse to go on with a folder of another device or model."""
     size = torch.finfo(clock.dtype).bits // 8
     device = _device_name(clock)
@@ -592,17 +569,7 @@ def measure_moe(name: str, folder: str | os.PathLike[str], clock: Clock) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line.
-
-    Args:
-        arguments: The command line; ``sys.argv`` by default.
-
-    Returns:
-        0.
-
-    Raises:
-        ValueError: If an argument cannot be used, or there is no GPU.
-    """
+    """Command line; `ValueError` names what cannot be used."""
     parser = argparse.ArgumentParser(
         prog="servegym measure gpu",
         description="Time the kernels of a model shape with random weights through torch.",

@@ -462,17 +462,7 @@ def _pair(text: str) -> tuple[int, int]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line.
-
-    Args:
-        arguments: The command line; ``sys.argv`` by default.
-
-    Returns:
-        0.
-
-    Raises:
-        ValueError: If an argument cannot be used, or no request succeeds.
-    """
+    """Command line; `ValueError` names what cannot be used."""
     parser = argparse.ArgumentParser(
         prog="servegym measure server",
         description="Time streaming requests to a server that speaks OpenAI's protocol.",

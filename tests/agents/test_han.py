@@ -12,6 +12,8 @@ from servegym.baselines.llm_routing.latency import LatencyModel  # noqa: E402
 from servegym.baselines.llm_routing.system import RoutingSystem  # noqa: E402
 from servegym.envs.llm_routing.graph import EDGE_TYPES, NODE_TYPES, to_hetero_data  # noqa: E402
 
+from ..routing_systems import permuted as permuted_system  # noqa: E402
+
 
 def a_system():
     return RoutingSystem.from_kwargs(num_experts=4, running_capacity=3, waiting_capacity=2)
@@ -101,7 +103,7 @@ def permuted(obs, order):
 def test_permuting_experts_permutes_logits_and_values(random_obs):
     order, system = np.array([2, 0, 3, 1]), a_system()
     agent = an_agent()
-    other = sac_han.Agent(system.permuted(order))
+    other = sac_han.Agent(permuted_system(system, order))
     other.load_state_dict(agent.state_dict())
     obs = random_obs(3)
     mask = torch.tensor([[1, 1, 0, 1, 1]] * 3)

@@ -15,6 +15,7 @@ from servegym.baselines.llm_routing.features import privileged_inputs  # noqa: E
 from servegym.baselines.llm_routing.greedy_qos import PricedGreedy  # noqa: E402
 from servegym.baselines.llm_routing.system import RoutingSystem  # noqa: E402
 
+from ..routing_systems import permuted  # noqa: E402
 from .runs import assert_goes_on, lines  # noqa: E402
 
 
@@ -41,7 +42,7 @@ def an_agent():
 def test_experts_that_trade_places_trade_probabilities(random_obs):
     agent, system = an_agent()
     order = np.array([2, 0, 3, 1])
-    other = ppo_sets.Agent(system.permuted(order))
+    other = ppo_sets.Agent(permuted(system, order))
     weights = {k: v for k, v in agent.state_dict().items() if k != "law"}
     other.load_state_dict(weights, strict=False)
     obs = random_obs(5)

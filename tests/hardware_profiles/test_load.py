@@ -263,7 +263,7 @@ def test_fleets_have_twelve_experts_of_the_named_models():
     )
     for name in list_fleets():
         fleet = load_fleet(name)
-        assert len(fleet.experts) == 12 and len(set(fleet.models)) == 12
+        assert len(fleet.profiles) == 12 and len(set(fleet.models)) == 12
         assert fleet.models[:6] == models
         assert set(fleet.models) <= set(served_models())
 
@@ -283,16 +283,16 @@ def test_homogeneous_fleet_is_one_law():
 
 def test_served_model_sets_the_kv_memory():
     fleet = load_fleet("edge-6-homogeneous")
-    by_model = {e.model: e.profile for e in fleet.experts}
+    by_model = dict(zip(fleet.models, fleet.profiles, strict=True))
     # Same card: 32 KV heads take four times the bytes of 8, chatglm2's 2 a fraction.
     assert by_model["vicuna-7b-v1.5"].kv_bytes_per_token == 4 * 131_072
     assert by_model["chatglm2-6b"].kv_bytes_per_token == 28_672
     llama = by_model["Meta-Llama-3-8B-Instruct"]
     assert llama.kv_capacity_tokens == load(RTX).kv_capacity_tokens
     assert by_model["vicuna-7b-v1.5"].kv_capacity_tokens < llama.kv_capacity_tokens
-    for expert in fleet.experts:
-        assert expert.profile.kv_capacity_tokens % 16 == 0
-        assert expert.profile.decode_s(2, 500) == load(RTX).decode_s(2, 500)
+    for profile in fleet.profiles:
+        assert profile.kv_capacity_tokens % 16 == 0
+        assert profile.decode_s(2, 500) == load(RTX).decode_s(2, 500)
 
 
 def test_catalog_has_the_models():
@@ -473,8 +473,8 @@ def test_fleet_from_a_path(tmp_path):
     fleet = read_json(data_path("fleet-paper-linear.json"))
     fleet["experts"] = [{"profile": str(tmp_path / "mine.json"), "model": "my-model"}]
     write_json(fleet, tmp_path / "fleet.json")
-    expert = load_fleet(tmp_path / "fleet.json").experts[0]
-    assert (expert.model, expert.profile.name) == ("my-model", RTX)
+    loaded = load_fleet(tmp_path / "fleet.json")
+    assert (loaded.models, loaded.profiles[0].name) == (("my-model",), RTX)
 
 
 def test_weights_too_large_for_the_card_are_refused():

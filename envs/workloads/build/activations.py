@@ -35,7 +35,7 @@ from servegym.envs.workloads.activations import (
     sharpened,
     top_expert_share,
 )
-from servegym.envs.workloads.expert_sets import ids_to_masks, pack_sets
+from servegym.envs.workloads.expert_sets import binomials, ids_to_masks, masks_to_ids
 from servegym.envs.workloads.files import DATA_DIR
 from servegym.envs.workloads.synthetic_activations import mixtral_targets, solve_base
 
@@ -464,6 +464,24 @@ def shares(activations: Activations) -> dict[str, dict[str, float]]:
         skew: {name: round(share, 4) for name, share in top_expert_share(made).items()}
         for skew, made in both.items()
     }
+
+
+def pack_sets(masks: np.ndarray, top_k: int) -> np.ndarray:
+    """Pack sets as ranks of combinations, in planes of bytes that compress well: `unpack_sets`.
+
+    Args:
+        masks: uint64 (T, L), each with ``top_k`` bits.
+        top_k: At least 1; C(64, top_k) must fit in 4 bytes.
+
+    Returns:
+        uint8 (bytes, T, L), lowest byte first, without high planes that are 0 everywhere.
+    """
+    table = binomials(top_k)
+    ids = masks_to_ids(masks, top_k)
+    ranks = sum(table[ids[..., j], j + 1] for j in range(top_k))
+    planes = np.stack([(ranks >> (8 * i)) & 255 for i in range(4)]).astype(np.uint8)
+    used = [i for i in range(4) if planes[i].any()]
+    return planes[: used[-1] + 1 if used else 1]
 
 
 def write_activations(activations: Activations, folder: str | Path) -> list[Path]:

@@ -26,7 +26,6 @@ from servegym.envs.workloads.files import DATA_DIR
 from servegym.envs.workloads.prefix_traces import (
     PrefixTrace,
     load_prefix_trace,
-    pack,
     think_times,
 )
 
@@ -111,6 +110,23 @@ def read_source(name: str, folder: Path) -> PrefixTrace:
     """The trace of a packaged name from the raw files in ``folder``."""
     path = folder / SOURCES[name][0]
     return read_sessions(path) if name == "agents" else load_prefix_trace(path)
+
+
+def pack(trace: PrefixTrace) -> dict[str, np.ndarray]:
+    """Arrays of a trace as they are stored, see `unpack`."""
+    index = np.arange(trace.num_requests)
+    return {
+        "time_ms": np.rint(trace.time_s * 1e3).astype(np.int32),
+        "think_ms": np.rint(trace.think_s * 1e3).astype(np.int32),
+        "prompt_tokens": trace.prompt_tokens.astype(np.int32),
+        "output_tokens": trace.output_tokens.astype(np.uint16),
+        "source_back": np.where(trace.source < 0, 0, index - trace.source).astype(np.int32),
+        "after_back": np.where(trace.after < 0, 0, index - trace.after).astype(np.int32),
+        "shared_blocks": (-(-trace.shared_tokens // trace.block_size)).astype(np.uint16),
+        "repeats_output": trace.repeats_output,
+        "session": trace.session.astype(np.int32),
+        "system_tokens": trace.system_tokens.astype(np.uint16),
+    }
 
 
 def write_packed(name: str, trace: PrefixTrace, out: Path) -> None:

@@ -6,12 +6,14 @@ import pytest
 from servegym.baselines.llm_routing import fleet_features
 from servegym.baselines.llm_routing.features import impact_features
 from servegym.baselines.llm_routing.fleet_features import CONTEXT, INDEX, Fleet, fleet_of
-from servegym.baselines.llm_routing.lengths import ExpectedQos
+from servegym.baselines.llm_routing.latency import ExpectedQos
 from servegym.baselines.llm_routing.system import RoutingSystem
 from servegym.baselines.protocol import VALIDATION
 from servegym.envs.llm_routing import kernel
 from servegym.envs.llm_routing.config import build_problem, setting_problem
 from servegym.envs.llm_routing.core import RoutingBatch
+
+from .test_lengths import at_mean_lengths
 
 SOURCE = build_problem(view=kernel.GRAPH, fleet="random").fleets
 
@@ -68,8 +70,7 @@ def test_the_features_of_queues_are_the_slow_sums(stream):
     np.testing.assert_allclose(experts[..., 0], 10 * gain - 6.5, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(experts[..., 1], 10 * harm, rtol=1e-5, atol=1e-5)
     # At mean lengths, as `impact_features` has them from the observation with these.
-    mean = {**seen, **{k: v.astype(np.float64) for k, v in model.lengths.updated(seen).items()}}
-    of_expert, of_queued = impact_features(mean, model.model)
+    of_expert, of_queued = impact_features(at_mean_lengths(model.lengths, seen), model.model)
     np.testing.assert_allclose(experts[..., 4], 4 * of_expert[..., 0], rtol=1e-4, atol=1e-4)
     np.testing.assert_allclose(experts[..., 6], 8 * of_expert[..., 2], rtol=1e-4, atol=1e-4)
     scores = np.concatenate(

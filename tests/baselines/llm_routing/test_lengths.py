@@ -5,12 +5,13 @@ import dataclasses
 import numpy as np
 import pytest
 
-from servegym.baselines.llm_routing import RoutingSystem
-from servegym.baselines.llm_routing.latency import LatencyModel
-from servegym.baselines.llm_routing.lengths import ExpectedQos, LengthModel
-from servegym.baselines.llm_routing.system import TrainRequests, interpolate
+from servegym.baselines.llm_routing import latency
+from servegym.baselines.llm_routing.latency import ExpectedQos, LatencyModel, LengthModel
+from servegym.baselines.llm_routing.system import TrainRequests
 from servegym.baselines.registry import make_policy
+from servegym.hardware_profiles.interpolation import along
 
+from ...routing_systems import linear_system
 from .test_heuristics import make_observation, make_system
 
 
@@ -20,50 +21,56 @@ def system_of(predicted, output, longest=10):
     blank = np.full_like(predicted, 0.5)
     train = TrainRequests(np.full(len(predicted), 20.0), blank, predicted, blank, output)
     law = [[0.01, 0, 0, 0]] * predicted.shape[1]
-    return RoutingSystem.from_linear(law, train=train, max_output_tokens=longest)
+    return linear_system(law, train=train, max_output_tokens=longest)
 
 
-def test_survival_by_hand():
+def rest(model, expert, predicted, emitted):
+    """Mean tokens left of an expert's answer of so many tokens."""
+    bucket = np.searchsorted(model.edges, predicted, side="right")
+    return model.left[expert, bucket, min(int(emitted), model.left.shape[2] - 1)]
+
+
+def at_mean_lengths(model, observation):
+    """The observation with mean lengths in the place of the predicted ones, one by one."""
+    seen = {key: value.astype(np.float64) for key, value in observation.items()}
+    for key in ("request", "running", "waiting"):
+        for place in np.ndindex(seen[key].shape[:-1]):
+            row = seen[key][place]
+            emitted = 0.0 if key == "request" else row[4]
+            row[2] = emitted + rest(model, place[1], row[2], emitted)
+    return seen
+
+
+def test_survival_by_hand(monkeypatch):
     # Predicted 3: 2, 2, 4, 8 tokens; predicted 8: 10 tokens. Other rows count for next to nothing.
     system = system_of([[3], [3], [3], [3], [8]], [[2], [2], [4], [8], [10]])
-    model = LengthModel(system, pooling=1e12)
+    monkeypatch.setattr(latency, "POOLING", 1e12)
+    model = LengthModel(system)
     # One row in five of all weighs as one row of the bucket: shares of 4 + 1 rows.
     shares = {2: (2 + 0.4) / 5, 4: (1 + 0.2) / 5, 8: (1 + 0.2) / 5, 10: 0.2 / 5}
     mean = sum(length * share for length, share in shares.items())
-    assert model.remaining(np.array([[3.0]]), np.array([[0.0]]))[0, 0] == pytest.approx(mean)
+    assert rest(model, 0, 3.0, 0.0) == pytest.approx(mean)
+    more = [sum(share for length, share in shares.items() if length > t) for t in range(11)]
+    assert model.survival[0, 0] == pytest.approx(more)
     # Two tokens have come and it goes on: 4, 8 or 10 in all, if not cut at 2.
-    more = {length: share for length, share in shares.items() if length > 2}
-    rest = sum((k - 2) * share for k, share in more.items()) / sum(more.values())
-    seen = np.array([[3.2]]), np.array([[2.0]])
-    assert model.remaining(*seen)[0, 0] == pytest.approx(rest)
-    within = [model.finishes_within(*seen, np.array([[k]]))[0, 0] for k in (0, 1.9, 2, 6, 7, 8, 99)]
-    four, eight = more[4] / sum(more.values()), more[8] / sum(more.values())
-    assert within == pytest.approx([0, 0, four, four + eight, four + eight, 1, 1])
-    # Buckets of whole lengths: below 5.5 and above.
-    both = model.bucket_probabilities(*seen)[0, 0]
-    assert both == pytest.approx([four, 1 - four])
-    assert model.bucket_probabilities(seen[0], np.array([[0.0]]))[0, 0, 0] == pytest.approx(
-        shares[2] + shares[4]
-    )
+    left = sum((k - 2) * share for k, share in shares.items() if k > 2)
+    assert rest(model, 0, 3.2, 2.0) == pytest.approx(left / more[2])
     # Beyond the longest answer nothing is known: a token more, and it ends.
-    assert model.remaining(np.array([[3.0]]), np.array([[10.0]])) == 1.0
-    assert model.finishes_within(np.array([[3.0]]), np.array([[12.0]]), np.array([[1.0]])) == 1.0
+    assert rest(model, 0, 3.0, 10.0) == 1.0
 
 
-def test_experts_share_what_they_lack_and_learn_of_their_own():
+def test_experts_share_what_they_lack_and_learn_of_their_own(monkeypatch):
     predicted = np.full((40, 2), 5.0)
     output = np.stack([np.full(40, 3.0), np.full(40, 9.0)], axis=1)
-    zero = np.zeros((1, 2, 1))
     for pooling, first in ((1e-6, 3.0), (1e9, 6.0), (40.0, 4.5)):
-        model = LengthModel(system_of(predicted, output), pooling=pooling)
-        mean = model.remaining(zero + 5.0, zero)[0, :, 0]
+        monkeypatch.setattr(latency, "POOLING", pooling)
+        model = LengthModel(system_of(predicted, output))
+        mean = [rest(model, n, 5.0, 0.0) for n in range(2)]
         assert mean == pytest.approx([first, 12 - first], abs=1e-3)
     blind = LengthModel(system_of(predicted * 0, output))  # nothing predicts lengths
-    assert blind.remaining(zero, zero)[0, :, 0] == pytest.approx([5.5, 5.5])
+    assert [rest(blind, n, 0.0, 0.0) for n in range(2)] == pytest.approx([5.5, 5.5])
     many = LengthModel(make_system())  # predictions of 200 values
-    assert many.mass.shape == (6, 10, 301) and np.allclose(many.mass.sum(-1), 1)
-    with pytest.raises(ValueError, match="pooling"):
-        LengthModel(make_system(), pooling=0.0)
+    assert many.survival.shape == (6, 10, 301) and np.allclose(many.survival[..., 0], 1)
 
 
 @pytest.mark.parametrize("limit", [0.018, 0.024, 0.032])
@@ -75,15 +82,15 @@ def test_expected_qos_is_the_sum_over_all_lengths(limit):
     train = dataclasses.replace(exact.train, predicted_lengths=rough)
     system = dataclasses.replace(exact, train=train)
     expected, estimates = ExpectedQos(system), LatencyModel(system, overrun=0.0)
-    lengths = expected.lengths
     observation, _ = make_observation(np.random.default_rng(8), 4, limit=limit)
     observation["running"][..., 4] = np.floor(observation["running"][..., 4])
     gain, harm, estimate = expected(observation)
-    seen = lengths.updated(observation)
+    seen = at_mean_lengths(expected.lengths, observation)
     assert np.array_equal(estimate.with_new, estimates.estimate(seen).with_new, equal_nan=True)
 
     def chance(n, latency, predicted, mean, g, elapsed, decode):
-        mass = lengths.mass[n, lengths.bucket(np.array(predicted))].copy()
+        bucket = np.searchsorted(expected.lengths.edges, predicted, side="right")
+        mass = -np.diff(expected.lengths.survival[n, bucket], prepend=1.0)
         length = np.arange(mass.size)
         mass[length <= g] = 0.0
         if mass.sum() == 0.0:  # longer than all in training: one more token
@@ -100,9 +107,7 @@ def test_expected_qos_is_the_sum_over_all_lengths(limit):
             prompt, score, predicted = (float(x) for x in observation["request"][b, n])
             mean = float(seen["request"][b, n, 2])
             decode = [
-                interpolate(
-                    [prompt + mean / 2], system.context_tokens, system.decode_s[n, min(k, 5)]
-                )[0]
+                along(system.context_tokens, system.decode_s[n, min(k, 5)], [prompt + mean / 2])[0]
                 for k in (held, held + 1)
             ]
             late = estimate.with_new[b, n]

@@ -434,8 +434,6 @@ def test_production_stack_kv_needs_nearly_the_whole_prompt():
         # 10 is not above 2 (4 + 1); 9 - 2 is below 8.
         (Aibrix(sigma=9), [10, 1, 1], [160, 80, 16], {0}),
         (Aibrix(sigma=9), [7, 0, 0], [160, 80, 16], {0}),
-        (Aibrix.absolute(), [8, 8, 0], [160, 80, 16], {0}),
-        (Aibrix.absolute(), [9, 9, 0], [160, 80, 16], {2}),
         (Aibrix.documented(), [16, 16, 0], [160, 80, 16], {0}),
         (Aibrix.documented(), [17, 17, 0], [160, 80, 16], {2}),
         # Out of balance and no match among the least loaded.

@@ -7,11 +7,13 @@ from hypothesis import strategies as st
 from numba import njit
 
 from servegym.envs.prefix_routing.gateway import (
+    GROWING,
     INDEXES,
-    allocate,
+    blank,
     gateway_config,
     load,
     prompts,
+    sizes,
 )
 from servegym.envs.prefix_routing.kernel.gateway import (
     COMPLETION,
@@ -91,6 +93,18 @@ class Script:
         news = np.array(self.news, NEWS_RECORD) if self.news else np.zeros(1, NEWS_RECORD)
         run(g, row, np.array(self.steps, np.float64), news, events, outputs, seen, asked)
         return seen, asked
+
+
+def allocate(config, replicas, episodes):
+    """A gateway for each of the episodes, with room for any of them."""
+    g = blank(config, len(episodes), replicas, max(e.requests.num_requests for e in episodes))
+    wanted = [sizes(episode) for episode in episodes]
+    grown = {}
+    for name in GROWING:
+        array, most = getattr(g, name), max(each[name] for each in wanted)
+        if name != "key_of_id" or INDEXES[config["index"]] == "precise":
+            grown[name] = np.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, most)])
+    return g._replace(**grown)
 
 
 def requests_of(ids, prompt, output, block_size, session=None, tenant=None):
@@ -403,4 +417,4 @@ def test_requests_of_another_block_size_and_too_many_replicas_are_refused():
     with pytest.raises(ValueError, match="block_size=32"):
         prompts(config, CHAINS)
     with pytest.raises(ValueError, match="num_replicas=63"):
-        allocate(config, 63, [])
+        blank(config, 1, 63, 1)

@@ -132,7 +132,7 @@ def test_a_whole_trace_hits_what_its_ids_say(name):
     """In the recorded order a full block hits if its recorded id came before."""
     trace = load_prefix_trace(name)
     row = np.arange(trace.num_requests)
-    options = (row, np.zeros_like(row), trace.time_s, trace.num_requests, 512, "trace")
+    options = (row, np.zeros_like(row), trace.time_s, (trace.num_requests, 512, "trace"))
     recorded, _ = _recorded(trace, None, False, "all")
     hits = infinite_cache_hits(recorded.episode(*options).check(), recompute_last=False)
     assert np.array_equal(hits.blocks, trace.shared_tokens // 512)

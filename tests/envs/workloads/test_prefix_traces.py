@@ -12,7 +12,6 @@ from servegym.envs.workloads.files import read_fitted
 from servegym.envs.workloads.prefix_traces import (
     list_prefix_traces,
     load_prefix_trace,
-    pack,
     think_times,
 )
 
@@ -61,8 +60,8 @@ def test_packaged_traces_are_consistent(name):
 def test_packaged_traces_are_the_builders(name, measured):
     path = measured(*build.SOURCES[name][0].split("/"))
     raw = build.read_source(name, path.parent.parent)
-    packaged = pack(load_prefix_trace(name))
-    for field, array in pack(raw).items():
+    packaged = build.pack(load_prefix_trace(name))
+    for field, array in build.pack(raw).items():
         assert np.array_equal(array, packaged[field]), field
 
 

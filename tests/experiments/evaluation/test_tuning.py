@@ -26,13 +26,15 @@ from servegym.experiments.evaluation.tuning import (
     tune,
 )
 
+from ...routing_systems import linear_system
+
 SMALL = Budget(6, 2, 2, 2, 3, 60)
 
 
 def test_every_space_is_of_a_heuristic_and_starts_at_its_defaults():
     assert set(SPACES) <= set(heuristics()) and {"random", "token_jsq"} <= set(heuristics())
     assert not {"linucb", "rollout", "drop_all", "shortest_queue"} & set(heuristics())
-    system = llm_routing.RoutingSystem.from_linear([[0.01, 1e-4, 1e-6, 0.0]])
+    system = linear_system([[0.01, 1e-4, 1e-6, 0.0]])
     for name, axes in SPACES.items():
         named = [n for axis in axes for n in (getattr(axis, "names", None) or (axis.name,))]
         assert sorted(named) == sorted(DEFAULTS[name])
