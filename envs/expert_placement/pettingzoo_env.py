@@ -13,9 +13,14 @@ from gymnasium.utils import seeding
 from pettingzoo import ParallelEnv
 
 from servegym._checks import check_render_mode, flag
-from servegym.envs.expert_placement.core import PlacementEpisode, action_space, observation_space
+from servegym.envs.expert_placement.core import (
+    PlacementEpisode,
+    action_space,
+    check_action,
+    observation_space,
+)
 from servegym.envs.expert_placement.decode import repair_placement
-from servegym.envs.expert_placement.env import check_action, make_problem
+from servegym.envs.expert_placement.env import ExpertPlacementEnv
 
 NAME = "servegym/expert_placement-v0"
 
@@ -89,7 +94,7 @@ class ExpertPlacementParallelEnv(ParallelEnv):
                 "choose 'layer_budget', 'layer_height' or 'expert_score'."
             )
         self.shared_reward = flag("shared_reward", shared_reward)
-        self.problem = make_problem(kwargs)
+        self.problem = ExpertPlacementEnv.make_problem(kwargs)
         self.system = PlacementEpisode(self.problem)
         c = self.problem.cluster
         self.possible_agents = [f"server_{n}" for n in range(c.num_servers)]

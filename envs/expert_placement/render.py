@@ -35,14 +35,9 @@ def render(system: PlacementEpisode, mode: str) -> str | np.ndarray:
         Text, or uint8 pixels ``(540, 960, 3)``.
 
     Raises:
-        ValueError: ``mode`` is unknown.
         DependencyNotInstalled: pixels were asked for and matplotlib is missing.
     """
-    if mode == "ansi":
-        return _text(system)
-    if mode == "rgb_array":
-        return _pixels(system)
-    raise ValueError(f"mode={mode!r} is unknown; choose 'ansi' or 'rgb_array'.")
+    return _text(system) if mode == "ansi" else _pixels(system)
 
 
 def _words(system: PlacementEpisode) -> list[str]:

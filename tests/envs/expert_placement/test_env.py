@@ -163,9 +163,9 @@ def test_bad_actions_of_a_batch_are_refused_before_any_system_moves():
     ):
         with pytest.raises(ValueError, match=word):
             envs.step(action)
-        assert [env.unwrapped.system.epoch for env in envs.envs] == [0, 0]
+        assert [episode.epoch for episode in envs.batch.episodes] == [0, 0]
     envs.step(good)
-    assert [env.unwrapped.system.epoch for env in envs.envs] == [1, 1]
+    assert [episode.epoch for episode in envs.batch.episodes] == [1, 1]
 
 
 def test_key_figures_reach_the_information_of_vector_environments():
@@ -212,14 +212,16 @@ def test_whatever_is_chosen_no_token_is_lost_and_all_experts_serve(mode, source)
             move["migrate"] = 1
             observation = env.step(move)[0]
             cluster.check_placement(observation["placement"])
-            resident = env.system.simulator.placement()
+            resident = env.batch.episodes[0].simulator.placement()
             assert (resident.sum(axis=0) >= 1).all()
             used = resident.reshape(cluster.num_gpus, -1).sum(axis=1)
             assert (used <= cluster.slots + 1).all()
-        state = env.system.simulator.state
+        state = env.batch.episodes[0].simulator.state
         assert state.meta["fewest_copies"][0] >= 1, "at some instant an expert was nowhere"
         assert (state.gpu["peak"] <= cluster.slots + 1).all()
-        np.testing.assert_array_equal(env.system.simulator.placement(), observation["placement"])
+        np.testing.assert_array_equal(
+            env.batch.episodes[0].simulator.placement(), observation["placement"]
+        )
         log = env.request_log()
         tokens = prompts.tokens[log["prompt"]] + log["output_tokens"] - 1
         done = state.server["all_local_tokens"].sum() + state.server["all_remote_tokens"].sum()

@@ -31,7 +31,7 @@ def pixels():
 def test_the_text_says_who_holds_what():
     env = played(mode="ansi")
     text = env.render()
-    cluster, sim = env.problem.cluster, env.system.simulator
+    cluster, sim = env.problem.cluster, env.batch.episodes[0].simulator
     lines = text.splitlines()
     assert "edge_hetero, toy" in lines[0] and "decision 2 of 4" in lines[0]
     assert "1 changes" in lines[0] and f"{env.episode_kpis()['mean_latency_s']:.2f} s" in lines[0]
@@ -52,25 +52,27 @@ def test_the_local_ratio_is_that_of_each_epoch():
     for epoch in range(4):
         plan = np.zeros(env.action_space["plan"].shape, np.int8)
         env.step({"migrate": 0, "plan": plan})
-        server = env.system.simulator.state.server
+        server = env.batch.episodes[0].simulator.state.server
         now = np.array([server["all_local_tokens"], server["all_remote_tokens"]])
         local, remote = now - totals
         totals = now
-        np.testing.assert_allclose(env.system.local_ratio[epoch], local / (local + remote))
-        assert np.isnan(env.system.local_ratio[epoch + 1 :]).all()
+        np.testing.assert_allclose(
+            env.batch.episodes[0].local_ratio[epoch], local / (local + remote)
+        )
+        assert np.isnan(env.batch.episodes[0].local_ratio[epoch + 1 :]).all()
     state = env.clone_state()
     env.reset(seed=1)
-    assert np.isnan(env.system.local_ratio).all()
+    assert np.isnan(env.batch.episodes[0].local_ratio).all()
     env.restore_state(state)
-    np.testing.assert_allclose(env.system.local_ratio[3], local / (local + remote))
+    np.testing.assert_allclose(env.batch.episodes[0].local_ratio[3], local / (local + remote))
 
 
 def test_an_epoch_without_requests_has_no_ratio():
     env = ExpertPlacementEnv(**SHORT | {"mean_interarrival_s": 1e9, "model": "toy"})
     env.reset(seed=0)
     env.step({"migrate": 0, "plan": np.ones((3, 4), np.float32)})
-    assert np.isnan(env.system.local_ratio).all()
-    assert "·" in render(env.system, "ansi")
+    assert np.isnan(env.batch.episodes[0].local_ratio).all()
+    assert "·" in render(env.batch.episodes[0], "ansi")
 
 
 def test_colours_tell_held_missing_and_coming():
@@ -129,8 +131,6 @@ def test_without_a_mode_nothing_is_drawn():
     for make in (ExpertPlacementEnv, parallel_env):
         with pytest.raises(ValueError, match="rgb_array"):
             make(**SHORT, render_mode="human")
-    with pytest.raises(ValueError, match="ansi"):
-        render(env.system, "human")
 
 
 def test_the_command_writes_pictures(pixels, tmp_path):
