@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -379,9 +378,7 @@ class PlacementEpisode:
         """Copy the system."""
         return PlacementState(
             simulator=self.simulator.clone(),
-            requests=Requests(
-                *(getattr(self.requests, f.name).copy() for f in dataclasses.fields(Requests))
-            ),
+            requests=self.requests,
             env=np.array([(self.epoch, self.adopted, self.changed_s)], _POSITION),
             history=None if self.history is None else self.history.copy(),
             arrived=self.arrived.copy(),
