@@ -46,7 +46,7 @@ from servegym.agents.lib.run_log import RunLog, interval_passed
 from servegym.baselines.expert_placement.initial_placement import cluster_fingerprint
 from servegym.envs.expert_placement.config import LEARNING
 from servegym.envs.expert_placement.decode import HEIGHT_SPAN
-from servegym.envs.expert_placement.env import make_problem
+from servegym.envs.expert_placement.env import ExpertPlacementEnv
 
 
 @dataclass
@@ -204,7 +204,7 @@ def train(args: Args) -> Path:
     torch.manual_seed(args.seed)
     rng = np.random.default_rng(args.seed)
     envs = make_envs(args, args.num_envs, epochs=1, epoch_s=args.traffic_s)
-    problem = make_problem(settings)
+    problem = ExpertPlacementEnv.make_problem(settings)
     servers, layers = problem.cluster.num_servers, problem.cluster.layers
     if servers > 16:
         raise ValueError(f"set: a cluster of {servers} servers; up to 16 have rewards of their own")

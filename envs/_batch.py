@@ -18,7 +18,7 @@ class Batch(Protocol):
 
     Attributes:
         observation: Buffers with a leading axis of B, an array or a dict of arrays.
-        action_mask: int8 ``(B, A)``.
+        action_mask: int8 ``(B, A)``; with A = 0 nothing is masked, and no information has a mask.
         out: float64 ``(B, T + 1)``: the T parts of the last reward, then whether the episode ended.
         terms: Names of the reward's parts, of the first ones if there are fewer names than parts.
     """
@@ -67,15 +67,15 @@ class BatchEnv(gym.Env):
     `BatchVectorEnv` takes the same parts.
 
     Attributes:
-        VIEW: What the kernel writes as observation.
-        BUILD: Keyword arguments -> problem; takes ``view`` too.
+        VIEW: What the kernel writes as observation, None where there is nothing to choose.
+        BUILD: Keyword arguments -> problem; takes ``view`` too, unless it is None.
         BATCH: Problem, number of systems -> `Batch`.
         OBSERVATION: Problem -> observation space of one system.
         ACTION: Problem -> action space of one system.
         ACTION_WORDS: Problem -> what the whole numbers mean, for messages.
     """
 
-    VIEW: ClassVar[int]
+    VIEW: ClassVar[int | None] = None
     BUILD: ClassVar[Callable[..., Any]]
     BATCH: ClassVar[Callable[..., Any]]
     OBSERVATION: ClassVar[Callable[[Any], spaces.Space]]
@@ -95,7 +95,7 @@ class BatchEnv(gym.Env):
         self.observation_space = parts.OBSERVATION(self.problem)
         self.action_space = parts.ACTION(self.problem)
         self._which = np.ones(1, dtype=np.int8)
-        self._action = np.zeros((1, *(self.action_space.shape or ())), dtype=np.int64)
+        self._action: Any = np.zeros((1, *(self.action_space.shape or ())), dtype=np.int64)
         self._finished = True
         self._make_views()
 
@@ -106,8 +106,9 @@ class BatchEnv(gym.Env):
         Raises:
             ValueError: an argument is unknown or has a bad value.
         """
-        keywords(cls.BUILD, kwargs, hidden=("view",))
-        return cls.BUILD(view=cls.VIEW, **kwargs)
+        view = {} if cls.VIEW is None else {"view": cls.VIEW}
+        keywords(cls.BUILD, kwargs, hidden=tuple(view))
+        return cls.BUILD(**view, **kwargs)
 
     @staticmethod
     def frame(batch: Any, row: int, mode: str) -> Any:
@@ -147,8 +148,7 @@ class BatchEnv(gym.Env):
         self.batch.draw(0, self.np_random)
         self.batch.begin(self._which)
         self._finished = False
-        info = {"action_mask": self._mask.copy(), **self.reset_info(self.batch, 0)}
-        return self._observation(), info
+        return self._observation(), {**self._mask_info(), **self.reset_info(self.batch, 0)}
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         """Apply the action and go on to the next decision.
@@ -163,15 +163,16 @@ class BatchEnv(gym.Env):
         self.batch.step(self._action, self._which)
         parts = self._out.tolist()
         terminated = parts.pop() != 0.0
-        info: dict[str, Any] = {
-            "action_mask": self._mask.copy(),
-            "reward_terms": dict(zip(self.batch.terms, parts, strict=False)),
-        }
+        info = self._mask_info()
+        info["reward_terms"] = dict(zip(self.batch.terms, parts, strict=False))
         self._add_info(info)
         if terminated:
             self._finished = True
             info["episode_kpis"] = self.batch.kpis(0)
         return self._observation(), sum(parts), terminated, False, info
+
+    def _mask_info(self) -> dict[str, Any]:
+        return {"action_mask": self._mask.copy()} if self._mask.size else {}
 
     def _observation(self) -> Any:
         views = self._views
@@ -208,7 +209,7 @@ class BatchEnv(gym.Env):
         if state.random is not None:
             self.np_random.bit_generator.state = state.random
         self._finished = state.finished
-        return self._observation(), {"action_mask": self._mask.copy()}
+        return self._observation(), self._mask_info()
 
     def render(self) -> Any:
         """The system now: text (ansi) or uint8 (H, W, 3) pixels (rgb_array)."""

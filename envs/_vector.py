@@ -71,11 +71,11 @@ class BatchVectorEnv(VectorEnv):
     def _make_batch(self) -> Any:
         return self.SINGLE.BATCH(self.problem, self.num_envs)
 
-    def _step_all(self, actions: np.ndarray) -> tuple[int, Any, np.ndarray | None]:
+    def _step_all(self, actions: Any) -> tuple[int, Any, np.ndarray | None]:
         """Step all systems: how many ended; copies of observation and mask, None: not yet made."""
         return self.batch.step(actions, self._which), None, None
 
-    def _check_actions(self, actions: Any) -> np.ndarray:
+    def _check_actions(self, actions: Any) -> Any:
         """The actions as `Batch.step` takes them; ValueError for a wrong shape or type."""
         actions = np.asarray(actions)
         shape = self.action_space.shape
@@ -143,12 +143,8 @@ class BatchVectorEnv(VectorEnv):
                 self._generators[row], self._seeds[row] = seeding.np_random(seeds[row])
         self._begin(which)
         self._begun = True
-        whole_batch = bool(which.all())
-        info = {
-            "action_mask": self.batch.action_mask * which[:, None].astype(np.int8),
-            "_action_mask": self._all if whole_batch else which.copy(),
-            **self._reset_info(which),
-        }
+        with_mask = self._all if which.all() else which.copy()
+        info = {**self._mask_info(with_mask), **self._reset_info(which)}
         return self._observation(), info
 
     def _begin(self, which: np.ndarray) -> None:
@@ -188,7 +184,7 @@ class BatchVectorEnv(VectorEnv):
         else:
             live = self._all
             ended, observation, mask = self._step_all(actions)
-        rewards = batch.out[:, 0].copy()
+        rewards = 0.0 + batch.out[:, 0]  # as `sum` begins in the single environment
         for column in range(1, batch.out.shape[1] - 1):
             rewards += batch.out[:, column]
         terminations = batch.out[:, -1] != 0.0
@@ -234,12 +230,7 @@ class BatchVectorEnv(VectorEnv):
         ``stepped`` have reward terms, ``ended`` key figures, ``masks`` (default: stepped) an
         action mask, of which ``mask`` is a copy.
         """
-        with_mask = stepped if masks is None else masks
-        if mask is None:
-            mask = self.batch.action_mask.copy()
-        if with_mask is not self._all:
-            mask *= with_mask[:, None]
-        info: dict[str, Any] = {"action_mask": mask, "_action_mask": with_mask}
+        info = self._mask_info(stepped if masks is None else masks, mask)
         if stepped is self._all or stepped.any():
             terms: dict[str, Any] = {}
             for column, name in enumerate(self.batch.terms):
@@ -260,6 +251,16 @@ class BatchVectorEnv(VectorEnv):
             info["episode_kpis"] = kpis
             info["_episode_kpis"] = ended.copy()
         return info
+
+    def _mask_info(self, which: np.ndarray, mask: np.ndarray | None = None) -> dict[str, Any]:
+        """The masks of the systems in ``which``, in ``mask`` if it is a copy of the batch's."""
+        if mask is None:
+            mask = self.batch.action_mask.copy()
+        if not mask.size:
+            return {}
+        if which is not self._all:
+            mask *= which[:, None]
+        return {"action_mask": mask, "_action_mask": which}
 
     def _reset_info(self, which: np.ndarray) -> dict[str, Any]:
         """What the systems in ``which`` that were just reset tell besides the mask."""

@@ -148,8 +148,8 @@ class MoeInfinity(KeepPlacement):
 
     Args:
         system: Not used.
-        cache: ``activation_aware``, ``lru`` or ``lfu``, see `simulator.make_plant`; default: that
-            of the class.
+        cache: ``activation_aware``, ``lru`` or ``lfu``, see `check_options`; default: that of
+            the class.
         router: Which server takes a request, see there; default: that of the class, or the
             environment's if it has none.
     """

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -35,7 +35,6 @@ class ModelTimes:
         expert_base_s, expert_token_s: time of one expert call is base + token * tokens.
         dense_base_s, dense_token_s: the same for the rest of a layer (attention, router, shared
             experts).
-        kind: ``measured``, ``fitted`` or ``derived``, and from what.
     """
 
     layers: int
@@ -49,54 +48,19 @@ class ModelTimes:
     expert_token_s: float
     dense_base_s: float
     dense_token_s: float
-    kind: str
 
 
-MODELS: dict[str, ModelTimes] = {
-    "deepseek-v2-lite": ModelTimes(
-        26,
-        64,
-        6,
-        2048,
-        17_301_504,
-        2.6e9,
-        0.30,
-        14e-6,
-        0.18e-6,
-        0.25e-3,
-        1.5e-6,
-        "derived from a measured Qwen3 expert table by weight size",
-    ),
-    "mixtral-8x7b": ModelTimes(
-        32,
-        8,
-        2,
-        4096,
-        352_321_536,
-        3.2e9,
-        0.70,
-        0.29e-3,
-        3.2e-6,
-        0.25e-3,
-        1.5e-6,
-        "fitted on A100",
-    ),
-    # Experts in MXFP4 (4.25 bits a value); the time per token grows with the arithmetic.
-    "gpt-oss-20b": ModelTimes(
-        24,
-        32,
-        4,
-        2880,
-        13_219_200,
-        3.6e9,
-        0.15,
-        14e-6,
-        0.52e-6,
-        0.25e-3,
-        1.5e-6,
-        "derived from deepseek-v2-lite by expert size",
-    ),
+# In the order of `ModelTimes`, but for the rest of a layer, which takes the same in all of them.
+_MODELS = {
+    # Derived from a measured Qwen3 expert table by weight size.
+    "deepseek-v2-lite": (26, 64, 6, 2048, 17_301_504, 2.6e9, 0.30, 14e-6, 0.18e-6),
+    # Fitted on A100.
+    "mixtral-8x7b": (32, 8, 2, 4096, 352_321_536, 3.2e9, 0.70, 0.29e-3, 3.2e-6),
+    # Derived from deepseek-v2-lite by expert size. Experts in MXFP4 (4.25 bits a value); the time
+    # per token grows with the arithmetic.
+    "gpt-oss-20b": (24, 32, 4, 2880, 13_219_200, 3.6e9, 0.15, 14e-6, 0.52e-6),
 }
+MODELS = {name: ModelTimes(*row, 0.25e-3, 1.5e-6) for name, row in _MODELS.items()}
 
 _MBPS = 1e6
 _PAPER: dict[str, Any] = {
@@ -173,26 +137,16 @@ class Cluster:
         gpus: GPUs of each server.
         slots: int64 ``(G,)`` experts that each GPU can hold (cap_{n,g}).
         gpu_server: int64 ``(G,)`` server of each GPU, non-decreasing.
-        bandwidth_bps: ``(N, N)`` bits/s of each ordered pair.
-        nic_bps: ``(N,)`` bits/s that a server sends.
-        latency_s: ``(N, N)`` delay of a message after it has left.
-        link_model: ``nic`` (one sending queue a server) or ``pairwise`` (one for each pair).
-        messages: ``per_expert`` or ``per_server``.
-        message_cost_s: fixed sending time of a message, h.
-        pcie_bytes_s: bytes/s between host and GPU, activations and weights.
-        pcie_latency_s: fixed delay of staging activations.
-        weight_bytes_s: bytes/s at which a GPU gets experts from host memory.
-        fetch_overhead_s: fixed time of getting one expert; None: a message cost for a fetch into a
-            cache, nothing for a load of a placement.
         host_slots: int64 ``(N,)`` experts that a server's host memory holds.
-        nvme_bytes_s: bytes/s at which a server reads the other experts into host memory.
         expert_base_s, expert_token_s: ``(G,)`` seconds: a call with x tokens takes base + token x.
         dense_base_s, dense_token_s: ``(N,)`` the same for the rest of a layer on the first GPU of
             the home server.
         activation_bytes: bytes of one token on a link, B.
         expert_bytes: bytes of one expert.
         layers, experts, top_k: L, E, k.
-        provenance: where the times come from.
+
+    The others are arguments of `build_cluster`: ``nic_bps`` ``(N,)``, ``bandwidth_bps`` and
+    ``latency_s`` ``(N, N)``, the rest as given.
     """
 
     model: str
@@ -220,7 +174,6 @@ class Cluster:
     layers: int
     experts: int
     top_k: int
-    provenance: dict[str, Any] = field(default_factory=dict)
 
     @property
     def num_servers(self) -> int:
@@ -231,16 +184,6 @@ class Cluster:
     def num_gpus(self) -> int:
         """G, over all servers."""
         return len(self.slots)
-
-    @property
-    def L(self) -> int:  # noqa: N802
-        """Mixture-of-experts layers."""
-        return self.layers
-
-    @property
-    def E(self) -> int:  # noqa: N802
-        """Routed experts a layer."""
-        return self.experts
 
     @property
     def cap(self) -> np.ndarray:
@@ -273,15 +216,10 @@ class Cluster:
         np.logical_or.at(view, self.gpu_server, np.asarray(placement, dtype=bool))
         return view
 
-    def check_placement(
-        self, placement: Any, argument: str = "placement", covered: bool = True
-    ) -> np.ndarray:
+    def check_placement(self, placement: Any, covered: bool = True) -> np.ndarray:
         """Return ``placement`` as uint8 ``(G, L, E)`` if it is feasible.
 
-        Args:
-            placement: the placement.
-            argument: what the message calls it.
-            covered: whether every expert must be on some GPU.
+        With ``covered`` every expert must be on some GPU.
 
         Raises:
             ValueError: wrong shape or entries, an expert on no GPU, or a GPU beyond its slots.
@@ -290,23 +228,23 @@ class Cluster:
         shape = (self.num_gpus, self.layers, self.experts)
         if z.shape != shape or z.dtype.kind not in "biu":
             raise ValueError(
-                f"{argument} must be an integer or boolean array of shape {shape} "
+                f"placement must be an integer or boolean array of shape {shape} "
                 f"(GPUs, layers, experts), got {z.shape} of {z.dtype}."
             )
         if z.size and (z.min() < 0 or z.max() > 1):
-            raise ValueError(f"{argument} must hold 0 and 1 only.")
+            raise ValueError("placement must hold 0 and 1 only.")
         used = z.reshape(len(z), -1).sum(axis=1, dtype=np.int64)
         full = np.flatnonzero(used > self.slots)
         if len(full):
             g = int(full[0])
             raise ValueError(
-                f"{argument}: GPU {g} would hold {used[g]} experts, it has {self.slots[g]} slots."
+                f"placement: GPU {g} would hold {used[g]} experts, it has {self.slots[g]} slots."
             )
         missing = np.argwhere(~z.any(axis=0))
         if covered and len(missing):
             layer, expert = missing[0].tolist()
             raise ValueError(
-                f"{argument}: {len(missing)} experts are on no GPU, the first is expert {expert} "
+                f"placement: {len(missing)} experts are on no GPU, the first is expert {expert} "
                 f"of layer {layer}."
             )
         return z.astype(np.uint8)
@@ -515,7 +453,6 @@ def build_cluster(
         layers=times.layers,
         experts=times.experts,
         top_k=times.top_k,
-        provenance={"times": times.kind},
     )
 
 

@@ -19,15 +19,10 @@ from servegym.envs.expert_placement.cluster import (
 )
 from servegym.envs.expert_placement.cluster import scenario as scenario_arguments
 from servegym.envs.expert_placement.simulator import (
-    CACHES,
-    MIGRATION_SOURCES,
-    SERVINGS,
     Forecast,
     Prompts,
-    check_execution,
-    check_replica_choice,
+    check_options,
     make_prompts,
-    resolve_router,
 )
 from servegym.envs.workloads.activations import (
     SKEWS,
@@ -49,9 +44,7 @@ MOST_TURNS = 1e9
 SPLITS = {"train": "val", "val": "train", "eval": "train"}
 
 # The small made-up model: about 1.5 places for each expert with the default GPUs.
-_TOY = ModelTimes(
-    4, 8, 2, 1024, 8_650_752, 0.0, 0.0027, 1e-3, 1e-5, 1e-3, 1e-6, "made up, for tests"
-)
+_TOY = ModelTimes(4, 8, 2, 1024, 8_650_752, 0.0, 0.0027, 1e-3, 1e-5, 1e-3, 1e-6)
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,9 +66,8 @@ class Problem:
         free_start: whether the first placement costs nothing.
         action_mode: one of `ACTION_MODES`.
         reward: one of `REWARDS`.
-        replica_choice, replica_candidates, migration_source: options of the simulator.
-        serving, cache: whether servers share experts or each caches its own.
-        router, execution: which server takes a request, and where its layers run.
+        replica_choice, replica_candidates, migration_source, serving, cache, router, execution:
+            options of the simulator, see `check_options`.
         forecast: what a controller expects of a request, from ``history_rows``.
         arguments: the arguments as given.
     """
@@ -124,15 +116,8 @@ def _load(model: str, skew: str, seed: int) -> tuple[Activations, Prompts]:
         found = make_toy_activations(prompts=60, seed=seed)
     else:
         found = load_activations(model, skew=skew, seed=seed)
-    prompts = make_prompts(
-        found.tokens,
-        found.counts,
-        found.bank,
-        found.bank_start,
-        found.model.experts,
-        found.model.top_k,
-    )
-    return found, prompts
+    arrays = found.tokens, found.counts, found.bank, found.bank_start
+    return found, make_prompts(*arrays, found.model.top_k)
 
 
 def _tasks(given: Any, activations: Activations) -> tuple[str, ...]:
@@ -219,6 +204,17 @@ def _rotate_s(given: Any, episode_s: float) -> float:
     return rotate
 
 
+def _router(router: Any, redirect: bool) -> Any:
+    """The router that both arguments name; ValueError if they name two."""
+    if not flag("redirect", redirect):
+        return router
+    if router not in ("home", "fewest_requests"):
+        raise ValueError(
+            f"redirect=True is the router 'fewest_requests'; router={router!r} is another one."
+        )
+    return "fewest_requests"
+
+
 def build_problem(
     *,
     scenario: str = "edge_hetero",
@@ -293,13 +289,16 @@ def build_problem(
         free_start=flag("free_start", free_start),
         action_mode=choose("action_mode", action_mode, ACTION_MODES),
         reward=choose("reward", reward, REWARDS),
-        replica_choice=check_replica_choice(replica_choice, cluster.messages),
-        replica_candidates=whole("replica_candidates", replica_candidates, 1),
-        migration_source=choose("migration_source", load["migration_source"], MIGRATION_SOURCES),
-        serving=choose("serving", serving, SERVINGS),
-        cache=choose("cache", cache, CACHES),
-        router=resolve_router(router, redirect),
-        execution=check_execution(execution, serving),
         forecast=_forecast(activations, history_rows, tokens),
         arguments=arguments,
+        **check_options(
+            cluster.messages,
+            replica_choice=replica_choice,
+            replica_candidates=replica_candidates,
+            migration_source=load["migration_source"],
+            serving=serving,
+            cache=cache,
+            router=_router(router, redirect),
+            execution=execution,
+        ),
     )

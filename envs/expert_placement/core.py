@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from gymnasium import spaces
+from gymnasium.vector.utils import create_empty_array
 
 from servegym.envs.expert_placement import decode
 from servegym.envs.expert_placement.config import Problem
@@ -23,7 +23,7 @@ MAX_SECONDS = 1e6
 MAX_REQUESTS = 1e6
 LEAST_LATENCY_S = 1e-3
 """What the logarithm of a latency is of at least, in seconds; a server without requests has it."""
-# Key figures of single servers are given for clusters of up to this many.
+# Key figures and parts of the reward are given by server for clusters of up to this many.
 MAX_LISTED_SERVERS = 16
 
 REQUEST_LOG = np.dtype(
@@ -38,6 +38,7 @@ REQUEST_LOG = np.dtype(
         ("output_tokens", "i4"),
     ]
 )
+_POSITION = np.dtype([("index", "i8"), ("adopted", "i8"), ("changed_s", "f8")])
 
 
 @dataclass
@@ -47,9 +48,7 @@ class PlacementState:
     Attributes:
         simulator: state arrays of the kernel.
         requests: the requests of the episode.
-        epoch: decisions made.
-        adopted: changes of placement adopted.
-        changed_s: time of the last one.
+        env: record of the decisions made, of the changes adopted and of the last one's time.
         history: ``(N, L, E)`` counts from before the start, None after the first change.
         arrived: ``(N,)`` requests that had arrived before the last epoch.
         local_ratio: ``(epochs, N)`` share of each epoch's tokens served where they arrived.
@@ -59,9 +58,7 @@ class PlacementState:
 
     simulator: Snapshot
     requests: Requests
-    epoch: int
-    adopted: int
-    changed_s: float
+    env: np.ndarray
     history: np.ndarray | None
     arrived: np.ndarray
     local_ratio: np.ndarray
@@ -105,6 +102,30 @@ def action_space(problem: Problem) -> spaces.Dict:
     else:
         plan = spaces.MultiBinary([c.num_gpus, c.layers, c.experts])
     return spaces.Dict({"migrate": spaces.Discrete(2), "plan": plan})
+
+
+def check_action(action: Any, space: Any) -> tuple[bool, np.ndarray]:
+    """Both parts of an action, the plan clipped to [0, 1].
+
+    Raises:
+        ValueError: naming the part, what was given and what is allowed.
+    """
+    if not isinstance(action, dict) or set(action) != {"migrate", "plan"}:
+        raise ValueError(f"action={action!r} must be a dict of 'migrate' and 'plan'.")
+    migrate = np.asarray(action["migrate"])
+    allowed = migrate.size == 1 and migrate.dtype.kind in "biu"
+    if not allowed or int(migrate.reshape(())) not in (0, 1):
+        raise ValueError(f"action['migrate']={action['migrate']!r} must be 0 (keep) or 1.")
+    plan = np.asarray(action["plan"])
+    shape = space["plan"].shape
+    if plan.shape != shape or plan.dtype.kind not in "biuf":
+        raise ValueError(
+            f"action['plan'] must be numbers of shape {shape}, got shape {plan.shape} and dtype "
+            f"{plan.dtype}."
+        )
+    if not np.isfinite(plan).all():
+        raise ValueError("action['plan'] must be finite.")
+    return bool(migrate.reshape(())), np.clip(plan, 0, 1)
 
 
 class PlacementEpisode:
@@ -189,10 +210,6 @@ class PlacementEpisode:
             "expert_score": decode.decode_scores,
         }[mode]
         return of(cluster, plan, self.counts(), self.simulator.target())
-
-    def step(self, migrate: bool, plan: np.ndarray) -> tuple[np.ndarray, bool, bool]:
-        """Adopt the plan or not, and advance by one epoch, see :meth:`advance`."""
-        return self.advance(self.decode(plan) if migrate else None)
 
     def advance(self, placement: np.ndarray | None) -> tuple[np.ndarray, bool, bool]:
         """Adopt a feasible placement, if one is given, and go on to the next decision.
@@ -361,12 +378,8 @@ class PlacementEpisode:
         """Copy the system."""
         return PlacementState(
             simulator=self.simulator.clone(),
-            requests=Requests(
-                *(getattr(self.requests, f.name).copy() for f in dataclasses.fields(Requests))
-            ),
-            epoch=self.epoch,
-            adopted=self.adopted,
-            changed_s=self.changed_s,
+            requests=self.requests,
+            env=np.array([(self.epoch, self.adopted, self.changed_s)], _POSITION),
             history=None if self.history is None else self.history.copy(),
             arrived=self.arrived.copy(),
             local_ratio=self.local_ratio.copy(),
@@ -389,8 +402,83 @@ class PlacementEpisode:
         self.requests = state.requests
         self.simulator.begin(state.requests, self._start)
         self.simulator.restore(state.simulator)
-        self.epoch, self.adopted = state.epoch, state.adopted
-        self.changed_s = state.changed_s
+        self.epoch, self.adopted, self.changed_s = state.env[0].item()
         self.history = None if state.history is None else state.history.copy()
         self.arrived = state.arrived.copy()
         self.local_ratio = state.local_ratio.copy()
+
+
+class PlacementBatch:
+    """B systems of one problem, advanced one after the other: a step of one is many events.
+
+    Attributes:
+        problem: what the systems share.
+        episodes: the systems.
+        observation: `observation_space` with a leading axis of B; written by every call.
+        action_mask: int8 ``(B, 0)``, nothing is masked.
+        out: float64 ``(B, T + 1)``: the servers' parts of the last reward, of more than
+            `MAX_LISTED_SERVERS` their sum; then whether the episode ended.
+        terms: names of these parts.
+        adopted: bool ``(B,)``, whether the last step adopted a change of placement.
+    """
+
+    def __init__(self, problem: Problem, num_rows: int) -> None:
+        self.problem = problem
+        self.episodes = [PlacementEpisode(problem) for _ in range(num_rows)]
+        servers = problem.cluster.num_servers
+        self.terms = (problem.reward,)
+        if servers <= MAX_LISTED_SERVERS:
+            self.terms = tuple(f"{problem.reward}_server_{n}" for n in range(servers))
+        self.observation: Any = create_empty_array(observation_space(problem), num_rows)
+        self.action_mask = np.zeros((num_rows, 0), dtype=np.int8)
+        self.out = np.zeros((num_rows, len(self.terms) + 1))
+        self.adopted = np.zeros(num_rows, dtype=bool)
+
+    def draw(self, row: int, random: np.random.Generator) -> None:
+        """Draw the next episode of a row and put it at its start."""
+        self.episodes[row].begin(random)
+
+    def begin(self, which: np.ndarray) -> None:
+        """Write the observations of the rows with ``which`` (int8 ``(B,)``) set."""
+        for row in np.flatnonzero(which).tolist():
+            for name, part in self.episodes[row].observation().items():
+                self.observation[name][row] = part
+
+    def step(self, actions: list[tuple[bool, np.ndarray]], which: np.ndarray) -> int:
+        """Advance the rows with ``which`` set by an epoch; B actions, see `check_action`.
+
+        Returns:
+            How many episodes ended.
+        """
+        rows = np.flatnonzero(which).tolist()
+        for row in rows:
+            episode, (migrate, plan) = self.episodes[row], actions[row]
+            area, self.adopted[row], ended = episode.advance(
+                episode.decode(plan) if migrate else None
+            )
+            parts = episode.rewards(area)
+            self.out[row, :-1] = parts if len(parts) == len(self.terms) else parts.sum()
+            self.out[row, -1] = ended
+        self.begin(which)
+        return int(self.out[rows, -1].sum())
+
+    def kpis(self, row: int) -> dict[str, float]:
+        """Key figures of the episode so far."""
+        return self.episodes[row].kpis()
+
+    def request_log(self, row: int) -> np.ndarray:
+        """One row per request that has arrived, see :data:`REQUEST_LOG`."""
+        return self.episodes[row].request_log()
+
+    def clone(self, row: int) -> PlacementState:
+        """Copy one system."""
+        return self.episodes[row].clone()
+
+    def restore(self, row: int, state: PlacementState) -> None:
+        """Put a copied system back in a row and write its observation."""
+        self.episodes[row].restore(state)
+        self.begin(np.arange(len(self.episodes)) == row)
+
+    def fresh_observation(self) -> dict[str, np.ndarray]:
+        """A copy of the observation."""
+        return {name: part.copy() for name, part in self.observation.items()}

@@ -4,31 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-import gymnasium as gym
-import numpy as np
-from gymnasium.error import ResetNeeded
-
-from servegym._checks import check_render_mode, flag, keywords
+from servegym.envs._batch import BatchEnv
 from servegym.envs.expert_placement.config import Problem, build_problem
 from servegym.envs.expert_placement.core import (
-    PlacementEpisode,
-    PlacementState,
+    PlacementBatch,
     action_space,
+    check_action,
     observation_space,
 )
 
 
-def make_problem(kwargs: dict[str, Any]) -> Problem:
-    """Check the names of ``kwargs`` and build the problem.
-
-    Raises:
-        ValueError: an argument is unknown or has a bad value.
-    """
-    keywords(build_problem, kwargs)
-    return build_problem(**kwargs)
-
-
-class ExpertPlacementEnv(gym.Env):
+class ExpertPlacementEnv(BatchEnv):
     """Decide every epoch which server holds which experts of a mixture-of-experts model.
 
     ## Description
@@ -141,119 +127,22 @@ class ExpertPlacementEnv(gym.Env):
     """
 
     metadata: dict[str, Any] = {"render_modes": ["ansi", "rgb_array"], "render_fps": 2}
+    BUILD = staticmethod(build_problem)
+    BATCH = PlacementBatch
+    OBSERVATION = staticmethod(observation_space)
+    ACTION = staticmethod(action_space)
+    problem: Problem
+    batch: PlacementBatch
 
-    def __init__(
-        self,
-        *,
-        render_mode: str | None = None,
-        validate: bool = False,
-        problem: Problem | None = None,
-        **kwargs: Any,
-    ) -> None:
-        if problem is not None and kwargs:
-            raise ValueError(f"give either problem or arguments, not both: {sorted(kwargs)}.")
-        self.render_mode = check_render_mode(render_mode, self.metadata["render_modes"])
-        self.validate = flag("validate", validate)
-        self.problem = make_problem(kwargs) if problem is None else problem
-        self.system = PlacementEpisode(self.problem)
-        self.observation_space = observation_space(self.problem)
-        self.action_space = action_space(self.problem)
-        self._finished = True
+    def _put_action(self, action: Any) -> None:
+        self._action = [check_action(action, self.action_space)]
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-        """Draw an episode and return its first observation."""
-        super().reset(seed=seed)
-        self.system.begin(self.np_random)
-        self._finished = False
-        return self._observation(), {}
+    def _add_info(self, info: dict[str, Any]) -> None:
+        info["adopted"] = bool(self.batch.adopted[0])
 
-    def step(
-        self, action: dict[str, Any]
-    ) -> tuple[dict[str, np.ndarray], float, bool, bool, dict[str, Any]]:
-        """Adopt the plan or keep the placement, and go on to the next epoch.
-
-        Raises:
-            ResetNeeded: the episode has ended, or none was begun.
-            ValueError: the action is no dict of ``migrate`` and a ``plan`` of the right shape.
-        """
-        if self._finished:
-            raise ResetNeeded("Cannot step: call reset() to begin an episode first.")
-        migrate, plan = check_action(action, self.action_space)
-        area, adopted, ended = self.system.step(migrate, plan)
-        terms = reward_terms(self.system.rewards(area), self.problem.reward)
-        info: dict[str, Any] = {"reward_terms": terms, "adopted": adopted}
-        if ended:
-            self._finished = True
-            info["episode_kpis"] = self.system.kpis()
-        return self._observation(), sum(terms.values()), ended, False, info
-
-    def _observation(self) -> dict[str, np.ndarray]:
-        observation = self.system.observation()
-        if self.validate and not self.observation_space.contains(observation):
-            raise AssertionError("an observation is outside its space")
-        return observation
-
-    def render(self) -> Any:
-        """The system as text or pixels; None without a ``render_mode``."""
-        if self.render_mode is None:
-            gym.logger.warn("render() needs render_mode='ansi' or 'rgb_array' given to make().")
-            return None
+    @staticmethod
+    def frame(batch: PlacementBatch, row: int, mode: str) -> Any:
+        """Who holds which experts and how much is served where it arrives, as text or pixels."""
         from servegym.envs.expert_placement.render import render
 
-        return render(self.system, self.render_mode)
-
-    def request_log(self) -> np.ndarray:
-        """One row per request that has arrived, see ``core.REQUEST_LOG``."""
-        return self.system.request_log()
-
-    def episode_kpis(self) -> dict[str, float]:
-        """Key figures of the current episode so far."""
-        return self.system.kpis()
-
-    def clone_state(self) -> PlacementState:
-        """An exact copy of the whole state, the random generator's included."""
-        state = self.system.clone()
-        state.random = self.np_random.bit_generator.state
-        state.finished = self._finished
-        return state
-
-    def restore_state(self, state: PlacementState) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-        """Go back to a cloned state; returns its observation and info like ``reset``."""
-        self.system.restore(state)
-        if state.random is not None:
-            self.np_random.bit_generator.state = state.random
-        self._finished = state.finished
-        return self._observation(), {}
-
-
-def reward_terms(rewards: np.ndarray, name: str) -> dict[str, float]:
-    """The servers' parts of the reward ``(N,)`` by name, or as one sum where there are many."""
-    if len(rewards) > 16:
-        return {name: float(rewards.sum())}
-    return {f"{name}_server_{n}": float(x) for n, x in enumerate(rewards)}
-
-
-def check_action(action: Any, space: Any) -> tuple[bool, np.ndarray]:
-    """Both parts of an action, the plan clipped to [0, 1].
-
-    Raises:
-        ValueError: naming the part, what was given and what is allowed.
-    """
-    if not isinstance(action, dict) or set(action) != {"migrate", "plan"}:
-        raise ValueError(f"action={action!r} must be a dict of 'migrate' and 'plan'.")
-    migrate = np.asarray(action["migrate"])
-    allowed = migrate.size == 1 and migrate.dtype.kind in "biu"
-    if not allowed or int(migrate.reshape(())) not in (0, 1):
-        raise ValueError(f"action['migrate']={action['migrate']!r} must be 0 (keep) or 1.")
-    plan = np.asarray(action["plan"])
-    shape = space["plan"].shape
-    if plan.shape != shape or plan.dtype.kind not in "biuf":
-        raise ValueError(
-            f"action['plan'] must be numbers of shape {shape}, got shape {plan.shape} and dtype "
-            f"{plan.dtype}."
-        )
-    if not np.isfinite(plan).all():
-        raise ValueError("action['plan'] must be finite.")
-    return bool(migrate.reshape(())), np.clip(plan, 0, 1)
+        return render(batch.episodes[row], mode)

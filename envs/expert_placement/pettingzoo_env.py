@@ -13,11 +13,20 @@ from gymnasium.utils import seeding
 from pettingzoo import ParallelEnv
 
 from servegym._checks import check_render_mode, flag
-from servegym.envs.expert_placement.core import PlacementEpisode, action_space, observation_space
+from servegym.envs.expert_placement.core import (
+    PlacementEpisode,
+    action_space,
+    check_action,
+    observation_space,
+)
 from servegym.envs.expert_placement.decode import repair_placement
-from servegym.envs.expert_placement.env import check_action, make_problem
+from servegym.envs.expert_placement.env import ExpertPlacementEnv
 
 NAME = "servegym/expert_placement-v0"
+# Numbers that a server sees: its own, the largest of its GPUs', and those that all see.
+_OF_SERVER = ("arrivals", "in_system", "link_backlog_s")
+_OF_GPUS = ("gpu_backlog_s", "loads_left")
+_OF_ALL = ("progress", "window_s")
 
 
 class ExpertPlacementParallelEnv(ParallelEnv):
@@ -89,46 +98,35 @@ class ExpertPlacementParallelEnv(ParallelEnv):
                 "choose 'layer_budget', 'layer_height' or 'expert_score'."
             )
         self.shared_reward = flag("shared_reward", shared_reward)
-        self.problem = make_problem(kwargs)
+        self.problem = ExpertPlacementEnv.make_problem(kwargs)
         self.system = PlacementEpisode(self.problem)
         c = self.problem.cluster
         self.possible_agents = [f"server_{n}" for n in range(c.num_servers)]
         self.agents: list[str] = []
-        whole = observation_space(self.problem)
+        whole: Any = observation_space(self.problem)
         self._inner = whole
         self.state_space = spaces.flatten_space(whole)
 
         def one(name: str, *shape: int) -> spaces.Space:
-            box = whole[name]
-            assert isinstance(box, spaces.Box)
-            return spaces.Box(0.0, float(box.high.max()), shape, np.float32)
+            return spaces.Box(0.0, float(whole[name].high.max()), shape, np.float32)
 
-        scalars = (
-            "memory loads_left gpu_backlog_s link_backlog_s in_system arrivals window_s progress"
-        ).split()
-        held: spaces.Space = spaces.Box(0, 1, (c.num_servers, c.layers, c.experts), np.int8)
-        self.observation_spaces = {
-            agent: spaces.Dict(
+        plan: Any = action_space(self.problem)["plan"]
+        self.observation_spaces, self.action_spaces = {}, {}
+        for agent in self.possible_agents:
+            self.observation_spaces[agent] = spaces.Dict(
                 {
                     "counts": one("counts", c.layers, c.experts),
-                    "held": held,
+                    "held": spaces.Box(0, 1, (c.num_servers, c.layers, c.experts), np.int8),
                     "seconds_per_token": one("seconds_per_token", 2),
                 }
-                | {name: one(name, 1) for name in scalars}
+                | {name: one(name, 1) for name in (*_OF_SERVER, *_OF_GPUS, *_OF_ALL, "memory")}
             )
-            for agent in self.possible_agents
-        }
-        plan = action_space(self.problem)["plan"]
-        assert isinstance(plan, spaces.Box)
-        self.action_spaces = {
-            agent: spaces.Dict(
+            self.action_spaces[agent] = spaces.Dict(
                 {
                     "migrate": spaces.Discrete(2),
                     "plan": spaces.Box(0.0, 1.0, plan.shape[1:], np.float32),
                 }
             )
-            for agent in self.possible_agents
-        }
         self._random: np.random.Generator | None = None
 
     def observation_space(self, agent: str) -> spaces.Space:
@@ -183,19 +181,17 @@ class ExpertPlacementParallelEnv(ParallelEnv):
         rewards = self.system.rewards(area)
         if self.shared_reward:
             rewards = np.full(len(rewards), rewards.sum())
-        agents = self.agents
+        agents, observations = self.agents, self._observations()
         infos: dict[str, Any] = {agent: {"adopted": adopted} for agent in agents}
         if ended:
-            for agent in agents:
-                infos[agent]["episode_kpis"] = self.system.kpis()
-        observations = self._observations()
-        if ended:
+            for info in infos.values():
+                info["episode_kpis"] = self.system.kpis()
             self.agents = []
         return (
             observations,
-            {agent: float(rewards[n]) for n, agent in enumerate(agents)},
-            {agent: ended for agent in agents},
-            {agent: False for agent in agents},
+            dict(zip(agents, rewards.tolist(), strict=True)),
+            dict.fromkeys(agents, ended),
+            dict.fromkeys(agents, False),
             infos,
         )
 
@@ -208,21 +204,14 @@ class ExpertPlacementParallelEnv(ParallelEnv):
             mine = cluster.gpu_server == n
             used = float((seen["memory"][mine] * cluster.slots[mine]).sum()) / cap[n]
             order = [n, *(m for m in range(cluster.num_servers) if m != n)]
-            scalars = {
-                "arrivals": seen["arrivals"][n],
-                "gpu_backlog_s": seen["gpu_backlog_s"][mine].max(),
-                "in_system": seen["in_system"][n],
-                "link_backlog_s": seen["link_backlog_s"][n],
-                "loads_left": seen["loads_left"][mine].max(),
-                "memory": min(used, 2.0),
-                "progress": seen["progress"][0],
-                "window_s": seen["window_s"][0],
-            }
-            parts = {
-                "counts": seen["counts"][n].copy(),
-                "held": held[order],
-                "seconds_per_token": seen["seconds_per_token"][n].copy(),
-            } | {name: np.array([value], np.float32) for name, value in scalars.items()}
+            numbers = {name: seen[name][n] for name in _OF_SERVER}
+            numbers |= {name: seen[name][mine].max() for name in _OF_GPUS}
+            numbers |= {name: seen[name][0] for name in _OF_ALL}
+            parts = {name: np.array([value], np.float32) for name, value in numbers.items()}
+            parts["memory"] = np.array([min(used, 2.0)], np.float32)
+            parts["held"] = held[order]
+            for name in ("counts", "seconds_per_token"):
+                parts[name] = seen[name][n].copy()
             found[agent] = dict(sorted(parts.items()))  # in the order of the space
         return found
 
@@ -241,9 +230,6 @@ class ExpertPlacementParallelEnv(ParallelEnv):
         from servegym.envs.expert_placement.render import render
 
         return render(self.system, self.render_mode)
-
-    def close(self) -> None:
-        """Nothing is held open."""
 
 
 def parallel_env(**kwargs: Any) -> ExpertPlacementParallelEnv:

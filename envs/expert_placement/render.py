@@ -7,6 +7,7 @@ of servers and layers.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 from gymnasium.error import DependencyNotInstalled
@@ -35,14 +36,9 @@ def render(system: PlacementEpisode, mode: str) -> str | np.ndarray:
         Text, or uint8 pixels ``(540, 960, 3)``.
 
     Raises:
-        ValueError: ``mode`` is unknown.
         DependencyNotInstalled: pixels were asked for and matplotlib is missing.
     """
-    if mode == "ansi":
-        return _text(system)
-    if mode == "rgb_array":
-        return _pixels(system)
-    raise ValueError(f"mode={mode!r} is unknown; choose 'ansi' or 'rgb_array'.")
+    return _text(system) if mode == "ansi" else _pixels(system)
 
 
 def _words(system: PlacementEpisode) -> list[str]:
@@ -134,6 +130,14 @@ def _pixels(system: PlacementEpisode) -> np.ndarray:
     return np.array(canvas.buffer_rgba(), dtype=np.uint8)[:, :, :3].copy()
 
 
+def _axes(figure, place: tuple[float, ...], title: str, xlabel: str, **look: Any) -> Any:
+    axis = figure.add_axes(place)
+    axis.set_title(title, loc="left", **{"fontsize": 8.5, "pad": 4} | look)
+    axis.tick_params(labelsize=7, colors=_SOFT, length=2)
+    axis.set_xlabel(xlabel, fontsize=7.5, color=_SOFT, labelpad=1)
+    return axis
+
+
 def _maps(figure, system: PlacementEpisode) -> None:
     cluster, sim = system.problem.cluster, system.simulator
     held, aims = cluster.server_view(sim.placement()), cluster.server_view(sim.target())
@@ -142,20 +146,17 @@ def _maps(figure, system: PlacementEpisode) -> None:
     used = np.bincount(cluster.gpu_server, sim.state.gpu["used"], servers)
     width = 0.95 / servers
     for n in range(servers):
-        axis = figure.add_axes((0.045 + n * width, 0.395, width - 0.035, 0.47))
         colours = expert_colours(held[n], aims[n] & ~held[n], counts[n])
-        axis.imshow(colours, aspect="auto", interpolation="nearest")
-        axis.set_title(
+        axis = _axes(
+            figure,
+            (0.045 + n * width, 0.395, width - 0.035, 0.47),
             f"server {n}: {cluster.gpus[n]} GPU{'s' * (cluster.gpus[n] > 1)}, "
             f"{int(used[n])}/{int(cluster.cap[n])} slots, "
             f"{int(sim.state.server['in_system'][n])} in system",
-            fontsize=8.5,
+            "expert",
             color=_LINES[n],
-            loc="left",
-            pad=4,
         )
-        axis.tick_params(labelsize=7, colors=_SOFT, length=2)
-        axis.set_xlabel("expert", fontsize=7.5, color=_SOFT, labelpad=1)
+        axis.imshow(colours, aspect="auto", interpolation="nearest")
         if n == 0:
             axis.set_ylabel("layer", fontsize=7.5, color=_SOFT, labelpad=1)
     _legend(
@@ -181,32 +182,36 @@ def _legend(figure, entries: list[tuple[str, np.ndarray]]) -> None:
 def _crowd(figure, system: PlacementEpisode) -> None:
     cluster = system.problem.cluster
     share = cluster.server_view(system.simulator.placement()).mean(axis=2)
-    axis = figure.add_axes((0.045, 0.395, 0.935, 0.47))
-    axis.imshow(
-        np.where(share[..., None] > 0, _blend(_HELD, share), 1.0),
-        aspect="auto",
-        interpolation="nearest",
-    )
-    axis.set_title(
+    axis = _axes(
+        figure,
+        (0.045, 0.395, 0.935, 0.47),
         f"{cluster.num_servers} servers with {cluster.num_gpus} GPUs, "
         f"{int(system.simulator.state.server['in_system'].sum())} requests in system",
-        fontsize=8.5,
+        "layer",
         color=_INK,
-        loc="left",
-        pad=4,
     )
-    axis.tick_params(labelsize=7, colors=_SOFT, length=2)
-    axis.set_xlabel("layer", fontsize=7.5, color=_SOFT, labelpad=1)
+    colours = np.where(share[..., None] > 0, _blend(_HELD, share), 1.0)
+    axis.imshow(colours, aspect="auto", interpolation="nearest")
     axis.set_ylabel("server", fontsize=7.5, color=_SOFT, labelpad=1)
     _legend(figure, [("no expert of the layer", np.ones(3)), ("all of them", _HELD[1])])
 
 
 def _history(figure, system: PlacementEpisode) -> None:
     problem = system.problem
-    axis = figure.add_axes((0.045, 0.085, 0.935, 0.19))
     past = 100 * system.local_ratio[: system.epoch]
+    many = past.shape[1] > MAPPED_SERVERS
+    axis = _axes(
+        figure,
+        (0.045, 0.085, 0.935, 0.19),
+        "tokens served where they arrive, % of each epoch, "
+        + ("median and 10–90 % of the servers" if many else "by server"),
+        "epoch",
+        color=_SOFT,
+        fontsize=8,
+        pad=3,
+    )
     at = np.arange(1, system.epoch + 1)
-    if past.shape[1] <= MAPPED_SERVERS:
+    if not many:
         for n in range(past.shape[1]):
             axis.plot(at, past[:, n], "o-", color=_LINES[n], markersize=3, linewidth=1.4)
     elif len(past):
@@ -217,13 +222,3 @@ def _history(figure, system: PlacementEpisode) -> None:
     axis.set_ylim(0, 100)
     axis.grid(alpha=0.3)
     axis.spines[["top", "right"]].set_visible(False)
-    axis.tick_params(labelsize=7, colors=_SOFT, length=2)
-    axis.set_xlabel("epoch", fontsize=7.5, color=_SOFT, labelpad=1)
-    many = "median and 10–90 % of the servers" if past.shape[1] > MAPPED_SERVERS else "by server"
-    axis.set_title(
-        f"tokens served where they arrive, % of each epoch, {many}",
-        fontsize=8,
-        color=_SOFT,
-        loc="left",
-        pad=3,
-    )

@@ -8,44 +8,55 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from servegym._checks import choose, flag, real, whole
+from servegym._checks import choose, whole
 from servegym._jit import compile_kernels
-from servegym.envs.expert_placement import kernel
 from servegym.envs.expert_placement.cluster import Cluster
+from servegym.envs.expert_placement.kernel import migration, simulation, tables
+from servegym.envs.workloads.expert_sets import masks_to_ids
 
 REPLICA_CHOICES = {
-    "least_finish": kernel.LEAST_FINISH,
-    "nearest": kernel.NEAREST,
-    "random": kernel.RANDOM,
-    "consolidate": kernel.CONSOLIDATE,
+    "least_finish": tables.LEAST_FINISH,
+    "nearest": tables.NEAREST,
+    "random": tables.RANDOM,
+    "consolidate": tables.CONSOLIDATE,
 }
-MIGRATION_SOURCES = {"host": kernel.HOST, "network": kernel.NETWORK}
+MIGRATION_SOURCES = {"host": tables.HOST, "network": tables.NETWORK}
 SERVINGS = ("collaborative", "offload")
 ROUTERS = {
-    "home": kernel.HOME,
-    "fewest_requests": kernel.FEWEST_REQUESTS,
-    "least_load_per_gpu": kernel.LEAST_LOAD_PER_GPU,
-    "affinity": kernel.AFFINITY,
+    "home": tables.HOME,
+    "fewest_requests": tables.FEWEST_REQUESTS,
+    "least_load_per_gpu": tables.LEAST_LOAD_PER_GPU,
+    "affinity": tables.AFFINITY,
 }
-EXECUTIONS = {"home": kernel.CALL, "forward": kernel.FORWARD}
-CACHES = {"lru": kernel.LRU, "lfu": kernel.LFU, "activation_aware": kernel.ACTIVATION}
+EXECUTIONS = {"home": tables.CALL, "forward": tables.FORWARD}
+CACHES = {"lru": tables.LRU, "lfu": tables.LFU, "activation_aware": tables.ACTIVATION}
 
 
-def make_plant(
-    cluster: Cluster,
+_KNOWN: dict[str, Any] = {
+    "replica_choice": REPLICA_CHOICES,
+    "migration_source": MIGRATION_SOURCES,
+    "serving": SERVINGS,
+    "cache": CACHES,
+    "router": ROUTERS,
+    "execution": EXECUTIONS,
+}
+
+
+def check_options(
+    messages: str,
+    *,
     replica_choice: str = "least_finish",
     replica_candidates: int = 8,
     migration_source: str = "host",
     serving: str = "collaborative",
     cache: str = "activation_aware",
-    redirect: bool = False,
     router: str = "home",
     execution: str = "home",
-) -> kernel.Plant:
-    """The arrays of a cluster that the kernel reads.
+) -> dict[str, Any]:
+    """The options of a simulator by name, if they are known and go together.
 
     Args:
-        cluster: the cluster.
+        messages: of the cluster.
         replica_choice: which copy a call goes to: ``least_finish`` (the least estimated return),
             ``nearest``, ``random``, or ``consolidate``: a copy on a server to which the layer sends
             a message anyhow, on the GPU that falls free first; without one ``least_finish``.
@@ -58,7 +69,6 @@ def make_plant(
         cache: what a cache gives up first with ``offload``: the least recently used (``lru``), the
             least often used (``lfu``), or the one with fewest tokens, late layers first, with
             fetches ahead (``activation_aware``).
-        redirect: the same as the router ``fewest_requests``.
         router: which server takes a request: its ``home``, the one that serves ``fewest_requests``
             or ``least_load_per_gpu`` (the request included), or by ``affinity`` the one with the
             largest share of the request's predicted experts, divided by that load.
@@ -68,29 +78,46 @@ def make_plant(
     Raises:
         ValueError: an option is unknown, or two of them do not go together.
     """
-    cfg = np.zeros(1, dtype=kernel.CONFIG)
+    given = {name: value for name, value in locals().items() if name != "messages"}
+    for name, known in _KNOWN.items():
+        choose(name, given[name], known)
+    whole("replica_candidates", replica_candidates, 1)
+    if replica_choice == "consolidate" and messages != "per_server":
+        raise ValueError(
+            f"replica_choice='consolidate' needs messages='per_server', got {messages!r}: "
+            "else no call shares a message."
+        )
+    if execution == "forward" and serving == "offload":
+        raise ValueError(
+            "execution='forward' needs serving='collaborative': with 'offload' every server runs "
+            "all layers."
+        )
+    return given
+
+
+def make_plant(cluster: Cluster, **options: Any) -> tables.Plant:
+    """The arrays of a cluster that the kernel reads, with the options of `check_options`."""
+    given = check_options(cluster.messages, **options)
+    cfg = np.zeros(1, dtype=tables.CONFIG)
     c = cfg[0]
     c["num_servers"], c["num_gpus"] = cluster.num_servers, cluster.num_gpus
     c["layers"], c["experts"], c["top_k"] = cluster.layers, cluster.experts, cluster.top_k
-    c["link_model"] = kernel.PAIRWISE if cluster.link_model == "pairwise" else kernel.NIC
-    c["messages"] = kernel.PER_SERVER if cluster.messages == "per_server" else kernel.PER_EXPERT
-    c["choice"] = REPLICA_CHOICES[check_replica_choice(replica_choice, cluster.messages)]
-    c["candidates"] = whole("replica_candidates", replica_candidates, 1)
-    source = choose("migration_source", migration_source, MIGRATION_SOURCES)
-    c["migration_source"] = MIGRATION_SOURCES[source]
-    choose("serving", serving, SERVINGS)
-    c["cache"] = CACHES[choose("cache", cache, CACHES)]
-    c["router"] = ROUTERS[resolve_router(router, redirect)]
-    c["execution"] = EXECUTIONS[check_execution(execution, serving)]
+    c["link_model"] = tables.PAIRWISE if cluster.link_model == "pairwise" else tables.NIC
+    c["messages"] = tables.PER_SERVER if cluster.messages == "per_server" else tables.PER_EXPERT
+    c["choice"] = REPLICA_CHOICES[given["replica_choice"]]
+    c["candidates"] = given["replica_candidates"]
+    c["migration_source"] = MIGRATION_SOURCES[given["migration_source"]]
+    c["cache"], c["router"] = CACHES[given["cache"]], ROUTERS[given["router"]]
+    c["execution"] = EXECUTIONS[given["execution"]]
     c["message_cost"] = cluster.message_cost_s
     c["activation_bytes"] = cluster.activation_bytes
     c["stage_token"] = cluster.activation_bytes / cluster.pcie_bytes_s
     c["stage_base"] = cluster.pcie_latency_s
     c["expert_bytes"] = cluster.expert_bytes
     load = cluster.expert_bytes / cluster.weight_bytes_s
-    given = cluster.fetch_overhead_s
-    c["load"] = load if given is None else given + load
-    c["fetch"] = (cluster.message_cost_s if given is None else given) + load
+    overhead = cluster.fetch_overhead_s
+    c["load"] = load if overhead is None else overhead + load
+    c["fetch"] = (cluster.message_cost_s if overhead is None else overhead) + load
     c["read"] = cluster.expert_bytes / cluster.nvme_bytes_s
     c["host_limited"] = (cluster.host_slots < cluster.layers * cluster.experts).any()
     byte_s = 1.0 / cluster.link_bytes_s
@@ -98,67 +125,29 @@ def make_plant(
     n = cluster.num_servers
     pairs = np.stack([token_s, token_s.T, cluster.latency_s, cluster.latency_s.T], axis=2)
     unlike, route = np.unique(pairs.reshape(-1, 4), axis=0, return_inverse=True)
-    return kernel.Plant(
+    return tables.Plant(
         cfg=cfg,
         gpu=_records(
-            kernel.PLANT_GPU,
+            tables.PLANT_GPU,
             server=cluster.gpu_server,
             slots=cluster.slots,
             fixed=cluster.expert_base_s,
             token=cluster.expert_token_s,
         ),
         server=_records(
-            kernel.PLANT_SERVER,
+            tables.PLANT_SERVER,
             first_gpu=cluster.home_gpu,
             end_gpu=np.cumsum(cluster.gpus),
             dense_base=cluster.dense_base_s,
             dense_token=cluster.dense_token_s,
             host_slots=cluster.host_slots,
         ),
-        pair=_records(kernel.PAIR, byte_s=byte_s, latency=cluster.latency_s),
+        pair=_records(tables.PAIR, byte_s=byte_s, latency=cluster.latency_s),
         hop=_records(
-            kernel.HOP, out=unlike[:, 0], back=unlike[:, 1], there=unlike[:, 2], home=unlike[:, 3]
+            tables.HOP, out=unlike[:, 0], back=unlike[:, 1], there=unlike[:, 2], home=unlike[:, 3]
         ),
         route=np.ascontiguousarray(route.reshape(n, n), dtype=np.int32),
     )
-
-
-def check_replica_choice(replica_choice: str, messages: str) -> str:
-    """Return ``replica_choice`` if it is known and goes with ``messages``, else ValueError."""
-    choose("replica_choice", replica_choice, REPLICA_CHOICES)
-    if replica_choice == "consolidate" and messages != "per_server":
-        raise ValueError(
-            f"replica_choice='consolidate' needs messages='per_server', got {messages!r}: "
-            "else no call shares a message."
-        )
-    return replica_choice
-
-
-def resolve_router(router: str, redirect: bool) -> str:
-    """The router that both arguments name.
-
-    Raises:
-        ValueError: one is bad, or ``redirect`` is given beside another router.
-    """
-    choose("router", router, ROUTERS)
-    if not flag("redirect", redirect):
-        return router
-    if router not in ("home", "fewest_requests"):
-        raise ValueError(
-            f"redirect=True is the router 'fewest_requests'; router={router!r} is another one."
-        )
-    return "fewest_requests"
-
-
-def check_execution(execution: str, serving: str) -> str:
-    """Return ``execution`` if it is known and goes with ``serving``, else raise ValueError."""
-    choose("execution", execution, EXECUTIONS)
-    if execution == "forward" and serving == "offload":
-        raise ValueError(
-            "execution='forward' needs serving='collaborative': with 'offload' every server runs "
-            "all layers."
-        )
-    return execution
 
 
 def _records(dtype: np.dtype, **fields: Any) -> np.ndarray:
@@ -190,81 +179,24 @@ class Prompts:
 
     @cached_property
     def table(self) -> np.ndarray:
-        """`kernel.PROMPT` ``(P,)``: tokens and rows of each prompt."""
+        """`PROMPT` ``(P,)``: tokens and rows of each prompt."""
         return _records(
-            kernel.PROMPT, tokens=self.tokens, start=self.bank_start[:-1], end=self.bank_start[1:]
+            tables.PROMPT, tokens=self.tokens, start=self.bank_start[:-1], end=self.bank_start[1:]
         )
 
 
-def _integers(name: str, given: Any, kind: Any) -> np.ndarray:
-    """``given`` as an array of whole numbers that ``kind`` can hold.
+def make_prompts(tokens: Any, counts: Any, bank: Any, bank_start: Any, top_k: int) -> Prompts:
+    """Arrays of prompts as `Activations` has checked them, with the experts of each token listed.
 
-    Raises:
-        ValueError: it is ragged, holds other things, or a number is out of range.
+    Copies, since numba has another type for arrays that are read-only until they are pickled.
     """
-    try:
-        array = np.asarray(given)
-    except ValueError:
-        raise ValueError(f"{name} must be an array, its rows are of unlike length.") from None
-    if array.dtype.kind not in "iu":
-        raise ValueError(f"{name} has dtype {array.dtype}; it must hold whole numbers.")
-    low, high = np.iinfo(kind).min, np.iinfo(kind).max
-    if array.size and (int(array.min()) < low or int(array.max()) > high):
-        raise ValueError(
-            f"{name} has numbers from {array.min()} to {array.max()}; they must lie between {low} "
-            f"and {high}."
-        )
-    return np.ascontiguousarray(array, dtype=kind)
-
-
-def make_prompts(
-    tokens: Any, counts: Any, bank: Any, bank_start: Any, experts: int, top_k: int
-) -> Prompts:
-    """Check the arrays of prompts and list the experts of each token.
-
-    Raises:
-        ValueError: an array holds other than whole numbers, shapes do not fit, a prompt's counts
-            are not k a token, it has no rows, or a set has not k experts.
-    """
-    whole("experts", experts, 1, 64)  # expert sets are masks of 64 bits
-    whole("top_k", top_k, 1, experts)
-    tokens = _integers("tokens", tokens, np.int64)
-    counts = _integers("counts", counts, np.int32)
-    bank = _integers("bank", bank, np.uint64)
-    start = _integers("bank_start", bank_start, np.int64)
-    if tokens.ndim != 1:
-        raise ValueError(f"tokens has shape {tokens.shape}; it must be (P,) numbers of at least 1.")
-    if counts.ndim != 3 or counts.shape[0] != len(tokens) or counts.shape[2] != experts:
-        raise ValueError(
-            f"counts has shape {counts.shape}, {len(tokens)} prompts of {experts} experts need "
-            f"({len(tokens)}, layers, {experts})."
-        )
-    if (tokens < 1).any():
-        raise ValueError(f"tokens has {tokens.min()}; they must be (P,) numbers of at least 1.")
-    wrong = np.argwhere((counts.sum(axis=2) != top_k * tokens[:, None]) | (counts < 0).any(axis=2))
-    if len(wrong):
-        p, layer = wrong[0].tolist()
-        raise ValueError(
-            f"counts[{p}, {layer}] must be at least 0 and sum to {top_k} x {tokens[p]} tokens, got "
-            f"{counts[p, layer].sum()}."
-        )
-    if bank.ndim != 2 or bank.shape[1] != counts.shape[1] or start.shape != (len(tokens) + 1,):
-        raise ValueError(f"bank {bank.shape} and bank_start {start.shape} do not fit the counts.")
-    if start[0] != 0 or start[-1] != len(bank) or (np.diff(start) < 1).any():
-        raise ValueError("bank_start must rise from 0 to the rows of the bank: a row per prompt.")
-    chosen = np.zeros((*bank.shape, top_k), dtype=np.uint8)
-    left = bank.copy()
-    number = np.zeros(bank.shape, dtype=np.int64)
-    for expert in range(experts):
-        at = np.nonzero((left >> np.uint64(expert)) & np.uint64(1))
-        if len(at[0]) and number[at].max() >= top_k:
-            raise ValueError(f"a set of the bank has more than top_k={top_k} experts.")
-        chosen[at[0], at[1], number[at]] = expert
-        number[at] += 1
-        left[at] &= ~(np.uint64(1) << np.uint64(expert))
-    if left.any() or (number != top_k).any():
-        raise ValueError(f"every set of the bank must have top_k={top_k} of {experts} experts.")
-    return Prompts(tokens, counts, bank, chosen, start)
+    return Prompts(
+        tokens=np.array(tokens, np.int64),
+        counts=np.array(counts, np.int32),
+        bank=np.array(bank, np.uint64),
+        chosen=masks_to_ids(np.asarray(bank, np.uint64), top_k),
+        bank_start=np.array(bank_start, np.int64),
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -304,15 +236,15 @@ class Forecast:
 class Snapshot(NamedTuple):
     """A copied state of a simulator; no cache unless its GPUs are caches."""
 
-    state: kernel.State
-    cache: kernel.Cache | None
+    state: tables.State
+    cache: tables.Cache | None
 
 
 class Simulator:
     """One system from an empty start.
 
-    ``forecast`` is what the router ``affinity`` and the execution ``forward`` go by; the other
-    options are those of `make_plant`.
+    ``places`` are those for messages at the start. ``forecast`` is what the router ``affinity`` and
+    the execution ``forward`` go by; the other options are those of `check_options`.
 
     Attributes:
         cluster: its cluster.
@@ -331,109 +263,88 @@ class Simulator:
         migration_source: str = "host",
         places: int = 0,
         forecast: Forecast | None = None,
-        **serving: Any,
+        **options: Any,
     ) -> None:
-        if prompts.counts.shape[1:] != (cluster.layers, cluster.experts):
+        sizes = cluster.layers, cluster.experts, cluster.top_k
+        found = (*prompts.counts.shape[1:], prompts.chosen.shape[2])
+        if found != sizes:
             raise ValueError(
-                f"prompts of {prompts.counts.shape[1]} layers and {prompts.counts.shape[2]} "
-                f"experts do not fit the model's {cluster.layers} and {cluster.experts}."
-            )
-        if prompts.chosen.shape[2] != cluster.top_k:
-            raise ValueError(
-                f"prompts of {prompts.chosen.shape[2]} experts a token do not fit the model's "
-                f"top_k={cluster.top_k}."
+                f"prompts of (layers, experts, top_k)={found} do not fit the model's {sizes}."
             )
         if cluster.num_gpus > np.iinfo(np.int16).max:
             raise ValueError(f"{cluster.num_gpus} GPUs: the simulator numbers up to 32767.")
         self.cluster = cluster
         self.prompts = prompts
-        self.plant = make_plant(
-            cluster, replica_choice, replica_candidates, migration_source, **serving
-        )
+        options |= {"replica_choice": replica_choice, "replica_candidates": replica_candidates}
+        self.plant = make_plant(cluster, migration_source=migration_source, **options)
         self._set_forecast(forecast)
-        self._caches = serving.get("serving") == "offload"
-        self._forwards = serving.get("execution") == "forward"
+        self._caches = options.get("serving") == "offload"
+        self._forwards = options.get("execution") == "forward"
         if self._caches and cluster.slots.min() < 1:
             raise ValueError("serving='offload' needs a slot on every GPU for the expert in use.")
         self._places = max(places, 4 * cluster.experts)
-        self._scratch: kernel.Scratch | None = None
+        self._scratch: tables.Scratch | None = None
         if not self._caches:
-            self._scratch = kernel.Scratch(
-                _records(kernel.OPEN_MESSAGE, message=np.full(cluster.num_servers, -1)),
-                np.zeros(cluster.experts, kernel.SPLIT),
+            self._scratch = tables.Scratch(
+                _records(tables.OPEN_MESSAGE, message=np.full(cluster.num_servers, -1)),
+                np.zeros(cluster.experts, tables.SPLIT),
             )
-        self._set_up(np.zeros(0, kernel.REQUEST_GIVEN))
+        self._set_up(np.zeros(0, tables.REQUEST_GIVEN))
         none = np.zeros(0, np.int64)
         calls = [
-            (kernel.run, self._arguments(np.inf)),
-            (kernel.count_assignments, (none, none, none, self.load, self.counts())),
+            (simulation.run, self._arguments(np.inf)),
+            (simulation.count_assignments, (none, none, none, self.load, self.counts())),
         ]
         if not self._caches:
-            calls.append((kernel.start_migration, (self.plant, self.state)))
+            calls.append((migration.start_migration, (self.plant, self.state)))
         compile_kernels("expert placement engine", calls)
 
     def _set_forecast(self, forecast: Forecast | None) -> None:
-        """Keep the forecast as the kernel reads it.
-
-        Raises:
-            ValueError: it is missing where it is needed, or does not fit the prompts.
-        """
+        """Keep the forecast as the kernel reads it; ValueError if it is missing but needed."""
         c = self.plant.cfg[0]
-        layers, experts = self.cluster.layers, self.cluster.experts
+        for name, option in (("router", tables.AFFINITY), ("execution", tables.FORWARD)):
+            if forecast is None and c[name] == option:
+                raise ValueError(f"this {name} needs a forecast, got forecast=None.")
         self._task = np.zeros(len(self.prompts.tokens), np.int64)
-        self._profile = np.zeros((0, layers * experts))
-        if forecast is None:
-            for name, option in (("router", kernel.AFFINITY), ("execution", kernel.FORWARD)):
-                if c[name] == option:
-                    raise ValueError(f"this {name} needs a forecast, got forecast=None.")
-            return
-        task = _integers("forecast.task", forecast.task, np.int64)
-        profile = np.asarray(forecast.profile, dtype=np.float64)
-        if profile.ndim != 3 or profile.shape[1:] != (layers, experts):
-            raise ValueError(
-                f"forecast.profile has shape {profile.shape}; it must be (tasks, {layers}, "
-                f"{experts})."
-            )
-        if task.shape != self._task.shape or not ((task >= 0) & (task < len(profile))).all():
-            raise ValueError(
-                f"forecast.task must be {len(self._task)} numbers from 0 to {len(profile) - 1}."
-            )
-        self._task, self._profile = task, profile.reshape(len(profile), -1)
-        c["decode_steps"] = real("forecast.output_tokens", forecast.output_tokens, 1.0) - 1.0
+        self._profile = np.zeros((0, self.cluster.layers * self.cluster.experts))
+        if forecast is not None:
+            self._task = forecast.task
+            self._profile = forecast.profile.reshape(len(forecast.profile), -1)
+            c["decode_steps"] = forecast.output_tokens - 1.0
 
     def begin(self, requests: Requests, placement: np.ndarray) -> None:
         """Start at time 0 with ``requests`` to come and a feasible ``placement`` in place.
 
         Caches may start with any experts within the slots; what no GPU holds is in host memory.
         """
-        if len(requests.arrival) > kernel.MAX_INDEX:
-            raise ValueError(f"an episode may have {kernel.MAX_INDEX} requests at most.")
-        self._set_up(_records(kernel.REQUEST_GIVEN, **vars(requests)))
+        if len(requests.arrival) > tables.MAX_INDEX:
+            raise ValueError(f"an episode may have {tables.MAX_INDEX} requests at most.")
+        self._set_up(_records(tables.REQUEST_GIVEN, **vars(requests)))
         self._place(self.cluster.check_placement(placement, covered=not self._caches))
 
     def _set_up(self, requests: np.ndarray) -> None:
-        """An empty system at time 0 with requests, `kernel.REQUEST_GIVEN` ``(R,)``, to come."""
+        """An empty system at time 0 with requests, `REQUEST_GIVEN` ``(R,)``, to come."""
         p = self.prompts
-        self.load = kernel.Load(
+        self.load = tables.Load(
             requests, p.table, p.counts, p.bank, p.chosen, self._task, self._profile
         )
         self.state = self._new_state(len(requests))
         self.cache = self._new_cache()
 
-    def _new_state(self, requests: int) -> kernel.State:
+    def _new_state(self, requests: int) -> tables.State:
         """An empty system at time 0."""
         cluster, places = self.cluster, self._places
         n, gpus, total = cluster.num_servers, cluster.num_gpus, cluster.layers * cluster.experts
         # Not a power of two: rows that far apart would share a few lines of the cache.
         calls = cluster.experts + 8 if cluster.messages == "per_server" else 1
-        state = kernel.State(
-            meta=np.zeros(1, kernel.META),
+        state = tables.State(
+            meta=np.zeros(1, tables.META),
             event_time=np.zeros(places + requests + gpus + 8, np.int64),
             event_key=np.zeros(places + requests + gpus + 8, np.int64),
-            request=np.zeros(requests, kernel.REQUEST),
-            gpu=np.zeros(gpus, kernel.GPU),
-            link=np.zeros(n * n, kernel.LINK),
-            message=np.zeros(places, kernel.MESSAGE),
+            request=np.zeros(requests, tables.REQUEST),
+            gpu=np.zeros(gpus, tables.GPU),
+            link=np.zeros(n * n, tables.LINK),
+            message=np.zeros(places, tables.MESSAGE),
             call=np.zeros((places, calls, 2), np.int32),
             free=np.arange(places - 1, -1, -1, dtype=np.int32),
             resident=np.zeros((gpus, total), np.uint8),
@@ -441,11 +352,11 @@ class Simulator:
             target=np.zeros((gpus, total), np.uint8),
             holders=np.zeros((total, gpus), np.int16),
             copies=np.zeros(total, np.int64),
-            server=np.zeros(n, kernel.SERVER),
+            server=np.zeros(n, tables.SERVER),
             counts=np.zeros((n, total), np.int64),
             path=np.zeros((requests if self._forwards else 0, cluster.layers), np.int16),
             host=np.zeros(
-                (n if self.plant.cfg["host_limited"][0] else 0, total), kernel.HOST_EXPERT
+                (n if self.plant.cfg["host_limited"][0] else 0, total), tables.HOST_EXPERT
             ),
         )
         for held, number in zip(state.host, cluster.host_slots, strict=False):
@@ -458,11 +369,11 @@ class Simulator:
         state.gpu["next_load"] = total
         return state
 
-    def _new_cache(self) -> kernel.Cache | None:
+    def _new_cache(self) -> tables.Cache | None:
         if not self._caches:
             return None
         shape = self.cluster.num_gpus, self.cluster.layers * self.cluster.experts
-        return kernel.Cache(np.zeros(shape), np.zeros(shape, kernel.CACHED_EXPERT))
+        return tables.Cache(np.zeros(shape), np.zeros(shape, tables.CACHED_EXPERT))
 
     def _place(self, z: np.ndarray) -> None:
         """Put a feasible placement in place without time or resources."""
@@ -479,7 +390,7 @@ class Simulator:
 
     def run(self, until: float = np.inf) -> None:
         """Advance to the time ``until``; by default until every request is served."""
-        while kernel.run(*self._arguments(float(until))) == kernel.POOL_FULL:
+        while simulation.run(*self._arguments(float(until))) == tables.POOL_FULL:
             self._grow()
 
     def _arguments(self, until: float) -> tuple[Any, ...]:
@@ -489,11 +400,11 @@ class Simulator:
         old = self.state
         count = self._places
         self._places = 2 * count
-        if self._places > kernel.MAX_INDEX:
+        if self._places > tables.MAX_INDEX:
             raise RuntimeError(f"more than {count} messages are under way: the load is too high.")
         new = self._new_state(len(old.request))
         free = int(old.meta["free"][0])
-        for name in kernel.State._fields:
+        for name in tables.State._fields:
             mine, theirs = getattr(new, name), getattr(old, name)
             mine[tuple(slice(0, s) for s in theirs.shape)] = theirs
         new.free[:count] = np.arange(2 * count - 1, count - 1, -1)
@@ -521,7 +432,7 @@ class Simulator:
             self._place(z)
         else:
             state.target[:] = z.reshape(self.cluster.num_gpus, -1)
-            kernel.start_migration(self.plant, state)
+            migration.start_migration(self.plant, state)
 
     @property
     def now(self) -> float:
@@ -558,7 +469,7 @@ class Simulator:
             outputs: int64 ``(R,)`` tokens of its answer.
         """
         counts = np.zeros_like(self.counts())
-        kernel.count_assignments(home, prompt, outputs, self.load, counts)
+        simulation.count_assignments(home, prompt, outputs, self.load, counts)
         return counts
 
     def _shaped(self, z: np.ndarray) -> np.ndarray:

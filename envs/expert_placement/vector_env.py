@@ -1,26 +1,32 @@
-"""Expert placement as a vector environment whose systems share one problem."""
+"""Expert placement as a native Gymnasium vector environment, whose systems share one problem."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
-from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
-from servegym._checks import check_render_mode, flag, whole
-from servegym.envs._vector import autoreset
-from servegym.envs.expert_placement.core import PlacementState
-from servegym.envs.expert_placement.env import ExpertPlacementEnv, check_action, make_problem
+from servegym.envs._vector import BatchVectorEnv
+from servegym.envs.expert_placement.config import Problem
+from servegym.envs.expert_placement.core import PlacementBatch, check_action
+from servegym.envs.expert_placement.env import ExpertPlacementEnv
 
 
-class ExpertPlacementVectorEnv(SyncVectorEnv):
+class ExpertPlacementVectorEnv(BatchVectorEnv):
     """B systems of `ExpertPlacementEnv` over one cluster and one set of prompts.
 
-    A step of one system is millions of events in one kernel call, so that systems are stepped one
-    after the other; what they share is loaded once. Besides the arguments of the single
-    environment it takes `num_envs`, `autoreset_mode` (`"NextStep"`, `"SameStep"`, `"Disabled"`),
-    `copy` and `max_episode_steps`.
+    Equal to `SyncVectorEnv` bit for bit. A step of one system is millions of events in one kernel
+    call, so that systems are stepped one after the other; what they share is loaded once. Besides
+    the arguments of the single environment it takes
+
+    - `num_envs`: B;
+    - `autoreset_mode`: `"NextStep"` (default), `"SameStep"` (with `final_obs` and `final_info`) or
+      `"Disabled"` (with `reset(options={"reset_mask": ...})`);
+    - `copy`: False returns the buffers themselves, which the next call overwrites;
+    - `max_episode_steps`: truncates without serving what is in the system.
+
+    With `reset(seed=s)` system i is seeded with s + i. Rewards are float64, the arrays of the
+    information carry their `_key` masks.
 
     >>> from servegym.envs.expert_placement.vector_env import ExpertPlacementVectorEnv
     >>> envs = ExpertPlacementVectorEnv(2, model="toy")
@@ -29,49 +35,12 @@ class ExpertPlacementVectorEnv(SyncVectorEnv):
     (2, 3, 4, 8)
     """
 
-    def __init__(
-        self,
-        num_envs: int = 1,
-        *,
-        autoreset_mode: AutoresetMode | str = AutoresetMode.NEXT_STEP,
-        copy: bool = True,
-        max_episode_steps: int | None = None,
-        render_mode: str | None = None,
-        validate: bool = False,
-        **kwargs: Any,
-    ) -> None:
-        num_envs, autoreset_mode = whole("num_envs", num_envs, 1), autoreset(autoreset_mode)
-        copy, validate = flag("copy", copy), flag("validate", validate)
-        check_render_mode(render_mode, ExpertPlacementEnv.metadata["render_modes"])
-        problem = make_problem(kwargs)
-        if max_episode_steps is not None:
-            max_episode_steps = whole("max_episode_steps", max_episode_steps, 1)
+    SINGLE = ExpertPlacementEnv
+    problem: Problem
+    batch: PlacementBatch
 
-        def make() -> gym.Env:
-            env: gym.Env = ExpertPlacementEnv(
-                render_mode=render_mode, validate=validate, problem=problem
-            )
-            if max_episode_steps is not None:
-                env = gym.wrappers.TimeLimit(env, max_episode_steps)
-            return env
-
-        super().__init__([make] * num_envs, copy=copy, autoreset_mode=autoreset_mode)
-        # The functions that made the systems are not needed again and cannot be pickled.
-        self.env_fns = []
-        self.problem = problem
-        self.max_episode_steps = max_episode_steps
-
-    def step(
-        self, actions: dict[str, Any]
-    ) -> tuple[Any, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
-        """Step every system; see `ExpertPlacementEnv.step`.
-
-        Args:
-            actions: ``migrate`` (B,) and ``plan`` (B, ...), a row for each system.
-
-        Raises:
-            ValueError: a part or row is missing or malformed; no system has moved then.
-        """
+    def _check_actions(self, actions: Any) -> list[tuple[bool, np.ndarray]]:
+        """Each system's action, of ``migrate`` ``(B,)`` and ``plan`` ``(B, ...)``."""
         if not isinstance(actions, dict) or set(actions) != {"migrate", "plan"}:
             keys = f" with the keys {list(actions)}" if isinstance(actions, dict) else ""
             raise ValueError(
@@ -89,27 +58,17 @@ class ExpertPlacementVectorEnv(SyncVectorEnv):
                     f"actions[{name!r}] has shape {parts[name].shape}; it must have "
                     f"{self.num_envs} rows, one for each system."
                 )
-        for b in range(self.num_envs):
-            row = {name: part[b] for name, part in parts.items()}
+        found = []
+        for row in range(self.num_envs):
+            action = {name: part[row] for name, part in parts.items()}
             try:
-                check_action(row, self.single_action_space)
+                found.append(check_action(action, self.single_action_space))
             except ValueError as error:
-                raise ValueError(f"system {b}: {error}") from None
-        return super().step(actions)
+                raise ValueError(f"system {row}: {error}") from None
+        return found
 
-    def _system(self, index: int) -> ExpertPlacementEnv:
-        env = self.envs[index].unwrapped
-        assert isinstance(env, ExpertPlacementEnv)
-        return env
-
-    def request_log(self, index: int) -> np.ndarray:
-        """One row per request that has arrived in the current episode of a system."""
-        return self._system(index).request_log()
-
-    def clone_state(self, index: int) -> PlacementState:
-        """An exact copy of one system, its generator included."""
-        return self._system(index).clone_state()
-
-    def restore_state(self, index: int, state: PlacementState) -> None:
-        """Put a cloned state into one system."""
-        self._system(index).restore_state(state)
+    def _info(self, stepped: np.ndarray, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        info = super()._info(stepped, *args, **kwargs)
+        if stepped.any():
+            info["adopted"], info["_adopted"] = self.batch.adopted & stepped, stepped
+        return info

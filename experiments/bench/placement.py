@@ -76,9 +76,7 @@ def measure(
     toy = make_toy_activations(
         prompts=40, layers=cluster.layers, experts=cluster.experts, top_k=cluster.top_k, seed=seed
     )
-    prompts = make_prompts(
-        toy.tokens, toy.counts, toy.bank, toy.bank_start, cluster.experts, cluster.top_k
-    )
+    prompts = make_prompts(toy.tokens, toy.counts, toy.bank, toy.bank_start, cluster.top_k)
     rng = np.random.default_rng(seed)
     count = requests * cluster.num_servers
     load = Requests(

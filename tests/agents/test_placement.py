@@ -121,7 +121,7 @@ def test_mappo_plans_alike_in_both_environments():
     rows = {name: part[None] for name, part in seen.items()}
     action = mappo_placement.greedy(agent, args, rows)
     single.step({name: part[0] for name, part in action.items()})
-    target = single.system.simulator.target()
+    target = single.batch.episodes[0].simulator.target()
     np.testing.assert_array_equal(many.system.simulator.target(), target)
 
 

@@ -6,7 +6,7 @@ pytest.importorskip("torch")
 
 from servegym.agents.lib.checkpoint import load_policy, shipped, shipped_for  # noqa: E402
 from servegym.baselines.expert_placement.system import PlacementSystem  # noqa: E402
-from servegym.envs.expert_placement.env import make_problem  # noqa: E402
+from servegym.envs.expert_placement.env import ExpertPlacementEnv  # noqa: E402
 from servegym.experiments.evaluation.evaluate import evaluate  # noqa: E402
 from servegym.experiments.studies.placement.learning import Control  # noqa: E402
 
@@ -35,7 +35,7 @@ def test_it_is_ahead_of_its_start_on_prompts_never_trained_on(name):
 
 def test_the_agents_name_means_its_file_for_the_cluster():
     kwargs = {"scenario": "paper_testbed", "split": "eval"}
-    described = PlacementSystem.from_problem(make_problem(kwargs))
+    described = PlacementSystem.from_problem(ExpertPlacementEnv.make_problem(kwargs))
     for agent in ("ppo_placement", "mappo_placement"):
         trained_there = SHIPPED.get(f"{agent}_paper_testbed")
         if trained_there is None:
@@ -43,7 +43,7 @@ def test_the_agents_name_means_its_file_for_the_cluster():
         assert shipped_for("expert_placement", agent, described) == trained_there
         assert load_policy(trained_there, described).path == trained_there
         assert load_policy(SHIPPED[agent], described).path == SHIPPED[agent]
-    other = PlacementSystem.from_problem(make_problem(kwargs | {"model": "toy"}))
+    other = PlacementSystem.from_problem(ExpertPlacementEnv.make_problem(kwargs | {"model": "toy"}))
     assert shipped_for("expert_placement", "ppo_placement", other) == SHIPPED["ppo_placement"]
     assert shipped_for("expert_placement", "ppo_placement", None) == SHIPPED["ppo_placement"]
     assert shipped_for("expert_placement", "unknown", described) is None

@@ -6,15 +6,8 @@ import numpy as np
 
 from servegym._jit import borrowed, inline, jit
 from servegym.envs.expert_placement.kernel import events
-from servegym.envs.expert_placement.kernel.caching import (
-    dispatch_cached,
-    end_fetch,
-)
-from servegym.envs.expert_placement.kernel.calls import (
-    dispatch,
-    receive_message,
-    return_message,
-)
+from servegym.envs.expert_placement.kernel.caching import dispatch_cached, end_fetch
+from servegym.envs.expert_placement.kernel.calls import dispatch, receive_message, return_message
 from servegym.envs.expert_placement.kernel.forwarding import choose_path, move_on
 from servegym.envs.expert_placement.kernel.migration import end_load, send_chunk
 from servegym.envs.expert_placement.kernel.routing import route, send_answer
@@ -150,7 +143,7 @@ def _end_layer(c, plant, load, st, r, now):
     # Records are taken out of the tables before the first branch: see the note in `calls`.
     q = st.request[r]
     given = load.request[r]
-    arrived, serves = st.server[given.home], st.server[q.taken]
+    serves = st.server[q.taken]
     way = plant.pair[q.home, given.home]
     q.layer += 1
     last = False
@@ -159,7 +152,6 @@ def _end_layer(c, plant, load, st, r, now):
         q.step += 1
         if q.step == 1:
             q.first = now + way.latency  # none where it arrived
-            arrived.ttft += q.first - given.arrival
         last = q.step == given.outputs
         serves.serving -= np.int64(last)
     return last
@@ -172,8 +164,6 @@ def _finish(load, st, r, now):
     v = st.server[load.request[r].home]
     _count_area(v, now)
     v.in_system -= 1
-    v.done += 1
-    v.latency += now - load.request[r].arrival
 
 
 @inline

@@ -191,8 +191,6 @@ SERVER = _record(
     [
         ("area", "f8"),  # request-seconds in the system
         ("since", "f8"),  # s, up to when the area is known
-        ("latency", "f8"),  # s, sum over the requests done
-        ("ttft", "f8"),  # s, sum of times to the first token
         ("drive_free", "f8"),  # s, when its NVMe drive has done all reads so far
         # Since the last adopted change of placement: seconds and tokens of calls.
         ("local_s", "f8"),
@@ -203,7 +201,6 @@ SERVER = _record(
         ("in_system", "i8"),  # requests that arrived here and are not done
         ("serving", "i8"),  # requests that it has taken and that are not done
         ("arrived", "i8"),
-        ("done", "i8"),
         ("all_local_tokens", "i8"),
         ("all_remote_tokens", "i8"),
         ("all_local_calls", "i8"),

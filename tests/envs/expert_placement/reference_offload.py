@@ -117,6 +117,7 @@ class Offload(Reference):
         self.later(there, self.fetched, None, cache, best, 0, self.now)
 
     def fetched(self, request, cache, i, x, asked):
+        self.trace.append((self.now, "fetched", i))
         if cache.coming.get(i) == self.now:
             del cache.coming[i]
             cache.gpu.holds.add(i)

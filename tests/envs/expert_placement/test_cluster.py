@@ -16,7 +16,7 @@ def test_slots_are_counted_per_gpu():
     cluster = scenario_cluster("edge_hetero")
     assert cluster.slots.tolist() == [543, 543, 543, 693]
     assert cluster.cap.tolist() == [543, 543, 1236]
-    assert cluster.cap.sum() == 2322 and cluster.L * cluster.E == 1664
+    assert cluster.cap.sum() == 2322 and cluster.layers * cluster.experts == 1664
     mixtral = scenario_cluster("paper_testbed", "mixtral-8x7b")
     assert mixtral.slots.tolist() == [70, 70, 70, 79]
     assert cluster.home_gpu.tolist() == [0, 1, 2]
@@ -27,7 +27,7 @@ def test_slots_are_counted_per_gpu():
 @pytest.mark.parametrize("name", list_scenarios())
 def test_every_scenario_holds_every_model(name, model):
     cluster = scenario_cluster(name, model)
-    assert cluster.cap.sum() >= cluster.L * cluster.E
+    assert cluster.cap.sum() >= cluster.layers * cluster.experts
     if name.startswith("scale_"):
         assert cluster.num_gpus == int(name.removeprefix("scale_"))
         assert cluster.num_servers == cluster.num_gpus * 3 // 4
@@ -48,30 +48,16 @@ def test_a_message_goes_at_the_rate_of_its_sender():
     "arguments, message",
     [
         ({"model": "deepseek-v2-light"}, "deepseek-v2-lite"),
-        ({"gpus": ()}, "gpus"),
         ({"gpus": (1, 0)}, r"gpus\[1\]"),
         ({"memory_fraction": 0.2}, "bytes are missing"),
         ({"memory_fraction": 0.05}, "misses 600000000 bytes"),
-        ({"nic_bps": 0.0}, "nic_bps"),
         ({"nic_bps": (1e6, 1e6)}, r"shape \(2,\)"),
         ({"nic_bps": (1e6, 0.0, 1e6)}, r"nic_bps\[1\]"),
-        ({"bandwidth_bps": np.eye(3)}, r"bandwidth_bps\[0, 1\]=0"),
-        ({"bandwidth_bps": np.ones((2, 3))}, "bandwidth_bps has shape"),
-        ({"nic_bps": None}, "nic_bps=None"),
         ({"nic_bps": (1e6, np.nan, 1e6)}, r"nic_bps\[1\]=nan"),
-        ({"bandwidth_bps": np.full((3, 3), np.nan)}, r"bandwidth_bps\[0, 1\]=nan"),
+        ({"bandwidth_bps": np.eye(3)}, r"bandwidth_bps\[0, 1\]=0"),
         ({"bandwidth_bps": [[1e6, 1e6], [1e6]]}, "bandwidth_bps"),
-        ({"pcie_bytes_s": 0}, "pcie_bytes_s"),
-        ({"latency_s": -1.0}, "latency_s"),
-        ({"latency_s": "soon"}, "latency_s"),
-        ({"link_model": "nics"}, "'nic'"),
-        ({"messages": "per_expart"}, "per_expert"),
         ({"slots": (10, 10)}, "slots lists 2"),
-        ({"gpu_speed": 0.0}, "gpu_speed"),
-        ({"weight_bytes_s": 0.0}, "weight_bytes_s"),
-        ({"fetch_overhead_s": -1e-3}, "fetch_overhead_s"),
         ({"host_bytes": 1e6}, "host_bytes=1000000.0 must hold an expert"),
-        ({"nvme_bytes_s": None}, "nvme_bytes_s"),
     ],
 )
 def test_bad_arguments_are_named(arguments, message):
@@ -137,8 +123,3 @@ def test_placements_are_checked():
         cluster.check_placement(z[:1])
     with pytest.raises(ValueError, match="0 and 1"):
         cluster.check_placement(z * 2)
-
-
-def test_unknown_scenarios_name_the_nearest():
-    with pytest.raises(ValueError, match="edge_hetero"):
-        scenario("edge_hetro")

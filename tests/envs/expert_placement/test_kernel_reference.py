@@ -25,9 +25,7 @@ from .reference import COMPILED, Reference
 
 
 def small_model(layers=3, experts=6, top_k=2, base=2e-3, token=1e-4, dense=1e-3):
-    return ModelTimes(
-        layers, experts, top_k, 512, 3_300_000, 0.0, 1.0, base, token, dense, 1e-5, "made up"
-    )
+    return ModelTimes(layers, experts, top_k, 512, 3_300_000, 0.0, 1.0, base, token, dense, 1e-5)
 
 
 def random_prompts(rng, cluster, count=5, rows=7):
@@ -45,7 +43,7 @@ def random_prompts(rng, cluster, count=5, rows=7):
                 bank[row, layer] = sum(1 << int(e) for e in chosen)
             for _ in range(tokens[p]):
                 counts[p, layer, rng.choice(experts, k, replace=False, p=chance)] += 1
-    return make_prompts(tokens, counts, bank, start, experts, k)
+    return make_prompts(tokens, counts, bank, start, k)
 
 
 def random_requests(rng, cluster, prompts, count, span):
@@ -125,21 +123,13 @@ def compare(sim, ref):
     state = sim.state
     assert sim.now == ref.now
     assert state.meta["events"][0] == len(ref.trace)
+    assert state.meta["loads"][0] == ref.loads
     for name in ("first", "finish"):
         mine = state.request[name]
         np.testing.assert_array_equal(mine, [getattr(r, name) for r in ref.requests])
     np.testing.assert_array_equal(state.gpu["free"], [g.queue.free for g in ref.gpus])
-    np.testing.assert_array_equal(state.gpu["promised_calls"], [g.queue.coming for g in ref.gpus])
-    np.testing.assert_allclose(
-        state.gpu["promised"], [g.queue.promised for g in ref.gpus], atol=1e-12
-    )
-    shape = sim.cluster.layers, sim.cluster.experts
     for g in ref.gpus:
         assert set(np.flatnonzero(state.resident[g.number])) == g.holds
-        layers = state.resident[g.number].reshape(shape).tolist()
-        sets = [sum(on << e for e, on in enumerate(layer)) for layer in layers]
-        assert state.held[:, g.number].tolist() == sets
-        assert state.gpu["used"][g.number] == g.used
     compare_host_memory(state, ref)
     for key, lane in ref.links.items():
         at = key if not isinstance(key, tuple) else key[0] * sim.cluster.num_servers + key[1]
@@ -154,6 +144,33 @@ def compare(sim, ref):
             assert mine == pytest.approx(theirs[n][0], rel=1e-9, abs=1e-12)
         assert (v["local_tokens"], v["remote_tokens"]) == (ref.local[n][1], ref.remote[n][1])
     assert state.meta["network_bytes"][0] == pytest.approx(ref.bytes)
+    if sim.cache is None:
+        compare_calls(sim, ref)
+    else:
+        compare_caches(sim, ref)
+
+
+def compare_calls(sim, ref):
+    """What servers that help each other have besides."""
+    gpu = sim.state.gpu
+    np.testing.assert_array_equal(gpu["promised_calls"], [g.queue.coming for g in ref.gpus])
+    np.testing.assert_allclose(gpu["promised"], [g.queue.promised for g in ref.gpus], atol=1e-12)
+    np.testing.assert_array_equal(gpu["used"], [g.used for g in ref.gpus])
+    shape = sim.cluster.layers, sim.cluster.experts
+    for g in ref.gpus:
+        layers = sim.state.resident[g.number].reshape(shape).tolist()
+        sets = [sum(on << e for e, on in enumerate(layer)) for layer in layers]
+        assert sim.state.held[:, g.number].tolist() == sets
+
+
+def compare_caches(sim, ref):
+    """What servers that cache experts have besides."""
+    gpu, ready = sim.state.gpu, sim.cache.ready
+    np.testing.assert_array_equal(gpu["channel_free"], [c.channel for c in ref.caches])
+    for g, cache in zip(ref.gpus, ref.caches, strict=True):
+        coming = {int(i): ready[g.number, i] for i in np.flatnonzero(ready[g.number])}
+        assert coming == cache.coming
+        assert gpu["used"][g.number] == len(g.holds) + len(coming) <= g.slots
 
 
 def compare_host_memory(state, ref):
@@ -292,7 +309,7 @@ def one_prompt(cluster, tokens, sets):
     for layer, chosen in enumerate(sets):
         counts[0, layer, list(chosen)] = tokens
         bank[0, layer] = sum(1 << e for e in chosen)
-    return make_prompts([tokens], counts, bank, [0, 1], cluster.experts, cluster.top_k)
+    return make_prompts([tokens], counts, bank, [0, 1], cluster.top_k)
 
 
 def requests_at(times, home=0, outputs=1):
@@ -465,56 +482,24 @@ def test_the_least_load_is_that_of_a_gpu():
 @pytest.mark.parametrize(
     "options, word",
     [
-        ({"router": "nearest"}, "least_load_per_gpu"),
+        ({"replica_choice": "least_finished"}, "least_finish"),
         ({"replica_choice": "consolidate"}, "messages='per_server', got 'per_expert'"),
-        ({"execution": "fetch"}, "forward"),
         ({"router": "affinity"}, "router needs a forecast"),
         ({"execution": "forward"}, "execution needs a forecast"),
         ({"execution": "forward", "serving": "offload"}, "collaborative"),
-        ({"redirect": 1}, "redirect=1"),
-        ({"redirect": True, "router": "affinity"}, "router='affinity'"),
     ],
 )
-def test_options_of_requests_that_leave_their_server_are_checked(options, word):
+def test_options_are_checked(options, word):
     cluster = two_servers()
-    prompts = one_prompt(cluster, 1, [(1,), (0,)])
     with pytest.raises(ValueError, match=word):
-        Simulator(cluster, prompts, **options)
+        Simulator(cluster, one_prompt(cluster, 1, [(1,), (0,)]), **options)
 
 
-def test_a_forecast_must_fit_the_prompts():
-    cluster = two_servers()
-    prompts = one_prompt(cluster, 1, [(1,), (0,)])
-    good = forecast_of(prompts)
-    for change, word in (
-        ({"profile": good.profile[0]}, "forecast.profile"),
-        ({"task": np.array([1])}, "forecast.task"),
-        ({"task": np.array([0, 0])}, "forecast.task"),
-        ({"output_tokens": 0.5}, "forecast.output_tokens"),
-    ):
-        bad = dataclasses.replace(good, **change)
-        with pytest.raises(ValueError, match=word):
-            Simulator(cluster, prompts, router="affinity", forecast=bad)
-
-
-def test_free_links_leave_pure_computation():
-    cluster = build_cluster(
-        sizes=small_model(layers=2, experts=4),
-        gpus=(1, 1),
-        slots=(4, 4),
-        nic_bps=1e40,
-        latency_s=0.0,
-        message_cost_s=0.0,
-        pcie_bytes_s=1e40,
-        pcie_latency_s=0.0,
-    )
-    z = np.zeros((2, 2, 4), np.uint8)
-    z[0, :, :2] = z[1, :, 2:] = 1
-    prompts = one_prompt(cluster, 5, [(0, 2), (1, 3)])
-    sim = Simulator(cluster, prompts)
-    sim.begin(requests_at([0.0]), z)
-    sim.run()
-    assert sim.latencies()[0] == pytest.approx(2 * (1e-3 + 5e-5 + 2e-3 + 5e-4))
+def test_prompts_must_fit_the_model():
+    prompts = one_prompt(two_servers(), 1, [(1,), (0,)])
+    for other in (two_servers(layers=1), two_servers(top_k=2)):
+        with pytest.raises(ValueError, match="do not fit"):
+            Simulator(other, prompts)
 
 
 @pytest.mark.parametrize("rho", [0.5, 0.8])
@@ -534,27 +519,6 @@ def test_one_gpu_is_an_m_d_1_queue(rho):
     assert sim.latencies().mean() - service - dense == pytest.approx(
         wait, rel=0.03 if COMPILED else 0.15
     )
-
-
-def test_traffic_stays_within_the_rate_of_the_nic():
-    for link_model, bound in (("nic", 1), ("pairwise", 3)):
-        rng = np.random.default_rng(2)
-        cluster = build_cluster(
-            sizes=small_model(),
-            gpus=(1, 1, 1, 1),
-            slots=(5, 5, 5, 5),
-            nic_bps=2e6,
-            link_model=link_model,
-        )
-        prompts = random_prompts(rng, cluster)
-        sim = Simulator(cluster, prompts)
-        requests = random_requests(rng, cluster, prompts, 300, 1.0)
-        sim.begin(requests, uniform_placement(cluster))
-        sim.run()
-        rate = sim.state.meta["network_bytes"][0] / sim.now / (4 * 2e6 / 8)
-        assert rate < bound
-        if link_model == "pairwise":
-            assert rate > 1.0, "pairs have more than a NIC together"
 
 
 def test_migration_swaps_two_full_gpus():
@@ -625,43 +589,7 @@ def test_ties_do_not_go_to_the_lowest_index():
     assert picks.min() > 800
 
 
-def test_bad_prompts_are_refused():
-    cluster = build_cluster(sizes=small_model(layers=1, experts=3), gpus=(1,), slots=(3,))
-    prompts = one_prompt(cluster, 1, [(0, 1)])
-    for tokens, counts, word in (
-        ([1], np.ones((1, 1, 4), int), r"shape \(1, 1, 4\)"),
-        ([1], np.ones((2, 1, 3), int), r"shape \(2, 1, 3\)"),
-        ([1], np.ones((1, 3), int), r"shape \(1, 3\)"),
-        ([1.7], prompts.counts, "tokens has dtype float64"),
-        ([[1], [1, 2]], prompts.counts, "tokens must be an array"),
-        ([1], prompts.counts + 0.5, "counts has dtype float64"),
-        ([1], prompts.counts * np.nan, "counts has dtype float64"),
-        ([1], prompts.counts.astype(int) << 40, "counts has numbers from"),
-        ([0], 0 * prompts.counts, "at least 1"),
-        ([2], prompts.counts, r"counts\[0, 0\].*2 x 2 tokens, got 2"),
-        ([1], np.array([[[3, -1, 0]]]), r"counts\[0, 0\] must be at least 0"),
-    ):
-        with pytest.raises(ValueError, match=word):
-            make_prompts(tokens, counts, prompts.bank, [0, 1], 3, 2)
-    for experts, k, word in ((4.0, 2, "experts=4.0"), (65, 2, "experts=65"), (3, 4, "top_k=4")):
-        with pytest.raises(ValueError, match=word):
-            make_prompts([1], prompts.counts, prompts.bank, [0, 1], experts, k)
-    with pytest.raises(ValueError, match="bank"):
-        make_prompts([1], prompts.counts, np.ones((1, 2), np.uint64), [0, 1], 3, 2)
-    with pytest.raises(ValueError, match="top_k=2"):
-        make_prompts([1], prompts.counts, np.array([[1]], np.uint64), [0, 1], 3, 2)
-    with pytest.raises(ValueError, match="more than top_k"):
-        make_prompts([1], prompts.counts, np.array([[7]], np.uint64), [0, 1], 3, 2)
-    with pytest.raises(ValueError, match="row per prompt"):
-        make_prompts([1], prompts.counts, prompts.bank, [0, 0], 3, 2)
-    other = build_cluster(sizes=small_model(layers=2, experts=3), gpus=(1,), slots=(6,))
-    with pytest.raises(ValueError, match="do not fit"):
-        Simulator(other, prompts)
-    with pytest.raises(ValueError, match="least_finish"):
-        Simulator(cluster, prompts, "least_finished")
-
-
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 3)), max_size=60))
 def test_events_come_by_time_and_then_in_order_of_arrival(turns):
     """The heap's two ways in, with many equal times, against a sorted list."""
