@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextvars
 import functools
-import math
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
@@ -33,7 +32,7 @@ except ModuleNotFoundError as error:
         "litellm is not installed; pip install 'litellm[proxy]'", name="litellm"
     ) from error
 
-from servegym.experiments.live.gateways.gate import Gate, Ticket
+from servegym.experiments.live.gateways.gate import RETRY_AFTER_S, Gate, Ticket
 
 __all__ = ["STATUS_PATH", "LiteLLMStrategy"]
 
@@ -146,8 +145,8 @@ class LiteLLMStrategy(CustomRoutingStrategyBase, CustomLogger):
             return await type(router).async_get_available_deployment(router, **asked)
         body = {**asked["request_kwargs"], "messages": messages}
         ticket = self.gate.enter(body, allowed=[name in by_id for name in self._ids])
-        if ticket.decision.dropped:
-            raise _refused(model, self.gate.retry_after_s)
+        if ticket.expert < 0:
+            raise _refused(model)
         tickets.append(ticket)
         return by_id[self._ids[ticket.expert]]
 
@@ -180,14 +179,14 @@ class LiteLLMStrategy(CustomRoutingStrategyBase, CustomLogger):
         app.add_api_route(path, self.gate.status, methods=["GET"])
 
 
-def _refused(model: str, retry_after_s: float) -> Exception:
+def _refused(model: str) -> Exception:
     """Status 429; LiteLLM does not try again by itself."""
     return litellm.RateLimitError(
-        f"the router refuses the request; try again in {retry_after_s:g} s",
+        f"the router refuses the request; try again in {RETRY_AFTER_S} s",
         llm_provider="servegym",
         model=model,
         num_retries=0,
-        headers={"retry-after": str(math.ceil(retry_after_s))},
+        headers={"retry-after": str(RETRY_AFTER_S)},
     )
 
 

@@ -13,16 +13,16 @@ pytest.importorskip("envoy_data_plane")
 grpc = pytest.importorskip("grpc")
 
 from servegym.baselines.registry import from_callable  # noqa: E402
-from servegym.experiments.evaluation.output import read_rows  # noqa: E402
 from servegym.experiments.live.gateway import GatewayRouter  # noqa: E402
+from servegym.experiments.live.gateways import endpoint_picker  # noqa: E402
 from servegym.experiments.live.gateways.endpoint_picker import (  # noqa: E402
     EndpointPicker,
     address,
     start,
 )
 from servegym.experiments.live.gateways.gate import Gate  # noqa: E402
-from servegym.experiments.studies.gateways.agreement import agreement  # noqa: E402
-from servegym.experiments.studies.gateways.envoy import BodyMode, Exchange  # noqa: E402
+
+from .envoy import BodyMode, Exchange  # noqa: E402
 
 ENDPOINTS = [f"10.0.0.{k}:8000" for k in range(1, 7)]
 BODY = json.dumps({"model": "llm", "prompt": "hello there", "max_tokens": 5}).encode()
@@ -34,9 +34,9 @@ def first(observation, mask):
 
 
 @contextlib.asynccontextmanager
-async def picking(act=first, **more):
+async def picking(act=first):
     gate = Gate(GatewayRouter({}, from_callable(act, "mine"), budget_s=None))
-    server, port = await start(EndpointPicker(gate, ENDPOINTS, **more), "127.0.0.1", 0)
+    server, port = await start(EndpointPicker(gate, ENDPOINTS), "127.0.0.1", 0)
     try:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
             yield gate, channel
@@ -57,15 +57,15 @@ async def until(condition):
     raise AssertionError("it did not come about")
 
 
-def test_actions_are_those_of_the_environment():
-    fleet = {"rate": 9.0, "episode_requests": 120}
-    equal, _, gate = asyncio.run(agreement("endpoint-picker-streamed", "priced_greedy", fleet))
-    assert np.mean(equal) == 1.0
-    assert gate.router.counters.decisions == 120
-
-
-@pytest.mark.parametrize("mode", ["FULL_DUPLEX_STREAMED", "BUFFERED", "STREAMED"])
-@pytest.mark.parametrize("trailers", [False, True])
+@pytest.mark.parametrize(
+    ("mode", "trailers"),
+    [
+        ("FULL_DUPLEX_STREAMED", False),
+        ("FULL_DUPLEX_STREAMED", True),
+        ("BUFFERED", True),
+        ("STREAMED", False),
+    ],
+)
 def test_one_request_from_its_headers_to_its_end(mode, trailers):
     async def run():
         async with picking() as (gate, channel):
@@ -82,7 +82,7 @@ def test_one_request_from_its_headers_to_its_end(mode, trailers):
             for part in (TOKEN[:9], TOKEN[9:] + TOKEN, TOKEN):
                 sent = await exchange.part(part)
                 assert sent == (part if mode == "FULL_DUPLEX_STREAMED" else None)
-            assert gate.last.tokens == 3
+            assert gate.router.queues()[0][0][0].generated == 3
             assert counts(gate) == (0, 0, 1)
             if trailers:
                 await exchange.trailers()
@@ -126,7 +126,7 @@ def test_only_endpoints_of_the_subset_are_chosen():
             assert (await Exchange(channel).ask(BODY, subset=listed)).endpoints[0] == subset[1]
             for nothing in ([], ["10.9.9.9:1"]):
                 assert (await Exchange(channel).ask(BODY, subset=nothing)).status == 503
-            gate.router.set_up(2, up=False)
+            gate.enter({}, allowed=[k == 2 for k in range(6)]).failed()  # left alone for a while
             assert (await Exchange(channel).ask(BODY, subset=subset)).endpoints[0] == subset[0]
 
     asyncio.run(run())
@@ -155,9 +155,11 @@ def test_what_is_no_request_is_left_to_the_server(body):
     asyncio.run(run())
 
 
-def test_a_body_without_end_is_refused():
+def test_a_body_without_end_is_refused(monkeypatch):
+    monkeypatch.setattr(endpoint_picker, "MAX_BODY_BYTES", 1000)
+
     async def run():
-        async with picking(max_body_bytes=1000) as (gate, channel):
+        async with picking() as (gate, channel):
             assert (await Exchange(channel).ask(b"x" * 1200, pieces=2)).status == 413
             assert gate.router.counters.decisions == 0
 
@@ -235,15 +237,3 @@ def test_health_and_addresses():
         EndpointPicker(gate, ENDPOINTS[:2])
     with pytest.raises(ValueError, match="6 experts"):
         EndpointPicker(gate, ENDPOINTS[:1] * 6)
-
-
-def test_the_table_of_agreement(tmp_path):
-    from servegym.experiments.studies.gateways import agreement as made
-
-    words = ["--policy", "priced_greedy", "--episodes", "1", "--requests", "60"]
-    assert made.main([*words, "--out", str(tmp_path)]) == 0
-    rows = read_rows(tmp_path / "plugins.csv")
-    assert [row["engines_tell"] for row in rows] == [True, False]
-    assert rows[0]["equal"] == 1.0 and rows[0]["decisions"] == 60
-    assert made.main([*words, "--kind", "direct", "--out", str(tmp_path)]) == 0
-    assert len(read_rows(tmp_path / "plugins.csv")) == 2
