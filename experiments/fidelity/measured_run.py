@@ -94,7 +94,8 @@ def _number(path: Path, line: int, row: Mapping[str, Any], field: str, whole: bo
 
 
 def _read_requests(path: Path) -> dict[str, Array]:
-    columns: dict[str, list[float]] = {field: [] for field in _FIELDS}
+    """Columns of the file: its fields, and ``scheduled_ts``, NaN where that was not written."""
+    columns: dict[str, list[float]] = {field: [] for field in (*_FIELDS, "scheduled_ts")}
     with path.open(encoding="utf-8") as stream:
         for line, text in enumerate(stream, 1):
             if not text.strip():
@@ -124,6 +125,8 @@ def _read_requests(path: Path) -> dict[str, Array]:
                     f"the request takes {got['last_token_ts'] - got['queued_ts']:.6g} s",
                     "write seconds, not milliseconds",
                 )
+            scheduled = row.get("scheduled_ts")
+            got["scheduled_ts"] = scheduled if isinstance(scheduled, int | float) else math.nan
             for field, value in got.items():
                 columns[field].append(value)
     if len(columns["queued_ts"]) < 2:
@@ -131,15 +134,7 @@ def _read_requests(path: Path) -> dict[str, Array]:
     return {field: np.array(values) for field, values in columns.items()}
 
 
-def _scheduled(path: Path) -> Array:
-    """When each request was first scheduled, engine's clock; NaN where that was not written."""
-    with path.open(encoding="utf-8") as stream:
-        rows = [json.loads(text) for text in stream if text.strip()]
-    values = [row.get("scheduled_ts") for row in rows]
-    return np.array([v if isinstance(v, int | float) else math.nan for v in values], np.float64)
-
-
-def _read_series(path: Path, shift_s: float) -> np.ndarray:
+def _read_series(path: Path) -> np.ndarray:
     names = ("t", "running", "waiting", "kv_cache_pct")
     with path.open(newline="", encoding="utf-8") as stream:
         reader = csv.DictReader(stream)
@@ -165,7 +160,7 @@ def _read_series(path: Path, shift_s: float) -> np.ndarray:
                 raise MalformedFileError(
                     path, reader.line_num, "kv_cache_pct", f"got {values[3]:g}", "write percent"
                 )
-            rows.append((values[0] + shift_s, values[1], values[2], values[3] / 100.0))
+            rows.append((*values[:3], values[3] / 100.0))
     return np.array(rows, dtype=_SERIES)
 
 
@@ -243,7 +238,6 @@ def load_run(folder: str | os.PathLike[str]) -> MeasuredRun:
         if not (root / name).is_file():
             raise ValueError(f"run is {str(root)!r}, but there is no {name} in it")
     rows = _read_requests(root / "requests.jsonl")
-    engine_clock = _scheduled(root / "requests.jsonl")
     try:
         meta = json.loads((root / "meta.json").read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
@@ -277,6 +271,6 @@ def load_run(folder: str | os.PathLike[str]) -> MeasuredRun:
         model=str(meta.get("model", "")).rpartition("/")[2],
         tensor_parallel=parallel,
         assumed=assumed,
-        scheduled_s=engine_clock[order] - offset - start,
-        series=_read_series(series, 0.0) if series.is_file() else None,
+        scheduled_s=rows["scheduled_ts"] - offset - start,
+        series=_read_series(series) if series.is_file() else None,
     )

@@ -4,7 +4,6 @@ import csv
 import json
 from dataclasses import replace
 
-import numba
 import numpy as np
 import pytest
 from typer.testing import CliRunner
@@ -12,10 +11,8 @@ from typer.testing import CliRunner
 from servegym.experiments.cli import app
 from servegym.experiments.evaluation.output import read_rows
 from servegym.experiments.fidelity import comparison, report
-from servegym.experiments.fidelity.markdown import Table, update_document
 from servegym.experiments.fidelity.measured_run import MeasuredRun, load_run
 from servegym.experiments.fidelity.profiles import check_devices, matching_profile
-from servegym.experiments.fidelity.queueing import erlang_c, queueing
 from servegym.hardware_profiles import load
 
 PROFILE = "rtx4090-llama-3.1-8b"
@@ -137,29 +134,13 @@ def test_sensitivity_tells_what_matters(folder):
     assert rows["reserve instead of paged"]["preemptions"] == 0
 
 
-def test_closed_forms():
-    assert erlang_c(1, 0.6) == pytest.approx(0.6)
-    assert erlang_c(2, 0.5) == pytest.approx(1 / 3)
-    compiled = not numba.config.DISABLE_JIT  # type: ignore[attr-defined]
-    rows = queueing(40_000 if compiled else 1000, loads=(0.3, 0.8), repeats=2)
-    assert {row["queue"] for row in rows} == {"M/M/1", "M/D/1", "M/G/1-PS", "M/M/4"}
-    for row in rows:
-        # Half a thousandth for the lattice of iterations.
-        assert abs(row["difference"]) < 4 * row["standard_error"] + 0.0015 / (1 - 0.8)
-        assert row["standard_error"] < 0.06 or not compiled
-    with pytest.raises(ValueError, match="loads"):
-        queueing(loads=(1.0,))
-    with pytest.raises(ValueError, match="requests"):
-        queueing(requests=10)
-
-
 def test_the_command(folder, tmp_path):
     pytest.importorskip("matplotlib")
     out = tmp_path / "out"
-    words = ["fidelity", "--run", str(folder), "--out", str(out), "--queue-requests", "0"]
+    words = ["fidelity", "--run", str(folder), "--out", str(out)]
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 0, result.output
-    stems = ("course", "errors", "latencies", "sensitivity", "trajectory_difference")
+    stems = ("course", "errors", "latencies", "sensitivity")
     assert {path.name for path in out.iterdir()} == {
         "fidelity.png",
         *(f"{stem}{ending}" for stem in stems for ending in (".csv", ".json")),
@@ -176,16 +157,7 @@ def test_the_command(folder, tmp_path):
     assert [row["requests_from"] for row in rows] == ["all"] * 3 + ["later"] * 3
 
 
-def test_tables_of_a_document_are_replaced(tmp_path, root):
-    path = tmp_path / "page.md"
-    path.write_text("a\n<!-- x -->\nold\n<!-- /x -->\nb -1\n")
-    table = Table("x", "Title", ["name", "error"], [["one", "-1.5 %"], ["-a", "+2 %"]])
-    update_document(path, [table])
-    wanted = "| name | error |\n| --- | ---: |\n| one | \N{MINUS SIGN}1.5 % |\n| -a | +2 % |"
-    assert path.read_text() == f"a\n<!-- x -->\n{wanted}\n<!-- /x -->\nb -1\n"
-    with pytest.raises(ValueError, match="<!-- y -->"):
-        update_document(path, [table._replace(key="y")])
-    # The page shows what the last run wrote.
+def test_the_page_shows_what_the_last_run_wrote(root):
     page = (root / "docs" / "hardware.md").read_text()
     with (root / "experiments/results/fidelity/errors.csv").open() as stream:
         for row in csv.DictReader(stream):

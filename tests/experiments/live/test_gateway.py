@@ -7,11 +7,10 @@ import threading
 import numpy as np
 import pytest
 
-from servegym.baselines.registry import describe_system, from_callable
+from servegym.baselines.registry import describe_system, from_callable, make_policy
 from servegym.envs.llm_routing import kernel
 from servegym.envs.llm_routing.config import build_problem
 from servegym.envs.llm_routing.core import RoutingBatch, held
-from servegym.experiments.evaluation.evaluate import resolve
 from servegym.experiments.live.gateway import GatewayRequest, GatewayRouter
 
 FLEET = {"rate": 9.0, "episode_requests": 300}
@@ -28,7 +27,7 @@ def replayed(policy, fleet, *, admitted=True, seed=0):
     batch.draw(0, np.random.default_rng(seed))
     every = np.ones(1, np.int8)
     batch.begin(every)
-    own = resolve(policy, describe_system(problem), in_process=True).policy
+    own = make_policy(policy, describe_system(problem))
     own.reset(1, seed=0)
     now, noted = 0.0, {}
     router = GatewayRouter(fleet, policy, clock=lambda: now, budget_s=None)
