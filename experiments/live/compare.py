@@ -340,75 +340,60 @@ def run(
 # -- simulation ----------------------------------------------------------------------------------
 
 
-def _outcome(
-    world: str,
-    run: Run,
-    names: Sequence[str],
-    latency_s: float,
-    log: Mapping[str, np.ndarray] | np.ndarray,
-) -> list[Row]:
-    """Rows of a run: over all experts, and over the requests of each.
+def outcome(
+    world: str, run: Run, latency_s: float, log: Mapping[str, np.ndarray] | np.ndarray
+) -> Row:
+    """The row of a run in a world.
 
     Args:
         world: One of `WORLDS`.
         run: The run.
-        names: Of the servers.
         latency_s: Latency requirement, seconds a token.
         log: (K,) ``arrival_s``, ``first_token_s``, ``finish_s``, ``output_tokens``, ``score`` and
-            ``expert`` of the requests; those that were not served have expert -1.
+            ``served`` of the requests.
     """
-    expert, tokens = log["expert"], np.maximum(log["output_tokens"], 1)
-    latency = log["finish_s"] - log["arrival_s"]
+    tokens, latency = np.maximum(log["output_tokens"], 1), log["finish_s"] - log["arrival_s"]
     times = {
         "ttft_s": log["first_token_s"] - log["arrival_s"],
         "tpot_s": (log["finish_s"] - log["first_token_s"]) / np.maximum(tokens - 1, 1),
         "e2e_s": latency,
     }
-    late = latency / tokens > latency_s
-    rows = []
-    for name in ("all", *names):
-        mine = expert >= 0 if name == "all" else expert == names.index(name)
-        served = mine & np.isfinite(latency)
-        row: Row = {
-            "world": world,
-            "load": run.load,
-            "policy": run.policy,
-            "repetition": run.repetition,
-            "expert": name,
-            "served": int(served.sum()),
-            "share": float(served.mean()),
-        }
-        for key, value in times.items():
-            row[key] = float(value[served].mean()) if served.any() else float("nan")
-        row["late"] = float((served & late).sum() / len(expert))
-        row["qos"] = float(np.where(served & ~late, log["score"], 0.0).sum() / len(expert))
-        rows.append(row)
-    return rows
+    served, late = log["served"], latency / tokens > latency_s
+    return {
+        "world": world,
+        "load": run.load,
+        "policy": run.policy,
+        "repetition": run.repetition,
+        "served": int(served.sum()),
+        **{k: float(v[served].mean()) if served.any() else np.nan for k, v in times.items()},
+        "late": float((served & late).mean()),
+        "qos": float(np.where(served & ~late, log["score"], 0.0).mean()),
+    }
 
 
 def _real_log(run: Run, names: Sequence[str]) -> dict[str, np.ndarray]:
-    """The log of a real run, as `_outcome` reads it."""
+    """The log of a real run, as `outcome` reads it."""
     log = {
         key: np.array([record.get(field, missing) for record in run.records])
         for key, field, missing in (
-            ("expert", "expert", -1),
             ("first_token_s", "first_s", np.nan),
             ("finish_s", "finish_s", np.nan),
             ("output_tokens", "output_tokens", 1),
         )
     }
     log["arrival_s"] = np.array([request["arrival_s"] for request in run.requests])
+    experts = [record["expert"] for record in run.records]
     log["score"] = np.array(
         [
             request[f"score_{names[k]}"] if k >= 0 else 0.0
-            for request, k in zip(run.requests, log["expert"], strict=True)
+            for request, k in zip(run.requests, experts, strict=True)
         ]
     )
-    return log
+    return log | {"served": np.isfinite(log["finish_s"])}
 
 
-def _simulated_log(run: Run) -> np.ndarray:
-    """The request log of the policy in closed loop on the same requests."""
+def _simulated_log(run: Run) -> dict[str, np.ndarray]:
+    """The log of the policy in closed loop on the same requests."""
     logs: dict[str, list[np.ndarray]] = {}
     evaluate(
         "servegym/LLMRouting-v1",
@@ -419,9 +404,8 @@ def _simulated_log(run: Run) -> np.ndarray:
         logs=logs,
         in_process=True,
     )
-    log = next(iter(logs.values()))[0].copy()
-    log["expert"][log["outcome"] != 1] = -1
-    return log
+    (log,) = next(iter(logs.values()))
+    return {name: log[name] for name in log.dtype.names} | {"served": log["outcome"] == 1}
 
 
 def analyse(
@@ -443,8 +427,8 @@ def analyse(
     names = [one.name for one in measured.servers]
     rows: list[Row] = []
     for run in measured.runs:
-        rows += _outcome("real", run, names, measured.latency_s, _real_log(run, names))
-        rows += _outcome("simulated", run, names, measured.latency_s, _simulated_log(run))
+        rows.append(outcome("real", run, measured.latency_s, _real_log(run, names)))
+        rows.append(outcome("simulated", run, measured.latency_s, _simulated_log(run)))
     errors, qos = error_rows(rows), qos_rows(rows)
     notes = [
         agreement_note(load, [row for row in qos if row["load"] == load]) for load in plan.loads
@@ -472,12 +456,11 @@ def analyse(
     tables.write_result(out / "errors", errors, full)
     tables.write_result(out / "qos", qos, full, notes)
     for row in errors:
-        if row["expert"] == "all":
-            echo(
-                f"load {row['load']:g} {row['quantity']:<7} {100 * row['error']:+6.1f} % "
-                f"[{100 * row['low']:+.1f}, {100 * row['high']:+.1f}], "
-                f"absolute {100 * row['absolute']:.1f} %"
-            )
+        echo(
+            f"load {row['load']:g} {row['quantity']:<7} {100 * row['error']:+6.1f} % "
+            f"[{100 * row['low']:+.1f}, {100 * row['high']:+.1f}], "
+            f"absolute {100 * row['absolute']:.1f} %"
+        )
     for row in qos:
         echo(
             f"load {row['load']:g} {row['policy']:<18} {row['world']:<9} QoS {row['qos']:.3f} "
@@ -495,26 +478,24 @@ def _rounded(rows: Sequence[Row], digits: int) -> list[Row]:
 
 
 def error_rows(rows: Sequence[Row]) -> list[Row]:
-    """Errors of a run's mean times, simulated over measured, by load, expert and quantity."""
-    keys = ("load", "policy", "repetition", "expert")
+    """Errors of a run's mean times, simulated over measured, by load and quantity."""
+    keys = ("load", "policy", "repetition")
     real = {tuple(row[k] for k in keys): row for row in rows if row["world"] == "real"}
-    pairs: dict[tuple[float, str, str], list[tuple[float, float]]] = {}
+    pairs: dict[tuple[float, str], list[tuple[float, float]]] = {}
     for row in rows:
         if row["world"] == "simulated":
             other = real[tuple(row[k] for k in keys)]
             for name in QUANTITIES:
                 if row[name] > 0 and other[name] > 0:
-                    cell = row["load"], row["expert"], name
-                    pairs.setdefault(cell, []).append((row[name], other[name]))
+                    pairs.setdefault((row["load"], name), []).append((row[name], other[name]))
     found = []
-    for (load, expert, name), values in sorted(pairs.items()):
+    for (load, name), values in sorted(pairs.items()):
         simulated, measured = np.transpose(values)
         relative = simulated / measured - 1.0
         mean, low, high = student_interval(relative)
         found.append(
             {
                 "load": load,
-                "expert": expert,
                 "quantity": name,
                 "runs": len(values),
                 "error": mean,
@@ -531,8 +512,7 @@ def qos_rows(rows: Sequence[Row]) -> list[Row]:
     """QoS of each policy in both worlds, by load, with Student's interval over the runs."""
     values: dict[tuple[float, str, str], list[float]] = {}
     for row in rows:
-        if row["expert"] == "all":
-            values.setdefault((row["load"], row["policy"], row["world"]), []).append(row["qos"])
+        values.setdefault((row["load"], row["policy"], row["world"]), []).append(row["qos"])
     found = []
     for (load, policy, world), some in values.items():
         mean, low, high = student_interval(some)

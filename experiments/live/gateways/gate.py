@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from servegym.experiments.live.client import brings_token
 from servegym.experiments.live.fleet_file import Endpoint, ServerSpec
 from servegym.experiments.live.gateway import GatewayRequest, GatewayRouter
 
@@ -342,15 +343,7 @@ class Answer:
             told = (event.get("usage") or {}).get("completion_tokens")
             if told is not None:
                 self._ticket.token(int(told))
-            elif any(_token(choice) for choice in event.get("choices") or ()):
+            elif brings_token(event):
                 self._ticket.token()
         except (ValueError, TypeError, AttributeError):
             pass  # no event of OpenAI's protocol, so no token
-
-
-def _token(choice: Mapping[str, Any]) -> bool:
-    delta = choice.get("delta") or {}
-    return bool(choice.get("text") or any(delta.get(key) for key in _DELTAS))
-
-
-_DELTAS = ("content", "reasoning_content", "tool_calls")

@@ -29,7 +29,7 @@ try:
     from litellm.types.router import CustomRoutingStrategyBase
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        "litellm is not installed; pip install 'litellm[proxy]'", name="litellm"
+        "litellm is not installed; pip install 'litellm[proxy]<1.109'", name="litellm"
     ) from error
 
 from servegym.experiments.live.gateways.gate import RETRY_AFTER_S, Gate, Ticket
@@ -82,7 +82,9 @@ class LiteLLMStrategy(CustomRoutingStrategyBase, CustomLogger):
             )
         missing = [name for name in ATTEMPTS if not hasattr(router, name)]
         if missing:
-            raise ValueError(f"this version of litellm has no Router.{missing[0]}; 1.106 has")
+            raise ValueError(
+                f"this version of litellm has no Router.{missing[0]}; pip install 'litellm<1.109'"
+            )
         self._ids, self._router = list(wanted), router
         for name in ATTEMPTS:
             setattr(router, name, self._told(getattr(router, name)))

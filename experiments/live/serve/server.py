@@ -12,7 +12,7 @@ import select
 import selectors
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,7 +30,7 @@ from servegym.experiments.live.serve.protocol import (
     answer,
     read_request,
 )
-from servegym.hardware_profiles import Profile, load
+from servegym.hardware_profiles import load
 
 __all__ = ["Served", "SimulatedFleet", "SimulatedServer", "new_loop"]
 
@@ -96,7 +96,7 @@ class SimulatedServer:
         spec: Its description; ``profile`` is its card, ``slots`` the most requests that run,
             ``options`` may have ``kv_tokens`` and ``block_size``.
         faults: Its failures.
-        speed: Simulated seconds a second.
+        speed: See `SimulatedFleet`, as the others.
         seed: Of answers and failures.
         body_bytes: Largest body of a request.
 
@@ -107,11 +107,10 @@ class SimulatedServer:
     def __init__(
         self,
         spec: ServerSpec,
-        faults: Sequence[Fault] = (),
-        *,
-        speed: float = 1.0,
-        seed: int = 0,
-        body_bytes: int = 4 << 20,
+        faults: Sequence[Fault],
+        speed: float,
+        seed: int,
+        body_bytes: int,
     ) -> None:
         self.spec = spec
         self.model = spec.model or spec.name
@@ -121,7 +120,8 @@ class SimulatedServer:
         self._seed = seed
         self._chance = random.Random(f"{seed} {spec.name}")
         try:
-            self.profile = self._profile()
+            if not spec.profile:
+                raise ValueError("profile is missing; servers are simulated by their profiles")
             options = dict(spec.options)
             unknown = sorted(set(options) - set(_OPTIONS))
             if unknown:
@@ -129,7 +129,7 @@ class SimulatedServer:
                     f"option {unknown[0]!r} is unknown; there are {', '.join(_OPTIONS)}"
                 )
             self.engine = LiveEngine(
-                self.profile,
+                load(spec.profile),
                 max_num_seqs=spec.slots,
                 max_num_batched_tokens=spec.batched_tokens,
                 block_size=whole("block_size", options.get("block_size", 16), 1, 4096),
@@ -162,14 +162,6 @@ class SimulatedServer:
         self.port = spec.port
         self._started = 0.0
         self._worked = 0.0  # the engine's time when it worked last
-
-    def _profile(self) -> Profile:
-        if not self.spec.profile:
-            raise ValueError(
-                f"profile is missing; engine = {self.spec.engine!r} is served by its hardware "
-                "profile"
-            )
-        return load(self.spec.profile)
 
     # -- time -----------------------------------------------------------------------------------
 
@@ -535,9 +527,9 @@ class SimulatedFleet:
             SimulatedServer(
                 spec,
                 [one for one in faults if one.server in ("", spec.name)],
-                speed=speed,
-                seed=seed,
-                body_bytes=body_bytes,
+                speed,
+                seed,
+                body_bytes,
             )
             for spec in specs
         ]
@@ -648,12 +640,7 @@ def _break(request: web.Request) -> None:
     raise asyncio.CancelledError
 
 
-_TYPES: Mapping[int, str] = {
-    400: "BadRequestError",
-    404: "NotFoundError",
-    413: "BadRequestError",
-    429: "RateLimitError",
-}
+_TYPES = {404: "NotFoundError", 429: "RateLimitError"}
 
 
 def _error(
