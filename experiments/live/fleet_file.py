@@ -3,16 +3,18 @@
 ::
 
     [[server]]
-    name = "small"             # letters, digits, - _ and .
+    name = "small"             # letters, digits, - _ and .; also the model's name in requests
     engine = "llama.cpp"       # llama.cpp, vllm or simulated
-    model = "random:8x384"     # random weights, layers x width; or a file; vllm: a folder
+    model = "random:8x384"     # random weights, layers x width; or a GGUF file; vllm: a folder;
+                               # simulated: the model's name in requests
     slots = 8                  # requests that run at a time
     context = 512              # tokens of prompt and output that a request may have
     cores = [0]                # processor cores of the server (default: all)
+    host = "127.0.0.1"         # address that the server listens on
     port = 0                   # 0 takes a free one
     batched_tokens = 2048      # largest number of tokens of an iteration
     python = "venv/bin/python" # interpreter of the engine (default: this one)
-    profile = "small.json"     # hardware profile of the server, by name or file
+    profile = "small.json"     # hardware profile, by name or file; simulated servers need one
 
     [server.options]           # further arguments of the engine
 
@@ -42,22 +44,10 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 @dataclass(frozen=True)
 class ServerSpec:
-    """One server of a fleet.
+    """One server of a fleet: the fields of a ``[[server]]``.
 
-    Attributes:
-        name: Its name, also the model's name in requests unless ``model`` is that.
-        engine: One of :data:`ENGINES`.
-        model: Of llama.cpp a GGUF file, or ``random:LAYERSxWIDTH`` for random weights; of vLLM a
-            folder; of a ``simulated`` server the model's name in requests.
-        slots: Requests that run at a time.
-        context: Tokens of prompt and output that a request may have.
-        cores: Processor cores that the server may use; empty for all.
-        host: Address that the server listens on.
-        port: Port, or 0 for a free one.
-        batched_tokens: Largest number of tokens of an iteration.
-        python: Interpreter of the engine, or empty for the one that runs servegym.
-        profile: Hardware profile, by name or file; needed by ``simulated``.
-        options: Further arguments of the engine.
+    Raises:
+        ValueError: Naming the field, what was given and what is allowed.
     """
 
     name: str

@@ -32,6 +32,7 @@ except ModuleNotFoundError as error:
         "litellm is not installed; pip install 'litellm[proxy]<1.109'", name="litellm"
     ) from error
 
+from servegym.experiments.live.client import brings_token
 from servegym.experiments.live.gateways.gate import RETRY_AFTER_S, Gate, Ticket
 
 __all__ = ["STATUS_PATH", "LiteLLMStrategy"]
@@ -174,11 +175,11 @@ class LiteLLMStrategy(CustomRoutingStrategyBase, CustomLogger):
         if proxy_server.llm_router is not None and proxy_server.llm_router is not self._router:
             self.attach(proxy_server.llm_router)
 
-    def show(self, path: str = STATUS_PATH) -> None:
-        """Serve `Gate.status` as JSON at a path of the proxy."""
+    def show(self) -> None:
+        """Serve `Gate.status` as JSON at `STATUS_PATH` of the proxy."""
         from litellm.proxy.proxy_server import app
 
-        app.add_api_route(path, self.gate.status, methods=["GET"])
+        app.add_api_route(STATUS_PATH, self.gate.status, methods=["GET"])
 
 
 def _refused(model: str) -> Exception:
@@ -203,21 +204,11 @@ def _end(ticket: Ticket, error: BaseException) -> None:
         ticket.failed()
 
 
-def _brings_token(chunk: Any) -> bool:
-    for choice in getattr(chunk, "choices", None) or ():
-        delta = getattr(choice, "delta", None)
-        if getattr(choice, "text", None) or getattr(delta, "content", None):
-            return True
-        if getattr(delta, "reasoning_content", None) or getattr(delta, "tool_calls", None):
-            return True
-    return False
-
-
 async def _chunks(stream: AsyncIterator[Any], ticket: Ticket) -> AsyncIterator[Any]:
     """The chunks of a stream, of which the ticket is told."""
     try:
         async for chunk in stream:
-            if _brings_token(chunk):
+            if brings_token(chunk.model_dump()):
                 ticket.token()
             yield chunk
         ticket.finished()

@@ -221,9 +221,12 @@ class SimulatedServer:
                 metrics.total["prefix_cache_queries"] += one.prompt
                 metrics.total["prefix_cache_hits"] += one.hit
                 metrics.total["prompt_tokens"] += one.prompt
-                metrics.first_token.add((time_s - one.arrived_s) * scale)
+                metrics.observe(time_to_first_token_seconds=(time_s - one.arrived_s) * scale)
             else:
-                metrics.between_tokens.add((time_s - one.last_s) * scale)
+                gap_s = (time_s - one.last_s) * scale
+                metrics.observe(
+                    inter_token_latency_seconds=gap_s, time_per_output_token_seconds=gap_s
+                )
             one.last_s = time_s
             if last:
                 self._end(one, one.reason)
@@ -244,15 +247,18 @@ class SimulatedServer:
         metrics.ended[reason] += 1
         if reason in ("stop", "length"):
             admitted = float(record["admitted"])
-            metrics.end_to_end.add((one.last_s - one.arrived_s) * scale)
-            metrics.queue.add((admitted - one.arrived_s) * scale)
-            metrics.inference.add((one.last_s - admitted) * scale)
-            metrics.prefill.add((one.first_s - admitted) * scale)
-            metrics.decode.add((one.last_s - one.first_s) * scale)
+            metrics.observe(
+                e2e_request_latency_seconds=(one.last_s - one.arrived_s) * scale,
+                request_queue_time_seconds=(admitted - one.arrived_s) * scale,
+                request_inference_time_seconds=(one.last_s - admitted) * scale,
+                request_prefill_time_seconds=(one.first_s - admitted) * scale,
+                request_decode_time_seconds=(one.last_s - one.first_s) * scale,
+                request_prompt_tokens=one.prompt,
+                request_generation_tokens=one.count,
+            )
             if one.count > 1:
-                metrics.per_token.add((one.last_s - one.first_s) * scale / (one.count - 1))
-            metrics.prompt.add(one.prompt)
-            metrics.generation.add(one.count)
+                each_s = (one.last_s - one.first_s) * scale / (one.count - 1)
+                metrics.observe(request_time_per_output_token_seconds=each_s)
             self.engine.release(one.slot)
         else:
             self.engine.abort(one.slot)
