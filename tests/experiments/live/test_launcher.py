@@ -108,20 +108,17 @@ def test_no_process_outlives_the_one_that_started_it(tmp_path):
         assert _gone(pids)
 
 
-@pytest.mark.parametrize(
-    ("change", "what"),
-    [
+def test_a_server_that_cannot_start_is_named(tmp_path):
+    for change, what in (
         ({"model": "random:8"}, "random:LAYERSxWIDTH"),
         ({"model": "/nowhere.gguf"}, "no such file"),
         ({"model": __file__}, "status"),  # no GGUF
         ({"python": "/nowhere/python"}, "no program"),
         ({"engine": "simulated", "profile": "x"}, "profile: got 'x'"),
-    ],
-)
-def test_a_server_that_cannot_start_is_named(tmp_path, change, what):
-    spec = ServerSpec(**{"name": "a", "engine": "llama.cpp", "model": TINY, **change})
-    with pytest.raises(ValueError, match=what):
-        launcher.Fleet([spec], tmp_path)
+    ):
+        spec = ServerSpec(**{"name": "a", "engine": "llama.cpp", "model": TINY, **change})
+        with pytest.raises(ValueError, match=what):
+            launcher.Fleet([spec], tmp_path)
 
 
 def test_a_port_in_use_is_refused_and_a_silent_server_given_up(tmp_path):
