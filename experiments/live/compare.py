@@ -15,7 +15,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -265,16 +265,13 @@ def _drawn_order(plan: Plan) -> list[tuple[float, str, int]]:
     return order
 
 
-def run(
-    specs: Sequence[ServerSpec], plan: Plan, folder: Path, echo: Callable[[str], None] = print
-) -> Measured:
+def run(specs: Sequence[ServerSpec], plan: Plan, folder: Path) -> Measured:
     """Start, calibrate and measure the servers.
 
     Args:
         specs: The servers.
         plan: What is measured.
         folder: Where logs, profiles, requests and the ``raw`` records of each run are written.
-        echo: Prints a line.
 
     Raises:
         ValueError: If a server does not start or does not answer.
@@ -296,7 +293,7 @@ def run(
         able = [capacity(p, one.slots) for p, one in zip(profiles, servers, strict=True)]
         rates = [rate for rate, _ in able]
         latency_s = max(seconds for _, seconds in able)
-        echo(
+        print(
             f"calibrated in {time.monotonic() - began:.0f} s: "
             + ", ".join(f"{name} {rate:.1f}/s" for name, rate in zip(names, rates, strict=True))
             + f"; L {1e3 * latency_s:.1f} ms a token"
@@ -329,7 +326,7 @@ def run(
             runs.append(made)
             write_json(raw / f"{number:03d}.json", asdict(made))
             failed = [r["error"] for r in records if r.get("error")]
-            echo(
+            print(
                 f"{number + 1}/{len(order)} {policy} {load:g}: {len(records)} requests, "
                 f"{len(failed)} failed{' (' + failed[0] + ')' if failed else ''}, "
                 f"{time.monotonic() - began:.0f} s"
@@ -405,16 +402,10 @@ def _simulated_log(run: Run) -> dict[str, np.ndarray]:
         in_process=True,
     )
     (log,) = next(iter(logs.values()))
-    return {name: log[name] for name in log.dtype.names} | {"served": log["outcome"] == 1}
+    return {name: log[name] for name in log.dtype.names or ()} | {"served": log["outcome"] == 1}
 
 
-def analyse(
-    measured: Measured,
-    plan: Plan,
-    out: Path,
-    made: Mapping[str, Any],
-    echo: Callable[[str], None] = print,
-) -> None:
+def analyse(measured: Measured, plan: Plan, out: Path, made: Mapping[str, Any]) -> None:
     """Simulate what was measured, and write and print the tables.
 
     Args:
@@ -422,7 +413,6 @@ def analyse(
         plan: Its plan.
         out: Folder of the tables ``runs``, ``errors`` and ``qos``.
         made: Provenance.
-        echo: Prints a line.
     """
     names = [one.name for one in measured.servers]
     rows: list[Row] = []
@@ -456,18 +446,18 @@ def analyse(
     tables.write_result(out / "errors", errors, full)
     tables.write_result(out / "qos", qos, full, notes)
     for row in errors:
-        echo(
+        print(
             f"load {row['load']:g} {row['quantity']:<7} {100 * row['error']:+6.1f} % "
             f"[{100 * row['low']:+.1f}, {100 * row['high']:+.1f}], "
             f"absolute {100 * row['absolute']:.1f} %"
         )
     for row in qos:
-        echo(
+        print(
             f"load {row['load']:g} {row['policy']:<18} {row['world']:<9} QoS {row['qos']:.3f} "
             f"[{row['low']:.3f}, {row['high']:.3f}]"
         )
     for one in notes:
-        echo(one["text"])
+        print(one["text"])
 
 
 def _rounded(rows: Sequence[Row], digits: int) -> list[Row]:

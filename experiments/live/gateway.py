@@ -46,7 +46,6 @@ class GatewayRequest:
         prompt_tokens: Tokens of the prompt: one number, or one for each expert.
         scores: (N,) predicted scores of the experts' answers in [0, 1], or None: the train means.
         output_tokens: (N,) predicted tokens of their answers, or None: the train means.
-        arrived_s: When it came by the router's clock, or None: now.
         allowed: (N,) which experts may have it, or None: all.
     """
 
@@ -54,7 +53,6 @@ class GatewayRequest:
     prompt_tokens: float | Sequence[float]
     scores: ArrayLike | None = None
     output_tokens: ArrayLike | None = None
-    arrived_s: float | None = None
     allowed: ArrayLike | None = None
 
 
@@ -207,8 +205,7 @@ class GatewayRouter:
             if action == 0:
                 self.counters.drops += 1
             else:
-                arrived = now if request.arrived_s is None else request.arrived_s
-                self._held[request.id] = _InFlight(action - 1, predictions, arrived, now)
+                self._held[request.id] = _InFlight(action - 1, predictions, now, now)
                 self.moved(request.id, action - 1)
         name = FALLBACK if reason else self.name
         return Decision(action - 1, name, time.perf_counter() - begin, reason)
@@ -264,13 +261,14 @@ class GatewayRouter:
         """
         prompt, scores, lengths = predictions
         n, r, w = self.num_experts, self._slots, self._room
+        shown_load = np.minimum(load, (MAX_GAP_S, MAX_PROMPT_TOKENS, np.inf))
         seen: dict[str, NDArray[Any]] = {
             "request": np.zeros((1, n, 3), np.float32),
             "experts": np.zeros((1, n, 3), np.float32),
             "running": np.zeros((1, n, r, 6), np.float32),
             "waiting": np.zeros((1, n, w, 6), np.float32),
             "latency_requirement": np.full((1, 1), self.latency_requirement_s, np.float32),
-            "load": np.float32(np.minimum(load, (MAX_GAP_S, MAX_PROMPT_TOKENS, np.inf)))[None],
+            "load": shown_load.astype(np.float32)[None],
             "running_mask": np.zeros((1, n, r), np.int8),
             "waiting_mask": np.zeros((1, n, w), np.int8),
         }

@@ -26,7 +26,6 @@ from servegym.experiments.live.serve.metrics import ServerMetrics
 from servegym.experiments.live.serve.protocol import (
     Ask,
     BadRequest,
-    Unknown,
     answer,
     read_request,
 )
@@ -292,10 +291,8 @@ class SimulatedServer:
             return _error(fault.status, "A failure that was asked for with --fail.")
         try:
             ask = read_request(body, chat, (self.model, self.spec.name), self.spec.context)
-        except Unknown as error:
-            return _error(404, str(error), error.param)
         except BadRequest as error:
-            return _error(400, str(error), error.param)
+            return _error(error.status, str(error), error.param)
         self._count += 1
         writer = _Writer(f"{self.spec.name}-{self._count}", ask, self.model)
         if self._hit_by("stall") is not None:

@@ -54,8 +54,7 @@ def replayed(policy, fleet, *, admitted=True, seed=0):
         for name in under_way - inside:
             router.finished(name)
         action = int(own.act(seen, mask)[0])
-        arrived = float(batch.arrivals[0, k])
-        found = router.decide(GatewayRequest(str(k), *seen["request"][0].T, arrived_s=arrived))
+        found = router.decide(GatewayRequest(str(k), *seen["request"][0].T))
         yield seen, mask, action, noted["seen"], noted["mask"], found
         if found.expert != action - 1:  # what follows is what the environment did
             router.moved(str(k), action - 1) if action else router.finished(str(k))

@@ -110,7 +110,7 @@ def test_a_failure_before_the_first_token_goes_to_another_server(kind):
         await router.acompletion("llm", MESSAGES, max_tokens=3)
         assert counts(gate) == (2, 1, 0)
 
-    before_servers(scenario, **({"timeout": 1.0} if kind == "stall" else {}))
+    before_servers(scenario, **({"timeout": 5.0} if kind == "stall" else {}))
 
 
 def test_a_server_that_dies_in_the_middle_is_no_second_answer():
