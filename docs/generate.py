@@ -324,22 +324,16 @@ def benchmarks() -> None:
     ]
     for family, title in ((one.group, one.title) for one in FAMILIES):
         lines += [f"## {title}", ""]
-        for path in sorted((RESULTS / family).glob("bench*.csv"), key=lambda one: one.stem):
-            rows = read_rows(path)
-            if "yardstick" not in rows[0]:  # a table that a page of findings quotes
-                continue
-            record = read_record(path)
-            lines += [origin(record), "", "```sh", record["command"], "```", ""]
-            lines += [
-                "| what | value | yardstick | ratio |",
-                "| --- | ---: | --- | ---: |",
-            ]
-            for row in rows:
-                value, of_it = short(row["value"]), short(row["yardstick_value"])
-                against = f"{row['yardstick']}: {of_it}" if row["yardstick"] else ""
-                ratio = short(row["ratio"])
-                lines.append(f"| {row['what']} | {value} {row['unit']} | {against} | {ratio} |")
-            lines += ["", *(f"- {note['text']}" for note in record["notes"]), ""]
+        path = RESULTS / family / "bench.csv"
+        record = read_record(path)
+        lines += [origin(record), "", "```sh", record["command"], "```", ""]
+        lines += ["| what | value | yardstick | ratio |", "| --- | ---: | --- | ---: |"]
+        for row in read_rows(path):
+            value, of_it = short(row["value"]), short(row["yardstick_value"])
+            against = f"{row['yardstick']}: {of_it}" if row["yardstick"] else ""
+            ratio = short(row["ratio"])
+            lines.append(f"| {row['what']} | {value} {row['unit']} | {against} | {ratio} |")
+        lines += ["", *(f"- {note['text']}" for note in record["notes"]), ""]
     write("benchmarks.md", "\n".join(lines))
 
 

@@ -84,7 +84,7 @@ with tempfile.TemporaryDirectory() as folder:
             stream.write(json.dumps({**lengths, **times}) + "\n")
     meta = {"engine_kwargs": settings, "kv_cache": {"enable_prefix_caching": False}}
     (run / "meta.json").write_text(json.dumps(meta))
-    words = ["--run", str(run), "--queue-requests", "0", "--no-plot"]
+    words = ["--run", str(run), "--no-plot"]
     fidelity.main([*words, "--profile", file, "--out", f"{folder}/kernels"])
 
     # With the host's share in the profile the errors are gone.

@@ -1,4 +1,4 @@
-"""Speed and memory of the prefix routing engine, with the yardsticks of the same run.
+"""Speed of the prefix routing engine, with the yardsticks of the same run.
 
 ::
 
@@ -6,25 +6,16 @@
 
 It writes the table ``bench``: what a request costs on eight replicas in turn, on Mooncake's
 conversations (12,000 requests of 12,000 prompt and 340 output tokens on average) at the recorded
-rate and at three times that, in blocks of 512 and of 16 tokens; and the memory of 64 systems of
-eight replicas. The yardstick of the times is a least-recently-used cache of the same block ids in
-Python's ``OrderedDict``, one a replica, which neither counts references nor keeps time. With
-``--dynosim PYTHON``, an interpreter that has ``ai-dynamo-runtime``, NVIDIA's simulator serves the
-same requests with as many replicas, blocks, sequences and tokens an iteration, and is the second
-yardstick. All timings are of one thread.
+rate and at three times that, in blocks of 512 and of 16 tokens. The yardstick is a
+least-recently-used cache of the same block ids in Python's ``OrderedDict``, one a replica, which
+neither counts references nor keeps time. All timings are of one thread.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import subprocess
-import sys
-import tempfile
 import warnings
 from collections import OrderedDict
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -49,33 +40,6 @@ OPTIONS: dict[str, Any] = {
 }
 RECORDED_RATE = 3.4  # requests/s
 NO_ASSIGNMENT = np.empty(0, dtype=np.int64)
-
-_MEMORY = """
-import numpy as np, os, sys
-from servegym.experiments.bench import prefix
-def rss():
-    with open("/proc/self/statm") as stream:
-        return int(stream.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-rows, size, count = map(int, sys.argv[1:])
-requests = prefix.draw(count, size, prefix.RECORDED_RATE)
-prefix.prepare(requests, 1)  # code and tables
-before = rss()
-kept = prefix.prepare(requests, rows)
-print(before, rss())
-"""
-
-_DYNOSIM = """
-import json, sys, time
-from dynamo._core import run_mocker_trace_replay
-trace, replicas, repeats, engine = sys.argv[1], *map(int, sys.argv[2:4]), json.loads(sys.argv[4])
-for _ in range(repeats):
-    start = time.process_time()
-    found = run_mocker_trace_replay(
-        [trace], extra_engine_args={"engine": engine}, num_workers=replicas,
-        router_mode="round_robin", trace_block_size=512, capture_planner_details=False)
-    spent = time.process_time() - start
-    print(json.dumps([spent, found.summary["first_admission_prefix_cache_reused_ratio"]]))
-"""
 
 
 def draw(count: int, block_size: int, rate: float) -> PrefixRequests:
@@ -115,55 +79,8 @@ def lru_hits(ids: Sequence[Sequence[int]], capacity: int) -> int:
     return found
 
 
-def dynosim(
-    python: str, requests: PrefixRequests, block_size: int, repeats: int
-) -> tuple[list[float], float]:
-    """Seconds that NVIDIA's simulator takes, and its share of prompt tokens found cached.
-
-    Args:
-        python: An interpreter that has it.
-        requests: The requests in blocks of 512 tokens, as Mooncake's traces have them.
-        block_size: Tokens of a block of the engine.
-        repeats: Timings.
-    """
-    lines = []
-    fresh = int(requests.segments.sum(axis=1, dtype=np.int64).max())
-    for j in range(requests.num_requests):
-        prompt = int(requests.prompt_tokens[j])
-        ids = requests.block_ids(j)[: prompt // 512].tolist()
-        if prompt % 512:
-            ids.append(fresh + j)
-        line = {
-            "timestamp": round(1e3 * float(requests.arrival_s[j])),
-            "input_length": prompt,
-            "output_length": int(requests.output_tokens[j]),
-            "hash_ids": ids,
-        }
-        lines.append(json.dumps(line))
-    engine = {
-        "block_size": block_size,
-        "num_gpu_blocks": KV_TOKENS // block_size,
-        "max_num_seqs": OPTIONS["max_num_seqs"],
-        "max_num_batched_tokens": OPTIONS["max_num_batched_tokens"],
-        "enable_prefix_caching": True,
-        "enable_chunked_prefill": True,
-    }
-    with tempfile.TemporaryDirectory() as folder:
-        trace = Path(folder, "trace.jsonl")
-        trace.write_text("\n".join(lines) + "\n")
-        words = [str(trace), str(REPLICAS), str(repeats), json.dumps(engine)]
-        out = subprocess.run(
-            [python, "-c", _DYNOSIM, *words], check=True, capture_output=True, text=True
-        ).stdout
-    times, hits = zip(*(json.loads(line) for line in out.splitlines()), strict=True)
-    return list(times), hits[0]
-
-
-def bench_requests(count: int, repeats: int, python: str | None) -> list[dict[str, Any]]:
-    """Microseconds a request, by the size of the blocks and the load.
-
-    ``python`` is the interpreter of `dynosim`, None to go without.
-    """
+def bench_requests(count: int, repeats: int) -> list[dict[str, Any]]:
+    """Microseconds a request, by the size of the blocks and the load."""
     rows = []
     for size in (512, 16):
         for load_factor in (1, 3):
@@ -209,38 +126,7 @@ def bench_requests(count: int, repeats: int, python: str | None) -> list[dict[st
                 row(f"a request, {name}, {where}", x, "us", yardstick, **about)
                 for name, x in micro.items()
             ]
-            if python is not None:
-                spent, hit = dynosim(python, draw(count, 512, rate), size, min(repeats, 3))
-                other = "DynoSim", [1e6 * x / count for x in spent]
-                rows.append(
-                    row(
-                        f"a request, replay_prefix beside DynoSim, {where}",
-                        micro["replay_prefix"],
-                        "us",
-                        other,
-                        **about,
-                        dynosim_hit=round(hit, 3),
-                    )
-                )
     return rows
-
-
-def bench_memory(rows: int, count: int) -> list[dict[str, Any]]:
-    """Resident memory of systems, in a fresh interpreter."""
-    found = []
-    for size in (512, 64, 16):
-        words = [str(x) for x in (rows, size, count)]
-        out = subprocess.run(
-            [sys.executable, "-c", _MEMORY, *words], check=True, capture_output=True, text=True
-        ).stdout
-        before, after = (int(word) / 1e6 for word in out.split())
-        what = f"memory, {rows} systems of {REPLICAS} replicas, blocks of {size}"
-        found.append(row(what, [after - before], "MB", kv_tokens=KV_TOKENS, requests=count))
-    return found
-
-
-def _add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--dynosim", metavar="PYTHON", help="interpreter with ai-dynamo-runtime")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -252,14 +138,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         0.
     """
-    options = bench_options("prefix", __doc__, argv, _add_options)
+    options = bench_options("prefix", __doc__, argv)
     # Contexts of up to 127,000 tokens: the laws' last slopes go on, which is all the same here.
     warnings.filterwarnings("ignore", message=".*outside its domain.*")
     count = 600 if options.quick else 12_000
     repeats = min(options.repeats, 2) if options.quick else options.repeats
-    rows = bench_requests(count, repeats, options.dynosim)
-    rows += bench_memory(4 if options.quick else 64, 2_000)
-    report(options, rows)
+    report(options, bench_requests(count, repeats))
     return 0
 
 

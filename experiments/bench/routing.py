@@ -5,23 +5,18 @@
     OMP_NUM_THREADS=1 servegym bench routing
 
 It writes the table ``bench``: the vector and the single environment against those of
-Gymnasium's CartPole, the replay engine, where a step goes, what a request costs by the slots of the
-experts, import time and memory. All timings are of one thread, default arguments, full observations
-that are copied out, and actions drawn beforehand. ``--threads`` writes ``bench_threads`` in its
-place: two threads against one, in elapsed time, which wants two cores that do nothing else.
-``--decisions`` writes ``bench_decisions``: what a decision costs on the largest drawn fleets;
-``--slots`` writes ``bench_slots``: a request by slots, systems and reward.
+Gymnasium's CartPole, the replay engine, import time and memory. All timings are of one thread,
+default arguments, full observations that are copied out, and actions drawn beforehand.
 """
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from servegym.experiments.bench.timing import bench_options, interleave, report, row, save, seconds
+from servegym.experiments.bench.timing import bench_options, interleave, report, row, seconds
 
 __all__ = ["main"]
 
@@ -130,181 +125,6 @@ def bench_vector(num_envs: int, steps: int, repeats: int) -> list[dict[str, Any]
     ]
 
 
-def bench_decisions(fleets: int, decisions: int) -> list[dict[str, Any]]:
-    """Median and 99th percentile of a decision for one request on 16 experts with R = W = 64.
-
-    The fleets are drawn with memory for full batches, at 1.2 times the load that they serve within
-    L. Processor time of the thread around ``act``, with the call, in a state that the policy met
-    itself; the first decisions fill the fleet and do not count. A value is the median over fleets.
-    """
-    import time
-
-    import gymnasium
-    import numpy as np
-
-    from servegym.envs.families import family_of
-    from servegym.experiments.evaluation.resolve import resolve
-
-    warm = decisions // 3
-    envs = gymnasium.make_vec(
-        ENV_ID,
-        num_envs=1,
-        vectorization_mode=gymnasium.VectorizeMode.VECTOR_ENTRY_POINT,
-        fleet="random",
-        fleet_kwargs={
-            "num_experts": 16,
-            "running_capacity": 64,
-            "waiting_capacity": 64,
-            "memory": (2.0, 4.0),
-            "latency": (2.0, 4.0),
-            "load": 1.2,
-        },
-        episode_requests=warm + decisions + 1,
-    )
-    rows = []
-    for name in ("fleet_search", "expected_qos", "priced_greedy"):
-        found, held = [], []
-        for seed in range(fleets):
-            policy = resolve(name, envs.unwrapped.problem, family_of(ENV_ID)).policy
-            obs, info = envs.reset(seed=seed)
-            spent = np.empty(warm + decisions)
-            for k in range(len(spent)):
-                start = time.thread_time_ns()
-                action = policy.act(obs, info["action_mask"])
-                spent[k] = 1e-6 * (time.thread_time_ns() - start)
-                obs, *_, info = envs.step(action)
-            found.append(np.percentile(spent[warm:], (50, 99)))
-            held.append(float(obs["experts"][..., 1:].sum()) / 16)
-        about: dict[str, Any] = {"fleets": fleets, "decisions": decisions, "experts": 16, "R": 64}
-        about |= {"held_per_expert": round(float(np.mean(held)), 1)}
-        for what, values in zip(("median", "99th percentile"), np.transpose(found), strict=True):
-            rows.append(row(f"{name}, a decision, {what}", values.tolist(), "ms", **about))
-    envs.close()
-    return rows
-
-
-def bench_parts(num_envs: int, steps: int, repeats: int) -> list[dict[str, Any]]:
-    """Where a step of the vector environment spends its time, a step of one system.
-
-    The kernel is the compiled call, the engine the same without the queues' rows in the
-    observation (the view of the experts alone), and the kernel with its copy also writes the
-    observation handed out. The rest of the step is Python.
-    """
-    import gymnasium
-    import numpy as np
-
-    import servegym  # noqa: F401
-
-    def make(env_id: str) -> Any:
-        envs = gymnasium.make_vec(
-            env_id,
-            num_envs=num_envs,
-            vectorization_mode=gymnasium.VectorizeMode.VECTOR_ENTRY_POINT,
-            episode_requests=steps + 1,
-        )
-        return envs.unwrapped
-
-    ours, experts = make(ENV_ID), make("servegym/LLMRoutingExperts-v1")
-    actions = _legal_actions(ours, steps, seed=0)
-    which = np.ones(num_envs, np.int8)
-    per_step = 1e9 / (steps * num_envs)
-
-    def kernel(envs: Any, step: Callable[..., Any]) -> float:
-        envs.reset(seed=0)
-
-        def play() -> None:
-            for action in actions:
-                step(action, which)
-
-        return per_step * seconds(play)
-
-    times = interleave(
-        {
-            "step": lambda: 1e9 / _vector_rate(ours, actions),
-            "kernel": lambda: kernel(ours, ours.batch.step),
-            "engine": lambda: kernel(experts, experts.batch.step),
-            "copy": lambda: kernel(ours, ours.batch.step_and_copy),
-        },
-        repeats,
-    )
-    about: dict[str, Any] = {
-        "systems": num_envs,
-        "bytes": sum(part.nbytes for part in ours.batch.observation.values()) // num_envs,
-    }
-    return [
-        row("a step", times["step"], "ns", **about),
-        row("a step, compiled kernel", times["kernel"], "ns", **about),
-        row("a step, kernel without the queues' rows", times["engine"], "ns", **about),
-        row("a step, kernel with the copy of the observation", times["copy"], "ns", **about),
-    ]
-
-
-def bench_slots(
-    num_envs: int,
-    steps: int,
-    repeats: int,
-    reward: str = "qos_aware",
-    slots: Sequence[int] = (5, 64, 256),
-) -> list[dict[str, Any]]:
-    """A request of experts with R running and R waiting slots, at equal arrivals a slot.
-
-    The compiled kernel with the view of the experts alone, which is as large for every R; R
-    requests/s arrive at six experts of the default fleet. The yardstick is R = 5. The
-    ratio grows with the number of systems, whose slots take 13 times the memory at R = 64, and with
-    the reward ``qos_aware``, which goes through the requests that run at the chosen expert.
-    """
-    import gymnasium
-    import numpy as np
-
-    import servegym  # noqa: F401
-
-    which = np.ones(num_envs, np.int8)
-    timers: dict[str, Callable[[], float]] = {}
-    held: dict[str, float] = {}
-
-    def add(r: int) -> None:
-        envs: Any = gymnasium.make_vec(
-            "servegym/LLMRoutingExperts-v1",
-            num_envs=num_envs,
-            vectorization_mode=gymnasium.VectorizeMode.VECTOR_ENTRY_POINT,
-            rate=float(r),
-            running_capacity=r,
-            waiting_capacity=r,
-            episode_requests=steps * r + 1,
-            reward=reward,
-        ).unwrapped
-        actions = _legal_actions(envs, steps * r, seed=0)
-        held[str(r)] = float(envs.batch.expert["running"].mean()) / r
-
-        def play() -> None:
-            for action in actions:
-                envs.batch.step(action, which)
-
-        def timer() -> float:
-            envs.reset(seed=0)
-            return 1e9 * seconds(play) / (len(actions) * num_envs)
-
-        timers[str(r)] = timer
-
-    for r in slots:
-        add(r)
-    times = interleave(timers, repeats)
-    five = "R = 5", times["5"]
-    return [
-        row(
-            f"a request, kernel, R = W = {r}",
-            times[r],
-            "ns",
-            five,
-            systems=num_envs,
-            reward=reward,
-            rate_per_s=r,
-            slots_in_use=round(held[r], 2),
-        )
-        for r in times
-    ]
-
-
 def bench_single(steps: int, repeats: int) -> list[dict[str, Any]]:
     """``gymnasium.make`` of ours against CartPole-v1, both with Gymnasium's default wrappers."""
     import gymnasium
@@ -391,11 +211,6 @@ def bench_memory(num_envs: int) -> list[dict[str, Any]]:
     return [row("memory of the environments", [after - before], "MB", systems=num_envs)]
 
 
-def _add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--decisions", action="store_true", help="what a decision costs")
-    parser.add_argument("--slots", action="store_true", help="a request by slots and reward")
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark, print it and write the table ``bench``.
 
@@ -405,28 +220,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         0.
     """
-    options = bench_options("routing", __doc__, argv, _add_options)
+    options = bench_options("routing", __doc__, argv)
     shrink = 20 if options.quick else 1
     repeats = min(options.repeats, 2) if options.quick else options.repeats
-    if options.decisions:
-        save(options, "bench_decisions", bench_decisions(4 // shrink + 1, 1_500 // shrink))
-        return 0
-    if options.slots:
-        rows = [
-            one
-            for systems in (16, 64)
-            for reward in ("qos_aware", "completed_qos")
-            for one in bench_slots(systems, 60 // shrink, repeats, reward, (5, 64))
-        ]
-        save(options, "bench_slots", rows)
-        return 0
     rows = bench_vector(64, 2_000 // shrink, repeats)
     rows += bench_single(20_000 // shrink, repeats)
     rows += bench_replay(10_000 // shrink, 4.0, repeats)
     rows += bench_import(repeats)
     rows += bench_memory(1_024 // shrink)
-    rows += bench_parts(64, 1_000 // shrink, repeats)
-    rows += bench_slots(16, 100 // shrink, repeats)
     report(options, rows)
     return 0
 

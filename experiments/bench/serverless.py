@@ -3,9 +3,8 @@
     OMP_NUM_THREADS=1 servegym bench serverless
 
 It writes the table ``bench``: requests per second of the vector environments against
-Gymnasium's CartPole, the time of a decision of Remoe's readings, and the tree search of similar
-prompts against a brute force on the same pooled vectors. Seconds are processor time of one thread,
-so that other load on the machine matters less, and what is compared is timed in turn.
+Gymnasium's CartPole, and the time of a decision of Remoe's readings. Seconds are processor time of
+one thread, so that other load on the machine matters less, and what is compared is timed in turn.
 
 Environments: uniform actions drawn beforehand, or the same one always; observations copied out,
 episodes beginning anew inside the timed part; 200 output tokens. Decisions: requests of the eval
@@ -21,7 +20,7 @@ from typing import Any
 
 from servegym.experiments.bench.timing import bench_options, interleave, report, row, seconds
 
-__all__ = ["decisions", "environments", "main", "searches"]
+__all__ = ["decisions", "environments", "main"]
 
 ENV_ID = "servegym/ServerlessMoE-v0"
 OUTPUTS = 200
@@ -161,44 +160,6 @@ def decisions(model: str = "deepseek-v2-lite", requests: int = 200) -> list[dict
     return rows
 
 
-def searches(prompts: int = PROMPTS, repeats: int = 9) -> list[dict[str, Any]]:
-    """The tree of similar prompts against a brute force on the same pooled vectors.
-
-    Args:
-        prompts: Historical prompts, resampled with noise from those of GPT-OSS-20B.
-        repeats: Runs of which the fastest counts, in turns.
-
-    Returns:
-        Rows of the table, for the paper's setting at so many prompts.
-    """
-    from servegym.envs.workloads.activations import load_activations
-    from servegym.experiments.papers.serverless.prediction import times
-
-    embeddings = load_activations("gpt-oss-20b").embeddings["token"]
-    found = times(embeddings, prompts, repeats, pam=False)[-1]
-    about: dict[str, Any] = {
-        name: found[name] for name in ("prompts", "alpha", "beta", "fork", "recall")
-    }
-    brute = "brute force on the same vectors"
-    return [
-        row(
-            "search of one prompt",
-            [found["sps_one_us"]],
-            "us",
-            (brute, [found["bf_one_us"]]),
-            **about,
-        ),
-        row(
-            "search of a batch",
-            [found["sps_batch_us"]],
-            "us",
-            (brute, [found["bf_batch_us"]]),
-            **about,
-        ),
-        row("tree build", [found["build_s"]], "s", **about),
-    ]
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark, print it and write the table ``bench``.
 
@@ -216,11 +177,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.quick:
         rows = environments(options.model, 8, 10, 2)
         rows += decisions(options.model, 5)
-        rows += searches(1_000, 2)
     else:
         rows = environments(options.model, repeats=options.repeats)
         rows += decisions(options.model)
-        rows += searches(repeats=options.repeats + 2)
     ratio = next(r["ratio"] for r in rows if r["what"] == "requests, global")
     note = f"A request of all layers costs as much as {1 / ratio:.0f} steps of CartPole."
     report(options, rows, note)

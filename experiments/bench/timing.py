@@ -25,7 +25,6 @@ __all__ = [
     "interleave",
     "report",
     "row",
-    "save",
     "seconds",
     "short",
 ]
@@ -165,10 +164,5 @@ def report(options: BenchOptions, rows: Sequence[Mapping[str, Any]], *notes: Not
             for row in rows
         ],
     )
-    save(options, "bench", rows, *notes)
-
-
-def save(options: BenchOptions, stem: str, rows: Sequence[Mapping[str, Any]], *notes: Note) -> None:
-    """Write a table with its provenance into the folder of the results."""
-    write_result(options.out / stem, rows, provenance(options.command, options.quick), notes)
-    print(f"{options.out / stem}.csv, .json")
+    write_result(options.out / "bench", rows, provenance(options.command, options.quick), notes)
+    print(f"{options.out / 'bench'}.csv, .json")

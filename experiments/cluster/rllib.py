@@ -1,16 +1,14 @@
-r"""RLlib's PPO on the environments: train, save a checkpoint, compare it with the baselines.
+r"""RLlib's PPO on the flat ids: train, save a checkpoint, compare it with the baselines.
 
 ::
 
     python -m servegym.experiments.cluster.rllib servegym/LLMRoutingFlat-v1 --set rate=8 \
         --ray local:2
-    python -m servegym.experiments.cluster.rllib servegym/expert_placement-v0 --set model=toy
 
-One agent acts in the ids with ``Flat``; in the PettingZoo id every server is an agent, and all
-share one policy. Episodes are sampled by ``--env-runners`` processes wherever the cluster has a
-processor. The checkpoint is RLlib's own (``Algorithm.from_checkpoint`` takes it); what is evaluated
-is read back from it, with the likeliest action, on the evaluator's episodes. Action masks are not
-used in training; the evaluation leaves illegal actions out. Made for Ray's new API stack.
+Episodes are sampled by ``--env-runners`` processes wherever the cluster has a processor. The
+checkpoint is RLlib's own (``Algorithm.from_checkpoint`` takes it); what is evaluated is read back
+from it, with the likeliest action, on the evaluator's episodes. Action masks are not used in
+training; the evaluation leaves illegal actions out. Made for Ray's new API stack.
 """
 
 # Ray is an extra that need not be installed where types are checked.
@@ -34,26 +32,24 @@ import servegym
 from servegym._checks import choose
 from servegym._command_line import parse_settings, run_main
 from servegym.agents.lib.ray_cluster import check_ray, cluster
-from servegym.experiments.cluster.rllib_policy import (
-    PARALLEL_IDS,
-    SHARED,
-    compare,
-    draw,
-    finding,
-    make_parallel,
-    trained_family,
-    untrained,
-)
+from servegym.baselines.protocol import BasePolicy
+from servegym.envs.families import family_of
 from servegym.experiments.evaluation.evaluate import evaluate
-from servegym.experiments.evaluation.output import print_table, write_csv, write_text
+from servegym.experiments.evaluation.output import print_table, write_csv
 from servegym.experiments.evaluation.reporting import report_of
+from servegym.experiments.evaluation.stats import iqm, stratified_bootstrap
 from servegym.experiments.evaluation.tables import provenance, write_result
 
-__all__ = ["ENV_IDS", "main", "parser", "ppo", "register", "train"]
+__all__ = ["ENV_IDS", "RLlibPolicy", "main", "parser", "ppo", "register", "train"]
 
-FLAT_IDS = tuple(env_id for env_id in servegym.ENV_IDS if "Flat" in env_id)
-ENV_IDS = (*FLAT_IDS, *PARALLEL_IDS)
-"""Ids that can be trained on: those of one agent, and those of PettingZoo."""
+ENV_IDS = tuple(env_id for env_id in servegym.ENV_IDS if "Flat" in env_id)
+"""Ids that can be trained on."""
+
+BASELINES = {
+    "llm_routing": ("random", "shortest_queue", "greedy_qos"),
+    "serverless_moe": ("random", "mix", "greedy_warm"),
+}
+"""Policies that the trained one is compared with, by family; of the others ``random`` alone."""
 
 MODULE = "servegym.experiments.cluster.rllib"
 OUT = Path("rllib")
@@ -74,13 +70,8 @@ def register(env_id: str) -> str:
     choose("env_id", env_id, ENV_IDS)
     from ray import tune
 
-    if env_id in PARALLEL_IDS:
-        from ray.rllib.env.wrappers.pettingzoo_env import ParallelPettingZooEnv
-
-        tune.register_env(env_id, lambda config: ParallelPettingZooEnv(make_parallel(config)))
-    else:
-        # The prefix has a process that knows nothing of this package import it.
-        tune.register_env(env_id, lambda config: gymnasium.make(f"servegym:{env_id}", **config))
+    # The prefix has a process that knows nothing of this package import it.
+    tune.register_env(env_id, lambda config: gymnasium.make(f"servegym:{env_id}", **config))
     return env_id
 
 
@@ -96,15 +87,13 @@ def ppo(env_id: str, env_config: Mapping[str, Any], args: argparse.Namespace) ->
     from ray.rllib.core.rl_module.default_model_config import DefaultModelConfig
 
     steps = max(args.batch // (max(args.env_runners, 1) * args.num_envs), 1)
-    multi_agent = env_id in PARALLEL_IDS
-    config = (
+    return (
         PPOConfig()
         .environment(register(env_id), env_config=dict(env_config))
         .env_runners(
             num_env_runners=args.env_runners,
-            # RLlib does not put several copies of a multi-agent environment side by side.
-            num_envs_per_env_runner=1 if multi_agent else args.num_envs,
-            rollout_fragment_length="auto" if multi_agent else steps,
+            num_envs_per_env_runner=args.num_envs,
+            rollout_fragment_length=steps,
             sample_timeout_s=900.0,  # on a busy machine the default of 60 s loses whole batches
         )
         .learners(num_learners=0)
@@ -130,20 +119,15 @@ def ppo(env_id: str, env_config: Mapping[str, Any], args: argparse.Namespace) ->
         .debugging(seed=args.seed, log_level="ERROR")
         .fault_tolerance(restart_failed_env_runners=True)
     )
-    if multi_agent:
-        config = config.multi_agent(
-            policies={SHARED}, policy_mapping_fn=lambda agent, *args, **kwargs: SHARED
-        )
-    return config
 
 
 def train(config: Any, iterations: int, checkpoint: Path) -> list[dict[str, Any]]:
-    """Train, and save RLlib's checkpoints: the last one, and the one before the first batch.
+    """Train, and save RLlib's checkpoint.
 
     Args:
         config: What `ppo` returned.
         iterations: Batches to learn from.
-        checkpoint: Folder of the last checkpoint; the first one has ``_untrained`` in its name.
+        checkpoint: Folder of the checkpoint.
 
     Returns:
         A row an iteration: ``iteration``, ``steps``, ``episodes`` ended, their mean return
@@ -153,7 +137,6 @@ def train(config: Any, iterations: int, checkpoint: Path) -> list[dict[str, Any]
     rows: list[dict[str, Any]] = []
     begin, episodes = time.monotonic(), 0
     try:
-        algorithm.save_to_path(str(untrained(checkpoint).resolve()))
         for iteration in range(1, iterations + 1):
             # Without numbers where the process that samples was lost and is started again.
             result = algorithm.train().get("env_runners", {})
@@ -180,6 +163,78 @@ def train(config: Any, iterations: int, checkpoint: Path) -> list[dict[str, Any]
     return rows
 
 
+class RLlibPolicy(BasePolicy):
+    """The policy of an RLlib checkpoint, for the evaluator.
+
+    Args:
+        checkpoint: Folder that `train` wrote.
+        action_space: Space of one action.
+
+    Raises:
+        ValueError: If there is no policy in the folder.
+    """
+
+    name, env_view = "rllib_ppo", "flat"
+
+    def __init__(self, checkpoint: Path, action_space: gymnasium.Space[Any]) -> None:
+        from ray.rllib.core.rl_module.rl_module import RLModule
+
+        module = Path("learner_group", "learner", "rl_module", "default_policy")
+        folder = checkpoint.resolve() / module
+        if not folder.is_dir():
+            raise ValueError(f"checkpoint is {str(checkpoint)!r}; there is no policy in {folder}")
+        self.module: Any = RLModule.from_checkpoint(str(folder))
+        self.action_space = action_space
+
+    def act(self, observation: Any, action_mask: Any = None) -> Any:
+        """The likeliest action (B, ...) of every row (B, n); of a `Discrete` space, a legal one."""
+        import torch
+        from ray.rllib.core.columns import Columns
+
+        with torch.no_grad():
+            seen = torch.as_tensor(np.asarray(observation, np.float32))
+            logits = self.module.forward_inference({Columns.OBS: seen})[Columns.ACTION_DIST_INPUTS]
+            if isinstance(self.action_space, gymnasium.spaces.Discrete) and action_mask is not None:
+                legal = torch.as_tensor(np.asarray(action_mask) != 0)
+                logits = logits.masked_fill(~legal, -torch.inf)
+            law = self.module.get_inference_action_dist_cls().from_logits(logits)
+            return law.to_deterministic().sample().numpy().astype(np.int64)
+
+
+def compare(
+    env_id: str, env_config: Mapping[str, Any], checkpoint: Path, episodes: int
+) -> list[dict[str, Any]]:
+    """A row a policy: the checkpoint's and the baselines' numbers on the same episodes.
+
+    Returns:
+        ``policy``, the family's headline (interquartile mean) with ``_low`` and ``_high``, its
+        mean, the mean return and the number of episodes.
+    """
+    family = family_of(env_id)
+    headline = report_of(family).headline
+    env = gymnasium.make(env_id, **env_config)
+    policy = RLlibPolicy(checkpoint, env.action_space)
+    env.close()
+    names = BASELINES.get(family.name, ("random",))
+    rows = evaluate(env_id, [policy, *names], episodes, env_kwargs=env_config)
+    found = []
+    for name in dict.fromkeys(row["policy"] for row in rows):
+        own = [row for row in rows if row["policy"] == name]
+        value = stratified_bootstrap([row[headline] for row in own], iqm)
+        found.append(
+            {
+                "policy": name,
+                headline: value.value,
+                f"{headline}_low": value.low,
+                f"{headline}_high": value.high,
+                f"{headline}_mean": float(np.mean([row[headline] for row in own])),
+                "return_mean": float(np.mean([row["return"] for row in own])),
+                "episodes": len(own),
+            }
+        )
+    return found
+
+
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     words = argparse.ArgumentParser(
@@ -203,7 +258,7 @@ def parser() -> argparse.ArgumentParser:
         ("iterations", 40, "batches to learn from"),
         ("batch", 4000, "steps of a batch"),
         ("env-runners", 1, "processes that sample; 0 samples in the learner's"),
-        ("num-envs", 8, "environments side by side in each, where there is one agent"),
+        ("num-envs", 8, "environments side by side in each"),
         ("width", 128, "hidden units of both layers"),
         ("seed", 1, "of networks and exploration"),
         ("episodes", 20, "evaluation episodes"),
@@ -221,7 +276,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train, save, evaluate and draw; see ``--help``. Returns 0.
+    """Train, save and evaluate; see ``--help``. Returns 0.
 
     Raises:
         ValueError: If an argument is not valid, before anything runs.
@@ -236,14 +291,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise ValueError(f"env_runners is {options.env_runners}; allowed is 0 or more")
     workers = check_ray(options.ray, "torch", "ray.tune", "ray.rllib")
     env_config = parse_settings(options.set)
-    multi_agent = options.env_id in PARALLEL_IDS
-    family = trained_family(options.env_id)
-    report = report_of(family)
-    env: Any = (
-        make_parallel(env_config) if multi_agent else gymnasium.make(options.env_id, **env_config)
-    )
-    servers = len(env.possible_agents) if multi_agent else 1
-    env.close()
+    gymnasium.make(options.env_id, **env_config).close()  # refused before a cluster is started
     checkpoint = options.checkpoint or options.out / options.name
     options.out.mkdir(parents=True, exist_ok=True)
 
@@ -253,15 +301,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     # The learner's process needs a processor of its own.
     with cluster(options.ray, workers or options.env_runners + 1):
         rows = train(ppo(options.env_id, env_config, options), options.iterations, checkpoint)
-    if multi_agent and env_config.get("shared_reward"):  # every server gets the sum
-        for row in rows:
-            row["episode_return_mean"] /= servers
     found = compare(options.env_id, env_config, checkpoint, options.episodes)
-    env_kwargs = {key: value for key, value in env_config.items() if key != "shared_reward"}
-    random_rows = evaluate(
-        family.env_id, ["random"], options.episodes, env_kwargs={"split": "train", **env_kwargs}
-    )
-    random_return = float(np.mean([row["return"] for row in random_rows]))
+    report = report_of(family_of(options.env_id))
     headline = report.headline
     keys = (headline, f"{headline}_low", f"{headline}_high", "return_mean")
     print_table(
@@ -274,18 +315,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     made = provenance(
         shlex.join([*parser().prog.split(), *words]),
         packages=("ray", "torch"),
-        settings={"training_s": last["seconds"], "random_return": random_return},
+        settings={"training_s": last["seconds"]},
     )
     notes = [
-        finding(found, headline, report.higher_is_better),
         f"Learning curve: {first['episode_return_mean']:.3f} after {first['steps']} steps, "
-        f"{last['episode_return_mean']:.3f} after {last['steps']} (exploring, training episodes); "
-        f"random {random_return:.3f} on training episodes.",
+        f"{last['episode_return_mean']:.3f} after {last['steps']} (exploring, training episodes).",
         "One training run: intervals are over episodes, not over trainings.",
     ]
     write_result(options.out / options.name, found, made, notes)
-    write_text(options.out / f"{options.name}.png", draw(options.out / f"{options.name}.csv"))
-    print(f"{options.out / options.name}.csv, .json, .png, _curve.csv")
+    print(f"{options.out / options.name}.csv, .json, _curve.csv")
     return 0
 
 

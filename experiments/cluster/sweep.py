@@ -27,7 +27,7 @@ from typing import Any
 from servegym.agents.lib.ray_cluster import RETRIES, check_ray, cluster
 from servegym.experiments.evaluation.jobs import interrupt_on_sigterm, run_process
 from servegym.experiments.sweeps import run as local
-from servegym.experiments.sweeps.spec import Parameter, Sweep
+from servegym.experiments.sweeps.spec import Sweep
 
 __all__ = ["run_sweep"]
 
@@ -171,7 +171,7 @@ class _Experiments:
         sampler: Any = optuna.samplers.RandomSampler(seed=self.seed + len(before))
         if self.sweep.method == "bayes":
             sampler = optuna.samplers.TPESampler(seed=self.seed + len(before), multivariate=True)
-        space = {name: _distribution(p) for name, p in self.sweep.searched.items()}
+        space = local.distributions(optuna, self.sweep)
         known = [trial for trial in before if _state(trial) == "complete"]
         rewards = None
         if points is None and known:
@@ -204,7 +204,7 @@ class _Experiments:
     def study(self, optuna: Any) -> Any:
         """The finished runs of all experiments as a study, for the table of the local runner."""
         study = optuna.create_study(direction="maximize" if self.sweep.maximize else "minimize")
-        space = {name: _distribution(p) for name, p in self.sweep.searched.items()}
+        space = local.distributions(optuna, self.sweep)
         for trial in (trial for path in self.paths() for trial in _trials(path)):
             state, result = _state(trial), trial.last_result or {}
             if state is None:
@@ -250,18 +250,6 @@ def _state(trial: Any) -> str | None:
     if not result.get("ended"):
         return "pruned"
     return "complete" if result["status"] == 0 and result["evaluations"] else "fail"
-
-
-def _distribution(parameter: Parameter) -> Any:
-    from optuna import distributions
-
-    if parameter.values:
-        return distributions.CategoricalDistribution(parameter.values)
-    if parameter.whole:
-        return distributions.IntDistribution(int(parameter.low), int(parameter.high))
-    return distributions.FloatDistribution(
-        float(parameter.low), float(parameter.high), log=parameter.log
-    )
 
 
 def _run(

@@ -92,7 +92,8 @@ def _number(path: Path, line: int, row: Mapping[str, Any], field: str, whole: bo
 
 
 def _read_requests(path: Path) -> dict[str, Array]:
-    columns: dict[str, list[float]] = {field: [] for field in _FIELDS}
+    """Columns of the file: its fields, and ``scheduled_ts``, NaN where that was not written."""
+    columns: dict[str, list[float]] = {field: [] for field in (*_FIELDS, "scheduled_ts")}
     for line, row in json_rows(path):
         got = {f: _number(path, line, row, f, f.endswith("_toks")) for f in _FIELDS}
         if not got["queued_ts"] <= got["first_token_ts"] <= got["last_token_ts"]:
@@ -111,6 +112,8 @@ def _read_requests(path: Path) -> dict[str, Array]:
                 f"the request takes {got['last_token_ts'] - got['queued_ts']:.6g} s",
                 "write seconds, not milliseconds",
             )
+        scheduled = row.get("scheduled_ts")
+        got["scheduled_ts"] = scheduled if isinstance(scheduled, int | float) else math.nan
         for name, value in got.items():
             columns[name].append(value)
     if len(columns["queued_ts"]) < 2:
@@ -118,13 +121,7 @@ def _read_requests(path: Path) -> dict[str, Array]:
     return {field: np.array(values) for field, values in columns.items()}
 
 
-def _scheduled(path: Path) -> Array:
-    """When each request was first scheduled, engine's clock; NaN where that was not written."""
-    values = [row.get("scheduled_ts") for _, row in json_rows(path)]
-    return np.array([v if isinstance(v, int | float) else math.nan for v in values], np.float64)
-
-
-def _read_series(path: Path, shift_s: float) -> np.ndarray:
+def _read_series(path: Path) -> np.ndarray:
     names = ("t", "running", "waiting", "kv_cache_pct")
     rows = []
     for line, row in csv_rows(path, names):
@@ -138,7 +135,7 @@ def _read_series(path: Path, shift_s: float) -> np.ndarray:
         if values[3] > 100.0:
             problem = f"got {values[3]:g}"
             raise MalformedFileError(path, line, "kv_cache_pct", problem, "write percent")
-        rows.append((values[0] + shift_s, values[1], values[2], values[3] / 100.0))
+        rows.append((*values[:3], values[3] / 100.0))
     return np.array(rows, dtype=_SERIES)
 
 
@@ -230,7 +227,6 @@ def load_run(folder: str | os.PathLike[str]) -> MeasuredRun:
         if not (root / name).is_file():
             raise ValueError(f"run is {str(root)!r}, but there is no {name} in it")
     rows = _read_requests(root / "requests.jsonl")
-    engine_clock = _scheduled(root / "requests.jsonl")
     about = root / "meta.json"
     try:
         meta = json.loads(about.read_text(encoding="utf-8"))
@@ -268,6 +264,6 @@ def load_run(folder: str | os.PathLike[str]) -> MeasuredRun:
         model=_text(about, "model", meta.get("model")).rpartition("/")[2],
         tensor_parallel=parallel,
         assumed=assumed,
-        scheduled_s=engine_clock[order] - offset - start,
-        series=_read_series(series, 0.0) if series.is_file() else None,
+        scheduled_s=rows["scheduled_ts"] - offset - start,
+        series=_read_series(series) if series.is_file() else None,
     )

@@ -1,4 +1,4 @@
-"""Profiles for the comparisons: the shipped one that fits a run, and ones with a linear law."""
+"""Profiles for the comparison: the shipped one that fits a run, and its linear estimator."""
 
 from __future__ import annotations
 
@@ -48,37 +48,8 @@ def check_devices(run: MeasuredRun, profile: Profile) -> None:
         )
 
 
-def linear_profile(
-    profile: Profile,
-    *,
-    base_s: float | None = None,
-    prefill_s_per_token: float = 0.0,
-    decode_s_per_sequence: float = 0.0,
-    decode_s_per_context_token: float = 0.0,
-) -> Profile:
-    """The profile with a linear law: the given one, or without ``base_s`` its own estimator.
-
-    Args:
-        profile: Gives everything but the law.
-        base_s: Seconds of an empty iteration; None takes all four from the estimator.
-        prefill_s_per_token: Seconds a prompt token.
-        decode_s_per_sequence: Seconds a decoding sequence.
-        decode_s_per_context_token: Seconds a KV token of a decode.
-
-    Returns:
-        The changed profile.
-    """
+def linear_profile(profile: Profile) -> Profile:
+    """The profile with its own estimator, which is linear, as its law."""
     data = profile.to_dict()
-    law = {
-        "base_s": base_s,
-        "prefill_s_per_token": prefill_s_per_token,
-        "decode_s_per_sequence": decode_s_per_sequence,
-        "decode_s_per_context_token": decode_s_per_context_token,
-    }
-    if base_s is None:
-        law = dict(data["estimator"])
-    else:
-        # A law that stands for a textbook server holds everywhere.
-        data["domain"] = dict.fromkeys(data["domain"], 10**9)
-    data["law"] = {"kind": "linear", **law}
+    data["law"] = {"kind": "linear", **data["estimator"]}
     return Profile.from_dict(data, profile.name)

@@ -1,17 +1,10 @@
-"""How far the engine is from a measured serving run, and from queueing theory.
+"""How far the engine is from a measured serving run: ``servegym fidelity --data FOLDER``.
 
 The run is replayed request by request on a profile that was fitted to kernel timings alone;
-nothing is tuned to the run::
-
-    servegym fidelity --data FOLDER
-
-It prints, and writes to ``--out`` with the provenance of each table:
-
-- ``errors``: errors of TTFT, TPOT and end-to-end latency,
-- ``sensitivity``: the errors when one part of the model is replaced,
-- ``trajectory_difference``: running requests, waiting requests and KV use over time,
-- ``queueing``: mean times in the system against M/M/1, M/D/1, M/G/1-PS and M/M/k,
-- ``latencies`` and ``course``: the distributions and courses of ``fidelity.png``.
+nothing is tuned to the run. It prints the errors of TTFT, TPOT and end-to-end latency, the errors
+when one part of the model is replaced, and the course over time, and writes to ``--out``, with the
+provenance of each table, ``errors``, ``sensitivity``, and ``latencies`` and ``course`` with the
+picture ``fidelity.png``.
 """
 
 from __future__ import annotations
@@ -21,7 +14,7 @@ import io
 import os
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +31,8 @@ from servegym.experiments.fidelity.comparison import (
     simulate,
     trajectory,
 )
-from servegym.experiments.fidelity.markdown import Table, percent, update_document
 from servegym.experiments.fidelity.measured_run import MeasuredRun, load_run
 from servegym.experiments.fidelity.profiles import check_devices, matching_profile
-from servegym.experiments.fidelity.queueing import queueing
 from servegym.hardware_profiles import Profile, load
 
 __all__ = ["data_folder", "draw", "main"]
@@ -101,84 +92,46 @@ def draw(folder: Path) -> bytes:
     return picture.getvalue()
 
 
-def _error_table(key: str, title: str, rows: Sequence[Mapping[str, Any]]) -> Table:
-    return Table(
-        key,
-        title,
-        [
-            "metric",
-            "measured mean",
-            "simulated mean",
-            "error of mean",
-            "median error",
-            "P90",
-            "P99",
-            "mean error",
-        ],
-        [
-            [
-                row["metric"],
-                f"{row['measured_mean_s']:.4f} s",
-                f"{row['simulated_mean_s']:.4f} s",
-                percent(row["error_of_mean"], signed=True),
-                *(percent(row[f"{key}_error"]) for key in ("median", "p90", "p99", "mean")),
-            ]
-            for row in rows
-        ],
-    )
+def _percent(value: float) -> str:
+    return f"{100 * value:.2f} %"
 
 
-def _sensitivity_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    return Table(
-        "sensitivity",
-        "Sensitivity: error of the mean with one part replaced",
-        ["variant", *METRICS.values(), "preemptions"],
-        [
-            [
-                row["variant"],
-                *(percent(row[m], signed=True) for m in METRICS.values()),
-                str(row["preemptions"]),
-            ]
-            for row in rows
-        ],
-    )
+def _signed(value: float) -> str:
+    return f"{100 * value:+.2f} %"
 
 
-def _course_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    return Table(
-        "course",
-        "Course over time",
-        ["quantity", "measured mean", "simulated mean", "mean difference", "correlation"],
-        [
-            [
-                row["quantity"],
-                f"{row['measured_mean']:.3f}",
-                f"{row['simulated_mean']:.3f}",
-                f"{row['mean_absolute_difference']:.3f}",
-                f"{row['correlation']:.3f}",
-            ]
-            for row in rows
-        ],
-    )
+_ERRORS: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "metric": ("metric", str),
+    "measured mean": ("measured_mean_s", "{:.4f} s".format),
+    "simulated mean": ("simulated_mean_s", "{:.4f} s".format),
+    "error of mean": ("error_of_mean", _signed),
+    "median error": ("median_error", _percent),
+    "P90": ("p90_error", _percent),
+    "P99": ("p99_error", _percent),
+    "mean error": ("mean_error", _percent),
+}
+_SENSITIVITY: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "variant": ("variant", str),
+    **{metric: (metric, _signed) for metric in METRICS.values()},
+    "preemptions": ("preemptions", str),
+}
+_COURSE: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "quantity": ("quantity", str),
+    "measured mean": ("measured_mean", "{:.3f}".format),
+    "simulated mean": ("simulated_mean", "{:.3f}".format),
+    "mean difference": ("mean_absolute_difference", "{:.3f}".format),
+    "correlation": ("correlation", "{:.3f}".format),
+}
+"""Heading of a printed column -> the rows' key and how its value is written."""
 
 
-def _queueing_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    return Table(
-        "queueing",
-        "Mean time in the system, in mean service times",
-        ["queue", "utilisation", "closed form", "simulated", "difference", "standard error"],
-        [
-            [
-                row["queue"],
-                f"{row['utilisation']:g}",
-                f"{row['closed_form']:.4f}",
-                f"{row['simulated']:.4f}",
-                percent(row["difference"], signed=True),
-                percent(row["standard_error"]),
-            ]
-            for row in rows
-        ],
-    )
+def _show(
+    title: str,
+    columns: Mapping[str, tuple[str, Callable[[Any], str]]],
+    rows: Sequence[Mapping[str, Any]],
+) -> None:
+    cells = [[form(row[key]) for key, form in columns.values()] for row in rows]
+    print_table(title, list(columns), cells)
 
 
 def describe_settings(run: MeasuredRun, profile: Profile) -> str:
@@ -211,8 +164,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--run", type=Path, help="folder of another run: requests.jsonl, meta.json")
     add("--profile", help="profile, by name or file (default: that of the run's device and model)")
     add("--out", type=Path, default=OUT, help=f"folder for tables and plot (default: {OUT})")
-    add("--queue-requests", type=int, default=400_000, help="arrivals a queue; 0 leaves them out")
-    add("--document", type=Path, help="Markdown file whose marked tables are replaced")
     add("--no-plot", action="store_true", help="do without matplotlib")
     return parser
 
@@ -250,28 +201,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "sensitivity": sensitivity(run, profile),
         "latencies": latency_quantiles(run, simulated),
     }
-    if run.series is not None and len(run.series) > 1:
-        course = trajectory(run, profile, run.series["t_s"])
-        found["trajectory_difference"] = compare_series(run.series, course)
-        found["course"] = course_means(run.series, course)
-    if options.queue_requests:
-        found["queueing"] = queueing(options.queue_requests)
-
-    tables = [
-        _error_table("errors", "All requests", by_start["all"]),
-        _error_table("later", f"Without the first {START_UP_S:g} s of arrivals", by_start["later"]),
-        _sensitivity_table(found["sensitivity"]),
-    ]
-    if "course" in found:
-        tables.append(_course_table(found["trajectory_difference"]))
-    if "queueing" in found:
-        tables.append(_queueing_table(found["queueing"]))
     first = [float(times[0]) for times in (run.ttft_s, simulated["ttft_s"])]
     print(f"run {run.name}, profile {profile.name} ({profile.kind})")
     print(f"settings: {describe_settings(run, profile)}")
     print(f"first request: TTFT measured {first[0]:.3f} s, simulated {first[1]:.3f} s (start-up)\n")
-    for table in tables:
-        print_table(table.title, table.columns, table.rows)
+    _show("All requests", _ERRORS, by_start["all"])
+    _show(f"Without the first {START_UP_S:g} s of arrivals", _ERRORS, by_start["later"])
+    title = "Sensitivity: error of the mean with one part replaced"
+    _show(title, _SENSITIVITY, found["sensitivity"])
+    if run.series is not None and len(run.series) > 1:
+        course = trajectory(run, profile, run.series["t_s"])
+        _show("Course over time", _COURSE, compare_series(run.series, course))
+        found["course"] = course_means(run.series, course)
 
     options.out.mkdir(parents=True, exist_ok=True)
     about = {
@@ -287,8 +228,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         write_result(options.out / stem, rows, made)
     if not options.no_plot:
         write_text(options.out / "fidelity.png", draw(options.out))
-    if options.document is not None:
-        update_document(options.document, tables)
     print(f"written to {options.out}")
     return 0
 

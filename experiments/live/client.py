@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from aiohttp import ClientSession
 
-__all__ = ["Reply", "completion_body", "new_session", "stream"]
+__all__ = ["Reply", "brings_token", "completion_body", "new_session", "stream"]
 
 
 @dataclass
@@ -26,8 +26,6 @@ class Reply:
         usage: The server's count: ``prompt_tokens``, ``completion_tokens``; empty without one.
         error: Empty, or why the request failed.
         status: HTTP status, or 0 if there was no answer.
-        text: What was generated.
-        headers: Of the answer, names in lower case.
     """
 
     first_token_s: float = math.nan
@@ -36,21 +34,11 @@ class Reply:
     usage: dict[str, Any] = field(default_factory=dict)
     error: str = ""
     status: int = 0
-    text: str = ""
-    headers: dict[str, str] = field(default_factory=dict)
 
     @property
     def output_tokens(self) -> int:
         """Generated tokens: the server's count, else the events that carried text."""
         return int(self.usage.get("completion_tokens") or len(self.times))
-
-    @property
-    def tpot_s(self) -> float:
-        """Seconds a token after the first (TPOT); NaN with fewer than two tokens."""
-        n = self.output_tokens
-        if n < 2 or len(self.times) < 2:
-            return math.nan
-        return (self.end_s - self.first_token_s) / (n - 1)
 
 
 def new_session(timeout_s: float = 120.0) -> ClientSession:
@@ -68,16 +56,13 @@ def new_session(timeout_s: float = 120.0) -> ClientSession:
     )
 
 
-def completion_body(
-    model: str, prompt: str | list[int], output_tokens: int, **more: Any
-) -> dict[str, Any]:
+def completion_body(model: str, prompt: str | list[int], output_tokens: int) -> dict[str, Any]:
     """The body of a completion of exactly ``output_tokens`` tokens that no prompt cache speeds up.
 
     Args:
         model: The model's name on the server.
         prompt: Text or token ids.
         output_tokens: Tokens to generate; the end-of-text token is ignored.
-        more: Further fields, which win.
     """
     return {
         "model": model,
@@ -88,21 +73,22 @@ def completion_body(
         "cache_prompt": False,  # llama.cpp
         "stream": True,
         "stream_options": {"include_usage": True},
-        **more,
     }
 
 
-def _text(event: Mapping[str, Any]) -> str | None:
-    """The text of an event that brings a token, None if it brings none."""
-    out = None
+def brings_token(event: Mapping[str, Any]) -> bool:
+    """Whether an event of a stream brings a token."""
     for choice in event.get("choices") or ():
         delta = choice.get("delta") or {}
-        text = choice.get("text") or delta.get("content") or delta.get("reasoning_content") or ""
+        if choice.get("text") or any(delta.get(key) for key in _DELTAS):
+            return True
         # A token may be part of a letter: the text is empty, and more is to come.
-        part = choice.get("text") == "" and choice.get("finish_reason", "none") is None
-        if text or part:
-            out = (out or "") + text
-    return out
+        if choice.get("text") == "" and choice.get("finish_reason", "none") is None:
+            return True
+    return False
+
+
+_DELTAS = ("content", "reasoning_content", "tool_calls")
 
 
 async def stream(
@@ -110,7 +96,6 @@ async def stream(
     url: str,
     body: Mapping[str, Any],
     *,
-    headers: Mapping[str, str] | None = None,
     on_token: Callable[[], None] | None = None,
 ) -> Reply:
     """Send one streaming request and time its tokens.
@@ -119,7 +104,6 @@ async def stream(
         session: See :func:`new_session`.
         url: Full address, such as ``http://127.0.0.1:8000/v1/completions``.
         body: The request; ``stream`` must be true in it.
-        headers: Further headers.
         on_token: Called at every event that brings a token.
 
     Returns:
@@ -133,9 +117,8 @@ async def stream(
     start = time.perf_counter()
     ended = False
     try:
-        async with session.post(url, json=body, headers=headers) as response:
+        async with session.post(url, json=body) as response:
             reply.status = response.status
-            reply.headers = {key.lower(): value for key, value in response.headers.items()}
             if response.status != 200:
                 text = (await response.content.read(300)).decode("utf-8", "replace")
                 reply.error = f"status {response.status}: {' '.join(text.split())}"
@@ -153,13 +136,11 @@ async def stream(
                         reply.error = f"error: {event['error']}"
                         break
                     reply.usage = event.get("usage") or reply.usage
-                    piece = _text(event)
-                    if piece is not None:
+                    if brings_token(event):
                         if not reply.times:
                             reply.first_token_s = now
                         reply.times.append(now)
                         reply.end_s = now
-                        reply.text += piece
                         if on_token is not None:
                             on_token()
                 if not ended and not reply.error:

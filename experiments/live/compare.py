@@ -3,45 +3,39 @@
 The servers of a fleet are started and calibrated (closed-loop sweeps, all servers at a time). Then
 each policy routes the same requests through `GatewayRouter` to the real servers, at several loads
 and repetitions, in an order drawn so that a drift of the machine falls on all of them alike. The
-simulation plays the same requests by the same policies in closed loop, in three worlds:
-
-- ``plain``: the calibrated law as it is;
-- ``scaled``: iteration times multiplied, in windows of 5 s, by measured over calibrated time of the
-  *other* servers in that run: the speed of the machine, seen outside the server that is judged;
-- ``replayed``: as ``scaled``, each request sent where it went in reality, which leaves the engine's
-  error alone.
+simulation plays the same requests by the same policies in closed loop, with the calibrated laws.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import csv
 import gc
-import json
 import os
+import shlex
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import gymnasium
 import numpy as np
 from scipy.stats import spearmanr
 
-import servegym  # noqa: F401
+from servegym._checks import whole
 from servegym._command_line import run_main
-from servegym._files import write_json
 from servegym.envs.workloads import load_catalog
 from servegym.experiments.evaluation import tables
-from servegym.experiments.evaluation.output import write_csv
+from servegym.experiments.evaluation.evaluate import evaluate
+from servegym.experiments.evaluation.output import read_rows, write_csv, write_json
 from servegym.experiments.evaluation.stats import student_interval
 from servegym.experiments.live.fleet_file import Endpoint, ServerSpec, read_fleet
+from servegym.experiments.live.gateways.gate import fleet_arguments
 from servegym.experiments.live.models import FIRST_WORD, VOCABULARY
-from servegym.hardware_profiles import Profile, load
-from servegym.hardware_profiles.calibrate.calibrate_server import Law, calibrate_server, sums_of
+from servegym.hardware_profiles import Profile
+from servegym.hardware_profiles.calibrate.calibrate_server import Law, calibrate_server
 
 __all__ = ["Plan", "analyse", "main", "run"]
 
@@ -51,12 +45,12 @@ PROMPTS, OUTPUTS = (24, 72), (16, 56)
 """Shortest and longest prompt and answer, tokens, drawn uniformly."""
 MODELS = ("falcon-7b-instruct", "Meta-Llama-3-8B-Instruct")
 """Models of the catalog whose scores the servers earn, the first for the fastest server."""
-WAITING = 64
-WINDOW_S = 5.0
 QUANTITIES = ("ttft_s", "tpot_s", "e2e_s")
-WORLDS = ("plain", "scaled", "replayed")
+WORLDS = ("real", "simulated")
 START_S = 0.5
 """Seconds before the first request."""
+
+Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -69,7 +63,6 @@ class Plan:
         repetitions: Runs of each policy at each load, each with requests of its own.
         requests: Requests of a run.
         sweep: Requests a load and prompt length of the calibration.
-        seed: Of the requests and the order.
     """
 
     policies: tuple[str, ...] = POLICIES
@@ -77,10 +70,47 @@ class Plan:
     repetitions: int = 3
     requests: int = 300
     sweep: int = 16
-    seed: int = 0
 
 
 QUICK = Plan(POLICIES[:3], (0.8,), 1, 40, 4)
+
+
+@dataclass
+class Run:
+    """What real servers did with one policy's requests.
+
+    Attributes:
+        policy: Name of the policy, or its checkpoint.
+        load: Share of the fleet's capacity.
+        repetition: Number of the repetition.
+        arguments: Of the environment that plays the same requests.
+        requests: Rows of the file of requests.
+        records: What became of each request.
+    """
+
+    policy: str
+    load: float
+    repetition: int
+    arguments: dict[str, Any]
+    requests: list[Row]
+    records: list[Row]
+
+
+@dataclass
+class Measured:
+    """All that was measured.
+
+    Attributes:
+        servers: The servers, each with its calibrated profile.
+        capacity_rps: Requests/s of each with all slots busy.
+        latency_s: Latency requirement, seconds a token.
+        runs: In the order in which they were made.
+    """
+
+    servers: list[Endpoint]
+    capacity_rps: list[float]
+    latency_s: float
+    runs: list[Run]
 
 
 def law_of(profile: Profile) -> Law:
@@ -167,29 +197,12 @@ def write_requests(path: Path, names: Sequence[str], rate: float, count: int, se
     write_csv(path, out)
 
 
-def fleet_arguments(
-    servers: Sequence[Endpoint], folder: Path, requests: Path, latency_s: float
-) -> dict[str, Any]:
-    """Arguments of ``LLMRouting-v1`` that describe the servers and the requests."""
-    return {
-        "requests_file": str(requests),
-        "profiles": [str(folder / f"{one.name}.json") for one in servers],
-        "latency_requirement_s": latency_s,
-        "scheduler": "chunked_prefill",
-        "memory_policy": "paged",
-        "running_capacity": max(one.slots for one in servers),
-        "waiting_capacity": WAITING,
-        "router_delay_s": 0.0,
-        "bytes_per_token": 0.0,
-    }
-
-
 # -- reality ------------------------------------------------------------------------------------
 
 
 async def _serve(
-    servers: Sequence[Endpoint], router: Any, requests: Sequence[Mapping[str, Any]], seed: int
-) -> list[dict[str, Any]]:
+    servers: Sequence[Endpoint], router: Any, requests: Sequence[Row], seed: int
+) -> list[Row]:
     """Route the requests to the servers as they come; a record of each."""
     from servegym.experiments.live.client import completion_body, new_session, stream
     from servegym.experiments.live.gateway import GatewayRequest
@@ -198,10 +211,10 @@ async def _serve(
     begin = time.perf_counter() + 0.1
     router.clock = lambda: time.perf_counter() - begin
     names = [one.name for one in servers]
-    records: list[dict[str, Any]] = []
+    records: list[Row] = []
     tasks = []
 
-    async def send(record: dict[str, Any], expert: int, body: dict[str, Any], name: str) -> None:
+    async def send(record: Row, expert: int, body: dict[str, Any], name: str) -> None:
         url = f"{servers[expert].url}/completions"
         sent = router.clock()
         reply = await stream(session, url, body, on_token=lambda: router.token(name))
@@ -213,7 +226,6 @@ async def _serve(
         record["first_s"] = sent + reply.first_token_s
         record["finish_s"] = sent + reply.end_s
         record["output_tokens"] = reply.output_tokens
-        record["token_s"] = [round(t - reply.first_token_s, 5) for t in reply.times]
 
     async with new_session() as session:
         for j, request in enumerate(requests):
@@ -227,7 +239,7 @@ async def _serve(
                     [request[f"predicted_tokens_{name}"] for name in names],
                 )
             )
-            record: dict[str, Any] = {
+            record: Row = {
                 "request": j,
                 "expert": decision.expert,
                 "decision_s": decision.elapsed_s,
@@ -243,23 +255,23 @@ async def _serve(
     return records
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file of requests, with numbers."""
-    with path.open(newline="", encoding="utf-8") as stream:
-        return [
-            {key: float(v) if "." in v else int(v) for key, v in row.items()}
-            for row in csv.DictReader(stream)
-        ]
+def _drawn_order(plan: Plan) -> list[tuple[float, str, int]]:
+    """Load, policy and repetition of every run; each repetition has an order of its own."""
+    order = []
+    for repetition in range(plan.repetitions):
+        some = [(load, policy) for load in plan.loads for policy in plan.policies]
+        np.random.default_rng(repetition).shuffle(some)
+        order += [(float(load), str(policy), repetition) for load, policy in some]
+    return order
 
 
-def run(specs: Sequence[ServerSpec], plan: Plan, folder: Path, echo: Any = print) -> None:
-    """Start, calibrate and measure the servers; everything is written to ``folder``.
+def run(specs: Sequence[ServerSpec], plan: Plan, folder: Path) -> Measured:
+    """Start, calibrate and measure the servers.
 
     Args:
         specs: The servers.
         plan: What is measured.
-        folder: Profiles, requests, ``raw`` records of each run and ``plan.json``.
-        echo: Prints a line.
+        folder: Where logs, profiles, requests and the ``raw`` records of each run are written.
 
     Raises:
         ValueError: If a server does not start or does not answer.
@@ -273,410 +285,257 @@ def run(specs: Sequence[ServerSpec], plan: Plan, folder: Path, echo: Any = print
         old.unlink()
     began = time.monotonic()
     with Fleet(specs, folder) as fleet:
-        servers = fleet.endpoints
-        profiles = calibrate(servers, plan, folder)
+        profiles = calibrate(fleet.endpoints, plan, folder)
+        servers = [
+            replace(one, profile=str(folder / f"{one.name}.json")) for one in fleet.endpoints
+        ]
+        names = [one.name for one in servers]
         able = [capacity(p, one.slots) for p, one in zip(profiles, servers, strict=True)]
-        total, latency_s = sum(rate for rate, _ in able), max(seconds for _, seconds in able)
-        echo(
+        rates = [rate for rate, _ in able]
+        latency_s = max(seconds for _, seconds in able)
+        print(
             f"calibrated in {time.monotonic() - began:.0f} s: "
-            + ", ".join(
-                f"{one.name} {rate:.1f}/s" for one, (rate, _) in zip(servers, able, strict=True)
-            )
+            + ", ".join(f"{name} {rate:.1f}/s" for name, rate in zip(names, rates, strict=True))
             + f"; L {1e3 * latency_s:.1f} ms a token"
         )
-        write_json(
-            folder / "plan.json",
-            {
-                "servers": [{**vars(one), "cores": list(one.cores)} for one in servers],
-                "latency_requirement_s": latency_s,
-                "capacity_rps": [rate for rate, _ in able],
-                "plan": {k: list(v) if isinstance(v, tuple) else v for k, v in vars(plan).items()},
-            },
-        )
-        names = [one.name for one in servers]
-        cells = []
-        for repetition in range(plan.repetitions):
-            some = [(load, policy) for load in plan.loads for policy in plan.policies]
-            np.random.default_rng((plan.seed, repetition)).shuffle(some)
-            cells += [(float(load), str(policy), repetition) for load, policy in some]
-        routers = {}
+        arguments = {}
         for load in plan.loads:
             for repetition in range(plan.repetitions):
-                path = requests_path(folder, load, repetition)
+                path = folder / f"requests-{load:g}-{repetition}.csv"
                 # The same requests at every load, closer together at a higher one.
-                seed = 1000 * plan.seed + repetition
-                write_requests(path, names, load * total, plan.requests, seed)
-        any_path = requests_path(folder, plan.loads[0], 0)
-        arguments = fleet_arguments(servers, folder, any_path, latency_s)
+                write_requests(path, names, load * sum(rates), plan.requests, repetition)
+                arguments[load, repetition] = fleet_arguments(
+                    servers, requests_file=str(path), latency_requirement_s=latency_s
+                )
+        routers = {}
         for policy in plan.policies:
-            routers[policy] = GatewayRouter(arguments, policy, budget_s=None)
+            routers[policy] = GatewayRouter(arguments[plan.loads[0], 0], policy, budget_s=None)
             routers[policy].warm()
-        for number, (load, policy, repetition) in enumerate(cells):
+        runs = []
+        order = _drawn_order(plan)
+        for number, (load, policy, repetition) in enumerate(order):
             if fleet.dead():
                 raise ValueError(f"server {fleet.dead()[0]!r} has ended; see its log in {folder}")
-            requests = read_rows(requests_path(folder, load, repetition))
+            requests = read_rows(arguments[load, repetition]["requests_file"])
             routers[policy].policy.reset(1, seed=repetition)
             gc.collect()
             gc.disable()
             records = asyncio.run(_serve(servers, routers[policy], requests, repetition))
             gc.enable()
+            made = Run(policy, load, repetition, arguments[load, repetition], requests, records)
+            runs.append(made)
+            write_json(raw / f"{number:03d}.json", asdict(made))
             failed = [r["error"] for r in records if r.get("error")]
-            write_json(
-                raw / f"{number:03d}.json",
-                {"policy": policy, "load": load, "repetition": repetition, "records": records},
-            )
-            echo(
-                f"{number + 1}/{len(cells)} {policy} {load:g}: {len(records)} requests, "
+            print(
+                f"{number + 1}/{len(order)} {policy} {load:g}: {len(records)} requests, "
                 f"{len(failed)} failed{' (' + failed[0] + ')' if failed else ''}, "
                 f"{time.monotonic() - began:.0f} s"
             )
-
-
-def requests_path(folder: Path, load: float, repetition: int) -> Path:
-    """The file of the requests of a load and repetition."""
-    return folder / f"requests-{load:g}-{repetition}.csv"
+    return Measured(servers, rates, latency_s, runs)
 
 
 # -- simulation ----------------------------------------------------------------------------------
 
 
-def slowdowns(
-    records: Sequence[Mapping[str, Any]],
-    requests: Sequence[Mapping[str, Any]],
-    profiles: Sequence[Profile],
-    slots: Sequence[int],
-) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Measured over calibrated time of each server, in windows of :data:`WINDOW_S`.
+def outcome(
+    world: str, run: Run, latency_s: float, log: Mapping[str, np.ndarray] | np.ndarray
+) -> Row:
+    """The row of a run in a world.
 
     Args:
-        records: Of one run.
-        requests: Its requests.
-        profiles: Of the servers.
-        slots: Of the servers.
-
-    Returns:
-        For each server the middles of the windows in which it served, and the ratios there.
+        world: One of `WORLDS`.
+        run: The run.
+        latency_s: Latency requirement, seconds a token.
+        log: (K,) ``arrival_s``, ``first_token_s``, ``finish_s``, ``output_tokens``, ``score`` and
+            ``served`` of the requests.
     """
-    out = []
-    for k, profile in enumerate(profiles):
-        # A request counts from its first token on; before that it may have waited for a slot.
-        rows = [
-            {
-                "load": 1,
-                "rate_rps": 0,
-                "prompt_words": 0,
-                "started_s": r["first_s"],
-                "ttft_s": 0.0,
-                "e2e_s": r["finish_s"] - r["first_s"],
-                "prompt_tokens": requests[r["request"]]["prompt_tokens"],
-                "output_tokens": r["output_tokens"],
-                "token_s": np.array(r["token_s"]),
-            }
-            for r in records
-            if r["expert"] == k and not r["error"]
+    tokens, latency = np.maximum(log["output_tokens"], 1), log["finish_s"] - log["arrival_s"]
+    times = {
+        "ttft_s": log["first_token_s"] - log["arrival_s"],
+        "tpot_s": (log["finish_s"] - log["first_token_s"]) / np.maximum(tokens - 1, 1),
+        "e2e_s": latency,
+    }
+    served, late = log["served"], latency / tokens > latency_s
+    return {
+        "world": world,
+        "load": run.load,
+        "policy": run.policy,
+        "repetition": run.repetition,
+        "served": int(served.sum()),
+        **{k: float(v[served].mean()) if served.any() else np.nan for k, v in times.items()},
+        "late": float((served & late).mean()),
+        "qos": float(np.where(served & ~late, log["score"], 0.0).mean()),
+    }
+
+
+def _real_log(run: Run, names: Sequence[str]) -> dict[str, np.ndarray]:
+    """The log of a real run, as `outcome` reads it."""
+    log = {
+        key: np.array([record.get(field, missing) for record in run.records])
+        for key, field, missing in (
+            ("first_token_s", "first_s", np.nan),
+            ("finish_s", "finish_s", np.nan),
+            ("output_tokens", "output_tokens", 1),
+        )
+    }
+    log["arrival_s"] = np.array([request["arrival_s"] for request in run.requests])
+    experts = [record["expert"] for record in run.records]
+    log["score"] = np.array(
+        [
+            request[f"score_{names[k]}"] if k >= 0 else 0.0
+            for request, k in zip(run.requests, experts, strict=True)
         ]
-        if not any(len(row["token_s"]) > 2 for row in rows):
-            out.append((np.zeros(0), np.zeros(0)))
-            continue
-        sums = sums_of(rows, slots[k])
-        guess = law_of(profile).seconds(sums)
-        begin = np.array([rows[int(i)]["started_s"] for i in sums.row])
-        end = begin + sums.seconds
-        edges = np.arange(0.0, end.max() + WINDOW_S, WINDOW_S)
-        share = np.minimum(end[:, None], edges[1:]) - np.maximum(begin[:, None], edges[:-1])
-        share = np.maximum(share, 0.0) / sums.seconds[:, None]
-        real, law = share.T @ sums.seconds, share.T @ guess
-        used = real > 0.1 * WINDOW_S
-        out.append((0.5 * (edges[1:] + edges[:-1])[used], real[used] / law[used]))
-    return out
-
-
-def others_speed(found: Sequence[tuple[np.ndarray, np.ndarray]], times: np.ndarray) -> np.ndarray:
-    """``(J, N)`` slowdown of each server at given times, as the other servers saw it."""
-    out = np.ones((len(times), len(found)))
-    for k in range(len(found)):
-        seen = [
-            np.interp(times, middles, ratios)
-            for j, (middles, ratios) in enumerate(found)
-            if j != k and len(middles)
-        ]
-        if seen:
-            out[:, k] = np.mean(seen, axis=0)
-    return out
-
-
-def simulate(
-    arguments: Mapping[str, Any],
-    policy: str,
-    seed: int,
-    slowdown: np.ndarray | None,
-    actions: Sequence[int] | np.ndarray | None = None,
-) -> np.ndarray:
-    """The request log of an episode: the policy in closed loop, or given actions."""
-    from servegym.experiments.live.gateway import GatewayRouter
-
-    env: Any = gymnasium.make("servegym/LLMRouting-v1", **arguments)
-    router = GatewayRouter(arguments, policy, budget_s=None)
-    router.policy.reset(1, seed=seed)
-    observation, info = env.reset(seed=0)
-    if slowdown is not None:
-        env.unwrapped.batch.slowdown = slowdown[None]
-    done, j = False, 0
-    while not done:
-        if actions is not None:
-            action = int(actions[j])
-        else:
-            batch = {key: value[None] for key, value in observation.items()}
-            action = int(np.asarray(router.policy.act(batch, info["action_mask"][None]))[0])
-        observation, _, done, _, info = env.step(action)
-        j += 1
-    return env.unwrapped.request_log()
-
-
-def _times(first: np.ndarray, finish: np.ndarray, arrival: np.ndarray, tokens: np.ndarray) -> Any:
-    """TTFT, TPOT and end to end of requests, (3, K) seconds."""
-    return np.array(
-        [first - arrival, (finish - first) / np.maximum(tokens - 1, 1), finish - arrival]
     )
+    return log | {"served": np.isfinite(log["finish_s"])}
 
 
-def _outcome(
-    world: str,
-    cell: Mapping[str, Any],
-    names: Sequence[str],
-    expert: np.ndarray,
-    times: np.ndarray,
-    late: np.ndarray,
-    score: np.ndarray,
-) -> list[dict[str, Any]]:
-    """Rows of a run: over all experts, and over the requests of each."""
-    rows = []
-    for name in ("all", *names):
-        mine = expert >= 0 if name == "all" else expert == names.index(name)
-        served = mine & np.isfinite(times[2])
-        row: dict[str, Any] = {
-            "world": world,
-            "load": cell["load"],
-            "policy": cell["policy"],
-            "repetition": cell["repetition"],
-            "expert": name,
-            "served": int(served.sum()),
-            "share": float(served.mean()),
-        }
-        for key, value in zip(QUANTITIES, times, strict=True):
-            row[key] = float(value[served].mean()) if served.any() else float("nan")
-        row["late"] = float((served & late).sum() / len(expert))
-        row["qos"] = float(np.where(served & ~late, score, 0.0).sum() / len(expert))
-        rows.append(row)
-    return rows
+def _simulated_log(run: Run) -> dict[str, np.ndarray]:
+    """The log of the policy in closed loop on the same requests."""
+    logs: dict[str, list[np.ndarray]] = {}
+    evaluate(
+        "servegym/LLMRouting-v1",
+        [run.policy],
+        episodes=1,
+        seed=run.repetition,
+        env_kwargs=run.arguments,
+        logs=logs,
+        in_process=True,
+    )
+    (log,) = next(iter(logs.values()))
+    return {name: log[name] for name in log.dtype.names or ()} | {"served": log["outcome"] == 1}
 
 
-def read_plan(folder: Path) -> tuple[dict[str, Any], list[Endpoint]]:
-    """``plan.json`` of a folder as :func:`run` leaves it, and its servers."""
-    saved = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
-    return saved, [Endpoint(**{**one, "cores": tuple(one["cores"])}) for one in saved["servers"]]
-
-
-def analyse(folder: Path, out: Path, made: Mapping[str, Any], echo: Any = print) -> None:
-    """Simulate what was measured and write the tables.
+def analyse(measured: Measured, plan: Plan, out: Path, made: Mapping[str, Any]) -> None:
+    """Simulate what was measured, and write and print the tables.
 
     Args:
-        folder: As :func:`run` leaves it.
+        measured: What :func:`run` has returned.
+        plan: Its plan.
         out: Folder of the tables ``runs``, ``errors`` and ``qos``.
         made: Provenance.
-        echo: Prints a line.
     """
-    saved, servers = read_plan(folder)
-    names = [one.name for one in servers]
-    slots = [one.slots for one in servers]
-    profiles = [load(str(folder / f"{name}.json")) for name in names]
-    latency_s = saved["latency_requirement_s"]
-    rows: list[dict[str, Any]] = []
-    speeds: list[float] = []
-    decisions: list[float] = []
-    fallbacks = 0
-    for path in sorted((folder / "raw").glob("*.json")):
-        cell = json.loads(path.read_text(encoding="utf-8"))
-        file = requests_path(folder, cell["load"], cell["repetition"])
-        requests, records = read_rows(file), cell["records"]
-        arrival = np.array([r["arrival_s"] for r in requests])
-        expert = np.array([r["expert"] for r in records])
-        decisions += [r["decision_s"] for r in records]
-        fallbacks += sum(bool(r["reason"]) for r in records)
-        first, finish = (
-            np.array([r.get(key, np.nan) for r in records]) for key in ("first_s", "finish_s")
-        )
-        tokens = np.array([r.get("output_tokens", 1) for r in records])
-        score = np.array(
-            [requests[j][f"score_{names[k]}"] if k >= 0 else 0.0 for j, k in enumerate(expert)]
-        )
-        times = _times(first, finish, arrival, tokens)
-        late = times[2] / tokens > latency_s
-        rows += _outcome("real", cell, names, expert, times, late, score)
-        found = slowdowns(records, requests, profiles, slots)
-        speeds += [float(r) for _, ratios in found for r in ratios]
-        arguments = fleet_arguments(servers, folder, file, latency_s)
-        scale = others_speed(found, arrival)
-        for world in WORLDS:
-            if world != "plain" and len(servers) < 2:
-                continue
-            log = simulate(
-                arguments,
-                cell["policy"],
-                cell["repetition"],
-                None if world == "plain" else scale,
-                expert + 1 if world == "replayed" else None,
-            )
-            served = log["outcome"] == 1
-            where = np.where(served, log["expert"], -1)
-            times = _times(
-                log["first_token_s"], log["finish_s"], log["arrival_s"], log["output_tokens"]
-            )
-            times[:, ~served] = np.nan
-            late = times[2] / np.maximum(log["output_tokens"], 1) > latency_s
-            score = np.nan_to_num(log["score"])
-            rows += _outcome(world, cell, names, where, times, late, score)
-    out.mkdir(parents=True, exist_ok=True)
-    write_tables(rows, out, made, saved, names, speeds, decisions, fallbacks, echo)
-
-
-def write_tables(
-    rows: Sequence[Mapping[str, Any]],
-    out: Path,
-    made: Mapping[str, Any],
-    saved: Mapping[str, Any],
-    names: Sequence[str],
-    speeds: Sequence[float],
-    decisions: Sequence[float],
-    fallbacks: int,
-    echo: Any,
-) -> None:
-    """The tables ``runs``, ``errors`` and ``qos`` of the rows of all runs, with the findings."""
-
-    def key(row: Mapping[str, Any]) -> tuple[Any, ...]:
-        return row["load"], row["policy"], row["repetition"], row["expert"]
-
-    real = {key(row): row for row in rows if row["world"] == "real"}
-    worlds = [w for w in WORLDS if any(row["world"] == w for row in rows)]
-    loads = sorted({row["load"] for row in rows})
-    policies = list(saved["plan"]["policies"])
-    errors: list[dict[str, Any]] = []
-    for world in worlds:
-        for load_ in loads:
-            for expert in ("all", *names):
-                mine = [
-                    (row, real[key(row)])
-                    for row in rows
-                    if (row["world"], row["load"], row["expert"]) == (world, load_, expert)
-                ]
-                for name in QUANTITIES:
-                    pairs = [(a[name], b[name]) for a, b in mine]
-                    relative = np.array([a / b - 1.0 for a, b in pairs if b > 0 and a > 0])
-                    if len(relative) == 0:
-                        continue
-                    mean, low, high = student_interval(relative)
-                    errors.append(
-                        {
-                            "world": world,
-                            "load": load_,
-                            "expert": expert,
-                            "quantity": name,
-                            "runs": len(relative),
-                            "error": round(float(mean), 4),
-                            "low": round(float(low), 4),
-                            "high": round(float(high), 4),
-                            "absolute": round(float(np.abs(relative).mean()), 4),
-                            "measured_s": round(float(np.nanmean([b for _, b in pairs])), 6),
-                        }
-                    )
-    qos: list[dict[str, Any]] = []
-    notes: list[Any] = []
-    for load_ in loads:
-        means: dict[str, list[float]] = {}
-        for world in ("real", *worlds):
-            for policy in policies:
-                values = [
-                    row["qos"]
-                    for row in rows
-                    if (row["world"], row["load"], row["policy"], row["expert"])
-                    == (world, load_, policy, "all")
-                ]
-                mean, low, high = student_interval(values)
-                means.setdefault(world, []).append(float(mean))
-                qos.append(
-                    {
-                        "load": load_,
-                        "policy": policy,
-                        "world": world,
-                        "runs": len(values),
-                        "qos": round(float(mean), 4),
-                        "low": round(float(low), 4),
-                        "high": round(float(high), 4),
-                    }
-                )
-        for world in worlds:
-            apart = np.abs(np.array(means[world]) - means["real"])
-            rank = (
-                float(np.asarray(spearmanr(means[world], means["real"]))[0])
-                if len(policies) > 2
-                else 1.0
-            )
-            best = {w: policies[int(np.argmax(means[w]))] for w in ("real", world)}
-            notes.append(
-                tables.note(
-                    f"load {load_:g}, {world}: QoS apart by {apart.mean():.3f} on average, "
-                    f"{apart.max():.3f} at most; rank correlation {rank:.2f}; best in reality "
-                    f"{best['real']}, in the simulation {best[world]}",
-                    load=load_,
-                    world=world,
-                    mean_apart=round(float(apart.mean()), 4),
-                    most_apart=round(float(apart.max()), 4),
-                    rank_correlation=round(rank, 3),
-                )
-            )
-    if speeds:
-        low, high = np.quantile(speeds, [0.05, 0.95])
-        notes.append(
-            tables.note(
-                f"the machine's speed in windows of {WINDOW_S:g} s, measured over calibrated time: "
-                f"median {np.median(speeds):.3f}, 5 % to 95 % {low:.3f} to {high:.3f}",
-                deviation=round(float(np.std(np.log(speeds))), 4),
-            )
-        )
+    names = [one.name for one in measured.servers]
+    rows: list[Row] = []
+    for run in measured.runs:
+        rows.append(outcome("real", run, measured.latency_s, _real_log(run, names)))
+        rows.append(outcome("simulated", run, measured.latency_s, _simulated_log(run)))
+    errors, qos = error_rows(rows), qos_rows(rows)
+    notes = [
+        agreement_note(load, [row for row in qos if row["load"] == load]) for load in plan.loads
+    ]
+    records = [record for run in measured.runs for record in run.records]
+    decisions = 1e3 * np.array([record["decision_s"] for record in records])
     notes.append(
         tables.note(
-            f"decisions in the gateway: median {1e3 * np.median(decisions):.2f} ms, p99 "
-            f"{1e3 * np.quantile(decisions, 0.99):.2f} ms, {fallbacks} of {len(decisions)} by the "
-            "fallback",
-            decisions=len(decisions),
+            f"decisions in the gateway: median {np.median(decisions):.2f} ms, p99 "
+            f"{np.quantile(decisions, 0.99):.2f} ms, {sum(bool(r['reason']) for r in records)} of "
+            f"{len(records)} by the fallback",
+            decisions=len(records),
         )
     )
-    settings = {**saved["plan"], "capacity_rps": saved["capacity_rps"]}
-    settings |= {"latency_requirement_s": saved["latency_requirement_s"]}
     told = ("name", "engine", "slots", "context", "cores")
-    settings |= {"servers": [{key: one[key] for key in told} for one in saved["servers"]]}
-    full = {**made, "settings": {**made.get("settings", {}), **settings}}
-    rounded = [
-        {k: round(v, 6) if isinstance(v, float) else v for k, v in row.items()} for row in rows
-    ]
-    tables.write_result(out / "runs", rounded, full)
+    settings = {
+        **asdict(plan),
+        "capacity_rps": measured.capacity_rps,
+        "latency_requirement_s": measured.latency_s,
+        "servers": [{key: getattr(one, key) for key in told} for one in measured.servers],
+    }
+    full = {**made, "settings": settings}
+    out.mkdir(parents=True, exist_ok=True)
+    tables.write_result(out / "runs", _rounded(rows, 6), full)
     tables.write_result(out / "errors", errors, full)
     tables.write_result(out / "qos", qos, full, notes)
     for row in errors:
-        if row["expert"] == "all":
-            echo(
-                f"{row['world']:<9} load {row['load']:g} {row['quantity']:<7} "
-                f"{100 * row['error']:+6.1f} % "
-                f"[{100 * row['low']:+.1f}, {100 * row['high']:+.1f}], "
-                f"absolute {100 * row['absolute']:.1f} %"
-            )
-    for one in qos:
-        echo(
-            f"load {one['load']:g} {one['policy']:<18} {one['world']:<9} QoS {one['qos']:.3f} "
-            f"[{one['low']:.3f}, {one['high']:.3f}]"
+        print(
+            f"load {row['load']:g} {row['quantity']:<7} {100 * row['error']:+6.1f} % "
+            f"[{100 * row['low']:+.1f}, {100 * row['high']:+.1f}], "
+            f"absolute {100 * row['absolute']:.1f} %"
+        )
+    for row in qos:
+        print(
+            f"load {row['load']:g} {row['policy']:<18} {row['world']:<9} QoS {row['qos']:.3f} "
+            f"[{row['low']:.3f}, {row['high']:.3f}]"
         )
     for one in notes:
-        echo(one["text"])
+        print(one["text"])
+
+
+def _rounded(rows: Sequence[Row], digits: int) -> list[Row]:
+    return [
+        {key: round(v, digits) if isinstance(v, float) else v for key, v in row.items()}
+        for row in rows
+    ]
+
+
+def error_rows(rows: Sequence[Row]) -> list[Row]:
+    """Errors of a run's mean times, simulated over measured, by load and quantity."""
+    keys = ("load", "policy", "repetition")
+    real = {tuple(row[k] for k in keys): row for row in rows if row["world"] == "real"}
+    pairs: dict[tuple[float, str], list[tuple[float, float]]] = {}
+    for row in rows:
+        if row["world"] == "simulated":
+            other = real[tuple(row[k] for k in keys)]
+            for name in QUANTITIES:
+                if row[name] > 0 and other[name] > 0:
+                    pairs.setdefault((row["load"], name), []).append((row[name], other[name]))
+    found = []
+    for (load, name), values in sorted(pairs.items()):
+        simulated, measured = np.transpose(values)
+        relative = simulated / measured - 1.0
+        mean, low, high = student_interval(relative)
+        found.append(
+            {
+                "load": load,
+                "quantity": name,
+                "runs": len(values),
+                "error": mean,
+                "low": low,
+                "high": high,
+                "absolute": float(np.abs(relative).mean()),
+                "measured_s": float(measured.mean()),
+            }
+        )
+    return _rounded(found, 4)
+
+
+def qos_rows(rows: Sequence[Row]) -> list[Row]:
+    """QoS of each policy in both worlds, by load, with Student's interval over the runs."""
+    values: dict[tuple[float, str, str], list[float]] = {}
+    for row in rows:
+        values.setdefault((row["load"], row["policy"], row["world"]), []).append(row["qos"])
+    found = []
+    for (load, policy, world), some in values.items():
+        mean, low, high = student_interval(some)
+        found.append(
+            {
+                "load": load,
+                "policy": policy,
+                "world": world,
+                "runs": len(some),
+                "qos": mean,
+                "low": low,
+                "high": high,
+            }
+        )
+    return _rounded(sorted(found, key=lambda row: (row["load"], row["policy"])), 4)
+
+
+def agreement_note(load: float, rows: Sequence[Row]) -> dict[str, Any]:
+    """A note: how far the worlds are apart at a load, and whether they rank the policies alike."""
+    worlds = {w: {row["policy"]: row["qos"] for row in rows if row["world"] == w} for w in WORLDS}
+    real, simulated = (np.array(list(by_policy.values())) for by_policy in worlds.values())
+    apart = np.abs(simulated - real)
+    rank = float(np.asarray(spearmanr(simulated, real))[0]) if len(real) > 2 else 1.0
+    best = {world: max(found, key=found.__getitem__) for world, found in worlds.items()}
+    return tables.note(
+        f"load {load:g}: QoS apart by {apart.mean():.3f} on average, {apart.max():.3f} at most; "
+        f"rank correlation {rank:.2f}; best in reality {best['real']}, in the simulation "
+        f"{best['simulated']}",
+        load=load,
+        mean_apart=round(float(apart.mean()), 4),
+        most_apart=round(float(apart.max()), 4),
+        rank_correlation=round(rank, 3),
+    )
 
 
 def default_fleet(cores: int) -> list[ServerSpec]:
@@ -685,6 +544,25 @@ def default_fleet(cores: int) -> list[ServerSpec]:
         ServerSpec("small", "llama.cpp", "random:8x384", cores=(0,)),
         ServerSpec("large", "llama.cpp", "random:12x512", cores=(1 % cores,)),
     ]
+
+
+def _plan(options: argparse.Namespace) -> Plan:
+    """The plan of a command line."""
+    given: dict[str, Any] = {}
+    if options.policies:
+        given["policies"] = tuple(options.policies.split(","))
+    if options.loads:
+        try:
+            given["loads"] = tuple(float(part) for part in options.loads.split(","))
+        except ValueError:
+            raise ValueError(f"loads is {options.loads!r}; give numbers such as 0.5,0.8") from None
+        if not all(0.0 < one <= 3.0 for one in given["loads"]):
+            raise ValueError(f"loads is {options.loads!r}; each must be above 0 and at most 3")
+    for name in ("repetitions", "requests", "sweep"):
+        value = getattr(options, name)
+        if value is not None:
+            given[name] = whole(name, value, 1, 100_000)
+    return replace(QUICK if options.quick else Plan(), **given)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -711,44 +589,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--repetitions", type=int, help="runs of a policy at a load (3)")
     add("--requests", type=int, help="requests of a run (300)")
     add("--sweep", type=int, help="requests a load and prompt length of the calibration (16)")
-    add("--seed", type=int, default=0)
-    add("--folder", type=Path, default=Path("servegym-compare"), help="logs, profiles, raw records")
-    add("--analyse", action="store_true", help="measure nothing: simulate what the folder has")
-    add("--out", type=Path, help="folder of the tables (FOLDER/tables)")
-    options = parser.parse_args(arguments)
-    plan = QUICK if options.quick else Plan()
-    given: dict[str, Any] = {"seed": options.seed}
-    if options.policies:
-        given["policies"] = tuple(options.policies.split(","))
-    if options.loads:
-        try:
-            given["loads"] = tuple(float(part) for part in options.loads.split(","))
-        except ValueError:
-            raise ValueError(f"loads is {options.loads!r}; give numbers such as 0.5,0.8") from None
-        if not all(0.0 < one <= 3.0 for one in given["loads"]):
-            raise ValueError(f"loads is {options.loads!r}; each must be above 0 and at most 3")
-    for name in ("repetitions", "requests", "sweep"):
-        value = getattr(options, name)
-        if value is not None:
-            if not 1 <= value <= 100_000:
-                raise ValueError(f"{name} is {value}; it must be in 1..100000")
-            given[name] = value
-    plan = replace(plan, **given)
-    if not options.analyse:
-        cores = os.cpu_count() or 1
-        specs = read_fleet(options.fleet) if options.fleet else default_fleet(cores)
-        run(specs, plan, options.folder)
-    words = [options.fleet.name] if options.fleet else []
-    words += [f"--{key} {getattr(options, key)}" for key in ("policies", "loads") if given.get(key)]
-    words += [
-        f"--{key} {given[key]}" for key in ("repetitions", "requests", "sweep") if key in given
-    ]
+    add("--folder", type=Path, default=Path("servegym-compare"), help="logs, records, tables")
+    words = sys.argv[1:] if arguments is None else arguments
+    options = parser.parse_args(words)
+    plan = _plan(options)
+    specs = read_fleet(options.fleet) if options.fleet else default_fleet(os.cpu_count() or 1)
     made = tables.provenance(
-        " ".join(["servegym real compare", *(["--quick"] if options.quick else []), *words]),
+        shlex.join([*parser.prog.split(), *map(str, words)]),
         options.quick,
         ("xllamacpp", "aiohttp"),
     )
-    analyse(options.folder, options.out or options.folder / "tables", made)
+    analyse(run(specs, plan, options.folder), plan, options.folder / "tables", made)
     return 0
 
 

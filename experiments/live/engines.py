@@ -53,8 +53,6 @@ def command(spec: ServerSpec, model: Path, port: int) -> tuple[list[str], dict[s
         words += ["--dtype", "bfloat16", "--enforce-eager", "--max-model-len", str(spec.context)]
         words += ["--max-num-seqs", str(spec.slots)]
         words += ["--max-num-batched-tokens", str(spec.batched_tokens)]
-        if spec.model.startswith("random:"):
-            words += ["--load-format", "dummy"]
         environment |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
         environment |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
         environment["VLLM_CPU_OMP_THREADS_BIND"] = (

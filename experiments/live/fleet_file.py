@@ -3,16 +3,18 @@
 ::
 
     [[server]]
-    name = "small"             # letters, digits, - _ and .
+    name = "small"             # letters, digits, - _ and .; also the model's name in requests
     engine = "llama.cpp"       # llama.cpp, vllm or simulated
-    model = "random:8x384"     # random weights, layers x width; or a file, or a folder
+    model = "random:8x384"     # random weights, layers x width; or a GGUF file; vllm: a folder;
+                               # simulated: the model's name in requests
     slots = 8                  # requests that run at a time
     context = 512              # tokens of prompt and output that a request may have
     cores = [0]                # processor cores of the server (default: all)
+    host = "127.0.0.1"         # address that the server listens on
     port = 0                   # 0 takes a free one
     batched_tokens = 2048      # largest number of tokens of an iteration
     python = "venv/bin/python" # interpreter of the engine (default: this one)
-    profile = "small.json"     # hardware profile of the server, by name or file
+    profile = "small.json"     # hardware profile, by name or file; simulated servers need one
 
     [server.options]           # further arguments of the engine
 
@@ -27,7 +29,7 @@ import os
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -42,22 +44,10 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 @dataclass(frozen=True)
 class ServerSpec:
-    """One server of a fleet.
+    """One server of a fleet: the fields of a ``[[server]]``.
 
-    Attributes:
-        name: Its name, also the model's name in requests unless ``model`` is that.
-        engine: One of :data:`ENGINES`.
-        model: ``random:LAYERSxWIDTH`` for random weights, else a GGUF file (llama.cpp) or a folder
-            (vLLM); of a ``simulated`` server the model's name in requests.
-        slots: Requests that run at a time.
-        context: Tokens of prompt and output that a request may have.
-        cores: Processor cores that the server may use; empty for all.
-        host: Address that the server listens on.
-        port: Port, or 0 for a free one.
-        batched_tokens: Largest number of tokens of an iteration.
-        python: Interpreter of the engine, or empty for the one that runs servegym.
-        profile: Hardware profile, by name or file; needed by ``simulated``.
-        options: Further arguments of the engine.
+    Raises:
+        ValueError: Naming the field, what was given and what is allowed.
     """
 
     name: str
@@ -84,6 +74,8 @@ class ServerSpec:
             raise ValueError("profile is missing; engine = 'simulated' needs one")
         if self.engine != "simulated" and not self.model:
             raise ValueError(f"model is missing; engine = {self.engine!r} needs one")
+        if self.engine == "vllm" and self.model.startswith("random:"):
+            raise ValueError(f"model is {self.model!r}; engine = 'vllm' needs a folder")
         for key, low, high in (
             ("slots", 1, 4096),
             ("context", 2, 1 << 24),
@@ -126,17 +118,9 @@ class Endpoint:
 
 
 _TYPES: dict[str, type] = {
-    "name": str,
-    "engine": str,
-    "model": str,
-    "slots": int,
-    "context": int,
+    **dict.fromkeys(("name", "engine", "model", "host", "python", "profile"), str),
+    **dict.fromkeys(("slots", "context", "port", "batched_tokens"), int),
     "cores": list,
-    "host": str,
-    "port": int,
-    "batched_tokens": int,
-    "python": str,
-    "profile": str,
     "options": dict,
 }
 
@@ -205,35 +189,19 @@ def read_fleet(path: str | os.PathLike[str]) -> list[ServerSpec]:
 
 
 def write_endpoints(path: str | os.PathLike[str], endpoints: Sequence[Endpoint]) -> None:
-    """Write the addresses of servers that run, as JSON.
-
-    Args:
-        path: The file, replaced in one step.
-        endpoints: The servers.
-    """
+    """Write the addresses of servers that run, as JSON, in one step."""
     write_json(path, {"servers": [asdict(one) for one in endpoints]})
 
 
 def read_endpoints(path: str | os.PathLike[str]) -> list[Endpoint]:
     """Read what :func:`write_endpoints` wrote.
 
-    Args:
-        path: The file.
-
-    Returns:
-        The servers.
-
     Raises:
         ValueError: If the file is not of that form.
         OSError: If it cannot be read.
     """
-    known = {one.name for one in fields(Endpoint)}
     try:
         entries = json.loads(Path(path).read_text(encoding="utf-8"))["servers"]
-        return [
-            Endpoint(**{**entry, "cores": tuple(entry.get("cores", ()))})
-            for entry in entries
-            if set(entry) <= known
-        ]
-    except (ValueError, KeyError, TypeError) as error:
+        return [Endpoint(**{**one, "cores": tuple(one.get("cores", ()))}) for one in entries]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path}: not a file of endpoints: {error}") from None

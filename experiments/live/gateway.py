@@ -25,7 +25,7 @@ from servegym.baselines.protocol import Policy
 from servegym.baselines.registry import describe_system
 from servegym.envs.families import family_named
 from servegym.envs.llm_routing import kernel
-from servegym.envs.llm_routing.config import Problem, build_problem
+from servegym.envs.llm_routing.config import build_problem
 from servegym.envs.llm_routing.kernel.layout import (
     LOAD_HORIZONS,
     MAX_GAP_S,
@@ -43,11 +43,10 @@ class GatewayRequest:
     """A request that waits to be routed.
 
     Attributes:
-        id: What `GatewayRouter.started` and the others call it; one request in flight has it.
+        id: What `GatewayRouter.finished` and the others call it; one request in flight has it.
         prompt_tokens: Tokens of the prompt: one number, or one for each expert.
         scores: (N,) predicted scores of the experts' answers in [0, 1], or None: the train means.
         output_tokens: (N,) predicted tokens of their answers, or None: the train means.
-        arrived_s: When it came by the router's clock, or None: now.
         allowed: (N,) which experts may have it, or None: all.
     """
 
@@ -55,7 +54,6 @@ class GatewayRequest:
     prompt_tokens: float | Sequence[float]
     scores: ArrayLike | None = None
     output_tokens: ArrayLike | None = None
-    arrived_s: float | None = None
     allowed: ArrayLike | None = None
 
 
@@ -81,10 +79,14 @@ class Decision:
         return self.expert < 0
 
 
+_Predictions = tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]]
+"""Prompt tokens, scores and output tokens of a request, (N,) each."""
+
+
 @dataclass
 class _InFlight:
     expert: int
-    predictions: tuple[NDArray[np.float32], ...]  # prompt tokens, scores and lengths, (N,) each
+    predictions: _Predictions
     arrived: float
     available: float
     generated: int = 0
@@ -120,12 +122,11 @@ class GatewayRouter:
     All methods may be called from several threads.
 
     Args:
-        fleet: Arguments of the environment that describes the fleet, as for ``gymnasium.make``, or
-            a built problem. Experts are its profiles in their order.
+        fleet: Arguments of the environment that describes the fleet, as for ``gymnasium.make``.
+            Experts are its profiles in their order.
         policy: A policy, the name of one, or the path of a checkpoint.
         clock: Seconds, monotonic.
         budget_s: Longest time of a decision; None waits for the policy in the caller's thread.
-        latency_requirement_s: L, seconds per token; by default the fleet's.
 
     Raises:
         ValueError: If the policy is unknown, needs the environment or reads another observation
@@ -134,20 +135,17 @@ class GatewayRouter:
 
     def __init__(
         self,
-        fleet: Mapping[str, Any] | Problem,
+        fleet: Mapping[str, Any],
         policy: str | os.PathLike[str] | Policy,
         *,
         clock: Callable[[], float] = time.monotonic,
         budget_s: float | None = 0.01,
-        latency_requirement_s: float | None = None,
     ) -> None:
         from servegym.experiments.evaluation.resolve import resolve
 
         if budget_s is not None and not budget_s > 0:
             raise ValueError(f"budget_s is {budget_s}; allowed are seconds above 0, or None")
-        self.problem = (
-            fleet if isinstance(fleet, Problem) else build_problem(view=kernel.GRAPH, **fleet)
-        )
+        self.problem = build_problem(view=kernel.GRAPH, **fleet)
         if self.problem.fleets is not None:
             raise ValueError("fleet is drawn anew in every episode; describe one fleet")
         self.system = describe_system(self.problem)
@@ -160,12 +158,8 @@ class GatewayRouter:
         self.name, self.policy = resolved.name, resolved.policy
         self.policy.reset(1, seed=0)
         self.clock, self.budget_s = clock, budget_s
-        low, high = self.problem.latency_requirement_s
-        self.latency_requirement_s = (
-            0.5 * (low + high) if latency_requirement_s is None else float(latency_requirement_s)
-        )
+        self.latency_requirement_s = float(np.mean(self.problem.latency_requirement_s))
         self.counters = Counters()
-        self.up = np.ones(self.num_experts, np.bool_)
         self._lock = threading.RLock()
         self._held: OrderedDict[str, _InFlight] = OrderedDict()
         self._told = False  # whether the engines tell what they run
@@ -199,25 +193,25 @@ class GatewayRouter:
             if request.id in self._held:
                 raise ValueError(f"request {request.id!r} is in flight already; ids must be unique")
             predictions, now = self._predictions(request), self.clock()
-            observation, mask = self.observation(*predictions, now)
-            self._load = self._load_with(predictions[0], predictions[2], now)
+            load = self._load_with(predictions[0], predictions[2], now)
+            observation, mask = self._observation(predictions, load, now)
+            self._load = load
             self._arrivals, self._last_arrival = self._arrivals + 1, now
             if request.allowed is not None:
                 mask[0, 1:] &= np.asarray(request.allowed, np.bool_)
             action, reason = self._chosen(observation, mask)
-            name = self.name if not reason else FALLBACK
             if reason:
                 action = self._least(mask)
             self.counters.decisions += 1
             if action == 0:
                 self.counters.drops += 1
             else:
-                self.sent(request, action - 1)
+                self._held[request.id] = _InFlight(action - 1, predictions, now, now)
+                self.moved(request.id, action - 1)
+        name = FALLBACK if reason else self.name
         return Decision(action - 1, name, time.perf_counter() - begin, reason)
 
-    def _predictions(
-        self, request: GatewayRequest
-    ) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]]:
+    def _predictions(self, request: GatewayRequest) -> _Predictions:
         found = []
         given = {
             "prompt_tokens": request.prompt_tokens,
@@ -256,31 +250,26 @@ class GatewayRouter:
                 del wait[: self._slots]
         return running, waiting
 
-    def observation(
-        self,
-        prompt: NDArray[np.float32],
-        scores: NDArray[np.float32],
-        lengths: NDArray[np.float32],
-        now: float,
+    def _observation(
+        self, predictions: _Predictions, load: NDArray[np.float64], now: float
     ) -> tuple[dict[str, NDArray[Any]], NDArray[np.int8]]:
         """The observation of ``servegym/LLMRouting-v1`` with a leading axis of 1, and the mask.
 
         Args:
-            prompt: (N,) prompt tokens of the request to route.
-            scores: (N,) predicted scores.
-            lengths: (N,) predicted output tokens.
+            predictions: Of the request to route.
+            load: Means of the load with this request.
             now: Time of the decision, s.
         """
+        prompt, scores, lengths = predictions
         n, r, w = self.num_experts, self._slots, self._room
+        shown_load = np.minimum(load, (MAX_GAP_S, MAX_PROMPT_TOKENS, np.inf))
         seen: dict[str, NDArray[Any]] = {
             "request": np.zeros((1, n, 3), np.float32),
             "experts": np.zeros((1, n, 3), np.float32),
             "running": np.zeros((1, n, r, 6), np.float32),
             "waiting": np.zeros((1, n, w, 6), np.float32),
             "latency_requirement": np.full((1, 1), self.latency_requirement_s, np.float32),
-            "load": np.minimum(
-                self._load_with(prompt, lengths, now), (MAX_GAP_S, MAX_PROMPT_TOKENS, np.inf)
-            ).astype(np.float32)[None],
+            "load": shown_load.astype(np.float32)[None],
             "running_mask": np.zeros((1, n, r), np.int8),
             "waiting_mask": np.zeros((1, n, w), np.int8),
         }
@@ -303,8 +292,7 @@ class GatewayRouter:
             seen["running_mask"][0, k, : len(running[k])] = 1
             seen["waiting_mask"][0, k, : len(waiting[k])] = 1
             held = -(-int(prompt[k] + self._longest) // self._block)
-            room = len(waiting[k]) < w and held <= self._blocks[k]
-            mask[0, k + 1] = room and self.up[k]
+            mask[0, k + 1] = len(waiting[k]) < w and held <= self._blocks[k]
         return seen, mask
 
     def _load_with(
@@ -361,15 +349,6 @@ class GatewayRouter:
             experts = [r.expert for r in self._held.values()]
             return np.bincount(experts, minlength=self.num_experts)
 
-    def sent(self, request: GatewayRequest, expert: int) -> None:
-        """A request is sent to an expert, whoever decided so; `decide` calls it itself."""
-        with self._lock:
-            now = self.clock()
-            arrived = now if request.arrived_s is None else request.arrived_s
-            predictions = self._predictions(request)
-            self._held[request.id] = _InFlight(expert, predictions, arrived, now)
-            self.moved(request.id, expert)
-
     def moved(self, request: str, expert: int) -> None:
         """The request is sent to another expert now, as after a failure; it has no token yet."""
         with self._lock:
@@ -407,22 +386,20 @@ class GatewayRouter:
             if self._held.pop(request, None) is not None:
                 self.counters.failed += 1
 
-    def set_up(self, expert: int, up: bool) -> None:
-        """Whether an expert takes requests, as health checks tell."""
-        self.up[expert] = up
-
-    def warm(self, requests: int = 30) -> None:
+    def warm(self) -> None:
         """Compile what the policy needs before the first request; nothing of it is counted."""
         with self._lock:
-            worker, self._worker = self._worker, None
-            counters, self.counters = self.counters, Counters()
-            names = [f"warm {k}" for k in range(requests)]
+            kept = ("_worker", "counters", "_load", "_arrivals", "_last_arrival")
+            before = {name: getattr(self, name) for name in kept}
+            self._worker, self.counters = None, Counters()
+            names = [f"warm {k}" for k in range(30)]
             for name in names:
                 self.decide(GatewayRequest(name, 50))
             for name in names:
                 self._held.pop(name, None)
             self.policy.reset(1, seed=0)
-            self._worker, self.counters = worker, counters
+            for name, value in before.items():
+                setattr(self, name, value)
 
     def close(self) -> None:
         """End the thread that runs the policy."""

@@ -110,7 +110,7 @@ class Fleet:
         words, environment = command(spec, Path("-"), port)  # refused before a model is made
         model = Path("-")
         if spec.engine != "simulated":
-            model = make_model(spec.engine, spec.model, spec.context, self.folder / "models")
+            model = make_model(spec.model, spec.context, self.folder / "models")
         words, environment = command(spec, model, port)
         log = self.folder / f"{spec.name}.log"
         reader, writer = os.pipe()

@@ -1,4 +1,4 @@
-"""Models with random weights, made on the spot: GGUF for llama.cpp, a folder for vLLM.
+"""Models with random weights for llama.cpp, made on the spot as GGUF.
 
 What a server does to latency needs the shape of a model, not what it has learnt. The vocabulary
 holds 256 bytes and words ``w0``, ``w1``, ...; the rows of the output matrix that belong to anything
@@ -7,21 +7,17 @@ but words are zero, so that every generated token is text and one event of the s
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-
-from servegym._files import write_text
 
 __all__ = ["FIRST_WORD", "VOCABULARY", "make_model", "parse_shape"]
 
 VOCABULARY = 2048
 SPECIALS = ("<unk>", "<s>", "</s>")
 FIRST_WORD = len(SPECIALS) + 256
-"""Id of the first word; ids from it to ``VOCABULARY`` are words in either format."""
+"""Id of the first word; ids from it to ``VOCABULARY`` are words."""
 HEAD_SIZE = 64
 _SHAPE = re.compile(r"random:([0-9]{1,3})x([0-9]{2,5})")
 
@@ -44,15 +40,13 @@ def parse_shape(model: str) -> tuple[int, int] | None:
     return layers, width
 
 
-def make_model(engine: str, model: str, context: int, folder: Path, seed: int = 0) -> Path:
+def make_model(model: str, context: int, folder: Path) -> Path:
     """The file or folder of a model, made in ``folder`` if its weights are random.
 
     Args:
-        engine: ``"llama.cpp"`` or ``"vllm"``.
         model: ``random:LAYERSxWIDTH``, else a path that is given back as it is.
         context: Tokens that the model can hold.
         folder: Where models are kept; one of the same shape is used again.
-        seed: Of the weights.
 
     Returns:
         The path.
@@ -68,34 +62,23 @@ def make_model(engine: str, model: str, context: int, folder: Path, seed: int = 
         return path
     layers, width = shape
     folder.mkdir(parents=True, exist_ok=True)
-    if engine == "vllm":
-        path = folder / f"random-{layers}x{width}-{context}"
-        _write_folder(path, layers, width, context)
-        return path
-    path = folder / f"random-{layers}x{width}-{context}-{seed}.gguf"
+    path = folder / f"random-{layers}x{width}-{context}.gguf"
     if not path.exists():
         temporary = path.with_suffix(".tmp")
-        _write_gguf(temporary, layers, width, context, seed)
+        _write_gguf(temporary, layers, width, context)
         temporary.replace(path)
     return path
 
 
-def _feed_forward(width: int) -> int:
-    """Width of the feed-forward layer: 8/3 of the model's, a multiple of 64."""
-    return -(-8 * width // (3 * 64)) * 64
-
-
-def _words() -> list[str]:
-    return [f"w{i}" for i in range(VOCABULARY - FIRST_WORD)]
-
-
-def _write_gguf(path: Path, layers: int, width: int, context: int, seed: int) -> None:
+def _write_gguf(path: Path, layers: int, width: int, context: int) -> None:
     """A llama model in Q8_0 with a SentencePiece vocabulary."""
     import gguf
     from gguf import quants
 
-    random = np.random.default_rng(seed)
-    heads, inner = width // HEAD_SIZE, _feed_forward(width)
+    random = np.random.default_rng(0)
+    heads = width // HEAD_SIZE
+    inner = -(-8 * width // (3 * 64)) * 64  # 8/3 of the width, a multiple of 64
+    words = [f"w{i}" for i in range(VOCABULARY - FIRST_WORD)]
     writer = gguf.GGUFWriter(str(path), "llama")
     writer.add_name(f"random-{layers}x{width}")
     writer.add_context_length(context)
@@ -109,12 +92,12 @@ def _write_gguf(path: Path, layers: int, width: int, context: int, seed: int) ->
     writer.add_vocab_size(VOCABULARY)
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q8_0)
     kinds = gguf.TokenType
-    tokens = [*SPECIALS, *(f"<0x{i:02X}>" for i in range(256)), *(f"▁{w}" for w in _words())]
+    tokens = [*SPECIALS, *(f"<0x{i:02X}>" for i in range(256)), *(f"▁{w}" for w in words)]
     types = [kinds.UNKNOWN, kinds.CONTROL, kinds.CONTROL, *[kinds.BYTE] * 256]
     types += [kinds.NORMAL] * (VOCABULARY - len(types))
     writer.add_tokenizer_model("llama")
     writer.add_token_list(tokens)
-    writer.add_token_scores([0.0] * FIRST_WORD + [-1.0 - i for i in range(len(_words()))])
+    writer.add_token_scores([0.0] * FIRST_WORD + [-1.0 - i for i in range(len(words))])
     writer.add_token_types(types)
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
@@ -151,93 +134,3 @@ def _write_gguf(path: Path, layers: int, width: int, context: int, seed: int) ->
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-
-
-def _write_folder(path: Path, layers: int, width: int, context: int) -> None:
-    """``config.json`` and a byte-level tokenizer; vLLM draws the weights (``--load-format dummy``).
-
-    GPT-2's letters of the 256 bytes make every text encodable.
-    """
-    path.mkdir(parents=True, exist_ok=True)
-    vocabulary = {token: i for i, token in enumerate((*SPECIALS, *_byte_letters()))}
-    vocabulary |= {f"Ġ{word}": FIRST_WORD + i for i, word in enumerate(_words())}
-    special = [
-        {
-            "id": i,
-            "content": token,
-            "single_word": False,
-            "lstrip": False,
-            "rstrip": False,
-            "normalized": False,
-            "special": True,
-        }
-        for i, token in enumerate(SPECIALS)
-    ]
-    byte_level: dict[str, Any] = {
-        "type": "ByteLevel",
-        "add_prefix_space": False,
-        "trim_offsets": True,
-        "use_regex": True,
-    }
-    files: dict[str, Any] = {
-        "config.json": {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
-            "hidden_size": width,
-            "intermediate_size": _feed_forward(width),
-            "num_hidden_layers": layers,
-            "num_attention_heads": width // HEAD_SIZE,
-            "num_key_value_heads": width // HEAD_SIZE,
-            "vocab_size": VOCABULARY,
-            "max_position_embeddings": context,
-            "hidden_act": "silu",
-            "rms_norm_eps": 1e-5,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-            "tie_word_embeddings": False,
-            "torch_dtype": "bfloat16",
-        },
-        "tokenizer.json": {
-            "version": "1.0",
-            "truncation": None,
-            "padding": None,
-            "added_tokens": special,
-            "normalizer": None,
-            "pre_tokenizer": byte_level,
-            "post_processor": None,
-            "decoder": byte_level,
-            "model": {
-                "type": "BPE",
-                "dropout": None,
-                "unk_token": None,
-                "continuing_subword_prefix": None,
-                "end_of_word_suffix": None,
-                "fuse_unk": False,
-                "byte_fallback": False,
-                "ignore_merges": True,
-                "vocab": vocabulary,
-                "merges": [],
-            },
-        },
-        "tokenizer_config.json": {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "bos_token": "<s>",
-            "eos_token": "</s>",
-            "unk_token": "<unk>",
-            "model_max_length": context,
-        },
-    }
-    for name, content in files.items():
-        write_text(path / name, json.dumps(content))
-
-
-def _byte_letters() -> list[str]:
-    """The letter of each byte in GPT-2's byte-level alphabet."""
-    out, more = [], 0
-    for byte in range(256):
-        if 33 <= byte <= 126 or 161 <= byte <= 172 or byte >= 174:
-            out.append(chr(byte))
-        else:
-            out.append(chr(256 + more))
-            more += 1
-    return out

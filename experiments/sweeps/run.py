@@ -28,10 +28,11 @@ from servegym.experiments.evaluation.jobs import folder_lock, interrupt_on_sigte
 from servegym.experiments.evaluation.output import print_table, write_csv, write_text
 from servegym.experiments.evaluation.tables import provenance, write_result
 from servegym.experiments.papers.plotting import pyplot, tidy
-from servegym.experiments.sweeps.spec import Parameter, Sweep
+from servegym.experiments.sweeps.spec import Sweep
 
 __all__ = [
     "agent_command",
+    "distributions",
     "finished_trials",
     "lock_sweep",
     "new_evaluations",
@@ -183,14 +184,18 @@ def finished_trials(optuna: Any, study: Any) -> list[Any]:
     return study.get_trials(deepcopy=False, states=(states.COMPLETE, states.PRUNED))
 
 
-def _suggest(trial: Any, parameter: Parameter) -> Any:
-    if parameter.values:
-        return trial.suggest_categorical(parameter.name, list(parameter.values))
-    if parameter.whole:
-        return trial.suggest_int(parameter.name, int(parameter.low), int(parameter.high))
-    return trial.suggest_float(
-        parameter.name, float(parameter.low), float(parameter.high), log=parameter.log
-    )
+def distributions(optuna: Any, sweep: Sweep) -> dict[str, Any]:
+    """Optuna's distribution of every parameter that is searched."""
+    found: dict[str, Any] = {}
+    for name, one in sweep.searched.items():
+        if one.values:
+            found[name] = optuna.distributions.CategoricalDistribution(one.values)
+        elif one.whole:
+            found[name] = optuna.distributions.IntDistribution(int(one.low), int(one.high))
+        else:
+            low, high = float(one.low), float(one.high)
+            found[name] = optuna.distributions.FloatDistribution(low, high, log=one.log)
+    return found
 
 
 class _Workers:
@@ -221,9 +226,7 @@ class _Workers:
             waiting = self.study.get_trials(deepcopy=False, states=(self.states.WAITING,))
             if self.sweep.method == "grid" and not waiting:
                 return None
-            trial = self.study.ask()
-            for parameter in self.sweep.searched.values():
-                _suggest(trial, parameter)
+            trial = self.study.ask(distributions(self.optuna, self.sweep))
             self.running += 1
             return trial
 
@@ -390,10 +393,7 @@ def _plot(
     rows: list[dict[str, Any]], importance: Mapping[str, float], sweep: Sweep, path: Path
 ) -> None:
     plt = pyplot()
-    leading = list(importance)[:2] or list(sweep.searched)[:2]
-    count = 1 + bool(importance) + len(leading)
-    figure, axes = plt.subplots(1, count, figsize=(4 * count, 3.4), layout="constrained")
-    axes = list(axes) if count > 1 else [axes]
+    figure, axes = plt.subplots(1, 2, figsize=(8, 3.4), layout="constrained")
     done = sorted((row for row in rows if row["state"] != "fail"), key=lambda row: row["trial"])
     best = list(
         itertools.accumulate((row[sweep.metric] for row in done), max if sweep.maximize else min)
@@ -403,21 +403,9 @@ def _plot(
     axes[0].scatter(numbers, [row[sweep.metric] for row in done], s=16, c=colours)
     axes[0].step(numbers, best, where="post", color="#b30000", linewidth=1.2)
     axes[0].set(xlabel="run (grey: stopped early)", ylabel=sweep.metric, title="best so far")
-    if importance:
-        names = list(importance)[::-1]
-        axes[1].barh(names, [importance[name] for name in names], color="#4c72b0")
-        axes[1].set(xlabel="share of variance (PED-ANOVA)", title="importance")
-    for axis, name in zip(axes[count - len(leading) :], leading, strict=True):
-        values = [row[name] for row in done]
-        axis.scatter(
-            [v if isinstance(v, int | float) else str(v) for v in values],
-            [row[sweep.metric] for row in done],
-            s=16,
-            c=colours,
-        )
-        if sweep.parameters[name].log:
-            axis.set_xscale("log")
-        axis.set(xlabel=name, ylabel=sweep.metric)
+    names = list(importance)[::-1]
+    axes[1].barh(names, [importance[name] for name in names], color="#4c72b0")
+    axes[1].set(xlabel="share of variance (PED-ANOVA)", title="importance")
     for axis in axes:
         tidy(axis)
     picture = io.BytesIO()

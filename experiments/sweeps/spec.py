@@ -70,7 +70,6 @@ class Sweep:
         parameters: Arguments by name.
         min_iter: Evaluations before hyperband may stop a run; 0 never stops one.
         eta: Hyperband's reduction factor.
-        run_cap: Number of runs, or None.
     """
 
     path: Path
@@ -81,7 +80,6 @@ class Sweep:
     parameters: Mapping[str, Parameter] = field(default_factory=dict)
     min_iter: int = 0
     eta: int = 3
-    run_cap: int | None = None
 
     @property
     def module(self) -> str:
@@ -155,9 +153,6 @@ def _checked(path: Path, content: Any) -> Sweep:
     for key, value, low in (("min_iter", min_iter, 0), ("eta", eta, 2)):
         if not isinstance(value, int) or value < low:
             raise ValueError(f"early_terminate.{key} is {value!r}; allowed is {low} or more")
-    cap = content.get("run_cap")
-    if cap is not None and (not isinstance(cap, int) or cap < 1):
-        raise ValueError(f"run_cap is {cap!r}; allowed is 1 or more")
     sweep = Sweep(
         path,
         str(content["program"]),
@@ -167,7 +162,6 @@ def _checked(path: Path, content: Any) -> Sweep:
         parameters,
         min_iter,
         eta,
-        cap,
     )
     if not sweep.program.startswith("agents/") or importlib.util.find_spec(sweep.module) is None:
         raise ValueError(f"program is {sweep.program!r}; no agent of servegym has it")

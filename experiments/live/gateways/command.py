@@ -13,9 +13,9 @@ from servegym._command_line import parse_settings, run_main
 from servegym._files import write_text
 from servegym.experiments.live.fleet_file import LOOPBACK, Endpoint, read_endpoints, read_fleet
 from servegym.experiments.live.gateway import GatewayRouter
-from servegym.experiments.live.gateways.gate import Gate, fleet_arguments
+from servegym.experiments.live.gateways.gate import Gate, fleet_arguments, from_metadata
 
-__all__ = ["main", "read_servers", "write_litellm"]
+__all__ = ["main", "read_servers"]
 
 FOLDER = Path("servegym-gateway")
 POLICY = "fleet_search"
@@ -64,49 +64,15 @@ def read_servers(path: Path) -> list[Endpoint]:
     return servers
 
 
-def _router(fleet: dict[str, Any], policy: str) -> GatewayRouter:
-    try:
-        return GatewayRouter(fleet, policy)
-    except TypeError as error:  # of the signature, which names the argument
-        raise ValueError(f"--set: {error}") from None
-
-
-def write_litellm(
-    servers: Sequence[Endpoint],
-    folder: Path,
-    policy: str,
-    *,
-    model: str = "llm",
-    trusted: bool = False,
-    settings: dict[str, Any] | None = None,
+def _write_litellm(
+    servers: Sequence[Endpoint], fleet: dict[str, Any], options: argparse.Namespace
 ) -> Path:
-    """Write ``config.yaml`` and ``servegym_router.py``, from which LiteLLM's proxy starts.
-
-    Args:
-        servers: The experts.
-        folder: Where; made if it is not there.
-        policy: Name of a policy, or a checkpoint.
-        model: Name under which clients ask for them.
-        trusted: Whether clients' predictions in the metadata of requests are taken.
-        settings: Arguments of the environment, which win.
-
-    Returns:
-        ``config.yaml``.
-
-    Raises:
-        ValueError: If the fleet or the policy cannot be used.
-    """
-    fleet = fleet_arguments(servers, **(settings or {}))
-    _router(fleet, policy).close()
+    """Write ``config.yaml`` and ``servegym_router.py``, from which LiteLLM's proxy starts."""
     lines = ["model_list:"]
     for one in servers:
-        text = {
-            "model": f"openai/{one.name}",
-            "api_base": one.url,
-            "api_key": "none",
-        }
+        text = {"model": f"openai/{one.name}", "api_base": one.url, "api_key": "none"}
         lines += [
-            f"  - model_name: {json.dumps(model)}",
+            f"  - model_name: {json.dumps(options.model)}",
             "    litellm_params:",
             *(f"      {key}: {json.dumps(value)}" for key, value in text.items()),
             f"    model_info: {{id: {json.dumps(one.name)}}}",
@@ -118,17 +84,17 @@ def write_litellm(
         "router_settings:",
         "  num_retries: 2",
     ]
-    folder.mkdir(parents=True, exist_ok=True)
     code = _MODULE.format(
         fleet=pprint.pformat(fleet, sort_dicts=False, width=96),
         names=[one.name for one in servers],
-        policy=policy,
-        model=model,
-        predict="from_metadata" if trusted else "None",
+        policy=options.policy,
+        model=options.model,
+        predict="from_metadata" if options.trust_metadata else "None",
     )
-    write_text(folder / "servegym_router.py", code)
-    write_text(folder / "config.yaml", "\n".join(lines) + "\n")
-    return folder / "config.yaml"
+    options.folder.mkdir(parents=True, exist_ok=True)
+    write_text(options.folder / "servegym_router.py", code)
+    write_text(options.folder / "config.yaml", "\n".join(lines) + "\n")
+    return options.folder / "config.yaml"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -167,27 +133,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     picker.add_argument("--port", type=int, default=9002, help="port to listen on (9002)")
     options = parser.parse_args(arguments)
     servers = read_servers(options.servers)
-    settings = parse_settings(options.set)
+    fleet = fleet_arguments(servers, **parse_settings(options.set))
+    try:
+        router = GatewayRouter(fleet, options.policy)
+    except TypeError as error:  # of the signature, which names the argument
+        raise ValueError(f"--set: {error}") from None
     if options.kind == "litellm":
-        config = write_litellm(
-            servers,
-            options.folder,
-            options.policy,
-            model=options.model,
-            trusted=options.trust_metadata,
-            settings=settings,
-        )
+        router.close()
+        config = _write_litellm(servers, fleet, options)
         print(f"start it: litellm --config {config} --host {LOOPBACK} --port 4000")
         print("LiteLLM asks for a key of yours in LITELLM_MASTER_KEY; clients send the same")
         return 0
     from servegym.experiments.live.gateways import endpoint_picker
-    from servegym.experiments.live.gateways.gate import from_metadata
 
-    gate = Gate(
-        _router(fleet_arguments(servers, **settings), options.policy),
-        names=[one.name for one in servers],
-        predict=from_metadata if options.trust_metadata else None,
-    )
+    predict = from_metadata if options.trust_metadata else None
+    gate = Gate(router, names=[one.name for one in servers], predict=predict)
     endpoint_picker.run(gate, [one.url for one in servers], options.host, options.port)
     return 0
 

@@ -12,9 +12,9 @@ Protocol: https://github.com/kubernetes-sigs/gateway-api-inference-extension, pr
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
-import math
 import signal
 import socket
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -52,7 +52,7 @@ except ModuleNotFoundError as error:
         f"{error.name} is not installed; pip install 'serve-gym[gateways]'", name=error.name
     ) from error
 
-from servegym.experiments.live.gateways.gate import Answer, Gate, Ticket
+from servegym.experiments.live.gateways.gate import RETRY_AFTER_S, Answer, Gate, Ticket
 
 __all__ = ["DESTINATION", "SERVICE", "EndpointPicker", "address", "run", "start"]
 
@@ -61,7 +61,8 @@ DESTINATION = "x-gateway-destination-endpoint"
 NAMESPACE, SUBSET = "envoy.lb", "envoy.lb.subset_hint"
 CHUNK_BYTES = 60_000
 """Of a body that is sent back in full duplex; Envoy takes up to 64 KiB at a time."""
-_DUPLEX = BodyMode.FULL_DUPLEX_STREAMED
+MAX_BODY_BYTES = 16 << 20
+LOG_EVERY_S = 60.0
 _SERVING = b"\x08\x01"  # grpc.health.v1.HealthCheckResponse with status SERVING
 
 
@@ -102,23 +103,23 @@ def _set(name: str, value: str) -> HeaderValueOption:
     )
 
 
-def _refusal(status: StatusCode, why: str, **headers: str) -> ProcessingResponse:
-    error = {"error": {"message": why, "type": "servegym", "code": int(status)}}
-    named = [_set(key.replace("_", "-"), value) for key, value in headers.items()]
-    return ProcessingResponse(
-        immediate_response=ImmediateResponse(
-            status=HttpStatus(code=status),
-            headers=HeaderMutation(set_headers=[_set("content-type", "application/json"), *named]),
-            body=json.dumps(error).encode(),
-            details="servegym",
+class _Refusal(Exception):
+    """A request is answered by the picker itself; `response` says how."""
+
+    def __init__(self, status: StatusCode, why: str, retry_after_s: int | None = None) -> None:
+        super().__init__(why)
+        error = {"error": {"message": why, "type": "servegym", "code": int(status)}}
+        headers = [_set("content-type", "application/json")]
+        if retry_after_s is not None:
+            headers.append(_set("retry-after", str(retry_after_s)))
+        self.response = ProcessingResponse(
+            immediate_response=ImmediateResponse(
+                status=HttpStatus(code=status),
+                headers=HeaderMutation(set_headers=headers),
+                body=json.dumps(error).encode(),
+                details="servegym",
+            )
         )
-    )
-
-
-def _echo(body: bytes) -> list[CommonResponse]:
-    """A whole body in pieces, as full duplex wants it back."""
-    starts = range(0, max(len(body), 1), CHUNK_BYTES)
-    return [_piece(body[k : k + CHUNK_BYTES], k + CHUNK_BYTES >= len(body)) for k in starts]
 
 
 def _piece(body: bytes, last: bool) -> CommonResponse:
@@ -126,35 +127,55 @@ def _piece(body: bytes, last: bool) -> CommonResponse:
     return CommonResponse(body_mutation=BodyMutation(streamed_response=sent))
 
 
+def _metadata(response: CommonResponse) -> Struct:
+    """The header of a response once more, as dynamic metadata."""
+    assert response.header_mutation is not None
+    header = response.header_mutation.set_headers[0].header
+    assert header is not None
+    return Struct.from_dict({NAMESPACE: {header.key: header.raw_value.decode()}})
+
+
+def _headers(response: CommonResponse) -> ProcessingResponse:
+    return ProcessingResponse(
+        request_headers=HeadersResponse(response=response), dynamic_metadata=_metadata(response)
+    )
+
+
+def _duplex(response: CommonResponse, body: bytes, last: bool) -> list[ProcessingResponse]:
+    """The headers, then the whole body in pieces; ``last`` unless trailers follow it."""
+    pieces = [body[k : k + CHUNK_BYTES] for k in range(0, max(len(body), 1), CHUNK_BYTES)]
+    return [
+        _headers(response),
+        *(
+            ProcessingResponse(
+                request_body=BodyResponse(response=_piece(one, last and k == len(pieces)))
+            )
+            for k, one in enumerate(pieces, 1)
+        ),
+    ]
+
+
 class EndpointPicker:
     """The ext-proc service of a gate.
+
+    The endpoints after the chosen one are named too, least load first, for gateways that try again
+    by themselves.
 
     Args:
         gate: The gate.
         endpoints: ``ip:port`` of the experts, in their order.
-        fallbacks: Name the other endpoints after the chosen one, least load first, for gateways
-            that try again by themselves.
-        max_body_bytes: Longest body of a request; a longer one is refused with status 413.
 
     Raises:
         ValueError: If there is not one endpoint for each expert, or one comes twice.
     """
 
-    def __init__(
-        self,
-        gate: Gate,
-        endpoints: Sequence[str],
-        *,
-        fallbacks: bool = True,
-        max_body_bytes: int = 16 << 20,
-    ) -> None:
+    def __init__(self, gate: Gate, endpoints: Sequence[str]) -> None:
         self.gate, self.endpoints = gate, list(endpoints)
         if len(self.endpoints) != len(gate.names) or len(set(self.endpoints)) < len(gate.names):
             raise ValueError(
                 f"endpoints are {self.endpoints}; each of the {len(gate.names)} experts needs one "
                 "of its own"
             )
-        self._fallbacks, self._max_body_bytes = fallbacks, max_body_bytes
 
     async def process(
         self, requests: AsyncIterator[ProcessingRequest], context: Any = None
@@ -165,7 +186,6 @@ class EndpointPicker:
         body = bytearray()
         request_mode = response_mode = BodyMode.NONE
         subset: Any = None
-        waiting = False  # for the end of the request, in full duplex
         good = True  # the answer's status
         try:
             async for message in requests:
@@ -174,145 +194,100 @@ class EndpointPicker:
                     response_mode = message.protocol_config.response_body_mode
                 found = _entry(message.metadata_context, SUBSET, f"{DESTINATION}-subset")
                 subset = subset if found is None else found
+                duplex = request_mode == BodyMode.FULL_DUPLEX_STREAMED
                 if message.request_headers is not None:
                     if message.request_headers.end_of_stream:
-                        yield self._any(subset)
+                        yield _headers(self._least(self._allowed(subset)))
                     elif request_mode == BodyMode.NONE and message.protocol_config is not None:
                         ticket, response = self._pick({}, subset)
-                        yield self._headers(response)
-                    elif request_mode == _DUPLEX:
-                        waiting = True
-                    else:
+                        yield _headers(response)
+                    elif not duplex:
                         yield ProcessingResponse(request_headers=HeadersResponse())
                 elif message.request_body is not None:
                     body += message.request_body.body
-                    if len(body) > self._max_body_bytes:
-                        why = f"the body is longer than {self._max_body_bytes} bytes"
-                        yield _refusal(StatusCode.PayloadTooLarge, why)
-                        return
-                    last = message.request_body.end_of_stream
-                    if request_mode == BodyMode.STREAMED and not last:
+                    if len(body) > MAX_BODY_BYTES:
+                        why = f"the body is longer than {MAX_BODY_BYTES} bytes"
+                        raise _Refusal(StatusCode.PayloadTooLarge, why)
+                    if message.request_body.end_of_stream:
+                        ticket, response = self._pick(_json(body), subset)
+                        if duplex:
+                            for one in _duplex(response, bytes(body), last=True):
+                                yield one
+                        else:
+                            yield ProcessingResponse(
+                                request_body=BodyResponse(response=response),
+                                dynamic_metadata=_metadata(response),
+                            )
+                    elif request_mode == BodyMode.STREAMED:
                         yield ProcessingResponse(request_body=BodyResponse())
-                    elif last:
-                        ticket, response = self._pick(_json(body), subset)
-                        for one in self._body(response, bytes(body), waiting):
-                            yield one
-                        waiting = False
                 elif message.request_trailers is not None:
-                    if waiting:
+                    if duplex and ticket is None:
                         ticket, response = self._pick(_json(body), subset)
-                        for one in self._body(response, bytes(body), True, more=True):
+                        for one in _duplex(response, bytes(body), last=False):
                             yield one
-                        waiting = False
                     yield ProcessingResponse(request_trailers=TrailersResponse())
                 elif message.response_headers is not None:
                     headers = message.response_headers.headers
                     served = _entry(message.metadata_context, NAMESPACE, f"{DESTINATION}-served")
                     if ticket is not None:
                         good = self._status(ticket, _text(headers, ":status"), served)
-                        kind = _text(headers, "content-type")
-                        answer = Answer(ticket, "event-stream" in kind)
+                        answer = Answer(ticket, "event-stream" in _text(headers, "content-type"))
                         if good and message.response_headers.end_of_stream:
                             ticket.finished()
                     yield ProcessingResponse(response_headers=HeadersResponse())
                 elif message.response_body is not None:
                     part = message.response_body
-                    if answer is not None:
+                    if answer is not None and ticket is not None:
                         answer.feed(part.body)
-                        if ticket is not None and (part.end_of_stream or answer.done):
+                        if part.end_of_stream or answer.done:
                             ticket.finished()
-                    common = (
-                        _piece(part.body, part.end_of_stream) if response_mode == _DUPLEX else None
-                    )
+                    echoed = response_mode == BodyMode.FULL_DUPLEX_STREAMED
+                    common = _piece(part.body, part.end_of_stream) if echoed else None
                     yield ProcessingResponse(response_body=BodyResponse(response=common))
                 elif message.response_trailers is not None:
                     if ticket is not None:
                         ticket.finished()
                     yield ProcessingResponse(response_trailers=TrailersResponse())
-            if (
-                ticket is not None
-                and answer is not None
-                and good
-                and response_mode == BodyMode.NONE
-            ):
-                ticket.finished()  # the gateway does not show the body
+            if ticket is not None and answer is not None and good:
+                if response_mode == BodyMode.NONE:  # the gateway does not show the body
+                    ticket.finished()
+        except _Refusal as refusal:
+            yield refusal.response
         finally:
             if ticket is not None:
                 ticket.left()  # the client has hung up, or the server has died in its answer
 
-    def _pick(
-        self, body: Mapping[str, Any], subset: Any
-    ) -> tuple[Ticket | None, ProcessingResponse | CommonResponse]:
+    def _pick(self, body: Mapping[str, Any], subset: Any) -> tuple[Ticket, CommonResponse]:
         allowed = self._allowed(subset)
-        if not (self.gate.router.up & allowed).any():
-            return None, _refusal(StatusCode.ServiceUnavailable, "no endpoint is ready")
         ticket = self.gate.enter(body, allowed=allowed)
-        if ticket.decision.dropped:
-            wait = str(math.ceil(self.gate.retry_after_s))
-            why = f"the router refuses the request; try again in {wait} s"
-            return None, _refusal(StatusCode.TooManyRequests, why, retry_after=wait)
+        if ticket.expert < 0:
+            why = f"the router refuses the request; try again in {RETRY_AFTER_S} s"
+            raise _Refusal(StatusCode.TooManyRequests, why, RETRY_AFTER_S)
         return ticket, self._to(ticket.expert, allowed)
 
     def _to(self, expert: int, allowed: Sequence[bool]) -> CommonResponse:
-        named = [self.endpoints[expert]]
-        if self._fallbacks:
-            load = self.gate.router.load()
-            others = [k for k, may in enumerate(allowed) if may and k != expert]
-            named += [self.endpoints[k] for k in sorted(others, key=lambda k: int(load[k]))]
-        mutation = HeaderMutation(set_headers=[_set(DESTINATION, ",".join(named))])
+        load = self.gate.router.load()
+        others = [k for k, may in enumerate(allowed) if may and k != expert]
+        named = [expert, *sorted(others, key=lambda k: int(load[k]))]
+        value = ",".join(self.endpoints[k] for k in named)
+        mutation = HeaderMutation(set_headers=[_set(DESTINATION, value)])
         return CommonResponse(header_mutation=mutation, clear_route_cache=True)
 
     def _allowed(self, subset: Any) -> list[bool]:
+        """Which endpoints the gateway lets a request go to: all unless it names a subset."""
         if subset is None:
             return [True] * len(self.endpoints)
         listed = subset.split(",") if isinstance(subset, str) else subset
-        return [one in listed for one in self.endpoints]
-
-    def _any(self, subset: Any) -> ProcessingResponse:
-        """A request without a body, such as a list of models: to the least load, not counted."""
-        allowed = [
-            a and bool(u) for a, u in zip(self._allowed(subset), self.gate.router.up, strict=True)
-        ]
+        allowed = [one in listed for one in self.endpoints]
         if not any(allowed):
-            return _refusal(StatusCode.ServiceUnavailable, "no endpoint is ready")
+            raise _Refusal(StatusCode.ServiceUnavailable, "no endpoint is ready")
+        return allowed
+
+    def _least(self, allowed: Sequence[bool]) -> CommonResponse:
+        """A request without a body, such as a list of models: to the least load, not counted."""
         load = self.gate.router.load()
         expert = min((k for k, may in enumerate(allowed) if may), key=lambda k: int(load[k]))
-        return self._headers(self._to(expert, allowed))
-
-    def _headers(self, response: ProcessingResponse | CommonResponse) -> ProcessingResponse:
-        if isinstance(response, ProcessingResponse):
-            return response
-        return ProcessingResponse(
-            request_headers=HeadersResponse(response=response),
-            dynamic_metadata=_metadata(response),
-        )
-
-    def _body(
-        self,
-        response: ProcessingResponse | CommonResponse,
-        body: bytes,
-        duplex: bool,
-        more: bool = False,
-    ) -> list[ProcessingResponse]:
-        """What answers the end of a request; ``more`` if trailers follow the body."""
-        if isinstance(response, ProcessingResponse):
-            return [response]
-        if not duplex:
-            return [
-                ProcessingResponse(
-                    request_body=BodyResponse(response=response),
-                    dynamic_metadata=_metadata(response),
-                )
-            ]
-        pieces = _echo(body)
-        if more and pieces[-1].body_mutation is not None:
-            sent = pieces[-1].body_mutation.streamed_response
-            assert sent is not None
-            sent.end_of_stream = False
-        return [
-            self._headers(response),
-            *(ProcessingResponse(request_body=BodyResponse(response=one)) for one in pieces),
-        ]
+        return self._to(expert, allowed)
 
     def _status(self, ticket: Ticket, status: str, served: Any) -> bool:
         """Whether an answer begins; an error ends the request."""
@@ -324,14 +299,6 @@ class EndpointPicker:
         elif code >= 400:
             ticket.left()
         return code < 400
-
-
-def _metadata(response: CommonResponse) -> Struct:
-    """The header of a response once more, as dynamic metadata."""
-    assert response.header_mutation is not None
-    header = response.header_mutation.set_headers[0].header
-    assert header is not None
-    return Struct.from_dict({NAMESPACE: {header.key: header.raw_value.decode()}})
 
 
 def _json(body: bytes | bytearray) -> Mapping[str, Any]:
@@ -382,15 +349,14 @@ async def start(picker: EndpointPicker, host: str, port: int) -> tuple[Any, int]
     return server, bound
 
 
-def run(gate: Gate, urls: Sequence[str], host: str, port: int, every_s: float = 60.0) -> None:
-    """Serve until SIGINT or SIGTERM; the counters are logged every ``every_s`` and at the end.
+def run(gate: Gate, urls: Sequence[str], host: str, port: int) -> None:
+    """Serve until SIGINT or SIGTERM; the counters are logged every minute and at the end.
 
     Args:
         gate: The gate.
         urls: Addresses of the servers.
         host: Address to listen on.
         port: Port.
-        every_s: Seconds between two lines of counters.
 
     Raises:
         ValueError: If an address or the port cannot be used.
@@ -406,10 +372,8 @@ def run(gate: Gate, urls: Sequence[str], host: str, port: int, every_s: float = 
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
         while not stop.is_set():
-            try:
-                await asyncio.wait_for(stop.wait(), every_s)
-            except TimeoutError:
-                pass
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(stop.wait(), LOG_EVERY_S)
             log.info("%s", json.dumps(gate.status()))
         await server.stop(grace=1.0)
 

@@ -14,14 +14,15 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from servegym.experiments.live.client import brings_token
 from servegym.experiments.live.fleet_file import Endpoint, ServerSpec
-from servegym.experiments.live.gateway import Decision, GatewayRequest, GatewayRouter
+from servegym.experiments.live.gateway import GatewayRequest, GatewayRouter
 
 __all__ = [
     "BYTES_PER_TOKEN",
@@ -35,8 +36,12 @@ __all__ = [
 
 BYTES_PER_TOKEN = 4
 """Of a prompt's text, where no tokenizer counts."""
-MAX_BACKOFF_S = 30.0
-PREDICTIONS = ("prompt_tokens", "scores", "output_tokens", "arrived_s")
+RETRY_AFTER_S = 1
+"""What a refused client is told to wait, seconds."""
+BACKOFF_S, MAX_BACKOFF_S = 1.0, 30.0
+LEASE_S = 600.0
+"""Seconds of silence after which a request is given up and counts as failed."""
+PREDICTIONS = ("prompt_tokens", "scores", "output_tokens")
 
 
 def prompt_tokens(body: Mapping[str, Any]) -> int:
@@ -60,8 +65,8 @@ def prompt_tokens(body: Mapping[str, Any]) -> int:
 def from_metadata(body: Mapping[str, Any]) -> Mapping[str, Any]:
     """Predictions that a trusted client puts in the request: ``metadata.servegym`` of its body.
 
-    They may have ``prompt_tokens``, ``scores``, ``output_tokens`` and ``arrived_s`` as
-    `GatewayRequest` has. Whoever writes them decides where the request goes.
+    They may have ``prompt_tokens``, ``scores`` and ``output_tokens`` as `GatewayRequest` has.
+    Whoever writes them decides where the request goes.
     """
     metadata = body.get("metadata")
     found = metadata.get("servegym") if isinstance(metadata, Mapping) else None
@@ -96,73 +101,65 @@ def fleet_arguments(servers: Sequence[Endpoint | ServerSpec], **more: Any) -> di
     }
 
 
+@dataclass(eq=False)
 class Ticket:
     """A request that a gateway sends to an expert; every method may be called late or twice.
 
     Attributes:
+        gate: Its gate.
         id: The request's name at the router.
-        decision: Where it goes.
-        elapsed_s: Seconds that the gate took for it.
-        tokens: Tokens of its answer so far.
+        expert: Number of the expert, or -1: the request is refused.
         heard_s: When it was last spoken of, by the router's clock.
+        tokens: Tokens of its answer so far.
     """
 
-    __slots__ = ("__weakref__", "_gate", "decision", "elapsed_s", "heard_s", "id", "tokens")
-
-    def __init__(self, gate: Gate, name: str, decision: Decision, now: float) -> None:
-        self._gate, self.id, self.decision, self.heard_s = gate, name, decision, now
-        self.tokens, self.elapsed_s = 0, 0.0
-
-    @property
-    def expert(self) -> int:
-        """Number of the expert, or -1: the request is refused."""
-        return self.decision.expert
+    gate: Gate
+    id: str
+    expert: int
+    heard_s: float
+    tokens: int = 0
 
     def token(self, generated: int | None = None) -> None:
         """A token of the answer came; ``generated`` says how many there are by now."""
         self.tokens = self.tokens + 1 if generated is None else generated
-        self.heard_s = self._gate.router.clock()
-        self._gate.router.token(self.id, self.tokens)
+        self.heard_s = self.gate.router.clock()
+        self.gate.router.token(self.id, self.tokens)
 
     def moved(self, expert: int) -> None:
         """The gateway has sent it to another expert itself."""
-        self._gate.moved(self, expert)
+        self.gate.moved(self, expert)
 
     def finished(self) -> None:
         """The answer is complete."""
-        self._gate.end(self, "finished")
+        self.gate.end(self, "finished")
 
     def failed(self) -> None:
         """The expert's server has failed."""
-        self._gate.end(self, "failed")
+        self.gate.end(self, "failed")
 
     def left(self) -> None:
         """The client has hung up, or has sent what the server refuses: no fault of the server."""
-        self._gate.end(self, "left")
+        self.gate.end(self, "left")
 
 
 class Gate:
     """Routes requests of OpenAI's protocol by a `GatewayRouter`.
 
+    An expert is left alone for 1 s after a failure, where another may take the request, and twice
+    as long after each further one, up to 30 s, until it answers.
+
     Args:
-        router: The router; its policy is called once here, so that it is compiled.
+        router: The router; its policy is called here, so that it is compiled.
+        names: Names of the experts, for `status`.
         predict: Predictions for a request's body, as `from_metadata` makes them; what is missing,
             and all if it raises, is the train mean, lengths up to the body's ``max_tokens``.
-        count_tokens: Prompt tokens of a body, where ``predict`` does not say them.
-        retry_after_s: What a refused client is told to wait, seconds.
-        backoff_s: How long an expert is left alone after a failure, where another may take the
-            request; twice as long after each further one, up to 30 s, until it answers.
-        lease_s: Seconds of silence after which a request is given up and counts as failed.
 
     Attributes:
         router: The router.
         names: Names of the experts, for `status`.
         routed: (N,) requests that were sent to each.
         counters: What has happened that the router does not count.
-        last: The ticket of the latest request.
     """
-
-    last: Ticket
 
     def __init__(
         self,
@@ -170,23 +167,12 @@ class Gate:
         *,
         names: Sequence[str] | None = None,
         predict: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
-        count_tokens: Callable[[Mapping[str, Any]], float] = prompt_tokens,
-        retry_after_s: float = 1.0,
-        backoff_s: float = 1.0,
-        lease_s: float = 600.0,
     ) -> None:
-        for key, value in (("retry_after_s", retry_after_s), ("lease_s", lease_s)):
-            if not value > 0:
-                raise ValueError(f"{key} is {value}; allowed are seconds above 0")
-        if not backoff_s >= 0:
-            raise ValueError(f"backoff_s is {backoff_s}; allowed are seconds from 0 on")
         n = router.num_experts
         self.names = list(names) if names is not None else [str(k) for k in range(n)]
         if len(self.names) != n:
             raise ValueError(f"names are {len(self.names)}; the fleet has {n} experts")
-        self.router, self.retry_after_s = router, retry_after_s
-        self._predict, self._count_tokens = predict, count_tokens
-        self._backoff_s, self._lease_s = backoff_s, lease_s
+        self.router, self._predict = router, predict
         self._lock = threading.Lock()
         self._numbers = itertools.count()
         self._open: OrderedDict[str, Ticket] = OrderedDict()
@@ -217,11 +203,9 @@ class Gate:
         except (TypeError, ValueError):  # predictions of another form
             self.counters["prediction_errors"] += 1
             decision = self.router.decide(GatewayRequest(name, 1, allowed=able))
-        ticket = Ticket(self, name, decision, now)
-        self.last = ticket
-        ticket.elapsed_s = time.perf_counter() - begin
+        ticket = Ticket(self, name, decision.expert, now)
         with self._lock:
-            self._elapsed.append(ticket.elapsed_s)
+            self._elapsed.append(time.perf_counter() - begin)
             if not decision.dropped:
                 self.routed[decision.expert] += 1
                 self._open[name] = ticket
@@ -239,7 +223,7 @@ class Gate:
                 self.counters["prediction_errors"] += 1
         fields = dict(found)
         if "prompt_tokens" not in fields:
-            fields["prompt_tokens"] = self._count_tokens(body)
+            fields["prompt_tokens"] = prompt_tokens(body)
         most = body.get("max_completion_tokens") or body.get("max_tokens")
         if "output_tokens" not in fields and isinstance(most, int) and most > 0:
             mean = self.router.system.mean_output_tokens
@@ -253,13 +237,13 @@ class Gate:
         able = np.ones(self.router.num_experts, np.bool_)
         if allowed is not None:
             able &= np.asarray(allowed, np.bool_)
-        rested = able & self.router.up & (now >= self._resting)
+        rested = able & (now >= self._resting)
         return rested if rested.any() else able
 
     def _give_up(self, now: float) -> None:
         """End requests that nobody speaks of any more."""
         for name in list(itertools.islice(self._open, 2)):  # all come round in time
-            if now - self._open[name].heard_s <= self._lease_s:
+            if now - self._open[name].heard_s <= LEASE_S:
                 self._open.move_to_end(name)
                 continue
             del self._open[name]
@@ -273,15 +257,13 @@ class Gate:
                 return
             self._rest(ticket.expert)
             self.routed[expert] += 1
-            reason = "sent elsewhere by the gateway"
-            ticket.decision = replace(ticket.decision, expert=expert, reason=reason)
-            ticket.tokens = 0
+            ticket.expert, ticket.tokens = expert, 0
         self.router.moved(ticket.id, expert)
 
     def _rest(self, expert: int) -> None:
         self.counters["server_failures"] += 1
         self._failures[expert] += 1
-        wait = self._backoff_s * 2.0 ** min(self._failures[expert] - 1, 16)
+        wait = BACKOFF_S * 2.0 ** min(self._failures[expert] - 1, 16)
         self._resting[expert] = self.router.clock() + min(wait, MAX_BACKOFF_S)
 
     def end(self, ticket: Ticket, how: str) -> None:
@@ -319,7 +301,7 @@ class Gate:
                         "name": name,
                         "routed": int(self.routed[k]),
                         "in_flight": int(load),
-                        "up": bool(self.router.up[k] and now >= self._resting[k]),
+                        "up": bool(now >= self._resting[k]),
                     }
                     for k, (name, load) in enumerate(
                         zip(self.names, self.router.load(), strict=True)
@@ -361,15 +343,7 @@ class Answer:
             told = (event.get("usage") or {}).get("completion_tokens")
             if told is not None:
                 self._ticket.token(int(told))
-            elif any(_token(choice) for choice in event.get("choices") or ()):
+            elif brings_token(event):
                 self._ticket.token()
         except (ValueError, TypeError, AttributeError):
             pass  # no event of OpenAI's protocol, so no token
-
-
-def _token(choice: Mapping[str, Any]) -> bool:
-    delta = choice.get("delta") or {}
-    return bool(choice.get("text") or any(delta.get(key) for key in _DELTAS))
-
-
-_DELTAS = ("content", "reasoning_content", "tool_calls")

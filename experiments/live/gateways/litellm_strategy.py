@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextvars
 import functools
-import math
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
@@ -30,10 +29,11 @@ try:
     from litellm.types.router import CustomRoutingStrategyBase
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        "litellm is not installed; pip install 'litellm[proxy]'", name="litellm"
+        "litellm is not installed; pip install 'litellm[proxy]<1.109'", name="litellm"
     ) from error
 
-from servegym.experiments.live.gateways.gate import Gate, Ticket
+from servegym.experiments.live.client import brings_token
+from servegym.experiments.live.gateways.gate import RETRY_AFTER_S, Gate, Ticket
 
 __all__ = ["STATUS_PATH", "LiteLLMStrategy"]
 
@@ -83,7 +83,9 @@ class LiteLLMStrategy(CustomRoutingStrategyBase, CustomLogger):
             )
         missing = [name for name in ATTEMPTS if not hasattr(router, name)]
         if missing:
-            raise ValueError(f"this version of litellm has no Router.{missing[0]}; 1.106 has")
+            raise ValueError(
+                f"this version of litellm has no Router.{missing[0]}; pip install 'litellm<1.109'"
+            )
         self._ids, self._router = list(wanted), router
         for name in ATTEMPTS:
             setattr(router, name, self._told(getattr(router, name)))
@@ -146,8 +148,8 @@ class LiteLLMStrategy(CustomRoutingStrategyBase, CustomLogger):
             return await type(router).async_get_available_deployment(router, **asked)
         body = {**asked["request_kwargs"], "messages": messages}
         ticket = self.gate.enter(body, allowed=[name in by_id for name in self._ids])
-        if ticket.decision.dropped:
-            raise _refused(model, self.gate.retry_after_s)
+        if ticket.expert < 0:
+            raise _refused(model)
         tickets.append(ticket)
         return by_id[self._ids[ticket.expert]]
 
@@ -173,21 +175,21 @@ class LiteLLMStrategy(CustomRoutingStrategyBase, CustomLogger):
         if proxy_server.llm_router is not None and proxy_server.llm_router is not self._router:
             self.attach(proxy_server.llm_router)
 
-    def show(self, path: str = STATUS_PATH) -> None:
-        """Serve `Gate.status` as JSON at a path of the proxy."""
+    def show(self) -> None:
+        """Serve `Gate.status` as JSON at `STATUS_PATH` of the proxy."""
         from litellm.proxy.proxy_server import app
 
-        app.add_api_route(path, self.gate.status, methods=["GET"])
+        app.add_api_route(STATUS_PATH, self.gate.status, methods=["GET"])
 
 
-def _refused(model: str, retry_after_s: float) -> Exception:
+def _refused(model: str) -> Exception:
     """Status 429; LiteLLM does not try again by itself."""
     return litellm.RateLimitError(
-        f"the router refuses the request; try again in {retry_after_s:g} s",
+        f"the router refuses the request; try again in {RETRY_AFTER_S} s",
         llm_provider="servegym",
         model=model,
         num_retries=0,
-        headers={"retry-after": str(math.ceil(retry_after_s))},
+        headers={"retry-after": str(RETRY_AFTER_S)},
     )
 
 
@@ -202,21 +204,11 @@ def _end(ticket: Ticket, error: BaseException) -> None:
         ticket.failed()
 
 
-def _brings_token(chunk: Any) -> bool:
-    for choice in getattr(chunk, "choices", None) or ():
-        delta = getattr(choice, "delta", None)
-        if getattr(choice, "text", None) or getattr(delta, "content", None):
-            return True
-        if getattr(delta, "reasoning_content", None) or getattr(delta, "tool_calls", None):
-            return True
-    return False
-
-
 async def _chunks(stream: AsyncIterator[Any], ticket: Ticket) -> AsyncIterator[Any]:
     """The chunks of a stream, of which the ticket is told."""
     try:
         async for chunk in stream:
-            if _brings_token(chunk):
+            if brings_token(chunk.model_dump()):
                 ticket.token()
             yield chunk
         ticket.finished()

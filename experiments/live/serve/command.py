@@ -22,31 +22,20 @@ from servegym.experiments.live.fleet_file import (
 from servegym.experiments.live.serve.faults import KINDS, parse_fault
 from servegym.hardware_profiles import list_profiles
 
-__all__ = ["composed_profile", "main"]
+__all__ = ["main"]
 
 
-def composed_profile(
-    card: str, model: str, folder: Path, *, tp: int = 1, dtype: str = "bf16"
-) -> str:
-    """The profile of a model on a card: the name of one that ships, or the file of a composed one.
-
-    Args:
-        card: A card, such as ``h100``.
-        model: The model's name, or a Hugging Face ``config.json``.
-        folder: Where a composed profile is kept.
-        tp: Cards that share the model.
-        dtype: ``bf16`` or ``fp8``.
-
-    Raises:
-        ValueError: If there is no such card or model, or it does not fit.
-    """
-    name = f"{card}-{model}"
-    if name in list_profiles() and tp == 1 and dtype == "bf16":
+def _profile(options: argparse.Namespace, folder: Path) -> str:
+    """The profile of the servers: the one given, one that ships, or one composed in ``folder``."""
+    if options.profile:
+        return options.profile
+    name = f"{options.card}-{options.model}"
+    if name in list_profiles() and options.tp == 1 and options.dtype == "bf16":
         return name
     from servegym.hardware_profiles.compose import compose
 
     path = folder / "profile.json"
-    compose(card, model, tp=tp, dtype=dtype).save(path)
+    compose(options.card, options.model, tp=options.tp, dtype=options.dtype).save(path)
     return str(path)
 
 
@@ -103,9 +92,7 @@ def _equal_servers(options: argparse.Namespace, host: str, folder: Path) -> list
         raise ValueError("give FLEET.toml, or --card and --model, or --profile and --model")
     if not 1 <= options.replicas <= 256:
         raise ValueError(f"replicas is {options.replicas}; it must be in 1..256")
-    profile = options.profile or composed_profile(
-        options.card, options.model, folder, tp=options.tp, dtype=options.dtype
-    )
+    profile = _profile(options, folder)
     model = Path(options.model)
     name = options.name or options.card or "server"
     sizes = {"kv_tokens": options.kv_tokens, "block_size": options.block_size}

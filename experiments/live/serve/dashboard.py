@@ -122,9 +122,6 @@ class Dashboard:
     async def _index(self, _: web.Request) -> web.Response:
         return web.Response(text=self._page.read_text(encoding="utf-8"), content_type="text/html")
 
-    async def _state(self, _: web.Request) -> web.Response:
-        return web.json_response(self.state())
-
     async def _events(self, request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse(
             headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
@@ -158,7 +155,6 @@ class Dashboard:
         """
         app = web.Application()
         app.router.add_get("/", self._index)
-        app.router.add_get("/state", self._state)
         app.router.add_get("/events", self._events)
         self._runner = web.AppRunner(
             app, access_log=None, handler_cancellation=True, shutdown_timeout=0.2

@@ -61,6 +61,35 @@ class Histogram:
         ]
 
 
+_GAUGES = {
+    "num_requests_running": "Requests that run.",
+    "num_requests_waiting": "Requests that wait.",
+    "kv_cache_usage_perc": "Share of the KV cache in use, 1 means all.",
+}
+_COUNTERS = {
+    "prefix_cache_queries": "Tokens looked up in the prefix cache.",
+    "prefix_cache_hits": "Tokens found in the prefix cache.",
+    "num_preemptions": "Preemptions of requests.",
+    "prompt_tokens": "Tokens of prompts.",
+    "generation_tokens": "Tokens generated.",
+}
+_HISTOGRAMS = {
+    "time_to_first_token_seconds": (_TTFT, "Seconds to the first token."),
+    "inter_token_latency_seconds": (_ITL, "Seconds between tokens."),
+    "request_time_per_output_token_seconds": (_ITL, "Seconds a token after the first, by request."),
+    # The name of vLLM before 0.11, which gateways still read.
+    "time_per_output_token_seconds": (_ITL, "Seconds between tokens."),
+    "e2e_request_latency_seconds": (_LATENCY, "Seconds from end to end."),
+    "request_queue_time_seconds": (_LATENCY, "Seconds in the queue."),
+    "request_inference_time_seconds": (_LATENCY, "Seconds in execution."),
+    "request_prefill_time_seconds": (_LATENCY, "Seconds from admission to a token."),
+    "request_decode_time_seconds": (_LATENCY, "Seconds from first to last token."),
+    "request_prompt_tokens": ((), "Tokens of a request's prompt."),
+    "request_generation_tokens": ((), "Tokens of a request's answer."),
+}
+"""Name -> upper ends of the buckets, none for steps up to the context, and help."""
+
+
 class ServerMetrics:
     """Counters of a server since its start; times are those of the wall clock, seconds.
 
@@ -68,6 +97,10 @@ class ServerMetrics:
         model: The model's name.
         context: Most tokens of a request.
         info: What ``vllm:cache_config_info`` tells.
+
+    Attributes:
+        ended: Requests that ended, by reason.
+        total: Counters by name.
     """
 
     def __init__(self, model: str, context: int, info: Mapping[str, object]) -> None:
@@ -75,16 +108,15 @@ class ServerMetrics:
         self._info = info
         self.ended: Counter[str] = Counter({"stop": 0, "length": 0, "abort": 0, "error": 0})
         self.total: Counter[str] = Counter()
-        self.first_token = Histogram(_TTFT)
-        self.between_tokens = Histogram(_ITL)
-        self.per_token = Histogram(_ITL)
-        self.end_to_end = Histogram(_LATENCY)
-        self.queue = Histogram(_LATENCY)
-        self.prefill = Histogram(_LATENCY)
-        self.decode = Histogram(_LATENCY)
-        self.inference = Histogram(_LATENCY)
-        self.prompt = Histogram(_steps(context))
-        self.generation = Histogram(_steps(context))
+        steps = _steps(context)
+        self._histograms = {
+            name: Histogram(bounds or steps) for name, (bounds, _) in _HISTOGRAMS.items()
+        }
+
+    def observe(self, **values: float) -> None:
+        """Count a value in the histogram of each name."""
+        for name, value in values.items():
+            self._histograms[name].add(value)
 
     def text(self, running: int, waiting: int, kv_usage: float) -> str:
         """All of it.
@@ -94,55 +126,24 @@ class ServerMetrics:
             waiting: Requests that wait now.
             kv_usage: Share of the KV memory that requests hold.
         """
-        labels, total = self._labels, self.total
+        labels = self._labels
         lines: list[str] = []
 
         def told(name: str, kind: str, what: str, samples: Sequence[str]) -> None:
             lines.extend([f"# HELP vllm:{name} {what}", f"# TYPE vllm:{name} {kind}", *samples])
 
-        for name, value, what in (
-            ("num_requests_running", running, "Requests that run."),
-            ("num_requests_waiting", waiting, "Requests that wait."),
-            ("kv_cache_usage_perc", kv_usage, "Share of the KV cache in use, 1 means all."),
-        ):
+        for (name, what), value in zip(_GAUGES.items(), (running, waiting, kv_usage), strict=True):
             told(name, "gauge", what, [f"vllm:{name}{{{labels}}} {float(value)!r}"])
-        for name, what in (
-            ("prefix_cache_queries", "Tokens looked up in the prefix cache."),
-            ("prefix_cache_hits", "Tokens found in the prefix cache."),
-            ("num_preemptions", "Preemptions of requests."),
-            ("prompt_tokens", "Tokens of prompts."),
-            ("generation_tokens", "Tokens generated."),
-        ):
-            sample = f"vllm:{name}_total{{{labels}}} {float(total[name])!r}"
+        for name, what in _COUNTERS.items():
+            sample = f"vllm:{name}_total{{{labels}}} {float(self.total[name])!r}"
             told(f"{name}_total", "counter", what, [sample])
-        told(
-            "request_success_total",
-            "counter",
-            "Requests that ended, by reason.",
-            [
-                f'vllm:request_success_total{{{labels},finished_reason="{reason}"}} {float(n)!r}'
-                for reason, n in self.ended.items()
-            ],
-        )
-        for name, histogram, what in (
-            ("time_to_first_token_seconds", self.first_token, "Seconds to the first token."),
-            ("inter_token_latency_seconds", self.between_tokens, "Seconds between tokens."),
-            (
-                "request_time_per_output_token_seconds",
-                self.per_token,
-                "Seconds a token after the first, by request.",
-            ),
-            # The name of vLLM before 0.11, which gateways still read.
-            ("time_per_output_token_seconds", self.between_tokens, "Seconds between tokens."),
-            ("e2e_request_latency_seconds", self.end_to_end, "Seconds from end to end."),
-            ("request_queue_time_seconds", self.queue, "Seconds in the queue."),
-            ("request_inference_time_seconds", self.inference, "Seconds in execution."),
-            ("request_prefill_time_seconds", self.prefill, "Seconds from admission to a token."),
-            ("request_decode_time_seconds", self.decode, "Seconds from first to last token."),
-            ("request_prompt_tokens", self.prompt, "Tokens of a request's prompt."),
-            ("request_generation_tokens", self.generation, "Tokens of a request's answer."),
-        ):
-            told(name, "histogram", what, histogram.lines(f"vllm:{name}", labels))
+        ended = [
+            f'vllm:request_success_total{{{labels},finished_reason="{reason}"}} {float(n)!r}'
+            for reason, n in self.ended.items()
+        ]
+        told("request_success_total", "counter", "Requests that ended, by reason.", ended)
+        for name, (_, what) in _HISTOGRAMS.items():
+            told(name, "histogram", what, self._histograms[name].lines(f"vllm:{name}", labels))
         info = ",".join(f'{key}="{_escaped(str(value))}"' for key, value in self._info.items())
         sample = f'vllm:cache_config_info{{engine="0",{info}}} 1.0'
         told("cache_config_info", "gauge", "Facts of the KV cache.", [sample])

@@ -20,7 +20,7 @@ import numpy as np
 
 from servegym.envs.workloads.lengths import length_quantiles, sample_lengths
 
-__all__ = ["Ask", "BadRequest", "Unknown", "answer", "read_request", "tokens_of"]
+__all__ = ["Ask", "BadRequest", "answer", "read_request", "tokens_of"]
 
 _PIECE = re.compile(
     r" ?[^\W\d_]{1,8}| ?\d{1,3}|\s+(?!\S)|\s| ?[^\w\s]{1,3}|.", re.DOTALL | re.UNICODE
@@ -41,15 +41,11 @@ DEFAULT_TOKENS = 16
 
 
 class BadRequest(ValueError):
-    """A request that cannot be served; ``param`` is the field."""
+    """A request that cannot be served; ``param`` is the field, ``status`` that of the answer."""
 
-    def __init__(self, message: str, param: str | None = None) -> None:
+    def __init__(self, message: str, param: str | None = None, status: int = 400) -> None:
         super().__init__(message)
-        self.param = param
-
-
-class Unknown(BadRequest):
-    """A request for a model that the server does not have."""
+        self.param, self.status = param, status
 
 
 @dataclass(frozen=True)
@@ -151,13 +147,12 @@ def read_request(body: Any, chat: bool, names: Collection[str], context: int) ->
 
     Raises:
         BadRequest: If it cannot be served, with the field.
-        Unknown: If it asks for another model.
     """
     if not isinstance(body, dict):
         raise BadRequest("the body must be a JSON object")
     asked = body.get("model")
     if asked is not None and asked not in names:
-        raise Unknown(f"The model `{asked}` does not exist.", "model")
+        raise BadRequest(f"The model `{asked}` does not exist.", "model", 404)
     for name in ("n", "best_of"):
         if body.get(name) not in (None, 1):
             raise BadRequest(f"{name} must be 1: a simulated server gives one answer", name)

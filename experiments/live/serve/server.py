@@ -12,7 +12,7 @@ import select
 import selectors
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,11 +26,10 @@ from servegym.experiments.live.serve.metrics import ServerMetrics
 from servegym.experiments.live.serve.protocol import (
     Ask,
     BadRequest,
-    Unknown,
     answer,
     read_request,
 )
-from servegym.hardware_profiles import Profile, load
+from servegym.hardware_profiles import load
 
 __all__ = ["Served", "SimulatedFleet", "SimulatedServer", "new_loop"]
 
@@ -96,7 +95,7 @@ class SimulatedServer:
         spec: Its description; ``profile`` is its card, ``slots`` the most requests that run,
             ``options`` may have ``kv_tokens`` and ``block_size``.
         faults: Its failures.
-        speed: Simulated seconds a second.
+        speed: See `SimulatedFleet`, as the others.
         seed: Of answers and failures.
         body_bytes: Largest body of a request.
 
@@ -107,11 +106,10 @@ class SimulatedServer:
     def __init__(
         self,
         spec: ServerSpec,
-        faults: Sequence[Fault] = (),
-        *,
-        speed: float = 1.0,
-        seed: int = 0,
-        body_bytes: int = 4 << 20,
+        faults: Sequence[Fault],
+        speed: float,
+        seed: int,
+        body_bytes: int,
     ) -> None:
         self.spec = spec
         self.model = spec.model or spec.name
@@ -121,7 +119,8 @@ class SimulatedServer:
         self._seed = seed
         self._chance = random.Random(f"{seed} {spec.name}")
         try:
-            self.profile = self._profile()
+            if not spec.profile:
+                raise ValueError("profile is missing; servers are simulated by their profiles")
             options = dict(spec.options)
             unknown = sorted(set(options) - set(_OPTIONS))
             if unknown:
@@ -129,7 +128,7 @@ class SimulatedServer:
                     f"option {unknown[0]!r} is unknown; there are {', '.join(_OPTIONS)}"
                 )
             self.engine = LiveEngine(
-                self.profile,
+                load(spec.profile),
                 max_num_seqs=spec.slots,
                 max_num_batched_tokens=spec.batched_tokens,
                 block_size=whole("block_size", options.get("block_size", 16), 1, 4096),
@@ -162,14 +161,6 @@ class SimulatedServer:
         self.port = spec.port
         self._started = 0.0
         self._worked = 0.0  # the engine's time when it worked last
-
-    def _profile(self) -> Profile:
-        if not self.spec.profile:
-            raise ValueError(
-                f"profile is missing; engine = {self.spec.engine!r} is served by its hardware "
-                "profile"
-            )
-        return load(self.spec.profile)
 
     # -- time -----------------------------------------------------------------------------------
 
@@ -229,9 +220,12 @@ class SimulatedServer:
                 metrics.total["prefix_cache_queries"] += one.prompt
                 metrics.total["prefix_cache_hits"] += one.hit
                 metrics.total["prompt_tokens"] += one.prompt
-                metrics.first_token.add((time_s - one.arrived_s) * scale)
+                metrics.observe(time_to_first_token_seconds=(time_s - one.arrived_s) * scale)
             else:
-                metrics.between_tokens.add((time_s - one.last_s) * scale)
+                gap_s = (time_s - one.last_s) * scale
+                metrics.observe(
+                    inter_token_latency_seconds=gap_s, time_per_output_token_seconds=gap_s
+                )
             one.last_s = time_s
             if last:
                 self._end(one, one.reason)
@@ -252,15 +246,18 @@ class SimulatedServer:
         metrics.ended[reason] += 1
         if reason in ("stop", "length"):
             admitted = float(record["admitted"])
-            metrics.end_to_end.add((one.last_s - one.arrived_s) * scale)
-            metrics.queue.add((admitted - one.arrived_s) * scale)
-            metrics.inference.add((one.last_s - admitted) * scale)
-            metrics.prefill.add((one.first_s - admitted) * scale)
-            metrics.decode.add((one.last_s - one.first_s) * scale)
+            metrics.observe(
+                e2e_request_latency_seconds=(one.last_s - one.arrived_s) * scale,
+                request_queue_time_seconds=(admitted - one.arrived_s) * scale,
+                request_inference_time_seconds=(one.last_s - admitted) * scale,
+                request_prefill_time_seconds=(one.first_s - admitted) * scale,
+                request_decode_time_seconds=(one.last_s - one.first_s) * scale,
+                request_prompt_tokens=one.prompt,
+                request_generation_tokens=one.count,
+            )
             if one.count > 1:
-                metrics.per_token.add((one.last_s - one.first_s) * scale / (one.count - 1))
-            metrics.prompt.add(one.prompt)
-            metrics.generation.add(one.count)
+                each_s = (one.last_s - one.first_s) * scale / (one.count - 1)
+                metrics.observe(request_time_per_output_token_seconds=each_s)
             self.engine.release(one.slot)
         else:
             self.engine.abort(one.slot)
@@ -294,10 +291,8 @@ class SimulatedServer:
             return _error(fault.status, "A failure that was asked for with --fail.")
         try:
             ask = read_request(body, chat, (self.model, self.spec.name), self.spec.context)
-        except Unknown as error:
-            return _error(404, str(error), error.param)
         except BadRequest as error:
-            return _error(400, str(error), error.param)
+            return _error(error.status, str(error), error.param)
         self._count += 1
         writer = _Writer(f"{self.spec.name}-{self._count}", ask, self.model)
         if self._hit_by("stall") is not None:
@@ -535,9 +530,9 @@ class SimulatedFleet:
             SimulatedServer(
                 spec,
                 [one for one in faults if one.server in ("", spec.name)],
-                speed=speed,
-                seed=seed,
-                body_bytes=body_bytes,
+                speed,
+                seed,
+                body_bytes,
             )
             for spec in specs
         ]
@@ -648,12 +643,7 @@ def _break(request: web.Request) -> None:
     raise asyncio.CancelledError
 
 
-_TYPES: Mapping[int, str] = {
-    400: "BadRequestError",
-    404: "NotFoundError",
-    413: "BadRequestError",
-    429: "RateLimitError",
-}
+_TYPES = {404: "NotFoundError", 429: "RateLimitError"}
 
 
 def _error(

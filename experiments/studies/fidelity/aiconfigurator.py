@@ -24,7 +24,7 @@ import numpy as np
 
 from servegym.experiments.evaluation.output import check_writable, print_table, write_csv
 from servegym.experiments.evaluation.tables import provenance, write_result
-from servegym.experiments.fidelity.markdown import Table, update_document
+from servegym.experiments.studies.fidelity.markdown import Table, update_document
 from servegym.hardware_profiles import Profile, list_profiles, load
 
 __all__ = ["compare", "main"]

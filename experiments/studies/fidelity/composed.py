@@ -21,7 +21,7 @@ import numpy as np
 from servegym._command_line import run_main
 from servegym.experiments.evaluation.output import print_table
 from servegym.experiments.evaluation.tables import provenance, write_result
-from servegym.experiments.fidelity.markdown import Table, percent, update_document
+from servegym.experiments.studies.fidelity.markdown import Table, percent, update_document
 from servegym.hardware_profiles import Profile, load
 from servegym.hardware_profiles.build.timed_steps import CARD, FOLDERS, compare, read_steps
 from servegym.hardware_profiles.compose import Composer, compose

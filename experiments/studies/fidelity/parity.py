@@ -40,12 +40,12 @@ from servegym.envs.workloads.lengths import length_quantiles, sample_lengths
 from servegym.experiments.evaluation.output import print_table
 from servegym.experiments.evaluation.tables import note, provenance, write_result
 from servegym.experiments.fidelity.comparison import METRICS
-from servegym.experiments.fidelity.markdown import Table, percent, update_document
 from servegym.experiments.fidelity.measured_run import MeasuredRun, load_run
 from servegym.experiments.fidelity.profiles import matching_profile
-from servegym.experiments.fidelity.queueing import batch_means
 from servegym.experiments.fidelity.report import RUN_FOLDER, data_folder
 from servegym.experiments.studies.fidelity.host import first_requests, interval
+from servegym.experiments.studies.fidelity.markdown import Table, percent, update_document
+from servegym.experiments.studies.fidelity.queueing import batch_means
 from servegym.hardware_profiles import Profile, load
 
 __all__ = ["RIVALS", "Times", "World", "constant_profile", "main", "rival_tables", "run_rival"]

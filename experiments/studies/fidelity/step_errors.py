@@ -32,7 +32,7 @@ import numpy as np
 from servegym._command_line import run_main
 from servegym.experiments.evaluation.output import print_table, read_rows
 from servegym.experiments.evaluation.tables import provenance, write_result
-from servegym.experiments.fidelity.markdown import Table, update_document
+from servegym.experiments.studies.fidelity.markdown import Table, update_document
 from servegym.hardware_profiles import Profile, list_profiles, load
 from servegym.hardware_profiles.load import data_path
 

@@ -52,6 +52,7 @@ def test_files_are_relative_to_the_fleet(tmp_path):
         ('name = "b"', 'name = "a"', "name"),
         ('name = "b"', 'name = "../b"', "name"),
         ('model = "random:8x384"', "", "model"),
+        ('"llama.cpp"', '"vllm"', "model.*folder"),
         ('profile = "h100-llama-3.1-8b"', "", "profile"),
         ("[[server]]", "[[servers]]", "servers"),
         ("slots = 4", "slots = ", "TOML"),

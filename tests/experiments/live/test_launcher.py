@@ -35,8 +35,8 @@ def _below(pid):
     return [pid, *(p for child in listing.split() for p in _below(int(child)))]
 
 
-def _gone(pids, seconds=10.0):
-    stop = time.monotonic() + seconds
+def _gone(pids):
+    stop = time.monotonic() + 60.0
     while any(map(_alive, pids)) and time.monotonic() < stop:
         time.sleep(0.02)
     return not any(map(_alive, pids))
@@ -80,6 +80,7 @@ def test_servers_answer_with_the_tokens_asked_for_and_end_with_the_block(tmp_pat
     assert _gone(pids)
 
 
+@pytest.mark.slow
 def test_no_process_outlives_the_one_that_started_it(tmp_path):
     """Also when that one is killed, or a watchdog."""
     (tmp_path / "fleet.toml").write_text(
@@ -107,20 +108,17 @@ def test_no_process_outlives_the_one_that_started_it(tmp_path):
         assert _gone(pids)
 
 
-@pytest.mark.parametrize(
-    ("change", "what"),
-    [
+def test_a_server_that_cannot_start_is_named(tmp_path):
+    for change, what in (
         ({"model": "random:8"}, "random:LAYERSxWIDTH"),
         ({"model": "/nowhere.gguf"}, "no such file"),
         ({"model": __file__}, "status"),  # no GGUF
         ({"python": "/nowhere/python"}, "no program"),
         ({"engine": "simulated", "profile": "x"}, "profile: got 'x'"),
-    ],
-)
-def test_a_server_that_cannot_start_is_named(tmp_path, change, what):
-    spec = ServerSpec(**{"name": "a", "engine": "llama.cpp", "model": TINY, **change})
-    with pytest.raises(ValueError, match=what):
-        launcher.Fleet([spec], tmp_path)
+    ):
+        spec = ServerSpec(**{"name": "a", "engine": "llama.cpp", "model": TINY, **change})
+        with pytest.raises(ValueError, match=what):
+            launcher.Fleet([spec], tmp_path)
 
 
 def test_a_port_in_use_is_refused_and_a_silent_server_given_up(tmp_path):
@@ -139,9 +137,9 @@ def test_a_port_in_use_is_refused_and_a_silent_server_given_up(tmp_path):
 
 
 def test_models_of_one_shape_are_made_once(tmp_path):
-    path = make_model("llama.cpp", TINY, 64, tmp_path)
+    path = make_model(TINY, 64, tmp_path)
     stamp = path.stat().st_mtime_ns
-    assert make_model("llama.cpp", TINY, 64, tmp_path).stat().st_mtime_ns == stamp
+    assert make_model(TINY, 64, tmp_path).stat().st_mtime_ns == stamp
     assert parse_shape("random:8x384") == (8, 384)
     assert parse_shape("folder") is None
     for bad in ("random:0x64", "random:2x65", "random:2x32"):

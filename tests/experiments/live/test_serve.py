@@ -1,7 +1,6 @@
 """Simulated servers: protocol, times, hits, failures, and clients that hang up."""
 
 import asyncio
-import contextlib
 import json
 import re
 
@@ -34,10 +33,26 @@ def spec(name="a", **more):
     return ServerSpec(name, "simulated", **given)
 
 
-def run(scenario):
-    """Run a coroutine on the loop that the command uses."""
+@pytest.fixture(scope="module", autouse=True)
+def compiled():
+    """The engine is compiled before a server runs in real time."""
+    LiveEngine(load(PROFILE), max_num_seqs=8).work(0.0)
+
+
+def served(scenario, *specs, faults=(), speed=20.0, **more):
+    """What ``scenario(session, *servers)`` gives, before servers on the loop of the command."""
+
+    async def run():
+        fleet = SimulatedFleet(specs or [spec()], faults, speed=speed, **more)
+        async with fleet, new_session() as session:
+            return await scenario(session, *fleet.servers)
+
     with asyncio.Runner(loop_factory=new_loop) as runner:
-        return runner.run(asyncio.wait_for(scenario, 60.0))
+        return runner.run(run())
+
+
+def completions(server):
+    return f"{server.endpoint.url}/completions"
 
 
 async def metrics_of(session, server):
@@ -70,38 +85,30 @@ async def post(session, url, body):
 def test_the_openai_package_speaks_with_it():
     openai = pytest.importorskip("openai")
 
-    async def scenario():
-        async with SimulatedFleet([spec()], speed=20.0) as fleet:
-            url = fleet.endpoints[0].url
-            async with openai.AsyncOpenAI(base_url=url, api_key="secret") as client:
-                assert [model.id for model in (await client.models.list()).data] == ["llama"]
-                ask = {"model": "llama", "max_tokens": 12, "extra_body": {"ignore_eos": True}}
-                plain = await client.completions.create(prompt="Once", **ask)
-                chunks = [
-                    chunk
-                    async for chunk in await client.completions.create(
-                        prompt="Once", stream=True, stream_options={"include_usage": True}, **ask
-                    )
-                ]
-                talk = [{"role": "user", "content": STORY}]
-                chat = await client.chat.completions.create(messages=talk, **ask)
-                answer_text = chat.choices[0].message.content
-                talk += [{"role": "assistant", "content": answer_text}]
-                talk += [{"role": "user", "content": [{"type": "text", "text": "And then?"}]}]
-                deltas = [
-                    chunk
-                    async for chunk in await client.chat.completions.create(
-                        messages=talk, stream=True, **ask
-                    )
-                ]
-                with pytest.raises(openai.BadRequestError, match="maximum context length is 4096"):
-                    await client.completions.create(model="llama", prompt=STORY * 30)
-                with pytest.raises(openai.NotFoundError, match="`gpt` does not exist"):
-                    await client.completions.create(model="gpt", prompt="Once")
-                again = await client.chat.completions.create(messages=talk, **ask)
-            return plain, chunks, chat, deltas, again
+    async def scenario(_, server):
+        async with openai.AsyncOpenAI(base_url=server.endpoint.url, api_key="secret") as client:
+            assert [model.id for model in (await client.models.list()).data] == ["llama"]
+            ask = {"model": "llama", "max_tokens": 12, "extra_body": {"ignore_eos": True}}
+            plain = await client.completions.create(prompt="Once", **ask)
+            usage = {"include_usage": True}
+            stream = await client.completions.create(
+                prompt="Once", stream=True, stream_options=usage, **ask
+            )
+            chunks = [chunk async for chunk in stream]
+            talk = [{"role": "user", "content": STORY}]
+            chat = await client.chat.completions.create(messages=talk, **ask)
+            talk += [{"role": "assistant", "content": chat.choices[0].message.content}]
+            talk += [{"role": "user", "content": [{"type": "text", "text": "And then?"}]}]
+            stream = await client.chat.completions.create(messages=talk, stream=True, **ask)
+            deltas = [chunk async for chunk in stream]
+            with pytest.raises(openai.BadRequestError, match="maximum context length is 4096"):
+                await client.completions.create(model="llama", prompt=STORY * 30)
+            with pytest.raises(openai.NotFoundError, match="`gpt` does not exist"):
+                await client.completions.create(model="gpt", prompt="Once")
+            again = await client.chat.completions.create(messages=talk, **ask)
+        return plain, chunks, chat, deltas, again
 
-    plain, chunks, chat, deltas, again = run(scenario())
+    plain, chunks, chat, deltas, again = served(scenario)
     assert plain.object == "text_completion" and plain.choices[0].finish_reason == "length"
     assert (plain.usage.prompt_tokens, plain.usage.completion_tokens) == (1, 12)
     # The same prompt has the same answer, a token an event, and the usage comes last.
@@ -117,64 +124,44 @@ def test_the_openai_package_speaks_with_it():
     assert again.choices[0].message.content == "".join(c.choices[0].delta.content for c in deltas)
 
 
-@pytest.mark.parametrize(
-    ("body", "status", "word"),
-    [
-        (b"{", 400, "JSON"),
-        (b"[" * 50_000, 400, "nested"),
-        ([], 400, "object"),
-        ({}, 400, "prompt"),
-        ({"prompt": ""}, 400, "prompt"),
-        ({"prompt": [1, -1]}, 400, "prompt"),
-        ({"prompt": ["a", "b"]}, 400, "prompt"),
-        ({"prompt": "a", "max_tokens": 0}, 400, "max_tokens"),
-        ({"prompt": "a", "max_tokens": "9"}, 400, "max_tokens"),
-        ({"prompt": "a", "max_tokens": 10**30}, 400, "maximum context length"),
-        ({"prompt": [1] * 5000}, 400, "maximum context length"),
-        ({"prompt": "a", "min_tokens": 99}, 400, "min_tokens"),
-        ({"prompt": "a", "n": 2}, 400, "n must be 1"),
-        ({"prompt": "a", "stream": "yes"}, 400, "stream"),
-        ({"prompt": "a", "stream_options": {}, "echo": True}, 400, "echo"),
-        ({"prompt": "a", "stream_options": {"include_usage": True}}, 400, "stream_options"),
-        ({"prompt": "a", "model": "b"}, 404, "does not exist"),
-        ({"prompt": "a" * 70_000}, 413, "larger"),
-        ({"messages": []}, 400, "messages"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-            400,
-            "parts of text",
-        ),
-        ({"messages": ["hi"]}, 400, "role"),
-    ],
-)
-def test_a_bad_request_is_refused_in_openais_form(body, status, word, refusals):
-    found, answer_body = refusals(body)
-    error = answer_body["error"]
-    assert found == status and error["code"] == status and word in error["message"]
-    assert set(error) == {"message", "type", "param", "code"}
-
-
-@pytest.fixture(scope="module")
-def refusals():
-    """Ask one server that lives as long as the module's tests need it."""
-    with asyncio.Runner(loop_factory=new_loop) as runner:
-        stack = contextlib.AsyncExitStack()
-
-        async def begin():
-            fleet = SimulatedFleet([spec()], speed=20.0, body_bytes=65536)
-            await stack.enter_async_context(fleet)
-            return fleet, await stack.enter_async_context(new_session())
-
-        fleet, session = runner.run(begin())
-        url = fleet.endpoints[0].url
-
-        def ask(body):
+def test_a_bad_request_is_refused_in_openais_form():
+    async def scenario(session, server):
+        found = []
+        for body, *_ in REFUSED:
             chat = isinstance(body, dict) and "messages" in body
             page = "/chat/completions" if chat else "/completions"
-            return runner.run(post(session, url + page, body))
+            found.append(await post(session, server.endpoint.url + page, body))
+        return found
 
-        yield ask
-        runner.run(stack.aclose())
+    answers = served(scenario, body_bytes=65536)
+    for (_, status, word), (found, body) in zip(REFUSED, answers, strict=True):
+        error = body["error"]
+        assert found == status and error["code"] == status and word in error["message"]
+        assert set(error) == {"message", "type", "param", "code"}
+
+
+REFUSED = [
+    (b"{", 400, "JSON"),
+    (b"[" * 50_000, 400, "nested"),
+    ([], 400, "object"),
+    ({}, 400, "prompt"),
+    ({"prompt": ""}, 400, "prompt"),
+    ({"prompt": [1, -1]}, 400, "prompt"),
+    ({"prompt": ["a", "b"]}, 400, "prompt"),
+    ({"prompt": "a", "max_tokens": "9"}, 400, "max_tokens"),
+    ({"prompt": "a", "max_tokens": 10**30}, 400, "maximum context length"),
+    ({"prompt": [1] * 5000}, 400, "maximum context length"),
+    ({"prompt": "a", "min_tokens": 99}, 400, "min_tokens"),
+    ({"prompt": "a", "n": 2}, 400, "n must be 1"),
+    ({"prompt": "a", "stream": "yes"}, 400, "stream"),
+    ({"prompt": "a", "echo": True}, 400, "echo"),
+    ({"prompt": "a", "stream_options": {"include_usage": True}}, 400, "stream_options"),
+    ({"prompt": "a", "model": "b"}, 404, "does not exist"),
+    ({"prompt": "a" * 70_000}, 413, "larger"),
+    ({"messages": []}, 400, "messages"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "parts of text"),
+    ({"messages": ["hi"]}, 400, "role"),
+]
 
 
 def test_tokens_survive_the_way_to_the_client_and_back():
@@ -204,29 +191,24 @@ def test_answers_that_may_end_have_sharegpts_lengths():
 def test_requests_take_the_times_of_the_engine():
     """What a server does with requests is what the engine does with the same arrivals."""
 
-    async def scenario():
-        rng = np.random.default_rng(1)
-        async with SimulatedFleet([spec(slots=8)], speed=10.0) as fleet, new_session() as session:
-            server, taken = fleet.servers[0], []
-            submit = server.engine.submit
+    async def scenario(session, server):
+        rng, taken, asks = np.random.default_rng(1), [], []
+        submit = server.engine.submit
 
-            def spy(now, prompt, output):
-                taken.append((now, prompt, output))
-                return submit(now, prompt, output)
+        def spy(now, prompt, output):
+            taken.append((now, prompt, output))
+            return submit(now, prompt, output)
 
-            server.engine.submit = spy
-            asks = []
-            for _ in range(60):
-                words = STORY[: int(rng.integers(20, 600))]
-                body = completion_body("llama", words, int(rng.integers(2, 40)))
-                asks.append(
-                    asyncio.create_task(stream(session, f"{server.endpoint.url}/completions", body))
-                )
-                await asyncio.sleep(float(rng.exponential(0.004)))
-            replies = await asyncio.gather(*asks)
-            return replies, taken, list(server.recent), await metrics_of(session, server)
+        server.engine.submit = spy
+        for _ in range(40):
+            words = STORY[: int(rng.integers(20, 600))]
+            body = completion_body("llama", words, int(rng.integers(2, 40)))
+            asks.append(asyncio.create_task(stream(session, completions(server), body)))
+            await asyncio.sleep(float(rng.exponential(0.004)))
+        replies = await asyncio.gather(*asks)
+        return replies, taken, list(server.recent), await metrics_of(session, server)
 
-    replies, taken, served, counted = run(scenario())
+    replies, taken, kept, counted = served(scenario, spec(slots=8), speed=10.0)
     assert not [reply.error for reply in replies if reply.error]
     engine = LiveEngine(load(PROFILE), max_num_seqs=8, max_num_batched_tokens=2048)
     times, slots = {}, {}
@@ -241,170 +223,131 @@ def test_requests_take_the_times_of_the_engine():
         work(now)
         slots[engine.submit(now, prompt, output)] = now
     work(1e9)
-    for one in served:
+    for one in kept:
         assert len(times[one.arrived_s]) == one.count == one.output
         assert times[one.arrived_s][0] == one.first_s
         assert times[one.arrived_s][-1] == one.last_s
-    assert sum(one.hit for one in served) > 1000
-    assert max(reply.output_tokens for reply in replies) == max(one.count for one in served)
-    assert counted["vllm:generation_tokens_total"] == sum(one.count for one in served)
-    assert counted["vllm:prompt_tokens_total"] == sum(one.prompt for one in served)
-    assert counted["vllm:prefix_cache_hits_total"] == sum(one.hit for one in served)
-    assert counted["vllm:request_success_total:length"] == 60
-    assert counted["vllm:time_to_first_token_seconds_count"] == 60
+    assert sum(one.hit for one in kept) > 1000
+    assert max(reply.output_tokens for reply in replies) == max(one.count for one in kept)
+    assert counted["vllm:generation_tokens_total"] == sum(one.count for one in kept)
+    assert counted["vllm:prompt_tokens_total"] == sum(one.prompt for one in kept)
+    assert counted["vllm:prefix_cache_hits_total"] == sum(one.hit for one in kept)
+    assert counted["vllm:request_success_total:length"] == 40
+    assert counted["vllm:time_to_first_token_seconds_count"] == 40
     # In seconds of the wall, of which there are a tenth.
-    spent = sum(one.last_s - one.arrived_s for one in served)
+    spent = sum(one.last_s - one.arrived_s for one in kept)
     assert counted["vllm:e2e_request_latency_seconds_sum"] == pytest.approx(spent / 10.0)
     assert counted["vllm:num_requests_running"] == counted["vllm:kv_cache_usage_perc"] == 0.0
-
-
-def test_a_hundred_streams_run_at_a_time():
-    async def scenario():
-        specs = [spec("a", slots=128), spec("b", slots=128)]
-        async with SimulatedFleet(specs, speed=5.0) as fleet, new_session() as session:
-            body = completion_body("llama", STORY, 40)
-            asks = [
-                stream(session, f"{fleet.endpoints[k % 2].url}/completions", body)
-                for k in range(120)
-            ]
-            replies = await asyncio.gather(*asks)
-            return replies, [len(server.recent) for server in fleet.servers]
-
-    replies, served = run(scenario())
-    assert [reply.error for reply in replies if reply.error] == []
-    assert {reply.output_tokens for reply in replies} == {40} and served == [60, 60]
 
 
 # -- hang-ups and failures -----------------------------------------------------------------------
 
 
 def test_a_client_that_hangs_up_frees_its_place():
-    async def scenario():
-        async with SimulatedFleet([spec(slots=1)]) as fleet, new_session() as session:
-            server = fleet.servers[0]
-            url = f"{server.endpoint.url}/completions"
-            endless = {"prompt": STORY, "max_tokens": 3000, "ignore_eos": True}
-            asks = [
-                asyncio.create_task(post(session, url, endless)),
-                asyncio.create_task(stream(session, url, {**endless, "stream": True})),
-            ]
-            while server.engine.running + server.engine.waiting < 2:
-                await asyncio.sleep(0.01)
-            for ask in asks:
-                ask.cancel()
-            while server.engine.running + server.engine.waiting:
-                await asyncio.sleep(0.01)
-            after = await stream(session, url, completion_body("llama", STORY, 3))
-            return after, await metrics_of(session, server), server.engine.kv_usage
+    async def scenario(session, server):
+        url = completions(server)
+        endless = {"prompt": STORY, "max_tokens": 3000, "ignore_eos": True}
+        asks = [
+            asyncio.create_task(post(session, url, endless)),
+            asyncio.create_task(stream(session, url, {**endless, "stream": True})),
+        ]
+        while server.engine.running + server.engine.waiting < 2:
+            await asyncio.sleep(0.01)
+        for ask in asks:
+            ask.cancel()
+        while server.engine.running + server.engine.waiting:
+            await asyncio.sleep(0.01)
+        after = await stream(session, url, completion_body("llama", STORY, 3))
+        return after, await metrics_of(session, server), server.engine.kv_usage
 
-    after, counted, usage = run(scenario())
+    after, counted, usage = served(scenario, spec(slots=1), speed=1.0)
     assert after.error == "" and after.output_tokens == 3
     assert counted["vllm:request_success_total:abort"] == 2
     assert counted["vllm:request_success_total:length"] == 1 and usage == 0.0
 
 
-async def with_fault(fault, ask, speed=20.0):
-    """One server that fails so: what ``ask(session, server)`` gives."""
-    async with SimulatedFleet([spec()], [fault], speed=speed) as fleet:
-        async with new_session(5.0) as session:
-            return await ask(session, fleet.servers[0])
+@pytest.mark.parametrize(("kind", "status"), [("error", 503), ("cut", 200)])
+def test_errors_and_cuts_have_their_rates(kind, status):
+    fault = Fault(kind, rate=0.5, status=503)
 
-
-def test_errors_and_cuts_have_their_rates():
-    async def many(session, server):
+    async def scenario(session, server):
         body = completion_body("llama", "Once", 20)
-        url = f"{server.endpoint.url}/completions"
-        return [await stream(session, url, body) for _ in range(60)]
+        return [await stream(session, completions(server), body) for _ in range(30)]
 
-    found = run(with_fault(Fault("error", rate=0.5, status=503), many))
-    failed = [reply for reply in found if reply.error]
-    assert 15 < len(failed) < 45 and {reply.status for reply in failed} == {503}
-    found = run(with_fault(Fault("cut", rate=0.5), many))
-    broken = [reply for reply in found if reply.error]
-    assert 15 < len(broken) < 45 and {reply.status for reply in broken} == {200}
-    assert any(0 < len(reply.times) < 20 for reply in broken)
+    failed = [reply for reply in served(scenario, faults=[fault]) if reply.error]
+    assert 5 < len(failed) < 25 and {reply.status for reply in failed} == {status}
+    assert any(0 < len(reply.times) < 20 for reply in failed) == (kind == "cut")
 
 
 def test_a_stalled_answer_begins_and_never_goes_on():
-    async def ask(session, server):
-        url = f"{server.endpoint.url}/completions"
+    async def scenario(session, server):
+        url = completions(server)
         task = asyncio.create_task(stream(session, url, completion_body("llama", "Once", 2)))
         done, _ = await asyncio.wait([task], timeout=0.3)
         running = server.engine.running
         task.cancel()
         return len(done), running, (await session.get(url.replace("completions", "models"))).status
 
-    assert run(with_fault(Fault("stall"), ask)) == (0, 0, 200)
+    assert served(scenario, faults=[Fault("stall")]) == (0, 0, 200)
 
 
 def test_a_frozen_server_goes_on_where_it_stood():
-    async def ask(session, server):
-        url = f"{server.endpoint.url}/completions"
-        reply = await stream(session, url, completion_body("llama", "Once", 5))
-        return reply, server.now
+    async def scenario(session, server):
+        body = completion_body("llama", "Once", 5)
+        return await stream(session, completions(server), body), server.now
 
-    reply, now = run(with_fault(Fault("freeze", start_s=0.0, end_s=6.0), ask))
+    reply, now = served(scenario, faults=[Fault("freeze", start_s=0.0, end_s=6.0)])
     assert reply.error == "" and reply.output_tokens == 5 and now > 6.0
 
 
 async def begun(session, server, tokens):
     """A stream of which some tokens have come."""
-    url, some = f"{server.endpoint.url}/completions", asyncio.Event()
-    body = completion_body("llama", STORY, tokens)
-    task = asyncio.create_task(stream(session, url, body, on_token=some.set))
+    some, body = asyncio.Event(), completion_body("llama", STORY, tokens)
+    task = asyncio.create_task(stream(session, completions(server), body, on_token=some.set))
     await some.wait()
-    return url, task
+    return task
 
 
 def test_a_crash_breaks_connections_and_loses_the_cache():
-    async def scenario():
-        async with SimulatedFleet([spec()], speed=20.0) as fleet, new_session(5.0) as session:
-            server = fleet.servers[0]
-            url, task = await begun(session, server, 3900)
-            now = server.now
-            crash = asyncio.create_task(server.fail(Fault("crash", start_s=now, end_s=now + 10.0)))
-            reply = await task
-            refused = not await asyncio.to_thread(launcher.healthy, server.endpoint)
-            await crash
-            again = await stream(session, url, completion_body("llama", STORY, 2))
-            return reply, refused, again, server.recent[-1].hit, await metrics_of(session, server)
+    async def scenario(session, server):
+        task = await begun(session, server, 3900)
+        await server.fail(Fault("crash", start_s=server.now))
+        reply = await task
+        refused = not await asyncio.to_thread(launcher.healthy, server.endpoint)
+        await server.fail(Fault("refuse", start_s=0.0, end_s=server.now + 0.01))  # then it listens
+        again = await stream(session, completions(server), completion_body("llama", STORY, 2))
+        return reply, refused, again, server.recent[-1].hit, await metrics_of(session, server)
 
-    reply, refused, again, hit, counted = run(scenario())
+    reply, refused, again, hit, counted = served(scenario, speed=1.0)
     assert reply.error and 0 < len(reply.times) < 3900 and refused
     assert again.error == "" and hit == 0
     assert counted["vllm:request_success_total:error"] == 1
 
 
 def test_a_refusing_server_ends_what_it_has():
-    async def scenario():
-        async with SimulatedFleet([spec()], speed=20.0) as fleet, new_session(5.0) as session:
-            server = fleet.servers[0]
-            url, task = await begun(session, server, 1500)
-            await server.fail(Fault("refuse", start_s=server.now))
-            second = await stream(session, url, completion_body("llama", STORY, 2))
-            return await task, second
+    async def scenario(session, server):
+        task = await begun(session, server, 1500)
+        await server.fail(Fault("refuse", start_s=server.now))
+        second = await stream(session, completions(server), completion_body("llama", STORY, 2))
+        return await task, second
 
-    first, second = run(scenario())
+    first, second = served(scenario)
     assert first.error == "" and first.output_tokens == 1500
     assert second.status == 0 and "Connect" in second.error
 
 
 def test_a_flood_is_refused_and_not_queued_without_end():
-    async def scenario():
-        async with SimulatedFleet([spec(slots=2)]) as fleet, new_session() as session:
-            server = fleet.servers[0]
-            server.engine = LiveEngine(load(PROFILE), max_num_seqs=2, max_requests=3)
-            url = f"{server.endpoint.url}/completions"
-            body = {"prompt": STORY, "max_tokens": 30, "ignore_eos": True}
-            return await asyncio.gather(*(post(session, url, body) for _ in range(9)))
+    async def scenario(session, server):
+        server.engine = LiveEngine(load(PROFILE), max_num_seqs=2, max_requests=3)
+        body = {"prompt": STORY, "max_tokens": 30, "ignore_eos": True}
+        return await asyncio.gather(*(post(session, completions(server), body) for _ in range(9)))
 
-    statuses = sorted(status for status, _ in run(scenario()))
+    statuses = sorted(status for status, _ in served(scenario, spec(slots=2), speed=1.0))
     assert statuses[:3] == [200] * 3 and statuses[-1] == 503
 
 
-@pytest.mark.parametrize(
-    ("text", "word"),
-    [
+def test_a_failure_is_read_or_refused():
+    for text, word in (
         ("explode", "explode"),
         ("error,rate=2", "rate"),
         ("error,rate=x", "rate"),
@@ -413,11 +356,9 @@ def test_a_flood_is_refused_and_not_queued_without_end():
         ("crash,rate=.5", "rate"),
         ("crash,from=9,to=3", "from"),
         ("crash,server=z", "'z'"),
-    ],
-)
-def test_a_failure_that_cannot_be_read_is_refused(text, word):
-    with pytest.raises(ValueError, match=word):
-        parse_fault(text, ["a", "b"])
+    ):
+        with pytest.raises(ValueError, match=word):
+            parse_fault(text, ["a", "b"])
     assert parse_fault("error,server=b,from=1,to=2,rate=.5,status=429", ["a", "b"]) == Fault(
         "error", "b", 1.0, 2.0, 0.5, 429
     )
@@ -427,14 +368,14 @@ def test_a_failure_that_cannot_be_read_is_refused(text, word):
 
 
 def test_the_page_shows_servers_and_requests():
-    async def scenario():
-        specs = [spec("a"), spec("b")]
-        async with SimulatedFleet(specs, speed=20.0) as fleet, new_session() as session:
+    async def run():
+        fleet = SimulatedFleet([spec("a"), spec("b")], speed=20.0)
+        async with fleet, new_session() as session:
             page = Dashboard(fleet)
             address = await page.start("127.0.0.1", 0)
             body = completion_body("llama", STORY, 5)
             for _ in range(2):
-                await stream(session, f"{fleet.endpoints[1].url}/completions", body)
+                await stream(session, completions(fleet.servers[1]), body)
             async with session.get(address) as response:
                 html = await response.text()
             async with session.get(f"{address}events") as response:
@@ -442,29 +383,27 @@ def test_the_page_shows_servers_and_requests():
             await page.stop()
             return html, event
 
-    html, event = run(scenario())
+    html, event = asyncio.run(run())
     assert "EventSource" in html and "http://" not in html and "https://" not in html
     assert [one["total"] for one in event["servers"]] == [0, 2]
     assert [one["server"] for one in event["requests"]] == ["b", "b"]
     assert event["requests"][0]["hit"] > 0 and event["requests"][0]["met"]
 
 
-@pytest.mark.parametrize(
-    ("words", "word"),
-    [
+def test_a_bad_command_is_refused_before_anything_listens():
+    model = ["--card", "h100", "--model", "llama-3.1-8b"]
+    for words, word in (
         ([], "FLEET.toml"),
         (["--card", "h100"], "--model"),
-        (["--card", "h100", "--model", "llama-3.1-8b", "--replicas", "0"], "replicas"),
         (["--card", "h1000", "--model", "llama-3.1-8b"], "h1000"),
-        (["--card", "h100", "--model", "llama-3.1-8b", "--speed", "0"], "speed"),
-        (["--card", "h100", "--model", "llama-3.1-8b", "--context", "9999999"], "context"),
-        (["--card", "h100", "--model", "llama-3.1-8b", "--batched-tokens", "9"], "batched_tokens"),
-        (["--card", "h100", "--model", "llama-3.1-8b", "--slo-ttft", "-1", "--dashboard"], "slo"),
-    ],
-)
-def test_a_bad_command_is_refused_before_anything_listens(words, word):
-    with pytest.raises(ValueError, match=word):
-        command.main(words)
+        ([*model, "--replicas", "0"], "replicas"),
+        ([*model, "--speed", "0"], "speed"),
+        ([*model, "--context", "9999999"], "context"),
+        ([*model, "--batched-tokens", "9"], "batched_tokens"),
+        ([*model, "--slo-ttft", "-1", "--dashboard"], "slo"),
+    ):
+        with pytest.raises(ValueError, match=word):
+            command.main(words)
 
 
 def test_a_bad_fleet_is_refused_by_server_and_field(tmp_path):

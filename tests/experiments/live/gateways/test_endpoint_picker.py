@@ -13,16 +13,16 @@ pytest.importorskip("envoy_data_plane")
 grpc = pytest.importorskip("grpc")
 
 from servegym.baselines.registry import from_callable  # noqa: E402
-from servegym.experiments.evaluation.output import read_rows  # noqa: E402
 from servegym.experiments.live.gateway import GatewayRouter  # noqa: E402
+from servegym.experiments.live.gateways import endpoint_picker  # noqa: E402
 from servegym.experiments.live.gateways.endpoint_picker import (  # noqa: E402
     EndpointPicker,
     address,
     start,
 )
 from servegym.experiments.live.gateways.gate import Gate  # noqa: E402
-from servegym.experiments.studies.gateways.agreement import agreement  # noqa: E402
-from servegym.experiments.studies.gateways.envoy import BodyMode, Exchange  # noqa: E402
+
+from .envoy import BodyMode, Exchange  # noqa: E402
 
 ENDPOINTS = [f"10.0.0.{k}:8000" for k in range(1, 7)]
 BODY = json.dumps({"model": "llm", "prompt": "hello there", "max_tokens": 5}).encode()
@@ -33,15 +33,18 @@ def first(observation, mask):
     return 1 + mask[:, 1:].argmax(axis=1)
 
 
-@contextlib.asynccontextmanager
-async def picking(act=first, **more):
-    gate = Gate(GatewayRouter({}, from_callable(act, "mine"), budget_s=None))
-    server, port = await start(EndpointPicker(gate, ENDPOINTS, **more), "127.0.0.1", 0)
-    try:
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-            yield gate, channel
-    finally:
-        await server.stop(None)
+def picking(scenario, act=first):
+    """Run ``scenario(gate, channel)`` before a picker."""
+
+    async def run():
+        gate = Gate(GatewayRouter({}, from_callable(act, "mine"), budget_s=None))
+        server, port = await start(EndpointPicker(gate, ENDPOINTS), "127.0.0.1", 0)
+        async with contextlib.AsyncExitStack() as stack:
+            stack.push_async_callback(server.stop, None)
+            channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}")
+            await scenario(gate, await stack.enter_async_context(channel))
+
+    asyncio.run(run())
 
 
 def counts(gate):
@@ -49,201 +52,150 @@ def counts(gate):
     return made.finished, made.failed, gate.status()["in_flight"]
 
 
-async def until(condition):
-    for _ in range(500):
-        if condition():
-            return
+async def until(gate, wanted):
+    while counts(gate) != wanted:
         await asyncio.sleep(0.01)
-    raise AssertionError("it did not come about")
 
 
-def test_actions_are_those_of_the_environment():
-    fleet = {"rate": 9.0, "episode_requests": 120}
-    equal, _, gate = asyncio.run(agreement("endpoint-picker-streamed", "priced_greedy", fleet))
-    assert np.mean(equal) == 1.0
-    assert gate.router.counters.decisions == 120
-
-
-@pytest.mark.parametrize("mode", ["FULL_DUPLEX_STREAMED", "BUFFERED", "STREAMED"])
-@pytest.mark.parametrize("trailers", [False, True])
+@pytest.mark.parametrize(
+    ("mode", "trailers"),
+    [
+        ("FULL_DUPLEX_STREAMED", False),
+        ("FULL_DUPLEX_STREAMED", True),
+        ("BUFFERED", True),
+        ("STREAMED", False),
+    ],
+)
 def test_one_request_from_its_headers_to_its_end(mode, trailers):
-    async def run():
-        async with picking() as (gate, channel):
-            exchange = Exchange(channel, BodyMode[mode])
-            asked = trailers and mode == "FULL_DUPLEX_STREAMED"
-            picked = await exchange.ask(BODY, trailers=asked, pieces=3 if "STREAM" in mode else 1)
-            assert picked.endpoints == ENDPOINTS
-            listed = ",".join(ENDPOINTS)
-            assert picked.metadata == {"envoy.lb": {"x-gateway-destination-endpoint": listed}}
-            if mode == "FULL_DUPLEX_STREAMED":
-                assert picked.body == BODY
-            assert gate.router.load().tolist() == [1, 0, 0, 0, 0, 0]
-            await exchange.status()
-            for part in (TOKEN[:9], TOKEN[9:] + TOKEN, TOKEN):
-                sent = await exchange.part(part)
-                assert sent == (part if mode == "FULL_DUPLEX_STREAMED" else None)
-            assert gate.last.tokens == 3
-            assert counts(gate) == (0, 0, 1)
-            if trailers:
-                await exchange.trailers()
-            else:
-                await exchange.part(b"", last=True)
-            assert counts(gate) == (1, 0, 0)
-            await exchange.close()
-            assert counts(gate) == (1, 0, 0)
+    async def scenario(gate, channel):
+        exchange = Exchange(channel, BodyMode[mode])
+        asked = trailers and mode == "FULL_DUPLEX_STREAMED"
+        picked = await exchange.ask(BODY, trailers=asked, pieces=3 if "STREAM" in mode else 1)
+        assert picked.endpoints == ENDPOINTS
+        listed = ",".join(ENDPOINTS)
+        assert picked.metadata == {"envoy.lb": {"x-gateway-destination-endpoint": listed}}
+        if mode == "FULL_DUPLEX_STREAMED":
+            assert picked.body == BODY
+        assert gate.router.load().tolist() == [1, 0, 0, 0, 0, 0]
+        await exchange.status()
+        for part in (TOKEN[:9], TOKEN[9:] + TOKEN, TOKEN):
+            sent = await exchange.part(part)
+            assert sent == (part if mode == "FULL_DUPLEX_STREAMED" else None)
+        assert gate.router.queues()[0][0][0].generated == 3
+        assert counts(gate) == (0, 0, 1)
+        if trailers:
+            await exchange.trailers()
+        else:
+            await exchange.part(b"", last=True)
+        assert counts(gate) == (1, 0, 0)
+        await exchange.close()
+        assert counts(gate) == (1, 0, 0)
 
-    asyncio.run(run())
+    picking(scenario)
 
 
-def test_a_long_body_comes_back_whole_in_pieces_that_envoy_takes():
-    async def run():
-        async with picking() as (_, channel):
-            body = json.dumps({"prompt": "x" * 200_001}).encode()
-            picked = await Exchange(channel).ask(body, pieces=4)
-            assert picked.body == body
+def test_bodies_that_are_long_without_end_hidden_or_missing(monkeypatch):
+    monkeypatch.setattr(endpoint_picker, "MAX_BODY_BYTES", 300_000)
 
-    asyncio.run(run())
+    async def scenario(gate, channel):
+        exchange = Exchange(channel, BodyMode.NONE)  # the gateway does not show bodies
+        assert (await exchange.ask(b"{}")).endpoints == ENDPOINTS
+        await exchange.status()
+        await exchange.close()
+        await until(gate, (1, 0, 0))
+        body = json.dumps({"prompt": "x" * 200_001}).encode()
+        exchange = Exchange(channel)
+        assert (await exchange.ask(body, pieces=4)).body == body  # in pieces that Envoy takes
+        assert (await Exchange(channel).ask(2 * body, pieces=2)).status == 413
+        # Such as a list of models: to the least load, and not counted.
+        assert (await Exchange(channel).ask(b"")).endpoints[0] == ENDPOINTS[1]
+        assert gate.router.counters.decisions == 2
+
+    picking(scenario)
 
 
 def test_a_drop_is_429_with_retry_after():
-    async def run():
-        async with picking(lambda seen, mask: np.zeros(len(mask), np.int64)) as (gate, channel):
-            picked = await Exchange(channel).ask(BODY)
-            assert (picked.status, picked.endpoints) == (429, [])
-            assert picked.headers["retry-after"] == "1"
-            assert json.loads(picked.body)["error"]["code"] == 429
-            assert counts(gate) == (0, 0, 0) and gate.router.counters.drops == 1
+    async def scenario(gate, channel):
+        picked = await Exchange(channel).ask(BODY)
+        assert (picked.status, picked.endpoints) == (429, [])
+        assert picked.headers["retry-after"] == "1"
+        assert json.loads(picked.body)["error"]["code"] == 429
+        assert counts(gate) == (0, 0, 0) and gate.router.counters.drops == 1
 
-    asyncio.run(run())
+    picking(scenario, lambda seen, mask: np.zeros(len(mask), np.int64))
 
 
 def test_only_endpoints_of_the_subset_are_chosen():
-    async def run():
-        async with picking() as (gate, channel):
-            subset = [ENDPOINTS[4], ENDPOINTS[2]]
-            assert (await Exchange(channel).ask(BODY, subset=subset)).endpoints == subset[::-1]
-            listed = ",".join(subset)
-            assert (await Exchange(channel).ask(BODY, subset=listed)).endpoints[0] == subset[1]
-            for nothing in ([], ["10.9.9.9:1"]):
-                assert (await Exchange(channel).ask(BODY, subset=nothing)).status == 503
-            gate.router.set_up(2, up=False)
-            assert (await Exchange(channel).ask(BODY, subset=subset)).endpoints[0] == subset[0]
+    async def scenario(gate, channel):
+        subset = [ENDPOINTS[4], ENDPOINTS[2]]
+        assert (await Exchange(channel).ask(BODY, subset=subset)).endpoints == subset[::-1]
+        listed = ",".join(subset)
+        assert (await Exchange(channel).ask(BODY, subset=listed)).endpoints[0] == subset[1]
+        for nothing in ([], ["10.9.9.9:1"]):
+            assert (await Exchange(channel).ask(BODY, subset=nothing)).status == 503
+        gate.enter({}, allowed=[k == 2 for k in range(6)]).failed()  # left alone for a while
+        assert (await Exchange(channel).ask(BODY, subset=subset)).endpoints[0] == subset[0]
 
-    asyncio.run(run())
-
-
-def test_a_request_without_a_body_goes_to_the_least_load_and_is_not_counted():
-    async def run():
-        async with picking() as (gate, channel):
-            await Exchange(channel).ask(BODY)
-            assert (await Exchange(channel).ask(b"")).endpoints[0] == ENDPOINTS[1]
-            assert gate.router.counters.decisions == 1
-
-    asyncio.run(run())
+    picking(scenario)
 
 
 @pytest.mark.parametrize("body", [b"no json", b"[1, 2]", b'{"messages": 7, "max_tokens": "x"}'])
 def test_what_is_no_request_is_left_to_the_server(body):
-    async def run():
-        async with picking() as (gate, channel):
-            exchange = Exchange(channel)
-            assert (await exchange.ask(body)).endpoints[0] == ENDPOINTS[0]
-            await exchange.status(400, kind="application/json")
-            assert counts(gate) == (0, 1, 0)
-            assert gate.status()["server_failures"] == 0
+    async def scenario(gate, channel):
+        exchange = Exchange(channel)
+        assert (await exchange.ask(body)).endpoints[0] == ENDPOINTS[0]
+        await exchange.status(400, kind="application/json")
+        assert counts(gate) == (0, 1, 0)
+        assert gate.status()["server_failures"] == 0
 
-    asyncio.run(run())
-
-
-def test_a_body_without_end_is_refused():
-    async def run():
-        async with picking(max_body_bytes=1000) as (gate, channel):
-            assert (await Exchange(channel).ask(b"x" * 1200, pieces=2)).status == 413
-            assert gate.router.counters.decisions == 0
-
-    asyncio.run(run())
+    picking(scenario)
 
 
 def test_failures_of_servers_and_clients_that_leave():
-    async def run():
-        async with picking() as (gate, channel):
-            exchange = Exchange(channel)
-            await exchange.ask(BODY)
-            await exchange.status(503)
-            await exchange.part(b"upstream connect error", last=True)
-            assert counts(gate) == (0, 1, 0)
-            exchange = Exchange(channel)  # the first is left alone now
-            assert (await exchange.ask(BODY)).endpoints[0] == ENDPOINTS[1]
-            await exchange.status()
-            await exchange.part(TOKEN)
-            exchange.cancel()
-            await until(lambda: counts(gate) == (0, 2, 0))
-            exchange = Exchange(channel)
-            await exchange.ask(BODY)
-            await exchange.close()
-            await until(lambda: counts(gate) == (0, 3, 0))
-            exchange = Exchange(channel)
-            await exchange.ask(BODY)
-            await exchange.status()  # and nothing of its body
-            exchange.cancel()
-            await until(lambda: counts(gate) == (0, 4, 0))
-            assert gate.status()["server_failures"] == 1
+    async def scenario(gate, channel):
+        exchange = Exchange(channel)
+        await exchange.ask(BODY)
+        await exchange.status(503)
+        await exchange.part(b"upstream connect error", last=True)
+        assert counts(gate) == (0, 1, 0)
+        exchange = Exchange(channel)  # the first is left alone now
+        assert (await exchange.ask(BODY)).endpoints[0] == ENDPOINTS[1]
+        await exchange.status()
+        await exchange.part(TOKEN)
+        exchange.call.cancel()
+        await until(gate, (0, 2, 0))
+        exchange = Exchange(channel)
+        await exchange.ask(BODY)
+        await exchange.close()
+        await until(gate, (0, 3, 0))
+        assert gate.status()["server_failures"] == 1
 
-    asyncio.run(run())
+    picking(scenario)
 
 
 def test_the_endpoint_that_served_is_the_one_that_counts():
-    async def run():
-        async with picking() as (gate, channel):
-            exchange = Exchange(channel)
-            await exchange.ask(BODY)
-            await exchange.status(served=ENDPOINTS[3])
-            assert gate.router.load().tolist() == [0, 0, 0, 1, 0, 0]
-            await exchange.part(b'{"usage": {}}', last=True)
-            assert counts(gate) == (1, 0, 0)
-            assert gate.status()["server_failures"] == 1
+    async def scenario(gate, channel):
+        exchange = Exchange(channel)
+        await exchange.ask(BODY)
+        await exchange.status(served=ENDPOINTS[3])
+        assert gate.router.load().tolist() == [0, 0, 0, 1, 0, 0]
+        await exchange.part(b'{"usage": {}}', last=True)
+        assert counts(gate) == (1, 0, 0)
+        assert gate.status()["server_failures"] == 1
 
-    asyncio.run(run())
-
-
-def test_a_gateway_that_does_not_show_bodies():
-    async def run():
-        async with picking() as (gate, channel):
-            exchange = Exchange(channel, BodyMode.NONE)
-            assert (await exchange.ask(b"{}")).endpoints == ENDPOINTS
-            assert counts(gate) == (0, 0, 1)
-            await exchange.status()
-            await exchange.close()
-            await until(lambda: counts(gate) == (1, 0, 0))
-
-    asyncio.run(run())
+    picking(scenario)
 
 
 def test_health_and_addresses():
-    async def run():
-        async with picking() as (_, channel):
-            check = channel.unary_unary("/grpc.health.v1.Health/Check")
-            assert await check(b"") == b"\x08\x01"
+    async def scenario(gate, channel):
+        check = channel.unary_unary("/grpc.health.v1.Health/Check")
+        assert await check(b"") == b"\x08\x01"
+        for wrong in (ENDPOINTS[:2], ENDPOINTS[:1] * 6):
+            with pytest.raises(ValueError, match="6 experts"):
+                EndpointPicker(gate, wrong)
 
-    asyncio.run(run())
+    picking(scenario)
     assert address("http://127.0.0.1:8001/v1") == "127.0.0.1:8001"
     assert address("http://[::1]:8001/v1") == "[::1]:8001"
     with pytest.raises(ValueError, match="'nothing' has no host"):
         address("nothing")
-    gate = Gate(GatewayRouter({}, from_callable(first, "mine"), budget_s=None))
-    with pytest.raises(ValueError, match="6 experts"):
-        EndpointPicker(gate, ENDPOINTS[:2])
-    with pytest.raises(ValueError, match="6 experts"):
-        EndpointPicker(gate, ENDPOINTS[:1] * 6)
-
-
-def test_the_table_of_agreement(tmp_path):
-    from servegym.experiments.studies.gateways import agreement as made
-
-    words = ["--policy", "priced_greedy", "--episodes", "1", "--requests", "60"]
-    assert made.main([*words, "--out", str(tmp_path)]) == 0
-    rows = read_rows(tmp_path / "plugins.csv")
-    assert [row["engines_tell"] for row in rows] == [True, False]
-    assert rows[0]["equal"] == 1.0 and rows[0]["decisions"] == 60
-    assert made.main([*words, "--kind", "direct", "--out", str(tmp_path)]) == 0
-    assert len(read_rows(tmp_path / "plugins.csv")) == 2

@@ -1,4 +1,4 @@
-"""What Envoy says to an Endpoint Picker about one request, for tests and measurements."""
+"""What Envoy says to an Endpoint Picker about one request."""
 
 from __future__ import annotations
 
@@ -26,20 +26,10 @@ from servegym.experiments.live.gateways.endpoint_picker import (
     SUBSET,
 )
 
-__all__ = ["BodyMode", "Exchange", "Picked"]
-
 
 @dataclass
 class Picked:
-    """What the picker has answered.
-
-    Attributes:
-        endpoints: The chosen endpoint and those to try after it; empty if refused.
-        status: 200, or the status of the refusal.
-        headers: Headers that it sets.
-        body: Of the refusal, or in full duplex the request's, sent back.
-        metadata: Dynamic metadata.
-    """
+    """What the picker has answered; in full duplex the body is the request's, sent back."""
 
     endpoints: list[str] = field(default_factory=list)
     status: int = 200
@@ -60,56 +50,49 @@ def _metadata(space: str, key: str, value: Any) -> Metadata | None:
 
 
 class Exchange:
-    """One request of a client at the gateway, a stream of gRPC.
-
-    Args:
-        channel: Of ``grpc.aio``.
-        mode: How bodies are sent.
-    """
+    """One request of a client at the gateway, a stream of gRPC."""
 
     def __init__(self, channel: Any, mode: BodyMode = BodyMode.FULL_DUPLEX_STREAMED) -> None:
-        self._mode = mode
-        self._call = channel.stream_stream(
+        self.mode = mode
+        self.call = channel.stream_stream(
             f"/{SERVICE}/Process",
             request_serializer=bytes,
             response_deserializer=ProcessingResponse.parse,
         )()
 
-    async def _say(self, **parts: Any) -> None:
-        await self._call.write(ProcessingRequest(**parts))
+    async def say(self, **parts: Any) -> None:
+        await self.call.write(ProcessingRequest(**parts))
 
-    async def _hear(self) -> ProcessingResponse:
-        found = await self._call.read()
-        if not isinstance(found, ProcessingResponse):
-            raise ConnectionError("the picker has ended the stream")
-        return found
+    async def told(self, **parts: Any) -> ProcessingResponse:
+        """Say something, and hear the answer."""
+        await self.say(**parts)
+        return await self.call.read()
 
     async def ask(
         self, body: bytes, *, subset: Any = None, trailers: bool = False, pieces: int = 1
     ) -> Picked:
         """Send headers and body of a request and take what the picker says until its end."""
-        duplex = self._mode == BodyMode.FULL_DUPLEX_STREAMED
+        duplex = self.mode == BodyMode.FULL_DUPLEX_STREAMED
         headers = _map({":method": "POST", "content-type": "application/json"})
         headers.end_of_stream = not body
         picked = Picked()
-        protocol = ProtocolConfiguration(
-            request_body_mode=self._mode, response_body_mode=self._mode
-        )
-        await self._say(
+        protocol = ProtocolConfiguration(request_body_mode=self.mode, response_body_mode=self.mode)
+        await self.say(
             request_headers=headers,
             protocol_config=protocol,
             metadata_context=_metadata(SUBSET, f"{DESTINATION}-subset", subset),
         )
         if not body or not duplex:
-            if self._take(picked, await self._hear()) or not body or self._mode == BodyMode.NONE:
+            ended = self._take(picked, await self.call.read())
+            if ended or not body or self.mode == BodyMode.NONE:
                 return picked
         size = -(-len(body) // pieces)
         for k in range(0, len(body), size):
             last = k + size >= len(body) and not trailers
-            await self._say(request_body=HttpBody(body=body[k : k + size], end_of_stream=last))
+            await self.say(request_body=HttpBody(body=body[k : k + size], end_of_stream=last))
         if trailers:
-            await self._say(request_trailers=HttpTrailers())
-        while not self._take(picked, await self._hear()):
+            await self.say(request_trailers=HttpTrailers())
+        while not self._take(picked, await self.call.read()):
             if picked.endpoints and (not duplex or len(picked.body) >= len(body)) and not trailers:
                 break
         return picked
@@ -118,22 +101,16 @@ class Exchange:
         """Whether nothing follows."""
         refused = response.immediate_response
         if refused is not None:
-            picked.status = int(refused.status.code) if refused.status is not None else 200
-            picked.body, picked.endpoints = refused.body, []
+            picked.status, picked.body = int(refused.status.code), refused.body
             mutation = refused.headers
         else:
             part = response.request_headers or response.request_body
             common = part.response if part is not None else None
             mutation = common.header_mutation if common is not None else None
-            streamed = (
-                common.body_mutation.streamed_response
-                if common is not None and common.body_mutation is not None
-                else None
-            )
-            picked.body += streamed.body if streamed is not None else b""
+            if common is not None and common.body_mutation is not None:
+                picked.body += common.body_mutation.streamed_response.body
         for one in mutation.set_headers if mutation is not None else ():
-            if one.header is not None:
-                picked.headers[one.header.key] = one.header.raw_value.decode()
+            picked.headers[one.header.key] = one.header.raw_value.decode()
         if response.dynamic_metadata is not None:
             picked.metadata = response.dynamic_metadata.to_dict()
         if refused is None and DESTINATION in picked.headers:
@@ -144,32 +121,24 @@ class Exchange:
         self, status: int = 200, *, kind: str = "text/event-stream", served: str | None = None
     ) -> None:
         """The headers of the answer."""
-        await self._say(
+        found = await self.told(
             response_headers=_map({":status": str(status), "content-type": kind}),
             metadata_context=_metadata(NAMESPACE, f"{DESTINATION}-served", served),
         )
-        assert (await self._hear()).response_headers is not None
+        assert found.response_headers is not None
 
     async def part(self, data: bytes, *, last: bool = False) -> bytes | None:
         """A piece of the answer's body; what the picker sends back of it in full duplex."""
-        await self._say(response_body=HttpBody(body=data, end_of_stream=last))
-        found = (await self._hear()).response_body
-        assert found is not None
-        mutation = found.response.body_mutation if found.response is not None else None
-        sent = mutation.streamed_response if mutation is not None else None
-        return None if sent is None else sent.body
+        found = await self.told(response_body=HttpBody(body=data, end_of_stream=last))
+        common = found.response_body.response
+        return None if common is None else common.body_mutation.streamed_response.body
 
     async def trailers(self) -> None:
         """The answer's trailers."""
-        await self._say(response_trailers=HttpTrailers())
-        assert (await self._hear()).response_trailers is not None
+        assert (await self.told(response_trailers=HttpTrailers())).response_trailers is not None
 
     async def close(self) -> None:
         """The gateway ends the stream, since nothing follows."""
-        await self._call.done_writing()
-        while isinstance(await self._call.read(), ProcessingResponse):
+        await self.call.done_writing()
+        while isinstance(await self.call.read(), ProcessingResponse):
             pass
-
-    def cancel(self) -> None:
-        """The gateway breaks the stream off, since its client has hung up."""
-        self._call.cancel()

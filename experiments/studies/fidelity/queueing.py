@@ -1,18 +1,29 @@
-"""The engine as a textbook queue, against the closed forms of M/M/1, M/D/1, M/G/1-PS and M/M/k."""
+"""The engine as a textbook queue, against the closed forms of M/M/1, M/D/1, M/G/1-PS and M/M/k.
+
+    python -m servegym.experiments.studies.fidelity.queueing
+
+It writes the table ``queueing``: mean times in the system, in mean service times.
+"""
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from servegym.experiments.fidelity.profiles import linear_profile
-from servegym.hardware_profiles import load
+from servegym._command_line import run_main
+from servegym.experiments.evaluation.tables import provenance, write_result
+from servegym.hardware_profiles import Profile, load
 
-__all__ = ["batch_means", "erlang_c", "queueing"]
+__all__ = ["batch_means", "erlang_c", "main", "queueing"]
+
+MODULE = "servegym.experiments.studies.fidelity.queueing"
+OUT = Path("experiments", "results", "fidelity", "queueing")
 
 
 def erlang_c(servers: int, load: float) -> float:
@@ -80,6 +91,15 @@ _QUEUES = {
 }
 
 
+def _server(law: dict[str, float]) -> Profile:
+    """A profile whose iterations take the times of a textbook server, whatever their size."""
+    data = load("paper-linear-01").to_dict()
+    data["domain"] = dict.fromkeys(data["domain"], 10**9)
+    zero = ("base_s", "prefill_s_per_token", "decode_s_per_sequence", "decode_s_per_context_token")
+    data["law"] = {"kind": "linear", **dict.fromkeys(zero, 0.0), **law}
+    return Profile.from_dict(data, "textbook")
+
+
 def queueing(
     requests: int = 400_000,
     loads: Sequence[float] = (0.3, 0.6, 0.9),
@@ -116,7 +136,7 @@ def queueing(
         raise ValueError(f"repeats is {repeats}; it must be at least 1")
     rows = []
     for name, queue in _QUEUES.items():
-        profile = linear_profile(load("paper-linear-01"), **queue.law)
+        profile = _server(queue.law)
         # Processor sharing runs under Orca, whose prefill emits the first token at once.
         shared = queue.law is _SHARED
         for load_factor in loads:
@@ -150,3 +170,22 @@ def queueing(
                 }
             )
     return rows
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print and write the table. Returns 0."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--out", type=Path, default=OUT, help=f"the table ({OUT})")
+    options = parser.parse_args(arguments)
+    rows = queueing()
+    for row in rows:
+        print(
+            f"{row['queue']:<9} {row['utilisation']:g}: {row['closed_form']:.4f}, simulated "
+            f"{row['simulated']:.4f}, {100 * row['difference']:+.2f} %"
+        )
+    write_result(options.out, rows, provenance("python -m " + MODULE))
+    return 0
+
+
+if __name__ == "__main__":
+    run_main(main)
