@@ -188,7 +188,7 @@ class BatchVectorEnv(VectorEnv):
         else:
             live = self._all
             ended, observation, mask = self._step_all(actions)
-        rewards = batch.out[:, 0].copy()
+        rewards = batch.out[:, 0] + 0.0  # as the sum of a single environment, never a minus zero
         for column in range(1, batch.out.shape[1] - 1):
             rewards += batch.out[:, column]
         terminations = batch.out[:, -1] != 0.0
