@@ -1,8 +1,5 @@
 """Unmodified agents and wrappers of others work on the environments as they are."""
 
-import subprocess
-import sys
-
 import gymnasium as gym
 import numpy as np
 import pytest
@@ -56,6 +53,7 @@ def test_ppo_learns_2000_steps(sb3):
     assert np.isfinite(after).all() and not np.array_equal(before, after)
 
 
+@pytest.mark.slow
 def test_dqn_learns_2000_steps(sb3):
     model = sb3.DQN(
         "MlpPolicy",
@@ -134,84 +132,36 @@ def test_maskable_ppo_finds_the_masks_itself(sb3):
     assert get_action_masks(envs).shape == (2, 4)
 
 
-def test_the_action_masker_wrapper_gives_the_same_masks(sb3):
-    pytest.importorskip("sb3_contrib")
-    from sb3_contrib.common.wrappers import ActionMasker
-
-    bare = gym.make(FLAT, **SHORT, waiting_capacity=1)
-    env = ActionMasker(bare, lambda env: env.unwrapped.action_masks())
-    _, info = env.reset(seed=0)
-    for _ in range(50):
-        np.testing.assert_array_equal(env.action_masks(), info["action_mask"].astype(bool))
-        info = env.step(1)[4]
-
-
 # ----------------------------------------------------------------------------- Gymnasium wrappers
 
 
-@pytest.mark.parametrize("env_id", ROUTING_IDS)
-def test_gymnasium_wrappers(env_id):
-    env = wrappers.RecordEpisodeStatistics(gym.make(env_id, **SHORT))
+def test_gymnasium_wrappers():
+    env = wrappers.RecordEpisodeStatistics(gym.make(GRAPH, **SHORT))
     env.reset(seed=0)
     total, ended = 0.0, False
     while not ended:
         _, reward, ended, _, info = env.step(env.action_space.sample())
         total += reward
-    assert info["episode"]["l"] == 100
+    assert info["episode"]["l"] == 100 and "episode_kpis" in info
     assert info["episode"]["r"] == pytest.approx(total, abs=1e-5)
-    assert "episode_kpis" in info
 
-    env = wrappers.FlattenObservation(gym.make(env_id, **SHORT))
-    observation, _ = env.reset(seed=0)
-    assert observation.ndim == 1 and env.observation_space.contains(observation)
-
-    env = wrappers.TimeLimit(gym.make(env_id, **SHORT), max_episode_steps=7)
-    env.reset(seed=0)
-    assert [env.step(1)[2:4] for _ in range(7)] == [(False, False)] * 6 + [(False, True)]
-
-    flat = wrappers.NormalizeObservation(wrappers.FlattenObservation(gym.make(env_id, **SHORT)))
+    flat = wrappers.NormalizeObservation(wrappers.FlattenObservation(gym.make(GRAPH, **SHORT)))
     flat = wrappers.NormalizeReward(flat)
-    flat.reset(seed=0)
+    observation, _ = flat.reset(seed=0)
+    assert observation.ndim == 1
     for _ in range(50):
         observation, reward, *_ = flat.step(1)
         assert np.isfinite(observation).all() and np.isfinite(reward)
 
 
-@pytest.mark.parametrize("env_id", ROUTING_IDS)
-def test_gymnasium_vector_wrappers(env_id):
-    envs = gym.make_vec(env_id, num_envs=3, **SHORT)
-    envs = wrappers.vector.RecordEpisodeStatistics(envs)
+def test_gymnasium_vector_wrappers():
+    envs = wrappers.vector.RecordEpisodeStatistics(gym.make_vec(FLAT, num_envs=3, **SHORT))
+    envs = wrappers.vector.NormalizeObservation(envs)
     envs.reset(seed=0)
     total = np.zeros(3)
     for _ in range(100):
-        _, rewards, terminated, _, info = envs.step(np.array([0, 1, 2]))
+        seen, rewards, terminated, _, info = envs.step(np.array([0, 1, 2]))
+        assert np.isfinite(seen).all()
         total += rewards
     assert terminated.all() and info["episode"]["l"].tolist() == [100] * 3
     np.testing.assert_allclose(info["episode"]["r"], total, atol=1e-4)
-    if env_id != GRAPH:
-        envs = wrappers.vector.NormalizeObservation(gym.make_vec(env_id, num_envs=3, **SHORT))
-        envs.reset(seed=0)
-        for _ in range(20):
-            assert np.isfinite(envs.step(np.array([1, 2, 3]))[0]).all()
-    others = gym.make_vec(env_id, num_envs=2, vectorization_mode="async", **SHORT)
-    native = gym.make_vec(env_id, num_envs=2, **SHORT)
-    try:
-        others.reset(seed=0)
-        native.reset(seed=0)
-        for _ in range(20):
-            one, two = others.step(np.array([1, 2])), native.step(np.array([1, 2]))
-            np.testing.assert_array_equal(one[1], two[1])
-            np.testing.assert_array_equal(one[4]["action_mask"], two[4]["action_mask"])
-    finally:
-        others.close()
-
-
-def test_importing_the_package_loads_no_engine():
-    code = (
-        "import sys, servegym; "
-        "print([m for m in ('numba', 'torch', 'matplotlib', 'scipy') if m in sys.modules])"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
-    )
-    assert done.stdout.strip() == "[]"
