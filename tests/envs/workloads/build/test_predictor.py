@@ -1,7 +1,6 @@
 """The score and length predictor, trained with a tiny encoder of random weights."""
 
 import csv
-import sys
 
 import numpy as np
 import pytest
@@ -108,6 +107,7 @@ def setting(tmp_path, monkeypatch):
     return catalog, args
 
 
+@pytest.mark.slow
 def test_what_can_be_learned_is_learned_and_written(setting, capsys):
     catalog, args = setting
     rows = tp.train(args)
@@ -201,6 +201,7 @@ def test_prompts_that_nearly_repeat_others_are_found():
     assert found.tolist() == [1, 2, 5]
 
 
+@pytest.mark.slow
 def test_the_probe_learns_from_a_language_models_states(setting, tmp_path):
     catalog, args = setting
     folder = tmp_path / "model"
@@ -238,31 +239,3 @@ def test_measures_of_a_small_case():
     values = tp.table_values([probabilities, -probabilities], [centres, centres])
     assert values["score"].tolist() == [pytest.approx([0.6, 0.35])]
     assert values["length"].tolist() == [[0.0, 0.0]]
-
-
-def test_bad_arguments_are_refused(setting, tmp_path):
-    catalog, args = setting
-    for change, word in (
-        ({"prompts": tmp_path / "none.csv"}, "is not a file"),
-        ({"folds": 1}, "folds=1"),
-        ({"epochs": 0}, "epochs=0"),
-        ({"trained_layers": 4}, "trained_layers=4"),
-        ({"out": tmp_path / "table.txt"}, "npz"),
-    ):
-        with pytest.raises(ValueError, match=word):
-            tp.train(tp.Args(**{**vars(args), **change}))
-    other = tmp_path / "other.csv"
-    other.write_text("id,instruction\n7,red\n")
-    with pytest.raises(ValueError, match="no column 'prompt_id'"):
-        tp.read_texts(other, catalog)
-    short = tmp_path / "short.csv"
-    short.write_text("prompt_id,instruction\n7,red\n")
-    with pytest.raises(ValueError, match="lacks 79 prompts"):
-        tp.read_texts(short, catalog)
-
-
-def test_a_missing_library_is_named(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ModuleNotFoundError, match="predict") as caught:
-        tp.train(tp.Args(prompts=tmp_path / "prompts.csv"))
-    assert caught.value.name == "transformers"
