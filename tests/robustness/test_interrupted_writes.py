@@ -18,11 +18,9 @@ import numpy as np
 import pytest
 
 from servegym import _files
-from servegym.baselines.serverless_moe.prediction.similar_prompts import SimilarPromptsSearch
 from servegym.envs.workloads import load_catalog
 from servegym.envs.workloads.predictions import write_table
-from servegym.experiments.evaluation.output import read_rows, write_csv, write_json
-from servegym.hardware_profiles import load, schema
+from servegym.experiments.evaluation.output import read_rows, write_csv
 
 ROWS = 3000
 
@@ -59,12 +57,6 @@ def _read_table(path: Path) -> int:
         return _one(archive["score"] * 64)
 
 
-def _tree(path: Path, version: int) -> None:
-    random = np.random.default_rng(0)
-    tree = SimilarPromptsSearch(alpha=3, beta=4, fork=2, seed=version)
-    tree.fit(random.random((64, 8)), random.dirichlet(np.ones(5), (64, 3))).save(path)
-
-
 def _checkpoint(path: Path, version: int) -> None:
     import torch
 
@@ -97,12 +89,6 @@ def _read_snapshot(path: Path) -> int:
     return _one(torch.load(path, weights_only=False)["weights"].numpy())
 
 
-def _profile(path: Path, version: int) -> None:
-    about = load("rtx4090-llama-3.1-8b").to_dict()
-    about["device"]["memory_bytes"] = 10**9 * (version + 20)
-    schema.write_json(about, path)
-
-
 SMALL = load_catalog("synthetic", num_models=6, num_prompts=200)
 WRITERS = [
     Writer(
@@ -111,22 +97,11 @@ WRITERS = [
         lambda path: _one([row["a"] for row in read_rows(path)]),
     ),
     Writer(
-        "rows.json",
-        lambda path, version: write_json(path, [version] * ROWS),
-        lambda path: _one(json.loads(path.read_text())),
-    ),
-    Writer(
         "fit.json",
         lambda path, version: _files.write_json(path, [version] * ROWS),
         lambda path: _one(json.loads(path.read_text())),
     ),
-    Writer(
-        "card.json",
-        _profile,
-        lambda path: json.loads(path.read_text())["device"]["memory_bytes"] // 10**9 - 20,
-    ),
     Writer("table.npz", _table, _read_table),
-    Writer("tree.npz", _tree, lambda path: SimilarPromptsSearch.load(path).seed),
     Writer("best.safetensors", _checkpoint, _read_checkpoint),
     Writer("snapshot.pt", _snapshot, _read_snapshot),
 ]
@@ -139,23 +114,6 @@ def writer(request) -> Writer:
         pytest.importorskip("torch").set_num_threads(1)
         pytest.importorskip("safetensors")
     return request.param
-
-
-def test_a_file_that_cannot_be_put_in_place(writer, tmp_path, monkeypatch):
-    path = tmp_path / writer.name
-    writer.write(path, 1)
-
-    def no(*_args):
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", no)
-        with pytest.raises(OSError, match="No space left"):
-            writer.write(path, 2)
-    assert writer.read(path) == 1
-    assert os.listdir(tmp_path) == [writer.name], "the temporary file is gone"
-    writer.write(path, 3)
-    assert writer.read(path) == 3
 
 
 def test_a_full_disk(writer, tmp_path):
@@ -187,13 +145,15 @@ def test_killed_in_the_middle(writer, tmp_path):
     path = tmp_path / writer.name
     writer.write(path, 1)
     seen = set()
-    for k in range(6):
+    for k in range(30):  # as many as it takes on a busy machine
         child = multiprocessing.get_context("fork").Process(target=_write_on, args=(writer, path))
         child.start()
-        time.sleep(0.02 + 0.017 * k)
+        time.sleep(0.02 + 0.017 * (k % 6))
         child.kill()
         child.join()
         seen.add(writer.read(path))
+        if k > 2 and len(seen) > 1:
+            break
     assert seen <= set(range(1, 61)) and len(seen) > 1, "it was killed while it wrote"
 
 

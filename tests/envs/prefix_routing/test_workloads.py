@@ -190,20 +190,6 @@ def test_a_session_waits_for_itself_and_repeats_its_prompt(variant):
         assert (hits.blocks[follow] >= np.minimum(whole, lookup)).all()
 
 
-def test_best_match_sends_all_of_mooncake_to_one_replica():
-    """All conversations begin with the same block, which only the first replica ever holds."""
-    requests = draw("mooncake", num_requests=300, block_size=512)
-    caches = [set() for _ in range(8)]
-    sent = []
-    for j in range(300):
-        ids = requests.block_ids(j).tolist()
-        prompt = ids[: int(requests.prompt_tokens[j]) // 512]
-        match = [next((k for k, i in enumerate(prompt) if i not in c), len(prompt)) for c in caches]
-        sent.append(int(np.argmax(match)))
-        caches[sent[-1]].update(ids)
-    assert set(sent) == {0}
-
-
 def test_long_requests_are_dropped_and_their_sessions_go_on():
     requests = draw("agents-warm", num_requests=1500)
     assert (requests.prompt_tokens + requests.output_tokens).max() <= 32_768

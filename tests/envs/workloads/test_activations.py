@@ -23,7 +23,6 @@ from servegym.envs.workloads.activations import (
 )
 from servegym.envs.workloads.build.activations import main as build
 from servegym.envs.workloads.build.activations import (
-    mutual_information,
     near_duplicates,
     write_activations,
 )
@@ -319,58 +318,6 @@ def test_bank_agrees_with_the_full_counts_within_sampling_error(name):
     assert full.any()
 
 
-@pytest.mark.parametrize(
-    ("name", "folder"),
-    [("deepseek-v2-lite", "esft_deepseek_v2_lite"), ("gpt-oss-20b", "gpt_oss_20b_experts")],
-)
-def test_counts_and_bank_are_those_of_the_raw_rows(name, folder, measured):
-    a = load_activations(name)
-    with np.load(measured(folder, "token_routing.npz")) as archive:
-        ids, prompt = archive["expert_ids"], archive["prompt"]
-    if name == "gpt-oss-20b":
-        lines = measured(folder, "prompts.jsonl").read_text(encoding="utf-8").splitlines()
-        clean = np.array([not json.loads(line)["has_repetition"] for line in lines])
-        vectors = np.load(measured(folder, "prompt_embeddings_minilm.npy")).astype(np.float32)
-        rows = np.flatnonzero(clean)
-        group = near_duplicates(vectors[rows], 0.98)
-        rows = rows[group == np.arange(len(rows))]
-        np.testing.assert_array_equal(a.embeddings["output"], vectors[rows])
-        # No pair that is nearly the same is left.
-        unit = a.embeddings["output"]
-        assert (np.triu(unit @ unit.T, 1) <= 0.98).all()
-    else:
-        rows = np.arange(213)
-    assert len(rows) == a.num_prompts
-    for p in range(0, a.num_prompts, 7):
-        own = ids[prompt == rows[p]].astype(int)
-        assert len(own) == a.tokens[p]
-        want = [np.bincount(own[:, j].ravel(), minlength=a.model.experts) for j in range(3)]
-        np.testing.assert_array_equal(a.counts[p, :3], want)
-        known = {tuple(row) for row in ids_to_masks(own).tolist()}
-        assert known >= {tuple(r) for r in a.bank[a.bank_start[p] : a.bank_start[p + 1]].tolist()}
-
-
-def divergence(p, q):
-    """Jensen-Shannon divergence, bit, mean over layers."""
-    middle = (p + q) / 2
-    with np.errstate(divide="ignore", invalid="ignore"):
-        parts = [np.where(x > 0, x * np.log2(x / middle), 0).sum(axis=-1) / 2 for x in (p, q)]
-    return (parts[0] + parts[1]).mean(axis=-1)
-
-
-def test_similar_prompts_have_similar_activations():
-    a = load_activations("gpt-oss-20b")
-    f, u = a.frequencies(), a.embeddings["token"].astype(float)
-    u /= np.linalg.norm(u, axis=1, keepdims=True)
-    similarity = u @ u.T
-    np.fill_diagonal(similarity, -1)
-    near = [f[np.argsort(-row)[:15]].mean(axis=0) for row in similarity]
-    got = divergence(np.array(near), f).mean()
-    everyone = (f.sum(axis=0) - f) / (len(f) - 1)
-    assert got < 0.7 * divergence(everyone, f).mean()
-    assert got == pytest.approx(0.07, abs=0.01)
-
-
 def test_mixtral_keeps_the_measured_frequencies():
     a = load_activations("mixtral-8x7b")
     law = a.provenance["law"]
@@ -387,16 +334,6 @@ def test_mixtral_keeps_the_measured_frequencies():
     for layer in (3, 20):
         order = [e for where, e in law["order"] if where == layer]
         assert np.corrcoef(np.argsort(order), -mean[layer])[0, 1] > 0.6
-
-
-def test_generated_tokens_correlate_across_layers():
-    a = load_activations("mixtral-8x7b")
-    rng = np.random.default_rng(0)
-    lowest = masks_to_ids(a.bank[:, [7, 15]], 2)[..., 0]
-    tables = []
-    for other in (lowest[:, 1], rng.permutation(lowest[:, 1])):
-        tables.append(np.bincount(lowest[:, 0] * 8 + other, minlength=64).reshape(8, 8))
-    assert mutual_information(tables[0]) > 3 * mutual_information(tables[1])
 
 
 def test_top_two_frequencies_and_base_by_hand():

@@ -63,19 +63,6 @@ def test_far_misses_are_uniform(large):
         assert within(shares[k], far.size, 1 / 7)
 
 
-def test_seeds_and_quantities_are_independent(catalog):
-    columns = np.arange(16)
-    first = predict(catalog, columns, "score", seed=0)
-    assert np.array_equal(first, predict(catalog, columns, "score", seed=0))
-    _, named0, _ = buckets_of(catalog, "score", "quantile", 0)
-    right, named1, _ = buckets_of(catalog, "score", "quantile", 1)
-    hit = np.corrcoef((named0 == right).ravel(), (named1 == right).ravel())[0, 1]
-    assert abs(hit) < 4 / np.sqrt(right.size)
-    length_right, length_named, _ = buckets_of(catalog, "length", "width", 0)
-    hit = np.corrcoef((named0 == right).ravel(), (length_named == length_right).ravel())[0, 1]
-    assert abs(hit) < 4 / np.sqrt(right.size)
-
-
 def test_other_experts_do_not_matter(catalog):
     full = predict(catalog, np.arange(16), "score", seed=3)
     assert np.array_equal(predict(catalog, [5, 2], "score", seed=3), full[:, [5, 2]])
@@ -119,20 +106,6 @@ def test_pool_of_the_columns(catalog):
     alone = predict(catalog, [1], "score", seed=3, pool="columns")
     assert set(np.unique(alone)) <= set(centres.astype(np.float32))
     assert not np.array_equal(alone, predict(catalog, [1], "score", seed=3))
-
-
-def test_quantile_keeps_more_signal_than_width(catalog):
-    gained = {}
-    for buckets in ("quantile", "width"):
-        values = []
-        for seed in range(8):
-            guess = predict(catalog, np.arange(16), "score", "confusion", buckets, seed)
-            tie = np.random.default_rng(seed).random(guess.shape) * 1e-5
-            best = (guess + tie).argmax(axis=1)
-            values.append(catalog.scores[np.arange(805), best].mean())
-        gained[buckets] = np.mean(values)
-    assert gained["quantile"] > gained["width"] + 0.01
-    assert gained["quantile"] > catalog.scores.mean(axis=0).max() + 0.02
 
 
 def test_zero_and_exact(catalog):

@@ -11,7 +11,6 @@ from servegym.envs.workloads.activations import (
     load_model,
     masks_to_counts,
     read_activations,
-    read_law,
 )
 from servegym.envs.workloads.arrivals import MMPPArrivals, ModulatedArrivals
 from servegym.envs.workloads.build import activations as build_activations
@@ -144,61 +143,6 @@ def test_generated_routing_drops_repetition_and_doubles(tmp_path, monkeypatch):
     (folder / "prompts.jsonl").write_text("{")
     with pytest.raises(MalformedFileError, match="prompts.jsonl"):
         build_activations.build_gpt_oss(tmp_path, tmp_path)
-
-
-@pytest.mark.slow
-def test_laws_have_the_measured_shares_and_information(deepseek, tmp_path, capsys):
-    data, _ = deepseek
-    rng = np.random.default_rng(1)
-    counts = rng.integers(500, 1500, size=(2, 3, 8))
-    layers = (0, 7, 15)
-    write_csv(
-        data / "olmoe_routing" / "expert_counts.csv",
-        ("model", "domain", "layer", "expert", "count", "counting"),
-        [
-            ("Mixtral-8x7B-v0.1", ("books", "web")[t], layers[j], e, counts[t, j, e], "top-k")
-            for t in range(2)
-            for j in range(3)
-            for e in range(8)
-        ]
-        + [("Mixtral-8x7B-v0.1", "books", 0, 0, 7, "first"), ("other", "web", 0, 0, 7, "top-k")],
-    )
-    order = rng.permutation(32 * 8)
-    write_csv(
-        data / "fiddler" / "mixtral_popularity_order.csv",
-        ("rank", "layer", "expert"),
-        [(rank, cell // 8, cell % 8) for rank, cell in enumerate(order)][::-1],
-    )
-    joint = np.full((8, 8), 100) + 60 * np.eye(8)
-    write_csv(
-        data / "olmoe_routing" / "mixtral_crosslayer_counts.csv",
-        ("domain", "layer_a", "layer_b", "expert_a", "expert_b", "count"),
-        [("books", 0, 7, a, b, int(joint[a, b])) for a in range(8) for b in range(8)],
-    )
-    # 64 cells of 100/6880, and 60/6880 more in the eight of the diagonal; uniform margins.
-    p, q = 160 / 6880, 100 / 6880
-    bits = 8 * p * np.log2(64 * p) + 56 * q * np.log2(64 * q)
-    out = tmp_path / "out"
-    out.mkdir()
-    build_activations.main([str(data), "--models", "mixtral-8x7b", "gpt2-moe", "--out", str(out)])
-    told = json.loads((out / "activations-mixtral-8x7b.json").read_text())
-    law = told["law"]
-    assert law["tasks"] == ["books", "web"]
-    for j, layer in enumerate(layers):
-        np.testing.assert_allclose(
-            law["measured"][str(layer)],
-            counts[:, j] / counts[:, j].sum(axis=1, keepdims=True),
-            atol=1e-6,
-        )
-    assert law["order"] == [[cell // 8, cell % 8] for cell in order.tolist()]
-    information = told["fit"]["mutual_information_bit"]
-    assert information["measured"] == pytest.approx(bits, abs=1e-4)
-    assert information["law"] == pytest.approx(bits, abs=5e-3)
-    other = json.loads((out / "activations-gpt2-moe.json").read_text())
-    assert other["law"]["kind_sd"] == law["kind_sd"]
-    made = read_law(out / "activations-mixtral-8x7b.json", load_model("mixtral-8x7b"), 0)
-    assert made.kind == "synthetic" and made.tasks == ("books", "web")
-    assert str(out / "activations-gpt2-moe.json") in capsys.readouterr().out
 
 
 def test_spreads_of_experts_and_prompts_are_those_drawn():

@@ -34,28 +34,6 @@ def make_encoder(folder, width=16, layers=3):
     return folder
 
 
-def make_language_model(folder, width=16, layers=3):
-    """A folder with a decoder of random weights, a tokenizer and a chat template."""
-    from transformers import LlamaConfig, LlamaModel, PreTrainedTokenizerFast
-
-    make_encoder(folder)
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %} say"
-    tokenizer.save_pretrained(folder)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(WORDS),
-        hidden_size=width,
-        intermediate_size=32,
-        num_hidden_layers=layers,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=64,
-    )
-    LlamaModel(config).save_pretrained(folder)
-    return folder
-
-
 def make_catalog(prompts=80, models=3):
     """Scores and lengths depend on the last word and the LLM alone: both can be learned."""
     random = np.random.default_rng(0)
@@ -199,29 +177,6 @@ def test_prompts_that_nearly_repeat_others_are_found():
     ]
     found = tp.near_duplicates(texts, np.array([1, 2, 3, 5, 6]), np.array([0, 4]))
     assert found.tolist() == [1, 2, 5]
-
-
-@pytest.mark.slow
-def test_the_probe_learns_from_a_language_models_states(setting, tmp_path):
-    catalog, args = setting
-    folder = tmp_path / "model"
-    folder.mkdir()
-    args.language_model, args.state_layers = str(make_language_model(folder)), (1, 3)
-    args.epochs = 0
-    rows = tp.train(args)
-    found = {(r["predictor"], r["quantity"], r["split"], r["train_prompts"]): r for r in rows}
-    assert not any(r["predictor"] == "fine-tuned" for r in rows)
-    count = catalog.num_prompts // 2 - 1  # one repeats an eval prompt
-    for quantity in ("score", "length"):
-        probe = found["probe", quantity, "eval", count]
-        common = found["most common", quantity, "eval", count]
-        assert probe["top1"] > common["top1"] + 0.2
-        assert probe["low"] <= probe["top1"] <= probe["high"]
-        assert found["other answers", quantity, "eval", count]["top1"] > 0.9
-    said = predictions.predict(catalog, [0, 2], "length", f"learned:{args.out}")
-    truth = catalog.output_tokens[:, [0, 2]]
-    error = abs(said - truth)[catalog.rows("eval")].mean()
-    assert error < 0.5 * abs(truth - truth.mean()).mean()
 
 
 def test_measures_of_a_small_case():
