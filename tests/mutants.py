@@ -140,7 +140,7 @@ MUTANTS = (
         "planning.py",
         "warm and e.main_mb == main.mb",
         "warm and e.main_mb >= main.mb",
-        "test_env_conformance.py::test_warm_functions_save_the_start",
+        "test_env.py::test_warm_functions_save_the_start",
     ),
     # Some warm replicas spare all others the start.
     Mutant(

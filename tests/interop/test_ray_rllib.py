@@ -15,7 +15,7 @@ import ray
 import torch
 
 from servegym.experiments.cluster import rllib as ray_rllib
-from servegym.experiments.evaluation.evaluate import evaluate, make_envs
+from servegym.experiments.evaluation.evaluate import evaluate
 from servegym.experiments.evaluation.play import make_envs
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

@@ -159,20 +159,7 @@ def steps(top: float, each: st.SearchStrategy[Any], **more: Any):
         lambda x: [0, *sorted(x, reverse=True)]
     )
     wrong = wrong | st.sampled_from(
-        [
-            [0, "1"],
-            [0, None],
-            [0, float("nan")],
-            [0, float("inf")],
-            [0, top * 2],
-            [0, [1]],
-            ["0"],
-            [0, HUGE],
-            [0, True, 1],
-            list(range(65)),
-            [None],
-            [np.array([0, 1])],
-        ]
+        [[0, "1"], [0, float("inf")], [0, top * 2], [0, HUGE], [0, True, 1], list(range(65))]
     )
     return Argument(valid, junk() | wrong, **more)
 
@@ -183,19 +170,11 @@ def pairs(valid: st.SearchStrategy[Any], **more: Any):
         [
             [],
             [1.0],
-            [(1.0,)],
             [(1.0, 2.0, 3.0)],
             [("1", "2")],
             [(0.0, 1.0)],
-            [(1.0, -1.0)],
             [(1.0, float("nan"))],
-            [(1.0, float("inf"))],
-            [(True, 1.0)],
-            (1.0, 2.0),
-            [None],
             [(HUGE, 1.0)],
-            [(None, None)],
-            {"a": (1, 2)},
         ]
     )
     return Argument(valid, junk("none") | wrong, **more)
@@ -213,21 +192,8 @@ def grid(low: float, **more: Any):
     tops = st.floats(low, 1e5)
     valid = st.tuples(st.floats(1.0, low / 2), tops, st.floats(1.0, low / 8))
     wrong = st.sampled_from(
-        [
-            (1.0, 2.0),
-            (1.0, 2.0, 0.0),
-            (2.0, 1.0, 1.0),
-            (1, 2, 3, 4),
-            ("1", 2, 3),
-            (1, None, 1),
-            (1.0, 2.0, float("nan")),
-            (1.0, 1e7, 1e-3),
-            (-1.0, 10.0, 1.0),
-            (1, 2, HUGE),
-            (1.0, 1e9, 1),
-            (1.0, 2.0, 1.0),
-        ]  # too small for the model
-    )
+        [(1.0, 2.0), (1.0, 2.0, 0.0), (2.0, 1.0, 1.0), ("1", 2, 3), (1.0, 1e7, 1e-3), (1, 2, HUGE)]
+    ) | st.just((1.0, 2.0, 1.0))  # too small for the model
     return Argument(valid | st.none(), junk("none") | wrong, **more)
 
 
@@ -256,19 +222,8 @@ ROUTING = {
     "rate": span(TINY, LARGEST),
     "arrivals_kwargs": kwargs(
         st.fixed_dictionaries({"cv": st.floats(0.0, 20.0)}),
-        {"cv": -1.0},
-        {"cv": "x"},
-        {"cv": float("nan")},
-        {"cv": True},
-        {"cv": HUGE},
-        {"cv": [1]},
-        {"shape": 0.0},
-        {"cv": 1.0, "shape": 1.0},
-        {"fit": "nowhere"},
-        {"fit": ["azure"]},
-        {"rate": 3.0},
-        {"name": "gamma"},
-        {"cv": 1e300},
+        *({"cv": -1.0}, {"cv": HUGE}, {"cv": [1]}, {"cv": 1e300}, {"shape": 0.0}),
+        *({"cv": 1.0, "shape": 1.0}, {"fit": "nowhere"}, {"rate": 3.0}),
         needs={"arrivals": "gamma"},
         called=("cv=", "shape=", "fit=", "arrivals 'gamma'"),
     ),
@@ -284,17 +239,8 @@ ROUTING = {
                 "max_output_tokens": st.integers(1, 300),
             },
         ),
-        {"num_models": 0},
-        {"num_prompts": 9},
-        {"num_prompts": True},
-        {"seed": -1},
-        {"seed": 1.5},
-        {"max_output_tokens": 301},
-        {"max_output_tokens": None},
-        {"name": "synthetic"},
-        {"num_models": HUGE},
-        {"num_prompts": HUGE},
-        {"seed": [0]},
+        *({"num_models": 0}, {"num_prompts": True}, {"num_prompts": HUGE}, {"seed": 1.5}),
+        *({"max_output_tokens": 301}, {"name": "synthetic"}),
         needs={"catalog": "synthetic"},
         called=("num_models", "num_prompts", "seed=", "max_output_tokens", "catalog 'synthetic'"),
     ),
@@ -324,13 +270,7 @@ ROUTING = {
                 for quantity in ("score", "length")
             },
         ),
-        {"score": 3},
-        {"score": {"pool": "nobody"}},
-        {"length": {"pool": 3}},
-        {"scores": {}},
-        {"score": {"pool": []}},
-        {"score": {1: 2}},
-        {"length": {"table": 3}},
+        *({"score": 3}, {"score": {"pool": "nobody"}}, {"scores": {}}, {"length": {"table": 3}}),
         called=("pool=", "table="),
     ),
     "buckets": name("quantile", "width"),
@@ -538,19 +478,7 @@ PLACEMENT = {
         junk("none", "half")
         | st.floats(max_value=0.0, allow_nan=False)
         | st.sampled_from(
-            [
-                [1.0],
-                [1.0, 2.0, 0.0],
-                [1.0, 2.0, None],
-                ["1", "2", "3"],
-                [True] * 3,
-                [HUGE] * 3,
-                [[1.0]] * 3,
-                1e-300,
-                1e-7,
-                1e299,
-                [1e299] * 3,
-            ]
+            [[1.0], [1.0, 2.0, 0.0], ["1", "2", "3"], [HUGE] * 3, [[1.0]] * 3, 1e-7, [1e299] * 3]
         ),
     ),
     "output_tokens": Argument(
@@ -559,19 +487,7 @@ PLACEMENT = {
         | st.integers(max_value=0)
         | st.integers(min_value=(1 << 20) + 1)
         | st.sampled_from(
-            [
-                (1,),
-                (5, 4),
-                (1, "2"),
-                (None, None),
-                (1, 2, 3),
-                (1, 2.5),
-                [True, 2],
-                ("1", "2"),
-                (1, HUGE),
-                ([], []),
-                (np.array([1, 2]), 3),
-            ]
+            [(1,), (5, 4), (1, "2"), (None, None), (1, 2.5), [True, 2], (1, HUGE), ([], [])]
         ),
     ),
     "task_mix": name("by_server", "mixed", optional=True),
@@ -611,18 +527,7 @@ CLUSTER = {
         st.lists(st.integers(16, 10**6), min_size=4, max_size=4) | st.none(),
         junk("none")
         | st.sampled_from(
-            [
-                [40] * 3,
-                [40] * 5,
-                [-1] * 4,
-                [1.5] * 4,
-                [None] * 4,
-                ["40"] * 4,
-                [True] * 4,
-                "abcd",
-                [0] * 4,
-                [-HUGE] * 4,
-            ]
+            [[40] * 3, [-1] * 4, [1.5] * 4, ["40"] * 4, [True] * 4, "abcd", [0] * 4, [-HUGE] * 4]
         ),
         called=("fit",),
     ),

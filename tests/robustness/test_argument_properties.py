@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from typing import Any
+from typing import Any, NamedTuple
 
 import gymnasium as gym
 import numpy as np
@@ -151,17 +151,19 @@ def rollout(env: gym.Env, seed: int) -> list[Any]:
 
 
 def check_single(env_id: str, kwargs: dict[str, Any], seed: int) -> None:
-    first = rollout(gym.make(env_id, disable_env_checker=True, **kwargs), seed)
-    again = rollout(gym.make(env_id, disable_env_checker=True, **kwargs), seed)
+    env = build(env_id, "single", kwargs)
+    first, again = rollout(env, seed), rollout(build(env_id, "single", kwargs), seed)
     assert len(first) == len(again)
     for one, other in zip(first, again, strict=True):
         assert all(same(a, b) for a, b in zip(one, other, strict=True))
+    if env.render_mode is not None:
+        assert isinstance(env.render(), (str, np.ndarray))
 
 
 def check_vector(env_id: str, kwargs: dict[str, Any], seed: int, num_envs: int = 2) -> None:
     """The native vector environment is the single ones side by side, over episode ends."""
-    envs = gym.make_vec(env_id, num_envs=num_envs, **kwargs)
-    singles = [gym.make(env_id, disable_env_checker=True, **kwargs) for _ in range(num_envs)]
+    envs = build(env_id, "vector", kwargs)
+    singles = [build(env_id, "single", kwargs) for _ in range(num_envs)]
     envs.action_space.seed(seed)
     observation, _ = envs.reset(seed=seed)
     assert envs.observation_space.contains(observation)
@@ -217,69 +219,102 @@ def check_parallel(env: Any, seed: int) -> None:
     )
 
 
+def check_rows(env_id: str, kwargs: dict[str, Any], seed: int) -> None:
+    """Rows in any autoreset mode, over episode ends."""
+    envs = build(env_id, "vector", kwargs)
+    envs.action_space.seed(seed)
+    envs.reset(seed=seed)
+    ended = np.zeros(envs.num_envs, dtype=bool)
+    for _ in range(LIMIT):
+        if ended.any() and "isabled" in str(envs.metadata["autoreset_mode"].value):
+            envs.reset(options={"reset_mask": ended})
+        observation, rewards, terminated, truncated, _ = envs.step(envs.action_space.sample())
+        assert envs.observation_space.contains(observation)
+        assert np.isfinite(rewards).all()
+        ended = terminated | truncated
+    envs.close()
+
+
+def build(env_id: str, form: str, kwargs: dict[str, Any]) -> Any:
+    """An environment in one of its forms: "single", "vector" or "parallel"."""
+    if form == "parallel":
+        return PARALLEL_ENVS[next(f for f in IDS if env_id in IDS[f])](**kwargs)
+    spec = gym.spec(env_id)
+    if form == "vector":
+        create = gym.envs.registration.load_env_creator(spec.vector_entry_point)
+        return create(**{"num_envs": 2, **kwargs})
+    return gym.envs.registration.load_env_creator(spec.entry_point)(**kwargs)
+
+
 ONE_POINT = ("episode_requests", "requests_file")
 """Arguments that several access points do not have, or have in another way."""
 
 
-def takes(family: str, form: str, name: str) -> bool:
-    """Whether a form of an environment has the argument as the single environment has it."""
-    return form != "parallel" or (family in PARALLEL_ENVS and name not in ONE_POINT)
+class Case(NamedTuple):
+    """An argument of a family; ``of`` is "all" forms, one of them, or the cluster."""
+
+    family: str
+    of: str
+    name: str
+    argument: Argument
+
+    def arguments(self, value: Any) -> dict[str, Any]:
+        """The argument among those of a small system."""
+        if self.of == "cluster":  # three servers with four GPUs, unless the value says otherwise
+            scenario = "edge_decode" if self.name == "gpus" else "edge_hetero"
+            more = {"scenario": scenario, "cluster_kwargs": {self.name: value}}
+        else:
+            more = {**self.argument.needs, self.name: value}
+        return {**BASE[self.family], **more}
+
+    def forms(self, runs: bool) -> list[str]:
+        """What takes it; if it runs, with the value of the single environment."""
+        if self.of in ("single", "vector", "parallel"):
+            return [self.of]
+        forms = ["single", "vector"] if self.of == "all" else ["single"]
+        parallel = self.of == "all" and self.family in PARALLEL_ENVS
+        return forms + ["parallel"] * (parallel and not (runs and self.name in ONE_POINT))
 
 
-CASES = [(family, name) for family, table in FAMILIES.items() for name in table]
+TABLES = [("all", FAMILIES), ("vector", VECTORS), ("parallel", PARALLEL)]
+TABLES += [("single", dict.fromkeys(FAMILIES, COMMON)), ("cluster", {"placement": CLUSTER})]
+CASES = [
+    Case(family, of, name, argument)
+    for of, families in TABLES
+    for family, table in families.items()
+    for name, argument in table.items()
+]
+every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(case[:3]))
 
 
 @pytest.fixture(autouse=True)
 def soon_enough(request):
     """Without compilation episodes of the placement simulator take minutes: those are left out."""
     name = request.node.name
-    plays = "placement" in name or "what_a_cluster_may_be" in name
+    plays = "placement" in name
     if numba_config.DISABLE_JIT and plays and "refused_by_name" not in name:
         pytest.skip("too slow without compilation")
 
 
-def arguments(family: str, argument: Argument, name: str, value: Any) -> dict[str, Any]:
-    return {**BASE[family], **argument.needs, name: value}
-
-
-@pytest.mark.parametrize(("family", "name"), CASES, ids=map("-".join, CASES))
-def test_what_is_allowed_runs(family, name, effort):
-    argument = FAMILIES[family][name]
-
+@every_case
+def test_what_is_allowed_runs(case, effort):
     @tries(2 * effort)
     @given(
-        st.data(), argument.valid, st.sampled_from(IDS[family]), st.sampled_from(["1", "n", "p"])
+        case.argument.valid,
+        st.sampled_from(IDS[case.family]),
+        st.sampled_from(case.forms(runs=True)),
+        st.integers(0, 1000),
     )
-    def check(data, value, env_id, form):
-        seed = data.draw(st.integers(0, 1000))
-        kwargs = arguments(family, argument, name, value)
-        if form == "n":
-            check_vector(env_id, kwargs, seed)
-        elif form == "p" and takes(family, "parallel", name) and value != "placement":
-            check_parallel(PARALLEL_ENVS[family](**kwargs), seed)
-        else:
+    def check(value, env_id, form, seed):
+        kwargs = case.arguments(value)
+        if form == "vector":
+            (check_rows if case.of == "vector" else check_vector)(env_id, kwargs, seed)
+        elif form == "parallel" and value != "placement":
+            check_parallel(build(env_id, form, kwargs), seed)
+        elif form == "single":
             check_single(env_id, kwargs, seed)
 
     check()
-
-
-@pytest.mark.parametrize("name", CLUSTER)
-def test_what_a_cluster_may_be_runs(name, effort):
-    argument = CLUSTER[name]
-
-    @tries(2 * effort)
-    @given(argument.valid, st.integers(0, 1000))
-    def check(value, seed):
-        more = {"cluster_kwargs": {name: value}}
-        check_single("servegym/ExpertPlacement-v0", {**cluster_base(name, value), **more}, seed)
-
-    check()
-
-
-def cluster_base(name: str, value: Any) -> dict[str, Any]:
-    """Three servers with four GPUs, unless the value says otherwise."""
-    scenario = "edge_decode" if name == "gpus" else "edge_hetero"
-    return {**BASE["placement"], "scenario": scenario}
 
 
 def combination(family: str, size: int) -> st.SearchStrategy[dict[str, Any]]:
@@ -307,7 +342,7 @@ def test_arguments_together_run_or_are_refused(family, effort):
     def check(drawn, env_id, seed):
         kwargs = {**BASE[family], **drawn}
         try:
-            gym.make(env_id, disable_env_checker=True, **kwargs)
+            build(env_id, "single", kwargs)
         except ValueError as error:
             words = [*FAMILIES[family], "GPU", "num_models"]
             assert any(word in str(error) for word in words), str(error)
@@ -344,39 +379,17 @@ def refuses(make: Any, names: tuple[str, ...], value: Any) -> None:
         raise AssertionError(f"{names[0]}={value!r} was accepted")
 
 
-@pytest.mark.parametrize(("family", "name"), CASES, ids=map("-".join, CASES))
-def test_everything_else_is_refused_by_name(family, name, nothing_runs, effort):
-    argument = FAMILIES[family][name]
-    forms = ["single", "vector", *(["parallel"] if family in PARALLEL_ENVS else [])]
-
+@every_case
+def test_everything_else_is_refused_by_name(case, nothing_runs, effort):
     @tries(6 * effort)
-    @given(argument.bad, st.sampled_from(IDS[family]), st.sampled_from(forms))
+    @given(
+        case.argument.bad,
+        st.sampled_from(IDS[case.family]),
+        st.sampled_from(case.forms(runs=False)),
+    )
     def check(value, env_id, form):
-        kwargs = arguments(family, argument, name, value)
-
-        def make():
-            if form == "single":
-                gym.make(env_id, disable_env_checker=True, **kwargs)
-            elif form == "vector":
-                gym.make_vec(env_id, num_envs=2, **kwargs)
-            else:
-                PARALLEL_ENVS[family](**kwargs)
-
-        refuses(make, (name, *argument.called), value)
-
-    check()
-
-
-@pytest.mark.parametrize("name", CLUSTER)
-def test_no_other_cluster_is_built(name, nothing_runs, effort):
-    argument = CLUSTER[name]
-
-    @tries(6 * effort)
-    @given(argument.bad)
-    def check(value):
-        kwargs = {**BASE["placement"], "cluster_kwargs": {name: value}}
-        make = lambda: gym.make("servegym/ExpertPlacement-v0", **kwargs)  # noqa: E731
-        refuses(make, (name, *argument.called), value)
+        names = (case.name, *case.argument.called)
+        refuses(lambda: build(env_id, form, case.arguments(value)), names, value)
 
     check()
 
@@ -403,89 +416,6 @@ def test_parameters_of_arrival_processes(process, name, effort):
     @given(argument.bad)
     def refused(value):
         refuses(lambda: make_arrivals(process, 5.0, **{name: value}), (name,), value)
-
-    runs()
-    refused()
-
-
-# ------------------------------------------------------------- arguments of a form, not a family
-
-
-@pytest.mark.parametrize(
-    ("family", "name"), [(family, name) for family in FAMILIES for name in VECTORS[family]]
-)
-def test_arguments_of_vector_environments(family, name, effort):
-    argument = VECTORS[family][name]
-
-    @tries(effort)
-    @given(argument.valid, st.sampled_from(IDS[family]), st.integers(0, 1000))
-    def runs(value, env_id, seed):
-        kwargs = {"num_envs": 2, **BASE[family], name: value}
-        vector = gym.envs.registration.load_env_creator(gym.spec(env_id).vector_entry_point)
-        envs = vector(**kwargs)
-        envs.action_space.seed(seed)
-        observation, _ = envs.reset(seed=seed)
-        ended = np.zeros(envs.num_envs, dtype=bool)
-        for _ in range(LIMIT):
-            if ended.any() and "isabled" in str(envs.metadata["autoreset_mode"].value):
-                envs.reset(options={"reset_mask": ended})
-            observation, rewards, terminated, truncated, _ = envs.step(envs.action_space.sample())
-            assert envs.observation_space.contains(observation)
-            assert np.isfinite(rewards).all()
-            ended = terminated | truncated
-        envs.close()
-
-    @tries(4 * effort)
-    @given(argument.bad, st.sampled_from(IDS[family]))
-    def refused(value, env_id):
-        vector = gym.envs.registration.load_env_creator(gym.spec(env_id).vector_entry_point)
-        make = lambda: vector(**{"num_envs": 2, **BASE[family], name: value})  # noqa: E731
-        refuses(make, (name,), value)
-
-    runs()
-    refused()
-
-
-@pytest.mark.parametrize("name", COMMON)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_arguments_of_single_environments(family, name, effort):
-    argument = COMMON[name]
-
-    @tries(2 * effort)
-    @given(argument.valid, st.sampled_from(IDS[family]), st.integers(0, 1000))
-    def runs(value, env_id, seed):
-        entry = gym.envs.registration.load_env_creator(gym.spec(env_id).entry_point)
-        env = entry(**BASE[family], **{name: value})
-        rollout(env, seed)
-        if env.render_mode is not None:
-            assert isinstance(env.render(), (str, np.ndarray))
-
-    @tries(4 * effort)
-    @given(argument.bad, st.sampled_from(IDS[family]))
-    def refused(value, env_id):
-        entry = gym.envs.registration.load_env_creator(gym.spec(env_id).entry_point)
-        refuses(lambda: entry(**BASE[family], **{name: value}), (name,), value)
-
-    runs()
-    refused()
-
-
-PARALLEL_CASES = [(family, name) for family, table in PARALLEL.items() for name in table]
-
-
-@pytest.mark.parametrize(("family", "name"), PARALLEL_CASES, ids=map("-".join, CASES))
-def test_arguments_of_parallel_environments(family, name, effort):
-    argument, env = PARALLEL[family][name], PARALLEL_ENVS[family]
-
-    @tries(2 * effort)
-    @given(argument.valid, st.integers(0, 1000))
-    def runs(value, seed):
-        check_parallel(env(**BASE[family], **{name: value}), seed)
-
-    @tries(4 * effort)
-    @given(argument.bad)
-    def refused(value):
-        refuses(lambda: env(**BASE[family], **{name: value}), (name,), value)
 
     runs()
     refused()

@@ -107,14 +107,6 @@ def data_files(folder: Path) -> list[Path]:
 
 
 @pytest.mark.slow
-def test_what_is_in_the_cache_is_not_compiled_again(tmp_path):
-    write(tmp_path, 10)
-    assert numbers(start(tmp_path, 0, "f8")) == [81, 82, 0]
-    assert len(data_files(tmp_path)) == 2
-    assert numbers(start(tmp_path, 1, "f8")) == [81, 82, 2]
-
-
-@pytest.mark.slow
 def test_data_of_another_signature_is_not_taken(tmp_path):
     write(tmp_path, 10)
     numbers(start(tmp_path, 0, "f4", "f8"))
@@ -126,6 +118,7 @@ def test_data_of_another_signature_is_not_taken(tmp_path):
     assert numbers(start(tmp_path, 0, "f4", "f8")) == [41, 42, 81, 82, 4], "mended"
 
 
+@pytest.mark.slow
 def test_data_from_before_a_change_of_the_source_is_not_taken(tmp_path):
     write(tmp_path, 10)
     numbers(start(tmp_path, 0, "f4", "f8"))
@@ -147,39 +140,6 @@ def test_data_from_before_a_change_of_another_file_of_the_package_is_not_taken(t
     assert numbers(start(tmp_path, 0, "f8")) == [161, 162, 0]
 
 
-@pytest.mark.slow
-def test_a_source_of_another_time_with_the_same_contents_is_not_compiled_again(tmp_path):
-    write(tmp_path, 10)
-    numbers(start(tmp_path, 0, "f8"))
-    os.utime(tmp_path / "mine.py", (1_000_000_000, 1_000_000_000))
-    assert numbers(start(tmp_path, 0, "f8")) == [81, 82, 2]
-
-
-INNER = """
-from servegym._jit import inner, jit
-
-@inner
-def double(x):
-    return 2 * x
-
-@jit
-def describe(x):
-    return double(x) + 1
-"""
-
-
-@pytest.mark.slow
-def test_inner_functions_can_be_called_from_python(tmp_path):
-    (tmp_path / "mine.py").write_text(INNER)
-    code = """
-import mine
-print(mine.describe(3), mine.double(3))
-"""
-    for _ in range(2):  # compiled, and from the cache
-        out, err = start(tmp_path, 0, code=code).communicate(timeout=240)
-        assert out.split() == ["7", "6"], err
-
-
 AHEAD = """
 import sys
 import numpy as np
@@ -194,7 +154,9 @@ print(before, len(mine.describe.overloads))
 """
 
 
-@pytest.mark.parametrize("notice_after_s, lines", [(0.001, 1), (300.0, 0)])
+@pytest.mark.parametrize(
+    "notice_after_s, lines", [(0.001, 1), pytest.param(300.0, 0, marks=pytest.mark.slow)]
+)
 def test_functions_compile_ahead_of_their_call_and_say_so_once(tmp_path, notice_after_s, lines):
     write(tmp_path, 10)
     process = start(tmp_path, notice_after_s, code=AHEAD)

@@ -20,8 +20,7 @@ import pytest
 from servegym import _files
 from servegym.envs.workloads import load_catalog
 from servegym.envs.workloads.predictions import write_table
-from servegym.experiments.evaluation.output import read_rows, write_csv, write_json
-from servegym.hardware_profiles import load, schema
+from servegym.experiments.evaluation.output import read_rows, write_csv
 
 ROWS = 3000
 
@@ -90,12 +89,6 @@ def _read_snapshot(path: Path) -> int:
     return _one(torch.load(path, weights_only=False)["weights"].numpy())
 
 
-def _profile(path: Path, version: int) -> None:
-    about = load("rtx4090-llama-3.1-8b").to_dict()
-    about["device"]["memory_bytes"] = 10**9 * (version + 20)
-    schema.write_json(about, path)
-
-
 SMALL = load_catalog("synthetic", num_models=6, num_prompts=200)
 WRITERS = [
     Writer(
@@ -104,19 +97,9 @@ WRITERS = [
         lambda path: _one([row["a"] for row in read_rows(path)]),
     ),
     Writer(
-        "rows.json",
-        lambda path, version: write_json(path, [version] * ROWS),
-        lambda path: _one(json.loads(path.read_text())),
-    ),
-    Writer(
         "fit.json",
         lambda path, version: _files.write_json(path, [version] * ROWS),
         lambda path: _one(json.loads(path.read_text())),
-    ),
-    Writer(
-        "card.json",
-        _profile,
-        lambda path: json.loads(path.read_text())["device"]["memory_bytes"] // 10**9 - 20,
     ),
     Writer("table.npz", _table, _read_table),
     Writer("best.safetensors", _checkpoint, _read_checkpoint),
@@ -131,23 +114,6 @@ def writer(request) -> Writer:
         pytest.importorskip("torch").set_num_threads(1)
         pytest.importorskip("safetensors")
     return request.param
-
-
-def test_a_file_that_cannot_be_put_in_place(writer, tmp_path, monkeypatch):
-    path = tmp_path / writer.name
-    writer.write(path, 1)
-
-    def no(*_args):
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", no)
-        with pytest.raises(OSError, match="No space left"):
-            writer.write(path, 2)
-    assert writer.read(path) == 1
-    assert os.listdir(tmp_path) == [writer.name], "the temporary file is gone"
-    writer.write(path, 3)
-    assert writer.read(path) == 3
 
 
 def test_a_full_disk(writer, tmp_path):
@@ -179,13 +145,15 @@ def test_killed_in_the_middle(writer, tmp_path):
     path = tmp_path / writer.name
     writer.write(path, 1)
     seen = set()
-    for k in range(6):
+    for k in range(30):  # as many as it takes on a busy machine
         child = multiprocessing.get_context("fork").Process(target=_write_on, args=(writer, path))
         child.start()
-        time.sleep(0.02 + 0.017 * k)
+        time.sleep(0.02 + 0.017 * (k % 6))
         child.kill()
         child.join()
         seen.add(writer.read(path))
+        if k > 2 and len(seen) > 1:
+            break
     assert seen <= set(range(1, 61)) and len(seen) > 1, "it was killed while it wrote"
 
 

@@ -36,8 +36,8 @@ from servegym.hardware_profiles.calibrate import check
 from servegym.hardware_profiles.load import data_path
 from servegym.hardware_profiles.measure.table import ResumableTable
 
-FLIPS = int(os.environ.get("SERVEGYM_EXAMPLES", 0)) or 6
-SAMPLE = 100_000 if "SERVEGYM_EXAMPLES" in os.environ else 250
+FLIPS = int(os.environ.get("SERVEGYM_EXAMPLES", 0)) or 3
+SAMPLE = 100_000 if "SERVEGYM_EXAMPLES" in os.environ else 100
 NAN = float("nan")
 HUGE = 10**30
 

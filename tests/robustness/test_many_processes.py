@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import functools
 import os
-import subprocess
-import sys
 
 import gymnasium as gym
 import pytest
@@ -56,44 +54,3 @@ def test_worker_processes_give_what_one_process_gives(env_id, context):
     finally:
         apart.close()
         sync.close()
-
-
-STEP = """
-import hashlib
-import gymnasium as gym, servegym
-found = hashlib.sha256()
-env = gym.make({env_id!r}, **{kwargs!r})
-env.action_space.seed(0)
-found.update(repr(env.reset(seed=0)).encode())
-ended = steps = 0
-while steps < 50 and not ended:
-    result = env.step(env.action_space.sample())
-    found.update(repr(result).encode())
-    ended, steps = result[2] or result[3], steps + 1
-print(steps, found.hexdigest())
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("family", [name for name in IDS if ALL or name == "serverless"])
-def test_processes_that_fill_one_empty_cache(family, tmp_path, capsys):
-    """Four start at once where no kernel is compiled yet; each compiles, or takes another's."""
-    settings = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
-    step = STEP.format(env_id=IDS[family][0], kwargs=BASE[family])
-    command = [sys.executable, "-c", step]
-    processes = [
-        subprocess.Popen(
-            command, env=settings, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-        )
-        for _ in range(4)
-    ]
-    said = [process.communicate(timeout=800) for process in processes]
-    assert [process.returncode for process in processes] == [0] * len(processes), said
-    steps, digest = said[0][0].split()
-    assert int(steps) > 1 and len(digest) == 64
-    assert all(out == said[0][0] for out, _ in said), said
-    last = subprocess.run(command, env=settings, cwd=tmp_path, capture_output=True, check=True)
-    assert last.stdout == said[0][0], "read from the cache"
-    exec(step, {})  # compiled by one process alone
-    assert capsys.readouterr().out.encode() == said[0][0]

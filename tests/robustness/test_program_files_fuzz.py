@@ -94,7 +94,14 @@ def checkpoint_damages(path: Path):
     yield "other shape", rebuilt(tensors | {name: other}, meta)
 
 
-@pytest.mark.parametrize("name", CHECKPOINTS)
+QUICK = ("ppo_sets", "ppo_placement")
+"""Of the ways in which checkpoints are read."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CHECKPOINTS],
+)
 def test_damaged_checkpoints(name, tmp_path):
     path = tmp_path / "damaged.safetensors"
     path.write_bytes(CHECKPOINTS[name].read_bytes())
@@ -118,7 +125,7 @@ def test_damaged_header_of_a_checkpoint(tmp_path):
         changed[bit // 8] ^= 1 << bit % 8
         return lambda p: p.write_bytes(bytes(changed))
 
-    damages = [(f"bit {bit}", flipped(bit)) for bit in [*range(0, 96, 3), *range(100, 9000, 371)]]
+    damages = [(f"bit {bit}", flipped(bit)) for bit in [*range(0, 96, 7), *range(100, 9000, 997)]]
     assert not (wrong := judged(load_policy, path, damages, ())), "\n".join(wrong)
 
 
@@ -134,23 +141,14 @@ parameters:
   arch: {value: mlp}
 """
 NO_KEYS = "early_terminate", "run_cap"
-YAML_JUNK = [None, [], {}, "x", 3, -1, True, 0.5, [1], {"x": 1}, {1: 2}, [None], [[1]]]
+YAML_JUNK = [None, [], {}, "x", 3, -1, True, {1: 2}]
 
 
 def sweep_damages():
     """Every key of a sweep lacking, and every value of it replaced."""
     yaml = pytest.importorskip("yaml")
     good = yaml.safe_load(SWEEP)
-    for text in (
-        "{",
-        "a: b: c",
-        "- 1",
-        "x",
-        "!!python/object:os.system {}",
-        "a: &a [*a]",
-        "\t",
-        "&",
-    ):
+    for text in ("{", "a: b: c", "- 1", "!!python/object:os.system {}", "a: &a [*a]", "&"):
         yield text, lambda path, text=text: path.write_text(text)
     spots = [(key,) for key in good]
     spots += [
@@ -193,14 +191,10 @@ BROKEN = {
     "syntax": "def act(:\n",
     "nothing": "x = 1\n",
     "no import": "import no_such_module\n",
-    "raises": "raise RuntimeError('no')\n",
     "exits": "import sys\nsys.exit(3)\n",
     "class that raises": "class Policy:\n    def __init__(self, system): raise KeyError('a')\n",
-    "class of nothing": "class Policy:\n    name = 'x'\n    def __init__(self, system): pass\n",
     "class without system": "class Policy:\n    name = 'x'\n",
     "no function": "act = 3\n",
-    "no class": "Policy = 3\n",
-    "zero byte": "x = '\0'\n",
 }
 
 

@@ -15,11 +15,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-SCHEDULERS = ("orca", "chunked_prefill")
-MEMORY_POLICIES = ("reserve", "paged")
-REWARDS = ("completed_qos", "paid_forward", "qos_aware")
-PENALTIES = ("literal", "new_violations")
-ESTIMATORS = ("true", "predicted")
 NAN = math.nan
 
 
@@ -219,29 +214,6 @@ class ReferenceConfig:
     estimator: str = "true"
     record_iterations: bool = False
     staleness_s: float = 0.0
-
-    def __post_init__(self) -> None:
-        for name, allowed in (
-            ("scheduler", SCHEDULERS),
-            ("memory_policy", MEMORY_POLICIES),
-            ("reward", REWARDS),
-            ("penalty", PENALTIES),
-            ("estimator", ESTIMATORS),
-        ):
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name}={getattr(self, name)!r}: allowed are {allowed}")
-        if not self.experts:
-            raise ValueError("experts=(): at least one is needed")
-        if self.prefix_caching and self.scheduler != "chunked_prefill":
-            raise ValueError("prefix_caching=True needs scheduler='chunked_prefill'")
-        if self.memory_policy == "reserve" and self.max_output_tokens is None:
-            raise ValueError("max_output_tokens=None: 'reserve' needs an output cap")
-        for name in ("running_capacity", "prefill_token_budget", "block_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: at least 1 is allowed")
-        for expert in self.experts:
-            if expert.kv_capacity_tokens // self.block_size < 1:
-                raise ValueError("kv_capacity_tokens: at least one block is needed")
 
 
 @dataclass
@@ -741,16 +713,6 @@ class ReferenceSimulator:
         self.predicted_scores = [[float(v) for v in row] for row in predicted_scores]
         self.predicted_lengths = [[float(v) for v in row] for row in predicted_lengths]
         count = len(self.arrivals)
-        if count == 0:
-            raise ValueError("arrivals=[]: at least one request is needed")
-        for earlier, later in zip(self.arrivals, self.arrivals[1:], strict=False):
-            if later < earlier:
-                raise ValueError(f"arrivals: {later} after {earlier}; allowed is non-decreasing")
-        tables = (self.scores, self.outputs, self.predicted_scores, self.predicted_lengths)
-        if len(self.prompts) != count or any(len(table) != count for table in tables):
-            raise ValueError(f"every per-request list must hold {count} rows")
-        if any(len(row) != len(self.experts) for table in tables for row in table):
-            raise ValueError(f"every row must hold {len(self.experts)} experts")
         self.log = [
             RequestLog(request=j, arrival=self.arrivals[j], prompt_tokens=self.prompts[j])
             for j in range(count)
@@ -859,14 +821,6 @@ class ReferenceSimulator:
             (time - request.arrival) / max(request.generated, 1),
         ]
 
-    def action_mask(self) -> np.ndarray:
-        """1 where the action is legal now; dropping always is."""
-        mask = np.ones(len(self.experts) + 1, dtype=np.int8)
-        if not self.terminated:
-            for i, expert in enumerate(self.experts):
-                mask[i + 1] = 1 if expert.accepts(self.prompts[self.current]) else 0
-        return mask
-
     # -- what the router does ----------------------------------------------------------------
 
     def impact_penalty(self, action: int, penalty: str, estimator: str) -> float:
@@ -908,8 +862,6 @@ class ReferenceSimulator:
         Returns:
             The reward, its terms (they sum to it) and whether the episode ended.
         """
-        if self.terminated:
-            raise RuntimeError("step() after the end of the episode")
         config = self.config
         penalty = 0.0
         if config.reward == "qos_aware":
@@ -933,8 +885,6 @@ class ReferenceSimulator:
 
     def _decide(self, action: int) -> float:
         """Drop the current request or send it to an expert; the score of what is accepted."""
-        if not 0 <= action <= len(self.experts):
-            raise ValueError(f"action={action}: allowed are 0..{len(self.experts)}")
         config = self.config
         j = self.current
         entry = self.log[j]

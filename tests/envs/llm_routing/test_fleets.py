@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 
 import gymnasium
 import numpy as np
@@ -26,23 +25,10 @@ def drawn(seed, **kwargs):
     return env, json.loads(info["fleet"])
 
 
-def play(env, info, rng, fraction=0.9):
-    """Random legal actions to the episode's end; returns the rewards and the last info."""
-    rewards, done = [], False
-    while not done:
-        legal = np.flatnonzero(info["action_mask"])
-        action = rng.choice(legal) if rng.random() < fraction else rng.integers(17)
-        observation, reward, terminated, truncated, info = env.step(int(action))
-        assert env.observation_space.contains(observation)
-        rewards.append(reward)
-        done = terminated or truncated
-    return rewards, info
-
-
 def test_what_is_drawn_lies_in_its_ranges_and_differs():
     env, _ = drawn(0)
     seen = {name: set() for name in (*CHOICES, "sizes", "rates")}
-    for seed in range(60):
+    for seed in range(30):
         _, info = env.reset(seed=seed)
         setting = json.loads(info["fleet"])
         assert tuple(setting) == SETTING
@@ -58,16 +44,10 @@ def test_what_is_drawn_lies_in_its_ranges_and_differs():
         seen["rates"].add(setting["rate"])
         assert env.batch.env["latency_requirement"][0] == setting["latency_requirement_s"]
     assert all(seen[name] == set(CHOICES[name]) for name in CHOICES)
-    assert len(seen["sizes"]) > 40 and len(seen["rates"]) == 60
+    assert len(seen["sizes"]) > 20 and len(seen["rates"]) == 30
 
 
-def test_the_same_seed_draws_the_same_fleet():
-    (one, first), (other, second) = drawn(5), drawn(5)
-    assert first == second != drawn(6)[1]
-    assert np.array_equal(one.batch.arrivals, other.batch.arrivals)
-
-
-@pytest.mark.parametrize("seed", [0, 2, 3, 4, 8])
+@pytest.mark.parametrize("seed", [0, 3, 8])
 def test_a_drawn_fleet_serves_as_the_same_fleet_given_by_arguments(seed):
     """The other problem has arrays and laws of its own size, packed of its own cards."""
     env, setting = drawn(seed)
@@ -130,50 +110,6 @@ def test_an_expert_that_does_not_exist_rejects():
     assert env.request_log()["outcome"][0] == kernel.REJECTED
     with pytest.raises(ValueError, match="out of range"):
         env.step(17)
-
-
-@pytest.mark.parametrize("mode", ["NextStep", "SameStep"])
-def test_vector_environment_equals_single_ones(mode):
-    kwargs = {"fleet": "random", "episode_requests": 15, "staleness_s": 0.2}
-    native = gymnasium.make_vec(ID, num_envs=3, autoreset_mode=mode, **kwargs)
-    single = gymnasium.vector.SyncVectorEnv(
-        [lambda: gymnasium.make(ID, **kwargs) for _ in range(3)], autoreset_mode=mode
-    )
-    rng = np.random.default_rng(0)
-    mine, theirs = native.reset(seed=4), single.reset(seed=4)
-    for _ in range(40):
-        for name in mine[0]:
-            np.testing.assert_array_equal(mine[0][name], theirs[0][name], err_msg=name)
-        assert mine[-1].keys() == theirs[-1].keys()
-        for name in ("fleet", "_fleet"):
-            if name in mine[-1]:
-                assert list(mine[-1][name]) == list(theirs[-1][name])
-        action = rng.integers(17, size=3)
-        mine, theirs = native.step(action), single.step(action)
-        np.testing.assert_array_equal(mine[1], theirs[1])
-
-
-def test_states_go_into_rows_of_other_fleets():
-    envs = gymnasium.make_vec(ID, num_envs=3, fleet="random", episode_requests=40).unwrapped
-    envs.reset(seed=2)
-    rng = np.random.default_rng(1)
-    for _ in range(15):
-        envs.step(rng.integers(10, size=3))
-    state = envs.clone_state(0)
-    envs.restore_state(2, state)
-    observation, mask = envs.observe()
-    for name, part in observation.items():
-        np.testing.assert_array_equal(part[0], part[2], err_msg=name)
-    again = pickle.loads(pickle.dumps(envs))
-    for _ in range(10):
-        action = rng.integers(10, size=3)
-        action[2] = action[0]
-        observation, reward, *_ = envs.step(action)
-        copied, *_ = again.step(action)
-        assert reward[0] == reward[2]
-        for name, part in observation.items():
-            np.testing.assert_array_equal(part[0], part[2], err_msg=name)
-            np.testing.assert_array_equal(part, copied[name], err_msg=name)
 
 
 @pytest.mark.parametrize("name", DEPLOYMENTS)

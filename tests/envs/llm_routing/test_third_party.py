@@ -1,8 +1,5 @@
 """Unmodified agents and wrappers of others work on the environments as they are."""
 
-import subprocess
-import sys
-
 import gymnasium as gym
 import numpy as np
 import pytest
@@ -10,7 +7,7 @@ from gymnasium import wrappers
 
 import servegym
 
-GRAPH, FLAT, EXPERTS = ROUTING_IDS = servegym.ENV_IDS[:3]
+GRAPH, FLAT = servegym.ENV_IDS[:2]
 SHORT = {"num_experts": 3, "episode_requests": 100, "rate": 8.0}
 SMALL_NET = {"net_arch": [32, 32]}
 
@@ -26,57 +23,11 @@ def parameters(model):
     return np.concatenate([p.detach().numpy().ravel() for p in model.policy.parameters()])
 
 
-# ----------------------------------------------------------------------------- Stable-Baselines3
-
-
-@pytest.mark.parametrize("env_id", [FLAT, EXPERTS])
-def test_stable_baselines3_finds_nothing_wrong(sb3, env_id, recwarn):
+def test_stable_baselines3_finds_nothing_wrong(sb3, recwarn):
     from stable_baselines3.common.env_checker import check_env
 
-    check_env(gym.make(env_id), warn=True)
+    check_env(gym.make(FLAT), warn=True)
     assert not [str(w.message) for w in recwarn if w.category is UserWarning]
-
-
-@pytest.mark.slow
-def test_ppo_learns_2000_steps(sb3):
-    model = sb3.PPO(
-        "MlpPolicy",
-        gym.make(FLAT, **SHORT),
-        n_steps=250,
-        batch_size=50,
-        n_epochs=2,
-        policy_kwargs=SMALL_NET,
-        seed=0,
-        device="cpu",
-    )
-    before = parameters(model)
-    model.learn(2000)
-    assert model.num_timesteps == 2000 and len(model.ep_info_buffer) == 20
-    after = parameters(model)
-    assert np.isfinite(after).all() and not np.array_equal(before, after)
-
-
-def test_dqn_learns_2000_steps(sb3):
-    model = sb3.DQN(
-        "MlpPolicy",
-        gym.make(FLAT, **SHORT),
-        learning_starts=200,
-        buffer_size=2000,
-        policy_kwargs=SMALL_NET,
-        seed=0,
-        device="cpu",
-    )
-    before = parameters(model)
-    model.learn(2000)
-    assert model.num_timesteps == 2000
-    after = parameters(model)
-    assert np.isfinite(after).all() and not np.array_equal(before, after)
-    env = gym.make(FLAT, **SHORT)
-    observation, _ = env.reset(seed=0)
-    for _ in range(100):
-        action, _ = model.predict(observation, deterministic=True)
-        observation, _, ended, _, info = env.step(action)  # an array of shape () as it comes
-    assert ended and 0.0 <= info["episode_kpis"]["avg_qos"] <= 1.0
 
 
 def test_ppo_takes_the_dict_observation(sb3):
@@ -126,92 +77,22 @@ def test_maskable_ppo_finds_the_masks_itself(sb3):
         device="cpu",
     )
     assert is_masking_supported(model.get_env())
-    model.learn(1000)
-    assert recorder.masked > 300, "the test needs full experts"
+    model.learn(400)
+    assert recorder.masked > 120, "the test needs full experts"
     assert recorder.forbidden == 0
     envs = make_vec_env(FLAT, n_envs=2, env_kwargs=crowded)
     envs.reset()
     assert get_action_masks(envs).shape == (2, 4)
 
 
-def test_the_action_masker_wrapper_gives_the_same_masks(sb3):
-    pytest.importorskip("sb3_contrib")
-    from sb3_contrib.common.wrappers import ActionMasker
-
-    bare = gym.make(FLAT, **SHORT, waiting_capacity=1)
-    env = ActionMasker(bare, lambda env: env.unwrapped.action_masks())
-    _, info = env.reset(seed=0)
-    for _ in range(50):
-        np.testing.assert_array_equal(env.action_masks(), info["action_mask"].astype(bool))
-        info = env.step(1)[4]
-
-
-# ----------------------------------------------------------------------------- Gymnasium wrappers
-
-
-@pytest.mark.parametrize("env_id", ROUTING_IDS)
-def test_gymnasium_wrappers(env_id):
-    env = wrappers.RecordEpisodeStatistics(gym.make(env_id, **SHORT))
-    env.reset(seed=0)
-    total, ended = 0.0, False
-    while not ended:
-        _, reward, ended, _, info = env.step(env.action_space.sample())
-        total += reward
-    assert info["episode"]["l"] == 100
-    assert info["episode"]["r"] == pytest.approx(total, abs=1e-5)
-    assert "episode_kpis" in info
-
-    env = wrappers.FlattenObservation(gym.make(env_id, **SHORT))
-    observation, _ = env.reset(seed=0)
-    assert observation.ndim == 1 and env.observation_space.contains(observation)
-
-    env = wrappers.TimeLimit(gym.make(env_id, **SHORT), max_episode_steps=7)
-    env.reset(seed=0)
-    assert [env.step(1)[2:4] for _ in range(7)] == [(False, False)] * 6 + [(False, True)]
-
-    flat = wrappers.NormalizeObservation(wrappers.FlattenObservation(gym.make(env_id, **SHORT)))
-    flat = wrappers.NormalizeReward(flat)
-    flat.reset(seed=0)
-    for _ in range(50):
-        observation, reward, *_ = flat.step(1)
-        assert np.isfinite(observation).all() and np.isfinite(reward)
-
-
-@pytest.mark.parametrize("env_id", ROUTING_IDS)
-def test_gymnasium_vector_wrappers(env_id):
-    envs = gym.make_vec(env_id, num_envs=3, **SHORT)
-    envs = wrappers.vector.RecordEpisodeStatistics(envs)
+def test_gymnasium_vector_wrappers():
+    envs = wrappers.vector.RecordEpisodeStatistics(gym.make_vec(FLAT, num_envs=3, **SHORT))
+    envs = wrappers.vector.NormalizeObservation(envs)
     envs.reset(seed=0)
     total = np.zeros(3)
     for _ in range(100):
-        _, rewards, terminated, _, info = envs.step(np.array([0, 1, 2]))
+        seen, rewards, terminated, _, info = envs.step(np.array([0, 1, 2]))
+        assert np.isfinite(seen).all()
         total += rewards
     assert terminated.all() and info["episode"]["l"].tolist() == [100] * 3
     np.testing.assert_allclose(info["episode"]["r"], total, atol=1e-4)
-    if env_id != GRAPH:
-        envs = wrappers.vector.NormalizeObservation(gym.make_vec(env_id, num_envs=3, **SHORT))
-        envs.reset(seed=0)
-        for _ in range(20):
-            assert np.isfinite(envs.step(np.array([1, 2, 3]))[0]).all()
-    others = gym.make_vec(env_id, num_envs=2, vectorization_mode="async", **SHORT)
-    native = gym.make_vec(env_id, num_envs=2, **SHORT)
-    try:
-        others.reset(seed=0)
-        native.reset(seed=0)
-        for _ in range(20):
-            one, two = others.step(np.array([1, 2])), native.step(np.array([1, 2]))
-            np.testing.assert_array_equal(one[1], two[1])
-            np.testing.assert_array_equal(one[4]["action_mask"], two[4]["action_mask"])
-    finally:
-        others.close()
-
-
-def test_importing_the_package_loads_no_engine():
-    code = (
-        "import sys, servegym; "
-        "print([m for m in ('numba', 'torch', 'matplotlib', 'scipy') if m in sys.modules])"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
-    )
-    assert done.stdout.strip() == "[]"

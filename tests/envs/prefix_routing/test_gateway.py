@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import event, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from numba import njit
 
@@ -261,8 +261,6 @@ def test_kernel_equals_plain_objects(
     low, high = np.array(REPLICA_LOW, np.float32), np.array(REPLICA_HIGH, np.float32)
     assert (seen >= low).all() and (seen <= high).all()
     assert (asked >= 0).all() and (asked <= np.array(REQUEST_HIGH, np.float32)).all()
-    match = seen[..., REPLICA_FEATURES.index("match_tokens")]
-    event(f"{index}: matches {match.any()}, full {any((m == m.max()).any() for m in match)}")
 
 
 # --------------------------------------------------------------------------------------- by hand
@@ -397,14 +395,9 @@ def test_requests_in_flight_share_blocks_and_leave_as_they_came():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"index": "exact", "block_size": 16}, "index"),
-        ({"index": "none", "block_size": 0}, "block_size"),
         ({"index": "approximate", "block_size": 16, "entry_tokens": 40}, "entry_tokens"),
         ({"index": "precise", "block_size": 16, "entry_tokens": 64}, "entry_tokens"),
         ({"index": "precise", "block_size": 16, "strict": False}, "strict"),
-        ({"index": "precise", "block_size": 16, "index_delay_s": -1.0}, "index_delay_s"),
-        ({"index": "none", "block_size": 16, "smoothing": 0.0}, "smoothing"),
-        ({"index": "none", "block_size": 16, "heat_s": 0.0}, "heat_s"),
     ],
 )
 def test_arguments_out_of_range_are_refused(arguments, message):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gymnasium
 import numpy as np
 import pytest
 
@@ -42,9 +41,9 @@ def played(seed=0, **arguments):
     return batch, requests
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-def test_hits_are_those_of_the_definition(seed):
-    for kind in ("infinite", "pooled"):
+@pytest.mark.parametrize("kind", ["infinite", "pooled"])
+def test_hits_are_those_of_the_definition(kind):
+    for seed in (0, 1):
         batch, requests = played(seed, prefix_cache=kind)
         found = batch.systems.request
         replica = found["replica"] if kind == "infinite" else None
@@ -70,37 +69,3 @@ def test_what_hits_is_not_computed_and_still_takes_memory():
     assert ttft[1][better].mean() < 0.7 * ttft[0][better].mean()
     batch, _ = played(prefix_cache="pooled", rate=100.0)
     assert batch.systems.request["preemptions"].sum() > 0
-
-
-def test_the_default_is_vllms_cache():
-    given, default = played(prefix_cache="vllm")[0], played()[0]
-    assert given.systems.request.tobytes() == default.systems.request.tobytes()
-
-
-@pytest.mark.parametrize("kind", ["infinite", "pooled"])
-def test_copies_go_on_alike(kind):
-    env = gymnasium.make("servegym/PrefixRouting-v0", prefix_cache=kind, **SETTING).unwrapped
-    other = gymnasium.make("servegym/PrefixRouting-v0", prefix_cache=kind, **SETTING).unwrapped
-    env.reset(seed=3)
-    other.reset(seed=4)
-    for k in range(60):
-        env.step(k % 3)
-        other.step(k % 2)
-    other.restore_state(env.clone_state())
-    for k in range(60, 150):
-        mine, theirs = env.step(k % 3), other.step(k % 3)
-        np.testing.assert_array_equal(mine[0]["replicas"], theirs[0]["replicas"])
-        assert mine[1:4] == theirs[1:4]
-
-
-def test_a_state_of_another_cache_is_refused():
-    envs = [
-        gymnasium.make("servegym/PrefixRouting-v0", prefix_cache=kind, **SETTING).unwrapped
-        for kind in ("pooled", "infinite")
-    ]
-    for env in envs:
-        env.reset(seed=0)
-    with pytest.raises(ValueError, match="known"):
-        envs[0].restore_state(envs[1].clone_state())
-    with pytest.raises(ValueError, match="prefix_cache='endless'"):
-        gymnasium.make("servegym/PrefixRouting-v0", prefix_cache="endless")

@@ -312,19 +312,19 @@ FAILING = {"mean_time_to_failure_s": 0.5, "mean_time_to_repair_s": 0.1}
 BINDING = {"num_replicas": 1, "max_num_seqs": 8, "memory": 1.0, "rate": 1000.0}
 
 
-@rounds(100)
+@rounds(60)
 @given(SEEDS)
 def test_equal_to_the_reference(seed):
     run_case(seed)
 
 
-@rounds(100)
+@rounds(60)
 @given(SEEDS)
 def test_equal_when_memory_binds(seed):
     run_case(seed, **BINDING)
 
 
-@rounds(60)
+@rounds(40)
 @given(SEEDS)
 def test_equal_with_failing_replicas(seed):
     run_case(seed, failures=FAILING)
@@ -339,11 +339,11 @@ def test_equal_to_the_reference_at_length(seed):
 
 def test_random_systems_reach_what_they_are_made_for():
     """Most of the random systems have each of the events that the rules are about."""
-    cases = [run_case(seed, **(BINDING if seed % 2 else {})) for seed in range(40)]
+    cases = [run_case(seed, **(BINDING if seed % 2 else {})) for seed in range(20)]
     reached = Counter(name for case in cases for name, count in case.items() if count)
     for name in ("evictions", "twins", "hits", "full_hits", "same_step_hits", "preemptions"):
         assert reached[name] >= len(cases) / 2, (name, reached)
     for name in ("recomputed", "blocked", "children", "watched"):
         assert reached[name] >= len(cases) / 2, (name, reached)
     assert reached["rejected"] >= len(cases) / 5, reached
-    assert sum(run_case(seed, failures=FAILING)["failed"] > 0 for seed in range(20)) >= 10
+    assert sum(run_case(seed, failures=FAILING)["failed"] > 0 for seed in range(12)) >= 4

@@ -42,35 +42,8 @@ def serve(engine, requests):
     return times, ended
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_it_serves_as_the_offline_engine(seed):
-    rng = np.random.default_rng(seed)
-    size = int(rng.choice([1, 4, 16]))
-    requests = make_requests(rng, 60, size, closed=False)
-    longest = int((requests.prompt_tokens + requests.output_tokens).max())
-    capacity = -(-longest // size) * size * int(rng.integers(1, 4))
-    profile = profile_of(exact_law(rng), capacity)
-    running, budget = int(rng.integers(1, 9)), int(rng.integers(9, 64))
-    given = {"max_num_seqs": running, "max_num_batched_tokens": budget, "kv_tokens": capacity}
-    found = replay_prefix([profile], requests, **given)
-    engine = LiveEngine(profile, block_size=size, max_requests=64, **given)
-    for _ in range(2):  # as new after `clear`
-        times, ended = serve(engine, requests)
-        for j in range(60):
-            assert len(times[j]) == requests.output_tokens[j]
-            assert times[j][0] == pytest.approx(found["first_token_s"][j], rel=1e-12)
-            assert times[j][-1] == pytest.approx(found["finish_s"][j], rel=1e-12)
-            hit, recomputed, preemptions, admitted = ended[j]
-            assert admitted == pytest.approx(found["admitted_s"][j], rel=1e-12)
-            assert (hit, recomputed, preemptions) == tuple(
-                found[name][j] for name in ("hit_tokens", "recomputed_tokens", "preemptions")
-            )
-        engine.clear()
-
-
-def test_the_comparison_has_hits_and_preemptions():
-    """What the test above compares is not empty."""
-    hits = preemptions = 0
+def test_it_serves_as_the_offline_engine():
+    hits = lost = 0
     for seed in range(12):
         rng = np.random.default_rng(seed)
         size = int(rng.choice([1, 4, 16]))
@@ -79,11 +52,23 @@ def test_the_comparison_has_hits_and_preemptions():
         capacity = -(-longest // size) * size * int(rng.integers(1, 4))
         profile = profile_of(exact_law(rng), capacity)
         running, budget = int(rng.integers(1, 9)), int(rng.integers(9, 64))
-        given = {"max_num_seqs": running, "max_num_batched_tokens": budget}
-        found = replay_prefix([profile], requests, kv_tokens=capacity, **given)
-        hits += found["hit_tokens"].sum()
-        preemptions += found["preemptions"].sum()
-    assert hits > 500 and preemptions > 20
+        given = {"max_num_seqs": running, "max_num_batched_tokens": budget, "kv_tokens": capacity}
+        found = replay_prefix([profile], requests, **given)
+        engine = LiveEngine(profile, block_size=size, max_requests=64, **given)
+        for _ in range(2):  # as new after `clear`
+            times, ended = serve(engine, requests)
+            for j in range(60):
+                assert len(times[j]) == requests.output_tokens[j]
+                assert times[j][0] == pytest.approx(found["first_token_s"][j], rel=1e-12)
+                assert times[j][-1] == pytest.approx(found["finish_s"][j], rel=1e-12)
+                hit, recomputed, preemptions, admitted = ended[j]
+                assert admitted == pytest.approx(found["admitted_s"][j], rel=1e-12)
+                assert (hit, recomputed, preemptions) == tuple(
+                    found[name][j] for name in ("hit_tokens", "recomputed_tokens", "preemptions")
+                )
+            engine.clear()
+        hits, lost = hits + found["hit_tokens"].sum(), lost + found["preemptions"].sum()
+    assert hits > 500 and lost > 20
 
 
 def flat_profile(capacity):
@@ -116,7 +101,7 @@ def test_an_abort_frees_slot_and_memory():
     assert (engine.running, engine.kv_usage) == (0, 0.0)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_aborts_at_random_leave_nothing_behind(seed):
     rng = np.random.default_rng(seed)
     engine = LiveEngine(
@@ -154,14 +139,14 @@ def test_aborts_at_random_leave_nothing_behind(seed):
 def test_contents_that_nothing_has_are_forgotten():
     engine = LiveEngine(flat_profile(64), max_num_seqs=2, max_num_batched_tokens=64, block_size=1)
     now = 0.0
-    for j in range(3000):
+    for j in range(1500):
         slot = engine.submit(now, list(range(40 * j, 40 * j + 40)), [1])
         now += 2.0
         assert engine.work(now)[-1][1] == slot
         engine.release(slot)
     assert len(engine._ids) < 5_000
     # What is in the memory is still found.
-    slot = engine.submit(now, list(range(40 * 2999, 40 * 2999 + 40)), [1])
+    slot = engine.submit(now, list(range(40 * 1499, 40 * 1499 + 40)), [1])
     engine.work(now + 2.0)
     assert engine.request(slot)["hit"] == 39
 

@@ -185,18 +185,6 @@ def test_popcount():
         assert kernel.popcount(np.uint64(x)) == int(x).bit_count()
 
 
-def test_one_compiled_version_of_each_entry_point():
-    if not hasattr(kernel.step, "signatures"):
-        pytest.skip("the JIT is switched off")
-    for granularity in ("global", "per_layer"):
-        env = ServerlessMoEEnv(**SMALL, granularity=granularity)
-        env.reset(seed=0)
-        env.step(env.action_space.sample())
-        env.restore_state(env.clone_state())
-    for entry in (kernel.observe, kernel.step):
-        assert len(entry.signatures) == 1, entry
-
-
 def test_known_plans_are_those_made_anew(monkeypatch):
     """Two batches on the same requests, one of which forgets: alike to the last bit."""
     from servegym.envs.serverless_moe import core

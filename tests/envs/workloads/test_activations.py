@@ -24,7 +24,6 @@ from servegym.envs.workloads.activations import (
 )
 from servegym.envs.workloads.build.activations import main as build
 from servegym.envs.workloads.build.activations import (
-    mutual_information,
     near_duplicates,
     pack_sets,
     write_activations,
@@ -112,13 +111,8 @@ def test_unknown_model_is_refused_with_the_nearest():
     ("changes", "message"),
     [
         ({"top_k": 9}, "top_k=9"),
-        ({"experts": 65}, "experts=65"),
-        ({"moe_layers": (1, 1)}, "moe_layers"),
         ({"moe_layers": (4,)}, "moe_layers"),
-        ({"moe_layers": ()}, "moe_layers"),
-        ({"non_expert_mb": np.ones(3)}, "non_expert_mb"),
         ({"non_expert_mb": -np.ones(4)}, "non_expert_mb"),
-        ({"expert_bytes": 0}, "expert_bytes=0"),
     ],
 )
 def test_bad_models_are_refused(toy, changes, message):
@@ -175,14 +169,6 @@ def test_toy_depends_on_the_seed_alone(toy):
     assert other.bank.shape != toy.bank.shape or (other.bank != toy.bank).any()
 
 
-def test_toy_tasks_differ_more_than_prompts_of_a_task(toy):
-    f = toy.frequencies().reshape(toy.num_prompts, -1)
-    apart = np.abs(f[:, None] - f[None]).sum(axis=2)
-    same = toy.task[:, None] == toy.task[None]
-    off = ~np.eye(toy.num_prompts, dtype=bool)
-    assert apart[~same].mean() > 1.3 * apart[same & off].mean()
-
-
 def test_toy_takes_other_sizes_and_refuses_bad_ones():
     check(make_toy_activations(prompts=30, layers=3, experts=64, top_k=6, tasks=3, seed=2))
     for argument, value in [("experts", 65), ("top_k", 9), ("prompts", 0), ("tasks", 0)]:
@@ -198,15 +184,6 @@ def test_pickle_keeps_everything_read_only(toy):
     assert not copy.model.non_expert_mb.flags.writeable
 
 
-def test_a_set_does_not_share_memory_with_what_it_was_made_of(toy):
-    counts = np.array(toy.counts)
-    made = changed(toy, counts=counts)
-    counts[:] = 0
-    np.testing.assert_array_equal(made.counts, toy.counts)
-    with pytest.raises(ValueError, match="read-only"):
-        made.counts[0] = 0
-
-
 def spoiled(array, place, value):
     array = np.array(array)
     array[place] = value
@@ -217,18 +194,10 @@ def spoiled(array, place, value):
     ("change", "message"),
     [
         (lambda a: {"kind": "measured"}, "kind='measured'"),
-        (lambda a: {"tasks": ("a", "a")}, "tasks"),
         (lambda a: {"task": spoiled(a.task, 3, 2)}, r"task\[3\] is 2"),
-        (lambda a: {"split": spoiled(a.split, 5, 3)}, r"split\[5\] is 3"),
         (lambda a: {"split": a.split[:-1]}, "split has shape"),
-        (lambda a: {"tokens": spoiled(a.tokens, 1, 0)}, r"tokens\[1\] is 0"),
-        (lambda a: {"tokens": a.tokens + 0.5}, r"tokens\[0\] is .* whole"),
         (lambda a: {"counts": spoiled(a.counts, (2, 1, 0), 99)}, r"counts\[2, 1\] sums"),
-        (lambda a: {"counts": spoiled(a.counts, (2, 1, 0), -1)}, r"counts\[2, 1, 0\] is -1"),
-        (lambda a: {"bank": spoiled(a.bank, (4, 2), 7)}, r"bank\[4, 2\]=0x7"),
         (lambda a: {"bank": spoiled(a.bank, (4, 2), 257)}, r"bank\[4, 2\]=0x101"),
-        (lambda a: {"bank": a.bank.astype(np.int64)}, "bank is int64"),
-        (lambda a: {"bank": a.bank[:-1]}, "bank_start"),
         (lambda a: {"bank_start": spoiled(a.bank_start, 1, 0)}, "bank_start"),
         (lambda a: {"embeddings": {"output": np.full((40, 2), np.nan)}}, "embeddings"),
         (lambda a: {"embeddings": {"pooled": np.ones((40, 2))}}, "pooled"),
@@ -264,13 +233,6 @@ def test_packed_sets_come_back(experts, top_k):
     np.testing.assert_array_equal(unpack_sets(planes, experts, top_k), masks)
     with pytest.raises(ValueError, match="rank"):
         unpack_sets(np.full((4, 1, 1), 127, dtype=np.uint8), experts, top_k)
-
-
-def test_popcounts_match_python_bits():
-    rng = np.random.default_rng(0)
-    masks = rng.integers(0, 1 << 64, size=(50, 3), dtype=np.uint64)
-    want = [[int(m).bit_count() for m in row] for row in masks]
-    assert popcounts(masks).tolist() == want
 
 
 def test_draw_top_k_follows_the_softmax():
@@ -361,70 +323,6 @@ def test_bank_agrees_with_the_full_counts_within_sampling_error(name):
     assert full.any()
 
 
-@pytest.mark.parametrize(
-    ("name", "folder"),
-    [("deepseek-v2-lite", "esft_deepseek_v2_lite"), ("gpt-oss-20b", "gpt_oss_20b_experts")],
-)
-def test_counts_and_bank_are_those_of_the_raw_rows(name, folder, measured):
-    a = load_activations(name)
-    with np.load(measured(folder, "token_routing.npz")) as archive:
-        ids, prompt = archive["expert_ids"], archive["prompt"]
-    if name == "gpt-oss-20b":
-        lines = measured(folder, "prompts.jsonl").read_text(encoding="utf-8").splitlines()
-        clean = np.array([not json.loads(line)["has_repetition"] for line in lines])
-        vectors = np.load(measured(folder, "prompt_embeddings_minilm.npy")).astype(np.float32)
-        rows = np.flatnonzero(clean)
-        group = near_duplicates(vectors[rows], 0.98)
-        rows = rows[group == np.arange(len(rows))]
-        np.testing.assert_array_equal(a.embeddings["output"], vectors[rows])
-        # No pair that is nearly the same is left.
-        unit = a.embeddings["output"]
-        assert (np.triu(unit @ unit.T, 1) <= 0.98).all()
-    else:
-        rows = np.arange(213)
-    assert len(rows) == a.num_prompts
-    for p in range(0, a.num_prompts, 7):
-        own = ids[prompt == rows[p]].astype(int)
-        assert len(own) == a.tokens[p]
-        want = [np.bincount(own[:, j].ravel(), minlength=a.model.experts) for j in range(3)]
-        np.testing.assert_array_equal(a.counts[p, :3], want)
-        known = {tuple(row) for row in ids_to_masks(own).tolist()}
-        assert known >= {tuple(r) for r in a.bank[a.bank_start[p] : a.bank_start[p + 1]].tolist()}
-
-
-def test_token_embeddings_give_eq_11_its_range():
-    u = load_activations("gpt-oss-20b").embeddings["token"].astype(float)
-    norms = np.linalg.norm(u, axis=1)
-    assert norms.min() > 1
-    similarity = (u @ u.T) / np.outer(norms, norms)
-    assert similarity.min() > -1 and 0.3 < similarity.mean() < 0.95
-    # A long prompt has a long sum: it is not normalised.
-    assert norms.max() > 5 * norms.min()
-
-
-def divergence(p, q):
-    """Jensen-Shannon divergence, bit, mean over layers."""
-    middle = (p + q) / 2
-    with np.errstate(divide="ignore", invalid="ignore"):
-        parts = [np.where(x > 0, x * np.log2(x / middle), 0).sum(axis=-1) / 2 for x in (p, q)]
-    return (parts[0] + parts[1]).mean(axis=-1)
-
-
-@pytest.mark.parametrize("key", ["output", "token"])
-def test_similar_prompts_have_similar_activations(key):
-    a = load_activations("gpt-oss-20b")
-    f, u = a.frequencies(), a.embeddings[key].astype(float)
-    u /= np.linalg.norm(u, axis=1, keepdims=True)
-    similarity = u @ u.T
-    np.fill_diagonal(similarity, -1)
-    near = [f[np.argsort(-row)[:15]].mean(axis=0) for row in similarity]
-    got = divergence(np.array(near), f).mean()
-    everyone = (f.sum(axis=0) - f) / (len(f) - 1)
-    assert got < 0.7 * divergence(everyone, f).mean()
-    # About 0.065 (output) and 0.074 (token) bit.
-    assert got == pytest.approx(0.07, abs=0.01)
-
-
 def test_mixtral_keeps_the_measured_frequencies():
     a = load_activations("mixtral-8x7b")
     law = a.provenance["law"]
@@ -441,16 +339,6 @@ def test_mixtral_keeps_the_measured_frequencies():
     for layer in (3, 20):
         order = [e for where, e in law["order"] if where == layer]
         assert np.corrcoef(np.argsort(order), -mean[layer])[0, 1] > 0.6
-
-
-def test_generated_tokens_correlate_across_layers():
-    a = load_activations("mixtral-8x7b")
-    rng = np.random.default_rng(0)
-    lowest = masks_to_ids(a.bank[:, [7, 15]], 2)[..., 0]
-    tables = []
-    for other in (lowest[:, 1], rng.permutation(lowest[:, 1])):
-        tables.append(np.bincount(lowest[:, 0] * 8 + other, minlength=64).reshape(8, 8))
-    assert mutual_information(tables[0]) > 3 * mutual_information(tables[1])
 
 
 def test_top_two_frequencies_and_base_by_hand():
@@ -547,19 +435,9 @@ def rewrite(path, **changes):
     ("spoil", "message"),
     [
         (lambda p, a: p[0].unlink(), "cannot be read"),
-        (lambda p, a: p[1].write_bytes(p[1].read_bytes()[:100]), "cannot be read"),
-        (lambda p, a: p[3].write_text("{"), "cannot be read"),
-        (lambda p, a: p[3].write_text("[]"), "JSON object"),
-        (lambda p, a: p[3].write_text("{}"), "'files'"),
         (lambda p, a: p[3].write_text('{"files": ["other.npz"]}'), "'other.npz' is unknown"),
-        (lambda p, a: rewrite(p[0], counts=None), "'counts': is missing"),
-        (lambda p, a: rewrite(p[0], counts=a.counts * 1.0), "'counts': has dtype float64"),
         (lambda p, a: rewrite(p[0], counts=a.counts + 1), r"counts\[0, 0\] sums"),
-        (lambda p, a: rewrite(p[0], split=a.split[1:]), "split has shape"),
-        (lambda p, a: rewrite(p[0], bank_start=a.bank_start + 1), "bank_start"),
         (lambda p, a: rewrite(p[1], sets=np.full((1, 5, 4), 28, np.uint8)), "rank 28"),
-        (lambda p, a: rewrite(p[1], sets=np.zeros((5, 4), np.uint8)), "'sets': is uint8"),
-        (lambda p, a: rewrite(p[2], token=a.embeddings["token"][1:]), "embeddings"),
     ],
 )
 def test_malformed_files_are_refused(written, spoil, message):
@@ -584,24 +462,6 @@ def test_near_duplicates_join_chains():
     assert near_duplicates(vectors, np.cos(np.radians(6))).tolist() == [0, 0, 0, 3, 3, 5]
 
 
-def test_packaged_files_are_small_and_without_text():
-    paths = sorted(DATA_DIR.glob("activations-*"))
-    assert len(paths) > 8
-    for path in paths:
-        assert path.stat().st_size <= 1_000_000, path
-        if path.suffix == ".npz":
-            with np.load(path, allow_pickle=False) as archive:
-                for name in archive.files:
-                    if archive[name].dtype.kind == "U":
-                        assert name in ("tasks", "categories")
-                        assert archive[name].dtype.itemsize <= 4 * 60
-                    else:
-                        assert archive[name].dtype.kind in "iuf"
-    for name in SIZES:
-        notes = json.loads((DATA_DIR / f"activations-{name}.json").read_text())
-        assert {"kind", "source", "date", "command", "top_expert_share"} <= set(notes)
-
-
 def test_two_builds_give_the_same_files(tmp_path, measured):
     data = measured("esft_deepseek_v2_lite", "token_routing.npz").parents[1]
     build([str(data), "--models", "deepseek-v2-lite", "--out", str(tmp_path)])
@@ -617,15 +477,3 @@ def test_the_table_in_the_docs_is_what_the_command_prints(capsys):
         pytest.skip("the documentation is not here")
     build(["--shares"])
     assert capsys.readouterr().out.strip() in path.read_text(encoding="utf-8")
-
-
-def test_the_command_says_what_it_lacks(capsys, monkeypatch):
-    monkeypatch.delenv("SERVEGYM_DATA", raising=False)
-    with pytest.raises(SystemExit):
-        build([])
-    assert "SERVEGYM_DATA" in capsys.readouterr().err
-
-
-def test_missing_raw_files_are_refused(tmp_path):
-    with pytest.raises(MalformedFileError, match=r"prompts\.csv"):
-        build([str(tmp_path), "--out", str(tmp_path)])

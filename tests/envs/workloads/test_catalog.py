@@ -1,6 +1,5 @@
 import hashlib
 import json
-import pickle
 import subprocess
 import sys
 
@@ -9,7 +8,7 @@ import pytest
 
 from servegym.envs.workloads import Catalog, MalformedFileError, list_catalogs, load_catalog
 from servegym.envs.workloads.build.catalog import main as build
-from servegym.envs.workloads.build.catalog import read_table, write_catalog
+from servegym.envs.workloads.build.catalog import read_table
 from servegym.envs.workloads.build.synthetic_catalog import moments
 from servegym.envs.workloads.catalog import make_split, read_catalog
 from servegym.envs.workloads.files import DATA_DIR
@@ -113,17 +112,11 @@ def test_load_catalog_refuses_unknown_names_and_arguments():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"scores": np.full((3, 2), np.nan)}, r"scores\[0, 0\] is nan"),
         ({"scores": np.full((3, 2), 1.5)}, r"scores\[0, 0\] is 1.5.*\[0, 1\]"),
         ({"scores": np.full((2, 3), 0.5)}, r"scores has shape \(2, 3\)"),
-        ({"output_tokens": np.zeros((3, 2))}, r"output_tokens\[0, 0\] is 0"),
         ({"output_tokens": np.full((3, 2), 11)}, r"output_tokens\[0, 0\] is 11"),
-        ({"output_tokens": np.full((3, 2), 1.5)}, "whole"),
         ({"prompt_tokens": np.array([3, 0, 5])}, r"prompt_tokens\[1\] is 0"),
-        ({"prompt_tokens": np.array([])}, "P >= 1"),
-        ({"split": np.array([0, 1, 3])}, r"split\[2\] is 3"),
         ({"models": ("a", "a")}, "each once"),
-        ({"max_output_tokens": 0}, "max_output_tokens"),
     ],
 )
 def test_catalog_refuses_bad_arrays(changes, message):
@@ -131,40 +124,12 @@ def test_catalog_refuses_bad_arrays(changes, message):
         tiny(**changes)
 
 
-def test_catalog_pickles():
-    again = pickle.loads(pickle.dumps(tiny()))
-    assert np.array_equal(again.scores, tiny().scores)
-
-
-def test_read_catalog_names_file_and_field(tmp_path):
-    path = write_catalog(tiny(), {}, tmp_path)
-    assert np.array_equal(read_catalog(path).scores, tiny().scores)
-    with np.load(path) as archive:
-        arrays = dict(archive)
-    np.savez(path, **(arrays | {"scores": arrays["scores"] * np.nan}))
-    with pytest.raises(MalformedFileError, match="tiny.npz: field 'scores'.*nan.*rebuild"):
-        read_catalog(path)
-    np.savez(path, **{k: v for k, v in arrays.items() if k != "split"})
-    with pytest.raises(MalformedFileError, match="field 'split': is missing"):
-        read_catalog(path)
-    path.write_bytes(b"PK\x03\x04 broken")
-    with pytest.raises(MalformedFileError, match="tiny.npz"):
-        read_catalog(path)
-    path.with_suffix(".json").unlink()
-    with pytest.raises(MalformedFileError, match="tiny.json"):
-        read_catalog(path)
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         (HEADER.replace("prompt_tokens,", ""), r":1: field 'prompt_tokens': column is missing"),
         (HEADER, "has no rows"),
-        (HEADER + "0,d,5,m,3,nan\n", r":2: field 'bertscore_f1_minilm'.*not finite"),
-        (HEADER + "0,d,5,m,3,1.2\n", r":2: field 'bertscore_f1_minilm'.*\[0, 1\]"),
         (HEADER + "0,d,5,m,301,.2\n", r":2: field 'output_tokens_max300'"),
-        (HEADER + "0,d,0,m,3,.2\n", r":2: field 'prompt_tokens'"),
-        (HEADER + "0,d,x,m,3,.2\n", r":2: field 'prompt_tokens'.*not a number"),
         (HEADER + "0,d,5,m,3,.2\n0,d,5,m,3,.2\n", r":3: field 'prompt_id'.*twice"),
         (HEADER + "0,d,5,m,3,.2\n0,d,6,k,3,.2\n", r":3: field 'prompt_tokens'.*differs"),
         (HEADER + "0,d,5,m,3,.2\n1,d,5,k,3,.2\n", r"no row for prompt 0 of 'k'"),

@@ -99,31 +99,17 @@ def spoil(change):
     ("change", "field"),
     [
         (lambda r: r.pop("candidates"), "candidates"),
-        (lambda r: r.update(candidates=[]), "candidates"),
-        (lambda r: r["candidates"].pop(), "candidates"),
-        (lambda r: r["candidates"][1].pop("model"), "candidates[1].model"),
         (lambda r: r["candidates"][1].pop("scores"), "candidates[two-7b].scores.bertscore"),
-        (
-            lambda r: r["candidates"][1]["scores"].update(bertscore=float("nan")),
-            "candidates[two-7b].scores.bertscore",
-        ),
         (
             lambda r: r["candidates"][1]["scores"].update(bertscore=1.2),
             "candidates[two-7b].scores.bertscore",
         ),
-        (
-            lambda r: r["candidates"][1]["scores"].update(bertscore="0.5"),
-            "candidates[two-7b].scores.bertscore",
-        ),
         (lambda r: r["candidates"][1].pop("text"), "candidates[two-7b].text"),
-        (lambda r: r["candidates"][1].update(text=3), "candidates[two-7b].text"),
         (
             lambda r: r["candidates"][1].update(output_tokens=-3),
             "candidates[two-7b].output_tokens",
         ),
         (lambda r: r.update(instruction=None), "instruction"),
-        (lambda r: r.update(instruction="", input=""), "instruction"),
-        (lambda r: r.update(prompt_tokens=1.5), "prompt_tokens"),
     ],
 )
 def test_malformed_records_name_place_and_field(tmp_path, change, field):
@@ -140,11 +126,8 @@ def test_malformed_records_name_place_and_field(tmp_path, change, field):
 @pytest.mark.parametrize(
     ("text", "where", "words"),
     [
-        ("", "", "no records"),
         ("[]", "", "no records"),
-        ("[{]", ":1", "not JSON"),
         (json.dumps(RECORDS[0]) + "\n{oops\n", ":2", "not JSON"),
-        ("[1]", ":record 1", "not a JSON object"),
         ("version https://git-lfs.github.com/spec/v1\n", ":1", "LFS"),
     ],
 )

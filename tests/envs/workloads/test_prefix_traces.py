@@ -161,17 +161,10 @@ def test_mooncake_by_hand(tmp_path):
     "rows, line, field",
     [
         ([(5, 600, 1, [0, 1]), (4, 600, 1, [0, 1])], 2, "timestamp"),
-        ([(5, 600, 1, [0])], 1, "hash_ids"),
-        ([(5, 600, 1, [0, -1])], 1, "hash_ids"),
         ([(5, 600, 1, [0, True])], 1, "hash_ids"),
-        ([(5, 600, 1, "0 1")], 1, "hash_ids"),
         ([(5, 0, 1, [])], 1, "input_length"),
-        ([(5, 600, -1, [0, 1])], 1, "output_length"),
-        ([(5, 600, None, [0, 1])], 1, "output_length"),
         ([(5, 600, 10**12, [0, 1])], 1, "output_length"),
         ([(5, 600, 1, [0, 1]), (6, 600, 1, [1, 0])], 2, "hash_ids"),
-        ([(5, 600, 1, [0, 1]), (6, 1600, 1, [0, 2, 1, 3])], 2, "hash_ids"),
-        ([(5, 600, 1, [0, 0])], 1, "hash_ids"),
     ],
 )
 def test_a_malformed_mooncake_trace_is_refused(tmp_path, rows, line, field):
@@ -232,21 +225,14 @@ def test_kvcache_by_hand(tmp_path):
     "text, line, field",
     [
         ("[]", None, None),
-        ("{", None, None),
-        (session(), None, "requests"),
         (session((5, 64, 1, [1]), (4, 64, 1, [1])), "request 1", "t"),
-        (session((5, 64, 1, [1]), (6, 64, 1, None)), "request 1", "hash_ids"),
-        (session((5, 64, 1, [1, 2])), "request 0", "hash_ids"),
         (session((5, "x", 1, [1])), "request 0", "in"),
-        (session((5, 64, 1, [1], -4)), "request 0", "think_time"),
         (session((5, 128, 1, [1, 2]), (6, 128, 1, [2, 1])), "request 1", "hash_ids"),
-        (session({"type": "subagent", "t": 1, "requests": 3}), "request 0", "requests"),
         (
             session({"type": "subagent", "t": 1, "requests": [{"t": 0, "in": 64, "out": 1}]}),
             "request 0 request 0",
             "hash_ids",
         ),
-        (session((5, 64, 1, [1]), block_size=0), "head", "block_size"),
     ],
 )
 def test_a_malformed_session_is_refused(tmp_path, text, line, field):

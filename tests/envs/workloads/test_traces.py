@@ -83,21 +83,13 @@ ROW = '{"timestamp": 1, "input_length": 4, "output_length": 5, "hash_ids": [1]}\
 @pytest.mark.parametrize(
     ("text", "fmt", "where", "words"),
     [
-        ("", None, "", "is empty"),
-        ("\n \n", None, "", "is empty"),
         (BURST, None, "", "no requests"),
         ("a,b\n1,2\n", None, ":1: field 'timestamp'", "name the time column"),
         ("Timestamp,Model\n1,x\n", "burstgpt", ":1: field 'Request tokens'", "is missing"),
-        (AZURE.replace("GeneratedTokens", "x") + "1,2,3\n", "azure", ":1: field 'Gen", "missing"),
-        ('{"timestamp": 1}\n', "mooncake", ":1: field 'input_length'", "is missing"),
         (BURST + "5,m,1,1,2,L\nnan,m,1,1,2,L\n", None, ":3: field 'Timestamp'", "not finite"),
-        (BURST + "5,m,1,1,2,L\ninf,m,1,1,2,L\n", None, ":3: field 'Timestamp'", "not finite"),
         (BURST + "-5,m,1,1,2,L\n", None, ":2: field 'Timestamp'", "negative"),
         (BURST + "5,m,1,1,2,L\n4,m,1,1,2,L\n", None, ":3: field 'Timestamp'", "earlier"),
-        (BURST + "five,m,1,1,2,L\n", None, ":2: field 'Timestamp'", "not a time"),
-        (BURST + "5,m,-1,1,2,L\n", None, ":2: field 'Request tokens'", "token count"),
         (BURST + "5,m,1.5,1,2,L\n", None, ":2: field 'Request tokens'", "token count"),
-        (BURST + "5,m,nan,1,2,L\n", None, ":2: field 'Request tokens'", "finite"),
         (BURST + "5,m,1\n", None, ":2", "has 3 values, the header 6"),
         (ROW.replace(', "hash_ids": [1]', ""), None, ": field 'timestamp'", "pass fmt='mooncake'"),
         (AZURE + "2023-11-16 18.17,1,2\n", None, ":2: field 'TIMESTAMP'", "not a time"),
@@ -108,33 +100,13 @@ ROW = '{"timestamp": 1, "input_length": 4, "output_length": 5, "hash_ids": [1]}\
         (BURST + "1_0,m,1,1,2,L\n", None, ":2: field 'Timestamp'", "not a time"),
         (BURST + "5,m,9999999999,1,2,L\n", None, ":2: field 'Request tokens'", "token count"),
         (ROW.replace("{", '{"timestamp": 0, '), None, ":1", "a key is there twice"),
-        (BURST + ",m,1,1,2,L\n", None, ":2: field 'Timestamp'", "is missing"),
         (AZURE + "2023-13-16 18:15:46,1,2\n", None, ":2: field 'TIMESTAMP'", "not a time"),
         (ROW + "{broken\n", None, ":2", "not JSON"),
-        (ROW + "[1]\n", None, ":2", "not a JSON object"),
-        (
-            ROW + '{"timestamp": NaN, "input_length": 4, "output_length": 5}\n',
-            None,
-            ":2: field 'timestamp'",
-            "not finite",
-        ),
-        (
-            ROW + '{"timestamp": 0, "input_length": 4, "output_length": 5}\n',
-            None,
-            ":2: field 'timestamp'",
-            "earlier",
-        ),
         (
             ROW + '{"timestamp": true, "input_length": 4, "output_length": 5}\n',
             None,
             ":2: field 'timestamp'",
             "not a time",
-        ),
-        (
-            ROW + '{"timestamp": 2, "input_length": 4}\n',
-            None,
-            ":2: field 'output_length'",
-            "is missing",
         ),
         ("version https://git-lfs.github.com/spec/v1\noid sha256:0\n", None, ":1", "git lfs pull"),
     ],
@@ -147,13 +119,6 @@ def test_malformed_files_are_refused_with_place_and_field(tmp_path, text, fmt, w
     assert message.startswith(f"{path}{where}"), message
     assert words in message
     assert "; " in message  # what, then how to fix it
-
-
-def test_binary_file_is_refused(tmp_path):
-    path = tmp_path / "t.csv"
-    path.write_bytes(b"\x1f\x8b\xff\xfe\x00\x80")
-    with pytest.raises(MalformedFileError, match="UTF-8"):
-        load_trace(path)
 
 
 def test_missing_file_and_unknown_format(tmp_path):

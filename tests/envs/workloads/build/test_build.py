@@ -8,14 +8,12 @@ import numpy as np
 import pytest
 
 from servegym._files import MalformedFileError
-from servegym.envs.workloads import make_arrivals
 from servegym.envs.workloads.activations import (
     load_model,
     masks_to_counts,
     read_activations,
-    read_law,
 )
-from servegym.envs.workloads.arrivals import GammaArrivals, MMPPArrivals, ModulatedArrivals
+from servegym.envs.workloads.arrivals import MMPPArrivals, ModulatedArrivals
 from servegym.envs.workloads.build import activations as build_activations
 from servegym.envs.workloads.build import arrivals as fit_arrivals
 from servegym.envs.workloads.build.arrivals import fit_azure, fit_burstgpt, fit_mmpp
@@ -95,12 +93,6 @@ def test_files_that_contradict_each_other_are_refused(deepseek):
     np.savez(folder / "token_routing.npz", expert_ids=ids, prompt=prompt)
     with pytest.raises(MalformedFileError, match="'expert_ids': repeated or too large"):
         build_activations.build_deepseek(data)
-    (folder / "token_routing.npz").write_bytes(b"no archive")
-    with pytest.raises(MalformedFileError, match="token_routing.npz.*cannot be read"):
-        build_activations.build_deepseek(data)
-    write_csv(folder / "prompts.csv", ("prompt", "task"), [(0, "law")])
-    with pytest.raises(MalformedFileError, match="'tokens': column is missing"):
-        build_activations.build_deepseek(data)
 
 
 OSS = [  # dataset, category, repeats itself, task
@@ -153,61 +145,6 @@ def test_generated_routing_drops_repetition_and_doubles(tmp_path, monkeypatch):
         build_activations.build_gpt_oss(tmp_path, tmp_path)
 
 
-@pytest.mark.slow
-def test_laws_have_the_measured_shares_and_information(deepseek, tmp_path, capsys):
-    data, _ = deepseek
-    rng = np.random.default_rng(1)
-    counts = rng.integers(500, 1500, size=(2, 3, 8))
-    layers = (0, 7, 15)
-    write_csv(
-        data / "olmoe_routing" / "expert_counts.csv",
-        ("model", "domain", "layer", "expert", "count", "counting"),
-        [
-            ("Mixtral-8x7B-v0.1", ("books", "web")[t], layers[j], e, counts[t, j, e], "top-k")
-            for t in range(2)
-            for j in range(3)
-            for e in range(8)
-        ]
-        + [("Mixtral-8x7B-v0.1", "books", 0, 0, 7, "first"), ("other", "web", 0, 0, 7, "top-k")],
-    )
-    order = rng.permutation(32 * 8)
-    write_csv(
-        data / "fiddler" / "mixtral_popularity_order.csv",
-        ("rank", "layer", "expert"),
-        [(rank, cell // 8, cell % 8) for rank, cell in enumerate(order)][::-1],
-    )
-    joint = np.full((8, 8), 100) + 60 * np.eye(8)
-    write_csv(
-        data / "olmoe_routing" / "mixtral_crosslayer_counts.csv",
-        ("domain", "layer_a", "layer_b", "expert_a", "expert_b", "count"),
-        [("books", 0, 7, a, b, int(joint[a, b])) for a in range(8) for b in range(8)],
-    )
-    # 64 cells of 100/6880, and 60/6880 more in the eight of the diagonal; uniform margins.
-    p, q = 160 / 6880, 100 / 6880
-    bits = 8 * p * np.log2(64 * p) + 56 * q * np.log2(64 * q)
-    out = tmp_path / "out"
-    out.mkdir()
-    build_activations.main([str(data), "--models", "mixtral-8x7b", "gpt2-moe", "--out", str(out)])
-    told = json.loads((out / "activations-mixtral-8x7b.json").read_text())
-    law = told["law"]
-    assert law["tasks"] == ["books", "web"]
-    for j, layer in enumerate(layers):
-        np.testing.assert_allclose(
-            law["measured"][str(layer)],
-            counts[:, j] / counts[:, j].sum(axis=1, keepdims=True),
-            atol=1e-6,
-        )
-    assert law["order"] == [[cell // 8, cell % 8] for cell in order.tolist()]
-    information = told["fit"]["mutual_information_bit"]
-    assert information["measured"] == pytest.approx(bits, abs=1e-4)
-    assert information["law"] == pytest.approx(bits, abs=5e-3)
-    other = json.loads((out / "activations-gpt2-moe.json").read_text())
-    assert other["law"]["kind_sd"] == law["kind_sd"]
-    made = read_law(out / "activations-mixtral-8x7b.json", load_model("mixtral-8x7b"), 0)
-    assert made.kind == "synthetic" and made.tasks == ("books", "web")
-    assert str(out / "activations-gpt2-moe.json") in capsys.readouterr().out
-
-
 def test_spreads_of_experts_and_prompts_are_those_drawn():
     rng = np.random.default_rng(3)
     layers, experts, prompts, tokens = 12, 64, 200, 300
@@ -255,14 +192,6 @@ def test_the_search_leaves_a_flat_start_at_zero():
     assert found == pytest.approx(best, abs=0.05)
 
 
-def test_the_least_of_several_starts_is_taken():
-    def two_wells(x):
-        return float(min((x[0] + 3) ** 2 + 1, (x[0] - 3) ** 2))
-
-    assert fit_arrivals._minimise(two_wells, [-3.0]) == pytest.approx([-3], abs=0.01)
-    assert fit_arrivals._minimise(two_wells, [-3.0], [2.0]) == pytest.approx([3], abs=0.01)
-
-
 def test_the_modulated_fit_prefers_the_process_that_was_drawn(monkeypatch):
     true = ModulatedArrivals(1.0, 1.2, 0.6, 0.8, 20.0)
     times = true.sample(3_000, np.random.default_rng(8), 1.0)
@@ -290,51 +219,3 @@ def test_gaps_within_hours_are_scaled_hour_by_hour(monkeypatch):
     assert found["cv"] == pytest.approx(0.5, abs=0.01)
     assert found["block_requests"] == pytest.approx(3600 / np.diff(times).mean())
     assert found["rate_cv"] == pytest.approx(np.exp(0.2)) and found["rho"] == 0.5
-
-
-@pytest.mark.slow
-def test_the_presets_file_holds_measured_values_and_fits(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(fit_arrivals, "_minimise", lambda loss, *starts: np.asarray(starts[0]))
-    rng = np.random.default_rng(0)
-    gamma = GammaArrivals(1.0, cv=0.8)
-    traces = {
-        "burstgpt/burstgpt_1_first500_reconstructed.csv": 40.0,
-        "azure_llm_2023/AzureLLMInferenceTrace_conv.csv": 0.5,
-    }
-    times = {}
-    for name, gap in traces.items():
-        count = 500 if "burst" in name else 1_500
-        times[name] = np.round(gamma.sample(count, rng, 1.0) * gap, 6)
-        write_csv(
-            tmp_path / name,
-            ("timestamp", "prompt_tokens", "output_tokens"),
-            [(f"{t:.6f}", 10, 20) for t in times[name]],
-        )
-    hourly = 200 + 100 * np.sin(np.arange(49) / 24 * 2 * np.pi)
-    write_csv(
-        tmp_path / "burstgpt" / "burstgpt_1_hourly_requests.csv",
-        ("hour_start_s", "requests"),
-        [(3600 * hour, f"{count:.6f}") for hour, count in enumerate(hourly)],
-    )
-    out = tmp_path / "arrivals.json"
-    fit_arrivals.main(["--data", str(tmp_path), "--out", str(out)])
-    assert capsys.readouterr().out.strip() == str(out)
-    told = json.loads(out.read_text())
-    assert told["burstgpt"]["hourly"]["days"] == 2  # the last hour begins a third
-    # A sine of amplitude 1/2: CV 1/2 / sqrt 2.
-    assert told["burstgpt"]["hourly"]["cv_within_days"] == pytest.approx(0.3536, abs=1e-3)
-    for name, own in zip(("burstgpt", "azure"), times.values(), strict=True):
-        entry, gaps = told[name], np.diff(own)
-        assert entry["requests"] == len(own)
-        assert entry["mean_gap_s"] == pytest.approx(gaps.mean(), rel=1e-4)
-        cv = gaps.std() / gaps.mean()
-        assert entry["gamma"]["cv"] == pytest.approx(cv, rel=1e-3)
-        error = entry["fit_error"]["gamma"]["cv"]
-        assert error["measured"] == pytest.approx(cv, rel=1e-3)
-        low, high = error["model_5_95"]
-        assert low < error["model_median"] < high and error["model_median"] == pytest.approx(
-            cv, rel=0.1
-        )
-        for process in ("gamma", "mmpp"):
-            make_arrivals(process, 1.0, **entry[process])
-        make_arrivals(name, 1.0, **entry["modulated"])

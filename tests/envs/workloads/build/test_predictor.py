@@ -1,7 +1,6 @@
 """The score and length predictor, trained with a tiny encoder of random weights."""
 
 import csv
-import sys
 
 import numpy as np
 import pytest
@@ -32,28 +31,6 @@ def make_encoder(folder, width=16, layers=3):
         attention_probs_dropout_prob=0.0,
     )
     BertModel(config).save_pretrained(folder)
-    return folder
-
-
-def make_language_model(folder, width=16, layers=3):
-    """A folder with a decoder of random weights, a tokenizer and a chat template."""
-    from transformers import LlamaConfig, LlamaModel, PreTrainedTokenizerFast
-
-    make_encoder(folder)
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %} say"
-    tokenizer.save_pretrained(folder)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(WORDS),
-        hidden_size=width,
-        intermediate_size=32,
-        num_hidden_layers=layers,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=64,
-    )
-    LlamaModel(config).save_pretrained(folder)
     return folder
 
 
@@ -108,6 +85,7 @@ def setting(tmp_path, monkeypatch):
     return catalog, args
 
 
+@pytest.mark.slow
 def test_what_can_be_learned_is_learned_and_written(setting, capsys):
     catalog, args = setting
     rows = tp.train(args)
@@ -201,28 +179,6 @@ def test_prompts_that_nearly_repeat_others_are_found():
     assert found.tolist() == [1, 2, 5]
 
 
-def test_the_probe_learns_from_a_language_models_states(setting, tmp_path):
-    catalog, args = setting
-    folder = tmp_path / "model"
-    folder.mkdir()
-    args.language_model, args.state_layers = str(make_language_model(folder)), (1, 3)
-    args.epochs = 0
-    rows = tp.train(args)
-    found = {(r["predictor"], r["quantity"], r["split"], r["train_prompts"]): r for r in rows}
-    assert not any(r["predictor"] == "fine-tuned" for r in rows)
-    count = catalog.num_prompts // 2 - 1  # one repeats an eval prompt
-    for quantity in ("score", "length"):
-        probe = found["probe", quantity, "eval", count]
-        common = found["most common", quantity, "eval", count]
-        assert probe["top1"] > common["top1"] + 0.2
-        assert probe["low"] <= probe["top1"] <= probe["high"]
-        assert found["other answers", quantity, "eval", count]["top1"] > 0.9
-    said = predictions.predict(catalog, [0, 2], "length", f"learned:{args.out}")
-    truth = catalog.output_tokens[:, [0, 2]]
-    error = abs(said - truth)[catalog.rows("eval")].mean()
-    assert error < 0.5 * abs(truth - truth.mean()).mean()
-
-
 def test_measures_of_a_small_case():
     probabilities = np.array([[[0.1, 0.6, 0.3], [0.5, 0.3, 0.2]]])
     classes, truth = np.array([[2, 0]]), np.array([[0.8, 0.1]])
@@ -238,31 +194,3 @@ def test_measures_of_a_small_case():
     values = tp.table_values([probabilities, -probabilities], [centres, centres])
     assert values["score"].tolist() == [pytest.approx([0.6, 0.35])]
     assert values["length"].tolist() == [[0.0, 0.0]]
-
-
-def test_bad_arguments_are_refused(setting, tmp_path):
-    catalog, args = setting
-    for change, word in (
-        ({"prompts": tmp_path / "none.csv"}, "is not a file"),
-        ({"folds": 1}, "folds=1"),
-        ({"epochs": 0}, "epochs=0"),
-        ({"trained_layers": 4}, "trained_layers=4"),
-        ({"out": tmp_path / "table.txt"}, "npz"),
-    ):
-        with pytest.raises(ValueError, match=word):
-            tp.train(tp.Args(**{**vars(args), **change}))
-    other = tmp_path / "other.csv"
-    other.write_text("id,instruction\n7,red\n")
-    with pytest.raises(ValueError, match="no column 'prompt_id'"):
-        tp.read_texts(other, catalog)
-    short = tmp_path / "short.csv"
-    short.write_text("prompt_id,instruction\n7,red\n")
-    with pytest.raises(ValueError, match="lacks 79 prompts"):
-        tp.read_texts(short, catalog)
-
-
-def test_a_missing_library_is_named(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ModuleNotFoundError, match="predict") as caught:
-        tp.train(tp.Args(prompts=tmp_path / "prompts.csv"))
-    assert caught.value.name == "transformers"

@@ -1,16 +1,8 @@
-"""What the serverless environments owe to Gymnasium and to their users."""
-
-import copy
-import pickle
-import warnings
+"""What the serverless environment tells, costs and refuses."""
 
 import gymnasium as gym
 import numpy as np
 import pytest
-from gymnasium.envs.registration import EnvSpec, register
-from gymnasium.error import ResetNeeded
-from gymnasium.utils.env_checker import check_env
-from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from servegym.envs.serverless_moe import config, kernel
 from servegym.envs.serverless_moe import env as single
@@ -26,14 +18,6 @@ IDS = ("servegym/ServerlessMoE-v0", "servegym/ServerlessMoEFlat-v0")
 SHORT = {"model": "toy", "episode_requests": 15, "max_prompt_tokens": 90, "max_output_tokens": 25}
 JIT = hasattr(kernel.step, "signatures")  # without it a request takes milliseconds
 every_id = pytest.mark.parametrize("env_id", IDS)
-for _id in IDS:
-    if _id not in gym.registry:
-        _name = _id.split("/")[1].removesuffix("-v0")
-        register(
-            id=_id,
-            entry_point=f"servegym.envs.serverless_moe.env:{_name}Env",
-            vector_entry_point=f"servegym.envs.serverless_moe.vector_env:{_name}VectorEnv",
-        )
 
 
 def make(env_id=IDS[0], **kwargs):
@@ -50,145 +34,12 @@ def random_actions(env, count, seed=0, size=None):
     return list((np.random.default_rng(seed).random(shape) * nvec).astype(np.int64))
 
 
-def play(env, actions, seed=None, reset=True):
-    seen = [env.reset(seed=seed)] if reset else []
-    for action in actions:
-        seen.append(env.step(action))
-        if seen[-1][2] or seen[-1][3]:
-            seen.append(env.reset())
-    return copy.deepcopy(seen)
-
-
-KINDS = [
-    {},
-    {"preset": "seed"},
-    {"granularity": "per_layer"},
-    {"keep_action": True},
-    {"keep_action": True, "granularity": "per_layer"},
-]
-
-
-@every_id
-@pytest.mark.parametrize("kwargs", KINDS)
-@pytest.mark.parametrize("render_mode", [None, "ansi", "rgb_array"])
-def test_gymnasiums_checker_has_nothing_to_say(env_id, kwargs, render_mode):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        check_env(make(env_id, render_mode=render_mode, **kwargs).unwrapped)
-        env = make(env_id, **kwargs)
-        play(env, random_actions(env, 5), seed=0)
-
-
-@every_id
-def test_the_same_seed_gives_the_same_200_steps(env_id):
-    env = make(env_id)
-    actions = random_actions(env, 200)
-    first = play(env, actions, seed=7)
-    assert len(first) > 210, "several episodes"
-    assert_same(first, play(make(env_id), actions, seed=7))
-    play(env, actions[:10], seed=99)
-    assert_same(first, play(env, actions, seed=7))
-    other = play(env, actions, seed=8)
-    assert [x[1] for x in first[1:9]] != [x[1] for x in other[1:9]]
-
-
-@every_id
-@pytest.mark.parametrize("kwargs", [{}, {"keep_action": True}])
-def test_pickled_or_cloned_in_mid_episode_it_goes_on_alike(env_id, kwargs):
-    env = make(env_id, **kwargs)
-    actions = random_actions(env, 40)
-    play(env, actions[:7], seed=5)
-    twin = pickle.loads(pickle.dumps(env))
-    third = make(env_id, **kwargs)
-    back, info = third.unwrapped.restore_state(env.unwrapped.clone_state())
-    assert_same(back, env.unwrapped._observation())
-    np.testing.assert_array_equal(info["action_mask"], env.unwrapped.action_masks())
-    later = play(env, actions, reset=False)
-    assert_same(later, play(twin, actions, reset=False))
-    assert_same(later, play(third.unwrapped, actions, reset=False))
-    np.testing.assert_array_equal(env.unwrapped.request_log(), twin.unwrapped.request_log())
-    for other in ({"episode_requests": 9}, {"keep_action": not kwargs}):
-        with pytest.raises(ValueError, match="same arguments"):
-            make(**other).unwrapped.restore_state(env.unwrapped.clone_state())
-
-
-@every_id
-def test_the_spec_survives_json(env_id):
-    kwargs = {"slo": [[5.0, 0.05]], "trem_s": [1e-3], "idle_s": [[1.0, 5.0]], "gpu": "fused"}
-    kwargs["keep_action"] = True
-    env = make(env_id, max_episode_steps=8, **kwargs)
-    again = gym.make(EnvSpec.from_json(env.spec.to_json()))
-    actions = random_actions(env, 20)
-    assert_same(play(env, actions, seed=11), play(again, actions, seed=11))
-
-
-@every_id
-@pytest.mark.parametrize("keep", [False, True])
-@pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
-def test_the_vector_environment_equals_sync(env_id, mode, keep):
-    kwargs = {"payload_mb": 0.1, "keep_action": keep}
-    entry = getattr(single, env_id.split("/")[1].removesuffix("-v0") + "Env")
-    for limit in (None, 9):
-
-        def one(limit=limit):
-            env = entry(**(SHORT | kwargs))
-            return env if limit is None else gym.wrappers.TimeLimit(env, limit)
-
-        sync = SyncVectorEnv([one] * 3, autoreset_mode=mode)
-        native = make_vec(env_id, autoreset_mode=mode, max_episode_steps=limit, **kwargs)
-        assert_same(sync.reset(seed=3), native.reset(seed=3))
-        broken = False
-        for a in random_actions(native, 40, size=3):
-            expected, got = sync.step(a), native.step(a)
-            assert_same(expected, got)
-            broken |= bool(got[4].get("violations", {}).get("payload", np.zeros(1)).any())
-        assert broken, "no plan was infeasible"
-        sync.close()
-
-
-@every_id
-def test_pickled_vector_environments_go_on_alike(env_id):
-    envs = make_vec(env_id)
-    envs.reset(seed=3)
-    actions = random_actions(envs, 30, size=3)
-    for a in actions[:10]:
-        envs.step(a)
-    twins = pickle.loads(pickle.dumps(envs))
-    for a in actions[10:]:
-        assert_same(envs.step(a), twins.step(a))
-
-
-@every_id
-@pytest.mark.parametrize("kwargs", KINDS)
-def test_10000_random_steps_stay_inside_the_space(env_id, kwargs):
-    """``validate`` asserts that the space contains every observation."""
-    envs = make_vec(env_id, 16, validate=True, output_error=1.0, payload_mb=0.2, **kwargs)
-    _, info = envs.reset(seed=0)
-    for a in random_actions(envs, (10_000 if JIT else 320) // 16 + 1, size=16):
-        observation, reward, _, _, info = envs.step(a)
-        parts = observation.values() if isinstance(observation, dict) else [observation]
-        assert all(np.isfinite(part).all() for part in parts)
-        assert np.isfinite(reward).all() and (reward <= 0.0).all()
-        mask = info["action_mask"]
-        assert mask.dtype == np.int8 and set(np.unique(mask)) <= {0, 1} and mask[:, 0].all()
-
-
-def test_validate_finds_a_value_outside():
-    env = make(validate=True).unwrapped
-    env.reset(seed=0)
-    env.batch.arrays.activations[0, 0, 0] = 1.5
-    with pytest.raises(AssertionError, match="outside"):
-        env._observation()
-
-
-@every_id
-def test_reward_terms_add_up_and_the_end_has_key_figures(env_id):
-    env = make(env_id, slo=[[1.1, 0.017]], keep_alive_s=300.0)
+def test_the_end_has_key_figures():
+    env = make(slo=[[1.1, 0.017]], keep_alive_s=300.0)
     env.reset(seed=1)
     rewards, infos = [], []
     for action in random_actions(env, 15):
         _, reward, terminated, truncated, info = env.step(action)
-        assert type(reward) is float and sum(info["reward_terms"].values()) == reward
         rewards.append(reward)
         infos.append(info)
     assert terminated and not truncated
@@ -203,10 +54,6 @@ def test_reward_terms_add_up_and_the_end_has_key_figures(env_id):
     for name in ("ttft", "tpot"):
         assert any(x["violations"][name] for x in infos)
         assert not all(x["violations"][name] for x in infos)
-    with pytest.raises(ResetNeeded):
-        env.step(action)
-    with pytest.raises(ResetNeeded):
-        make(env_id).unwrapped.step(action)
 
 
 def score(envs, policy):
@@ -326,43 +173,24 @@ def test_a_deployment_takes_no_keep():
     [
         ({"modle": "toy"}, "Did you mean 'model'"),
         ({"model": "deepseek-v2"}, "deepseek-v2-lite"),
-        ({"preset": "dynamics"}, "dynamic"),
-        ({"predictor": "task-mean"}, "task_mean"),
-        ({"granularity": "layer"}, "per_layer"),
-        ({"split": "test"}, "split"),
-        ({"price_ratio": -3.0}, "price_ratio"),
+        ({"deployment": "cpus"}, "deployment='cpus' is unknown.*Did you mean 'cpu'"),
         ({"main_specs_mb": (10.0, 100.0, 10.0)}, "cannot hold all experts"),
-        ({"remote_specs_mb": (10.0, 20.0, 10.0)}, "cannot hold all"),
         (
             {"slo": [[0.01, 0.1]], "keep_alive_s": 0.0},
             "TTFT of 0.01 s; the best achievable is at least",
         ),
         ({"slo": [[9.0, 0.1], [9.0, 1e-4]]}, r"slo\[1\].*TPOT of 0.0001 s; the best achievable"),
-        ({"slo": [9.0, 0.1]}, "list of pairs"),
         ({"idle_s": [[0.5, 1.0]]}, "sum to 1"),
-        ({"trem_s": 0.001}, "trem_s"),
         ({"w_headroom_mb": [100, 200]}, "begin with 0"),
-        ({"z_headroom": [0, 0.5]}, "whole numbers"),
-        ({"prompt_tokens": 0}, "prompt_tokens"),
-        ({"output_tokens": "azur"}, "azure"),
-        ({"levels": 1}, "levels"),
-        ({"bill_cold_start": 1}, "bill_cold_start"),
-        ({"keep_action": 1}, "keep_action"),
-        ({"render_mode": "human"}, "render_mode"),
         ({"activations": "toy"}, "Activations object"),
         ({"predictor": np.ones((3, 4, 8))}, "shape"),
         ({"predictor": np.ones((40, 4, 8))}, "no frequencies"),
-        ({"keep_alive_s": -1.0}, "keep_alive_s"),
-        ({"penalty": float("inf")}, "penalty"),
         (
             {"model": "mixtral-8x7b", "preset": "seed"},
             r"mixtral.*TPOT of 0.12 s; the best .* 0.15.*Give slo=",
         ),
-        ({"deployment": "cpus"}, "deployment='cpus' is unknown.*Did you mean 'cpu'"),
         ({"model": "gpt-oss-20b", "activations": make_toy_activations()}, "does not go with"),
         ({"payload_mb": 1e-4}, "cannot carry one token"),
-        ({"trem_sigma": -0.1}, "trem_sigma"),
-        ({"output_error": float("nan")}, "output_error"),
     ],
 )
 def test_bad_arguments_are_named(kwargs, message, monkeypatch):
@@ -419,22 +247,6 @@ def test_activations_must_sum_to_top_k():
         type(book)(**fields)
 
 
-@every_id
-def test_bad_actions_change_nothing(env_id):
-    env = make(env_id).unwrapped
-    env.reset(seed=0)
-    before = env.clone_state()
-    for action in ([9, 0, 0, 0, 0], [0, 0, 0, 0, -1], [0, 0, 0, 0], [0.5] * 5, 3):
-        with pytest.raises(ValueError):
-            env.step(action)
-    assert_same(before.env.tobytes(), env.clone_state().env.tobytes())
-    envs = make_vec(env_id)
-    envs.reset(seed=0)
-    for actions in (np.full((3, 5), 99), np.zeros((2, 5), int), np.zeros((3, 5))):
-        with pytest.raises(ValueError):
-            envs.step(actions)
-
-
 def test_the_documented_constants_are_those_of_the_profile():
     rows = {}
     for line in single.ServerlessMoEEnv.__doc__.splitlines():
@@ -459,19 +271,3 @@ def test_predictors():
     table = env.problem.activations.frequencies()
     exact = single.ServerlessMoEEnv(**SHORT, predictor=lambda book: book.frequencies())
     np.testing.assert_allclose(exact.problem.predicted, table, rtol=1e-6)
-
-
-def test_frames():
-    env = make(render_mode="rgb_array").unwrapped
-    env.reset(seed=0)
-    blank = env.render()
-    assert blank.shape == (240, 480, 3) and blank.dtype == np.uint8
-    for action in random_actions(env, 15):
-        env.step(action)
-    assert (env.render() != blank).any()
-    text = make(render_mode="ansi").unwrapped
-    text.reset(seed=0)
-    text.step([4, 1, 0, 1, 0])
-    lines = text.render().splitlines()
-    assert "request 1 of 15" in lines[0] and len(lines) == 3
-    assert len(make_vec(render_mode="ansi").unwrapped.reset(seed=0)) == 2

@@ -1,0 +1,228 @@
+"""What the routing environment tells: rewards and fates as in its log, nothing of what comes."""
+
+import copy
+import math
+import warnings
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from gymnasium.utils.env_checker import check_env
+
+import servegym
+from servegym.envs.llm_routing.core import held
+
+from ...nested import assert_same
+
+GRAPH, FLAT, EXPERTS, SUMMARY = ROUTING_IDS = servegym.ENV_IDS[:4]
+COMPLETED, DROPPED, REJECTED = 1, 2, 3
+SHORT = {"num_experts": 3, "episode_requests": 25, "rate": 15.0}
+ENGINES = [
+    {"scheduler": "orca", "memory_policy": "reserve"},
+    {"scheduler": "orca", "memory_policy": "paged"},
+    {"scheduler": "chunked_prefill", "memory_policy": "reserve"},
+    {"scheduler": "chunked_prefill", "memory_policy": "paged", "prefix_caching": True},
+]
+every_engine = pytest.mark.parametrize(
+    "engine", ENGINES, ids=lambda e: "-".join(map(str, e.values()))
+)
+every_view = pytest.mark.parametrize(
+    ("env_id", "engine"),
+    [(GRAPH, engine) for engine in ENGINES] + [(env_id, ENGINES[3]) for env_id in ROUTING_IDS[1:]],
+)
+
+
+def make(env_id=GRAPH, **kwargs):
+    return gym.make(env_id, **(SHORT | kwargs))
+
+
+def random_actions(count, n=3, seed=0):
+    return np.random.default_rng(seed).integers(0, n + 1, count).tolist()
+
+
+def test_the_checker_would_object():
+    env = make(FLAT).unwrapped
+    observation = np.zeros(env.observation_space.shape, np.float32)
+    env._observation = lambda: observation
+    with warnings.catch_warnings(), pytest.raises((AssertionError, Warning)):
+        warnings.simplefilter("error")
+        check_env(env, skip_render_check=True)
+
+
+@pytest.mark.parametrize("reward", ["qos_aware", "completed_qos", "paid_forward"])
+@pytest.mark.parametrize("penalty", ["new_violations", "literal"])
+def test_every_reward_term_is_at_work(reward, penalty):
+    kwargs = {"reward": reward, "penalty": penalty, "profiles": "paper-linear"}
+    env = make(rate=10.0, episode_requests=300, **kwargs)
+    env.reset(seed=0)
+    infos = [env.step(action)[4]["reward_terms"] for action in random_actions(300)]
+    assert all(any(terms[name] != 0.0 for terms in infos) for name in infos[0])
+
+
+@pytest.mark.parametrize("env_id", ROUTING_IDS[:3])
+def test_the_final_observation_is_empty(env_id):
+    env = make(env_id, rate=50.0)
+    env.reset(seed=0)
+    for action in random_actions(25):
+        observation, _, terminated, _, info = env.step(action)
+    assert terminated and info["action_mask"].tolist() == [1, 1, 1, 1]
+    if env_id in (GRAPH, FLAT):  # the limit alone
+        found = gym.spaces.flatten(env.observation_space, observation)
+        assert found[found != 0].tolist() == [np.float32(0.03)]
+    else:
+        assert not observation.any()
+    kpis = info["episode_kpis"]
+    assert kpis["requests"] == 25 and 0.0 <= kpis["avg_qos"] <= 1.0
+
+
+@every_engine
+def test_rewards_of_an_episode_sum_to_its_quality_of_service(engine):
+    for seed, reward in enumerate(("completed_qos", "paid_forward")):
+        env = make(reward=reward, rate=20.0, episode_requests=150, **engine)
+        env.reset(seed=seed)
+        steps = [env.step(a) for a in random_actions(150, seed=seed)]
+        log = env.unwrapped.request_log()
+        done = log["outcome"] == COMPLETED
+        late = log["finish_s"] - log["arrival_s"] > 0.03 * np.maximum(log["output_tokens"], 1)
+        total = float(np.sum(log["score"][done & ~late], dtype=np.float64))
+        assert 0.0 < total < float(log["score"][done].sum())
+        assert sum(step[1] for step in steps) == pytest.approx(total, rel=1e-9)
+        assert steps[-1][4]["episode_kpis"]["avg_qos"] == pytest.approx(total / 150, rel=1e-9)
+
+
+@every_engine
+def test_every_request_has_one_fate_whatever_is_chosen(engine):
+    """Random actions, full experts included: sending there is legal and the request is rejected."""
+    for seed, rate in enumerate((3.0, 30.0, 300.0)):
+        env = make(rate=rate, episode_requests=120, **engine)
+        _, info = env.reset(seed=seed)
+        problem = env.unwrapped.problem
+        actions = np.array(random_actions(120, seed=seed))
+        expected = []
+        for action in actions:
+            open_ = info["action_mask"][action]
+            expected.append(DROPPED if action == 0 else COMPLETED if open_ else REJECTED)
+            terminated, info = env.step(action)[2::2]
+        assert terminated
+        log = env.unwrapped.request_log()
+        assert log["outcome"].tolist() == expected
+        assert (REJECTED in expected) == (rate > 3.0), "the rates were meant to cover both"
+        sent = actions > 0
+        np.testing.assert_array_equal(log["expert"][sent], actions[sent] - 1)
+        done = log["outcome"] == COMPLETED
+        times = np.stack([log[x] for x in REQUEST_TIMES])
+        assert (np.diff(times[:, done], axis=0) >= 0.0).all()
+        assert np.isnan(times[1:, ~done]).all()
+        drawn = problem.table[log["catalog_row"][sent], log["expert"][sent]]
+        np.testing.assert_array_equal(log["prompt_tokens"][sent], drawn[:, 0])
+        np.testing.assert_array_equal(log["score"][sent], drawn[:, 1])
+        np.testing.assert_array_equal(log["output_tokens"][sent], drawn[:, 2])
+        kpis = info["episode_kpis"]
+        assert kpis["drop_rate"] == np.mean(actions == 0)
+        assert kpis["reject_rate"] == np.mean(log["outcome"] == REJECTED)
+        e2e = log["finish_s"] - log["arrival_s"]
+        assert kpis["mean_e2e_s"] == pytest.approx(np.mean(e2e[done]), rel=1e-9)
+        latency = e2e[done] / log["output_tokens"][done]
+        assert kpis["violation_rate"] == np.mean(np.append(latency > 0.03, [False] * (~done).sum()))
+        parts = ("communication", "routing", "waiting", "inference")
+        assert sum(kpis[f"mean_{x}_s"] for x in parts) == pytest.approx(kpis["mean_e2e_s"])
+
+
+REQUEST_TIMES = ("arrival_s", "available_s", "admitted_s", "first_token_s", "finish_s")
+
+
+def test_dropping_everything_has_no_latency():
+    env = make(episode_requests=2)
+    env.reset(seed=0)
+    assert env.step(0)[1] == env.step(0)[1] == 0.0
+    kpis = env.unwrapped.episode_kpis()
+    assert kpis["drop_rate"] == 1.0 and kpis["avg_qos"] == 0.0
+    assert math.isnan(kpis["mean_latency_s_per_token"]) and math.isnan(kpis["mean_tpot_s"])
+
+
+# ------------------------------------------------------------------------------------ no peeking
+
+
+def in_system(state):
+    """(expert, slot) of every request that runs or waits."""
+    for n, records in enumerate(zip(state.expert, state.slot, state.queue, strict=True)):
+        running, waiting = held(*records)
+        for i in running + waiting:
+            yield n, i
+
+
+def tokens(state, n, i):
+    """Tokens that the request in slot i of expert n has by now."""
+    r = state.slot[n, i]
+    return int(state.expert[n]["emitted"] - r["origin"]) if r["decoding"] else int(r["generated"])
+
+
+@every_view
+def test_the_truth_about_unfinished_requests_does_not_show(env_id, engine):
+    """Other scores and lengths of unfinished requests: same observation, mask and completions.
+
+    Rewritten lengths end after the next arrival, so that what is seen there must be the same as
+    well; only the rewards of those completed by then may tell.
+    """
+    random = np.random.default_rng(0)
+    env = make(env_id, reward="completed_qos", rate=25.0, episode_requests=120, **engine).unwrapped
+    twin = copy.deepcopy(env)
+    table = twin.problem.table
+    truth = table[:, :, 1:3].copy()
+    env.reset(seed=1)
+    rewritten = survivors = 0
+    for action in random_actions(119, seed=2):
+        before = env.clone_state()
+        seen, mask = env._observation(), env.action_masks()
+        now = env.step(action)
+        after = env.clone_state()
+        reached = {
+            int(after.slot[n, i]["request"]): tokens(after, n, i) for n, i in in_system(after)
+        }
+        changed = copy.deepcopy(before)
+        for n, i in in_system(changed):
+            r = changed.slot[n, i]
+            if int(r["request"]) in reached:
+                r["score"] = random.random()
+                r["output"] = reached[int(r["request"])] + 1 + random.integers(0, 300)
+                survivors += 1
+            rewritten += 1
+        # The request at the router, if it is not done by the next arrival, and all later ones.
+        row = before.rows[before.env["index"][0]]
+        request = int(before.env["index"][0])
+        if request in reached:
+            table[row, :, 1] = random.random(3)
+            table[row, :, 2] = reached[request] + 1 + random.integers(0, 300, 3)
+        back, info = twin.restore_state(changed)
+        assert_same(back, seen)
+        assert_same(info["action_mask"].astype(bool), mask)
+        then = twin.step(action)
+        table[:, :, 1:3] = truth
+        assert_same(then[:4], now[:4])
+        assert_same(then[4], now[4])
+    assert survivors > 100 and rewritten > survivors
+
+
+@every_view
+def test_other_arrivals_to_come_do_not_show(env_id, engine):
+    random = np.random.default_rng(0)
+    env = make(env_id, rate=25.0, episode_requests=60, **engine).unwrapped
+    twin = copy.deepcopy(env)
+    env.reset(seed=1)
+    for action in random_actions(59, seed=2):
+        index = env.unwrapped.clone_state().env["index"][0]
+        before = env.clone_state()
+        seen, mask = env._observation(), env.action_masks()
+        changed = copy.deepcopy(before)
+        changed.rows[index + 1 :] = random.permutation(changed.rows[index + 1 :])
+        gaps = random.exponential(0.2, len(changed.arrivals) - index - 1)
+        changed.arrivals[index + 1 :] = changed.arrivals[index] + np.cumsum(gaps)
+        back, info = twin.restore_state(changed)
+        assert_same(back, seen)
+        assert_same(info["action_mask"].astype(bool), mask)
+        # With the next arrival as it was, the step does not see those after it.
+        changed.rows[index + 1] = before.rows[index + 1]
+        changed.arrivals[index + 1] = before.arrivals[index + 1]
+        changed.arrivals[index + 2 :] += 5.0
+        twin.restore_state(changed)
+        assert_same(twin.step(action), env.step(action))

@@ -1,0 +1,491 @@
+"""What every registered id owes to Gymnasium and to its users, whatever its engine does."""
+
+import copy
+import importlib
+import pickle
+import warnings
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from gymnasium.envs.registration import EnvSpec
+from gymnasium.error import ResetNeeded
+from gymnasium.utils.env_checker import check_env
+from gymnasium.vector import AutoresetMode
+
+import servegym
+from servegym.envs import expert_placement, llm_routing
+from servegym.envs.families import FAMILIES, family_of
+
+from ..nested import assert_same, same
+
+ROUTING = {
+    "num_experts": 3,
+    "episode_requests": 25,
+    "rate": (5.0, 60.0),
+    "latency_requirement_s": (0.01, 0.06),
+}
+PAGED = {"memory_policy": "paged"}
+CHUNKED = {"scheduler": "chunked_prefill"}
+OUTAGES = {"mean_time_to_failure_s": 1.0, "mean_time_to_repair_s": 0.5}
+SERVERLESS = {
+    "model": "toy",
+    "episode_requests": 15,
+    "max_prompt_tokens": 90,
+    "max_output_tokens": 25,
+    "payload_mb": 0.1,
+    "output_error": 1.0,
+}
+PREFIX = {
+    "workload_kwargs": {
+        "groups": 6,
+        "users": 4,
+        "prefix_tokens": 500,
+        "question_tokens": [20, 300],
+        "output_tokens": [1, 60],
+        "questions": "fresh",
+        "order": "random",
+    },
+    "num_replicas": 3,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 256,
+    "kv_tokens": 6000,
+    "rate": 60.0,
+    "episode_requests": 20,
+    "warmup_requests": 10,
+}
+CHATS = {"workload": "sessions", "workload_kwargs": {"max_context": 3000}, "rate": 30.0}
+PLACEMENT = {"model": "toy", "epochs": 3, "epoch_s": 5.0, "mean_interarrival_s": 2.0}
+KINDS = {
+    "llm_routing": {
+        "orca": ROUTING | {"penalty": "literal"},
+        "orca-paged": ROUTING | PAGED | {"reward": "completed_qos"},
+        "chunked": ROUTING | CHUNKED | {"reward": "paid_forward", "async_scheduling": True},
+        "caching": ROUTING | CHUNKED | PAGED | {"prefix_caching": True},
+        "failing": ROUTING | {"staleness_s": 0.2, "failures": OUTAGES, "waiting_capacity": 2},
+        "drawn": {"fleet": "random", "episode_requests": 25, "staleness_s": 0.2},
+    },
+    "serverless_moe": {
+        "dynamic": SERVERLESS,
+        "seed": SERVERLESS | {"preset": "seed"},
+        "layers": SERVERLESS | {"granularity": "per_layer", "keep_action": True},
+    },
+    "expert_placement": {
+        "budget": PLACEMENT,
+        "heights": PLACEMENT | {"action_mode": "layer_height", "reward": "log_latency"},
+        "scores": PLACEMENT | {"action_mode": "expert_score", "migration_source": "network"},
+        "placement": PLACEMENT | {"action_mode": "placement"},
+    },
+    "prefix_routing": {
+        "approximate": PREFIX,
+        "pooled": PREFIX | {"prefix_cache": "pooled"},
+        "chats": PREFIX | CHATS | {"index": "precise", "index_kwargs": {"index_delay_s": 0.1}},
+        "live": PREFIX | {"scrape_s": 0.0, "reward": "ttft", "length_noise": 0.5},
+        "admission": PREFIX | {"admission": True, "index": "none"},
+        "failing": PREFIX | {"index": "precise", "failures": OUTAGES},
+    },
+}
+"""Arguments of small systems of each family, the plain one first."""
+DECISIONS = {"llm_routing": 25, "serverless_moe": 15, "expert_placement": 3, "prefix_routing": 20}
+OTHER = {
+    "llm_routing": {"num_experts": 4},
+    "serverless_moe": {"episode_requests": 9},
+    "expert_placement": {"scenario": "scale_8"},
+    "prefix_routing": {"prefix_cache": "infinite"},
+}
+"""Arguments to which a state of the plain system does not fit."""
+CASES = [
+    (env_id, kind)
+    for family in FAMILIES
+    for env_id in family.env_ids
+    for k, kind in enumerate(KINDS[family.name])
+    if env_id == family.env_id or k in (0, len(KINDS[family.name]) - 1)
+]
+"""Every kind in the first view of its family, the first and the last in the others."""
+every_case = pytest.mark.parametrize(("env_id", "kind"), CASES)
+every_id = pytest.mark.parametrize("env_id", servegym.ENV_IDS)
+PLACED = "servegym/ExpertPlacement-v0"
+"""Its vector environment is Gymnasium's own, which refuses in its own words."""
+ON_BATCH = [env_id for env_id in servegym.ENV_IDS if env_id != PLACED]
+
+
+def arguments(env_id, kind=None):
+    kinds = KINDS[family_of(env_id).name]
+    return kinds[kind or next(iter(kinds))]
+
+
+def make(env_id, kind=None, **kwargs):
+    return gym.make(env_id, disable_env_checker=True, **(arguments(env_id, kind) | kwargs))
+
+
+def make_vec(env_id, kind=None, num_envs=3, **kwargs):
+    return gym.make_vec(env_id, num_envs=num_envs, **(arguments(env_id, kind) | kwargs))
+
+
+def make_sync(env_id, kind=None, num_envs=3, mode=AutoresetMode.NEXT_STEP, **kwargs):
+    how = {"vectorization_mode": "sync", "vector_kwargs": {"autoreset_mode": mode}}
+    return make_vec(env_id, kind, num_envs, disable_env_checker=True, **how, **kwargs)
+
+
+def draw(env, count, seed=0):
+    space = copy.deepcopy(env.action_space)
+    space.seed(seed)
+    return [space.sample() for _ in range(count)]
+
+
+def play(env, actions, seed=None, reset=True):
+    """Everything that the environment returns, resets after the ends included."""
+    seen = [env.reset(seed=seed)] if reset else []
+    for action in actions:
+        seen.append(env.step(action))
+        if seen[-1][2] or seen[-1][3]:
+            seen.append(env.reset())
+    return seen
+
+
+def rows(batch, which):
+    """Some rows of a batch of observations, actions or numbers."""
+    if isinstance(batch, dict):
+        return {name: rows(part, which) for name, part in batch.items()}
+    return np.asarray(batch)[which]
+
+
+@every_case
+def test_gymnasiums_checker_has_nothing_to_say(env_id, kind):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        env = gym.make(env_id, **arguments(env_id, kind))
+        check_env(env.unwrapped, skip_render_check=True)
+        play(env, draw(env, 5), seed=0)  # the passive checker looks at the first calls
+    vectors = make_vec(env_id, kind, 2), make_sync(env_id, kind, 2)
+    for envs in (env, *vectors):
+        space = envs.observation_space
+        if isinstance(space, gym.spaces.Dict):
+            assert list(space) == list(envs.reset(seed=0)[0])
+            assert list(space) == list(envs.step(envs.action_space.sample())[0])
+
+
+@pytest.mark.parametrize("family", [llm_routing, expert_placement])
+def test_observations_of_agents_have_the_order_of_their_spaces(family):
+    env = family.parallel_env()
+    for agent, observation in env.reset(seed=0)[0].items():
+        assert list(observation) == list(env.observation_space(agent))
+
+
+@every_id
+def test_the_same_seed_gives_the_same_200_steps(env_id):
+    env = make(env_id)
+    actions = draw(env, 200)
+    first = play(env, actions, seed=7)
+    assert len(first) > 207, "several episodes"
+    assert_same(first, play(make(env_id), actions, seed=7))
+    play(env, actions[:10], seed=8)
+    assert_same(first, play(env, actions, seed=7))
+    episode = DECISIONS[family_of(env_id).name] + 1
+    assert not same(first[:episode], play(env, actions[: episode - 1], seed=8)[:episode])
+    second = first[episode : 2 * episode]
+    assert not same(first[:episode], second), "the next episode is another one"
+
+
+@every_id
+def test_the_spec_survives_json(env_id):
+    for kwargs in ({}, arguments(env_id)):
+        env = gym.make(env_id, max_episode_steps=2, **kwargs)
+        again = gym.make(EnvSpec.from_json(env.spec.to_json()))
+        assert_same(play(env, draw(env, 3), seed=11), play(again, draw(env, 3), seed=11))
+
+
+@every_case
+def test_copies_and_states_go_on_exactly(env_id, kind):
+    decisions = DECISIONS[family_of(env_id).name]
+    env, other = make(env_id, kind), make(env_id, kind)
+    actions = draw(env, 2 * decisions + 5)
+    for at in (0, decisions // 2, decisions - 1):
+        seen = play(env, actions[:at], seed=5)[-1][0]
+        state = env.unwrapped.clone_state()
+        other.reset(seed=9)
+        back, info = other.unwrapped.restore_state(pickle.loads(pickle.dumps(state)))
+        assert_same(back, seen)
+        if "action_mask" in info:
+            assert_same(info["action_mask"].astype(bool), env.unwrapped.action_masks())
+        twins = [other, pickle.loads(pickle.dumps(env)), copy.deepcopy(env)]
+        later = play(env, actions, reset=False)
+        log = env.unwrapped.request_log()
+        for twin in twins:
+            assert_same(play(twin, actions, reset=False), later)
+            assert_same(twin.unwrapped.request_log(), log)
+        env.unwrapped.restore_state(state)  # which is not used up
+        assert_same(play(env, actions, reset=False), later)
+
+
+@every_id
+def test_states_of_ends_are_ends_and_those_of_other_systems_are_refused(env_id):
+    env = make(env_id).unwrapped
+    actions = draw(env, DECISIONS[family_of(env_id).name])
+    env.reset(seed=0)
+    for action in actions:
+        env.step(action)
+    state = env.clone_state()
+    env.reset(seed=1)
+    env.restore_state(state)
+    with pytest.raises(ResetNeeded):
+        env.step(actions[0])
+    other = make(env_id, **OTHER[family_of(env_id).name]).unwrapped
+    other.reset(seed=0)
+    with pytest.raises(ValueError, match="same arguments|known"):
+        other.restore_state(state)
+
+
+@every_case
+def test_a_state_moves_from_a_single_environment_into_a_row(env_id, kind):
+    decisions = DECISIONS[family_of(env_id).name]
+    env, envs = make(env_id, kind), make_vec(env_id, kind)
+    play(env, draw(env, decisions // 2), seed=3)
+    envs.reset(seed=20)
+    batches = draw(envs, decisions + 5, seed=1)
+    envs.step(batches[0])
+    untouched = pickle.loads(pickle.dumps(envs))
+    envs.unwrapped.restore_state(2, env.unwrapped.clone_state())
+    again = pickle.loads(pickle.dumps(envs))
+    ended = False
+    for batch in batches:
+        seen, rewards, terminated, *_ = found = envs.step(batch)
+        assert_same(found, again.step(batch))
+        as_before = untouched.step(batch)
+        assert_same(rows(seen, [0, 1]), rows(as_before[0], [0, 1]))
+        assert_same(rewards[:2], as_before[1][:2])
+        if ended:  # the step after the end only resets
+            mine, ended = env.reset()[0], False
+        else:
+            mine, reward, ended, *_ = env.step(rows(batch, 2))
+            assert reward == rewards[2] and ended == terminated[2]
+        assert_same(rows(seen, 2), rows(mine, ...))
+
+
+@pytest.mark.parametrize(("env_id", "kind"), [case for case in CASES if case[0] != PLACED])
+@pytest.mark.parametrize("mode", AutoresetMode)
+def test_the_vector_environment_equals_single_ones(env_id, kind, mode):
+    decisions = DECISIONS[family_of(env_id).name]
+    limits = [{}] + [{"max_episode_steps": n} for n in (decisions - 1, decisions)]
+    for kwargs in limits[: 3 if arguments(env_id, kind) is arguments(env_id) else 1]:
+        native = make_vec(env_id, kind, autoreset_mode=mode, **kwargs)
+        sync = make_sync(env_id, kind, mode=mode, **kwargs)
+        assert native.metadata["autoreset_mode"] is sync.metadata["autoreset_mode"] is mode
+        assert native.single_observation_space == sync.single_observation_space
+        assert native.action_space == sync.action_space
+        assert_same(native.reset(seed=21), sync.reset(seed=21))
+        assert native.np_random_seed == sync.np_random_seed
+        done, ends = np.zeros(3, bool), 0
+        for step, actions in enumerate(draw(native, 2 * decisions + 10, seed=8)):
+            mask = done if mode is AutoresetMode.DISABLED else np.zeros(3, bool)
+            if step in (1, decisions + 2):  # in mid-episode, so that the systems get out of step
+                mask = mask | [True, False, step == 1]
+            if mask.any():
+                seeds = [5, None, None] if step == 1 else None
+                how = {"seed": seeds, "options": {"reset_mask": mask}}
+                assert_same(native.reset(**how), sync.reset(**how), f"reset before step {step}")
+            found = native.step(actions)
+            assert_same(found, sync.step(actions), f"step {step}")
+            done = found[2] | found[3]
+            ends += done.sum()
+        assert ends >= 5
+        logs = sync.call("request_log")
+        for row in range(3):
+            assert_same(native.unwrapped.request_log(row), logs[row])
+
+
+@every_case
+def test_10000_random_steps_stay_inside_the_space(env_id, kind):
+    """Shared among the kinds of an id; ``validate`` asserts that the space has what is seen."""
+    kinds = sum(case[0] == env_id for case in CASES)
+    count = 500 if env_id == PLACED else 10_000
+    envs = make_vec(env_id, kind, 16, validate=True)
+    envs.reset(seed=0)
+    for actions in draw(envs, 1 + count // 16 // kinds):
+        observation, reward, _, _, info = envs.step(actions)
+        parts = observation.values() if isinstance(observation, dict) else [observation]
+        assert all(np.isfinite(part).all() for part in parts)
+        assert reward.dtype == np.float64 and np.isfinite(reward).all()
+        terms = {k: v for k, v in info.get("reward_terms", {}).items() if k[0] != "_"}
+        if terms:
+            total = np.zeros(16)
+            for part in terms.values():
+                total += part
+            np.testing.assert_array_equal(total, reward)
+
+
+def test_validate_finds_a_value_outside():
+    for env in (make(servegym.ENV_IDS[0], validate=True), make_vec(servegym.ENV_IDS[0])):
+        env.unwrapped.validate = True
+        env.reset(seed=0)
+        env.unwrapped.batch.observation["experts"][0, 0, 0] = np.nan
+        with pytest.raises(AssertionError, match="outside"):
+            env.unwrapped._observation()
+
+
+@every_case
+def test_masks_and_rewards(env_id, kind):
+    env = make(env_id, kind)
+    _, info = env.reset(seed=0)
+    ended = False
+    while not ended:
+        if "action_mask" in info:
+            mask = info["action_mask"]
+            sizes = getattr(env.action_space, "nvec", [len(mask)])
+            assert mask.dtype == np.int8 and len(mask) == sum(sizes) and mask.max() == 1
+            assert all(part.any() for part in np.split(mask, np.cumsum(sizes)[:-1]))
+            np.testing.assert_array_equal(mask, env.unwrapped.action_masks())
+            assert env.unwrapped.action_masks().dtype == np.bool_
+        _, reward, ended, truncated, info = env.step(env.action_space.sample())
+        assert type(reward) is float and truncated is False
+        assert all(type(x) is float for x in info["reward_terms"].values())
+        assert sum(info["reward_terms"].values()) == reward
+    assert info["episode_kpis"] and env.unwrapped.episode_kpis() == pytest.approx(
+        info["episode_kpis"], nan_ok=True
+    )
+
+
+@every_id
+def test_steps_need_an_episode_and_time_limits_truncate(env_id):
+    env, limited = make(env_id), make(env_id, max_episode_steps=2)
+    action = draw(env, 1)[0]
+    with pytest.raises(ResetNeeded):
+        env.unwrapped.step(action)
+    assert_same(env.reset(seed=2), limited.reset(seed=2))
+    for ended in (False, True):
+        one, other = env.step(action), limited.step(action)
+        assert_same(one[:3], other[:3])
+        assert one[3] is False and other[3] is ended
+        assert_same(one[4], other[4])
+    assert "episode_kpis" not in other[4]
+    while not one[2]:
+        one = env.step(action)
+    with pytest.raises(ResetNeeded):
+        env.unwrapped.step(action)
+    envs = make_vec(env_id, autoreset_mode="Disabled")
+    batch = draw(envs, 1)[0]
+    with pytest.raises(ResetNeeded):
+        envs.step(batch)
+    envs.reset(seed=0)
+    while not envs.step(batch)[2].any():
+        pass
+    with pytest.raises(AssertionError if env_id == PLACED else ResetNeeded, match="reset"):
+        envs.step(batch)
+
+
+def scribble(thing):
+    """Overwrite all that is there."""
+    if isinstance(thing, dict):
+        for part in thing.values():
+            scribble(part)
+        thing.clear()
+    elif isinstance(thing, np.ndarray) and thing.dtype == object:
+        for part in thing:
+            scribble(part)
+    elif isinstance(thing, np.ndarray) and thing.flags.writeable:
+        thing[...] = 1 if thing.dtype.kind == "b" else 77
+
+
+@every_id
+def test_what_was_returned_is_ours_to_change(env_id):
+    count = DECISIONS[family_of(env_id).name]
+    pairs = [(make(env_id), make(env_id))]
+    for mode in ("NextStep", "SameStep"):
+        pairs.append(tuple(make_vec(env_id, autoreset_mode=mode) for _ in range(2)))
+    for env, twin in pairs:
+        env.reset(seed=1)
+        for part in twin.reset(seed=1):
+            scribble(part)
+        for action in draw(env, count if env is pairs[0][0] else 2 * count):
+            expected, found = env.step(action), twin.step(action)
+            assert_same(expected, found)
+            for part in found:
+                scribble(part)
+
+
+@pytest.mark.parametrize("env_id", ON_BATCH)
+def test_without_copy_the_buffers_themselves_come_back(env_id):
+    envs, copied = make_vec(env_id, copy=False), make_vec(env_id)
+    action = draw(envs, 1)[0]
+    first, one = envs.reset(seed=0)[0], copied.reset(seed=0)[0]
+    assert_same(first, one)
+    second, two = envs.step(action)[0], copied.step(action)[0]
+    assert_same(second, two)
+    for name in first if isinstance(first, dict) else [()]:
+        assert np.shares_memory(first[name], second[name])
+        assert not np.shares_memory(one[name], two[name])
+
+
+@every_id
+def test_bad_actions_move_no_system(env_id):
+    env, envs = make(env_id), make_vec(env_id)
+    good, batch = draw(env, 1)[0], draw(envs, 1)[0]
+    for some, action in ((env, good), (envs, batch)):
+        some.reset(seed=0)
+        some.step(action)
+        twin = copy.deepcopy(some)
+        bad = [None, "1", 1j, [[]], 0.5, {}, np.full(99, 0), np.full(np.shape(action), 0.5)]
+        if not isinstance(action, dict):
+            bad += [np.full(np.shape(action), x, t) for x in (-1, 99) for t in (int, np.int8)]
+        for wrong in bad:
+            with pytest.raises(ValueError, match="action"):
+                some.step(wrong)
+        assert_same(some.step(action), twin.step(action))
+
+
+@pytest.mark.parametrize("env_id", ON_BATCH)
+def test_bad_seeds_and_reset_masks_are_refused(env_id):
+    envs = make_vec(env_id, num_envs=2)
+    twin = copy.deepcopy(envs)
+    for seed in ([1], [1, 2, 3]):
+        with pytest.raises(ValueError, match="num_envs=2"):
+            envs.reset(seed=seed)
+    for seed in (-1, [3, -1]):
+        with pytest.raises(gym.error.Error, match="-1"):
+            twin.reset(seed=seed)
+    envs.reset(seed=0)
+    for mask in (np.array([1, 0]), np.array([True]), np.zeros(2, bool), "both", None):
+        with pytest.raises(ValueError, match="reset_mask"):
+            envs.reset(seed=7, options={"reset_mask": mask})
+
+
+@pytest.mark.parametrize("env_id", [family.env_id for family in FAMILIES])
+def test_pictures_follow_the_state_and_change_nothing(env_id):
+    plain = make(env_id)
+    actions = draw(plain, 2)
+    expected = play(plain, actions, seed=3)
+    for mode, kind in (("rgb_array", np.ndarray), ("ansi", str)):
+        env = make(env_id, render_mode=mode)
+        assert_same(env.reset(seed=3), expected[0])
+        frames = [env.render()]
+        for action, step in zip(actions, expected[1:], strict=False):
+            assert_same(env.step(action), step)
+        frames += [env.render(), env.render()]
+        assert all(type(frame) is kind for frame in frames)
+        assert not same(frames[0], frames[1]) and same(frames[1], frames[2])
+        if mode == "rgb_array":
+            assert frames[0].ndim == 3 and frames[0].dtype == np.uint8
+            assert len(np.unique(frames[1].reshape(-1, 3), axis=0)) > 5
+    envs = make_vec(env_id, num_envs=2, render_mode="ansi")
+    envs.reset(seed=3)
+    assert envs.render()[0] == frames[0] and len(envs.render()) == 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert not any(make_vec(env_id, num_envs=2).render() or ())
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_one_compiled_version_of_each_entry_point(family):
+    steps = ".steps" if family.name == "prefix_routing" else ""
+    module = importlib.import_module(f"servegym.envs.{family.name}.kernel{steps}")
+    entries = [getattr(module, name, None) for name in ("begin", "observe", "step")]
+    entries = [entry for entry in entries if hasattr(entry, "signatures")]
+    if not entries:
+        pytest.skip("nothing is compiled")
+    for env_id in family.env_ids:
+        for kind in KINDS[family.name]:
+            for env in (make(env_id, kind), make_vec(env_id, kind, copy=False)):
+                env.reset(seed=0)
+                env.step(draw(env, 1)[0])
+    for entry in entries:
+        assert len(entry.signatures) == 1, entry
