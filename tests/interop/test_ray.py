@@ -1,4 +1,4 @@
-"""Evaluations, leaderboard and figures on a local Ray of two workers, of which some are killed."""
+"""Evaluations and the leaderboard on a local Ray of two workers, of which some are killed."""
 
 import csv
 import json
@@ -18,31 +18,13 @@ import ray
 from servegym.agents.lib import ray_cluster
 from servegym.agents.lib.ray_cluster import cluster, run_jobs
 from servegym.baselines.protocol import BasePolicy
-from servegym.experiments.cluster import figures as cluster_figures
 from servegym.experiments.cluster.executor import ray_executor
 from servegym.experiments.evaluation import leaderboard
 from servegym.experiments.evaluation.evaluate import evaluate
-from servegym.experiments.evaluation.tables import read_record  # noqa: E402
-from servegym.experiments.papers import run as figures
 
 from .settings import PLACEMENT, ROUTING, SERVERLESS
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def two_workers():
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_worker_niceness", "0")
-    ray.init(
-        address="local",
-        num_cpus=2,
-        object_store_memory=100 * 2**20,
-        include_dashboard=False,
-        log_to_driver=False,
-    )
-    yield
-    ray.shutdown()
+pytestmark = [pytest.mark.usefixtures("two_workers"), pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def same(one, other):
@@ -156,14 +138,6 @@ def test_a_worker_killed_from_outside_costs_no_job(tmp_path):
     assert len((tmp_path / "pids_1").read_text().split()) == 2
 
 
-def test_a_job_that_always_kills_its_worker_is_named():
-    def job():
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    with pytest.raises(RuntimeError, match="the bad one: its worker was lost 2 times"):
-        list(run_jobs(job, [()], ["the bad one"], retries=1))
-
-
 def test_an_error_of_a_job_is_raised_as_it_is_and_not_tried_again(tmp_path):
     def job(number):
         with open(tmp_path / "calls", "a") as log:
@@ -184,14 +158,6 @@ def test_other_versions_on_a_machine_are_refused(monkeypatch):
 def test_a_second_cluster_is_refused():
     with pytest.raises(ValueError, match="this process has a cluster already; use 'auto'"):
         with cluster("local"):
-            pass
-
-
-def test_a_silent_address_is_named_at_once(monkeypatch):
-    monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
-    with pytest.raises(ValueError, match="RAY_ADDRESS is '127.0.0.1:1', where no cluster answers"):
-        with cluster("auto"):
             pass
 
 
@@ -228,46 +194,6 @@ def test_the_leaderboard_is_the_same_table(tmp_path, monkeypatch):
     wanted = table("local.csv")
     assert table("ray.csv", "--ray", "auto") == wanted
     assert [row["policy"] for row in wanted] == ["random", "mine", "mix", "random"]
-
-
-def test_figures_come_back_with_the_same_numbers(tmp_path, monkeypatch):
-    pytest.importorskip("matplotlib")
-    monkeypatch.chdir(tmp_path)
-    words = ["--quick", "--episodes", "2"]
-    here, there, lines = tmp_path / "here", tmp_path / "there", []
-    assert figures.run_figures("routing", ["workload"], [*words, "--out", "here"], print) == 0
-    there.mkdir()
-    (there / "other.csv").write_text("a\n1\n")
-    assert (
-        cluster_figures.run_figures(
-            "routing", ray_executor("auto"), ["workload"], [*words, "--out=there"], lines.append
-        )
-        == 0
-    )
-    names = {path.name for path in here.iterdir()}
-    assert {path.name for path in there.iterdir()} == names | {"other.csv"}
-    for path in here.glob("*.csv"):
-        assert (there / path.name).read_bytes() == path.read_bytes()
-    assert {line for line in lines if line.endswith(": done")} == {
-        f"workload {name}: done" for name in ("fig4", "fig5", "fig8")
-    }
-    assert read_record(there / "fig4_distributions.csv")["command"] == (
-        "python -m servegym.experiments.papers.routing.workload --quick --episodes 2 "
-        "--figure fig4 --out there"
-    )
-    assert "there/fig4_distributions.csv" in "\n".join(lines)
-
-
-def test_a_figure_that_fails_is_counted(tmp_path):
-    words = ["--no-such-option", "--out", str(tmp_path)]
-    lines = []
-    assert (
-        cluster_figures.run_figures(
-            "routing", ray_executor("auto"), ["ceiling"], words, lines.append
-        )
-        == 1
-    )
-    assert lines[-1] == "ceiling: failed with status 2" and "--no-such-option" in lines[1]
 
 
 @pytest.mark.parametrize("where", ["local:1", "auto"])

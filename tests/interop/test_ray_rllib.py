@@ -3,7 +3,6 @@
 import csv
 import json
 import math
-import os
 
 import numpy as np
 import pytest
@@ -21,7 +20,8 @@ from servegym.experiments.evaluation.evaluate import DEFAULT_SEED, evaluate, mak
 
 from .settings import PLACEMENT
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+torch.set_num_threads(1)
+pytestmark = [pytest.mark.usefixtures("two_workers"), pytest.mark.slow, pytest.mark.timeout(600)]
 SMALL = [
     "--iterations",
     "2",
@@ -36,22 +36,6 @@ SMALL = [
     "--ray",
     "auto",
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def two_workers():
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_worker_niceness", "0")
-    torch.set_num_threads(1)
-    ray.init(
-        address="local",
-        num_cpus=2,
-        object_store_memory=100 * 2**20,
-        include_dashboard=False,
-        log_to_driver=False,
-    )
-    yield
-    ray.shutdown()
 
 
 def table(path):
@@ -138,63 +122,3 @@ def test_servers_that_never_move_are_paid_as_the_baseline_that_keeps():
         for key in ("mean_latency_s", "p99_latency_s", "requests", "network_bytes"):
             assert row[key] == pytest.approx(other[key], rel=1e-12)
         assert row["return"] == pytest.approx(other["return"])
-
-
-def test_vectors_are_in_their_space():
-    env = ray_rllib_policy.make_parallel(PLACEMENT)
-    rng = np.random.default_rng(0)
-    seen, _ = env.reset(seed=0)
-    while env.agents:
-        for agent in env.agents:
-            assert env.observation_space(agent).contains(seen[agent])
-        assert len({part.tobytes() for part in seen.values()}) == len(seen)  # servers differ
-        plans = {agent: rng.random(4, np.float32) for agent in env.agents}
-        seen, *_ = env.step({agent: {"migrate": 1, "plan": plans[agent]} for agent in env.agents})
-
-
-def test_an_algorithm_outlives_its_sampling_process(tmp_path):
-    """RLlib starts the process again that samples; training goes on."""
-    args = ray_rllib.parser().parse_args(["servegym/LLMRoutingFlat-v1", *SMALL])
-    algorithm = ray_rllib.ppo(
-        "servegym/LLMRoutingFlat-v1", {"num_experts": 3, "episode_requests": 30}, args
-    ).build_algo()
-    try:
-        before = algorithm.train()["env_runners"]["num_env_steps_sampled_lifetime"]
-        assert algorithm.env_runner_group.num_healthy_remote_workers() == 1
-        pids = algorithm.env_runner_group.foreach_env_runner(
-            lambda runner: os.getpid(), local_env_runner=False
-        )
-        os.kill(pids[0], 9)
-        for _ in range(10):
-            after = algorithm.train()["env_runners"].get("num_env_steps_sampled_lifetime", 0)
-            if after > before:
-                break
-        assert after > before
-        (pid,) = algorithm.env_runner_group.foreach_env_runner(
-            lambda runner: os.getpid(), local_env_runner=False
-        )
-        assert pid != pids[0]
-    finally:
-        algorithm.stop()
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["servegym/LLMRouting-v1"], "Did you mean 'servegym/LLMRoutingFlat-v1'"),
-        (["servegym/LLMRoutingFlat-v1", "--iterations", "0"], "iterations is 0"),
-        (["servegym/LLMRoutingFlat-v1", "--env-runners", "-1"], "env_runners is -1"),
-        (["servegym/LLMRoutingFlat-v1", "--ray", "remote"], "ray is 'remote'"),
-        (["servegym/LLMRoutingFlat-v1", "--set", "rates=8"], "rates"),
-    ],
-)
-def test_bad_arguments_stop_before_training(words, message, tmp_path, monkeypatch):
-    monkeypatch.setattr(ray_rllib, "cluster", lambda *a: pytest.fail("a cluster was asked"))
-    with pytest.raises((ValueError, TypeError), match=message):
-        ray_rllib.main([*words, "--out", str(tmp_path / "out")])
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_folder_without_the_policy_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="there is no policy in"):
-        ray_rllib_policy.RLlibPolicy(tmp_path, None)
