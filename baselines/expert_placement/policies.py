@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from servegym._checks import choose, whole
+from servegym._checks import choose, real, whole
 from servegym.baselines.expert_placement.eplb import eplb, eplb_global
 from servegym.baselines.expert_placement.feasibility import Bools, Floats, assign_gpus, server_view
 from servegym.baselines.expert_placement.heuristics import (
@@ -372,7 +372,7 @@ class Annealing(_LayerCostPolicy):
 
     def __init__(self, system: PlacementSystem, *, rows: int = 512, steps: int = 600_000) -> None:
         super().__init__(system, rows=rows)
-        self.steps = int(steps)
+        self.steps = whole("steps", steps, 0)
 
     def search(self, model: LayerCostModel, counts: Floats, current: Bools, first: bool) -> Bools:
         """See `_LayerCostPolicy.search`."""
@@ -392,7 +392,7 @@ class LocalSearch(_LayerCostPolicy):
         self, system: PlacementSystem, *, rows: int = 512, max_moved_share: float = 0.1
     ) -> None:
         super().__init__(system, rows=rows)
-        self.max_moved_share = float(max_moved_share)
+        self.max_moved_share = real("max_moved_share", max_moved_share, 0.0, 1.0)
 
     def search(self, model: LayerCostModel, counts: Floats, current: Bools, first: bool) -> Bools:
         """See `_LayerCostPolicy.search`."""
