@@ -64,13 +64,3 @@ def test_files_that_cannot_be_used_are_refused(tmp_path):
         make_predictor("sps").fit(embeddings, shares).save(tmp_path / "tree.txt")
     with pytest.raises(ValueError, match="must be fitted"):
         make_predictor("sps").save(tmp_path / "tree.npz")
-
-
-def test_added_prompts_must_fit():
-    embeddings, shares, _ = made_up(20)
-    fitted = make_predictor("sps").fit(embeddings, shares)
-    with pytest.raises(ValueError, match="width 5"):
-        fitted.add(embeddings[:, :5], shares)
-    with pytest.raises(ValueError, match="as fitted"):
-        fitted.add(embeddings, shares[:, :2])
-    assert len(fitted.tree) == 20

@@ -99,19 +99,6 @@ def test_a_tree_of_one_leaf_is_brute_force():
 
 
 @pytest.mark.parametrize("name", TREES)
-def test_equal_prompts_stay_one_leaf_and_short_histories_are_used_whole(name):
-    embeddings, shares, _ = made_up(1)
-    same = make_predictor(name, alpha=2, beta=5).fit(
-        np.repeat(embeddings, 50, 0), np.repeat(shares, 50, 0)
-    )
-    assert len(same.tree.leaves) == 1
-    np.testing.assert_allclose(same.predict(embeddings), shares)
-    assert make_predictor(name).fit(embeddings, shares).search(embeddings)[0].tolist() == [[0]]
-    nothing = make_predictor(name).fit(np.zeros((4, 3)), np.ones((4, 1, 2)))
-    np.testing.assert_allclose(nothing.predict(np.zeros((1, 3))), 0.5)
-
-
-@pytest.mark.parametrize("name", TREES)
 def test_new_prompts_join_the_tree_and_split_its_leaves(name):
     embeddings, shares, _ = made_up(400)
     fitted = make_predictor(name, alpha=3, beta=20).fit(embeddings[:100], shares[:100])
