@@ -6,15 +6,23 @@ import numpy as np
 import pytest
 
 
-@pytest.fixture(autouse=True)
-def short_evaluations(monkeypatch):
-    """Two episodes of 20 requests an evaluation of the agents over the routing graph."""
-    short = {"EVAL_EPISODES": 2, "EVAL_REQUESTS": 20}
-    for agent in ("sac_han", "baseline_rl", "cem", "ppo_sets", "rpi"):
-        for name, value in short.items():
+@pytest.fixture(autouse=True, scope="module")
+def small_worlds():
+    """Short evaluations of the agents over the routing graph, and small cells of prefix routing."""
+    with pytest.MonkeyPatch.context() as patch:
+        for agent in ("sac_han", "baseline_rl", "cem", "ppo_sets", "rpi"):
             module = sys.modules.get(f"servegym.agents.{agent}")
-            if hasattr(module, name):
-                monkeypatch.setattr(module, name, value)
+            for name, value in (("EVAL_EPISODES", 2), ("EVAL_REQUESTS", 20)):
+                if hasattr(module, name):
+                    patch.setattr(module, name, value)
+        cem = sys.modules.get("servegym.agents.cem")
+        if cem is not None:
+            cell = {"num_replicas": 3, "episode_requests": 30, "warmup_requests": 20}
+            patch.setattr(cem, "cell_of", lambda stream: cell | {"rate": 30.0 + stream % 7})
+            cem.world.cache_clear()
+        yield
+        if cem is not None:
+            cem.world.cache_clear()
 
 
 def make_obs(batch, experts=4, running=3, waiting=2, seed=0, empty=()):

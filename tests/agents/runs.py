@@ -1,8 +1,48 @@
-"""What the tests of the agents' runs share: their logs, and a run that is cut off and goes on."""
+"""A tiny run of every trained policy, and how tests read and make them."""
 
 import json
+from importlib import import_module
+from typing import Any
 
-import pytest
+ROUTING = "servegym/LLMRouting-v1"
+FEW = ("num_experts=3", "episode_requests=30", "max_episode_steps=29")
+OFF_POLICY = {"total_timesteps": 130, "num_envs": 4, "learning_starts": 80, "pieces": 2}
+OFF_POLICY |= {"eval_every": 60, "eval_rates": (8.0,), "set": FEW}
+ON_POLICY = {"total_timesteps": 300, "num_envs": 4, "num_steps": 32, "eval_every": 128}
+ON_POLICY |= {"set": ("num_experts=3", "episode_requests=50")}
+LABELS = {"total_timesteps": 64, "num_envs": 8, "horizon_s": 1.5, "fit_every": 32}
+LABELS |= {"eval_episodes": 2, "eval_rates": (8.0,), "checkpoint_every": 32, "improve_from": 32}
+LABELS |= {"set": ON_POLICY["set"], "mixture": ("rate=[2,6]", "num_experts=4")}
+PLANS = {"total_timesteps": 300, "num_envs": 8, "num_steps": 16, "width": 16, "eval_every": 128}
+PLANS |= {"set": ("model=toy", "episode_requests=20", "max_episode_steps=17"), "eval_episodes": 2}
+SEARCH = {"total_timesteps": 1200, "population": 10, "worlds": 4, "episodes": 2}
+SEARCH |= {"eval_every": 600, "eval_worlds": 2, "eval_episodes": 2}
+DRAWN = 'fleet_kwargs={"num_experts": [2, 4], "running_capacity": [5, 8]}'
+TOY = ("model=toy", "epoch_s=40", "epochs=2", "mean_interarrival_s=4", "history_requests=5")
+PLACING = {"set": TOY, "width": 16, "traffic_s": 40.0, "total_timesteps": 40, "eval_every": 16}
+
+TINY: dict[str, tuple[str, dict[str, Any]]] = {
+    "sac_han": ("sac_han", OFF_POLICY),
+    "baseline_rl": ("baseline_rl", OFF_POLICY),
+    "ppo": ("ppo", ON_POLICY | {"eval_episodes": 2}),
+    "ppo_sets": ("ppo_sets", ON_POLICY | {"eval_rates": (8.0,), "checkpoint_every": 128}),
+    "rpi": ("rpi", LABELS),
+    "direct_search": ("cem", SEARCH | {"set": ("num_experts=2", "episode_requests=30", "rate=4")}),
+    "fleet_search": ("cem", SEARCH | {"set": ("fleet=random", DRAWN, "episode_requests=20")}),
+    "prefix_search": ("cem", SEARCH | {"env_id": "servegym/PrefixRouting-v0"}),
+    "ppo_serverless": ("ppo_serverless", PLANS),
+    "ppo_placement": ("ppo_placement", PLACING | {"num_envs": 16, "group_size": 8}),
+    "mappo_placement": ("mappo_placement", PLACING | {"batch_size": 16}),
+}
+"""Name of the policy -> its agent, and the arguments of a run of about a second."""
+
+
+def tiny(policy: str, folder: Any, **changes: Any) -> tuple[Any, Any]:
+    """The agent's module and the arguments of the tiny run."""
+    agent, settings = TINY[policy]
+    module = import_module(f"servegym.agents.{agent}")
+    given = settings | {"out_dir": str(folder), "run_name": "run"} | changes
+    return module, module.Args(**given)
 
 
 def lines(run):
@@ -11,26 +51,3 @@ def lines(run):
     return [
         {k: v for k, v in row.items() if k not in ("charts/SPS", "charts/cpu_s")} for row in rows
     ]
-
-
-def assert_goes_on(agent, tiny, tmp_path, monkeypatch, every, **settings):
-    """A run killed after its first snapshot and resumed has the log of an uninterrupted one.
-
-    ``agent`` is the module, ``tiny`` makes its arguments, ``every`` are the steps to a snapshot.
-    """
-    whole = lines(agent.train(tiny(tmp_path, run_name="whole", **settings)))
-    save_snapshot = agent.save_snapshot
-
-    def killed(path, **content):
-        save_snapshot(path, **content)
-        raise KeyboardInterrupt
-
-    args = tiny(tmp_path, run_name="cut", checkpoint_every=every, **settings)
-    monkeypatch.setattr(agent, "save_snapshot", killed)
-    with pytest.raises(KeyboardInterrupt):
-        agent.train(args)
-    with open(tmp_path / "cut" / "metrics.jsonl", "a") as file:
-        file.write('{"global_step": 99999}\n')  # written after the snapshot, before the end
-    monkeypatch.setattr(agent, "save_snapshot", save_snapshot)
-    args.resume = True
-    assert lines(agent.train(args)) == whole

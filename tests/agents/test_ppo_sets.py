@@ -1,4 +1,4 @@
-"""PPO over sets: masks, the start, advantages by hand, runs, resuming, checkpoints."""
+"""PPO over sets: masks, the start, advantages and privileged inputs by hand."""
 
 import numpy as np
 import pytest
@@ -8,29 +8,13 @@ tyro = pytest.importorskip("tyro")
 pytest.importorskip("safetensors")
 pytest.importorskip("rich")
 
-from servegym.agents import load_policy, ppo_sets  # noqa: E402
+from servegym.agents import ppo_sets  # noqa: E402
 from servegym.agents.lib.environments import make_envs  # noqa: E402
-from servegym.agents.lib.snapshots import load_snapshot, save_snapshot  # noqa: E402
 from servegym.baselines.llm_routing.features import privileged_inputs  # noqa: E402
 from servegym.baselines.llm_routing.greedy_qos import PricedGreedy  # noqa: E402
 from servegym.baselines.llm_routing.system import RoutingSystem  # noqa: E402
 
 from ..routing_systems import permuted  # noqa: E402
-from .runs import assert_goes_on, lines  # noqa: E402
-
-
-def tiny(tmp_path, **changes):
-    settings = {
-        "total_timesteps": 512,
-        "num_envs": 4,
-        "num_steps": 32,
-        "eval_every": 256,
-        "eval_rates": (8.0,),
-        "out_dir": str(tmp_path),
-        "run_name": "run",
-        "set": ("num_experts=3", "episode_requests=50"),
-    }
-    return ppo_sets.Args(**(settings | changes))
 
 
 def an_agent():
@@ -75,11 +59,6 @@ def test_advantages_by_hand():
     assert got[:, 0].tolist() == pytest.approx([1 + 0.4 * 1, 1.0, 2.5])
 
 
-def test_truncated_episodes_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="set: max_episode_steps must be left out"):
-        ppo_sets.train(tiny(tmp_path, set=("max_episode_steps=20",)))
-
-
 def test_privileged_inputs_by_hand():
     envs = make_envs("servegym/LLMRouting-v1", 3, episode_requests=40, rate=8.0)
     envs.reset(seed=4)
@@ -98,42 +77,6 @@ def test_privileged_inputs_by_hand():
             4 * rows[:, :, 1].max(1).mean() - 3,
         ]
         assert got[:, column].tolist() == pytest.approx(wanted, rel=1e-4, abs=1e-4)
-
-
-def test_one_seed_one_log_and_a_checkpoint_that_acts_alike(tmp_path):
-    runs = [
-        ppo_sets.train(tiny(tmp_path, run_name=name, seed=seed))
-        for name, seed in (("a", 1), ("b", 1), ("c", 2))
-    ]
-    logs = [lines(run) for run in runs]
-    assert logs[0] == logs[1] != logs[2]
-    assert logs[0][0]["global_step"] == 0 and "eval/avg_qos" in logs[0][0]
-    keys = {key for row in logs[0] for key in row}
-    assert {"eval/avg_qos_rate_8", "eval/share_3", "charts/avg_qos", "charts/share_0"} <= keys
-    policy = load_policy(runs[0])
-    assert policy.name == policy.agent == "ppo_sets"
-    envs = make_envs("servegym/LLMRouting-v1", 2, **(policy.training_env | {"split": "eval"}))
-    obs, info = envs.reset(seed=3)
-    for _ in range(20):
-        both = policy.act(obs, info["action_mask"])
-        for i in range(2):
-            alone = {key: value[i : i + 1] for key, value in obs.items()}
-            assert policy.act(alone, info["action_mask"][i : i + 1])[0] == both[i]
-        obs, *_, info = envs.step(both)
-
-
-def test_an_interrupted_run_goes_on_as_if_uninterrupted(tmp_path, monkeypatch):
-    assert_goes_on(ppo_sets, tiny, tmp_path, monkeypatch, 256)
-
-
-def test_a_run_without_the_snapshot_asked_for_says_so(tmp_path, capsys):
-    path = tmp_path / "snapshot.pt"
-    assert load_snapshot(False, path) is None and capsys.readouterr().out == ""
-    assert load_snapshot(True, path) is None
-    assert str(path) in capsys.readouterr().out
-    save_snapshot(path, step=3)
-    assert load_snapshot(True, path) == {"step": 3} and load_snapshot(False, path) is None
-    assert capsys.readouterr().out == ""
 
 
 def test_only_the_estimator_tells_one_fleet_from_another(random_obs):

@@ -1,6 +1,5 @@
-"""The shipped routers: found by name, better than greedy_qos, for any N, and each has its card."""
+"""The shipped checkpoints: each better than a plain rule, for any size, and with its card."""
 
-import numpy as np
 import pytest
 
 pytest.importorskip("torch")
@@ -8,34 +7,88 @@ pytest.importorskip("tyro")
 pytest.importorskip("safetensors")
 pytest.importorskip("rich")
 
-from servegym.agents.lib.checkpoint import shipped  # noqa: E402
+from servegym.agents import load_policy  # noqa: E402
+from servegym.agents.lib.checkpoint import shipped, shipped_for  # noqa: E402
+from servegym.baselines.expert_placement.system import PlacementSystem  # noqa: E402
+from servegym.envs.expert_placement.env import make_problem  # noqa: E402
+from servegym.envs.families import FAMILIES, family_named  # noqa: E402
 from servegym.experiments.evaluation.evaluate import evaluate  # noqa: E402
+from servegym.experiments.studies.placement.learning import Control  # noqa: E402
 
-SHIPPED = shipped("llm_routing")
-LEARNED = [name for name in SHIPPED if not name.startswith("baseline")]
-ANY_EXPERTS = [name for name in LEARNED if name != "direct_search"]
-
-
-@pytest.mark.parametrize("name", sorted(SHIPPED))
-def test_each_has_a_card_with_command_and_numbers(name):
-    card = SHIPPED[name].with_suffix(".md").read_text(encoding="utf-8")
-    assert "python -m servegym" in card and "95 %" in card and "priced_greedy" in card
-    assert SHIPPED[name].stat().st_size < 1_000_000
-
-
-@pytest.mark.parametrize("name", LEARNED)
-def test_it_beats_greedy_qos_under_load_on_prompts_never_trained_on(name):
-    kwargs = {"episode_requests": 400, "rate": 9.0}
-    rows = evaluate("servegym/LLMRouting-v1", ["greedy_qos", name], 4, env_kwargs=kwargs)
-    qos = {
-        policy: np.array([row["avg_qos"] for row in rows if row["policy"] == policy])
-        for policy in ("greedy_qos", name)
-    }
-    assert (qos[name] > 1.03 * qos["greedy_qos"]).all()
+YARDSTICKS = {
+    "llm_routing": "priced_greedy",
+    "serverless_moe": "warm_planner",
+    "expert_placement": "whole_layer",
+    "prefix_routing": "llm_d",
+}
+ALL = [(family.name, name) for family in FAMILIES for name in shipped(family.name)]
+LEARNED = [(family, name) for family, name in ALL if not name.startswith("baseline")]
 
 
-@pytest.mark.parametrize("name", ANY_EXPERTS)
-def test_it_serves_another_number_of_experts(name):
-    kwargs = {"episode_requests": 50, "rate": 4.0, "num_experts": 3}
-    (row,) = evaluate("servegym/LLMRouting-v1", [name], 1, env_kwargs=kwargs)
-    assert row["avg_qos"] > 0.4
+@pytest.mark.parametrize(("family", "name"), ALL)
+def test_each_has_a_card_with_command_and_numbers(family, name):
+    path = shipped(family)[name]
+    card = path.with_suffix(".md").read_text(encoding="utf-8")
+    assert "python -m servegym" in card and "95 %" in card and YARDSTICKS[family] in card
+    assert path.stat().st_size < 1_000_000
+
+
+def scenario(name):
+    return "paper_testbed" if name.endswith("paper_testbed") else "edge_hetero"
+
+
+@pytest.mark.parametrize(("family", "name"), LEARNED)
+def test_each_beats_a_plain_rule_on_prompts_never_trained_on(family, name):
+    path = shipped(family)[name]
+    rule, key, kwargs, ratio = {
+        "llm_routing": ("greedy_qos", "avg_qos", {"episode_requests": 400, "rate": 9.0}, 1.03),
+        "serverless_moe": ("keep_alive", "mean_reward", {"model": "deepseek-v2-lite"}, 0.98),
+        "expert_placement": (
+            Control("own_share"),
+            "mean_latency_s",
+            {"scenario": scenario(name), "epochs": 2},
+            0.7 if scenario(name) == "edge_hetero" else 1.0,
+        ),
+        "prefix_routing": ("random", "return", {"episode_requests": 400, "rate": 60.0}, 1.0),
+    }[family]
+    rows = evaluate(family_named(family).env_id, [rule, path], 3, env_kwargs=kwargs)
+    plain, trained = (sum(row[key] for row in rows[k : k + 3]) for k in (0, 3))
+    if family == "expert_placement":
+        assert trained < ratio * plain
+    else:
+        assert trained > ratio * plain, (plain, trained)
+
+
+@pytest.mark.parametrize(("family", "name"), LEARNED)
+def test_each_serves_a_system_of_another_size(family, name):
+    kwargs = {
+        "llm_routing": {"episode_requests": 50, "rate": 4.0, "num_experts": 3},
+        "expert_placement": {
+            "scenario": "paper_testbed",
+            "model": "toy",
+            "epochs": 1,
+            "cluster_kwargs": {"gpus": [1, 2, 1, 1]},
+        },
+        "prefix_routing": {"episode_requests": 50, "num_replicas": 3},
+    }.get(family)
+    if kwargs is None or name == "direct_search":
+        pytest.skip("is of one size")
+    (row,) = evaluate(family_named(family).env_id, [shipped(family)[name]], 1, env_kwargs=kwargs)
+    if family == "llm_routing":
+        assert row["avg_qos"] > 0.4
+    elif family == "expert_placement":
+        assert row["mean_latency_s"] > 0 and row["migrations"] == 1
+
+
+def test_the_agents_name_means_its_file_for_the_cluster():
+    of_agent = shipped("expert_placement")
+    kwargs = {"scenario": "paper_testbed", "split": "eval"}
+    described = PlacementSystem.from_problem(make_problem(kwargs))
+    there = of_agent["ppo_placement_paper_testbed"]
+    assert shipped_for("expert_placement", "ppo_placement", described) == there
+    assert load_policy(there, described).path == there
+    other = PlacementSystem.from_problem(make_problem(kwargs | {"model": "toy"}))
+    for system in (other, None):
+        found = shipped_for("expert_placement", "ppo_placement", system)
+        assert found == of_agent["ppo_placement"]
+    assert shipped_for("expert_placement", "unknown", described) is None

@@ -10,10 +10,6 @@ from typer.testing import CliRunner
 pytest.importorskip("torch")
 pytest.importorskip("matplotlib")
 
-from servegym.agents.lib.evaluation import evaluate_router  # noqa: E402
-from servegym.agents.sac_han import EVAL_EPISODES, EVAL_REQUESTS  # noqa: E402
-from servegym.baselines.llm_routing.greedy_qos import GreedyQos  # noqa: E402
-from servegym.baselines.llm_routing.system import RoutingSystem  # noqa: E402
 from servegym.experiments import train_and_compare as run  # noqa: E402
 from servegym.experiments.cli import app  # noqa: E402
 
@@ -56,14 +52,6 @@ def test_a_training_that_fails_says_so(tmp_path, monkeypatch):
     ]
     with pytest.raises(RuntimeError, match="it broke"):
         run.measure(command, display, tmp_path / "training", [tmp_path], 1, True)
-
-
-def test_lines_are_on_the_episodes_of_the_training_evaluation():
-    greedy = GreedyQos(RoutingSystem.from_kwargs())
-    wanted = evaluate_router(greedy.act, run.ENV_ID, {}, run.RATES, EVAL_EPISODES, EVAL_REQUESTS)
-    (row,) = run.validate("greedy_qos")
-    for key in run.KEYS:
-        assert row[key] == pytest.approx(wanted[f"eval/{key}"], rel=1e-6)
 
 
 def evaluation(step, qos):
@@ -148,13 +136,3 @@ def test_bad_arguments(argv, capsys):
         run.main(argv)
     assert stop.value.code == 2
     assert argv[0] in capsys.readouterr().err
-
-
-def test_bad_checkpoint_is_refused(tmp_path):
-    fake = tmp_path / "fake.safetensors"
-    fake.write_bytes(b"not a checkpoint")
-    result = CliRunner().invoke(
-        app, ["evaluate", "servegym/LLMRouting-v1", "--policy", str(fake), "--episodes", "1"]
-    )
-    assert result.exit_code == 2
-    assert "fake.safetensors" in result.stderr and "Traceback" not in result.output

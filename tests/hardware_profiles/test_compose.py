@@ -163,13 +163,6 @@ def test_memory_of_a_group():
     assert activation_reserve_bytes(model_shape("llama-3.1-8b"), 1) == 1_237_000_000
 
 
-def test_eight_bits():
-    wide, narrow = compose("h100", "llama-3.1-8b"), compose("h100", "llama-3.1-8b", dtype="fp8")
-    assert 0.6 < narrow.decode_s(1, 256) / wide.decode_s(1, 256) < 0.8
-    assert narrow.decode_attention_s(8, 4096) == wide.decode_attention_s(8, 4096)
-    assert narrow.kv_capacity_tokens > wide.kv_capacity_tokens
-
-
 def test_a_config_in_eight_bits_is_not_composed_in_sixteen(tmp_path):
     config = read_json(data_path("models") / "llama-3.1-8b.json")
     path = tmp_path / "eight.json"
@@ -198,14 +191,6 @@ def test_a_config_in_eight_bits_is_not_composed_in_sixteen(tmp_path):
 def test_bad_input(card, model, kwargs, message):
     with pytest.raises(ValueError, match=message):
         compose(card, model, **kwargs)
-
-
-def test_a_shape_beyond_the_tables(tmp_path):
-    config = read_json(data_path("models") / "llama-3.1-8b.json") | {"vocab_size": 300_000}
-    path = tmp_path / "huge.json"
-    path.write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=r"out 300000, inner 4096; out was timed .* 4 times"):
-        compose("h100", path)
 
 
 def test_command(tmp_path):

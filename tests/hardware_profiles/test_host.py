@@ -95,8 +95,3 @@ def test_bad_fields_are_named(change, words):
         Profile.from_dict(data, "mine.json")
     for word in ["mine.json", *words]:
         assert word in str(caught.value)
-
-
-def test_a_linear_law_has_no_overlap():
-    with pytest.raises(ValueError, match=r"host\.overlap.*linear"):
-        load("paper-linear-01").with_host({**HOST, "overlap": True})

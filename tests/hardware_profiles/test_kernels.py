@@ -89,16 +89,6 @@ def test_products_follow_scipy_between_the_points():
         assert kernels.gemm_s(*shape) == pytest.approx(expected, rel=1e-9)
 
 
-def test_extrapolation_is_recorded():
-    kernels = load_kernels("h100")
-    kernels.gemm_s(8, 65536, 4096)
-    assert kernels.extrapolated == {}
-    kernels.gemm_s(8, 128256, 4096)
-    kernels.gemm_s(8, 100000, 4096)
-    ((what, factor),) = kernels.extrapolated.items()
-    assert (what, factor) == ("bf16 matrix product on h100: out", 128256 / 65536)
-
-
 def test_head_sizes_between_and_beyond_the_timed_ones():
     kernels = load_kernels("h100")
     at = (8, 2048, 32, 8)
@@ -121,13 +111,6 @@ def test_unknown_names():
         kernels.moe_table(MoeShape(2880, 2880, 4, 32), "mxfp4")
     with pytest.raises(ValueError, match="at most 4 times"):
         kernels.moe_table(MoeShape(512, 64, 1, 4), "bf16")
-
-
-def test_an_all_reduce_takes_no_time_on_one_card():
-    kernels = load_kernels("h100")
-    assert kernels.all_reduce_s(1e6, 1) == 0.0
-    last = kernels.data["all_reduce"]["2"]["bytes"][-1]
-    assert kernels.all_reduce_s(3 * last, 2) == pytest.approx(3 * kernels.all_reduce_s(last, 2))
 
 
 def test_elementwise_ops_grow_with_the_values():

@@ -1,7 +1,6 @@
 """Shipped profiles and fleets: schema, facts, laws, interpolation, bad files."""
 
 import copy
-import json
 import pickle
 import subprocess
 import sys
@@ -11,7 +10,6 @@ import numpy as np
 import pytest
 
 from servegym.hardware_profiles import (
-    Estimator,
     Profile,
     list_fleets,
     list_profiles,
@@ -49,13 +47,6 @@ def raw():
 @pytest.fixture
 def raw_linear():
     return load("paper-linear-01").to_dict()
-
-
-def test_expected_names_ship():
-    expected = {f"{card}-llama-3.1-8b" for card in (*CARDS, "h100", "rtxpro6000")}
-    expected |= {f"paper-linear-{i:02d}" for i in range(1, 13)}
-    assert set(list_profiles()) == expected
-    assert list_fleets() == ["edge-6-heterogeneous", "edge-6-homogeneous", "paper-linear"]
 
 
 @pytest.mark.parametrize("name", list_profiles())
@@ -115,14 +106,6 @@ def test_round_trip(name, tmp_path):
     assert thawed.decode_s(3, 700) == profile.decode_s(3, 700)
 
 
-@pytest.mark.parametrize("name", list_profiles())
-def test_tables_are_float64_and_read_only(name):
-    for array in load(name).tables():
-        assert array.dtype == np.float64
-        assert not array.flags.writeable
-        assert np.isfinite(array).all()
-
-
 @pytest.mark.parametrize("name", TABULATED)
 def test_interpolation_equals_numpy(name):
     profile, rng = load(name), np.random.default_rng(3)
@@ -141,19 +124,6 @@ def test_interpolation_equals_numpy(name):
         assert profile.decode_attention_s(b, x) == pytest.approx(decode, rel=1e-12)
         assert profile.head_s(b) == pytest.approx(head, rel=1e-12)
         assert min(dense, attention, decode, head) > 0
-
-
-@pytest.mark.parametrize("name", TABULATED)
-def test_steps_are_sums_of_their_parts(name):
-    p = load(name)
-    assert p.prefill_s(130) == p.step_s([(130, 0)])
-    assert p.decode_s(4, 1000) == p.step_s(sequences=4, context_tokens=1000)
-    mixed = p.step_s([(100, 0), (40, 512)], 3, 900)
-    parts = p.dense_s(143) + p.chunk_attention_s(100, 0) + p.chunk_attention_s(40, 512)
-    parts += p.decode_attention_s(3, 300) + p.head_s(5)
-    assert mixed == pytest.approx(parts, rel=1e-14)
-    with pytest.raises(ValueError, match="at least one chunk"):
-        p.step_s()
 
 
 def test_linear_law_identity(raw_linear):
@@ -200,13 +170,6 @@ def test_paper_linear_is_equations_13_and_14(index):
     assert p.kv_capacity_tokens == load(RTX).kv_capacity_tokens
 
 
-def test_paper_linear_experts_differ():
-    profiles = load_fleet("paper-linear").profiles
-    k2 = [p.estimator.k2 for p in profiles]
-    assert len({(p.estimator.k1, p.estimator.k2) for p in profiles}) == 12
-    assert 0.01 < np.ptp(k2) / np.mean(k2) < 0.1
-
-
 def test_rtx4090_facts():
     p = load(RTX)
     assert p.kind == "fitted"
@@ -229,27 +192,6 @@ def test_estimator_follows_the_law(name):
     for b, x in ((1, 100), (4, 400), (8, 1400)):
         assert p.estimator.decode_s(b, b * x) == pytest.approx(p.decode_s(b, b * x), rel=worst)
     assert p.estimator.prefill_s(1000) == pytest.approx(p.prefill_s(1000), rel=0.12)
-
-
-@pytest.mark.parametrize("name", list_profiles())
-def test_headline_error(name):
-    p = load(name)
-    if name.startswith("paper-linear") or name.startswith("a10-"):
-        assert p.headline_error() is None
-        return
-    label, spread = p.headline_error()
-    assert spread == p.fit_error[label]
-    assert 0 < spread["median"] <= spread["p90"] <= spread["max"]
-    if p.kind == "fitted":
-        assert "iteration" in label and not label.startswith("mixed")
-        assert spread["p90"] < 0.12
-
-
-def test_estimator_is_the_papers_form():
-    e = Estimator(0.01, 7e-5, 2.5e-5, 1e-4)
-    assert (e.k1, e.k2) == (7e-5, 2.5e-5)
-    assert e.prefill_s(100) == pytest.approx(0.017)
-    assert e.decode_s(2, 400) == pytest.approx(0.0202)
 
 
 def test_fleets_have_twelve_experts_of_the_named_models():
@@ -276,11 +218,6 @@ def test_heterogeneous_fleet_spans_the_stated_token_times():
     np.testing.assert_allclose(times, [11.8, 17, 17, 21, 24, 28], rtol=0.02)
 
 
-def test_homogeneous_fleet_is_one_law():
-    fleet = load_fleet("edge-6-homogeneous")
-    assert {p.name for p in fleet.profiles} == {RTX}
-
-
 def test_served_model_sets_the_kv_memory():
     fleet = load_fleet("edge-6-homogeneous")
     by_model = dict(zip(fleet.models, fleet.profiles, strict=True))
@@ -293,15 +230,6 @@ def test_served_model_sets_the_kv_memory():
     for profile in fleet.profiles:
         assert profile.kv_capacity_tokens % 16 == 0
         assert profile.decode_s(2, 500) == load(RTX).decode_s(2, 500)
-
-
-def test_catalog_has_the_models():
-    workloads = pytest.importorskip("servegym.envs.workloads")
-    if not hasattr(workloads, "load_catalog"):
-        pytest.skip("no catalog loader in this build")
-    catalog = workloads.load_catalog("alpaca_eval_7b")
-    for name in list_fleets():
-        assert set(load_fleet(name).models) <= set(catalog.models)
 
 
 def test_check_domain_warns_once():
@@ -337,11 +265,6 @@ def test_unknown_profile_names_the_nearest(given, nearest):
         load(given)
 
 
-def test_unknown_fleet_names_the_nearest():
-    with pytest.raises(ValueError, match="did you mean 'edge-6-heterogeneous'"):
-        load_fleet("edge6-heterogenous")
-
-
 def _set(data, path, value):
     for key in path[:-1]:
         data = data[key]
@@ -357,20 +280,15 @@ def _set(data, path, value):
         (("device",), _set, "field 'device': missing"),
         (("device", "memory_bytes"), _set, "field 'device.memory_bytes': missing"),
         (("device", "memory_bytes"), "24 GB", "'device.memory_bytes': got '24 GB'; must be a nu"),
-        (("device", "memory_bytes"), True, "must be a number"),
-        (("device", "memory_bytes"), 24.0, "must be >= 1e"),
         (("device", "memory_bytes"), 12e9, "no KV block fits"),
         (("device", "usable_memory_fraction"), 90, "'device.usable_memory_fraction': got 90"),
-        (("kind",), "guessed", "must be one of measured, fitted, derived"),
         (("format",), "other/1", "field 'format'"),
         (("nmae",), "x", "unknown field; did you mean 'name'"),
         (("law", "kind"), "quadratic", "must be one of linear, tabulated"),
         (("law", "dense_ss"), [1], "'law.dense_ss': unknown field; did you mean 'dense_s'"),
         (("law", "dense_s", 2), -0.01, r"'law.dense_s\[2\]': got -0.01; must be >= 0"),
-        (("law", "dense_s", 2), float("nan"), r"'law.dense_s\[2\]': got nan; must be finite"),
         (("law", "dense_s", 2), 15600.0, "are the times in milliseconds"),
         (("law", "dense_s", 2), 0, "no iteration takes no time"),
-        (("law", "dense_s", 2), "fast", r"'law.dense_s\[2\]': got 'fast'"),
         (("law", "dense_s"), [0.1, 0.2], "has 2 entries; must have"),
         (("law", "dense_s", -1), 0.001, "falls at the end of dense_tokens"),
         (("law", "mixed_decode_attention_s"), [[0.1, 0.2]], "has 1 entries; must have 9"),
@@ -383,11 +301,8 @@ def _set(data, path, value):
         (("estimator", "base_s"), 16.9, "is it in milliseconds"),
         (("estimator", "base_s"), _set, "field 'estimator.base_s': missing"),
         (("model", "kv_bytes_per_token"), 1000, "must be 2 x layers x kv_heads"),
-        (("model", "layers"), 0, "field 'model.layers': got 0; must be >= 1"),
         (("domain", "max_decode_sequences"), 2.5, "must be an integer"),
         (("fit_error", "dense_random_third", "p90"), 9.0, "must not decrease"),
-        (("fit_error", "dense_random_third", "max"), _set, "dense_random_third.max': missing"),
-        (("provenance", "source"), "", "must be a non-empty string"),
         (("engine",), [], r"field 'engine': got \[\]; must be an object"),
     ],
 )
@@ -396,19 +311,6 @@ def test_bad_field_is_refused_with_file_field_and_reason(raw, tmp_path, path, va
     with pytest.raises(ValueError, match=message) as caught:
         Profile.from_dict(raw, "bad.json")
     assert "bad.json" in str(caught.value)
-
-
-def test_step_error_is_kept(raw):
-    raw["step_error"] = {"prefill": {"bias": -0.02, "sd": 0.05}, "decode": {"bias": 0.0, "sd": 0.0}}
-    profile = Profile.from_dict(raw)
-    assert profile.step_error == raw["step_error"]
-    assert profile.to_dict() == raw
-
-
-def test_provenance_needs_commit_or_date(raw):
-    del raw["provenance"]["commit"], raw["provenance"]["date"]
-    with pytest.raises(ValueError, match="commit or a date"):
-        Profile.from_dict(raw)
 
 
 @pytest.mark.parametrize(
@@ -442,14 +344,6 @@ def test_bad_file_is_refused(tmp_path, text, message):
         load(file)
 
 
-def test_missing_and_binary_files_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="cannot be read"):
-        load(tmp_path / "none.json")
-    (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ValueError, match="not UTF-8"):
-        load(tmp_path / "binary.json")
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -475,21 +369,3 @@ def test_fleet_from_a_path(tmp_path):
     write_json(fleet, tmp_path / "fleet.json")
     loaded = load_fleet(tmp_path / "fleet.json")
     assert (loaded.models, loaded.profiles[0].name) == (("my-model",), RTX)
-
-
-def test_weights_too_large_for_the_card_are_refused():
-    facts = dict(load(RTX).model, weight_bytes=60 * 10**9)
-    with pytest.raises(ValueError, match="no KV block fits"):
-        load("a10-llama-3.1-8b").with_model(facts)
-
-
-def test_written_json_refuses_nan(tmp_path):
-    with pytest.raises(ValueError):
-        write_json({"a": float("nan")}, tmp_path / "x.json")
-    assert not (tmp_path / "x.json").exists()
-    write_json({"a": [], "b": [[1, 2], [3, 4]], "c": {}}, tmp_path / "y.json")
-    assert json.loads((tmp_path / "y.json").read_text()) == {
-        "a": [],
-        "b": [[1, 2], [3, 4]],
-        "c": {},
-    }

@@ -7,12 +7,11 @@ import warnings
 import numpy as np
 import pytest
 
-from servegym.hardware_profiles import MoeLayer, list_moe_layers, list_profiles, load_moe
+from servegym.hardware_profiles import MoeLayer, load_moe
 from servegym.hardware_profiles.build.fit_moe import (
     L2_BYTES,
     MODELS,
     PROFILED_KERNELS,
-    fit_layer,
 )
 from servegym.hardware_profiles.law import WARNED_PROFILES
 from servegym.hardware_profiles.load import data_path
@@ -25,11 +24,6 @@ NAMES = [f"{card}-{model}" for card in L2_BYTES for model in MODELS]
 @pytest.fixture
 def raw():
     return load_moe(NAME).to_dict()
-
-
-def test_expected_names_ship_apart_from_the_whole_models():
-    assert list_moe_layers() == sorted(NAMES)
-    assert not any(name.startswith("moe-") for name in list_profiles())
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -112,26 +106,16 @@ _GONE = object()
     ("path", "value", "message"),
     [
         (("format",), "servegym-hardware-profile/1", "field 'format'"),
-        (("kind",), "guessed", "must be one of measured, fitted, derived"),
-        (("surprise",), 1, "unknown field"),
         (("model", "expert_bytes"), 1000, "must be 3 x hidden_size"),
         (("model", "top_k"), 200, "must be <= 128 experts"),
-        (("model", "shared_experts"), -1, "must be >= 0"),
         (("model", "experts"), _GONE, "'model.experts': missing"),
         (("law", "layer_s", 2), float("nan"), r"'law.layer_s\[2\]': got nan"),
         (("law", "layer_s", 2), 850.0, "are the times in milliseconds or microseconds"),
-        (("law", "layer_s", 2), 0.0, "no call takes no time"),
         (("law", "layer_s", -1), 1e-5, "falls at the end of layer_tokens"),
         (("law", "expert_s"), [1e-3], "has 1 entries; must have"),
         (("law", "expert_s", 0), 1e-8, "reading an expert takes at least"),
-        (("law", "expert_tokens", 0), 2, "must start at <= 1"),
         (("law", "layer_tokens", 3), 2, "must exceed"),
-        (("law", "expert_read_s"), 0.0, "must be > 0"),
-        (("law", "base_s"), 39.0, "milliseconds or microseconds"),
-        (("domain", "max_layer_tokens"), 0, "must be >= 1"),
         (("fit_error", "layer_random_third", "max"), _GONE, "layer_random_third.max': missing"),
-        (("provenance", "licence"), "", "must be a non-empty string"),
-        (("device", "memory_bytes"), "24 GB", "must be a number"),
     ],
 )
 def test_bad_field_is_refused(raw, path, value, message):
@@ -146,18 +130,3 @@ def test_bad_field_is_refused(raw, path, value, message):
     with pytest.raises(ValueError, match=message) as caught:
         MoeLayer.from_dict(bad, "bad.json")
     assert "bad.json" in str(caught.value)
-
-
-def test_provenance_needs_commit_or_date(raw):
-    del raw["provenance"]["commit"], raw["provenance"]["date"]
-    with pytest.raises(ValueError, match="commit or a date"):
-        MoeLayer.from_dict(raw)
-
-
-def test_unknown_names_give_the_nearest(tmp_path):
-    with pytest.raises(ValueError, match="did you mean 'h100-mixtral-8x7b'"):
-        load_moe("h100-mixtral-8x7")
-    with pytest.raises(ValueError, match="did you mean 'mixtral-8x7b'"):
-        fit_layer("h100", "mixtral", tmp_path)
-    with pytest.raises(ValueError, match="did you mean 'h100'"):
-        fit_layer("h200", "mixtral-8x7b", tmp_path)

@@ -8,7 +8,6 @@ pytest.importorskip("torch_geometric", reason="PyTorch Geometric is not installe
 
 import torch
 from torch_geometric.loader import DataLoader
-from torch_geometric.nn import GATConv, HeteroConv
 
 from servegym.envs.llm_routing.graph import EDGE_TYPES, NODE_TYPES, to_hetero_data
 
@@ -43,16 +42,3 @@ def test_a_loader_batches_the_graphs():
     for (_, data), again in zip(seen, batch.to_data_list(), strict=True):
         for kind in NODE_TYPES:
             np.testing.assert_array_equal(data[kind].x.numpy(), again[kind].x.numpy())
-
-
-def test_heterogeneous_convolutions_give_a_batch_what_they_give_its_graphs():
-    seen = [data for _, data in graphs()]
-    torch.manual_seed(0)
-    layer = HeteroConv(
-        {edge: GATConv((-1, -1), 8, add_self_loops=False) for edge in EDGE_TYPES}, aggr="sum"
-    )
-    (batch,) = DataLoader(seen, batch_size=len(seen))
-    together = layer(batch.x_dict, batch.edge_index_dict)["expert"]
-    alone = torch.cat([layer(data.x_dict, data.edge_index_dict)["expert"] for data in seen])
-    assert together.shape == (3 * len(seen), 8)
-    torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-5)

@@ -18,7 +18,8 @@ from servegym.experiments.cluster import rllib as ray_rllib
 from servegym.experiments.evaluation.evaluate import evaluate
 from servegym.experiments.evaluation.play import make_envs
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+torch.set_num_threads(1)
+pytestmark = [pytest.mark.usefixtures("two_workers"), pytest.mark.slow, pytest.mark.timeout(600)]
 SMALL = [
     "--iterations",
     "2",
@@ -33,22 +34,6 @@ SMALL = [
     "--ray",
     "auto",
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def two_workers():
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_worker_niceness", "0")
-    torch.set_num_threads(1)
-    ray.init(
-        address="local",
-        num_cpus=2,
-        object_store_memory=100 * 2**20,
-        include_dashboard=False,
-        log_to_driver=False,
-    )
-    yield
-    ray.shutdown()
 
 
 def table(path):

@@ -18,13 +18,12 @@ pytest.importorskip("yaml")
 pytest.importorskip("matplotlib")
 pytest.importorskip("ray.tune", reason="Tune is not installed: pip install 'serve-gym[ray]'")
 
-import ray
 
 from servegym.experiments.cluster import sweep as ray_sweep
 from servegym.experiments.sweeps import run as local
 from servegym.experiments.sweeps.spec import read_sweep
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.usefixtures("two_workers"), pytest.mark.slow, pytest.mark.timeout(600)]
 
 BAYES = """
 program: agents/ppo.py
@@ -70,21 +69,6 @@ with open(run / "metrics.jsonl", "w") as log:
         time.sleep(float(a.get("pause", 0)))
     print(json.dumps({"eval/score": loss + 7}), file=log)
 """
-
-
-@pytest.fixture(scope="module", autouse=True)
-def two_workers():
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_worker_niceness", "0")
-    ray.init(
-        address="local",
-        num_cpus=2,
-        object_store_memory=100 * 2**20,
-        include_dashboard=False,
-        log_to_driver=False,
-    )
-    yield
-    ray.shutdown()
 
 
 @pytest.fixture
@@ -151,35 +135,6 @@ def test_a_grid_outlives_a_killed_worker_and_goes_on_to_more_runs(tmp_path, agen
     ray_sweep.run_sweep(sweep, 100, None, tmp_path / "out")  # complete: nothing is run again
     assert table(out) == rows
     assert capsys.readouterr().out.count("trial_0005: eval/score") == 1
-
-
-def test_hyperband_stops_poor_runs_before_their_end(tmp_path, agent):
-    text = BAYES.replace(
-        "method: bayes", "early_terminate: {type: hyperband, min_iter: 1}\nmethod: random"
-    ).replace("{value: mlp}", "{value: mlp}\n  pause: {value: 0.4}")
-    rows = table(ray_sweep.run_sweep(written(tmp_path, text), 8, 2, tmp_path / "out", seed=3))
-    stopped = [row for row in rows if row["state"] == "pruned"]
-    assert len(rows) == 8 and stopped and all(int(row["evaluations"]) < 5 for row in stopped)
-    assert rows[0]["state"] == "complete"
-
-
-def test_runs_that_all_fail_end_the_sweep(tmp_path, agent):
-    text = BAYES.replace("{value: mlp}", "{value: mlp}\n  fail: {value: 1}")
-    with pytest.raises(RuntimeError, match="every run failed"):
-        ray_sweep.run_sweep(written(tmp_path, text), 50, 1, tmp_path / "out")
-    rows = table(tmp_path / "out")
-    assert 2 <= len(rows) <= 6 and {row["state"] for row in rows} == {"fail"}
-    assert len((tmp_path / "begun").read_text().splitlines()) <= 6
-
-
-def test_runners_do_not_share_a_folder(tmp_path, agent):
-    sweep = written(tmp_path, BAYES)
-    local.run_sweep(sweep, 1, 1, tmp_path / "here")
-    with pytest.raises(ValueError, match="begun without Ray"):
-        ray_sweep.run_sweep(sweep, 2, 1, tmp_path / "here")
-    ray_sweep.run_sweep(sweep, 1, 1, tmp_path / "there")
-    with pytest.raises(ValueError, match="holds another sweep"):
-        local.run_sweep(sweep, 2, 1, tmp_path / "there")
 
 
 def test_a_killed_sweep_goes_on_where_it_was(tmp_path, agent):

@@ -1,7 +1,5 @@
 """Trainings whose jobs run on Ray: logs and weights equal to those without, bit for bit."""
 
-import os
-
 import pytest
 
 pytest.importorskip("ray.exceptions", reason="Ray is not installed: pip install 'serve-gym[ray]'")
@@ -15,23 +13,7 @@ from servegym.agents.lib.parallel import RayPool, open_pool, run_jobs  # noqa: E
 
 from ..agents.runs import lines  # noqa: E402
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def two_workers():
-    """The cluster of the module, which ``auto`` means in this process."""
-    ray = pytest.importorskip("ray")
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    ray.init(
-        address="local",
-        num_cpus=2,
-        object_store_memory=100 * 2**20,
-        include_dashboard=False,
-        log_to_driver=False,
-    )
-    yield
-    ray.shutdown()
+pytestmark = [pytest.mark.usefixtures("two_workers"), pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 def weights(run):

@@ -19,7 +19,7 @@ import servegym  # noqa: F401  registers the ids
 from servegym.envs.expert_placement import parallel_env as placement
 from servegym.envs.llm_routing import parallel_env as routing
 
-from .settings import PLACEMENT, ROUTING, SERVERLESS
+from .settings import PLACEMENT, ROUTING
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -78,15 +78,6 @@ def test_ppo_learns_from_a_registered_id():
         # At most one for a request served on time, at least -1 for one dropped.
         assert -30.0 <= result["episode_return_min"] <= result["episode_return_max"] <= 30.0
     assert results[-1]["num_env_steps_sampled_lifetime"] == 240
-
-
-def test_ppo_takes_several_discrete_parts():
-    tune.register_env(
-        "servegym-serverless", lambda config: gym.make("servegym/ServerlessMoEFlat-v0", **config)
-    )
-    (result,) = train(ppo("servegym-serverless", SERVERLESS, 48), 1)
-    assert result["episode_len_mean"] == SERVERLESS["episode_requests"]
-    assert result["episode_return_max"] < 0.0  # a cost
 
 
 def test_ppo_on_the_servers_of_the_placement_environment():

@@ -79,18 +79,6 @@ def test_its_trainer_trains_dqn():
     assert torch.isfinite(after).all() and not torch.equal(before, after)
 
 
-def test_a_collected_episode_is_paid_what_gymnasium_pays():
-    one = make(FLAT)
-    algorithm = dqn(one.observation_space, one.action_space)
-    buffer = VectorReplayBuffer(100, 1)
-    collector = Collector(algorithm, DummyVectorEnv([lambda: make(FLAT)]), buffer)
-    stats = collector.collect(n_episode=1, reset_before_collect=True, gym_reset_kwargs={"seed": 5})
-    one.reset(seed=5)
-    paid = [one.step(int(action))[1] for action in buffer.act[: len(buffer)]]
-    np.testing.assert_allclose(buffer.rew[: len(buffer)], paid, atol=1e-6)
-    assert len(paid) == 30 and stats.returns[0] == pytest.approx(sum(paid), abs=1e-4)
-
-
 def test_dqn_obeys_the_masks():
     def crowded():
         return gym.make(FLAT, **CROWDED)

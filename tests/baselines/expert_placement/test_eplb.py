@@ -31,20 +31,6 @@ def test_a_copy_goes_to_the_free_slot():
     assert balancedness(loads, z) == 1.0
 
 
-def test_quotas_are_even_and_cover():
-    rng = np.random.default_rng(0)
-    for _ in range(200):
-        layers, experts, gpus = rng.integers(1, 9), rng.integers(1, 9), rng.integers(1, 6)
-        size = layers * experts
-        slots = rng.integers(0, 2 * size, gpus)
-        if np.minimum(slots, size).sum() < size:
-            continue
-        quota = layer_quotas(slots, layers, experts)
-        assert (quota.sum(axis=0) == np.minimum(slots, size)).all()
-        assert (quota <= experts).all() and (quota.sum(axis=1) >= experts).all()
-        assert np.ptp(quota.sum(axis=1)) <= 1
-
-
 @pytest.mark.parametrize("algorithm", [eplb, eplb_global])
 def test_placements_on_servers_of_different_memory(algorithm):
     rng = np.random.default_rng(1)

@@ -85,23 +85,6 @@ def test_caches_are_a_way_of_serving_not_a_placement():
         assert np.isfinite(row["return"]), "the reward is the same"
         assert (row["messages"] > 0) == (row["policy"] == "moe_infinity_lb")
     assert len({row["expert_loads"] for row in rows}) > 4, "the caches differ"
-    for bad in ({"cache": "mru"}, {"router": "nearest"}):
-        with pytest.raises(ValueError, match="lru|least_load_per_gpu"):
-            make_policy("moe_infinity", system, family="expert_placement", **bad)
-
-
-def test_caches_by_name_ask_for_their_rule_and_router():
-    """What a class asks for; without a router of its own the environment's counts."""
-    system = PlacementSystem.from_problem(make_env().problem)
-
-    def asked(name, **options):
-        env_kwargs = make_policy(name, system, family="expert_placement", **options).env_kwargs
-        return env_kwargs["cache"], env_kwargs.get("router")
-
-    assert asked("moe_infinity") == ("activation_aware", None)
-    assert asked("moe_infinity_lb") == ("activation_aware", "fewest_requests")
-    assert asked("lfu_caches") == ("lfu", "least_load_per_gpu")
-    assert asked("lru_caches", router="affinity") == ("lru", "affinity")
 
 
 def test_forwarding_asks_for_its_execution():
@@ -155,6 +138,23 @@ def test_informed_policies_beat_blind_ones():
     for name in ("proxy_optimum", "latency_dp"):
         assert mean[name] > 0.95 * mean["uniform"]
         assert mean[name] > mean["random"]
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "words"),
+    [
+        ("moe_infinity", {"cache": "mru"}, "lru"),
+        ("moe_infinity", {"router": "nearest"}, "least_load_per_gpu"),
+        ("local_search", {"max_moved_share": 2.0}, "max_moved_share"),
+        ("annealing", {"steps": -1}, "steps"),
+        ("annealing", {"rows": 0}, "rows"),
+        ("latency_local_search", {"requests": 0}, "requests"),
+        *(("best_start", {key: -1}, key) for key in ("tries", "steps", "swaps", "seed")),
+    ],
+)
+def test_bad_parameters_are_refused_by_name(name, kwargs, words):
+    with pytest.raises(ValueError, match=words):
+        make(name, make_env(), **kwargs)
 
 
 def test_the_system_tells_tasks_from_counts():

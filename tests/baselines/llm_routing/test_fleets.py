@@ -76,18 +76,6 @@ def test_a_row_is_played_as_its_system_alone():
             observation, *_, info = env.step(int(action))
 
 
-def test_one_setting_is_played_by_one_policy():
-    drawn = make(1)
-    _, info = drawn.reset(seed=5)
-    setting = json.loads(info["fleet"][0])
-    both = make(2, fleet=setting)
-    _, together = episodes(make_policy("token_jsq", describe_system(both.problem)), both, 0, 40)
-    for row in range(2):
-        one = make(1, fleet=setting)
-        _, alone = episodes(make_policy("token_jsq", describe_system(one.problem)), one, row, 40)
-        assert np.array_equal(together[:, row], alone[:, 0])
-
-
 def test_what_only_a_system_has_is_refused_before_a_fleet_is_seen():
     system = describe_system(make(1).problem)
     assert (system.num_experts, system.running_capacity) == (16, 64)

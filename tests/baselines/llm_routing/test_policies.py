@@ -12,17 +12,12 @@ from servegym.baselines.llm_routing import RoutingSystem
 from servegym.baselines.llm_routing.features import impact_features
 from servegym.baselines.llm_routing.latency import LatencyModel
 from servegym.baselines.registry import list_policies, make_policy
-from servegym.envs.llm_routing.core import OUTCOMES, RoutingBatch
+from servegym.envs.llm_routing.core import OUTCOMES
 from servegym.envs.llm_routing.outcomes import OutcomeReader
 
 ID = "servegym/LLMRouting-v1"
 # What `linucb` sees too early comes as feedback.
 HONEST = [i.name for i in list_policies() if i.alias_of is None and i.name != "rollout"]
-CHOOSING = [
-    name
-    for name in HONEST
-    if name not in ("drop_all", "greedy_qos", "priced_greedy", "expected_qos")
-]
 
 
 def make_envs(num_envs=8, **kwargs):
@@ -54,23 +49,6 @@ def episodes(envs, policy, seed=50, watch=None):
         policy.feedback(reward)
     assert done.all()
     return info["episode_kpis"]
-
-
-@pytest.fixture(scope="module")
-def qos():
-    """Average QoS by (policy, rate), each run once on the same episodes."""
-    known = {}
-    envs = {}
-
-    def run(name, rate):
-        if rate not in envs:
-            envs[rate] = make_envs(rate=rate, reward="paid_forward")
-        if (name, rate) not in known:
-            policy = make_policy(name, RoutingSystem.from_env(envs[rate]))
-            known[name, rate] = episodes(envs[rate], policy)["avg_qos"].mean()
-        return known[name, rate]
-
-    return run
 
 
 def test_the_system_is_that_of_the_environment_and_of_the_train_split_only():
@@ -122,27 +100,6 @@ def test_estimate_agrees_with_the_engine(scheduler):
         assert np.quantile(np.abs(error), 0.9) < 0.15
 
 
-@pytest.mark.parametrize("name", HONEST)
-def test_masks_are_respected_under_overload(name):
-    envs = make_envs(4, rate=30.0, reward="paid_forward", episode_requests=150, waiting_capacity=2)
-    seen = {"full": 0, "all_full": 0}
-
-    def watch(observation, mask, action):
-        assert mask[np.arange(4), action].all()
-        legal = mask[:, 1:].any(axis=1)
-        seen["full"] += (mask == 0).sum()
-        seen["all_full"] += (~legal).sum()
-        assert (action[~legal] == 0).all()
-        if name in CHOOSING:
-            assert (action[legal] > 0).all(), "work conservation: dropped while a place was free"
-
-    kpis = episodes(envs, make_policy(name, RoutingSystem.from_env(envs)), watch=watch)
-    assert (kpis["reject_rate"] == 0).all()
-    assert np.isfinite(kpis["avg_qos"]).all()
-    if name in CHOOSING:
-        assert seen["full"] > 0 and seen["all_full"] > 0
-
-
 def queues_beside_a_free_slot(name):
     """How often a policy lets a request queue while another expert has a free slot."""
     envs = make_envs(4, rate=8.0, episode_requests=300)
@@ -167,50 +124,23 @@ def test_least_outstanding_conserves_work():
     assert queues_beside_a_free_slot("always_busiest") > 20
 
 
-def test_least_outstanding_beats_round_robin_under_heavy_tailed_lengths():
-    envs = make_envs(8, profiles="edge-6-homogeneous", rate=4.0)
-    base = envs.unwrapped
-    rng = np.random.default_rng(0)
-    table = np.array(base.problem.table)
-    # Pareto lengths of index 1.1, the same at every expert: most short, a few at the limit.
-    length = np.clip(8.0 * (1.0 + rng.pareto(1.1, size=(len(table), 1))), 1, 300).astype(int)
-    table[:, :, 2] = length
-    table[:, :, 1] = 0.7
-    base.problem = dataclasses.replace(base.problem, table=table, rate=(46.0, 46.0))
-    base.batch = RoutingBatch(base.problem, 8)
-    system = RoutingSystem.from_problem(base.problem)
-    kpis = {
-        name: episodes(envs, make_policy(name, system))
-        for name in ("least_outstanding", "round_robin")
-    }
-    wait = {name: k["mean_waiting_s"].mean() for name, k in kpis.items()}
-    assert wait["least_outstanding"] < 0.6 * wait["round_robin"]
-    better = kpis["least_outstanding"]["avg_qos"] - kpis["round_robin"]["avg_qos"]
-    assert better.mean() > 0.02
-
-
-def test_controls_lose(qos):
-    assert qos("always_busiest", 5.0) < min(qos("random", 5.0), qos("round_robin", 5.0)) - 0.03
-    assert qos("drop_all", 5.0) == 0.0
-
-
-def test_heuristics_beat_random_by_a_margin(qos):
-    for rate, names, margin in (
-        (5.0, ("least_outstanding", "greedy_qos", "least_latency", "power_of_two"), 0.08),
-        (5.0, ("linucb_delayed", "thompson", "route_balance"), 0.08),
-        (8.0, ("least_outstanding", "greedy_qos"), 0.08),
-        (10.0, ("greedy_qos", "priced_greedy"), 0.12),
-    ):
+def test_the_order_of_the_heuristics():
+    qos = {}
+    for rate in (5.0, 8.0):
+        envs = make_envs(rate=rate, reward="paid_forward")
+        system = RoutingSystem.from_env(envs)
+        names = HONEST if rate == 8.0 else ("random", "least_latency", "linucb_delayed", "thompson")
         for name in names:
-            assert qos(name, rate) > qos("random", rate) + margin, (name, rate)
-
-
-def test_priced_greedy_is_the_yardstick(qos):
-    for rate, margin in ((5.0, 0.0), (8.0, 0.04), (10.0, 0.06)):
-        rivals = [name for name in HONEST if name not in ("priced_greedy", "expected_qos")]
-        best = max(qos(name, rate) for name in rivals)
-        assert qos("priced_greedy", rate) > best + margin, rate
-        assert qos("expected_qos", rate) > qos("priced_greedy", rate), rate
+            qos[name, rate] = episodes(envs, make_policy(name, system))["avg_qos"].mean()
+    for name in ("least_latency", "linucb_delayed", "thompson"):
+        assert qos[name, 5.0] > qos["random", 5.0] + 0.08, name
+    at_8 = {name: value for (name, rate), value in qos.items() if rate == 8.0}
+    for name in ("least_outstanding", "greedy_qos", "route_balance"):
+        assert at_8[name] > at_8["random"] + 0.08, name
+    assert at_8["always_busiest"] < at_8["random"] - 0.03 and at_8["drop_all"] == 0.0
+    best, second, *rest = sorted(at_8.values(), reverse=True)
+    assert (best, second) == (at_8["expected_qos"], at_8["priced_greedy"])
+    assert second > max(rest) + 0.02
 
 
 def test_without_predictions_nothing_is_known_of_scores_and_lengths():
@@ -234,14 +164,6 @@ def test_without_predictions_nothing_is_known_of_scores_and_lengths():
     assert set(np.unique(of_expert[..., 1])) <= {0.0, 0.5}
 
 
-def test_greedy_qos_works_without_predictions():
-    envs = make_envs(4, rate=6.0, score_predictor="zero", length_predictor="zero")
-    system = RoutingSystem.from_env(envs)
-    greedy = episodes(envs, make_policy("greedy_qos", system))["avg_qos"].mean()
-    random = episodes(envs, make_policy("random", system))["avg_qos"].mean()
-    assert greedy > random + 0.05
-
-
 def rewritten(state, rng):
     """The state with other truths of what is unfinished, and another future."""
     state = copy.deepcopy(state)
@@ -257,7 +179,7 @@ def rewritten(state, rng):
     return state
 
 
-def honest_steps(name, seed=3):
+def honest_steps(name, seed=3, steps=100):
     """Fractions of decisions that change when truths and future are rewritten."""
     kwargs = {"rate": 7.0, "episode_requests": 120, "reward": "paid_forward"}
     envs, fake = make_envs(3, **kwargs), make_envs(3, **kwargs)
@@ -274,7 +196,7 @@ def honest_steps(name, seed=3):
     policy.reset(3, 5)
     reader = OutcomeReader(envs)
     changed, compared = 0, 0
-    for step in range(100):
+    for step in range(steps):
         mask = info["action_mask"]
         twin = policy
         if step % 4 == 3:
@@ -310,7 +232,7 @@ def test_policies_read_only_what_they_may(name):
 
 
 def test_the_honesty_check_catches_a_clairvoyant_policy():
-    assert honest_steps("rollout") > 0.3
+    assert honest_steps("rollout", steps=24) > 0.3
 
 
 def test_outcomes_are_told_when_requests_end_and_once():
@@ -347,14 +269,6 @@ def test_outcomes_are_told_when_requests_end_and_once():
             assert np.isnan(mine["score"][~completed]).all()
             assert not mine["output_tokens"][~completed].any()
             assert mine["qos"].sum() / 200 == pytest.approx(info["episode_kpis"]["avg_qos"][row])
-
-
-def test_runs_repeat():
-    envs = make_envs(4, rate=7.0, episode_requests=100, reward="paid_forward")
-    system = RoutingSystem.from_env(envs)
-    for name in ("random", "power_of_two", "linucb", "greedy_qos"):
-        first, second = (episodes(envs, make_policy(name, system)) for _ in range(2))
-        assert np.array_equal(first["avg_qos"], second["avg_qos"])
 
 
 def test_random_does_not_share_the_environments_stream():

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from servegym.baselines.prefix_routing import cells, features
+from servegym.baselines.prefix_routing import features
 from servegym.baselines.prefix_routing.cells import KINDS, begin_alike, draw_cell, problem_of
 from servegym.baselines.prefix_routing.dynamo import Dynamo, DynamoRows
 from servegym.baselines.prefix_routing.policy import view_of
@@ -139,17 +139,3 @@ def test_cells_are_drawn_of_every_kind_and_are_environments():
         first, again, other = (draw_cell(kind, np.random.default_rng(seed)) for seed in (1, 1, 2))
         assert first == again != other
         problem_of(first | {"rate": 1.0, "episode_requests": 5, "warmup_requests": 0})
-
-
-def test_the_knee_is_where_the_best_reference_keeps_the_share(monkeypatch):
-    met = {"calls": 0}
-
-    def reference(cell, rate, seed):
-        met["calls"] += 1
-        return 0.9 * float(np.clip(1.5 - rate / 40.0, 0.0, 1.0))
-
-    monkeypatch.setattr(cells, "best_reference", reference)
-    cell = {"workload": "tenants", "profiles": [{}] * 4}
-    found = cells.at_the_knee(cell, 0.75, 0)
-    assert found["rate"] == pytest.approx(30.0, rel=0.1)
-    assert met["calls"] < 12

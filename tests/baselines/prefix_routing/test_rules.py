@@ -170,13 +170,6 @@ def test_llm_d_equal_queues_score_one_and_ties_are_drawn():
     assert chosen(LlmdScorers(), match_tokens=[160, 160, 0], waiting=[3, 3, 3]) == {0, 1}
 
 
-def test_llm_d_weights_turn_the_choice():
-    """A full match before a queue that is the longest, and the empty queue without a match."""
-    given = {"waiting": [4, 0], "match_tokens": [160, 0], "replicas": 2}
-    assert LlmdScorers(queue=2, kv=0, prefix=3).choose(view(**given)) == 0
-    assert LlmdScorers(queue=4, kv=0, prefix=3).choose(view(**given)) == 1
-
-
 def test_match_share_counts_entries_of_the_index():
     # 100 tokens have one entry of 64, six blocks of 16.
     assert view(prompt_tokens=100, match_tokens=[64, 0, 0]).match_share()[0] == pytest.approx(4 / 6)
@@ -279,18 +272,9 @@ def test_llm_d_predicted_latency(ttft, tpot, fields, kept, scores):
 def test_llm_d_predicted_explores_and_draws_in_proportion():
     v = view(ttft_slo_s=1.0, tpot_slo_s=0.04, rng=np.random.default_rng(0))
     rule = LlmdPredicted(Fixed([0.5, 1.5, 0.9], [0.02] * 3), explore=0.25)
-    share = np.bincount([rule.choose(v) for _ in range(10_000)], minlength=3) / 10_000
+    share = np.bincount([rule.choose(v) for _ in range(3_000)], minlength=3) / 3_000
     expected = 0.25 * np.array([0, 1, 0]) + 0.75 * np.array([0.01, 0, 1.01]) / 1.02
-    np.testing.assert_allclose(share, expected, atol=0.017)
-
-
-def test_llm_d_predicted_without_predictions_averages_three_scores():
-    rule = LlmdPredicted()
-    v = view(waiting=[0, 1, 2], kv=[0.4, 0.1, 0.0], match_tokens=[0, 80, 160])
-    # (.6 + 1 + 0) / 3, (.9 + .5 + .5) / 3 and (1 + 0 + 1) / 3
-    np.testing.assert_allclose(rule.composite(v, np.arange(3)), [0.53, 0.63, 0.67])
-    idle = view()
-    np.testing.assert_allclose(rule.composite(idle, np.arange(3)), [0.67] * 3)
+    np.testing.assert_allclose(share, expected, atol=0.03)
 
 
 def test_llm_d_predicted_learns_what_it_saw_of_the_chosen_replica():
@@ -381,9 +365,9 @@ def test_dynamo_softmax_is_over_the_range_of_the_costs():
     rule = Dynamo(temperature=0.5)
     rng = np.random.default_rng(0)
     v = view(decode_blocks=[100, 150, 200], rng=rng)
-    share = np.bincount([rule.choose(v) for _ in range(10_000)]) / 10_000
+    share = np.bincount([rule.choose(v) for _ in range(3_000)]) / 3_000
     weight = np.exp([0, -1, -2])  # (cost - least) / (100 x .5)
-    np.testing.assert_allclose(share, weight / weight.sum(), atol=0.017)
+    np.testing.assert_allclose(share, weight / weight.sum(), atol=0.03)
     assert chosen(rule) == {0, 1, 2}
 
 
@@ -462,14 +446,6 @@ def test_ray_takes_the_best_match_or_the_smallest_tree():
     assert chosen(rule, match_tokens=[15, 0, 0], **tree) == {2}
     assert chosen(rule, match_tokens=[15, 0, 0], in_flight=[1, 1, 2]) == {0, 1}
     assert chosen(rule, match_tokens=[80, 80, 0], in_flight=[5, 4, 0]) == {1}
-
-
-def test_ray_falls_back_to_two_choices_when_out_of_balance():
-    rule = RayPrefixAware(imbalanced_threshold=10)
-    given = {"match_tokens": [160, 0, 0]}
-    assert chosen(rule, in_flight=[10, 0, 5], **given) == {0}
-    # Above 10: of two at random the less loaded, so never the most loaded.
-    assert chosen(rule, in_flight=[11, 0, 5], **given) == {1, 2}
 
 
 # --------------------------------------------------------------------------- Preble and Mooncake

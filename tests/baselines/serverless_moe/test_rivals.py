@@ -3,13 +3,10 @@
 import numpy as np
 import pytest
 
-from servegym.baselines.registry import make_policy
-from servegym.baselines.serverless_moe.system import ServerlessSystem
 from servegym.envs.serverless_moe import equations as eq
 from servegym.envs.serverless_moe import rivals
 from servegym.envs.serverless_moe.config import DEPLOYMENTS, build_system
 from servegym.envs.serverless_moe.vector_env import ServerlessMoEVectorEnv
-from servegym.envs.workloads.activations import make_toy_activations
 from servegym.experiments.evaluation.evaluate import evaluate
 
 from .synthetic import make_request
@@ -98,44 +95,6 @@ def test_actions_have_no_effect_and_states_come_back():
     actions[1] = env.problem.nvec
     with pytest.raises(ValueError, match="out of range"):
         env.step(actions)
-
-
-def test_a_deployment_is_not_taken_for_another():
-    env = ServerlessMoEVectorEnv(1, **TOY)
-    policy = make_policy("gpu", ServerlessSystem.from_env(env), family="serverless_moe")
-    observation, info = env.reset(seed=0)
-    policy.reset(1)
-    with pytest.raises(ValueError, match="deployment='gpu'"):
-        policy.act(observation, info["action_mask"])
-    with pytest.raises(ValueError, match="Did you mean 'per_expert'"):
-        ServerlessMoEVectorEnv(1, deployment="per_experts", **TOY)
-
-
-def test_fees_of_deployments_by_hand():
-    """Durations below a step: every invocation is billed as one step."""
-    toy = make_toy_activations().model
-    system, free = build_system(toy, fees=(1e-3, 30.0)), build_system(toy)
-    request, _ = make_request(system, n_in=20, n_out=7)
-    for name in rivals.DEPLOYMENTS:
-        got = rivals.deployment_cost(name, system, request)
-        # Two invocations a layer for each decoded token, one for each expert with prompt tokens.
-        remote = (request.prefill_counts > 0).sum() + 7 * 2 * system.moe_layers
-        assert got.invocations == 1 + (remote if name == "per_expert" else 0)
-        assert got.cost_fees_usd == pytest.approx(1e-3 * got.invocations)
-        bare = rivals.deployment_cost(name, free, request)
-        assert bare.cost_usd == pytest.approx(
-            got.cost_usd - got.cost_fees_usd - got.cost_rounding_usd, rel=1e-9
-        )
-        seconds = got.prefill_s + got.decode_s
-        rate = got.cost_main_usd / seconds
-        billed = 30.0 * rate
-        if name == "per_expert":
-            need = system.expert_mb[:, None] + system.token_mb * request.prefill_counts
-            mb = eq.smallest_specs(system.remote_specs_mb, need)
-            chosen = eq.set_bits(request.decode_sets, system.num_experts).sum(axis=0)
-            times = (request.prefill_counts > 0) + chosen
-            billed += 30.0 * system.price_cpu * float((mb * times).sum())
-        assert got.cost_usd - got.cost_fees_usd == pytest.approx(billed, rel=1e-9), name
 
 
 def test_costs_by_hand(system):

@@ -8,16 +8,10 @@ import pytest
 
 from servegym.baselines.registry import make_policy
 from servegym.baselines.serverless_moe.system import ServerlessSystem
-from servegym.baselines.serverless_moe.warm_planner import regime_transitions, relative_values
-from servegym.envs.serverless_moe.vector_env import ServerlessMoEVectorEnv
+from servegym.baselines.serverless_moe.warm_planner import relative_values
 from servegym.envs.workloads.activations import make_toy_activations
 
-FAMILY = "serverless_moe"
-
-
-def make_env(rows, **kwargs):
-    kwargs = {"model": "toy", "split": "eval", "episode_requests": 12, **kwargs}
-    return ServerlessMoEVectorEnv(rows, autoreset_mode="SameStep", **kwargs)
+from .episodes import FAMILY, make_env
 
 
 def planner(env, requests=30, **kwargs):
@@ -117,20 +111,7 @@ def test_bad_arguments():
         with pytest.raises(ValueError, match=argument):
             relative_values(one, one[None], one[None], switching=one, **kwargs)
     with pytest.raises(ValueError, match="requests"):
-        planner(make_env(1), requests=0)
-
-
-@pytest.mark.parametrize("trem_s", [(1e-3,), (2e-4, 1e-3), (2e-4, 5e-4, 1e-3)])
-def test_regime_switching_is_the_environments(trem_s):
-    env = make_env(1, trem_s=trem_s, trem_switch=0.3, trem_sigma=0.0, episode_requests=4000)
-    env.reset(seed=0)
-    system = ServerlessSystem.from_env(env)
-    regime = np.array([system.regime(x) for x in env.batch.arrays.trem[0].mean(axis=1)])
-    observed = np.zeros((len(trem_s), len(trem_s)))
-    np.add.at(observed, (regime[:-1], regime[1:]), 1.0)
-    observed /= observed.sum(axis=1, keepdims=True)
-    assert regime_transitions(system) == pytest.approx(observed, abs=0.05)
-    assert regime_transitions(system).sum(axis=1) == pytest.approx(1.0)
+        planner(make_env(1, episode_requests=12), requests=0)
 
 
 @pytest.mark.slow
@@ -153,21 +134,13 @@ def test_better_than_one_step():
     assert (rewards[0] - rewards[1]).mean() > 0.01
 
 
-def test_worthless_where_nothing_stays_warm():
-    """With no keep-alive the plan is worth nothing and the best of the request is taken."""
-    env = make_env(1, keep_alive_s=0.0)
-    policy = planner(env)
-    assert not policy.worth.any()
-    assert planner(make_env(1)).worth.max() > 0.1
-
-
 def test_routing_and_future_change_no_action():
     """Other routing, true lengths, overheads and later requests: the same actions.
 
     Every few requests of an episode the hidden part of the state is replaced and the observation
     made anew; a policy that starts there acts as the one that came along.
     """
-    env = make_env(1)
+    env = make_env(1, episode_requests=12)
     policy, rng, batch = planner(env), np.random.default_rng(0), env.batch
     observation, info = env.reset(seed=3)
     policy.reset(1, seed=0)
@@ -199,11 +172,11 @@ def test_the_plan_is_of_the_train_split():
         bank[own] = bank[own][::-1]
     changed = dataclasses.replace(toy, counts=counts, bank=bank)
     plans = [
-        planner(make_env(1, activations=book, split=split)).worth
+        planner(make_env(1, episode_requests=12, activations=book, split=split)).worth
         for book, split in ((toy, "eval"), (changed, "eval"), (toy, "train"))
     ]
     assert (plans[0] == plans[1]).all() and (plans[0] == plans[2]).all()
     on_train = counts.copy()
     on_train[toy.split == 0] = on_train[toy.split == 0][:, :, ::-1]
     moved = dataclasses.replace(toy, counts=on_train)
-    assert (planner(make_env(1, activations=moved)).worth != plans[0]).any()
+    assert (planner(make_env(1, episode_requests=12, activations=moved)).worth != plans[0]).any()

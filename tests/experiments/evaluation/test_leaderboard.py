@@ -89,17 +89,6 @@ def test_rows_are_saved_completed_and_renewed(
     assert "length_predictor=confusion" in printed
 
 
-def test_a_row_of_another_setting_is_measured_again(
-    small: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    args = leaderboard._parser().parse_args(["--policy", "random"])
-    row = {"point": "small", "policy": "random", "settings": json.dumps({"rate": 8.0})}
-    assert leaderboard._missing_jobs(args, [SMALL], [row]) == []
-    row["settings"] = json.dumps({"rate": 5.0})
-    ((point, policy, quick, seed, in_process),) = leaderboard._missing_jobs(args, [SMALL], [row])
-    assert (point, policy, quick, seed, in_process) == (SMALL, "random", False, DEFAULT_SEED, False)
-
-
 def test_the_best_comes_first_and_undefined_last() -> None:
     rows = [{"point": "small", "policy": str(v), "value": v} for v in (0.2, float("nan"), 0.7)]
     assert [r["policy"] for r in ranked(rows, SMALL)] == ["0.7", "0.2", "nan"]
@@ -133,68 +122,47 @@ def test_a_presubmit_tells_a_good_router_from_a_bad_one(
     assert oracle["clairvoyant"] and not oracle["below"]
 
 
-def test_a_presubmit_compares_two_policies_at_the_points_of_their_family(
+def test_policies_are_measured_at_the_points_of_their_family(
     small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = ["--quick", "--in-process", "--policy", "my_router.py", "--at-least", "greedy_qos"]
-    monkeypatch.setattr(leaderboard, "POINTS", POINTS)
-    (small / "my_router.py").write_text(ROUTER)
-    measured = []
-
-    seeds = set()
+    measured, seeds = [], set()
 
     def measure(
         point: Point, policy: str | Policy, quick: bool, seed: int, in_process: bool
     ) -> dict:
-        assert quick and (in_process or name_of(policy) != "my_router")
-        seeds.add(seed)
         name = name_of(policy)
         measured.append((point.name, name))
-        mine, value = name == "my_router", 0.5 if name == "my_router" else 0.6
-        return {
-            "point": point.name,
-            "policy": name,
-            "value": value,
-            "low": value,
-            "kind": "guest" if mine else "baseline",
-            "high": value,
-            "episodes": 4,
-            "seed": seed,
-            "cpu_s": 1.0,
-        }
+        seeds.add(seed)
+        kind = "guest" if name == "mine" else "baseline"
+        row = {"point": point.name, "policy": name, "kind": kind, "episodes": 4, "seed": seed}
+        return row | dict.fromkeys(("value", "low", "high", "cpu_s"), 0.5)
 
+    monkeypatch.setattr(leaderboard, "POINTS", POINTS)
     monkeypatch.setattr(leaderboard, "measure", measure)
-    assert main(words) == 1
+    words = ["--quick", "--in-process", "--policy", "mine.py", "--at-least"]
+    main([*words, "greedy_qos"])
     assert len(seeds) == 1 and DEFAULT_SEED not in seeds  # the same episodes, which nobody knew
     own = [point for point in POINTS if point.family.name == "llm_routing"]
-    routing = [point.name for point in own]
     # Also on prompts that nobody has seen; the guest's code runs after all that it is beside.
-    routing = [name for point in routing for name in (point, point + leaderboard.UNSEEN)]
-    assert measured == [(p, name) for name in ("greedy_qos", "my_router") for p in routing]
+    routing = [point.name + more for point in own for more in ("", leaderboard.UNSEEN)]
+    assert measured == [(p, name) for name in ("greedy_qos", "mine") for p in routing]
     rows = [
         measure(Point(p, FAMILIES[0], {}, 4, {}), name, True, 1, True)
         for p in routing
-        for name in ("greedy_qos", "my_router")
+        for name in ("greedy_qos", "mine")
     ]
     best = {"point": routing[0], "policy": "rollout", "kind": "clairvoyant"}
     saved = [best | {"value": 0.6, "low": 0.5, "high": 0.7}]
     guests = leaderboard.compare_guests(rows, own, "greedy_qos", saved)
-    assert [(guest["point"], guest["below"]) for guest in guests] == [(p, True) for p in routing]
+    assert [(guest["point"], guest["below"]) for guest in guests] == [(p, False) for p in routing]
     assert [guest["suspect"] for guest in guests] == ["rollout"] * 2 + [""] * (len(routing) - 2)
     measured.clear()
-    main(
-        ["--quick", "--in-process", "--at-least", "random", "--policy", "my_router.py"]
-    )  # every family has one
+    main([*words, "random"])  # every family has one
     assert len(measured) == 2 * (len(POINTS) + len(own))
-    with pytest.raises(ValueError, match="Did you mean 'greedy_qos'"):
-        main(["--quick", "--at-least", "gredy_qos", "--policy", "my_router.py"])
+    with pytest.raises(ValueError, match="at-least='greedy_qos'"):
+        main([*words, "greedy_qos", "--point", "placement-edge"])
     with pytest.raises(ValueError, match="prism, greedy_qos, which no one family knows"):
         main(["--quick", "--policy", "prism", "greedy_qos"])
-    measured.clear()
-    main(["--quick", "--policy", "greedy_qos"])  # at the points of its family
-    assert {point for point, _ in measured} == {point.name for point in own}
-    with pytest.raises(ValueError, match="at-least='greedy_qos'"):
-        main([*words, "--point", "placement-edge"])
 
 
 def test_names_are_checked_before_anything_runs(

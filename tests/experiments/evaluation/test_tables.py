@@ -11,13 +11,11 @@ from servegym._files import MalformedFileError
 from servegym.experiments.evaluation.output import read_rows
 from servegym.experiments.evaluation.tables import (
     Table,
-    machine,
     merge_policies,
     note,
     provenance,
     read_record,
     runs_with,
-    versions,
     write_result,
 )
 
@@ -117,17 +115,3 @@ def test_policies_of_an_earlier_table_join_those_measured() -> None:
         (2, "other", 0.7),
         (3, "mine", 0.9),
     ]
-
-
-def test_other_episodes_are_not_merged() -> None:
-    rows = [{"point": 1, "policy": "base", "qos": 0.51}]
-    with pytest.raises(ValueError, match="at 1 base has another qos"):
-        merge_policies(rows, EARLIER, ("point",), ("base",), "qos")
-    assert merge_policies(rows, EARLIER, ("point",), (), "qos")[0]["qos"] == 0.51
-
-
-def test_versions_and_machine() -> None:
-    found = versions(("numpy", "no-such-package"))
-    assert found["numpy"] == np.__version__
-    assert found["no-such-package"] == "not installed"
-    assert set(machine()) == {"cpu", "cores", "system"}

@@ -3,7 +3,6 @@
 import inspect
 import json
 
-import gymnasium
 import numpy as np
 import pytest
 
@@ -118,19 +117,6 @@ def test_tuning_chooses_by_other_episodes_and_repeats():
     assert tune("priced_greedy", setting, SMALL, fixed={"overrun": 0.5}) == found
     plain = tune("random", setting, SMALL)
     assert plain.parameters == {} and plain.search == [] and plain.gain.value == 0.0
-
-
-def test_drawn_fleets_are_evaluated_and_their_settings_tuned():
-    world = {"fleet": "random", "episode_requests": 20}
-    logs = {}
-    (row, other) = evaluate(tuning.ENV_ID, ["expected_qos"], 2, 7, world, logs=logs)
-    assert 0 < row["avg_qos"] <= row["ceiling"] and row["ceiling"] != other["ceiling"]
-    assert not any(key.startswith("share_") for key in row)
-    assert len(logs["expected_qos"]) == 2
-    env = gymnasium.make(tuning.ENV_ID, fleet="random")
-    setting = json.loads(env.reset(seed=3)[1]["fleet"])
-    found = tune("least_latency", {"fleet": setting}, Budget(4, 1, 2, 1, 2, 30))
-    assert 0 < found.default_qos <= found.qos and len(found.search) == 4
 
 
 def test_the_command_writes_what_policies_are_made_from(tmp_path, capsys):

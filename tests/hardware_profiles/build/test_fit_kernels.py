@@ -12,14 +12,6 @@ pd = pytest.importorskip("pandas")
 SIZES = (64, 256, 1024, 4096, 16384)
 
 
-def test_holes_are_filled_along_the_axes():
-    grid = (1.0, 2.0, 4.0, 8.0)
-    plane = np.log(np.outer(grid, grid))
-    holes = plane.copy()
-    holes[1, 2] = holes[3, 3] = np.nan
-    np.testing.assert_allclose(fit_kernels.fill_holes(holes, (grid, grid)), plane)
-
-
 def _product_us(m, n, k):
     return 4.0 + 2.0 * n * k / 1e6 + m * n * k / 1e8
 
@@ -69,38 +61,6 @@ def test_decodes_read_their_keys_from_memory():
         for n, x in enumerate(table["context"]):
             expected = 5.0 + 4 * 128 * pairs * x / 1e6
             assert table["us"][0][j][n] == pytest.approx(expected, rel=0.11)
-
-
-def test_prompts_times_heads_are_heads():
-    rows = []
-    for h in (4, 8, 16, 32):
-        for b in (1, 2, 4):
-            for isl in (64, 1024, 4096, 8192, 12288, 16384):
-                rows.append((h, h // 4, b, isl, 1e-3 * (5.0 + 1e-6 * h * b * isl**2)))
-    names = ("num_heads", "num_key_value_heads", "batch_size", "isl", "latency")
-    table, errors = fit_kernels._prompt_attention(pd.DataFrame(rows, columns=list(names)), 0)
-    i, j = table["heads"].index(64), table["tokens"].index(8192)
-    assert table["us"][i][j] == pytest.approx(5.0 + 64 * 8192**2 / 1e6, rel=1e-3)
-    assert errors["single_rows"]["max"] < 1e-6
-    assert errors["12k_and_16k_from_8k"]["max"] < 1e-3
-
-
-def test_experts_of_one_token_come_from_memory():
-    rows = []
-    for width in (512, 1024):
-        for m in (1, 2, 4, 8, 16, 64, 256, 1024):
-            us = (2.0 if m == 1 else 8.0) * min(8 * m, 64) * width / 512
-            rows.append((2048, width, 8, 64, 1, 1, m, "power_law_1.01", 1e-3 * us))
-    names = ("hidden_size", "inter_size", "topk", "num_experts", "moe_tp_size", "moe_ep_size")
-    frame = pd.DataFrame(rows, columns=[*names, "num_tokens", "distribution", "latency"])
-    made, errors = fit_kernels._experts(
-        frame, 2.0, {"launch_us": 5.0, "bandwidth_bytes_per_s": 1e12}
-    )
-    assert [layer["width"] for layer in made] == [512, 1024]
-    read = 8 * 3 * 2048 * 512 * 2 / 1e6
-    assert made[0]["us"][0] == pytest.approx(0.9 * (5.0 + read), rel=1e-3)
-    assert made[0]["us"][-1] == pytest.approx(512.0)
-    assert errors["layers_from_the_nearest_other"]["points"] == 16
 
 
 def test_step_error_is_that_of_the_logarithm():

@@ -105,21 +105,6 @@ def test_bad_files_are_refused(tmp_path, make, words):
         score(load(NAME), path)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--seed", "1"], "folder: missing"),
-        (["--profile", NAME], "--check OTHER"),
-        (["--profile", NAME, "--check", "nowhere"], "no 'nowhere'"),
-        (["folder", "--profile", NAME, "--check", "."], "leave out folder"),
-        (["--profile", "rtx4091", "--check", "."], "rtx4090"),
-    ],
-)
-def test_bad_arguments_are_refused(arguments, words):
-    with pytest.raises(ValueError, match=words):
-        main(arguments)
-
-
 def test_the_command(tmp_path):
     from typer.testing import CliRunner
 

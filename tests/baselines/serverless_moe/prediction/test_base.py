@@ -18,18 +18,3 @@ def test_js_divergence_has_known_values():
     p, q = rng.dirichlet(np.ones(5), (4, 1)), rng.dirichlet(np.ones(5), 3)
     assert js_divergence(p, q).shape == (4, 3)
     np.testing.assert_allclose(js_divergence(p, q), js_divergence(q, p))
-
-
-@pytest.mark.parametrize(
-    ("p", "q", "said"),
-    [
-        ([0.5, 0.6], [0.5, 0.5], "p must sum to 1"),
-        ([0.5, 0.5], [1.5, -0.5], "q must hold"),
-        ([0.5, 0.5], [1.0, 0.0, 0.0], "q has 3"),
-        ([np.nan, 1.0], [0.5, 0.5], "p must hold"),
-        (1.0, [1.0], "p has shape"),
-    ],
-)
-def test_js_divergence_refuses_what_is_no_distribution(p, q, said):
-    with pytest.raises(ValueError, match=said):
-        js_divergence(p, q)

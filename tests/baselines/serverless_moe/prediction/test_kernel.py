@@ -2,18 +2,13 @@
 
 import itertools
 
-import numba
 import numpy as np
 import pytest
 
-from servegym import _jit
 from servegym.baselines.serverless_moe.prediction import (
     kernel,
-    make_predictor,
 )
 from servegym.baselines.serverless_moe.prediction.tree import unit_rows
-
-from .histories import made_up
 
 
 def distances(points, seed, duplicates=0):
@@ -21,48 +16,6 @@ def distances(points, seed, duplicates=0):
     rows = unit_rows(rng.normal(size=(points, 3)))
     rows[:duplicates] = rows[0]
     return np.clip(1.0 - rows @ rows.T, 0.0, None) * (1.0 - np.eye(points, dtype=np.float32))
-
-
-def textbook_pam(distance, k):
-    """BUILD and SWAP as in the book: every exchange is tried by its whole loss."""
-
-    def loss(medoids):
-        return distance[medoids].min(axis=0).sum(dtype=np.float64)
-
-    points = range(len(distance))
-    medoids = []
-    for _ in range(k):
-        medoids.append(
-            min((j for j in points if j not in medoids), key=lambda j: loss([*medoids, j]))
-        )
-    while True:
-        swaps = [
-            [*medoids[:i], j, *medoids[i + 1 :]]
-            for j in points
-            if j not in medoids
-            for i in range(k)
-        ]
-        best = min(swaps, key=loss, default=medoids)
-        if not loss(best) < loss(medoids) - 1e-9:
-            return medoids, loss(medoids)
-        medoids = best
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(12))
-@pytest.mark.parametrize(("points", "k"), [(7, 2), (9, 3), (14, 4)])
-def test_pam_is_the_textbooks_and_no_exchange_improves_it(seed, points, k):
-    distance = distances(points, seed, duplicates=seed % 3)
-    medoids, nearest, loss = kernel.pam(distance, k)
-    assert sorted(medoids) == sorted(textbook_pam(distance, k)[0]) and len(set(medoids)) == k
-    assert loss == pytest.approx(textbook_pam(distance, k)[1], rel=1e-6)
-    to_medoids = distance[medoids]
-    np.testing.assert_array_equal(nearest, to_medoids.argmin(axis=0))
-    assert loss == pytest.approx(to_medoids.min(axis=0).sum(), rel=1e-6)
-    for i, j in itertools.product(range(k), range(points)):
-        other = medoids.copy()
-        other[i] = j
-        assert distance[other].min(axis=0).sum() >= loss - 1e-6
 
 
 def test_pam_mostly_finds_the_global_optimum_and_never_less():
@@ -101,30 +54,3 @@ def test_pam_agrees_with_the_package_kmedoids():
         other = package.pam(distance, k, init="build")
         assert loss == pytest.approx(other.loss, rel=1e-6)
         assert sorted(medoids) == sorted(other.medoids.tolist())
-
-
-def test_the_types_of_calls_are_those_compiled_ahead(monkeypatch):
-    compiled, called = {}, {}
-
-    def types(arguments):
-        return [numba.typeof(argument) for argument in arguments]
-
-    def record(function):
-        def call(*arguments):
-            called[function.__name__] = types(arguments)
-            return function(*arguments)
-
-        return call
-
-    monkeypatch.setattr(
-        _jit,
-        "compile_kernels",
-        lambda _, calls: compiled.update({f.__name__: types(arguments) for f, arguments in calls}),
-    )
-    kernel.compile_kernels()
-    for name in compiled:
-        monkeypatch.setattr(kernel, name, record(getattr(kernel, name)))
-    embeddings, shares, _ = made_up(60)
-    fitted = make_predictor("varpam", alpha=3, beta=20).fit(embeddings, shares)
-    fitted.predict(embeddings[:2])
-    assert called == compiled

@@ -11,7 +11,6 @@ from servegym.baselines.serverless_moe.prediction import (
 from servegym.baselines.serverless_moe.prediction.similar_prompts import (
     BruteForce,
 )
-from servegym.envs.workloads.activations import make_toy_activations
 
 from .histories import WIDTH, made_up, soft_cosine
 
@@ -43,15 +42,6 @@ def test_predictors_that_look_at_the_prompt_beat_the_mean(name):
 
     mean = error(make_predictor("dop"))
     assert error(make_predictor(name)) < 0.7 * mean < 0.7 * error(make_predictor("ef"))
-
-
-def test_counts_and_shares_are_the_same_history():
-    toy = make_toy_activations()
-    rng = np.random.default_rng(0)
-    embeddings = rng.normal(size=(len(toy.counts), WIDTH))
-    by_count = make_predictor("bf").fit(embeddings, toy.counts).predict(embeddings[:5])
-    by_share = make_predictor("bf").fit(embeddings, toy.frequencies()).predict(embeddings[:5])
-    np.testing.assert_allclose(by_count, by_share)
 
 
 def test_brute_force_is_the_softmax_weighted_mean():
@@ -143,11 +133,3 @@ def test_arrays_that_do_not_fit_are_refused(name):
         predictor.predict(embeddings[:, :5])
     with pytest.raises(ValueError, match="task has shape"):
         predictor.predict(embeddings, task=topic[:3])
-
-
-def test_the_category_needs_tasks():
-    embeddings, shares, topic = made_up(20)
-    with pytest.raises(ValueError, match="tasks is None"):
-        make_predictor("category").fit(embeddings, shares)
-    with pytest.raises(ValueError, match="task is None"):
-        make_predictor("category").fit(embeddings, shares, topic).predict(embeddings)

@@ -1,0 +1,195 @@
+"""What the runs of every agent promise: logs, going on, checkpoints, refusals, flags, length."""
+
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+tyro = pytest.importorskip("tyro")
+pytest.importorskip("safetensors")
+pytest.importorskip("rich")
+
+from safetensors.torch import load_file, save_file  # noqa: E402
+
+import servegym.agents  # noqa: E402
+from servegym.agents import load_policy  # noqa: E402
+from servegym.agents.lib.checkpoint import AGENTS  # noqa: E402
+from servegym.agents.lib.evaluation import evaluate_router  # noqa: E402
+from servegym.agents.lib.snapshots import load_snapshot  # noqa: E402
+from servegym.baselines.protocol import Policy  # noqa: E402
+from servegym.envs.families import family_of  # noqa: E402
+from servegym.experiments.evaluation.evaluate import evaluate  # noqa: E402
+
+from .runs import ROUTING, TINY, lines, tiny  # noqa: E402
+
+every_policy = pytest.mark.parametrize("policy", TINY)
+every_agent = pytest.mark.parametrize("agent", AGENTS)
+
+
+@pytest.fixture(scope="module")
+def run_of(tmp_path_factory):
+    """The tiny run of a policy with the first seed, made once."""
+    folder = tmp_path_factory.mktemp("runs")
+
+    @cache
+    def train(policy):
+        module, args = tiny(policy, folder, run_name=policy)
+        return module.train(args)
+
+    return train
+
+
+def trained_in_two(policy, folder, monkeypatch):
+    """A run that is killed after its first snapshot and goes on; in one where it has none."""
+    module, args = tiny(policy, folder)
+    save = getattr(module, "save_snapshot", None)
+    if save is not None:
+
+        def killed(path, **content):
+            save(path, **content)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(module, "save_snapshot", killed)
+        with pytest.raises(KeyboardInterrupt):
+            module.train(args)
+        monkeypatch.setattr(module, "save_snapshot", save)
+        with open(folder / "run" / "metrics.jsonl", "a") as file:
+            file.write('{"global_step": 99999}\n')  # written after the snapshot, before the end
+        args.resume = True
+    return module.train(args)
+
+
+@every_policy
+def test_one_seed_has_one_log_though_the_run_be_cut(policy, run_of, tmp_path, monkeypatch):
+    run, again = run_of(policy), trained_in_two(policy, tmp_path, monkeypatch)
+    log = lines(run)
+    assert log == lines(again)
+    one, other = (load_file(each / "last.safetensors") for each in (run, again))
+    assert all(torch.equal(one[key], other[key]) for key in one)
+    assert not list(run.glob("*.tmp"))
+    assert all(np.isfinite(list(row.values())).all() for row in log)
+    assert log[-1]["global_step"] >= TINY[policy][1]["total_timesteps"]
+    assert sum(any(key.startswith("eval/") for key in row) for row in log) > 1
+    module, args = tiny(policy, tmp_path, run_name="other", seed=2)
+    assert lines(module.train(args)) != log
+
+
+@every_policy
+def test_a_checkpoint_is_a_policy_that_acts_for_each_row_alone(policy, run_of, tmp_path):
+    run = run_of(policy)
+    found = load_policy(run)
+    assert isinstance(found, Policy) and not found.clairvoyant
+    assert (found.name, found.agent) == (policy, TINY[policy][0])
+    assert found.args == tiny(policy, run.parent, run_name=policy)[1]
+    env_id = getattr(found.args, "env_id", ROUTING)
+    env_id = "servegym/ExpertPlacement-v0" if "placement" in policy else env_id
+    family = family_of(env_id)
+    kwargs = {
+        "llm_routing": {"episode_requests": 20, "num_experts": 2 if "direct" in policy else 3},
+        "serverless_moe": {"model": "toy", "episode_requests": 12},
+        "expert_placement": {"model": "toy", "epochs": 2, "epoch_s": 40.0},
+        "prefix_routing": {"episode_requests": 20, "warmup_requests": 5},
+    }[family.name]
+    rows, alone = (evaluate(family.env_id, [run], 2, 3, kwargs, count) for count in (2, 1))
+    assert [row["return"] for row in rows] == [row["return"] for row in alone]
+
+
+@every_agent
+def test_a_run_of_one_step_ends(agent, tmp_path):
+    policy = next(name for name, (module, _) in TINY.items() if module == agent)
+    module, args = tiny(policy, tmp_path, total_timesteps=1)
+    run = module.train(args)
+    assert lines(run)[-1]["global_step"] >= 1
+    assert load_policy(run).args.total_timesteps == 1
+
+
+@pytest.mark.parametrize(
+    ("policy", "changes", "named"),
+    [
+        *(
+            (policy, {"total_timesteps": total}, "total_timesteps")
+            for policy, total in (
+                ("sac_han", 0),
+                ("baseline_rl", 0),
+                ("ppo", 0),
+                ("direct_search", -1),
+                ("ppo_serverless", 0),
+                ("ppo_placement", 0),
+                ("mappo_placement", 0),
+            )
+        ),
+        ("sac_han", {"buffer_size": 60}, "buffer_size: got 60"),
+        ("baseline_rl", {"buffer_size": 60}, "buffer_size: got 60"),
+        ("ppo", {"env_id": ROUTING}, "no single Box"),
+        ("ppo_sets", {"set": ("max_episode_steps=20",)}, "max_episode_steps must be left out"),
+        ("rpi", {"horizon_s": 0.0}, "horizon_s"),
+        ("rpi", {"candidates": 1}, "candidates"),
+        ("direct_search", {"population": 5}, "population"),
+        ("direct_search", {"episodes": 9}, "episodes"),
+        ("direct_search", {"workers": 0}, "workers"),
+        ("ppo_serverless", {"num_minibatches": 200}, "num_minibatches=200"),
+        *(
+            (policy, changes, named)
+            for policy in ("ppo_placement", "mappo_placement")
+            for changes, named in (
+                ({"eval_episodes": 0}, "eval_episodes is 0"),
+                ({"group_size": 1}, "group_size is 1; allowed is 2 or more"),
+                ({"set": ("free_start=false",)}, "free_start belongs to the agent"),
+                ({"set": ("scenario=edge",)}, "edge_hetero"),
+            )
+        ),
+        ("ppo_placement", {"num_envs": 12}, "num_envs is 12"),
+        ("ppo_placement", {"common_credit": 1.5}, "common_credit is 1.5; allowed is 0 to 1"),
+        ("ppo_placement", {"set": ("model=toy", "scenario=scale_32")}, "up to 16"),
+        ("mappo_placement", {"batch_size": 12}, "batch_size is 12"),
+    ],
+)
+def test_a_run_that_could_not_begin_is_refused_by_name(policy, changes, named, tmp_path):
+    module, args = tiny(policy, tmp_path, **changes)
+    with pytest.raises(ValueError, match=named):
+        module.train(args)
+    assert not list(tmp_path.iterdir())
+
+
+@every_agent
+def test_flags_take_values_as_sweeps_write_them(agent):
+    args_of = import_module(f"servegym.agents.{agent}").Args
+
+    def parse(*words):
+        return tyro.cli(args_of, args=words, config=(tyro.conf.FlagConversionOff,))
+
+    given = parse("--track=False", "--save_model=False", "--set", "num_experts=3")
+    assert (given.track, given.save_model, given.set) == (False, False, ("num_experts=3",))
+    assert parse() == args_of()
+
+
+def test_a_file_that_is_no_checkpoint_is_refused(tmp_path, capsys):
+    with pytest.raises(ValueError, match="no checkpoint at"):
+        load_policy(tmp_path / "none.safetensors")
+    (tmp_path / "text.safetensors").write_text("not a checkpoint")
+    with pytest.raises(ValueError, match="not a safetensors file"):
+        load_policy(tmp_path / "text.safetensors")
+    save_file({"x": torch.ones(1)}, tmp_path / "other.safetensors")
+    with pytest.raises(ValueError, match="field 'agent' is None"):
+        load_policy(tmp_path / "other.safetensors")
+    assert load_snapshot(True, tmp_path / "snapshot.pt") is None
+    assert str(tmp_path / "snapshot.pt") in capsys.readouterr().out
+
+
+def test_a_collapsed_policy_is_warned_of():
+    def drop(obs, mask):
+        return np.zeros(len(mask), np.int64)
+
+    with pytest.warns(UserWarning, match="action 0 takes 100%"):
+        got = evaluate_router(drop, ROUTING, {"num_experts": 3}, (8.0,), 2, 20)
+    assert got["eval/avg_qos"] == 0.0
+
+
+def test_an_agent_has_at_most_400_lines():
+    folder = Path(servegym.agents.__file__).parent
+    files = [path for path in folder.glob("*.py") if path.stem != "__init__"]
+    long = {p.name: n for p in files if (n := len(p.read_text("utf-8").splitlines())) > 400}
+    assert files and not long
