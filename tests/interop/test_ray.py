@@ -1,4 +1,4 @@
-"""Evaluations, leaderboard and figures on a local Ray of two workers, of which some are killed."""
+"""Evaluations and the leaderboard on a local Ray of two workers, of which some are killed."""
 
 import csv
 import json
@@ -18,12 +18,9 @@ import ray
 from servegym.agents.lib import ray_cluster
 from servegym.agents.lib.ray_cluster import cluster, run_jobs
 from servegym.baselines.protocol import BasePolicy
-from servegym.experiments.cluster import figures as cluster_figures
 from servegym.experiments.cluster.executor import ray_executor
 from servegym.experiments.evaluation import leaderboard
 from servegym.experiments.evaluation.evaluate import evaluate
-from servegym.experiments.evaluation.tables import read_record  # noqa: E402
-from servegym.experiments.papers import run as figures
 
 from .settings import PLACEMENT, ROUTING, SERVERLESS
 
@@ -228,46 +225,6 @@ def test_the_leaderboard_is_the_same_table(tmp_path, monkeypatch):
     wanted = table("local.csv")
     assert table("ray.csv", "--ray", "auto") == wanted
     assert [row["policy"] for row in wanted] == ["random", "mine", "mix", "random"]
-
-
-def test_figures_come_back_with_the_same_numbers(tmp_path, monkeypatch):
-    pytest.importorskip("matplotlib")
-    monkeypatch.chdir(tmp_path)
-    words = ["--quick", "--episodes", "2"]
-    here, there, lines = tmp_path / "here", tmp_path / "there", []
-    assert figures.run_figures("routing", ["workload"], [*words, "--out", "here"], print) == 0
-    there.mkdir()
-    (there / "other.csv").write_text("a\n1\n")
-    assert (
-        cluster_figures.run_figures(
-            "routing", ray_executor("auto"), ["workload"], [*words, "--out=there"], lines.append
-        )
-        == 0
-    )
-    names = {path.name for path in here.iterdir()}
-    assert {path.name for path in there.iterdir()} == names | {"other.csv"}
-    for path in here.glob("*.csv"):
-        assert (there / path.name).read_bytes() == path.read_bytes()
-    assert {line for line in lines if line.endswith(": done")} == {
-        f"workload {name}: done" for name in ("fig4", "fig5", "fig8")
-    }
-    assert read_record(there / "fig4_distributions.csv")["command"] == (
-        "python -m servegym.experiments.papers.routing.workload --quick --episodes 2 "
-        "--figure fig4 --out there"
-    )
-    assert "there/fig4_distributions.csv" in "\n".join(lines)
-
-
-def test_a_figure_that_fails_is_counted(tmp_path):
-    words = ["--no-such-option", "--out", str(tmp_path)]
-    lines = []
-    assert (
-        cluster_figures.run_figures(
-            "routing", ray_executor("auto"), ["ceiling"], words, lines.append
-        )
-        == 1
-    )
-    assert lines[-1] == "ceiling: failed with status 2" and "--no-such-option" in lines[1]
 
 
 @pytest.mark.parametrize("where", ["local:1", "auto"])
