@@ -32,7 +32,7 @@ from servegym.experiments.evaluation.tables import read_record
 from servegym.experiments.fidelity.report import draw as draw_fidelity
 from servegym.experiments.papers.claims import HEADINGS, TITLES
 from servegym.experiments.papers.claims import lines as claim_lines
-from servegym.experiments.papers.run import Picture, draw, list_pictures
+from servegym.experiments.papers.study import Study, draw, list_pictures
 from servegym.experiments.papers.verdicts import judge
 from servegym.experiments.render import render_episode
 from servegym.experiments.train_and_compare import CURVE, TABLE, plot
@@ -246,13 +246,11 @@ def claims(family: str) -> list[str]:
     return [*table, ""]
 
 
-def result_picture(record: Path, picture: Picture | None) -> bytes | None:
+def result_picture(record: Path, study: Study | None) -> bytes | None:
     """The picture of a result, drawn from its tables; None for a result that is a table alone."""
     if record.stem == TABLE:
         return plot(*(read_rows(record.with_name(f"{name}.csv")) for name in (CURVE, TABLE)))
-    if picture is None:
-        return None
-    return draw(picture, [record.with_name(f"{table}.csv") for table in picture.tables])
+    return None if study is None else draw(study, record.parent)
 
 
 def shown(command: str) -> list[str]:

@@ -395,17 +395,17 @@ def figures(
     Each takes --quick (a smoke run), --episodes N, --figure NAME and --out FOLDER.
     """
     from servegym.envs.families import family_named
-    from servegym.experiments.papers.run import list_figures, run_figures
+    from servegym.experiments.papers.study import list_modules, run_modules
 
     family = family_named(family).group
     if list_:
-        found = list_figures(family)
+        found = list_modules(family)
         width = max((len(figure.name) for figure in found), default=0)
         for figure in found:
             typer.echo(f"{figure.name:<{width}}  {figure.description}")
         return
     words = [*context.args, *(["--draw"] if draw else [])]
-    failed = run_figures(family, only or (), words, typer.echo)
+    failed = run_modules(family, only or (), words, typer.echo)
     raise typer.Exit(int(failed > 0))
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
+
+from servegym.experiments.evaluation.tables import Note, note
 
 __all__ = [
     "AGREES",
@@ -16,11 +18,13 @@ __all__ = [
     "Finding",
     "Reader",
     "Rows",
+    "found_for",
     "holds",
     "judge",
     "percent",
     "pick",
     "span",
+    "split",
     "values",
 ]
 
@@ -68,6 +72,24 @@ class Claim(NamedTuple):
     paper: str
     source: str
     read: Reader
+
+
+def found_for(claims: Sequence[Claim], table: str) -> Callable[[Any, Rows], Iterator[Note]]:
+    """The notes of a study: what the claims that read its table find in its rows.
+
+    Args:
+        claims: Those of the family.
+        table: Name of the table.
+    """
+
+    def notes(options: Any, rows: Rows) -> Iterator[Note]:
+        for claim in (claim for claim in claims if claim.source == table):
+            for one in claim.read(rows):
+                where = f"{one.setting}: " if one.setting else ""
+                text = f"{claim.place}, {claim.text} (paper: {claim.paper}): {where}{one.here}"
+                yield note(f"{text}; {one.verdict}.", claim=claim.text, verdict=one.verdict)
+
+    return notes
 
 
 def judge(
@@ -126,6 +148,14 @@ def pick(rows: Rows, **wanted: Any) -> list[Mapping[str, Any]]:
 def values(rows: Rows, key: str) -> list[Any]:
     """The distinct values of a column, in their order."""
     return list(dict.fromkeys(row[key] for row in rows))
+
+
+def split(rows: Rows, *columns: str) -> list[tuple[dict[str, Any], list[Mapping[str, Any]]]]:
+    """The rows apart by the values of some columns, in their order: these values, these rows."""
+    found: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        found.setdefault(tuple(row[column] for column in columns), []).append(row)
+    return [(dict(zip(columns, at, strict=True)), own) for at, own in found.items()]
 
 
 def span(numbers: Sequence[float], form: str = "+.1f", unit: str = " %") -> str:

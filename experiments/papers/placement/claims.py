@@ -66,7 +66,7 @@ def _paired(row: Mapping[str, Any], reference: str) -> tuple[float, float] | Non
 def unpaired(new: Mapping[str, Any], old: Mapping[str, Any]) -> tuple[float, float] | None:
     """Interval of the change between independent episodes, percent, from Student's of both means.
 
-    Welch's interval of the logarithm of the ratio, see `common.ratio_of`.
+    Welch's interval of the logarithm of the ratio.
     """
     if "episodes" not in new or min(new["episodes"], old["episodes"]) < 2:
         return None

@@ -1,4 +1,4 @@
-"""What the figures of expert placement share: policies, episodes, intervals, line styles."""
+"""What the studies of expert placement share: episodes, intervals, changes in words."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from servegym.baselines.registry import make_policy
 from servegym.envs.expert_placement.config import Problem, build_problem
 from servegym.envs.expert_placement.core import PlacementEpisode
 from servegym.envs.expert_placement.simulator import Requests
-from servegym.experiments.evaluation.evaluate import DEFAULT_SEED, evaluate
+from servegym.experiments.evaluation.evaluate import DEFAULT_SEED as SEED
+from servegym.experiments.evaluation.evaluate import evaluate
 from servegym.experiments.evaluation.stats import (
     Interval,
     mean,
@@ -22,85 +23,34 @@ from servegym.experiments.evaluation.stats import (
     student_interval,
 )
 from servegym.experiments.evaluation.tables import note
-from servegym.experiments.papers.run import (
-    FigureOptions,
-    Pictures,
-    command_line,
-    figure_parser,
-    run_chosen,
-)
+from servegym.experiments.papers.placement.claims import unpaired
+from servegym.experiments.papers.study import interval_columns
+from servegym.experiments.papers.verdicts import percent
 
 __all__ = [
-    "COLOURS",
     "ENV_ID",
-    "POLICIES",
     "SEED",
-    "apart",
     "as_text",
-    "band",
     "change",
-    "change_columns",
+    "compared",
     "drive",
     "growing",
     "interval",
-    "make",
+    "local_shares",
     "measure",
-    "overloaded",
-    "ratio_of",
-    "run_figures",
-    "seconds_axis",
     "setting",
-    "versus",
 ]
 
 ENV_ID = "servegym/ExpertPlacement-v0"
-POLICIES = (
-    "uniform",
-    "redundance",
-    "smartmoe",
-    "eplb",
-    "eplb_global",
-    "prism",
-    "prism_printed",
-    "proxy_optimum",
-    "whole_layer",
-    "latency_dp",
-)
-COLOURS: dict[str, str] = dict(
-    zip(
-        POLICIES,
-        (
-            "0.6",
-            "0.35",
-            "tab:olive",
-            "tab:cyan",
-            "tab:blue",
-            "tab:red",
-            "tab:pink",
-            "tab:green",
-            "tab:orange",
-            "tab:purple",
-        ),
-        strict=True,
-    )
-)
 
 
-def run_figures(
-    figures: Mapping[str, Callable[[FigureOptions], object]],
-    pictures: Pictures,
-    argv: Sequence[str] | None,
-    description: str | None,
-    module: str,
-    episodes: int,
-) -> int:
-    """Parse a figure module's command line and make its figures; returns 0."""
-    parser = figure_parser(tuple(figures), description, module, episodes)
-    return run_chosen(figures, pictures, command_line(parser, argv, FigureOptions()))
+def setting(**kwargs: Any) -> str:
+    """Link model, cost of a message and what else decides the size of latencies, in words.
 
-
-def setting(problem: Problem) -> str:
-    """Link model, cost of a message and what else decides the size of latencies, in words."""
+    Args:
+        **kwargs: Arguments of the environment.
+    """
+    problem = build_problem(**{"split": "eval", **kwargs})
     c = problem.cluster
     rates = sorted({float(b) / 1e6 for b in c.nic_bps})
     return (
@@ -114,33 +64,22 @@ def setting(problem: Problem) -> str:
 
 FEW = 10
 """Below so many episodes intervals are Student's: a bootstrap of five holds the mean in 85 %."""
-LEAST_APART = 5
-"""Episodes from which on intervals of two means are compared."""
 GROWTH, BACKLOG = 0.2, 0.03
 """Twice the arrivals make an overloaded point's mean grow by more; the mean over the time of
 arrivals from which on it is tried, as below it no queue worth the name is there."""
 
 
-def interval(values: Any, name: str, scale: float = 1.0) -> dict[str, float]:
+def interval(values: Any, name: str) -> dict[str, float]:
     """Mean of episodes and its 95 % interval as ``name``, ``name_low``, ``name_high``.
 
     Student's below `FEW` episodes, with no low end below 0 since no value is; else by bootstrap.
     """
-    array = scale * np.asarray(values, dtype=np.float64)
-    if array.size < FEW:
-        found = student_interval(array)
-        low = max(found.low, 0.0) if found.low == found.low else found.low
-        found = Interval(found.value, low, found.high)
-    else:
-        found = stratified_bootstrap(array, mean)
-    return {name: found.value, f"{name}_low": found.low, f"{name}_high": found.high}
-
-
-def make(name: str, described: PlacementSystem, quick: bool = False, **arguments: Any) -> Any:
-    """A registered policy; in a smoke run ``best_start`` searches for a moment only."""
-    if quick and name == "best_start":
-        arguments = {"tries": 1, "steps": 1_000, "swaps": 4} | arguments
-    return make_policy(name, described, family="expert_placement", **arguments)
+    array = np.asarray(values, dtype=np.float64)
+    if array.size >= FEW:
+        return interval_columns(name, stratified_bootstrap(array, mean))
+    found = student_interval(array)
+    low = max(found.low, 0.0) if found.low == found.low else found.low
+    return interval_columns(name, (found.value, low, found.high))
 
 
 KEYS = (
@@ -156,25 +95,24 @@ KEYS = (
 
 
 def measure(
-    policies: Sequence[Any], episodes: int, point: Mapping[str, Any], **kwargs: Any
-) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
+    point: Mapping[str, Any], policies: Sequence[str], episodes: int, **kwargs: Any
+) -> list[dict[str, Any]]:
     """Run policies on the same evaluation episodes.
 
     Args:
-        policies: Registered names or policies.
-        episodes: Episodes of each.
         point: Columns put before the others.
+        policies: Registered names.
+        episodes: Episodes of each.
         **kwargs: Arguments of the environment.
 
     Returns:
         One row a policy with the mean over episodes and its interval of every figure, the mean
-        latency of each server (up to 16) and their mean included, and `_doubled`; and the mean
-        latency of each episode ``(episodes,)`` by policy.
+        latency of each server (up to 16) and their mean included, and `_doubled`; ``_latency`` is
+        the mean latency of each episode ``(episodes,)``.
     """
-    rows, latency = [], {}
-    for given in policies:
-        runs = evaluate(ENV_ID, [given], episodes, env_kwargs=kwargs)
-        policy = given if isinstance(given, str) else given.name
+    rows = []
+    for policy in policies:
+        runs = evaluate(ENV_ID, [policy], episodes, env_kwargs=kwargs)
         row = dict(point) | {"policy": policy, "episodes": episodes}
         for key in KEYS:
             row |= interval([run[key] for run in runs], key)
@@ -184,14 +122,12 @@ def measure(
         if servers:
             of_servers = [np.mean([run[key] for key in servers]) for run in runs]
             row |= interval(of_servers, "mean_of_servers_s")
-        rows.append(row)
-        latency[policy] = np.array([run["mean_latency_s"] for run in runs])
-        row |= _doubled(given, row["mean_latency_s"], kwargs)
-        print(f"{dict(point)} {policy}: {row['mean_latency_s']:.2f} s")
-    return rows, latency
+        row |= _doubled(policy, row["mean_latency_s"], kwargs)
+        rows.append(row | {"_latency": np.array([run["mean_latency_s"] for run in runs])})
+    return rows
 
 
-def _doubled(policy: Any, mean_s: float, kwargs: Mapping[str, Any]) -> dict[str, float]:
+def _doubled(policy: str, mean_s: float, kwargs: Mapping[str, Any]) -> dict[str, float]:
     """Whether the mean is that of the length of the run: one episode with twice the arrivals.
 
     It has twice the epochs, but a single one is made twice as long: no decision is added to it.
@@ -209,22 +145,17 @@ def _doubled(policy: Any, mean_s: float, kwargs: Mapping[str, Any]) -> dict[str,
     return {"doubled_s": doubled, "overloaded": float(doubled > (1 + GROWTH) * mean_s)}
 
 
-def overloaded(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Policies of rows whose latency grows with the length of the run."""
-    return [row["policy"] for row in rows if row.get("overloaded", 0.0) > 0]
-
-
-def growing(rows: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> list[dict[str, Any]]:
+def growing(rows: Sequence[Mapping[str, Any]], *keys: str) -> dict[str, Any]:
     """A note on the points that are overloaded."""
     grow = [" ".join(str(row[key]) for key in keys) for row in rows if row["overloaded"]]
     if not grow:
         text = "No point is overloaded: twice the arrivals raise no mean by more than 20 %."
-        return [note(text, overloaded=[])]
+        return note(text, overloaded=[])
     text = (
         f"Overloaded points ({', '.join(keys)}), whose mean grows with the length of the run, by "
         f"more than 20 % with twice the arrivals: {'; '.join(grow)}."
     )
-    return [note(text, overloaded=grow)]
+    return note(text, overloaded=grow)
 
 
 def change(one: np.ndarray, other: np.ndarray) -> Interval:
@@ -248,30 +179,6 @@ def change(one: np.ndarray, other: np.ndarray) -> Interval:
     return Interval(float(value), float(value - half), float(value + half))
 
 
-def change_columns(one: np.ndarray, other: np.ndarray, name: str) -> dict[str, float]:
-    """`change` and its ends as columns ``change_pct_<name>``, by what it is held against."""
-    found = change(one, other)
-    ends = (("", found.value), ("_low", found.low), ("_high", found.high))
-    return {f"change_pct_{name}{end}": value for end, value in ends}
-
-
-def ratio_of(one: np.ndarray, other: np.ndarray) -> Interval:
-    """Change from ``other`` to ``one`` in % of ``other``, of independent episodes.
-
-    Welch's interval of the logarithm of the ratio of means; NaN ends if either has one episode.
-    """
-    log = float(np.log(one.mean() / other.mean()))
-    value = 100 * np.expm1(log)
-    if min(len(one), len(other)) < 2:
-        return Interval(value, float("nan"), float("nan"))
-    from scipy.stats import t
-
-    parts = [x.var(ddof=1) / len(x) / x.mean() ** 2 for x in (one, other)]
-    freedom = sum(p**2 / (len(x) - 1) for p, x in zip(parts, (one, other), strict=True))
-    half = t.ppf(0.975, sum(parts) ** 2 / freedom) * np.sqrt(sum(parts)) if freedom > 0 else 0.0
-    return Interval(value, 100 * np.expm1(log - half), 100 * np.expm1(log + half))
-
-
 def as_text(found: Interval, form: str = "+.1f") -> str:
     """A change as text: ``-20.0 % [-21.0, -19.0]``; of one episode without an interval."""
     if np.isnan(found.low):
@@ -279,27 +186,25 @@ def as_text(found: Interval, form: str = "+.1f") -> str:
     return f"{found.value:{form}} % [{found.low:{form}}, {found.high:{form}}]"
 
 
-def versus(one: np.ndarray, other: np.ndarray) -> str:
-    """`change` in words; negative where ``one`` is less."""
-    return as_text(change(one, other))
-
-
-def apart(one: Mapping[str, Any], other: Mapping[str, Any], paired: Interval, number: int) -> str:
-    """Whether one policy's latency is lower than another's, in words.
+def compared(
+    one: Mapping[str, Any], other: Mapping[str, Any], key: str = "policy", paired: bool = True
+) -> str:
+    """Change of the latency from one row of `measure` to another in words, or who is overloaded.
 
     Args:
-        one: Its row, with the mean's interval.
-        other: The other's.
-        paired: `change` on the same episodes.
-        number: Of these.
+        one: A row.
+        other: The row that it is compared with.
+        key: Column that tells them apart.
+        paired: Whether they have the same episodes.
     """
-    if number < LEAST_APART:
-        return f"{number} episodes are too few for a verdict"
-    if one["mean_latency_s_high"] < other["mean_latency_s_low"]:
-        return "lower; intervals apart"
-    if paired.high < 0:
-        return "lower on the same episodes; intervals of the means overlap"
-    return "not lower"
+    unit = "" if key == "policy" else f" {key}"
+    grow = [f"{row[key]}{unit}" for row in (one, other) if row["overloaded"]]
+    if grow:
+        return f"no change ({' and '.join(grow)} overloaded)"
+    if paired:
+        return as_text(change(one["_latency"], other["_latency"]))
+    value = percent(one["mean_latency_s"], other["mean_latency_s"])
+    return as_text(Interval(value, *(unpaired(one, other) or (np.nan, np.nan))), "+.0f")
 
 
 def drive(
@@ -332,7 +237,8 @@ def drive(
         elsewhere since the look before, and ``adopted``, whether a change was adopted at its start.
     """
     problem = build_problem(**{"split": "eval", **kwargs, "action_mode": "placement"})
-    agent: Any = make(policy, PlacementSystem.from_problem(problem))
+    described = PlacementSystem.from_problem(problem)
+    agent: Any = make_policy(policy, described, family="expert_placement")
     agent.reset(1, seed=seed)
     # More and shorter epochs than the policy decides in.
     fine = dataclasses.replace(
@@ -365,29 +271,11 @@ def drive(
     return system, looks
 
 
-def band(axis: Any, rows: Sequence[Mapping[str, Any]], x: str, y: str, **look: Any) -> None:
-    """A line of ``y`` over ``x`` with its interval as a band."""
-    at = [row[x] for row in rows]
-    (line,) = axis.plot(at, [row[y] for row in rows], **look)
-    axis.fill_between(
-        at,
-        [row[f"{y}_low"] for row in rows],
-        [row[f"{y}_high"] for row in rows],
-        color=line.get_color(),
-        alpha=0.15,
-        linewidth=0,
-    )
-
-
-def seconds_axis(axis: Any) -> None:
-    """A logarithmic axis of seconds with plain numbers."""
-    from matplotlib.ticker import LogLocator, NullFormatter
-
-    axis.set_yscale("log")
-    axis.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-    axis.yaxis.set_major_formatter("{x:g}")
-    axis.yaxis.set_minor_formatter(NullFormatter())
-
-
-SEED = DEFAULT_SEED
-"""Seed of the first evaluation episode."""
+def local_shares(looks: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Share of tokens and calls served at home, with intervals, over looks of several episodes."""
+    row: dict[str, float] = {}
+    for unit in ("tokens", "calls"):
+        here = np.array([look[f"all_local_{unit}"] for look in looks], dtype=np.float64)
+        away = np.array([look[f"all_remote_{unit}"] for look in looks])
+        row |= interval(here / np.maximum(here + away, 1), f"local_{unit}")
+    return row

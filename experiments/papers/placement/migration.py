@@ -9,7 +9,7 @@ which server has which requests.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,23 +18,22 @@ from servegym._command_line import run_main
 from servegym.baselines.expert_placement.system import PlacementSystem
 from servegym.envs.expert_placement.config import Problem, build_problem
 from servegym.envs.expert_placement.simulator import Requests
-from servegym.experiments.evaluation.output import print_table
+from servegym.experiments.evaluation.tables import Note
 from servegym.experiments.papers.placement.common import (
     SEED,
-    band,
-    change_columns,
+    as_text,
+    change,
     drive,
     interval,
-    run_figures,
+    local_shares,
     setting,
-    versus,
 )
-from servegym.experiments.papers.plotting import legend, pyplot, tidy
-from servegym.experiments.papers.run import FigureOptions, Pictures, save
+from servegym.experiments.papers.plotting import Lines
+from servegym.experiments.papers.study import Options, Study, command, interval_columns
 
-__all__ = ["main", "two_phases"]
+__all__ = ["STUDIES", "main", "two_phases"]
 
-MODULE = "servegym.experiments.papers.placement.migration"
+Row = dict[str, Any]
 EACH = 200
 PHASES = (("paper_testbed_multi", 20.0, 20), ("paper_testbed", 10.0, 5))
 """Scenario of the tasks, seconds between requests, tokens of an answer."""
@@ -85,165 +84,133 @@ def both_phases() -> np.ndarray:
     return np.rint(sum(counts)).astype(np.int64)
 
 
-def fig7(options: FigureOptions) -> None:
-    """Local share and latency with and without migration across a change of the requests."""
-    each = 30 if options.quick else EACH
-    change = each * PHASES[0][1]
-    span = change + each * PHASES[1][1]
-    epochs = int(np.ceil(span / 300.0))
-    make = two_phases(each)
-    rows: list[dict[str, Any]] = []
-    summary: list[dict[str, Any]] = []
-    latency: dict[str, np.ndarray] = {}
-    for name, given in VARIANTS.items():
-        kwargs: dict[str, Any] = {"scenario": "paper_testbed_multi", "epochs": epochs}
-        kwargs |= {key: x for key, x in given.items() if key not in ("static", "known")}
-        history = both_phases() if given.get("known") else None
-        runs = []
-        for s in range(options.episodes):
-            system, looks = drive(
-                kwargs,
-                "prism",
-                SEED + s,
-                LOOKS,
-                make,
-                history is None,
-                bool(given.get("static")),
-                history,
-            )
-            runs.append((system.request_log(), looks, system.kpis()))
-        row: dict[str, Any] = {"variant": name, "episodes": options.episodes}
-        seconds = [log["finish_s"] - log["arrival_s"] for log, _, _ in runs]
-        late = [log["arrival_s"] >= change for log, _, _ in runs]
-        latency[name] = np.array([x.mean() for x in seconds])
-        row |= interval(latency[name], "mean_latency_s")
-        for phase, after in (("first", False), ("second", True)):
-            part = [x[flag == after].mean() for x, flag in zip(seconds, late, strict=True)]
-            row |= interval(part, f"{phase}_phase_s")
-        row |= interval([kpis["migrations"] for _, _, kpis in runs], "migrations")
-        row |= interval([kpis["expert_loads"] for _, _, kpis in runs], "expert_loads")
-        summary.append(row)
-        for looks in zip(*(looks for _, looks, _ in runs), strict=True):
-            point: dict[str, Any] = {"variant": name, "minute": looks[0]["end_s"] / 60}
-            for unit in ("tokens", "calls"):
-                here = np.array([look[f"all_local_{unit}"] for look in looks], dtype=np.float64)
-                away = np.array([look[f"all_remote_{unit}"] for look in looks])
-                point |= interval(here / np.maximum(here + away, 1), f"local_{unit}")
-            begin, end = looks[0]["start_s"], looks[0]["end_s"]
-            means = []
-            for (log, _, _), x in zip(runs, seconds, strict=True):
-                inside = (log["arrival_s"] >= begin) & (log["arrival_s"] < end)
-                means.append(x[inside].mean() if inside.any() else np.nan)
-            known = [value for value in means if not np.isnan(value)] or [np.nan]
-            point |= interval(known, "latency_s")
-            point["adopted"] = float(np.mean([look["adopted"] for look in looks]))
-            rows.append(point)
-        print(f"{name}: {row['mean_latency_s']:.2f} s, {row['migrations']:.1f} changes")
-    print_table(
-        "200 + 200 requests a server",
-        ["", "all, s", "first phase", "second phase", "changes", "experts loaded"],
-        [
-            [
-                r["variant"],
-                *(
-                    f"{r[key]:.2f} [{r[f'{key}_low']:.2f}, {r[f'{key}_high']:.2f}]"
-                    for key in (
-                        "mean_latency_s",
-                        "first_phase_s",
-                        "second_phase_s",
-                        "migrations",
-                        "expert_loads",
-                    )
-                ),
-            ]
-            for r in summary
-        ],
-    )
-    for row in summary:
-        for other in (name for name, given in VARIANTS.items() if given.get("static")):
-            row |= change_columns(latency[row["variant"]], latency[other], other)
-    notes = _findings(summary, latency, _answer(rows, change))
-    kwargs = {"scenario": "paper_testbed_multi", "split": "eval"}
-    settings = {
-        "setting": setting(build_problem(**kwargs)),
-        "requests of a server": f"{each} + {each}",
-    }
-    save(options, "fig7_migration", rows, *notes, settings=settings)
-    save(options, "fig7_summary", summary, *notes, settings=settings)
+def _each(options: Options) -> int:
+    """Requests of a server and phase."""
+    return 30 if options.quick else EACH
 
 
-def _answer(rows: Sequence[dict[str, Any]], change: float) -> float:
-    """Minutes until the plan of most runs has changed after the requests have, over the network."""
+def _run(options: Options, name: str) -> Row:
+    """Latency of a variant across a change of the requests; ``_looks`` are its looks in time."""
+    given, each = VARIANTS[name], _each(options)
+    moment = each * PHASES[0][1]
+    epochs = int(np.ceil((moment + each * PHASES[1][1]) / 300.0))
+    kwargs: Row = {"scenario": "paper_testbed_multi", "epochs": epochs}
+    kwargs |= {key: x for key, x in given.items() if key not in ("static", "known")}
+    history = both_phases() if given.get("known") else None
+    runs = []
+    for seed in range(SEED, SEED + options.episodes):
+        system, looks = drive(
+            kwargs,
+            "prism",
+            seed,
+            LOOKS,
+            two_phases(each),
+            pooled_start=history is None,
+            static=bool(given.get("static")),
+            history=history,
+        )
+        runs.append((system.request_log(), looks, system.kpis()))
+    row: Row = {"variant": name, "episodes": options.episodes}
+    arrivals = [log["arrival_s"] for log, _, _ in runs]
+    seconds = [log["finish_s"] - log["arrival_s"] for log, _, _ in runs]
+    row["_latency"] = np.array([x.mean() for x in seconds])
+    row |= interval(row["_latency"], "mean_latency_s")
+    for phase, after in (("first", False), ("second", True)):
+        part = [x[(at >= moment) == after].mean() for x, at in zip(seconds, arrivals, strict=True)]
+        row |= interval(part, f"{phase}_phase_s")
+    for key in ("migrations", "expert_loads"):
+        row |= interval([kpis[key] for _, _, kpis in runs], key)
+    row["_looks"] = []
+    for looks in zip(*(looks for _, looks, _ in runs), strict=True):
+        begin, end = looks[0]["start_s"], looks[0]["end_s"]
+        means = [
+            x[(at >= begin) & (at < end)].mean()
+            for x, at in zip(seconds, arrivals, strict=True)
+            if ((at >= begin) & (at < end)).any()
+        ]
+        point = {"variant": name, "minute": end / 60} | local_shares(looks)
+        point |= interval(means or [np.nan], "latency_s")
+        point["adopted"] = float(np.mean([look["adopted"] for look in looks]))
+        row["_looks"].append(point)
+    return row
+
+
+def _fig7(options: Options, _: Row, variants: Sequence[str]) -> list[Row]:
+    """The variants, with the change against each placement that stays."""
+    rows = [_run(options, name) for name in variants]
+    for row in rows:
+        for other in (other for other in rows if VARIANTS[other["variant"]].get("static")):
+            found = change(row["_latency"], other["_latency"])
+            row |= interval_columns(f"change_pct_{other['variant']}", found)
+    return rows
+
+
+def _answer(rows: Sequence[Row], moment: float) -> float:
+    """Minutes until the plan of most runs has changed after the requests have."""
     length = 60 * rows[0]["minute"]
     for row in rows:
         start = 60 * row["minute"] - length
-        if "network" in row["variant"] and start > change and row["adopted"] > 0.5:
-            return (start - change) / 60
+        if start > moment and row["adopted"] > 0.5:
+            return (start - moment) / 60
     return float("nan")
 
 
-def _findings(
-    summary: Sequence[dict[str, Any]], latency: dict[str, np.ndarray], late: float
-) -> list[str]:
-    static, known, moving, network = (row["mean_latency_s"] for row in summary)
-    change = versus(latency["migrating"], latency["kept"])
-    other = versus(latency["migrating, weights over the network"], latency["kept"])
-    against, over_network = (
-        versus(latency[name], latency["kept, planned for both phases"])
-        for name in ("migrating", "migrating, weights over the network")
+def _notes(options: Options, rows: Sequence[Row]) -> Iterator[Note]:
+    kept, known, moving, network = rows
+    changes = {
+        (one["variant"], other["variant"]): as_text(change(one["_latency"], other["_latency"]))
+        for one in (moving, network)
+        for other in (kept, known)
+    }
+    means = [row["mean_latency_s"] for row in rows]
+    number = [f"{row['migrations'] - 1:.1f}" for row in (moving, network)]
+    late = _answer(network["_looks"], _each(options) * PHASES[0][1])
+    names = [row["variant"] for row in rows]
+    yield (
+        "Migrating changes the mean latency of all requests by "
+        f"{changes[names[2], names[0]]}, from {means[0]:.2f} to {means[2]:.2f} s; the paper has "
+        "-10 %, from 7.48 to 6.73 s."
     )
-    number = [f"{row['migrations'] - 1:.1f}" for row in summary[2:]]
-    return [
-        f"Migrating changes the mean latency of all requests by {change}, from {static:.2f} to "
-        f"{moving:.2f} s; the paper has -10 %, from 7.48 to 6.73 s.",
-        f"One placement for both phases, never moved, takes {known:.2f} s; migrating changes that "
-        f"by {against}.",
-        f"With weights over the network it is {network:.2f} s, {other}, against the placement for "
-        f"both phases {over_network}.",
+    yield (
+        f"One placement for both phases, never moved, takes {means[1]:.2f} s; migrating changes "
+        f"that by {changes[names[2], names[1]]}."
+    )
+    yield (
+        f"With weights sent over the network migrating takes {means[3]:.2f} s, against the first "
+        f"placement {changes[names[3], names[0]]}, against the one for both phases "
+        f"{changes[names[3], names[1]]}."
+    )
+    yield (
         f"Changes after the first placement: {number[0]} with weights from the host's memory, "
         f"{number[1]} over the network; the paper: 3. From the host an expert takes 1.4 ms, so "
-        "that Eq. 4 lets nearly every new plan through; an expert takes 0.28 s over the network.",
+        "that Eq. 4 lets nearly every new plan through; an expert takes 0.28 s over the network."
+    )
+    yield (
         "Over the network the placement changes "
         + (f"{late:.0f} minutes after the requests do" if late == late else "not at all")
         + ", when the new counts outweigh the old ones: the mixture that the paper blames for its "
-        "third migration.",
-    ]
-
-
-def _plot(rows: Sequence[Mapping[str, Any]]) -> Any:
-    # Both phases have as many requests, so that their lengths are as their gaps.
-    gaps = [gap for _, gap, _ in PHASES]
-    change = max(row["minute"] for row in rows) * gaps[0] / sum(gaps)
-    plt = pyplot()
-    figure, axes = plt.subplots(1, 3, figsize=(14, 4), layout="constrained")
-    panels = (
-        ("local_tokens", "share of tokens served at home"),
-        ("local_calls", "share of calls served at home"),
-        ("latency_s", "mean latency of arrivals, s"),
+        "third migration."
     )
-    for axis, (key, label) in zip(axes, panels, strict=True):
-        for name in VARIANTS:
-            part = [row for row in rows if row["variant"] == name]
-            band(axis, part, "minute", key, label=name)
-        axis.axvline(change, color="black", lw=0.8, ls=":")
-        axis.set_xlabel("minutes (dotted: the requests change)")
-        axis.set_ylabel(label)
-        tidy(axis)
-    figure.suptitle(
-        "Prism, DeepSeek-V2-Lite, link model nic, per-expert messages, h = 1.5 ms", fontsize=10
-    )
-    legend(figure, axes[0])
-    return figure
 
 
-FIGURES = {"fig7": fig7}
-PICTURES: Pictures = {"fig7_migration": _plot}
+STUDIES = (
+    Study(
+        "fig7_summary",
+        "fig7",
+        _fig7,
+        policies=tuple(VARIANTS),
+        notes=_notes,
+        picture=Lines(x="minute", y=("local_tokens", "local_calls", "latency_s"), line="variant"),
+        drawn=("fig7_migration",),
+        beside={"fig7_migration": lambda rows: [look for row in rows for look in row["_looks"]]},
+        facts=lambda options: {
+            "setting": setting(scenario="paper_testbed_multi"),
+            "requests of a server": f"{_each(options)} + {_each(options)}",
+        },
+    ),
+)
 
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print and save; see ``--help``."""
-    return run_figures(FIGURES, PICTURES, argv, __doc__, MODULE, episodes=8)
-
+main = command(__spec__.name, __doc__, STUDIES, episodes=8)
 
 if __name__ == "__main__":
     run_main(main)

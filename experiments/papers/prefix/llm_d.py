@@ -16,14 +16,14 @@ fitted to the report, which does not state the token budget: 8,192, vLLM's defau
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from servegym._command_line import run_main
 from servegym.baselines.prefix_routing import Rule, View
 from servegym.baselines.prefix_routing.llm_d import LlmdScorers
 from servegym.baselines.prefix_routing.policy import RulePolicy
@@ -37,17 +37,12 @@ from servegym.experiments.evaluation.play import play
 from servegym.experiments.evaluation.resolve import resolve
 from servegym.experiments.evaluation.stats import student_interval
 from servegym.experiments.evaluation.tables import Note, note
-from servegym.experiments.papers.run import (
-    FigureOptions,
-    command_line,
-    figure_parser,
-    run_chosen,
-    save,
-)
+from servegym.experiments.papers.study import Options, Study, command
+from servegym.experiments.papers.verdicts import pick
 from servegym.hardware_profiles import Profile
 from servegym.hardware_profiles.compose import compose
 
-__all__ = ["PICTURES", "main"]
+__all__ = ["STUDIES", "main"]
 
 PODS = 8
 KV_TOKENS = 307_328
@@ -207,48 +202,41 @@ def _route(way: str, seeds: int) -> list[list[Stage]]:
     return [_stages(log, log["prompt_tokens"], log["output_tokens"]) for log in logs]
 
 
-def stages(options: FigureOptions) -> None:
-    """``llm_d``: TTFT and throughput of each stage beside the report's."""
-    rows: list[dict[str, Any]] = []
+def _interval(values: np.ndarray) -> dict[str, float]:
+    """Student's interval over seeds as columns, with four digits."""
+    found = zip(("ttft_p90_s", "low", "high"), student_interval(values), strict=True)
+    return {key: float(f"{value:.4g}") for key, value in found}
+
+
+def _ways(options: Options, at: Mapping[str, Any], ways: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """TTFT and throughput of each stage beside the report's."""
     seeds = options.episodes
     card = compose("h100", "qwen3-32b", tp=2)
-    played = {way: _route(way, seeds) for way in RULES}
-    played["pinned"] = [_play(card, "pinned", seed) for seed in range(seeds)]
-    for way, runs in played.items():
+    for way in ways:
+        if way in RULES:
+            runs = np.array(_route(way, seeds))
+        else:
+            runs = np.array([_play(card, way, seed) for seed in range(seeds)])
+        report = PUBLISHED.get(way.removesuffix(", capped"))
         for k, (rate, _) in enumerate(LLM_D_STAGES):
             if k == 0:  # the warm-up
                 continue
-            values = np.array([one[k] for one in runs])
-            p90, low, high = student_interval(values[:, 0])
-            _, mean, speed, hit = values.mean(axis=0)
-            report = PUBLISHED.get(way.removesuffix(", capped"))
-            at = RATES.index(rate)
-            rows.append(
-                {
-                    "routing": way,
-                    "rate": rate,
-                    "report_ttft_p90_s": "" if report is None else report[0][at],
-                    "ttft_p90_s": float(f"{p90:.4g}"),
-                    "low": float(f"{low:.4g}"),
-                    "high": float(f"{high:.4g}"),
-                    "ttft_mean_s": float(f"{mean:.4g}"),
-                    "report_output_tokens_per_s": "" if report is None else report[1][at],
-                    "output_tokens_per_s": float(f"{speed:.5g}"),
-                    "hit_percent": float(f"{100 * hit:.4g}"),
-                    "seeds": seeds,
-                }
-            )
-    save(
-        options,
-        "llm_d",
-        rows,
-        *(_collapse(way, [row for row in rows if row["routing"] == way]) for way in RULES),
-        *(_last(row) for row in rows if row["rate"] == RATES[-1]),
-        settings={"profile": "h100, qwen3-32b, tp=2", "kv_tokens": KV_TOKENS, "block": BLOCK},
-    )
+            _, mean, speed, hit = runs[:, k].mean(axis=0)
+            stage = RATES.index(rate)
+            yield {
+                "routing": way,
+                "rate": rate,
+                "report_ttft_p90_s": "" if report is None else report[0][stage],
+                **_interval(runs[:, k, 0]),
+                "ttft_mean_s": float(f"{mean:.4g}"),
+                "report_output_tokens_per_s": "" if report is None else report[1][stage],
+                "output_tokens_per_s": float(f"{speed:.5g}"),
+                "hit_percent": float(f"{100 * hit:.4g}"),
+                "seeds": seeds,
+            }
 
 
-def _collapse(way: str, rows: Sequence[dict[str, Any]]) -> Note:
+def _collapse(way: str, rows: Sequence[Mapping[str, Any]]) -> Note:
     """From which rate on the TTFT at 90 % is at least `COLLAPSE_S`, here and in the report."""
     first = {
         column: min((row["rate"] for row in rows if row[column] >= COLLAPSE_S), default=None)
@@ -277,53 +265,61 @@ def _last(row: dict[str, Any]) -> Note:
     return note(text + ".")
 
 
-def memory(options: FigureOptions) -> None:
-    """``llm_d_memory``: what more KV memory changes, with and without shared prompts."""
-    rows: list[dict[str, Any]] = []
+def _notes(options: Options, rows: Sequence[dict[str, Any]]) -> Iterator[Note]:
+    yield from (_collapse(way, pick(rows, routing=way)) for way in RULES)
+    yield from (_last(row) for row in rows if row["rate"] == RATES[-1])
+
+
+def _memory(options: Options, at: Mapping[str, Any], _: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """What more KV memory changes, with and without shared prompts."""
     card = compose("h100", "qwen3-32b", tp=2)
-    for way in ("pinned", "random", "nothing shared"):
-        for factor in MEMORY:
-            played = np.array([_play(card, way, seed, factor) for seed in range(options.episodes)])
-            for k, (rate, _) in enumerate(LLM_D_STAGES):
-                if k == 0 or rate not in MEMORY_RATES:
-                    continue
-                p90, low, high = student_interval(played[:, k, 0])
-                rows.append(
-                    {
-                        "routing": way,
-                        "memory": factor,
-                        "rate": rate,
-                        "ttft_p90_s": float(f"{p90:.4g}"),
-                        "low": float(f"{low:.4g}"),
-                        "high": float(f"{high:.4g}"),
-                        "hit_percent": float(f"{100 * played[:, k, 3].mean():.4g}"),
-                        "seeds": options.episodes,
-                    }
-                )
-    at = {(row["routing"], row["memory"], row["rate"]): row["ttft_p90_s"] for row in rows}
-    texts = [
-        f"{way}: {', '.join(f'{at[way, m, 20.0]:.3g} s with {m:g} x' for m in MEMORY)}"
-        for way in ("random", "nothing shared", "pinned")
-    ]
-    save(
-        options,
-        "llm_d_memory",
-        rows,
-        note(f"TTFT at 90 % at 20 requests/s by KV memory. {'; '.join(texts)}."),
-        settings={"profile": "h100, qwen3-32b, tp=2", "kv_tokens": KV_TOKENS, "block": BLOCK},
+    played = np.array(
+        [_play(card, at["routing"], seed, at["memory"]) for seed in range(options.episodes)]
     )
+    for k, (rate, _) in enumerate(LLM_D_STAGES):
+        if k > 0 and rate in MEMORY_RATES:
+            hit = float(f"{100 * played[:, k, 3].mean():.4g}")
+            row = {**at, "rate": rate, **_interval(played[:, k, 0])}
+            yield row | {"hit_percent": hit, "seeds": options.episodes}
 
 
-FIGURES = {"llm_d": stages, "memory": memory}
-PICTURES = {}
+def _memory_notes(options: Options, rows: Sequence[dict[str, Any]]) -> Iterator[Note]:
+    texts = []
+    for way in ("random", "nothing shared", "pinned"):
+        own = pick(rows, routing=way, rate=20.0)
+        seconds = [f"{row['ttft_p90_s']:.3g} s with {row['memory']:g} x" for row in own]
+        texts.append(f"{way}: {', '.join(seconds)}")
+    yield f"TTFT at 90 % at 20 requests/s by KV memory. {'; '.join(texts)}."
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Command line entry; see the module's docstring."""
-    module = "servegym.experiments.papers.prefix.llm_d"
-    parser = figure_parser(list(FIGURES), __doc__, module, SEEDS)
-    return run_chosen(FIGURES, PICTURES, command_line(parser, argv, FigureOptions()))
+def _facts(options: Options) -> dict[str, Any]:
+    return {"profile": "h100, qwen3-32b, tp=2", "kv_tokens": KV_TOKENS, "block": BLOCK}
 
+
+STUDIES = (
+    Study(
+        "llm_d",
+        "llm_d",
+        _ways,
+        policies=(*RULES, "pinned"),
+        notes=_notes,
+        facts=_facts,
+    ),
+    Study(
+        "llm_d_memory",
+        "memory",
+        _memory,
+        lambda options: [
+            {"routing": way, "memory": factor}
+            for way in ("pinned", "random", "nothing shared")
+            for factor in MEMORY
+        ],
+        notes=_memory_notes,
+        facts=_facts,
+    ),
+)
+
+main = command(__spec__.name, __doc__, STUDIES, SEEDS)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_main(main)

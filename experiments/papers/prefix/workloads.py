@@ -10,13 +10,13 @@ ones::
 
 from __future__ import annotations
 
-import sys
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from servegym._command_line import run_main
 from servegym.envs.prefix_routing.requests import PrefixRequests, infinite_cache_hits
 from servegym.envs.prefix_routing.workloads import (
     LLM_D_STAGES,
@@ -25,16 +25,11 @@ from servegym.envs.prefix_routing.workloads import (
 )
 from servegym.envs.workloads.prefix_traces import PrefixTrace, load_prefix_trace
 from servegym.experiments.evaluation.stats import student_interval
-from servegym.experiments.evaluation.tables import note
-from servegym.experiments.papers.run import (
-    FigureOptions,
-    command_line,
-    figure_parser,
-    run_chosen,
-    save,
-)
+from servegym.experiments.evaluation.tables import Note, note
+from servegym.experiments.papers.study import Options, Study, command
+from servegym.experiments.papers.verdicts import pick
 
-__all__ = ["PICTURES", "lru_hits", "main"]
+__all__ = ["STUDIES", "lru_hits", "main"]
 
 BLOCK = 512
 SEEDS = 10
@@ -104,8 +99,8 @@ def _fact(
     }
 
 
-def facts(options: FigureOptions) -> None:
-    """``workload_facts``: counts and hit rates of the recorded prefixes."""
+def _facts(*_: Any) -> list[dict[str, Any]]:
+    """Counts and hit rates of the recorded prefixes."""
     rows: list[dict[str, Any]] = []
     published = {"conversation": 12_031, "synthetic": 3_993}
     for kind, count in published.items():
@@ -172,25 +167,23 @@ def facts(options: FigureOptions) -> None:
             0.05,
         ),
     ]
-    conversation = [row for row in rows if row["workload"] == "mooncake conversation"]
-    share = {row["quantity"]: row["here"] for row in conversation}
-    differing = [row["quantity"] for row in rows if row["verdict"] == "differs"]
-    save(
-        options,
-        "workload_facts",
-        rows,
-        note(
-            "Of Mooncake's conversations an infinite cache holds "
-            f"{share['blocks an infinite cache holds, %']:.1f} % of the blocks and "
-            f"{share['tokens an infinite cache holds, %']:.1f} % of the tokens; "
-            f"{share['requests that extend an earlier one, %']:.1f} % of the requests extend an "
-            "earlier one.",
-        ),
-        note(
-            f"{sum(row['verdict'] == 'agrees' for row in rows)} published quantities agree; "
-            f"{len(differing)} differ: {'; '.join(differing)}.",
-            differing=differing,
-        ),
+    return rows
+
+
+def _facts_notes(options: Options, rows: Sequence[dict[str, Any]]) -> Iterator[Note]:
+    share = {row["quantity"]: row["here"] for row in pick(rows, workload="mooncake conversation")}
+    differing = [row["quantity"] for row in pick(rows, verdict="differs")]
+    yield (
+        "Of Mooncake's conversations an infinite cache holds "
+        f"{share['blocks an infinite cache holds, %']:.1f} % of the blocks and "
+        f"{share['tokens an infinite cache holds, %']:.1f} % of the tokens; "
+        f"{share['requests that extend an earlier one, %']:.1f} % of the requests extend an "
+        "earlier one."
+    )
+    yield note(
+        f"{len(pick(rows, verdict='agrees'))} published quantities agree; "
+        f"{len(differing)} differ: {'; '.join(differing)}.",
+        differing=differing,
     )
 
 
@@ -205,81 +198,59 @@ def _interval(values: Sequence[float]) -> dict[str, float]:
     return {key: float(f"{100 * x:.4g}") for key, x in zip(keys, found, strict=True)}
 
 
-def reuse(options: FigureOptions) -> None:
-    """``workload_reuse``: tokens that one pooled infinite cache holds, by rate and length."""
-    rows: list[dict[str, Any]] = []
-    lengths = LENGTHS[:1] if options.quick else LENGTHS
-    for label, (name, kwargs, rates) in REUSE.items():
-        for rate in rates:
-            for count in lengths:
-                drawn = [_draw(name, kwargs, seed, count, rate) for seed in range(options.episodes)]
-                rows.append(
-                    {
-                        "workload": label,
-                        "rate": rate,
-                        "requests": count,
-                        "seconds": float(f"{np.mean([r.arrival_s[-1] for r in drawn]):.4g}"),
-                        "seeds": options.episodes,
-                        **_interval([infinite_cache_hits(r).token_rate for r in drawn]),
-                    }
-                )
-    short = [r for r in rows if (r["workload"], r["requests"]) == ("mooncake", LENGTHS[0])]
+def _reuse(options: Options, at: Mapping[str, Any], _: Sequence[str]) -> list[dict[str, Any]]:
+    """Tokens that one pooled infinite cache holds, by rate and length of an episode."""
+    name, kwargs, _rates = REUSE[at["workload"]]
+    seeds, count = range(options.episodes), at["requests"]
+    drawn = [_draw(name, kwargs, seed, count, at["rate"]) for seed in seeds]
+    seconds = float(f"{np.mean([r.arrival_s[-1] for r in drawn]):.4g}")
+    found = _interval([infinite_cache_hits(r).token_rate for r in drawn])
+    return [{**at, "seconds": seconds, "seeds": options.episodes, **found}]
+
+
+def _reuse_notes(options: Options, rows: Sequence[dict[str, Any]]) -> Iterator[Note]:
     text = ", ".join(
         f"{r['hit_percent']:.1f} % [{r['low']:.1f}, {r['high']:.1f}] at {r['rate']:g} requests/s"
-        for r in short
+        for r in pick(rows, workload="mooncake", requests=LENGTHS[0])
     )
-    save(
-        options,
-        "workload_reuse",
-        rows,
-        note(
-            "A short episode has lost most of the reuse before any router decides: of Mooncake's "
-            f"prompts a pooled infinite cache holds {text} in episodes of {LENGTHS[0]:,} requests.",
-        ),
-        settings={"block_size": BLOCK, "dispatch": "trace"},
+    yield (
+        "A short episode has lost most of the reuse before any router decides: of Mooncake's "
+        f"prompts a pooled infinite cache holds {text} in episodes of {LENGTHS[0]:,} requests."
     )
 
 
-def load(options: FigureOptions) -> None:
-    """``workload_load``: hits of a pooled LRU cache under one, two and five times the load."""
-    rows: list[dict[str, Any]] = []
-    trace = load_prefix_trace("mooncake-conversation")
+def _load(options: Options, at: Mapping[str, Any], _: Sequence[str]) -> list[dict[str, Any]]:
+    """Hits of a pooled LRU cache under a multiple of the load."""
+    trace, times = load_prefix_trace("mooncake-conversation"), at["load"]
     rate = (trace.num_requests - 1) / float(trace.time_s[-1])
-    capacities = CAPACITIES[:1] if options.quick else CAPACITIES
-    for times in LOADS:
-        drawn = [
-            _draw("mooncake", {}, seed, times * trace.num_requests, times * rate)
-            for seed in range(options.episodes)
-        ]
-        for capacity in capacities:
-            hits = [lru_hits(requests, capacity // BLOCK) for requests in drawn]
-            rows.append(
-                {
-                    "load": times,
-                    "capacity_tokens": capacity,
-                    "seeds": options.episodes,
-                    **_interval(hits),
-                }
-            )
-    at = {row["load"]: row for row in rows if row["capacity_tokens"] == capacities[-1]}
-    save(
-        options,
-        "workload_load",
-        rows,
-        note(
-            "Compressed time flatters a cache. An LRU cache of "
-            f"{capacities[-1] / 1e6:g} million tokens holds {at[1]['hit_percent']:.1f} % "
-            f"[{at[1]['low']:.1f}, {at[1]['high']:.1f}] of Mooncake's prompts, however much their "
-            "time is compressed, since its content depends on the order alone; with five times the "
-            f"sessions it holds {at[5]['hit_percent']:.1f} % "
-            f"[{at[5]['low']:.1f}, {at[5]['high']:.1f}].",
-        ),
-        settings={"block_size": BLOCK, "requests": trace.num_requests},
+    drawn = [
+        _draw("mooncake", {}, seed, times * trace.num_requests, times * rate)
+        for seed in range(options.episodes)
+    ]
+    rows = []
+    for capacity in CAPACITIES[:1] if options.quick else CAPACITIES:
+        hits = [lru_hits(requests, capacity // BLOCK) for requests in drawn]
+        row = {**at, "capacity_tokens": capacity, "seeds": options.episodes}
+        rows.append(row | _interval(hits))
+    return rows
+
+
+def _load_notes(options: Options, rows: Sequence[dict[str, Any]]) -> Iterator[Note]:
+    capacity = rows[-1]["capacity_tokens"]
+    texts = {
+        row["load"]: f"{row['hit_percent']:.1f} % [{row['low']:.1f}, {row['high']:.1f}]"
+        for row in pick(rows, capacity_tokens=capacity)
+    }
+    yield (
+        f"Compressed time flatters a cache. An LRU cache of {capacity / 1e6:g} million tokens "
+        f"holds {texts[1]} of Mooncake's prompts, however much their time is compressed, since its "
+        "content depends on the order alone; with five times the sessions it holds "
+        f"{texts[5]}."
     )
 
 
-def sessions(options: FigureOptions) -> None:
-    """``workload_sessions``: an hour of fitted conversations beside the recorded one."""
+def _sessions(options: Options, *_: Any) -> list[dict[str, Any]]:
+    """An hour of fitted conversations beside the recorded one."""
     trace = load_prefix_trace("mooncake-conversation")
     root = np.arange(trace.num_requests)
     for j in np.flatnonzero(trace.after >= 0):
@@ -311,7 +282,7 @@ def sessions(options: FigureOptions) -> None:
         )
         for name, value in zip(found, values, strict=True):
             found[name].append(float(value))
-    rows = [
+    return [
         {
             "quantity": name,
             "recorded": float(f"{recorded[name]:.5g}"),
@@ -326,24 +297,48 @@ def sessions(options: FigureOptions) -> None:
         }
         for name in recorded
     ]
+
+
+def _sessions_notes(options: Options, rows: Sequence[dict[str, Any]]) -> Iterator[Note]:
     text = "; ".join(
         f"{r['quantity']}: {r['drawn']:,.5g} [{r['low']:,.5g}, {r['high']:,.5g}], recorded "
         f"{r['recorded']:,.5g}"
         for r in rows
     )
-    save(options, "workload_sessions", rows, note(f"An hour of fitted conversations: {text}."))
+    yield f"An hour of fitted conversations: {text}."
 
 
-FIGURES = {"facts": facts, "reuse": reuse, "load": load, "sessions": sessions}
-PICTURES = {}
+def _settings(options: Options) -> dict[str, Any]:
+    return {"block_size": BLOCK, "dispatch": "trace"}
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Command line entry; see the module's docstring."""
-    module = "servegym.experiments.papers.prefix.workloads"
-    parser = figure_parser(list(FIGURES), __doc__, module, SEEDS)
-    return run_chosen(FIGURES, PICTURES, command_line(parser, argv, FigureOptions()))
+STUDIES = (
+    Study("workload_facts", "facts", _facts, notes=_facts_notes),
+    Study(
+        "workload_reuse",
+        "reuse",
+        _reuse,
+        lambda options: [
+            {"workload": label, "rate": rate, "requests": count}
+            for label, (_, _, rates) in REUSE.items()
+            for rate in rates
+            for count in (LENGTHS[:1] if options.quick else LENGTHS)
+        ],
+        notes=_reuse_notes,
+        facts=_settings,
+    ),
+    Study(
+        "workload_load",
+        "load",
+        _load,
+        lambda options: [{"load": times} for times in LOADS],
+        notes=_load_notes,
+        facts=_settings,
+    ),
+    Study("workload_sessions", "sessions", _sessions, notes=_sessions_notes),
+)
 
+main = command(__spec__.name, __doc__, STUDIES, SEEDS)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_main(main)

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from servegym.experiments.evaluation.tables import note
 from servegym.experiments.papers.verdicts import (
     OPEN,
     Claim,
@@ -24,7 +23,6 @@ from servegym.experiments.papers.verdicts import (
 __all__ = [
     "AT_N",
     "CLAIMS",
-    "COLLAPSED",
     "EARLIER",
     "METHOD",
     "OVER_L",
@@ -34,11 +32,7 @@ __all__ = [
     "RIVALS",
     "Change",
     "ahead",
-    "at_point",
     "base_of",
-    "best_trained",
-    "claim",
-    "claims",
     "columns_over",
     "effects",
     "strongest",
@@ -77,9 +71,6 @@ PRINTED = {
 METHOD = "sac_han"
 AT_N, OVER_L = " (trained at N)", " (trained over L)"
 """What follows the name of a router trained anew for each N, or over all requirements L."""
-METHODS = (METHOD, f"{METHOD}{AT_N}", f"{METHOD}{OVER_L}", f"ppo{OVER_L}")
-"""The paper's router and those that take its place in Fig. 11 and 13."""
-
 EARLIER = (
     "The trained routers of Fig. 7 to 13, Fig. 18 and Table II are of the learner of revision "
     "8509fcd, which no command here makes again; those of Fig. 17 are of this one."
@@ -94,9 +85,6 @@ PAPER_HEURISTICS = ("bert_router", "round_robin", "shortest_queue")
 RETRAINED = " (trained so)"
 """What follows the name of a router trained anew for the predictors that it is measured with (Fig.
 18)."""
-
-COLLAPSED = 0.9
-"""Share of the sent requests above which a router counts as collapsed onto one expert."""
 
 
 def base_of(name: str) -> str:
@@ -309,108 +297,6 @@ def predictor(quantity: str, top1: float, top3: float) -> Reader:
             yield Finding(f"{buckets} buckets", f"{ours} % (the commonest alone {blind} %)", met)
 
     return read
-
-
-def claim(
-    rows: Sequence[Mapping[str, Any]], method: str, reference: str, paper: Change | str
-) -> dict[str, Any]:
-    """What the paper claims of ``method`` over ``reference``, held against the rows of a point.
-
-    A reference below shortest_queue counts as undertrained: a gain over it has no ratio.
-
-    Args:
-        rows: The rows of a point.
-        method: A policy.
-        reference: The policy that it is compared with.
-        paper: The printed change, or words where the paper prints none.
-
-    Returns:
-        A note with ``method``, ``reference``, ``verdict`` and, where there is a ratio, the changes
-        ``qos_pct`` and ``latency_pct`` and the policies that have ``collapsed``.
-    """
-    named = {row["policy"]: row for row in rows}
-    pair = {"method": method, "reference": reference}
-    if method not in named or reference not in named:
-        text = f"{method} over {reference}: not trained here (paper: {paper})."
-        return note(text, **pair, verdict=OPEN)
-    ours, theirs = named[method], named[reference]
-    ceiling, queue = ours.get("ceiling", math.nan), named.get("shortest_queue")
-    if queue is not None and theirs["qos"] < min(queue["qos"], ours["qos"]):
-        text = (
-            f"{method} over {reference}: no ratio, since {reference} learnt too little (its QoS of "
-            f"{theirs['qos']:.3f} is below shortest_queue's {queue['qos']:.3f}; {method} has "
-            f"{ours['qos']:.3f}). The paper has {paper}; a router that always gave the best score "
-            f"would have {percent(ceiling, queue['qos']):+.0f} % over shortest_queue."
-        )
-        return note(text, **pair, verdict=OPEN)
-    qos = percent(ours["qos"], theirs["qos"])
-    latency = percent(ours["latency_ms_per_token"], theirs["latency_ms_per_token"])
-    known = interval_over(ours, reference)
-    verdict = judge(qos, paper.qos, paper.least, known) if isinstance(paper, Change) else OPEN
-    ends = f" [{known[0]:+.2f}, {known[1]:+.2f}]" if known is not None else ""
-    collapsed = [row for row in (ours, theirs) if row.get("top_share", 0) > COLLAPSED]
-    text = (
-        f"{method} over {reference}: QoS {qos:+.2f} %{ends}, latency per token {latency:+.2f} % "
-        f"(paper: {paper}{'' if verdict == OPEN else f': {verdict}'}; a router that always gave "
-        f"the best score: QoS {percent(ceiling, theirs['qos']):+.0f} %)."
-    )
-    for row in collapsed:
-        text += f" {row['policy']} sends {100 * row['top_share']:.0f} % to one expert: collapsed."
-    found = {"qos_pct": qos, "latency_pct": latency, "verdict": verdict}
-    return note(text, **pair, **found, collapsed=[row["policy"] for row in collapsed])
-
-
-def best_trained(
-    rows: Sequence[Mapping[str, Any]], references: Sequence[str] = ("greedy_qos", "priced_greedy")
-) -> list[dict[str, Any]]:
-    """The best trained router of a point against the best heuristics, as a note."""
-    named = {row["policy"]: row for row in rows if row["policy"] in references}
-    trained = [row for row in rows if row["trainings"]]
-    if not trained or len(named) < len(references):
-        return []
-    best = max(trained, key=lambda row: row["qos"])
-    against = [
-        f"{name} {named[name]['qos']:.3f} ({percent(best['qos'], named[name]['qos']):+.1f} %; "
-        f"on the same episodes {best[f'over_{name}']:+.4f} [{best[f'over_{name}_low']:+.4f}, "
-        f"{best[f'over_{name}_high']:+.4f}])"
-        for name in references
-    ]
-    text = (
-        f"of the trained routers {best['policy']} is best with a QoS of {best['qos']:.3f} "
-        f"[{best['qos_low']:.3f}, {best['qos_high']:.3f}], against {', '.join(against)}; the best "
-        f"score of every request would be {best['ceiling']:.3f}."
-    )
-    return [note(text, method=best["policy"], qos=best["qos"])]
-
-
-def at_point(point: str, notes: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Notes on one point, which their sentences and records name."""
-    return [{**one, "text": f"{point}: {one['text']}", "point": point} for one in notes]
-
-
-def claims(rows: Sequence[dict[str, Any]], paper: Change | str) -> list[dict[str, Any]]:
-    """What the paper's claim comes to, and which routers are best, at every point.
-
-    The paper's figures are over Baseline RL or over all its baselines: the `strongest` that reads
-    Baseline RL's state has its note, and so has the `strongest` of all where that is a heuristic.
-    """
-    notes = []
-    column = "panel" if rows and "panel" in rows[0] else "profiles"
-    for fleet in values(rows, column):
-        part = pick(rows, **{column: fleet})
-        points = {point: pick(part, point=point) for point in values(part, "point")}
-        methods = [name for name in METHODS if any(row["policy"] == name for row in part)]
-        if not methods:
-            notes += at_point(fleet, [claim([], METHOD, RIVALS[0], paper)])
-        for method in methods:
-            for point, own in points.items():
-                named = {row["policy"]: row for row in own}
-                found = (strongest(named, method, ()), strongest(named, method))
-                rivals = [name for name in dict.fromkeys(found) if name and method in named]
-                notes += at_point(point, [claim(own, method, one, paper) for one in rivals])
-        for point, own in points.items():
-            notes += at_point(point, best_trained(own))
-    return notes
 
 
 CLAIMS = (

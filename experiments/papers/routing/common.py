@@ -1,12 +1,9 @@
-"""What the figures of the routing experiments share: routers, episodes and their summaries."""
+"""What the studies of routing share: routers, episodes and their summaries."""
 
 from __future__ import annotations
 
 import argparse
 import functools
-import hashlib
-import importlib
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,10 +13,8 @@ import numpy as np
 
 from servegym._checks import choose
 from servegym.experiments.evaluation.evaluate import evaluate
-from servegym.experiments.evaluation.output import print_table, read_rows, write_json
-from servegym.experiments.evaluation.stats import Interval, over_trainings, relative_change
-from servegym.experiments.evaluation.tables import Note, merge_policies, read_record, versions
-from servegym.experiments.papers import run as figure_run
+from servegym.experiments.evaluation.stats import over_trainings, relative_change
+from servegym.experiments.papers import study
 from servegym.experiments.papers.routing.claims import (
     AT_N,
     OVER_L,
@@ -29,44 +24,38 @@ from servegym.experiments.papers.routing.claims import (
     columns_over,
     strongest,
 )
-from servegym.experiments.papers.routing.plots import (
-    BASELINES,
-    plot_bars,
-    plot_lines,
-    policies_of,
-    style,
-)
-from servegym.experiments.papers.run import (
-    FigureOptions,
-    Pictures,
-    command_line,
-    figure_parser,
-    run_chosen,
-    table_path,
-)
+from servegym.experiments.papers.study import interval_columns
 
 __all__ = [
     "BASELINES",
+    "FLEETS",
     "Options",
+    "Study",
     "TrainedRun",
-    "with_earlier",
+    "chosen",
+    "command",
+    "compared",
     "find_runs",
     "gain",
     "measure",
     "play",
-    "plot_bars",
-    "plot_lines",
-    "policies_of",
-    "run_figures",
-    "save",
-    "style",
 ]
 
 ENV_ID = "servegym/LLMRouting-v1"
 FLEETS = ("edge-6-heterogeneous", "paper-linear")
+BASELINES = (
+    "random",
+    "round_robin",
+    "shortest_queue",
+    "bert_router",
+    "always_best",
+    "least_latency",
+    "greedy_qos",
+    "priced_greedy",
+)
+"""Compared in every table; round_robin, shortest_queue and bert_router are the paper's."""
 REFERENCES = ("greedy_qos", "priced_greedy")
 """Heuristics that everything is compared with episode by episode, where they are measured."""
-SOURCES = ("agents", "baselines.llm_routing", "envs.llm_routing", "envs.workloads")
 GRAPH_AGENTS = ("sac_han", "baseline_rl", "cem", "ppo_sets", "rpi")
 
 COLUMNS = {
@@ -112,41 +101,22 @@ class TrainedRun(NamedTuple):
     any_experts: bool
 
 
-class Options(FigureOptions):
-    """The command line of a routing figure: `FigureOptions` and the routers to compare.
+class Options(study.Options):
+    """The command line of a module: `study.Options` and the routers to compare.
 
     Attributes:
         checkpoints: Folder of the trainings, or None.
-        shipped: Whether the shipped routers join them.
-        routers: Names of the shipped routers to compare; none: all.
+        routers: Names of the shipped routers to compare.
         fleets: Fleets to measure.
         requests: Requests of an episode.
         trained: The finished trainings.
-        keep: Whether policies that are not measured stay in the tables, see `with_earlier`.
-        cache: Folder of the episodes of trained routers, which are then played once, or None.
     """
 
     checkpoints: Path | None
-    shipped: bool
     routers: Sequence[str]
     fleets: Sequence[str]
     requests: int
     trained: Sequence[TrainedRun]
-    keep: bool = False
-    cache: Path | None = None
-
-
-Figure = Callable[[Options], None]
-
-
-def source_digest(packages: Sequence[str] = SOURCES) -> str:
-    """Twelve hex digits of the installed sources that a training depends on."""
-    digest = hashlib.sha256()
-    for package in packages:
-        folder = Path(next(iter(importlib.import_module(f"servegym.{package}").__path__)))
-        for path in sorted(folder.rglob("*.py")):
-            digest.update(path.read_bytes())
-    return digest.hexdigest()[:12]
 
 
 def find_runs(folder: Path) -> list[TrainedRun]:
@@ -220,12 +190,6 @@ def _trained(label: str, policy: Any, shipped: bool) -> TrainedRun:
     )
 
 
-@functools.cache
-def world_digest() -> str:
-    """Digest of the installed sources that an episode depends on, but for the policy's own."""
-    return source_digest(("baselines.llm_routing", "envs.llm_routing", "envs.workloads"))
-
-
 def play(
     policies: Sequence[Any], episodes: int, env_kwargs: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
@@ -238,101 +202,50 @@ def play(
 
 def measure(
     options: Options,
-    env_kwargs: Mapping[str, Any],
     point: Mapping[str, Any],
-    trained: Sequence[TrainedRun] = (),
-    baselines: Sequence[str] = BASELINES,
-    episodes: int | None = None,
+    policies: Sequence[str | TrainedRun],
+    **env_kwargs: Any,
 ) -> list[dict[str, Any]]:
-    """Summaries of baselines and trained routers at one point, on the same episodes.
+    """Summaries of heuristics and trained routers at one point, on the same episodes.
 
-    The interval of a baseline, or of a router trained once, is over episodes; that of a router
+    The interval of a heuristic, or of a router trained once, is over episodes; that of a router
     trained with several seeds is over trainings and episodes together. ``interval_over`` says
-    which; kept rows of earlier tables have intervals over ``trainings`` alone. ``over_X`` is the
+    which; rows of earlier routers have intervals over ``trainings`` alone. ``over_X`` is the
     difference to the heuristic X on the same episodes; for the rest see `over_rivals`.
 
     Args:
         options: The command line.
-        env_kwargs: Arguments of the environment.
         point: Columns that identify the point, put first in every row.
-        trained: Trained routers.
-        baselines: Registered names.
-        episodes: Episodes; those of the command line by default.
+        policies: Registered names and trained routers; those that cannot serve so many experts are
+            left out.
+        **env_kwargs: Arguments of the environment.
     """
-    kwargs = {"episode_requests": options.requests, **env_kwargs}
-    number = episodes or options.episodes
-    series: dict[str, list[list[dict[str, Any]]]] = {
-        name: [play_once(options, name, name.encode(), lambda name=name: name, kwargs, number)]
-        for name in baselines
-    }
-    series |= {
-        label: list(parts.values())
-        for label, parts in play_trained(options, trained, kwargs, number).items()
-    }
-    found = {
-        name: {**point, "policy": name, "trainings": 0 if name in baselines else len(parts)}
-        | summarise_parts(parts)
-        for name, parts in series.items()
-    }
-    for reference in (name for name in REFERENCES if name in baselines):
-        for name, row in found.items():
-            row |= gain(f"over_{reference}", series[name], series[reference][0])
-    for name, row in found.items():
-        row |= over_rivals(name, found, series)
-    return list(found.values())
-
-
-def play_trained(
-    options: Options, trained: Sequence[TrainedRun], kwargs: Mapping[str, Any], episodes: int
-) -> dict[str, dict[int, list[dict[str, Any]]]]:
-    """Rows of the episodes of trained routers by label and seed; of those that can serve N."""
     from servegym.agents import load_policy
     from servegym.baselines.llm_routing.system import RoutingSystem
 
-    found: dict[str, dict[int, list[dict[str, Any]]]] = {}
-    system = RoutingSystem.from_kwargs(**kwargs) if trained else None
-    for run in trained:
-        if system is None or not (run.any_experts or run.experts == system.num_experts):
-            continue
-
-        def load(run: TrainedRun = run) -> Any:
-            policy = load_policy(run.path, system)
-            policy.name = run.label
-            return policy
-
-        name, content = run.path.parent.name, run.path.read_bytes()
-        rows = play_once(options, name, content, load, kwargs, episodes)
-        found.setdefault(run.label, {})[run.seed] = rows
-    return found
-
-
-def play_once(
-    options: Options,
-    name: str,
-    content: bytes,
-    load: Callable[[], Any],
-    kwargs: Mapping[str, Any],
-    episodes: int,
-) -> list[dict[str, Any]]:
-    """Rows of a policy's episodes; from the cache if there is one and they were played before.
-
-    Args:
-        options: The command line.
-        name: Begins the name of the file.
-        content: What the policy is made of; with the world's sources it decides what is the same.
-        load: Makes the policy.
-        kwargs: Arguments of the environment.
-        episodes: Number of episodes.
-    """
-    if options.cache is None:
-        return play([load()], episodes, kwargs)
-    world = {key: value for key, value in kwargs.items() if (key, value) != ("arrivals", "poisson")}
-    what = json.dumps([world, episodes, world_digest()], sort_keys=True)
-    digest = hashlib.sha256(content + what.encode()).hexdigest()[:20]
-    stored = options.cache / f"{name}_{digest}.json"
-    if not stored.exists():
-        write_json(stored, play([load()], episodes, kwargs))
-    return json.loads(stored.read_text(encoding="utf-8"))
+    kwargs = {"episode_requests": options.requests, **env_kwargs}
+    system = RoutingSystem.from_kwargs(**kwargs)
+    series: dict[str, dict[int, list[dict[str, Any]]]] = {}
+    for one in policies:
+        if isinstance(one, str):
+            series[one] = {0: play([one], options.episodes, kwargs)}
+        elif one.any_experts or one.experts == system.num_experts:
+            policy = load_policy(one.path, system)
+            policy.name = one.label
+            rows = play([policy], options.episodes, kwargs)
+            series.setdefault(one.label, {})[one.seed] = rows
+    episodes = {name: list(parts.values()) for name, parts in series.items()}
+    found = {
+        name: {**point, "policy": name, "trainings": 0 if name in policies else len(parts)}
+        | summarise_parts(parts)
+        for name, parts in episodes.items()
+    }
+    for reference in (name for name in REFERENCES if name in policies):
+        for name, row in found.items():
+            row |= gain(f"over_{reference}", episodes[name], episodes[reference][0])
+    for name, row in found.items():
+        row |= over_rivals(name, found, episodes)
+    return list(found.values())
 
 
 def over_rivals(
@@ -382,8 +295,7 @@ def gain(
     found = over_trainings(
         [[row["avg_qos"] for row in part] for part in parts], [row["avg_qos"] for row in reference]
     )
-    ends = zip(("", "_low", "_high"), found, strict=True)
-    return {f"{column}{end}": round(value, 6) for end, value in ends}
+    return interval_columns(column, [round(value, 6) for value in found])
 
 
 def summarise_parts(parts: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
@@ -392,7 +304,7 @@ def summarise_parts(parts: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, A
     The QoS of a training is the interquartile mean over its episodes, see `over_trainings`.
     """
     qos = over_trainings([[row["avg_qos"] for row in part] for part in parts])
-    row: dict[str, Any] = {"qos": qos.value, "qos_low": qos.low, "qos_high": qos.high}
+    row: dict[str, Any] = interval_columns("qos", qos)
     row |= {"interval_over": "trainings and episodes" if len(parts) > 1 else "episodes"}
     row |= {"episodes": len(parts[0])}
     for column, (key, scale) in COLUMNS.items():
@@ -440,152 +352,47 @@ def chosen(options: Options, fleet: str, *unusual: str) -> list[TrainedRun]:
     ]
 
 
-def with_earlier(
-    options: Options, stem: str, rows: Sequence[Mapping[str, Any]], *point: str
-) -> list[dict[str, Any]]:
-    """With ``--keep``, these rows and those of the policies that only the earlier table has.
+def compared(*unusual: str) -> Callable[[Options, Mapping[str, Any]], list[str | TrainedRun]]:
+    """The policies of a setting: the heuristics and the routers for its fleet, see `chosen`."""
 
-    A router is so compared with those of a figure without training them all. The earlier table is
-    that in the folder of the results or, if there is none, the one that comes with the package.
-    The heuristics are measured every time: they have the same QoS as before if the episodes are
-    the same.
+    def policies(options: Options, at: Mapping[str, Any]) -> list[str | TrainedRun]:
+        return [*BASELINES, *chosen(options, at.get("profiles", at.get("_fleet")), *unusual)]
 
-    Args:
-        options: The command line.
-        stem: Name of the table.
-        rows: What was measured; a policy may have several rows at a point.
-        *point: The columns that identify a point.
-
-    Raises:
-        ValueError: If there is no such table, or if a heuristic has another QoS in it.
-    """
-    if not options.keep:
-        return [dict(row) for row in rows]
-    table = table_path(options, stem)
-    if not table.exists():
-        raise ValueError(f"keep: there is no {table} to keep rows of; leave --keep out")
-    earlier = read_rows(table, empty=math.nan)
-    return merge_policies(rows, earlier, point, BASELINES, "qos", table)
+    return policies
 
 
-def _merged(options: Options, stem: str) -> list[dict[str, Any]]:
-    """Provenance of the tables whose rows `with_earlier` added, the oldest first."""
-    if not options.keep:
-        return []
-    record = read_record(table_path(options, stem))
-    if not record:  # a table without its record
-        return [{"versions": versions(())}]
-    before = record.get("merged", [])
-    return [*before, {key: record[key] for key in ("command", "date", "settings")}]
-
-
-def save(options: Options, stem: str, rows: Sequence[Mapping[str, Any]], *notes: Note) -> None:
-    """As `figure_run.save`, with the trained routers that the figure compares."""
+def _facts(options: Options) -> dict[str, Any]:
+    """The trained routers that a table compares."""
     seeds: dict[str, list[int]] = {}
     for run in options.trained:
         seeds.setdefault(run.label, []).append(run.seed)
-    settings = {"sources": source_digest(), "trained_routers": seeds}
-    figure_run.save(
-        options,
-        stem,
-        rows,
-        *notes,
-        settings=settings,
-        packages=("torch",),
-        merged=_merged(options, stem),
-    )
+    return {"trained_routers": seeds}
 
 
-def print_rows(title: str, rows: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> None:
-    """Print summaries: the columns ``keys``, QoS with its interval, latency, refused requests."""
-
-    def text(row: Mapping[str, Any]) -> str:
-        qos = Interval(row["qos"], row["qos_low"], row["qos_high"])
-        return f"{qos.value:.3f} [{qos.low:.3f}, {qos.high:.3f}]"
-
-    body = [
-        [
-            row["policy"] + (f" x{row['trainings']}" if row["trainings"] else ""),
-            *(str(row[key]) for key in keys),
-            text(row),
-            f"{row['latency_ms_per_token']:.1f}",
-            f"{100 * row['late_rate']:.1f}",
-            f"{100 * row['drop_rate']:.1f}",
-            f"{100 * row['reject_rate']:.1f}",
-        ]
-        for row in rows
-    ]
-    print_table(title, ["policy", *keys, "QoS", "ms/token", "late %", "drop %", "reject %"], body)
+Study = functools.partial(study.Study, facts=_facts, packages=("torch",))
+"""A study that compares trained routers, too."""
 
 
-def run_figures(
-    figures: Mapping[str, Figure],
-    pictures: Pictures,
-    argv: Sequence[str] | None,
-    description: str | None,
-    module: str,
-    episodes: int,
-    own: Callable[[argparse.ArgumentParser], None] | None = None,
-    mergeable: bool = False,
-) -> int:
-    """The command line of a figure module.
+def _add(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--checkpoints", type=Path, help="folder of trainings; default: the shipped ones")
+    words = "shipped routers to compare (all; with --checkpoints none)"
+    add("--routers", nargs="+", default=(), metavar="NAME", help=words)
+    words = f"fleets ({' '.join(FLEETS)})"
+    add("--profiles", nargs="+", default=FLEETS, metavar="FLEET", dest="fleets", help=words)
 
-    Args:
-        figures: Figure by name, in order.
-        pictures: See `figure_run.run_chosen`.
-        argv: Arguments, those of the process by default.
-        description: The module's docstring.
-        module: Import name of the module.
-        episodes: Default number of episodes.
-        own: Adds the module's own options.
-        mergeable: Whether its figures go through `with_earlier`, so that it takes ``--keep``.
 
-    Returns:
-        0.
-
-    Raises:
-        ValueError: If an argument is not valid.
-    """
-    parser = figure_parser(tuple(figures), description, module, episodes)
-    parser.add_argument(
-        "--checkpoints", type=Path, help="folder of trainings; default: the shipped ones"
-    )
-    parser.add_argument(
-        "--routers", nargs="+", default=(), metavar="NAME", help="of the shipped ones only these"
-    )
-    parser.add_argument(
-        "--shipped", action="store_true", help="with --checkpoints: and the shipped ones"
-    )
-    parser.add_argument(
-        "--cache", type=Path, help="folder for the episodes of trainings: none is played twice"
-    )
-    parser.add_argument(
-        "--profiles",
-        nargs="+",
-        default=FLEETS,
-        metavar="FLEET",
-        dest="fleets",
-        help=f"fleets ({' '.join(FLEETS)})",
-    )
-    if mergeable:
-        parser.add_argument(
-            "--keep",
-            action="store_true",
-            help="leave the policies that are not measured in the table (not table2)",
-        )
-    if own is not None:
-        own(parser)
-    options = command_line(parser, argv, Options())
-    if options.draw:
-        return run_chosen(figures, pictures, options)
+def _prepare(options: Options) -> None:
     options.trained = ()
     if options.checkpoints is not None:
         options.trained += tuple(find_runs(options.checkpoints))
-    if options.shipped or options.checkpoints is None:
+    if options.routers or options.checkpoints is None:
         options.trained += tuple(shipped_runs(options.routers))
     options.requests = 100 if options.quick else 1000
-    if options.cache is not None:
-        options.cache.mkdir(parents=True, exist_ok=True)
-    if not options.trained:
-        print("no trained routers: baselines only")
-    return run_chosen(figures, pictures, options)
+
+
+def command(
+    module: str, doc: str | None, studies: Sequence[Any], episodes: int
+) -> Callable[[Sequence[str] | None], int]:
+    """The ``main`` of a module, see `study.command`, with the options of `Options`."""
+    return study.command(module, doc, studies, episodes, _add, _prepare)

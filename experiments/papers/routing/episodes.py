@@ -6,7 +6,7 @@ finished training below the folder; without it, the baselines and the shipped ro
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,87 +14,51 @@ import numpy as np
 from servegym._command_line import run_main
 from servegym.envs.families import family_of
 from servegym.envs.llm_routing.core import OUTCOMES
-from servegym.experiments.evaluation.output import print_table
 from servegym.experiments.evaluation.play import open_envs, play, problem_of
 from servegym.experiments.evaluation.resolve import resolve
-from servegym.experiments.evaluation.tables import note
-from servegym.experiments.papers.plotting import legend, pyplot, tidy
+from servegym.experiments.evaluation.tables import Note, note
+from servegym.experiments.papers.plotting import Bars, Lines
+from servegym.experiments.papers.routing.claims import CLAIMS
 from servegym.experiments.papers.routing.common import (
     ENV_ID,
     Options,
+    Study,
+    TrainedRun,
     chosen,
+    command,
+    compared,
     measure,
-    policies_of,
-    run_figures,
-    save,
-    style,
-    with_earlier,
 )
-from servegym.experiments.papers.run import Pictures
+from servegym.experiments.papers.verdicts import Rows, found_for, split
 
-__all__ = ["long_run", "main"]
+__all__ = ["STUDIES", "long_run", "main"]
 
-MODULE = "servegym.experiments.papers.routing.episodes"
 PARTS = ("communication_s", "routing_s", "waiting_s", "inference_s")
 LONG_RUN = ("round_robin", "shortest_queue", "bert_router", "greedy_qos", "priced_greedy")
 WINDOW_S = 30.0
 
 
-def fig10(options: Options) -> None:
+def _fig10(options: Options, at: dict[str, Any], policies: Sequence[Any]) -> list[dict[str, Any]]:
     """End-to-end latency by its four parts."""
-    rows: list[dict[str, Any]] = []
-    for fleet in options.fleets:
-        rate = 8.0 if fleet == "edge-6-heterogeneous" else 5.0
-        point = {"point": f"{fleet}, {rate:g}/s", "profiles": fleet, "rate": rate}
-        rows += measure(options, {"profiles": fleet, "rate": rate}, point, chosen(options, fleet))
     keys = ("policy", "point", *PARTS, "e2e_s", "qos", "drop_rate", "reject_rate")
-    rows = [{key: row[key] for key in keys} for row in rows]
-    rows = with_earlier(options, "fig10_end_to_end", rows, "point")
-    body = [
-        [row["policy"], row["point"], *(f"{1e3 * row[part]:.1f}" for part in PARTS)]
-        + [f"{row['e2e_s']:.3f}", f"{row['qos']:.3f}"]
-        + [f"{100 * (row['drop_rate'] + row['reject_rate']):.1f}"]
-        for row in rows
-    ]
-    print_table(
-        "fig10: mean end-to-end latency of served requests",
-        [
-            "policy",
-            "point",
-            "communication ms",
-            "routing ms",
-            "waiting ms",
-            "inference ms",
-            "sum s",
-            "QoS",
-            "refused %",
-        ],
-        body,
-    )
-    note = (
+    rows = measure(options, at, policies, profiles=at["profiles"], rate=at["rate"])
+    return [{key: row[key] for key in keys} for row in rows]
+
+
+def _fig10_notes(options: Options, rows: Rows) -> Iterator[Note]:
+    yield (
         "The mean is over served requests, and a request is shorter on a model with short "
         "answers: compare latencies together with the QoS and the share of refused requests."
     )
-    save(options, "fig10_end_to_end", rows, note)
+    yield from found_for(CLAIMS, "fig10_end_to_end")(options, rows)
 
 
-def _plot_parts(rows: Sequence[Mapping[str, Any]]) -> Any:
-    points = list(dict.fromkeys(row["point"] for row in rows))
-    figure, axes = pyplot().subplots(
-        1, len(points), figsize=(6.2 * len(points), 4), squeeze=False, layout="constrained"
-    )
-    for axis, point_name in zip(axes[0], points, strict=True):
-        own = [row for row in rows if row["point"] == point_name]
-        at, left = np.arange(len(own))[::-1], np.zeros(len(own))
-        for part in PARTS:
-            width = np.array([row[part] for row in own])
-            axis.barh(at, width, left=left, label=part.removesuffix("_s"))
-            left += width
-        axis.set_yticks(at, [row["policy"] for row in own], fontsize=8)
-        axis.set(title=point_name, xlabel="mean end-to-end latency of served requests, s")
-        tidy(axis)
-    legend(figure, axes[0, 0])
-    return figure
+def _points(options: Options) -> list[dict[str, Any]]:
+    rates = {fleet: 8.0 if fleet == "edge-6-heterogeneous" else 5.0 for fleet in options.fleets}
+    return [
+        {"point": f"{fleet}, {rate:g}/s", "profiles": fleet, "rate": rate}
+        for fleet, rate in rates.items()
+    ]
 
 
 def long_run(
@@ -141,109 +105,75 @@ def long_run(
         }
 
 
-def fig14(options: Options) -> None:
+def _fig14(options: Options, at: dict[str, Any], policies: Sequence[Any]) -> Iterator[Any]:
     """QoS and GPU memory use over one long run of bursty arrivals (Fig. 14 and 15)."""
     from servegym.agents import load_policy
 
-    rows: list[dict[str, Any]] = []
-    for fleet in options.fleets:
-        kwargs = {
-            "profiles": fleet,
-            "rate": 5.0,
-            "arrivals": "burstgpt",
-            "episode_requests": 300 if options.quick else 6000,
-        }
-        policies: list[Any] = list(LONG_RUN)
-        labels: set[str] = set()
-        for one in chosen(options, fleet):  # one training of each kind: a run, not a mean
-            if one.label not in labels:
-                labels.add(one.label)
-                policy = load_policy(one.path)
-                if getattr(policy, "experts", 0) not in (0, 6):
-                    continue
-                policy.name = one.label
-                policies.append(policy)
-        for policy in policies:
-            found = long_run(policy, kwargs, 1)
-            name = policy if isinstance(policy, str) else policy.name
-            rows += [
-                {"profiles": fleet, "policy": name}
-                | {key: round(float(values[k]), 5) for key, values in found.items()}
-                for k in range(len(found["time_s"]))
-            ]
-    rows = with_earlier(options, "fig14_15_long_run", rows, "profiles")
-    fleets = list(dict.fromkeys(row["profiles"] for row in rows))
-    body, notes = [], []
-    for fleet in fleets:
-        for name in policies_of([row for row in rows if row["profiles"] == fleet]):
-            own = [r for r in rows if r["policy"] == name and r["profiles"] == fleet]
-            weight = np.array([row["requests"] for row in own])
-            means = [
-                np.nansum(weight * [row[key] for row in own]) / weight.sum()
-                for key in ("qos", "memory_use")
-            ]
-            body.append([name, fleet, f"{means[0]:.3f}", f"{100 * means[1]:.1f}"])
-            notes.append(
-                note(
-                    f"{name} on {fleet}: QoS {means[0]:.3f} and {100 * means[1]:.1f} % of the KV "
-                    "memory in use, over the whole run.",
-                    policy=name,
-                    profiles=fleet,
-                    qos=means[0],
-                    memory_use=means[1],
-                )
-            )
-    print_table("fig14, fig15: long run", ["policy", "fleet", "QoS", "memory %"], body)
-    setting = (
+    kwargs = {
+        "profiles": at["profiles"],
+        "rate": 5.0,
+        "arrivals": "burstgpt",
+        "episode_requests": 300 if options.quick else 6000,
+    }
+    for one in policies:
+        name = one if isinstance(one, str) else one.label
+        found = long_run(one if isinstance(one, str) else load_policy(one.path), kwargs, 1)
+        for k in range(len(found["time_s"])):
+            values = {key: round(float(value[k]), 5) for key, value in found.items()}
+            yield {**at, "policy": name} | values
+
+
+def _kinds(options: Options, at: Mapping[str, Any]) -> list[Any]:
+    """Heuristics, and one training of each kind for six experts: a run, not a mean."""
+    kinds: dict[str, TrainedRun] = {}
+    for run in chosen(options, at["profiles"]):
+        if run.any_experts or run.experts == 6:
+            kinds.setdefault(run.label, run)
+    return [*LONG_RUN, *kinds.values()]
+
+
+def _fig14_notes(options: Options, rows: Sequence[dict[str, Any]]) -> Iterator[Note]:
+    yield (
         f"One episode in windows of {WINDOW_S:g} s; arrivals with bursts fitted to BurstGPT, 5 "
         "requests/s on average."
     )
-    save(options, "fig14_15_long_run", rows, setting, *notes)
+    for at, own in split(rows, "profiles", "policy"):
+        weight = np.array([row["requests"] for row in own])
+        qos, use = (
+            np.nansum(weight * [row[key] for row in own]) / weight.sum()
+            for key in ("qos", "memory_use")
+        )
+        yield note(
+            f"{at['policy']} on {at['profiles']}: QoS {qos:.3f} and {100 * use:.1f} % of the KV "
+            "memory in use, over the whole run.",
+            **at,
+            qos=qos,
+            memory_use=use,
+        )
 
 
-def _plot_long_run(rows: Sequence[Mapping[str, Any]]) -> Any:
-    fleets = list(dict.fromkeys(row["profiles"] for row in rows))
-    figure, grid = pyplot().subplots(
-        3,
-        len(fleets),
-        figsize=(6.5 * len(fleets), 7.5),
-        squeeze=False,
-        sharex="col",
-        layout="constrained",
-    )
-    for axes, fleet in zip(grid.T, fleets, strict=True):
-        names = policies_of([row for row in rows if row["profiles"] == fleet])
-        for name in names:
-            own = [row for row in rows if (row["policy"], row["profiles"]) == (name, fleet)]
-            time, requests, qos, use = (
-                np.array([row[key] for row in own])
-                for key in ("time_s", "requests", "qos", "memory_use")
-            )
-            # Averages from the start on: a window of a few requests says little.
-            with np.errstate(invalid="ignore"):
-                running = (np.nan_to_num(qos) * requests).cumsum() / requests.cumsum()
-            look = style(name, names) | {"marker": ""}
-            axes[1].plot(time, running, label=name, **look)
-            axes[2].plot(time, 100 * use, **look)
-            if name == names[0]:
-                axes[0].fill_between(time, requests, step="post", color="grey")
-        axes[0].set(ylabel="arrivals/s", title=fleet)
-        axes[1].set(ylabel="average QoS so far", ylim=(0, None))
-        axes[2].set(ylabel="GPU memory for KV in use, %", xlabel="seconds", ylim=(0, None))
-        for axis in axes:
-            tidy(axis)
-    legend(figure, grid[1, 0])
-    return figure
+STUDIES = (
+    Study(
+        "fig10_end_to_end",
+        "fig10",
+        _fig10,
+        _points,
+        compared(),
+        _fig10_notes,
+        Bars(x="policy", y=(*PARTS, "e2e_s"), panels="point"),
+    ),
+    Study(
+        "fig14_15_long_run",
+        "fig14",
+        _fig14,
+        lambda options: [{"profiles": fleet} for fleet in options.fleets],
+        _kinds,
+        _fig14_notes,
+        Lines(x="time_s", y=("requests", "qos", "memory_use"), line="policy", panels="profiles"),
+    ),
+)
 
-
-FIGURES = {"fig10": fig10, "fig14": fig14}
-PICTURES: Pictures = {"fig10_end_to_end": _plot_parts, "fig14_15_long_run": _plot_long_run}
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print and save; see ``--help``."""
-    return run_figures(FIGURES, PICTURES, argv, __doc__, MODULE, episodes=50, mergeable=True)
-
+main = command(__spec__.name, __doc__, STUDIES, episodes=50)
 
 if __name__ == "__main__":
     run_main(main)

@@ -8,40 +8,36 @@ the predictors of Fig. 18, and Table II.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from servegym._command_line import run_main
-from servegym.experiments.evaluation.output import print_table
 from servegym.experiments.evaluation.play import DEFAULT_SEED, make_envs
-from servegym.experiments.evaluation.tables import note
+from servegym.experiments.evaluation.tables import Note
+from servegym.experiments.papers.plotting import Bars
 from servegym.experiments.papers.routing.claims import (
+    CLAIMS,
     METHOD,
     PAPER_HEURISTICS,
-    PRINTED,
     RETRAINED,
     RIVALS,
 )
 from servegym.experiments.papers.routing.common import (
     ENV_ID,
     Options,
+    Study,
+    TrainedRun,
     chosen,
+    command,
     measure,
-    print_rows,
-    run_figures,
-    save,
     shipped_runs,
-    with_earlier,
 )
-from servegym.experiments.papers.routing.plots import plot_groups
-from servegym.experiments.papers.run import Pictures
-from servegym.experiments.papers.verdicts import percent
+from servegym.experiments.papers.verdicts import Rows, found_for
 
-__all__ = ["main", "profile_router"]
+__all__ = ["STUDIES", "main", "profile_router"]
 
-MODULE = "servegym.experiments.papers.routing.learning"
 HET = "edge-6-heterogeneous"
 PREDICTORS = {
     "PS+PL": {},
@@ -57,61 +53,46 @@ each expert's train means in their place; those of the predictor that was traine
 (`envs/workloads/build/predictor.py`); the truth, an upper bound."""
 
 
-def fig18(options: Options) -> None:
-    """Predictors: none, one or both of score and length; heuristics and routers trained so.
+def _settings(options: Options) -> list[dict[str, Any]]:
+    return [
+        {"point": f"{fleet}, {rate:g}/s", "predictors": name, "profiles": fleet, "_rate": rate}
+        for fleet, rate in ((HET, 8.0), ("paper-linear", 5.0))
+        if fleet in options.fleets
+        for name in PREDICTORS
+    ]
+
+
+def _routers(options: Options, at: Mapping[str, Any]) -> list[str | TrainedRun]:
+    """Heuristics and routers trained with these predictors.
 
     Learners on Baseline RL's state read no prediction: one training serves all. Shipped routers
     were trained with predictions and are played without.
     """
-    rows = []
-    heuristics = (*PAPER_HEURISTICS, "least_latency", "greedy_qos", "priced_greedy")
-    for fleet, rate in ((HET, 8.0), ("paper-linear", 5.0)):
-        if fleet not in options.fleets:
-            continue
-        for name, given in PREDICTORS.items():
-            point = {"point": f"{fleet}, {rate:g}/s", "predictors": name, "profiles": fleet}
-            trained = []
-            for one in chosen(options, fleet, RETRAINED):
-                so = {key: v for key, v in one.env.items() if key.endswith("_predictor")}
-                if one.label == METHOD and name == "PS+PL":
-                    trained.append(one._replace(label=f"{METHOD}{RETRAINED}"))
-                elif one.shipped or one.name in RIVALS or (so and so == given):
-                    trained.append(one)
-            kwargs = {"profiles": fleet, "rate": rate, **given}
-            rows += measure(options, kwargs, point, trained, heuristics)
-    rows = with_earlier(options, "fig18_predictors", rows, "point", "predictors")
-    print_rows("fig18: predictors", rows, ["point", "predictors"])
-    lines = []
-    for fleet_point in dict.fromkeys(row["point"] for row in rows):
-        by_name = {
-            (row["policy"], row["predictors"]): row for row in rows if row["point"] == fleet_point
-        }
-        for policy in dict.fromkeys(row["policy"] for row in rows):
-            none = by_name.get((policy, "ZS+ZL"))
-            for name, words in (
-                ("PS+PL", "predictors"),
-                ("learned", "the predictor trained here"),
-                ("mean", "each expert's train means"),
-            ):
-                with_it = by_name.get((policy, name))
-                if with_it and none and none["qos"] > 0:
-                    qos = percent(with_it["qos"], none["qos"])
-                    per_token = "latency_ms_per_token"
-                    latency = percent(with_it[per_token], none[per_token])
-                    text = (
-                        f"{fleet_point}: {policy} with {words} against without any: QoS "
-                        f"{qos:+.2f} %, latency per token {latency:+.2f} % (paper: "
-                        f"{PRINTED['Fig. 18']})."
-                    )
-                    data = {"point": fleet_point, "policy": policy, "predictors": name}
-                    lines.append(note(text, **data, qos_pct=qos, latency_pct=latency))
-    text = (
+    found: list[str | TrainedRun] = [*PAPER_HEURISTICS, "least_latency", "greedy_qos"]
+    found.append("priced_greedy")
+    for one in chosen(options, at["profiles"], RETRAINED):
+        so = {key: v for key, v in one.env.items() if key.endswith("_predictor")}
+        if one.label == METHOD and at["predictors"] == "PS+PL":
+            found.append(one._replace(label=f"{METHOD}{RETRAINED}"))
+        elif one.shipped or one.name in RIVALS or (so and so == PREDICTORS[at["predictors"]]):
+            found.append(one)
+    return found
+
+
+def _fig18(options: Options, at: dict[str, Any], policies: Sequence[Any]) -> list[dict[str, Any]]:
+    """Predictors: none, one or both of score and length; heuristics and routers trained so."""
+    given = PREDICTORS[at["predictors"]]
+    return measure(options, at, policies, profiles=at["profiles"], rate=at["_rate"], **given)
+
+
+def _fig18_notes(options: Options, rows: Rows) -> Iterator[Note]:
+    yield (
         "Predictions of the score (S) and the length (L) are as often right as the paper's (P), or "
         "there are none (Z): a policy without them takes the same score and length for every "
         "expert. 'mean' gives each expert's train means; 'learned' are those of the predictor that "
         "is trained here; 'exact' ones are the truth, an upper bound."
     )
-    save(options, "fig18_predictors", rows, text, *lines)
+    yield from found_for(CLAIMS, "fig18_predictors")(options, rows)
 
 
 def _times(call: Callable[[int], Any], count: int) -> tuple[float, float, float]:
@@ -197,49 +178,37 @@ def profile_router(decisions: int, seed: int = DEFAULT_SEED) -> list[dict[str, A
     for name, parameters, call, paper in parts:
         wall = _times(call, decisions) if call is not None else ("", "", "")
         cells = [round(value, 4) if isinstance(value, float) else value for value in wall]
-        table.append(
-            {
-                "component": name,
-                "parameters": parameters,
-                "p50_ms": cells[0],
-                "p99_ms": cells[1],
-                "cpu_p99_ms": cells[2],
-                "paper": paper,
-            }
-        )
+        keys = ("p50_ms", "p99_ms", "cpu_p99_ms")
+        row = {"component": name, "parameters": parameters}
+        table.append(row | dict(zip(keys, cells, strict=True)) | {"paper": paper})
     return table
 
 
-def table2(options: Options) -> None:
-    """Parameters and latency of the router's parts."""
-    rows = profile_router(100 if options.quick else 1000)
-    print_table(
-        "table2: one core, one decision at a time",
-        list(rows[0]),
-        [[str(value) for value in row.values()] for row in rows],
-    )
-    save(
-        options,
+STUDIES = (
+    Study(
+        "fig18_predictors",
+        "fig18",
+        _fig18,
+        _settings,
+        _routers,
+        _fig18_notes,
+        Bars(x="predictors", y="qos", line="policy", panels="point"),
+    ),
+    Study(
         "table2_router",
-        rows,
-        "Predictions are read from tables here; the paper's two predictors have 67M parameters "
-        "and take 5 ms each on a GPU.",
-        "The parts are those of sac_han's default architecture with untrained weights; the "
-        "shipped routers follow as a whole.",
-        "cpu_p99_ms is processor time: it leaves out what other processes took of the core.",
-    )
+        "table2",
+        lambda options, *_: profile_router(100 if options.quick else 1000),
+        notes=lambda options, rows: [
+            "Predictions are read from tables here; the paper's two predictors have 67M parameters "
+            "and take 5 ms each on a GPU.",
+            "The parts are those of sac_han's default architecture with untrained weights; the "
+            "shipped routers follow as a whole.",
+            "cpu_p99_ms is processor time: it leaves out what other processes took of the core.",
+        ],
+    ),
+)
 
-
-FIGURES = {"fig18": fig18, "table2": table2}
-PICTURES: Pictures = {
-    "fig18_predictors": lambda rows: plot_groups(rows, "point", "predictors"),
-}
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print and save; see ``--help``."""
-    return run_figures(FIGURES, PICTURES, argv, __doc__, MODULE, episodes=50, mergeable=True)
-
+main = command(__spec__.name, __doc__, STUDIES, episodes=50)
 
 if __name__ == "__main__":
     run_main(main)

@@ -5,156 +5,185 @@
     python -m servegym.experiments.papers.routing.load_sweeps --checkpoints runs/learning
 
 measures every baseline and every training below the folder on the same evaluation
-episodes, with ``--shipped`` the shipped routers too; without ``--checkpoints`` these alone. Each
-fleet has its own panels: what holds on one regime need not hold on another.
+episodes; without ``--checkpoints`` the shipped routers. Each fleet has its own panels: what holds
+on one regime need not hold on another.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from servegym._command_line import run_main
-from servegym.experiments.papers.routing.claims import AT_N, OVER_L, PRINTED, Change, claims
+from servegym.experiments.evaluation.tables import Note
+from servegym.experiments.papers.plotting import Bars, Lines
+from servegym.experiments.papers.routing.claims import AT_N, CLAIMS, OVER_L
 from servegym.experiments.papers.routing.common import (
+    BASELINES,
     Options,
+    Study,
+    TrainedRun,
     chosen,
+    command,
+    compared,
     measure,
-    plot_bars,
-    plot_lines,
-    print_rows,
-    run_figures,
-    save,
-    with_earlier,
 )
-from servegym.experiments.papers.run import Pictures, first_and_last
+from servegym.experiments.papers.study import ends
+from servegym.experiments.papers.verdicts import Rows, found_for
 from servegym.hardware_profiles import load_fleet
 
-__all__ = ["main"]
+__all__ = ["STUDIES", "main"]
 
-MODULE = "servegym.experiments.papers.routing.load_sweeps"
+Row = dict[str, Any]
 RATES = (3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0, 11.0)
 FIG11_RATE = 5.0
 LIMITS_MS = (20.0, 25.0, 30.0, 35.0, 40.0, 45.0)
 POINTS = {"edge-6-heterogeneous": (5.0, 8.0), "paper-linear": (3.0, 5.0)}
 """Rates of the comparisons: the paper's, and the one where a fleet is loaded but not lost."""
+SHOWN = ("qos", "latency_ms_per_token", "drop_rate")
 
 
-def _comparison(options: Options, stem: str, arrivals: str, paper: Change, requests: int) -> None:
-    rows = []
-    for fleet in options.fleets:
-        for rate in POINTS.get(fleet, (5.0,)):
-            point = {"point": f"{fleet}, {rate:g}/s", "profiles": fleet, "rate": rate}
-            kwargs = {"profiles": fleet, "rate": rate, "arrivals": arrivals}
-            if not options.quick:
-                kwargs["episode_requests"] = requests
-            rows += measure(options, kwargs, point, chosen(options, fleet))
-    rows = with_earlier(options, stem, rows, "point")
-    print_rows(f"{stem}: {arrivals} arrivals", rows, ["point"])
-    lines = claims(rows, paper)
-    save(options, stem, rows, *lines)
+def _at_rates(rates: Callable[[Options, str], Sequence[float]]) -> Callable[[Options], list[Row]]:
+    """Settings of every fleet at some rates."""
+
+    def settings(options: Options) -> list[Row]:
+        return [
+            {"point": f"{fleet}, {rate:g}/s", "profiles": fleet, "rate": rate}
+            for fleet in options.fleets
+            for rate in rates(options, fleet)
+        ]
+
+    return settings
 
 
-def fig7(options: Options) -> None:
-    """QoS and latency per token under Poisson arrivals."""
-    _comparison(options, "fig7_poisson", "poisson", PRINTED["Fig. 7"], 1000)
+def _columns(**more: Any) -> Callable[[Options, Row, Sequence[Any]], list[Row]]:
+    """Rows of a setting whose fleet and rate are columns.
+
+    Args:
+        **more: Further arguments of the environment; a smoke run keeps its own length of episodes.
+    """
+
+    def columns(options: Options, at: Row, policies: Sequence[Any]) -> list[Row]:
+        given = {"profiles": at["profiles"], "rate": at["rate"], **more}
+        if options.quick:
+            given.pop("episode_requests", None)
+        return measure(options, at, policies, **given)
+
+    return columns
 
 
-def fig9(options: Options) -> None:
-    """QoS and latency per token over long episodes with the bursts of a published trace."""
-    _comparison(options, "fig9_burstgpt", "burstgpt", PRINTED["Fig. 9"], 2000)
+def _findings(table: str, *words: str) -> Callable[[Options, Rows], Iterator[Note]]:
+    """Words, and what the paper's claims come to."""
+    found = found_for(CLAIMS, table)
+    return lambda options, rows: itertools.chain(words, found(options, rows))
 
 
-def fig12(options: Options) -> None:
-    """QoS and latency per token against the arrival rate."""
-    rows = []
-    for fleet in options.fleets:
-        for rate in first_and_last(options, RATES):
-            point = {"point": f"{fleet}, {rate:g}/s", "profiles": fleet, "rate": rate}
-            kwargs = {"profiles": fleet, "rate": rate}
-            rows += measure(options, kwargs, point, chosen(options, fleet))
-    rows = with_earlier(options, "fig12_rate", rows, "point")
-    print_rows("fig12: arrival rate", rows, ["point"])
-    lines = claims(rows, PRINTED["Fig. 12"])
-    save(options, "fig12_rate", rows, *lines)
+def _comparison(name: str, figure: str, arrivals: str, requests: int) -> Any:
+    """QoS and latency per token under an arrival process."""
+    return Study(
+        name,
+        figure,
+        _columns(arrivals=arrivals, episode_requests=requests),
+        _at_rates(lambda options, fleet: POINTS.get(fleet, (5.0,))),
+        compared(),
+        _findings(name),
+        Bars(x="policy", y=SHOWN, panels="point", reference="ceiling"),
+    )
 
 
-def fig11(options: Options) -> None:
-    """QoS and latency per token against the number of experts."""
-    rows = []
+def _counts(options: Options) -> list[Row]:
+    settings = []
     for fleet in options.fleets:
         largest = len(load_fleet(fleet).profiles)
         counts = (3, 6, 9, 12) if largest >= 12 else (3, 4, 5, 6)
-        for count in first_and_last(options, [n for n in counts if n <= largest]):
-            point = {"point": f"{fleet}, N={count}", "profiles": fleet, "experts": count}
-            kwargs = {"profiles": fleet, "rate": FIG11_RATE, "num_experts": count}
-            made = [
-                run
-                for run in chosen(options, fleet, AT_N)
-                if run.label.endswith(AT_N) and run.experts == count
-            ]
-            rows += measure(options, kwargs, point, [*chosen(options, fleet), *made])
-    rows = with_earlier(options, "fig11_experts", rows, "point")
-    print_rows("fig11: number of experts", rows, ["point"])
-    note = (
-        "A router that reads the graph serves any number of experts N. Routers labelled 'trained "
-        "at N' are trained for each N."
-    )
-    lines = claims(rows, "above the baselines at every N")
-    save(options, "fig11_experts", rows, note, *lines)
+        settings += [
+            {"point": f"{fleet}, N={count}", "profiles": fleet, "experts": count}
+            for count in ends(options, [n for n in counts if n <= largest])
+        ]
+    return settings
 
 
-def fig13(options: Options) -> None:
-    """QoS and latency per token against the latency requirement."""
-    rows = []
+def _made_for(options: Options, at: Mapping[str, Any]) -> Iterable[str | TrainedRun]:
+    """Heuristics, the fleet's routers, and those that were trained for this number of experts."""
+    every = chosen(options, at["profiles"], AT_N)
+    made = [run for run in every if run.label.endswith(AT_N) and run.experts == at["experts"]]
+    return [*BASELINES, *chosen(options, at["profiles"]), *made]
+
+
+def _experts(options: Options, at: Row, policies: Sequence[Any]) -> list[Row]:
+    """QoS and latency per token against the number of experts."""
+    kwargs = {"profiles": at["profiles"], "rate": FIG11_RATE, "num_experts": at["experts"]}
+    return measure(options, at, policies, **kwargs)
+
+
+def _limits(options: Options) -> list[Row]:
+    settings = []
     for fleet in options.fleets:
-        rate = 8.0 if fleet == "edge-6-heterogeneous" else 5.0
-        for limit in first_and_last(options, LIMITS_MS):
-            name = f"{fleet}, {rate:g}/s"
-            point = {"point": f"{name}, L={limit:g} ms", "panel": name, "limit_ms": limit}
-            kwargs = {"profiles": fleet, "rate": rate, "latency_requirement_s": limit / 1e3}
-            rows += measure(options, kwargs, point, chosen(options, fleet, OVER_L))
-    rows = with_earlier(options, "fig13_requirement", rows, "point")
-    print_rows("fig13: latency requirement", rows, ["point"])
-    lines = claims(rows, PRINTED["Fig. 13"])
-    note = (
-        "Routers labelled 'trained over L' saw a range of L in training; the others saw 30 ms "
-        "alone. The state of Baseline RL has no L."
-    )
-    save(options, "fig13_requirement", rows, note, *lines)
+        name = f"{fleet}, {_rate(fleet):g}/s"
+        settings += [
+            {
+                "point": f"{name}, L={limit:g} ms",
+                "panel": name,
+                "limit_ms": limit,
+                "_fleet": fleet,
+            }
+            for limit in ends(options, LIMITS_MS)
+        ]
+    return settings
 
 
-FIGURES = {"fig7": fig7, "fig9": fig9, "fig11": fig11, "fig12": fig12, "fig13": fig13}
-PICTURES: Pictures = {
-    "fig7_poisson": lambda rows: plot_bars(rows, "point", "poisson arrivals"),
-    "fig9_burstgpt": lambda rows: plot_bars(rows, "point", "burstgpt arrivals"),
-    "fig11_experts": lambda rows: plot_lines(
-        rows,
-        "experts",
-        "experts",
-        "profiles",
-        f"Poisson arrivals at {FIG11_RATE:g} requests/s, L = 30 ms",
+def _rate(fleet: str) -> float:
+    return 8.0 if fleet == "edge-6-heterogeneous" else 5.0
+
+
+def _requirement(options: Options, at: Row, policies: Sequence[Any]) -> list[Row]:
+    """QoS and latency per token against the latency requirement."""
+    kwargs = {"profiles": at["_fleet"], "rate": _rate(at["_fleet"])}
+    return measure(options, at, policies, **kwargs, latency_requirement_s=at["limit_ms"] / 1e3)
+
+
+STUDIES = (
+    _comparison("fig7_poisson", "fig7", "poisson", 1000),
+    _comparison("fig9_burstgpt", "fig9", "burstgpt", 2000),
+    Study(
+        "fig11_experts",
+        "fig11",
+        _experts,
+        _counts,
+        _made_for,
+        _findings(
+            "fig11_experts",
+            "A router that reads the graph serves any number of experts N. Routers labelled "
+            "'trained at N' are trained for each N.",
+        ),
+        Lines(x="experts", y=SHOWN, line="policy", panels="profiles", reference="ceiling"),
     ),
-    "fig12_rate": lambda rows: plot_lines(
-        rows,
-        "rate",
-        "arrival rate, requests/s",
-        "profiles",
-        "Poisson arrivals, six experts, L = 30 ms",
+    Study(
+        "fig12_rate",
+        "fig12",
+        _columns(),
+        _at_rates(lambda options, fleet: ends(options, RATES)),
+        compared(),
+        _findings("fig12_rate"),
+        Lines(x="rate", y=SHOWN, line="policy", panels="profiles", reference="ceiling"),
     ),
-    "fig13_requirement": lambda rows: plot_lines(
-        rows,
-        "limit_ms",
-        "latency requirement L, ms/token",
-        "panel",
-        "Poisson arrivals, six experts",
+    Study(
+        "fig13_requirement",
+        "fig13",
+        _requirement,
+        _limits,
+        compared(OVER_L),
+        _findings(
+            "fig13_requirement",
+            "Routers labelled 'trained over L' saw a range of L in training; the others saw 30 ms "
+            "alone. The state of Baseline RL has no L.",
+        ),
+        Lines(x="limit_ms", y=SHOWN, line="policy", panels="panel", reference="ceiling"),
     ),
-}
+)
 
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print and save; see ``--help``."""
-    return run_figures(FIGURES, PICTURES, argv, __doc__, MODULE, episodes=50, mergeable=True)
-
+main = command(__spec__.name, __doc__, STUDIES, episodes=50)
 
 if __name__ == "__main__":
     run_main(main)

@@ -1,38 +1,25 @@
 """What the router faces: answers of different models, interference, arrivals (Fig. 4, 5 and 8).
 
-``python -m servegym.experiments.papers.routing.workload`` needs no trained router. With the data
-folder (``SERVEGYM_DATA``) Fig. 8 shows the hourly requests of the published trace, too.
+``python -m servegym.experiments.papers.routing.workload`` needs no trained router.
 """
 
 from __future__ import annotations
 
-import csv
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from servegym._command_line import run_main
-from servegym._files import MalformedFileError, measured_data
 from servegym.envs.workloads import load_catalog, make_arrivals
-from servegym.experiments.evaluation.output import print_table
 from servegym.experiments.evaluation.play import DEFAULT_SEED, make_envs
-from servegym.experiments.evaluation.tables import Note, note
-from servegym.experiments.papers.plotting import legend, pyplot, tidy
-from servegym.experiments.papers.routing.common import (
-    ENV_ID,
-    Options,
-    run_figures,
-    save,
-)
-from servegym.experiments.papers.run import Pictures
+from servegym.experiments.papers.plotting import Lines
+from servegym.experiments.papers.routing.common import ENV_ID
+from servegym.experiments.papers.study import Options, Study, command
 from servegym.hardware_profiles import load_fleet
 
-__all__ = ["first_request_latency", "main"]
+__all__ = ["STUDIES", "first_request_latency", "main"]
 
-MODULE = "servegym.experiments.papers.routing.workload"
-HOURLY = ("burstgpt", "burstgpt_1_hourly_requests.csv")
 EXPERTS = {"RTX 4090": "rtx4090-llama-3.1-8b", "paper-linear": "paper-linear-01"}
 """Single experts of Fig. 5."""
 RATES = (0.5, 1.0, 2.0, 3.0)
@@ -40,59 +27,26 @@ CLOCK = 40.0
 """Arrivals a second that look at the expert; all but a share of them are dropped."""
 
 
-def fig4(options: Options) -> None:
+def _fig4(*_: Any) -> Iterator[dict[str, Any]]:
     """Distributions of scores and lengths of the default fleet's models."""
     catalog = load_catalog("alpaca_eval_7b")
     models = load_fleet("edge-6-heterogeneous").models[:6]
-    columns = catalog.columns(list(models))
-    rows, body = [], []
-    edges = {
-        "score": np.linspace(0, 1, 21),
-        "output_tokens": np.linspace(0, catalog.max_output_tokens, 21),
-    }
-    for model, column in zip(models, columns, strict=True):
-        values = {
-            "score": catalog.scores[:, column].astype(np.float64),
-            "output_tokens": catalog.output_tokens[:, column].astype(np.float64),
-        }
-        cells = [model]
-        for quantity, found in values.items():
-            grid = edges[quantity]
-            share = np.histogram(np.clip(found, grid[0], grid[-1]), grid)[0] / len(found)
-            rows += [
-                {
+    for model, column in zip(models, catalog.columns(list(models)), strict=True):
+        for quantity, found, most in (
+            ("score", catalog.scores, 1),
+            ("output_tokens", catalog.output_tokens, catalog.max_output_tokens),
+        ):
+            grid = np.linspace(0, most, 21)
+            values = found[:, column].astype(np.float64)
+            share = np.histogram(np.clip(values, grid[0], grid[-1]), grid)[0] / len(values)
+            for low, high, part in zip(grid[:-1], grid[1:], share, strict=True):
+                yield {
                     "model": model,
                     "quantity": quantity,
                     "bin_low": round(low, 4),
                     "bin_high": round(high, 4),
                     "share": round(float(part), 6),
                 }
-                for low, high, part in zip(grid[:-1], grid[1:], share, strict=True)
-            ]
-            p10, p50, p90 = np.percentile(found, [10, 50, 90])
-            cells += [f"{found.mean():.3g}", f"{p10:.3g}", f"{p50:.3g}", f"{p90:.3g}"]
-        body.append(cells)
-    parts = [f"{q} {s}" for q in ("score", "tokens") for s in ("mean", "P10", "P50", "P90")]
-    title = f"fig4: {catalog.num_prompts} prompts of {catalog.name}, all splits"
-    print_table(title, ["model", *parts], body)
-    text = (
-        f"Scores and lengths of the catalog {catalog.name}, {catalog.num_prompts} prompts of all "
-        "splits; the environment adds nothing to them."
-    )
-    save(options, "fig4_distributions", rows, text)
-
-
-def _plot_distributions(rows: Sequence[Mapping[str, Any]]) -> Any:
-    figure, axes = pyplot().subplots(1, 2, figsize=(11, 3.6), layout="constrained")
-    for axis, quantity in zip(axes, ("score", "output_tokens"), strict=True):
-        for model in dict.fromkeys(row["model"] for row in rows):
-            own = [row for row in rows if (row["model"], row["quantity"]) == (model, quantity)]
-            edges = [own[0]["bin_low"], *(row["bin_high"] for row in own)]
-            axis.stairs([100 * row["share"] for row in own], edges, label=model, linewidth=1.5)
-        axis.set(xlabel=quantity.replace("_", " "), ylabel="share of prompts, %")
-        tidy(axis)
-    legend(figure, axes[0])
-    return figure
 
 
 def first_request_latency(
@@ -164,122 +118,87 @@ def first_request_latency(
         }
 
 
-def fig5(options: Options) -> None:
+def _length(options: Options) -> tuple[float, int]:
+    """Seconds and episodes of Fig. 5."""
+    return (2.0, 8) if options.quick else (6.0, max(options.episodes, 400))
+
+
+def _fig5(options: Options, at: Mapping[str, Any], _: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Latency per token of the first request against time, by the rate at which others join it."""
-    seconds, episodes = (2.0, 8) if options.quick else (6.0, max(options.episodes, 400))
-    rows: list[dict[str, Any]] = []
-    for name, profile in EXPERTS.items():
-        for rate in RATES:
-            found = first_request_latency(profile, rate, episodes, seconds)
-            # A mean over the few requests that are served longest would be one over others.
-            shown = found["share"] >= 0.3
-            shown &= np.isfinite(found["latency_s_per_token"])
-            rows += [
-                {
-                    "expert": name,
-                    "rate": rate,
-                    "age_s": round(float(t), 3),
-                    "latency_ms_per_token": round(1e3 * float(value), 4),
-                    "share_still_served": round(float(share), 4),
-                }
-                for t, value, share in zip(*(found[key][shown] for key in found), strict=True)
-            ]
-    text = (
-        f"Means of {episodes} episodes of one expert with 16 running slots. A rate is that of the "
-        "requests sent to the expert. A curve ends where fewer than 30 % of the first requests "
-        "are still served."
-    )
-    save(options, "fig5_interference", rows, text)
+    seconds, episodes = _length(options)
+    found = first_request_latency(EXPERTS[at["expert"]], at["rate"], episodes, seconds)
+    # A mean over the few requests that are served longest would be one over others.
+    shown = (found["share"] >= 0.3) & np.isfinite(found["latency_s_per_token"])
+    for t, value, share in zip(*(found[key][shown] for key in found), strict=True):
+        yield {
+            **at,
+            "age_s": round(float(t), 3),
+            "latency_ms_per_token": round(1e3 * float(value), 4),
+            "share_still_served": round(float(share), 4),
+        }
 
 
-def _plot_interference(rows: Sequence[Mapping[str, Any]]) -> Any:
-    names = list(dict.fromkeys(row["expert"] for row in rows))
-    figure, axes = pyplot().subplots(1, len(names), figsize=(11, 3.8), layout="constrained")
-    for axis, name in zip(np.atleast_1d(axes), names, strict=True):
-        for rate in dict.fromkeys(row["rate"] for row in rows):
-            own = [row for row in rows if (row["expert"], row["rate"]) == (name, rate)]
-            axis.plot(
-                [row["age_s"] for row in own],
-                [row["latency_ms_per_token"] for row in own],
-                label=f"{rate:g} requests/s",
-            )
-        axis.set(title=name, xlabel="seconds since the first request arrived")
-        tidy(axis)
-    figure.axes[0].set(ylabel="its latency per token so far, ms")
-    legend(figure, figure.axes[0])
-    return figure
+def _gaps(options: Options, kind: str) -> np.ndarray:
+    """Arrival times of an episode."""
+    count = 500 if options.quick else 5000
+    return make_arrivals(kind, 5.0).sample(count, np.random.default_rng(DEFAULT_SEED))
 
 
-def _hourly(path: Path | None) -> np.ndarray | None:
-    """Requests of every hour of the trace, requests/s, or None without the file."""
-    if path is None or not path.exists():
-        return None
-    with open(path, newline="", encoding="utf-8") as stream:
-        found = list(csv.DictReader(stream))
-    try:
-        hour = np.array([int(float(row["hour_start_s"])) // 3600 for row in found])
-        counts = np.array([float(row["requests"]) for row in found])
-    except (KeyError, TypeError, ValueError) as error:
-        raise MalformedFileError(
-            path, None, None, f"has no numbers hour_start_s, requests ({error})", "see its source"
-        ) from error
-    rates = np.zeros(int(hour.max()) + 1)
-    np.add.at(rates, hour, counts / 3600)
-    return rates
+def _fig8(options: Options, at: Mapping[str, Any], _: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Arrival intensity of one episode."""
+    times = _gaps(options, at["series"])
+    counts = np.histogram(times, np.arange(0, times[-1] + 10, 10.0))[0] / 10
+    for k, count in enumerate(counts):
+        yield {**at, "time_s": 10 * k, "requests_per_s": round(float(count), 3)}
 
 
-def fig8(options: Options) -> None:
-    """Arrival intensity of one episode of each arrival process."""
-    requests = 500 if options.quick else 5000
-    rows: list[dict[str, Any]] = []
-    notes: list[Note] = [f"Each process draws {requests} requests at 5 requests/s on average."]
-    for kind in ("burstgpt", "poisson"):
-        times = make_arrivals(kind, 5.0).sample(requests, np.random.default_rng(DEFAULT_SEED))
-        counts = np.histogram(times, np.arange(0, times[-1] + 10, 10.0))[0] / 10
-        gaps = np.diff(times)
-        variation = gaps.std() / gaps.mean()
-        rows += [
-            {"series": kind, "time_s": 10 * k, "requests_per_s": round(float(c), 3)}
-            for k, c in enumerate(counts)
-        ]
-        text = f"{kind}: the coefficient of variation of the gaps between arrivals is"
-        notes.append(note(f"{text} {variation:.1f}.", series=kind, variation=variation))
-    save(options, "fig8_trace", rows, *notes)
+PROCESSES = ("burstgpt", "poisson")
 
 
-def _plot_arrivals(rows: Sequence[Mapping[str, Any]]) -> Any:
-    """One panel a process, and the hours of the published trace where the data folder has them."""
-    hours = _hourly(measured_data(*HOURLY))
-    series = list(dict.fromkeys(row["series"] for row in rows))
-    panels = len(series) + (hours is not None)
-    figure, axes = pyplot().subplots(1, panels, figsize=(4.6 * panels, 3.4), layout="constrained")
-    if hours is not None:
-        axes[0].plot(np.arange(len(hours)) / 24, hours, linewidth=0.8)
-        axes[0].axhspan(4, 6, color="grey", alpha=0.3)
-        axes[0].set(xlabel="day of the trace", ylabel="requests/s, by the hour", title="BurstGPT")
-    for axis, kind in zip(axes[-len(series) :], series, strict=True):
-        own = [row for row in rows if row["series"] == kind]
-        at, counts = ([row[key] for row in own] for key in ("time_s", "requests_per_s"))
-        axis.step(at, counts, where="post", linewidth=1)
-        axis.axhline(5.0, color="grey", linestyle=":")
-        axis.set(xlabel="seconds", ylabel="requests/s, by 10 s", title=kind)
-    for axis in axes:
-        tidy(axis)
-    return figure
+def _fig8_notes(options: Options, rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    yield "Each process draws its requests at 5 requests/s on average."
+    for kind in PROCESSES:
+        gaps = np.diff(_gaps(options, kind))
+        yield (
+            f"{kind}: the coefficient of variation of the gaps between arrivals is "
+            f"{gaps.std() / gaps.mean():.1f}."
+        )
 
 
-FIGURES = {"fig4": fig4, "fig5": fig5, "fig8": fig8}
-PICTURES: Pictures = {
-    "fig4_distributions": _plot_distributions,
-    "fig5_interference": _plot_interference,
-    "fig8_trace": _plot_arrivals,
-}
+STUDIES = (
+    Study(
+        "fig4_distributions",
+        "fig4",
+        _fig4,
+        notes=lambda options, rows: [
+            "Scores and lengths of the catalog alpaca_eval_7b, prompts of all splits; the "
+            "environment adds nothing to them."
+        ],
+        picture=Lines(x="bin_low", y="share", line="model", panels="quantity"),
+    ),
+    Study(
+        "fig5_interference",
+        "fig5",
+        _fig5,
+        lambda options: [{"expert": name, "rate": rate} for name in EXPERTS for rate in RATES],
+        notes=lambda options, rows: [
+            f"Means of {_length(options)[1]} episodes of one expert with 16 running slots. A rate "
+            "is that of the requests sent to the expert. A curve ends where fewer than 30 % of the "
+            "first requests are still served."
+        ],
+        picture=Lines(x="age_s", y="latency_ms_per_token", line="rate", panels="expert"),
+    ),
+    Study(
+        "fig8_trace",
+        "fig8",
+        _fig8,
+        lambda options: [{"series": kind} for kind in PROCESSES],
+        notes=_fig8_notes,
+        picture=Lines(x="time_s", y="requests_per_s", panels="series", level=5.0),
+    ),
+)
 
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Compute, print and save; see ``--help``."""
-    return run_figures(FIGURES, PICTURES, argv, __doc__, MODULE, episodes=400)
-
+main = command(__spec__.name, __doc__, STUDIES, episodes=400)
 
 if __name__ == "__main__":
     run_main(main)

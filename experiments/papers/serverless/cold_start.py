@@ -13,8 +13,7 @@ GPT2-MoE, the paper's small model, has drawn routing, which a cold start hardly 
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,37 +27,33 @@ from servegym.envs.serverless_moe.loads import Load
 from servegym.envs.serverless_moe.rivals import DEPLOYMENTS, deployment_cost
 from servegym.envs.workloads.activations import load_activations
 from servegym.experiments.evaluation.tables import Note
-from servegym.experiments.papers.plotting import error_bars, legend, pyplot, tidy
-from servegym.experiments.papers.run import Pictures, save
+from servegym.experiments.papers.plotting import Bars, Lines
+from servegym.experiments.papers.serverless.claims import CLAIMS
 from servegym.experiments.papers.serverless.common import (
     BILLS,
     MODELS,
     N_IN,
     N_OUT,
+    PROMPTS,
     SYNTHETIC,
     TPOT_S,
     TREM_S,
     TTFT_S,
-    Options,
     billed_system,
     held_out,
     recorded_request,
-    run_figures,
-    verdict,
     with_interval,
 )
-from servegym.experiments.papers.verdicts import pick, values
+from servegym.experiments.papers.study import Options, Study, command
+from servegym.experiments.papers.verdicts import Rows, found_for, pick, split
 from servegym.hardware_profiles.serverless import load_constants
 
-__all__ = ["cold_rows", "main", "ratio_plan", "starts"]
+__all__ = ["STUDIES", "cold_rows", "main", "ratio_plan", "starts"]
 
-MODULE = "servegym.experiments.papers.serverless.cold_start"
 STARTED = (*MODELS, SYNTHETIC)
 RATIOS = tuple(i / 16 for i in range(17))
 EXAMPLES = (0.5, 0.8)
-"""Remote ratios that the notes name."""
-PAPER = (47.0, 57.14)
-"""% off in the paper's abstract and in its section V-E."""
+"""Further remote ratios."""
 
 Array = NDArray[np.float64]
 
@@ -171,182 +166,95 @@ def cold_rows(name: str, prompts: int, ratios: Sequence[float]) -> list[dict[str
     return rows
 
 
-def fig11(options: Options) -> None:
-    """Cold start by method and by remote ratio."""
-    ratios = RATIOS[::4] if options.quick else RATIOS
-    rows: list[dict[str, Any]] = []
-    notes: list[Note] = ["Model output, not a measurement: Tcold of containers and weights read."]
-    for name in STARTED:
-        mine = cold_rows(name, options.episodes, ratios)
-        rows += mine
-        notes += _cold_notes(name, mine)
-    save(options, "fig11_cold_start", rows, *notes)
-
-
-def _plot_starts(rows: Sequence[Mapping[str, Any]]) -> Any:
-    figure, axes = pyplot().subplots(1, 4, figsize=(15, 4.2), layout="constrained")
-    for m, name in enumerate(dict.fromkeys(row["model"] for row in rows)):
-        mine = [row for row in rows if row["model"] == name]
-        free = [r for r in mine if r["bill"] == "none"]
-        default = [r for r in free if (r["setting"], r["link"]) == ("default", "own")]
-        bars = [r for r in default if r["method"] in (*DEPLOYMENTS, *READINGS)]
-        at = np.arange(len(bars))
-        main = np.array([r["main_s"] for r in bars])
-        box = np.minimum(main, bars[0]["container_s"])
-        axis = axes[m]
-        axis.bar(at - 0.2, box, 0.38, color="lightgrey", label="container")
-        axis.bar(at - 0.2, main - box, 0.38, bottom=box, color="C0", label="weights")
-        remote = np.array([r["remote_s"] for r in bars])
-        axis.bar(at + 0.2, remote, 0.38, color="C1", label="slowest remote function")
-        axis.set_xticks(at, [r["method"] for r in bars], rotation=45, ha="right", fontsize=8)
-        axis.set_ylabel("start, s")
-        axis.set_title(name, fontsize=10)
-        for link, linestyle in (("own", "-"), ("shared", ":")):
-            line = [
-                r
-                for r in free
-                if (r["setting"], r["link"]) == ("default", link) and r["method"].startswith("b =")
-            ]
-            axes[3].plot(
-                [r["b"] for r in line],
-                [100 * (r["over_mix"] - 1) for r in line],
-                color=f"C{m}",
-                linestyle=linestyle,
-                label=name if link == "own" else None,
-            )
-    axes[3].axhspan(-PAPER[1], -PAPER[0], color="grey", alpha=0.3, label="paper: -47 to -57 %")
-    axes[3].set(xlabel="remote ratio b", ylabel="cold start against MIX, %", ylim=(-100, 8))
-    axes[3].set_title("a link each (solid), one link (dotted)", fontsize=10)
-    axes[3].legend(fontsize=7, loc="lower left")
-    for axis in axes:
-        tidy(axis)
-    legend(figure, axes[0])
-    return figure
-
-
-def _cold_notes(name: str, rows: Sequence[dict[str, Any]]) -> list[Note]:
-    def off(setting: str, link: str, method: str, bill: str = "none") -> float:
-        wanted = {"setting": setting, "link": link, "method": method, "bill": bill}
-        (found,) = pick(rows, **wanted)
-        return 100.0 * (1.0 - found["over_mix"])
-
-    def words(setting: str, link: str) -> str:
-        methods = (*READINGS, *(f"b = {b:g}" for b in EXAMPLES))
-        return ", ".join(f"{m} {-round(off(setting, link, m)):+d} %" for m in methods)
-
-    best = max(off("default", "own", reading) for reading in READINGS)
-    notes: list[Note] = [
-        verdict(
-            "Remoe's cold start is up to 47 % (abstract) or 57.14 % (V-E) shorter",
-            best >= PAPER[0],
-            f"{name}, against MIX, a link each: {words('default', 'own')}; Remoe's largest b keeps "
-            "the fewest weights in the main function",
-        ),
-        f"{name}, all weights over one link: {words('default', 'shared')} (Remoe with its "
-        "replicas, each of which reads its experts; b alone with one of each): what is remote is "
-        "read all the same, so the gain needs links of their own",
-        f"{name}, container of 0.17 s: {words('bare container', 'own')}; weights at 12 GB/s: "
-        f"{words('fast loading', 'own')}",
-    ]
-    for bill in BILLS:
-        shown = ", ".join(
-            f"{m} {-round(off('default', 'own', m, bill)):+d} %, over one link "
-            f"{-round(off('default', 'shared', m, bill)):+d} %"
-            for m in READINGS
-        )
-        notes.append(f"{name}, planned with {BILLS[bill].words}, against MIX: {shown}")
-    return notes
-
-
 # ------------------------------------------------------------------------------------------ bill
 
 
-def bill(options: Options) -> None:
+def _bill(options: Options, at: dict[str, Any], _: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Cost over MIX against the remote ratio, starts billed or not."""
-    ratios = RATIOS[::4] if options.quick else RATIOS
-    rows: list[dict[str, Any]] = []
-    notes: list[str] = []
-    for name, bill in itertools.product(MODELS, BILLS):
-        system, activations = billed_system(name, bill), load_activations(name)
-        predicted = predict(activations).astype(np.float64)
-        queries = held_out(activations, options.episodes)
-        asked = [recorded_request(activations, int(q), N_IN, N_OUT, TREM_S) for q in queries]
-        parts = []
-        for billed in (False, True):
-            mix = [
-                deployment_cost("mix", system, r, bill_cold_start=billed).cost_usd for r in asked
-            ]
-            mine = []
-            for b in ratios:
-                plans = [
-                    ratio_plan(system, _load(system, predicted[q]), b, bill_cold_start=billed)
-                    for q in queries
-                ]
-                found = [
-                    eq.evaluate_plan(system, r, p, bill_cold_start=billed)
-                    for r, p in zip(asked, plans, strict=True)
-                ]
-                cost = np.array([outcome.cost_usd for outcome in found])
-                start = np.array([outcome.cost_cold_usd for outcome in found])
-                mine.append(
-                    {
-                        "model": name,
-                        "bill": bill,
-                        "starts_billed": billed,
-                        "b": b,
-                        "prompts": len(queries),
-                        "replicas_a_layer": float(np.mean([p.replicas.mean() for p in plans])),
-                        **with_interval("cost_over_mix", cost / mix),
-                        **with_interval("share_of_starts", start / cost),
-                    }
-                )
-            rows += mine
-            parts.append(mine)
-        free, paid = parts
-        best = [min(part, key=lambda r: r["cost_over_mix"]) for part in parts]
-        notes.append(
-            f"{name}, {BILLS[bill].words}: least cost {_cost(best[0])} at b = {best[0]['b']:g} "
-            f"with free starts and {_cost(best[1])} at b = {best[1]['b']:g} with billed ones; "
-            f"starts are {100 * paid[0]['share_of_starts']:.0f} % of MIX's bill and "
-            f"{100 * best[1]['share_of_starts']:.0f} % of that plan's, which has "
-            f"{best[1]['replicas_a_layer']:.1f} replicas a layer that all start"
+    name, billed = at["model"], {"bill_cold_start": at["starts_billed"]}
+    system, activations = billed_system(name, at["bill"]), load_activations(name)
+    predicted = predict(activations).astype(np.float64)
+    queries = held_out(activations, options.episodes)
+    asked = [recorded_request(activations, int(q), N_IN, N_OUT, TREM_S) for q in queries]
+    mix = [deployment_cost("mix", system, request, **billed).cost_usd for request in asked]
+    for b in _ratios(options):
+        plans = [ratio_plan(system, _load(system, predicted[q]), b, **billed) for q in queries]
+        found = [
+            eq.evaluate_plan(system, request, plan, **billed)
+            for request, plan in zip(asked, plans, strict=True)
+        ]
+        cost = np.array([outcome.cost_usd for outcome in found])
+        start = np.array([outcome.cost_cold_usd for outcome in found])
+        yield {
+            **at,
+            "b": b,
+            "prompts": len(queries),
+            "replicas_a_layer": float(np.mean([plan.replicas.mean() for plan in plans])),
+            **with_interval("cost_over_mix", cost / mix),
+            **with_interval("share_of_starts", start / cost),
+        }
+
+
+def _ratios(options: Options) -> Sequence[float]:
+    return RATIOS[::4] if options.quick else RATIOS
+
+
+def _bill_notes(options: Options, rows: Rows) -> Iterator[Note]:
+    for at, own in split(rows, "model", "bill"):
+        parts = [pick(own, starts_billed=billed) for billed in (False, True)]
+        free, paid = (min(part, key=lambda row: row["cost_over_mix"]) for part in parts)
+        yield (
+            f"{at['model']}, {BILLS[at['bill']].words}: least cost {_cost(free)} at b = "
+            f"{free['b']:g} with free starts and {_cost(paid)} at b = {paid['b']:g} with billed "
+            f"ones; starts are {100 * parts[1][0]['share_of_starts']:.0f} % of MIX's bill and "
+            f"{100 * paid['share_of_starts']:.0f} % of that plan's, which has "
+            f"{paid['replicas_a_layer']:.1f} replicas a layer that all start"
         )
-    notes.append("the plans are Remoe's at the given b: P2 and Eq. 15; MIX is billed alike")
-    save(options, "fig11_bill", rows, *notes)
+    yield "the plans are Remoe's at the given b: P2 and Eq. 15; MIX is billed alike"
 
 
-def _plot_bill(rows: Sequence[Mapping[str, Any]]) -> Any:
-    names = values(rows, "model")
-    figure, axes = pyplot().subplots(1, len(names), figsize=(10, 4), layout="constrained")
-    for axis, name in zip(axes, names, strict=True):
-        for (c, bill), billed in itertools.product(enumerate(values(rows, "bill")), (False, True)):
-            mine = pick(rows, model=name, bill=bill, starts_billed=billed)
-            value, bars = error_bars(mine, "cost_over_mix")
-            label = f"{BILLS[bill].words}, starts {'billed' if billed else 'free'}"
-            look = {"color": f"C{c}", "marker": "o", "ms": 3, "capsize": 2, "label": label}
-            style = "-" if billed else ":"
-            axis.errorbar([row["b"] for row in mine], value, bars, linestyle=style, **look)
-        axis.set(xlabel="remote ratio b", ylabel="cost over MIX", ylim=(0, None))
-        axis.set_title(f"{name}, {mine[0]['prompts']} held-out prompts", fontsize=10)
-        axis.axhline(1.0, color="grey", linewidth=1)
-        axis.legend(fontsize=8)
-        tidy(axis)
-    return figure
-
-
-def _cost(row: dict[str, Any]) -> str:
+def _cost(row: Mapping[str, Any]) -> str:
     ends = f"[{row['cost_over_mix_low']:.3f}, {row['cost_over_mix_high']:.3f}]"
     return f"{row['cost_over_mix']:.3f} {ends}"
 
 
-FIGURES = {"fig11": fig11, "bill": bill}
-PICTURES: Pictures = {"fig11_cold_start": _plot_starts, "fig11_bill": _plot_bill}
+STUDIES = (
+    Study(
+        "fig11_cold_start",
+        "fig11",
+        lambda options, at, _: cold_rows(at["model"], options.episodes, _ratios(options)),
+        lambda options: [{"model": model} for model in STARTED],
+        notes=lambda options, rows: [
+            "Model output, not a measurement: Tcold of containers and weights read.",
+            "What is remote is read all the same, so the gain needs links of their own.",
+            *found_for(CLAIMS, "fig11_cold_start")(options, rows),
+        ],
+        picture=Bars(
+            x="method",
+            y=("main_s", "remote_s"),
+            line="link",
+            panels="model",
+            where=lambda row: (row["setting"], row["bill"]) == ("default", "none"),
+        ),
+    ),
+    Study(
+        "fig11_bill",
+        "bill",
+        _bill,
+        lambda options: [
+            {"model": model, "bill": bill, "starts_billed": billed}
+            for model in MODELS
+            for bill in BILLS
+            for billed in (False, True)
+        ],
+        notes=_bill_notes,
+        picture=Lines(
+            x="b", y="cost_over_mix", line=("bill", "starts_billed"), panels="model", level=1.0
+        ),
+    ),
+)
 
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Compute, print and save; see ``--help``."""
-    return run_figures(FIGURES, PICTURES, argv, __doc__, MODULE)
-
+main = command(__spec__.name, __doc__, STUDIES, PROMPTS)
 
 if __name__ == "__main__":
     run_main(main)

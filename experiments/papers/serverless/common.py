@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,33 +12,25 @@ from servegym.envs.serverless_moe.config import PRESETS, build_system
 from servegym.envs.workloads.activations import Activations
 from servegym.experiments.evaluation.stats import mean, stratified_bootstrap
 from servegym.experiments.evaluation.tables import note
-from servegym.experiments.papers.run import (
-    FigureOptions,
-    Pictures,
-    command_line,
-    figure_parser,
-    run_chosen,
-)
+from servegym.experiments.papers.study import interval_columns
 from servegym.experiments.papers.verdicts import AGREES, DISAGREES
-from servegym.hardware_profiles.serverless import GPU_PROFILES, GPUS, SERVING, load_constants
+from servegym.hardware_profiles.serverless import GPU_PROFILES, SERVING, load_constants
 
 __all__ = [
     "BILLS",
-    "GPUS",
     "MODELS",
     "N_IN",
     "N_OUT",
+    "PROMPTS",
     "SYNTHETIC",
     "TPOT_S",
     "TREM_S",
     "TTFT_S",
     "Bill",
-    "Options",
     "billed_system",
     "gpu_kind",
     "held_out",
     "recorded_request",
-    "run_figures",
     "verdict",
     "with_interval",
 ]
@@ -89,34 +80,8 @@ BILLS = {
 """The paper's bill, without fees or rounding; with those of AWS Lambda, whose list has no GPU; and
 all of Alibaba Function Compute's list prices. Without fees only the ratio of the prices matters."""
 
-Options = FigureOptions
-"""The command line; ``episodes`` is the number of held-out prompts of a model, at most."""
-
-
-def run_figures(
-    figures: Mapping[str, Callable[[Options], object]],
-    pictures: Pictures,
-    argv: Sequence[str] | None,
-    description: str | None,
-    module: str,
-    prompts: int = 1_000,
-) -> int:
-    """Command line of a module: make the figures that it names.
-
-    Args:
-        figures: Name -> function of the options.
-        pictures: See `run.run_chosen`.
-        argv: The command line; that of the process by default.
-        description: The module's docstring.
-        module: Import name of the module.
-        prompts: Default of ``--episodes``, the most held-out prompts of a model.
-
-    Returns:
-        0.
-    """
-    parser = figure_parser(tuple(figures), description, module, prompts)
-    parser.epilog = "episodes: held-out prompts of a model, at most"
-    return run_chosen(figures, pictures, command_line(parser, argv, Options()))
+PROMPTS = 1_000
+"""Default of ``--episodes``: held-out prompts of a model, at most."""
 
 
 def billed_system(
@@ -166,8 +131,7 @@ def recorded_request(
 
 def with_interval(key: str, values: ArrayLike, repetitions: int = 2_000) -> dict[str, Any]:
     """Mean over prompts as ``key``, its 95 % bootstrap interval as ``key_low``, ``key_high``."""
-    found = stratified_bootstrap(values, mean, repetitions)
-    return {key: found.value, f"{key}_low": found.low, f"{key}_high": found.high}
+    return interval_columns(key, stratified_bootstrap(values, mean, repetitions))
 
 
 def verdict(claim: str, holds: bool, found: str) -> dict[str, Any]:

@@ -8,19 +8,17 @@ Time against memory (1 GB of memory is one vCPU) is *derived*: below one vCPU a 
 share of a processor, so a call takes the one-token time over the share; above, threads speed it up
 as the constants' scaling law says, which was fitted to published times of 1 to 16 threads. The
 times are of float32 weights; a call reads every weight once, so they are scaled to the bytes of
-the served ones. With the data folder (``SERVEGYM_DATA``) the published points are in the picture.
+the served ones.
 """
 
 from __future__ import annotations
 
-import csv
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,7 +26,6 @@ from numpy.typing import ArrayLike, NDArray
 from scipy.optimize import least_squares
 
 from servegym._command_line import run_main
-from servegym._files import MalformedFileError, measured_data
 from servegym.baselines.serverless_moe.remoe import remoe
 from servegym.envs.serverless_moe import equations as eq
 from servegym.envs.serverless_moe.config import build_system, predict
@@ -36,28 +33,26 @@ from servegym.envs.serverless_moe.loads import Load
 from servegym.envs.serverless_moe.rivals import deployment_cost
 from servegym.envs.workloads.activations import load_activations
 from servegym.experiments.evaluation.tables import Note
-from servegym.experiments.papers.plotting import legend, pyplot, tidy
-from servegym.experiments.papers.run import Pictures, save
+from servegym.experiments.papers.plotting import Lines
 from servegym.experiments.papers.serverless.common import (
     MODELS,
     N_IN,
     N_OUT,
+    PROMPTS,
     TPOT_S,
     TREM_S,
     TTFT_S,
-    Options,
     held_out,
     recorded_request,
-    run_figures,
     verdict,
     with_interval,
 )
+from servegym.experiments.papers.study import Options, Study, command
 from servegym.hardware_profiles.measure.cpu import SHAPES, forward
 from servegym.hardware_profiles.serverless import ThetaLaw, load_constants
 
-__all__ = ["derived_seconds", "fit_theta", "main", "measure_expert", "published_points", "saving"]
+__all__ = ["STUDIES", "derived_seconds", "fit_theta", "main", "measure_expert", "saving"]
 
-MODULE = "servegym.experiments.papers.serverless.fits"
 FITTED = (*MODELS, "gpt2-moe")
 """Recorded models and the paper's other one."""
 SERVED_BYTES = {"deepseek-v2-lite": 2, "gpt-oss-20b": 2, "gpt2-moe": 4}
@@ -66,7 +61,6 @@ TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 POINTS = {"gpt2-moe": (0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0)}
 DEFAULT_POINTS = (1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5, 5.0)
 """GB at which times are derived: the range of the remote functions' memory (V-A)."""
-THREADS = ("moe_prefetch", "x2_cpu_expert_cost.csv")
 WORKING_SET = 256 * 2**20
 PAPER_THETA2 = "refitted, the paper's theta2"
 
@@ -152,23 +146,6 @@ def derived_seconds(one_token_s: float, gb: ArrayLike) -> Array:
     return one_token_s * np.where(y < 1.0, 1.0 / y, theta1 * np.exp(-theta2 * y) + theta3)
 
 
-def published_points(path: Path) -> tuple[Array, Array]:
-    """Threads (1 to 16) and times over that of one thread, of calls of one expert."""
-    best: dict[float, float] = {}
-    try:
-        with path.open(newline="", encoding="utf-8") as stream:
-            for row in csv.DictReader(stream):
-                if int(row["experts_per_call"]) == 1 and int(row["threads"]) <= 16:
-                    n, t = float(row["threads"]), float(row["us_p50"])
-                    best[n] = min(t, best.get(n, t))
-        one = best[1.0]
-    except (OSError, KeyError, ValueError) as error:
-        remedy = "columns threads, experts_per_call, us_p50 are needed, with a row of 1 thread"
-        raise MalformedFileError(path, None, None, f"cannot be used ({error!r})", remedy) from error
-    n = np.array(sorted(best))
-    return n, np.array([best[k] for k in n]) / one
-
-
 def saving(system: eq.SystemModel, name: str, law: ThetaLaw, prompts: int) -> dict[str, Any]:
     """Cost of Remoe (``remoe_cost``) over MIX's with another law of expert time, and its interval.
 
@@ -208,19 +185,10 @@ def _seconds(law: ThetaLaw, gb: ArrayLike) -> Array:
     return np.array([law.seconds(float(y)) for y in np.atleast_1d(gb)])
 
 
-def fig6(options: Options) -> None:
+def _fig6(options: Options, *_: Any) -> list[dict[str, Any]]:
     """Expert time against memory and tokens: laws against measured and derived points."""
     constants = load_constants()
-    path = measured_data(*THREADS)
-    published = None if path is None else published_points(path)
     rows: list[dict[str, Any]] = []
-    notes: list[Note] = [
-        "Time against tokens is measured here in float32 on one processor. Time against memory is "
-        "derived from it, by the share of a processor below one vCPU and by the constants' scaling "
-        "over threads above: no function was measured, and from 1 GB on the points have the law's "
-        "own form.",
-        "This measurement and the constants' are of one kind of machine, not independent.",
-    ]
 
     def add(model: str, part: str, series: str, x: Any, value: float, unit: str = "ms") -> None:
         rows.append(
@@ -261,7 +229,7 @@ def fig6(options: Options) -> None:
                 add(name, "law", word, key, getattr(law, key), "s" if key[-1] == "s" else "1/GB")
             add(name, "law", word, "R2 to derived points", quality[word][0], "1")
             add(name, "law", word, "largest relative error", quality[word][1], "1")
-        notes += _law_notes(system, laws, quality, taken, served, fitted, tokens)
+        rows[-1]["_notes"] = _law_notes(system, laws, quality, taken, served, fitted, tokens)
         if name in MODELS:
             found = {
                 w: saving(system, name, laws[w], options.episodes)
@@ -270,70 +238,33 @@ def fig6(options: Options) -> None:
             for word, row in found.items():
                 for key, value in row.items():
                     add(name, "cost", word, key, value, "1")
-            notes.append(
-                f"{name}: what the law decides: Remoe (least cost) costs "
-                + " and ".join(
-                    f"{r['cost_over_mix']:.3f} [{r['cost_over_mix_low']:.3f}, "
-                    f"{r['cost_over_mix_high']:.3f}] of MIX with the {w} law"
-                    for w, r in found.items()
-                )
+            told = " and ".join(
+                f"{r['cost_over_mix']:.3f} [{r['cost_over_mix_low']:.3f}, "
+                f"{r['cost_over_mix_high']:.3f}] of MIX with the {w} law"
+                for w, r in found.items()
             )
-    notes += _scaling_notes(published)
-    save(options, "fig06_fits", rows, *notes)
+            rows[-1]["_notes"] = [f"{name}: what the law decides: Remoe (least cost) costs {told}"]
+    return rows
 
 
-def _plot(rows: Sequence[Mapping[str, Any]]) -> Any:
-    path = measured_data(*THREADS)
-    published = None if path is None else published_points(path)
-    names = list(dict.fromkeys(row["model"] for row in rows))
-    figure, axes = pyplot().subplots(1, 4, figsize=(15, 4.2), layout="constrained")
-
-    def series(model: str, part: str) -> dict[str, Array]:
-        """Points ``(2, N)`` of each series of a part, x above values."""
-        own = [row for row in rows if (row["model"], row["part"]) == (model, part)]
-        found = {}
-        for name in dict.fromkeys(row["series"] for row in own):
-            points = [(row["x"], row["value"]) for row in own if row["series"] == name]
-            found[name] = np.array(points, np.float64).T
-        return found
-
-    laws = {
-        (row["model"], row["series"], row["x"]): row["value"]
-        for row in rows
-        if row["part"] == "law"
-    }
-    for m, name in enumerate(names):
-        timed = series(name, "tokens on one vCPU")
-        for kind, form in zip(timed, ("o", ":", "-"), strict=True):
-            label = name if form == "o" else None
-            axes[3].plot(*timed[kind], form, color=f"C{m}", ms=4, label=label)
-        axis, curves = axes[m], series(name, "memory in GB")
-        axis.plot(*curves["derived"], "o", color="black", ms=4, label="derived")
-        gb = curves["derived"][0]
-        fine = np.linspace(gb[0], gb[-1], 200)
-        for k, word in enumerate(word for word in curves if word != "derived"):
-            law = ThetaLaw(
-                *(laws[name, word, key] for key in ("theta1_s", "theta2_per_gb", "theta3_s"))
-            )
-            axis.plot(fine, 1e3 * _seconds(law, fine), color=f"C{k}", label=word)
-        if published is not None:
-            inside = published[0] <= gb[-1]
-            one = SERVED_BYTES[name] / 4 * timed["measured, float32"][1, 0]
-            times = one * published[1][inside]
-            look = {"color": "grey", "label": "published scaling"}
-            axis.plot(published[0][inside], times, "x", **look)
-        axis.set(xlabel="memory, GB (= vCPUs)", ylabel="one token, ms", ylim=(0, None))
-        axis.set_title(name, fontsize=10)
-    axes[3].set(xlabel="tokens", ylabel="one call, ms", xscale="log", yscale="log")
-    axes[3].set_title(
-        "one vCPU: measured in float32 (points), the\nconstants' law (dotted), environment (solid)",
-        fontsize=9,
+def _notes(options: Options, rows: Sequence[dict[str, Any]]) -> Iterator[Note]:
+    yield (
+        "Time against tokens is measured here in float32 on one processor. Time against memory is "
+        "derived from it, by the share of a processor below one vCPU and by the constants' scaling "
+        "over threads above: no function was measured, and from 1 GB on the points have the law's "
+        "own form."
     )
-    axes[3].legend(fontsize=7)
-    for axis in axes:
-        tidy(axis)
-    legend(figure, axes[0])
-    return figure
+    yield "This measurement and the constants' are of one kind of machine, not independent."
+    for row in rows:
+        yield from row.get("_notes", ())
+    scaling = load_constants().raw["thread_scaling"]
+    yield verdict(
+        "theta1 exp(-theta2 y) + theta3 describes expert time",
+        scaling["fit_error"]["r2"] >= 0.95,
+        f"published scaling over 1 to {scaling['max_vcpus']} threads: R2 "
+        f"{scaling['fit_error']['r2']:.3f}, largest error of a point left out "
+        f"{100 * scaling['fit_error']['left_out_one_by_one']['max']:.0f} %",
+    )
 
 
 def _law_notes(
@@ -381,42 +312,23 @@ def _law_notes(
     ]
 
 
-def _scaling_notes(published: tuple[Array, Array] | None) -> list[Note]:
-    scaling = load_constants().raw["thread_scaling"]
-    fit = (
-        f"published scaling over 1 to {scaling['max_vcpus']} threads: R2 "
-        f"{scaling['fit_error']['r2']:.3f}, largest error of a point left out "
-        f"{100 * scaling['fit_error']['left_out_one_by_one']['max']:.0f} %"
-    )
-    notes: list[Note] = [
-        verdict(
-            "theta1 exp(-theta2 y) + theta3 describes expert time",
-            scaling["fit_error"]["r2"] >= 0.95,
-            fit,
-        )
-    ]
-    if published is not None:
-        n, t = published
-        weight = np.column_stack([np.ones_like(n), 1 / n]) / t[:, None]
-        a, b = np.linalg.lstsq(weight, np.ones_like(t), rcond=None)[0]
-        r2, worst = _errors(a + b / n, t)
-        notes.append(
-            f"published scaling: a + b / vCPUs, with as many vCPUs, has R2 {r2:.3f} and a largest "
-            f"error of {100 * worst:.0f} %, so the exponential is the better of the two"
-            if r2 < scaling["fit_error"]["r2"]
-            else f"published scaling: a + b / vCPUs fits better (R2 {r2:.3f})"
-        )
-    return notes
+STUDIES = (
+    Study(
+        "fig06_fits",
+        "fig6",
+        _fig6,
+        notes=_notes,
+        picture=Lines(
+            x="x",
+            y="value",
+            line="series",
+            panels=("part", "model"),
+            where=lambda row: row["unit"] == "ms",
+        ),
+    ),
+)
 
-
-FIGURES = {"fig6": fig6}
-PICTURES: Pictures = {"fig06_fits": _plot}
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, fit, print and save; see ``--help``."""
-    return run_figures(FIGURES, PICTURES, argv, __doc__, MODULE)
-
+main = command(__spec__.name, __doc__, STUDIES, PROMPTS)
 
 if __name__ == "__main__":
     run_main(main)

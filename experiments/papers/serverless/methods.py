@@ -7,8 +7,8 @@ prompts, each request cold and no cold start billed. The optimum knows the token
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
 from typing import Any
 
@@ -22,16 +22,6 @@ from servegym.envs.serverless_moe import equations as eq
 from servegym.envs.serverless_moe.loads import Load
 from servegym.envs.serverless_moe.rivals import DEPLOYMENTS, deployment_cost
 from servegym.envs.workloads.activations import Activations, load_activations
-from servegym.experiments.evaluation.output import print_table
-from servegym.experiments.evaluation.tables import Table, note
-from servegym.experiments.papers.plotting import error_bars, legend, pyplot, tidy
-from servegym.experiments.papers.run import (
-    FigureOptions,
-    Pictures,
-    command_line,
-    figure_parser,
-    run_chosen,
-)
 from servegym.experiments.papers.serverless.common import (
     BILLS,
     N_IN,
@@ -44,38 +34,19 @@ from servegym.experiments.papers.serverless.common import (
     recorded_request,
     with_interval,
 )
-from servegym.experiments.papers.verdicts import pick
+from servegym.experiments.papers.study import Options
 
 __all__ = [
-    "COLOURS",
-    "RIVALS",
-    "Options",
+    "KEY",
+    "METHODS",
     "Setting",
-    "gap_notes",
-    "main_of",
     "measure",
-    "panels",
-    "plot_lines",
     "predictions",
     "rows_of",
-    "show",
-    "sweep",
-    "title_of",
+    "serve",
 ]
 
-RIVALS = ("cpu", "gpu", "fetch", "mix")
-"""The deployments that the paper compares Remoe with."""
-COLOURS = {
-    "cpu": "tab:brown",
-    "gpu": "tab:gray",
-    "fetch": "tab:purple",
-    "mix": "black",
-    "per_expert": "tab:cyan",
-    "remoe": "tab:red",
-    "remoe_cost": "tab:orange",
-    "optimum": "tab:green",
-}
-"""The methods, with their colours in plots."""
+METHODS = (*DEPLOYMENTS, *READINGS, "optimum")
 
 
 @dataclass(frozen=True)
@@ -161,8 +132,7 @@ def measure(setting: Setting, prompts: int) -> dict[str, dict[str, NDArray[np.fl
     ratios = np.unique(np.ceil(np.arange(steps + 1) * experts / steps - 1e-9)) / experts
     held = activations.rows("eval")
     held = held[np.unique(np.linspace(0, len(held) - 1, min(prompts, len(held))).astype(int))]
-    names = [*DEPLOYMENTS, *READINGS, "optimum"]
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in names}
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in METHODS}
     trem = setting.trem_ms * 1e-3
     for prompt in held.tolist():
         request = recorded_request(activations, prompt, setting.n_in, setting.n_out, trem)
@@ -247,157 +217,9 @@ def rows_of(
     return rows
 
 
-class Options(FigureOptions):
-    """The command line; ``episodes`` is the number of held-out prompts of a point.
-
-    Attributes:
-        resume: Whether to measure only the points that the tables do not have.
-    """
-
-    resume: bool
+def serve(options: Options, at: dict[str, Any], _: Sequence[str]) -> list[dict[str, Any]]:
+    """The columns of a study whose settings are those of `Setting`."""
+    return rows_of(Setting(**at), measure(Setting(**at), options.episodes))
 
 
-def main_of(
-    figures: Mapping[str, Callable[[Options], object]],
-    pictures: Pictures,
-    argv: Sequence[str] | None,
-    description: str | None,
-    module: str,
-    prompts: int,
-) -> int:
-    """Command line of a module with `Options`; see `common.run_figures`. Returns 0."""
-    parser = figure_parser(tuple(figures), description, module, prompts)
-    parser.add_argument("--resume", action="store_true", help="measure only what is missing")
-    options = command_line(parser, argv, Options())
-    return run_chosen(figures, pictures, options)
-
-
-def sweep(options: Options, stem: str, settings: Iterable[Setting]) -> list[dict[str, Any]]:
-    """Rows of all points, measured by `measure`.
-
-    ``stem.csv`` has every point as soon as it is measured, so that ``--resume`` can go on from
-    there.
-    """
-    path = options.out / f"{stem}.csv"
-    points = {astuple(setting): setting for setting in settings}
-    order = {point: index for index, point in enumerate(points)}
-    key = [field.name for field in fields(Setting)]
-    table = Table(path, key, load=options.resume)
-    table.discard(lambda row: table.key_of(row) not in order)
-    for point in table.missing(points):
-        fresh = rows_of(points[point], measure(points[point], options.episodes))
-        table.update(fresh, order=lambda row: order[table.key_of(row)])
-        print(".", end="", flush=True)
-    print()
-    return table.rows
-
-
-def show(title: str, rows: Sequence[dict[str, Any]], key: str) -> None:
-    """Print cost over MIX: a line a point, a column a method."""
-    body = []
-    for point in panels(rows, "model", "gpu", "bill", "invocation", key):
-        own = pick(rows, **point)
-        cells = {row["method"]: f"{row['over_mix']:.3f}" for row in own}
-        shown = [name for name in COLOURS if name in cells]
-        body.append([*map(str, point.values()), *(cells[name] for name in shown)])
-    print_table(title, ["model", "GPU", "bill", "invocation", key, *shown], body)
-
-
-def plot_lines(
-    rows: Sequence[Mapping[str, Any]],
-    key: str,
-    label: str,
-    shown: Sequence[dict[str, Any]],
-    columns: int,
-    value: str = "over_mix",
-    log: bool = True,
-    top: float | None = 2.5,
-) -> Any:
-    """A panel for each of ``shown`` (values of columns), a line for each method."""
-    plt = pyplot()
-    columns = min(columns, len(shown))
-    height = -(-len(shown) // columns)
-    figure, axes = plt.subplots(
-        height,
-        columns,
-        figsize=(3.6 * columns, 2.9 * height + 0.5),
-        squeeze=False,
-        sharex=True,
-        layout="constrained",
-    )
-    for axis, panel in zip(axes.flat, shown, strict=True):
-        for name, colour in COLOURS.items():
-            own = pick(rows, method=name, **panel)
-            if not own:
-                continue
-            x = [row[key] for row in own]
-            values, bars = error_bars(own, value)
-            dashed = name in DEPLOYMENTS
-            axis.errorbar(
-                x,
-                values,
-                yerr=bars,
-                color=colour,
-                label=name,
-                lw=1.2,
-                elinewidth=0.7,
-                marker="" if dashed else "o",
-                ms=3,
-                ls="--" if dashed else "-",
-            )
-        axis.set_title("\n".join(title_of(panel).split(", ", 1)), fontsize=8)
-        if log:
-            axis.set_xscale("log")
-            axis.set_xticks(x, [f"{number:g}" for number in x], fontsize=8)
-            axis.minorticks_off()
-        axis.set_ylim(0.0, top)
-        tidy(axis)
-    for axis in axes[-1]:
-        axis.set_xlabel(label)
-    unit = "cost / MIX" if value == "over_mix" else "USD per 1,000 requests"
-    for axis in axes[:, 0]:
-        axis.set_ylabel(unit)
-    legend(figure, axes[0, 0], 9)
-    return figure
-
-
-def panels(rows: Sequence[Mapping[str, Any]], *columns: str) -> list[dict[str, Any]]:
-    """The values of some columns, of model, GPU and bill by default, in the order of the rows."""
-    columns = columns or ("model", "gpu", "bill")
-    found = dict.fromkeys(tuple(row[column] for column in columns) for row in rows)
-    return [dict(zip(columns, one, strict=True)) for one in found]
-
-
-def title_of(panel: Mapping[str, Any]) -> str:
-    """A point in words: model, GPU with its kind, bill, and further columns as they are.
-
-    Args:
-        panel: Column -> value, ``model``, ``gpu`` and ``bill`` among them.
-    """
-    gpu, rest = panel["gpu"], {**panel}
-    words = [rest.pop("model"), f"{gpu} GPU ({gpu_kind(gpu)})"]
-    words.append(BILLS[rest.pop("bill")].words)
-    del rest["gpu"]
-    return ", ".join([*words, *map(str, rest.values())])
-
-
-def gap_notes(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Range over all points of a panel of how far Remoe lies above the optimum."""
-    notes = []
-    for panel in panels(rows, "model", "gpu", "bill", "invocation"):
-        for method in READINGS:
-            own = pick(rows, method=method, **panel)
-            gaps = [100 * (row["over_optimum"] - 1) for row in own]
-            met = [gap for gap in gaps if np.isfinite(gap)]
-            late = [100 * max(row["late"], row["infeasible"]) for row in own]
-            line = f"{title_of(panel)}: {method}"
-            if met:
-                line += f" costs {min(met):.1f} to {max(met):.1f} % more than the optimum"
-            if len(met) < len(gaps):
-                line += f" ({len(gaps) - len(met)} of {len(gaps)} points have requests that no plan"
-                line += " serves within the limits, and no optimum)"
-            text = f"{line}; at most {max(late):.0f} % of the requests are late or infeasible."
-            data = panel | {"method": method}
-            span = [min(met), max(met)] if met else None
-            notes.append(note(text, **data, over_optimum_pct=span, late_pct=max(late)))
-    return notes
+KEY = tuple(field.name for field in fields(Setting))

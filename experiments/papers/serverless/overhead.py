@@ -7,7 +7,7 @@ held-out prompt. The other times are model output in the paper's setting (preset
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,26 +21,25 @@ from servegym.envs.serverless_moe.config import build_system, predict
 from servegym.envs.serverless_moe.loads import Load
 from servegym.envs.workloads.activations import Activations, load_activations
 from servegym.experiments.evaluation.tables import Note
-from servegym.experiments.papers.plotting import error_bars, pyplot, tidy
-from servegym.experiments.papers.run import Pictures, save
+from servegym.experiments.papers.plotting import Bars
 from servegym.experiments.papers.serverless.common import (
     MODELS,
     N_IN,
     N_OUT,
+    PROMPTS,
     TPOT_S,
     TREM_S,
     TTFT_S,
-    Options,
     held_out,
     recorded_request,
-    run_figures,
     verdict,
     with_interval,
 )
+from servegym.experiments.papers.study import Options, Study, command
+from servegym.experiments.papers.verdicts import split
 
-__all__ = ["decision_times", "main"]
+__all__ = ["STUDIES", "decision_times", "main"]
 
-MODULE = "servegym.experiments.papers.serverless.overhead"
 NEGLIGIBLE = 0.02
 """Share of a cold TTFT up to which a decision is called negligible."""
 
@@ -116,66 +115,47 @@ def decision_times(name: str, prompts: int) -> list[dict[str, Any]]:
     ]
 
 
-def calculate(options: Options) -> None:
-    """Time of prediction and decision against the request's own times."""
-    rows: list[dict[str, Any]] = []
-    notes: list[Note] = [
+def _notes(options: Options, rows: Sequence[dict[str, Any]]) -> Iterator[Note]:
+    yield (
         "A decision is timed as processor time of one core, the least of 3 runs a prompt; the "
         "other times are model output. The embedding of the prompt is not timed: for Eq. 11 it "
         "is a sum of table rows."
-    ]
-    for name in MODELS:
-        mine = decision_times(name, options.episodes)
-        rows += mine
-        by = {r["step"]: r for r in mine}
-        search = next(r for r in mine if r["step"].startswith("predict"))
+    )
+    for at, own in split(rows, "model"):
+        by = {row["step"]: row for row in own}
+        search = next(row for row in own if row["step"].startswith("predict"))
         for reading in READINGS:
             step = by[f"decide ({reading})"]
-            prefill, decoding = (
-                by[f"{part} ({reading})"]["ms"] for part in ("prefill", "decoding")
+            cold, prefill, decoding = (
+                by[f"{part} ({reading})"]["ms"] for part in ("cold start", "prefill", "decoding")
             )
-            ttft = by[f"cold start ({reading})"]["ms"] + prefill
+            ttft = cold + prefill
             whole = step["ms_p95"] + search["ms_p95"]
-            notes.append(
-                verdict(
-                    "CALCULATE is negligible and adds no waiting",
-                    whole < by["container start"]["ms"] and whole / ttft <= NEGLIGIBLE,
-                    f"{name}, {reading}: {step['ms']:.1f} ms [{step['ms_low']:.1f}, "
-                    f"{step['ms_high']:.1f}], 95 % {step['ms_p95']:.1f}, of which MMP, which sizes "
-                    f"the main function, {by['MMP']['ms']:.2f}; with the search "
-                    f"({search['ms']:.3f} ms) {100 * whole / ttft:.1f} % of a cold TTFT and "
-                    f"{100 * whole / (ttft + decoding):.2f} % of the request; a warm "
-                    f"request has only its prefill to hide it behind, of which it is "
-                    f"{100 * whole / prefill:.0f} %",
-                )
+            yield verdict(
+                "CALCULATE is negligible and adds no waiting",
+                whole < by["container start"]["ms"] and whole / ttft <= NEGLIGIBLE,
+                f"{at['model']}, {reading}: {step['ms']:.1f} ms [{step['ms_low']:.1f}, "
+                f"{step['ms_high']:.1f}], 95 % {step['ms_p95']:.1f}, of which MMP, which sizes "
+                f"the main function, {by['MMP']['ms']:.2f}; with the search "
+                f"({search['ms']:.3f} ms) {100 * whole / ttft:.1f} % of a cold TTFT and "
+                f"{100 * whole / (ttft + decoding):.2f} % of the request; a warm "
+                f"request has only its prefill to hide it behind, of which it is "
+                f"{100 * whole / prefill:.0f} %",
             )
-    save(options, "fig11_calculate", rows, *notes)
 
 
-def _plot(rows: Sequence[Mapping[str, Any]]) -> Any:
-    names = list(dict.fromkeys(row["model"] for row in rows))
-    figure, axes = pyplot().subplots(1, len(names), figsize=(11, 4.4), layout="constrained")
-    for axis, name in zip(axes, names, strict=True):
-        mine = [row for row in rows if row["model"] == name]
-        value, bars = error_bars(mine, "ms")
-        at = np.arange(len(mine))[::-1]
-        colours = ["C1" if r["measured"] else "C0" for r in mine]
-        axis.barh(at, value, xerr=bars, color=colours, capsize=2)
-        axis.set_yticks(at, [r["step"] for r in mine])
-        axis.set(xscale="log", xlabel="ms")
-        axis.set_title(f"{name}, {mine[0]['prompts']} held-out prompts", fontsize=10)
-        tidy(axis)
-    return figure
+STUDIES = (
+    Study(
+        "fig11_calculate",
+        "calculate",
+        lambda options, at, _: decision_times(at["model"], options.episodes),
+        lambda options: [{"model": model} for model in MODELS],
+        notes=_notes,
+        picture=Bars(x="step", y="ms", panels="model", log="y"),
+    ),
+)
 
-
-FIGURES = {"calculate": calculate}
-PICTURES: Pictures = {"fig11_calculate": _plot}
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Compute, print and save; see ``--help``."""
-    return run_figures(FIGURES, PICTURES, argv, __doc__, MODULE)
-
+main = command(__spec__.name, __doc__, STUDIES, PROMPTS)
 
 if __name__ == "__main__":
     run_main(main)

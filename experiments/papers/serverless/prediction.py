@@ -17,7 +17,7 @@ says nothing about divergences.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,16 +31,14 @@ from servegym.baselines.serverless_moe.prediction.similar_prompts import (
 )
 from servegym.baselines.serverless_moe.prediction.tree import unit_rows
 from servegym.envs.workloads.activations import Activations, load_activations
-from servegym.experiments.evaluation.output import print_table
 from servegym.experiments.evaluation.stats import mean, paired_difference, stratified_bootstrap
-from servegym.experiments.evaluation.tables import Note
-from servegym.experiments.papers.plotting import pyplot, tidy
-from servegym.experiments.papers.run import Picture, Pictures, save
-from servegym.experiments.papers.serverless.common import Options, run_figures, verdict
+from servegym.experiments.papers.plotting import Bars
+from servegym.experiments.papers.serverless.claims import CLAIMS
+from servegym.experiments.papers.study import Options, Study, command, interval_columns
+from servegym.experiments.papers.verdicts import found_for
 
-__all__ = ["divergences", "main", "times"]
+__all__ = ["STUDIES", "divergences", "main", "times"]
 
-MODULE = "servegym.experiments.papers.serverless.prediction"
 MODELS = ("gpt-oss-20b", "deepseek-v2-lite")
 # (predictor, settings, does chance enter)
 CASES: tuple[tuple[str, dict[str, Any], bool], ...] = (
@@ -124,11 +122,7 @@ def divergences(
         reference = found_scores[names.index((key, settings))]
         for row, score in zip(rows, found_scores, strict=True):
             apart = paired_difference(score, reference, mean, repetitions)
-            row |= {
-                f"minus_{key}": apart.value,
-                f"minus_{key}_low": apart.low,
-                f"minus_{key}_high": apart.high,
-            }
+            row |= interval_columns(f"minus_{key}", apart)
     return rows
 
 
@@ -219,182 +213,49 @@ def times(
     return rows
 
 
-def _plot(rows: Sequence[Mapping[str, Any]], timed: Sequence[Mapping[str, Any]]) -> Any:
-    """The bars of Fig. 8 and the times of the searches, as a matplotlib figure."""
-    models = list(dict.fromkeys(row["model"] for row in rows))
-    width = [3.2] + [1.0] * (len(models) - 1) + [0.9]
-    figure, axes = pyplot().subplots(
-        1, len(width), figsize=(14, 4.8), width_ratios=width, layout="constrained"
-    )
-    for axis, model in zip(axes, models, strict=False):
-        judged = [row for row in rows if row["model"] == model]
-        kinds = list(dict.fromkeys(row["embedding"] for row in judged))
-        for i, kind in enumerate(kinds):
-            mine = [row for row in judged if row["embedding"] == kind]
-            value = np.array([row["js_bits"] for row in mine])
-            reach = np.array([[r["js_bits"] - r["low"], r["high"] - r["js_bits"]] for r in mine])
-            at = np.arange(len(mine)) + (i - (len(kinds) - 1) / 2) * 0.4
-            label = "no embeddings" if kind == "none" else f"{kind} embeddings"
-            axis.bar(at, value, 0.38, yerr=reach.T, capsize=2, label=label)
-            names = [f"{r['predictor']} {r['settings']}".strip() for r in mine]
-            axis.set_xticks(range(len(mine)), names, rotation=40, ha="right", fontsize=8)
-        axis.set_ylabel("JS divergence, bit")
-        title = f"{model}, {judged[0]['eval_prompts']} held-out prompts"
-        axis.set_title(title if axis is axes[0] else title.replace(", ", "\n"), fontsize=10)
-        axis.legend(fontsize=8, loc="upper left")
-        axis.set_ylim(top=1.15 * axis.get_ylim()[1])
-    row = timed[-1]
-    bars = {
-        f"{name.upper()}\n{how}": row[f"{name}_{how}_us"]
-        for name in ("bf", "sps")
-        for how in ("one", "batch")
-    }
-    axes[-1].bar(list(bars), list(bars.values()), color=["C7", "C7", "C2", "C2"])
-    axes[-1].set(yscale="log", ylabel="search, us a query")
-    title = f"{row['prompts']} prompts\nalpha={row['alpha']}, beta={row['beta']}"
-    axes[-1].set_title(title, fontsize=10)
-    for axis in axes:
-        tidy(axis)
-    return figure
-
-
-def verdicts(rows: Sequence[dict[str, Any]]) -> list[Note]:
-    """The order of the predictors, for each model and embedding."""
-    lines: list[Note] = []
-    for model, kind in dict.fromkeys((row["model"], row["embedding"]) for row in rows):
-        mine = [row for row in rows if (row["model"], row["embedding"]) == (model, kind)]
-        paper = ("", PAPER, f"alpha={LARGE_DATA['alpha']}")
-        by = {row["predictor"]: row for row in mine if row["settings"] in paper}
-        if "sps" not in by:
-            listed = ", ".join(f"{name} {_text(row)}" for name, row in by.items())
-            lines.append(f"{model}, recorded without texts, so without searches: {listed} bit")
-            continue
-        rivals = ("vared", "dop", "fate", "ef")
-        better = [name for name in rivals if by[name]["minus_sps_high"] < 0]
-        equal = [
-            name for name in rivals if by[name]["minus_sps_low"] <= 0 <= by[name]["minus_sps_high"]
-        ]
-        differences = ", ".join(
-            f"{name} {by[name]['minus_sps']:+.3f} [{by[name]['minus_sps_low']:+.3f}, "
-            f"{by[name]['minus_sps_high']:+.3f}]"
-            for name in ("bf", "varpam", *rivals, "category", "ridge")
-        )
-        lines.append(
-            verdict(
-                "after VarPAM and BF, SPS has the least divergence",
-                not better and not equal,
-                f"{model}, {kind} embeddings, {PAPER} as in the paper: SPS {_text(by['sps'])} bit; "
-                f"minus SPS: {differences}; better than SPS: {', '.join(better) or 'none'}; not "
-                f"distinguished: {', '.join(equal) or 'none'}. The paper lacks category (mean of "
-                "the prompt's task) and ridge (regression on the embedding)",
-            )
-            | {"model": model, "embedding": kind, "better": better, "not_distinguished": equal}
-        )
-    return lines
-
-
-def _text(row: dict[str, Any]) -> str:
-    return f"{row['js_bits']:.3f} [{row['low']:.3f}, {row['high']:.3f}]"
-
-
-def search_verdicts(timed: Sequence[dict[str, Any]]) -> list[Note]:
-    """The paper's claims on the search, in the paper's settings."""
-    row = timed[-1]
-    lines: list[Note] = [
-        verdict(
-            "the tree takes at most 0.5 s",
-            row["build_s"] <= 0.5,
-            f"{row['build_s']:.2f} s for {row['prompts']} prompts",
-        ),
-        verdict(
-            "the search is more than 10 times as fast as brute force",
-            min(row["speedup_one"], row["speedup_batch"]) > 10,
-            f"{row['speedup_one']:.0f} times query by query, {row['speedup_batch']:.0f} times in "
-            f"batches, against a brute force on the same pooled vectors; it finds "
-            f"{100 * row['recall']:.0f} % of brute force's prompts",
-        ),
-    ]
-    if np.isfinite(row["varpam_build_s"]):
-        lines.append(
-            verdict(
-                "VarPAM takes hours to build its tree",
-                row["varpam_build_s"] > 3_600,
-                f"{row['varpam_build_s']:.1f} s here, on pooled vectors",
-            )
-        )
-    return lines
-
-
-def fig8(options: Options) -> None:
-    """Judge the predictors, time the searches."""
-    rows: list[dict[str, Any]] = []
+def _fig8(options: Options, at: dict[str, Any], _: Sequence[str]) -> list[dict[str, Any]]:
+    """Divergence of every predictor, with each embedding of a model."""
     seeds, repetitions = (2, 200) if options.quick else (SEEDS, 2_000)
-    recorded = {name: load_activations(name) for name in MODELS}
-    for activations in recorded.values():
-        for embedding in sorted(activations.embeddings) or ["none"]:
-            rows += divergences(activations, embedding, repetitions, seeds)
-    size = 1_000 if options.quick else PROMPTS
-    vectors = recorded[MODELS[0]].embeddings["token"]
-    repeats = 2 if options.quick else 9
-    timed = times(vectors, size, repeats=repeats, pam=not options.quick)
-    _print(rows, timed)
-    save(options, "fig08_prediction", rows, *verdicts(rows))
-    save(
-        options,
+    activations = load_activations(at["model"])
+    kinds = sorted(activations.embeddings) or ["none"]
+    return [row for kind in kinds for row in divergences(activations, kind, repetitions, seeds)]
+
+
+def _search(options: Options, *_: Any) -> list[dict[str, Any]]:
+    """Times of the searches."""
+    vectors = load_activations(MODELS[0]).embeddings["token"]
+    size, repeats = (1_000, 2) if options.quick else (PROMPTS, 9)
+    return times(vectors, size, repeats=repeats, pam=not options.quick)
+
+
+STUDIES = (
+    Study(
+        "fig08_prediction",
+        "fig8",
+        _fig8,
+        lambda options: [{"model": model} for model in MODELS],
+        notes=found_for(CLAIMS, "fig08_prediction"),
+        picture=Bars(
+            x=("predictor", "settings"),
+            y="js_bits",
+            line="embedding",
+            panels="model",
+            ends=("low", "high"),
+        ),
+    ),
+    Study(
         "fig08_search",
-        timed,
-        *search_verdicts(timed),
-        "processor time of one thread; embeddings resampled from the recorded prompts, with noise",
-    )
-
-
-def _print(rows: Sequence[dict[str, Any]], timed: Sequence[dict[str, Any]]) -> None:
-    print_table(
-        "Jensen-Shannon divergence to the recorded activations of held-out prompts, bits",
-        ["model, embedding, predictor", "JS", "95 %", "minus BF (alpha=5)"],
-        [
-            [
-                f"{r['model']} {r['embedding']:6} {r['predictor']} {r['settings']}",
-                f"{r['js_bits']:.4f}",
-                f"{r['low']:.4f}-{r['high']:.4f}",
-                f"{r['minus_bf']:+.4f} ({r['minus_bf_low']:+.4f} to {r['minus_bf_high']:+.4f})"
-                if "minus_bf" in r
-                else "",
-            ]
-            for r in rows
+        "search",
+        _search,
+        notes=lambda options, rows: [
+            "processor time of one thread; embeddings resampled from the recorded prompts, with "
+            "noise",
+            *found_for(CLAIMS, "fig08_search")(options, rows),
         ],
-    )
-    columns = {
-        "build s": ("build_s", 3),
-        "VarPAM s": ("varpam_build_s", 1),
-        "SPS us": ("sps_one_us", 1),
-        "BF us": ("bf_one_us", 1),
-        "x": ("speedup_one", 1),
-        "batch: SPS": ("sps_batch_us", 1),
-        "BF": ("bf_batch_us", 1),
-        "batch x": ("speedup_batch", 1),
-        "recall": ("recall", 2),
-    }
-    print_table(
-        f"Times at {timed[0]['prompts']} prompts (resampled embeddings)",
-        ["setting", *columns],
-        [
-            [f"alpha={r['alpha']} beta={r['beta']}"]
-            + [f"{r[key]:.{digits}f}" for key, digits in columns.values()]
-            for r in timed
-        ],
-        ["recall: share of brute force's prompts that the tree finds."],
-    )
+    ),
+)
 
-
-FIGURES = {"fig8": fig8}
-PICTURES: Pictures = {"fig08_prediction": Picture(_plot, ("fig08_prediction", "fig08_search"))}
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Compute, print and save; see ``--help``. ``--episodes`` changes nothing here."""
-    return run_figures(FIGURES, PICTURES, argv, __doc__, MODULE)
-
+main = command(__spec__.name, __doc__, STUDIES, 1)
 
 if __name__ == "__main__":
     run_main(main)

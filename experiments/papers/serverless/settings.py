@@ -8,7 +8,7 @@ by the paper, a price list or a model's configuration; *chosen*: an assumption.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,15 +23,13 @@ from servegym.envs.serverless_moe.config import (
     slo_classes,
 )
 from servegym.envs.workloads.activations import MoeModel, load_activations, load_model
-from servegym.experiments.evaluation.output import print_table
-from servegym.experiments.evaluation.tables import note
-from servegym.experiments.papers.run import save
-from servegym.experiments.papers.serverless.common import MODELS, N_IN, Options, run_figures
+from servegym.experiments.evaluation.tables import Note, note
+from servegym.experiments.papers.serverless.common import MODELS, N_IN, PROMPTS
+from servegym.experiments.papers.study import Options, Study, command
 from servegym.hardware_profiles.serverless import FEES, GPUS, ORIGINS
 
-__all__ = ["main", "settings"]
+__all__ = ["STUDIES", "main", "settings"]
 
-MODULE = "servegym.experiments.papers.serverless.settings"
 TABULATED = (*MODELS, "gpt2-moe")
 
 
@@ -43,35 +41,37 @@ class Entry(NamedTuple):
         symbol: As in the equations.
         name: In words.
         unit: Its unit.
-        value: (system, model) -> its value.
-        origin: A key of the system's provenance, or ``kind: source``.
+        value: Name of the system's attribute, or (system, model) -> its value.
+        origin: A key of the system's provenance, or ``kind: source``; the attribute's by default.
+        scale: Factor on an attribute.
     """
 
     group: str
     symbol: str
     name: str
     unit: str
-    value: Callable[[eq.SystemModel, MoeModel], Any]
-    origin: str
+    value: str | Callable[[eq.SystemModel, MoeModel], Any]
+    origin: str = ""
+    scale: float | None = None
+
+    def of(self, system: eq.SystemModel, model: MoeModel) -> Any:
+        """The value for a model."""
+        if not isinstance(self.value, str):
+            return self.value(system, model)
+        value = getattr(system, self.value)
+        return value if self.scale is None else self.scale * value
 
 
 SIZE = "derived: from the published configuration of the model"
 CONFIGURED = "published: configuration of the model"
 ENTRIES = (
-    Entry("model", "L", "transformer blocks", "1", lambda s, m: s.layers, CONFIGURED),
-    Entry("model", "", "blocks with routed experts", "1", lambda s, m: s.moe_layers, CONFIGURED),
-    Entry("model", "K", "routed experts of a layer", "1", lambda s, m: s.num_experts, CONFIGURED),
-    Entry("model", "Ntopk", "routed experts a token", "1", lambda s, m: s.top_k, CONFIGURED),
+    Entry("model", "L", "transformer blocks", "1", "layers", CONFIGURED),
+    Entry("model", "", "blocks with routed experts", "1", "moe_layers", CONFIGURED),
+    Entry("model", "K", "routed experts of a layer", "1", "num_experts", CONFIGURED),
+    Entry("model", "Ntopk", "routed experts a token", "1", "top_k", CONFIGURED),
     Entry("model", "", "shared experts", "1", lambda s, m: m.shared_experts, CONFIGURED),
     Entry("model", "mu(e)", "one routed expert", "MB", lambda s, m: float(s.expert_mb[0]), SIZE),
-    Entry(
-        "model",
-        "sum mu(f)",
-        "non-expert modules, on the GPU",
-        "MB",
-        lambda s, m: s.all_non_expert_mb,
-        SIZE,
-    ),
+    Entry("model", "sum mu(f)", "non-expert modules, on the GPU", "MB", "all_non_expert_mb", SIZE),
     Entry(
         "model",
         "",
@@ -105,72 +105,31 @@ ENTRIES = (
         lambda s, m: _grid(s.remote_specs_mb),
         "remote_specs_mb",
     ),
-    Entry(
-        "latency",
-        "theta1",
-        "expert on CPU",
-        "ms",
-        lambda s, m: 1e3 * s.expert_theta1_s,
-        "expert_theta1_s",
-    ),
-    Entry(
-        "latency",
-        "theta2",
-        "expert on CPU",
-        "1/GB",
-        lambda s, m: s.expert_theta2_per_gb,
-        "expert_theta2_per_gb",
-    ),
-    Entry(
-        "latency",
-        "theta3",
-        "expert on CPU",
-        "ms",
-        lambda s, m: 1e3 * s.expert_theta3_s,
-        "expert_theta3_s",
-    ),
+    Entry("latency", "theta1", "expert on CPU", "ms", "expert_theta1_s", scale=1e3),
+    Entry("latency", "theta2", "expert on CPU", "1/GB", "expert_theta2_per_gb"),
+    Entry("latency", "theta3", "expert on CPU", "ms", "expert_theta3_s", scale=1e3),
     Entry(
         "latency",
         "",
         "a further token of a call, one vCPU",
         "ms",
-        lambda s, m: 1e3 * s.expert_token_s,
         "expert_token_s",
+        scale=1e3,
     ),
-    Entry("latency", "", "vCPUs that shorten it", "1", lambda s, m: s.max_vcpus, "max_vcpus"),
-    Entry(
-        "latency",
-        "tau_sw",
-        "GPU-CPU copy, latency",
-        "us",
-        lambda s, m: 1e6 * s.swap_base_s,
-        "swap_base_s",
-    ),
-    Entry("latency", "tau_sw", "GPU-CPU copy, rate", "MB/s", lambda s, m: s.swap_mb_s, "swap_mb_s"),
-    Entry(
-        "latency",
-        "B",
-        "network between functions",
-        "MB/s",
-        lambda s, m: s.bandwidth_mb_s,
-        "bandwidth_mb_s",
-    ),
-    Entry("cold start", "", "weights read", "MB/s", lambda s, m: s.load_mb_s, "load_mb_s"),
-    Entry(
-        "cold start",
-        "",
-        "container",
-        "s",
-        lambda s, m: s.container_start_main_s,
-        "container_start_s",
-    ),
+    Entry("latency", "", "vCPUs that shorten it", "1", "max_vcpus"),
+    Entry("latency", "tau_sw", "GPU-CPU copy, latency", "us", "swap_base_s", scale=1e6),
+    Entry("latency", "tau_sw", "GPU-CPU copy, rate", "MB/s", "swap_mb_s"),
+    Entry("latency", "B", "network between functions", "MB/s", "bandwidth_mb_s"),
+    Entry("cold start", "", "weights read", "MB/s", "load_mb_s"),
+    Entry("cold start", "", "container", "s", "container_start_main_s", "container_start_s"),
     Entry(
         "price",
         "c_c",
         "CPU memory",
         "1e-8 USD/(MB s)",
-        lambda s, m: 1e8 * s.price_cpu,
+        "price_cpu",
         "price_cpu_usd_mb_s",
+        scale=1e8,
     ),
     Entry(
         "price",
@@ -180,7 +139,7 @@ ENTRIES = (
         lambda s, m: s.price_gpu / s.price_cpu,
         "price_ratio",
     ),
-    Entry("limits", "z_max", "replicas", "1", lambda s, m: s.z_max, "z_max"),
+    Entry("limits", "z_max", "replicas", "1", "z_max"),
     *(
         Entry(
             "price",
@@ -192,14 +151,7 @@ ENTRIES = (
         )
         for name, fees in FEES.items()
     ),
-    Entry(
-        "limits",
-        "U_payload",
-        "body of an invocation",
-        "MB",
-        lambda s, m: s.payload_mb,
-        "payload_mb",
-    ),
+    Entry("limits", "U_payload", "body of an invocation", "MB", "payload_mb"),
 )
 
 PRESET_ORIGINS = {
@@ -268,8 +220,9 @@ def settings() -> list[dict[str, str]]:
     systems = {name: build_system(name) for name in TABULATED}
     rows = []
     for entry in ENTRIES:
-        values = [entry.value(systems[name], models[name]) for name in TABULATED]
-        origins = [systems[name].provenance.get(entry.origin, entry.origin) for name in TABULATED]
+        values = [entry.of(systems[name], models[name]) for name in TABULATED]
+        named = entry.origin or str(entry.value)
+        origins = [systems[name].provenance.get(named, named) for name in TABULATED]
         origin = origins[0]
         for name, other in zip(TABULATED[1:], origins[1:], strict=True):
             if other != origin:
@@ -323,48 +276,25 @@ def settings() -> list[dict[str, str]]:
     return rows
 
 
-def table1(options: Options) -> None:
-    """Print and save the table."""
-    rows = settings()
-    print_table(
-        "Table I",
-        ["parameter", "symbol", "unit", *TABULATED, "kind"],
-        [
-            [
-                f"{r['group']}: {r['parameter']}",
-                r["symbol"],
-                r["unit"],
-                *(r[m] for m in TABULATED),
-                r["kind"],
-            ]
-            for r in rows
-        ],
+def _notes(options: Options, rows: Sequence[dict[str, Any]]) -> Iterator[Note]:
+    constants = [row for row in rows if not row["group"].startswith("preset")]
+    count = Counter(row["kind"] for row in constants)
+    yield note(
+        f"There are {len(constants)} constants besides the presets: "
+        f"{', '.join(f'{count[kind]} {kind}' for kind in ORIGINS)}.",
+        constants=len(constants),
+        **{kind: count[kind] for kind in ORIGINS},
     )
-    constants = [r for r in rows if not r["group"].startswith("preset")]
-    count = Counter(r["kind"] for r in constants)
-    save(
-        options,
-        "table1_settings",
-        rows,
-        note(
-            f"There are {len(constants)} constants besides the presets: "
-            f"{', '.join(f'{count[kind]} {kind}' for kind in ORIGINS)}.",
-            constants=len(constants),
-            **{kind: count[kind] for kind in ORIGINS},
-        ),
+    yield (
         "The paper gives no price, no network rate, no overhead, no z_max and no limits of TTFT "
-        "and TPOT; what is chosen for them decides the cost, hence the sweeps around Fig. 9.",
-        "gpt2-moe has drawn routing, the other two models have recorded routing.",
+        "and TPOT; what is chosen for them decides the cost, hence the sweeps around Fig. 9."
     )
+    yield "gpt2-moe has drawn routing, the other two models have recorded routing."
 
 
-FIGURES = {"table1": table1}
+STUDIES = (Study("table1_settings", "table1", lambda *given: settings(), notes=_notes),)
 
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Print and save; see ``--help``."""
-    return run_figures(FIGURES, {}, argv, __doc__, MODULE)
-
+main = command(__spec__.name, __doc__, STUDIES, PROMPTS)
 
 if __name__ == "__main__":
     run_main(main)

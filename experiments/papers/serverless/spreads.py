@@ -14,27 +14,22 @@ paired 95 % interval over episodes against the default pair lies above 0, else t
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from servegym._command_line import run_main
 from servegym.baselines.serverless_moe.heuristics import GreedyWarm
 from servegym.baselines.serverless_moe.system import SPREADS, ServerlessSystem
 from servegym.experiments.evaluation.evaluate import evaluate
-from servegym.experiments.evaluation.output import print_table
 from servegym.experiments.evaluation.stats import mean, paired_difference
 from servegym.experiments.evaluation.tables import Note, note
-from servegym.experiments.papers.run import first_and_last, save
-from servegym.experiments.papers.serverless.common import (
-    MODELS,
-    Options,
-    run_figures,
-    with_interval,
-)
+from servegym.experiments.papers.serverless.common import MODELS, with_interval
+from servegym.experiments.papers.study import Options, Study, command, ends, interval_columns
+from servegym.experiments.papers.verdicts import pick, split
 
-__all__ = ["main", "measure"]
+__all__ = ["STUDIES", "main", "measure"]
 
-MODULE = "servegym.experiments.papers.serverless.spreads"
 ENV_ID = "servegym/ServerlessMoE-v0"
 LOADS = (0.06, 0.12, 0.25, 0.5, 0.8, 1.2, 2.0)
 TIMES = (0.05, 0.08, 0.12)
@@ -63,50 +58,49 @@ def measure(model: str, load: float, time: float, episodes: int, requests: int) 
     return found
 
 
-def spreads(options: Options) -> None:
+def _spreads(options: Options, at: dict[str, Any], _: Sequence[str]) -> list[dict[str, Any]]:
     """Mean reward on validation prompts with every pair of spreads."""
-    rows: list[dict[str, Any]] = []
-    notes: list[Note] = []
     requests = 4 if options.quick else REQUESTS
-    for model in MODELS:
-        found = [
-            measure(model, load, time, options.episodes, requests)
-            for load in first_and_last(options, LOADS)
-            for time in first_and_last(options, TIMES)
-        ]
-        if options.quick:
-            found.append(measure(model, *SPREADS["default"], options.episodes, requests))
-        pairs = {(row["load_spread"], row["time_spread"]): row.pop("rewards") for row in found}
-        default = pairs[SPREADS["default"]]
-        for row in found:
-            own = pairs[row["load_spread"], row["time_spread"]]
-            row |= with_interval("mean_reward", own) | {"episodes": len(own), "requests": requests}
-            ends = paired_difference(own, default, mean)
-            row |= dict(zip(("gain", "gain_low", "gain_high"), ends, strict=True))
-        rows += found
-        best = max(found, key=lambda row: row["mean_reward"])
-        default_row = next(
-            row for row in found if (row["load_spread"], row["time_spread"]) == SPREADS["default"]
-        )
-        taken = best if best["gain_low"] > 0.0 else default_row
+    pairs = list(itertools.product(ends(options, LOADS), ends(options, TIMES)))
+    if options.quick:
+        pairs.append(SPREADS["default"])
+    rows = [measure(at["model"], *pair, options.episodes, requests) for pair in pairs]
+    rewards = {pair: row.pop("rewards") for pair, row in zip(pairs, rows, strict=True)}
+    for pair, row in zip(pairs, rows, strict=True):
+        own = rewards[pair]
+        row |= with_interval("mean_reward", own) | {"episodes": len(own), "requests": requests}
+        found = paired_difference(own, rewards[SPREADS["default"]], mean)
+        row |= interval_columns("gain", found)
+    return rows
+
+
+def _notes(options: Options, rows: Sequence[dict[str, Any]]) -> Iterator[Note]:
+    load, time = SPREADS["default"]
+    for at, own in split(rows, "model"):
+        best = max(own, key=lambda row: row["mean_reward"])
+        (default,) = pick(own, load_spread=load, time_spread=time)
+        taken = best if best["gain_low"] > 0.0 else default
         pair = [taken["load_spread"], taken["time_spread"]]
         text = (
-            f"{model}: greatest reward with ({best['load_spread']}, {best['time_spread']}), "
+            f"{at['model']}: greatest reward with ({best['load_spread']}, {best['time_spread']}), "
             f"{best['gain']:+.4f} [{best['gain_low']:+.4f}, {best['gain_high']:+.4f}] against the "
             f"default pair {SPREADS['default']}; taken: ({pair[0]}, {pair[1]}), "
             f"{100 * taken['infeasible_rate']:.1f} % of its plans are infeasible"
         )
-        notes.append(note(f"{text}.", model=model, spreads=pair))
-    columns = ("model", "load_spread", "time_spread", "mean_reward", "gain", "infeasible_rate")
-    body = [[f"{r[c]:.4f}" if c[-1] != "l" else r[c] for c in columns] for r in rows]
-    print_table("Reward on validation prompts", list(columns), body)
-    save(options, "spreads", rows, *notes)
+        yield note(f"{text}.", **at, spreads=pair)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Command line, see ``--help``. Returns 0."""
-    return run_figures({"spreads": spreads}, {}, argv, __doc__, MODULE, prompts=8)
+STUDIES = (
+    Study(
+        "spreads",
+        "spreads",
+        _spreads,
+        lambda options: [{"model": model} for model in MODELS],
+        notes=_notes,
+    ),
+)
 
+main = command(__spec__.name, __doc__, STUDIES, episodes=8)
 
 if __name__ == "__main__":
     run_main(main)

@@ -27,7 +27,7 @@ sides, is left out.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -48,14 +48,15 @@ from servegym.envs.serverless_moe import equations as eq
 from servegym.envs.serverless_moe.config import build_system
 from servegym.envs.serverless_moe.sets import least_used_first, remote_count
 from servegym.envs.workloads.activations import Activations, load_activations, load_model
-from servegym.experiments.evaluation.output import print_table
 from servegym.experiments.evaluation.stats import mean, stratified_bootstrap
-from servegym.experiments.evaluation.tables import Note
-from servegym.experiments.papers.plotting import error_bars, pyplot, tidy
-from servegym.experiments.papers.run import Pictures, save
-from servegym.experiments.papers.serverless.common import Options, run_figures, verdict
+from servegym.experiments.papers.plotting import Lines
+from servegym.experiments.papers.serverless.claims import CLAIMS
+from servegym.experiments.papers.serverless.common import MODELS, PROMPTS
+from servegym.experiments.papers.study import Options, Study, command
+from servegym.experiments.papers.verdicts import found_for
 
 __all__ = [
+    "STUDIES",
     "main",
     "recorded_conformal",
     "recorded_corollary",
@@ -64,8 +65,6 @@ __all__ = [
     "uniform",
 ]
 
-MODULE = "servegym.experiments.papers.serverless.theorems"
-MODELS = ("deepseek-v2-lite", "gpt-oss-20b")
 CLAIMED = 0.95
 TOKENS = (16, 64, 200)
 RATIOS = (0.25, 0.5, 0.75, 0.9, 1.0)
@@ -326,160 +325,47 @@ def recorded_theorem4(
     return rows
 
 
-def _text(row: dict[str, Any]) -> str:
-    return f"{row['holds']:.3f} [{row['low']:.3f}, {row['high']:.3f}]"
+ORDER = "source model statement form n b z ranking units holds low high".split()
+ORDER += ["holds_for_all_experts", "largest_ratio", "q"]
 
 
-def _least(rows: Sequence[dict[str, Any]], form: str, ranking: str) -> dict[str, Any]:
-    """The row of Theorem 4 that holds least, over b and replicas."""
-    own = [row for row in rows if row["statement"] == "theorem 4"]
-    own = [row for row in own if (row["form"], row["ranking"]) == (form, ranking)]
-    return min(own, key=lambda row: row["holds"])
-
-
-def verdicts(rows: Sequence[dict[str, Any]]) -> list[Note]:
-    """All statements on recorded routing, all tokens of a prompt."""
-    lines: list[Note] = []
-    recorded = [row for row in rows if row["source"] == "recorded" and row["n"] == "all"]
-    for model in dict.fromkeys(row["model"] for row in recorded):
-        mine = [row for row in recorded if row["model"] == model]
-        forms = {r["form"]: r for r in mine if r["statement"] == "theorem 1"}
-        lines.append(
-            verdict(
-                "Theorem 1 holds with probability 95 %",
-                forms["printed"]["holds"] >= CLAIMED,
-                f"{model}: as printed for {_text(forms['printed'])} of (prompt, layer, expert), "
-                f"with the constant and the mean corrected for {_text(forms['corrected'])}: "
-                "experts are not used alike, which no constant mends",
-            )
-        )
-        sets = [r for r in mine if r["statement"] == "corollary 1" and r["ranking"] != "own counts"]
-        least = {
-            form: min((r for r in sets if r["form"] == form), key=lambda r: r["holds"])
-            for form in ("printed", "corrected")
-        }
-        lines.append(
-            verdict(
-                "Corollary 1 holds with probability 95 %",
-                least["printed"]["holds"] >= CLAIMED,
-                f"{model}: least over b and the ways of predicting the ranking, for the least used "
-                f"experts: as printed {_text(least['printed'])} of (prompt, layer), corrected "
-                f"{_text(least['corrected'])}",
-            )
-        )
-        lines.append(
-            verdict(
-                "Theorem 4 holds where Theorem 1 does, with probability 95 %",
-                _least(mine, "printed", "own counts")["holds"] >= CLAIMED,
-                f"{model}: least over b and replicas, LPT by the true counts: as printed "
-                f"{_text(_least(mine, 'printed', 'own counts'))} of (prompt, layer), with the "
-                f"corrected Theorem 1 {_text(_least(mine, 'corrected', 'own counts'))}, with the "
-                f"largest count {_text(_least(mine, 'largest count', 'own counts'))}; LPT by "
-                f"predicted counts {_text(_least(mine, 'printed', 'task mean'))}, "
-                f"{_text(_least(mine, 'corrected', 'task mean'))} and "
-                f"{_text(_least(mine, 'largest count', 'task mean'))}, with the conformal bound "
-                f"{_text(_least(mine, 'conformal', 'task mean'))}",
-            )
-        )
-        lines += [
-            f"{model}: conformal bound, {r['form']}, {r['ranking']}: {_text(r)} of experts, in "
-            f"{r['holds_for_all_experts']:.3f} of layers all experts at once"
-            for r in mine
-            if r["statement"] == "conformal"
-        ]
-    return lines
-
-
-def _plot(rows: Sequence[Mapping[str, Any]]) -> Any:
-    """Shares against tokens (Theorem 1) and against b (Corollary 1), as a matplotlib figure."""
-    sets = [r for r in rows if r["statement"] == "corollary 1" and r["source"] == "recorded"]
-    models = list(dict.fromkeys(r["model"] for r in sets))
-    wide = 1 + len(models)
-    figure, axes = pyplot().subplots(1, wide, figsize=(4.4 * wide, 4), layout="constrained")
-    styles = {"printed": ":", "corrected": "-"}
-
-    def draw(axis: Any, part: list[Any], x: str, colour: str, label: str) -> None:
-        for form, linestyle in styles.items():
-            mine = [r for r in part if r["form"] == form]
-            value, bars = error_bars(
-                [r | {"holds_low": r["low"], "holds_high": r["high"]} for r in mine], "holds"
-            )
-            axis.errorbar(
-                [r[x] for r in mine],
-                value,
-                bars,
-                marker="o",
-                ms=3,
-                color=colour,
-                linestyle=linestyle,
-                label=f"{label}, {form}",
-            )
-
-    drawn = [r for r in rows if r["statement"] == "theorem 1" and r["n"] != "all"]
-    for c, key in enumerate(dict.fromkeys((r["source"], r["model"]) for r in drawn)):
-        part = [r for r in drawn if (r["source"], r["model"]) == key]
-        draw(axes[0], part, "n", f"C{c}", " ".join(key))
-    axes[0].set(xlabel="tokens", ylabel="share of experts within the bound", ylim=(0, 1.02))
-    axes[0].set_title("Theorem 1", fontsize=10)
-    for axis, model in zip(axes[1:], models, strict=True):
-        mine = [r for r in sets if r["model"] == model]
-        for c, ranking in enumerate(dict.fromkeys(r["ranking"] for r in mine)):
-            draw(axis, [r for r in mine if r["ranking"] == ranking], "b", f"C{c}", ranking)
-        axis.set(xlabel="remote ratio b", ylabel="share of layers within the bound", ylim=(0, 1.02))
-        axis.set_title(f"Corollary 1, recorded {model}", fontsize=10)
-    for axis in axes:
-        axis.axhline(CLAIMED, color="grey", linewidth=1)
-        axis.legend(fontsize=7)
-        tidy(axis)
-    return figure
-
-
-def theorems(options: Options) -> None:
-    """Check the bounds, print the table and save it."""
-    rows: list[dict[str, Any]] = []
-    for name in MODELS:
-        model = load_model(name)
-        for n in TOKENS:
-            rows += uniform(model.experts, model.top_k, n, 20 if options.quick else TRIALS)
-    for name in MODELS:
+def _theorems(options: Options, at: dict[str, Any], _: Sequence[str]) -> list[dict[str, Any]]:
+    """How often the bounds hold, under uniform routing or on the recorded prompts of a model."""
+    name = at["model"]
+    if at["source"] == "uniform":
+        model, trials = load_model(name), 20 if options.quick else TRIALS
+        rows = [row for n in TOKENS for row in uniform(model.experts, model.top_k, n, trials)]
+    else:
         activations = load_activations(name)
-        rows += recorded_theorem(activations)
-        rows += recorded_corollary(activations)
-        rows += recorded_conformal(activations)
-        rows += recorded_theorem4(activations)
-    order = "source model statement form n b z ranking units holds low high".split()
-    order += ["holds_for_all_experts", "largest_ratio", "q"]
-    rows = [{key: row.get(key, "") for key in order} for row in rows]
-    print_table(
-        "Share of cases in which a bound on expert load holds",
-        ["case", "n", "b", "z", "ranking", "holds", "95 %", "all experts", "largest count / bound"],
-        [
-            [
-                f"{r['source']:8} {r['model']:16} {r['statement']:11} {r['form']}",
-                str(r["n"]),
-                str(r["b"]),
-                str(r["z"]),
-                r["ranking"],
-                f"{r['holds']:.3f}",
-                f"{r['low']:.3f}-{r['high']:.3f}",
-                "" if np.isnan(r["holds_for_all_experts"]) else f"{r['holds_for_all_experts']:.3f}",
-                f"{r['largest_ratio']:.2f}",
-            ]
-            for r in rows
+        rows = recorded_theorem(activations) + recorded_corollary(activations)
+        rows += recorded_conformal(activations) + recorded_theorem4(activations)
+    return [{key: row.get(key, "") for key in ORDER} for row in rows]
+
+
+STUDIES = (
+    Study(
+        "theorems",
+        "theorems",
+        _theorems,
+        lambda options: [
+            {"source": source, "model": name}
+            for source in ("uniform", "recorded")
+            for name in MODELS
         ],
-        ["all experts: share of layers whose every expert stays within the bound."],
-    )
-    save(options, "theorems", rows, *verdicts(rows))
+        notes=found_for(CLAIMS, "theorems"),
+        picture=Lines(
+            x="b",
+            y="holds",
+            line=("ranking", "form"),
+            panels="model",
+            where=lambda row: (row["source"], row["statement"]) == ("recorded", "corollary 1"),
+            ends=("low", "high"),
+            level=CLAIMED,
+        ),
+    ),
+)
 
-
-FIGURES = {"theorems": theorems}
-PICTURES: Pictures = {"theorems": _plot}
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Compute, print and save; see ``--help``. ``--episodes`` changes nothing here."""
-    return run_figures(FIGURES, PICTURES, argv, __doc__, MODULE)
-
+main = command(__spec__.name, __doc__, STUDIES, PROMPTS)
 
 if __name__ == "__main__":
     run_main(main)

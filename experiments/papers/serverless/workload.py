@@ -8,7 +8,8 @@ Intervals are over held-out prompts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,26 +23,25 @@ from servegym.envs.serverless_moe.config import build_system, predict
 from servegym.envs.serverless_moe.loads import Load
 from servegym.envs.workloads.activations import load_activations
 from servegym.experiments.evaluation.tables import Note
-from servegym.experiments.papers.plotting import error_bars, pyplot, tidy
-from servegym.experiments.papers.run import Pictures, save
+from servegym.experiments.papers.plotting import Lines
 from servegym.experiments.papers.serverless.common import (
     MODELS,
     N_IN,
     N_OUT,
+    PROMPTS,
     TPOT_S,
     TREM_S,
     TTFT_S,
-    Options,
     held_out,
     recorded_request,
-    run_figures,
     verdict,
     with_interval,
 )
+from servegym.experiments.papers.study import Options, Study, command
+from servegym.experiments.papers.verdicts import Rows, pick, split
 
-__all__ = ["expert_times", "line_r2", "main", "stage_times"]
+__all__ = ["STUDIES", "expert_times", "line_r2", "main", "stage_times"]
 
-MODULE = "servegym.experiments.papers.serverless.workload"
 CORES = (5, 10)
 RATIOS = tuple(i / 16 for i in range(17))
 OVERHEADS_S = (TREM_S, 1e-3)
@@ -93,44 +93,6 @@ def line_r2(x: Sequence[float], y: Sequence[float]) -> float:
     return float(np.corrcoef(x, y)[0, 1] ** 2)
 
 
-def fig4(options: Options) -> None:
-    """Expert time against the remote ratio with 5 and 10 cores. Model output."""
-    rows: list[dict[str, Any]] = []
-    notes: list[Note] = ["Model output, not a measurement: Eq. 2, 3 and 5 on recorded routing."]
-    for name in MODELS:
-        mine = remote_ratios(name, RATIOS[::4] if options.quick else RATIOS, options.episodes)
-        rows += mine
-        notes += _fig4_notes(name, mine)
-    save(options, "fig04_expert_time", rows, *notes)
-
-
-def _plot_remote_ratios(rows: Sequence[Mapping[str, Any]]) -> Any:
-    figure, axes = pyplot().subplots(1, 4, figsize=(15, 4.2), layout="constrained")
-    for m, name in enumerate(dict.fromkeys(row["model"] for row in rows)):
-        mine = [row for row in rows if row["model"] == name]
-        decode, prefill = axes[2 * m], axes[2 * m + 1]
-        for order, linestyle in (("least used", "-"), ("random", ":")):
-            curves = [
-                (decode, f"overhead {1e3 * trem:g} ms", CORES[0], trem, "decode_ms_per_token")
-                for trem in OVERHEADS_S
-            ]
-            curves += [(prefill, f"{cores} cores", cores, TREM_S, "prefill_ms") for cores in CORES]
-            for c, (axis, label, cores, trem, key) in enumerate(curves):
-                part = _part(mine, order, cores, trem)
-                value, bars = error_bars(part, key)
-                look = {"color": f"C{c}", "linestyle": linestyle}
-                b = [row["b"] for row in part]
-                axis.errorbar(b, value, bars, label=f"{order} first, {label}", **look)
-        decode.set_title(f"{name}: a decode token,\n5 cores (10 are alike)", fontsize=10)
-        title = f"{name}: prefill of {N_IN} tokens,\noverhead {1e3 * TREM_S:g} ms"
-        prefill.set_title(title, fontsize=10)
-    for axis in axes:
-        axis.set(xlabel="remote ratio b", ylabel="expert time, ms", ylim=(0, None))
-        axis.legend(fontsize=7)
-        tidy(axis)
-    return figure
-
-
 def remote_ratios(name: str, ratios: Sequence[float], prompts: int) -> list[dict[str, Any]]:
     """Rows of Fig. 4: expert times of held-out prompts at every remote ratio."""
     activations, system = load_activations(name), build_system(name)
@@ -172,15 +134,12 @@ def remote_ratios(name: str, ratios: Sequence[float], prompts: int) -> list[dict
     return rows
 
 
-def _part(
-    rows: Sequence[Mapping[str, Any]], order: str, cores: int, trem_s: float
-) -> list[Mapping[str, Any]]:
+def _part(rows: Rows, order: str, cores: int, trem_s: float) -> Rows:
     """The rows of one curve, by rising b."""
-    wanted = order, cores, 1e3 * trem_s
-    return [r for r in rows if (r["remote_first"], r["cores"], r["overhead_ms"]) == wanted]
+    return pick(rows, remote_first=order, cores=cores, overhead_ms=1e3 * trem_s)
 
 
-def _fig4_notes(name: str, rows: Sequence[dict[str, Any]]) -> list[Note]:
+def _fig4_notes(name: str, rows: Rows) -> list[Note]:
     notes: list[Note] = []
     for trem in OVERHEADS_S:
         curves = {order: _part(rows, order, CORES[0], trem) for order in ("random", "least used")}
@@ -247,95 +206,39 @@ def stage_times(
 DEPLOYMENTS = {"mix": "MIX", "half": "b = 0.5", "remoe": "Remoe"}
 
 
-def fig5(options: Options) -> None:
-    """Prefill and decode time against the number of tokens. Model output."""
-    rows: list[dict[str, Any]] = []
-    notes: list[Note] = ["Model output, not a measurement: Eq. 1 and 4 on recorded routing."]
-    sizes = [(n, n) for n in (TOKENS[::3] if options.quick else TOKENS)] + [(N_IN, N_OUT)]
-    for name in MODELS:
-        activations = load_activations(name)
-        queries = held_out(activations, options.episodes)
-        predicted = predict(activations).astype(np.float64)
-        for gpu in ("eager", "fused"):
-            system = build_system(name, gpu, max_output_tokens=max(TOKENS))
-            for n_in, n_out in sizes:
-                requests = [
-                    recorded_request(activations, int(q), n_in, n_out, TREM_S) for q in queries
+def stage_rows(name: str, prompts: int, sizes: Sequence[tuple[int, int]]) -> list[dict[str, Any]]:
+    """Rows of Fig. 5: times of held-out prompts by GPU, tokens and deployment."""
+    activations = load_activations(name)
+    queries = held_out(activations, prompts)
+    predicted = predict(activations).astype(np.float64)
+    rows = []
+    for gpu, (n_in, n_out) in itertools.product(("eager", "fused"), sizes):
+        system = build_system(name, gpu, max_output_tokens=max(TOKENS))
+        requests = [recorded_request(activations, int(q), n_in, n_out, TREM_S) for q in queries]
+        for deployment, word in DEPLOYMENTS.items():
+            prefill, decode = np.array(
+                [
+                    stage_times(system, request, predicted[q], deployment)
+                    for request, q in zip(requests, queries, strict=True)
                 ]
-                for deployment, word in DEPLOYMENTS.items():
-                    found = np.array(
-                        [
-                            stage_times(system, request, predicted[q], deployment)
-                            for request, q in zip(requests, queries, strict=True)
-                        ]
-                    ).T
-                    rows.append(
-                        {
-                            "model": name,
-                            "gpu": gpu,
-                            "deployment": word,
-                            "prompt_tokens": n_in,
-                            "output_tokens": n_out,
-                            "prompts": len(queries),
-                            **with_interval("prefill_s", found[0]),
-                            **with_interval("decode_s", found[1]),
-                            **with_interval("prefill_over_decode", found[0] / found[1]),
-                        }
-                    )
-        notes += _fig5_notes(name, [r for r in rows if r["model"] == name])
-    save(options, "fig05_prefill_decode", rows, *notes)
-
-
-def _plot_stages(rows: Sequence[Mapping[str, Any]]) -> Any:
-    figure, axes = pyplot().subplots(1, 3, figsize=(13, 3.9), layout="constrained")
-    for m, name in enumerate(dict.fromkeys(row["model"] for row in rows)):
-        mine = [r for r in rows if r["model"] == name and r["gpu"] == "eager"]
-        for d, word in enumerate(DEPLOYMENTS.values()):
-            equal = [r for r in mine if r["deployment"] == word][:-1]
-            n = [r["prompt_tokens"] for r in equal]
-            for key, marker, linestyle in (("prefill_s", "o", "-"), ("decode_s", "s", "--")):
-                value, bars = error_bars(equal, key)
-                axes[m].errorbar(
-                    n,
-                    value,
-                    bars,
-                    marker=marker,
-                    ms=3,
-                    color=f"C{d}",
-                    capsize=2,
-                    linestyle=linestyle,
-                    label=f"{word}, {key[:-2]}",
-                )
-            value, bars = error_bars(equal, "prefill_over_decode")
-            axes[2].errorbar(
-                n,
-                value,
-                bars,
-                marker="o",
-                ms=3,
-                capsize=2,
-                color=f"C{d}",
-                linestyle="-" if m == 0 else ":",
-                label=f"{name}, {word}",
+            ).T
+            rows.append(
+                {
+                    "model": name,
+                    "gpu": gpu,
+                    "deployment": word,
+                    "prompt_tokens": n_in,
+                    "output_tokens": n_out,
+                    "prompts": len(queries),
+                    **with_interval("prefill_s", prefill),
+                    **with_interval("decode_s", decode),
+                    **with_interval("prefill_over_decode", prefill / decode),
+                }
             )
-        axes[m].set(
-            xlabel="prompt tokens = output tokens", ylabel="time, s", xscale="log", yscale="log"
-        )
-        axes[m].set_title(f"{name}, eager GPU", fontsize=10)
-    axes[2].axhline(0.1, color="grey", linewidth=1)
-    axes[2].set(xlabel="prompt tokens = output tokens", ylabel="prefill / decode time")
-    axes[2].set(xscale="log", ylim=(0, None))
-    axes[2].set_title("grey: the paper's 0.1", fontsize=10)
-    for axis in axes:
-        tidy(axis)
-        axis.set_xticks(TOKENS, [str(n) for n in TOKENS])
-        axis.minorticks_off()
-    axes[0].legend(fontsize=7)
-    axes[2].legend(fontsize=7)
-    return figure
+    return rows
 
 
-def _fig5_notes(name: str, rows: Sequence[dict[str, Any]]) -> list[Note]:
+def _fig5_notes(name: str, rows: Rows) -> list[Note]:
     notes: list[Note] = []
     for word in DEPLOYMENTS.values():
         mine = [r for r in rows if r["deployment"] == word and r["gpu"] == "eager"]
@@ -355,17 +258,59 @@ def _fig5_notes(name: str, rows: Sequence[dict[str, Any]]) -> list[Note]:
     return notes
 
 
-FIGURES = {"fig4": fig4, "fig5": fig5}
-PICTURES: Pictures = {
-    "fig04_expert_time": _plot_remote_ratios,
-    "fig05_prefill_decode": _plot_stages,
-}
+def _of_models(kind: str, notes: Callable[[str, Rows], Sequence[Note]]) -> Any:
+    """The notes of a figure that is model output: those of each model."""
+
+    def found(options: Options, rows: Rows) -> Iterator[Note]:
+        yield f"Model output, not a measurement: {kind} on recorded routing."
+        for at, own in split(rows, "model"):
+            yield from notes(at["model"], own)
+
+    return found
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Compute, print and save; see ``--help``."""
-    return run_figures(FIGURES, PICTURES, argv, __doc__, MODULE)
+def _models(options: Options) -> list[dict[str, Any]]:
+    return [{"model": model} for model in MODELS]
 
+
+STUDIES = (
+    Study(
+        "fig04_expert_time",
+        "fig4",
+        lambda options, at, _: remote_ratios(
+            at["model"], RATIOS[::4] if options.quick else RATIOS, options.episodes
+        ),
+        _models,
+        notes=_of_models("Eq. 2, 3 and 5", _fig4_notes),
+        picture=Lines(
+            x="b",
+            y=("decode_ms_per_token", "prefill_ms"),
+            line=("remote_first", "cores", "overhead_ms"),
+            panels="model",
+        ),
+    ),
+    Study(
+        "fig05_prefill_decode",
+        "fig5",
+        lambda options, at, _: stage_rows(
+            at["model"],
+            options.episodes,
+            [*((n, n) for n in (TOKENS[::3] if options.quick else TOKENS)), (N_IN, N_OUT)],
+        ),
+        _models,
+        notes=_of_models("Eq. 1 and 4", _fig5_notes),
+        picture=Lines(
+            x="prompt_tokens",
+            y=("prefill_s", "decode_s", "prefill_over_decode"),
+            line="deployment",
+            panels=("model", "gpu"),
+            where=lambda row: row["prompt_tokens"] == row["output_tokens"],
+            log="xy",
+        ),
+    ),
+)
+
+main = command(__spec__.name, __doc__, STUDIES, PROMPTS)
 
 if __name__ == "__main__":
     run_main(main)

@@ -1,6 +1,6 @@
 """The same requests through this engine, other simulators, closed forms and a measured engine.
 
-    servegym parity --rival ai-dynamo=/path/to/python --rival aisimulate=/path/to/python
+    python -m servegym.experiments.studies.fidelity.parity --rival ai-dynamo=/path/to/python
 
 Every list of requests is served by each simulator with the same limits (sequences and tokens of an
 iteration, KV blocks) under two laws of an iteration's time:
@@ -44,7 +44,7 @@ from servegym.experiments.fidelity.measured_run import MeasuredRun, load_run
 from servegym.experiments.fidelity.profiles import matching_profile
 from servegym.experiments.fidelity.report import RUN_FOLDER, data_folder
 from servegym.experiments.studies.fidelity.host import first_requests, interval
-from servegym.experiments.studies.fidelity.markdown import Table, percent, update_document
+from servegym.experiments.studies.fidelity.markdown import Table, update_document
 from servegym.experiments.studies.fidelity.queueing import batch_means
 from servegym.hardware_profiles import Profile, load
 
@@ -473,28 +473,12 @@ def queueing_worlds(
     return worlds
 
 
-def _seconds(value: float | None) -> str:
-    if value is None:
-        return "–"
-    return f"{value:.2f} s" if value >= 1.0 else f"{1e3 * value:.1f} ms"
-
-
-def _cells(row: Mapping[str, Any]) -> list[str]:
-    fast, through = row["requests_per_core_s"], row["throughput_rps"]
-    return [
-        *(_seconds(row[key]) for key in METRICS),
-        "–" if through is None else f"{through:.2f}/s",
-        "–" if fast is None else f"{fast:,.0f}",
-    ]
-
-
 _ABOUT = {
     "parity_measured": "the measured run",
     "parity": "drawn lists",
     "parity_queueing": "one slot",
 }
 _RATIOS = ("median", "least", "most")
-_LATENCIES = [*METRICS.values(), "throughput", "requests per core-s"]
 
 
 def speed_notes(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -531,103 +515,9 @@ def _speed_table(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Table
     return [Table("parity-speed", title, columns, rows)] if rows else []
 
 
-def tables(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Table]:
-    """The tables to print and to put into the documentation."""
-    shown = _speed_table(found)
-    if found.get("parity_measured"):
-        shown.append(
-            Table(
-                "parity-measured",
-                "The measured run",
-                ["simulator", *_LATENCIES]
-                + [f"error of {name}" for name in METRICS.values()]
-                + ["median error"],
-                [
-                    [
-                        row["simulator"],
-                        *_cells(row),
-                        *(
-                            percent(row[f"{key.removesuffix('_s')}_difference"], signed=True)
-                            if row["simulator"] != "measured"
-                            else "–"
-                            for key in METRICS
-                        ),
-                        percent(row["median_e2e_difference"])
-                        if row["simulator"] != "measured"
-                        else "–",
-                    ]
-                    for row in found["parity_measured"]
-                ],
-            )
-        )
-    for law in ("constant", "profile"):
-        own = [row for row in found.get("parity", ()) if row["law"] == law]
-        if own:
-            shown.append(
-                Table(
-                    f"parity-{law}",
-                    f"Lists of requests, {law} law",
-                    ["lengths, arrivals, load", "simulator", *_LATENCIES, "median difference"],
-                    [
-                        [
-                            ", ".join(str(row[k]) for k in ("lengths", "arrivals", "load")),
-                            row["simulator"],
-                            *_cells(row),
-                            "–"
-                            if row["simulator"] == "servegym" or not row["served"]
-                            else percent(row["median_e2e_difference"]),
-                        ]
-                        for row in own
-                    ],
-                )
-            )
-    if found.get("parity_light"):
-        shown.append(
-            Table(
-                "parity-light",
-                "TTFT of the first requests of another measured run",
-                ["simulator", "requests", "TTFT", "error of mean", "95 % interval", "median error"],
-                [
-                    [
-                        row["simulator"],
-                        f"{row['requests']:.0f}",
-                        _seconds(row["ttft_s"]),
-                        percent(row["ttft_difference"], signed=True),
-                        " to ".join(percent(row[end], signed=True) for end in ("low", "high")),
-                        percent(row["median_difference"]),
-                    ]
-                    for row in found["parity_light"]
-                ],
-            )
-        )
-    if found.get("parity_queueing"):
-        shown.append(
-            Table(
-                "parity-queueing",
-                "One slot against the closed form",
-                ["queue", "utilisation", "simulator", "closed form", "simulated", "difference"]
-                + ["standard error", "requests per core-s"],
-                [
-                    [
-                        row["queue"],
-                        f"{row['utilisation']:g}",
-                        row["simulator"],
-                        f"{row['closed_form_e2e_s']:.3f} s",
-                        f"{row['e2e_s']:.3f} s",
-                        percent(row["closed_form_difference"], signed=True),
-                        percent(row["standard_error"]),
-                        f"{row['requests_per_core_s']:,.0f}",
-                    ]
-                    for row in found["parity_queueing"]
-                ],
-            )
-        )
-    return shown
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="servegym parity",
+        prog="python -m servegym.experiments.studies.fidelity.parity",
         description="Serve the same requests by this engine and by other simulators.",
     )
     add = parser.add_argument
@@ -715,7 +605,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ]
         for stem, some in worlds.items()
     }
-    shown = tables(found)
+    shown = _speed_table(found)
     for table in shown:
         print_table(table.title, table.columns, table.rows)
     for name, wanted in RIVALS.items():
@@ -731,8 +621,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for stem, rows in found.items():
         write_result(options.out / stem, rows, made, speed_notes(rows) if stem in _ABOUT else [])
     if options.document is not None:
-        first = ("parity-speed",)
-        update_document(options.document, [one for one in shown if one.key in first])
+        update_document(options.document, shown)
     print(f"written to {options.out}")
     return 0
 

@@ -29,18 +29,19 @@ serving server, each on a GPU of its own: no placement, cache, router or executi
 
 from __future__ import annotations
 
+import argparse
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from servegym._command_line import run_main
 from servegym.envs.expert_placement.config import Problem, build_problem
 from servegym.envs.expert_placement.core import PlacementEpisode
 from servegym.experiments.evaluation.evaluate import evaluate
-from servegym.experiments.evaluation.output import print_table
 from servegym.experiments.evaluation.tables import Table, note
+from servegym.experiments.papers import study
 from servegym.experiments.papers.placement.common import (
     ENV_ID,
     SEED,
@@ -50,20 +51,12 @@ from servegym.experiments.papers.placement.common import (
     measure,
     setting,
 )
-from servegym.experiments.papers.plotting import error_bars, legend, pyplot, tidy
-from servegym.experiments.papers.run import (
-    FigureOptions,
-    Pictures,
-    command_line,
-    figure_parser,
-    run_chosen,
-    save,
-    table_path,
-)
+from servegym.experiments.papers.plotting import Lines
+from servegym.experiments.papers.study import RESULTS, Study, command
+from servegym.experiments.papers.verdicts import pick, split
 
-__all__ = ["SCENARIOS", "WAYS", "Way", "alone_s", "main"]
+__all__ = ["SCENARIOS", "STUDIES", "WAYS", "Way", "alone_s", "main"]
 
-MODULE = "servegym.experiments.studies.placement.equal_rights"
 EPISODES, VALIDATION_EPISODES = 5, 2
 LARGE_EPISODES = 3
 VALIDATION_SEED = 50_000
@@ -132,7 +125,7 @@ WAYS = (
 KINDS = tuple(dict.fromkeys(way.kind for way in WAYS))
 
 
-class Options(FigureOptions):
+class Options(study.Options):
     """The command line.
 
     Attributes:
@@ -217,16 +210,14 @@ def _row(
         router = min(by_router, key=by_router.__getitem__)
     point = {"scenario": scenario, "load": load, "way": way.name, "kind": way.kind}
     point |= {"router": router, "episodes": episodes}
-    (found,), latency = measure(
-        [way.policy], episodes, point, **kwargs, **way.env_kwargs, router=router
-    )
+    (found,) = measure(point, [way.policy], episodes, **kwargs, **way.env_kwargs, router=router)
     row = dict(point)
     for key in COLUMNS:
         row |= {f"{key}{end}": found[f"{key}{end}"] for end in ("", "_low", "_high")}
     row |= {key: found[key] for key in PLAIN}
     row |= interval(_alone(kwargs, episodes), "bound_s")
     row |= {f"validation_s_{name}": value for name, value in by_router.items()}
-    return row | {"episodes_s": " ".join(f"{x:.6g}" for x in latency[way.policy])}
+    return row | {"episodes_s": " ".join(f"{x:.6g}" for x in found["_latency"])}
 
 
 def _alone(kwargs: Mapping[str, Any], episodes: int) -> list[float]:
@@ -270,24 +261,15 @@ def _extend(
     return next(row for row in table.rows if table.key_of(row) == key)
 
 
-def rights(options: Options) -> None:
+def _rights(options: Options, *_: Any) -> list[dict[str, Any]]:
     """Every way at every load in every scenario."""
     table = _table(options, "equal_rights")
     for load in LOADS[:1] if options.quick else options.loads:
         for scenario in options.scenarios:
-            for way in WAYS:
-                if (
-                    way.name in options.ways
-                    and load in way.loads
-                    and _possible(way, scenario, load)
-                ):
+            for way in (way for way in WAYS if way.name in options.ways and load in way.loads):
+                if _possible(way, scenario, load):
                     _extend(table, options, scenario, load, way)
-            names = dict.fromkeys(row["scenario"] for row in table.rows)
-            settings = {name: setting(_problem(name)) for name in names}
-            if options.resume:
-                settings["runs"] = "several, resumed, with --scenarios, --ways and --loads"
-            save(options, "equal_rights", table.rows, *_findings(table.rows), settings=settings)
-    _print(table.rows)
+    return table.rows
 
 
 def _possible(way: Way, scenario: str, load: float) -> bool:
@@ -295,10 +277,6 @@ def _possible(way: Way, scenario: str, load: float) -> bool:
     if scenario.startswith("drift") and load > 1:  # too short for the tasks to rotate
         return False
     return way.kind == "placement" or scenario != "drift, host"
-
-
-def _problem(scenario: str) -> Problem:
-    return build_problem(**arguments(scenario, 1.0), split="eval")
 
 
 def best(rows: Sequence[Mapping[str, Any]], kind: str) -> Mapping[str, Any] | None:
@@ -317,10 +295,6 @@ def latencies(row: Mapping[str, Any]) -> np.ndarray:
     return np.array([float(x) for x in str(row["episodes_s"]).split()])
 
 
-def _at(rows: Sequence[Mapping[str, Any]], scenario: str, load: float) -> list[Mapping[str, Any]]:
-    return [row for row in rows if (row["scenario"], row["load"]) == (scenario, load)]
-
-
 def _seconds(row: Mapping[str, Any]) -> str:
     """A latency with its interval, or that the way is overloaded."""
     if row["overloaded"]:
@@ -329,11 +303,11 @@ def _seconds(row: Mapping[str, Any]) -> str:
     return f"{row['mean_latency_s']:.2f} s [{low:.2f}, {high:.2f}]"
 
 
-def _findings(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _findings(options: Options, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The best way of each kind at each point, forwarding against the others on its episodes."""
     notes = []
     for scenario, load in sorted({(row["scenario"], row["load"]) for row in rows}):
-        own = _at(rows, scenario, load)
+        own = pick(rows, scenario=scenario, load=load)
         winners = {kind: row for kind in KINDS if (row := best(own, kind)) is not None}
         if not winners:
             continue
@@ -370,56 +344,36 @@ def _findings(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return notes
 
 
-def _print(rows: Sequence[Mapping[str, Any]]) -> None:
-    print_table(
-        "Mean latency, s",
-        ["scenario", "load", "way", "router", "latency", *ROUTERS],
-        [
-            [
-                row["scenario"],
-                f"{row['load']:g}",
-                row["way"],
-                row["router"],
-                _seconds(row),
-                *(f"{row.get(f'validation_s_{name}', math.nan):.2f}" for name in ROUTERS),
-            ]
-            for row in rows
-        ],
-        ["last columns: validation episodes, by router"],
-    )
-
-
-def saturation(options: Options) -> None:
+def _saturation(options: Options, *_: Any) -> list[dict[str, Any]]:
     """The best way of each kind, by validation at the normal load, until it is overloaded."""
-    known = Table(
-        table_path(options, "equal_rights"), KEY, text=TEXT, empty=math.nan, load=True
-    ).rows
+    paths = [folder / "equal_rights.csv" for folder in (options.out, RESULTS / "placement")]
+    found = next(path for path in paths if path.exists())
+    known = Table(found, KEY, text=TEXT, empty=math.nan).rows
     table = _table(options, "saturation")
     best_ways = set()
     for scenario in options.scenarios:
         for kind in ("placement", "caches", "forwarding"):
-            row = best(_at(known, scenario, 1.0), kind)
+            row = best(pick(known, scenario=scenario, load=1.0), kind)
             if row is None:
                 continue
             best_ways.add((scenario, row["way"]))
-            table.update(r for r in known if (r["scenario"], r["way"]) == (scenario, row["way"]))
+            table.update(pick(known, scenario=scenario, way=row["way"]))
             way = next(way for way in WAYS if way.name == row["way"])
             for load in sorted({*MORE_LOADS, *LOADS}):
                 if _extend(table, options, scenario, load, way, row["router"])["overloaded"]:
                     break
-        rows = [
-            row
-            for row in table.rows
-            if row["scenario"] != scenario or (scenario, row["way"]) in best_ways
-        ]
-        save(options, "saturation", rows, *_limits(rows))
+    return [
+        row
+        for row in table.rows
+        if row["scenario"] not in options.scenarios or (row["scenario"], row["way"]) in best_ways
+    ]
 
 
-def _limits(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _limits(options: Options, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Between which loads each way's queues begin to grow."""
     notes = []
-    for scenario, way in dict.fromkeys((row["scenario"], row["way"]) for row in rows):
-        own = [row for row in rows if (row["scenario"], row["way"]) == (scenario, way)]
+    for at, own in split(rows, "scenario", "way"):
+        scenario, way = at["scenario"], at["way"]
         grow = [row["load"] for row in own if row["overloaded"]]
         holds = [row["load"] for row in own if not row["overloaded"]]
         last, first = max(holds, default=0.0), min(grow, default=math.inf)
@@ -432,58 +386,40 @@ def _limits(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return notes
 
 
-_COLOURS = dict(zip(KINDS, ("tab:blue", "tab:olive", "tab:green"), strict=True))
+def _facts(options: Options) -> dict[str, Any]:
+    facts = {name: setting(**arguments(name, 1.0)) for name in options.scenarios}
+    return facts | {"runs": "several, resumed"} if options.resume else facts
 
 
-def _plot(rows: Sequence[Mapping[str, Any]]) -> Any:
-    """A panel a scenario: the best way of each kind over the load, and the bound."""
-    scenarios = list(dict.fromkeys(row["scenario"] for row in rows))
-    plt = pyplot()
-    figure, axes = plt.subplots(
-        1, len(scenarios), figsize=(2 + 4 * len(scenarios), 4), squeeze=False, layout="constrained"
-    )
-    for axis, scenario in zip(axes[0], scenarios, strict=True):
-        for kind in KINDS:
-            part = [
-                row
-                for row in rows
-                if (row["scenario"], row["kind"]) == (scenario, kind) and not row["overloaded"]
-            ]
-            part.sort(key=lambda row: row["load"])
-            if part:
-                values, bars = error_bars(part, "mean_latency_s")
-                at = [row["load"] for row in part]
-                axis.errorbar(at, values, bars, label=kind, color=_COLOURS[kind], marker="o", ms=3)
-        bound = [row["bound_s"] for row in rows if row["scenario"] == scenario]
-        axis.axhline(float(np.nanmean(bound)), color="0.6", ls=":", label="a request alone")
-        axis.set(xscale="log", yscale="log", xlabel="arrivals, times the scenario's")
-        axis.set_title(scenario, fontsize=10)
-        axis.xaxis.set_major_formatter("{x:g}")
-        axis.yaxis.set_major_formatter("{x:g}")
-        tidy(axis)
-    axes[0, 0].set_ylabel("mean latency, s (to overload)")
-    legend(figure, axes[0, 0])
-    return figure
+STUDIES = (
+    Study("equal_rights", "rights", _rights, notes=_findings, facts=_facts),
+    Study(
+        "saturation",
+        "saturation",
+        _saturation,
+        notes=_limits,
+        picture=Lines(
+            x="load",
+            y="mean_latency_s",
+            line="way",
+            panels="scenario",
+            where=lambda row: not row["overloaded"],
+            log="xy",
+            reference="bound_s",
+        ),
+    ),
+)
 
 
-FIGURES: dict[str, Any] = {"rights": rights, "saturation": saturation}
-PICTURES: Pictures = {"saturation": _plot}
+def _add(parser: argparse.ArgumentParser) -> None:
+    add, names, every = parser.add_argument, [way.name for way in WAYS], list(SCENARIOS)
+    add("--scenarios", nargs="+", choices=every, default=every, help="(all)")
+    add("--loads", nargs="+", type=float, choices=LOADS, default=LOADS, help="of `rights` (all)")
+    add("--ways", nargs="+", choices=names, default=names, help="(all)")
+    add("--resume", action="store_true", help="measure only what is missing")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Make the figures that the command line names."""
-    parser = figure_parser(tuple(FIGURES), __doc__, MODULE, EPISODES)
-    names = [way.name for way in WAYS]
-    parser.add_argument(
-        "--scenarios", nargs="+", choices=list(SCENARIOS), default=list(SCENARIOS), help="(all)"
-    )
-    parser.add_argument(
-        "--loads", nargs="+", type=float, choices=LOADS, default=LOADS, help="of `rights` (all)"
-    )
-    parser.add_argument("--ways", nargs="+", choices=names, default=names, help="(all)")
-    parser.add_argument("--resume", action="store_true", help="measure only what is missing")
-    return run_chosen(FIGURES, PICTURES, command_line(parser, argv, Options()))
-
+main = command(__spec__.name, __doc__, STUDIES, EPISODES, _add)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_main(main)

@@ -19,44 +19,34 @@ A figure is a scenario. It reads the trainings in the folder ``--runs``, the one
   * ``own_share``: all heights equal, so that servers hold the experts that they use most;
   * ``constant``: all scores equal, a placement that the decoder alone has made.
 
-Intervals are over trainings and episodes together, of rules over episodes. Episodes that are done
-are not played again when the command is repeated.
+Intervals are over trainings and episodes together, of rules over episodes.
 """
 
 from __future__ import annotations
 
-import hashlib
+import argparse
 import json
 import math
-import sys
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from servegym._command_line import run_main
 from servegym.agents.lib.checkpoint import json_field, load_policy, read_content
 from servegym.baselines.protocol import BasePolicy
-from servegym.envs.expert_placement.config import build_problem
 from servegym.experiments.evaluation.evaluate import DEFAULT_SEED, evaluate
 from servegym.experiments.evaluation.stats import mean, over_trainings, relative_change
-from servegym.experiments.evaluation.tables import Table, note
+from servegym.experiments.evaluation.tables import Note, note
+from servegym.experiments.papers import study
 from servegym.experiments.papers.placement.common import ENV_ID, setting
-from servegym.experiments.papers.plotting import legend, pyplot, tidy
-from servegym.experiments.papers.run import (
-    FigureOptions,
-    Picture,
-    Pictures,
-    command_line,
-    figure_parser,
-    run_chosen,
-    save,
-)
+from servegym.experiments.papers.plotting import Lines
+from servegym.experiments.papers.study import Study, command, interval_columns
+from servegym.experiments.papers.verdicts import split
 
-__all__ = ["SCENARIOS", "Control", "commands", "main", "seconds_to"]
+__all__ = ["SCENARIOS", "STUDIES", "Control", "commands", "main", "seconds_to"]
 
-MODULE = "servegym.experiments.studies.placement.learning"
 SCENARIOS = ("edge_hetero", "paper_testbed")
 EPISODES = 5
 VALIDATION_SEED, VALIDATION_EPISODES = 10_000, 2
@@ -75,7 +65,7 @@ FLAGS: dict[tuple[str, str], str] = {
 """What an agent's command has for a scenario besides the seed."""
 
 
-class Options(FigureOptions):
+class Options(study.Options):
     """The command line.
 
     Attributes:
@@ -143,43 +133,23 @@ def _files(options: Options, scenario: str) -> dict[str, list[Path]]:
     return found
 
 
-class Played:
-    """Mean latency by episode, played once: ``learning_episodes_SCENARIO`` keeps it."""
+def _played(policy: Any, scenario: str, split: str, episodes: int) -> np.ndarray:
+    """Latency of each episode (episodes,), the same episodes for every policy.
 
-    def __init__(self, options: Options, scenario: str) -> None:
-        self.scenario = scenario
-        path = options.out / f"learning_episodes_{scenario}.csv"
-        self.table = Table(path, ("policy", "split", "stamp", "episode"), text=("stamp",))
-
-    def __call__(self, policy: Any, split: str, episodes: int, stamp: str = "-") -> np.ndarray:
-        """Latency of each episode (episodes,), the same episodes for every policy.
-
-        Args:
-            policy: A registered name or a policy.
-            split: ``val`` (the agents' validation episodes) or ``eval``.
-            episodes: How many.
-            stamp: What tells trainings apart.
-        """
-        name = policy if isinstance(policy, str) else policy.name
-        seed = VALIDATION_SEED if split == "val" else DEFAULT_SEED
-        keys = [(name, split, stamp, float(k)) for k in range(episodes)]
-        if missing := self.table.missing(keys):
-            kwargs = {"scenario": self.scenario, "split": split}
-            first = int(missing[0][3])
-            runs = evaluate(ENV_ID, [policy], episodes - first, seed + first, kwargs)
-            found = dict(policy=name, split=split, stamp=stamp)
-            self.table.update(
-                found | {"episode": float(k), "mean_latency_s": run["mean_latency_s"]}
-                for k, run in enumerate(runs, first)
-            )
-        known = {self.table.key_of(row): row["mean_latency_s"] for row in self.table.rows}
-        latency = np.array([known[key] for key in keys])
-        print(f"{self.scenario} {name} {split} {stamp}: {latency.mean():.2f} s", flush=True)
-        return latency
+    Args:
+        policy: A registered name or a policy.
+        scenario: The scenario.
+        split: ``val`` (the agents' validation episodes) or ``eval``.
+        episodes: How many.
+    """
+    seed = VALIDATION_SEED if split == "val" else DEFAULT_SEED
+    runs = evaluate(ENV_ID, [policy], episodes, seed, {"scenario": scenario, "split": split})
+    return np.array([run["mean_latency_s"] for run in runs])
 
 
-def _stamp(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()[:8]
+def _fixed() -> dict[str, Any]:
+    """The rules and controls by name."""
+    return {name: name for name in RULES} | {name: Control(name) for name in CONTROLS}
 
 
 def _curve(run: Path) -> list[dict[str, float]]:
@@ -194,123 +164,90 @@ def seconds_to(curve: Sequence[Mapping[str, float]], level: float) -> float:
     return reached[0] if reached else math.nan
 
 
-def _scenario(scenario: str, options: Options) -> None:
-    files = _files(options, scenario)
-    fixed: list[Any] = [*RULES, *(Control(name) for name in CONTROLS)]
-    play = Played(options, scenario)
+def _curves(options: Options, at: dict[str, str], _: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """The curves of the trainings, and the rules and controls on the same episodes."""
+    for agent, paths in _files(options, at["scenario"]).items():
+        for path in paths:
+            for line in _curve(path.parent):
+                yield {
+                    "policy": agent,
+                    "seed": float(path.parent.name.rpartition("_")[2]),
+                    "step": line["global_step"],
+                    "cpu_s": line["charts/cpu_s"],
+                    "val_latency_s": line["eval/mean_latency_s"],
+                }
+    for name, policy in _fixed().items():
+        level = _played(policy, at["scenario"], "val", VALIDATION_EPISODES).mean()
+        yield {"policy": name, "seed": math.nan, "val_latency_s": level}
 
-    # The curves, and the others on the same episodes.
-    curves = [
-        {
-            "policy": agent,
-            "seed": float(path.parent.name.rpartition("_")[2]),
-            "step": line["global_step"],
-            "cpu_s": line["charts/cpu_s"],
-            "val_latency_s": line["eval/mean_latency_s"],
-        }
-        for agent, paths in files.items()
-        for path in paths
-        for line in _curve(path.parent)
-    ]
-    level = {}
-    for policy in fixed:
-        name = policy if isinstance(policy, str) else policy.name
-        level[name] = play(policy, "val", VALIDATION_EPISODES).mean()
-        curves.append({"policy": name, "seed": math.nan, "val_latency_s": level[name]})
-    notes = []
-    for agent in files:
-        own = [row for row in curves if row["policy"] == agent]
-        for name, value in level.items():
-            each = [
-                seconds_to([row for row in own if row["seed"] == seed], value)
-                for seed in sorted({row["seed"] for row in own})
-            ]
+
+def _curve_notes(options: Options, rows: Sequence[dict[str, Any]]) -> Iterator[Note]:
+    levels = {row["policy"]: row["val_latency_s"] for row in rows if "step" not in row}
+    for agent, own in split([row for row in rows if "step" in row], "policy"):
+        for name, level in levels.items():
+            each = [seconds_to(part, level) for _, part in split(own, "seed")]
             shown = ", ".join("never" if math.isnan(x) else f"{x:.0f}" for x in each)
-            text = f"{scenario}: processor seconds of {agent} to {name} ({value:.2f} s): {shown}."
-            notes.append(note(text, policy=agent, level=name, cpu_s=each))
-    save(options, f"learning_curves_{scenario}", curves, *notes)
-
-    # Evaluation episodes.
-    scores: dict[str, list[np.ndarray]] = {}
-    number = options.episodes
-    for agent, paths in files.items():
-        scores[agent] = [play(load_policy(path), "eval", number, _stamp(path)) for path in paths]
-    fresh = random_weights(next(iter(files.values()))[0])
-    scores["random_weights"] = [play(fresh, "eval", number)]
-    rules = fixed if options.quick else [SEARCH, *fixed]
-    for policy in rules:
-        name = policy if isinstance(policy, str) else policy.name
-        scores[name] = [play(policy, "eval", number)]
-    rows = []
-    for name, each in scores.items():
-        value, low, high = over_trainings(each, statistic=mean)
-        row = {"policy": name, "trainings": len(each) if name in files else 0}
-        row |= {"episodes": options.episodes, "mean_latency_s": value}
-        rows.append(row | {"mean_latency_s_low": low, "mean_latency_s_high": high})
-        print(f"{scenario} {name}: {value:.2f} s [{low:.2f}, {high:.2f}]")
-    notes = []
-    for agent in files:
-        for name in (name for name in (SEARCH, *RULES, "own_share") if name in scores):
-            value, low, high = relative_change(scores[agent], scores[name], mean)
-            text = f"{scenario}: {agent} against {name}: {value:+.1f} % [{low:+.1f}, {high:+.1f}]."
-            notes.append(note(text, policy=agent, against=name, change_pct=[value, low, high]))
-    described = setting(build_problem(scenario=scenario))
-    played = {path.parent.name for paths in files.values() for path in paths}
-    made = [command for command in commands(scenario) if command.split()[-1] in played]
-    settings = {"setting": described, "trainings": made}
-    save(options, f"learning_{scenario}", rows, *notes, settings=settings)
+            text = f"processor seconds of {agent['policy']} to {name} ({level:.2f} s): {shown}."
+            yield note(text, **agent, level=name, cpu_s=each)
 
 
-def _plot(curves: Sequence[Mapping[str, Any]]) -> Any:
-    """Latency by processor seconds, a line a training; dashed rules, dotted controls."""
-    plt = pyplot()
-    figure, axis = plt.subplots(figsize=(7.0, 4.4), layout="constrained")
-    colours = dict(zip(AGENTS, ("tab:red", "tab:blue", "0.6"), strict=True))
-    lines = [row for row in curves if row["policy"] in AGENTS]
-    for agent in AGENTS:
-        own = [row for row in lines if row["policy"] == agent]
-        for k, seed in enumerate(sorted({row["seed"] for row in own})):
-            one = [row for row in own if row["seed"] == seed]
-            axis.plot(
-                [row["cpu_s"] for row in one],
-                [row["val_latency_s"] for row in one],
-                color=colours[agent],
-                lw=1.2,
-                label=None if k else agent,
-            )
-    end = max(row["cpu_s"] for row in lines)
-    top = 1.15 * max(row["val_latency_s"] for row in lines)
-    low = min(row["val_latency_s"] for row in curves)
-    at = -math.inf
-    for row in sorted(curves, key=lambda row: row["val_latency_s"]):
-        value = row["val_latency_s"]
-        if row["policy"] in AGENTS or value > top:
-            continue
-        style = ":" if row["policy"] in CONTROLS else "--"
-        axis.axhline(value, xmax=0.8, color="0.3", ls=style, lw=0.9)
-        at = max(value, at + 0.04 * (top - low))  # labels apart
-        axis.text(1.01 * end, at, row["policy"], fontsize=8, va="center")
-    axis.set(xlabel="processor seconds", ylabel="mean latency on validation episodes, s")
-    axis.set(xlim=(0, 1.25 * end), ylim=(None, top))
-    legend(figure, axis)
-    tidy(axis)
-    return figure
+def _evaluated(options: Options, at: dict[str, str], _: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Evaluation episodes of the last weights, the rules and the controls."""
+    scenario, number = at["scenario"], options.episodes
+    files = _files(options, scenario)
+    each: dict[str, list[Any]] = {
+        agent: [load_policy(path) for path in paths] for agent, paths in files.items()
+    }
+    each["random_weights"] = [random_weights(next(iter(files.values()))[0])]
+    rules = _fixed() if options.quick else {SEARCH: SEARCH, **_fixed()}
+    each |= {name: [policy] for name, policy in rules.items()}
+    for name, policies in each.items():
+        scores = [_played(policy, scenario, "eval", number) for policy in policies]
+        row = {"policy": name, "trainings": len(scores) if name in files else 0}
+        row |= {"episodes": number, "_scores": scores}
+        yield row | interval_columns("mean_latency_s", over_trainings(scores, statistic=mean))
 
 
-FIGURES: dict[str, Any] = {name: partial(_scenario, name) for name in SCENARIOS}
-PICTURES: Pictures = {
-    f"learning_curves_{name}": Picture(_plot, (f"learning_curves_{name}",)) for name in SCENARIOS
-}
+def _notes(options: Options, rows: Sequence[dict[str, Any]]) -> Iterator[Note]:
+    by = {row["policy"]: row for row in rows}
+    for agent in (row for row in rows if row["trainings"]):
+        for name in (name for name in (SEARCH, *RULES, "own_share") if name in by):
+            found = relative_change(agent["_scores"], by[name]["_scores"], mean)
+            text = "{} against {}: {:+.1f} % [{:+.1f}, {:+.1f}]."
+            text = text.format(agent["policy"], name, *found)
+            yield note(text, policy=agent["policy"], against=name, change_pct=list(found))
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Make the figures that the command line names."""
-    parser = figure_parser(tuple(FIGURES), __doc__, MODULE, EPISODES)
-    parser.add_argument(
-        "--runs", type=Path, default=Path("runs"), help="folder of trainings (runs)"
+def _studies(scenario: str) -> tuple[Study, Study]:
+    def facts(options: Options) -> dict[str, Any]:
+        paths = _files(options, scenario).values()
+        played = {path.parent.name for own in paths for path in own}
+        made = [words for words in commands(scenario) if words.split()[-1] in played]
+        return {"setting": setting(scenario=scenario), "trainings": made}
+
+    given: Any = {"settings": lambda options: ({"scenario": scenario},), "facts": facts}
+    curves = f"learning_curves_{scenario}"
+    picture = Lines(
+        x="cpu_s",
+        y="val_latency_s",
+        line=("policy", "seed"),
+        where=lambda row: row["cpu_s"] != "",
     )
-    return run_chosen(FIGURES, PICTURES, command_line(parser, argv, Options()))
+    return (
+        Study(curves, scenario, _curves, notes=_curve_notes, picture=picture, **given),
+        Study(f"learning_{scenario}", scenario, _evaluated, notes=_notes, **given),
+    )
 
+
+STUDIES = tuple(study for scenario in SCENARIOS for study in _studies(scenario))
+
+
+def _add(parser: argparse.ArgumentParser) -> None:
+    words = "folder of trainings (runs)"
+    parser.add_argument("--runs", type=Path, default=Path("runs"), help=words)
+
+
+main = command(__spec__.name, __doc__, STUDIES, EPISODES, _add)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_main(main)

@@ -10,14 +10,13 @@ the same ten episodes that no search saw::
 
 Sessions of recorded workloads are those of the split ``val`` in the search and of ``eval`` in the
 end. The table ``tuned_rules`` has SLO attainment (%) with 95 % intervals over episodes;
-``tuned_rules_trials`` what each point of a search reached, ``tuned_rules_joint`` the constants that
-are best over all cells together, by the first stage of the searches.
+``tuned_rules_trials`` what each point of a search reached. Of the kind ``joint`` are the constants
+that are best over all cells together, by the first stage of the searches.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import qmc
 
+from servegym._command_line import run_main
 from servegym.baselines.prefix_routing import RULES, Rule
 from servegym.baselines.prefix_routing.policy import view_of
 from servegym.baselines.prefix_routing.system import PrefixSystem
@@ -32,15 +32,10 @@ from servegym.baselines.prefix_routing.view import NOWHERE
 from servegym.envs.prefix_routing.vector_env import PrefixRoutingVectorEnv
 from servegym.experiments.evaluation.stats import mean, paired_difference, stratified_bootstrap
 from servegym.experiments.evaluation.tables import Table, note
-from servegym.experiments.papers.run import (
-    FigureOptions,
-    command_line,
-    figure_parser,
-    run_chosen,
-    save,
-)
+from servegym.experiments.papers.study import Options, Study, command
+from servegym.experiments.papers.verdicts import pick, split
 
-__all__ = ["CELLS", "PICTURES", "SPACES", "main", "play", "points"]
+__all__ = ["CELLS", "SPACES", "STUDIES", "main", "play", "points"]
 
 Row = dict[str, Any]
 
@@ -112,14 +107,8 @@ def points(rule: str, trials: int = TRIALS) -> list[dict[str, float]]:
 
 def play(cell: str, rules: Sequence[Rule], seeds: Sequence[int], split: str) -> NDArray[np.float64]:
     """SLO attainment (R, S) of R rules in the episodes of S seeds of a cell."""
-    return play_with(CELLS[cell] | ({"split": split} if cell in RECORDED else {}), rules, seeds)
-
-
-def play_with(
-    given: Mapping[str, Any], rules: Sequence[Rule], seeds: Sequence[int]
-) -> NDArray[np.float64]:
-    """SLO attainment (R, S) of R rules in the episodes of S seeds; `SIZE` where not given."""
-    arguments: dict[str, Any] = SIZE | dict(given)
+    arguments: dict[str, Any] = SIZE | CELLS[cell]
+    arguments |= {"split": split} if cell in RECORDED else {}
     found = np.zeros((len(rules), len(seeds)))
     env = PrefixRoutingVectorEnv(
         num_envs=len(rules), autoreset_mode="Disabled", copy=False, **arguments
@@ -224,21 +213,18 @@ def _joint(trials: Sequence[Row]) -> dict[str, tuple[int, float]]:
     return found
 
 
-def tuned(options: FigureOptions) -> None:
-    """``tuned_rules`` and ``tuned_rules_trials``: the searches, then all rules in every cell."""
-    table = Table(options.out / "tuned_rules_trials.csv", ("cell", "rule"), load=not options.quick)
-    cells = list(CELLS)[:1] if options.quick else list(CELLS)
-    best: dict[tuple[str, str], Mapping[str, float]] = {}
+def _cells(options: Options) -> list[str]:
+    return list(CELLS)[:1] if options.quick else list(CELLS)
+
+
+def _tuned(options: Options, *_: Any) -> list[Row]:
+    """The searches, then all rules in every cell; ``_trials`` are the points of the searches."""
+    path, cells = options.out / "tuned_rules_trials.csv", _cells(options)
+    table = Table(path, ("cell", "rule"), load=not options.quick)
     for cell, rule in table.missing([(cell, rule) for cell in cells for rule in SPACES]):
-        rows, _ = search(cell, rule)
+        rows, _best = search(cell, rule)
         table.update(rows)
         print(f"{cell} {rule}: {max(row['mean'] for row in rows if row['episodes'] > 3)}")
-    for cell in cells:
-        for rule in SPACES:
-            own = [row for row in table.rows if (row["cell"], row["rule"]) == (cell, rule)]
-            most = max(row["episodes"] for row in own)
-            top = max((row for row in own if row["episodes"] == most), key=lambda row: row["mean"])
-            best[cell, rule] = json.loads(top["constants"])
     joint = _joint(table.rows)
     rows = []
     for cell in cells:
@@ -246,49 +232,36 @@ def tuned(options: FigureOptions) -> None:
             (rule, "published"): {} for rule in (*PLAIN, *SPACES)
         }
         for rule in SPACES:
-            contestants[rule, "tuned"] = best[cell, rule]
+            own = pick(table.rows, cell=cell, rule=rule)
+            top = max(own, key=lambda row: (row["episodes"], row["mean"]))
+            contestants[rule, "tuned"] = json.loads(top["constants"])
             contestants[rule, "joint"] = points(rule)[joint[rule][0]]
         rows += _evaluated(cell, contestants, options.episodes)
         print(f"{cell}: evaluated")
-    save(
-        options,
-        "tuned_rules_trials",
-        table.rows,
-        settings={"trials": TRIALS, "stages": STAGES, "seed": SEARCH_SEED, **SIZE},
-    )
-    save(
-        options,
-        "tuned_rules",
-        rows,
-        *_findings(rows, cells),
-        settings={"cells": CELLS, "spaces": SPACES, "eval_seed": EVAL_SEED, **SIZE},
-    )
+    return rows
 
 
-def _findings(rows: Sequence[Row], cells: Sequence[str]) -> list[dict[str, Any]]:
+def _findings(options: Options, rows: Sequence[Row]) -> list[dict[str, Any]]:
     """What the table says: the best of each kind, and what is lost by not tuning in the cell."""
-    found = []
-    best: dict[str, dict[str, Row]] = {}
-    for cell in cells:
-        own = [row for row in rows if row["cell"] == cell]
-        best[cell] = {
-            kind: max(
-                (row for row in own if row["constants"] == kind), key=lambda row: row["attainment"]
-            )
+    found, best = [], []
+    for at, own in split(rows, "cell"):
+        top = {
+            kind: max(pick(own, constants=kind), key=lambda row: row["attainment"])
             for kind in ("published", "tuned", "joint")
         }
+        best.append(top["tuned"]["attainment"])
         texts = [
             f"{kind} {row['rule']} {row['attainment']:.1f} [{row['low']:.1f}, {row['high']:.1f}]"
-            for kind, row in best[cell].items()
+            for kind, row in top.items()
         ]
-        found.append(note(f"{cell}, best of each kind: {'; '.join(texts)}."))
+        found.append(note(f"{at['cell']}, best of each kind: {'; '.join(texts)}."))
+    bound = float(np.mean(best))
     for kind in ("published", "joint"):
-        means = {}
-        for rule in {row["rule"] for row in rows if row["constants"] == kind}:
-            own = [r["attainment"] for r in rows if (r["rule"], r["constants"]) == (rule, kind)]
-            means[rule] = float(np.mean(own))
-        top = max(means, key=lambda rule: means[rule])
-        bound = float(np.mean([best[cell]["tuned"]["attainment"] for cell in cells]))
+        means = {
+            at["rule"]: float(np.mean([row["attainment"] for row in own]))
+            for at, own in split(pick(rows, constants=kind), "rule")
+        }
+        top = max(means, key=means.__getitem__)
         found.append(
             note(
                 f"One rule with its {kind} constants in all cells: {top} reaches "
@@ -300,16 +273,24 @@ def _findings(rows: Sequence[Row], cells: Sequence[str]) -> list[dict[str, Any]]
     return found
 
 
-FIGURES = {"tuned_rules": tuned}
-PICTURES: dict[str, Any] = {}
+STUDIES = (
+    Study(
+        "tuned_rules",
+        "tuned_rules",
+        _tuned,
+        notes=_findings,
+        facts=lambda options: {
+            "cells": CELLS,
+            "spaces": SPACES,
+            "trials": TRIALS,
+            "stages": STAGES,
+            "seeds": [SEARCH_SEED, EVAL_SEED],
+            **SIZE,
+        },
+    ),
+)
 
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Command line entry; see the module's docstring."""
-    module = "servegym.experiments.studies.prefix.tuned_rules"
-    parser = figure_parser(list(FIGURES), __doc__, module, 10)
-    return run_chosen(FIGURES, PICTURES, command_line(parser, argv, FigureOptions()))
-
+main = command(__spec__.name, __doc__, STUDIES, 10)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_main(main)

@@ -5,21 +5,9 @@ Every cell is soft actor-critic from random weights at 8 requests/s, with the gr
 ``qos_aware`` (Eq. 16) or ``completed_qos``. The paper's SAC-HAN, Baseline RL + DSA and Baseline RL
 are three of them. The trainings come first, with their curves and controls::
 
-    alias curves="python -m servegym.experiments.studies.routing.learning_curves"
-    curves --agent sac_han --table learning_sac_han \
-        --flags="--set rate=8 --eval_rates 8"
-    curves --agent sac_han --table learning_baseline_rl_dsa \
-        --flags="--set rate=8 reward=completed_qos --eval_rates 8"
-    curves --agent baseline_rl --table learning_baseline_rl \
-        --flags="--set rate=8 --eval_rates 8"
-    curves --agent baseline_rl --table learning_baseline_rl_qos_aware \
-        --flags="--set rate=8 reward=qos_aware --eval_rates 8"
+    python -m servegym.experiments.studies.routing.learning_curves --figure learning_sac_han \
+        learning_baseline_rl_dsa learning_baseline_rl learning_baseline_rl_qos_aware
     python -m servegym.experiments.studies.routing.comparison
-
-``--flags`` also takes each cell's budget, as in ``--total_timesteps 600000``, and ``--seeds``
-shares a cell between processes. One SAC-HAN for all loads is not part of the comparison::
-
-    curves --agent sac_han --table learning_sac_han_rates --rates 5 8 10
 
 The last policies play the same evaluation episodes. An effect is a change of the mean QoS; its
 interval is over trainings and episodes together.
@@ -29,28 +17,21 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from numpy.typing import ArrayLike
 
 from servegym._command_line import run_main
-from servegym.experiments.evaluation.output import print_table
 from servegym.experiments.evaluation.stats import contrast, mean, over_trainings
-from servegym.experiments.evaluation.tables import note
-from servegym.experiments.papers.run import (
-    FigureOptions,
-    command_line,
-    figure_parser,
-    run_chosen,
-    save,
-)
+from servegym.experiments.evaluation.tables import Note, note
+from servegym.experiments.papers import study
+from servegym.experiments.papers.study import Study, command, interval_columns
 from servegym.experiments.studies.routing.learning_curves import FILE, SHUFFLED, played
 
-__all__ = ["CELLS", "EFFECTS", "effects_of", "main"]
+__all__ = ["CELLS", "EFFECTS", "STUDIES", "effects_of", "main"]
 
-MODULE = "servegym.experiments.studies.routing.comparison"
 RATE = 8.0
 CELLS = {
     ("graph", "qos_aware"): "learning_sac_han",
@@ -74,7 +55,7 @@ EFFECTS = {
 """Factor and level -> weights of the logarithms of the cells, and whether the paper claims it."""
 
 
-class Options(FigureOptions):
+class Options(study.Options):
     """The command line.
 
     Attributes:
@@ -107,10 +88,7 @@ def effects_of(
         rows.append(
             {"factor": factor, "level": held, "claimed": claimed, "undertrained": low}
             | {"trainings": min(map(len, named.values()))}
-            | {
-                f"change_pct{end}": round(value, 3)
-                for end, value in zip(("", "_low", "_high"), change, strict=True)
-            }
+            | interval_columns("change_pct", [round(value, 3) for value in change])
         )
     return rows
 
@@ -121,67 +99,55 @@ def _trainings(folder: Path) -> list[Path]:
     return [run for run in found if SHUFFLED not in run.name]
 
 
-def comparison(options: Options) -> None:
-    """Play the last policies of all cells and write the effects."""
+def _comparison(options: Options, *_: Any) -> list[dict[str, Any]]:
+    """Play the last policies of all cells; ``_levels`` are their QoS and that of the heuristics."""
     more = {"episode_requests": 50} if options.quick else {}
     runs = {cell: _trainings(options.runs / name) for cell, name in CELLS.items()}
     missing = [CELLS[cell] for cell, own in runs.items() if not own]
     if missing:
         print(f"comparison: no trainings of {', '.join(missing)} in {options.runs}, left out")
-        return
+        return []
     cells = {
         cell: [played(run / "last.safetensors", RATE, options.episodes, **more) for run in own]
         for cell, own in runs.items()
     }
-    beside = {name: [played(name, RATE, options.episodes, **more)] for name in BESIDE}
-    found = {name: over_trainings(own, statistic=mean) for name, own in beside.items()}
-    rows = effects_of(cells, found["shortest_queue"].value)
-    point = {"point": f"edge-6-heterogeneous, {RATE:g}/s", "episodes": options.episodes}
-    rows = [point | row for row in rows]
-    changes = [
-        "{:+.1f} [{:+.1f}, {:+.1f}]".format(*(row[f"change_pct{e}"] for e in ("", "_low", "_high")))
-        for row in rows
-    ]
-    body = [[row["factor"], row["level"], one] for row, one in zip(rows, changes, strict=True)]
-    print_table("effects on QoS, %", ["factor", "level", "change"], body, left=3)
-    levels = {
-        f"{state} with {reward} ({len(runs[state, reward])} trainings)": over_trainings(
-            own, statistic=mean
-        )
+    scores = {
+        f"{state} with {reward} ({len(own)} trainings)": own
         for (state, reward), own in cells.items()
     }
-    notes = [
-        note(
-            f"{name}: QoS {qos.value:.3f} [{qos.low:.3f}, {qos.high:.3f}].",
-            policy=name,
-            qos=qos.value,
-            low=qos.low,
-            high=qos.high,
-        )
-        for name, qos in (levels | found).items()
-    ]
-    notes += [
-        note(f"{row['factor']}, {row['level']}: QoS {one} %.", **row)
-        for row, one in zip(rows, changes, strict=True)
-    ]
-    arguments = {
-        CELLS[cell]: json.loads((own[0] / FILE).read_text(encoding="utf-8"))
-        for cell, own in runs.items()
-    }
-    save(options, "comparison", rows, *notes, settings=arguments, packages=["torch"])
+    scores |= {name: [played(name, RATE, options.episodes, **more)] for name in BESIDE}
+    levels = {name: over_trainings(own, statistic=mean) for name, own in scores.items()}
+    point = {"point": f"edge-6-heterogeneous, {RATE:g}/s", "episodes": options.episodes}
+    rows = effects_of(cells, levels["shortest_queue"].value)
+    return [point | row | {"_levels": levels} for row in rows]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print and save; see ``--help``."""
-    parser: argparse.ArgumentParser = figure_parser(("comparison",), __doc__, MODULE, episodes=20)
-    parser.add_argument(
-        "--runs",
-        type=Path,
-        default=Path("runs/learning"),
-        help="folder with the trainings of every cell (runs/learning)",
-    )
-    return run_chosen({"comparison": comparison}, {}, command_line(parser, argv, Options()))
+def _notes(options: Options, rows: Sequence[dict[str, Any]]) -> Iterator[Note]:
+    for name, qos in rows[0]["_levels"].items():
+        text = f"{name}: QoS {qos.value:.3f} [{qos.low:.3f}, {qos.high:.3f}]."
+        yield note(text, policy=name, qos=qos.value, low=qos.low, high=qos.high)
+    for row in rows:
+        change, low, high = (row[f"change_pct{end}"] for end in ("", "_low", "_high"))
+        yield (f"{row['factor']}, {row['level']}: QoS {change:+.1f} [{low:+.1f}, {high:+.1f}] %.")
 
+
+def _facts(options: Options) -> dict[str, Any]:
+    """The arguments of each cell's first training."""
+    found = {name: _trainings(options.runs / name)[0] / FILE for name in CELLS.values()}
+    return {name: json.loads(path.read_text(encoding="utf-8")) for name, path in found.items()}
+
+
+STUDIES = (
+    Study("comparison", "comparison", _comparison, notes=_notes, facts=_facts, packages=("torch",)),
+)
+
+
+def _add(parser: argparse.ArgumentParser) -> None:
+    words = "folder with the trainings of every cell (runs/learning)"
+    parser.add_argument("--runs", type=Path, default=Path("runs/learning"), help=words)
+
+
+main = command(__spec__.name, __doc__, STUDIES, 20, _add)
 
 if __name__ == "__main__":
     run_main(main)

@@ -1,15 +1,15 @@
 """How an agent learns to route from random weights: curves over trainings, with a control.
 
-``python -m servegym.experiments.studies.routing.learning_curves --agent ppo`` trains an
-agent of ``servegym.agents`` with each of five seeds, one after another on one thread, and once
-with rewards drawn from all that its environments earned so far, from which nothing can be learnt.
-``--flags`` are the agent's own, as in ``--flags="--total_timesteps 200000"``. A curve has the
-agent's evaluations on validation episodes by decisions and by processor seconds, from the one of
-its random weights on; the heuristics play the same episodes. Each training's last policy, never
-the best of its curve, plays episodes of the evaluation split beside the heuristics. Trainings
-whose folders in ``--runs`` hold the same arguments are not made again, so that processes can share
-the work: ``--seeds 1 2`` beside ``--seeds 3 4 5 0`` makes these alone (0: the shuffled rewards),
-and the same call without ``--seeds`` then measures and writes the table.
+``python -m servegym.experiments.studies.routing.learning_curves --figure learning_ppo`` makes a
+table of `TRAININGS`: it trains the table's agent with each of five seeds, one after another on one
+thread, and once with rewards drawn from all that its environments earned so far, from which
+nothing can be learnt. A curve has the agent's evaluations on validation episodes by decisions and
+by processor seconds, from the one of its random weights on; the heuristics play the same episodes.
+Each training's last policy, never the best of its curve, plays episodes of the evaluation split
+beside the heuristics. Trainings whose folders in ``--runs`` hold the same arguments are not made
+again, so that processes can share the work: ``--seeds 1 2`` beside ``--seeds 3 4 5 0`` makes these
+alone (0: the shuffled rewards), and the same call without ``--seeds`` measures and writes the
+table.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import argparse
 import importlib
 import json
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import gymnasium as gym
 import numpy as np
@@ -31,57 +31,79 @@ from servegym._command_line import run_main
 from servegym._files import write_json
 from servegym.experiments.evaluation.evaluate import evaluate
 from servegym.experiments.evaluation.stats import mean, over_trainings, student_interval
-from servegym.experiments.evaluation.tables import note
-from servegym.experiments.papers.plotting import pyplot, tidy
-from servegym.experiments.papers.run import (
-    FigureOptions,
-    command_line,
-    figure_parser,
-    run_chosen,
-    save,
-)
+from servegym.experiments.evaluation.tables import Note, note
+from servegym.experiments.papers import study
+from servegym.experiments.papers.plotting import Lines
+from servegym.experiments.papers.study import Study, command
+from servegym.experiments.papers.verdicts import Rows, pick, split
 
-__all__ = ["curve", "main", "shuffled_rewards", "train"]
+__all__ = ["STUDIES", "TRAININGS", "Training", "curve", "main", "shuffled_rewards", "train"]
 
-MODULE = "servegym.experiments.studies.routing.learning_curves"
 ENV_ID = "servegym/LLMRouting-v1"
-AGENTS = ("ppo", "sac_han", "baseline_rl")
-TABLES = (
-    *(f"learning_{agent}" for agent in AGENTS),
-    "learning_baseline_rl_dsa",
-    "learning_baseline_rl_qos_aware",
-    "learning_sac_han_rates",
-)
+
+
+class Training(NamedTuple):
+    """The trainings of a table.
+
+    Attributes:
+        agent: Name of a module of ``servegym.agents``.
+        flags: The agent's own.
+        rates: Arrival rates of the evaluations, requests/s.
+        control: Whether there is a training with shuffled rewards.
+        validation: Episodes of the agent's evaluations and requests of each, which the heuristics
+            play, too; those of its module by default.
+    """
+
+    agent: str
+    flags: str
+    rates: tuple[float, ...] = (8.0,)
+    control: bool = True
+    validation: tuple[int, int] | None = None
+
+
+_LONG = "--eval_every 40000 --eval_episodes 10"
+_SHORT = (10, 1000)
+TRAININGS = {
+    "learning_ppo": Training(
+        "ppo", "--total_timesteps 150000 --eval_episodes 10", validation=_SHORT
+    ),
+    "learning_ppo_20s": Training(
+        "ppo", f"--total_timesteps 260000 {_LONG}", control=False, validation=_SHORT
+    ),
+    "learning_ppo_60s": Training(
+        "ppo", f"--total_timesteps 400000 {_LONG}", control=False, validation=_SHORT
+    ),
+    "learning_sac_han": Training("sac_han", "--set rate=8 --eval_rates 8 --eval_every 25000"),
+    "learning_baseline_rl_dsa": Training(
+        "sac_han", "--set rate=8 reward=completed_qos --eval_rates 8"
+    ),
+    "learning_baseline_rl": Training("baseline_rl", "--set rate=8 --eval_rates 8"),
+    "learning_baseline_rl_qos_aware": Training(
+        "baseline_rl", "--set rate=8 reward=qos_aware --eval_rates 8"
+    ),
+    "learning_sac_han_rates": Training("sac_han", "", (5.0, 8.0, 10.0), control=False),
+}
+"""Table -> its trainings; the four for 8 requests/s by SAC are the cells of `comparison`."""
+
+SEEDS = (1, 2, 3, 4, 5)
 HEURISTICS = ("least_outstanding", "priced_greedy", "expected_qos")
 VALIDATION_SEED = 10_000  # of the agents' evaluations; the next rate has the next seed
 SHUFFLED = "shuffled"
 FILE = "arguments.json"
 
 
-class Options(FigureOptions):
+class Options(study.Options):
     """The command line.
 
     Attributes:
-        agent: Name of a module of ``servegym.agents``.
-        flags: The agent's own flags.
-        trainings: How many, with seeds 1, 2, ...
+        flags: The agent's own, after those of the table.
         seeds: Those to train now, without a table; none: all, and measure them.
-        rates: Arrival rates of the evaluations, requests/s.
-        validation: Episodes of a validation and requests of each.
-        runs: Folder of the trainings, one a table.
-        table: Name of the table.
-        no_control: Whether the training with shuffled rewards is left out.
+        runs: Folder of the trainings, with a folder a table.
     """
 
-    agent: str
     flags: str
-    trainings: int
     seeds: Sequence[int]
-    rates: Sequence[float]
-    validation: Sequence[int]
     runs: Path
-    table: str
-    no_control: bool
 
 
 @contextmanager
@@ -164,17 +186,19 @@ def played(policy: Any, rate: float, episodes: int, **more: Any) -> Any:
     return np.array([row["avg_qos"] for row in rows])
 
 
-def measure(options: Options) -> None:
-    """Train, play and write the table; with ``--seeds`` train alone."""
-    played(HEURISTICS[0], options.rates[0], 1, episode_requests=1)  # compiles what is not yet
-    flags, seeds = shlex.split(options.flags), range(1, options.trainings + 1)
+def _measured(options: Options, at: dict[str, str], _: Sequence[str]) -> list[dict[str, Any]]:
+    """Train and play; with ``--seeds`` train alone."""
+    given = TRAININGS[at["table"]]
+    played(HEURISTICS[0], given.rates[0], 1, episode_requests=1)  # compiles what is not yet
+    flags = shlex.split(given.flags) + shlex.split(options.flags)
+    seeds = SEEDS[:2] if options.quick else SEEDS
+    folder = options.runs / at["table"]
     made = {
-        seed: train(options.agent, flags, seed or 1, options.runs, shuffled=not seed)
-        for seed in options.seeds or (*seeds, *([] if options.no_control else [0]))
+        seed: train(given.agent, flags, seed or 1, folder, shuffled=not seed)
+        for seed in options.seeds or (*seeds, *([0] if given.control else []))
     }
     if options.seeds:
-        return
-    runs = {seed: made[seed] for seed in seeds}
+        return []
     rows: list[dict[str, Any]] = []
 
     def add(policy: str, split: str, training: Any = None, **found: Any) -> None:
@@ -182,67 +206,55 @@ def measure(options: Options) -> None:
         rows.append({"policy": policy, "training": training, "split": split, **columns, **found})
 
     for seed, run in made.items():
-        for row in curve(run, options.rates):
-            add(options.agent if seed else SHUFFLED, "val", seed or 1, **row)
-    count, requests = options.validation
-    for k, rate in enumerate(options.rates):
-        given = {"split": "val", "seed": VALIDATION_SEED + k, "episode_requests": requests}
+        for row in curve(run, given.rates):
+            add(given.agent if seed else SHUFFLED, "val", seed or 1, **row)
+    agent = importlib.import_module(f"servegym.agents.{given.agent}")
+    own = getattr(agent, "EVAL_EPISODES", 20), getattr(agent, "EVAL_REQUESTS", 1000)
+    count, requests = (2, 50) if options.quick else given.validation or own
+    more = {"episode_requests": 50} if options.quick else {}
+    for k, rate in enumerate(given.rates):
+        same = {"split": "val", "seed": VALIDATION_SEED + k, "episode_requests": requests}
         for name in HEURISTICS:
-            found = played(name, rate, count, **given).mean()
+            found = played(name, rate, count, **same).mean()
             add(name, "val", rate=rate, qos=round(float(found), 5))
-        more = {"episode_requests": 50} if options.quick else {}
         trained = [
-            played(run / "last.safetensors", rate, options.episodes, **more)
-            for run in runs.values()
+            played(made[seed] / "last.safetensors", rate, options.episodes, **more)
+            for seed in seeds
         ]
-        for training, scores in zip(runs, trained, strict=True):
-            add(options.agent, "eval", training, rate=rate, qos=round(float(scores.mean()), 5))
-        everyone = {options.agent: trained}
+        for seed, scores in zip(seeds, trained, strict=True):
+            add(given.agent, "eval", seed, rate=rate, qos=round(float(scores.mean()), 5))
+        everyone = {given.agent: trained}
         everyone |= {name: [played(name, rate, options.episodes, **more)] for name in HEURISTICS}
         for name, scores in everyone.items():
             found = over_trainings(scores, statistic=mean)
-            numbers = {
-                key: round(value, 5)
-                for key, value in zip(("qos", "low", "high"), found, strict=True)
-            }
-            add(name, "eval", "all" if name == options.agent else None, rate=rate, **numbers)
-    arguments = json.loads((runs[1] / FILE).read_text(encoding="utf-8"))
-    arguments = {k: v for k, v in arguments.items() if k not in ("seed", "out_dir", "run_name")}
-    settings = {"agent": options.agent, "seeds": list(seeds), "arguments": arguments}
-    save(
-        options,
-        options.table,
-        rows,
-        *findings(rows, options),
-        settings=settings,
-        packages=["torch"],
-    )
+            numbers = zip(("qos", "low", "high"), (round(x, 5) for x in found), strict=True)
+            add(name, "eval", "all" if name == given.agent else None, rate=rate, **dict(numbers))
+    return rows
 
 
-def findings(rows: Sequence[Mapping[str, Any]], options: Options) -> Iterator[dict[str, Any]]:
+def findings(options: Any, rows: Rows) -> Iterator[Note]:
     """Notes a rate: level at the end, seconds to each heuristic's, and what the control did."""
-    for rate in options.rates:
-        own = [row for row in rows if row["rate"] == rate]
-        line = {row["policy"]: row["qos"] for row in own if row["training"] is None}
+    for at, own in split(rows, "rate"):
+        rate = at["rate"]
         done = {row["policy"]: row for row in own if row["split"] == "eval" and row["low"]}
         texts = [
             f"{name} {row['qos']:.3f} [{row['low']:.3f}, {row['high']:.3f}]"
             for name, row in done.items()
         ]
+        val = pick(own, split="val")
+        line = {row["policy"]: row["qos"] for row in val if row["training"] is None}
+        curves = {
+            (one["policy"], one["training"]): part
+            for one, part in split(val, "policy", "training")
+            if one["training"] is not None
+        }
+        trained = [part for (policy, _), part in curves.items() if policy != SHUFFLED]
         yield note(
-            f"{rate:g} requests/s, evaluation episodes, last policy of {options.trainings} "
+            f"{rate:g} requests/s, evaluation episodes, last policy of {len(trained)} "
             f"trainings: {', '.join(texts)}.",
             rate=rate,
             qos={name: row["qos"] for name, row in done.items()},
         )
-        val = [row for row in own if row["split"] == "val"]
-        curves = {
-            (policy, k): [r for r in val if (r["policy"], r["training"]) == (policy, k)]
-            for policy, k in dict.fromkeys((r["policy"], r["training"]) for r in val)
-            if k is not None
-        }
-        line = {row["policy"]: row["qos"] for row in val if row["training"] is None}
-        trained = [curve for (policy, _), curve in curves.items() if policy == options.agent]
         for name, level in line.items():
             times = [next((r["cpu_s"] for r in c if r["qos"] >= level), None) for c in trained]
             told = ", ".join("never" if t is None else f"{t:.0f}" for t in times)
@@ -276,84 +288,43 @@ def findings(rows: Sequence[Mapping[str, Any]], options: Options) -> Iterator[di
         )
 
 
-def _plot(rows: Sequence[Mapping[str, Any]]) -> Any:
-    val = [row for row in rows if row["split"] == "val"]
-    rates = list(dict.fromkeys(row["rate"] for row in val))
-    figure, axes = pyplot().subplots(
-        1, len(rates), figsize=(6.0 * len(rates), 4.2), squeeze=False, layout="constrained"
+def _study(table: str) -> Study:
+    return Study(
+        table,
+        table,
+        _measured,
+        lambda options: ({"table": table},),
+        notes=findings,
+        picture=Lines(
+            x="cpu_s",
+            y="qos",
+            line=("policy", "training"),
+            panels="rate",
+            where=lambda row: row["split"] == "val" and row["cpu_s"] not in ("", None),
+        ),
+        facts=lambda options: TRAININGS[table]._asdict(),
+        packages=("torch",),
     )
-    for axis, rate in zip(axes[0], rates, strict=True):
-        own = [row for row in val if row["rate"] == rate]
-        for policy, k in dict.fromkeys((row["policy"], row["training"]) for row in own):
-            mine = [row for row in own if (row["policy"], row["training"]) == (policy, k)]
-            if policy in HEURISTICS:
-                axis.axhline(mine[0]["qos"], color="grey", linewidth=1, linestyle="--")
-                axis.annotate(
-                    policy, (1, mine[0]["qos"]), xycoords=("axes fraction", "data"), fontsize=8
-                )
-                continue
-            look = {"color": "tab:red" if policy == SHUFFLED else "tab:blue", "linewidth": 1.2}
-            label = {"label": policy if k == 1 else None}
-            axis.plot([r["cpu_s"] for r in mine], [r["qos"] for r in mine], ".-", **look, **label)
-        axis.set(xlabel="processor seconds", ylabel="QoS on validation episodes", ylim=(0, None))
-        axis.set_title(f"{rate:g} requests/s", fontsize=10)
-        axis.legend(fontsize=8, loc="lower right", frameon=False)
-        tidy(axis)
-    return figure
 
 
-PICTURES = dict.fromkeys(TABLES, _plot)
+STUDIES = tuple(map(_study, TRAININGS))
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Train, measure, print and save; see ``--help``."""
-    parser = figure_parser(("learning_curves",), __doc__, MODULE, episodes=20)
+def _add(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--agent", default=AGENTS[0], help=f"agent of servegym.agents ({AGENTS[0]})")
     add("--flags", default="", help='the agent\'s own, as in --flags="--total_timesteps 200000"')
-    add("--trainings", type=_positive, default=5, help="how many, with seeds 1, 2, ... (5)")
-    add(
-        "--seeds",
-        type=int,
-        nargs="+",
-        default=(),
-        help="train these alone and write no table; 0: with shuffled rewards",
-    )
-    add("--rates", type=float, nargs="+", default=[8.0], help="of the evaluations, per second (8)")
-    add(
-        "--validation",
-        type=_positive,
-        nargs=2,
-        metavar=("EPISODES", "REQUESTS"),
-        help="those of the agent's own evaluations, which the heuristics play too (the agent's "
-        "EVAL_EPISODES and EVAL_REQUESTS, or 20 1000)",
-    )
-    add("--runs", type=Path, help="folder (runs/learning/TABLE)")
-    add("--table", default="", help="name of the table (learning_AGENT)")
-    add("--no-control", action="store_true", help="train none with shuffled rewards")
-    options = command_line(parser, argv, Options())
-    options.table = options.table or f"learning_{options.agent}"
-    options.runs = options.runs or Path("runs/learning", options.table)
-    if options.draw:
-        return run_chosen({}, PICTURES, options)
-    if any(not 0 <= seed <= options.trainings for seed in options.seeds):
-        raise ValueError(f"seeds: got {options.seeds}; allowed are 0 to {options.trainings}")
-    if options.validation is None:
-        agent = importlib.import_module(f"servegym.agents.{options.agent}")
-        own = (getattr(agent, "EVAL_EPISODES", 20), getattr(agent, "EVAL_REQUESTS", 1000))
-        options.validation = own
+    words = "train these alone and write no table; 0: with shuffled rewards"
+    add("--seeds", type=int, nargs="+", choices=(0, *SEEDS), default=(), help=words)
+    words = "folder of trainings (runs/learning)"
+    add("--runs", type=Path, default=Path("runs/learning"), help=words)
+
+
+def _prepare(options: Options) -> None:
     if options.quick:
         options.flags = f"--total_timesteps 2000 {options.flags}"
-        options.trainings, options.validation = min(options.trainings, 2), [2, 50]
-    return run_chosen({"learning_curves": measure}, PICTURES, options)
 
 
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is below 1")
-    return value
-
+main = command(__spec__.name, __doc__, STUDIES, 20, _add, _prepare)
 
 if __name__ == "__main__":
     run_main(main)

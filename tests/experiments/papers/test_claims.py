@@ -2,13 +2,14 @@
 
 import numpy as np
 import pytest
+from scipy.stats import t
 
 from servegym.experiments.evaluation.output import read_rows, write_csv
 from servegym.experiments.papers.claims import CLAIMS, TITLES, findings, main
 from servegym.experiments.papers.placement.claims import unpaired
-from servegym.experiments.papers.placement.common import interval, ratio_of
+from servegym.experiments.papers.placement.common import interval
 from servegym.experiments.papers.routing.claims import RETRAINED, ahead
-from servegym.experiments.papers.verdicts import OPEN, Claim, judge
+from servegym.experiments.papers.verdicts import OPEN, Claim, found_for, judge, split
 
 
 @pytest.mark.parametrize(
@@ -250,6 +251,17 @@ def test_kept_results_answer_every_claim(family: str, capsys) -> None:
     assert ("learner of revision" in printed) == (family == "routing")
 
 
+def test_the_notes_of_a_table_are_what_its_claims_find() -> None:
+    table = rows(FAIR, "a", "one")
+    found = list(found_for(CLAIMS, "fig12_rate")(None, table))
+    (wanted,) = claim("Fig. 12", "fig12_rate").read(table)
+    (only,) = (one for one in found if one["claim"] == claim("Fig. 12", "fig12_rate").text)
+    assert only["verdict"] == wanted.verdict and wanted.here in only["text"]
+    assert [(at, len(own)) for at, own in split(table, "point", "policy")] == [
+        ({"point": "a", "policy": name}, 1) for name in FAIR
+    ]
+
+
 def test_unknown_family() -> None:
     with pytest.raises(ValueError, match=r"family='placment' is unknown.*placement"):
         main(["placment"])
@@ -295,6 +307,11 @@ def test_an_interval_around_no_change_leaves_a_claim_of_placement_open(tmp_path)
     write_csv(tmp_path / "placement" / "fig8b_bandwidth.csv", table)
     small, large = findings(claim("Fig. 8b", "fig8b_bandwidth"), tmp_path)
     assert small.verdict in ("agrees", "same direction") and large.verdict == OPEN
+    # Welch's interval of the logarithm of the ratio, from the episodes themselves.
+    new, old = latency[4, 1000], latency[4, 100]
+    parts = [x.var(ddof=1) / len(x) / x.mean() ** 2 for x in (new, old)]
+    freedom = sum(parts) ** 2 / sum(part**2 / 4 for part in parts)
+    half = t.ppf(0.975, freedom) * np.sqrt(sum(parts))
+    wanted = [100 * (new.mean() / old.mean() * np.exp(sign * half) - 1) for sign in (-1, 1)]
     rows = read_rows(tmp_path / "placement" / "fig8b_bandwidth.csv")
-    wanted = ratio_of(latency[4, 1000], latency[4, 100])
-    assert unpaired(rows[1], rows[0]) == pytest.approx((wanted.low, wanted.high))
+    assert unpaired(rows[1], rows[0]) == pytest.approx(wanted)

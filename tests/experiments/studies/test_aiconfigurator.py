@@ -9,10 +9,7 @@ from servegym.experiments.evaluation.output import read_rows
 from servegym.experiments.studies.fidelity.aiconfigurator import (
     BATCHES,
     CONTEXTS,
-    compare,
     main,
-    summary,
-    system_of,
 )
 from servegym.hardware_profiles import load
 
@@ -67,21 +64,3 @@ def test_without_the_package_the_command_says_what_to_install(monkeypatch, capsy
     monkeypatch.setitem(sys.modules, "aiconfigurator_core", None)
     assert main(["--profile", NAME]) == 1
     assert "pip install aiconfigurator-core" in capsys.readouterr().out
-
-
-def test_summary_by_kind_of_step():
-    """Against a stand-in that says what our profile says, but for decodes a quarter more."""
-    profile = load("rtx4090-llama-3.1-8b")
-    engine = SimpleNamespace(
-        predict_prefill_latency=lambda b, n: 1e3 * profile.prefill_s(n),
-        predict_decode_latency=lambda b, x, osl: 1250 * profile.decode_s(b, b * (x + 1)),
-        mixed_step_latency=lambda c, b, isl, osl: (
-            1e3 * profile.mixed_step_s([(c, 0)], b, b * (isl + 1))
-        ),
-    )
-    rows = compare(profile, engine)
-    found = {row["step"]: row for row in summary(profile, rows)}
-    assert found["prefill"]["mape"] < 1e-12 and found["mixed"]["mape"] < 1e-12
-    assert found["decode"]["bias"] == pytest.approx(-0.2)
-    assert system_of(load("a100-80g-llama-3.1-8b")) == "a100_sxm"
-    assert system_of(profile) is None

@@ -1,4 +1,4 @@
-"""The placement figures at smoke size, and what they compute against formulas of their own."""
+"""The placement studies at smoke size, and what they compute against formulas of their own."""
 
 import csv
 
@@ -11,23 +11,20 @@ from servegym.envs.expert_placement.config import build_problem  # noqa: E402
 from servegym.experiments.evaluation.evaluate import evaluate  # noqa: E402
 from servegym.experiments.evaluation.tables import read_record  # noqa: E402
 from servegym.experiments.papers.placement import common as placement_common
-from servegym.experiments.papers.placement import latency as placement_latency
 from servegym.experiments.papers.placement import migration as placement_migration
 from servegym.experiments.papers.placement import scale as placement_scale
-from servegym.experiments.papers.placement import workload as placement_workload
+from servegym.experiments.papers.placement.claims import unpaired  # noqa: E402
 from servegym.experiments.papers.placement.common import (  # noqa: E402
     ENV_ID,
-    apart,
+    as_text,
     change,
+    compared,
     drive,
     interval,
     measure,
-    ratio_of,
-    versus,
 )
 from servegym.experiments.papers.placement.latency import PAPER, layer_times  # noqa: E402
 from servegym.experiments.papers.placement.workload import covered, skew_of  # noqa: E402
-from servegym.experiments.papers.run import list_figures  # noqa: E402
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -42,11 +39,6 @@ def made(folder, stem):
     assert (folder / f"{stem}.png").read_bytes()[:8] == PNG
     assert read_record(folder / f"{stem}.csv")["quick"]
     return rows_of(folder / f"{stem}.csv")
-
-
-def test_every_script_is_listed():
-    names = {figure.name for figure in list_figures("placement")}
-    assert {"workload", "latency", "migration", "scale"} <= names and "common" not in names
 
 
 def test_the_printed_table_says_what_the_paper_claims():
@@ -144,11 +136,16 @@ def test_coverage_can_force_half():
     assert all_held["ratio"] == pytest.approx([2.0, 1.0]) and (all_held["held"] == 1).all()
 
 
-def test_versus():
+def test_changes_in_words():
     other = np.array([10.0, 20.0, 30.0])
-    assert versus(0.7 * other, other) == "-30.0 % [-30.0, -30.0]"
-    assert versus(other, other) == "+0.0 % [+0.0, +0.0]"
-    assert versus(other[:1], other[1:2]) == "-50.0 % (one episode)"
+    assert as_text(change(0.7 * other, other)) == "-30.0 % [-30.0, -30.0]"
+    assert as_text(change(other[:1], other[1:2])) == "-50.0 % (one episode)"
+    late, early = (
+        {"gpus": n, "policy": "prism", "overloaded": float(n > 4), "_latency": n * other}
+        for n in (256, 4)
+    )
+    assert compared(early, early) == "+0.0 % [+0.0, +0.0]"
+    assert compared(late, early, "gpus") == "no change (256 gpus overloaded)"
 
 
 def test_intervals_of_few_episodes_are_students():
@@ -168,19 +165,10 @@ def test_intervals_of_changes_hold_the_truth(count, paired):
         shared = rng.normal(0, 1.0, count)
         one = 8.0 + (shared if paired else rng.normal(0, 1.0, count)) + rng.normal(0, 0.3, count)
         other = 10.0 + shared + rng.normal(0, 0.3, count)
-        found = change(one, other) if paired else ratio_of(one, other)
-        held += found.low <= -20.0 <= found.high
+        rows = [interval(x, "mean_latency_s") | {"episodes": count} for x in (one, other)]
+        low, high = change(one, other)[1:] if paired else unpaired(*rows)
+        held += low <= -20.0 <= high
     assert 0.92 < held / runs < 0.985
-
-
-def test_three_outcomes_and_none_for_few():
-    row = {"mean_latency_s_low": 4.0, "mean_latency_s_high": 5.0}
-    far = {"mean_latency_s_low": 5.1, "mean_latency_s_high": 6.0}
-    less = change(np.array([4.0, 4.4, 4.8, 4.2, 4.6]), np.array([4.5, 5.0, 5.2, 4.8, 5.1]))
-    assert apart(row, far, less, 5) == "lower; intervals apart"
-    assert apart(row, row, less, 5).startswith("lower on the same episodes; intervals of the means")
-    assert apart(row, row, less._replace(high=0.1), 5) == "not lower"
-    assert "too few" in apart(row, far, less, 4)
 
 
 def test_a_mean_that_grows_with_the_run_is_marked(monkeypatch):
@@ -202,7 +190,7 @@ def test_a_mean_that_grows_with_the_run_is_marked(monkeypatch):
         return [dict.fromkeys(keys, 1.0) | {"mean_latency_s": seconds}] * episodes
 
     monkeypatch.setattr(placement_common, "evaluate", evaluate)
-    rows, _ = measure(("prism", "eplb"), 2, {}, epochs=4)
+    rows = measure({}, ("prism", "eplb"), 2, epochs=4)
     assert [(name, epochs) for name, epochs, _ in played] == [
         ("prism", 4),
         ("prism", 8),
@@ -211,52 +199,17 @@ def test_a_mean_that_grows_with_the_run_is_marked(monkeypatch):
     ]
     assert [row["overloaded"] for row in rows] == [1.0, 0.0]
     assert rows[0]["doubled_s"] == 480.0
-    assert placement_common.overloaded(rows) == ["prism"]
-    measure(("prism",), 2, {}, epochs=1)  # no second decision: one epoch of twice the length
+    assert placement_common.growing(rows, "policy")["overloaded"] == ["prism"]
+    measure({}, ("prism",), 2, epochs=1)  # no second decision: one epoch of twice the length
     assert played[-2:] == [("prism", 1, 300), ("prism", 1, 600)]
-    found = placement_scale._compared(
-        (np.array([9.0, 9.0]), True), (np.array([3.0, 3.0]), False), ("256 GPUs", "4 GPUs")
-    )
-    assert "256 GPUs overloaded" in found and "[" not in found
 
 
-@pytest.mark.slow
-def test_workload_figures(tmp_path, capsys):
-    assert placement_workload.main(["--quick", "--episodes", "2", "--out", str(tmp_path)]) == 0
-    rows = made(tmp_path, "fig2_3_skew")
-    for row in rows:
-        top = float(row["top_share"])
-        experts, chosen = (64, 6) if row["model"] == "deepseek-v2-lite" else (32, 4)
-        assert 1 / experts < top <= 1 / chosen and 0 < float(row["entropy"]) < 1
-    means = {
-        (r["model"], r["skew"], r["task"]): float(r["top_share"])
-        for r in rows
-        if r["layer"] == "mean"
-    }
-    assert all(means[m, "paper", t] > v for (m, s, t), v in means.items() if s == "measured")
-    found = made(tmp_path, "theorem1_coverage")
-    assert len(found) == 4
-    assert all(0.5 < float(r["ratio_server_1"]) <= 1 for r in found if r["policy"] == "prism")
-
-
-def test_latency_figures(tmp_path, monkeypatch):
-    monkeypatch.setattr(placement_latency, "POLICIES", ("eplb_global", "eplb", "prism"))
-    workloads = {"BigBench": ("paper_testbed", 1)}
-    monkeypatch.setattr(placement_latency, "WORKLOADS", workloads)
-    monkeypatch.setattr(placement_latency, "MODELS", {"Mixtral-8x7B": "mixtral-8x7b"})
-    short = {name: PAPER["BigBench", "Mixtral-8x7B"][name] for name in ("eplb_global", "prism")}
-    monkeypatch.setitem(PAPER, ("BigBench", "Mixtral-8x7B"), short)
-    argv = ["--quick", "--episodes", "2", "--out", str(tmp_path), "--figure", "table2"]
-    assert placement_latency.main(argv) == 0
-    rows = {row["policy"]: row for row in made(tmp_path, "table2_latency")}
-    own = rows["prism"]
-    assert float(own["ratio_to_paper"]) == pytest.approx(float(own["mean_latency_s"]) / 2.09)
-    servers = [float(own[f"mean_latency_s_server_{n}"]) for n in range(3)]
-    assert float(own["mean_of_servers_s"]) == pytest.approx(np.mean(servers))
-    assert min(servers) < float(own["mean_latency_s"]) < max(servers)
-    assert list(read_record(tmp_path / "table2_latency.csv")["settings"]) == [
-        "BigBench, Mixtral-8x7B"
-    ]
+def test_the_mean_over_requests_lies_between_those_of_the_servers():
+    kwargs = {"scenario": "paper_testbed", "model": "mixtral-8x7b", "epochs": 1}
+    (row,) = measure({"x": 1}, ("prism",), 2, **kwargs)
+    servers = [row[f"mean_latency_s_server_{n}"] for n in range(3)]
+    assert row["mean_of_servers_s"] == pytest.approx(np.mean(servers))
+    assert min(servers) < row["mean_latency_s"] < max(servers) and row["x"] == 1
 
 
 @pytest.mark.slow
@@ -284,30 +237,11 @@ def test_scale_and_migration_figures(tmp_path, monkeypatch):
             assert cell["0.2", gpus, mbps] < seconds
     argv = ["--quick", "--episodes", "1", "--out", str(tmp_path)]
     assert placement_migration.main(argv) == 0
-    assert len(made(tmp_path, "fig7_migration")) == 4 * 3 * placement_migration.LOOKS
-    loads = {row["variant"]: row["expert_loads"] for row in rows_of(tmp_path / "fig7_summary.csv")}
+    assert len(rows_of(tmp_path / "fig7_migration.csv")) == 4 * 3 * placement_migration.LOOKS
+    loads = {row["variant"]: row["expert_loads"] for row in made(tmp_path, "fig7_summary")}
     assert float(loads["kept"]) == 0 < float(loads["migrating"])
     assert float(loads["kept, planned for both phases"]) == 0
     known = placement_migration.both_phases()
     layers = known.sum(axis=2)  # every token takes 6 experts of each layer
     assert known.shape == (3, 26, 64) and (np.ptp(layers, axis=1) <= 64).all()
     assert layers.min() > 6 * placement_migration.EACH * (19 + 4)
-
-
-@pytest.mark.slow
-def test_calls_that_share_messages(tmp_path, monkeypatch):
-    monkeypatch.setattr(placement_scale, "CONSOLIDATED", ("redundance",))
-    argv = ["--quick", "--episodes", "1", "--out", str(tmp_path), "--figure", "consolidation"]
-    assert placement_scale.main(argv) == 0
-    rows = rows_of(tmp_path / "consolidation.csv")
-    cell = {(row["gpus"], row["replica_choice"]): row for row in rows}
-    messages = [
-        float(cell["16", choice]["messages_per_call"]) for choice in placement_scale.CHOICES
-    ]
-    assert messages[1] < messages[0]
-    assert all(float(row["ns_per_call"]) > 0 for row in rows)
-    (large,) = [
-        n for n in read_record(tmp_path / "consolidation.csv")["notes"] if n.get("gpus") == 16
-    ]
-    old, new = (float(cell["16", choice]["mean_latency_s"]) for choice in placement_scale.CHOICES)
-    assert large["change_pct"][0] == pytest.approx(100 * (new / old - 1))

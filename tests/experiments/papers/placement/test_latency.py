@@ -17,8 +17,8 @@ def measured(mean_s):
     Episodes are 10 % below, on and 10 % above it.
     """
 
-    def measure(policies, episodes, point, **kwargs):
-        rows, latency = [], {}
+    def measure(point, policies, episodes, **kwargs):
+        rows = []
         for policy in policies:
             value = mean_s(policy, kwargs)
             row = {**point, "policy": policy, "episodes": episodes, "mean_of_servers_s": value}
@@ -35,9 +35,8 @@ def measured(mean_s):
                     f"{key}_low": 0.9 * scale * value,
                     f"{key}_high": 1.1 * scale * value,
                 }
-            rows.append(row)
-            latency[policy] = value * np.array([0.9, 1.0, 1.1])
-        return rows, latency
+            rows.append(row | {"_latency": value * np.array([0.9, 1.0, 1.1])})
+        return rows
 
     return measure
 
@@ -47,49 +46,39 @@ def run(monkeypatch, tmp_path, figure, mean_s=None, quick=False):
         monkeypatch.setattr(placement_latency, "measure", measured(mean_s))
     words = ["--figure", figure, "--episodes", "2", "--out", str(tmp_path)]
     assert placement_latency.main([*words, *(["--quick"] if quick else [])]) == 0
-    (table,) = (path for path in tmp_path.glob("*.csv") if path.stem != "table1_pcie")
+    (table,) = tmp_path.glob("*.csv")
     assert table.with_suffix(".png").read_bytes()[:4] == b"\x89PNG"
     return read_rows(table), read_record(table)["notes"]
 
 
 def test_table1_compares_sharing_and_redirection(monkeypatch, tmp_path):
-    seconds = {
-        "moe_infinity": 10.0,
-        "moe_infinity_lb": 9.0,
-        "uniform": 8.0,
-        "redundance": 7.0,
-        "prism": 5.0,
-    }
+    seconds = {"moe_infinity": 10.0, "moe_infinity_lb": 9.0, "uniform": 8.0}
 
     def mean_s(policy, kwargs):
         """Twice the channel, half the time of servers that fetch."""
-        faster = kwargs.get("cluster_kwargs", {}).get("pcie_bytes_s", 12e9) / 12e9
+        faster = kwargs["cluster_kwargs"]["pcie_bytes_s"] / 12e9
         return seconds[policy] / (faster if policy.startswith("moe") else 1.0)
 
     rows, notes = run(monkeypatch, tmp_path, "table1", mean_s)
-    assert [(r["skew"], r["policy"]) for r in rows] == [
-        (skew, policy) for skew in ("measured", "paper") for policy in seconds
+    assert [(r["skew"], r["pcie_gb_s"], r["policy"]) for r in rows] == [
+        (skew, speed, policy)
+        for skew in ("measured", "paper")
+        for speed in (12, 16, 24)
+        for policy in TABLE1
     ]
-    for row in rows:
-        printed = TABLE1.get(row["policy"])
-        assert row["mean_latency_s"] == seconds[row["policy"]]
-        assert row["paper_mean_s"] == printed[3] if printed else np.isnan(row["paper_mean_s"])
+    fetching = [row["mean_latency_s"] for row in rows if row["policy"] == "moe_infinity"]
+    assert fetching == [10.0, 7.5, 5.0] * 2
     changes = {
-        (one["place"], one["policy"]): one["change_pct"]
+        (one["skew"], one["pcie_gb_s"], one["policy"]): one["change_pct"]
         for one in notes
-        if one.get("against") == "moe_infinity" and "pcie_gb_s" not in one
+        if "change_pct" in one
     }
     for skew in ("measured", "paper"):
-        assert changes[f"{skew} skew", "uniform"] == pytest.approx([-20.0] * 3)
-        assert changes[f"{skew} skew", "moe_infinity_lb"] == pytest.approx([-10.0] * 3)
-    channel = read_rows(tmp_path / "table1_pcie.csv")
-    assert [
-        (r["pcie_gb_s"], r["mean_latency_s"])
-        for r in channel
-        if r["skew"] == "paper" and r["policy"] == "moe_infinity"
-    ] == [(12, 10.0), (16, 7.5), (24, 5.0)]
-    fastest = [one["change_pct"] for one in notes if one.get("pcie_gb_s") == 24]
-    assert fastest == [pytest.approx([60.0] * 3)] * 2
+        assert changes[skew, 12, "uniform"] == pytest.approx([-20.0] * 3)
+        assert changes[skew, 12, "moe_infinity_lb"] == pytest.approx([-10.0] * 3)
+        assert changes[skew, 24, "uniform"] == pytest.approx([60.0] * 3)
+    sharing = [row for row in rows if row["policy"] == "uniform"]
+    assert sharing[0]["change_pct_moe_infinity"] == pytest.approx(-20.0)
 
 
 def test_table2_compares_sizes_order_and_the_best(monkeypatch, tmp_path):
@@ -156,7 +145,7 @@ def test_fig5_shows_how_a_layer_slows_down(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("leader", ["prism", "uniform"])
-def test_fig6_counts_the_settings_where_prism_leads(monkeypatch, tmp_path, leader):
+def test_fig6_says_whether_prism_leads(monkeypatch, tmp_path, leader):
     monkeypatch.setattr(placement_latency, "WORKLOADS", {"BigBench": ("paper_testbed", 3)})
     monkeypatch.setattr(placement_latency, "MODELS", {"Mixtral-8x7B": "mixtral-8x7b"})
 
@@ -181,7 +170,6 @@ def test_fig6_counts_the_settings_where_prism_leads(monkeypatch, tmp_path, leade
     monkeypatch.setattr(placement_latency, "drive", drive)
     rows, notes = run(monkeypatch, tmp_path, "fig6")
     assert len(rows) == 6 * 15 and {row["local_calls"] for row in rows} == {0.0}
-    shares, summary = notes
-    assert shares["local_tokens"][leader] == pytest.approx([0.5, 0.8])
-    assert shares["local_tokens"]["proxy_optimum"] == pytest.approx([0.5, 0.95])
-    assert (summary["prism_leads"], summary["settings"]) == (int(leader == "prism"), 1)
+    (found,) = notes
+    assert found["verdict"] == ("agrees" if leader == "prism" else "disagrees")
+    assert "BigBench, Mixtral-8x7B: 0." in found["text"]

@@ -1,14 +1,11 @@
 """The comparison of predictors: rows of known order on made-up prompts, times, written files."""
 
-import csv
-import math
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from servegym.envs.workloads.activations import make_toy_activations
-from servegym.experiments.evaluation.tables import read_record  # noqa: E402
 from servegym.experiments.papers.serverless import prediction as serverless_prediction
 
 
@@ -42,51 +39,3 @@ def test_without_embeddings_only_blind_predictors_are_judged(toy):
     rows = serverless_prediction.divergences(toy, "none", repetitions=50, seeds=1)
     assert {row["predictor"] for row in rows} == set(serverless_prediction.BLIND)
     assert not any("minus_bf" in row for row in rows)
-
-
-@pytest.mark.slow
-def test_the_command_writes_tables_and_picture(toy, tmp_path, monkeypatch, capsys):
-    pytest.importorskip("matplotlib")
-    monkeypatch.setattr(serverless_prediction, "load_activations", lambda name: toy)
-    monkeypatch.setattr(serverless_prediction, "MODELS", (toy.name,))
-    monkeypatch.setattr(serverless_prediction, "QUERIES", 20)
-    assert serverless_prediction.main(["--quick", "--out", str(tmp_path / "new")]) == 0
-    assert "recall" in capsys.readouterr().out
-    with (tmp_path / "new" / "fig08_search.csv").open() as stream:
-        timed = list(csv.DictReader(stream))
-    assert [row["alpha"] for row in timed] == ["5", "15"]
-    for row in timed:
-        assert float(row["speedup_one"]) == pytest.approx(
-            float(row["bf_one_us"]) / float(row["sps_one_us"])
-        )
-        assert 0 <= float(row["recall"]) <= 1 and math.isnan(float(row["varpam_build_s"]))
-    with (tmp_path / "new" / "fig08_prediction.csv").open() as stream:
-        assert len(list(csv.DictReader(stream))) == 2 * len(serverless_prediction.CASES)
-    assert (tmp_path / "new" / "fig08_prediction.png").read_bytes().startswith(b"\x89PNG")
-    assert read_record(tmp_path / "new" / "fig08_prediction.csv")["notes"]
-
-
-def test_the_verdicts_follow_the_order(toy):
-    rows = serverless_prediction.divergences(toy, "token", repetitions=200, seeds=2)
-    rivals = ("vared", "dop", "fate", "ef")
-    for row in rows:  # a made-up order: everything is worse than SPS by 0.1, dop by nothing
-        worse = 0.0 if row["predictor"] in ("sps", "dop") else 0.1
-        row |= {"minus_sps": worse, "minus_sps_low": worse - 0.01, "minus_sps_high": worse + 0.01}
-    (found,) = serverless_prediction.verdicts(rows)
-    assert found["verdict"] == "disagrees" and found["not_distinguished"] == ["dop"]
-    for row in rows:
-        if row["predictor"] in rivals:
-            row |= {"minus_sps": 0.1, "minus_sps_low": 0.05, "minus_sps_high": 0.2}
-    assert serverless_prediction.verdicts(rows)[0]["verdict"] == "agrees"
-    timed = [
-        {
-            "build_s": 0.4,
-            "prompts": 9,
-            "speedup_one": 11.0,
-            "speedup_batch": 9.0,
-            "recall": 0.5,
-            "varpam_build_s": 7.0,
-        }
-    ]
-    found = [one["verdict"] for one in serverless_prediction.search_verdicts(timed)]
-    assert found == ["agrees", "disagrees", "disagrees"]

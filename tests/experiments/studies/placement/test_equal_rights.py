@@ -43,14 +43,14 @@ def played(monkeypatch, seconds):
         assert kwargs["split"] == "train" and seed != DEFAULT_SEED
         return [{"mean_latency_s": seconds("val", policies[0], kwargs)}] * episodes
 
-    def measure(policies, episodes, point, **kwargs):
+    def measure(point, policies, episodes, **kwargs):
         value = seconds("eval", policies[0], kwargs)
         calls.append(("eval", policies[0], kwargs["router"], episodes))
         row = dict(point) | dict.fromkeys(equal_rights.PLAIN, 0.0)
         for key in equal_rights.COLUMNS:
             row |= {key: value, f"{key}_low": 0.9 * value, f"{key}_high": 1.1 * value}
         row["overloaded"] = float(value > 100)
-        return [row], {policies[0]: value * np.array([0.9, 1.1])}
+        return [row | {"_latency": value * np.array([0.9, 1.1])}]
 
     monkeypatch.setattr(equal_rights, "evaluate", evaluate)
     monkeypatch.setattr(equal_rights, "measure", measure)

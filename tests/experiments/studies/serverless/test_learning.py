@@ -61,12 +61,12 @@ def test_training_table_and_figure(tmp_path, monkeypatch):
     monkeypatch.setattr(learning, "SEEDS", range(1, 3))
     monkeypatch.setattr(learning, "BASELINES", ("mix", "keep_alive"))
     monkeypatch.setattr(learning, "RIVALS", ("mix",))
-    monkeypatch.setattr(learning, "LINES", {"mix": "mix"})
+    monkeypatch.setattr(learning, "LINES", ("mix",))
     monkeypatch.setattr(learning, "VALIDATION_EPISODES", 2)
     monkeypatch.setattr(learning, "measure", partial(learning.measure, **short))
-    monkeypatch.setitem(learning.FIGURES, "training", partial(learning.training, **tiny))
+    monkeypatch.setattr(learning, "training", partial(learning.training, **tiny))
     given = ["--out", str(tmp_path), "--episodes", "3", "--checkpoints", str(runs)]
-    assert learning.main([*given, "--figure", "training", "baselines", "learning"]) == 0
+    assert learning.main(given) == 0
     assert sorted(path.name for path in runs.iterdir()) == [
         "random_1",
         "random_2",
@@ -80,13 +80,13 @@ def test_training_table_and_figure(tmp_path, monkeypatch):
     trained = {key for key in first if not torch.equal(first[key], last[key])}
     assert trained <= {"mean", "variance", "count"}, "the weights stay random"
     rows = {row["policy"]: row for row in read_rows(tmp_path / "learning.csv")}
-    rivals = read_rows(tmp_path / "learning_baselines.csv")
-    assert len(rivals) == 6
+    curves = read_rows(tmp_path / "learning_curves.csv")
+    assert {row["run"] for row in curves} == {"mix", "seed_1", "seed_2", "shuffled_1"}
     ours = [
         [r["mean_reward"] for r in learning.measure(learning.load_policy(run), 100_000, 3)]
         for run in (runs / "seed_1" / "last.safetensors", runs / "seed_2" / "last.safetensors")
     ]
-    mix = [row["mean_reward"] for row in rivals if row["policy"] == "mix"]
+    mix = [row["mean_reward"] for row in learning.measure("mix", 100_000, 3)]
     expected = learning.over_trainings(ours, mix)
     row = rows["ppo_serverless"]
     assert (row["trainings"], rows["random weights"]["trainings"]) == (2, 2)
@@ -98,11 +98,10 @@ def test_training_table_and_figure(tmp_path, monkeypatch):
     assert note["rival"] == "mix" and note["minus"][0] == pytest.approx(expected.value)
     # What is there is not trained again.
     monkeypatch.setattr("servegym.agents.ppo_serverless.train", None)
-    assert learning.main([*given, "--figure", "training"]) == 0
+    assert learning.main(given) == 0
+    assert not (tmp_path / "learning_gpt_oss_20b.csv").exists()
 
 
-def test_a_folder_without_runs_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="checkpoints"):
-        learning.main(
-            ["--out", str(tmp_path), "--figure", "learning", "--checkpoints", str(tmp_path)]
-        )
+def test_without_trainings_nothing_is_written(tmp_path, capsys):
+    assert learning.main(["--out", str(tmp_path)]) == 0
+    assert "no folder of the runs" in capsys.readouterr().out and not list(tmp_path.iterdir())

@@ -1,0 +1,340 @@
+"""Tables of papers and studies: settings x policies -> columns, their notes and their picture.
+
+A module of a family's folder here, and of the studies' in a source tree, has ``STUDIES``, a record
+for each table that it makes, and ``main``, their command line: ``servegym figures FAMILY`` runs
+them all, ``python -m servegym.experiments.papers.FAMILY.MODULE`` one module. Measuring writes the
+table (see `servegym.experiments.evaluation.tables`) and draws the picture; ``--draw`` draws the
+tables that are there and measures nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib
+import shlex
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from servegym._checks import choose
+from servegym.envs.families import FAMILIES, family_named
+from servegym.experiments.evaluation.output import read_rows, write_text
+from servegym.experiments.evaluation.tables import Note, Table, provenance, write_result
+from servegym.experiments.papers.plotting import as_png
+
+__all__ = [
+    "GROUPS",
+    "RESULTS",
+    "Module",
+    "Options",
+    "Study",
+    "command",
+    "draw",
+    "ends",
+    "interval_columns",
+    "list_modules",
+    "list_pictures",
+    "run_modules",
+    "run_studies",
+]
+
+GROUPS = tuple(family.group for family in FAMILIES)
+"""Folders of the families, here and in ``studies``."""
+
+RESULTS = Path(__file__).parents[1] / "results"
+"""The tables that come with the package, a folder a group."""
+
+Row = dict[str, Any]
+
+
+class Options(argparse.Namespace):
+    """The parsed command line of a module; a module's own options are further attributes.
+
+    Attributes:
+        out: Folder of the results.
+        episodes: Episodes (or repetitions) a policy and setting.
+        quick: Whether this is a smoke run, whose numbers are not results.
+        draw: Whether to draw the tables that are there and measure nothing.
+        figure: Names of the figures to make.
+        resume: Whether settings that the table has already are not measured again.
+        command: The command line, for the record.
+    """
+
+    out: Path
+    episodes: int
+    quick: bool
+    draw: bool = False
+    figure: Sequence[str]
+    resume: bool = False
+    command: str
+
+
+@dataclass(frozen=True)
+class Study:
+    """One table, and how it is made.
+
+    Attributes:
+        name: Of the table and its picture.
+        figure: Of the study on the command line.
+        columns: The rows of a setting, given the command line, the setting and the policies. What
+            begins with an underscore in a row is for the notes and is not written.
+        settings: The settings, given the command line; one without columns by default.
+        policies: What is compared in each setting, or a function of command line and setting.
+        notes: The findings, given the command line and all rows.
+        picture: The matplotlib figure, given the rows of each of ``drawn``.
+        drawn: Tables that the picture shows; that of the study by default.
+        beside: Further tables: their rows, given all rows.
+        facts: Facts of the run for the record, given the command line.
+        packages: Packages whose versions are recorded.
+        key: Columns that tell settings apart, which are then mappings with these entries: the table
+            has each setting as soon as it is measured, and ``--resume`` goes on from there.
+    """
+
+    name: str
+    figure: str
+    columns: Callable[[Any, Any, Sequence[Any]], Iterable[Row]]
+    settings: Callable[[Any], Iterable[Any]] = lambda options: ({},)
+    policies: Sequence[Any] | Callable[[Any, Any], Sequence[Any]] = ()
+    notes: Callable[[Any, Sequence[Row]], Iterable[Note]] = lambda options, rows: ()
+    picture: Callable[..., Any] | None = None
+    drawn: tuple[str, ...] = ()
+    beside: Mapping[str, Callable[[Sequence[Row]], Sequence[Row]]] = field(default_factory=dict)
+    facts: Callable[[Any], Mapping[str, Any]] = lambda options: {}
+    packages: Sequence[str] = ()
+    key: tuple[str, ...] = ()
+
+    def measure(self, options: Any) -> list[Row]:
+        """The rows of all settings, in their order."""
+        settings = list(self.settings(options))
+        if not self.key:
+            return [row for setting in settings for row in self._rows(options, setting)]
+        points = {tuple(setting[column] for column in self.key): setting for setting in settings}
+        order = {point: index for index, point in enumerate(points)}
+        table = Table(options.out / f"{self.name}.csv", self.key, load=options.resume)
+        table.discard(lambda row: table.key_of(row) not in order)
+        for point in table.missing(points):
+            rows = self._rows(options, points[point])
+            table.update(rows, order=lambda row: order[table.key_of(row)])
+        return table.rows
+
+    def _rows(self, options: Any, setting: Any) -> list[Row]:
+        if setting:
+            print(f"{self.name}: {setting}", flush=True)
+        given = self.policies
+        policies = given(options, setting) if callable(given) else given
+        return list(self.columns(options, setting, policies))
+
+    def write(self, options: Any, rows: Sequence[Row]) -> set[str]:
+        """Print the notes and write the tables; returns the names of these."""
+        notes = list(self.notes(options, rows))
+        made = provenance(options.command, options.quick, self.packages, self.facts(options))
+        for one in notes:
+            print(one if isinstance(one, str) else one["text"])
+        tables = {self.name: rows} | {name: part(rows) for name, part in self.beside.items()}
+        for name, part in tables.items():
+            shown = [{k: v for k, v in row.items() if not k.startswith("_")} for row in part]
+            write_result(options.out / name, shown, made, notes if name == self.name else ())
+            print(f"{options.out / name}.csv, .json")
+        return set(tables)
+
+
+def draw(study: Study, *folders: Path) -> bytes | None:
+    """The picture of a study as PNG; None if it has none, or if one of its tables has no rows.
+
+    Args:
+        study: The study.
+        *folders: Where its tables are; of a table in several the first counts.
+    """
+    if study.picture is None:
+        return None
+    tables = []
+    for name in study.drawn or (study.name,):
+        paths = [path for folder in folders if (path := folder / f"{name}.csv").exists()]
+        tables.append(read_rows(paths[0]) if paths else [])
+    return as_png(study.picture(*tables)) if all(tables) else None
+
+
+def command(
+    module: str,
+    doc: str | None,
+    studies: Sequence[Study],
+    episodes: int,
+    add: Callable[[argparse.ArgumentParser], object] | None = None,
+    prepare: Callable[[Any], object] | None = None,
+) -> Callable[[Sequence[str] | None], int]:
+    """The ``main`` of a module of studies: a function of the arguments that returns 0.
+
+    Args:
+        module: Import name of the module, ``__spec__.name``.
+        doc: Its docstring.
+        studies: Its studies, in order.
+        episodes: Default of ``--episodes``.
+        add: Adds the module's own options to the parser.
+        prepare: Checks and completes the command line before anything is measured.
+    """
+
+    def main(argv: Sequence[str] | None = None) -> int:
+        """Measure, print and save; see ``--help``."""
+        parser = _parser(module, doc, studies, episodes)
+        if add is not None:
+            add(parser)
+        options = _parsed(parser, argv, episodes)
+        if options.draw:
+            for study in studies:
+                _draw_into(options, study, options.out, RESULTS / module.split(".")[-2])
+            return 0
+        if prepare is not None:
+            prepare(options)
+        run_studies([study for study in studies if study.figure in options.figure], options)
+        return 0
+
+    return main
+
+
+def run_studies(studies: Sequence[Study], options: Any) -> None:
+    """Measure studies one after another, and draw each picture whose tables have changed."""
+    for study in studies:
+        rows = study.measure(options)
+        if not rows:  # the study has said why
+            continue
+        saved = study.write(options, rows)
+        for one in studies:
+            if saved & set(one.drawn or (one.name,)):
+                _draw_into(options, one, options.out)
+
+
+def _parser(
+    module: str, doc: str | None, studies: Sequence[Study], episodes: int
+) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=(doc or "").partition("\n")[0], prog=f"python -m {module}"
+    )
+    out = Path("experiments", "results", module.split(".")[-2])
+    names = tuple(dict.fromkeys(study.figure for study in studies))
+    add = parser.add_argument
+    add("--out", type=Path, default=out, help=f"folder of the results ({out})")
+    add("--quick", action="store_true", help="a smoke run, numbers not to quote")
+    add("--draw", action="store_true", help="draw the tables, measure nothing")
+    add("--episodes", type=int, help=f"episodes a policy and setting ({episodes})")
+    add("--figure", nargs="+", choices=names, default=names, help="which ones (all)")
+    if any(study.key for study in studies):
+        add("--resume", action="store_true", help="measure only the settings that are missing")
+    return parser
+
+
+def _parsed(parser: argparse.ArgumentParser, argv: Sequence[str] | None, episodes: int) -> Options:
+    """The command line, checked; makes the folder of the results."""
+    options = parser.parse_args(argv, Options())
+    if options.episodes is None:
+        options.episodes = min(2, episodes) if options.quick else episodes
+    if options.episodes < 1:
+        raise ValueError(f"episodes is {options.episodes}; allowed is 1 or more")
+    options.out.mkdir(parents=True, exist_ok=True)
+    words = sys.argv[1:] if argv is None else argv
+    options.command = shlex.join([*parser.prog.split(), *map(str, words)])
+    return options
+
+
+def _draw_into(options: Options, study: Study, *folders: Path) -> None:
+    png = draw(study, *folders)
+    if png is not None:
+        write_text(options.out / f"{study.name}.png", png)
+        print(options.out / f"{study.name}.png")
+
+
+class Module(NamedTuple):
+    """A module of studies.
+
+    Attributes:
+        name: Its own name.
+        module: Import name.
+        description: First line of its docstring.
+    """
+
+    name: str
+    module: str
+    description: str
+
+
+def list_modules(family: str) -> list[Module]:
+    """The modules of a family's studies in alphabetical order, read without importing them.
+
+    Raises:
+        ValueError: If the family is unknown.
+    """
+    family = family_named(family).group
+    found = []
+    roots = [Path(root) for root in importlib.import_module("servegym.experiments").__path__]
+    paths = [*roots[0].glob(f"papers/{family}/*.py")]
+    paths += [path for root in roots for path in root.glob(f"studies/{family}/*.py")]
+    for path in sorted(paths, key=lambda path: path.stem):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        names = {
+            getattr(name, "id", "")
+            for node in tree.body
+            if isinstance(node, ast.Assign)
+            for name in node.targets
+        }
+        if "STUDIES" in names:
+            first = (ast.get_docstring(tree) or "").split("\n", 1)[0]
+            inside = ".".join(path.with_suffix("").parts[-3:])
+            found.append(Module(path.stem, f"servegym.experiments.{inside}", first))
+    return found
+
+
+def run_modules(
+    family: str,
+    only: Sequence[str] = (),
+    arguments: Sequence[str] = (),
+    echo: Callable[[str], object] = print,
+) -> int:
+    """Run modules of studies one after another.
+
+    Args:
+        family: Name or group of an environment family.
+        only: Names of modules; all of them by default.
+        arguments: Handed to each module's ``main``, as in ``["--quick", "--out", "figures"]``.
+        echo: Prints a line.
+
+    Returns:
+        How many of them ended with a status other than zero.
+
+    Raises:
+        ValueError: If the family or a name is unknown, before anything runs.
+    """
+    modules = list_modules(family)
+    known = {module.name: module for module in modules}
+    failed = 0
+    for module in [known[choose("only", name, known)] for name in only] or modules:
+        echo(f"{module.name}: {module.description}")
+        begin = time.perf_counter()
+        status = importlib.import_module(module.module).main(list(arguments)) or 0
+        failed += bool(status)
+        result = f"failed with status {status}" if status else "done"
+        echo(f"{module.name}: {result} in {time.perf_counter() - begin:.0f} s")
+    return failed
+
+
+def list_pictures(family: str) -> dict[str, Study]:
+    """The studies of a family that have a picture, by name.
+
+    Raises:
+        ValueError: If the family is unknown.
+    """
+    modules = [importlib.import_module(module.module) for module in list_modules(family)]
+    studies = [study for module in modules for study in module.STUDIES]
+    return {study.name: study for study in studies if study.picture is not None}
+
+
+def ends(options: Options, values: Sequence[Any]) -> Sequence[Any]:
+    """The first and the last value in a smoke run, all of them else."""
+    return values[:: max(len(values) - 1, 1)] if options.quick else values
+
+
+def interval_columns(name: str, found: Sequence[float]) -> dict[str, float]:
+    """An estimate and its interval as the columns ``name``, ``name_low``, ``name_high``."""
+    return {f"{name}{end}": value for end, value in zip(("", "_low", "_high"), found, strict=True)}

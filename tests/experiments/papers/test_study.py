@@ -1,0 +1,181 @@
+"""Studies: their command line, tables and pictures, and how a family's modules are run."""
+
+import importlib
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("matplotlib")
+
+from servegym.experiments.evaluation.output import read_rows, write_csv  # noqa: E402
+from servegym.experiments.evaluation.tables import read_record  # noqa: E402
+from servegym.experiments.papers import study  # noqa: E402
+from servegym.experiments.papers.plotting import Bars, Lines, as_png, error_bars  # noqa: E402
+from servegym.experiments.papers.study import Study, command  # noqa: E402
+
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def squares(options, at, policies):
+    return [{**at, "policy": name, "y": at["x"] ** 2, "_twice": 2 * at["x"]} for name in policies]
+
+
+ONE = Study(
+    "one",
+    "a",
+    squares,
+    lambda options: [{"x": x} for x in study.ends(options, (1, 2, 3))],
+    lambda options, at: ("p", "q"),
+    lambda options, rows: [f"{sum(row['_twice'] for row in rows)} in all"],
+    Lines(x="x", y="y", line="policy"),
+    beside={"rest": lambda rows: [{"z": row["_twice"]} for row in rows[:1]]},
+    facts=lambda options: {"episodes": options.episodes},
+)
+TWO = Study("two", "b", squares, lambda options: [{"x": 4}], ("p",))
+BOTH = Study(
+    "both",
+    "c",
+    lambda *given: [],
+    picture=lambda one, two: Bars(x="x", y="y")([*one, *two]),
+    drawn=("one", "two"),
+)
+
+
+def run(tmp_path, *words, studies=(ONE, TWO, BOTH), **more):
+    main = command("pkg.group.module", "What it shows.\n\nMore.", studies, 20, **more)
+    assert main(["--out", str(tmp_path / "o"), *words]) == 0
+    return tmp_path / "o"
+
+
+def test_a_study_is_measured_written_and_drawn(tmp_path: Path) -> None:
+    out = run(tmp_path, "--quick", "--figure", "a")
+    assert read_rows(out / "one.csv") == [
+        {"x": x, "policy": name, "y": x * x} for x in (1, 3) for name in ("p", "q")
+    ]
+    assert read_rows(out / "rest.csv") == [{"z": 2}]
+    record = read_record(out / "one.csv")
+    assert record["command"] == f"python -m pkg.group.module --out {out} --quick --figure a"
+    assert record["quick"] and record["settings"] == {"episodes": 2}
+    assert record["notes"] == [{"text": "16 in all"}]
+    names = {f"{stem}.{end}" for stem in ("one", "rest") for end in ("csv", "json")}
+    assert {path.name for path in out.iterdir()} == names | {"one.png"}
+    assert (out / "one.png").read_bytes().startswith(PNG)
+
+
+def test_a_picture_of_two_tables_waits_for_both_and_no_rows_are_no_table(tmp_path: Path) -> None:
+    out = run(tmp_path, "--quick")
+    assert (out / "both.png").exists() and not (out / "both.csv").exists()
+
+
+def test_pictures_are_drawn_without_measuring(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(study, "RESULTS", tmp_path)
+    (tmp_path / "group").mkdir()
+    write_csv(tmp_path / "group" / "one.csv", [{"x": 1, "policy": "p", "y": 2}])
+    prepared = []
+    out = run(tmp_path, "--draw", prepare=prepared.append)
+    assert [path.name for path in out.iterdir()] == ["one.png"] and not prepared
+
+
+def test_a_run_that_was_cut_off_goes_on(tmp_path: Path) -> None:
+    played = []
+
+    def columns(options, at, policies):
+        played.append(at["x"])
+        return squares(options, at, policies)
+
+    kept = Study("kept", "k", columns, lambda o: [{"x": x} for x in (3, 1, 2)], ("p",), key=("x",))
+    out = run(tmp_path, studies=(kept,))
+    whole = (out / "kept.csv").read_text()
+    lines = whole.splitlines(keepends=True)
+    (out / "kept.csv").write_text("".join([lines[0], "7,p,49\n", lines[3]]))
+    played.clear()
+    run(tmp_path, "--resume", studies=(kept,))
+    assert played == [3, 1] and (out / "kept.csv").read_text() == whole
+    run(tmp_path, studies=(kept,))
+    assert played == [3, 1, 3, 1, 2]
+
+
+def test_no_episode_is_refused_and_own_options_are_checked_first(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="episodes is 0; allowed is 1 or more"):
+        run(tmp_path, "--episodes", "0")
+    assert not (tmp_path / "o").exists()
+    seen = []
+    run(
+        tmp_path,
+        "--figure",
+        "b",
+        "--own",
+        "7",
+        add=lambda parser: parser.add_argument("--own", type=int),
+        prepare=lambda options: seen.append((options.own, options.episodes)),
+    )
+    assert seen == [(7, 20)]
+
+
+def test_pictures_have_a_panel_a_column_and_value() -> None:
+    rows = [
+        {"x": x, "y": x + 1, "y_low": x, "y_high": x + 2, "z": x, "kind": kind, "side": side}
+        for x in (1, 2)
+        for kind in ("a", "b")
+        for side in (True, False)
+    ]
+    for picture in (Lines, Bars):
+        figure = picture(
+            x="x", y=("y", "z"), line="kind", panels="side", log="y", reference="z", level=1.5
+        )(rows)
+        titles = [(axis.get_title(), axis.get_ylabel()) for axis in figure.axes]
+        assert titles == [(f"side {side}", y) for y in ("y", "z") for side in (1, 0)]
+        assert set(figure.axes[0].get_legend_handles_labels()[1]) == {"a", "b", "z"}
+        assert as_png(figure).startswith(PNG)
+
+
+def test_bars_are_never_negative() -> None:
+    rows = [
+        {"v": 2.0, "v_low": 1.5, "v_high": 2.25},
+        {"v": 1.0, "v_low": 1.125, "v_high": 1.25},  # a percentile interval may miss its estimate
+    ]
+    values, bars = error_bars(rows, "v", 10.0)
+    assert values.tolist() == [20.0, 10.0]
+    assert bars.tolist() == [[5.0, 0.0], [2.5, 2.5]]
+
+
+@pytest.fixture
+def two(monkeypatch):
+    """Two modules of a family and the record of their runs."""
+    calls = []
+    found = []
+    for name, status in (("good", 0), ("bad", 3)):
+        module = types.ModuleType(f"made_up_{name}")
+        module.main = lambda argv, name=name, status=status: calls.append((name, argv)) or status
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        found.append(study.Module(name, module.__name__, f"shows {name}"))
+    monkeypatch.setattr(study, "list_modules", lambda family: found)
+    return calls
+
+
+def test_all_modules_run_in_order_and_failures_are_counted(two):
+    lines = []
+    assert study.run_modules("routing", arguments=["--quick"], echo=lines.append) == 1
+    assert two == [("good", ["--quick"]), ("bad", ["--quick"])]
+    assert "status 3" in lines[-1]
+    assert study.run_modules("routing", ["good"], echo=lines.append) == 0
+    assert two[2:] == [("good", [])]
+
+
+def test_a_wrong_name_stops_before_anything_runs(two):
+    with pytest.raises(ValueError, match="Did you mean 'good'"):
+        study.run_modules("routing", ["good", "godo"])
+    assert two == []
+
+
+def test_every_module_says_what_it_shows_and_every_table_is_made_once():
+    with pytest.raises(ValueError, match="family='rooting'.*'routing'"):
+        study.list_modules("rooting")
+    for family in study.GROUPS:
+        modules = study.list_modules(family)
+        assert modules and all(module.description.endswith(".") for module in modules)
+        studies = [one for m in modules for one in importlib.import_module(m.module).STUDIES]
+        tables = [name for one in studies for name in (one.name, *one.beside)]
+        assert len(tables) == len(set(tables))
