@@ -10,7 +10,7 @@ pytest.importorskip("rich")
 from servegym.agents import load_policy  # noqa: E402
 from servegym.agents.lib.checkpoint import shipped, shipped_for  # noqa: E402
 from servegym.baselines.expert_placement.system import PlacementSystem  # noqa: E402
-from servegym.envs.expert_placement.env import make_problem  # noqa: E402
+from servegym.envs.expert_placement.config import build_problem  # noqa: E402
 from servegym.envs.families import FAMILIES, family_named  # noqa: E402
 from servegym.experiments.evaluation.evaluate import evaluate  # noqa: E402
 from servegym.experiments.studies.placement.learning import Control  # noqa: E402
@@ -83,11 +83,11 @@ def test_each_serves_a_system_of_another_size(family, name):
 def test_the_agents_name_means_its_file_for_the_cluster():
     of_agent = shipped("expert_placement")
     kwargs = {"scenario": "paper_testbed", "split": "eval"}
-    described = PlacementSystem.from_problem(make_problem(kwargs))
+    described = PlacementSystem.from_problem(build_problem(**kwargs))
     there = of_agent["ppo_placement_paper_testbed"]
     assert shipped_for("expert_placement", "ppo_placement", described) == there
     assert load_policy(there, described).path == there
-    other = PlacementSystem.from_problem(make_problem(kwargs | {"model": "toy"}))
+    other = PlacementSystem.from_problem(build_problem(**(kwargs | {"model": "toy"})))
     for system in (other, None):
         found = shipped_for("expert_placement", "ppo_placement", system)
         assert found == of_agent["ppo_placement"]

@@ -148,6 +148,7 @@ def test_routing_states_the_keywords_of_arrivals_and_catalogs(root):
         if words:
             assert {w for w in words if w in allowed} == words - {
                 "burstgpt",
+                "bailian",
                 "azure",
                 "mooncake",
                 "csv",

@@ -215,7 +215,7 @@ HEAD = "arrival_s,prompt_tokens,output_tokens\n"
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        ("", ("requests.csv:1", "arrival_s")),
+        ("", ("requests.csv", "is empty")),
         (HEAD, ("requests.csv", "no request")),
         ("arrival_s,prompt_tokens\n0,1\n", ("requests.csv:1", "output_tokens")),
         (HEAD + "0,5,5\nnan,5,5\n", ("requests.csv:3", "arrival_s", "'nan'")),
@@ -223,7 +223,7 @@ HEAD = "arrival_s,prompt_tokens,output_tokens\n"
         (HEAD + "0,5,5\n2,5,5\n1,5,5\n", ("requests.csv:4", "arrival_s", "sort")),
         (HEAD + "0,0,5\n", ("requests.csv:2", "prompt_tokens", "'0'")),
         (HEAD + "0,5,2.5\n", ("requests.csv:2", "output_tokens", "'2.5'")),
-        (HEAD + "0,5\n", ("requests.csv:2", "number of values")),
+        (HEAD + "0,5\n", ("requests.csv:2", "has 2 values")),
         ("\x00\xff", ("requests.csv",)),
     ],
 )

@@ -145,9 +145,6 @@ def test_informed_policies_beat_blind_ones():
     [
         ("moe_infinity", {"cache": "mru"}, "lru"),
         ("moe_infinity", {"router": "nearest"}, "least_load_per_gpu"),
-        ("local_search", {"max_moved_share": 2.0}, "max_moved_share"),
-        ("annealing", {"steps": -1}, "steps"),
-        ("annealing", {"rows": 0}, "rows"),
         ("latency_local_search", {"requests": 0}, "requests"),
         *(("best_start", {key: -1}, key) for key in ("tries", "steps", "swaps", "seed")),
     ],
