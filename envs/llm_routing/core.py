@@ -75,7 +75,6 @@ class RoutingState:
         delayed: with ``staleness_s`` the system as the router knows it: its actions so far and the
             env, expert, slot and queue records of that time.
         fleet: the setting that was drawn, see `servegym.envs.llm_routing.fleets`.
-        slowdown: factors of the iterations' times where a batch has them, a row a decision.
     """
 
     arrivals: np.ndarray
@@ -90,7 +89,6 @@ class RoutingState:
 
     delayed: tuple[np.ndarray, ...] = ()
     fleet: dict[str, Any] | None = None
-    slowdown: np.ndarray | None = None
 
 
 def observation_space(problem: Problem) -> spaces.Space:
@@ -186,10 +184,6 @@ class RoutingBatch(Batch):
         self.table = problem.table
         self.env = np.zeros(num_rows, dtype=kernel.ENV)
         self.expert = np.zeros((num_rows, n), dtype=kernel.EXPERT)
-        self.expert["slowdown"] = 1.0
-        # Between decisions j and j + 1 the iterations take slowdown[:, j] times the law's seconds;
-        # (B, J, 1) for a factor that the experts share, (B, J, N) for one of each.
-        self.slowdown: np.ndarray | None = None
         self.config = problem.cfg
         self.fleets: list[dict[str, Any] | None] = [None] * num_rows
         if problem.fleets is None:
@@ -357,10 +351,6 @@ class RoutingBatch(Batch):
             request = np.minimum(self.env["index"], self.problem.episode_requests - 1)
             on = np.flatnonzero(which)
             self.delayed[0][on, request[on]] = np.clip(actions[on], 0, self.problem.num_experts)
-        if self.slowdown is not None:
-            on = np.flatnonzero(which)
-            request = np.minimum(self.env["index"][on], self.problem.episode_requests - 1)
-            self.expert["slowdown"][on] = self.slowdown[on, request]
         actions = np.ascontiguousarray(actions, np.int64)
         which = np.ascontiguousarray(which, np.int8)
 
@@ -390,7 +380,6 @@ class RoutingBatch(Batch):
             env=self.env[row : row + 1].copy(),
             delayed=tuple(part[row : row + 1].copy() for part in self.delayed),
             fleet=self.fleets[row],
-            slowdown=None if self.slowdown is None else self.slowdown[row].copy(),
         )
 
     def restore(self, row: int, state: RoutingState) -> None:
@@ -414,12 +403,6 @@ class RoutingBatch(Batch):
             self._put_fleet(row, state.fleet)
         for name in _OF_A_ROW:
             getattr(self, name)[row] = getattr(state, name)
-        if (self.slowdown is None) != (state.slowdown is None):
-            raise ValueError(
-                "state.slowdown: restore a state into an environment whose batch has slowdowns."
-            )
-        if self.slowdown is not None:
-            self.slowdown[row] = state.slowdown
         for mine, theirs in zip(self.delayed, state.delayed, strict=True):
             mine[row] = theirs[0]
         self.env[row] = state.env[0]
@@ -496,7 +479,7 @@ class RoutingBatch(Batch):
         return log
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("problem", "num_rows", "delayed", "fleets", "slowdown", *_STATE_ARRAYS)
+        names = ("problem", "num_rows", "delayed", "fleets", *_STATE_ARRAYS)
         state = {name: getattr(self, name) for name in names}
         return state | {"num_threads": self.threads.num_threads}
 
@@ -508,7 +491,6 @@ class RoutingBatch(Batch):
                 self._put_fleet(row, setting)
         for name in _STATE_ARRAYS:
             getattr(self, name)[...] = state[name]
-        self.slowdown = state["slowdown"]
         for mine, theirs in zip(self.delayed, state["delayed"], strict=True):
             mine[...] = theirs
 

@@ -119,7 +119,6 @@ def _run(
         queues,
     )
     systems.expert["capacity"] = law[kernel.CAPACITY]
-    systems.expert["slowdown"] = 1.0
     tables = kernel.Tables(cfg, law, np.zeros((0, 1, 5), dtype=np.float32))
     arguments = (tables, systems, tokens, times, timeline)
     if not _engine:

@@ -231,18 +231,17 @@ def _start_mixed(c, law, q, e, now, tokens):
     if e.decoding > 0:
         time += decode_attention_s(c, law, e.profile, e.decoding, e.decoding_tokens / e.decoding)
     head = head_s(c, law, e.profile, e.decoding + chunks)
-    e.end = now + time * e.slowdown + head * e.slowdown
+    e.end = now + time + head
 
 
 @inline
 def _run_decodes(c, law, e, limit, now, until, before):
     """From a boundary at ``now``, pass the decode iterations that fit and start the one after."""
-    room = (until - now) / e.slowdown
-    done, spent, cost = decode_iterations(c, law, e, limit, room, before / e.slowdown)
+    done, spent, cost = decode_iterations(c, law, e, limit, until - now, before)
     e.emitted += done
     e.decoding_tokens += e.running * done
-    e.start = now + spent * e.slowdown
-    e.end = e.start + cost * e.slowdown
+    e.start = now + spent
+    e.end = e.start + cost
 
 
 @inline
@@ -292,7 +291,7 @@ def _start_iteration(c, law, q, e, now, until, left, freed):
     prefills = e.running > e.decoding
     if prefills and c.scheduler == ORCA:
         e.iteration = PREFILL
-        e.end = now + prefill_s(c, law, e.profile, float(tokens)) * e.slowdown
+        e.end = now + prefill_s(c, law, e.profile, float(tokens))
     elif prefills:
         e.iteration = MIXED
         _start_mixed(c, law, q, e, now, tokens)

@@ -194,7 +194,6 @@ EXPERT = _record(
         ("segment", "i8"),  # of the decode table in which the last run ended
         # What stands behind it.
         ("capacity", "i8"),  # KV blocks
-        ("slowdown", "f8"),  # true time of the iterations that start now over the law's
         ("profile", "i8"),  # index of its card among the latency laws
         ("model", "i8"),  # index of its column in the request table
         # Running list: slots, -1 for none.

@@ -81,16 +81,3 @@ def test_models_name_the_columns(file):
 def test_what_does_not_fit_the_file_is_refused(file, more, name):
     with pytest.raises(ValueError, match=name):
         _make(file, **more)
-
-
-def test_a_slowdown_of_two_equals_laws_of_twice_the_time(file):
-    for scheduler in ("orca", "chunked_prefill"):
-        twice, _ = _play(_make(file, scheduler=scheduler, step_factors={PROFILE: (2.0, 2.0)}))
-        env = _make(file, scheduler=scheduler)
-        env.reset(seed=0)
-        batch = env.unwrapped.batch
-        batch.slowdown = np.full((1, batch.arrivals.shape[1], 1), 2.0)
-        done = False
-        while not done:
-            *_, done, _, _ = env.step(2)
-        assert np.allclose(env.unwrapped.request_log()["finish_s"], twice["finish_s"], rtol=1e-9)
