@@ -32,24 +32,6 @@ def episode_seeds(seed: int, num_envs: int) -> Any:
     return np.random.SeedSequence(seed).generate_state(num_envs).tolist()
 
 
-def next_observations(
-    obs: Mapping[str, NDArray[Any]], info: Mapping[str, Any], done: NDArray[np.bool_]
-) -> tuple[dict[str, NDArray[Any]], NDArray[Any]]:
-    """Observation and action mask after a step: the final ones where an episode ended.
-
-    The environments reset within the step, so that ``obs`` holds the first observation of the next
-    episode there.
-    """
-    if not done.any():
-        return dict(obs), info["action_mask"]
-    after, mask = {key: value.copy() for key, value in obs.items()}, info["action_mask"].copy()
-    for i in np.flatnonzero(done):
-        for key, value in info["final_obs"][i].items():
-            after[key][i] = value
-        mask[i] = info["final_info"]["action_mask"][i]
-    return after, mask
-
-
 def action_masks(info: Mapping[str, Any], num_envs: int, actions: int) -> NDArray[np.int8]:
     """The action masks (num_envs, actions) of a step; all ones where the environment has none."""
     return info.get("action_mask", np.ones((num_envs, actions), np.int8))

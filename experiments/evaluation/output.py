@@ -21,7 +21,6 @@ __all__ = [
     "check_writable",
     "print_table",
     "read_rows",
-    "toml_tables",
     "write_csv",
     "write_json",
     "write_rows",
@@ -202,26 +201,3 @@ def _print_plain(
         print(line(row), file=file)
     for note in notes:
         print(note, file=file)
-
-
-def toml_tables(head: str, name: str, tables: Iterable[Mapping[str, Any]]) -> str:
-    """TOML text: a comment, then a table ``[[name]]`` each; numbers read back exactly.
-
-    Args:
-        head: The comment, one line.
-        name: Of the array of tables.
-        tables: Strings, numbers, lists and dicts by key.
-    """
-    parts = (
-        f"\n[[{name}]]\n" + "".join(f"{key} = {_inline(value)}\n" for key, value in table.items())
-        for table in tables
-    )
-    return f"# {head}\n" + "".join(parts)
-
-
-def _inline(value: Any) -> str:
-    if isinstance(value, dict):
-        return "{ " + ", ".join(f"{k} = {_inline(v)}" for k, v in value.items()) + " }"
-    if isinstance(value, list):
-        return "[" + ", ".join(_inline(v) for v in value) + "]"
-    return json.dumps(value)

@@ -1,8 +1,7 @@
 """Result tables: ``stem.csv`` holds the rows, ``stem.json`` their provenance and findings.
 
-`write_result` writes both at once, `Table` grows row by row and knows which keys it lacks, and
-`merge_policies` adds the rows of an earlier table. Every file is written under a temporary name
-and renamed.
+`write_result` writes both at once, and `Table` grows row by row and knows which keys it lacks.
+Every file is written under a temporary name and renamed.
 
 The JSON has the fields of `provenance` (``command``, ``date`` in UTC, ``machine``, ``versions``,
 ``quick``, ``settings``, ``merged``) and ``notes``, a list of records: ``text`` is the finding as a
@@ -19,8 +18,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from servegym._files import MalformedFileError
 from servegym._versions import versions
 from servegym.experiments.evaluation.output import read_rows, write_csv, write_json
@@ -29,11 +26,9 @@ __all__ = [
     "Note",
     "Table",
     "machine",
-    "merge_policies",
     "note",
     "provenance",
     "read_record",
-    "runs_with",
     "versions",
     "write_record",
     "write_result",
@@ -79,7 +74,7 @@ def provenance(
         quick: Whether the run was a smoke run, whose numbers are not results.
         packages: Packages whose versions are recorded besides numpy, numba and gymnasium.
         settings: Further facts of the run, such as the scenario or the checkpoints.
-        merged: Provenance of the earlier tables whose rows are in this one, see `merge_policies`.
+        merged: Provenance of the earlier tables whose rows are in this one.
     """
     return {
         "command": command,
@@ -108,23 +103,6 @@ def read_record(path: str | os.PathLike[str]) -> dict[str, Any]:
     if not isinstance(record, dict):
         raise MalformedFileError(file, None, None, "is no JSON object", "remove it")
     return record
-
-
-def runs_with(
-    path: str | os.PathLike[str], command: str, packages: Sequence[str] = ()
-) -> list[dict[str, Any]]:
-    """The runs whose rows are in a table to which each run adds its own, for ``merged``.
-
-    Args:
-        path: The table as it is before this run, or where it will be.
-        command: The command line of this run, in whose place an earlier one of the same goes.
-        packages: Packages whose versions are recorded.
-
-    Returns:
-        ``command`` and ``versions`` of each, this run last.
-    """
-    earlier = [one for one in read_record(path).get("merged", []) if one["command"] != command]
-    return [*earlier, {"command": command, "versions": versions(packages)}]
 
 
 def write_record(
@@ -230,57 +208,3 @@ class Table:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
         write_csv(self.path, self.rows)
-
-
-def merge_policies(
-    rows: Sequence[Mapping[str, Any]],
-    earlier: Sequence[Mapping[str, Any]],
-    point: Sequence[str],
-    shared: Collection[str],
-    column: str,
-    source: str | os.PathLike[str] = "the earlier table",
-    tolerance: float = 2e-6,
-) -> list[dict[str, Any]]:
-    """Rows of this run, and the rows of an earlier table for policies that this run has not.
-
-    Args:
-        rows: What was measured; a policy may have several rows at a point.
-        earlier: The rows of the earlier table.
-        point: The columns that identify a point.
-        shared: Policies whose rows must agree where both tables have them, so that the episodes
-            are the same.
-        column: The column in which they must agree.
-        source: Where the earlier rows are from, for the error.
-        tolerance: How far two values of the column may lie apart.
-
-    Returns:
-        Point by point, the earlier table's order first.
-
-    Raises:
-        ValueError: If a shared policy has another value in the earlier table.
-    """
-
-    def grouped(part: Sequence[Mapping[str, Any]]) -> dict[tuple[Any, ...], dict[str, list[Any]]]:
-        found: dict[tuple[Any, ...], dict[str, list[Any]]] = {}
-        for row in part:
-            policies = found.setdefault(tuple(row[name] for name in point), {})
-            policies.setdefault(row["policy"], []).append(dict(row))
-        return found
-
-    now, before = grouped(rows), grouped(earlier)
-    for at, policies in now.items():
-        for name in sorted(set(policies) & set(before.get(at, ())) & set(shared)):
-            new, old = ([row[column] for row in t[at][name]] for t in (now, before))
-            if len(new) != len(old) or not np.allclose(new, old, atol=tolerance, equal_nan=True):
-                count = before[at][name][0].get("episodes", "those of its command")
-                raise ValueError(
-                    f"keep: at {', '.join(map(str, at))} {name} has another {column} in {source} "
-                    f"than here, so the episodes are others; give its --episodes ({count}), or "
-                    "leave --keep out"
-                )
-    return [
-        row
-        for at in dict.fromkeys((*before, *now))
-        for own in (before.get(at, {}) | now.get(at, {})).values()
-        for row in own
-    ]

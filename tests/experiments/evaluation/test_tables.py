@@ -11,11 +11,9 @@ from servegym._files import MalformedFileError
 from servegym.experiments.evaluation.output import read_rows
 from servegym.experiments.evaluation.tables import (
     Table,
-    merge_policies,
     note,
     provenance,
     read_record,
-    runs_with,
     write_result,
 )
 
@@ -52,16 +50,6 @@ def test_a_table_without_a_record_has_an_empty_one(tmp_path: Path) -> None:
         read_record(tmp_path / "one.csv")
 
 
-def test_a_table_to_which_runs_add_their_rows_names_each_run_once(tmp_path: Path) -> None:
-    path = tmp_path / "shared.csv"
-    for command in ("make a", "make b", "make a"):
-        runs = runs_with(path, command, ("numpy",))
-        write_result(path, [{"a": 1}], provenance(command, merged=runs))
-    merged = read_record(path)["merged"]
-    assert [one["command"] for one in merged] == ["make b", "make a"]
-    assert all(one["versions"]["numpy"] for one in merged)
-
-
 def test_a_table_resumes_where_it_stopped(tmp_path: Path) -> None:
     path = tmp_path / "folder" / "rows.csv"
     table = Table(path, ("policy", "seed"))
@@ -92,26 +80,3 @@ def test_a_file_without_its_key_is_refused(tmp_path: Path) -> None:
     (tmp_path / "rows.csv").write_text("x\n1\n")
     with pytest.raises(MalformedFileError, match="policy"):
         Table(tmp_path / "rows.csv", ("policy",))
-
-
-EARLIER = [
-    {"point": 1, "policy": "base", "qos": 0.5},
-    {"point": 1, "policy": "other", "qos": 0.6},
-    {"point": 2, "policy": "other", "qos": 0.7},
-]
-
-
-def test_policies_of_an_earlier_table_join_those_measured() -> None:
-    rows = [
-        {"point": 3, "policy": "mine", "qos": 0.9},
-        {"point": 1, "policy": "base", "qos": 0.5 + 1e-7},
-        {"point": 1, "policy": "mine", "qos": 0.8},
-    ]
-    merged = merge_policies(rows, EARLIER, ("point",), ("base",), "qos")
-    assert [(row["point"], row["policy"], round(row["qos"], 3)) for row in merged] == [
-        (1, "base", 0.5),
-        (1, "other", 0.6),
-        (1, "mine", 0.8),
-        (2, "other", 0.7),
-        (3, "mine", 0.9),
-    ]
