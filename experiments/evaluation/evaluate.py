@@ -298,10 +298,10 @@ def evaluate_block(
             f"policy {entered.name!r} has changed {changed[0]} of the installed package; install "
             "it anew before anything else is measured"
         )
-    own_delay = getattr(envs.unwrapped.problem, "arguments", {}).get("router_delay_s")
-    if guest is not None and delay is None and own_delay is not None:
-        if decision_s > SLOW_S:
-            return evaluate_block(plan, entered, start, {"router_delay_s": own_delay + decision_s})
+    if decision_s > SLOW_S and delay is None:
+        waits = envs.unwrapped.problem.arguments.get("router_delay_s")
+        if waits is not None:
+            return evaluate_block(plan, entered, start, {"router_delay_s": waits + decision_s})
     logs = [result["log"] for result in results if result["log"] is not None]
     return Block(rows, logs if plan.return_logs else [])
 

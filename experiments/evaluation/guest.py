@@ -30,6 +30,7 @@ import traceback
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -301,6 +302,12 @@ def _end(process: subprocess.Popen[bytes], connection: socket.socket, mark: str)
             continue
 
 
+@cache
+def _digest(path: Path, size: int, changed_ns: int) -> str:
+    """Of a file's content, read again only when its inode has changed."""
+    return hashlib.blake2b(path.read_bytes()).hexdigest()
+
+
 def package_files() -> dict[str, str]:
     """Digest of each file of the package, by its place in it."""
     found: dict[str, str] = {}
@@ -311,7 +318,8 @@ def package_files() -> dict[str, str]:
                 if path.is_file() and path not in seen:
                     seen.add(path)
                     place = f"servegym{room}/{path.relative_to(root).as_posix()}"
-                    found[place] = hashlib.blake2b(path.read_bytes()).hexdigest()
+                    about = path.stat()
+                    found[place] = _digest(path, about.st_size, about.st_ctime_ns)
     return found
 
 

@@ -114,6 +114,9 @@ SLOW = {
 }
 """Policies that are slow, by their most episodes; left out of ``--quick``."""
 
+Job = tuple[Point, Any, bool, int, bool]
+"""Arguments of `measure`."""
+
 QUICK_EPISODES = 4
 UNSEEN = ", unseen prompts"
 """Ends the name of a routing point whose prompts are drawn anew, see `compare_guests`."""
@@ -382,12 +385,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     table = Table(board, ("point", "policy"), load=False)
     shown, saved = saved, [] if args.quick else saved
     found: list[dict[str, Any]] = []
-    every = _missing_jobs(args, points, saved)
+    own, guests = _missing_jobs(args, points, saved)
     # What guests are compared with is measured before any code of theirs runs.
-    known = {name for point in points for name in policies_for(point)}
-    for guests in (False, True):
-        jobs = [job for job in every if (job[1] not in known) is guests]
-        jobs = [(job[0], _load_guest(*job[:2], args), *job[2:]) if guests else job for job in jobs]
+    for jobs in (own, guests):
+        if jobs is guests:
+            jobs = [(job[0], _load_guest(*job[:2], args), *job[2:]) for job in guests]
         names = [f"{getattr(job[1], 'name', job[1])} at {job[0].name}" for job in jobs]
         measured: dict[int, dict[str, Any]] = {}
         for index, row in executor(measure, jobs, names):
@@ -407,8 +409,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             write_record(board, provenance(shlex.join(["servegym", "leaderboard", *words])))
         print(f"{board} ({machine()['cpu']})")
     _print(rows, points)
-    guests = compare_guests(found, points, args.at_least, shown) if args.at_least else []
-    for guest in guests:
+    compared = compare_guests(found, points, args.at_least, shown) if args.at_least else []
+    for guest in compared:
         verdict = "below" if guest["below"] else "not below"
         print(
             f"{guest['point']}: {guest['policy']} {guest['value']:.4f} is "
@@ -417,7 +419,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         if guest["suspect"]:
             print(f"  it is as good as {guest['suspect']}, which knows what is to come: look at it")
-    return int(any(guest["below"] or guest["clairvoyant"] for guest in guests))
+    return int(any(guest["below"] or guest["clairvoyant"] for guest in compared))
 
 
 def _is_for_the_board(row: Mapping[str, Any]) -> bool:
@@ -460,8 +462,8 @@ def _chosen_points(args: argparse.Namespace) -> list[Point]:
 
 def _missing_jobs(
     args: argparse.Namespace, points: Sequence[Point], saved: Sequence[Mapping[str, Any]]
-) -> list[tuple[Point, Any, bool, int, bool]]:
-    """Arguments of `measure` for the rows that are missing, or asked for again.
+) -> tuple[list[Job], list[Job]]:
+    """Arguments of `measure` for the rows that are missing, or asked for again: ours, and guests'.
 
     Guests are always measured: a file may have changed. A baseline that they are compared with is
     measured on their episodes.
@@ -471,7 +473,8 @@ def _missing_jobs(
     common = public
     if args.seed is None and not known.issuperset(args.policy):
         common = fresh_seed()
-    jobs = []
+    own: list[Job] = []
+    guests: list[Job] = []
     for point in points:
         names = [args.at_least] if args.at_least else []
         if not names and (args.quick or not args.policy):
@@ -480,14 +483,14 @@ def _missing_jobs(
         if public == DEFAULT_SEED and not args.again:
             done = {row["policy"] for row in saved if _is_current(row, point)}
         for name in dict.fromkeys([*names, *args.policy]):
-            is_guest = name not in known
-            compared = args.quick or is_guest or name == args.at_least
+            jobs = own if name in known else guests
+            compared = args.quick or jobs is guests or name == args.at_least
             if compared or name not in done:
                 seed = common if compared else public
                 jobs.append((point, name, args.quick, seed, args.in_process))
                 if args.at_least and point.family is _ROUTING and args.seed is None:
                     jobs.append((_unseen(point, common), name, args.quick, seed, args.in_process))
-    return jobs
+    return own, guests
 
 
 def _unseen(point: Point, seed: int) -> Point:
