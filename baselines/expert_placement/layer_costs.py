@@ -220,7 +220,7 @@ class LayerCostModel:
 
     def cost(self, held: ArrayLike) -> Floats:
         """Estimated seconds (N, L) that remote experts add, weighted, for held (N, L, E)."""
-        masks = bit_sets(held)
+        masks = bit_sets(np.asarray(held))
         out = np.empty(masks.shape)
         for n, layer in np.ndindex(*masks.shape):
             out[n, layer] = kernel.layer_cost(self.tables, n, layer, masks[n, layer])

@@ -165,8 +165,8 @@ def command(
     episodes: int,
     add: Callable[[argparse.ArgumentParser], object] | None = None,
     prepare: Callable[[Any], object] | None = None,
-) -> Callable[[Sequence[str] | None], int]:
-    """The ``main`` of a module of studies: a function of the arguments that returns 0.
+) -> Callable[..., int]:
+    """The ``main`` of a module of studies: a function of the arguments, if any, that returns 0.
 
     Args:
         module: Import name of the module, ``__spec__.name``.

@@ -270,7 +270,7 @@ def _notes(options: Options, rows: Sequence[dict[str, Any]]) -> Iterator[Note]:
     yield from (_last(row) for row in rows if row["rate"] == RATES[-1])
 
 
-def _memory(options: Options, at: Mapping[str, Any], _: Sequence[str]) -> Iterator[dict[str, Any]]:
+def _memory(options: Options, at: Mapping[str, Any], _: Any) -> Iterator[dict[str, Any]]:
     """What more KV memory changes, with and without shared prompts."""
     card = compose("h100", "qwen3-32b", tp=2)
     played = np.array(

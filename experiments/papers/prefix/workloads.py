@@ -273,7 +273,7 @@ def _sessions(options: Options, *_: Any) -> list[dict[str, Any]]:
     found: dict[str, list[float]] = {name: [] for name in recorded}
     for requests in drawn:
         _, first = np.unique(requests.session, return_index=True)
-        values = (
+        values: Any = (
             100 * (1 - len(first) / requests.num_requests),
             requests.prompt_tokens.mean(dtype=np.float64),
             np.median(requests.prompt_tokens),

@@ -12,7 +12,7 @@ on one regime need not hold on another.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from servegym._command_line import run_main
@@ -104,7 +104,7 @@ def _counts(options: Options) -> list[Row]:
     return settings
 
 
-def _made_for(options: Options, at: Mapping[str, Any]) -> Iterable[str | TrainedRun]:
+def _made_for(options: Options, at: Mapping[str, Any]) -> Sequence[str | TrainedRun]:
     """Heuristics, the fleet's routers, and those that were trained for this number of experts."""
     every = chosen(options, at["profiles"], AT_N)
     made = [run for run in every if run.label.endswith(AT_N) and run.experts == at["experts"]]
