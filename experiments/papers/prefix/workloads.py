@@ -272,8 +272,8 @@ def _sessions(options: Options, *_: Any) -> list[dict[str, Any]]:
     drawn = [_draw("sessions", {}, seed, count, rate) for seed in range(options.episodes)]
     found: dict[str, list[float]] = {name: [] for name in recorded}
     for requests in drawn:
-        _, first = np.unique(requests.session, return_index=True)
-        values: Any = (
+        first: Any = np.unique(requests.session, return_index=True)[1]
+        values = (
             100 * (1 - len(first) / requests.num_requests),
             requests.prompt_tokens.mean(dtype=np.float64),
             np.median(requests.prompt_tokens),

@@ -393,6 +393,6 @@ def _prepare(options: Options) -> None:
 
 def command(
     module: str, doc: str | None, studies: Sequence[Any], episodes: int
-) -> Callable[[Sequence[str] | None], int]:
+) -> Callable[..., int]:
     """The ``main`` of a module, see `study.command`, with the options of `Options`."""
     return study.command(module, doc, studies, episodes, _add, _prepare)
