@@ -22,6 +22,7 @@ from servegym.experiments.papers.serverless.common import (  # noqa: E402
     recorded_request,
 )
 from servegym.experiments.papers.serverless.methods import Setting, measure, rows_of  # noqa: E402
+from servegym.experiments.papers.study import Options  # noqa: E402
 from servegym.experiments.studies.serverless import policies as serverless_policies
 
 TOY = Setting("toy", n_in=20, n_out=12)
@@ -184,12 +185,14 @@ def test_the_optimum_keeps_a_limit_that_the_solver_passes_by_its_tolerance():
 
 
 @pytest.mark.slow
-def test_policies_with_every_gpu(monkeypatch, tmp_path):
+def test_policies_with_every_gpu(monkeypatch):
     monkeypatch.setattr(serverless_policies, "_requests", lambda options: 8)
-    command = ["--figure", "gpus", "--episodes", "2", "--out", str(tmp_path)]
-    assert serverless_policies.main(command) == 0
-    rows = {(r["gpu"], r["policy"]): r for r in rows_in(tmp_path / "policies_gpus.csv")}
-    assert len(rows) == 5 * len(serverless_policies.CARD_POLICIES)
+    monkeypatch.setattr(serverless_policies, "GPUS", ("eager", "h100", "l40s"))
+    cards = dataclasses.replace(serverless_policies.STUDIES[1], policies=("mix", "fetch"))
+    options = Options(episodes=2, quick=False)
+    found = cards.measure(options)
+    rows = {(row["gpu"], row["policy"]): row for row in found}
+    assert len(rows) == 3 * 2
     reward = {key: float(row["mean_reward"]) for key, row in rows.items()}
     assert reward["h100", "fetch"] > reward["l40s", "fetch"] > reward["eager", "fetch"]
     assert float(rows["h100", "fetch"]["minus_fetch"]) == 0.0
