@@ -7,7 +7,9 @@ not change what is simulated or decided leaves the file as it is.
 import hashlib
 import json
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
+from unittest.mock import patch
 
 import gymnasium as gym
 import numpy as np
@@ -16,6 +18,7 @@ from gymnasium.vector import AutoresetMode
 import servegym
 from servegym.agents.lib.checkpoint import load_policy, shipped
 from servegym.baselines.registry import describe_system
+from servegym.envs._batch import BatchEnv
 from servegym.envs.expert_placement.pettingzoo_env import parallel_env as placement
 from servegym.envs.families import FAMILIES, family_of
 from servegym.envs.llm_routing.pettingzoo_env import parallel_env as routing
@@ -37,6 +40,22 @@ POLICIES = {
     "expert_placement": ["uniform", "prism", "whole_layer", "proxy_optimum"],
     "prefix_routing": ["random", "llm_d", "sglang_cache_aware", "prefix_search"],
 }
+
+
+build = BatchEnv.make_problem.__func__
+
+
+@cache
+def problem_of(cls, arguments):
+    return build(cls, dict(arguments))
+
+
+SHARED = patch.object(
+    BatchEnv,
+    "make_problem",
+    classmethod(lambda cls, kwargs: problem_of(cls, tuple(sorted(kwargs.items())))),
+)
+"""Environments of equal arguments share one problem, as those of a native vector do."""
 
 
 class Digest:
@@ -88,7 +107,8 @@ def draw_all(envs, rng, info):
 
 
 def single(env_id, **kwargs):
-    digest, env = Digest(), gym.make(env_id, **kwargs)
+    with SHARED:
+        digest, env = Digest(), gym.make(env_id, **kwargs)
     for seed in range(SEEDS):
         rng = np.random.default_rng(seed)
         for end in range(ENDS):
@@ -106,7 +126,8 @@ def vector(env_id, mode, **kwargs):
     """Of all environments at once, until each has ended its episodes."""
     same = {"autoreset_mode": AutoresetMode.SAME_STEP}
     how = same if mode == "vector_entry_point" else {"vector_kwargs": same}
-    envs = gym.make_vec(env_id, SEEDS, mode, **how, **kwargs)
+    with SHARED:
+        envs = gym.make_vec(env_id, SEEDS, mode, **how, **kwargs)
     digest, rng, ends = Digest(), np.random.default_rng(0), np.zeros(SEEDS)
     obs, info = envs.reset(seed=0)
     digest.add((obs, info.get("action_mask", 0)))

@@ -57,6 +57,7 @@ def test_observations_are_standardised(agent):
     assert z.abs().max() <= 5
 
 
+@pytest.mark.slow
 def test_a_short_training_rises_far_above_its_random_weights(tmp_path):
     changes = {"num_envs": 32, "total_timesteps": 16_384, "width": 32, "eval_episodes": 16}
     changes |= {"eval_every": 0, "set": ("model=toy", "episode_requests=20")}

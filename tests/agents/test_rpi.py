@@ -58,20 +58,6 @@ def test_the_best_label_is_the_choice_of_the_rollout_policy():
     np.testing.assert_array_equal(copies.returns(actions, mask > 0, 1e9, greedy), got)
 
 
-def test_the_heuristic_values_choose_as_the_priced_heuristic(tmp_path):
-    """But for what it forbids: to push anyone over the requirement, which has a price here."""
-    _, args = tiny("rpi", tmp_path, mixture=(), set=("num_experts=3", "rate=5"))
-    source = rpi.Configuration(args, 64, seed=5)
-    for _ in range(30):
-        source.step(source.heuristic, np.random.default_rng(0))
-    obs, greedy = source.obs, PricedGreedy(source.model.system)
-    mask = np.pad(1 - obs["waiting_mask"].all(-1), ((0, 0), (1, 0)), constant_values=1)
-    values = source.heuristic(obs)
-    assert (values[:, 0] == 0).all()
-    same = np.where(mask > 0, values, -np.inf).argmax(1) == greedy.act(obs, mask)
-    assert same.mean() > 0.9
-
-
 def test_copies_agree_where_it_costs_little():
     nan = np.nan
     values = np.array(

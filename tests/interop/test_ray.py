@@ -16,7 +16,7 @@ pytest.importorskip("ray.exceptions", reason="Ray is not installed: pip install 
 import ray
 
 from servegym.agents.lib import ray_cluster
-from servegym.agents.lib.ray_cluster import cluster, run_jobs
+from servegym.agents.lib.ray_cluster import run_jobs
 from servegym.baselines.protocol import BasePolicy
 from servegym.experiments.cluster.executor import ray_executor
 from servegym.experiments.evaluation import leaderboard
@@ -153,12 +153,6 @@ def test_other_versions_on_a_machine_are_refused(monkeypatch):
     monkeypatch.setattr(ray_cluster, "versions", lambda packages: {"serve-gym": "9.9"})
     with pytest.raises(RuntimeError, match=r"of the cluster has serve-gym .* and not 9\.9"):
         list(run_jobs(print, [()], ["job"]))
-
-
-def test_a_second_cluster_is_refused():
-    with pytest.raises(ValueError, match="this process has a cluster already; use 'auto'"):
-        with cluster("local"):
-            pass
 
 
 def test_bad_arguments_stop_before_any_job(monkeypatch):

@@ -278,11 +278,3 @@ def test_a_part_that_keeps_the_plan_changes_no_policy(name, granularity):
         env = make_env(2, episode_requests=6, granularity=granularity, keep_action=keep)
         rewards.append(run(name, env, seed=3, **SMALL.get(name, {}))[0])
     np.testing.assert_array_equal(*rewards)
-
-
-def test_clairvoyant_policies_are_marked():
-    marked = {info.name for info in list_policies(FAMILY) if info.clairvoyant}
-    assert marked == {"grid_optimum", "lookahead"}
-    system = ServerlessSystem.from_kwargs(model="toy")
-    with pytest.raises(ValueError, match="native"):
-        make_policy("grid_optimum", system, family=FAMILY).bind(object())
