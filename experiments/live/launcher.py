@@ -17,7 +17,6 @@ import time
 import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 
 from servegym._command_line import run_main
 from servegym._files import write_text
@@ -68,13 +67,30 @@ def _tail(path: Path, lines: int = 5) -> str:
     return " | ".join(line.strip() for line in text.splitlines()[-lines:]) or "nothing"
 
 
+def _wait(endpoint: Endpoint, keeper: subprocess.Popen[bytes]) -> None:
+    """Wait until a server is healthy; refuse one that ends or takes too long."""
+    limit_s = START_S[endpoint.engine]
+    stop = time.monotonic() + limit_s
+    while not healthy(endpoint, 0.5):
+        if keeper.poll() is not None:
+            what = f"ended with status {keeper.returncode} before it was healthy"
+        elif time.monotonic() > stop:
+            what = f"was not healthy after {limit_s:g} s"
+        else:
+            time.sleep(0.05)
+            continue
+        raise ValueError(
+            f"server {endpoint.name!r} {what}; the end of {endpoint.log}: "
+            f"{_tail(Path(endpoint.log))}"
+        )
+
+
 class Fleet:
     """Servers that run as long as a ``with`` block, or until :meth:`stop`.
 
     Args:
         specs: The servers.
         folder: Where logs, models and endpoints are kept; made if it is not there.
-        timeout_s: Seconds until a server must be healthy; by default as its engine needs.
 
     Attributes:
         endpoints: The servers that run, in the order of ``specs``.
@@ -84,13 +100,7 @@ class Fleet:
             ends or does not become healthy (with the last lines of its log); none runs then.
     """
 
-    def __init__(
-        self,
-        specs: Sequence[ServerSpec],
-        folder: str | os.PathLike[str],
-        *,
-        timeout_s: float | None = None,
-    ) -> None:
+    def __init__(self, specs: Sequence[ServerSpec], folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
         self.endpoints: list[Endpoint] = []
         self._kept: list[tuple[subprocess.Popen[bytes], int]] = []
@@ -98,8 +108,8 @@ class Fleet:
         try:
             for spec in specs:
                 self._start(spec)
-            for spec in specs:
-                self._wait(spec, timeout_s or START_S[spec.engine])
+            for endpoint, (keeper, _) in zip(self.endpoints, self._kept, strict=True):
+                _wait(endpoint, keeper)
         except BaseException:
             self.stop()
             raise
@@ -114,9 +124,8 @@ class Fleet:
         words, environment = command(spec, model, port)
         log = self.folder / f"{spec.name}.log"
         reader, writer = os.pipe()
-        cores = set(spec.cores)
         # The main thread of the watchdog starts the server, so the affinity is inherited.
-        pinned = ["taskset", "-c", ",".join(map(str, sorted(cores)))] if cores else []
+        pinned = ["taskset", "-c", ",".join(map(str, spec.cores))] if spec.cores else []
         try:
             with log.open("wb") as out:
                 keeper = subprocess.Popen(
@@ -148,23 +157,6 @@ class Fleet:
             )
         )
 
-    def _wait(self, spec: ServerSpec, timeout_s: float) -> None:
-        at = next(i for i, one in enumerate(self.endpoints) if one.name == spec.name)
-        endpoint, keeper = self.endpoints[at], self._kept[at][0]
-        stop = time.monotonic() + timeout_s
-        while not healthy(endpoint, 0.5):
-            if keeper.poll() is not None:
-                what = f"ended with status {keeper.returncode} before it was healthy"
-            elif time.monotonic() > stop:
-                what = f"was not healthy after {timeout_s:g} s"
-            else:
-                time.sleep(0.05)
-                continue
-            raise ValueError(
-                f"server {spec.name!r} {what}; the end of {endpoint.log}: "
-                f"{_tail(Path(endpoint.log))}"
-            )
-
     def dead(self) -> list[str]:
         """Names of the servers that have ended."""
         kept = zip(self.endpoints, self._kept, strict=True)
@@ -187,12 +179,7 @@ class Fleet:
     def __enter__(self) -> Fleet:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
 

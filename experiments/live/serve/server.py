@@ -10,6 +10,7 @@ import os
 import random
 import select
 import selectors
+import sys
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
@@ -303,8 +304,9 @@ class SimulatedServer:
             self.refused += 1
             return _error(503, "The server holds as many requests as it can.", retry_s=1)
         text, ids, reason = answer(ask, self._seed)
-        cut = self._hit_by("cut")
-        cut_after = self._chance.randint(1, len(text)) if cut is not None else 0
+        cut_after = sys.maxsize
+        if self._hit_by("cut") is not None:
+            cut_after = self._chance.randint(1, len(text))
         arrived = max(came - self._frozen(came)[0], self._worked)
         one = Served(len(ask.prompt), len(text), arrived, reason=reason)
         one.slot = self.engine.submit(one.arrived_s, ask.prompt, ids)
@@ -313,9 +315,9 @@ class SimulatedServer:
         try:
             if ask.stream:
                 return await self._stream(request, writer, one, text, cut_after)
-            while not one.end and not 0 < cut_after <= one.count:
+            while not one.end and one.count < cut_after:
                 await self._wait(one)
-            if one.end == "error" or 0 < cut_after <= one.count:
+            if one.end == "error" or one.count >= cut_after:
                 _break(request)
             return web.json_response(
                 text=writer.whole("".join(text), one), headers=_named(self.spec.name)
@@ -341,9 +343,7 @@ class SimulatedServer:
         response = await _open_stream(request, self.spec.name)
         sent = 0
         while True:
-            count = one.count
-            if 0 < cut_after <= count:
-                count = cut_after
+            count = min(one.count, cut_after)
             if count > sent:
                 chunk = writer.tokens(text, sent, count, one)
                 sent = count

@@ -121,7 +121,8 @@ def test_a_server_that_cannot_start_is_named(tmp_path):
             launcher.Fleet([spec], tmp_path)
 
 
-def test_a_port_in_use_is_refused_and_a_silent_server_given_up(tmp_path):
+def test_a_port_in_use_is_refused_and_a_silent_server_given_up(tmp_path, monkeypatch):
+    monkeypatch.setitem(launcher.START_S, "llama.cpp", 0.3)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -133,7 +134,7 @@ def test_a_port_in_use_is_refused_and_a_silent_server_given_up(tmp_path):
     script.chmod(0o755)
     spec = ServerSpec("a", "llama.cpp", TINY, python=str(script))
     with pytest.raises(ValueError, match="not healthy after 0.3 s"):
-        launcher.Fleet([spec], tmp_path, timeout_s=0.3)
+        launcher.Fleet([spec], tmp_path)
 
 
 def test_models_of_one_shape_are_made_once(tmp_path):

@@ -140,12 +140,12 @@ def test_runs_are_chosen_in_range_the_best_evaluation_counts_and_a_sweep_goes_on
 ) -> None:
     lines: list[str] = []
     sweep = read_sweep(written(tmp_path))
-    run_sweep(sweep, 2, 1, tmp_path / "out")
+    run_sweep(sweep, 1, 1, tmp_path / "out")
     first = {row["trial"]: row["eval/score"] for row in table(tmp_path / "out")}
-    out = run_sweep(sweep, 6, 2, tmp_path / "out", echo=lines.append)
+    out = run_sweep(sweep, 5, 2, tmp_path / "out", echo=lines.append)
     rows = table(out)
     assert first.items() <= {row["trial"]: row["eval/score"] for row in rows}.items()
-    assert len(rows) == 6 and {row["state"] for row in rows} == {"complete"}
+    assert len(rows) == 5 and {row["state"] for row in rows} == {"complete"}
     values = [float(row["eval/score"]) for row in rows]
     assert values == sorted(values)
     for row in rows:
