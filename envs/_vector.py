@@ -254,13 +254,12 @@ class BatchVectorEnv(VectorEnv):
 
     def _mask_info(self, which: np.ndarray, mask: np.ndarray | None = None) -> dict[str, Any]:
         """The masks of the systems in ``which``, in ``mask`` if it is a copy of the batch's."""
-        if mask is None:
-            mask = self.batch.action_mask.copy()
-        if not mask.size:
+        masks: np.ndarray = self.batch.action_mask.copy() if mask is None else mask
+        if not masks.size:
             return {}
         if which is not self._all:
-            mask *= which[:, None]
-        return {"action_mask": mask, "_action_mask": which}
+            masks *= which[:, None]
+        return {"action_mask": masks, "_action_mask": which}
 
     def _reset_info(self, which: np.ndarray) -> dict[str, Any]:
         """What the systems in ``which`` that were just reset tell besides the mask."""

@@ -163,7 +163,7 @@ def test_the_policy_sees_nothing_of_what_is_to_come():
     )
     first = play(env, policy)
     assert policy.calls > 0
-    draw = env.system._draw_requests
+    draw = env.batch.episodes[0]._draw_requests
 
     def scrambled(random):
         requests = draw(random)
@@ -172,7 +172,7 @@ def test_the_policy_sees_nothing_of_what_is_to_come():
         requests.home[late] = requests.home[late][::-1]
         return requests
 
-    env.system._draw_requests = scrambled
+    env.batch.episodes[0]._draw_requests = scrambled
     for one, other in zip(first, play(env, policy), strict=True):
         np.testing.assert_array_equal(one, other)
 
