@@ -163,7 +163,7 @@ class BatchEnv(gym.Env):
         self.batch.step(self._action, self._which)
         parts = self._out.tolist()
         terminated = parts.pop() != 0.0
-        info = self._mask_info()
+        info: dict[str, Any] = {"action_mask": self._mask.copy()} if self._mask.size else {}
         info["reward_terms"] = dict(zip(self.batch.terms, parts, strict=False))
         self._add_info(info)
         if terminated:

@@ -184,7 +184,7 @@ class BatchVectorEnv(VectorEnv):
         else:
             live = self._all
             ended, observation, mask = self._step_all(actions)
-        rewards = 0.0 + batch.out[:, 0]  # as `sum` begins in the single environment
+        rewards = batch.out[:, 0].copy()
         for column in range(1, batch.out.shape[1] - 1):
             rewards += batch.out[:, column]
         terminations = batch.out[:, -1] != 0.0

@@ -104,7 +104,7 @@ def test_every_argument_has_a_strategy():
         for env_id in env_ids:
             spec = gym.spec(env_id)
             single = gym.envs.registration.load_env_creator(spec.entry_point)
-            assert parameters(single, "problem") == set(COMMON), env_id
+            assert parameters(single) == set(COMMON), env_id
             vector = gym.envs.registration.load_env_creator(spec.vector_entry_point)
             kinds = [kind for kind in vector.__mro__ if "servegym" in kind.__module__]
             assert set().union(*map(parameters, kinds)) == set(VECTORS[family]), env_id

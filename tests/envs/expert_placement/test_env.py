@@ -299,14 +299,8 @@ def test_steps_need_an_episode_and_good_actions():
     with pytest.raises(ResetNeeded):
         env.step(good)
     env.reset(seed=0)
-    for bad, word in (
-        ({"plan": good["plan"]}, "dict"),
-        (good | {"migrate": 2}, "migrate"),
-        (good | {"plan": good["plan"][:2]}, "shape"),
-        (good | {"plan": good["plan"] * np.nan}, "finite"),
-    ):
-        with pytest.raises(ValueError, match=word):
-            env.step(bad)
+    with pytest.raises(ValueError, match="dict"):
+        env.step({"plan": good["plan"]})
     for _ in range(3):
         env.step(good)
     with pytest.raises(ResetNeeded):
