@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -176,21 +177,7 @@ def _serve(
     return arrivals, outputs, log, timeline
 
 
-def replay(
-    arrival_s: Any,
-    prompt_tokens: Any,
-    output_tokens: Any,
-    *,
-    profile: str | Profile = "rtx4090-llama-3.1-8b",
-    scheduler: str = "chunked_prefill",
-    max_num_seqs: int = 256,
-    max_num_batched_tokens: int = 2048,
-    kv_tokens: int | None = None,
-    block_size: int = 16,
-    prefix_caching: bool = False,
-    async_scheduling: bool = False,
-    memory_policy: str = "paged",
-) -> np.ndarray:
+def replay(arrival_s: Any, prompt_tokens: Any, output_tokens: Any, **options: Any) -> np.ndarray:
     """Serve a list of requests on one replica, first come first served from an unbounded queue.
 
     Args:
@@ -210,6 +197,7 @@ def replay(
             that ends meanwhile, joins one iteration later. Needs ``"chunked_prefill"``.
         memory_policy: ``"paged"`` (admit when the prompt fits, preempt the newest) or ``"reserve"``
             (admit when prompt and the longest answer of the list fit).
+        **options: those from ``profile`` on, by name.
 
     Returns:
         ``(J,)`` structured array: ``ttft_s``, ``tpot_s`` (NaN for one token), ``e2e_s`` since
@@ -219,21 +207,8 @@ def replay(
     Raises:
         ValueError: a bad argument, or a request that can never fit in the KV cache.
     """
-    arrivals, outputs, log, _ = _serve(
-        arrival_s,
-        prompt_tokens,
-        output_tokens,
-        np.empty(0),
-        profile=profile,
-        scheduler=scheduler,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        kv_tokens=kv_tokens,
-        block_size=block_size,
-        prefix_caching=prefix_caching,
-        async_scheduling=async_scheduling,
-        memory_policy=memory_policy,
-    )
+    given = arrival_s, prompt_tokens, output_tokens
+    arrivals, outputs, log, _ = _serve(*given, np.empty(0), **options)
     result = np.empty(len(log), dtype=REPLAY)
     result["finish_s"] = log["finish_s"]
     result["ttft_s"] = log["first_token_s"] - arrivals
@@ -272,3 +247,12 @@ def replay_timeline(
     result["t_s"] = times
     result["running"], result["waiting"], result["kv_use"] = timeline.T
     return result
+
+
+def _signature() -> inspect.Signature:
+    """Of `replay`, with all its arguments by name."""
+    known = inspect.signature(_serve).parameters
+    return inspect.Signature([p for name, p in known.items() if name != "times"])
+
+
+replay.__signature__ = _signature()  # pyright: ignore[reportFunctionMemberAccess]
