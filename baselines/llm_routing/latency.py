@@ -391,7 +391,7 @@ def compile_kernels() -> None:
 def _seen(observation: Observation, copy: bool = False) -> Seen:
     """What the compiled functions read of an observation; as a copy, its rows may be changed."""
     make = np.array if copy else np.asarray
-    parts = (
+    parts: Any = (
         make(observation[name], dtype=np.int8 if "mask" in name else np.float64, order="C")
         for name in Seen._fields
     )
