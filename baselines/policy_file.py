@@ -14,8 +14,6 @@ from typing import Any
 
 from servegym.baselines.protocol import BasePolicy, CallablePolicy, Observation, Policy
 
-__all__ = ["FilePolicy", "PolicyError", "policy_from_file"]
-
 
 class PolicyError(ValueError):
     """A policy from a file has failed; names the policy, the line and the error."""

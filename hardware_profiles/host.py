@@ -25,8 +25,6 @@ from numpy.typing import NDArray
 
 from servegym.hardware_profiles.interpolation import along
 
-__all__ = ["fold_host", "host_s", "vllm_graph_sizes"]
-
 Floats = NDArray[np.float64]
 
 

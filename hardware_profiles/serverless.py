@@ -27,28 +27,6 @@ from servegym.hardware_profiles.load import data_path, load, unknown_name
 from servegym.hardware_profiles.moe import list_moe_layers, load_moe
 from servegym.hardware_profiles.schema import KINDS, read_json
 
-__all__ = [
-    "CARDS",
-    "FEES",
-    "GPUS",
-    "GPU_PROFILES",
-    "MAX_VCPUS",
-    "MB",
-    "ORIGINS",
-    "SERVING",
-    "Constants",
-    "ExpertLaw",
-    "Fees",
-    "GpuProfile",
-    "Grid",
-    "ServingConstants",
-    "StartLaw",
-    "ThetaLaw",
-    "gpu_profile",
-    "load_constants",
-    "memory_grids",
-]
-
 FORMAT = "servegym-serverless-constants/1"
 MB = float(2**20)
 # More threads than this add no memory bandwidth; a floor on the scaling law's domain.

@@ -30,67 +30,47 @@ from servegym.baselines.registry import register_policy
 __all__ = ["RoutingSystem", "compile_kernels"]
 
 
-register_policy("random", Random, "uniform over the experts that are not full")
-register_policy("round_robin", RoundRobin, "the next expert in turn, passing over full ones")
-register_policy(
-    "least_outstanding",
-    LeastOutstanding,
-    "fewest requests, waiting and running; rotating ties",
-    aliases=("shortest_queue",),
-)
-register_policy("shortest_waiting", ShortestWaiting, "fewest waiting requests; rotating ties")
-register_policy("least_memory", LeastMemory, "least share of KV memory in use; rotating ties")
-register_policy("power_of_two", PowerOfTwo, "of two random experts the one with fewer requests")
-register_policy("vllm_dp", VllmDp, "least 4 x waiting + running (vLLM's data-parallel score)")
-register_policy("token_jsq", TokenJsq, "fewest tokens of predicted work left; rotating ties")
-register_policy(
-    "bert_router",
-    BertRouter,
-    "highest predicted score, blind to load (argmax of the predictions; no trained classifier)",
-)
-register_policy("least_latency", LeastLatency, "least predicted latency per token, blind to scores")
-register_policy(
-    "greedy_qos",
-    GreedyQos,
-    "best predicted score among the experts that keep everyone's latency, else drop",
-)
-register_policy(
-    "priced_greedy",
-    PricedGreedy,
-    "greedy_qos less a price on busy capacity",
-)
-register_policy(
-    "expected_qos",
-    ExpectedQosGreedy,
-    "priced_greedy on expected QoS: lengths as distributions; the strongest heuristic",
-)
-register_policy(
-    "route_balance",
-    RouteBalance,
-    "RouteBalance's weighted score of predicted quality, cost and latency",
-)
-register_policy("always_best", AlwaysBest, "best train mean score, the next best while it is full")
-register_policy(
-    "linucb",
-    LinUcb,
-    "linear bandit an expert, learns online from a train-split prior; sees scores at acceptance",
-    clairvoyant=True,
-)
-register_policy(
-    "linucb_delayed",
-    DelayedLinUcb,
-    "linucb that learns a request's QoS when the request ends",
-)
-register_policy(
-    "thompson",
-    Thompson,
-    "Thompson sampling of the same linear bandit, QoS learned when a request ends",
-)
-register_policy("drop_all", DropAll, "control: drops every request")
-register_policy("always_busiest", AlwaysBusiest, "control: most requests; must lose")
-register_policy(
-    "rollout",
-    Rollout,
-    "clairvoyant: every action simulated on a copy of the true state, then priced_greedy",
-    clairvoyant=True,
-)
+for _policy, _line in (
+    (Random, "uniform over the experts that are not full"),
+    (RoundRobin, "the next expert in turn, passing over full ones"),
+    (LeastOutstanding, "fewest requests, waiting and running; rotating ties"),
+    (ShortestWaiting, "fewest waiting requests; rotating ties"),
+    (LeastMemory, "least share of KV memory in use; rotating ties"),
+    (PowerOfTwo, "of two random experts the one with fewer requests"),
+    (VllmDp, "least 4 x waiting + running (vLLM's data-parallel score)"),
+    (TokenJsq, "fewest tokens of predicted work left; rotating ties"),
+    (
+        BertRouter,
+        "highest predicted score, blind to load (argmax of the predictions; no trained classifier)",
+    ),
+    (LeastLatency, "least predicted latency per token, blind to scores"),
+    (
+        GreedyQos,
+        "best predicted score among the experts that keep everyone's latency, else drop",
+    ),
+    (PricedGreedy, "greedy_qos less a price on busy capacity"),
+    (
+        ExpectedQosGreedy,
+        "priced_greedy on expected QoS: lengths as distributions; the strongest heuristic",
+    ),
+    (RouteBalance, "RouteBalance's weighted score of predicted quality, cost and latency"),
+    (AlwaysBest, "best train mean score, the next best while it is full"),
+    (
+        LinUcb,
+        "linear bandit an expert, learns online from a train-split prior; sees scores at "
+        "acceptance",
+    ),
+    (DelayedLinUcb, "linucb that learns a request's QoS when the request ends"),
+    (
+        Thompson,
+        "Thompson sampling of the same linear bandit, QoS learned when a request ends",
+    ),
+    (DropAll, "control: drops every request"),
+    (AlwaysBusiest, "control: most requests; must lose"),
+    (
+        Rollout,
+        "clairvoyant: every action simulated on a copy of the true state, then priced_greedy",
+    ),
+):
+    _aliases = ("shortest_queue",) if _policy is LeastOutstanding else ()
+    register_policy(_policy.name, _policy, _line, clairvoyant=_policy.clairvoyant, aliases=_aliases)

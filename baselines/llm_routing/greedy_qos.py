@@ -103,33 +103,29 @@ class GreedyQos(RoutingPolicy):
         """See `Policy.act`."""
         observation = with_mean_scores(observation, self.system)
         requirement = np.asarray(observation["latency_requirement"], dtype=np.float64)
+        legal = np.asarray(action_mask)[:, 1:] > 0
         if self.expected is not None:
             gain, harm, estimate = self.expected(observation, self.margin)
             value = gain - harm - self.charge(observation) * estimate.work_s
-            value -= 1e-3 * estimate.with_new[..., -1] / requirement
-            action = pick(-value, action_mask)
-            if self.fallback == "drop":
-                legal = np.asarray(action_mask)[:, 1:] > 0
-                action[np.where(legal, value, -np.inf).max(axis=1) <= 0] = 0
-            return action
-        estimate = self.model.estimate(observation)
-        limit = self.margin * requirement[:, :, None]
-        in_time = estimate.with_new <= limit
-        made_late = (estimate.without <= limit) & ~in_time
-        own = estimate.scores[..., -1]
-        value = own - self.charge(observation) * estimate.work_s
+        else:
+            estimate = self.model.estimate(observation)
+            value = estimate.scores[..., -1] - self.charge(observation) * estimate.work_s
         # Scores are bucket centres: among equal ones the fastest is taken.
-        value -= 1e-3 * estimate.with_new[..., -1] / requirement
-        value[~in_time[..., -1] | made_late.any(axis=-1)] = -np.inf
-        legal = np.asarray(action_mask)[:, 1:] > 0
-        best = np.where(legal, value, -np.inf).max(axis=1)
-        action = np.where(best > 0, pick(-value, action_mask), 0)
+        fastest = 1e-3 * estimate.with_new[..., -1] / requirement
+        value -= fastest
+        if self.expected is None:
+            limit = self.margin * requirement[:, :, None]
+            in_time = estimate.with_new <= limit
+            made_late = (estimate.without <= limit) & ~in_time
+            value[~in_time[..., -1] | made_late.any(axis=-1)] = -np.inf
+            if self.fallback == "least_harm":
+                gain = estimate.scores[..., -1] * in_time[..., -1]
+                gain = gain - (estimate.scores * made_late).sum(axis=-1)
+                value = np.where(np.isfinite(value), value, gain - fastest - 1e3)
+        action = pick(-value, action_mask)
         if self.fallback == "least_harm":
-            gain = own * in_time[..., -1] - (estimate.scores * made_late).sum(axis=-1)
-            gain -= 1e-3 * estimate.with_new[..., -1] / requirement
-            value = np.where(np.isfinite(value), value, gain - 1e3)
-            action = pick(-value, action_mask)
-        return action
+            return action
+        return np.where(np.where(legal, value, -np.inf).max(axis=1) > 0, action, 0)
 
 
 class PricedGreedy(GreedyQos):

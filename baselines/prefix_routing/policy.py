@@ -13,8 +13,6 @@ from servegym.baselines.prefix_routing.view import NOWHERE, Rule, View
 from servegym.baselines.protocol import BasePolicy, Observation
 from servegym.envs.prefix_routing.kernel.observation import REPLICA_FEATURES, REQUEST_FEATURES
 
-__all__ = ["RulePolicy", "view_of"]
-
 _COLUMN = {name: k for k, name in enumerate(REPLICA_FEATURES)}
 _OF_REQUEST = {name: k for k, name in enumerate(REQUEST_FEATURES)}
 

@@ -30,8 +30,6 @@ from servegym.envs.prefix_routing.workloads import (
 )
 from servegym.hardware_profiles import Profile, load
 
-__all__ = ["DICT", "FLAT", "MAX_REPLICAS", "Problem", "build_problem"]
-
 DICT, FLAT = 0, 1
 """Kinds of observation."""
 

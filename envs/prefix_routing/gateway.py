@@ -19,18 +19,6 @@ from servegym.envs.prefix_routing.kernel.gateway import (
 )
 from servegym.envs.prefix_routing.requests import PrefixRequests
 
-__all__ = [
-    "GROWING",
-    "INDEXES",
-    "LRU_ENTRIES",
-    "Prompts",
-    "blank",
-    "gateway_config",
-    "load",
-    "prompts",
-    "sizes",
-]
-
 INDEXES = ("none", "approximate", "precise")
 LRU_ENTRIES = 31_250
 """Entries of a replica's approximate index where nobody says how many: llm-d's default."""

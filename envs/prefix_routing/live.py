@@ -14,8 +14,6 @@ from servegym.envs.prefix_routing.kernel import live
 from servegym.envs.prefix_routing.tables import engine_tables, put_replicas
 from servegym.hardware_profiles import Profile
 
-__all__ = ["LiveEngine"]
-
 _LAST_ID = (1 << 31) - (1 << 24)
 
 

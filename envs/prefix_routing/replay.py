@@ -14,8 +14,6 @@ from servegym.envs.prefix_routing.requests import PrefixRequests
 from servegym.envs.prefix_routing.tables import engine_tables, put_replicas, put_requests
 from servegym.hardware_profiles import Profile, load
 
-__all__ = ["PREFIX_REPLAY", "replay_prefix"]
-
 PREFIX_REPLAY = np.dtype(
     [
         ("replica", "i4"),

@@ -9,8 +9,6 @@ import numpy as np
 from servegym._checks import whole
 from servegym.envs.workloads.prefix_traces import MAX_TOKENS
 
-__all__ = ["CacheHits", "PrefixRequests", "infinite_cache_hits"]
-
 _MOST_IDS = 1 << 31
 
 

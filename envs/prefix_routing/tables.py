@@ -13,8 +13,6 @@ from servegym.envs.prefix_routing import kernel
 from servegym.envs.prefix_routing.requests import PrefixRequests
 from servegym.hardware_profiles import Profile
 
-__all__ = ["MAX_SEQS", "engine_tables", "put_replicas", "put_requests"]
-
 MAX_SEQS = 4096
 STORES = {"vllm": kernel.NO_STORE, "infinite": kernel.OWN_STORE, "pooled": kernel.POOLED_STORE}
 MAX_BLOCKS = 1 << 22

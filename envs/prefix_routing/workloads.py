@@ -30,22 +30,6 @@ from servegym.envs.workloads.files import read_fitted
 from servegym.envs.workloads.lengths import fitted_lengths, length_quantiles, sample_lengths
 from servegym.envs.workloads.prefix_traces import MAX_TOKENS, PrefixTrace, load_prefix_trace
 
-__all__ = [
-    "DISPATCHES",
-    "LLM_D_STAGES",
-    "MAX_RATES",
-    "MIN_RATE",
-    "RECORDED",
-    "SPLITS",
-    "ChatSessions",
-    "PrefixWorkload",
-    "RecordedSessions",
-    "SuperposedTrace",
-    "Tenants",
-    "list_prefix_workloads",
-    "make_prefix_workload",
-]
-
 DISPATCHES = ("think", "trace")
 """When a session's next request comes: some time after the last one ended, or when recorded."""
 MAX_REQUESTS = 1 << 22

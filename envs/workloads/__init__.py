@@ -9,7 +9,6 @@ from servegym._files import MalformedFileError
 from servegym.envs.workloads.activations import (
     Activations,
     MoeModel,
-    list_activations,
     list_models,
     load_activations,
     load_model,
@@ -17,7 +16,6 @@ from servegym.envs.workloads.activations import (
     masks_to_counts,
     popcounts,
     sample_tokens,
-    top_expert_share,
 )
 from servegym.envs.workloads.arrivals import Arrivals, list_arrivals, make_arrivals
 from servegym.envs.workloads.catalog import Catalog
@@ -39,7 +37,6 @@ __all__ = [
     "PrefixTrace",
     "Trace",
     "bucket_edges",
-    "list_activations",
     "list_arrivals",
     "list_catalogs",
     "list_models",
@@ -55,5 +52,4 @@ __all__ = [
     "popcounts",
     "predict",
     "sample_tokens",
-    "top_expert_share",
 ]

@@ -47,14 +47,12 @@ __all__ = [
     "Activations",
     "MoeModel",
     "group_split",
-    "list_activations",
     "list_models",
     "load_activations",
     "load_model",
     "make_toy_activations",
     "read_activations",
     "sample_tokens",
-    "top_expert_share",
 ]
 
 SPLITS = ("train", "val", "eval")
@@ -337,31 +335,7 @@ def make_toy_activations(
     )
 
 
-def top_expert_share(activations: Activations) -> dict[str, float]:
-    """Share of a task's choices that its most frequent expert of a layer gets, mean over layers.
-
-    Args:
-        activations: The set.
-
-    Returns:
-        The share for each task, and their mean as ``"mean"``. With equal use it is 1 / E; it
-        cannot exceed 1 / top_k.
-    """
-    shares = {}
-    for t, name in enumerate(activations.tasks):
-        counts = activations.counts[activations.task == t].sum(axis=0, dtype=np.int64)
-        if counts.any():
-            shares[name] = float((counts.max(axis=1) / counts.sum(axis=1)).mean())
-    shares["mean"] = float(np.mean(list(shares.values())))
-    return shares
-
-
 _FIX = "reinstall the package, or rebuild it with servegym.envs.workloads.build.activations"
-
-
-def list_activations() -> list[str]:
-    """Names that :func:`load_activations` knows: those of the models."""
-    return list_models()
 
 
 def load_activations(model: str, skew: str = "measured", seed: int = 0) -> Activations:
@@ -371,7 +345,7 @@ def load_activations(model: str, skew: str = "measured", seed: int = 0) -> Activ
     generated. The result is made once for each combination of arguments and shared.
 
     Args:
-        model: One of :func:`list_activations`.
+        model: One of :func:`list_models`.
         skew: ``"measured"``, or ``"paper"`` for narrow tasks: in each (task, layer) the favourite
             experts are put into a random part of the token sets, and ``counts`` are those of the
             changed bank repeated to ``tokens`` tokens. Such a set is always ``"synthetic"``.

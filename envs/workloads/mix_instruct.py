@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from servegym._checks import choose, whole
-from servegym._files import MalformedFileError
+from servegym._files import MalformedFileError, json_rows
 from servegym.envs.workloads.catalog import MAX_OUTPUT_TOKENS, SPLITS, Catalog, make_split
 
 HOW_TO_GET = (
@@ -143,24 +143,13 @@ def _records(path: Path) -> Iterator[tuple[int | str, dict[str, Any]]]:
                     raise MalformedFileError(path, None, None, f"({error})", fix) from error
                 numbered: Any = ((f"record {k}", row) for k, row in enumerate(rows, start=1))
             else:
-                numbered = _lines(path, stream, fix)
+                numbered = json_rows(path)
             for place, row in numbered:
                 if not isinstance(row, dict):
                     raise MalformedFileError(path, place, None, "is not a JSON object", fix)
                 yield place, row
     except UnicodeDecodeError as error:
         raise MalformedFileError(path, None, None, f"is not UTF-8 ({error})", fix) from error
-
-
-def _lines(path: Path, stream: Any, fix: str) -> Iterator[tuple[int, Any]]:
-    for line, text in enumerate(stream, start=1):
-        if text.strip():
-            try:
-                row = json.loads(text.lstrip("\ufeff"))
-            except (ValueError, RecursionError) as error:
-                problem = f"is not JSON ({error})"
-                raise MalformedFileError(path, line, None, problem, fix) from error
-            yield line, row
 
 
 def _candidates(path: Path, place: int | str, record: dict[str, Any]) -> list[dict[str, Any]]:

@@ -12,8 +12,6 @@ from servegym._checks import choose, real, whole
 from servegym.envs.workloads.expert_sets import MAX_EXPERTS
 from servegym.envs.workloads.files import frozen
 
-__all__ = ["MB", "MoeModel", "list_models", "load_model", "rebuild", "values_of"]
-
 MB = 2**20
 
 

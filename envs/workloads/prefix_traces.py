@@ -31,8 +31,6 @@ from servegym._files import MalformedFileError, json_rows
 from servegym.envs.workloads.files import DATA_DIR, read_arrays, read_json
 from servegym.envs.workloads.traces import cell, event_time, token_count
 
-__all__ = ["PrefixTrace", "list_prefix_traces", "load_prefix_trace"]
-
 MOONCAKE_BLOCK = 512
 MAX_TOKENS = 1 << 24
 EXTENDED_BLOCKS = 2

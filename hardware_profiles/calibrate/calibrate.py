@@ -430,12 +430,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     ``server`` as the first word fits timings of a running server, see ``calibrate_server``.
 
-    Args:
-        arguments: the command line; ``sys.argv`` by default.
-
-    Returns:
-        0.
-
     Raises:
         ValueError: if an argument or a file cannot be used.
     """

@@ -36,8 +36,6 @@ from servegym.hardware_profiles.law import Profile
 from servegym.hardware_profiles.measure.server import COLUMNS
 from servegym.hardware_profiles.schema import FORMAT
 
-__all__ = ["Law", "Sums", "calibrate_server", "fit", "main", "read_rows", "sums_of"]
-
 MIN_ITERATIONS = 20
 """Iterations that a size of batch needs to have an entry of its own in the table."""
 # A table must not have an entry of no time.

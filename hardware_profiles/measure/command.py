@@ -20,12 +20,6 @@ Each has --help of its own."""
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line: ``gpu``, ``cpu-expert`` or ``server``, and their arguments.
 
-    Args:
-        arguments: The command line; ``sys.argv`` by default.
-
-    Returns:
-        The exit status.
-
     Raises:
         ValueError: If an argument cannot be used.
     """

@@ -30,8 +30,6 @@ from servegym.hardware_profiles.measure.arguments import positive, whole_numbers
 from servegym.hardware_profiles.measure.table import ResumableTable
 from servegym.hardware_profiles.measure.timing import progress, repeat
 
-__all__ = ["SHAPES", "ExpertShape", "main", "measure"]
-
 COLUMNS = (
     "model",
     "threads",

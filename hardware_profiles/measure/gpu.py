@@ -40,8 +40,6 @@ from servegym.hardware_profiles.measure.timing import progress, repeat
 from servegym.hardware_profiles.model_config import ModelShape, model_shape
 from servegym.hardware_profiles.schema import write_json
 
-__all__ = ["MODELS", "MOE_MODELS", "MoeShape", "main", "measure_dense", "measure_moe"]
-
 Step = Callable[[], Any]
 
 

@@ -32,8 +32,6 @@ from servegym.hardware_profiles.measure.arguments import positive, whole_numbers
 from servegym.hardware_profiles.measure.table import ResumableTable
 from servegym.hardware_profiles.measure.timing import progress
 
-__all__ = ["Endpoint", "Reply", "ask", "main", "measure", "summary"]
-
 COLUMNS = (
     "load",
     "rate_rps",

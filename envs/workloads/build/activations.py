@@ -28,12 +28,11 @@ from servegym.envs.workloads.activations import (
     SPLITS,
     Activations,
     group_split,
-    list_activations,
+    list_models,
     load_activations,
     load_model,
     read_law,
     sharpened,
-    top_expert_share,
 )
 from servegym.envs.workloads.expert_sets import binomials, ids_to_masks, masks_to_ids
 from servegym.envs.workloads.files import DATA_DIR
@@ -457,6 +456,25 @@ def _finish(provenance: dict[str, Any], activations: Activations | None) -> dict
     return done
 
 
+def top_expert_share(activations: Activations) -> dict[str, float]:
+    """Share of a task's choices that its most frequent expert of a layer gets, mean over layers.
+
+    Args:
+        activations: The set.
+
+    Returns:
+        The share for each task, and their mean as ``"mean"``. With equal use it is 1 / E; it
+        cannot exceed 1 / top_k.
+    """
+    shares = {}
+    for t, name in enumerate(activations.tasks):
+        counts = activations.counts[activations.task == t].sum(axis=0, dtype=np.int64)
+        if counts.any():
+            shares[name] = float((counts.max(axis=1) / counts.sum(axis=1)).mean())
+    shares["mean"] = float(np.mean(list(shares.values())))
+    return shares
+
+
 def shares(activations: Activations) -> dict[str, dict[str, float]]:
     """Top-expert shares as measured and with ``skew="paper"`` (seed 0), 4 digits."""
     both = {"measured": activations, "paper": sharpened(activations, 0)}
@@ -538,7 +556,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("data", type=Path, nargs="?", help="measured data ($SERVEGYM_DATA)")
     parser.add_argument("--minilm", type=Path, help="folder of all-MiniLM-L6-v2, for gpt-oss-20b")
-    parser.add_argument("--models", nargs="+", choices=list_activations(), metavar="NAME")
+    parser.add_argument("--models", nargs="+", choices=list_models(), metavar="NAME")
     parser.add_argument("--out", type=Path, default=DATA_DIR, help="folder to write to")
     parser.add_argument("--shares", action="store_true", help="print a table of what is packaged")
     args = parser.parse_args(argv)
@@ -548,7 +566,7 @@ def main(argv: list[str] | None = None) -> None:
     data = args.data or measured_data()
     if data is None:
         parser.error("give DATA, or set SERVEGYM_DATA to the folder with the measured data")
-    models = args.models or list_activations()
+    models = args.models or list_models()
     written: list[Path] = []
     deepseek = build_deepseek(data)
     if "deepseek-v2-lite" in models:
@@ -576,7 +594,7 @@ def share_table() -> str:
         "| paper | greatest possible |",
         "| --- | --- | ---: | ---: | ---: | --- | ---: | ---: | ---: | ---: |",
     ]
-    for name in list_activations():
+    for name in list_models():
         plain = load_activations(name)
         model = plain.model
         both = [top_expert_share(load_activations(name, skew))["mean"] for skew in SKEWS]
