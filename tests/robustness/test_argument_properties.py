@@ -337,7 +337,7 @@ def combination(family: str, size: int) -> st.SearchStrategy[dict[str, Any]]:
 def test_arguments_together_run_or_are_refused(family, effort):
     """Not every combination makes sense: those are refused as clearly as a single bad value."""
 
-    @tries(8 * effort)
+    @tries(5 * effort)
     @given(combination(family, 6), st.sampled_from(IDS[family]), st.integers(0, 1000))
     def check(drawn, env_id, seed):
         kwargs = {**BASE[family], **drawn}
@@ -381,7 +381,7 @@ def refuses(make: Any, names: tuple[str, ...], value: Any) -> None:
 
 @every_case
 def test_everything_else_is_refused_by_name(case, nothing_runs, effort):
-    @tries(6 * effort)
+    @tries(4 * effort)
     @given(
         case.argument.bad,
         st.sampled_from(IDS[case.family]),
