@@ -157,8 +157,11 @@ def test_gymnasiums_checker_has_nothing_to_say(env_id, kind):
         env = gym.make(env_id, **arguments(env_id, kind))
         check_env(env.unwrapped, skip_render_check=True)
         play(env, draw(env, 5), seed=0)  # the passive checker looks at the first calls
-    vectors = make_vec(env_id, kind, 2), make_sync(env_id, kind, 2)
-    for envs in (env, *vectors):
+
+
+@every_id
+def test_dict_observations_have_the_order_of_their_space(env_id):
+    for envs in (make(env_id), make_vec(env_id), make_sync(env_id)):
         space = envs.observation_space
         if isinstance(space, gym.spaces.Dict):
             assert list(space) == list(envs.reset(seed=0)[0])
@@ -199,7 +202,7 @@ def test_the_spec_survives_json(env_id):
 def test_copies_and_states_go_on_exactly(env_id, kind):
     decisions = DECISIONS[family_of(env_id).name]
     env, other = make(env_id, kind), make(env_id, kind)
-    actions = draw(env, 2 * decisions + 5)
+    actions = draw(env, decisions + 5)
     for at in (0, decisions // 2, decisions - 1):
         seen = play(env, actions[:at], seed=5)[-1][0]
         state = env.unwrapped.clone_state()
@@ -262,8 +265,17 @@ def test_a_state_moves_from_a_single_environment_into_a_row(env_id, kind):
         assert_same(rows(seen, 2), rows(mine, ...))
 
 
-@pytest.mark.parametrize(("env_id", "kind"), [case for case in CASES if case[0] != PLACED])
-@pytest.mark.parametrize("mode", AutoresetMode)
+VECTORS = [
+    (env_id, kind, mode)
+    for env_id, kind in CASES
+    for mode in AutoresetMode
+    if env_id != PLACED
+    and (mode is AutoresetMode.NEXT_STEP or kind in ("orca", "drawn", "dynamic", "approximate"))
+]
+"""Every kind in the default mode; plain systems, and those that tell more at a reset, in all."""
+
+
+@pytest.mark.parametrize(("env_id", "kind", "mode"), VECTORS)
 def test_the_vector_environment_equals_single_ones(env_id, kind, mode):
     decisions = DECISIONS[family_of(env_id).name]
     limits = [{}] + [{"max_episode_steps": n} for n in (decisions - 1, decisions)]
@@ -276,7 +288,7 @@ def test_the_vector_environment_equals_single_ones(env_id, kind, mode):
         assert_same(native.reset(seed=21), sync.reset(seed=21))
         assert native.np_random_seed == sync.np_random_seed
         done, ends = np.zeros(3, bool), 0
-        for step, actions in enumerate(draw(native, 2 * decisions + 10, seed=8)):
+        for step, actions in enumerate(draw(native, 3 * decisions // 2 + 8, seed=8)):
             mask = done if mode is AutoresetMode.DISABLED else np.zeros(3, bool)
             if step in (1, decisions + 2):  # in mid-episode, so that the systems get out of step
                 mask = mask | [True, False, step == 1]
@@ -288,7 +300,7 @@ def test_the_vector_environment_equals_single_ones(env_id, kind, mode):
             assert_same(found, sync.step(actions), f"step {step}")
             done = found[2] | found[3]
             ends += done.sum()
-        assert ends >= 5
+        assert ends >= 3
         logs = sync.call("request_log")
         for row in range(3):
             assert_same(native.unwrapped.request_log(row), logs[row])
@@ -298,7 +310,7 @@ def test_the_vector_environment_equals_single_ones(env_id, kind, mode):
 def test_10000_random_steps_stay_inside_the_space(env_id, kind):
     """Shared among the kinds of an id; ``validate`` asserts that the space has what is seen."""
     kinds = sum(case[0] == env_id for case in CASES)
-    count = 500 if env_id == PLACED else 10_000
+    count = 250 if env_id == PLACED else 10_000
     envs = make_vec(env_id, kind, 16, validate=True)
     envs.reset(seed=0)
     for actions in draw(envs, 1 + count // 16 // kinds):
@@ -460,9 +472,8 @@ def test_pictures_follow_the_state_and_change_nothing(env_id):
         frames = [env.render()]
         for action, step in zip(actions, expected[1:], strict=False):
             assert_same(env.step(action), step)
-        frames += [env.render(), env.render()]
-        assert all(type(frame) is kind for frame in frames)
-        assert not same(frames[0], frames[1]) and same(frames[1], frames[2])
+        frames.append(env.render())
+        assert all(type(frame) is kind for frame in frames) and not same(*frames)
         if mode == "rgb_array":
             assert frames[0].ndim == 3 and frames[0].dtype == np.uint8
             assert len(np.unique(frames[1].reshape(-1, 3), axis=0)) > 5

@@ -1,6 +1,5 @@
 """Several access points that share the experts: PettingZoo's own tests and ours."""
 
-import copy
 import inspect
 import warnings
 
@@ -22,18 +21,6 @@ HARD = {"staleness_s": 0.3, "failures": {"mean_time_to_failure_s": 5, "mean_time
 views = pytest.mark.parametrize("view", ["graph", "flat", "experts"])
 
 
-def play(env, steps, seed):
-    """All that 200 steps return, new episodes included; the answers of idle agents are noise."""
-    random = np.random.default_rng(0)
-    seen = [copy.deepcopy(env.reset(seed=seed))]
-    for _ in range(steps):
-        actions = {agent: int(random.integers(0, 4)) for agent in env.possible_agents}
-        seen.append(copy.deepcopy(env.step({agent: actions[agent] for agent in env.agents})))
-        if not env.agents:
-            seen.append(copy.deepcopy(env.reset()))
-    return seen
-
-
 @views
 def test_pettingzoos_tests_have_nothing_to_say(view):
     extra = {} if view == "graph" else HARD
@@ -41,14 +28,6 @@ def test_pettingzoos_tests_have_nothing_to_say(view):
         warnings.simplefilter("error")
         parallel_api_test(parallel_env(**BASE, **extra, view=view), num_cycles=100)
     parallel_seed_test(lambda: parallel_env(**BASE, **extra, view=view))
-
-
-@views
-def test_the_same_seed_gives_the_same_200_steps(view):
-    first = play(parallel_env(**BASE, **HARD, view=view), 200, seed=3)
-    assert len(first) == 203, "two episodes ended"
-    assert same(first, play(parallel_env(**BASE, **HARD, view=view), 200, seed=3))
-    assert not same(first, play(parallel_env(**BASE, **HARD, view=view), 200, seed=4))
 
 
 @pytest.mark.parametrize(

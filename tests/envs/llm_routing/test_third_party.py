@@ -30,6 +30,7 @@ def test_stable_baselines3_finds_nothing_wrong(sb3, recwarn):
     assert not [str(w.message) for w in recwarn if w.category is UserWarning]
 
 
+@pytest.mark.slow
 def test_ppo_takes_the_dict_observation(sb3):
     model = sb3.PPO(
         "MultiInputPolicy",

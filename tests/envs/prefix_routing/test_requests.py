@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from servegym.envs.prefix_routing.requests import PrefixRequests, infinite_cache_hits
@@ -69,6 +69,7 @@ def test_segments_are_ranges_of_ids():
         assert ranges.block_ids(j).tolist() == whole.block_ids(j).tolist()
 
 
+@settings(max_examples=50, deadline=None)
 @given(
     st.lists(
         st.tuples(st.lists(st.integers(0, 1), max_size=5), st.integers(0, 1), st.integers(0, 2)),

@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from servegym.envs.prefix_routing.replay import replay_prefix
@@ -80,6 +80,7 @@ def test_block_size_changes_nothing_but_the_blocks(variant, block_size):
     assert len(set(name_of.values())) == len(name_of)
 
 
+@settings(max_examples=50, deadline=None)
 @given(st.data())
 def test_segments_equal_token_strings(data):
     """Every request's tokens are written out; blocks are named by all tokens up to their end."""
