@@ -283,7 +283,7 @@ def _executor(ray: str | None) -> Any:
         from servegym.experiments.evaluation.executor import run_serially
 
         return run_serially
-    from servegym.experiments.cluster.executor import ray_executor
+    from servegym.experiments.evaluation.executor import ray_executor
 
     return ray_executor(ray)
 
@@ -417,10 +417,7 @@ def sweep(
         typer.Argument(help="A sweep file in wandb's format, or a shipped one by name."),
     ] = None,
     trials: Annotated[int, typer.Option(min=1, help="Finished runs in the end.")] = 20,
-    workers: Annotated[
-        int | None,
-        typer.Option(min=1, help="Runs at a time, one thread each (1; --ray: all processors)."),
-    ] = None,
+    workers: Annotated[int, typer.Option(min=1, help="Runs at a time, one thread each.")] = 1,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the choice of parameters.")] = 0,
     fixed: Annotated[
         list[str] | None,
@@ -434,7 +431,6 @@ def sweep(
         Path | None, typer.Option(help="Folder of the sweep (sweeps/NAME).", metavar="FOLDER")
     ] = None,
     list_: Annotated[bool, typer.Option("--list", help="Name the shipped sweeps, stop.")] = False,
-    ray: Ray = None,
 ) -> None:
     """Search an agent's hyper-parameters; a sweep that was stopped resumes."""
     from servegym.experiments.sweeps.spec import list_sweeps, read_sweep
@@ -450,15 +446,9 @@ def sweep(
     chosen = read_sweep(file)
 
     settings = parse_settings(fixed or [])
-    if ray is not None:
-        from servegym.experiments.cluster import sweep as ray_sweep
-
-        ray_sweep.run_sweep(chosen, trials, workers, out, seed, settings, typer.echo, ray)
-        return
-
     from servegym.experiments.sweeps.run import run_sweep
 
-    run_sweep(chosen, trials, workers or 1, out, seed, settings, typer.echo)
+    run_sweep(chosen, trials, workers, out, seed, settings, typer.echo)
 
 
 def _add_command(name: str, module: str, summary: str) -> None:

@@ -1,14 +1,13 @@
-"""Where independent jobs run: one after another in this process, or on a cluster.
-
-`servegym.experiments.cluster.executor.ray_executor` is the other `Executor`.
-"""
+"""Where independent jobs run: one after another in this process, or on a Ray cluster."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
-__all__ = ["Executor", "run_serially"]
+from servegym.agents.lib.ray_cluster import check_ray, cluster, run_jobs
+
+__all__ = ["Executor", "ray_executor", "run_serially"]
 
 
 class Executor(Protocol):
@@ -36,3 +35,27 @@ def run_serially(
     """The `Executor` that runs the jobs in their order in this process."""
     for index, job in enumerate(jobs):
         yield index, function(*job)
+
+
+def ray_executor(where: str) -> Executor:
+    """The `Executor` whose jobs run on a cluster, one processor each.
+
+    The cluster is joined or started with the first job, after all checks of the caller.
+
+    Args:
+        where: See `check_ray`.
+
+    Raises:
+        ValueError: If ``where`` is not valid.
+        ModuleNotFoundError: If Ray is missing.
+    """
+    check_ray(where)
+
+    def run(
+        function: Callable[..., Any], jobs: Sequence[Sequence[Any]], names: Sequence[str]
+    ) -> Iterator[tuple[int, Any]]:
+        if jobs:
+            with cluster(where):
+                yield from run_jobs(function, jobs, names)
+
+    return run

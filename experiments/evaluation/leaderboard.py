@@ -371,7 +371,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     executor: Executor = run_serially
     if args.ray is not None:
-        from servegym.experiments.cluster.executor import ray_executor
+        from servegym.experiments.evaluation.executor import ray_executor
 
         executor = ray_executor(args.ray)
     points = _chosen_points(args)

@@ -427,7 +427,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     budget = Budget(**{name: getattr(given, name) for name in asdict(Budget())})
     executor: Executor = run_serially
     if given.ray is not None:
-        from servegym.experiments.cluster.executor import ray_executor
+        from servegym.experiments.evaluation.executor import ray_executor
 
         executor = ray_executor(given.ray)
     kwargs = parse_settings(given.set)

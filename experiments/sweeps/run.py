@@ -30,16 +30,7 @@ from servegym.experiments.evaluation.tables import provenance, write_result
 from servegym.experiments.papers.plotting import pyplot, tidy
 from servegym.experiments.sweeps.spec import Sweep
 
-__all__ = [
-    "agent_command",
-    "distributions",
-    "finished_trials",
-    "lock_sweep",
-    "new_evaluations",
-    "report",
-    "run_sweep",
-    "save_definition",
-]
+__all__ = ["run_sweep"]
 
 POLL_S = 0.5
 MIN_FOR_IMPORTANCE = 4
@@ -118,15 +109,13 @@ def lock_sweep(folder: Path) -> Iterator[None]:
         yield
 
 
-def save_definition(folder: Path, sweep: Sweep, fixed: Mapping[str, Any], runner: str = "") -> None:
-    """Write ``sweep.yaml``: the file, the fixed arguments and the runner of the sweep.
+def save_definition(folder: Path, sweep: Sweep, fixed: Mapping[str, Any]) -> None:
+    """Write ``sweep.yaml``: the file and the fixed arguments of the sweep.
 
     Raises:
         ValueError: If the folder holds the runs of another definition.
     """
     text = sweep.path.read_text(encoding="utf-8")
-    if runner:
-        text += f"\n# {runner}\n"
     if fixed:
         text += f"\n# fixed: {json.dumps(dict(sorted(fixed.items())))}\n"
     definition = folder / "sweep.yaml"

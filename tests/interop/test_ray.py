@@ -18,9 +18,9 @@ import ray
 from servegym.agents.lib import ray_cluster
 from servegym.agents.lib.ray_cluster import run_jobs
 from servegym.baselines.protocol import BasePolicy
-from servegym.experiments.cluster.executor import ray_executor
 from servegym.experiments.evaluation import leaderboard
 from servegym.experiments.evaluation.evaluate import evaluate
+from servegym.experiments.evaluation.executor import ray_executor
 
 from .settings import PLACEMENT, ROUTING, SERVERLESS
 
@@ -156,7 +156,7 @@ def test_other_versions_on_a_machine_are_refused(monkeypatch):
 
 
 def test_bad_arguments_stop_before_any_job(monkeypatch):
-    asked = "servegym.experiments.cluster.executor.cluster"
+    asked = "servegym.experiments.evaluation.executor.cluster"
     monkeypatch.setattr(asked, lambda where: pytest.fail("a cluster was asked"))
     on_ray = ray_executor("auto")
     with pytest.raises(ValueError, match="did you mean 'greedy_qos'"):

@@ -11,8 +11,8 @@ import ray
 from ray.cluster_utils import Cluster
 
 from servegym.baselines.protocol import BasePolicy
-from servegym.experiments.cluster.executor import ray_executor
 from servegym.experiments.evaluation.evaluate import evaluate
+from servegym.experiments.evaluation.executor import ray_executor
 
 from .settings import ROUTING
 

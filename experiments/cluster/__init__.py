@@ -1,1 +1,0 @@
-"""Evaluations, figures, sweeps and RLlib on a Ray cluster."""
