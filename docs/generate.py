@@ -24,7 +24,7 @@ import servegym
 from servegym.agents.lib.checkpoint import AGENTS, shipped
 from servegym.baselines.registry import list_policies
 from servegym.envs.families import FAMILIES, family_of
-from servegym.experiments.bench.timing import short
+from servegym.experiments.bench import short
 from servegym.experiments.evaluation.leaderboard import markdown as leaderboard_page
 from servegym.experiments.evaluation.leaderboard import read_board
 from servegym.experiments.evaluation.output import read_rows
@@ -310,7 +310,7 @@ def tutorials() -> list[dict[str, str]]:
 
 
 def benchmarks() -> None:
-    """Speeds beside their yardsticks: the tables that the benchmarks left, with their machines."""
+    """Speeds beside their yardsticks: the table that the benchmark left, with its machine."""
     lines = [
         "# Benchmarks",
         "",
@@ -320,18 +320,16 @@ def benchmarks() -> None:
         "timings taken in turn.",
         "",
     ]
-    for family, title in ((one.group, one.title) for one in FAMILIES):
-        lines += [f"## {title}", ""]
-        path = RESULTS / family / "bench.csv"
-        record = read_record(path)
-        lines += [origin(record), "", "```sh", record["command"], "```", ""]
-        lines += ["| what | value | yardstick | ratio |", "| --- | ---: | --- | ---: |"]
-        for row in read_rows(path):
-            value, of_it = short(row["value"]), short(row["yardstick_value"])
-            against = f"{row['yardstick']}: {of_it}" if row["yardstick"] else ""
-            ratio = short(row["ratio"])
-            lines.append(f"| {row['what']} | {value} {row['unit']} | {against} | {ratio} |")
-        lines += ["", *(f"- {note['text']}" for note in record["notes"]), ""]
+    path = RESULTS / "bench.csv"
+    record = read_record(path)
+    lines += [origin(record), "", "```sh", record["command"], "```", ""]
+    lines += ["| what | value | yardstick | ratio |", "| --- | ---: | --- | ---: |"]
+    for row in read_rows(path):
+        value, of_it = short(row["value"]), short(row["yardstick_value"])
+        against = f"{row['yardstick']}: {of_it}" if row["yardstick"] else ""
+        lines.append(
+            f"| {row['what']} | {value} {row['unit']} | {against} | {short(row['ratio'])} |"
+        )
     write("benchmarks.md", "\n".join(lines))
 
 

@@ -184,7 +184,7 @@ class BatchVectorEnv(VectorEnv):
         else:
             live = self._all
             ended, observation, mask = self._step_all(actions)
-        rewards = batch.out[:, 0].copy()
+        rewards = 0.0 + batch.out[:, 0]  # no minus zero, as `sum` in the single environment
         for column in range(1, batch.out.shape[1] - 1):
             rewards += batch.out[:, column]
         terminations = batch.out[:, -1] != 0.0

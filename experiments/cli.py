@@ -521,7 +521,7 @@ for _command in (
     (
         "bench",
         "experiments.bench",
-        "Measure speed and its yardsticks: routing (default), serverless or placement.",
+        "Measure the speed of every environment, with yardsticks of the same run.",
     ),
 ):
     _add_command(*_command)

@@ -297,27 +297,3 @@ def test_render_picture(run, tmp_path, ending):
 def test_render_refuses(run, tmp_path):
     fails(run("render", ENV_ID, "--policy", "greedy"), "greedy_qos")
     fails(run("render", ENV_ID, "--out", tmp_path / "x.mp4"), ".gif", ".png")
-
-
-def test_bench_smoke(run, tmp_path, monkeypatch):
-    from servegym.experiments.bench import routing as bench_routing
-    from servegym.experiments.evaluation.output import read_rows
-
-    # The sizes shrink further than --quick: this is about the figures being there, not fast.
-    monkeypatch.setattr(bench_routing, "bench_memory", lambda n: [])
-    monkeypatch.setattr(bench_routing, "bench_import", lambda repeats: [])
-    result = run("bench", "--quick", "--repeats", 1, "--out", tmp_path)
-    assert result.exit_code == 0, result.output
-    rows = read_rows(tmp_path / "bench.csv")
-    assert {row["what"] for row in rows} >= {"64 environments, steps", "one environment, steps"}
-    assert all(row["value"] > 0 and (row["yardstick"] == "" or row["ratio"] > 0) for row in rows)
-    record = json.loads((tmp_path / "bench.json").read_text())
-    assert record["command"].startswith("servegym bench routing --quick") and record["quick"]
-
-
-def test_bench_refuses_before_any_work(run, monkeypatch):
-    from servegym.experiments.bench import routing as bench_routing
-
-    monkeypatch.setattr(bench_routing, "bench_vector", lambda *a: pytest.fail("work was done"))
-    assert run("bench", "--out", "/proc/x.json").exit_code == 2
-    assert run("bench", "--repeats", "0").exit_code == 2

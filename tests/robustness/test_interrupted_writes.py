@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 
 from servegym import _files
-from servegym.baselines.serverless_moe.prediction.similar_prompts import SimilarPromptsSearch
 from servegym.envs.workloads import load_catalog
 from servegym.envs.workloads.predictions import write_table
 from servegym.experiments.evaluation.output import read_rows, write_csv
@@ -91,12 +90,6 @@ def _read_snapshot(path: Path) -> int:
     return _one(torch.load(path, weights_only=False)["weights"].numpy())
 
 
-def _tree(path: Path, version: int) -> None:
-    random = np.random.default_rng(0)
-    tree = SimilarPromptsSearch(alpha=3, beta=4, fork=2, seed=version)
-    tree.fit(random.random((64, 8)), random.dirichlet(np.ones(5), (64, 3))).save(path)
-
-
 def _profile(path: Path, version: int) -> None:
     about = load("rtx4090-llama-3.1-8b").to_dict()
     about["device"]["memory_bytes"] = 10**9 * (version + 20)
@@ -121,7 +114,6 @@ WRITERS = [
     ),
     Writer("card.json", _profile, _read_profile),
     Writer("table.npz", _table, _read_table),
-    Writer("tree.npz", _tree, lambda path: SimilarPromptsSearch.load(path).seed),
     Writer("best.safetensors", _checkpoint, _read_checkpoint),
     Writer("snapshot.pt", _snapshot, _read_snapshot),
 ]

@@ -1,0 +1,289 @@
+"""Speed of every environment and both replay engines, with yardsticks of the same run.
+
+::
+
+    OMP_NUM_THREADS=1 servegym bench
+
+A speed says more about the machine than about the code, so a row has a yardstick and the ratio to
+it. Times are processor time of one thread, so that other load on the machine matters less; what is
+compared is timed in turn, and the median counts. Environments have their default arguments, full
+observations that are copied out, and uniform legal actions drawn beforehand; episodes begin anew
+inside the timed part. It writes the table ``bench``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
+from gymnasium.spaces import Discrete
+
+import servegym
+from servegym._checks import choose, whole
+from servegym.envs.families import FAMILIES, family_of
+from servegym.envs.llm_routing import replay
+from servegym.envs.prefix_routing.replay import replay_prefix
+from servegym.envs.prefix_routing.workloads import make_prefix_workload
+from servegym.experiments.evaluation.output import print_table
+from servegym.experiments.evaluation.tables import provenance, write_result
+
+__all__ = ["interleave", "main", "row"]
+
+SYSTEMS, FEW, MANY = 64, 8, 1_024
+TURN_S = 0.2
+"""Processor time of a timing, about."""
+OUT = Path("experiments", "results", "bench")
+
+_IMPORT = """
+import time
+start = time.perf_counter()
+import gymnasium
+middle = time.perf_counter()
+import servegym
+print(middle - start, time.perf_counter() - middle)
+"""
+
+_MEMORY = """
+import gymnasium, servegym, numpy as np, sys, os
+def rss():
+    with open("/proc/self/statm") as stream:
+        return int(stream.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+def make(n):
+    envs = gymnasium.make_vec(
+        "servegym/LLMRouting-v1", num_envs=n, vectorization_mode="vector_entry_point")
+    envs.reset(seed=0)
+    for k in range(50):
+        envs.step(np.full(n, 1 + k % 6))
+    return envs
+one = make(1)  # code, tables and caches that any number of environments shares
+before = rss()
+many = make(int(sys.argv[1]))
+print(before, rss())
+"""
+
+
+def seconds(work: Callable[[], object]) -> float:
+    """Processor time of a call."""
+    start = time.process_time()
+    work()
+    return time.process_time() - start
+
+
+def interleave(timers: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
+    """Values of every timer, taken in turn so that drift hits all alike; a first turn compiles."""
+    for timer in timers.values():
+        timer()
+    values: dict[str, list[float]] = {name: [] for name in timers}
+    for _ in range(repeats):
+        for name, timer in timers.items():
+            values[name].append(timer())
+    return values
+
+
+def row(
+    what: str,
+    values: Sequence[float],
+    unit: str,
+    yardstick: tuple[str, Sequence[float]] | None = None,
+) -> dict[str, Any]:
+    """A row: the median, lowest and highest value, and the yardstick.
+
+    Args:
+        what: What was measured.
+        values: All measurements.
+        unit: Of the measurements: 1/s, of which more is better, or one of which less is.
+        yardstick: Name and measurements of the yardstick, in the same unit.
+
+    Returns:
+        The row; its ``ratio`` is how many times as fast as the yardstick it is.
+    """
+    value = statistics.median(values)
+    found = {"what": what, "value": value, "low": min(values), "high": max(values), "unit": unit}
+    if yardstick is None:
+        return found | {"yardstick": "", "yardstick_value": "", "ratio": ""}
+    reference = statistics.median(yardstick[1])
+    ratio = value / reference if unit == "1/s" else reference / value
+    return found | {"yardstick": yardstick[0], "yardstick_value": reference, "ratio": ratio}
+
+
+def _actions(envs: Any, steps: int) -> list[Any]:
+    """Uniform legal actions of the run with seed 0, which the timed one repeats."""
+    rng = np.random.default_rng(0)
+    space = envs.action_space
+    space.seed(0)
+    _, info = envs.reset(seed=0)
+    single = getattr(envs, "single_action_space", space)
+    actions = []
+    for _ in range(steps):
+        action = space.sample()
+        if isinstance(single, Discrete) and "action_mask" in info:
+            mask = info["action_mask"]
+            action = (rng.random(mask.shape) * mask).argmax(-1)
+        actions.append(action)
+        _, _, terminated, truncated, info = envs.step(action)
+        if space is single and (terminated or truncated):
+            _, info = envs.reset()
+    return actions
+
+
+def _timer(envs: Any, turn_s: float) -> Callable[[], float]:
+    """Measures steps a second, all systems counted; a turn takes about ``turn_s``."""
+    alone = envs.action_space is getattr(envs, "single_action_space", envs.action_space)
+    few = _actions(envs, 5)  # compiles
+
+    def rate(actions: Sequence[Any]) -> float:
+        envs.reset(seed=0)
+
+        def play() -> None:
+            for action in actions:
+                _, _, terminated, truncated, _ = envs.step(action)
+                if alone and (terminated or truncated):
+                    envs.reset()
+
+        return getattr(envs, "num_envs", 1) * len(actions) / seconds(play)
+
+    steps = turn_s * rate(few) / getattr(envs, "num_envs", 1)
+    actions = _actions(envs, int(np.clip(steps, 5, 20_000)))
+    return lambda: rate(actions)
+
+
+def environment(env_id: str, turn_s: float, repeats: int) -> list[dict[str, Any]]:
+    """Rows: the native vector and the single environment beside their yardsticks."""
+    native = gymnasium.VectorizeMode.VECTOR_ENTRY_POINT
+    made = {
+        "native": gymnasium.make_vec(env_id, SYSTEMS, vectorization_mode=native),
+        "sync": gymnasium.vector.SyncVectorEnv([lambda: gymnasium.make(env_id)] * FEW),
+        "cartpoles": CartPoleVectorEnv(SYSTEMS),
+        "one": gymnasium.make(env_id),
+        "cartpole": gymnasium.make("CartPole-v1"),
+    }
+    rates = interleave({name: _timer(envs, turn_s) for name, envs in made.items()}, repeats)
+    for envs in made.values():
+        envs.close()
+    many, name = f"{SYSTEMS} of {env_id}, steps", env_id.split("/")[1]
+    return [
+        row(many, rates["native"], "1/s", ("CartPoleVectorEnv, steps", rates["cartpoles"])),
+        row(many, rates["native"], "1/s", (f"SyncVectorEnv of {name}, steps", rates["sync"])),
+        row(f"one {env_id}, steps", rates["one"], "1/s", ("CartPole-v1, steps", rates["cartpole"])),
+    ]
+
+
+def replays(requests: int, repeats: int) -> list[dict[str, Any]]:
+    """Rows: requests a second of both replay engines, time inside the call.
+
+    ``replay``: Poisson arrivals at 4/s on one replica; prompts log-normal with mean 511, outputs
+    log-normal with mean 124 tokens (shape 1 and 0.8), cut at the 2,048 tokens the profile was
+    measured to. ``replay_prefix``: Mooncake's conversations at the recorded rate in blocks of 512
+    tokens on eight replicas in turn.
+    """
+    rng = np.random.default_rng(0)
+
+    def tokens(mean: float, sigma: float) -> Any:
+        draw = rng.lognormal(np.log(mean) - sigma**2 / 2, sigma, requests)
+        return np.clip(np.rint(draw), 1, 2048).astype(np.int64)
+
+    given = np.cumsum(rng.exponential(0.25, requests)), tokens(511, 1.0), tokens(124, 0.8)
+    workload = make_prefix_workload("mooncake")
+    drawn = workload.draw(np.random.default_rng(0), requests, 3.4, 512, dispatch="trace")
+    numbers = rng.random(1_000_000)
+    works: dict[str, tuple[int, Callable[[], object]]] = {
+        "replay, chunked prefill": (requests, lambda: replay(*given)),
+        "replay, orca": (requests, lambda: replay(*given, scheduler="orca")),
+        "replay_prefix, Mooncake": (
+            requests,
+            lambda: replay_prefix("h100-llama-3.1-8b", drawn, num_replicas=8, kv_tokens=450_000),
+        ),
+        "sort": (len(numbers), lambda: np.sort(numbers)),
+    }
+    timers = {k: lambda n=n, work=work: n / seconds(work) for k, (n, work) in works.items()}
+    with warnings.catch_warnings():
+        # Contexts of up to 127,000 tokens: the law's last slopes go on, which is all the same here.
+        warnings.filterwarnings("ignore", message=".*outside its domain.*")
+        rates = interleave(timers, repeats)
+    sort = "sorting random numbers, numbers", rates.pop("sort")
+    return [row(f"{name}, requests", x, "1/s", sort) for name, x in rates.items()]
+
+
+def _fresh(code: str, *words: str) -> list[float]:
+    """The numbers that a fresh interpreter prints."""
+    out = subprocess.run([sys.executable, "-c", code, *words], check=True, capture_output=True)
+    return [float(word) for word in out.stdout.split()]
+
+
+def process(systems: int, repeats: int) -> list[dict[str, Any]]:
+    """Rows: wall time that ``import servegym`` adds to Gymnasium's, and resident memory."""
+    runs = [_fresh(_IMPORT) for _ in range(repeats + 1)]
+    theirs, ours = np.array(runs[1:]).T * 1e3  # the first run may have to write bytecode
+    before, after = _fresh(_MEMORY, str(systems))
+    return [
+        row("import servegym, added", ours.tolist(), "ms", ("import gymnasium", theirs.tolist())),
+        row(f"memory of {systems:,} of LLMRouting-v1", [(after - before) / 1e6], "MB"),
+    ]
+
+
+def short(value: float | str) -> str:
+    """A number of a table; nothing for a missing one."""
+    if isinstance(value, str):
+        return value
+    return f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.4g}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark, print it and write the table; see ``servegym bench --help``. Returns 0.
+
+    Raises:
+        ValueError: If an argument is not valid.
+    """
+    parser = argparse.ArgumentParser(
+        prog="servegym bench", description=(__doc__ or "").partition("\n")[0]
+    )
+    groups = [family.group for family in FAMILIES]
+    parser.add_argument("family", nargs="*", help=f"{', '.join(groups)} (all)")
+    parser.add_argument("--out", type=Path, default=OUT, help=f"the table, a path ({OUT})")
+    parser.add_argument("--quick", action="store_true", help="a smoke run, numbers not to quote")
+    parser.add_argument("--repeats", type=int, default=7, help="timings of each number (7)")
+    words = sys.argv[1:] if argv is None else list(argv)
+    options = parser.parse_args(words)
+    repeats = whole("repeats", options.repeats, 1)
+    chosen = [choose("family", name, groups) for name in options.family] or groups
+    turn_s = TURN_S / 20 if options.quick else TURN_S
+    rows: list[dict[str, Any]] = []
+    for env_id in servegym.ENV_IDS:
+        if family_of(env_id).group in chosen:
+            rows += environment(env_id, turn_s, repeats)
+    if not options.family:
+        rows += replays(500 if options.quick else 10_000, repeats)
+        rows += process(MANY // 20 if options.quick else MANY, repeats)
+    print_table(
+        "Medians of one thread's processor time",
+        ["what", "value", "unit", "yardstick", "of the yardstick", "ratio"],
+        [
+            [
+                *(one["what"], short(one["value"]), one["unit"], one["yardstick"]),
+                *(short(one[key]) for key in ("yardstick_value", "ratio")),
+            ]
+            for one in rows
+        ],
+    )
+    command = shlex.join([*parser.prog.split(), *map(str, words)])
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    write_result(options.out, rows, provenance(command, options.quick))
+    print(f"{options.out}.csv, .json")
+    return 0
+
+
+if __name__ == "__main__":
+    from servegym._command_line import run_main
+
+    run_main(main)

@@ -1,0 +1,48 @@
+"""The benchmark: rows, yardsticks and the table."""
+
+import json
+
+import pytest
+
+from servegym.experiments import bench
+from servegym.experiments.bench import interleave, row
+from servegym.experiments.evaluation.output import read_rows
+
+
+@pytest.mark.slow
+def test_a_smoke_run_writes_rates_with_yardsticks(tmp_path, capsys):
+    out = tmp_path / "new" / "bench"
+    assert bench.main(["--quick", "--repeats", "1", "--out", str(out)]) == 0
+    rows = read_rows(out.with_suffix(".csv"))
+    assert {"one servegym/ExpertPlacement-v0, steps", "replay, orca, requests"} <= {
+        row["what"] for row in rows
+    }
+    for one in rows:
+        assert 0 < one["low"] <= one["value"] * (1 + 1e-9) <= one["high"] * (1 + 2e-9)
+    record = json.loads(out.with_suffix(".json").read_text())
+    assert record["command"].startswith("servegym bench --quick") and record["quick"]
+    assert "SyncVectorEnv of PrefixRouting-v0" in capsys.readouterr().out
+
+
+def test_the_median_counts_and_a_ratio_is_how_many_times_as_fast():
+    rate = row("steps", [3.0, 1.0, 2.0], "1/s", ("cart", [4.0]))
+    assert (rate["value"], rate["low"], rate["high"]) == (2.0, 1.0, 3.0)
+    assert rate["ratio"] == 0.5 and rate["yardstick_value"] == 4.0
+    assert row("search", [2.0], "us", ("brute", [8.0]))["ratio"] == 4.0
+    assert row("alone", [2.0], "us")["ratio"] == ""
+
+
+def test_timers_take_turns_and_the_first_turn_does_not_count():
+    order = []
+    timers = {name: lambda name=name: order.append(name) or float(len(order)) for name in "ab"}
+    assert interleave(timers, 2) == {"a": [3.0, 5.0], "b": [4.0, 6.0]}
+    assert order == list("ababab")
+
+
+@pytest.mark.parametrize(
+    ("words", "named"), [(["--repeats", "0"], "repeats"), (["rooting"], "family.*routing")]
+)
+def test_bad_arguments_are_refused_before_any_work(words, named, tmp_path):
+    with pytest.raises(ValueError, match=named):
+        bench.main([*words, "--out", str(tmp_path / "bench")])
+    assert not list(tmp_path.iterdir())
