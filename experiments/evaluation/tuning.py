@@ -24,7 +24,6 @@ from numpy.typing import NDArray
 
 from servegym._checks import choose
 from servegym._command_line import parse_settings, run_main
-from servegym._files import MalformedFileError
 from servegym.baselines.protocol import Policy
 from servegym.baselines.registry import describe_system, list_policies, make_policy
 from servegym.experiments.evaluation.evaluate import evaluate
@@ -32,9 +31,9 @@ from servegym.experiments.evaluation.executor import Executor, run_serially
 from servegym.experiments.evaluation.output import check_writable, print_table, write_json
 from servegym.experiments.evaluation.play import problem_of
 from servegym.experiments.evaluation.stats import Interval, mean, paired_difference
-from servegym.experiments.evaluation.tables import provenance, read_record
+from servegym.experiments.evaluation.tables import provenance
 
-__all__ = ["Budget", "Tuned", "heuristics", "main", "read_tuned", "tune", "tune_all"]
+__all__ = ["Budget", "Tuned", "heuristics", "main", "tune", "tune_all"]
 
 ENV_ID = "servegym/LLMRouting-v1"
 SEARCH_SEED, CHOICE_SEED = 300_000, 400_000
@@ -388,22 +387,6 @@ def write_tuned(
     }
     found = {one.policy: {**one._asdict(), "gain": list(one.gain)} for one in tuned}
     write_json(path, {**provenance(command, settings=settings), "tuned": found})
-
-
-def read_tuned(path: Path) -> dict[str, dict[str, Any]]:
-    """Chosen parameters by heuristic, for `make_policy`, of a file of ``servegym tune``.
-
-    Raises:
-        MalformedFileError: The file is no such file.
-    """
-    remedy = "make it with `servegym tune --out FILE`"
-    found = read_record(path).get("tuned")
-    if not isinstance(found, dict):
-        raise MalformedFileError(path, None, "tuned", "is missing", remedy)
-    for name, one in found.items():
-        if not (isinstance(one, dict) and isinstance(one.get("parameters"), dict)):
-            raise MalformedFileError(path, None, f"tuned.{name}.parameters", "is missing", remedy)
-    return {name: dict(one["parameters"]) for name, one in found.items()}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

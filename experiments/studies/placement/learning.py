@@ -55,7 +55,7 @@ RULES = ("prism", "proxy_optimum", "whole_layer", "latency_dp")
 SEARCH = "best_start"
 """The best of a long search by simulation, no network; played on evaluation episodes alone."""
 CONTROLS = ("own_share", "constant")
-TRAININGS = {"ppo_placement": 5, "mappo_placement": 1, "ppo_placement_shuffled": 1}
+TRAININGS = {"ppo_placement": 5, "mappo_placement": 5, "ppo_placement_shuffled": 1}
 AGENTS = tuple(TRAININGS)
 TESTBED = "--set scenario=paper_testbed --height_unit 1 --std_first 0.4 --total_timesteps 1024"
 FLAGS: dict[tuple[str, str], str] = {
