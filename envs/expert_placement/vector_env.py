@@ -39,12 +39,6 @@ class ExpertPlacementVectorEnv(BatchVectorEnv):
     problem: Problem
     batch: PlacementBatch
 
-    def step(self, actions: Any) -> tuple[Any, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
-        """Adopt the plans or keep the placements, and go on to the next epoch."""
-        observation, rewards, terminated, truncated, info = super().step(actions)
-        # Where nobody had a request the parts are minus zeros, whose `sum` from zero is none.
-        return observation, rewards + 0.0, terminated, truncated, info
-
     def _check_actions(self, actions: Any) -> list[tuple[bool, np.ndarray]]:
         """Each system's action, of ``migrate`` ``(B,)`` and ``plan`` ``(B, ...)``."""
         if not isinstance(actions, dict) or set(actions) != {"migrate", "plan"}:
