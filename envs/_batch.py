@@ -59,12 +59,26 @@ class Batch(Protocol):
         return self.observation.copy()
 
 
+def need_episode(what: str, begun: bool) -> None:
+    """ResetNeeded unless an episode was begun."""
+    if not begun:
+        raise ResetNeeded(f"Cannot {what}: call reset() to begin an episode first.")
+
+
+def warn_of_no_mode() -> None:
+    """What `render` does in an environment that was made without a mode."""
+    gym.logger.warn("render() needs render_mode='ansi' or 'rgb_array' given to make().")
+
+
 class BatchEnv(gym.Env):
     """A Gymnasium environment over a `Batch` of one system.
 
     A family names its parts in class attributes; what a step tells beside the reward's terms it
     adds in `_add_info`. An action is a whole number, or a family checks its own in `_put_action`.
     `BatchVectorEnv` takes the same parts.
+
+    Before the first reset there is nothing to step, copy, render or report: ResetNeeded. After an
+    episode's end all but `step` tells of that episode; `close` holds nothing and ends nothing.
 
     Attributes:
         VIEW: What the kernel writes as observation, None where there is nothing to choose.
@@ -96,6 +110,7 @@ class BatchEnv(gym.Env):
         self.action_space = parts.ACTION(self.problem)
         self._which = np.ones(1, dtype=np.int8)
         self._action: Any = np.zeros((1, *(self.action_space.shape or ())), dtype=np.int64)
+        self._begun = False
         self._finished = True
         self._make_views()
 
@@ -147,7 +162,7 @@ class BatchEnv(gym.Env):
         super().reset(seed=seed)
         self.batch.draw(0, self.np_random)
         self.batch.begin(self._which)
-        self._finished = False
+        self._begun, self._finished = True, False
         return self._observation(), {**self._mask_info(), **self.reset_info(self.batch, 0)}
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
@@ -158,7 +173,7 @@ class BatchEnv(gym.Env):
             ValueError: the action has a wrong shape, type or range.
         """
         if self._finished:
-            raise ResetNeeded("Cannot step: call reset() to begin an episode first.")
+            need_episode("step", False)
         self._put_action(action)
         self.batch.step(self._action, self._which)
         parts = self._out.tolist()
@@ -186,18 +201,22 @@ class BatchEnv(gym.Env):
 
     def action_masks(self) -> np.ndarray:
         """Boolean ``(A,)`` mask of the present choice, as sb3-contrib asks for it."""
+        need_episode("tell the masks", self._begun)
         return self._mask.astype(bool)
 
     def request_log(self) -> np.ndarray:
         """One row per request of the current episode, see ``REQUEST_LOG`` of the family's core."""
+        need_episode("tell the log", self._begun)
         return self.batch.request_log(0)
 
     def episode_kpis(self) -> dict[str, float]:
         """Key figures of the current episode so far."""
+        need_episode("tell the key figures", self._begun)
         return self.batch.kpis(0)
 
     def clone_state(self) -> Any:
         """An exact copy of the whole state, the random generator's included."""
+        need_episode("clone", self._begun)
         state = self.batch.clone(0)
         state.random = self.np_random.bit_generator.state
         state.finished = self._finished
@@ -208,14 +227,14 @@ class BatchEnv(gym.Env):
         self.batch.restore(0, state)
         if state.random is not None:
             self.np_random.bit_generator.state = state.random
-        self._finished = state.finished
+        self._begun, self._finished = True, state.finished
         return self._observation(), self._mask_info()
 
     def render(self) -> Any:
         """The system now: text (ansi) or uint8 (H, W, 3) pixels (rgb_array)."""
         if self.render_mode is None:
-            gym.logger.warn("render() needs render_mode='ansi' or 'rgb_array' given to make().")
-            return None
+            return warn_of_no_mode()
+        need_episode("render", self._begun)
         return self.frame(self.batch, 0, self.render_mode)
 
     def _make_views(self) -> None:

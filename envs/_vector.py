@@ -16,7 +16,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
 from servegym._checks import check_render_mode, choose, flag, whole
-from servegym.envs._batch import BatchEnv
+from servegym.envs._batch import BatchEnv, need_episode, warn_of_no_mode
 
 
 class BatchVectorEnv(VectorEnv):
@@ -61,8 +61,8 @@ class BatchVectorEnv(VectorEnv):
         self._seeds: list[int] = [-1] * self.num_envs
         self._steps = np.zeros(self.num_envs, dtype=np.int64)
         self._done = np.ones(self.num_envs, dtype=bool)
-        self._any_done = False
-        self._begun = False
+        self._any_done = True
+        self._begun = np.zeros(self.num_envs, dtype=bool)
         # Shared by every info in which all systems have the key; nobody may write to it.
         self._all = np.ones(self.num_envs, dtype=bool)
         self._all.flags.writeable = False
@@ -89,7 +89,8 @@ class BatchVectorEnv(VectorEnv):
     def render(self) -> tuple[Any, ...] | None:
         """One frame for each system, as the single environment renders it."""
         if self.render_mode is None:
-            return None
+            return warn_of_no_mode()
+        self._need_episodes("render")
         rows = range(self.num_envs)
         return tuple(self.SINGLE.frame(self.batch, row, self.render_mode) for row in rows)
 
@@ -142,7 +143,6 @@ class BatchVectorEnv(VectorEnv):
             if seeds[row] is not None:
                 self._generators[row], self._seeds[row] = seeding.np_random(seeds[row])
         self._begin(which)
-        self._begun = True
         with_mask = self._all if which.all() else which.copy()
         info = {**self._mask_info(with_mask), **self._reset_info(which)}
         return self._observation(), info
@@ -152,7 +152,7 @@ class BatchVectorEnv(VectorEnv):
             self.batch.draw(row, self._generator(row))
         self.batch.begin(which.astype(np.int8))
         self._steps[which] = 0
-        self._done[which] = False
+        self._begun[which], self._done[which] = True, False
         self._any_done = bool(self._done.any())
 
     def step(self, actions: Any) -> tuple[Any, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
@@ -162,11 +162,11 @@ class BatchVectorEnv(VectorEnv):
             actions: A batch of the single environment's actions.
 
         Raises:
-            ResetNeeded: no episode was begun, or a system ended and autoreset is disabled.
+            ResetNeeded: a system was never reset, or it ended and autoreset is disabled.
             ValueError: the actions have the wrong shape, type or range.
         """
-        if not self._begun:
-            raise ResetNeeded("Cannot step: call reset() to begin the episodes first.")
+        if self._any_done:
+            self._need_episodes("step")
         actions = self._check_actions(actions)
         batch = self.batch
         observation = mask = None
@@ -184,7 +184,7 @@ class BatchVectorEnv(VectorEnv):
         else:
             live = self._all
             ended, observation, mask = self._step_all(actions)
-        rewards = 0.0 + batch.out[:, 0]  # no minus zero, as `sum` in the single environment
+        rewards = batch.out[:, 0] + 0.0  # as the sum of a single environment, never a minus zero
         for column in range(1, batch.out.shape[1] - 1):
             rewards += batch.out[:, column]
         terminations = batch.out[:, -1] != 0.0
@@ -290,16 +290,22 @@ class BatchVectorEnv(VectorEnv):
             raise AssertionError("an observation is outside its space")
         return observation
 
+    def _need_episodes(self, what: str, rows: int | slice = slice(None)) -> None:
+        need_episode(what, bool(self._begun[rows].all()))
+
     def action_masks(self) -> np.ndarray:
         """Boolean masks ``(B, A)`` of the legal actions."""
+        self._need_episodes("tell the masks")
         return self.batch.action_mask.astype(bool)
 
     def request_log(self, index: int) -> np.ndarray:
         """One row per request of the current episode of a system."""
+        self._need_episodes("tell the log", index)
         return self.batch.request_log(index)
 
     def clone_state(self, index: int) -> Any:
         """An exact copy of one system, its generator included."""
+        self._need_episodes("clone", index)
         state = self.batch.clone(index)
         state.random = self._generator(index).bit_generator.state
         state.finished = bool(self._done[index])
@@ -310,13 +316,13 @@ class BatchVectorEnv(VectorEnv):
         self.batch.restore(index, state)
         if state.random is not None:
             self._generator(index).bit_generator.state = state.random
-        self._done[index] = state.finished
+        self._begun[index], self._done[index] = True, state.finished
         self._any_done = bool(self._done.any())
         self._steps[index] = int(state.env["index"][0])
-        self._begun = True
 
     def observe(self) -> tuple[Any, np.ndarray]:
         """The current observation and int8 action mask ``(B, A)``, as after ``step``."""
+        self._need_episodes("observe")
         return self._observation(), self.batch.action_mask.copy()
 
 

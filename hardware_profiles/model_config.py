@@ -1,8 +1,9 @@
-"""Shapes of decoder models, read from a Hugging Face ``config.json``.
+"""Shapes of decoder models, read from a Hugging Face ``config.json`` as transformers reads it.
 
 Dense decoders with gated feed-forward layers (Llama, Mistral, Qwen2, Qwen3, Phi-3, Gemma), the
 two older forms of the fleets (Falcon, ChatGLM) and mixtures of experts (Mixtral, Qwen3-MoE,
-gpt-oss). Configs of the models asked for most ship in ``data/models``.
+gpt-oss). A field that is missing or null has the default of its architecture. Configs of the models
+asked for most ship in ``data/models``.
 """
 
 from __future__ import annotations
@@ -29,11 +30,41 @@ ARCHITECTURES = (
     "Qwen3MoeForCausalLM",
     "GptOssForCausalLM",
 )
-# Architectures whose queries, keys and values carry biases; gpt-oss has one at every product.
-_QKV_BIAS = ("Qwen2ForCausalLM", "ChatGLMModel", "GptOssForCausalLM")
+# Architectures whose queries, keys and values carry biases and the output product none.
+_QKV_BIAS = ("Qwen2ForCausalLM", "ChatGLMModel")
 _QK_NORM = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
-# The library's defaults for configs that leave the field out.
-_TIED_BY_DEFAULT = ("GemmaForCausalLM",)
+
+
+_TIED_BY_DEFAULT = ("GemmaForCausalLM", "FalconForCausalLM")
+_FIELDS = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "vocab_size", "max_position_embeddings"),
+    *("sliding_window", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size"),
+)
+# Defaults of `_FIELDS` in the configuration classes of transformers 5.24. None: as many key-value
+# heads as attention heads, the hidden size over these for the head, no window, no experts.
+_DEFAULTS = {
+    "LlamaForCausalLM": (4096, 11008, 32, 32, None, None, 32000, 2048),
+    "MistralForCausalLM": (4096, 14336, 32, 32, 8, None, 32000, 131072, 4096),
+    "Qwen2ForCausalLM": (4096, 22016, 32, 32, 32, None, 151936, 32768, 4096),
+    "Qwen3ForCausalLM": (4096, 22016, 32, 32, 32, 128, 151936, 32768, 4096),
+    "Phi3ForCausalLM": (3072, 8192, 32, 32, None, None, 32064, 4096),
+    "GemmaForCausalLM": (3072, 24576, 28, 16, 16, 256, 256000, 8192),
+    "FalconForCausalLM": (4544, None, 32, 71, None, None, 65024, 2048),
+    "MixtralForCausalLM": (4096, 14336, 32, 32, 8, None, 32000, 131072, None, 8, 2),
+    "Qwen3MoeForCausalLM": (2048, 6144, 24, 32, 4, None, 151936, 32768, 4096, 128, 8, 768),
+    "GptOssForCausalLM": (2880, 2880, 36, 64, 8, 64, 201088, 131072, 128, 128, 4),
+}
+# Where null is the number of attention heads; the others' classes take no null.
+_KV_MAY_BE_NULL = ("LlamaForCausalLM", "Phi3ForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+# Where all layers have the window, and where ``layer_types`` tells of each.
+_ALL_WINDOWED = (
+    "MistralForCausalLM",
+    "Phi3ForCausalLM",
+    "MixtralForCausalLM",
+    "Qwen3MoeForCausalLM",
+)
+_WINDOW_BY_LAYER = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "GptOssForCausalLM")
 
 
 @dataclass(frozen=True)
@@ -53,6 +84,7 @@ class ModelShape:
         tied: whether the head is the embedding.
         gated: whether the feed-forward layer has a gate (three matrices) or not (two).
         qkv_bias: whether queries, keys and values have biases.
+        mlp_bias: whether the products of the feed-forward layer have biases.
         qk_norm: whether queries and keys are normalised.
         norms: normalisations a layer.
         experts: routed experts a layer, 0 for a dense model.
@@ -75,6 +107,7 @@ class ModelShape:
     tied: bool
     gated: bool = True
     qkv_bias: bool = False
+    mlp_bias: bool = False
     qk_norm: bool = False
     norms: int = 2
     experts: int = 0
@@ -110,11 +143,14 @@ class ModelShape:
         """Norms, biases and routers of all layers."""
         norm = self.hidden * (2 if self.architecture == "FalconForCausalLM" else 1)
         layer = self.norms * norm + self.hidden * self.experts
-        layer += self.qkv_features if self.qkv_bias else 0
+        if self.qkv_bias:
+            # Most have one at the output product, too.
+            layer += self.qkv_features + (self.architecture not in _QKV_BIAS) * self.hidden
+        layer += self.mlp_bias * (2 * self.intermediate + self.hidden)
         layer += 2 * self.head_size if self.qk_norm else 0
         if self.architecture == "GptOssForCausalLM":
-            # Biases of the output product, the router and the experts, and one sink a head.
-            layer += self.hidden + self.experts + self.heads
+            # Biases of the router and the experts, and one sink a head.
+            layer += self.experts + self.heads
             layer += self.experts * (2 * self.intermediate + self.hidden)
         return self.layers * layer + norm
 
@@ -149,7 +185,7 @@ def parse_config(config: Mapping[str, Any], name: str, where: str) -> ModelShape
         The shape.
 
     Raises:
-        ValueError: naming the field that is missing or wrong, or the unknown architecture.
+        ValueError: naming the field that is wrong, or the unknown architecture.
     """
     top = Fields(config, where)
     listed = top.get("architectures")
@@ -158,6 +194,7 @@ def parse_config(config: Mapping[str, Any], name: str, where: str) -> ModelShape
     kind = listed[0]
     if kind not in ARCHITECTURES:
         raise top.error("architectures", unknown_name("architecture", kind, list(ARCHITECTURES)))
+    top = _with_defaults(top, kind)
     return replace(_shape(top, name, kind), quantised=_quantised(top, kind))
 
 
@@ -173,23 +210,46 @@ def _quantised(top: Fields, kind: str) -> str | None:
     return "fp8"
 
 
-def _shape(top: Fields, name: str, kind: str) -> ModelShape:
+def _with_defaults(top: Fields, kind: str) -> Fields:
+    """The config with the architecture's defaults where a field is missing or null."""
     config = top.data
+    if kind == "ChatGLMModel":  # whose class is not in the library: nothing has a default
+        return top
+    defaults = {k: v for k, v in zip(_FIELDS, _DEFAULTS[kind], strict=False) if v is not None}
+    key = "num_key_value_heads"
+    if key in config and config[key] is None:
+        default = defaults.pop(key, None)
+        if default is not None and kind not in _KV_MAY_BE_NULL:
+            told = f"leave it out for {default}, the default of {kind}, or write the number"
+            raise top.error(key, f"got null, which not all versions of transformers take; {told}")
+    # A window of null is none; of every other field null is the default.
+    given = {k: v for k, v in config.items() if v is not None or k == "sliding_window"}
+    if "num_experts" in given and "num_local_experts" in defaults:  # two names for one field
+        found = given.setdefault("num_local_experts", given["num_experts"])
+        if found != given["num_experts"]:
+            told = f"got {given['num_experts']!r}, but num_local_experts is {found!r}"
+            raise top.error("num_experts", told)
+    return Fields({**defaults, **given}, top.where)
+
+
+def _shape(top: Fields, name: str, kind: str) -> ModelShape:
     if kind == "ChatGLMModel":
         return _chatglm(top, name)
     heads, hidden = top.integer("num_attention_heads"), top.integer("hidden_size")
+    size = top.integer("head_dim") if "head_dim" in top.data else hidden // heads
+    if "head_dim" not in top.data and hidden % heads:
+        raise top.error("num_attention_heads", f"got {heads}; must divide hidden_size {hidden}")
     if kind == "FalconForCausalLM":
         return _falcon(top, name, heads, hidden)
-    given = config.get("head_dim")
-    size = top.integer("head_dim") if given is not None else hidden // heads
-    if given is None and hidden % heads:
-        raise top.error("num_attention_heads", f"got {heads}; must divide hidden_size {hidden}")
-    kv_heads = top.integer("num_key_value_heads") if "num_key_value_heads" in config else heads
+    kv_heads = top.integer("num_key_value_heads") if "num_key_value_heads" in top.data else heads
     if heads % kv_heads:
         raise top.error("num_key_value_heads", f"got {kv_heads}; must divide {heads} heads")
     layers = top.integer("num_hidden_layers")
-    experts, top_k, width, experts_dtype = _experts(top, kind)
+    experts, top_k, width, experts_dtype = _experts(top, kind, layers)
     window, windowed = _window(top, kind, layers)
+    biased = False
+    if kind not in ("MistralForCausalLM", "Phi3ForCausalLM", "MixtralForCausalLM"):
+        biased = _flag(top, "attention_bias", kind == "GptOssForCausalLM")
     return ModelShape(
         name=name,
         architecture=kind,
@@ -201,7 +261,8 @@ def _shape(top: Fields, name: str, kind: str) -> ModelShape:
         intermediate=width,
         vocabulary=top.integer("vocab_size"),
         tied=_flag(top, "tie_word_embeddings", kind in _TIED_BY_DEFAULT),
-        qkv_bias=kind in _QKV_BIAS or _flag(top, "attention_bias", False),
+        qkv_bias=kind in _QKV_BIAS or biased,
+        mlp_bias=kind == "LlamaForCausalLM" and _flag(top, "mlp_bias", False),
         qk_norm=kind in _QK_NORM,
         experts=experts,
         top_k=top_k,
@@ -218,48 +279,79 @@ def _flag(top: Fields, key: str, default: bool) -> bool:
     return value
 
 
-def _experts(top: Fields, kind: str) -> tuple[int, int, int, str | None]:
+def _experts(top: Fields, kind: str, layers: int) -> tuple[int, int, int, str | None]:
     """Experts, top-k, width of the feed-forward layer, and a format of its own."""
-    if kind == "MixtralForCausalLM":
-        found = top.integer("num_local_experts"), top.integer("num_experts_per_tok")
-        return *found, top.integer("intermediate_size"), None
+    if kind not in ("MixtralForCausalLM", "Qwen3MoeForCausalLM", "GptOssForCausalLM"):
+        return 0, 0, top.integer("intermediate_size"), None
+    experts, top_k = top.integer("num_local_experts"), top.integer("num_experts_per_tok")
+    if top_k > experts:
+        raise top.error("num_experts_per_tok", f"got {top_k} of {experts} experts")
+    width, method = "intermediate_size", None
     if kind == "Qwen3MoeForCausalLM":
-        if top.data.get("mlp_only_layers") or top.data.get("decoder_sparse_step", 1) != 1:
-            raise top.error("mlp_only_layers", "layers without experts; only all-expert models")
-        found = top.integer("num_experts"), top.integer("num_experts_per_tok")
-        return *found, top.integer("moe_intermediate_size"), None
+        width = "moe_intermediate_size"
+        dense = "some layers have no experts; only models that have them in all are known"
+        if top.data.get("decoder_sparse_step", 1) != 1:
+            raise top.error(
+                "decoder_sparse_step", f"got {top.data['decoder_sparse_step']!r}: {dense}"
+            )
+        given = top.data.get("mlp_only_layers", [])
+        if not isinstance(given, list) or any(row in range(layers) for row in given):
+            raise top.error("mlp_only_layers", f"got {given!r}: {dense}")
     if kind == "GptOssForCausalLM":
         quantised = top.data.get("quantization_config") or {}
         method = quantised.get("quant_method") if isinstance(quantised, Mapping) else None
         if method not in (None, "mxfp4"):
             raise top.error("quantization_config", f"got {method!r}; must be 'mxfp4' or left out")
-        found = top.integer("num_local_experts"), top.integer("num_experts_per_tok")
-        return *found, top.integer("intermediate_size"), method
-    return 0, 0, top.integer("intermediate_size"), None
+    return experts, top_k, top.integer(width), method
 
 
 def _window(top: Fields, kind: str, layers: int) -> tuple[int | None, int]:
     """Sliding window and the number of layers that have it."""
-    if top.data.get("sliding_window") is None or top.data.get("use_sliding_window") is False:
-        return None, 0
-    # Qwen's configs name a window that the models do not use unless they say so.
-    if kind.startswith("Qwen") and not _flag(top, "use_sliding_window", False):
-        return None, 0
-    window = top.integer("sliding_window")
-    if window >= top.data.get("max_position_embeddings", window + 1):
-        return None, 0
     kinds = top.data.get("layer_types")
-    if kinds is None:
-        return window, (layers + 1) // 2 if kind == "GptOssForCausalLM" else layers
-    if not isinstance(kinds, list) or len(kinds) != layers:
-        raise top.error("layer_types", f"must be a list of {layers} names")
-    return window, sum(one == "sliding_attention" for one in kinds)
+    known = ("sliding_attention", "full_attention")
+    if kinds is not None:
+        if not isinstance(kinds, list) or len(kinds) != layers:
+            raise top.error("layer_types", f"must be a list of {layers} names")
+        for one in kinds:
+            if one not in known:
+                raise top.error("layer_types", f"got {one!r}; must be {' or '.join(known)}")
+    # Qwen's configs name a window that the models do not use unless they say so.
+    used = not kind.startswith("Qwen") or _flag(top, "use_sliding_window", False)
+    windowed = 0
+    if used and top.data.get("sliding_window") is not None:
+        if kind in _ALL_WINDOWED:
+            windowed = layers
+        elif kind in _WINDOW_BY_LAYER and kinds is not None:
+            windowed = kinds.count("sliding_attention")
+        elif kind == "GptOssForCausalLM":
+            windowed = (layers + 1) // 2
+        elif kind in _WINDOW_BY_LAYER:
+            full = top.integer("max_window_layers", 0) if "max_window_layers" in top.data else 28
+            windowed = max(layers - full, 0)
+    if kinds is not None and kind not in _WINDOW_BY_LAYER:
+        if kinds.count("sliding_attention") != windowed:
+            raise top.error(
+                "layer_types",
+                f"names kinds of layers that {kind} does not have: it is alike in all",
+            )
+    window = top.integer("sliding_window") if windowed else None
+    if window is None or window >= top.integer("max_position_embeddings"):
+        return None, 0
+    return window, windowed
 
 
 def _falcon(top: Fields, name: str, heads: int, hidden: int) -> ModelShape:
     """Falcon: one KV head (multi-query), no gate, one norm a layer, four times as wide."""
-    if _flag(top, "new_decoder_architecture", False) or not _flag(top, "multi_query", True):
-        raise top.error("new_decoder_architecture", "only the multi-query form is known")
+    for field, value in (
+        ("new_decoder_architecture", False),
+        ("multi_query", True),
+        ("parallel_attn", True),
+        ("bias", False),
+    ):
+        if _flag(top, field, value) is not value:
+            told = "only the multi-query form with parallel attention and without biases is known"
+            raise top.error(field, f"got {not value}; {told}")
+    wide = "ffn_hidden_size" in top.data
     return ModelShape(
         name=name,
         architecture="FalconForCausalLM",
@@ -268,7 +360,7 @@ def _falcon(top: Fields, name: str, heads: int, hidden: int) -> ModelShape:
         heads=heads,
         kv_heads=1,
         head_size=hidden // heads,
-        intermediate=4 * hidden,
+        intermediate=top.integer("ffn_hidden_size") if wide else 4 * hidden,
         vocabulary=top.integer("vocab_size"),
         tied=_flag(top, "tie_word_embeddings", True),
         gated=False,
@@ -278,13 +370,14 @@ def _falcon(top: Fields, name: str, heads: int, hidden: int) -> ModelShape:
 
 def _chatglm(top: Fields, name: str) -> ModelShape:
     """ChatGLM2: the same parts under names of its own."""
+    grouped = _flag(top, "multi_query_attention", True)
     return ModelShape(
         name=name,
         architecture="ChatGLMModel",
         layers=top.integer("num_layers"),
         hidden=top.integer("hidden_size"),
         heads=top.integer("num_attention_heads"),
-        kv_heads=top.integer("multi_query_group_num"),
+        kv_heads=top.integer("multi_query_group_num" if grouped else "num_attention_heads"),
         head_size=top.integer("kv_channels"),
         intermediate=top.integer("ffn_hidden_size"),
         vocabulary=top.integer("padded_vocab_size"),

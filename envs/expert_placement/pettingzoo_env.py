@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pettingzoo
 from gymnasium import spaces
-from gymnasium.error import ResetNeeded
 from gymnasium.utils import seeding
 from pettingzoo import ParallelEnv
 
 from servegym._checks import check_render_mode, flag
+from servegym.envs._batch import need_episode, warn_of_no_mode
 from servegym.envs.expert_placement.core import (
     PlacementEpisode,
     action_space,
@@ -156,8 +156,7 @@ class ExpertPlacementParallelEnv(ParallelEnv):
             ResetNeeded: no episode is under way.
             ValueError: the action of a server is missing or malformed, or there is no such server.
         """
-        if not self.agents:
-            raise ResetNeeded("Cannot step: call reset() to begin an episode first.")
+        need_episode("step", bool(self.agents))
         if not isinstance(actions, Mapping):
             raise ValueError(
                 f"actions={actions!r} must be a dict from {self.agents[0]!r} to "
@@ -217,16 +216,19 @@ class ExpertPlacementParallelEnv(ParallelEnv):
 
     def state(self) -> np.ndarray:
         """The flattened observation of `ExpertPlacementEnv`, for centralised critics."""
+        need_episode("tell the state", self._random is not None)
         return np.asarray(spaces.flatten(self._inner, self.system.observation()))
 
     def request_log(self) -> np.ndarray:
         """One row per request that has arrived, see ``core.REQUEST_LOG``."""
+        need_episode("tell the log", self._random is not None)
         return self.system.request_log()
 
     def render(self) -> Any:
         """The whole system, as `ExpertPlacementEnv.render`."""
         if self.render_mode is None:
-            return None
+            return warn_of_no_mode()
+        need_episode("render", self._random is not None)
         from servegym.envs.expert_placement.render import render
 
         return render(self.system, self.render_mode)

@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 from gymnasium import spaces
-from gymnasium.error import ResetNeeded
 from gymnasium.utils import seeding
 from pettingzoo import ParallelEnv
 
 from servegym._checks import check_render_mode, choose, flag, keywords, whole
+from servegym.envs._batch import need_episode, warn_of_no_mode
 from servegym.envs.llm_routing import kernel
 from servegym.envs.llm_routing.config import build_problem
 from servegym.envs.llm_routing.core import RoutingBatch, observation_space
@@ -196,8 +196,7 @@ class LLMRoutingParallelEnv(ParallelEnv):
             ResetNeeded: no episode is under way.
             ValueError: the action of the one that has the turn is missing, or out of range.
         """
-        if not self.agents:
-            raise ResetNeeded("Cannot step: call reset() to begin an episode first.")
+        need_episode("step", bool(self.agents))
         index = self._index
         actor = int(self._owner[index])
         name = self.agents[actor]
@@ -315,20 +314,24 @@ class LLMRoutingParallelEnv(ParallelEnv):
 
     def state(self) -> np.ndarray:
         """What the access point that has the turn sees, flattened."""
+        need_episode("tell the state", self._random is not None)
         return np.asarray(spaces.flatten(self._inner, self._views()))
 
     def request_log(self) -> np.ndarray:
         """One row per decided request of the current episode, see ``core.REQUEST_LOG``."""
+        need_episode("tell the log", self._random is not None)
         return self.batch.request_log(0)
 
     def request_owners(self) -> np.ndarray:
         """Number of the access point of each row of `request_log`, int64."""
+        need_episode("tell the owners", self._random is not None)
         return self._owner[: self._index].copy()
 
     def render(self) -> Any:
         """Queues, memory and latency of each expert, as `LLMRoutingEnv.render`."""
         if self.render_mode is None:
-            return None
+            return warn_of_no_mode()
+        need_episode("render", self._random is not None)
         from servegym.envs.llm_routing.render import render
 
         return render(self.batch, 0, self.render_mode)

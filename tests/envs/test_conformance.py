@@ -4,6 +4,7 @@ import copy
 import importlib
 import pickle
 import warnings
+from functools import partial
 
 import gymnasium as gym
 import numpy as np
@@ -127,10 +128,14 @@ def make_sync(env_id, kind=None, num_envs=3, mode=AutoresetMode.NEXT_STEP, **kwa
     return make_vec(env_id, kind, num_envs, disable_env_checker=True, **how, **kwargs)
 
 
-def draw(env, count, seed=0):
-    space = copy.deepcopy(env.action_space)
+def draw_from(space, count, seed=0):
+    space = copy.deepcopy(space)
     space.seed(seed)
     return [space.sample() for _ in range(count)]
+
+
+def draw(env, count, seed=0):
+    return draw_from(env.action_space, count, seed)
 
 
 def play(env, actions, seed=None, reset=True):
@@ -358,11 +363,9 @@ def test_masks_and_rewards(env_id, kind):
 
 
 @every_id
-def test_steps_need_an_episode_and_time_limits_truncate(env_id):
+def test_time_limits_truncate(env_id):
     env, limited = make(env_id), make(env_id, max_episode_steps=2)
     action = draw(env, 1)[0]
-    with pytest.raises(ResetNeeded):
-        env.unwrapped.step(action)
     assert_same(env.reset(seed=2), limited.reset(seed=2))
     for ended in (False, True):
         one, other = env.step(action), limited.step(action)
@@ -370,19 +373,67 @@ def test_steps_need_an_episode_and_time_limits_truncate(env_id):
         assert one[3] is False and other[3] is ended
         assert_same(one[4], other[4])
     assert "episode_kpis" not in other[4]
-    while not one[2]:
-        one = env.step(action)
-    with pytest.raises(ResetNeeded):
-        env.unwrapped.step(action)
-    envs = make_vec(env_id, autoreset_mode="Disabled")
-    batch = draw(envs, 1)[0]
-    with pytest.raises(ResetNeeded):
-        envs.step(batch)
-    envs.reset(seed=0)
-    while not envs.step(batch)[2].any():
-        pass
+
+
+FORMS = [(env_id, form) for env_id in servegym.ENV_IDS for form in ("single", "vector")]
+FORMS += [(family.env_id, "parallel") for family in FAMILIES if family.parallel]
+OF_ALL = ("render", "action_masks", "observe", "state", "request_owners")
+OF_ONE = ("request_log", "episode_kpis", "clone_state")
+
+
+def in_form(env_id, form):
+    """An environment in a form, an action of it, and what it tells without a step, by name."""
+    if form == "parallel":
+        family = importlib.import_module(f"servegym.envs.{family_of(env_id).name}")
+        env = family.parallel_env(render_mode="ansi", **arguments(env_id))
+        action = {agent: draw_from(env.action_space(agent), 1)[0] for agent in env.possible_agents}
+    else:
+        kwargs = {"autoreset_mode": "Disabled"} if form == "vector" else {}
+        maker = make_vec if form == "vector" else make
+        env = maker(env_id, render_mode="ansi", **kwargs).unwrapped
+        action = draw(env, 1)[0]
+    row = [2] if form == "vector" else []
+    looks = [(name, ()) for name in OF_ALL] + [(name, row) for name in OF_ONE]
+    return env, action, {n: partial(getattr(env, n), *at) for n, at in looks if hasattr(env, n)}
+
+
+@pytest.mark.parametrize(("env_id", "form"), FORMS)
+def test_calls_out_of_order_are_refused_or_right(env_id, form):
+    env, action, looks = in_form(env_id, form)
+    assert len(looks) >= 3
+    for look in (*looks.values(), partial(env.step, action)):
+        with pytest.raises(ResetNeeded, match="reset"):
+            look()
+    if form == "vector":  # one system is begun: it can be copied, but all must be to step
+        env.reset(seed=0, options={"reset_mask": np.array([False, False, True])})
+        state = env.clone_state(2)
+        for look in (partial(env.clone_state, 1), env.render, partial(env.step, action)):
+            with pytest.raises(ResetNeeded, match="reset"):
+                look()
+        for row in range(3):
+            env.restore_state(row, state)
+        env.step(action)
+    twin = in_form(env_id, form)[0]
+    assert_same(env.reset(seed=0), twin.reset(seed=0))
+    for _ in range(2):  # `close` holds nothing: what goes on does so as if it had not been called
+        assert_same(env.step(action), twin.step(action))
+        env.close()
+    done = False
+    while not done:
+        _, _, ends, *_ = env.step(action)
+        done = all(ends.values()) if form == "parallel" else np.all(ends)
+        if form == "vector" and np.any(ends):
+            break
     with pytest.raises(ResetNeeded, match="reset"):
-        envs.step(batch)
+        env.step(action)
+    assert all(look() is not None for look in looks.values())
+    if "clone_state" in looks:  # a state begins an environment as a reset does
+        fresh, _, theirs = in_form(env_id, form)
+        for row in range(3) if form == "vector" else [None]:
+            at = [] if row is None else [row]
+            fresh.restore_state(*at, env.clone_state(*at))
+        assert_same(theirs["request_log"](), looks["request_log"]())
+        assert theirs["render"]() == looks["render"]()
 
 
 def scribble(thing):

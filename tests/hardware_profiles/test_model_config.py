@@ -86,6 +86,11 @@ def _config(**changes):
     return {key: value for key, value in config.items() if value is not _config}
 
 
+MIXTRAL = {"architectures": ["MixtralForCausalLM"]}
+MOE = {"architectures": ["Qwen3MoeForCausalLM"]}
+FALCON = {"architectures": ["FalconForCausalLM"]}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -93,13 +98,23 @@ def _config(**changes):
         ({"architectures": ["DeepseekV2ForCausalLM"]}, "'architectures': architecture: got"),
         ({"architectures": _config}, "field 'architectures': missing"),
         ({"architectures": []}, "must be a list of one name"),
-        ({"hidden_size": _config}, "field 'hidden_size': missing"),
         ({"hidden_size": 4095}, "must divide hidden_size 4095"),
         ({"intermediate_size": "wide"}, "field 'intermediate_size': got 'wide'"),
         ({"num_key_value_heads": 5}, "field 'num_key_value_heads': got 5; must divide 32 heads"),
         ({"tie_word_embeddings": "no"}, "field 'tie_word_embeddings': got 'no'"),
-        ({"architectures": ["MixtralForCausalLM"]}, "field 'num_local_experts': missing"),
-        ({"architectures": ["Qwen3MoeForCausalLM"]}, "field 'num_experts': missing"),
+        (
+            {**MIXTRAL, "num_key_value_heads": None},
+            "'num_key_value_heads': got null.*8, the default",
+        ),
+        ({**MIXTRAL, "num_experts": 4, "num_local_experts": 8}, "field 'num_experts': got 4, but"),
+        ({**MIXTRAL, "num_experts_per_tok": 9}, "field 'num_experts_per_tok': got 9 of 8"),
+        ({**MOE, "decoder_sparse_step": 2}, "field 'decoder_sparse_step': got 2: some layers"),
+        ({**MOE, "mlp_only_layers": [0]}, r"field 'mlp_only_layers': got \[0\]: some layers"),
+        ({"layer_types": ["full_attention"]}, "field 'layer_types': must be a list of 32"),
+        ({"layer_types": ["linear_attention"] * 32}, "field 'layer_types': got 'linear_attention'"),
+        ({"layer_types": ["sliding_attention"] * 32}, "'layer_types': names kinds of layers"),
+        ({**FALCON, "multi_query": False}, "field 'multi_query': got False; only"),
+        ({**FALCON, "parallel_attn": False}, "field 'parallel_attn': got False; only"),
         ({"quantization_config": {"quant_method": "awq"}}, "got 'awq'; must be 'fp8', or left out"),
     ],
 )
@@ -107,6 +122,82 @@ def test_bad_configs(changes, message):
     with pytest.raises(ValueError, match=message) as caught:
         parse_config(_config(**changes), "mine", "mine.json")
     assert "mine.json" in str(caught.value)
+
+
+# Parameters and (kv heads, head size, window, layers that have it) of a config that has nothing but
+# its architecture: those of the model that transformers 5.24 makes of it.
+EMPTY = {
+    "LlamaForCausalLM": (6_738_415_616, 32, 128, None, 0),
+    "MistralForCausalLM": (7_241_732_096, 8, 128, 4096, 32),
+    "Qwen2ForCausalLM": (12_049_846_272, 32, 128, None, 0),
+    "Qwen3ForCausalLM": (12_049_461_248, 32, 128, None, 0),
+    "Phi3ForCausalLM": (3_821_079_552, 32, 96, None, 0),
+    "GemmaForCausalLM": (8_537_680_896, 16, 256, None, 0),
+    "FalconForCausalLM": (6_921_720_704, 1, 64, None, 0),
+    "MixtralForCausalLM": (46_702_792_704, 8, 128, None, 0),
+    "Qwen3MoeForCausalLM": (15_350_731_776, 4, 64, None, 0),
+    "GptOssForCausalLM": (116_829_156_672, 8, 64, 128, 18),
+}
+
+
+@pytest.mark.parametrize("kind", EMPTY)
+def test_missing_and_null_fields_have_the_default_of_the_architecture(kind):
+    empty = parse_config({"architectures": [kind]}, "mine", "mine.json")
+    found = (empty.parameters, empty.kv_heads, empty.head_size, empty.window, empty.windowed_layers)
+    assert found == EMPTY[kind]
+    names = ["hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"]
+    names += ["head_dim", "vocab_size", "tie_word_embeddings", "attention_bias", "layer_types"]
+    names += ["use_sliding_window", "max_window_layers", "max_position_embeddings", "num_experts"]
+    names += ["decoder_sparse_step", "mlp_only_layers", "multi_query", "ffn_hidden_size"]
+    nulls = dict.fromkeys(names)
+    assert parse_config({"architectures": [kind], **nulls}, "mine", "mine.json") == empty
+
+
+def test_null_key_value_heads_are_the_attention_heads():
+    assert parse_config(_config(num_key_value_heads=None), "mine", "mine.json").kv_heads == 32
+    qwen = {"architectures": ["Qwen2ForCausalLM"], "num_attention_heads": 16}
+    found = parse_config({**qwen, "num_key_value_heads": None}, "mine", "mine.json")
+    assert found.kv_heads == 16
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "window", "windowed"),
+    [
+        ("LlamaForCausalLM", {"sliding_window": 512}, None, 0),  # which the architecture ignores
+        ("GemmaForCausalLM", {"sliding_window": 512}, None, 0),
+        ("MistralForCausalLM", {"sliding_window": None}, None, 0),
+        ("MistralForCausalLM", {"use_sliding_window": False}, 4096, 32),
+        ("Phi3ForCausalLM", {"sliding_window": 2047}, 2047, 32),
+        ("Qwen2ForCausalLM", {"sliding_window": 512}, None, 0),
+        ("Qwen2ForCausalLM", {"use_sliding_window": True}, 4096, 4),
+        ("Qwen3ForCausalLM", {"use_sliding_window": True, "max_window_layers": 0}, 4096, 32),
+        ("Qwen3ForCausalLM", {"use_sliding_window": True, "max_window_layers": 40}, None, 0),
+        (
+            "Qwen2ForCausalLM",
+            {
+                "use_sliding_window": True,
+                "layer_types": ["full_attention"] + ["sliding_attention"] * 31,
+            },
+            4096,
+            31,
+        ),
+        ("Qwen3MoeForCausalLM", {"use_sliding_window": True}, 4096, 24),
+        ("GptOssForCausalLM", {"num_hidden_layers": 5}, 128, 3),
+        ("GptOssForCausalLM", {"sliding_window": None}, None, 0),
+    ],
+)
+def test_windows_hold_for_the_layers_that_have_them(kind, changes, window, windowed):
+    found = parse_config({"architectures": [kind], **changes}, "mine", "mine.json")
+    assert (found.window, found.windowed_layers) == (window, windowed)
+
+
+def test_experts_answer_to_both_names_and_biases_count():
+    for name in ("num_experts", "num_local_experts"):
+        found = parse_config({"architectures": ["Qwen3MoeForCausalLM"], name: 16}, "m", "m.json")
+        assert found.experts == 16
+    plain = parse_config(_config(), "mine", "mine.json").parameters
+    biased = parse_config(_config(attention_bias=True, mlp_bias=True), "mine", "mine.json")
+    assert biased.parameters - plain == 32 * (6144 + 4096 + 2 * 14336 + 4096)
 
 
 def test_a_config_from_a_path(tmp_path):
