@@ -4,8 +4,8 @@
 Every file is written under a temporary name and renamed.
 
 The JSON has the fields of `provenance` (``command``, ``date`` in UTC, ``machine``, ``versions``,
-``quick``, ``settings``, ``merged``) and ``notes``, a list of records: ``text`` is the finding as a
-sentence, the other fields of a record are its numbers.
+``quick``, ``settings``) and ``notes``, a list of records: ``text`` is the finding as a sentence, the
+other fields of a record are its numbers.
 """
 
 from __future__ import annotations
@@ -65,7 +65,6 @@ def provenance(
     quick: bool = False,
     packages: Sequence[str] = (),
     settings: Mapping[str, Any] | None = None,
-    merged: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
     """How a table was made, for its JSON.
 
@@ -74,7 +73,6 @@ def provenance(
         quick: Whether the run was a smoke run, whose numbers are not results.
         packages: Packages whose versions are recorded besides numpy, numba and gymnasium.
         settings: Further facts of the run, such as the scenario or the checkpoints.
-        merged: Provenance of the earlier tables whose rows are in this one.
     """
     return {
         "command": command,
@@ -83,7 +81,6 @@ def provenance(
         "versions": versions(("numpy", "numba", "gymnasium", *packages)),
         "quick": quick,
         "settings": dict(settings or {}),
-        "merged": list(merged),
     }
 
 

@@ -1,4 +1,4 @@
-"""Result tables: provenance as data, rows that are appended, resumed and merged."""
+"""Result tables: provenance as data, rows that are appended and resumed."""
 
 import json
 import math
@@ -26,7 +26,7 @@ def test_a_result_is_rows_and_a_record(tmp_path: Path) -> None:
     record = read_record(tmp_path / "one.csv")
     assert record == json.loads((tmp_path / "one.json").read_text())
     assert (record["command"], record["quick"]) == ("make it", True)
-    assert record["settings"] == {"data": "mine"} and record["merged"] == []
+    assert record["settings"] == {"data": "mine"}
     assert set(record["versions"]) == {
         "serve-gym",
         "numpy",
