@@ -19,16 +19,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 import servegym  # noqa: F401  registers the ids
-from servegym.baselines.policy_file import PolicyError
 from servegym.baselines.protocol import Policy
 from servegym.envs.families import Family, family_of
 from servegym.experiments.evaluation.executor import Executor, run_serially
 from servegym.experiments.evaluation.guest import (
     TIME_LIMIT_S,
     GuestPolicy,
-    changed_files,
     guarded,
     package_files,
+    refuse_changes,
 )
 from servegym.experiments.evaluation.output import print_table
 from servegym.experiments.evaluation.play import (
@@ -293,11 +292,8 @@ def evaluate_block(
         envs.close()
         if guest is not None:
             guest.close()
-    if guest is not None and plan.files is not None and (changed := changed_files(plan.files)):
-        raise PolicyError(
-            f"policy {entered.name!r} has changed {changed[0]} of the installed package; install "
-            "it anew before anything else is measured"
-        )
+    if guest is not None and plan.files is not None:
+        refuse_changes(entered.name, plan.files)
     if decision_s > SLOW_S and delay is None:
         waits = envs.unwrapped.problem.arguments.get("router_delay_s")
         if waits is not None:

@@ -44,7 +44,7 @@ __all__ = [
     "MEMORY_LIMIT",
     "TIME_LIMIT_S",
     "GuestPolicy",
-    "changed_files",
+    "refuse_changes",
     "guarded",
     "package_files",
 ]
@@ -323,10 +323,15 @@ def package_files() -> dict[str, str]:
     return found
 
 
-def changed_files(before: Mapping[str, str]) -> list[str]:
-    """Places of the package's files that are not as `package_files` has seen them."""
+def refuse_changes(name: str, before: Mapping[str, str]) -> None:
+    """PolicyError where the package's files are not as `package_files` saw them before a guest."""
     after = package_files()
-    return sorted(x for x in before.keys() | after.keys() if before.get(x) != after.get(x))
+    changed = sorted(x for x in before.keys() | after.keys() if before.get(x) != after.get(x))
+    if changed:
+        raise PolicyError(
+            f"policy {name!r} has changed {changed[0]} of the installed package; install it anew "
+            "before anything else is measured"
+        )
 
 
 @contextmanager

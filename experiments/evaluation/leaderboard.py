@@ -31,7 +31,13 @@ from servegym.baselines.registry import list_policies
 from servegym.envs.families import FAMILIES, Family
 from servegym.experiments.evaluation.evaluate import DEFAULT_SEED, evaluate, fresh_seed, summarise
 from servegym.experiments.evaluation.executor import Executor, run_serially
-from servegym.experiments.evaluation.guest import TIME_LIMIT_S, GuestPolicy
+from servegym.experiments.evaluation.guest import (
+    TIME_LIMIT_S,
+    GuestPolicy,
+    guarded,
+    package_files,
+    refuse_changes,
+)
 from servegym.experiments.evaluation.output import print_table, read_rows
 from servegym.experiments.evaluation.play import problem_of
 from servegym.experiments.evaluation.reporting import report_of
@@ -511,17 +517,21 @@ def _is_current(row: Mapping[str, Any], point: Point) -> bool:
 
 def _load_guest(point: Point, name: str, args: argparse.Namespace) -> Policy:
     """A guest's policy, made here since its file lies on this machine."""
-    entered = resolve(
-        name,
-        problem_of(point.family.env_id, {"split": "eval", **point.env_kwargs}),
-        point.family,
-        in_process=args.in_process,
-        time_limit_s=args.time_limit,
-    )
+    problem = problem_of(point.family.env_id, {"split": "eval", **point.env_kwargs})
+    files = package_files()
+    with guarded():
+        entered = resolve(
+            name,
+            problem,
+            point.family,
+            in_process=args.in_process,
+            time_limit_s=args.time_limit,
+        )
     if entered.source == OWN:
         entered.policy.name = entered.name
     if isinstance(entered.policy, GuestPolicy):
         entered.policy.close()  # until it is measured
+        refuse_changes(entered.name, files)
     return entered.policy
 
 

@@ -4,8 +4,8 @@
 Every file is written under a temporary name and renamed.
 
 The JSON has the fields of `provenance` (``command``, ``date`` in UTC, ``machine``, ``versions``,
-``quick``, ``settings``) and ``notes``, a list of records: ``text`` is the finding as a sentence, the
-other fields of a record are its numbers.
+``quick``, ``settings``) and ``notes``, a list of records: ``text`` is the finding as a sentence,
+the other fields of a record are its numbers.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from servegym.baselines.policy_file import PolicyError
 from servegym.baselines.protocol import Policy
 from servegym.baselines.registry import from_callable, list_policies
 from servegym.envs.families import FAMILIES, family_named
@@ -120,6 +121,17 @@ def test_a_presubmit_tells_a_good_router_from_a_bad_one(
     ]
     (oracle,) = leaderboard.compare_guests(rows, [SMALL], "random")
     assert oracle["clairvoyant"] and not oracle["below"]
+
+
+def test_a_guest_that_changes_the_package_when_it_is_made_is_named(small: Path) -> None:
+    new = Path(leaderboard.__file__).with_name("cheat.txt")
+    text = f"open({str(new)!r}, 'w').close()\n" + ROUTER
+    (small / "bad.py").write_text(text)
+    try:
+        with pytest.raises(PolicyError, match="'bad.* has changed servegym.*cheat.txt"):
+            main(["--quick", "--policy", "bad.py"])
+    finally:
+        new.unlink(missing_ok=True)
 
 
 def test_policies_are_measured_at_the_points_of_their_family(
