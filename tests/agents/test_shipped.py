@@ -37,6 +37,7 @@ def scenario(name):
     return "paper_testbed" if name.endswith("paper_testbed") else "edge_hetero"
 
 
+@pytest.mark.slow  # the golden hashes say at once whether one acts as it did
 @pytest.mark.parametrize(("family", "name"), LEARNED)
 def test_each_beats_a_plain_rule_on_prompts_never_trained_on(family, name):
     path = shipped(family)[name]

@@ -48,6 +48,7 @@ def test_curves_and_seconds_to_a_level(tmp_path):
     assert np.isnan(learning.seconds_to(points, "seed_1", -0.1))
 
 
+@pytest.mark.slow
 def test_training_table_and_figure(tmp_path, monkeypatch):
     runs, short = tmp_path / "runs", {"episode_requests": 10}
     tiny = {
