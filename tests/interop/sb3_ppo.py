@@ -89,9 +89,9 @@ def main():
     )
     moments = model.policy.features_extractor.net.moments
     observation = envs.reset()
-    for _ in range(200):  # random actions tell the scale of each column
+    for k in range(200):  # random actions tell the scale of each column
         moments.update(torch.as_tensor(observation))
-        observation = envs.step(np.random.default_rng(_).integers(0, envs.action_space.n, 64))[0]
+        observation = envs.step(np.random.default_rng(k).integers(0, envs.action_space.n, 64))[0]
     model.learn(args.total_timesteps)
     print(f"cpu_s={time.process_time() - begin:.1f}")
 
