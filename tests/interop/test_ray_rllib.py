@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 pytest.importorskip("torch", reason="RLlib needs torch")
-pytest.importorskip("ray.exceptions", reason="Ray is not installed: pip install 'serve-gym[ray]'")
-pytest.importorskip("ray.rllib", reason="RLlib is not installed: pip install 'serve-gym[ray]'")
+pytest.importorskip("ray.exceptions", reason="Ray is not installed: pip install '.[ray]'")
+pytest.importorskip("ray.rllib", reason="RLlib is not installed: pip install '.[ray]'")
 
 import ray
 import torch

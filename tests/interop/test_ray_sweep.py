@@ -12,11 +12,11 @@ import time
 
 import pytest
 
-pytest.importorskip("ray.exceptions", reason="Ray is not installed: pip install 'serve-gym[ray]'")
+pytest.importorskip("ray.exceptions", reason="Ray is not installed: pip install '.[ray]'")
 pytest.importorskip("optuna")
 pytest.importorskip("yaml")
 pytest.importorskip("matplotlib")
-pytest.importorskip("ray.tune", reason="Tune is not installed: pip install 'serve-gym[ray]'")
+pytest.importorskip("ray.tune", reason="Tune is not installed: pip install '.[ray]'")
 
 
 from servegym.experiments.cluster import sweep as ray_sweep
