@@ -12,7 +12,7 @@ The environment says what the scores read and where episodes come from, see `Tas
 - with ``--set fleet=random``: an index that is the same for every expert, over features that are
   scaled by what each expert serves within L; drawn fleets, and now and then a named one;
 - ``servegym/PrefixRouting-v0``: an index that is the same for every replica, over features that
-  are scaled by what each replica prefills and holds; drawn cells, at rates at their knees.
+  are scaled by what each replica prefills and holds; drawn settings, at rates at their knees.
 
 ``--workers`` plays the episodes in as many processes, ``--ray`` on a Ray cluster; the result is the
 same.
@@ -30,13 +30,12 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-import tyro
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from servegym._command_line import parse_settings
 from servegym.agents.lib import checkpoint
-from servegym.agents.lib.arguments import RunArgs, at_least
+from servegym.agents.lib.arguments import RunArgs, at_least, run_agent
 from servegym.agents.lib.checkpoint import CheckpointPolicy
 from servegym.agents.lib.parallel import open_pool, run_jobs
 from servegym.agents.lib.run_log import RunLog, interval_passed
@@ -46,7 +45,7 @@ from servegym.baselines.llm_routing.features import load_scores
 from servegym.baselines.llm_routing.fleets import FleetSystem, PerFleet
 from servegym.baselines.llm_routing.system import RoutingSystem
 from servegym.baselines.prefix_routing import features as prefix_features
-from servegym.baselines.prefix_routing.cells import cell_of, problem_of
+from servegym.baselines.prefix_routing.drawn_settings import problem_of, setting_of
 from servegym.baselines.prefix_routing.system import PrefixSystem
 from servegym.baselines.protocol import VALIDATION, BasePolicy
 from servegym.envs.llm_routing import kernel
@@ -66,7 +65,7 @@ EVAL_REQUESTS = 500  # of an episode of the validation on fleets
 
 @dataclass
 class Args(RunArgs):
-    """Command line of the agent; 0 means what is usual for one fleet, drawn fleets or cells."""
+    """Command line of the agent; 0 means what is usual for one fleet, drawn fleets or settings."""
 
     env_id: Literal["servegym/LLMRouting-v1", "servegym/PrefixRouting-v0"] = ROUTING_ID
     """environment to search a router for"""
@@ -77,13 +76,13 @@ class Args(RunArgs):
     population: int = 0
     """candidates in a generation (64, 40, 40)"""
     worlds: int = 0
-    """drawn fleets or cells of the training; one fleet is the same in all of them (8, 64, 63)"""
+    """drawn fleets or settings of the training; one fleet is the same in all of them (8, 64, 63)"""
     episodes: int = 0
     """worlds that a generation plays, an episode each (8, 16, 9)"""
     eval_every: int = 0
     """decisions between evaluations; the best mean is saved (1,200,000, 1,920,000, 2,000,000)"""
     eval_worlds: int = 0
-    """fleets or cells of the validation, on the validation split (3, 24, 14)"""
+    """fleets or settings of the validation, on the validation split (3, 24, 14)"""
     eval_episodes: int = 0
     """episodes of each of them (8, 4, 4)"""
     workers: int = 1
@@ -207,7 +206,7 @@ class Cells(Task):
 
     def problem(self, stream: int) -> Any:
         """See `Task`."""
-        return problem_of(cell_of(stream), **self.env_kwargs)
+        return problem_of(setting_of(stream), **self.env_kwargs)
 
     def first_weights(self, system: Any) -> NDArray[np.float64]:
         """See `Task`."""
@@ -379,11 +378,12 @@ def train(args: Args) -> Path:
             one, seeds = mean[None].astype(np.float32), list(range(args.eval_episodes))
             streams = [VALIDATION + k for k in range(args.eval_worlds)]
             jobs = [(one, *where, stream, seeds) for stream in streams]
+            log.phase = "evaluating"
             found = {at: float(paid.mean()) for at, (paid, _) in run_jobs(play, jobs, pool)}
             result = {f"{task.logged[1]}_{k}": found[k] for k in range(len(jobs))}
             result[task.logged[1]] = score = float(np.mean(list(result.values())))
             metrics |= result
-            log.bar.console.print(f"step {step}: {task.logged[1]} {score:.4f}")
+            log.say(f"step {step}: {task.logged[1]} {score:.4f}")
             agent.weights.copy_(torch.as_tensor(mean))
             write = partial(save_policy, agent, args)
             best = checkpoint.save_best_and_last(write, args, run, score, best)
@@ -397,4 +397,4 @@ def train(args: Args) -> Path:
 
 
 if __name__ == "__main__":
-    train(tyro.cli(Args, config=(tyro.conf.FlagConversionOff,)))
+    run_agent(train, Args)

@@ -25,13 +25,12 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-import tyro
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from servegym._command_line import parse_settings
 from servegym.agents.lib import checkpoint, environments
-from servegym.agents.lib.arguments import ResumableRunArgs
+from servegym.agents.lib.arguments import ResumableRunArgs, run_agent
 from servegym.agents.lib.checkpoint import CheckpointPolicy
 from servegym.agents.lib.evaluation import evaluate_router
 from servegym.agents.lib.parallel import Pool, open_pool, run_jobs
@@ -366,8 +365,9 @@ def train(args: Args) -> Path:
             source.step(agent.values if fitted else source.heuristic, rng)
         step += 1
         if interval_passed(args.fit_every, before, labels) or labels >= args.total_timesteps:
-            agent, fitted = Agent(first_system).to(device), True
+            agent, fitted, log.phase = Agent(first_system).to(device), True, "fitting"
             metrics = fit(agent, sources, args)
+            log.phase = "evaluating"
             result = evaluate(agent, sources, args)
             log.print_qos(labels, result)
             decisions = n * len(sources) * step + sum(one.rollouts.decisions for one in sources)
@@ -397,4 +397,4 @@ def train(args: Args) -> Path:
 
 
 if __name__ == "__main__":
-    train(tyro.cli(Args, config=(tyro.conf.FlagConversionOff,)))
+    run_agent(train, Args)

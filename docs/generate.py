@@ -205,8 +205,8 @@ def origin(record: dict[str, Any]) -> str:
     return ", ".join(str(one) for one in (*machine, record.get("date")) if one)
 
 
-MANY = 8
-"""A result with more notes than this shows them folded."""
+NOTE_WORDS, ROWS = 40, 6
+"""Words of a result's findings and rows of a point of the leaderboard on a page."""
 
 
 def named(stem: str) -> str:
@@ -227,23 +227,32 @@ def place(path: Path) -> tuple[int, int, str]:
     return int(match[1] == "table"), int(match[2]), path.stem
 
 
-def claims(family: str) -> list[str]:
-    """The paper's claims beside ours; nothing for a family without a paper."""
+def shortened(notes: list[str]) -> list[str]:
+    """The first of a result's notes."""
+    kept = 1
+    while kept < len(notes) and len(" ".join(notes[: kept + 1]).split()) <= NOTE_WORDS:
+        kept += 1
+    return notes[:kept]
+
+
+def claims(family: str, title: str) -> list[dict[str, str]]:
+    """A page of the paper's claims beside ours; none for a family without a paper."""
     if family not in TITLES:
         return []
     rule = inspect.cleandoc(judge.__doc__ or "").partition("\n\n")[2].partition("Args:")[0]
     rule = (
-        "From the tables below (`servegym claims`). A claim without a figure agrees where it holds "
-        "in every case looked at, *in part* where it holds in some. A change of a percentage is "
-        f"judged by this rule.\n\n{rule.strip()}"
+        f"From the [results]({family}.md) (`servegym claims`). A claim without a figure agrees "
+        "where it holds in every case looked at, *in part* where it holds in some. A change of a "
+        f"percentage is judged by this rule.\n\n{rule.strip()}"
     )
-    table = ["## The paper's claims", "", rule, ""]
+    table = [f"# Claims: {title}", "", rule, ""]
     table += ["| " + " | ".join(HEADINGS) + " |", "|" + " --- |" * len(HEADINGS)]
     bold = {"disagrees": "**disagrees**", "in part": "**in part**"}
     for *cells, verdict in claim_lines(family):
         cells = [cell.replace("|", "\\|") for cell in (*cells, bold.get(verdict, verdict))]
         table.append("| " + " | ".join(cells) + " |")
-    return [*table, ""]
+    write(f"results/{family}-claims.md", "\n".join(table))
+    return [{f"{title}: claims": f"results/{family}-claims.md"}]
 
 
 def result_picture(record: Path, study: Study | None) -> bytes | None:
@@ -266,12 +275,12 @@ def shown(command: str) -> list[str]:
 
 
 def results() -> list[dict[str, str]]:
-    """A page a family of results: picture, findings, command."""
+    """A page a family of results: picture, first findings, command; and one of claims."""
     nav = []
     for family, title in ((one.group, one.title) for one in FAMILIES):
         pictures = list_pictures(family)
         found = [path for path in (RESULTS / family).glob("*.json") if path.stem[:5] != "bench"]
-        lines = [f"# Results: {title}", "", *claims(family)]
+        lines = [f"# Results: {title}", ""]
         for path in sorted(found, key=place):
             record = read_record(path)
             notes = [note["text"] for note in record["notes"]]
@@ -283,14 +292,14 @@ def results() -> list[dict[str, str]]:
                 with mkdocs_gen_files.open(f"results/{family}/{path.stem}.png", "wb") as stream:
                     stream.write(png)
                 lines += [f"![{path.stem}]({family}/{path.stem}.png)", ""]
-            if len(notes) > MANY:
-                lines += [f'??? note "All {len(notes)} findings"', ""]
-            lines += ["    " * (len(notes) > MANY) + f"- {note}" for note in notes]
+            lines += [f"- {note}" for note in shortened(notes)]
             lines += ["", *shown(record["command"])]
+            left = len(notes) - len(shortened(notes))
             rows = f"`experiments/results/{family}/{path.stem}.csv`"
+            rows += f", {left} more findings in `{path.stem}.json`" if left else ""
             lines += ["", f"{rows}; {origin(record)}", ""]
         write(f"results/{family}.md", "\n".join(lines))
-        nav.append({title: f"results/{family}.md"})
+        nav += [{title: f"results/{family}.md"}, *claims(family, title)]
     return nav
 
 
@@ -334,16 +343,14 @@ def benchmarks() -> None:
 
 
 def home() -> None:
-    """README, CONTRIBUTING and CHANGELOG with their links turned into this site's."""
+    """README and CONTRIBUTING with their links turned into this site's."""
     for source, page in (
         ("README.md", "index.md"),
         ("CONTRIBUTING.md", "contributing.md"),
-        ("CHANGELOG.md", "changelog.md"),
     ):
         text = (ROOT / source).read_text(encoding="utf-8")
         text = text.replace("](docs/", "](").replace("](CONTRIBUTING.md)", "](contributing.md)")
-        text = text.replace("](CHANGELOG.md)", "](changelog.md)")
-        text = re.sub(r"\[([^\]]*)\]\((?:CITATION.cff|LICENSE)\)", r"`\1`", text)
+        text = re.sub(r"\[([^\]]*)\]\((?:CITATION.cff|LICENSE|CHANGELOG.md)\)", r"`\1`", text)
         text = text.replace("](experiments/results)", "](results/routing.md)")
         write(page, text)
 
@@ -383,11 +390,14 @@ def prefix_routing() -> None:
 
 
 def leaderboard() -> bool:
-    """The committed standard evaluation; False if there is none yet."""
+    """The best of the committed standard evaluation; False if there is none yet."""
     rows = read_board(RESULTS / "leaderboard.csv")
     if rows:
+        table = re.compile(rf"((?:^\|.*\n){{{ROWS + 2}}})(?:^\|.*\n?)+", re.MULTILINE)
+        text = table.sub(r"\1", leaderboard_page(rows))
+        text = text.replace("the best first.", f"of each point the best {ROWS}.", 1)
         # An interval stays on one line.
-        text = re.sub(r" \[(\S+), (\S+)\]", "\u00a0[\\1,\u00a0\\2]", leaderboard_page(rows))
+        text = re.sub(r" \[(\S+), (\S+)\]", "\u00a0[\\1,\u00a0\\2]", text)
         write("leaderboard.md", text)
     return bool(rows)
 
@@ -402,17 +412,17 @@ standing += [{"Benchmarks": "benchmarks.md"}]
 mkdocs_gen_files.config["nav"] = [
     {"Home": "index.md"},
     {
-        "Findings": [
-            *({family.title: f"findings/{family.group}.md"} for family in FAMILIES),
-            {"Glossary": "glossary.md"},
-        ]
-    },
-    {
         "Tutorials": [
             *tutorials(),
             {"Put a trained router before your servers": "tutorials/gateway.md"},
             {"Other libraries": "interop.md"},
             {"More than one machine": "scaling.md"},
+        ]
+    },
+    {
+        "Findings": [
+            *({family.title: f"findings/{family.group}.md"} for family in FAMILIES),
+            {"Glossary": "glossary.md"},
         ]
     },
     {"Environments": environments()},
@@ -431,5 +441,5 @@ mkdocs_gen_files.config["nav"] = [
             {"Test a gateway": "serve.md"},
         ]
     },
-    {"Project": [{"Contributing": "contributing.md"}, {"Changelog": "changelog.md"}]},
+    {"Contributing": "contributing.md"},
 ]

@@ -16,7 +16,7 @@ from typing import Annotated, Any, NoReturn, TypeVar
 
 import typer
 
-from servegym._command_line import parse_settings
+from servegym._command_line import parse_settings, told
 
 __all__ = ["app"]
 
@@ -44,32 +44,12 @@ def _clear_errors(command: Command) -> Command:
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         try:
             return command(*args, **kwargs)
-        except ModuleNotFoundError as error:
-            name = (error.name or "").partition(".")[0]
-            if name == "servegym":
-                raise
-            extra = {
-                "matplotlib": "plots",
-                "pandas": "plots",
-                "PIL": "plots",
-                "wandb": "track",
-                "optuna": "sweep",
-                "ray": "ray",
-                "yaml": "sweep",
-                "transformers": "predict",
-                "tokenizers": "predict",
-                "aiohttp": "real",
-                "grpc": "gateways",
-                "envoy_data_plane": "gateways",
-                "gguf": "real",
-            }.get(name, "agents")
-            _fail(f"{name} is not installed; pip install 'serve-gym[{extra}]'")
         except BrokenPipeError:  # the reader of a pipe, such as head, has seen enough
             # What is still buffered must not be flushed into the closed pipe at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(0) from None
-        except (ValueError, OSError) as error:
-            _fail(" ".join(str(error).split()) or type(error).__name__)
+        except (ValueError, OSError, ModuleNotFoundError) as error:
+            _fail(told(error))
 
     return wrapped  # type: ignore[return-value]
 

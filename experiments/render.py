@@ -39,7 +39,7 @@ def render_episode(
         env_kwargs: Arguments of the environment; ``split`` is "eval" unless given.
         seed: Seed of the episode, by default the first one of an evaluation.
         fps: Frames a second of a GIF.
-        out: ``.gif`` for all states, ``.png`` for the last one; None prints text.
+        out: ``.gif`` for all states, ``.png`` for the last one before the end; None prints text.
         echo: Prints text.
 
     Raises:
@@ -52,6 +52,7 @@ def render_episode(
     entered = resolve(chosen, problem_of(family.env_id, kwargs), family)
     envs = open_envs(family, entered, 1, kwargs, "ansi" if out is None else "rgb_array")
     frames: list[Any] = []
+    state: Any = None
     try:
         episode = play(envs, entered, DEFAULT_SEED if seed is None else seed)
         for number, step in enumerate(islice(episode, steps), 1):
@@ -59,8 +60,14 @@ def render_episode(
                 choice = report.describe_action(step.actions)
                 echo(f"decision {number}: {choice}, reward {float(step.reward[0]):.3f}")
                 echo(str(envs.render()[0]).rstrip("\n") + "\n")
-            elif out.suffix.lower() == ".gif" or step.ended[0] or number == steps:
+                continue
+            picture = out.suffix.lower() == ".png"
+            if picture and step.ended[0] and state is not None:
+                envs.unwrapped.restore_state(0, state)  # in the end there is nothing to see
+            if not picture or step.ended[0] or number == steps:
                 frames.append(envs.render()[0])
+            elif picture:
+                state = envs.unwrapped.clone_state(0)
     finally:
         envs.close()
     if out is not None:

@@ -28,6 +28,7 @@ from typing import Any
 
 import numpy as np
 
+from servegym._command_line import run_main
 from servegym.baselines.registry import list_policies
 from servegym.experiments.evaluation.evaluate import evaluate
 from servegym.experiments.evaluation.output import print_table, write_text
@@ -334,7 +335,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, help=f"decisions of the training ({STEPS})")
     parser.add_argument("--seed", type=int, default=1, help="seed of the training (1)")
     parser.add_argument("--episodes", type=int, default=50, help="episodes a policy and rate (50)")
-    parser.add_argument("--out", type=Path, default=Path("runs/train"), help="folder (runs/train)")
+    parser.add_argument("--out", type=Path, help="folder (runs/train; runs/train-quick if quick)")
     parser.add_argument("--checkpoint", type=Path, nargs="+", help="compare these, train nothing")
     parser.add_argument("--quick", action="store_true", help="a smoke run, numbers not to quote")
     words = sys.argv[1:] if argv is None else list(argv)
@@ -345,11 +346,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     for checkpoint in args.checkpoint or ():
         if not checkpoint.exists():
             parser.error(f"--checkpoint {checkpoint} does not exist")
+    if args.out is None:
+        args.out = Path("runs", "train-quick" if args.quick else "train")
     try:
         args.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         parser.error(f"--out {args.out} cannot be made: {error}")
 
+    if args.quick:
+        print("Smoke run: it shows that everything works; its numbers are not to be quoted.")
     run, command, settings = args.out / "training", [], {}
     if args.checkpoint is None:
         command = training_command(steps, args.seed, args.out)
@@ -372,4 +377,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

@@ -58,6 +58,9 @@ LOOK = "test_equal_to_the_reference_at_every_look"
 LEAVE = "test_requests_that_leave_their_server"
 INDEXED = "test_gateway.py::test_kernel_equals_plain_objects"
 CACHED = "test_offload.py::test_equal_to_the_reference_at_every_look"
+LIMIT = "test_env.py::test_a_request_exactly_at_its_limit_keeps_it"
+OBJECTIVE = "test_env.py::test_a_request_exactly_at_its_objective_keeps_it"
+INSTANT = "test_what_arrives_at_an_instant_comes_before_what_ends_then"
 
 MUTANTS = (
     # Preemption frees the oldest request's blocks.
@@ -290,6 +293,43 @@ MUTANTS = (
         "e.safe = min(e.safe, np.inf)",
         "test_equal_to_the_reference",
     ),
+    # Of requests that become available at one instant the last goes first.
+    Mutant(
+        ROUTING,
+        "queues.py",
+        "ahead.available <= r.available",
+        "ahead.available < r.available",
+        "test_requests_file.py::test_requests_of_one_instant_are_served_in_order",
+    ),
+    # What is exactly on the limit, or fills it exactly, is beyond it.
+    Mutant(
+        ROUTING,
+        "iterations.py",
+        "latency <= v.latency_requirement",
+        "latency < v.latency_requirement",
+        "test_requests_file.py::test_an_answer_exactly_at_the_requirement_is_on_time",
+    ),
+    Mutant(
+        SERVERLESS,
+        "planning.py",
+        "e.idle_s <= c.keep_alive_s",
+        "e.idle_s < c.keep_alive_s",
+        "test_env.py::test_a_function_idle_for_exactly_the_keep_alive_time_is_warm",
+    ),
+    Mutant(SERVERLESS, "service.py", "log.ttft_s > request", "log.ttft_s >= request", LIMIT),
+    Mutant(SERVERLESS, "service.py", "log.tpot_s > request", "log.tpot_s >= request", LIMIT),
+    Mutant(PREFIX, "steps.py", "in_time = ttft <= p", "in_time = ttft < p", OBJECTIVE),
+    Mutant(PREFIX, "steps.py", "r.finish - r.first <= p", "r.finish - r.first < p", OBJECTIVE),
+    Mutant(
+        PREFIX,
+        "events.py",
+        "- 1) <= e.capacity",
+        "- 1) < e.capacity",
+        "test_env.py::test_requests_that_take_all_of_the_memory_are_served",
+    ),
+    # What ends at an instant goes before what arrives then; an epoch leaves out its last instant.
+    Mutant(PLACEMENT, "simulation.py", "arrival <= now", "arrival < now", INSTANT),
+    Mutant(PLACEMENT, "simulation.py", "now > until", "now >= until", INSTANT),
 )
 
 

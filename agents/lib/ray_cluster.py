@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from servegym._command_line import install_line
 from servegym._versions import versions
 
 __all__ = ["RETRIES", "check_ray", "cluster", "run_jobs"]
@@ -64,7 +65,7 @@ def check_ray(where: str, *modules: str) -> int | None:
             importlib.import_module(module)
         except ImportError as error:
             raise ModuleNotFoundError(
-                f"{module} is not installed; pip install 'serve-gym[ray]'", name=module
+                f"{module} is not installed; {install_line('ray')}", name=module
             ) from error
     return count
 

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from servegym._checks import real, whole
+from servegym._command_line import install_line
 from servegym.baselines.prefix_routing.llm_d import sticky
 from servegym.baselines.prefix_routing.view import Rule, View
 
@@ -80,7 +81,7 @@ class OnlineTrees:
             import lightgbm  # pyright: ignore[reportMissingImports]
         except ImportError as error:
             raise ImportError(
-                "llm_d_predicted needs LightGBM: pip install 'serve-gym[gateways]'"
+                f"llm_d_predicted needs LightGBM; {install_line('gateways')}"
             ) from error
         known = np.isfinite(target)
         if not known.any():

@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 import inspect
 import math
+import os
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -20,9 +22,19 @@ def choose(argument: str, given: Any, allowed: Iterable[str]) -> str:
     names = list(allowed)
     if isinstance(given, str) and given in names:
         return given
+    if missing_file(given):
+        raise ValueError(f"{argument}={given!r}: no such file.")
     near = difflib.get_close_matches(str(given), names, n=1, cutoff=0.4)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     raise ValueError(f"{argument}={given!r} is unknown; choose one of {names}.{hint}")
+
+
+_FILE = re.compile(r"^[.~]{0,2}/|\.(csv|gz|json|jsonl|npz|parquet|pt|py|safetensors|toml|ya?ml)$")
+
+
+def missing_file(given: Any) -> bool:
+    """Whether it looks like the path of a file, and there is none."""
+    return isinstance(given, str) and bool(_FILE.search(given)) and not os.path.exists(given)
 
 
 def whole(argument: str, given: Any, low: int, high: int = 1 << 31) -> int:

@@ -1,4 +1,4 @@
-"""What command lines share: ``--set key=value``, and how modules end that run as scripts."""
+"""What command lines share: ``--set key=value``, and how a user's mistakes are told."""
 
 from __future__ import annotations
 
@@ -8,7 +8,41 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-__all__ = ["parse_settings", "run_main"]
+__all__ = ["install_line", "parse_settings", "run_main", "told"]
+
+EXTRAS = {
+    "matplotlib": "plots",
+    "pandas": "plots",
+    "PIL": "plots",
+    "wandb": "track",
+    "optuna": "sweep",
+    "ray": "ray",
+    "yaml": "sweep",
+    "transformers": "predict",
+    "tokenizers": "predict",
+    "aiohttp": "real",
+    "grpc": "gateways",
+    "envoy_data_plane": "gateways",
+    "gguf": "real",
+}
+"""Library -> the extra that has it; the others are in ``agents``."""
+
+
+def install_line(extra: str) -> str:
+    """How an extra is installed."""
+    return f"in a checkout of servegym: pip install '.[{extra}]'"
+
+
+def told(error: Exception) -> str:
+    """A user's mistake in one line; an error that is none is raised."""
+    if isinstance(error, ModuleNotFoundError):
+        name = (error.name or "").partition(".")[0]
+        if name == "servegym":
+            raise error
+        return f"{name} is not installed; {install_line(EXTRAS.get(name, 'agents'))}"
+    if not isinstance(error, (ValueError, OSError)):
+        raise error
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def parse_settings(items: Sequence[str]) -> dict[str, Any]:
@@ -36,10 +70,11 @@ def parse_settings(items: Sequence[str]) -> dict[str, Any]:
     return settings
 
 
-def run_main(main: Callable[[], int]) -> NoReturn:
-    """Exit with the status that ``main`` returns; a ValueError is one line on stderr, status 2."""
+def run_main(main: Callable[[], Any]) -> NoReturn:
+    """Exit with the status that ``main`` returns; a mistake is one line on stderr, status 2."""
     try:
-        raise SystemExit(main())
-    except ValueError as mistake:
-        print(f"error: {mistake}", file=sys.stderr)
+        status = main()
+    except (ValueError, OSError, ModuleNotFoundError) as mistake:
+        print(f"servegym: error: {told(mistake)}", file=sys.stderr)
         raise SystemExit(2) from None
+    raise SystemExit(status if isinstance(status, int) else 0)

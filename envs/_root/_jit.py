@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 import numba
 from numba import njit
-from numba.core import cgutils, config, types
+from numba.core import cgutils, config, event, types
 from numba.core.caching import IndexDataCacheFile
 from numba.core.registry import CPUDispatcher
 from numba.extending import intrinsic
@@ -162,8 +162,8 @@ def compile_kernels(
 ) -> list[Callable[..., Any]]:
     """Compile functions for the types of these arguments, or load them from the cache on disk.
 
-    The functions are not called. Where that takes longer than two seconds, one line on stderr says
-    what is compiled. Batches call it when they are built, so that no reset or step compiles; a
+    The functions are not called. Where compiling takes longer than two seconds, a line on stderr
+    says what is compiled. Batches call it when they are built, so that no reset or step compiles; a
     package of baselines does it in ``compile_kernels()``, which ``servegym warm`` calls.
 
     Args:
@@ -183,20 +183,30 @@ def compile_kernels(
         return [function for function, _ in functions]  # NUMBA_DISABLE_JIT
     missing = [each for each in functions if each[1] not in each[0].overloads]
     if missing:
-        notice = threading.Timer(NOTICE_AFTER_S, _notify, [engine])
-        notice.daemon = True
-        notice.start()
+        notice = _Notice(engine)
         try:
-            for function, signature in missing:
-                function.compile(signature)
+            with event.install_listener("numba:compile", notice):
+                for function, signature in missing:
+                    function.compile(signature)
         finally:
-            notice.cancel()
+            notice.timer.cancel()
     return [function.overloads[signature].entry_point for function, signature in functions]
 
 
-def _notify(engine: str) -> None:
-    print(
-        f"servegym: compiling the {engine}, once per machine (`servegym warm` does it ahead) ...",
-        file=sys.stderr,
-        flush=True,
-    )
+class _Notice(event.Listener):
+    """Says that something is compiled, which loading from the cache is not."""
+
+    def __init__(self, engine: str) -> None:
+        text = f"servegym: compiling the {engine}, once per machine (`servegym warm` does it ahead)"
+        how = {"file": sys.stderr, "flush": True}
+        self.timer = threading.Timer(NOTICE_AFTER_S, print, [f"{text} ..."], how)
+        self.timer.daemon = True
+        self.begun = False
+
+    def on_start(self, event: Any) -> None:
+        if not self.begun:
+            self.begun = True
+            self.timer.start()
+
+    def on_end(self, event: Any) -> None:
+        pass

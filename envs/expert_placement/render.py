@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from gymnasium.error import DependencyNotInstalled
 
+from servegym._command_line import install_line
 from servegym.envs.expert_placement.core import PlacementEpisode
 
 WIDTH, HEIGHT = 960, 540
@@ -113,7 +114,7 @@ def _pixels(system: PlacementEpisode) -> np.ndarray:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise DependencyNotInstalled(
-            'render_mode="rgb_array" needs matplotlib: pip install "serve-gym[plots]".'
+            f'render_mode="rgb_array" needs matplotlib; {install_line("plots")}'
         ) from error
     figure = Figure(figsize=(WIDTH / 100, HEIGHT / 100), dpi=100, facecolor=_PAPER)
     canvas = FigureCanvasAgg(figure)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from gymnasium.error import DependencyNotInstalled
 
+from servegym._command_line import install_line
 from servegym.envs.llm_routing import kernel
 from servegym.envs.llm_routing.core import RoutingBatch, held
 
@@ -275,7 +276,7 @@ class _Sheet:
             from matplotlib.figure import Figure
         except ImportError as error:
             raise DependencyNotInstalled(
-                'render_mode="rgb_array" needs matplotlib: pip install "serve-gym[plots]".'
+                f'render_mode="rgb_array" needs matplotlib; {install_line("plots")}'
             ) from error
         figure = Figure(figsize=(WIDTH / 100, HEIGHT / 100), dpi=100, facecolor=_PAPER)
         self.canvas = FigureCanvasAgg(figure)

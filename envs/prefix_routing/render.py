@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from gymnasium.error import DependencyNotInstalled
 
+from servegym._command_line import install_line
 from servegym.envs.prefix_routing import kernel
 
 WIDTH, HEIGHT, SHOWN = 960, 540, 40
@@ -82,7 +83,7 @@ def _pixels(batch: Any, row: int) -> np.ndarray:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise DependencyNotInstalled(
-            'render_mode="rgb_array" needs matplotlib: pip install "serve-gym[plots]".'
+            f'render_mode="rgb_array" needs matplotlib; {install_line("plots")}'
         ) from error
     log, problem = batch.request_log(row), batch.problem
     engine, seen = batch.systems.replica[row], batch.gateway.replica[row]

@@ -145,6 +145,9 @@ def print_table(
 ) -> None:
     """Print a table, the first columns left and the others right aligned.
 
+    One that is wider than the terminal, or than 100 characters in a file or a pipe, is printed in
+    parts that repeat the first columns.
+
     Args:
         title: Line above the table.
         columns: Headings.
@@ -163,18 +166,34 @@ def print_table(
         return
     console = Console(file=file, highlight=False)
     if not console.is_terminal:
-        # A file or a pipe has no width; folding cells to 80 characters would only spoil it.
-        console = Console(file=file, highlight=False, width=240)
-    table = Table(title=Text(title), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    for index, column in enumerate(columns):
-        table.add_column(
-            Text(column), justify="left" if index < left else "right", no_wrap=index == 0
+        console = Console(file=file, highlight=False, width=100)  # a file or a pipe has none
+    wide = [max(len(line[i]) for line in [columns, *rows]) for i in range(len(columns))]
+    for shown in _parts(wide, left, console.width):
+        table = Table(
+            title=title and Text(title), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False
         )
-    for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
-    console.print(table)
+        for i in shown:
+            how: dict[str, Any] = {"justify": "left", "no_wrap": i == 0, "overflow": "fold"}
+            if i >= left:
+                how = {"justify": "right", "min_width": wide[i]}
+            table.add_column(Text(columns[i]), **how)
+        for row in rows:
+            table.add_row(*(Text(row[i]) for i in shown))
+        console.print(table)
+        title = ""
     for note in notes:
         console.print(Text(note))
+
+
+def _parts(wide: Sequence[int], left: int, room: int) -> list[list[int]]:
+    """Numbers of the columns of each part of a table, which have these widths."""
+    first = list(range(left))
+    parts = [first.copy()]
+    for i in range(left, len(wide)):
+        if len(parts[-1]) > left and sum(wide[k] + 3 for k in (*parts[-1], i)) + 2 > room:
+            parts.append(first.copy())
+        parts[-1].append(i)
+    return parts
 
 
 def _print_plain(

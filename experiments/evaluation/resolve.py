@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from servegym._checks import missing_file
 from servegym.agents.lib.checkpoint import shipped, shipped_for
 from servegym.baselines.policy_file import FilePolicy, policy_from_file
 from servegym.baselines.protocol import CallablePolicy, Policy
@@ -106,6 +107,8 @@ def resolve(
                 f"policy is {name!r}, which is a policy for {other.name}, not for {family.name}; "
                 "see `servegym list`"
             )
+    if missing_file(name) or "/" in name:
+        raise ValueError(f"policy is {name!r}: no such file")
     names += trained
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     hint = f" (did you mean {near[0]!r}?)" if near else ""

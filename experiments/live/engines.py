@@ -7,6 +7,7 @@ import os
 import sys
 from pathlib import Path
 
+from servegym._command_line import install_line
 from servegym.experiments.live import llama_server
 from servegym.experiments.live.fleet_file import ServerSpec
 from servegym.hardware_profiles import load
@@ -40,7 +41,7 @@ def command(spec: ServerSpec, model: Path, port: int) -> tuple[list[str], dict[s
     if spec.engine == "llama.cpp":
         if not spec.python and importlib.util.find_spec("xllamacpp") is None:
             raise ValueError(
-                f"server {spec.name!r}: xllamacpp is not installed; pip install 'serve-gym[real]'"
+                f"server {spec.name!r}: xllamacpp is not installed; {install_line('real')}"
             )
         words = [python, str(Path(llama_server.__file__)), "--model", str(model)]
         words += ["--name", spec.name, "--host", spec.host, "--port", str(port)]

@@ -112,7 +112,7 @@ def read_sweep(name: str | Path) -> Sweep:
     if path.suffix not in (".yaml", ".yml"):
         path = FOLDER / f"{choose('sweep', str(name), list_sweeps())}.yaml"
     if not path.is_file():
-        raise ValueError(f"sweep is {str(name)!r}, which is no file; shipped: {list_sweeps()}")
+        raise ValueError(f"sweep is {str(name)!r}: no such file")
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:

@@ -16,8 +16,10 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 
 import servegym.agents  # noqa: E402
 from servegym.agents import load_policy  # noqa: E402
+from servegym.agents.lib.arguments import run_agent  # noqa: E402
 from servegym.agents.lib.checkpoint import AGENTS  # noqa: E402
 from servegym.agents.lib.evaluation import evaluate_router  # noqa: E402
+from servegym.agents.lib.run_log import RunLog, keep_telling  # noqa: E402
 from servegym.agents.lib.snapshots import load_snapshot  # noqa: E402
 from servegym.baselines.protocol import Policy  # noqa: E402
 from servegym.envs.families import family_of  # noqa: E402
@@ -119,8 +121,13 @@ def test_a_run_of_one_step_ends(agent, tmp_path):
                 ("ppo_serverless", 0),
                 ("ppo_placement", 0),
                 ("mappo_placement", 0),
+                ("ppo_sets", 0),
+                ("rpi", -5),
             )
         ),
+        ("ppo_sets", {"num_steps": -1}, "num_steps: got -1; it must be 1 or more"),
+        ("rpi", {"fit_every": 0}, "fit_every: got 0"),
+        ("sac_han", {"eval_every": -1}, "eval_every: got -1; it must be 0 or more"),
         ("sac_han", {"buffer_size": 60}, "buffer_size: got 60"),
         ("baseline_rl", {"buffer_size": 60}, "buffer_size: got 60"),
         ("ppo", {"env_id": ROUTING}, "no single Box"),
@@ -135,8 +142,8 @@ def test_a_run_of_one_step_ends(agent, tmp_path):
             (policy, changes, named)
             for policy in ("ppo_placement", "mappo_placement")
             for changes, named in (
-                ({"eval_episodes": 0}, "eval_episodes is 0"),
-                ({"group_size": 1}, "group_size is 1; allowed is 2 or more"),
+                ({"eval_episodes": 0}, "eval_episodes: got 0"),
+                ({"group_size": 1}, "group_size: got 1; it must be 2 or more"),
                 ({"set": ("free_start=false",)}, "free_start belongs to the agent"),
                 ({"set": ("scenario=edge",)}, "edge_hetero"),
             )
@@ -148,10 +155,63 @@ def test_a_run_of_one_step_ends(agent, tmp_path):
     ],
 )
 def test_a_run_that_could_not_begin_is_refused_by_name(policy, changes, named, tmp_path):
-    module, args = tiny(policy, tmp_path, **changes)
     with pytest.raises(ValueError, match=named):
+        module, args = tiny(policy, tmp_path, **changes)
         module.train(args)
     assert not list(tmp_path.iterdir())
+
+
+@every_agent
+def test_a_mistake_on_the_command_line_is_one_line(agent, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    module = import_module(f"servegym.agents.{agent}")
+    for words in (["--total_timesteps=-3"], ["--set", "seed"]):
+        monkeypatch.setattr("sys.argv", [agent, *words])
+        with pytest.raises(SystemExit) as end:
+            run_agent(module.train, module.Args)
+        told = capsys.readouterr().err.splitlines()
+        assert end.value.code == 2 and len(told) == 1
+        assert told[0].startswith("servegym: error: ") and words[-1][:5].strip("-") in told[0]
+    assert not list(tmp_path.iterdir())
+
+
+class Looks:
+    """A clock that ends after some looks, between which a run may go on."""
+
+    def __init__(self, *steps):
+        self.steps = list(steps)
+
+    def wait(self, _):
+        if not self.steps:
+            return True
+        self.steps.pop(0)()
+        return False
+
+
+def test_a_silent_run_names_its_phase(tmp_path, monkeypatch):
+    monkeypatch.setattr(RunLog, "latest", None)
+    said = []
+
+    def begin():
+        RunLog(tmp_path, tiny("ppo", tmp_path)[1], "ppo")
+
+    def evaluate():
+        RunLog.latest.phase = "evaluating"
+
+    def advance():
+        RunLog.latest.advance(128)
+
+    def say():
+        RunLog.latest.say("step 128: evaluation 0.5")
+
+    def nothing():
+        pass
+
+    keep_telling(Looks(nothing, nothing, begin, evaluate, advance, say, nothing), 5.0, said.append)
+    RunLog.latest.close()
+    said = [text.partition(", step")[0] + text[-4:] for text in said]
+    assert said[0].startswith("preparing the environments")
+    assert said[1:] == ["ppo: evaluating SPS", "ppo: running SPS", "ppo: running SPS"]
 
 
 @every_agent

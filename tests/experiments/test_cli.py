@@ -294,6 +294,36 @@ def test_render_picture(run, tmp_path, ending):
         assert getattr(picture, "n_frames", 1) == (4 if ending == "gif" else 1)
 
 
+def test_a_picture_of_a_whole_episode_shows_the_state_before_its_end(run, tmp_path):
+    image = pytest.importorskip("PIL.Image")
+    pixels = []
+    for name, steps in (("one", 19), ("two", 20), ("three", 100)):
+        out = tmp_path / f"{name}.png"
+        how = f"--policy greedy_qos --steps {steps} --set episode_requests=20 --out"
+        assert run("render", ENV_ID, how, out).exit_code == 0
+        with image.open(out) as picture:
+            pixels.append(picture.tobytes())
+    assert pixels[0] == pixels[1] == pixels[2]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (f"evaluate {ENV_ID} --policy mine.safetensors", "policy is 'mine.safetensors': no such"),
+        (f"evaluate {ENV_ID} --policy runs/mine", "policy is 'runs/mine': no such file"),
+        (
+            f"evaluate {ENV_ID} --policy random --set catalog=mine.csv",
+            "catalog='mine.csv': no such",
+        ),
+        ("sweep mine.yaml", "mine.yaml"),
+    ],
+)
+def test_a_file_that_is_not_there_is_told_in_a_few_words(run, words, message):
+    result = run(words)
+    fails(result, message, "o such file")
+    assert len(result.output) < 150
+
+
 def test_render_refuses(run, tmp_path):
     fails(run("render", ENV_ID, "--policy", "greedy"), "greedy_qos")
     fails(run("render", ENV_ID, "--out", tmp_path / "x.mp4"), ".gif", ".png")

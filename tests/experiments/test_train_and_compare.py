@@ -42,6 +42,19 @@ def test_trains_compares_and_saves(tmp_path, capsys):
     assert {row["trainings"] for row in table if row["policy"] == "trained"} == {"2"}
 
 
+def test_a_smoke_run_has_a_folder_and_a_banner_of_its_own(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+
+    def stop(command, display, folder, *rest):
+        raise ValueError(f"measured in {folder}")
+
+    monkeypatch.setattr(run, "measure", stop)
+    for words, folder, banner in ((["--quick"], "train-quick", 1), ([], "train", 0)):
+        with pytest.raises(ValueError, match=f"runs/{folder}/training"):
+            run.main(words)
+        assert capsys.readouterr().out.count("Smoke run") == banner
+
+
 def test_a_training_that_fails_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "BASELINES", ())
     display = run.Display(10)

@@ -193,8 +193,36 @@ def test_a_failing_server_is_reported(server, tmp_path, mode, words):
 # ------------------------------------------------------------------------------------------ torch
 
 
-def test_measure_then_calibrate_gives_a_profile(tmp_path):
-    pytest.importorskip("torch")
+def time_by_memory_traffic(monkeypatch):
+    """Let an operation take a microsecond, and one more for a million values read and written.
+
+    How long it takes in truth depends on what else the machine does.
+    """
+    torch = pytest.importorskip("torch")
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+
+    from servegym.hardware_profiles.measure import gpu as measure_gpu
+
+    class Traffic(TorchDispatchMode):
+        values = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            found = function(*args, **(kwargs or {}))
+            tensors = [x for x in tree_leaves((args, kwargs, found)) if torch.is_tensor(x)]
+            self.values += sum(x.numel() for x in tensors)
+            return found
+
+    def time_s(clock, steps, *, graph=True):
+        with Traffic() as traffic:
+            steps[0]()
+        return 1e-6 + 1e-12 * traffic.values
+
+    monkeypatch.setattr(measure_gpu.Clock, "time_s", time_s)
+
+
+def test_measure_then_calibrate_gives_a_profile(tmp_path, monkeypatch):
+    time_by_memory_traffic(monkeypatch)
     folder = tmp_path / "tiny"
     arguments = ["gpu", "--model", "tiny", "--device", "cpu", "--out", str(folder)]
     assert measure.main([*arguments, "--repeats", "3", "--seconds", "0.05"]) == 0

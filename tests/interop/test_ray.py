@@ -11,7 +11,7 @@ import time
 import numpy as np
 import pytest
 
-pytest.importorskip("ray.exceptions", reason="Ray is not installed: pip install 'serve-gym[ray]'")
+pytest.importorskip("ray.exceptions", reason="Ray is not installed: pip install '.[ray]'")
 
 import ray
 

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-pytest.importorskip("ray.exceptions", reason="Ray is not installed: pip install 'serve-gym[ray]'")
+pytest.importorskip("ray.exceptions", reason="Ray is not installed: pip install '.[ray]'")
 
 import ray
 from ray.cluster_utils import Cluster

@@ -2,7 +2,7 @@
 
 import pytest
 
-pytest.importorskip("ray.exceptions", reason="Ray is not installed: pip install 'serve-gym[ray]'")
+pytest.importorskip("ray.exceptions", reason="Ray is not installed: pip install '.[ray]'")
 pytest.importorskip("torch")
 pytest.importorskip("tyro")
 pytest.importorskip("safetensors")

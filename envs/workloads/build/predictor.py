@@ -42,6 +42,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
+from servegym._command_line import install_line
 from servegym._files import write_atomic
 from servegym.envs.workloads import Catalog, load_catalog
 from servegym.envs.workloads.predictions import QUANTITIES, bucket_edges, write_table
@@ -503,7 +504,7 @@ def train(args: Args) -> list[dict[str, Any]]:
         from transformers import AutoModel, AutoTokenizer  # pyright: ignore[reportMissingImports]
     except ModuleNotFoundError:
         raise ModuleNotFoundError(
-            "transformers is not installed; pip install 'serve-gym[predict]'", name="transformers"
+            f"transformers is not installed; {install_line('predict')}", name="transformers"
         ) from None
 
     catalog = load_catalog(args.catalog)

@@ -21,6 +21,8 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
+from servegym._command_line import install_line
+
 try:
     import grpc
     from envoy_data_plane.envoy.config.core.v3 import (
@@ -49,7 +51,7 @@ try:
     from envoy_data_plane.google.protobuf import Struct
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        f"{error.name} is not installed; pip install 'serve-gym[gateways]'", name=error.name
+        f"{error.name} is not installed; {install_line('gateways')}", name=error.name
     ) from error
 
 from servegym.experiments.live.gateways.gate import RETRY_AFTER_S, Answer, Gate, Ticket

@@ -1,10 +1,15 @@
-"""Features and index of prefix routing against slow references; cells."""
+"""Features and index of prefix routing against slow references; settings."""
 
 import numpy as np
 import pytest
 
 from servegym.baselines.prefix_routing import features
-from servegym.baselines.prefix_routing.cells import KINDS, begin_alike, draw_cell, problem_of
+from servegym.baselines.prefix_routing.drawn_settings import (
+    KINDS,
+    begin_alike,
+    draw_setting,
+    problem_of,
+)
 from servegym.baselines.prefix_routing.dynamo import Dynamo, DynamoRows
 from servegym.baselines.prefix_routing.policy import view_of
 from servegym.baselines.prefix_routing.system import PrefixSystem
@@ -136,6 +141,8 @@ def test_rows_begin_alike():
 
 def test_cells_are_drawn_of_every_kind_and_are_environments():
     for kind in KINDS:
-        first, again, other = (draw_cell(kind, np.random.default_rng(seed)) for seed in (1, 1, 2))
+        first, again, other = (
+            draw_setting(kind, np.random.default_rng(seed)) for seed in (1, 1, 2)
+        )
         assert first == again != other
         problem_of(first | {"rate": 1.0, "episode_requests": 5, "warmup_requests": 0})

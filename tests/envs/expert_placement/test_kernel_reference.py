@@ -334,6 +334,34 @@ def test_one_server_uses_no_link():
     assert sim.state.request["first"][0] == pytest.approx(prefill)
 
 
+def test_what_arrives_at_an_instant_comes_before_what_ends_then():
+    """The second request arrives when the first one's first layer ends, and goes before it."""
+    cluster = build_cluster(sizes=small_model(), gpus=(1,), slots=(18,))
+    prompts = one_prompt(cluster, 10, [(0, 1), (2, 3), (4, 5)])
+    sim = Simulator(cluster, prompts)
+    z = np.ones((1, 3, 6), np.uint8)
+
+    def latencies(at, until=np.inf):
+        sim.begin(requests_at([0.0, at]), z)
+        sim.run(until)
+        return sim.latencies()
+
+    layer = latencies(9.0)[0] / 3
+    sim.begin(requests_at([0.0]), z)
+    end = 0.0
+    sim.run(end)
+    while sim.state.request["layer"][0] == 0:  # the time at which the layer ends, to the last bit
+        end = float(sim.state.event_time[:1].view(np.float64)[0])
+        sim.run(end)
+    assert end == pytest.approx(layer)
+    before, same, after = (
+        latencies(at) for at in (np.nextafter(end, 0), end, np.nextafter(end, 1))
+    )
+    assert same == pytest.approx(before, rel=1e-9) and same != pytest.approx(after, rel=1e-3)
+    latencies(0.5, until=0.5)
+    assert sim.state.meta["next_request"][0] == 2, "an epoch has what comes exactly at its end"
+
+
 @pytest.mark.parametrize("messages", ["per_expert", "per_server"])
 def test_a_remote_call_by_hand(messages):
     """Token by token: out, latency, staging, GPU, staging, back, latency."""

@@ -63,6 +63,23 @@ def test_an_episode_is_the_file_and_equals_its_replay(file):
     assert np.array_equal(again["finish_s"], log["finish_s"])
 
 
+def test_requests_of_one_instant_are_served_in_order(file):
+    head, *lines = file.read_text().splitlines()
+    file.write_text("\n".join([head, *(f"1.5,{line.partition(',')[2]}" for line in lines)]))
+    log, _ = _play(_make(file, running_capacity=1))
+    assert (np.diff(log["finish_s"]) > 0).all()
+
+
+def test_an_answer_exactly_at_the_requirement_is_on_time(file):
+    log, _ = _play(_make(file))
+    latency = (log["finish_s"] - log["arrival_s"]) / log["output_tokens"]
+    exact = float(np.sort(latency)[15])
+    for limit in (exact, np.nextafter(exact, 0.0)):
+        _, info = _play(_make(file, latency_requirement_s=float(limit)))
+        expected = 0.75 * (latency <= limit).mean()
+        assert info["episode_kpis"]["avg_qos"] == pytest.approx(expected, rel=1e-12)
+
+
 def test_models_name_the_columns(file):
     log, _ = _play(_make(file, models=["b", "a"]))
     assert (log["score"] == 0.25).all()

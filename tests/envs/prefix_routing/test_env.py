@@ -74,6 +74,32 @@ def all_requests(env):
     return env.batch.systems.request[: env.batch.problem.num_requests]
 
 
+@pytest.mark.parametrize("part", ["ttft", "tpot"])
+def test_a_request_exactly_at_its_objective_keeps_it(part):
+    def played(**slo):
+        slo = {"ttft_s": 1e6, "ttft_s_per_token": 0.0, "tpot_s": 1e6} | slo
+        tokens = TENANTS | {"output_tokens": [2, 2]}  # one token after the first
+        *_, log, info = play(PrefixRoutingEnv(**SMALL | {"slo": slo, "workload_kwargs": tokens}), 3)
+        return log, info["episode_kpis"][f"attainment_{part}"]
+
+    log, _ = played()
+    start, end = ("arrival_s", "first_token_s") if part == "ttft" else ("first_token_s", "finish_s")
+    taken = log[end] - log[start]
+    exact = float(np.sort(taken)[len(taken) // 2])
+    for limit in (exact, np.nextafter(exact, 0.0)):
+        assert played(**{f"{part}_s": float(limit)})[1] == (taken <= limit).mean()
+
+
+def test_requests_that_take_all_of_the_memory_are_served():
+    tokens = {"groups": 1, "users": 1, "prefix_tokens": 15, "question_tokens": [33, 33]}
+    tokens |= {"output_tokens": [16, 16], "questions": "fresh"}
+    system = {"num_replicas": 1, "kv_tokens": 64, "warmup_requests": 0, "episode_requests": 4}
+    env = PrefixRoutingEnv(**SMALL | system | {"workload_kwargs": tokens})
+    _, masks, _, log, _ = play(env, 0, [0] * 4)
+    assert all(mask[0] == 1 for mask in masks[:-1])
+    assert (log["outcome"] == kernel.COMPLETED).all()
+
+
 def test_metrics_are_those_of_the_last_scrape(played):
     kind, env, seen, _, _, log, _ = played
     scrape = KINDS[kind].get("scrape_s", 0.05)

@@ -131,6 +131,35 @@ def test_warm_functions_save_the_start():
         assert changed > 1.0, "another memory, more or less, is another function"
 
 
+def test_a_function_idle_for_exactly_the_keep_alive_time_is_warm():
+    def second(keep_alive_s):
+        env = make(keep_alive_s=keep_alive_s, idle_s=[[1.0, 1.0]], payload_mb=100.0)
+        env.reset(seed=0)
+        return [env.step([4, 1, 0, 3, 0])[4]["cold_start_s"] for _ in range(2)][1], env
+
+    gap = float(second(1e6)[1].unwrapped.batch.arrays.requests["gap"][0, 1])
+    assert second(gap)[0] == 0.0
+    assert second(float(np.nextafter(gap, 0.0)))[0] > 0.0
+
+
+@pytest.mark.parametrize("part", ["ttft", "tpot"])
+def test_a_request_exactly_at_its_limit_keeps_it(part):
+    def log_of(ttft_s, tpot_s):
+        env = make(keep_alive_s=0.0, payload_mb=100.0).unwrapped
+        env.reset(seed=0)
+        limits = env.batch.arrays.requests
+        limits["ttft_limit"], limits["tpot_limit"] = ttft_s, tpot_s
+        env.step([4, 1, 0, 3, 0])
+        return env.request_log()[0]
+
+    found = log_of(1e6, 1e6)
+    exact = {"ttft": 1e6, "tpot": 1e6, part: float(found[f"{part}_s"])}
+    assert exact[part] > 0.0
+    for limit, late in ((exact[part], False), (np.nextafter(exact[part], 0.0), True)):
+        exact[part] = limit
+        assert log_of(exact["ttft"], exact["tpot"])[f"{part}_violated"] == late
+
+
 @every_id
 @pytest.mark.parametrize("granularity", ["global", "per_layer"])
 def test_keeping_the_plan_is_repeating_its_parts(env_id, granularity):

@@ -37,7 +37,7 @@ def test_a_command_is_stopped_before_any_work(command, no_work, tmp_path, monkey
     monkeypatch.setitem(sys.modules, "ray", None)  # as if it were not installed
     for where, message in (
         ("remote", "ray is 'remote'; allowed are 'auto'"),
-        ("local", "ray is not installed; pip install 'serve-gym[ray]'"),
+        ("local", "ray is not installed; in a checkout of servegym: pip install '.[ray]'"),
     ):
         result = CliRunner().invoke(app, [*WORDS[command], "--ray", where])
         assert result.exit_code == 2 and message in result.output
@@ -48,5 +48,5 @@ def test_workers_are_read_from_the_value(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", sys)  # any module
     assert check_ray("local:12") == 12
     assert check_ray("local") is None and check_ray("auto") is None
-    with pytest.raises(ModuleNotFoundError, match=r"ray\.no_such is not installed; pip install"):
+    with pytest.raises(ModuleNotFoundError, match=r"ray\.no_such is not installed; in a checkout"):
         check_ray("local", "ray.no_such")

@@ -127,7 +127,7 @@ def test_a_bad_file_is_refused_with_its_name(
 def test_unknown_sweeps_and_counts_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="Did you mean 'sac_han'"):
         read_sweep("sac_hann")
-    with pytest.raises(ValueError, match="which is no file"):
+    with pytest.raises(ValueError, match="no such file"):
         read_sweep("nowhere/there.yaml")
     for counts, message in (((0, 1), "trials is 0"), ((1, 0), "workers is 0")):
         with pytest.raises(ValueError, match=message):

@@ -1,6 +1,6 @@
-"""Drawn cells of prefix routing: a workload, a fleet, what its gateway sees, a rate at its knee.
+"""Drawn settings of prefix routing: a workload, a fleet, what its gateway sees, a rate.
 
-A rate says little of a cell: a fleet of two replicas is lost where one of sixteen idles. So the
+A rate says little of a setting: a fleet of two replicas is lost where one of sixteen idles. So the
 rate is searched for: the one at which the best of three published rules (`REFERENCES`) keeps the
 objectives of a drawn share of the requests.
 """
@@ -24,13 +24,13 @@ from servegym.envs.prefix_routing.config import DICT, Problem, build_problem
 from servegym.envs.prefix_routing.core import PrefixBatch
 from servegym.envs.prefix_routing.workloads import MAX_RATES
 
-Cell = dict[str, Any]
+Setting = dict[str, Any]
 Observation = Mapping[str, NDArray[Any]]
 Decide = Callable[[Observation, NDArray[np.int8]], NDArray[np.int64]]
 
 REFERENCES = ("lmetric", "llm_d_affinity", "mooncake")
 KNEE = (0.75, 0.97)
-"""Range of the share that the best reference keeps at a cell's rate."""
+"""Range of the share that the best reference keeps at a setting's rate."""
 KINDS = ("tenants", "hot", "drift", "benchmark", "sessions", "mooncake", "agents")
 """Workloads: four of tenants (even, one hot, drifting, llm-d's repeated prompts), three others."""
 REPLICAS = (2, 3, 4, 6, 8, 12, 16)
@@ -42,7 +42,7 @@ IDLE = 16
 """The part of that rate at which replicas count as idle."""
 
 
-def draw_cell(kind: str, rng: np.random.Generator) -> Cell:
+def draw_setting(kind: str, rng: np.random.Generator) -> Setting:
     """Arguments of an environment but for the rate, which `at_the_knee` adds.
 
     Args:
@@ -53,7 +53,7 @@ def draw_cell(kind: str, rng: np.random.Generator) -> Cell:
     cards = [CARDS[0]] * replicas
     if rng.random() < 0.4:
         cards = sorted(str(card) for card in rng.choice(CARDS, replicas, p=[0.5, 0.25, 0.25]))
-    cell: Cell = {
+    setting: Setting = {
         "profiles": [{"card": card, "model": MODEL} for card in cards],
         "max_num_seqs": int(rng.choice([64, 128, 256])),
         "scrape_s": float(rng.choice([0.05, 1.0, 5.0])),
@@ -62,25 +62,25 @@ def draw_cell(kind: str, rng: np.random.Generator) -> Cell:
     }
     if kind in MAX_RATES and kind != "tenants":
         # Their prompts are long: in larger blocks they are played in half of the time.
-        cell |= {"workload": kind, "warmup_requests": 250 * replicas, "block_size": 64}
+        setting |= {"workload": kind, "warmup_requests": 250 * replicas, "block_size": 64}
         if kind != "sessions":
-            cell["split"] = "train"
+            setting["split"] = "train"
     else:
-        cell |= {"workload": "tenants", "workload_kwargs": _tenants(kind, replicas, rng)}
+        setting |= {"workload": "tenants", "workload_kwargs": _tenants(kind, replicas, rng)}
     if rng.random() < 0.4:
-        cell["kv_tokens"] = int(rng.uniform(120_000, 400_000))
+        setting["kv_tokens"] = int(rng.uniform(120_000, 400_000))
     signals = rng.random()
     if signals < 0.3:
         delay = float(rng.choice([0.0, 1.0, 5.0]))
-        cell |= {"index": "precise", "index_kwargs": {"index_delay_s": delay}}
+        setting |= {"index": "precise", "index_kwargs": {"index_delay_s": delay}}
     elif signals < 0.5:
-        cell["index_kwargs"] = {"index_entries": "kv_blocks"}
+        setting["index_kwargs"] = {"index_entries": "kv_blocks"}
     if rng.random() < 0.15:
-        cell["failures"] = {
+        setting["failures"] = {
             "mean_time_to_failure_s": float(rng.uniform(60, 200)),
             "mean_time_to_repair_s": float(rng.uniform(10, 30)),
         }
-    return cell
+    return setting
 
 
 def _tenants(kind: str, replicas: int, rng: np.random.Generator) -> dict[str, Any]:
@@ -107,9 +107,9 @@ def _problem(text: str) -> Problem:
     return build_problem(view=DICT, **json.loads(text))
 
 
-def problem_of(cell: Cell, **arguments: Any) -> Problem:
-    """The problem of a cell; ``arguments`` override its own."""
-    return _problem(json.dumps({**cell, **arguments}, sort_keys=True))
+def problem_of(setting: Setting, **arguments: Any) -> Problem:
+    """The problem of a setting; ``arguments`` override its own."""
+    return _problem(json.dumps({**setting, **arguments}, sort_keys=True))
 
 
 def begin_alike(batch: PrefixBatch, random: np.random.Generator) -> None:
@@ -150,9 +150,9 @@ def rules_decide(rules: Sequence[Rule], system: PrefixSystem, seed: int) -> Deci
     return decide
 
 
-def best_reference(cell: Cell, rate: float, seed: int) -> float:
-    """Attainment of the best of `REFERENCES` in an episode of the cell at a rate."""
-    problem = problem_of(cell, rate=rate)
+def best_reference(setting: Setting, rate: float, seed: int) -> float:
+    """Attainment of the best of `REFERENCES` in an episode of the setting at a rate."""
+    problem = problem_of(setting, rate=rate)
     rules = [RULES[name][0]() for name in REFERENCES]
     batch = PrefixBatch(problem, len(rules))
     begin_alike(batch, np.random.default_rng([seed, 0]))
@@ -160,40 +160,40 @@ def best_reference(cell: Cell, rate: float, seed: int) -> float:
     return float(attainment(batch, decide).max())
 
 
-def at_the_knee(cell: Cell, share: float, seed: int) -> Cell:
-    """The cell at the rate at which the best reference keeps that share of what it keeps when idle.
+def at_the_knee(setting: Setting, share: float, seed: int) -> Setting:
+    """The setting at the rate at which the best reference keeps that share of what it does idle.
 
     Some prompts miss the objectives on an idle replica, and failures take requests at any rate.
     """
     low, high = 0.0, np.inf
-    rate = BASE_RATE[cell["workload"]] * len(cell["profiles"])
-    wanted = share * best_reference(cell, rate / IDLE, seed)
+    rate = BASE_RATE[setting["workload"]] * len(setting["profiles"])
+    wanted = share * best_reference(setting, rate / IDLE, seed)
     for _ in range(12):
-        if best_reference(cell, rate, seed) >= wanted:
+        if best_reference(setting, rate, seed) >= wanted:
             low = rate
         else:
             high = rate
         if high == np.inf:
             rate = 2 * low
-            if rate > MAX_RATES[cell["workload"]]:
-                raise ValueError(f"the cell {cell} has no knee up to the highest rate, {low}/s.")
+            if rate > MAX_RATES[setting["workload"]]:
+                raise ValueError(f"{setting} has no knee up to the highest rate, {low}/s.")
         elif low == 0.0:
             rate = high / 2
         elif high / low < 1.1:
             break
         else:
             rate = float(np.sqrt(low * high))
-    return cell | {"rate": float(f"{rate:.4g}")}
+    return setting | {"rate": float(f"{rate:.4g}")}
 
 
-def drawn_at_the_knee(stream: int, seed: int) -> Cell:
-    """Cell number ``stream`` of the cells of a seed; the kinds come in turn."""
+def drawn_at_the_knee(stream: int, seed: int) -> Setting:
+    """Setting number ``stream`` of the settings of a seed; the kinds come in turn."""
     rng = np.random.default_rng([seed, stream, 22])
-    cell = draw_cell(KINDS[stream % len(KINDS)], rng)
-    return at_the_knee(cell, float(rng.uniform(*KNEE)), int(rng.integers(1 << 31)))
+    setting = draw_setting(KINDS[stream % len(KINDS)], rng)
+    return at_the_knee(setting, float(rng.uniform(*KNEE)), int(rng.integers(1 << 31)))
 
 
-def cell_of(stream: int) -> Cell:
-    """A cell of the training of routers, or of its validation, see `VALIDATION`."""
-    cell = drawn_at_the_knee(stream, 0)
-    return cell | ({"split": "val"} if "split" in cell and stream >= VALIDATION else {})
+def setting_of(stream: int) -> Setting:
+    """A setting of the training of routers, or of its validation, see `VALIDATION`."""
+    setting = drawn_at_the_knee(stream, 0)
+    return setting | ({"split": "val"} if "split" in setting and stream >= VALIDATION else {})
