@@ -77,9 +77,9 @@ def completion_body(model: str, prompt: str | list[int], output_tokens: int) -> 
 
 
 def brings_token(event: Mapping[str, Any]) -> bool:
-    """Whether an event of a stream brings a token."""
+    """Whether an event of a stream, or an answer in one piece, brings a token."""
     for choice in event.get("choices") or ():
-        delta = choice.get("delta") or {}
+        delta = choice.get("delta") or choice.get("message") or {}
         if choice.get("text") or any(delta.get(key) for key in _DELTAS):
             return True
         # A token may be part of a letter: the text is empty, and more is to come.
@@ -88,7 +88,10 @@ def brings_token(event: Mapping[str, Any]) -> bool:
     return False
 
 
-_DELTAS = ("content", "reasoning_content", "tool_calls")
+_DELTAS = (
+    *("content", "reasoning_content", "reasoning", "refusal"),
+    *("tool_calls", "function_call", "audio"),
+)
 
 
 async def stream(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import time
 
 import numpy as np
@@ -24,7 +25,8 @@ def first(observation, mask):
 
 def gate_with(act=first, now=None, **more):
     clock = time.monotonic if now is None else lambda: now[0]
-    return Gate(GatewayRouter({}, from_callable(act, "mine"), budget_s=None, clock=clock), **more)
+    policy = act if isinstance(act, str) else from_callable(act, "mine")
+    return Gate(GatewayRouter({}, policy, budget_s=None, clock=clock), **more)
 
 
 def test_prompt_tokens_of_a_body():
@@ -57,20 +59,78 @@ def test_an_end_counts_once_whatever_is_told():
 def test_an_expert_that_fails_is_left_alone_twice_as_long_each_time():
     now = [0.0]
     gate = gate_with(now=now)
-    for waits in (1.0, 2.0, 4.0):
-        ticket = gate.enter(CHAT)
+    for waits in (1.0, 2.0, 4.0, 8.0, 8.0):
+        probe = gate.enter(CHAT)
+        assert probe.expert == 0
+        assert waits == 1.0 or gate.enter(CHAT).expert == 1  # one at a time
+        probe.failed()
+        now[0] += waits - 0.1
+        assert gate.enter(CHAT).expert == 1
+        now[0] += 0.2
+    gate.enter(CHAT).token()  # an answer begins
+    assert gate.enter(CHAT).expert == 0
+    now[0] += 10.1
+    gate.enter(CHAT).finished()
+    for _ in range(2):
+        gate.enter(CHAT).failed()
+    now[0] += 1.1
+    assert gate.enter(CHAT).expert == 0
+    assert gate.status()["experts"][0]["failed"] == 6
+
+
+def test_failures_of_one_instant_are_one_and_old_answers_tell_nothing():
+    now = [0.0]
+    gate = gate_with(now=now)
+    *burst, old = [gate.enter(CHAT, allowed=[True] + [False] * 5) for _ in range(9)]
+    for ticket in burst:
         assert ticket.expert == 0
         ticket.failed()
-        now[0] += waits - 0.1
-        other = gate.enter(CHAT)
-        assert other.expert == 1
-        other.finished()
-        now[0] += 0.2
-    gate.enter(CHAT).finished()
-    gate.enter(CHAT).failed()
-    now[0] += 1.1  # an answer has made it whole again
+    now[0] += 0.9
+    old.finished()
+    assert gate.enter(CHAT).expert == 1
+    now[0] += 0.2
     assert gate.enter(CHAT).expert == 0
-    assert gate.status()["server_failures"] == 4
+    assert gate.status()["server_failures"] == 8
+
+
+def test_failures_that_are_fewer_than_answers_stop_nothing():
+    now = [0.0]
+    gate = gate_with(now=now)
+    for k in range(300):
+        now[0] += 0.1
+        ticket = gate.enter(CHAT)
+        assert ticket.expert == 0
+        (ticket.failed if k % 10 > 5 else ticket.finished)()
+
+
+@pytest.mark.parametrize("act", [first, "least_outstanding"])
+def test_a_server_that_is_fast_and_wrong_gets_little_and_comes_back(act):
+    """It fails from 10 to 40 s; 20 requests a second, each takes a second elsewhere."""
+    now, heap, sent = [0.0], [], []
+    gate = gate_with(act, now)
+    for k in range(1200):
+        heapq.heappush(heap, (k / 20, k, None))
+    while heap:
+        now[0], k, ticket = heapq.heappop(heap)
+        if ticket is not None:
+            (ticket.refused(401) if k < 0 else ticket.finished())
+            continue
+        ticket = gate.enter(CHAT)
+        sent.append((now[0], ticket.expert))
+        wrong = ticket.expert == 0 and 10.0 <= now[0] < 40.0
+        heapq.heappush(
+            heap, (now[0] + (0.005 if wrong else 1.0), -k if wrong else 10**6 + k, ticket)
+        )
+
+    def share(begin, end):
+        return np.mean([expert == 0 for when, expert in sent if begin <= when < end])
+
+    assert share(0.0, 10.0) > 0.15
+    assert share(12.0, 40.0) < 0.01
+    assert share(48.5, 60.0) > 0.1
+    counters = gate.router.counters
+    assert counters.finished + counters.failed == counters.decisions == 1200
+    assert gate.status()["in_flight"] == 0
 
 
 def test_a_client_that_leaves_is_no_failure_and_the_last_expert_is_tried_though_it_failed():
