@@ -22,13 +22,12 @@ from typing import Any
 
 import numpy as np
 import torch
-import tyro
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from servegym._command_line import parse_settings
 from servegym.agents.lib import checkpoint, environments
-from servegym.agents.lib.arguments import RunArgs, at_least
+from servegym.agents.lib.arguments import RunArgs, at_least, run_agent
 from servegym.agents.lib.evaluation import evaluate_router
 from servegym.agents.lib.run_log import RunLog, interval_passed
 
@@ -237,7 +236,6 @@ def load(meta: Mapping[str, str], weights: Mapping[str, Tensor], system: Any) ->
 def train(args: Args) -> Path:
     """Train and return the run's folder (metrics.jsonl, last.safetensors)."""
     env_kwargs = ENV | parse_settings(args.set)
-    at_least("total_timesteps", args.total_timesteps, 1)
     at_least("buffer_size", args.buffer_size, (LENGTH + 2) * args.num_envs)
     torch.set_num_threads(args.torch_threads)
     torch.manual_seed(args.seed)
@@ -252,14 +250,15 @@ def train(args: Args) -> Path:
     mask, rows = info["action_mask"], agent.rows(obs)
     buffer = ReplayBuffer(args.buffer_size // n)
     learning_starts = min(args.learning_starts, args.total_timesteps // 4)
+    every = args.eval_every or args.total_timesteps
     step, mean_reward, cpu_s, evaluated = 0, 0.0, 0.0, -1
     returns, episodic_returns = np.zeros(n), []
     log = RunLog(run, args, "baseline_rl")
     losses: dict[str, Tensor] = {}
     while True:
         # Evaluate the averaged policy, at first that of random weights.
-        if step // args.eval_every > evaluated or step >= args.total_timesteps:
-            evaluated = step // args.eval_every
+        if step // every > evaluated or step >= args.total_timesteps:
+            evaluated, log.phase = step // every, "evaluating"
             result = evaluate_router(
                 averaged.act, ENV_ID, env_kwargs, args.eval_rates, EVAL_EPISODES, EVAL_REQUESTS
             )
@@ -316,4 +315,4 @@ def train(args: Args) -> Path:
 
 
 if __name__ == "__main__":
-    train(tyro.cli(Args, config=(tyro.conf.FlagConversionOff,)))
+    run_agent(train, Args)

@@ -30,13 +30,12 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-import tyro
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from servegym._command_line import parse_settings
 from servegym.agents.lib import checkpoint
-from servegym.agents.lib.arguments import RunArgs, at_least
+from servegym.agents.lib.arguments import RunArgs, at_least, run_agent
 from servegym.agents.lib.checkpoint import CheckpointPolicy
 from servegym.agents.lib.parallel import open_pool, run_jobs
 from servegym.agents.lib.run_log import RunLog, interval_passed
@@ -383,7 +382,7 @@ def train(args: Args) -> Path:
             result = {f"{task.logged[1]}_{k}": found[k] for k in range(len(jobs))}
             result[task.logged[1]] = score = float(np.mean(list(result.values())))
             metrics |= result
-            log.bar.console.print(f"step {step}: {task.logged[1]} {score:.4f}")
+            log.say(f"step {step}: {task.logged[1]} {score:.4f}")
             agent.weights.copy_(torch.as_tensor(mean))
             write = partial(save_policy, agent, args)
             best = checkpoint.save_best_and_last(write, args, run, score, best)
@@ -397,4 +396,4 @@ def train(args: Args) -> Path:
 
 
 if __name__ == "__main__":
-    train(tyro.cli(Args, config=(tyro.conf.FlagConversionOff,)))
+    run_agent(train, Args)

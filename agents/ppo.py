@@ -22,13 +22,12 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import torch
-import tyro
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from servegym._command_line import parse_settings
 from servegym.agents.lib import checkpoint
-from servegym.agents.lib.arguments import RunArgs, at_least
+from servegym.agents.lib.arguments import RunArgs, run_agent
 from servegym.agents.lib.checkpoint import CheckpointPolicy
 from servegym.agents.lib.environments import action_masks, episode_seeds, make_envs
 from servegym.agents.lib.run_log import RunLog, interval_passed
@@ -210,7 +209,6 @@ def load(meta: Mapping[str, str], weights: Mapping[str, Tensor], system: Any) ->
 def train(args: Args) -> Path:
     """Train and return the run's folder (metrics.jsonl, best.safetensors, last.safetensors)."""
     begin = time.process_time()
-    at_least("total_timesteps", args.total_timesteps, 1)
     torch.set_num_threads(args.torch_threads)
     torch.manual_seed(args.seed)
     n = min(args.num_envs, args.total_timesteps)
@@ -239,7 +237,7 @@ def train(args: Args) -> Path:
 
     def report(step: int, metrics: dict[str, float], best: float) -> float:
         metrics["eval/score"] = score = evaluate(agent, args)
-        log.bar.console.print(f"step {step}: evaluation {score:.4f}")
+        log.say(f"step {step}: evaluation {score:.4f}")
         return checkpoint.save_best_and_last(
             partial(save_policy, agent, args), args, run, score, best
         )
@@ -312,4 +310,4 @@ def train(args: Args) -> Path:
 
 
 if __name__ == "__main__":
-    train(tyro.cli(Args, config=(tyro.conf.FlagConversionOff,)))
+    run_agent(train, Args)

@@ -30,11 +30,10 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import torch
-import tyro
 from torch import Tensor, nn
 
 from servegym._command_line import parse_settings
-from servegym.agents.lib.arguments import RunArgs
+from servegym.agents.lib.arguments import RunArgs, at_least, run_agent
 from servegym.agents.lib.checkpoint import (
     CheckpointPolicy,
     json_field,
@@ -188,12 +187,10 @@ def train(args: Args) -> Path:
     Raises:
         ValueError: If an argument is out of range.
     """
-    for name, low in (("total_timesteps", 1), ("group_size", 2), ("eval_episodes", 1)):
-        if getattr(args, name) < low:
-            raise ValueError(f"{name} is {getattr(args, name)}; allowed is {low} or more")
+    at_least("group_size", args.group_size, 2)
     if not 0 <= args.common_credit <= 1:
         raise ValueError(f"common_credit is {args.common_credit}; allowed is 0 to 1")
-    if args.num_envs < 1 or args.num_envs % args.group_size:
+    if args.num_envs % args.group_size:
         raise ValueError(f"num_envs is {args.num_envs}; allowed are multiples of group_size")
     settings = parse_settings(args.set)
     fixed = [name for name in ("action_mode", "reward", "free_start") if name in settings]
@@ -234,7 +231,7 @@ def train(args: Args) -> Path:
         if interval_passed(args.eval_every, step - n, step) or update in (0, num_updates):
             metrics = evaluate(agent, args)
             latency = metrics["eval/mean_latency_s"]
-            log.bar.console.print(f"step {step}: validation latency {latency:.3f} s")
+            log.say(f"step {step}: validation latency {latency:.3f} s")
             save = partial(write_checkpoint, agent, meta | {"step": str(step)})
             best_score = save_best_and_last(save, args, run, -latency, best_score)
         metrics |= {"charts/SPS": log.advance(step), "charts/cpu_s": time.process_time() - start}
@@ -313,4 +310,4 @@ def load(meta: Mapping[str, str], weights: Mapping[str, Tensor], system: Any) ->
 
 
 if __name__ == "__main__":
-    train(tyro.cli(Args, config=(tyro.conf.FlagConversionOff,)))
+    run_agent(train, Args)

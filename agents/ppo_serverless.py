@@ -26,12 +26,11 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import torch
-import tyro
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from servegym._command_line import parse_settings
-from servegym.agents.lib.arguments import RunArgs
+from servegym.agents.lib.arguments import RunArgs, run_agent
 from servegym.agents.lib.checkpoint import (
     CheckpointPolicy,
     json_field,
@@ -207,8 +206,6 @@ def train(args: Args) -> Path:
     begin = time.process_time()
     n, num_steps, batch_size = args.num_envs, args.num_steps, args.num_envs * args.num_steps
     num_updates = -(-args.total_timesteps // batch_size)
-    if num_updates < 1:
-        raise ValueError(f"total_timesteps={args.total_timesteps} must be at least 1")
     if not 1 <= args.num_minibatches <= batch_size // 2:
         raise ValueError(
             f"num_minibatches={args.num_minibatches} must be from 1 to half of "
@@ -256,7 +253,7 @@ def train(args: Args) -> Path:
         if not update or last or interval_passed(args.eval_every, step - batch_size, step):
             result = evaluate(agent, eval_envs)
             metrics |= result
-            log.bar.console.print(f"step {step}: mean reward {result['eval/score']:.4f}")
+            log.say(f"step {step}: mean reward {result['eval/score']:.4f}")
             best_score = save_best_and_last(
                 save_policy, args, run, result["eval/score"], best_score
             )
@@ -363,4 +360,4 @@ def load(meta: Mapping[str, str], weights: Mapping[str, Tensor], system: Any) ->
 
 
 if __name__ == "__main__":
-    train(tyro.cli(Args, config=(tyro.conf.FlagConversionOff,)))
+    run_agent(train, Args)

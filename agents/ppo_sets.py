@@ -23,13 +23,12 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-import tyro
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from servegym._command_line import parse_settings
 from servegym.agents.lib import checkpoint, environments
-from servegym.agents.lib.arguments import ResumableRunArgs
+from servegym.agents.lib.arguments import ResumableRunArgs, run_agent
 from servegym.agents.lib.checkpoint import CheckpointPolicy
 from servegym.agents.lib.evaluation import evaluate_router
 from servegym.agents.lib.run_log import RunLog, interval_passed
@@ -384,4 +383,4 @@ def train(args: Args) -> Path:
 
 
 if __name__ == "__main__":
-    train(tyro.cli(Args, config=(tyro.conf.FlagConversionOff,)))
+    run_agent(train, Args)

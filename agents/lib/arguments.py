@@ -1,8 +1,19 @@
-"""Command-line flags of every training run, whatever the algorithm."""
+"""Command-line flags of every training run, whatever the algorithm, and how an agent is run."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any, NoReturn
+
+import tyro
+
+from servegym._command_line import run_main
+from servegym.agents.lib.run_log import keep_telling
+
+# Whole numbers that may be zero; so may those that are zero by default.
+_MAY_BE_ZERO = ("seed", "learning_starts", "eval_every")
 
 
 def at_least(name: str, value: int, least: int) -> None:
@@ -34,6 +45,12 @@ class RunArgs:
     run_name: str = ""
     """folder of this run (default: a name with the agent and the seed)"""
 
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if field.type == "int":
+                least = int(field.default != 0 and field.name not in _MAY_BE_ZERO)
+                at_least(field.name, getattr(self, field.name), least)
+
 
 @dataclass
 class ResumableRunArgs(RunArgs):
@@ -45,3 +62,15 @@ class ResumableRunArgs(RunArgs):
     """steps between snapshots to resume from (0: none); a snapshot holds the collected steps"""
     resume: bool = False
     """continue from the snapshot in the run's folder; the log goes on as if uninterrupted"""
+
+
+def run_agent(train: Callable[[Any], Any], args: type[RunArgs]) -> NoReturn:
+    """Train with the flags of the command line; a mistake in them is one line and status 2."""
+    silent = threading.Thread(target=keep_telling, args=(threading.Event(),), daemon=True)
+
+    def run() -> None:
+        given = tyro.cli(args, config=(tyro.conf.FlagConversionOff,))
+        silent.start()
+        train(given)
+
+    run_main(run)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -22,7 +23,12 @@ class RunLog:
 
     Attributes:
         sps: Environment steps a second since the start or the resumption.
+        phase: What the agent does now, until the next `advance`.
+        said: Lines printed so far.
+        latest: The run of this process, None before it has its environments.
     """
+
+    latest: ClassVar[RunLog | None] = None
 
     def __init__(self, run: Path, args: Any, title: str, step: int = 0, size: int = 0) -> None:
         """Open the log of a run.
@@ -48,7 +54,9 @@ class RunLog:
             )
         self.bar = Progress(TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
         self.task = self.bar.add_task(title, total=args.total_timesteps, completed=step)
+        self.phase, self.step, self.said = "running", step, 0
         self.bar.start()
+        RunLog.latest = self
 
     @property
     def size(self) -> int:
@@ -58,8 +66,14 @@ class RunLog:
     def advance(self, step: int) -> float:
         """Show the step on the bar; returns `sps`."""
         self.sps = (step - self.first) / (time.perf_counter() - self.begin)
+        self.phase, self.step = "running", step
         self.bar.update(self.task, completed=step, description=f"{self.title} {self.sps:.1f} SPS")
         return self.sps
+
+    def say(self, text: str) -> None:
+        """Print a line above the bar."""
+        self.said += 1
+        self.bar.console.print(text)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log numbers by name."""
@@ -72,7 +86,7 @@ class RunLog:
     def print_qos(self, step: int, evaluation: Mapping[str, float]) -> None:
         """Print the average QoS of an evaluation above the bar."""
         qos = ", ".join(f"{key[5:]} {v:.4f}" for key, v in evaluation.items() if "qos" in key)
-        self.bar.console.print(f"step {step}: {qos}")
+        self.say(f"step {step}: {qos}")
 
     def close(self) -> None:
         """Close the log, the bar and wandb's run."""
@@ -80,3 +94,24 @@ class RunLog:
         self.file.close()
         if self.wandb is not None:
             self.wandb.finish()
+
+
+def keep_telling(
+    stop: threading.Event, every_s: float = 5.0, echo: Callable[[str], None] | None = None
+) -> None:
+    """Say what a run does, until ``stop``, once nothing was printed between two looks."""
+    before: tuple[RunLog | None, int] = None, -1
+    while not stop.wait(every_s):
+        log = RunLog.latest
+        now = log, log.said if log is not None else 0
+        if now == before:
+            text = "preparing the environments and the networks"
+            if log is not None:
+                text = f"{log.title}: {log.phase}, step {log.step}, {log.sps:.1f} SPS"
+            if echo is not None:
+                echo(text)
+            elif log is None:
+                print(text, flush=True)
+            elif not log.bar.console.is_terminal:  # where it is one, the bar moves
+                log.bar.console.print(text)
+        before = now

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import heapq
 import time
 
@@ -13,8 +14,9 @@ from servegym.experiments.live.fleet_file import Endpoint, write_endpoints
 from servegym.experiments.live.gateway import GatewayRouter
 from servegym.experiments.live.gateways import command
 from servegym.experiments.live.gateways import gate as gate_module
-from servegym.experiments.live.gateways.gate import Gate, from_metadata, prompt_tokens
+from servegym.experiments.live.gateways.gate import Answer, Gate, from_metadata, prompt_tokens
 
+TOKEN = b'{"choices": [{"delta": {"content": "w"}}]}'
 CHAT = {"messages": [{"role": "user", "content": "twelve bytes"}]}
 
 
@@ -171,7 +173,7 @@ def test_a_request_that_the_gateway_moves_counts_at_the_other():
     assert gate.router.counters.finished == 1
 
 
-def test_predictions_are_used_and_bad_ones_counted():
+def test_predictions_are_used_and_bad_ones_counted(caplog):
     seen = []
 
     def note(observation, mask):
@@ -189,9 +191,53 @@ def test_predictions_are_used_and_bad_ones_counted():
     gate.enter({**CHAT, "metadata": {"servegym": [1]}})
     gate.enter({**CHAT, "metadata": "text"})
     assert gate.status()["prediction_errors"] == 3
-    gate = gate_with(note, predict=lambda body: 1 / 0)
+    assert "prediction" in gate.status()["last_error"]
+    for error in (ZeroDivisionError("why"), SystemExit("why")):
+
+        def fails(body, error=error):
+            raise error
+
+        gate = gate_with(note, predict=fails)
+        assert gate.enter(CHAT).expert == 0
+        assert gate.status()["prediction_errors"] == 1
+        assert gate.status()["last_error"] == f"prediction: {type(error).__name__}: why"
+        assert caplog.text.count(f"{type(error).__name__}: why") == 1
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        *({"max_tokens": most, "ignore_eos": True} for most in (10**401, 1e400, "9", -1, [])),
+        {"max_completion_tokens": float("nan")},
+        {"metadata": {"servegym": {"prompt_tokens": 10**401}}},
+        {"metadata": {"servegym": {"scores": [1e400] * 6}}},
+        {"metadata": {"servegym": {"output_tokens": [10**401] * 6}}},
+        {"messages": functools.reduce(lambda inner, _: [inner], range(100_000), [])},
+        {"messages": functools.reduce(lambda inner, _: {"content": inner}, range(500), "x")},
+        {"prompt": 7, "messages": None},
+    ],
+)
+def test_numbers_and_nesting_of_a_body_are_bounded(more):
+    gate = gate_with(predict=from_metadata)
+    assert gate.enter({**CHAT, **more}).expert == 0
+    ticket = gate.enter(CHAT)
+    ticket.token(10**401)
     assert gate.enter(CHAT).expert == 0
-    assert gate.status()["prediction_errors"] == 1
+    assert gate.router.counters.fallbacks == 0
+
+
+def test_an_answer_of_one_long_line_is_read_once_and_not_kept():
+    gate = gate_with()
+    ticket = gate.enter(CHAT)
+    answer = Answer(ticket, "text/event-stream")
+    for _ in range(300):
+        answer.feed(b"x" * 10_000)
+        assert len(answer._rest) <= gate_module.MAX_ANSWER_BYTES
+    answer.feed(b"\ndata: " + TOKEN[:9])
+    answer.feed(TOKEN[9:] + b"\r\n\r\ndata: [DONE]\r\n\r\n")
+    assert (ticket.tokens, answer.done) == (1, True)
+    answer.end()
+    assert gate.router.counters.finished == 1
 
 
 def endpoints(tmp_path, profiles=("paper-linear-01", "paper-linear-02")):
