@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import socket
 from collections import deque
 from collections.abc import Sequence
 from importlib.resources import files
@@ -14,7 +15,7 @@ from aiohttp import web
 
 from servegym.experiments.live.serve.server import Served, SimulatedFleet, SimulatedServer
 
-__all__ = ["Dashboard"]
+__all__ = ["Dashboard", "listen"]
 
 PERIOD_S = 0.5
 WINDOW_S = 30.0
@@ -33,6 +34,24 @@ def _number(value: float) -> float | None:
 
 def _median(values: Sequence[float]) -> float:
     return sorted(values)[len(values) // 2] if values else math.nan
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket for the page.
+
+    Args:
+        host: Address.
+        port: Port, or 0 for a free one.
+
+    Raises:
+        ValueError: If the port cannot be used.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family)
+    except (OSError, OverflowError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise ValueError(f"dashboard: port {port} of {host} cannot be used: {why}") from None
 
 
 class Dashboard:
@@ -140,19 +159,8 @@ class Dashboard:
             self._past.append([[one.engine.running, one.engine.waiting] for one in servers])
             await asyncio.sleep(PERIOD_S)
 
-    async def start(self, host: str, port: int) -> str:
-        """Listen.
-
-        Args:
-            host: Address.
-            port: Port, or 0 for a free one.
-
-        Returns:
-            The page's address.
-
-        Raises:
-            ValueError: If the port cannot be used.
-        """
+    async def start(self, listener: socket.socket) -> str:
+        """Answer on a socket that listens, see `listen`; the page's address."""
         app = web.Application()
         app.router.add_get("/", self._index)
         app.router.add_get("/events", self._events)
@@ -160,15 +168,10 @@ class Dashboard:
             app, access_log=None, handler_cancellation=True, shutdown_timeout=0.2
         )
         await self._runner.setup()
-        try:
-            await web.TCPSite(self._runner, host, port).start()
-        except OSError as error:
-            await self.stop()
-            raise ValueError(
-                f"dashboard: port {port} of {host} cannot be used: {error.strerror or error}"
-            ) from None
+        await web.SockSite(self._runner, listener).start()
         self._sampler = asyncio.create_task(self._sample())
-        return f"http://{host}:{self._runner.addresses[0][1]}/"
+        host, port = listener.getsockname()[:2]
+        return f"http://{f'[{host}]' if ':' in host else host}:{port}/"
 
     async def stop(self) -> None:
         """Stop listening."""
