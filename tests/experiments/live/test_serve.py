@@ -448,6 +448,11 @@ def test_the_page_shows_servers_and_requests():
     html, event = asyncio.run(run())
     assert "EventSource" in html and "http://" not in html and "https://" not in html
     assert [one["total"] for one in event["servers"]] == [0, 2]
+    assert event["fleet"]["total"] == 2 and event["fleet"]["slots"] == 128
+    for name in ("ttft_s", "tpot_s"):  # median, 95th and 99th percentile
+        low, *high = event["fleet"][name]
+        assert event["servers"][1][name] == [low, *high] and high[0] == high[1] > 0.0
+        assert event["servers"][0][name] == [None] * 3
     assert [one["server"] for one in event["requests"]] == ["b", "b"]
     assert event["requests"][0]["hit"] > 0 and event["requests"][0]["met"]
 
