@@ -398,7 +398,7 @@ class GatewayRouter:
         now, kind = self.clock(), (what, type(error))
         if now - self._logged.get(kind, -np.inf) >= LOG_EVERY_S:
             self._logged[kind] = now
-            _log.error("the %s failed; the least load decides", what, exc_info=error)
+            _log.error("the %s failed; requests go on without it", what, exc_info=error)
         return text
 
     def _least(self, mask: NDArray[np.int8]) -> int:

@@ -303,6 +303,8 @@ class EndpointPicker:
         if subset is None:
             return [True] * len(self.endpoints)
         listed = subset.split(",") if isinstance(subset, str) else subset
+        if not isinstance(listed, Sequence):
+            listed = ()
         allowed = [one in listed for one in self.endpoints]
         if not any(allowed):
             raise _Refusal(StatusCode.ServiceUnavailable, "no endpoint is ready")

@@ -13,7 +13,12 @@ aiohttp = pytest.importorskip("aiohttp")
 
 from servegym.envs.prefix_routing.live import LiveEngine  # noqa: E402
 from servegym.experiments.live import launcher  # noqa: E402
-from servegym.experiments.live.client import completion_body, new_session, stream  # noqa: E402
+from servegym.experiments.live.client import (  # noqa: E402
+    Reply,
+    completion_body,
+    new_session,
+    stream,
+)
 from servegym.experiments.live.fleet_file import ServerSpec, read_endpoints  # noqa: E402
 from servegym.experiments.live.serve import command, protocol  # noqa: E402
 from servegym.experiments.live.serve import server as server_module  # noqa: E402
@@ -527,3 +532,8 @@ def test_real_up_starts_simulated_servers_too(tmp_path):
     assert reply.error == "" and reply.output_tokens == 3
     assert 'block_size="32",num_gpu_blocks="256"' in metrics
     assert 'model_name="llama"' in metrics
+
+
+def test_a_count_that_is_no_number_of_tokens_is_not_believed():
+    for told in (1e400, float("nan"), "9", -1, 10**401, None):
+        assert Reply(times=[0.1, 0.2], usage={"completion_tokens": told}).output_tokens == 2

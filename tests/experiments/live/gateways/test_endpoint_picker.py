@@ -134,7 +134,7 @@ def test_only_endpoints_of_the_subset_are_chosen():
         assert (await Exchange(channel).ask(BODY, subset=subset)).endpoints == subset[::-1]
         listed = ",".join(subset)
         assert (await Exchange(channel).ask(BODY, subset=listed)).endpoints[0] == subset[1]
-        for nothing in ([], ["10.9.9.9:1"]):
+        for nothing in ([], ["10.9.9.9:1"], 7.0):
             assert (await Exchange(channel).ask(BODY, subset=nothing)).status == 503
         gate.enter({}, allowed=[k == 2 for k in range(6)]).failed()  # left alone for a while
         assert (await Exchange(channel).ask(BODY, subset=subset)).endpoints[0] == subset[0]
@@ -152,6 +152,12 @@ def test_what_is_no_request_is_left_to_the_server(body):
         assert gate.status()["server_failures"] == 0
 
     picking(scenario)
+
+
+def test_a_body_of_very_many_elements_is_not_read(monkeypatch):
+    monkeypatch.setattr(endpoint_picker, "MAX_ELEMENTS", 3)
+    assert endpoint_picker._json(b'{"prompt": [1,2,3,4]}') == {"prompt": [1, 2, 3, 4]}
+    assert endpoint_picker._json(b'{"prompt": [1,2,3,4,5]}') == {"prompt": "." * 23}
 
 
 def test_failures_of_servers_and_clients_that_leave():
