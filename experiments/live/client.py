@@ -38,7 +38,8 @@ class Reply:
     @property
     def output_tokens(self) -> int:
         """Generated tokens: the server's count, else the events that carried text."""
-        return int(self.usage.get("completion_tokens") or len(self.times))
+        told = self.usage.get("completion_tokens")
+        return told if isinstance(told, int) and 0 < told < 1 << 31 else len(self.times)
 
 
 def new_session(timeout_s: float = 120.0) -> ClientSession:
@@ -77,9 +78,9 @@ def completion_body(model: str, prompt: str | list[int], output_tokens: int) -> 
 
 
 def brings_token(event: Mapping[str, Any]) -> bool:
-    """Whether an event of a stream brings a token."""
+    """Whether an event of a stream, or an answer in one piece, brings a token."""
     for choice in event.get("choices") or ():
-        delta = choice.get("delta") or {}
+        delta = choice.get("delta") or choice.get("message") or {}
         if choice.get("text") or any(delta.get(key) for key in _DELTAS):
             return True
         # A token may be part of a letter: the text is empty, and more is to come.
@@ -88,7 +89,10 @@ def brings_token(event: Mapping[str, Any]) -> bool:
     return False
 
 
-_DELTAS = ("content", "reasoning_content", "tool_calls")
+_DELTAS = (
+    *("content", "reasoning_content", "reasoning", "refusal"),
+    *("tool_calls", "function_call", "audio"),
+)
 
 
 async def stream(
@@ -133,9 +137,10 @@ async def stream(
                         break
                     event = json.loads(data)
                     if event.get("error"):
-                        reply.error = f"error: {event['error']}"
+                        reply.error = f"error: {event['error']}"[:300]
                         break
-                    reply.usage = event.get("usage") or reply.usage
+                    if isinstance(event.get("usage"), Mapping):
+                        reply.usage = event["usage"]
                     if brings_token(event):
                         if not reply.times:
                             reply.first_token_s = now
@@ -147,7 +152,7 @@ async def stream(
                     reply.error = "the stream ended early"
     except (TimeoutError, aiohttp.ClientError, OSError) as error:
         reply.error = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-    except (ValueError, AttributeError, TypeError) as error:
+    except (ValueError, AttributeError, TypeError, RecursionError) as error:
         reply.error = f"not in OpenAI's protocol: {error}"[:300]
     if not reply.error and not reply.times:
         reply.error = "no token came"

@@ -3,11 +3,12 @@
 `GatewayRouter` keeps the state of the requests that it has sent and writes from it the observation
 of ``servegym/LLMRouting-v1``. A gateway tells it when a request was sent, when tokens came and when
 it ended; nothing else is known. A policy that fails or is too slow is replaced by the least load
-for that request and counted: a gateway never stops because of its policy.
+for that request, counted and logged: a gateway never stops because of its policy.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -36,6 +37,12 @@ from servegym.envs.llm_routing.kernel.layout import (
 __all__ = ["Decision", "GatewayRequest", "GatewayRouter"]
 
 FALLBACK = "least_outstanding"
+MAX_TOKENS = 1 << 20
+"""Of a prompt or an answer: what is told of more counts as so many."""
+HELD_BUDGETS, HELD_CALLS = 10, 3
+"""A policy is switched off that keeps the interpreter for ten budgets, three times in a row."""
+LOG_EVERY_S = 60.0
+_log = logging.getLogger("servegym.gateway")
 
 
 @dataclass(frozen=True)
@@ -99,17 +106,24 @@ class Counters:
 
     decisions: int = 0
     drops: int = 0
+    observation_errors: int = 0
     policy_errors: int = 0
     policy_timeouts: int = 0
     illegal_actions: int = 0
     finished: int = 0
     failed: int = 0
     last_error: str = field(default="", repr=False)
+    late_s: float = 0.0  # the longest time that a policy took which was too slow
 
     @property
     def fallbacks(self) -> int:
         """Decisions that the least load took in place of the policy."""
-        return self.policy_errors + self.policy_timeouts + self.illegal_actions
+        return (
+            self.observation_errors
+            + self.policy_errors
+            + self.policy_timeouts
+            + self.illegal_actions
+        )
 
 
 class GatewayRouter:
@@ -119,7 +133,9 @@ class GatewayRouter:
     where an engine tells; else the first R requests that were sent to an expert and have not ended
     count as running, which is exact for engines that serve in order with so many slots.
 
-    All methods may be called from several threads.
+    All methods may be called from several threads. The policy runs in a thread, so one that keeps
+    the interpreter, as a regular expression can, holds everything: it is switched off for good when
+    it does so three times in a row.
 
     Args:
         fleet: Arguments of the environment that describes the fleet, as for ``gymnasium.make``.
@@ -127,6 +143,10 @@ class GatewayRouter:
         policy: A policy, the name of one, or the path of a checkpoint.
         clock: Seconds, monotonic.
         budget_s: Longest time of a decision; None waits for the policy in the caller's thread.
+
+    Attributes:
+        counters: What has happened.
+        off: Why the policy is asked no more, or empty.
 
     Raises:
         ValueError: If the policy is unknown, needs the environment or reads another observation
@@ -160,6 +180,9 @@ class GatewayRouter:
         self.clock, self.budget_s = clock, budget_s
         self.latency_requirement_s = float(np.mean(self.problem.latency_requirement_s))
         self.counters = Counters()
+        self.off = ""
+        self._held_calls = 0
+        self._logged: dict[tuple[str, type], float] = {}
         self._lock = threading.RLock()
         self._held: OrderedDict[str, _InFlight] = OrderedDict()
         self._told = False  # whether the engines tell what they run
@@ -185,21 +208,28 @@ class GatewayRouter:
         """Choose an expert for a request; it counts as sent there until it has ended.
 
         Raises:
-            ValueError: If a request of that id is in flight, or a prediction has another shape than
-                (N,).
+            ValueError: If a request of that id is in flight, or a prediction is not (N,) finite
+                numbers.
         """
         begin = time.perf_counter()
         with self._lock:
             if request.id in self._held:
                 raise ValueError(f"request {request.id!r} is in flight already; ids must be unique")
             predictions, now = self._predictions(request), self.clock()
-            load = self._load_with(predictions[0], predictions[2], now)
-            observation, mask = self._observation(predictions, load, now)
-            self._load = load
-            self._arrivals, self._last_arrival = self._arrivals + 1, now
+            action, mask = 0, np.ones((1, self.num_experts + 1), np.int8)
+            observation, reason = {}, ""
+            try:
+                load = self._load_with(predictions[0], predictions[2], now)
+                observation, mask = self._observation(predictions, load, now)
+                self._load = load
+                self._arrivals, self._last_arrival = self._arrivals + 1, now
+            except Exception as error:  # whatever it is, requests go on
+                self.counters.observation_errors += 1
+                reason = self.report("observation", error)
             if request.allowed is not None:
                 mask[0, 1:] &= np.asarray(request.allowed, np.bool_)
-            action, reason = self._chosen(observation, mask)
+            if not reason:
+                action, reason = self._chosen(observation, mask)
             if reason:
                 action = self._least(mask)
             self.counters.decisions += 1
@@ -223,7 +253,10 @@ class GatewayRouter:
             ),
         }
         for name, value in given.items():
-            array = np.array(value, np.float32)
+            try:
+                array = np.array(value, np.float64)
+            except (TypeError, ValueError, OverflowError):
+                array = np.empty(0)
             if name == "prompt_tokens" and array.ndim == 0:
                 array = np.full(self.num_experts, array)
             if array.shape != (self.num_experts,) or not np.isfinite(array).all():
@@ -231,7 +264,8 @@ class GatewayRouter:
                     f"{name} is {value!r:.100}; allowed are {self.num_experts} finite numbers, one "
                     "an expert"
                 )
-            found.append(array)
+            most = {"scores": 1, "output_tokens": self._longest}.get(name, MAX_TOKENS)
+            found.append(array.clip(0, most).astype(np.float32))
         return tuple(found)  # pyright: ignore[reportReturnType]
 
     def queues(self) -> tuple[list[list[_InFlight]], list[list[_InFlight]]]:
@@ -320,22 +354,52 @@ class GatewayRouter:
         def act() -> int:
             return int(np.asarray(self.policy.act(observation, mask)).reshape(-1)[0])
 
-        try:
-            if self._worker is None:
-                action = act()
-            else:
-                action = self._worker.run(act, self.budget_s)
-        except TimeoutError:
+        if self.off:
             self.counters.policy_timeouts += 1
-            return 0, "the policy was too slow"
-        except Exception as error:  # a policy may raise anything; the gateway goes on
+            return 0, self.off
+        begin, late = self.clock(), False
+        try:
+            action = act() if self._worker is None else self._worker.run(act, self.budget_s)
+        except _Late:
+            action, late = 0, True
+        except (Exception, SystemExit) as error:  # a policy may raise anything; the gateway goes on
             self.counters.policy_errors += 1
-            self.counters.last_error = f"{type(error).__name__}: {error}"[:300]
-            return 0, self.counters.last_error
+            return 0, self.report("policy", error)
+        if self._worker is not None and self.budget_s is not None:
+            taken = self.clock() - begin
+            # An answer that comes in time to a thread which could not run is late as well.
+            held = taken > HELD_BUDGETS * self.budget_s
+            if held or not late:
+                self._held_calls = self._held_calls + 1 if held else 0
+            if late or held:
+                self.counters.policy_timeouts += 1
+                self.counters.late_s = max(self.counters.late_s, taken)
+                if self._held_calls == HELD_CALLS:
+                    self.off = f"the policy is off: it kept the interpreter for {taken:.3g} s"
+                    _log.error("%s, %d times in a row", self.off, HELD_CALLS)
+                return 0, f"the policy was too slow: {taken:.3g} s"
         if not 0 <= action <= self.num_experts or mask[0, action] == 0:
             self.counters.illegal_actions += 1
             return 0, f"the policy chose action {action}, which is not allowed"
         return action, ""
+
+    def report(self, what: str, error: BaseException) -> str:
+        """Log a failure and its cause, each kind of error once a minute, and keep it.
+
+        Args:
+            what: What has failed: ``policy``, ``observation`` or ``prediction``.
+            error: The cause.
+
+        Returns:
+            Its text.
+        """
+        text = f"{type(error).__name__}: {error}"[:300]
+        self.counters.last_error = f"{what}: {text}"
+        now, kind = self.clock(), (what, type(error))
+        if now - self._logged.get(kind, -np.inf) >= LOG_EVERY_S:
+            self._logged[kind] = now
+            _log.error("the %s failed; requests go on without it", what, exc_info=error)
+        return text
 
     def _least(self, mask: NDArray[np.int8]) -> int:
         """The expert of the fewest requests in flight that takes the request; 0: none does."""
@@ -372,7 +436,8 @@ class GatewayRouter:
         with self._lock:
             held = self._held.get(request)
             if held is not None:
-                held.generated = held.generated + 1 if generated is None else int(generated)
+                told = held.generated + 1 if generated is None else int(generated)
+                held.generated = min(max(told, 0), MAX_TOKENS)
 
     def finished(self, request: str) -> None:
         """The answer is complete; a second call changes nothing."""
@@ -407,12 +472,19 @@ class GatewayRouter:
             self._worker.close()
 
 
+_Outcome = Future[tuple[int, BaseException | None]]
+
+
+class _Late(Exception):
+    """A call has not come back in time."""
+
+
 class _Worker:
     """One daemon thread that calls the policy; while a call is late no other begins."""
 
     def __init__(self) -> None:
-        self._calls: SimpleQueue[tuple[Callable[[], int], Future[int]] | None] = SimpleQueue()
-        self._late: Future[int] | None = None
+        self._calls: SimpleQueue[tuple[Callable[[], int], _Outcome] | None] = SimpleQueue()
+        self._late: _Outcome | None = None
         self._thread = threading.Thread(target=self._serve, name="servegym-policy", daemon=True)
         self._thread.start()
 
@@ -420,29 +492,33 @@ class _Worker:
         while (call := self._calls.get()) is not None:
             function, future = call
             try:
-                result = function()
+                future.set_result((function(), None))
             except BaseException as error:
-                future.set_exception(error)
-            else:
-                future.set_result(result)
+                future.set_result((0, error))
 
     def run(self, function: Callable[[], int], limit_s: float | None) -> int:
-        """The function's result.
+        """The function's result, or its error.
 
         Raises:
-            TimeoutError: It took longer, or an earlier call has not come back.
+            _Late: It took longer, or an earlier call has not come back.
+            RuntimeError: The function has ended the thread's program, as SystemExit does.
         """
         if self._late is not None:
             if not self._late.done():
-                raise TimeoutError
+                raise _Late
             self._late = None
-        future: Future[int] = Future()
+        future: _Outcome = Future()
         self._calls.put((function, future))
         try:
-            return future.result(limit_s)
+            result, error = future.result(limit_s)
         except TimeoutError:
             self._late = future
-            raise
+            raise _Late from None
+        if isinstance(error, Exception):
+            raise error
+        if error is not None:
+            raise RuntimeError(f"the policy raised {type(error).__name__}") from error
+        return result
 
     def close(self) -> None:
         """End the thread after the call that it is in."""

@@ -7,16 +7,20 @@ the process that started it, also when that process is killed.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
+from typing import IO
 
 from servegym._command_line import run_main
 from servegym._files import write_text
@@ -35,7 +39,7 @@ __all__ = ["Fleet", "down", "healthy", "status", "up"]
 
 ENDPOINTS = "endpoints.json"
 _SUPERVISOR = "supervisor.json"
-_FAILED = "failed.txt"
+_READY = b"\0"
 
 
 def healthy(endpoint: Endpoint, timeout_s: float = 2.0) -> bool:
@@ -64,7 +68,25 @@ def _port(spec: ServerSpec) -> int:
 
 def _tail(path: Path, lines: int = 5) -> str:
     text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-    return " | ".join(line.strip() for line in text.splitlines()[-lines:]) or "nothing"
+    told = " | ".join(line.strip() for line in text.splitlines()[-lines:]) or "nothing"
+    full = shutil.disk_usage(path.parent).free < 1 << 20
+    return f"{told}; the disk of {path.parent} is full" if full else told
+
+
+def _lock(folder: Path) -> IO[bytes]:
+    """Hold a folder for the servers of one fleet, until the file is closed or the process ends.
+
+    Raises:
+        ValueError: If another holds it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    file = (folder / "lock").open("ab")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise ValueError(f"{folder}: servers run there; `servegym real down` ends them") from None
+    return file
 
 
 def _wait(endpoint: Endpoint, keeper: subprocess.Popen[bytes]) -> None:
@@ -91,29 +113,38 @@ class Fleet:
     Args:
         specs: The servers.
         folder: Where logs, models and endpoints are kept; made if it is not there.
+        lock: Of the folder, if the caller holds it.
 
     Attributes:
         endpoints: The servers that run, in the order of ``specs``.
 
     Raises:
-        ValueError: If a model or a port cannot be used, an engine is not installed, or a server
-            ends or does not become healthy (with the last lines of its log); none runs then.
+        ValueError: If other servers run in the folder, a model or a port cannot be used, an engine
+            is not installed, or a server ends or does not become healthy (with the last lines of
+            its log); none runs then.
     """
 
-    def __init__(self, specs: Sequence[ServerSpec], folder: str | os.PathLike[str]) -> None:
+    def __init__(
+        self,
+        specs: Sequence[ServerSpec],
+        folder: str | os.PathLike[str],
+        *,
+        lock: IO[bytes] | None = None,
+    ) -> None:
         self.folder = Path(folder)
         self.endpoints: list[Endpoint] = []
         self._kept: list[tuple[subprocess.Popen[bytes], int]] = []
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self._lock = _lock(self.folder) if lock is None else lock
+        (self.folder / ENDPOINTS).unlink(missing_ok=True)
         try:
             for spec in specs:
                 self._start(spec)
             for endpoint, (keeper, _) in zip(self.endpoints, self._kept, strict=True):
                 _wait(endpoint, keeper)
+            write_endpoints(self.folder / ENDPOINTS, self.endpoints)
         except BaseException:
             self.stop()
             raise
-        write_endpoints(self.folder / ENDPOINTS, self.endpoints)
 
     def _start(self, spec: ServerSpec) -> None:
         port = _port(spec)
@@ -174,7 +205,9 @@ class Fleet:
                 os.killpg(keeper.pid, signal.SIGKILL)
             keeper.wait()
         self._kept = []
-        (self.folder / ENDPOINTS).unlink(missing_ok=True)
+        if not self._lock.closed:
+            (self.folder / ENDPOINTS).unlink(missing_ok=True)
+            self._lock.close()
 
     def __enter__(self) -> Fleet:
         return self
@@ -223,34 +256,37 @@ def up(fleet: str | os.PathLike[str], folder: str | os.PathLike[str]) -> list[En
     specs, folder = read_fleet(fleet), Path(folder)
     for spec in specs:
         command(spec, Path("-"), spec.port)
-    if _supervisor(folder):
-        raise ValueError(f"{folder}: servers run there; `servegym real down` ends them")
-    folder.mkdir(parents=True, exist_ok=True)
-    for name in (ENDPOINTS, _FAILED):
-        (folder / name).unlink(missing_ok=True)
-    with (folder / "supervisor.log").open("wb") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", __name__, os.fspath(fleet), os.fspath(folder)],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    try:
-        while not (folder / ENDPOINTS).exists():
-            if process.poll() is not None:
-                failed = folder / _FAILED
-                raise ValueError(
-                    failed.read_text(encoding="utf-8")
-                    if failed.exists()
-                    else f"{folder / 'supervisor.log'}: {_tail(folder / 'supervisor.log')}"
+    _lock(folder).close()
+    ours, theirs = socket.socketpair()
+    with ours:
+        with theirs, (folder / "supervisor.log").open("wb") as log:
+            words = [sys.executable, "-m", __name__, os.fspath(fleet), os.fspath(folder)]
+            process = subprocess.Popen(
+                [*words, str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+            )
+        try:
+            told = b""
+            while told != _READY and (data := ours.recv(65536)):
+                told += data
+            if told != _READY:
+                # Not by a file: the disk may be full.
+                cause = told.decode() or (
+                    f"it was ended before all servers ran; {folder / 'supervisor.log'}: "
+                    f"{_tail(folder / 'supervisor.log')}"
                 )
-            time.sleep(0.05)
-    except BaseException:
-        process.terminate()
-        process.wait()
-        raise
-    return read_endpoints(folder / ENDPOINTS)
+                raise ValueError(cause)
+            found = read_endpoints(folder / ENDPOINTS)
+            ours.send(_READY)  # from here on they run without this process
+            return found
+        except BaseException:
+            process.terminate()
+            process.wait()
+            raise
 
 
 def status(folder: str | os.PathLike[str]) -> list[tuple[Endpoint, str]]:
@@ -288,32 +324,46 @@ def down(folder: str | os.PathLike[str]) -> bool:
     return bool(pid)
 
 
+def _follow(told: socket.socket) -> None:
+    """End this process if the one that started it ends before it has heard that all servers run."""
+    if told.recv(1) != _READY:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """The supervisor: starts a fleet and holds it until a signal comes.
 
     Args:
-        arguments: FLEET.toml and the folder.
+        arguments: FLEET.toml, the folder, and the number of a socket that is told `_READY` or why
+            the fleet does not start.
 
     Returns:
-        0, or 1 if a server did not start; ``failed.txt`` says why.
+        0, or 1 if a server did not start.
     """
-    fleet, folder = map(Path, arguments or sys.argv[1:])
+    fleet, folder, number = arguments or sys.argv[1:]
+    told = socket.socket(fileno=int(number))
+    told.set_inheritable(False)
 
     def stop(*_: object) -> None:
         raise SystemExit(0)
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, stop)
-    entry = {"pid": os.getpid(), "started": _started(os.getpid())}
-    write_text(folder / _SUPERVISOR, json.dumps(entry))
+    threading.Thread(target=_follow, args=(told,), daemon=True).start()
     try:
-        with Fleet(read_fleet(fleet), folder):
+        lock = _lock(Path(folder))
+        entry = {"pid": os.getpid(), "started": _started(os.getpid())}
+        write_text(Path(folder) / _SUPERVISOR, json.dumps(entry))
+        with Fleet(read_fleet(fleet), folder, lock=lock):
+            told.sendall(_READY)
             while True:
                 signal.pause()
-    except ValueError as error:
-        write_text(folder / _FAILED, str(error))
+    except Exception as error:
+        with contextlib.suppress(OSError):
+            told.sendall(f"{error}".encode())
+        if not isinstance(error, (OSError, ValueError)):
+            raise
         return 1
-    return 0
 
 
 if __name__ == "__main__":

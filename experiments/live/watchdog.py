@@ -21,8 +21,10 @@ PR_SET_CHILD_SUBREAPER = 36
 GRACE_S = 3.0
 
 
-def _die_with_parent() -> None:
+def _die_with(parent: int) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it has died before
+        os._exit(1)
 
 
 def _children() -> list[int]:
@@ -66,7 +68,8 @@ def main(arguments: list[str]) -> int:
     signal.set_wakeup_fd(signalled)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD):
         signal.signal(number, lambda *_: None)
-    child = subprocess.Popen(arguments[1:], preexec_fn=_die_with_parent)
+    here = os.getpid()
+    child = subprocess.Popen(arguments[1:], preexec_fn=lambda: _die_with(here))
     while child.poll() is None:
         ready, _, _ = select.select([pipe, wake], [], [], 1.0)
         if pipe in ready:

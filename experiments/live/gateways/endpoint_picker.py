@@ -64,8 +64,13 @@ NAMESPACE, SUBSET = "envoy.lb", "envoy.lb.subset_hint"
 CHUNK_BYTES = 60_000
 """Of a body that is sent back in full duplex; Envoy takes up to 64 KiB at a time."""
 MAX_BODY_BYTES = 16 << 20
+MAX_ELEMENTS = 1 << 17
+"""Of a body that is read."""
+SLACK_BYTES = 1 << 20
+"""Of a message of gRPC beyond the body, so that a body that is too long is answered with 413."""
 LOG_EVERY_S = 60.0
-_SERVING = b"\x08\x01"  # grpc.health.v1.HealthCheckResponse with status SERVING
+# grpc.health.v1.HealthCheckResponse
+_SERVING, _NOT_SERVING = b"\x08\x01", b"\x08\x02"
 
 
 def address(url: str) -> str:
@@ -173,11 +178,18 @@ class EndpointPicker:
 
     def __init__(self, gate: Gate, endpoints: Sequence[str]) -> None:
         self.gate, self.endpoints = gate, list(endpoints)
+        self.stopping = False
         if len(self.endpoints) != len(gate.names) or len(set(self.endpoints)) < len(gate.names):
             raise ValueError(
                 f"endpoints are {self.endpoints}; each of the {len(gate.names)} experts needs one "
                 "of its own"
             )
+
+    @property
+    def healthy(self) -> bool:
+        """Whether requests may come: it does not end, and not every server fails."""
+        now = self.gate.router.clock()
+        return not self.stopping and any(one.able(now) for one in self.gate.breakers)
 
     async def process(
         self, requests: AsyncIterator[ProcessingRequest], context: Any = None
@@ -188,6 +200,7 @@ class EndpointPicker:
         body = bytearray()
         request_mode = response_mode = BodyMode.NONE
         subset: Any = None
+        completion = False  # whether the answer must have tokens
         good = True  # the answer's status
         try:
             async for message in requests:
@@ -198,10 +211,12 @@ class EndpointPicker:
                 subset = subset if found is None else found
                 duplex = request_mode == BodyMode.FULL_DUPLEX_STREAMED
                 if message.request_headers is not None:
+                    path = _text(message.request_headers.headers, ":path")
+                    completion = path.partition("?")[0].endswith("/completions")
                     if message.request_headers.end_of_stream:
                         yield _headers(self._least(self._allowed(subset)))
                     elif request_mode == BodyMode.NONE and message.protocol_config is not None:
-                        ticket, response = self._pick({}, subset)
+                        ticket, response = self._pick({}, subset, completion)
                         yield _headers(response)
                     elif not duplex:
                         yield ProcessingResponse(request_headers=HeadersResponse())
@@ -210,8 +225,10 @@ class EndpointPicker:
                     if len(body) > MAX_BODY_BYTES:
                         why = f"the body is longer than {MAX_BODY_BYTES} bytes"
                         raise _Refusal(StatusCode.PayloadTooLarge, why)
-                    if message.request_body.end_of_stream:
-                        ticket, response = self._pick(_json(body), subset)
+                    # What is buffered comes at once, and ends with it or with trailers.
+                    whole = request_mode in (BodyMode.BUFFERED, BodyMode.BUFFERED_PARTIAL)
+                    if ticket is None and (whole or message.request_body.end_of_stream):
+                        ticket, response = self._pick(_json(body), subset, completion)
                         if duplex:
                             for one in _duplex(response, bytes(body), last=True):
                                 yield one
@@ -220,57 +237,65 @@ class EndpointPicker:
                                 request_body=BodyResponse(response=response),
                                 dynamic_metadata=_metadata(response),
                             )
-                    elif request_mode == BodyMode.STREAMED:
+                    elif not duplex:
                         yield ProcessingResponse(request_body=BodyResponse())
                 elif message.request_trailers is not None:
-                    if duplex and ticket is None:
-                        ticket, response = self._pick(_json(body), subset)
-                        for one in _duplex(response, bytes(body), last=False):
+                    told = ProcessingResponse(request_trailers=TrailersResponse())
+                    if ticket is None:
+                        ticket, response = self._pick(_json(body), subset, completion)
+                        told.dynamic_metadata = _metadata(response)
+                        for one in _duplex(response, bytes(body), last=False) if duplex else ():
                             yield one
-                    yield ProcessingResponse(request_trailers=TrailersResponse())
+                    yield told
                 elif message.response_headers is not None:
                     headers = message.response_headers.headers
                     served = _entry(message.metadata_context, NAMESPACE, f"{DESTINATION}-served")
                     if ticket is not None:
                         good = self._status(ticket, _text(headers, ":status"), served)
-                        answer = Answer(ticket, "event-stream" in _text(headers, "content-type"))
+                        encoding = _text(headers, "content-encoding")
+                        answer = Answer(
+                            ticket,
+                            _text(headers, "content-type"),
+                            encoded=encoding not in ("", "identity"),
+                        )
                         if good and message.response_headers.end_of_stream:
-                            ticket.finished()
+                            answer.end()
                     yield ProcessingResponse(response_headers=HeadersResponse())
                 elif message.response_body is not None:
                     part = message.response_body
-                    if answer is not None and ticket is not None:
+                    if answer is not None:
                         answer.feed(part.body)
                         if part.end_of_stream or answer.done:
-                            ticket.finished()
+                            answer.end()
                     echoed = response_mode == BodyMode.FULL_DUPLEX_STREAMED
                     common = _piece(part.body, part.end_of_stream) if echoed else None
                     yield ProcessingResponse(response_body=BodyResponse(response=common))
                 elif message.response_trailers is not None:
-                    if ticket is not None:
-                        ticket.finished()
+                    if answer is not None:
+                        answer.end()
                     yield ProcessingResponse(response_trailers=TrailersResponse())
             if ticket is not None and answer is not None and good:
-                if response_mode == BodyMode.NONE:  # the gateway does not show the body
-                    ticket.finished()
+                if response_mode in (BodyMode.NONE, BodyMode.BUFFERED_PARTIAL):
+                    ticket.finished()  # the gateway does not show the body, or not all of it
         except _Refusal as refusal:
             yield refusal.response
         finally:
             if ticket is not None:
-                ticket.left()  # the client has hung up, or the server has died in its answer
+                # The client has hung up, or the server has died in its answer.
+                (ticket.left if answer is None else ticket.broken)()
 
-    def _pick(self, body: Mapping[str, Any], subset: Any) -> tuple[Ticket, CommonResponse]:
+    def _pick(
+        self, body: Mapping[str, Any], subset: Any, completion: bool
+    ) -> tuple[Ticket, CommonResponse]:
         allowed = self._allowed(subset)
-        ticket = self.gate.enter(body, allowed=allowed)
+        ticket = self.gate.enter(body, allowed=allowed, completion=completion)
         if ticket.expert < 0:
             why = f"the router refuses the request; try again in {RETRY_AFTER_S} s"
             raise _Refusal(StatusCode.TooManyRequests, why, RETRY_AFTER_S)
         return ticket, self._to(ticket.expert, allowed)
 
     def _to(self, expert: int, allowed: Sequence[bool]) -> CommonResponse:
-        load = self.gate.router.load()
-        others = [k for k, may in enumerate(allowed) if may and k != expert]
-        named = [expert, *sorted(others, key=lambda k: int(load[k]))]
+        named = [expert, *(k for k in self._ranked(allowed) if k != expert)]
         value = ",".join(self.endpoints[k] for k in named)
         mutation = HeaderMutation(set_headers=[_set(DESTINATION, value)])
         return CommonResponse(header_mutation=mutation, clear_route_cache=True)
@@ -280,6 +305,8 @@ class EndpointPicker:
         if subset is None:
             return [True] * len(self.endpoints)
         listed = subset.split(",") if isinstance(subset, str) else subset
+        if not isinstance(listed, Sequence):
+            listed = ()
         allowed = [one in listed for one in self.endpoints]
         if not any(allowed):
             raise _Refusal(StatusCode.ServiceUnavailable, "no endpoint is ready")
@@ -287,33 +314,43 @@ class EndpointPicker:
 
     def _least(self, allowed: Sequence[bool]) -> CommonResponse:
         """A request without a body, such as a list of models: to the least load, not counted."""
-        load = self.gate.router.load()
-        expert = min((k for k, may in enumerate(allowed) if may), key=lambda k: int(load[k]))
-        return self._to(expert, allowed)
+        return self._to(self._ranked(allowed)[0], allowed)
+
+    def _ranked(self, allowed: Sequence[bool]) -> list[int]:
+        """The endpoints that a request may go to: those that fail last, else by their load."""
+        load, able = self.gate.router.load(), self.gate.able(allowed)
+        may = [k for k, one in enumerate(allowed) if one]
+        return sorted(may, key=lambda k: (not able[k], int(load[k])))
 
     def _status(self, ticket: Ticket, status: str, served: Any) -> bool:
         """Whether an answer begins; an error ends the request."""
         if served in self.endpoints and self.endpoints.index(served) != ticket.expert:
             ticket.moved(self.endpoints.index(served))
-        code = int(status) if status.isdecimal() else 200
-        if code >= 500 or code in (408, 429):
-            ticket.failed()
-        elif code >= 400:
-            ticket.left()
-        return code < 400
+        good = status[:3] in ("", "200") or ("200" < status[:3] < "300")
+        if not good:
+            ticket.refused(int(status[:3]) if status[:3].isdecimal() else 0)
+        return good
 
 
 def _json(body: bytes | bytearray) -> Mapping[str, Any]:
-    """The body of a request; what is no JSON object is the server's to refuse."""
+    """The body of a request; what is no JSON object is the server's to refuse.
+
+    One of very many elements would hold the other streams while it is read: only its length counts.
+    """
+    if body.count(b",") > MAX_ELEMENTS:
+        return {"prompt": "." * len(body)}
     try:
         found = json.loads(body)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 
 
 async def start(picker: EndpointPicker, host: str, port: int) -> tuple[Any, int]:
     """Serve a picker, and ``grpc.health.v1.Health/Check``.
+
+    The check says whether any server may have requests, and of the service ``liveness`` only that
+    the process answers.
 
     Args:
         picker: The picker.
@@ -328,9 +365,10 @@ async def start(picker: EndpointPicker, host: str, port: int) -> tuple[Any, int]
     """
 
     async def check(request: bytes, context: Any) -> bytes:
-        return _SERVING
+        return _SERVING if picker.healthy or request[2:] == b"liveness" else _NOT_SERVING
 
-    server = grpc.aio.server()
+    most = MAX_BODY_BYTES + SLACK_BYTES
+    server = grpc.aio.server(options=[("grpc.max_receive_message_length", most)])
     process = grpc.stream_stream_rpc_method_handler(
         picker.process,
         request_deserializer=ProcessingRequest.parse,
@@ -377,6 +415,7 @@ def run(gate: Gate, urls: Sequence[str], host: str, port: int) -> None:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(stop.wait(), LOG_EVERY_S)
             log.info("%s", json.dumps(gate.status()))
+        picker.stopping = True
         await server.stop(grace=1.0)
 
     asyncio.run(serve())

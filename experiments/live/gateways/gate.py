@@ -1,9 +1,9 @@
 """What the plug-ins of all gateways share: requests of OpenAI's protocol, their ends, and failures.
 
 A `Gate` holds a `GatewayRouter`. It reads a request from the body that a gateway has, asks the
-router, and gives a `Ticket` that takes the events of that request, each of which counts once. An
-expert whose server fails is left alone for a while, and a request of which nothing is heard any
-more is given up, so nothing is held for ever.
+router, and gives a `Ticket` that takes the events of that request, each of which counts once. A
+`Breaker` keeps requests from a server that fails, and a request of which nothing is heard any more
+is given up, so nothing is held for ever.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from numpy.typing import ArrayLike, NDArray
 
 from servegym.experiments.live.client import brings_token
 from servegym.experiments.live.fleet_file import Endpoint, ServerSpec
-from servegym.experiments.live.gateway import GatewayRequest, GatewayRouter
+from servegym.experiments.live.gateway import MAX_TOKENS, GatewayRequest, GatewayRouter
 
 __all__ = [
     "BYTES_PER_TOKEN",
     "Answer",
+    "Breaker",
     "Gate",
     "Ticket",
     "fleet_arguments",
@@ -36,9 +37,16 @@ __all__ = [
 
 BYTES_PER_TOKEN = 4
 """Of a prompt's text, where no tokenizer counts."""
+DEPTH = 4
+"""Of lists in messages and prompts; what is nested more deeply is no text of theirs."""
 RETRY_AFTER_S = 1
 """What a refused client is told to wait, seconds."""
-BACKOFF_S, MAX_BACKOFF_S = 1.0, 30.0
+CLIENTS = (400, 413, 422)
+"""Statuses that are the client's doing; any other error is the server's own."""
+OUTCOMES, WINDOW_S, SHARE = 10, 10.0, 0.5
+BACKOFF_S, MAX_BACKOFF_S = 1.0, 8.0
+MAX_ANSWER_BYTES = 1 << 20
+"""Of an answer in one piece, or of one line of a stream, that is read; longer ones are not."""
 LEASE_S = 600.0
 """Seconds of silence after which a request is given up and counts as failed."""
 PREDICTIONS = ("prompt_tokens", "scores", "output_tokens")
@@ -50,16 +58,21 @@ def prompt_tokens(body: Mapping[str, Any]) -> int:
     Token ids are counted; of text four bytes are taken for a token.
     """
 
-    def count(value: Any) -> float:
+    def count(value: Any, depth: int) -> float:
         if isinstance(value, str):
             return len(value.encode("utf-8", "replace")) / BYTES_PER_TOKEN
         if isinstance(value, int):
             return 1
         if isinstance(value, Mapping):
-            return count(value.get("content") or value.get("text") or "")
-        return sum(map(count, value)) if isinstance(value, Sequence) else 0
+            return count(value.get("content") or value.get("text") or "", depth)
+        if not isinstance(value, Sequence) or depth == 0:
+            return 0
+        if value and type(value[0]) is int:  # token ids, of which there may be a million
+            return len(value)
+        return sum(count(one, depth - 1) for one in value)
 
-    return max(1, round(count(body.get("messages") or body.get("prompt") or "")))
+    tokens = count(body.get("messages") or body.get("prompt") or "", DEPTH)
+    return min(max(1, round(tokens)), MAX_TOKENS)
 
 
 def from_metadata(body: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -101,6 +114,62 @@ def fleet_arguments(servers: Sequence[Endpoint | ServerSpec], **more: Any) -> di
     }
 
 
+class Breaker:
+    """A circuit breaker: whether a server may have requests.
+
+    It opens when half of the server's last ten outcomes of the last ten seconds are failures. After
+    1 s it is half open: one request may go there, and, until an answer comes, the next one only
+    after twice as long, up to 8 s. A request that was sent later than it opened closes it with its
+    first token or its end. What was sent before tells nothing new, so a burst of failures is one.
+    """
+
+    def __init__(self) -> None:
+        self.opened = False
+        self.failures = 0
+        self._sent, self._last = 0, 0  # requests sent, and how many when it opened
+        self._outcomes: deque[tuple[float, bool]] = deque(maxlen=OUTCOMES)
+        self._step, self._until = 0, -np.inf
+
+    def able(self, now: float) -> bool:
+        """Whether it lets a request through."""
+        return not self.opened or now >= self._until
+
+    def send(self, now: float) -> int:
+        """A request goes to the server; its number."""
+        self._sent += 1
+        if self.opened and now >= self._until:
+            self._step += 1
+            self._rest(now)
+        return self._sent
+
+    def _rest(self, now: float) -> None:
+        self._until = now + min(BACKOFF_S * 2.0 ** min(self._step, 16), MAX_BACKOFF_S)
+
+    def good(self, number: int, now: float, *, ended: bool = True) -> None:
+        """The request of that number brings an answer."""
+        if self.opened:
+            if number > self._last:
+                self.opened, self._until = False, now
+                self._outcomes.clear()
+        elif ended:
+            self._outcomes.append((now, False))
+            if now - self._until > WINDOW_S:
+                self._step = 0
+
+    def bad(self, number: int, now: float) -> None:
+        """The server has failed at the request of that number."""
+        self.failures += 1
+        if self.opened:
+            if number > self._last:
+                self._rest(now)
+            return
+        self._outcomes.append((now, True))
+        recent = [failed for when, failed in self._outcomes if now - when <= WINDOW_S]
+        if sum(recent) >= SHARE * len(recent):
+            self.opened, self._last = True, self._sent
+            self._rest(now)
+
+
 @dataclass(eq=False)
 class Ticket:
     """A request that a gateway sends to an expert; every method may be called late or twice.
@@ -110,6 +179,8 @@ class Ticket:
         id: The request's name at the router.
         expert: Number of the expert, or -1: the request is refused.
         heard_s: When it was last spoken of, by the router's clock.
+        completion: Whether its answer must have the form of completions and a token.
+        number: Of the request among those of its expert, for the breaker.
         tokens: Tokens of its answer so far.
     """
 
@@ -117,13 +188,19 @@ class Ticket:
     id: str
     expert: int
     heard_s: float
+    completion: bool = True
+    number: int = 0
     tokens: int = 0
 
     def token(self, generated: int | None = None) -> None:
         """A token of the answer came; ``generated`` says how many there are by now."""
-        self.tokens = self.tokens + 1 if generated is None else generated
+        first = self.tokens == 0
+        told = self.tokens + 1 if generated is None else int(generated)
+        self.tokens = min(max(told, 0), MAX_TOKENS)
         self.heard_s = self.gate.router.clock()
         self.gate.router.token(self.id, self.tokens)
+        if first and self.tokens:
+            self.gate.alive(self)
 
     def moved(self, expert: int) -> None:
         """The gateway has sent it to another expert itself."""
@@ -133,20 +210,31 @@ class Ticket:
         """The answer is complete."""
         self.gate.end(self, "finished")
 
+    def refused(self, status: int) -> None:
+        """The answer is an error with this HTTP status."""
+        self.gate.end(self, "left" if status in CLIENTS else "failed")
+
     def failed(self) -> None:
         """The expert's server has failed."""
         self.gate.end(self, "failed")
 
     def left(self) -> None:
-        """The client has hung up, or has sent what the server refuses: no fault of the server."""
+        """The client has hung up: no fault of the server."""
         self.gate.end(self, "left")
+
+    def broken(self) -> None:
+        """The answer has ended in its midst, by the client or by the server.
+
+        It counts as left; for the breaker it is a failure, since few clients in ten hang up.
+        """
+        self.gate.end(self, "broken")
 
 
 class Gate:
     """Routes requests of OpenAI's protocol by a `GatewayRouter`.
 
-    An expert is left alone for 1 s after a failure, where another may take the request, and twice
-    as long after each further one, up to 30 s, until it answers.
+    A request goes to an expert that its `Breaker` does not let it only where no other may take it.
+    Whatever fails in a prediction is logged and counted, and the request goes by the train means.
 
     Args:
         router: The router; its policy is called here, so that it is compiled.
@@ -158,6 +246,7 @@ class Gate:
         router: The router.
         names: Names of the experts, for `status`.
         routed: (N,) requests that were sent to each.
+        breakers: N breakers.
         counters: What has happened that the router does not count.
     """
 
@@ -176,19 +265,25 @@ class Gate:
         self._lock = threading.Lock()
         self._numbers = itertools.count()
         self._open: OrderedDict[str, Ticket] = OrderedDict()
-        self._failures = np.zeros(n, np.int64)
-        self._resting = np.full(n, -np.inf)
+        self.breakers = [Breaker() for _ in range(n)]
         self.routed = np.zeros(n, np.int64)
         self.counters = {"prediction_errors": 0, "server_failures": 0, "left": 0, "given_up": 0}
         self._elapsed: deque[float] = deque(maxlen=4096)
         router.warm()
 
-    def enter(self, body: Mapping[str, Any], *, allowed: ArrayLike | None = None) -> Ticket:
+    def enter(
+        self,
+        body: Mapping[str, Any],
+        *,
+        allowed: ArrayLike | None = None,
+        completion: bool = True,
+    ) -> Ticket:
         """Decide where a request goes; it counts as sent there until its ticket has ended.
 
         Args:
             body: The request's body.
             allowed: (N,) experts that may have it, or None: all.
+            completion: Whether it asks for a completion, so that an answer without a token fails.
 
         Returns:
             The ticket; its expert is -1 if the request is refused.
@@ -197,19 +292,28 @@ class Gate:
         name = str(next(self._numbers))
         with self._lock:
             self._give_up(now)
-            able = self._able(allowed, now)
+            able = self.able(allowed)
         try:
             decision = self.router.decide(self._request(name, body, able))
-        except (TypeError, ValueError):  # predictions of another form
-            self.counters["prediction_errors"] += 1
+        except Exception as error:  # predictions of another form
+            self._mistaken(error)
             decision = self.router.decide(GatewayRequest(name, 1, allowed=able))
-        ticket = Ticket(self, name, decision.expert, now)
+        ticket = Ticket(self, name, decision.expert, now, completion)
         with self._lock:
             self._elapsed.append(time.perf_counter() - begin)
             if not decision.dropped:
-                self.routed[decision.expert] += 1
+                self._send(ticket, decision.expert)
                 self._open[name] = ticket
         return ticket
+
+    def _send(self, ticket: Ticket, expert: int) -> None:
+        self.routed[expert] += 1
+        ticket.expert, ticket.tokens = expert, 0
+        ticket.number = self.breakers[expert].send(self.router.clock())
+
+    def _mistaken(self, error: BaseException) -> None:
+        self.counters["prediction_errors"] += 1
+        self.router.report("prediction", error)
 
     def _request(
         self, name: str, body: Mapping[str, Any], able: NDArray[np.bool_]
@@ -219,26 +323,31 @@ class Gate:
             try:
                 given = self._predict(body)
                 found = {key: given[key] for key in PREDICTIONS if given.get(key) is not None}
-            except Exception:  # a predictor may raise anything; the gateway goes on
-                self.counters["prediction_errors"] += 1
+            except (Exception, SystemExit) as error:  # it may raise anything; the gateway goes on
+                self._mistaken(error)
         fields = dict(found)
         if "prompt_tokens" not in fields:
             fields["prompt_tokens"] = prompt_tokens(body)
         most = body.get("max_completion_tokens") or body.get("max_tokens")
         if "output_tokens" not in fields and isinstance(most, int) and most > 0:
-            mean = self.router.system.mean_output_tokens
+            mean, most = self.router.system.mean_output_tokens, min(most, MAX_TOKENS)
             fields["output_tokens"] = (
                 np.full(len(mean), most) if body.get("ignore_eos") else np.minimum(mean, most)
             )
         return GatewayRequest(name, allowed=able, **fields)
 
-    def _able(self, allowed: ArrayLike | None, now: float) -> NDArray[np.bool_]:
-        """The experts that may have a request: not those that have just failed, if others may."""
+    def able(self, allowed: ArrayLike | None = None) -> NDArray[np.bool_]:
+        """(N,) experts that may have a request: those whose breaker lets it, or all if none does.
+
+        Args:
+            allowed: (N,) experts that may have it, or None: all.
+        """
         able = np.ones(self.router.num_experts, np.bool_)
         if allowed is not None:
             able &= np.asarray(allowed, np.bool_)
-        rested = able & (now >= self._resting)
-        return rested if rested.any() else able
+        now = self.router.clock()
+        closed = able & [one.able(now) for one in self.breakers]
+        return closed if closed.any() else able
 
     def _give_up(self, now: float) -> None:
         """End requests that nobody speaks of any more."""
@@ -255,39 +364,49 @@ class Gate:
         with self._lock:
             if ticket.id not in self._open or not 0 <= expert < len(self.names):
                 return
-            self._rest(ticket.expert)
-            self.routed[expert] += 1
-            ticket.expert, ticket.tokens = expert, 0
+            self._failed(ticket)
+            self._send(ticket, expert)
         self.router.moved(ticket.id, expert)
 
-    def _rest(self, expert: int) -> None:
+    def _failed(self, ticket: Ticket) -> None:
         self.counters["server_failures"] += 1
-        self._failures[expert] += 1
-        wait = BACKOFF_S * 2.0 ** min(self._failures[expert] - 1, 16)
-        self._resting[expert] = self.router.clock() + min(wait, MAX_BACKOFF_S)
+        self.breakers[ticket.expert].bad(ticket.number, self.router.clock())
+
+    def alive(self, ticket: Ticket) -> None:
+        """The first token of a request has come."""
+        with self._lock:
+            if ticket.id in self._open:
+                now = self.router.clock()
+                self.breakers[ticket.expert].good(ticket.number, now, ended=False)
 
     def end(self, ticket: Ticket, how: str) -> None:
-        """The end of a ticket: ``finished``, ``failed`` or ``left``; a second changes nothing."""
+        """The end of a ticket: ``finished``, ``failed``, ``left`` or ``broken``.
+
+        A second changes nothing.
+        """
         with self._lock:
             if self._open.pop(ticket.id, None) is None:
                 return
+            breaker, now = self.breakers[ticket.expert], self.router.clock()
             if how == "finished":
-                self._failures[ticket.expert] = 0
+                breaker.good(ticket.number, now)
             elif how == "failed":
-                self._rest(ticket.expert)
+                self._failed(ticket)
             else:
                 self.counters["left"] += 1
+                if how == "broken":
+                    breaker.bad(ticket.number, now)
         (self.router.finished if how == "finished" else self.router.failed)(ticket.id)
 
     def status(self) -> dict[str, Any]:
         """What has happened, for a page of the gateway: counters, experts and decision times."""
         counters = asdict(self.router.counters)
-        counters.pop("last_error")
         with self._lock:
             now = self.router.clock()
             times = 1e3 * np.array(self._elapsed or [0.0])
             return {
                 "policy": self.router.name,
+                "policy_off": self.router.off,
                 **counters,
                 "fallbacks": self.router.counters.fallbacks,
                 **self.counters,
@@ -295,13 +414,15 @@ class Gate:
                 "decision_ms": {
                     "median": round(float(np.median(times)), 3),
                     "p99": round(float(np.quantile(times, 0.99)), 3),
+                    "max": round(float(times.max()), 3),
                 },
                 "experts": [
                     {
                         "name": name,
                         "routed": int(self.routed[k]),
                         "in_flight": int(load),
-                        "up": bool(now >= self._resting[k]),
+                        "failed": self.breakers[k].failures,
+                        "up": self.breakers[k].able(now),
                     }
                     for k, (name, load) in enumerate(
                         zip(self.names, self.router.load(), strict=True)
@@ -311,39 +432,74 @@ class Gate:
 
 
 class Answer:
-    """Counts the tokens of an answer that comes in pieces, and tells its ticket.
+    """Reads an answer that comes in pieces, and tells its ticket of tokens and of the end.
+
+    The answer to a completion has failed if it is neither JSON nor a stream of events, has no token
+    or an error in it, or is a stream that ends before it says so.
 
     Args:
         ticket: The request's ticket.
-        streamed: Whether the answer is a stream of events; of another nothing is counted.
+        content_type: The header of that name.
+        encoded: Whether the body is compressed, so that it cannot be read.
 
     Attributes:
-        done: Whether the stream's last event has come.
+        done: Whether a stream's last event has come.
     """
 
-    def __init__(self, ticket: Ticket, streamed: bool) -> None:
-        self._ticket, self._streamed, self._rest = ticket, streamed, b""
+    def __init__(self, ticket: Ticket, content_type: str, *, encoded: bool = False) -> None:
+        kind = content_type.partition(";")[0].strip().lower()
+        self._streamed = kind == "text/event-stream"
         self.done = False
+        self._ticket, self._encoded = ticket, encoded
+        self._wrong = not (self._streamed or kind == "application/json")
+        self._brought = self._said = False  # a token; why the answer ends
+        self._rest, self._long = bytearray(), False
 
     def feed(self, data: bytes) -> None:
         """Take the next bytes."""
-        if not self._streamed:
+        if self._encoded:
             return
-        *lines, self._rest = (self._rest + data).split(b"\n")
+        first, *lines = data.split(b"\n") if self._streamed else (data,)
+        self._long |= len(self._rest) + len(first) > MAX_ANSWER_BYTES
+        if not self._long:
+            self._rest += first
         for line in lines:
-            if line.startswith(b"data:"):
-                self._event(line[5:].strip())
+            if not self._long:
+                self._line(bytes(self._rest))
+            self._long = len(line) > MAX_ANSWER_BYTES
+            self._rest = bytearray(b"" if self._long else line)
+
+    def _line(self, line: bytes) -> None:
+        if line.startswith(b"data:"):
+            data = line[5:].strip()
+            if data == b"[DONE]":
+                self.done = True
+            else:
+                self._event(data)
 
     def _event(self, data: bytes) -> None:
-        if data == b"[DONE]":
-            self.done = True
-            return
         try:
             event = json.loads(data)
+            self._wrong |= bool(event.get("error"))
             told = (event.get("usage") or {}).get("completion_tokens")
-            if told is not None:
-                self._ticket.token(int(told))
-            elif brings_token(event):
-                self._ticket.token()
-        except (ValueError, TypeError, AttributeError):
-            pass  # no event of OpenAI's protocol, so no token
+            brought = brings_token(event)
+            self._said |= any(one.get("finish_reason") for one in event.get("choices") or ())
+        except (ValueError, TypeError, AttributeError, RecursionError):
+            return  # no event of OpenAI's protocol, so no token
+        if isinstance(told, int):
+            self._ticket.token(told)
+        elif brought and self._streamed:
+            self._ticket.token()
+        self._brought |= brought or (isinstance(told, int) and told > 0)
+
+    def end(self) -> None:
+        """The answer is over, as far as the gateway knows."""
+        whole = not self._streamed
+        if whole and not self._long:
+            self._event(bytes(self._rest))
+        read = self._encoded or (whole and self._long)
+        good = read or (self._brought and (whole or self.done or self._said))
+        if self._ticket.completion and (self._wrong or not good):
+            self._ticket.failed()
+        else:
+            self._ticket.finished()

@@ -109,8 +109,10 @@ class LiteLLMStrategy(CustomRoutingStrategyBase, CustomLogger):
             for ticket in tickets:
                 if hasattr(response, "__anext__"):
                     _watch(response, ticket)
-                else:
+                elif brings_token(response.model_dump()):
                     ticket.finished()
+                else:
+                    ticket.failed()  # an answer that has nothing in it
             return response
 
         return told
@@ -176,10 +178,13 @@ class LiteLLMStrategy(CustomRoutingStrategyBase, CustomLogger):
             self.attach(proxy_server.llm_router)
 
     def show(self) -> None:
-        """Serve `Gate.status` as JSON at `STATUS_PATH` of the proxy."""
+        """Serve `Gate.status` as JSON at `STATUS_PATH` of the proxy, for who has a key of it."""
+        from fastapi import Depends
+        from litellm.proxy.auth.user_api_key_auth import user_api_key_auth
         from litellm.proxy.proxy_server import app
 
-        app.add_api_route(STATUS_PATH, self.gate.status, methods=["GET"])
+        key = [Depends(user_api_key_auth)]
+        app.add_api_route(STATUS_PATH, self.gate.status, methods=["GET"], dependencies=key)
 
 
 def _refused(model: str) -> Exception:
@@ -196,22 +201,29 @@ def _refused(model: str) -> Exception:
 def _end(ticket: Ticket, error: BaseException) -> None:
     """A request has ended with an error: the server's, or the client's."""
     status = getattr(error, "status_code", None)
-    refused = isinstance(status, int) and 400 <= status < 500 and status not in (408, 429)
-    # Cancelled: the client has hung up.
-    if refused or not isinstance(error, Exception):
-        ticket.left()
+    if not isinstance(error, Exception):
+        ticket.left()  # cancelled: the client has hung up
+    elif isinstance(status, int):
+        ticket.refused(status)
     else:
         ticket.failed()
 
 
-async def _chunks(stream: AsyncIterator[Any], ticket: Ticket) -> AsyncIterator[Any]:
-    """The chunks of a stream, of which the ticket is told."""
+async def _chunks(
+    stream: AsyncIterator[Any], ticket: Ticket, kept: list[Any] | None
+) -> AsyncIterator[Any]:
+    """The chunks of a stream, of which the ticket is told.
+
+    LiteLLM ends a stream that was cut as one that is complete. The list that its wrapper keeps of
+    what came tells whether the server has said why the answer ends.
+    """
     try:
         async for chunk in stream:
             if brings_token(chunk.model_dump()):
                 ticket.token()
             yield chunk
-        ticket.finished()
+        told = kept is None or any(choice.finish_reason for one in kept for choice in one.choices)
+        (ticket.finished if told and ticket.tokens else ticket.failed)()
     except BaseException as error:
         _end(ticket, error)
         raise
@@ -226,7 +238,9 @@ def _watch(response: Any, ticket: Ticket) -> None:
     # A stream that nobody reads to its end, or from its beginning, ends with the object.
     weakref.finalize(response, ticket.left).atexit = False
     if hasattr(response, "_async_generator"):
-        response._async_generator = _chunks(response._async_generator, ticket)
+        kept = getattr(response, "chunks", None)
+        response._async_generator = _chunks(response._async_generator, ticket, kept)
         response.completion_stream = response._async_generator
     else:
-        response.completion_stream = _chunks(response.completion_stream, ticket)
+        kept = getattr(response.completion_stream, "chunks", None)
+        response.completion_stream = _chunks(response.completion_stream, ticket, kept)

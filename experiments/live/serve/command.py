@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import os
 import signal
 import sys
 import tempfile
@@ -15,7 +17,9 @@ from pathlib import Path
 from servegym._command_line import run_main
 from servegym.experiments.live.fleet_file import (
     LOOPBACK,
+    Endpoint,
     ServerSpec,
+    read_endpoints,
     read_fleet,
     write_endpoints,
 )
@@ -127,8 +131,25 @@ def _specs(options: argparse.Namespace, folder: Path) -> list[ServerSpec]:
     return specs
 
 
+def _no_endpoints(path: Path) -> None:
+    """Remove a file of endpoints that is there; refuse a path that cannot be written."""
+    try:
+        path.unlink(missing_ok=True)
+        if not os.access(path.parent, os.W_OK | os.X_OK):
+            raise OSError("no folder that can be written to")
+    except OSError as error:
+        raise ValueError(f"--endpoints {path}: {error.strerror or error}") from None
+
+
+def _remove(path: Path, endpoints: Sequence[Endpoint]) -> None:
+    """Remove the file of endpoints unless another fleet has written it since."""
+    with contextlib.suppress(OSError, ValueError):
+        if read_endpoints(path) == list(endpoints):
+            path.unlink()
+
+
 async def _serve(options: argparse.Namespace, specs: Sequence[ServerSpec]) -> None:
-    from servegym.experiments.live.serve.dashboard import Dashboard
+    from servegym.experiments.live.serve.dashboard import Dashboard, listen
     from servegym.experiments.live.serve.server import SimulatedFleet
 
     names = [one.name for one in specs]
@@ -139,9 +160,12 @@ async def _serve(options: argparse.Namespace, specs: Sequence[ServerSpec]) -> No
         seed=options.seed,
         body_bytes=int(options.max_body_mib * (1 << 20)),
     )
-    page = None
+    page = listener = None
+    if options.endpoints is not None:
+        _no_endpoints(options.endpoints)
     if options.dashboard is not None:
         page = Dashboard(fleet, options.slo_ttft, options.slo_tpot)
+        listener = listen(options.host or LOOPBACK, options.dashboard)
     ended = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -151,13 +175,12 @@ async def _serve(options: argparse.Namespace, specs: Sequence[ServerSpec]) -> No
         width = max(map(len, names))
         for server in fleet.servers:
             print(f"{server.spec.name:<{width}}  {server.model}  {server.endpoint.url}")
-        if page is not None and options.dashboard is not None:
-            host = options.host or LOOPBACK
-            address = await page.start(host, options.dashboard)
+        if page is not None and listener is not None:
             stack.push_async_callback(page.stop)
-            print(f"dashboard: {address}")
+            print(f"dashboard: {await page.start(listener)}")
         if options.endpoints is not None:
             write_endpoints(options.endpoints, fleet.endpoints)
+            stack.callback(_remove, options.endpoints, fleet.endpoints)
         sys.stdout.flush()
         await ended.wait()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import socket
 from collections import deque
 from collections.abc import Sequence
 from importlib.resources import files
@@ -14,7 +15,7 @@ from aiohttp import web
 
 from servegym.experiments.live.serve.server import Served, SimulatedFleet, SimulatedServer
 
-__all__ = ["Dashboard"]
+__all__ = ["Dashboard", "listen"]
 
 PERIOD_S = 0.5
 WINDOW_S = 30.0
@@ -31,8 +32,29 @@ def _number(value: float) -> float | None:
     return round(value, 5) if math.isfinite(value) else None
 
 
-def _median(values: Sequence[float]) -> float:
-    return sorted(values)[len(values) // 2] if values else math.nan
+def _spread(values: Sequence[float]) -> list[float | None]:
+    """Median, 95th and 99th percentile; None without a value."""
+    ordered = sorted(values)
+    last = len(ordered) - 1
+    return [_number(ordered[round(last * q)]) if ordered else None for q in (0.5, 0.95, 0.99)]
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket for the page.
+
+    Args:
+        host: Address.
+        port: Port, or 0 for a free one.
+
+    Raises:
+        ValueError: If the port cannot be used.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family)
+    except (OSError, OverflowError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise ValueError(f"dashboard: port {port} of {host} cannot be used: {why}") from None
 
 
 class Dashboard:
@@ -55,7 +77,7 @@ class Dashboard:
         self._ttft_s, self._tpot_s = ttft_s, tpot_s
         self._page = files("servegym.experiments.live.serve").joinpath("dashboard.html")
         self._runner: web.AppRunner | None = None
-        self._past: deque[list[list[int]]] = deque(maxlen=_KEPT)
+        self._past: deque[tuple[float | None, list[list[int]]]] = deque(maxlen=_KEPT)
         self._sampler: asyncio.Task[None] | None = None
 
     def state(self) -> dict[str, Any]:
@@ -69,6 +91,7 @@ class Dashboard:
             "time_s": _number(servers[0].now),
             "speed": self._fleet.speed,
             "slo": {"ttft_s": self._ttft_s, "tpot_s": self._tpot_s},
+            "fleet": self._facts(servers),
             "servers": [self._server(server) for server in servers],
             "requests": [
                 {
@@ -93,28 +116,38 @@ class Dashboard:
             and _tpot_s(one) <= self._tpot_s
         )
 
-    def _server(self, server: SimulatedServer) -> dict[str, Any]:
-        now, engine = server.now, server.engine
+    def _facts(self, servers: Sequence[SimulatedServer]) -> dict[str, Any]:
+        """What a server, or a fleet, does now and has done in the window."""
+        now = servers[0].now
         window = min(WINDOW_S, max(now, 1e-9))
-        recent = [one for one in server.recent if not one.last_s < now - WINDOW_S]
+        recent = [
+            one for server in servers for one in server.recent if not one.last_s < now - WINDOW_S
+        ]
         done = [one for one in recent if one.end in ("stop", "length")]
         ended = [one for one in recent if one.end != "abort"]
         prompt = sum(one.prompt for one in done)
+        metrics = [server.metrics for server in servers]
+        refused = sum(server.refused for server in servers)
         return {
-            "name": server.spec.name,
-            "model": server.model,
-            "running": engine.running,
-            "slots": server.spec.slots,
-            "waiting": engine.waiting,
-            "kv": _number(engine.kv_usage),
+            "running": sum(server.engine.running for server in servers),
+            "slots": sum(server.spec.slots for server in servers),
+            "waiting": sum(server.engine.waiting for server in servers),
+            "kv": _number(sum(server.engine.kv_usage for server in servers) / len(servers)),
             "hits": _number(sum(one.hit for one in done) / prompt) if prompt else None,
             "requests_per_s": _number(len(done) / window),
-            "ttft_s": _number(_median([one.first_s - one.arrived_s for one in done])),
-            "tpot_s": _number(_median([_tpot_s(one) for one in done])),
+            "ttft_s": _spread([one.first_s - one.arrived_s for one in done]),
+            "tpot_s": _spread([_tpot_s(one) for one in done]),
             "met": _number(sum(map(self._met, ended)) / len(ended)) if ended else None,
-            "total": sum(server.metrics.ended.values()) + server.refused,
-            "failed": server.metrics.ended["error"] + server.refused,
-            "aborted": server.metrics.ended["abort"],
+            "total": sum(sum(one.ended.values()) for one in metrics) + refused,
+            "failed": sum(one.ended["error"] for one in metrics) + refused,
+            "aborted": sum(one.ended["abort"] for one in metrics),
+        }
+
+    def _server(self, server: SimulatedServer) -> dict[str, Any]:
+        return {
+            **self._facts([server]),
+            "name": server.spec.name,
+            "model": server.model,
             "listening": server.listening,
             "lag_s": _number(server.lag_s),
         }
@@ -137,22 +170,12 @@ class Dashboard:
     async def _sample(self) -> None:
         while True:
             servers = self._fleet.servers
-            self._past.append([[one.engine.running, one.engine.waiting] for one in servers])
+            load = [[one.engine.running, one.engine.waiting] for one in servers]
+            self._past.append((_number(servers[0].now), load))
             await asyncio.sleep(PERIOD_S)
 
-    async def start(self, host: str, port: int) -> str:
-        """Listen.
-
-        Args:
-            host: Address.
-            port: Port, or 0 for a free one.
-
-        Returns:
-            The page's address.
-
-        Raises:
-            ValueError: If the port cannot be used.
-        """
+    async def start(self, listener: socket.socket) -> str:
+        """Answer on a socket that listens, see `listen`; the page's address."""
         app = web.Application()
         app.router.add_get("/", self._index)
         app.router.add_get("/events", self._events)
@@ -160,15 +183,10 @@ class Dashboard:
             app, access_log=None, handler_cancellation=True, shutdown_timeout=0.2
         )
         await self._runner.setup()
-        try:
-            await web.TCPSite(self._runner, host, port).start()
-        except OSError as error:
-            await self.stop()
-            raise ValueError(
-                f"dashboard: port {port} of {host} cannot be used: {error.strerror or error}"
-            ) from None
+        await web.SockSite(self._runner, listener).start()
         self._sampler = asyncio.create_task(self._sample())
-        return f"http://{host}:{self._runner.addresses[0][1]}/"
+        host, port = listener.getsockname()[:2]
+        return f"http://{f'[{host}]' if ':' in host else host}:{port}/"
 
     async def stop(self) -> None:
         """Stop listening."""

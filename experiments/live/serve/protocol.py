@@ -13,6 +13,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cache
 from hashlib import blake2b
+from itertools import islice
 from typing import Any
 from zlib import crc32
 
@@ -20,7 +21,7 @@ import numpy as np
 
 from servegym.envs.workloads.lengths import length_quantiles, sample_lengths
 
-__all__ = ["Ask", "BadRequest", "answer", "read_request", "tokens_of"]
+__all__ = ["Ask", "BadRequest", "answer", "read_json", "read_request", "tokens_of"]
 
 _PIECE = re.compile(
     r" ?[^\W\d_]{1,8}| ?\d{1,3}|\s+(?!\S)|\s| ?[^\w\s]{1,3}|.", re.DOTALL | re.UNICODE
@@ -36,6 +37,9 @@ _WORDS = (
     "we well went were what when where which while who why wide will wind with word work world "
     "year yet you young"
 ).split()
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+SPARE_ELEMENTS = 1 << 16
+"""Of a body, besides those of its prompt."""
 DEFAULT_TOKENS = 16
 """``max_tokens`` of a completion that does not say, as OpenAI's."""
 
@@ -73,9 +77,10 @@ class Ask:
     seed: int
 
 
-def tokens_of(text: str) -> list[int]:
-    """Token ids of a text, below 2^32."""
-    return [crc32(piece.encode("utf-8", "surrogatepass")) for piece in _PIECE.findall(text)]
+def tokens_of(text: str, most: int | None = None) -> list[int]:
+    """Token ids of a text, below 2^32; of its first ``most`` tokens."""
+    pieces = islice(_PIECE.finditer(text), most)
+    return [crc32(piece[0].encode("utf-8", "surrogatepass")) for piece in pieces]
 
 
 def _mark(name: str) -> int:
@@ -87,31 +92,54 @@ def _whole(body: Mapping[str, Any], name: str, default: int, low: int) -> int:
     if value is None:
         return default
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise BadRequest(f"{name} must be a whole number of at least {low}, got {value!r}", name)
+        raise BadRequest(
+            f"{name} must be a whole number of at least {low}, got {value!r:.50}", name
+        )
     return value
 
 
 def _flag(body: Mapping[str, Any], name: str) -> bool:
     value = body.get(name)
     if value is not None and not isinstance(value, bool):
-        raise BadRequest(f"{name} must be true or false, got {value!r}", name)
+        raise BadRequest(f"{name} must be true or false, got {value!r:.50}", name)
     return bool(value)
 
 
-def _prompt(body: Mapping[str, Any]) -> list[int]:
+def _prompt(body: Mapping[str, Any], most: int) -> list[int]:
     prompt = body.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
         prompt = prompt[0]
     if isinstance(prompt, str):
-        return tokens_of(prompt)
+        return tokens_of(prompt, most)
     if isinstance(prompt, list) and all(
-        isinstance(i, int) and not isinstance(i, bool) and 0 <= i < 1 << 32 for i in prompt
+        isinstance(i, int) and not isinstance(i, bool) and 0 <= i < 1 << 32 for i in prompt[:most]
     ):
-        return prompt
+        return prompt[:most]
     raise BadRequest("prompt must be one text, or one list of token ids", "prompt")
 
 
-def _messages(body: Mapping[str, Any]) -> list[int]:
+def _content(message: Mapping[str, Any], where: str) -> list[str]:
+    """The texts of a message: one, parts, or none where an assistant calls tools."""
+    content = message.get("content")
+    if isinstance(content, str):
+        return [content]
+    calls = message.get("tool_calls") or message.get("function_call")
+    if content is None and message["role"] == "assistant" and calls:
+        return []
+    if not isinstance(content, list) or not content:
+        raise BadRequest(
+            f"{where}.content must be a text, or at least one part of text", "messages"
+        )
+    texts = [
+        part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
+        for part in content
+    ]
+    if not all(isinstance(text, str) for text in texts):
+        raise BadRequest(f"{where}.content must be text or parts of text", "messages")
+    return texts  # pyright: ignore[reportReturnType]
+
+
+def _messages(body: Mapping[str, Any], most: int) -> list[int]:
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise BadRequest("messages must be a list of at least one message", "messages")
@@ -119,21 +147,36 @@ def _messages(body: Mapping[str, Any]) -> list[int]:
     for number, message in enumerate(messages):
         where = f"messages[{number}]"
         role = message.get("role") if isinstance(message, dict) else None
-        if not isinstance(role, str):
-            raise BadRequest(f"{where} must be an object with a role", "messages")
-        content = message.get("content")
-        parts = content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
+        if role not in ROLES:
+            raise BadRequest(f"{where} must have a role of {', '.join(ROLES)}", "messages")
         found.append(_mark(role))
-        for part in parts:
-            text = part.get("text") if isinstance(part, dict) else None
-            if not isinstance(text, str) or part.get("type") != "text":
-                raise BadRequest(f"{where}.content must be text or parts of text", "messages")
-            found += tokens_of(text)
+        for text in _content(message, where):
+            found += tokens_of(text, max(0, most - len(found)))
         if message.get("tool_calls"):
-            found += tokens_of(json.dumps(message["tool_calls"], sort_keys=True))
+            calls = json.dumps(message["tool_calls"], sort_keys=True)
+            found += tokens_of(calls, max(0, most - len(found)))
         found.append(_mark("end"))
+        if len(found) >= most:
+            break
     found.append(_mark("assistant"))
     return found
+
+
+def read_json(data: bytes, context: int) -> Any:
+    """The body of a request.
+
+    Raises:
+        BadRequest: If it is no JSON, or has so many elements that its prompt is beyond the context:
+            to read them would hold the other requests of the server.
+    """
+    if data.count(b",") > 3 * context + SPARE_ELEMENTS:  # up to three are a token
+        raise BadRequest(f"This model's maximum context length is {context} tokens.")
+    try:
+        return json.loads(data)
+    except ValueError:
+        raise BadRequest("The body is not JSON.") from None
+    except RecursionError:
+        raise BadRequest("The body is nested too deeply.") from None
 
 
 def read_request(body: Any, chat: bool, names: Collection[str], context: int) -> Ask:
@@ -152,26 +195,28 @@ def read_request(body: Any, chat: bool, names: Collection[str], context: int) ->
         raise BadRequest("the body must be a JSON object")
     asked = body.get("model")
     if asked is not None and asked not in names:
-        raise BadRequest(f"The model `{asked}` does not exist.", "model", 404)
+        raise BadRequest(f"The model `{asked!s:.100}` does not exist.", "model", 404)
     for name in ("n", "best_of"):
         if body.get(name) not in (None, 1):
             raise BadRequest(f"{name} must be 1: a simulated server gives one answer", name)
     for name in ("echo", "suffix", "use_beam_search"):
         if body.get(name):
             raise BadRequest(f"{name} is not simulated", name)
-    prompt = _messages(body) if chat else _prompt(body)
+    # One more than fits tells that it does not; to count the rest would hold other requests.
+    prompt = (_messages if chat else _prompt)(body, context + 1)
     if not prompt:
         raise BadRequest("prompt must have at least one token", "prompt")
     room = context - len(prompt)
-    name = "max_completion_tokens" if body.get("max_completion_tokens") else "max_tokens"
+    given = body.get("max_completion_tokens") is not None
+    name = "max_completion_tokens" if given else "max_tokens"
     default = max(room, 1) if chat else min(DEFAULT_TOKENS, max(room, 1))
     most = _whole(body, name, default, 1)
     if most > room:
+        found = f"{'at least ' * (room < 0)}{len(prompt)}"
         raise BadRequest(
             f"This model's maximum context length is {context} tokens. However, you requested "
-            f"{len(prompt) + most} tokens ({len(prompt)} in the "
-            f"{'messages' if chat else 'prompt'}, {most} in the completion). Please reduce the "
-            "length of the input or of the completion.",
+            f"{found} tokens in the {'messages' if chat else 'prompt'} and {str(most)[:20]} in the "
+            "completion. Please reduce the length of the input or of the completion.",
             name if room > 0 else ("messages" if chat else "prompt"),
         )
     least = _whole(body, "min_tokens", 0, 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import logging
 import math
 import os
 import random
@@ -12,6 +13,7 @@ import select
 import selectors
 import sys
 import time
+import traceback
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +30,7 @@ from servegym.experiments.live.serve.protocol import (
     Ask,
     BadRequest,
     answer,
+    read_json,
     read_request,
 )
 from servegym.hardware_profiles import load
@@ -35,6 +38,9 @@ from servegym.hardware_profiles import load
 __all__ = ["Served", "SimulatedFleet", "SimulatedServer", "new_loop"]
 
 BODY_TIMEOUT_S = 30.0
+HEADERS_S = 30.0
+"""A connection without a whole request for so long is closed; looked at every `SWEEP_S`."""
+SWEEP_S = 1.0
 _OPTIONS = ("kv_tokens", "block_size")
 _KEPT = 512  # requests that ended, for the page
 
@@ -47,6 +53,20 @@ class _FineSelector(selectors.EpollSelector):
             select.select([self.fileno()], [], [], timeout)
             timeout = 0.0
         return super().select(timeout)
+
+
+def _bare(record: logging.LogRecord) -> bool:
+    """Of an error only its kind and place are logged: its words may be a request's."""
+    error = record.exc_info[1] if record.exc_info else None
+    frames = traceback.extract_tb(error.__traceback__) if error is not None else []
+    place = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    record.msg, record.args = "a request failed: %s%s", (type(error).__name__, place)
+    record.exc_info = record.exc_text = None
+    return True
+
+
+_log = logging.getLogger("servegym.serve")
+_log.addFilter(_bare)
 
 
 def new_loop() -> asyncio.AbstractEventLoop:
@@ -158,6 +178,7 @@ class SimulatedServer:
         self._site: web.TCPSite | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: list[asyncio.Task[None]] = []
+        self._busy: set[asyncio.Transport | None] = set()  # connections with a request
         self._count = 0
         self.port = spec.port
         self._started = 0.0
@@ -279,18 +300,14 @@ class SimulatedServer:
         chat = request.path.endswith("/chat/completions")
         try:
             data = await asyncio.wait_for(request.read(), BODY_TIMEOUT_S)
-            body = json.loads(data)
         except TimeoutError:
             return _error(408, f"The body did not come within {BODY_TIMEOUT_S:g} s.")
-        except ValueError:
-            return _error(400, "The body is not JSON.")
-        except RecursionError:
-            return _error(400, "The body is nested too deeply.")
         fault = self._hit_by("error")
         if fault is not None:
             self.refused += 1
             return _error(fault.status, "A failure that was asked for with --fail.")
         try:
+            body = read_json(data, self.spec.context)
             ask = read_request(body, chat, (self.model, self.spec.name), self.spec.context)
         except BadRequest as error:
             return _error(error.status, str(error), error.param)
@@ -392,7 +409,7 @@ class SimulatedServer:
     # -- life -----------------------------------------------------------------------------------
 
     def _app(self) -> web.Application:
-        app = web.Application(client_max_size=self.body_bytes, middlewares=[_errors])
+        app = web.Application(client_max_size=self.body_bytes, middlewares=[self._note, _errors])
         app.router.add_post("/v1/completions", self._completions)
         app.router.add_post("/v1/chat/completions", self._completions)
         app.router.add_get("/v1/models", self._models)
@@ -414,7 +431,11 @@ class SimulatedServer:
         self._started, self._created = started, time.time()
         # No log of requests: they may carry keys.
         self._runner = web.AppRunner(
-            self._app(), access_log=None, handler_cancellation=True, shutdown_timeout=0.2
+            self._app(),
+            access_log=None,
+            logger=_log,
+            handler_cancellation=True,
+            shutdown_timeout=0.2,
         )
         await self._runner.setup()
         try:
@@ -430,6 +451,31 @@ class SimulatedServer:
             for one in self.faults
             if one.kind in ("refuse", "crash")
         ]
+        self._tasks.append(asyncio.create_task(self._sweep()))
+
+    @web.middleware
+    async def _note(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        connection = request.transport
+        self._busy.add(connection)
+        try:
+            return await handler(request)
+        finally:
+            self._busy.discard(connection)
+
+    async def _sweep(self) -> None:
+        """Close connections whose headers do not come; aiohttp waits for them without end."""
+        assert self._runner is not None and self._runner.server is not None
+        since: dict[asyncio.BaseTransport, float] = {}
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            now = self._loop.time()
+            found = {one.transport for one in self._runner.server.connections} - self._busy
+            since = {one: since.get(one, now) for one in found if one is not None}
+            for one, begin in since.items():
+                if now - begin > HEADERS_S:
+                    one.close()
 
     async def _listen(self) -> None:
         assert self._runner is not None

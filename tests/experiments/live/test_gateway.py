@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 
 import numpy as np
@@ -111,6 +112,63 @@ def test_a_policy_that_hangs_does_not_hold_the_gateway():
     while ask(router, "later").policy != "mine":
         router.finished("later")
     router.close()
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), TimeoutError("mine")])
+def test_no_error_of_a_policy_ends_the_gateway(error, caplog):
+    def fails(observation, mask):
+        raise error
+
+    router = router_with(fails, budget_s=60.0)
+    assert ask(router).policy == "least_outstanding"
+    assert (router.counters.policy_errors, router.counters.policy_timeouts) == (1, 0)
+    assert type(error).__name__ in caplog.text and "fails" in caplog.text  # with its traceback
+    assert type(error).__name__ in router.counters.last_error
+    router.close()
+
+
+def test_an_observation_that_fails_gives_way_and_each_cause_is_logged_once_a_minute(caplog):
+    now = [0.0]
+    router = router_with(lambda observation, mask: np.ones(1, np.int64), clock=lambda: now[0])
+    router._observation = lambda *_: 1 / 0
+    for k in range(70):
+        now[0] = float(k)
+        assert ask(router, str(k), allowed=[False] * 5 + [True]).expert == 5
+    assert router.counters.observation_errors == router.counters.fallbacks == 70
+    assert caplog.text.count("ZeroDivisionError: ") == 2
+
+
+def test_a_policy_that_keeps_the_interpreter_is_switched_off(caplog):
+    now, calls = [0.0], []
+
+    def keeps(observation, mask):
+        calls.append(1)
+        now[0] += 4.0 if len(calls) != 3 else 0.0  # the third comes in time
+        return np.ones(1, np.int64)
+
+    router = router_with(keeps, budget_s=60.0, clock=lambda: now[0])
+    router.budget_s = 0.01  # which the thread may take long to say on a busy machine
+    router._worker.run = lambda act, limit_s: act()
+    found = [ask(router, str(k)) for k in range(9)]
+    assert [one.policy == "mine" for one in found] == [k == 2 for k in range(9)]
+    assert len(calls) == 6 and "kept the interpreter for 4 s" in router.off
+    assert router.off in caplog.text and found[-1].reason == router.off
+    assert router.counters.policy_timeouts == 8 and router.counters.late_s == 4.0
+
+
+HUGE = (int("9" * 401), float("inf"), float("nan"), 1e300, -1e300, "12 s", [1, 2], None, {})
+
+
+@pytest.mark.parametrize("value", HUGE)
+def test_numbers_from_outside_are_bounded(value):
+    router = router_with(lambda observation, mask: np.ones(len(mask), np.int64))
+    for name in ("prompt_tokens", "scores", "output_tokens"):
+        given = {"prompt_tokens": 40, name: value if name == "prompt_tokens" else [value] * 6}
+        with contextlib.suppress(ValueError):  # refused, by name
+            router.decide(GatewayRequest(name, **given))
+    router.token("prompt_tokens", int("9" * 401))
+    assert ask(router, "next").policy == "mine"
+    assert router.counters.policy_errors == router.counters.observation_errors == 0
 
 
 def test_an_action_that_is_not_allowed_is_not_taken():

@@ -3,6 +3,8 @@
 import asyncio
 import json
 import re
+import signal
+from zlib import crc32
 
 import numpy as np
 import pytest
@@ -11,12 +13,19 @@ aiohttp = pytest.importorskip("aiohttp")
 
 from servegym.envs.prefix_routing.live import LiveEngine  # noqa: E402
 from servegym.experiments.live import launcher  # noqa: E402
-from servegym.experiments.live.client import completion_body, new_session, stream  # noqa: E402
-from servegym.experiments.live.fleet_file import ServerSpec  # noqa: E402
-from servegym.experiments.live.serve import command  # noqa: E402
-from servegym.experiments.live.serve.dashboard import Dashboard  # noqa: E402
+from servegym.experiments.live.client import (  # noqa: E402
+    Reply,
+    completion_body,
+    new_session,
+    stream,
+)
+from servegym.experiments.live.fleet_file import ServerSpec, read_endpoints  # noqa: E402
+from servegym.experiments.live.serve import command, protocol  # noqa: E402
+from servegym.experiments.live.serve import server as server_module  # noqa: E402
+from servegym.experiments.live.serve.dashboard import Dashboard, listen  # noqa: E402
 from servegym.experiments.live.serve.faults import Fault, parse_fault  # noqa: E402
 from servegym.experiments.live.serve.protocol import (  # noqa: E402
+    BadRequest,
     answer,
     read_request,
     tokens_of,
@@ -133,7 +142,7 @@ def test_a_bad_request_is_refused_in_openais_form():
             found.append(await post(session, server.endpoint.url + page, body))
         return found
 
-    answers = served(scenario, body_bytes=65536)
+    answers = served(scenario, body_bytes=90_000)
     for (_, status, word), (found, body) in zip(REFUSED, answers, strict=True):
         error = body["error"]
         assert found == status and error["code"] == status and word in error["message"]
@@ -151,16 +160,28 @@ REFUSED = [
     ({"prompt": "a", "max_tokens": "9"}, 400, "max_tokens"),
     ({"prompt": "a", "max_tokens": 10**30}, 400, "maximum context length"),
     ({"prompt": [1] * 5000}, 400, "maximum context length"),
+    ({"prompt": "a", "max_tokens": int("9" * 401)}, 400, "maximum context length"),
+    ({"prompt": "a", "max_completion_tokens": 0}, 400, "max_completion_tokens"),
+    ({"prompt": "a", "max_completion_tokens": "9"}, 400, "max_completion_tokens"),
+    (b'{"prompt": "a", "max_tokens": 1e400}', 400, "max_tokens"),
+    (b'{"prompt": "a", "max_tokens": Infinity}', 400, "max_tokens"),
+    (b'{"a": [' + b"," * 80_000 + b"]}", 400, "maximum context length"),
     ({"prompt": "a", "min_tokens": 99}, 400, "min_tokens"),
     ({"prompt": "a", "n": 2}, 400, "n must be 1"),
     ({"prompt": "a", "stream": "yes"}, 400, "stream"),
     ({"prompt": "a", "echo": True}, 400, "echo"),
     ({"prompt": "a", "stream_options": {"include_usage": True}}, 400, "stream_options"),
     ({"prompt": "a", "model": "b"}, 404, "does not exist"),
-    ({"prompt": "a" * 70_000}, 413, "larger"),
+    ({"prompt": "a" * 95_000}, 413, "larger"),
     ({"messages": []}, 400, "messages"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "parts of text"),
     ({"messages": ["hi"]}, 400, "role"),
+    ({"messages": [{"role": "boss", "content": "hi"}]}, 400, "role"),
+    *(
+        ({"messages": [{"role": "user", "content": content}]}, 400, "content")
+        for content in (None, 0, False, {}, [], ["hi"])
+    ),
+    ({"messages": [{"role": "assistant", "content": None}]}, 400, "content"),
 ]
 
 
@@ -175,6 +196,16 @@ def test_tokens_survive_the_way_to_the_client_and_back():
     text, ids, reason = answer(plain)
     assert tokens_of(prompt + "".join(text)) == [*plain.prompt, *ids]
     assert (len(text), reason) == (50, "length")
+
+
+def test_no_more_tokens_are_counted_than_fit(monkeypatch):
+    counted = []
+    monkeypatch.setattr(protocol, "crc32", lambda piece: counted.append(piece) or crc32(piece))
+    long = "word " * 50_000
+    for body in ({"prompt": long}, {"messages": [{"role": "user", "content": long}] * 50}):
+        with pytest.raises(BadRequest, match="at least 100"):
+            read_request(body, "messages" in body, ["m"], 1000)
+    assert len(counted) < 3000
 
 
 def test_answers_that_may_end_have_sharegpts_lengths():
@@ -364,6 +395,42 @@ def test_a_failure_is_read_or_refused():
     )
 
 
+def test_headers_that_do_not_come_end_the_connection(monkeypatch):
+    monkeypatch.setattr(server_module, "HEADERS_S", 0.1)
+    monkeypatch.setattr(server_module, "SWEEP_S", 0.01)
+
+    async def scenario(session, server):
+        task = await begun(session, server, 2000)  # a request that is under way stays
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost:")
+        assert await reader.read() == b""
+        writer.close()
+        return await task
+
+    assert served(scenario, speed=1.0).error == ""
+
+
+def test_nothing_of_a_request_is_logged(monkeypatch, caplog):
+    def fails(*_):
+        raise RuntimeError("SECRET")
+
+    async def scenario(session, server):
+        for line in (b"SECRET / HTTP/9\r\n\r\n", b"GET /SECRET\x00 HTTP/1.1\r\nSECRET\r\n\r\n"):
+            reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+            writer.write(line)
+            await reader.readline()
+            writer.close()
+        await post(session, completions(server), b'{"SECRET"')
+        monkeypatch.setattr(server_module, "read_request", fails)
+        async with session.post(completions(server), data=b"{}") as response:
+            return response.status, await response.text()
+
+    status, text = served(scenario)
+    assert status == 500 and "SECRET" not in text
+    assert "SECRET" not in caplog.text
+    assert "a request failed: RuntimeError at" in caplog.text
+
+
 # -- processes, page and command line --------------------------------------------------------------
 
 
@@ -372,7 +439,7 @@ def test_the_page_shows_servers_and_requests():
         fleet = SimulatedFleet([spec("a"), spec("b")], speed=20.0)
         async with fleet, new_session() as session:
             page = Dashboard(fleet)
-            address = await page.start("127.0.0.1", 0)
+            address = await page.start(listen("127.0.0.1", 0))
             body = completion_body("llama", STORY, 5)
             for _ in range(2):
                 await stream(session, completions(fleet.servers[1]), body)
@@ -386,11 +453,16 @@ def test_the_page_shows_servers_and_requests():
     html, event = asyncio.run(run())
     assert "EventSource" in html and "http://" not in html and "https://" not in html
     assert [one["total"] for one in event["servers"]] == [0, 2]
+    assert event["fleet"]["total"] == 2 and event["fleet"]["slots"] == 128
+    for name in ("ttft_s", "tpot_s"):  # median, 95th and 99th percentile
+        low, *high = event["fleet"][name]
+        assert event["servers"][1][name] == [low, *high] and high[0] == high[1] > 0.0
+        assert event["servers"][0][name] == [None] * 3
     assert [one["server"] for one in event["requests"]] == ["b", "b"]
     assert event["requests"][0]["hit"] > 0 and event["requests"][0]["met"]
 
 
-def test_a_bad_command_is_refused_before_anything_listens():
+def test_a_bad_command_is_refused_before_anything_listens(monkeypatch):
     model = ["--card", "h100", "--model", "llama-3.1-8b"]
     for words, word in (
         ([], "FLEET.toml"),
@@ -401,9 +473,35 @@ def test_a_bad_command_is_refused_before_anything_listens():
         ([*model, "--context", "9999999"], "context"),
         ([*model, "--batched-tokens", "9"], "batched_tokens"),
         ([*model, "--slo-ttft", "-1", "--dashboard"], "slo"),
+        ([*model, "--dashboard", "65536"], "dashboard: port 65536"),
+        ([*model, "--dashboard", "8090", "--host", "203.0.113.1"], "dashboard: port 8090"),
+        ([*model, "--endpoints", "/nowhere/at/all"], "--endpoints /nowhere/at/all: no folder"),
+        ([*model, "--endpoints", "/"], "--endpoints /: "),
     ):
+        monkeypatch.setattr(SimulatedFleet, "__aenter__", None)  # nothing is started
         with pytest.raises(ValueError, match=word):
             command.main(words)
+
+
+def test_the_file_of_endpoints_is_there_while_servers_are(tmp_path):
+    path = tmp_path / "endpoints.json"
+    path.write_text("of another time")
+    words = ["--profile", PROFILE, "--model", "llama", "--name", "a", "--endpoints", str(path)]
+    options = command._parser().parse_args(words)
+
+    async def run():
+        task = asyncio.create_task(command._serve(options, command._specs(options, tmp_path)))
+        await asyncio.sleep(0)
+        assert not path.exists()
+        while not path.exists():
+            await asyncio.sleep(0.01)
+        (one,) = read_endpoints(path)
+        assert await asyncio.to_thread(launcher.healthy, one)
+        signal.raise_signal(signal.SIGTERM)
+        await task
+
+    asyncio.run(run())
+    assert not path.exists()
 
 
 def test_a_bad_fleet_is_refused_by_server_and_field(tmp_path):
@@ -434,3 +532,8 @@ def test_real_up_starts_simulated_servers_too(tmp_path):
     assert reply.error == "" and reply.output_tokens == 3
     assert 'block_size="32",num_gpu_blocks="256"' in metrics
     assert 'model_name="llama"' in metrics
+
+
+def test_a_count_that_is_no_number_of_tokens_is_not_believed():
+    for told in (1e400, float("nan"), "9", -1, 10**401, None):
+        assert Reply(times=[0.1, 0.2], usage={"completion_tokens": told}).output_tokens == 2

@@ -52,8 +52,13 @@ def _metadata(space: str, key: str, value: Any) -> Metadata | None:
 class Exchange:
     """One request of a client at the gateway, a stream of gRPC."""
 
-    def __init__(self, channel: Any, mode: BodyMode = BodyMode.FULL_DUPLEX_STREAMED) -> None:
-        self.mode = mode
+    def __init__(
+        self,
+        channel: Any,
+        mode: BodyMode = BodyMode.FULL_DUPLEX_STREAMED,
+        path: str = "/v1/chat/completions",
+    ) -> None:
+        self.mode, self.path = mode, path
         self.call = channel.stream_stream(
             f"/{SERVICE}/Process",
             request_serializer=bytes,
@@ -73,7 +78,7 @@ class Exchange:
     ) -> Picked:
         """Send headers and body of a request and take what the picker says until its end."""
         duplex = self.mode == BodyMode.FULL_DUPLEX_STREAMED
-        headers = _map({":method": "POST", "content-type": "application/json"})
+        headers = _map({":method": "POST", ":path": self.path, "content-type": "application/json"})
         headers.end_of_stream = not body
         picked = Picked()
         protocol = ProtocolConfiguration(request_body_mode=self.mode, response_body_mode=self.mode)
@@ -118,11 +123,19 @@ class Exchange:
         return refused is not None or response.request_trailers is not None
 
     async def status(
-        self, status: int = 200, *, kind: str = "text/event-stream", served: str | None = None
+        self,
+        status: int = 200,
+        *,
+        kind: str = "text/event-stream",
+        served: str | None = None,
+        last: bool = False,
+        **more: str,
     ) -> None:
         """The headers of the answer."""
+        headers = _map({":status": str(status), "content-type": kind, **more})
+        headers.end_of_stream = last
         found = await self.told(
-            response_headers=_map({":status": str(status), "content-type": kind}),
+            response_headers=headers,
             metadata_context=_metadata(NAMESPACE, f"{DESTINATION}-served", served),
         )
         assert found.response_headers is not None

@@ -27,6 +27,9 @@ from .envoy import BodyMode, Exchange  # noqa: E402
 ENDPOINTS = [f"10.0.0.{k}:8000" for k in range(1, 7)]
 BODY = json.dumps({"model": "llm", "prompt": "hello there", "max_tokens": 5}).encode()
 TOKEN = b'data: {"choices": [{"delta": {"content": "w"}}]}\n\n'
+LAST = b'data: {"choices": [{"delta": {}, "finish_reason": "stop"}]}\n\n'
+DONE = b"data: [DONE]\n\n"
+WHOLE = b'{"choices": [{"text": "w"}]}'
 
 
 def first(observation, mask):
@@ -78,7 +81,7 @@ def test_one_request_from_its_headers_to_its_end(mode, trailers):
             assert picked.body == BODY
         assert gate.router.load().tolist() == [1, 0, 0, 0, 0, 0]
         await exchange.status()
-        for part in (TOKEN[:9], TOKEN[9:] + TOKEN, TOKEN):
+        for part in (TOKEN[:9], TOKEN[9:] + TOKEN, TOKEN + LAST):
             sent = await exchange.part(part)
             assert sent == (part if mode == "FULL_DUPLEX_STREAMED" else None)
         assert gate.router.queues()[0][0][0].generated == 3
@@ -131,7 +134,7 @@ def test_only_endpoints_of_the_subset_are_chosen():
         assert (await Exchange(channel).ask(BODY, subset=subset)).endpoints == subset[::-1]
         listed = ",".join(subset)
         assert (await Exchange(channel).ask(BODY, subset=listed)).endpoints[0] == subset[1]
-        for nothing in ([], ["10.9.9.9:1"]):
+        for nothing in ([], ["10.9.9.9:1"], 7.0):
             assert (await Exchange(channel).ask(BODY, subset=nothing)).status == 503
         gate.enter({}, allowed=[k == 2 for k in range(6)]).failed()  # left alone for a while
         assert (await Exchange(channel).ask(BODY, subset=subset)).endpoints[0] == subset[0]
@@ -151,6 +154,12 @@ def test_what_is_no_request_is_left_to_the_server(body):
     picking(scenario)
 
 
+def test_a_body_of_very_many_elements_is_not_read(monkeypatch):
+    monkeypatch.setattr(endpoint_picker, "MAX_ELEMENTS", 3)
+    assert endpoint_picker._json(b'{"prompt": [1,2,3,4]}') == {"prompt": [1, 2, 3, 4]}
+    assert endpoint_picker._json(b'{"prompt": [1,2,3,4,5]}') == {"prompt": "." * 23}
+
+
 def test_failures_of_servers_and_clients_that_leave():
     async def scenario(gate, channel):
         exchange = Exchange(channel)
@@ -164,6 +173,8 @@ def test_failures_of_servers_and_clients_that_leave():
         await exchange.part(TOKEN)
         exchange.call.cancel()
         await until(gate, (0, 2, 0))
+        # Whether the client or the server broke it off cannot be seen; the breaker counts it.
+        assert [one["failed"] for one in gate.status()["experts"]][:2] == [1, 1]
         exchange = Exchange(channel)
         await exchange.ask(BODY)
         await exchange.close()
@@ -173,13 +184,82 @@ def test_failures_of_servers_and_clients_that_leave():
     picking(scenario)
 
 
+JSON, EVENTS = "application/json; charset=utf-8", "text/event-stream"
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "parts", "blamed"),
+    [
+        *((status, JSON, [b"{}"], True) for status in (302, 401, 403, 404, 405, 408, 429, 500)),
+        *((status, JSON, [b"{}"], False) for status in (400, 413, 422)),
+        (200, JSON, [], True),
+        (200, JSON, [b""], True),
+        (200, JSON, [b'{"choices": []}'], True),
+        (200, JSON, [b'{"choices": [{"message": {"content": ""}}]}'], True),
+        (200, JSON, [b'{"error": {"message": "no"}, "choices": [{"text": "w"}]}'], True),
+        (200, JSON, [b"[" * 100_000], True),
+        (200, JSON, [WHOLE[:9], WHOLE[9:]], None),
+        (200, JSON, [b'{"choices": [{"message": {"tool_calls": [{}]}}]}'], None),
+        (200, "text/html", [b"<html>log in</html>"], True),
+        (200, "", [WHOLE], True),
+        (200, EVENTS, [DONE], True),
+        (200, EVENTS, [LAST, DONE], True),
+        (200, EVENTS, [TOKEN], True),
+        (200, EVENTS, [TOKEN, b'data: {"error": {"message": "no"}}\n\n', DONE], True),
+        (200, EVENTS, [TOKEN, b'data: {"usage": {"completion_tokens": 1e400}}\n\n', DONE], None),
+        (200, EVENTS, [TOKEN, b"data: " + b"[" * 100_000 + b"\n\n", DONE], None),
+    ],
+)
+def test_wrong_answers_count_against_the_server(status, kind, parts, blamed):
+    async def scenario(gate, channel):
+        exchange = Exchange(channel)
+        await exchange.ask(BODY)
+        await exchange.status(status, kind=kind, last=not parts)
+        for k, part in enumerate(parts, 1):
+            await exchange.part(part, last=k == len(parts))
+        assert counts(gate) == ((0, 1, 0) if blamed is not None else (1, 0, 0))
+        assert gate.status()["server_failures"] == (1 if blamed else 0)
+        assert (await Exchange(channel).ask(BODY)).endpoints[0] == ENDPOINTS[1 if blamed else 0]
+
+    picking(scenario)
+
+
+@pytest.mark.parametrize(
+    ("path", "more"), [("/v1/embeddings", {}), ("/v1/completions?a=b", {"content-encoding": "br"})]
+)
+def test_answers_that_are_of_another_form_or_compressed_are_not_read(path, more):
+    async def scenario(gate, channel):
+        exchange = Exchange(channel, path=path)
+        await exchange.ask(BODY)
+        await exchange.status(kind=JSON, **more)
+        await exchange.part(b"\x0b\x02\x80", last=True)
+        assert counts(gate) == (1, 0, 0)
+
+    picking(scenario)
+
+
+def test_bodies_end_with_trailers_and_may_be_as_long_as_allowed():
+    async def scenario(gate, channel):
+        exchange = Exchange(channel, BodyMode.STREAMED)
+        picked = await exchange.ask(BODY, trailers=True, pieces=2)
+        assert picked.metadata["envoy.lb"]["x-gateway-destination-endpoint"]
+        exchange = Exchange(channel, BodyMode.BUFFERED)
+        assert (await exchange.ask(BODY, trailers=True)).endpoints == ENDPOINTS
+        long = json.dumps({"image": "x" * (endpoint_picker.MAX_BODY_BYTES - 13)}).encode()
+        assert len(long) == endpoint_picker.MAX_BODY_BYTES
+        assert (await Exchange(channel, BodyMode.BUFFERED).ask(long)).endpoints == ENDPOINTS
+        assert (await Exchange(channel, BodyMode.BUFFERED).ask(long + b" ")).status == 413
+
+    picking(scenario)
+
+
 def test_the_endpoint_that_served_is_the_one_that_counts():
     async def scenario(gate, channel):
         exchange = Exchange(channel)
         await exchange.ask(BODY)
-        await exchange.status(served=ENDPOINTS[3])
+        await exchange.status(served=ENDPOINTS[3], kind="application/json")
         assert gate.router.load().tolist() == [0, 0, 0, 1, 0, 0]
-        await exchange.part(b'{"usage": {}}', last=True)
+        await exchange.part(WHOLE, last=True)
         assert counts(gate) == (1, 0, 0)
         assert gate.status()["server_failures"] == 1
 
@@ -190,6 +270,10 @@ def test_health_and_addresses():
     async def scenario(gate, channel):
         check = channel.unary_unary("/grpc.health.v1.Health/Check")
         assert await check(b"") == b"\x08\x01"
+        for _ in ENDPOINTS:
+            gate.enter({}).failed()
+        assert await check(b"") == b"\x08\x02"
+        assert await check(b"\x0a\x08liveness") == b"\x08\x01"
         for wrong in (ENDPOINTS[:2], ENDPOINTS[:1] * 6):
             with pytest.raises(ValueError, match="6 experts"):
                 EndpointPicker(gate, wrong)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import heapq
 import time
 
 import numpy as np
@@ -12,8 +14,9 @@ from servegym.experiments.live.fleet_file import Endpoint, write_endpoints
 from servegym.experiments.live.gateway import GatewayRouter
 from servegym.experiments.live.gateways import command
 from servegym.experiments.live.gateways import gate as gate_module
-from servegym.experiments.live.gateways.gate import Gate, from_metadata, prompt_tokens
+from servegym.experiments.live.gateways.gate import Answer, Gate, from_metadata, prompt_tokens
 
+TOKEN = b'{"choices": [{"delta": {"content": "w"}}]}'
 CHAT = {"messages": [{"role": "user", "content": "twelve bytes"}]}
 
 
@@ -24,7 +27,8 @@ def first(observation, mask):
 
 def gate_with(act=first, now=None, **more):
     clock = time.monotonic if now is None else lambda: now[0]
-    return Gate(GatewayRouter({}, from_callable(act, "mine"), budget_s=None, clock=clock), **more)
+    policy = act if isinstance(act, str) else from_callable(act, "mine")
+    return Gate(GatewayRouter({}, policy, budget_s=None, clock=clock), **more)
 
 
 def test_prompt_tokens_of_a_body():
@@ -57,20 +61,78 @@ def test_an_end_counts_once_whatever_is_told():
 def test_an_expert_that_fails_is_left_alone_twice_as_long_each_time():
     now = [0.0]
     gate = gate_with(now=now)
-    for waits in (1.0, 2.0, 4.0):
-        ticket = gate.enter(CHAT)
+    for waits in (1.0, 2.0, 4.0, 8.0, 8.0):
+        probe = gate.enter(CHAT)
+        assert probe.expert == 0
+        assert waits == 1.0 or gate.enter(CHAT).expert == 1  # one at a time
+        probe.failed()
+        now[0] += waits - 0.1
+        assert gate.enter(CHAT).expert == 1
+        now[0] += 0.2
+    gate.enter(CHAT).token()  # an answer begins
+    assert gate.enter(CHAT).expert == 0
+    now[0] += 10.1
+    gate.enter(CHAT).finished()
+    for _ in range(2):
+        gate.enter(CHAT).failed()
+    now[0] += 1.1
+    assert gate.enter(CHAT).expert == 0
+    assert gate.status()["experts"][0]["failed"] == 6
+
+
+def test_failures_of_one_instant_are_one_and_old_answers_tell_nothing():
+    now = [0.0]
+    gate = gate_with(now=now)
+    *burst, old = [gate.enter(CHAT, allowed=[True] + [False] * 5) for _ in range(9)]
+    for ticket in burst:
         assert ticket.expert == 0
         ticket.failed()
-        now[0] += waits - 0.1
-        other = gate.enter(CHAT)
-        assert other.expert == 1
-        other.finished()
-        now[0] += 0.2
-    gate.enter(CHAT).finished()
-    gate.enter(CHAT).failed()
-    now[0] += 1.1  # an answer has made it whole again
+    now[0] += 0.9
+    old.finished()
+    assert gate.enter(CHAT).expert == 1
+    now[0] += 0.2
     assert gate.enter(CHAT).expert == 0
-    assert gate.status()["server_failures"] == 4
+    assert gate.status()["server_failures"] == 8
+
+
+def test_failures_that_are_fewer_than_answers_stop_nothing():
+    now = [0.0]
+    gate = gate_with(now=now)
+    for k in range(300):
+        now[0] += 0.1
+        ticket = gate.enter(CHAT)
+        assert ticket.expert == 0
+        (ticket.failed if k % 10 > 5 else ticket.finished)()
+
+
+@pytest.mark.parametrize("act", [first, "least_outstanding"])
+def test_a_server_that_is_fast_and_wrong_gets_little_and_comes_back(act):
+    """It fails from 10 to 40 s; 20 requests a second, each takes a second elsewhere."""
+    now, heap, sent = [0.0], [], []
+    gate = gate_with(act, now)
+    for k in range(1200):
+        heapq.heappush(heap, (k / 20, k, None))
+    while heap:
+        now[0], k, ticket = heapq.heappop(heap)
+        if ticket is not None:
+            (ticket.refused(401) if k < 0 else ticket.finished())
+            continue
+        ticket = gate.enter(CHAT)
+        sent.append((now[0], ticket.expert))
+        wrong = ticket.expert == 0 and 10.0 <= now[0] < 40.0
+        heapq.heappush(
+            heap, (now[0] + (0.005 if wrong else 1.0), -k if wrong else 10**6 + k, ticket)
+        )
+
+    def share(begin, end):
+        return np.mean([expert == 0 for when, expert in sent if begin <= when < end])
+
+    assert share(0.0, 10.0) > 0.15
+    assert share(12.0, 40.0) < 0.01
+    assert share(48.5, 60.0) > 0.1
+    counters = gate.router.counters
+    assert counters.finished + counters.failed == counters.decisions == 1200
+    assert gate.status()["in_flight"] == 0
 
 
 def test_a_client_that_leaves_is_no_failure_and_the_last_expert_is_tried_though_it_failed():
@@ -111,7 +173,7 @@ def test_a_request_that_the_gateway_moves_counts_at_the_other():
     assert gate.router.counters.finished == 1
 
 
-def test_predictions_are_used_and_bad_ones_counted():
+def test_predictions_are_used_and_bad_ones_counted(caplog):
     seen = []
 
     def note(observation, mask):
@@ -129,9 +191,53 @@ def test_predictions_are_used_and_bad_ones_counted():
     gate.enter({**CHAT, "metadata": {"servegym": [1]}})
     gate.enter({**CHAT, "metadata": "text"})
     assert gate.status()["prediction_errors"] == 3
-    gate = gate_with(note, predict=lambda body: 1 / 0)
+    assert "prediction" in gate.status()["last_error"]
+    for error in (ZeroDivisionError("why"), SystemExit("why")):
+
+        def fails(body, error=error):
+            raise error
+
+        gate = gate_with(note, predict=fails)
+        assert gate.enter(CHAT).expert == 0
+        assert gate.status()["prediction_errors"] == 1
+        assert gate.status()["last_error"] == f"prediction: {type(error).__name__}: why"
+        assert caplog.text.count(f"{type(error).__name__}: why") == 1
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        *({"max_tokens": most, "ignore_eos": True} for most in (10**401, 1e400, "9", -1, [])),
+        {"max_completion_tokens": float("nan")},
+        {"metadata": {"servegym": {"prompt_tokens": 10**401}}},
+        {"metadata": {"servegym": {"scores": [1e400] * 6}}},
+        {"metadata": {"servegym": {"output_tokens": [10**401] * 6}}},
+        {"messages": functools.reduce(lambda inner, _: [inner], range(100_000), [])},
+        {"messages": functools.reduce(lambda inner, _: {"content": inner}, range(500), "x")},
+        {"prompt": 7, "messages": None},
+    ],
+)
+def test_numbers_and_nesting_of_a_body_are_bounded(more):
+    gate = gate_with(predict=from_metadata)
+    assert gate.enter({**CHAT, **more}).expert == 0
+    ticket = gate.enter(CHAT)
+    ticket.token(10**401)
     assert gate.enter(CHAT).expert == 0
-    assert gate.status()["prediction_errors"] == 1
+    assert gate.router.counters.fallbacks == 0
+
+
+def test_an_answer_of_one_long_line_is_read_once_and_not_kept():
+    gate = gate_with()
+    ticket = gate.enter(CHAT)
+    answer = Answer(ticket, "text/event-stream")
+    for _ in range(300):
+        answer.feed(b"x" * 10_000)
+        assert len(answer._rest) <= gate_module.MAX_ANSWER_BYTES
+    answer.feed(b"\ndata: " + TOKEN[:9])
+    answer.feed(TOKEN[9:] + b"\r\n\r\ndata: [DONE]\r\n\r\n")
+    assert (ticket.tokens, answer.done) == (1, True)
+    answer.end()
+    assert gate.router.counters.finished == 1
 
 
 def endpoints(tmp_path, profiles=("paper-linear-01", "paper-linear-02")):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 
 import numpy as np
@@ -12,13 +13,18 @@ pytest.importorskip("aiohttp")
 os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
 litellm = pytest.importorskip("litellm")
 
+from aiohttp import web  # noqa: E402
+
 from servegym.baselines.registry import from_callable  # noqa: E402
 from servegym.experiments.live.fleet_file import ServerSpec  # noqa: E402
 from servegym.experiments.live.gateway import GatewayRouter  # noqa: E402
 from servegym.experiments.live.gateways.gate import Gate  # noqa: E402
 from servegym.experiments.live.gateways.litellm_strategy import LiteLLMStrategy  # noqa: E402
 from servegym.experiments.live.serve.faults import Fault  # noqa: E402
-from servegym.experiments.live.serve.server import SimulatedFleet  # noqa: E402
+from servegym.experiments.live.serve.server import (  # noqa: E402
+    SimulatedFleet,
+    SimulatedServer,
+)
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 NAMES = [f"e{k}" for k in range(6)]
@@ -123,6 +129,41 @@ def test_a_server_that_dies_in_the_middle_is_no_second_answer():
         assert sum(asked(servers)) == 1
 
     before_servers(scenario)
+
+
+WORD = b'data: {"choices": [{"index": 0, "delta": {"content": "w"}, "finish_reason": null}]}\n\n'
+NOTHING = b'{"choices": [{"index": 0, "message": {"role": "assistant", "content": ""}}]}'
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "body", "blamed"),
+    [
+        *((status, "application/json", b"{}", True) for status in (401, 403, 404, 405, 503)),
+        *((status, "application/json", b"{}", False) for status in (400, 422)),
+        (200, "application/json", b"", True),
+        (200, "application/json", NOTHING, True),
+        (200, "application/json", b'{"choices": []}', True),
+        (200, "text/html", b"<html>log in</html>", True),
+        (200, "text/event-stream", WORD, True),
+        (200, "text/event-stream", b"data: [DONE]\n\n", True),
+    ],
+)
+def test_wrong_answers_count_against_the_server(monkeypatch, status, kind, body, blamed):
+    async def wrong(self, request):
+        return web.Response(status=status, body=body, content_type=kind)
+
+    async def scenario(router, gate, servers):
+        streamed = kind == "text/event-stream"
+        with contextlib.suppress(Exception):
+            response = await router.acompletion("llm", MESSAGES, stream=streamed)
+            if streamed:
+                await tokens_of(response)
+        assert gate.routed.tolist() == [1, 0, 0, 0, 0, 0]
+        assert counts(gate) == (0, 1, 0)
+        assert gate.status()["server_failures"] == blamed
+
+    monkeypatch.setattr(SimulatedServer, "_completions", wrong)
+    before_servers(scenario, num_retries=0)
 
 
 def test_clients_that_leave_are_no_failures():
