@@ -201,7 +201,7 @@ def _problem(
     kept = capacity if entries == "kv_blocks" else _entries(entries, len(cards))
     settings = np.zeros(1, dtype=steps.SETTINGS)
     p = settings[0]
-    p["decisions"], p["warmup"], p["flat"] = decisions, warmup, view == FLAT
+    p["decisions"], p["warmup"], p["scaled"] = decisions, warmup, view == FLAT
     p["reward"] = _REWARDS[choose("reward", reward, _REWARDS)]
     p["admission"] = flag("admission", admission)
     if p["admission"] and p["reward"] == steps.TTFT:

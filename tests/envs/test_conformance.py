@@ -3,6 +3,7 @@
 import copy
 import importlib
 import pickle
+import pkgutil
 import warnings
 from functools import partial
 
@@ -551,3 +552,17 @@ def test_one_compiled_version_of_each_entry_point(family):
                 env.step(draw(env, 1)[0])
     for entry in entries:
         assert len(entry.signatures) == 1, entry
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_fields_of_records_are_found_in_uncompiled_engines_too(family):
+    """NumPy gives a record's own attribute, such as ``flat``, in place of a field of that name."""
+    package = importlib.import_module(f"servegym.envs.{family.name}.kernel")
+    modules = [info.name for info in pkgutil.iter_modules(package.__path__, package.__name__ + ".")]
+    dtypes = [
+        value
+        for name in (package.__name__, *modules)
+        for value in vars(importlib.import_module(name)).values()
+        if isinstance(value, np.dtype) and value.names
+    ]
+    assert dtypes and not {name for dtype in dtypes for name in dtype.names} & set(dir(np.record))

@@ -36,7 +36,7 @@ SETTINGS = record(
         ("decisions", "i8"),  # of an episode
         ("warmup", "i8"),  # requests before the first decision
         ("admission", "i8"),  # 1: a request may be rejected
-        ("flat", "i8"),  # 1: one scaled vector is seen
+        ("scaled", "i8"),  # 1: one scaled vector is seen
         ("reward", "i8"),  # SLO or TTFT
         ("scrape_s", "f8"),  # time between scrapes; 0: metrics are live
         ("ttft_s", "f8"),  # TTFT objective: ttft_s + ttft_s_per_token x prompt
@@ -250,7 +250,7 @@ def _observe(c, p, s, g, x, out, b):
             out.mask[b, n] = (g.replica[b, n].up == 1 or up == 0) and fits
         if p.admission:
             out.mask[b, c.num_replicas] = 1
-    if p.flat:
+    if p.scaled:
         width = out.request.shape[1]
         for k in range(width):
             out.flat[b, k] = _scaled(out.request[b, k], out.high[k])
