@@ -41,8 +41,6 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT / "experiments") not in servegym.experiments.__path__:  # the studies are in the tree
     servegym.experiments.__path__.append(str(ROOT / "experiments"))
 RESULTS = ROOT / "experiments" / "results"
-STEPS = {"llm_routing": 60, "serverless_moe": 40, "expert_placement": 6, "prefix_routing": 300}
-"""Family -> decisions before the picture."""
 
 
 def write(path: str, text: str) -> None:
@@ -69,8 +67,7 @@ def picture(env_id: str) -> bytes:
     """A frame of an episode as PNG."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "frame.png"
-        steps = STEPS[family_of(env_id).name]
-        render_episode(env_id, None, steps, {}, out=file, echo=lambda _: None)
+        render_episode(env_id, None, None, {}, out=file, echo=lambda _: None)
         return file.read_bytes()
 
 

@@ -334,7 +334,10 @@ def render(
         str | None, typer.Option(help="Policy by name, or a checkpoint's path (one that fits).")
     ] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Seed of the episode.")] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Decisions to show.")] = 100,
+    steps: Annotated[
+        int | None,
+        typer.Option(min=1, help="Decisions to show (100; before a PNG as many as fill it)."),
+    ] = None,
     fps: Annotated[int, typer.Option(min=1, help="Frames a second of a GIF.")] = 10,
     set_: Settings = None,
     out: Annotated[

@@ -18,11 +18,15 @@ from servegym.experiments.evaluation.resolve import resolve
 
 __all__ = ["render_episode"]
 
+STEPS = 100
+PICTURED = {"llm_routing": 60, "serverless_moe": 40, "expert_placement": 6, "prefix_routing": 300}
+"""Family -> decisions before a picture in which every part shows something."""
+
 
 def render_episode(
     env_id: str,
     policy: str | None,
-    steps: int,
+    steps: int | None,
     env_kwargs: Mapping[str, Any],
     *,
     seed: int | None = None,
@@ -35,7 +39,7 @@ def render_episode(
     Args:
         env_id: An id of one of the families.
         policy: Registered name or checkpoint path; the family's example by default.
-        steps: Decisions to show.
+        steps: Decisions to show; None: `STEPS`, before a picture those of `PICTURED`.
         env_kwargs: Arguments of the environment; ``split`` is "eval" unless given.
         seed: Seed of the episode, by default the first one of an evaluation.
         fps: Frames a second of a GIF.
@@ -48,6 +52,9 @@ def render_episode(
     family = family_of(env_id)
     report = report_of(family)
     kwargs = {"split": "eval", **env_kwargs}
+    picture = out is not None and out.suffix.lower() == ".png"
+    if steps is None:
+        steps = PICTURED[family.name] if picture else STEPS
     chosen = policy or report.example_policy
     entered = resolve(chosen, problem_of(family.env_id, kwargs), family)
     envs = open_envs(family, entered, 1, kwargs, "ansi" if out is None else "rgb_array")
@@ -61,12 +68,11 @@ def render_episode(
                 echo(f"decision {number}: {choice}, reward {float(step.reward[0]):.3f}")
                 echo(str(envs.render()[0]).rstrip("\n") + "\n")
                 continue
-            picture = out.suffix.lower() == ".png"
             if picture and step.ended[0] and state is not None:
                 envs.unwrapped.restore_state(0, state)  # in the end there is nothing to see
             if not picture or step.ended[0] or number == steps:
                 frames.append(envs.render()[0])
-            elif picture:
+            else:
                 state = envs.unwrapped.clone_state(0)
     finally:
         envs.close()

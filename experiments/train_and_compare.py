@@ -3,7 +3,7 @@
 ``make train`` runs this, about three minutes of two cores. `servegym.agents.sac_han` learns in a
 process of its own; this one follows its log and measures the heuristics meanwhile: on the episodes
 of the learning curve, then on those of the evaluation split, which the last policy of the training
-plays in the end. A terminal shows the curve, a pipe gets a line every 15 s. One folder holds
+plays in the end. A terminal shows the curve, a pipe gets a line every 10 to 15 s. One folder holds
 
 - ``first_command.csv``, ``.json``: QoS of each policy at each rate, and what the trained one gains;
 - ``first_command_curve.csv``, ``.json``: QoS on validation episodes from random weights on, by
@@ -19,6 +19,7 @@ import json
 import shlex
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -52,7 +53,7 @@ BASELINES = NAMED + tuple(
 )
 """Every heuristic and bandit that is no control and knows no more than a router can."""
 STEPS, POINTS = 150_000, 10  # decisions of the training; evaluations after that of step 0
-EVERY_S = 15.0  # between two lines of a pipe
+EVERY_S, LOOK_S = 10.0, 5.0  # between two lines of a pipe at least; between looks at the clock
 Rows = list[dict[str, Any]]
 
 
@@ -175,6 +176,15 @@ def measure(
             stack.callback(child.terminate)
         if display.live is not None:
             stack.enter_context(display.live)
+        else:  # a job may take longer than a pipe is to be silent
+            told = threading.Event()
+            stack.callback(told.set)
+
+            def tell() -> None:
+                while not told.wait(LOOK_S):
+                    display.show(read_metrics(run), lines, len(jobs) + len(after))
+
+            threading.Thread(target=tell, daemon=True).start()
         while jobs or after:
             ended = child is None or child.poll() is not None
             if child is not None:

@@ -190,7 +190,7 @@ def _parts(wide: Sequence[int], left: int, room: int) -> list[list[int]]:
     first = list(range(left))
     parts = [first.copy()]
     for i in range(left, len(wide)):
-        if len(parts[-1]) > left and sum(wide[k] + 3 for k in (*parts[-1], i)) + 2 > room:
+        if len(parts[-1]) > left and sum(wide[k] + 3 for k in (*parts[-1], i)) - 1 > room:
             parts.append(first.copy())
         parts[-1].append(i)
     return parts

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -292,6 +293,22 @@ def test_render_picture(run, tmp_path, ending):
         assert picture.format == ending.upper()
         assert picture.size[0] > 100 and picture.size[1] > 100
         assert getattr(picture, "n_frames", 1) == (4 if ending == "gif" else 1)
+
+
+def test_a_picture_has_requests_that_completed(run, tmp_path, monkeypatch):
+    pytest.importorskip("PIL.Image")
+    from servegym.envs.prefix_routing.env import PrefixRoutingEnv
+
+    completed = []
+
+    def frame(batch, row, mode):
+        completed.append(int((batch.request_log(row)["outcome"] == 1).sum()))
+        return np.zeros((9, 9, 3), np.uint8)
+
+    monkeypatch.setattr(PrefixRoutingEnv, "frame", staticmethod(frame))
+    result = run("render servegym/PrefixRouting-v0 --out", tmp_path / "x.png")
+    assert result.exit_code == 0, result.output
+    assert len(completed) == 1 and completed[0] > 50
 
 
 def test_a_picture_of_a_whole_episode_shows_the_state_before_its_end(run, tmp_path):

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -86,6 +87,23 @@ def test_the_curve_begins_with_the_evaluation_at_step_0(tmp_path):
     assert list(points[0])[3:] == ["avg_qos", "avg_qos_rate_5", "avg_qos_rate_8", "avg_qos_rate_10"]
 
 
+def test_a_pipe_gets_a_line_though_one_measurement_takes_long(tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "BASELINES", ("random",))
+    monkeypatch.setattr(run, "RATES", (5.0,))
+    monkeypatch.setattr(run, "LOOK_S", 0.001)
+    display, told = run.Display(10), threading.Event()
+    display.show = lambda *about: shown.append(about) or (len(shown) > 3 and told.set())
+    shown = []
+
+    def play(*_):
+        assert told.wait(60)
+        return []
+
+    monkeypatch.setattr(run, "play", play)
+    run.measure([], display, tmp_path / "training", [], 1, True)
+    assert len(shown) > 3
+
+
 def test_a_pipe_gets_a_line_every_15_seconds(monkeypatch, capsys):
     now = SimpleNamespace(perf_counter=lambda: clock[0])
     monkeypatch.setattr(run, "time", now)
@@ -95,7 +113,7 @@ def test_a_pipe_gets_a_line_every_15_seconds(monkeypatch, capsys):
     for clock[0] in (100.0, 114.0, 115.5, 120.0, 131.0):
         display.show(metrics, [{"policy": "random", "avg_qos": 0.4}], 7)
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split(",")[0] for line in lines] == ["0 s", "16 s", "31 s"]
+    assert [line.split(",")[0] for line in lines] == ["0 s", "14 s", "31 s"]
     wanted = "0 s, 400 of 1,000 decisions; QoS 0.500, at first 0.200; random 0.400; 7 to measure"
     assert lines[0] == wanted
 

@@ -190,7 +190,8 @@ def test_printed_table(result):
     for needed in ("drop %", "reject %", "ms/token", "ceiling (mean best score)", "Share of"):
         assert needed in text
     lines = {line.split()[0]: line for line in text.splitlines() if line.split()}
-    quality = next(line for line in text.splitlines() if line.strip().startswith("drop_all"))
+    own = [line for line in text.partition("Share of")[0].splitlines() if "drop_all" in line]
+    quality = " ".join(own)  # the parts of a table that is wider than 100 columns
     assert "oracle (guest in process, clairvoyant)" in text
     assert "clairvoyant" not in lines["first"] and "guest" not in quality
     assert "100.0" in quality and "–" in quality and "nan" not in text
