@@ -20,7 +20,7 @@ import argparse
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +30,15 @@ from servegym._command_line import run_main
 from servegym.hardware_profiles.kernels import CardKernels, MoeShape, list_cards, load_kernels
 from servegym.hardware_profiles.law import Profile
 from servegym.hardware_profiles.load import load, unknown_name
-from servegym.hardware_profiles.model_config import ModelShape, list_models, model_shape
+from servegym.hardware_profiles.model_config import (
+    VALUE_BYTES,
+    ModelShape,
+    list_models,
+    model_shape,
+)
 from servegym.hardware_profiles.schema import FORMAT, kv_capacity_tokens
 
-DTYPES = ("bf16", "fp8")
+DTYPES = ("bf16", "fp8", "nvfp4")
 USABLE_MEMORY = 0.9
 
 # The card and model whose chunks after earlier context were timed, and its multiprocessors.
@@ -65,7 +70,7 @@ class Composer:
         kernels: the card's tables.
         shape: the model.
         tp: cards that share every layer.
-        dtype: number format of the products' weights, ``"bf16"`` or ``"fp8"``.
+        dtype: number format of the products' weights, one of :data:`DTYPES`.
     """
 
     kernels: CardKernels
@@ -224,7 +229,7 @@ class Composer:
         kv_heads = max(s.kv_heads, tp)
         replicas = kv_heads // s.kv_heads - 1
         copied = 2 * replicas * s.kv_heads * s.head_size * s.hidden * s.layers
-        width = 1 if self.dtype == "fp8" else 2
+        value_bytes = 1 if self.kernels.kv_dtype == "fp8" else 2
         model = {
             "name": s.name,
             "layers": s.layers,
@@ -232,11 +237,11 @@ class Composer:
             "attention_heads": s.heads,
             "kv_heads": kv_heads,
             "head_size": s.head_size,
-            "bytes_per_value": 2,
+            "bytes_per_value": value_bytes,
             "parameters": s.parameters,
-            "weight_bytes": s.weight_bytes(self.dtype) + width * copied,
-            "kv_bytes_per_token": 4 * s.layers * kv_heads * s.head_size,
-            "source": f"{s.architecture}; KV cache in 16 bits"
+            "weight_bytes": s.weight_bytes(self.dtype) + round(VALUE_BYTES[self.dtype] * copied),
+            "kv_bytes_per_token": 2 * value_bytes * s.layers * kv_heads * s.head_size,
+            "source": f"{s.architecture}; KV cache in {8 * value_bytes} bits"
             + (f", {kv_heads // s.kv_heads} copies of each KV head" if replicas else ""),
         }
         return device, model, activation_reserve_bytes(s, tp)
@@ -340,11 +345,13 @@ def _notes(c: Composer) -> list[str]:
             "all-reduce: two a layer and one after the embedding, as timed; the gather of the "
             "logits is derived, half an all-reduce of their bytes"
         )
-    if c.dtype == "fp8":
+    if c.dtype != "bf16":
         notes.append(
-            "fp8: products and experts as timed in 8 bits; head, router, attention and KV cache in "
-            "16; quantising the activations is not counted"
+            f"{c.dtype}: products and experts as timed in this format; head, router and attention "
+            "in 16 bits; quantising the activations is not counted"
         )
+    if k.kv_dtype != "bf16":
+        notes.append(f"KV cache in {k.kv_dtype}: attention as timed; its scales are not counted")
     if s.window is not None:
         rule = "as timed" if c.window else "composed as full attention, an upper bound"
         notes.append(
@@ -367,6 +374,7 @@ def compose(
     *,
     tp: int = 1,
     dtype: str = "bf16",
+    kv_dtype: str = "bf16",
     kernels: CardKernels | None = None,
 ) -> Profile:
     """Compose the profile of a model on a card, or on ``tp`` cards with tensor parallelism.
@@ -375,7 +383,8 @@ def compose(
         card: a name of :func:`servegym.hardware_profiles.kernels.list_cards`.
         model: a shipped config's name, the path of a Hugging Face ``config.json``, or a shape.
         tp: cards that share every layer; one of those whose all-reduce is known.
-        dtype: format of the products' weights, ``"bf16"`` or, where timed, ``"fp8"``.
+        dtype: format of the products' weights: ``"bf16"`` or, where timed, ``"fp8"``, ``"nvfp4"``.
+        kv_dtype: format of the KV cache, ``"bf16"`` or, where timed, ``"fp8"``.
         kernels: tables to use in place of the shipped ones.
 
     Returns:
@@ -392,7 +401,10 @@ def compose(
         raise ValueError(unknown_name("dtype", dtype, list(DTYPES)))
     if isinstance(tp, bool) or not isinstance(tp, int) or tp < 1:
         raise ValueError(f"tp: got {tp!r}; must be a whole number >= 1")
-    tables = load_kernels(card) if kernels is None else kernels
+    tables = replace(load_kernels(card) if kernels is None else kernels, kv_dtype=kv_dtype)
+    if kv_dtype not in tables.kv_dtypes:
+        timed = ", ".join(tables.kv_dtypes)
+        raise ValueError(f"kv_dtype: got {kv_dtype!r}; {tables.card} was timed with {timed}")
     shape = model if isinstance(model, ModelShape) else model_shape(model)
     if shape.quantised not in (None, dtype):
         told = f"the config of {shape.name} says {shape.quantised!r}: --dtype {shape.quantised}"
@@ -405,6 +417,7 @@ def compose(
     derived = tables.data["kind"] == "derived" or far or c.moe_source not in (None, _wanted(c))
     name = f"{card}-{shape.name.lower()}"
     name += ("" if tp == 1 else f"-tp{tp}") + ("" if dtype == "bf16" else f"-{dtype}")
+    name += "" if kv_dtype == "bf16" else f"-kv-{kv_dtype}"
     data: dict[str, Any] = {
         "format": FORMAT,
         "name": name,
@@ -431,7 +444,8 @@ def compose(
         | {
             "command": f"servegym profile --card {card} --model {shape.name}"
             + (f" --tp {tp}" if tp > 1 else "")
-            + (f" --dtype {dtype}" if dtype != "bf16" else ""),
+            + (f" --dtype {dtype}" if dtype != "bf16" else "")
+            + (f" --kv-dtype {kv_dtype}" if kv_dtype != "bf16" else ""),
             "notes": [*tables.data["provenance"]["notes"], *_notes(c)],
         },
     }
@@ -461,15 +475,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--card", help="a card of --list")
     parser.add_argument("--model", help="a model of --list, or the path of a config.json")
     parser.add_argument("--tp", type=int, default=1, help="cards with tensor parallelism")
-    parser.add_argument("--dtype", default="bf16", help="format of the weights: bf16 or fp8")
+    parser.add_argument(
+        "--dtype", default="bf16", help="format of the weights: " + ", ".join(DTYPES)
+    )
+    parser.add_argument("--kv-dtype", default="bf16", help="format of the KV cache: bf16 or fp8")
     parser.add_argument("--out", help="the profile's file (NAME.json)")
     options = parser.parse_args(arguments)
     if options.list:
         for card in list_cards():
             k = load_kernels(card)
             tps = ", ".join(map(str, k.tensor_parallel))
-            print(f"card {card}: {', '.join(k.dtypes)}; tp {tps}; experts in "
-                  f"{', '.join(k.data['moe']) or 'no format'}")  # fmt: skip
+            print(f"card {card}: {', '.join(k.dtypes)}; KV {', '.join(k.kv_dtypes)}; tp {tps}; "
+                  f"experts in {', '.join(k.data['moe']) or 'no format'}")  # fmt: skip
         for name in list_models():
             s = model_shape(name)
             print(f"model {name}: {s.parameters / 1e9:.2f} B parameters, {s.architecture}")
@@ -479,7 +496,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ValueError(f"--{what}: missing (see servegym profile --list)")
     if options.out and not Path(options.out).absolute().parent.is_dir():
         raise ValueError(f"--out: got {options.out!r}; its folder does not exist")
-    profile = compose(options.card, options.model, tp=options.tp, dtype=options.dtype)
+    formats = {"dtype": options.dtype, "kv_dtype": options.kv_dtype}
+    profile = compose(options.card, options.model, tp=options.tp, **formats)
     path = Path(options.out or f"{profile.name}.json")
     profile.save(path)
     print(f"{path}: {profile.name}, {profile.kind}, KV {profile.kv_capacity_tokens} tokens of "

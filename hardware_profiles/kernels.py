@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from servegym.hardware_profiles.interpolation import interpolate
-from servegym.hardware_profiles.load import data_path, unknown_name
+from servegym.hardware_profiles.load import data_path, list_profiles, unknown_name
 from servegym.hardware_profiles.schema import Fields, read_json
 
 FORMAT = "servegym-kernel-tables/1"
@@ -161,11 +161,13 @@ class CardKernels:
     Attributes:
         card: short name.
         data: the file's content.
+        kv_dtype: format of the KV cache, one of :attr:`kv_dtypes`.
         extrapolated: largest extrapolation factor that was asked for, by kernel and axis.
     """
 
     card: str
     data: dict[str, Any]
+    kv_dtype: str = "bf16"
     extrapolated: dict[str, float] = field(default_factory=dict)
     _tables: dict[tuple[str, ...], LogTable] = field(default_factory=dict, repr=False)
 
@@ -192,6 +194,12 @@ class CardKernels:
         """Number formats of weights whose products were timed."""
         return list(self.data["gemm"])
 
+    @property
+    def kv_dtypes(self) -> list[str]:
+        """Formats of the KV cache whose attention was timed."""
+        timed = [key.partition("attention_")[2] for key in self.data if "decode_att" in key]
+        return [kv or "bf16" for kv in timed]
+
     def check_dtype(self, dtype: str) -> None:
         """Refuse weights of a format that was not timed on this card."""
         if dtype not in self.dtypes:
@@ -213,6 +221,8 @@ class CardKernels:
     ) -> float:
         """Attention of a head size: as timed, between two timed ones, or by bytes beyond them."""
         what = kernel.replace("_", " ")
+        if self.kv_dtype != "bf16":
+            kernel = f"{kernel}_{self.kv_dtype}"
         if window is not None:
             return self._at(self._table(kernel, f"{size}w{window}", axes, what), *at)
         sizes = sorted(int(key) for key in self.data[kernel] if "w" not in key)
@@ -358,7 +368,11 @@ def load_kernels(card: str) -> CardKernels:
     """
     names = list_cards()
     if card not in names:
-        raise ValueError(unknown_name("card", card, names))
+        told = unknown_name("card", card, names)
+        ships = [name for name in list_profiles() if name.startswith(f"{card}-")]
+        if ships:
+            told += f"; it has no kernel tables, but ships as the profile {ships[0]!r}"
+        raise ValueError(told)
     # The tables are shared; what is asked of them is recorded for each caller.
     return replace(_read(card), extrapolated={})
 

@@ -32,6 +32,9 @@ ARCHITECTURES = (
 # Architectures whose queries, keys and values carry biases; gpt-oss has one at every product.
 _QKV_BIAS = ("Qwen2ForCausalLM", "ChatGLMModel", "GptOssForCausalLM")
 _QK_NORM = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
+# Bytes of a weight: 4-bit formats have a scale for every 32 (mxfp4) or 16 (nvfp4) of them.
+VALUE_BYTES = {"bf16": 2.0, "fp8": 1.0, "mxfp4": 4.25 / 8.0, "nvfp4": 4.5 / 8.0}
+_LATENT = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "KimiK25ForConditionalGeneration")
 # The library's defaults for configs that leave the field out.
 _TIED_BY_DEFAULT = ("GemmaForCausalLM",)
 
@@ -127,13 +130,12 @@ class ModelShape:
     def weight_bytes(self, dtype: str) -> int:
         """Bytes of the weights.
 
-        Embedding, head, norms, biases and routers stay in 16 bits; ``fp8`` takes one byte a weight
-        of every other product, ``mxfp4`` 4 bits and one 8-bit scale for 32 of them.
+        Embedding, head, norms, biases and routers stay in 16 bits; every other product takes
+        ``VALUE_BYTES``.
         """
-        width = {"bf16": 2.0, "fp8": 1.0, "mxfp4": 4.25 / 8.0}
         experts = self.expert_dtype or dtype
-        total = self.layers * self.attention_parameters * width[dtype]
-        total += self.layers * self.feed_forward_parameters * width[experts]
+        total = self.layers * self.attention_parameters * VALUE_BYTES[dtype]
+        total += self.layers * self.feed_forward_parameters * VALUE_BYTES[experts]
         return round(total + 2.0 * (self.embedding_parameters + self.small_parameters))
 
 
@@ -156,6 +158,10 @@ def parse_config(config: Mapping[str, Any], name: str, where: str) -> ModelShape
     if not isinstance(listed, list) or len(listed) != 1:
         raise top.error("architectures", f"got {listed!r}; must be a list of one name")
     kind = listed[0]
+    if kind in _LATENT:
+        told = f"got {kind!r}; multi-head latent attention is not composed: layers of experts "
+        told += "made from other timed ones are off by more than 20 % at the 90th percentile"
+        raise top.error("architectures", told)
     if kind not in ARCHITECTURES:
         raise top.error("architectures", unknown_name("architecture", kind, list(ARCHITECTURES)))
     return replace(_shape(top, name, kind), quantised=_quantised(top, kind))

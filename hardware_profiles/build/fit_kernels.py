@@ -50,20 +50,48 @@ from servegym.hardware_profiles.kernels import (
     from_data,
     other_moe_shape,
 )
-from servegym.hardware_profiles.model_config import model_shape
+from servegym.hardware_profiles.model_config import VALUE_BYTES, model_shape
 from servegym.hardware_profiles.schema import write_json
 
 _QWEN_KERNELS = "llmservingsim/profiler/perf/RTXPRO6000/Qwen/Qwen3-30B-A3B-Instruct-2507/bf16/tp1"
 _QWEN_BANDWIDTH = CARDS["rtxpro6000"]["memory_bandwidth_bytes_per_s"]
+# Cards that ship as kernel tables alone. Memory as nvidia-smi reports it; bandwidth, peak in 16
+# bits without sparsity and processors as in NVIDIA's data sheets of H200 and HGX B200.
+TABLES_ONLY: dict[str, dict[str, Any]] = {
+    "h200": {
+        "file": "h200_sxm",
+        "version": "0.24.0",
+        "name": "NVIDIA H200 SXM5 141GB",
+        "memory_bytes": 143771 * 2**20,
+        "memory_bandwidth_bytes_per_s": 4.8e12,
+        "tensor_flop_per_s": 989e12,
+        "multiprocessors": 132,
+    },
+    "b200": {
+        "file": "b200_sxm",
+        "version": "0.24.0",
+        "name": "NVIDIA B200 SXM6 180GB",
+        "memory_bytes": 183359 * 2**20,
+        "memory_bandwidth_bytes_per_s": 7.7e12,
+        "tensor_flop_per_s": 2250e12,
+        "multiprocessors": 148,
+    },
+}
 _COMM = {"a100_sxm": "0.14.0", "h100_sxm": "0.24.0", "l40s": "0.22.0"}
-_MIN_OUT, _MIN_INNER = 32, 256
-_GEMM_DTYPES = {"bfloat16": "bf16", "fp8": "fp8"}
-_VALUE_BYTES = {"bf16": 2.0, "fp8": 1.0, "mxfp4": 4.25 / 8.0}
+_MIN_OUT, _MIN_INNER, _DISTURBED = 32, 256, 1.5
+_GEMM_DTYPES = {"bfloat16": "bf16", "fp8": "fp8", "nvfp4": "nvfp4"}
 # The 8-bit experts with one scale a block come first: those with one a tensor ran in a kernel that
 # is slower than 16 bits on most cards, and stand only where nothing else was timed.
-_MOE_DTYPES = {"bf16": ("bfloat16",), "fp8": ("fp8_block", "fp8"), "mxfp4": ("w4a16_mxfp4",)}
+_MOE_DTYPES = {
+    "bf16": ("bfloat16",),
+    "fp8": ("fp8_block", "fp8"),
+    "mxfp4": ("w4a16_mxfp4",),
+    "nvfp4": ("nvfp4",),
+}
 # As real routers spread: the flattest of the timed distributions that every card has.
 ROUTING = "power_law_1.01"
+# Formats of the KV cache by theirs and the bytes of a value.
+_KV_DTYPES = {"bf16": ("bfloat16", 2), "fp8": ("fp8", 1)}
 _HELD_OUT = 0.2
 _WINDOWS = (128,)
 _HEADS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 96, 128)
@@ -137,10 +165,18 @@ def _gemm(frame: Any, seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
     grid = [m for m in rows if m == 1 or m % 2 == 0]
     out = sorted({n for n, k, m in nodes if n >= _MIN_OUT})
     inner = sorted({k for n, k, m in nodes if k >= _MIN_INNER})
-    size = 1 if frame["gemm_dtype"].iloc[0] == "fp8" else 2
+    size = VALUE_BYTES[_GEMM_DTYPES[frame["gemm_dtype"].iloc[0]]]
 
     raw = np.array([[[nodes.get((n, k, m), np.nan) for m in grid] for k in inner] for n in out])
-    flat = {(n, k): nodes[n, k, 1.0] for n, k, m in nodes if m == 1.0}
+    # More rows take no less time: what takes half as long again as a larger product was disturbed.
+    later = np.flip(np.fmin.accumulate(np.flip(raw, axis=2), axis=2), axis=2)
+    raw = np.where(raw > _DISTURBED * later, later, raw)
+    least: dict[tuple[float, float], float] = {}
+    for (n, k, _), t in nodes.items():
+        least[n, k] = min(t, least.get((n, k), t))
+    flat = {
+        (n, k): t for (n, k, m), t in nodes.items() if m == 1.0 and t <= _DISTURBED * least[n, k]
+    }
     launch = float(np.median([t for (n, k), t in flat.items() if n * k <= 2**18]))
     largest = [(n * k * size, t) for (n, k), t in flat.items() if n * k * size >= 2**28]
     bandwidth = float(np.median([b / (t - launch) for b, t in largest]))
@@ -184,9 +220,9 @@ def _gemm(frame: Any, seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
 # -- attention ------------------------------------------------------------------------------
 
 
-def _rows(frame: Any, head_size: int, window: int = 0) -> Any:
-    """Rows of attention with a 16-bit KV cache, over everything or over a window."""
-    plain = (frame["kv_cache_dtype"] == "bfloat16") & (frame["window_size"] == window)
+def _rows(frame: Any, head_size: int, window: int, kv: str) -> Any:
+    """Rows of attention with a KV cache of a format, over everything or over a window."""
+    plain = (frame["kv_cache_dtype"] == kv) & (frame["window_size"] == window)
     return frame[plain & (frame["head_dim"] == head_size)]
 
 
@@ -227,7 +263,12 @@ def _prompt_attention(frame: Any, seed: int) -> tuple[dict[str, Any], dict[str, 
 
 
 def _decode_attention(
-    frame: Any, head_size: int, seed: int, window: float = np.inf, bandwidth: float = 0.0
+    frame: Any,
+    head_size: int,
+    seed: int,
+    window: float = np.inf,
+    bandwidth: float = 0.0,
+    value_bytes: int = 2,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Attention of decodes by (query heads a KV head, pairs, context); held-out errors.
 
@@ -242,7 +283,7 @@ def _decode_attention(
     groups = sorted({g for g, _, _ in nodes if g == int(g)})
     pairs = sorted({u for _, u, _ in nodes})
     contexts = sorted({x for _, _, x in nodes})
-    pair_bytes = 4 * head_size
+    pair_bytes = 2 * value_bytes * head_size
 
     if not bandwidth:
         rates = []
@@ -268,7 +309,7 @@ def _decode_attention(
     rng = np.random.default_rng(seed)
     gone = (rng.random(raw.shape) < _HELD_OUT) & as_timed
     gone[:, [0, -1]] = gone[:, :, [0, -1]] = False
-    guess = fill_holes(np.where(gone | ~as_timed, np.nan, np.log(times)), (groups, pairs, contexts))
+    guess = fill_holes(np.where(gone, np.nan, np.log(times)), (groups, pairs, contexts))
     errors = {"held_out": error_quantiles(np.expm1((guess - np.log(times))[gone]))}
     at = {
         (g, u, x): times[i, j, n]
@@ -292,6 +333,28 @@ def _decode_attention(
         "untimed": int(np.isnan(raw).sum()),
         "us": _microseconds(times),
     }, errors
+
+
+def _attention(
+    prompts: Any, decodes: Any, kv: str, value_bytes: int, seed: int
+) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
+    """Tables of prompts and decodes by head size and window, with a KV cache of a format."""
+    prompt, decode, errors = {}, {}, {}
+    for size in (64, 128, 256):
+        for window in (0, *_WINDOWS):
+            rows, ends = _rows(prompts, size, window, kv), _rows(decodes, size, window, kv)
+            if not len(rows) or not len(ends):
+                continue
+            key, limit = f"{size}w{window}" if window else f"{size}", [window] if window else []
+            full = [1e-6 * decode[f"{size}"]["bandwidth_bytes_per_s"]] if window else []
+            prompt[key], found = _prompt_attention(rows, seed)
+            decode[key], more = _decode_attention(
+                ends, size, seed, *limit, *full, value_bytes=value_bytes
+            )
+            if not window:
+                errors |= {f"prompt_attention_{key}_{name}": v for name, v in found.items()}
+            errors |= {f"decode_attention_{key}_{name}": v for name, v in more.items()}
+    return {"prompt_attention": prompt, "decode_attention": decode}, errors
 
 
 # -- experts, all-reduce, elementwise -------------------------------------------------------
@@ -399,7 +462,8 @@ def fit_card(card: str, data: Path, systems: Path, *, seed: int = 0) -> dict[str
     """The kernel tables of a card that aiconfigurator timed.
 
     Args:
-        card: a key of :data:`servegym.hardware_profiles.build.fit_cards.CARDS`.
+        card: a key of :data:`servegym.hardware_profiles.build.fit_cards.CARDS` or
+            :data:`TABLES_ONLY`.
         data: folder of the published tables.
         systems: ``aiconfigurator_core/systems/data``.
         seed: chooses the rows that are held out.
@@ -407,7 +471,7 @@ def fit_card(card: str, data: Path, systems: Path, *, seed: int = 0) -> dict[str
     Returns:
         The file's content, without ``step_error``.
     """
-    facts = CARDS[card]
+    facts = (CARDS | TABLES_ONLY)[card]
     name: str = facts["file"]
     version: str = facts["version"]
     errors: dict[str, Any] = {}
@@ -426,30 +490,20 @@ def fit_card(card: str, data: Path, systems: Path, *, seed: int = 0) -> dict[str
         table("attention", "context_attention"),
         table("attention", "generation_attention"),
     )
-    prompt, decode = {}, {}
-    for size in (64, 128, 256):
-        rows = _rows(prompts, size)
-        if len(rows):
-            prompt[str(size)], found = _prompt_attention(rows, seed)
-            decode[str(size)], more = _decode_attention(_rows(decodes, size), size, seed)
-            errors |= {f"prompt_attention_{size}_{key}": value for key, value in found.items()}
-            errors |= {f"decode_attention_{size}_{key}": value for key, value in more.items()}
-        for window in _WINDOWS:
-            rows = _rows(prompts, size, window)
-            if len(rows) and len(_rows(decodes, size, window)):
-                key, full = f"{size}w{window}", decode[str(size)]["bandwidth_bytes_per_s"]
-                prompt[key], _ = _prompt_attention(rows, seed)
-                decode[key], more = _decode_attention(
-                    _rows(decodes, size, window), size, seed, window, 1e-6 * full
-                )
-                errors |= {f"decode_attention_{key}_{name}": v for name, v in more.items()}
+    attention: dict[str, Any] = {}
+    for kv, (theirs, value_bytes) in _KV_DTYPES.items():
+        made, found = _attention(prompts, decodes, theirs, value_bytes, seed)
+        if made["decode_attention"]:
+            end = "" if kv == "bf16" else f"_{kv}"
+            attention |= {f"{key}{end}": tables for key, tables in made.items()}
+            errors |= {f"{key}{end}": error for key, error in found.items()}
     layers = table("moe", "moe")
     moe = {}
     for ours, formats in _MOE_DTYPES.items():
         timed = [name for name in formats if (layers["moe_dtype"] == name).any()]
         if timed:
             rows = layers[layers["moe_dtype"] == timed[0]]
-            moe[ours], found = _experts(rows, _VALUE_BYTES[ours], gemm["bf16"])
+            moe[ours], found = _experts(rows, VALUE_BYTES[ours], gemm["bf16"])
             errors |= {f"moe_{ours}_{key}": value for key, value in found.items()}
     comm: str = _COMM.get(name, version)
     return {
@@ -459,8 +513,7 @@ def fit_card(card: str, data: Path, systems: Path, *, seed: int = 0) -> dict[str
         "device": {key: value for key, value in facts.items() if key not in ("file", "version")},
         "engine": {"name": "vLLM", "version": version},
         "gemm": gemm,
-        "prompt_attention": prompt,
-        "decode_attention": decode,
+        **attention,
         "moe": moe,
         "all_reduce": _all_reduce(table("comm", "custom_allreduce", comm)),
         "elementwise": _elementwise(data, facts["memory_bandwidth_bytes_per_s"]),
@@ -672,7 +725,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", default=".", help="folder to write to")
     options = parser.parse_args(arguments)
     data, systems = Path(options.data), Path(options.systems)
-    made = {card: fit_card(card, data, systems) for card in CARDS}
+    made = {card: fit_card(card, data, systems) for card in (*CARDS, *TABLES_ONLY)}
     made["rtx4090"] = derive_rtx4090(made["l40s"], data)
     method, spreads = method_error(made[CARD], data)
     for content in made.values():

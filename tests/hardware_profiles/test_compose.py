@@ -173,6 +173,27 @@ def test_a_config_in_eight_bits_is_not_composed_in_sixteen(tmp_path):
     assert taken.law == compose("h100", "llama-3.1-8b", dtype="fp8").law
 
 
+def test_a_kv_cache_in_eight_bits():
+    wide, narrow = (compose("h200", "llama-3.1-8b", kv_dtype=kv) for kv in ("bf16", "fp8"))
+    assert narrow.kv_bytes_per_token == wide.kv_bytes_per_token / 2
+    assert narrow.kv_capacity_tokens == pytest.approx(2 * wide.kv_capacity_tokens, abs=16)
+    # The longest batches are bound by reading the cache; Hopper gains less than half of it.
+    ratio = narrow.decode_attention_s(64, 65536) / wide.decode_attention_s(64, 65536)
+    assert 0.5 < ratio < 0.8
+    assert narrow.dense_s(64) == wide.dense_s(64)
+    assert narrow.name == "h200-llama-3.1-8b-kv-fp8"
+
+
+def test_four_bits_where_they_were_timed():
+    formats = ("bf16", "fp8", "nvfp4")
+    dense = [compose("b200", "llama-3.1-70b", dtype=dtype) for dtype in formats]
+    weights = [profile.model["weight_bytes"] for profile in dense]
+    assert weights[2] < 0.6 * weights[1] < 0.4 * weights[0]
+    assert dense[2].decode_s(8, 8192) < dense[1].decode_s(8, 8192) < dense[0].decode_s(8, 8192)
+    experts = [compose("b200", "qwen3-30b-a3b", dtype=dtype) for dtype in formats]
+    assert experts[2].prefill_s(8192) < experts[0].prefill_s(8192)
+
+
 @pytest.mark.parametrize(
     ("card", "model", "kwargs", "message"),
     [
@@ -184,6 +205,18 @@ def test_a_config_in_eight_bits_is_not_composed_in_sixteen(tmp_path):
         ("h100", "phi-4", {"tp": 4}, "tp: got 4; must divide the 10 KV heads of phi-4"),
         ("h100", "llama-3.1-8b", {"dtype": "int4"}, "dtype: got 'int4'"),
         ("a100-80g", "llama-3.1-8b", {"dtype": "fp8"}, "dtype: got 'fp8'; a100-80g was timed with"),
+        (
+            "a100-80g",
+            "llama-3.1-8b",
+            {"kv_dtype": "fp8"},
+            "kv_dtype: got 'fp8'; a100-80g was timed",
+        ),
+        (
+            "h100",
+            "llama-3.1-8b",
+            {"dtype": "nvfp4"},
+            "dtype: got 'nvfp4'; h100 was timed with bf16",
+        ),
         ("l40s", "llama-3.1-70b", {}, "the weights of llama-3.1-70b .* fits is --tp 4"),
         ("rtx4090", "gpt-oss-20b", {}, "no such mixture-of-experts kernel was timed on rtx4090"),
     ],

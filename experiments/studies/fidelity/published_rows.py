@@ -8,7 +8,10 @@ its path; neither the wheel nor a row of it is kept::
     python -m servegym.experiments.studies.fidelity.published_rows WHEEL --part fit
 
 Each row is replayed as it was measured: ten requests for each of its concurrent clients, the next
-sent when one ends. The split was fixed before anything was fitted: `is_test`. Laws and intervals
+sent when one ends. Most are of InferenceX (InferenceMAX), whose scripts set the KV cache's
+format and the tokens of an iteration; the others are taken to have the engines' defaults. On Hopper
+its scripts run gpt-oss by other kernels (Marlin) than were timed, on B200 with activations in 8
+bits. The split was fixed before anything was fitted: `is_test`. Laws and intervals
 may look at the part ``fit``; ``test`` is for one look at the end.
 """
 
@@ -37,7 +40,7 @@ from servegym.experiments.evaluation.tables import provenance, write_result
 from servegym.experiments.studies.fidelity.markdown import Table, update_document
 from servegym.hardware_profiles import Profile
 from servegym.hardware_profiles.compose import compose
-from servegym.hardware_profiles.model_config import ModelShape, model_shape
+from servegym.hardware_profiles.model_config import VALUE_BYTES, ModelShape, model_shape
 
 __all__ = ["Row", "is_test", "main", "read_rows", "simulate", "summary", "why_not"]
 
@@ -54,7 +57,7 @@ MODELS = {
 }
 DTYPES = {"": "bf16", "bf16": "bf16", "fp8": "fp8", "fp4": "nvfp4"}
 TEST_MODELS = ("llama-3.1-8b", "qwen3-32b", "qwen3-235b-a22b")
-REQUESTS_PER_CLIENT, BATCHED_TOKENS = 10, 8192
+REQUESTS_PER_CLIENT = 10
 # These rows drew both lengths uniformly from so much of the stated ones to all of them.
 DRAWN_SOURCE, LEAST_LENGTH = re.compile(r"source_file=\d{4}-|db-dump/"), 0.8
 # Requests wait for memory where those that run hold at least this share of it.
@@ -85,6 +88,19 @@ class Row:
         """All but the concurrency and what was measured."""
         return (self.card, self.model, self.engine, self.version, self.dtype, self.tp, self.prompt,
                 self.output, self.drawn)  # fmt: skip
+
+    @property
+    def batched_tokens(self) -> int:
+        """Most tokens of an iteration: as the runs' public scripts set it, or the default."""
+        if self.engine != "trtllm" or not self.drawn:
+            return 8192
+        return 20_000 if self.model == "gpt-oss-120b" else 16_384
+
+    @property
+    def kv_dtype(self) -> str:
+        """Format of the KV cache that the runs' public scripts set; theirs is 16 bits else."""
+        set_there = self.card == "b200" or (self.card, self.model) == ("h200", "llama-3.1-70b")
+        return "fp8" if self.drawn and set_there else "bf16"
 
     @property
     def plans_ahead(self) -> bool:
@@ -145,9 +161,9 @@ def read_rows(wheel: Path) -> tuple[list[Row], dict[str, int]]:
 
 
 @functools.cache
-def _profile(card: str, model: str, tp: int, dtype: str) -> Profile | str:
+def _profile(card: str, model: str, tp: int, dtype: str, kv_dtype: str) -> Profile | str:
     try:
-        return compose(card, model, tp=tp, dtype=dtype)
+        return compose(card, model, tp=tp, dtype=dtype, kv_dtype=kv_dtype)
     except ValueError as error:
         return str(error)
 
@@ -161,7 +177,7 @@ def least_s(row: Row, shape: ModelShape, profile: Profile) -> tuple[float, float
         profile: Of the group of cards, for its peak and bandwidth.
     """
     device = profile.device
-    width = {"bf16": 2.0, "fp8": 1.0, "nvfp4": 9.0 / 16.0, "mxfp4": 4.25 / 8.0}
+    width = VALUE_BYTES
     one = shape.feed_forward_parameters / max(shape.experts, 1)
     met = shape.experts * (1.0 - (1.0 - shape.top_k / max(shape.experts, 1)) ** row.clients)
     read = shape.attention_parameters * width[row.dtype]
@@ -217,7 +233,7 @@ def simulate(row: Row, profile: Profile) -> tuple[float, float]:
         outputs,
         profile=profile,
         max_num_seqs=row.clients,
-        max_num_batched_tokens=BATCHED_TOKENS,
+        max_num_batched_tokens=row.batched_tokens,
         async_scheduling=row.plans_ahead,
     )
     sent = np.zeros(count)
@@ -236,7 +252,7 @@ def results(rows: Sequence[Row]) -> tuple[list[dict[str, Any]], dict[str, int]]:
     found: list[dict[str, Any]] = []
     left_out: dict[str, int] = {}
     for row in rows:
-        profile = _profile(row.card, row.model, row.tp, row.dtype)
+        profile = _profile(row.card, row.model, row.tp, row.dtype, row.kv_dtype)
         cause = why_not(row, profile, [o for o in rows if o.run == row.run])
         if cause is not None or isinstance(profile, str):
             left_out[str(cause)] = left_out.get(str(cause), 0) + 1
