@@ -538,8 +538,8 @@ def _provenance(name: str, version: str, comm: str) -> dict[str, Any]:
             "top-k is not part of the kernel",
             "experts in 8 bits: one scale a block, or one a tensor (rtxpro6000) where no other was "
             "timed",
-            "device: memory as nvidia-smi reports it; bandwidth and peak in 16 bits without sparsity "
-            "as in NVIDIA's data sheets",
+            "device: memory as nvidia-smi reports it; bandwidth and peak in 16 bits without "
+            "sparsity as in NVIDIA's data sheets",
             "held_out: absolute relative errors; gemm shapes and attention entries: every fifth by "
             "seed, from the others; odd_rows: row counts that are off the grid; single_rows: the "
             "timed rows against their medians in the table",
