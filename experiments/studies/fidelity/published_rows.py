@@ -270,7 +270,8 @@ def summary(found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for one in found:
         row = one["row"]
-        key = (row.card, row.model, row.dtype, row.tp, row.engine)
+        dtype = model_shape(row.model).expert_dtype or row.dtype
+        key = (row.card, row.model, dtype, row.tp, row.engine)
         groups.setdefault(key, []).append(one)
     lines = sorted(groups.items())
     if len(lines) > 1:
