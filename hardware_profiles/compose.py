@@ -359,7 +359,9 @@ def _notes(c: Composer) -> list[str]:
             f"{rule}; KV memory is counted without it"
         )
     if c.moe_source is not None and c.moe_source != c.moe_wanted:
-        notes.append(f"experts {c.moe_wanted} were not timed: scaled from {c.moe_source}")
+        notes.append(
+            f"experts {c.moe_wanted} were not timed: scaled from {c.moe_source} and others"
+        )
     notes += [
         f"{what}: {factor:.3g} times beyond the last timed size"
         for what, factor in sorted(k.extrapolated.items())

@@ -127,6 +127,17 @@ class MoeShape:
         )
         return max(max(a / b, b / a) for a, b in pairs)
 
+    def apart(self, other: MoeShape) -> float:
+        """How far apart two layers are in the logarithms of their sizes, top-k counting twice."""
+        pairs = ((self.hidden, other.hidden), (self.width, other.width),
+                 (self.top_k**2, other.top_k**2), (self.experts, other.experts))  # fmt: skip
+        return math.hypot(*(math.log(a / b) for a, b in pairs))
+
+
+Layer = tuple[MoeShape, np.ndarray, np.ndarray]
+"""A timed layer: its shape, ``(G,)`` tokens and ``(G,)`` seconds."""
+_NEAREST = 4
+
 
 def other_moe_shape(
     timed: MoeShape, wanted: MoeShape, seconds: np.ndarray, tokens: np.ndarray
@@ -152,6 +163,27 @@ def other_moe_shape(
     rest = np.maximum(seconds - reading, 0.0)
     share = np.array([wanted.active(t) / timed.active(t) for t in tokens])
     return reading * share * size + rest * work
+
+
+def layer_from_others(wanted: MoeShape, timed: Sequence[Layer]) -> Layer:
+    """Times of a layer that was not timed, from the four nearest that were.
+
+    Args:
+        wanted: the layer.
+        timed: others of the same format.
+
+    Returns:
+        The shape of the nearest, its tokens, and the mean of the logarithms of the seconds that
+        `other_moe_shape` makes of each, by the inverse cube of how far they are `MoeShape.apart`.
+    """
+    near = sorted(timed, key=lambda layer: wanted.apart(layer[0]))[:_NEAREST]
+    tokens = near[0][1]
+    logs = [
+        np.interp(np.log(tokens), np.log(grid), np.log(other_moe_shape(s, wanted, seconds, grid)))
+        for s, grid, seconds in near
+    ]
+    weights = [1.0 / max(wanted.apart(layer[0]), 1e-3) ** 3 for layer in near]
+    return near[0][0], tokens, np.exp(np.average(logs, axis=0, weights=weights))
 
 
 @dataclass
@@ -285,14 +317,14 @@ class CardKernels:
         near = min(sizes, key=lambda s: abs(math.log(s / head_size)))
         return int(tables[str(near)]["context"][-1])
 
-    def moe_shapes(self, dtype: str) -> Iterator[tuple[MoeShape, np.ndarray, np.ndarray]]:
-        """Timed layers with weights of ``dtype``: shape, ``(G,)`` tokens, ``(G,)`` seconds."""
+    def moe_shapes(self, dtype: str) -> Iterator[Layer]:
+        """Timed layers with weights of ``dtype``."""
         for raw in self.data["moe"].get(dtype, ()):
             shape = MoeShape(*(raw[key] for key in ("hidden", "width", "top_k", "experts")))
             yield shape, np.array(raw["tokens"], float), _MICROSECOND * np.array(raw["us"])
 
     def moe_table(self, wanted: MoeShape, dtype: str) -> tuple[LogTable, MoeShape]:
-        """Times of a routed layer by tokens, and the timed layer they come from.
+        """Times of a routed layer by tokens, and the timed layer nearest to it.
 
         Raises:
             ValueError: if no layer with such weights was timed, or none near in shape.
@@ -304,7 +336,7 @@ class CardKernels:
                 f"experts: got {dtype} weights; no such mixture-of-experts kernel was timed on "
                 f"{self.card} (timed: {formats})"
             )
-        near, tokens, seconds = min(timed, key=lambda entry: wanted.distance(entry[0]))
+        near, tokens, seconds = min(timed, key=lambda layer: wanted.apart(layer[0]))
         factor = wanted.distance(near)
         if factor > LARGEST_EXTRAPOLATION:
             raise ValueError(
@@ -312,7 +344,7 @@ class CardKernels:
                 f"{factor:.3g} times off; at most {LARGEST_EXTRAPOLATION:g} times"
             )
         if near != wanted:
-            seconds = other_moe_shape(near, wanted, seconds, tokens)
+            near, tokens, seconds = layer_from_others(wanted, timed)
             self.extrapolated[f"experts on {self.card}: shape"] = factor
         return LogTable(f"experts on {self.card}", [("tokens", tokens)], seconds), near
 

@@ -48,7 +48,7 @@ from servegym.hardware_profiles.kernels import (
     LogTable,
     MoeShape,
     from_data,
-    other_moe_shape,
+    layer_from_others,
 )
 from servegym.hardware_profiles.model_config import VALUE_BYTES, model_shape
 from servegym.hardware_profiles.schema import write_json
@@ -386,14 +386,11 @@ def _experts(
         kept = np.setdiff1d(np.arange(len(tokens)), inner)
         guess = np.interp(np.log(tokens[inner]), np.log(tokens[kept]), np.log(times[kept]))
         between += list(np.exp(guess) / times[inner] - 1.0)
-        others = [s for s in smooth if s != shape]
-        if not others:
-            continue
-        near = min(others, key=shape.distance)
+        near, grid, seconds = layer_from_others(
+            shape, [(s, *other) for s, other in smooth.items() if s != shape]
+        )
         if shape.distance(near) <= 4.0:
-            grid, seconds = smooth[near]
-            made = other_moe_shape(near, shape, seconds, grid)
-            made = np.interp(np.log(tokens), np.log(grid), np.log(made))
+            made = np.interp(np.log(tokens), np.log(grid), np.log(seconds))
             across += list(np.exp(made) / times - 1.0)
     made = [
         {
@@ -408,7 +405,7 @@ def _experts(
     ]
     errors = {"half_of_the_token_counts": error_quantiles(np.array(between))}
     if across:
-        errors["layers_from_the_nearest_other"] = error_quantiles(np.array(across))
+        errors["layers_from_the_nearest_others"] = error_quantiles(np.array(across))
     return made, errors
 
 

@@ -10,6 +10,7 @@ from servegym.hardware_profiles.kernels import (
     CardKernels,
     LogTable,
     MoeShape,
+    layer_from_others,
     list_cards,
     load_kernels,
     other_moe_shape,
@@ -53,6 +54,13 @@ def test_a_layer_of_another_shape():
     fewer = MoeShape(2048, 768, 8, 64)
     expected = 1e-6 * np.array([10 * fewer.active(t) + 2 * (t - 1) for t in tokens])
     np.testing.assert_allclose(other_moe_shape(timed, fewer, seconds, tokens), expected)
+    # Of four layers that follow the law any between them does: the weights do not matter.
+    layers = [
+        (other, tokens, other_moe_shape(timed, other, seconds, tokens))
+        for other in (wider, fewer, MoeShape(4096, 768, 8, 128), MoeShape(2048, 768, 8, 256))
+    ]
+    np.testing.assert_allclose(layer_from_others(timed, layers)[2], seconds, rtol=1e-6)
+    assert timed.apart(wider) == pytest.approx(np.log(2.0))
     assert timed.distance(wider) == 2.0
     assert timed.distance(MoeShape(2048, 768, 8, 16)) == 8.0
 
