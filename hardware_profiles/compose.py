@@ -71,12 +71,14 @@ class Composer:
         shape: the model.
         tp: cards that share every layer.
         dtype: number format of the products' weights, one of :data:`DTYPES`.
+        ep: 1 if every expert is split over the cards, ``tp`` if the experts are spread over them.
     """
 
     kernels: CardKernels
     shape: ModelShape
     tp: int = 1
     dtype: str = "bf16"
+    ep: int = 1
 
     def __post_init__(self) -> None:
         s, tp = self.shape, self.tp
@@ -94,47 +96,55 @@ class Composer:
                 f"tp: got {tp}; must divide the {s.kv_heads} KV heads of {s.name}, or be a "
                 "multiple of them"
             )
+        if self.ep not in (1, tp) or (self.ep > 1 and not s.experts):
+            allowed = f"1 or tp = {tp}" if s.experts else f"1: {s.name} has no experts"
+            raise ValueError(f"ep: got {self.ep}; must be {allowed}")
         self.reference = load(_REFERENCE)
         self.heads = s.heads // tp
         self.kv_heads = max(s.kv_heads // tp, 1)
         self.window = s.window if s.window in self.kernels.windows(s.head_size) else None
         self.moe, self.moe_source = None, None
         if s.experts:
-            wanted = MoeShape(s.hidden, s.intermediate // tp, s.top_k, s.experts)
+            width = s.intermediate * self.ep // tp
+            wanted = MoeShape(s.hidden, width, s.top_k, s.experts, self.ep)
             experts = s.expert_dtype or self.dtype
             self.moe, self.moe_source = self.kernels.moe_table(wanted, experts)
             self.moe_wanted = wanted
         # Seconds a (query, key) pair takes in prompts between half of the longest timed and it.
-        self._longest = self.kernels.longest_prompt
+        self._longest = self.kernels.longest_prompt(s.latent)
         half, full = self._prompt(self._longest / 2), self._prompt(self._longest)
         self.rate = (full - half) / (0.375 * self._longest**2)
 
     # -- products and elementwise ops -----------------------------------------------------------
 
     def layer_s(self, tokens: float) -> float:
-        """Seconds of one layer but attention, for ``tokens`` scheduled tokens."""
+        """Seconds of one layer but attention and feed-forward, for ``tokens`` scheduled tokens."""
         s, k = self.shape, self.kernels
         heads = self.heads * s.head_size
         kv = self.kv_heads * s.head_size
         total = s.norms * k.elementwise_s("layernorm", tokens, s.hidden)
+        total += 2.0 * k.all_reduce_s(2.0 * tokens * s.hidden, self.tp)
+        if s.latent:
+            return total  # its products are part of the attention's times
         total += k.gemm_s(tokens, heads + 2 * kv, s.hidden, self.dtype)
         if s.qk_norm:
             total += k.elementwise_s("qk_norm", tokens, heads + kv)
         total += k.elementwise_s("rotary_emb", tokens, heads + kv)
-        total += k.gemm_s(tokens, s.hidden, heads, self.dtype)
-        total += self.feed_forward_s(tokens)
-        message = 2.0 * tokens * s.hidden
-        return total + 2.0 * k.all_reduce_s(message, self.tp)
+        return total + k.gemm_s(tokens, s.hidden, heads, self.dtype)
 
     def feed_forward_s(self, tokens: float) -> float:
         """Seconds of one layer's feed-forward part on one card."""
         s, k = self.shape, self.kernels
-        if self.moe is not None:
-            # The router: a product and the choice of the top-k, taken as one elementwise launch.
-            router = k.gemm_s(tokens, max(s.experts, _NARROWEST_PRODUCT), s.hidden)
-            router += k.elementwise_s("layernorm", tokens, s.experts)
-            return router + self.moe.seconds(tokens)
-        width = s.intermediate // self.tp
+        if self.moe is None:
+            return self._products_s(tokens, s.intermediate)
+        # The router: a product and the choice of the top-k, taken as one elementwise launch.
+        total = k.gemm_s(tokens, max(s.experts, _NARROWEST_PRODUCT), s.hidden)
+        total += k.elementwise_s("layernorm", tokens, s.experts)
+        total += self._products_s(tokens, s.shared * s.intermediate) if s.shared else 0.0
+        return total + self.moe.seconds(tokens)
+
+    def _products_s(self, tokens: float, features: int) -> float:
+        s, k, width = self.shape, self.kernels, features // self.tp
         total = k.gemm_s(tokens, (2 if s.gated else 1) * width, s.hidden, self.dtype)
         total += k.elementwise_s("act_fn", tokens, width)
         return total + k.gemm_s(tokens, s.hidden, width, self.dtype)
@@ -145,7 +155,10 @@ class Composer:
         total = k.elementwise_s("embedding", tokens, s.hidden)
         total += k.all_reduce_s(2.0 * tokens * s.hidden, self.tp)
         total += k.elementwise_s("layernorm", tokens, s.hidden)
-        return s.layers * self.layer_s(tokens) + total
+        total += s.layers * self.layer_s(tokens)
+        if s.dense_layers:
+            total += s.dense_layers * self._products_s(tokens, s.dense_width)
+        return total + (s.layers - s.dense_layers) * self.feed_forward_s(tokens)
 
     def head_s(self, sequences: float) -> float:
         """Seconds of head and sampler; the logits are gathered at half an all-reduce's time."""
@@ -157,6 +170,8 @@ class Composer:
     # -- attention ------------------------------------------------------------------------------
 
     def _prompt(self, tokens: float, window: int | None = None) -> float:
+        if self.shape.latent:
+            return self.kernels.latent_s("prompt", self.dtype, self.heads, tokens)
         return self.kernels.prompt_attention_s(tokens, self.heads, self.shape.head_size, window)
 
     def prompt_attention_s(self, tokens: float) -> float:
@@ -176,7 +191,7 @@ class Composer:
         Not timed on most cards: the RTX 4090's increment for Llama-3.1-8B times the ratio of the
         long prompts' rates and of the waves' waste; chunks beyond 2,048 by (query, key) pairs.
         """
-        if chunk > _REFERENCE_LONGEST_CHUNK:
+        if chunk > _REFERENCE_LONGEST_CHUNK or self.shape.latent:
             return self.rate * chunk * context
         reference = self.reference
         layers, heads = reference.model["layers"], reference.model["attention_heads"]
@@ -205,6 +220,9 @@ class Composer:
     def decode_attention_s(self, sequences: float, context: float) -> float:
         """Seconds of all layers' attention of ``sequences`` decodes of ``context`` tokens each."""
         s = self.shape
+        if s.latent:
+            sizes = self.heads, sequences, max(context, 3.0)
+            return s.layers * self.kernels.latent_s("decode", self.dtype, *sizes)
         at = (sequences, max(context, 2.0), self.heads, self.kv_heads, s.head_size)
         full = self.kernels.decode_attention_s(*at)
         if self.window is None:
@@ -281,7 +299,7 @@ def _check_memory(composer: Composer) -> None:
     for tp in k.tensor_parallel:
         if tp > composer.tp:
             try:
-                other = Composer(k, s, tp, composer.dtype)
+                other = Composer(k, s, tp, composer.dtype, tp if composer.ep > 1 else 1)
             except ValueError:
                 continue
             if _fits(other):
@@ -336,7 +354,7 @@ def _notes(c: Composer) -> list[str]:
         f"({_RECORDED_RESERVE} B) with this model's activations and logits in place of that one's; "
         f"KV memory: {USABLE_MEMORY:g} of the memory less weights and reserve",
         "chunks after earlier context: increment of the RTX 4090, scaled by the rate of long "
-        f"prompts and the waves of query blocks; prompts beyond {k.longest_prompt} tokens by "
+        f"prompts and the waves of query blocks; prompts beyond {c._longest:g} tokens by "
         "(query, key) pairs at the rate of the longest timed ones (error: "
         "prompt_attention_*_12k_and_16k_from_8k)",
     ]
@@ -349,6 +367,13 @@ def _notes(c: Composer) -> list[str]:
         notes.append(
             f"{c.dtype}: products and experts as timed in this format; head, router and attention "
             "in 16 bits; quantising the activations is not counted"
+        )
+    if c.ep > 1:
+        notes.append("experts spread over the cards: those of the busiest card as timed")
+    if s.latent:
+        notes.append(
+            "latent attention: timed with its products, which mixed iterations read twice; chunks "
+            "after earlier context by (query, key) pairs; no multi-token prediction"
         )
     if k.kv_dtype != "bf16":
         notes.append(f"KV cache in {k.kv_dtype}: attention as timed; its scales are not counted")
@@ -375,6 +400,7 @@ def compose(
     model: str | os.PathLike[str] | ModelShape,
     *,
     tp: int = 1,
+    ep: int = 1,
     dtype: str = "bf16",
     kv_dtype: str = "bf16",
     kernels: CardKernels | None = None,
@@ -385,6 +411,7 @@ def compose(
         card: a name of :func:`servegym.hardware_profiles.kernels.list_cards`.
         model: a shipped config's name, the path of a Hugging Face ``config.json``, or a shape.
         tp: cards that share every layer; one of those whose all-reduce is known.
+        ep: 1, or ``tp`` to spread the experts over the cards whole.
         dtype: format of the products' weights: ``"bf16"`` or, where timed, ``"fp8"``, ``"nvfp4"``.
         kv_dtype: format of the KV cache, ``"bf16"`` or, where timed, ``"fp8"``.
         kernels: tables to use in place of the shipped ones.
@@ -411,14 +438,15 @@ def compose(
     if shape.quantised not in (None, dtype):
         told = f"the config of {shape.name} says {shape.quantised!r}: --dtype {shape.quantised}"
         raise ValueError(f"dtype: got {dtype!r}; {told}")
-    c = Composer(tables, shape, tp, dtype)
+    c = Composer(tables, shape, tp, dtype, ep)
     _check_memory(c)
     law = _tables(c)
     device, facts, reserve = c.memory()
     far = any(factor > 2.0 for factor in tables.extrapolated.values())
     derived = tables.data["kind"] == "derived" or far or c.moe_source not in (None, _wanted(c))
     name = f"{card}-{shape.name.lower()}"
-    name += ("" if tp == 1 else f"-tp{tp}") + ("" if dtype == "bf16" else f"-{dtype}")
+    name += ("" if tp == 1 else f"-tp{tp}") + ("" if ep == 1 else f"-ep{ep}")
+    name += "" if dtype == "bf16" else f"-{dtype}"
     name += "" if kv_dtype == "bf16" else f"-kv-{kv_dtype}"
     data: dict[str, Any] = {
         "format": FORMAT,
@@ -446,6 +474,7 @@ def compose(
         | {
             "command": f"servegym profile --card {card} --model {shape.name}"
             + (f" --tp {tp}" if tp > 1 else "")
+            + (f" --ep {ep}" if ep > 1 else "")
             + (f" --dtype {dtype}" if dtype != "bf16" else "")
             + (f" --kv-dtype {kv_dtype}" if kv_dtype != "bf16" else ""),
             "notes": [*tables.data["provenance"]["notes"], *_notes(c)],
@@ -478,6 +507,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", help="a model of --list, or the path of a config.json")
     parser.add_argument("--tp", type=int, default=1, help="cards with tensor parallelism")
     parser.add_argument(
+        "--ep", type=int, default=1, help="TP, to spread the experts over the cards"
+    )
+    parser.add_argument(
         "--dtype", default="bf16", help="format of the weights: " + ", ".join(DTYPES)
     )
     parser.add_argument("--kv-dtype", default="bf16", help="format of the KV cache: bf16 or fp8")
@@ -499,7 +531,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.out and not Path(options.out).absolute().parent.is_dir():
         raise ValueError(f"--out: got {options.out!r}; its folder does not exist")
     formats = {"dtype": options.dtype, "kv_dtype": options.kv_dtype}
-    profile = compose(options.card, options.model, tp=options.tp, **formats)
+    profile = compose(options.card, options.model, tp=options.tp, ep=options.ep, **formats)
     path = Path(options.out or f"{profile.name}.json")
     profile.save(path)
     print(f"{path}: {profile.name}, {profile.kind}, KV {profile.kv_capacity_tokens} tokens of "

@@ -102,12 +102,14 @@ class MoeShape:
         width: width of one expert, or of its share on this card.
         top_k: experts a token goes to.
         experts: experts of the layer.
+        ep: cards that the experts are spread over; times are those of the busiest.
     """
 
     hidden: int
     width: int
     top_k: int
     experts: int
+    ep: int = 1
 
     @property
     def expert_values(self) -> int:
@@ -287,10 +289,10 @@ class CardKernels:
         axes = ("heads", "tokens")
         return self._attention("prompt_attention", axes, head_size, window, heads, tokens)
 
-    @property
-    def longest_prompt(self) -> int:
-        """Tokens of the longest prompt whose attention was timed."""
-        return int(min(t["tokens"][-1] for t in self.data["prompt_attention"].values()))
+    def longest_prompt(self, latent: bool = False) -> int:
+        """Tokens of the longest prompt whose attention, or latent attention, was timed."""
+        tables = self.data.get("latent_prompt", {}) if latent else self.data["prompt_attention"]
+        return int(min((t["tokens"][-1] for t in tables.values()), default=1))
 
     def decode_attention_s(
         self,
@@ -310,6 +312,24 @@ class CardKernels:
         at = (heads / kv_heads, sequences * kv_heads, context)
         return self._attention("decode_attention", axes, head_size, window, *at)
 
+    def latent_s(self, kernel: str, dtype: str, heads: float, *at: float) -> float:
+        """Seconds of one layer's latent attention with its products, of ``dtype`` weights.
+
+        Args:
+            kernel: ``"prompt"``, at its tokens, or ``"decode"``, at sequences and their context.
+            dtype: format of the weights.
+            heads: query heads on this card.
+            at: the sizes.
+        """
+        name = f"latent_{kernel}" + ("" if self.kv_dtype == "bf16" else f"_{self.kv_dtype}")
+        if dtype not in self.data.get(name, {}):
+            raise ValueError(
+                f"dtype: got {dtype!r}; latent attention was timed on {self.card} with "
+                + (", ".join(self.data.get(name, {})) or "no format")
+            )
+        axes = {"prompt": ("heads", "tokens"), "decode": ("heads", "sequences", "context")}[kernel]
+        return self._at(self._table(name, dtype, axes, name.replace("_", " ")), heads, *at)
+
     def longest_context(self, head_size: int) -> int:
         """Tokens of the longest context whose decode attention was timed at a head size."""
         tables = self.data["decode_attention"]
@@ -320,7 +340,8 @@ class CardKernels:
     def moe_shapes(self, dtype: str) -> Iterator[Layer]:
         """Timed layers with weights of ``dtype``."""
         for raw in self.data["moe"].get(dtype, ()):
-            shape = MoeShape(*(raw[key] for key in ("hidden", "width", "top_k", "experts")))
+            shape = MoeShape(*(raw[key] for key in ("hidden", "width", "top_k", "experts")),
+                             raw.get("ep", 1))  # fmt: skip
             yield shape, np.array(raw["tokens"], float), _MICROSECOND * np.array(raw["us"])
 
     def moe_table(self, wanted: MoeShape, dtype: str) -> tuple[LogTable, MoeShape]:
@@ -329,12 +350,15 @@ class CardKernels:
         Raises:
             ValueError: if no layer with such weights was timed, or none near in shape.
         """
-        timed = list(self.moe_shapes(dtype))
+        timed = [layer for layer in self.moe_shapes(dtype) if layer[0].ep == wanted.ep]
+        if wanted.ep > 1:
+            timed = [layer for layer in timed if layer[0] == wanted]
         if not timed:
             formats = ", ".join(self.data["moe"]) or "none"
             raise ValueError(
-                f"experts: got {dtype} weights; no such mixture-of-experts kernel was timed on "
-                f"{self.card} (timed: {formats})"
+                f"experts: got {dtype} weights"
+                + (f" of {wanted}" if wanted.ep > 1 else "")
+                + f"; no such mixture-of-experts kernel was timed on {self.card} (timed: {formats})"
             )
         near, tokens, seconds = min(timed, key=lambda layer: wanted.apart(layer[0]))
         factor = wanted.distance(near)

@@ -357,6 +357,41 @@ def _attention(
     return {"prompt_attention": prompt, "decode_attention": decode}, errors
 
 
+def _latent(
+    prompts: Any, decodes: Any, kv: str, seed: int
+) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
+    """Latent attention with 8-bit products, by heads and sizes; errors of held-out entries."""
+    frames = [
+        frame[(frame["gemm_type"] == "fp8_block") & (frame["mla_dtype"] == "bfloat16")
+              & (frame["kv_cache_dtype"] == kv)]
+        for frame in (prompts[prompts["batch_size"] == 1], decodes)
+    ]  # fmt: skip
+    if not len(frames[0]):
+        return {}, {}
+    frames[1] = frames[1].assign(context=decodes["isl"] + decodes["step"])
+    axes = {"heads": "num_heads", "tokens": "isl", "sequences": "batch_size", "context": "context"}
+    tables, errors = {}, {}
+    for frame, kernel, names in zip(
+        frames, ("prompt", "decode"), (("heads", "tokens"), ("heads", "sequences", "context")),
+        strict=True,
+    ):  # fmt: skip
+        timed = _medians(frame, [axes[name] for name in names])
+        grids = [sorted({key[i] for key in timed}) for i in range(len(names))]
+        raw = np.full([len(grid) for grid in grids], np.nan)
+        for key, us in timed.items():
+            raw[tuple(grid.index(v) for grid, v in zip(grids, key, strict=True))] = us
+        gone = (np.random.default_rng(seed).random(raw.shape) < _HELD_OUT) & ~np.isnan(raw)
+        for axis in range(raw.ndim):
+            np.moveaxis(gone, axis, 0)[[0, -1]] = False
+        guess = fill_holes(np.where(gone, np.nan, np.log(raw)), grids)
+        found = np.expm1((guess - np.log(raw))[gone])
+        errors[f"latent_{kernel}_held_out"] = error_quantiles(found)
+        us = np.maximum.accumulate(np.exp(fill_holes(np.log(raw), grids)), axis=-1)
+        sizes = dict(zip(names, grids, strict=True))
+        tables[f"latent_{kernel}"] = {"fp8": sizes | {"us": _microseconds(us)}}
+    return tables, errors
+
+
 # -- experts, all-reduce, elementwise -------------------------------------------------------
 
 
@@ -364,14 +399,15 @@ def _experts(
     frame: Any, value_bytes: float, products: Mapping[str, Any]
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Layers of one format; errors of layers made from the nearest other one, and by tokens."""
-    frame = frame[(frame["distribution"] == ROUTING) & (frame["moe_ep_size"] == 1)]
+    frame = frame[(frame["distribution"] == ROUTING) & (frame["num_tokens"] >= 1)]
     frame = frame.assign(width=frame["inter_size"] // frame["moe_tp_size"])
-    frame = frame[(frame["moe_tp_size"] <= 8) & (frame["num_tokens"] >= 1)]
-    columns = ("hidden_size", "width", "topk", "num_experts", "num_tokens")
+    frame = frame[(frame[["moe_tp_size", "moe_ep_size"]].max(axis=1) <= 8)
+                  & (frame[["moe_tp_size", "moe_ep_size"]].min(axis=1) == 1)]  # fmt: skip
+    columns = ("hidden_size", "width", "topk", "num_experts", "moe_ep_size", "num_tokens")
     nodes = _medians(frame, columns)
     layers: dict[MoeShape, dict[float, float]] = {}
-    for (h, w, k, e, m), t in nodes.items():
-        layers.setdefault(MoeShape(int(h), int(w), int(k), int(e)), {})[m] = t
+    for (*sizes, m), t in nodes.items():
+        layers.setdefault(MoeShape(*map(int, sizes)), {})[m] = t
     layers = {s: dict(sorted(t.items())) for s, t in layers.items() if 1.0 in t and len(t) >= 8}
     bandwidth = 1e-6 * products["bandwidth_bytes_per_s"]
     for s, times in layers.items():
@@ -386,8 +422,10 @@ def _experts(
         kept = np.setdiff1d(np.arange(len(tokens)), inner)
         guess = np.interp(np.log(tokens[inner]), np.log(tokens[kept]), np.log(times[kept]))
         between += list(np.exp(guess) / times[inner] - 1.0)
+        if shape.ep > 1:
+            continue
         near, grid, seconds = layer_from_others(
-            shape, [(s, *other) for s, other in smooth.items() if s != shape]
+            shape, [(s, *other) for s, other in smooth.items() if s != shape and s.ep == 1]
         )
         if shape.distance(near) <= 4.0:
             made = np.interp(np.log(tokens), np.log(grid), np.log(seconds))
@@ -398,6 +436,7 @@ def _experts(
             "width": s.width,
             "top_k": s.top_k,
             "experts": s.experts,
+            **({"ep": s.ep} if s.ep > 1 else {}),
             "tokens": list(tokens),
             "us": _microseconds(times),
         }
@@ -490,6 +529,10 @@ def fit_card(card: str, data: Path, systems: Path, *, seed: int = 0) -> dict[str
     attention: dict[str, Any] = {}
     for kv, (theirs, value_bytes) in _KV_DTYPES.items():
         made, found = _attention(prompts, decodes, theirs, value_bytes, seed)
+        if (systems / name / "mla" / "vllm" / version).is_dir():
+            latent = [table("mla", f"mla_{kind}_module") for kind in ("context", "generation")]
+            more, errors_of = _latent(*latent, theirs, seed)
+            made, found = made | more, found | errors_of
         if made["decode_attention"]:
             end = "" if kv == "bf16" else f"_{kv}"
             attention |= {f"{key}{end}": tables for key, tables in made.items()}
@@ -522,7 +565,7 @@ def fit_card(card: str, data: Path, systems: Path, *, seed: int = 0) -> dict[str
 def _provenance(name: str, version: str, comm: str) -> dict[str, Any]:
     return {
         "source": f"aiconfigurator-core 0.12.0 (PyPI): {name} vLLM {version} gemm, "
-        f"context_attention, generation_attention, moe; vLLM {comm} custom_allreduce; "
+        f"context_attention, generation_attention, moe, mla modules; vLLM {comm} custom_allreduce; "
         "casys-kaist/LLMServingSim @5daddb21a545 for elementwise ops",
         "licence": "aiconfigurator-core Apache-2.0; LLMServingSim MIT",
         "commit": "aiconfigurator-core 0.12.0",

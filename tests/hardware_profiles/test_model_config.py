@@ -25,6 +25,8 @@ PUBLISHED = {
     "qwen2.5-72b": 72_706_203_648,
     "qwen3-8b": 8_190_735_360,
     "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-235b-a22b": 235_093_634_560,
+    "deepseek-v3": 671_026_419_200,
     "mixtral-8x7b": 46_702_792_704,
     "mistral-nemo-12b": 12_247_782_400,
     "mistral-small-24b": 23_572_403_200,
@@ -90,10 +92,8 @@ def _config(**changes):
     ("changes", "message"),
     [
         ({"architectures": ["LlamaForCasualLM"]}, "did you mean 'LlamaForCausalLM'"),
-        (
-            {"architectures": ["DeepseekV2ForCausalLM"]},
-            "multi-head latent attention is not composed",
-        ),
+        ({"architectures": ["DeepseekV2ForCausalLM"]}, "'architectures': architecture: got"),
+        ({"architectures": ["DeepseekV3ForCausalLM"]}, "'hidden_size': got 4096; latent attention"),
         ({"architectures": ["Gemma2ForCausalLM"]}, r"got 'Gemma2ForCausalLM' \(allowed"),
         ({"architectures": _config}, "field 'architectures': missing"),
         ({"architectures": []}, "must be a list of one name"),

@@ -8,11 +8,11 @@ its path; neither the wheel nor a row of it is kept::
     python -m servegym.experiments.studies.fidelity.published_rows WHEEL --part fit
 
 Each row is replayed as it was measured: ten requests for each of its concurrent clients, the next
-sent when one ends. Most are of InferenceX (InferenceMAX), whose scripts set the KV cache's
-format and the tokens of an iteration; the others are taken to have the engines' defaults. On Hopper
-its scripts run gpt-oss by other kernels (Marlin) than were timed, on B200 with activations in 8
-bits. The split was fixed before anything was fitted: `is_test`. Laws and intervals
-may look at the part ``fit``; ``test`` is for one look at the end.
+sent when one ends. Most are of InferenceX (InferenceMAX), whose scripts set the KV cache's format
+and the tokens of an iteration; the others are taken to have the engines' defaults. On Hopper its
+scripts run gpt-oss by other kernels (Marlin) than were timed, on B200 with activations in 8 bits.
+No row says whether tokens were speculated. The split was fixed before anything was fitted:
+`is_test`. Laws and intervals may look at the part ``fit``; ``test`` is for one look at the end.
 """
 
 from __future__ import annotations
@@ -54,9 +54,11 @@ MODELS = {
     "Qwen3-32B": "qwen3-32b",
     "Qwen3-235B-A22B": "qwen3-235b-a22b",
     "gpt-oss-120b": "gpt-oss-120b",
+    "DeepSeek-R1": "deepseek-v3",
+    "DeepSeek-V3": "deepseek-v3",
 }
 DTYPES = {"": "bf16", "bf16": "bf16", "fp8": "fp8", "fp4": "nvfp4"}
-TEST_MODELS = ("llama-3.1-8b", "qwen3-32b", "qwen3-235b-a22b")
+TEST_MODELS = ("llama-3.1-8b", "qwen3-32b", "qwen3-235b-a22b", "deepseek-v3")
 REQUESTS_PER_CLIENT = 10
 # These rows drew both lengths uniformly from so much of the stated ones to all of them.
 DRAWN_SOURCE, LEAST_LENGTH = re.compile(r"source_file=\d{4}-|db-dump/"), 0.8
@@ -68,7 +70,10 @@ Z80 = 1.2816
 
 @dataclass(frozen=True)
 class Row:
-    """One measured run: ``clients`` concurrent requests on ``tp`` cards; times in seconds."""
+    """One measured run: ``clients`` concurrent requests on ``tp`` cards; times in seconds.
+
+    ``ep`` is ``tp`` if the experts were spread over the cards, else 1.
+    """
 
     card: str
     model: str
@@ -76,6 +81,7 @@ class Row:
     version: str
     dtype: str
     tp: int
+    ep: int
     prompt: int
     output: int
     clients: int
@@ -86,20 +92,25 @@ class Row:
     @property
     def run(self) -> tuple[Any, ...]:
         """All but the concurrency and what was measured."""
-        return (self.card, self.model, self.engine, self.version, self.dtype, self.tp, self.prompt,
-                self.output, self.drawn)  # fmt: skip
+        return (self.card, self.model, self.engine, self.version, self.dtype, self.tp, self.ep,
+                self.prompt, self.output, self.drawn)  # fmt: skip
 
     @property
     def batched_tokens(self) -> int:
         """Most tokens of an iteration: as the runs' public scripts set it, or the default."""
-        if self.engine != "trtllm" or not self.drawn:
+        if self.engine == "vllm" or not self.drawn:
             return 8192
-        return 20_000 if self.model == "gpt-oss-120b" else 16_384
+        if self.engine == "sglang":
+            return 32_768
+        own = {"gpt-oss-120b": 20_000, "deepseek-v3": self.clients + self.prompt + 64}
+        return own.get(self.model, 16_384)
 
     @property
     def kv_dtype(self) -> str:
         """Format of the KV cache that the runs' public scripts set; theirs is 16 bits else."""
-        set_there = self.card == "b200" or (self.card, self.model) == ("h200", "llama-3.1-70b")
+        on_h200 = self.model == "llama-3.1-70b"
+        on_h200 |= (self.model, self.engine) == ("deepseek-v3", "trtllm")
+        set_there = self.card == "b200" or (self.card == "h200" and on_h200)
         return "fp8" if self.drawn and set_there else "bf16"
 
     @property
@@ -140,8 +151,10 @@ def read_rows(wheel: Path) -> tuple[list[Row], dict[str, int]]:
             leave("card, model or format without kernel tables")
         elif stated is None or stated[1] != raw["batch_size"]:
             leave("concurrency not stated, or of several replicas")
-        elif raw["attention_dp_size"] not in ("", "1") or int(raw["moe_ep_size"]) > 1:
-            leave("data-parallel attention or expert parallelism")
+        elif raw["attention_dp_size"] not in ("", "1") or (
+            max(int(raw["moe_ep_size"]), 1) not in (1, int(raw["tp_size"]))
+        ):
+            leave("data-parallel attention or experts spread over some cards")
         else:
             model = MODELS[name]
             dtype = "bf16" if model == "gpt-oss-120b" else DTYPES[raw["precision"]]
@@ -151,7 +164,9 @@ def read_rows(wheel: Path) -> tuple[list[Row], dict[str, int]]:
                 raw["backend"],
                 raw["backend_version"],
                 dtype,
-                *(int(raw[key]) for key in ("tp_size", "isl", "osl", "batch_size")),
+                int(raw["tp_size"]),
+                max(int(raw["moe_ep_size"]), 1),
+                *(int(raw[key]) for key in ("isl", "osl", "batch_size")),
                 DRAWN_SOURCE.match(raw["silicon_data_source"]) is not None,
                 *(1e-3 * float(raw[f"silicon_{key}_ms"]) for key in ("ttft", "tpot")),
             )
@@ -161,9 +176,9 @@ def read_rows(wheel: Path) -> tuple[list[Row], dict[str, int]]:
 
 
 @functools.cache
-def _profile(card: str, model: str, tp: int, dtype: str, kv_dtype: str) -> Profile | str:
+def _profile(card: str, model: str, tp: int, ep: int, dtype: str, kv_dtype: str) -> Profile | str:
     try:
-        return compose(card, model, tp=tp, dtype=dtype, kv_dtype=kv_dtype)
+        return compose(card, model, tp=tp, ep=ep, dtype=dtype, kv_dtype=kv_dtype)
     except ValueError as error:
         return str(error)
 
@@ -178,7 +193,7 @@ def least_s(row: Row, shape: ModelShape, profile: Profile) -> tuple[float, float
     """
     device = profile.device
     width = VALUE_BYTES
-    one = shape.feed_forward_parameters / max(shape.experts, 1)
+    one = shape.expert_parameters
     met = shape.experts * (1.0 - (1.0 - shape.top_k / max(shape.experts, 1)) ** row.clients)
     read = shape.attention_parameters * width[row.dtype]
     read += one * max(met, 1.0) * width[shape.expert_dtype or row.dtype]
@@ -252,7 +267,7 @@ def results(rows: Sequence[Row]) -> tuple[list[dict[str, Any]], dict[str, int]]:
     found: list[dict[str, Any]] = []
     left_out: dict[str, int] = {}
     for row in rows:
-        profile = _profile(row.card, row.model, row.tp, row.dtype, row.kv_dtype)
+        profile = _profile(row.card, row.model, row.tp, row.ep, row.dtype, row.kv_dtype)
         cause = why_not(row, profile, [o for o in rows if o.run == row.run])
         if cause is not None or isinstance(profile, str):
             left_out[str(cause)] = left_out.get(str(cause), 0) + 1
@@ -271,7 +286,8 @@ def summary(found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     for one in found:
         row = one["row"]
         dtype = model_shape(row.model).expert_dtype or row.dtype
-        key = (row.card, row.model, dtype, row.tp, row.engine)
+        tp = f"{row.tp}, EP" if row.ep > 1 else f"{row.tp}"
+        key = (row.card, row.model, dtype, tp, row.engine)
         groups.setdefault(key, []).append(one)
     lines = sorted(groups.items())
     if len(lines) > 1:
