@@ -75,7 +75,7 @@ def test_decodes_read_their_keys_from_memory():
 
 
 def test_latent_attention_and_experts_on_one_of_several_cards():
-    """Times that are products of powers of the sizes come back, filled where they were not timed."""
+    """Products of powers of the sizes come back, filled where they were not timed."""
     rows = [(h, b, x, h**0.5 * b**0.5 * x**0.25) for h in (1, 2, 4, 8, 16) for b in (1, 4, 16, 64)
             for x in (3, 129, 1025, 4097) if (h, b, x) != (2, 4, 129)]  # fmt: skip
     frame = pd.DataFrame(rows, columns=["num_heads", "batch_size", "isl", "latency"])
