@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from servegym.hardware_profiles.interpolation import interpolate
-from servegym.hardware_profiles.load import data_path, unknown_name
+from servegym.hardware_profiles.load import data_path, list_profiles, unknown_name
 from servegym.hardware_profiles.schema import Fields, read_json
 
 FORMAT = "servegym-kernel-tables/1"
@@ -102,12 +102,14 @@ class MoeShape:
         width: width of one expert, or of its share on this card.
         top_k: experts a token goes to.
         experts: experts of the layer.
+        ep: cards that the experts are spread over; times are those of the busiest.
     """
 
     hidden: int
     width: int
     top_k: int
     experts: int
+    ep: int = 1
 
     @property
     def expert_values(self) -> int:
@@ -126,6 +128,17 @@ class MoeShape:
             (self.top_k, other.top_k),
         )
         return max(max(a / b, b / a) for a, b in pairs)
+
+    def apart(self, other: MoeShape) -> float:
+        """How far apart two layers are in the logarithms of their sizes, top-k counting twice."""
+        pairs = ((self.hidden, other.hidden), (self.width, other.width),
+                 (self.top_k**2, other.top_k**2), (self.experts, other.experts))  # fmt: skip
+        return math.hypot(*(math.log(a / b) for a, b in pairs))
+
+
+Layer = tuple[MoeShape, np.ndarray, np.ndarray]
+"""A timed layer: its shape, ``(G,)`` tokens and ``(G,)`` seconds."""
+_NEAREST = 4
 
 
 def other_moe_shape(
@@ -154,6 +167,27 @@ def other_moe_shape(
     return reading * share * size + rest * work
 
 
+def layer_from_others(wanted: MoeShape, timed: Sequence[Layer]) -> Layer:
+    """Times of a layer that was not timed, from the four nearest that were.
+
+    Args:
+        wanted: the layer.
+        timed: others of the same format.
+
+    Returns:
+        The shape of the nearest, its tokens, and the mean of the logarithms of the seconds that
+        `other_moe_shape` makes of each, by the inverse cube of how far they are `MoeShape.apart`.
+    """
+    near = sorted(timed, key=lambda layer: wanted.apart(layer[0]))[:_NEAREST]
+    tokens = near[0][1]
+    logs = [
+        np.interp(np.log(tokens), np.log(grid), np.log(other_moe_shape(s, wanted, seconds, grid)))
+        for s, grid, seconds in near
+    ]
+    weights = [1.0 / max(wanted.apart(layer[0]), 1e-3) ** 3 for layer in near]
+    return near[0][0], tokens, np.exp(np.average(logs, axis=0, weights=weights))
+
+
 @dataclass
 class CardKernels:
     """The kernel tables of one card; make one with :func:`load_kernels`.
@@ -161,11 +195,13 @@ class CardKernels:
     Attributes:
         card: short name.
         data: the file's content.
+        kv_dtype: format of the KV cache, one of :attr:`kv_dtypes`.
         extrapolated: largest extrapolation factor that was asked for, by kernel and axis.
     """
 
     card: str
     data: dict[str, Any]
+    kv_dtype: str = "bf16"
     extrapolated: dict[str, float] = field(default_factory=dict)
     _tables: dict[tuple[str, ...], LogTable] = field(default_factory=dict, repr=False)
 
@@ -192,6 +228,12 @@ class CardKernels:
         """Number formats of weights whose products were timed."""
         return list(self.data["gemm"])
 
+    @property
+    def kv_dtypes(self) -> list[str]:
+        """Formats of the KV cache whose attention was timed."""
+        timed = [key.partition("attention_")[2] for key in self.data if "decode_att" in key]
+        return [kv or "bf16" for kv in timed]
+
     def check_dtype(self, dtype: str) -> None:
         """Refuse weights of a format that was not timed on this card."""
         if dtype not in self.dtypes:
@@ -213,6 +255,8 @@ class CardKernels:
     ) -> float:
         """Attention of a head size: as timed, between two timed ones, or by bytes beyond them."""
         what = kernel.replace("_", " ")
+        if self.kv_dtype != "bf16":
+            kernel = f"{kernel}_{self.kv_dtype}"
         if window is not None:
             return self._at(self._table(kernel, f"{size}w{window}", axes, what), *at)
         sizes = sorted(int(key) for key in self.data[kernel] if "w" not in key)
@@ -245,10 +289,10 @@ class CardKernels:
         axes = ("heads", "tokens")
         return self._attention("prompt_attention", axes, head_size, window, heads, tokens)
 
-    @property
-    def longest_prompt(self) -> int:
-        """Tokens of the longest prompt whose attention was timed."""
-        return int(min(t["tokens"][-1] for t in self.data["prompt_attention"].values()))
+    def longest_prompt(self, latent: bool = False) -> int:
+        """Tokens of the longest prompt whose attention, or latent attention, was timed."""
+        tables = self.data.get("latent_prompt", {}) if latent else self.data["prompt_attention"]
+        return int(min((t["tokens"][-1] for t in tables.values()), default=1))
 
     def decode_attention_s(
         self,
@@ -268,6 +312,24 @@ class CardKernels:
         at = (heads / kv_heads, sequences * kv_heads, context)
         return self._attention("decode_attention", axes, head_size, window, *at)
 
+    def latent_s(self, kernel: str, dtype: str, heads: float, *at: float) -> float:
+        """Seconds of one layer's latent attention with its products, of ``dtype`` weights.
+
+        Args:
+            kernel: ``"prompt"``, at its tokens, or ``"decode"``, at sequences and their context.
+            dtype: format of the weights.
+            heads: query heads on this card.
+            at: the sizes.
+        """
+        name = f"latent_{kernel}" + ("" if self.kv_dtype == "bf16" else f"_{self.kv_dtype}")
+        if dtype not in self.data.get(name, {}):
+            raise ValueError(
+                f"dtype: got {dtype!r}; latent attention was timed on {self.card} with "
+                + (", ".join(self.data.get(name, {})) or "no format")
+            )
+        axes = {"prompt": ("heads", "tokens"), "decode": ("heads", "sequences", "context")}[kernel]
+        return self._at(self._table(name, dtype, axes, name.replace("_", " ")), heads, *at)
+
     def longest_context(self, head_size: int) -> int:
         """Tokens of the longest context whose decode attention was timed at a head size."""
         tables = self.data["decode_attention"]
@@ -275,26 +337,30 @@ class CardKernels:
         near = min(sizes, key=lambda s: abs(math.log(s / head_size)))
         return int(tables[str(near)]["context"][-1])
 
-    def moe_shapes(self, dtype: str) -> Iterator[tuple[MoeShape, np.ndarray, np.ndarray]]:
-        """Timed layers with weights of ``dtype``: shape, ``(G,)`` tokens, ``(G,)`` seconds."""
+    def moe_shapes(self, dtype: str) -> Iterator[Layer]:
+        """Timed layers with weights of ``dtype``."""
         for raw in self.data["moe"].get(dtype, ()):
-            shape = MoeShape(*(raw[key] for key in ("hidden", "width", "top_k", "experts")))
+            shape = MoeShape(*(raw[key] for key in ("hidden", "width", "top_k", "experts")),
+                             raw.get("ep", 1))  # fmt: skip
             yield shape, np.array(raw["tokens"], float), _MICROSECOND * np.array(raw["us"])
 
     def moe_table(self, wanted: MoeShape, dtype: str) -> tuple[LogTable, MoeShape]:
-        """Times of a routed layer by tokens, and the timed layer they come from.
+        """Times of a routed layer by tokens, and the timed layer nearest to it.
 
         Raises:
             ValueError: if no layer with such weights was timed, or none near in shape.
         """
-        timed = list(self.moe_shapes(dtype))
+        timed = [layer for layer in self.moe_shapes(dtype) if layer[0].ep == wanted.ep]
+        if wanted.ep > 1:
+            timed = [layer for layer in timed if layer[0] == wanted]
         if not timed:
             formats = ", ".join(self.data["moe"]) or "none"
             raise ValueError(
-                f"experts: got {dtype} weights; no such mixture-of-experts kernel was timed on "
-                f"{self.card} (timed: {formats})"
+                f"experts: got {dtype} weights"
+                + (f" of {wanted}" if wanted.ep > 1 else "")
+                + f"; no such mixture-of-experts kernel was timed on {self.card} (timed: {formats})"
             )
-        near, tokens, seconds = min(timed, key=lambda entry: wanted.distance(entry[0]))
+        near, tokens, seconds = min(timed, key=lambda layer: wanted.apart(layer[0]))
         factor = wanted.distance(near)
         if factor > LARGEST_EXTRAPOLATION:
             raise ValueError(
@@ -302,7 +368,7 @@ class CardKernels:
                 f"{factor:.3g} times off; at most {LARGEST_EXTRAPOLATION:g} times"
             )
         if near != wanted:
-            seconds = other_moe_shape(near, wanted, seconds, tokens)
+            near, tokens, seconds = layer_from_others(wanted, timed)
             self.extrapolated[f"experts on {self.card}: shape"] = factor
         return LogTable(f"experts on {self.card}", [("tokens", tokens)], seconds), near
 
@@ -358,7 +424,11 @@ def load_kernels(card: str) -> CardKernels:
     """
     names = list_cards()
     if card not in names:
-        raise ValueError(unknown_name("card", card, names))
+        told = unknown_name("card", card, names)
+        ships = [name for name in list_profiles() if name.startswith(f"{card}-")]
+        if ships:
+            told += f"; it has no kernel tables, but ships as the profile {ships[0]!r}"
+        raise ValueError(told)
     # The tables are shared; what is asked of them is recorded for each caller.
     return replace(_read(card), extrapolated={})
 

@@ -37,7 +37,7 @@ MAX_REPLICAS = 62
 NUM_REPLICAS = 8
 SLO = {"ttft_s": 0.5, "ttft_s_per_token": 1e-4, "tpot_s": 0.04}
 """Objectives where none are given: TTFT within .5 s and .1 ms a prompt token, 40 ms a token."""
-COMPOSED = ("card", "model", "tp", "dtype")
+COMPOSED = ("card", "model", "tp", "ep", "dtype", "kv_dtype")
 _DEFAULT_PROFILE = {"card": "h100", "model": "llama-3.1-8b"}
 CACHE_EVENTS = 1 << 17  # that a row keeps, where the index is built from them
 
@@ -301,7 +301,7 @@ def _profile(given: Any) -> Profile:
         for name in ("card", "model"):
             if name not in named:
                 raise ValueError(f"profiles={given!r} lacks {name!r}: it is to be composed.")
-        for name in ("card", "model", "dtype"):
+        for name in ("card", "model", "dtype", "kv_dtype"):
             if not isinstance(named.get(name, ""), str):
                 raise ValueError(f"profiles={given!r}: {name} must be a name.")
         return _composed(tuple(sorted(named.items())))

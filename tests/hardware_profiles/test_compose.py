@@ -173,6 +173,63 @@ def test_a_config_in_eight_bits_is_not_composed_in_sixteen(tmp_path):
     assert taken.law == compose("h100", "llama-3.1-8b", dtype="fp8").law
 
 
+def test_latent_attention_with_experts_spread_over_the_cards():
+    """DeepSeek-V3, layer by layer; the attention's times hold its products."""
+    shape = model_shape("deepseek-r1")
+    slow, c = Slow("h200"), Composer(load_kernels("h200"), shape, 8, "fp8", 8)
+
+    def gemm(m, out, inner):
+        axes = ("rows", "out", "inner")
+        return slow.look_up(slow.data["gemm"]["fp8"], axes, (m, out, inner))
+
+    def gated(m, width):
+        return gemm(m, 2 * width, 7168) + slow.op("act_fn", m, width) + gemm(m, 7168, width)
+
+    layers = [raw for raw in slow.data["moe"]["fp8"] if raw.get("ep") == 8]
+    (experts,) = (raw for raw in layers if (raw["hidden"], raw["experts"]) == (7168, 256))
+    for m in (1, 48, 700):
+        total = slow.op("embedding", m, 7168) + slow.op("layernorm", m, 7168)
+        total += slow.reduce(2 * m * 7168, 8)
+        for layer in range(61):
+            total += 2 * (slow.op("layernorm", m, 7168) + slow.reduce(2 * m * 7168, 8))
+            if layer < 3:
+                total += gated(m, 18432 // 8)
+                continue
+            total += slow.gemm(m, 256, 7168) + slow.op("layernorm", m, 256) + gated(m, 2048 // 8)
+            total += slow.look_up(experts, ("tokens",), (m,))
+        assert c.dense_s(m) == pytest.approx(total, rel=1e-9)
+    decode = slow.data["latent_decode"]["fp8"]
+    at = slow.look_up(decode, ("heads", "sequences", "context"), (16, 20, 3000))
+    assert c.decode_attention_s(20, 3000) == pytest.approx(61 * at)
+    prompt = slow.look_up(slow.data["latent_prompt"]["fp8"], ("heads", "tokens"), (16, 700))
+    assert c.chunk_attention_s(700, 1000) == pytest.approx(61 * (prompt + c.rate * 700 * 1000))
+    profile = compose("h200", "deepseek-v3", tp=8, ep=8, dtype="fp8")
+    # Every card holds the 576 values of a token.
+    assert profile.kv_bytes_per_token == 8 * 61 * 576 * 2
+    assert profile.name == "h200-deepseek-v3-tp8-ep8-fp8"
+
+
+def test_a_kv_cache_in_eight_bits():
+    wide, narrow = (compose("h200", "llama-3.1-8b", kv_dtype=kv) for kv in ("bf16", "fp8"))
+    assert narrow.kv_bytes_per_token == wide.kv_bytes_per_token / 2
+    assert narrow.kv_capacity_tokens == pytest.approx(2 * wide.kv_capacity_tokens, abs=16)
+    # The longest batches are bound by reading the cache; Hopper gains less than half of it.
+    ratio = narrow.decode_attention_s(64, 65536) / wide.decode_attention_s(64, 65536)
+    assert 0.5 < ratio < 0.8
+    assert narrow.dense_s(64) == wide.dense_s(64)
+    assert narrow.name == "h200-llama-3.1-8b-kv-fp8"
+
+
+def test_four_bits_where_they_were_timed():
+    formats = ("bf16", "fp8", "nvfp4")
+    dense = [compose("b200", "llama-3.1-70b", dtype=dtype) for dtype in formats]
+    weights = [profile.model["weight_bytes"] for profile in dense]
+    assert weights[2] < 0.6 * weights[1] < 0.4 * weights[0]
+    assert dense[2].decode_s(8, 8192) < dense[1].decode_s(8, 8192) < dense[0].decode_s(8, 8192)
+    experts = [compose("b200", "qwen3-30b-a3b", dtype=dtype) for dtype in formats]
+    assert experts[2].prefill_s(8192) < experts[0].prefill_s(8192)
+
+
 @pytest.mark.parametrize(
     ("card", "model", "kwargs", "message"),
     [
@@ -184,6 +241,23 @@ def test_a_config_in_eight_bits_is_not_composed_in_sixteen(tmp_path):
         ("h100", "phi-4", {"tp": 4}, "tp: got 4; must divide the 10 KV heads of phi-4"),
         ("h100", "llama-3.1-8b", {"dtype": "int4"}, "dtype: got 'int4'"),
         ("a100-80g", "llama-3.1-8b", {"dtype": "fp8"}, "dtype: got 'fp8'; a100-80g was timed with"),
+        (
+            "a100-80g",
+            "llama-3.1-8b",
+            {"kv_dtype": "fp8"},
+            "kv_dtype: got 'fp8'; a100-80g was timed",
+        ),
+        (
+            "h100",
+            "llama-3.1-8b",
+            {"dtype": "nvfp4"},
+            "dtype: got 'nvfp4'; h100 was timed with bf16",
+        ),
+        ("h200", "deepseek-v3", {"dtype": "fp8"}, "the smallest that fits is --tp 8"),
+        ("a100-80g", "deepseek-v3", {"dtype": "fp8"}, "dtype: got 'fp8'; a100-80g was timed with"),
+        ("rtxpro6000", "deepseek-v3", {"dtype": "fp8", "tp": 8}, "latent attention was timed on"),
+        ("h100", "qwen3-30b-a3b", {"tp": 4, "ep": 2}, "ep: got 2; must be 1 or tp = 4"),
+        ("h100", "llama-3.1-8b", {"tp": 2, "ep": 2}, "ep: got 2; must be 1: llama-3.1-8b has no"),
         ("l40s", "llama-3.1-70b", {}, "the weights of llama-3.1-70b .* fits is --tp 4"),
         ("rtx4090", "gpt-oss-20b", {}, "no such mixture-of-experts kernel was timed on rtx4090"),
     ],

@@ -258,7 +258,7 @@ def test_import_is_light():
 
 @pytest.mark.parametrize(
     ("given", "nearest"),
-    [("rtx4090", RTX), ("paper-linear-1", "paper-linear-10"), ("a10-lama-3.1-8b", "a10-llama")],
+    [("rtx4090", RTX), ("paper-linear-1", "paper-linear-01"), ("a10-lama-3.1-8b", "a10-llama")],
 )
 def test_unknown_profile_names_the_nearest(given, nearest):
     with pytest.raises(ValueError, match=f"got '{given}'; did you mean '{nearest}"):
