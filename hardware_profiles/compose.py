@@ -31,7 +31,7 @@ from servegym.hardware_profiles.kernels import CardKernels, MoeShape, list_cards
 from servegym.hardware_profiles.law import Profile
 from servegym.hardware_profiles.load import load, unknown_name
 from servegym.hardware_profiles.model_config import ModelShape, list_models, model_shape
-from servegym.hardware_profiles.schema import FORMAT, kv_capacity_tokens
+from servegym.hardware_profiles.schema import FORMAT, MIXED_TABLE, kv_capacity_tokens
 
 DTYPES = ("bf16", "fp8")
 USABLE_MEMORY = 0.9
@@ -103,6 +103,7 @@ class Composer:
         self._longest = self.kernels.longest_prompt
         half, full = self._prompt(self._longest / 2), self._prompt(self._longest)
         self.rate = (full - half) / (0.375 * self._longest**2)
+        self.mixed = self.kernels.mixed
 
     # -- products and elementwise ops -----------------------------------------------------------
 
@@ -209,6 +210,41 @@ class Composer:
         windowed = self.kernels.decode_attention_s(*at, self.window)
         return s.windowed_layers * windowed + (s.layers - s.windowed_layers) * full
 
+    @property
+    def _pair_s(self) -> float:
+        """Seconds a (query, key) pair of one head takes between prompts of 1,024 and 2,048."""
+        return (self._prompt(2048) - self._prompt(1024)) / (1.5 * 1024**2) / self.heads
+
+    def mixed_decode_attention_s(self, sequences: float, context: float) -> float:
+        """:meth:`decode_attention_s` beside prefill chunks, in the kernel that runs both."""
+        assert self.mixed is not None
+        s, device = self.shape, self.kernels.data["device"]
+
+        def layer_s(tokens: float) -> float:
+            at = (sequences, tokens, self.heads, self.kv_heads, s.head_size, self._pair_s)
+            return self.mixed.decode_s(*at, device)  # type: ignore[union-attr]
+
+        if self.window is None:
+            return s.layers * layer_s(context)
+        full = (s.layers - s.windowed_layers) * layer_s(context)
+        return full + s.windowed_layers * layer_s(min(context, self.window))
+
+    def surplus(self) -> dict[str, Any]:
+        """What the law adds in mixed iterations and for unequal contexts, as its fields."""
+        s, mixed = self.shape, self.mixed
+        if mixed is None:
+            return {}
+        processors = self.kernels.data["device"]["multiprocessors"]
+        full = s.layers - (s.windowed_layers if self.window is not None else 0)
+        token_s = full * mixed.token_s(self._pair_s, processors)
+        blocks = np.array(_DECODES) * self.kv_heads / processors
+        decode = token_s * np.interp(blocks, mixed.longest_blocks, mixed.longest)
+        return {
+            "mixed_chunk_s": float(f"{s.layers * mixed.chunk_s(self.heads, processors):.6g}"),
+            "longest_decode_s": [float(f"{v:.6g}") for v in decode],
+            "longest_mixed_s": [float(f"{mixed.longest_mixed * token_s:.6g}")] * len(_DECODES),
+        }
+
     # -- memory ---------------------------------------------------------------------------------
 
     def memory(self) -> tuple[dict[str, Any], dict[str, Any], int]:
@@ -308,6 +344,12 @@ def _tables(c: Composer) -> dict[str, Any]:
     attention = np.array([[c.chunk_attention_s(n, x) for x in _CONTEXTS] for n in chunks])
     decode = np.array([[c.decode_attention_s(b, x) for x in _DECODE_CONTEXTS] for b in _DECODES])
     kept, kept_head = thin(tokens, dense, _TOLERANCE), thin(sequences, head, _TOLERANCE)
+    mixed = {}
+    if c.mixed is not None:
+        beside = np.array(
+            [[c.mixed_decode_attention_s(b, x) for x in _DECODE_CONTEXTS] for b in _DECODES]
+        )
+        mixed[MIXED_TABLE] = rounded(np.maximum.accumulate(beside, axis=0))
     return {
         "kind": "tabulated",
         "dense_tokens": as_integers(tokens[kept]),
@@ -318,6 +360,8 @@ def _tables(c: Composer) -> dict[str, Any]:
         "decode_sequences": list(_DECODES),
         "decode_context_tokens": list(_DECODE_CONTEXTS),
         "decode_attention_s": rounded(np.maximum.accumulate(decode, axis=0)),
+        **mixed,
+        **c.surplus(),
         "head_sequences": as_integers(sequences[kept_head]),
         "head_s": rounded(head[kept_head]),
     }
@@ -335,6 +379,13 @@ def _notes(c: Composer) -> list[str]:
         "(query, key) pairs at the rate of the longest timed ones (error: "
         "prompt_attention_*_12k_and_16k_from_8k)",
     ]
+    if c.mixed is not None:
+        notes.append(
+            "decodes beside chunks and unequal contexts: a law of the kernel that runs both, fitted "
+            "to the RTX 4090 and RTX PRO 6000 (errors: mixed_attention_*)"
+        )
+    else:
+        notes.append("decodes beside chunks take the time of decodes alone; contexts taken equal")
     if c.tp > 1:
         notes.append(
             "all-reduce: two a layer and one after the embedding, as timed; the gather of the "

@@ -15,7 +15,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -152,6 +152,89 @@ def other_moe_shape(
     rest = np.maximum(seconds - reading, 0.0)
     share = np.array([wanted.active(t) / timed.active(t) for t in tokens])
     return reading * share * size + rest * work
+
+
+@dataclass(frozen=True)
+class MixedAttention:
+    """Decodes beside prefill chunks where one kernel runs both (FlashAttention 2), in one layer.
+
+    There every query head of a decode is a block of its own, which fills the tile of
+    :data:`TILE` queries with one and is not split over its context. So the decodes take the time
+    of their tiles' arithmetic, or of reading keys and values as often as the L2 cache loses them
+    between the query heads of a KV head, or of the longest block. Every row of tiles of the longest
+    chunk starts a block for every decode, which ends at once.
+
+    Attributes:
+        l2_bytes: of the card.
+        block_s: seconds of a block without context.
+        rate: arithmetic of a tile over that of long prompts.
+        latency: the same for a block that runs alone.
+        cache: share of the L2 cache up to which nothing is read again; from twice that on all is.
+        power: of the mean that joins the three times.
+        empty_s: seconds of a block that ends at once.
+        longest_blocks: blocks a multiprocessor of an iteration of decodes alone,
+        longest: what a token of the longest context beyond the mean takes there, in units of a
+            token of a block that runs alone.
+        longest_mixed: the same beside prefill chunks.
+    """
+
+    TILE: ClassVar[int] = 64
+    BANDWIDTH: ClassVar[float] = 0.95
+
+    l2_bytes: float
+    block_s: float
+    rate: float
+    latency: float
+    cache: float
+    power: float
+    empty_s: float
+    longest_blocks: tuple[float, ...] = (0.0,)
+    longest: tuple[float, ...] = (0.0,)
+    longest_mixed: float = 0.0
+
+    def token_s(self, pair_s: float, processors: int) -> float:
+        """Seconds a token of a block that runs alone; ``pair_s`` as in :meth:`decode_s`."""
+        return self.latency * self.TILE * pair_s * processors
+
+    def decode_s(
+        self,
+        sequences: float,
+        context: float,
+        heads: int,
+        kv_heads: int,
+        head_size: int,
+        pair_s: float,
+        device: Mapping[str, Any],
+    ) -> float:
+        """Seconds that the decodes add to the smallest chunk.
+
+        Args:
+            sequences: decodes.
+            context: tokens of each.
+            heads: query heads.
+            kv_heads: KV heads.
+            head_size: values a head.
+            pair_s: seconds a (query, key) pair of one head takes in long prompts.
+            device: ``multiprocessors`` and ``memory_bandwidth_bytes_per_s``.
+
+        Returns:
+            Seconds.
+        """
+        processors, group = device["multiprocessors"], heads / kv_heads
+        tile_s = self.TILE * pair_s * processors
+        work = heads * sequences / processors
+        work *= self.block_s + self.rate * tile_s * max(context, self.TILE)
+        kv_bytes = 4.0 * head_size * sequences * context
+        lost = min(max(kv_bytes / (self.cache * self.l2_bytes) - 1.0, 0.0), 1.0)
+        times = 1.0 + (min(group, max(1.0, group * sequences / processors)) - 1.0) * lost
+        read = times * kv_bytes * kv_heads
+        read /= self.BANDWIDTH * device["memory_bandwidth_bytes_per_s"]
+        alone = self.latency * tile_s * context
+        return float(sum(s**self.power for s in (work, read, alone)) ** (1.0 / self.power))
+
+    def chunk_s(self, heads: int, processors: int) -> float:
+        """Seconds that every decode and token of the longest chunk add."""
+        return self.empty_s * heads / processors / (2 * self.TILE)
 
 
 @dataclass
@@ -305,6 +388,14 @@ class CardKernels:
             seconds = other_moe_shape(near, wanted, seconds, tokens)
             self.extrapolated[f"experts on {self.card}: shape"] = factor
         return LogTable(f"experts on {self.card}", [("tokens", tokens)], seconds), near
+
+    @property
+    def mixed(self) -> MixedAttention | None:
+        """Attention of decodes beside chunks; None where a kernel of its own runs them."""
+        raw = self.data.get("mixed")
+        if raw is None:
+            return None
+        return MixedAttention(**{k: tuple(v) if isinstance(v, list) else v for k, v in raw.items()})
 
     @property
     def tensor_parallel(self) -> list[int]:

@@ -30,6 +30,7 @@ import numpy as np
 from servegym._command_line import run_main
 from servegym.hardware_profiles.build.derive import CARDS as DERIVED_CARDS
 from servegym.hardware_profiles.build.fit_cards import CARDS
+from servegym.hardware_profiles.build.fit_mixed import fit_all
 from servegym.hardware_profiles.build.published import REFERENCE_BANDWIDTH, REFERENCE_KERNELS
 from servegym.hardware_profiles.build.timed_steps import (
     CARD,
@@ -638,6 +639,16 @@ def method_error(content: Mapping[str, Any], data: Path) -> tuple[dict[str, Any]
     return errors, spreads
 
 
+def _with_mixed(content: Mapping[str, Any], mixed: Mapping[str, Any]) -> dict[str, Any]:
+    """A card's tables with the attention of mixed iterations before the errors."""
+    content, values = dict(content), dict(mixed)
+    content["held_out"] = content["held_out"] | {
+        f"mixed_attention_{key}": error for key, error in values.pop("errors").items()
+    }
+    at = list(content).index("held_out")
+    return dict([*list(content.items())[:at], ("mixed", values), *list(content.items())[at:]])
+
+
 def _wider(error: Mapping[str, Any], left_out: Mapping[str, Any]) -> dict[str, Any]:
     """The error of a card whose products are another card's, scaled."""
     # A step is a sum over four products, each off by its own left-out error.
@@ -674,6 +685,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     data, systems = Path(options.data), Path(options.systems)
     made = {card: fit_card(card, data, systems) for card in CARDS}
     made["rtx4090"] = derive_rtx4090(made["l40s"], data)
+    for card, mixed in fit_all(data).items():
+        made[card] = _with_mixed(made[card], mixed)
     method, spreads = method_error(made[CARD], data)
     for content in made.values():
         content["held_out"] |= spreads

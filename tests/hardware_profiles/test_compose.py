@@ -83,6 +83,50 @@ def test_a_dense_model_on_two_cards():
             assert profile.decode_attention_s(b, x) == pytest.approx(attention, rel=1e-4)
 
 
+@pytest.mark.parametrize("card", ["rtx4090", "a100-80g"])
+def test_decodes_beside_a_chunk_and_unequal_contexts(card):
+    """Blocks of one query, reads that the cache loses, and the longest block: by hand."""
+    slow, profile = Slow(card), compose(card, "llama-3.1-8b")
+    m, device = slow.data["mixed"], slow.data["device"]
+    prompts = slow.data["prompt_attention"]["128"]
+    at = {
+        n: prompts["us"][prompts["heads"].index(32)][prompts["tokens"].index(n)]
+        for n in (1024, 2048)
+    }
+    pair = 1e-6 * (at[2048] - at[1024]) / (0.5 * (2048**2 - 1024**2)) / 32
+    sms = device["multiprocessors"]
+    token = m["latency"] * 64 * pair * sms
+    for b, x in ((1, 16384), (8, 64), (64, 1024), (128, 4096)):
+        blocks = 32 * b / sms
+        work = blocks * (m["block_s"] + m["rate"] * 64 * pair * sms * x)
+        once = 4 * 128 * b * x  # of one KV head
+        lost = min(max(once / (m["cache"] * m["l2_bytes"]) - 1, 0), 1)
+        heads_at_once = min(max(sms / b, 1), 4)
+        read = once * 8 * (1 + (4 / heads_at_once - 1) * lost)
+        read /= 0.95 * device["memory_bandwidth_bytes_per_s"]
+        parts = np.array([work, read, token * x])
+        layer = (parts ** m["power"]).sum() ** (1 / m["power"])
+        chunk = m["empty_s"] * 32 / sms * b * 300 / 128
+        expected = profile.dense_s(300 + b) + profile.chunk_attention_s(300, 0)
+        expected += 32 * (layer + chunk) + profile.head_s(b + 1)
+        assert profile.mixed_step_s([(300, 0)], b, b * x) == pytest.approx(expected, rel=1e-4)
+        longest = 32 * m["longest_mixed"] * token * 500
+        assert profile.mixed_step_s([(300, 0)], b, b * x, x + 500) == pytest.approx(
+            expected + longest, rel=1e-4
+        )
+        units = np.interp(8 * b / sms, m["longest_blocks"], m["longest"])
+        more = profile.decode_s(b, b * x, x + 500) - profile.decode_s(b, b * x)
+        assert more == pytest.approx(32 * units * token * 500, rel=1e-4)
+    assert profile.decode_s(8, 8000, 1000) == profile.decode_s(8, 8000)
+
+
+def test_decodes_that_run_in_a_kernel_of_their_own():
+    profile = compose("h100", "llama-3.1-8b")
+    alone = profile.step_s([(300, 0)], 64, 64 * 1024)
+    assert profile.mixed_step_s([(300, 0)], 64, 64 * 1024, 4096) == pytest.approx(alone, rel=1e-12)
+    assert not any(np.any(times) for times in profile.surplus(np.arange(600)))
+
+
 def test_a_mixture_of_experts():
     shape = model_shape("qwen3-30b-a3b")
     slow, c = Slow("rtxpro6000"), Composer(load_kernels("rtxpro6000"), shape)

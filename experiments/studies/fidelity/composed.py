@@ -46,7 +46,7 @@ def _against(profile: Profile, other: Profile) -> list[tuple[str, float]]:
 
 
 def _summary(card: str, model: str, against: str, found: Sequence[tuple[str, float]]) -> Any:
-    for kind in ("prefill", "decode"):
+    for kind in dict.fromkeys(name for name, _ in found):
         error = np.array([value for name, value in found if name == kind])
         yield {
             "card": card,
