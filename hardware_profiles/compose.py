@@ -229,20 +229,27 @@ class Composer:
         full = (s.layers - s.windowed_layers) * layer_s(context)
         return full + s.windowed_layers * layer_s(min(context, self.window))
 
-    def surplus(self) -> dict[str, Any]:
-        """What the law adds in mixed iterations and for unequal contexts, as its fields."""
+    def surplus(self, sequences: Sequence[float] = _DECODES) -> dict[str, Any]:
+        """What the law adds in mixed iterations and for unequal contexts.
+
+        Args:
+            sequences: the law's ``decode_sequences``.
+
+        Returns:
+            Its fields; none where the card runs decodes in a kernel of their own.
+        """
         s, mixed = self.shape, self.mixed
         if mixed is None:
             return {}
         processors = self.kernels.data["device"]["multiprocessors"]
         full = s.layers - (s.windowed_layers if self.window is not None else 0)
         token_s = full * mixed.token_s(self._pair_s, processors)
-        blocks = np.array(_DECODES) * self.kv_heads / processors
+        blocks = np.array(sequences) * self.kv_heads / processors
         decode = token_s * np.interp(blocks, mixed.longest_blocks, mixed.longest)
         return {
             "mixed_chunk_s": float(f"{s.layers * mixed.chunk_s(self.heads, processors):.6g}"),
             "longest_decode_s": [float(f"{v:.6g}") for v in decode],
-            "longest_mixed_s": [float(f"{mixed.longest_mixed * token_s:.6g}")] * len(_DECODES),
+            "longest_mixed_s": [float(f"{mixed.longest_mixed * token_s:.6g}")] * len(sequences),
         }
 
     # -- memory ---------------------------------------------------------------------------------
@@ -381,8 +388,8 @@ def _notes(c: Composer) -> list[str]:
     ]
     if c.mixed is not None:
         notes.append(
-            "decodes beside chunks and unequal contexts: a law of the kernel that runs both, fitted "
-            "to the RTX 4090 and RTX PRO 6000 (errors: mixed_attention_*)"
+            "decodes beside chunks and unequal contexts: a law of the kernel that runs both, of "
+            "the RTX 4090 and RTX PRO 6000 (errors: mixed_attention_*)"
         )
     else:
         notes.append("decodes beside chunks take the time of decodes alone; contexts taken equal")

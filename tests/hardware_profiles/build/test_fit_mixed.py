@@ -47,13 +47,13 @@ def data(tmp_path):
         _write(tmp_path / folder / "attention.csv", names, rows)
         token = law.token_s(pair, sms)
         rows = []
-        for n in (4, 8, 16, 32, 64, 128, 256):
+        for n in (4, 8, 20, 28, 32, 64, 128, 256):
             for pc in (0, 16):
                 for big in (2000.0, 8000.0):
                     mean, time = big / 4, 1e-4 + 1e-8 * n * big
                     units = 3.0 if pc else 2.0
                     more = units * token * (big - mean)
-                    rows.append((n, pc, 0, big, mean, 1e6 * time, 1e6 * (time + more)))
+                    rows.append((n, pc, 0, big, mean, 3e6 * time, 3e6 * (time + more)))
         names = ("n", "pc", "kp", "kv_big", "kv_mean", "t_mean_us", "t_skew_us")
         _write(tmp_path / folder / "skew.csv", names, rows)
     return tmp_path
