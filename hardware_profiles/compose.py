@@ -11,7 +11,7 @@ from the card's kernel tables (:mod:`servegym.hardware_profiles.kernels`) and th
 features or rows of the head; the KV heads are replicated where there are fewer than cards. The
 profile stands for the whole group: its memory is that of all cards.
 
-It is kernel time: what the host adds is not in it.
+To the kernels' time comes the host's share of the engine (:func:`engine_host`).
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 
 from servegym._command_line import run_main
+from servegym.hardware_profiles.host import engine_host
 from servegym.hardware_profiles.kernels import CardKernels, MoeShape, list_cards, load_kernels
 from servegym.hardware_profiles.law import Profile
 from servegym.hardware_profiles.load import load, unknown_name
@@ -377,7 +378,8 @@ def _tables(c: Composer) -> dict[str, Any]:
 def _notes(c: Composer) -> list[str]:
     s, k = c.shape, c.kernels
     notes = [
-        "kernel time only: no scheduling, input preparation or gaps between kernels",
+        "kernel time and the host's share of an engine that plans iterations ahead; another's: "
+        "Profile.with_host(engine_host(name, version))",
         f"activation_reserve_bytes: vLLM's for Llama-3.1-8B on one RTX 4090 "
         f"({_RECORDED_RESERVE} B) with this model's activations and logits in place of that one's; "
         f"KV memory: {USABLE_MEMORY:g} of the memory less weights and reserve",
@@ -493,6 +495,9 @@ def compose(
             "notes": [*tables.data["provenance"]["notes"], *_notes(c)],
         },
     }
+    host = engine_host(tables.data["engine"]["name"], tables.data["engine"]["version"])
+    if host:
+        data["host"] = host
     if "step_error" in tables.data:
         data["step_error"] = tables.data["step_error"]["experts" if shape.experts else "dense"]
     draft = Profile.from_dict(data, name)

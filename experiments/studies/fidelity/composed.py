@@ -70,7 +70,7 @@ def rows(data: Path) -> list[dict[str, Any]]:
     made: list[dict[str, Any]] = []
     for card in list_cards():
         shipped = load(f"{card}-llama-3.1-8b")
-        found = _against(compose(card, "llama-3.1-8b"), shipped)
+        found = _against(compose(card, "llama-3.1-8b").with_host({}), shipped)
         made += _summary(card, "llama-3.1-8b", "shipped profile", found)
     for model, folder in FOLDERS.items():
         shape = model_shape(model)
