@@ -30,7 +30,7 @@ import numpy as np
 from servegym._command_line import run_main
 from servegym.hardware_profiles.build.derive import CARDS as DERIVED_CARDS
 from servegym.hardware_profiles.build.fit_cards import CARDS
-from servegym.hardware_profiles.build.fit_mixed import fit_all
+from servegym.hardware_profiles.build.fit_mixed import fit_all, with_mixed
 from servegym.hardware_profiles.build.published import REFERENCE_BANDWIDTH, REFERENCE_KERNELS
 from servegym.hardware_profiles.build.timed_steps import (
     CARD,
@@ -56,7 +56,13 @@ from servegym.hardware_profiles.schema import write_json
 
 _QWEN_KERNELS = "llmservingsim/profiler/perf/RTXPRO6000/Qwen/Qwen3-30B-A3B-Instruct-2507/bf16/tp1"
 _QWEN_BANDWIDTH = CARDS["rtxpro6000"]["memory_bandwidth_bytes_per_s"]
-_COMM = {"a100_sxm": "0.14.0", "h100_sxm": "0.24.0", "l40s": "0.22.0"}
+# Versions of vLLM whose all-reduces were timed on each card.
+_COMM = {
+    "a100_sxm": ("0.14.0",),
+    "h100_sxm": ("0.14.0", "0.19.0", "0.24.0"),
+    "l40s": ("0.14.0", "0.22.0"),
+    "rtx_pro_6000_server": ("0.19.0", "0.24.0"),
+}
 _MIN_OUT, _MIN_INNER = 32, 256
 _GEMM_DTYPES = {"bfloat16": "bf16", "fp8": "fp8"}
 _VALUE_BYTES = {"bf16": 2.0, "fp8": 1.0, "mxfp4": 4.25 / 8.0}
@@ -350,16 +356,27 @@ def _experts(
     return made, errors
 
 
-def _all_reduce(frame: Any) -> dict[str, Any]:
-    """All-reduces launched from a CUDA graph, by cards and bytes."""
-    frame = frame[frame["kernel_source"] == "vLLM_custom_graph"]
-    nodes = _medians(frame, ("num_gpus", "message_size"))
+def _all_reduce(frames: Sequence[Any]) -> dict[str, Any]:
+    """All-reduces launched from a CUDA graph, by cards and bytes, from one table or several.
+
+    Their sizes are in values of 16 bits: beyond the largest message of its own kernel vLLM calls
+    NCCL, and there the times are those of NCCL's table at the same size, whose unit is values (8
+    bits at twice a size take the time of 16 bits). Of several tables the geometric mean stands, and
+    ``spread`` is half the logarithm of the slowest over the fastest, the median over the sizes.
+    """
+    timed = [
+        _medians(frame[frame["kernel_source"] == "vLLM_custom_graph"], ("num_gpus", "message_size"))
+        for frame in frames
+    ]
     out = {}
-    for cards in sorted({int(c) for c, _ in nodes}):
-        sizes = sorted(s for c, s in nodes if c == cards)
+    for cards in sorted({int(c) for nodes in timed for c, _ in nodes}):
+        known = [nodes for nodes in timed if any(c == cards for c, _ in nodes)]
+        sizes = sorted(set.intersection(*({s for c, s in nodes if c == cards} for nodes in known)))
+        logs = np.log([isotonic_fit(np.array([n[cards, s] for s in sizes])) for n in known])
         out[str(cards)] = {
-            "bytes": sizes,
-            "us": _microseconds(isotonic_fit(np.array([nodes[cards, s] for s in sizes]))),
+            "bytes": [2 * s for s in sizes],
+            "us": _microseconds(np.exp(logs.mean(axis=0))),
+            "spread": float(f"{np.median(np.ptp(logs, axis=0)) / 2.0:.3g}"),
         }
     return out
 
@@ -452,7 +469,7 @@ def fit_card(card: str, data: Path, systems: Path, *, seed: int = 0) -> dict[str
             rows = layers[layers["moe_dtype"] == timed[0]]
             moe[ours], found = _experts(rows, _VALUE_BYTES[ours], gemm["bf16"])
             errors |= {f"moe_{ours}_{key}": value for key, value in found.items()}
-    comm: str = _COMM.get(name, version)
+    comm = _COMM.get(name, (version,))
     return {
         "format": FORMAT,
         "card": card,
@@ -463,10 +480,10 @@ def fit_card(card: str, data: Path, systems: Path, *, seed: int = 0) -> dict[str
         "prompt_attention": prompt,
         "decode_attention": decode,
         "moe": moe,
-        "all_reduce": _all_reduce(table("comm", "custom_allreduce", comm)),
+        "all_reduce": _all_reduce([table("comm", "custom_allreduce", of) for of in comm]),
         "elementwise": _elementwise(data, facts["memory_bandwidth_bytes_per_s"]),
         "held_out": errors,
-        "provenance": _provenance(name, version, comm),
+        "provenance": _provenance(name, version, ", ".join(comm)),
     }
 
 
@@ -639,16 +656,6 @@ def method_error(content: Mapping[str, Any], data: Path) -> tuple[dict[str, Any]
     return errors, spreads
 
 
-def _with_mixed(content: Mapping[str, Any], mixed: Mapping[str, Any]) -> dict[str, Any]:
-    """A card's tables with the attention of mixed iterations before the errors."""
-    content, values = dict(content), dict(mixed)
-    content["held_out"] = content["held_out"] | {
-        f"mixed_attention_{key}": error for key, error in values.pop("errors").items()
-    }
-    at = list(content).index("held_out")
-    return dict([*list(content.items())[:at], ("mixed", values), *list(content.items())[at:]])
-
-
 def _wider(error: Mapping[str, Any], left_out: Mapping[str, Any]) -> dict[str, Any]:
     """The error of a card whose products are another card's, scaled."""
     # A step is a sum over four products, each off by its own left-out error.
@@ -686,7 +693,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     made = {card: fit_card(card, data, systems) for card in CARDS}
     made["rtx4090"] = derive_rtx4090(made["l40s"], data)
     for card, mixed in fit_all(data).items():
-        made[card] = _with_mixed(made[card], mixed)
+        made[card] = with_mixed(made[card], mixed)
     method, spreads = method_error(made[CARD], data)
     for content in made.values():
         content["held_out"] |= spreads

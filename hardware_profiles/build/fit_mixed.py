@@ -6,14 +6,16 @@ context, each card with the same weight, and what a longer context adds to ``ske
 cards. Errors are stated for fits without one of the cards at that card, and for a model that no fit
 saw, Qwen3-30B-A3B on the RTX PRO 6000.
 
-    python -m servegym.hardware_profiles.build.fit_mixed
+    python -m servegym.hardware_profiles.build.fit_mixed DATA
 
-adds the law's terms to the shipped profile of the RTX PRO 6000, which comes from the same timings;
-that of the RTX 4090 stays as the registered environments know it.
+writes the law into the cards' kernel tables, and its terms into the shipped profile of the RTX PRO
+6000, which comes from the same timings; that of the RTX 4090 stays as the registered environments
+know it.
 """
 
 from __future__ import annotations
 
+import argparse
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -22,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from servegym._command_line import run_main
 from servegym.hardware_profiles.build.derive import CARDS as DERIVED_CARDS
 from servegym.hardware_profiles.build.fit_cards import CARDS
 from servegym.hardware_profiles.build.timed_steps import MODEL_FOLDERS
@@ -32,6 +35,7 @@ from servegym.hardware_profiles.kernels import MixedAttention, load_kernels
 from servegym.hardware_profiles.law import Profile
 from servegym.hardware_profiles.load import data_path, load
 from servegym.hardware_profiles.model_config import model_shape
+from servegym.hardware_profiles.schema import read_json, write_json
 
 # Cards whose engine runs decodes and chunks in one kernel, and their L2 caches (NVIDIA's
 # architecture white papers).
@@ -224,6 +228,39 @@ def with_surplus(profile: Profile, card: str, model: str) -> Profile:
     return Profile.from_dict(data, profile.name)
 
 
+def with_mixed(content: Mapping[str, Any], mixed: Mapping[str, Any]) -> dict[str, Any]:
+    """A card's kernel tables with a law of :func:`fit_all` in place of the one that they have."""
+    content, values = dict(content), dict(mixed)
+    content.pop("mixed", None)
+    kept = {k: v for k, v in content["held_out"].items() if not k.startswith("mixed_attention")}
+    content["held_out"] = kept | {
+        f"mixed_attention_{key}": error for key, error in values.pop("errors").items()
+    }
+    at = list(content).index("held_out")
+    return dict([*list(content.items())[:at], ("mixed", values), *list(content.items())[at:]])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line: write the law into the data files of the package.
+
+    Args:
+        arguments: the command line; ``sys.argv`` by default.
+
+    Returns:
+        0.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m servegym.hardware_profiles.build.fit_mixed",
+        description=(__doc__ or "").splitlines()[0],
+    )
+    parser.add_argument("data", type=Path, help="folder of the published tables")
+    for card, mixed in fit_all(parser.parse_args(arguments).data).items():
+        path = data_path("kernels") / f"{card}.json"
+        write_json(with_mixed(read_json(path), mixed), path)
+    name = "rtxpro6000-llama-3.1-8b"
+    with_surplus(load(name), "rtxpro6000", "llama-3.1-8b").save(data_path(f"{name}.json"))
+    return 0
+
+
 if __name__ == "__main__":
-    NAME = "rtxpro6000-llama-3.1-8b"
-    with_surplus(load(NAME), "rtxpro6000", "llama-3.1-8b").save(data_path(f"{NAME}.json"))
+    run_main(main)
