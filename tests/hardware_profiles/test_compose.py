@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from servegym.experiments.cli import app
 from servegym.hardware_profiles import load
 from servegym.hardware_profiles.compose import Composer, activation_reserve_bytes, compose
-from servegym.hardware_profiles.kernels import load_kernels
+from servegym.hardware_profiles.kernels import WAIT_S, load_kernels
 from servegym.hardware_profiles.load import data_path
 from servegym.hardware_profiles.model_config import model_shape
 from servegym.hardware_profiles.schema import read_json
@@ -35,14 +35,16 @@ class Slow:
 
     def gemm(self, rows, out, inner):
         raw = self.data["gemm"]["bf16"]
-        return self.look_up(raw, ("rows", "out", "inner"), (rows, out, inner))
+        least = 1e-6 * raw["launch_us"] + 2 * out * inner / raw["bandwidth_bytes_per_s"]
+        return max(least, self.look_up(raw, ("rows", "out", "inner"), (rows, out, inner)))
 
     def op(self, name, tokens, size):
         raw = self.data["elementwise"][name]
         return 1e-6 * np.interp(tokens * size / raw["size"], raw["tokens"], raw["us"])
 
     def reduce(self, size, cards):
-        return self.look_up(self.data["all_reduce"][str(cards)], ("bytes",), (size,))
+        wait = WAIT_S * math.log2(cards)
+        return wait + self.look_up(self.data["all_reduce"][str(cards)], ("bytes",), (size,))
 
     def decode_attention(self, b, x, heads, kv_heads):
         raw = self.data["decode_attention"]["128"]

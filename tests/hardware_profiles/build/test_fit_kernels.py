@@ -103,3 +103,23 @@ def test_iterations_of_a_models_own_kernels(tmp_path):
         *(("prefill", 1, c, k) for c in (16, 64) for k in (0, 512)),
         *(("decode", b, x, 0) for b in (1, 4) for x in (64, 256)),
     ]
+
+
+def test_all_reduces_of_two_tables():
+    """Sizes are values of two bytes; the geometric mean stands, and half its logarithm's range."""
+    frames = [
+        pd.DataFrame(
+            [
+                {"kernel_source": f"vLLM_custom_{how}", "num_gpus": 2, "message_size": size,
+                 "latency": latency * factor}
+                for how, factor in (("graph", slower), ("eager", 50.0))
+                for size, latency in ((64, 0.004), (128, 0.005), (4096, 0.1))
+            ]
+        )
+        for slower in (1.0, 4.0)
+    ]  # fmt: skip
+    table = fit_kernels._all_reduce(frames)["2"]
+    assert table["bytes"] == [128, 256, 8192]
+    assert table["us"] == pytest.approx([8.0, 10.0, 200.0])
+    assert table["spread"] == pytest.approx(np.log(2.0), rel=1e-2)
+    assert fit_kernels._all_reduce(frames[:1])["2"]["spread"] == 0.0
