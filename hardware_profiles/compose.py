@@ -32,7 +32,7 @@ from servegym.hardware_profiles.kernels import CardKernels, MoeShape, list_cards
 from servegym.hardware_profiles.law import Profile
 from servegym.hardware_profiles.load import load, unknown_name
 from servegym.hardware_profiles.model_config import ModelShape, list_models, model_shape
-from servegym.hardware_profiles.schema import FORMAT, MIXED_TABLE, kv_capacity_tokens
+from servegym.hardware_profiles.schema import FORMAT, kv_capacity_tokens
 
 DTYPES = ("bf16", "fp8")
 USABLE_MEMORY = 0.9
@@ -357,7 +357,7 @@ def _tables(c: Composer) -> dict[str, Any]:
         beside = np.array(
             [[c.mixed_decode_attention_s(b, x) for x in _DECODE_CONTEXTS] for b in _DECODES]
         )
-        mixed[MIXED_TABLE] = rounded(np.maximum.accumulate(beside, axis=0))
+        mixed["mixed_decode_attention_s"] = rounded(np.maximum.accumulate(beside, axis=0))
     return {
         "kind": "tabulated",
         "dense_tokens": as_integers(tokens[kept]),

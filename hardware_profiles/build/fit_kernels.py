@@ -56,13 +56,7 @@ from servegym.hardware_profiles.schema import write_json
 
 _QWEN_KERNELS = "llmservingsim/profiler/perf/RTXPRO6000/Qwen/Qwen3-30B-A3B-Instruct-2507/bf16/tp1"
 _QWEN_BANDWIDTH = CARDS["rtxpro6000"]["memory_bandwidth_bytes_per_s"]
-# Versions of vLLM whose all-reduces were timed on each card.
-_COMM = {
-    "a100_sxm": ("0.14.0",),
-    "h100_sxm": ("0.14.0", "0.19.0", "0.24.0"),
-    "l40s": ("0.14.0", "0.22.0"),
-    "rtx_pro_6000_server": ("0.19.0", "0.24.0"),
-}
+_COMM = {"a100_sxm": "0.14.0", "h100_sxm": "0.24.0", "l40s": "0.22.0"}
 _MIN_OUT, _MIN_INNER = 32, 256
 _GEMM_DTYPES = {"bfloat16": "bf16", "fp8": "fp8"}
 _VALUE_BYTES = {"bf16": 2.0, "fp8": 1.0, "mxfp4": 4.25 / 8.0}
@@ -356,6 +350,14 @@ def _experts(
     return made, errors
 
 
+# Other versions of vLLM whose all-reduces were timed on a card.
+_OTHER_COMM = {
+    "h100_sxm": ("0.14.0", "0.19.0"),
+    "l40s": ("0.14.0",),
+    "rtx_pro_6000_server": ("0.19.0",),
+}
+
+
 def _all_reduce(frames: Sequence[Any]) -> dict[str, Any]:
     """All-reduces launched from a CUDA graph, by cards and bytes, from one table or several.
 
@@ -469,7 +471,7 @@ def fit_card(card: str, data: Path, systems: Path, *, seed: int = 0) -> dict[str
             rows = layers[layers["moe_dtype"] == timed[0]]
             moe[ours], found = _experts(rows, _VALUE_BYTES[ours], gemm["bf16"])
             errors |= {f"moe_{ours}_{key}": value for key, value in found.items()}
-    comm = _COMM.get(name, (version,))
+    comm: str = _COMM.get(name, version)
     return {
         "format": FORMAT,
         "card": card,
@@ -480,17 +482,20 @@ def fit_card(card: str, data: Path, systems: Path, *, seed: int = 0) -> dict[str
         "prompt_attention": prompt,
         "decode_attention": decode,
         "moe": moe,
-        "all_reduce": _all_reduce([table("comm", "custom_allreduce", of) for of in comm]),
+        "all_reduce": _all_reduce(
+            [table("comm", "custom_allreduce", of) for of in (*_OTHER_COMM.get(name, ()), comm)]
+        ),
         "elementwise": _elementwise(data, facts["memory_bandwidth_bytes_per_s"]),
         "held_out": errors,
-        "provenance": _provenance(name, version, ", ".join(comm)),
+        "provenance": _provenance(name, version, comm),
     }
 
 
 def _provenance(name: str, version: str, comm: str) -> dict[str, Any]:
     return {
         "source": f"aiconfigurator-core 0.12.0 (PyPI): {name} vLLM {version} gemm, "
-        f"context_attention, generation_attention, moe; vLLM {comm} custom_allreduce; "
+        f"context_attention, generation_attention, moe; vLLM "
+        f"{', '.join((*_OTHER_COMM.get(name, ()), comm))} custom_allreduce; "
         "casys-kaist/LLMServingSim @5daddb21a545 for elementwise ops",
         "licence": "aiconfigurator-core Apache-2.0; LLMServingSim MIT",
         "commit": "aiconfigurator-core 0.12.0",
