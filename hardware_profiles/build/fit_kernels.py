@@ -38,7 +38,6 @@ from servegym.hardware_profiles.build.timed_steps import (
     compare,
     read_steps,
     spread,
-    step_error,
 )
 from servegym.hardware_profiles.calibrate.csv_tables import CsvTable
 from servegym.hardware_profiles.calibrate.fitting import error_quantiles, isotonic_fit, thin
@@ -425,7 +424,7 @@ def fit_card(card: str, data: Path, systems: Path, *, seed: int = 0) -> dict[str
         seed: chooses the rows that are held out.
 
     Returns:
-        The file's content, without ``step_error``.
+        The file's content.
     """
     facts = CARDS[card]
     name: str = facts["file"]
@@ -635,7 +634,7 @@ def _on(table: Mapping[str, Any], base: Mapping[str, Any], scale: np.ndarray) ->
     return np.maximum.accumulate(np.array(table["us"]) * np.array(by_pair).T, axis=2)
 
 
-def method_error(content: Mapping[str, Any], data: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+def method_error(content: Mapping[str, Any], data: Path) -> dict[str, Any]:
     """Error of whole composed iterations on the card whose models were timed one by one.
 
     Args:
@@ -643,38 +642,15 @@ def method_error(content: Mapping[str, Any], data: Path) -> tuple[dict[str, Any]
         data: folder of the published tables.
 
     Returns:
-        ``step_error`` fields for models that are ``dense`` or have ``experts``, and spreads of the
-        relative error by model.
+        Spreads of the relative error by model and kind of step.
     """
-    errors: dict[str, Any] = {}
     spreads: dict[str, Any] = {}
     for model, folder in FOLDERS.items():
         shape = model_shape(model)
         rows = compare(Composer(from_data(content), shape), read_steps(data / folder, shape))
-        errors["experts" if shape.experts else "dense"] = step_error(rows) | {
-            "source": f"composed iterations of {model} on {CARD} against LLMServingSim's kernels "
-            "of that model there (another profiler and machine); taken for every card, model of "
-            "its kind, tp and dtype; kernel time only"
-        }
         for kind in ("prefill", "decode"):
             spreads[f"method_on_{CARD}_{model}_{kind}_iteration"] = spread(rows, kind)
-    return errors, spreads
-
-
-def _wider(error: Mapping[str, Any], left_out: Mapping[str, Any]) -> dict[str, Any]:
-    """The error of a card whose products are another card's, scaled."""
-    # A step is a sum over four products, each off by its own left-out error.
-    more = left_out["p90"] / 1.645 / 2.0
-    out: dict[str, Any] = {
-        kind: {
-            "bias": error[kind]["bias"],
-            "sd": float(f"{np.hypot(error[kind]['sd'], more):.3g}"),
-            "points": error[kind]["points"],
-        }
-        for kind in ("prefill", "decode")
-    }
-    source = f"{error['source']}; wider by half the error of a product left out of the cards' ratio"
-    return out | {"source": source}
+    return spreads
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -699,14 +675,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     made["rtx4090"] = derive_rtx4090(made["l40s"], data)
     for card, mixed in fit_all(data).items():
         made[card] = with_mixed(made[card], mixed)
-    method, spreads = method_error(made[CARD], data)
+    spreads = method_error(made[CARD], data)
     for content in made.values():
         content["held_out"] |= spreads
-        content["step_error"] = dict(method)
-    left_out = made["rtx4090"]["held_out"]["gemm_bf16_shape_left_out"]
-    made["rtx4090"]["step_error"] = {
-        kind: _wider(error, left_out) for kind, error in method.items()
-    }
     for card, content in made.items():
         path = Path(options.out) / f"{card}.json"
         write_json(content, path)

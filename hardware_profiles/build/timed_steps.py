@@ -176,19 +176,6 @@ def compare(composer: Composer, steps: TimedSteps) -> list[dict[str, Any]]:
     return rows
 
 
-def step_error(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Bias and standard deviation of log(timed / composed), by kind of step."""
-    out = {}
-    for kind in ("prefill", "decode"):
-        logs = np.log([r["timed_s"] / r["composed_s"] for r in rows if r["step"] == kind])
-        out[kind] = {
-            "bias": float(f"{logs.mean():.3g}"),
-            "sd": float(f"{logs.std(ddof=1):.3g}"),
-            "points": len(logs),
-        }
-    return out
-
-
 def spread(rows: list[dict[str, Any]], kind: str) -> dict[str, float | int]:
     """Quantiles of the absolute relative error of one kind of step."""
     return error_quantiles(

@@ -63,19 +63,6 @@ def test_decodes_read_their_keys_from_memory():
             assert table["us"][0][j][n] == pytest.approx(expected, rel=0.11)
 
 
-def test_step_error_is_that_of_the_logarithm():
-    rows = [
-        {"step": kind, "timed_s": np.exp(bias + z), "composed_s": 1.0}
-        for kind, bias in (("prefill", 0.1), ("decode", -0.05))
-        for z in (-0.02, 0.02)
-    ]
-    error = timed_steps.step_error(rows)
-    assert error["prefill"] == {"bias": 0.1, "sd": pytest.approx(0.0283), "points": 2}
-    assert error["decode"]["bias"] == -0.05
-    wider = fit_kernels._wider(error | {"source": "x"}, {"p90": 0.329})
-    assert wider["decode"]["sd"] == pytest.approx(np.hypot(0.0283, 0.1), rel=1e-2)
-
-
 def test_iterations_of_a_models_own_kernels(tmp_path):
     """Ops of 1, 2, ... us: their sums by hand, and the comparison's rows."""
     ops = ("embedding", "final_layernorm", "layernorm", "qkv_proj", "rotary_emb", "o_proj")
