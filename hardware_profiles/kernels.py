@@ -100,67 +100,6 @@ class LogTable:
 
 
 @dataclass(frozen=True)
-class MoeShape:
-    """One routed feed-forward layer on one card (gated: three matrices an expert).
-
-    Attributes:
-        hidden: hidden size.
-        width: width of one expert, or of its share on this card.
-        top_k: experts a token goes to.
-        experts: experts of the layer.
-    """
-
-    hidden: int
-    width: int
-    top_k: int
-    experts: int
-
-    @property
-    def expert_values(self) -> int:
-        """Weights of one expert."""
-        return 3 * self.hidden * self.width
-
-    def active(self, tokens: float) -> float:
-        """Experts that receive a token, at most."""
-        return min(float(self.experts), tokens * self.top_k)
-
-    def distance(self, other: MoeShape) -> float:
-        """How unlike two layers are: the largest ratio of expert size, experts and top-k."""
-        pairs = (
-            (self.expert_values, other.expert_values),
-            (self.experts, other.experts),
-            (self.top_k, other.top_k),
-        )
-        return max(max(a / b, b / a) for a, b in pairs)
-
-
-def other_moe_shape(
-    timed: MoeShape, wanted: MoeShape, seconds: np.ndarray, tokens: np.ndarray
-) -> np.ndarray:
-    """Times of a layer that was not timed, from one that was.
-
-    Reading the weights of the active experts scales with their bytes (taken from the call of one
-    token, all of which is reading); what more tokens add scales with the arithmetic.
-
-    Args:
-        timed: the timed layer.
-        wanted: the other.
-        seconds: ``(G,)`` times of the timed layer, the first of one token.
-        tokens: ``(G,)``.
-
-    Returns:
-        ``(G,)`` seconds of the other layer at the same tokens.
-    """
-    size = wanted.expert_values / timed.expert_values
-    work = size * wanted.top_k / timed.top_k
-    read = seconds[0] / timed.active(1)
-    reading = np.minimum([read * timed.active(t) for t in tokens], seconds)
-    rest = np.maximum(seconds - reading, 0.0)
-    share = np.array([wanted.active(t) / timed.active(t) for t in tokens])
-    return reading * share * size + rest * work
-
-
-@dataclass(frozen=True)
 class MixedAttention:
     """Decodes beside prefill chunks where one kernel runs both (FlashAttention 2), in one layer.
 
@@ -241,6 +180,67 @@ class MixedAttention:
     def chunk_s(self, heads: int, processors: int) -> float:
         """Seconds that every decode and token of the longest chunk add."""
         return self.empty_s * heads / processors / (2 * self.TILE)
+
+
+@dataclass(frozen=True)
+class MoeShape:
+    """One routed feed-forward layer on one card (gated: three matrices an expert).
+
+    Attributes:
+        hidden: hidden size.
+        width: width of one expert, or of its share on this card.
+        top_k: experts a token goes to.
+        experts: experts of the layer.
+    """
+
+    hidden: int
+    width: int
+    top_k: int
+    experts: int
+
+    @property
+    def expert_values(self) -> int:
+        """Weights of one expert."""
+        return 3 * self.hidden * self.width
+
+    def active(self, tokens: float) -> float:
+        """Experts that receive a token, at most."""
+        return min(float(self.experts), tokens * self.top_k)
+
+    def distance(self, other: MoeShape) -> float:
+        """How unlike two layers are: the largest ratio of expert size, experts and top-k."""
+        pairs = (
+            (self.expert_values, other.expert_values),
+            (self.experts, other.experts),
+            (self.top_k, other.top_k),
+        )
+        return max(max(a / b, b / a) for a, b in pairs)
+
+
+def other_moe_shape(
+    timed: MoeShape, wanted: MoeShape, seconds: np.ndarray, tokens: np.ndarray
+) -> np.ndarray:
+    """Times of a layer that was not timed, from one that was.
+
+    Reading the weights of the active experts scales with their bytes (taken from the call of one
+    token, all of which is reading); what more tokens add scales with the arithmetic.
+
+    Args:
+        timed: the timed layer.
+        wanted: the other.
+        seconds: ``(G,)`` times of the timed layer, the first of one token.
+        tokens: ``(G,)``.
+
+    Returns:
+        ``(G,)`` seconds of the other layer at the same tokens.
+    """
+    size = wanted.expert_values / timed.expert_values
+    work = size * wanted.top_k / timed.top_k
+    read = seconds[0] / timed.active(1)
+    reading = np.minimum([read * timed.active(t) for t in tokens], seconds)
+    rest = np.maximum(seconds - reading, 0.0)
+    share = np.array([wanted.active(t) / timed.active(t) for t in tokens])
+    return reading * share * size + rest * work
 
 
 @dataclass

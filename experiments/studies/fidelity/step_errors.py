@@ -22,10 +22,11 @@ elsewhere the bias is 0, as one card's says nothing of the sign on another.
 
 The second compares composed steps with measurements that they were not made from: kernels of whole
 models (`servegym.hardware_profiles.build.timed_steps`: prefill, decode and mixed steps), the part
-``fit`` of published engine runs (``published_rows``: TTFT, TPOT), and the RTX 4090's run; a set is of
-one card, model and number of cards. The deviation of a class of steps (:func:`error_class`) is such that an 80 %
-interval holds 80 % of its sets' rows, every set with the same weight. `compose.STEP_SD` has these
-deviations, table ``intervals`` how many rows of a set they hold that they were made without.
+``fit`` of published engine runs (``published_rows``: TTFT, TPOT), and the RTX 4090's run; a set is
+of one card, model and number of cards. The deviation of a class of steps (:func:`error_class`) is
+such that an 80 % interval holds 80 % of its sets' rows, every set with the same weight.
+`compose.STEP_SD` has these deviations, table ``intervals`` how many rows of a set they hold that
+they were made without.
 """
 
 from __future__ import annotations
