@@ -1,5 +1,6 @@
 """Composed profiles against sums taken layer by layer, shipped profiles, and bad input."""
 
+import csv
 import json
 import math
 
@@ -10,7 +11,14 @@ from typer.testing import CliRunner
 
 from servegym.experiments.cli import app
 from servegym.hardware_profiles import load
-from servegym.hardware_profiles.compose import Composer, activation_reserve_bytes, compose
+from servegym.hardware_profiles.compose import (
+    CARD_SD,
+    COMPARED,
+    STEP_SD,
+    Composer,
+    activation_reserve_bytes,
+    compose,
+)
 from servegym.hardware_profiles.kernels import WAIT_S, load_kernels
 from servegym.hardware_profiles.load import data_path
 from servegym.hardware_profiles.model_config import model_shape
@@ -127,6 +135,45 @@ def test_decodes_that_run_in_a_kernel_of_their_own():
     alone = profile.step_s([(300, 0)], 64, 64 * 1024)
     assert profile.mixed_step_s([(300, 0)], 64, 64 * 1024, 4096) == pytest.approx(alone, rel=1e-12)
     assert not any(np.any(times) for times in profile.surplus(np.arange(600)))
+
+
+def test_intervals_are_those_of_the_committed_table(root):
+    with (root / "experiments" / "results" / "fidelity" / "intervals.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    means = {}
+    for row in rows:
+        kind, name = row["step"], row["class"]
+        assert STEP_SD[kind][name] == float(row["sd"])
+        if "experts" not in name:
+            means.setdefault(kind, {}).setdefault(row["card"], []).append(float(row["mean"]))
+    for kind, cards in means.items():
+        assert set(cards) == set(COMPARED)
+        found = np.sqrt(np.mean([np.mean(values) ** 2 for values in cards.values()]))
+        assert CARD_SD[kind] == pytest.approx(found, abs=6e-4)
+        inside = [float(r["inside"]) for r in rows if r["step"] == kind and "mx" not in r["class"]]
+        assert 0.75 <= np.mean(inside) <= 0.85
+    assert {name for row in rows for name in [(row["step"], row["class"])]} == {
+        (kind, name) for kind, names in STEP_SD.items() for name in names
+    }
+
+
+def test_an_error_of_every_cause():
+    """A card not compared, two all-reduce tables and experts of another layer widen it."""
+    sd = {
+        name: {k: compose(*at[:2], **at[2]).step_error[k]["sd"] for k in ("prefill", "decode")}
+        for name, at in {
+            "seen": ("h100", "llama-3.1-8b", {}),
+            "unseen": ("l40s", "llama-3.1-8b", {}),
+            "reduced": ("rtxpro6000", "llama-3.1-8b", {"tp": 2}),
+            "8 bits": ("h100", "llama-3.1-8b", {"dtype": "fp8"}),
+        }.items()
+    }
+    for kind in ("prefill", "decode"):
+        dense = STEP_SD[kind]["dense"]
+        assert sd["seen"][kind] == dense
+        assert sd["unseen"][kind] == pytest.approx(np.hypot(dense, CARD_SD[kind]), rel=1e-2)
+        assert dense < sd["reduced"][kind] < 4 * dense
+    assert sd["8 bits"] == {"prefill": STEP_SD["prefill"]["8 bits"], "decode": sd["seen"]["decode"]}
 
 
 def test_a_mixture_of_experts():

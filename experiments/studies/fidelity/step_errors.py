@@ -12,7 +12,8 @@ over the law's has a standard deviation of the root of the sum of squares of wha
   of composing on the RTX PRO 6000; for derived cards the published ratios to the card they derive
   from,
 - ``engine``: what an engine's steps were beyond their kernels, in the runs of the RTX 4090 (tables
-  ``host``, ``errors`` and ``light``): two looks at each kind of step.
+  ``host``, ``errors`` and ``light``): two looks at each kind of step, and the standard error of the
+  first.
 
 - ``mixed``: what the law of `servegym.hardware_profiles.kernels.MixedAttention` adds to iterations
   of 8 and 32 decodes beside chunks, where a card has that law and the profile does not.
@@ -77,13 +78,20 @@ MEASURED_CARD = "rtx4090-llama-3.1-8b"
 MEASURED_RUN = Path("llmservingsim/bench/examples/RTX4090/Llama-3.1-8B/vllm")
 
 
-def engine_looks(results: Path) -> dict[str, list[float]]:
+_LOOK = "log of {} iteration over the law"
+
+
+def engine_looks(results: Path) -> tuple[dict[str, list[float]], dict[str, float]]:
     """Logarithms of an engine's time over the law's, two a kind of step.
 
     Args:
         results: folder of the committed tables.
+
+    Returns:
+        The logarithms, and the standard error of the first of each kind.
     """
-    host = {row["quantity"]: float(row["value"]) for row in read_rows(results / "host.csv")}
+    rows = {row["quantity"]: row for row in read_rows(results / "host.csv")}
+    host = {name: float(row["value"]) for name, row in rows.items()}
     whole = {
         row["metric"]: float(row["error_of_mean"])
         for row in read_rows(results / "errors.csv")
@@ -92,13 +100,12 @@ def engine_looks(results: Path) -> dict[str, list[float]]:
     light = {
         row["planned"]: float(row["error_of_mean"]) for row in read_rows(results / "light.csv")
     }
-    return {
-        "prefill": [
-            host["log of prefill iteration over the law"],
-            -math.log1p(light["one ahead"]),
-        ],
-        "decode": [host["log of decode iteration over the law"], -math.log1p(whole["TPOT"])],
+    other = {"prefill": light["one ahead"], "decode": whole["TPOT"]}
+    looks = {kind: [host[_LOOK.format(kind)], -math.log1p(error)] for kind, error in other.items()}
+    ends = {
+        kind: [float(rows[_LOOK.format(kind)][end]) for end in ("low", "high")] for kind in other
     }
+    return looks, {kind: (high - low) / (2 * 1.96) for kind, (low, high) in ends.items()}
 
 
 def _rms(values: Sequence[float]) -> float:
@@ -257,7 +264,7 @@ def step_errors(results: Path = RESULTS) -> list[dict[str, Any]]:
         Rows of ``profile``, ``step``, ``bias``, ``sd``, ``rows``, ``method``, ``engine``,
         ``mixed``.
     """
-    looks = engine_looks(results / "fidelity")
+    looks, errors_of_look = engine_looks(results / "fidelity")
     against = {
         (row["profile"], row["step"]): float(row["mape"])
         for row in read_rows(results / "aiconfigurator" / "mape.csv")
@@ -282,6 +289,7 @@ def step_errors(results: Path = RESULTS) -> list[dict[str, Any]]:
             bias, engine = 0.0, _rms(looks[kind])
             if profile.name == MEASURED_CARD:
                 bias, engine = float(np.mean(looks[kind])), float(np.std(looks[kind], ddof=1))
+            engine = math.hypot(engine, errors_of_look[kind])
             mixed = 0.0
             card = profile.name.removesuffix("-llama-3.1-8b")
             if kind == "prefill" and card in list_cards():

@@ -92,6 +92,6 @@ def test_shipped_cards_state_the_errors_of_the_committed_tables(root):
     for row in rows:
         stated = load(row["profile"]).step_error[row["step"]]
         assert stated == {"bias": row["bias"], "sd": row["sd"]}
-        parts = np.hypot(np.hypot(row["rows"], row["method"]), row["engine"])
-        assert row["sd"] == pytest.approx(parts, abs=2e-4)
+        parts = [row[part] for part in ("rows", "method", "engine", "mixed")]
+        assert row["sd"] == pytest.approx(np.linalg.norm(parts), abs=2e-4)
         assert (row["bias"] == 0.0) == (row["profile"] != MEASURED_CARD)
