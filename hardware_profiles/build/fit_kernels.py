@@ -544,13 +544,17 @@ def derive_rtx4090(base: Mapping[str, Any], data: Path) -> dict[str, Any]:
         np.array(raw["us"]),
     )
     grid = [m for m in raw["rows"] if m in timed["qkv_proj"]]
-    ratio = np.array(
-        [[timed[op][int(m)] / products.seconds(m, *nk) for m in grid] for op, nk in shapes.items()]
-    )
-    middle = np.exp(np.log(ratio).mean(axis=0))
+    own = np.array([[timed[op][int(m)] for m in grid] for op in shapes])
+    theirs = np.array([[products.seconds(m, *nk) for m in grid] for nk in shapes.values()])
+    # Sums, as the L40S's small weights came from its cache: those of the large ones count.
+    middle = own.sum(axis=0) / theirs.sum(axis=0)
     left_out = [
-        np.exp(np.delete(np.log(ratio), i, axis=0).mean(axis=0)) / ratio[i] - 1.0
-        for i in range(len(ratio))
+        np.delete(own, i, axis=0).sum(axis=0)
+        / np.delete(theirs, i, axis=0).sum(axis=0)
+        * theirs[i]
+        / own[i]
+        - 1.0
+        for i in range(len(own))
     ]
     by_rows = np.interp(np.log(raw["rows"]), np.log(grid), middle)
 
@@ -597,7 +601,7 @@ def derive_rtx4090(base: Mapping[str, Any], data: Path) -> dict[str, Any]:
     )
     provenance["notes"] = [
         "the L40S's tables (the same processors) x the ratio of the two cards' times of "
-        "Llama-3.1-8B: products by rows (mean over four shapes), prompt attention by tokens (32 "
+        "Llama-3.1-8B: products by rows (sum over four shapes), prompt attention by tokens (32 "
         "heads), decode attention by pairs and context (4 query heads a KV head)",
         "no mixture-of-experts layer, no 8-bit product was timed on this card; all-reduces are the "
         "L40S's over PCIe 4.0, a lower bound: this card has no peer access",
