@@ -25,9 +25,8 @@ The second compares composed steps with measurements that they were not made fro
 models (`servegym.hardware_profiles.build.timed_steps`: prefill, decode and mixed steps), the part
 ``fit`` of published engine runs (``published_rows``: TTFT, TPOT), and the RTX 4090's run; a set is
 of one card, model and number of cards. The deviation of a class of steps (:func:`error_class`) is
-such that an 80 % interval holds 80 % of its sets' rows, every set with the same weight.
-`compose.STEP_SD` has these deviations, table ``intervals`` how many rows of a set they hold that
-they were made without.
+such that 80 % intervals hold 80 % of the rows of sets that they were made without, every set with
+the same weight (:func:`intervals`). `compose.STEP_SD` has these deviations.
 """
 
 from __future__ import annotations
@@ -191,21 +190,37 @@ def left_out_sets(data: Path, wheel: Path, run: Path | None = None) -> list[dict
 def intervals(sets: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """How many rows of every set the 80 % interval holds that was made without its card and model.
 
+    The width of a class is the 80th percentile of its rows times one factor a kind of step: the
+    80th percentile of the rows left out over the width without them. Experts in MXFP4, which ran in
+    kernels that were not timed, have no part in the factor.
+
     Args:
         sets: as :func:`left_out_sets` returns them.
 
     Returns:
-        A row a set with its class, the deviation of its class, that of the other sets, its rows'
-        mean and deviation, and the share of them inside; where a class has one card and model, the
-        other numbers of cards stand for them.
+        A row a set with its class, the deviation of its class (``sd``), that of the other sets
+        (``sd_without``), its rows' mean and deviation, and the share of them inside; where a class
+        has one card and model, the other numbers of cards stand for them.
     """
-    made = []
     classes = [error_class(one["step"], one["model"], one["dtype"]) for one in sets]
+    width, without = [], []
     for one, own in zip(sets, classes, strict=True):
         same = [s for s, kind in zip(sets, classes, strict=True) if kind == own]
         rest = [s for s in same if (s["card"], s["model"]) != (one["card"], one["model"])]
-        rest = rest or [s for s in same if s is not one]
-        q = _quantile(rest) if rest else math.nan
+        width.append(_quantile(same))
+        without.append(_quantile(rest or [s for s in same if s is not one]))
+    factor = {}
+    for kind in ("prefill", "decode"):
+        factor[kind] = _quantile(
+            [
+                {"logs": one["logs"] / q}
+                for one, own, q in zip(sets, classes, without, strict=True)
+                if own[0] == kind and own[1] != "mxfp4 experts"
+            ]
+        )
+    made = []
+    for one, own, whole, q in zip(sets, classes, width, without, strict=True):
+        k = 1.0 if own[1] == "mxfp4 experts" else factor[own[0]]
         logs = one["logs"]
         made.append(
             {key: value for key, value in one.items() if key != "logs"}
@@ -214,9 +229,9 @@ def intervals(sets: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
                 "rows": len(logs),
                 "mean": round(float(logs.mean()), 4),
                 "deviation": round(float(logs.std()), 4),
-                "sd_without": round(q / Z80, 4),
-                "inside": round(float((np.abs(logs) <= q).mean()), 3),
-                "sd": round(_quantile(same) / Z80, 3),
+                "sd_without": round(k * q / Z80, 4),
+                "inside": round(float((np.abs(logs) <= k * q).mean()), 3),
+                "sd": round(k * whole / Z80, 3),
             }
         )
     return made
