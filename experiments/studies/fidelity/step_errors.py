@@ -46,7 +46,7 @@ from servegym.experiments.evaluation.output import print_table, read_rows
 from servegym.experiments.evaluation.tables import provenance, write_result
 from servegym.experiments.fidelity.comparison import errors, simulate
 from servegym.experiments.fidelity.measured_run import load_run
-from servegym.experiments.studies.fidelity.markdown import Table, update_document
+from servegym.experiments.studies.fidelity.markdown import Table, percent, update_document
 from servegym.hardware_profiles import Profile, list_profiles, load
 from servegym.hardware_profiles.build.timed_steps import CARD, MODEL_FOLDERS, compare, read_steps
 from servegym.hardware_profiles.compose import Composer, compose, prefill_class
@@ -238,17 +238,35 @@ def intervals(sets: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _interval_table(made: Sequence[Mapping[str, Any]]) -> Table:
-    names = ["step", "class", "card", "model", "tp", "against", "rows"]
+    """A line a kind and class of steps, card and model, over all numbers of cards."""
+    groups: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
+    for row in made:
+        names = ("step", "class", "card", "model")
+        groups.setdefault(tuple(row[name] for name in names), []).append(row)
+    body = []
+    for (step, kind, card, model), rows in sorted(groups.items()):
+        against = "kernels" if "kernels" in rows[0]["against"] else "engine"
+        mean = np.average([row["mean"] for row in rows], weights=[row["rows"] for row in rows])
+        ends = [100 * math.expm1(sign * Z80 * rows[0]["sd"]) for sign in (-1, 1)]
+        body.append(
+            [
+                f"{step}, {kind}",
+                against,
+                card,
+                model,
+                ", ".join(sorted({str(row["tp"]) for row in rows})),
+                str(sum(row["rows"] for row in rows)),
+                percent(math.expm1(-mean), signed=True),
+                f"{ends[0]:+.0f} to {ends[1]:+.0f} %",
+                f"{100 * np.mean([row['inside'] for row in rows]):.0f} %",
+            ]
+        )
+    names = ["composed", "measured", "card", "model", "cards", "rows", "mean error"]
     return Table(
         "intervals",
-        "Composed steps: log of measured over composed, in per cent",
-        [*names, "mean", "deviation", "sd without it", "inside 80 %"],
-        [
-            [str(row[name]) for name in names]
-            + [f"{100 * row[name]:.1f}" for name in ("mean", "deviation", "sd_without")]
-            + [f"{100 * row['inside']:.0f} %"]
-            for row in made
-        ],
+        "Composed steps over measured, minus 1, and the interval of measured over composed",
+        [*names, "80 % interval", "inside when left out"],
+        body,
     )
 
 
@@ -375,7 +393,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     print_table(table.title, table.columns, table.rows)
     if options.document is not None:
-        update_document(options.document, [table])
+        short = Table(table.key, table.title, table.columns[:4], [line[:4] for line in table.rows])
+        update_document(options.document, [short])
     return 0
 
 
