@@ -11,7 +11,7 @@ from the card's kernel tables (:mod:`servegym.hardware_profiles.kernels`) and th
 features or rows of the head; the KV heads are replicated where there are fewer than cards. The
 profile stands for the whole group: its memory is that of all cards.
 
-It is kernel time: what the host adds is not in it.
+To the kernels' time comes the host's share of the engine (:func:`engine_host`).
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 
 from servegym._command_line import run_main
+from servegym.hardware_profiles.host import engine_host
 from servegym.hardware_profiles.kernels import CardKernels, MoeShape, list_cards, load_kernels
 from servegym.hardware_profiles.law import Profile
 from servegym.hardware_profiles.load import load, unknown_name
@@ -50,6 +51,25 @@ _QUERY_TILE = 128
 # What vLLM sets aside was recorded once, for Llama-3.1-8B on one RTX 4090: 1.237e9 bytes. The
 # parts that depend on the model are activations of 2,048 tokens and 256 rows of logits.
 _RECORDED_RESERVE, _RESERVE_TOKENS, _RESERVE_LOGITS = 1_237_000_000, 2048, 256
+
+# Deviation of the logarithm of measured over composed steps by kind (with prefill chunks, decodes
+# alone) and class, and the cards that it was seen on: 80 % intervals hold 80 % of the rows of cards
+# and models left out (table `intervals` of experiments/results/fidelity). Experts in MXFP4 ran in
+# other kernels than were timed.
+STEP_SD: dict[str, dict[str, tuple[float, tuple[str, ...]]]] = {
+    "prefill": {
+        "dense": (0.047, ("rtx4090", "rtxpro6000")),
+        "experts": (0.095, ("rtxpro6000",)),
+        "8 bits": (0.158, ("h100",)),
+        "mxfp4 experts": (0.53, ("h100",)),
+    },
+    "decode": {
+        "dense": (0.039, ("h100", "rtx4090", "rtxpro6000")),
+        "experts": (0.104, ("h100", "rtxpro6000")),
+    },
+}
+# What another card adds: the deviation of the cards' means.
+CARD_SD = {"prefill": 0.091, "decode": 0.027}
 
 _CONTEXTS = (0, *(2**n for n in range(4, 18)))
 _DECODE_CONTEXTS = (1, *(2**n for n in range(4, 18)))
@@ -114,6 +134,7 @@ class Composer:
         self._longest = self.kernels.longest_prompt(s.latent)
         half, full = self._prompt(self._longest / 2), self._prompt(self._longest)
         self.rate = (full - half) / (0.375 * self._longest**2)
+        self.mixed = self.kernels.mixed
 
     # -- products and elementwise ops -----------------------------------------------------------
 
@@ -232,6 +253,48 @@ class Composer:
         windowed = self.kernels.decode_attention_s(*at, self.window)
         return s.windowed_layers * windowed + (s.layers - s.windowed_layers) * full
 
+    @property
+    def _pair_s(self) -> float:
+        """Seconds a (query, key) pair of one head takes between prompts of 1,024 and 2,048."""
+        return (self._prompt(2048) - self._prompt(1024)) / (1.5 * 1024**2) / self.heads
+
+    def mixed_decode_attention_s(self, sequences: float, context: float) -> float:
+        """:meth:`decode_attention_s` beside prefill chunks, in the kernel that runs both."""
+        assert self.mixed is not None
+        s, device = self.shape, self.kernels.data["device"]
+
+        def layer_s(tokens: float) -> float:
+            at = (sequences, tokens, self.heads, self.kv_heads, s.head_size, self._pair_s)
+            return self.mixed.decode_s(*at, device)  # type: ignore[union-attr]
+
+        if self.window is None:
+            return s.layers * layer_s(context)
+        full = (s.layers - s.windowed_layers) * layer_s(context)
+        return full + s.windowed_layers * layer_s(min(context, self.window))
+
+    def surplus(self, sequences: Sequence[float] = _DECODES) -> dict[str, Any]:
+        """What the law adds in mixed iterations and for unequal contexts.
+
+        Args:
+            sequences: the law's ``decode_sequences``.
+
+        Returns:
+            Its fields; none where the card runs decodes in a kernel of their own.
+        """
+        s, mixed = self.shape, self.mixed
+        if mixed is None:
+            return {}
+        processors = self.kernels.data["device"]["multiprocessors"]
+        full = s.layers - (s.windowed_layers if self.window is not None else 0)
+        token_s = full * mixed.token_s(self._pair_s, processors)
+        blocks = np.array(sequences) * self.kv_heads / processors
+        decode = token_s * np.interp(blocks, mixed.longest_blocks, mixed.longest)
+        return {
+            "mixed_chunk_s": float(f"{s.layers * mixed.chunk_s(self.heads, processors):.6g}"),
+            "longest_decode_s": [float(f"{v:.6g}") for v in decode],
+            "longest_mixed_s": [float(f"{mixed.longest_mixed * token_s:.6g}")] * len(sequences),
+        }
+
     # -- memory ---------------------------------------------------------------------------------
 
     def memory(self) -> tuple[dict[str, Any], dict[str, Any], int]:
@@ -331,6 +394,12 @@ def _tables(c: Composer) -> dict[str, Any]:
     attention = np.array([[c.chunk_attention_s(n, x) for x in _CONTEXTS] for n in chunks])
     decode = np.array([[c.decode_attention_s(b, x) for x in _DECODE_CONTEXTS] for b in _DECODES])
     kept, kept_head = thin(tokens, dense, _TOLERANCE), thin(sequences, head, _TOLERANCE)
+    mixed = {}
+    if c.mixed is not None:
+        beside = np.array(
+            [[c.mixed_decode_attention_s(b, x) for x in _DECODE_CONTEXTS] for b in _DECODES]
+        )
+        mixed["mixed_decode_attention_s"] = rounded(np.maximum.accumulate(beside, axis=0))
     return {
         "kind": "tabulated",
         "dense_tokens": as_integers(tokens[kept]),
@@ -341,6 +410,8 @@ def _tables(c: Composer) -> dict[str, Any]:
         "decode_sequences": list(_DECODES),
         "decode_context_tokens": list(_DECODE_CONTEXTS),
         "decode_attention_s": rounded(np.maximum.accumulate(decode, axis=0)),
+        **mixed,
+        **c.surplus(),
         "head_sequences": as_integers(sequences[kept_head]),
         "head_s": rounded(head[kept_head]),
     }
@@ -349,7 +420,8 @@ def _tables(c: Composer) -> dict[str, Any]:
 def _notes(c: Composer) -> list[str]:
     s, k = c.shape, c.kernels
     notes = [
-        "kernel time only: no scheduling, input preparation or gaps between kernels",
+        "kernel time and the host's share of an engine that plans iterations ahead; another's: "
+        "Profile.with_host(engine_host(name, version))",
         f"activation_reserve_bytes: vLLM's for Llama-3.1-8B on one RTX 4090 "
         f"({_RECORDED_RESERVE} B) with this model's activations and logits in place of that one's; "
         f"KV memory: {USABLE_MEMORY:g} of the memory less weights and reserve",
@@ -358,6 +430,13 @@ def _notes(c: Composer) -> list[str]:
         "(query, key) pairs at the rate of the longest timed ones (error: "
         "prompt_attention_*_12k_and_16k_from_8k)",
     ]
+    if c.mixed is not None:
+        notes.append(
+            "decodes beside chunks and unequal contexts: a law of the kernel that runs both, of "
+            "the RTX 4090 and RTX PRO 6000 (errors: mixed_attention_*)"
+        )
+    else:
+        notes.append("decodes beside chunks take the time of decodes alone; contexts taken equal")
     if c.tp > 1:
         notes.append(
             "all-reduce: two a layer and one after the embedding, as timed; the gather of the "
@@ -480,8 +559,10 @@ def compose(
             "notes": [*tables.data["provenance"]["notes"], *_notes(c)],
         },
     }
-    if "step_error" in tables.data:
-        data["step_error"] = tables.data["step_error"]["experts" if shape.experts else "dense"]
+    host = engine_host(tables.data["engine"]["name"], tables.data["engine"]["version"])
+    if host:
+        data["host"] = host
+    data["step_error"] = _step_error(c)
     draft = Profile.from_dict(data, name)
     data["estimator"], estimator = fit_estimator(draft)
     data["fit_error"] = {
@@ -490,6 +571,43 @@ def compose(
         "linear_estimator_against_law": estimator,
     }
     return Profile.from_dict(data, name)
+
+
+def prefill_class(shape: ModelShape, dtype: str) -> str:
+    """The class of :data:`STEP_SD` of a model's steps with prefill chunks."""
+    if shape.experts and "mxfp4" in (dtype, shape.expert_dtype):
+        return "mxfp4 experts"
+    if dtype != "bf16":
+        return "8 bits"
+    return "experts" if shape.experts else "dense"
+
+
+def _step_error(c: Composer) -> dict[str, Any]:
+    """The ``step_error`` field: the deviations of all causes, as they are known apart."""
+    k, s = c.kernels, c.shape
+    own = {"prefill": prefill_class(s, c.dtype), "decode": "experts" if s.experts else "dense"}
+    causes = [f"{kind} of {name}" for kind, name in own.items()]
+    shares = {"prefill": (2048, 1), "decode": (32, 32)}
+    out: dict[str, Any] = {}
+    for kind, name in own.items():
+        sd, seen = STEP_SD[kind][name]
+        parts = [sd]
+        if k.card not in seen:
+            parts.append(CARD_SD[kind])
+            causes[-1 if kind == "decode" else 0] += f", seen on {' and '.join(seen)}"
+        if c.moe_source is not None and c.moe_source != c.moe_wanted:
+            experts = f"moe_{s.expert_dtype or c.dtype}_layers_from"
+            spreads = [v["p90"] for key, v in k.data["held_out"].items() if key.startswith(experts)]
+            parts.append(max(spreads, default=0.3) / 1.645)
+        tokens, sequences = shares[kind]
+        reduced = (2 * s.layers + 1) * k.all_reduce_s(2.0 * tokens * s.hidden, c.tp)
+        whole = c.dense_s(tokens) + c.head_s(sequences)
+        # The two tables are the ends of an 80 % interval.
+        parts.append(reduced / whole * k.all_reduce_spread(c.tp) / 1.2816)
+        out[kind] = {"bias": 0.0, "sd": float(f"{math.hypot(*parts):.3g}")}
+    if k.all_reduce_spread(c.tp):
+        causes.append("two tables of all-reduces")
+    return out | {"source": f"experiments/results/fidelity/intervals.csv: {', '.join(causes)}"}
 
 
 def _wanted(c: Composer) -> MoeShape | None:
@@ -541,10 +659,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for p in (512, 2048, 16384):
         print(f"prefill of {p} tokens: {1e3 * profile.prefill_s(p):.1f} ms")
     for kind in ("prefill", "decode"):
-        if profile.step_error:
-            error = profile.step_error[kind]
-            low, high = (math.expm1(error["bias"] + z * error["sd"]) for z in (-1.96, 1.96))
-            print(f"{kind} steps: true time {low:+.1%} to {high:+.1%} of the law's, 95 % interval")
+        error = profile.step_error[kind]
+        low, high = (math.expm1(error["bias"] + z * error["sd"]) for z in (-1.2816, 1.2816))
+        print(f"{kind} steps: true time {low:+.1%} to {high:+.1%} of the law's, 80 % interval")
     for note in profile.provenance["notes"]:
         if "beyond" in note or "not timed" in note:
             print(f"note: {note}")

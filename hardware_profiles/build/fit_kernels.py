@@ -30,6 +30,7 @@ import numpy as np
 from servegym._command_line import run_main
 from servegym.hardware_profiles.build.derive import CARDS as DERIVED_CARDS
 from servegym.hardware_profiles.build.fit_cards import CARDS
+from servegym.hardware_profiles.build.fit_mixed import fit_all, with_mixed
 from servegym.hardware_profiles.build.published import REFERENCE_BANDWIDTH, REFERENCE_KERNELS
 from servegym.hardware_profiles.build.timed_steps import (
     CARD,
@@ -37,7 +38,6 @@ from servegym.hardware_profiles.build.timed_steps import (
     compare,
     read_steps,
     spread,
-    step_error,
 )
 from servegym.hardware_profiles.calibrate.csv_tables import CsvTable
 from servegym.hardware_profiles.calibrate.fitting import error_quantiles, isotonic_fit, thin
@@ -448,16 +448,35 @@ def _experts(
     return made, errors
 
 
-def _all_reduce(frame: Any) -> dict[str, Any]:
-    """All-reduces launched from a CUDA graph, by cards and bytes."""
-    frame = frame[frame["kernel_source"] == "vLLM_custom_graph"]
-    nodes = _medians(frame, ("num_gpus", "message_size"))
+# Other versions of vLLM whose all-reduces were timed on a card.
+_OTHER_COMM = {
+    "h100_sxm": ("0.14.0", "0.19.0"),
+    "l40s": ("0.14.0",),
+    "rtx_pro_6000_server": ("0.19.0",),
+}
+
+
+def _all_reduce(frames: Sequence[Any]) -> dict[str, Any]:
+    """All-reduces launched from a CUDA graph, by cards and bytes, from one table or several.
+
+    Their sizes are in values of 16 bits: beyond the largest message of its own kernel vLLM calls
+    NCCL, and there the times are those of NCCL's table at the same size, whose unit is values (8
+    bits at twice a size take the time of 16 bits). Of several tables the geometric mean stands, and
+    ``spread`` is half the logarithm of the slowest over the fastest, the median over the sizes.
+    """
+    timed = [
+        _medians(frame[frame["kernel_source"] == "vLLM_custom_graph"], ("num_gpus", "message_size"))
+        for frame in frames
+    ]
     out = {}
-    for cards in sorted({int(c) for c, _ in nodes}):
-        sizes = sorted(s for c, s in nodes if c == cards)
+    for cards in sorted({int(c) for nodes in timed for c, _ in nodes}):
+        known = [nodes for nodes in timed if any(c == cards for c, _ in nodes)]
+        sizes = sorted(set.intersection(*({s for c, s in nodes if c == cards} for nodes in known)))
+        logs = np.log([isotonic_fit(np.array([n[cards, s] for s in sizes])) for n in known])
         out[str(cards)] = {
-            "bytes": sizes,
-            "us": _microseconds(isotonic_fit(np.array([nodes[cards, s] for s in sizes]))),
+            "bytes": [2 * s for s in sizes],
+            "us": _microseconds(np.exp(logs.mean(axis=0))),
+            "spread": float(f"{np.median(np.ptp(logs, axis=0)) / 2.0:.3g}"),
         }
     return out
 
@@ -505,7 +524,7 @@ def fit_card(card: str, data: Path, systems: Path, *, seed: int = 0) -> dict[str
         seed: chooses the rows that are held out.
 
     Returns:
-        The file's content, without ``step_error``.
+        The file's content.
     """
     facts = (CARDS | TABLES_ONLY)[card]
     name: str = facts["file"]
@@ -555,7 +574,9 @@ def fit_card(card: str, data: Path, systems: Path, *, seed: int = 0) -> dict[str
         "gemm": gemm,
         **attention,
         "moe": moe,
-        "all_reduce": _all_reduce(table("comm", "custom_allreduce", comm)),
+        "all_reduce": _all_reduce(
+            [table("comm", "custom_allreduce", of) for of in (*_OTHER_COMM.get(name, ()), comm)]
+        ),
         "elementwise": _elementwise(data, facts["memory_bandwidth_bytes_per_s"]),
         "held_out": errors,
         "provenance": _provenance(name, version, comm),
@@ -565,7 +586,8 @@ def fit_card(card: str, data: Path, systems: Path, *, seed: int = 0) -> dict[str
 def _provenance(name: str, version: str, comm: str) -> dict[str, Any]:
     return {
         "source": f"aiconfigurator-core 0.12.0 (PyPI): {name} vLLM {version} gemm, "
-        f"context_attention, generation_attention, moe, mla modules; vLLM {comm} custom_allreduce; "
+        f"context_attention, generation_attention, moe, mla modules; vLLM "
+        f"{', '.join((*_OTHER_COMM.get(name, ()), comm))} custom_allreduce; "
         "casys-kaist/LLMServingSim @5daddb21a545 for elementwise ops",
         "licence": "aiconfigurator-core Apache-2.0; LLMServingSim MIT",
         "commit": "aiconfigurator-core 0.12.0",
@@ -617,13 +639,17 @@ def derive_rtx4090(base: Mapping[str, Any], data: Path) -> dict[str, Any]:
         np.array(raw["us"]),
     )
     grid = [m for m in raw["rows"] if m in timed["qkv_proj"]]
-    ratio = np.array(
-        [[timed[op][int(m)] / products.seconds(m, *nk) for m in grid] for op, nk in shapes.items()]
-    )
-    middle = np.exp(np.log(ratio).mean(axis=0))
+    own = np.array([[timed[op][int(m)] for m in grid] for op in shapes])
+    theirs = np.array([[products.seconds(m, *nk) for m in grid] for nk in shapes.values()])
+    # Sums, as the L40S's small weights came from its cache: those of the large ones count.
+    middle = own.sum(axis=0) / theirs.sum(axis=0)
     left_out = [
-        np.exp(np.delete(np.log(ratio), i, axis=0).mean(axis=0)) / ratio[i] - 1.0
-        for i in range(len(ratio))
+        np.delete(own, i, axis=0).sum(axis=0)
+        / np.delete(theirs, i, axis=0).sum(axis=0)
+        * theirs[i]
+        / own[i]
+        - 1.0
+        for i in range(len(own))
     ]
     by_rows = np.interp(np.log(raw["rows"]), np.log(grid), middle)
 
@@ -670,7 +696,7 @@ def derive_rtx4090(base: Mapping[str, Any], data: Path) -> dict[str, Any]:
     )
     provenance["notes"] = [
         "the L40S's tables (the same processors) x the ratio of the two cards' times of "
-        "Llama-3.1-8B: products by rows (mean over four shapes), prompt attention by tokens (32 "
+        "Llama-3.1-8B: products by rows (sum over four shapes), prompt attention by tokens (32 "
         "heads), decode attention by pairs and context (4 query heads a KV head)",
         "no mixture-of-experts layer, no 8-bit product was timed on this card; all-reduces are the "
         "L40S's over PCIe 4.0, a lower bound: this card has no peer access",
@@ -707,7 +733,7 @@ def _on(table: Mapping[str, Any], base: Mapping[str, Any], scale: np.ndarray) ->
     return np.maximum.accumulate(np.array(table["us"]) * np.array(by_pair).T, axis=2)
 
 
-def method_error(content: Mapping[str, Any], data: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+def method_error(content: Mapping[str, Any], data: Path) -> dict[str, Any]:
     """Error of whole composed iterations on the card whose models were timed one by one.
 
     Args:
@@ -715,38 +741,15 @@ def method_error(content: Mapping[str, Any], data: Path) -> tuple[dict[str, Any]
         data: folder of the published tables.
 
     Returns:
-        ``step_error`` fields for models that are ``dense`` or have ``experts``, and spreads of the
-        relative error by model.
+        Spreads of the relative error by model and kind of step.
     """
-    errors: dict[str, Any] = {}
     spreads: dict[str, Any] = {}
     for model, folder in FOLDERS.items():
         shape = model_shape(model)
         rows = compare(Composer(from_data(content), shape), read_steps(data / folder, shape))
-        errors["experts" if shape.experts else "dense"] = step_error(rows) | {
-            "source": f"composed iterations of {model} on {CARD} against LLMServingSim's kernels "
-            "of that model there (another profiler and machine); taken for every card, model of "
-            "its kind, tp and dtype; kernel time only"
-        }
         for kind in ("prefill", "decode"):
             spreads[f"method_on_{CARD}_{model}_{kind}_iteration"] = spread(rows, kind)
-    return errors, spreads
-
-
-def _wider(error: Mapping[str, Any], left_out: Mapping[str, Any]) -> dict[str, Any]:
-    """The error of a card whose products are another card's, scaled."""
-    # A step is a sum over four products, each off by its own left-out error.
-    more = left_out["p90"] / 1.645 / 2.0
-    out: dict[str, Any] = {
-        kind: {
-            "bias": error[kind]["bias"],
-            "sd": float(f"{np.hypot(error[kind]['sd'], more):.3g}"),
-            "points": error[kind]["points"],
-        }
-        for kind in ("prefill", "decode")
-    }
-    source = f"{error['source']}; wider by half the error of a product left out of the cards' ratio"
-    return out | {"source": source}
+    return spreads
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -769,14 +772,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     data, systems = Path(options.data), Path(options.systems)
     made = {card: fit_card(card, data, systems) for card in (*CARDS, *TABLES_ONLY)}
     made["rtx4090"] = derive_rtx4090(made["l40s"], data)
-    method, spreads = method_error(made[CARD], data)
+    for card, mixed in fit_all(data).items():
+        made[card] = with_mixed(made[card], mixed)
+    spreads = method_error(made[CARD], data)
     for content in made.values():
         content["held_out"] |= spreads
-        content["step_error"] = dict(method)
-    left_out = made["rtx4090"]["held_out"]["gemm_bf16_shape_left_out"]
-    made["rtx4090"]["step_error"] = {
-        kind: _wider(error, left_out) for kind, error in method.items()
-    }
     for card, content in made.items():
         path = Path(options.out) / f"{card}.json"
         write_json(content, path)

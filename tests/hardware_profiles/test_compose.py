@@ -1,5 +1,6 @@
 """Composed profiles against sums taken layer by layer, shipped profiles, and bad input."""
 
+import csv
 import json
 import math
 
@@ -10,8 +11,14 @@ from typer.testing import CliRunner
 
 from servegym.experiments.cli import app
 from servegym.hardware_profiles import load
-from servegym.hardware_profiles.compose import Composer, activation_reserve_bytes, compose
-from servegym.hardware_profiles.kernels import load_kernels
+from servegym.hardware_profiles.compose import (
+    CARD_SD,
+    STEP_SD,
+    Composer,
+    activation_reserve_bytes,
+    compose,
+)
+from servegym.hardware_profiles.kernels import WAIT_S, load_kernels
 from servegym.hardware_profiles.load import data_path
 from servegym.hardware_profiles.model_config import model_shape
 from servegym.hardware_profiles.schema import read_json
@@ -35,14 +42,16 @@ class Slow:
 
     def gemm(self, rows, out, inner):
         raw = self.data["gemm"]["bf16"]
-        return self.look_up(raw, ("rows", "out", "inner"), (rows, out, inner))
+        least = 1e-6 * raw["launch_us"] + 2 * out * inner / raw["bandwidth_bytes_per_s"]
+        return max(least, self.look_up(raw, ("rows", "out", "inner"), (rows, out, inner)))
 
     def op(self, name, tokens, size):
         raw = self.data["elementwise"][name]
         return 1e-6 * np.interp(tokens * size / raw["size"], raw["tokens"], raw["us"])
 
     def reduce(self, size, cards):
-        return self.look_up(self.data["all_reduce"][str(cards)], ("bytes",), (size,))
+        wait = WAIT_S * math.log2(cards)
+        return wait + self.look_up(self.data["all_reduce"][str(cards)], ("bytes",), (size,))
 
     def decode_attention(self, b, x, heads, kv_heads):
         raw = self.data["decode_attention"]["128"]
@@ -51,7 +60,7 @@ class Slow:
 
 
 def test_a_dense_model_on_two_cards():
-    slow, profile = Slow("h100"), compose("h100", "llama-3.1-8b", tp=2)
+    slow, profile = Slow("h100"), compose("h100", "llama-3.1-8b", tp=2).with_host({})
     for m in (1, 64, 1024):
         total = slow.op("embedding", m, 4096) + slow.op("layernorm", m, 4096)
         total += slow.reduce(2 * m * 4096, 2)
@@ -81,6 +90,89 @@ def test_a_dense_model_on_two_cards():
         for x in (64, 1024, 131072):
             attention = 32 * slow.decode_attention(b, x, 16, 4)
             assert profile.decode_attention_s(b, x) == pytest.approx(attention, rel=1e-4)
+
+
+@pytest.mark.parametrize("card", ["rtx4090", "a100-80g"])
+def test_decodes_beside_a_chunk_and_unequal_contexts(card):
+    """Blocks of one query, reads that the cache loses, and the longest block: by hand."""
+    slow, profile = Slow(card), compose(card, "llama-3.1-8b")
+    m, device = slow.data["mixed"], slow.data["device"]
+    prompts = slow.data["prompt_attention"]["128"]
+    at = {
+        n: prompts["us"][prompts["heads"].index(32)][prompts["tokens"].index(n)]
+        for n in (1024, 2048)
+    }
+    pair = 1e-6 * (at[2048] - at[1024]) / (0.5 * (2048**2 - 1024**2)) / 32
+    sms = device["multiprocessors"]
+    token = m["latency"] * 64 * pair * sms
+    for b, x in ((1, 16384), (8, 64), (64, 1024), (128, 4096)):
+        blocks = 32 * b / sms
+        work = blocks * (m["block_s"] + m["rate"] * 64 * pair * sms * x)
+        once = 4 * 128 * b * x  # of one KV head
+        lost = min(max(once / (m["cache"] * m["l2_bytes"]) - 1, 0), 1)
+        heads_at_once = min(max(sms / b, 1), 4)
+        read = once * 8 * (1 + (4 / heads_at_once - 1) * lost)
+        read /= 0.95 * device["memory_bandwidth_bytes_per_s"]
+        parts = np.array([work, read, token * x])
+        layer = (parts ** m["power"]).sum() ** (1 / m["power"])
+        chunk = m["empty_s"] * 32 / sms * b * 300 / 128
+        expected = profile.dense_s(300 + b) + profile.chunk_attention_s(300, 0)
+        expected += 32 * (layer + chunk) + profile.head_s(b + 1)
+        assert profile.mixed_step_s([(300, 0)], b, b * x) == pytest.approx(expected, rel=1e-4)
+        longest = 32 * m["longest_mixed"] * token * 500
+        assert profile.mixed_step_s([(300, 0)], b, b * x, x + 500) == pytest.approx(
+            expected + longest, rel=1e-4
+        )
+        units = np.interp(8 * b / sms, m["longest_blocks"], m["longest"])
+        more = profile.decode_s(b, b * x, x + 500) - profile.decode_s(b, b * x)
+        assert more == pytest.approx(32 * units * token * 500, rel=1e-4)
+    assert profile.decode_s(8, 8000, 1000) == profile.decode_s(8, 8000)
+
+
+def test_decodes_that_run_in_a_kernel_of_their_own():
+    profile = compose("h100", "llama-3.1-8b")
+    alone = profile.step_s([(300, 0)], 64, 64 * 1024)
+    assert profile.mixed_step_s([(300, 0)], 64, 64 * 1024, 4096) == pytest.approx(alone, rel=1e-12)
+    assert not any(np.any(times) for times in profile.surplus(np.arange(600)))
+
+
+def test_intervals_are_those_of_the_committed_table(root):
+    with (root / "experiments" / "results" / "fidelity" / "intervals.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    means, seen = {}, {}
+    for row in rows:
+        kind, name = row["step"], row["class"]
+        assert STEP_SD[kind][name][0] == float(row["sd"])
+        seen.setdefault((kind, name), set()).add(row["card"])
+        if "experts" not in name:
+            means.setdefault(kind, {}).setdefault(row["card"], []).append(float(row["mean"]))
+    for kind, cards in means.items():
+        found = np.sqrt(np.mean([np.mean(values) ** 2 for values in cards.values()]))
+        assert CARD_SD[kind] == pytest.approx(found, abs=6e-4)
+        inside = [float(r["inside"]) for r in rows if r["step"] == kind and "mx" not in r["class"]]
+        assert 0.75 <= round(np.mean(inside), 2) <= 0.85
+    stated = {(k, name): set(v[1]) for k, names in STEP_SD.items() for name, v in names.items()}
+    assert seen == stated
+
+
+def test_an_error_of_every_cause():
+    """A card not compared, two all-reduce tables and experts of another layer widen it."""
+    sd = {
+        name: {k: compose(*at[:2], **at[2]).step_error[k]["sd"] for k in ("prefill", "decode")}
+        for name, at in {
+            "seen": ("rtxpro6000", "llama-3.1-8b", {}),
+            "unseen": ("l40s", "llama-3.1-8b", {}),
+            "reduced": ("rtxpro6000", "llama-3.1-8b", {"tp": 2}),
+            "8 bits": ("h100", "llama-3.1-8b", {"dtype": "fp8"}),
+        }.items()
+    }
+    for kind in ("prefill", "decode"):
+        dense = STEP_SD[kind]["dense"][0]
+        assert sd["seen"][kind] == dense
+        assert sd["unseen"][kind] == pytest.approx(np.hypot(dense, CARD_SD[kind]), rel=1e-2)
+        assert dense < sd["reduced"][kind] < 0.25
+    eight = STEP_SD["prefill"]["8 bits"][0]
+    assert sd["8 bits"] == {"prefill": eight, "decode": sd["seen"]["decode"]}
 
 
 def test_a_mixture_of_experts():

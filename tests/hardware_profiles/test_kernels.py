@@ -84,7 +84,6 @@ def test_shipped_tables(card):
         assert raw["context"][-1] >= 65536
     for error in kernels.data["held_out"].values():
         assert 0.0 < error["median"] <= error["p90"] <= error["max"]
-    assert set(kernels.data["step_error"]) == {"dense", "experts"}
 
 
 def test_products_follow_scipy_between_the_points():
@@ -94,7 +93,9 @@ def test_products_follow_scipy_between_the_points():
     guess = RegularGridInterpolator(axes, np.log(raw["us"]))
     for shape in ((1, 6144, 4096), (37, 28672, 4096), (3000, 4096, 14336), (17, 100, 300)):
         expected = 1e-6 * np.exp(guess(np.log(shape))).item()
-        assert kernels.gemm_s(*shape) == pytest.approx(expected, rel=1e-9)
+        # Weights that the timing loop found in the L2 cache take the time of reading them.
+        read = 1e-6 * raw["launch_us"] + 2 * shape[1] * shape[2] / raw["bandwidth_bytes_per_s"]
+        assert kernels.gemm_s(*shape) == pytest.approx(max(expected, read), rel=1e-9)
 
 
 def test_head_sizes_between_and_beyond_the_timed_ones():

@@ -73,6 +73,8 @@ def test_schema_and_loader_refuse_the_same_damage(raw):
         (("law", "dense_s"), [1.0]),
         (("law", "head_s", 0), -1.0),
         (("law", "dense_s", 3), 15000.0),
+        (("law", "mixed_chunk_s"), 0.01),
+        (("law", "longest_decode_s"), [1e-6, -1e-6]),
         (("device", "usable_memory_fraction"), 1.5),
         (("estimator", "base_s"), 17.0),
         (("domain", "max_context_tokens"), 0),

@@ -95,19 +95,6 @@ def test_latent_attention_and_experts_on_one_of_several_cards():
     assert [(one["width"], one.get("ep", 1)) for one in made] == [(512, 1), (1024, 1), (1024, 2)]
 
 
-def test_step_error_is_that_of_the_logarithm():
-    rows = [
-        {"step": kind, "timed_s": np.exp(bias + z), "composed_s": 1.0}
-        for kind, bias in (("prefill", 0.1), ("decode", -0.05))
-        for z in (-0.02, 0.02)
-    ]
-    error = timed_steps.step_error(rows)
-    assert error["prefill"] == {"bias": 0.1, "sd": pytest.approx(0.0283), "points": 2}
-    assert error["decode"]["bias"] == -0.05
-    wider = fit_kernels._wider(error | {"source": "x"}, {"p90": 0.329})
-    assert wider["decode"]["sd"] == pytest.approx(np.hypot(0.0283, 0.1), rel=1e-2)
-
-
 def test_iterations_of_a_models_own_kernels(tmp_path):
     """Ops of 1, 2, ... us: their sums by hand, and the comparison's rows."""
     ops = ("embedding", "final_layernorm", "layernorm", "qkv_proj", "rotary_emb", "o_proj")
@@ -135,3 +122,23 @@ def test_iterations_of_a_models_own_kernels(tmp_path):
         *(("prefill", 1, c, k) for c in (16, 64) for k in (0, 512)),
         *(("decode", b, x, 0) for b in (1, 4) for x in (64, 256)),
     ]
+
+
+def test_all_reduces_of_two_tables():
+    """Sizes are values of two bytes; the geometric mean stands, and half its logarithm's range."""
+    frames = [
+        pd.DataFrame(
+            [
+                {"kernel_source": f"vLLM_custom_{how}", "num_gpus": 2, "message_size": size,
+                 "latency": latency * factor}
+                for how, factor in (("graph", slower), ("eager", 50.0))
+                for size, latency in ((64, 0.004), (128, 0.005), (4096, 0.1))
+            ]
+        )
+        for slower in (1.0, 4.0)
+    ]  # fmt: skip
+    table = fit_kernels._all_reduce(frames)["2"]
+    assert table["bytes"] == [128, 256, 8192]
+    assert table["us"] == pytest.approx([8.0, 10.0, 200.0])
+    assert table["spread"] == pytest.approx(np.log(2.0), rel=1e-2)
+    assert fit_kernels._all_reduce(frames[:1])["2"]["spread"] == 0.0
