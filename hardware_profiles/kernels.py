@@ -21,13 +21,13 @@ import numpy as np
 
 from servegym.hardware_profiles.interpolation import interpolate
 from servegym.hardware_profiles.load import data_path, list_profiles, unknown_name
+from servegym.hardware_profiles.model_config import VALUE_BYTES
 from servegym.hardware_profiles.schema import Fields, read_json
 
 FORMAT = "servegym-kernel-tables/1"
 # How far beyond the last timed size a shape may lie.
 LARGEST_EXTRAPOLATION = 4.0
 _MICROSECOND = 1e-6
-_VALUE_BYTES = {"bf16": 2.0, "fp8": 1.0, "nvfp4": 0.5625}
 # In an engine the cards of an all-reduce wait for one another, which a loop of nothing but
 # all-reduces does not show: seconds a doubling of the cards. Fitted to TPOT of published vLLM runs
 # on H100 (Llama-3.1-70B and gpt-oss-120b on 2, 4 and 8 cards, 73 runs): 2.15 +- 0.28 us beside a
@@ -337,7 +337,7 @@ class CardKernels:
             return seconds
         # The timing loop found small weights in the L2 cache, where a model's do not stay.
         raw = self.data["gemm"][dtype]
-        read = _VALUE_BYTES[dtype] * out * inner / raw["bandwidth_bytes_per_s"]
+        read = VALUE_BYTES[dtype] * out * inner / raw["bandwidth_bytes_per_s"]
         return max(seconds, _MICROSECOND * raw["launch_us"] + read)
 
     def windows(self, head_size: int) -> list[int]:

@@ -40,9 +40,10 @@ class Slow:
         found = RegularGridInterpolator(grids, np.log(raw["us"]))(inside).item()
         return 1e-6 * math.exp(found + beyond)
 
-    def gemm(self, rows, out, inner):
-        raw = self.data["gemm"]["bf16"]
-        least = 1e-6 * raw["launch_us"] + 2 * out * inner / raw["bandwidth_bytes_per_s"]
+    def gemm(self, rows, out, inner, dtype="bf16", value_bytes=2):
+        raw = self.data["gemm"][dtype]
+        read = value_bytes * out * inner / raw["bandwidth_bytes_per_s"]
+        least = 1e-6 * raw["launch_us"] + read
         return max(least, self.look_up(raw, ("rows", "out", "inner"), (rows, out, inner)))
 
     def op(self, name, tokens, size):
@@ -270,12 +271,9 @@ def test_latent_attention_with_experts_spread_over_the_cards():
     shape = model_shape("deepseek-r1")
     slow, c = Slow("h200"), Composer(load_kernels("h200"), shape, 8, "fp8", 8)
 
-    def gemm(m, out, inner):
-        axes = ("rows", "out", "inner")
-        return slow.look_up(slow.data["gemm"]["fp8"], axes, (m, out, inner))
-
     def gated(m, width):
-        return gemm(m, 2 * width, 7168) + slow.op("act_fn", m, width) + gemm(m, 7168, width)
+        products = slow.gemm(m, 2 * width, 7168, "fp8", 1) + slow.gemm(m, 7168, width, "fp8", 1)
+        return products + slow.op("act_fn", m, width)
 
     layers = [raw for raw in slow.data["moe"]["fp8"] if raw.get("ep") == 8]
     (experts,) = (raw for raw in layers if (raw["hidden"], raw["experts"]) == (7168, 256))
