@@ -133,8 +133,8 @@ class MixedAttention:
     cache: float
     power: float
     empty_s: float
-    longest_blocks: tuple[float, ...] = (0.0,)
-    longest: tuple[float, ...] = (0.0,)
+    longest_blocks: Sequence[float] = (0.0,)
+    longest: Sequence[float] = (0.0,)
     longest_mixed: float = 0.0
 
     def token_s(self, pair_s: float, processors: int) -> float:
@@ -405,9 +405,7 @@ class CardKernels:
     def mixed(self) -> MixedAttention | None:
         """Attention of decodes beside chunks; None where a kernel of its own runs them."""
         raw = self.data.get("mixed")
-        if raw is None:
-            return None
-        return MixedAttention(**{k: tuple(v) if isinstance(v, list) else v for k, v in raw.items()})
+        return None if raw is None else MixedAttention(**raw)
 
     @property
     def tensor_parallel(self) -> list[int]:
