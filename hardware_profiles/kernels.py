@@ -446,7 +446,8 @@ class CardKernels:
         raw = self.data["elementwise"][op]
         grid, time = np.array(raw["tokens"], float), _MICROSECOND * np.array(raw["us"])
         timed = max(interpolate(grid, time, tokens * size / raw["size"]), float(time[0]))
-        return max(timed, self.stream_s(_MOVED.get(op, 0) * tokens * size))
+        moved = _MOVED.get(op, 0) * tokens * size
+        return max(timed, self.stream_s(moved)) if moved else timed
 
 
 def list_cards() -> list[str]:
