@@ -55,16 +55,16 @@ STEP_SD: dict[str, dict[str, tuple[float, tuple[str, ...]]]] = {
     "prefill": {
         "dense": (0.047, ("rtx4090", "rtxpro6000")),
         "experts": (0.095, ("rtxpro6000",)),
-        "8 bits": (0.158, ("h100",)),
-        "mxfp4 experts": (0.53, ("h100",)),
+        "8 bits": (0.123, ("h100",)),
+        "mxfp4 experts": (0.513, ("h100",)),
     },
     "decode": {
-        "dense": (0.039, ("h100", "rtx4090", "rtxpro6000")),
-        "experts": (0.104, ("h100", "rtxpro6000")),
+        "dense": (0.038, ("h100", "rtx4090", "rtxpro6000")),
+        "experts": (0.1, ("h100", "rtxpro6000")),
     },
 }
 # What another card adds: the deviation of the cards' means.
-CARD_SD = {"prefill": 0.091, "decode": 0.027}
+CARD_SD = {"prefill": 0.064, "decode": 0.026}
 
 _CONTEXTS = (0, *(2**n for n in range(4, 18)))
 _DECODE_CONTEXTS = (1, *(2**n for n in range(4, 18)))
