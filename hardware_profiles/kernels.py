@@ -28,6 +28,10 @@ FORMAT = "servegym-kernel-tables/1"
 # How far beyond the last timed size a shape may lie.
 LARGEST_EXTRAPOLATION = 4.0
 _MICROSECOND = 1e-6
+# Bytes that an elementwise op moves for each value in 16 bits: a norm adds the residual, too.
+_MOVED = {"layernorm": 8, "rotary_emb": 4, "qk_norm": 4, "act_fn": 6, "embedding": 4}
+# L2 cache of H100 and H200, and the share of a card's bandwidth that streaming reaches.
+_L2_BYTES, _STREAMED = 50 * 2**20, 0.9
 # In an engine the cards of an all-reduce wait for one another, which a loop of nothing but
 # all-reduces does not show: seconds a doubling of the cards. Fitted to TPOT of published vLLM runs
 # on H100 (Llama-3.1-70B and gpt-oss-120b on 2, 4 and 8 cards, 73 runs): 2.15 +- 0.28 us beside a
@@ -133,8 +137,8 @@ class MixedAttention:
     cache: float
     power: float
     empty_s: float
-    longest_blocks: tuple[float, ...] = (0.0,)
-    longest: tuple[float, ...] = (0.0,)
+    longest_blocks: Sequence[float] = (0.0,)
+    longest: Sequence[float] = (0.0,)
     longest_mixed: float = 0.0
 
     def token_s(self, pair_s: float, processors: int) -> float:
@@ -471,9 +475,7 @@ class CardKernels:
     def mixed(self) -> MixedAttention | None:
         """Attention of decodes beside chunks; None where a kernel of its own runs them."""
         raw = self.data.get("mixed")
-        if raw is None:
-            return None
-        return MixedAttention(**{k: tuple(v) if isinstance(v, list) else v for k, v in raw.items()})
+        return None if raw is None else MixedAttention(**raw)
 
     @property
     def tensor_parallel(self) -> list[int]:
@@ -495,14 +497,23 @@ class CardKernels:
         """Half the logarithm of the slowest published all-reduce over the fastest one."""
         return float(self.data["all_reduce"][str(cards)].get("spread", 0.0)) if cards > 1 else 0.0
 
+    def stream_s(self, moved: float) -> float:
+        """Seconds to move so many bytes but for those that the L2 cache holds."""
+        device = self.data["device"]
+        held = self.data.get("mixed", {}).get("l2_bytes", _L2_BYTES)
+        return max(moved - held, 0.0) / (_STREAMED * device["memory_bandwidth_bytes_per_s"])
+
     def elementwise_s(self, op: str, tokens: float, size: float) -> float:
         """Seconds of an elementwise op over ``tokens`` rows of ``size`` values.
 
-        The launch floor stays; what grows goes by the values, which memory bandwidth bounds.
+        The launch floor stays; what grows goes by the values, which memory bandwidth bounds. The
+        timed sizes lie in the L2 cache; larger ones are at least streamed from memory.
         """
         raw = self.data["elementwise"][op]
         grid, time = np.array(raw["tokens"], float), _MICROSECOND * np.array(raw["us"])
-        return max(interpolate(grid, time, tokens * size / raw["size"]), float(time[0]))
+        timed = max(interpolate(grid, time, tokens * size / raw["size"]), float(time[0]))
+        moved = _MOVED.get(op, 0) * tokens * size
+        return max(timed, self.stream_s(moved)) if moved else timed
 
 
 def list_cards() -> list[str]:

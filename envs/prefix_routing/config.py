@@ -29,6 +29,7 @@ from servegym.envs.prefix_routing.workloads import (
     make_prefix_workload,
 )
 from servegym.hardware_profiles import Profile, load
+from servegym.hardware_profiles.load import data_path
 
 DICT, FLAT = 0, 1
 """Kinds of observation."""
@@ -319,6 +320,11 @@ def _composed(arguments: tuple[tuple[str, Any], ...]) -> Profile:
 
     named = dict(arguments)
     card, model = named.pop("card"), named.pop("model")
+    # Replicas that an id, a scenario or a drawn cell names stay as they were composed for it.
+    kept = {file.stem: file for file in data_path("registered").glob("*.json")}
+    name = f"{card}-{model}" + (f"-tp{named['tp']}" if named.get("tp", 1) != 1 else "")
+    if name in kept and named.keys() <= {"tp"}:
+        return load(kept[name])
     return compose(card, model, **named)
 
 

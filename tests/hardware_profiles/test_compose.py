@@ -176,6 +176,21 @@ def test_an_error_of_every_cause():
     assert sd["8 bits"] == {"prefill": eight, "decode": sd["seen"]["decode"]}
 
 
+def test_what_exceeds_the_cache_is_streamed_from_memory():
+    c = Composer(load_kernels("h100"), model_shape("llama-3.1-70b"), 2, "fp8")
+    rate = 0.9 * 3.35e12
+    tokens, cache = 8192, 50 * 2**20
+    # A norm reads values and residual and writes both.
+    norm = (8 * tokens * 8192 - cache) / rate
+    assert c.kernels.elementwise_s("layernorm", tokens, 8192) == pytest.approx(norm)
+    inputs = [3 * tokens * n - cache for n in (8192, 4096, 8192, 14336)]
+    assert c.quantise_s(tokens) == pytest.approx(sum(inputs) / rate)
+    assert c.quantise_s(256) == 0.0
+    assert Composer(load_kernels("h100"), model_shape("llama-3.1-70b"), 2).quantise_s(tokens) == 0
+    small = c.kernels.elementwise_s("layernorm", 64, 4096)
+    assert small == c.kernels.elementwise_s("layernorm", 32, 8192) < 5e-6
+
+
 def test_a_mixture_of_experts():
     shape = model_shape("qwen3-30b-a3b")
     slow, c = Slow("rtxpro6000"), Composer(load_kernels("rtxpro6000"), shape)

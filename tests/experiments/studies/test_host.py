@@ -14,7 +14,7 @@ from servegym.experiments.studies.fidelity.host import (
     lone_admissions,
     preempted,
 )
-from servegym.experiments.studies.fidelity.step_errors import MEASURED_CARD, step_errors
+from servegym.experiments.studies.fidelity.step_errors import MEASURED_CARD, intervals, step_errors
 from servegym.hardware_profiles import list_profiles, load
 
 RTX = load(MEASURED_CARD)
@@ -95,3 +95,30 @@ def test_shipped_cards_state_the_errors_of_the_committed_tables(root):
         parts = [row[part] for part in ("rows", "method", "engine", "mixed")]
         assert row["sd"] == pytest.approx(np.linalg.norm(parts), abs=2e-4)
         assert (row["bias"] == 0.0) == (row["profile"] != MEASURED_CARD)
+
+
+def test_intervals_hold_what_they_were_made_without():
+    """Sets of known deviation: an 80 % interval of the others, widened until it holds them."""
+    rng = np.random.default_rng(0)
+    names = ("step", "card", "model", "tp", "dtype")
+    sets = [
+        dict(zip(names, key, strict=True)) | {"logs": sd * rng.standard_normal(2000)}
+        for key, sd in (
+            (("decode", "a", "llama-3.1-8b", 1, "bf16"), 0.05),
+            (("decode", "b", "llama-3.1-8b", 1, "bf16"), 0.05),
+            (("decode", "b", "qwen3-8b", 1, "bf16"), 0.10),
+            (("prefill", "a", "llama-3.1-70b", 2, "fp8"), 0.04),
+            (("prefill", "a", "llama-3.1-70b", 4, "fp8"), 0.04),
+            (("prefill", "a", "gpt-oss-120b", 2, "bf16"), 0.50),
+            (("prefill", "a", "gpt-oss-120b", 4, "bf16"), 0.50),
+        )
+    ]
+    made = intervals(sets)
+    assert [row["class"] for row in made] == ["dense"] * 3 + ["8 bits"] * 2 + ["mxfp4 experts"] * 2
+    for kind in ("decode", "prefill"):
+        inside = [r["inside"] for r in made if r["step"] == kind and r["class"] != "mxfp4 experts"]
+        assert np.mean(inside) == pytest.approx(0.8, abs=0.01)
+    # Two of the others are narrow for the wide one: every interval is wider than its rows ask for.
+    assert made[2]["inside"] < made[0]["inside"]
+    assert made[3]["sd"] == pytest.approx(0.04, rel=0.05)
+    assert made[5]["sd"] == pytest.approx(0.5, rel=0.05)
