@@ -135,7 +135,7 @@ class Composer:
         half, full = self._prompt(self._longest / 2), self._prompt(self._longest)
         self.rate = (full - half) / (0.375 * self._longest**2)
         # The law is of FlashAttention 2, which has neither latent attention nor 8-bit KV caches.
-        plain = not shape.latent and self.kernels.kv_dtype == "bf16"
+        plain = not s.latent and self.kernels.kv_dtype == "bf16"
         self.mixed = self.kernels.mixed if plain else None
 
     # -- products and elementwise ops -----------------------------------------------------------
