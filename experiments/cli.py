@@ -140,10 +140,10 @@ def _show_profile(profile: Any) -> None:
         if kind == "source":
             continue
         low, high = (
-            100 * math.expm1(error["bias"] + sign * 1.96 * error["sd"]) for sign in (-1, 1)
+            100 * math.expm1(error["bias"] + sign * 1.2816 * error["sd"]) for sign in (-1, 1)
         )
         typer.echo(
-            f"{kind} steps: true time {low:+.1f} % to {high:+.1f} % of the law's, 95 % interval "
+            f"{kind} steps: true time {low:+.1f} % to {high:+.1f} % of the law's, 80 % interval "
             f"(bias {100 * error['bias']:.1f} %, deviation {100 * error['sd']:.1f} %)"
         )
     if not profile.step_error:

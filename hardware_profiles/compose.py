@@ -11,7 +11,7 @@ from the card's kernel tables (:mod:`servegym.hardware_profiles.kernels`) and th
 features or rows of the head; the KV heads are replicated where there are fewer than cards. The
 profile stands for the whole group: its memory is that of all cards.
 
-It is kernel time: what the host adds is not in it.
+To the kernels' time comes the host's share of the engine (:func:`engine_host`).
 """
 
 from __future__ import annotations
@@ -20,20 +20,26 @@ import argparse
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from servegym._command_line import run_main
+from servegym.hardware_profiles.host import engine_host
 from servegym.hardware_profiles.kernels import CardKernels, MoeShape, list_cards, load_kernels
 from servegym.hardware_profiles.law import Profile
 from servegym.hardware_profiles.load import load, unknown_name
-from servegym.hardware_profiles.model_config import ModelShape, list_models, model_shape
+from servegym.hardware_profiles.model_config import (
+    VALUE_BYTES,
+    ModelShape,
+    list_models,
+    model_shape,
+)
 from servegym.hardware_profiles.schema import FORMAT, kv_capacity_tokens
 
-DTYPES = ("bf16", "fp8")
+DTYPES = ("bf16", "fp8", "nvfp4")
 USABLE_MEMORY = 0.9
 
 # The card and model whose chunks after earlier context were timed, and its multiprocessors.
@@ -45,6 +51,25 @@ _QUERY_TILE = 128
 # What vLLM sets aside was recorded once, for Llama-3.1-8B on one RTX 4090: 1.237e9 bytes. The
 # parts that depend on the model are activations of 2,048 tokens and 256 rows of logits.
 _RECORDED_RESERVE, _RESERVE_TOKENS, _RESERVE_LOGITS = 1_237_000_000, 2048, 256
+
+# Deviation of the logarithm of measured over composed steps by kind (with prefill chunks, decodes
+# alone) and class, and the cards that it was seen on: 80 % intervals hold 80 % of the rows of cards
+# and models left out (table `intervals` of experiments/results/fidelity). Experts in MXFP4 ran in
+# other kernels than were timed.
+STEP_SD: dict[str, dict[str, tuple[float, tuple[str, ...]]]] = {
+    "prefill": {
+        "dense": (0.047, ("rtx4090", "rtxpro6000")),
+        "experts": (0.095, ("rtxpro6000",)),
+        "8 bits": (0.123, ("h100",)),
+        "mxfp4 experts": (0.513, ("h100",)),
+    },
+    "decode": {
+        "dense": (0.038, ("h100", "rtx4090", "rtxpro6000")),
+        "experts": (0.1, ("h100", "rtxpro6000")),
+    },
+}
+# What another card adds: the deviation of the cards' means.
+CARD_SD = {"prefill": 0.064, "decode": 0.026}
 
 _CONTEXTS = (0, *(2**n for n in range(4, 18)))
 _DECODE_CONTEXTS = (1, *(2**n for n in range(4, 18)))
@@ -65,13 +90,15 @@ class Composer:
         kernels: the card's tables.
         shape: the model.
         tp: cards that share every layer.
-        dtype: number format of the products' weights, ``"bf16"`` or ``"fp8"``.
+        dtype: number format of the products' weights, one of :data:`DTYPES`.
+        ep: 1 if every expert is split over the cards, ``tp`` if the experts are spread over them.
     """
 
     kernels: CardKernels
     shape: ModelShape
     tp: int = 1
     dtype: str = "bf16"
+    ep: int = 1
 
     def __post_init__(self) -> None:
         s, tp = self.shape, self.tp
@@ -89,50 +116,73 @@ class Composer:
                 f"tp: got {tp}; must divide the {s.kv_heads} KV heads of {s.name}, or be a "
                 "multiple of them"
             )
+        if self.ep not in (1, tp) or (self.ep > 1 and not s.experts):
+            allowed = f"1 or tp = {tp}" if s.experts else f"1: {s.name} has no experts"
+            raise ValueError(f"ep: got {self.ep}; must be {allowed}")
         self.reference = load(_REFERENCE)
         self.heads = s.heads // tp
         self.kv_heads = max(s.kv_heads // tp, 1)
         self.window = s.window if s.window in self.kernels.windows(s.head_size) else None
         self.moe, self.moe_source = None, None
         if s.experts:
-            wanted = MoeShape(s.hidden, s.intermediate // tp, s.top_k, s.experts)
+            width = s.intermediate * self.ep // tp
+            wanted = MoeShape(s.hidden, width, s.top_k, s.experts, self.ep)
             experts = s.expert_dtype or self.dtype
             self.moe, self.moe_source = self.kernels.moe_table(wanted, experts)
             self.moe_wanted = wanted
         # Seconds a (query, key) pair takes in prompts between half of the longest timed and it.
-        self._longest = self.kernels.longest_prompt
+        self._longest = self.kernels.longest_prompt(s.latent)
         half, full = self._prompt(self._longest / 2), self._prompt(self._longest)
         self.rate = (full - half) / (0.375 * self._longest**2)
+        # The law is of FlashAttention 2, which has neither latent attention nor 8-bit KV caches.
+        plain = not s.latent and self.kernels.kv_dtype == "bf16"
+        self.mixed = self.kernels.mixed if plain else None
 
     # -- products and elementwise ops -----------------------------------------------------------
 
     def layer_s(self, tokens: float) -> float:
-        """Seconds of one layer but attention, for ``tokens`` scheduled tokens."""
+        """Seconds of one layer but attention and feed-forward, for ``tokens`` scheduled tokens."""
         s, k = self.shape, self.kernels
         heads = self.heads * s.head_size
         kv = self.kv_heads * s.head_size
         total = s.norms * k.elementwise_s("layernorm", tokens, s.hidden)
+        total += 2.0 * k.all_reduce_s(2.0 * tokens * s.hidden, self.tp)
+        if s.latent:
+            return total  # its products are part of the attention's times
         total += k.gemm_s(tokens, heads + 2 * kv, s.hidden, self.dtype)
         if s.qk_norm:
             total += k.elementwise_s("qk_norm", tokens, heads + kv)
         total += k.elementwise_s("rotary_emb", tokens, heads + kv)
-        total += k.gemm_s(tokens, s.hidden, heads, self.dtype)
-        total += self.feed_forward_s(tokens)
-        message = 2.0 * tokens * s.hidden
-        return total + 2.0 * k.all_reduce_s(message, self.tp)
+        return total + k.gemm_s(tokens, s.hidden, heads, self.dtype)
 
     def feed_forward_s(self, tokens: float) -> float:
         """Seconds of one layer's feed-forward part on one card."""
         s, k = self.shape, self.kernels
-        if self.moe is not None:
-            # The router: a product and the choice of the top-k, taken as one elementwise launch.
-            router = k.gemm_s(tokens, max(s.experts, _NARROWEST_PRODUCT), s.hidden)
-            router += k.elementwise_s("layernorm", tokens, s.experts)
-            return router + self.moe.seconds(tokens)
-        width = s.intermediate // self.tp
+        if self.moe is None:
+            return self._products_s(tokens, s.intermediate)
+        # The router: a product and the choice of the top-k, taken as one elementwise launch.
+        total = k.gemm_s(tokens, max(s.experts, _NARROWEST_PRODUCT), s.hidden)
+        total += k.elementwise_s("layernorm", tokens, s.experts)
+        total += self._products_s(tokens, s.shared * s.intermediate) if s.shared else 0.0
+        return total + self.moe.seconds(tokens)
+
+    def _products_s(self, tokens: float, features: int) -> float:
+        s, k, width = self.shape, self.kernels, features // self.tp
         total = k.gemm_s(tokens, (2 if s.gated else 1) * width, s.hidden, self.dtype)
         total += k.elementwise_s("act_fn", tokens, width)
         return total + k.gemm_s(tokens, s.hidden, width, self.dtype)
+
+    def quantise_s(self, tokens: float) -> float:
+        """Seconds of one layer to read activations in 16 bits and write them in fewer.
+
+        What the L2 cache holds is taken to be fused with the op before.
+        """
+        s = self.shape
+        if self.dtype == "bf16":
+            return 0.0
+        width = 0 if s.experts else s.intermediate // self.tp
+        inputs = (s.hidden, self.heads * s.head_size, s.hidden, width)
+        return sum(self.kernels.stream_s(3.0 * tokens * values) for values in inputs)
 
     def dense_s(self, tokens: float) -> float:
         """Seconds of an iteration's part that depends on its scheduled tokens alone."""
@@ -140,7 +190,10 @@ class Composer:
         total = k.elementwise_s("embedding", tokens, s.hidden)
         total += k.all_reduce_s(2.0 * tokens * s.hidden, self.tp)
         total += k.elementwise_s("layernorm", tokens, s.hidden)
-        return s.layers * self.layer_s(tokens) + total
+        total += s.layers * (self.layer_s(tokens) + self.quantise_s(tokens))
+        if s.dense_layers:
+            total += s.dense_layers * self._products_s(tokens, s.dense_width)
+        return total + (s.layers - s.dense_layers) * self.feed_forward_s(tokens)
 
     def head_s(self, sequences: float) -> float:
         """Seconds of head and sampler; the logits are gathered at half an all-reduce's time."""
@@ -152,6 +205,8 @@ class Composer:
     # -- attention ------------------------------------------------------------------------------
 
     def _prompt(self, tokens: float, window: int | None = None) -> float:
+        if self.shape.latent:
+            return self.kernels.latent_s("prompt", self.dtype, self.heads, tokens)
         return self.kernels.prompt_attention_s(tokens, self.heads, self.shape.head_size, window)
 
     def prompt_attention_s(self, tokens: float) -> float:
@@ -171,7 +226,7 @@ class Composer:
         Not timed on most cards: the RTX 4090's increment for Llama-3.1-8B times the ratio of the
         long prompts' rates and of the waves' waste; chunks beyond 2,048 by (query, key) pairs.
         """
-        if chunk > _REFERENCE_LONGEST_CHUNK:
+        if chunk > _REFERENCE_LONGEST_CHUNK or self.shape.latent:
             return self.rate * chunk * context
         reference = self.reference
         layers, heads = reference.model["layers"], reference.model["attention_heads"]
@@ -200,6 +255,9 @@ class Composer:
     def decode_attention_s(self, sequences: float, context: float) -> float:
         """Seconds of all layers' attention of ``sequences`` decodes of ``context`` tokens each."""
         s = self.shape
+        if s.latent:
+            sizes = self.heads, sequences, max(context, 3.0)
+            return s.layers * self.kernels.latent_s("decode", self.dtype, *sizes)
         at = (sequences, max(context, 2.0), self.heads, self.kv_heads, s.head_size)
         full = self.kernels.decode_attention_s(*at)
         if self.window is None:
@@ -208,6 +266,48 @@ class Composer:
         at = (sequences, min(at[1], 2.0 * self.window), *at[2:])
         windowed = self.kernels.decode_attention_s(*at, self.window)
         return s.windowed_layers * windowed + (s.layers - s.windowed_layers) * full
+
+    @property
+    def _pair_s(self) -> float:
+        """Seconds a (query, key) pair of one head takes between prompts of 1,024 and 2,048."""
+        return (self._prompt(2048) - self._prompt(1024)) / (1.5 * 1024**2) / self.heads
+
+    def mixed_decode_attention_s(self, sequences: float, context: float) -> float:
+        """:meth:`decode_attention_s` beside prefill chunks, in the kernel that runs both."""
+        assert self.mixed is not None
+        s, device = self.shape, self.kernels.data["device"]
+
+        def layer_s(tokens: float) -> float:
+            at = (sequences, tokens, self.heads, self.kv_heads, s.head_size, self._pair_s)
+            return self.mixed.decode_s(*at, device)  # type: ignore[union-attr]
+
+        if self.window is None:
+            return s.layers * layer_s(context)
+        full = (s.layers - s.windowed_layers) * layer_s(context)
+        return full + s.windowed_layers * layer_s(min(context, self.window))
+
+    def surplus(self, sequences: Sequence[float] = _DECODES) -> dict[str, Any]:
+        """What the law adds in mixed iterations and for unequal contexts.
+
+        Args:
+            sequences: the law's ``decode_sequences``.
+
+        Returns:
+            Its fields; none where the card runs decodes in a kernel of their own.
+        """
+        s, mixed = self.shape, self.mixed
+        if mixed is None:
+            return {}
+        processors = self.kernels.data["device"]["multiprocessors"]
+        full = s.layers - (s.windowed_layers if self.window is not None else 0)
+        token_s = full * mixed.token_s(self._pair_s, processors)
+        blocks = np.array(sequences) * self.kv_heads / processors
+        decode = token_s * np.interp(blocks, mixed.longest_blocks, mixed.longest)
+        return {
+            "mixed_chunk_s": float(f"{s.layers * mixed.chunk_s(self.heads, processors):.6g}"),
+            "longest_decode_s": [float(f"{v:.6g}") for v in decode],
+            "longest_mixed_s": [float(f"{mixed.longest_mixed * token_s:.6g}")] * len(sequences),
+        }
 
     # -- memory ---------------------------------------------------------------------------------
 
@@ -224,7 +324,7 @@ class Composer:
         kv_heads = max(s.kv_heads, tp)
         replicas = kv_heads // s.kv_heads - 1
         copied = 2 * replicas * s.kv_heads * s.head_size * s.hidden * s.layers
-        width = 1 if self.dtype == "fp8" else 2
+        value_bytes = 1 if self.kernels.kv_dtype == "fp8" else 2
         model = {
             "name": s.name,
             "layers": s.layers,
@@ -232,11 +332,11 @@ class Composer:
             "attention_heads": s.heads,
             "kv_heads": kv_heads,
             "head_size": s.head_size,
-            "bytes_per_value": 2,
+            "bytes_per_value": value_bytes,
             "parameters": s.parameters,
-            "weight_bytes": s.weight_bytes(self.dtype) + width * copied,
-            "kv_bytes_per_token": 4 * s.layers * kv_heads * s.head_size,
-            "source": f"{s.architecture}; KV cache in 16 bits"
+            "weight_bytes": s.weight_bytes(self.dtype) + round(VALUE_BYTES[self.dtype] * copied),
+            "kv_bytes_per_token": 2 * value_bytes * s.layers * kv_heads * s.head_size,
+            "source": f"{s.architecture}; KV cache in {8 * value_bytes} bits"
             + (f", {kv_heads // s.kv_heads} copies of each KV head" if replicas else ""),
         }
         return device, model, activation_reserve_bytes(s, tp)
@@ -276,7 +376,7 @@ def _check_memory(composer: Composer) -> None:
     for tp in k.tensor_parallel:
         if tp > composer.tp:
             try:
-                other = Composer(k, s, tp, composer.dtype)
+                other = Composer(k, s, tp, composer.dtype, tp if composer.ep > 1 else 1)
             except ValueError:
                 continue
             if _fits(other):
@@ -308,6 +408,12 @@ def _tables(c: Composer) -> dict[str, Any]:
     attention = np.array([[c.chunk_attention_s(n, x) for x in _CONTEXTS] for n in chunks])
     decode = np.array([[c.decode_attention_s(b, x) for x in _DECODE_CONTEXTS] for b in _DECODES])
     kept, kept_head = thin(tokens, dense, _TOLERANCE), thin(sequences, head, _TOLERANCE)
+    mixed = {}
+    if c.mixed is not None:
+        beside = np.array(
+            [[c.mixed_decode_attention_s(b, x) for x in _DECODE_CONTEXTS] for b in _DECODES]
+        )
+        mixed["mixed_decode_attention_s"] = rounded(np.maximum.accumulate(beside, axis=0))
     return {
         "kind": "tabulated",
         "dense_tokens": as_integers(tokens[kept]),
@@ -318,6 +424,8 @@ def _tables(c: Composer) -> dict[str, Any]:
         "decode_sequences": list(_DECODES),
         "decode_context_tokens": list(_DECODE_CONTEXTS),
         "decode_attention_s": rounded(np.maximum.accumulate(decode, axis=0)),
+        **mixed,
+        **c.surplus(),
         "head_sequences": as_integers(sequences[kept_head]),
         "head_s": rounded(head[kept_head]),
     }
@@ -326,25 +434,42 @@ def _tables(c: Composer) -> dict[str, Any]:
 def _notes(c: Composer) -> list[str]:
     s, k = c.shape, c.kernels
     notes = [
-        "kernel time only: no scheduling, input preparation or gaps between kernels",
+        "kernel time and the host's share of an engine that plans iterations ahead; another's: "
+        "Profile.with_host(engine_host(name, version))",
         f"activation_reserve_bytes: vLLM's for Llama-3.1-8B on one RTX 4090 "
         f"({_RECORDED_RESERVE} B) with this model's activations and logits in place of that one's; "
         f"KV memory: {USABLE_MEMORY:g} of the memory less weights and reserve",
         "chunks after earlier context: increment of the RTX 4090, scaled by the rate of long "
-        f"prompts and the waves of query blocks; prompts beyond {k.longest_prompt} tokens by "
+        f"prompts and the waves of query blocks; prompts beyond {c._longest:g} tokens by "
         "(query, key) pairs at the rate of the longest timed ones (error: "
         "prompt_attention_*_12k_and_16k_from_8k)",
     ]
+    if c.mixed is not None:
+        notes.append(
+            "decodes beside chunks and unequal contexts: a law of the kernel that runs both, of "
+            "the RTX 4090 and RTX PRO 6000 (errors: mixed_attention_*)"
+        )
+    else:
+        notes.append("decodes beside chunks take the time of decodes alone; contexts taken equal")
     if c.tp > 1:
         notes.append(
             "all-reduce: two a layer and one after the embedding, as timed; the gather of the "
             "logits is derived, half an all-reduce of their bytes"
         )
-    if c.dtype == "fp8":
+    if c.dtype != "bf16":
         notes.append(
-            "fp8: products and experts as timed in 8 bits; head, router, attention and KV cache in "
-            "16; quantising the activations is not counted"
+            f"{c.dtype}: products and experts as timed in this format; head, router and attention "
+            "in 16 bits; quantising the activations is counted where they exceed the L2 cache"
         )
+    if c.ep > 1:
+        notes.append("experts spread over the cards: those of the busiest card as timed")
+    if s.latent:
+        notes.append(
+            "latent attention: timed with its products, which mixed iterations read twice; chunks "
+            "after earlier context by (query, key) pairs; no multi-token prediction"
+        )
+    if k.kv_dtype != "bf16":
+        notes.append(f"KV cache in {k.kv_dtype}: attention as timed; its scales are not counted")
     if s.window is not None:
         rule = "as timed" if c.window else "composed as full attention, an upper bound"
         notes.append(
@@ -352,7 +477,9 @@ def _notes(c: Composer) -> list[str]:
             f"{rule}; KV memory is counted without it"
         )
     if c.moe_source is not None and c.moe_source != c.moe_wanted:
-        notes.append(f"experts {c.moe_wanted} were not timed: scaled from {c.moe_source}")
+        notes.append(
+            f"experts {c.moe_wanted} were not timed: scaled from {c.moe_source} and others"
+        )
     notes += [
         f"{what}: {factor:.3g} times beyond the last timed size"
         for what, factor in sorted(k.extrapolated.items())
@@ -366,7 +493,9 @@ def compose(
     model: str | os.PathLike[str] | ModelShape,
     *,
     tp: int = 1,
+    ep: int = 1,
     dtype: str = "bf16",
+    kv_dtype: str = "bf16",
     kernels: CardKernels | None = None,
 ) -> Profile:
     """Compose the profile of a model on a card, or on ``tp`` cards with tensor parallelism.
@@ -375,7 +504,9 @@ def compose(
         card: a name of :func:`servegym.hardware_profiles.kernels.list_cards`.
         model: a shipped config's name, the path of a Hugging Face ``config.json``, or a shape.
         tp: cards that share every layer; one of those whose all-reduce is known.
-        dtype: format of the products' weights, ``"bf16"`` or, where timed, ``"fp8"``.
+        ep: 1, or ``tp`` to spread the experts over the cards whole.
+        dtype: format of the products' weights: ``"bf16"`` or, where timed, ``"fp8"``, ``"nvfp4"``.
+        kv_dtype: format of the KV cache, ``"bf16"`` or, where timed, ``"fp8"``.
         kernels: tables to use in place of the shipped ones.
 
     Returns:
@@ -392,19 +523,24 @@ def compose(
         raise ValueError(unknown_name("dtype", dtype, list(DTYPES)))
     if isinstance(tp, bool) or not isinstance(tp, int) or tp < 1:
         raise ValueError(f"tp: got {tp!r}; must be a whole number >= 1")
-    tables = load_kernels(card) if kernels is None else kernels
+    tables = replace(load_kernels(card) if kernels is None else kernels, kv_dtype=kv_dtype)
+    if kv_dtype not in tables.kv_dtypes:
+        timed = ", ".join(tables.kv_dtypes)
+        raise ValueError(f"kv_dtype: got {kv_dtype!r}; {tables.card} was timed with {timed}")
     shape = model if isinstance(model, ModelShape) else model_shape(model)
     if shape.quantised not in (None, dtype):
         told = f"the config of {shape.name} says {shape.quantised!r}: --dtype {shape.quantised}"
         raise ValueError(f"dtype: got {dtype!r}; {told}")
-    c = Composer(tables, shape, tp, dtype)
+    c = Composer(tables, shape, tp, dtype, ep)
     _check_memory(c)
     law = _tables(c)
     device, facts, reserve = c.memory()
     far = any(factor > 2.0 for factor in tables.extrapolated.values())
     derived = tables.data["kind"] == "derived" or far or c.moe_source not in (None, _wanted(c))
     name = f"{card}-{shape.name.lower()}"
-    name += ("" if tp == 1 else f"-tp{tp}") + ("" if dtype == "bf16" else f"-{dtype}")
+    name += ("" if tp == 1 else f"-tp{tp}") + ("" if ep == 1 else f"-ep{ep}")
+    name += "" if dtype == "bf16" else f"-{dtype}"
+    name += "" if kv_dtype == "bf16" else f"-kv-{kv_dtype}"
     data: dict[str, Any] = {
         "format": FORMAT,
         "name": name,
@@ -431,12 +567,16 @@ def compose(
         | {
             "command": f"servegym profile --card {card} --model {shape.name}"
             + (f" --tp {tp}" if tp > 1 else "")
-            + (f" --dtype {dtype}" if dtype != "bf16" else ""),
+            + (f" --ep {ep}" if ep > 1 else "")
+            + (f" --dtype {dtype}" if dtype != "bf16" else "")
+            + (f" --kv-dtype {kv_dtype}" if kv_dtype != "bf16" else ""),
             "notes": [*tables.data["provenance"]["notes"], *_notes(c)],
         },
     }
-    if "step_error" in tables.data:
-        data["step_error"] = tables.data["step_error"]["experts" if shape.experts else "dense"]
+    host = engine_host(tables.data["engine"]["name"], tables.data["engine"]["version"])
+    if host:
+        data["host"] = host
+    data["step_error"] = _step_error(c)
     draft = Profile.from_dict(data, name)
     data["estimator"], estimator = fit_estimator(draft)
     data["fit_error"] = {
@@ -445,6 +585,43 @@ def compose(
         "linear_estimator_against_law": estimator,
     }
     return Profile.from_dict(data, name)
+
+
+def prefill_class(shape: ModelShape, dtype: str) -> str:
+    """The class of :data:`STEP_SD` of a model's steps with prefill chunks."""
+    if shape.experts and "mxfp4" in (dtype, shape.expert_dtype):
+        return "mxfp4 experts"
+    if dtype != "bf16":
+        return "8 bits"
+    return "experts" if shape.experts else "dense"
+
+
+def _step_error(c: Composer) -> dict[str, Any]:
+    """The ``step_error`` field: the deviations of all causes, as they are known apart."""
+    k, s = c.kernels, c.shape
+    own = {"prefill": prefill_class(s, c.dtype), "decode": "experts" if s.experts else "dense"}
+    causes = [f"{kind} of {name}" for kind, name in own.items()]
+    shares = {"prefill": (2048, 1), "decode": (32, 32)}
+    out: dict[str, Any] = {}
+    for kind, name in own.items():
+        sd, seen = STEP_SD[kind][name]
+        parts = [sd]
+        if k.card not in seen:
+            parts.append(CARD_SD[kind])
+            causes[-1 if kind == "decode" else 0] += f", seen on {' and '.join(seen)}"
+        if c.moe_source is not None and c.moe_source != c.moe_wanted:
+            experts = f"moe_{s.expert_dtype or c.dtype}_layers_from"
+            spreads = [v["p90"] for key, v in k.data["held_out"].items() if key.startswith(experts)]
+            parts.append(max(spreads, default=0.3) / 1.645)
+        tokens, sequences = shares[kind]
+        reduced = (2 * s.layers + 1) * k.all_reduce_s(2.0 * tokens * s.hidden, c.tp)
+        whole = c.dense_s(tokens) + c.head_s(sequences)
+        # The two tables are the ends of an 80 % interval.
+        parts.append(reduced / whole * k.all_reduce_spread(c.tp) / 1.2816)
+        out[kind] = {"bias": 0.0, "sd": float(f"{math.hypot(*parts):.3g}")}
+    if k.all_reduce_spread(c.tp):
+        causes.append("two tables of all-reduces")
+    return out | {"source": f"experiments/results/fidelity/intervals.csv: {', '.join(causes)}"}
 
 
 def _wanted(c: Composer) -> MoeShape | None:
@@ -461,15 +638,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--card", help="a card of --list")
     parser.add_argument("--model", help="a model of --list, or the path of a config.json")
     parser.add_argument("--tp", type=int, default=1, help="cards with tensor parallelism")
-    parser.add_argument("--dtype", default="bf16", help="format of the weights: bf16 or fp8")
+    parser.add_argument(
+        "--ep", type=int, default=1, help="TP, to spread the experts over the cards"
+    )
+    parser.add_argument(
+        "--dtype", default="bf16", help="format of the weights: " + ", ".join(DTYPES)
+    )
+    parser.add_argument("--kv-dtype", default="bf16", help="format of the KV cache: bf16 or fp8")
     parser.add_argument("--out", help="the profile's file (NAME.json)")
     options = parser.parse_args(arguments)
     if options.list:
         for card in list_cards():
             k = load_kernels(card)
             tps = ", ".join(map(str, k.tensor_parallel))
-            print(f"card {card}: {', '.join(k.dtypes)}; tp {tps}; experts in "
-                  f"{', '.join(k.data['moe']) or 'no format'}")  # fmt: skip
+            print(f"card {card}: {', '.join(k.dtypes)}; KV {', '.join(k.kv_dtypes)}; tp {tps}; "
+                  f"experts in {', '.join(k.data['moe']) or 'no format'}")  # fmt: skip
         for name in list_models():
             s = model_shape(name)
             print(f"model {name}: {s.parameters / 1e9:.2f} B parameters, {s.architecture}")
@@ -479,7 +662,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ValueError(f"--{what}: missing (see servegym profile --list)")
     if options.out and not Path(options.out).absolute().parent.is_dir():
         raise ValueError(f"--out: got {options.out!r}; its folder does not exist")
-    profile = compose(options.card, options.model, tp=options.tp, dtype=options.dtype)
+    formats = {"dtype": options.dtype, "kv_dtype": options.kv_dtype}
+    profile = compose(options.card, options.model, tp=options.tp, ep=options.ep, **formats)
     path = Path(options.out or f"{profile.name}.json")
     profile.save(path)
     print(f"{path}: {profile.name}, {profile.kind}, KV {profile.kv_capacity_tokens} tokens of "
@@ -489,10 +673,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for p in (512, 2048, 16384):
         print(f"prefill of {p} tokens: {1e3 * profile.prefill_s(p):.1f} ms")
     for kind in ("prefill", "decode"):
-        if profile.step_error:
-            error = profile.step_error[kind]
-            low, high = (math.expm1(error["bias"] + z * error["sd"]) for z in (-1.96, 1.96))
-            print(f"{kind} steps: true time {low:+.1%} to {high:+.1%} of the law's, 95 % interval")
+        error = profile.step_error[kind]
+        low, high = (math.expm1(error["bias"] + z * error["sd"]) for z in (-1.2816, 1.2816))
+        print(f"{kind} steps: true time {low:+.1%} to {high:+.1%} of the law's, 80 % interval")
     for note in profile.provenance["notes"]:
         if "beyond" in note or "not timed" in note:
             print(f"note: {note}")

@@ -17,6 +17,7 @@ know nothing of it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -39,6 +40,43 @@ def vllm_graph_sizes(largest: int = 512) -> list[int]:
     """
     sizes = [1, 2, 4, *range(8, 256, 8), *range(256, largest + 1, 16)]
     return [size for size in sizes if size <= largest]
+
+
+# Seconds an iteration and a sequence beyond the kernels, middle of the ranges seen on 2, 4 and 8
+# cards, where iterations are planned ahead and where not.
+_AHEAD, _WAITING = (5e-5, 7e-6), (1.4e-3, 5e-5)
+_RANGES = {
+    True: "0 to 0.1 ms a step and 0.004 to 0.010 ms a sequence",
+    False: "1.4 ms a step and 0.045 to 0.056 ms a sequence",
+}
+_AHEAD_SINCE = {"vLLM": (0, 14)}
+
+
+def engine_host(name: str, version: str) -> dict[str, Any]:
+    """The host's share of an iteration of an engine, as the field ``host`` of a profile.
+
+    Args:
+        name: the engine's; vLLM is known.
+        version: its version, of at least two numbers.
+
+    Returns:
+        The field; empty where nothing is known of the engine.
+    """
+    numbers = re.match(r"v?(\d+)\.(\d+)", version)
+    if name not in _AHEAD_SINCE or numbers is None:
+        return {}
+    ahead = (int(numbers[1]), int(numbers[2])) >= _AHEAD_SINCE[name]
+    step_s, sequence_s = _AHEAD if ahead else _WAITING
+    since = ".".join(map(str, _AHEAD_SINCE[name]))
+    how = "plans iterations ahead" if ahead else "plans an iteration when it starts"
+    return {
+        "step_s": step_s,
+        "sequence_s": sequence_s,
+        "token_s": 0.0,
+        "overlap": False,
+        "source": f"{name} {'from' if ahead else 'before'} {since} {how}: published engine "
+        f"measurements less composed kernels, {_RANGES[ahead]}",
+    }
 
 
 def host_s(host: Mapping[str, Any], sequences: Any, tokens: Any) -> Any:

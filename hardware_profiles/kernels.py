@@ -15,18 +15,28 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from servegym.hardware_profiles.interpolation import interpolate
-from servegym.hardware_profiles.load import data_path, unknown_name
+from servegym.hardware_profiles.load import data_path, list_profiles, unknown_name
+from servegym.hardware_profiles.model_config import VALUE_BYTES
 from servegym.hardware_profiles.schema import Fields, read_json
 
 FORMAT = "servegym-kernel-tables/1"
 # How far beyond the last timed size a shape may lie.
 LARGEST_EXTRAPOLATION = 4.0
 _MICROSECOND = 1e-6
+# Bytes that an elementwise op moves for each value in 16 bits: a norm adds the residual, too.
+_MOVED = {"layernorm": 8, "rotary_emb": 4, "qk_norm": 4, "act_fn": 6, "embedding": 4}
+# L2 cache of H100 and H200, and the share of a card's bandwidth that streaming reaches.
+_L2_BYTES, _STREAMED = 50 * 2**20, 0.9
+# In an engine the cards of an all-reduce wait for one another, which a loop of nothing but
+# all-reduces does not show: seconds a doubling of the cards. Fitted to TPOT of published vLLM runs
+# on H100 (Llama-3.1-70B and gpt-oss-120b on 2, 4 and 8 cards, 73 runs): 2.15 +- 0.28 us beside a
+# bias of each model.
+WAIT_S = 2.2e-6
 
 
 class LogTable:
@@ -94,6 +104,89 @@ class LogTable:
 
 
 @dataclass(frozen=True)
+class MixedAttention:
+    """Decodes beside prefill chunks where one kernel runs both (FlashAttention 2), in one layer.
+
+    There every query head of a decode is a block of its own, which fills the tile of
+    :data:`TILE` queries with one and is not split over its context. So the decodes take the time
+    of their tiles' arithmetic, or of reading keys and values as often as the L2 cache loses them
+    between the query heads of a KV head, or of the longest block. Every row of tiles of the longest
+    chunk starts a block for every decode, which ends at once.
+
+    Attributes:
+        l2_bytes: of the card.
+        block_s: seconds of a block without context.
+        rate: arithmetic of a tile over that of long prompts.
+        latency: the same for a block that runs alone.
+        cache: share of the L2 cache up to which nothing is read again; from twice that on all is.
+        power: of the mean that joins the three times.
+        empty_s: seconds of a block that ends at once.
+        longest_blocks: blocks a multiprocessor of an iteration of decodes alone,
+        longest: what a token of the longest context beyond the mean takes there, in units of a
+            token of a block that runs alone.
+        longest_mixed: the same beside prefill chunks.
+    """
+
+    TILE: ClassVar[int] = 64
+    BANDWIDTH: ClassVar[float] = 0.95
+
+    l2_bytes: float
+    block_s: float
+    rate: float
+    latency: float
+    cache: float
+    power: float
+    empty_s: float
+    longest_blocks: Sequence[float] = (0.0,)
+    longest: Sequence[float] = (0.0,)
+    longest_mixed: float = 0.0
+
+    def token_s(self, pair_s: float, processors: int) -> float:
+        """Seconds a token of a block that runs alone; ``pair_s`` as in :meth:`decode_s`."""
+        return self.latency * self.TILE * pair_s * processors
+
+    def decode_s(
+        self,
+        sequences: float,
+        context: float,
+        heads: int,
+        kv_heads: int,
+        head_size: int,
+        pair_s: float,
+        device: Mapping[str, Any],
+    ) -> float:
+        """Seconds that the decodes add to the smallest chunk.
+
+        Args:
+            sequences: decodes.
+            context: tokens of each.
+            heads: query heads.
+            kv_heads: KV heads.
+            head_size: values a head.
+            pair_s: seconds a (query, key) pair of one head takes in long prompts.
+            device: ``multiprocessors`` and ``memory_bandwidth_bytes_per_s``.
+
+        Returns:
+            Seconds.
+        """
+        processors, group = device["multiprocessors"], heads / kv_heads
+        tile_s = self.TILE * pair_s * processors
+        work = heads * sequences / processors
+        work *= self.block_s + self.rate * tile_s * max(context, self.TILE)
+        kv_bytes = 4.0 * head_size * sequences * context
+        lost = min(max(kv_bytes / (self.cache * self.l2_bytes) - 1.0, 0.0), 1.0)
+        times = 1.0 + (min(group, max(1.0, group * sequences / processors)) - 1.0) * lost
+        read = times * kv_bytes * kv_heads
+        read /= self.BANDWIDTH * device["memory_bandwidth_bytes_per_s"]
+        alone = self.latency * tile_s * context
+        return float(sum(s**self.power for s in (work, read, alone)) ** (1.0 / self.power))
+
+    def chunk_s(self, heads: int, processors: int) -> float:
+        """Seconds that every decode and token of the longest chunk add."""
+        return self.empty_s * heads / processors / (2 * self.TILE)
+
+
+@dataclass(frozen=True)
 class MoeShape:
     """One routed feed-forward layer on one card (gated: three matrices an expert).
 
@@ -102,12 +195,14 @@ class MoeShape:
         width: width of one expert, or of its share on this card.
         top_k: experts a token goes to.
         experts: experts of the layer.
+        ep: cards that the experts are spread over; times are those of the busiest.
     """
 
     hidden: int
     width: int
     top_k: int
     experts: int
+    ep: int = 1
 
     @property
     def expert_values(self) -> int:
@@ -126,6 +221,17 @@ class MoeShape:
             (self.top_k, other.top_k),
         )
         return max(max(a / b, b / a) for a, b in pairs)
+
+    def apart(self, other: MoeShape) -> float:
+        """How far apart two layers are in the logarithms of their sizes, top-k counting twice."""
+        pairs = ((self.hidden, other.hidden), (self.width, other.width),
+                 (self.top_k**2, other.top_k**2), (self.experts, other.experts))  # fmt: skip
+        return math.hypot(*(math.log(a / b) for a, b in pairs))
+
+
+Layer = tuple[MoeShape, np.ndarray, np.ndarray]
+"""A timed layer: its shape, ``(G,)`` tokens and ``(G,)`` seconds."""
+_NEAREST = 4
 
 
 def other_moe_shape(
@@ -154,6 +260,27 @@ def other_moe_shape(
     return reading * share * size + rest * work
 
 
+def layer_from_others(wanted: MoeShape, timed: Sequence[Layer]) -> Layer:
+    """Times of a layer that was not timed, from the four nearest that were.
+
+    Args:
+        wanted: the layer.
+        timed: others of the same format.
+
+    Returns:
+        The shape of the nearest, its tokens, and the mean of the logarithms of the seconds that
+        `other_moe_shape` makes of each, by the inverse cube of how far they are `MoeShape.apart`.
+    """
+    near = sorted(timed, key=lambda layer: wanted.apart(layer[0]))[:_NEAREST]
+    tokens = near[0][1]
+    logs = [
+        np.interp(np.log(tokens), np.log(grid), np.log(other_moe_shape(s, wanted, seconds, grid)))
+        for s, grid, seconds in near
+    ]
+    weights = [1.0 / max(wanted.apart(layer[0]), 1e-3) ** 3 for layer in near]
+    return near[0][0], tokens, np.exp(np.average(logs, axis=0, weights=weights))
+
+
 @dataclass
 class CardKernels:
     """The kernel tables of one card; make one with :func:`load_kernels`.
@@ -161,11 +288,13 @@ class CardKernels:
     Attributes:
         card: short name.
         data: the file's content.
+        kv_dtype: format of the KV cache, one of :attr:`kv_dtypes`.
         extrapolated: largest extrapolation factor that was asked for, by kernel and axis.
     """
 
     card: str
     data: dict[str, Any]
+    kv_dtype: str = "bf16"
     extrapolated: dict[str, float] = field(default_factory=dict)
     _tables: dict[tuple[str, ...], LogTable] = field(default_factory=dict, repr=False)
 
@@ -192,6 +321,12 @@ class CardKernels:
         """Number formats of weights whose products were timed."""
         return list(self.data["gemm"])
 
+    @property
+    def kv_dtypes(self) -> list[str]:
+        """Formats of the KV cache whose attention was timed."""
+        timed = [key.partition("attention_")[2] for key in self.data if "decode_att" in key]
+        return [kv or "bf16" for kv in timed]
+
     def check_dtype(self, dtype: str) -> None:
         """Refuse weights of a format that was not timed on this card."""
         if dtype not in self.dtypes:
@@ -201,7 +336,13 @@ class CardKernels:
     def gemm_s(self, rows: float, out: int, inner: int, dtype: str = "bf16") -> float:
         """Seconds of the product ``(rows x inner) @ (inner x out)``."""
         table = self._table("gemm", dtype, ("rows", "out", "inner"), f"{dtype} matrix product")
-        return self._at(table, rows, out, inner)
+        seconds = self._at(table, rows, out, inner)
+        if self.data["kind"] == "derived":
+            return seconds
+        # The timing loop found small weights in the L2 cache, where a model's do not stay.
+        raw = self.data["gemm"][dtype]
+        read = VALUE_BYTES[dtype] * out * inner / raw["bandwidth_bytes_per_s"]
+        return max(seconds, _MICROSECOND * raw["launch_us"] + read)
 
     def windows(self, head_size: int) -> list[int]:
         """Sliding windows that were timed with this head size."""
@@ -213,6 +354,8 @@ class CardKernels:
     ) -> float:
         """Attention of a head size: as timed, between two timed ones, or by bytes beyond them."""
         what = kernel.replace("_", " ")
+        if self.kv_dtype != "bf16":
+            kernel = f"{kernel}_{self.kv_dtype}"
         if window is not None:
             return self._at(self._table(kernel, f"{size}w{window}", axes, what), *at)
         sizes = sorted(int(key) for key in self.data[kernel] if "w" not in key)
@@ -245,10 +388,10 @@ class CardKernels:
         axes = ("heads", "tokens")
         return self._attention("prompt_attention", axes, head_size, window, heads, tokens)
 
-    @property
-    def longest_prompt(self) -> int:
-        """Tokens of the longest prompt whose attention was timed."""
-        return int(min(t["tokens"][-1] for t in self.data["prompt_attention"].values()))
+    def longest_prompt(self, latent: bool = False) -> int:
+        """Tokens of the longest prompt whose attention, or latent attention, was timed."""
+        tables = self.data.get("latent_prompt", {}) if latent else self.data["prompt_attention"]
+        return int(min((t["tokens"][-1] for t in tables.values()), default=1))
 
     def decode_attention_s(
         self,
@@ -268,6 +411,24 @@ class CardKernels:
         at = (heads / kv_heads, sequences * kv_heads, context)
         return self._attention("decode_attention", axes, head_size, window, *at)
 
+    def latent_s(self, kernel: str, dtype: str, heads: float, *at: float) -> float:
+        """Seconds of one layer's latent attention with its products, of ``dtype`` weights.
+
+        Args:
+            kernel: ``"prompt"``, at its tokens, or ``"decode"``, at sequences and their context.
+            dtype: format of the weights.
+            heads: query heads on this card.
+            at: the sizes.
+        """
+        name = f"latent_{kernel}" + ("" if self.kv_dtype == "bf16" else f"_{self.kv_dtype}")
+        if dtype not in self.data.get(name, {}):
+            raise ValueError(
+                f"dtype: got {dtype!r}; latent attention was timed on {self.card} with "
+                + (", ".join(self.data.get(name, {})) or "no format")
+            )
+        axes = {"prompt": ("heads", "tokens"), "decode": ("heads", "sequences", "context")}[kernel]
+        return self._at(self._table(name, dtype, axes, name.replace("_", " ")), heads, *at)
+
     def longest_context(self, head_size: int) -> int:
         """Tokens of the longest context whose decode attention was timed at a head size."""
         tables = self.data["decode_attention"]
@@ -275,26 +436,30 @@ class CardKernels:
         near = min(sizes, key=lambda s: abs(math.log(s / head_size)))
         return int(tables[str(near)]["context"][-1])
 
-    def moe_shapes(self, dtype: str) -> Iterator[tuple[MoeShape, np.ndarray, np.ndarray]]:
-        """Timed layers with weights of ``dtype``: shape, ``(G,)`` tokens, ``(G,)`` seconds."""
+    def moe_shapes(self, dtype: str) -> Iterator[Layer]:
+        """Timed layers with weights of ``dtype``."""
         for raw in self.data["moe"].get(dtype, ()):
-            shape = MoeShape(*(raw[key] for key in ("hidden", "width", "top_k", "experts")))
+            shape = MoeShape(*(raw[key] for key in ("hidden", "width", "top_k", "experts")),
+                             raw.get("ep", 1))  # fmt: skip
             yield shape, np.array(raw["tokens"], float), _MICROSECOND * np.array(raw["us"])
 
     def moe_table(self, wanted: MoeShape, dtype: str) -> tuple[LogTable, MoeShape]:
-        """Times of a routed layer by tokens, and the timed layer they come from.
+        """Times of a routed layer by tokens, and the timed layer nearest to it.
 
         Raises:
             ValueError: if no layer with such weights was timed, or none near in shape.
         """
-        timed = list(self.moe_shapes(dtype))
+        timed = [layer for layer in self.moe_shapes(dtype) if layer[0].ep == wanted.ep]
+        if wanted.ep > 1:
+            timed = [layer for layer in timed if layer[0] == wanted]
         if not timed:
             formats = ", ".join(self.data["moe"]) or "none"
             raise ValueError(
-                f"experts: got {dtype} weights; no such mixture-of-experts kernel was timed on "
-                f"{self.card} (timed: {formats})"
+                f"experts: got {dtype} weights"
+                + (f" of {wanted}" if wanted.ep > 1 else "")
+                + f"; no such mixture-of-experts kernel was timed on {self.card} (timed: {formats})"
             )
-        near, tokens, seconds = min(timed, key=lambda entry: wanted.distance(entry[0]))
+        near, tokens, seconds = min(timed, key=lambda layer: wanted.apart(layer[0]))
         factor = wanted.distance(near)
         if factor > LARGEST_EXTRAPOLATION:
             raise ValueError(
@@ -302,9 +467,15 @@ class CardKernels:
                 f"{factor:.3g} times off; at most {LARGEST_EXTRAPOLATION:g} times"
             )
         if near != wanted:
-            seconds = other_moe_shape(near, wanted, seconds, tokens)
+            near, tokens, seconds = layer_from_others(wanted, timed)
             self.extrapolated[f"experts on {self.card}: shape"] = factor
         return LogTable(f"experts on {self.card}", [("tokens", tokens)], seconds), near
+
+    @property
+    def mixed(self) -> MixedAttention | None:
+        """Attention of decodes beside chunks; None where a kernel of its own runs them."""
+        raw = self.data.get("mixed")
+        return None if raw is None else MixedAttention(**raw)
 
     @property
     def tensor_parallel(self) -> list[int]:
@@ -315,20 +486,34 @@ class CardKernels:
         """Seconds to sum ``message_bytes`` over ``cards`` cards (none for one card)."""
         if cards == 1:
             return 0.0
+        wait_s = WAIT_S * math.log2(cards)
         table = self._table("all_reduce", str(cards), ("bytes",), f"all-reduce of {cards}")
         # Beyond the largest message the time is in proportion: bandwidth alone counts.
         last = table.grids[0][-1]
         scale = max(message_bytes / last, 1.0)
-        return scale * table.seconds(max(message_bytes / scale, table.grids[0][0]))
+        return wait_s + scale * table.seconds(max(message_bytes / scale, table.grids[0][0]))
+
+    def all_reduce_spread(self, cards: int) -> float:
+        """Half the logarithm of the slowest published all-reduce over the fastest one."""
+        return float(self.data["all_reduce"][str(cards)].get("spread", 0.0)) if cards > 1 else 0.0
+
+    def stream_s(self, moved: float) -> float:
+        """Seconds to move so many bytes but for those that the L2 cache holds."""
+        device = self.data["device"]
+        held = self.data.get("mixed", {}).get("l2_bytes", _L2_BYTES)
+        return max(moved - held, 0.0) / (_STREAMED * device["memory_bandwidth_bytes_per_s"])
 
     def elementwise_s(self, op: str, tokens: float, size: float) -> float:
         """Seconds of an elementwise op over ``tokens`` rows of ``size`` values.
 
-        The launch floor stays; what grows goes by the values, which memory bandwidth bounds.
+        The launch floor stays; what grows goes by the values, which memory bandwidth bounds. The
+        timed sizes lie in the L2 cache; larger ones are at least streamed from memory.
         """
         raw = self.data["elementwise"][op]
         grid, time = np.array(raw["tokens"], float), _MICROSECOND * np.array(raw["us"])
-        return max(interpolate(grid, time, tokens * size / raw["size"]), float(time[0]))
+        timed = max(interpolate(grid, time, tokens * size / raw["size"]), float(time[0]))
+        moved = _MOVED.get(op, 0) * tokens * size
+        return max(timed, self.stream_s(moved)) if moved else timed
 
 
 def list_cards() -> list[str]:
@@ -358,7 +543,11 @@ def load_kernels(card: str) -> CardKernels:
     """
     names = list_cards()
     if card not in names:
-        raise ValueError(unknown_name("card", card, names))
+        told = unknown_name("card", card, names)
+        ships = [name for name in list_profiles() if name.startswith(f"{card}-")]
+        if ships:
+            told += f"; it has no kernel tables, but ships as the profile {ships[0]!r}"
+        raise ValueError(told)
     # The tables are shared; what is asked of them is recorded for each caller.
     return replace(_read(card), extrapolated={})
 

@@ -24,6 +24,8 @@ from servegym.hardware_profiles.schema import (
     ESTIMATOR_FIELDS,
     FORMAT,
     LINEAR_FIELDS,
+    LONGEST,
+    MIXED_CHUNK,
     MIXED_TABLE,
     TABLE_AXES,
     Fields,
@@ -43,7 +45,7 @@ class LawTables(NamedTuple):
     ``dense(tokens) + sum over chunks of chunk_attention(chunk, context before it)
     + decode_attention(b, T / b) + head(sequences)``,
     with linear (bilinear) interpolation inside a grid and the slope of the outermost cell
-    beyond it.
+    beyond it, and what :class:`Surplus` adds.
 
     Attributes:
         dense_tokens: ``(G1,)`` scheduled tokens of an iteration (prefill + decode).
@@ -68,6 +70,22 @@ class LawTables(NamedTuple):
     decode_attention_s: np.ndarray
     head_sequences: np.ndarray
     head_s: np.ndarray
+
+
+class Surplus(NamedTuple):
+    """What mixed iterations and unequal contexts add to a law; all zero where it says nothing.
+
+    Attributes:
+        chunk_s: seconds that every decode and token of the longest prefill chunk add to an
+            iteration with both.
+        decode_s: ``(B,)`` seconds that every token by which the longest context of the decodes
+            exceeds their mean adds to an iteration of ``B`` numbers of decodes alone.
+        mixed_s: ``(B,)`` the same beside prefill chunks.
+    """
+
+    chunk_s: float
+    decode_s: np.ndarray
+    mixed_s: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -319,21 +337,24 @@ class Profile:
         """Seconds of a prefill iteration of ``tokens`` prompt tokens (Eq. 13's quantity)."""
         return self.dense_s(tokens) + self.chunk_attention_s(tokens, 0.0) + self.head_s(1.0)
 
-    def decode_s(self, sequences: float, context_tokens: float) -> float:
+    def decode_s(
+        self, sequences: float, context_tokens: float, longest: float | None = None
+    ) -> float:
         """Seconds of one decode iteration (Eq. 14's quantity).
 
         Args:
             sequences: ``b >= 1`` running sequences, one new token each.
             context_tokens: ``T``, tokens in KV memory summed over them.
+            longest: tokens of the longest context; None for equal contexts.
 
         Returns:
             Seconds.
         """
-        return (
-            self.dense_s(sequences)
-            + self.decode_attention_s(sequences, context_tokens / sequences)
-            + self.head_s(sequences)
-        )
+        mean = context_tokens / sequences
+        total = self.dense_s(sequences) + self.decode_attention_s(sequences, mean)
+        if longest is not None:
+            total += float(self.surplus(sequences).decode_s) * (longest - mean)
+        return total + self.head_s(sequences)
 
     def step_s(
         self,
@@ -384,8 +405,29 @@ class Profile:
         table.setflags(write=False)
         return table
 
+    def surplus(self, sequences: Any) -> Surplus:
+        """What the law adds in mixed iterations and for unequal contexts.
+
+        Args:
+            sequences: ``(B,)`` numbers of decodes.
+
+        Returns:
+            The times, with a value for each of ``sequences``.
+        """
+        at = np.asarray(sequences, dtype=np.float64)
+        found = []
+        for key in LONGEST:
+            known = key in self.law
+            grid = np.array(self.law["decode_sequences"] if known else [0.0])
+            found.append(np.interp(at, grid, self.law.get(key, [0.0])))
+        return Surplus(float(self.law.get(MIXED_CHUNK, 0.0)), *found)
+
     def mixed_step_s(
-        self, chunks: Iterable[tuple[float, float]], sequences: float, context_tokens: float
+        self,
+        chunks: Iterable[tuple[float, float]],
+        sequences: float,
+        context_tokens: float,
+        longest: float | None = None,
     ) -> float:
         """:meth:`step_s` with the decodes' attention as it is together with prefill chunks.
 
@@ -393,6 +435,7 @@ class Profile:
             chunks: ``(tokens, context)`` of every prefill chunk; at least one.
             sequences: decoding sequences ``b``, at least one.
             context_tokens: ``T``, tokens in KV memory summed over the decodes.
+            longest: tokens of the decodes' longest context; None for equal contexts.
 
         Returns:
             Seconds.
@@ -412,6 +455,10 @@ class Profile:
             sequences,
             mean,
         )
+        more = self.surplus(sequences)
+        mixed += more.chunk_s * sequences * max(chunk for chunk, _ in parts)
+        if longest is not None:
+            mixed += float(more.mixed_s) * (longest - mean)
         return self.step_s(parts, sequences, context_tokens) - alone + mixed
 
     def headline_error(self) -> tuple[str, dict[str, Any]] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import os
+import re
 from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
@@ -48,9 +49,20 @@ def load(name_or_path: str | os.PathLike[str]) -> Profile:
 
 
 def unknown_name(what: str, given: str, names: list[str]) -> str:
-    """Message for a name that does not exist, with the nearest that does."""
-    near = [name for name in names if given and name.startswith(given)]
-    near = near or difflib.get_close_matches(given, names, 1, cutoff=0.4)
+    """Message for a name that does not exist, with the nearest that does.
+
+    A name with other numbers is another thing (H20 is no H200), not a misspelling.
+    """
+
+    def numbers(name: str) -> set[int]:
+        return {int(number) for number in re.findall(r"\d+", name)}
+
+    alike = [name for name in names if numbers(given) <= numbers(name)]
+    low = given.lower()
+    near = [name for name in alike if given and name.lower().startswith(low)]
+    if not near:
+        lower = {name.lower(): name for name in alike}
+        near = [lower[name] for name in difflib.get_close_matches(low, lower, 1, cutoff=0.8)]
     hint = f"; did you mean {near[0]!r}?" if near else ""
     return f"{what}: got {given!r}{hint} (allowed: {', '.join(names)})"
 

@@ -2,8 +2,8 @@
 
 Dense decoders with gated feed-forward layers (Llama, Mistral, Qwen2, Qwen3, Phi-3, Gemma), the
 two older forms of the fleets (Falcon, ChatGLM) and mixtures of experts (Mixtral, Qwen3-MoE,
-gpt-oss). A field that is missing or null has the default of its architecture. Configs of the models
-asked for most ship in ``data/models``.
+gpt-oss, DeepSeek-V3). A field that is missing or null has the default of its architecture. Configs
+of the models asked for most ship in ``data/models``.
 """
 
 from __future__ import annotations
@@ -29,12 +29,16 @@ ARCHITECTURES = (
     "MixtralForCausalLM",
     "Qwen3MoeForCausalLM",
     "GptOssForCausalLM",
+    "DeepseekV3ForCausalLM",
 )
 # Architectures whose queries, keys and values carry biases and the output product none.
 _QKV_BIAS = ("Qwen2ForCausalLM", "ChatGLMModel")
 _QK_NORM = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
-
-
+# Bytes of a weight: 4-bit formats have a scale for every 32 (mxfp4) or 16 (nvfp4) of them.
+VALUE_BYTES = {"bf16": 2.0, "fp8": 1.0, "mxfp4": 4.25 / 8.0, "nvfp4": 4.5 / 8.0}
+# DeepSeek-V3's multi-head latent attention, which was timed as a whole with its products.
+_LATENT = {"hidden_size": 7168, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
+           "qk_rope_head_dim": 64, "v_head_dim": 128}  # fmt: skip
 _TIED_BY_DEFAULT = ("GemmaForCausalLM", "FalconForCausalLM")
 _FIELDS = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
@@ -93,6 +97,11 @@ class ModelShape:
         window: sliding window in tokens, or None.
         windowed_layers: layers that have it.
         quantised: ``"fp8"`` if the config says that the weights are in 8 bits, or None.
+        latent: whether it has DeepSeek-V3's multi-head latent attention; keys and values of a token
+            then are those of one KV head of ``head_size``.
+        shared: experts a layer that every token goes to.
+        dense_layers: first layers that have a dense feed-forward layer in place of experts,
+        dense_width: and its width.
     """
 
     name: str
@@ -116,6 +125,10 @@ class ModelShape:
     window: int | None = None
     windowed_layers: int = 0
     quantised: str | None = None
+    latent: bool = False
+    shared: int = 0
+    dense_layers: int = 0
+    dense_width: int = 0
 
     @property
     def qkv_features(self) -> int:
@@ -125,13 +138,24 @@ class ModelShape:
     @property
     def attention_parameters(self) -> int:
         """Weights of one layer's attention products."""
+        if self.latent:
+            rank, kv, inner, rope, value = (_LATENT[key] for key in list(_LATENT)[1:])
+            queries = rank * (self.hidden + self.heads * (inner + rope))
+            keys = self.hidden * (kv + rope) + kv * self.heads * (inner + value)
+            return queries + keys + self.heads * value * self.hidden
         return self.hidden * (self.qkv_features + self.heads * self.head_size)
 
     @property
+    def expert_parameters(self) -> int:
+        """Weights of one expert, or of the feed-forward layer."""
+        return (3 if self.gated else 2) * self.hidden * self.intermediate
+
+    @property
     def feed_forward_parameters(self) -> int:
-        """Weights of one layer's feed-forward products, all experts, without the router."""
-        one = (3 if self.gated else 2) * self.hidden * self.intermediate
-        return one * max(self.experts, 1)
+        """Weights of all layers' feed-forward products, without the routers."""
+        routed = (max(self.experts, 1) + self.shared) * self.expert_parameters
+        dense = 3 * self.hidden * self.dense_width
+        return (self.layers - self.dense_layers) * routed + self.dense_layers * dense
 
     @property
     def embedding_parameters(self) -> int:
@@ -142,7 +166,7 @@ class ModelShape:
     def small_parameters(self) -> int:
         """Norms, biases and routers of all layers."""
         norm = self.hidden * (2 if self.architecture == "FalconForCausalLM" else 1)
-        layer = self.norms * norm + self.hidden * self.experts
+        layer = self.norms * norm
         if self.qkv_bias:
             # Most have one at the output product, too.
             layer += self.qkv_features + (self.architecture not in _QKV_BIAS) * self.hidden
@@ -152,24 +176,28 @@ class ModelShape:
             # Biases of the router and the experts, and one sink a head.
             layer += self.experts + self.heads
             layer += self.experts * (2 * self.intermediate + self.hidden)
-        return self.layers * layer + norm
+        routers = self.hidden * self.experts
+        if self.latent:
+            # Norms of the two ranks, and a bias an expert.
+            layer += _LATENT["q_lora_rank"] + _LATENT["kv_lora_rank"]
+            routers += self.experts
+        return self.layers * layer + (self.layers - self.dense_layers) * routers + norm
 
     @property
     def parameters(self) -> int:
         """All weights of the model."""
-        matrices = self.attention_parameters + self.feed_forward_parameters
-        return self.layers * matrices + self.embedding_parameters + self.small_parameters
+        matrices = self.layers * self.attention_parameters + self.feed_forward_parameters
+        return matrices + self.embedding_parameters + self.small_parameters
 
     def weight_bytes(self, dtype: str) -> int:
         """Bytes of the weights.
 
-        Embedding, head, norms, biases and routers stay in 16 bits; ``fp8`` takes one byte a weight
-        of every other product, ``mxfp4`` 4 bits and one 8-bit scale for 32 of them.
+        Embedding, head, norms, biases and routers stay in 16 bits; every other product takes
+        ``VALUE_BYTES``.
         """
-        width = {"bf16": 2.0, "fp8": 1.0, "mxfp4": 4.25 / 8.0}
         experts = self.expert_dtype or dtype
-        total = self.layers * self.attention_parameters * width[dtype]
-        total += self.layers * self.feed_forward_parameters * width[experts]
+        total = self.layers * self.attention_parameters * VALUE_BYTES[dtype]
+        total += self.feed_forward_parameters * VALUE_BYTES[experts]
         return round(total + 2.0 * (self.embedding_parameters + self.small_parameters))
 
 
@@ -213,7 +241,7 @@ def _quantised(top: Fields, kind: str) -> str | None:
 def _with_defaults(top: Fields, kind: str) -> Fields:
     """The config with the architecture's defaults where a field is missing or null."""
     config = top.data
-    if kind == "ChatGLMModel":  # whose class is not in the library: nothing has a default
+    if kind not in _DEFAULTS:  # nothing is left out of their configs
         return top
     defaults = {k: v for k, v in zip(_FIELDS, _DEFAULTS[kind], strict=False) if v is not None}
     key = "num_key_value_heads"
@@ -236,6 +264,8 @@ def _shape(top: Fields, name: str, kind: str) -> ModelShape:
     if kind == "ChatGLMModel":
         return _chatglm(top, name)
     heads, hidden = top.integer("num_attention_heads"), top.integer("hidden_size")
+    if kind == "DeepseekV3ForCausalLM":
+        return _deepseek(top, name)
     size = top.integer("head_dim") if "head_dim" in top.data else hidden // heads
     if "head_dim" not in top.data and hidden % heads:
         raise top.error("num_attention_heads", f"got {heads}; must divide hidden_size {hidden}")
@@ -338,6 +368,31 @@ def _window(top: Fields, kind: str, layers: int) -> tuple[int | None, int]:
     if window is None or window >= top.integer("max_position_embeddings"):
         return None, 0
     return window, windowed
+
+
+def _deepseek(top: Fields, name: str) -> ModelShape:
+    """DeepSeek-V3: latent attention, dense first layers, shared experts."""
+    for key, timed in _LATENT.items():
+        if top.integer(key) != timed:
+            raise top.error(key, f"got {top.data[key]}; latent attention was timed with {timed}")
+    return ModelShape(
+        name=name,
+        architecture="DeepseekV3ForCausalLM",
+        layers=top.integer("num_hidden_layers"),
+        hidden=top.integer("hidden_size"),
+        heads=top.integer("num_attention_heads"),
+        kv_heads=1,
+        head_size=(_LATENT["kv_lora_rank"] + _LATENT["qk_rope_head_dim"]) // 2,
+        intermediate=top.integer("moe_intermediate_size"),
+        vocabulary=top.integer("vocab_size"),
+        tied=_flag(top, "tie_word_embeddings", False),
+        experts=top.integer("n_routed_experts"),
+        top_k=top.integer("num_experts_per_tok"),
+        latent=True,
+        shared=top.integer("n_shared_experts"),
+        dense_layers=top.integer("first_k_dense_replace"),
+        dense_width=top.integer("intermediate_size"),
+    )
 
 
 def _falcon(top: Fields, name: str, heads: int, hidden: int) -> ModelShape:

@@ -26,6 +26,8 @@ BLOCK_SIZE = 16
 MAX_PLAUSIBLE_S = 30.0
 # Attention of 131,072 tokens after as many, all layers of a large model, takes minutes.
 MAX_PLAUSIBLE_ATTENTION_S = 900.0
+# No token more of one context may add more.
+MAX_PLAUSIBLE_TOKEN_S = 1e-3
 
 # The axes of each table of a tabulated law; a table without axes is a grid itself.
 TABLE_AXES: dict[str, tuple[str, ...]] = {
@@ -42,6 +44,8 @@ TABLE_AXES: dict[str, tuple[str, ...]] = {
 }
 # Optional: the decodes' attention in an iteration that also prefills, on the decode table's axes.
 MIXED_TABLE = "mixed_decode_attention_s"
+# Seconds that a law may add, see `servegym.hardware_profiles.law.Surplus`.
+MIXED_CHUNK, LONGEST = "mixed_chunk_s", ("longest_decode_s", "longest_mixed_s")
 _ATTENTION_TABLES = ("chunk_attention_s", "decode_attention_s", MIXED_TABLE)
 LINEAR_FIELDS = (
     "base_s",
@@ -240,10 +244,12 @@ def check_law(fields: Fields) -> dict[str, Any]:
             if shortest <= 0.0:
                 raise fields.error(key, "an iteration would take no time; one term must be > 0")
         return copy_json(fields.data)
-    fields.only(("kind", *TABLE_AXES, MIXED_TABLE))
+    fields.only(("kind", *TABLE_AXES, MIXED_TABLE, MIXED_CHUNK, *LONGEST))
     shapes = dict(TABLE_AXES)
     if MIXED_TABLE in fields.data:
         shapes[MIXED_TABLE] = shapes["decode_attention_s"]
+    if MIXED_CHUNK in fields.data:
+        fields.number(MIXED_CHUNK, high=MAX_PLAUSIBLE_TOKEN_S, hint=hint)
     arrays: dict[str, np.ndarray] = {}
     for key, axes in shapes.items():
         high, unit = (MAX_PLAUSIBLE_S, hint) if key.endswith("_s") else (math.inf, "")
@@ -252,6 +258,10 @@ def check_law(fields: Fields) -> dict[str, Any]:
         arrays[key] = fields.array(key, shape, high, unit)
         if not axes:
             check_grid(fields, key, arrays[key])
+    for key in LONGEST:
+        if key in fields.data:
+            rows = (len(arrays["decode_sequences"]),)
+            fields.array(key, rows, MAX_PLAUSIBLE_TOKEN_S, hint)
     if arrays["dense_s"].min() <= 0.0:
         raise fields.error("dense_s", "every entry must be > 0: no iteration takes no time")
     for key, axes in shapes.items():

@@ -139,7 +139,8 @@ def pack_laws(
     all experts share (the union of their grids), and the tables with a leading axis of experts:
     dense (N, n_dense), chunk attention (N, n_chunk, n_context), whole decode iterations, the slopes
     of their segments and the decodes' attention in iterations with prefill chunks
-    (N, running_capacity + 1, n_decode), head (N, running_capacity + 1).
+    (N, running_capacity + 1, n_decode), head (N, running_capacity + 1), and what `Surplus` adds:
+    one value an expert, and two tables (N, running_capacity + 1).
 
     ``factors`` multiply the times of a profile by its name: of iterations with prefill, and of
     iterations of decodes alone.
@@ -154,6 +155,7 @@ def pack_laws(
         [(factors or {}).get(getattr(p, "name", ""), (1.0, 1.0)) for p in profiles]
     ).T
     heads, dense, chunk, decode, attention, head = [], [], [], [], [], []
+    surplus = [profile.surplus(sequences) for profile in profiles]
     for profile, t in zip(profiles, tables, strict=True):
         capacity = profile.kv_capacity_tokens // block_size
         heads.append([capacity, profile.estimator.k1, profile.estimator.k2])
@@ -171,6 +173,10 @@ def pack_laws(
     decode = np.array(decode) * decode_factor[:, None, None]
     dense, head = (np.array(x) * prefill_factor[:, None] for x in (dense, head))
     chunk, attention = (np.array(x) * prefill_factor[:, None, None] for x in (chunk, attention))
+    chunk_decode = np.array([more.chunk_s for more in surplus]) * prefill_factor
+    longest = np.array([more.decode_s for more in surplus]) * decode_factor[:, None]
+    longest_mixed = np.array([more.mixed_s for more in surplus]) * prefill_factor[:, None]
+    cfg["longest"] = longest.any() or longest_mixed.any()
     cfg["n_dense"], cfg["n_chunk"], cfg["n_context"] = len(dense_x), len(chunk_x), len(context_x)
     cfg["n_decode"], cfg["n_sequences"], cfg["n_head"] = len(decode_x), len(sequences), len(head[0])
     parts = {
@@ -185,6 +191,9 @@ def pack_laws(
         "y_slope": _slopes(decode_x, decode),
         "y_attention": attention,
         "y_head": head,
+        "y_chunk_decode": chunk_decode,
+        "y_longest": longest,
+        "y_longest_mixed": longest_mixed,
     }
     offset = 0
     for name, part in parts.items():

@@ -29,6 +29,7 @@ from servegym.envs.prefix_routing.workloads import (
     make_prefix_workload,
 )
 from servegym.hardware_profiles import Profile, load
+from servegym.hardware_profiles.load import data_path
 
 DICT, FLAT = 0, 1
 """Kinds of observation."""
@@ -37,7 +38,7 @@ MAX_REPLICAS = 62
 NUM_REPLICAS = 8
 SLO = {"ttft_s": 0.5, "ttft_s_per_token": 1e-4, "tpot_s": 0.04}
 """Objectives where none are given: TTFT within .5 s and .1 ms a prompt token, 40 ms a token."""
-COMPOSED = ("card", "model", "tp", "dtype")
+COMPOSED = ("card", "model", "tp", "ep", "dtype", "kv_dtype")
 _DEFAULT_PROFILE = {"card": "h100", "model": "llama-3.1-8b"}
 CACHE_EVENTS = 1 << 17  # that a row keeps, where the index is built from them
 
@@ -301,7 +302,7 @@ def _profile(given: Any) -> Profile:
         for name in ("card", "model"):
             if name not in named:
                 raise ValueError(f"profiles={given!r} lacks {name!r}: it is to be composed.")
-        for name in ("card", "model", "dtype"):
+        for name in ("card", "model", "dtype", "kv_dtype"):
             if not isinstance(named.get(name, ""), str):
                 raise ValueError(f"profiles={given!r}: {name} must be a name.")
         return _composed(tuple(sorted(named.items())))
@@ -319,6 +320,11 @@ def _composed(arguments: tuple[tuple[str, Any], ...]) -> Profile:
 
     named = dict(arguments)
     card, model = named.pop("card"), named.pop("model")
+    # Replicas that an id, a scenario or a drawn cell names stay as they were composed for it.
+    kept = {file.stem: file for file in data_path("registered").glob("*.json")}
+    name = f"{card}-{model}" + (f"-tp{named['tp']}" if named.get("tp", 1) != 1 else "")
+    if name in kept and named.keys() <= {"tp"}:
+        return load(kept[name])
     return compose(card, model, **named)
 
 

@@ -87,7 +87,7 @@ class PrefixRoutingEnv(BatchEnv):
     | `dispatch` | `"think"` | a session's next request comes after its last one ended (`think`), or when recorded (`trace`) |
     | `rate` | 20.0 | mean requests/s, or a range (low, high) drawn from for each episode; at most 1000 (`mooncake`), 500 (`sessions`), 200 (`agents`) |
     | `episode_requests`, `warmup_requests` | 1000, 500 | decisions, and requests before them |
-    | `profiles` | H100, Llama-3.1-8B | of all replicas or a list of them: a profile's name or file, or `{"card": ..., "model": ..., "tp": ..., "dtype": ...}`, which is composed as `servegym profile` does |
+    | `profiles` | H100, Llama-3.1-8B | of all replicas or a list of them: a profile's name or file, or `{"card": ..., "model": ..., "tp": ..., "ep": ..., "dtype": ..., "kv_dtype": ...}`, which is composed as `servegym profile` does (those of the ids, scenarios and drawn cells as when these were made) |
     | `num_replicas` | 8 | N, 1 to 62, where `profiles` is one profile |
     | `max_num_seqs`, `max_num_batched_tokens` | 128, 2048 | most requests and tokens of an iteration |
     | `block_size`, `kv_tokens` | 16, the profile's | tokens of a KV block; tokens of a replica's KV memory |

@@ -30,6 +30,7 @@ import numpy as np
 from servegym._command_line import run_main
 from servegym.hardware_profiles.build.derive import CARDS as DERIVED_CARDS
 from servegym.hardware_profiles.build.fit_cards import CARDS
+from servegym.hardware_profiles.build.fit_mixed import fit_all, with_mixed
 from servegym.hardware_profiles.build.published import REFERENCE_BANDWIDTH, REFERENCE_KERNELS
 from servegym.hardware_profiles.build.timed_steps import (
     CARD,
@@ -37,7 +38,6 @@ from servegym.hardware_profiles.build.timed_steps import (
     compare,
     read_steps,
     spread,
-    step_error,
 )
 from servegym.hardware_profiles.calibrate.csv_tables import CsvTable
 from servegym.hardware_profiles.calibrate.fitting import error_quantiles, isotonic_fit, thin
@@ -48,22 +48,50 @@ from servegym.hardware_profiles.kernels import (
     LogTable,
     MoeShape,
     from_data,
-    other_moe_shape,
+    layer_from_others,
 )
-from servegym.hardware_profiles.model_config import model_shape
+from servegym.hardware_profiles.model_config import VALUE_BYTES, model_shape
 from servegym.hardware_profiles.schema import write_json
 
 _QWEN_KERNELS = "llmservingsim/profiler/perf/RTXPRO6000/Qwen/Qwen3-30B-A3B-Instruct-2507/bf16/tp1"
 _QWEN_BANDWIDTH = CARDS["rtxpro6000"]["memory_bandwidth_bytes_per_s"]
+# Cards that ship as kernel tables alone. Memory as nvidia-smi reports it; bandwidth, peak in 16
+# bits without sparsity and processors as in NVIDIA's data sheets of H200 and HGX B200.
+TABLES_ONLY: dict[str, dict[str, Any]] = {
+    "h200": {
+        "file": "h200_sxm",
+        "version": "0.24.0",
+        "name": "NVIDIA H200 SXM5 141GB",
+        "memory_bytes": 143771 * 2**20,
+        "memory_bandwidth_bytes_per_s": 4.8e12,
+        "tensor_flop_per_s": 989e12,
+        "multiprocessors": 132,
+    },
+    "b200": {
+        "file": "b200_sxm",
+        "version": "0.24.0",
+        "name": "NVIDIA B200 SXM6 180GB",
+        "memory_bytes": 183359 * 2**20,
+        "memory_bandwidth_bytes_per_s": 7.7e12,
+        "tensor_flop_per_s": 2250e12,
+        "multiprocessors": 148,
+    },
+}
 _COMM = {"a100_sxm": "0.14.0", "h100_sxm": "0.24.0", "l40s": "0.22.0"}
-_MIN_OUT, _MIN_INNER = 32, 256
-_GEMM_DTYPES = {"bfloat16": "bf16", "fp8": "fp8"}
-_VALUE_BYTES = {"bf16": 2.0, "fp8": 1.0, "mxfp4": 4.25 / 8.0}
+_MIN_OUT, _MIN_INNER, _DISTURBED = 32, 256, 1.5
+_GEMM_DTYPES = {"bfloat16": "bf16", "fp8": "fp8", "nvfp4": "nvfp4"}
 # The 8-bit experts with one scale a block come first: those with one a tensor ran in a kernel that
 # is slower than 16 bits on most cards, and stand only where nothing else was timed.
-_MOE_DTYPES = {"bf16": ("bfloat16",), "fp8": ("fp8_block", "fp8"), "mxfp4": ("w4a16_mxfp4",)}
+_MOE_DTYPES = {
+    "bf16": ("bfloat16",),
+    "fp8": ("fp8_block", "fp8"),
+    "mxfp4": ("w4a16_mxfp4",),
+    "nvfp4": ("nvfp4",),
+}
 # As real routers spread: the flattest of the timed distributions that every card has.
 ROUTING = "power_law_1.01"
+# Formats of the KV cache by theirs and the bytes of a value.
+_KV_DTYPES = {"bf16": ("bfloat16", 2), "fp8": ("fp8", 1)}
 _HELD_OUT = 0.2
 _WINDOWS = (128,)
 _HEADS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 96, 128)
@@ -137,10 +165,18 @@ def _gemm(frame: Any, seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
     grid = [m for m in rows if m == 1 or m % 2 == 0]
     out = sorted({n for n, k, m in nodes if n >= _MIN_OUT})
     inner = sorted({k for n, k, m in nodes if k >= _MIN_INNER})
-    size = 1 if frame["gemm_dtype"].iloc[0] == "fp8" else 2
+    size = VALUE_BYTES[_GEMM_DTYPES[frame["gemm_dtype"].iloc[0]]]
 
     raw = np.array([[[nodes.get((n, k, m), np.nan) for m in grid] for k in inner] for n in out])
-    flat = {(n, k): nodes[n, k, 1.0] for n, k, m in nodes if m == 1.0}
+    # More rows take no less time: what takes half as long again as a larger product was disturbed.
+    later = np.flip(np.fmin.accumulate(np.flip(raw, axis=2), axis=2), axis=2)
+    raw = np.where(raw > _DISTURBED * later, later, raw)
+    least: dict[tuple[float, float], float] = {}
+    for (n, k, _), t in nodes.items():
+        least[n, k] = min(t, least.get((n, k), t))
+    flat = {
+        (n, k): t for (n, k, m), t in nodes.items() if m == 1.0 and t <= _DISTURBED * least[n, k]
+    }
     launch = float(np.median([t for (n, k), t in flat.items() if n * k <= 2**18]))
     largest = [(n * k * size, t) for (n, k), t in flat.items() if n * k * size >= 2**28]
     bandwidth = float(np.median([b / (t - launch) for b, t in largest]))
@@ -184,9 +220,9 @@ def _gemm(frame: Any, seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
 # -- attention ------------------------------------------------------------------------------
 
 
-def _rows(frame: Any, head_size: int, window: int = 0) -> Any:
-    """Rows of attention with a 16-bit KV cache, over everything or over a window."""
-    plain = (frame["kv_cache_dtype"] == "bfloat16") & (frame["window_size"] == window)
+def _rows(frame: Any, head_size: int, window: int, kv: str) -> Any:
+    """Rows of attention with a KV cache of a format, over everything or over a window."""
+    plain = (frame["kv_cache_dtype"] == kv) & (frame["window_size"] == window)
     return frame[plain & (frame["head_dim"] == head_size)]
 
 
@@ -227,7 +263,12 @@ def _prompt_attention(frame: Any, seed: int) -> tuple[dict[str, Any], dict[str, 
 
 
 def _decode_attention(
-    frame: Any, head_size: int, seed: int, window: float = np.inf, bandwidth: float = 0.0
+    frame: Any,
+    head_size: int,
+    seed: int,
+    window: float = np.inf,
+    bandwidth: float = 0.0,
+    value_bytes: int = 2,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Attention of decodes by (query heads a KV head, pairs, context); held-out errors.
 
@@ -242,7 +283,7 @@ def _decode_attention(
     groups = sorted({g for g, _, _ in nodes if g == int(g)})
     pairs = sorted({u for _, u, _ in nodes})
     contexts = sorted({x for _, _, x in nodes})
-    pair_bytes = 4 * head_size
+    pair_bytes = 2 * value_bytes * head_size
 
     if not bandwidth:
         rates = []
@@ -268,7 +309,7 @@ def _decode_attention(
     rng = np.random.default_rng(seed)
     gone = (rng.random(raw.shape) < _HELD_OUT) & as_timed
     gone[:, [0, -1]] = gone[:, :, [0, -1]] = False
-    guess = fill_holes(np.where(gone | ~as_timed, np.nan, np.log(times)), (groups, pairs, contexts))
+    guess = fill_holes(np.where(gone, np.nan, np.log(times)), (groups, pairs, contexts))
     errors = {"held_out": error_quantiles(np.expm1((guess - np.log(times))[gone]))}
     at = {
         (g, u, x): times[i, j, n]
@@ -294,6 +335,63 @@ def _decode_attention(
     }, errors
 
 
+def _attention(
+    prompts: Any, decodes: Any, kv: str, value_bytes: int, seed: int
+) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
+    """Tables of prompts and decodes by head size and window, with a KV cache of a format."""
+    prompt, decode, errors = {}, {}, {}
+    for size in (64, 128, 256):
+        for window in (0, *_WINDOWS):
+            rows, ends = _rows(prompts, size, window, kv), _rows(decodes, size, window, kv)
+            if not len(rows) or not len(ends):
+                continue
+            key, limit = f"{size}w{window}" if window else f"{size}", [window] if window else []
+            full = [1e-6 * decode[f"{size}"]["bandwidth_bytes_per_s"]] if window else []
+            prompt[key], found = _prompt_attention(rows, seed)
+            decode[key], more = _decode_attention(
+                ends, size, seed, *limit, *full, value_bytes=value_bytes
+            )
+            if not window:
+                errors |= {f"prompt_attention_{key}_{name}": v for name, v in found.items()}
+            errors |= {f"decode_attention_{key}_{name}": v for name, v in more.items()}
+    return {"prompt_attention": prompt, "decode_attention": decode}, errors
+
+
+def _latent(
+    prompts: Any, decodes: Any, kv: str, seed: int
+) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
+    """Latent attention with 8-bit products, by heads and sizes; errors of held-out entries."""
+    frames = [
+        frame[(frame["gemm_type"] == "fp8_block") & (frame["mla_dtype"] == "bfloat16")
+              & (frame["kv_cache_dtype"] == kv)]
+        for frame in (prompts[prompts["batch_size"] == 1], decodes)
+    ]  # fmt: skip
+    if not len(frames[0]):
+        return {}, {}
+    frames[1] = frames[1].assign(context=decodes["isl"] + decodes["step"])
+    axes = {"heads": "num_heads", "tokens": "isl", "sequences": "batch_size", "context": "context"}
+    tables, errors = {}, {}
+    for frame, kernel, names in zip(
+        frames, ("prompt", "decode"), (("heads", "tokens"), ("heads", "sequences", "context")),
+        strict=True,
+    ):  # fmt: skip
+        timed = _medians(frame, [axes[name] for name in names])
+        grids = [sorted({key[i] for key in timed}) for i in range(len(names))]
+        raw = np.full([len(grid) for grid in grids], np.nan)
+        for key, us in timed.items():
+            raw[tuple(grid.index(v) for grid, v in zip(grids, key, strict=True))] = us
+        gone = (np.random.default_rng(seed).random(raw.shape) < _HELD_OUT) & ~np.isnan(raw)
+        for axis in range(raw.ndim):
+            np.moveaxis(gone, axis, 0)[[0, -1]] = False
+        guess = fill_holes(np.where(gone, np.nan, np.log(raw)), grids)
+        found = np.expm1((guess - np.log(raw))[gone])
+        errors[f"latent_{kernel}_held_out"] = error_quantiles(found)
+        us = np.maximum.accumulate(np.exp(fill_holes(np.log(raw), grids)), axis=-1)
+        sizes = dict(zip(names, grids, strict=True))
+        tables[f"latent_{kernel}"] = {"fp8": sizes | {"us": _microseconds(us)}}
+    return tables, errors
+
+
 # -- experts, all-reduce, elementwise -------------------------------------------------------
 
 
@@ -301,14 +399,15 @@ def _experts(
     frame: Any, value_bytes: float, products: Mapping[str, Any]
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Layers of one format; errors of layers made from the nearest other one, and by tokens."""
-    frame = frame[(frame["distribution"] == ROUTING) & (frame["moe_ep_size"] == 1)]
+    frame = frame[(frame["distribution"] == ROUTING) & (frame["num_tokens"] >= 1)]
     frame = frame.assign(width=frame["inter_size"] // frame["moe_tp_size"])
-    frame = frame[(frame["moe_tp_size"] <= 8) & (frame["num_tokens"] >= 1)]
-    columns = ("hidden_size", "width", "topk", "num_experts", "num_tokens")
+    frame = frame[(frame[["moe_tp_size", "moe_ep_size"]].max(axis=1) <= 8)
+                  & (frame[["moe_tp_size", "moe_ep_size"]].min(axis=1) == 1)]  # fmt: skip
+    columns = ("hidden_size", "width", "topk", "num_experts", "moe_ep_size", "num_tokens")
     nodes = _medians(frame, columns)
     layers: dict[MoeShape, dict[float, float]] = {}
-    for (h, w, k, e, m), t in nodes.items():
-        layers.setdefault(MoeShape(int(h), int(w), int(k), int(e)), {})[m] = t
+    for (*sizes, m), t in nodes.items():
+        layers.setdefault(MoeShape(*map(int, sizes)), {})[m] = t
     layers = {s: dict(sorted(t.items())) for s, t in layers.items() if 1.0 in t and len(t) >= 8}
     bandwidth = 1e-6 * products["bandwidth_bytes_per_s"]
     for s, times in layers.items():
@@ -323,14 +422,13 @@ def _experts(
         kept = np.setdiff1d(np.arange(len(tokens)), inner)
         guess = np.interp(np.log(tokens[inner]), np.log(tokens[kept]), np.log(times[kept]))
         between += list(np.exp(guess) / times[inner] - 1.0)
-        others = [s for s in smooth if s != shape]
-        if not others:
+        if shape.ep > 1:
             continue
-        near = min(others, key=shape.distance)
+        near, grid, seconds = layer_from_others(
+            shape, [(s, *other) for s, other in smooth.items() if s != shape and s.ep == 1]
+        )
         if shape.distance(near) <= 4.0:
-            grid, seconds = smooth[near]
-            made = other_moe_shape(near, shape, seconds, grid)
-            made = np.interp(np.log(tokens), np.log(grid), np.log(made))
+            made = np.interp(np.log(tokens), np.log(grid), np.log(seconds))
             across += list(np.exp(made) / times - 1.0)
     made = [
         {
@@ -338,6 +436,7 @@ def _experts(
             "width": s.width,
             "top_k": s.top_k,
             "experts": s.experts,
+            **({"ep": s.ep} if s.ep > 1 else {}),
             "tokens": list(tokens),
             "us": _microseconds(times),
         }
@@ -345,20 +444,39 @@ def _experts(
     ]
     errors = {"half_of_the_token_counts": error_quantiles(np.array(between))}
     if across:
-        errors["layers_from_the_nearest_other"] = error_quantiles(np.array(across))
+        errors["layers_from_the_nearest_others"] = error_quantiles(np.array(across))
     return made, errors
 
 
-def _all_reduce(frame: Any) -> dict[str, Any]:
-    """All-reduces launched from a CUDA graph, by cards and bytes."""
-    frame = frame[frame["kernel_source"] == "vLLM_custom_graph"]
-    nodes = _medians(frame, ("num_gpus", "message_size"))
+# Other versions of vLLM whose all-reduces were timed on a card.
+_OTHER_COMM = {
+    "h100_sxm": ("0.14.0", "0.19.0"),
+    "l40s": ("0.14.0",),
+    "rtx_pro_6000_server": ("0.19.0",),
+}
+
+
+def _all_reduce(frames: Sequence[Any]) -> dict[str, Any]:
+    """All-reduces launched from a CUDA graph, by cards and bytes, from one table or several.
+
+    Their sizes are in values of 16 bits: beyond the largest message of its own kernel vLLM calls
+    NCCL, and there the times are those of NCCL's table at the same size, whose unit is values (8
+    bits at twice a size take the time of 16 bits). Of several tables the geometric mean stands, and
+    ``spread`` is half the logarithm of the slowest over the fastest, the median over the sizes.
+    """
+    timed = [
+        _medians(frame[frame["kernel_source"] == "vLLM_custom_graph"], ("num_gpus", "message_size"))
+        for frame in frames
+    ]
     out = {}
-    for cards in sorted({int(c) for c, _ in nodes}):
-        sizes = sorted(s for c, s in nodes if c == cards)
+    for cards in sorted({int(c) for nodes in timed for c, _ in nodes}):
+        known = [nodes for nodes in timed if any(c == cards for c, _ in nodes)]
+        sizes = sorted(set.intersection(*({s for c, s in nodes if c == cards} for nodes in known)))
+        logs = np.log([isotonic_fit(np.array([n[cards, s] for s in sizes])) for n in known])
         out[str(cards)] = {
-            "bytes": sizes,
-            "us": _microseconds(isotonic_fit(np.array([nodes[cards, s] for s in sizes]))),
+            "bytes": [2 * s for s in sizes],
+            "us": _microseconds(np.exp(logs.mean(axis=0))),
+            "spread": float(f"{np.median(np.ptp(logs, axis=0)) / 2.0:.3g}"),
         }
     return out
 
@@ -399,15 +517,16 @@ def fit_card(card: str, data: Path, systems: Path, *, seed: int = 0) -> dict[str
     """The kernel tables of a card that aiconfigurator timed.
 
     Args:
-        card: a key of :data:`servegym.hardware_profiles.build.fit_cards.CARDS`.
+        card: a key of :data:`servegym.hardware_profiles.build.fit_cards.CARDS` or
+            :data:`TABLES_ONLY`.
         data: folder of the published tables.
         systems: ``aiconfigurator_core/systems/data``.
         seed: chooses the rows that are held out.
 
     Returns:
-        The file's content, without ``step_error``.
+        The file's content.
     """
-    facts = CARDS[card]
+    facts = (CARDS | TABLES_ONLY)[card]
     name: str = facts["file"]
     version: str = facts["version"]
     errors: dict[str, Any] = {}
@@ -426,30 +545,24 @@ def fit_card(card: str, data: Path, systems: Path, *, seed: int = 0) -> dict[str
         table("attention", "context_attention"),
         table("attention", "generation_attention"),
     )
-    prompt, decode = {}, {}
-    for size in (64, 128, 256):
-        rows = _rows(prompts, size)
-        if len(rows):
-            prompt[str(size)], found = _prompt_attention(rows, seed)
-            decode[str(size)], more = _decode_attention(_rows(decodes, size), size, seed)
-            errors |= {f"prompt_attention_{size}_{key}": value for key, value in found.items()}
-            errors |= {f"decode_attention_{size}_{key}": value for key, value in more.items()}
-        for window in _WINDOWS:
-            rows = _rows(prompts, size, window)
-            if len(rows) and len(_rows(decodes, size, window)):
-                key, full = f"{size}w{window}", decode[str(size)]["bandwidth_bytes_per_s"]
-                prompt[key], _ = _prompt_attention(rows, seed)
-                decode[key], more = _decode_attention(
-                    _rows(decodes, size, window), size, seed, window, 1e-6 * full
-                )
-                errors |= {f"decode_attention_{key}_{name}": v for name, v in more.items()}
+    attention: dict[str, Any] = {}
+    for kv, (theirs, value_bytes) in _KV_DTYPES.items():
+        made, found = _attention(prompts, decodes, theirs, value_bytes, seed)
+        if (systems / name / "mla" / "vllm" / version).is_dir():
+            latent = [table("mla", f"mla_{kind}_module") for kind in ("context", "generation")]
+            more, errors_of = _latent(*latent, theirs, seed)
+            made, found = made | more, found | errors_of
+        if made["decode_attention"]:
+            end = "" if kv == "bf16" else f"_{kv}"
+            attention |= {f"{key}{end}": tables for key, tables in made.items()}
+            errors |= {f"{key}{end}": error for key, error in found.items()}
     layers = table("moe", "moe")
     moe = {}
     for ours, formats in _MOE_DTYPES.items():
         timed = [name for name in formats if (layers["moe_dtype"] == name).any()]
         if timed:
             rows = layers[layers["moe_dtype"] == timed[0]]
-            moe[ours], found = _experts(rows, _VALUE_BYTES[ours], gemm["bf16"])
+            moe[ours], found = _experts(rows, VALUE_BYTES[ours], gemm["bf16"])
             errors |= {f"moe_{ours}_{key}": value for key, value in found.items()}
     comm: str = _COMM.get(name, version)
     return {
@@ -459,10 +572,11 @@ def fit_card(card: str, data: Path, systems: Path, *, seed: int = 0) -> dict[str
         "device": {key: value for key, value in facts.items() if key not in ("file", "version")},
         "engine": {"name": "vLLM", "version": version},
         "gemm": gemm,
-        "prompt_attention": prompt,
-        "decode_attention": decode,
+        **attention,
         "moe": moe,
-        "all_reduce": _all_reduce(table("comm", "custom_allreduce", comm)),
+        "all_reduce": _all_reduce(
+            [table("comm", "custom_allreduce", of) for of in (*_OTHER_COMM.get(name, ()), comm)]
+        ),
         "elementwise": _elementwise(data, facts["memory_bandwidth_bytes_per_s"]),
         "held_out": errors,
         "provenance": _provenance(name, version, comm),
@@ -472,7 +586,8 @@ def fit_card(card: str, data: Path, systems: Path, *, seed: int = 0) -> dict[str
 def _provenance(name: str, version: str, comm: str) -> dict[str, Any]:
     return {
         "source": f"aiconfigurator-core 0.12.0 (PyPI): {name} vLLM {version} gemm, "
-        f"context_attention, generation_attention, moe; vLLM {comm} custom_allreduce; "
+        f"context_attention, generation_attention, moe, mla modules; vLLM "
+        f"{', '.join((*_OTHER_COMM.get(name, ()), comm))} custom_allreduce; "
         "casys-kaist/LLMServingSim @5daddb21a545 for elementwise ops",
         "licence": "aiconfigurator-core Apache-2.0; LLMServingSim MIT",
         "commit": "aiconfigurator-core 0.12.0",
@@ -485,6 +600,8 @@ def _provenance(name: str, version: str, comm: str) -> dict[str, Any]:
             "top-k is not part of the kernel",
             "experts in 8 bits: one scale a block, or one a tensor (rtxpro6000) where no other was "
             "timed",
+            "device: memory as nvidia-smi reports it; bandwidth and peak in 16 bits without "
+            "sparsity as in NVIDIA's data sheets",
             "held_out: absolute relative errors; gemm shapes and attention entries: every fifth by "
             "seed, from the others; odd_rows: row counts that are off the grid; single_rows: the "
             "timed rows against their medians in the table",
@@ -522,13 +639,17 @@ def derive_rtx4090(base: Mapping[str, Any], data: Path) -> dict[str, Any]:
         np.array(raw["us"]),
     )
     grid = [m for m in raw["rows"] if m in timed["qkv_proj"]]
-    ratio = np.array(
-        [[timed[op][int(m)] / products.seconds(m, *nk) for m in grid] for op, nk in shapes.items()]
-    )
-    middle = np.exp(np.log(ratio).mean(axis=0))
+    own = np.array([[timed[op][int(m)] for m in grid] for op in shapes])
+    theirs = np.array([[products.seconds(m, *nk) for m in grid] for nk in shapes.values()])
+    # Sums, as the L40S's small weights came from its cache: those of the large ones count.
+    middle = own.sum(axis=0) / theirs.sum(axis=0)
     left_out = [
-        np.exp(np.delete(np.log(ratio), i, axis=0).mean(axis=0)) / ratio[i] - 1.0
-        for i in range(len(ratio))
+        np.delete(own, i, axis=0).sum(axis=0)
+        / np.delete(theirs, i, axis=0).sum(axis=0)
+        * theirs[i]
+        / own[i]
+        - 1.0
+        for i in range(len(own))
     ]
     by_rows = np.interp(np.log(raw["rows"]), np.log(grid), middle)
 
@@ -575,7 +696,7 @@ def derive_rtx4090(base: Mapping[str, Any], data: Path) -> dict[str, Any]:
     )
     provenance["notes"] = [
         "the L40S's tables (the same processors) x the ratio of the two cards' times of "
-        "Llama-3.1-8B: products by rows (mean over four shapes), prompt attention by tokens (32 "
+        "Llama-3.1-8B: products by rows (sum over four shapes), prompt attention by tokens (32 "
         "heads), decode attention by pairs and context (4 query heads a KV head)",
         "no mixture-of-experts layer, no 8-bit product was timed on this card; all-reduces are the "
         "L40S's over PCIe 4.0, a lower bound: this card has no peer access",
@@ -612,7 +733,7 @@ def _on(table: Mapping[str, Any], base: Mapping[str, Any], scale: np.ndarray) ->
     return np.maximum.accumulate(np.array(table["us"]) * np.array(by_pair).T, axis=2)
 
 
-def method_error(content: Mapping[str, Any], data: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+def method_error(content: Mapping[str, Any], data: Path) -> dict[str, Any]:
     """Error of whole composed iterations on the card whose models were timed one by one.
 
     Args:
@@ -620,38 +741,15 @@ def method_error(content: Mapping[str, Any], data: Path) -> tuple[dict[str, Any]
         data: folder of the published tables.
 
     Returns:
-        ``step_error`` fields for models that are ``dense`` or have ``experts``, and spreads of the
-        relative error by model.
+        Spreads of the relative error by model and kind of step.
     """
-    errors: dict[str, Any] = {}
     spreads: dict[str, Any] = {}
     for model, folder in FOLDERS.items():
         shape = model_shape(model)
         rows = compare(Composer(from_data(content), shape), read_steps(data / folder, shape))
-        errors["experts" if shape.experts else "dense"] = step_error(rows) | {
-            "source": f"composed iterations of {model} on {CARD} against LLMServingSim's kernels "
-            "of that model there (another profiler and machine); taken for every card, model of "
-            "its kind, tp and dtype; kernel time only"
-        }
         for kind in ("prefill", "decode"):
             spreads[f"method_on_{CARD}_{model}_{kind}_iteration"] = spread(rows, kind)
-    return errors, spreads
-
-
-def _wider(error: Mapping[str, Any], left_out: Mapping[str, Any]) -> dict[str, Any]:
-    """The error of a card whose products are another card's, scaled."""
-    # A step is a sum over four products, each off by its own left-out error.
-    more = left_out["p90"] / 1.645 / 2.0
-    out: dict[str, Any] = {
-        kind: {
-            "bias": error[kind]["bias"],
-            "sd": float(f"{np.hypot(error[kind]['sd'], more):.3g}"),
-            "points": error[kind]["points"],
-        }
-        for kind in ("prefill", "decode")
-    }
-    source = f"{error['source']}; wider by half the error of a product left out of the cards' ratio"
-    return out | {"source": source}
+    return spreads
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -672,16 +770,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", default=".", help="folder to write to")
     options = parser.parse_args(arguments)
     data, systems = Path(options.data), Path(options.systems)
-    made = {card: fit_card(card, data, systems) for card in CARDS}
+    made = {card: fit_card(card, data, systems) for card in (*CARDS, *TABLES_ONLY)}
     made["rtx4090"] = derive_rtx4090(made["l40s"], data)
-    method, spreads = method_error(made[CARD], data)
+    for card, mixed in fit_all(data).items():
+        made[card] = with_mixed(made[card], mixed)
+    spreads = method_error(made[CARD], data)
     for content in made.values():
         content["held_out"] |= spreads
-        content["step_error"] = dict(method)
-    left_out = made["rtx4090"]["held_out"]["gemm_bf16_shape_left_out"]
-    made["rtx4090"]["step_error"] = {
-        kind: _wider(error, left_out) for kind, error in method.items()
-    }
     for card, content in made.items():
         path = Path(options.out) / f"{card}.json"
         write_json(content, path)

@@ -20,11 +20,14 @@ from servegym.hardware_profiles.model_config import ModelShape
 
 # The card with kernels of two models, one of them a mixture of experts.
 CARD = "rtxpro6000"
-FOLDERS = {
-    "llama-3.1-8b": "llmservingsim/profiler/perf/RTXPRO6000/meta-llama/Llama-3.1-8B/bf16/tp1",
-    "qwen3-30b-a3b": "llmservingsim/profiler/perf/RTXPRO6000/Qwen/Qwen3-30B-A3B-Instruct-2507/"
-    "bf16/tp1",
+_PERF, _LLAMA = "llmservingsim/profiler/perf", "meta-llama/Llama-3.1-8B/bf16"
+MODEL_FOLDERS = {
+    ("rtx4090", "llama-3.1-8b"): f"{_PERF}/RTX4090/{_LLAMA}/tp1",
+    (CARD, "llama-3.1-8b"): f"{_PERF}/RTXPRO6000/{_LLAMA}/tp1",
+    (CARD, "llama-3.1-8b tp 2"): f"{_PERF}/RTXPRO6000/{_LLAMA}/tp2",
+    (CARD, "qwen3-30b-a3b"): f"{_PERF}/RTXPRO6000/Qwen/Qwen3-30B-A3B-Instruct-2507/bf16/tp1",
 }
+FOLDERS = {model: MODEL_FOLDERS[CARD, model] for model in ("llama-3.1-8b", "qwen3-30b-a3b")}
 _CHUNKS, _BEFORE = (16, 64, 256, 512, 1024, 2048), (0, 512, 2048, 8192)
 _DECODES, _CONTEXTS = (1, 4, 8, 16, 32, 64, 128, 256), (64, 256, 1024, 4096, 16384)
 _MOST_DECODE_TOKENS = 400_000
@@ -73,6 +76,14 @@ class TimedSteps:
         if attention is None:
             return None
         return self.dense_s(sequences) + self.layers * attention + self.head_s(sequences)
+
+    def mixed_s(self, chunk: int, sequences: int, context: int) -> float | None:
+        """An iteration of decodes of equal contexts beside a chunk of a fresh prompt."""
+        attention = self.attention_s.get((chunk, 0, sequences, context))
+        if attention is None:
+            return None
+        dense = self.dense_s(chunk + sequences)
+        return dense + self.layers * attention + self.head_s(sequences + 1)
 
 
 def read_steps(folder: Path, shape: ModelShape) -> TimedSteps:
@@ -128,9 +139,10 @@ def compare(composer: Composer, steps: TimedSteps) -> list[dict[str, Any]]:
         steps: the same from its own kernels.
 
     Returns:
-        One row an iteration: ``step`` (``prefill`` or ``decode``), ``sequences``, ``tokens`` (of
-        the chunk, or the context of each decode), ``before`` (context before the chunk),
-        ``timed_s``, ``composed_s``.
+        One row an iteration: ``step`` (``prefill``, ``decode``, or ``mixed`` where the composer has
+        a law for it), ``sequences``, ``tokens`` (of the chunk, or the context of each decode),
+        ``before`` (context before the chunk, or beside it that of each decode), ``timed_s``,
+        ``composed_s``.
     """
     rows: list[dict[str, Any]] = []
 
@@ -150,20 +162,18 @@ def compare(composer: Composer, steps: TimedSteps) -> list[dict[str, Any]]:
             if b * x <= _MOST_DECODE_TOKENS:
                 made = composer.dense_s(b) + composer.decode_attention_s(b, x)
                 add("decode", (b, x, 0), steps.decode_s(b, x), made + composer.head_s(b))
+    if composer.mixed is None:
+        return rows
+    for chunk in _CHUNKS:
+        alone = composer.chunk_attention_s(chunk, 0)
+        for b in _DECODES:
+            beside = alone + composer.surplus()["mixed_chunk_s"] * b * chunk
+            for x in _CONTEXTS:
+                if b * x <= _MOST_DECODE_TOKENS:
+                    made = composer.dense_s(chunk + b) + composer.head_s(b + 1) + beside
+                    made += composer.mixed_decode_attention_s(b, x)
+                    add("mixed", (b, chunk, x), steps.mixed_s(chunk, b, x), made)
     return rows
-
-
-def step_error(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Bias and standard deviation of log(timed / composed), by kind of step."""
-    out = {}
-    for kind in ("prefill", "decode"):
-        logs = np.log([r["timed_s"] / r["composed_s"] for r in rows if r["step"] == kind])
-        out[kind] = {
-            "bias": float(f"{logs.mean():.3g}"),
-            "sd": float(f"{logs.std(ddof=1):.3g}"),
-            "points": len(logs),
-        }
-    return out
 
 
 def spread(rows: list[dict[str, Any]], kind: str) -> dict[str, float | int]:

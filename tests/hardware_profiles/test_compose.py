@@ -1,5 +1,6 @@
 """Composed profiles against sums taken layer by layer, shipped profiles, and bad input."""
 
+import csv
 import json
 import math
 
@@ -10,8 +11,14 @@ from typer.testing import CliRunner
 
 from servegym.experiments.cli import app
 from servegym.hardware_profiles import load
-from servegym.hardware_profiles.compose import Composer, activation_reserve_bytes, compose
-from servegym.hardware_profiles.kernels import load_kernels
+from servegym.hardware_profiles.compose import (
+    CARD_SD,
+    STEP_SD,
+    Composer,
+    activation_reserve_bytes,
+    compose,
+)
+from servegym.hardware_profiles.kernels import WAIT_S, load_kernels
 from servegym.hardware_profiles.load import data_path
 from servegym.hardware_profiles.model_config import model_shape
 from servegym.hardware_profiles.schema import read_json
@@ -33,16 +40,19 @@ class Slow:
         found = RegularGridInterpolator(grids, np.log(raw["us"]))(inside).item()
         return 1e-6 * math.exp(found + beyond)
 
-    def gemm(self, rows, out, inner):
-        raw = self.data["gemm"]["bf16"]
-        return self.look_up(raw, ("rows", "out", "inner"), (rows, out, inner))
+    def gemm(self, rows, out, inner, dtype="bf16", value_bytes=2):
+        raw = self.data["gemm"][dtype]
+        read = value_bytes * out * inner / raw["bandwidth_bytes_per_s"]
+        least = 1e-6 * raw["launch_us"] + read
+        return max(least, self.look_up(raw, ("rows", "out", "inner"), (rows, out, inner)))
 
     def op(self, name, tokens, size):
         raw = self.data["elementwise"][name]
         return 1e-6 * np.interp(tokens * size / raw["size"], raw["tokens"], raw["us"])
 
     def reduce(self, size, cards):
-        return self.look_up(self.data["all_reduce"][str(cards)], ("bytes",), (size,))
+        wait = WAIT_S * math.log2(cards)
+        return wait + self.look_up(self.data["all_reduce"][str(cards)], ("bytes",), (size,))
 
     def decode_attention(self, b, x, heads, kv_heads):
         raw = self.data["decode_attention"]["128"]
@@ -51,7 +61,7 @@ class Slow:
 
 
 def test_a_dense_model_on_two_cards():
-    slow, profile = Slow("h100"), compose("h100", "llama-3.1-8b", tp=2)
+    slow, profile = Slow("h100"), compose("h100", "llama-3.1-8b", tp=2).with_host({})
     for m in (1, 64, 1024):
         total = slow.op("embedding", m, 4096) + slow.op("layernorm", m, 4096)
         total += slow.reduce(2 * m * 4096, 2)
@@ -81,6 +91,104 @@ def test_a_dense_model_on_two_cards():
         for x in (64, 1024, 131072):
             attention = 32 * slow.decode_attention(b, x, 16, 4)
             assert profile.decode_attention_s(b, x) == pytest.approx(attention, rel=1e-4)
+
+
+@pytest.mark.parametrize("card", ["rtx4090", "a100-80g"])
+def test_decodes_beside_a_chunk_and_unequal_contexts(card):
+    """Blocks of one query, reads that the cache loses, and the longest block: by hand."""
+    slow, profile = Slow(card), compose(card, "llama-3.1-8b")
+    m, device = slow.data["mixed"], slow.data["device"]
+    prompts = slow.data["prompt_attention"]["128"]
+    at = {
+        n: prompts["us"][prompts["heads"].index(32)][prompts["tokens"].index(n)]
+        for n in (1024, 2048)
+    }
+    pair = 1e-6 * (at[2048] - at[1024]) / (0.5 * (2048**2 - 1024**2)) / 32
+    sms = device["multiprocessors"]
+    token = m["latency"] * 64 * pair * sms
+    for b, x in ((1, 16384), (8, 64), (64, 1024), (128, 4096)):
+        blocks = 32 * b / sms
+        work = blocks * (m["block_s"] + m["rate"] * 64 * pair * sms * x)
+        once = 4 * 128 * b * x  # of one KV head
+        lost = min(max(once / (m["cache"] * m["l2_bytes"]) - 1, 0), 1)
+        heads_at_once = min(max(sms / b, 1), 4)
+        read = once * 8 * (1 + (4 / heads_at_once - 1) * lost)
+        read /= 0.95 * device["memory_bandwidth_bytes_per_s"]
+        parts = np.array([work, read, token * x])
+        layer = (parts ** m["power"]).sum() ** (1 / m["power"])
+        chunk = m["empty_s"] * 32 / sms * b * 300 / 128
+        expected = profile.dense_s(300 + b) + profile.chunk_attention_s(300, 0)
+        expected += 32 * (layer + chunk) + profile.head_s(b + 1)
+        assert profile.mixed_step_s([(300, 0)], b, b * x) == pytest.approx(expected, rel=1e-4)
+        longest = 32 * m["longest_mixed"] * token * 500
+        assert profile.mixed_step_s([(300, 0)], b, b * x, x + 500) == pytest.approx(
+            expected + longest, rel=1e-4
+        )
+        units = np.interp(8 * b / sms, m["longest_blocks"], m["longest"])
+        more = profile.decode_s(b, b * x, x + 500) - profile.decode_s(b, b * x)
+        assert more == pytest.approx(32 * units * token * 500, rel=1e-4)
+    assert profile.decode_s(8, 8000, 1000) == profile.decode_s(8, 8000)
+
+
+def test_decodes_that_run_in_a_kernel_of_their_own():
+    profile = compose("h100", "llama-3.1-8b")
+    alone = profile.step_s([(300, 0)], 64, 64 * 1024)
+    assert profile.mixed_step_s([(300, 0)], 64, 64 * 1024, 4096) == pytest.approx(alone, rel=1e-12)
+    assert not any(np.any(times) for times in profile.surplus(np.arange(600)))
+
+
+def test_intervals_are_those_of_the_committed_table(root):
+    with (root / "experiments" / "results" / "fidelity" / "intervals.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    means, seen = {}, {}
+    for row in rows:
+        kind, name = row["step"], row["class"]
+        assert STEP_SD[kind][name][0] == float(row["sd"])
+        seen.setdefault((kind, name), set()).add(row["card"])
+        if "experts" not in name:
+            means.setdefault(kind, {}).setdefault(row["card"], []).append(float(row["mean"]))
+    for kind, cards in means.items():
+        found = np.sqrt(np.mean([np.mean(values) ** 2 for values in cards.values()]))
+        assert CARD_SD[kind] == pytest.approx(found, abs=6e-4)
+        inside = [float(r["inside"]) for r in rows if r["step"] == kind and "mx" not in r["class"]]
+        assert 0.75 <= round(np.mean(inside), 2) <= 0.85
+    stated = {(k, name): set(v[1]) for k, names in STEP_SD.items() for name, v in names.items()}
+    assert seen == stated
+
+
+def test_an_error_of_every_cause():
+    """A card not compared, two all-reduce tables and experts of another layer widen it."""
+    sd = {
+        name: {k: compose(*at[:2], **at[2]).step_error[k]["sd"] for k in ("prefill", "decode")}
+        for name, at in {
+            "seen": ("rtxpro6000", "llama-3.1-8b", {}),
+            "unseen": ("l40s", "llama-3.1-8b", {}),
+            "reduced": ("rtxpro6000", "llama-3.1-8b", {"tp": 2}),
+            "8 bits": ("h100", "llama-3.1-8b", {"dtype": "fp8"}),
+        }.items()
+    }
+    for kind in ("prefill", "decode"):
+        dense = STEP_SD[kind]["dense"][0]
+        assert sd["seen"][kind] == dense
+        assert sd["unseen"][kind] == pytest.approx(np.hypot(dense, CARD_SD[kind]), rel=1e-2)
+        assert dense < sd["reduced"][kind] < 0.25
+    eight = STEP_SD["prefill"]["8 bits"][0]
+    assert sd["8 bits"] == {"prefill": eight, "decode": sd["seen"]["decode"]}
+
+
+def test_what_exceeds_the_cache_is_streamed_from_memory():
+    c = Composer(load_kernels("h100"), model_shape("llama-3.1-70b"), 2, "fp8")
+    rate = 0.9 * 3.35e12
+    tokens, cache = 8192, 50 * 2**20
+    # A norm reads values and residual and writes both.
+    norm = (8 * tokens * 8192 - cache) / rate
+    assert c.kernels.elementwise_s("layernorm", tokens, 8192) == pytest.approx(norm)
+    inputs = [3 * tokens * n - cache for n in (8192, 4096, 8192, 14336)]
+    assert c.quantise_s(tokens) == pytest.approx(sum(inputs) / rate)
+    assert c.quantise_s(256) == 0.0
+    assert Composer(load_kernels("h100"), model_shape("llama-3.1-70b"), 2).quantise_s(tokens) == 0
+    small = c.kernels.elementwise_s("layernorm", 64, 4096)
+    assert small == c.kernels.elementwise_s("layernorm", 32, 8192) < 5e-6
 
 
 def test_a_mixture_of_experts():
@@ -173,6 +281,60 @@ def test_a_config_in_eight_bits_is_not_composed_in_sixteen(tmp_path):
     assert taken.law == compose("h100", "llama-3.1-8b", dtype="fp8").law
 
 
+def test_latent_attention_with_experts_spread_over_the_cards():
+    """DeepSeek-V3, layer by layer; the attention's times hold its products."""
+    shape = model_shape("deepseek-r1")
+    slow, c = Slow("h200"), Composer(load_kernels("h200"), shape, 8, "fp8", 8)
+
+    def gated(m, width):
+        products = slow.gemm(m, 2 * width, 7168, "fp8", 1) + slow.gemm(m, 7168, width, "fp8", 1)
+        return products + slow.op("act_fn", m, width)
+
+    layers = [raw for raw in slow.data["moe"]["fp8"] if raw.get("ep") == 8]
+    (experts,) = (raw for raw in layers if (raw["hidden"], raw["experts"]) == (7168, 256))
+    for m in (1, 48, 700):
+        total = slow.op("embedding", m, 7168) + slow.op("layernorm", m, 7168)
+        total += slow.reduce(2 * m * 7168, 8)
+        for layer in range(61):
+            total += 2 * (slow.op("layernorm", m, 7168) + slow.reduce(2 * m * 7168, 8))
+            if layer < 3:
+                total += gated(m, 18432 // 8)
+                continue
+            total += slow.gemm(m, 256, 7168) + slow.op("layernorm", m, 256) + gated(m, 2048 // 8)
+            total += slow.look_up(experts, ("tokens",), (m,))
+        assert c.dense_s(m) == pytest.approx(total, rel=1e-9)
+    decode = slow.data["latent_decode"]["fp8"]
+    at = slow.look_up(decode, ("heads", "sequences", "context"), (16, 20, 3000))
+    assert c.decode_attention_s(20, 3000) == pytest.approx(61 * at)
+    prompt = slow.look_up(slow.data["latent_prompt"]["fp8"], ("heads", "tokens"), (16, 700))
+    assert c.chunk_attention_s(700, 1000) == pytest.approx(61 * (prompt + c.rate * 700 * 1000))
+    profile = compose("h200", "deepseek-v3", tp=8, ep=8, dtype="fp8")
+    # Every card holds the 576 values of a token.
+    assert profile.kv_bytes_per_token == 8 * 61 * 576 * 2
+    assert profile.name == "h200-deepseek-v3-tp8-ep8-fp8"
+
+
+def test_a_kv_cache_in_eight_bits():
+    wide, narrow = (compose("h200", "llama-3.1-8b", kv_dtype=kv) for kv in ("bf16", "fp8"))
+    assert narrow.kv_bytes_per_token == wide.kv_bytes_per_token / 2
+    assert narrow.kv_capacity_tokens == pytest.approx(2 * wide.kv_capacity_tokens, abs=16)
+    # The longest batches are bound by reading the cache; Hopper gains less than half of it.
+    ratio = narrow.decode_attention_s(64, 65536) / wide.decode_attention_s(64, 65536)
+    assert 0.5 < ratio < 0.8
+    assert narrow.dense_s(64) == wide.dense_s(64)
+    assert narrow.name == "h200-llama-3.1-8b-kv-fp8"
+
+
+def test_four_bits_where_they_were_timed():
+    formats = ("bf16", "fp8", "nvfp4")
+    dense = [compose("b200", "llama-3.1-70b", dtype=dtype) for dtype in formats]
+    weights = [profile.model["weight_bytes"] for profile in dense]
+    assert weights[2] < 0.6 * weights[1] < 0.4 * weights[0]
+    assert dense[2].decode_s(8, 8192) < dense[1].decode_s(8, 8192) < dense[0].decode_s(8, 8192)
+    experts = [compose("b200", "qwen3-30b-a3b", dtype=dtype) for dtype in formats]
+    assert experts[2].prefill_s(8192) < experts[0].prefill_s(8192)
+
+
 @pytest.mark.parametrize(
     ("card", "model", "kwargs", "message"),
     [
@@ -184,6 +346,23 @@ def test_a_config_in_eight_bits_is_not_composed_in_sixteen(tmp_path):
         ("h100", "phi-4", {"tp": 4}, "tp: got 4; must divide the 10 KV heads of phi-4"),
         ("h100", "llama-3.1-8b", {"dtype": "int4"}, "dtype: got 'int4'"),
         ("a100-80g", "llama-3.1-8b", {"dtype": "fp8"}, "dtype: got 'fp8'; a100-80g was timed with"),
+        (
+            "a100-80g",
+            "llama-3.1-8b",
+            {"kv_dtype": "fp8"},
+            "kv_dtype: got 'fp8'; a100-80g was timed",
+        ),
+        (
+            "h100",
+            "llama-3.1-8b",
+            {"dtype": "nvfp4"},
+            "dtype: got 'nvfp4'; h100 was timed with bf16",
+        ),
+        ("h200", "deepseek-v3", {"dtype": "fp8"}, "the smallest that fits is --tp 8"),
+        ("a100-80g", "deepseek-v3", {"dtype": "fp8"}, "dtype: got 'fp8'; a100-80g was timed with"),
+        ("rtxpro6000", "deepseek-v3", {"dtype": "fp8", "tp": 8}, "latent attention was timed on"),
+        ("h100", "qwen3-30b-a3b", {"tp": 4, "ep": 2}, "ep: got 2; must be 1 or tp = 4"),
+        ("h100", "llama-3.1-8b", {"tp": 2, "ep": 2}, "ep: got 2; must be 1: llama-3.1-8b has no"),
         ("l40s", "llama-3.1-70b", {}, "the weights of llama-3.1-70b .* fits is --tp 4"),
         ("rtx4090", "gpt-oss-20b", {}, "no such mixture-of-experts kernel was timed on rtx4090"),
     ],

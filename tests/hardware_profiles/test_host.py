@@ -7,7 +7,8 @@ import pytest
 
 from servegym.envs.llm_routing import replay
 from servegym.hardware_profiles import Profile, load
-from servegym.hardware_profiles.host import vllm_graph_sizes
+from servegym.hardware_profiles.compose import compose
+from servegym.hardware_profiles.host import engine_host, host_s, vllm_graph_sizes
 
 RTX = "rtx4090-llama-3.1-8b"
 HOST = {"step_s": 0.003, "sequence_s": 2e-5, "token_s": 1e-6, "overlap": False}
@@ -95,3 +96,18 @@ def test_bad_fields_are_named(change, words):
         Profile.from_dict(data, "mine.json")
     for word in ["mine.json", *words]:
         assert word in str(caught.value)
+
+
+def test_an_engine_that_plans_ahead_hides_most_of_its_host():
+    old, new = engine_host("vLLM", "0.13.2"), engine_host("vLLM", "v0.14")
+    assert host_s(old, 32, 32) == pytest.approx(0.003)
+    assert host_s(new, 32, 32) == pytest.approx(0.000274)
+    assert engine_host("vLLM", "unknown") == engine_host("other", "1.0") == {}
+    profile = compose("h100", "llama-3.1-8b")
+    assert profile.host == new
+    kernels = profile.with_host({})
+    slow = kernels.with_host(old)
+    for law, host in ((profile, new), (slow, old)):
+        assert law.decode_s(32, 32000) == pytest.approx(
+            kernels.decode_s(32, 32000) + host_s(host, 32, 32), rel=1e-9
+        )

@@ -73,6 +73,8 @@ def test_schema_and_loader_refuse_the_same_damage(raw):
         (("law", "dense_s"), [1.0]),
         (("law", "head_s", 0), -1.0),
         (("law", "dense_s", 3), 15000.0),
+        (("law", "mixed_chunk_s"), 0.01),
+        (("law", "longest_decode_s"), [1e-6, -1e-6]),
         (("device", "usable_memory_fraction"), 1.5),
         (("estimator", "base_s"), 17.0),
         (("domain", "max_context_tokens"), 0),
@@ -258,7 +260,7 @@ def test_import_is_light():
 
 @pytest.mark.parametrize(
     ("given", "nearest"),
-    [("rtx4090", RTX), ("paper-linear-1", "paper-linear-10"), ("a10-lama-3.1-8b", "a10-llama")],
+    [("rtx4090", RTX), ("paper-linear-1", "paper-linear-01"), ("a10-lama-3.1-8b", "a10-llama")],
 )
 def test_unknown_profile_names_the_nearest(given, nearest):
     with pytest.raises(ValueError, match=f"got '{given}'; did you mean '{nearest}"):

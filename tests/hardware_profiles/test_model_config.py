@@ -25,6 +25,8 @@ PUBLISHED = {
     "qwen2.5-72b": 72_706_203_648,
     "qwen3-8b": 8_190_735_360,
     "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-235b-a22b": 235_093_634_560,
+    "deepseek-v3": 671_026_419_200,
     "mixtral-8x7b": 46_702_792_704,
     "mistral-nemo-12b": 12_247_782_400,
     "mistral-small-24b": 23_572_403_200,
@@ -96,6 +98,8 @@ FALCON = {"architectures": ["FalconForCausalLM"]}
     [
         ({"architectures": ["LlamaForCasualLM"]}, "did you mean 'LlamaForCausalLM'"),
         ({"architectures": ["DeepseekV2ForCausalLM"]}, "'architectures': architecture: got"),
+        ({"architectures": ["DeepseekV3ForCausalLM"]}, "'hidden_size': got 4096; latent attention"),
+        ({"architectures": ["Gemma2ForCausalLM"]}, r"got 'Gemma2ForCausalLM' \(allowed"),
         ({"architectures": _config}, "field 'architectures': missing"),
         ({"architectures": []}, "must be a list of one name"),
         ({"hidden_size": 4095}, "must divide hidden_size 4095"),
@@ -207,7 +211,7 @@ def test_a_config_from_a_path(tmp_path):
     path.write_text(json.dumps(_config(num_key_value_heads=_config, num_hidden_layers=3)))
     shape = model_shape(path)
     assert (shape.name, shape.kv_heads, shape.layers) == ("MyModel", 32, 3)
-    with pytest.raises(ValueError, match="model: got 'llama-3.1-9b'; did you mean 'llama-3.1-8b'"):
-        model_shape("llama-3.1-9b")
+    with pytest.raises(ValueError, match="model: got 'lama-3.1-8b'; did you mean 'llama-3.1-8b'"):
+        model_shape("lama-3.1-8b")
     with pytest.raises(ValueError, match=r"nowhere\.json: cannot be read"):
         model_shape(tmp_path / "nowhere.json")

@@ -40,6 +40,7 @@ from servegym.envs.llm_routing.kernel.queues import (
     append_running,
     blocks_of,
     clear_expert,
+    drop_longest,
     find_next_finish,
     free_blocks,
     free_slot,
@@ -106,6 +107,7 @@ def _complete(c, n, v, q, e, i, now):
     e.reserved -= reserved
     free_blocks(c, q, e, r.prompt + r.output)
     pop_next(q, e)
+    drop_longest(c, q, e, r)
     remove_running(c, q, e, i)
     free_slot(c, q, e, i)
     if c.prefix_caching:
@@ -220,16 +222,17 @@ def _admit(c, q, e, now, planned, left, freed):
 def _start_mixed(c, law, q, e, now, tokens):
     """An iteration of ``tokens`` tokens of prefill chunks and all decodes."""
     time = dense_s(c, law, e.profile, float(tokens + e.decoding))
-    chunks = 0
+    chunks, longest = 0, 0
     i = e.prefill
     while i >= 0:
         r = q.slots[e.first_slot + i]
         if r.chunk > 0:
             chunks += 1
+            longest = max(longest, r.chunk)
             time += chunk_attention_s(c, law, e.profile, float(r.chunk), float(r.computed))
         i = q.lists[newer(c, e, i)]
     if e.decoding > 0:
-        time += decode_attention_s(c, law, e.profile, e.decoding, e.decoding_tokens / e.decoding)
+        time += decode_attention_s(c, law, e, longest)
     head = head_s(c, law, e.profile, e.decoding + chunks)
     e.end = now + time + head
 

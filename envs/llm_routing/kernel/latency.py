@@ -52,10 +52,22 @@ def chunk_attention_s(c, law, n, chunk, context):
 
 
 @inline
-def decode_attention_s(c, law, n, sequences, context):
-    """Attention of decodes next to prefill chunks, with a mean context of ``context`` tokens."""
-    oy = c.y_attention + (n * c.n_sequences + sequences) * c.n_decode
-    return interpolate(law, c.x_decode, oy, c.n_decode, context)
+def longest_s(c, law, oy, e):
+    """What the longest context of the decodes adds by the table at ``oy``, beyond their mean."""
+    if c.longest == 0:
+        return 0.0
+    excess = e.longest_key + e.emitted - e.decoding_tokens / e.decoding
+    return law[oy + e.profile * c.n_sequences + e.decoding] * excess
+
+
+@inline
+def decode_attention_s(c, law, e, chunk):
+    """Attention of the decodes next to prefill chunks, the longest of ``chunk`` tokens."""
+    n = e.profile
+    oy = c.y_attention + (n * c.n_sequences + e.decoding) * c.n_decode
+    time = interpolate(law, c.x_decode, oy, c.n_decode, e.decoding_tokens / e.decoding)
+    time += law[c.y_chunk_decode + n] * (e.decoding * chunk)
+    return time + longest_s(c, law, c.y_longest_mixed, e)
 
 
 @inline
@@ -75,8 +87,9 @@ def prefill_s(c, law, n, tokens):
 def decode_iterations(c, law, e, limit, until, before):
     """How many decode iterations fit: at most ``limit``, ending at <= until and < before.
 
-    The mean context of b decoding sequences grows by exactly one token an iteration, so between
-    two points of the table the cost is an arithmetic series and the count a root of a quadratic.
+    The mean and the longest context of b decoding sequences grow by exactly one token an
+    iteration, so between two points of the table the cost is an arithmetic series and the count a
+    root of a quadratic.
     Returns the count, the time they take, and the time of the iteration after them.
     """
     done = 0
@@ -84,13 +97,14 @@ def decode_iterations(c, law, e, limit, until, before):
     x = e.decoding_tokens / e.running
     row = (e.profile * c.n_sequences + e.running) * c.n_decode
     last = c.n_decode - 2
+    longest = longest_s(c, law, c.y_longest, e)
     i = e.segment  # where the last run ended: contexts grow slowly
     if x < law[c.x_decode + i] or x >= law[c.x_decode + i + 1]:
         i = find_segment(law, c.x_decode, c.n_decode, x)
         e.segment = i
     while True:
         slope = law[c.y_slope + row + i]
-        cost = law[c.y_decode + row + i] + slope * (x - law[c.x_decode + i])
+        cost = law[c.y_decode + row + i] + slope * (x - law[c.x_decode + i]) + longest
         count = limit - done
         if count <= 0 or spent + cost > until or spent + cost >= before:
             return done, spent, cost

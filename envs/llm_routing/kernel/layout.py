@@ -129,6 +129,10 @@ CONFIG = _record(
         ("y_slope", "i8"),  # (N, n_sequences, n_decode) s/token, slopes of their segments
         ("y_attention", "i8"),  # (N, n_sequences, n_decode) s, decodes next to prefill chunks
         ("y_head", "i8"),  # (N, n_head) s, output head by sequences
+        ("y_chunk_decode", "i8"),  # (N,) s a decode and token of the longest chunk beside it
+        ("y_longest", "i8"),  # (N, n_sequences) s/token of the longest context beyond the mean
+        ("y_longest_mixed", "i8"),  # the same beside prefill chunks
+        ("longest", "i8"),  # 1: some card has such times; else `longest_key` is not kept
         ("delay_s_per_token", "f8"),  # transfer time of a prompt token
         ("router_delay_s", "f8"),  # constant delay of every request
         ("blocks_per_token", "f8"),  # 1 / block_size
@@ -212,6 +216,7 @@ EXPERT = _record(
         ("written_waiting", "i8"),
         ("down", "i8"),  # 1: it has failed and is not back
         ("changes", "i8"),  # how often that has changed
+        ("longest_key", "i8"),  # most prompt tokens less `origin` of the decoding requests
     ]
 )
 """An expert: an iteration-level scheduler with its running list and its waiting queue."""

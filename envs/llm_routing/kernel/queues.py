@@ -109,6 +109,7 @@ def clear_expert(c, q, e):
     e.ring_head = 0
     e.decoding = 0
     e.decoding_tokens = 0
+    e.longest_key = -NEVER
     e.next_finish = NEVER
     e.oldest = -1
     e.newest = -1
@@ -290,6 +291,17 @@ def _remove_decoding(q, e, place):
 
 
 @inner
+def drop_longest(c, q, e, r):
+    """Request r has left the heap: find the longest context of the others if it was r's."""
+    if c.longest == 0 or r.prompt - r.origin < e.longest_key:
+        return
+    e.longest_key = -NEVER
+    for place in range(e.decoding):
+        other = q.slots[e.first_slot + q.lists[e.first_entry + place]]
+        e.longest_key = max(e.longest_key, other.prompt - other.origin)
+
+
+@inner
 def order_heap(q, e):
     """Order the heap anew, whatever has become of the requests in it."""
     for k in range(e.decoding // 2):
@@ -350,6 +362,8 @@ def start_decoding(c, q, e, r, i):
     _count_residue(c, q, e, tokens, blocks, 1)
     e.decoding += 1
     e.decoding_tokens += tokens
+    if c.longest:
+        e.longest_key = max(e.longest_key, r.prompt - r.origin)
     e.prefill = q.lists[newer(c, e, i)]
     _rise(q, e, e.decoding - 1, i)
 
@@ -403,6 +417,7 @@ def _preempt_newest(c, q, e):
     if r.decoding:
         free_blocks(c, q, e, r.prompt + generated)
         _remove_decoding(q, e, r.place)
+        drop_longest(c, q, e, r)
     else:
         e.used -= blocks_of(c, r.prompt + generated)
     e.reserved -= blocks_of(c, r.prompt + c.max_output_tokens)

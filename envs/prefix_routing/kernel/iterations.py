@@ -160,15 +160,16 @@ def _schedule_prefills(c, s, e, now, preempted):
 def _start_mixed(c, law, s, e, now, tokens):
     """An iteration of ``tokens`` tokens of prefill chunks and all decodes."""
     time = dense_s(c, law, e.profile, float(tokens + e.decoding))
-    chunks = 0
+    chunks, longest = 0, 0
     i = e.prefill
     while i >= 0:
         r = request_of(s, e, i)
         chunks += 1
+        longest = max(longest, r.chunk)
         time += chunk_attention_s(c, law, e.profile, float(r.chunk), float(r.computed))
         i = r.newer
     if e.decoding > 0:
-        time += decode_attention_s(c, law, e.profile, e.decoding, e.decoding_tokens / e.decoding)
+        time += decode_attention_s(c, law, e, longest)
     e.end = now + time + head_s(c, law, e.profile, e.decoding + chunks)
 
 
@@ -224,9 +225,11 @@ def _safe_s(c, law, e):
         return min(e.end, e.next_change)
     # After the iteration in flight only decodes run; whoever sends a request lowers the bound.
     e.emitted += 1
+    e.longest_key -= 1  # the contexts are those of the iteration in flight
     limit = _closed_run(c, e)
     _, spent, _ = decode_iterations(c, law, e, limit, np.inf, np.inf)
     e.emitted -= 1
+    e.longest_key += 1
     # Summed in one piece the times may differ in their last digits from those of shorter runs.
     return min(e.end + spent * (1.0 - 1e-9), e.next_change)
 

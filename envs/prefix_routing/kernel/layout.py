@@ -54,6 +54,10 @@ CONFIG = record(
         ("y_slope", "i8"),
         ("y_attention", "i8"),
         ("y_head", "i8"),
+        ("y_chunk_decode", "i8"),
+        ("y_longest", "i8"),
+        ("y_longest_mixed", "i8"),
+        ("longest", "i8"),
         ("blocks_per_token", "f8"),  # 1 / K
         ("uptime_s", "f8"),  # mean time to failure of a replica; 0: none fails
         ("downtime_s", "f8"),  # mean time to repair
@@ -116,6 +120,7 @@ REPLICA = record(
         ("first_entry", "i8"),
         ("first_place", "i8"),  # of the heap
         ("first_bucket", "i8"),
+        ("longest_key", "i8"),  # most prompt tokens less `origin` of the decoding requests
     ]
 )
 """A replica: a scheduler with its running list, its waiting queue and its paged KV memory."""

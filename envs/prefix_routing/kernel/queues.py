@@ -29,6 +29,7 @@ def clear_replica(c, s, e):
     e.next_finish = NEVER
     e.decoding = 0
     e.decoding_tokens = 0
+    e.longest_key = -NEVER
     e.segment = 0
     e.oldest = -1
     e.newest = -1
@@ -269,6 +270,8 @@ def start_decoding(c, s, e, r, i):
     r.origin = e.emitted - r.generated
     e.decoding += 1
     e.decoding_tokens += r.prompt + r.generated
+    if c.longest:
+        e.longest_key = max(e.longest_key, r.prompt - r.origin)
     e.prefill = r.newer
     _rise(s, e, e.decoding - 1, i)
     oldest = _bucket(c, e, r)
@@ -289,6 +292,11 @@ def stop_decoding(c, s, e, r):
     e.decoding -= 1
     e.decoding_tokens -= r.prompt + r.generated
     _remove_decoding(s, e, r.place)
+    if c.longest and r.prompt - r.origin >= e.longest_key:
+        e.longest_key = -NEVER
+        for place in range(e.decoding):
+            other = request_of(s, e, s.lists[e.first_place + place])
+            e.longest_key = max(e.longest_key, other.prompt - other.origin)
     oldest = _bucket(c, e, r)
     if r.grow_before < 0:
         s.lists[oldest] = r.grow_after

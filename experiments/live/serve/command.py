@@ -59,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--name", help="of the servers: NAME-0, NAME-1 ..., or NAME if there is one")
     add("--replicas", type=int, default=1, help="how many of them (1)")
     add("--tp", type=int, default=1, help="cards of a server")
-    add("--dtype", default="bf16", help="bf16 or fp8")
+    add("--dtype", default="bf16", help="bf16, or fp8 or nvfp4 where timed")
     add("--slots", type=int, default=256, help="requests that a server runs at a time (256)")
     add("--context", type=int, default=16384, help="tokens of a request (16384)")
     add("--batched-tokens", type=int, default=2048, help="tokens of an iteration (2048)")

@@ -39,8 +39,8 @@ from servegym.experiments.evaluation.stats import student_interval
 from servegym.experiments.evaluation.tables import Note, note
 from servegym.experiments.papers.study import Options, Study, command
 from servegym.experiments.papers.verdicts import pick
-from servegym.hardware_profiles import Profile
-from servegym.hardware_profiles.compose import compose
+from servegym.hardware_profiles import Profile, load
+from servegym.hardware_profiles.load import data_path
 
 __all__ = ["STUDIES", "main"]
 
@@ -211,7 +211,7 @@ def _interval(values: np.ndarray) -> dict[str, float]:
 def _ways(options: Options, at: Mapping[str, Any], ways: Sequence[str]) -> Iterator[dict[str, Any]]:
     """TTFT and throughput of each stage beside the report's."""
     seeds = options.episodes
-    card = compose("h100", "qwen3-32b", tp=2)
+    card = load(data_path("registered") / "h100-qwen3-32b-tp2.json")
     for way in ways:
         if way in RULES:
             runs = np.array(_route(way, seeds))
@@ -272,7 +272,7 @@ def _notes(options: Options, rows: Sequence[dict[str, Any]]) -> Iterator[Note]:
 
 def _memory(options: Options, at: Mapping[str, Any], _: Any) -> Iterator[dict[str, Any]]:
     """What more KV memory changes, with and without shared prompts."""
-    card = compose("h100", "qwen3-32b", tp=2)
+    card = load(data_path("registered") / "h100-qwen3-32b-tp2.json")
     played = np.array(
         [_play(card, at["routing"], seed, at["memory"]) for seed in range(options.episodes)]
     )

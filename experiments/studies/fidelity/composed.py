@@ -4,7 +4,7 @@
 Llama-3.1-8B are compared with the shipped profile of each card, and those of Llama-3.1-8B and
 Qwen3-30B-A3B on the RTX PRO 6000 with LLMServingSim's kernels of these very models::
 
-    python -m servegym.experiments.studies.fidelity.composed DATA --document docs/hardware.md
+    python -m servegym.experiments.studies.fidelity.composed DATA
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import numpy as np
 from servegym._command_line import run_main
 from servegym.experiments.evaluation.output import print_table
 from servegym.experiments.evaluation.tables import provenance, write_result
-from servegym.experiments.studies.fidelity.markdown import Table, percent, update_document
-from servegym.hardware_profiles import Profile, load
+from servegym.experiments.studies.fidelity.markdown import Table, percent
+from servegym.hardware_profiles import Profile, list_profiles, load
 from servegym.hardware_profiles.build.timed_steps import CARD, FOLDERS, compare, read_steps
 from servegym.hardware_profiles.compose import Composer, compose
 from servegym.hardware_profiles.kernels import list_cards, load_kernels
@@ -46,7 +46,7 @@ def _against(profile: Profile, other: Profile) -> list[tuple[str, float]]:
 
 
 def _summary(card: str, model: str, against: str, found: Sequence[tuple[str, float]]) -> Any:
-    for kind in ("prefill", "decode"):
+    for kind in dict.fromkeys(name for name, _ in found):
         error = np.array([value for name, value in found if name == kind])
         yield {
             "card": card,
@@ -69,8 +69,10 @@ def rows(data: Path) -> list[dict[str, Any]]:
     """
     made: list[dict[str, Any]] = []
     for card in list_cards():
+        if f"{card}-llama-3.1-8b" not in list_profiles():
+            continue  # ships as kernel tables alone
         shipped = load(f"{card}-llama-3.1-8b")
-        found = _against(compose(card, "llama-3.1-8b"), shipped)
+        found = _against(compose(card, "llama-3.1-8b").with_host({}), shipped)
         made += _summary(card, "llama-3.1-8b", "shipped profile", found)
     for model, folder in FOLDERS.items():
         shape = model_shape(model)
@@ -101,7 +103,7 @@ def _table(made: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line: print the table, write it, and put it into a page.
+    """Command line: print the table and write it.
 
     Args:
         arguments: The command line; ``sys.argv`` by default.
@@ -115,15 +117,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("data", type=Path, help="folder of the published tables")
     parser.add_argument("--out", type=Path, default=OUT, help="the table's file")
-    parser.add_argument("--document", type=Path, help="Markdown file whose table is replaced")
     words = sys.argv[1:] if arguments is None else list(arguments)
     options = parser.parse_args(words)
     made = rows(options.data)
     table = _table(made)
     print_table(table.title, table.columns, table.rows)
     write_result(options.out, made, provenance(shlex.join([*parser.prog.split(), *words])))
-    if options.document is not None:
-        update_document(options.document, [table])
     return 0
 
 

@@ -8,8 +8,9 @@ Three looks at a run of an engine that plans iterations ahead::
   own iteration, and before that the decode iteration that was planned already. What is left over is
   the host's (a median over admissions; preempted requests that return unseen lengthen some).
 - *Decode iterations.* Of two requests with one first token, the longer answer takes as many more
-  iterations as it has more tokens. Where nothing is admitted between their ends, the time between
-  them over the law's is the share that the law misses, for an exact number of iterations.
+  iterations as it has more tokens, if neither was preempted. Where nothing is admitted between
+  their ends, the time between them over the law's is the share that the law misses, for an exact
+  number of iterations. Pairs are left out for a cause alone, see :func:`decode_windows`.
 - *Light load.* TTFT of the first requests of a run, before its memory fills, replayed with every
   iteration planned when it starts and one ahead.
 
@@ -47,6 +48,9 @@ MARGIN_S = 0.25
 
 SAME_S = 1e-4
 """First tokens of one iteration are noted within such a time of one another."""
+
+SHORTEST = 0.9
+"""No iteration takes less than this share of the law's shortest one."""
 
 ROOM = 0.9
 """Decode windows hold at most this share of the KV memory, so that nobody is preempted."""
@@ -88,17 +92,47 @@ def lone_admissions(run: MeasuredRun, profile: Profile) -> Floats:
     return np.array(rows, dtype=np.float64).reshape(-1, 3)
 
 
+def preempted(run: MeasuredRun, shortest_s: float) -> NDArray[np.bool_]:
+    """Requests that were preempted, proved from the tokens of all requests.
+
+    Between its first and its last token a request takes part in at most as many iterations as
+    there are, and in all of them unless it is preempted. Chains of requests bound their number
+    from below, whatever a law says; one with fewer tokens than that was preempted.
+
+    Args:
+        run: the run.
+        shortest_s: no iteration is shorter.
+
+    Returns:
+        ``(J,)``.
+    """
+    times = [np.round(t, 4) for t in _times(run)]
+    at = np.unique(np.concatenate(times))
+    begin, end = (np.searchsorted(at, t) for t in times)
+    # Fewest iterations from one time to another; going back takes away the most there can be.
+    least = np.minimum(at[None, :] - at[:, None], 0.0) / shortest_s
+    np.maximum.at(least, (begin, end), run.output_tokens - 1.0)
+    for k in range(len(at)):
+        np.maximum(least, least[:, k : k + 1] + least[k : k + 1, :], out=least)
+    return least[begin, end] > run.output_tokens - 0.5
+
+
 def decode_windows(run: MeasuredRun, profile: Profile) -> Floats:
     """Windows of decode iterations alone, ``(K, 4)``: iterations, sequences, measured s, law s.
 
-    The sequences are the mean over the window; both times are of the whole window.
+    The sequences are the mean over the window; both times are of the whole window. Left out are
+    windows in which memory may have been full (:data:`ROOM`), and pairs of which one was preempted
+    before: proved (:func:`preempted`, at :data:`SHORTEST` of the law's shortest iteration), or in
+    the replay of the run.
     """
     first, last = _times(run)
+    gone = preempted(run, SHORTEST * profile.decode_s(1.0, 1.0))
+    gone |= simulate(run, profile)["preemptions"] > 0
     capacity = run.engine["kv_tokens"] or profile.kv_capacity_tokens
     order = np.lexsort((last, first))
     rows = []
     for i, j in zip(order[:-1], order[1:], strict=True):
-        if abs(first[i] - first[j]) > SAME_S or last[j] - last[i] < SAME_S:
+        if abs(first[i] - first[j]) > SAME_S or last[j] - last[i] < SAME_S or gone[[i, j]].any():
             continue
         if ((first > last[i]) & (first <= last[j])).any():
             continue
@@ -114,7 +148,7 @@ def decode_windows(run: MeasuredRun, profile: Profile) -> Floats:
             costs.append(profile.decode_s(len(batch), _held(run, batch, begin + span / 2)))
         exact = int(run.output_tokens[j] - run.output_tokens[i])
         weights = spans / np.array(costs)
-        if not 0.95 < weights.sum() / max(exact, 1) < 1.05:  # one of the two was preempted before
+        if exact < 1:  # the one that ends later has fewer tokens: it was preempted
             continue
         steps = exact * weights / weights.sum()
         rows.append((exact, steps @ counts / exact, spans.sum(), steps @ np.array(costs)))

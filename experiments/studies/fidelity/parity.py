@@ -1,16 +1,21 @@
-"""The same requests through this engine, other simulators, closed forms and a measured engine.
+"""The same requests through this engine, other simulators and a measured engine.
 
     python -m servegym.experiments.studies.fidelity.parity --rival ai-dynamo=/path/to/python
 
-Every list of requests is served by each simulator with the same limits (sequences and tokens of an
-iteration, KV blocks) under two laws of an iteration's time:
+Two comparisons:
 
-- ``constant``: an iteration that prefills or decodes takes 20 ms, one that does both 40 ms, which
-  is how the rivals' fixed law counts it. Here simulators differ by their scheduling alone.
-- ``profile``: a hardware profile. ai-dynamo gets it as tables of prefill and decode iterations; it
-  adds the two where an iteration does both, so the weights' reading is counted twice. With
-  ``marginal prefill`` its prefill table holds only what a prefill adds to a decode iteration. Its
-  table knows no context of a chunk; this engine runs without it too, for comparison.
+- ``parity``: drawn lists under a constant law, which every simulator can take: an iteration that
+  prefills or decodes takes 20 ms, one that does both 40 ms, as the rivals' fixed law counts it. So
+  they differ by their scheduling alone.
+- ``parity_measured`` and ``parity_light``: measured runs under a hardware profile. ai-dynamo gets
+  it as tables of prefill and decode iterations; it adds the two where an iteration does both, so
+  the weights' reading is counted twice. With ``marginal prefill`` its prefill table holds only what
+  a prefill adds to a decode iteration. This engine runs by the same inputs too.
+
+``lacks`` says what of the profile and the engine a simulator cannot be told, ``coverage`` which
+share of the requests it served. ``tpot_s`` is the mean over requests of (last token - first token)
+/ (tokens - 1), a request's mean inter-token latency; it is computed from the times of both tokens
+for all, as simulators' own ITL may weigh long answers more.
 
 A rival runs under the Python of an environment of its own, which the user makes; without it its
 rows are left out and named. `RIVALS` has what to install.
@@ -19,6 +24,7 @@ rows are left out and named. `RIVALS` has what to install.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import math
 import shlex
@@ -45,8 +51,8 @@ from servegym.experiments.fidelity.profiles import matching_profile
 from servegym.experiments.fidelity.report import RUN_FOLDER, data_folder
 from servegym.experiments.studies.fidelity.host import first_requests, interval
 from servegym.experiments.studies.fidelity.markdown import Table, update_document
-from servegym.experiments.studies.fidelity.queueing import batch_means
 from servegym.hardware_profiles import Profile, load
+from servegym.hardware_profiles.schema import TABLE_AXES
 
 __all__ = ["RIVALS", "Times", "World", "constant_profile", "main", "rival_tables", "run_rival"]
 
@@ -61,14 +67,19 @@ RIVALS = {
     "aisimulate==0.13.0.dev202610270000000085 && pip install numpy pydantic uvloop msgspec pyyaml "
     "psutil ijson typing_extensions tqdm packaging pandas pyarrow scipy",
     "aisimulate": "the environment of ai-dynamo",
-    "vllm-sr-sim": "pip install vllm-sr-sim==0.1.0.dev20260713123629",
 }
 """What an environment of a rival holds, after ``python -m venv FOLDER``."""
 
 LOADS = {"light": 0.5, "at capacity": 0.95, "overload": 1.5}
 """Arrival rate as a share of what the engine serves when all requests wait from the beginning."""
 
-_FLAT = "servegym, chunks without context"
+_SAME = "servegym, inputs of ai-dynamo"
+_TABLES = "context of chunks, attention of mixed iterations, planning ahead"
+_LACKS = {
+    _SAME: _TABLES,
+    "ai-dynamo": _TABLES,
+    "ai-dynamo, marginal prefill": _TABLES,
+}
 # Prompts and answers are cut so that a request stays inside the range of the profiles' laws.
 _CAPS = {"prompt_tokens": 15_360, "output_tokens": 1_024}
 # Lengths -> the profile that serves them, arrival processes.
@@ -91,7 +102,6 @@ class World:
             ``prefix_caching``.
         profile: Hardware profile of the profile law; None for the constant law.
         measured: The measured run, if it is one.
-        exact_e2e_s: Mean latency of a closed form, if there is one.
     """
 
     about: Mapping[str, Any]
@@ -101,7 +111,6 @@ class World:
     engine: Mapping[str, Any]
     profile: Profile | None = None
     measured: MeasuredRun | None = None
-    exact_e2e_s: float | None = None
 
 
 class Times(NamedTuple):
@@ -147,16 +156,15 @@ def constant_profile(step_s: float = STEP_S) -> Profile:
     return Profile.from_dict(data, "constant")
 
 
-def without_context(profile: Profile) -> Profile:
-    """A profile whose prompt chunks take the time of the first one, as ai-dynamo's tables have it.
-
-    Args:
-        profile: A profile with a tabulated law.
-    """
-    data = profile.to_dict()
-    table = np.array(data["law"]["chunk_attention_s"])
-    data["law"]["chunk_attention_s"] = np.broadcast_to(table[:, :1], table.shape).tolist()
-    return Profile.from_dict(data, profile.name)
+def told_rivals(world: World) -> World:
+    """A world of a profile as ai-dynamo is told of it: see `_LACKS`."""
+    assert world.profile is not None
+    data = world.profile.to_dict()
+    law = {key: data["law"][key] for key in ("kind", *TABLE_AXES)}
+    table = np.array(law["chunk_attention_s"])
+    law["chunk_attention_s"] = np.broadcast_to(table[:, :1], table.shape).tolist()
+    profile = Profile.from_dict({**data, "law": law}, world.profile.name)
+    return replace(world, profile=profile, engine={**world.engine, "async_scheduling": False})
 
 
 def rival_tables(
@@ -200,15 +208,18 @@ def rival_tables(
     }
 
 
-def _settings(world: World) -> dict[str, Any]:
-    return {**world.engine, "profile": world.profile or constant_profile()}
+def digest(profile: Profile) -> str:
+    """Short hash of what rivals are told of a law: their rows under another one are stale."""
+    engine = {"max_num_batched_tokens": 2048, "max_num_seqs": 256}
+    text = json.dumps(rival_tables(profile, engine | {"kv_tokens": profile.kv_capacity_tokens}))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def run_own(world: World, repeats: int = 3) -> Times:
     """This engine's times, and the seconds of the fastest of ``repeats`` runs."""
     from servegym.envs.llm_routing import replay
 
-    settings, seconds = _settings(world), []
+    settings, seconds = {**world.engine, "profile": world.profile or constant_profile()}, []
     requests = (world.arrival_s, world.prompt_tokens, world.output_tokens)
     result = replay(*requests, **settings)
     for _ in range(repeats):
@@ -219,11 +230,6 @@ def run_own(world: World, repeats: int = 3) -> Times:
 
     columns = (result[key].copy() for key in METRICS)
     return Times("servegym", versions()["serve-gym"], *columns, seconds=min(seconds))
-
-
-def _law_key(world: World, marginal: bool) -> tuple[Any, ...]:
-    name = world.profile.name if world.profile is not None else None
-    return name, tuple(world.engine.items()), marginal
 
 
 def run_rival(
@@ -243,15 +249,6 @@ def run_rival(
     Raises:
         RuntimeError: The rival failed, with the end of what it wrote.
     """
-    laws: dict[Any, dict[str, Any]] = {}
-    for world, marginal in given:
-        key = _law_key(world, marginal)
-        if key not in laws:
-            laws[key] = (
-                rival_tables(world.profile, world.engine, marginal)
-                if world.profile is not None
-                else {"kind": "constant", "step_s": STEP_S}
-            )
     jobs = [
         {
             "requests": {
@@ -260,7 +257,9 @@ def run_rival(
                 "output_tokens": [int(n) for n in world.output_tokens],
             },
             "engine": dict(world.engine),
-            "law": laws[_law_key(world, marginal)],
+            "law": {"kind": "constant", "step_s": STEP_S}
+            if world.profile is None
+            else rival_tables(world.profile, world.engine, marginal),
             "repeats": repeats,
         }
         for world, marginal in given
@@ -294,14 +293,14 @@ def run_rival(
 def simulate(worlds: Sequence[World], rivals: _Rivals) -> list[list[Times]]:
     """This engine's times of each world, and those of every rival that takes the world's law.
 
-    Under a profile the engine serves once more by a law without the context of chunks, which says
-    what of a rival's difference is due to that.
+    Under a profile the engine serves once more by the inputs of ai-dynamo, which says what of its
+    difference is due to them.
     """
     found = [[run_own(world, rivals.repeats)] for world in worlds]
     for world, times in zip(worlds, found, strict=True):
         if world.profile is not None:
-            flat = replace(world, profile=without_context(world.profile))
-            times.append(run_own(flat, rivals.repeats)._replace(simulator=_FLAT))
+            same = run_own(told_rivals(world), rivals.repeats)
+            times.append(same._replace(simulator=_SAME))
     for name, python in rivals.pythons.items():
         jobs = [
             (row, marginal)
@@ -320,6 +319,11 @@ def simulate(worlds: Sequence[World], rivals: _Rivals) -> list[list[Times]]:
     return found
 
 
+def _about(world: World, one: Times) -> dict[str, Any]:
+    lacks = "" if world.profile is None else _LACKS.get(one.simulator, "")
+    return {**world.about, "simulator": one.simulator, "version": one.version, "lacks": lacks}
+
+
 def rows_of(world: World, found: Sequence[Times]) -> list[dict[str, Any]]:
     """One row a simulator; differences are to the measured run or, without one, to this engine.
 
@@ -334,8 +338,7 @@ def rows_of(world: World, found: Sequence[Times]) -> list[dict[str, Any]]:
     for one in found:
         served = np.isfinite(one.e2e_s)
         count = int(served.sum())
-        row: dict[str, Any] = {**world.about, "simulator": one.simulator, "version": one.version}
-        row |= {"requests": len(served), "served": count}
+        row = _about(world, one) | {"requests": len(served), "coverage": count / len(served)}
         for key in METRICS:
             row[key] = float(np.nanmean(getattr(one, key))) if count else None
         span = np.nanmax(world.arrival_s + one.e2e_s) - world.arrival_s[0] if count else math.nan
@@ -351,10 +354,6 @@ def rows_of(world: World, found: Sequence[Times]) -> list[dict[str, Any]]:
         size = np.abs(one.e2e_s[both] / truth.e2e_s[both] - 1.0)
         row["median_e2e_difference"] = float(np.median(size)) if count else None
         row["largest_e2e_difference"] = float(size.max()) if count else None
-        if world.exact_e2e_s is not None:
-            row["closed_form_e2e_s"] = world.exact_e2e_s
-            row["closed_form_difference"] = row["e2e_s"] / world.exact_e2e_s - 1.0
-            row["standard_error"] = batch_means(one.e2e_s[served])[1] / world.exact_e2e_s
         rows.append(row)
     return rows
 
@@ -373,8 +372,7 @@ def light_rows(world: World, found: Sequence[Times]) -> list[dict[str, Any]]:
     for one in found:
         both = np.column_stack([measured, one.ttft_s])
         mean, low, high = interval(both, lambda x: float(x[:, 1].mean() / x[:, 0].mean() - 1.0))
-        row: dict[str, Any] = {**world.about, "simulator": one.simulator, "version": one.version}
-        row |= {"requests": len(both), "ttft_s": float(one.ttft_s.mean())}
+        row = _about(world, one) | {"requests": len(both), "ttft_s": float(one.ttft_s.mean())}
         row |= {"ttft_difference": mean, "low": low, "high": high}
         rows.append(
             row | {"median_difference": float(np.median(np.abs(both @ [-1, 1] / measured)))}
@@ -389,15 +387,15 @@ def capacity_rps(world: World) -> float:
 
 
 def request_lists(requests: int, seed: int = 0) -> list[World]:
-    """The drawn worlds: lengths, arrivals, loads and both laws.
+    """The drawn worlds: lengths, arrivals and loads under the constant law.
 
     Args:
         requests: Requests of a list.
         seed: Of lengths and arrivals; lists of one seed differ in their arrivals alone.
     """
     worlds = []
-    for lengths, (name, processes) in _LISTS.items():
-        rng, profile = np.random.default_rng([seed, len(worlds)]), load(name)
+    for row, (lengths, (name, processes)) in enumerate(_LISTS.items()):
+        rng, profile = np.random.default_rng([seed, 12 * row]), load(name)
         prompts, outputs = (
             np.maximum(
                 sample_lengths(length_quantiles(lengths, kind, cap), rng.random(requests)), 1
@@ -411,72 +409,21 @@ def request_lists(requests: int, seed: int = 0) -> list[World]:
             "block_size": 16,
             "prefix_caching": False,
         }
-        for law, used in (("constant", None), ("profile", profile)):
-            base = World({}, np.zeros(requests), prompts, outputs, engine, used)
-            capacity = capacity_rps(base)
-            for process in processes:
-                kind = "mmpp" if process == "bursts" else process
-                unit = make_arrivals(kind, 1.0).sample(requests, np.random.default_rng(seed))
-                for load_name, share in LOADS.items():
-                    about = {
-                        "lengths": lengths,
-                        "arrivals": process,
-                        "load": load_name,
-                        "rate_rps": share * capacity,
-                        "profile": name,
-                        "law": law,
-                    }
-                    worlds.append(replace(base, about=about, arrival_s=unit / (share * capacity)))
-    return worlds
-
-
-def queueing_worlds(
-    requests: int, utilisations: Sequence[float] = (0.3, 0.6, 0.9), tokens: int = 100, seed: int = 0
-) -> list[World]:
-    """One slot under the constant law: M/G/1, its mean by Pollaczek and Khinchine.
-
-    A token is an iteration, so the service of n tokens takes n ``STEP_S``.
-
-    Args:
-        requests: Arrivals of a list.
-        utilisations: Below 1.
-        tokens: Mean answer.
-        seed: Of arrivals and lengths.
-    """
-    engine = {
-        "max_num_seqs": 1,
-        "max_num_batched_tokens": 2048,
-        "kv_tokens": 64_000,
-        "block_size": 16,
-        "prefix_caching": False,
-    }
-    worlds = []
-    for queue in ("M/M/1", "M/D/1"):
-        for utilisation in utilisations:
-            rng = np.random.default_rng([seed, len(worlds)])
-            p = 1.0 / tokens
-            outputs = rng.geometric(p, requests) if queue == "M/M/1" else np.full(requests, tokens)
-            variance = (1.0 - p) / p**2 if queue == "M/M/1" else 0.0
-            mean_s = tokens * STEP_S
-            second = (variance + tokens**2) * STEP_S**2
-            rate = utilisation / mean_s
-            worlds.append(
-                World(
-                    {"queue": queue, "utilisation": utilisation},
-                    np.cumsum(rng.exponential(1.0 / rate, requests)),
-                    np.ones(requests, np.int64),
-                    outputs.astype(np.int64),
-                    engine,
-                    exact_e2e_s=mean_s + rate * second / (2.0 * (1.0 - utilisation)),
-                )
-            )
+        base = World({}, np.zeros(requests), prompts, outputs, engine)
+        capacity = capacity_rps(base)
+        for process in processes:
+            kind = "mmpp" if process == "bursts" else process
+            unit = make_arrivals(kind, 1.0).sample(requests, np.random.default_rng(seed))
+            for load_name, share in LOADS.items():
+                about = {"lengths": lengths, "arrivals": process, "load": load_name}
+                about["rate_rps"] = share * capacity
+                worlds.append(replace(base, about=about, arrival_s=unit / (share * capacity)))
     return worlds
 
 
 _ABOUT = {
     "parity_measured": "the measured run",
     "parity": "drawn lists",
-    "parity_queueing": "one slot",
 }
 _RATIOS = ("median", "least", "most")
 
@@ -487,7 +434,7 @@ def speed_notes(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     for row in rows:
         if row["simulator"] == "servegym":
             own = row["requests_per_core_s"]
-        elif row["requests_per_core_s"] is not None and row["simulator"] != _FLAT:
+        elif row["requests_per_core_s"] is not None and row["simulator"] != _SAME:
             ratios.setdefault(row["simulator"], []).append(own / row["requests_per_core_s"])
     return [
         note(
@@ -532,7 +479,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--first", type=int, default=40, help="how many of its requests (default 40)")
     add("--profile", help="profile of --light, where its meta.json does not name the card")
     add("--requests", type=int, default=2000, help="requests of a drawn list; 0 leaves them out")
-    add("--queue-requests", type=int, default=20_000, help="arrivals at a queue; 0 leaves them out")
     add("--data", type=Path, help="folder of the measured data (default: $SERVEGYM_DATA)")
     add("--seed", type=int, default=0, help="seed of lengths and arrivals")
     add("--repeats", type=int, default=3, help="timed runs, of which the fastest counts")
@@ -569,16 +515,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser, words = _parser(), sys.argv[1:] if arguments is None else arguments
     options = parser.parse_args(words)
-    for name, least in (("requests", 0), ("queue_requests", 0), ("repeats", 1), ("first", 1)):
+    for name, least in (("requests", 0), ("repeats", 1), ("first", 1)):
         if getattr(options, name) < least:
-            flag = "--" + name.replace("_", "-")
-            raise ValueError(f"{flag} is {getattr(options, name)}; it must be at least {least}")
-    for flag, given in (
-        ("--requests", options.requests),
-        ("--queue-requests", options.queue_requests),
-    ):
-        if 0 < given < 100:
-            raise ValueError(f"{flag} is {given}; it must be 0 or above 99")
+            raise ValueError(f"--{name} is {getattr(options, name)}; it must be at least {least}")
+    if 0 < options.requests < 100:
+        raise ValueError(f"--requests is {options.requests}; it must be 0 or above 99")
     rivals = _Rivals(_rival_pythons(options.rival), options.repeats)
     worlds: dict[str, list[World]] = {}
     if options.requests:
@@ -593,8 +534,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run = first_requests(load_run(options.light), options.first)
         profile = load(options.profile) if options.profile else matching_profile(run)
         worlds["parity_light"] = [measured_world(run, profile)]
-    if options.queue_requests:
-        worlds["parity_queueing"] = queueing_worlds(options.queue_requests, seed=options.seed)
     every = [world for some in worlds.values() for world in some]
     times = iter(simulate(every, rivals))
     found = {
@@ -615,7 +554,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{name}: failed: {error}")
     made = provenance(
         shlex.join([*parser.prog.split(), *map(str, words)]),
-        settings={"constant_step_s": STEP_S, "failed": rivals.failed},
+        settings={
+            "constant_step_s": STEP_S,
+            "failed": rivals.failed,
+            "inputs": {
+                world.profile.name: digest(world.profile) for world in every if world.profile
+            },
+        },
     )
     options.out.mkdir(parents=True, exist_ok=True)
     for stem, rows in found.items():

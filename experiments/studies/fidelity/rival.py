@@ -149,48 +149,7 @@ def aisimulate(job, folder):
     return run, version("aisimulate")
 
 
-def vllm_sr_sim(job, folder):
-    """One GPU of vllm-sr-sim: a service time a request, no iterations."""
-    from fleet_sim.core.fleet import Fleet, FleetConfig, PoolConfig  # type: ignore[import-not-found]
-    from fleet_sim.core.request import Request  # type: ignore[import-not-found]
-    from fleet_sim.gpu_profiles.manual import ManualProfile  # type: ignore[import-not-found]
-
-    if job["law"]["kind"] != "constant":
-        raise SystemExit("vllm-sr-sim takes a constant law only")
-    engine, rows = job["engine"], _columns(job["requests"])
-    longest = max(prompt + output for _, prompt, output in rows)
-    gpu = ManualProfile(
-        name="job",
-        W=job["law"]["step_s"],
-        H=0.0,
-        chunk=engine["max_num_batched_tokens"],
-        blk_size=engine["block_size"],
-        total_kv_blks=engine["kv_tokens"] // engine["block_size"],
-        max_slots=engine["max_num_seqs"],
-        cost_per_hr=1.0,
-        calibration_ctx=longest,
-    )
-    pool = PoolConfig("all", gpu, 1, longest)
-    config = FleetConfig([pool], "RandomRouter")
-
-    def run(records):
-        requests = [
-            (arrival, Request(row, arrival, prompt, output))
-            for row, (arrival, prompt, output) in enumerate(rows)
-        ]
-        began = time.perf_counter()
-        result = Fleet(config).run(requests)
-        seconds = time.perf_counter() - began
-        found = [
-            (r.req_id, 1e3 * r.first_token_time, 1e3 * r.physical_end_time)
-            for r in result.completed
-        ]
-        return found, seconds
-
-    return run, version("vllm-sr-sim")
-
-
-RIVALS = {"ai-dynamo": ai_dynamo, "aisimulate": aisimulate, "vllm-sr-sim": vllm_sr_sim}
+RIVALS = {"ai-dynamo": ai_dynamo, "aisimulate": aisimulate}
 
 
 def serve(name, job):

@@ -48,6 +48,14 @@ class LinearLaw:
         """The same beside prefill chunks."""
         return self.decode_attention(sequences, mean_context)
 
+    def beside_chunk(self, sequences: float, longest_chunk: float) -> float:
+        """Seconds that decodes and chunks add to one another."""
+        return 0.0
+
+    def longest(self, sequences: float, excess: float, chunks: bool) -> float:
+        """Seconds that the longest context adds, `excess` tokens beyond the mean."""
+        return 0.0
+
     def head(self, sequences: float) -> float:
         """Seconds of the output head and sampler."""
         return 0.0
@@ -93,10 +101,13 @@ def interpolate_2d(
 class TableLaw:
     """The law of a `LawTables`-like object, its arrays copied into plain lists.
 
-    `mixed` is the decodes' attention beside prefill chunks, where it is another table.
+    `mixed` is the decodes' attention beside prefill chunks, where it is another table; `surplus`
+    gives a `Surplus`-like object for a number of decodes.
     """
 
-    def __init__(self, tables: Any, mixed: Any = None) -> None:
+    def __init__(self, tables: Any, mixed: Any = None, surplus: Any = None) -> None:
+        self.surplus = surplus
+
         def vector(name: str) -> list[float]:
             return [float(v) for v in getattr(tables, name)]
 
@@ -143,6 +154,17 @@ class TableLaw:
             mean_context,
         )
 
+    def beside_chunk(self, sequences: float, longest_chunk: float) -> float:
+        if self.surplus is None:
+            return 0.0
+        return self.surplus(sequences).chunk_s * sequences * longest_chunk
+
+    def longest(self, sequences: float, excess: float, chunks: bool) -> float:
+        if self.surplus is None:
+            return 0.0
+        times = self.surplus(sequences)
+        return float(times.mixed_s if chunks else times.decode_s) * excess
+
     def head(self, sequences: float) -> float:
         return interpolate_1d(self.head_sequences, self.head_s, sequences)
 
@@ -152,23 +174,27 @@ def prefill_s(law: Any, tokens: int) -> float:
     return law.dense(tokens) + law.chunk_attention(tokens, 0) + law.head(1)
 
 
-def decode_s(law: Any, sequences: int, total_tokens: int) -> float:
-    """Duration of an orca decode of `sequences` requests that hold `total_tokens` tokens."""
-    return (
-        law.dense(sequences)
-        + law.decode_attention(sequences, total_tokens / sequences)
-        + law.head(sequences)
-    )
+def decode_s(law: Any, contexts: Sequence[int]) -> float:
+    """Duration of an orca decode of requests with so many tokens each."""
+    return step_s(law, [], contexts)
 
 
-def step_s(law: Any, chunks: Sequence[tuple[int, int]], sequences: int, total_tokens: int) -> float:
-    """Duration of a chunked-prefill iteration; `chunks` holds (tokens, context before) pairs."""
+def step_s(law: Any, chunks: Sequence[tuple[int, int]], contexts: Sequence[int]) -> float:
+    """Duration of a chunked-prefill iteration.
+
+    `chunks` holds (tokens, context before) pairs, `contexts` the tokens of every decode.
+    """
+    sequences = len(contexts)
     seconds = law.dense(sequences + sum(tokens for tokens, _ in chunks))
     for tokens, context in chunks:
         seconds += law.chunk_attention(tokens, context)
     if sequences > 0:
         attention = law.mixed_decode_attention if chunks else law.decode_attention
-        seconds += attention(sequences, total_tokens / sequences)
+        mean = sum(contexts) / sequences
+        seconds += attention(sequences, mean)
+        if chunks:
+            seconds += law.beside_chunk(sequences, max(tokens for tokens, _ in chunks))
+        seconds += law.longest(sequences, max(contexts) - mean, bool(chunks))
     return seconds + law.head(sequences + len(chunks))
 
 
@@ -594,8 +620,8 @@ class ReferenceExpert:
             chunks = [(request, request.target, 0) for request in admitted]
             return [], chunks, prefill_s(self.law, prefill_tokens)
         if self.running:
-            total = sum(r.prompt + r.generated for r in self.running)
-            return list(self.running), [], decode_s(self.law, len(self.running), total)
+            contexts = [r.prompt + r.generated for r in self.running]
+            return list(self.running), [], decode_s(self.law, contexts)
         return [], [], 0.0
 
     def _plan_chunked(self, now: float, preempted: bool) -> tuple[list, list, float]:
@@ -620,9 +646,9 @@ class ReferenceExpert:
             left -= tokens
         if not decodes and not chunks:
             return [], [], 0.0
-        total = sum(r.prompt + r.generated for r in decodes)
+        contexts = [r.prompt + r.generated for r in decodes]
         pairs = [(tokens, context) for _, tokens, context in chunks]
-        return decodes, chunks, step_s(self.law, pairs, len(decodes), total)
+        return decodes, chunks, step_s(self.law, pairs, contexts)
 
     # -- checks ------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from servegym.envs.llm_routing import config, kernel
 from servegym.envs.llm_routing.core import OUTCOMES, RoutingBatch
 from servegym.hardware_profiles import LawTables
+from servegym.hardware_profiles.law import Surplus
 
 from .reference import (
     ExpertConfig,
@@ -61,6 +62,18 @@ def linear_law(rng: np.random.Generator) -> LawTables:
     )
 
 
+def no_surplus(sequences) -> Surplus:
+    return Surplus(0.0, 0.0 * np.asarray(sequences), 0.0 * np.asarray(sequences))
+
+
+def random_surplus(rng: np.random.Generator):
+    """Times for mixed iterations and unequal contexts, in every other system."""
+    chunk, decode, mixed = rng.uniform(0, [1e-6, 4e-5, 6e-5])
+    if rng.random() < 0.5:
+        return no_surplus
+    return lambda b: Surplus(chunk, decode / (1.0 + np.asarray(b)), mixed + 0.0 * np.asarray(b))
+
+
 def make_case(seed: int, requests: int = 40, **choices):
     """One random system, its episode, and the reference of the same."""
     rng = np.random.default_rng(seed)
@@ -96,11 +109,13 @@ def make_case(seed: int, requests: int = 40, **choices):
         mixed = tables.decode_attention_s * rng.choice([1.0, 1.7])
         # From "one request and a bit" to "never full", so that memory binds in some systems.
         capacity = int(need * rng.choice(choices.get("memory", [0.7, 1.1, 2.0, 6.0]))) + block
+        surplus = random_surplus(np.random.default_rng([seed, len(profiles)]))
         slopes = SimpleNamespace(k1=rng.uniform(0, 1e-3), k2=rng.uniform(0, 1e-4))
         profiles.append(
             SimpleNamespace(
                 tables=lambda t=tables: t,
                 mixed_decode_attention_s=lambda m=mixed: m,
+                surplus=surplus,
                 kv_capacity_tokens=capacity,
                 estimator=slopes,
             )
@@ -150,7 +165,7 @@ def make_case(seed: int, requests: int = 40, **choices):
         ReferenceConfig(
             experts=tuple(
                 ExpertConfig(
-                    TableLaw(p.tables(), p.mixed_decode_attention_s()),
+                    TableLaw(p.tables(), p.mixed_decode_attention_s(), p.surplus),
                     p.kv_capacity_tokens,
                     p.estimator.k1,
                     p.estimator.k2,

@@ -55,7 +55,7 @@ def test_equals_the_reference(scheduler, memory_policy, caching, ahead):
         )
         theirs = replay_reference(
             list(zip(arrivals, prompts, outputs, strict=True)),
-            TableLaw(profile.tables(), profile.mixed_decode_attention_s()),
+            TableLaw(profile.tables(), profile.mixed_decode_attention_s(), profile.surplus),
             kv_capacity_tokens=4000,
             running_capacity=16,
             prefill_token_budget=512,

@@ -229,8 +229,8 @@ class Replica:
             return
         decodes = [request for request, _ in self.scheduled if not request.prefilling]
         chunks = [(n, request.computed) for request, n in self.scheduled if request.prefilling]
-        total = sum(request.tokens for request in decodes)
-        self.end = now + step_s(self.law, chunks, len(decodes), total)
+        contexts = [request.tokens for request in decodes]
+        self.end = now + step_s(self.law, chunks, contexts)
 
     def finish_iteration(self, now: float) -> None:
         """Tokens are emitted; requests complete."""

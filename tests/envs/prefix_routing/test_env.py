@@ -12,6 +12,7 @@ from servegym.envs.prefix_routing.kernel.observation import REPLICA_FEATURES, RE
 from servegym.envs.prefix_routing.replay import replay_prefix
 from servegym.envs.prefix_routing.scenarios import SCENARIOS
 from servegym.envs.prefix_routing.workloads import RecordedSessions, SuperposedTrace
+from servegym.hardware_profiles.compose import compose
 
 TENANTS = {
     "groups": 6,
@@ -234,6 +235,18 @@ def test_scenarios_can_be_played(scenario):
     assert longest.max() <= (problem.capacity * problem.block_size).min()
 
 
+def test_replicas_of_the_ids_stay_as_they_were_composed():
+    card = {"card": "a100-80g", "model": "llama-3.1-8b"}
+    kept, tp, new = (
+        build_problem(view=DICT, profiles=[given]).profiles[0]
+        for given in (card, {**card, "tp": 1}, {**card, "tp": 2})
+    )
+    assert kept.to_dict() == tp.to_dict()
+    assert kept.host == {} and "mixed_decode_attention_s" not in kept.law
+    assert new.host and "mixed_decode_attention_s" in new.law
+    assert compose("a100-80g", "llama-3.1-8b").host
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
@@ -244,6 +257,7 @@ def test_scenarios_can_be_played(scenario):
         ({"workload": "sessions", "rate": 1e3}, "rate"),
         ({"kv_tokens": 1 << 30}, "kv_tokens"),
         ({"profiles": {"card": "h100", "modle": "llama-3.1-8b"}}, "modle"),
+        ({"profiles": {"card": "h100", "model": "phi-4", "kv_dtype": "int4"}}, "kv_dtype: got"),
         ({"profiles": ["h100-llama-3.1-8b"], "num_replicas": 2}, "num_replicas"),
         ({"max_num_batched_tokens": 64}, "max_num_batched_tokens"),
         ({"index_kwargs": {"entry_tokens": 24}}, "entry_tokens"),

@@ -16,7 +16,7 @@ from servegym.envs.prefix_routing.tables import engine_tables, put_replicas, put
 from servegym.hardware_profiles import LawTables
 
 from ..llm_routing.reference import TableLaw
-from ..llm_routing.test_kernel_reference import linear_law, random_law
+from ..llm_routing.test_kernel_reference import linear_law, no_surplus, random_law, random_surplus
 from .reference import ReferenceSystem, Replica
 
 OUTCOMES = {
@@ -106,11 +106,14 @@ def make_requests(rng: np.random.Generator, count: int, size: int, **choices) ->
     )
 
 
-def profile_of(tables: LawTables, capacity: int, mixed: float = 1.0) -> SimpleNamespace:
+def profile_of(
+    tables: LawTables, capacity: int, mixed: float = 1.0, surplus=no_surplus
+) -> SimpleNamespace:
     """What the engine reads of a profile."""
     return SimpleNamespace(
         tables=lambda: tables,
         mixed_decode_attention_s=lambda: tables.decode_attention_s * mixed,
+        surplus=surplus,
         kv_capacity_tokens=capacity,
         estimator=SimpleNamespace(k1=0.0, k2=0.0),
     )
@@ -193,8 +196,12 @@ def run_case(seed: int, requests: int = 40, **choices) -> Counter:
         room = float(pick("memory", [0.8, 1.0, 1.3, 2.0, 5.0]))
         capacity = max(int(need.max() * room), 1) + int(rng.integers(0, 3))
         mixed = 1.0 if law == "exact" else float(rng.choice([1.0, 1.7]))
-        profiles.append(profile_of(tables, capacity * size + int(rng.integers(0, size)), mixed))
-        laws.append(TableLaw(tables, tables.decode_attention_s * mixed))
+        surplus = no_surplus
+        if law != "exact":
+            surplus = random_surplus(np.random.default_rng([seed, len(laws)]))
+        room = capacity * size + int(rng.integers(0, size))
+        profiles.append(profile_of(tables, room, mixed, surplus))
+        laws.append(TableLaw(tables, tables.decode_attention_s * mixed, surplus))
         capacities.append(capacity)
     tables, capacity = engine_tables(
         profiles,

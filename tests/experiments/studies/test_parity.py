@@ -5,12 +5,14 @@ import re
 import stat
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from servegym.envs.llm_routing import replay
 from servegym.experiments.evaluation.output import read_rows
+from servegym.experiments.evaluation.tables import read_record
 from servegym.experiments.studies.fidelity import parity, rival
 from servegym.hardware_profiles import load
 
@@ -69,12 +71,22 @@ def test_the_tables_hold_the_profile_where_the_rival_reads_them():
     assert less["decode_s"] == law["decode_s"]
 
 
-def test_without_context_a_chunk_takes_the_time_of_the_first():
-    profile = load("h100-llama-3.1-8b")
-    flat = parity.without_context(profile)
+def test_what_a_rival_is_told_has_no_context_no_mixed_table_and_no_plan_ahead():
+    profile = load("rtx4090-llama-3.1-8b")
+    same = parity.told_rivals(world([0.0], [10], [3], profile))
+    flat = same.profile
+    assert not same.engine["async_scheduling"] and "mixed_decode_attention_s" not in flat.law
     assert flat.prefill_s(2048) == profile.prefill_s(2048)
+    assert flat.decode_s(8, 8000) == profile.decode_s(8, 8000)
     first = profile.chunk_attention_s(2048, 0)
     assert flat.chunk_attention_s(2048, 8000) == first < profile.chunk_attention_s(2048, 8000)
+
+
+def test_recorded_rows_of_rivals_rest_on_the_inputs_of_today():
+    for stem in ("parity_measured", "parity_light"):
+        recorded = read_record(Path(parity.__file__).parents[2] / "results" / "fidelity" / stem)
+        for name, found in recorded["settings"]["inputs"].items():
+            assert parity.digest(load(name)) == found, f"{stem}: run the rivals again"
 
 
 def test_own_rows_are_those_of_replay_and_differences_are_to_the_measured_run():
@@ -86,8 +98,10 @@ def test_own_rows_are_those_of_replay_and_differences_are_to_the_measured_run():
     nan = np.nan
     other = own._replace(simulator="other", e2e_s=own.e2e_s * [1.1, nan, 0.8], seconds=0.5)
     first, second = parity.rows_of(world(*lists), [own, other])
-    assert first["served"] == 3 and first["median_e2e_difference"] == 0.0
-    assert second["served"] == 2 and second["requests_per_core_s"] == 6.0
+    assert (
+        first["coverage"] == 1.0 and first["lacks"] == "" and first["median_e2e_difference"] == 0.0
+    )
+    assert second["coverage"] == pytest.approx(2 / 3) and second["requests_per_core_s"] == 6.0
     assert second["median_e2e_difference"] == pytest.approx(0.15)
     assert second["largest_e2e_difference"] == pytest.approx(0.2)
     both = own.e2e_s[[0, 2]]
@@ -113,11 +127,12 @@ def test_the_ttft_of_a_measured_runs_first_requests(tmp_path):
             row = {"input_toks": 100, "output_toks": 3, "arrival_time": arrival}
             row |= {"queued_ts": arrival, "first_token_ts": arrival + 2 * ttft}
             stream.write(json.dumps(row | {"last_token_ts": arrival + 2 * ttft + 0.1}) + "\n")
-    words = ["--requests", "0", "--queue-requests", "0", "--out", str(tmp_path)]
+    words = ["--requests", "0", "--out", str(tmp_path)]
     words += ["--data", str(tmp_path), "--light", str(tmp_path), "--first", "3"]
     assert parity.main([*words, "--profile", "rtx4090-llama-3.1-8b"]) == 0
-    own, flat = read_rows(tmp_path / "parity_light.csv")
-    assert own["simulator"] == "servegym" and flat["ttft_s"] == own["ttft_s"]
+    own, same = read_rows(tmp_path / "parity_light.csv")
+    assert own["simulator"] == "servegym" and same["ttft_s"] == own["ttft_s"]
+    assert "planning ahead" in same["lacks"]
     assert own["requests"] == 3 and own["ttft_s"] == pytest.approx(told["ttft_s"][0])
     for key in ("ttft_difference", "low", "high"):
         assert own[key] == pytest.approx(-0.5)
@@ -125,21 +140,9 @@ def test_the_ttft_of_a_measured_runs_first_requests(tmp_path):
     assert not (tmp_path / "parity.csv").exists()
 
 
-def test_one_slot_agrees_with_the_closed_forms():
-    for one in parity.queueing_worlds(4000, utilisations=(0.4,), tokens=40):
-        (row,) = parity.rows_of(one, [parity.run_own(one, 1)])
-        assert abs(row["closed_form_difference"]) < 4 * row["standard_error"] + 0.01
-    first, second = parity.queueing_worlds(100, utilisations=(0.5,))
-    # M/D/1 at half load waits half a service; M/M/1 a whole one, less a half per cent for the
-    # lattice of its geometric service.
-    service = 100 * parity.STEP_S
-    assert second.exact_e2e_s == pytest.approx(1.5 * service)
-    assert first.exact_e2e_s == pytest.approx(1.995 * service)
-
-
 def test_the_lists_have_the_loads_and_lengths_that_they_name():
     worlds = parity.request_lists(300)
-    assert len(worlds) == 18
+    assert len(worlds) == 9
     for one in worlds:
         assert one.prompt_tokens.max() <= 15_360 and one.prompt_tokens.min() >= 1
         assert one.output_tokens.max() <= 1024 and (np.diff(one.arrival_s) >= 0).all()
@@ -225,13 +228,13 @@ def test_the_speed_table_has_the_median_least_and_most_ratio():
     def rows(own, other):
         return [
             {"simulator": "servegym", "requests_per_core_s": own},
-            {"simulator": "servegym, chunks without context", "requests_per_core_s": 1.0},
+            {"simulator": "servegym, inputs of ai-dynamo", "requests_per_core_s": 1.0},
             {"simulator": "other", "requests_per_core_s": other},
         ]
 
-    found = {"parity_queueing": [*rows(600.0, 2.0), *rows(500.0, 50.0), *rows(80.0, 2.0)]}
+    found = {"parity": [*rows(600.0, 2.0), *rows(500.0, 50.0), *rows(80.0, 2.0)]}
     (table,) = parity._speed_table(found)
-    assert table.rows == [["other", "one slot", "3", "40", "10.0", "300"]]
+    assert table.rows == [["other", "drawn lists", "3", "40", "10.0", "300"]]
 
 
 def test_the_driver_reads_a_replay_of_aisimulate(tmp_path, monkeypatch):
@@ -275,26 +278,20 @@ json.dump(found, open(sys.argv[4], "w"))
 """
     )
     fake.chmod(fake.stat().st_mode | stat.S_IXUSR)
-    words = ["--requests", "100", "--queue-requests", "100", "--repeats", "1"]
+    words = ["--requests", "100", "--repeats", "1"]
     words += ["--out", str(tmp_path), "--data", str(tmp_path), "--rival", f"ai-dynamo={fake}"]
     assert parity.main(words) == 0
     printed = capsys.readouterr()
-    assert "vllm-sr-sim: not run" in printed.out + printed.err
+    assert "aisimulate: not run" in printed.out + printed.err
     assert "ai-dynamo: not run" not in printed.out + printed.err
     rows = read_rows(tmp_path / "parity.csv")
-    # Each list here, once more under a profile; the rival's constant law, its two tables.
-    assert len(rows) == 18 + 9 + 9 + 2 * 9
+    assert len(rows) == 2 * 9
     for row in rows:
-        if not row["simulator"].startswith("servegym"):
-            constant = row["law"] == "constant"
-            assert row["e2e_s"] == pytest.approx(1.02 if constant else 2.02)
+        if row["simulator"] != "servegym":
+            assert row["e2e_s"] == pytest.approx(1.02)
             assert row["requests_per_core_s"] == 400
     record = json.loads((tmp_path / "parity.json").read_text())
-    assert [one["rival"] for one in record["notes"]] == [
-        "ai-dynamo",
-        "ai-dynamo, marginal prefill",
-    ]
-    assert len(read_rows(tmp_path / "parity_queueing.csv")) == 12
+    assert [one["rival"] for one in record["notes"]] == ["ai-dynamo"]
 
 
 def test_a_rival_that_fails_is_named_and_the_others_stay(tmp_path):
@@ -310,8 +307,8 @@ def test_a_rival_that_fails_is_named_and_the_others_stay(tmp_path):
     ("words", "told"),
     [
         (["--requests", "5"], "--requests is 5"),
-        (["--queue-requests", "7"], "--queue-requests is 7"),
-        (["--rival", "vidur=/bin/sh"], "ai-dynamo, aisimulate, vllm-sr-sim"),
+        (["--repeats", "0"], "--repeats is 0"),
+        (["--rival", "vidur=/bin/sh"], "ai-dynamo, aisimulate"),
         (["--rival", "aisimulate=/nowhere"], "no file '/nowhere'"),
     ],
 )

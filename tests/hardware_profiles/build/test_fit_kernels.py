@@ -44,6 +44,14 @@ def test_products(products):
     assert errors["odd_rows"]["median"] < 0.1
 
 
+def test_a_disturbed_product_is_left_out(products):
+    table, _ = fit_kernels._gemm(products, 0)
+    hit = (products["n"] == 4096) & (products["k"] == 4096) & (products["m"] == 2)
+    slow = products.assign(latency=products["latency"] * np.where(hit, 3.0, 1.0))
+    disturbed, _ = fit_kernels._gemm(slow, 0)
+    np.testing.assert_allclose(disturbed["us"], table["us"], rtol=0.07)
+
+
 def test_decodes_read_their_keys_from_memory():
     """1,000 GB/s and a floor of 5 us; what fits in 8 MB was read four times as fast."""
     rows = []
@@ -54,7 +62,10 @@ def test_decodes_read_their_keys_from_memory():
                 us = 5.0 + 1e-6 * read / (4.0 if read < 8e6 else 1.0)
                 rows.append((4 * kv, kv, b, 1, step, 1e-3 * us))
     names = ("num_heads", "num_key_value_heads", "batch_size", "isl", "step", "latency")
-    table, _ = fit_kernels._decode_attention(pd.DataFrame(rows, columns=list(names)), 128, 0)
+    frame = pd.DataFrame(rows, columns=list(names))
+    table, errors = fit_kernels._decode_attention(frame, 128, 0)
+    # An entry that is held out comes from the floored ones beside it, as in the table.
+    assert errors["held_out"]["max"] < 0.3
     assert table["group"] == [4.0]
     assert table["bandwidth_bytes_per_s"] == pytest.approx(1e12, rel=1e-3)
     for j, pairs in enumerate(table["pairs"]):
@@ -63,17 +74,25 @@ def test_decodes_read_their_keys_from_memory():
             assert table["us"][0][j][n] == pytest.approx(expected, rel=0.11)
 
 
-def test_step_error_is_that_of_the_logarithm():
-    rows = [
-        {"step": kind, "timed_s": np.exp(bias + z), "composed_s": 1.0}
-        for kind, bias in (("prefill", 0.1), ("decode", -0.05))
-        for z in (-0.02, 0.02)
-    ]
-    error = timed_steps.step_error(rows)
-    assert error["prefill"] == {"bias": 0.1, "sd": pytest.approx(0.0283), "points": 2}
-    assert error["decode"]["bias"] == -0.05
-    wider = fit_kernels._wider(error | {"source": "x"}, {"p90": 0.329})
-    assert wider["decode"]["sd"] == pytest.approx(np.hypot(0.0283, 0.1), rel=1e-2)
+def test_latent_attention_and_experts_on_one_of_several_cards():
+    """Products of powers of the sizes come back, filled where they were not timed."""
+    rows = [(h, b, x, h**0.5 * b**0.5 * x**0.25) for h in (1, 2, 4, 8, 16) for b in (1, 4, 16, 64)
+            for x in (3, 129, 1025, 4097) if (h, b, x) != (2, 4, 129)]  # fmt: skip
+    frame = pd.DataFrame(rows, columns=["num_heads", "batch_size", "isl", "latency"])
+    frame = frame.assign(step=0, gemm_type="fp8_block", mla_dtype="bfloat16", kv_cache_dtype="fp8")
+    tables, errors = fit_kernels._latent(frame, frame, "fp8", 0)
+    decode = tables["latent_decode"]["fp8"]
+    assert decode["us"][1][1][1] == pytest.approx(1e3 * 2**0.5 * 4**0.5 * 129**0.25, rel=0.01)
+    assert tables["latent_prompt"]["fp8"]["tokens"] == [3, 129, 1025, 4097]
+    assert errors["latent_decode_held_out"]["max"] < 0.01
+    assert fit_kernels._latent(frame, frame, "bfloat16", 0) == ({}, {})
+    sizes = {"hidden_size": 4096, "inter_size": 1024, "topk": 8, "num_experts": 64}
+    shares = ((1, 1), (2, 1), (1, 2), (2, 2), (1, 16))
+    tokens = [(m, tp, ep, 1e-3 * m) for m in (1, 2, 4, 8, 16, 32, 64, 128) for tp, ep in shares]
+    columns = ["num_tokens", "moe_tp_size", "moe_ep_size", "latency"]
+    layers = pd.DataFrame(tokens, columns=columns).assign(**sizes, distribution=fit_kernels.ROUTING)
+    made, _ = fit_kernels._experts(layers, 1.0, {"launch_us": 0.1, "bandwidth_bytes_per_s": 1e15})
+    assert [(one["width"], one.get("ep", 1)) for one in made] == [(512, 1), (1024, 1), (1024, 2)]
 
 
 def test_iterations_of_a_models_own_kernels(tmp_path):
@@ -103,3 +122,23 @@ def test_iterations_of_a_models_own_kernels(tmp_path):
         *(("prefill", 1, c, k) for c in (16, 64) for k in (0, 512)),
         *(("decode", b, x, 0) for b in (1, 4) for x in (64, 256)),
     ]
+
+
+def test_all_reduces_of_two_tables():
+    """Sizes are values of two bytes; the geometric mean stands, and half its logarithm's range."""
+    frames = [
+        pd.DataFrame(
+            [
+                {"kernel_source": f"vLLM_custom_{how}", "num_gpus": 2, "message_size": size,
+                 "latency": latency * factor}
+                for how, factor in (("graph", slower), ("eager", 50.0))
+                for size, latency in ((64, 0.004), (128, 0.005), (4096, 0.1))
+            ]
+        )
+        for slower in (1.0, 4.0)
+    ]  # fmt: skip
+    table = fit_kernels._all_reduce(frames)["2"]
+    assert table["bytes"] == [128, 256, 8192]
+    assert table["us"] == pytest.approx([8.0, 10.0, 200.0])
+    assert table["spread"] == pytest.approx(np.log(2.0), rel=1e-2)
+    assert fit_kernels._all_reduce(frames[:1])["2"]["spread"] == 0.0

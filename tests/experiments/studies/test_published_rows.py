@@ -1,0 +1,88 @@
+"""Published engine runs as the judge: what of the table is used, how it is replayed and counted."""
+
+import zipfile
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from servegym.envs.llm_routing import replay
+from servegym.experiments.evaluation.output import read_rows
+from servegym.experiments.studies.fidelity import published_rows as study
+from servegym.hardware_profiles.compose import compose
+
+COLUMNS = (
+    "silicon_data_source,backend,backend_version,model_path,system,precision,mode,isl,osl,"
+    "batch_size,tp_size,attention_dp_size,moe_ep_size,silicon_ttft_ms,silicon_tpot_ms"
+)
+DRAWN = "source_file=2026-04-06.csv; silicon_concurrency=4"
+RUN = f"{DRAWN},vllm,0.18.0,meta-llama/Llama-3.1-8B-Instruct,h100_sxm,bf16,agg,1024,64,4,1,1,1"
+
+
+def wheel(folder, *rows):
+    path = folder / "aiconfigurator_core.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(study.TABLE, "\n".join([COLUMNS, *rows]))
+    return path
+
+
+def test_rows_of_one_instance_on_a_known_card_are_kept(tmp_path):
+    rows, left_out = study.read_rows(
+        wheel(
+            tmp_path,
+            RUN + ",30,6.5",
+            RUN + ",31,6.6",
+            RUN.replace("=4,", "=16,") + ",30,6.5",
+            RUN.replace(",agg,", ",disagg,") + ",30,6.5",
+            RUN.replace("h100_sxm", "gb300") + ",30,6.5",
+            RUN.replace("4,1,1,1", "4,1,2,1") + ",30,6.5",
+            RUN.replace("4,1,1,1", "4,4,1,2") + ",30,6.5",
+            RUN.replace("Llama-3.1-8B-Instruct", "Llama-3.1-70B").replace("bf16", "fp8")
+            + ",30,6.5",
+        )
+    )
+    assert [row.model for row in rows] == ["llama-3.1-8b", "llama-3.1-70b"]
+    assert rows[0].ttft_s == pytest.approx(0.030) and rows[0].drawn and rows[0].plans_ahead
+    assert [study.is_test(row) for row in rows] == [True, False]
+    assert len(left_out) == 5 and sorted(left_out.values()) == [1, 1, 1, 1, 2]
+
+
+def test_rows_that_cannot_be_are_named(tmp_path):
+    (row,), _ = study.read_rows(wheel(tmp_path, RUN + ",30,6.5"))
+    profile = compose("h100", "llama-3.1-8b")
+
+    def cause(others=(), **changed):
+        return study.why_not(replace(row, **changed), profile, others)
+
+    assert cause() is None
+    assert "memory" in cause(tpot_s=0.003)  # 15 GB of weights at 3.35 TB/s take 4.5 ms
+    assert "limit" in cause(ttft_s=60.0)
+    assert "concurrency" in cause([replace(row, clients=8, tpot_s=0.005)])
+    assert study.why_not(row, "tp: got 16", ()) == "refused: tp"
+
+
+def test_a_closed_loop_sends_when_a_request_ends(tmp_path):
+    (row,), _ = study.read_rows(wheel(tmp_path, RUN + ",30,6.5"))
+    row = replace(row, version="0.12.0", drawn=False)
+    options = {"profile": compose("h100", "llama-3.1-8b"), "max_num_batched_tokens": 8192}
+    lists, count = (np.full(40, 1024), np.full(40, 64)), 40
+    ends = replay(np.zeros(count), *lists, max_num_seqs=4, **options)["finish_s"]
+    sent = np.concatenate([np.zeros(4), np.sort(ends)[:-4]])
+    # Requests that arrive when they were sent find room, and take the same times.
+    times = replay(sent, *lists, max_num_seqs=64, **options)
+    expected = times["ttft_s"].mean(), times["tpot_s"].mean()
+    assert study.simulate(row, options["profile"]) == pytest.approx(expected)
+    assert not row.plans_ahead
+
+
+def test_table_of_a_part(tmp_path, capsys):
+    page = tmp_path / "page.md"
+    page.write_text("<!-- published_test -->\nold\n<!-- /published_test -->\n")
+    words = [str(wheel(tmp_path, RUN + ",30,6.5")), "--part", "test", "--out", str(tmp_path)]
+    assert study.main([*words, "--document", str(page)]) == 0
+    (line,) = read_rows(tmp_path / "published_test.csv")
+    (row,), _ = study.read_rows(tmp_path / "aiconfigurator_core.whl")
+    _, tpot = study.simulate(row, compose("h100", "llama-3.1-8b"))
+    assert line["rows"] == 1 and line["tpot_median"] == pytest.approx(tpot / 0.0065 - 1, abs=1e-4)
+    assert line["tpot_in_80"] in (0.0, 1.0)
+    assert "old" not in page.read_text() and "llama-3.1-8b" in capsys.readouterr().out
