@@ -58,14 +58,14 @@ _RECORDED_RESERVE, _RESERVE_TOKENS, _RESERVE_LOGITS = 1_237_000_000, 2048, 256
 # other kernels than were timed.
 STEP_SD: dict[str, dict[str, tuple[float, tuple[str, ...]]]] = {
     "prefill": {
-        "dense": (0.047, ("rtx4090", "rtxpro6000")),
-        "experts": (0.095, ("rtxpro6000",)),
-        "8 bits": (0.123, ("h100",)),
-        "mxfp4 experts": (0.513, ("h100",)),
+        "dense": (0.268, ("h100", "rtx4090", "rtxpro6000")),
+        "experts": (0.114, ("rtxpro6000",)),
+        "8 bits": (0.6, ("b200", "h100", "h200")),
+        "mxfp4 experts": (0.514, ("b200", "h100", "h200")),
     },
     "decode": {
-        "dense": (0.038, ("h100", "rtx4090", "rtxpro6000")),
-        "experts": (0.1, ("h100", "rtxpro6000")),
+        "dense": (0.163, ("b200", "h100", "h200", "rtx4090", "rtxpro6000")),
+        "experts": (0.196, ("b200", "h100", "h200", "rtxpro6000")),
     },
 }
 # What another card adds: the deviation of the cards' means.
@@ -178,7 +178,7 @@ class Composer:
         What the L2 cache holds is taken to be fused with the op before.
         """
         s = self.shape
-        if self.dtype == "bf16":
+        if self.dtype == "bf16" or s.latent:
             return 0.0
         width = 0 if s.experts else s.intermediate // self.tp
         inputs = (s.hidden, self.heads * s.head_size, s.hidden, width)

@@ -451,6 +451,8 @@ def _experts(
 # Other versions of vLLM whose all-reduces were timed on a card.
 _OTHER_COMM = {
     "h100_sxm": ("0.14.0", "0.19.0"),
+    "h200_sxm": ("0.14.0", "0.18.0", "0.19.0"),
+    "b200_sxm": ("0.19.0",),
     "l40s": ("0.14.0",),
     "rtx_pro_6000_server": ("0.19.0",),
 }

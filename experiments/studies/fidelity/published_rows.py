@@ -37,9 +37,10 @@ from servegym._command_line import run_main
 from servegym.envs.llm_routing import replay
 from servegym.experiments.evaluation.output import print_table
 from servegym.experiments.evaluation.tables import provenance, write_result
-from servegym.experiments.studies.fidelity.markdown import Table, update_document
+from servegym.experiments.studies.fidelity.markdown import Table
 from servegym.hardware_profiles import Profile
 from servegym.hardware_profiles.compose import compose
+from servegym.hardware_profiles.host import engine_host
 from servegym.hardware_profiles.model_config import VALUE_BYTES, ModelShape, model_shape
 
 __all__ = ["Row", "is_test", "main", "read_rows", "simulate", "summary", "why_not"]
@@ -272,6 +273,8 @@ def results(rows: Sequence[Row]) -> tuple[list[dict[str, Any]], dict[str, int]]:
         if cause is not None or isinstance(profile, str):
             left_out[str(cause)] = left_out.get(str(cause), 0) + 1
             continue
+        if not row.plans_ahead:
+            profile = profile.with_host(engine_host("vLLM", row.version))
         ttft, tpot = simulate(row, profile)
         errors = {"ttft": ttft / row.ttft_s - 1.0, "tpot": tpot / row.tpot_s - 1.0}
         steps = {"ttft": "prefill", "tpot": "decode"}
@@ -319,7 +322,7 @@ def _table(part: str, lines: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line: replay one part, print the table, write it, and put it into a page."""
+    """Command line: replay one part, print the table and write it."""
     parser = argparse.ArgumentParser(
         prog="python -m servegym.experiments.studies.fidelity.published_rows",
         description=(__doc__ or "").splitlines()[0],
@@ -327,7 +330,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("wheel", type=Path, help="aiconfigurator_core-0.12.0-*.whl")
     parser.add_argument("--part", choices=("fit", "test"), required=True, help="which rows")
     parser.add_argument("--out", type=Path, default=OUT, help=f"folder of the table ({OUT})")
-    parser.add_argument("--document", type=Path, help="Markdown file whose table is replaced")
     words = sys.argv[1:] if arguments is None else list(arguments)
     options = parser.parse_args(words)
     rows, others = read_rows(options.wheel)
@@ -343,8 +345,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     options.out.mkdir(parents=True, exist_ok=True)
     write_result(options.out / f"published_{options.part}", lines, made)
-    if options.document is not None:
-        update_document(options.document, [table])
     return 0
 
 

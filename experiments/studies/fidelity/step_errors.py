@@ -22,11 +22,12 @@ The RTX 4090 itself has the mean of its two looks as bias and their spread in pl
 elsewhere the bias is 0, as one card's says nothing of the sign on another.
 
 The second compares composed steps with measurements that they were not made from: kernels of whole
-models (`servegym.hardware_profiles.build.timed_steps`: prefill, decode and mixed steps), the part
-``fit`` of published engine runs (``published_rows``: TTFT, TPOT), and the RTX 4090's run; a set is
-of one card, model and number of cards. The deviation of a class of steps (:func:`error_class`) is
-such that 80 % intervals hold 80 % of the rows of sets that they were made without, every set with
-the same weight (:func:`intervals`). `compose.STEP_SD` has these deviations.
+models (`servegym.hardware_profiles.build.timed_steps`: prefill, decode and mixed steps), published
+runs of vLLM (``published_rows``, both parts: TTFT, TPOT), and the RTX 4090's run; a set is of one
+card, model and number of cards. No law has seen the part ``test``; widths have. The deviation of a
+class of steps (:func:`error_class`) is such that 80 % intervals hold 80 % of the rows of sets that
+they were made without, every set with the same weight (:func:`intervals`). `compose.STEP_SD` has
+these deviations.
 """
 
 from __future__ import annotations
@@ -169,7 +170,8 @@ def left_out_sets(data: Path, wheel: Path, run: Path | None = None) -> list[dict
             kind = "decode" if row["step"] == "decode" else "prefill"
             key = (kind, card, model, tp, "bf16", f"kernels, {row['step']}")
             add(key, row["timed_s"], row["composed_s"])
-    rows = [row for row in published_rows.read_rows(wheel)[0] if not published_rows.is_test(row)]
+    # Kernels are vLLM's, so another engine's steps are not meant. Laws saw the part ``fit`` alone.
+    rows = [row for row in published_rows.read_rows(wheel)[0] if row.engine == "vllm"]
     for one in published_rows.results(rows)[0]:
         row = one["row"]
         for kind, key in (("prefill", "ttft"), ("decode", "tpot")):
