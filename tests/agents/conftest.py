@@ -8,7 +8,7 @@ import pytest
 
 @pytest.fixture(autouse=True, scope="module")
 def small_worlds():
-    """Short evaluations of the agents over the routing graph, and small cells of prefix routing."""
+    """Short evaluations over the routing graph, and small settings of prefix routing."""
     with pytest.MonkeyPatch.context() as patch:
         for agent in ("sac_han", "baseline_rl", "cem", "ppo_sets", "rpi"):
             module = sys.modules.get(f"servegym.agents.{agent}")
@@ -17,8 +17,8 @@ def small_worlds():
                     patch.setattr(module, name, value)
         cem = sys.modules.get("servegym.agents.cem")
         if cem is not None:
-            cell = {"num_replicas": 3, "episode_requests": 30, "warmup_requests": 20}
-            patch.setattr(cem, "cell_of", lambda stream: cell | {"rate": 30.0 + stream % 7})
+            setting = {"num_replicas": 3, "episode_requests": 30, "warmup_requests": 20}
+            patch.setattr(cem, "setting_of", lambda stream: setting | {"rate": 30.0 + stream % 7})
             cem.world.cache_clear()
         yield
         if cem is not None:
