@@ -16,6 +16,7 @@ import gymnasium
 import pytest
 
 import servegym
+from servegym._command_line import run_main
 
 FOLDERS = ("envs", "baselines", "agents", "hardware_profiles", "experiments")
 OUTSIDE = ("experiments/studies", "envs/workloads/build", "hardware_profiles/build")
@@ -262,6 +263,33 @@ def test_a_script_runs_as_a_file(root, script):
         [sys.executable, str(path), "--help"], capture_output=True, text=True, cwd=path.anchor
     )
     assert done.returncode == 0 and "--seed" in done.stdout, done.stderr
+
+
+def test_every_script_tells_a_mistake_in_one_line(root, capsys):
+    """By `run_main`; but those that another program starts, in an interpreter of their own."""
+    started = {"rival.py", "watchdog.py", "llama_server.py"}
+    for folder in FOLDERS:
+        for path in (root / folder).rglob("*.py"):
+            _, guard, end = path.read_text("utf-8").partition('if __name__ == "__main__":')
+            if guard and path.name not in started:
+                assert "run_main(" in end or "run_agent(" in end, path
+
+    for error, message in (
+        (ValueError("rate: got 0;\n it must be above 0"), "rate: got 0; it must be above 0"),
+        (FileNotFoundError(2, "No such file", "x.csv"), "[Errno 2] No such file: 'x.csv'"),
+        (ModuleNotFoundError("", name="optuna.x"), "optuna is not installed; in a checkout"),
+    ):
+
+        def main(error=error):
+            raise error
+
+        with pytest.raises(SystemExit) as end:
+            run_main(main)
+        told = capsys.readouterr().err
+        assert end.value.code == 2 and told.count("\n") == 1
+        assert told.startswith(f"servegym: error: {message}")
+    with pytest.raises(KeyError):
+        run_main(lambda: {}["a fault of ours stays loud"])
 
 
 def test_the_readme_fits_one_page(root):

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from servegym._command_line import run_main
 from servegym._files import MalformedFileError, measured_data, write_atomic, write_json
 from servegym.envs.workloads.activations import (
     SKEWS,
@@ -616,4 +617,4 @@ def write_law(path: Path, law: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

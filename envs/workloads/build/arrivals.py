@@ -34,6 +34,7 @@ from typing import Any
 
 import numpy as np
 
+from servegym._command_line import run_main
 from servegym._files import MalformedFileError, write_json
 from servegym.envs.workloads.arrivals import (
     Arrivals,
@@ -335,4 +336,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from servegym._command_line import run_main
 from servegym._files import MalformedFileError, measured_data, write_atomic, write_json
 from servegym.envs.workloads.catalog import (
     MAX_OUTPUT_TOKENS,
@@ -208,4 +209,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

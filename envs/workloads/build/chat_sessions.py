@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from servegym._command_line import run_main
 from servegym._files import write_json
 from servegym.envs.workloads.build.lengths import fit
 from servegym.envs.workloads.build.prefix_traces import SOURCES
@@ -102,4 +103,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from servegym._command_line import run_main
 from servegym._files import write_json
 from servegym.envs.workloads.build.options import fit_arguments
 from servegym.envs.workloads.lengths import KINDS, sample_lengths
@@ -136,4 +137,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

@@ -42,7 +42,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from servegym._command_line import install_line
+from servegym._command_line import install_line, run_main
 from servegym._files import write_atomic
 from servegym.envs.workloads import Catalog, load_catalog
 from servegym.envs.workloads.predictions import QUANTITIES, bucket_edges, write_table
@@ -598,4 +598,4 @@ def _origin(args: Args) -> Mapping[str, Any]:
 
 
 if __name__ == "__main__":
-    train(tyro.cli(Args, config=(tyro.conf.FlagConversionOff,)))
+    run_main(lambda: train(tyro.cli(Args, config=(tyro.conf.FlagConversionOff,))))

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from servegym._command_line import run_main
 from servegym._files import measured_data, write_atomic, write_json
 from servegym.envs.workloads.files import DATA_DIR
 from servegym.envs.workloads.prefix_traces import (
@@ -169,4 +170,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

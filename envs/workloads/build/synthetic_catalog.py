@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from servegym._command_line import run_main
 from servegym._files import write_json
 from servegym.envs.workloads.catalog import Catalog
 from servegym.envs.workloads.catalog_names import load_catalog
@@ -131,4 +132,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from servegym._command_line import run_main
 from servegym.experiments.evaluation.output import check_writable, print_table, write_csv
 from servegym.experiments.evaluation.tables import provenance, write_result
 from servegym.experiments.studies.fidelity.markdown import Table, update_document
@@ -193,4 +194,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    run_main(main)
