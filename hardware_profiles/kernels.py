@@ -439,8 +439,8 @@ class CardKernels:
     def moe_shapes(self, dtype: str) -> Iterator[Layer]:
         """Timed layers with weights of ``dtype``."""
         for raw in self.data["moe"].get(dtype, ()):
-            shape = MoeShape(*(raw[key] for key in ("hidden", "width", "top_k", "experts")),
-                             raw.get("ep", 1))  # fmt: skip
+            sizes = raw["hidden"], raw["width"], raw["top_k"], raw["experts"], raw.get("ep", 1)
+            shape = MoeShape(*sizes)
             yield shape, np.array(raw["tokens"], float), _MICROSECOND * np.array(raw["us"])
 
     def moe_table(self, wanted: MoeShape, dtype: str) -> tuple[LogTable, MoeShape]:
