@@ -68,7 +68,8 @@ class ResumableRunArgs(RunArgs):
 
 def run_agent(train: Callable[[Any], Any], args: type[RunArgs]) -> NoReturn:
     """Train with the flags of the command line; a mistake in them is one line and status 2."""
-    silent = threading.Thread(target=keep_telling, args=(threading.Event(),), daemon=True)
+    ended = threading.Event()
+    silent = threading.Thread(target=keep_telling, args=(ended,), daemon=True)
 
     def run() -> None:
         RunArgs.parsing = True  # tyro would tell a mistake in a box of six lines
@@ -78,6 +79,9 @@ def run_agent(train: Callable[[Any], Any], args: type[RunArgs]) -> NoReturn:
             RunArgs.parsing = False
         given.__post_init__()
         silent.start()
-        train(given)
+        try:
+            train(given)
+        finally:
+            ended.set()
 
     run_main(run)

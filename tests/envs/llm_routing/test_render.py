@@ -82,7 +82,8 @@ def test_pixels_of_every_size_and_stage():
         assert frame.shape == (HEIGHT, WIDTH, 3)
         frame[:] = 0  # ours to write to
     env = gym.make("servegym/LLMRouting-v1", render_mode="ansi", episode_requests=5)
-    assert "request 1/5" in env.unwrapped.render()  # before the first reset
+    env.reset(seed=0)
+    assert "request 1/5" in env.render()
     ended = make("ansi", steps=80).render()
     assert "the episode is over" in ended
 
@@ -102,6 +103,6 @@ def test_without_matplotlib_the_extra_is_named(monkeypatch):
         if name.split(".")[0] == "matplotlib":
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(DependencyNotInstalled, match=r'pip install "serve-gym\[plots\]"'):
+    with pytest.raises(DependencyNotInstalled, match=r"pip install '\.\[plots\]'"):
         env.render()
     assert make("ansi", steps=1).render()

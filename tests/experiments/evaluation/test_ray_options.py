@@ -12,7 +12,6 @@ from servegym.experiments.evaluation import evaluate, leaderboard
 WORDS = {
     "evaluate": ["evaluate", "servegym/LLMRouting-v1", "--policy", "random"],
     "leaderboard": ["leaderboard", "--run"],
-    "sweep": ["sweep", "ppo"],
 }
 
 
