@@ -47,7 +47,7 @@ from servegym.experiments.evaluation.output import print_table, read_rows
 from servegym.experiments.evaluation.tables import provenance, write_result
 from servegym.experiments.fidelity.comparison import errors, simulate
 from servegym.experiments.fidelity.measured_run import load_run
-from servegym.experiments.studies.fidelity.markdown import Table, percent, update_document
+from servegym.experiments.studies.fidelity.markdown import Table, update_document
 from servegym.hardware_profiles import Profile, list_profiles, load
 from servegym.hardware_profiles.build.timed_steps import CARD, MODEL_FOLDERS, compare, read_steps
 from servegym.hardware_profiles.compose import Composer, compose, prefill_class
@@ -254,20 +254,19 @@ def _interval_table(made: Sequence[Mapping[str, Any]]) -> Table:
             [
                 f"{step}, {kind}",
                 against,
-                card,
-                model,
+                f"{model}, {card}",
                 ", ".join(sorted({str(row["tp"]) for row in rows})),
                 str(sum(row["rows"] for row in rows)),
-                percent(math.expm1(-mean), signed=True),
+                f"{100 * math.expm1(-mean):+.1f} %",
                 f"{ends[0]:+.0f} to {ends[1]:+.0f} %",
                 f"{100 * np.mean([row['inside'] for row in rows]):.0f} %",
             ]
         )
-    names = ["composed", "measured", "card", "model", "cards", "rows", "mean error"]
+    names = ["composed", "measured", "model", "cards", "rows", "error"]
     return Table(
         "intervals",
         "Composed steps over measured, minus 1, and the interval of measured over composed",
-        [*names, "80 % interval", "inside when left out"],
+        [*names, "80 % interval", "inside"],
         body,
     )
 
