@@ -196,7 +196,7 @@ class DrawnFleets(Task):
         return lambda w, seen: fleet_features.index_values(w, *fleet.features(seen))
 
 
-class Cells(Task):
+class DrawnSettings(Task):
     """Any replicas that cache prefixes, valued by the same index."""
 
     name, paid, spread, widened = "prefix_search", 1, 0.4, 0.03
@@ -222,7 +222,7 @@ def task_of(env_id: str, settings: tuple[str, ...]) -> Task:
     """The task of an environment and its arguments."""
     given = parse_settings(settings)
     if env_id == PREFIX_ID:
-        return Cells(given)
+        return DrawnSettings(given)
     return DrawnFleets(given) if given.get("fleet") == "random" else OneFleet(given)
 
 

@@ -68,6 +68,8 @@ STEP_SD: dict[str, dict[str, tuple[float, tuple[str, ...]]]] = {
         "experts": (0.196, ("b200", "h100", "h200", "rtxpro6000")),
     },
 }
+# An 80 % interval of a normal variable of deviation 1 has its ends so far from the mean.
+Z80 = 1.2816
 # What another card adds: the deviation of the cards' means.
 CARD_SD = {"prefill": 0.214, "decode": 0.225}
 
@@ -617,7 +619,7 @@ def _step_error(c: Composer) -> dict[str, Any]:
         reduced = (2 * s.layers + 1) * k.all_reduce_s(2.0 * tokens * s.hidden, c.tp)
         whole = c.dense_s(tokens) + c.head_s(sequences)
         # The two tables are the ends of an 80 % interval.
-        parts.append(reduced / whole * k.all_reduce_spread(c.tp) / 1.2816)
+        parts.append(reduced / whole * k.all_reduce_spread(c.tp) / Z80)
         out[kind] = {"bias": 0.0, "sd": float(f"{math.hypot(*parts):.3g}")}
     if k.all_reduce_spread(c.tp):
         causes.append("two tables of all-reduces")
@@ -674,7 +676,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"prefill of {p} tokens: {1e3 * profile.prefill_s(p):.1f} ms")
     for kind in ("prefill", "decode"):
         error = profile.step_error[kind]
-        low, high = (math.expm1(error["bias"] + z * error["sd"]) for z in (-1.2816, 1.2816))
+        low, high = (math.expm1(error["bias"] + z * error["sd"]) for z in (-Z80, Z80))
         print(f"{kind} steps: true time {low:+.1%} to {high:+.1%} of the law's, 80 % interval")
     for note in profile.provenance["notes"]:
         if "beyond" in note or "not timed" in note:

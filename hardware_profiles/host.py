@@ -52,6 +52,19 @@ _RANGES = {
 _AHEAD_SINCE = {"vLLM": (0, 14)}
 
 
+def plans_ahead(name: str, version: str) -> bool | None:
+    """Whether an engine plans an iteration while another runs, by default; None if not known.
+
+    Args:
+        name: the engine's; vLLM is known.
+        version: its version, of at least two numbers.
+    """
+    numbers = re.match(r"v?(\d+)\.(\d+)", version)
+    if name not in _AHEAD_SINCE or numbers is None:
+        return None
+    return (int(numbers[1]), int(numbers[2])) >= _AHEAD_SINCE[name]
+
+
 def engine_host(name: str, version: str) -> dict[str, Any]:
     """The host's share of an iteration of an engine, as the field ``host`` of a profile.
 
@@ -62,10 +75,9 @@ def engine_host(name: str, version: str) -> dict[str, Any]:
     Returns:
         The field; empty where nothing is known of the engine.
     """
-    numbers = re.match(r"v?(\d+)\.(\d+)", version)
-    if name not in _AHEAD_SINCE or numbers is None:
+    ahead = plans_ahead(name, version)
+    if ahead is None:
         return {}
-    ahead = (int(numbers[1]), int(numbers[2])) >= _AHEAD_SINCE[name]
     step_s, sequence_s = _AHEAD if ahead else _WAITING
     since = ".".join(map(str, _AHEAD_SINCE[name]))
     how = "plans iterations ahead" if ahead else "plans an iteration when it starts"

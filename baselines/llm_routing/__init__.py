@@ -30,10 +30,14 @@ from servegym.baselines.registry import register_policy
 __all__ = ["RoutingSystem", "compile_kernels"]
 
 
-for _policy, _line in (
+for _policy, _line, *_aliases in (
     (Random, "uniform over the experts that are not full"),
     (RoundRobin, "the next expert in turn, passing over full ones"),
-    (LeastOutstanding, "fewest requests, waiting and running; rotating ties"),
+    (
+        LeastOutstanding,
+        "fewest requests, waiting and running; rotating ties",
+        "shortest_queue",
+    ),
     (ShortestWaiting, "fewest waiting requests; rotating ties"),
     (LeastMemory, "least share of KV memory in use; rotating ties"),
     (PowerOfTwo, "of two random experts the one with fewer requests"),
@@ -72,5 +76,6 @@ for _policy, _line in (
         "clairvoyant: every action simulated on a copy of the true state, then priced_greedy",
     ),
 ):
-    _aliases = ("shortest_queue",) if _policy is LeastOutstanding else ()
-    register_policy(_policy.name, _policy, _line, clairvoyant=_policy.clairvoyant, aliases=_aliases)
+    register_policy(
+        _policy.name, _policy, _line, clairvoyant=_policy.clairvoyant, aliases=tuple(_aliases)
+    )

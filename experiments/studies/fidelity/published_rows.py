@@ -39,8 +39,8 @@ from servegym.experiments.evaluation.output import print_table
 from servegym.experiments.evaluation.tables import provenance, write_result
 from servegym.experiments.studies.fidelity.markdown import Table
 from servegym.hardware_profiles import Profile
-from servegym.hardware_profiles.compose import compose
-from servegym.hardware_profiles.host import engine_host
+from servegym.hardware_profiles.compose import Z80, compose
+from servegym.hardware_profiles.host import engine_host, plans_ahead
 from servegym.hardware_profiles.model_config import VALUE_BYTES, ModelShape, model_shape
 
 __all__ = ["Row", "is_test", "main", "read_rows", "simulate", "summary", "why_not"]
@@ -65,8 +65,6 @@ REQUESTS_PER_CLIENT = 10
 DRAWN_SOURCE, LEAST_LENGTH = re.compile(r"source_file=\d{4}-|db-dump/"), 0.8
 # Requests wait for memory where those that run hold at least this share of it.
 FULL = 0.8
-# 90th percentile of a normal variable: an 80 % interval is so many deviations to either side.
-Z80 = 1.2816
 
 
 @dataclass(frozen=True)
@@ -117,8 +115,8 @@ class Row:
     @property
     def plans_ahead(self) -> bool:
         """Whether the engine overlaps its host with the device: vLLM since 0.14, by default."""
-        old = re.match(r"0\.(\d+)\.", self.version)
-        return self.engine != "vllm" or self.drawn or (old is None or int(old[1]) >= 14)
+        known = self.engine == "vllm" and not self.drawn
+        return not known or plans_ahead("vLLM", self.version) is not False
 
 
 def is_test(row: Row) -> bool:

@@ -50,7 +50,7 @@ from servegym.experiments.fidelity.measured_run import load_run
 from servegym.experiments.studies.fidelity.markdown import Table, update_document
 from servegym.hardware_profiles import Profile, list_profiles, load
 from servegym.hardware_profiles.build.timed_steps import CARD, MODEL_FOLDERS, compare, read_steps
-from servegym.hardware_profiles.compose import Composer, compose, prefill_class
+from servegym.hardware_profiles.compose import Z80, Composer, compose, prefill_class
 from servegym.hardware_profiles.kernels import list_cards, load_kernels
 from servegym.hardware_profiles.load import data_path
 from servegym.hardware_profiles.model_config import model_shape
@@ -63,9 +63,6 @@ P90_OF_SD = 1.645
 
 SD_OF_MEAN = math.sqrt(math.pi / 2.0)
 """Deviation of a normal variable over the mean of its absolute value."""
-
-Z80 = 1.2816
-"""An 80 % interval of a normal variable of deviation 1 has its ends so far from the mean."""
 
 # Error of composed steps in the RTX 4090's measured run (TTFT, TPOT), of a set of one row.
 _RUN = ("rtx4090", "llama-3.1-8b")
