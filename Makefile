@@ -6,7 +6,7 @@
 # make test-mutants   the engines with errors in them, each of which a quick test must notice
 # make test-interop   Ray, RLlib, TorchRL, Tianshou and Minari, in an environment of their own
 # make lint    ruff and pyright
-# make bench   speed of the environments against their yardsticks
+# make bench   speed of the environments beside references
 # make docs    the documentation as a web site, in site/
 # make install, constraints, clean   the environment alone; the pinned versions anew; what was built
 #

@@ -12,7 +12,7 @@ The environment says what the scores read and where episodes come from, see `Tas
 - with ``--set fleet=random``: an index that is the same for every expert, over features that are
   scaled by what each expert serves within L; drawn fleets, and now and then a named one;
 - ``servegym/PrefixRouting-v0``: an index that is the same for every replica, over features that
-  are scaled by what each replica prefills and holds; drawn settings, at rates at their knees.
+  are scaled by what each replica prefills and holds; drawn settings, at rates near their capacity.
 
 ``--workers`` plays the episodes in as many processes, ``--ray`` on a Ray cluster; the result is the
 same.

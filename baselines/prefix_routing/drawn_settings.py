@@ -29,7 +29,7 @@ Observation = Mapping[str, NDArray[Any]]
 Decide = Callable[[Observation, NDArray[np.int8]], NDArray[np.int64]]
 
 REFERENCES = ("lmetric", "llm_d_affinity", "mooncake")
-KNEE = (0.75, 0.97)
+KEPT = (0.75, 0.97)
 """Range of the share that the best reference keeps at a setting's rate."""
 KINDS = ("tenants", "hot", "drift", "benchmark", "sessions", "mooncake", "agents")
 """Workloads: four of tenants (even, one hot, drifting, llm-d's repeated prompts), three others."""
@@ -37,13 +37,13 @@ REPLICAS = (2, 3, 4, 6, 8, 12, 16)
 CARDS = ("h100", "a100-80g", "l40s")
 MODEL = "llama-3.1-8b"
 BASE_RATE = {"tenants": 6.0, "sessions": 1.1, "mooncake": 1.3, "agents": 0.3}
-"""Requests/s a replica at which the search for the knee begins."""
+"""Requests/s a replica at which the search for a rate begins."""
 IDLE = 16
 """The part of that rate at which replicas count as idle."""
 
 
 def draw_setting(kind: str, rng: np.random.Generator) -> Setting:
-    """Arguments of an environment but for the rate, which `at_the_knee` adds.
+    """Arguments of an environment but for the rate, which `with_rate` adds.
 
     Args:
         kind: One of `KINDS`.
@@ -160,7 +160,7 @@ def best_reference(setting: Setting, rate: float, seed: int) -> float:
     return float(attainment(batch, decide).max())
 
 
-def at_the_knee(setting: Setting, share: float, seed: int) -> Setting:
+def with_rate(setting: Setting, share: float, seed: int) -> Setting:
     """The setting at the rate at which the best reference keeps that share of what it does idle.
 
     Some prompts miss the objectives on an idle replica, and failures take requests at any rate.
@@ -176,7 +176,7 @@ def at_the_knee(setting: Setting, share: float, seed: int) -> Setting:
         if high == np.inf:
             rate = 2 * low
             if rate > MAX_RATES[setting["workload"]]:
-                raise ValueError(f"{setting} has no knee up to the highest rate, {low}/s.")
+                raise ValueError(f"{setting} keeps its objectives up to the highest rate, {low}/s.")
         elif low == 0.0:
             rate = high / 2
         elif high / low < 1.1:
@@ -186,14 +186,14 @@ def at_the_knee(setting: Setting, share: float, seed: int) -> Setting:
     return setting | {"rate": float(f"{rate:.4g}")}
 
 
-def drawn_at_the_knee(stream: int, seed: int) -> Setting:
+def drawn_with_rate(stream: int, seed: int) -> Setting:
     """Setting number ``stream`` of the settings of a seed; the kinds come in turn."""
     rng = np.random.default_rng([seed, stream, 22])
     setting = draw_setting(KINDS[stream % len(KINDS)], rng)
-    return at_the_knee(setting, float(rng.uniform(*KNEE)), int(rng.integers(1 << 31)))
+    return with_rate(setting, float(rng.uniform(*KEPT)), int(rng.integers(1 << 31)))
 
 
 def setting_of(stream: int) -> Setting:
     """A setting of the training of routers, or of its validation, see `VALIDATION`."""
-    setting = drawn_at_the_knee(stream, 0)
+    setting = drawn_with_rate(stream, 0)
     return setting | ({"split": "val"} if "split" in setting and stream >= VALIDATION else {})
