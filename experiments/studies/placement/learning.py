@@ -57,7 +57,7 @@ SEARCH = "best_start"
 CONTROLS = ("own_share", "constant")
 TRAININGS = {"ppo_placement": 5, "mappo_placement": 5, "ppo_placement_shuffled": 1}
 AGENTS = tuple(TRAININGS)
-TESTBED = "--set scenario=paper_testbed --height_unit 1 --std_first 0.4 --total_timesteps 1024"
+TESTBED = "--set scenario=paper_testbed --height_unit 1 --std_first 0.4 --total_timesteps 6144"
 FLAGS: dict[tuple[str, str], str] = {
     ("ppo_placement", "paper_testbed"): f"{TESTBED} --table_learning_rate 0.03 --common_credit 1",
     ("mappo_placement", "paper_testbed"): f"{TESTBED} --table_learning_rate 0.03",
