@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
@@ -138,12 +138,28 @@ def fit_theta(gb: ArrayLike, seconds: ArrayLike, theta2: float | None = None) ->
 
 def derived_seconds(one_token_s: float, gb: ArrayLike) -> Array:
     """Time of one token with ``gb`` of memory from that on one vCPU; see the top of the module."""
-    scaling = load_constants().raw["thread_scaling"]
+    scaling = load_constants()["thread_scaling"]
     theta1, theta2, theta3 = (
         scaling[key] for key in ("theta1_relative", "theta2_per_vcpu", "theta3_relative")
     )
     y = np.asarray(gb, np.float64)
     return one_token_s * np.where(y < 1.0, 1.0 / y, theta1 * np.exp(-theta2 * y) + theta3)
+
+
+def batch_seconds(expert: Mapping[str, Any], tokens: Sequence[int]) -> Array:
+    """Time of calls of an expert on one vCPU, float32.
+
+    One token is a matrix-vector product, more are matrix products and take ``batch_floor_s + n
+    per_token_s``, no less than one token.
+
+    Args:
+        expert: Its entry of ``cpu_expert.shapes`` in the constants.
+        tokens: (N,) tokens of each call.
+    """
+    one = float(derived_seconds(expert["one_token_s"], 1.0))
+    floor = expert["batch_floor_s"] * one / expert["one_token_s"]
+    n = np.asarray(tokens)
+    return np.where(n > 1, np.maximum(one, floor + n * expert["per_token_s"]), one)
 
 
 def saving(system: eq.SystemModel, name: str, law: ThetaLaw, prompts: int) -> dict[str, Any]:
@@ -187,7 +203,7 @@ def _seconds(law: ThetaLaw, gb: ArrayLike) -> Array:
 
 def _fig6(options: Options, *_: Any) -> list[dict[str, Any]]:
     """Expert time against memory and tokens: laws against measured and derived points."""
-    constants = load_constants()
+    constants = load_constants()["cpu_expert"]["shapes"]
     rows: list[dict[str, Any]] = []
 
     def add(model: str, part: str, series: str, x: Any, value: float, unit: str = "ms") -> None:
@@ -200,7 +216,7 @@ def _fig6(options: Options, *_: Any) -> list[dict[str, Any]]:
     measured = measure_on_one_processor(shapes, tokens, seconds)
     for name, taken in zip(FITTED, measured, strict=True):
         system = build_system(name)
-        fitted = np.array([constants.expert(name).seconds(n) for n in tokens])
+        fitted = batch_seconds(constants[name], tokens)
         served = system.expert_cpu_s(1024.0, np.array(tokens))
         for series, values in (
             ("measured, float32", taken),
@@ -257,7 +273,7 @@ def _notes(options: Options, rows: Sequence[dict[str, Any]]) -> Iterator[Note]:
     yield "This measurement and the constants' are of one kind of machine, not independent."
     for row in rows:
         yield from row.get("_notes", ())
-    scaling = load_constants().raw["thread_scaling"]
+    scaling = load_constants()["thread_scaling"]
     yield verdict(
         "theta1 exp(-theta2 y) + theta3 describes expert time",
         scaling["fit_error"]["r2"] >= 0.95,
@@ -276,7 +292,7 @@ def _law_notes(
     fitted: Array,
     tokens: Sequence[int],
 ) -> list[Note]:
-    doubt = load_constants().raw["thread_scaling"]["fit_error"]["left_out_one_by_one"]["max"]
+    doubt = load_constants()["thread_scaling"]["fit_error"]["left_out_one_by_one"]["max"]
     name, free, held = system.name, laws["refitted"], laws[PAPER_THETA2]
     least = float(system.main_specs_mb[0])
     rate = eq.main_rate_usd_s(system, N_IN, N_OUT, least) / (1024.0 * system.price_cpu)
