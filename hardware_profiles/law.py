@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from servegym.hardware_profiles.host import fold_host
-from servegym.hardware_profiles.interpolation import along, interpolate, interpolate_2d
+from servegym.hardware_profiles.interpolation import interpolate, interpolate_2d
 from servegym.hardware_profiles.schema import (
     ESTIMATOR_FIELDS,
     FORMAT,
@@ -253,9 +253,8 @@ class Profile:
         """
         if self._tables is None:
             tables = law_tables(self.law)
-            if self.host:
-                tables = fold_host(tables, self.host)
-            object.__setattr__(self, "_tables", tables)
+            folded = fold_host(tables, self.host) if self.host else tables
+            object.__setattr__(self, "_tables", folded)
         assert self._tables is not None
         return self._tables
 
@@ -264,8 +263,7 @@ class Profile:
 
         Args:
             host: as the ``host`` field of a profile file: seconds ``step_s`` an iteration,
-                ``sequence_s`` a sequence and ``token_s`` a token of it, whether they ``overlap``
-                with the device's work, and perhaps ``graph_sizes``; an empty mapping leaves the
+                ``sequence_s`` a sequence and ``token_s`` a token of it; an empty mapping leaves the
                 kernels alone.
             where: the file's name, for error messages.
 
@@ -275,7 +273,7 @@ class Profile:
         Raises:
             ValueError: naming ``where``, the field, what was given and what is allowed.
         """
-        checked = check_host(Fields(host, where, "host"), self.law["kind"]) if host else {}
+        checked = check_host(Fields(host, where, "host")) if host else {}
         return replace(self, host=checked, _tables=None)
 
     def with_model(self, model: Mapping[str, Any], where: str = "<model>") -> Profile:
@@ -393,15 +391,11 @@ class Profile:
 
         Returns:
             ``(G5, G4)`` seconds on the axes ``decode_sequences`` and ``decode_context_tokens`` of
-            :meth:`tables`, read-only; the decode table itself where nothing else was measured. The
-            host's share is not in it.
+            :meth:`tables`, read-only; the decode table itself where nothing else was measured.
         """
-        table = law_tables(self.law).decode_attention_s
-        if MIXED_TABLE in self.law:
-            table = np.array(self.law[MIXED_TABLE], dtype=np.float64)
-        if self.host.get("overlap"):
-            rows = law_tables(self.law).decode_sequences
-            table = along(rows, table.T, self.tables().decode_sequences).T
+        if MIXED_TABLE not in self.law:
+            return self.tables().decode_attention_s
+        table = np.array(self.law[MIXED_TABLE], dtype=np.float64)
         table.setflags(write=False)
         return table
 

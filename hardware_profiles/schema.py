@@ -316,22 +316,11 @@ def check_step_error(fields: Fields) -> dict[str, Any]:
     return copy_json(fields.data)
 
 
-def check_host(fields: Fields, kind: str) -> dict[str, Any]:
-    """A copy of the host's share of an iteration; overlap needs a tabulated law."""
-    fields.only((*HOST_TIMES, "overlap", "graph_sizes", "source"))
+def check_host(fields: Fields) -> dict[str, Any]:
+    """A copy of the host's share of an iteration."""
+    fields.only((*HOST_TIMES, "source"))
     for key in HOST_TIMES:
         fields.number(key, high=1.0, hint=" seconds (is it in milliseconds?)")
-    overlap = fields.get("overlap")
-    if not isinstance(overlap, bool):
-        raise fields.error("overlap", f"got {_short(overlap)}; must be true or false")
-    if overlap and kind != "tabulated":
-        raise fields.error("overlap", f"got true with a {kind} law; must be false there")
-    if "graph_sizes" in fields.data:
-        sizes = fields.array("graph_sizes", None, math.inf, "")
-        if len(sizes) == 0 or sizes[0] < 1 or (sizes % 1).any() or (np.diff(sizes) <= 0).any():
-            raise fields.error(
-                "graph_sizes", f"got {_short(sizes.tolist())}; must be rising whole numbers from 1"
-            )
     if "source" in fields.data:
         fields.text("source")
     return copy_json(fields.data)
@@ -407,7 +396,7 @@ def check_profile(data: Any, where: str) -> dict[str, Any]:
         "domain": check_domain(top.child("domain"), DOMAIN_LIMITS),
         "fit_error": copy_json(top.child("fit_error").data),
         "step_error": check_step_error(top.child("step_error")) if "step_error" in data else {},
-        "host": check_host(top.child("host"), data["law"]["kind"]) if "host" in data else {},
+        "host": check_host(top.child("host")) if "host" in data else {},
         "provenance": check_provenance(top.child("provenance")),
     }
 
