@@ -9,7 +9,6 @@ simulation plays the same requests by the same policies in closed loop, with the
 from __future__ import annotations
 
 import argparse
-import asyncio
 import gc
 import os
 import shlex
@@ -32,10 +31,12 @@ from servegym.experiments.evaluation.evaluate import evaluate
 from servegym.experiments.evaluation.output import read_rows, write_csv, write_json
 from servegym.experiments.evaluation.stats import student_interval
 from servegym.experiments.live.fleet_file import Endpoint, ServerSpec, read_fleet
+from servegym.experiments.live.gateway import GatewayRequest, GatewayRouter
 from servegym.experiments.live.gateways.gate import fleet_arguments
 from servegym.experiments.live.models import FIRST_WORD, VOCABULARY
 from servegym.hardware_profiles import Profile
-from servegym.hardware_profiles.calibrate.calibrate_server import Law, calibrate_server
+from servegym.hardware_profiles.calibrate.calibrate_server import calibrate_server
+from servegym.hardware_profiles.measure import server
 
 __all__ = ["Plan", "analyse", "main", "run"]
 
@@ -113,27 +114,16 @@ class Measured:
     runs: list[Run]
 
 
-def law_of(profile: Profile) -> Law:
-    """The law that ``servegym calibrate server`` has put in a profile."""
-    sizes = np.array(profile.law["head_sequences"][:-1], float)
-    table = np.array(profile.law["head_s"][:-1]) + profile.law["dense_s"][0]
-    chunk = profile.law["chunk_attention_s"]
-    return Law(sizes, table, chunk[0][1] - chunk[0][0], chunk[1][0] - chunk[0][0])
-
-
 def capacity(profile: Profile, slots: int) -> tuple[float, float]:
     """Requests/s of a server with all slots busy, and seconds a token of a request in it."""
-    law = law_of(profile)
-    prompt, output = np.mean(PROMPTS), np.mean(OUTPUTS)
-    held = slots * (prompt + 0.5 * output)
-    step = float(np.interp(slots, law.sizes, law.table)) + law.context_s * held
-    seconds = output * step + slots * law.prompt_s * prompt
-    return float(slots / seconds), float(1.3 * seconds / output)
+    prompt, output = float(np.mean(PROMPTS)), float(np.mean(OUTPUTS))
+    seconds = output * profile.decode_s(slots, slots * (prompt + 0.5 * output))
+    seconds += slots * profile.chunk_attention_s(prompt, 0)
+    return slots / seconds, 1.3 * seconds / output
 
 
 def calibrate(endpoints: Sequence[Endpoint], plan: Plan, folder: Path) -> list[Profile]:
     """Measure all servers at the same time, as they will be used, and fit their profiles."""
-    from servegym.hardware_profiles.measure import server
 
     def measure(one: Endpoint) -> Profile:
         out = folder / f"{one.name}.csv"
@@ -200,37 +190,35 @@ def write_requests(path: Path, names: Sequence[str], rate: float, count: int, se
 # -- reality ------------------------------------------------------------------------------------
 
 
-async def _serve(
-    servers: Sequence[Endpoint], router: Any, requests: Sequence[Row], seed: int
+def _serve(
+    servers: Sequence[Endpoint], router: GatewayRouter, requests: Sequence[Row], seed: int
 ) -> list[Row]:
     """Route the requests to the servers as they come; a record of each."""
-    from servegym.experiments.live.client import completion_body, new_session, stream
-    from servegym.experiments.live.gateway import GatewayRequest
-
     random = np.random.default_rng(seed)
     begin = time.perf_counter() + 0.1
     router.clock = lambda: time.perf_counter() - begin
     names = [one.name for one in servers]
     records: list[Row] = []
-    tasks = []
+    sends = []
 
-    async def send(record: Row, expert: int, body: dict[str, Any], name: str) -> None:
-        url = f"{servers[expert].url}/completions"
+    def send(record: Row, name: str, expert: int, prompt: list[int], tokens: int) -> None:
+        target = server.Endpoint(servers[expert].url, names[expert], output_tokens=tokens)
         sent = router.clock()
-        reply = await stream(session, url, body, on_token=lambda: router.token(name))
-        record["error"] = reply.error
-        if reply.error:
+        try:
+            reply = server.ask(target, prompt, on_token=lambda: router.token(name))
+        except (OSError, ValueError) as error:
+            record["error"] = f"{type(error).__name__}: {error}"
             router.failed(name)
             return
         router.finished(name)
-        record["first_s"] = sent + reply.first_token_s
-        record["finish_s"] = sent + reply.end_s
+        record["first_s"] = sent + reply.ttft_s
+        record["finish_s"] = sent + reply.e2e_s
         record["output_tokens"] = reply.output_tokens
 
-    async with new_session() as session:
+    with ThreadPoolExecutor(len(requests)) as pool:
         for j, request in enumerate(requests):
             prompt = random.integers(FIRST_WORD, VOCABULARY, request["prompt_tokens"]).tolist()
-            await asyncio.sleep(max(0.0, request["arrival_s"] - router.clock()))
+            time.sleep(max(0.0, request["arrival_s"] - router.clock()))
             decision = router.decide(
                 GatewayRequest(
                     str(j),
@@ -239,19 +227,20 @@ async def _serve(
                     [request[f"predicted_tokens_{name}"] for name in names],
                 )
             )
+            k = decision.expert
             record: Row = {
                 "request": j,
-                "expert": decision.expert,
+                "expert": k,
                 "decision_s": decision.elapsed_s,
                 "reason": decision.reason,
                 "late_s": router.clock() - request["arrival_s"],
             }
             records.append(record)
             if not decision.dropped:
-                tokens = request[f"output_tokens_{names[decision.expert]}"]
-                body = completion_body(names[decision.expert], prompt, tokens)
-                tasks.append(asyncio.create_task(send(record, decision.expert, body, str(j))))
-        await asyncio.gather(*tasks)
+                tokens = request[f"output_tokens_{names[k]}"]
+                sends.append(pool.submit(send, record, str(j), k, prompt, tokens))
+    for one in sends:
+        one.result()
     return records
 
 
@@ -276,7 +265,6 @@ def run(specs: Sequence[ServerSpec], plan: Plan, folder: Path) -> Measured:
     Raises:
         ValueError: If a server does not start or does not answer.
     """
-    from servegym.experiments.live.gateway import GatewayRouter
     from servegym.experiments.live.launcher import Fleet
 
     raw = folder / "raw"
@@ -320,7 +308,7 @@ def run(specs: Sequence[ServerSpec], plan: Plan, folder: Path) -> Measured:
             routers[policy].policy.reset(1, seed=repetition)
             gc.collect()
             gc.disable()
-            records = asyncio.run(_serve(servers, routers[policy], requests, repetition))
+            records = _serve(servers, routers[policy], requests, repetition)
             gc.enable()
             made = Run(policy, load, repetition, arguments[load, repetition], requests, records)
             runs.append(made)

@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from servegym.experiments.live.client import brings_token
 from servegym.experiments.live.fleet_file import Endpoint, ServerSpec
 from servegym.experiments.live.gateway import MAX_TOKENS, GatewayRequest, GatewayRouter
+from servegym.hardware_profiles.measure.server import brings_token
 
 __all__ = [
     "BYTES_PER_TOKEN",

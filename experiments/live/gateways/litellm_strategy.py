@@ -32,8 +32,8 @@ except ModuleNotFoundError as error:
         "litellm is not installed; pip install 'litellm[proxy]<1.109'", name="litellm"
     ) from error
 
-from servegym.experiments.live.client import brings_token
 from servegym.experiments.live.gateways.gate import RETRY_AFTER_S, Gate, Ticket
+from servegym.hardware_profiles.measure.server import brings_token
 
 __all__ = ["STATUS_PATH", "LiteLLMStrategy"]
 
