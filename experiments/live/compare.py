@@ -168,23 +168,16 @@ def write_requests(path: Path, names: Sequence[str], rate: float, count: int, se
     outputs = random.integers(OUTPUTS[0], OUTPUTS[1] + 1, (count, len(names)))
     guessed = np.clip(scores + random.normal(0.0, 0.05, scores.shape), 0.0, 1.0)
     lengths = np.clip(np.rint(outputs * np.exp(random.normal(0.0, 0.25, outputs.shape))), 1, None)
-    out = []
-    for j in range(count):
-        row: dict[str, Any] = {
-            "arrival_s": round(float(arrivals[j]), 6),
-            "prompt_tokens": int(prompts[j]),
-        }
-        for prefix, values, digits in (
-            ("score_", scores, 4),
-            ("output_tokens_", outputs, 0),
-            ("predicted_score_", guessed, 4),
-            ("predicted_tokens_", lengths, 0),
-        ):
-            for k, name in enumerate(names):
-                value = round(float(values[j, k]), digits)
-                row[prefix + name] = int(value) if digits == 0 else value
-        out.append(row)
-    write_csv(path, out)
+    columns = {"arrival_s": arrivals.round(6), "prompt_tokens": prompts}
+    for prefix, values in (
+        ("score_", scores.round(4)),
+        ("output_tokens_", outputs),
+        ("predicted_score_", guessed.round(4)),
+        ("predicted_tokens_", lengths.astype(int)),
+    ):
+        columns |= {prefix + name: values[:, k] for k, name in enumerate(names)}
+    rows_of = zip(*(values.tolist() for values in columns.values()), strict=True)
+    write_csv(path, [dict(zip(columns, row, strict=True)) for row in rows_of])
 
 
 # -- reality ------------------------------------------------------------------------------------
@@ -358,22 +351,17 @@ def outcome(
 
 def _real_log(run: Run, names: Sequence[str]) -> dict[str, np.ndarray]:
     """The log of a real run, as `outcome` reads it."""
-    log = {
-        key: np.array([record.get(field, missing) for record in run.records])
-        for key, field, missing in (
-            ("first_token_s", "first_s", np.nan),
-            ("finish_s", "finish_s", np.nan),
-            ("output_tokens", "output_tokens", 1),
-        )
-    }
-    log["arrival_s"] = np.array([request["arrival_s"] for request in run.requests])
-    experts = [record["expert"] for record in run.records]
-    log["score"] = np.array(
-        [
-            request[f"score_{names[k]}"] if k >= 0 else 0.0
-            for request, k in zip(run.requests, experts, strict=True)
-        ]
-    )
+    rows = [
+        {
+            "arrival_s": request["arrival_s"],
+            "first_token_s": record.get("first_s", np.nan),
+            "finish_s": record.get("finish_s", np.nan),
+            "output_tokens": record.get("output_tokens", 1),
+            "score": request[f"score_{names[record['expert']]}"] if record["expert"] >= 0 else 0.0,
+        }
+        for request, record in zip(run.requests, run.records, strict=True)
+    ]
+    log = {key: np.array([row[key] for row in rows]) for key in rows[0]}
     return log | {"served": np.isfinite(log["finish_s"])}
 
 
@@ -430,7 +418,7 @@ def analyse(measured: Measured, plan: Plan, out: Path, made: Mapping[str, Any]) 
     }
     full = {**made, "settings": settings}
     out.mkdir(parents=True, exist_ok=True)
-    tables.write_result(out / "runs", _rounded(rows, 6), full)
+    tables.write_result(out / "runs", [_rounded(row, 6) for row in rows], full)
     tables.write_result(out / "errors", errors, full)
     tables.write_result(out / "qos", qos, full, notes)
     for row in errors:
@@ -448,11 +436,14 @@ def analyse(measured: Measured, plan: Plan, out: Path, made: Mapping[str, Any]) 
         print(one["text"])
 
 
-def _rounded(rows: Sequence[Row], digits: int) -> list[Row]:
-    return [
-        {key: round(v, digits) if isinstance(v, float) else v for key, v in row.items()}
-        for row in rows
-    ]
+def _rounded(row: Row, digits: int) -> Row:
+    return {key: round(v, digits) if isinstance(v, float) else v for key, v in row.items()}
+
+
+def _with_interval(key: Row, name: str, values: Sequence[float], **more: Any) -> Row:
+    """A row of the mean of some runs with Student's interval."""
+    mean, low, high = student_interval(values)
+    return _rounded({**key, "runs": len(values), name: mean, "low": low, "high": high, **more}, 4)
 
 
 def error_rows(rows: Sequence[Row]) -> list[Row]:
@@ -469,43 +460,23 @@ def error_rows(rows: Sequence[Row]) -> list[Row]:
     found = []
     for (load, name), values in sorted(pairs.items()):
         simulated, measured = np.transpose(values)
-        relative = simulated / measured - 1.0
-        mean, low, high = student_interval(relative)
-        found.append(
-            {
-                "load": load,
-                "quantity": name,
-                "runs": len(values),
-                "error": mean,
-                "low": low,
-                "high": high,
-                "absolute": float(np.abs(relative).mean()),
-                "measured_s": float(measured.mean()),
-            }
-        )
-    return _rounded(found, 4)
+        errors = simulated / measured - 1.0
+        more = {"absolute": float(np.abs(errors).mean()), "measured_s": float(measured.mean())}
+        found.append(_with_interval({"load": load, "quantity": name}, "error", errors, **more))
+    return found
 
 
 def qos_rows(rows: Sequence[Row]) -> list[Row]:
     """QoS of each policy in both worlds, by load, with Student's interval over the runs."""
-    values: dict[tuple[float, str, str], list[float]] = {}
+    keys = ("load", "policy", "world")
+    values: dict[tuple[Any, ...], list[float]] = {}
     for row in rows:
-        values.setdefault((row["load"], row["policy"], row["world"]), []).append(row["qos"])
-    found = []
-    for (load, policy, world), some in values.items():
-        mean, low, high = student_interval(some)
-        found.append(
-            {
-                "load": load,
-                "policy": policy,
-                "world": world,
-                "runs": len(some),
-                "qos": mean,
-                "low": low,
-                "high": high,
-            }
-        )
-    return _rounded(sorted(found, key=lambda row: (row["load"], row["policy"])), 4)
+        values.setdefault(tuple(row[k] for k in keys), []).append(row["qos"])
+    found = [
+        _with_interval(dict(zip(keys, key, strict=True)), "qos", some)
+        for key, some in values.items()
+    ]
+    return sorted(found, key=lambda row: (row["load"], row["policy"]))
 
 
 def agreement_note(load: float, rows: Sequence[Row]) -> dict[str, Any]:
