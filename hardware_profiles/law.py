@@ -470,14 +470,23 @@ class Profile:
         Returns:
             Whether the setting is inside the domain.
         """
-        return warn_outside(
-            self.name,
-            (
-                ("decode_sequences", batch, self.domain["max_decode_sequences"]),
-                ("iteration_tokens", tokens, self.domain["max_iteration_tokens"]),
-                ("context_tokens", context, self.domain["max_context_tokens"]),
-            ),
-        )
+        asked = {"decode_sequences": batch, "iteration_tokens": tokens, "context_tokens": context}
+        limits = {what: self.domain[f"max_{what}"] for what in asked}
+        outside = [f"{w} {given} > {limits[w]}" for w, given in asked.items() if given > limits[w]]
+        if outside and self.name not in WARNED_PROFILES:
+            WARNED_PROFILES.add(self.name)
+            domain = ", ".join(f"{what} <= {limit}" for what, limit in limits.items())
+            warnings.warn(
+                f"profile {self.name!r} is used outside its domain ({domain}): "
+                f"{', '.join(outside)}; the last slope of its tables is extended there",
+                UserWarning,
+                stacklevel=2,
+            )
+        return not outside
+
+
+# Names of the profiles that have warned; each warns once a process.
+WARNED_PROFILES: set[str] = set()
 
 
 def headline_error(fit_error: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
@@ -507,31 +516,3 @@ def headline_error(fit_error: Mapping[str, Any]) -> tuple[str, dict[str, Any]] |
         return None
     key = max(found, key=lambda name: found[name]["p90"])
     return key, copy_json(found[key])
-
-
-# Names of the profiles that have warned; each warns once a process.
-WARNED_PROFILES: set[str] = set()
-
-
-def warn_outside(name: str, limits: Iterable[tuple[str, float, float]]) -> bool:
-    """Warn, once per profile, when a setting leaves the range that a law was built on.
-
-    Args:
-        name: the profile's name.
-        limits: what is bounded, what is asked for, and the largest the data cover.
-
-    Returns:
-        Whether everything is inside.
-    """
-    limits = list(limits)
-    outside = [f"{what} {given} > {limit}" for what, given, limit in limits if given > limit]
-    if outside and name not in WARNED_PROFILES:
-        WARNED_PROFILES.add(name)
-        domain = ", ".join(f"{what} <= {limit}" for what, _, limit in limits)
-        warnings.warn(
-            f"profile {name!r} is used outside its domain ({domain}): {', '.join(outside)}; "
-            "the last slope of its tables is extended there",
-            UserWarning,
-            stacklevel=3,
-        )
-    return not outside

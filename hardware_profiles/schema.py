@@ -335,14 +335,6 @@ def check_provenance(fields: Fields) -> dict[str, Any]:
     return copy_json(fields.data)
 
 
-def check_domain(fields: Fields, limits: tuple[str, ...]) -> dict[str, Any]:
-    """The largest settings that the data behind a law cover, one whole number a limit."""
-    fields.only(limits)
-    for key in limits:
-        fields.integer(key)
-    return copy_json(fields.data)
-
-
 def check_profile(data: Any, where: str) -> dict[str, Any]:
     """Check a profile's JSON object.
 
@@ -383,6 +375,8 @@ def check_profile(data: Any, where: str) -> dict[str, Any]:
     estimator.only(ESTIMATOR_FIELDS)
     unit = " seconds (is it in milliseconds?)"
 
+    domain = top.child("domain")
+    domain.only(DOMAIN_LIMITS)
     check_fit_error(top.child("fit_error"))
     return {
         "name": top.text("name"),
@@ -393,7 +387,7 @@ def check_profile(data: Any, where: str) -> dict[str, Any]:
         "engine": copy_json(engine.data),
         "law": check_law(top.child("law")),
         "estimator": {k: estimator.number(k, high=1.0, hint=unit) for k in ESTIMATOR_FIELDS},
-        "domain": check_domain(top.child("domain"), DOMAIN_LIMITS),
+        "domain": {key: domain.integer(key) for key in DOMAIN_LIMITS},
         "fit_error": copy_json(top.child("fit_error").data),
         "step_error": check_step_error(top.child("step_error")) if "step_error" in data else {},
         "host": check_host(top.child("host")) if "host" in data else {},

@@ -62,7 +62,7 @@ def test_cards_by_the_laws_of_the_package(name, ms):
     assert card.kind == "derived" and card.experts_table is not None
     assert card.experts_base_s == pytest.approx(1e-3 * ms, rel=0.02)
     law = load_moe(f"{CARDS[name]}-deepseek-v2-lite")
-    assert np.interp(115, *card.experts_table) == pytest.approx(law.layer_s(115), rel=1e-9)
+    assert card.experts_table == (law.layer_tokens, law.layer_times_s)
     # Reading the non-expert weights at the card's peak rate takes at least so long.
     peak = law.device["memory_bandwidth_bytes_per_s"]
     assert 63.0 * 2**20 / peak < card.layer_base_s < 3 * 63.0 * 2**20 / peak
