@@ -279,7 +279,7 @@ def _shape(top: Fields, name: str, kind: str) -> ModelShape:
     window, windowed = _window(top, kind, layers)
     biased = False
     if kind not in ("MistralForCausalLM", "Phi3ForCausalLM", "MixtralForCausalLM"):
-        biased = _flag(top, "attention_bias", kind == "GptOssForCausalLM")
+        biased = top.flag("attention_bias", kind == "GptOssForCausalLM")
     return ModelShape(
         name=name,
         architecture=kind,
@@ -290,9 +290,9 @@ def _shape(top: Fields, name: str, kind: str) -> ModelShape:
         head_size=size,
         intermediate=width,
         vocabulary=top.integer("vocab_size"),
-        tied=_flag(top, "tie_word_embeddings", kind in _TIED_BY_DEFAULT),
+        tied=top.flag("tie_word_embeddings", kind in _TIED_BY_DEFAULT),
         qkv_bias=kind in _QKV_BIAS or biased,
-        mlp_bias=kind == "LlamaForCausalLM" and _flag(top, "mlp_bias", False),
+        mlp_bias=kind == "LlamaForCausalLM" and top.flag("mlp_bias", False),
         qk_norm=kind in _QK_NORM,
         experts=experts,
         top_k=top_k,
@@ -300,13 +300,6 @@ def _shape(top: Fields, name: str, kind: str) -> ModelShape:
         window=window,
         windowed_layers=windowed,
     )
-
-
-def _flag(top: Fields, key: str, default: bool) -> bool:
-    value = top.data.get(key, default)
-    if not isinstance(value, bool):
-        raise top.error(key, f"got {value!r}; must be true or false")
-    return value
 
 
 def _experts(top: Fields, kind: str, layers: int) -> tuple[int, int, int, str | None]:
@@ -346,7 +339,7 @@ def _window(top: Fields, kind: str, layers: int) -> tuple[int | None, int]:
             if one not in known:
                 raise top.error("layer_types", f"got {one!r}; must be {' or '.join(known)}")
     # Qwen's configs name a window that the models do not use unless they say so.
-    used = not kind.startswith("Qwen") or _flag(top, "use_sliding_window", False)
+    used = not kind.startswith("Qwen") or top.flag("use_sliding_window", False)
     windowed = 0
     if used and top.data.get("sliding_window") is not None:
         if kind in _ALL_WINDOWED:
@@ -385,7 +378,7 @@ def _deepseek(top: Fields, name: str) -> ModelShape:
         head_size=(_LATENT["kv_lora_rank"] + _LATENT["qk_rope_head_dim"]) // 2,
         intermediate=top.integer("moe_intermediate_size"),
         vocabulary=top.integer("vocab_size"),
-        tied=_flag(top, "tie_word_embeddings", False),
+        tied=top.flag("tie_word_embeddings", False),
         experts=top.integer("n_routed_experts"),
         top_k=top.integer("num_experts_per_tok"),
         latent=True,
@@ -403,7 +396,7 @@ def _falcon(top: Fields, name: str, heads: int, hidden: int) -> ModelShape:
         ("parallel_attn", True),
         ("bias", False),
     ):
-        if _flag(top, field, value) is not value:
+        if top.flag(field, value) is not value:
             told = "only the multi-query form with parallel attention and without biases is known"
             raise top.error(field, f"got {not value}; {told}")
     wide = "ffn_hidden_size" in top.data
@@ -417,7 +410,7 @@ def _falcon(top: Fields, name: str, heads: int, hidden: int) -> ModelShape:
         head_size=hidden // heads,
         intermediate=top.integer("ffn_hidden_size") if wide else 4 * hidden,
         vocabulary=top.integer("vocab_size"),
-        tied=_flag(top, "tie_word_embeddings", True),
+        tied=top.flag("tie_word_embeddings", True),
         gated=False,
         norms=1,
     )
@@ -425,7 +418,7 @@ def _falcon(top: Fields, name: str, heads: int, hidden: int) -> ModelShape:
 
 def _chatglm(top: Fields, name: str) -> ModelShape:
     """ChatGLM2: the same parts under names of its own."""
-    grouped = _flag(top, "multi_query_attention", True)
+    grouped = top.flag("multi_query_attention", True)
     return ModelShape(
         name=name,
         architecture="ChatGLMModel",

@@ -156,6 +156,13 @@ class Fields:
             raise self.error(key, f"got {value}; must be >= {low}")
         return value
 
+    def flag(self, key: str, default: bool) -> bool:
+        """True or false; the default where the field is not there."""
+        value = self.data.get(key, default)
+        if not isinstance(value, bool):
+            raise self.error(key, f"got {_short(value)}; must be true or false")
+        return value
+
     def array(self, key: str, shape: tuple[int, ...] | None, high: float, hint: str) -> np.ndarray:
         """A list (or list of lists) of finite numbers >= 0, of ``shape`` if one is given."""
 

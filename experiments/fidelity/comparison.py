@@ -8,15 +8,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from servegym.experiments.fidelity.measured_run import MeasuredRun
-from servegym.experiments.fidelity.profiles import linear_profile
-from servegym.hardware_profiles import Profile
+from servegym.hardware_profiles import Profile, list_profiles, load
+from servegym.hardware_profiles.schema import KINDS
 
 __all__ = [
     "METRICS",
+    "check_devices",
     "compare_series",
     "course_means",
     "errors",
     "latency_quantiles",
+    "matching_profile",
     "sensitivity",
     "simulate",
     "trajectory",
@@ -27,6 +29,45 @@ METRICS = {"ttft_s": "TTFT", "tpot_s": "TPOT", "e2e_s": "end to end"}
 
 QUANTITIES = ("running", "waiting", "kv_use")
 """Quantities of a course over time."""
+
+
+def matching_profile(run: MeasuredRun) -> Profile:
+    """The shipped profile of the run's device and model that is nearest to a measurement.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    profiles = sorted(map(load, list_profiles()), key=lambda p: (KINDS.index(p.kind), p.name))
+    for profile in profiles:
+        same = profile.device["name"] == run.device and profile.model["name"] == run.model
+        if same and _devices(profile) == run.tensor_parallel:
+            return profile
+    cards = f"{run.tensor_parallel} x " if run.tensor_parallel > 1 else ""
+    make = f" --tp {run.tensor_parallel}" if run.tensor_parallel > 1 else ""
+    raise ValueError(
+        f"no profile of {run.model or 'the model'} on {cards}{run.device or 'the device'}: "
+        f"name one with --profile (shipped: {', '.join(list_profiles())}), or compose it with "
+        f"`servegym profile{make}`"
+    )
+
+
+def _devices(profile: Profile) -> int:
+    """Devices that share every layer, ``tensor_parallel`` of the profile's engine."""
+    return int(profile.engine.get("tensor_parallel", 1))
+
+
+def check_devices(run: MeasuredRun, profile: Profile) -> None:
+    """Refuse a profile of another number of devices than the run's.
+
+    Raises:
+        ValueError: Naming both.
+    """
+    if _devices(profile) != run.tensor_parallel:
+        raise ValueError(
+            f"run {run.name!r} has tensor_parallel_size {run.tensor_parallel}, but profile "
+            f"{profile.name!r} is of {_devices(profile)}: compose one with `servegym profile "
+            f"--tp {run.tensor_parallel}`"
+        )
 
 
 def simulate(run: MeasuredRun, profile: Profile, **changes: Any) -> np.ndarray:
@@ -115,7 +156,9 @@ def sensitivity(run: MeasuredRun, profile: Profile) -> list[dict[str, Any]]:
     Returns:
         One row a variant: ``variant``, the signed relative error of each mean, ``preemptions``.
     """
-    linear = linear_profile(profile)
+    data = profile.to_dict()
+    data["law"] = {"kind": "linear", **data["estimator"]}
+    linear = Profile.from_dict(data, profile.name)
     orca = {"scheduler": "orca", "prefix_caching": False, "async_scheduling": False}
     variants: dict[str, tuple[Profile, dict[str, Any]]] = {
         "as the engine is set": (profile, {}),

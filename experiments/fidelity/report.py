@@ -23,16 +23,17 @@ from servegym.experiments.evaluation.output import print_table, read_rows, write
 from servegym.experiments.evaluation.tables import provenance, write_result
 from servegym.experiments.fidelity.comparison import (
     METRICS,
+    check_devices,
     compare_series,
     course_means,
     errors,
     latency_quantiles,
+    matching_profile,
     sensitivity,
     simulate,
     trajectory,
 )
 from servegym.experiments.fidelity.measured_run import MeasuredRun, load_run
-from servegym.experiments.fidelity.profiles import check_devices, matching_profile
 from servegym.hardware_profiles import Profile, load
 
 __all__ = ["data_folder", "draw", "main"]
