@@ -197,7 +197,7 @@ def test_bad_files_are_refused(tmp_path):
         ({"kv_cache": {**cache, "num_kv_tokens": "8000"}}, "field 'kv_cache.num_kv_tokens'"),
         ({"kv_cache": [1]}, "field 'kv_cache'"),
         ({"engine_kwargs": {"max_num_seqs": 16}}, "field 'engine_kwargs.max_num_batched_tokens'"),
-        ({"engine_kwargs": {**kwargs, "async_scheduling": "on"}}, "engine_kwargs.async_scheduling'"),
+        ({"engine_kwargs": {**kwargs, "async_scheduling": "on"}}, "kwargs.async_scheduling'"),
         ({"started_at": 1.7e9}, "field 'started_at': got 1700000000.0"),
         ({"started_at": "yesterday"}, "field 'started_at': got 'yesterday'"),
         ({"model": 3}, "field 'model'"),
