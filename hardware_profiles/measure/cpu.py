@@ -26,11 +26,11 @@ from pathlib import Path
 
 import numpy as np
 
+from servegym._checks import real
 from servegym._command_line import run_main
 from servegym.hardware_profiles.load import unknown_name
-from servegym.hardware_profiles.measure.arguments import positive, whole_numbers
 from servegym.hardware_profiles.measure.table import ResumableTable
-from servegym.hardware_profiles.measure.timing import progress, repeat
+from servegym.hardware_profiles.measure.timing import progress, repeat, whole_numbers
 
 COLUMNS = (
     "model",
@@ -179,7 +179,7 @@ def measure(
         raise ValueError(f"threads is {max(threads)}; this machine gives us {available} processors")
     if repeats < 1:
         raise ValueError(f"repeats is {repeats}; it must be >= 1")
-    positive("seconds", seconds)
+    real("seconds", seconds, 0.0, open_low=True)
     table = ResumableTable(out, COLUMNS, ("model", "threads", "tokens"))
     missing = {
         count: [(m, n) for m in models for n in tokens if (m, count, n) not in table]
@@ -229,7 +229,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         tokens=whole_numbers("tokens", options.tokens),
         repeats=options.repeats,
         seconds=options.seconds,
-        memory_bytes=int(positive("memory-gb", options.memory_gb) * 2**30),
+        memory_bytes=int(real("memory-gb", options.memory_gb, 0.0, open_low=True) * 2**30),
     )
     print(f"{measured} points measured, {options.out}")
     return 0

@@ -28,10 +28,10 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
+from servegym._checks import real
 from servegym._command_line import run_main
-from servegym.hardware_profiles.measure.arguments import positive, whole_numbers
 from servegym.hardware_profiles.measure.table import ResumableTable
-from servegym.hardware_profiles.measure.timing import progress
+from servegym.hardware_profiles.measure.timing import progress, whole_numbers
 
 COLUMNS = (
     "load",
@@ -85,7 +85,7 @@ class Endpoint:
             raise ValueError(f"api is {self.api!r}; it must be one of {', '.join(APIS)}")
         if self.output_tokens < 2:
             raise ValueError(f"output-tokens is {self.output_tokens}; it must be >= 2")
-        positive("timeout", self.timeout_s)
+        real("timeout", self.timeout_s, 0.0, open_low=True)
 
 
 @dataclass(frozen=True)
@@ -313,12 +313,13 @@ def measure(
         ValueError: For a bad argument, or if no request succeeds (with the first reason).
     """
     cells = [(load, 0.0, words) for load in loads for words in prompt_words]
-    cells += [(0, positive("rates", rate), words) for rate in rates for words in prompt_words]
+    rates = [real("rates", rate, 0.0, open_low=True) for rate in rates]
+    cells += [(0, rate, words) for rate in rates for words in prompt_words]
     if requests < 1 or len(cells) * requests > MAX_REQUESTS:
         raise ValueError(
             f"requests is {requests}; it must be >= 1, and at most {MAX_REQUESTS} over all loads"
         )
-    positive("seconds", seconds)
+    real("seconds", seconds, 0.0, open_low=True)
     if token_ids is not None and (endpoint.api != "completions" or not _is_range(token_ids)):
         raise ValueError(
             f"token-ids is {token_ids}; it must be two rising numbers >= 0, with api completions"
