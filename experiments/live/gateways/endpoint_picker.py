@@ -276,13 +276,13 @@ class EndpointPicker:
                     yield ProcessingResponse(response_trailers=TrailersResponse())
             if ticket is not None and answer is not None and good:
                 if response_mode in (BodyMode.NONE, BodyMode.BUFFERED_PARTIAL):
-                    ticket.finished()  # the gateway does not show the body, or not all of it
+                    ticket.end("finished")  # the gateway does not show the body, or not all of it
         except _Refusal as refusal:
             yield refusal.response
         finally:
             if ticket is not None:
                 # The client has hung up, or the server has died in its answer.
-                (ticket.left if answer is None else ticket.broken)()
+                ticket.end("left" if answer is None else "broken")
 
     def _pick(
         self, body: Mapping[str, Any], subset: Any, completion: bool
