@@ -264,33 +264,36 @@ def _shape(top: Fields, name: str, kind: str) -> ModelShape:
     if kind == "ChatGLMModel":
         return _chatglm(top, name)
     heads, hidden = top.integer("num_attention_heads"), top.integer("hidden_size")
+    layers = top.integer("num_hidden_layers")
+    common: dict[str, Any] = {
+        "name": name,
+        "architecture": kind,
+        "layers": layers,
+        "hidden": hidden,
+        "heads": heads,
+        "vocabulary": top.integer("vocab_size"),
+        "tied": top.flag("tie_word_embeddings", kind in _TIED_BY_DEFAULT),
+    }
     if kind == "DeepseekV3ForCausalLM":
-        return _deepseek(top, name)
+        return _deepseek(top, common)
     size = top.integer("head_dim") if "head_dim" in top.data else hidden // heads
     if "head_dim" not in top.data and hidden % heads:
         raise top.error("num_attention_heads", f"got {heads}; must divide hidden_size {hidden}")
     if kind == "FalconForCausalLM":
-        return _falcon(top, name, heads, hidden)
+        return _falcon(top, common)
     kv_heads = top.integer("num_key_value_heads") if "num_key_value_heads" in top.data else heads
     if heads % kv_heads:
         raise top.error("num_key_value_heads", f"got {kv_heads}; must divide {heads} heads")
-    layers = top.integer("num_hidden_layers")
     experts, top_k, width, experts_dtype = _experts(top, kind, layers)
     window, windowed = _window(top, kind, layers)
     biased = False
     if kind not in ("MistralForCausalLM", "Phi3ForCausalLM", "MixtralForCausalLM"):
         biased = top.flag("attention_bias", kind == "GptOssForCausalLM")
     return ModelShape(
-        name=name,
-        architecture=kind,
-        layers=layers,
-        hidden=hidden,
-        heads=heads,
+        **common,
         kv_heads=kv_heads,
         head_size=size,
         intermediate=width,
-        vocabulary=top.integer("vocab_size"),
-        tied=top.flag("tie_word_embeddings", kind in _TIED_BY_DEFAULT),
         qkv_bias=kind in _QKV_BIAS or biased,
         mlp_bias=kind == "LlamaForCausalLM" and top.flag("mlp_bias", False),
         qk_norm=kind in _QK_NORM,
@@ -363,22 +366,16 @@ def _window(top: Fields, kind: str, layers: int) -> tuple[int | None, int]:
     return window, windowed
 
 
-def _deepseek(top: Fields, name: str) -> ModelShape:
+def _deepseek(top: Fields, common: dict[str, Any]) -> ModelShape:
     """DeepSeek-V3: latent attention, dense first layers, shared experts."""
     for key, timed in _LATENT.items():
         if top.integer(key) != timed:
             raise top.error(key, f"got {top.data[key]}; latent attention was timed with {timed}")
     return ModelShape(
-        name=name,
-        architecture="DeepseekV3ForCausalLM",
-        layers=top.integer("num_hidden_layers"),
-        hidden=top.integer("hidden_size"),
-        heads=top.integer("num_attention_heads"),
+        **common,
         kv_heads=1,
         head_size=(_LATENT["kv_lora_rank"] + _LATENT["qk_rope_head_dim"]) // 2,
         intermediate=top.integer("moe_intermediate_size"),
-        vocabulary=top.integer("vocab_size"),
-        tied=top.flag("tie_word_embeddings", False),
         experts=top.integer("n_routed_experts"),
         top_k=top.integer("num_experts_per_tok"),
         latent=True,
@@ -388,7 +385,7 @@ def _deepseek(top: Fields, name: str) -> ModelShape:
     )
 
 
-def _falcon(top: Fields, name: str, heads: int, hidden: int) -> ModelShape:
+def _falcon(top: Fields, common: dict[str, Any]) -> ModelShape:
     """Falcon: one KV head (multi-query), no gate, one norm a layer, four times as wide."""
     for field, value in (
         ("new_decoder_architecture", False),
@@ -401,16 +398,10 @@ def _falcon(top: Fields, name: str, heads: int, hidden: int) -> ModelShape:
             raise top.error(field, f"got {not value}; {told}")
     wide = "ffn_hidden_size" in top.data
     return ModelShape(
-        name=name,
-        architecture="FalconForCausalLM",
-        layers=top.integer("num_hidden_layers"),
-        hidden=hidden,
-        heads=heads,
+        **common,
         kv_heads=1,
-        head_size=hidden // heads,
-        intermediate=top.integer("ffn_hidden_size") if wide else 4 * hidden,
-        vocabulary=top.integer("vocab_size"),
-        tied=top.flag("tie_word_embeddings", True),
+        head_size=common["hidden"] // common["heads"],
+        intermediate=top.integer("ffn_hidden_size") if wide else 4 * common["hidden"],
         gated=False,
         norms=1,
     )

@@ -53,11 +53,10 @@ LINEAR_FIELDS = (
     "decode_s_per_sequence",
     "decode_s_per_context_token",
 )
-ESTIMATOR_FIELDS = (
-    "base_s",
-    "prefill_s_per_token",
-    "decode_s_per_context_token",
-    "decode_s_per_sequence",
+ESTIMATOR_FIELDS = (*LINEAR_FIELDS[:2], LINEAR_FIELDS[3], LINEAR_FIELDS[2])
+MODEL_FACTS = (
+    *("layers", "hidden_size", "attention_heads", "kv_heads", "head_size", "bytes_per_value"),
+    *("parameters", "weight_bytes", "kv_bytes_per_token"),
 )
 STEP_KINDS = ("prefill", "decode")
 HOST_TIMES = ("step_s", "sequence_s", "token_s")
@@ -199,36 +198,18 @@ def check_model(fields: Fields, *, shape: bool = True) -> dict[str, Any]:
 
     Without ``shape`` the name is enough: KV memory is then given in tokens.
     """
-    fields.only(
-        (
-            "name",
-            "layers",
-            "hidden_size",
-            "attention_heads",
-            "kv_heads",
-            "head_size",
-            "bytes_per_value",
-            "parameters",
-            "weight_bytes",
-            "kv_bytes_per_token",
-            "source",
-        )
-    )
+    fields.only(("name", *MODEL_FACTS, "source"))
     fields.text("name")
     if not shape and "kv_bytes_per_token" not in fields.data:
         for key, value in fields.data.items():
             if key not in ("name", "source"):
                 fields.check_number(key, value, 1.0, math.inf, strict=False, hint="")
         return copy_json(fields.data)
-    for key in ("hidden_size", "attention_heads", "weight_bytes"):
-        fields.integer(key)
-    if "parameters" in fields.data:
-        fields.integer("parameters")
-    layers, heads, size, width, kv = (
-        fields.integer(key)
-        for key in ("layers", "kv_heads", "head_size", "bytes_per_value", "kv_bytes_per_token")
-    )
-    expected = 2 * layers * heads * size * width
+    given = {
+        key: fields.integer(key) for key in MODEL_FACTS if key != "parameters" or key in fields.data
+    }
+    sizes = ("layers", "kv_heads", "head_size", "bytes_per_value")
+    kv, expected = given["kv_bytes_per_token"], 2 * math.prod(given[key] for key in sizes)
     if kv != expected:
         raise fields.error(
             "kv_bytes_per_token",
@@ -366,16 +347,20 @@ def check_profile(data: Any, where: str) -> dict[str, Any]:
     outside = "kv_capacity_tokens" in engine.data
     if outside:
         engine.integer("kv_capacity_tokens", BLOCK_SIZE)
-    for key in ("name", "version", "dtype"):
-        if not (outside and key == "dtype" and key not in engine.data):
-            engine.text(key)
-    if not (outside and "activation_reserve_bytes" not in engine.data):
-        engine.number("activation_reserve_bytes")
 
+    def given(fields: Fields, key: str) -> bool:
+        return not outside or key in fields.data
+
+    for key in ("name", "version"):
+        engine.text(key)
     device.text("name")
-    if not (outside and "memory_bytes" not in device.data):
+    if given(engine, "dtype"):
+        engine.text("dtype")
+    if given(engine, "activation_reserve_bytes"):
+        engine.number("activation_reserve_bytes")
+    if given(device, "memory_bytes"):
         device.number("memory_bytes", 1e8, 1e13, hint=" (bytes)")
-    if not (outside and "usable_memory_fraction" not in device.data):
+    if given(device, "usable_memory_fraction"):
         device.number("usable_memory_fraction", 0.0, 1.0, strict=True)
 
     estimator = top.child("estimator")
