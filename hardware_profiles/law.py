@@ -221,22 +221,11 @@ class Profile:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON object; ``Profile.from_dict(p.to_dict())`` is the same profile."""
-        return {
-            "format": FORMAT,
-            "name": self.name,
-            "description": self.description,
-            "kind": self.kind,
-            "device": copy_json(self.device),
-            "model": copy_json(self.model),
-            "engine": copy_json(self.engine),
-            "law": copy_json(self.law),
-            "estimator": {key: getattr(self.estimator, key) for key in ESTIMATOR_FIELDS},
-            "domain": copy_json(self.domain),
-            "fit_error": copy_json(self.fit_error),
-            **({"step_error": copy_json(self.step_error)} if self.step_error else {}),
-            **({"host": copy_json(self.host)} if self.host else {}),
-            "provenance": copy_json(self.provenance),
-        }
+        facts = ("name", "description", "kind", "device", "model", "engine", "law")
+        parts = {key: getattr(self, key) for key in (*facts, "estimator", "domain", "fit_error")}
+        parts["estimator"] = {key: getattr(self.estimator, key) for key in ESTIMATOR_FIELDS}
+        stated = {key: getattr(self, key) for key in ("step_error", "host") if getattr(self, key)}
+        return copy_json({"format": FORMAT, **parts, **stated, "provenance": self.provenance})
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the profile's JSON file in one move.
@@ -335,24 +324,14 @@ class Profile:
         """Seconds of a prefill iteration of ``tokens`` prompt tokens (Eq. 13's quantity)."""
         return self.dense_s(tokens) + self.chunk_attention_s(tokens, 0.0) + self.head_s(1.0)
 
-    def decode_s(
-        self, sequences: float, context_tokens: float, longest: float | None = None
-    ) -> float:
-        """Seconds of one decode iteration (Eq. 14's quantity).
+    def decode_s(self, sequences: float, context_tokens: float) -> float:
+        """Seconds of one decode iteration of equal contexts (Eq. 14's quantity).
 
         Args:
             sequences: ``b >= 1`` running sequences, one new token each.
             context_tokens: ``T``, tokens in KV memory summed over them.
-            longest: tokens of the longest context; None for equal contexts.
-
-        Returns:
-            Seconds.
         """
-        mean = context_tokens / sequences
-        total = self.dense_s(sequences) + self.decode_attention_s(sequences, mean)
-        if longest is not None:
-            total += float(self.surplus(sequences).decode_s) * (longest - mean)
-        return total + self.head_s(sequences)
+        return self.step_s((), sequences, context_tokens)
 
     def step_s(
         self,
@@ -421,18 +400,13 @@ class Profile:
         chunks: Iterable[tuple[float, float]],
         sequences: float,
         context_tokens: float,
-        longest: float | None = None,
     ) -> float:
         """:meth:`step_s` with the decodes' attention as it is together with prefill chunks.
 
         Args:
             chunks: ``(tokens, context)`` of every prefill chunk; at least one.
             sequences: decoding sequences ``b``, at least one.
-            context_tokens: ``T``, tokens in KV memory summed over the decodes.
-            longest: tokens of the decodes' longest context; None for equal contexts.
-
-        Returns:
-            Seconds.
+            context_tokens: ``T``, tokens in KV memory summed over the decodes, all as long.
 
         Raises:
             ValueError: if there is no chunk or no decode.
@@ -449,10 +423,8 @@ class Profile:
             sequences,
             mean,
         )
-        more = self.surplus(sequences)
-        mixed += more.chunk_s * sequences * max(chunk for chunk, _ in parts)
-        if longest is not None:
-            mixed += float(more.mixed_s) * (longest - mean)
+        longest = max(chunk for chunk, _ in parts)
+        mixed += self.surplus(sequences).chunk_s * sequences * longest
         return self.step_s(parts, sequences, context_tokens) - alone + mixed
 
     def headline_error(self) -> tuple[str, dict[str, Any]] | None:

@@ -28,7 +28,7 @@ from servegym._command_line import run_main
 from servegym.envs.workloads import load_catalog
 from servegym.experiments.evaluation import tables
 from servegym.experiments.evaluation.evaluate import evaluate
-from servegym.experiments.evaluation.output import read_rows, write_csv, write_json
+from servegym.experiments.evaluation.output import print_table, read_rows, write_csv, write_json
 from servegym.experiments.evaluation.stats import student_interval
 from servegym.experiments.live.fleet_file import Endpoint, ServerSpec, read_fleet
 from servegym.experiments.live.gateway import GatewayRequest, GatewayRouter
@@ -95,23 +95,6 @@ class Run:
     arguments: dict[str, Any]
     requests: list[Row]
     records: list[Row]
-
-
-@dataclass
-class Measured:
-    """All that was measured.
-
-    Attributes:
-        servers: The servers, each with its calibrated profile.
-        capacity_rps: Requests/s of each with all slots busy.
-        latency_s: Latency requirement, seconds a token.
-        runs: In the order in which they were made.
-    """
-
-    servers: list[Endpoint]
-    capacity_rps: list[float]
-    latency_s: float
-    runs: list[Run]
 
 
 def capacity(profile: Profile, slots: int) -> tuple[float, float]:
@@ -247,13 +230,19 @@ def _drawn_order(plan: Plan) -> list[tuple[float, str, int]]:
     return order
 
 
-def run(specs: Sequence[ServerSpec], plan: Plan, folder: Path) -> Measured:
+def run(
+    specs: Sequence[ServerSpec], plan: Plan, folder: Path
+) -> tuple[list[Endpoint], list[float], float, list[Run]]:
     """Start, calibrate and measure the servers.
 
     Args:
         specs: The servers.
         plan: What is measured.
         folder: Where logs, profiles, requests and the ``raw`` records of each run are written.
+
+    Returns:
+        The servers, each with its calibrated profile; requests/s of each with all slots busy; the
+        latency requirement, seconds a token; and the runs in the order in which they were made.
 
     Raises:
         ValueError: If a server does not start or does not answer.
@@ -312,7 +301,7 @@ def run(specs: Sequence[ServerSpec], plan: Plan, folder: Path) -> Measured:
                 f"{len(failed)} failed{' (' + failed[0] + ')' if failed else ''}, "
                 f"{time.monotonic() - began:.0f} s"
             )
-    return Measured(servers, rates, latency_s, runs)
+    return servers, rates, latency_s, runs
 
 
 # -- simulation ----------------------------------------------------------------------------------
@@ -381,25 +370,36 @@ def _simulated_log(run: Run) -> dict[str, np.ndarray]:
     return {name: log[name] for name in log.dtype.names or ()} | {"served": log["outcome"] == 1}
 
 
-def analyse(measured: Measured, plan: Plan, out: Path, made: Mapping[str, Any]) -> None:
-    """Simulate what was measured, and write and print the tables.
+def analyse(
+    servers: Sequence[Endpoint],
+    capacity_rps: Sequence[float],
+    latency_s: float,
+    runs: Sequence[Run],
+    plan: Plan,
+    out: Path,
+    made: Mapping[str, Any],
+) -> None:
+    """Simulate what :func:`run` has returned, and write and print the tables.
 
     Args:
-        measured: What :func:`run` has returned.
+        servers: See there, as the next three.
+        capacity_rps: See there.
+        latency_s: See there.
+        runs: See there.
         plan: Its plan.
         out: Folder of the tables ``runs``, ``errors`` and ``qos``.
         made: Provenance.
     """
-    names = [one.name for one in measured.servers]
+    names = [one.name for one in servers]
     rows: list[Row] = []
-    for run in measured.runs:
-        rows.append(outcome("real", run, measured.latency_s, _real_log(run, names)))
-        rows.append(outcome("simulated", run, measured.latency_s, _simulated_log(run)))
+    for one in runs:
+        rows.append(outcome("real", one, latency_s, _real_log(one, names)))
+        rows.append(outcome("simulated", one, latency_s, _simulated_log(one)))
     errors, qos = error_rows(rows), qos_rows(rows)
     notes = [
         agreement_note(load, [row for row in qos if row["load"] == load]) for load in plan.loads
     ]
-    records = [record for run in measured.runs for record in run.records]
+    records = [record for one in runs for record in one.records]
     decisions = 1e3 * np.array([record["decision_s"] for record in records])
     notes.append(
         tables.note(
@@ -412,26 +412,17 @@ def analyse(measured: Measured, plan: Plan, out: Path, made: Mapping[str, Any]) 
     told = ("name", "engine", "slots", "context", "cores")
     settings = {
         **asdict(plan),
-        "capacity_rps": measured.capacity_rps,
-        "latency_requirement_s": measured.latency_s,
-        "servers": [{key: getattr(one, key) for key in told} for one in measured.servers],
+        "capacity_rps": capacity_rps,
+        "latency_requirement_s": latency_s,
+        "servers": [{key: getattr(one, key) for key in told} for one in servers],
     }
     full = {**made, "settings": settings}
     out.mkdir(parents=True, exist_ok=True)
     tables.write_result(out / "runs", [_rounded(row, 6) for row in rows], full)
     tables.write_result(out / "errors", errors, full)
     tables.write_result(out / "qos", qos, full, notes)
-    for row in errors:
-        print(
-            f"load {row['load']:g} {row['quantity']:<7} {100 * row['error']:+6.1f} % "
-            f"[{100 * row['low']:+.1f}, {100 * row['high']:+.1f}], "
-            f"absolute {100 * row['absolute']:.1f} %"
-        )
-    for row in qos:
-        print(
-            f"load {row['load']:g} {row['policy']:<18} {row['world']:<9} QoS {row['qos']:.3f} "
-            f"[{row['low']:.3f}, {row['high']:.3f}]"
-        )
+    for title, found in (("errors, simulated over measured", errors), ("QoS", qos)):
+        print_table(title, list(found[0]), [list(map(str, row.values())) for row in found])
     for one in notes:
         print(one["text"])
 
@@ -558,7 +549,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.quick,
         ("xllamacpp", "aiohttp"),
     )
-    analyse(run(specs, plan, options.folder), plan, options.folder / "tables", made)
+    analyse(*run(specs, plan, options.folder), plan, options.folder / "tables", made)
     return 0
 
 

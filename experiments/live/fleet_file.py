@@ -89,6 +89,13 @@ class ServerSpec:
         if any(not 0 <= core < known for core in self.cores):
             raise ValueError(f"cores is {list(self.cores)}; this machine has 0..{known - 1}")
 
+    def endpoint(self, port: int, pid: int = 0, log: str = "") -> Endpoint:
+        """Where it is found once it runs as a process at a port."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        given = {key: getattr(self, key) for key in ("name", "engine", "slots", "context", "cores")}
+        url = f"http://{host}:{port}/v1"
+        return Endpoint(url=url, pid=pid, log=log, profile=self.profile, **given)
+
 
 @dataclass(frozen=True)
 class Endpoint:

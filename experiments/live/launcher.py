@@ -174,19 +174,7 @@ class Fleet:
         finally:
             os.close(reader)
         self._kept.append((keeper, writer))
-        self.endpoints.append(
-            Endpoint(
-                name=spec.name,
-                engine=spec.engine,
-                url=f"http://{spec.host}:{port}/v1",
-                pid=keeper.pid,
-                slots=spec.slots,
-                context=spec.context,
-                cores=spec.cores,
-                log=str(log),
-                profile=spec.profile,
-            )
-        )
+        self.endpoints.append(spec.endpoint(port, keeper.pid, str(log)))
 
     def dead(self) -> list[str]:
         """Names of the servers that have ended."""

@@ -57,10 +57,7 @@ def read_servers(path: Path) -> list[Endpoint]:
                 f"{path}: server {one.name!r} has no port; give it one, or name the file of "
                 "endpoints that was written when the servers started"
             )
-        url = f"http://{one.host}:{one.port}/v1"
-        servers.append(
-            Endpoint(one.name, one.engine, url, 0, one.slots, one.context, profile=one.profile)
-        )
+        servers.append(one.endpoint(one.port))
     return servers
 
 
