@@ -103,12 +103,14 @@ class Composer:
     ep: int = 1
 
     def __post_init__(self) -> None:
-        s, tp = self.shape, self.tp
-        self.kernels.check_dtype(self.dtype)
-        if tp not in self.kernels.tensor_parallel:
+        s, k, tp = self.shape, self.kernels, self.tp
+        if self.dtype not in k.dtypes:
+            timed = ", ".join(k.dtypes)
+            raise ValueError(f"dtype: got {self.dtype!r}; {k.card} was timed with {timed}")
+        if tp not in k.tensor_parallel:
             raise ValueError(
-                f"tp: got {tp}; all-reduces on {self.kernels.card} are known for "
-                f"{', '.join(map(str, self.kernels.tensor_parallel))} cards"
+                f"tp: got {tp}; all-reduces on {k.card} are known for "
+                f"{', '.join(map(str, k.tensor_parallel))} cards"
             )
         for what, size in (("attention heads", s.heads), ("feed-forward features", s.intermediate)):
             if size % tp:
@@ -124,20 +126,20 @@ class Composer:
         self.reference = load(_REFERENCE)
         self.heads = s.heads // tp
         self.kv_heads = max(s.kv_heads // tp, 1)
-        self.window = s.window if s.window in self.kernels.windows(s.head_size) else None
+        self.window = s.window if s.window in k.windows(s.head_size) else None
         self.moe = self.moe_source = self.moe_wanted = None
         if s.experts:
             width = s.intermediate * self.ep // tp
             self.moe_wanted = MoeShape(s.hidden, width, s.top_k, s.experts, self.ep)
             experts = s.expert_dtype or self.dtype
-            self.moe, self.moe_source = self.kernels.moe_table(self.moe_wanted, experts)
+            self.moe, self.moe_source = k.moe_table(self.moe_wanted, experts)
         # Seconds a (query, key) pair takes in prompts between half of the longest timed and it.
-        self._longest = self.kernels.longest_prompt(s.latent)
+        self._longest = k.longest_prompt(s.latent)
         half, full = self._prompt(self._longest / 2), self._prompt(self._longest)
         self.rate = (full - half) / (0.375 * self._longest**2)
         # The law is of FlashAttention 2, which has neither latent attention nor 8-bit KV caches.
-        plain = not s.latent and self.kernels.kv_dtype == "bf16"
-        self.mixed = self.kernels.mixed if plain else None
+        plain = not s.latent and k.kv_dtype == "bf16"
+        self.mixed = k.mixed if plain else None
 
     # -- products and elementwise ops -----------------------------------------------------------
 

@@ -117,18 +117,6 @@ class Estimator:
         """Seconds per KV token of a decode iteration (Eq. 14)."""
         return self.decode_s_per_context_token
 
-    def prefill_s(self, tokens: float) -> float:
-        """Estimated seconds of a prefill of ``tokens`` prompt tokens."""
-        return self.base_s + self.prefill_s_per_token * tokens
-
-    def decode_s(self, sequences: float, context_tokens: float) -> float:
-        """Estimated seconds of a decode of ``sequences`` holding ``context_tokens`` in all."""
-        return (
-            self.base_s
-            + self.decode_s_per_sequence * sequences
-            + self.decode_s_per_context_token * context_tokens
-        )
-
 
 def law_tables(law: Mapping[str, Any]) -> LawTables:
     """The tables of a checked law; a linear one is exact on four corners."""
@@ -322,7 +310,7 @@ class Profile:
 
     def prefill_s(self, tokens: float) -> float:
         """Seconds of a prefill iteration of ``tokens`` prompt tokens (Eq. 13's quantity)."""
-        return self.dense_s(tokens) + self.chunk_attention_s(tokens, 0.0) + self.head_s(1.0)
+        return self.step_s([(tokens, 0.0)])
 
     def decode_s(self, sequences: float, context_tokens: float) -> float:
         """Seconds of one decode iteration of equal contexts (Eq. 14's quantity).

@@ -320,7 +320,8 @@ def measure(
             f"requests is {requests}; it must be >= 1, and at most {MAX_REQUESTS} over all loads"
         )
     real("seconds", seconds, 0.0, open_low=True)
-    if token_ids is not None and (endpoint.api != "completions" or not _is_range(token_ids)):
+    low, high = (0, 1) if token_ids is None else token_ids
+    if not 0 <= low < high or (token_ids is not None and endpoint.api != "completions"):
         raise ValueError(
             f"token-ids is {token_ids}; it must be two rising numbers >= 0, with api completions"
         )
@@ -371,47 +372,28 @@ def measure(
     return table
 
 
-def _is_range(pair: Sequence[int]) -> bool:
-    return len(pair) == 2 and 0 <= pair[0] < pair[1]
-
-
-def summary(table: ResumableTable) -> list[dict[str, Any]]:
-    """Quantiles of the latencies, one row a load or rate, and prompt length.
-
-    Args:
-        table: As :func:`measure` leaves it.
-
-    Returns:
-        Rows with ``load, rate_rps, prompt_words, requests, failed``, median and P90 of TTFT and
-        TPOT in seconds, median end-to-end latency, and ``output_tokens_per_s`` over the time that
-        the requests took.
-    """
-    groups: dict[tuple[int, float, int], list[Mapping[str, str]]] = {}
+def _print(table: ResumableTable) -> None:
+    """Quantiles of TTFT and TPOT by load or rate and prompt length, and the throughput."""
+    print(
+        f"{'load':>7} {'words':>6} {'sent':>5} {'failed':>6} {'TTFT p50':>9} {'p90 ms':>9} "
+        f"{'TPOT p50':>9} {'p90 ms':>9} {'tokens/s':>9}"
+    )
+    groups: dict[tuple[float, ...], list[Mapping[str, str]]] = {}
     for row in table.rows.values():
-        cell = (int(row["load"]), float(row["rate_rps"]), int(row["prompt_words"]))
+        cell = tuple(float(row[key]) for key in ("load", "rate_rps", "prompt_words"))
         groups.setdefault(cell, []).append(row)
-    out = []
     for (load, rate, words), rows in sorted(groups.items()):
         good = [row for row in rows if row["ttft_s"]]
-        line: dict[str, Any] = {
-            "load": load,
-            "rate_rps": rate,
-            "prompt_words": words,
-            "requests": len(rows),
-            "failed": len(rows) - len(good),
-        }
-        for name in ("ttft_s", "tpot_s", "e2e_s"):
-            values = np.array([float(row[name]) for row in good])
-            values = values[np.isfinite(values)]
-            for label, q in (("median", 0.5), ("p90", 0.9)):
-                line[f"{label}_{name}"] = float(np.quantile(values, q)) if len(values) else math.nan
-        starts = [float(row["started_s"]) for row in good]
-        ends = [float(row["started_s"]) + float(row["e2e_s"]) for row in good]
-        span = max(ends) - min(starts) if good else math.nan
-        tokens = sum(int(row["output_tokens"]) for row in good)
-        line["output_tokens_per_s"] = tokens / span if span and span > 0 else math.nan
-        out.append(line)
-    return out
+        shown = f"{load:g}" if load else f"{rate:g}/s"
+        line = f"{shown:>7} {words:6g} {len(rows):5d} {len(rows) - len(good):6d} "
+        for name in ("ttft_s", "tpot_s"):
+            values = [float(row[name]) for row in good if math.isfinite(float(row[name]))]
+            for q in (0.5, 0.9):
+                line += f"{1e3 * np.quantile(values, q) if values else math.nan:9.2f} "
+        begun = [float(row["started_s"]) for row in good]
+        ended = [float(row["started_s"]) + float(row["e2e_s"]) for row in good]
+        span = max(ended) - min(begun) if good else math.nan
+        print(f"{line}{sum(int(row['output_tokens']) for row in good) / span:9.1f}")
 
 
 def _numbers(name: str, text: str) -> list[float]:
@@ -467,20 +449,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         requests=options.requests,
         seconds=options.seconds,
     )
-    print(
-        f"{'load':>7} {'words':>6} {'sent':>5} {'failed':>6} {'TTFT p50':>9} {'p90 ms':>9} "
-        f"{'TPOT p50':>9} {'p90 ms':>9} {'tokens/s':>9}"
-    )
-    for row in summary(table):
-        load = str(row["load"]) if row["load"] else f"{row['rate_rps']:g}/s"
-        times = " ".join(
-            f"{1e3 * row[key]:9.2f}"
-            for key in ("median_ttft_s", "p90_ttft_s", "median_tpot_s", "p90_tpot_s")
-        )
-        print(
-            f"{load:>7} {row['prompt_words']:6d} {row['requests']:5d} {row['failed']:6d} "
-            f"{times} {row['output_tokens_per_s']:9.1f}"
-        )
+    _print(table)
     print(f"written to {options.out}")
     return 0
 
