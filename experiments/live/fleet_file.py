@@ -29,7 +29,7 @@ import os
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -124,12 +124,8 @@ class Endpoint:
     profile: str = ""
 
 
-_TYPES: dict[str, type] = {
-    **dict.fromkeys(("name", "engine", "model", "host", "python", "profile"), str),
-    **dict.fromkeys(("slots", "context", "port", "batched_tokens"), int),
-    "cores": list,
-    "options": dict,
-}
+_OTHER = {"int": int, "tuple[int, ...]": list, "Mapping[str, Any]": dict}
+_TYPES: dict[str, type] = {one.name: _OTHER.get(str(one.type), str) for one in fields(ServerSpec)}
 
 
 def _spec(entry: object, folder: Path) -> ServerSpec:

@@ -154,18 +154,9 @@ class LiteLLMStrategy(CustomRoutingStrategyBase, CustomLogger):
         tickets.append(ticket)
         return by_id[self._ids[ticket.expert]]
 
-    def get_available_deployment(
-        self,
-        model: str,
-        messages: list[dict[str, str]] | None = None,
-        input: str | list | None = None,
-        specific_deployment: bool | None = False,
-        request_kwargs: dict | None = None,
-    ) -> Any:
+    def get_available_deployment(self, *args: Any, **kwargs: Any) -> Any:
         """See LiteLLM: synchronous calls go by its own strategy."""
-        return type(self._router).get_available_deployment(
-            self._router, model, messages, input, specific_deployment, request_kwargs
-        )
+        return type(self._router).get_available_deployment(self._router, *args, **kwargs)
 
     async def async_pre_call_hook(
         self, user_api_key_dict: Any, cache: Any, data: dict, call_type: Any
