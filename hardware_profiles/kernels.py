@@ -529,9 +529,6 @@ def load_kernels(card: str) -> CardKernels:
     Args:
         card: a name of :func:`list_cards`.
 
-    Returns:
-        The tables.
-
     Raises:
         ValueError: for an unknown card, with the nearest valid name.
     """

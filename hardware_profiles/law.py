@@ -194,9 +194,6 @@ class Profile:
             data: the decoded JSON object.
             where: the file's name, for error messages.
 
-        Returns:
-            The profile.
-
         Raises:
             ValueError: naming ``where``, the field, what was given and what is allowed.
         """
@@ -244,9 +241,6 @@ class Profile:
                 kernels alone.
             where: the file's name, for error messages.
 
-        Returns:
-            The profile.
-
         Raises:
             ValueError: naming ``where``, the field, what was given and what is allowed.
         """
@@ -261,9 +255,6 @@ class Profile:
         Args:
             model: model facts, as in the ``model`` field of a profile file.
             where: the file's name, for error messages.
-
-        Returns:
-            The profile with the new memory facts.
 
         Raises:
             ValueError: if a fact is missing or wrong, or the weights do not fit.
@@ -334,9 +325,6 @@ class Profile:
                 tokens of the same request computed before.
             sequences: decoding sequences ``b``, one token each.
             context_tokens: ``T``, tokens in KV memory summed over the decodes.
-
-        Returns:
-            Seconds.
 
         Raises:
             ValueError: if there is nothing to do.

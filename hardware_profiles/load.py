@@ -40,9 +40,6 @@ def load(name_or_path: str | os.PathLike[str]) -> Profile:
         name_or_path: a name of :func:`list_profiles`, or a path (anything that ends in
             ``.json`` or holds a separator).
 
-    Returns:
-        The profile.
-
     Raises:
         ValueError: for an unknown name (the nearest valid one is given), or for a file that
             is unreadable or malformed (the file, field and reason are given).

@@ -209,9 +209,6 @@ def parse_config(config: Mapping[str, Any], name: str, where: str) -> ModelShape
         name: of the model.
         where: the file's name, for messages.
 
-    Returns:
-        The shape.
-
     Raises:
         ValueError: naming the field that is wrong, or the unknown architecture.
     """
@@ -447,9 +444,6 @@ def model_shape(name_or_path: str | os.PathLike[str]) -> ModelShape:
     Args:
         name_or_path: a name of :func:`list_models`, the name of a model card that a shipped config
             answers to, or a path (anything that ends in ``.json`` or holds a separator).
-
-    Returns:
-        The shape.
 
     Raises:
         ValueError: for an unknown name, or naming the file and field that is wrong.

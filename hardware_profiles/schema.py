@@ -425,9 +425,6 @@ def read_json(path: str | os.PathLike[str]) -> Any:
     Args:
         path: the file to read.
 
-    Returns:
-        The decoded value.
-
     Raises:
         ValueError: naming the file and what is wrong with it.
     """

@@ -190,9 +190,6 @@ def load_run(folder: str | os.PathLike[str]) -> MeasuredRun:
     Args:
         folder: Holds ``requests.jsonl`` and ``meta.json``, and ``timeseries.csv`` if there is one.
 
-    Returns:
-        The run.
-
     Raises:
         ValueError: Naming the file, line and field that cannot be used, and why.
     """

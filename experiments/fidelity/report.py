@@ -172,12 +172,6 @@ def _parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line: replay the measured run, print and write the errors.
 
-    Args:
-        arguments: The command line; ``sys.argv`` by default.
-
-    Returns:
-        0.
-
     Raises:
         ValueError: If the data or an argument cannot be used.
     """

@@ -518,12 +518,6 @@ def _plan(options: argparse.Namespace) -> Plan:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line of ``servegym real compare``.
 
-    Args:
-        arguments: The command line; ``sys.argv`` by default.
-
-    Returns:
-        0.
-
     Raises:
         ValueError: If an argument or a file cannot be used, or a server does not start.
     """

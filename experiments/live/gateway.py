@@ -375,14 +375,11 @@ class GatewayRouter:
         return action, ""
 
     def report(self, what: str, error: BaseException) -> str:
-        """Log a failure and its cause, each kind of error once a minute, and keep it.
+        """Log a failure and its cause, each kind once a minute, keep it and return its text.
 
         Args:
             what: What has failed: ``policy``, ``observation`` or ``prediction``.
             error: The cause.
-
-        Returns:
-            Its text.
         """
         text = f"{type(error).__name__}: {error}"[:300]
         self.counters.last_error = f"{what}: {text}"

@@ -102,9 +102,6 @@ def sums_of(rows: Sequence[dict[str, Any]], slots: int) -> Sums:
         slots: Requests that the server runs at a time; those that had to wait for one are left
             out.
 
-    Returns:
-        The sums.
-
     Raises:
         ValueError: If no request has a time for each of its tokens.
     """

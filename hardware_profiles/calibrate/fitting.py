@@ -192,9 +192,6 @@ def model_facts(name_or_path: str) -> dict[str, Any]:
     Args:
         name_or_path: the name, or the path of a JSON file with the same fields.
 
-    Returns:
-        The facts.
-
     Raises:
         ValueError: for an unknown name (the nearest valid one is given).
     """

@@ -155,9 +155,6 @@ class Clock:
         Args:
             steps: The same operation on different tensors, run one after another.
             graph: Whether the steps may be captured (no copy to the host, no shape of data).
-
-        Returns:
-            Seconds.
         """
         if not self.cuda:
             turn = 0

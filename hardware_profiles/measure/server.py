@@ -144,9 +144,6 @@ def ask(
         prompt: The text, or token ids (``completions`` only).
         on_token: Called at every event that brings a token.
 
-    Returns:
-        The times.
-
     Raises:
         OSError: If the server cannot be reached or falls silent.
         ValueError: If it answers with an error or not in the protocol, or ends the stream early.
@@ -305,9 +302,6 @@ def measure(
         seconds: Time after which no further request is sent.
         seed: Of the words, the gaps and the order.
         token_ids: Send prompts as token ids from this range, last excluded, in place of words.
-
-    Returns:
-        The table.
 
     Raises:
         ValueError: For a bad argument, or if no request succeeds (with the first reason).

@@ -97,12 +97,6 @@ def _write_litellm(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line of ``servegym gateway litellm | endpoint-picker``.
 
-    Args:
-        arguments: The command line; ``sys.argv`` by default.
-
-    Returns:
-        0.
-
     Raises:
         ValueError: If an argument or a file cannot be used.
     """
