@@ -232,19 +232,18 @@ class Profile:
         assert self._tables is not None
         return self._tables
 
-    def with_host(self, host: Mapping[str, Any], where: str = "<host>") -> Profile:
+    def with_host(self, host: Mapping[str, Any]) -> Profile:
         """Return this profile with a host's share of an iteration in place of its own.
 
         Args:
             host: as the ``host`` field of a profile file: seconds ``step_s`` an iteration,
                 ``sequence_s`` a sequence and ``token_s`` a token of it; an empty mapping leaves the
                 kernels alone.
-            where: the file's name, for error messages.
 
         Raises:
-            ValueError: naming ``where``, the field, what was given and what is allowed.
+            ValueError: naming the field, what was given and what is allowed.
         """
-        checked = check_host(Fields(host, where, "host")) if host else {}
+        checked = check_host(Fields(host, "<host>", "host")) if host else {}
         return replace(self, host=checked, _tables=None)
 
     def with_model(self, model: Mapping[str, Any], where: str = "<model>") -> Profile:
@@ -402,10 +401,6 @@ class Profile:
         longest = max(chunk for chunk, _ in parts)
         mixed += self.surplus(sequences).chunk_s * sequences * longest
         return self.step_s(parts, sequences, context_tokens) - alone + mixed
-
-    def headline_error(self) -> tuple[str, dict[str, Any]] | None:
-        """The error to show with the profile's name, see :func:`headline_error`."""
-        return headline_error(self.fit_error)
 
     def check_domain(self, batch: int, tokens: int, context: int = 0) -> bool:
         """Warn, once per profile, when a setting leaves the range the law was built on.

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from servegym.hardware_profiles.law import headline_error
 from servegym.hardware_profiles.load import data_path, unknown_name
 from servegym.hardware_profiles.schema import read_json
 
@@ -45,10 +44,6 @@ class MoeLayer:
     base_s: float
     expert_read_s: float
     fit_error: dict[str, Any]
-
-    def headline_error(self) -> tuple[str, dict[str, Any]] | None:
-        """The error to show with the layer's name, see :func:`law.headline_error`."""
-        return headline_error(self.fit_error)
 
 
 def list_moe_layers() -> list[str]:

@@ -27,6 +27,7 @@ __all__ = [
 METRICS = {"ttft_s": "TTFT", "tpot_s": "TPOT", "e2e_s": "end to end"}
 """Latency of a request -> its name in the tables."""
 
+WINDOW_S = 5.0
 QUANTITIES = ("running", "waiting", "kv_use")
 """Quantities of a course over time."""
 
@@ -229,24 +230,21 @@ def compare_series(measured: np.ndarray, simulated: np.ndarray) -> list[dict[str
     return rows
 
 
-def course_means(
-    measured: np.ndarray, simulated: np.ndarray, window_s: float = 5.0
-) -> list[dict[str, Any]]:
-    """Means of both courses over windows of time, for a plot.
+def course_means(measured: np.ndarray, simulated: np.ndarray) -> list[dict[str, Any]]:
+    """Means of both courses over windows of `WINDOW_S`, for a plot.
 
     Args:
         measured: ``(T,)`` the measured course.
         simulated: ``(T,)`` the simulated one at the same times.
-        window_s: Length of a window.
 
     Returns:
         One row a window that has samples: ``t_s`` (its middle), and ``measured_`` and
         ``simulated_`` of each quantity.
     """
-    window = (measured["t_s"] // window_s).astype(int)
+    window = (measured["t_s"] // WINDOW_S).astype(int)
     rows = []
     for index in np.unique(window):
-        row = {"t_s": window_s * (float(index) + 0.5)}
+        row = {"t_s": WINDOW_S * (float(index) + 0.5)}
         for source, course in (("measured", measured), ("simulated", simulated)):
             for name in QUANTITIES:
                 row[f"{source}_{name}"] = round(float(course[name][window == index].mean()), 4)
