@@ -124,18 +124,11 @@ def law_tables(law: Mapping[str, Any]) -> LawTables:
         arrays = {key: np.array(law[key], dtype=np.float64) for key in TABLE_AXES}
     else:
         base, k1, kb, k2 = (float(law[key]) for key in LINEAR_FIELDS)
-        unit = np.array([0.0, 1.0])
         # (kb - k1) b + k2 b x is bilinear, so its four corners hold it everywhere.
-        arrays = {
-            "dense_tokens": unit.copy(),
+        arrays = {key: np.array([0.0, 1.0]) for key, axes in TABLE_AXES.items() if not axes} | {
             "dense_s": np.array([base, base + k1]),
-            "chunk_tokens": unit.copy(),
-            "context_tokens": unit.copy(),
             "chunk_attention_s": np.zeros((2, 2)),
-            "decode_sequences": unit.copy(),
-            "decode_context_tokens": unit.copy(),
             "decode_attention_s": np.array([[0.0, 0.0], [kb - k1, kb - k1 + k2]]),
-            "head_sequences": unit.copy(),
             "head_s": np.zeros(2),
         }
     for array in arrays.values():

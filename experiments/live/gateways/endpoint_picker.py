@@ -17,7 +17,7 @@ import json
 import logging
 import signal
 import socket
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -117,35 +117,29 @@ def _piece(body: bytes, last: bool) -> ext_proc.CommonResponse:
     return ext_proc.CommonResponse(body_mutation=ext_proc.BodyMutation(streamed_response=sent))
 
 
-def _metadata(response: ext_proc.CommonResponse) -> Struct:
-    """The header of a response once more, as dynamic metadata."""
-    assert response.header_mutation is not None
-    header = response.header_mutation.set_headers[0].header
-    assert header is not None
-    return Struct.from_dict({NAMESPACE: {header.key: header.raw_value.decode()}})
+def _metadata(endpoints: str) -> Struct:
+    """The header once more, as dynamic metadata."""
+    return Struct.from_dict({NAMESPACE: {DESTINATION: endpoints}})
 
 
-def _headers(response: ext_proc.CommonResponse) -> ext_proc.ProcessingResponse:
+def _route(endpoints: str) -> ext_proc.CommonResponse:
+    mutation = ext_proc.HeaderMutation(set_headers=[_set(DESTINATION, endpoints)])
+    return ext_proc.CommonResponse(header_mutation=mutation, clear_route_cache=True)
+
+
+def _headers(endpoints: str) -> ext_proc.ProcessingResponse:
     return ext_proc.ProcessingResponse(
-        request_headers=ext_proc.HeadersResponse(response=response),
-        dynamic_metadata=_metadata(response),
+        request_headers=ext_proc.HeadersResponse(response=_route(endpoints)),
+        dynamic_metadata=_metadata(endpoints),
     )
 
 
-def _duplex(
-    response: ext_proc.CommonResponse, body: bytes, last: bool
-) -> list[ext_proc.ProcessingResponse]:
+def _duplex(endpoints: str, body: bytes, last: bool) -> Iterator[ext_proc.ProcessingResponse]:
     """The headers, then the whole body in pieces; ``last`` unless trailers follow it."""
-    pieces = [body[k : k + CHUNK_BYTES] for k in range(0, max(len(body), 1), CHUNK_BYTES)]
-    return [
-        _headers(response),
-        *(
-            ext_proc.ProcessingResponse(
-                request_body=ext_proc.BodyResponse(response=_piece(one, last and k == len(pieces)))
-            )
-            for k, one in enumerate(pieces, 1)
-        ),
-    ]
+    yield _headers(endpoints)
+    for k in range(0, max(len(body), 1), CHUNK_BYTES):
+        piece = _piece(body[k : k + CHUNK_BYTES], last and k + CHUNK_BYTES >= len(body))
+        yield ext_proc.ProcessingResponse(request_body=ext_proc.BodyResponse(response=piece))
 
 
 class EndpointPicker:
@@ -200,10 +194,12 @@ class EndpointPicker:
                     path = _text(message.request_headers.headers, ":path")
                     completion = path.partition("?")[0].endswith("/completions")
                     if message.request_headers.end_of_stream:
-                        yield _headers(self._least(self._allowed(subset)))
+                        # Such as a list of models: to the least load, and not counted.
+                        ranked = self._ranked(self._allowed(subset))
+                        yield _headers(",".join(self.endpoints[k] for k in ranked))
                     elif request_mode == BodyMode.NONE and message.protocol_config is not None:
-                        ticket, response = self._pick({}, subset, completion)
-                        yield _headers(response)
+                        ticket, chosen = self._pick({}, subset, completion)
+                        yield _headers(chosen)
                     elif not duplex:
                         yield ext_proc.ProcessingResponse(
                             request_headers=ext_proc.HeadersResponse()
@@ -216,23 +212,23 @@ class EndpointPicker:
                     # What is buffered comes at once, and ends with it or with trailers.
                     whole = request_mode in (BodyMode.BUFFERED, BodyMode.BUFFERED_PARTIAL)
                     if ticket is None and (whole or message.request_body.end_of_stream):
-                        ticket, response = self._pick(_json(body), subset, completion)
+                        ticket, chosen = self._pick(_json(body), subset, completion)
                         if duplex:
-                            for one in _duplex(response, bytes(body), last=True):
+                            for one in _duplex(chosen, bytes(body), last=True):
                                 yield one
                         else:
                             yield ext_proc.ProcessingResponse(
-                                request_body=ext_proc.BodyResponse(response=response),
-                                dynamic_metadata=_metadata(response),
+                                request_body=ext_proc.BodyResponse(response=_route(chosen)),
+                                dynamic_metadata=_metadata(chosen),
                             )
                     elif not duplex:
                         yield ext_proc.ProcessingResponse(request_body=ext_proc.BodyResponse())
                 elif message.request_trailers is not None:
                     told = ext_proc.ProcessingResponse(request_trailers=ext_proc.TrailersResponse())
                     if ticket is None:
-                        ticket, response = self._pick(_json(body), subset, completion)
-                        told.dynamic_metadata = _metadata(response)
-                        for one in _duplex(response, bytes(body), last=False) if duplex else ():
+                        ticket, chosen = self._pick(_json(body), subset, completion)
+                        told.dynamic_metadata = _metadata(chosen)
+                        for one in _duplex(chosen, bytes(body), last=False) if duplex else ():
                             yield one
                     yield told
                 elif message.response_headers is not None:
@@ -274,21 +270,14 @@ class EndpointPicker:
                 # The client has hung up, or the server has died in its answer.
                 ticket.end("left" if answer is None else "broken")
 
-    def _pick(
-        self, body: Mapping[str, Any], subset: Any, completion: bool
-    ) -> tuple[Ticket, ext_proc.CommonResponse]:
+    def _pick(self, body: Mapping[str, Any], subset: Any, completion: bool) -> tuple[Ticket, str]:
         allowed = self._allowed(subset)
         ticket = self.gate.enter(body, allowed=allowed, completion=completion)
         if ticket.expert < 0:
             why = f"the router refuses the request; try again in {RETRY_AFTER_S} s"
             raise _Refusal(StatusCode.TooManyRequests, why, RETRY_AFTER_S)
-        return ticket, self._to(ticket.expert, allowed)
-
-    def _to(self, expert: int, allowed: Sequence[bool]) -> ext_proc.CommonResponse:
-        named = [expert, *(k for k in self._ranked(allowed) if k != expert)]
-        value = ",".join(self.endpoints[k] for k in named)
-        mutation = ext_proc.HeaderMutation(set_headers=[_set(DESTINATION, value)])
-        return ext_proc.CommonResponse(header_mutation=mutation, clear_route_cache=True)
+        others = [k for k in self._ranked(allowed) if k != ticket.expert]
+        return ticket, ",".join(self.endpoints[k] for k in (ticket.expert, *others))
 
     def _allowed(self, subset: Any) -> list[bool]:
         """Which endpoints the gateway lets a request go to: all unless it names a subset."""
@@ -301,10 +290,6 @@ class EndpointPicker:
         if not any(allowed):
             raise _Refusal(StatusCode.ServiceUnavailable, "no endpoint is ready")
         return allowed
-
-    def _least(self, allowed: Sequence[bool]) -> ext_proc.CommonResponse:
-        """A request without a body, such as a list of models: to the least load, not counted."""
-        return self._to(self._ranked(allowed)[0], allowed)
 
     def _ranked(self, allowed: Sequence[bool]) -> list[int]:
         """The endpoints that a request may go to: those that fail last, else by their load."""
