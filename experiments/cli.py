@@ -158,7 +158,9 @@ def _show_profile(profile: Any) -> None:
 
 def _fit_error(profile: Any) -> str:
     """The error on whole iterations of held-out rows, worst entry; the file has them all."""
-    headline = profile.headline_error()
+    from servegym.hardware_profiles.law import headline_error
+
+    headline = headline_error(profile.fit_error)
     if headline is None:
         return f"fit error: {profile.fit_error.get('measure', 'none stated')}"
     key, value = headline

@@ -103,12 +103,14 @@ class Composer:
     ep: int = 1
 
     def __post_init__(self) -> None:
-        s, tp = self.shape, self.tp
-        self.kernels.check_dtype(self.dtype)
-        if tp not in self.kernels.tensor_parallel:
+        s, k, tp = self.shape, self.kernels, self.tp
+        if self.dtype not in k.dtypes:
+            timed = ", ".join(k.dtypes)
+            raise ValueError(f"dtype: got {self.dtype!r}; {k.card} was timed with {timed}")
+        if tp not in k.tensor_parallel:
             raise ValueError(
-                f"tp: got {tp}; all-reduces on {self.kernels.card} are known for "
-                f"{', '.join(map(str, self.kernels.tensor_parallel))} cards"
+                f"tp: got {tp}; all-reduces on {k.card} are known for "
+                f"{', '.join(map(str, k.tensor_parallel))} cards"
             )
         for what, size in (("attention heads", s.heads), ("feed-forward features", s.intermediate)):
             if size % tp:
@@ -124,21 +126,20 @@ class Composer:
         self.reference = load(_REFERENCE)
         self.heads = s.heads // tp
         self.kv_heads = max(s.kv_heads // tp, 1)
-        self.window = s.window if s.window in self.kernels.windows(s.head_size) else None
-        self.moe, self.moe_source = None, None
+        self.window = s.window if s.window in k.windows(s.head_size) else None
+        self.moe = self.moe_source = self.moe_wanted = None
         if s.experts:
             width = s.intermediate * self.ep // tp
-            wanted = MoeShape(s.hidden, width, s.top_k, s.experts, self.ep)
+            self.moe_wanted = MoeShape(s.hidden, width, s.top_k, s.experts, self.ep)
             experts = s.expert_dtype or self.dtype
-            self.moe, self.moe_source = self.kernels.moe_table(wanted, experts)
-            self.moe_wanted = wanted
+            self.moe, self.moe_source = k.moe_table(self.moe_wanted, experts)
         # Seconds a (query, key) pair takes in prompts between half of the longest timed and it.
-        self._longest = self.kernels.longest_prompt(s.latent)
+        self._longest = k.longest_prompt(s.latent)
         half, full = self._prompt(self._longest / 2), self._prompt(self._longest)
         self.rate = (full - half) / (0.375 * self._longest**2)
         # The law is of FlashAttention 2, which has neither latent attention nor 8-bit KV caches.
-        plain = not s.latent and self.kernels.kv_dtype == "bf16"
-        self.mixed = self.kernels.mixed if plain else None
+        plain = not s.latent and k.kv_dtype == "bf16"
+        self.mixed = k.mixed if plain else None
 
     # -- products and elementwise ops -----------------------------------------------------------
 
@@ -478,7 +479,7 @@ def _notes(c: Composer) -> list[str]:
             f"sliding window of {s.window} tokens in {s.windowed_layers} of {s.layers} layers: "
             f"{rule}; KV memory is counted without it"
         )
-    if c.moe_source is not None and c.moe_source != c.moe_wanted:
+    if c.moe_source != c.moe_wanted:
         notes.append(
             f"experts {c.moe_wanted} were not timed: scaled from {c.moe_source} and others"
         )
@@ -538,11 +539,16 @@ def compose(
     law = _tables(c)
     device, facts, reserve = c.memory()
     far = any(factor > 2.0 for factor in tables.extrapolated.values())
-    derived = tables.data["kind"] == "derived" or far or c.moe_source not in (None, _wanted(c))
-    name = f"{card}-{shape.name.lower()}"
-    name += ("" if tp == 1 else f"-tp{tp}") + ("" if ep == 1 else f"-ep{ep}")
-    name += "" if dtype == "bf16" else f"-{dtype}"
-    name += "" if kv_dtype == "bf16" else f"-kv-{kv_dtype}"
+    derived = tables.data["kind"] == "derived" or far or c.moe_source != c.moe_wanted
+    name, command = f"{card}-{shape.name.lower()}", f"--card {card} --model {shape.name}"
+    for option, value, default, label in (
+        ("tp", tp, 1, "tp"),
+        ("ep", ep, 1, "ep"),
+        ("dtype", dtype, "bf16", ""),
+        ("kv-dtype", kv_dtype, "bf16", "kv-"),
+    ):
+        if value != default:
+            name, command = f"{name}-{label}{value}", f"{command} --{option} {value}"
     data: dict[str, Any] = {
         "format": FORMAT,
         "name": name,
@@ -567,16 +573,11 @@ def compose(
         "fit_error": {},
         "provenance": dict(tables.data["provenance"])
         | {
-            "command": f"servegym profile --card {card} --model {shape.name}"
-            + (f" --tp {tp}" if tp > 1 else "")
-            + (f" --ep {ep}" if ep > 1 else "")
-            + (f" --dtype {dtype}" if dtype != "bf16" else "")
-            + (f" --kv-dtype {kv_dtype}" if kv_dtype != "bf16" else ""),
+            "command": f"servegym profile {command}",
             "notes": [*tables.data["provenance"]["notes"], *_notes(c)],
         },
     }
-    host = engine_host(tables.data["engine"]["name"], tables.data["engine"]["version"])
-    if host:
+    if host := engine_host(tables.data["engine"]["name"], tables.data["engine"]["version"]):
         data["host"] = host
     data["step_error"] = _step_error(c)
     draft = Profile.from_dict(data, name)
@@ -611,7 +612,7 @@ def _step_error(c: Composer) -> dict[str, Any]:
         if k.card not in seen:
             parts.append(CARD_SD[kind])
             causes[-1 if kind == "decode" else 0] += f", seen on {' and '.join(seen)}"
-        if c.moe_source is not None and c.moe_source != c.moe_wanted:
+        if c.moe_source != c.moe_wanted:
             experts = f"moe_{s.expert_dtype or c.dtype}_layers_from"
             spreads = [v["p90"] for key, v in k.data["held_out"].items() if key.startswith(experts)]
             parts.append(max(spreads, default=0.3) / 1.645)
@@ -626,28 +627,21 @@ def _step_error(c: Composer) -> dict[str, Any]:
     return out | {"source": f"experiments/results/fidelity/intervals.csv: {', '.join(causes)}"}
 
 
-def _wanted(c: Composer) -> MoeShape | None:
-    return c.moe_wanted if c.moe is not None else None
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line of ``servegym profile``; `ValueError` names what cannot be used."""
     parser = argparse.ArgumentParser(
         prog="servegym profile",
         description="A serving profile of any decoder model on any card with kernel tables.",
     )
-    parser.add_argument("--list", action="store_true", help="name the cards and models, stop")
-    parser.add_argument("--card", help="a card of --list")
-    parser.add_argument("--model", help="a model of --list, or the path of a config.json")
-    parser.add_argument("--tp", type=int, default=1, help="cards with tensor parallelism")
-    parser.add_argument(
-        "--ep", type=int, default=1, help="TP, to spread the experts over the cards"
-    )
-    parser.add_argument(
-        "--dtype", default="bf16", help="format of the weights: " + ", ".join(DTYPES)
-    )
-    parser.add_argument("--kv-dtype", default="bf16", help="format of the KV cache: bf16 or fp8")
-    parser.add_argument("--out", help="the profile's file (NAME.json)")
+    add = parser.add_argument
+    add("--list", action="store_true", help="name the cards and models, stop")
+    add("--card", help="a card of --list")
+    add("--model", help="a model of --list, or the path of a config.json")
+    add("--tp", type=int, default=1, help="cards with tensor parallelism")
+    add("--ep", type=int, default=1, help="TP, to spread the experts over the cards")
+    add("--dtype", default="bf16", help="format of the weights: " + ", ".join(DTYPES))
+    add("--kv-dtype", default="bf16", help="format of the KV cache: bf16 or fp8")
+    add("--out", help="the profile's file (NAME.json)")
     options = parser.parse_args(arguments)
     if options.list:
         for card in list_cards():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from servegym.hardware_profiles.law import Profile
@@ -50,11 +49,11 @@ def served_models() -> dict[str, dict[str, Any]]:
 
 def load_fleet(name_or_path: str | os.PathLike[str]) -> Fleet:
     """A fleet by a name of `list_fleets`, or of a JSON file; see `load.load`."""
-    return load_named(name_or_path, "fleet", list_fleets(), "fleet-", _read)
+    return load_named(name_or_path, "fleet", list_fleets(), "fleet-", _build)
 
 
-def _read(file: Path) -> Fleet:
-    top = Fields(read_json(file), file.name)
+def _build(data: Any, where: str) -> Fleet:
+    top = Fields(data, where)
     top.only(("format", "name", "description", "memory", "experts"))
     top.text("format", (FORMAT,))
     memory = top.text("memory", ("profile", "served_model"))
@@ -63,7 +62,7 @@ def _read(file: Path) -> Fleet:
         raise top.error("experts", "must be a non-empty list")
     profiles, models = [], []
     for i, entry in enumerate(entries):
-        fields = Fields(entry, file.name, f"experts[{i}]")
+        fields = Fields(entry, where, f"experts[{i}]")
         fields.only(("profile", "model"))
         model = fields.text("model")
         try:

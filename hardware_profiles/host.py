@@ -1,46 +1,16 @@
 """The host's share of an iteration: what a serving engine's CPU adds to the kernels.
 
 Between two iterations the host takes up the sampled tokens, schedules, prepares inputs and launches
-kernels. That takes ``step_s + sequence_s * sequences + token_s * tokens`` seconds:
-
-- without overlap the device waits for the host, and both times add up;
-- with overlap (asynchronous scheduling) the host prepares an iteration while the device computes
-  the one before, and a decode iteration takes the longer of the two. An iteration with prefill
-  chunks is taken to be longer on the device.
-
-CUDA graphs are captured for some numbers of tokens; an iteration of at most the largest of them is
-padded to the next.
-
-Both are folded into the tables of the law when a profile gives them, so that the engines need to
-know nothing of it.
+kernels. That takes ``step_s + sequence_s * sequences + token_s * tokens`` seconds, which add to the
+device's. They are folded into the tables of the law when a profile gives them, so that the engines
+need to know nothing of it.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
-
-from servegym.hardware_profiles.interpolation import along
-
-Floats = NDArray[np.float64]
-
-
-def vllm_graph_sizes(largest: int = 512) -> list[int]:
-    """Token counts that vLLM captures: 1, 2, 4, then multiples of 8 to 256, then of 16.
-
-    Args:
-        largest: the largest; vLLM takes twice ``max_num_seqs``, at most 512.
-
-    Returns:
-        Those up to ``largest``, rising.
-    """
-    sizes = [1, 2, 4, *range(8, 256, 8), *range(256, largest + 1, 16)]
-    return [size for size in sizes if size <= largest]
-
 
 # Seconds an iteration and a sequence beyond the kernels, middle of the ranges seen on 2, 4 and 8
 # cards, where iterations are planned ahead and where not.
@@ -85,68 +55,20 @@ def engine_host(name: str, version: str) -> dict[str, Any]:
         "step_s": step_s,
         "sequence_s": sequence_s,
         "token_s": 0.0,
-        "overlap": False,
         "source": f"{name} {'from' if ahead else 'before'} {since} {how}: published engine "
         f"measurements less composed kernels, {_RANGES[ahead]}",
     }
 
 
-def host_s(host: Mapping[str, Any], sequences: Any, tokens: Any) -> Any:
-    """Seconds of the host for an iteration of so many ``sequences`` and ``tokens`` in all."""
-    return host["step_s"] + host["sequence_s"] * sequences + host["token_s"] * tokens
-
-
-def _padded(grid: Floats, values: Floats, sizes: Sequence[int]) -> tuple[Floats, Floats]:
-    """The dense table as a staircase: exact at every whole number of tokens."""
-    top = np.array(sizes, dtype=np.float64)
-    first = np.concatenate([[min(1.0, grid[0])], top[:-1] + 1.0])  # tokens padded to each size
-    beyond = np.concatenate([[top[-1] + 1.0], grid[grid > top[-1] + 1.0]])
-    times = along(grid, values, top)
-    stairs = np.column_stack([first, top]).ravel()
-    stair_s = np.column_stack([times, times]).ravel()
-    keep = np.concatenate([[True], np.diff(stairs) > 0.0])  # sizes 1 and 2 have one point each
-    # One point more, so that the last segment keeps the law's slope.
-    end = np.concatenate([beyond, [beyond[-1] + 1.0]]) if len(beyond) < 2 else beyond
-    return (
-        np.concatenate([stairs[keep], end]),
-        np.concatenate([stair_s[keep], along(grid, values, end)]),
-    )
-
-
 def fold_host(tables: Any, host: Mapping[str, Any]) -> Any:
-    """The tables of a law with the host's share.
+    """The tables of a law with the host's share in them.
 
     Args:
         tables: `servegym.hardware_profiles.LawTables` of the kernels alone.
-        host: the field ``host`` of a profile: ``step_s``, ``sequence_s``, ``token_s``, ``overlap``
-            and perhaps ``graph_sizes``.
-
-    Returns:
-        The tables. Without overlap they are exact. With overlap the decode table has a row for
-        every number of sequences; it is exact at its contexts, and between two where only one
-        share is the longer.
+        host: the field ``host`` of a profile: ``step_s``, ``sequence_s`` and ``token_s``.
     """
-    dense_x, dense_s = tables.dense_tokens, tables.dense_s
-    if host.get("graph_sizes"):
-        dense_x, dense_s = _padded(dense_x, dense_s, host["graph_sizes"])
-    rows, head_s = tables.decode_sequences, tables.head_s
-    attention = tables.decode_attention_s
-    if not host["overlap"]:
-        dense_s = dense_s + host_s(host, 0.0, dense_x)
-        head_s = head_s + host["sequence_s"] * tables.head_sequences
-    else:
-        every = np.arange(rows[0], rows[-1] + 1.0)
-        attention, rows = along(rows, attention.T, every).T, every
-        rest = along(dense_x, dense_s, rows) + along(tables.head_sequences, head_s, rows)
-        waits = host_s(host, rows, rows) - rest
-        attention = np.maximum(attention, waits[:, None])
-    folded = tables._replace(
-        dense_tokens=dense_x,
-        dense_s=dense_s,
-        decode_sequences=rows,
-        decode_attention_s=attention,
-        head_s=head_s,
-    )
-    for array in folded:
+    dense_s = tables.dense_s + (host["step_s"] + host["token_s"] * tables.dense_tokens)
+    head_s = tables.head_s + host["sequence_s"] * tables.head_sequences
+    for array in (dense_s, head_s):
         array.setflags(write=False)
-    return folded
+    return tables._replace(dense_s=dense_s, head_s=head_s)

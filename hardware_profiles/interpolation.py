@@ -16,9 +16,6 @@ def interpolate(grid: np.ndarray, values: np.ndarray, x: float) -> float:
         grid: ``(G,)`` strictly increasing, ``G >= 2``.
         values: ``(G,)``.
         x: where to evaluate.
-
-    Returns:
-        The interpolated value.
     """
     i = min(max(bisect_right(grid, x) - 1, 0), len(grid) - 2)
     w = (x - grid[i]) / (grid[i + 1] - grid[i])
@@ -36,9 +33,6 @@ def interpolate_2d(
         values: ``(R, C)``.
         row: where to evaluate along the rows.
         column: where to evaluate along the columns.
-
-    Returns:
-        The interpolated value.
     """
     i = min(max(bisect_right(rows, row) - 1, 0), len(rows) - 2)
     w = (row - rows[i]) / (rows[i + 1] - rows[i])

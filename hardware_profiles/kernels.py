@@ -327,12 +327,6 @@ class CardKernels:
         timed = [key.partition("attention_")[2] for key in self.data if "decode_att" in key]
         return [kv or "bf16" for kv in timed]
 
-    def check_dtype(self, dtype: str) -> None:
-        """Refuse weights of a format that was not timed on this card."""
-        if dtype not in self.dtypes:
-            allowed = ", ".join(self.dtypes)
-            raise ValueError(f"dtype: got {dtype!r}; {self.card} was timed with {allowed}")
-
     def gemm_s(self, rows: float, out: int, inner: int, dtype: str = "bf16") -> float:
         """Seconds of the product ``(rows x inner) @ (inner x out)``."""
         table = self._table("gemm", dtype, ("rows", "out", "inner"), f"{dtype} matrix product")
@@ -526,7 +520,7 @@ def _read(card: str) -> CardKernels:
     file = data_path("kernels") / f"{card}.json"
     top = Fields(read_json(file), file.name)
     top.text("format", (FORMAT,))
-    return from_data(top.data)
+    return CardKernels(top.data["card"], top.data)
 
 
 def load_kernels(card: str) -> CardKernels:
@@ -534,9 +528,6 @@ def load_kernels(card: str) -> CardKernels:
 
     Args:
         card: a name of :func:`list_cards`.
-
-    Returns:
-        The tables.
 
     Raises:
         ValueError: for an unknown card, with the nearest valid name.
@@ -550,8 +541,3 @@ def load_kernels(card: str) -> CardKernels:
         raise ValueError(told)
     # The tables are shared; what is asked of them is recorded for each caller.
     return replace(_read(card), extrapolated={})
-
-
-def from_data(data: Mapping[str, Any]) -> CardKernels:
-    """The tables of a file's content."""
-    return CardKernels(data["card"], dict(data))

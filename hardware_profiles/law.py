@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from servegym.hardware_profiles.host import fold_host
-from servegym.hardware_profiles.interpolation import along, interpolate, interpolate_2d
+from servegym.hardware_profiles.interpolation import interpolate, interpolate_2d
 from servegym.hardware_profiles.schema import (
     ESTIMATOR_FIELDS,
     FORMAT,
@@ -117,18 +117,6 @@ class Estimator:
         """Seconds per KV token of a decode iteration (Eq. 14)."""
         return self.decode_s_per_context_token
 
-    def prefill_s(self, tokens: float) -> float:
-        """Estimated seconds of a prefill of ``tokens`` prompt tokens."""
-        return self.base_s + self.prefill_s_per_token * tokens
-
-    def decode_s(self, sequences: float, context_tokens: float) -> float:
-        """Estimated seconds of a decode of ``sequences`` holding ``context_tokens`` in all."""
-        return (
-            self.base_s
-            + self.decode_s_per_sequence * sequences
-            + self.decode_s_per_context_token * context_tokens
-        )
-
 
 def law_tables(law: Mapping[str, Any]) -> LawTables:
     """The tables of a checked law; a linear one is exact on four corners."""
@@ -136,18 +124,11 @@ def law_tables(law: Mapping[str, Any]) -> LawTables:
         arrays = {key: np.array(law[key], dtype=np.float64) for key in TABLE_AXES}
     else:
         base, k1, kb, k2 = (float(law[key]) for key in LINEAR_FIELDS)
-        unit = np.array([0.0, 1.0])
         # (kb - k1) b + k2 b x is bilinear, so its four corners hold it everywhere.
-        arrays = {
-            "dense_tokens": unit.copy(),
+        arrays = {key: np.array([0.0, 1.0]) for key, axes in TABLE_AXES.items() if not axes} | {
             "dense_s": np.array([base, base + k1]),
-            "chunk_tokens": unit.copy(),
-            "context_tokens": unit.copy(),
             "chunk_attention_s": np.zeros((2, 2)),
-            "decode_sequences": unit.copy(),
-            "decode_context_tokens": unit.copy(),
             "decode_attention_s": np.array([[0.0, 0.0], [kb - k1, kb - k1 + k2]]),
-            "head_sequences": unit.copy(),
             "head_s": np.zeros(2),
         }
     for array in arrays.values():
@@ -206,9 +187,6 @@ class Profile:
             data: the decoded JSON object.
             where: the file's name, for error messages.
 
-        Returns:
-            The profile.
-
         Raises:
             ValueError: naming ``where``, the field, what was given and what is allowed.
         """
@@ -221,22 +199,11 @@ class Profile:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON object; ``Profile.from_dict(p.to_dict())`` is the same profile."""
-        return {
-            "format": FORMAT,
-            "name": self.name,
-            "description": self.description,
-            "kind": self.kind,
-            "device": copy_json(self.device),
-            "model": copy_json(self.model),
-            "engine": copy_json(self.engine),
-            "law": copy_json(self.law),
-            "estimator": {key: getattr(self.estimator, key) for key in ESTIMATOR_FIELDS},
-            "domain": copy_json(self.domain),
-            "fit_error": copy_json(self.fit_error),
-            **({"step_error": copy_json(self.step_error)} if self.step_error else {}),
-            **({"host": copy_json(self.host)} if self.host else {}),
-            "provenance": copy_json(self.provenance),
-        }
+        facts = ("name", "description", "kind", "device", "model", "engine", "law")
+        parts = {key: getattr(self, key) for key in (*facts, "estimator", "domain", "fit_error")}
+        parts["estimator"] = {key: getattr(self.estimator, key) for key in ESTIMATOR_FIELDS}
+        stated = {key: getattr(self, key) for key in ("step_error", "host") if getattr(self, key)}
+        return copy_json({"format": FORMAT, **parts, **stated, "provenance": self.provenance})
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the profile's JSON file in one move.
@@ -253,29 +220,23 @@ class Profile:
         """
         if self._tables is None:
             tables = law_tables(self.law)
-            if self.host:
-                tables = fold_host(tables, self.host)
-            object.__setattr__(self, "_tables", tables)
+            folded = fold_host(tables, self.host) if self.host else tables
+            object.__setattr__(self, "_tables", folded)
         assert self._tables is not None
         return self._tables
 
-    def with_host(self, host: Mapping[str, Any], where: str = "<host>") -> Profile:
+    def with_host(self, host: Mapping[str, Any]) -> Profile:
         """Return this profile with a host's share of an iteration in place of its own.
 
         Args:
             host: as the ``host`` field of a profile file: seconds ``step_s`` an iteration,
-                ``sequence_s`` a sequence and ``token_s`` a token of it, whether they ``overlap``
-                with the device's work, and perhaps ``graph_sizes``; an empty mapping leaves the
+                ``sequence_s`` a sequence and ``token_s`` a token of it; an empty mapping leaves the
                 kernels alone.
-            where: the file's name, for error messages.
-
-        Returns:
-            The profile.
 
         Raises:
-            ValueError: naming ``where``, the field, what was given and what is allowed.
+            ValueError: naming the field, what was given and what is allowed.
         """
-        checked = check_host(Fields(host, where, "host"), self.law["kind"]) if host else {}
+        checked = check_host(Fields(host, "<host>", "host")) if host else {}
         return replace(self, host=checked, _tables=None)
 
     def with_model(self, model: Mapping[str, Any], where: str = "<model>") -> Profile:
@@ -286,9 +247,6 @@ class Profile:
         Args:
             model: model facts, as in the ``model`` field of a profile file.
             where: the file's name, for error messages.
-
-        Returns:
-            The profile with the new memory facts.
 
         Raises:
             ValueError: if a fact is missing or wrong, or the weights do not fit.
@@ -335,26 +293,16 @@ class Profile:
 
     def prefill_s(self, tokens: float) -> float:
         """Seconds of a prefill iteration of ``tokens`` prompt tokens (Eq. 13's quantity)."""
-        return self.dense_s(tokens) + self.chunk_attention_s(tokens, 0.0) + self.head_s(1.0)
+        return self.step_s([(tokens, 0.0)])
 
-    def decode_s(
-        self, sequences: float, context_tokens: float, longest: float | None = None
-    ) -> float:
-        """Seconds of one decode iteration (Eq. 14's quantity).
+    def decode_s(self, sequences: float, context_tokens: float) -> float:
+        """Seconds of one decode iteration of equal contexts (Eq. 14's quantity).
 
         Args:
             sequences: ``b >= 1`` running sequences, one new token each.
             context_tokens: ``T``, tokens in KV memory summed over them.
-            longest: tokens of the longest context; None for equal contexts.
-
-        Returns:
-            Seconds.
         """
-        mean = context_tokens / sequences
-        total = self.dense_s(sequences) + self.decode_attention_s(sequences, mean)
-        if longest is not None:
-            total += float(self.surplus(sequences).decode_s) * (longest - mean)
-        return total + self.head_s(sequences)
+        return self.step_s((), sequences, context_tokens)
 
     def step_s(
         self,
@@ -369,9 +317,6 @@ class Profile:
                 tokens of the same request computed before.
             sequences: decoding sequences ``b``, one token each.
             context_tokens: ``T``, tokens in KV memory summed over the decodes.
-
-        Returns:
-            Seconds.
 
         Raises:
             ValueError: if there is nothing to do.
@@ -393,15 +338,11 @@ class Profile:
 
         Returns:
             ``(G5, G4)`` seconds on the axes ``decode_sequences`` and ``decode_context_tokens`` of
-            :meth:`tables`, read-only; the decode table itself where nothing else was measured. The
-            host's share is not in it.
+            :meth:`tables`, read-only; the decode table itself where nothing else was measured.
         """
-        table = law_tables(self.law).decode_attention_s
-        if MIXED_TABLE in self.law:
-            table = np.array(self.law[MIXED_TABLE], dtype=np.float64)
-        if self.host.get("overlap"):
-            rows = law_tables(self.law).decode_sequences
-            table = along(rows, table.T, self.tables().decode_sequences).T
+        if MIXED_TABLE not in self.law:
+            return self.tables().decode_attention_s
+        table = np.array(self.law[MIXED_TABLE], dtype=np.float64)
         table.setflags(write=False)
         return table
 
@@ -427,18 +368,13 @@ class Profile:
         chunks: Iterable[tuple[float, float]],
         sequences: float,
         context_tokens: float,
-        longest: float | None = None,
     ) -> float:
         """:meth:`step_s` with the decodes' attention as it is together with prefill chunks.
 
         Args:
             chunks: ``(tokens, context)`` of every prefill chunk; at least one.
             sequences: decoding sequences ``b``, at least one.
-            context_tokens: ``T``, tokens in KV memory summed over the decodes.
-            longest: tokens of the decodes' longest context; None for equal contexts.
-
-        Returns:
-            Seconds.
+            context_tokens: ``T``, tokens in KV memory summed over the decodes, all as long.
 
         Raises:
             ValueError: if there is no chunk or no decode.
@@ -455,15 +391,9 @@ class Profile:
             sequences,
             mean,
         )
-        more = self.surplus(sequences)
-        mixed += more.chunk_s * sequences * max(chunk for chunk, _ in parts)
-        if longest is not None:
-            mixed += float(more.mixed_s) * (longest - mean)
+        longest = max(chunk for chunk, _ in parts)
+        mixed += self.surplus(sequences).chunk_s * sequences * longest
         return self.step_s(parts, sequences, context_tokens) - alone + mixed
-
-    def headline_error(self) -> tuple[str, dict[str, Any]] | None:
-        """The error to show with the profile's name, see :func:`headline_error`."""
-        return headline_error(self.fit_error)
 
     def check_domain(self, batch: int, tokens: int, context: int = 0) -> bool:
         """Warn, once per profile, when a setting leaves the range the law was built on.
@@ -476,14 +406,23 @@ class Profile:
         Returns:
             Whether the setting is inside the domain.
         """
-        return warn_outside(
-            self.name,
-            (
-                ("decode_sequences", batch, self.domain["max_decode_sequences"]),
-                ("iteration_tokens", tokens, self.domain["max_iteration_tokens"]),
-                ("context_tokens", context, self.domain["max_context_tokens"]),
-            ),
-        )
+        asked = {"decode_sequences": batch, "iteration_tokens": tokens, "context_tokens": context}
+        limits = {what: self.domain[f"max_{what}"] for what in asked}
+        outside = [f"{w} {given} > {limits[w]}" for w, given in asked.items() if given > limits[w]]
+        if outside and self.name not in WARNED_PROFILES:
+            WARNED_PROFILES.add(self.name)
+            domain = ", ".join(f"{what} <= {limit}" for what, limit in limits.items())
+            warnings.warn(
+                f"profile {self.name!r} is used outside its domain ({domain}): "
+                f"{', '.join(outside)}; the last slope of its tables is extended there",
+                UserWarning,
+                stacklevel=2,
+            )
+        return not outside
+
+
+# Names of the profiles that have warned; each warns once a process.
+WARNED_PROFILES: set[str] = set()
 
 
 def headline_error(fit_error: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
@@ -513,31 +452,3 @@ def headline_error(fit_error: Mapping[str, Any]) -> tuple[str, dict[str, Any]] |
         return None
     key = max(found, key=lambda name: found[name]["p90"])
     return key, copy_json(found[key])
-
-
-# Names of the profiles that have warned; each warns once a process.
-WARNED_PROFILES: set[str] = set()
-
-
-def warn_outside(name: str, limits: Iterable[tuple[str, float, float]]) -> bool:
-    """Warn, once per profile, when a setting leaves the range that a law was built on.
-
-    Args:
-        name: the profile's name.
-        limits: what is bounded, what is asked for, and the largest the data cover.
-
-    Returns:
-        Whether everything is inside.
-    """
-    limits = list(limits)
-    outside = [f"{what} {given} > {limit}" for what, given, limit in limits if given > limit]
-    if outside and name not in WARNED_PROFILES:
-        WARNED_PROFILES.add(name)
-        domain = ", ".join(f"{what} <= {limit}" for what, _, limit in limits)
-        warnings.warn(
-            f"profile {name!r} is used outside its domain ({domain}): {', '.join(outside)}; "
-            "the last slope of its tables is extended there",
-            UserWarning,
-            stacklevel=3,
-        )
-    return not outside

@@ -9,10 +9,12 @@ import re
 from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from servegym.hardware_profiles.law import Profile
 from servegym.hardware_profiles.schema import read_json
+
+_T = TypeVar("_T")
 
 _NOT_PROFILES = ("fleet-", "moe-", "schema", "served-models")
 
@@ -38,14 +40,11 @@ def load(name_or_path: str | os.PathLike[str]) -> Profile:
         name_or_path: a name of :func:`list_profiles`, or a path (anything that ends in
             ``.json`` or holds a separator).
 
-    Returns:
-        The profile.
-
     Raises:
         ValueError: for an unknown name (the nearest valid one is given), or for a file that
             is unreadable or malformed (the file, field and reason are given).
     """
-    return load_named(name_or_path, "profile", list_profiles(), "", _read_profile)
+    return load_named(name_or_path, "profile", list_profiles(), "", Profile.from_dict)
 
 
 def unknown_name(what: str, given: str, names: list[str]) -> str:
@@ -67,24 +66,12 @@ def unknown_name(what: str, given: str, names: list[str]) -> str:
     return f"{what}: got {given!r}{hint} (allowed: {', '.join(names)})"
 
 
-def _read_profile(file: Path) -> Profile:
-    return Profile.from_dict(read_json(file), file.name)
-
-
-class _Named(Protocol):
-    @property
-    def name(self) -> str: ...
-
-
-_T = TypeVar("_T", bound=_Named)
-
-
 def load_named(
     name_or_path: str | os.PathLike[str],
     what: str,
     names: list[str],
     prefix: str,
-    read: Callable[[Path], _T],
+    build: Callable[[Any, str], _T],
 ) -> _T:
     """Load what ships under a name, or what is at a path.
 
@@ -94,25 +81,21 @@ def load_named(
         what: what the names are names of, for the message.
         names: what ships.
         prefix: the shipped file is ``<prefix><name>.json``.
-        read: reads a file; what ships is read once.
+        build: makes it of a file's content and name; what ships is made once.
 
     Raises:
-        ValueError: for an unknown name, or what ``read`` raises.
+        ValueError: for an unknown name, or what ``build`` raises.
     """
     if not isinstance(name_or_path, (str, os.PathLike)):
         raise ValueError(f"{what}: got {name_or_path!r}; it must be a name or a path")
     text = os.fspath(name_or_path)
     if text.endswith(".json") or os.sep in text or "/" in text:
-        return read(Path(text))
+        return build(read_json(text), Path(text).name)
     if text not in names:
         raise ValueError(unknown_name(what, text, names))
-    return _read_shipped(text, prefix, read)
+    return _shipped(f"{prefix}{text}.json", build)
 
 
 @functools.cache
-def _read_shipped(name: str, prefix: str, read: Callable[[Path], Any]) -> Any:
-    file = data_path(f"{prefix}{name}.json")
-    found = read(file)
-    if found.name != name:
-        raise ValueError(f"{file.name}: field 'name': got {found.name!r}; must be {name!r}")
-    return found
+def _shipped(file: str, build: Callable[[Any, str], Any]) -> Any:
+    return build(read_json(data_path(file)), file)

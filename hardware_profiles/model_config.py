@@ -209,9 +209,6 @@ def parse_config(config: Mapping[str, Any], name: str, where: str) -> ModelShape
         name: of the model.
         where: the file's name, for messages.
 
-    Returns:
-        The shape.
-
     Raises:
         ValueError: naming the field that is wrong, or the unknown architecture.
     """
@@ -264,35 +261,38 @@ def _shape(top: Fields, name: str, kind: str) -> ModelShape:
     if kind == "ChatGLMModel":
         return _chatglm(top, name)
     heads, hidden = top.integer("num_attention_heads"), top.integer("hidden_size")
+    layers = top.integer("num_hidden_layers")
+    common: dict[str, Any] = {
+        "name": name,
+        "architecture": kind,
+        "layers": layers,
+        "hidden": hidden,
+        "heads": heads,
+        "vocabulary": top.integer("vocab_size"),
+        "tied": top.flag("tie_word_embeddings", kind in _TIED_BY_DEFAULT),
+    }
     if kind == "DeepseekV3ForCausalLM":
-        return _deepseek(top, name)
+        return _deepseek(top, common)
     size = top.integer("head_dim") if "head_dim" in top.data else hidden // heads
     if "head_dim" not in top.data and hidden % heads:
         raise top.error("num_attention_heads", f"got {heads}; must divide hidden_size {hidden}")
     if kind == "FalconForCausalLM":
-        return _falcon(top, name, heads, hidden)
+        return _falcon(top, common)
     kv_heads = top.integer("num_key_value_heads") if "num_key_value_heads" in top.data else heads
     if heads % kv_heads:
         raise top.error("num_key_value_heads", f"got {kv_heads}; must divide {heads} heads")
-    layers = top.integer("num_hidden_layers")
     experts, top_k, width, experts_dtype = _experts(top, kind, layers)
     window, windowed = _window(top, kind, layers)
     biased = False
     if kind not in ("MistralForCausalLM", "Phi3ForCausalLM", "MixtralForCausalLM"):
-        biased = _flag(top, "attention_bias", kind == "GptOssForCausalLM")
+        biased = top.flag("attention_bias", kind == "GptOssForCausalLM")
     return ModelShape(
-        name=name,
-        architecture=kind,
-        layers=layers,
-        hidden=hidden,
-        heads=heads,
+        **common,
         kv_heads=kv_heads,
         head_size=size,
         intermediate=width,
-        vocabulary=top.integer("vocab_size"),
-        tied=_flag(top, "tie_word_embeddings", kind in _TIED_BY_DEFAULT),
         qkv_bias=kind in _QKV_BIAS or biased,
-        mlp_bias=kind == "LlamaForCausalLM" and _flag(top, "mlp_bias", False),
+        mlp_bias=kind == "LlamaForCausalLM" and top.flag("mlp_bias", False),
         qk_norm=kind in _QK_NORM,
         experts=experts,
         top_k=top_k,
@@ -300,13 +300,6 @@ def _shape(top: Fields, name: str, kind: str) -> ModelShape:
         window=window,
         windowed_layers=windowed,
     )
-
-
-def _flag(top: Fields, key: str, default: bool) -> bool:
-    value = top.data.get(key, default)
-    if not isinstance(value, bool):
-        raise top.error(key, f"got {value!r}; must be true or false")
-    return value
 
 
 def _experts(top: Fields, kind: str, layers: int) -> tuple[int, int, int, str | None]:
@@ -346,7 +339,7 @@ def _window(top: Fields, kind: str, layers: int) -> tuple[int | None, int]:
             if one not in known:
                 raise top.error("layer_types", f"got {one!r}; must be {' or '.join(known)}")
     # Qwen's configs name a window that the models do not use unless they say so.
-    used = not kind.startswith("Qwen") or _flag(top, "use_sliding_window", False)
+    used = not kind.startswith("Qwen") or top.flag("use_sliding_window", False)
     windowed = 0
     if used and top.data.get("sliding_window") is not None:
         if kind in _ALL_WINDOWED:
@@ -370,22 +363,16 @@ def _window(top: Fields, kind: str, layers: int) -> tuple[int | None, int]:
     return window, windowed
 
 
-def _deepseek(top: Fields, name: str) -> ModelShape:
+def _deepseek(top: Fields, common: dict[str, Any]) -> ModelShape:
     """DeepSeek-V3: latent attention, dense first layers, shared experts."""
     for key, timed in _LATENT.items():
         if top.integer(key) != timed:
             raise top.error(key, f"got {top.data[key]}; latent attention was timed with {timed}")
     return ModelShape(
-        name=name,
-        architecture="DeepseekV3ForCausalLM",
-        layers=top.integer("num_hidden_layers"),
-        hidden=top.integer("hidden_size"),
-        heads=top.integer("num_attention_heads"),
+        **common,
         kv_heads=1,
         head_size=(_LATENT["kv_lora_rank"] + _LATENT["qk_rope_head_dim"]) // 2,
         intermediate=top.integer("moe_intermediate_size"),
-        vocabulary=top.integer("vocab_size"),
-        tied=_flag(top, "tie_word_embeddings", False),
         experts=top.integer("n_routed_experts"),
         top_k=top.integer("num_experts_per_tok"),
         latent=True,
@@ -395,7 +382,7 @@ def _deepseek(top: Fields, name: str) -> ModelShape:
     )
 
 
-def _falcon(top: Fields, name: str, heads: int, hidden: int) -> ModelShape:
+def _falcon(top: Fields, common: dict[str, Any]) -> ModelShape:
     """Falcon: one KV head (multi-query), no gate, one norm a layer, four times as wide."""
     for field, value in (
         ("new_decoder_architecture", False),
@@ -403,21 +390,15 @@ def _falcon(top: Fields, name: str, heads: int, hidden: int) -> ModelShape:
         ("parallel_attn", True),
         ("bias", False),
     ):
-        if _flag(top, field, value) is not value:
+        if top.flag(field, value) is not value:
             told = "only the multi-query form with parallel attention and without biases is known"
             raise top.error(field, f"got {not value}; {told}")
     wide = "ffn_hidden_size" in top.data
     return ModelShape(
-        name=name,
-        architecture="FalconForCausalLM",
-        layers=top.integer("num_hidden_layers"),
-        hidden=hidden,
-        heads=heads,
+        **common,
         kv_heads=1,
-        head_size=hidden // heads,
-        intermediate=top.integer("ffn_hidden_size") if wide else 4 * hidden,
-        vocabulary=top.integer("vocab_size"),
-        tied=_flag(top, "tie_word_embeddings", True),
+        head_size=common["hidden"] // common["heads"],
+        intermediate=top.integer("ffn_hidden_size") if wide else 4 * common["hidden"],
         gated=False,
         norms=1,
     )
@@ -425,7 +406,7 @@ def _falcon(top: Fields, name: str, heads: int, hidden: int) -> ModelShape:
 
 def _chatglm(top: Fields, name: str) -> ModelShape:
     """ChatGLM2: the same parts under names of its own."""
-    grouped = _flag(top, "multi_query_attention", True)
+    grouped = top.flag("multi_query_attention", True)
     return ModelShape(
         name=name,
         architecture="ChatGLMModel",
@@ -463,9 +444,6 @@ def model_shape(name_or_path: str | os.PathLike[str]) -> ModelShape:
     Args:
         name_or_path: a name of :func:`list_models`, the name of a model card that a shipped config
             answers to, or a path (anything that ends in ``.json`` or holds a separator).
-
-    Returns:
-        The shape.
 
     Raises:
         ValueError: for an unknown name, or naming the file and field that is wrong.

@@ -53,11 +53,10 @@ LINEAR_FIELDS = (
     "decode_s_per_sequence",
     "decode_s_per_context_token",
 )
-ESTIMATOR_FIELDS = (
-    "base_s",
-    "prefill_s_per_token",
-    "decode_s_per_context_token",
-    "decode_s_per_sequence",
+ESTIMATOR_FIELDS = (*LINEAR_FIELDS[:2], LINEAR_FIELDS[3], LINEAR_FIELDS[2])
+MODEL_FACTS = (
+    *("layers", "hidden_size", "attention_heads", "kv_heads", "head_size", "bytes_per_value"),
+    *("parameters", "weight_bytes", "kv_bytes_per_token"),
 )
 STEP_KINDS = ("prefill", "decode")
 HOST_TIMES = ("step_s", "sequence_s", "token_s")
@@ -156,6 +155,13 @@ class Fields:
             raise self.error(key, f"got {value}; must be >= {low}")
         return value
 
+    def flag(self, key: str, default: bool) -> bool:
+        """True or false; the default where the field is not there."""
+        value = self.data.get(key, default)
+        if not isinstance(value, bool):
+            raise self.error(key, f"got {_short(value)}; must be true or false")
+        return value
+
     def array(self, key: str, shape: tuple[int, ...] | None, high: float, hint: str) -> np.ndarray:
         """A list (or list of lists) of finite numbers >= 0, of ``shape`` if one is given."""
 
@@ -192,36 +198,18 @@ def check_model(fields: Fields, *, shape: bool = True) -> dict[str, Any]:
 
     Without ``shape`` the name is enough: KV memory is then given in tokens.
     """
-    fields.only(
-        (
-            "name",
-            "layers",
-            "hidden_size",
-            "attention_heads",
-            "kv_heads",
-            "head_size",
-            "bytes_per_value",
-            "parameters",
-            "weight_bytes",
-            "kv_bytes_per_token",
-            "source",
-        )
-    )
+    fields.only(("name", *MODEL_FACTS, "source"))
     fields.text("name")
     if not shape and "kv_bytes_per_token" not in fields.data:
         for key, value in fields.data.items():
             if key not in ("name", "source"):
                 fields.check_number(key, value, 1.0, math.inf, strict=False, hint="")
         return copy_json(fields.data)
-    for key in ("hidden_size", "attention_heads", "weight_bytes"):
-        fields.integer(key)
-    if "parameters" in fields.data:
-        fields.integer("parameters")
-    layers, heads, size, width, kv = (
-        fields.integer(key)
-        for key in ("layers", "kv_heads", "head_size", "bytes_per_value", "kv_bytes_per_token")
-    )
-    expected = 2 * layers * heads * size * width
+    given = {
+        key: fields.integer(key) for key in MODEL_FACTS if key != "parameters" or key in fields.data
+    }
+    sizes = ("layers", "kv_heads", "head_size", "bytes_per_value")
+    kv, expected = given["kv_bytes_per_token"], 2 * math.prod(given[key] for key in sizes)
     if kv != expected:
         raise fields.error(
             "kv_bytes_per_token",
@@ -316,22 +304,11 @@ def check_step_error(fields: Fields) -> dict[str, Any]:
     return copy_json(fields.data)
 
 
-def check_host(fields: Fields, kind: str) -> dict[str, Any]:
-    """A copy of the host's share of an iteration; overlap needs a tabulated law."""
-    fields.only((*HOST_TIMES, "overlap", "graph_sizes", "source"))
+def check_host(fields: Fields) -> dict[str, Any]:
+    """A copy of the host's share of an iteration."""
+    fields.only((*HOST_TIMES, "source"))
     for key in HOST_TIMES:
         fields.number(key, high=1.0, hint=" seconds (is it in milliseconds?)")
-    overlap = fields.get("overlap")
-    if not isinstance(overlap, bool):
-        raise fields.error("overlap", f"got {_short(overlap)}; must be true or false")
-    if overlap and kind != "tabulated":
-        raise fields.error("overlap", f"got true with a {kind} law; must be false there")
-    if "graph_sizes" in fields.data:
-        sizes = fields.array("graph_sizes", None, math.inf, "")
-        if len(sizes) == 0 or sizes[0] < 1 or (sizes % 1).any() or (np.diff(sizes) <= 0).any():
-            raise fields.error(
-                "graph_sizes", f"got {_short(sizes.tolist())}; must be rising whole numbers from 1"
-            )
     if "source" in fields.data:
         fields.text("source")
     return copy_json(fields.data)
@@ -343,14 +320,6 @@ def check_provenance(fields: Fields) -> dict[str, Any]:
         fields.text(key)
     if "commit" not in fields.data and "date" not in fields.data:
         raise fields.error("commit", "missing (a commit or a date is required)")
-    return copy_json(fields.data)
-
-
-def check_domain(fields: Fields, limits: tuple[str, ...]) -> dict[str, Any]:
-    """The largest settings that the data behind a law cover, one whole number a limit."""
-    fields.only(limits)
-    for key in limits:
-        fields.integer(key)
     return copy_json(fields.data)
 
 
@@ -378,22 +347,28 @@ def check_profile(data: Any, where: str) -> dict[str, Any]:
     outside = "kv_capacity_tokens" in engine.data
     if outside:
         engine.integer("kv_capacity_tokens", BLOCK_SIZE)
-    for key in ("name", "version", "dtype"):
-        if not (outside and key == "dtype" and key not in engine.data):
-            engine.text(key)
-    if not (outside and "activation_reserve_bytes" not in engine.data):
-        engine.number("activation_reserve_bytes")
 
+    def given(fields: Fields, key: str) -> bool:
+        return not outside or key in fields.data
+
+    for key in ("name", "version"):
+        engine.text(key)
     device.text("name")
-    if not (outside and "memory_bytes" not in device.data):
+    if given(engine, "dtype"):
+        engine.text("dtype")
+    if given(engine, "activation_reserve_bytes"):
+        engine.number("activation_reserve_bytes")
+    if given(device, "memory_bytes"):
         device.number("memory_bytes", 1e8, 1e13, hint=" (bytes)")
-    if not (outside and "usable_memory_fraction" not in device.data):
+    if given(device, "usable_memory_fraction"):
         device.number("usable_memory_fraction", 0.0, 1.0, strict=True)
 
     estimator = top.child("estimator")
     estimator.only(ESTIMATOR_FIELDS)
     unit = " seconds (is it in milliseconds?)"
 
+    domain = top.child("domain")
+    domain.only(DOMAIN_LIMITS)
     check_fit_error(top.child("fit_error"))
     return {
         "name": top.text("name"),
@@ -404,10 +379,10 @@ def check_profile(data: Any, where: str) -> dict[str, Any]:
         "engine": copy_json(engine.data),
         "law": check_law(top.child("law")),
         "estimator": {k: estimator.number(k, high=1.0, hint=unit) for k in ESTIMATOR_FIELDS},
-        "domain": check_domain(top.child("domain"), DOMAIN_LIMITS),
+        "domain": {key: domain.integer(key) for key in DOMAIN_LIMITS},
         "fit_error": copy_json(top.child("fit_error").data),
         "step_error": check_step_error(top.child("step_error")) if "step_error" in data else {},
-        "host": check_host(top.child("host"), data["law"]["kind"]) if "host" in data else {},
+        "host": check_host(top.child("host")) if "host" in data else {},
         "provenance": check_provenance(top.child("provenance")),
     }
 
@@ -449,9 +424,6 @@ def read_json(path: str | os.PathLike[str]) -> Any:
 
     Args:
         path: the file to read.
-
-    Returns:
-        The decoded value.
 
     Raises:
         ValueError: naming the file and what is wrong with it.

@@ -15,27 +15,17 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from servegym.hardware_profiles.load import data_path, load, unknown_name
 from servegym.hardware_profiles.moe import list_moe_layers, load_moe
-from servegym.hardware_profiles.schema import KINDS, read_json
+from servegym.hardware_profiles.schema import read_json
 
-FORMAT = "servegym-serverless-constants/1"
 MB = float(2**20)
-# More threads than this add no memory bandwidth; a floor on the scaling law's domain.
-MAX_VCPUS = 16
-# One expert call outside this range has its unit wrong.
-_FASTEST_EXPERT_S, _SLOWEST_EXPERT_S = 1e-6, 10.0
-
-
-# ------------------------------------------------------------------------------------------- laws
 
 
 @dataclass(frozen=True)
@@ -57,232 +47,15 @@ class ThetaLaw:
         return self.theta1_s * math.exp(-self.theta2_per_gb * memory_gb) + self.theta3_s
 
 
-@dataclass(frozen=True)
-class ExpertLaw:
-    """Time of one expert's feed-forward pass on a CPU.
-
-    One token is a matrix-vector product and takes ``one_token_s``; n > 1 tokens are matrix
-    products and take ``batch_floor_s + n per_token_s`` on one vCPU, no less than one token.
-    More vCPUs shorten the one-token time by the measured thread scaling, and the part that grows
-    with the tokens in proportion (up to 16: chosen, not measured).
-
-    Attributes:
-        name: The expert's shape.
-        one_token_s: Seconds of one token on one vCPU.
-        batch_floor_s: Seconds.
-        per_token_s: Seconds a token.
-        theta: The one-token time against memory.
-        fit_error: Relative errors over the measured points.
-    """
-
-    name: str
-    one_token_s: float
-    batch_floor_s: float
-    per_token_s: float
-    theta: ThetaLaw
-    fit_error: dict[str, Any] = field(default_factory=dict)
-
-    def seconds(self, tokens: int, vcpus: float = 1.0) -> float:
-        """Seconds of one call.
-
-        Args:
-            tokens: Tokens routed to the expert; none take no time.
-            vcpus: Processors, which is GB of memory at 1 vCPU a GB.
-
-        Returns:
-            Seconds.
-
-        Raises:
-            ValueError: If ``tokens`` is negative or ``vcpus`` not positive.
-        """
-        if tokens < 0:
-            raise ValueError(f"tokens is {tokens}; it must be >= 0")
-        if not vcpus > 0.0:
-            raise ValueError(f"vcpus is {vcpus}; it must be > 0")
-        if tokens == 0:
-            return 0.0
-        one = self.theta.seconds(vcpus)
-        if tokens == 1:
-            return one
-        floor = self.batch_floor_s * one / self.one_token_s
-        return max(one, floor + tokens * self.per_token_s / min(vcpus, MAX_VCPUS))
-
-
-@dataclass(frozen=True)
-class StartLaw:
-    """Start of a container: a lognormal law.
-
-    Attributes:
-        name: Package and architecture.
-        median_s: Seconds.
-        sigma: Standard deviation of the logarithm.
-        fit_error: Kolmogorov-Smirnov distance on days left out, and errors of quantiles.
-    """
-
-    name: str
-    median_s: float
-    sigma: float
-    fit_error: dict[str, Any] = field(default_factory=dict)
-
-    def sample(self, rng: np.random.Generator, size: int | None = None) -> Any:
-        """Draw start times in seconds."""
-        return rng.lognormal(math.log(self.median_s), self.sigma, size)
-
-    @property
-    def mean_s(self) -> float:
-        """Mean start time in seconds."""
-        return self.median_s * math.exp(0.5 * self.sigma**2)
-
-
-@dataclass(frozen=True)
-class Constants:
-    """All constants.
-
-    Attributes:
-        experts: CPU expert laws by shape.
-        container_start: Start laws by ``package-architecture``.
-        load_mb_per_s: Rate at which a checkpoint is loaded, MB/s, by ``machine-format``.
-        prices: USD prices by name; the key carries the unit.
-        raw: The whole file, with kinds, errors and provenance.
-    """
-
-    experts: dict[str, ExpertLaw]
-    container_start: dict[str, StartLaw]
-    load_mb_per_s: dict[str, float]
-    prices: dict[str, float]
-    raw: dict[str, Any] = field(repr=False, default_factory=dict)
-
-    def expert(self, name: str) -> ExpertLaw:
-        """The law of a shape.
-
-        Raises:
-            ValueError: For an unknown one; the nearest is named.
-        """
-        if name not in self.experts:
-            raise ValueError(unknown_name("expert", name, list(self.experts)))
-        return self.experts[name]
-
-    def load_s(self, megabytes: float, source: str) -> float:
-        """Seconds to load ``megabytes`` of weights.
-
-        Args:
-            megabytes: MB.
-            source: A key of ``load_mb_per_s``.
-
-        Returns:
-            Seconds.
-
-        Raises:
-            ValueError: For an unknown source; the nearest is named.
-        """
-        if source not in self.load_mb_per_s:
-            raise ValueError(unknown_name("source", source, list(self.load_mb_per_s)))
-        return megabytes / self.load_mb_per_s[source]
-
-
-# ---------------------------------------------------------------------------------------- loading
-
-
-def _positive(data: Mapping[str, Any], key: str, where: str) -> float:
-    value = data.get(key)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"{where}.{key}': got {value!r}; must be a number")
-    if not math.isfinite(value) or value <= 0.0:
-        raise ValueError(f"{where}.{key}': got {value!r}; must be finite and > 0")
-    return float(value)
-
-
-def parse_constants(data: Any, name: str) -> Constants:
-    """Check a constants file's JSON object.
-
-    Args:
-        data: The decoded JSON object.
-        name: The file's name, for error messages.
-
-    Returns:
-        The constants.
-
-    Raises:
-        ValueError: Naming the file, the field and the reason.
-    """
-    if not isinstance(data, Mapping) or data.get("format") != FORMAT:
-        raise ValueError(f"{name}: field 'format': must be {FORMAT!r}")
-    for part in ("cpu_expert", "thread_scaling", "container_start", "model_load", "prices"):
-        block = data.get(part)
-        if not isinstance(block, Mapping):
-            raise ValueError(f"{name}: field {part!r}: missing")
-        if block.get("kind") not in KINDS:
-            raise ValueError(
-                f"{name}: field '{part}.kind': got {block.get('kind')!r}; must be one of "
-                f"{', '.join(KINDS)}"
-            )
-        origin = block.get("provenance")
-        for key in ("source", "licence"):
-            if not isinstance(origin, Mapping) or not isinstance(origin.get(key), str):
-                raise ValueError(f"{name}: field '{part}.provenance.{key}': missing")
-    at = f"{name}: field '"
-    scale = data["thread_scaling"]
-    theta1, theta2, theta3 = (
-        _positive(scale, key, f"{at}thread_scaling")
-        for key in ("theta1_relative", "theta2_per_vcpu", "theta3_relative")
-    )
-    experts = {}
-    for key, row in data["cpu_expert"]["shapes"].items():
-        where = f"{at}cpu_expert.shapes.{key}"
-        one = _positive(row, "one_token_s", where)
-        if not _FASTEST_EXPERT_S <= one <= _SLOWEST_EXPERT_S:
-            raise ValueError(
-                f"{where}.one_token_s': got {one:g}; must lie within {_FASTEST_EXPERT_S:g} and "
-                f"{_SLOWEST_EXPERT_S:g} seconds (are the times in milliseconds?)"
-            )
-        experts[key] = ExpertLaw(
-            name=key,
-            one_token_s=one,
-            batch_floor_s=_positive(row, "batch_floor_s", where),
-            per_token_s=_positive(row, "per_token_s", where),
-            theta=ThetaLaw(theta1 * one, theta2, theta3 * one),
-            fit_error=dict(row.get("fit_error", {})),
-        )
-    starts = {
-        key: StartLaw(
-            name=key,
-            median_s=_positive(row, "median_s", f"{at}container_start.laws.{key}"),
-            sigma=_positive(row, "sigma", f"{at}container_start.laws.{key}"),
-            fit_error=dict(row.get("fit_error", {})),
-        )
-        for key, row in data["container_start"]["laws"].items()
-    }
-    loads = {
-        key: _positive(row, "mb_per_s", f"{at}model_load.rates.{key}")
-        for key, row in data["model_load"]["rates"].items()
-    }
-    prices = {
-        key: _positive(data["prices"]["values"], key, f"{at}prices.values")
-        for key in data["prices"]["values"]
-    }
-    return Constants(experts, starts, loads, prices, dict(data))
-
-
 @functools.cache
-def _shipped() -> Constants:
-    return parse_constants(read_json(data_path("serverless/constants.json")), "constants.json")
-
-
-def load_constants(path: str | os.PathLike[str] | None = None) -> Constants:
-    """Load the constants.
-
-    Args:
-        path: A JSON file; by default the one that ships with the package.
+def load_constants() -> dict[str, Any]:
+    """What was measured and fitted, as it stands in the file that ships.
 
     Returns:
-        The constants.
-
-    Raises:
-        ValueError: If the file cannot be used, naming the field and the reason.
+        The parts ``cpu_expert``, ``thread_scaling``, ``container_start``, ``model_load`` and
+        ``prices``, each with its ``kind`` and ``provenance``, and with the errors of its fits.
     """
-    if path is None:
-        return _shipped()
-    return parse_constants(read_json(path), Path(path).name)
+    return read_json(data_path("serverless/constants.json"))
 
 
 # ------------------------------------------------------------------- what the environments assume
@@ -341,7 +114,7 @@ class ServingConstants:
         "float32 is 0.75 ms",
     )
     expert_theta2_per_gb: Mapping[str, float] = _value(
-        lambda: _theta2(load_constants().raw["thread_scaling"]["paper_theta2_per_gb"]),
+        lambda: _theta2(load_constants()["thread_scaling"]["paper_theta2_per_gb"]),
         "published",
         "Remoe, Fig. 6; DeepSeek-V2-Lite's for models that are not in it",
     )
@@ -358,14 +131,12 @@ class ServingConstants:
         "measured",
         "37.9 ms for 256 tokens, float32, one thread of a Xeon; the fit on an EPYC gives 0.172 ms",
     )
-    max_vcpus: float = _value(
-        float(MAX_VCPUS), "chosen", "no measurement beyond 16 threads is used"
-    )
+    max_vcpus: float = _value(16.0, "chosen", "no measurement beyond 16 threads is used")
     swap_base_s: float = _value(20e-6, "chosen", "latency of a small copy")
     swap_mb_s: float = _value(16.0 * 1024.0, "chosen", "16 GB/s, PCIe 4.0 x16 in use")
     bandwidth_mb_s: float = _value(1250.0, "chosen", "10 Gbit/s")
     load_mb_s: float = _value(
-        _fitted(lambda c: c.load_mb_per_s["a5000-safetensors"], 2),
+        _fitted(lambda c: c["model_load"]["rates"]["a5000-safetensors"]["mb_per_s"], 2),
         "measured",
         "ServerlessLLM, safetensors on an A5000: median 2,568 MB/s, to two digits",
     )
@@ -373,7 +144,7 @@ class ServingConstants:
         1.0, "chosen", "an image with a model's runtime; a bare Lambda image takes 0.17 s"
     )
     price_cpu_usd_mb_s: float = _value(
-        _fitted(lambda c: c.prices["aws_cpu_usd_per_mb_s"], 5),
+        _fitted(lambda c: c["prices"]["values"]["aws_cpu_usd_per_mb_s"], 5),
         "published",
         "list price of AWS Lambda x86-64, us-east-1",
     )
@@ -544,13 +315,13 @@ class Fees:
 FEES: dict[str, Fees] = {
     "none": Fees(0.0, 0.0, "published", "Remoe, Eq. 6, 8 and 9: memory and time alone"),
     "aws_lambda": Fees(
-        load_constants().prices["aws_request_usd"],
+        load_constants()["prices"]["values"]["aws_request_usd"],
         1e-3,
         "published",
         "list prices of AWS Lambda: 0.20 USD per million requests, durations rounded up to 1 ms",
     ),
     "alibaba_fc": Fees(
-        load_constants().prices["alibaba_request_usd"],
+        load_constants()["prices"]["values"]["alibaba_request_usd"],
         1e-3,
         "published",
         "list prices of Alibaba Function Compute: 75 units of 0.00002 USD per 10,000 invocations, "

@@ -70,7 +70,7 @@ with tempfile.TemporaryDirectory() as folder:
     rng, decode_s = np.random.default_rng(0), profile.decode_s(4, 400)
     arrival = np.cumsum(rng.exponential(10 * decode_s, 80))
     prompt, output = rng.integers(10, 200, 80), rng.integers(10, 60, 80)
-    host = {"step_s": 0.2 * decode_s, "sequence_s": 0.0, "token_s": 0.0, "overlap": False}
+    host = {"step_s": 0.2 * decode_s, "sequence_s": 0.0, "token_s": 0.0}
     settings = {"max_num_seqs": 16, "max_num_batched_tokens": 512}
     taken = replay(arrival, prompt, output, profile=profile.with_host(host), **settings)
     run = Path(folder, "run")

@@ -8,15 +8,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from servegym.experiments.fidelity.measured_run import MeasuredRun
-from servegym.experiments.fidelity.profiles import linear_profile
-from servegym.hardware_profiles import Profile
+from servegym.hardware_profiles import Profile, list_profiles, load
+from servegym.hardware_profiles.schema import KINDS
 
 __all__ = [
     "METRICS",
+    "check_devices",
     "compare_series",
     "course_means",
     "errors",
     "latency_quantiles",
+    "matching_profile",
     "sensitivity",
     "simulate",
     "trajectory",
@@ -25,8 +27,48 @@ __all__ = [
 METRICS = {"ttft_s": "TTFT", "tpot_s": "TPOT", "e2e_s": "end to end"}
 """Latency of a request -> its name in the tables."""
 
+WINDOW_S = 5.0
 QUANTITIES = ("running", "waiting", "kv_use")
 """Quantities of a course over time."""
+
+
+def matching_profile(run: MeasuredRun) -> Profile:
+    """The shipped profile of the run's device and model that is nearest to a measurement.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    profiles = sorted(map(load, list_profiles()), key=lambda p: (KINDS.index(p.kind), p.name))
+    for profile in profiles:
+        same = profile.device["name"] == run.device and profile.model["name"] == run.model
+        if same and _devices(profile) == run.tensor_parallel:
+            return profile
+    cards = f"{run.tensor_parallel} x " if run.tensor_parallel > 1 else ""
+    make = f" --tp {run.tensor_parallel}" if run.tensor_parallel > 1 else ""
+    raise ValueError(
+        f"no profile of {run.model or 'the model'} on {cards}{run.device or 'the device'}: "
+        f"name one with --profile (shipped: {', '.join(list_profiles())}), or compose it with "
+        f"`servegym profile{make}`"
+    )
+
+
+def _devices(profile: Profile) -> int:
+    """Devices that share every layer, ``tensor_parallel`` of the profile's engine."""
+    return int(profile.engine.get("tensor_parallel", 1))
+
+
+def check_devices(run: MeasuredRun, profile: Profile) -> None:
+    """Refuse a profile of another number of devices than the run's.
+
+    Raises:
+        ValueError: Naming both.
+    """
+    if _devices(profile) != run.tensor_parallel:
+        raise ValueError(
+            f"run {run.name!r} has tensor_parallel_size {run.tensor_parallel}, but profile "
+            f"{profile.name!r} is of {_devices(profile)}: compose one with `servegym profile "
+            f"--tp {run.tensor_parallel}`"
+        )
 
 
 def simulate(run: MeasuredRun, profile: Profile, **changes: Any) -> np.ndarray:
@@ -115,7 +157,9 @@ def sensitivity(run: MeasuredRun, profile: Profile) -> list[dict[str, Any]]:
     Returns:
         One row a variant: ``variant``, the signed relative error of each mean, ``preemptions``.
     """
-    linear = linear_profile(profile)
+    data = profile.to_dict()
+    data["law"] = {"kind": "linear", **data["estimator"]}
+    linear = Profile.from_dict(data, profile.name)
     orca = {"scheduler": "orca", "prefix_caching": False, "async_scheduling": False}
     variants: dict[str, tuple[Profile, dict[str, Any]]] = {
         "as the engine is set": (profile, {}),
@@ -186,24 +230,21 @@ def compare_series(measured: np.ndarray, simulated: np.ndarray) -> list[dict[str
     return rows
 
 
-def course_means(
-    measured: np.ndarray, simulated: np.ndarray, window_s: float = 5.0
-) -> list[dict[str, Any]]:
-    """Means of both courses over windows of time, for a plot.
+def course_means(measured: np.ndarray, simulated: np.ndarray) -> list[dict[str, Any]]:
+    """Means of both courses over windows of `WINDOW_S`, for a plot.
 
     Args:
         measured: ``(T,)`` the measured course.
         simulated: ``(T,)`` the simulated one at the same times.
-        window_s: Length of a window.
 
     Returns:
         One row a window that has samples: ``t_s`` (its middle), and ``measured_`` and
         ``simulated_`` of each quantity.
     """
-    window = (measured["t_s"] // window_s).astype(int)
+    window = (measured["t_s"] // WINDOW_S).astype(int)
     rows = []
     for index in np.unique(window):
-        row = {"t_s": window_s * (float(index) + 0.5)}
+        row = {"t_s": WINDOW_S * (float(index) + 0.5)}
         for source, course in (("measured", measured), ("simulated", simulated)):
             for name in QUANTITIES:
                 row[f"{source}_{name}"] = round(float(course[name][window == index].mean()), 4)

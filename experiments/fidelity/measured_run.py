@@ -9,10 +9,8 @@ LLMServingSim's benchmark of vLLM.
 
 from __future__ import annotations
 
-import json
 import math
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from servegym._files import MalformedFileError, csv_rows, json_rows, parse_moment, parse_number
+from servegym.hardware_profiles.host import plans_ahead
+from servegym.hardware_profiles.schema import Fields, read_json
 
 __all__ = ["MeasuredRun", "load_run"]
 
@@ -35,9 +35,7 @@ _FIELDS = (
     "first_token_ts",
     "last_token_ts",
 )
-ASYNC_SINCE = (0, 14)
-"""The first version of vLLM that plans an iteration while the one before it runs by default."""
-
+_ONE_ENGINE = "measure one engine whose devices share every layer"
 # Nobody waits an hour for a request; a file with such times counts milliseconds.
 _LONGEST_S = 3600.0
 _SERIES = np.dtype([("t_s", "f8"), ("running", "f8"), ("waiting", "f8"), ("kv_use", "f8")])
@@ -139,70 +137,47 @@ def _read_series(path: Path) -> np.ndarray:
     return np.array(rows, dtype=_SERIES)
 
 
-def _part(path: Path, meta: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    found = meta.get(name) or {}
-    if not isinstance(found, Mapping):
-        raise MalformedFileError(path, None, name, f"got {found!r:.60}", "write an object")
-    return found
+def _part(fields: Fields, key: str) -> Fields:
+    """The object in a field, empty where there is none."""
+    return Fields(fields.data.get(key) or {}, fields.where, fields.place(key))
 
 
-def _count(path: Path, name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise MalformedFileError(
-            path, None, name, f"got {value!r:.60}", "write a whole number, 1 or more"
-        )
-    return value
+def _text(fields: Fields, key: str) -> str:
+    return "" if fields.data.get(key) is None else fields.text(key)
 
 
-def _switch(path: Path, name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise MalformedFileError(path, None, name, f"got {value!r:.60}", "write true or false")
-    return value
-
-
-def _text(path: Path, name: str, value: Any) -> str:
-    if not isinstance(value, str | None):
-        raise MalformedFileError(path, None, name, f"got {value!r:.60}", "write a text")
-    return value or ""
-
-
-def _settings(path: Path, meta: Mapping[str, Any]) -> tuple[dict[str, Any], int, dict[str, str]]:
+def _settings(meta: Fields) -> tuple[dict[str, Any], int, dict[str, str]]:
     """Arguments of the replay, the devices of a tensor-parallel engine, and what was assumed."""
-    engine, cache = _part(path, meta, "engine_kwargs"), _part(path, meta, "kv_cache")
-    resolved = _part(path, _part(path, meta, "resolved_config"), "scheduler_config")
-    assumed: dict[str, str] = {}
+    engine, cache = _part(meta, "engine_kwargs"), _part(meta, "kv_cache")
+    scheduler = _part(_part(meta, "resolved_config"), "scheduler_config")
+    version = str(meta.data.get("vllm_version", ""))
+    ahead = plans_ahead("vLLM", version)
+    told = "no vllm_version given" if ahead is None else f"the default of vLLM {version}"
     found: dict[str, Any] = {
-        name: _count(path, name, engine.get(name))
-        for name in ("max_num_seqs", "max_num_batched_tokens")
+        name: engine.integer(name) for name in ("max_num_seqs", "max_num_batched_tokens")
     }
-    tokens, size = cache.get("num_kv_tokens"), cache.get("block_size")
-    if tokens is None:
-        assumed["kv_tokens"] = "the profile's capacity"
-    found["kv_tokens"] = None if tokens is None else _count(path, "num_kv_tokens", tokens)
-    if size is None:
-        assumed["block_size"] = "vLLM's default"
-    found["block_size"] = 16 if size is None else _count(path, "block_size", size)
-    prefix = cache.get("enable_prefix_caching", engine.get("enable_prefix_caching"))
-    if prefix is None:
-        assumed["prefix_caching"] = "vLLM's default"
-    found["prefix_caching"] = prefix is None or _switch(path, "enable_prefix_caching", prefix)
-    ahead = resolved.get("async_scheduling", engine.get("async_scheduling"))
-    if ahead is None:
-        version = re.match(r"(\d+)\.(\d+)", str(meta.get("vllm_version", "")))
-        ahead = version is not None and (int(version[1]), int(version[2])) >= ASYNC_SINCE
-        assumed["async_scheduling"] = (
-            f"the default of vLLM {version[0]}" if version else "no vllm_version given"
-        )
-    found["async_scheduling"] = _switch(path, "async_scheduling", ahead)
-    parallel = _count(path, "tensor_parallel_size", engine.get("tensor_parallel_size", 1))
-    fix = "measure one engine whose devices share every layer"
-    for name in ("data_parallel_size", "pipeline_parallel_size"):
-        if _count(path, name, engine.get(name, 1)) > 1:
-            problem = f"is {engine[name]}, and the run does not say which engine served whom"
-            raise MalformedFileError(path, None, name, problem, fix)
-    if _switch(path, "enable_expert_parallel", engine.get("enable_expert_parallel", False)):
-        problem = "is true, and its engines cannot be replayed as one"
-        raise MalformedFileError(path, None, "enable_expert_parallel", problem, fix)
+    assumed: dict[str, str] = {}
+    for name, key, places, default, why in (
+        ("kv_tokens", "num_kv_tokens", [cache], None, "the profile's capacity"),
+        ("block_size", "block_size", [cache], 16, "vLLM's default"),
+        ("prefix_caching", "enable_prefix_caching", [cache, engine], True, "vLLM's default"),
+        ("async_scheduling", "async_scheduling", [scheduler, engine], bool(ahead), told),
+    ):
+        place = next((one for one in places if one.data.get(key) is not None), None)
+        if place is None:
+            found[name], assumed[name] = default, why
+        else:
+            switch = isinstance(default, bool)
+            found[name] = place.flag(key, default) if switch else place.integer(key)
+    sizes = ("tensor_parallel_size", "data_parallel_size", "pipeline_parallel_size")
+    parallel, *others = (engine.integer(s) if s in engine.data else 1 for s in sizes)
+    for name, size in zip(sizes[1:], others, strict=True):
+        if size > 1:
+            told = f"is {size}, and the run does not say which engine served whom"
+            raise engine.error(name, f"{told}; {_ONE_ENGINE}")
+    if engine.flag("enable_expert_parallel", False):
+        told = "is true, and its engines cannot be replayed as one"
+        raise engine.error("enable_expert_parallel", f"{told}; {_ONE_ENGINE}")
     return found, parallel, assumed
 
 
@@ -215,38 +190,28 @@ def load_run(folder: str | os.PathLike[str]) -> MeasuredRun:
     Args:
         folder: Holds ``requests.jsonl`` and ``meta.json``, and ``timeseries.csv`` if there is one.
 
-    Returns:
-        The run.
-
     Raises:
-        MalformedFileError: Naming the file, line and field that cannot be used, and why.
-        ValueError: If a file is missing.
+        ValueError: Naming the file, line and field that cannot be used, and why.
     """
     root = Path(folder)
     for name in ("requests.jsonl", "meta.json"):
         if not (root / name).is_file():
             raise ValueError(f"run is {str(root)!r}, but there is no {name} in it")
     rows = _read_requests(root / "requests.jsonl")
-    about = root / "meta.json"
-    try:
-        meta = json.loads(about.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise MalformedFileError(about, None, None, f"not JSON ({error})", "write one") from error
-    if not isinstance(meta, dict):
-        raise MalformedFileError(about, None, None, "no object", "write an object")
-    engine, parallel, assumed = _settings(about, meta)
+    meta = Fields(read_json(root / "meta.json"), str(root / "meta.json"))
+    engine, parallel, assumed = _settings(meta)
     order = np.argsort(rows["arrival_time"], kind="stable")
     rows = {field: values[order] for field, values in rows.items()}
     client = rows["arrival_time"]
     offset = float(np.min(rows["queued_ts"] - client))
     arrival = client + offset
     start = client[0]
-    started = meta.get("started_at")
+    started = meta.data.get("started_at")
     if started is not None:
         moment = parse_moment(started) if isinstance(started, str) else None
         if moment is None:
             fix = "write an ISO date and time (2023-11-14T22:13:20Z), or leave it out"
-            raise MalformedFileError(about, None, "started_at", f"got {started!r:.60}", fix)
+            raise meta.error("started_at", f"got {started!r:.60}; {fix}")
         start = min(start, float(moment))
     output = rows["output_toks"]
     decoded = np.where(output > 1, output - 1, np.nan)
@@ -260,8 +225,8 @@ def load_run(folder: str | os.PathLike[str]) -> MeasuredRun:
         tpot_s=(rows["last_token_ts"] - rows["first_token_ts"]) / decoded,
         e2e_s=rows["last_token_ts"] - arrival,
         engine=engine,
-        device=_text(about, "device_name", _part(about, meta, "hardware").get("device_name")),
-        model=_text(about, "model", meta.get("model")).rpartition("/")[2],
+        device=_text(_part(meta, "hardware"), "device_name"),
+        model=_text(meta, "model").rpartition("/")[2],
         tensor_parallel=parallel,
         assumed=assumed,
         scheduled_s=rows["scheduled_ts"] - offset - start,

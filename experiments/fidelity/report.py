@@ -23,16 +23,17 @@ from servegym.experiments.evaluation.output import print_table, read_rows, write
 from servegym.experiments.evaluation.tables import provenance, write_result
 from servegym.experiments.fidelity.comparison import (
     METRICS,
+    check_devices,
     compare_series,
     course_means,
     errors,
     latency_quantiles,
+    matching_profile,
     sensitivity,
     simulate,
     trajectory,
 )
 from servegym.experiments.fidelity.measured_run import MeasuredRun, load_run
-from servegym.experiments.fidelity.profiles import check_devices, matching_profile
 from servegym.hardware_profiles import Profile, load
 
 __all__ = ["data_folder", "draw", "main"]
@@ -55,33 +56,32 @@ def draw(folder: Path) -> bytes:
 
     colours = {"measured": "#222222", "simulated": "#d1495b"}
     figure, axes = plt.subplots(3, 2, figsize=(10, 7.5), gridspec_kw={"width_ratios": [2, 1]})
-    titles = {"running": "running requests", "waiting": "waiting requests", "kv_use": "KV use, %"}
     course = read_rows(folder / "course.csv") if (folder / "course.csv").exists() else []
-    for axis, (name, title) in zip(axes[:, 0], titles.items(), strict=True):
-        if not course:
-            axis.set_axis_off()
-            continue
-        scale = 100.0 if name == "kv_use" else 1.0
-        for source, colour in colours.items():
-            values = [scale * row[f"{source}_{name}"] for row in course]
-            axis.plot([row["t_s"] for row in course], values, color=colour, label=source)
-        axis.set_ylabel(title)
-        axis.set_ylim(bottom=0)
-    axes[2, 0].set_xlabel("seconds since the run began (means of 5 s)")
-    units = {
+    latencies = read_rows(folder / "latencies.csv")
+    left = {
+        "running": (1.0, "running requests"),
+        "waiting": (1.0, "waiting requests"),
+        "kv_use": (100.0, "KV use, %"),
+    }
+    right = {
         "TTFT": (1.0, "TTFT, s"),
         "TPOT": (1e3, "TPOT, ms"),
         "end to end": (1.0, "end to end, s"),
     }
-    latencies = read_rows(folder / "latencies.csv")
-    for axis, (metric, (scale, title)) in zip(axes[:, 1], units.items(), strict=True):
-        own = [row for row in latencies if row["metric"] == metric]
-        for source, colour in colours.items():
+    for source, colour in colours.items():
+        style = {"color": colour, "label": source}
+        for axis, (name, (scale, title)) in zip(axes[:, 0], left.items(), strict=True):
+            values = [scale * row[f"{source}_{name}"] for row in course]
+            axis.plot([row["t_s"] for row in course], values, **style)
+            axis.set(ylabel=title, ylim=(0, None))
+        for axis, (metric, (scale, title)) in zip(axes[:, 1], right.items(), strict=True):
+            own = [row for row in latencies if row["metric"] == metric]
             values = [scale * row[f"{source}_s"] for row in own]
-            axis.plot(values, [row["share"] for row in own], color=colour, label=source)
-        axis.set_xlabel(title)
-        axis.set_ylabel("share of requests")
-        axis.set_ylim(0, 1)
+            axis.plot(values, [row["share"] for row in own], **style)
+            axis.set(xlabel=title, ylabel="share of requests", ylim=(0, 1))
+    axes[2, 0].set_xlabel("seconds since the run began (means of 5 s)")
+    for axis in axes[:, 0] if not course else ():
+        axis.set_axis_off()
     for axis in axes.ravel():
         axis.spines[["top", "right"]].set_visible(False)
     axes[0, 1].legend(frameon=False, loc="lower right")
@@ -170,12 +170,6 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line: replay the measured run, print and write the errors.
-
-    Args:
-        arguments: The command line; ``sys.argv`` by default.
-
-    Returns:
-        0.
 
     Raises:
         ValueError: If the data or an argument cannot be used.

@@ -23,9 +23,6 @@ def _lines(servers: Sequence[tuple[Endpoint, str]]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line of ``servegym real up | status | down | compare``.
 
-    Args:
-        arguments: The command line; ``sys.argv`` by default.
-
     Returns:
         0, or 1 if ``status`` finds a server that does not answer.
 

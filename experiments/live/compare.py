@@ -9,7 +9,6 @@ simulation plays the same requests by the same policies in closed loop, with the
 from __future__ import annotations
 
 import argparse
-import asyncio
 import gc
 import os
 import shlex
@@ -29,13 +28,15 @@ from servegym._command_line import run_main
 from servegym.envs.workloads import load_catalog
 from servegym.experiments.evaluation import tables
 from servegym.experiments.evaluation.evaluate import evaluate
-from servegym.experiments.evaluation.output import read_rows, write_csv, write_json
+from servegym.experiments.evaluation.output import print_table, read_rows, write_csv, write_json
 from servegym.experiments.evaluation.stats import student_interval
 from servegym.experiments.live.fleet_file import Endpoint, ServerSpec, read_fleet
+from servegym.experiments.live.gateway import GatewayRequest, GatewayRouter
 from servegym.experiments.live.gateways.gate import fleet_arguments
 from servegym.experiments.live.models import FIRST_WORD, VOCABULARY
 from servegym.hardware_profiles import Profile
-from servegym.hardware_profiles.calibrate.calibrate_server import Law, calibrate_server
+from servegym.hardware_profiles.calibrate.calibrate_server import calibrate_server
+from servegym.hardware_profiles.measure import server
 
 __all__ = ["Plan", "analyse", "main", "run"]
 
@@ -96,44 +97,16 @@ class Run:
     records: list[Row]
 
 
-@dataclass
-class Measured:
-    """All that was measured.
-
-    Attributes:
-        servers: The servers, each with its calibrated profile.
-        capacity_rps: Requests/s of each with all slots busy.
-        latency_s: Latency requirement, seconds a token.
-        runs: In the order in which they were made.
-    """
-
-    servers: list[Endpoint]
-    capacity_rps: list[float]
-    latency_s: float
-    runs: list[Run]
-
-
-def law_of(profile: Profile) -> Law:
-    """The law that ``servegym calibrate server`` has put in a profile."""
-    sizes = np.array(profile.law["head_sequences"][:-1], float)
-    table = np.array(profile.law["head_s"][:-1]) + profile.law["dense_s"][0]
-    chunk = profile.law["chunk_attention_s"]
-    return Law(sizes, table, chunk[0][1] - chunk[0][0], chunk[1][0] - chunk[0][0])
-
-
 def capacity(profile: Profile, slots: int) -> tuple[float, float]:
     """Requests/s of a server with all slots busy, and seconds a token of a request in it."""
-    law = law_of(profile)
-    prompt, output = np.mean(PROMPTS), np.mean(OUTPUTS)
-    held = slots * (prompt + 0.5 * output)
-    step = float(np.interp(slots, law.sizes, law.table)) + law.context_s * held
-    seconds = output * step + slots * law.prompt_s * prompt
-    return float(slots / seconds), float(1.3 * seconds / output)
+    prompt, output = float(np.mean(PROMPTS)), float(np.mean(OUTPUTS))
+    seconds = output * profile.decode_s(slots, slots * (prompt + 0.5 * output))
+    seconds += slots * profile.chunk_attention_s(prompt, 0)
+    return slots / seconds, 1.3 * seconds / output
 
 
 def calibrate(endpoints: Sequence[Endpoint], plan: Plan, folder: Path) -> list[Profile]:
     """Measure all servers at the same time, as they will be used, and fit their profiles."""
-    from servegym.hardware_profiles.measure import server
 
     def measure(one: Endpoint) -> Profile:
         out = folder / f"{one.name}.csv"
@@ -178,59 +151,50 @@ def write_requests(path: Path, names: Sequence[str], rate: float, count: int, se
     outputs = random.integers(OUTPUTS[0], OUTPUTS[1] + 1, (count, len(names)))
     guessed = np.clip(scores + random.normal(0.0, 0.05, scores.shape), 0.0, 1.0)
     lengths = np.clip(np.rint(outputs * np.exp(random.normal(0.0, 0.25, outputs.shape))), 1, None)
-    out = []
-    for j in range(count):
-        row: dict[str, Any] = {
-            "arrival_s": round(float(arrivals[j]), 6),
-            "prompt_tokens": int(prompts[j]),
-        }
-        for prefix, values, digits in (
-            ("score_", scores, 4),
-            ("output_tokens_", outputs, 0),
-            ("predicted_score_", guessed, 4),
-            ("predicted_tokens_", lengths, 0),
-        ):
-            for k, name in enumerate(names):
-                value = round(float(values[j, k]), digits)
-                row[prefix + name] = int(value) if digits == 0 else value
-        out.append(row)
-    write_csv(path, out)
+    columns = {"arrival_s": arrivals.round(6), "prompt_tokens": prompts}
+    for prefix, values in (
+        ("score_", scores.round(4)),
+        ("output_tokens_", outputs),
+        ("predicted_score_", guessed.round(4)),
+        ("predicted_tokens_", lengths.astype(int)),
+    ):
+        columns |= {prefix + name: values[:, k] for k, name in enumerate(names)}
+    rows_of = zip(*(values.tolist() for values in columns.values()), strict=True)
+    write_csv(path, [dict(zip(columns, row, strict=True)) for row in rows_of])
 
 
 # -- reality ------------------------------------------------------------------------------------
 
 
-async def _serve(
-    servers: Sequence[Endpoint], router: Any, requests: Sequence[Row], seed: int
+def _serve(
+    servers: Sequence[Endpoint], router: GatewayRouter, requests: Sequence[Row], seed: int
 ) -> list[Row]:
     """Route the requests to the servers as they come; a record of each."""
-    from servegym.experiments.live.client import completion_body, new_session, stream
-    from servegym.experiments.live.gateway import GatewayRequest
-
     random = np.random.default_rng(seed)
     begin = time.perf_counter() + 0.1
     router.clock = lambda: time.perf_counter() - begin
     names = [one.name for one in servers]
     records: list[Row] = []
-    tasks = []
+    sends = []
 
-    async def send(record: Row, expert: int, body: dict[str, Any], name: str) -> None:
-        url = f"{servers[expert].url}/completions"
+    def send(record: Row, name: str, expert: int, prompt: list[int], tokens: int) -> None:
+        target = server.Endpoint(servers[expert].url, names[expert], output_tokens=tokens)
         sent = router.clock()
-        reply = await stream(session, url, body, on_token=lambda: router.token(name))
-        record["error"] = reply.error
-        if reply.error:
+        try:
+            reply = server.ask(target, prompt, on_token=lambda: router.token(name))
+        except (OSError, ValueError) as error:
+            record["error"] = f"{type(error).__name__}: {error}"
             router.failed(name)
             return
         router.finished(name)
-        record["first_s"] = sent + reply.first_token_s
-        record["finish_s"] = sent + reply.end_s
+        record["first_s"] = sent + reply.ttft_s
+        record["finish_s"] = sent + reply.e2e_s
         record["output_tokens"] = reply.output_tokens
 
-    async with new_session() as session:
+    with ThreadPoolExecutor(len(requests)) as pool:
         for j, request in enumerate(requests):
             prompt = random.integers(FIRST_WORD, VOCABULARY, request["prompt_tokens"]).tolist()
-            await asyncio.sleep(max(0.0, request["arrival_s"] - router.clock()))
+            time.sleep(max(0.0, request["arrival_s"] - router.clock()))
             decision = router.decide(
                 GatewayRequest(
                     str(j),
@@ -239,19 +203,20 @@ async def _serve(
                     [request[f"predicted_tokens_{name}"] for name in names],
                 )
             )
+            k = decision.expert
             record: Row = {
                 "request": j,
-                "expert": decision.expert,
+                "expert": k,
                 "decision_s": decision.elapsed_s,
                 "reason": decision.reason,
                 "late_s": router.clock() - request["arrival_s"],
             }
             records.append(record)
             if not decision.dropped:
-                tokens = request[f"output_tokens_{names[decision.expert]}"]
-                body = completion_body(names[decision.expert], prompt, tokens)
-                tasks.append(asyncio.create_task(send(record, decision.expert, body, str(j))))
-        await asyncio.gather(*tasks)
+                tokens = request[f"output_tokens_{names[k]}"]
+                sends.append(pool.submit(send, record, str(j), k, prompt, tokens))
+    for one in sends:
+        one.result()
     return records
 
 
@@ -265,7 +230,9 @@ def _drawn_order(plan: Plan) -> list[tuple[float, str, int]]:
     return order
 
 
-def run(specs: Sequence[ServerSpec], plan: Plan, folder: Path) -> Measured:
+def run(
+    specs: Sequence[ServerSpec], plan: Plan, folder: Path
+) -> tuple[list[Endpoint], list[float], float, list[Run]]:
     """Start, calibrate and measure the servers.
 
     Args:
@@ -273,10 +240,13 @@ def run(specs: Sequence[ServerSpec], plan: Plan, folder: Path) -> Measured:
         plan: What is measured.
         folder: Where logs, profiles, requests and the ``raw`` records of each run are written.
 
+    Returns:
+        The servers, each with its calibrated profile; requests/s of each with all slots busy; the
+        latency requirement, seconds a token; and the runs in the order in which they were made.
+
     Raises:
         ValueError: If a server does not start or does not answer.
     """
-    from servegym.experiments.live.gateway import GatewayRouter
     from servegym.experiments.live.launcher import Fleet
 
     raw = folder / "raw"
@@ -320,7 +290,7 @@ def run(specs: Sequence[ServerSpec], plan: Plan, folder: Path) -> Measured:
             routers[policy].policy.reset(1, seed=repetition)
             gc.collect()
             gc.disable()
-            records = asyncio.run(_serve(servers, routers[policy], requests, repetition))
+            records = _serve(servers, routers[policy], requests, repetition)
             gc.enable()
             made = Run(policy, load, repetition, arguments[load, repetition], requests, records)
             runs.append(made)
@@ -331,7 +301,7 @@ def run(specs: Sequence[ServerSpec], plan: Plan, folder: Path) -> Measured:
                 f"{len(failed)} failed{' (' + failed[0] + ')' if failed else ''}, "
                 f"{time.monotonic() - began:.0f} s"
             )
-    return Measured(servers, rates, latency_s, runs)
+    return servers, rates, latency_s, runs
 
 
 # -- simulation ----------------------------------------------------------------------------------
@@ -370,22 +340,17 @@ def outcome(
 
 def _real_log(run: Run, names: Sequence[str]) -> dict[str, np.ndarray]:
     """The log of a real run, as `outcome` reads it."""
-    log = {
-        key: np.array([record.get(field, missing) for record in run.records])
-        for key, field, missing in (
-            ("first_token_s", "first_s", np.nan),
-            ("finish_s", "finish_s", np.nan),
-            ("output_tokens", "output_tokens", 1),
-        )
-    }
-    log["arrival_s"] = np.array([request["arrival_s"] for request in run.requests])
-    experts = [record["expert"] for record in run.records]
-    log["score"] = np.array(
-        [
-            request[f"score_{names[k]}"] if k >= 0 else 0.0
-            for request, k in zip(run.requests, experts, strict=True)
-        ]
-    )
+    rows = [
+        {
+            "arrival_s": request["arrival_s"],
+            "first_token_s": record.get("first_s", np.nan),
+            "finish_s": record.get("finish_s", np.nan),
+            "output_tokens": record.get("output_tokens", 1),
+            "score": request[f"score_{names[record['expert']]}"] if record["expert"] >= 0 else 0.0,
+        }
+        for request, record in zip(run.requests, run.records, strict=True)
+    ]
+    log = {key: np.array([row[key] for row in rows]) for key in rows[0]}
     return log | {"served": np.isfinite(log["finish_s"])}
 
 
@@ -405,25 +370,36 @@ def _simulated_log(run: Run) -> dict[str, np.ndarray]:
     return {name: log[name] for name in log.dtype.names or ()} | {"served": log["outcome"] == 1}
 
 
-def analyse(measured: Measured, plan: Plan, out: Path, made: Mapping[str, Any]) -> None:
-    """Simulate what was measured, and write and print the tables.
+def analyse(
+    servers: Sequence[Endpoint],
+    capacity_rps: Sequence[float],
+    latency_s: float,
+    runs: Sequence[Run],
+    plan: Plan,
+    out: Path,
+    made: Mapping[str, Any],
+) -> None:
+    """Simulate what :func:`run` has returned, and write and print the tables.
 
     Args:
-        measured: What :func:`run` has returned.
+        servers: See there, as the next three.
+        capacity_rps: See there.
+        latency_s: See there.
+        runs: See there.
         plan: Its plan.
         out: Folder of the tables ``runs``, ``errors`` and ``qos``.
         made: Provenance.
     """
-    names = [one.name for one in measured.servers]
+    names = [one.name for one in servers]
     rows: list[Row] = []
-    for run in measured.runs:
-        rows.append(outcome("real", run, measured.latency_s, _real_log(run, names)))
-        rows.append(outcome("simulated", run, measured.latency_s, _simulated_log(run)))
+    for one in runs:
+        rows.append(outcome("real", one, latency_s, _real_log(one, names)))
+        rows.append(outcome("simulated", one, latency_s, _simulated_log(one)))
     errors, qos = error_rows(rows), qos_rows(rows)
     notes = [
         agreement_note(load, [row for row in qos if row["load"] == load]) for load in plan.loads
     ]
-    records = [record for run in measured.runs for record in run.records]
+    records = [record for one in runs for record in one.records]
     decisions = 1e3 * np.array([record["decision_s"] for record in records])
     notes.append(
         tables.note(
@@ -436,35 +412,29 @@ def analyse(measured: Measured, plan: Plan, out: Path, made: Mapping[str, Any]) 
     told = ("name", "engine", "slots", "context", "cores")
     settings = {
         **asdict(plan),
-        "capacity_rps": measured.capacity_rps,
-        "latency_requirement_s": measured.latency_s,
-        "servers": [{key: getattr(one, key) for key in told} for one in measured.servers],
+        "capacity_rps": capacity_rps,
+        "latency_requirement_s": latency_s,
+        "servers": [{key: getattr(one, key) for key in told} for one in servers],
     }
     full = {**made, "settings": settings}
     out.mkdir(parents=True, exist_ok=True)
-    tables.write_result(out / "runs", _rounded(rows, 6), full)
+    tables.write_result(out / "runs", [_rounded(row, 6) for row in rows], full)
     tables.write_result(out / "errors", errors, full)
     tables.write_result(out / "qos", qos, full, notes)
-    for row in errors:
-        print(
-            f"load {row['load']:g} {row['quantity']:<7} {100 * row['error']:+6.1f} % "
-            f"[{100 * row['low']:+.1f}, {100 * row['high']:+.1f}], "
-            f"absolute {100 * row['absolute']:.1f} %"
-        )
-    for row in qos:
-        print(
-            f"load {row['load']:g} {row['policy']:<18} {row['world']:<9} QoS {row['qos']:.3f} "
-            f"[{row['low']:.3f}, {row['high']:.3f}]"
-        )
+    for title, found in (("errors, simulated over measured", errors), ("QoS", qos)):
+        print_table(title, list(found[0]), [list(map(str, row.values())) for row in found])
     for one in notes:
         print(one["text"])
 
 
-def _rounded(rows: Sequence[Row], digits: int) -> list[Row]:
-    return [
-        {key: round(v, digits) if isinstance(v, float) else v for key, v in row.items()}
-        for row in rows
-    ]
+def _rounded(row: Row, digits: int) -> Row:
+    return {key: round(v, digits) if isinstance(v, float) else v for key, v in row.items()}
+
+
+def _with_interval(key: Row, name: str, values: Sequence[float], **more: Any) -> Row:
+    """A row of the mean of some runs with Student's interval."""
+    mean, low, high = student_interval(values)
+    return _rounded({**key, "runs": len(values), name: mean, "low": low, "high": high, **more}, 4)
 
 
 def error_rows(rows: Sequence[Row]) -> list[Row]:
@@ -481,43 +451,23 @@ def error_rows(rows: Sequence[Row]) -> list[Row]:
     found = []
     for (load, name), values in sorted(pairs.items()):
         simulated, measured = np.transpose(values)
-        relative = simulated / measured - 1.0
-        mean, low, high = student_interval(relative)
-        found.append(
-            {
-                "load": load,
-                "quantity": name,
-                "runs": len(values),
-                "error": mean,
-                "low": low,
-                "high": high,
-                "absolute": float(np.abs(relative).mean()),
-                "measured_s": float(measured.mean()),
-            }
-        )
-    return _rounded(found, 4)
+        errors = simulated / measured - 1.0
+        more = {"absolute": float(np.abs(errors).mean()), "measured_s": float(measured.mean())}
+        found.append(_with_interval({"load": load, "quantity": name}, "error", errors, **more))
+    return found
 
 
 def qos_rows(rows: Sequence[Row]) -> list[Row]:
     """QoS of each policy in both worlds, by load, with Student's interval over the runs."""
-    values: dict[tuple[float, str, str], list[float]] = {}
+    keys = ("load", "policy", "world")
+    values: dict[tuple[Any, ...], list[float]] = {}
     for row in rows:
-        values.setdefault((row["load"], row["policy"], row["world"]), []).append(row["qos"])
-    found = []
-    for (load, policy, world), some in values.items():
-        mean, low, high = student_interval(some)
-        found.append(
-            {
-                "load": load,
-                "policy": policy,
-                "world": world,
-                "runs": len(some),
-                "qos": mean,
-                "low": low,
-                "high": high,
-            }
-        )
-    return _rounded(sorted(found, key=lambda row: (row["load"], row["policy"])), 4)
+        values.setdefault(tuple(row[k] for k in keys), []).append(row["qos"])
+    found = [
+        _with_interval(dict(zip(keys, key, strict=True)), "qos", some)
+        for key, some in values.items()
+    ]
+    return sorted(found, key=lambda row: (row["load"], row["policy"]))
 
 
 def agreement_note(load: float, rows: Sequence[Row]) -> dict[str, Any]:
@@ -568,12 +518,6 @@ def _plan(options: argparse.Namespace) -> Plan:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line of ``servegym real compare``.
 
-    Args:
-        arguments: The command line; ``sys.argv`` by default.
-
-    Returns:
-        0.
-
     Raises:
         ValueError: If an argument or a file cannot be used, or a server does not start.
     """
@@ -599,7 +543,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.quick,
         ("xllamacpp", "aiohttp"),
     )
-    analyse(run(specs, plan, options.folder), plan, options.folder / "tables", made)
+    analyse(*run(specs, plan, options.folder), plan, options.folder / "tables", made)
     return 0
 
 

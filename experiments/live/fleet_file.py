@@ -29,7 +29,7 @@ import os
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +89,13 @@ class ServerSpec:
         if any(not 0 <= core < known for core in self.cores):
             raise ValueError(f"cores is {list(self.cores)}; this machine has 0..{known - 1}")
 
+    def endpoint(self, port: int, pid: int = 0, log: str = "") -> Endpoint:
+        """Where it is found once it runs as a process at a port."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        given = {key: getattr(self, key) for key in ("name", "engine", "slots", "context", "cores")}
+        url = f"http://{host}:{port}/v1"
+        return Endpoint(url=url, pid=pid, log=log, profile=self.profile, **given)
+
 
 @dataclass(frozen=True)
 class Endpoint:
@@ -117,12 +124,8 @@ class Endpoint:
     profile: str = ""
 
 
-_TYPES: dict[str, type] = {
-    **dict.fromkeys(("name", "engine", "model", "host", "python", "profile"), str),
-    **dict.fromkeys(("slots", "context", "port", "batched_tokens"), int),
-    "cores": list,
-    "options": dict,
-}
+_OTHER = {"int": int, "tuple[int, ...]": list, "Mapping[str, Any]": dict}
+_TYPES: dict[str, type] = {one.name: _OTHER.get(str(one.type), str) for one in fields(ServerSpec)}
 
 
 def _spec(entry: object, folder: Path) -> ServerSpec:

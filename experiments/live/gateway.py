@@ -118,12 +118,8 @@ class Counters:
     @property
     def fallbacks(self) -> int:
         """Decisions that the least load took in place of the policy."""
-        return (
-            self.observation_errors
-            + self.policy_errors
-            + self.policy_timeouts
-            + self.illegal_actions
-        )
+        failed = self.observation_errors + self.policy_errors
+        return failed + self.policy_timeouts + self.illegal_actions
 
 
 class GatewayRouter:
@@ -242,29 +238,24 @@ class GatewayRouter:
         return Decision(action - 1, name, time.perf_counter() - begin, reason)
 
     def _predictions(self, request: GatewayRequest) -> _Predictions:
-        found = []
-        given = {
-            "prompt_tokens": request.prompt_tokens,
-            "scores": self.system.mean_score if request.scores is None else request.scores,
-            "output_tokens": (
-                self.system.mean_output_tokens
-                if request.output_tokens is None
-                else request.output_tokens
-            ),
-        }
-        for name, value in given.items():
+        found, n = [], self.num_experts
+        for name, mean, most in (
+            ("prompt_tokens", None, MAX_TOKENS),
+            ("scores", self.system.mean_score, 1),
+            ("output_tokens", self.system.mean_output_tokens, self._longest),
+        ):
+            given = getattr(request, name)
+            value = mean if given is None else given
             try:
                 array = np.array(value, np.float64)
             except (TypeError, ValueError, OverflowError):
                 array = np.empty(0)
             if name == "prompt_tokens" and array.ndim == 0:
-                array = np.full(self.num_experts, array)
-            if array.shape != (self.num_experts,) or not np.isfinite(array).all():
+                array = np.full(n, array)
+            if array.shape != (n,) or not np.isfinite(array).all():
                 raise ValueError(
-                    f"{name} is {value!r:.100}; allowed are {self.num_experts} finite numbers, one "
-                    "an expert"
+                    f"{name} is {value!r:.100}; allowed are {n} finite numbers, one an expert"
                 )
-            most = {"scores": 1, "output_tokens": self._longest}.get(name, MAX_TOKENS)
             found.append(array.clip(0, most).astype(np.float32))
         return tuple(found)  # pyright: ignore[reportReturnType]
 
@@ -384,14 +375,11 @@ class GatewayRouter:
         return action, ""
 
     def report(self, what: str, error: BaseException) -> str:
-        """Log a failure and its cause, each kind of error once a minute, and keep it.
+        """Log a failure and its cause, each kind once a minute, keep it and return its text.
 
         Args:
             what: What has failed: ``policy``, ``observation`` or ``prediction``.
             error: The cause.
-
-        Returns:
-            Its text.
         """
         text = f"{type(error).__name__}: {error}"[:300]
         self.counters.last_error = f"{what}: {text}"
@@ -472,9 +460,6 @@ class GatewayRouter:
             self._worker.close()
 
 
-_Outcome = Future[tuple[int, BaseException | None]]
-
-
 class _Late(Exception):
     """A call has not come back in time."""
 
@@ -483,8 +468,8 @@ class _Worker:
     """One daemon thread that calls the policy; while a call is late no other begins."""
 
     def __init__(self) -> None:
-        self._calls: SimpleQueue[tuple[Callable[[], int], _Outcome] | None] = SimpleQueue()
-        self._late: _Outcome | None = None
+        self._calls: SimpleQueue[tuple[Callable[[], int], Future[int]] | None] = SimpleQueue()
+        self._last: Future[int] | None = None
         self._thread = threading.Thread(target=self._serve, name="servegym-policy", daemon=True)
         self._thread.start()
 
@@ -492,9 +477,13 @@ class _Worker:
         while (call := self._calls.get()) is not None:
             function, future = call
             try:
-                future.set_result((function(), None))
-            except BaseException as error:
-                future.set_result((0, error))
+                future.set_result(function())
+            except Exception as error:
+                future.set_exception(error)
+            except BaseException as error:  # as of SystemExit
+                other = RuntimeError(f"the policy raised {type(error).__name__}")
+                other.__cause__ = error
+                future.set_exception(other)
 
     def run(self, function: Callable[[], int], limit_s: float | None) -> int:
         """The function's result, or its error.
@@ -503,22 +492,16 @@ class _Worker:
             _Late: It took longer, or an earlier call has not come back.
             RuntimeError: The function has ended the thread's program, as SystemExit does.
         """
-        if self._late is not None:
-            if not self._late.done():
-                raise _Late
-            self._late = None
-        future: _Outcome = Future()
+        if self._last is not None and not self._last.done():
+            raise _Late
+        self._last = future = Future()
         self._calls.put((function, future))
         try:
-            result, error = future.result(limit_s)
+            return future.result(limit_s)
         except TimeoutError:
-            self._late = future
+            if future.done():  # the policy's own
+                raise
             raise _Late from None
-        if isinstance(error, Exception):
-            raise error
-        if error is not None:
-            raise RuntimeError(f"the policy raised {type(error).__name__}") from error
-        return result
 
     def close(self) -> None:
         """End the thread after the call that it is in."""

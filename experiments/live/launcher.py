@@ -66,9 +66,9 @@ def _port(spec: ServerSpec) -> int:
         return probe.getsockname()[1]
 
 
-def _tail(path: Path, lines: int = 5) -> str:
+def _tail(path: Path) -> str:
     text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-    told = " | ".join(line.strip() for line in text.splitlines()[-lines:]) or "nothing"
+    told = " | ".join(line.strip() for line in text.splitlines()[-5:]) or "nothing"
     full = shutil.disk_usage(path.parent).free < 1 << 20
     return f"{told}; the disk of {path.parent} is full" if full else told
 
@@ -133,13 +133,13 @@ class Fleet:
     ) -> None:
         self.folder = Path(folder)
         self.endpoints: list[Endpoint] = []
-        self._kept: list[tuple[subprocess.Popen[bytes], int]] = []
+        self._kept: list[subprocess.Popen[bytes]] = []
         self._lock = _lock(self.folder) if lock is None else lock
         (self.folder / ENDPOINTS).unlink(missing_ok=True)
         try:
             for spec in specs:
                 self._start(spec)
-            for endpoint, (keeper, _) in zip(self.endpoints, self._kept, strict=True):
+            for endpoint, keeper in zip(self.endpoints, self._kept, strict=True):
                 _wait(endpoint, keeper)
             write_endpoints(self.folder / ENDPOINTS, self.endpoints)
         except BaseException:
@@ -154,50 +154,31 @@ class Fleet:
             model = make_model(spec.model, spec.context, self.folder / "models")
         words, environment = command(spec, model, port)
         log = self.folder / f"{spec.name}.log"
-        reader, writer = os.pipe()
         # The main thread of the watchdog starts the server, so the affinity is inherited.
         pinned = ["taskset", "-c", ",".join(map(str, spec.cores))] if spec.cores else []
-        try:
-            with log.open("wb") as out:
-                keeper = subprocess.Popen(
-                    [*pinned, sys.executable, "-I", watchdog.__file__, str(reader), *words],
-                    stdin=subprocess.DEVNULL,
-                    stdout=out,
-                    stderr=subprocess.STDOUT,
-                    env=environment,
-                    pass_fds=(reader,),
-                    start_new_session=True,
-                )
-        except OSError:
-            os.close(writer)
-            raise
-        finally:
-            os.close(reader)
-        self._kept.append((keeper, writer))
-        self.endpoints.append(
-            Endpoint(
-                name=spec.name,
-                engine=spec.engine,
-                url=f"http://{spec.host}:{port}/v1",
-                pid=keeper.pid,
-                slots=spec.slots,
-                context=spec.context,
-                cores=spec.cores,
-                log=str(log),
-                profile=spec.profile,
+        with log.open("wb") as out:
+            keeper = subprocess.Popen(
+                [*pinned, sys.executable, "-I", watchdog.__file__, *words],
+                stdin=subprocess.PIPE,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,
             )
-        )
+        self._kept.append(keeper)
+        self.endpoints.append(spec.endpoint(port, keeper.pid, str(log)))
 
     def dead(self) -> list[str]:
         """Names of the servers that have ended."""
         kept = zip(self.endpoints, self._kept, strict=True)
-        return [endpoint.name for endpoint, (keeper, _) in kept if keeper.poll() is not None]
+        return [endpoint.name for endpoint, keeper in kept if keeper.poll() is not None]
 
     def stop(self) -> None:
         """End all servers; a second call does nothing."""
-        for _, writer in self._kept:
-            os.close(writer)  # the watchdog's pipe
-        for keeper, _ in self._kept:
+        for keeper in self._kept:
+            assert keeper.stdin is not None
+            keeper.stdin.close()  # which the watchdog watches
+        for keeper in self._kept:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 keeper.wait(2 * watchdog.GRACE_S)
             # Also what a watchdog that was killed itself has left of its group.
@@ -257,36 +238,33 @@ def up(fleet: str | os.PathLike[str], folder: str | os.PathLike[str]) -> list[En
     for spec in specs:
         command(spec, Path("-"), spec.port)
     _lock(folder).close()
-    ours, theirs = socket.socketpair()
-    with ours:
-        with theirs, (folder / "supervisor.log").open("wb") as log:
-            words = [sys.executable, "-m", __name__, os.fspath(fleet), os.fspath(folder)]
-            process = subprocess.Popen(
-                [*words, str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,
+    with (folder / "supervisor.log").open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", __name__, os.fspath(fleet), os.fspath(folder)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            start_new_session=True,
+        )
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        with process.stdout as told:
+            cause = told.read()  # until the supervisor closes it
+        if cause != _READY:
+            # Not by a file: the disk may be full.
+            raise ValueError(
+                cause.decode()
+                or f"it was ended before all servers ran; {folder / 'supervisor.log'}: "
+                f"{_tail(folder / 'supervisor.log')}"
             )
-        try:
-            told = b""
-            while told != _READY and (data := ours.recv(65536)):
-                told += data
-            if told != _READY:
-                # Not by a file: the disk may be full.
-                cause = told.decode() or (
-                    f"it was ended before all servers ran; {folder / 'supervisor.log'}: "
-                    f"{_tail(folder / 'supervisor.log')}"
-                )
-                raise ValueError(cause)
-            found = read_endpoints(folder / ENDPOINTS)
-            ours.send(_READY)  # from here on they run without this process
-            return found
-        except BaseException:
-            process.terminate()
-            process.wait()
-            raise
+        found = read_endpoints(folder / ENDPOINTS)
+        with process.stdin as heard:
+            heard.write(_READY)  # from here on they run without this process
+        return found
+    except BaseException:
+        process.terminate()
+        process.wait()
+        raise
 
 
 def status(folder: str | os.PathLike[str]) -> list[tuple[Endpoint, str]]:
@@ -324,43 +302,43 @@ def down(folder: str | os.PathLike[str]) -> bool:
     return bool(pid)
 
 
-def _follow(told: socket.socket) -> None:
+def _follow() -> None:
     """End this process if the one that started it ends before it has heard that all servers run."""
-    if told.recv(1) != _READY:
+    if os.read(0, 1) != _READY:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The supervisor: starts a fleet and holds it until a signal comes.
 
+    Standard output tells `_READY`, or why the fleet does not start; input, that it was heard.
+
     Args:
-        arguments: FLEET.toml, the folder, and the number of a socket that is told `_READY` or why
-            the fleet does not start.
+        arguments: FLEET.toml and the folder.
 
     Returns:
         0, or 1 if a server did not start.
     """
-    fleet, folder, number = arguments or sys.argv[1:]
-    told = socket.socket(fileno=int(number))
-    told.set_inheritable(False)
+    fleet, folder = arguments or sys.argv[1:]
 
     def stop(*_: object) -> None:
         raise SystemExit(0)
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, stop)
-    threading.Thread(target=_follow, args=(told,), daemon=True).start()
+    threading.Thread(target=_follow, daemon=True).start()
     try:
         lock = _lock(Path(folder))
         entry = {"pid": os.getpid(), "started": _started(os.getpid())}
         write_text(Path(folder) / _SUPERVISOR, json.dumps(entry))
         with Fleet(read_fleet(fleet), folder, lock=lock):
-            told.sendall(_READY)
+            os.write(1, _READY)
+            os.dup2(2, 1)
             while True:
                 signal.pause()
     except Exception as error:
         with contextlib.suppress(OSError):
-            told.sendall(f"{error}".encode())
+            os.write(1, f"{error}".encode())
         if not isinstance(error, (OSError, ValueError)):
             raise
         return 1

@@ -49,9 +49,6 @@ def make_model(model: str, context: int, folder: Path) -> Path:
         context: Tokens that the model can hold.
         folder: Where models are kept; one of the same shape is used again.
 
-    Returns:
-        The path.
-
     Raises:
         ValueError: If there is no such file, or the shape cannot be read.
     """

@@ -1,8 +1,8 @@
 """Keeps one server: ends all its processes when it ends, or when whoever started it is gone.
 
-Run as a script with the number of a pipe's read end and a command. The pipe closes when the process
-that holds the other end dies, however it dies; the server and all that it started are ended then.
-Only the standard library is used, so that any interpreter can run the file.
+Run as a script with a command; standard input is a pipe that closes when the process that holds
+the other end dies, however it dies. The server and all that it started are ended then. Only the
+standard library is used, so that any interpreter can run the file.
 """
 
 from __future__ import annotations
@@ -52,16 +52,7 @@ def _end(child: subprocess.Popen[bytes]) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Keep the command until it ends or the pipe closes.
-
-    Args:
-        arguments: Number of the pipe's read end, then the command.
-
-    Returns:
-        The command's exit status.
-    """
-    pipe = int(arguments[0])
-    os.set_inheritable(pipe, False)
+    """Keep the command ``arguments`` until it ends or the pipe closes; its exit status."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     wake, signalled = os.pipe()
     os.set_blocking(signalled, False)
@@ -69,10 +60,12 @@ def main(arguments: list[str]) -> int:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD):
         signal.signal(number, lambda *_: None)
     here = os.getpid()
-    child = subprocess.Popen(arguments[1:], preexec_fn=lambda: _die_with(here))
+    child = subprocess.Popen(
+        arguments, stdin=subprocess.DEVNULL, preexec_fn=lambda: _die_with(here)
+    )
     while child.poll() is None:
-        ready, _, _ = select.select([pipe, wake], [], [], 1.0)
-        if pipe in ready:
+        ready, _, _ = select.select([0, wake], [], [], 1.0)
+        if 0 in ready:
             break
         if wake in ready and any(n != signal.SIGCHLD for n in os.read(wake, 64)):
             break

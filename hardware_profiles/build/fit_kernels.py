@@ -45,9 +45,9 @@ from servegym.hardware_profiles.calibrate.kernel_tables import KernelTables
 from servegym.hardware_profiles.compose import Composer
 from servegym.hardware_profiles.kernels import (
     FORMAT,
+    CardKernels,
     LogTable,
     MoeShape,
-    from_data,
     layer_from_others,
 )
 from servegym.hardware_profiles.model_config import VALUE_BYTES, model_shape
@@ -748,7 +748,8 @@ def method_error(content: Mapping[str, Any], data: Path) -> dict[str, Any]:
     spreads: dict[str, Any] = {}
     for model, folder in FOLDERS.items():
         shape = model_shape(model)
-        rows = compare(Composer(from_data(content), shape), read_steps(data / folder, shape))
+        kernels = CardKernels(content["card"], content)
+        rows = compare(Composer(kernels, shape), read_steps(data / folder, shape))
         for kind in ("prefill", "decode"):
             spreads[f"method_on_{CARD}_{model}_{kind}_iteration"] = spread(rows, kind)
     return spreads

@@ -41,8 +41,9 @@ from servegym.hardware_profiles.calibrate.fitting import (
 from servegym.hardware_profiles.calibrate.kernel_tables import DENSE_OPS, read_ops
 from servegym.hardware_profiles.interpolation import interpolate
 from servegym.hardware_profiles.load import unknown_name
-from servegym.hardware_profiles.moe import FORMAT, MoeLayer
+from servegym.hardware_profiles.schema import write_json
 
+FORMAT = "servegym-moe-layer/1"
 L2_BYTES = {"a100-80g": 40e6, "l40s": 96e6, "h100": 50e6, "rtxpro6000": 128e6}
 ROUTING = {"a100-80g": "power_law_1.01"}
 PROFILED_KERNELS = (
@@ -220,7 +221,7 @@ def other_shape(
     return reading + [interpolate(tokens, rest, t * work) for t in tokens], (base, read * size)
 
 
-def fit_layer(card: str, model: str, data: str | Path, *, seed: int = 0) -> MoeLayer:
+def fit_layer(card: str, model: str, data: str | Path, *, seed: int = 0) -> dict[str, Any]:
     """Fit the profile of one layer on one card.
 
     Args:
@@ -230,7 +231,7 @@ def fit_layer(card: str, model: str, data: str | Path, *, seed: int = 0) -> MoeL
         seed: chooses the rows that are held out.
 
     Returns:
-        The profile: ``"fitted"`` where the layer was timed, else ``"derived"``.
+        The file: ``"fitted"`` where the layer was timed, else ``"derived"``.
 
     Raises:
         ValueError: for an unknown name, or naming the file, line and field of a bad input.
@@ -287,9 +288,8 @@ def fit_layer(card: str, model: str, data: str | Path, *, seed: int = 0) -> MoeL
         "provenance": _provenance(card, routing, raised, derived),
     }
     if (card, model) == ("rtxpro6000", "qwen3-30b-a3b"):
-        draft = MoeLayer.from_dict(result, result["name"])
-        error |= _against_profiler(root / PROFILED_KERNELS / "moe.csv", draft)
-    return MoeLayer.from_dict(result, result["name"])
+        error |= _against_profiler(root / PROFILED_KERNELS / "moe.csv", result)
+    return result
 
 
 def _layer_error(
@@ -368,19 +368,35 @@ def _provenance(card: str, routing: str, raised: int, derived: bool) -> dict[str
     }
 
 
-def _against_profiler(path: Path, layer: MoeLayer) -> dict[str, Any]:
+def _layer_s(layer: Mapping[str, Any], tokens: float) -> float:
+    """Seconds of the whole routed layer."""
+    law = layer["law"]
+    return interpolate(np.array(law["layer_tokens"]), np.array(law["layer_s"]), tokens)
+
+
+def _group_s(layer: Mapping[str, Any], active: int, tokens: float) -> float:
+    """Seconds of one fused call of some experts with so many tokens each.
+
+    Every expert adds its part of the whole layer at the size that gives all experts as many
+    tokens, and never less than reading its weights takes.
+    """
+    law, experts = layer["law"], layer["model"]["experts"]
+    whole = _layer_s(layer, max(tokens, 1.0) * experts / layer["model"]["top_k"])
+    return law["base_s"] + active * max((whole - law["base_s"]) / experts, law["expert_read_s"])
+
+
+def _against_profiler(path: Path, layer: Mapping[str, Any]) -> dict[str, Any]:
     """Distance from another profiler's fused calls, by tokens and active experts."""
-    rows = CsvTable(path, ("tokens", "activated_experts", "time_us"), 8)
+    rows, model = CsvTable(path, ("tokens", "activated_experts", "time_us"), 8), layer["model"]
     whole, groups = [], []
     for line, row in rows.rows:
         tokens, active = (rows.count(line, row, name) for name in ("tokens", "activated_experts"))
         seconds = 1e-6 * rows.positive(line, row, "time_us", "microseconds")
-        if active * layer.model["expert_bytes"] <= L2_BYTES["rtxpro6000"]:
+        if active * model["expert_bytes"] <= L2_BYTES["rtxpro6000"]:
             continue
-        if active == layer.model["experts"]:
-            whole.append(layer.layer_s(tokens) / seconds - 1.0)
-        each = tokens * layer.model["top_k"] / active
-        groups.append(layer.group_s([each] * active) / seconds - 1.0)
+        if active == model["experts"]:
+            whole.append(_layer_s(layer, tokens) / seconds - 1.0)
+        groups.append(_group_s(layer, active, tokens * model["top_k"] / active) / seconds - 1.0)
     return {
         "layer_against_llmservingsim": error_quantiles(np.array(whole)),
         "group_against_llmservingsim": error_quantiles(np.array(groups)),
@@ -408,12 +424,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     made = [fit_layer(card, model, options.data) for card in L2_BYTES for model in MODELS]
     for layer in made:
-        layer.save(Path(options.out) / f"moe-{layer.name}.json")
+        write_json(layer, Path(options.out) / f"moe-{layer['name']}.json")
+        law = layer["law"]
         print(
-            f"{layer.name}: expert alone, 1 and 256 tokens {1e6 * layer.expert_s(1):.0f} and "
-            f"{1e6 * layer.expert_s(256):.0f} us; layer, 1 and 256 tokens "
-            f"{1e6 * layer.layer_s(1):.0f} and {1e6 * layer.layer_s(256):.0f} us; "
-            f"{1e6 * layer.base_s:.0f} + {1e6 * layer.expert_read_s:.1f} us an active expert"
+            f"{layer['name']}: layer, 1 and 256 tokens {1e6 * _layer_s(layer, 1):.0f} and "
+            f"{1e6 * _layer_s(layer, 256):.0f} us; {1e6 * law['base_s']:.0f} + "
+            f"{1e6 * law['expert_read_s']:.1f} us an active expert"
         )
     return 0
 

@@ -26,13 +26,9 @@ from servegym.hardware_profiles.calibrate.csv_tables import CsvTable
 from servegym.hardware_profiles.calibrate.fitting import error_quantiles
 from servegym.hardware_profiles.load import unknown_name
 from servegym.hardware_profiles.schema import write_json
-from servegym.hardware_profiles.serverless import (
-    FORMAT,
-    MAX_VCPUS,
-    MB,
-    load_constants,
-    parse_constants,
-)
+from servegym.hardware_profiles.serverless import MB, SERVING
+
+FORMAT = "servegym-serverless-constants/1"
 
 # A law that explains less of the variance than this is refused.
 MIN_R2 = 0.8
@@ -139,7 +135,7 @@ def fit_threads(path: str | os.PathLike[str]) -> dict[str, Any]:
     for line, row in table.rows:
         threads = int(table.positive(line, row, "threads"))
         time = table.positive(line, row, "us_p50")
-        if table.positive(line, row, "experts_per_call") == 1 and threads <= MAX_VCPUS:
+        if table.positive(line, row, "experts_per_call") == 1 and threads <= SERVING.max_vcpus:
             best[threads] = min(time, best.get(threads, math.inf))
     if 1 not in best or len(best) < 4:
         raise ValueError(
@@ -441,7 +437,6 @@ def fit(
             },
         },
     }
-    parse_constants(data, "<fit>")
     return data
 
 
@@ -467,19 +462,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     data = fit(options.folder, options.cpu_expert)
     write_json(data, options.out)
-    constants = load_constants(options.out)
-    for expert in constants.experts.values():
-        print(
-            f"{expert.name}: {1e3 * expert.seconds(1):.3f} ms a token, "
-            f"{1e3 * expert.batch_floor_s:.2f} + {1e3 * expert.per_token_s:.4f} n ms; "
-            f"{expert.fit_error}"
-        )
+    for key, expert in data["cpu_expert"]["shapes"].items():
+        print(f"{key}: {expert}")
     print(f"threads: {data['thread_scaling']}")
-    for start in constants.container_start.values():
-        print(f"{start.name}: {start.median_s:.3f} s, sigma {start.sigma:.2f}; {start.fit_error}")
-    for key, rate in constants.load_mb_per_s.items():
-        print(f"{key}: {rate:.0f} MB/s; {data['model_load']['rates'][key]['fit_error']}")
-    for key, value in constants.prices.items():
+    for key, start in data["container_start"]["laws"].items():
+        print(f"{key}: {start['median_s']:.3f} s, sigma {start['sigma']:.2f}; {start['fit_error']}")
+    for key, rate in data["model_load"]["rates"].items():
+        print(f"{key}: {rate['mb_per_s']:.0f} MB/s; {rate['fit_error']}")
+    for key, value in data["prices"]["values"].items():
         print(f"{key}: {value:.6g}")
     return 0
 

@@ -102,7 +102,14 @@ def calibrate_kernels(
         "date": meta.get("profiled_at", "unknown"),
         "command": "python -m servegym.hardware_profiles.calibrate.calibrate FOLDER "
         f"--name {name} --model {model}",
-        "notes": [*_composition_notes(kernels), *notes],
+        "notes": [
+            f"whole model = {kernels.layers} x (dense ops + attention), layernorm twice a layer; "
+            "embedding, final layernorm, lm_head and sampler once",
+            "below the smallest measured chunk and context the time of the smallest holds",
+            f"beyond {kernels.tokens[-1]:g} tokens: dense on the mean slope of the upper half, "
+            f"prefill attention composed of pieces of {kernels.chunks[-1]:g} tokens",
+            *notes,
+        ],
     }
     data: dict[str, Any] = {
         "format": FORMAT,
@@ -133,8 +140,15 @@ def calibrate_kernels(
     }
     draft = Profile.from_dict(data, name)
     data["estimator"], estimator_error = fit_estimator(draft)
-    data["fit_error"] = _fit_errors(kernels, draft, tolerance, seed)
-    data["fit_error"]["linear_estimator_against_law"] = estimator_error
+    guess = np.array([draft.dense_s(t) for t in kernels.tokens])
+    data["fit_error"] = {
+        "measure": "absolute relative error; held-out rows unless said otherwise",
+        "dense_thinned_at_measured_points": error_quantiles(guess / kernels.dense - 1.0),
+        **_held_out_errors(kernels, tolerance, seed),
+        **_second_grid_errors(kernels, draft),
+        **_mixed_errors(kernels, draft),
+        "linear_estimator_against_law": estimator_error,
+    }
     return Profile.from_dict(data, name)
 
 
@@ -162,29 +176,6 @@ def _tabulated_law(k: KernelTables, tolerance: float) -> dict[str, Any]:
     if mixed is not None:
         law["mixed_decode_attention_s"] = rounded(_with_start(k.contexts, mixed, 1)[1])
     return law
-
-
-def _composition_notes(k: KernelTables) -> list[str]:
-    """The ``notes`` on how an iteration is composed and extended."""
-    return [
-        f"whole model = {k.layers} x (dense ops + attention), layernorm twice a layer; "
-        "embedding, final layernorm, lm_head and sampler once",
-        "below the smallest measured chunk and context the time of the smallest holds",
-        f"beyond {k.tokens[-1]:g} tokens: dense on the mean slope of the upper half, prefill "
-        f"attention composed of pieces of {k.chunks[-1]:g} tokens",
-    ]
-
-
-def _fit_errors(k: KernelTables, draft: Profile, tolerance: float, seed: int) -> dict[str, Any]:
-    """The ``fit_error`` field, but for the linear estimator's."""
-    guess = np.array([draft.dense_s(t) for t in k.tokens])
-    return {
-        "measure": "absolute relative error; held-out rows unless said otherwise",
-        "dense_thinned_at_measured_points": error_quantiles(guess / k.dense - 1.0),
-        **_held_out_errors(k, tolerance, seed),
-        **_second_grid_errors(k, draft),
-        **_mixed_errors(k, draft),
-    }
 
 
 def _check_times(kernels: KernelTables, folder: Path, weight_bytes: float) -> None:

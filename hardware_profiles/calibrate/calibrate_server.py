@@ -52,7 +52,6 @@ class Sums:
         context: ``(K,)`` tokens in KV memory of the decodes, summed over the iterations.
         prompt: ``(K,)`` prompt tokens computed in them.
         cell: ``(K,)`` number of the load and prompt length that it belongs to.
-        row: ``(K,)`` number of the request.
     """
 
     seconds: np.ndarray
@@ -60,7 +59,6 @@ class Sums:
     context: np.ndarray
     prompt: np.ndarray
     cell: np.ndarray
-    row: np.ndarray
 
     def take(self, rows: np.ndarray) -> Sums:
         """Some of the rows."""
@@ -104,9 +102,6 @@ def sums_of(rows: Sequence[dict[str, Any]], slots: int) -> Sums:
         slots: Requests that the server runs at a time; those that had to wait for one are left
             out.
 
-    Returns:
-        The sums.
-
     Raises:
         ValueError: If no request has a time for each of its tokens.
     """
@@ -114,7 +109,7 @@ def sums_of(rows: Sequence[dict[str, Any]], slots: int) -> Sums:
     for i, row in enumerate(rows):
         cell = (row["load"], row["rate_rps"], row["prompt_words"])
         cells.setdefault(cell, []).append(i)
-    found: list[tuple[float, np.ndarray, float, float, int, int]] = []
+    found: list[tuple[float, np.ndarray, float, float, int]] = []
     for number, members in enumerate(cells.values()):
         start = np.array([rows[i]["started_s"] for i in members])
         first = start + [rows[i]["ttft_s"] for i in members]
@@ -129,7 +124,7 @@ def sums_of(rows: Sequence[dict[str, Any]], slots: int) -> Sums:
             ):  # alone from its start: the iteration of its prompt
                 lone = np.zeros(slots + 1)
                 lone[1] = 1.0
-                found.append((rows[i]["ttft_s"], lone, 0.0, prompts[k], number, i))
+                found.append((rows[i]["ttft_s"], lone, 0.0, prompts[k], number))
             after = rows[i]["token_s"]
             if len(after) < 3:
                 continue
@@ -154,7 +149,7 @@ def sums_of(rows: Sequence[dict[str, Any]], slots: int) -> Sums:
                 held[begun:ended] += prompts[j] + steps[begun:ended] - past
             batches = np.bincount(running.astype(int), minlength=slots + 1)
             if len(batches) == slots + 1:
-                found.append((after[-1], batches, held.sum(), prompt, number, i))
+                found.append((after[-1], batches, held.sum(), prompt, number))
     if not found:
         raise ValueError(
             "no request has a time for each of its tokens: the server sends several at a time"

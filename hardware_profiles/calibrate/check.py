@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from servegym._files import parse_number
 from servegym.hardware_profiles.calibrate.csv_tables import CsvTable
 from servegym.hardware_profiles.calibrate.fitting import error_quantiles
 from servegym.hardware_profiles.calibrate.kernel_tables import KernelTables
@@ -40,33 +41,51 @@ def _errors(pairs: Sequence[tuple[float, float]], at: str) -> dict[str, Any]:
     return {"mean_error": float(ratio.mean() - 1.0), **error_quantiles(ratio - 1.0, digits=17)}
 
 
-def _inside(profile: Profile, sequences: float, tokens: float, context: float) -> bool:
-    domain = profile.domain
-    return (
-        sequences <= domain["max_decode_sequences"]
-        and tokens <= domain["max_iteration_tokens"]
-        and context <= domain["max_context_tokens"]
-    )
+Row = tuple[float, float, float, float, float]
+"""Tokens of the chunk and before it, decodes and their mean context, seconds."""
 
 
-def _number(table: CsvTable, line: int, row: Mapping[str, str], column: str) -> float:
-    """A finite number of at least 0, above 0 for a time."""
-    try:
-        value = float(row[column])
-    except (TypeError, ValueError):
-        value = math.nan
-    if not math.isfinite(value) or value < 0 or (column == "time_us" and not value):
-        fix = "write a finite number, above 0 for a time"
-        raise table.error(line, column, f"got {row[column]!r}", fix)
-    return value
+def _steps(path: Path) -> Iterator[Row]:
+    """Whole iterations of a CSV file."""
+    table = CsvTable(path, COLUMNS, 0)
+    for line, row in table.rows:
+        found: list[float] = []
+        for column in COLUMNS:
+            value = parse_number(row[column])
+            if value is None or value < 0.0 or (column == "time_us" and not value):
+                fix = "write a finite number, above 0 for a time"
+                raise table.error(line, column, f"got {row[column]!r}", fix)
+            found.append(value)
+        chunk, before, sequences, context, time_us = found
+        if chunk < 1 and sequences < 1:
+            raise table.error(line, "prefill_chunk", "no work in this row", "leave it out")
+        yield chunk, before, sequences, context, 1e-6 * time_us
 
 
-def score_steps(profile: Profile, path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Errors of a profile on a CSV file of whole iterations.
+def _composed(folder: Path, layers: int) -> Iterator[Row]:
+    """Iterations composed from a folder of kernel timings; NaN where dense ops were not timed."""
+    k = KernelTables(folder, layers)
+
+    def rest(tokens: float, sequences: float) -> float:
+        dense = np.interp(tokens, k.tokens, k.dense, right=np.nan)
+        return float(dense + np.interp(sequences, k.sequences, k.head))
+
+    for i, chunk in enumerate(k.chunks):
+        for j, before in enumerate(k.before):
+            yield chunk, before, 0, 0, rest(chunk, 1) + k.chunk_attention[i, j]
+    for i, sequences in enumerate(k.decodes):
+        for j, context in enumerate(k.contexts):
+            attention = k.decode_attention[i, j]
+            yield 0, 0, sequences, context, rest(sequences, sequences) + attention
+
+
+def score(profile: Profile, other: str | os.PathLike[str]) -> dict[str, Any]:
+    """Errors of a profile on other measurements of the same device and model.
 
     Args:
         profile: The profile.
-        path: The file; see the module's docstring.
+        other: A folder of kernel timings, or a CSV file of whole iterations; see the module's
+            docstring.
 
     Returns:
         For ``prefill``, ``decode`` and ``mixed`` iterations, as far as there are any:
@@ -76,88 +95,32 @@ def score_steps(profile: Profile, path: str | os.PathLike[str]) -> dict[str, Any
     Raises:
         ValueError: Naming file, line and field of a bad input.
     """
-    file = Path(path)
+    path, outside = Path(other), 0
     groups: dict[str, list[tuple[float, float]]] = {"prefill": [], "decode": [], "mixed": []}
-    outside = 0
-    table = CsvTable(file, COLUMNS, 0)
-    for line, row in table.rows:
-        chunk, before, sequences, context, time_us = (
-            _number(table, line, row, column) for column in COLUMNS
-        )
-        if chunk < 1 and sequences < 1:
-            raise table.error(line, "prefill_chunk", "no work in this row", "leave it out")
-        if not _inside(profile, sequences, chunk + sequences, max(before, context)):
+    domain = profile.domain
+    for chunk, before, sequences, context, measured_s in (
+        _composed(path, int(profile.model["layers"])) if path.is_dir() else _steps(path)
+    ):
+        if (
+            sequences > domain["max_decode_sequences"]
+            or chunk + sequences > domain["max_iteration_tokens"]
+            or max(before, context) > domain["max_context_tokens"]
+            or math.isnan(measured_s)
+        ):
             outside += 1
             continue
-        total = sequences * context
-        if chunk and sequences:
-            kind = "mixed"
-            seconds = profile.mixed_step_s([(chunk, before)], sequences, total)
-        elif chunk:
-            kind, seconds = "prefill", profile.step_s([(chunk, before)])
-        else:
-            kind, seconds = "decode", profile.step_s((), sequences, total)
-        groups[kind].append((1e6 * seconds, time_us))
+        kind = "mixed" if chunk and sequences else "prefill" if chunk else "decode"
+        step = profile.mixed_step_s if kind == "mixed" else profile.step_s
+        chunks = [(chunk, before)] if chunk else []
+        groups[kind].append((step(chunks, sequences, sequences * context), measured_s))
     count = sum(map(len, groups.values()))
     if count < MIN_POINTS:
         raise ValueError(
-            f"{file}: {count} rows in the profile's domain ({outside} outside); "
+            f"{path}: {count} rows in the profile's domain ({outside} outside); "
             f"at least {MIN_POINTS} are required"
         )
-    out: dict[str, Any] = {
-        kind: _errors(pairs, str(file)) for kind, pairs in groups.items() if pairs
-    }
+    out: dict[str, Any] = {kind: _errors(p, str(path)) for kind, p in groups.items() if p}
     return {**out, "outside_domain": outside}
-
-
-def _score_kernels(profile: Profile, folder: Path) -> dict[str, Any]:
-    """As :func:`score_steps`, on iterations composed from a folder of kernel timings."""
-    k = KernelTables(folder, int(profile.model["layers"]))
-    groups: dict[str, list[tuple[float, float]]] = {"prefill": [], "decode": []}
-    outside = 0
-
-    def dense(tokens: float) -> float:
-        return float(np.interp(tokens, k.tokens, k.dense))
-
-    def head(sequences: float) -> float:
-        return float(np.interp(sequences, k.sequences, k.head))
-
-    for i, chunk in enumerate(k.chunks):
-        for j, before in enumerate(k.before):
-            if chunk > k.tokens[-1] or not _inside(profile, 1, chunk, before):
-                outside += 1
-                continue
-            measured = dense(chunk) + k.chunk_attention[i, j] + head(1)
-            groups["prefill"].append((profile.step_s([(chunk, before)]), measured))
-    for i, sequences in enumerate(k.decodes):
-        for j, context in enumerate(k.contexts):
-            if not _inside(profile, sequences, sequences, context):
-                outside += 1
-                continue
-            measured = dense(sequences) + k.decode_attention[i, j] + head(sequences)
-            guess = profile.step_s((), sequences, sequences * context)
-            groups["decode"].append((guess, measured))
-    out: dict[str, Any] = {
-        kind: _errors(pairs, str(folder)) for kind, pairs in groups.items() if pairs
-    }
-    return {**out, "outside_domain": outside}
-
-
-def score(profile: Profile, other: str | os.PathLike[str]) -> dict[str, Any]:
-    """Errors of a profile on other measurements of the same device and model.
-
-    Args:
-        profile: The profile.
-        other: A folder of kernel timings, or a CSV file of whole iterations.
-
-    Returns:
-        See :func:`score_steps`.
-
-    Raises:
-        ValueError: Naming file, line and field of a bad input.
-    """
-    path = Path(other)
-    return _score_kernels(profile, path) if path.is_dir() else score_steps(profile, path)
 
 
 def score_lines(profile: Profile, other: str | os.PathLike[str]) -> list[str]:

@@ -6,6 +6,7 @@ from dataclasses import fields
 from typing import Any
 
 import numpy as np
+from scipy.optimize import isotonic_regression
 
 from servegym.hardware_profiles.fleet import served_models
 from servegym.hardware_profiles.interpolation import interpolate
@@ -45,24 +46,11 @@ def thin(grid: np.ndarray, values: np.ndarray, tolerance: float) -> np.ndarray:
 
 
 def isotonic_fit(values: np.ndarray) -> np.ndarray:
-    """Least-squares fit of ``values`` that never falls (pool adjacent violators).
+    """Least-squares fit ``(G,)`` of ``values`` that never falls.
 
     A product of more rows never takes less work, so a fall is scatter of the timing.
-
-    Args:
-        values: ``(G,)``.
-
-    Returns:
-        ``(G,)`` non-decreasing.
     """
-    pools: list[tuple[float, int]] = []
-    for value in values:
-        mean, count = float(value), 1
-        while pools and pools[-1][0] > mean:
-            last, size = pools.pop()
-            mean, count = (last * size + mean * count) / (size + count), size + count
-        pools.append((mean, count))
-    return np.repeat([mean for mean, _ in pools], [count for _, count in pools])
+    return isotonic_regression(values).x
 
 
 def check_explains(values: np.ndarray, at: str) -> float:
@@ -203,9 +191,6 @@ def model_facts(name_or_path: str) -> dict[str, Any]:
 
     Args:
         name_or_path: the name, or the path of a JSON file with the same fields.
-
-    Returns:
-        The facts.
 
     Raises:
         ValueError: for an unknown name (the nearest valid one is given).

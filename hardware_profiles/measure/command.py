@@ -5,6 +5,7 @@ All of them write CSV files that can be interrupted and resumed (``table.py``).
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Sequence
 
@@ -28,13 +29,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if what in ("-h", "--help"):
         print(_USAGE)
         return 0
+    modules = {"gpu": "gpu", "cpu-expert": "cpu", "server": "server"}
+    if what not in modules:
+        raise ValueError(f"measure: got {what!r}; must be one of {', '.join(modules)}")
     # Imported here: measuring experts and servers needs no torch.
-    if what == "gpu":
-        from servegym.hardware_profiles.measure import gpu as measurement
-    elif what == "cpu-expert":
-        from servegym.hardware_profiles.measure import cpu as measurement
-    elif what == "server":
-        from servegym.hardware_profiles.measure import server as measurement
-    else:
-        raise ValueError(f"measure: got {what!r}; must be one of gpu, cpu-expert, server")
-    return measurement.main(words[1:])
+    module = importlib.import_module(f"servegym.hardware_profiles.measure.{modules[what]}")
+    return module.main(words[1:])

@@ -12,23 +12,25 @@ the column ``ms_min``. The quartile and the median show how busy the machine was
 from __future__ import annotations
 
 import argparse
-import json
+import contextlib
+import functools
+import itertools
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from servegym._checks import real
 from servegym._command_line import run_main
 from servegym.hardware_profiles.load import unknown_name
-from servegym.hardware_profiles.measure.arguments import positive, whole_numbers
 from servegym.hardware_profiles.measure.table import ResumableTable
-from servegym.hardware_profiles.measure.timing import progress, repeat
+from servegym.hardware_profiles.measure.timing import progress, repeat, whole_numbers
 
 COLUMNS = (
     "model",
@@ -84,62 +86,57 @@ def forward(x: np.ndarray, weights: Sequence[np.ndarray]) -> np.ndarray:
     return inner @ weights[-1]
 
 
-def _worker(job: dict[str, Any]) -> None:
-    """Measure the points of one process; one JSON list a line on standard output."""
-    if hasattr(os, "sched_setaffinity"):
-        free = sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, set(free[-job["threads"] :]))
-    rng = np.random.default_rng(0)
-    for name, tokens_list in job["points"].items():
-        shape = SHAPES[name]
-        size = 4 * shape.parameters
-        room = min(_WORKING_SET_BYTES, job["memory_bytes"])
-        copies = max(1, min(64, room // size))
-        wide = (shape.hidden, shape.intermediate)
-        sets = [
-            [
-                rng.standard_normal(wide if i < shape.matrices - 1 else wide[::-1], np.float32)
-                * np.float32(0.02)
-                for i in range(shape.matrices)
-            ]
-            for _ in range(copies)
+@functools.lru_cache(1)
+def _weights(name: str, memory_bytes: int) -> list[list[np.ndarray]]:
+    shape, rng = SHAPES[name], np.random.default_rng(0)
+    copies = min(_WORKING_SET_BYTES, memory_bytes) // (4 * shape.parameters)
+    wide = (shape.hidden, shape.intermediate)
+    return [
+        [
+            rng.standard_normal(wide if i < shape.matrices - 1 else wide[::-1], np.float32)
+            * np.float32(0.02)
+            for i in range(shape.matrices)
         ]
-        for tokens in tokens_list:
-            x = rng.standard_normal((tokens, shape.hidden), np.float32)
-            turn = 0
-
-            def once(x: np.ndarray = x, sets: list[list[np.ndarray]] = sets) -> float:
-                nonlocal turn
-                turn += 1
-                start = time.perf_counter()
-                forward(x, sets[turn % len(sets)])
-                return time.perf_counter() - start
-
-            times = repeat(once, warm_up=3, repeats=job["repeats"], seconds=job["seconds"])
-            print(json.dumps([name, tokens, times.tolist()]), flush=True)
+        for _ in range(max(1, min(64, copies)))
+    ]
 
 
-def _run_worker(job: dict[str, Any]) -> Iterator[tuple[str, int, np.ndarray]]:
-    threads = str(job["threads"])
+def time_expert(
+    name: str, tokens: int, repeats: int, seconds: float, memory_bytes: int = 2 * 2**30
+) -> np.ndarray:
+    """Sorted seconds of an expert's pass over so many tokens; see :func:`measure`."""
+    x = np.random.default_rng(1).standard_normal((tokens, SHAPES[name].hidden), np.float32)
+    turns = itertools.cycle(_weights(name, memory_bytes))
+
+    def once() -> float:
+        weights = next(turns)
+        start = time.perf_counter()
+        forward(x, weights)
+        return time.perf_counter() - start
+
+    return repeat(once, warm_up=3, repeats=repeats, seconds=seconds)
+
+
+def _pin(threads: int) -> None:
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, set(sorted(os.sched_getaffinity(0))[-threads:]))
+
+
+@contextlib.contextmanager
+def process_of(threads: int) -> Iterator[ProcessPoolExecutor]:
+    """A process whose linear algebra has so many threads, pinned to as many processors."""
     names = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS")
-    environment = {**os.environ, **dict.fromkeys(names, threads)}
-    command = [sys.executable, "-m", "servegym.hardware_profiles.measure.cpu", "--worker"]
-    with subprocess.Popen(
-        [*command, json.dumps(job)], env=environment, stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
-        try:
-            for line in process.stdout:
-                name, tokens, times = json.loads(line)
-                yield name, tokens, np.array(times)
-        finally:
-            process.terminate()
-    # Ended by us only after its last line.
-    if process.returncode not in (0, -15):
-        raise ValueError(
-            f"measuring with {threads} threads failed with exit status {process.returncode} "
-            "(out of memory? lower --memory-gb)"
-        )
+    before = {name: os.environ.get(name) for name in names}
+    os.environ.update(dict.fromkeys(names, str(threads)))  # read when the library is loaded
+    try:
+        with ProcessPoolExecutor(
+            1, mp_context=get_context("spawn"), initializer=_pin, initargs=(threads,)
+        ) as pool:
+            yield pool
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            os.environ.update({} if value is None else {name: value})
 
 
 def measure(
@@ -182,51 +179,35 @@ def measure(
         raise ValueError(f"threads is {max(threads)}; this machine gives us {available} processors")
     if repeats < 1:
         raise ValueError(f"repeats is {repeats}; it must be >= 1")
-    positive("seconds", seconds)
+    real("seconds", seconds, 0.0, open_low=True)
     table = ResumableTable(out, COLUMNS, ("model", "threads", "tokens"))
-    jobs = []
-    for count in threads:
-        points = {m: [n for n in tokens if (m, count, n) not in table] for m in models}
-        points = {m: list(missing) for m, missing in points.items() if missing}
-        if points:
-            jobs.append(
-                {
-                    "threads": count,
-                    "points": points,
-                    "repeats": repeats,
-                    "seconds": seconds,
-                    "memory_bytes": memory_bytes,
-                }
-            )
-    total = sum(len(p) for job in jobs for p in job["points"].values())
+    missing = {
+        count: [(m, n) for m in models for n in tokens if (m, count, n) not in table]
+        for count in threads
+    }
+    total = sum(map(len, missing.values()))
     with progress(total, "cpu-expert") as step:
-        for job in jobs:
-            for name, count, times in _run_worker(job):
-                row = dict(zip(("ms_min", "ms_p25", "ms_median"), _quantiles(times), strict=True))
-                table.add(
-                    {
-                        "model": name,
-                        "threads": job["threads"],
-                        "tokens": count,
-                        "expert_params": SHAPES[name].parameters,
-                        **{key: f"{1e3 * value:.5g}" for key, value in row.items()},
-                        "repeats": len(times),
-                    }
-                )
-                step(f"{name}, {count} tokens: {1e3 * times[0]:.3g} ms")
+        for count, points in missing.items():
+            with process_of(count) as pool:
+                for name, n in points:
+                    job = pool.submit(time_expert, name, n, repeats, seconds, memory_bytes)
+                    try:
+                        times = job.result()
+                    except (BrokenProcessPool, MemoryError):
+                        raise ValueError(
+                            f"measuring with {count} threads failed (out of memory? lower "
+                            "--memory-gb)"
+                        ) from None
+                    spread = (times[0], times[len(times) // 4], np.median(times))
+                    facts = (name, count, n, SHAPES[name].parameters)
+                    cells = (*facts, *(f"{1e3 * value:.5g}" for value in spread), len(times))
+                    table.add(dict(zip(COLUMNS, cells, strict=True)))
+                    step(f"{name}, {n} tokens: {1e3 * times[0]:.3g} ms")
     return total
-
-
-def _quantiles(times: np.ndarray) -> tuple[float, float, float]:
-    return float(times[0]), float(times[len(times) // 4]), float(np.median(times))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; `ValueError` names what cannot be used."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    if words[:1] == ["--worker"]:
-        _worker(json.loads(words[1]))
-        return 0
     parser = argparse.ArgumentParser(
         prog="servegym measure cpu-expert",
         description="Time one expert's feed-forward pass on this CPU: pinned, warm, repeated.",
@@ -239,7 +220,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--repeats", type=int, default=100, help="most runs of a point")
     add("--seconds", type=float, default=2.0, help="longest time for the runs of a point")
     add("--memory-gb", type=float, default=2.0, help="most memory for weights")
-    options = parser.parse_args(words)
+    options = parser.parse_args(arguments)
     models = options.model or [name for name in SHAPES if name != "tiny"]
     measured = measure(
         options.out,
@@ -248,7 +229,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         tokens=whole_numbers("tokens", options.tokens),
         repeats=options.repeats,
         seconds=options.seconds,
-        memory_bytes=int(positive("memory-gb", options.memory_gb) * 2**30),
+        memory_bytes=int(real("memory-gb", options.memory_gb, 0.0, open_low=True) * 2**30),
     )
     print(f"{measured} points measured, {options.out}")
     return 0

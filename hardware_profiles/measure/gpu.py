@@ -30,11 +30,11 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from servegym._checks import real
 from servegym._command_line import run_main
 from servegym._files import write_text
 from servegym.hardware_profiles.calibrate.kernel_tables import SETTINGS_FILE
 from servegym.hardware_profiles.load import unknown_name
-from servegym.hardware_profiles.measure.arguments import positive
 from servegym.hardware_profiles.measure.table import ResumableTable
 from servegym.hardware_profiles.measure.timing import progress, repeat
 from servegym.hardware_profiles.model_config import ModelShape, model_shape
@@ -131,10 +131,12 @@ class Clock:
         self.repeats = repeats
         self.seconds = seconds
         self.memory_bytes = memory_bytes
-        self.cache_bytes = 0
+        self.cache_bytes, self.device_name = 0, f"CPU {platform.machine()}"
+        self.device_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         if self.cuda:
             facts = torch.cuda.get_device_properties(self.device)
             self.cache_bytes = int(getattr(facts, "L2_cache_size", 64 * 2**20))
+            self.device_name, self.device_bytes = facts.name, int(facts.total_memory)
         self.generator = torch.Generator(self.device).manual_seed(0)
 
     def random(self, *shape: int, scale: float = 0.02) -> torch.Tensor:
@@ -153,9 +155,6 @@ class Clock:
         Args:
             steps: The same operation on different tensors, run one after another.
             graph: Whether the steps may be captured (no copy to the host, no shape of data).
-
-        Returns:
-            Seconds.
         """
         if not self.cuda:
             turn = 0
@@ -378,26 +377,10 @@ def measure_dense(name: str, folder: str | os.PathLike[str], clock: Clock) -> in
     return len(missing)
 
 
-def _device_name(clock: Clock) -> str:
-    if clock.cuda:
-        return torch.cuda.get_device_name(clock.device)
-    return f"CPU {platform.machine()}"
-
-
-def _device_memory(clock: Clock) -> int:
-    if clock.cuda:
-        return int(torch.cuda.get_device_properties(clock.device).total_memory)
-    return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-
-
-def _slug(text: str) -> str:
-    return re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-")
-
-
 def _describe(root: Path, name: str, shape: ModelShape, clock: Clock) -> None:
     """Write what is measured, and refuse to go on with a folder of another device or model."""
     size = torch.finfo(clock.dtype).bits // 8
-    device = _device_name(clock)
+    device = clock.device_name
     facts = {
         "name": name,
         "layers": shape.layers,
@@ -420,13 +403,14 @@ def _describe(root: Path, name: str, shape: ModelShape, clock: Clock) -> None:
                 "another folder"
             )
         return
+    slug = re.sub(r"[^a-z0-9.]+", "-", device.lower()).strip("-")
     write_json(facts, root / "model.json")
     write_json(
         {
-            "--name": f"{_slug(device)}-{name}",
+            "--name": f"{slug}-{name}",
             "--model": "model.json",
             "--device-name": device,
-            "--memory-bytes": _device_memory(clock),
+            "--memory-bytes": clock.device_bytes,
             "--source": f"own measurement on {device}: torch {torch.__version__} kernels",
             "--licence": "own measurement",
             "--note": "torch kernels with random weights, not those of a serving engine",
@@ -585,11 +569,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise ValueError(unknown_name("model", options.model, names))
     if options.repeats < 1:
         raise ValueError(f"repeats is {options.repeats}; it must be >= 1")
-    positive("seconds", options.seconds)
+    real("seconds", options.seconds, 0.0, open_low=True)
     if options.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device is 'cuda', but torch finds no GPU; --device cpu tries it out")
     if options.memory_gb is not None:
-        memory = positive("memory-gb", options.memory_gb) * 2**30
+        memory = real("memory-gb", options.memory_gb, 0.0, open_low=True) * 2**30
     elif options.device == "cuda":
         memory = 0.8 * torch.cuda.mem_get_info()[0]
     else:

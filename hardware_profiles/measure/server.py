@@ -11,15 +11,16 @@ library is used.
 from __future__ import annotations
 
 import argparse
+import functools
 import http.client
 import json
 import math
 import os
-import queue
 import random
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,10 +28,10 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
+from servegym._checks import real
 from servegym._command_line import run_main
-from servegym.hardware_profiles.measure.arguments import positive, whole_numbers
 from servegym.hardware_profiles.measure.table import ResumableTable
-from servegym.hardware_profiles.measure.timing import progress
+from servegym.hardware_profiles.measure.timing import progress, whole_numbers
 
 COLUMNS = (
     "load",
@@ -84,7 +85,7 @@ class Endpoint:
             raise ValueError(f"api is {self.api!r}; it must be one of {', '.join(APIS)}")
         if self.output_tokens < 2:
             raise ValueError(f"output-tokens is {self.output_tokens}; it must be >= 2")
-        positive("timeout", self.timeout_s)
+        real("timeout", self.timeout_s, 0.0, open_low=True)
 
 
 @dataclass(frozen=True)
@@ -109,10 +110,17 @@ class Reply:
     token_s: tuple[float, ...] = ()
 
 
-def _has_token(event: Mapping[str, Any]) -> bool:
+_DELTAS = (
+    *("content", "reasoning_content", "reasoning", "refusal"),
+    *("tool_calls", "function_call", "audio"),
+)
+
+
+def brings_token(event: Mapping[str, Any]) -> bool:
+    """Whether an event of a stream, or an answer in one piece, brings a token."""
     for choice in event.get("choices") or ():
-        delta = choice.get("delta") or {}
-        if choice.get("text") or delta.get("content") or delta.get("reasoning_content"):
+        delta = choice.get("delta") or choice.get("message") or {}
+        if choice.get("text") or any(delta.get(key) for key in _DELTAS):
             return True
         # A token may be part of a letter: the text is empty, and more is to come.
         if choice.get("text") == "" and choice.get("finish_reason", "none") is None:
@@ -120,19 +128,25 @@ def _has_token(event: Mapping[str, Any]) -> bool:
     return False
 
 
-def ask(endpoint: Endpoint, prompt: str | list[int]) -> Reply:
+def _count(usage: Mapping[str, Any], key: str, other: int) -> int:
+    """The server's count of tokens, or another where it has none or one that none can be."""
+    told = usage.get(key)
+    return told if isinstance(told, int) and 0 < told < 1 << 31 else other
+
+
+def ask(
+    endpoint: Endpoint, prompt: str | list[int], on_token: Callable[[], None] | None = None
+) -> Reply:
     """Send one streaming request and time its tokens.
 
     Args:
         endpoint: Where and how.
         prompt: The text, or token ids (``completions`` only).
-
-    Returns:
-        The times.
+        on_token: Called at every event that brings a token.
 
     Raises:
         OSError: If the server cannot be reached or falls silent.
-        ValueError: If it answers with an error or not in the protocol.
+        ValueError: If it answers with an error or not in the protocol, or ends the stream early.
     """
     parts = urlsplit(endpoint.url)
     kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
@@ -156,6 +170,7 @@ def ask(endpoint: Endpoint, prompt: str | list[int]) -> Reply:
     connection = kind(parts.hostname or "", parts.port, timeout=endpoint.timeout_s)
     times: list[float] = []
     usage: Mapping[str, Any] = {}
+    ended = False
     try:
         start = time.perf_counter()
         path = parts.path.rstrip("/") + APIS[endpoint.api]
@@ -170,32 +185,34 @@ def ask(endpoint: Endpoint, prompt: str | list[int]) -> Reply:
                 continue
             data = line[5:].strip()
             if data == b"[DONE]":
+                ended = True
                 break
-            try:
-                event = json.loads(data)
-            except ValueError:
-                raise ValueError(f"not JSON: {data[:80]!r}") from None
-            if not isinstance(event, dict):
-                raise ValueError(f"not an object: {data[:80]!r}")
+            event = json.loads(data)
             if event.get("error"):
                 raise ValueError(f"error: {event['error']}")
             usage = event.get("usage") or usage
-            if _has_token(event):
+            if brings_token(event):
                 times.append(now)
+                if on_token is not None:
+                    on_token()
     except http.client.HTTPException as error:
         raise ValueError(f"not HTTP as expected: {type(error).__name__}") from error
+    except (json.JSONDecodeError, AttributeError, TypeError, RecursionError) as error:
+        raise ValueError(f"not JSON of OpenAI's protocol: {error}") from error
     finally:
         connection.close()
     if not times:
         raise ValueError("no token came; does the server stream?")
+    if not ended:
+        raise ValueError("the stream ended early")
     first, last = times[0], times[-1]
-    tokens = int(usage.get("completion_tokens") or len(times))
+    tokens = _count(usage, "completion_tokens", len(times))
     spread = (last - first) / (tokens - 1) if tokens > 1 and len(times) > 1 else math.nan
     return Reply(
         first - start,
         spread,
         last - start,
-        int(usage.get("prompt_tokens") or 0),
+        _count(usage, "prompt_tokens", 0),
         tokens,
         tuple(time - first for time in times) if len(times) == tokens else (),
     )
@@ -228,83 +245,37 @@ def _timed(endpoint: Endpoint, prompt: str | list[int]) -> dict[str, Any]:
     return row
 
 
-def _in_flight(
-    load: int,
+def _make(
     numbers: Sequence[int],
-    request: Callable[[int], dict[str, Any]],
-    done: Callable[[dict[str, Any]], None],
+    make: Callable[[int], None],
+    load: int,
+    rate: float,
+    seed: str,
     stop: float,
 ) -> None:
-    """Make the requests, ``load`` of them at a time.
+    """Make requests, ``load`` of them at a time, or at exponential gaps without a load.
 
     Args:
-        load: Requests in flight.
-        numbers: The requests.
-        request: Makes one, called from ``load`` threads.
-        done: Takes a row, called from one thread at a time; what it raises ends the measurement.
+        numbers: The requests; at least one.
+        make: Makes one, in a thread; what it raises ends the measurement.
+        load: Requests in flight, or 0.
+        rate: Requests/s without a load.
+        seed: Of the gaps.
         stop: Monotonic time after which no further request is made.
     """
-    todo: queue.SimpleQueue[int] = queue.SimpleQueue()
-    for number in numbers:
-        todo.put(number)
-    lock = threading.Lock()
-    fatal: list[BaseException] = []
-
-    def work() -> None:
-        while time.monotonic() < stop and not fatal:
-            try:
-                row = request(todo.get_nowait())
-            except queue.Empty:
-                return
-            with lock:
-                try:
-                    done(row)
-                except BaseException as error:  # a full disk must not pass unseen
-                    fatal.append(error)
-
-    workers = [threading.Thread(target=work, daemon=True) for _ in range(min(load, len(numbers)))]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    if fatal:
-        raise fatal[0]
-
-
-def _at_rate(
-    rate: float,
-    numbers: Sequence[int],
-    request: Callable[[int], dict[str, Any]],
-    done: Callable[[dict[str, Any]], None],
-    stop: float,
-    seed: str,
-) -> None:
-    """Make the requests at exponential gaps of mean 1 / ``rate`` seconds, a thread each."""
-    rng = random.Random(seed)
-    at = time.monotonic()
-    workers = []
-    lock = threading.Lock()
-    fatal: list[BaseException] = []
-
-    def work(number: int) -> None:
-        row = request(number)
-        with lock:
-            try:
-                done(row)
-            except BaseException as error:
-                fatal.append(error)
-
-    for number in numbers:
-        at += rng.expovariate(rate)
-        if at > stop or fatal:
-            break
-        time.sleep(max(0.0, at - time.monotonic()))
-        workers.append(threading.Thread(target=work, args=(number,), daemon=True))
-        workers[-1].start()
-    for worker in workers:
-        worker.join()
-    if fatal:
-        raise fatal[0]
+    gaps, at = random.Random(seed), time.monotonic()
+    pool = ThreadPoolExecutor(load or len(numbers))
+    made = []
+    try:
+        for number in numbers:
+            if not load:
+                at += gaps.expovariate(rate)
+                time.sleep(max(0.0, min(at, stop) - time.monotonic()))
+            made.append(pool.submit(make, number))
+        for one in as_completed(made):  # a full disk must not pass unseen
+            one.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def measure(
@@ -332,20 +303,19 @@ def measure(
         seed: Of the words, the gaps and the order.
         token_ids: Send prompts as token ids from this range, last excluded, in place of words.
 
-    Returns:
-        The table.
-
     Raises:
         ValueError: For a bad argument, or if no request succeeds (with the first reason).
     """
     cells = [(load, 0.0, words) for load in loads for words in prompt_words]
-    cells += [(0, positive("rates", rate), words) for rate in rates for words in prompt_words]
+    rates = [real("rates", rate, 0.0, open_low=True) for rate in rates]
+    cells += [(0, rate, words) for rate in rates for words in prompt_words]
     if requests < 1 or len(cells) * requests > MAX_REQUESTS:
         raise ValueError(
             f"requests is {requests}; it must be >= 1, and at most {MAX_REQUESTS} over all loads"
         )
-    positive("seconds", seconds)
-    if token_ids is not None and (endpoint.api != "completions" or not _is_range(token_ids)):
+    real("seconds", seconds, 0.0, open_low=True)
+    low, high = (0, 1) if token_ids is None else token_ids
+    if not 0 <= low < high or (token_ids is not None and endpoint.api != "completions"):
         raise ValueError(
             f"token-ids is {token_ids}; it must be two rising numbers >= 0, with api completions"
         )
@@ -370,31 +340,25 @@ def measure(
                 some.append((cell, range(turn, requests, parts)))
         random.Random(f"{seed}/{turn}").shuffle(some)
         turns += [(cell, [i for i in numbers if not succeeded(*cell, i)]) for cell, numbers in some]
+    lock = threading.Lock()
     with progress(sum(len(numbers) for _, numbers in turns), "server") as step:
-        for (load, rate, words), numbers in turns:
 
-            def request(
-                number: int, load: int = load, rate: float = rate, words: int = words
-            ) -> dict[str, Any]:
-                what = f"{seed}/{load or rate}/{words}/{number}"
-                prompt = _prompt(words, what, token_ids)
-                started = time.perf_counter() - began
-                times = _timed(endpoint, prompt)
-                key = {"load": load, "rate_rps": rate, "prompt_words": words, "request": number}
-                return {**key, "started_s": f"{started:.6f}", **times}
-
-            def done(
-                row: dict[str, Any], load: int = load, rate: float = rate, words: int = words
-            ) -> None:
-                table.add(row)
+        def make(cell: tuple[int, float, int], number: int) -> None:
+            if time.monotonic() >= stop:
+                return
+            load, rate, words = cell
+            prompt = _prompt(words, f"{seed}/{load or rate}/{words}/{number}", token_ids)
+            started = time.perf_counter() - began
+            times = _timed(endpoint, prompt)
+            key = {"load": load, "rate_rps": rate, "prompt_words": words, "request": number}
+            with lock:
+                table.add({**key, "started_s": f"{started:.6f}", **times})
                 step(f"{load} in flight, {words} words" if load else f"{rate:g}/s, {words} words")
 
-            if not numbers:
-                continue
-            if load:
-                _in_flight(load, numbers, request, done, stop)
-            else:
-                _at_rate(rate, numbers, request, done, stop, f"{seed}/{rate}/{numbers[0]}")
+        for cell, numbers in turns:
+            if numbers:
+                gaps = f"{seed}/{cell[1]}/{numbers[0]}"
+                _make(numbers, functools.partial(make, cell), cell[0], cell[1], gaps, stop)
     table.sort()
     if not any(row["ttft_s"] for row in table.rows.values()):
         reason = next((row["error"] for row in table.rows.values()), "time was up")
@@ -402,47 +366,28 @@ def measure(
     return table
 
 
-def _is_range(pair: Sequence[int]) -> bool:
-    return len(pair) == 2 and 0 <= pair[0] < pair[1]
-
-
-def summary(table: ResumableTable) -> list[dict[str, Any]]:
-    """Quantiles of the latencies, one row a load or rate, and prompt length.
-
-    Args:
-        table: As :func:`measure` leaves it.
-
-    Returns:
-        Rows with ``load, rate_rps, prompt_words, requests, failed``, median and P90 of TTFT and
-        TPOT in seconds, median end-to-end latency, and ``output_tokens_per_s`` over the time that
-        the requests took.
-    """
-    groups: dict[tuple[int, float, int], list[Mapping[str, str]]] = {}
+def _print(table: ResumableTable) -> None:
+    """Quantiles of TTFT and TPOT by load or rate and prompt length, and the throughput."""
+    print(
+        f"{'load':>7} {'words':>6} {'sent':>5} {'failed':>6} {'TTFT p50':>9} {'p90 ms':>9} "
+        f"{'TPOT p50':>9} {'p90 ms':>9} {'tokens/s':>9}"
+    )
+    groups: dict[tuple[float, ...], list[Mapping[str, str]]] = {}
     for row in table.rows.values():
-        cell = (int(row["load"]), float(row["rate_rps"]), int(row["prompt_words"]))
+        cell = tuple(float(row[key]) for key in ("load", "rate_rps", "prompt_words"))
         groups.setdefault(cell, []).append(row)
-    out = []
     for (load, rate, words), rows in sorted(groups.items()):
         good = [row for row in rows if row["ttft_s"]]
-        line: dict[str, Any] = {
-            "load": load,
-            "rate_rps": rate,
-            "prompt_words": words,
-            "requests": len(rows),
-            "failed": len(rows) - len(good),
-        }
-        for name in ("ttft_s", "tpot_s", "e2e_s"):
-            values = np.array([float(row[name]) for row in good])
-            values = values[np.isfinite(values)]
-            for label, q in (("median", 0.5), ("p90", 0.9)):
-                line[f"{label}_{name}"] = float(np.quantile(values, q)) if len(values) else math.nan
-        starts = [float(row["started_s"]) for row in good]
-        ends = [float(row["started_s"]) + float(row["e2e_s"]) for row in good]
-        span = max(ends) - min(starts) if good else math.nan
-        tokens = sum(int(row["output_tokens"]) for row in good)
-        line["output_tokens_per_s"] = tokens / span if span and span > 0 else math.nan
-        out.append(line)
-    return out
+        shown = f"{load:g}" if load else f"{rate:g}/s"
+        line = f"{shown:>7} {words:6g} {len(rows):5d} {len(rows) - len(good):6d} "
+        for name in ("ttft_s", "tpot_s"):
+            values = [float(row[name]) for row in good if math.isfinite(float(row[name]))]
+            for q in (0.5, 0.9):
+                line += f"{1e3 * np.quantile(values, q) if values else math.nan:9.2f} "
+        begun = [float(row["started_s"]) for row in good]
+        ended = [float(row["started_s"]) + float(row["e2e_s"]) for row in good]
+        span = max(ended) - min(begun) if good else math.nan
+        print(f"{line}{sum(int(row['output_tokens']) for row in good) / span:9.1f}")
 
 
 def _numbers(name: str, text: str) -> list[float]:
@@ -498,20 +443,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         requests=options.requests,
         seconds=options.seconds,
     )
-    print(
-        f"{'load':>7} {'words':>6} {'sent':>5} {'failed':>6} {'TTFT p50':>9} {'p90 ms':>9} "
-        f"{'TPOT p50':>9} {'p90 ms':>9} {'tokens/s':>9}"
-    )
-    for row in summary(table):
-        load = str(row["load"]) if row["load"] else f"{row['rate_rps']:g}/s"
-        times = " ".join(
-            f"{1e3 * row[key]:9.2f}"
-            for key in ("median_ttft_s", "p90_ttft_s", "median_tpot_s", "p90_tpot_s")
-        )
-        print(
-            f"{load:>7} {row['prompt_words']:6d} {row['requests']:5d} {row['failed']:6d} "
-            f"{times} {row['output_tokens_per_s']:9.1f}"
-        )
+    _print(table)
     print(f"written to {options.out}")
     return 0
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from servegym._files import write_text
+from servegym._files import csv_header, csv_rows, parse_number, write_text
 
 
 class ResumableTable:
@@ -40,24 +40,16 @@ class ResumableTable:
         if not self.path.is_file() or self.path.stat().st_size == 0:
             self._append(self.columns)
             return
-        try:
-            text = self.path.read_text(encoding="utf-8")
-            whole = text[: text.rfind("\n") + 1]
-            reader = csv.DictReader(io.StringIO(whole))
-            found = [(reader.line_num, row) for row in reader]
-        except (UnicodeDecodeError, csv.Error) as error:
-            raise ValueError(f"{self.path}: not a CSV text file: {error}") from error
-        if tuple(reader.fieldnames or ()) != self.columns:
+        whole, _, cut = self.path.read_bytes().rpartition(b"\n")
+        if cut:
+            write_text(self.path, whole + b"\n")
+        if (header := csv_header(self.path)) != list(self.columns):
             raise ValueError(
-                f"{self.path}:1: the columns are {', '.join(reader.fieldnames or ()) or 'none'}, "
+                f"{self.path}:1: the columns are {', '.join(header)}, "
                 f"not {', '.join(self.columns)}: name another file to start afresh"
             )
-        for line, row in found:
-            if None in row or None in row.values():
-                raise ValueError(f"{self.path}:{line}: not {len(self.columns)} values; remove it")
+        for _, row in csv_rows(self.path):
             self.rows[tuple(row[name] for name in self.key)] = row
-        if whole != text:
-            write_text(self.path, whole)
 
     def __contains__(self, key: Sequence[Any]) -> bool:
         return tuple(str(value) for value in key) in self.rows
@@ -74,14 +66,10 @@ class ResumableTable:
     def sort(self) -> None:
         """Rewrite the file with its rows in the order of the key, in one move."""
 
-        def order(key: tuple[str, ...]) -> list[tuple[int, float, str]]:
-            parts: list[tuple[int, float, str]] = []
-            for text in key:
-                try:
-                    parts.append((0, float(text), ""))
-                except ValueError:
-                    parts.append((1, 0.0, text))
-            return parts
+        def order(key: tuple[str, ...]) -> list[tuple[bool, float, str]]:
+            numbers = [parse_number(text) for text in key]
+            parts = zip(numbers, key, strict=True)
+            return [(number is None, number or 0.0, text) for number, text in parts]
 
         stream = io.StringIO()
         writer = csv.writer(stream, lineterminator="\n")

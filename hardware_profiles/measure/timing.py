@@ -1,4 +1,4 @@
-"""Repeating what is timed, and showing how long it will go on."""
+"""What the measurements share: numbers of a command line, repeating, the time left."""
 
 from __future__ import annotations
 
@@ -8,6 +8,25 @@ import time
 from collections.abc import Callable, Iterator
 
 import numpy as np
+
+
+def whole_numbers(name: str, text: str) -> list[int]:
+    """Parse ``1,2,4`` into sorted whole numbers, 1 or more, each once.
+
+    Args:
+        name: The argument, for the message.
+        text: What was given.
+
+    Raises:
+        ValueError: If one is no whole number of at least 1.
+    """
+    try:
+        numbers = sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        numbers = []
+    if not numbers or numbers[0] < 1:
+        raise ValueError(f"{name} is {text!r}; give whole numbers >= 1 such as 1,2,4")
+    return numbers
 
 
 def repeat(
@@ -35,7 +54,7 @@ def repeat(
 
 @contextlib.contextmanager
 def progress(total: int, label: str) -> Iterator[Callable[[str], None]]:
-    """A progress bar with the time left; without ``rich`` a line every few seconds.
+    """Lines on standard error with the time left, every few seconds.
 
     Args:
         total: Steps to come.
@@ -44,30 +63,6 @@ def progress(total: int, label: str) -> Iterator[Callable[[str], None]]:
     Yields:
         A function to call after each step with a short text on what was done.
     """
-    try:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-        from rich.progress import TimeElapsedColumn as Elapsed
-        from rich.progress import TimeRemainingColumn as Remaining
-    except ImportError:
-        rich = None
-    else:
-        console = Console(file=sys.stderr)
-        rich = console if console.is_terminal else None
-    if rich is not None:
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            Elapsed(),
-            TextColumn("left"),
-            Remaining(),
-            TextColumn("{task.fields[doing]}"),
-        )
-        with Progress(*columns, console=rich) as bar:
-            task = bar.add_task(label, total=total, doing="")
-            yield lambda text: bar.update(task, advance=1, doing=text)
-        return
     start = shown = time.monotonic()
     done = 0
 

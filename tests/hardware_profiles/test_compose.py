@@ -120,20 +120,16 @@ def test_decodes_beside_a_chunk_and_unequal_contexts(card):
         expected = profile.dense_s(300 + b) + profile.chunk_attention_s(300, 0)
         expected += 32 * (layer + chunk) + profile.head_s(b + 1)
         assert profile.mixed_step_s([(300, 0)], b, b * x) == pytest.approx(expected, rel=1e-4)
-        longest = 32 * m["longest_mixed"] * token * 500
-        assert profile.mixed_step_s([(300, 0)], b, b * x, x + 500) == pytest.approx(
-            expected + longest, rel=1e-4
-        )
+        more = profile.surplus(b)
+        assert more.mixed_s == pytest.approx(32 * m["longest_mixed"] * token, rel=1e-4)
         units = np.interp(8 * b / sms, m["longest_blocks"], m["longest"])
-        more = profile.decode_s(b, b * x, x + 500) - profile.decode_s(b, b * x)
-        assert more == pytest.approx(32 * units * token * 500, rel=1e-4)
-    assert profile.decode_s(8, 8000, 1000) == profile.decode_s(8, 8000)
+        assert more.decode_s == pytest.approx(32 * units * token, rel=1e-4)
 
 
 def test_decodes_that_run_in_a_kernel_of_their_own():
     profile = compose("h100", "llama-3.1-8b")
     alone = profile.step_s([(300, 0)], 64, 64 * 1024)
-    assert profile.mixed_step_s([(300, 0)], 64, 64 * 1024, 4096) == pytest.approx(alone, rel=1e-12)
+    assert profile.mixed_step_s([(300, 0)], 64, 64 * 1024) == pytest.approx(alone, rel=1e-12)
     assert not any(np.any(times) for times in profile.surplus(np.arange(600)))
 
 

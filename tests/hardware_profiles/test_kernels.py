@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from scipy.interpolate import RegularGridInterpolator
 
+from servegym.hardware_profiles.compose import Composer
 from servegym.hardware_profiles.kernels import (
     CardKernels,
     LogTable,
@@ -16,6 +17,7 @@ from servegym.hardware_profiles.kernels import (
     other_moe_shape,
 )
 from servegym.hardware_profiles.load import data_path
+from servegym.hardware_profiles.model_config import model_shape
 
 ROWS, OUT = np.array([1.0, 8.0, 64.0]), np.array([256.0, 1024.0])
 
@@ -120,7 +122,7 @@ def test_unknown_names():
         load_kernels("a10")
     kernels = load_kernels("a100-80g")
     with pytest.raises(ValueError, match="dtype: got 'fp8'; a100-80g was timed with bf16"):
-        kernels.check_dtype("fp8")
+        Composer(kernels, model_shape("llama-3.1-8b"), dtype="fp8")
     with pytest.raises(ValueError, match="no such mixture-of-experts kernel was timed on a100"):
         kernels.moe_table(MoeShape(2880, 2880, 4, 32), "mxfp4")
     with pytest.raises(ValueError, match="at most 4 times"):

@@ -188,12 +188,13 @@ def test_rtx4090_facts():
 
 @pytest.mark.parametrize("name", TABULATED)
 def test_estimator_follows_the_law(name):
-    p = load(name)
+    p, e = load(name), load(name).estimator
     worst = p.fit_error["linear_estimator_against_law"]["decode"]["max"]
     assert worst < 0.05
     for b, x in ((1, 100), (4, 400), (8, 1400)):
-        assert p.estimator.decode_s(b, b * x) == pytest.approx(p.decode_s(b, b * x), rel=worst)
-    assert p.estimator.prefill_s(1000) == pytest.approx(p.prefill_s(1000), rel=0.12)
+        guess = e.base_s + e.decode_s_per_sequence * b + e.k2 * b * x
+        assert guess == pytest.approx(p.decode_s(b, b * x), rel=worst)
+    assert e.base_s + 1000 * e.k1 == pytest.approx(p.prefill_s(1000), rel=0.12)
 
 
 def test_fleets_have_twelve_experts_of_the_named_models():

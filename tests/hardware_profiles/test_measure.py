@@ -116,6 +116,9 @@ class Handler(BaseHTTPRequestHandler):
             if server.mode == "garbage":
                 self.wfile.write(b"data: {not json\n\n")
                 return
+            if server.mode == "cut":
+                self.wfile.write(b'data: {"choices": [{"text": "w "}]}\n\n')
+                return
             chat = "messages" in body
             for i in range(body["max_tokens"]):
                 time.sleep(NEXT_S if i else FIRST_S)
@@ -178,7 +181,10 @@ def test_a_server_is_timed(server, tmp_path, api, capsys, monkeypatch):
     assert len(server.seen) == 6
 
 
-@pytest.mark.parametrize(("mode", "words"), [("error", "status 503"), ("garbage", "not JSON")])
+@pytest.mark.parametrize(
+    ("mode", "words"),
+    [("error", "status 503"), ("garbage", "not JSON"), ("cut", "ended early")],
+)
 def test_a_failing_server_is_reported(server, tmp_path, mode, words):
     server.mode = mode
     endpoint = measure_server.Endpoint(server.url, "m", output_tokens=3)
@@ -188,6 +194,31 @@ def test_a_failing_server_is_reported(server, tmp_path, mode, words):
     server.mode = "good"  # what failed is sent again
     measure_server.measure(endpoint, tmp_path / "s.csv", loads=[2], requests=3)
     assert [row["error"] for row in rows_of(tmp_path / "s.csv")] == ["", "", ""]
+
+
+def test_requests_come_at_a_rate(server, tmp_path):
+    endpoint = measure_server.Endpoint(server.url, "m", output_tokens=2)
+    out = tmp_path / "s.csv"
+    measure_server.measure(endpoint, out, loads=[], rates=[100.0], requests=8)
+    assert [(row["load"], row["rate_rps"], row["error"]) for row in rows_of(out)] == [
+        ("0", "100.0", "")
+    ] * 8
+
+
+def test_a_row_that_cannot_be_written_ends_the_measurement(server, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(ResumableTable, "add", full)
+    endpoint = measure_server.Endpoint(server.url, "m", output_tokens=2)
+    with pytest.raises(OSError, match="no space left"):
+        measure_server.measure(endpoint, tmp_path / "s.csv", loads=[1], requests=50)
+    assert len(server.seen) < 50
+
+
+def test_a_count_that_is_no_number_of_tokens_is_not_believed():
+    for told in (1e400, float("nan"), "9", -1, 10**401, None):
+        assert measure_server._count({"completion_tokens": told}, "completion_tokens", 2) == 2
 
 
 # ------------------------------------------------------------------------------------------ torch

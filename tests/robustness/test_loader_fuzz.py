@@ -185,7 +185,7 @@ LOADERS: dict[str, Loader] = {
     "leaderboard": Loader(
         _text("board.csv", BOARD), read_board, free=("low", "high", "nan", "inf")
     ),
-    "steps": Loader(_steps, lambda path: check.score_steps(hardware_profiles.load(CARD), path)),
+    "steps": Loader(_steps, lambda path: check.score(hardware_profiles.load(CARD), path)),
     "measured": Loader(
         _text("measured.csv", "op,tokens,time_us\nqkv,1,3.5\nqkv,2,4\n"),
         _measured,

@@ -57,10 +57,7 @@ def read_servers(path: Path) -> list[Endpoint]:
                 f"{path}: server {one.name!r} has no port; give it one, or name the file of "
                 "endpoints that was written when the servers started"
             )
-        url = f"http://{one.host}:{one.port}/v1"
-        servers.append(
-            Endpoint(one.name, one.engine, url, 0, one.slots, one.context, profile=one.profile)
-        )
+        servers.append(one.endpoint(one.port))
     return servers
 
 
@@ -99,12 +96,6 @@ def _write_litellm(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line of ``servegym gateway litellm | endpoint-picker``.
-
-    Args:
-        arguments: The command line; ``sys.argv`` by default.
-
-    Returns:
-        0.
 
     Raises:
         ValueError: If an argument or a file cannot be used.

@@ -17,7 +17,7 @@ import json
 import logging
 import signal
 import socket
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -25,28 +25,11 @@ from servegym._command_line import install_line
 
 try:
     import grpc
-    from envoy_data_plane.envoy.config.core.v3 import (
-        HeaderMap,
-        HeaderValue,
-        HeaderValueOption,
-        HeaderValueOptionHeaderAppendAction,
-        Metadata,
-    )
+    from envoy_data_plane.envoy.config.core import v3 as core
     from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import (
         ProcessingModeBodySendMode as BodyMode,
     )
-    from envoy_data_plane.envoy.service.ext_proc.v3 import (
-        BodyMutation,
-        BodyResponse,
-        CommonResponse,
-        HeaderMutation,
-        HeadersResponse,
-        ImmediateResponse,
-        ProcessingRequest,
-        ProcessingResponse,
-        StreamedBodyResponse,
-        TrailersResponse,
-    )
+    from envoy_data_plane.envoy.service.ext_proc import v3 as ext_proc
     from envoy_data_plane.envoy.type.v3 import HttpStatus, StatusCode
     from envoy_data_plane.google.protobuf import Struct
 except ModuleNotFoundError as error:
@@ -90,23 +73,23 @@ def address(url: str) -> str:
     return f"[{host}]:{port}" if ":" in str(host) else f"{host}:{port}"
 
 
-def _text(headers: HeaderMap | None, name: str) -> str:
+def _text(headers: core.HeaderMap | None, name: str) -> str:
     for one in headers.headers if headers is not None else ():
         if one.key.lower() == name:
             return one.value or one.raw_value.decode("latin-1")
     return ""
 
 
-def _entry(metadata: Metadata | None, space: str, key: str) -> Any:
+def _entry(metadata: core.Metadata | None, space: str, key: str) -> Any:
     """An entry of a request's metadata, None without it."""
     found = metadata.filter_metadata.get(space) if metadata is not None else None
     return None if found is None else found.to_dict().get(key)
 
 
-def _set(name: str, value: str) -> HeaderValueOption:
-    return HeaderValueOption(
-        header=HeaderValue(key=name, raw_value=value.encode()),
-        append_action=HeaderValueOptionHeaderAppendAction.OVERWRITE_IF_EXISTS_OR_ADD,
+def _set(name: str, value: str) -> core.HeaderValueOption:
+    return core.HeaderValueOption(
+        header=core.HeaderValue(key=name, raw_value=value.encode()),
+        append_action=core.HeaderValueOptionHeaderAppendAction.OVERWRITE_IF_EXISTS_OR_ADD,
     )
 
 
@@ -119,47 +102,44 @@ class _Refusal(Exception):
         headers = [_set("content-type", "application/json")]
         if retry_after_s is not None:
             headers.append(_set("retry-after", str(retry_after_s)))
-        self.response = ProcessingResponse(
-            immediate_response=ImmediateResponse(
+        self.response = ext_proc.ProcessingResponse(
+            immediate_response=ext_proc.ImmediateResponse(
                 status=HttpStatus(code=status),
-                headers=HeaderMutation(set_headers=headers),
+                headers=ext_proc.HeaderMutation(set_headers=headers),
                 body=json.dumps(error).encode(),
                 details="servegym",
             )
         )
 
 
-def _piece(body: bytes, last: bool) -> CommonResponse:
-    sent = StreamedBodyResponse(body=body, end_of_stream=last)
-    return CommonResponse(body_mutation=BodyMutation(streamed_response=sent))
+def _piece(body: bytes, last: bool) -> ext_proc.CommonResponse:
+    sent = ext_proc.StreamedBodyResponse(body=body, end_of_stream=last)
+    return ext_proc.CommonResponse(body_mutation=ext_proc.BodyMutation(streamed_response=sent))
 
 
-def _metadata(response: CommonResponse) -> Struct:
-    """The header of a response once more, as dynamic metadata."""
-    assert response.header_mutation is not None
-    header = response.header_mutation.set_headers[0].header
-    assert header is not None
-    return Struct.from_dict({NAMESPACE: {header.key: header.raw_value.decode()}})
+def _metadata(endpoints: str) -> Struct:
+    """The header once more, as dynamic metadata."""
+    return Struct.from_dict({NAMESPACE: {DESTINATION: endpoints}})
 
 
-def _headers(response: CommonResponse) -> ProcessingResponse:
-    return ProcessingResponse(
-        request_headers=HeadersResponse(response=response), dynamic_metadata=_metadata(response)
+def _route(endpoints: str) -> ext_proc.CommonResponse:
+    mutation = ext_proc.HeaderMutation(set_headers=[_set(DESTINATION, endpoints)])
+    return ext_proc.CommonResponse(header_mutation=mutation, clear_route_cache=True)
+
+
+def _headers(endpoints: str) -> ext_proc.ProcessingResponse:
+    return ext_proc.ProcessingResponse(
+        request_headers=ext_proc.HeadersResponse(response=_route(endpoints)),
+        dynamic_metadata=_metadata(endpoints),
     )
 
 
-def _duplex(response: CommonResponse, body: bytes, last: bool) -> list[ProcessingResponse]:
+def _duplex(endpoints: str, body: bytes, last: bool) -> Iterator[ext_proc.ProcessingResponse]:
     """The headers, then the whole body in pieces; ``last`` unless trailers follow it."""
-    pieces = [body[k : k + CHUNK_BYTES] for k in range(0, max(len(body), 1), CHUNK_BYTES)]
-    return [
-        _headers(response),
-        *(
-            ProcessingResponse(
-                request_body=BodyResponse(response=_piece(one, last and k == len(pieces)))
-            )
-            for k, one in enumerate(pieces, 1)
-        ),
-    ]
+    yield _headers(endpoints)
+    for k in range(0, max(len(body), 1), CHUNK_BYTES):
+        piece = _piece(body[k : k + CHUNK_BYTES], last and k + CHUNK_BYTES >= len(body))
+        yield ext_proc.ProcessingResponse(request_body=ext_proc.BodyResponse(response=piece))
 
 
 class EndpointPicker:
@@ -192,8 +172,8 @@ class EndpointPicker:
         return not self.stopping and any(one.able(now) for one in self.gate.breakers)
 
     async def process(
-        self, requests: AsyncIterator[ProcessingRequest], context: Any = None
-    ) -> AsyncIterator[ProcessingResponse]:
+        self, requests: AsyncIterator[ext_proc.ProcessingRequest], context: Any = None
+    ) -> AsyncIterator[ext_proc.ProcessingResponse]:
         """One request of a client, from its headers to the end of its answer."""
         ticket: Ticket | None = None
         answer: Answer | None = None
@@ -214,12 +194,16 @@ class EndpointPicker:
                     path = _text(message.request_headers.headers, ":path")
                     completion = path.partition("?")[0].endswith("/completions")
                     if message.request_headers.end_of_stream:
-                        yield _headers(self._least(self._allowed(subset)))
+                        # Such as a list of models: to the least load, and not counted.
+                        ranked = self._ranked(self._allowed(subset))
+                        yield _headers(",".join(self.endpoints[k] for k in ranked))
                     elif request_mode == BodyMode.NONE and message.protocol_config is not None:
-                        ticket, response = self._pick({}, subset, completion)
-                        yield _headers(response)
+                        ticket, chosen = self._pick({}, subset, completion)
+                        yield _headers(chosen)
                     elif not duplex:
-                        yield ProcessingResponse(request_headers=HeadersResponse())
+                        yield ext_proc.ProcessingResponse(
+                            request_headers=ext_proc.HeadersResponse()
+                        )
                 elif message.request_body is not None:
                     body += message.request_body.body
                     if len(body) > MAX_BODY_BYTES:
@@ -228,23 +212,23 @@ class EndpointPicker:
                     # What is buffered comes at once, and ends with it or with trailers.
                     whole = request_mode in (BodyMode.BUFFERED, BodyMode.BUFFERED_PARTIAL)
                     if ticket is None and (whole or message.request_body.end_of_stream):
-                        ticket, response = self._pick(_json(body), subset, completion)
+                        ticket, chosen = self._pick(_json(body), subset, completion)
                         if duplex:
-                            for one in _duplex(response, bytes(body), last=True):
+                            for one in _duplex(chosen, bytes(body), last=True):
                                 yield one
                         else:
-                            yield ProcessingResponse(
-                                request_body=BodyResponse(response=response),
-                                dynamic_metadata=_metadata(response),
+                            yield ext_proc.ProcessingResponse(
+                                request_body=ext_proc.BodyResponse(response=_route(chosen)),
+                                dynamic_metadata=_metadata(chosen),
                             )
                     elif not duplex:
-                        yield ProcessingResponse(request_body=BodyResponse())
+                        yield ext_proc.ProcessingResponse(request_body=ext_proc.BodyResponse())
                 elif message.request_trailers is not None:
-                    told = ProcessingResponse(request_trailers=TrailersResponse())
+                    told = ext_proc.ProcessingResponse(request_trailers=ext_proc.TrailersResponse())
                     if ticket is None:
-                        ticket, response = self._pick(_json(body), subset, completion)
-                        told.dynamic_metadata = _metadata(response)
-                        for one in _duplex(response, bytes(body), last=False) if duplex else ():
+                        ticket, chosen = self._pick(_json(body), subset, completion)
+                        told.dynamic_metadata = _metadata(chosen)
+                        for one in _duplex(chosen, bytes(body), last=False) if duplex else ():
                             yield one
                     yield told
                 elif message.response_headers is not None:
@@ -260,7 +244,7 @@ class EndpointPicker:
                         )
                         if good and message.response_headers.end_of_stream:
                             answer.end()
-                    yield ProcessingResponse(response_headers=HeadersResponse())
+                    yield ext_proc.ProcessingResponse(response_headers=ext_proc.HeadersResponse())
                 elif message.response_body is not None:
                     part = message.response_body
                     if answer is not None:
@@ -269,36 +253,31 @@ class EndpointPicker:
                             answer.end()
                     echoed = response_mode == BodyMode.FULL_DUPLEX_STREAMED
                     common = _piece(part.body, part.end_of_stream) if echoed else None
-                    yield ProcessingResponse(response_body=BodyResponse(response=common))
+                    yield ext_proc.ProcessingResponse(
+                        response_body=ext_proc.BodyResponse(response=common)
+                    )
                 elif message.response_trailers is not None:
                     if answer is not None:
                         answer.end()
-                    yield ProcessingResponse(response_trailers=TrailersResponse())
+                    yield ext_proc.ProcessingResponse(response_trailers=ext_proc.TrailersResponse())
             if ticket is not None and answer is not None and good:
                 if response_mode in (BodyMode.NONE, BodyMode.BUFFERED_PARTIAL):
-                    ticket.finished()  # the gateway does not show the body, or not all of it
+                    ticket.end("finished")  # the gateway does not show the body, or not all of it
         except _Refusal as refusal:
             yield refusal.response
         finally:
             if ticket is not None:
                 # The client has hung up, or the server has died in its answer.
-                (ticket.left if answer is None else ticket.broken)()
+                ticket.end("left" if answer is None else "broken")
 
-    def _pick(
-        self, body: Mapping[str, Any], subset: Any, completion: bool
-    ) -> tuple[Ticket, CommonResponse]:
+    def _pick(self, body: Mapping[str, Any], subset: Any, completion: bool) -> tuple[Ticket, str]:
         allowed = self._allowed(subset)
         ticket = self.gate.enter(body, allowed=allowed, completion=completion)
         if ticket.expert < 0:
             why = f"the router refuses the request; try again in {RETRY_AFTER_S} s"
             raise _Refusal(StatusCode.TooManyRequests, why, RETRY_AFTER_S)
-        return ticket, self._to(ticket.expert, allowed)
-
-    def _to(self, expert: int, allowed: Sequence[bool]) -> CommonResponse:
-        named = [expert, *(k for k in self._ranked(allowed) if k != expert)]
-        value = ",".join(self.endpoints[k] for k in named)
-        mutation = HeaderMutation(set_headers=[_set(DESTINATION, value)])
-        return CommonResponse(header_mutation=mutation, clear_route_cache=True)
+        others = [k for k in self._ranked(allowed) if k != ticket.expert]
+        return ticket, ",".join(self.endpoints[k] for k in (ticket.expert, *others))
 
     def _allowed(self, subset: Any) -> list[bool]:
         """Which endpoints the gateway lets a request go to: all unless it names a subset."""
@@ -311,10 +290,6 @@ class EndpointPicker:
         if not any(allowed):
             raise _Refusal(StatusCode.ServiceUnavailable, "no endpoint is ready")
         return allowed
-
-    def _least(self, allowed: Sequence[bool]) -> CommonResponse:
-        """A request without a body, such as a list of models: to the least load, not counted."""
-        return self._to(self._ranked(allowed)[0], allowed)
 
     def _ranked(self, allowed: Sequence[bool]) -> list[int]:
         """The endpoints that a request may go to: those that fail last, else by their load."""
@@ -371,7 +346,7 @@ async def start(picker: EndpointPicker, host: str, port: int) -> tuple[Any, int]
     server = grpc.aio.server(options=[("grpc.max_receive_message_length", most)])
     process = grpc.stream_stream_rpc_method_handler(
         picker.process,
-        request_deserializer=ProcessingRequest.parse,
+        request_deserializer=ext_proc.ProcessingRequest.parse,
         response_serializer=bytes,
     )
     health = grpc.unary_unary_rpc_method_handler(check)

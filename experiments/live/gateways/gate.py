@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from servegym.experiments.live.client import brings_token
 from servegym.experiments.live.fleet_file import Endpoint, ServerSpec
 from servegym.experiments.live.gateway import MAX_TOKENS, GatewayRequest, GatewayRouter
+from servegym.hardware_profiles.measure.server import brings_token
 
 __all__ = [
     "BYTES_PER_TOKEN",
@@ -194,40 +194,53 @@ class Ticket:
 
     def token(self, generated: int | None = None) -> None:
         """A token of the answer came; ``generated`` says how many there are by now."""
-        first = self.tokens == 0
+        gate, first = self.gate, self.tokens == 0
         told = self.tokens + 1 if generated is None else int(generated)
         self.tokens = min(max(told, 0), MAX_TOKENS)
-        self.heard_s = self.gate.router.clock()
-        self.gate.router.token(self.id, self.tokens)
+        self.heard_s = gate.router.clock()
+        gate.router.token(self.id, self.tokens)
         if first and self.tokens:
-            self.gate.alive(self)
+            with gate.lock:
+                if self.id in gate.open:
+                    gate.breakers[self.expert].good(self.number, self.heard_s, ended=False)
 
     def moved(self, expert: int) -> None:
-        """The gateway has sent it to another expert itself."""
-        self.gate.moved(self, expert)
-
-    def finished(self) -> None:
-        """The answer is complete."""
-        self.gate.end(self, "finished")
+        """The gateway has sent it to another expert itself: that of before has failed."""
+        gate = self.gate
+        with gate.lock:
+            if self.id not in gate.open or not 0 <= expert < len(gate.names):
+                return
+            gate.blame(self)
+            gate.send(self, expert)
+        gate.router.moved(self.id, expert)
 
     def refused(self, status: int) -> None:
         """The answer is an error with this HTTP status."""
-        self.gate.end(self, "left" if status in CLIENTS else "failed")
+        self.end("left" if status in CLIENTS else "failed")
 
-    def failed(self) -> None:
-        """The expert's server has failed."""
-        self.gate.end(self, "failed")
+    def end(self, how: str) -> None:
+        """The request is over.
 
-    def left(self) -> None:
-        """The client has hung up: no fault of the server."""
-        self.gate.end(self, "left")
-
-    def broken(self) -> None:
-        """The answer has ended in its midst, by the client or by the server.
-
-        It counts as left; for the breaker it is a failure, since few clients in ten hang up.
+        Args:
+            how: ``finished``, the answer is complete; ``failed``, by the server; ``left``, the
+                client has hung up, which is no fault of the server; ``broken``, in the midst of
+                the answer, by either: it counts as left, and for the breaker as a failure, since
+                few clients in ten hang up.
         """
-        self.gate.end(self, "broken")
+        gate = self.gate
+        with gate.lock:
+            if gate.open.pop(self.id, None) is None:
+                return
+            breaker, now = gate.breakers[self.expert], gate.router.clock()
+            if how == "finished":
+                breaker.good(self.number, now)
+            elif how == "failed":
+                gate.blame(self)
+            else:
+                gate.counters["left"] += 1
+                if how == "broken":
+                    breaker.bad(self.number, now)
+        (gate.router.finished if how == "finished" else gate.router.failed)(self.id)
 
 
 class Gate:
@@ -248,6 +261,7 @@ class Gate:
         routed: (N,) requests that were sent to each.
         breakers: N breakers.
         counters: What has happened that the router does not count.
+        open: Tickets that have not ended, by name, under `lock`.
     """
 
     def __init__(
@@ -262,9 +276,9 @@ class Gate:
         if len(self.names) != n:
             raise ValueError(f"names are {len(self.names)}; the fleet has {n} experts")
         self.router, self._predict = router, predict
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
         self._numbers = itertools.count()
-        self._open: OrderedDict[str, Ticket] = OrderedDict()
+        self.open: OrderedDict[str, Ticket] = OrderedDict()
         self.breakers = [Breaker() for _ in range(n)]
         self.routed = np.zeros(n, np.int64)
         self.counters = {"prediction_errors": 0, "server_failures": 0, "left": 0, "given_up": 0}
@@ -290,7 +304,7 @@ class Gate:
         """
         begin, now = time.perf_counter(), self.router.clock()
         name = str(next(self._numbers))
-        with self._lock:
+        with self.lock:
             self._give_up(now)
             able = self.able(allowed)
         try:
@@ -299,14 +313,15 @@ class Gate:
             self._mistaken(error)
             decision = self.router.decide(GatewayRequest(name, 1, allowed=able))
         ticket = Ticket(self, name, decision.expert, now, completion)
-        with self._lock:
+        with self.lock:
             self._elapsed.append(time.perf_counter() - begin)
             if not decision.dropped:
-                self._send(ticket, decision.expert)
-                self._open[name] = ticket
+                self.send(ticket, decision.expert)
+                self.open[name] = ticket
         return ticket
 
-    def _send(self, ticket: Ticket, expert: int) -> None:
+    def send(self, ticket: Ticket, expert: int) -> None:
+        """A ticket goes to an expert; called with the lock."""
         self.routed[expert] += 1
         ticket.expert, ticket.tokens = expert, 0
         ticket.number = self.breakers[expert].send(self.router.clock())
@@ -351,57 +366,23 @@ class Gate:
 
     def _give_up(self, now: float) -> None:
         """End requests that nobody speaks of any more."""
-        for name in list(itertools.islice(self._open, 2)):  # all come round in time
-            if now - self._open[name].heard_s <= LEASE_S:
-                self._open.move_to_end(name)
+        for name in list(itertools.islice(self.open, 2)):  # all come round in time
+            if now - self.open[name].heard_s <= LEASE_S:
+                self.open.move_to_end(name)
                 continue
-            del self._open[name]
+            del self.open[name]
             self.counters["given_up"] += 1
             self.router.failed(name)
 
-    def moved(self, ticket: Ticket, expert: int) -> None:
-        """See `Ticket.moved`; the expert that it was sent to has failed."""
-        with self._lock:
-            if ticket.id not in self._open or not 0 <= expert < len(self.names):
-                return
-            self._failed(ticket)
-            self._send(ticket, expert)
-        self.router.moved(ticket.id, expert)
-
-    def _failed(self, ticket: Ticket) -> None:
+    def blame(self, ticket: Ticket) -> None:
+        """The expert of a ticket has failed; called with the lock."""
         self.counters["server_failures"] += 1
         self.breakers[ticket.expert].bad(ticket.number, self.router.clock())
-
-    def alive(self, ticket: Ticket) -> None:
-        """The first token of a request has come."""
-        with self._lock:
-            if ticket.id in self._open:
-                now = self.router.clock()
-                self.breakers[ticket.expert].good(ticket.number, now, ended=False)
-
-    def end(self, ticket: Ticket, how: str) -> None:
-        """The end of a ticket: ``finished``, ``failed``, ``left`` or ``broken``.
-
-        A second changes nothing.
-        """
-        with self._lock:
-            if self._open.pop(ticket.id, None) is None:
-                return
-            breaker, now = self.breakers[ticket.expert], self.router.clock()
-            if how == "finished":
-                breaker.good(ticket.number, now)
-            elif how == "failed":
-                self._failed(ticket)
-            else:
-                self.counters["left"] += 1
-                if how == "broken":
-                    breaker.bad(ticket.number, now)
-        (self.router.finished if how == "finished" else self.router.failed)(ticket.id)
 
     def status(self) -> dict[str, Any]:
         """What has happened, for a page of the gateway: counters, experts and decision times."""
         counters = asdict(self.router.counters)
-        with self._lock:
+        with self.lock:
             now = self.router.clock()
             times = 1e3 * np.array(self._elapsed or [0.0])
             return {
@@ -410,7 +391,7 @@ class Gate:
                 **counters,
                 "fallbacks": self.router.counters.fallbacks,
                 **self.counters,
-                "in_flight": len(self._open),
+                "in_flight": len(self.open),
                 "decision_ms": {
                     "median": round(float(np.median(times)), 3),
                     "p99": round(float(np.quantile(times, 0.99)), 3),
@@ -499,7 +480,5 @@ class Answer:
             self._event(bytes(self._rest))
         read = self._encoded or (whole and self._long)
         good = read or (self._brought and (whole or self.done or self._said))
-        if self._ticket.completion and (self._wrong or not good):
-            self._ticket.failed()
-        else:
-            self._ticket.finished()
+        failed = self._ticket.completion and (self._wrong or not good)
+        self._ticket.end("failed" if failed else "finished")

@@ -32,8 +32,8 @@ except ModuleNotFoundError as error:
         "litellm is not installed; pip install 'litellm[proxy]<1.109'", name="litellm"
     ) from error
 
-from servegym.experiments.live.client import brings_token
 from servegym.experiments.live.gateways.gate import RETRY_AFTER_S, Gate, Ticket
+from servegym.hardware_profiles.measure.server import brings_token
 
 __all__ = ["STATUS_PATH", "LiteLLMStrategy"]
 
@@ -109,10 +109,9 @@ class LiteLLMStrategy(CustomRoutingStrategyBase, CustomLogger):
             for ticket in tickets:
                 if hasattr(response, "__anext__"):
                     _watch(response, ticket)
-                elif brings_token(response.model_dump()):
-                    ticket.finished()
-                else:
-                    ticket.failed()  # an answer that has nothing in it
+                else:  # one that has nothing in it has failed
+                    good = brings_token(response.model_dump())
+                    ticket.end("finished" if good else "failed")
             return response
 
         return told
@@ -155,18 +154,9 @@ class LiteLLMStrategy(CustomRoutingStrategyBase, CustomLogger):
         tickets.append(ticket)
         return by_id[self._ids[ticket.expert]]
 
-    def get_available_deployment(
-        self,
-        model: str,
-        messages: list[dict[str, str]] | None = None,
-        input: str | list | None = None,
-        specific_deployment: bool | None = False,
-        request_kwargs: dict | None = None,
-    ) -> Any:
+    def get_available_deployment(self, *args: Any, **kwargs: Any) -> Any:
         """See LiteLLM: synchronous calls go by its own strategy."""
-        return type(self._router).get_available_deployment(
-            self._router, model, messages, input, specific_deployment, request_kwargs
-        )
+        return type(self._router).get_available_deployment(self._router, *args, **kwargs)
 
     async def async_pre_call_hook(
         self, user_api_key_dict: Any, cache: Any, data: dict, call_type: Any
@@ -202,11 +192,11 @@ def _end(ticket: Ticket, error: BaseException) -> None:
     """A request has ended with an error: the server's, or the client's."""
     status = getattr(error, "status_code", None)
     if not isinstance(error, Exception):
-        ticket.left()  # cancelled: the client has hung up
+        ticket.end("left")  # cancelled: the client has hung up
     elif isinstance(status, int):
         ticket.refused(status)
     else:
-        ticket.failed()
+        ticket.end("failed")
 
 
 async def _chunks(
@@ -223,7 +213,7 @@ async def _chunks(
                 ticket.token()
             yield chunk
         told = kept is None or any(choice.finish_reason for one in kept for choice in one.choices)
-        (ticket.finished if told and ticket.tokens else ticket.failed)()
+        ticket.end("finished" if told and ticket.tokens else "failed")
     except BaseException as error:
         _end(ticket, error)
         raise
@@ -236,7 +226,7 @@ async def _chunks(
 def _watch(response: Any, ticket: Ticket) -> None:
     """Tell the ticket of a streamed response, which stays the object that LiteLLM made."""
     # A stream that nobody reads to its end, or from its beginning, ends with the object.
-    weakref.finalize(response, ticket.left).atexit = False
+    weakref.finalize(response, ticket.end, "left").atexit = False
     if hasattr(response, "_async_generator"):
         kept = getattr(response, "chunks", None)
         response._async_generator = _chunks(response._async_generator, ticket, kept)

@@ -188,12 +188,6 @@ async def _serve(options: argparse.Namespace, specs: Sequence[ServerSpec]) -> No
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line of ``servegym serve``; it ends with a signal.
 
-    Args:
-        arguments: The command line; ``sys.argv`` by default.
-
-    Returns:
-        0.
-
     Raises:
         ValueError: If an argument, a file or a port cannot be used.
     """

@@ -42,17 +42,16 @@ class Fault:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(f"--fail {self.kind!r} is unknown; there are {', '.join(KINDS)}")
-        if not 0.0 <= self.start_s < self.end_s:
-            raise ValueError(
-                f"--fail {self.kind}: from={self.start_s:g} must be at least 0 and before "
-                f"to={self.end_s:g}"
-            )
-        if not 0.0 < self.rate <= 1.0:
-            raise ValueError(f"--fail {self.kind}: rate={self.rate:g} must be in (0, 1]")
-        if self.kind not in _PER_REQUEST and self.rate != 1.0:
-            raise ValueError(f"--fail {self.kind}: rate is for {', '.join(_PER_REQUEST)} only")
-        if not 400 <= self.status <= 599:
-            raise ValueError(f"--fail {self.kind}: status={self.status} must be in 400..599")
+        times = f"from={self.start_s:g} must be at least 0 and before to={self.end_s:g}"
+        single, rate = self.kind in _PER_REQUEST, f"rate={self.rate:g} must be in (0, 1]"
+        for good, told in (
+            (0.0 <= self.start_s < self.end_s, times),
+            (0.0 < self.rate <= 1.0, rate),
+            (single or self.rate == 1.0, f"rate is for {', '.join(_PER_REQUEST)} only"),
+            (400 <= self.status <= 599, f"status={self.status} must be in 400..599"),
+        ):
+            if not good:
+                raise ValueError(f"--fail {self.kind}: {told}")
 
     def at(self, now: float) -> bool:
         """Whether it lasts at a time, seconds."""

@@ -8,8 +8,9 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 
-__all__ = ["Histogram", "ServerMetrics"]
+__all__ = ["ServerMetrics"]
 
 _TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5)
 _TTFT += (10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0)
@@ -21,44 +22,8 @@ _LATENCY += (120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0)
 
 def _steps(most: int) -> tuple[float, ...]:
     """1, 2, 5, 10, 20, 50 ... up to a number of tokens."""
-    found, power = [], 1
-    while True:
-        for factor in (1, 2, 5):
-            if factor * power > most:
-                return tuple(map(float, found))
-            found.append(factor * power)
-        power *= 10
-
-
-class Histogram:
-    """Counts of values in buckets.
-
-    Args:
-        bounds: Upper ends of the buckets, rising.
-    """
-
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self.bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)
-        self.sum = 0.0
-
-    def add(self, value: float) -> None:
-        """Count a value."""
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.sum += value
-
-    def lines(self, name: str, labels: str) -> list[str]:
-        """Its samples."""
-        found, total = [], 0
-        for bound, count in zip((*self.bounds, None), self.counts, strict=True):
-            total += count
-            end = "+Inf" if bound is None else f"{bound!r}"
-            found.append(f'{name}_bucket{{{labels},le="{end}"}} {float(total)!r}')
-        return [
-            *found,
-            f"{name}_count{{{labels}}} {float(total)!r}",
-            f"{name}_sum{{{labels}}} {self.sum!r}",
-        ]
+    steps = (factor * 10**power for power in range(12) for factor in (1, 2, 5))
+    return tuple(float(step) for step in steps if step <= most)
 
 
 _GAUGES = {
@@ -109,14 +74,15 @@ class ServerMetrics:
         self.ended: Counter[str] = Counter({"stop": 0, "length": 0, "abort": 0, "error": 0})
         self.total: Counter[str] = Counter()
         steps = _steps(context)
-        self._histograms = {
-            name: Histogram(bounds or steps) for name, (bounds, _) in _HISTOGRAMS.items()
-        }
+        self._bounds = {name: bounds or steps for name, (bounds, _) in _HISTOGRAMS.items()}
+        self._counts = {name: [0] * (len(bounds) + 1) for name, bounds in self._bounds.items()}
+        self._sums = dict.fromkeys(_HISTOGRAMS, 0.0)
 
     def observe(self, **values: float) -> None:
         """Count a value in the histogram of each name."""
         for name, value in values.items():
-            self._histograms[name].add(value)
+            self._counts[name][bisect_left(self._bounds[name], value)] += 1
+            self._sums[name] += value
 
     def text(self, running: int, waiting: int, kv_usage: float) -> str:
         """All of it.
@@ -143,7 +109,15 @@ class ServerMetrics:
         ]
         told("request_success_total", "counter", "Requests that ended, by reason.", ended)
         for name, (_, what) in _HISTOGRAMS.items():
-            told(name, "histogram", what, self._histograms[name].lines(f"vllm:{name}", labels))
+            totals = [float(total) for total in accumulate(self._counts[name])]
+            ends = [*map(repr, self._bounds[name]), "+Inf"]
+            samples = [
+                f'vllm:{name}_bucket{{{labels},le="{end}"}} {total!r}'
+                for end, total in zip(ends, totals, strict=True)
+            ]
+            samples += [f"vllm:{name}_count{{{labels}}} {totals[-1]!r}"]
+            samples += [f"vllm:{name}_sum{{{labels}}} {self._sums[name]!r}"]
+            told(name, "histogram", what, samples)
         info = ",".join(f'{key}="{_escaped(str(value))}"' for key, value in self._info.items())
         sample = f'vllm:cache_config_info{{engine="0",{info}}} 1.0'
         told("cache_config_info", "gauge", "Facts of the KV cache.", [sample])

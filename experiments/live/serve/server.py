@@ -41,6 +41,7 @@ BODY_TIMEOUT_S = 30.0
 HEADERS_S = 30.0
 """A connection without a whole request for so long is closed; looked at every `SWEEP_S`."""
 SWEEP_S = 1.0
+NAMED = "X-Servegym-Server"
 _OPTIONS = ("kv_tokens", "block_size")
 _KEPT = 512  # requests that ended, for the page
 
@@ -336,9 +337,8 @@ class SimulatedServer:
                 await self._wait(one)
             if one.end == "error" or one.count >= cut_after:
                 _break(request)
-            return web.json_response(
-                text=writer.whole("".join(text), one), headers=_named(self.spec.name)
-            )
+            headers = {NAMED: self.spec.name}
+            return web.json_response(text=writer.whole("".join(text), one), headers=headers)
         finally:
             if not one.end:  # the client has hung up, or the connection was cut
                 self._work()
@@ -409,7 +409,7 @@ class SimulatedServer:
     # -- life -----------------------------------------------------------------------------------
 
     def _app(self) -> web.Application:
-        app = web.Application(client_max_size=self.body_bytes, middlewares=[self._note, _errors])
+        app = web.Application(client_max_size=self.body_bytes, middlewares=[self._around])
         app.router.add_post("/v1/completions", self._completions)
         app.router.add_post("/v1/chat/completions", self._completions)
         app.router.add_get("/v1/models", self._models)
@@ -454,13 +454,20 @@ class SimulatedServer:
         self._tasks.append(asyncio.create_task(self._sweep()))
 
     @web.middleware
-    async def _note(
+    async def _around(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
+        """Errors in OpenAI's form; a connection with a request is not swept."""
         connection = request.transport
         self._busy.add(connection)
         try:
             return await handler(request)
+        except web.HTTPException as error:
+            too_long = error.status == 413
+            told = "The body is larger than the server takes." if too_long else error.reason
+            return _error(error.status, told)
+        except ConnectionError:  # the client has gone while it was written to
+            raise asyncio.CancelledError from None
         finally:
             self._busy.discard(connection)
 
@@ -530,16 +537,7 @@ class SimulatedServer:
     @property
     def endpoint(self) -> Endpoint:
         """Where it is found."""
-        host = f"[{self.spec.host}]" if ":" in self.spec.host else self.spec.host
-        return Endpoint(
-            name=self.spec.name,
-            engine="simulated",
-            url=f"http://{host}:{self.port}/v1",
-            pid=os.getpid(),
-            slots=self.spec.slots,
-            context=self.spec.context,
-            profile=self.spec.profile,
-        )
+        return self.spec.endpoint(self.port, os.getpid())
 
 
 class SimulatedFleet:
@@ -666,16 +664,12 @@ def _usage(one: Served) -> dict[str, Any]:
     }
 
 
-def _named(name: str) -> dict[str, str]:
-    return {"X-Servegym-Server": name}
-
-
 async def _open_stream(request: web.Request, name: str) -> web.StreamResponse:
     response = web.StreamResponse(
         headers={
             "Content-Type": "text/event-stream; charset=utf-8",
             "Cache-Control": "no-cache",
-            **_named(name),
+            NAMED: name,
         }
     )
     await response.prepare(request)
@@ -702,17 +696,3 @@ def _error(
         status=status,
         headers={} if retry_s is None else {"Retry-After": str(retry_s)},
     )
-
-
-@web.middleware
-async def _errors(
-    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-) -> web.StreamResponse:
-    try:
-        return await handler(request)
-    except web.HTTPException as error:
-        if error.status == 413:
-            return _error(413, "The body is larger than the server takes.")
-        return _error(error.status, error.reason)
-    except ConnectionError:  # the client has gone while it was written to
-        raise asyncio.CancelledError from None

@@ -115,8 +115,8 @@ def _start_row(
 
 def cold_rows(name: str, prompts: int, ratios: Sequence[float]) -> list[dict[str, Any]]:
     """Rows of Fig. 11: deployments, Remoe's readings, and every remote ratio."""
-    bare = load_constants().container_start["image-x86_64"].median_s
-    fast = load_constants().load_mb_per_s["a5000-sllm"]
+    bare = load_constants()["container_start"]["laws"]["image-x86_64"]["median_s"]
+    fast = load_constants()["model_load"]["rates"]["a5000-sllm"]["mb_per_s"]
     settings: dict[str, dict[str, Any]] = {
         "default": {},
         "bare container": {"container_start_s": bare},

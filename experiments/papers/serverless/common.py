@@ -66,7 +66,7 @@ class Bill(NamedTuple):
     price_ratio: float
 
 
-_PRICES = load_constants().prices
+_PRICES = load_constants()["prices"]["values"]
 BILLS = {
     "none": Bill("no fees", "none", SERVING.price_cpu_usd_mb_s, SERVING.price_ratio),
     "aws_lambda": Bill("AWS fees", "aws_lambda", SERVING.price_cpu_usd_mb_s, SERVING.price_ratio),

@@ -2,7 +2,7 @@
 
 ``python -m servegym.experiments.papers.serverless.fits`` times one expert of each model on one
 processor of this machine, from 1 to 256 tokens, and compares the laws of the environment with it.
-Times are processor time, of which other load takes none, and the least of the repeats.
+Times are the least of the repeats, as of ``servegym measure cpu-expert``.
 
 Time against memory (1 GB of memory is one vCPU) is *derived*: below one vCPU a function gets that
 share of a processor, so a call takes the one-token time over the share; above, threads speed it up
@@ -13,12 +13,8 @@ the served ones.
 
 from __future__ import annotations
 
-import os
-import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from multiprocessing import get_context
 from typing import Any
 
 import numpy as np
@@ -48,10 +44,10 @@ from servegym.experiments.papers.serverless.common import (
     with_interval,
 )
 from servegym.experiments.papers.study import Options, Study, command
-from servegym.hardware_profiles.measure.cpu import SHAPES, forward
+from servegym.hardware_profiles.measure.cpu import process_of, time_expert
 from servegym.hardware_profiles.serverless import ThetaLaw, load_constants
 
-__all__ = ["STUDIES", "derived_seconds", "fit_theta", "main", "measure_expert", "saving"]
+__all__ = ["STUDIES", "derived_seconds", "fit_theta", "main", "saving"]
 
 FITTED = (*MODELS, "gpt2-moe")
 """Recorded models and the paper's other one."""
@@ -61,58 +57,22 @@ TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 POINTS = {"gpt2-moe": (0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0)}
 DEFAULT_POINTS = (1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5, 5.0)
 """GB at which times are derived: the range of the remote functions' memory (V-A)."""
-WORKING_SET = 256 * 2**20
 PAPER_THETA2 = "refitted, the paper's theta2"
 
 Array = NDArray[np.float64]
 
 
-def measure_expert(name: str, tokens: Sequence[int], seconds: float) -> list[float]:
-    """Least processor time in s of one expert's pass over so many tokens, float32.
+def measure(names: Sequence[str], tokens: Sequence[int], seconds: float) -> list[Array]:
+    """Least seconds of experts' passes over so many tokens on one processor, float32.
 
     Args:
-        name: Shape of the expert.
+        names: Shapes of the experts.
         tokens: Tokens of a call, one number a point.
-        seconds: Wall time after which a point is not repeated any more; at least three runs.
+        seconds: Time after which a point is not repeated any more; at least three runs.
     """
-    shape, rng = SHAPES[name], np.random.default_rng(0)
-    wide = (shape.hidden, shape.intermediate)
-    # Weights in turn, so that they do not stay in the cache.
-    sets = [
-        [
-            0.02 * rng.standard_normal(wide if i < shape.matrices - 1 else wide[::-1], np.float32)
-            for i in range(shape.matrices)
-        ]
-        for _ in range(max(2, min(64, WORKING_SET // (4 * shape.parameters))))
-    ]
-    least = []
-    for n in tokens:
-        x = rng.standard_normal((n, shape.hidden), np.float32)
-        taken, until = [], time.perf_counter() + seconds
-        while len(taken) < 3 or time.perf_counter() < until:
-            start = time.process_time()
-            forward(x, sets[len(taken) % len(sets)])
-            taken.append(time.process_time() - start)
-        least.append(min(taken))
-    return least
-
-
-def measure_on_one_processor(
-    names: Sequence[str], tokens: Sequence[int], seconds: float
-) -> list[Array]:
-    """`measure_expert` of some shapes in a process whose linear algebra has one thread."""
-    # The library reads these when it is loaded, hence the process of its own.
-    variables = ["OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"]
-    before = {key: os.environ.get(key) for key in variables}
-    os.environ.update({key: "1" for key in variables})
-    try:
-        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-            jobs = [pool.submit(measure_expert, name, tokens, seconds) for name in names]
-            return [np.array(job.result()) for job in jobs]
-    finally:
-        for key, value in before.items():
-            os.environ.pop(key, None)
-            os.environ.update({} if value is None else {key: value})
+    with process_of(1) as pool:
+        jobs = [[pool.submit(time_expert, x, n, 10**6, seconds) for n in tokens] for x in names]
+        return [np.array([job.result()[0] for job in row]) for row in jobs]
 
 
 def fit_theta(gb: ArrayLike, seconds: ArrayLike, theta2: float | None = None) -> ThetaLaw:
@@ -138,12 +98,28 @@ def fit_theta(gb: ArrayLike, seconds: ArrayLike, theta2: float | None = None) ->
 
 def derived_seconds(one_token_s: float, gb: ArrayLike) -> Array:
     """Time of one token with ``gb`` of memory from that on one vCPU; see the top of the module."""
-    scaling = load_constants().raw["thread_scaling"]
+    scaling = load_constants()["thread_scaling"]
     theta1, theta2, theta3 = (
         scaling[key] for key in ("theta1_relative", "theta2_per_vcpu", "theta3_relative")
     )
     y = np.asarray(gb, np.float64)
     return one_token_s * np.where(y < 1.0, 1.0 / y, theta1 * np.exp(-theta2 * y) + theta3)
+
+
+def batch_seconds(expert: Mapping[str, Any], tokens: Sequence[int]) -> Array:
+    """Time of calls of an expert on one vCPU, float32.
+
+    One token is a matrix-vector product, more are matrix products and take ``batch_floor_s + n
+    per_token_s``, no less than one token.
+
+    Args:
+        expert: Its entry of ``cpu_expert.shapes`` in the constants.
+        tokens: (N,) tokens of each call.
+    """
+    one = float(derived_seconds(expert["one_token_s"], 1.0))
+    floor = expert["batch_floor_s"] * one / expert["one_token_s"]
+    n = np.asarray(tokens)
+    return np.where(n > 1, np.maximum(one, floor + n * expert["per_token_s"]), one)
 
 
 def saving(system: eq.SystemModel, name: str, law: ThetaLaw, prompts: int) -> dict[str, Any]:
@@ -187,7 +163,7 @@ def _seconds(law: ThetaLaw, gb: ArrayLike) -> Array:
 
 def _fig6(options: Options, *_: Any) -> list[dict[str, Any]]:
     """Expert time against memory and tokens: laws against measured and derived points."""
-    constants = load_constants()
+    constants = load_constants()["cpu_expert"]["shapes"]
     rows: list[dict[str, Any]] = []
 
     def add(model: str, part: str, series: str, x: Any, value: float, unit: str = "ms") -> None:
@@ -197,10 +173,10 @@ def _fig6(options: Options, *_: Any) -> list[dict[str, Any]]:
 
     tokens = TOKENS[::4] if options.quick else TOKENS
     shapes, seconds = (("tiny",) * 3, 0.05) if options.quick else (FITTED, 1.5)
-    measured = measure_on_one_processor(shapes, tokens, seconds)
+    measured = measure(shapes, tokens, seconds)
     for name, taken in zip(FITTED, measured, strict=True):
         system = build_system(name)
-        fitted = np.array([constants.expert(name).seconds(n) for n in tokens])
+        fitted = batch_seconds(constants[name], tokens)
         served = system.expert_cpu_s(1024.0, np.array(tokens))
         for series, values in (
             ("measured, float32", taken),
@@ -257,7 +233,7 @@ def _notes(options: Options, rows: Sequence[dict[str, Any]]) -> Iterator[Note]:
     yield "This measurement and the constants' are of one kind of machine, not independent."
     for row in rows:
         yield from row.get("_notes", ())
-    scaling = load_constants().raw["thread_scaling"]
+    scaling = load_constants()["thread_scaling"]
     yield verdict(
         "theta1 exp(-theta2 y) + theta3 describes expert time",
         scaling["fit_error"]["r2"] >= 0.95,
@@ -276,7 +252,7 @@ def _law_notes(
     fitted: Array,
     tokens: Sequence[int],
 ) -> list[Note]:
-    doubt = load_constants().raw["thread_scaling"]["fit_error"]["left_out_one_by_one"]["max"]
+    doubt = load_constants()["thread_scaling"]["fit_error"]["left_out_one_by_one"]["max"]
     name, free, held = system.name, laws["refitted"], laws[PAPER_THETA2]
     least = float(system.main_specs_mb[0])
     rate = eq.main_rate_usd_s(system, N_IN, N_OUT, least) / (1024.0 * system.price_cpu)

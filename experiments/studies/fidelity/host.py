@@ -33,9 +33,8 @@ from numpy.typing import NDArray
 from servegym._command_line import run_main
 from servegym.experiments.evaluation.output import print_table
 from servegym.experiments.evaluation.tables import provenance, write_result
-from servegym.experiments.fidelity.comparison import simulate
+from servegym.experiments.fidelity.comparison import matching_profile, simulate
 from servegym.experiments.fidelity.measured_run import MeasuredRun, load_run
-from servegym.experiments.fidelity.profiles import matching_profile
 from servegym.experiments.studies.fidelity.markdown import Table, percent, update_document
 from servegym.hardware_profiles import Profile, load
 

@@ -45,9 +45,8 @@ from servegym.envs.workloads.arrivals import make_arrivals
 from servegym.envs.workloads.lengths import length_quantiles, sample_lengths
 from servegym.experiments.evaluation.output import print_table
 from servegym.experiments.evaluation.tables import note, provenance, write_result
-from servegym.experiments.fidelity.comparison import METRICS
+from servegym.experiments.fidelity.comparison import METRICS, matching_profile
 from servegym.experiments.fidelity.measured_run import MeasuredRun, load_run
-from servegym.experiments.fidelity.profiles import matching_profile
 from servegym.experiments.fidelity.report import RUN_FOLDER, data_folder
 from servegym.experiments.studies.fidelity.host import first_requests, interval
 from servegym.experiments.studies.fidelity.markdown import Table, update_document

@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 from servegym.experiments.cli import app
 from servegym.experiments.evaluation.output import read_rows
 from servegym.experiments.fidelity import comparison, report
+from servegym.experiments.fidelity.comparison import check_devices, matching_profile
 from servegym.experiments.fidelity.measured_run import MeasuredRun, load_run
-from servegym.experiments.fidelity.profiles import check_devices, matching_profile
 from servegym.hardware_profiles import load
 
 PROFILE = "rtx4090-llama-3.1-8b"
@@ -194,25 +194,25 @@ def test_bad_files_are_refused(tmp_path):
     assert load_run(tmp_path).series is None
     kwargs, cache = settings["engine_kwargs"], settings["kv_cache"]
     for change, words in (
-        ({"kv_cache": {**cache, "num_kv_tokens": "8000"}}, "field 'num_kv_tokens'"),
+        ({"kv_cache": {**cache, "num_kv_tokens": "8000"}}, "field 'kv_cache.num_kv_tokens'"),
         ({"kv_cache": [1]}, "field 'kv_cache'"),
-        ({"engine_kwargs": {"max_num_seqs": 16}}, "field 'max_num_batched_tokens'"),
-        ({"engine_kwargs": {**kwargs, "async_scheduling": "on"}}, "field 'async_scheduling'"),
+        ({"engine_kwargs": {"max_num_seqs": 16}}, "field 'engine_kwargs.max_num_batched_tokens'"),
+        ({"engine_kwargs": {**kwargs, "async_scheduling": "on"}}, "kwargs.async_scheduling'"),
         ({"started_at": 1.7e9}, "field 'started_at': got 1700000000.0"),
         ({"started_at": "yesterday"}, "field 'started_at': got 'yesterday'"),
         ({"model": 3}, "field 'model'"),
         *(
-            ({"engine_kwargs": {**kwargs, name: 2}}, f"field '{name}': is 2")
+            ({"engine_kwargs": {**kwargs, name: 2}}, f"field 'engine_kwargs.{name}': is 2")
             for name in ("data_parallel_size", "pipeline_parallel_size")
         ),
         (
             {"engine_kwargs": {**kwargs, "enable_expert_parallel": True}},
-            "field 'enable_expert_parallel': is true",
+            "field 'engine_kwargs.enable_expert_parallel': is true",
         ),
     ):
         refused(tmp_path, meta, json.dumps({**settings, **change}), words)
     refused(tmp_path, meta, "[]", r"meta\.json.*object")
-    refused(tmp_path, meta, "{", r"meta\.json: not JSON")
+    refused(tmp_path, meta, "{", r"meta\.json:1: not valid JSON")
     after = load_run(tmp_path).arrival_s[0]
     for started, first in (("2023-11-14T22:13:19.5", after + 0.5), (None, 0.0)):
         meta.write_text(json.dumps({**settings, "started_at": started}))

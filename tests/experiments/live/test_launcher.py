@@ -1,18 +1,18 @@
-import asyncio
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from servegym.experiments.live import launcher
-from servegym.experiments.live.client import completion_body, new_session, stream
 from servegym.experiments.live.fleet_file import ServerSpec
 from servegym.experiments.live.models import FIRST_WORD, make_model, parse_shape
+from servegym.hardware_profiles.measure.server import Endpoint, ask
 
 pytest.importorskip("xllamacpp")
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="servers are watched on Linux")
@@ -43,41 +43,28 @@ def _gone(pids):
     return not any(map(_alive, pids))
 
 
-async def _ask(endpoints, *bodies):
-    async with new_session(20.0) as session:
-        return await asyncio.gather(
-            *(
-                stream(session, f"{one.url}/completions", body)
-                for one in endpoints
-                for body in bodies
-            )
-        )
-
-
 def test_servers_answer_with_the_tokens_asked_for_and_end_with_the_block(tmp_path):
     specs = [ServerSpec(name, "llama.cpp", TINY, slots=2, context=64) for name in ("a", "b")]
     with launcher.Fleet(specs, tmp_path) as fleet:
         pids = [pid for one in fleet.endpoints for pid in _below(one.pid)]
         assert len(pids) == 4  # a watchdog and a server each
         words = [FIRST_WORD + i for i in range(20)]
-        replies = asyncio.run(
-            _ask(
-                fleet.endpoints,
-                completion_body("a", words, 12),
-                completion_body("a", words, 60),  # more than the slot's context
-            )
-        )
-        good, long = replies[0], replies[1]
-        assert good.error == "" and replies[2].error == ""
-        assert (good.usage["prompt_tokens"], good.usage["completion_tokens"]) == (20, 12)
-        assert len(good.times) == 12 and good.times == sorted(good.times)
-        assert good.first_token_s == good.times[0] and good.end_s == good.times[-1]
+        targets = [Endpoint(one.url, one.name, output_tokens=12) for one in fleet.endpoints]
+        came = []
+        for target in targets:
+            good = ask(target, words, on_token=lambda: came.append(time.perf_counter()))
+            assert (good.prompt_tokens, good.output_tokens) == (20, 12)
+            assert len(good.token_s) == 12 and list(good.token_s) == sorted(good.token_s)
+            assert 0.0 < good.ttft_s <= good.e2e_s
+        assert len(came) == 24
+        long = ask(replace(targets[0], output_tokens=60), words)  # more than the slot's context
         assert long.output_tokens < 60
         # A server that dies mid-way is a counted failure of the request and seen by its owner.
         os.kill(pids[1], signal.SIGKILL)
         assert _gone(pids[:2])
         assert fleet.dead() == ["a"]
-        assert asyncio.run(_ask(fleet.endpoints[:1], completion_body("a", words, 2)))[0].error
+        with pytest.raises(OSError):
+            ask(targets[0], words)
     assert _gone(pids)
 
 

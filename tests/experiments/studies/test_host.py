@@ -27,7 +27,7 @@ def made_up_run(extra_s: float) -> MeasuredRun:
     arrival = np.concatenate([np.zeros(8), 2.0 + np.cumsum(rng.uniform(0.8, 1.2, 12))])
     prompt = np.concatenate([np.full(8, 100), rng.integers(200, 1200, 12)])
     output = np.concatenate([np.arange(900, 1060, 20), rng.integers(20, 60, 12)])
-    host = {"step_s": extra_s, "sequence_s": 0.0, "token_s": 0.0, "overlap": False}
+    host = {"step_s": extra_s, "sequence_s": 0.0, "token_s": 0.0}
     found = replay(
         arrival, prompt, output, profile=RTX.with_host(host), async_scheduling=True, **SETTINGS
     )

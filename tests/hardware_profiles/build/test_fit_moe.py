@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from servegym.hardware_profiles import load_moe
 from servegym.hardware_profiles.build.fit_moe import (
     L2_BYTES,
     MODELS,
@@ -11,13 +10,16 @@ from servegym.hardware_profiles.build.fit_moe import (
     other_shape,
     small_call_law,
 )
+from servegym.hardware_profiles.load import data_path
+from servegym.hardware_profiles.schema import read_json
 
 
 @pytest.mark.parametrize("model", list(MODELS))
 def test_layers_are_recomputed(model, measured):
     data = measured("aiconfigurator").parent
     for card in L2_BYTES:
-        assert fit_layer(card, model, data).to_dict() == load_moe(f"{card}-{model}").to_dict()
+        shipped = read_json(data_path(f"moe-{card}-{model}.json"))
+        assert fit_layer(card, model, data) == shipped
 
 
 def test_small_call_law_recovers_a_line_and_skips_cached_calls():

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from servegym.hardware_profiles.build import fit_serverless
-from servegym.hardware_profiles.serverless import load_constants
+from servegym.hardware_profiles.schema import read_json
 
 
 def write(path, header, rows):
@@ -79,19 +79,21 @@ def data(tmp_path):
 def test_fits_recover_the_truth(data, tmp_path):
     out = tmp_path / "constants.json"
     assert fit_serverless.main([str(data), "--out", str(out)]) == 0
-    constants = load_constants(out)
-    expert = constants.expert("made-up")
-    assert expert.seconds(1) == pytest.approx(1e-3, rel=1e-4)
-    assert expert.seconds(10) == pytest.approx(3e-3, rel=1e-3)
-    assert expert.fit_error["left_out_one_by_one"]["max"] < 1e-3
-    assert expert.theta.theta2_per_gb == pytest.approx(1.0, rel=1e-2)
+    constants = read_json(out)
+    expert, scaling = constants["cpu_expert"]["shapes"]["made-up"], constants["thread_scaling"]
+    assert expert["one_token_s"] == pytest.approx(1e-3, rel=1e-4)
+    assert expert["batch_floor_s"] + 10 * expert["per_token_s"] == pytest.approx(3e-3, rel=1e-3)
+    assert expert["fit_error"]["left_out_one_by_one"]["max"] < 1e-3
+    assert scaling["theta2_per_vcpu"] == pytest.approx(1.0, rel=1e-2)
     one = 1.5 * math.exp(-1) + 0.4
-    assert expert.seconds(1, 4) == pytest.approx(1e-3 * (1.5 * math.exp(-4) + 0.4) / one, rel=1e-2)
-    start = constants.container_start["zip-x86_64"]
-    assert start.median_s == pytest.approx(0.1, rel=0.05)
-    assert start.sigma == pytest.approx(0.25, rel=0.1)
-    assert constants.load_mb_per_s["a-sllm"] == pytest.approx(
+    assert scaling["theta1_relative"] == pytest.approx(1.5 / one, rel=1e-2)
+    assert scaling["theta3_relative"] == pytest.approx(0.4 / one, rel=1e-2)
+    start = constants["container_start"]["laws"]["zip-x86_64"]
+    assert start["median_s"] == pytest.approx(0.1, rel=0.05)
+    assert start["sigma"] == pytest.approx(0.25, rel=0.1)
+    assert constants["model_load"]["rates"]["a-sllm"]["mb_per_s"] == pytest.approx(
         2 * 6_658_473_984 / 2**20 / 2, rel=1e-3
     )
-    assert constants.prices["aws_cpu_usd_per_mb_s"] == pytest.approx(1e-8)
-    assert constants.prices["alibaba_gpu_tesla_over_cpu"] == pytest.approx(2.0)
+    prices = constants["prices"]["values"]
+    assert prices["aws_cpu_usd_per_mb_s"] == pytest.approx(1e-8)
+    assert prices["alibaba_gpu_tesla_over_cpu"] == pytest.approx(2.0)

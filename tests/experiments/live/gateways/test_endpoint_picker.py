@@ -136,7 +136,7 @@ def test_only_endpoints_of_the_subset_are_chosen():
         assert (await Exchange(channel).ask(BODY, subset=listed)).endpoints[0] == subset[1]
         for nothing in ([], ["10.9.9.9:1"], 7.0):
             assert (await Exchange(channel).ask(BODY, subset=nothing)).status == 503
-        gate.enter({}, allowed=[k == 2 for k in range(6)]).failed()  # left alone for a while
+        gate.enter({}, allowed=[k == 2 for k in range(6)]).end("failed")  # left alone for a while
         assert (await Exchange(channel).ask(BODY, subset=subset)).endpoints[0] == subset[0]
 
     picking(scenario)
@@ -271,7 +271,7 @@ def test_health_and_addresses():
         check = channel.unary_unary("/grpc.health.v1.Health/Check")
         assert await check(b"") == b"\x08\x01"
         for _ in ENDPOINTS:
-            gate.enter({}).failed()
+            gate.enter({}).end("failed")
         assert await check(b"") == b"\x08\x02"
         assert await check(b"\x0a\x08liveness") == b"\x08\x01"
         for wrong in (ENDPOINTS[:2], ENDPOINTS[:1] * 6):

@@ -48,10 +48,10 @@ def test_an_end_counts_once_whatever_is_told():
     gate = gate_with()
     ticket = gate.enter(CHAT)
     ticket.token()
-    ticket.finished()
-    ticket.finished()
-    ticket.failed()
-    ticket.left()
+    ticket.end("finished")
+    ticket.end("finished")
+    ticket.end("failed")
+    ticket.end("left")
     ticket.token()
     counters = gate.router.counters
     assert (counters.finished, counters.failed, gate.status()["in_flight"]) == (1, 0, 0)
@@ -65,16 +65,16 @@ def test_an_expert_that_fails_is_left_alone_twice_as_long_each_time():
         probe = gate.enter(CHAT)
         assert probe.expert == 0
         assert waits == 1.0 or gate.enter(CHAT).expert == 1  # one at a time
-        probe.failed()
+        probe.end("failed")
         now[0] += waits - 0.1
         assert gate.enter(CHAT).expert == 1
         now[0] += 0.2
     gate.enter(CHAT).token()  # an answer begins
     assert gate.enter(CHAT).expert == 0
     now[0] += 10.1
-    gate.enter(CHAT).finished()
+    gate.enter(CHAT).end("finished")
     for _ in range(2):
-        gate.enter(CHAT).failed()
+        gate.enter(CHAT).end("failed")
     now[0] += 1.1
     assert gate.enter(CHAT).expert == 0
     assert gate.status()["experts"][0]["failed"] == 6
@@ -86,9 +86,9 @@ def test_failures_of_one_instant_are_one_and_old_answers_tell_nothing():
     *burst, old = [gate.enter(CHAT, allowed=[True] + [False] * 5) for _ in range(9)]
     for ticket in burst:
         assert ticket.expert == 0
-        ticket.failed()
+        ticket.end("failed")
     now[0] += 0.9
-    old.finished()
+    old.end("finished")
     assert gate.enter(CHAT).expert == 1
     now[0] += 0.2
     assert gate.enter(CHAT).expert == 0
@@ -102,7 +102,7 @@ def test_failures_that_are_fewer_than_answers_stop_nothing():
         now[0] += 0.1
         ticket = gate.enter(CHAT)
         assert ticket.expert == 0
-        (ticket.failed if k % 10 > 5 else ticket.finished)()
+        ticket.end("failed" if k % 10 > 5 else "finished")
 
 
 @pytest.mark.parametrize("act", [first, "least_outstanding"])
@@ -115,7 +115,7 @@ def test_a_server_that_is_fast_and_wrong_gets_little_and_comes_back(act):
     while heap:
         now[0], k, ticket = heapq.heappop(heap)
         if ticket is not None:
-            (ticket.refused(401) if k < 0 else ticket.finished())
+            ticket.refused(401) if k < 0 else ticket.end("finished")
             continue
         ticket = gate.enter(CHAT)
         sent.append((now[0], ticket.expert))
@@ -137,10 +137,10 @@ def test_a_server_that_is_fast_and_wrong_gets_little_and_comes_back(act):
 
 def test_a_client_that_leaves_is_no_failure_and_the_last_expert_is_tried_though_it_failed():
     gate = gate_with()
-    gate.enter(CHAT).left()
+    gate.enter(CHAT).end("left")
     assert gate.status()["left"] == 1 and gate.status()["server_failures"] == 0
     assert gate.enter(CHAT).expert == 0
-    gate.enter(CHAT).failed()
+    gate.enter(CHAT).end("failed")
     assert gate.enter(CHAT, allowed=[True] + [False] * 5).expert == 0
     assert gate.enter(CHAT, allowed=[False] * 6).expert == -1
 
@@ -153,12 +153,12 @@ def test_silent_requests_are_given_up_and_others_are_not(monkeypatch):
     for _ in range(12):
         now[0] += 1.0
         tickets[7].token()
-        gate.enter(CHAT).finished()
+        gate.enter(CHAT).end("finished")
     for _ in range(20):
-        gate.enter(CHAT).finished()
+        gate.enter(CHAT).end("finished")
     assert gate.status()["given_up"] == 19
     assert gate.router.load().sum() == 1
-    tickets[7].finished()
+    tickets[7].end("finished")
     assert gate.status()["in_flight"] == 0
 
 
@@ -169,7 +169,7 @@ def test_a_request_that_the_gateway_moves_counts_at_the_other():
     assert gate.router.load().tolist() == [0, 0, 0, 1, 0, 0]
     assert ticket.expert == 3
     assert gate.enter(CHAT).expert == 1  # the first has failed
-    ticket.finished()
+    ticket.end("finished")
     assert gate.router.counters.finished == 1
 
 

@@ -182,7 +182,11 @@ def test_derived_times():
 def test_a_model_with_a_theta2_of_its_own_has_a_law_that_goes_with_it():
     name = "gpt2-moe"
     gb = np.array(serverless_fits.POINTS[name])
-    points = serverless_fits.derived_seconds(load_constants().expert(name).one_token_s, gb)
+    expert = load_constants()["cpu_expert"]["shapes"][name]
+    points = serverless_fits.derived_seconds(expert["one_token_s"], gb)
+    one, few, many = serverless_fits.batch_seconds(expert, [1, 2, 256])
+    assert one == pytest.approx(expert["one_token_s"], rel=1e-4) and one < few < many
+    assert many == pytest.approx(expert["batch_floor_s"] + 256 * expert["per_token_s"], rel=1e-4)
     found = serverless_fits.fit_theta(gb, points, SERVING.theta2_per_gb(name))
     own = SERVING.expert_own_s[name]
     assert own == pytest.approx((found.theta1_s, found.theta3_s), rel=2e-3)
