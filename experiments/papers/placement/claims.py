@@ -112,28 +112,33 @@ def migrating(rows: Rows) -> Iterable[Finding]:
 
 
 def gpus(rows: Rows) -> Iterable[Finding]:
-    """Prism's latency with 256 GPUs against 4."""
+    """Prism's latency with the most GPUs against the fewest."""
+    few, many = min(values(rows, "gpus")), max(values(rows, "gpus"))
     for link in values(rows, "link_model"):
         for gap, paper in ((8.0, -19.0), (15.0, -9.0)):
             own = {
                 row["gpus"]: row for row in pick(rows, link_model=link, gap_s=gap, policy="prism")
             }
             setting = f"links: {link}, {gap:g} s between requests"
-            ends = unpaired(own[256], own[4])
-            yield _ends(setting, own[256], own[4], paper, ("256 GPUs", "4 GPUs"), ends)
+            ends = unpaired(own[many], own[few])
+            names = (f"{many} GPUs", f"{few} GPUs")
+            yield _ends(setting, own[many], own[few], paper, names, ends)
 
 
 def bandwidth(rows: Rows) -> Iterable[Finding]:
-    """Prism's latency with 1000 Mbps against 100."""
+    """Prism's latency with the widest links against the narrowest, by few and by many GPUs."""
+    counts, speeds = values(rows, "gpus"), values(rows, "mbps")
+    slow, fast = min(speeds), max(speeds)
     for link in values(rows, "link_model"):
         for cost in values(pick(rows, link_model=link), "h_ms"):
-            for count, paper in ((4, -55.0), (256, -35.0)):
+            for count, paper in ((min(counts), -55.0), (max(counts), -35.0)):
                 own = {
                     row["mbps"]: row for row in pick(rows, link_model=link, h_ms=cost, gpus=count)
                 }
                 setting = f"links: {link}, {cost} ms a message, {count} GPUs"
-                ends = unpaired(own[1000], own[100])
-                yield _ends(setting, own[1000], own[100], paper, ("1000 Mbps", "100 Mbps"), ends)
+                ends = unpaired(own[fast], own[slow])
+                names = (f"{fast} Mbps", f"{slow} Mbps")
+                yield _ends(setting, own[fast], own[slow], paper, names, ends)
 
 
 def _ends(
