@@ -24,7 +24,6 @@ from numpy.typing import NDArray
 
 from servegym._checks import choose
 from servegym._command_line import parse_settings, run_main
-from servegym.baselines.protocol import Policy
 from servegym.baselines.registry import describe_system, list_policies, make_policy
 from servegym.experiments.evaluation.evaluate import evaluate
 from servegym.experiments.evaluation.executor import Executor, run_serially
@@ -229,7 +228,6 @@ def tune(
     budget: Budget | None = None,
     *,
     seed: int = 0,
-    fixed: Mapping[str, Any] | None = None,
     executor: Executor = run_serially,
 ) -> Tuned:
     """Search a heuristic's parameters for a setting.
@@ -239,7 +237,6 @@ def tune(
         env_kwargs: Arguments of the routing environment; the split is the validation's.
         budget: What the search may cost.
         seed: Seed of the candidates; the episodes are always the same.
-        fixed: Parameters that are not searched.
         executor: Where the episodes are played.
 
     Raises:
@@ -249,20 +246,14 @@ def tune(
     choose("policy", policy, heuristics())
     kwargs = _validation(env_kwargs, budget)
     system = describe_system(problem_of(ENV_ID, kwargs))
-    fixed = dict(fixed or {})
-    default = {**DEFAULTS.get(policy, {}), **fixed}
-    axes = [axis for axis in SPACES.get(policy, ()) if getattr(axis, "name", "") not in fixed]
-
-    def made(parameters: Mapping[str, Any]) -> Policy:
-        return make_policy(policy, system, **{**parameters, **fixed})
+    default, axes = DEFAULTS.get(policy, {}), SPACES.get(policy, ())
 
     def played(
         candidates: Sequence[Mapping[str, Any]], episodes: int, first: int
     ) -> NDArray[np.float64]:
         """Average QoS (candidates, episodes)."""
-        rows = evaluate(
-            ENV_ID, [made(c) for c in candidates], episodes, first, kwargs, executor=executor
-        )
+        made = [make_policy(policy, system, **parameters) for parameters in candidates]
+        rows = evaluate(ENV_ID, made, episodes, first, kwargs, executor=executor)
         return np.array([row["avg_qos"] for row in rows]).reshape(len(candidates), episodes)
 
     search = _search(axes, default, budget, seed, played) if axes else []
@@ -274,7 +265,7 @@ def tune(
     best = int(qos.mean(axis=1).argmax())
     return Tuned(
         policy,
-        {**finalists[best], **fixed},
+        finalists[best],
         float(qos[best].mean()),
         float(qos[0].mean()),
         paired_difference(qos[best], qos[0], mean),

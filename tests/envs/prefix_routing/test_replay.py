@@ -139,7 +139,6 @@ def test_bad_input_is_refused():
         ({"assignment": [0]}, "assignment must be"),
         ({"assignment": [0, 1]}, r"assignment\[1\]=1 must be in \[0, 0\]"),
         ({"max_num_batched_tokens": 255}, "max_num_batched_tokens=255"),
-        ({"block_size": 16}, "block_size=16"),
         ({"kv_tokens": 15}, "request 1 needs 4 KV blocks"),
     ):
         with pytest.raises(ValueError, match=text):

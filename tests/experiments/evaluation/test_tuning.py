@@ -96,23 +96,22 @@ def test_the_search_finds_an_optimum_and_asks_for_the_same_episodes():
 
 def test_tuning_chooses_by_other_episodes_and_repeats():
     setting = {"rate": 9.0}
-    found = tune("priced_greedy", setting, SMALL, fixed={"overrun": 0.5})
+    found = tune("priced_greedy", setting, SMALL)
     assert len(found.search) == 12
     assert (
         found.qos - found.default_qos == pytest.approx(found.gain.value) and found.gain.value >= 0
     )
-    assert found.parameters["overrun"] == 0.5
     system = llm_routing.RoutingSystem.from_kwargs()
     rows = evaluate(
         tuning.ENV_ID,
-        [make_policy("priced_greedy", system, **p) for p in (found.parameters, {"overrun": 0.5})],
+        [make_policy("priced_greedy", system, **p) for p in (found.parameters, {})],
         3,
         CHOICE_SEED,
         {**setting, "split": "val", "episode_requests": 60},
     )
     qos = [np.mean([row["avg_qos"] for row in rows[i : i + 3]]) for i in (0, 3)]
     assert qos == pytest.approx([found.qos, found.default_qos])
-    assert tune("priced_greedy", setting, SMALL, fixed={"overrun": 0.5}) == found
+    assert tune("priced_greedy", setting, SMALL) == found
     plain = tune("random", setting, SMALL)
     assert plain.parameters == {} and plain.search == [] and plain.gain.value == 0.0
 
