@@ -11,6 +11,7 @@ has the chosen parameters, what they gain, and the whole search.
 from __future__ import annotations
 
 import argparse
+import inspect
 import math
 import shlex
 import sys
@@ -26,7 +27,7 @@ from servegym._checks import choose
 from servegym._command_line import parse_settings, run_main
 from servegym.baselines.registry import describe_system, list_policies, make_policy
 from servegym.experiments.evaluation.evaluate import evaluate
-from servegym.experiments.evaluation.executor import Executor, run_serially
+from servegym.experiments.evaluation.executor import Executor, ray_executor, run_serially
 from servegym.experiments.evaluation.output import check_writable, print_table, write_json
 from servegym.experiments.evaluation.play import problem_of
 from servegym.experiments.evaluation.stats import Interval, mean, paired_difference
@@ -134,31 +135,6 @@ SPACES: dict[str, tuple[Axis, ...]] = {
 }
 """Parameters that are searched, by heuristic; the others have none."""
 
-DEFAULTS: dict[str, dict[str, Any]] = {
-    "least_latency": {"overrun": 0.3},
-    "greedy_qos": {"margin": 1.0, "overrun": 0.3, "fallback": "drop"},
-    "priced_greedy": {
-        "price": 1.0,
-        "power": 4.0,
-        "share": 0.5,
-        "margin": 1.0,
-        "overrun": 0.3,
-    },
-    "expected_qos": {"price": 0.65, "power": 2.5, "share": 0.6, "margin": 1.0},
-    "route_balance": {
-        "w_quality": 1 / 3,
-        "w_cost": 1 / 3,
-        "w_latency": 1 / 3,
-        "w_balance": 0.0,
-        "latency_filter": True,
-        "fallback": "relax",
-        "overrun": 0.3,
-    },
-    "linucb_delayed": {"alpha": 0.1, "prior_weight": 500.0},
-    "thompson": {"scale": 0.1, "prior_weight": 500.0},
-}
-"""The parameters with which the heuristics are registered."""
-
 CONTROLS = ("drop_all", "always_busiest")
 
 
@@ -246,7 +222,11 @@ def tune(
     choose("policy", policy, heuristics())
     kwargs = _validation(env_kwargs, budget)
     system = describe_system(problem_of(ENV_ID, kwargs))
-    default, axes = DEFAULTS.get(policy, {}), SPACES.get(policy, ())
+    axes, kinds = SPACES.get(policy, ()), type(make_policy(policy, system)).__mro__
+    default = {}  # as the heuristic is registered
+    for name in (n for axis in axes for n in getattr(axis, "names", axis[:1])):
+        owner = next(kind for kind in kinds if name in inspect.signature(kind).parameters)
+        default[name] = inspect.signature(owner).parameters[name].default
 
     def played(
         candidates: Sequence[Mapping[str, Any]], episodes: int, first: int
@@ -399,11 +379,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = parser.parse_args(words)
     out = check_writable(given.out, (".json",))
     budget = Budget(**{name: getattr(given, name) for name in asdict(Budget())})
-    executor: Executor = run_serially
-    if given.ray is not None:
-        from servegym.experiments.evaluation.executor import ray_executor
-
-        executor = ray_executor(given.ray)
+    executor = ray_executor(given.ray)
     kwargs = parse_settings(given.set)
     tuned = tune_all(kwargs, given.policy, budget, seed=given.seed, executor=executor, echo=print)
     write_tuned(out, tuned, kwargs, budget, given.seed, f"servegym tune {shlex.join(words)}")

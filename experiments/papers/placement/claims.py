@@ -162,7 +162,6 @@ def _ends(
 
 CLAIMS = (
     Claim(
-        "placement",
         "Table I",
         "sharing experts beats servers that fetch them alone",
         "-20.8 %",
@@ -170,7 +169,6 @@ CLAIMS = (
         sharing("moe_infinity", 20.8),
     ),
     Claim(
-        "placement",
         "Table I",
         "... and servers that fetch them alone and balance their requests",
         "-18.3 %",
@@ -178,7 +176,6 @@ CLAIMS = (
         sharing("moe_infinity_lb", 18.3),
     ),
     Claim(
-        "placement",
         "Table II",
         "Prism has less latency than EPLB (over all GPUs at once)",
         "-30.6, -3.2, -10.9, -2.0 %",
@@ -195,7 +192,6 @@ CLAIMS = (
         ),
     ),
     Claim(
-        "placement",
         "Fig. 6",
         "Prism serves the largest share of tokens locally",
         "above all others",
@@ -203,7 +199,6 @@ CLAIMS = (
         best_counts,
     ),
     Claim(
-        "placement",
         "Fig. 7",
         "migrating pays when the requests change",
         "-10 %",
@@ -211,7 +206,6 @@ CLAIMS = (
         migrating,
     ),
     Claim(
-        "placement",
         "Fig. 8a",
         "latency falls from 4 to 256 GPUs",
         "-19 % and -9 %",
@@ -219,7 +213,6 @@ CLAIMS = (
         gpus,
     ),
     Claim(
-        "placement",
         "Fig. 8b",
         "latency falls from 100 to 1000 Mbps",
         "-55 % and -35 %",
