@@ -33,7 +33,7 @@ from servegym.experiments.evaluation.play import problem_of
 from servegym.experiments.evaluation.stats import Interval, mean, paired_difference
 from servegym.experiments.evaluation.tables import provenance
 
-__all__ = ["Budget", "Tuned", "heuristics", "main", "tune", "tune_all"]
+__all__ = ["Budget", "Tuned", "heuristics", "main", "tune"]
 
 ENV_ID = "servegym/LLMRouting-v1"
 SEARCH_SEED, CHOICE_SEED = 300_000, 400_000
@@ -310,56 +310,6 @@ def _validation(env_kwargs: Mapping[str, Any], budget: Budget) -> dict[str, Any]
     return {**env_kwargs, "split": "val", "episode_requests": budget.requests}
 
 
-def tune_all(
-    env_kwargs: Mapping[str, Any],
-    policies: Sequence[str] | None = None,
-    budget: Budget | None = None,
-    *,
-    seed: int = 0,
-    executor: Executor = run_serially,
-    echo: Callable[[str], object] = lambda line: None,
-) -> list[Tuned]:
-    """`tune` for every heuristic, or those named, best first.
-
-    Args:
-        env_kwargs: Arguments of the routing environment.
-        policies: Names; all of `heuristics` by default.
-        budget: What the search of one heuristic may cost.
-        seed: Seed of the candidates.
-        executor: Where the episodes are played.
-        echo: Gets a line when a heuristic is done.
-
-    Raises:
-        ValueError: If an argument is not valid.
-    """
-    found = []
-    for name in policies or heuristics():
-        one = tune(name, env_kwargs, budget, seed=seed, executor=executor)
-        echo(f"{name}: {one.default_qos:.4f} as registered, {one.qos:.4f} tuned")
-        found.append(one)
-    return sorted(found, key=lambda one: -one.qos)
-
-
-def write_tuned(
-    path: Path,
-    tuned: Sequence[Tuned],
-    env_kwargs: Mapping[str, Any],
-    budget: Budget,
-    seed: int,
-    command: str,
-) -> None:
-    """Write what `tune_all` found: provenance, setting, budget and every heuristic's search."""
-    settings = {
-        "env_kwargs": _validation(env_kwargs, budget),
-        "budget": asdict(budget),
-        "seed": seed,
-        "search_seed": SEARCH_SEED,
-        "choice_seed": CHOICE_SEED,
-    }
-    found = {one.policy: {**one._asdict(), "gain": list(one.gain)} for one in tuned}
-    write_json(path, {**provenance(command, settings=settings), "tuned": found})
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; see ``servegym tune --help``."""
     parser = argparse.ArgumentParser(
@@ -381,8 +331,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     budget = Budget(**{name: getattr(given, name) for name in asdict(Budget())})
     executor = ray_executor(given.ray)
     kwargs = parse_settings(given.set)
-    tuned = tune_all(kwargs, given.policy, budget, seed=given.seed, executor=executor, echo=print)
-    write_tuned(out, tuned, kwargs, budget, given.seed, f"servegym tune {shlex.join(words)}")
+    tuned = []
+    for name in [choose("policy", name, heuristics()) for name in given.policy or heuristics()]:
+        one = tune(name, kwargs, budget, seed=given.seed, executor=executor)
+        print(f"{name}: {one.default_qos:.4f} as registered, {one.qos:.4f} tuned")
+        tuned.append(one)
+    tuned.sort(key=lambda one: -one.qos)
+    settings = {
+        "env_kwargs": _validation(kwargs, budget),
+        "budget": asdict(budget),
+        "seed": given.seed,
+        "search_seed": SEARCH_SEED,
+        "choice_seed": CHOICE_SEED,
+    }
+    made = provenance(f"servegym tune {shlex.join(words)}", settings=settings)
+    found = {one.policy: {**one._asdict(), "gain": list(one.gain)} for one in tuned}
+    write_json(out, {**made, "tuned": found})
     body = [
         [
             one.policy,

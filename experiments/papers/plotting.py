@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Bars", "Lines", "as_png", "error_bars", "legend", "pyplot", "tidy"]
+__all__ = ["Bars", "Lines", "as_png", "error_bars", "legend", "pyplot"]
 
 UNITS = {"s": "s", "ms": "ms", "pct": "%", "usd": "USD", "rps": "1/s", "bits": "bit", "gb": "GB"}
 WIDE = 4
@@ -27,12 +27,6 @@ def pyplot() -> Any:
     import matplotlib.pyplot as plt
 
     return plt
-
-
-def tidy(axis: Any) -> None:
-    """A light grid and no frame."""
-    axis.grid(alpha=0.25)
-    axis.spines[["top", "right"]].set_visible(False)
 
 
 def legend(figure: Any, axis: Any) -> None:
@@ -147,7 +141,8 @@ class Lines:
                 axis.set_yscale("log")
             if self.level is not None:
                 axis.axhline(self.level, color="black", linewidth=0.9, linestyle=":")
-            tidy(axis)
+            axis.grid(alpha=0.25)
+            axis.spines[["top", "right"]].set_visible(False)
         legend(figure, axes[0, 0])
         return figure
 
