@@ -1,7 +1,5 @@
 """The placement studies at smoke size, and what they compute against formulas of their own."""
 
-import csv
-
 import numpy as np
 import pytest
 
@@ -24,12 +22,9 @@ from servegym.experiments.papers.placement.common import (  # noqa: E402
 from servegym.experiments.papers.placement.latency import PAPER, layer_times  # noqa: E402
 from servegym.experiments.papers.placement.workload import covered, skew_of  # noqa: E402
 
+from ..tables import rows_of  # noqa: E402
+
 PNG = b"\x89PNG\r\n\x1a\n"
-
-
-def rows_of(path):
-    with open(path, newline="") as stream:
-        return list(csv.DictReader(stream))
 
 
 def made(folder, stem):

@@ -1,6 +1,5 @@
 """Serverless figures on routing, laws and starts: numbers against independent formulas, files."""
 
-import csv
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,12 +28,9 @@ from servegym.experiments.papers.serverless.common import (  # noqa: E402
 )
 from servegym.hardware_profiles.serverless import SERVING, ThetaLaw, load_constants  # noqa: E402
 
+from ..tables import rows_of  # noqa: E402
+
 DEEPSEEK = "deepseek-v2-lite"
-
-
-def rows_of(path):
-    with open(path, newline="") as stream:
-        return list(csv.DictReader(stream))
 
 
 def made(main, tmp_path, stems, *argv):
