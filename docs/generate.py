@@ -32,7 +32,7 @@ from servegym.experiments.evaluation.tables import read_record
 from servegym.experiments.fidelity.report import draw as draw_fidelity
 from servegym.experiments.papers.claims import HEADINGS, TITLES
 from servegym.experiments.papers.claims import lines as claim_lines
-from servegym.experiments.papers.study import Study, draw, list_pictures
+from servegym.experiments.papers.study import Study, draw, list_modules, list_pictures
 from servegym.experiments.papers.verdicts import judge
 from servegym.experiments.render import render_episode
 from servegym.experiments.train_and_compare import CURVE, TABLE, plot
@@ -259,11 +259,12 @@ def result_picture(record: Path, study: Study | None) -> bytes | None:
     return None if study is None else draw(study, record.parent)
 
 
-def shown(command: str) -> list[str]:
-    """A result's command, or, where its module is not in the tree, that the table is kept alone."""
+def shown(command: str, made: bool) -> list[str]:
+    """A result's command, or, where no study of the tree makes it, that the table is kept alone."""
     module = re.match(r"python -m (servegym\.[\w.]+)", command)
     try:
         there = module is None or importlib.util.find_spec(module[1]) is not None
+        there = there and (made or module is None or ".train_and_compare" in module[1])
     except ModuleNotFoundError:
         there = False
     if there:
@@ -275,6 +276,9 @@ def results() -> list[dict[str, str]]:
     """A page a family of results: picture, first findings, command; and one of claims."""
     nav = []
     for family, title in ((one.group, one.title) for one in FAMILIES):
+        modules = [importlib.import_module(one.module) for one in list_modules(family)]
+        studies = [study for module in modules for study in module.STUDIES]
+        made = {name for study in studies for name in (study.name, *study.beside)}
         pictures = list_pictures(family)
         found = [path for path in (RESULTS / family).glob("*.json") if path.stem[:5] != "bench"]
         lines = [f"# Results: {title}", ""]
@@ -290,7 +294,7 @@ def results() -> list[dict[str, str]]:
                     stream.write(png)
                 lines += [f"![{path.stem}]({family}/{path.stem}.png)", ""]
             lines += [f"- {note}" for note in shortened(notes)]
-            lines += ["", *shown(record["command"])]
+            lines += ["", *shown(record["command"], path.stem in made)]
             left = len(notes) - len(shortened(notes))
             rows = f"`experiments/results/{family}/{path.stem}.csv`"
             rows += f", {left} more findings in `{path.stem}.json`" if left else ""

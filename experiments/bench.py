@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import shlex
 import statistics
-import subprocess
 import sys
 import time
 import warnings
@@ -40,37 +39,10 @@ from servegym.experiments.evaluation.tables import provenance, write_result
 
 __all__ = ["interleave", "main", "row"]
 
-SYSTEMS, FEW, MANY = 64, 8, 1_024
+SYSTEMS, FEW = 64, 8
 TURN_S = 0.2
 """Processor time of a timing, about."""
 OUT = Path("experiments", "results", "bench")
-
-_IMPORT = """
-import time
-start = time.perf_counter()
-import gymnasium
-middle = time.perf_counter()
-import servegym
-print(middle - start, time.perf_counter() - middle)
-"""
-
-_MEMORY = """
-import gymnasium, servegym, numpy as np, sys, os
-def rss():
-    with open("/proc/self/statm") as stream:
-        return int(stream.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-def make(n):
-    envs = gymnasium.make_vec(
-        "servegym/LLMRouting-v1", num_envs=n, vectorization_mode="vector_entry_point")
-    envs.reset(seed=0)
-    for k in range(50):
-        envs.step(np.full(n, 1 + k % 6))
-    return envs
-one = make(1)  # code, tables and caches that any number of environments shares
-before = rss()
-many = make(int(sys.argv[1]))
-print(before, rss())
-"""
 
 
 def seconds(work: Callable[[], object]) -> float:
@@ -92,29 +64,22 @@ def interleave(timers: Mapping[str, Callable[[], float]], repeats: int) -> dict[
 
 
 def row(
-    what: str,
-    values: Sequence[float],
-    unit: str,
-    yardstick: tuple[str, Sequence[float]] | None = None,
+    what: str, values: Sequence[float], yardstick: tuple[str, Sequence[float]]
 ) -> dict[str, Any]:
     """A row: the median, lowest and highest value, and the yardstick.
 
     Args:
         what: What was measured.
-        values: All measurements.
-        unit: Of the measurements: 1/s, of which more is better, or one of which less is.
-        yardstick: Name and measurements of the yardstick, in the same unit.
+        values: All measurements, 1/s.
+        yardstick: Name and measurements of the yardstick, 1/s.
 
     Returns:
         The row; its ``ratio`` is how many times as fast as the yardstick it is.
     """
-    value = statistics.median(values)
-    found = {"what": what, "value": value, "low": min(values), "high": max(values), "unit": unit}
-    if yardstick is None:
-        return found | {"yardstick": "", "yardstick_value": "", "ratio": ""}
-    reference = statistics.median(yardstick[1])
-    ratio = value / reference if unit == "1/s" else reference / value
-    return found | {"yardstick": yardstick[0], "yardstick_value": reference, "ratio": ratio}
+    value, reference = statistics.median(values), statistics.median(yardstick[1])
+    found = {"what": what, "value": value, "low": min(values), "high": max(values), "unit": "1/s"}
+    about = {"yardstick": yardstick[0], "yardstick_value": reference}
+    return found | about | {"ratio": value / reference}
 
 
 def _actions(envs: Any, steps: int) -> list[Any]:
@@ -173,9 +138,9 @@ def environment(env_id: str, turn_s: float, repeats: int) -> list[dict[str, Any]
         envs.close()
     many, name = f"{SYSTEMS} of {env_id}, steps", env_id.split("/")[1]
     return [
-        row(many, rates["native"], "1/s", ("CartPoleVectorEnv, steps", rates["cartpoles"])),
-        row(many, rates["native"], "1/s", (f"SyncVectorEnv of {name}, steps", rates["sync"])),
-        row(f"one {env_id}, steps", rates["one"], "1/s", ("CartPole-v1, steps", rates["cartpole"])),
+        row(many, rates["native"], ("CartPoleVectorEnv, steps", rates["cartpoles"])),
+        row(many, rates["native"], (f"SyncVectorEnv of {name}, steps", rates["sync"])),
+        row(f"one {env_id}, steps", rates["one"], ("CartPole-v1, steps", rates["cartpole"])),
     ]
 
 
@@ -212,30 +177,11 @@ def replays(requests: int, repeats: int) -> list[dict[str, Any]]:
         warnings.filterwarnings("ignore", message=".*outside its domain.*")
         rates = interleave(timers, repeats)
     sort = "sorting random numbers, numbers", rates.pop("sort")
-    return [row(f"{name}, requests", x, "1/s", sort) for name, x in rates.items()]
+    return [row(f"{name}, requests", x, sort) for name, x in rates.items()]
 
 
-def _fresh(code: str, *words: str) -> list[float]:
-    """The numbers that a fresh interpreter prints."""
-    out = subprocess.run([sys.executable, "-c", code, *words], check=True, capture_output=True)
-    return [float(word) for word in out.stdout.split()]
-
-
-def process(systems: int, repeats: int) -> list[dict[str, Any]]:
-    """Rows: wall time that ``import servegym`` adds to Gymnasium's, and resident memory."""
-    runs = [_fresh(_IMPORT) for _ in range(repeats + 1)]
-    theirs, ours = np.array(runs[1:]).T * 1e3  # the first run may have to write bytecode
-    before, after = _fresh(_MEMORY, str(systems))
-    return [
-        row("import servegym, added", ours.tolist(), "ms", ("import gymnasium", theirs.tolist())),
-        row(f"memory of {systems:,} of LLMRouting-v1", [(after - before) / 1e6], "MB"),
-    ]
-
-
-def short(value: float | str) -> str:
-    """A number of a table; nothing for a missing one."""
-    if isinstance(value, str):
-        return value
+def short(value: float) -> str:
+    """A number of a table."""
     return f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.4g}"
 
 
@@ -264,7 +210,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             rows += environment(env_id, turn_s, repeats)
     if not options.family:
         rows += replays(500 if options.quick else 10_000, repeats)
-        rows += process(MANY // 20 if options.quick else MANY, repeats)
     print_table(
         "Medians of one thread's processor time",
         ["what", "value", "unit", "yardstick", "of the yardstick", "ratio"],

@@ -232,6 +232,7 @@ def evaluate(
         check_writable(out, (".json", ".csv"))
 
     from servegym.experiments.evaluation import evaluate as evaluation
+    from servegym.experiments.evaluation.executor import ray_executor
     from servegym.experiments.evaluation.profile_draws import evaluate_draws, print_draws
 
     logs: dict[str, list[Any]] = {}
@@ -240,7 +241,7 @@ def evaluate(
         "num_envs": num_envs,
         "env_kwargs": settings,
         "progress": _progress if sys.stderr.isatty() else None,
-        "executor": _executor(ray),
+        "executor": ray_executor(ray),
         "in_process": in_process,
         "time_limit_s": evaluation.TIME_LIMIT_S if time_limit is None else time_limit,
     }
@@ -257,17 +258,6 @@ def evaluate(
     evaluation.print_summary(rows, logs=logs)
     if drawn:
         print_draws(rows, drawn)
-
-
-def _executor(ray: str | None) -> Any:
-    """Where jobs run: in this process, or on the Ray cluster that ``--ray`` names."""
-    if ray is None:
-        from servegym.experiments.evaluation.executor import run_serially
-
-        return run_serially
-    from servegym.experiments.evaluation.executor import ray_executor
-
-    return ray_executor(ray)
 
 
 def _progress(policy: str, done: int, total: int) -> None:

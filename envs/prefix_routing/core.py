@@ -186,6 +186,7 @@ class PrefixBatch(Batch):
             max_num_seqs=int(problem.tables.config["max_running"][0]),
             entries=problem.index_entries,
         )
+        self.episodes.row[row] = 0
         self.episodes.ids[row, :, 0] = requests.session
         self.episodes.ids[row, :, 1] = requests.tenant
 

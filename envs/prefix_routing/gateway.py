@@ -206,7 +206,7 @@ def load(
     max_num_seqs: ArrayLike,
     entries: ArrayLike | None = None,
 ) -> None:
-    """Give a row the requests of an episode and its replicas; `kernel.gateway.begin` follows.
+    """Begin an episode in a row: its requests and its replicas, and nothing known of them yet.
 
     Args:
         g: The gateways.
@@ -224,10 +224,17 @@ def load(
     """
     requests = episode.requests
     kv = np.atleast_1d(np.asarray(kv_tokens))
+    for array in (g.row, g.replica, g.request, g.holders, g.references, g.tenant_heat, g.tenant_s):
+        array[row] = 0
+    g.stamp[row], g.session_replica[row], g.session_s[row] = -1, -1, np.nan
     replica, request = g.replica[row, : len(kv)], g.request[row, : requests.num_requests]
     g.row[row]["replicas"] = len(kv)
     g.row[row]["requests"] = requests.num_requests
     g.row[row]["keys"] = episode.num_keys
+    replica["up"], replica["oldest"], replica["newest"] = 1, -1, -1
+    replica["forgotten_s"] = -np.inf
+    replica["ttft"] = replica["ttft_error"] = replica["tpot"] = np.nan
+    request["replica"], request["next"] = -1, -1
     replica["speed"], replica["kv_tokens"] = speed, kv
     replica["max_num_seqs"] = max_num_seqs
     replica["capacity"] = LRU_ENTRIES if entries is None else entries

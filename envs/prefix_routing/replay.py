@@ -36,7 +36,6 @@ def replay_prefix(
     num_replicas: int | None = None,
     max_num_seqs: int = 256,
     max_num_batched_tokens: int = 2048,
-    block_size: int | None = None,
     kv_tokens: int | None = None,
 ) -> np.ndarray:
     """Serve requests on replicas with vLLM's scheduler and automatic prefix cache.
@@ -56,7 +55,6 @@ def replay_prefix(
         num_replicas: Replicas of one profile; 1 if None.
         max_num_seqs: Most requests in one iteration, 1 to 4,096.
         max_num_batched_tokens: Most tokens in one iteration, at least ``max_num_seqs``.
-        block_size: Tokens of a KV block; None takes the requests'.
         kv_tokens: Room of each replica's KV cache in tokens; None takes the profile's.
 
     Returns:
@@ -70,10 +68,6 @@ def replay_prefix(
     """
     requests.check()
     size = requests.block_size
-    if block_size is not None and whole("block_size", block_size, 1) != size:
-        raise ValueError(
-            f"block_size={block_size} and the requests' block_size={size} must be equal."
-        )
     names: list[Any]
     if isinstance(profiles, (list, tuple)):
         names = list(profiles)

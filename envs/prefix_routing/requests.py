@@ -1,4 +1,4 @@
-"""Requests whose prompts share prefixes, and what a cache that never evicts would save of them."""
+"""Requests whose prompts share prefixes."""
 
 from __future__ import annotations
 
@@ -163,66 +163,3 @@ def _dense(ids: np.ndarray) -> np.ndarray:
     if ids.size == 0 or ids.max() <= 8 * ids.size:
         return ids
     return np.unique(ids, return_inverse=True)[1]
-
-
-class CacheHits(NamedTuple):
-    """What of each prompt a cache holds when its request comes.
-
-    Attributes:
-        blocks: int64 (J,), cached blocks of the prompt.
-        prompt_blocks: int64 (J,), full blocks of the prompt.
-        tokens: int64 (J,), the tokens in ``blocks``.
-        block_rate: Share of all full prompt blocks that are cached.
-        token_rate: Share of all prompt tokens, those outside full blocks included, that are cached.
-    """
-
-    blocks: np.ndarray
-    prompt_blocks: np.ndarray
-    tokens: np.ndarray
-    block_rate: float
-    token_rate: float
-
-
-def infinite_cache_hits(
-    requests: PrefixRequests, replica: np.ndarray | None = None, recompute_last: bool = True
-) -> CacheHits:
-    """Hits of caches that never evict, each request being cached whole before the next one comes.
-
-    Requests come in the order of their indices. The hit is an upper bound for caches of any size
-    under the same assignment, and over all assignments when one cache is pooled. With
-    ``recompute_last`` at most ``(prompt_tokens - 1) // block_size`` blocks of a prompt can hit, as
-    in vLLM: the last token of a prompt is always computed, and its block with it.
-
-    Args:
-        requests: The requests.
-        replica: int (J,), the replica that serves each; None pools one cache.
-        recompute_last: Whether the block of a prompt's last token is always computed.
-
-    Raises:
-        ValueError: If ``replica`` has another shape or names a negative replica.
-    """
-    count, size = requests.num_requests, requests.block_size
-    of = np.zeros(count, dtype=np.int64) if replica is None else np.asarray(replica)
-    if of.shape != (count,) or not np.issubdtype(of.dtype, np.integer) or (of < 0).any():
-        raise ValueError(f"replica must be {count} whole numbers of at least 0; got {replica!r}.")
-    total = requests.num_blocks()
-    ends = np.cumsum(total)
-    owner = np.repeat(np.arange(count), total)
-    depth = np.arange(int(ends[-1])) - np.repeat(ends - total, total)
-    # One number names an id in the cache of a replica.
-    key = _expand(requests.segments) * (int(of.max()) + 1) + of[owner]
-    dense = _dense(key)
-    first = np.full(int(dense.max(initial=0)) + 1, count)
-    np.minimum.at(first, dense, owner)
-    prompt = requests.prompt_tokens.astype(np.int64)
-    lookup = (prompt - 1 if recompute_last else prompt) // size
-    hit = (first[dense] < owner) & (depth < lookup[owner])
-    blocks = np.bincount(owner[hit], minlength=count)
-    full = prompt // size
-    return CacheHits(
-        blocks=blocks,
-        prompt_blocks=full,
-        tokens=blocks * size,
-        block_rate=float(blocks.sum() / max(full.sum(), 1)),
-        token_rate=float(blocks.sum() * size / prompt.sum()),
-    )

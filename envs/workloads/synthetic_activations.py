@@ -36,19 +36,18 @@ def top_two_frequencies(utilities: np.ndarray) -> np.ndarray:
     return p * (1 + odds.sum(axis=-1, keepdims=True) - odds) / 2
 
 
-def solve_base(target: np.ndarray, shifts: np.ndarray, rounds: int = 20) -> np.ndarray:
+def solve_base(target: np.ndarray, shifts: np.ndarray) -> np.ndarray:
     """Base utilities with which the mean top-2 frequencies over ``shifts`` are ``target``.
 
     Args:
         target: float (L, E), positive, each layer sums to 1, none above 1/2.
         shifts: float (n, L, E), utilities of prompts and kinds of tokens.
-        rounds: Fixed-point steps; each about halves the error or better.
 
     Returns:
         float64 (L, E).
     """
     base = np.log(target)
-    for _ in range(rounds):
+    for _ in range(20):  # each step about halves the error or better
         base = base + np.log(target / top_two_frequencies(base + shifts).mean(axis=0))
     return base
 

@@ -13,7 +13,7 @@ import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, nullcontext
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -395,25 +395,20 @@ def rank_disagreements(
 
 def print_summary(
     rows: Sequence[Mapping[str, Any]],
-    title: str = "",
-    file: TextIO | None = None,
     logs: Mapping[str, Sequence[NDArray[Any]]] | None = None,
 ) -> None:
     """Print the comparison of the rows of `evaluate`: quality, latency, shares.
 
     Args:
         rows: What `evaluate` returned.
-        title: Line above the table; the id, its arguments and the episodes by default.
-        file: Where to print, standard output by default.
         logs: Request logs of `evaluate`; they add the mean over requests with its interval.
     """
     summaries = summarise(rows)
     first = rows[0]
-    if not title:
-        given = ", ".join(f"{k}={v}" for k, v in json.loads(first["env_kwargs"]).items())
-        seeds = sorted({row["seed"] for row in rows})
-        title = f"{first['env_id']} ({given}): {len(seeds)} episodes, seeds {seeds[0]}..{seeds[-1]}"
     report, arguments = report_of(family_of(first["env_id"])), json.loads(first["env_kwargs"])
+    given = ", ".join(f"{k}={v}" for k, v in arguments.items())
+    seeds = sorted({row["seed"] for row in rows})
+    title = f"{first['env_id']} ({given}): {len(seeds)} episodes, seeds {seeds[0]}..{seeds[-1]}"
     disagree = rank_disagreements(summaries, report.mean_key, report.higher_is_better)
     by_request = {
         name: interval
@@ -449,12 +444,11 @@ def print_summary(
         )
     if disagree:
         notes.append(f"* ranked differently by return than by {report.heading}.")
-    print_table(title, headings, body, notes, file)
+    print_table(title, headings, body, notes)
     shares = [key for key in summaries[0] if key.startswith("share_")]
     if shares:
         print_table(
             "Share of all requests sent to each expert, %",
             ["policy", *(key.removeprefix("share_") for key in shares)],
             [[_label(s), *(_number(s[key], 1, 100) for key in shares)] for s in summaries],
-            file=file,
         )

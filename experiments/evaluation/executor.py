@@ -37,18 +37,20 @@ def run_serially(
         yield index, function(*job)
 
 
-def ray_executor(where: str) -> Executor:
-    """The `Executor` whose jobs run on a cluster, one processor each.
+def ray_executor(where: str | None) -> Executor:
+    """The `Executor` whose jobs run on a cluster, one processor each; without one `run_serially`.
 
     The cluster is joined or started with the first job, after all checks of the caller.
 
     Args:
-        where: See `check_ray`.
+        where: See `check_ray`; None for no cluster.
 
     Raises:
         ValueError: If ``where`` is not valid.
         ModuleNotFoundError: If Ray is missing.
     """
+    if where is None:
+        return run_serially
     check_ray(where)
 
     def run(

@@ -30,7 +30,7 @@ from servegym.baselines.protocol import Policy
 from servegym.baselines.registry import list_policies
 from servegym.envs.families import FAMILIES, Family
 from servegym.experiments.evaluation.evaluate import DEFAULT_SEED, evaluate, fresh_seed, summarise
-from servegym.experiments.evaluation.executor import Executor, run_serially
+from servegym.experiments.evaluation.executor import ray_executor
 from servegym.experiments.evaluation.guest import (
     TIME_LIMIT_S,
     GuestPolicy,
@@ -375,11 +375,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ValueError: If a name is unknown, before anything runs.
     """
     args = _parser().parse_args(argv)
-    executor: Executor = run_serially
-    if args.ray is not None:
-        from servegym.experiments.evaluation.executor import ray_executor
-
-        executor = ray_executor(args.ray)
+    executor = ray_executor(args.ray)
     points = _chosen_points(args)
     board = args.out or BOARD
     saved = read_board(board if board.is_file() else SHIPPED_BOARD)

@@ -11,7 +11,7 @@ import re
 import tempfile
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
 
@@ -140,7 +140,6 @@ def print_table(
     columns: Sequence[str],
     rows: Sequence[Sequence[str]],
     notes: Sequence[str] = (),
-    file: TextIO | None = None,
     left: int = 1,
 ) -> None:
     """Print a table, the first columns left and the others right aligned.
@@ -153,20 +152,16 @@ def print_table(
         columns: Headings.
         rows: Cells, one sequence a row.
         notes: Lines below the table.
-        file: Where to print, standard output by default.
         left: How many columns are left aligned.
     """
-    try:
-        from rich import box
-        from rich.console import Console
-        from rich.table import Table
-        from rich.text import Text
-    except ImportError:
-        _print_plain(title, columns, rows, notes, file, left)
-        return
-    console = Console(file=file, highlight=False)
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(highlight=False)
     if not console.is_terminal:
-        console = Console(file=file, highlight=False, width=100)  # a file or a pipe has none
+        console = Console(highlight=False, width=100)  # a file or a pipe has none
     wide = [max(len(line[i]) for line in [columns, *rows]) for i in range(len(columns))]
     for shown in _parts(wide, left, console.width):
         table = Table(
@@ -194,29 +189,3 @@ def _parts(wide: Sequence[int], left: int, room: int) -> list[list[int]]:
             parts.append(first.copy())
         parts[-1].append(i)
     return parts
-
-
-def _print_plain(
-    title: str,
-    columns: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    notes: Sequence[str],
-    file: TextIO | None,
-    left: int,
-) -> None:
-    widths = [max(len(line[i]) for line in [columns, *rows]) for i in range(len(columns))]
-
-    def line(cells: Sequence[str]) -> str:
-        padded = [
-            cell.ljust(width) if i < left else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
-        ]
-        return "  ".join(padded).rstrip()
-
-    print(title, file=file)
-    print(line(columns), file=file)
-    print("  ".join("-" * width for width in widths), file=file)
-    for row in rows:
-        print(line(row), file=file)
-    for note in notes:
-        print(note, file=file)

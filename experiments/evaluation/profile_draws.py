@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
 
@@ -68,7 +68,6 @@ def evaluate_draws(
     draws: int,
     *,
     env_kwargs: Mapping[str, Any] | None = None,
-    draw_seed: int = 0,
     **options: Any,
 ) -> list[dict[str, Any]]:
     """`servegym.experiments.evaluation.evaluate` in worlds drawn from the profiles' errors.
@@ -78,7 +77,6 @@ def evaluate_draws(
         policies: As for `evaluate`.
         draws: How many worlds.
         env_kwargs: Arguments of the environment.
-        draw_seed: Of the draws.
         **options: Further arguments of `evaluate`; the seed decides the episodes of every draw.
 
     Returns:
@@ -95,7 +93,7 @@ def evaluate_draws(
         raise ValueError("profile_draws draws step_factors; leave them out of the arguments")
     profiles = problem_of(family.env_id, {"split": "eval", **(env_kwargs or {})}).profiles
     rows = []
-    for draw, factors in enumerate(draw_factors(profiles, draws, draw_seed)):
+    for draw, factors in enumerate(draw_factors(profiles, draws)):
         found = evaluate(
             env_id, policies, env_kwargs={**(env_kwargs or {}), "step_factors": factors}, **options
         )
@@ -152,11 +150,7 @@ def ranking(
     return out
 
 
-def print_draws(
-    rows: Sequence[Mapping[str, Any]],
-    drawn: Sequence[Mapping[str, Any]],
-    file: TextIO | None = None,
-) -> None:
+def print_draws(rows: Sequence[Mapping[str, Any]], drawn: Sequence[Mapping[str, Any]]) -> None:
     """Print `ranking`, best policy first."""
     report = report_of(family_of(rows[0]["env_id"]))
     draws = len({row["profile_draw"] for row in drawn})
@@ -177,5 +171,4 @@ def print_draws(
             "by: on the profiles as they are; interval: over draws and episodes; ahead in: share "
             "of the draws with a positive mean difference over the same episodes."
         ],
-        file,
     )

@@ -37,14 +37,6 @@ class Column:
     scale: float = 1.0
 
 
-def _no_statistics(result: Mapping[str, Any], problem: Any) -> dict[str, float]:
-    return {}
-
-
-def _no_interval(logs: Sequence[NDArray[Any]], arguments: Mapping[str, Any]) -> Interval | None:
-    return None
-
-
 @dataclass(frozen=True)
 class Report:
     """What an evaluation reports of one environment family.
@@ -84,10 +76,8 @@ class Report:
     serving: tuple[str, ...] = ()
     early: Mapping[str, Any] = field(default_factory=dict)
     feedback_terms: tuple[str, ...] = ()
-    episode_statistics: Callable[[Mapping[str, Any], Any], dict[str, float]] = _no_statistics
-    request_interval: Callable[[Sequence[NDArray[Any]], Mapping[str, Any]], Interval | None] = (
-        _no_interval
-    )
+    episode_statistics: Callable[[Any, Any], dict[str, float]] = lambda result, problem: {}
+    request_interval: Callable[[Any, Any], Interval | None] = lambda logs, arguments: None
 
 
 def report_of(family: Family) -> Report:

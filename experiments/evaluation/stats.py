@@ -18,7 +18,6 @@ from numpy.typing import ArrayLike, NDArray
 __all__ = [
     "Interval",
     "contrast",
-    "difference",
     "iqm",
     "mean",
     "over_trainings",
@@ -81,15 +80,9 @@ def mean(scores: ArrayLike) -> float:
     return float(np.mean(_scores(scores, "scores")))
 
 
-def _check_interval_arguments(repetitions: int, confidence: float) -> None:
-    if repetitions < 1:
-        raise ValueError(f"repetitions is {repetitions}; allowed is 1 or more")
-    if not 0.0 < confidence < 1.0:
-        raise ValueError(f"confidence is {confidence}; allowed is a number between 0 and 1")
-
-
-def _percentiles(replicates: NDArray[np.float64], confidence: float) -> tuple[float, float]:
-    tail = 50.0 * (1.0 - confidence)
+def _percentiles(replicates: NDArray[np.float64]) -> tuple[float, float]:
+    """Ends of the 95 % interval."""
+    tail = 50.0 * (1.0 - 0.95)  # to the last bit as the committed tables have it
     low, high = np.percentile(replicates, [tail, 100.0 - tail])
     return float(low), float(high)
 
@@ -98,8 +91,6 @@ def stratified_bootstrap(
     scores: ArrayLike,
     statistic: Statistic = iqm,
     repetitions: int = 2_000,
-    confidence: float = 0.95,
-    seed: int = 0,
 ) -> Interval:
     """Percentile interval of a statistic under a bootstrap stratified by task.
 
@@ -107,8 +98,6 @@ def stratified_bootstrap(
         scores: Array of shape ``(runs,)`` or ``(runs, tasks)``.
         statistic: Maps an array of shape ``(runs, tasks)`` to a number.
         repetitions: Number of bootstrap replicates.
-        confidence: Coverage of the interval, 0.95 for a 95 % interval.
-        seed: Seed of the resampling.
 
     Returns:
         The statistic of ``scores`` and its interval; NaN ends where the statistic is NaN.
@@ -117,11 +106,12 @@ def stratified_bootstrap(
         ValueError: If an argument is outside its documented range.
     """
     array = _scores(scores, "scores")
-    _check_interval_arguments(repetitions, confidence)
+    if repetitions < 1:
+        raise ValueError(f"repetitions is {repetitions}; allowed is 1 or more")
     value = float(statistic(array))
     if np.isnan(value):
         return Interval(value, float("nan"), float("nan"))
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     runs, tasks = array.shape
     samples = array[rng.integers(runs, size=(repetitions, runs, tasks)), np.arange(tasks)]
     if statistic is iqm:
@@ -130,7 +120,7 @@ def stratified_bootstrap(
         replicates = samples.mean(axis=(1, 2))
     else:
         replicates = np.array([statistic(sample) for sample in samples])
-    return Interval(value, *_percentiles(replicates, confidence))
+    return Interval(value, *_percentiles(replicates))
 
 
 def paired_difference(
@@ -138,8 +128,6 @@ def paired_difference(
     reference: ArrayLike,
     statistic: Statistic = iqm,
     repetitions: int = 2_000,
-    confidence: float = 0.95,
-    seed: int = 0,
 ) -> Interval:
     """Interval of ``scores - reference``, both measured on the same episodes.
 
@@ -149,8 +137,6 @@ def paired_difference(
             ``scores[i]``.
         statistic: Applied to the differences.
         repetitions: Number of bootstrap replicates.
-        confidence: Coverage of the interval.
-        seed: Seed of the resampling.
 
     Returns:
         The statistic of the differences and its interval.
@@ -164,10 +150,10 @@ def paired_difference(
             f"reference has shape {np.shape(reference)}; allowed is the shape of scores, "
             f"{np.shape(scores)}, one entry per shared episode"
         )
-    return stratified_bootstrap(first - second, statistic, repetitions, confidence, seed)
+    return stratified_bootstrap(first - second, statistic, repetitions)
 
 
-def student_interval(values: ArrayLike, confidence: float = 0.95) -> Interval:
+def student_interval(values: ArrayLike) -> Interval:
     """Mean of a few independent values with Student's t interval.
 
     For the results of trainings, of which there are two to ten: a bootstrap of so few is too
@@ -175,24 +161,22 @@ def student_interval(values: ArrayLike, confidence: float = 0.95) -> Interval:
 
     Args:
         values: Shape ``(n,)``, at least one value; normal, or the coverage is approximate.
-        confidence: Coverage of the interval.
 
     Returns:
         The mean and its interval; NaN ends for a single value.
 
     Raises:
-        ValueError: If ``values`` is empty or no vector, or ``confidence`` is out of range.
+        ValueError: If ``values`` is empty or no vector.
     """
     array = np.asarray(values, dtype=np.float64)
     if array.ndim != 1 or array.size == 0:
         raise ValueError(f"values has shape {array.shape}; allowed is (n,) with n of 1 or more")
-    _check_interval_arguments(1, confidence)
     centre, count = float(array.mean()), array.size
     if count == 1:
         return Interval(centre, float("nan"), float("nan"))
     from scipy.stats import t
 
-    half = float(t.ppf(0.5 + confidence / 2, count - 1) * array.std(ddof=1) / np.sqrt(count))
+    half = float(t.ppf(0.975, count - 1) * array.std(ddof=1) / np.sqrt(count))
     return Interval(centre, centre - half, centre + half)
 
 
@@ -219,31 +203,6 @@ def over_trainings(
     if len(found) == 1:
         return stratified_bootstrap(found[0], statistic)
     return _crossed([found], lambda own: own, statistic)
-
-
-def difference(
-    scores: Sequence[ArrayLike], reference: Sequence[ArrayLike], statistic: Statistic = iqm
-) -> Interval:
-    """Difference of the mean statistic of the trainings of one policy to those of another.
-
-    The trainings of the two are independent, the episodes are the same.
-
-    Args:
-        scores: For each training the scores of the same episodes, shape ``(episodes,)``.
-        reference: The same of the reference; a heuristic has one entry.
-        statistic: Of the episodes of one training.
-
-    Returns:
-        The difference and its interval over trainings and episodes together, as far as there are
-        several trainings (`_crossed`); that of `over_trainings` where there is one of each.
-
-    Raises:
-        ValueError: If there are no scores or the numbers of episodes differ.
-    """
-    both = [_by_training(one, name) for name, one in (("scores", scores), ("reference", reference))]
-    if all(len(one) == 1 for one in both):
-        return over_trainings(scores, reference[0], statistic)
-    return _crossed(both, lambda a, b: a - b, statistic)
 
 
 def relative_change(
@@ -312,8 +271,6 @@ def _crossed(
     combine: Callable[..., Any],
     statistic: Statistic,
     repetitions: int = 2_000,
-    confidence: float = 0.95,
-    seed: int = 0,
 ) -> Interval:
     """Interval over the trainings of one or more policies and their shared episodes together.
 
@@ -329,8 +286,6 @@ def _crossed(
         combine: Maps each policy's mean statistic to the quantity wanted, also element-wise.
         statistic: Of the episodes ``(episodes, ...)`` of one training.
         repetitions: Number of bootstrap replicates.
-        confidence: Coverage of the interval.
-        seed: Seed of the resampling.
 
     Raises:
         ValueError: If the numbers of episodes differ.
@@ -351,7 +306,7 @@ def _crossed(
             alone = combine(*(one if i == at else other.mean() for i, other in enumerate(own)))
             parts.append((np.var(alone, ddof=1) / len(one), len(one) - 1))
     if episodes > 1:
-        picks = np.random.default_rng(seed).integers(episodes, size=(repetitions, episodes))
+        picks = np.random.default_rng(0).integers(episodes, size=(repetitions, episodes))
         again = [np.mean([_resampled(row, picks, statistic) for row in one], 0) for one in samples]
         parts.append((np.var(combine(*again)) * episodes / (episodes - 1), episodes - 1))
     total = sum(variance for variance, _ in parts)
@@ -359,7 +314,7 @@ def _crossed(
         half = 0.0 if parts and total == 0 else math.nan
         return Interval(value, value - half, value + half)
     freedom = total**2 / sum(variance**2 / degrees for variance, degrees in parts)
-    half = float(t.ppf(0.5 + confidence / 2, freedom) * np.sqrt(total))
+    half = float(t.ppf(0.975, freedom) * np.sqrt(total))
     return Interval(value, value - half, value + half)
 
 
@@ -376,8 +331,6 @@ def two_way_bootstrap_mean(
     sums: ArrayLike,
     counts: ArrayLike,
     repetitions: int = 2_000,
-    confidence: float = 0.95,
-    seed: int = 0,
 ) -> Interval:
     """Interval of a mean over requests that resamples both episodes and prompts.
 
@@ -389,8 +342,6 @@ def two_way_bootstrap_mean(
             ask a prompt.
         counts: Shape ``(episodes, prompts)``: number of those requests.
         repetitions: Number of bootstrap replicates.
-        confidence: Coverage of the interval.
-        seed: Seed of the resampling.
 
     Returns:
         ``sums.sum() / counts.sum()`` and its interval; NaN where a sum is NaN.
@@ -405,14 +356,13 @@ def two_way_bootstrap_mean(
         )
     if (number < 0).any() or number.sum() == 0:
         raise ValueError("counts must be non-negative and count at least one request")
-    _check_interval_arguments(repetitions, confidence)
     value = float(total.sum() / number.sum())
     if np.isnan(value):
         return Interval(value, float("nan"), float("nan"))
     asked = number.sum(axis=0) > 0  # a prompt that no request asked carries no information
     total, number = total[:, asked], number[:, asked]
     episodes, prompts = total.shape
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     by_episode = rng.multinomial(episodes, np.full(episodes, 1 / episodes), size=repetitions)
     by_prompt = rng.multinomial(prompts, np.full(prompts, 1 / prompts), size=repetitions)
     weighted = np.einsum("re,ep,rp->r", by_episode, total, by_prompt, optimize=True)
@@ -420,4 +370,4 @@ def two_way_bootstrap_mean(
     replicates = weighted[weight > 0] / weight[weight > 0]
     if not replicates.size:
         return Interval(value, float("nan"), float("nan"))
-    return Interval(value, *_percentiles(replicates, confidence))
+    return Interval(value, *_percentiles(replicates))

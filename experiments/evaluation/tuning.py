@@ -11,6 +11,7 @@ has the chosen parameters, what they gain, and the whole search.
 from __future__ import annotations
 
 import argparse
+import inspect
 import math
 import shlex
 import sys
@@ -24,16 +25,15 @@ from numpy.typing import NDArray
 
 from servegym._checks import choose
 from servegym._command_line import parse_settings, run_main
-from servegym.baselines.protocol import Policy
 from servegym.baselines.registry import describe_system, list_policies, make_policy
 from servegym.experiments.evaluation.evaluate import evaluate
-from servegym.experiments.evaluation.executor import Executor, run_serially
+from servegym.experiments.evaluation.executor import Executor, ray_executor, run_serially
 from servegym.experiments.evaluation.output import check_writable, print_table, write_json
 from servegym.experiments.evaluation.play import problem_of
 from servegym.experiments.evaluation.stats import Interval, mean, paired_difference
 from servegym.experiments.evaluation.tables import provenance
 
-__all__ = ["Budget", "Tuned", "heuristics", "main", "tune", "tune_all"]
+__all__ = ["Budget", "Tuned", "heuristics", "main", "tune"]
 
 ENV_ID = "servegym/LLMRouting-v1"
 SEARCH_SEED, CHOICE_SEED = 300_000, 400_000
@@ -135,31 +135,6 @@ SPACES: dict[str, tuple[Axis, ...]] = {
 }
 """Parameters that are searched, by heuristic; the others have none."""
 
-DEFAULTS: dict[str, dict[str, Any]] = {
-    "least_latency": {"overrun": 0.3},
-    "greedy_qos": {"margin": 1.0, "overrun": 0.3, "fallback": "drop"},
-    "priced_greedy": {
-        "price": 1.0,
-        "power": 4.0,
-        "share": 0.5,
-        "margin": 1.0,
-        "overrun": 0.3,
-    },
-    "expected_qos": {"price": 0.65, "power": 2.5, "share": 0.6, "margin": 1.0},
-    "route_balance": {
-        "w_quality": 1 / 3,
-        "w_cost": 1 / 3,
-        "w_latency": 1 / 3,
-        "w_balance": 0.0,
-        "latency_filter": True,
-        "fallback": "relax",
-        "overrun": 0.3,
-    },
-    "linucb_delayed": {"alpha": 0.1, "prior_weight": 500.0},
-    "thompson": {"scale": 0.1, "prior_weight": 500.0},
-}
-"""The parameters with which the heuristics are registered."""
-
 CONTROLS = ("drop_all", "always_busiest")
 
 
@@ -229,7 +204,6 @@ def tune(
     budget: Budget | None = None,
     *,
     seed: int = 0,
-    fixed: Mapping[str, Any] | None = None,
     executor: Executor = run_serially,
 ) -> Tuned:
     """Search a heuristic's parameters for a setting.
@@ -239,7 +213,6 @@ def tune(
         env_kwargs: Arguments of the routing environment; the split is the validation's.
         budget: What the search may cost.
         seed: Seed of the candidates; the episodes are always the same.
-        fixed: Parameters that are not searched.
         executor: Where the episodes are played.
 
     Raises:
@@ -249,20 +222,18 @@ def tune(
     choose("policy", policy, heuristics())
     kwargs = _validation(env_kwargs, budget)
     system = describe_system(problem_of(ENV_ID, kwargs))
-    fixed = dict(fixed or {})
-    default = {**DEFAULTS.get(policy, {}), **fixed}
-    axes = [axis for axis in SPACES.get(policy, ()) if getattr(axis, "name", "") not in fixed]
-
-    def made(parameters: Mapping[str, Any]) -> Policy:
-        return make_policy(policy, system, **{**parameters, **fixed})
+    axes, kinds = SPACES.get(policy, ()), type(make_policy(policy, system)).__mro__
+    default = {}  # as the heuristic is registered
+    for name in (n for axis in axes for n in getattr(axis, "names", axis[:1])):
+        owner = next(kind for kind in kinds if name in inspect.signature(kind).parameters)
+        default[name] = inspect.signature(owner).parameters[name].default
 
     def played(
         candidates: Sequence[Mapping[str, Any]], episodes: int, first: int
     ) -> NDArray[np.float64]:
         """Average QoS (candidates, episodes)."""
-        rows = evaluate(
-            ENV_ID, [made(c) for c in candidates], episodes, first, kwargs, executor=executor
-        )
+        made = [make_policy(policy, system, **parameters) for parameters in candidates]
+        rows = evaluate(ENV_ID, made, episodes, first, kwargs, executor=executor)
         return np.array([row["avg_qos"] for row in rows]).reshape(len(candidates), episodes)
 
     search = _search(axes, default, budget, seed, played) if axes else []
@@ -274,7 +245,7 @@ def tune(
     best = int(qos.mean(axis=1).argmax())
     return Tuned(
         policy,
-        {**finalists[best], **fixed},
+        finalists[best],
         float(qos[best].mean()),
         float(qos[0].mean()),
         paired_difference(qos[best], qos[0], mean),
@@ -339,56 +310,6 @@ def _validation(env_kwargs: Mapping[str, Any], budget: Budget) -> dict[str, Any]
     return {**env_kwargs, "split": "val", "episode_requests": budget.requests}
 
 
-def tune_all(
-    env_kwargs: Mapping[str, Any],
-    policies: Sequence[str] | None = None,
-    budget: Budget | None = None,
-    *,
-    seed: int = 0,
-    executor: Executor = run_serially,
-    echo: Callable[[str], object] = lambda line: None,
-) -> list[Tuned]:
-    """`tune` for every heuristic, or those named, best first.
-
-    Args:
-        env_kwargs: Arguments of the routing environment.
-        policies: Names; all of `heuristics` by default.
-        budget: What the search of one heuristic may cost.
-        seed: Seed of the candidates.
-        executor: Where the episodes are played.
-        echo: Gets a line when a heuristic is done.
-
-    Raises:
-        ValueError: If an argument is not valid.
-    """
-    found = []
-    for name in policies or heuristics():
-        one = tune(name, env_kwargs, budget, seed=seed, executor=executor)
-        echo(f"{name}: {one.default_qos:.4f} as registered, {one.qos:.4f} tuned")
-        found.append(one)
-    return sorted(found, key=lambda one: -one.qos)
-
-
-def write_tuned(
-    path: Path,
-    tuned: Sequence[Tuned],
-    env_kwargs: Mapping[str, Any],
-    budget: Budget,
-    seed: int,
-    command: str,
-) -> None:
-    """Write what `tune_all` found: provenance, setting, budget and every heuristic's search."""
-    settings = {
-        "env_kwargs": _validation(env_kwargs, budget),
-        "budget": asdict(budget),
-        "seed": seed,
-        "search_seed": SEARCH_SEED,
-        "choice_seed": CHOICE_SEED,
-    }
-    found = {one.policy: {**one._asdict(), "gain": list(one.gain)} for one in tuned}
-    write_json(path, {**provenance(command, settings=settings), "tuned": found})
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; see ``servegym tune --help``."""
     parser = argparse.ArgumentParser(
@@ -408,14 +329,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = parser.parse_args(words)
     out = check_writable(given.out, (".json",))
     budget = Budget(**{name: getattr(given, name) for name in asdict(Budget())})
-    executor: Executor = run_serially
-    if given.ray is not None:
-        from servegym.experiments.evaluation.executor import ray_executor
-
-        executor = ray_executor(given.ray)
+    executor = ray_executor(given.ray)
     kwargs = parse_settings(given.set)
-    tuned = tune_all(kwargs, given.policy, budget, seed=given.seed, executor=executor, echo=print)
-    write_tuned(out, tuned, kwargs, budget, given.seed, f"servegym tune {shlex.join(words)}")
+    tuned = []
+    for name in [choose("policy", name, heuristics()) for name in given.policy or heuristics()]:
+        one = tune(name, kwargs, budget, seed=given.seed, executor=executor)
+        print(f"{name}: {one.default_qos:.4f} as registered, {one.qos:.4f} tuned")
+        tuned.append(one)
+    tuned.sort(key=lambda one: -one.qos)
+    settings = {
+        "env_kwargs": _validation(kwargs, budget),
+        "budget": asdict(budget),
+        "seed": given.seed,
+        "search_seed": SEARCH_SEED,
+        "choice_seed": CHOICE_SEED,
+    }
+    made = provenance(f"servegym tune {shlex.join(words)}", settings=settings)
+    found = {one.policy: {**one._asdict(), "gain": list(one.gain)} for one in tuned}
+    write_json(out, {**made, "tuned": found})
     body = [
         [
             one.policy,

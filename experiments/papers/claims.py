@@ -28,11 +28,10 @@ from servegym.experiments.papers.verdicts import OPEN, Claim, Finding
 __all__ = ["CLAIMS", "findings", "main"]
 
 RESULTS = Path(__file__).parents[1] / "results"
-CLAIMS: tuple[Claim, ...] = (
-    *claims_routing.CLAIMS,
-    *claims_serverless.CLAIMS,
-    *claims_placement.CLAIMS,
-    *claims_prefix.CLAIMS,
+CLAIMS: tuple[Claim, ...] = tuple(
+    claim._replace(family=module.__name__.split(".")[-2])
+    for module in (claims_routing, claims_serverless, claims_placement, claims_prefix)
+    for claim in module.CLAIMS
 )
 """Every claim that a committed table can be held against, paper by paper in its order."""
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Bars", "Lines", "as_png", "error_bars", "legend", "pyplot", "tidy"]
+__all__ = ["Bars", "Lines", "as_png", "error_bars", "legend", "pyplot"]
 
 UNITS = {"s": "s", "ms": "ms", "pct": "%", "usd": "USD", "rps": "1/s", "bits": "bit", "gb": "GB"}
 WIDE = 4
@@ -29,12 +29,6 @@ def pyplot() -> Any:
     return plt
 
 
-def tidy(axis: Any) -> None:
-    """A light grid and no frame."""
-    axis.grid(alpha=0.25)
-    axis.spines[["top", "right"]].set_visible(False)
-
-
 def legend(figure: Any, axis: Any) -> None:
     """The legend of one panel, below all, in as many columns as the figure has room for."""
     handles, labels = axis.get_legend_handles_labels()
@@ -49,22 +43,19 @@ def legend(figure: Any, axis: Any) -> None:
     )
 
 
-def error_bars(
-    rows: Rows, key: str, scale: float = 1.0, ends: tuple[str, str] | None = None
-) -> Any:
+def error_bars(rows: Rows, key: str, ends: tuple[str, str] | None = None) -> Any:
     """Values ``(rows,)`` and bars ``(2, rows)`` of a column and the ends of its interval.
 
     Args:
         rows: The rows; where they lack the ends the bars are 0.
         key: The column.
-        scale: Factor on all of them.
         ends: Columns of the ends; ``key`` with ``_low`` and ``_high`` by default.
     """
     low, high = ends or (f"{key}_low", f"{key}_high")
 
     def numbers(column: str) -> Any:
         given = [row[column] if column in row else row[key] for row in rows]
-        return scale * np.array([np.nan if x == "" else x for x in given], dtype=np.float64)
+        return np.array([np.nan if x == "" else x for x in given], dtype=np.float64)
 
     values = numbers(key)
     return values, np.maximum([values - numbers(low), numbers(high) - values], 0.0)
@@ -150,14 +141,15 @@ class Lines:
                 axis.set_yscale("log")
             if self.level is not None:
                 axis.axhline(self.level, color="black", linewidth=0.9, linestyle=":")
-            tidy(axis)
+            axis.grid(alpha=0.25)
+            axis.spines[["top", "right"]].set_visible(False)
         legend(figure, axes[0, 0])
         return figure
 
     def _draw(self, axis: Any, rows: Rows, parts: Mapping[str, Rows], column: str) -> None:
         (x,) = _columns(self.x)
         for index, (name, part) in enumerate(parts.items()):
-            values, bars = error_bars(part, column, ends=self.ends)
+            values, bars = error_bars(part, column, self.ends)
             look = {"color": f"C{index % 10}", "linestyle": ("-", "--", ":", "-.")[index // 10 % 4]}
             look |= {"marker": "o", "ms": 3, "lw": 1.2, "elinewidth": 0.7, "label": name or None}
             axis.errorbar([row[x] for row in part], values, bars, **look)
@@ -181,7 +173,7 @@ class Bars(Lines):
         for index, (name, part) in enumerate(parts.items()):
             aside = width * (index - (len(parts) - 1) / 2)
             at = [names.index(_at(row, self.x)) + aside for row in part]
-            values, bars = error_bars(part, column, ends=self.ends)
+            values, bars = error_bars(part, column, self.ends)
             look = {"color": f"C{index % 10}", "label": name or None, "error_kw": {"lw": 0.7}}
             axis.bar(at, values, width, yerr=bars, **look)
             if self.reference and column == _columns(self.y)[0]:

@@ -58,20 +58,20 @@ class Claim(NamedTuple):
     """One claim of a paper.
 
     Attributes:
-        family: Group of an environment family.
         place: Figure, table or statement of the paper.
         text: What is claimed.
         paper: The paper's figure.
         source: Name of the committed table that it is held against.
         read: Finds the verdicts in the rows of that table, setting by setting.
+        family: Group of its environment family, in `claims.CLAIMS`.
     """
 
-    family: str
     place: str
     text: str
     paper: str
     source: str
     read: Reader
+    family: str = ""
 
 
 def found_for(claims: Sequence[Claim], table: str) -> Callable[[Any, Rows], Iterator[Note]]:

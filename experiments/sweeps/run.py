@@ -9,7 +9,6 @@ arguments.
 
 from __future__ import annotations
 
-import io
 import itertools
 import json
 import math
@@ -27,7 +26,7 @@ from typing import Any
 from servegym.experiments.evaluation.jobs import folder_lock, interrupt_on_sigterm, run_process
 from servegym.experiments.evaluation.output import print_table, write_csv, write_text
 from servegym.experiments.evaluation.tables import provenance, write_result
-from servegym.experiments.papers.plotting import pyplot, tidy
+from servegym.experiments.papers.plotting import Lines, as_png
 from servegym.experiments.sweeps.spec import Sweep
 
 __all__ = ["run_sweep"]
@@ -374,30 +373,11 @@ def report(
     else:
         echo(f"no importances from {len(complete)} complete runs; {MIN_FOR_IMPORTANCE} are needed")
     if complete:
-        _plot(rows, importance, sweep, folder / "sweep.png")
+        done = sorted((row for row in rows if row["state"] != "fail"), key=lambda r: r["trial"])
+        best = itertools.accumulate(
+            (row[sweep.metric] for row in done), max if sweep.maximize else min
+        )
+        done = [row | {"best so far": value} for row, value in zip(done, best, strict=True)]
+        picture = Lines(x="trial", y=(sweep.metric, "best so far"))
+        write_text(folder / "sweep.png", as_png(picture(done)))
     echo(f"{folder}: trials.csv" + (", importance.csv" if importance else "") + ", sweep.png")
-
-
-def _plot(
-    rows: list[dict[str, Any]], importance: Mapping[str, float], sweep: Sweep, path: Path
-) -> None:
-    plt = pyplot()
-    figure, axes = plt.subplots(1, 2, figsize=(8, 3.4), layout="constrained")
-    done = sorted((row for row in rows if row["state"] != "fail"), key=lambda row: row["trial"])
-    best = list(
-        itertools.accumulate((row[sweep.metric] for row in done), max if sweep.maximize else min)
-    )
-    colours = ["#4c72b0" if row["state"] == "complete" else "#bbbbbb" for row in done]
-    numbers = [row["trial"] for row in done]
-    axes[0].scatter(numbers, [row[sweep.metric] for row in done], s=16, c=colours)
-    axes[0].step(numbers, best, where="post", color="#b30000", linewidth=1.2)
-    axes[0].set(xlabel="run (grey: stopped early)", ylabel=sweep.metric, title="best so far")
-    names = list(importance)[::-1]
-    axes[1].barh(names, [importance[name] for name in names], color="#4c72b0")
-    axes[1].set(xlabel="share of variance (PED-ANOVA)", title="importance")
-    for axis in axes:
-        tidy(axis)
-    picture = io.BytesIO()
-    figure.savefig(picture, dpi=110, format="png")
-    write_text(path, picture.getvalue())
-    plt.close(figure)

@@ -10,8 +10,9 @@ import pytest
 from typer.testing import CliRunner
 
 from servegym._command_line import parse_settings
+from servegym.envs.workloads.requests import read_columns
 from servegym.experiments.cli import app
-from servegym.experiments.replay import read_requests
+from servegym.experiments.replay import FIELDS
 
 ENV_ID = "servegym/LLMRouting-v1"
 REQUESTS = "arrival_s,prompt_tokens,output_tokens\n0.0,100,5\n0.5,2000,1\n0.5,30,20\n"
@@ -173,7 +174,8 @@ def test_replay(run, tmp_path):
         )
         assert 0 < float(row["ttft_s"]) <= float(row["e2e_s"])
     assert rows[1]["tpot_s"] == "nan" and rows[1]["ttft_s"] == rows[1]["e2e_s"]
-    assert read_requests(out)[1].tolist() == [100, 2000, 30]
+    again = read_columns(out, lambda _: FIELDS)
+    assert again["prompt_tokens"].tolist() == [100, 2000, 30]
 
 
 def test_replay_passes_its_options_on(run, tmp_path, monkeypatch):

@@ -28,10 +28,11 @@ from servegym.envs.workloads.activations import make_toy_activations, read_activ
 from servegym.envs.workloads.build.activations import write_activations
 from servegym.envs.workloads.catalog import read_catalog
 from servegym.envs.workloads.mix_instruct import load_mix_instruct
+from servegym.envs.workloads.requests import read_columns
 from servegym.envs.workloads.traces import load_trace
 from servegym.experiments.evaluation.leaderboard import read_board
 from servegym.experiments.evaluation.output import read_rows
-from servegym.experiments.replay import read_requests
+from servegym.experiments.replay import FIELDS
 from servegym.hardware_profiles.calibrate import check
 from servegym.hardware_profiles.load import data_path
 from servegym.hardware_profiles.measure.table import ResumableTable
@@ -165,7 +166,9 @@ LOADERS: dict[str, Loader] = {
     ),
     "trace": Loader(_text("trace.csv", TRACE), load_trace),
     "trace lines": Loader(_text("trace.jsonl", JSONL), load_trace),
-    "requests": Loader(_text("requests.csv", REQUESTS), read_requests),
+    "requests": Loader(
+        _text("requests.csv", REQUESTS), lambda path: read_columns(path, lambda _: FIELDS)
+    ),
     "activations": Loader(
         _activations(".npz"), lambda p: read_activations(p.with_suffix(".json"), TOY.model)
     ),

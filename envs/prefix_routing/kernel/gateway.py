@@ -158,54 +158,6 @@ class Gateway(NamedTuple):
     tenant_s: np.ndarray
 
 
-@inner
-def begin(g, b):
-    """Forget everything but what `servegym.envs.prefix_routing.gateway.load` gave."""
-    v = g.row[b]
-    v.news = 0
-    v.scraped_s = 0.0
-    v.heat = 0.0
-    v.heat_s = 0.0
-    v.missed = 0
-    for n in range(v.replicas):
-        p = g.replica[b, n]
-        p.up = 1
-        p.waiting = 0
-        p.running = 0
-        p.usage = 0.0
-        p.in_flight = 0
-        p.prefill = 0
-        p.context = 0
-        p.blocks = 0
-        p.ttft = math.nan
-        p.ttft_error = math.nan
-        p.tpot = math.nan
-        p.entries = 0
-        p.oldest = -1
-        p.newest = -1
-        p.place = 0
-        p.event = 0
-        p.forgotten_s = -math.inf
-        p.match = 0
-        p.match_age = 0.0
-        for key in range(v.keys):
-            g.stamp[b, n, key] = -1
-            g.references[b, n, key] = 0
-    for key in range(v.keys):
-        g.holders[b, key] = 0
-    for j in range(v.requests):
-        r = g.request[b, j]
-        r.replica = -1
-        r.in_flight = 0
-        r.next = -1
-    for i in range(g.session_s.shape[1]):
-        g.session_replica[b, i] = -1
-        g.session_s[b, i] = math.nan
-    for i in range(g.tenant_s.shape[1]):
-        g.tenant_heat[b, i] = 0.0
-        g.tenant_s[b, i] = 0.0
-
-
 # ----------------------------------------------------------------------------------- prefix index
 
 

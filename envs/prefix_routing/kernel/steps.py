@@ -289,22 +289,6 @@ def begin(t, s, g, x, out, which):
         if which[b] == 0:
             continue
         begin_row(c, s, b)
-        gateway.begin(g, b)
-        o = x.row[b]
-        o.index = 0
-        o.news = 0
-        o.completed = 0
-        o.rejected = 0
-        o.met = 0
-        o.met_ttft = 0
-        o.met_tpot = 0
-        o.preemptions = 0
-        o.prompt_tokens = 0
-        o.hit_tokens = 0
-        o.claimed_tokens = 0
-        o.false_tokens = 0
-        o.recomputed_tokens = 0
-        o.last_finish = 0.0
         x.counted[b] = 0
         x.scraped[b] = -1.0
         _go_to_next_arrival(c, t.law, p, s, g, x, b)
@@ -312,7 +296,7 @@ def begin(t, s, g, x, out, which):
             prompt = s.request[b * c.num_requests + s.env[b].index].prompt
             _send(c, t.law, s, g, b, _reference(c, g, b, prompt))
             _go_to_next_arrival(c, t.law, p, s, g, x, b)
-        o.began = s.env[b].now
+        x.row[b].began = s.env[b].now
         _observe(c, p, s, g, x, out, b)
 
 

@@ -9,8 +9,7 @@ A law is the quantiles of the lengths at 0, 5, ..., 100 %, rounded to whole toke
 between. Prompt and output lengths are drawn independently; the file records the correlation of
 their logarithms that this leaves out. The error of a law is its Kolmogorov-Smirnov distance to the
 lengths and the relative error of its mean, as a whole and cut at the longest lengths of those who
-draw from it: the environments' for Azure, those of ``servegym parity`` for Mooncake and of
-``servegym presubmit`` for ShareGPT.
+draw from it.
 """
 
 from __future__ import annotations

@@ -1,24 +1,17 @@
-r"""Score and length predictors for the routers, trained on the prompts' texts.
+r"""Score and length predictors for the routers, fitted to the prompts' texts.
 
-Each sorts every (prompt, LLM) pair into 10 score and 10 length buckets:
-
-* ``fine-tuned``: like the predictors of the QoS-aware routing paper (arXiv:2508.00234, Section
-  IV-B) an encoder over the text with an expert token in front of it. Prompts attend only to
-  themselves, so that one pass reads a prompt once and the tokens of all LLMs with it, and the
-  layers that stay frozen run once per prompt.
-* ``probe``: ridge regression on what a small instruction-tuned language model holds in its middle
-  layers where its own answer would begin.
-
-The texts come from a CSV file::
+Each sorts every (prompt, LLM) pair into 10 score and 10 length buckets. ``probe`` is ridge
+regression on what a small instruction-tuned language model holds in its middle layers where its own
+answer would begin. The texts come from a CSV file::
 
     python -m servegym.envs.workloads.build.predictor --prompts prompts.csv \
         --language_model FOLDER --out table.npz
 
-writes a table that the environments take as ``score_predictor="learned:table.npz"``: the probe's,
-or without a language model the fine-tuned encoder's. Prompts that nearly repeat an eval prompt are
-left out of every fit. Comparisons: ridge regression on the frozen encoder's embeddings, an LLM's
-most common bucket, and ``other answers``: ridge regression that is told the true values of all
-other LLMs on the same prompt, which no predictor can know.
+writes the probe's table, which the environments take as ``score_predictor="learned:table.npz"``.
+Prompts that nearly repeat an eval prompt are left out of every fit. Comparisons: ridge regression
+on a frozen encoder's embeddings, an LLM's most common bucket, and ``other answers``: ridge
+regression that is told the true values of all other LLMs on the same prompt, which no predictor can
+know.
 """
 
 from __future__ import annotations
@@ -27,8 +20,7 @@ import csv
 import io
 import re
 import time
-from collections.abc import Iterator, Mapping
-from copy import deepcopy
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -40,10 +32,9 @@ import tyro
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor, nn
 
-from servegym._command_line import install_line, run_main
-from servegym._files import write_atomic
+from servegym._command_line import run_main
+from servegym._files import csv_rows, write_atomic
 from servegym.envs.workloads import Catalog, load_catalog
 from servegym.envs.workloads.predictions import QUANTITIES, bucket_edges, write_table
 
@@ -61,76 +52,26 @@ class Args:
 
     prompts: Path
     """CSV file with the text of every prompt of the catalog: columns prompt_id, instruction"""
-    encoder: str = "sentence-transformers/all-MiniLM-L6-v2"
-    """name or folder of a transformers encoder"""
-    language_model: str | None = None
+    language_model: str
     """language model of the probe: name, folder or .gguf file (needs gguf and accelerate)"""
+    encoder: str = "sentence-transformers/all-MiniLM-L6-v2"
+    """name or folder of the transformers encoder of the comparison"""
     state_layers: tuple[int, ...] = (16, 20, 24)
     """layers of the language model whose outputs the probe reads"""
     catalog: str = "alpaca_eval_7b"
     """catalog whose scores and lengths are to be predicted"""
     buckets: Literal["quantile", "width"] = "quantile"
     """how scores and lengths are bucketed"""
-    folds: int = 2
-    """train prompts are predicted by models that did not see them, in this many folds"""
-    trained_layers: int = 2
-    """layers of the encoder to fine-tune, from the top; those below stay frozen"""
     max_tokens: int = 64
-    """tokens of a prompt that are read"""
-    epochs: int = 6
-    """passes over the train prompts; the best one on val counts; 0: no fine-tuning"""
-    batch_size: int = 16
-    """prompts, with all their LLMs, in a batch"""
-    learning_rate: float = 1e-4
-    """peak learning rate of the layers; the heads and expert tokens learn 10 times faster"""
+    """tokens of a prompt that the encoder reads"""
     seed: int = 1
-    """seed of the new weights, the folds and the order of the batches"""
+    """seed of the learning curve's draws"""
     device: str = "cpu"
     """torch device"""
     out: Path | None = None
     """table to write, .npz"""
     results: Path | None = None
     """accuracies to write, .csv"""
-
-
-class Predictor(nn.Module):
-    """The top layers of an encoder over a prompt and a token for each of M LLMs, and two heads.
-
-    The token of an LLM sees the prompt and itself, a prompt only itself: M sequences of an expert
-    token before a prompt, but for what the prompt would learn from the expert.
-    """
-
-    def __init__(self, layers: nn.ModuleList, width: int, common: list[Tensor]) -> None:
-        """Build it; ``common`` holds the (M, K) frequencies of the buckets, where it begins."""
-        super().__init__()
-        self.layers = layers
-        self.expert = nn.Parameter(torch.randn(len(common[0]), width) * 0.2)
-        self.heads = nn.ModuleList([nn.Linear(width, part.shape[1]) for part in common])
-        self.bias = nn.ParameterList([torch.log(part + 0.01) for part in common])
-
-    def forward(self, hidden: Tensor, mask: Tensor) -> list[Tensor]:
-        """Logits of the buckets.
-
-        Args:
-            hidden: Input of the first trained layer, ``(B, T, width)``.
-            mask: 1 where there is a token, ``(B, T)``.
-
-        Returns:
-            ``(B, M, K)`` for score and length.
-        """
-        rows, count = len(hidden), len(self.expert)
-        # The tokens start from the prompt's own first one, which holds its summary.
-        tokens = self.expert.expand(rows, -1, -1) + hidden[:, :1]
-        seen = torch.zeros(rows, count + hidden.shape[1], count + hidden.shape[1])
-        seen = seen.to(hidden.device)
-        seen[:, :, count:] = mask[:, None, :]
-        seen[:, :count, :count] = torch.eye(count, device=hidden.device)
-        bias = ((1.0 - seen) * torch.finfo(hidden.dtype).min)[:, None]
-        x = torch.cat([tokens, hidden], 1)
-        for layer in self.layers:
-            out = layer(x, bias)
-            x = out[0] if isinstance(out, tuple) else out
-        return [head(x[:, :count]) + bias for head, bias in zip(self.heads, self.bias, strict=True)]
 
 
 def read_texts(path: Path, catalog: Catalog) -> list[str]:
@@ -141,12 +82,8 @@ def read_texts(path: Path, catalog: Catalog) -> list[str]:
     """
     if not path.is_file():
         raise ValueError(f"prompts={str(path)!r} is not a file.")
-    with path.open(newline="", encoding="utf-8") as stream:
-        reader = csv.DictReader(stream)
-        for column in ("prompt_id", "instruction"):
-            if column not in (reader.fieldnames or ()):
-                raise ValueError(f"{path} has no column {column!r}; it has {reader.fieldnames}.")
-        found = {row["prompt_id"]: row["instruction"] for row in reader}
+    rows = csv_rows(path, ("prompt_id", "instruction"))
+    found = {row["prompt_id"]: row["instruction"] for _, row in rows}
     ids = [str(k) for k in np.asarray(catalog.prompt_ids)]
     missing = [k for k in ids if k not in found]
     if missing:
@@ -204,34 +141,16 @@ def read_states(
     return torch.stack(states).double().cpu().numpy()
 
 
-def top_layers(encoder: nn.Module, count: int) -> nn.ModuleList:
-    """Copies of the last ``count`` transformer layers.
-
-    Raises:
-        ValueError: the encoder has fewer layers, or no list of them.
-    """
-    total = int(encoder.config.num_hidden_layers)  # type: ignore[union-attr]
-    stacks = [m for m in encoder.modules() if isinstance(m, nn.ModuleList) and len(m) == total]
-    if not stacks:
-        raise ValueError(f"no list of {total} layers in {type(encoder).__name__}.")
-    if not 1 <= count <= total:
-        raise ValueError(f"trained_layers={count} must be between 1 and {total}.")
-    return deepcopy(nn.ModuleList(list(stacks[0])[total - count :]))
-
-
 @torch.no_grad()
-def read_prompts(
-    encoder: nn.Module, tokenizer: Any, texts: list[str], trained: int, max_tokens: int, device: str
-) -> tuple[list[Tensor], NDArray[np.float64]]:
-    """What the frozen layers make of the texts, each read once.
+def read_embeddings(
+    name: str, texts: list[str], max_tokens: int, device: str
+) -> NDArray[np.float64]:
+    """Mean-pooled outputs of an encoder, of unit length: float64 ``(P, width)``."""
+    from transformers import AutoModel, AutoTokenizer  # pyright: ignore[reportMissingImports]
 
-    Returns:
-        The input of the first trained layer, ``(tokens, width)`` for each text, and unit-length
-        mean-pooled outputs of the whole encoder, float64 ``(P, width)``.
-    """
-    encoder.eval().to(device)
-    hidden: list[Tensor] = []
-    pooled: list[Tensor] = []
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    encoder = AutoModel.from_pretrained(name).eval().to(device)
+    pooled = []
     for start in range(0, len(texts), 32):
         part = tokenizer(
             texts[start : start + 32],
@@ -240,122 +159,10 @@ def read_prompts(
             max_length=max_tokens,
             return_tensors="pt",
         ).to(device)
-        states = encoder(**part, output_hidden_states=True).hidden_states
-        mask = part["attention_mask"]
-        for row, length in enumerate(mask.sum(1).tolist()):
-            hidden.append(states[-1 - trained][row, :length].clone())
-            pooled.append(F.normalize(states[-1][row, :length].mean(0), dim=0))
-    return hidden, torch.stack(pooled).double().cpu().numpy()
-
-
-def _batches(
-    rows: NDArray[np.int64], hidden: list[Tensor], size: int
-) -> Iterator[tuple[NDArray[np.int64], Tensor, Tensor]]:
-    for part in np.split(rows, range(size, len(rows), size)):
-        states = nn.utils.rnn.pad_sequence([hidden[k] for k in part], batch_first=True)
-        lengths = torch.tensor([len(hidden[k]) for k in part], device=states.device)
-        mask = (torch.arange(states.shape[1], device=states.device) < lengths[:, None]).float()
-        yield part, states, mask
-
-
-def fit(
-    model: Predictor,
-    hidden: list[Tensor],
-    classes: list[NDArray[np.int64]],
-    rows: NDArray[np.int64],
-    val: NDArray[np.int64],
-    args: Args,
-) -> int:
-    """Fine-tune on the prompts ``rows`` and take the weights of the best epoch on ``val``.
-
-    Returns:
-        The best epoch, counted from 1.
-    """
-    layers = list(model.layers.parameters())
-    new = [model.expert, *model.heads.parameters(), *model.bias.parameters()]
-    optimizer = torch.optim.AdamW(
-        [{"params": layers, "lr": args.learning_rate}, {"params": new}],
-        lr=10 * args.learning_rate,
-        weight_decay=0.01,
-    )
-    steps = args.epochs * -(-len(rows) // args.batch_size)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, [args.learning_rate, 10 * args.learning_rate], total_steps=steps, pct_start=0.1
-    )
-    truth = [torch.as_tensor(part, device=model.expert.device) for part in classes]
-    shuffle = np.random.default_rng(args.seed)
-    best_loss, best_weights, best_epoch = np.inf, deepcopy(model.state_dict()), 0
-    for epoch in range(args.epochs):
-        model.train()
-        for part, states, mask in _batches(shuffle.permutation(rows), hidden, args.batch_size):
-            logits = model(states, mask)
-            loss = sum(
-                F.cross_entropy(x.flatten(0, 1), y[part].flatten())
-                for x, y in zip(logits, truth, strict=True)
-            )
-            assert isinstance(loss, Tensor)
-            optimizer.zero_grad()
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            schedule.step()
-        probabilities = predict(model, hidden, val, args.batch_size)
-        loss_val = 0.0
-        for probability, y in zip(probabilities, classes, strict=True):
-            likelihood = np.take_along_axis(probability, y[val][..., None], -1)
-            loss_val -= float(np.log(likelihood + 1e-9).mean())
-        print(f"epoch {epoch + 1}: loss on val {loss_val:.4f}", flush=True)
-        if loss_val < best_loss:
-            best_loss, best_epoch = loss_val, epoch + 1
-            best_weights = deepcopy(model.state_dict())
-    model.load_state_dict(best_weights)
-    return best_epoch
-
-
-@torch.no_grad()
-def predict(
-    model: Predictor, hidden: list[Tensor], rows: NDArray[np.int64], size: int = 32
-) -> list[NDArray[np.float64]]:
-    """Probabilities of the score and of the length buckets, float64 ``(len(rows), M, K)``."""
-    model.eval()
-    parts = [
-        [F.softmax(x, -1).double().cpu().numpy() for x in model(states, mask)]
-        for _, states, mask in _batches(rows, hidden, size)
-    ]
-    return [np.concatenate(column) for column in zip(*parts, strict=True)]
-
-
-def fine_tune(
-    encoder: nn.Module,
-    hidden: list[Tensor],
-    classes: list[NDArray[np.int64]],
-    counts: list[int],
-    train: NDArray[np.int64],
-    val: NDArray[np.int64],
-    args: Args,
-) -> tuple[list[NDArray[np.float64]], int]:
-    """Probabilities for every prompt, ``(P, M, K)`` each, and the best epoch on ``val``."""
-
-    def fitted(rows: NDArray[np.int64]) -> tuple[Predictor, int]:
-        torch.manual_seed(args.seed)
-        layers = top_layers(encoder, args.trained_layers)
-        common = [
-            torch.as_tensor(np.eye(k)[y[rows]].mean(axis=0), dtype=torch.float32)
-            for y, k in zip(classes, counts, strict=True)
-        ]
-        model = Predictor(layers, hidden[0].shape[1], common).to(args.device)
-        return model, fit(model, hidden, classes, rows, val, args)
-
-    model, epoch = fitted(train)
-    probabilities = predict(model, hidden, np.arange(len(hidden)))
-    # A router trained on prompts that its predictor was fitted to would trust it too much.
-    fold_of = np.random.default_rng(args.seed).permutation(len(train)) % args.folds
-    for fold in range(args.folds):
-        model, _ = fitted(train[fold_of != fold])
-        rows = train[fold_of == fold]
-        for every, held_out in zip(probabilities, predict(model, hidden, rows), strict=True):
-            every[rows] = held_out
-    return probabilities, epoch
+        states = encoder(**part).last_hidden_state
+        for row, length in enumerate(part["attention_mask"].sum(1).tolist()):
+            pooled.append(F.normalize(states[row, :length].mean(0), dim=0))
+    return torch.stack(pooled).double().cpu().numpy()
 
 
 def ridge(
@@ -482,7 +289,7 @@ def report(rows: list[dict[str, Any]], note: str) -> None:
 
 
 def train(args: Args) -> list[dict[str, Any]]:
-    """Train, print the accuracies, write what was asked for.
+    """Fit, print the accuracies, write what was asked for.
 
     Returns:
         One row for each predictor, quantity and split: see `measure`. ``train_prompts`` is the
@@ -492,21 +299,10 @@ def train(args: Args) -> list[dict[str, Any]]:
         ValueError: an argument does not fit.
         ModuleNotFoundError: transformers is not installed.
     """
-    if args.folds < 2:
-        raise ValueError(f"folds={args.folds} must be at least 2.")
-    if args.epochs < (args.language_model is None):
-        raise ValueError(f"epochs={args.epochs} must be at least 1, or 0 with language_model.")
     for path, ending in ((args.out, ".npz"), (args.results, ".csv")):
         if path is not None:
             if Path(path).suffix != ending or not Path(path).resolve().parent.is_dir():
                 raise ValueError(f"{path} must end in {ending} and lie in a folder that exists")
-    try:
-        from transformers import AutoModel, AutoTokenizer  # pyright: ignore[reportMissingImports]
-    except ModuleNotFoundError:
-        raise ModuleNotFoundError(
-            f"transformers is not installed; {install_line('predict')}", name="transformers"
-        ) from None
-
     catalog = load_catalog(args.catalog)
     texts = read_texts(args.prompts, catalog)
     begin = time.perf_counter()
@@ -515,15 +311,8 @@ def train(args: Args) -> list[dict[str, Any]]:
         texts, np.concatenate([splits["train"], splits["val"]]), splits["eval"]
     )
     fitted, val = (np.setdiff1d(splits[name], repeated) for name in ("train", "val"))
-    tokenizer = AutoTokenizer.from_pretrained(args.encoder)
-    encoder = AutoModel.from_pretrained(args.encoder)
-    top_layers(encoder, args.trained_layers)  # refused before any work
-    hidden, embeddings = read_prompts(
-        encoder, tokenizer, texts, args.trained_layers, args.max_tokens, args.device
-    )
-    states = None
-    if args.language_model is not None:
-        states = read_states(args.language_model, texts, args.state_layers, args.device)
+    states = read_states(args.language_model, texts, args.state_layers, args.device)
+    embeddings = read_embeddings(args.encoder, texts, args.max_tokens, args.device)
     truths = [catalog.scores.astype(float), catalog.output_tokens.astype(float)]
     classes, centres = [], []
     for quantity, truth in zip(QUANTITIES, truths, strict=True):
@@ -531,9 +320,6 @@ def train(args: Args) -> list[dict[str, Any]]:
         classes.append(np.searchsorted(edges, truth, side="right").astype(np.int64))
         centres.append(middle)
     counts = [len(middle) for middle in centres]
-    tuned, epoch = None, 0
-    if args.epochs:
-        tuned, epoch = fine_tune(encoder, hidden, classes, counts, fitted, val, args)
     rows, tables = [], []
     for q, quantity in enumerate(QUANTITIES):
         target, means = np.eye(counts[q])[classes[q]], truths[q][fitted].mean(axis=0)
@@ -543,27 +329,23 @@ def train(args: Args) -> list[dict[str, Any]]:
             return measure(probability, *known)
 
         found = simple_predictors(embeddings, target, truths[q], centres[q], fitted, val)
-        if tuned is not None:
-            found["fine-tuned"] = (tuned[q], f"epochs={epoch}, folds={args.folds}")
-        if states is not None:
-            found["probe"] = best_ridge(scaled(states, fitted), target, centres[q], fitted, val)
-        tables.append(found["fine-tuned" if states is None else "probe"][0])
+        found["probe"] = best_ridge(scaled(states, fitted), target, centres[q], fitted, val)
+        tables.append(found["probe"][0])
         head = {"quantity": quantity, "buckets": args.buckets, "train_prompts": len(fitted)}
         for name, (probability, label) in found.items():
             for split in splits:
                 row = {"predictor": name, "split": split, **head, **measured(probability, split)}
                 rows.append({**row, "parameters": label})
-        if states is not None:
-            random = np.random.default_rng(args.seed)
-            for count in (count for count in CURVE if count < len(fitted)):
-                tries = []
-                for _ in range(DRAWS):
-                    some = random.permutation(fitted)[:count]
-                    probability = best_ridge(scaled(states, some), target, centres[q], some, val)[0]
-                    tries.append(measured(probability, "eval"))
-                row = {"predictor": "learning curve", "split": "eval", **head}
-                row |= {key: float(np.mean([one[key] for one in tries])) for key in tries[0]}
-                rows.append({**row, "train_prompts": count, "parameters": f"draws={DRAWS}"})
+        random = np.random.default_rng(args.seed)
+        for count in (count for count in CURVE if count < len(fitted)):
+            tries = []
+            for _ in range(DRAWS):
+                some = random.permutation(fitted)[:count]
+                probability = best_ridge(scaled(states, some), target, centres[q], some, val)[0]
+                tries.append(measured(probability, "eval"))
+            row = {"predictor": "learning curve", "split": "eval", **head}
+            row |= {key: float(np.mean([one[key] for one in tries])) for key in tries[0]}
+            rows.append({**row, "train_prompts": count, "parameters": f"draws={DRAWS}"})
     seconds = time.perf_counter() - begin
     note = f"{len(repeated)} prompts of train and val nearly repeat eval prompts and are left out"
     report(rows, f"{note}; {catalog.num_models} LLMs, {seconds:.0f} s")
@@ -592,7 +374,7 @@ def _origin(args: Args) -> Mapping[str, Any]:
     given = {k: v for k, v in asdict(args).items() if k not in ("out", "results", "device")}
     given["prompts"] = args.prompts.name
     for key in ("encoder", "language_model"):
-        if given[key] is not None and Path(given[key]).exists():
+        if Path(given[key]).exists():
             given[key] = f"local {Path(given[key]).absolute().name!r}"
     return {"made_by": "envs/workloads/build/predictor.py", **given}
 

@@ -112,28 +112,33 @@ def migrating(rows: Rows) -> Iterable[Finding]:
 
 
 def gpus(rows: Rows) -> Iterable[Finding]:
-    """Prism's latency with 256 GPUs against 4."""
+    """Prism's latency with the most GPUs against the fewest."""
+    few, many = min(values(rows, "gpus")), max(values(rows, "gpus"))
     for link in values(rows, "link_model"):
         for gap, paper in ((8.0, -19.0), (15.0, -9.0)):
             own = {
                 row["gpus"]: row for row in pick(rows, link_model=link, gap_s=gap, policy="prism")
             }
             setting = f"links: {link}, {gap:g} s between requests"
-            ends = unpaired(own[256], own[4])
-            yield _ends(setting, own[256], own[4], paper, ("256 GPUs", "4 GPUs"), ends)
+            ends = unpaired(own[many], own[few])
+            names = (f"{many} GPUs", f"{few} GPUs")
+            yield _ends(setting, own[many], own[few], paper, names, ends)
 
 
 def bandwidth(rows: Rows) -> Iterable[Finding]:
-    """Prism's latency with 1000 Mbps against 100."""
+    """Prism's latency with the widest links against the narrowest, by few and by many GPUs."""
+    counts, speeds = values(rows, "gpus"), values(rows, "mbps")
+    slow, fast = min(speeds), max(speeds)
     for link in values(rows, "link_model"):
         for cost in values(pick(rows, link_model=link), "h_ms"):
-            for count, paper in ((4, -55.0), (256, -35.0)):
+            for count, paper in ((min(counts), -55.0), (max(counts), -35.0)):
                 own = {
                     row["mbps"]: row for row in pick(rows, link_model=link, h_ms=cost, gpus=count)
                 }
                 setting = f"links: {link}, {cost} ms a message, {count} GPUs"
-                ends = unpaired(own[1000], own[100])
-                yield _ends(setting, own[1000], own[100], paper, ("1000 Mbps", "100 Mbps"), ends)
+                ends = unpaired(own[fast], own[slow])
+                names = (f"{fast} Mbps", f"{slow} Mbps")
+                yield _ends(setting, own[fast], own[slow], paper, names, ends)
 
 
 def _ends(
@@ -157,7 +162,6 @@ def _ends(
 
 CLAIMS = (
     Claim(
-        "placement",
         "Table I",
         "sharing experts beats servers that fetch them alone",
         "-20.8 %",
@@ -165,7 +169,6 @@ CLAIMS = (
         sharing("moe_infinity", 20.8),
     ),
     Claim(
-        "placement",
         "Table I",
         "... and servers that fetch them alone and balance their requests",
         "-18.3 %",
@@ -173,7 +176,6 @@ CLAIMS = (
         sharing("moe_infinity_lb", 18.3),
     ),
     Claim(
-        "placement",
         "Table II",
         "Prism has less latency than EPLB (over all GPUs at once)",
         "-30.6, -3.2, -10.9, -2.0 %",
@@ -190,7 +192,6 @@ CLAIMS = (
         ),
     ),
     Claim(
-        "placement",
         "Fig. 6",
         "Prism serves the largest share of tokens locally",
         "above all others",
@@ -198,7 +199,6 @@ CLAIMS = (
         best_counts,
     ),
     Claim(
-        "placement",
         "Fig. 7",
         "migrating pays when the requests change",
         "-10 %",
@@ -206,7 +206,6 @@ CLAIMS = (
         migrating,
     ),
     Claim(
-        "placement",
         "Fig. 8a",
         "latency falls from 4 to 256 GPUs",
         "-19 % and -9 %",
@@ -214,7 +213,6 @@ CLAIMS = (
         gpus,
     ),
     Claim(
-        "placement",
         "Fig. 8b",
         "latency falls from 100 to 1000 Mbps",
         "-55 % and -35 %",

@@ -1,4 +1,4 @@
-"""What the studies of expert placement share: episodes, intervals, changes in words."""
+"""What the studies of expert placement share: episodes, intervals, changes, findings."""
 
 from __future__ import annotations
 
@@ -22,18 +22,17 @@ from servegym.experiments.evaluation.stats import (
     stratified_bootstrap,
     student_interval,
 )
-from servegym.experiments.evaluation.tables import note
-from servegym.experiments.papers.placement.claims import unpaired
+from servegym.experiments.evaluation.tables import Note, note
+from servegym.experiments.papers.placement.claims import CLAIMS
 from servegym.experiments.papers.study import interval_columns
-from servegym.experiments.papers.verdicts import percent
+from servegym.experiments.papers.verdicts import Rows, found_for
 
 __all__ = [
     "ENV_ID",
     "SEED",
-    "as_text",
     "change",
-    "compared",
     "drive",
+    "findings",
     "growing",
     "interval",
     "local_shares",
@@ -158,6 +157,17 @@ def growing(rows: Sequence[Mapping[str, Any]], *keys: str) -> dict[str, Any]:
     return note(text, overloaded=grow)
 
 
+def findings(table: str, *keys: str) -> Callable[[Any, Rows], list[Note]]:
+    """The notes of a study: what the claims find in its table, and the points that are overloaded.
+
+    Args:
+        table: Name of the table.
+        *keys: Columns that tell its points apart.
+    """
+    found = found_for(CLAIMS, table)
+    return lambda options, rows: [*found(options, rows), growing(rows, *keys)]
+
+
 def change(one: np.ndarray, other: np.ndarray) -> Interval:
     """Change from ``other`` to ``one`` on the same episodes, in % of ``other``.
 
@@ -177,34 +187,6 @@ def change(one: np.ndarray, other: np.ndarray) -> Interval:
     left = 100 * ((one.sum() - one) / (other.sum() - other) - 1)
     half = t.ppf(0.975, n - 1) * np.sqrt((n - 1) * np.mean((left - left.mean()) ** 2))
     return Interval(float(value), float(value - half), float(value + half))
-
-
-def as_text(found: Interval, form: str = "+.1f") -> str:
-    """A change as text: ``-20.0 % [-21.0, -19.0]``; of one episode without an interval."""
-    if np.isnan(found.low):
-        return f"{found.value:{form}} % (one episode)"
-    return f"{found.value:{form}} % [{found.low:{form}}, {found.high:{form}}]"
-
-
-def compared(
-    one: Mapping[str, Any], other: Mapping[str, Any], key: str = "policy", paired: bool = True
-) -> str:
-    """Change of the latency from one row of `measure` to another in words, or who is overloaded.
-
-    Args:
-        one: A row.
-        other: The row that it is compared with.
-        key: Column that tells them apart.
-        paired: Whether they have the same episodes.
-    """
-    unit = "" if key == "policy" else f" {key}"
-    grow = [f"{row[key]}{unit}" for row in (one, other) if row["overloaded"]]
-    if grow:
-        return f"no change ({' and '.join(grow)} overloaded)"
-    if paired:
-        return as_text(change(one["_latency"], other["_latency"]))
-    value = percent(one["mean_latency_s"], other["mean_latency_s"])
-    return as_text(Interval(value, *(unpaired(one, other) or (np.nan, np.nan))), "+.0f")
 
 
 def drive(

@@ -1,10 +1,9 @@
 """Latency of placements on the paper's testbed: Tables I and II, Fig. 5 and Fig. 6 of Prism.
 
 ``table1`` compares servers that fetch experts on their own with servers that share them; ``table2``
-runs every policy on both models and both workloads; ``fit`` looks for the cost of a
-message at which the published column of one of them comes out best; ``fig5`` sends single requests
-through layers of which a given share of experts is remote; ``fig6`` follows the share of work that
-is served where it arrives.
+runs every policy on both models and both workloads; ``fig5`` sends single requests through layers
+of which a given share of experts is remote; ``fig6`` follows the share of work that is served where
+it arrives.
 """
 
 from __future__ import annotations
@@ -23,9 +22,8 @@ from servegym.experiments.papers.placement.claims import CLAIMS
 from servegym.experiments.papers.placement.common import (
     SEED,
     change,
-    compared,
     drive,
-    growing,
+    findings,
     interval,
     local_shares,
     measure,
@@ -33,7 +31,7 @@ from servegym.experiments.papers.placement.common import (
 )
 from servegym.experiments.papers.plotting import Bars, Lines
 from servegym.experiments.papers.study import Options, Study, command, ends, interval_columns
-from servegym.experiments.papers.verdicts import found_for, pick, split
+from servegym.experiments.papers.verdicts import found_for, split
 
 __all__ = ["PAPER", "STUDIES", "layer_times", "main"]
 
@@ -92,12 +90,6 @@ PAPER: dict[tuple[str, str], dict[str, tuple[float, ...]]] = {
 
 Its EPLB was made for clusters of unlike servers, so that it is compared with ``eplb_global``.
 """
-CLAIMED = {
-    ("BigBench", "DeepSeek-V2-Lite"): "-30.6 %",
-    ("BigBench", "Mixtral-8x7B"): "a slight but consistent improvement (-3.2 % by the table)",
-    ("MultiData", "DeepSeek-V2-Lite"): "-10.9 %",
-    ("MultiData", "Mixtral-8x7B"): "-2.0 %",
-}
 
 
 def _skews(options: Options) -> tuple[str, ...]:
@@ -142,36 +134,6 @@ def _table1(options: Options, at: Row, policies: Sequence[str]) -> Rows:
     return rows
 
 
-def _table1_notes(options: Options, rows: Rows) -> Iterator[Note]:
-    paper = {"uniform": -20.8, "moe_infinity_lb": -3.1}
-    for at, own in split(rows, "skew", "pcie_gb_s"):
-        speed = at["pcie_gb_s"]
-        place = (
-            f"{at['skew']} skew, PCIe {speed} GB/s (a fetch of 352 MB takes {352 / speed:.0f} ms)"
-        )
-        fetching = _policy(own, "moe_infinity")
-        for name in paper:
-            one = _policy(own, name)
-            yield note(
-                f"{place}: {name} against moe_infinity: mean latency {compared(one, fetching)} "
-                f"(paper {paper[name]} %).",
-                **at,
-                policy=name,
-                change_pct=list(change(one["_latency"], fetching["_latency"])),
-            )
-        servers = [
-            f"{row['policy']} "
-            + " / ".join(f"{row[f'mean_latency_s_server_{n}']:.1f}" for n in range(3))
-            for row in own
-        ]
-        yield f"{place}: mean latency in s on servers 1 / 2 / 3: {', '.join(servers)}."
-    yield (
-        "The paper has on servers 1 / 2 / 3: moe_infinity 9.14 / 4.77 / 3.18, moe_infinity_lb "
-        "8.60 / 4.77 / 3.10, uniform 4.96 / 4.34 / 3.40. What sharing is worth depends on the "
-        "speed of the host channel, which the paper does not give: the default is 12 GB/s."
-    )
-
-
 def _draw_table1(rows: Sequence[Mapping[str, Any]]) -> Any:
     picture = Bars(
         x="policy",
@@ -212,96 +174,12 @@ def _table2(options: Options, at: Row, policies: Sequence[str]) -> Rows:
     return rows
 
 
-def _table2_notes(options: Options, rows: Rows) -> Iterator[Note]:
-    """Each part against the paper's: gain over EPLB, size, order and the fastest."""
-    for at, part in split(rows, "workload", "model", "skew"):
-        here = f"{at['workload']}, {at['model']}, {at['skew']} skew"
-        key = at["workload"], at["model"]
-        own = {row["policy"]: row["mean_latency_s"] for row in part}
-        printed = {name: cells[3] for name, cells in PAPER[key].items()}
-        ratios = {name: own[name] / seconds for name, seconds in printed.items()}
-        inside = sum(0.7 <= ratio <= 1.3 for ratio in ratios.values())
-        mine, theirs = (sorted(printed, key=table.__getitem__) for table in (own, printed))
-        best, prism = min(own, key=own.__getitem__), _policy(part, "prism")
-        for rival, claim in (
-            ("eplb_global", f" (the paper claims {CLAIMED[key]} against its EPLB)"),
-            ("eplb", ""),
-        ):
-            found = compared(prism, _policy(part, rival))
-            yield note(f"{here}: prism against {rival}: mean latency {found}{claim}.", place=here)
-        sizes = ", ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items())
-        yield note(
-            f"{here}: our mean latency over the paper's: {sizes}; {inside} of {len(ratios)} are "
-            "within 30 %.",
-            place=here,
-            ratio_to_paper=ratios,
-            within_30_pct=inside,
-        )
-        order = "the same order" if mine == theirs else "another order"
-        yield note(
-            f"{here}: {order} as in the paper: {' < '.join(mine)}; the paper: "
-            f"{' < '.join(theirs)}.",
-            place=here,
-            order=mine,
-            same_order=mine == theirs,
-        )
-        found = compared(_policy(part, best), prism)
-        text = f"{here}: {best} is fastest of all, {found} against prism."
-        yield note(text, place=here, fastest=best)
-    yield growing(rows, "workload", "model", "skew", "policy")
-    yield (
-        "Means over episodes of about 200 requests a server, with Student's 95 % intervals over "
-        "episodes; 'mean of servers' weighs servers alike, the mean latency requests alike."
-    )
-
-
 def _table2_facts(options: Options) -> Row:
     return {
         f"{workload}, {model}": setting(scenario=scenario, model=name)
         for workload, (scenario, _) in WORKLOADS.items()
         for model, name in MODELS.items()
     }
-
-
-# --------------------------------------------------------------------- the cost of a message, h
-
-
-_FITTED = PAPER["BigBench", "DeepSeek-V2-Lite"]
-
-
-def _fit(options: Options, at: Row, policies: Sequence[str]) -> Rows:
-    """Latency of the five published methods against the cost of a message."""
-    kwargs = {
-        "scenario": "paper_testbed",
-        "epochs": 1 if options.quick else 7,
-        "split": "train",
-        "cluster_kwargs": {"message_cost_s": at["h_ms"] * 1e-3},
-    }
-    rows = measure(at, policies, options.episodes, **kwargs)
-    logs = [np.log(row["mean_latency_s"] / _FITTED[row["policy"]][3]) for row in rows]
-    error = float(np.sqrt(np.mean(np.square(logs))))
-    return [row | {"rms_log_ratio": error} for row in rows]
-
-
-def _fit_notes(options: Options, rows: Rows) -> Iterator[Note]:
-    errors = {row["h_ms"]: row["rms_log_ratio"] for row in rows}
-    best = min(errors, key=errors.__getitem__)
-    ratios = [
-        f"{row['policy']} {row['mean_latency_s'] / _FITTED[row['policy']][3]:.2f}"
-        for row in pick(rows, h_ms=best)
-    ]
-    yield note(
-        f"A message cost h of {best:g} ms fits the paper's BigBench column of DeepSeek-V2-Lite "
-        f"best: root mean square of log ratios {errors[best]:.3f}, our latency over the paper's "
-        f"{', '.join(ratios)}.",
-        h_ms=best,
-        rms_log_ratio=errors[best],
-    )
-    yield (
-        "Root mean square of log ratios by h: "
-        + ", ".join(f"{h:g} ms {error:.3f}" for h, error in errors.items())
-        + ". One number is fitted to five, on prompts of the train split."
-    )
 
 
 # --------------------------------------------------------------------------------------- Fig. 5
@@ -370,24 +248,13 @@ def _fig5(options: Options, at: Row, _: Sequence[str]) -> Rows:
 
 def _fig5_notes(options: Options, rows: Rows) -> Iterator[Note]:
     for at, part in split(rows, "messages"):
-        first, last = part[0], part[-1]
-        ratio = {s: last[f"{s}_ms"] / first[f"{s}_ms"] for s in ("prefill", "decode")}
-        grows = [
-            f"{s} {first[f'{s}_ms']:.2f} to {last[f'{s}_ms']:.2f} ms ({times:.0f} x)"
-            for s, times in ratio.items()
-        ]
-        text = f"Messages {at['messages']}, time of a layer from all experts local to all remote: "
-        yield note(f"{text}{', '.join(grows)}.", **at, ratio=ratio)
-    if not options.quick:
-        eighth, end = (
-            pick(rows, messages="per_expert", remote_share=share)[0] for share in (0.125, 1.0)
-        )
-        part = eighth["decode_ms"] / end["decode_ms"]
+        ratio = {s: part[-1][f"{s}_ms"] / part[0][f"{s}_ms"] for s in ("prefill", "decode")}
         yield note(
-            f"The sharp rise of the paper's Fig. 5 is there: with an eighth of the experts remote "
-            f"a decode step's layer already takes {100 * part:.0f} % of the time with all remote "
-            "(per_expert), because one remote call is enough to wait for.",
-            eighth_over_all=part,
+            f"Messages {at['messages']}: with all experts remote a layer takes "
+            f"{ratio['prefill']:.0f} x the time with none in prefill, {ratio['decode']:.0f} x in "
+            "decoding.",
+            **at,
+            ratio=ratio,
         )
 
 
@@ -420,7 +287,7 @@ STUDIES = (
         _table1,
         _channels,
         tuple(TABLE1),
-        _table1_notes,
+        findings("table1_pcie", "skew", "pcie_gb_s", "policy"),
         _draw_table1,
         facts=lambda options: {
             "setting": setting(scenario="paper_testbed", model="mixtral-8x7b"),
@@ -432,7 +299,7 @@ STUDIES = (
         _table2,
         _parts,
         lambda options, at: POLICIES,
-        _table2_notes,
+        findings("table2_latency", "workload", "model", "skew", "policy"),
         Bars(
             x="policy",
             y="mean_latency_s",
@@ -442,18 +309,6 @@ STUDIES = (
             reference="paper_mean_s",
         ),
         facts=_table2_facts,
-    ),
-    Study(
-        "table2_message_cost",
-        "fit",
-        _fit,
-        lambda options: [
-            {"h_ms": h} for h in ends(options, (0.5, 0.75, 1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.75))
-        ],
-        tuple(_FITTED),
-        _fit_notes,
-        Lines(x="h_ms", y=("mean_latency_s", "rms_log_ratio"), line="policy", log="y"),
-        facts=lambda options: {"setting": setting(scenario="paper_testbed", split="train")},
     ),
     Study(
         "fig5_layer_time",

@@ -9,7 +9,7 @@ which server has which requests.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,10 +18,9 @@ from servegym._command_line import run_main
 from servegym.baselines.expert_placement.system import PlacementSystem
 from servegym.envs.expert_placement.config import Problem, build_problem
 from servegym.envs.expert_placement.simulator import Requests
-from servegym.experiments.evaluation.tables import Note
+from servegym.experiments.papers.placement.claims import CLAIMS
 from servegym.experiments.papers.placement.common import (
     SEED,
-    as_text,
     change,
     drive,
     interval,
@@ -30,6 +29,7 @@ from servegym.experiments.papers.placement.common import (
 )
 from servegym.experiments.papers.plotting import Lines
 from servegym.experiments.papers.study import Options, Study, command, interval_columns
+from servegym.experiments.papers.verdicts import found_for
 
 __all__ = ["STUDIES", "main", "two_phases"]
 
@@ -145,61 +145,13 @@ def _fig7(options: Options, _: Row, variants: Sequence[str]) -> list[Row]:
     return rows
 
 
-def _answer(rows: Sequence[Row], moment: float) -> float:
-    """Minutes until the plan of most runs has changed after the requests have."""
-    length = 60 * rows[0]["minute"]
-    for row in rows:
-        start = 60 * row["minute"] - length
-        if start > moment and row["adopted"] > 0.5:
-            return (start - moment) / 60
-    return float("nan")
-
-
-def _notes(options: Options, rows: Sequence[Row]) -> Iterator[Note]:
-    kept, known, moving, network = rows
-    changes = {
-        (one["variant"], other["variant"]): as_text(change(one["_latency"], other["_latency"]))
-        for one in (moving, network)
-        for other in (kept, known)
-    }
-    means = [row["mean_latency_s"] for row in rows]
-    number = [f"{row['migrations'] - 1:.1f}" for row in (moving, network)]
-    late = _answer(network["_looks"], _each(options) * PHASES[0][1])
-    names = [row["variant"] for row in rows]
-    yield (
-        "Migrating changes the mean latency of all requests by "
-        f"{changes[names[2], names[0]]}, from {means[0]:.2f} to {means[2]:.2f} s; the paper has "
-        "-10 %, from 7.48 to 6.73 s."
-    )
-    yield (
-        f"One placement for both phases, never moved, takes {means[1]:.2f} s; migrating changes "
-        f"that by {changes[names[2], names[1]]}."
-    )
-    yield (
-        f"With weights sent over the network migrating takes {means[3]:.2f} s, against the first "
-        f"placement {changes[names[3], names[0]]}, against the one for both phases "
-        f"{changes[names[3], names[1]]}."
-    )
-    yield (
-        f"Changes after the first placement: {number[0]} with weights from the host's memory, "
-        f"{number[1]} over the network; the paper: 3. From the host an expert takes 1.4 ms, so "
-        "that Eq. 4 lets nearly every new plan through; an expert takes 0.28 s over the network."
-    )
-    yield (
-        "Over the network the placement changes "
-        + (f"{late:.0f} minutes after the requests do" if late == late else "not at all")
-        + ", when the new counts outweigh the old ones: the mixture that the paper blames for its "
-        "third migration."
-    )
-
-
 STUDIES = (
     Study(
         "fig7_summary",
         "fig7",
         _fig7,
         policies=tuple(VARIANTS),
-        notes=_notes,
+        notes=found_for(CLAIMS, "fig7_summary"),
         picture=Lines(x="minute", y=("local_tokens", "local_calls", "latency_s"), line="variant"),
         drawn=("fig7_migration",),
         beside={"fig7_migration": lambda rows: [look for row in rows for look in row["_looks"]]},

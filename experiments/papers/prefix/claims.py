@@ -144,69 +144,65 @@ def staleness(rows: Rows) -> Iterable[Finding]:
             yield Finding(setting, f"{change:+.0f} %", judge(change, 354.0, interval=ends))
 
 
-def _claim(place: str, text: str, stated: str, source: str, read: Reader) -> Claim:
-    return Claim("prefix", place, text, stated, source, read)
-
-
 CLAIMS: tuple[Claim, ...] = (
-    _claim(
+    Claim(
         LLM_D,
         "routing that is blind to caches collapses",
         "from 20/s on",
         "llm_d",
         collapse("load", "random"),
     ),
-    _claim(
+    Claim(
         LLM_D,
         "routing by an estimated cache collapses later, by the true ones never",
         "from 40/s on; never",
         "llm_d",
         collapse("estimated", "precise"),
     ),
-    _claim(LLM_D, "TTFT at 90 %: precise < estimated < blind", "at every load", "llm_d", order),
-    _claim(
+    Claim(LLM_D, "TTFT at 90 %: precise < estimated < blind", "at every load", "llm_d", order),
+    Claim(
         LLM_D,
         "true caches give more output tokens/s at 60/s than estimated, load, random",
         "+45, +121, +117 %",
         "llm_d",
         throughput,
     ),
-    _claim(
+    Claim(
         "Mooncake's traces",
         "what their pages state",
         "see the setting",
         "workload_facts",
         stated("mooncake"),
     ),
-    _claim(
+    Claim(
         "kv-cache-tester",
         "what its page states of 642 of the sessions",
         "see the setting",
         "workload_facts",
         stated("agents"),
     ),
-    _claim(
+    Claim(
         LLM_D,
         "what its report states of the prompts",
         "see the setting",
         "workload_facts",
         stated("tenants"),
     ),
-    _claim(
+    Claim(
         "production-stack",
         "the longest match, whatever the load, beats the least load",
         "its prefix-aware routing",
         "tuned_rules",
         longest_match,
     ),
-    _claim(
+    Claim(
         "BLIS, 8 instances",
         "a queue weight of 3 in place of 2 to 4 of the prefix cuts the slowest TTFTs",
         "3,570 to 132 ms",
         "signals_weights",
         weights,
     ),
-    _claim(
+    Claim(
         "BLIS, 8 instances",
         "metrics of 100 ms instead of live ones lengthen the slowest TTFTs",
         "+354 %",

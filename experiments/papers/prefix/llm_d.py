@@ -36,9 +36,9 @@ from servegym.envs.prefix_routing.workloads import LLM_D_STAGES, Tenants
 from servegym.experiments.evaluation.play import play
 from servegym.experiments.evaluation.resolve import resolve
 from servegym.experiments.evaluation.stats import student_interval
-from servegym.experiments.evaluation.tables import Note, note
+from servegym.experiments.papers.prefix.claims import CLAIMS
 from servegym.experiments.papers.study import Options, Study, command
-from servegym.experiments.papers.verdicts import pick
+from servegym.experiments.papers.verdicts import found_for
 from servegym.hardware_profiles import Profile, load
 from servegym.hardware_profiles.load import data_path
 
@@ -49,8 +49,6 @@ KV_TOKENS = 307_328
 BLOCK = 64
 PAUSE_S = 400.0
 SEEDS = 10
-COLLAPSE_S = 10.0
-"""A collapse is a TTFT of this at 90 %."""
 RATES = tuple(rate for rate, _ in LLM_D_STAGES[1:])
 # Stage by stage: TTFT at 90 % (s), output tokens/s.
 PUBLISHED: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
@@ -107,8 +105,6 @@ RULES: dict[str, tuple[Callable[[], Rule], str]] = {
     "random": (Random, "none"),
 }
 """Way of routing -> its rule and the gateway's index."""
-MEMORY = (1.0, 2.0, 4.0, 16.0)
-MEMORY_RATES = (15.0, 20.0, 40.0, 60.0)
 # The stage after the last one takes the requests that the draw has left.
 STAGES = (*(x for stage in LLM_D_STAGES for x in (stage, (0.0, PAUSE_S))), (0.5, 1.0))
 
@@ -123,28 +119,18 @@ def _count() -> int:
     return int(expected + 6 * expected**0.5)
 
 
-def _play(card: Profile, way: str, seed: int, memory: float = 1.0) -> list[Stage]:
-    """The stages under a way of routing that needs no state of the system.
-
-    Args:
-        card: The pods' profile.
-        way: ``"pinned"``, ``"random"``, or ``"nothing shared"``: random, every prompt a new one.
-        seed: Seed of the requests and the random pods.
-        memory: Factor on the pods' KV cache.
-    """
-    rng = np.random.default_rng(seed)
-    tenants = Tenants(stages=STAGES)
-    if way == "nothing shared":
-        tenants = Tenants(1, 1, 0, 7200, questions="fresh", order="random", stages=STAGES)
-    requests = tenants.draw(rng, _count(), 1.0, BLOCK, "trace")
-    sent = requests.tenant % PODS if way == "pinned" else rng.integers(PODS, size=_count())
+def _pinned(card: Profile, seed: int) -> list[Stage]:
+    """The stages where every group has a pod of its own, which needs no state of the system."""
+    requests = Tenants(stages=STAGES).draw(
+        np.random.default_rng(seed), _count(), 1.0, BLOCK, "trace"
+    )
     played = replay_prefix(
         card,
         requests,
-        sent,
+        requests.tenant % PODS,
         num_replicas=PODS,
         max_num_batched_tokens=8192,
-        kv_tokens=int(memory * KV_TOKENS),
+        kv_tokens=KV_TOKENS,
     )
     return _stages(played, requests.prompt_tokens, requests.output_tokens)
 
@@ -175,7 +161,7 @@ def _stages(played: np.ndarray, prompt: np.ndarray, output: np.ndarray) -> list[
 
 
 def _route(way: str, seeds: int) -> list[list[Stage]]:
-    """As `_play` for several seeds, with a rule in the environment."""
+    """As `_pinned` for several seeds, with a rule in the environment."""
     make, index = RULES[way]
     envs = PrefixRoutingVectorEnv(
         num_envs=seeds,
@@ -216,7 +202,7 @@ def _ways(options: Options, at: Mapping[str, Any], ways: Sequence[str]) -> Itera
         if way in RULES:
             runs = np.array(_route(way, seeds))
         else:
-            runs = np.array([_play(card, way, seed) for seed in range(seeds)])
+            runs = np.array([_pinned(card, seed) for seed in range(seeds)])
         report = PUBLISHED.get(way.removesuffix(", capped"))
         for k, (rate, _) in enumerate(LLM_D_STAGES):
             if k == 0:  # the warm-up
@@ -236,86 +222,18 @@ def _ways(options: Options, at: Mapping[str, Any], ways: Sequence[str]) -> Itera
             }
 
 
-def _collapse(way: str, rows: Sequence[Mapping[str, Any]]) -> Note:
-    """From which rate on the TTFT at 90 % is at least `COLLAPSE_S`, here and in the report."""
-    first = {
-        column: min((row["rate"] for row in rows if row[column] >= COLLAPSE_S), default=None)
-        for column in ("ttft_p90_s", "report_ttft_p90_s")
-    }
-    words = [
-        "at no rate" if rate is None else f"from {rate:g} requests/s on" for rate in first.values()
-    ]
-    return note(
-        f"{way}: TTFT at 90 % of at least {COLLAPSE_S:g} s {words[0]}, in the report {words[1]}.",
-        routing=way,
-        collapse=first,
-    )
-
-
-def _last(row: dict[str, Any]) -> Note:
-    text = (
-        f"{row['routing']}, {row['rate']:g} requests/s: TTFT at 90 % {row['ttft_p90_s']:.3g} s "
-        f"[{row['low']:.3g}, {row['high']:.3g}], output {row['output_tokens_per_s']:,.0f} tokens/s"
-    )
-    if row["report_ttft_p90_s"] != "":
-        text += (
-            f"; in the report {row['report_ttft_p90_s']:g} s and "
-            f"{row['report_output_tokens_per_s']:,.0f}"
-        )
-    return note(text + ".")
-
-
-def _notes(options: Options, rows: Sequence[dict[str, Any]]) -> Iterator[Note]:
-    yield from (_collapse(way, pick(rows, routing=way)) for way in RULES)
-    yield from (_last(row) for row in rows if row["rate"] == RATES[-1])
-
-
-def _memory(options: Options, at: Mapping[str, Any], _: Any) -> Iterator[dict[str, Any]]:
-    """What more KV memory changes, with and without shared prompts."""
-    card = load(data_path("registered") / "h100-qwen3-32b-tp2.json")
-    played = np.array(
-        [_play(card, at["routing"], seed, at["memory"]) for seed in range(options.episodes)]
-    )
-    for k, (rate, _) in enumerate(LLM_D_STAGES):
-        if k > 0 and rate in MEMORY_RATES:
-            hit = float(f"{100 * played[:, k, 3].mean():.4g}")
-            row = {**at, "rate": rate, **_interval(played[:, k, 0])}
-            yield row | {"hit_percent": hit, "seeds": options.episodes}
-
-
-def _memory_notes(options: Options, rows: Sequence[dict[str, Any]]) -> Iterator[Note]:
-    texts = []
-    for way in ("random", "nothing shared", "pinned"):
-        own = pick(rows, routing=way, rate=20.0)
-        seconds = [f"{row['ttft_p90_s']:.3g} s with {row['memory']:g} x" for row in own]
-        texts.append(f"{way}: {', '.join(seconds)}")
-    yield f"TTFT at 90 % at 20 requests/s by KV memory. {'; '.join(texts)}."
-
-
-def _facts(options: Options) -> dict[str, Any]:
-    return {"profile": "h100, qwen3-32b, tp=2", "kv_tokens": KV_TOKENS, "block": BLOCK}
-
-
 STUDIES = (
     Study(
         "llm_d",
         "llm_d",
         _ways,
         policies=(*RULES, "pinned"),
-        notes=_notes,
-        facts=_facts,
-    ),
-    Study(
-        "llm_d_memory",
-        "memory",
-        _memory,
-        lambda options: [
-            {"routing": way, "memory": factor}
-            for way in ("pinned", "random", "nothing shared")
-            for factor in MEMORY
-        ],
-        notes=_memory_notes,
-        facts=_facts,
+        notes=found_for(CLAIMS, "llm_d"),
+        facts=lambda options: {
+            "profile": "h100, qwen3-32b, tp=2",
+            "kv_tokens": KV_TOKENS,
+            "block": BLOCK,
+        },
     ),
 )
 

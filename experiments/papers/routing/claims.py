@@ -52,9 +52,6 @@ class Change(NamedTuple):
     latency: float
     least: bool = False
 
-    def __str__(self) -> str:
-        return f"{'at least ' * self.least}{self.qos:+.2f} %, {self.latency:+.2f} %"
-
 
 PRINTED = {
     "Fig. 7": Change(35.78, -5.45),
@@ -201,7 +198,7 @@ def changed(
     figure, least = (printed.qos, printed.least) if key == "qos" else (printed.latency, False)
     printed_as = f"{'at least ' * least}{figure:+.2f} %"
     read = ahead(methods, figure, least, key, best)
-    return Claim("routing", place, text, printed_as, source, read)
+    return Claim(place, text, printed_as, source, read)
 
 
 def effects(factor: str, paper: Change) -> Reader:
@@ -305,7 +302,6 @@ CLAIMS = (
     changed("Fig. 7", "more QoS than the best of the paper's baselines", "fig7_poisson", best=True),
     changed("Fig. 9", "the same under BurstGPT's arrivals", "fig9_burstgpt", best=True),
     Claim(
-        "routing",
         "Fig. 10",
         "less time from end to end than every baseline",
         "at least -21.34 %",
@@ -313,7 +309,6 @@ CLAIMS = (
         end_to_end,
     ),
     Claim(
-        "routing",
         "Fig. 11",
         "more QoS than the baselines with 3 to 12 experts",
         "above them everywhere",
@@ -331,7 +326,7 @@ CLAIMS = (
         methods=(f"{METHOD}{OVER_L}", f"ppo{OVER_L}", METHOD),
     ),
     *(
-        Claim("routing", "Fig. 17", text, f"{paper.qos:+} %", "comparison", read)
+        Claim("Fig. 17", text, f"{paper.qos:+} %", "comparison", read)
         for text, paper, read in (
             (
                 "the graph as state adds to what the learner has on Baseline RL's",
@@ -346,7 +341,6 @@ CLAIMS = (
         )
     ),
     Claim(
-        "routing",
         "Fig. 18",
         "predicted scores and lengths add QoS",
         f"{PRINTED['Fig. 18'].qos:+} %",
@@ -354,7 +348,6 @@ CLAIMS = (
         with_predictors,
     ),
     Claim(
-        "routing",
         "Fig. 18",
         "and without any SAC-HAN is above every baseline",
         f"at least {PRINTED['Fig. 18, none'].qos:+} %",
@@ -362,7 +355,6 @@ CLAIMS = (
         without_predictors,
     ),
     Claim(
-        "routing",
         "Table II",
         "the router decides in less than a millisecond",
         "< 1 ms each part",
@@ -370,7 +362,6 @@ CLAIMS = (
         decision_time,
     ),
     Claim(
-        "routing",
         "Section V",
         "the score's bucket is predicted, top 1 and top 3",
         "63.39/97.78 %",
@@ -378,7 +369,6 @@ CLAIMS = (
         predictor("score", 63.39, 97.78),
     ),
     Claim(
-        "routing",
         "Section V",
         "the length's bucket is predicted, top 1 and top 3",
         "72.97/84.71 %",

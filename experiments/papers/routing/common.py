@@ -36,7 +36,6 @@ __all__ = [
     "command",
     "compared",
     "find_runs",
-    "gain",
     "measure",
     "play",
 ]
@@ -241,8 +240,11 @@ def measure(
         for name, parts in episodes.items()
     }
     for reference in (name for name in REFERENCES if name in policies):
+        theirs = [one["avg_qos"] for one in episodes[reference][0]]
         for name, row in found.items():
-            row |= gain(f"over_{reference}", episodes[name], episodes[reference][0])
+            own = [[one["avg_qos"] for one in part] for part in episodes[name]]
+            gain = [round(value, 6) for value in over_trainings(own, theirs)]
+            row |= interval_columns(f"over_{reference}", gain)
     for name, row in found.items():
         row |= over_rivals(name, found, episodes)
     return list(found.values())
@@ -280,22 +282,6 @@ def over_rivals(
             rival = "none"
         row |= {key: rival, **dict(zip(columns_over(key), values, strict=True))}
     return row
-
-
-def gain(
-    column: str,
-    parts: Sequence[Sequence[Mapping[str, Any]]],
-    reference: Sequence[Mapping[str, Any]],
-) -> dict[str, float]:
-    """QoS of one or several trainings' episodes less a reference's on the same ones.
-
-    Returns:
-        ``column``, ``column_low`` and ``column_high``, see `over_trainings`.
-    """
-    found = over_trainings(
-        [[row["avg_qos"] for row in part] for part in parts], [row["avg_qos"] for row in reference]
-    )
-    return interval_columns(column, [round(value, 6) for value in found])
 
 
 def summarise_parts(parts: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Any]:

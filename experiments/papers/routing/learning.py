@@ -120,12 +120,11 @@ def _served_size(net: Any) -> int:
     return sum(p.numel() for name, p in net.named_parameters() if not name.startswith(training))
 
 
-def profile_router(decisions: int, seed: int = DEFAULT_SEED) -> list[dict[str, Any]]:
+def profile_router(decisions: int) -> list[dict[str, Any]]:
     """Parameters of the router's parts and the time of one decision on one core.
 
     Args:
         decisions: Decisions to time, on the observations of one evaluation episode.
-        seed: Seed of the episode.
 
     Returns:
         Rows of ``component``, ``parameters`` and, in milliseconds, ``p50_ms``, ``p99_ms`` (wall)
@@ -145,7 +144,7 @@ def profile_router(decisions: int, seed: int = DEFAULT_SEED) -> list[dict[str, A
     system = RoutingSystem.from_env(envs)
     greedy = make_policy("greedy_qos", system)
     priced = make_policy("priced_greedy", system)
-    observation, info = envs.reset(seed=[seed])
+    observation, info = envs.reset(seed=[DEFAULT_SEED])
     seen = []
     for _ in range(decisions):
         mask = info["action_mask"]

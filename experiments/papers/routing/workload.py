@@ -50,7 +50,7 @@ def _fig4(*_: Any) -> Iterator[dict[str, Any]]:
 
 
 def first_request_latency(
-    profile: str, rate: float, episodes: int, seconds: float, seed: int = DEFAULT_SEED
+    profile: str, rate: float, episodes: int, seconds: float
 ) -> dict[str, np.ndarray]:
     """Latency per token so far of the first request of an idle expert, as others join it.
 
@@ -62,7 +62,6 @@ def first_request_latency(
         rate: Rate of the requests that are sent to it, requests/s, at most `CLOCK`.
         episodes: Episodes to average over.
         seconds: How long to follow the first request.
-        seed: Seed of the first episode and of the thinning.
 
     Returns:
         ``age_s`` (K,) seconds since the first request arrived, ``latency_s_per_token`` (K,) mean
@@ -82,8 +81,8 @@ def first_request_latency(
             "waiting_capacity": 16,
         },
     )
-    rng = np.random.default_rng(seed)
-    observation, _ = envs.reset(seed=[seed + i for i in range(episodes)])
+    rng = np.random.default_rng(DEFAULT_SEED)
+    observation, _ = envs.reset(seed=[DEFAULT_SEED + i for i in range(episodes)])
     first = observation["request"][:, 0].copy()  # prompt tokens, predicted score and length
     latency = np.full((episodes, ticks), np.nan)
     tokens, served = np.full(episodes, -1.0), np.ones(episodes, dtype=bool)

@@ -174,7 +174,6 @@ def guarantee(statement: str, known: Mapping[str, str]) -> Reader:
 
 CLAIMS = (
     Claim(
-        "serverless",
         "Fig. 3",
         "similar prompts activate similar experts",
         "less divergence",
@@ -182,7 +181,6 @@ CLAIMS = (
         similarity,
     ),
     Claim(
-        "serverless",
         "Fig. 8",
         "SPS predicts best after brute force and VarPAM",
         "third of all",
@@ -190,7 +188,6 @@ CLAIMS = (
         prediction,
     ),
     Claim(
-        "serverless",
         "Fig. 8",
         "its tree is fast to search and to build",
         "> 10 x brute force, 0.5 s",
@@ -198,7 +195,6 @@ CLAIMS = (
         search_speed,
     ),
     Claim(
-        "serverless",
         "Fig. 9",
         "Remoe, in the better of two readings, costs less than CPU, GPU, Fetch and MIX",
         "up to 57.14 % less",
@@ -206,7 +202,6 @@ CLAIMS = (
         cheapest(largest=True),
     ),
     Claim(
-        "serverless",
         "Fig. 9",
         "and less than a function for each expert",
         "not compared",
@@ -214,7 +209,6 @@ CLAIMS = (
         function_an_expert,
     ),
     Claim(
-        "serverless",
         "Fig. 10",
         "the same whatever the share of output tokens",
         "cheapest throughout",
@@ -222,7 +216,6 @@ CLAIMS = (
         cheapest(largest=False),
     ),
     Claim(
-        "serverless",
         "Fig. 11",
         "Remoe's cold start is shorter than MIX's",
         "up to 47 % shorter",
@@ -230,7 +223,6 @@ CLAIMS = (
         cold_start,
     ),
     Claim(
-        "serverless",
         "Theorem 1",
         "the bound on an expert's use holds",
         "probability 0.95",
@@ -238,7 +230,6 @@ CLAIMS = (
         guarantee("theorem 1", {}),
     ),
     Claim(
-        "serverless",
         "Corollary 1",
         "the bound on the remote experts' use holds",
         "probability 0.95",
@@ -246,7 +237,6 @@ CLAIMS = (
         guarantee("corollary 1", {}),
     ),
     Claim(
-        "serverless",
         "Theorem 4",
         "the bound on the slowest replica holds",
         "probability 0.95",

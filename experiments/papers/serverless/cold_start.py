@@ -1,19 +1,17 @@
-"""Cold start by method and by remote ratio, and its bill (Fig. 11).
+"""Cold start by method and by remote ratio (Fig. 11).
 
-``python -m servegym.experiments.papers.serverless.cold_start`` makes both; ``--figure bill`` one.
-The setting is the paper's (preset ``seed``), judged on recorded tokens of held-out prompts;
-GPT2-MoE, the paper's small model, has drawn routing, which a cold start hardly depends on.
+``python -m servegym.experiments.papers.serverless.cold_start`` makes it. The setting is the paper's
+(preset ``seed``), judged on recorded tokens of held-out prompts; GPT2-MoE, the paper's small model,
+has drawn routing, which a cold start hardly depends on.
 
-* ``fig11``: the start of the slowest function by Tcold of the model: containers and weights read,
-  main and remote functions side by side, each over its own link or all over one. Remoe plans for
-  each bill: fees make it keep more experts in the main function.
-* ``bill``: cost over MIX against the remote ratio, with and without billing the starts, for each
-  bill.
+The start is that of the slowest function by Tcold of the model: containers and weights read, main
+and remote functions side by side, each over its own link or all over one. Remoe plans for each
+bill: fees make it keep more experts in the main function.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -26,8 +24,7 @@ from servegym.envs.serverless_moe.config import predict
 from servegym.envs.serverless_moe.loads import Load
 from servegym.envs.serverless_moe.rivals import DEPLOYMENTS, deployment_cost
 from servegym.envs.workloads.activations import load_activations
-from servegym.experiments.evaluation.tables import Note
-from servegym.experiments.papers.plotting import Bars, Lines
+from servegym.experiments.papers.plotting import Bars
 from servegym.experiments.papers.serverless.claims import CLAIMS
 from servegym.experiments.papers.serverless.common import (
     BILLS,
@@ -44,11 +41,11 @@ from servegym.experiments.papers.serverless.common import (
     recorded_request,
     with_interval,
 )
-from servegym.experiments.papers.study import Options, Study, command
-from servegym.experiments.papers.verdicts import Rows, found_for, pick, split
+from servegym.experiments.papers.study import Study, command
+from servegym.experiments.papers.verdicts import found_for
 from servegym.hardware_profiles.serverless import load_constants
 
-__all__ = ["STUDIES", "cold_rows", "main", "ratio_plan", "starts"]
+__all__ = ["STUDIES", "cold_rows", "main", "starts"]
 
 STARTED = (*MODELS, SYNTHETIC)
 RATIOS = tuple(i / 16 for i in range(17))
@@ -76,25 +73,8 @@ def starts(
     return main, float(others.max(initial=0.0))
 
 
-def ratio_plan(system: eq.SystemModel, load: Load, b: float, **options: Any) -> eq.Plan:
-    """Remoe's plan with the remote ratio given: its main memory, P2, replicas.
-
-    Args:
-        system: The system.
-        load: The expected load.
-        b: Remote ratio.
-        **options: As `remoe`.
-    """
-    count = int(eq.remote_count(b, system.num_experts))
-    limits = {"ttft_limit_s": TTFT_S, "tpot_limit_s": TPOT_S}
-    return remoe(system, load, reading="remoe_cost", members=[count], **limits, **options).plan
-
-
 def _load(system: eq.SystemModel, frequency: NDArray[Any]) -> Load:
     return Load.predicted(system, frequency, N_IN, N_OUT, TREM_S)
-
-
-# ------------------------------------------------------------------------------------ cold start
 
 
 def _start_row(
@@ -166,63 +146,13 @@ def cold_rows(name: str, prompts: int, ratios: Sequence[float]) -> list[dict[str
     return rows
 
 
-# ------------------------------------------------------------------------------------------ bill
-
-
-def _bill(options: Options, at: dict[str, Any], _: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Cost over MIX against the remote ratio, starts billed or not."""
-    name, billed = at["model"], {"bill_cold_start": at["starts_billed"]}
-    system, activations = billed_system(name, at["bill"]), load_activations(name)
-    predicted = predict(activations).astype(np.float64)
-    queries = held_out(activations, options.episodes)
-    asked = [recorded_request(activations, int(q), N_IN, N_OUT, TREM_S) for q in queries]
-    mix = [deployment_cost("mix", system, request, **billed).cost_usd for request in asked]
-    for b in _ratios(options):
-        plans = [ratio_plan(system, _load(system, predicted[q]), b, **billed) for q in queries]
-        found = [
-            eq.evaluate_plan(system, request, plan, **billed)
-            for request, plan in zip(asked, plans, strict=True)
-        ]
-        cost = np.array([outcome.cost_usd for outcome in found])
-        start = np.array([outcome.cost_cold_usd for outcome in found])
-        yield {
-            **at,
-            "b": b,
-            "prompts": len(queries),
-            "replicas_a_layer": float(np.mean([plan.replicas.mean() for plan in plans])),
-            **with_interval("cost_over_mix", cost / mix),
-            **with_interval("share_of_starts", start / cost),
-        }
-
-
-def _ratios(options: Options) -> Sequence[float]:
-    return RATIOS[::4] if options.quick else RATIOS
-
-
-def _bill_notes(options: Options, rows: Rows) -> Iterator[Note]:
-    for at, own in split(rows, "model", "bill"):
-        parts = [pick(own, starts_billed=billed) for billed in (False, True)]
-        free, paid = (min(part, key=lambda row: row["cost_over_mix"]) for part in parts)
-        yield (
-            f"{at['model']}, {BILLS[at['bill']].words}: least cost {_cost(free)} at b = "
-            f"{free['b']:g} with free starts and {_cost(paid)} at b = {paid['b']:g} with billed "
-            f"ones; starts are {100 * parts[1][0]['share_of_starts']:.0f} % of MIX's bill and "
-            f"{100 * paid['share_of_starts']:.0f} % of that plan's, which has "
-            f"{paid['replicas_a_layer']:.1f} replicas a layer that all start"
-        )
-    yield "the plans are Remoe's at the given b: P2 and Eq. 15; MIX is billed alike"
-
-
-def _cost(row: Mapping[str, Any]) -> str:
-    ends = f"[{row['cost_over_mix_low']:.3f}, {row['cost_over_mix_high']:.3f}]"
-    return f"{row['cost_over_mix']:.3f} {ends}"
-
-
 STUDIES = (
     Study(
         "fig11_cold_start",
         "fig11",
-        lambda options, at, _: cold_rows(at["model"], options.episodes, _ratios(options)),
+        lambda options, at, _: cold_rows(
+            at["model"], options.episodes, RATIOS[::4] if options.quick else RATIOS
+        ),
         lambda options: [{"model": model} for model in STARTED],
         notes=lambda options, rows: [
             "Model output, not a measurement: Tcold of containers and weights read.",
@@ -235,21 +165,6 @@ STUDIES = (
             line="link",
             panels="model",
             where=lambda row: (row["setting"], row["bill"]) == ("default", "none"),
-        ),
-    ),
-    Study(
-        "fig11_bill",
-        "bill",
-        _bill,
-        lambda options: [
-            {"model": model, "bill": bill, "starts_billed": billed}
-            for model in MODELS
-            for bill in BILLS
-            for billed in (False, True)
-        ],
-        notes=_bill_notes,
-        picture=Lines(
-            x="b", y="cost_over_mix", line=("bill", "starts_billed"), panels="model", level=1.0
         ),
     ),
 )

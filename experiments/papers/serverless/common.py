@@ -129,9 +129,9 @@ def recorded_request(
     return eq.Request(counts.astype(np.int64), tokens[n_in:], overhead, n_in)
 
 
-def with_interval(key: str, values: ArrayLike, repetitions: int = 2_000) -> dict[str, Any]:
+def with_interval(key: str, values: ArrayLike) -> dict[str, Any]:
     """Mean over prompts as ``key``, its 95 % bootstrap interval as ``key_low``, ``key_high``."""
-    return interval_columns(key, stratified_bootstrap(values, mean, repetitions))
+    return interval_columns(key, stratified_bootstrap(values, mean))
 
 
 def verdict(claim: str, holds: bool, found: str) -> dict[str, Any]:

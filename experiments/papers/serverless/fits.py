@@ -205,7 +205,7 @@ def _fig6(options: Options, *_: Any) -> list[dict[str, Any]]:
                 add(name, "law", word, key, getattr(law, key), "s" if key[-1] == "s" else "1/GB")
             add(name, "law", word, "R2 to derived points", quality[word][0], "1")
             add(name, "law", word, "largest relative error", quality[word][1], "1")
-        rows[-1]["_notes"] = _law_notes(system, laws, quality, taken, served, fitted, tokens)
+        rows[-1]["_notes"] = _law_notes(system, laws, quality)
         if name in MODELS:
             found = {
                 w: saving(system, name, laws[w], options.episodes)
@@ -214,12 +214,6 @@ def _fig6(options: Options, *_: Any) -> list[dict[str, Any]]:
             for word, row in found.items():
                 for key, value in row.items():
                     add(name, "cost", word, key, value, "1")
-            told = " and ".join(
-                f"{r['cost_over_mix']:.3f} [{r['cost_over_mix_low']:.3f}, "
-                f"{r['cost_over_mix_high']:.3f}] of MIX with the {w} law"
-                for w, r in found.items()
-            )
-            rows[-1]["_notes"] = [f"{name}: what the law decides: Remoe (least cost) costs {told}"]
     return rows
 
 
@@ -247,10 +241,6 @@ def _law_notes(
     system: eq.SystemModel,
     laws: dict[str, ThetaLaw],
     quality: dict[str, tuple[float, float]],
-    taken: Array,
-    served: Array,
-    fitted: Array,
-    tokens: Sequence[int],
 ) -> list[Note]:
     doubt = load_constants()["thread_scaling"]["fit_error"]["left_out_one_by_one"]["max"]
     name, free, held = system.name, laws["refitted"], laws[PAPER_THETA2]
@@ -268,9 +258,6 @@ def _law_notes(
             f"doubt by {100 * doubt:.0f} %; fitted it is {free.theta2_per_gb:.2f} (largest error "
             f"{100 * quality['refitted'][1]:.0f} %)",
         ),
-        f"{name}: the environment's law is up to {100 * quality['environment'][1]:.0f} % off the "
-        f"derived points (theta3 {1e3 * laws['environment'].theta3_s:.2f} ms, chosen; the points "
-        f"give {1e3 * free.theta3_s:.2f})",
         verdict(
             "theta2 >= 2 c_c / H_w, so P2 is convex",
             system.expert_theta2_per_gb >= edge,
@@ -280,11 +267,6 @@ def _law_notes(
             f"{max(2.0 / free.theta2_per_gb - rate, 0.0):.2f} GB on (smallest remote function: "
             f"{system.remote_specs_mb[0] / 1024.0:.2f} GB)",
         ),
-        f"{name}, one vCPU: the constants' law is within "
-        f"{100 * np.abs(fitted / taken - 1).max():.0f} % of the times measured here; the "
-        f"environment takes {served[0] / taken[0]:.2f} of the float32 time for 1 token and "
-        f"{served[-1] / taken[-1]:.2f} for {tokens[-1]}, and as little as "
-        f"{(served / taken).min():.2f} (at {tokens[int((served / taken).argmin())]} tokens)",
     ]
 
 

@@ -167,9 +167,9 @@ def uniform(experts: int, top_k: int, n: int, trials: int, seed: int = 0) -> lis
     )
 
 
-def recorded_theorem(activations: Activations, seed: int = 0) -> list[dict[str, Any]]:
+def recorded_theorem(activations: Activations) -> list[dict[str, Any]]:
     """Theorem 1 on recorded prompts, for drawn numbers of tokens and for all tokens."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     top_k = activations.model.top_k
     head = {"source": "recorded", "model": activations.name, "ranking": ""}
     rows = []
@@ -256,18 +256,15 @@ def recorded_conformal(activations: Activations) -> list[dict[str, Any]]:
     return rows
 
 
-def recorded_theorem4(
-    activations: Activations, system: eq.SystemModel | None = None
-) -> list[dict[str, Any]]:
+def recorded_theorem4(activations: Activations) -> list[dict[str, Any]]:
     """Theorem 4 on the eval split, all tokens, by the source of Nup and by what LPT goes by.
 
     Every remote function has the least memory that holds its experts (10e).
 
     Args:
         activations: The recordings.
-        system: The system; by default that of the model.
     """
-    system = build_system(activations.model) if system is None else system
+    system = build_system(activations.model)
     val, held = activations.rows("val"), activations.rows("eval")
     counts, n = activations.counts[held].astype(np.float64), activations.tokens[held]
     tokens, top_k = n[:, None, None].astype(np.float64), activations.model.top_k

@@ -166,14 +166,6 @@ def _fig4_notes(name: str, rows: Rows) -> list[Note]:
                 f"b = {b[half]:g}, in half of them from b = {from_b:g} on",
             ),
         ]
-    five, ten = (_part(rows, "least used", cores, TREM_S) for cores in CORES)
-    decode = 1 - ten[-1]["decode_ms_per_token"] / five[-1]["decode_ms_per_token"]
-    prefill = 1 - ten[len(ten) // 2]["prefill_ms"] / five[len(five) // 2]["prefill_ms"]
-    notes.append(
-        f"{name}: 10 cores instead of 5 save {100 * decode:.1f} % of a decode token at b = 1, as "
-        f"the law of Fig. 6 is flat there, and {100 * prefill:.0f} % of the prefill at "
-        f"b = {five[len(five) // 2]['b']:g}"
-    )
     return notes
 
 

@@ -40,12 +40,12 @@ from servegym._command_line import run_main
 from servegym.envs.expert_placement.config import Problem, build_problem
 from servegym.envs.expert_placement.core import PlacementEpisode
 from servegym.experiments.evaluation.evaluate import evaluate
+from servegym.experiments.evaluation.stats import Interval
 from servegym.experiments.evaluation.tables import Table, note
 from servegym.experiments.papers import study
 from servegym.experiments.papers.placement.common import (
     ENV_ID,
     SEED,
-    as_text,
     change,
     interval,
     measure,
@@ -293,6 +293,13 @@ def _chosen_s(row: Mapping[str, Any]) -> float:
 def latencies(row: Mapping[str, Any]) -> np.ndarray:
     """Mean latency of each evaluation episode."""
     return np.array([float(x) for x in str(row["episodes_s"]).split()])
+
+
+def as_text(found: Interval) -> str:
+    """A change as text: ``-20.0 % [-21.0, -19.0]``; of one episode without an interval."""
+    if np.isnan(found.low):
+        return f"{found.value:+.1f} % (one episode)"
+    return f"{found.value:+.1f} % [{found.low:+.1f}, {found.high:+.1f}]"
 
 
 def _seconds(row: Mapping[str, Any]) -> str:

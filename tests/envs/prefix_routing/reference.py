@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from ..llm_routing.reference import step_s
 
 NAN = math.nan
@@ -357,3 +359,20 @@ class ReferenceSystem:
                 self.spawn(j, self.now)
             else:
                 target.enqueue(request, self.now)
+
+
+def infinite_hits(requests, replica=None, recompute_last=True):
+    """Cached blocks (J,) of each prompt if no cache evicts and every request is kept whole.
+
+    Requests come in the order of their indices to the caches of ``replica`` (J,), or to one. The
+    block of a prompt's last token is computed again, unless ``recompute_last`` is false.
+    """
+    caches: dict[int, set[int]] = {}
+    found = []
+    for j, prompt in enumerate(requests.prompt_tokens.tolist()):
+        cache = caches.setdefault(0 if replica is None else int(replica[j]), set())
+        ids = requests.block_ids(j).tolist()
+        most = (prompt - recompute_last) // requests.block_size
+        found.append(next((k for k in range(most) if ids[k] not in cache), most))
+        cache.update(ids)
+    return np.array(found)

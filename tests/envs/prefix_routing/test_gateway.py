@@ -18,7 +18,6 @@ from servegym.envs.prefix_routing.gateway import (
 from servegym.envs.prefix_routing.kernel.gateway import (
     COMPLETION,
     FIRST_TOKEN,
-    begin,
     forget,
     look_up,
     scraped,
@@ -38,7 +37,7 @@ from servegym.envs.prefix_routing.requests import PrefixRequests
 
 from . import reference_gateway as twin
 
-BEGIN, DECIDE, SEND, NEWS, EVENTS, SCRAPE, DOWN, UP = range(8)
+DECIDE, SEND, NEWS, EVENTS, SCRAPE, DOWN, UP = range(7)
 NEWS_RECORD = np.dtype((np.record, [("t", "f8"), ("request", "i4"), ("kind", "i4")]))
 EVENT_RECORD = np.dtype(
     (np.record, [("t", "f8"), ("replica", "i4"), ("id", "i4"), ("change", "i8")])
@@ -53,9 +52,7 @@ def run(g, b, steps, news, events, outputs, replicas, request):
     for i in range(len(steps)):
         code, j, n = int(steps[i, 0]), int(steps[i, 1]), int(steps[i, 2])
         now = steps[i, 3]
-        if code == BEGIN:
-            begin(g, b)
-        elif code == DECIDE:
+        if code == DECIDE:
             look_up(g, b, j, now)
             observe(g, b, j, now, replicas[seen], request[seen])
             seen += 1
@@ -77,8 +74,7 @@ class Script:
     """Steps for `run`, and what happened in them."""
 
     def __init__(self):
-        self.steps = [(BEGIN, 0, 0, 0.0, 0, 0, 0.0)]
-        self.news, self.events = [], []
+        self.steps, self.news, self.events = [], [], []
 
     def add(self, code, j=0, n=0, now=0.0, *numbers):
         self.steps.append((code, j, n, now, *numbers, *([0] * (3 - len(numbers)))))
@@ -361,8 +357,8 @@ def test_events_of_a_lost_cache_and_of_an_overrun_ring_do_not_count():
     assert column(seen, "match_tokens") == [[64, 0]]
     assert column(seen, "up") == [[0, 1]]
     # A ring of 3 after 5 events: the two that hold the first were overwritten.
-    script.steps.pop(1)
-    script.steps[1] = (EVENTS, 5, 0, 9.0, 0, 0, 0.0)
+    script.steps.pop(0)
+    script.steps[0] = (EVENTS, 5, 0, 9.0, 0, 0, 0.0)
     g = loaded(CHAINS, index="precise")
     assert column(script.run(g, CHAINS, 2)[0], "match_tokens") == [[128, 0]]
     assert g.row["missed"].tolist() == [2]

@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from servegym.envs.prefix_routing.replay import replay_prefix
-from servegym.envs.prefix_routing.requests import infinite_cache_hits
 from servegym.envs.prefix_routing.workloads import (
     LLM_D_STAGES,
     Tenants,
@@ -18,6 +17,8 @@ from servegym.envs.prefix_routing.workloads import (
     make_prefix_workload,
 )
 from servegym.envs.workloads.prefix_traces import load_prefix_trace
+
+from .reference import infinite_hits
 
 VARIANTS = {
     "mooncake": ("mooncake", {}, 9.0),
@@ -135,13 +136,13 @@ def test_a_whole_trace_hits_what_its_ids_say(name):
     row = np.arange(trace.num_requests)
     options = (row, np.zeros_like(row), trace.time_s, (trace.num_requests, 512, "trace"))
     recorded, _ = _recorded(trace, None, False, "all")
-    hits = infinite_cache_hits(recorded.episode(*options).check(), recompute_last=False)
-    assert np.array_equal(hits.blocks, trace.shared_tokens // 512)
+    hits = infinite_hits(recorded.episode(*options).check(), recompute_last=False)
+    assert np.array_equal(hits, trace.shared_tokens // 512)
     reused, _ = _recorded(trace, None, True, "all")
-    more = infinite_cache_hits(reused.episode(*options).check(), recompute_last=False)
+    more = infinite_hits(reused.episode(*options).check(), recompute_last=False)
     at = trace.repeats_output
-    assert (more.blocks[at] == trace.stream_shared()[at] // 512).all()
-    assert more.blocks.sum() > hits.blocks.sum()
+    assert (more[at] == trace.stream_shared()[at] // 512).all()
+    assert more.sum() > hits.sum()
 
 
 @pytest.mark.parametrize("variant", ["mooncake", "agents", "sessions", "tenants"])
@@ -174,7 +175,7 @@ def test_load_is_superposed_and_time_is_not_compressed():
 @pytest.mark.parametrize("variant", ["mooncake", "agents", "sessions"])
 def test_a_session_waits_for_itself_and_repeats_its_prompt(variant):
     requests = draw(variant, num_requests=1500, block_size=64)
-    hits = infinite_cache_hits(requests)
+    hits = infinite_hits(requests)
     follow = np.flatnonzero(requests.parent >= 0)
     parent = requests.parent[follow]
     assert follow.size > 50
@@ -182,13 +183,13 @@ def test_a_session_waits_for_itself_and_repeats_its_prompt(variant):
     assert (requests.turn[follow] == requests.turn[parent] + 1).all()
     if variant == "sessions":
         repeated = (requests.prompt_tokens[parent] + requests.output_tokens[parent]) // 64
-        assert (hits.blocks[follow] == repeated).all()
+        assert (hits[follow] == repeated).all()
         new = requests.turn == 0
-        assert (hits.blocks[new][1:] == 512 // 64).all()
+        assert (hits[new][1:] == 512 // 64).all()
     if variant == "mooncake":
         whole = requests.prompt_tokens[parent] // 512 * 8
         lookup = (requests.prompt_tokens[follow] - 1) // 64
-        assert (hits.blocks[follow] >= np.minimum(whole, lookup)).all()
+        assert (hits[follow] >= np.minimum(whole, lookup)).all()
 
 
 def test_long_requests_are_dropped_and_their_sessions_go_on():
@@ -218,10 +219,10 @@ def test_llm_d_benchmark():
     """150 x (6,000 + 5 x 1,200) tokens = 1.8 million, all 750 prompts before one comes again."""
     tenants = Tenants(stages=LLM_D_STAGES)
     requests = tenants.draw(np.random.default_rng(0), 2250, 1.0, 16, "trace").check()
-    hits = infinite_cache_hits(requests)
+    hits = infinite_hits(requests)
     # 7,200 tokens are 450 blocks: the last one is computed again.
-    assert (hits.blocks[750:] == 449).all()
-    assert hits.blocks[:750].sum() == (750 - 150) * 375
+    assert (hits[750:] == 449).all()
+    assert hits[:750].sum() == (750 - 150) * 375
     prompts = {tuple(requests.block_ids(j)[:450].tolist()) for j in range(2250)}
     assert len(prompts) == 750
     assert len({i for prompt in prompts for i in prompt}) * 16 == 1_800_000
@@ -320,4 +321,4 @@ def test_a_users_trace_is_replayed(tmp_path):
     assert follow.sum() > 5
     assert (requests.think_s[follow] == 2.0).all()
     # The second turn repeats the first prompt and output: 1,105 tokens, 69 blocks of 16.
-    assert (infinite_cache_hits(requests).blocks[follow] == 69).all()
+    assert (infinite_hits(requests)[follow] == 69).all()

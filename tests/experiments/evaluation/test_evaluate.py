@@ -1,6 +1,5 @@
 """The evaluator: same episodes for all, numbers that agree with the request log."""
 
-import io
 import json
 import math
 
@@ -181,11 +180,10 @@ def test_rank_disagreement():
     assert ev.rank_disagreements(swapped) == ["a", "b"]
 
 
-def test_printed_table(result):
+def test_printed_table(result, capsys):
     rows, logs = result
-    stream = io.StringIO()
-    ev.print_summary(rows, file=stream, logs=logs)
-    text = stream.getvalue()
+    ev.print_summary(rows, logs)
+    text = capsys.readouterr().out
     assert "edge-6-heterogeneous" in text and "seeds 7..10" in text
     for needed in ("drop %", "reject %", "ms/token", "ceiling (mean best score)", "Share of"):
         assert needed in text

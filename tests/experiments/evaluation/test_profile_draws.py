@@ -1,6 +1,5 @@
 """Evaluations over draws of the profiles' errors: known factors, known rankings, refusals."""
 
-import io
 import math
 from dataclasses import replace
 
@@ -84,7 +83,7 @@ def test_steps_take_the_drawn_time():
             assert mixed["mean_tpot_s"] == pytest.approx(row["mean_tpot_s"])
 
 
-def test_ranking_of_made_up_rows():
+def test_ranking_of_made_up_rows(capsys):
     """a leads b by 0.1 in three draws of four; c is last in all."""
 
     def rows(values, **more):
@@ -103,9 +102,9 @@ def test_ranking_of_made_up_rows():
     assert first["difference"] == pytest.approx(0.1) and first["kept"] == 0.75
     assert (first["low"], first["high"]) == (pytest.approx(-0.1), pytest.approx(0.1))
     assert second["kept"] == 1.0 and second["low"] == pytest.approx(0.2)
-    shown = io.StringIO()
-    print_draws(plain, drawn, shown)
-    assert "75 %" in shown.getvalue() and "4 draws" in shown.getvalue()
+    print_draws(plain, drawn)
+    shown = capsys.readouterr().out
+    assert "75 %" in shown and "4 draws" in shown
 
 
 @pytest.mark.parametrize(

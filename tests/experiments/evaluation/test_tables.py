@@ -1,6 +1,5 @@
 """Result tables: provenance as data, rows that are appended and resumed."""
 
-import io
 import json
 import math
 from pathlib import Path
@@ -19,17 +18,16 @@ from servegym.experiments.evaluation.tables import (
 )
 
 
-def test_a_wide_table_is_printed_in_parts_of_100_columns() -> None:
-    pytest.importorskip("rich")
+def test_a_wide_table_is_printed_in_parts_of_100_columns(capsys) -> None:
     columns = ["policy", "kind", *(f"column {k}" for k in range(9))]
     rows = [[f"p{n}", "baseline", *(f"{n}.{k} [0.1, 0.2]" for k in range(9))] for n in range(2)]
-    out = io.StringIO()
-    print_table("a title", columns, rows, ["a note " * 30], out, left=2)
-    lines = out.getvalue().splitlines()
+    print_table("a title", columns, rows, ["a note " * 30], left=2)
+    out = capsys.readouterr().out
+    lines = out.splitlines()
     assert max(map(len, lines)) <= 100
     assert sum(line.split()[:2] == ["p1", "baseline"] for line in lines) == 3
     for text in ["a title", *columns[2:], *rows[0][2:], *rows[1][2:]]:
-        assert out.getvalue().count(text) == 1
+        assert out.count(text) == 1
 
 
 def test_a_result_is_rows_and_a_record(tmp_path: Path) -> None:

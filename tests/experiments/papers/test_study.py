@@ -136,9 +136,9 @@ def test_bars_are_never_negative() -> None:
         {"v": 2.0, "v_low": 1.5, "v_high": 2.25},
         {"v": 1.0, "v_low": 1.125, "v_high": 1.25},  # a percentile interval may miss its estimate
     ]
-    values, bars = error_bars(rows, "v", 10.0)
-    assert values.tolist() == [20.0, 10.0]
-    assert bars.tolist() == [[5.0, 0.0], [2.5, 2.5]]
+    values, bars = error_bars(rows, "v")
+    assert values.tolist() == [2.0, 1.0]
+    assert bars.tolist() == [[0.5, 0.0], [0.25, 0.25]]
 
 
 @pytest.fixture

@@ -1,37 +1,16 @@
-"""The score and length predictor, trained with a tiny encoder of random weights."""
+"""The score and length predictor, fitted to made-up states."""
 
 import csv
 
 import numpy as np
 import pytest
 
-torch = pytest.importorskip("torch", reason="the predictor needs torch")
+pytest.importorskip("torch", reason="the predictor needs torch")
 
 from servegym.envs.workloads import Catalog, predictions  # noqa: E402
-from servegym.envs.workloads.build import predictor as tp  # noqa: E402
+from servegym.envs.workloads.build import predictor  # noqa: E402
 
 WORDS = "[PAD] [UNK] [CLS] [SEP] [MASK] red green blue long short say it please".split()
-
-
-def make_encoder(folder, width=16, layers=3):
-    """A folder that ``from_pretrained`` takes: a BERT of random weights and its tokenizer."""
-    from transformers import BertConfig, BertModel, BertTokenizerFast
-
-    (folder / "vocab.txt").write_text("\n".join(WORDS))
-    BertTokenizerFast(str(folder / "vocab.txt")).save_pretrained(folder)
-    torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=len(WORDS),
-        hidden_size=width,
-        num_hidden_layers=layers,
-        num_attention_heads=2,
-        intermediate_size=32,
-        max_position_embeddings=32,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
-    BertModel(config).save_pretrained(folder)
-    return folder
 
 
 def make_catalog(prompts=80, models=3):
@@ -59,89 +38,42 @@ def make_catalog(prompts=80, models=3):
     return catalog, texts
 
 
-@pytest.fixture
-def setting(tmp_path, monkeypatch):
-    pytest.importorskip("transformers", reason="the encoder needs transformers")
+def test_what_can_be_learned_is_learned_and_written(tmp_path, monkeypatch, capsys):
+    """The language model's states tell the word that decides; the encoder's tell nothing."""
     catalog, texts = make_catalog()
-    monkeypatch.setattr(tp, "load_catalog", lambda name: catalog)
+    monkeypatch.setattr(predictor, "load_catalog", lambda name: catalog)
+    last = {word: row for word, row in zip(("long", "short"), np.eye(2), strict=True)}
+    states = np.array([last[text.split()[-1]] for text in texts])
+    monkeypatch.setattr(predictor, "read_states", lambda *given: states)
+    blind = np.random.default_rng(1).normal(size=(len(texts), 4))
+    monkeypatch.setattr(predictor, "read_embeddings", lambda *given: blind)
     path = tmp_path / "prompts.csv"
     with path.open("w", newline="") as stream:
         writer = csv.writer(stream)
         writer.writerow(["prompt_id", "instruction"])
         # In another order than the catalog's, with one more.
         writer.writerows((i + 7, text) for i, text in reversed(list(enumerate([*texts, "red"]))))
-    folder = tmp_path / "encoder"
-    folder.mkdir()
-    args = tp.Args(
-        prompts=path,
-        encoder=str(make_encoder(folder)),
-        epochs=30,
-        learning_rate=2e-3,
-        folds=2,
-        max_tokens=16,
-        out=tmp_path / "table.npz",
-        results=tmp_path / "results.csv",
-    )
-    return catalog, args
-
-
-@pytest.mark.slow
-def test_what_can_be_learned_is_learned_and_written(setting, capsys):
-    catalog, args = setting
-    rows = tp.train(args)
+    out, results = tmp_path / "table.npz", tmp_path / "results.csv"
+    args = predictor.Args(prompts=path, language_model="none", out=out, results=results)
+    rows = predictor.train(args)
     found = {(r["predictor"], r["quantity"], r["split"]): r for r in rows}
     for quantity in ("score", "length"):
-        tuned = found["fine-tuned", quantity, "eval"]
-        assert tuned["top1"] > 0.9
-        assert tuned["top1"] > found["most common", quantity, "eval"]["top1"] + 0.2
-        assert tuned["top1"] <= tuned["top3"] <= 1
-        # Those who predict train prompts have seen half as many, and not these.
-        assert found["fine-tuned", quantity, "train"]["mae"] > tuned["mae"]
+        probe = found["probe", quantity, "eval"]
+        assert probe["top1"] > 0.9
+        assert probe["top1"] > found["most common", quantity, "eval"]["top1"] + 0.2
+        assert probe["top1"] > found["ridge", quantity, "eval"]["top1"] + 0.2
+        assert probe["top1"] <= probe["top3"] <= 1
     shown = capsys.readouterr().out
     assert "63.39" in shown and "72.97" in shown and "97.78" in shown and "84.71" in shown
-    with args.results.open() as stream:
+    with results.open() as stream:
         assert len(list(csv.DictReader(stream))) == len(rows) == 2 * 4 * 3
     for quantity, truth in (("score", catalog.scores), ("length", catalog.output_tokens)):
-        said = predictions.predict(catalog, [0, 2], quantity, f"learned:{args.out}")
+        said = predictions.predict(catalog, [0, 2], quantity, f"learned:{out}")
         error = abs(said - truth[:, [0, 2]])[catalog.rows("eval")].mean()
         assert error < 0.3 * abs(truth - truth.mean()).mean()
-    with np.load(args.out) as archive:
+    with np.load(out) as archive:
         origin = str(archive["provenance"])
-    assert "build/predictor" in origin and str(args.prompts.parent) not in origin
-
-
-def test_experts_and_padding_do_not_see_each_other():
-    torch.manual_seed(0)
-    layers = torch.nn.ModuleList([Attention(8), Attention(8)])
-    model = tp.Predictor(layers, 8, [torch.ones(3, 4), torch.ones(3, 2)]).eval()
-    for head in model.heads:
-        torch.nn.init.normal_(head.weight)
-    hidden = torch.randn(2, 5, 8)
-    mask = torch.ones(2, 5)
-    mask[1, 3:] = 0
-    before = model(hidden, mask)
-    hidden[1, 3:] += 10.0
-    assert all(torch.allclose(a, b) for a, b in zip(before, model(hidden, mask), strict=True))
-    with torch.no_grad():
-        model.expert[0] += 1.0
-    after = model(hidden, mask)
-    for a, b in zip(before, after, strict=True):
-        assert not torch.allclose(a[:, 0], b[:, 0])
-        assert torch.allclose(a[:, 1:], b[:, 1:], atol=1e-6)
-    hidden[0, 4] += 1.0
-    assert not torch.allclose(after[0][0], model(hidden, mask)[0][0])
-
-
-class Attention(torch.nn.Module):
-    """A bare layer with the signature of an encoder's."""
-
-    def __init__(self, width):
-        super().__init__()
-        self.key = torch.nn.Linear(width, width)
-
-    def forward(self, x, bias):
-        weight = torch.softmax(self.key(x) @ x.transpose(1, 2) + bias[:, 0], -1)
-        return (x + weight @ x,)
+    assert "build/predictor" in origin and str(path.parent) not in origin
 
 
 def test_the_ridge_leaves_the_prompt_itself_out():
@@ -149,8 +81,8 @@ def test_the_ridge_leaves_the_prompt_itself_out():
     features = random.normal(size=(30, 4))
     target = random.random((30, 2, 3))
     train = np.arange(20)
-    whole = tp.ridge(features, target, train, 0.5)
-    without = tp.ridge(features, target, np.delete(train, 6), 0.5)
+    whole = predictor.ridge(features, target, train, 0.5)
+    without = predictor.ridge(features, target, np.delete(train, 6), 0.5)
     # The closed form keeps the centring of all; it differs from a refit by O(1/n).
     assert whole[6] == pytest.approx(without[6], abs=0.05)
     assert whole[25] != pytest.approx(target[25], abs=1e-3)
@@ -158,10 +90,10 @@ def test_the_ridge_leaves_the_prompt_itself_out():
     weights = np.linalg.solve(x.T @ x + 0.5 * np.eye(4), x.T @ (y - y.mean(0)))
     plain = (features[25] - features[train].mean(0)) @ weights + y.mean(0)
     assert whole[25].ravel() == pytest.approx(plain)
-    assert tp.ridge(features, target, train, 1e9)[25] == pytest.approx(
+    assert predictor.ridge(features, target, train, 1e9)[25] == pytest.approx(
         target[train].mean(0), abs=1e-6
     )
-    scaled = tp.scaled(np.column_stack([features * [1, 9, 0.1, 3], np.ones(30)]), train)
+    scaled = predictor.scaled(np.column_stack([features * [1, 9, 0.1, 3], np.ones(30)]), train)
     assert np.square(scaled[train]).sum(1).mean() == pytest.approx(1)
 
 
@@ -175,7 +107,7 @@ def test_prompts_that_nearly_repeat_others_are_found():
         "hello!",
         "Hi",
     ]
-    found = tp.near_duplicates(texts, np.array([1, 2, 3, 5, 6]), np.array([0, 4]))
+    found = predictor.near_duplicates(texts, np.array([1, 2, 3, 5, 6]), np.array([0, 4]))
     assert found.tolist() == [1, 2, 5]
 
 
@@ -184,13 +116,13 @@ def test_measures_of_a_small_case():
     classes, truth = np.array([[2, 0]]), np.array([[0.8, 0.1]])
     centres = np.array([0.0, 0.5, 1.0])
     means = np.array([0.6, 0.2])
-    found = tp.measure(probabilities, classes, truth, centres, np.array([0]), means)
+    found = predictor.measure(probabilities, classes, truth, centres, np.array([0]), means)
     assert found["top1"] == 0.5 and found["top3"] == 1.0 and found["near"] == 1.0
     assert found["mae"] == pytest.approx((abs(0.6 - 0.8) + abs(0.35 - 0.1)) / 2)
     assert found["chosen"] == pytest.approx(0.8)
     # Errors -.2 and .25, of the means -.2 and .1; of the differences .25 against .7 and .4.
     assert found["r2"] == pytest.approx(1 - (0.04 + 0.0625) / (0.04 + 0.01))
     assert found["r2_between"] == pytest.approx(1 - (0.7 - 0.25) ** 2 / (0.7 - 0.4) ** 2)
-    values = tp.table_values([probabilities, -probabilities], [centres, centres])
+    values = predictor.table_values([probabilities, -probabilities], [centres, centres])
     assert values["score"].tolist() == [pytest.approx([0.6, 0.35])]
     assert values["length"].tolist() == [[0.0, 0.0]]

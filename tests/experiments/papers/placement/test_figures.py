@@ -1,7 +1,5 @@
 """The placement studies at smoke size, and what they compute against formulas of their own."""
 
-import csv
-
 import numpy as np
 import pytest
 
@@ -16,9 +14,7 @@ from servegym.experiments.papers.placement import scale as placement_scale
 from servegym.experiments.papers.placement.claims import unpaired  # noqa: E402
 from servegym.experiments.papers.placement.common import (  # noqa: E402
     ENV_ID,
-    as_text,
     change,
-    compared,
     drive,
     interval,
     measure,
@@ -26,12 +22,9 @@ from servegym.experiments.papers.placement.common import (  # noqa: E402
 from servegym.experiments.papers.placement.latency import PAPER, layer_times  # noqa: E402
 from servegym.experiments.papers.placement.workload import covered, skew_of  # noqa: E402
 
+from ..tables import rows_of  # noqa: E402
+
 PNG = b"\x89PNG\r\n\x1a\n"
-
-
-def rows_of(path):
-    with open(path, newline="") as stream:
-        return list(csv.DictReader(stream))
 
 
 def made(folder, stem):
@@ -136,16 +129,11 @@ def test_coverage_can_force_half():
     assert all_held["ratio"] == pytest.approx([2.0, 1.0]) and (all_held["held"] == 1).all()
 
 
-def test_changes_in_words():
+def test_changes_are_of_the_means_on_the_same_episodes():
     other = np.array([10.0, 20.0, 30.0])
-    assert as_text(change(0.7 * other, other)) == "-30.0 % [-30.0, -30.0]"
-    assert as_text(change(other[:1], other[1:2])) == "-50.0 % (one episode)"
-    late, early = (
-        {"gpus": n, "policy": "prism", "overloaded": float(n > 4), "_latency": n * other}
-        for n in (256, 4)
-    )
-    assert compared(early, early) == "+0.0 % [+0.0, +0.0]"
-    assert compared(late, early, "gpus") == "no change (256 gpus overloaded)"
+    assert change(0.7 * other, other) == pytest.approx((-30.0, -30.0, -30.0))
+    alone = change(other[:1], other[1:2])
+    assert alone.value == -50.0 and np.isnan(alone.low)
 
 
 def test_intervals_of_few_episodes_are_students():

@@ -34,18 +34,6 @@ def test_a_stage_that_runs_into_the_next_one_is_an_error(small, monkeypatch, tmp
         llm_d.main(["--episodes", "1", "--out", str(tmp_path), "--figure", "llm_d"])
 
 
-def test_memory_is_what_random_routing_lacks(small, monkeypatch, tmp_path):
-    monkeypatch.setattr(llm_d, "LLM_D_STAGES", ((15.0, 6.0), (20.0, 6.0)))
-    stages = ((15.0, 6.0), (0.0, llm_d.PAUSE_S), (20.0, 6.0), (0.0, llm_d.PAUSE_S), (0.5, 1.0))
-    monkeypatch.setattr(llm_d, "STAGES", stages)
-    monkeypatch.setattr(llm_d, "MEMORY", (1.0, 8.0))
-    assert llm_d.main(["--episodes", "2", "--out", str(tmp_path), "--figure", "memory"]) == 0
-    rows = {(r["routing"], r["memory"]): r for r in read_rows(tmp_path / "llm_d_memory.csv")}
-    assert len(rows) == 6
-    assert rows["random", 8.0]["ttft_p90_s"] < rows["random", 1.0]["ttft_p90_s"]
-    assert rows["nothing shared", 8.0]["hit_percent"] == 0
-
-
 def test_every_stage_has_its_published_row():
     for ttft, speed in llm_d.PUBLISHED.values():
         assert len(ttft) == len(speed) == len(llm_d.RATES) == 16

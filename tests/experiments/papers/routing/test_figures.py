@@ -1,6 +1,5 @@
 """The routing studies at smoke size: tables, numbers that can be checked."""
 
-import csv
 import json
 from dataclasses import asdict
 
@@ -31,12 +30,9 @@ from servegym.experiments.papers.routing.claims import (  # noqa: E402
 from servegym.experiments.papers.routing.common import find_runs, summarise_parts  # noqa: E402
 from servegym.experiments.studies.routing import comparison as routing_comparison  # noqa: E402
 
+from ..tables import rows_of  # noqa: E402
+
 HET = "edge-6-heterogeneous"
-
-
-def rows_of(path):
-    with open(path, newline="") as stream:
-        return list(csv.DictReader(stream))
 
 
 def checkpoint(run, agent, *given, seed=1):

@@ -1,6 +1,5 @@
 """Cost figures and the table of policies of the serverless family: known answers, smoke runs."""
 
-import csv
 import dataclasses
 
 import numpy as np
@@ -25,6 +24,8 @@ from servegym.experiments.papers.serverless.methods import Setting, measure, row
 from servegym.experiments.papers.study import Options  # noqa: E402
 from servegym.experiments.studies.serverless import policies as serverless_policies
 
+from ..tables import rows_of as table_of  # noqa: E402
+
 TOY = Setting("toy", n_in=20, n_out=12)
 
 
@@ -35,11 +36,6 @@ def toy(monkeypatch):
     monkeypatch.setattr(serverless_costs, "MODELS", ("toy",))
     monkeypatch.setattr(serverless_costs, "SYNTHETIC", "toy")
     return activations
-
-
-def rows_in(path):
-    with path.open(newline="") as stream:
-        return list(csv.DictReader(stream))
 
 
 def test_measures_the_held_out_prompts_of_the_recording(toy):
@@ -137,7 +133,7 @@ def test_each_figure_by_its_command(name, stem, toy, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {
         f"{stem}.{e}" for e in ("csv", "png", "json")
     }
-    rows = rows_in(tmp_path / f"{stem}.csv")
+    rows = table_of(tmp_path / f"{stem}.csv")
     assert {row["method"] for row in rows} == set(serverless_methods.METHODS)
     for row in rows:
         if row["method"] == "mix":
@@ -154,7 +150,7 @@ def test_policy_table(monkeypatch, tmp_path):
     monkeypatch.setattr(serverless_policies, "_requests", lambda options: 6)
     command = ["--episodes", "2", "--out", str(tmp_path), "--figure", "policies"]
     assert serverless_policies.main(command) == 0
-    rows = rows_in(tmp_path / "policies.csv")
+    rows = table_of(tmp_path / "policies.csv")
     by = {(row["preset"], row["policy"]): row for row in rows}
     assert len(by) == 2 * len(list_policies("serverless_moe"))
     for preset in serverless_policies.PRESETS:

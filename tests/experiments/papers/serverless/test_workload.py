@@ -1,6 +1,5 @@
 """Serverless figures on routing, laws and starts: numbers against independent formulas, files."""
 
-import csv
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +13,6 @@ pytest.importorskip("rich")
 from servegym.baselines.serverless_moe.system import SPREADS, ServerlessSystem  # noqa: E402
 from servegym.envs.serverless_moe import equations as eq  # noqa: E402
 from servegym.envs.serverless_moe.config import build_system  # noqa: E402
-from servegym.envs.serverless_moe.loads import Load  # noqa: E402
 from servegym.envs.workloads.activations import load_activations  # noqa: E402
 from servegym.experiments.evaluation.tables import read_record  # noqa: E402
 from servegym.experiments.papers.serverless import cold_start as serverless_coldstart
@@ -22,7 +20,6 @@ from servegym.experiments.papers.serverless import fits as serverless_fits
 from servegym.experiments.papers.serverless import overhead as serverless_overhead
 from servegym.experiments.papers.serverless import settings as serverless_settings
 from servegym.experiments.papers.serverless import similarity as serverless_similarity
-from servegym.experiments.papers.serverless import spreads as serverless_spreads
 from servegym.experiments.papers.serverless import workload as serverless_workload
 from servegym.experiments.papers.serverless.common import (  # noqa: E402
     recorded_request,
@@ -31,12 +28,9 @@ from servegym.experiments.papers.serverless.common import (  # noqa: E402
 )
 from servegym.hardware_profiles.serverless import SERVING, ThetaLaw, load_constants  # noqa: E402
 
+from ..tables import rows_of  # noqa: E402
+
 DEEPSEEK = "deepseek-v2-lite"
-
-
-def rows_of(path):
-    with open(path, newline="") as stream:
-        return list(csv.DictReader(stream))
 
 
 def made(main, tmp_path, stems, *argv):
@@ -245,14 +239,6 @@ def test_starts_by_hand(b):
     assert shared[0] == pytest.approx(1.0 + total / system.load_mb_s, rel=1e-9)
 
 
-def test_ratio_plan_keeps_the_ratio():
-    book, system = load_activations(DEEPSEEK), build_system(DEEPSEEK)
-    load = Load.predicted(system, book.frequencies()[0], 115, 200, 3e-4)
-    for b in (0.0, 0.5, 1.0):
-        plan = serverless_coldstart.ratio_plan(system, load, b)
-        assert (plan.remote.sum(axis=1) == 64 * b).all()
-
-
 def test_cold_starts_against_mix():
     rows = serverless_coldstart.cold_rows(DEEPSEEK, 1, (0.0, 1.0))
     default = {r["method"]: r for r in rows if (r["setting"], r["link"]) == ("default", "own")}
@@ -300,13 +286,8 @@ def test_requests_of_a_prompt_go_on_where_the_prompt_ends():
     assert (eq.set_bits(first[:10], 32).sum(axis=0) == request.prefill_counts).all()
 
 
-def test_spreads_are_those_of_the_committed_table(tmp_path, monkeypatch):
-    monkeypatch.setattr(serverless_spreads, "MODELS", ("toy",))
-    assert serverless_spreads.main(["--quick", "--episodes", "2", "--out", str(tmp_path)]) == 0
-    rows = rows_of(tmp_path / "spreads.csv")
-    assert [float(r["gain"]) for r in rows][-1] == 0.0  # the default pair against itself
-    assert {(r["load_spread"], r["time_spread"]) for r in rows} >= {("0.12", "0.05")}
-    committed = Path(serverless_spreads.__file__).parents[2] / "results" / "serverless"
+def test_spreads_are_those_of_the_committed_table():
+    committed = Path(serverless_workload.__file__).parents[2] / "results" / "serverless"
     for one in read_record(committed / "spreads.csv")["notes"]:
         taken = SPREADS.get(one["model"], SPREADS["default"])
         assert list(taken) == one["spreads"]

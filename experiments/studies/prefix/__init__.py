@@ -1,1 +1,0 @@
-"""Prefix-cache-aware routing: questions of our own."""
