@@ -60,6 +60,7 @@ class Recorder(gym.Wrapper):
         return self.env.step(action)
 
 
+@pytest.mark.slow
 def test_maskable_ppo_finds_the_masks_itself(sb3):
     contrib = pytest.importorskip("sb3_contrib")
     from sb3_contrib.common.maskable.utils import get_action_masks, is_masking_supported
