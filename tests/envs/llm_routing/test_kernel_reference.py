@@ -363,7 +363,7 @@ def test_equal_in_every_mode(scheduler, memory_policy):
 def test_equal_when_iterations_are_planned_ahead():
     """Scarce slots, scarce memory and neither; some requests find the expert idle."""
     preempted = 0.0
-    for seed in range(16):
+    for seed in range(24):
         choices = {}
         if seed % 2:
             choices = {

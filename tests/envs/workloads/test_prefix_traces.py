@@ -110,7 +110,7 @@ def test_the_fitted_conversations_are_the_builders():
 def test_turns_and_continuations_by_hand(tmp_path):
     """Sessions of 1 to 8 turns, equally many of each: 7 of 8 first turns go on, and so on."""
     rows, name = [], 0
-    for k in range(1600):
+    for k in range(4000):
         name += 1
         new, gap, first = 70 + k % 2, 1 + k // 8 % 2, name
         for turn in range(k % 8 + 1):
