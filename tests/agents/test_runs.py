@@ -111,7 +111,7 @@ def test_a_run_of_one_step_ends(agent, tmp_path):
 @pytest.mark.parametrize(
     ("policy", "changes", "named"),
     [
-        *((policy, {"total_timesteps": 0}, "total_timesteps") for policy in TINY),
+        *((policy, {"total_timesteps": -1}, "total_timesteps") for policy in TINY),
         ("ppo_sets", {"num_steps": -1}, "num_steps: got -1; it must be 1 or more"),
         ("rpi", {"fit_every": 0}, "fit_every: got 0"),
         ("sac_han", {"eval_every": -1}, "eval_every: got -1; it must be 0 or more"),

@@ -426,29 +426,12 @@ def test_forwarding_by_hand():
     assert sim.counts()[0].sum() == 22 and sim.counts()[1].sum() == 0, "server 0 has taken it"
 
 
-def test_affinity_weighs_the_predicted_share_by_the_load():
-    """Server 1 holds three of the four predicted experts, server 0 one: (3/4) / 2 > (1/4) / 1."""
-    cluster = two_servers(top_k=2)
-    prompts = one_prompt(cluster, 1, [(0, 1), (0, 1)])
-    z = np.ones((2, 2, 2), np.uint8)
-    z[0, 0], z[0, 1, 0], z[1, 1, 1] = 0, 0, 0
-    options = {"router": "affinity", "forecast": forecast_of(prompts)}
-    sim = Simulator(cluster, prompts, **options)
-    sim.begin(requests_at([0.0, 0.0, 0.0, 0.0]), z)
-    sim.run()
-    # 3/4 : 1/4, 3/8 : 1/4, 3/12 : 1/4 (a tie: its own server), 3/12 : 1/8.
-    assert sim.state.request["taken"].tolist() == [1, 1, 0, 1]
-    assert sim.state.server["arrived"].tolist() == [4, 0]
-
-
 @pytest.mark.parametrize(
     "options, word",
     [
         ({"replica_choice": "least_finished"}, "least_finish"),
-        ({"replica_choice": "consolidate"}, "messages='per_server', got 'per_expert'"),
         ({"router": "affinity"}, "router needs a forecast"),
         ({"execution": "forward"}, "execution needs a forecast"),
-        ({"execution": "forward", "serving": "offload"}, "collaborative"),
     ],
 )
 def test_options_are_checked(options, word):

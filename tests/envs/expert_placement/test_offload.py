@@ -104,20 +104,6 @@ def test_a_miss_costs_a_fetch():
     assert (server["all_local_calls"], server["all_remote_calls"]) == (2, 1)
 
 
-def test_two_requests_share_a_fetch_and_two_fetches_of_a_gpu_follow_one_another():
-    sim, latency, load = run([2, 2], [0.0, 0.0])
-    assert sim.state.meta["loads"][0] == 1
-    np.testing.assert_allclose(latency, [DENSE + load + CALL, DENSE + load + 2 * CALL])
-    _, latency, load = run([2, 3], [0.0, 0.0])
-    np.testing.assert_allclose(latency, [DENSE + load + CALL, DENSE + 2 * load + CALL])
-
-
-@pytest.mark.parametrize("cache, left", [("lru", [1, 2]), ("lfu", [0, 2])])
-def test_what_goes_first(cache, left):
-    sim, _, _ = run([0, 0, 1, 2], [0.0, 10.0, 20.0, 30.0], cache)
-    assert np.flatnonzero(sim.state.resident[0]).tolist() == left
-
-
 def test_requests_go_to_the_server_that_serves_fewest():
     """The second finds its server busy; 4 bytes at 4 bytes/s, 0.1 s a message, 0.5 s latency."""
     sim, latency, load = run([0, 0, 0], [0.0, 0.0, 0.0], router="fewest_requests")

@@ -135,39 +135,6 @@ def test_orca_observation_shows_starts_but_not_the_iteration_in_flight():
     assert mask.tolist() == [1, 1]
 
 
-def test_orca_prefill_budget_and_a_prompt_longer_than_it():
-    # Budget 10, 1 s per iteration. A runs in [0, 1]. At 1: B (20 > 10) alone. At 2: C + D = 10
-    # just fit, E would make 14. At 3: E.
-    requests = [(0.0, 1, 1, 1.0), (0.1, 20, 1, 1.0), (0.2, 4, 1, 1.0), (0.3, 6, 1, 1.0)]
-    requests.append((0.4, 4, 1, 1.0))
-    sim = one_expert(UNIT_LAW, requests, prefill_token_budget=10)
-    _, log = simulate(sim, [SEND] * 5)
-    assert [r.finish for r in log] == [1.0, 2.0, 3.0, 3.0, 4.0]
-
-
-def test_reserve_admission_does_not_skip_the_head():
-    # 6 blocks of 4 tokens, cap 4: A reserves blocks(12 + 4) = 4, B blocks(8 + 4) = 3, C
-    # blocks(1 + 4) = 2. A runs in [0, 1], [1, 2]. At 1 B does not fit (7 > 6) and C, which
-    # would (6), may not pass it. At 2 both enter (5).
-    requests = [(0.0, 12, 2, 1.0), (0.1, 8, 1, 1.0), (0.2, 1, 1, 1.0)]
-    sim = one_expert(UNIT_LAW, requests, capacity_tokens=24, block_size=4, max_output_tokens=4)
-    _, log = simulate(sim, [SEND] * 3)
-    assert [r.admitted for r in log] == [0.0, 2.0, 2.0]
-    assert [r.finish for r in log] == [2.0, 3.0, 3.0]
-
-
-def test_reserve_sees_the_cap_and_never_the_true_length():
-    # 3 blocks of 4, cap 4: two requests reserve blocks(4 + 4) = 2 each, so the second waits for
-    # the first, to its end at 2.
-    requests = [(0.0, 4, 2, 1.0), (0.5, 4, 1, 1.0)]
-    shared = {"capacity_tokens": 12, "block_size": 4, "max_output_tokens": 4}
-    _, log = simulate(one_expert(UNIT_LAW, requests, **shared), [SEND] * 2)
-    assert [r.finish for r in log] == [2.0, 3.0]
-    # Paged: at 1 A holds blocks(5) = 2, B needs 1: 3 fit. B's prefill in [1, 2], A's decode after.
-    _, log = simulate(one_expert(UNIT_LAW, requests, memory_policy="paged", **shared), [SEND] * 2)
-    assert [r.finish for r in log] == [3.0, 2.0]
-
-
 def test_a_request_never_joins_an_iteration_that_starts_at_its_arrival():
     # Both arrive at 0 without delay: the first starts alone, the second follows at 1.
     requests = [(0.0, 4, 1, 1.0), (0.0, 4, 1, 1.0)]
@@ -324,20 +291,6 @@ def test_a_preempted_request_goes_ahead_of_a_full_queue():
     assert [r.finish for r in sim.log[:3]] == [7.375, 9.5, 9.5]
 
 
-def test_a_preempted_head_blocks_the_requests_behind_it():
-    # 1 s iterations, 4 blocks of 4. A p=7 d=3, B p=4 d=3, C p=1 d=1.
-    # [0,1] prefill of A. At 1: A 8 tokens, 2 blocks; B (arrived 0.5) takes 1: prefill [1,2].
-    # At 2: A 8 tokens 2, B 5 tokens 2: 4 blocks; decode [2,3]. C arrives at 2.5.
-    # At 3: A 9 tokens 3, B 6 tokens 2: 5 > 4: B goes. C would fit beside A (3 + 1) but stands
-    # behind B; A decodes [3,4] and leaves at 4 with 3 tokens.
-    # At 4: B (6 tokens) and C: prefill [4,5]; C leaves, B has 3 and leaves.
-    requests = [(0.0, 7, 3, 1.0), (0.5, 4, 3, 1.0), (2.5, 1, 1, 1.0)]
-    sim = one_expert(UNIT_LAW, requests, **PAGED)
-    _, log = simulate(sim, [SEND] * 3)
-    assert [r.finish for r in log] == [4.0, 5.0, 5.0]
-    assert [i.preempted for i in sim.experts[0].history] == [[], [], [], [1], []]
-
-
 # -- prefix caching --------------------------------------------------------------------------
 
 # step = 1 + tokens/8 exactly (kb = k1). Chunked, paged, 4 blocks of 4.
@@ -368,19 +321,6 @@ def test_prefix_cached_readmission(caching):
     assert recompute == ([(1, 3, 4)] if caching else [(1, 7, 0)])
 
 
-def test_a_cached_block_is_lost_once_it_is_taken():
-    # The same with d_A = 8: A grows on alone, 1.125 s a token: 4 at 5.875, 5 at 7, 6 at 8.125,
-    # 7 at 9.25 (13 tokens, 4 blocks: takes B0), 8 at 10.375. B starts over with 7 tokens:
-    # 1 + 7/8 -> 12.25, decode -> 13.375.
-    requests = [(0.0, 6, 8, 1.0), (0.5, 5, 4, 1.0)]
-    sim = one_expert(
-        CACHED_LAW, requests, scheduler="chunked_prefill", prefix_caching=True, **PAGED
-    )
-    _, (a, b) = simulate(sim, [SEND] * 2)
-    assert (a.finish, b.finish) == (10.375, 13.375)
-    assert [i.chunks for i in sim.experts[0].history if i.chunks][-1] == [(1, 7, 0)]
-
-
 # -- rejection and mask ----------------------------------------------------------------------
 
 
@@ -406,18 +346,6 @@ def test_a_full_queue_rejects_and_the_mask_says_so():
     assert [r.finish for r in sim.log[:2]] == [2.0, 3.0]
     assert sim.log[2].expert == 0 and math.isnan(sim.log[2].available)
     assert rewards == [1.0, 1.0, 0.0, 1.0]  # nothing is paid for the rejected one
-
-
-@pytest.mark.parametrize("policy", ["reserve", "paged"])
-def test_a_request_that_can_never_fit_is_rejected(policy):
-    # 4 blocks of 4, cap 8: blocks(9 + 8) = 5 > 4, blocks(8 + 8) = 4.
-    requests = [(0.0, 9, 1, 1.0), (0.0, 8, 1, 1.0)]
-    sim = one_expert(UNIT_LAW, requests, **dict(PAGED, memory_policy=policy))
-    assert sim.observe()[1].tolist() == [1, 0]
-    sim.step(SEND)
-    assert sim.observe()[1].tolist() == [1, 1]
-    sim.step(SEND)
-    assert [r.outcome for r in sim.log] == ["rejected", "completed"]
 
 
 # -- rewards (the orca example) --------------------------------------------------------------
@@ -467,17 +395,3 @@ def test_qos_aware_penalty(limit, penalty, at_b, at_c):
         assert reward == pytest.approx(sum(parts.values()))
         terms.append(-parts["penalty"])
     assert terms == [0.0, at_b, at_c, 0.0]
-
-
-def test_dropped_and_rejected_requests_are_not_penalised():
-    sim = orca_example(reward="qos_aware", penalty="literal", latency_requirement_s=1e-6)
-    sim.step(SEND)
-    assert sim.impact_penalty(SEND, "literal", "true") == 0.5
-    assert sim.impact_penalty(DROP, "literal", "true") == 0.0
-    assert sim.step(DROP)[1]["penalty"] == 0.0
-    full = orca_example(
-        reward="qos_aware", penalty="literal", latency_requirement_s=1e-6, waiting_capacity=0
-    )
-    full.step(SEND)
-    assert full.step(SEND)[1]["penalty"] == 0.0
-    assert full.log[1].outcome == "rejected"
