@@ -111,7 +111,6 @@ parameters:
   learning_rate: {min: 0.001, max: 0.1, distribution: log_uniform_values}
   arch: {value: mlp}
 """
-NO_KEYS = "early_terminate", "run_cap"
 YAML_JUNK = [None, [], {}, "x", 3, -1, True, {1: 2}]
 
 

@@ -48,6 +48,7 @@ def test_a_message_goes_at_the_rate_of_its_sender():
     "arguments, message",
     [
         ({"model": "deepseek-v2-light"}, "deepseek-v2-lite"),
+        ({"gpus": (1, 0)}, r"gpus\[1\]"),
         ({"memory_fraction": 0.2}, "bytes are missing"),
         ({"memory_fraction": 0.05}, "misses 600000000 bytes"),
         ({"nic_bps": (1e6, 1e6)}, r"shape \(2,\)"),

@@ -61,6 +61,10 @@ def interpolate_2d(
     return low + w * (high - low)
 
 
+TABLES = "dense_tokens dense_s chunk_tokens context_tokens chunk_attention_s decode_sequences"
+TABLES = (TABLES + " decode_context_tokens decode_attention_s head_sequences head_s").split()
+
+
 class TableLaw:
     """The law of a `LawTables`-like object, its arrays copied into plain lists.
 
@@ -70,52 +74,23 @@ class TableLaw:
 
     def __init__(self, tables: Any, mixed: Any = None, surplus: Any = None) -> None:
         self.surplus = surplus
-
-        def vector(name: str) -> list[float]:
-            return [float(v) for v in getattr(tables, name)]
-
-        def matrix(name: str) -> list[list[float]]:
-            return [[float(v) for v in row] for row in getattr(tables, name)]
-
-        self.dense_tokens = vector("dense_tokens")
-        self.dense_s = vector("dense_s")
-        self.chunk_tokens = vector("chunk_tokens")
-        self.context_tokens = vector("context_tokens")
-        self.chunk_attention_s = matrix("chunk_attention_s")
-        self.decode_sequences = vector("decode_sequences")
-        self.decode_context_tokens = vector("decode_context_tokens")
-        self.decode_attention_s = matrix("decode_attention_s")
+        for name in TABLES:
+            setattr(self, name, np.asarray(getattr(tables, name), float).tolist())
         self.mixed_attention_s = self.decode_attention_s
         if mixed is not None:
-            self.mixed_attention_s = [[float(v) for v in row] for row in mixed]
-        self.head_sequences = vector("head_sequences")
-        self.head_s = vector("head_s")
+            self.mixed_attention_s = np.asarray(mixed, float).tolist()
 
     def dense(self, tokens: float) -> float:
         return interpolate_1d(self.dense_tokens, self.dense_s, tokens)
 
     def chunk_attention(self, chunk: float, context: float) -> float:
-        return interpolate_2d(
-            self.chunk_tokens, self.context_tokens, self.chunk_attention_s, chunk, context
-        )
+        axes = self.chunk_tokens, self.context_tokens
+        return interpolate_2d(*axes, self.chunk_attention_s, chunk, context)
 
-    def decode_attention(self, sequences: float, mean_context: float) -> float:
-        return interpolate_2d(
-            self.decode_sequences,
-            self.decode_context_tokens,
-            self.decode_attention_s,
-            sequences,
-            mean_context,
-        )
-
-    def mixed_decode_attention(self, sequences: float, mean_context: float) -> float:
-        return interpolate_2d(
-            self.decode_sequences,
-            self.decode_context_tokens,
-            self.mixed_attention_s,
-            sequences,
-            mean_context,
-        )
+    def decode_attention(self, sequences: float, mean_context: float, beside_chunks: bool) -> float:
+        table = self.mixed_attention_s if beside_chunks else self.decode_attention_s
+        axes = self.decode_sequences, self.decode_context_tokens
+        return interpolate_2d(*axes, table, sequences, mean_context)
 
     def beside_chunk(self, sequences: float, longest_chunk: float) -> float:
         if self.surplus is None:
@@ -162,9 +137,8 @@ def step_s(law: Any, chunks: Sequence[tuple[int, int]], contexts: Sequence[int])
     for tokens, context in chunks:
         seconds += law.chunk_attention(tokens, context)
     if sequences > 0:
-        attention = law.mixed_decode_attention if chunks else law.decode_attention
         mean = sum(contexts) / sequences
-        seconds += attention(sequences, mean)
+        seconds += law.decode_attention(sequences, mean, bool(chunks))
         if chunks:
             seconds += law.beside_chunk(sequences, max(tokens for tokens, _ in chunks))
         seconds += law.longest(sequences, max(contexts) - mean, bool(chunks))

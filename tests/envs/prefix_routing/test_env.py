@@ -247,7 +247,6 @@ def test_replicas_of_the_ids_stay_as_they_were_composed():
         ({"index_kwargs": {"entry_tokens": 24}}, "entry_tokens"),
         ({"admission": True, "reward": "ttft"}, "admission"),
         ({"failures": FAILURES, "reward": "ttft"}, "failures"),
-        ({"failures": {"mean_time_to_failure_s": 1.0}}, "mean_time_to_repair_s"),
     ],
 )
 def test_bad_arguments_are_named(arguments, named):

@@ -178,12 +178,6 @@ def test_no_remote_expert_is_mix_to_the_last_digits():
             assert info["reward_terms"]["cost"] == pytest.approx(-1.0, rel=1e-12)
 
 
-def test_popcount():
-    rng = np.random.default_rng(0)
-    for x in [0, 1, 2**63, 2**64 - 1, *rng.integers(0, 2**63, 50).tolist()]:
-        assert kernel.popcount(np.uint64(x)) == int(x).bit_count()
-
-
 def test_known_plans_are_those_made_anew(monkeypatch):
     """Two batches on the same requests, one of which forgets: alike to the last bit."""
     from servegym.envs.serverless_moe import core
