@@ -62,275 +62,202 @@ LIMIT = "test_env.py::test_a_request_exactly_at_its_limit_keeps_it"
 OBJECTIVE = "test_env.py::test_a_request_exactly_at_its_objective_keeps_it"
 INSTANT = "test_what_arrives_at_an_instant_comes_before_what_ends_then"
 
-MUTANTS = (
-    # Preemption frees the oldest request's blocks.
-    Mutant(ROUTING, "queues.py", "    i = e.newest\n", "    i = e.oldest\n", BINDS),
-    # A block too many where the tokens fill their blocks.
-    Mutant(ROUTING, "queues.py", "c.block_size - 0.5", "c.block_size + 0.5", BINDS),
-    # Nobody gets the last block.
-    Mutant(ROUTING, "iterations.py", "freed + blocks > e", "freed + blocks >= e", BINDS),
-    Mutant(
-        ROUTING,
-        "iterations.py",
-        "e.reserved + freed + longest > e.capacity",
-        "e.reserved + freed + blocks > e.capacity",
-        BINDS,
-    ),
-    Mutant(
-        ROUTING,
-        "iterations.py",
-        "budget = c.token_budget - e.decoding",
-        "budget = c.token_budget",
-        BINDS,
-    ),
-    # Planned ahead, an iteration takes who arrived since, and the slots that have become free.
-    Mutant(ROUTING, "iterations.py", "r.available > planned", "r.available > now", AHEAD),
-    Mutant(ROUTING, "iterations.py", "e.running + left < c", "e.running < c", AHEAD),
-    # Decode iterations run past the one in which the next request has its last token.
-    Mutant(
-        ROUTING,
-        "iterations.py",
-        "limit = e.next_finish - e.emitted - 1\n",
-        "limit = e.next_finish - e.emitted\n",
-        BINDS,
-    ),
-    # A request taken from the middle of the heap leaves one that ends sooner below a later one.
-    Mutant(ROUTING, "queues.py", "    if place > 0 and _ends", "    if place < 0 and _ends", BINDS),
-    # A cached block that was given to another request is found again.
-    Mutant(
-        ROUTING,
-        "queues.py",
-        "max(e.free_head - r.segment, 0)",
-        "max(e.free_head - r.segment - 1, 0)",
-        BINDS,
-    ),
-    Mutant(
-        ROUTING,
-        "queues.py",
-        ">= c.waiting_capacity or e.down != 0",
-        ">= c.waiting_capacity",
-        "test_equal_with_failing_experts",
-    ),
-    Mutant(
-        ROUTING,
-        "__init__.py",
-        "loss -= _late_scores(",
-        "loss += _late_scores(",
-        "test_equal_in_every_mode",
-    ),
-    # Ties of longest processing time go to the last replica.
-    Mutant(
-        SERVERLESS,
-        "planning.py",
-        "if busy_s[j] < busy_s[best]",
-        "if busy_s[j] <= busy_s[best]",
-        PLAY,
-    ),
-    # The experts are not assigned anew to one more replica.
-    Mutant(SERVERLESS, "planning.py", "if plan.replicas != z:", "if plan.replicas > z + 1:", PLAY),
-    Mutant(SERVERLESS, "planning.py", "law[middle].mb >= need", "law[middle].mb > need", PLAY),
-    # Two plans under one key.
-    Mutant(
-        SERVERLESS,
-        "planning.py",
-        "(q * 2 + choice.order)",
-        "(q + choice.order)",
-        "test_known_plans_are_those_made_anew",
-    ),
-    # Functions of another memory count as warm.
-    Mutant(
-        SERVERLESS,
-        "planning.py",
-        "warm and e.main_mb == main.mb",
-        "warm and e.main_mb >= main.mb",
-        "test_env.py::test_warm_functions_save_the_start",
-    ),
-    # Some warm replicas spare all others the start.
-    Mutant(
-        SERVERLESS, "service.py", "fresh = max(fresh - function.replicas, 0)", "fresh = 0", PLAY
-    ),
-    # A whole number of steps is billed as one more.
-    Mutant(SERVERLESS, "service.py", "np.ceil(steps - 1e-9)", "np.ceil(steps + 1e-9)", PLAY),
-    Mutant(SERVERLESS, "service.py", "invocations += times * i\n", "invocations += times\n", PLAY),
-    Mutant(SERVERLESS, "service.py", "slowest_s = max(slowest_s, span)", "slowest_s += span", PLAY),
-    # Decoding begins with the prompt's tokens.
-    Mutant(
-        SERVERLESS,
-        "routing.py",
-        "(np.int64(request.offset) + request.n_in) % size",
-        "np.int64(request.offset) % size",
-        PLAY,
-    ),
-    # Of servers of equal value the farthest takes the request.
-    Mutant(
-        PLACEMENT,
-        "routing.py",
-        "latency < plant.pair[n, best].latency",
-        "latency > plant.pair[n, best].latency",
-        LEAVE,
-    ),
-    # Paths leave out the links' latency.
-    Mutant(PLACEMENT, "forwarding.py", "c.message_cost + pair.latency", "c.message_cost", LEAVE),
-    # Fetches of a GPU pass one another.
-    Mutant(
-        PLACEMENT, "caching.py", "max(ready, gpu.channel_free) + c.fetch", "ready + c.fetch", CACHED
-    ),
-    # Of cached experts that are worth the same the last goes first.
-    Mutant(
-        PLACEMENT,
-        "caching.py",
-        "if found < 0 or worth < least",
-        "if found < 0 or worth <= least",
-        CACHED,
-    ),
-    # The host's memory gives up what was asked for last.
-    Mutant(
-        PLACEMENT,
-        "host_memory.py",
-        ".stamp < st.host[n, oldest]",
-        ".stamp > st.host[n, oldest]",
-        LOOK,
-    ),
-    # The last copy of an expert is given up.
-    Mutant(PLACEMENT, "migration.py", "st.copies[d] > 1", "st.copies[d] > 0", LOOK),
-    # A GPU loads into free slots alone.
-    Mutant(
-        PLACEMENT,
-        "migration.py",
-        "i == total or gpu.used > slots",
-        "i == total or gpu.used >= slots",
-        LOOK,
-    ),
-    # Events of one time go by the last made.
-    Mutant(
-        PLACEMENT,
-        "events.py",
-        "event_key[up] < key",
-        "event_key[up] > key",
-        "test_events_come_by_time_and_then_in_order_of_arrival",
-    ),
-    # Ties, and the choice at random, go to the first holder.
-    Mutant(
-        PLACEMENT,
-        "calls.py",
-        "best = scratch.expert[i].holder\n    if",
-        "best = st.holders[expert, 0]\n    if",
-        LOOK,
-    ),
-    # The estimate of a call leaves out the staging of its activations.
-    Mutant(
-        PLACEMENT,
-        "calls.py",
-        "start = max(sent + hop.there + stage,",
-        "start = max(sent + hop.there,",
-        LOOK,
-    ),
-    # A full hit computes nothing.
-    Mutant(PREFIX, "cache.py", "r.prompt + r.generated - 1)", "r.prompt + r.generated)", BINDS),
-    # Of the hits only those that two others reference take no free block.
-    Mutant(PREFIX, "cache.py", "k].references > 0\n", "k].references > 1\n", BINDS),
-    # Blocks without id are the last to be taken.
-    Mutant(
-        PREFIX,
-        "cache.py",
-        "    if block.id >= 0:\n        block.before",
-        "    if block.id >= -1:\n        block.before",
-        BINDS,
-    ),
-    # The beginning of a prefix is freed, and so evicted, before its end.
-    Mutant(PREFIX, "cache.py", "range(left - 1, -1, -1)", "range(left)", BINDS),
-    # Of twins the one that got the id last is found.
-    Mutant(
-        PREFIX, "cache.py", " after = block.twin_after\n", " after = block.twin_before\n", BINDS
-    ),
-    # Prefills take the budget as if nobody decoded.
-    Mutant(PREFIX, "iterations.py", "c.token_budget - e.decoding\n", "c.token_budget\n", BINDS),
-    # The head of the queue stays out though another request has filled the block it misses.
-    Mutant(PREFIX, "cache.py", "if e.blocked_id == i:", "if e.blocked_id == i < 0:", BINDS),
-    # The token that a preempted request was about to put in counts as computed.
-    Mutant(PREFIX, "queues.py", "r.generated - 1  # its", "r.generated  # its", BINDS),
-    # Replicas that are down take requests.
-    Mutant(
-        PREFIX,
-        "events.py",
-        "if e.down == 0 and blocks_of",
-        "if e.down >= 0 and blocks_of",
-        "test_equal_with_failing_replicas",
-    ),
-    # A request just sent is not thought to complete before those that run.
-    # An entry that was used again goes as early as if it had not been.
-    Mutant(
-        PREFIX,
-        "gateway.py",
-        "elif g.stamp[b, n, key] == oldest:",
-        "elif (g.holders[b, key] >> n) & 1:",
-        INDEXED,
-    ),
-    # A match goes on behind a gap.
-    Mutant(PREFIX, "gateway.py", "if c.strict == 1:", "if c.strict == 2:", INDEXED),
-    # Cache events are known at once.
-    Mutant(PREFIX, "gateway.py", "e.t + c.delay_s > now", "e.t > now", INDEXED),
-    # A request that is lost before its first token leaves its prefill behind.
-    Mutant(
-        PREFIX,
-        "gateway.py",
-        "    if r.in_flight == 2:\n        p.p",
-        "    if r.in_flight == 3:\n        p.p",
-        INDEXED,
-    ),
-    # Shared blocks are given up with the first request that has them.
-    Mutant(
-        PREFIX,
-        "gateway.py",
-        "key < 0 or g.references[b, n, key] == 0:",
-        "key < 0 or g.references[b, n, key] >= 0:",
-        INDEXED,
-    ),
-    Mutant(
-        PREFIX,
-        "events.py",
-        "e.safe = min(e.safe, e.end)",
-        "e.safe = min(e.safe, np.inf)",
-        "test_equal_to_the_reference",
-    ),
-    # Of requests that become available at one instant the last goes first.
-    Mutant(
-        ROUTING,
-        "queues.py",
-        "ahead.available <= r.available",
-        "ahead.available < r.available",
-        "test_requests_file.py::test_requests_of_one_instant_are_served_in_order",
-    ),
-    # What is exactly on the limit, or fills it exactly, is beyond it.
-    Mutant(
-        ROUTING,
-        "iterations.py",
-        "latency <= v.latency_requirement",
-        "latency < v.latency_requirement",
-        "test_requests_file.py::test_an_answer_exactly_at_the_requirement_is_on_time",
-    ),
-    Mutant(
-        SERVERLESS,
-        "planning.py",
-        "e.idle_s <= c.keep_alive_s",
-        "e.idle_s < c.keep_alive_s",
-        "test_env.py::test_a_function_idle_for_exactly_the_keep_alive_time_is_warm",
-    ),
-    Mutant(SERVERLESS, "service.py", "log.ttft_s > request", "log.ttft_s >= request", LIMIT),
-    Mutant(SERVERLESS, "service.py", "log.tpot_s > request", "log.tpot_s >= request", LIMIT),
-    Mutant(PREFIX, "steps.py", "in_time = ttft <= p", "in_time = ttft < p", OBJECTIVE),
-    Mutant(PREFIX, "steps.py", "r.finish - r.first <= p", "r.finish - r.first < p", OBJECTIVE),
-    Mutant(
-        PREFIX,
-        "events.py",
-        "- 1) <= e.capacity",
-        "- 1) < e.capacity",
-        "test_env.py::test_requests_that_take_all_of_the_memory_are_served",
-    ),
-    # What ends at an instant goes before what arrives then; an epoch leaves out its last instant.
-    Mutant(PLACEMENT, "simulation.py", "arrival <= now", "arrival < now", INSTANT),
-    Mutant(PLACEMENT, "simulation.py", "now > until", "now >= until", INSTANT),
-)
+CHANGES = {
+    (ROUTING, "queues.py"): [
+        # Preemption frees the oldest request's blocks.
+        ("    i = e.newest\n", "    i = e.oldest\n", BINDS),
+        # A block too many where the tokens fill their blocks.
+        ("c.block_size - 0.5", "c.block_size + 0.5", BINDS),
+        # A request taken from the middle of the heap leaves one that ends sooner below a later one.
+        ("    if place > 0 and _ends", "    if place < 0 and _ends", BINDS),
+        # A cached block that was given to another request is found again.
+        ("max(e.free_head - r.segment, 0)", "max(e.free_head - r.segment - 1, 0)", BINDS),
+        (
+            ">= c.waiting_capacity or e.down != 0",
+            ">= c.waiting_capacity",
+            "test_equal_with_failing_experts",
+        ),
+        # Of requests that become available at one instant the last goes first.
+        (
+            "ahead.available <= r.available",
+            "ahead.available < r.available",
+            "test_requests_file.py::test_requests_of_one_instant_are_served_in_order",
+        ),
+    ],
+    (ROUTING, "iterations.py"): [
+        # Nobody gets the last block.
+        ("freed + blocks > e", "freed + blocks >= e", BINDS),
+        (
+            "e.reserved + freed + longest > e.capacity",
+            "e.reserved + freed + blocks > e.capacity",
+            BINDS,
+        ),
+        ("budget = c.token_budget - e.decoding", "budget = c.token_budget", BINDS),
+        # Planned ahead, an iteration takes who arrived since, and the slots that have become free.
+        ("r.available > planned", "r.available > now", AHEAD),
+        ("e.running + left < c", "e.running < c", AHEAD),
+        # Decode iterations run past the one in which the next request has its last token.
+        ("limit = e.next_finish - e.emitted - 1\n", "limit = e.next_finish - e.emitted\n", BINDS),
+        # What is exactly on the limit, or fills it exactly, is beyond it.
+        (
+            "latency <= v.latency_requirement",
+            "latency < v.latency_requirement",
+            "test_requests_file.py::test_an_answer_exactly_at_the_requirement_is_on_time",
+        ),
+    ],
+    (ROUTING, "__init__.py"): [
+        ("loss -= _late_scores(", "loss += _late_scores(", "test_equal_in_every_mode"),
+    ],
+    (SERVERLESS, "planning.py"): [
+        # Ties of longest processing time go to the last replica.
+        ("if busy_s[j] < busy_s[best]", "if busy_s[j] <= busy_s[best]", PLAY),
+        # The experts are not assigned anew to one more replica.
+        ("if plan.replicas != z:", "if plan.replicas > z + 1:", PLAY),
+        ("law[middle].mb >= need", "law[middle].mb > need", PLAY),
+        # Two plans under one key.
+        ("(q * 2 + choice.order)", "(q + choice.order)", "test_known_plans_are_those_made_anew"),
+        # Functions of another memory count as warm.
+        (
+            "warm and e.main_mb == main.mb",
+            "warm and e.main_mb >= main.mb",
+            "test_env.py::test_warm_functions_save_the_start",
+        ),
+        (
+            "e.idle_s <= c.keep_alive_s",
+            "e.idle_s < c.keep_alive_s",
+            "test_env.py::test_a_function_idle_for_exactly_the_keep_alive_time_is_warm",
+        ),
+    ],
+    (SERVERLESS, "service.py"): [
+        # Some warm replicas spare all others the start.
+        ("fresh = max(fresh - function.replicas, 0)", "fresh = 0", PLAY),
+        # A whole number of steps is billed as one more.
+        ("np.ceil(steps - 1e-9)", "np.ceil(steps + 1e-9)", PLAY),
+        ("invocations += times * i\n", "invocations += times\n", PLAY),
+        ("slowest_s = max(slowest_s, span)", "slowest_s += span", PLAY),
+        ("log.ttft_s > request", "log.ttft_s >= request", LIMIT),
+        ("log.tpot_s > request", "log.tpot_s >= request", LIMIT),
+    ],
+    (SERVERLESS, "routing.py"): [
+        # Decoding begins with the prompt's tokens.
+        (
+            "(np.int64(request.offset) + request.n_in) % size",
+            "np.int64(request.offset) % size",
+            PLAY,
+        ),
+    ],
+    (PLACEMENT, "routing.py"): [
+        # Of servers of equal value the farthest takes the request.
+        ("latency < plant.pair[n, best].latency", "latency > plant.pair[n, best].latency", LEAVE),
+    ],
+    (PLACEMENT, "forwarding.py"): [
+        # Paths leave out the links' latency.
+        ("c.message_cost + pair.latency", "c.message_cost", LEAVE),
+    ],
+    (PLACEMENT, "caching.py"): [
+        # Fetches of a GPU pass one another.
+        ("max(ready, gpu.channel_free) + c.fetch", "ready + c.fetch", CACHED),
+        # Of cached experts that are worth the same the last goes first.
+        ("if found < 0 or worth < least", "if found < 0 or worth <= least", CACHED),
+    ],
+    (PLACEMENT, "host_memory.py"): [
+        # The host's memory gives up what was asked for last.
+        (".stamp < st.host[n, oldest]", ".stamp > st.host[n, oldest]", LOOK),
+    ],
+    (PLACEMENT, "migration.py"): [
+        # The last copy of an expert is given up.
+        ("st.copies[d] > 1", "st.copies[d] > 0", LOOK),
+        # A GPU loads into free slots alone.
+        ("i == total or gpu.used > slots", "i == total or gpu.used >= slots", LOOK),
+    ],
+    (PLACEMENT, "events.py"): [
+        # Events of one time go by the last made.
+        (
+            "event_key[up] < key",
+            "event_key[up] > key",
+            "test_events_come_by_time_and_then_in_order_of_arrival",
+        ),
+    ],
+    (PLACEMENT, "calls.py"): [
+        # Ties, and the choice at random, go to the first holder.
+        ("best = scratch.expert[i].holder\n    if", "best = st.holders[expert, 0]\n    if", LOOK),
+        # The estimate of a call leaves out the staging of its activations.
+        ("start = max(sent + hop.there + stage,", "start = max(sent + hop.there,", LOOK),
+    ],
+    (PREFIX, "cache.py"): [
+        # A full hit computes nothing.
+        ("r.prompt + r.generated - 1)", "r.prompt + r.generated)", BINDS),
+        # Of the hits only those that two others reference take no free block.
+        ("k].references > 0\n", "k].references > 1\n", BINDS),
+        # Blocks without id are the last to be taken.
+        (
+            "    if block.id >= 0:\n        block.before",
+            "    if block.id >= -1:\n        block.before",
+            BINDS,
+        ),
+        # The beginning of a prefix is freed, and so evicted, before its end.
+        ("range(left - 1, -1, -1)", "range(left)", BINDS),
+        # Of twins the one that got the id last is found.
+        (" after = block.twin_after\n", " after = block.twin_before\n", BINDS),
+        # The head of the queue stays out though another request has filled the block it misses.
+        ("if e.blocked_id == i:", "if e.blocked_id == i < 0:", BINDS),
+    ],
+    (PREFIX, "iterations.py"): [
+        # Prefills take the budget as if nobody decoded.
+        ("c.token_budget - e.decoding\n", "c.token_budget\n", BINDS),
+    ],
+    (PREFIX, "queues.py"): [
+        # The token that a preempted request was about to put in counts as computed.
+        ("r.generated - 1  # its", "r.generated  # its", BINDS),
+    ],
+    (PREFIX, "events.py"): [
+        # Replicas that are down take requests.
+        (
+            "if e.down == 0 and blocks_of",
+            "if e.down >= 0 and blocks_of",
+            "test_equal_with_failing_replicas",
+        ),
+        (
+            "e.safe = min(e.safe, e.end)",
+            "e.safe = min(e.safe, np.inf)",
+            "test_equal_to_the_reference",
+        ),
+        (
+            "- 1) <= e.capacity",
+            "- 1) < e.capacity",
+            "test_env.py::test_requests_that_take_all_of_the_memory_are_served",
+        ),
+    ],
+    (PREFIX, "gateway.py"): [
+        # An entry that was used again goes as early as if it had not been.
+        ("elif g.stamp[b, n, key] == oldest:", "elif (g.holders[b, key] >> n) & 1:", INDEXED),
+        # A match goes on behind a gap.
+        ("if c.strict == 1:", "if c.strict == 2:", INDEXED),
+        # Cache events are known at once.
+        ("e.t + c.delay_s > now", "e.t > now", INDEXED),
+        # A request that is lost before its first token leaves its prefill behind.
+        ("    if r.in_flight == 2:\n        p.p", "    if r.in_flight == 3:\n        p.p", INDEXED),
+        # Shared blocks are given up with the first request that has them.
+        (
+            "key < 0 or g.references[b, n, key] == 0:",
+            "key < 0 or g.references[b, n, key] >= 0:",
+            INDEXED,
+        ),
+    ],
+    (PREFIX, "steps.py"): [
+        ("in_time = ttft <= p", "in_time = ttft < p", OBJECTIVE),
+        ("r.finish - r.first <= p", "r.finish - r.first < p", OBJECTIVE),
+    ],
+    (PLACEMENT, "simulation.py"): [
+        # What ends at an instant goes before what arrives then; an epoch leaves out its last
+        # instant.
+        ("arrival <= now", "arrival < now", INSTANT),
+        ("now > until", "now >= until", INSTANT),
+    ],
+}
+"""By family and file: the text, what takes its place, the test."""
+
+MUTANTS = [Mutant(*where, *change) for where, some in CHANGES.items() for change in some]
 
 
 def copy_tree(to: Path) -> None:

@@ -1,4 +1,4 @@
-"""Descriptions of routing systems by hand: linear laws, and experts in another order."""
+"""Routing systems by hand, what is seen of them at random, and experts in another order."""
 
 import dataclasses
 
@@ -43,3 +43,50 @@ def permuted(system, order):
         columns = {k: v if v.ndim == 1 else v[:, order] for k, v in vars(system.train).items()}
         moved["train"] = dataclasses.replace(system.train, **columns)
     return dataclasses.replace(system, experts=tuple(system.experts[n] for n in order), **moved)
+
+
+def make_observation(rng, batch=16, num_experts=6, limit=0.03, least_running=0, slots=(5, 5)):
+    """A plausible batch of observations and masks; some experts, and some whole rows, are full."""
+    most, queued = slots
+    running = rng.integers(least_running, most + 1, (batch, num_experts))
+    waiting = np.where(running == most, rng.integers(0, queued + 1, running.shape), 0)
+    full = rng.random(batch) < 0.15
+    running[full], waiting[full] = slots
+    mask = np.ones((batch, num_experts + 1), np.int8)
+    mask[:, 1:] = waiting < queued
+
+    def rows(count, size, started):
+        shape = (batch, num_experts, size)
+        length = rng.uniform(2, 300, shape)
+        done = 1 + rng.random(shape) * (length - 2) if started else np.zeros(shape)
+        out = np.stack(
+            [
+                rng.integers(5, 400, shape),
+                rng.random(shape),
+                length,
+                rng.random(shape) / 10,
+                done,
+                rng.uniform(0.01, 0.05, shape),
+            ],
+            axis=-1,
+        ).astype(np.float32)
+        present = np.arange(size) < count[..., None]
+        return out * present[..., None], present.astype(np.int8)
+
+    prompt = np.repeat(rng.integers(5, 400, (batch, 1)), num_experts, axis=1)
+    shape = prompt.shape
+    observation = {
+        "request": np.stack([prompt, rng.random(shape), rng.integers(2, 300, shape)], axis=-1),
+        "experts": np.stack([rng.random(shape), running, waiting], axis=-1),
+        "latency_requirement": np.full((batch, 1), limit),
+    }
+    observation = {key: value.astype(np.float32) for key, value in observation.items()}
+    observation["running"], observation["running_mask"] = rows(running, most, True)
+    observation["waiting"], observation["waiting_mask"] = rows(waiting, queued, False)
+    return observation, mask
+
+
+def moved(observation, order):
+    """The observation with its experts in another order."""
+    whole = ("latency_requirement", "load")
+    return {key: part if key in whole else part[:, order] for key, part in observation.items()}

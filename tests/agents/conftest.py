@@ -7,6 +7,8 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 
+from ..routing_systems import make_observation
+
 
 @pytest.fixture(autouse=True, scope="module")
 def small_worlds():
@@ -31,41 +33,12 @@ def small_worlds():
 def make_obs(batch, experts=4, running=3, waiting=2, seed=0, empty=()):
     """Plausible observations; the graphs listed in `empty` have no queued requests at all."""
     rng = np.random.default_rng(seed)
-    n_run = rng.integers(0, running + 1, (batch, experts))
-    n_wait = rng.integers(0, waiting + 1, (batch, experts))
-    for i in empty:
-        n_run[i] = n_wait[i] = 0
-
-    def requests(count, slots):
-        mask = (np.arange(slots) < count[..., None]).astype(np.int8)
-        shape = mask.shape
-        x = np.stack(
-            [
-                rng.integers(5, 900, shape),
-                rng.random(shape),
-                rng.integers(1, 300, shape),
-                0.1 * rng.random(shape),
-                rng.integers(0, 200, shape),
-                0.1 * rng.random(shape),
-            ],
-            -1,
-        )
-        return (x * mask[..., None]).astype(np.float32), mask
-
-    run, run_mask = requests(n_run, running)
-    wait, wait_mask = requests(n_wait, waiting)
-    p = np.broadcast_to(rng.integers(5, 900, (batch, 1)), (batch, experts))
-    request = np.stack([p, rng.random(p.shape), rng.integers(1, 300, p.shape)], -1)
-    return {
-        "request": request.astype(np.float32),
-        "experts": np.stack([rng.random(p.shape), n_run, n_wait], -1).astype(np.float32),
-        "running": run,
-        "waiting": wait,
-        "running_mask": run_mask,
-        "waiting_mask": wait_mask,
-        "latency_requirement": rng.uniform(0.02, 0.05, (batch, 1)).astype(np.float32),
-        "load": (rng.random((batch, 3, 3)) * (0.5, 400, 200)).astype(np.float32),
-    }
+    obs, _ = make_observation(rng, batch, experts, slots=(running, waiting))
+    for key in ("running", "waiting", "running_mask", "waiting_mask"):
+        obs[key][list(empty)] = 0
+    obs["experts"][list(empty), :, 1:] = 0
+    obs["latency_requirement"] = rng.uniform(0.02, 0.05, (batch, 1)).astype(np.float32)
+    return obs | {"load": (rng.random((batch, 3, 3)) * (0.5, 400, 200)).astype(np.float32)}
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from servegym.baselines.llm_routing.latency import LatencyModel  # noqa: E402
 from servegym.baselines.llm_routing.system import RoutingSystem  # noqa: E402
 from servegym.envs.llm_routing.graph import EDGE_TYPES, NODE_TYPES, to_hetero_data  # noqa: E402
 
-from ..routing_systems import permuted as permuted_system  # noqa: E402
+from ..routing_systems import moved, permuted  # noqa: E402
 
 
 def a_system():
@@ -95,23 +95,18 @@ def test_embedding_ignores_batch_neighbours(random_obs):
     torch.testing.assert_close(together[1], torch.cat([a[1] for a in alone]), atol=1e-6, rtol=0)
 
 
-def permuted(obs, order):
-    whole = ("latency_requirement", "load")
-    return {k: v if k in whole else v[:, order] for k, v in obs.items()}
-
-
 def test_permuting_experts_permutes_logits_and_values(random_obs):
     order, system = np.array([2, 0, 3, 1]), a_system()
     agent = an_agent()
-    other = sac_han.Agent(permuted_system(system, order))
+    other = sac_han.Agent(permuted(system, order))
     other.load_state_dict(agent.state_dict())
     obs = random_obs(3)
     mask = torch.tensor([[1, 1, 0, 1, 1]] * 3)
-    moved = torch.cat([mask[:, :1], mask[:, 1:][:, order]], -1)
+    there = torch.cat([mask[:, :1], mask[:, 1:][:, order]], -1)
     with torch.no_grad():
         h = agent.encode(tensor_rows(agent, obs))
-        g = other.encode(tensor_rows(other, permuted(obs, order)))
-        one, two = agent.log_policy(h, mask), other.log_policy(g, moved)
+        g = other.encode(tensor_rows(other, moved(obs, order)))
+        one, two = agent.log_policy(h, mask), other.log_policy(g, there)
         assert (one[:, 1:] - one[:, 1:].mean(1, keepdim=True)).abs().max() > 1e-3
         for a, b in ((one, two), (agent.critics(*h)[0], other.critics(*g)[0])):
             torch.testing.assert_close(a[:, 1:][:, order], b[:, 1:], atol=1e-5, rtol=1e-5)
@@ -119,7 +114,7 @@ def test_permuting_experts_permutes_logits_and_values(random_obs):
 
 
 def test_impact_is_what_the_estimator_says(random_obs):
-    obs, model = random_obs(6, seed=4), LatencyModel(a_system())
+    obs, model = random_obs(6, seed=5), LatencyModel(a_system())
     new, queued = impact_features(obs, model)
     found = model.estimate(obs)
     changes = 0

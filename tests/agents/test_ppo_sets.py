@@ -14,7 +14,7 @@ from servegym.baselines.llm_routing.features import privileged_inputs  # noqa: E
 from servegym.baselines.llm_routing.greedy_qos import PricedGreedy  # noqa: E402
 from servegym.baselines.llm_routing.system import RoutingSystem  # noqa: E402
 
-from ..routing_systems import permuted  # noqa: E402
+from ..routing_systems import moved, permuted  # noqa: E402
 
 
 def an_agent():
@@ -30,14 +30,12 @@ def test_experts_that_trade_places_trade_probabilities(random_obs):
     weights = {k: v for k, v in agent.state_dict().items() if k != "law"}
     other.load_state_dict(weights, strict=False)
     obs = random_obs(5)
-    whole = ("latency_requirement", "load")
-    moved = {k: v if k in whole else v[:, order] for k, v in obs.items()}
     mask = torch.tensor([[1, 1, 0, 1, 1]] * 5)
     there = torch.cat([mask[:, :1], mask[:, 1:][:, order]], -1)
     inputs = torch.rand(5, ppo_sets.INPUTS)
     with torch.no_grad():
         one, value = agent(torch.from_numpy(agent.rows(obs)).float(), mask, inputs)
-        two, same = other(torch.from_numpy(other.rows(moved)).float(), there, inputs)
+        two, same = other(torch.from_numpy(other.rows(moved(obs, order))).float(), there, inputs)
     assert (one.exp()[mask == 0] == 0).all() and torch.isfinite(one).all()
     torch.testing.assert_close(one[:, 1:][:, order], two[:, 1:], atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(value, same, atol=1e-4, rtol=1e-4)

@@ -111,20 +111,7 @@ def test_a_run_of_one_step_ends(agent, tmp_path):
 @pytest.mark.parametrize(
     ("policy", "changes", "named"),
     [
-        *(
-            (policy, {"total_timesteps": total}, "total_timesteps")
-            for policy, total in (
-                ("sac_han", 0),
-                ("baseline_rl", 0),
-                ("ppo", 0),
-                ("direct_search", -1),
-                ("ppo_serverless", 0),
-                ("ppo_placement", 0),
-                ("mappo_placement", 0),
-                ("ppo_sets", 0),
-                ("rpi", -5),
-            )
-        ),
+        *((policy, {"total_timesteps": -1}, "total_timesteps") for policy in TINY),
         ("ppo_sets", {"num_steps": -1}, "num_steps: got -1; it must be 1 or more"),
         ("rpi", {"fit_every": 0}, "fit_every: got 0"),
         ("sac_han", {"eval_every": -1}, "eval_every: got -1; it must be 0 or more"),

@@ -2,6 +2,7 @@
 
 import copy
 import importlib
+import inspect
 import pickle
 import pkgutil
 import warnings
@@ -17,6 +18,7 @@ from gymnasium.vector import AutoresetMode
 
 import servegym
 from servegym.envs import expert_placement, llm_routing
+from servegym.envs._batch import BatchEnv
 from servegym.envs.families import FAMILIES, family_of
 
 from ..nested import assert_same, same
@@ -106,9 +108,20 @@ CASES = [
 """Every kind in the first view of its family, the first and the last in the others."""
 every_case = pytest.mark.parametrize(("env_id", "kind"), CASES)
 every_id = pytest.mark.parametrize("env_id", servegym.ENV_IDS)
-PLACED = "servegym/ExpertPlacement-v0"
-"""Its vector environment is Gymnasium's own, which refuses in its own words."""
-ON_BATCH = [env_id for env_id in servegym.ENV_IDS if env_id != PLACED]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_problem():
+    """Environments of equal arguments share one problem, as those of a native vector do."""
+    build, problem = BatchEnv.make_problem.__func__, {}
+
+    def make_problem(cls, kwargs):
+        key = cls, repr(sorted(kwargs.items()))
+        return problem[key] if key in problem else problem.setdefault(key, build(cls, kwargs))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BatchEnv, "make_problem", classmethod(make_problem))
+        yield
 
 
 def arguments(env_id, kind=None):
@@ -179,6 +192,18 @@ def test_observations_of_agents_have_the_order_of_their_spaces(family):
     env = family.parallel_env()
     for agent, observation in env.reset(seed=0)[0].items():
         assert list(observation) == list(env.observation_space(agent))
+
+
+def test_packages_export_plain_functions_whatever_was_imported_before():
+    for package, name, module in (
+        (llm_routing, "parallel_env", "pettingzoo_env"),
+        (llm_routing, "replay", "trace_replay"),
+        (expert_placement, "parallel_env", "pettingzoo_env"),
+    ):
+        made = getattr(importlib.import_module(f"{package.__name__}.{module}"), name)
+        assert inspect.isfunction(made) and getattr(package, name) is made
+        with pytest.raises(AttributeError, match="nonsense"):
+            package.nonsense  # noqa: B018
 
 
 @every_id
@@ -271,12 +296,12 @@ def test_a_state_moves_from_a_single_environment_into_a_row(env_id, kind):
         assert_same(rows(seen, 2), rows(mine, ...))
 
 
+PLAIN = ("orca", "drawn", "dynamic", "approximate", "budget")
 VECTORS = [
     (env_id, kind, mode)
     for env_id, kind in CASES
     for mode in AutoresetMode
-    if env_id != PLACED
-    and (mode is AutoresetMode.NEXT_STEP or kind in ("orca", "drawn", "dynamic", "approximate"))
+    if mode is AutoresetMode.NEXT_STEP or kind in PLAIN
 ]
 """Every kind in the default mode; plain systems, and those that tell more at a reset, in all."""
 
@@ -316,7 +341,7 @@ def test_the_vector_environment_equals_single_ones(env_id, kind, mode):
 def test_10000_random_steps_stay_inside_the_space(env_id, kind):
     """Shared among the kinds of an id; ``validate`` asserts that the space has what is seen."""
     kinds = sum(case[0] == env_id for case in CASES)
-    count = 250 if env_id == PLACED else 10_000
+    count = 250 if "Placement" in env_id else 10_000
     envs = make_vec(env_id, kind, 16, validate=True)
     envs.reset(seed=0)
     for actions in draw(envs, 1 + count // 16 // kinds):
@@ -467,7 +492,7 @@ def test_what_was_returned_is_ours_to_change(env_id):
                 scribble(part)
 
 
-@pytest.mark.parametrize("env_id", ON_BATCH)
+@every_id
 def test_without_copy_the_buffers_themselves_come_back(env_id):
     envs, copied = make_vec(env_id, copy=False), make_vec(env_id)
     action = draw(envs, 1)[0]
@@ -497,7 +522,7 @@ def test_bad_actions_move_no_system(env_id):
         assert_same(some.step(action), twin.step(action))
 
 
-@pytest.mark.parametrize("env_id", ON_BATCH)
+@every_id
 def test_bad_seeds_and_reset_masks_are_refused(env_id):
     envs = make_vec(env_id, num_envs=2)
     twin = copy.deepcopy(envs)

@@ -1,7 +1,6 @@
 """Small systems that the tests of this folder share."""
 
 import gymnasium as gym
-from gymnasium import spaces
 
 import servegym
 
@@ -28,18 +27,9 @@ STEPS = {
 }
 """Decisions of an episode of `SMALL`."""
 
-FLAT_IDS = [env_id for env_id in servegym.ENV_IDS if "Flat" in env_id]
-
 
 def make(env_id, **more):
     """A small environment, its actions seeded."""
     env = gym.make(env_id, **SMALL[env_id], **more)
     env.action_space.seed(0)
-    return env
-
-
-def as_box(env):
-    """The environment with one vector as observation, by Gymnasium's own wrapper."""
-    if isinstance(env.observation_space, spaces.Dict):
-        return gym.wrappers.FlattenObservation(env)
     return env

@@ -204,7 +204,6 @@ FIVE = ["gemma-7b-it", "vicuna-7b-v1.5"]
 SYNTHETIC = {"catalog": "synthetic", "catalog_kwargs": {"num_prompts": 40, "num_models": 4}}
 CHUNKED = {"scheduler": "chunked_prefill"}
 
-ARRIVALS = st.sampled_from(["poisson", "gamma", "mmpp", "burstgpt", "azure"])
 FAILURES = st.fixed_dictionaries(
     {
         "mean_time_to_failure_s": st.floats(1e-3, LARGEST),

@@ -159,7 +159,7 @@ def rollout(env: gym.Env, seed: int) -> list[Any]:
 
 def check_single(env_id: str, kwargs: dict[str, Any], seed: int) -> None:
     env = build(env_id, "single", kwargs)
-    first, again = rollout(env, seed), rollout(build(env_id, "single", kwargs), seed)
+    first, again = rollout(env, seed), rollout(env, seed)
     assert len(first) == len(again)
     for one, other in zip(first, again, strict=True):
         assert all(same(a, b) for a, b in zip(one, other, strict=True))

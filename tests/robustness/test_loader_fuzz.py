@@ -14,7 +14,7 @@ import json
 import os
 import shutil
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -364,13 +364,39 @@ DAMAGES = {".json": json_damages, ".csv": csv_damages, ".npz": npz_damages}
 # ---------------------------------------------------------------------------------------- tests
 
 
-def refusal(loader: Loader, path: Path) -> str | None:
-    """What the loader says, None if it loads; any other error than the two is the test's."""
+def refusal(read: Callable[[Path], Any], path: Path) -> str | None:
+    """What a reader says, None if it reads; any other error than the two is the test's."""
     try:
-        loader.read(path)
+        read(path)
     except (ValueError, OSError) as error:
         return f"{type(error).__name__}: {error}"
     return None
+
+
+def judged(
+    read: Callable[[Path], Any],
+    path: Path,
+    damages: Iterable[Damage],
+    always: Container[str],
+    named: str = "",
+) -> list[str]:
+    """What went wrong: another error, a message without the file, or one of ``always`` accepted."""
+    wrong, content = [], path.read_bytes()
+    for word, damage in damages:
+        damage(path)
+        try:
+            said = refusal(read, path)
+        except Exception as error:  # noqa: BLE001 - reported, with what was done to the file
+            wrong.append(f"{word}: {type(error).__name__}: {str(error)[:120]}")
+        else:
+            if said is not None and (named or path.name) not in said:
+                wrong.append(f"{word}: the file is not named: {said[:150]}")
+            if said is None and word in always:
+                wrong.append(f"{word}: accepted")
+        if path.is_dir():
+            path.rmdir()
+        path.write_bytes(content)
+    return wrong
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -378,34 +404,19 @@ def refusal(loader: Loader, path: Path) -> str | None:
 def test_damaged_files_are_refused_by_name(name, tmp_path):
     loader = LOADERS[name]
     good = loader.write(tmp_path)
-    content = good.read_bytes()
-    assert refusal(loader, good) is None
-    wrong: list[str] = []
-
-    def judge(word: str, must: bool) -> None:
-        try:
-            said = refusal(loader, good)
-        except Exception as error:  # noqa: BLE001 - reported below, with what was done to the file
-            wrong.append(f"{word}: {type(error).__name__}: {str(error)[:90]}")
-            return
-        if said is None and must:
-            wrong.append(f"{word}: accepted")
-        elif said is not None and good.stem.split("-bank")[0] not in said:
-            wrong.append(f"{word}: the file is not named: {said[:150]}")
-
-    for word, damage in byte_damages(content, good.suffix):
-        damage(good)
-        judge(word, word in ("a folder", "noise") or (word == "missing" and name not in NEW))
-        if good.is_dir():
-            good.rmdir()
-        good.write_bytes(content)
+    content, named = good.read_bytes(), good.stem.split("-bank")[0]
+    assert refusal(loader.read, good) is None
+    always = ("a folder", "noise", *(["missing"] if name not in NEW else []))
+    damages = byte_damages(content, good.suffix)
+    wrong = judged(loader.read, good, damages, always, named)
     changes = list(DAMAGES.get(good.suffix, lambda _: iter(()))(content))
     if len(changes) > SAMPLE:
         picked = np.random.default_rng(0).choice(len(changes), SAMPLE, replace=False)
         changes = [changes[i] for i in sorted(picked)]
-    for word, changed, must in changes:
-        good.write_bytes(changed)
-        judge(word, must and not any(place in word for place in loader.free))
+    damages = [(word, _overwrite(changed)) for word, changed, _ in changes]
+    must = {word for word, _, must in changes if must}
+    must = {word for word in must if not any(place in word for place in loader.free)}
+    wrong += judged(loader.read, good, damages, must, named)
     assert not wrong, "\n".join(wrong)
 
 

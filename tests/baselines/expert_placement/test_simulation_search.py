@@ -16,6 +16,8 @@ from servegym.baselines.expert_placement.simulation_search import (
 from servegym.baselines.registry import make_policy
 from servegym.envs.expert_placement.env import ExpertPlacementEnv
 
+from .test_policies import batch
+
 
 def make_env(**kwargs):
     arguments = {"model": "toy", "epochs": 3, "action_mode": "placement", "epoch_s": 60.0}
@@ -26,10 +28,6 @@ def make_system(**kwargs):
     env = make_env(**kwargs)
     observation, _ = env.reset(seed=0)
     return PlacementSystem.from_problem(env.problem), observation["counts"].astype(float)
-
-
-def batch(observation):
-    return {key: value[None] for key, value in observation.items()}
 
 
 def test_exchanges_keep_coverage_and_memory():

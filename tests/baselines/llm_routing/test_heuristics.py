@@ -11,9 +11,8 @@ from servegym.baselines.registry import list_policies, make_policy
 from servegym.envs.llm_routing.outcomes import OUTCOME
 from servegym.hardware_profiles.interpolation import along
 
-from ...routing_systems import linear_system, permuted
+from ...routing_systems import linear_system, make_observation, moved, permuted
 
-R, W = 5, 5
 LAWS = [
     [0.011, 6.0e-5, 1.0e-7, 1e-4],
     [0.015, 8.0e-5, 1.4e-7, 1e-4],
@@ -39,54 +38,6 @@ def make_system(num_experts=6, train=True):
         if train
         else None,
     )
-
-
-def make_observation(rng, batch=16, num_experts=6, limit=0.03, least_running=0):
-    """A plausible batch of observations and masks; some experts, and some whole rows, are full."""
-    running = rng.integers(least_running, R + 1, (batch, num_experts))
-    waiting = np.where(running == R, rng.integers(0, W + 1, running.shape), 0)
-    full = rng.random(batch) < 0.15
-    running[full], waiting[full] = R, W
-    mask = np.ones((batch, num_experts + 1), np.int8)
-    mask[:, 1:] = waiting < W
-
-    def rows(count, size, started):
-        shape = (batch, num_experts, size)
-        length = rng.uniform(2, 300, shape)
-        done = 1 + rng.random(shape) * (length - 2) if started else np.zeros(shape)
-        out = np.stack(
-            [
-                rng.integers(5, 400, shape),
-                rng.random(shape),
-                length,
-                rng.random(shape) / 10,
-                done,
-                rng.uniform(0.01, 0.05, shape),
-            ],
-            axis=-1,
-        ).astype(np.float32)
-        present = np.arange(size) < count[..., None]
-        return out * present[..., None], present.astype(np.int8)
-
-    prompt = np.repeat(rng.integers(5, 400, (batch, 1)), num_experts, axis=1)
-    shape = prompt.shape
-    observation = {
-        "request": np.stack([prompt, rng.random(shape), rng.integers(2, 300, shape)], axis=-1),
-        "experts": np.stack([rng.random(shape), running, waiting], axis=-1),
-        "latency_requirement": np.full((batch, 1), limit),
-    }
-    observation = {key: value.astype(np.float32) for key, value in observation.items()}
-    observation["running"], observation["running_mask"] = rows(running, R, True)
-    observation["waiting"], observation["waiting_mask"] = rows(waiting, W, False)
-    return observation, mask
-
-
-def permute(observation, mask, order):
-    moved = {
-        key: value if key in ("latency_requirement", "load") else value[:, order]
-        for key, value in observation.items()
-    }
-    return moved, np.concatenate([mask[:, :1], mask[:, 1:][:, order]], axis=1)
 
 
 def names(*, env=False):
@@ -206,10 +157,10 @@ def test_permuting_experts_permutes_choices(name):
         moved_policy._priors[0.03] = (identity, weight[order])
     observation, mask = make_observation(rng, 64, least_running=1)
     action = policy.act(observation, mask)
-    moved = moved_policy.act(*permute(observation, mask, order))
     back = np.concatenate([[0], order + 1])
+    other = moved_policy.act(moved(observation, order), mask[:, back])
     assert len(set(action.tolist())) > 3
-    assert np.array_equal(back[moved], action)
+    assert np.array_equal(back[other], action)
 
 
 def idle(batch=1, num_experts=6):

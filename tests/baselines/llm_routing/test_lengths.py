@@ -11,8 +11,8 @@ from servegym.baselines.llm_routing.system import TrainRequests
 from servegym.baselines.registry import make_policy
 from servegym.hardware_profiles.interpolation import along
 
-from ...routing_systems import linear_system
-from .test_heuristics import make_observation, make_system
+from ...routing_systems import linear_system, make_observation
+from .test_heuristics import make_system
 
 
 def system_of(predicted, output, longest=10):

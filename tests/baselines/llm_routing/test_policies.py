@@ -179,7 +179,7 @@ def rewritten(state, rng):
     return state
 
 
-def honest_steps(name, seed=3, steps=100):
+def honest_steps(name, seed=3, steps=60):
     """Fractions of decisions that change when truths and future are rewritten."""
     kwargs = {"rate": 7.0, "episode_requests": 120, "reward": "paid_forward"}
     envs, fake = make_envs(3, **kwargs), make_envs(3, **kwargs)

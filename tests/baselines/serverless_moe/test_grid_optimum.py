@@ -36,8 +36,7 @@ def test_knapsack_against_enumeration():
 
 
 @pytest.mark.parametrize("limits", [(np.inf, np.inf), (1.50, 0.004), (1.15, 0.0047)])
-@pytest.mark.parametrize("bill", [False, True])
-@pytest.mark.parametrize("fees", [(0.0, 0.0), (2e-7, 5e-4)])
+@pytest.mark.parametrize(("bill", "fees"), [(False, (0.0, 0.0)), (True, (2e-7, 5e-4))])
 def test_grid_optimum_against_enumeration(system, limits, bill, fees):
     toy = tiny(system, invocation_usd=fees[0], granularity_s=fees[1])
     request, frequency = make_request(toy, n_in=40, n_out=20, trem=1e-4)

@@ -40,13 +40,12 @@ def test_system_describes_the_problem():
         ServerlessSystem.from_kwargs(modle="toy")
 
 
-@pytest.mark.parametrize("model", ["toy", "deepseek-v2-lite"])
 @pytest.mark.parametrize(
-    "changes",
+    ("model", "changes"),
     [
-        {},
-        {"load_shared": True, "fees": "aws_lambda"},
-        {"fees": (1e-6, 1e-3), "decode_invocation": "per_layer"},
+        ("toy", {"load_shared": True, "fees": "aws_lambda"}),
+        ("toy", {"fees": (1e-6, 1e-3), "decode_invocation": "per_layer"}),
+        ("deepseek-v2-lite", {}),
     ],
 )
 def test_table_agrees_with_the_equations(model, changes):
@@ -269,8 +268,11 @@ def test_best_constant_beats_where_it_starts():
             assert score(other) <= best + 1e-9
 
 
-@pytest.mark.parametrize("granularity", ["global", "per_layer"])
-@pytest.mark.parametrize("name", sorted(set(NAMES) - {"random"} - set(DEPLOYMENTS)))
+@pytest.mark.parametrize(
+    ("name", "granularity"),
+    [(name, "global") for name in sorted(set(NAMES) - {"random"} - set(DEPLOYMENTS))]
+    + [("remoe_sticky", "per_layer")],
+)
 def test_a_part_that_keeps_the_plan_changes_no_policy(name, granularity):
     """Policies say in every plan what they want: the last part of their actions is 0."""
     rewards = []

@@ -211,7 +211,7 @@ def build_pair(seed, link_model, messages, choice, source, span=0.3, **options):
     return rng, cluster, sim, ref
 
 
-@settings(max_examples=50 if COMPILED else 6, deadline=None, derandomize=True)
+@settings(max_examples=30 if COMPILED else 6, deadline=None, derandomize=True)
 @given(
     st.integers(0, 10**6),
     st.sampled_from(["nic", "pairwise"]),
@@ -224,7 +224,7 @@ def test_equal_to_the_reference_at_every_look(seed, link_model, messages, choice
     run_beside(*build_pair(seed, link_model, messages, choice, source))
 
 
-@settings(max_examples=40 if COMPILED else 6, deadline=None, derandomize=True)
+@settings(max_examples=24 if COMPILED else 6, deadline=None, derandomize=True)
 @given(
     st.integers(0, 10**6),
     st.sampled_from(["nic", "pairwise"]),
@@ -316,22 +316,6 @@ def requests_at(times, home=0, outputs=1):
     count = len(times)
     zero = np.zeros(count, np.int64)
     return Requests(zero + home, np.asarray(times, float), zero, zero + outputs, zero)
-
-
-def test_one_server_uses_no_link():
-    cluster = build_cluster(sizes=small_model(), gpus=(2,), slots=(18, 18))
-    prompts = one_prompt(cluster, 10, [(0, 1), (2, 3), (4, 5)])
-    z = np.ones((2, 3, 6), np.uint8)
-    sim = Simulator(cluster, prompts)
-    sim.begin(requests_at([0.0], outputs=3), z)
-    sim.run()
-    assert sim.state.meta["network_bytes"][0] == 0 and sim.state.meta["messages"][0] == 0
-    assert sim.state.server["all_remote_tokens"][0] == 0
-    # Two experts on two GPUs side by side: three layers of one prefill and two decode steps.
-    prefill = 3 * (1e-3 + 10e-5 + 2e-3 + 10e-4)
-    decode = 3 * (1e-3 + 1e-5 + 2e-3 + 1e-4)
-    assert sim.latencies()[0] == pytest.approx(prefill + 2 * decode)
-    assert sim.state.request["first"][0] == pytest.approx(prefill)
 
 
 def test_what_arrives_at_an_instant_comes_before_what_ends_then():
@@ -442,29 +426,12 @@ def test_forwarding_by_hand():
     assert sim.counts()[0].sum() == 22 and sim.counts()[1].sum() == 0, "server 0 has taken it"
 
 
-def test_affinity_weighs_the_predicted_share_by_the_load():
-    """Server 1 holds three of the four predicted experts, server 0 one: (3/4) / 2 > (1/4) / 1."""
-    cluster = two_servers(top_k=2)
-    prompts = one_prompt(cluster, 1, [(0, 1), (0, 1)])
-    z = np.ones((2, 2, 2), np.uint8)
-    z[0, 0], z[0, 1, 0], z[1, 1, 1] = 0, 0, 0
-    options = {"router": "affinity", "forecast": forecast_of(prompts)}
-    sim = Simulator(cluster, prompts, **options)
-    sim.begin(requests_at([0.0, 0.0, 0.0, 0.0]), z)
-    sim.run()
-    # 3/4 : 1/4, 3/8 : 1/4, 3/12 : 1/4 (a tie: its own server), 3/12 : 1/8.
-    assert sim.state.request["taken"].tolist() == [1, 1, 0, 1]
-    assert sim.state.server["arrived"].tolist() == [4, 0]
-
-
 @pytest.mark.parametrize(
     "options, word",
     [
         ({"replica_choice": "least_finished"}, "least_finish"),
-        ({"replica_choice": "consolidate"}, "messages='per_server', got 'per_expert'"),
         ({"router": "affinity"}, "router needs a forecast"),
         ({"execution": "forward"}, "execution needs a forecast"),
-        ({"execution": "forward", "serving": "offload"}, "collaborative"),
     ],
 )
 def test_options_are_checked(options, word):
@@ -496,48 +463,6 @@ def test_one_gpu_is_an_m_d_1_queue():
     assert sim.latencies().mean() - service - dense == pytest.approx(
         wait, rel=0.03 if COMPILED else 0.15
     )
-
-
-def test_migration_swaps_two_full_gpus():
-    """Each GPU holds what the other wants and has no free slot: the staging slots break the tie."""
-    cluster = build_cluster(sizes=small_model(layers=1, experts=4), gpus=(1, 1), slots=(2, 2))
-    prompts = one_prompt(cluster, 1, [(0, 1)])
-    sim = Simulator(cluster, prompts)
-    z = np.array([[[1, 1, 0, 0]], [[0, 0, 1, 1]]], np.uint8)
-    sim.begin(requests_at([10.0]), z)
-    sim.adopt(z[::-1].copy())
-    load = cluster.expert_bytes / cluster.pcie_bytes_s
-    sim.run(1.5 * load)
-    assert sim.placement().sum(axis=0).min() >= 1
-    assert sim.placement().sum() == 4, "one of each pair has moved"
-    sim.run()
-    np.testing.assert_array_equal(sim.placement(), z[::-1])
-    assert sim.state.meta["migration_end"][0] == pytest.approx(2 * load)
-    assert sim.state.meta["loads"][0] == sim.state.meta["drops"][0] == 4
-
-
-def test_loads_have_a_cost_of_their_own_and_wait_for_the_drive():
-    """One expert from host memory, one that the drive has to bring there first."""
-    size = small_model().expert_bytes
-    cluster = build_cluster(
-        sizes=small_model(layers=1, experts=3),
-        gpus=(1, 1),
-        slots=(3, 3),
-        weight_bytes_s=size / 0.5,
-        fetch_overhead_s=0.25,
-        host_bytes=2.9 * size,
-        nvme_bytes_s=size / 4.0,
-    )
-    prompts = one_prompt(cluster, 1, [(0, 1)])
-    sim = Simulator(cluster, prompts)
-    sim.begin(requests_at([10.0]), np.array([[[1, 0, 0]], [[1, 1, 1]]], np.uint8))
-    sim.adopt(np.ones((2, 1, 3), np.uint8))
-    sim.run(1.0)
-    assert sim.placement()[0].tolist() == [[1, 1, 0]], "loaded at .75 s"
-    sim.run()
-    assert sim.state.meta["migration_end"][0] == pytest.approx(0.75 + 4.0 + 0.75)
-    there = sim.state.host[0]["ready"]
-    assert there.tolist() == [-1.0, 0.0, 4.75], "0 was asked for least recently"
 
 
 def test_ties_do_not_go_to_the_lowest_index():

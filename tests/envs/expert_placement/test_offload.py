@@ -29,7 +29,7 @@ from .test_kernel_reference import (
 )
 
 
-@settings(max_examples=60 if COMPILED else 6, deadline=None, derandomize=True)
+@settings(max_examples=24 if COMPILED else 6, deadline=None, derandomize=True)
 @given(
     st.integers(0, 10**6),
     st.sampled_from(["nic", "pairwise"]),
@@ -102,43 +102,6 @@ def test_a_miss_costs_a_fetch():
     assert sim.state.meta["loads"][0] == sim.state.meta["drops"][0] == 1
     server = sim.state.server[0]
     assert (server["all_local_calls"], server["all_remote_calls"]) == (2, 1)
-
-
-def test_two_requests_share_a_fetch_and_two_fetches_of_a_gpu_follow_one_another():
-    sim, latency, load = run([2, 2], [0.0, 0.0])
-    assert sim.state.meta["loads"][0] == 1
-    np.testing.assert_allclose(latency, [DENSE + load + CALL, DENSE + load + 2 * CALL])
-    _, latency, load = run([2, 3], [0.0, 0.0])
-    np.testing.assert_allclose(latency, [DENSE + load + CALL, DENSE + 2 * load + CALL])
-
-
-@pytest.mark.parametrize("cache, left", [("lru", [1, 2]), ("lfu", [0, 2])])
-def test_what_goes_first(cache, left):
-    sim, _, _ = run([0, 0, 1, 2], [0.0, 10.0, 20.0, 30.0], cache)
-    assert np.flatnonzero(sim.state.resident[0]).tolist() == left
-
-
-def test_late_layers_go_first_and_the_next_layer_is_fetched_ahead():
-    """Two layers of two experts; all tokens take expert 0 of both, and there is time between."""
-    cluster = build_cluster(
-        sizes=small_model(layers=2, experts=2, top_k=1, dense=1.0), gpus=(1, 1), slots=(2, 2)
-    )
-    prompts = one_prompt(cluster, 10, [(0,), (0,)])
-    z = np.zeros((2, 2, 2), np.uint8)
-    z[0, 0] = 1
-    results = []
-    for cache in ("activation_aware", "lfu"):
-        sim = Simulator(cluster, prompts, serving="offload", cache=cache)
-        # Another prompt's tokens have been seen before: expert 0 of layer 1 is known to be used.
-        sim.begin(requests_at([0.0, 60.0], outputs=1), z)
-        sim.run(30.0)
-        sim.state.resident[0, 2], sim.state.resident[0, 1] = 0, 1
-        before = int(sim.state.meta["loads"][0])
-        sim.run()
-        assert sim.state.meta["loads"][0] == before + 1
-        results.append(sim.latencies()[1])
-    load = cluster.expert_bytes / cluster.pcie_bytes_s + cluster.message_cost_s
-    assert results[1] - results[0] == pytest.approx(load), "the fetch hides behind the next layer"
 
 
 def test_requests_go_to_the_server_that_serves_fewest():

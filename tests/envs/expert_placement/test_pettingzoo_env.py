@@ -1,6 +1,5 @@
 """Every server an agent: PettingZoo's own tests and ours."""
 
-import inspect
 import warnings
 
 import numpy as np
@@ -114,13 +113,3 @@ def test_bad_calls_are_named():
         parallel_env(action_mode="placement")
     with pytest.raises(ValueError, match="shared_reward"):
         parallel_env(shared_reward=1)
-
-
-def test_the_package_exports_a_plain_function_whatever_was_imported_before():
-    from servegym.envs import expert_placement
-    from servegym.envs.expert_placement import pettingzoo_env
-
-    assert inspect.isfunction(expert_placement.parallel_env)
-    assert expert_placement.parallel_env is pettingzoo_env.parallel_env
-    with pytest.raises(AttributeError, match="nonsense"):
-        expert_placement.nonsense  # noqa: B018

@@ -85,19 +85,6 @@ def test_colours_tell_held_missing_and_coming():
     assert light.sum() > green.sum(), "deeper the more it is used"
 
 
-@pytest.mark.parametrize("scenario", ["edge_hetero", "scale_8"])
-def test_pixels_follow_the_system(pixels, scenario):
-    kwargs = {"migration_source": "network"} if scenario == "edge_hetero" else {}
-    env = played(steps=1, scenario=scenario, **kwargs)
-    first = env.render()
-    assert first.shape == (HEIGHT, WIDTH, 3) and first.dtype == np.uint8
-    np.testing.assert_array_equal(first, env.render())
-    assert len(np.unique(first.reshape(-1, 3), axis=0)) > 50, "more than a blank sheet"
-    shape = env.action_space["plan"].shape
-    env.step({"migrate": 1, "plan": np.eye(4, 8, dtype=np.int8) * np.ones(shape, np.int8)})
-    assert (env.render() != first).any()
-
-
 def test_all_kinds_of_environments_render(pixels):
     env = ExpertPlacementEnv(**SHORT, render_mode="ansi")
     envs = ExpertPlacementVectorEnv(2, **SHORT, render_mode="ansi")

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,44 +22,6 @@ NAN = math.nan
 # --------------------------------------------------------------------------------------------
 # Latency laws
 # --------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class LinearLaw:
-    """`base + k1*P` for a prefill of P tokens, `base + kb*b + k2*T` for b decodes holding T."""
-
-    base: float
-    k1: float
-    kb: float
-    k2: float
-
-    def dense(self, tokens: float) -> float:
-        """Seconds of the dense part of an iteration over `tokens` scheduled tokens."""
-        return self.base + self.k1 * tokens
-
-    def chunk_attention(self, chunk: float, context: float) -> float:
-        """Seconds of attention for a prefill chunk after `context` computed tokens."""
-        return 0.0
-
-    def decode_attention(self, sequences: float, mean_context: float) -> float:
-        """Seconds of attention for `sequences` decodes of mean context `mean_context`."""
-        return (self.kb - self.k1) * sequences + self.k2 * sequences * mean_context
-
-    def mixed_decode_attention(self, sequences: float, mean_context: float) -> float:
-        """The same beside prefill chunks."""
-        return self.decode_attention(sequences, mean_context)
-
-    def beside_chunk(self, sequences: float, longest_chunk: float) -> float:
-        """Seconds that decodes and chunks add to one another."""
-        return 0.0
-
-    def longest(self, sequences: float, excess: float, chunks: bool) -> float:
-        """Seconds that the longest context adds, `excess` tokens beyond the mean."""
-        return 0.0
-
-    def head(self, sequences: float) -> float:
-        """Seconds of the output head and sampler."""
-        return 0.0
 
 
 def segment_and_weight(axis: Sequence[float], x: float) -> tuple[int, float]:
@@ -98,6 +61,10 @@ def interpolate_2d(
     return low + w * (high - low)
 
 
+TABLES = "dense_tokens dense_s chunk_tokens context_tokens chunk_attention_s decode_sequences"
+TABLES = (TABLES + " decode_context_tokens decode_attention_s head_sequences head_s").split()
+
+
 class TableLaw:
     """The law of a `LawTables`-like object, its arrays copied into plain lists.
 
@@ -107,52 +74,23 @@ class TableLaw:
 
     def __init__(self, tables: Any, mixed: Any = None, surplus: Any = None) -> None:
         self.surplus = surplus
-
-        def vector(name: str) -> list[float]:
-            return [float(v) for v in getattr(tables, name)]
-
-        def matrix(name: str) -> list[list[float]]:
-            return [[float(v) for v in row] for row in getattr(tables, name)]
-
-        self.dense_tokens = vector("dense_tokens")
-        self.dense_s = vector("dense_s")
-        self.chunk_tokens = vector("chunk_tokens")
-        self.context_tokens = vector("context_tokens")
-        self.chunk_attention_s = matrix("chunk_attention_s")
-        self.decode_sequences = vector("decode_sequences")
-        self.decode_context_tokens = vector("decode_context_tokens")
-        self.decode_attention_s = matrix("decode_attention_s")
+        for name in TABLES:
+            setattr(self, name, np.asarray(getattr(tables, name), float).tolist())
         self.mixed_attention_s = self.decode_attention_s
         if mixed is not None:
-            self.mixed_attention_s = [[float(v) for v in row] for row in mixed]
-        self.head_sequences = vector("head_sequences")
-        self.head_s = vector("head_s")
+            self.mixed_attention_s = np.asarray(mixed, float).tolist()
 
     def dense(self, tokens: float) -> float:
         return interpolate_1d(self.dense_tokens, self.dense_s, tokens)
 
     def chunk_attention(self, chunk: float, context: float) -> float:
-        return interpolate_2d(
-            self.chunk_tokens, self.context_tokens, self.chunk_attention_s, chunk, context
-        )
+        axes = self.chunk_tokens, self.context_tokens
+        return interpolate_2d(*axes, self.chunk_attention_s, chunk, context)
 
-    def decode_attention(self, sequences: float, mean_context: float) -> float:
-        return interpolate_2d(
-            self.decode_sequences,
-            self.decode_context_tokens,
-            self.decode_attention_s,
-            sequences,
-            mean_context,
-        )
-
-    def mixed_decode_attention(self, sequences: float, mean_context: float) -> float:
-        return interpolate_2d(
-            self.decode_sequences,
-            self.decode_context_tokens,
-            self.mixed_attention_s,
-            sequences,
-            mean_context,
-        )
+    def decode_attention(self, sequences: float, mean_context: float, beside_chunks: bool) -> float:
+        table = self.mixed_attention_s if beside_chunks else self.decode_attention_s
+        axes = self.decode_sequences, self.decode_context_tokens
+        return interpolate_2d(*axes, table, sequences, mean_context)
 
     def beside_chunk(self, sequences: float, longest_chunk: float) -> float:
         if self.surplus is None:
@@ -169,18 +107,28 @@ class TableLaw:
         return interpolate_1d(self.head_sequences, self.head_s, sequences)
 
 
+def linear_law(base: float, k1: float = 0.0, kb: float = 0.0, k2: float = 0.0) -> TableLaw:
+    """`base + k1*P` for a prefill of P tokens, `base + kb*b + k2*T` for b decodes holding T."""
+    axis, none = [0.0, 1.0], [[0.0, 0.0]] * 2
+    return TableLaw(
+        SimpleNamespace(
+            **dict.fromkeys(("dense_tokens", "chunk_tokens", "context_tokens"), axis),
+            **dict.fromkeys(("decode_sequences", "decode_context_tokens", "head_sequences"), axis),
+            dense_s=[base, base + k1],
+            chunk_attention_s=none,
+            decode_attention_s=[[0.0, 0.0], [kb - k1, kb - k1 + k2]],
+            head_s=[0.0, 0.0],
+        )
+    )
+
+
 def prefill_s(law: Any, tokens: int) -> float:
     """Duration of an orca prefill iteration over `tokens` tokens in total."""
     return law.dense(tokens) + law.chunk_attention(tokens, 0) + law.head(1)
 
 
-def decode_s(law: Any, contexts: Sequence[int]) -> float:
-    """Duration of an orca decode of requests with so many tokens each."""
-    return step_s(law, [], contexts)
-
-
 def step_s(law: Any, chunks: Sequence[tuple[int, int]], contexts: Sequence[int]) -> float:
-    """Duration of a chunked-prefill iteration.
+    """Duration of a chunked-prefill iteration, or of an orca decode, which has no chunks.
 
     `chunks` holds (tokens, context before) pairs, `contexts` the tokens of every decode.
     """
@@ -189,9 +137,8 @@ def step_s(law: Any, chunks: Sequence[tuple[int, int]], contexts: Sequence[int])
     for tokens, context in chunks:
         seconds += law.chunk_attention(tokens, context)
     if sequences > 0:
-        attention = law.mixed_decode_attention if chunks else law.decode_attention
         mean = sum(contexts) / sequences
-        seconds += attention(sequences, mean)
+        seconds += law.decode_attention(sequences, mean, bool(chunks))
         if chunks:
             seconds += law.beside_chunk(sequences, max(tokens for tokens, _ in chunks))
         seconds += law.longest(sequences, max(contexts) - mean, bool(chunks))
@@ -363,13 +310,10 @@ class ReferenceExpert:
         self.now = -math.inf  # time of the last boundary
         self.planned = -math.inf  # when the iteration that starts then was planned
         self.leaving: list[Request] = []  # completed since
-        self.dispatched = 0
-        self.finished = 0
         self.outages = list(expert.outages)
         self.down = False
         self.lost: list[Request] = []  # by failures
         self.history: list[Iteration] = []
-        self._seen_tokens: dict[int, int] = {}
 
     # -- arrivals ----------------------------------------------------------------------------
 
@@ -391,17 +335,6 @@ class ReferenceExpert:
 
     def dispatch(self, request: Request) -> None:
         """Put an accepted request into the waiting list by the time it becomes available."""
-        cap = self.config.max_output_tokens
-        if request.prompt < 1 or request.output < 1 or (cap is not None and request.output > cap):
-            raise ValueError(
-                f"request {request.request}: prompt {request.prompt} and output {request.output} "
-                f"tokens; allowed are at least 1 and an output of at most {cap}"
-            )
-        if cap is None and self.blocks_for(request.prompt + request.output) > self.capacity_blocks:
-            raise ValueError(
-                f"request {request.request}: {request.prompt} + {request.output} tokens never fit "
-                f"into {self.capacity_blocks} blocks"
-            )
         place = len(self.waiting)  # after equals: ties keep the order of dispatch
         while place > 0:
             before = self.waiting[place - 1]
@@ -409,8 +342,6 @@ class ReferenceExpert:
                 break
             place -= 1
         self.waiting.insert(place, request)
-        self.dispatched += 1
-        self._seen_tokens[request.request] = 0
 
     # -- time --------------------------------------------------------------------------------
 
@@ -489,7 +420,6 @@ class ReferenceExpert:
                         blocks,
                     )
                 )
-        self.check_invariants()
         return finished
 
     def _end_iteration(self, now: float) -> list[Request]:
@@ -514,7 +444,6 @@ class ReferenceExpert:
                 request.finish = now
                 self.running.remove(request)
                 self._free_blocks(request, keep_content=False)
-                self.finished += 1
                 finished.append(request)
         return finished
 
@@ -621,7 +550,7 @@ class ReferenceExpert:
             return [], chunks, prefill_s(self.law, prefill_tokens)
         if self.running:
             contexts = [r.prompt + r.generated for r in self.running]
-            return list(self.running), [], decode_s(self.law, contexts)
+            return list(self.running), [], step_s(self.law, [], contexts)
         return [], [], 0.0
 
     def _plan_chunked(self, now: float, preempted: bool) -> tuple[list, list, float]:
@@ -649,53 +578,6 @@ class ReferenceExpert:
         contexts = [r.prompt + r.generated for r in decodes]
         pairs = [(tokens, context) for _, tokens, context in chunks]
         return decodes, chunks, step_s(self.law, pairs, contexts)
-
-    # -- checks ------------------------------------------------------------------------------
-
-    def check_invariants(self) -> None:
-        """Raise AssertionError unless memory, slots, places and token counts are sound."""
-        allocated = self.allocated_blocks()
-        if allocated > self.capacity_blocks:
-            raise AssertionError(f"Eq. 4: {allocated} of {self.capacity_blocks} blocks")
-        if len(self.running) > self.config.running_capacity:
-            raise AssertionError(f"{len(self.running)} running requests")
-        if self.config.memory_policy == "reserve":
-            cap = self.config.max_output_tokens or 0
-            if sum(self.blocks_for(r.prompt + cap) for r in self.running) > self.capacity_blocks:
-                raise AssertionError("the reservations exceed the capacity")
-        if len(self.free) + allocated != self.capacity_blocks:
-            raise AssertionError("blocks were lost or made")
-        places = [r.request for r in self.running] + [r.request for r in self.waiting]
-        if len(set(places)) != len(places):
-            raise AssertionError(f"a request is in two places: {places}")
-        if len(places) + self.finished + len(self.lost) != self.dispatched:
-            raise AssertionError("a request was lost")
-        for request in self.running:
-            if len(request.blocks) != self.blocks_for(request.prompt + request.generated):
-                raise AssertionError(f"request {request.request} holds the wrong blocks")
-            if not 0 <= request.generated < request.output:
-                raise AssertionError(f"request {request.request}: {request.generated} tokens")
-        for request in self.running + self.waiting:
-            if request.generated - self._seen_tokens[request.request] not in (0, 1):
-                raise AssertionError(f"request {request.request} skipped or lost tokens")
-            self._seen_tokens[request.request] = request.generated
-        seen_fresh = False
-        last_available = -math.inf
-        for request in self.waiting:
-            if request.blocks:
-                raise AssertionError(f"waiting request {request.request} holds blocks")
-            if request.preempted:
-                if seen_fresh:
-                    raise AssertionError("a preempted request stands behind a fresh one")
-                continue
-            seen_fresh = True
-            if request.available < last_available:
-                raise AssertionError("the waiting list is out of order")
-            last_available = request.available
-        if self.running and self.iteration is None:
-            raise AssertionError("running requests and no iteration")
-        if self.iteration is None and self.waiting and self.waiting[0].available <= self.now:
-            raise AssertionError("idle while the head of the waiting list could run")
 
 
 # --------------------------------------------------------------------------------------------
@@ -745,7 +627,6 @@ class ReferenceSimulator:
         ]
         self.current = 0  # the request that awaits its action
         self.terminated = False
-        self._in_system: set[int] = set()
         self._advance(self.arrivals[0])
 
     @property
@@ -932,7 +813,6 @@ class ReferenceSimulator:
                 entry.available = self.time + entry.routing_s + entry.communication_s
                 expert.dispatch(self._request(j, i, entry.available))
                 paid = entry.score
-                self._in_system.add(j)
         return paid
 
     def _go_on(self) -> tuple[list[RequestLog], list[RequestLog]]:
@@ -954,7 +834,6 @@ class ReferenceSimulator:
             lost = expert.lost[known:]
             for request in lost:
                 self.log[request.request].outcome = "failed"
-                self._in_system.remove(request.request)
                 failed.append(self.log[request.request])
             for request in done + lost + expert.running + expert.waiting:
                 entry = self.log[request.request]
@@ -964,25 +843,8 @@ class ReferenceSimulator:
                 entry.preemptions = request.preemptions
             for request in done:
                 self.log[request.request].outcome = "completed"
-                self._in_system.remove(request.request)
                 completed.append(self.log[request.request])
-        self.check_invariants()
         return completed, failed
-
-    def check_invariants(self) -> None:
-        """Every expert is sound, and every request so far is in exactly one place."""
-        found: list[int] = []
-        for expert in self.experts:
-            expert.check_invariants()
-            found += [r.request for r in expert.running] + [r.request for r in expert.waiting]
-        if sorted(found) != sorted(self._in_system):
-            raise AssertionError(f"in the queues {sorted(found)}, sent {sorted(self._in_system)}")
-        if any(self.log[j].outcome is not None for j in found):
-            raise AssertionError("a request with an outcome is still in a queue")
-        if self.terminated:
-            for entry in self.log:
-                if entry.outcome is None:
-                    raise AssertionError(f"request {entry.request} has no outcome at the end")
 
 
 def mean_of_last(values: Sequence[float], horizon: int) -> float:
@@ -996,18 +858,10 @@ def mean_of_last(values: Sequence[float], horizon: int) -> float:
 
 
 def simulate(
-    sim: ReferenceSimulator,
-    policy: Callable[[ReferenceSimulator], int] | Sequence[int],
+    sim: ReferenceSimulator, actions: Sequence[int]
 ) -> tuple[list[float], list[RequestLog]]:
-    """Run an episode to its end; `policy` is a function of the simulator or a list of actions."""
-    rewards: list[float] = []
-    while not sim.terminated:
-        action = policy(sim) if callable(policy) else policy[sim.current]
-        reward, terms, _ = sim.step(int(action))
-        if abs(sum(terms.values()) - reward) > 1e-9:
-            raise AssertionError("the reward terms do not sum to the reward")
-        rewards.append(reward)
-    return rewards, sim.log
+    """Take the actions one by one to the end of the episode: rewards and log."""
+    return [sim.step(action)[0] for action in actions], sim.log
 
 
 # --------------------------------------------------------------------------------------------
@@ -1015,69 +869,30 @@ def simulate(
 # --------------------------------------------------------------------------------------------
 
 
-class ReplayResult(NamedTuple):
-    """Seconds; `tpot` is NaN for a single output token."""
-
-    ttft: float
-    tpot: float
-    e2e: float
-    finish: float
-
-
 def replay_reference(
-    requests: Sequence[tuple[float, int, int]],
-    law: Any,
-    *,
-    kv_capacity_tokens: int = 10**6,
-    scheduler: str = "chunked_prefill",
-    memory_policy: str = "paged",
-    prefix_caching: bool = False,
-    async_scheduling: bool = False,
-    running_capacity: int = 256,
-    prefill_token_budget: int = 2048,
-    block_size: int = 16,
-    max_output_tokens: int | None = None,
-    known_ahead: bool = False,
-) -> list[ReplayResult]:
+    requests: Sequence[tuple[float, int, int]], law: Any, kv_capacity_tokens: int, **options: Any
+) -> list[RequestLog]:
     """Serve (arrival, prompt, output) triples, sorted by arrival, on one expert without a router.
 
-    The waiting list is unbounded, nothing is rejected and there is no network delay. A request
-    never joins an iteration that starts at its arrival, as behind the router; with `known_ahead`
-    it does, so that requests with one arrival time share a prefill.
-
-    Raises:
-        ValueError: If a prompt with its output can never fit.
+    The waiting list is unbounded, nothing is rejected and there is no network delay. `options` are
+    those of the configuration.
     """
-    config = ReferenceConfig(
-        experts=(ExpertConfig(law, kv_capacity_tokens),),
-        scheduler=scheduler,
-        memory_policy=memory_policy,
-        prefix_caching=prefix_caching,
-        async_scheduling=async_scheduling,
-        running_capacity=running_capacity,
-        waiting_capacity=None,
-        prefill_token_budget=prefill_token_budget,
-        block_size=block_size,
-        max_output_tokens=max_output_tokens,
-    )
-    expert = ReferenceExpert(config, config.experts[0])
+    alone = ExpertConfig(law, kv_capacity_tokens)
+    config = ReferenceConfig(experts=(alone,), waiting_capacity=None, **options)
+    expert = ReferenceExpert(config, alone)
     finished: list[Request] = []
     for number, (arrival, prompt, output) in enumerate(requests):
-        if not known_ahead:
-            finished.extend(expert.advance(arrival))
-        if expert.never_fits(prompt):
-            raise ValueError(f"request {number}: a prompt of {prompt} tokens never fits")
+        finished.extend(expert.advance(arrival))
         expert.dispatch(Request(number, float(arrival), int(prompt), int(output), float(arrival)))
     finished.extend(expert.advance(math.inf))
-    results: list[ReplayResult] = [ReplayResult(NAN, NAN, NAN, NAN)] * len(requests)
-    for request in finished:
-        tpot = NAN
-        if request.output > 1:
-            tpot = (request.finish - request.first_token) / (request.output - 1)
-        results[request.request] = ReplayResult(
-            request.first_token - request.arrival,
-            tpot,
-            request.finish - request.arrival,
-            request.finish,
+    return [
+        RequestLog(
+            r.request,
+            r.arrival,
+            r.prompt,
+            r.output,
+            first_token=r.first_token,
+            finish=r.finish,
         )
-    return results
+        for r in sorted(finished, key=lambda r: r.request)
+    ]

@@ -2,12 +2,10 @@
 
 import copy
 import math
-import warnings
 
 import gymnasium as gym
 import numpy as np
 import pytest
-from gymnasium.utils.env_checker import check_env
 
 import servegym
 from servegym.envs.llm_routing.core import held
@@ -15,7 +13,7 @@ from servegym.envs.llm_routing.core import held
 from ...nested import assert_same
 
 GRAPH, FLAT, EXPERTS, SUMMARY = ROUTING_IDS = servegym.ENV_IDS[:4]
-COMPLETED, DROPPED, REJECTED = 1, 2, 3
+COMPLETED, DROPPED, REJECTED, FAILED = 1, 2, 3, 4
 SHORT = {"num_experts": 3, "episode_requests": 25, "rate": 15.0}
 ENGINES = [
     {"scheduler": "orca", "memory_policy": "reserve"},
@@ -23,6 +21,8 @@ ENGINES = [
     {"scheduler": "chunked_prefill", "memory_policy": "reserve"},
     {"scheduler": "chunked_prefill", "memory_policy": "paged", "prefix_caching": True},
 ]
+OUTAGES = {"mean_time_to_failure_s": 2.0, "mean_time_to_repair_s": 1.0}
+FAILING = {"staleness_s": 0.4, "failures": OUTAGES}
 every_engine = pytest.mark.parametrize(
     "engine", ENGINES, ids=lambda e: "-".join(map(str, e.values()))
 )
@@ -38,15 +38,6 @@ def make(env_id=GRAPH, **kwargs):
 
 def random_actions(count, n=3, seed=0):
     return np.random.default_rng(seed).integers(0, n + 1, count).tolist()
-
-
-def test_the_checker_would_object():
-    env = make(FLAT).unwrapped
-    observation = np.zeros(env.observation_space.shape, np.float32)
-    env._observation = lambda: observation
-    with warnings.catch_warnings(), pytest.raises((AssertionError, Warning)):
-        warnings.simplefilter("error")
-        check_env(env, skip_render_check=True)
 
 
 @pytest.mark.parametrize("reward", ["qos_aware", "completed_qos", "paid_forward"])
@@ -75,7 +66,7 @@ def test_the_final_observation_is_empty(env_id):
     assert kpis["requests"] == 25 and 0.0 <= kpis["avg_qos"] <= 1.0
 
 
-@every_engine
+@pytest.mark.parametrize("engine", [*ENGINES, FAILING], ids=lambda e: "-".join(map(str, e)))
 def test_rewards_of_an_episode_sum_to_its_quality_of_service(engine):
     for seed, reward in enumerate(("completed_qos", "paid_forward")):
         env = make(reward=reward, rate=20.0, episode_requests=150, **engine)
@@ -87,7 +78,10 @@ def test_rewards_of_an_episode_sum_to_its_quality_of_service(engine):
         total = float(np.sum(log["score"][done & ~late], dtype=np.float64))
         assert 0.0 < total < float(log["score"][done].sum())
         assert sum(step[1] for step in steps) == pytest.approx(total, rel=1e-9)
-        assert steps[-1][4]["episode_kpis"]["avg_qos"] == pytest.approx(total / 150, rel=1e-9)
+        kpis = steps[-1][4]["episode_kpis"]
+        assert kpis["avg_qos"] == pytest.approx(total / 150, rel=1e-9)
+        assert kpis.get("failure_rate", 0.0) == (log["outcome"] == FAILED).mean()
+        assert ("failures" in engine) == ("failure_rate" in kpis)
 
 
 @every_engine
@@ -138,6 +132,14 @@ def test_dropping_everything_has_no_latency():
     kpis = env.unwrapped.episode_kpis()
     assert kpis["drop_rate"] == 1.0 and kpis["avg_qos"] == 0.0
     assert math.isnan(kpis["mean_latency_s_per_token"]) and math.isnan(kpis["mean_tpot_s"])
+
+
+def test_a_state_of_another_age_is_refused():
+    env, old = (make(staleness_s=age).unwrapped for age in (0.0, 1.0))
+    for each in (env, old):
+        each.reset(seed=0)
+    with pytest.raises(ValueError, match="staleness_s"):
+        env.restore_state(old.clone_state())
 
 
 # ------------------------------------------------------------------------------------ no peeking

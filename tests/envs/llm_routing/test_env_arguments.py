@@ -19,8 +19,8 @@ CHUNKED = {"scheduler": "chunked_prefill"}
 BAD = [
     ({"profiles": "rtx4090"}, ["profiles='rtx4090'", "did you mean 'rtx4090-llama-3.1-8b'"]),
     ({"profiles": "edge-6-heterogenous"}, ["profiles=", "Did you mean", "'edge-6-heterogeneous'"]),
-    ({"profiles": []}, ["profiles=[]", "non-empty", "paper-linear"]),
     ({"profiles": "/nowhere/card.json"}, ["profiles='/nowhere/card.json'", "cannot be read"]),
+    ({"profiles": []}, ["profiles=[]", "non-empty", "paper-linear"]),
     ({"models": ["gemma-7b-it"]}, ["models=", "at least 6"]),
     ({"models": ["vicuna-7b"] * 6}, ["'vicuna-7b'", "Did you mean 'vicuna-7b-v1.5'"]),
     ({"catalog": "mix_instruct"}, ["mix_instruct", "path="]),
@@ -32,7 +32,6 @@ BAD = [
     ({"arrivals": "trace", "arrivals_kwargs": {"path": "/nowhere.csv"}}, ["path='/nowhere.csv'"]),
     ({"arrivals_kwargs": {"cv": 2.0}}, ["poisson", "'cv'"]),
     ({"num_expert": 3}, ["'num_expert'", "Did you mean 'num_experts'"]),
-    ({"episode_requests": 2.5}, ["episode_requests=2.5", "whole number"]),
     ({"num_experts": 13}, ["num_experts=13", "12 experts"]),
     ({"num_experts": 3, "profiles": [A100, A100]}, ["num_experts=3", "2 experts"]),
     ({"num_experts": 40, "profiles": A100}, ["num_experts=40", "16 models"]),
@@ -41,8 +40,6 @@ BAD = [
     ({"async_scheduling": True}, ["async_scheduling=True", "chunked_prefill"]),
     ({"max_output_tokens": 100_000}, ["max_output_tokens=100000", "KV tokens"]),
     ({"rate": (9.0, 4.0)}, ["rate=(9.0, 4.0)", "low end"]),
-    ({"latency_requirement_s": 30.0}, ["latency_requirement_s=30.0", "at most 1"]),
-    ({"failures": {"mean_time_to_failure_s": 8.0}}, ["failures=", "mean_time_to_repair_s"]),
 ]
 
 

@@ -347,7 +347,7 @@ def assert_equal_under_pressure(examples: int, most: int, **options) -> None:
     assert max(each["running"] for each in seen) > 64
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.integers(0, 2**32 - 1))
 def test_equal_on_random_systems(seed):
     run_case(seed)
@@ -356,7 +356,7 @@ def test_equal_on_random_systems(seed):
 @pytest.mark.parametrize("scheduler", ["orca", "chunked_prefill"])
 @pytest.mark.parametrize("memory_policy", ["reserve", "paged"])
 def test_equal_in_every_mode(scheduler, memory_policy):
-    for seed in range(10):
+    for seed in range(6):
         run_case(seed, scheduler=scheduler, memory_policy=memory_policy)
 
 
@@ -383,7 +383,7 @@ def test_equal_when_iterations_are_planned_ahead():
 
 
 def test_equal_when_memory_binds():
-    assert_equal_under_pressure(30, most=16, derandomize=True)
+    assert_equal_under_pressure(20, most=16, derandomize=True)
 
 
 @pytest.mark.slow
@@ -396,18 +396,18 @@ FAILURES = {"mean_time_to_failure_s": 0.6, "mean_time_to_repair_s": 0.3}
 
 @pytest.mark.parametrize("staleness_s", [0.01, pytest.param(0.2, marks=pytest.mark.slow), 3.0])
 def test_equal_with_old_observations(staleness_s):
-    for seed in range(6):
-        run_case(seed, staleness_s=staleness_s)
+    for seed in range(6):  # the reference plays the episode anew for every look
+        run_case(seed, requests=20, staleness_s=staleness_s)
 
 
 @pytest.mark.parametrize("staleness_s", [pytest.param(0.0, marks=pytest.mark.slow), 0.2])
 def test_equal_with_failing_experts(staleness_s):
     failed = rejected = 0
-    for seed in range(12):
+    for seed in range(8):
         seen = run_case(seed, staleness_s=staleness_s, failures=FAILURES)
         failed += seen["failed"]
         rejected += seen["rejected"]
-    assert failed > 20 and rejected > 20
+    assert failed > 10 and rejected > 10
 
 
 def test_times_between_failures_and_repairs_are_exponential():

@@ -1,6 +1,5 @@
 """Several access points that share the experts: PettingZoo's own tests and ours."""
 
-import inspect
 import warnings
 
 import gymnasium as gym
@@ -122,14 +121,3 @@ def test_bad_actions_are_refused():
     ):
         with pytest.raises(ValueError, match=word):
             env.step(actions)
-
-
-def test_the_package_exports_plain_functions_whatever_was_imported_before():
-    from servegym.envs import llm_routing
-    from servegym.envs.llm_routing import pettingzoo_env, trace_replay
-
-    assert inspect.isfunction(llm_routing.parallel_env)
-    assert llm_routing.parallel_env is pettingzoo_env.parallel_env
-    assert inspect.isfunction(llm_routing.replay) and llm_routing.replay is trace_replay.replay
-    with pytest.raises(AttributeError, match="nonsense"):
-        llm_routing.nonsense  # noqa: B018

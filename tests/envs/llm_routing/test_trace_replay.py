@@ -56,7 +56,7 @@ def test_equals_the_reference(scheduler, memory_policy, caching, ahead):
         theirs = replay_reference(
             list(zip(arrivals, prompts, outputs, strict=True)),
             TableLaw(profile.tables(), profile.mixed_decode_attention_s(), profile.surplus),
-            kv_capacity_tokens=4000,
+            4000,
             running_capacity=16,
             prefill_token_budget=512,
             prefix_caching=caching,
@@ -64,10 +64,9 @@ def test_equals_the_reference(scheduler, memory_policy, caching, ahead):
             max_output_tokens=int(outputs.max()) if memory_policy == "reserve" else None,
             **options,
         )
-        for name, column in (("ttft_s", 0), ("tpot_s", 1), ("e2e_s", 2), ("finish_s", 3)):
-            np.testing.assert_allclose(
-                mine[name], [row[column] for row in theirs], rtol=1e-9, atol=1e-9
-            )
+        for name in ("ttft", "tpot", "e2e", "finish"):
+            expected = [getattr(entry, name) for entry in theirs]
+            np.testing.assert_allclose(mine[f"{name}_s"], expected, rtol=1e-9, atol=1e-9)
         preempted += mine["preemptions"].sum()
     assert (preempted > 0) == (memory_policy == "paged")
 

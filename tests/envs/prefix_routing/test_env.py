@@ -14,27 +14,11 @@ from servegym.envs.prefix_routing.scenarios import SCENARIOS
 from servegym.envs.prefix_routing.workloads import RecordedSessions, SuperposedTrace
 from servegym.hardware_profiles.compose import compose
 
-TENANTS = {
-    "groups": 6,
-    "users": 4,
-    "prefix_tokens": 500,
-    "question_tokens": [20, 300],
-    "output_tokens": [1, 60],
-    "questions": "fresh",
-    "order": "random",
-}
-SMALL = {
-    "workload_kwargs": TENANTS,
-    "num_replicas": 3,
-    "max_num_seqs": 8,
-    "max_num_batched_tokens": 256,
-    "kv_tokens": 6000,
-    "rate": 60.0,
-    "episode_requests": 120,
-    "warmup_requests": 30,
-}
-CHATS = {"workload": "sessions", "workload_kwargs": {"max_context": 3000}, "rate": 30.0}
-CHATS = {**{k: v for k, v in SMALL.items() if k != "workload_kwargs"}, **CHATS}
+from ..test_conformance import CHATS, PREFIX
+
+TENANTS = PREFIX["workload_kwargs"]
+SMALL = PREFIX | {"episode_requests": 120, "warmup_requests": 30}
+CHATS = SMALL | CHATS
 KINDS = {
     "tenants": SMALL,
     "chats": CHATS,
@@ -263,7 +247,6 @@ def test_replicas_of_the_ids_stay_as_they_were_composed():
         ({"index_kwargs": {"entry_tokens": 24}}, "entry_tokens"),
         ({"admission": True, "reward": "ttft"}, "admission"),
         ({"failures": FAILURES, "reward": "ttft"}, "failures"),
-        ({"failures": {"mean_time_to_failure_s": 1.0}}, "mean_time_to_repair_s"),
     ],
 )
 def test_bad_arguments_are_named(arguments, named):

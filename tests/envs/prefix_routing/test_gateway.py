@@ -289,20 +289,6 @@ def column(seen, name):
 CHAINS = requests_of([[1, 2], [1, 2, 3], [9], [1, 2, 3]], [128, 192, 64, 192], [10] * 4, 64)
 
 
-def test_an_approximate_index_evicts_the_least_recently_used():
-    script = Script()
-    for j, n in ((0, 0), (2, 0), (1, 1), (3, 0)):
-        script.add(DECIDE, j, 0, float(j))
-        script.add(SEND, j, n, float(j))
-    script.add(DECIDE, 1, 0, 9.0)
-    seen, _ = script.run(loaded(CHAINS, index="approximate", entries=2), CHAINS, 2)
-    # Replica 0 has 1, 2, then 2, 9; replica 1 has 2, 3 of the prompt 1, 2, 3 that it was sent.
-    assert column(seen, "index_fill") == [[0, 0], [1, 0], [1, 0], [1, 1], [1, 1]]
-    assert column(seen, "match_tokens")[:3] == [[0, 0], [0, 0], [0, 0]]
-    # Nobody has 1 any more, so nothing matches though both have more of the prompt.
-    assert column(seen, "match_tokens")[3:] == [[0, 0], [0, 0]]
-
-
 @pytest.mark.parametrize(("strict", "matched"), [(False, 128.0), (True, 0.0)])
 def test_a_gap_is_not_noticed_while_another_replica_has_the_entry(strict, matched):
     """As llm-d counts: replica 0 lost block 1, which replica 1 has, and still has 2 and 3."""
@@ -316,21 +302,6 @@ def test_a_gap_is_not_noticed_while_another_replica_has_the_entry(strict, matche
     seen, _ = script.run(g, CHAINS, 2)
     assert column(seen, "match_tokens")[2] == [matched, 128.0]
     assert column(seen, "match_age_s")[2] == [5.0 if matched else 0.0, 5.0]
-
-
-def test_an_entry_of_an_approximate_index_has_at_least_64_tokens():
-    # 10 blocks of 16: two entries of 4 blocks; the third is not full.
-    requests = requests_of([list(range(10))] * 2, [160, 160], [3, 3], 16)
-    script = Script()
-    script.add(DECIDE, 0)
-    script.add(SEND, 0, 0, 0.0)
-    script.add(DECIDE, 1)
-    seen, _ = script.run(loaded(requests, index="approximate"), requests, 2)
-    assert column(seen, "match_tokens") == [[0, 0], [128, 0]]
-    assert column(seen, "match_share")[1][0] == np.float32(0.8)
-    assert column(seen, "index_tokens")[1] == [128, 0]
-    # Ten blocks in use: 8 in the two entries and 2 behind them.
-    assert column(seen, "decode_blocks")[1] == [10, 0]
 
 
 def test_a_precise_index_lags_and_forgets_a_duplicate():
@@ -386,19 +357,6 @@ def test_requests_in_flight_share_blocks_and_leave_as_they_came():
     np.testing.assert_allclose(column(seen, "ttft_s"), [0, 0, 0, 1.5, 1.5])
     np.testing.assert_allclose(column(seen, "ttft_error_s"), [0, 0, 0, 0.22, 0.22], rtol=1e-6)
     np.testing.assert_allclose(column(seen, "tpot_s"), [0, 0, 0, 0, 0.1], rtol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"index": "approximate", "block_size": 16, "entry_tokens": 40}, "entry_tokens"),
-        ({"index": "precise", "block_size": 16, "entry_tokens": 64}, "entry_tokens"),
-        ({"index": "precise", "block_size": 16, "strict": False}, "strict"),
-    ],
-)
-def test_arguments_out_of_range_are_refused(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        gateway_config(**arguments)
 
 
 def test_requests_of_another_block_size_and_too_many_replicas_are_refused():

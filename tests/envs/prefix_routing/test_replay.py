@@ -6,7 +6,6 @@ import pytest
 from servegym.envs.llm_routing import replay
 from servegym.envs.prefix_routing.replay import replay_prefix
 from servegym.envs.prefix_routing.requests import PrefixRequests
-from servegym.envs.prefix_routing.tables import engine_tables
 
 from ..llm_routing.reference import TableLaw, step_s
 from .reference import infinite_hits
@@ -151,19 +150,3 @@ def test_bad_input_is_refused():
         replay_prefix(make_profile(3)[0], requests)
     with pytest.raises(ValueError, match=r"output_tokens\[0\] is 0"):
         replay_prefix(profile, requests._replace(output_tokens=np.zeros(2, dtype=np.int32)))
-
-
-def test_replicas_of_one_card_share_a_law():
-    one, _ = make_profile(16)
-    other, _ = make_profile(40, seed=1)
-    tables, capacity = engine_tables(
-        [one, other, one],
-        max_num_seqs=4,
-        max_num_batched_tokens=16,
-        block_size=4,
-        kv_tokens=None,
-        num_requests=1,
-    )
-    assert capacity.tolist() == [4, 10, 4]
-    c = tables.config[0]
-    assert c["entries"] == 16 and c["shift"] == 32

@@ -460,6 +460,7 @@ def test_near_duplicates_join_chains():
     assert near_duplicates(vectors, np.cos(np.radians(6))).tolist() == [0, 0, 0, 3, 3, 5]
 
 
+@pytest.mark.slow
 def test_two_builds_give_the_same_files(tmp_path, measured):
     data = measured("esft_deepseek_v2_lite", "token_routing.npz").parents[1]
     build([str(data), "--models", "deepseek-v2-lite", "--out", str(tmp_path)])

@@ -150,6 +150,7 @@ def test_gamma_fit_has_the_measured_cv(name):
     assert gaps.std() / gaps.mean() == pytest.approx(target, rel=0.04)
 
 
+@pytest.mark.slow
 def test_fitted_numbers_are_of_the_measured_traces(measured):
     rows = load_trace(measured("burstgpt", "burstgpt_1_first500_reconstructed.csv"))
     hours = read_hourly(measured("burstgpt", "burstgpt_1_hourly_requests.csv"))

@@ -150,6 +150,7 @@ def test_build_clamps_empty_outputs(tmp_path):
     assert counts["outputs_raised_from_0_to_1_token"] == 1
 
 
+@pytest.mark.slow
 def test_build_gives_the_packaged_catalog(tmp_path, measured):
     table = measured("routing_catalog", "alpaca_eval_7b.csv")
     build(["--csv", str(table), "--out", str(tmp_path)])

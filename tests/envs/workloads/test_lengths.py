@@ -54,6 +54,7 @@ def test_the_distance_sees_a_wrong_law():
     assert fit_lengths.distance(lengths, np.array([10] * 10 + [1000] * 11)) < 0.06
 
 
+@pytest.mark.slow
 def test_the_shipped_law_is_that_of_the_trace(measured):
     shipped = fitted_lengths()["traces"]["azure"]
     assert shipped["requests"] == 19_366
@@ -66,6 +67,7 @@ def test_the_shipped_law_is_that_of_the_trace(measured):
     assert fit_lengths.fit(trace.output_tokens, 400) == shipped["output_tokens"]
 
 
+@pytest.mark.slow
 def test_sharegpt_has_the_published_lengths(measured):
     shipped = fitted_lengths()["traces"]["sharegpt"]
     lengths = fit_lengths.read_lengths(measured("helix", "shared_gpt_lengths.csv"), "sharegpt")

@@ -56,6 +56,7 @@ def test_packaged_traces_are_consistent(name):
     assert np.bincount(trace.source[trace.repeats_output]).max() == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list_prefix_traces())
 def test_packaged_traces_are_the_builders(name, measured):
     path = measured(*build.SOURCES[name][0].split("/"))
@@ -65,6 +66,7 @@ def test_packaged_traces_are_the_builders(name, measured):
         assert np.array_equal(array, packaged[field]), field
 
 
+@pytest.mark.slow
 def test_the_tree_has_mooncakes_ids(measured):
     """Recorded ids and those of the tree name the same full blocks: a one-to-one relation."""
     from servegym.envs.prefix_routing.workloads import _recorded

@@ -128,6 +128,7 @@ def test_missing_file_and_unknown_format(tmp_path):
         load_trace(write(tmp_path, BURST), "moon-cake")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("parts", "fmt", "rows", "span"),
     [
