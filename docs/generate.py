@@ -320,23 +320,23 @@ def tutorials() -> list[dict[str, str]]:
 
 
 def benchmarks() -> None:
-    """Speeds beside their yardsticks: the table that the benchmark left, with its machine."""
+    """Speeds beside their references: the table that the benchmark left, with its machine."""
     lines = [
         "# Benchmarks",
         "",
         "A speed says more about a machine than about the code, so each "
-        "figure has a yardstick of the same run beside it; the ratio is how many times as "
-        "fast as the yardstick it is. Processor time of one thread, medians of several "
+        "figure has a reference of the same run beside it; the ratio is how many times as "
+        "fast as the reference it is. Processor time of one thread, medians of several "
         "timings taken in turn.",
         "",
     ]
     path = RESULTS / "bench.csv"
     record = read_record(path)
     lines += [origin(record), "", "```sh", record["command"], "```", ""]
-    lines += ["| what | value | yardstick | ratio |", "| --- | ---: | --- | ---: |"]
+    lines += ["| what | value | reference | ratio |", "| --- | ---: | --- | ---: |"]
     for row in read_rows(path):
-        value, of_it = short(row["value"]), short(row["yardstick_value"])
-        against = f"{row['yardstick']}: {of_it}" if row["yardstick"] else ""
+        value, of_it = short(row["value"]), short(row["reference_value"])
+        against = f"{row['reference']}: {of_it}" if row["reference"] else ""
         lines.append(
             f"| {row['what']} | {value} {row['unit']} | {against} | {short(row['ratio'])} |"
         )

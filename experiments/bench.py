@@ -1,10 +1,10 @@
-"""Speed of every environment and both replay engines, with yardsticks of the same run.
+"""Speed of every environment and both replay engines, with references of the same run.
 
 ::
 
     OMP_NUM_THREADS=1 servegym bench
 
-A speed says more about the machine than about the code, so a row has a yardstick and the ratio to
+A speed says more about the machine than about the code, so a row has a reference and the ratio to
 it. Times are processor time of one thread, so that other load on the machine matters less; what is
 compared is timed in turn, and the median counts. Environments have their default arguments, full
 observations that are copied out, and uniform legal actions drawn beforehand; episodes begin anew
@@ -64,22 +64,22 @@ def interleave(timers: Mapping[str, Callable[[], float]], repeats: int) -> dict[
 
 
 def row(
-    what: str, values: Sequence[float], yardstick: tuple[str, Sequence[float]]
+    what: str, values: Sequence[float], reference: tuple[str, Sequence[float]]
 ) -> dict[str, Any]:
-    """A row: the median, lowest and highest value, and the yardstick.
+    """A row: the median, lowest and highest value, and the reference.
 
     Args:
         what: What was measured.
         values: All measurements, 1/s.
-        yardstick: Name and measurements of the yardstick, 1/s.
+        reference: Name and measurements of the reference, 1/s.
 
     Returns:
-        The row; its ``ratio`` is how many times as fast as the yardstick it is.
+        The row; its ``ratio`` is how many times as fast as the reference it is.
     """
-    value, reference = statistics.median(values), statistics.median(yardstick[1])
+    name, others = reference
+    value, of_it = statistics.median(values), statistics.median(others)
     found = {"what": what, "value": value, "low": min(values), "high": max(values), "unit": "1/s"}
-    about = {"yardstick": yardstick[0], "yardstick_value": reference}
-    return found | about | {"ratio": value / reference}
+    return found | {"reference": name, "reference_value": of_it, "ratio": value / of_it}
 
 
 def _actions(envs: Any, steps: int) -> list[Any]:
@@ -124,7 +124,7 @@ def _timer(envs: Any, turn_s: float) -> Callable[[], float]:
 
 
 def environment(env_id: str, turn_s: float, repeats: int) -> list[dict[str, Any]]:
-    """Rows: the native vector and the single environment beside their yardsticks."""
+    """Rows: the native vector and the single environment beside their references."""
     native = gymnasium.VectorizeMode.VECTOR_ENTRY_POINT
     made = {
         "native": gymnasium.make_vec(env_id, SYSTEMS, vectorization_mode=native),
@@ -212,11 +212,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows += replays(500 if options.quick else 10_000, repeats)
     print_table(
         "Medians of one thread's processor time",
-        ["what", "value", "unit", "yardstick", "of the yardstick", "ratio"],
+        ["what", "value", "unit", "reference", "of the reference", "ratio"],
         [
             [
-                *(one["what"], short(one["value"]), one["unit"], one["yardstick"]),
-                *(short(one[key]) for key in ("yardstick_value", "ratio")),
+                *(one["what"], short(one["value"]), one["unit"], one["reference"]),
+                *(short(one[key]) for key in ("reference_value", "ratio")),
             ]
             for one in rows
         ],

@@ -496,7 +496,7 @@ for _command in (
     (
         "bench",
         "experiments.bench",
-        "Measure the speed of every environment, with yardsticks of the same run.",
+        "Measure the speed of every environment, with references of the same run.",
     ),
 ):
     _add_command(*_command)

@@ -1,4 +1,4 @@
-"""The benchmark: rows, yardsticks and the table."""
+"""The benchmark: rows, references and the table."""
 
 import json
 
@@ -10,7 +10,7 @@ from servegym.experiments.evaluation.output import read_rows
 
 
 @pytest.mark.slow
-def test_a_smoke_run_writes_rates_with_yardsticks(tmp_path, capsys):
+def test_a_smoke_run_writes_rates_with_references(tmp_path, capsys):
     out = tmp_path / "new" / "bench"
     assert bench.main(["--quick", "--repeats", "1", "--out", str(out)]) == 0
     rows = read_rows(out.with_suffix(".csv"))
@@ -27,7 +27,7 @@ def test_a_smoke_run_writes_rates_with_yardsticks(tmp_path, capsys):
 def test_the_median_counts_and_a_ratio_is_how_many_times_as_fast():
     rate = row("steps", [3.0, 1.0, 2.0], ("cart", [4.0]))
     assert (rate["value"], rate["low"], rate["high"]) == (2.0, 1.0, 3.0)
-    assert rate["ratio"] == 0.5 and rate["yardstick_value"] == 4.0
+    assert rate["ratio"] == 0.5 and rate["reference_value"] == 4.0
 
 
 def test_timers_take_turns_and_the_first_turn_does_not_count():
