@@ -224,7 +224,7 @@ def tune(
     system = describe_system(problem_of(ENV_ID, kwargs))
     axes, kinds = SPACES.get(policy, ()), type(make_policy(policy, system)).__mro__
     default = {}  # as the heuristic is registered
-    for name in (n for axis in axes for n in getattr(axis, "names", axis[:1])):
+    for name in (str(n) for axis in axes for n in getattr(axis, "names", axis[:1])):
         owner = next(kind for kind in kinds if name in inspect.signature(kind).parameters)
         default[name] = inspect.signature(owner).parameters[name].default
 
