@@ -52,7 +52,7 @@ class Args(RunArgs):
 
     set: tuple[str, ...] = ("scenario=edge_hetero",)
     """environment arguments, key=value with a JSON value, as in scenario=paper_testbed"""
-    total_timesteps: int = 3_840
+    total_timesteps: int = 6_400
     """placements tried, those of all servers counted once"""
     batch_size: int = 32
     """placements between updates"""

@@ -56,7 +56,7 @@ class Args(RunArgs):
     """the environment"""
     set: tuple[str, ...] = ("scenario=edge_hetero",)
     """environment arguments, key=value with a JSON value, as in scenario=paper_testbed"""
-    total_timesteps: int = 3_840
+    total_timesteps: int = 6_400
     """placements tried, over all environments"""
     num_envs: int = 32
     """parallel environments"""
