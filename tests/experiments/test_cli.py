@@ -47,11 +47,16 @@ def test_help_lists_the_commands(run):
         assert command in result.output
 
 
-def test_help_is_light():
-    code = (
-        "import sys; from servegym.experiments import cli;"
-        "print([m for m in ('numba', 'torch', 'scipy', 'matplotlib') if m in sys.modules])"
-    )
+def test_help_profiles_and_measuring_import_nothing_heavy():
+    code = """
+import sys
+from servegym.experiments import cli
+from servegym.hardware_profiles import load_fleet
+from servegym.hardware_profiles.measure import command, cpu, server
+load_fleet("paper-linear")
+heavy = {"numba", "torch", "scipy", "matplotlib", "pandas", "jsonschema"}
+print(sorted(heavy & set(sys.modules)))
+"""
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"
 

@@ -44,22 +44,6 @@ def test_the_engine_sees_the_host():
     assert then["e2e_s"] - first["e2e_s"] == pytest.approx(0.04)
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"step_s": 3.0}, ["host.step_s", "milliseconds"]),
-        ({"sequence_s": -1e-6}, ["host.sequence_s", ">= 0"]),
-        ({"step": 0.1}, ["host.step", "did you mean 'step_s'"]),
-    ],
-)
-def test_bad_fields_are_named(change, words):
-    data = {**load(RTX).to_dict(), "host": {**HOST, **change}}
-    with pytest.raises(ValueError) as caught:
-        Profile.from_dict(data, "mine.json")
-    for word in ["mine.json", *words]:
-        assert word in str(caught.value)
-
-
 def test_an_engine_that_plans_ahead_hides_most_of_its_host():
     old, new = engine_host("vLLM", "0.13.2"), engine_host("vLLM", "v0.14")
     assert engine_host("vLLM", "unknown") == engine_host("other", "1.0") == {}

@@ -1,4 +1,4 @@
-"""Layers of experts: their schema, and times that a card can reach."""
+"""Layers of experts: times that a card can reach."""
 
 import csv
 
@@ -7,16 +7,10 @@ import pytest
 
 from servegym.hardware_profiles import list_moe_layers, load_moe
 from servegym.hardware_profiles.build.fit_moe import PROFILED_KERNELS
-from servegym.hardware_profiles.load import data_path
-from servegym.hardware_profiles.schema import read_json
 
 
 @pytest.mark.parametrize("name", list_moe_layers())
-def test_a_shipped_layer_obeys_the_schema_and_respects_the_card(name):
-    jsonschema = pytest.importorskip("jsonschema")
-    schema, data = read_json(data_path("schema-moe-layer.json")), data_path(f"moe-{name}.json")
-    jsonschema.Draft202012Validator.check_schema(schema)
-    jsonschema.validate(read_json(data), schema)
+def test_a_shipped_layer_respects_the_card(name):
     layer = load_moe(name)
     assert layer.name == name and not layer.layer_times_s.flags.writeable
     assert layer.kind == ("derived" if "deepseek" in name else "fitted")
