@@ -2,6 +2,7 @@
 
 import csv
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -60,6 +61,16 @@ def _edit(path, line, **fields):
         rows = list(csv.DictReader(file))
     rows[line - 2].update({key: str(value) for key, value in fields.items()})
     _write(path, list(rows[0]), [list(row.values()) for row in rows])
+
+
+def _scale(folder, factor):
+    """Let every kernel take ``factor`` times as long."""
+    for file in ("dense.csv", "attention.csv", "per_sequence.csv"):
+        with (folder / file).open(newline="") as handle:
+            rows = list(csv.DictReader(handle))
+        for row in rows:
+            row["time_us"] = float(row["time_us"]) * factor
+        _write(folder / file, list(rows[0]), [list(row.values()) for row in rows])
 
 
 def test_known_kernels_are_composed_exactly(folder):
@@ -239,12 +250,7 @@ def test_missing_column_and_file_are_refused(folder, file):
     ("factor", "guess"), [(1e-3, "milliseconds or seconds"), (1e3, "nanoseconds")]
 )
 def test_wrong_units_are_refused(folder, factor, guess):
-    for file in ("dense.csv", "attention.csv", "per_sequence.csv"):
-        with (folder / file).open(newline="") as handle:
-            rows = list(csv.DictReader(handle))
-        for row in rows:
-            row["time_us"] = float(row["time_us"]) * factor
-        _write(folder / file, list(rows[0]), [list(row.values()) for row in rows])
+    _scale(folder, factor)
     with pytest.raises(ValueError, match=f"dense.csv.*look like {guess}: write microseconds"):
         calibrate_kernels(folder, name="test")
 
@@ -284,6 +290,18 @@ def test_command_line(folder, tmp_path, capsys):
     with pytest.raises(ValueError, match="dense.csv"):
         main([str(folder), "--name", "card", "--out", str(out)])
     assert not out.exists()
+
+
+def test_fit_then_check(folder, tmp_path, capsys):
+    other = tmp_path / "other"
+    shutil.copytree(folder, other, ignore=shutil.ignore_patterns("other"))
+    _scale(other, 1.25)
+    out = tmp_path / "p.json"
+    assert main([str(folder), "-o", str(out), "--check", str(other)]) == 0
+    # Composed kernels are linear in their times, so a quarter more is a fifth less everywhere.
+    assert capsys.readouterr().out.count("mean -20.00 %, |error| median 20.00 %") == 2
+    assert main(["--profile", str(out), f"--check={folder}"]) == 0
+    assert capsys.readouterr().out.count("median 0.00 %") == 2
 
 
 def test_arguments_win_over_those_in_the_folder(folder, tmp_path):

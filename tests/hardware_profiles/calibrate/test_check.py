@@ -6,7 +6,6 @@ import pytest
 
 from servegym.experiments.cli import app
 from servegym.hardware_profiles import load
-from servegym.hardware_profiles.calibrate.calibrate import main
 from servegym.hardware_profiles.calibrate.check import COLUMNS, score
 
 NAME = "rtx4090-llama-3.1-8b"
@@ -29,31 +28,6 @@ def steps(path, factor=1.0, extra=(), columns=COLUMNS):
     return path
 
 
-def kernels(folder, factor=1.0):
-    """A small folder of kernel timings: every kernel linear in its work."""
-    folder.mkdir()
-    ops = "layernorm qkv_proj rotary_emb o_proj gate_up_proj act_fn down_proj".split()
-    with (folder / "dense.csv").open("w") as stream:
-        stream.write("layer,tokens,time_us\n")
-        for op in (*ops, "embedding", "final_layernorm"):
-            for n in (1, 8, 32, 64, 128, 512):
-                stream.write(f"{op},{n},{factor * (60 + n)}\n")
-    with (folder / "per_sequence.csv").open("w") as stream:
-        stream.write("layer,sequences,time_us\n")
-        for op in ("lm_head", "sampler"):
-            for n in (1, 4, 16, 64):
-                stream.write(f"{op},{n},{factor * (100 + n)}\n")
-    with (folder / "attention.csv").open("w") as stream:
-        stream.write("prefill_chunk,kv_prefill,n_decode,kv_decode,time_us\n")
-        for c in (16, 64, 256):
-            for k in (0, 64, 256):
-                stream.write(f"{c},{k},0,0,{factor * (5 + c * (c + k) / 1000)}\n")
-        for n in (1, 4, 16):
-            for x in (16, 64, 256):
-                stream.write(f"0,0,{n},{x},{factor * (5 + n * x / 100)}\n")
-    return folder
-
-
 def test_the_size_and_sign_of_errors(tmp_path):
     result = score(load(NAME), steps(tmp_path / "s.csv"))
     assert {kind: row["points"] for kind, row in result.items() if kind != "outside_domain"} == {
@@ -72,17 +46,6 @@ def test_the_size_and_sign_of_errors(tmp_path):
 def test_points_outside_the_domain_are_counted(tmp_path):
     extra = [(0, 0, 10_000, 10, 1e5), (0, 0, 1, 10**7, 1e5)]
     assert score(load(NAME), steps(tmp_path / "s.csv", extra=extra))["outside_domain"] == 2
-
-
-def test_fit_then_check(tmp_path, capsys):
-    one, other = kernels(tmp_path / "one"), kernels(tmp_path / "other", 1.25)
-    out = tmp_path / "p.json"
-    assert main([str(one), "-o", str(out), "--check", str(other)]) == 0
-    shown = capsys.readouterr().out
-    # Composed kernels are linear in their times, so a quarter more is a fifth less everywhere.
-    assert shown.count("mean -20.00 %, |error| median 20.00 %") == 2
-    assert main(["--profile", str(out), f"--check={one}"]) == 0
-    assert capsys.readouterr().out.count("median 0.00 %") == 2
 
 
 @pytest.mark.parametrize(

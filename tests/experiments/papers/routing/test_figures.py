@@ -174,7 +174,8 @@ def test_sweep_with_trained_routers(tmp_path, trained, monkeypatch):
     assert record["settings"]["trained_routers"]["sac_han"] == [1, 2]
 
 
-def test_number_of_experts(tmp_path, trained):
+def test_number_of_experts(tmp_path, trained, monkeypatch):
+    monkeypatch.setattr(routing_sweeps, "BASELINES", ("shortest_queue",))
     argv = ["--quick", "--out", str(tmp_path), "--checkpoints", str(trained), "--episodes", "1"]
     assert routing_sweeps.main([*argv, "--figure", "fig11", "--profiles", HET]) == 0
     rows = rows_of(tmp_path / "fig11_experts.csv")
