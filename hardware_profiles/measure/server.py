@@ -20,7 +20,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -265,12 +265,14 @@ def _make(
     """
     gaps, at = random.Random(seed), time.monotonic()
     pool = ThreadPoolExecutor(load or len(numbers))
-    made = []
+    made: list[Future[None]] = []
     try:
         for number in numbers:
             if not load:
                 at += gaps.expovariate(rate)
                 time.sleep(max(0.0, min(at, stop) - time.monotonic()))
+                # Raises at once what one has raised; `make` returns nothing.
+                made = [one for one in made if not one.done() or one.result()]
             made.append(pool.submit(make, number))
         for one in as_completed(made):  # a full disk must not pass unseen
             one.result()

@@ -203,15 +203,16 @@ def test_requests_come_at_a_rate(server, tmp_path):
     ] * 8
 
 
-def test_a_row_that_cannot_be_written_ends_the_measurement(server, tmp_path, monkeypatch):
+@pytest.mark.parametrize("sent", [{"loads": [1]}, {"loads": [], "rates": [2.0]}])
+def test_a_row_that_cannot_be_written_ends_the_measurement(sent, server, tmp_path, monkeypatch):
     def full(*_):
         raise OSError("no space left")
 
     monkeypatch.setattr(ResumableTable, "add", full)
     endpoint = measure_server.Endpoint(server.url, "m", output_tokens=2)
     with pytest.raises(OSError, match="no space left"):
-        measure_server.measure(endpoint, tmp_path / "s.csv", loads=[1], requests=50)
-    assert len(server.seen) < 50
+        measure_server.measure(endpoint, tmp_path / "s.csv", requests=50, **sent)
+    assert len(server.seen) < 10
 
 
 def test_a_count_that_is_no_number_of_tokens_is_not_believed():
