@@ -106,10 +106,8 @@ def environments() -> list[dict[str, str]]:
                 text = text.replace(f"`{other.__name__}`", f"[`{other.__name__}`]({page}.md)")
         write(f"environments/{name}.md", "\n".join([*lines, text]))
         nav.append({name: f"environments/{name}.md"})
-    from servegym.envs.expert_placement import parallel_env as placement
-    from servegym.envs.llm_routing import parallel_env as routing
-
-    for function, title in ((routing, "llm_routing"), (placement, "expert_placement")):
+    for title in (family.name for family in FAMILIES if family.parallel):
+        function = importlib.import_module(f"servegym.envs.{title}").parallel_env
         cls = get_type_hints(function)["return"]
         text = f"# {title} (PettingZoo)\n\n`servegym.envs.{title}.parallel_env`\n\n"
         text += documented(cls)
@@ -185,12 +183,14 @@ def baselines() -> list[dict[str, str]]:
         for info in list_policies(family):
             text = info.description.replace("|", "\\|")
             lines.append(f"| `{info.name}` | {text} | {'yes' if info.clairvoyant else ''} |")
-        package = family
+        for name, file in shipped(family).items():
+            agent = written_by(file)
+            lines.append(f"| `{name}` | trained by [{agent}](../agents/{agent}.md) | |")
         lines += ["", "## Modules", ""]
-        for path in sorted((ROOT / "baselines" / package).glob("*.py")):
+        for path in sorted((ROOT / "baselines" / family).glob("*.py")):
             doc = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
             if path.stem != "__init__":
-                lines += [f"### baselines/{package}/{path.name}", "", fenced(doc), ""]
+                lines += [f"### baselines/{family}/{path.name}", "", fenced(doc), ""]
         write(f"baselines/{family}.md", "\n".join(lines))
         nav.append({title: f"baselines/{family}.md"})
     return nav
@@ -356,13 +356,17 @@ def home() -> None:
         write(page, text)
 
 
-def findings() -> None:
+def findings() -> list[dict[str, str]]:
     """The pages of this folder, with links to the tables' pages in place of their folders."""
+    nav = []
     for family in FAMILIES:
         page = f"findings/{family.group}.md"
-        text = (ROOT / "docs" / page).read_text(encoding="utf-8")
-        folder = f"](../../experiments/results/{family.group})"
-        write(page, text.replace(folder, f"](../results/{family.group}.md)"))
+        if (ROOT / "docs" / page).exists():
+            text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+            folder = f"](../../experiments/results/{family.group})"
+            write(page, text.replace(folder, f"](../results/{family.group}.md)"))
+            nav.append({family.title: page})
+    return nav
 
 
 def hardware() -> None:
@@ -407,7 +411,6 @@ home()
 benchmarks()
 hardware()
 prefix_routing()
-findings()
 standing = [{"Leaderboard": "leaderboard.md"}] if leaderboard() else []
 standing += [{"Benchmarks": "benchmarks.md"}]
 mkdocs_gen_files.config["nav"] = [
@@ -420,12 +423,7 @@ mkdocs_gen_files.config["nav"] = [
             {"More than one machine": "scaling.md"},
         ]
     },
-    {
-        "Findings": [
-            *({family.title: f"findings/{family.group}.md"} for family in FAMILIES),
-            {"Glossary": "glossary.md"},
-        ]
-    },
+    {"Findings": [*findings(), {"Glossary": "glossary.md"}]},
     {"Environments": environments()},
     {"Agents": [*agents(), {"Metrics": "metrics.md"}]},
     {"Baselines": baselines()},

@@ -19,8 +19,6 @@ from servegym.experiments.evaluation.resolve import resolve
 __all__ = ["render_episode"]
 
 STEPS = 100
-PICTURED = {"llm_routing": 60, "serverless_moe": 40, "expert_placement": 6, "prefix_routing": 300}
-"""Family -> decisions before a picture in which every part shows something."""
 
 
 def render_episode(
@@ -39,7 +37,7 @@ def render_episode(
     Args:
         env_id: An id of one of the families.
         policy: Registered name or checkpoint path; the family's example by default.
-        steps: Decisions to show; None: `STEPS`, before a picture those of `PICTURED`.
+        steps: Decisions to show; None: `STEPS`, before a picture those of `Report.pictured`.
         env_kwargs: Arguments of the environment; ``split`` is "eval" unless given.
         seed: Seed of the episode, by default the first one of an evaluation.
         fps: Frames a second of a GIF.
@@ -54,7 +52,7 @@ def render_episode(
     kwargs = {"split": "eval", **env_kwargs}
     picture = out is not None and out.suffix.lower() == ".png"
     if steps is None:
-        steps = PICTURED[family.name] if picture else STEPS
+        steps = report.pictured if picture else STEPS
     chosen = policy or report.example_policy
     entered = resolve(chosen, problem_of(family.env_id, kwargs), family)
     envs = open_envs(family, entered, 1, kwargs, "ansi" if out is None else "rgb_array")

@@ -182,7 +182,7 @@ def jobs():
     """Name -> what computes the hash of it."""
     found = {}
     for env_id in servegym.ENV_IDS:
-        kwargs = SMALL[family_of(env_id).name]
+        kwargs = SMALL.get(family_of(env_id).name, {})
         found[f"single {env_id}"] = lambda i=env_id, k=kwargs: single(i, **k)
         for mode in ("vector_entry_point", "sync"):
             found[f"{mode} {env_id}"] = lambda i=env_id, m=mode, k=kwargs: vector(i, m, **k)
@@ -191,9 +191,10 @@ def jobs():
     for family in FAMILIES:
         for name, path in shipped(family.name).items():
             found[f"checkpoint {name}"] = lambda f=family, p=path: checkpoint(f, p)
-        point = next(point for point in POINTS if point.family == family)
-        for name in POLICIES[family.name]:
-            found[f"leaderboard {point.name} {name}"] = lambda p=point, n=name: leaderboard(p, n)
+        for point in [point for point in POINTS if point.family == family][:1]:
+            for name in POLICIES[family.name]:
+                key = f"leaderboard {point.name} {name}"
+                found[key] = lambda p=point, n=name: leaderboard(p, n)
     return found
 
 

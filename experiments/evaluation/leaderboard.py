@@ -28,7 +28,7 @@ from servegym._files import MalformedFileError
 from servegym.agents.lib.checkpoint import AGENTS, shipped
 from servegym.baselines.protocol import Policy
 from servegym.baselines.registry import list_policies
-from servegym.envs.families import FAMILIES, Family
+from servegym.envs.families import Family, family_named
 from servegym.experiments.evaluation.evaluate import DEFAULT_SEED, evaluate, fresh_seed, summarise
 from servegym.experiments.evaluation.executor import ray_executor
 from servegym.experiments.evaluation.guest import (
@@ -74,7 +74,9 @@ class Point(NamedTuple):
     quick: Mapping[str, Any]
 
 
-_ROUTING, _SERVERLESS, _PLACEMENT, _PREFIX = FAMILIES
+_ROUTING, _SERVERLESS, _PLACEMENT, _PREFIX = map(
+    family_named, ("routing", "serverless", "placement", "prefix")
+)
 _SHORT = {"episode_requests": 200}
 _LINEAR = {"profiles": "paper-linear"}
 # What a predictor trained here can tell; without, predictions are right as often as the paper's.

@@ -51,6 +51,7 @@ class Report:
         notes: Lines below the table.
         describe_action: The first action of a batch in words.
         example_policy: The policy that is shown where none is named.
+        pictured: Decisions before a picture in which every part shows something.
         interface: Arguments that a policy may set: they change what it sees, how it acts or what
             it is rewarded for, never the world that it is measured in.
         serving: Further arguments that the package's own policies set: systems that serve in
@@ -63,15 +64,16 @@ class Report:
         request_interval: (logs, arguments) -> mean over requests with an interval, or None.
     """
 
-    headline: str
-    heading: str
-    higher_is_better: bool
-    mean_key: str
-    columns: tuple[Column, ...]
-    reported_arguments: tuple[str, ...]
-    notes: tuple[str, ...]
-    describe_action: Callable[[Any], str]
-    example_policy: str
+    headline: str = "episode_return"
+    heading: str = "episode return"
+    higher_is_better: bool = True
+    mean_key: str = "mean_episode_return"
+    columns: tuple[Column, ...] = ()
+    reported_arguments: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    describe_action: Callable[[Any], str] = lambda actions: f"action {np.asarray(actions[0])}"
+    example_policy: str = "random"
+    pictured: int = 100
     interface: tuple[str, ...] = ()
     serving: tuple[str, ...] = ()
     early: Mapping[str, Any] = field(default_factory=dict)
@@ -81,8 +83,11 @@ class Report:
 
 
 def report_of(family: Family) -> Report:
-    """What an evaluation reports of a family."""
-    return _REPORTS[family.name]
+    """What an evaluation reports of a family; the return where `_REPORTS` has none for it."""
+    return _REPORTS.get(family.name, _RETURN)
+
+
+_RETURN = Report(episode_statistics=lambda result, problem: {"episode_return": result["return"]})
 
 
 # --------------------------------------------------------------------------------- LLM routing
@@ -147,7 +152,6 @@ def _routing_action(actions: Any) -> str:
 _ROUTING = Report(
     headline="avg_qos",
     heading="QoS",
-    higher_is_better=True,
     mean_key="mean_qos",
     columns=(
         Column("drop %", "drop_rate", 1, 100),
@@ -181,6 +185,7 @@ _ROUTING = Report(
     request_interval=_routing_interval,
     describe_action=_routing_action,
     example_policy="greedy_qos",
+    pictured=60,
     interface=("reward",),
     early={"reward": "paid_forward"},
     feedback_terms=("qos",),
@@ -192,7 +197,6 @@ _ROUTING = Report(
 _SERVERLESS = Report(
     headline="mean_reward",
     heading="reward a request",
-    higher_is_better=True,
     mean_key="mean_of_mean_reward",
     columns=(
         Column("cost / MIX", "cost_over_mix", 3),
@@ -222,6 +226,7 @@ _SERVERLESS = Report(
     ),
     describe_action=lambda actions: f"plan {np.asarray(actions[0]).tolist()}",
     example_policy="greedy_warm",
+    pictured=40,
     interface=("granularity", "keep_action"),
     serving=("deployment",),
 )
@@ -252,6 +257,7 @@ _PLACEMENT = Report(
     ),
     describe_action=lambda actions: "migrate" if int(actions["migrate"][0]) else "keep",
     example_policy="prism",
+    pictured=6,
     interface=("action_mode",),
     serving=("serving", "cache", "redirect", "router", "execution", "replica_choice"),
 )
@@ -262,7 +268,6 @@ _PLACEMENT = Report(
 _PREFIX = Report(
     headline="attainment",
     heading="attainment",
-    higher_is_better=True,
     mean_key="mean_attainment",
     columns=(
         Column("TTFT met %", "attainment_ttft", 1, 100),
@@ -296,6 +301,7 @@ _PREFIX = Report(
     ),
     describe_action=lambda actions: f"to replica {int(actions[0])}",
     example_policy="lmetric",
+    pictured=300,
     interface=("reward",),
 )
 

@@ -30,7 +30,7 @@ def system():
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_every_family_describes_its_system_and_makes_policies(family):
-    env = gymnasium.make(family.env_id, **SMALL[family.name])
+    env = gymnasium.make(family.env_id, **SMALL.get(family.name, {}))
     described = describe_system(env.unwrapped.problem, family=family.name)
     infos = {info.name: info for info in list_policies(family.name)}
     assert len(infos) == len(list_policies(family.name))

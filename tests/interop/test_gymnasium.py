@@ -9,11 +9,9 @@ import numpy as np
 import pytest
 from gymnasium import spaces, wrappers
 
-import servegym
-
 from .settings import SMALL, SMALL_OF, STEPS, make
 
-every_id = pytest.mark.parametrize("env_id", servegym.ENV_IDS)
+every_id = pytest.mark.parametrize("env_id", SMALL)
 FAMILIES = {name: [i for i in SMALL if name in i] for name in SMALL_OF}
 
 
