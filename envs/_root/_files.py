@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import csv
 import datetime
+import io
 import json
 import math
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TextIO
 
 _MOMENT = re.compile(r"(\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d)(\.\d{1,9})?(Z|[+-]\d\d:\d\d)?", re.ASCII)
 _EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
@@ -83,20 +84,21 @@ def csv_header(path: str | os.PathLike[str]) -> list[str]:
 
 
 def csv_rows(
-    path: str | os.PathLike[str], columns: Sequence[str] = ()
+    path: str | os.PathLike[str], columns: Sequence[str] = (), stream: TextIO | None = None
 ) -> Iterator[tuple[int, dict[str, str]]]:
     """Line numbers and rows of a CSV file, UTF-8, whose first line names the columns.
 
     Args:
         path: The file.
         columns: Columns that must be there; others may be.
+        stream: Its text where it lies in an archive; closed at the end.
 
     Raises:
         MalformedFileError: The file is empty or no CSV, a column is missing or there twice, or a
             row has not one value for each column.
         OSError: The file cannot be opened.
     """
-    lines = _csv_lines(path)
+    lines = _csv_lines(path, stream)
     at, header = next(lines)
     for name in columns:
         if name not in header:
@@ -110,10 +112,12 @@ def csv_rows(
         yield line, dict(zip(header, values, strict=True))
 
 
-def _csv_lines(path: str | os.PathLike[str]) -> Iterator[tuple[int, list[str]]]:
+def _csv_lines(
+    path: str | os.PathLike[str], stream: TextIO | None = None
+) -> Iterator[tuple[int, list[str]]]:
     """Line numbers and values of all lines but blank ones; there is at least a first one."""
     header: list[str] | None = None
-    with open(path, newline="", encoding="utf-8-sig") as stream:
+    with stream or open(path, newline="", encoding="utf-8-sig") as stream:
         reader = csv.reader(stream, strict=True)
         try:
             for values in reader:
@@ -210,6 +214,16 @@ def write_text(path: str | os.PathLike[str], text: str | bytes) -> None:
     """Write UTF-8 text or bytes with :func:`write_atomic`; line ends stay as they are."""
     data = text.encode() if isinstance(text, str) else text
     write_atomic(path, lambda stream: stream.write(data))
+
+
+def write_csv(path: str | os.PathLike[str], rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write row dicts as CSV, atomically; NaN is written ``nan`` and a missing value left empty."""
+    stream = io.StringIO()
+    columns = dict.fromkeys(key for row in rows for key in row)
+    writer = csv.DictWriter(stream, list(columns), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_text(path, stream.getvalue())
 
 
 def write_json(path: str | os.PathLike[str], content: Any) -> None:

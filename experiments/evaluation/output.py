@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import math
 import os
 import re
 import tempfile
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from servegym._files import csv_rows, write_text
+from servegym._files import csv_rows, write_csv, write_text
 
 __all__ = [
     "check_writable",
@@ -82,19 +80,6 @@ def write_json(path: str | os.PathLike[str], content: Any) -> None:
     numbers = re.compile(r"\[\n\s+([-+.\deE,\s]+?)\n\s+\]")
     text = numbers.sub(lambda found: f"[{' '.join(found[1].split())}]", text)
     write_text(path, text + "\n")
-
-
-def _columns(rows: Iterable[Mapping[str, Any]]) -> list[str]:
-    return list(dict.fromkeys(key for row in rows for key in row))
-
-
-def write_csv(path: str | os.PathLike[str], rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write row dicts as CSV, atomically; NaN is written ``nan`` and a missing value left empty."""
-    stream = io.StringIO()
-    writer = csv.DictWriter(stream, _columns(rows), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    write_text(path, stream.getvalue())
 
 
 def read_rows(

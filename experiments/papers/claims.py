@@ -16,6 +16,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from servegym._checks import choose
 from servegym._command_line import run_main
 from servegym.envs.families import FAMILIES, family_named
 from servegym.experiments.evaluation.output import print_table, read_rows
@@ -80,7 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="servegym claims", description=(__doc__ or "").partition("\n")[0]
     )
     parser.add_argument("family", nargs="*", help=f"which families ({', '.join(TITLES)}; all)")
-    chosen = [family_named(name).group for name in parser.parse_args(argv).family]
+    asked = parser.parse_args(argv).family
+    chosen = [choose("family", family_named(name).group, TITLES) for name in asked]
     for family in chosen or TITLES:
         notes = [claims_routing.EARLIER] if family == "routing" else []
         print_table(TITLES[family], HEADINGS, lines(family), notes, left=len(HEADINGS))

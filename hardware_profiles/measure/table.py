@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from servegym._files import csv_header, csv_rows, parse_number, write_text
+from servegym._files import csv_header, csv_rows, parse_number, write_csv, write_text
 
 
 class ResumableTable:
@@ -71,12 +71,8 @@ class ResumableTable:
             parts = zip(numbers, key, strict=True)
             return [(number is None, number or 0.0, text) for number, text in parts]
 
-        stream = io.StringIO()
-        writer = csv.writer(stream, lineterminator="\n")
-        writer.writerow(self.columns)
-        for key in sorted(self.rows, key=order):
-            writer.writerow(self.rows[key].values())
-        write_text(self.path, stream.getvalue())
+        if self.rows:
+            write_csv(self.path, [self.rows[key] for key in sorted(self.rows, key=order)])
 
     def _append(self, values: Sequence[str]) -> None:
         stream = io.StringIO()

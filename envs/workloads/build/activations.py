@@ -13,7 +13,6 @@ the sizes and top-expert shares of the packaged activations are printed as a Mar
 from __future__ import annotations
 
 import argparse
-import csv
 import datetime
 import json
 from pathlib import Path
@@ -22,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from servegym._command_line import run_main
-from servegym._files import MalformedFileError, measured_data, write_atomic, write_json
+from servegym._files import MalformedFileError, csv_rows, measured_data, write_atomic, write_json
 from servegym.envs.workloads.activations import (
     SKEWS,
     SPLIT_SEED,
@@ -82,16 +81,7 @@ def _archive(path: Path, fields: tuple[str, ...]) -> dict[str, np.ndarray]:
 
 
 def _rows(path: Path, columns: tuple[str, ...]) -> list[dict[str, str]]:
-    try:
-        with path.open(newline="", encoding="utf-8") as stream:
-            reader = csv.DictReader(stream)
-            rows = list(reader)
-    except OSError as error:
-        raise MalformedFileError(path, None, None, f"cannot be read ({error})", _FIX) from error
-    for name in columns:
-        if name not in (reader.fieldnames or ()):
-            raise MalformedFileError(path, 1, name, "column is missing", _FIX)
-    return rows
+    return [row for _, row in csv_rows(path, columns)]
 
 
 def _routing(folder: Path, chosen: np.ndarray, experts: int) -> tuple[np.ndarray, np.ndarray]:

@@ -26,7 +26,6 @@ so many that their noise is below what parameters differ by; the least of severa
 
 from __future__ import annotations
 
-import csv
 import datetime
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -35,7 +34,7 @@ from typing import Any
 import numpy as np
 
 from servegym._command_line import run_main
-from servegym._files import MalformedFileError, write_json
+from servegym._files import MalformedFileError, csv_rows, write_json
 from servegym.envs.workloads.arrivals import (
     Arrivals,
     GammaArrivals,
@@ -231,15 +230,13 @@ def read_hourly(path: Path) -> np.ndarray:
     """Requests per hour of the whole days with more than 100 an hour: float64 (days, 24)."""
     counts: dict[int, float] = {}
     fix = "give the table with columns hour_start_s, requests"
-    with path.open(newline="", encoding="utf-8") as stream:
-        reader = csv.DictReader(stream)
-        for row in reader:
-            try:
-                counts[int(row["hour_start_s"]) // 3600] = float(row["requests"])
-            except (KeyError, TypeError, ValueError) as error:
-                raise MalformedFileError(
-                    path, reader.line_num, "hour_start_s/requests", f"unreadable ({error})", fix
-                ) from error
+    for line, row in csv_rows(path, ("hour_start_s", "requests")):
+        try:
+            counts[int(row["hour_start_s"]) // 3600] = float(row["requests"])
+        except ValueError as error:
+            raise MalformedFileError(
+                path, line, "hour_start_s/requests", f"unreadable ({error})", fix
+            ) from error
     filled = np.zeros((max(counts) + 1) // 24 * 24)
     for hour, count in counts.items():
         if hour < filled.size:

@@ -12,7 +12,6 @@ date in the ``.json``.
 from __future__ import annotations
 
 import argparse
-import csv
 import datetime
 import math
 from pathlib import Path
@@ -21,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from servegym._command_line import run_main
-from servegym._files import MalformedFileError, measured_data, write_atomic, write_json
+from servegym._files import MalformedFileError, csv_rows, measured_data, write_atomic, write_json
 from servegym.envs.workloads.catalog import (
     MAX_OUTPUT_TOKENS,
     SPLIT_SHARES,
@@ -48,7 +47,7 @@ def _number(path: Path, line: int, row: dict[str, str], name: str) -> float:
     text = row[name]
     try:
         value = float(text)
-    except (TypeError, ValueError):
+    except ValueError:
         raise MalformedFileError(path, line, name, f"{text!r} is not a number", _FIX) from None
     if not math.isfinite(value):
         raise MalformedFileError(path, line, name, f"{text!r} is not finite", _FIX)
@@ -72,38 +71,28 @@ def read_table(path: str | Path) -> tuple[Catalog, dict[str, Any]]:
     cells: dict[tuple[int, str], tuple[int, float]] = {}
     prompt_tokens: dict[int, int] = {}
     datasets: dict[int, str] = {}
-    try:
-        stream = path.open(newline="", encoding="utf-8")
-    except OSError as error:
-        raise MalformedFileError(path, None, None, f"cannot be read ({error})", _FIX) from error
-    with stream:
-        reader = csv.DictReader(stream)
-        for name in COLUMNS:
-            if name not in (reader.fieldnames or ()):
-                raise MalformedFileError(path, 1, name, "column is missing", _FIX)
-        for row in reader:
-            line = reader.line_num
-            prompt = int(_number(path, line, row, "prompt_id"))
-            tokens = _number(path, line, row, "prompt_tokens")
-            output = _number(path, line, row, "output_tokens_max300")
-            score = _number(path, line, row, "bertscore_f1_minilm")
-            if not 0 <= score <= 1:
-                problem = f"{score} is not in [0, 1]"
-                raise MalformedFileError(path, line, "bertscore_f1_minilm", problem, _FIX)
-            if not (0 <= output <= MAX_OUTPUT_TOKENS and output == int(output)):
-                problem = f"{output} is not a whole number in [0, {MAX_OUTPUT_TOKENS}]"
-                raise MalformedFileError(path, line, "output_tokens_max300", problem, _FIX)
-            if not (tokens >= 1 and tokens == int(tokens)):
-                problem = f"{tokens} is not a whole number >= 1"
-                raise MalformedFileError(path, line, "prompt_tokens", problem, _FIX)
-            if prompt_tokens.setdefault(prompt, int(tokens)) != tokens:
-                problem = f"{int(tokens)} differs from an earlier row of prompt {prompt}"
-                raise MalformedFileError(path, line, "prompt_tokens", problem, _FIX)
-            datasets.setdefault(prompt, row["dataset"])
-            if (prompt, row["model"]) in cells:
-                problem = f"prompt {prompt} of {row['model']!r} occurs twice"
-                raise MalformedFileError(path, line, "prompt_id", problem, _FIX)
-            cells[prompt, row["model"]] = (int(output), score)
+    for line, row in csv_rows(path, COLUMNS):
+        prompt = int(_number(path, line, row, "prompt_id"))
+        tokens = _number(path, line, row, "prompt_tokens")
+        output = _number(path, line, row, "output_tokens_max300")
+        score = _number(path, line, row, "bertscore_f1_minilm")
+        if not 0 <= score <= 1:
+            problem = f"{score} is not in [0, 1]"
+            raise MalformedFileError(path, line, "bertscore_f1_minilm", problem, _FIX)
+        if not (0 <= output <= MAX_OUTPUT_TOKENS and output == int(output)):
+            problem = f"{output} is not a whole number in [0, {MAX_OUTPUT_TOKENS}]"
+            raise MalformedFileError(path, line, "output_tokens_max300", problem, _FIX)
+        if not (tokens >= 1 and tokens == int(tokens)):
+            problem = f"{tokens} is not a whole number >= 1"
+            raise MalformedFileError(path, line, "prompt_tokens", problem, _FIX)
+        if prompt_tokens.setdefault(prompt, int(tokens)) != tokens:
+            problem = f"{int(tokens)} differs from an earlier row of prompt {prompt}"
+            raise MalformedFileError(path, line, "prompt_tokens", problem, _FIX)
+        datasets.setdefault(prompt, row["dataset"])
+        if (prompt, row["model"]) in cells:
+            problem = f"prompt {prompt} of {row['model']!r} occurs twice"
+            raise MalformedFileError(path, line, "prompt_id", problem, _FIX)
+        cells[prompt, row["model"]] = (int(output), score)
     if not cells:
         raise MalformedFileError(path, None, None, "has no rows", _FIX)
     prompts = sorted(prompt_tokens)

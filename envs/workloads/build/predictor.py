@@ -16,8 +16,6 @@ know.
 
 from __future__ import annotations
 
-import csv
-import io
 import re
 import time
 from collections.abc import Mapping
@@ -34,7 +32,7 @@ from rich.console import Console
 from rich.table import Table
 
 from servegym._command_line import run_main
-from servegym._files import csv_rows, write_atomic
+from servegym._files import csv_rows, write_csv
 from servegym.envs.workloads import Catalog, load_catalog
 from servegym.envs.workloads.predictions import QUANTITIES, bucket_edges, write_table
 
@@ -350,11 +348,7 @@ def train(args: Args) -> list[dict[str, Any]]:
     note = f"{len(repeated)} prompts of train and val nearly repeat eval prompts and are left out"
     report(rows, f"{note}; {catalog.num_models} LLMs, {seconds:.0f} s")
     if args.results is not None:
-        text = io.StringIO()
-        table = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
-        table.writeheader()
-        table.writerows(rows)
-        write_atomic(args.results, lambda stream: stream.write(text.getvalue().encode()))
+        write_csv(args.results, rows)
     if args.out is not None:
         write_table(args.out, catalog, table_values(tables, centres), _origin(args))
         print(f"{args.out}: use score_predictor='learned:{args.out}', or length_predictor=.")

@@ -11,7 +11,6 @@ length: no id is lost by it. ``sessions.csv.gz`` has that already for the record
 from __future__ import annotations
 
 import argparse
-import csv
 import datetime
 import gzip
 import io
@@ -22,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from servegym._command_line import run_main
-from servegym._files import measured_data, write_atomic, write_json
+from servegym._files import csv_rows, measured_data, write_atomic, write_json
 from servegym.envs.workloads.files import DATA_DIR
 from servegym.envs.workloads.prefix_traces import (
     PrefixTrace,
@@ -71,8 +70,8 @@ def read_sessions(path: Path) -> PrefixTrace:
 
     A request waits for the one before it in its session.
     """
-    with gzip.open(path, "rt", newline="", encoding="utf-8") as stream:
-        rows = list(csv.DictReader(stream))
+    text = gzip.open(path, "rt", newline="", encoding="utf-8")
+    rows = [row for _, row in csv_rows(path, stream=text)]
 
     def column(name: str) -> np.ndarray:
         return np.array([int(row[name]) for row in rows], dtype=np.int64)

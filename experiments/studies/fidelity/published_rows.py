@@ -18,7 +18,6 @@ No row says whether tokens were speculated. The split was fixed before anything 
 from __future__ import annotations
 
 import argparse
-import csv
 import functools
 import io
 import math
@@ -34,6 +33,7 @@ from typing import Any
 import numpy as np
 
 from servegym._command_line import run_main
+from servegym._files import csv_rows
 from servegym.envs.llm_routing import replay
 from servegym.experiments.evaluation.output import print_table
 from servegym.experiments.evaluation.tables import provenance, write_result
@@ -134,14 +134,14 @@ def read_rows(wheel: Path) -> tuple[list[Row], dict[str, int]]:
         The rows, a repeated one once, and how many were left out by cause.
     """
     with zipfile.ZipFile(wheel) as archive:
-        text = archive.read(TABLE).decode()
+        text = io.StringIO(archive.read(TABLE).decode())
     rows: dict[tuple[Any, ...], Row] = {}
     left_out: dict[str, int] = {}
 
     def leave(cause: str) -> None:
         left_out[cause] = left_out.get(cause, 0) + 1
 
-    for raw in csv.DictReader(io.StringIO(text)):
+    for _, raw in csv_rows(TABLE, stream=text):
         name = re.sub(r"(-Instruct)?(-FP8|-NVFP4)?$", "", raw["model_path"].rpartition("/")[2])
         stated = re.search(r"silicon_concurrency=(\d+)", raw["silicon_data_source"])
         if raw["mode"] != "agg":

@@ -127,7 +127,7 @@ def test_catalog_refuses_bad_arrays(changes, message):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (HEADER.replace("prompt_tokens,", ""), r":1: field 'prompt_tokens': column is missing"),
+        (HEADER.replace("prompt_tokens,", ""), r":1: field 'prompt_tokens': is missing"),
         (HEADER, "has no rows"),
         (HEADER + "0,d,5,m,301,.2\n", r":2: field 'output_tokens_max300'"),
         (HEADER + "0,d,5,m,3,.2\n0,d,5,m,3,.2\n", r":3: field 'prompt_id'.*twice"),
