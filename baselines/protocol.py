@@ -19,7 +19,7 @@ from servegym._checks import choose, whole
 Observation = Mapping[str, NDArray[Any]]
 
 VALIDATION = 1_000_000
-"""Drawn fleets and cells have numbers: a training's lie below this one, its validation's do not."""
+"""Least number of a drawn fleet or setting for validation; those of a training lie below."""
 
 
 @runtime_checkable

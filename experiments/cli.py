@@ -16,7 +16,7 @@ from typing import Annotated, Any, NoReturn, TypeVar
 
 import typer
 
-from servegym._command_line import parse_settings, told
+from servegym._command_line import in_words, parse_settings
 
 __all__ = ["app"]
 
@@ -49,7 +49,7 @@ def _clear_errors(command: Command) -> Command:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(0) from None
         except (ValueError, OSError, ModuleNotFoundError) as error:
-            _fail(told(error))
+            _fail(in_words(error))
 
     return wrapped  # type: ignore[return-value]
 

@@ -1,4 +1,4 @@
-"""What command lines share: ``--set key=value``, and how a user's mistakes are told."""
+"""What command lines share: ``--set key=value``, and how a user's mistakes are in_words."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-__all__ = ["install_line", "parse_settings", "run_main", "told"]
+__all__ = ["in_words", "install_line", "parse_settings", "run_main"]
 
 EXTRAS = {
     "matplotlib": "plots",
@@ -33,7 +33,7 @@ def install_line(extra: str) -> str:
     return f"in a checkout of servegym: pip install '.[{extra}]'"
 
 
-def told(error: Exception) -> str:
+def in_words(error: Exception) -> str:
     """A user's mistake in one line; an error that is none is raised."""
     if isinstance(error, ModuleNotFoundError):
         name = (error.name or "").partition(".")[0]
@@ -75,6 +75,6 @@ def run_main(main: Callable[[], Any]) -> NoReturn:
     try:
         status = main()
     except (ValueError, OSError, ModuleNotFoundError) as mistake:
-        print(f"servegym: error: {told(mistake)}", file=sys.stderr)
+        print(f"servegym: error: {in_words(mistake)}", file=sys.stderr)
         raise SystemExit(2) from None
     raise SystemExit(status if isinstance(status, int) else 0)

@@ -320,7 +320,7 @@ def _composed(arguments: tuple[tuple[str, Any], ...]) -> Profile:
 
     named = dict(arguments)
     card, model = named.pop("card"), named.pop("model")
-    # Replicas that an id, a scenario or a drawn cell names stay as they were composed for it.
+    # Replicas that an id, a scenario or a drawn setting names stay as they were composed for it.
     kept = {file.stem: file for file in data_path("registered").glob("*.json")}
     name = f"{card}-{model}" + (f"-tp{named['tp']}" if named.get("tp", 1) != 1 else "")
     if name in kept and named.keys() <= {"tp"}:

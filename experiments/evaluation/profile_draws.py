@@ -112,9 +112,9 @@ def ranking(
 
     Returns:
         One row for every policy but the last, best first: ``policy``, ``next``, ``difference`` of
-        the means on the profiles as they are (positive: ahead), ``kept`` (share of the draws in
-        which it is positive) and ``low`` and ``high``, the 95 % interval of the difference over
-        draws and episodes: each resample takes a draw, and in it episodes with replacement.
+        the means on the profiles as they are (positive: ahead), ``share_ahead`` of the draws with a
+        positive one, and ``low`` and ``high``, the 95 % interval of the difference over draws and
+        episodes: each resample takes a draw, and in it episodes with replacement.
     """
     report = report_of(family_of(rows[0]["env_id"]))
     sign = 1.0 if report.higher_is_better else -1.0
@@ -142,7 +142,7 @@ def ranking(
                 "policy": name,
                 "next": after,
                 "difference": float(plain.mean()),
-                "kept": float((gaps.mean(axis=1) > 0).mean()),
+                "share_ahead": float((gaps.mean(axis=1) > 0).mean()),
                 "low": float(low),
                 "high": float(high),
             }
@@ -163,7 +163,7 @@ def print_draws(rows: Sequence[Mapping[str, Any]], drawn: Sequence[Mapping[str, 
                 row["next"],
                 f"{row['difference']:.4f}",
                 f"{row['low']:.4f} to {row['high']:.4f}",
-                f"{100 * row['kept']:.0f} %",
+                f"{100 * row['share_ahead']:.0f} %",
             ]
             for row in ranking(rows, drawn)
         ],

@@ -221,7 +221,7 @@ def relative_change(
 
 
 def contrast(
-    cells: Mapping[str, Sequence[ArrayLike]], weights: Sequence[float], statistic: Statistic = iqm
+    scores: Mapping[str, Sequence[ArrayLike]], weights: Sequence[float], statistic: Statistic = iqm
 ) -> Interval:
     """Weighted sum of the logarithms of several policies' mean statistics, as a change in percent.
 
@@ -230,7 +230,7 @@ def contrast(
     two changes.
 
     Args:
-        cells: For each policy, for each training, the scores of the same episodes; a heuristic has
+        scores: For each policy, for each training, the scores of the same episodes; a heuristic has
             one training.
         weights: One a policy; their sum is 0.
         statistic: Of the episodes of one training.
@@ -242,7 +242,7 @@ def contrast(
     Raises:
         ValueError: If there are no scores or the numbers of episodes differ.
     """
-    samples = [_by_training(cell, name) for name, cell in cells.items()]
+    samples = [_by_training(each, name) for name, each in scores.items()]
 
     def combine(*means: Any) -> Any:
         return sum(w * np.log(one) for w, one in zip(weights, means, strict=True))

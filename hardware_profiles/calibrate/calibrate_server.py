@@ -51,14 +51,14 @@ class Sums:
         batches: ``(K, slots + 1)`` iterations by the requests that ran in them.
         context: ``(K,)`` tokens in KV memory of the decodes, summed over the iterations.
         prompt: ``(K,)`` prompt tokens computed in them.
-        cell: ``(K,)`` number of the load and prompt length that it belongs to.
+        group: ``(K,)`` number of the load and prompt length that it belongs to.
     """
 
     seconds: np.ndarray
     batches: np.ndarray
     context: np.ndarray
     prompt: np.ndarray
-    cell: np.ndarray
+    group: np.ndarray
 
     def take(self, rows: np.ndarray) -> Sums:
         """Some of the rows."""
@@ -105,12 +105,12 @@ def sums_of(rows: Sequence[dict[str, Any]], slots: int) -> Sums:
     Raises:
         ValueError: If no request has a time for each of its tokens.
     """
-    cells: dict[tuple[float, ...], list[int]] = {}
+    groups: dict[tuple[float, ...], list[int]] = {}
     for i, row in enumerate(rows):
-        cell = (row["load"], row["rate_rps"], row["prompt_words"])
-        cells.setdefault(cell, []).append(i)
+        group = (row["load"], row["rate_rps"], row["prompt_words"])
+        groups.setdefault(group, []).append(i)
     found: list[tuple[float, np.ndarray, float, float, int]] = []
-    for number, members in enumerate(cells.values()):
+    for number, members in enumerate(groups.values()):
         start = np.array([rows[i]["started_s"] for i in members])
         first = start + [rows[i]["ttft_s"] for i in members]
         end = start + [rows[i]["e2e_s"] for i in members]
@@ -279,10 +279,10 @@ def calibrate_server(
             _errors(sums.take(out), fit(sums.take(~out), sizes))
         ),
     }
-    cells = np.unique(sums.cell)
-    if len(cells) > 2:
+    groups = np.unique(sums.group)
+    if len(groups) > 2:
         # Without one load and length at a time: what the law says where nothing was measured.
-        parts = [sums.cell == cell for cell in cells]
+        parts = [sums.group == group for group in groups]
         left = [_errors(sums.take(part), fit(sums.take(~part), sizes)) for part in parts]
         errors["request_load_left_out"] = error_quantiles(np.concatenate(left))
 

@@ -308,10 +308,10 @@ def measure(
     Raises:
         ValueError: For a bad argument, or if no request succeeds (with the first reason).
     """
-    cells = [(load, 0.0, words) for load in loads for words in prompt_words]
+    cases = [(load, 0.0, words) for load in loads for words in prompt_words]
     rates = [real("rates", rate, 0.0, open_low=True) for rate in rates]
-    cells += [(0, rate, words) for rate in rates for words in prompt_words]
-    if requests < 1 or len(cells) * requests > MAX_REQUESTS:
+    cases += [(0, rate, words) for rate in rates for words in prompt_words]
+    if requests < 1 or len(cases) * requests > MAX_REQUESTS:
         raise ValueError(
             f"requests is {requests}; it must be >= 1, and at most {MAX_REQUESTS} over all loads"
         )
@@ -336,19 +336,19 @@ def measure(
     turns = []
     for turn in range(ROUNDS):
         some = []
-        for cell in cells:
-            parts = max(1, min(ROUNDS, requests // max(cell[0], 1)))
+        for case in cases:
+            parts = max(1, min(ROUNDS, requests // max(case[0], 1)))
             if turn < parts:
-                some.append((cell, range(turn, requests, parts)))
+                some.append((case, range(turn, requests, parts)))
         random.Random(f"{seed}/{turn}").shuffle(some)
-        turns += [(cell, [i for i in numbers if not succeeded(*cell, i)]) for cell, numbers in some]
+        turns += [(case, [i for i in numbers if not succeeded(*case, i)]) for case, numbers in some]
     lock = threading.Lock()
     with progress(sum(len(numbers) for _, numbers in turns), "server") as step:
 
-        def make(cell: tuple[int, float, int], number: int) -> None:
+        def make(case: tuple[int, float, int], number: int) -> None:
             if time.monotonic() >= stop:
                 return
-            load, rate, words = cell
+            load, rate, words = case
             prompt = _prompt(words, f"{seed}/{load or rate}/{words}/{number}", token_ids)
             started = time.perf_counter() - began
             times = _timed(endpoint, prompt)
@@ -357,10 +357,10 @@ def measure(
                 table.add({**key, "started_s": f"{started:.6f}", **times})
                 step(f"{load} in flight, {words} words" if load else f"{rate:g}/s, {words} words")
 
-        for cell, numbers in turns:
+        for case, numbers in turns:
             if numbers:
-                gaps = f"{seed}/{cell[1]}/{numbers[0]}"
-                _make(numbers, functools.partial(make, cell), cell[0], cell[1], gaps, stop)
+                gaps = f"{seed}/{case[1]}/{numbers[0]}"
+                _make(numbers, functools.partial(make, case), case[0], case[1], gaps, stop)
     table.sort()
     if not any(row["ttft_s"] for row in table.rows.values()):
         reason = next((row["error"] for row in table.rows.values()), "time was up")
@@ -376,8 +376,8 @@ def _print(table: ResumableTable) -> None:
     )
     groups: dict[tuple[float, ...], list[Mapping[str, str]]] = {}
     for row in table.rows.values():
-        cell = tuple(float(row[key]) for key in ("load", "rate_rps", "prompt_words"))
-        groups.setdefault(cell, []).append(row)
+        case = tuple(float(row[key]) for key in ("load", "rate_rps", "prompt_words"))
+        groups.setdefault(case, []).append(row)
     for (load, rate, words), rows in sorted(groups.items()):
         good = [row for row in rows if row["ttft_s"]]
         shown = f"{load:g}" if load else f"{rate:g}/s"

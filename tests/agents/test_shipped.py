@@ -15,7 +15,7 @@ from servegym.envs.families import FAMILIES, family_named  # noqa: E402
 from servegym.experiments.evaluation.evaluate import evaluate  # noqa: E402
 from servegym.experiments.studies.placement.learning import Control  # noqa: E402
 
-YARDSTICKS = {
+REFERENCES = {
     "llm_routing": "priced_greedy",
     "serverless_moe": "warm_planner",
     "expert_placement": "whole_layer",
@@ -29,7 +29,7 @@ LEARNED = [(family, name) for family, name in ALL if not name.startswith("baseli
 def test_each_has_a_card_with_command_and_numbers(family, name):
     path = shipped(family)[name]
     card = path.with_suffix(".md").read_text(encoding="utf-8")
-    assert "python -m servegym" in card and "95 %" in card and YARDSTICKS[family] in card
+    assert "python -m servegym" in card and "95 %" in card and REFERENCES[family] in card
     assert path.stat().st_size < 1_000_000
 
 

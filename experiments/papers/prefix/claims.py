@@ -114,34 +114,34 @@ def _number(value: Any) -> str:
 
 def longest_match(rows: Rows) -> Iterable[Finding]:
     """Attainment of the longest match, whatever the load, beside the least load's."""
-    for cell in values(rows, "cell"):
-        own = pick(rows, cell=cell, constants="published")
+    for setting in values(rows, "setting"):
+        own = pick(rows, setting=setting, constants="published")
         by = {row["rule"]: row["attainment"] for row in own}
         ours, blind = by["production_stack_prefix"], by["least_load"]
-        yield Finding(cell, f"{ours:.1f} % for {blind:.1f} %", holds([ours > blind]))
+        yield Finding(setting, f"{ours:.1f} % for {blind:.1f} %", holds([ours > blind]))
 
 
 def weights(rows: Rows) -> Iterable[Finding]:
     """The ratio of the slowest TTFTs between queue weights 3 and 2 to 4 of the prefix."""
-    for cell in values(rows, "cell"):
-        for rate in values(pick(rows, cell=cell), "rate"):
-            by = {row["queue"]: row for row in pick(rows, cell=cell, rate=rate)}
+    for setting in values(rows, "setting"):
+        for rate in values(pick(rows, setting=setting), "rate"):
+            by = {row["queue"]: row for row in pick(rows, setting=setting, rate=rate)}
             change = percent(by[3.0]["p99_ttft_s"], by[2.0]["p99_ttft_s"])
             theirs = percent(132.0, 3570.0)
             verdict = judge(change, theirs) if change < 0 else DISAGREES
-            yield Finding(f"{cell}, {rate:g} requests/s", f"{change:+.0f} %", verdict)
+            yield Finding(f"{setting}, {rate:g} requests/s", f"{change:+.0f} %", verdict)
 
 
 def staleness(rows: Rows) -> Iterable[Finding]:
     """How much longer the slowest TTFTs are with metrics of 100 ms or more than with live ones."""
-    for cell in values(rows, "cell"):
-        for rate in values(pick(rows, cell=cell), "rate"):
-            own = pick(rows, cell=cell, rate=rate, rule="llm_d")
+    for setting in values(rows, "setting"):
+        for rate in values(pick(rows, setting=setting), "rate"):
+            own = pick(rows, setting=setting, rate=rate, rule="llm_d")
             row = min(own, key=lambda row: abs(row["scrape_s"] - 0.2))
             change = 100 * (row["p99_ratio"] - 1)
             ends = 100 * (row["p99_low"] - 1), 100 * (row["p99_high"] - 1)
-            setting = f"llm_d, {cell}, {rate:g} requests/s, {row['scrape_s']:g} s"
-            yield Finding(setting, f"{change:+.0f} %", judge(change, 354.0, interval=ends))
+            where = f"llm_d, {setting}, {rate:g} requests/s, {row['scrape_s']:g} s"
+            yield Finding(where, f"{change:+.0f} %", judge(change, 354.0, interval=ends))
 
 
 CLAIMS: tuple[Claim, ...] = (

@@ -204,7 +204,7 @@ def changed(
 def effects(factor: str, paper: Change) -> Reader:
     """The effect of a factor of the `comparison` on QoS that the paper claims.
 
-    A gain over a cell that is below shortest_queue is open, as in `ahead`.
+    A gain over a setting that is below shortest_queue is open, as in `ahead`.
     """
 
     def read(rows: Rows) -> Iterable[Finding]:

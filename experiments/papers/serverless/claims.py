@@ -142,10 +142,10 @@ def cold_start(rows: Rows) -> Iterable[Finding]:
     """Remoe's cold start against MIX's, judged by the reading that has the lower bill."""
     for model in values(rows, "model"):
         for bill in values(rows, "bill"):
-            for link in ("own", "shared"):
+            for link in ("separate", "shared"):
                 own = pick(rows, model=model, bill=bill, link=link, setting="default")
                 by = {row["method"]: percent(row["over_mix"], 1.0) for row in own}
-                links = "a link each" if link == "own" else "one link for all"
+                links = "a link each" if link == "separate" else "one link for all"
                 here = ", ".join(f"{name} {by[name]:+.0f} %" for name in READINGS)
                 verdict = judge(by["remoe_cost"], -47.0)
                 yield Finding(_where(model, bill, links), here, verdict)

@@ -124,10 +124,10 @@ def cold_rows(name: str, prompts: int, ratios: Sequence[float]) -> list[dict[str
             ]
             for reading in READINGS
         }
-        for link in ("own", "shared"):
+        for link in ("separate", "shared"):
             head = {"model": name, "setting": setting, "bill": bill, "link": link}
             for method in DEPLOYMENTS:
-                if (link, bill) == ("own", "none"):
+                if (link, bill) == ("separate", "none"):
                     # The deployments start as one function, or as functions of one expert each.
                     cold = deployment_cost(method, system, request).cold_s
                     kind = head | {"method": method, "b": ""}

@@ -1,6 +1,6 @@
-r"""What the paper's state and reward are worth: four cells of one learner, five trainings each.
+r"""What the paper's state and reward are worth: one learner in four settings, five trainings each.
 
-Every cell is soft actor-critic from random weights at 8 requests/s, with the graph
+Each is soft actor-critic from random weights at 8 requests/s, with the graph
 (`agents.sac_han`) or the experts' rows (`agents.baseline_rl`) as its state and the reward
 ``qos_aware`` (Eq. 16) or ``completed_qos``. The paper's SAC-HAN, Baseline RL + DSA and Baseline RL
 are three of them. The trainings come first, with their curves and controls::
@@ -30,16 +30,16 @@ from servegym.experiments.papers import study
 from servegym.experiments.papers.study import Study, command, interval_columns
 from servegym.experiments.studies.routing.learning_curves import FILE, SHUFFLED, played
 
-__all__ = ["CELLS", "EFFECTS", "STUDIES", "effects_of", "main"]
+__all__ = ["SETTINGS", "EFFECTS", "STUDIES", "effects_of", "main"]
 
 RATE = 8.0
-CELLS = {
+SETTINGS = {
     ("graph", "qos_aware"): "learning_sac_han",
     ("graph", "completed_qos"): "learning_baseline_rl_dsa",
     ("rows", "qos_aware"): "learning_baseline_rl_qos_aware",
     ("rows", "completed_qos"): "learning_baseline_rl",
 }
-"""State and reward of a cell -> folder of its trainings in ``--runs``."""
+"""State and reward of a setting -> folder of its trainings in ``--runs``."""
 BESIDE = ("shortest_queue", "least_outstanding", "priced_greedy", "expected_qos")
 """Heuristics whose level is told."""
 EFFECTS = {
@@ -52,35 +52,35 @@ EFFECTS = {
     ("interaction", "reward's effect on the graph over that on the rows"): ((1, -1, -1, 1), False),
     ("both", "SAC-HAN over Baseline RL"): ((1, 0, 0, -1), False),
 }
-"""Factor and level -> weights of the logarithms of the cells, and whether the paper claims it."""
+"""Factor and level -> weights of the settings' logarithms, and whether the paper claims it."""
 
 
 class Options(study.Options):
     """The command line.
 
     Attributes:
-        runs: Folder with the trainings of every cell in a folder of their own.
+        runs: Folder with the trainings of every setting in a folder of their own.
     """
 
     runs: Path
 
 
 def effects_of(
-    cells: Mapping[tuple[str, str], Sequence[ArrayLike]], shortest_queue: float = 0.0
+    settings: Mapping[tuple[str, str], Sequence[ArrayLike]], shortest_queue: float = 0.0
 ) -> list[dict[str, Any]]:
     """The effects of state and reward, and their interaction.
 
     Args:
-        cells: QoS (episodes,) of every training of every cell of `CELLS`, on the same episodes.
-        shortest_queue: QoS of that heuristic; what is compared with a cell below it is marked
+        settings: QoS (episodes,) of every training of each of `SETTINGS`, on the same episodes.
+        shortest_queue: QoS of that heuristic; what is compared with a setting below it is marked
             ``undertrained``.
 
     Returns:
         Rows of ``factor``, ``level``, ``change_pct`` with its interval, ``trainings`` (the fewest
-        of a cell), ``claimed`` and ``undertrained``.
+        of a setting), ``claimed`` and ``undertrained``.
     """
-    named = {f"{state}, {reward}": cells[state, reward] for state, reward in CELLS}
-    level = [over_trainings(cell, statistic=mean).value for cell in named.values()]
+    named = {f"{state}, {reward}": settings[state, reward] for state, reward in SETTINGS}
+    level = [over_trainings(setting, statistic=mean).value for setting in named.values()]
     rows = []
     for (factor, held), (weights, claimed) in EFFECTS.items():
         change = contrast(named, weights, mean)
@@ -94,31 +94,31 @@ def effects_of(
 
 
 def _trainings(folder: Path) -> list[Path]:
-    """The finished trainings of a cell, without its control."""
+    """The finished trainings of a setting, without its control."""
     found = sorted(path.parent for path in folder.glob(f"*/{FILE}"))
     return [run for run in found if SHUFFLED not in run.name]
 
 
 def _comparison(options: Options, *_: Any) -> list[dict[str, Any]]:
-    """Play the last policies of all cells; ``_levels`` are their QoS and that of the heuristics."""
+    """Play the last policies of all settings; ``_levels`` are their QoS and the heuristics'."""
     more = {"episode_requests": 50} if options.quick else {}
-    runs = {cell: _trainings(options.runs / name) for cell, name in CELLS.items()}
-    missing = [CELLS[cell] for cell, own in runs.items() if not own]
+    runs = {setting: _trainings(options.runs / name) for setting, name in SETTINGS.items()}
+    missing = [SETTINGS[setting] for setting, own in runs.items() if not own]
     if missing:
         print(f"comparison: no trainings of {', '.join(missing)} in {options.runs}, left out")
         return []
-    cells = {
-        cell: [played(run / "last.safetensors", RATE, options.episodes, **more) for run in own]
-        for cell, own in runs.items()
+    settings = {
+        setting: [played(run / "last.safetensors", RATE, options.episodes, **more) for run in own]
+        for setting, own in runs.items()
     }
     scores = {
         f"{state} with {reward} ({len(own)} trainings)": own
-        for (state, reward), own in cells.items()
+        for (state, reward), own in settings.items()
     }
     scores |= {name: [played(name, RATE, options.episodes, **more)] for name in BESIDE}
     levels = {name: over_trainings(own, statistic=mean) for name, own in scores.items()}
     point = {"point": f"edge-6-heterogeneous, {RATE:g}/s", "episodes": options.episodes}
-    rows = effects_of(cells, levels["shortest_queue"].value)
+    rows = effects_of(settings, levels["shortest_queue"].value)
     return [point | row | {"_levels": levels} for row in rows]
 
 
@@ -132,8 +132,8 @@ def _notes(options: Options, rows: Sequence[dict[str, Any]]) -> Iterator[Note]:
 
 
 def _facts(options: Options) -> dict[str, Any]:
-    """The arguments of each cell's first training."""
-    found = {name: _trainings(options.runs / name)[0] / FILE for name in CELLS.values()}
+    """The arguments of each setting's first training."""
+    found = {name: _trainings(options.runs / name)[0] / FILE for name in SETTINGS.values()}
     return {name: json.loads(path.read_text(encoding="utf-8")) for name, path in found.items()}
 
 
@@ -143,7 +143,7 @@ STUDIES = (
 
 
 def _add(parser: argparse.ArgumentParser) -> None:
-    words = "folder with the trainings of every cell (runs/learning)"
+    words = "folder with the trainings of every setting (runs/learning)"
     parser.add_argument("--runs", type=Path, default=Path("runs/learning"), help=words)
 
 

@@ -83,7 +83,7 @@ TRAININGS = {
     ),
     "learning_sac_han_rates": Training("sac_han", "", (5.0, 8.0, 10.0), control=False),
 }
-"""Table -> its trainings; the four for 8 requests/s by SAC are the cells of `comparison`."""
+"""Table -> its trainings; the four for 8 requests/s by SAC are the settings of `comparison`."""
 
 SEEDS = (1, 2, 3, 4, 5)
 HEURISTICS = ("least_outstanding", "priced_greedy", "expected_qos")

@@ -99,9 +99,9 @@ def test_ranking_of_made_up_rows(capsys):
         drawn += rows({"c": 0.2, "a": a, "b": 0.4}, profile_draw=draw)
     first, second = ranking(plain, drawn)
     assert (first["policy"], first["next"], second["next"]) == ("a", "b", "c")
-    assert first["difference"] == pytest.approx(0.1) and first["kept"] == 0.75
+    assert first["difference"] == pytest.approx(0.1) and first["share_ahead"] == 0.75
     assert (first["low"], first["high"]) == (pytest.approx(-0.1), pytest.approx(0.1))
-    assert second["kept"] == 1.0 and second["low"] == pytest.approx(0.2)
+    assert second["share_ahead"] == 1.0 and second["low"] == pytest.approx(0.2)
     print_draws(plain, drawn)
     shown = capsys.readouterr().out
     assert "75 %" in shown and "4 draws" in shown

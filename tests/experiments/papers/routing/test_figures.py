@@ -255,11 +255,13 @@ def test_bad_arguments(argv, tmp_path):
 
 
 @pytest.mark.slow
-def test_effects_of_the_four_cells():
+def test_effects_of_the_four_settings():
     hard = np.random.default_rng(0).uniform(0.3, 0.8, 6)
-    worth = dict(zip(routing_comparison.CELLS, (1.32, 1.1, 1.0, 1.0), strict=True))
-    cells = {cell: [factor * hard * luck for luck in (1.0, 0.9)] for cell, factor in worth.items()}
-    rows = {(row["factor"], row["level"]): row for row in routing_comparison.effects_of(cells)}
+    worth = dict(zip(routing_comparison.SETTINGS, (1.32, 1.1, 1.0, 1.0), strict=True))
+    settings = {
+        each: [factor * hard * luck for luck in (1.0, 0.9)] for each, factor in worth.items()
+    }
+    rows = {(row["factor"], row["level"]): row for row in routing_comparison.effects_of(settings)}
 
     def change(*key):
         return rows[key]["change_pct"]
@@ -275,7 +277,9 @@ def test_effects_of_the_four_cells():
     assert claimed == [("state", "completed_qos"), ("reward", "graph")]
     assert all(row["change_pct_low"] < row["change_pct"] for row in rows.values())
     assert not any(row["undertrained"] for row in rows.values())
-    poor = routing_comparison.effects_of(cells, 1.05 * 0.95 * hard.mean())  # above both on the rows
+    poor = routing_comparison.effects_of(
+        settings, 1.05 * 0.95 * hard.mean()
+    )  # above both on the rows
     low = {(row["factor"], row["level"]) for row in poor if row["undertrained"]}
     assert ("state", "completed_qos") in low and ("reward", "graph") not in low
 
@@ -284,7 +288,7 @@ def test_effects_of_the_four_cells():
 def test_comparison_of_small_trainings(tmp_path, capsys):
     runs = tmp_path / "runs"
     argv = ["--quick", "--out", str(tmp_path), "--runs", str(runs), "--episodes", "2"]
-    for (state, reward), name in routing_comparison.CELLS.items():
+    for (state, reward), name in routing_comparison.SETTINGS.items():
         agent = sac_han if state == "graph" else baseline_rl
         for seed in (1, 2):
             given = f"reward={reward}"

@@ -241,7 +241,7 @@ def test_starts_by_hand(b):
 
 def test_cold_starts_against_mix():
     rows = serverless_coldstart.cold_rows(DEEPSEEK, 1, (0.0, 1.0))
-    default = {r["method"]: r for r in rows if (r["setting"], r["link"]) == ("default", "own")}
+    default = {r["method"]: r for r in rows if (r["setting"], r["link"]) == ("default", "separate")}
     assert default["mix"]["over_mix"] == default["b = 0"]["over_mix"] == 1
     assert 0.5 < default["b = 0.5"]["over_mix"] < 0.6
     for row in rows:  # a mean of maxima

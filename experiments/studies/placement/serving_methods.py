@@ -1,26 +1,26 @@
-r"""Placements, caches and forwarding with equal rights: every router, 1, 5 and 10 times the load.
+r"""Placements, caches and forwarding with every router at 1, 5 and 10 times the load.
 
 ::
 
-    python -m servegym.experiments.studies.placement.equal_rights --resume
+    python -m servegym.experiments.studies.placement.serving_methods --resume
 
-A *way of serving* is a placement algorithm whose layers return to the request's server, a cache
-that fetches what it lacks from host memory, or forwarding, where the hidden states move on to a
-server that holds the next layer whole. Each way is played with every router on validation episodes;
-the router with the least mean latency is then played once on the evaluation episodes. So is the
-best way of each kind chosen: by validation, never by evaluation. Validation episodes have seeds of
-their own and draw the prompts of the training split, since that for validation has one summary;
-placements are planned there from the prompts for validation.
+A *method* is a placement algorithm whose layers return to the request's server, a cache that
+fetches what it lacks from host memory, or forwarding, where the hidden states move on to a server
+that holds the next layer whole. Each method is played with every router on validation episodes; the
+router with the least mean latency is then played once on the evaluation episodes. Validation
+chooses the best method of each kind, too. Its episodes have seeds of their own and draw the prompts
+of the training split, since the validation split has one summary; placements are planned there from
+the prompts for validation.
 
-* ``rights``: every way in the six scenarios, those of constant tasks with 1, 5 and 10 times the
-  arrivals, too. A way that is overloaded at a load is not played at a higher one. Placements are
+* ``methods``: every method in the six scenarios, those of constant tasks with 1, 5 and 10 times the
+  arrivals, too. A method that is overloaded at a load is not played at a higher one. Placements are
   planned for requests that are served at home but for ``latency_local_search``, which simulates
   the router that it is played with. In ``drift``
   placements load weights over the network while caches find all of them in host memory;
   ``drift, host`` gives placements the host memory, too, and ``host memory for half`` lets caches
   find half of the experts there and read the others from a drive.
-* ``saturation``: the best way of each kind under more and more arrivals, until twice the time of
-  arrivals raises the mean by more than 20 %. At loads that ``rights`` has not, its router is that
+* ``saturation``: the best method of each kind under more and more arrivals, until twice the time of
+  arrivals raises the mean by more than 20 %. At loads that ``methods`` has not, its router is that
   at the normal load.
 
 ``bound_s`` is the latency of the same requests if each were alone, all of its experts on the
@@ -55,7 +55,7 @@ from servegym.experiments.papers.plotting import Lines
 from servegym.experiments.papers.study import RESULTS, Study, command
 from servegym.experiments.papers.verdicts import pick, split
 
-__all__ = ["SCENARIOS", "STUDIES", "WAYS", "Way", "alone_s", "main"]
+__all__ = ["SCENARIOS", "STUDIES", "METHODS", "Method", "alone_s", "main"]
 
 EPISODES, VALIDATION_EPISODES = 5, 2
 LARGE_EPISODES = 3
@@ -80,8 +80,8 @@ LARGE_EPOCH_S = 60.0
 """Seconds of an epoch with more arrivals at the 48 servers of `LARGE`."""
 
 
-class Way(NamedTuple):
-    """A way of serving.
+class Method(NamedTuple):
+    """A method of serving.
 
     Attributes:
         name: What the table calls it.
@@ -98,44 +98,44 @@ class Way(NamedTuple):
     loads: tuple[float, ...] = LOADS[:1]
 
 
-def _caches(name: str, cache: str, loads: tuple[float, ...] = LOADS[:1], **host: float) -> Way:
+def _caches(name: str, cache: str, loads: tuple[float, ...] = LOADS[:1], **host: float) -> Method:
     """Caches whose fetches cost no message: 12 GB/s alone are MoE-Infinity's published times."""
     kwargs = {
         "serving": "offload",
         "cache": cache,
         "cluster_kwargs": {"fetch_overhead_s": 0.0} | host,
     }
-    return Way(f"caches, {name}", "caches", "keep", kwargs, loads)
+    return Method(f"caches, {name}", "caches", "keep", kwargs, loads)
 
 
 _FORWARD = {"execution": "forward"}
-WAYS = (
-    *(Way(name, "placement", name, {}) for name in ("redundance", "eplb_global", "prism")),
-    Way("proxy_optimum", "placement", "proxy_optimum", {}, LOADS),
-    Way("whole_layer", "placement", "whole_layer", {}, LOADS),
-    Way("latency_dp", "placement", "latency_dp", {}),
-    Way("latency_local_search", "placement", "latency_local_search", {}),
+METHODS = (
+    *(Method(name, "placement", name, {}) for name in ("redundance", "eplb_global", "prism")),
+    Method("proxy_optimum", "placement", "proxy_optimum", {}, LOADS),
+    Method("whole_layer", "placement", "whole_layer", {}, LOADS),
+    Method("latency_dp", "placement", "latency_dp", {}),
+    Method("latency_local_search", "placement", "latency_local_search", {}),
     _caches("lru", "lru"),
     _caches("lfu", "lfu", LOADS),
     _caches("activation aware", "activation_aware"),
     _caches("lfu, host memory for half", "lfu", host_bytes=14.4e9),
-    Way("forward", "forwarding", "forward", _FORWARD, LOADS),
-    Way("forward, whole_layer", "forwarding", "whole_layer", _FORWARD, LOADS),
+    Method("forward", "forwarding", "forward", _FORWARD, LOADS),
+    Method("forward, whole_layer", "forwarding", "whole_layer", _FORWARD, LOADS),
 )
-KINDS = tuple(dict.fromkeys(way.kind for way in WAYS))
+KINDS = tuple(dict.fromkeys(method.kind for method in METHODS))
 
 
 class Options(study.Options):
     """The command line.
 
     Attributes:
-        scenarios, ways: Names of those to measure.
-        loads: Loads of ``rights``.
+        scenarios, methods: Names of those to measure.
+        loads: Loads of ``methods``.
         resume: Whether rows that the table has already are not measured again.
     """
 
     scenarios: Sequence[str]
-    ways: Sequence[str]
+    methods: Sequence[str]
     loads: Sequence[float]
     resume: bool
 
@@ -173,7 +173,7 @@ def alone_s(problem: Problem, episode: PlacementEpisode) -> float:
     return float(np.mean(first[requests.prompt] + (requests.outputs - 1) * step))
 
 
-def _validation(way: Way, kwargs: Mapping[str, Any], episodes: int) -> dict[str, float]:
+def _validation(method: Method, kwargs: Mapping[str, Any], episodes: int) -> dict[str, float]:
     """Mean latency on validation episodes by router."""
     return {
         router: float(
@@ -182,10 +182,10 @@ def _validation(way: Way, kwargs: Mapping[str, Any], episodes: int) -> dict[str,
                     run["mean_latency_s"]
                     for run in evaluate(
                         ENV_ID,
-                        [way.policy],
+                        [method.policy],
                         episodes,
                         VALIDATION_SEED,
-                        {**kwargs, **way.env_kwargs, "router": router, "split": "train"},
+                        {**kwargs, **method.env_kwargs, "router": router, "split": "train"},
                     )
                 ]
             )
@@ -199,18 +199,20 @@ PLAIN = ("local_call_ratio", "remote_layer_ratio", "requests", "doubled_s", "ove
 
 
 def _row(
-    scenario: str, load: float, way: Way, options: Options, router: str | None
+    scenario: str, load: float, method: Method, options: Options, router: str | None
 ) -> dict[str, Any]:
-    """A way at a load: its router, by validation unless given, and its evaluation episodes."""
+    """A method at a load: its router, by validation unless given, and its evaluation episodes."""
     kwargs = arguments(scenario, load, options.quick)
     episodes = min(options.episodes, LARGE_EPISODES) if scenario == LARGE else options.episodes
     by_router: dict[str, float] = {}
     if router is None:
-        by_router = _validation(way, kwargs, VALIDATION_EPISODES)
+        by_router = _validation(method, kwargs, VALIDATION_EPISODES)
         router = min(by_router, key=by_router.__getitem__)
-    point = {"scenario": scenario, "load": load, "way": way.name, "kind": way.kind}
+    point = {"scenario": scenario, "load": load, "method": method.name, "kind": method.kind}
     point |= {"router": router, "episodes": episodes}
-    (found,) = measure(point, [way.policy], episodes, **kwargs, **way.env_kwargs, router=router)
+    (found,) = measure(
+        point, [method.policy], episodes, **kwargs, **method.env_kwargs, router=router
+    )
     row = dict(point)
     for key in COLUMNS:
         row |= {f"{key}{end}": found[f"{key}{end}"] for end in ("", "_low", "_high")}
@@ -229,8 +231,8 @@ def _alone(kwargs: Mapping[str, Any], episodes: int) -> list[float]:
     return found
 
 
-KEY = ("scenario", "load", "way")
-TEXT = ("scenario", "way", "kind", "router", "episodes_s")
+KEY = ("scenario", "load", "method")
+TEXT = ("scenario", "method", "kind", "router", "episodes_s")
 
 
 def _table(options: Options, stem: str) -> Table:
@@ -243,40 +245,44 @@ def _extend(
     options: Options,
     scenario: str,
     load: float,
-    way: Way,
+    method: Method,
     router: str | None = None,
 ) -> Mapping[str, Any]:
-    """The row of a way at a load, added unless the table has it.
+    """The row of a method at a load, added unless the table has it.
 
-    A way that is overloaded at a lower load is not played: its row has no latency.
+    A method that is overloaded at a lower load is not played: its row has no latency.
     """
-    key = (scenario, load, way.name)
+    key = (scenario, load, method.name)
     if table.missing([key]):
-        lower = [row for row in table.rows if (row["scenario"], row["way"]) == key[::2]]
+        lower = [row for row in table.rows if (row["scenario"], row["method"]) == key[::2]]
         if any(row["overloaded"] and row["load"] < load for row in lower):
-            point = {"scenario": scenario, "load": load, "way": way.name, "kind": way.kind}
+            point = {"scenario": scenario, "load": load, "method": method.name, "kind": method.kind}
             table.update([point | {"router": "-", "overloaded": 1.0}])
         else:
-            table.update([_row(scenario, load, way, options, router)])
+            table.update([_row(scenario, load, method, options, router)])
     return next(row for row in table.rows if table.key_of(row) == key)
 
 
-def _rights(options: Options, *_: Any) -> list[dict[str, Any]]:
-    """Every way at every load in every scenario."""
-    table = _table(options, "equal_rights")
+def _methods(options: Options, *_: Any) -> list[dict[str, Any]]:
+    """Every method at every load in every scenario."""
+    table = _table(options, "serving_methods")
     for load in LOADS[:1] if options.quick else options.loads:
         for scenario in options.scenarios:
-            for way in (way for way in WAYS if way.name in options.ways and load in way.loads):
-                if _possible(way, scenario, load):
-                    _extend(table, options, scenario, load, way)
+            for method in (
+                method
+                for method in METHODS
+                if method.name in options.methods and load in method.loads
+            ):
+                if _possible(method, scenario, load):
+                    _extend(table, options, scenario, load, method)
     return table.rows
 
 
-def _possible(way: Way, scenario: str, load: float) -> bool:
-    """Whether a way is there and differs from what it is in another scenario."""
+def _possible(method: Method, scenario: str, load: float) -> bool:
+    """Whether a method is there and differs from what it is in another scenario."""
     if scenario.startswith("drift") and load > 1:  # too short for the tasks to rotate
         return False
-    return way.kind == "placement" or scenario != "drift, host"
+    return method.kind == "placement" or scenario != "drift, host"
 
 
 def best(rows: Sequence[Mapping[str, Any]], kind: str) -> Mapping[str, Any] | None:
@@ -303,7 +309,7 @@ def as_text(found: Interval) -> str:
 
 
 def _seconds(row: Mapping[str, Any]) -> str:
-    """A latency with its interval, or that the way is overloaded."""
+    """A latency with its interval, or that the method is overloaded."""
     if row["overloaded"]:
         return "overloaded"
     low, high = (row[f"mean_latency_s_{end}"] for end in ("low", "high"))
@@ -311,7 +317,7 @@ def _seconds(row: Mapping[str, Any]) -> str:
 
 
 def _findings(options: Options, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The best way of each kind at each point, forwarding against the others on its episodes."""
+    """The best method of each kind at each point, forwarding against the others on its episodes."""
     notes = []
     for scenario, load in sorted({(row["scenario"], row["load"]) for row in rows}):
         own = pick(rows, scenario=scenario, load=load)
@@ -319,32 +325,32 @@ def _findings(options: Options, rows: Sequence[Mapping[str, Any]]) -> list[dict[
         if not winners:
             continue
         listed = [
-            f"{row['way']} (router {row['router']}) {_seconds(row)}" for row in winners.values()
+            f"{row['method']} (router {row['router']}) {_seconds(row)}" for row in winners.values()
         ]
         text = f"{scenario}, {load:g} x the arrivals: {'; '.join(listed)}"
         data: dict[str, Any] = {"scenario": scenario, "load": load}
-        data["best"] = {kind: row["way"] for kind, row in winners.items()}
+        data["best"] = {kind: row["method"] for kind, row in winners.items()}
         forward = winners.get("forwarding")
         for kind, row in winners.items():
             if forward is not None and kind != "forwarding":
                 if not (row["overloaded"] or forward["overloaded"]):
                     found = change(latencies(forward), latencies(row))
-                    text += f"; forwarding against {row['way']} {as_text(found)}"
+                    text += f"; forwarding against {row['method']} {as_text(found)}"
                     data[f"forwarding_against_{kind}_pct"] = list(found)
         bound = next(row["bound_s"] for row in own if not math.isnan(row["bound_s"]))
         notes.append(note(f"{text}; a request alone {bound:.2f} s.", **data, bound_s=bound))
     known = {tuple(row[key] for key in KEY) for row in rows}
     wanted = [
-        (scenario, load, way.name)
+        (scenario, load, method.name)
         for scenario in SCENARIOS
-        for way in WAYS
-        for load in way.loads
-        if _possible(way, scenario, load)
+        for method in METHODS
+        for load in method.loads
+        if _possible(method, scenario, load)
     ]
     missing = [
-        f"{way} in {scenario} at {load:g} x"
-        for scenario, load, way in wanted
-        if (scenario, load, way) not in known
+        f"{method} in {scenario} at {load:g} x"
+        for scenario, load, method in wanted
+        if (scenario, load, method) not in known
     ]
     if missing:
         notes.append(note(f"Not played: {'; '.join(missing)}.", missing=missing))
@@ -352,41 +358,42 @@ def _findings(options: Options, rows: Sequence[Mapping[str, Any]]) -> list[dict[
 
 
 def _saturation(options: Options, *_: Any) -> list[dict[str, Any]]:
-    """The best way of each kind, by validation at the normal load, until it is overloaded."""
-    paths = [folder / "equal_rights.csv" for folder in (options.out, RESULTS / "placement")]
+    """The best method of each kind, by validation at the normal load, until it is overloaded."""
+    paths = [folder / "serving_methods.csv" for folder in (options.out, RESULTS / "placement")]
     found = next(path for path in paths if path.exists())
     known = Table(found, KEY, text=TEXT, empty=math.nan).rows
     table = _table(options, "saturation")
-    best_ways = set()
+    best_methods = set()
     for scenario in options.scenarios:
         for kind in ("placement", "caches", "forwarding"):
             row = best(pick(known, scenario=scenario, load=1.0), kind)
             if row is None:
                 continue
-            best_ways.add((scenario, row["way"]))
-            table.update(pick(known, scenario=scenario, way=row["way"]))
-            way = next(way for way in WAYS if way.name == row["way"])
+            best_methods.add((scenario, row["method"]))
+            table.update(pick(known, scenario=scenario, method=row["method"]))
+            method = next(method for method in METHODS if method.name == row["method"])
             for load in sorted({*MORE_LOADS, *LOADS}):
-                if _extend(table, options, scenario, load, way, row["router"])["overloaded"]:
+                if _extend(table, options, scenario, load, method, row["router"])["overloaded"]:
                     break
     return [
         row
         for row in table.rows
-        if row["scenario"] not in options.scenarios or (row["scenario"], row["way"]) in best_ways
+        if row["scenario"] not in options.scenarios
+        or (row["scenario"], row["method"]) in best_methods
     ]
 
 
 def _limits(options: Options, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Between which loads each way's queues begin to grow."""
+    """Between which loads each method's queues begin to grow."""
     notes = []
-    for at, own in split(rows, "scenario", "way"):
-        scenario, way = at["scenario"], at["way"]
+    for at, own in split(rows, "scenario", "method"):
+        scenario, method = at["scenario"], at["method"]
         grow = [row["load"] for row in own if row["overloaded"]]
         holds = [row["load"] for row in own if not row["overloaded"]]
         last, first = max(holds, default=0.0), min(grow, default=math.inf)
-        text = f"{scenario}, {way}: holds {last:g} x the arrivals"
+        text = f"{scenario}, {method}: holds {last:g} x the arrivals"
         text += "." if math.isinf(first) else f", is overloaded at {first:g} x."
-        notes.append(note(text, scenario=scenario, way=way, holds=last, overloaded_at=first))
+        notes.append(note(text, scenario=scenario, method=method, holds=last, overloaded_at=first))
     missing = [name for name in SCENARIOS if name not in {row["scenario"] for row in rows}]
     if missing:
         notes.append(note(f"Not played: {', '.join(missing)}.", missing=missing))
@@ -399,7 +406,7 @@ def _facts(options: Options) -> dict[str, Any]:
 
 
 STUDIES = (
-    Study("equal_rights", "rights", _rights, notes=_findings, facts=_facts),
+    Study("serving_methods", "methods", _methods, notes=_findings, facts=_facts),
     Study(
         "saturation",
         "saturation",
@@ -408,7 +415,7 @@ STUDIES = (
         picture=Lines(
             x="load",
             y="mean_latency_s",
-            line="way",
+            line="method",
             panels="scenario",
             where=lambda row: not row["overloaded"],
             log="xy",
@@ -419,10 +426,10 @@ STUDIES = (
 
 
 def _add(parser: argparse.ArgumentParser) -> None:
-    add, names, every = parser.add_argument, [way.name for way in WAYS], list(SCENARIOS)
+    add, names, every = parser.add_argument, [method.name for method in METHODS], list(SCENARIOS)
     add("--scenarios", nargs="+", choices=every, default=every, help="(all)")
-    add("--loads", nargs="+", type=float, choices=LOADS, default=LOADS, help="of `rights` (all)")
-    add("--ways", nargs="+", choices=names, default=names, help="(all)")
+    add("--loads", nargs="+", type=float, choices=LOADS, default=LOADS, help="of `methods` (all)")
+    add("--methods", nargs="+", choices=names, default=names, help="(all)")
     add("--resume", action="store_true", help="measure only what is missing")
 
 
