@@ -9,6 +9,7 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.vector.utils import create_empty_array
 
+from servegym.envs._batch import Batch
 from servegym.envs.expert_placement import decode
 from servegym.envs.expert_placement.config import Problem
 from servegym.envs.expert_placement.simulator import (
@@ -408,7 +409,7 @@ class PlacementEpisode:
         self.local_ratio = state.local_ratio.copy()
 
 
-class PlacementBatch:
+class PlacementBatch(Batch):
     """B systems of one problem, advanced one after the other: a step of one is many events.
 
     Attributes:
@@ -478,7 +479,3 @@ class PlacementBatch:
         """Put a copied system back in a row and write its observation."""
         self.episodes[row].restore(state)
         self.begin(np.arange(len(self.episodes)) == row)
-
-    def fresh_observation(self) -> dict[str, np.ndarray]:
-        """A copy of the observation."""
-        return {name: part.copy() for name, part in self.observation.items()}

@@ -9,6 +9,7 @@ import numpy as np
 from gymnasium import spaces
 
 from servegym._jit import compile_kernels
+from servegym.envs._batch import Batch
 from servegym.envs.serverless_moe import kernel
 from servegym.envs.serverless_moe.config import Problem
 from servegym.envs.serverless_moe.records import Request
@@ -110,7 +111,7 @@ _SLICES = {
 }
 
 
-class ServerlessBatch:
+class ServerlessBatch(Batch):
     """B independent systems of one problem, advanced together by the kernel.
 
     Attributes:
@@ -335,12 +336,6 @@ class ServerlessBatch:
         log["prompt"], log["gap_s"] = asked["prompt"], asked["gap"]
         log["prompt_tokens"], log["output_tokens"] = asked["n_in"], asked["n_out"]
         return log
-
-    def fresh_observation(self) -> Any:
-        """A copy of the observation."""
-        if isinstance(self.observation, dict):
-            return {name: part.copy() for name, part in self.observation.items()}
-        return self.observation.copy()
 
     def __getstate__(self) -> dict[str, Any]:
         return {

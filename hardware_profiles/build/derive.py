@@ -438,17 +438,7 @@ def fleets() -> dict[str, dict[str, Any]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line: write the derived profiles and the fleet files.
-
-    Args:
-        arguments: the command line; ``sys.argv`` by default.
-
-    Returns:
-        0.
-
-    Raises:
-        ValueError: naming what cannot be used.
-    """
+    """Command line: write the derived profiles and the fleet files."""
     parser = argparse.ArgumentParser(
         prog="python -m servegym.hardware_profiles.build.derive",
         description="Derived cards (needs the published tables), linear profiles and fleets.",

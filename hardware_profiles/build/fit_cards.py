@@ -716,17 +716,7 @@ def method_error(data: str | Path, truth: Profile) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line: write the fitted cards.
-
-    Args:
-        arguments: the command line; ``sys.argv`` by default.
-
-    Returns:
-        0.
-
-    Raises:
-        ValueError: naming what cannot be used.
-    """
+    """Command line: write the fitted cards."""
     parser = argparse.ArgumentParser(
         prog="python -m servegym.hardware_profiles.build.fit_cards",
         description="Cards fitted from kernel tables of single products and attention.",

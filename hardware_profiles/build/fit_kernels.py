@@ -756,14 +756,7 @@ def method_error(content: Mapping[str, Any], data: Path) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line: write the kernel tables.
-
-    Args:
-        arguments: the command line; ``sys.argv`` by default.
-
-    Returns:
-        0.
-    """
+    """Command line: write the kernel tables."""
     parser = argparse.ArgumentParser(
         prog="python -m servegym.hardware_profiles.build.fit_kernels",
         description="Kernel tables by shape, a file a card.",

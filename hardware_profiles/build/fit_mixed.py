@@ -241,14 +241,7 @@ def with_mixed(content: Mapping[str, Any], mixed: Mapping[str, Any]) -> dict[str
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line: write the law into the data files of the package.
-
-    Args:
-        arguments: the command line; ``sys.argv`` by default.
-
-    Returns:
-        0.
-    """
+    """Command line: write the law into the data files of the package."""
     parser = argparse.ArgumentParser(
         prog="python -m servegym.hardware_profiles.build.fit_mixed",
         description=(__doc__ or "").splitlines()[0],

@@ -404,17 +404,7 @@ def _against_profiler(path: Path, layer: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line: write the layer profiles.
-
-    Args:
-        arguments: the command line; ``sys.argv`` by default.
-
-    Returns:
-        0.
-
-    Raises:
-        ValueError: naming what cannot be used.
-    """
+    """Command line: write the layer profiles."""
     parser = argparse.ArgumentParser(
         prog="python -m servegym.hardware_profiles.build.fit_moe",
         description="Mixture-of-experts layers from kernel tables.",

@@ -441,17 +441,7 @@ def fit(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line: fit the constants and write the file.
-
-    Args:
-        arguments: The command line; ``sys.argv`` by default.
-
-    Returns:
-        0.
-
-    Raises:
-        ValueError: naming what cannot be used.
-    """
+    """Command line: fit the constants and write the file."""
     parser = argparse.ArgumentParser(
         prog="python -m servegym.hardware_profiles.build.fit_serverless",
         description="Fit the constants of serverless serving to measurements.",

@@ -103,14 +103,7 @@ def _table(made: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line: print the table and write it.
-
-    Args:
-        arguments: The command line; ``sys.argv`` by default.
-
-    Returns:
-        0.
-    """
+    """Command line: print the table and write it."""
     parser = argparse.ArgumentParser(
         prog="python -m servegym.experiments.studies.fidelity.composed",
         description=(__doc__ or "").splitlines()[0],

@@ -224,17 +224,7 @@ def light_rows(run: MeasuredRun, profile: Profile, count: int) -> list[dict[str,
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line: print and write what is seen of the host.
-
-    Args:
-        arguments: The command line; ``sys.argv`` by default.
-
-    Returns:
-        0.
-
-    Raises:
-        ValueError: If a run cannot be used.
-    """
+    """Command line: print and write what is seen of the host."""
     parser = argparse.ArgumentParser(prog="python -m servegym.experiments.studies.fidelity.host")
     add = parser.add_argument
     add("run", type=Path, help="folder of a measured run")

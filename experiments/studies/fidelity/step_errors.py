@@ -340,14 +340,7 @@ def stated(rows: Sequence[Mapping[str, Any]], name: str) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line: compute the errors, write the table and the profiles' files.
-
-    Args:
-        arguments: The command line; ``sys.argv`` by default.
-
-    Returns:
-        0.
-    """
+    """Command line: compute the errors, write the table and the profiles' files."""
     parser = argparse.ArgumentParser(
         prog="python -m servegym.experiments.studies.fidelity.step_errors"
     )
