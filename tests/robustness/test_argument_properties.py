@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
+from collections import defaultdict
 from typing import Any, NamedTuple
 
 import gymnasium as gym
@@ -45,7 +46,7 @@ from .argument_strategies import (
 )
 
 EXAMPLES = int(os.environ.get("SERVEGYM_EXAMPLES", 0))
-LIMITS = {"routing": 28, "serverless": 13, "placement": 6, "prefix": 28}
+LIMITS = defaultdict(lambda: 28, serverless=13, placement=6)
 """Steps of an episode that are compared; rows of small systems go over two ends within them."""
 
 
