@@ -356,7 +356,7 @@ def render(
 @_clear_errors
 def figures(
     context: typer.Context,
-    family: Annotated[str, typer.Argument(help="A family: routing, serverless or placement.")],
+    family: Annotated[str, typer.Argument(help="A family, see `servegym list`.")],
     only: Annotated[
         list[str] | None, typer.Option(help="Run this figure alone; repeatable.", metavar="NAME")
     ] = None,

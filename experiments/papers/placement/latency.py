@@ -19,7 +19,7 @@ from servegym.envs.expert_placement.config import build_problem
 from servegym.envs.expert_placement.simulator import Requests, Simulator
 from servegym.experiments.evaluation.tables import Note, note
 from servegym.experiments.papers.placement.claims import CLAIMS
-from servegym.experiments.papers.placement.common import (
+from servegym.experiments.papers.placement.measuring import (
     SEED,
     change,
     drive,

@@ -19,7 +19,7 @@ from servegym.baselines.expert_placement.system import PlacementSystem
 from servegym.envs.expert_placement.config import Problem, build_problem
 from servegym.envs.expert_placement.simulator import Requests
 from servegym.experiments.papers.placement.claims import CLAIMS
-from servegym.experiments.papers.placement.common import (
+from servegym.experiments.papers.placement.measuring import (
     SEED,
     change,
     drive,

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from servegym._command_line import run_main
-from servegym.experiments.papers.placement.common import findings, measure, setting
+from servegym.experiments.papers.placement.measuring import findings, measure, setting
 from servegym.experiments.papers.plotting import Lines
 from servegym.experiments.papers.study import Options, Study, command, ends
 

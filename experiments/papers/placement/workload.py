@@ -19,7 +19,7 @@ from servegym.baselines.expert_placement.prism import prism
 from servegym.envs.expert_placement.config import build_problem
 from servegym.envs.workloads.activations import Activations, load_activations
 from servegym.experiments.evaluation.tables import Note
-from servegym.experiments.papers.placement.common import interval, setting
+from servegym.experiments.papers.placement.measuring import interval, setting
 from servegym.experiments.papers.plotting import Lines
 from servegym.experiments.papers.study import Options, Study, command, ends, interval_columns
 from servegym.experiments.papers.verdicts import pick, split

@@ -19,7 +19,7 @@ from servegym.experiments.evaluation.resolve import resolve
 from servegym.experiments.evaluation.tables import Note, note
 from servegym.experiments.papers.plotting import Bars, Lines
 from servegym.experiments.papers.routing.claims import CLAIMS
-from servegym.experiments.papers.routing.common import (
+from servegym.experiments.papers.routing.measuring import (
     ENV_ID,
     Options,
     Study,

@@ -24,7 +24,7 @@ from servegym.experiments.papers.routing.claims import (
     RETRAINED,
     RIVALS,
 )
-from servegym.experiments.papers.routing.common import (
+from servegym.experiments.papers.routing.measuring import (
     ENV_ID,
     Options,
     Study,

@@ -19,7 +19,7 @@ from servegym._command_line import run_main
 from servegym.experiments.evaluation.tables import Note
 from servegym.experiments.papers.plotting import Bars, Lines
 from servegym.experiments.papers.routing.claims import AT_N, CLAIMS, OVER_L
-from servegym.experiments.papers.routing.common import (
+from servegym.experiments.papers.routing.measuring import (
     BASELINES,
     Options,
     Study,

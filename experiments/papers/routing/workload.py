@@ -14,7 +14,7 @@ from servegym._command_line import run_main
 from servegym.envs.workloads import load_catalog, make_arrivals
 from servegym.experiments.evaluation.play import DEFAULT_SEED, make_envs
 from servegym.experiments.papers.plotting import Lines
-from servegym.experiments.papers.routing.common import ENV_ID
+from servegym.experiments.papers.routing.measuring import ENV_ID
 from servegym.experiments.papers.study import Options, Study, command
 from servegym.hardware_profiles import load_fleet
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from servegym.experiments.papers.serverless.common import BILLS, SYNTHETIC
+from servegym.experiments.papers.serverless.billing import BILLS, SYNTHETIC
 from servegym.experiments.papers.verdicts import (
     AGREES,
     DIRECTION,

@@ -25,8 +25,7 @@ from servegym.envs.serverless_moe.loads import Load
 from servegym.envs.serverless_moe.rivals import DEPLOYMENTS, deployment_cost
 from servegym.envs.workloads.activations import load_activations
 from servegym.experiments.papers.plotting import Bars
-from servegym.experiments.papers.serverless.claims import CLAIMS
-from servegym.experiments.papers.serverless.common import (
+from servegym.experiments.papers.serverless.billing import (
     BILLS,
     MODELS,
     N_IN,
@@ -41,6 +40,7 @@ from servegym.experiments.papers.serverless.common import (
     recorded_request,
     with_interval,
 )
+from servegym.experiments.papers.serverless.claims import CLAIMS
 from servegym.experiments.papers.study import Study, command
 from servegym.experiments.papers.verdicts import found_for
 from servegym.hardware_profiles.serverless import load_constants

@@ -22,8 +22,8 @@ from typing import Any
 
 from servegym._command_line import run_main
 from servegym.experiments.papers.plotting import Bars, Lines
+from servegym.experiments.papers.serverless.billing import BILLS, MODELS, N_IN, N_OUT, SYNTHETIC
 from servegym.experiments.papers.serverless.claims import CLAIMS
-from servegym.experiments.papers.serverless.common import BILLS, MODELS, N_IN, N_OUT, SYNTHETIC
 from servegym.experiments.papers.serverless.methods import KEY, Setting, serve
 from servegym.experiments.papers.study import Options, Study, command, ends
 from servegym.experiments.papers.verdicts import found_for

@@ -30,7 +30,7 @@ from servegym.envs.serverless_moe.rivals import deployment_cost
 from servegym.envs.workloads.activations import load_activations
 from servegym.experiments.evaluation.tables import Note
 from servegym.experiments.papers.plotting import Lines
-from servegym.experiments.papers.serverless.common import (
+from servegym.experiments.papers.serverless.billing import (
     MODELS,
     N_IN,
     N_OUT,

@@ -22,7 +22,7 @@ from servegym.envs.serverless_moe import equations as eq
 from servegym.envs.serverless_moe.loads import Load
 from servegym.envs.serverless_moe.rivals import DEPLOYMENTS, deployment_cost
 from servegym.envs.workloads.activations import Activations, load_activations
-from servegym.experiments.papers.serverless.common import (
+from servegym.experiments.papers.serverless.billing import (
     BILLS,
     N_IN,
     N_OUT,

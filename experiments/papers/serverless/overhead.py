@@ -22,7 +22,7 @@ from servegym.envs.serverless_moe.loads import Load
 from servegym.envs.workloads.activations import Activations, load_activations
 from servegym.experiments.evaluation.tables import Note
 from servegym.experiments.papers.plotting import Bars
-from servegym.experiments.papers.serverless.common import (
+from servegym.experiments.papers.serverless.billing import (
     MODELS,
     N_IN,
     N_OUT,

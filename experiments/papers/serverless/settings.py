@@ -24,7 +24,7 @@ from servegym.envs.serverless_moe.config import (
 )
 from servegym.envs.workloads.activations import MoeModel, load_activations, load_model
 from servegym.experiments.evaluation.tables import Note, note
-from servegym.experiments.papers.serverless.common import MODELS, N_IN, PROMPTS
+from servegym.experiments.papers.serverless.billing import MODELS, N_IN, PROMPTS
 from servegym.experiments.papers.study import Options, Study, command
 from servegym.hardware_profiles.serverless import FEES, GPUS, ORIGINS
 

@@ -19,13 +19,13 @@ from servegym._command_line import run_main
 from servegym.baselines.serverless_moe.prediction import js_divergence
 from servegym.envs.workloads.activations import Activations, load_activations
 from servegym.experiments.papers.plotting import Bars
-from servegym.experiments.papers.serverless.claims import CLAIMS
-from servegym.experiments.papers.serverless.common import (
+from servegym.experiments.papers.serverless.billing import (
     MODELS,
     PROMPTS,
     held_out,
     with_interval,
 )
+from servegym.experiments.papers.serverless.claims import CLAIMS
 from servegym.experiments.papers.study import Options, Study, command
 from servegym.experiments.papers.verdicts import found_for
 

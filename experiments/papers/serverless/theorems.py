@@ -50,8 +50,8 @@ from servegym.envs.serverless_moe.sets import least_used_first, remote_count
 from servegym.envs.workloads.activations import Activations, load_activations, load_model
 from servegym.experiments.evaluation.stats import mean, stratified_bootstrap
 from servegym.experiments.papers.plotting import Lines
+from servegym.experiments.papers.serverless.billing import MODELS, PROMPTS
 from servegym.experiments.papers.serverless.claims import CLAIMS
-from servegym.experiments.papers.serverless.common import MODELS, PROMPTS
 from servegym.experiments.papers.study import Options, Study, command
 from servegym.experiments.papers.verdicts import found_for
 

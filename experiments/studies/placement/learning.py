@@ -40,7 +40,7 @@ from servegym.experiments.evaluation.evaluate import DEFAULT_SEED, evaluate
 from servegym.experiments.evaluation.stats import mean, over_trainings, relative_change
 from servegym.experiments.evaluation.tables import Note, note
 from servegym.experiments.papers import study
-from servegym.experiments.papers.placement.common import ENV_ID, setting
+from servegym.experiments.papers.placement.measuring import ENV_ID, setting
 from servegym.experiments.papers.plotting import Lines
 from servegym.experiments.papers.study import Study, command, interval_columns
 from servegym.experiments.papers.verdicts import split

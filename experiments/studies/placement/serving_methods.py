@@ -43,7 +43,7 @@ from servegym.experiments.evaluation.evaluate import evaluate
 from servegym.experiments.evaluation.stats import Interval
 from servegym.experiments.evaluation.tables import Table, note
 from servegym.experiments.papers import study
-from servegym.experiments.papers.placement.common import (
+from servegym.experiments.papers.placement.measuring import (
     ENV_ID,
     SEED,
     change,

@@ -33,7 +33,7 @@ from servegym.experiments.evaluation.stats import over_trainings
 from servegym.experiments.evaluation.tables import Note, note
 from servegym.experiments.papers import study
 from servegym.experiments.papers.plotting import Lines
-from servegym.experiments.papers.serverless.common import MODELS
+from servegym.experiments.papers.serverless.billing import MODELS
 from servegym.experiments.papers.study import Study, command, interval_columns
 
 __all__ = ["STUDIES", "Options", "Shuffled", "curves", "main", "seconds_to"]

@@ -29,7 +29,7 @@ from servegym.experiments.evaluation.evaluate import DEFAULT_SEED, evaluate
 from servegym.experiments.evaluation.stats import mean, paired_difference
 from servegym.experiments.evaluation.tables import Note, note
 from servegym.experiments.papers.plotting import Bars
-from servegym.experiments.papers.serverless.common import MODELS, gpu_kind, with_interval
+from servegym.experiments.papers.serverless.billing import MODELS, gpu_kind, with_interval
 from servegym.experiments.papers.study import Options, Study, command, ends, interval_columns
 from servegym.experiments.papers.verdicts import split
 from servegym.hardware_profiles.serverless import GPUS

@@ -7,7 +7,7 @@ from scipy.stats import t
 from servegym.experiments.evaluation.output import read_rows, write_csv
 from servegym.experiments.papers.claims import CLAIMS, TITLES, findings, main
 from servegym.experiments.papers.placement.claims import unpaired
-from servegym.experiments.papers.placement.common import interval
+from servegym.experiments.papers.placement.measuring import interval
 from servegym.experiments.papers.routing.claims import RETRAINED, ahead
 from servegym.experiments.papers.verdicts import OPEN, Claim, found_for, judge, split
 

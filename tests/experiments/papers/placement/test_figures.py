@@ -8,18 +8,18 @@ pytest.importorskip("matplotlib")
 from servegym.envs.expert_placement.config import build_problem  # noqa: E402
 from servegym.experiments.evaluation.evaluate import evaluate  # noqa: E402
 from servegym.experiments.evaluation.tables import read_record  # noqa: E402
-from servegym.experiments.papers.placement import common as placement_common
+from servegym.experiments.papers.placement import measuring as placement_measuring
 from servegym.experiments.papers.placement import migration as placement_migration
 from servegym.experiments.papers.placement import scale as placement_scale
 from servegym.experiments.papers.placement.claims import unpaired  # noqa: E402
-from servegym.experiments.papers.placement.common import (  # noqa: E402
+from servegym.experiments.papers.placement.latency import PAPER, layer_times  # noqa: E402
+from servegym.experiments.papers.placement.measuring import (  # noqa: E402
     ENV_ID,
     change,
     drive,
     interval,
     measure,
 )
-from servegym.experiments.papers.placement.latency import PAPER, layer_times  # noqa: E402
 from servegym.experiments.papers.placement.workload import covered, skew_of  # noqa: E402
 
 from ..tables import rows_of  # noqa: E402
@@ -177,7 +177,7 @@ def test_a_mean_that_grows_with_the_run_is_marked(monkeypatch):
         )
         return [dict.fromkeys(keys, 1.0) | {"mean_latency_s": seconds}] * episodes
 
-    monkeypatch.setattr(placement_common, "evaluate", evaluate)
+    monkeypatch.setattr(placement_measuring, "evaluate", evaluate)
     rows = measure({}, ("prism", "eplb"), 2, epochs=4)
     assert [(name, epochs) for name, epochs, _ in played] == [
         ("prism", 4),
@@ -187,7 +187,7 @@ def test_a_mean_that_grows_with_the_run_is_marked(monkeypatch):
     ]
     assert [row["overloaded"] for row in rows] == [1.0, 0.0]
     assert rows[0]["doubled_s"] == 480.0
-    assert placement_common.growing(rows, "policy")["overloaded"] == ["prism"]
+    assert placement_measuring.growing(rows, "policy")["overloaded"] == ["prism"]
     measure({}, ("prism",), 2, epochs=1)  # no second decision: one epoch of twice the length
     assert played[-2:] == [("prism", 1, 300), ("prism", 1, 600)]
 

@@ -17,17 +17,17 @@ from servegym.agents.lib.checkpoint import write_checkpoint  # noqa: E402
 from servegym.baselines.llm_routing.system import RoutingSystem  # noqa: E402
 from servegym.experiments.evaluation.stats import paired_difference  # noqa: E402
 from servegym.experiments.evaluation.tables import read_record  # noqa: E402
-from servegym.experiments.papers.routing import common as routing_common  # noqa: E402
 from servegym.experiments.papers.routing import episodes as routing_episodes  # noqa: E402
 from servegym.experiments.papers.routing import learning as routing_learning  # noqa: E402
 from servegym.experiments.papers.routing import load_sweeps as routing_sweeps  # noqa: E402
+from servegym.experiments.papers.routing import measuring as routing_measuring  # noqa: E402
 from servegym.experiments.papers.routing import workload as routing_workload  # noqa: E402
 from servegym.experiments.papers.routing.claims import (  # noqa: E402
     AT_N,
     OVER_L,
     RETRAINED,
 )
-from servegym.experiments.papers.routing.common import find_runs, summarise_parts  # noqa: E402
+from servegym.experiments.papers.routing.measuring import find_runs, summarise_parts  # noqa: E402
 from servegym.experiments.studies.routing import comparison as routing_comparison  # noqa: E402
 
 from ..tables import rows_of  # noqa: E402
@@ -68,10 +68,10 @@ def test_finds_trainings_without_controls(trained):
     ]
     serve = {run.label: run.any_experts for run in found}
     assert serve == {"baseline_rl": False, "sac_han": True, f"sac_han{RETRAINED}": True}
-    shipped = routing_common.shipped_runs(("rpi", "ppo_sets"))
+    shipped = routing_measuring.shipped_runs(("rpi", "ppo_sets"))
     assert {run.label for run in shipped} == {"rpi (shipped)", "ppo_sets (shipped)"}
     with pytest.raises(ValueError, match="routers"):
-        routing_common.shipped_runs(("rip",))
+        routing_measuring.shipped_runs(("rip",))
     with pytest.raises(ValueError, match="checkpoints"):
         find_runs(trained / "nowhere")
 
@@ -79,7 +79,8 @@ def test_finds_trainings_without_controls(trained):
 def test_intervals_are_over_trainings_where_there_are_several():
     def part(values):
         return [
-            {"avg_qos": v, **{key: v for key, _ in routing_common.COLUMNS.values()}} for v in values
+            {"avg_qos": v, **{key: v for key, _ in routing_measuring.COLUMNS.values()}}
+            for v in values
         ]
 
     one = summarise_parts([part([0.2, 0.4, 0.6, 0.8])])
@@ -95,15 +96,15 @@ def test_intervals_are_over_trainings_where_there_are_several():
 
 
 def test_differences_to_the_heuristics_are_paired():
-    options = routing_common.Options()
+    options = routing_measuring.Options()
     options.requests, options.episodes = 60, 3
     names = ("shortest_queue", "greedy_qos", "priced_greedy")
-    found = routing_common.measure(options, {"point": "a"}, names, rate=8.0)
+    found = routing_measuring.measure(options, {"point": "a"}, names, rate=8.0)
     by = {row["policy"]: row for row in found}
     for reference in ("greedy_qos", "priced_greedy"):
         assert by[reference][f"over_{reference}"] == by[reference][f"over_{reference}_high"] == 0
     played = {
-        name: routing_common.play([name], 3, {"rate": 8.0, "episode_requests": 60})
+        name: routing_measuring.play([name], 3, {"rate": 8.0, "episode_requests": 60})
         for name in names
     }
     qos = {name: np.array([row["avg_qos"] for row in part]) for name, part in played.items()}
@@ -116,7 +117,7 @@ def test_differences_to_the_heuristics_are_paired():
 
 def test_a_collapsed_training_is_reported():
     def part(shares):
-        row = {"avg_qos": 0.5, **{key: 0.5 for key, _ in routing_common.COLUMNS.values()}}
+        row = {"avg_qos": 0.5, **{key: 0.5 for key, _ in routing_measuring.COLUMNS.values()}}
         return [row | {f"share_{k}": share for k, share in enumerate(shares)}]
 
     even, one = [0.2] * 4, [0.02, 0.0, 0.48, 0.0]
@@ -166,7 +167,7 @@ def test_sweep_with_trained_routers(tmp_path, trained, monkeypatch):
     argv = ["--quick", "--out", str(tmp_path), "--checkpoints", str(trained)]
     assert routing_sweeps.main([*argv, "--figure", "fig12", "--profiles", HET]) == 0
     rows = rows_of(tmp_path / "fig12_rate.csv")
-    assert len(rows) == 2 * (len(routing_common.BASELINES) + 2)
+    assert len(rows) == 2 * (len(routing_measuring.BASELINES) + 2)
     assert {r["policy"]: r["trainings"] for r in rows}["sac_han"] == "2"
     # The same episodes for every policy: one ceiling at a rate.
     assert all(len({r["ceiling"] for r in rows if r["rate"] == v}) == 1 for v in ("5.0", "8.0"))
@@ -188,9 +189,9 @@ def test_number_of_experts(tmp_path, trained, monkeypatch):
 def test_unusual_trainings_are_measured_where_they_belong(tmp_path, monkeypatch):
     def run(label, experts=6):
         name, env = label.partition(" (")[0], {"profiles": HET}
-        return routing_common.TrainedRun(label, tmp_path, name, False, env, 1, experts, True)
+        return routing_measuring.TrainedRun(label, tmp_path, name, False, env, 1, experts, True)
 
-    options, asked = routing_common.Options(), {}
+    options, asked = routing_measuring.Options(), {}
     options.quick, options.fleets, options.episodes = False, ("paper-linear", HET), 1
     names = ("sac_han", f"sac_han{OVER_L}", f"sac_han{RETRAINED}")
     options.trained = [*map(run, names), run(f"sac_han{AT_N}", 3), run(f"sac_han{AT_N}", 12)]

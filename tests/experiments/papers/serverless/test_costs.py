@@ -15,7 +15,7 @@ from servegym.envs.workloads.activations import make_toy_activations  # noqa: E4
 from servegym.experiments.evaluation.tables import read_record  # noqa: E402
 from servegym.experiments.papers.serverless import costs as serverless_costs
 from servegym.experiments.papers.serverless import methods as serverless_methods
-from servegym.experiments.papers.serverless.common import (  # noqa: E402
+from servegym.experiments.papers.serverless.billing import (  # noqa: E402
     BILLS,
     TREM_S,
     recorded_request,

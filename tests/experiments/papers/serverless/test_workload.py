@@ -21,7 +21,7 @@ from servegym.experiments.papers.serverless import overhead as serverless_overhe
 from servegym.experiments.papers.serverless import settings as serverless_settings
 from servegym.experiments.papers.serverless import similarity as serverless_similarity
 from servegym.experiments.papers.serverless import workload as serverless_workload
-from servegym.experiments.papers.serverless.common import (  # noqa: E402
+from servegym.experiments.papers.serverless.billing import (  # noqa: E402
     recorded_request,
     verdict,
     with_interval,
