@@ -17,10 +17,8 @@ SMALL_OF = {
 }
 
 SMALL = {
-    env_id: kwargs
+    env_id: next(kwargs for name, kwargs in SMALL_OF.items() if name in env_id)
     for env_id in servegym.ENV_IDS
-    for name, kwargs in SMALL_OF.items()
-    if name in env_id
 }
 """Arguments of every id with which an episode takes milliseconds."""
 

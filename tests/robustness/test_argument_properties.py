@@ -8,10 +8,9 @@ The quick suite tries a few values of each argument, the slow one five times as 
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import os
-from collections import defaultdict
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import gymnasium as gym
@@ -21,6 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numba import config as numba_config
 
+import servegym
 from servegym.envs.expert_placement import cluster as placement_cluster
 from servegym.envs.expert_placement.core import PlacementEpisode
 from servegym.envs.expert_placement.pettingzoo_env import ExpertPlacementParallelEnv
@@ -32,6 +32,7 @@ from servegym.envs.prefix_routing.core import PrefixBatch
 from servegym.envs.serverless_moe.core import ServerlessBatch
 from servegym.envs.workloads import make_arrivals
 
+from ..nested import assert_same
 from .argument_strategies import (
     BASE,
     CLUSTER,
@@ -46,7 +47,7 @@ from .argument_strategies import (
 )
 
 EXAMPLES = int(os.environ.get("SERVEGYM_EXAMPLES", 0))
-LIMITS = defaultdict(lambda: 28, serverless=13, placement=6)
+LIMITS = dict.fromkeys((one.group for one in RECORDS), 28) | {"serverless": 13, "placement": 6}
 """Steps of an episode that are compared; rows of small systems go over two ends within them."""
 
 
@@ -61,7 +62,7 @@ def tries(few: int):
     )
 
 
-IDS = {record.group: record.env_ids for record in RECORDS}
+IDS = {record.group: list(record.env_ids) for record in RECORDS}
 PARALLEL_ENVS = {"routing": LLMRoutingParallelEnv, "placement": ExpertPlacementParallelEnv}
 SYSTEMS = {
     "routing": RoutingBatch,
@@ -84,9 +85,10 @@ def parameters(function: Any, *hidden: str) -> set[str]:
 
 
 def test_every_argument_has_a_strategy():
+    assert sum(map(len, IDS.values())) == len(servegym.ENV_IDS)
     for record in RECORDS:
-        config = importlib.import_module(f"servegym.envs.{record.name}.config")
-        assert set(FAMILIES[record.group]) == parameters(config.build_problem, "view"), record
+        build_problem = import_module(f"servegym.envs.{record.name}.config").build_problem
+        assert set(FAMILIES[record.group]) == parameters(build_problem, "view"), record
     assert set(CLUSTER) == parameters(placement_cluster.build_cluster, "model")
     for family, env_ids in IDS.items():
         for env_id in env_ids:
@@ -101,15 +103,6 @@ def test_every_argument_has_a_strategy():
 
 
 # ---------------------------------------------------------------------------- what must go well
-
-
-def same(one: Any, other: Any) -> bool:
-    """Whether two observations, infos or numbers are equal, NaN being equal to itself."""
-    if isinstance(one, dict):
-        return set(one) == set(other) and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, (str, type(None))):
-        return one == other
-    return bool(np.array_equal(np.asarray(one), np.asarray(other), equal_nan=True))
 
 
 def check_rewards(reward: float, info: dict[str, Any]) -> None:
@@ -140,10 +133,7 @@ def rollout(env: gym.Env, seed: int) -> list[Any]:
 
 def check_single(env_id: str, kwargs: dict[str, Any], seed: int) -> None:
     env = build(env_id, "single", kwargs)
-    first, again = rollout(env, seed), rollout(env, seed)
-    assert len(first) == len(again)
-    for one, other in zip(first, again, strict=True):
-        assert all(same(a, b) for a, b in zip(one, other, strict=True))
+    assert_same(rollout(env, seed), rollout(env, seed))
     if env.render_mode is not None:
         assert isinstance(env.render(), (str, np.ndarray))
 
@@ -159,7 +149,7 @@ def check_vector(env_id: str, kwargs: dict[str, Any], seed: int, num_envs: int =
     done = [False] * num_envs
     for _ in range(LIMITS[family_of(env_id).group]):
         for k, row in enumerate(rows):
-            assert same(row, row_of(observation, k))
+            assert_same(row, row_of(observation, k))
         actions = envs.action_space.sample()
         observation, rewards, terminations, truncations, _ = envs.step(actions)
         assert envs.observation_space.contains(observation)
@@ -200,11 +190,7 @@ def check_parallel(env: Any, seed: int) -> None:
             steps += 1
             assert steps <= 400, "an episode of a few decisions does not end"
         found.append(seen)
-    assert all(
-        same(a, b)
-        for one, other in zip(*found, strict=True)
-        for a, b in zip(one, other, strict=True)
-    )
+    assert_same(*found)
 
 
 def check_rows(env_id: str, kwargs: dict[str, Any], seed: int) -> None:
