@@ -25,8 +25,7 @@ def is_slow(name):
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=pytest.mark.slow) if is_slow(name) else name for name in JOBS],
+    "name", [pytest.param(name, marks=pytest.mark.slow) if is_slow(name) else name for name in JOBS]
 )
 def test_golden(name):
     assert JOBS[name]() == HASHES[name]

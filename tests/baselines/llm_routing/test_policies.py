@@ -23,10 +23,7 @@ HONEST = [i.name for i in list_policies() if i.alias_of is None and i.name != "r
 def make_envs(num_envs=8, **kwargs):
     kwargs = {"split": "val", "episode_requests": 400, "rate": 5.0, **kwargs}
     return gymnasium.make_vec(
-        ID,
-        num_envs=num_envs,
-        autoreset_mode=gymnasium.vector.AutoresetMode.DISABLED,
-        **kwargs,
+        ID, num_envs=num_envs, autoreset_mode=gymnasium.vector.AutoresetMode.DISABLED, **kwargs
     )
 
 

@@ -13,12 +13,7 @@ from servegym.envs.llm_routing.core import OUTCOMES, RoutingBatch
 from servegym.hardware_profiles import LawTables
 from servegym.hardware_profiles.law import Surplus
 
-from .reference import (
-    ExpertConfig,
-    ReferenceConfig,
-    ReferenceSimulator,
-    TableLaw,
-)
+from .reference import ExpertConfig, ReferenceConfig, ReferenceSimulator, TableLaw
 
 
 def random_law(rng: np.random.Generator) -> LawTables:

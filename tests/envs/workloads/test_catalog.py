@@ -196,8 +196,7 @@ def test_synthetic_seed_and_growth():
 
 
 @pytest.mark.parametrize(
-    "kwargs",
-    [{"num_models": 0}, {"num_prompts": 1}, {"seed": -1}, {"num_models": 2.5}],
+    "kwargs", [{"num_models": 0}, {"num_prompts": 1}, {"seed": -1}, {"num_models": 2.5}]
 )
 def test_synthetic_refuses(kwargs):
     with pytest.raises(ValueError, match=next(iter(kwargs))):

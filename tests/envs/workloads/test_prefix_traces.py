@@ -9,11 +9,7 @@ from servegym._files import MalformedFileError
 from servegym.envs.workloads.build import chat_sessions
 from servegym.envs.workloads.build import prefix_traces as build
 from servegym.envs.workloads.files import read_fitted
-from servegym.envs.workloads.prefix_traces import (
-    list_prefix_traces,
-    load_prefix_trace,
-    think_times,
-)
+from servegym.envs.workloads.prefix_traces import list_prefix_traces, load_prefix_trace, think_times
 
 
 @pytest.mark.parametrize(

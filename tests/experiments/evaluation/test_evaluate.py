@@ -8,11 +8,7 @@ import pytest
 
 from servegym.baselines.protocol import BasePolicy
 from servegym.experiments.evaluation import evaluate as ev
-from servegym.experiments.evaluation.output import (
-    check_writable,
-    write_csv,
-    write_json,
-)
+from servegym.experiments.evaluation.output import check_writable, write_csv, write_json
 from servegym.experiments.evaluation.reporting import expert_names
 
 ENV_ID = "servegym/LLMRouting-v1"

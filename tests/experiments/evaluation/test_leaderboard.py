@@ -214,9 +214,6 @@ def test_a_function_of_one_decision_serves_every_family() -> None:
         env_kwargs={"model": "toy", "episode_requests": 10},
     )
     mix = evaluate(
-        "servegym/ServerlessMoE-v0",
-        ["mix"],
-        2,
-        env_kwargs={"model": "toy", "episode_requests": 10},
+        "servegym/ServerlessMoE-v0", ["mix"], 2, env_kwargs={"model": "toy", "episode_requests": 10}
     )
     assert [r["mean_reward"] for r in rows] == [r["mean_reward"] for r in mix]
