@@ -7,13 +7,12 @@ import pytest
 
 pytest.importorskip("torch")
 pytest.importorskip("tyro")
-wandb = pytest.importorskip("wandb")
 
 from .runs import tiny  # noqa: E402
 
 
 def test_wandb_is_told_every_argument_and_every_number(tmp_path, monkeypatch):
-    begun, rows = [], []
+    wandb, begun, rows = pytest.importorskip("wandb"), [], []
     monkeypatch.setattr(wandb, "init", lambda **words: begun.append(words))
     monkeypatch.setattr(wandb, "log", lambda row, step: rows.append((step, row)))
     monkeypatch.setattr(wandb, "finish", lambda: begun.append("finished"))
