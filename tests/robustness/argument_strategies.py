@@ -238,7 +238,7 @@ ROUTING = {
                 "max_output_tokens": st.integers(1, 300),
             },
         ),
-        *({"num_models": 0}, {"num_prompts": True}, {"num_prompts": HUGE}, {"seed": 1.5}),
+        *({"num_models": 0}, {"num_prompts": 1}, {"num_prompts": HUGE}, {"seed": 1.5}),
         *({"max_output_tokens": 301}, {"name": "synthetic"}),
         needs={"catalog": "synthetic"},
         called=("num_models", "num_prompts", "seed=", "max_output_tokens", "catalog 'synthetic'"),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import os
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import gymnasium as gym
@@ -19,20 +20,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numba import config as numba_config
 
-import servegym  # noqa: F401 - registers the ids
+import servegym
 from servegym.envs.expert_placement import cluster as placement_cluster
-from servegym.envs.expert_placement import config as placement_config
 from servegym.envs.expert_placement.core import PlacementEpisode
 from servegym.envs.expert_placement.pettingzoo_env import ExpertPlacementParallelEnv
-from servegym.envs.llm_routing import config as routing_config
+from servegym.envs.families import FAMILIES as RECORDS
+from servegym.envs.families import family_of
 from servegym.envs.llm_routing.core import RoutingBatch
 from servegym.envs.llm_routing.pettingzoo_env import LLMRoutingParallelEnv
-from servegym.envs.prefix_routing import config as prefix_problem
 from servegym.envs.prefix_routing.core import PrefixBatch
-from servegym.envs.serverless_moe import config as serverless_config
 from servegym.envs.serverless_moe.core import ServerlessBatch
 from servegym.envs.workloads import make_arrivals
 
+from ..nested import assert_same
 from .argument_strategies import (
     BASE,
     CLUSTER,
@@ -62,19 +62,7 @@ def tries(few: int):
     )
 
 
-IDS = {
-    "routing": [name for name in servegym.ENV_IDS if "LLMRouting" in name],
-    "serverless": [name for name in servegym.ENV_IDS if "Serverless" in name],
-    "placement": [name for name in servegym.ENV_IDS if "Placement" in name],
-    "prefix": [name for name in servegym.ENV_IDS if "Prefix" in name],
-}
-
-
-def family_of(env_id: str) -> str:
-    """The family of an id."""
-    return next(family for family, ids in IDS.items() if env_id in ids)
-
-
+IDS = {record.group: list(record.env_ids) for record in RECORDS}
 PARALLEL_ENVS = {"routing": LLMRoutingParallelEnv, "placement": ExpertPlacementParallelEnv}
 SYSTEMS = {
     "routing": RoutingBatch,
@@ -97,15 +85,10 @@ def parameters(function: Any, *hidden: str) -> set[str]:
 
 
 def test_every_argument_has_a_strategy():
-    builds = {
-        "routing": routing_config.build_problem,
-        "serverless": serverless_config.build_problem,
-        "placement": placement_config.build_problem,
-        "prefix": prefix_problem.build_problem,
-    }
     assert sum(map(len, IDS.values())) == len(servegym.ENV_IDS)
-    for family, build in builds.items():
-        assert set(FAMILIES[family]) == parameters(build, "view"), family
+    for record in RECORDS:
+        build_problem = import_module(f"servegym.envs.{record.name}.config").build_problem
+        assert set(FAMILIES[record.group]) == parameters(build_problem, "view"), record
     assert set(CLUSTER) == parameters(placement_cluster.build_cluster, "model")
     for family, env_ids in IDS.items():
         for env_id in env_ids:
@@ -120,15 +103,6 @@ def test_every_argument_has_a_strategy():
 
 
 # ---------------------------------------------------------------------------- what must go well
-
-
-def same(one: Any, other: Any) -> bool:
-    """Whether two observations, infos or numbers are equal, NaN being equal to itself."""
-    if isinstance(one, dict):
-        return set(one) == set(other) and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, (str, type(None))):
-        return one == other
-    return bool(np.array_equal(np.asarray(one), np.asarray(other), equal_nan=True))
 
 
 def check_rewards(reward: float, info: dict[str, Any]) -> None:
@@ -159,10 +133,7 @@ def rollout(env: gym.Env, seed: int) -> list[Any]:
 
 def check_single(env_id: str, kwargs: dict[str, Any], seed: int) -> None:
     env = build(env_id, "single", kwargs)
-    first, again = rollout(env, seed), rollout(env, seed)
-    assert len(first) == len(again)
-    for one, other in zip(first, again, strict=True):
-        assert all(same(a, b) for a, b in zip(one, other, strict=True))
+    assert_same(rollout(env, seed), rollout(env, seed))
     if env.render_mode is not None:
         assert isinstance(env.render(), (str, np.ndarray))
 
@@ -176,9 +147,9 @@ def check_vector(env_id: str, kwargs: dict[str, Any], seed: int, num_envs: int =
     assert envs.observation_space.contains(observation)
     rows = [env.reset(seed=seed + k)[0] for k, env in enumerate(singles)]
     done = [False] * num_envs
-    for _ in range(LIMITS[family_of(env_id)]):
+    for _ in range(LIMITS[family_of(env_id).group]):
         for k, row in enumerate(rows):
-            assert same(row, row_of(observation, k))
+            assert_same(row, row_of(observation, k))
         actions = envs.action_space.sample()
         observation, rewards, terminations, truncations, _ = envs.step(actions)
         assert envs.observation_space.contains(observation)
@@ -219,11 +190,7 @@ def check_parallel(env: Any, seed: int) -> None:
             steps += 1
             assert steps <= 400, "an episode of a few decisions does not end"
         found.append(seen)
-    assert all(
-        same(a, b)
-        for one, other in zip(*found, strict=True)
-        for a, b in zip(one, other, strict=True)
-    )
+    assert_same(*found)
 
 
 def check_rows(env_id: str, kwargs: dict[str, Any], seed: int) -> None:
@@ -232,7 +199,7 @@ def check_rows(env_id: str, kwargs: dict[str, Any], seed: int) -> None:
     envs.action_space.seed(seed)
     envs.reset(seed=seed)
     ended = np.zeros(envs.num_envs, dtype=bool)
-    for _ in range(LIMITS[family_of(env_id)]):
+    for _ in range(LIMITS[family_of(env_id).group]):
         if ended.any() and "isabled" in str(envs.metadata["autoreset_mode"].value):
             envs.reset(options={"reset_mask": ended})
         observation, rewards, terminated, truncated, _ = envs.step(envs.action_space.sample())
@@ -245,7 +212,7 @@ def check_rows(env_id: str, kwargs: dict[str, Any], seed: int) -> None:
 def build(env_id: str, form: str, kwargs: dict[str, Any]) -> Any:
     """An environment in one of its forms: "single", "vector" or "parallel"."""
     if form == "parallel":
-        return PARALLEL_ENVS[family_of(env_id)](**kwargs)
+        return PARALLEL_ENVS[family_of(env_id).group](**kwargs)
     spec = gym.spec(env_id)
     if form == "vector":
         create = gym.envs.registration.load_env_creator(spec.vector_entry_point)
