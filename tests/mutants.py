@@ -92,7 +92,7 @@ CHANGES = {
             "e.reserved + freed + blocks > e.capacity",
             BINDS,
         ),
-        ("budget = c.token_budget - e.decoding", "budget = c.token_budget", BINDS),
+        ("budget = c.token_budget - e.decoding", "budget = c.token_budget", AHEAD),
         # Planned ahead, an iteration takes who arrived since, and the slots that have become free.
         ("r.available > planned", "r.available > now", AHEAD),
         ("e.running + left < c", "e.running < c", AHEAD),
