@@ -92,7 +92,7 @@ CHANGES = {
             "e.reserved + freed + blocks > e.capacity",
             BINDS,
         ),
-        ("budget = c.token_budget - e.decoding", "budget = c.token_budget", BINDS),
+        ("budget = c.token_budget - e.decoding", "budget = c.token_budget", AHEAD),
         # Planned ahead, an iteration takes who arrived since, and the slots that have become free.
         ("r.available > planned", "r.available > now", AHEAD),
         ("e.running + left < c", "e.running < c", AHEAD),
@@ -106,7 +106,7 @@ CHANGES = {
         ),
     ],
     (ROUTING, "__init__.py"): [
-        ("loss -= _late_scores(", "loss += _late_scores(", "test_equal_in_every_mode"),
+        ("loss -= _late_scores(", "loss += _late_scores(", "test_equal_in_every_mode")
     ],
     (SERVERLESS, "planning.py"): [
         # Ties of longest processing time go to the last replica.
@@ -144,15 +144,15 @@ CHANGES = {
             "(np.int64(request.offset) + request.n_in) % size",
             "np.int64(request.offset) % size",
             PLAY,
-        ),
+        )
     ],
     (PLACEMENT, "routing.py"): [
         # Of servers of equal value the farthest takes the request.
-        ("latency < plant.pair[n, best].latency", "latency > plant.pair[n, best].latency", LEAVE),
+        ("latency < plant.pair[n, best].latency", "latency > plant.pair[n, best].latency", LEAVE)
     ],
     (PLACEMENT, "forwarding.py"): [
         # Paths leave out the links' latency.
-        ("c.message_cost + pair.latency", "c.message_cost", LEAVE),
+        ("c.message_cost + pair.latency", "c.message_cost", LEAVE)
     ],
     (PLACEMENT, "caching.py"): [
         # Fetches of a GPU pass one another.
@@ -162,7 +162,7 @@ CHANGES = {
     ],
     (PLACEMENT, "host_memory.py"): [
         # The host's memory gives up what was asked for last.
-        (".stamp < st.host[n, oldest]", ".stamp > st.host[n, oldest]", LOOK),
+        (".stamp < st.host[n, oldest]", ".stamp > st.host[n, oldest]", LOOK)
     ],
     (PLACEMENT, "migration.py"): [
         # The last copy of an expert is given up.
@@ -176,7 +176,7 @@ CHANGES = {
             "event_key[up] < key",
             "event_key[up] > key",
             "test_events_come_by_time_and_then_in_order_of_arrival",
-        ),
+        )
     ],
     (PLACEMENT, "calls.py"): [
         # Ties, and the choice at random, go to the first holder.
@@ -204,11 +204,11 @@ CHANGES = {
     ],
     (PREFIX, "iterations.py"): [
         # Prefills take the budget as if nobody decoded.
-        ("c.token_budget - e.decoding\n", "c.token_budget\n", BINDS),
+        ("c.token_budget - e.decoding\n", "c.token_budget\n", BINDS)
     ],
     (PREFIX, "queues.py"): [
         # The token that a preempted request was about to put in counts as computed.
-        ("r.generated - 1  # its", "r.generated  # its", BINDS),
+        ("r.generated - 1  # its", "r.generated  # its", BINDS)
     ],
     (PREFIX, "events.py"): [
         # Replicas that are down take requests.

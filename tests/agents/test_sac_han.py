@@ -150,7 +150,7 @@ def test_steps_of_a_run_link_up(agent, tmp_path, monkeypatch):
     monkeypatch.setattr(agent.ReplayBuffer, "add", spy)
     env = ("num_experts=3", "episode_requests=30", "rate=[30,40]", "max_episode_steps=29")
     name = agent.__name__.rpartition(".")[2]
-    changes = {"total_timesteps": 240, "save_model": False, "set": env}
+    changes = {"total_timesteps": 240, "learning_starts": 200, "save_model": False, "set": env}
     agent.train(tiny(name, tmp_path, **changes)[1])
     assert len(steps) == 60
     cuts = [k for k, step in enumerate(steps) if step["truncated"].all()]

@@ -102,6 +102,9 @@ def test_an_error_in_a_policys_file_names_its_line(
         assert result.exit_code == 2
         (message,) = result.stderr.splitlines()
         assert f"policy '{name}' failed at {file}:{line}: {error}" in message
+
+
+def test_a_fraction_is_no_action(tmp_path: Path) -> None:
     (tmp_path / "float.py").write_text("def act(observation, action_mask):\n    return 0.5\n")
     with pytest.raises(ValueError, match="^policy 'float' must return integers"):
-        evaluate(ENV_ID, ["float.py"], 1, env_kwargs=SMALL)
+        evaluate(ENV_ID, [str(tmp_path / "float.py")], 1, env_kwargs=SMALL)

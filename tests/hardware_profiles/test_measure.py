@@ -180,8 +180,7 @@ def test_a_server_is_timed(server, tmp_path, api, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("mode", "words"),
-    [("error", "status 503"), ("garbage", "not JSON"), ("cut", "ended early")],
+    ("mode", "words"), [("error", "status 503"), ("garbage", "not JSON"), ("cut", "ended early")]
 )
 def test_a_failing_server_is_reported(server, tmp_path, mode, words):
     server.mode = mode

@@ -4,10 +4,8 @@ import numpy as np
 import pytest
 
 pytest.importorskip("torch", reason="PyTorch Geometric needs torch")
-pytest.importorskip("torch_geometric", reason="PyTorch Geometric is not installed")
 
 import torch
-from torch_geometric.loader import DataLoader
 
 from servegym.envs.llm_routing.graph import EDGE_TYPES, NODE_TYPES, to_hetero_data
 
@@ -27,8 +25,9 @@ def graphs(count=8):
 
 
 def test_a_loader_batches_the_graphs():
+    loader = pytest.importorskip("torch_geometric.loader")  # takes seconds to import
     seen = graphs()
-    (batch,) = DataLoader([data for _, data in seen], batch_size=len(seen))
+    (batch,) = loader.DataLoader([data for _, data in seen], batch_size=len(seen))
     batch.validate(raise_on_error=True)
     assert batch.num_graphs == len(seen)
     running = [int(obs["running_mask"].sum()) for obs, _ in seen]

@@ -24,23 +24,11 @@ def weights(run):
 
 def test_a_search_of_an_index_is_the_same(tmp_path):
     def run(**changes):
-        args = cem.Args(
-            total_timesteps=400,
-            population=10,
-            worlds=8,
-            episodes=2,
-            eval_every=400,
-            eval_worlds=1,
-            eval_episodes=1,
-            set=(
-                "fleet=random",
-                "episode_requests=20",
-                'fleet_kwargs={"num_experts": [2, 3], "running_capacity": 5}',
-            ),
-            out_dir=str(tmp_path),
-            **changes,
-        )
-        return cem.train(args)
+        fleets = 'fleet_kwargs={"num_experts": [2, 3], "running_capacity": 5}'
+        changes |= {"set": ("fleet=random", "episode_requests=20", fleets)}
+        changes |= {"total_timesteps": 400, "population": 10, "worlds": 8, "episodes": 2}
+        changes |= {"eval_every": 400, "eval_worlds": 1, "eval_episodes": 1}
+        return cem.train(cem.Args(out_dir=str(tmp_path), **changes))
 
     here, there = run(run_name="here"), run(run_name="there", ray="auto")
     assert lines(here) == lines(there) and weights(here) == weights(there)
@@ -48,19 +36,10 @@ def test_a_search_of_an_index_is_the_same(tmp_path):
 
 def test_labels_of_rollouts_are_the_same(tmp_path):
     def run(**changes):
-        args = rpi.Args(
-            total_timesteps=96,
-            num_envs=32,
-            horizon_s=1.5,
-            near=0.05,
-            fit_every=96,
-            eval_episodes=1,
-            eval_rates=(8.0,),
-            out_dir=str(tmp_path),
-            set=("num_experts=3", "episode_requests=50"),
-            **changes,
-        )
-        return rpi.train(args)
+        changes |= {"total_timesteps": 96, "num_envs": 32, "horizon_s": 1.5, "near": 0.05}
+        changes |= {"fit_every": 96, "eval_episodes": 1, "eval_rates": (8.0,)}
+        changes["set"] = ("num_experts=3", "episode_requests=50")
+        return rpi.train(rpi.Args(out_dir=str(tmp_path), **changes))
 
     here, there = run(run_name="here"), run(run_name="there", ray="auto")
     assert lines(here) == lines(there) and weights(here) == weights(there)

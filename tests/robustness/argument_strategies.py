@@ -238,7 +238,7 @@ ROUTING = {
                 "max_output_tokens": st.integers(1, 300),
             },
         ),
-        *({"num_models": 0}, {"num_prompts": True}, {"num_prompts": HUGE}, {"seed": 1.5}),
+        *({"num_models": 0}, {"num_prompts": 1}, {"num_prompts": HUGE}, {"seed": 1.5}),
         *({"max_output_tokens": 301}, {"name": "synthetic"}),
         needs={"catalog": "synthetic"},
         called=("num_models", "num_prompts", "seed=", "max_output_tokens", "catalog 'synthetic'"),
@@ -323,11 +323,7 @@ _MODULATED = {
     "window": flag(),
 }
 PROCESSES = {
-    "gamma": {
-        "cv": real(0.0, 100.0),
-        "shape": real(1e-4),
-        "fit": name("burstgpt", "azure"),
-    },
+    "gamma": {"cv": real(0.0, 100.0), "shape": real(1e-4), "fit": name("burstgpt", "azure")},
     "mmpp": {
         "rate_ratio": real(1.0, 1e6),
         "busy_share": real(0.0, open_low=True, most=0.999),
@@ -549,10 +545,7 @@ CLUSTER = {
 
 # --------------------------------------------------------------- what every environment takes
 
-COMMON = {
-    "render_mode": name("ansi", "rgb_array", optional=True),
-    "validate": flag(),
-}
+COMMON = {"render_mode": name("ansi", "rgb_array", optional=True), "validate": flag()}
 VECTOR = {
     **COMMON,
     "num_envs": whole(1, 1 << 31, most=5),
@@ -633,12 +626,7 @@ PREFIX = {
     "prefix_cache": name("vllm", "infinite", "pooled"),
 }
 
-FAMILIES = {
-    "routing": ROUTING,
-    "serverless": SERVERLESS,
-    "placement": PLACEMENT,
-    "prefix": PREFIX,
-}
+FAMILIES = {"routing": ROUTING, "serverless": SERVERLESS, "placement": PLACEMENT, "prefix": PREFIX}
 BASE: dict[str, dict[str, Any]] = {
     "routing": {"num_experts": 3, "episode_requests": 12},
     "serverless": {"model": "toy", "episode_requests": 5},

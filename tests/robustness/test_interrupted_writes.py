@@ -145,22 +145,26 @@ def test_a_full_disk(writer, tmp_path):
     assert os.listdir(tmp_path) == [writer.name], "the temporary file is gone"
 
 
-def _write_on(writer: Writer, path: Path) -> None:
+def _write_on(writer: Writer, path: Path, written: Any) -> None:
     version = 1
     while True:
         version = version % 60 + 1
         writer.write(path, version)
+        written.release()
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_killed_in_the_middle(writer, tmp_path):
     path = tmp_path / writer.name
     writer.write(path, 1)
-    seen = set()
-    for k in range(30):  # as many as it takes on a busy machine
-        child = multiprocessing.get_context("fork").Process(target=_write_on, args=(writer, path))
+    fork, seen = multiprocessing.get_context("fork"), set()
+    for k in range(30):
+        written = fork.Semaphore(0)
+        child = fork.Process(target=_write_on, args=(writer, path, written))
         child.start()
-        time.sleep(0.02 + 0.017 * (k % 6))
+        for _ in range(1 + k % 3):  # however busy the machine is
+            assert written.acquire(timeout=60)
+        time.sleep(0.003 * (k % 6))
         child.kill()
         child.join()
         seen.add(writer.read(path))

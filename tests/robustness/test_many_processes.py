@@ -14,8 +14,9 @@ import pytest
 
 import servegym  # noqa: F401 - registers the ids
 
+from ..nested import assert_same
 from .argument_strategies import BASE
-from .test_argument_properties import IDS, same
+from .test_argument_properties import IDS
 
 ALL = "SERVEGYM_EXAMPLES" in os.environ
 CASES = [
@@ -42,13 +43,13 @@ def test_worker_processes_give_what_one_process_gives(env_id, context):
         for envs in (sync, apart):
             envs.action_space.seed(1)
         one, other = sync.reset(seed=7), apart.reset(seed=7)
-        assert same(one[0], other[0])
+        assert_same(one[0], other[0])
         ends = 0
         for _ in range(30):
             actions = sync.action_space.sample()
             one, other = sync.step(actions), apart.step(actions)
-            assert all(same(a, b) for a, b in zip(one[:4], other[:4], strict=True))
-            assert same(one[4].get("action_mask", 0), other[4].get("action_mask", 0))
+            assert_same(one[:4], other[:4])
+            assert_same(one[4].get("action_mask", 0), other[4].get("action_mask", 0))
             ends += int((one[2] | one[3]).sum())
         assert ends >= 2, "over an end of the episode"
     finally:

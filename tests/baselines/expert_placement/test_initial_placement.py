@@ -155,8 +155,8 @@ def test_exchanges_are_kept_where_they_are_faster():
 
 def test_the_policy_searches_once_and_stays():
     system = toy()
-    policy = make_policy("best_start", system, family="expert_placement", tries=1, steps=2_000)
-    held = best_start(system, tries=1, steps=2_000)
+    policy = make_policy("best_start", system, family="expert_placement", tries=1, steps=500)
+    held = best_start(system, tries=1, steps=500)
     counts = np.ones(held.shape)
     current = uniform(counts, system.slots, system.gpu_server)
     plan = policy.plan(0, counts, current, True)

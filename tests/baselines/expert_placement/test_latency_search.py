@@ -6,10 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from servegym.baselines.expert_placement.feasibility import (
-    check_placement,
-    server_view,
-)
+from servegym.baselines.expert_placement.feasibility import check_placement, server_view
 from servegym.baselines.expert_placement.heuristics import redundance, uniform
 from servegym.baselines.expert_placement.kernel import layer_costs as kernel
 from servegym.baselines.expert_placement.latency_search import latency_dp

@@ -283,24 +283,17 @@ def test_adoption_weighs_seconds():
 
 
 def test_bad_input_is_refused():
-    counts = np.ones((2, 1, 4))
-    with pytest.raises(ValueError, match="1 slots are missing"):
-        prism(counts, [1, 2], [0, 1])
-    with pytest.raises(ValueError, match="servers, layers, experts"):
-        prism(np.ones((2, 4)), [2, 2], [0, 1])
-    with pytest.raises(ValueError, match="not negative"):
-        prism(-counts, [2, 2], [0, 1])
-    with pytest.raises(ValueError, match="one entry a GPU"):
-        prism(counts, [2, 2], [0, 1, 1])
-    with pytest.raises(ValueError, match="whole numbers"):
-        prism(counts, [2.0, 2.0], [0, 1])
-    with pytest.raises(ValueError, match="every server"):
-        prism(counts, [2, 2], [0, 0])
-    z = np.zeros((2, 1, 4), bool)
-    with pytest.raises(ValueError, match="4 experts are on no GPU"):
-        check_placement(z, [2, 2])
-    z[:] = True
-    with pytest.raises(ValueError, match="GPU 0 holds 4 experts in 2 slots"):
-        check_placement(z, [2, 4])
-    with pytest.raises(ValueError, match="shape"):
-        check_placement(z, [2, 4, 4])
+    counts, z = np.ones((2, 1, 4)), np.ones((2, 1, 4), bool)
+    for call, message in (
+        (lambda: prism(counts, [1, 2], [0, 1]), "1 slots are missing"),
+        (lambda: prism(np.ones((2, 4)), [2, 2], [0, 1]), "servers, layers, experts"),
+        (lambda: prism(-counts, [2, 2], [0, 1]), "not negative"),
+        (lambda: prism(counts, [2, 2], [0, 1, 1]), "one entry a GPU"),
+        (lambda: prism(counts, [2.0, 2.0], [0, 1]), "whole numbers"),
+        (lambda: prism(counts, [2, 2], [0, 0]), "every server"),
+        (lambda: check_placement(~z, [2, 2]), "4 experts are on no GPU"),
+        (lambda: check_placement(z, [2, 4]), "GPU 0 holds 4 experts in 2 slots"),
+        (lambda: check_placement(z, [2, 4, 4]), "shape"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()

@@ -15,6 +15,8 @@ from servegym.baselines.registry import list_policies, make_policy
 from servegym.envs.llm_routing.core import OUTCOMES
 from servegym.envs.llm_routing.outcomes import OutcomeReader
 
+from ...nested import same
+
 ID = "servegym/LLMRouting-v1"
 # What `linucb` sees too early comes as feedback.
 HONEST = [i.name for i in list_policies() if i.alias_of is None and i.name != "rollout"]
@@ -23,10 +25,7 @@ HONEST = [i.name for i in list_policies() if i.alias_of is None and i.name != "r
 def make_envs(num_envs=8, **kwargs):
     kwargs = {"split": "val", "episode_requests": 400, "rate": 5.0, **kwargs}
     return gymnasium.make_vec(
-        ID,
-        num_envs=num_envs,
-        autoreset_mode=gymnasium.vector.AutoresetMode.DISABLED,
-        **kwargs,
+        ID, num_envs=num_envs, autoreset_mode=gymnasium.vector.AutoresetMode.DISABLED, **kwargs
     )
 
 
@@ -277,13 +276,6 @@ def test_random_does_not_share_the_environments_stream():
     policy = make_policy("random", RoutingSystem.from_env(envs))
     policy.reset(1, 9)
     assert policy.rng.random() != np.random.default_rng(9).random()
-
-
-def same(one, other):
-    """Equality of arrays or of the fields of record arrays, NaN equal to NaN."""
-    if one.dtype.names:
-        return all(same(one[name], other[name]) for name in one.dtype.names)
-    return np.array_equal(one, other, equal_nan=one.dtype.kind == "f")
 
 
 @pytest.mark.slow

@@ -74,8 +74,7 @@ def test_what_loads_cost_by_default():
 
 
 @pytest.mark.parametrize(
-    "model, fraction",
-    [("deepseek-v2-lite", 0.2), ("mixtral-8x7b", 0.6), ("gpt-oss-20b", 0.12)],
+    "model, fraction", [("deepseek-v2-lite", 0.2), ("mixtral-8x7b", 0.6), ("gpt-oss-20b", 0.12)]
 )
 def test_a_model_that_fits_no_split_names_the_missing_bytes(model, fraction):
     """As much as is named, added to any one GPU, is enough; a byte less is not."""

@@ -178,9 +178,6 @@ def test_servers_have_the_tasks_that_are_named_and_they_rotate():
     assert (log["task"] == np.array([1, 0, 1])[(log["server"] + turn) % 3]).all()
     assert len(np.unique(log["server"])) == 3 and turn.max() == 1
     assert build_problem(scenario="paper_testbed").tasks == ("law", "intent", "translation")
-    for bad in ([], "task0", ["task7"]):
-        with pytest.raises(ValueError, match="tasks"):
-            make(tasks=bad)
 
 
 def test_a_better_placement_is_faster():

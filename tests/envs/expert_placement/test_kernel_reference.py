@@ -197,16 +197,8 @@ def build_pair(seed, link_model, messages, choice, source, span=0.3, **options):
         placement = random_layers(rng, cluster)
     sim = Simulator(cluster, prompts, choice, candidates, source, **options)
     sim.begin(requests, placement)
-    ref = Reference(
-        cluster,
-        prompts,
-        requests,
-        placement,
-        choice=choice,
-        candidates=candidates,
-        source=source,
-        **options,
-    )
+    options |= {"choice": choice, "candidates": candidates, "source": source}
+    ref = Reference(cluster, prompts, requests, placement, **options)
     ref.path_of = lambda number: sim.state.path[number].tolist()
     return rng, cluster, sim, ref
 
@@ -347,20 +339,16 @@ def test_what_arrives_at_an_instant_comes_before_what_ends_then():
     assert sim.state.meta["next_request"][0] == 2, "an epoch has what comes exactly at its end"
 
 
+SLOW = {"nic_bps": (8e6, 4e6), "latency_s": 0.5, "message_cost_s": 0.1}
+SLOW |= {"gpus": (1, 1), "pcie_bytes_s": 1e6, "pcie_latency_s": 0.01}
+
+
 @pytest.mark.parametrize("messages", ["per_expert", "per_server"])
 def test_a_remote_call_by_hand(messages):
     """Token by token: out, latency, staging, GPU, staging, back, latency."""
+    model, links = small_model(layers=1, experts=3), np.full((2, 2), 16e6)
     cluster = build_cluster(
-        sizes=small_model(layers=1, experts=3),
-        gpus=(1, 1),
-        slots=(1, 2),
-        nic_bps=(8e6, 4e6),
-        bandwidth_bps=np.full((2, 2), 16e6),
-        latency_s=0.5,
-        messages=messages,
-        message_cost_s=0.1,
-        pcie_bytes_s=1e6,
-        pcie_latency_s=0.01,
+        sizes=model, slots=(1, 2), bandwidth_bps=links, messages=messages, **SLOW
     )
     prompts = one_prompt(cluster, 10, [(1, 2)])
     z = np.array([[[1, 0, 0]], [[0, 1, 1]]], np.uint8)
@@ -384,17 +372,8 @@ def test_a_remote_call_by_hand(messages):
 
 def two_servers(layers=2, top_k=1, **options):
     """Two servers of one GPU, 8 Mbit/s one way and 4 the other, 0.5 s latency, 0.1 s a message."""
-    return build_cluster(
-        sizes=small_model(layers=layers, experts=2, top_k=top_k),
-        gpus=(1, 1),
-        slots=(2 * layers, 2 * layers),
-        nic_bps=(8e6, 4e6),
-        latency_s=0.5,
-        message_cost_s=0.1,
-        pcie_bytes_s=1e6,
-        pcie_latency_s=0.01,
-        **options,
-    )
+    model = small_model(layers=layers, experts=2, top_k=top_k)
+    return build_cluster(sizes=model, slots=(2 * layers, 2 * layers), **SLOW, **options)
 
 
 def forecast_of(prompts, output_tokens=2.0):

@@ -887,12 +887,7 @@ def replay_reference(
     finished.extend(expert.advance(math.inf))
     return [
         RequestLog(
-            r.request,
-            r.arrival,
-            r.prompt,
-            r.output,
-            first_token=r.first_token,
-            finish=r.finish,
+            r.request, r.arrival, r.prompt, r.output, first_token=r.first_token, finish=r.finish
         )
         for r in sorted(finished, key=lambda r: r.request)
     ]

@@ -13,12 +13,7 @@ from servegym.envs.llm_routing.core import OUTCOMES, RoutingBatch
 from servegym.hardware_profiles import LawTables
 from servegym.hardware_profiles.law import Surplus
 
-from .reference import (
-    ExpertConfig,
-    ReferenceConfig,
-    ReferenceSimulator,
-    TableLaw,
-)
+from .reference import ExpertConfig, ReferenceConfig, ReferenceSimulator, TableLaw
 
 
 def random_law(rng: np.random.Generator) -> LawTables:
@@ -121,20 +116,19 @@ def make_case(seed: int, requests: int = 40, **choices):
             )
         )
 
-    cfg = config.engine_config(
-        scheduler=scheduler,
-        memory_policy=memory_policy,
-        prefix_caching=caching,
-        async_scheduling=ahead,
-        running_capacity=running,
-        prefill_token_budget=budget,
-        block_size=block,
-        bandwidth_bps=1e5,
-        bytes_per_token=4.0,
-        router_delay_s=delay,
-        staleness_s=staleness,
-        failures=failures,
-    )
+    engine = {
+        "scheduler": scheduler,
+        "memory_policy": memory_policy,
+        "prefix_caching": caching,
+        "async_scheduling": ahead,
+        "running_capacity": running,
+        "prefill_token_budget": budget,
+        "block_size": block,
+        "bandwidth_bps": 1e5,
+        "router_delay_s": delay,
+        "staleness_s": staleness,
+    }
+    cfg = config.engine_config(**engine, bytes_per_token=4.0, failures=failures)
     c = cfg[0]
     c["num_experts"], c["waiting_capacity"], c["slots"] = n, waiting, running + waiting
     c["num_requests"], c["max_output_tokens"] = requests, longest
@@ -173,22 +167,13 @@ def make_case(seed: int, requests: int = 40, **choices):
                 )
                 for k, p in enumerate(profiles)
             ),
-            scheduler=scheduler,
-            memory_policy=memory_policy,
-            prefix_caching=caching,
-            async_scheduling=ahead,
-            running_capacity=running,
+            **engine,
             waiting_capacity=waiting,
-            prefill_token_budget=budget,
-            block_size=block,
-            bandwidth_bps=1e5,
-            router_delay_s=delay,
             max_output_tokens=longest,
             latency_requirement_s=limit,
             reward=reward,
             penalty=penalty,
             estimator=estimator,
-            staleness_s=staleness,
             record_iterations=True,
         ),
         arrivals,

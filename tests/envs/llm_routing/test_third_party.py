@@ -32,16 +32,8 @@ def test_stable_baselines3_finds_nothing_wrong(sb3, recwarn):
 
 @pytest.mark.slow
 def test_ppo_takes_the_dict_observation(sb3):
-    model = sb3.PPO(
-        "MultiInputPolicy",
-        gym.make(GRAPH, **SHORT),
-        n_steps=100,
-        batch_size=50,
-        n_epochs=1,
-        policy_kwargs=SMALL_NET,
-        seed=0,
-        device="cpu",
-    )
+    how = {"n_steps": 100, "batch_size": 50, "n_epochs": 1, "policy_kwargs": SMALL_NET}
+    model = sb3.PPO("MultiInputPolicy", gym.make(GRAPH, **SHORT), **how, seed=0, device="cpu")
     model.learn(200)
     assert np.isfinite(parameters(model)).all()
 

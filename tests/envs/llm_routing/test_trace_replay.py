@@ -41,26 +41,15 @@ def test_equals_the_reference(scheduler, memory_policy, caching, ahead):
         arrivals = np.cumsum(rng.exponential(0.05, count)) + rng.uniform(0, 0.01, count).cumsum()
         prompts, outputs = rng.integers(1, 700, count), rng.integers(1, 120, count)
         options = {"scheduler": scheduler, "memory_policy": memory_policy, "block_size": 16}
-        mine = replay(
-            arrivals,
-            prompts,
-            outputs,
-            profile=profile,
-            kv_tokens=4000,
-            max_num_seqs=16,
-            max_num_batched_tokens=512,
-            prefix_caching=caching,
-            async_scheduling=ahead,
-            **options,
-        )
+        options |= {"prefix_caching": caching, "async_scheduling": ahead}
+        limits = {"kv_tokens": 4000, "max_num_seqs": 16, "max_num_batched_tokens": 512}
+        mine = replay(arrivals, prompts, outputs, profile=profile, **limits, **options)
         theirs = replay_reference(
             list(zip(arrivals, prompts, outputs, strict=True)),
             TableLaw(profile.tables(), profile.mixed_decode_attention_s(), profile.surplus),
             4000,
             running_capacity=16,
             prefill_token_budget=512,
-            prefix_caching=caching,
-            async_scheduling=ahead,
             max_output_tokens=int(outputs.max()) if memory_policy == "reserve" else None,
             **options,
         )
@@ -122,14 +111,8 @@ def test_first_come_first_served_waits(law, load_factor):
     mean, square = service.mean(), (service**2).mean()
     rate = load_factor / mean
     arrivals = np.cumsum(rng.exponential(1 / rate, count))
-    result = replay(
-        arrivals,
-        np.ones(count),
-        outputs,
-        profile=linear(k1=1e-12, kb=step),
-        scheduler="orca",
-        max_num_seqs=1,
-    )
+    how = {"profile": linear(k1=1e-12, kb=step), "scheduler": "orca"}
+    result = replay(arrivals, np.ones(count), outputs, max_num_seqs=1, **how)
     wait, error = mean_and_error(result["queue_s"])
     assert abs(wait - rate * square / (2 * (1 - load_factor))) < 4 * error
     assert error < 0.1 * wait
@@ -145,15 +128,8 @@ def test_decode_time_in_proportion_to_the_batch_is_processor_sharing(load_factor
     service = (outputs - 1) * step
     rate = load_factor / service.mean()
     arrivals = np.cumsum(rng.exponential(1 / rate, count))
-    result = replay(
-        arrivals,
-        np.ones(count),
-        outputs,
-        profile=linear(k1=1e-12, kb=step),
-        scheduler="orca",
-        max_num_seqs=512,
-        kv_tokens=10**7,
-    )
+    how = {"profile": linear(k1=1e-12, kb=step), "scheduler": "orca"}
+    result = replay(arrivals, np.ones(count), outputs, max_num_seqs=512, kv_tokens=10**7, **how)
     time, error = mean_and_error(result["e2e_s"])
     # Sharing goes by whole iterations: an arrival also waits for the one in flight.
     expected = service.mean() / (1 - load_factor)

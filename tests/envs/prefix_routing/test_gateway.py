@@ -166,40 +166,22 @@ def test_kernel_equals_plain_objects(
     precise = index == "precise"
     if precise:
         entry_blocks, strict = 1, True
-    config = gateway_config(
-        index=index,
-        block_size=block_size,
-        entry_tokens=entry_blocks * block_size,
-        strict=strict,
-        index_delay_s=delay_s,
-        smoothing=0.3,
-        heat_s=5.0,
-    )
+    given = {"index": index, "strict": strict, "smoothing": 0.3}
+    size = {"block_size": block_size, "entry_tokens": entry_blocks * block_size}
+    config = gateway_config(**given, **size, index_delay_s=delay_s, heat_s=5.0)
     speed, kv = rng.uniform(5, 50, replicas), rng.integers(50, 200, replicas)
     reference = twin.Gateway(
         requests,
         [twin.Replica(capacity, speed[n], int(kv[n]), 8 + n) for n in range(replicas)],
-        index=index,
+        **given,
         entry_blocks=entry_blocks,
-        strict=strict,
         delay_s=delay_s,
-        smoothing=0.3,
     )
     episode = prompts(config, requests)
     other = prompts(config, random_requests(rng, 50, block_size))
     g = allocate(config, replicas + 1, [other, episode])  # room for more than is needed
-    load(
-        g,
-        1,
-        episode,
-        predicted=9.0,
-        ttft_slo_s=0.5,
-        tpot_slo_s=0.04,
-        speed=speed,
-        kv_tokens=kv,
-        max_num_seqs=8 + np.arange(replicas),
-        entries=capacity,
-    )
+    row = {"predicted": 9.0, "ttft_slo_s": 0.5, "tpot_slo_s": 0.04, "entries": capacity}
+    load(g, 1, episode, **row, speed=speed, kv_tokens=kv, max_num_seqs=8 + np.arange(replicas))
     script, expected, now = Script(), [], 0.0
     cached = [[] for _ in range(replicas)]
     for j in range(requests.num_requests):
@@ -266,18 +248,8 @@ def loaded(requests, replicas=2, entries=None, **arguments):
     config = gateway_config(block_size=requests.block_size, **arguments)
     episode = prompts(config, requests)
     g = allocate(config, replicas, [episode])
-    load(
-        g,
-        0,
-        episode,
-        predicted=10,
-        ttft_slo_s=1.0,
-        tpot_slo_s=0.1,
-        speed=100.0,
-        kv_tokens=[16 * 64] * replicas,
-        max_num_seqs=4,
-        entries=entries,
-    )
+    row = {"predicted": 10, "ttft_slo_s": 1.0, "tpot_slo_s": 0.1, "entries": entries}
+    load(g, 0, episode, **row, speed=100.0, kv_tokens=[16 * 64] * replicas, max_num_seqs=4)
     return g
 
 

@@ -19,11 +19,7 @@ from ..llm_routing.reference import TableLaw
 from ..llm_routing.test_kernel_reference import linear_law, no_surplus, random_law, random_surplus
 from .reference import ReferenceSystem, Replica
 
-OUTCOMES = {
-    kernel.COMPLETED: "completed",
-    kernel.REJECTED: "rejected",
-    kernel.FAILED: "failed",
-}
+OUTCOMES = {kernel.COMPLETED: "completed", kernel.REJECTED: "rejected", kernel.FAILED: "failed"}
 
 
 def exact_law(rng: np.random.Generator) -> LawTables:

@@ -47,13 +47,7 @@ def serve(
     experts = max(int(k) for k in s.experts)
     D, B = s.token_mb, s.bandwidth_mb_s
     n_in, n_out = request.n_in, len(request.decode_sets)
-    x, W, Y, z, where = (
-        plan.remote,
-        plan.main_mb,
-        plan.remote_mb,
-        plan.replicas,
-        plan.assignment,
-    )
+    x, W, Y, z, where = (plan.remote, plan.main_mb, plan.remote_mb, plan.replicas, plan.assignment)
 
     # Prefill: Eq. 1-3, 8.
     PT, PCrem = 0.0, 0.0

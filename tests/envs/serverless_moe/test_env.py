@@ -210,8 +210,6 @@ def test_a_deployment_takes_no_keep():
         ),
         ({"slo": [[9.0, 0.1], [9.0, 1e-4]]}, r"slo\[1\].*TPOT of 0.0001 s; the best achievable"),
         ({"idle_s": [[0.5, 1.0]]}, "sum to 1"),
-        ({"w_headroom_mb": [100, 200]}, "begin with 0"),
-        ({"activations": "toy"}, "Activations object"),
         ({"predictor": np.ones((3, 4, 8))}, "shape"),
         ({"predictor": np.ones((40, 4, 8))}, "no frequencies"),
         (

@@ -66,15 +66,8 @@ def test_random_plans_cost_what_the_loops_say(invocation, billed, shared):
         )
         request, plan = toy_request(rng), random_plan(system, rng)
         cold = eq.Cold(bool(rng.random() < 0.5), rng.integers(0, plan.replicas + 1))
-        got = eq.evaluate_plan(
-            system,
-            request,
-            plan,
-            decode_invocation=invocation,
-            cold=cold,
-            bill_cold_start=billed,
-            load_shared=shared,
-        )
+        how = {"decode_invocation": invocation, "bill_cold_start": billed, "load_shared": shared}
+        got = eq.evaluate_plan(system, request, plan, cold=cold, **how)
         want = reference.serve(
             system, request, plan, invocation, cold.main, cold.replicas, billed, shared
         )
@@ -134,15 +127,8 @@ def test_made_plans_are_the_smallest_feasible_ones():
             mb[layer] -= 10.0
             less = dataclasses.replace(plan, remote_mb=mb)
             assert eq.violated(system, request.prefill_counts, request.n_out, less)["remote_memory"]
-    big = eq.make_plan(
-        system,
-        remote,
-        request.prefill_counts,
-        5,
-        main_headroom_mb=250.0,
-        remote_headroom_mb=1e9,
-        extra_replicas=99,
-    )
+    more = {"main_headroom_mb": 250.0, "remote_headroom_mb": 1e9, "extra_replicas": 99}
+    big = eq.make_plan(system, remote, request.prefill_counts, 5, **more)
     assert big.main_mb == plan.main_mb + 300.0
     assert (big.remote_mb[remote.any(axis=1)] == 1000.0).all()
     assert big.replicas.max() == system.z_max

@@ -70,23 +70,14 @@ def play_and_compare(seed, steps=30, loops=False, stay=0.6, **kwargs):
         plan = env.problem.plan(int(r["prompt"]), int(r["n_in"]), action)
         cold = warm.cold(plan)
         got = eq.evaluate_plan(env.problem.system, request, plan, cold=cold, **options)
-        mix = eq.evaluate_plan(
-            env.problem.system,
-            request,
-            eq.mix_plan(env.problem.system, env.problem.max_output_tokens),
-            **options,
-        )
+        mixed = eq.mix_plan(env.problem.system, env.problem.max_output_tokens)
+        mix = eq.evaluate_plan(env.problem.system, request, mixed, **options)
         if loops:
-            slow = reference.serve(
-                env.problem.system,
-                request,
-                plan,
-                options["decode_invocation"],
-                cold.main,
-                cold.replicas,
-                options["bill_cold_start"],
-                options["load_shared"],
+            invocation, *billing = (
+                options[k] for k in ("decode_invocation", "bill_cold_start", "load_shared")
             )
+            state = cold.main, cold.replicas
+            slow = reference.serve(env.problem.system, request, plan, invocation, *state, *billing)
             assert slow.cost_usd == pytest.approx(got.cost_usd, rel=1e-9)
         _, reward, _, _, info = env.step(action)
         log = env.request_log()[index]

@@ -27,12 +27,7 @@ from servegym.envs.workloads.build.activations import (
     top_expert_share,
     write_activations,
 )
-from servegym.envs.workloads.expert_sets import (
-    draw_top_k,
-    ids_to_masks,
-    masks_to_ids,
-    unpack_sets,
-)
+from servegym.envs.workloads.expert_sets import draw_top_k, ids_to_masks, masks_to_ids, unpack_sets
 from servegym.envs.workloads.files import DATA_DIR
 from servegym.envs.workloads.synthetic_activations import (
     SHARPEST,
@@ -61,10 +56,7 @@ def total_bytes(model):
 
 @pytest.mark.parametrize(
     ("name", "billion", "blocks", "moe", "experts", "top_k"),
-    [
-        ("deepseek-v2-lite", 15.71, 27, 26, 64, 6),
-        ("mixtral-8x7b", 46.70, 32, 32, 8, 2),
-    ],
+    [("deepseek-v2-lite", 15.71, 27, 26, 64, 6), ("mixtral-8x7b", 46.70, 32, 32, 8, 2)],
 )
 def test_bfloat16_models_have_their_published_size(name, billion, blocks, moe, experts, top_k):
     model = load_model(name)

@@ -105,10 +105,7 @@ def spoil(change):
             "candidates[two-7b].scores.bertscore",
         ),
         (lambda r: r["candidates"][1].pop("text"), "candidates[two-7b].text"),
-        (
-            lambda r: r["candidates"][1].update(output_tokens=-3),
-            "candidates[two-7b].output_tokens",
-        ),
+        (lambda r: r["candidates"][1].update(output_tokens=-3), "candidates[two-7b].output_tokens"),
         (lambda r: r.update(instruction=None), "instruction"),
     ],
 )

@@ -9,11 +9,7 @@ from servegym._files import MalformedFileError
 from servegym.envs.workloads.build import chat_sessions
 from servegym.envs.workloads.build import prefix_traces as build
 from servegym.envs.workloads.files import read_fitted
-from servegym.envs.workloads.prefix_traces import (
-    list_prefix_traces,
-    load_prefix_trace,
-    think_times,
-)
+from servegym.envs.workloads.prefix_traces import list_prefix_traces, load_prefix_trace, think_times
 
 
 @pytest.mark.parametrize(
@@ -95,13 +91,8 @@ def test_the_fitted_conversations_are_the_builders():
     laws = chat_sessions.fit_sessions(load_prefix_trace(chat_sessions.TRACE))
     packaged = read_fitted("chat-sessions.json", "chat_sessions")
     assert {name: packaged[name] for name in laws} == laws
-    for name in (
-        "only_prompt_tokens",
-        "first_prompt_tokens",
-        "new_tokens",
-        "output_tokens",
-        "gap_s",
-    ):
+    tokens = ("only_prompt_tokens", "first_prompt_tokens", "new_tokens", "output_tokens")
+    for name in (*tokens, "gap_s"):
         error = laws[name]["fit_error"]["uncut"]
         assert error["kolmogorov_smirnov"] < 0.01
         assert abs(error["relative_error_of_mean"]) < 0.02

@@ -33,6 +33,11 @@ def test_a_file_becomes_a_catalog_in_its_order(tmp_path):
     ("old", "new", "line", "field"),
     [
         ("11,21", "0,21", 3, "prompt_tokens"),
+        ("11,21", "11,2.5", 3, "output_tokens_a"),
+        ("2,12", "nan,12", 4, "arrival_s"),
+        ("0.5,10", "-1,10", 2, "arrival_s"),
+        (HEADER + ROWS, "", None, None),
+        ("arrival_s,", "", 1, "arrival_s"),
         ("0.5,0\n", "0.5,1.5\n", 3, "score_b"),
         ("2,12", "0.1,12", 4, "arrival_s"),
         ("score_b", "score_a", 1, "score_a"),

@@ -189,10 +189,13 @@ def test_the_world_is_not_the_policys_to_choose(family: str) -> None:
             resolve(guest, None, record, in_process=True)
 
 
-def test_no_other_way_takes_the_world_either(tmp_path: Path) -> None:
+def test_no_other_way_takes_the_world_either(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = write(tmp_path, HEAD + "\nclass Policy(First):\n    env_kwargs = {'rate': 1.0}\n")
     with pytest.raises(ValueError, match="asks for rate=1.0"):
         render_episode(ENV_ID, str(file), 1, SMALL)
+    monkeypatch.setattr(leaderboard, "policies_for", lambda *_: ["random"])
     words = ["--quick", "--in-process", "--policy", str(file), "--point", "routing-8"]
     with pytest.raises(ValueError, match="asks for rate=1.0"):
         leaderboard.main(words)
@@ -271,7 +274,7 @@ class Policy(First):
     assert all((log["expert"] == 0).all() for log in sent["False"])
     file = tmp_path / "True.py"
     with pytest.raises(ValueError, match="needs_outcomes"):
-        evaluate(family_named("serverless").env_id, [file], 1, 7)
+        evaluate(family_named("serverless").env_id, [file], 1, 7, {"model": "toy"})
 
 
 @pytest.mark.parametrize("name", ["greedy_qos", "sac_han", "a\nb", "x" * 61, "best (clairvoyant)"])
@@ -405,12 +408,12 @@ def test_a_guests_processor_time_is_counted_and_its_episodes_are_apart(tmp_path:
         "    def reset(self, num_envs, seed=None):\n        self.resets += 1\n"
         "        assert (num_envs, self.resets) == (1, 1), 'it remembers another episode'\n\n"
         "    def act(self, observation, action_mask):\n"
-        "        end = time.process_time() + 0.02\n        while time.process_time() < end:\n"
+        "        end = time.process_time() + 0.01\n        while time.process_time() < end:\n"
         "            pass\n        return super().act(observation, action_mask)\n"
     )
     point = Point("small", family_named("routing"), SMALL, 2, {})
     policy = GuestPolicy(write(tmp_path, busy), None)
-    assert leaderboard.measure(point, policy, seed=7)["cpu_s"] >= 1.2
+    assert leaderboard.measure(point, policy, seed=7)["cpu_s"] >= 0.6
 
 
 def test_a_running_episode_hides_how_its_requests_will_end() -> None:

@@ -122,7 +122,10 @@ def test_a_presubmit_tells_a_good_router_from_a_bad_one(
     assert oracle["clairvoyant"] and not oracle["below"]
 
 
-def test_a_guest_that_changes_the_package_when_it_is_made_is_named(small: Path) -> None:
+def test_a_guest_that_changes_the_package_when_it_is_made_is_named(
+    small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leaderboard, "policies_for", lambda *_: ["random"])
     new = Path(leaderboard.__file__).with_name("cheat.txt")
     text = f"open({str(new)!r}, 'w').close()\n" + ROUTER
     (small / "bad.py").write_text(text)
@@ -150,6 +153,7 @@ def test_policies_are_measured_at_the_points_of_their_family(
 
     monkeypatch.setattr(leaderboard, "POINTS", POINTS)
     monkeypatch.setattr(leaderboard, "measure", measure)
+    monkeypatch.setattr(leaderboard, "package_files", dict)
     words = ["--quick", "--in-process", "--policy", "mine.py", "--at-least"]
     main([*words, "greedy_qos"])
     assert len(seeds) == 1 and DEFAULT_SEED not in seeds  # the same episodes, which nobody knew
@@ -205,17 +209,7 @@ def test_a_function_of_one_decision_serves_every_family() -> None:
         assert observation["activations"].ndim == 2 and mask.ndim == 1
         return np.zeros(5, int)
 
-    rows = evaluate(
-        "servegym/ServerlessMoE-v0",
-        [from_callable(serve, "local", batched=False)],
-        2,
-        seed=100_000,
-        env_kwargs={"model": "toy", "episode_requests": 10},
-    )
-    mix = evaluate(
-        "servegym/ServerlessMoE-v0",
-        ["mix"],
-        2,
-        env_kwargs={"model": "toy", "episode_requests": 10},
-    )
-    assert [r["mean_reward"] for r in rows] == [r["mean_reward"] for r in mix]
+    policies = [from_callable(serve, "local", batched=False), "mix"]
+    small = {"model": "toy", "episode_requests": 10}
+    rows = evaluate("servegym/ServerlessMoE-v0", policies, 2, env_kwargs=small, in_process=True)
+    assert [r["mean_reward"] for r in rows[:2]] == [r["mean_reward"] for r in rows[2:]]

@@ -108,8 +108,7 @@ def crossed(rng, trainings, episodes, of_training, of_episode, of_both, mean=1.0
 
 
 @pytest.mark.parametrize(
-    "trainings, of_training, of_episode, of_both",
-    [(5, 1.0, 2.0, 1.0), (3, 1.0, 0.2, 0.2)],
+    "trainings, of_training, of_episode, of_both", [(5, 1.0, 2.0, 1.0), (3, 1.0, 0.2, 0.2)]
 )
 def test_coverage_over_trainings_and_episodes(trainings, of_training, of_episode, of_both):
     rng = np.random.default_rng(1)

@@ -395,7 +395,7 @@ def test_headers_that_do_not_come_end_the_connection(monkeypatch):
     monkeypatch.setattr(server_module, "SWEEP_S", 0.01)
 
     async def scenario(session, server):
-        task = await begun(session, server, 2000)  # a request that is under way stays
+        task = await begun(session, server, 300)  # a request that is under way stays
         monkeypatch.setattr(server_module, "HEADERS_S", 0.1)
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         writer.write(b"POST /v1/completions HTTP/1.1\r\nHost:")

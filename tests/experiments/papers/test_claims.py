@@ -154,14 +154,8 @@ def test_without_predictions_it_is_held_against_the_baselines_with_them(tmp_path
 
 def test_end_to_end_is_held_against_the_papers_baselines(tmp_path) -> None:
     (tmp_path / "routing").mkdir()
-    seconds = {
-        "random": 9.0,
-        "round_robin": 5.0,
-        "shortest_queue": 4.0,
-        "priced_greedy": 2.0,
-        "baseline_rl": 4.5,
-        "sac_han": 3.0,
-    }
+    seconds = {"random": 9.0, "round_robin": 5.0, "shortest_queue": 4.0}
+    seconds |= {"priced_greedy": 2.0, "baseline_rl": 4.5, "sac_han": 3.0}
     table = [{"policy": name, "point": "a", "e2e_s": value} for name, value in seconds.items()]
     write_csv(tmp_path / "routing" / "fig10_end_to_end.csv", table)
     (found,) = findings(claim("Fig. 10", "fig10_end_to_end"), tmp_path)
@@ -181,17 +175,9 @@ def test_the_better_reading_is_held_against_the_cheapest_rival_with_all_derived_
         ("alibaba_fc", "eager"): (1, 0.1),  # 90 % below: more than twice as far as the paper
     }
     table = [
-        {
-            "model": "m",
-            "gpu": gpu,
-            "gpu_kind": "chosen" if gpu == "eager" else "derived",
-            "bill": bill,
-            "n_out": 200,
-            "method": name,
-            "usd_per_1000_low": usd - half,
-            "usd_per_1000_high": usd + half,
-            "usd_per_1000": usd,
-        }
+        {"model": "m", "gpu": gpu, "gpu_kind": "chosen" if gpu == "eager" else "derived"}
+        | {"bill": bill, "n_out": 200, "method": name, "usd_per_1000": usd}
+        | {"usd_per_1000_low": usd - half, "usd_per_1000_high": usd + half}
         for (bill, gpu), ours in cases.items()
         for name, (usd, half) in {
             **{rival: (usd, 0.1) for rival, usd in bills.items()},
@@ -269,23 +255,13 @@ def test_unknown_family() -> None:
 
 def test_of_an_overloaded_queue_only_the_sign_counts(tmp_path) -> None:
     (tmp_path / "placement").mkdir()
-    seconds = {
-        ("nic", 4): (20.0, 0),
-        ("nic", 256): (190.0, 1),
-        ("pairwise", 4): (10.0, 0),
-        ("pairwise", 256): (8.0, 0),
-    }
+    seconds = (("nic", 4, 20.0, 0), ("nic", 256, 190.0, 1))
+    seconds += (("pairwise", 4, 10.0, 0), ("pairwise", 256, 8.0, 0))
     table = [
-        {
-            "link_model": link,
-            "gap_s": gap,
-            "gpus": gpus,
-            "policy": "prism",
-            "mean_latency_s": mean,
-            "overloaded": over,
-        }
+        {"link_model": link, "gap_s": gap, "gpus": gpus, "policy": "prism"}
+        | {"mean_latency_s": mean, "overloaded": over}
         for gap in (8.0, 15.0)
-        for (link, gpus), (mean, over) in seconds.items()
+        for link, gpus, mean, over in seconds
     ]
     write_csv(tmp_path / "placement" / "fig8a_gpus.csv", table)
     nic, _, pairwise, _ = findings(claim("Fig. 8a", "fig8a_gpus"), tmp_path)

@@ -6,11 +6,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from servegym.experiments.evaluation.output import read_rows
-from servegym.experiments.studies.fidelity.aiconfigurator import (
-    BATCHES,
-    CONTEXTS,
-    main,
-)
+from servegym.experiments.studies.fidelity.aiconfigurator import BATCHES, CONTEXTS, main
 from servegym.hardware_profiles import load
 
 NAME = "l40s-llama-3.1-8b"

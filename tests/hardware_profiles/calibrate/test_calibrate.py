@@ -8,11 +8,7 @@ import numpy as np
 import pytest
 
 from servegym.hardware_profiles import Profile, load
-from servegym.hardware_profiles.build.derive import (
-    derive_cards,
-    fleets,
-    paper_linear,
-)
+from servegym.hardware_profiles.build.derive import derive_cards, fleets, paper_linear
 from servegym.hardware_profiles.build.derive import main as derive_main
 from servegym.hardware_profiles.calibrate.calibrate import calibrate_kernels, main
 from servegym.hardware_profiles.calibrate.fitting import check_explains, fit_estimator, thin

@@ -97,11 +97,7 @@ def test_the_law_comes_back_and_needs_not_rise(file, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "what"),
-    [
-        ("token_s", "token", "token_s"),
-        ("\n0,", "\nx,", ":2: field 'load'"),
-    ],
+    ("old", "new", "what"), [("token_s", "token", "token_s"), ("\n0,", "\nx,", ":2: field 'load'")]
 )
 def test_a_bad_file_is_refused_by_line_and_field(file, tmp_path, old, new, what):
     path = tmp_path / "bad.csv"

@@ -5,9 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from servegym.baselines.serverless_moe.prediction import (
-    kernel,
-)
+from servegym.baselines.serverless_moe.prediction import kernel
 from servegym.baselines.serverless_moe.prediction.tree import unit_rows
 
 

@@ -3,14 +3,8 @@
 import numpy as np
 import pytest
 
-from servegym.baselines.serverless_moe.prediction import (
-    PREDICTORS,
-    js_divergence,
-    make_predictor,
-)
-from servegym.baselines.serverless_moe.prediction.similar_prompts import (
-    BruteForce,
-)
+from servegym.baselines.serverless_moe.prediction import PREDICTORS, js_divergence, make_predictor
+from servegym.baselines.serverless_moe.prediction.similar_prompts import BruteForce
 
 from .histories import WIDTH, made_up, soft_cosine
 

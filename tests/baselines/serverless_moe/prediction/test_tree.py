@@ -3,12 +3,8 @@
 import numpy as np
 import pytest
 
-from servegym.baselines.serverless_moe.prediction import (
-    make_predictor,
-)
-from servegym.baselines.serverless_moe.prediction.similar_prompts import (
-    SimilarPromptsSearch,
-)
+from servegym.baselines.serverless_moe.prediction import make_predictor
+from servegym.baselines.serverless_moe.prediction.similar_prompts import SimilarPromptsSearch
 from servegym.baselines.serverless_moe.prediction.tree import unit_rows
 
 from .histories import TREES, WIDTH, made_up, soft_cosine

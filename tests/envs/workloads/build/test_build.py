@@ -8,11 +8,7 @@ import numpy as np
 import pytest
 
 from servegym._files import MalformedFileError
-from servegym.envs.workloads.activations import (
-    load_model,
-    masks_to_counts,
-    read_activations,
-)
+from servegym.envs.workloads.activations import load_model, masks_to_counts, read_activations
 from servegym.envs.workloads.arrivals import MMPPArrivals, ModulatedArrivals
 from servegym.envs.workloads.build import activations as build_activations
 from servegym.envs.workloads.build import arrivals as fit_arrivals

@@ -166,24 +166,14 @@ def test_a_mean_that_grows_with_the_run_is_marked(monkeypatch):
         """Latency in proportion to the time of arrivals, but of the second policy."""
         played.append((policies[0], env_kwargs["epochs"], env_kwargs.get("epoch_s", 300)))
         seconds = 0.2 * 300 * (env_kwargs["epochs"] if policies[0] == "prism" else 4)
-        keys = (
-            "p99_latency_s",
-            "mean_ttft_s",
-            "local_token_ratio",
-            "local_call_ratio",
-            "remote_layer_ratio",
-            "migrations",
-            "requests",
-        )
-        return [dict.fromkeys(keys, 1.0) | {"mean_latency_s": seconds}] * episodes
+        keys = "p99_latency_s mean_ttft_s local_token_ratio local_call_ratio remote_layer_ratio"
+        row = dict.fromkeys([*keys.split(), "migrations", "requests"], 1.0)
+        return [row | {"mean_latency_s": seconds}] * episodes
 
     monkeypatch.setattr(placement_measuring, "evaluate", evaluate)
     rows = measure({}, ("prism", "eplb"), 2, epochs=4)
-    assert [(name, epochs) for name, epochs, _ in played] == [
-        ("prism", 4),
-        ("prism", 8),
-        ("eplb", 4),
-        ("eplb", 8),
+    assert [f"{name} {epochs}" for name, epochs, _ in played] == [
+        *("prism 4", "prism 8", "eplb 4", "eplb 8")
     ]
     assert [row["overloaded"] for row in rows] == [1.0, 0.0]
     assert rows[0]["doubled_s"] == 480.0

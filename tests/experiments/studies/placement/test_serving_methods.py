@@ -16,11 +16,7 @@ from servegym.experiments.studies.placement import serving_methods
 def test_the_bound_is_what_a_request_takes_alone():
     cluster = {"gpus": (8,), "slots": [4] * 8, "nic_bps": 1e9, "latency_s": 0.0}
     problem = build_problem(
-        model="toy",
-        epochs=1,
-        epoch_s=1e5,
-        mean_interarrival_s=1e4,
-        cluster_kwargs=cluster,
+        model="toy", epochs=1, epoch_s=1e5, mean_interarrival_s=1e4, cluster_kwargs=cluster
     )
     episode = PlacementEpisode(problem)
     episode.begin(np.random.default_rng(0))
