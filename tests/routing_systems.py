@@ -60,14 +60,8 @@ def make_observation(rng, batch=16, num_experts=6, limit=0.03, least_running=0, 
         length = rng.uniform(2, 300, shape)
         done = 1 + rng.random(shape) * (length - 2) if started else np.zeros(shape)
         out = np.stack(
-            [
-                rng.integers(5, 400, shape),
-                rng.random(shape),
-                length,
-                rng.random(shape) / 10,
-                done,
-                rng.uniform(0.01, 0.05, shape),
-            ],
+            [rng.integers(5, 400, shape), rng.random(shape), length]
+            + [rng.random(shape) / 10, done, rng.uniform(0.01, 0.05, shape)],
             axis=-1,
         ).astype(np.float32)
         present = np.arange(size) < count[..., None]

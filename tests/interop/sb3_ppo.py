@@ -75,18 +75,9 @@ def main():
     # The last reward of an episode has all that is still served: cut off before, and bootstrapped.
     cut = {**kwargs, "max_episode_steps": 999}
     envs = make_vec_env(args.env_id, 64, seed=args.seed, env_kwargs=cut)
-    model = PPO(
-        SharedPolicy,
-        envs,
-        learning_rate=lambda left: 1e-3 * left,
-        n_steps=64,
-        batch_size=512,
-        n_epochs=3,
-        gamma=args.gamma,
-        ent_coef=0.003,
-        seed=args.seed,
-        device="cpu",
-    )
+    how = {"n_steps": 64, "batch_size": 512, "n_epochs": 3, "ent_coef": 0.003, "device": "cpu"}
+    how |= {"learning_rate": lambda left: 1e-3 * left, "gamma": args.gamma, "seed": args.seed}
+    model = PPO(SharedPolicy, envs, **how)
     moments = model.policy.features_extractor.net.moments
     observation = envs.reset()
     for k in range(200):  # random actions tell the scale of each column

@@ -109,12 +109,8 @@ def play(env, policy, seed=0):
 def test_the_policy_sees_nothing_of_what_is_to_come():
     """Other requests after the first epoch leave the first two plans as they are."""
     env = make_env(epochs=2)
-    policy = make_policy(
-        "latency_local_search",
-        PlacementSystem.from_problem(env.problem),
-        family="expert_placement",
-        steps=40,
-    )
+    system, family = PlacementSystem.from_problem(env.problem), "expert_placement"
+    policy = make_policy("latency_local_search", system, family=family, steps=40)
     first = play(env, policy)
     assert policy.calls > 0
     draw = env.batch.episodes[0]._draw_requests
@@ -133,12 +129,8 @@ def test_the_policy_sees_nothing_of_what_is_to_come():
 
 def test_it_searches_again_when_tasks_change():
     env = make_env(epochs=4, rotate_s=120.0, mean_interarrival_s=1.0)
-    policy = make_policy(
-        "latency_local_search",
-        PlacementSystem.from_problem(env.problem),
-        family="expert_placement",
-        steps=0,
-    )
+    system, family = PlacementSystem.from_problem(env.problem), "expert_placement"
+    policy = make_policy("latency_local_search", system, family=family, steps=0)
     policy.reset(1, 0)
     observation, _ = env.reset(seed=0)
     used = []

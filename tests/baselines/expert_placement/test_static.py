@@ -36,17 +36,8 @@ from servegym.baselines.expert_placement.prism import (
 )
 
 ONE_TWO = np.array([0, 1, 2, 2])
-ALGORITHMS = [
-    uniform,
-    redundance,
-    smartmoe,
-    eplb,
-    eplb_global,
-    prism,
-    whole_layer,
-    layer_chains,
-    proxy_optimum,
-]
+ALGORITHMS = [uniform, redundance, smartmoe, eplb, eplb_global, prism, whole_layer]
+ALGORITHMS += [layer_chains, proxy_optimum]
 
 
 def skewed(rng, servers, layers, experts, tokens=20_000, sharpness=0.3):
