@@ -191,10 +191,9 @@ def jobs():
     for family in FAMILIES:
         for name, path in shipped(family.name).items():
             found[f"checkpoint {name}"] = lambda f=family, p=path: checkpoint(f, p)
-        for point in [point for point in POINTS if point.family == family][:1]:
-            for name in POLICIES[family.name]:
-                key = f"leaderboard {point.name} {name}"
-                found[key] = lambda p=point, n=name: leaderboard(p, n)
+        point = next(point for point in POINTS if point.family == family)
+        for name in POLICIES[family.name]:
+            found[f"leaderboard {point.name} {name}"] = lambda p=point, n=name: leaderboard(p, n)
     return found
 
 

@@ -1,4 +1,4 @@
-"""What command lines share: ``--set key=value``, and how a user's mistakes are in_words."""
+"""What command lines share: ``--set key=value``, and how a user's mistakes are told."""
 
 from __future__ import annotations
 

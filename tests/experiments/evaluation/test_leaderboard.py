@@ -45,6 +45,7 @@ def test_every_point_is_a_family_with_policies() -> None:
         assert set(leaderboard.policies_for(point, quick=True)) == set(names) - set(
             leaderboard.SLOW
         )
+    assert {point.family.name for point in POINTS} == {family.name for family in FAMILIES}
     known = {info.name for family in FAMILIES for info in list_policies(family.name)}
     assert set(leaderboard.SLOW) <= known
 

@@ -278,9 +278,8 @@ def test_effects_of_the_four_settings():
     assert claimed == [("state", "completed_qos"), ("reward", "graph")]
     assert all(row["change_pct_low"] < row["change_pct"] for row in rows.values())
     assert not any(row["undertrained"] for row in rows.values())
-    poor = routing_comparison.effects_of(
-        settings, 1.05 * 0.95 * hard.mean()
-    )  # above both on the rows
+    above_rows = 1.05 * 0.95 * hard.mean()
+    poor = routing_comparison.effects_of(settings, above_rows)
     low = {(row["factor"], row["level"]) for row in poor if row["undertrained"]}
     assert ("state", "completed_qos") in low and ("reward", "graph") not in low
 
