@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
@@ -30,6 +31,8 @@ from servegym.agents.lib import checkpoint, environments
 from servegym.agents.lib.arguments import RunArgs, at_least, run_agent
 from servegym.agents.lib.evaluation import evaluate_router
 from servegym.agents.lib.run_log import RunLog, interval_passed
+from servegym.baselines.llm_routing.features import exogenous
+from servegym.envs.llm_routing.outcomes import OutcomeReader
 
 ENV_ID = "servegym/LLMRouting-v1"
 
@@ -39,8 +42,10 @@ ENV |= {"episode_requests": 400, "max_episode_steps": 399}
 """Arguments of the training environment; ``--set`` changes them and adds others."""
 
 WIDTH = 32  # of every hidden layer; a row has three numbers
-LENGTH = 16  # steps of a stored piece, over which the returns run
-AVERAGE = 0.01  # polyak step of the averaged network, per update
+LENGTH = 32  # steps of a stored piece, over which the returns run
+ENDS_WITHIN = 80  # decisions; a request that has not ended then is late, or its episode is cut off
+LOAD = 18  # numbers of `ReplayBuffer.load`
+LATER = ((8, 0), (32, 1), (64, 2))  # decisions ahead at which a mean gap of so many is seen
 LOG_EVERY = 4_000  # steps between rows of the log
 EVAL_EPISODES, EVAL_REQUESTS = 16, 300  # of an evaluation: episodes per rate, requests per episode
 
@@ -51,77 +56,51 @@ class Args(RunArgs):
 
     set: tuple[str, ...] = ()
     """environment arguments, key=value with a JSON value, as in rate=8 num_experts=3"""
-    total_timesteps: int = 250_000
+    total_timesteps: int = 480_000
     """environment steps (decisions) over all environments"""
-    num_envs: int = 128
+    num_envs: int = 256
     """parallel environments"""
-    learning_starts: int = 8_192
-    """steps of uniform legal actions before the first update, at most a quarter of all steps"""
-    buffer_size: int = 250_000
+    buffer_size: int = 100_000
     """steps in the replay buffer"""
-    pieces: int = 16
-    """pieces of 16 steps in a batch"""
+    pieces: int = 8
+    """pieces of 32 steps in a batch"""
     updates_per_step: int = 2
     """gradient updates after each step of all environments"""
-    gamma: float = 0.98
+    gamma: float = 0.995
     """discount per decision"""
-    lam: float = 0.8
+    lam: float = 0.97
     """lambda of the returns"""
-    lr: float = 1e-3
+    lr: float = 3e-3
     """learning rate at first; it falls linearly to a twentieth"""
     alpha: float = 0.03
-    """temperature: weight of the policy's entropy in the actor's loss"""
-    tau: float = 0.05
+    """temperature of the policy, the weight of its entropy"""
+    tau: float = 0.005
     """polyak step of the target network, per update"""
-    eval_every: int = 25_000
+    eval_every: int = 40_000
     """steps between evaluations on the validation split; there is one before the first step"""
     eval_rates: tuple[float, ...] = (5.0, 8.0, 10.0)
     """arrival rates of the evaluation"""
 
 
-class Head(nn.Module):
-    """Values of the actions: drop from MLP[h], expert n from MLP[h | h_n], h the mean.
-
-    ``copies`` networks of the same form, each with weights of its own, are computed together.
-    """
-
-    def __init__(self, copies: int) -> None:
-        super().__init__()
-        self.copies = copies
-        self.common = nn.Linear(WIDTH, copies * WIDTH)
-        self.by_mean = nn.Linear(WIDTH, copies * WIDTH)
-        self.by_expert = nn.Linear(WIDTH, copies * WIDTH)
-        bound = WIDTH**-0.5
-        self.out = nn.Parameter(torch.empty(copies, WIDTH, 3).uniform_(-bound, bound))
-        self.bias = nn.Parameter(torch.zeros(copies, 2))
-
-    def forward(self, experts: Tensor) -> Tensor:
-        """Embeddings (B, N, 32) -> (copies, B, N+1); a value common to all is added (dueling)."""
-        batch, n, _ = experts.shape
-        mean = experts.mean(1)
-        hidden = self.common(mean).relu().view(batch, self.copies, WIDTH).transpose(0, 1)
-        drop, common = (hidden @ self.out[..., :2] + self.bias[:, None]).split(1, -1)
-        hidden = (self.by_mean(mean)[:, None] + self.by_expert(experts)).relu()
-        hidden = hidden.view(batch * n, self.copies, WIDTH).transpose(0, 1)
-        each = (hidden @ self.out[..., 2:]).view(self.copies, batch, n)
-        return torch.cat([drop, each], -1) + common
+def mlp(*sizes: int) -> nn.Sequential:
+    """Linear layers with rectifiers between them."""
+    layers = [[nn.ReLU(), nn.Linear(i, o)] for i, o in zip(sizes, sizes[1:], strict=False)]
+    return nn.Sequential(*sum(layers, [])[1:])
 
 
 class Agent(nn.Module):
-    """Encoder shared by actor and twin critics; the critics' loss alone trains the encoder.
-
-    An expert's input is its row, the mean row and a learned vector that tells it apart.
-    """
+    """The critic, whose softmax is the policy; a learned vector tells an expert apart."""
 
     fixed_experts = True
 
     def __init__(self, experts: int) -> None:
         super().__init__()
+        self.slots = 1  # running slots of an expert
         self.who = nn.Parameter(torch.randn(experts, 8))
-        self.each = nn.Sequential(
-            nn.Linear(14, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU()
-        )
-        self.actor, self.critics = Head(1), Head(2)
+        self.each = mlp(14, WIDTH, WIDTH)
+        self.drop, self.send = mlp(WIDTH, WIDTH, 1), mlp(2 * WIDTH, WIDTH, 1)
+        self.expert_value = mlp(11, WIDTH, WIDTH, 1)
+        self.load_value = mlp(LOAD, WIDTH, WIDTH, 1)
 
     def rows(self, obs: Mapping[str, Any]) -> NDArray[np.float16]:
         """Scaled rows (B, 3 N) of a batch of observations.
@@ -129,27 +108,40 @@ class Agent(nn.Module):
         Raises:
             ValueError: If the number of experts is not the agent's.
         """
-        experts = obs["experts"]
+        experts, self.slots = obs["experts"], obs["running"].shape[2]
         if experts.shape[1] != len(self.who):
             raise ValueError(f"made for {len(self.who)} experts, got {experts.shape[1]}")
         return (experts * (2, 1 / 3, 1 / 3)).reshape(len(experts), -1).astype(np.float16)
 
-    def encode(self, rows: Tensor) -> Tensor:
-        """Embeddings of the experts (B, N, 32)."""
-        own = rows.view(len(rows), -1, 3)
-        mean, who = own.mean(1, keepdim=True).expand_as(own), self.who.expand(len(own), -1, -1)
-        return self.each(torch.cat([own, mean, who], -1))
+    def parts(self, rows: Tensor) -> Tensor:
+        """Reward and value of the state after each action (2, B, N+1); Q is their sum.
 
-    def log_policy(self, h: Tensor, mask: Tensor) -> Tensor:
-        """Log-probabilities (B, N+1); illegal actions get a large finite negative logit."""
-        return self.actor(h)[0].masked_fill(mask == 0, -1e8).log_softmax(-1)
+        The reward is MLP[mean h] of a drop, MLP[mean h | h_n] of an expert; the value a sum over
+        the experts, the chosen one with a request more. `load_value` is not in it.
+        """
+        x = rows.view(len(rows), -1, 3)
+        mean, who = x.mean(1, keepdim=True).expand_as(x), self.who.expand(len(x), -1, -1)
+        h = self.each(torch.cat([x, mean, who], -1)).relu()
+        mean = h.mean(1)
+        each = self.send(torch.cat([mean[:, None].expand_as(h), h], -1)).squeeze(-1)
+        runs, after = (3 * x[..., 1] < self.slots - 0.5).float(), x.clone()
+        after[..., 1] += runs / 3
+        after[..., 2] += (1 - runs) / 3
+        inputs = torch.cat([torch.stack([x, after]), who.expand(2, -1, -1, -1)], -1)
+        before, after = self.expert_value(inputs).squeeze(-1)
+        value = before.sum(-1, keepdim=True) + F.pad(after - before, (1, 0))
+        return torch.stack([torch.cat([self.drop(mean), each], -1), value])
 
     @torch.no_grad()
     def act(self, obs: Mapping[str, Any], mask: NDArray[Any]) -> NDArray[np.int64]:
         """The likeliest legal action of every observation."""
-        h = self.encode(torch.as_tensor(self.rows(obs)).float())
-        legal = torch.as_tensor(np.asarray(mask))
-        return self.log_policy(h, legal).argmax(-1).numpy()
+        q = self.parts(torch.as_tensor(self.rows(obs)).float()).sum(0)
+        return log_policy(q, torch.as_tensor(np.asarray(mask)), 1.0).argmax(-1).numpy()
+
+
+def log_policy(q: Tensor, mask: Tensor, alpha: float) -> Tensor:
+    """Log-probabilities (B, N+1); illegal actions get a large finite negative logit."""
+    return (q / alpha).masked_fill(mask == 0, -1e8).log_softmax(-1)
 
 
 class ReplayBuffer:
@@ -166,59 +158,66 @@ class ReplayBuffer:
             self.data[key][self.count % self.length] = value
         self.count += 1
 
+    def settle(self, ended: NDArray[Any], begun: NDArray[Any], done: NDArray[np.bool_]) -> None:
+        """Pay the QoS of ended requests (K,) to their decisions; cut the untold end of episodes."""
+        at = begun[ended["row"]] + ended["request"]
+        qos = np.where(at < self.count - self.length, 0.0, ended["qos"])
+        self.data["reward"][at % self.length, ended["row"]] += qos
+        last = np.arange(max(self.count - ENDS_WITHIN, 0), self.count) % self.length
+        self.data["cut"][np.ix_(last, done)] = 1
+
+    def load(self, at: NDArray[np.int64], env: NDArray[np.int64]) -> NDArray[np.float32]:
+        """The request and the arrivals before and after the steps ``at``, (..., LOAD)."""
+        seen = self.data["exogenous"]
+        later = [seen[(at + k) % self.length, env, j, None] for k, j in LATER]
+        gaps = np.concatenate([seen[at % self.length, env, :3], *later], -1)
+        own = seen[at % self.length, env, 3:]
+        return np.concatenate([np.ones_like(gaps[..., :1]), gaps, gaps**2, own], -1)
+
     def sample(self, pieces: int, rng: np.random.Generator) -> dict[str, NDArray[Any]]:
-        """Pieces of consecutive steps and the state after them: (LENGTH + 1, pieces, ...)."""
-        start = rng.integers(max(self.count - self.length, 0), self.count - LENGTH, pieces)
-        at = (start + np.arange(LENGTH + 1)[:, None]) % self.length
+        """Pieces of consecutive steps, whose requests have ended: (LENGTH + 1, pieces, ...)."""
+        oldest, newest = max(self.count - self.length, 0), self.count - LENGTH - ENDS_WITHIN
+        at = rng.integers(oldest, newest, pieces) + np.arange(LENGTH + 1)[:, None]
         env = rng.integers(0, self.data["action"].shape[1], pieces)
-        return {key: values[at, env] for key, values in self.data.items()}
+        found = {key: values[at % self.length, env] for key, values in self.data.items()}
+        return found | {"load": self.load(at, env)}
 
 
 def lambda_returns(batch: Mapping[str, Tensor], value: Tensor, gamma: float, lam: float) -> Tensor:
-    """Peng's returns G_t = r_t + gamma ((1 - lam) V(s_t+1) + lam G_t+1) of pieces; (LENGTH, P).
-
-    A step that a time limit cut has no successor in the buffer: its return is its own value.
-    """
+    """Peng's G_t = r_t + gamma ((1 - lam) V(s_t+1) + lam G_t+1) (LENGTH, P); V(s_t) if t is cut."""
     result = [value[-1]]
     for t in reversed(range(LENGTH)):
-        mixed = (1 - lam) * value[t + 1] + lam * result[-1]
-        total = batch["reward"][t] + gamma * (1 - batch["terminated"][t]) * mixed
-        result.append(torch.where(batch["truncated"][t] > 0, value[t], total))
+        total = batch["reward"][t] + gamma * ((1 - lam) * value[t + 1] + lam * result[-1])
+        result.append(torch.where(batch["cut"][t] > 0, value[t], total))
     return torch.stack(result[:0:-1])
 
 
 def update(
     agent: Agent, target: Agent, optimizer: torch.optim.Optimizer, batch: Any, args: Args
 ) -> dict[str, Tensor]:
-    """One gradient step on critics, encoder and actor, and a polyak step of the target."""
-    rows, mask = batch["rows"].flatten(0, 1), batch["mask"].flatten(0, 1)
+    """One gradient step on the critic and a polyak step of the target."""
+    rows, mask, load = (batch[key].flatten(0, 1) for key in ("rows", "mask", "load"))
+    reward, known = batch["reward"][:-1].flatten(), 1 - batch["cut"][:-1].flatten()
     with torch.no_grad():
-        h = target.encode(rows)
-        value = (target.log_policy(h, mask).exp() * target.critics(h).mean(0)).sum(-1)
+        q = target.parts(rows).sum(0)
+        value = (log_policy(q, mask, args.alpha).exp() * q).sum(-1) + target.load_value(load)[:, 0]
         returns = lambda_returns(batch, value.view(LENGTH + 1, -1), args.gamma, args.lam).flatten()
-    h = agent.encode(rows)
-    q = agent.critics(h)
-    taken = q.gather(2, batch["action"].view(1, -1, 1).expand(2, -1, 1))[:, : len(returns), 0]
-    error = (taken - returns).square() * (1 - batch["truncated"][:-1].flatten())
-    q1_loss, q2_loss = error.mean(1)
-    log_pi = agent.log_policy(h.detach(), mask)
-    actor_loss = (log_pi.exp() * (args.alpha * log_pi - q.detach().mean(0))).sum(-1).mean()
+    parts = agent.parts(rows)
+    now, after = parts[:, torch.arange(len(reward)), batch["action"][:-1].flatten().long()]
+    after = after + agent.load_value(load[: len(reward)])[:, 0]
+    reward_loss = ((now - reward).square() * known).mean()
+    value_loss = ((after - (returns - reward)).square() * known).mean()
 
     optimizer.zero_grad()
-    (q1_loss + q2_loss + actor_loss).backward()
+    (reward_loss + value_loss).backward()
     nn.utils.clip_grad_norm_(agent.parameters(), 10.0)
     optimizer.step()
-    polyak_update(target, agent, args.tau)
-    losses = {"losses/qf1_loss": q1_loss, "losses/qf2_loss": q2_loss}
-    losses |= {"losses/actor_loss": actor_loss, "losses/qf1_values": q[0].mean()}
+    with torch.no_grad():
+        torch._foreach_lerp_([*target.parameters()], [*agent.parameters()], args.tau)  # pyright: ignore
+    log_pi = log_policy(parts.detach().sum(0), mask, args.alpha)
+    losses = {"losses/reward_loss": reward_loss, "losses/value_loss": value_loss}
     losses["losses/entropy"] = -(log_pi.exp() * log_pi).sum(-1).mean()
     return {key: value.detach() for key, value in losses.items()}
-
-
-@torch.no_grad()
-def polyak_update(target: nn.Module, net: nn.Module, tau: float) -> None:
-    """Move the target's weights towards the network's by a share of tau."""
-    torch._foreach_lerp_(list(target.parameters()), list(net.parameters()), tau)  # pyright: ignore
 
 
 def load(meta: Mapping[str, str], weights: Mapping[str, Tensor], system: Any) -> Any:
@@ -236,7 +235,8 @@ def load(meta: Mapping[str, str], weights: Mapping[str, Tensor], system: Any) ->
 def train(args: Args) -> Path:
     """Train and return the run's folder (metrics.jsonl, last.safetensors)."""
     env_kwargs = ENV | parse_settings(args.set)
-    at_least("buffer_size", args.buffer_size, (LENGTH + 2) * args.num_envs)
+    at_least("buffer_size", args.buffer_size, (LENGTH + ENDS_WITHIN + 2) * args.num_envs)
+    at_least("episode_requests", env_kwargs["episode_requests"], LENGTH + ENDS_WITHIN)
     torch.set_num_threads(args.torch_threads)
     torch.manual_seed(args.seed)
     rng = np.random.default_rng(args.seed)
@@ -245,70 +245,64 @@ def train(args: Args) -> Path:
 
     obs, info = envs.reset(seed=environments.episode_seeds(args.seed, n))
     agent = Agent(info["action_mask"].shape[1] - 1)
-    target, averaged = (deepcopy(agent).requires_grad_(False) for _ in range(2))
+    target = deepcopy(agent).requires_grad_(False)
     optimizer = torch.optim.Adam(agent.parameters(), fused=True)
     mask, rows = info["action_mask"], agent.rows(obs)
-    buffer = ReplayBuffer(args.buffer_size // n)
-    learning_starts = min(args.learning_starts, args.total_timesteps // 4)
+    buffer, outcomes = ReplayBuffer(args.buffer_size // n), OutcomeReader(envs)
+    begun = np.zeros(n, np.int64)  # step of the buffer at which an environment's episode began
     every = args.eval_every or args.total_timesteps
-    step, mean_reward, cpu_s, evaluated = 0, 0.0, 0.0, -1
-    returns, episodic_returns = np.zeros(n), []
+    squares, products = np.eye(LOAD), np.zeros(LOAD)  # of the fit of the rewards to the load
+    step, cpu_s, evaluated, losses = 0, 0.0, -1, {}
     log = RunLog(run, args, "baseline_rl")
-    losses: dict[str, Tensor] = {}
     while True:
-        # Evaluate the averaged policy, at first that of random weights.
+        # Evaluate the target's policy, at first that of random weights.
         if step // every > evaluated or step >= args.total_timesteps:
             evaluated, log.phase = step // every, "evaluating"
-            result = evaluate_router(
-                averaged.act, ENV_ID, env_kwargs, args.eval_rates, EVAL_EPISODES, EVAL_REQUESTS
-            )
+            size = args.eval_rates, EVAL_EPISODES, EVAL_REQUESTS
+            result = evaluate_router(target.act, ENV_ID, env_kwargs, *size)
             log.write(step, result | {"charts/cpu_s": cpu_s})
             log.print_qos(step, result)
         if step >= args.total_timesteps:
             break
 
         # Act: uniformly at first, then by the policy; step the environments and store the step.
-        begin = time.process_time()
+        begin, learns = time.process_time(), buffer.count > LENGTH + ENDS_WITHIN
         score = rng.gumbel(size=mask.shape)
-        if step >= learning_starts:
+        if learns:
             with torch.no_grad():
-                h = agent.encode(torch.as_tensor(rows).float())
-                score += agent.log_policy(h, torch.as_tensor(mask)).numpy()
+                q = agent.parts(torch.as_tensor(rows).float()).sum(0)
+                score += log_policy(q, torch.as_tensor(mask), args.alpha).numpy()
         action = np.where(mask, score, -1e30).argmax(-1)
+        seen, cut = exogenous(obs), np.zeros(n, np.float32)
         obs, reward, terminated, truncated, info = envs.step(action)
-        ends = {"terminated": terminated, "truncated": truncated & ~terminated, "reward": reward}
-        ends = {key: value.astype(np.float32) for key, value in ends.items()}
-        buffer.add(rows=rows, mask=mask, action=action, **ends)
-        mean_reward += (reward.mean() - mean_reward) * max(0.002, 1 / buffer.count)
+        paid = cut + info.get("reward_terms", {}).get("penalty", cut).astype(np.float32)
+        buffer.add(rows=rows, mask=mask, action=action, exogenous=seen, reward=paid, cut=cut)
+        done = terminated | truncated
+        buffer.settle(outcomes.read(), begun, done)
+        begun[done] = buffer.count
         mask, rows = info["action_mask"], agent.rows(obs)
         before, step = step, step + n
-        returns, done = returns + reward, terminated | truncated
-        episodic_returns += returns[done].tolist()
-        returns[done] = 0
+        log.add_rewards(reward, done)
 
         # Learn.
-        if step >= learning_starts and buffer.count > LENGTH:
+        if learns:
             optimizer.param_groups[0]["lr"] = args.lr * (1 - 0.95 * step / args.total_timesteps)
             for _ in range(args.updates_per_step):
                 sample = buffer.sample(args.pieces, rng)
-                sample["reward"] -= np.float32(mean_reward)
-                batch = {k: torch.as_tensor(v) for k, v in sample.items()}
-                batch["rows"] = batch["rows"].float()
+                x, y = (sample[key][sample["cut"] == 0] for key in ("load", "reward"))
+                squares, products = 0.99 * squares + x.T @ x, 0.99 * products + x.T @ y
+                sample["reward"] -= sample["load"] @ np.linalg.lstsq(squares, products, 1e-8)[0]
+                batch = {k: torch.as_tensor(v).float() for k, v in sample.items()}
                 losses = update(agent, target, optimizer, batch, args)
-                polyak_update(averaged, agent, AVERAGE)
         cpu_s += time.process_time() - begin
 
-        # Log.
         if interval_passed(LOG_EVERY, before, step) or step >= args.total_timesteps:
             metrics = {"charts/SPS": log.advance(step), "charts/cpu_s": cpu_s}
             metrics |= {k: float(v) for k, v in losses.items()}
-            if episodic_returns:
-                metrics["charts/episodic_return"] = float(np.mean(episodic_returns))
             log.write(step, metrics)
-            episodic_returns = []
     if args.save_model:
         meta = {"agent": "baseline_rl", "args": json.dumps(asdict(args))}
-        checkpoint.write_checkpoint(averaged, meta, run / "last.safetensors")
+        checkpoint.write_checkpoint(target, meta, run / "last.safetensors")
     log.close()
     envs.close()
     return run

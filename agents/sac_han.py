@@ -3,13 +3,13 @@
 The router of the QoS-aware routing paper (arXiv:2508.00234, section V). The state is a graph of the
 arrived request, the experts and the requests they hold (Eq. 6-12), with what the action impact
 estimator predicts (Eq. 13-15); two layers of PyG's ``HANConv`` embed each graph on its own. The
-reward is Eq. 16. Actor and twin critics begin with random weights.
+reward is Eq. 16, its QoS credited to a request's own decision once it ends.
 
-Unlike CleanRL's ``sac_atari.py``, targets are lambda-returns over stored pieces of steps, without
-entropy or importance weights (Peng's Q(lambda)), from the mean of the critics, not their minimum;
-the temperature is fixed; the learning rate falls; rewards are taken less their mean under the load,
-which no action changes (Dietterich et al., 2018); an average of the weights is evaluated and saved.
-
+Unlike CleanRL's ``sac_atari.py``, no network stands for the policy: it is softmax(Q / alpha), where
+the actor's loss is least. Q is the action's reward, by the HAN, plus the value of the state after
+it (afterstates, Sutton & Barto, 6.8). Targets are lambda-returns over stored pieces of steps. What
+no action changes is regressed out, by the arrivals seen later in the buffer (Dietterich et al.,
+2018): full experts also tell of a rate that nobody sees, for which a value would blame a request.
 Neighbour: `baseline_rl`, the same learner on the experts' rows alone.
 """
 
@@ -34,9 +34,10 @@ from servegym.agents.lib import checkpoint, environments
 from servegym.agents.lib.arguments import RunArgs, at_least, run_agent
 from servegym.agents.lib.evaluation import evaluate_router
 from servegym.agents.lib.run_log import RunLog, interval_passed
-from servegym.baselines.llm_routing.features import ARRIVED, EXPERT, REQUEST, load_inputs, node_rows
+from servegym.baselines.llm_routing.features import ARRIVED, EXPERT, REQUEST, exogenous, node_rows
 from servegym.baselines.llm_routing.latency import LatencyModel
 from servegym.baselines.llm_routing.system import RoutingSystem
+from servegym.envs.llm_routing.outcomes import OutcomeReader
 
 ENV_ID = "servegym/LLMRouting-v1"
 
@@ -45,10 +46,13 @@ ENV = {"rate": (4.0, 11.0), "reward": "qos_aware"}
 ENV |= {"episode_requests": 400, "max_episode_steps": 399}
 """Arguments of the training environment; ``--set`` changes them and adds others."""
 
-HEADS, WIDTH = 4, 32  # of the HAN; WIDTH also of the actor and the critics
+HEADS, WIDTH = 4, 32  # of the HAN; WIDTH also of the other hidden layers
 SPREAD = torch.eye(HEADS).repeat_interleave(WIDTH // HEADS, 1)  # (4, 32): a head's columns
-LENGTH = 16  # steps of a stored piece, over which the returns run
-AVERAGE = 0.01  # polyak step of the averaged network, per update
+AFTER = [0, 1, 2, *range(10, EXPERT)]  # features of an expert by which a state is valued
+LENGTH = 32  # steps of a stored piece, over which the returns run
+ENDS_WITHIN = 80  # decisions; a request that has not ended then is late, or its episode is cut off
+LOAD = 18  # numbers of `ReplayBuffer.load`
+LATER = ((8, 0), (32, 1), (64, 2))  # decisions ahead at which a mean gap of so many is seen
 LOG_EVERY = 4_000  # steps between rows of the log
 EVAL_EPISODES, EVAL_REQUESTS = 16, 300  # of an evaluation: episodes per rate, requests per episode
 
@@ -59,29 +63,27 @@ class Args(RunArgs):
 
     set: tuple[str, ...] = ()
     """environment arguments, key=value with a JSON value, as in rate=8 num_experts=3"""
-    total_timesteps: int = 150_000
+    total_timesteps: int = 800_000
     """environment steps (decisions) over all environments"""
-    num_envs: int = 128
+    num_envs: int = 256
     """parallel environments"""
-    learning_starts: int = 8_192
-    """steps of uniform legal actions before the first update, at most a quarter of all steps"""
-    buffer_size: int = 250_000
+    buffer_size: int = 100_000
     """steps in the replay buffer"""
-    pieces: int = 16
-    """pieces of 16 steps in a batch"""
+    pieces: int = 8
+    """pieces of 32 steps in a batch"""
     updates_per_step: int = 2
     """gradient updates after each step of all environments"""
-    gamma: float = 0.99
+    gamma: float = 0.995
     """discount per decision"""
-    lam: float = 0.9
+    lam: float = 0.97
     """lambda of the returns"""
     lr: float = 3e-3
     """learning rate at first; it falls linearly to a twentieth"""
     alpha: float = 0.03
-    """temperature: weight of the policy's entropy in the actor's loss"""
-    tau: float = 0.05
+    """temperature of the policy, the weight of its entropy"""
+    tau: float = 0.005
     """polyak step of the target network, per update"""
-    eval_every: int = 15_000
+    eval_every: int = 40_000
     """steps between evaluations on the validation split; there is one before the first step"""
     eval_rates: tuple[float, ...] = (5.0, 8.0, 10.0)
     """arrival rates of the evaluation"""
@@ -106,11 +108,9 @@ class HANLayer(nn.Module):
 
     def project(self, kind: str, x: Tensor, *attention: Tensor) -> tuple[Tensor, ...]:
         """Projected nodes (M, 32), then their products with attention vectors, (M, 4) each."""
-        weight, bias = self.proj[kind].weight, self.proj[kind].bias
-        by_head = torch.cat([weight, bias[:, None]], 1).view(HEADS, WIDTH // HEADS, -1)
-        more = (torch.stack(attention, 1) @ by_head).transpose(0, 1).flatten(0, 1)
-        h = F.linear(x, torch.cat([weight, more[:, :-1]]), torch.cat([bias, more[:, -1]]))
-        return h.split((WIDTH, *[HEADS] * len(attention)), 1)
+        h = self.proj[kind](x)
+        by_head = h.view(-1, HEADS, WIDTH // HEADS)
+        return h, *((by_head * a).sum(-1) for a in attention)
 
     def forward(
         self, arrived: Tensor, expert: Tensor, queued: dict[str, Tensor], index: Tensor
@@ -138,8 +138,7 @@ class HANLayer(nn.Module):
         # Semantic attention over the edge types of a node type, averaged over its nodes in a graph.
         own = [h_a, to_a, h_e, to_e] + [h_q] * (not self.last)
         out = torch.cat(own).relu_()
-        sizes = [len(x) for x in own]
-        own_a, to_a, own_e, to_e, *own_q = out.split(sizes)
+        own_a, to_a, own_e, to_e, *own_q = out.split(sizes := [len(x) for x in own])
         # q . tanh(W x + b) by the sigmoid, which costs a quarter of it.
         y = F.linear(out, 2 * self.k_lin.weight, 2 * self.k_lin.bias).sigmoid_()
         score = 2 * (y @ self.q) - self.q.sum()
@@ -160,43 +159,27 @@ class HANLayer(nn.Module):
         return new_a, new_e, *new_q.split([len(x) for x in queued.values()])
 
 
-class Head(nn.Module):
-    """Values of the actions by ``copies`` networks: MLP[h_r | mean h] (drop), MLP[h_r | h_n]."""
-
-    def __init__(self, copies: int) -> None:
-        super().__init__()
-        self.copies = copies
-        self.request = nn.Linear(2 * WIDTH, copies * WIDTH)
-        self.by_request = nn.Linear(WIDTH, copies * WIDTH)
-        self.by_expert = nn.Linear(WIDTH, copies * WIDTH)
-        self.out = nn.Parameter(torch.empty(copies, WIDTH, 3).uniform_(-0.18, 0.18))
-        self.bias = nn.Parameter(torch.zeros(copies, 2))
-
-    def forward(self, request: Tensor, experts: Tensor) -> Tensor:
-        """Embeddings -> (copies, B, N+1); a value common to all actions is added (dueling)."""
-        batch, n, _ = experts.shape
-        hidden = self.request(torch.cat([request, experts.mean(1)], -1)).relu()
-        hidden = hidden.view(batch, self.copies, WIDTH).transpose(0, 1)
-        drop, common = (hidden @ self.out[..., :2] + self.bias[:, None]).split(1, -1)
-        hidden = (self.by_request(request)[:, None] + self.by_expert(experts)).relu()
-        hidden = hidden.view(batch * n, self.copies, WIDTH).transpose(0, 1)
-        each = (hidden @ self.out[..., 2:]).view(self.copies, batch, n)
-        return torch.cat([drop, each], -1) + common
+def mlp(*sizes: int) -> nn.Sequential:
+    """Linear layers with rectifiers between them."""
+    layers = [[nn.ReLU(), nn.Linear(i, o)] for i, o in zip(sizes, sizes[1:], strict=False)]
+    return nn.Sequential(*sum(layers, [])[1:])
 
 
 class Agent(nn.Module):
-    """Encoder shared by actor and twin critics; the critics' loss alone trains the encoder."""
+    """The critic, whose softmax is the policy."""
 
     def __init__(self, system: RoutingSystem) -> None:
         super().__init__()
         self.experts, self.model = system.num_experts, LatencyModel(system)
-        self.slots = (system.running_capacity, system.waiting_capacity)
+        self.slots = system.running_capacity, system.waiting_capacity
         dims = {"arrived": ARRIVED, "expert": EXPERT, "running": REQUEST, "waiting": REQUEST}
         self.first = HANLayer(dims, last=False)
         self.second = HANLayer(dict.fromkeys(dims, WIDTH), last=True)
-        wide = nn.Linear(ARRIVED + EXPERT, WIDTH)
-        self.skip = nn.Sequential(wide, nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU())
-        self.actor, self.critics = Head(1), Head(2)
+        self.skip = mlp(ARRIVED + EXPERT, WIDTH, WIDTH)
+        self.drop, self.send = mlp(2 * WIDTH, WIDTH, 1), mlp(2 * WIDTH, WIDTH, 1)
+        self.linear = nn.Parameter(torch.zeros(EXPERT, 1))
+        self.expert_value = mlp(len(AFTER) + 4, WIDTH, WIDTH, 1)
+        self.load_value = mlp(LOAD, WIDTH, WIDTH, 1)
 
     def rows(self, obs: Mapping[str, Any]) -> NDArray[np.float16]:
         """Flat rows of a batch of observations, see `node_rows`."""
@@ -215,23 +198,40 @@ class Agent(nn.Module):
         index = torch.cat([places[0][0], places[1][0] + nodes])
         return arrived, expert.reshape(nodes, -1), {k: x[at] for k, x, at in kinds}, index
 
-    def encode(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Embeddings of the request (B, 32) and of the experts (B, N, 32)."""
+    def parts(self, rows: Tensor) -> Tensor:
+        """Reward and value of the state after each action (2, B, N+1); Q is their sum.
+
+        The reward is MLP[h_r | mean h] of a drop, MLP[h_r | h_n] + linear of an expert; the value a
+        sum over the experts, the chosen one with a request more. `load_value` is not in it.
+        """
         arrived, expert, queued, index = self.nodes(rows)
         h_a, h_e, *h_q = self.first(arrived, expert, queued, index)
         h_a, h_e = self.second(h_a, h_e, dict(zip(queued, h_q, strict=True)), index)
         h_e = h_e + self.skip(torch.cat([arrived.repeat_interleave(self.experts, 0), expert], -1))
-        return h_a, h_e.view(len(rows), self.experts, WIDTH)
-
-    def log_policy(self, h: tuple[Tensor, Tensor], mask: Tensor) -> Tensor:
-        """Log-probabilities (B, N+1); illegal actions get a large finite negative logit."""
-        return self.actor(*h)[0].masked_fill(mask == 0, -1e8).log_softmax(-1)
+        h_e, x = (each.view(len(rows), self.experts, -1) for each in (h_e, expert))
+        drop = self.drop(torch.cat([h_a, h_e.mean(1)], -1))
+        each = self.send(torch.cat([h_a[:, None].expand_as(h_e), h_e], -1))
+        each = each + 3 * (x - x.mean(1, keepdim=True)) @ self.linear
+        runs, after = (3 * x[..., 1] < self.slots[0] - 0.5).float(), x.clone()
+        for share, count, tokens in ((runs, 1, 15), (1 - runs, 2, 16)):
+            after[..., count] += share / 3
+            after[..., tokens] += share * x[..., 5]
+        load = arrived[:, None, 1:5].expand(2, -1, self.experts, -1)
+        inputs = torch.cat([torch.stack([x, after])[..., AFTER], load], -1)
+        before, after = self.expert_value(inputs).squeeze(-1)
+        value = before.sum(-1, keepdim=True) + F.pad(after - before, (1, 0))
+        return torch.stack([torch.cat([drop, each.squeeze(-1)], -1), value])
 
     @torch.no_grad()
     def act(self, obs: Mapping[str, Any], mask: NDArray[Any]) -> NDArray[np.int64]:
         """The likeliest legal action of every observation."""
-        h = self.encode(torch.as_tensor(self.rows(obs)).float())
-        return self.log_policy(h, torch.as_tensor(np.asarray(mask))).argmax(-1).numpy()
+        q = self.parts(torch.as_tensor(self.rows(obs)).float()).sum(0)
+        return log_policy(q, torch.as_tensor(np.asarray(mask)), 1.0).argmax(-1).numpy()
+
+
+def log_policy(q: Tensor, mask: Tensor, alpha: float) -> Tensor:
+    """Log-probabilities (B, N+1); illegal actions get a large finite negative logit."""
+    return (q / alpha).masked_fill(mask == 0, -1e8).log_softmax(-1)
 
 
 class ReplayBuffer:
@@ -248,59 +248,65 @@ class ReplayBuffer:
             self.data[key][self.count % self.length] = value
         self.count += 1
 
+    def settle(self, ended: NDArray[Any], begun: NDArray[Any], done: NDArray[np.bool_]) -> None:
+        """Pay the QoS of ended requests (K,) to their decisions; cut the untold end of episodes."""
+        at = begun[ended["row"]] + ended["request"]
+        qos = np.where(at < self.count - self.length, 0.0, ended["qos"])
+        self.data["reward"][at % self.length, ended["row"]] += qos
+        last = np.arange(max(self.count - ENDS_WITHIN, 0), self.count) % self.length
+        self.data["cut"][np.ix_(last, done)] = 1
+
+    def load(self, at: NDArray[np.int64], env: NDArray[np.int64]) -> NDArray[np.float32]:
+        """The request and the arrivals before and after the steps ``at``, (..., LOAD)."""
+        seen = self.data["exogenous"]
+        later = [seen[(at + k) % self.length, env, j, None] for k, j in LATER]
+        gaps = np.concatenate([seen[at % self.length, env, :3], *later], -1)
+        own = seen[at % self.length, env, 3:]
+        return np.concatenate([np.ones_like(gaps[..., :1]), gaps, gaps**2, own], -1)
+
     def sample(self, pieces: int, rng: np.random.Generator) -> dict[str, NDArray[Any]]:
-        """Pieces of consecutive steps and the state after them: (LENGTH + 1, pieces, ...)."""
-        start = rng.integers(max(self.count - self.length, 0), self.count - LENGTH, pieces)
-        at = (start + np.arange(LENGTH + 1)[:, None]) % self.length
+        """Pieces of consecutive steps, whose requests have ended: (LENGTH + 1, pieces, ...)."""
+        oldest, newest = max(self.count - self.length, 0), self.count - LENGTH - ENDS_WITHIN
+        at = rng.integers(oldest, newest, pieces) + np.arange(LENGTH + 1)[:, None]
         env = rng.integers(0, self.data["action"].shape[1], pieces)
-        return {key: values[at, env] for key, values in self.data.items()}
+        found = {key: values[at % self.length, env] for key, values in self.data.items()}
+        return found | {"load": self.load(at, env)}
 
 
 def lambda_returns(batch: Mapping[str, Tensor], value: Tensor, gamma: float, lam: float) -> Tensor:
-    """Peng's returns G_t = r_t + gamma ((1 - lam) V(s_t+1) + lam G_t+1) of pieces; (LENGTH, P).
-
-    A step that a time limit cut has no successor in the buffer: its return is its own value.
-    """
+    """Peng's G_t = r_t + gamma ((1 - lam) V(s_t+1) + lam G_t+1) (LENGTH, P); V(s_t) if t is cut."""
     result = [value[-1]]
     for t in reversed(range(LENGTH)):
-        mixed = (1 - lam) * value[t + 1] + lam * result[-1]
-        total = batch["reward"][t] + gamma * (1 - batch["terminated"][t]) * mixed
-        result.append(torch.where(batch["truncated"][t] > 0, value[t], total))
+        total = batch["reward"][t] + gamma * ((1 - lam) * value[t + 1] + lam * result[-1])
+        result.append(torch.where(batch["cut"][t] > 0, value[t], total))
     return torch.stack(result[:0:-1])
 
 
 def update(
     agent: Agent, target: Agent, optimizer: torch.optim.Optimizer, batch: Any, args: Args
 ) -> dict[str, Tensor]:
-    """One gradient step on critics, encoder and actor, and a polyak step of the target."""
-    rows, mask = batch["rows"].flatten(0, 1), batch["mask"].flatten(0, 1)
+    """One gradient step on the critic and a polyak step of the target."""
+    rows, mask, load = (batch[key].flatten(0, 1) for key in ("rows", "mask", "load"))
+    reward, known = batch["reward"][:-1].flatten(), 1 - batch["cut"][:-1].flatten()
     with torch.no_grad():
-        h = target.encode(rows)
-        value = (target.log_policy(h, mask).exp() * target.critics(*h).mean(0)).sum(-1)
+        q = target.parts(rows).sum(0)
+        value = (log_policy(q, mask, args.alpha).exp() * q).sum(-1) + target.load_value(load)[:, 0]
         returns = lambda_returns(batch, value.view(LENGTH + 1, -1), args.gamma, args.lam).flatten()
-    h = agent.encode(rows)
-    q = agent.critics(*h)
-    taken = q.gather(2, batch["action"].view(1, -1, 1).expand(2, -1, 1))[:, : len(returns), 0]
-    error = (taken - returns).square() * (1 - batch["truncated"][:-1].flatten())
-    q1_loss, q2_loss = error.mean(1)
-    log_pi = agent.log_policy((h[0].detach(), h[1].detach()), mask)
-    actor_loss = (log_pi.exp() * (args.alpha * log_pi - q.detach().mean(0))).sum(-1).mean()
-
+    parts = agent.parts(rows)
+    now, after = parts[:, torch.arange(len(reward)), batch["action"][:-1].flatten().long()]
+    after = after + agent.load_value(load[: len(reward)])[:, 0]
+    reward_loss = ((now - reward).square() * known).mean()
+    value_loss = ((after - (returns - reward)).square() * known).mean()
     optimizer.zero_grad()
-    (q1_loss + q2_loss + actor_loss).backward()
+    (reward_loss + value_loss).backward()
     nn.utils.clip_grad_norm_(agent.parameters(), 10.0)
     optimizer.step()
-    polyak_update(target, agent, args.tau)
-    losses = {"losses/qf1_loss": q1_loss, "losses/qf2_loss": q2_loss}
-    losses |= {"losses/actor_loss": actor_loss, "losses/qf1_values": q[0].mean()}
+    with torch.no_grad():
+        torch._foreach_lerp_([*target.parameters()], [*agent.parameters()], args.tau)  # pyright: ignore
+    log_pi = log_policy(parts.detach().sum(0), mask, args.alpha)
+    losses = {"losses/reward_loss": reward_loss, "losses/value_loss": value_loss}
     losses["losses/entropy"] = -(log_pi.exp() * log_pi).sum(-1).mean()
     return {key: value.detach() for key, value in losses.items()}
-
-
-@torch.no_grad()
-def polyak_update(target: nn.Module, net: nn.Module, tau: float) -> None:
-    """Move the target's weights towards the network's by a share of tau."""
-    torch._foreach_lerp_(list(target.parameters()), list(net.parameters()), tau)  # pyright: ignore
 
 
 def load(meta: Mapping[str, str], weights: Mapping[str, Tensor], system: Any) -> Any:
@@ -317,7 +323,8 @@ def load(meta: Mapping[str, str], weights: Mapping[str, Tensor], system: Any) ->
 def train(args: Args) -> Path:
     """Train and return the run's folder (metrics.jsonl, last.safetensors)."""
     env_kwargs = ENV | parse_settings(args.set)
-    at_least("buffer_size", args.buffer_size, (LENGTH + 2) * args.num_envs)
+    at_least("buffer_size", args.buffer_size, (LENGTH + ENDS_WITHIN + 2) * args.num_envs)
+    at_least("episode_requests", env_kwargs["episode_requests"], LENGTH + ENDS_WITHIN)
     torch.set_num_threads(args.torch_threads)
     torch.manual_seed(args.seed)
     rng = np.random.default_rng(args.seed)
@@ -325,71 +332,65 @@ def train(args: Args) -> Path:
     run = Path(args.out_dir) / (args.run_name or f"sac_han_{args.seed}")
 
     agent = Agent(RoutingSystem.from_env(envs))
-    target, averaged = (deepcopy(agent).requires_grad_(False) for _ in range(2))
+    target = deepcopy(agent).requires_grad_(False)
     optimizer = torch.optim.Adam(agent.parameters(), fused=True)
     obs, info = envs.reset(seed=environments.episode_seeds(args.seed, n))
     mask, rows = info["action_mask"], agent.rows(obs)
-    buffer = ReplayBuffer(args.buffer_size // n)
-    learning_starts = min(args.learning_starts, args.total_timesteps // 4)
+    buffer, outcomes = ReplayBuffer(args.buffer_size // n), OutcomeReader(envs)
+    begun = np.zeros(n, np.int64)  # step of the buffer at which an environment's episode began
     every = args.eval_every or args.total_timesteps
-    squares, products = np.eye(5), np.zeros(5)  # of the fit of the rewards to the load
-    step, cpu_s, evaluated, returns, episodic_returns = 0, 0.0, -1, np.zeros(n), []
+    squares, products = np.eye(LOAD), np.zeros(LOAD)  # of the fit of the rewards to the load
+    step, cpu_s, evaluated, losses = 0, 0.0, -1, {}
     log = RunLog(run, args, "sac_han")
-    losses: dict[str, Tensor] = {}
     while True:
-        # Evaluate the averaged policy, at first that of random weights.
+        # Evaluate the target's policy, at first that of random weights.
         if step // every > evaluated or step >= args.total_timesteps:
             evaluated, log.phase = step // every, "evaluating"
-            result = evaluate_router(
-                averaged.act, ENV_ID, env_kwargs, args.eval_rates, EVAL_EPISODES, EVAL_REQUESTS
-            )
+            size = args.eval_rates, EVAL_EPISODES, EVAL_REQUESTS
+            result = evaluate_router(target.act, ENV_ID, env_kwargs, *size)
             log.write(step, result | {"charts/cpu_s": cpu_s})
             log.print_qos(step, result)
         if step >= args.total_timesteps:
             break
 
         # Act: uniformly at first, then by the policy; step the environments and store the step.
-        begin = time.process_time()
+        begin, learns = time.process_time(), buffer.count > LENGTH + ENDS_WITHIN
         score = rng.gumbel(size=mask.shape)
-        if step >= learning_starts:
+        if learns:
             with torch.no_grad():
-                h = agent.encode(torch.as_tensor(rows).float())
-                score += agent.log_policy(h, torch.as_tensor(mask)).numpy()
+                q = agent.parts(torch.as_tensor(rows).float()).sum(0)
+                score += log_policy(q, torch.as_tensor(mask), args.alpha).numpy()
         action = np.where(mask, score, -1e30).argmax(-1)
+        seen, cut = exogenous(obs), np.zeros(n, np.float32)
         obs, reward, terminated, truncated, info = envs.step(action)
-        ends = {"terminated": terminated, "truncated": truncated & ~terminated, "reward": reward}
-        ends = {key: value.astype(np.float32) for key, value in ends.items()}
-        buffer.add(rows=rows, mask=mask, action=action, **ends)
-        x = load_inputs(rows)
-        squares, products = 0.998 * squares + x.T @ x, 0.998 * products + x.T @ reward
+        paid = cut + info.get("reward_terms", {}).get("penalty", cut).astype(np.float32)
+        buffer.add(rows=rows, mask=mask, action=action, exogenous=seen, reward=paid, cut=cut)
+        done = terminated | truncated
+        buffer.settle(outcomes.read(), begun, done)
+        begun[done] = buffer.count
         mask, rows = info["action_mask"], agent.rows(obs)
         before, step = step, step + n
-        returns, done = returns + reward, terminated | truncated
-        episodic_returns += returns[done].tolist()
-        returns[done] = 0
+        log.add_rewards(reward, done)
 
         # Learn.
-        if step >= learning_starts and buffer.count > LENGTH:
+        if learns:
             optimizer.param_groups[0]["lr"] = args.lr * (1 - 0.95 * step / args.total_timesteps)
             for _ in range(args.updates_per_step):
                 sample = buffer.sample(args.pieces, rng)
-                sample["reward"] -= load_inputs(sample["rows"]) @ np.linalg.solve(squares, products)
-                batch = {k: torch.as_tensor(v) for k, v in sample.items()}
-                batch["rows"] = batch["rows"].float()
+                x, y = (sample[key][sample["cut"] == 0] for key in ("load", "reward"))
+                squares, products = 0.99 * squares + x.T @ x, 0.99 * products + x.T @ y
+                sample["reward"] -= sample["load"] @ np.linalg.lstsq(squares, products, 1e-8)[0]
+                batch = {k: torch.as_tensor(v).float() for k, v in sample.items()}
                 losses = update(agent, target, optimizer, batch, args)
-                polyak_update(averaged, agent, AVERAGE)
         cpu_s += time.process_time() - begin
 
         if interval_passed(LOG_EVERY, before, step) or step >= args.total_timesteps:
             metrics = {"charts/SPS": log.advance(step), "charts/cpu_s": cpu_s}
             metrics |= {k: float(v) for k, v in losses.items()}
-            if episodic_returns:
-                metrics["charts/episodic_return"] = float(np.mean(episodic_returns))
             log.write(step, metrics)
-            episodic_returns = []
     if args.save_model:
         meta = {"agent": "sac_han", "args": json.dumps(asdict(args))}
-        checkpoint.write_checkpoint(averaged, meta, run / "last.safetensors")
+        checkpoint.write_checkpoint(target, meta, run / "last.safetensors")
     log.close()
     envs.close()
     return run

@@ -52,7 +52,7 @@ BASELINES = NAMED + tuple(
     and one.name not in (*NAMED, "drop_all", "always_busiest")
 )
 """Every heuristic and bandit that is no control and knows no more than a router can."""
-STEPS, POINTS = 150_000, 10  # decisions of the training; evaluations after that of step 0
+STEPS, POINTS = 480_000, 12  # decisions of the training; evaluations after that of step 0
 EVERY_S, LOOK_S = 10.0, 5.0  # between two lines of a pipe at least; between looks at the clock
 Rows = list[dict[str, Any]]
 

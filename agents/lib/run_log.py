@@ -10,6 +10,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
+from numpy.typing import NDArray
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 
@@ -55,6 +57,8 @@ class RunLog:
         self.bar = Progress(TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
         self.task = self.bar.add_task(title, total=args.total_timesteps, completed=step)
         self.phase, self.step, self.said = "running", step, 0
+        self.returns: Any = 0.0
+        self.ended: list[float] = []
         self.bar.start()
         RunLog.latest = self
 
@@ -75,9 +79,17 @@ class RunLog:
         self.said += 1
         self.bar.console.print(text)
 
+    def add_rewards(self, reward: NDArray[Any], done: NDArray[np.bool_]) -> None:
+        """Sum the rewards (B,) of a step; the next row has the mean return of ended episodes."""
+        self.returns = self.returns + reward
+        self.ended += self.returns[done].tolist()
+        self.returns[done] = 0.0
+
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log numbers by name."""
         row = {"global_step": step, **metrics}
+        if self.ended:
+            row["charts/episodic_return"], self.ended = float(np.mean(self.ended)), []
         self.file.write((json.dumps(row) + "\n").encode())
         self.file.flush()
         if self.wandb is not None:

@@ -140,7 +140,7 @@ def priced_actions(model: LatencyModel, obs: Observation) -> NDArray[np.floating
     return np.pad(values, ((0, 0), (1, 0)))
 
 
-ARRIVED, EXPERT, REQUEST = 11, 15, 8
+ARRIVED, EXPERT, REQUEST = 11, 17, 8
 """Numbers of a node of `node_rows`: the arrived request, an expert, a queued request."""
 
 
@@ -148,8 +148,9 @@ def node_rows(obs: Observation, model: LatencyModel) -> NDArray[np.float16]:
     """The routing graph's nodes as flat rows of scaled features, as a replay buffer holds them.
 
     The arrived request: prompt tokens, L, the load. An expert: Eq. 7, the request as it would serve
-    it, the four of `impact_features`, the predicted scores that it holds and ends in time, and its
-    latency law: base_s, k1, k2 and seconds a sequence of Eq. 13 and 14. A queued request: Eq. 6 and
+    it, the four of `impact_features`, the predicted scores that it holds and ends in time, its
+    latency law (base_s, k1, k2 and seconds a sequence of Eq. 13 and 14) and the predicted tokens
+    left to its running and to its waiting requests, 7.5 each at least. A queued request: Eq. 6 and
     its distances from L without and with the new one. Tokens of prompts and gaps are logs.
 
     Args:
@@ -157,7 +158,7 @@ def node_rows(obs: Observation, model: LatencyModel) -> NDArray[np.float16]:
         model: The estimator of the system.
 
     Returns:
-        (B, 11 + 15 N + 8 N S + N S) with S = R + W: the nodes by kind, then 1 for each slot that
+        (B, 11 + 17 N + 8 N S + N S) with S = R + W: the nodes by kind, then 1 for each slot that
         holds a request.
 
     Raises:
@@ -178,19 +179,27 @@ def node_rows(obs: Observation, model: LatencyModel) -> NDArray[np.float16]:
     gap = np.log(np.where(gap > 0, gap, 0.125).clip(0.001) / 0.125)
     law = model.system.estimator / (0.02, 1e-4, 5e-6, 1e-3)
     law = np.broadcast_to(law, (*obs["experts"].shape[:2], 4))
-    expert = np.concatenate([*_expert_features(obs), of_expert, in_time, law], -1)
+    left = np.maximum(held[..., 2] - held[..., 4], 0.05) * mask
+    split = obs["running"].shape[2]
+    left = np.stack([left[:, :, :split].sum(-1), left[:, :, split:].sum(-1)], -1)
+    expert = np.concatenate([*_expert_features(obs), of_expert, in_time, law, left], -1)
     parts = [np.log1p(prompt) / 6, limit / 0.03, gap, np.log1p(prompts) / 6, length / 150]
     parts += [part.reshape(len(limit), -1) for part in (expert, held, mask)]
     return np.concatenate(parts, -1, dtype=np.float16, casting="unsafe")
 
 
-def load_inputs(rows: NDArray[Any]) -> NDArray[np.float64]:
-    """What the mean reward under a load is about linear in, (..., 5), from `node_rows`.
+def exogenous(obs: Observation) -> NDArray[np.float32]:
+    """What an observation tells that no action changes, scaled, (B, 8).
 
-    1, the logs of the mean gaps of the last 8, 32 and 128 requests, the square of the last.
+    The logs of the mean gaps of the last 8, 32 and 128 requests; of the new one prompt tokens, L,
+    the mean and the best score and the mean output tokens that the experts are predicted.
     """
-    gaps = rows[..., 2:5].astype(np.float64)
-    return np.concatenate([np.ones_like(gaps[..., :1]), gaps, gaps[..., -1:] ** 2], -1)
+    gap, request = obs["load"][..., 0], obs["request"]
+    gap = np.log(np.where(gap > 0, gap, 0.125).clip(0.001) / 0.125)
+    scores, tokens = 4 * request[..., 1] - 2, request[..., 2] / 150
+    parts = [np.log1p(request[:, 0, :1]) / 6, obs["latency_requirement"] / 0.03]
+    own = [scores.mean(1), scores.max(1), tokens.mean(1)]
+    return np.concatenate([gap, *parts, np.stack(own, -1)], -1, dtype=np.float32)
 
 
 def privileged_inputs(envs: Any, horizons: Sequence[int]) -> NDArray[np.float32]:

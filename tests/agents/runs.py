@@ -6,8 +6,9 @@ from typing import Any
 
 ROUTING = "servegym/LLMRouting-v1"
 FEW = ("num_experts=3", "episode_requests=30", "max_episode_steps=29")
-OFF_POLICY = {"total_timesteps": 130, "num_envs": 4, "learning_starts": 80, "pieces": 2}
-OFF_POLICY |= {"eval_every": 60, "eval_rates": (8.0,), "set": FEW}
+OFF_POLICY = {"total_timesteps": 500, "num_envs": 4, "buffer_size": 600, "pieces": 2}
+OFF_POLICY |= {"eval_every": 240, "eval_rates": (8.0,)}
+OFF_POLICY |= {"set": ("num_experts=3", "episode_requests=120", "max_episode_steps=119")}
 ON_POLICY = {"total_timesteps": 300, "num_envs": 4, "num_steps": 32, "eval_every": 128}
 ON_POLICY |= {"set": ("num_experts=3", "episode_requests=50")}
 LABELS = {"total_timesteps": 64, "num_envs": 8, "horizon_s": 1.5, "fit_every": 32}

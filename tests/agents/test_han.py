@@ -86,16 +86,16 @@ def test_dense_han_equals_hanconv_on_each_graph(empty, random_obs):
     assert seen == len(index)
 
 
-def test_embedding_ignores_batch_neighbours(random_obs):
+def test_values_ignore_batch_neighbours(random_obs):
     agent = an_agent()
     rows = tensor_rows(agent, random_obs(6, empty=(2,)))
     with torch.no_grad():
-        together = agent.encode(rows)
-        alone = [agent.encode(rows[i : i + 1]) for i in range(6)]
-    torch.testing.assert_close(together[1], torch.cat([a[1] for a in alone]), atol=1e-6, rtol=0)
+        together = agent.parts(rows)
+        alone = [agent.parts(rows[i : i + 1]) for i in range(6)]
+    torch.testing.assert_close(together, torch.cat(alone, 1), atol=1e-6, rtol=0)
 
 
-def test_permuting_experts_permutes_logits_and_values(random_obs):
+def test_permuting_experts_permutes_policy_and_values(random_obs):
     order, system = np.array([2, 0, 3, 1]), a_system()
     agent = an_agent()
     other = sac_han.Agent(permuted(system, order))
@@ -104,13 +104,16 @@ def test_permuting_experts_permutes_logits_and_values(random_obs):
     mask = torch.tensor([[1, 1, 0, 1, 1]] * 3)
     there = torch.cat([mask[:, :1], mask[:, 1:][:, order]], -1)
     with torch.no_grad():
-        h = agent.encode(tensor_rows(agent, obs))
-        g = other.encode(tensor_rows(other, moved(obs, order)))
-        one, two = agent.log_policy(h, mask), other.log_policy(g, there)
-        assert (one[:, 1:] - one[:, 1:].mean(1, keepdim=True)).abs().max() > 1e-3
-        for a, b in ((one, two), (agent.critics(*h)[0], other.critics(*g)[0])):
-            torch.testing.assert_close(a[:, 1:][:, order], b[:, 1:], atol=1e-5, rtol=1e-5)
-            torch.testing.assert_close(a[:, 0], b[:, 0], atol=1e-5, rtol=1e-5)
+        one = agent.parts(tensor_rows(agent, obs))
+        two = other.parts(tensor_rows(other, moved(obs, order)))
+        assert (one[..., 1:] - one[..., 1:].mean(-1, keepdim=True)).abs().amax((1, 2)).min() > 1e-3
+        policies = (
+            sac_han.log_policy(one.sum(0), mask, 0.1),
+            sac_han.log_policy(two.sum(0), there, 0.1),
+        )
+        for a, b in (policies, (one, two)):
+            torch.testing.assert_close(a[..., 1:][..., order], b[..., 1:], atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(a[..., 0], b[..., 0], atol=1e-5, rtol=1e-5)
 
 
 def test_impact_is_what_the_estimator_says(random_obs):

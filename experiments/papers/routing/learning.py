@@ -116,7 +116,7 @@ def _size(*modules: Any) -> int:
 
 def _served_size(net: Any) -> int:
     """Parameters of a router without those that only its training uses."""
-    training = ("critic.", "critics.", "value.")
+    training = ("critic.", "value.", "load_value.")
     return sum(p.numel() for name, p in net.named_parameters() if not name.startswith(training))
 
 
@@ -155,8 +155,8 @@ def profile_router(decisions: int) -> list[dict[str, Any]]:
     net = Agent(system)
     parts: list[tuple[str, Any, Callable[[int], Any] | None, str]] = [
         ("HAN", _size(net.first, net.second, net.skip), None, "19K, < 1 ms"),
-        ("actor", _size(net.actor), None, "10K with the critic, < 1 ms"),
-        ("two critics (training only)", _size(net.critics), None, ""),
+        ("reward of an action", _size(net.drop, net.send), None, "10K with the actor, < 1 ms"),
+        ("value of the state after it", _size(net.expert_value), None, ""),
         ("features", "", lambda i: net.rows(seen[i][0]), ""),
         ("one decision", "", lambda i: net.act(*seen[i]), "< 1 ms"),
     ]

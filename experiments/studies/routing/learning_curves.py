@@ -73,9 +73,12 @@ TRAININGS = {
     "learning_ppo_60s": Training(
         "ppo", f"--total_timesteps 400000 {_LONG}", control=False, validation=_SHORT
     ),
-    "learning_sac_han": Training("sac_han", "--set rate=8 --eval_rates 8 --eval_every 25000"),
+    "learning_sac_han": Training(
+        "sac_han",
+        "--set rate=8 --eval_rates 8 --total_timesteps 480000 --eval_every 20000",
+    ),
     "learning_baseline_rl_dsa": Training(
-        "sac_han", "--set rate=8 reward=completed_qos --eval_rates 8"
+        "sac_han", "--set rate=8 reward=completed_qos --eval_rates 8 --total_timesteps 480000"
     ),
     "learning_baseline_rl": Training("baseline_rl", "--set rate=8 --eval_rates 8"),
     "learning_baseline_rl_qos_aware": Training(
@@ -107,13 +110,16 @@ class Options(study.Options):
 
 
 @contextmanager
-def shuffled_rewards(seed: int) -> Iterator[None]:
-    """Within it, vector environments pay rewards that any system earned at any step so far.
+def shuffled_rewards(seed: int, agent: Any = None) -> Iterator[None]:
+    """Within it, an agent learns from rewards that any system earned at any step so far.
 
     A permutation within a step would not do: its mean tells how well the policy does that all
-    systems share, and a critic learns from that which actions were taken in better times.
+    systems share, and a critic learns from that which actions were taken in better times. A module
+    with a ``ReplayBuffer`` gets them as it samples, for it pays a decision when its request ends,
+    and which requests end would tell of the actions.
     """
-    make_vec, rng = gym.make_vec, np.random.default_rng(seed)
+    rng, make_vec = np.random.default_rng(seed), gym.make_vec
+    buffer = getattr(agent, "ReplayBuffer", None)
 
     def make_shuffled(*args: Any, **kwargs: Any) -> Any:
         envs: Any = make_vec(*args, **kwargs)
@@ -130,11 +136,22 @@ def shuffled_rewards(seed: int) -> Iterator[None]:
         envs.step = shuffled
         return envs
 
-    gym.make_vec = make_shuffled
+    class Shuffled(buffer or object):
+        def sample(self, *args: Any) -> Any:
+            found = super().sample(*args)  # pyright: ignore[reportAttributeAccessIssue]
+            earned = self.data["reward"][: min(self.count, self.length)]  # pyright: ignore
+            return found | {"reward": rng.choice(earned.ravel(), found["reward"].shape)}
+
+    if buffer is None:
+        gym.make_vec = make_shuffled
+    else:
+        agent.ReplayBuffer = Shuffled
     try:
         yield
     finally:
         gym.make_vec = make_vec
+        if buffer is not None:
+            agent.ReplayBuffer = buffer
 
 
 def train(agent: str, flags: Sequence[str], seed: int, folder: Path, shuffled: bool) -> Path:
@@ -150,7 +167,7 @@ def train(agent: str, flags: Sequence[str], seed: int, folder: Path, shuffled: b
         return run
     print(f"{agent}, seed {seed}{', rewards shuffled' if shuffled else ''}", flush=True)
     if shuffled:
-        with shuffled_rewards(seed):
+        with shuffled_rewards(seed, module):
             module.train(args)
     else:
         module.train(args)

@@ -13,7 +13,7 @@ pytest.importorskip("rich")
 
 import gymnasium as gym  # noqa: E402
 
-from servegym.agents import ppo  # noqa: E402
+from servegym.agents import ppo, sac_han  # noqa: E402
 from servegym.experiments.evaluation.output import read_rows  # noqa: E402
 from servegym.experiments.evaluation.tables import read_record  # noqa: E402
 from servegym.experiments.studies.routing import learning_curves  # noqa: E402
@@ -34,6 +34,25 @@ def test_shuffled_rewards_are_those_of_any_system_and_step_but_in_evaluations():
     assert (plain != shuffled).any() and set(shuffled.ravel()) <= set(plain.ravel())
     np.testing.assert_array_equal(evaluation, rewards(split="val"))
     np.testing.assert_array_equal(plain, rewards())
+
+
+def test_a_replay_buffer_samples_rewards_of_any_system_and_step():
+    def sampled():
+        buffer = sac_han.ReplayBuffer(150)
+        for t in range(400):
+            steps = {key: np.full(8, t) for key in ("action", "cut")}
+            numbers = {"reward": np.arange(8) + 10.0 * t, "exogenous": np.zeros((8, 8))}
+            buffer.add(**steps, **numbers)
+        found = buffer.sample(500, np.random.default_rng(0))
+        return found["reward"], found["action"]
+
+    reward, step = sampled()
+    assert (reward // 10 == step).all()
+    with learning_curves.shuffled_rewards(0, sac_han):
+        drawn, same = sampled()
+    np.testing.assert_array_equal(step, same)
+    assert drawn.min() >= 2500 and abs(np.corrcoef(drawn.ravel(), step.ravel())[0, 1]) < 0.03
+    np.testing.assert_array_equal(sampled()[0], reward)
 
 
 @pytest.mark.slow
