@@ -3,7 +3,8 @@
 Baseline RL (arXiv:2508.00234, section VI) sees of every expert its memory, running and waiting
 requests (Eq. 7), neither the arrived request nor its predictions nor the queues, and is paid the
 QoS of a request when it is completed. One small network reads every expert's row and who it is, so
-that a policy is made for one number of experts.
+that a policy is made for one number of experts. In training, as in `sac_han`, what no action
+changes is regressed out: the arrivals and the requests' predictions.
 
 Neighbours: `sac_han` is the same learner, to the losses, over the whole graph;
 ``sac_han.py --set reward=completed_qos`` is the paper's Baseline RL + DSA. `cem` searches
