@@ -52,7 +52,7 @@ class Args(RunArgs):
     """environment arguments, key=value with a JSON value, as in model=gpt-oss-20b"""
     keep_action: bool = True
     """the action has a last part that keeps the plan that is warm"""
-    total_timesteps: int = 409_600
+    total_timesteps: int = 1_638_400
     """environment steps (requests) over all environments, rounded up to whole updates"""
     num_envs: int = 128
     """parallel environments"""
@@ -78,7 +78,7 @@ class Args(RunArgs):
     """weight of the value loss"""
     max_grad_norm: float = 0.5
     """largest norm of a gradient"""
-    eval_every: int = 20_480
+    eval_every: int = 81_920
     """steps between evaluations on the validation split"""
     eval_episodes: int = 16
     """episodes per evaluation"""

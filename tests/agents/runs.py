@@ -5,7 +5,6 @@ from importlib import import_module
 from typing import Any
 
 ROUTING = "servegym/LLMRouting-v1"
-FEW = ("num_experts=3", "episode_requests=30", "max_episode_steps=29")
 OFF_POLICY = {"total_timesteps": 500, "num_envs": 4, "buffer_size": 600, "pieces": 2}
 OFF_POLICY |= {"eval_every": 240, "eval_rates": (8.0,)}
 OFF_POLICY |= {"set": ("num_experts=3", "episode_requests=120", "max_episode_steps=119")}
