@@ -237,11 +237,12 @@ def train(args: Args) -> Path:
     """Train and return the run's folder (metrics.jsonl, last.safetensors)."""
     env_kwargs = ENV | parse_settings(args.set)
     at_least("buffer_size", args.buffer_size, (LENGTH + ENDS_WITHIN + 2) * args.num_envs)
-    at_least("episode_requests", env_kwargs["episode_requests"], LENGTH + ENDS_WITHIN)
     torch.set_num_threads(args.torch_threads)
     torch.manual_seed(args.seed)
     rng = np.random.default_rng(args.seed)
     envs, n = environments.make_envs(ENV_ID, args.num_envs, **env_kwargs), args.num_envs
+    for key in ("episode_requests", "max_episode_steps"):
+        at_least(key, env_kwargs[key] or LENGTH + ENDS_WITHIN, LENGTH + ENDS_WITHIN)
     run = Path(args.out_dir) / (args.run_name or f"baseline_rl_{args.seed}")
 
     obs, info = envs.reset(seed=environments.episode_seeds(args.seed, n))
@@ -299,8 +300,7 @@ def train(args: Args) -> Path:
 
         if interval_passed(LOG_EVERY, before, step) or step >= args.total_timesteps:
             metrics = {"charts/SPS": log.advance(step), "charts/cpu_s": cpu_s}
-            metrics |= {k: float(v) for k, v in losses.items()}
-            log.write(step, metrics)
+            log.write(step, metrics | {k: float(v) for k, v in losses.items()})
     if args.save_model:
         meta = {"agent": "baseline_rl", "args": json.dumps(asdict(args))}
         checkpoint.write_checkpoint(target, meta, run / "last.safetensors")

@@ -247,7 +247,7 @@ def train(args: Args) -> Path:
     metrics: dict[str, float] = {}
     best = report(0, metrics, -np.inf)
     log.write(0, {"charts/cpu_s": time.process_time() - begin, **metrics})
-    returns, finished, step = np.zeros(n), [], 0
+    step = 0
     updates = -(-args.total_timesteps // (steps * n))
     for update in range(updates):
         optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - update / updates)
@@ -265,9 +265,7 @@ def train(args: Args) -> Path:
                 for i in np.flatnonzero(truncated & ~terminated):
                     final = agent.moments(torch.as_tensor(info["final_obs"][i]).float())
                     after[t, i] = agent(final[None], torch.ones(1, actions))[1]
-                returns += reward
-                finished += returns[done].tolist()
-                returns[done] = 0.0
+                log.add_rewards(reward, done)
             following = torch.cat([values[1:], agent(x, mask)[1][None]])
             delta = rewards + args.gamma * torch.where(dones > 0, after, following) - values
             advantages, trace = torch.zeros((steps, n)), torch.zeros(n)
@@ -300,8 +298,6 @@ def train(args: Args) -> Path:
             "losses/entropy": entropy.item(),
             "losses/approx_kl": torch.expm1(log_ratio).sub(log_ratio).mean().item(),
         }
-        if finished:
-            metrics["charts/episodic_return"], finished = float(np.mean(finished)), []
         if interval_passed(args.eval_every, step - steps * n, step) or update + 1 == updates:
             best = report(step, metrics, best)
         log.write(step, {"charts/cpu_s": time.process_time() - begin, **metrics})

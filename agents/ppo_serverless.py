@@ -243,8 +243,8 @@ def train(args: Args) -> Path:
     next_obs, info = envs.reset(seed=episode_seeds(args.seed, n))
     next_obs = torch.as_tensor(next_obs, device=device)
     agent.update_statistics(next_obs)
-    episode_returns, finished_returns, mean_reward = np.zeros(n), [], 0.0
     metrics: dict[str, float] = {}
+    mean_reward = 0.0
     for update in range(num_updates + 1):
         step = update * batch_size
         # Evaluate: the random weights first, the last policy at the end.
@@ -277,9 +277,7 @@ def train(args: Args) -> Path:
                 for i in np.flatnonzero(truncated & ~terminated):  # the episode would go on
                     final = torch.as_tensor(info["final_obs"][i], device=device)
                     rewards[t, i] += args.gamma * agent.value(final[None])[0]
-                episode_returns += reward
-                finished_returns += episode_returns[done].tolist()
-                episode_returns[done] = 0
+                log.add_rewards(reward, done)
 
             # Generalised advantage estimate of rewards less their running mean: an episode's end
             # after so many requests, which the observation does not announce, is then no gain.
@@ -325,9 +323,6 @@ def train(args: Args) -> Path:
             .mean()
             .item(),
         }
-        if finished_returns:
-            metrics["charts/episodic_return"] = float(np.mean(finished_returns))
-            finished_returns = []
     log.close()
     envs.close()
     eval_envs.close()

@@ -13,7 +13,7 @@ from servegym._command_line import run_main
 from servegym.agents.lib.run_log import keep_telling
 
 # Whole numbers that may be zero; so may those that are zero by default.
-_MAY_BE_ZERO = ("seed", "learning_starts", "eval_every")
+_MAY_BE_ZERO = ("seed", "eval_every")
 
 
 def at_least(name: str, value: int, least: int) -> None:

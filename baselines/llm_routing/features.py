@@ -144,6 +144,12 @@ ARRIVED, EXPERT, REQUEST = 11, 17, 8
 """Numbers of a node of `node_rows`: the arrived request, an expert, a queued request."""
 
 
+def _log_gaps(obs: Observation) -> NDArray[Any]:
+    """Logs (B, 3) of the mean gaps of the load in eighths of a second; 0 where none is known."""
+    gap = obs["load"][..., 0]
+    return np.log(np.where(gap > 0, gap, 0.125).clip(0.001) / 0.125)
+
+
 def node_rows(obs: Observation, model: LatencyModel) -> NDArray[np.float16]:
     """The routing graph's nodes as flat rows of scaled features, as a replay buffer holds them.
 
@@ -175,15 +181,15 @@ def node_rows(obs: Observation, model: LatencyModel) -> NDArray[np.float16]:
     held, mask = _queued_features(obs, of_queued)
     scores = np.concatenate([obs["running"][..., 1], obs["waiting"][..., 1]], 2)
     in_time = (scores * mask * (of_queued[..., 0] <= 0)).sum(-1, keepdims=True) / 3
-    gap, prompts, length = np.moveaxis(obs["load"], -1, 0)
-    gap = np.log(np.where(gap > 0, gap, 0.125).clip(0.001) / 0.125)
+    _, prompts, length = np.moveaxis(obs["load"], -1, 0)
     law = model.system.estimator / (0.02, 1e-4, 5e-6, 1e-3)
     law = np.broadcast_to(law, (*obs["experts"].shape[:2], 4))
     left = np.maximum(held[..., 2] - held[..., 4], 0.05) * mask
     split = obs["running"].shape[2]
     left = np.stack([left[:, :, :split].sum(-1), left[:, :, split:].sum(-1)], -1)
     expert = np.concatenate([*_expert_features(obs), of_expert, in_time, law, left], -1)
-    parts = [np.log1p(prompt) / 6, limit / 0.03, gap, np.log1p(prompts) / 6, length / 150]
+    load = _log_gaps(obs), np.log1p(prompts) / 6, length / 150
+    parts = [np.log1p(prompt) / 6, limit / 0.03, *load]
     parts += [part.reshape(len(limit), -1) for part in (expert, held, mask)]
     return np.concatenate(parts, -1, dtype=np.float16, casting="unsafe")
 
@@ -194,12 +200,11 @@ def exogenous(obs: Observation) -> NDArray[np.float32]:
     The logs of the mean gaps of the last 8, 32 and 128 requests; of the new one prompt tokens, L,
     the mean and the best score and the mean output tokens that the experts are predicted.
     """
-    gap, request = obs["load"][..., 0], obs["request"]
-    gap = np.log(np.where(gap > 0, gap, 0.125).clip(0.001) / 0.125)
+    request = obs["request"]
     scores, tokens = 4 * request[..., 1] - 2, request[..., 2] / 150
     parts = [np.log1p(request[:, 0, :1]) / 6, obs["latency_requirement"] / 0.03]
     own = [scores.mean(1), scores.max(1), tokens.mean(1)]
-    return np.concatenate([gap, *parts, np.stack(own, -1)], -1, dtype=np.float32)
+    return np.concatenate([_log_gaps(obs), *parts, np.stack(own, -1)], -1, dtype=np.float32)
 
 
 def privileged_inputs(envs: Any, horizons: Sequence[int]) -> NDArray[np.float32]:

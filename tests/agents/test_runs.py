@@ -119,6 +119,11 @@ def test_a_run_of_one_step_ends_and_another_seed_has_another_log(agent, tmp_path
         ("sac_han", {"eval_every": -1}, "eval_every: got -1; it must be 0 or more"),
         ("sac_han", {"buffer_size": 60}, "buffer_size: got 60"),
         ("baseline_rl", {"buffer_size": 60}, "buffer_size: got 60"),
+        *(
+            (policy, {"set": (f"{key}=111",)}, f"{key}: got 111; it must be 112 or more")
+            for policy in ("sac_han", "baseline_rl")
+            for key in ("episode_requests", "max_episode_steps")
+        ),
         ("ppo", {"env_id": ROUTING}, "no single Box"),
         ("ppo_sets", {"set": ("max_episode_steps=20",)}, "max_episode_steps must be left out"),
         ("rpi", {"horizon_s": 0.0}, "horizon_s"),

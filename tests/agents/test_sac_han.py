@@ -194,7 +194,8 @@ def test_qos_goes_to_its_decision_while_the_ring_holds_it(agent):
 
 
 @both
-def test_a_run_pays_every_decision_its_own_qos(agent, tmp_path, monkeypatch):
+@pytest.mark.parametrize("requests", [300, 120])  # the first episode, or the second
+def test_a_run_pays_every_decision_its_own_qos(agent, requests, tmp_path, monkeypatch):
     """The rewards of an episode are its requests' QoS and penalties, by the environment's log."""
     kept, penalties = [], []
 
@@ -214,21 +215,25 @@ def test_a_run_pays_every_decision_its_own_qos(agent, tmp_path, monkeypatch):
     made = agent.environments.make_envs
     monkeypatch.setattr(agent, "ReplayBuffer", Kept)
     monkeypatch.setattr(agent.environments, "make_envs", make_envs)
-    env = ("episode_requests=200", "rate=[11,12]", "max_episode_steps=199")
-    name = agent.__name__.rpartition(".")[2]
-    changes = {"total_timesteps": 640, "save_model": False, "buffer_size": 2000}
+    steps, name = requests - 1, agent.__name__.rpartition(".")[2]
+    env = (f"episode_requests={requests}", "rate=[11,12]", f"max_episode_steps={steps}")
+    changes = {"total_timesteps": 840, "save_model": False, "buffer_size": 2000}
     agent.train(tiny(name, tmp_path, set=(*env, 'reward="qos_aware"'), **changes)[1])
     envs, buffer = kept
-    batch, data = envs.unwrapped.batch, {k: v[:160] for k, v in buffer.data.items()}
-    assert buffer.count == 160 and not data["cut"].any()
+    assert buffer.count == 210
+    begun = 210 // steps * steps
+    batch, data = envs.unwrapped.batch, {k: v[:210] for k, v in buffer.data.items()}
+    cut = np.zeros((210, 4))
+    cut[begun - agent.ENDS_WITHIN : begun] = 1
+    np.testing.assert_array_equal(data["cut"], cut)
     assert np.take_along_axis(data["mask"], data["action"][..., None], -1).all()
     assert (data["mask"] == 0).any() and np.min(penalties) < 0
-    log = batch.log[:, :160]
-    took = (log["finish_s"] - batch.arrivals[:, :160]) / np.maximum(log["output_tokens"], 1)
+    log, arrivals = batch.log[:, : 210 - begun], batch.arrivals[:, : 210 - begun]
+    took = (log["finish_s"] - arrivals) / np.maximum(log["output_tokens"], 1)
     in_time = (log["outcome"] == 1) & (took <= batch.env["latency_requirement"][:, None])
     assert in_time.any() and not in_time.all()
-    want = np.array(penalties) + np.where(in_time, log["score"], 0.0).T
-    np.testing.assert_allclose(data["reward"], want, rtol=1e-5)
+    want = np.array(penalties)[begun:] + np.where(in_time, log["score"], 0.0).T
+    np.testing.assert_allclose(data["reward"][begun:], want, rtol=1e-5)
 
 
 @pytest.mark.slow

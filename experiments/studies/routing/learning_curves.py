@@ -23,6 +23,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import gymnasium as gym
 import numpy as np
@@ -118,8 +119,7 @@ def shuffled_rewards(seed: int, agent: Any = None) -> Iterator[None]:
     with a ``ReplayBuffer`` gets them as it samples, for it pays a decision when its request ends,
     and which requests end would tell of the actions.
     """
-    rng, make_vec = np.random.default_rng(seed), gym.make_vec
-    buffer = getattr(agent, "ReplayBuffer", None)
+    make_vec, rng = gym.make_vec, np.random.default_rng(seed)
 
     def make_shuffled(*args: Any, **kwargs: Any) -> Any:
         envs: Any = make_vec(*args, **kwargs)
@@ -136,22 +136,18 @@ def shuffled_rewards(seed: int, agent: Any = None) -> Iterator[None]:
         envs.step = shuffled
         return envs
 
-    class Shuffled(buffer or object):
-        def sample(self, *args: Any) -> Any:
-            found = super().sample(*args)  # pyright: ignore[reportAttributeAccessIssue]
-            earned = self.data["reward"][: min(self.count, self.length)]  # pyright: ignore
+    if buffer := getattr(agent, "ReplayBuffer", None):
+        plain = buffer.sample
+
+        def sample(self: Any, *args: Any) -> Any:
+            found, earned = plain(self, *args), self.data["reward"][: self.count]
             return found | {"reward": rng.choice(earned.ravel(), found["reward"].shape)}
 
-    if buffer is None:
-        gym.make_vec = make_shuffled
+        replaced = patch.object(buffer, "sample", sample)
     else:
-        agent.ReplayBuffer = Shuffled
-    try:
+        replaced = patch.object(gym, "make_vec", make_shuffled)
+    with replaced:
         yield
-    finally:
-        gym.make_vec = make_vec
-        if buffer is not None:
-            agent.ReplayBuffer = buffer
 
 
 def train(agent: str, flags: Sequence[str], seed: int, folder: Path, shuffled: bool) -> Path:
