@@ -1,14 +1,19 @@
-"""The paper's Baseline RL: discrete soft actor-critic over the experts' rows alone.
+"""Discrete soft actor-critic (SAC) over the experts' rows.
 
-Baseline RL (arXiv:2508.00234, section VI) sees of every expert its memory, running and waiting
-requests (Eq. 7), neither the arrived request nor its predictions nor the queues, and is paid the
-QoS of a request when it is completed. One small network reads every expert's row and who it is, so
-that a policy is made for one number of experts. In training, as in `sac_han`, what no action
-changes is regressed out: the arrivals and the requests' predictions.
+``--rows features`` reads of every expert all that `sac_han` reads but the queued requests: its
+load, the request as it would serve it, what the action impact estimator says of sending it there
+(Eq. 13-15 of arXiv:2508.00234), its latency law. ``--rows paper`` leaves the estimator out, and
+``--rows experts`` is the paper's Baseline RL, which sees memory, running and waiting requests of
+each expert (Eq. 7) alone::
 
-Neighbours: `sac_han` is the same learner, to the losses, over the whole graph;
-``sac_han.py --set reward=completed_qos`` is the paper's Baseline RL + DSA. `cem` searches
-a linear policy over the same state. ``python agents/baseline_rl.py --help`` lists the options.
+    python agents/baseline_rl.py --rows experts --set rate=8
+
+The losses are those of CleanRL's ``sac_atari.py``: an actor, two critics of which the lesser
+counts, entropy in the value, a learned temperature. An average of the weights is evaluated, and
+targets take the values that the critics gave when acting. Beyond the textbook:
+
+
+Neighbour: `sac_han`, the same learner with a graph network as its encoder.
 """
 
 from __future__ import annotations
@@ -19,7 +24,7 @@ from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -29,24 +34,27 @@ from torch import Tensor, nn
 
 from servegym._command_line import parse_settings
 from servegym.agents.lib import checkpoint, environments
-from servegym.agents.lib.arguments import RunArgs, at_least, run_agent
+from servegym.agents.lib.arguments import RunArgs, run_agent
 from servegym.agents.lib.evaluation import evaluate_router
 from servegym.agents.lib.run_log import RunLog, interval_passed
-from servegym.baselines.llm_routing.features import exogenous
-from servegym.envs.llm_routing.outcomes import OutcomeReader
+from servegym.baselines.llm_routing import features
+from servegym.baselines.llm_routing.features import ARRIVED, EXPERT, LOAD, STATE, WORK
+from servegym.baselines.llm_routing.latency import ExpectedQos
+from servegym.baselines.llm_routing.system import RoutingSystem
 
 ENV_ID = "servegym/LLMRouting-v1"
 
-# Requests/s; an episode is cut off before the drain, which nothing announces.
-ENV = {"rate": 8.0, "reward": "completed_qos"}
+# Each episode draws its rate, requests/s, and is cut off before the drain, which nothing announces.
+ENV = {"rate": (4.0, 11.0), "reward": "completed_qos"}
 ENV |= {"episode_requests": 400, "max_episode_steps": 399}
 """Arguments of the training environment; ``--set`` changes them and adds others."""
 
-WIDTH = 32  # of every hidden layer; a row has three numbers
-LENGTH = 32  # steps of a stored piece, over which the returns run
-ENDS_WITHIN = 80  # decisions; a request that has not ended then is late, or its episode is cut off
-LOAD = 18  # numbers of `ReplayBuffer.load`
-LATER = ((8, 0), (32, 1), (64, 2))  # decisions ahead at which a mean gap of so many is seen
+WIDTH = 32  # of the hidden layers
+ROWS = {"features": (ARRIVED, EXPERT), "paper": (1, 6), "experts": (0, 3)}
+"""State -> numbers of the arrived request and of an expert, from the first on, that are read."""
+LENGTH = 32  # steps whose returns are computed at once, each over so many to twice as many steps
+RECENT, LATEST = 0.25, 20_000  # batches are drawn from the latest quarter of the steps, or so many
+AVERAGED = 10  # the evaluated weights are means over about the last tenth of the updates
 LOG_EVERY = 4_000  # steps between rows of the log
 EVAL_EPISODES, EVAL_REQUESTS = 16, 300  # of an evaluation: episodes per rate, requests per episode
 
@@ -55,170 +63,185 @@ EVAL_EPISODES, EVAL_REQUESTS = 16, 300  # of an evaluation: episodes per rate, r
 class Args(RunArgs):
     """Command line of the agent."""
 
+    rows: Literal["features", "paper", "experts"] = "features"
+    """what is read of an expert: all but its queue, the paper's Eq. 7 and 12, or Eq. 7 alone"""
+    shaping: bool = True
+    """add the change of the expected QoS of the requests that the experts hold to the reward"""
     set: tuple[str, ...] = ()
     """environment arguments, key=value with a JSON value, as in rate=8 num_experts=3"""
-    total_timesteps: int = 480_000
+    total_timesteps: int = 600_000
     """environment steps (decisions) over all environments"""
     num_envs: int = 256
     """parallel environments"""
-    buffer_size: int = 100_000
-    """steps in the replay buffer"""
-    pieces: int = 8
-    """pieces of 32 steps in a batch"""
+    batch_size: int = 264
+    """steps in a batch"""
     updates_per_step: int = 2
     """gradient updates after each step of all environments"""
     gamma: float = 0.995
     """discount per decision"""
-    lam: float = 0.97
+    lam: float = 0.95
     """lambda of the returns"""
     lr: float = 3e-3
-    """learning rate at first; it falls linearly to a twentieth"""
-    alpha: float = 0.03
-    """temperature of the policy, the weight of its entropy"""
-    tau: float = 0.005
-    """polyak step of the target network, per update"""
-    eval_every: int = 40_000
+    """learning rate of actor and critics at first; it falls linearly to a hundredth"""
+    target_entropy: float = 0.3
+    """nats at which the temperature, the weight of the policy's entropy, holds it"""
+    eval_every: int = 25_000
     """steps between evaluations on the validation split; there is one before the first step"""
     eval_rates: tuple[float, ...] = (5.0, 8.0, 10.0)
     """arrival rates of the evaluation"""
 
 
+class State(NamedTuple):
+    """What actor and critics read of a batch of states."""
+
+    hidden: Tensor  # (B, N, WIDTH): encoded experts
+    context: Tensor  # (B, WIDTH): the request among them
+    experts: Tensor  # (B, N, S): columns of `STATE`, L and the load
+    work: Tensor  # (B, N): seconds of an expert's time that the request takes; 1 if not read
+
+
 def mlp(*sizes: int) -> nn.Sequential:
     """Linear layers with rectifiers between them."""
-    layers = [[nn.ReLU(), nn.Linear(i, o)] for i, o in zip(sizes, sizes[1:], strict=False)]
-    return nn.Sequential(*sum(layers, [])[1:])
+    pairs = [(nn.Linear(i, o), nn.ReLU()) for i, o in zip(sizes, sizes[1:], strict=False)]
+    return nn.Sequential(*sum(pairs, ())[:-1])
+
+
+class Critic(nn.Module):
+    """Reward of every action and what follows it, (2, B, N+1); their sum is Q, or the logits.
+
+    The reward is MLP[c] of a drop and MLP[h_n | c] of an expert. What follows is the value of the
+    state, a sum over the experts, less the time that the request takes of the chosen expert at a
+    price above zero, by the load of the expert and of the fleet; without shaping the request's own
+    QoS follows as well. The value of what no action changes is apart.
+    """
+
+    def __init__(self, state_columns: int, shaping: bool) -> None:
+        super().__init__()
+        self.drop = mlp(WIDTH, WIDTH, 1)
+        self.send = mlp(2 * WIDTH, WIDTH, 1)
+        self.expert_value = mlp(state_columns, WIDTH, WIDTH, 1)
+        self.price = mlp(2 * state_columns, WIDTH, 1)
+        self.paid_later = None if shaping else mlp(2 * WIDTH, WIDTH, 1)
+        self.exogenous_value = mlp(features.EXOGENOUS, WIDTH, 1)
+
+    def forward(self, state: State) -> Tensor:
+        """See the class."""
+        context = state.context[:, None].expand_as(state.hidden)
+        pair = torch.cat([state.hidden, context], -1)
+        reward = torch.cat([self.drop(state.context), self.send(pair).squeeze(-1)], -1)
+        fleet = state.experts.mean(1, keepdim=True).expand_as(state.experts)
+        price = F.softplus(self.price(torch.cat([state.experts, fleet], -1)).squeeze(-1) - 1)
+        effect = -price * state.work
+        if self.paid_later is not None:
+            effect = effect + self.paid_later(pair).squeeze(-1)
+        value = self.expert_value(state.experts).sum(1)
+        return torch.stack([reward, value + F.pad(effect, (1, 0))])
 
 
 class Agent(nn.Module):
-    """The critic, whose softmax is the policy; a learned vector tells an expert apart."""
+    """Encoder, critics, actor and temperature."""
 
-    fixed_experts = True
-
-    def __init__(self, experts: int) -> None:
+    def __init__(self, rows: str, shaping: bool, system: RoutingSystem) -> None:
         super().__init__()
-        self.slots = 1  # running slots of an expert
-        self.who = nn.Parameter(torch.randn(experts, 8))
-        self.each = mlp(14, WIDTH, WIDTH)
-        self.drop, self.send = mlp(WIDTH, WIDTH, 1), mlp(2 * WIDTH, WIDTH, 1)
-        self.expert_value = mlp(11, WIDTH, WIDTH, 1)
-        self.load_value = mlp(LOAD, WIDTH, WIDTH, 1)
+        self.experts, self.model = system.num_experts, ExpectedQos(system)
+        self.read = ROWS[rows]
+        self.fixed_experts = rows == "experts"  # then a number tells which expert a row is of
+        self.who = torch.eye(self.experts)[:, : self.experts * self.fixed_experts]
+        who = self.who.shape[1]
+        sizes = len(STATE) + len(LOAD) + who, shaping
+        self.encoder = mlp(ARRIVED + EXPERT + who, WIDTH, WIDTH)
+        self.qf1, self.qf2, self.actor = (Critic(*sizes) for _ in range(3))
+        self.log_alpha = nn.Parameter(torch.tensor(-3.5))  # of the temperature at first
 
     def rows(self, obs: Mapping[str, Any]) -> NDArray[np.float16]:
-        """Scaled rows (B, 3 N) of a batch of observations.
+        """Scaled features of a batch of observations, see `expert_rows`."""
+        return features.expert_rows(obs, self.model)
 
-        Raises:
-            ValueError: If the number of experts is not the agent's.
-        """
-        experts, self.slots = obs["experts"], obs["running"].shape[2]
-        if experts.shape[1] != len(self.who):
-            raise ValueError(f"made for {len(self.who)} experts, got {experts.shape[1]}")
-        return (experts * (2, 1 / 3, 1 / 3)).reshape(len(experts), -1).astype(np.float16)
+    def encode(self, rows: Tensor) -> State:
+        """What actor and critics read of a batch of `rows`; what is not read is 0."""
+        batch, n = len(rows), self.experts
+        parts = zip(features.split_rows(rows, n)[:2], self.read, strict=True)
+        arrived, x = (part * (torch.arange(part.shape[-1]) < count) for part, count in parts)
+        arrived = arrived[:, None].expand(-1, n, -1)
+        who = self.who.expand(batch, -1, -1)
+        hidden = self.encoder(torch.cat([arrived, x, who], -1)).relu()
+        experts = torch.cat([x[..., STATE], arrived[..., LOAD], who], -1)
+        work = x[..., WORK] if self.read[1] == EXPERT else torch.ones_like(x[..., WORK])
+        return State(hidden, hidden.mean(1), experts, work)
 
-    def parts(self, rows: Tensor) -> Tensor:
-        """Reward and value of the state after each action (2, B, N+1); Q is their sum.
-
-        The reward is MLP[mean h] of a drop, MLP[mean h | h_n] of an expert; the value a sum over
-        the experts, the chosen one with a request more. `load_value` is not in it.
-        """
-        x = rows.view(len(rows), -1, 3)
-        mean, who = x.mean(1, keepdim=True).expand_as(x), self.who.expand(len(x), -1, -1)
-        h = self.each(torch.cat([x, mean, who], -1)).relu()
-        mean = h.mean(1)
-        each = self.send(torch.cat([mean[:, None].expand_as(h), h], -1)).squeeze(-1)
-        runs, after = (3 * x[..., 1] < self.slots - 0.5).float(), x.clone()
-        after[..., 1] += runs / 3
-        after[..., 2] += (1 - runs) / 3
-        inputs = torch.cat([torch.stack([x, after]), who.expand(2, -1, -1, -1)], -1)
-        before, after = self.expert_value(inputs).squeeze(-1)
-        value = before.sum(-1, keepdim=True) + F.pad(after - before, (1, 0))
-        return torch.stack([torch.cat([self.drop(mean), each], -1), value])
+    def log_policy(self, state: State, mask: Tensor, alpha: float) -> Tensor:
+        """Log-probabilities (B, N+1); illegal actions get a large finite negative logit."""
+        logits = self.actor(state).sum(0) / alpha
+        return logits.masked_fill(mask == 0, -1e8).log_softmax(-1)
 
     @torch.no_grad()
     def act(self, obs: Mapping[str, Any], mask: NDArray[Any]) -> NDArray[np.int64]:
         """The likeliest legal action of every observation."""
-        q = self.parts(torch.as_tensor(self.rows(obs)).float()).sum(0)
-        return log_policy(q, torch.as_tensor(np.asarray(mask)), 1.0).argmax(-1).numpy()
-
-
-def log_policy(q: Tensor, mask: Tensor, alpha: float) -> Tensor:
-    """Log-probabilities (B, N+1); illegal actions get a large finite negative logit."""
-    return (q / alpha).masked_fill(mask == 0, -1e8).log_softmax(-1)
+        state = self.encode(torch.as_tensor(self.rows(obs)).float())
+        return self.log_policy(state, torch.as_tensor(np.asarray(mask)), 1.0).argmax(-1).numpy()
 
 
 class ReplayBuffer:
     """Time-major ring of steps of all environments; rows of scaled features in float16."""
 
     def __init__(self, length: int) -> None:
-        self.length, self.count, self.data = length, 0, {}
+        self.length, self.count, self.known = length, 0, 0  # steps: added, of them with targets
+        self.data: dict[str, NDArray[Any]] = {}
+        self.squares, self.products = np.eye(features.EXOGENOUS), np.zeros(features.EXOGENOUS)
 
     def add(self, **step: NDArray[Any]) -> None:
-        """Append one step of all environments."""
+        """Append one step of all environments, whose targets are still to come."""
+        step |= {"residual": np.zeros_like(step["value"]), "later": np.zeros_like(step["value"])}
         for key, value in step.items():
             if not self.count:
                 self.data[key] = np.zeros((self.length, *value.shape), value.dtype)
             self.data[key][self.count % self.length] = value
         self.count += 1
 
-    def settle(self, ended: NDArray[Any], begun: NDArray[Any], done: NDArray[np.bool_]) -> None:
-        """Pay the QoS of ended requests (K,) to their decisions; cut the untold end of episodes."""
-        at = begun[ended["row"]] + ended["request"]
-        qos = np.where(at < self.count - self.length, 0.0, ended["qos"])
-        self.data["reward"][at % self.length, ended["row"]] += qos
-        last = np.arange(max(self.count - ENDS_WITHIN, 0), self.count) % self.length
-        self.data["cut"][np.ix_(last, done)] = 1
+    def add_targets(self, agent: Agent, gamma: float, lam: float) -> None:
+        """Compute what LENGTH steps more are to predict: their rewards and what followed.
 
-    def load(self, at: NDArray[np.int64], env: NDArray[np.int64]) -> NDArray[np.float32]:
-        """The request and the arrivals before and after the steps ``at``, (..., LOAD)."""
-        seen = self.data["exogenous"]
-        later = [seen[(at + k) % self.length, env, j, None] for k, j in LATER]
-        gaps = np.concatenate([seen[at % self.length, env, :3], *later], -1)
-        own = seen[at % self.length, env, 3:]
-        return np.concatenate([np.ones_like(gaps[..., :1]), gaps, gaps**2, own], -1)
+        Rewards are less what a running linear fit to what no action changes tells of them. Peng's
+        lambda-return is G_t = r_t + gamma ((1 - lam) V(s_t+1) + lam G_t+1), at an episode's end
+        V(s_t).
+        """
+        at = (self.known + np.arange(2 * LENGTH + 1)) % self.length
+        reward, done, exogenous = (self.data[key][at] for key in ("reward", "done", "exogenous"))
+        x, y = exogenous[:LENGTH][~done[:LENGTH]], reward[:LENGTH][~done[:LENGTH]]
+        self.squares = 0.7 * self.squares + x.T @ x
+        self.products = 0.7 * self.products + x.T @ y
+        fit = np.linalg.lstsq(self.squares, self.products, 1e-8)[0]
+        reward -= exogenous @ fit.astype(np.float32)
 
-    def sample(self, pieces: int, rng: np.random.Generator) -> dict[str, NDArray[Any]]:
-        """Pieces of consecutive steps, whose requests have ended: (LENGTH + 1, pieces, ...)."""
-        oldest, newest = max(self.count - self.length, 0), self.count - LENGTH - ENDS_WITHIN
-        at = rng.integers(oldest, newest, pieces) + np.arange(LENGTH + 1)[:, None]
-        env = rng.integers(0, self.data["action"].shape[1], pieces)
-        found = {key: values[at % self.length, env] for key, values in self.data.items()}
-        return found | {"load": self.load(at, env)}
+        with torch.no_grad():
+            x = torch.as_tensor(exogenous)
+            common = torch.minimum(agent.qf1.exogenous_value(x), agent.qf2.exogenous_value(x))
+        value = self.data["value"][at] + common.squeeze(-1).numpy()
+        total = value[-1]
+        for t in reversed(range(2 * LENGTH)):
+            later = gamma * ((1 - lam) * value[t + 1] + lam * total)
+            total = np.where(done[t], value[t], reward[t] + later)
+            if t < LENGTH:
+                self.data["later"][at[t]] = later
+        self.data["residual"][at[:LENGTH]] = reward[:LENGTH]
+        self.known += LENGTH
+
+    def sample(self, size: int, rng: np.random.Generator) -> dict[str, Tensor]:
+        """A batch of the latest steps that have targets."""
+        envs = self.data["action"].shape[1]
+        latest = int(max(RECENT * self.known, LATEST // envs, LENGTH))
+        first = max(self.known - latest, self.count - self.length, 0)
+        at = rng.integers(first, self.known, size) % self.length
+        env = rng.integers(0, envs, size)
+        return {key: torch.as_tensor(values[at, env]) for key, values in self.data.items()}
 
 
-def lambda_returns(batch: Mapping[str, Tensor], value: Tensor, gamma: float, lam: float) -> Tensor:
-    """Peng's G_t = r_t + gamma ((1 - lam) V(s_t+1) + lam G_t+1) (LENGTH, P); V(s_t) if t is cut."""
-    result = [value[-1]]
-    for t in reversed(range(LENGTH)):
-        total = batch["reward"][t] + gamma * ((1 - lam) * value[t + 1] + lam * result[-1])
-        result.append(torch.where(batch["cut"][t] > 0, value[t], total))
-    return torch.stack(result[:0:-1])
-
-
-def update(
-    agent: Agent, target: Agent, optimizer: torch.optim.Optimizer, batch: Any, args: Args
-) -> dict[str, Tensor]:
-    """One gradient step on the critic and a polyak step of the target."""
-    rows, mask, load = (batch[key].flatten(0, 1) for key in ("rows", "mask", "load"))
-    reward, known = batch["reward"][:-1].flatten(), 1 - batch["cut"][:-1].flatten()
-    with torch.no_grad():
-        q = target.parts(rows).sum(0)
-        value = (log_policy(q, mask, args.alpha).exp() * q).sum(-1) + target.load_value(load)[:, 0]
-        returns = lambda_returns(batch, value.view(LENGTH + 1, -1), args.gamma, args.lam).flatten()
-    parts = agent.parts(rows)
-    now, after = parts[:, torch.arange(len(reward)), batch["action"][:-1].flatten().long()]
-    after = after + agent.load_value(load[: len(reward)])[:, 0]
-    reward_loss = ((now - reward).square() * known).mean()
-    value_loss = ((after - (returns - reward)).square() * known).mean()
-
-    optimizer.zero_grad()
-    (reward_loss + value_loss).backward()
-    nn.utils.clip_grad_norm_(agent.parameters(), 10.0)
-    optimizer.step()
-    with torch.no_grad():
-        torch._foreach_lerp_([*target.parameters()], [*agent.parameters()], args.tau)  # pyright: ignore
-    log_pi = log_policy(parts.detach().sum(0), mask, args.alpha)
-    losses = {"losses/reward_loss": reward_loss, "losses/value_loss": value_loss}
-    losses["losses/entropy"] = -(log_pi.exp() * log_pi).sum(-1).mean()
-    return {key: value.detach() for key, value in losses.items()}
+def critic_loss(qf: Critic, parts: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+    """Squared errors of both parts (2, B, N+1) of a critic at the actions taken."""
+    reward, later = parts[:, torch.arange(len(batch["action"])), batch["action"]]
+    later = later + qf.exogenous_value(batch["exogenous"]).squeeze(-1)
+    error = (reward - batch["residual"]).square() + (later - batch["later"]).square()
+    return (error * ~batch["done"]).mean()
 
 
 def load(meta: Mapping[str, str], weights: Mapping[str, Tensor], system: Any) -> Any:
@@ -226,84 +249,118 @@ def load(meta: Mapping[str, str], weights: Mapping[str, Tensor], system: Any) ->
     args = checkpoint.saved_args(Args, checkpoint.json_field(meta, "args"))
     env_kwargs = ENV | parse_settings(args.set)
     env_kwargs.pop("max_episode_steps", None)  # cuts off the training alone
-    agent = Agent(len(weights["who"]))
-    if system is not None and system.num_experts != len(agent.who):
-        raise ValueError(f"made for {len(agent.who)} experts, got {system.num_experts}")
+    trained = RoutingSystem.from_kwargs(**env_kwargs)
+    agent = Agent(args.rows, args.shaping, system or trained)
+    if agent.fixed_experts and agent.experts != trained.num_experts:
+        raise ValueError(f"made for {trained.num_experts} experts, got {agent.experts}")
     checkpoint.load_weights(agent, weights)
-    return checkpoint.CheckpointPolicy("baseline_rl", "graph", args, agent, agent.act, env_kwargs)
+    name = {"experts": "baseline_rl"}.get(args.rows, "sac_rows")
+    return checkpoint.CheckpointPolicy(name, "graph", args, agent, agent.act, env_kwargs)
 
 
 def train(args: Args) -> Path:
     """Train and return the run's folder (metrics.jsonl, last.safetensors)."""
     env_kwargs = ENV | parse_settings(args.set)
-    at_least("buffer_size", args.buffer_size, (LENGTH + ENDS_WITHIN + 2) * args.num_envs)
     torch.set_num_threads(args.torch_threads)
     torch.manual_seed(args.seed)
     rng = np.random.default_rng(args.seed)
     envs, n = environments.make_envs(ENV_ID, args.num_envs, **env_kwargs), args.num_envs
-    for key in ("episode_requests", "max_episode_steps"):
-        at_least(key, env_kwargs[key] or LENGTH + ENDS_WITHIN, LENGTH + ENDS_WITHIN)
     run = Path(args.out_dir) / (args.run_name or f"baseline_rl_{args.seed}")
 
+    agent = Agent(args.rows, args.shaping, RoutingSystem.from_env(envs))
+    averaged = deepcopy(agent).requires_grad_(False)
+    critics = nn.ModuleList([agent.encoder, agent.qf1, agent.qf2])
+    q_optimizer = torch.optim.Adam(critics.parameters(), fused=True)
+    actor_optimizer = torch.optim.Adam(agent.actor.parameters(), fused=True)
+    alpha_optimizer = torch.optim.Adam([agent.log_alpha], lr=1e-3)
+
     obs, info = envs.reset(seed=environments.episode_seeds(args.seed, n))
-    agent = Agent(info["action_mask"].shape[1] - 1)
-    target = deepcopy(agent).requires_grad_(False)
-    optimizer = torch.optim.Adam(agent.parameters(), fused=True)
     mask, rows = info["action_mask"], agent.rows(obs)
-    buffer, outcomes = ReplayBuffer(args.buffer_size // n), OutcomeReader(envs)
-    begun = np.zeros(n, np.int64)  # step of the buffer at which an environment's episode began
+    buffer = ReplayBuffer(max(int(RECENT * args.total_timesteps), LATEST) // n + 4 * LENGTH)
     every = args.eval_every or args.total_timesteps
-    squares, products = np.eye(LOAD), np.zeros(LOAD)  # of the fit of the rewards to the load
-    step, cpu_s, evaluated, losses = 0, 0.0, -1, {}
+    step, updates, cpu_s, evaluated, losses = 0, 0, 0.0, -1, {}
     log = RunLog(run, args, "baseline_rl")
     while True:
-        # Evaluate the target's policy, at first that of random weights.
+        # Evaluate the averaged policy, at first that of random weights.
         if step // every > evaluated or step >= args.total_timesteps:
             evaluated, log.phase = step // every, "evaluating"
             size = args.eval_rates, EVAL_EPISODES, EVAL_REQUESTS
-            result = evaluate_router(target.act, ENV_ID, env_kwargs, *size)
+            result = evaluate_router(averaged.act, ENV_ID, env_kwargs, *size, trained=step > 0)
             log.write(step, result | {"charts/cpu_s": cpu_s})
             log.print_qos(step, result)
         if step >= args.total_timesteps:
             break
 
-        # Act: uniformly at first, then by the policy; step the environments and store the step.
-        begin, learns = time.process_time(), buffer.count > LENGTH + ENDS_WITHIN
-        score = rng.gumbel(size=mask.shape)
-        if learns:
+        # Act: uniformly at first, then by the policy; the soft value of the state is kept.
+        begin = time.process_time()
+        alpha = float(agent.log_alpha.detach().exp())
+        score, value = rng.gumbel(size=mask.shape), np.zeros(n, np.float32)
+        if buffer.known:
             with torch.no_grad():
-                q = agent.parts(torch.as_tensor(rows).float()).sum(0)
-                score += log_policy(q, torch.as_tensor(mask), args.alpha).numpy()
+                state = agent.encode(torch.as_tensor(rows).float())
+                log_pi = agent.log_policy(state, torch.as_tensor(mask), alpha)
+                min_q = torch.minimum(agent.qf1(state).sum(0), agent.qf2(state).sum(0))
+                value = (log_pi.exp() * (min_q - alpha * log_pi)).sum(-1).numpy()
+            score += log_pi.numpy()
         action = np.where(mask, score, -1e30).argmax(-1)
-        seen, cut = exogenous(obs), np.zeros(n, np.float32)
+        seen = {"rows": rows, "mask": mask, "exogenous": features.exogenous(obs)}
         obs, reward, terminated, truncated, info = envs.step(action)
-        paid = cut + info.get("reward_terms", {}).get("penalty", cut).astype(np.float32)
-        buffer.add(rows=rows, mask=mask, action=action, exogenous=seen, reward=paid, cut=cut)
-        done = terminated | truncated
-        buffer.settle(outcomes.read(), begun, done)
-        begun[done] = buffer.count
-        mask, rows = info["action_mask"], agent.rows(obs)
+        done, next_rows, paid = terminated | truncated, agent.rows(obs), reward
+        if args.shaping:  # the held requests' expected QoS is a potential (Ng et al., 1999)
+            held, next_held = (features.held_qos(x, agent.experts) for x in (rows, next_rows))
+            paid = reward + args.gamma * next_held - held
+        buffer.add(action=action, value=value, reward=paid.astype(np.float32), done=done, **seen)
+        mask, rows = info["action_mask"], next_rows
         before, step = step, step + n
         log.add_rewards(reward, done)
 
         # Learn.
-        if learns:
-            optimizer.param_groups[0]["lr"] = args.lr * (1 - 0.95 * step / args.total_timesteps)
-            for _ in range(args.updates_per_step):
-                sample = buffer.sample(args.pieces, rng)
-                x, y = (sample[key][sample["cut"] == 0] for key in ("load", "reward"))
-                squares, products = 0.99 * squares + x.T @ x, 0.99 * products + x.T @ y
-                sample["reward"] -= sample["load"] @ np.linalg.lstsq(squares, products, 1e-8)[0]
-                batch = {k: torch.as_tensor(v).float() for k, v in sample.items()}
-                losses = update(agent, target, optimizer, batch, args)
+        if buffer.count > buffer.known + 2 * LENGTH:
+            buffer.add_targets(agent, args.gamma, args.lam)
+        for optimizer in (q_optimizer, actor_optimizer):
+            optimizer.param_groups[0]["lr"] = args.lr * (1 - 0.99 * step / args.total_timesteps)
+        for _ in range(args.updates_per_step if buffer.known else 0):
+            batch = buffer.sample(args.batch_size, rng)
+            state = agent.encode(batch["rows"].float())
+            q1, q2 = agent.qf1(state), agent.qf2(state)
+            qf1_loss = critic_loss(agent.qf1, q1, batch)
+            qf2_loss = critic_loss(agent.qf2, q2, batch)
+            q_optimizer.zero_grad()
+            (qf1_loss + qf2_loss).backward()
+            nn.utils.clip_grad_norm_(critics.parameters(), 10.0)
+            q_optimizer.step()
+
+            state = State(*(part.detach() for part in state))  # the critics alone train the encoder
+            min_q = torch.minimum(q1.sum(0), q2.sum(0)).detach()
+            log_pi = agent.log_policy(state, batch["mask"], alpha)
+            actor_loss = (log_pi.exp() * (log_pi - min_q / alpha)).sum(-1).mean()
+            actor_optimizer.zero_grad()
+            actor_loss.backward()
+            nn.utils.clip_grad_norm_(agent.actor.parameters(), 10.0)
+            actor_optimizer.step()
+
+            entropy = -(log_pi.exp() * log_pi).sum(-1).mean().detach()
+            alpha_loss = agent.log_alpha.exp() * (entropy - args.target_entropy)
+            alpha_optimizer.zero_grad()
+            alpha_loss.backward()
+            alpha_optimizer.step()
+            alpha = float(agent.log_alpha.detach().exp())
+
+            updates += 1
+            with torch.no_grad():
+                for mean, now in zip(averaged.parameters(), agent.parameters(), strict=True):
+                    mean.lerp_(now, AVERAGED / (AVERAGED + updates))
+            losses = {"losses/qf1_loss": qf1_loss, "losses/qf2_loss": qf2_loss}
+            losses |= {"losses/actor_loss": actor_loss, "losses/alpha_loss": alpha_loss}
+            losses |= {"losses/entropy": entropy, "losses/alpha": agent.log_alpha.exp()}
         cpu_s += time.process_time() - begin
 
         if interval_passed(LOG_EVERY, before, step) or step >= args.total_timesteps:
             metrics = {"charts/SPS": log.advance(step), "charts/cpu_s": cpu_s}
-            log.write(step, metrics | {k: float(v) for k, v in losses.items()})
+            log.write(step, metrics | {key: float(x.detach()) for key, x in losses.items()})
     if args.save_model:
         meta = {"agent": "baseline_rl", "args": json.dumps(asdict(args))}
-        checkpoint.write_checkpoint(target, meta, run / "last.safetensors")
+        checkpoint.write_checkpoint(averaged, meta, run / "last.safetensors")
     log.close()
     envs.close()
     return run

@@ -1,9 +1,10 @@
 """Train a router from random weights, draw how it learns, and compare it with the heuristics.
 
-``make train`` runs this, about three minutes of two cores. `servegym.agents.sac_han` learns in a
-process of its own; this one follows its log and measures the heuristics meanwhile: on the episodes
-of the learning curve, then on those of the evaluation split, which the last policy of the training
-plays in the end. A terminal shows the curve, a pipe gets a line every 10 to 15 s. One folder holds
+``make train`` runs this, about three minutes of two cores. `servegym.agents.baseline_rl`, SAC over
+the experts' rows, learns in a process of its own; this one follows its log and measures the
+heuristics meanwhile: on the episodes of the learning curve, then on those of the evaluation split,
+which the last policy of the training plays in the end. A terminal shows the curve, a pipe gets a
+line every 10 to 15 s. One folder holds
 
 - ``first_command.csv``, ``.json``: QoS of each policy at each rate, and what the trained one gains;
 - ``first_command_curve.csv``, ``.json``: QoS on validation episodes from random weights on, by
@@ -38,7 +39,7 @@ from servegym.experiments.evaluation.tables import note, provenance, write_resul
 
 __all__ = ["main"]
 
-ENV_ID, AGENT = "servegym/LLMRouting-v1", "servegym.agents.sac_han"
+ENV_ID, AGENT = "servegym/LLMRouting-v1", "servegym.agents.baseline_rl"
 TABLE, CURVE, TRAINED = "first_command", "first_command_curve", "trained"
 RATES = (5.0, 8.0, 10.0)
 KEYS = ("avg_qos", *(f"avg_qos_rate_{rate:g}" for rate in RATES))
@@ -52,7 +53,7 @@ BASELINES = NAMED + tuple(
     and one.name not in (*NAMED, "drop_all", "always_busiest")
 )
 """Every heuristic and bandit that is no control and knows no more than a router can."""
-STEPS, POINTS = 480_000, 12  # decisions of the training; evaluations after that of step 0
+STEPS, POINTS = 600_000, 15  # decisions of the training; evaluations after that of step 0
 EVERY_S, LOOK_S = 10.0, 5.0  # between two lines of a pipe at least; between looks at the clock
 Rows = list[dict[str, Any]]
 
@@ -84,7 +85,7 @@ def learning_curve(metrics: Rows) -> Rows:
 
 def validate(policy: str) -> Rows:
     """A heuristic's row in the curve's table, on the episodes that the training evaluates on."""
-    from servegym.agents.sac_han import EVAL_EPISODES, EVAL_REQUESTS
+    from servegym.agents.baseline_rl import EVAL_EPISODES, EVAL_REQUESTS
 
     qos = []
     for k, rate in enumerate(RATES):

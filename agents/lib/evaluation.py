@@ -21,6 +21,7 @@ def evaluate_router(
     rates: Sequence[float],
     episodes: int,
     requests: int,
+    trained: bool = True,
 ) -> dict[str, float]:
     """Average QoS of a router on the same validation episodes each time, and its actions' shares.
 
@@ -32,13 +33,14 @@ def evaluate_router(
         rates: Mean arrival rates, requests/s.
         episodes: Episodes a rate.
         requests: Requests an episode.
+        trained: Whether anything was learnt so far, so that a collapse is worth a warning.
 
     Returns:
         ``eval/avg_qos`` over all rates, ``eval/avg_qos_rate_R`` of every rate and ``eval/share_A``
         of every action.
 
     Warns:
-        If one action takes more than 90 %.
+        If one action of a trained router takes more than 90 %.
     """
     given = dict(env_kwargs) | {"split": "val", "reward": "completed_qos"}
     given |= {"episode_requests": requests, "max_episode_steps": None}
@@ -54,7 +56,7 @@ def evaluate_router(
         outs = [env.step(part) for env, part in zip(envs, parts, strict=True)]
         qos += [out[1].sum() for out in outs]
     shares, qos = shares / shares.sum(), qos / (episodes * requests)
-    if shares.max() > 0.9:
+    if trained and shares.max() > 0.9:
         warnings.warn(f"collapse: action {shares.argmax()} takes {shares.max():.0%}", stacklevel=3)
     result = {f"eval/avg_qos_rate_{r:g}": float(q) for r, q in zip(rates, qos, strict=True)}
     result |= {f"eval/share_{k}": float(s) for k, s in enumerate(shares)}

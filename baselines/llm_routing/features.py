@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from servegym.baselines.llm_routing.greedy_qos import with_mean_scores
-from servegym.baselines.llm_routing.latency import LatencyModel
+from servegym.baselines.llm_routing.latency import ExpectedQos, LatencyModel
 from servegym.baselines.protocol import Observation
 
 
@@ -140,8 +140,34 @@ def priced_actions(model: LatencyModel, obs: Observation) -> NDArray[np.floating
     return np.pad(values, ((0, 0), (1, 0)))
 
 
-ARRIVED, EXPERT, REQUEST = 11, 17, 8
-"""Numbers of a node of `node_rows`: the arrived request, an expert, a queued request."""
+ARRIVED_COLUMNS = (
+    *("prompt", "limit"),
+    *("gap_8", "gap_32", "gap_128"),
+    *("prompts_8", "prompts_32", "prompts_128"),
+    *("lengths_8", "lengths_32", "lengths_128"),
+)
+"""Numbers of the arrived request in `expert_rows`, by name."""
+
+PAPER = ("memory", "running", "waiting", "prompt", "score", "length")
+"""Those of `EXPERT_COLUMNS` that the paper's state has (Eq. 6, 7 and 12), Eq. 7 first."""
+
+EXPERT_COLUMNS = (
+    *PAPER,
+    *("distance", "gain", "harm", "work", "held"),
+    *("base_s", "k1", "k2", "sequence_s"),
+    *("tokens_running", "tokens_waiting"),
+)
+"""Numbers of an expert in `expert_rows`, by name."""
+
+ARRIVED, EXPERT, REQUEST = len(ARRIVED_COLUMNS), len(EXPERT_COLUMNS), 8
+"""Numbers of the arrived request, of an expert and of a queued request in `node_rows`."""
+
+WORK, HELD = EXPERT_COLUMNS.index("work"), EXPERT_COLUMNS.index("held")
+STATE = [0, 1, 2, *range(HELD, EXPERT)]
+"""Columns of an expert that say nothing of the arrived request: Eq. 7 and from ``held`` on."""
+
+LOAD = [ARRIVED_COLUMNS.index(name) for name in ("limit", "gap_8", "gap_32", "gap_128")]
+"""Columns of the arrived request that say nothing of it: L and the mean gaps."""
 
 
 def _log_gaps(obs: Observation) -> NDArray[Any]:
@@ -150,14 +176,93 @@ def _log_gaps(obs: Observation) -> NDArray[Any]:
     return np.log(np.where(gap > 0, gap, 0.125).clip(0.001) / 0.125)
 
 
-def node_rows(obs: Observation, model: LatencyModel) -> NDArray[np.float16]:
+def _expert_parts(
+    obs: Observation, model: ExpectedQos
+) -> tuple[list[NDArray[Any]], NDArray[Any], NDArray[Any]]:
+    """The arrived request (B, 11) in parts, the experts (B, N, 17), and distances of the queued."""
+    count, known = obs["experts"].shape[1], model.system.num_experts
+    if count != known:
+        raise ValueError(
+            f"made for {known} experts, got {count}; "
+            "a policy over the graph takes another fleet with load_policy(path, system)"
+        )
+    limit, prompt = obs["latency_requirement"], obs["request"][:, 0, :1]
+    gain, harm, held, estimate = model(with_mean_scores(obs, model.system))
+    slots = np.stack([estimate.without, estimate.with_new], -1)
+    distance = np.tanh(3 * (np.nan_to_num(slots, nan=1.0) / limit[:, :, None, None] - 1))
+    new, of_queued = distance[:, :, -1, 1], distance[:, :, :-1]
+    impact = np.stack([new, gain, harm, estimate.work_s], -1)
+
+    queues = [(obs[name], obs[f"{name}_mask"]) for name in ("running", "waiting")]
+    left = [
+        (np.maximum(queue[..., 2] - queue[..., 4], 7.5) * mask).sum(-1) / 150
+        for queue, mask in queues
+    ]
+    law = model.system.estimator / (0.02, 1e-4, 5e-6, 1e-3)
+    law = np.broadcast_to(law, (*obs["experts"].shape[:2], 4))
+    expert = [*_expert_features(obs), impact, held[..., None] / 3, law, np.stack(left, -1)]
+
+    _, prompts, length = np.moveaxis(obs["load"], -1, 0)
+    load = _log_gaps(obs), np.log1p(prompts) / 6, length / 150
+    return [np.log1p(prompt) / 6, limit / 0.03, *load], np.concatenate(expert, -1), of_queued
+
+
+def expert_rows(obs: Observation, model: ExpectedQos) -> NDArray[np.float16]:
+    """The arrived request and the experts as flat rows of scaled features.
+
+    The arrived request, by `ARRIVED_COLUMNS`: prompt tokens, L, the load. An expert, by
+    `EXPERT_COLUMNS`: Eq. 7; the request as it would serve it; what the action impact estimator says
+    of sending the request there (Eq. 13-15, over distributions of output lengths, see
+    `ExpectedQos`): distance from L, expected QoS, expected QoS that it costs the others, seconds of
+    the expert's time; the expected QoS of the requests that it holds, over 3; its latency law
+    (base_s, k1, k2 and seconds a sequence of Eq. 13 and 14); the predicted tokens left to its
+    running and its waiting requests, 7.5 each at least. A distance is tanh(3 (l / L - 1)), negative
+    in time. Tokens of prompts and gaps are logs.
+
+    Args:
+        obs: A batch of Dict observations.
+        model: The estimator of the system.
+
+    Returns:
+        (B, 11 + 17 N).
+
+    Raises:
+        ValueError: If the number of experts is not that of the system.
+    """
+    arrived, expert, _ = _expert_parts(obs, model)
+    parts = [*arrived, expert.reshape(len(expert), -1)]
+    return np.concatenate(parts, -1, dtype=np.float16, casting="unsafe")
+
+
+def split_rows(rows: Any, experts: int, slots: tuple[int, int] = (0, 0)) -> tuple[Any, ...]:
+    """The parts of `expert_rows` or, with the slots R and W, of `node_rows`; arrays or tensors.
+
+    Returns:
+        Arrived (B, 11), experts (B, N, 17), running (B, N, R, 8) and waiting (B, N, W, 8) requests
+        and which of them there are, (B, N, R) and (B, N, W).
+    """
+    (running, waiting), batch = slots, len(rows)
+    at = ARRIVED + EXPERT * experts
+    there = at + REQUEST * experts * (running + waiting)
+    expert = rows[:, ARRIVED:at].reshape(batch, experts, EXPERT)
+    held = rows[:, at:there].reshape(batch, experts, running + waiting, REQUEST)
+    mask = rows[:, there : there + experts * (running + waiting)]
+    mask = mask.reshape(batch, experts, running + waiting)
+    queues = held[:, :, :running], held[:, :, running:], mask[..., :running], mask[..., running:]
+    return rows[:, :ARRIVED], expert, *queues
+
+
+def held_qos(rows: NDArray[np.float16], experts: int) -> NDArray[np.float32]:
+    """Expected QoS (B,) of the requests that the experts hold, by `expert_rows` or `node_rows`."""
+    _, expert, *_ = split_rows(rows, experts)
+    return 3 * expert[..., HELD].sum(1, dtype=np.float32)
+
+
+def node_rows(obs: Observation, model: ExpectedQos) -> NDArray[np.float16]:
     """The routing graph's nodes as flat rows of scaled features, as a replay buffer holds them.
 
-    The arrived request: prompt tokens, L, the load. An expert: Eq. 7, the request as it would serve
-    it, the four of `impact_features`, the predicted scores that it holds and ends in time, its
-    latency law (base_s, k1, k2 and seconds a sequence of Eq. 13 and 14) and the predicted tokens
-    left to its running and to its waiting requests, 7.5 each at least. A queued request: Eq. 6 and
-    its distances from L without and with the new one. Tokens of prompts and gaps are logs.
+    Those of `expert_rows`, then the queued requests: Eq. 6 and the distances from L without and
+    with the new one.
 
     Args:
         obs: A batch of Dict observations.
@@ -170,41 +275,31 @@ def node_rows(obs: Observation, model: LatencyModel) -> NDArray[np.float16]:
     Raises:
         ValueError: If the number of experts is not that of the system.
     """
-    count, known = obs["experts"].shape[1], model.system.num_experts
-    if count != known:
-        raise ValueError(
-            f"made for {known} experts, got {count}; "
-            "a policy over the graph takes another fleet with load_policy(path, system)"
-        )
-    limit, prompt = obs["latency_requirement"], obs["request"][:, 0, :1]
-    of_expert, of_queued = impact_features(obs, model)
-    held, mask = _queued_features(obs, of_queued)
-    scores = np.concatenate([obs["running"][..., 1], obs["waiting"][..., 1]], 2)
-    in_time = (scores * mask * (of_queued[..., 0] <= 0)).sum(-1, keepdims=True) / 3
-    _, prompts, length = np.moveaxis(obs["load"], -1, 0)
-    law = model.system.estimator / (0.02, 1e-4, 5e-6, 1e-3)
-    law = np.broadcast_to(law, (*obs["experts"].shape[:2], 4))
-    left = np.maximum(held[..., 2] - held[..., 4], 0.05) * mask
-    split = obs["running"].shape[2]
-    left = np.stack([left[:, :, :split].sum(-1), left[:, :, split:].sum(-1)], -1)
-    expert = np.concatenate([*_expert_features(obs), of_expert, in_time, law, left], -1)
-    load = _log_gaps(obs), np.log1p(prompts) / 6, length / 150
-    parts = [np.log1p(prompt) / 6, limit / 0.03, *load]
-    parts += [part.reshape(len(limit), -1) for part in (expert, held, mask)]
+    arrived, expert, of_queued = _expert_parts(obs, model)
+    parts = [
+        *arrived,
+        *(x.reshape(len(x), -1) for x in (expert, *_queued_features(obs, of_queued))),
+    ]
     return np.concatenate(parts, -1, dtype=np.float16, casting="unsafe")
 
 
-def exogenous(obs: Observation) -> NDArray[np.float32]:
-    """What an observation tells that no action changes, scaled, (B, 8).
+EXOGENOUS = 12
+"""Numbers of `exogenous`."""
 
-    The logs of the mean gaps of the last 8, 32 and 128 requests; of the new one prompt tokens, L,
-    the mean and the best score and the mean output tokens that the experts are predicted.
+
+def exogenous(obs: Observation) -> NDArray[np.float32]:
+    """What an observation tells that no action changes, scaled, (B, 12).
+
+    A one; the logs of the mean gaps of the last 8, 32 and 128 requests, and their squares; of the
+    new request prompt tokens, L, the mean and the best score and the mean output tokens that the
+    experts are predicted.
     """
-    request = obs["request"]
+    request, gaps = obs["request"], _log_gaps(obs)
     scores, tokens = 4 * request[..., 1] - 2, request[..., 2] / 150
-    parts = [np.log1p(request[:, 0, :1]) / 6, obs["latency_requirement"] / 0.03]
-    own = [scores.mean(1), scores.max(1), tokens.mean(1)]
-    return np.concatenate([_log_gaps(obs), *parts, np.stack(own, -1)], -1, dtype=np.float32)
+    parts = [np.ones_like(gaps[:, :1]), gaps, gaps**2, np.log1p(request[:, 0, :1]) / 6]
+    parts += [obs["latency_requirement"] / 0.03]
+    new = np.stack([scores.mean(1), scores.max(1), tokens.mean(1)], -1)
+    return np.concatenate([*parts, new], -1, dtype=np.float32)
 
 
 def privileged_inputs(envs: Any, horizons: Sequence[int]) -> NDArray[np.float32]:

@@ -90,7 +90,7 @@ class Fleet:
         whether it keeps L, its mean score, speed, predicted length and the slack of L.
         """
         seen = with_mean_scores(seen, self.system)
-        gain, harm, estimate = self.model(seen)
+        gain, harm, _, estimate = self.model(seen)
         limit = np.asarray(seen["latency_requirement"], dtype=np.float64)[:, 0].copy()
         emitted = np.concatenate([seen[key][..., 4] for key in ("running", "waiting")], -1)
         if limit.tobytes() != self._limit:  # the same in all of an episode

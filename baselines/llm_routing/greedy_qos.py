@@ -105,7 +105,7 @@ class GreedyQos(RoutingPolicy):
         requirement = np.asarray(observation["latency_requirement"], dtype=np.float64)
         legal = np.asarray(action_mask)[:, 1:] > 0
         if self.expected is not None:
-            gain, harm, estimate = self.expected(observation, self.margin)
+            gain, harm, _, estimate = self.expected(observation, self.margin)
             value = gain - harm - self.charge(observation) * estimate.work_s
         else:
             estimate = self.model.estimate(observation)

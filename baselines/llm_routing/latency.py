@@ -337,7 +337,7 @@ def _expect_lengths(edges, left, seen, bucket):
 
 
 @jit
-def _expected(laws, survival, estimate, seen, bucket, limit, gain, harm):
+def _expected(laws, survival, estimate, seen, bucket, limit, gain, harm, held):
     """Fill the expected scores of `ExpectedQos` for all rows and experts.
 
     ``seen`` has mean lengths in the place of the predicted ones.
@@ -349,18 +349,18 @@ def _expected(laws, survival, estimate, seen, bucket, limit, gain, harm):
         for n in range(experts):
             early, late = estimate.without[b, n], estimate.with_new[b, n]
             scores = estimate.scores[b, n]
-            held = 0
+            count = 0
             for i in range(size - 1):
                 if not np.isnan(early[i]):
-                    held += 1
+                    count += 1
             mean = seen.request[b, n, 2]
             at = seen.request[b, n, 0] + 0.5 * mean
-            before = _decode_s(laws, n, min(held, capacity), at)
-            after = _decode_s(laws, n, min(held + 1, capacity), at)
+            before = _decode_s(laws, n, min(count, capacity), at)
+            after = _decode_s(laws, n, min(count + 1, capacity), at)
             curve = survival[n, bucket[b, n, size - 1]]
             in_time = _chance(curve, late[size - 1], mean, 0.0, 0.0, after, limit[b])
             gain[b, n] = scores[size - 1] * in_time
-            cost = 0.0
+            cost, promised = 0.0, 0.0
             for i in range(size - 1):
                 if np.isnan(early[i]):
                     continue
@@ -370,7 +370,8 @@ def _expected(laws, survival, estimate, seen, bucket, limit, gain, harm):
                 in_time = _chance(curve, late[i], row[2], row[4], elapsed, after, limit[b])
                 was = _chance(curve, early[i], row[2], row[4], elapsed, before, limit[b])
                 cost += scores[i] * max(was - in_time, 0.0)
-            harm[b, n] = cost
+                promised += scores[i] * was
+            harm[b, n], held[b, n] = cost, promised
 
 
 def compile_kernels() -> None:
@@ -383,7 +384,7 @@ def compile_kernels() -> None:
     calls = [
         (_estimate, (seen, laws, 0.3, False, estimate)),
         (_expect_lengths, (one, three, seen, bucket)),
-        (_expected, (laws, three, estimate, seen, bucket, one, two, two)),
+        (_expected, (laws, three, estimate, seen, bucket, one, two, two, two)),
     ]
     _jit.compile_kernels("latency estimate of the routing policies", calls)
 
@@ -506,6 +507,22 @@ class LengthModel:
         self.left = np.where(after > 0, area / np.where(after > 0, after, 1.0), 1.0)
 
 
+class ExpectedEffect(NamedTuple):
+    """What `ExpectedQos` says of sending the new request to each expert.
+
+    Attributes:
+        gain: (B, N) expected score in time of the new request.
+        harm: (B, N) expected scores that it pushes over the requirement.
+        held: (B, N) expected scores in time of the others if it goes elsewhere.
+        estimate: The estimate at mean lengths.
+    """
+
+    gain: Floats
+    harm: Floats
+    held: Floats
+    estimate: Estimate
+
+
 class ExpectedQos:
     """What a new request adds to the expected QoS of the requests at each expert.
 
@@ -521,18 +538,12 @@ class ExpectedQos:
         self.lengths = LengthModel(system)
         self.model = LatencyModel(system, overrun=0.0)
 
-    def __call__(
-        self, observation: Observation, margin: float = 1.0
-    ) -> tuple[Floats, Floats, Estimate]:
-        """Expected QoS of the new request, what it costs the others, and the latency estimate.
+    def __call__(self, observation: Observation, margin: float = 1.0) -> ExpectedEffect:
+        """Expected QoS of the new request, of the others, and what it costs them.
 
         Args:
             observation: The batched Dict observation.
             margin: Share of the latency requirement that answers may use.
-
-        Returns:
-            (B, N) expected score in time of the new request, (B, N) expected scores that it pushes
-            over the requirement, and the estimate at mean lengths.
         """
         seen, lengths = _seen(observation, copy=True), self.lengths
         shape = seen.request.shape[:2]
@@ -541,10 +552,10 @@ class ExpectedQos:
         _expect_lengths(lengths.edges, lengths.left, seen, bucket)
         estimate = self.model.of(seen)
         limit = margin * np.asarray(observation["latency_requirement"], dtype=np.float64)
-        gain, harm = np.empty(shape), np.empty(shape)
+        gain, harm, held = (np.empty(shape) for _ in range(3))
         tables = self.model.laws, lengths.survival
-        _expected(*tables, estimate, seen, bucket, limit[:, 0].copy(), gain, harm)
-        return gain, harm, estimate
+        _expected(*tables, estimate, seen, bucket, limit[:, 0].copy(), gain, harm, held)
+        return ExpectedEffect(gain, harm, held, estimate)
 
 
 def _array(values: Any) -> Floats:

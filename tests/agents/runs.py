@@ -5,8 +5,8 @@ from importlib import import_module
 from typing import Any
 
 ROUTING = "servegym/LLMRouting-v1"
-OFF_POLICY = {"total_timesteps": 500, "num_envs": 4, "buffer_size": 600, "pieces": 2}
-OFF_POLICY |= {"eval_every": 240, "eval_rates": (8.0,)}
+OFF_POLICY = {"total_timesteps": 500, "num_envs": 4, "batch_size": 32, "eval_every": 240}
+OFF_POLICY |= {"eval_rates": (8.0,)}
 OFF_POLICY |= {"set": ("num_experts=3", "episode_requests=120", "max_episode_steps=119")}
 ON_POLICY = {"total_timesteps": 300, "num_envs": 4, "num_steps": 32, "eval_every": 128}
 ON_POLICY |= {"set": ("num_experts=3", "episode_requests=50")}
@@ -23,7 +23,8 @@ PLACING = {"set": TOY, "width": 16, "traffic_s": 40.0, "total_timesteps": 40, "e
 
 TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "sac_han": ("sac_han", OFF_POLICY),
-    "baseline_rl": ("baseline_rl", OFF_POLICY),
+    "sac_rows": ("baseline_rl", OFF_POLICY),
+    "baseline_rl": ("baseline_rl", OFF_POLICY | {"rows": "experts"}),
     "ppo": ("ppo", ON_POLICY | {"eval_episodes": 2}),
     "ppo_sets": ("ppo_sets", ON_POLICY | {"eval_rates": (8.0,), "checkpoint_every": 128}),
     "rpi": ("rpi", LABELS),

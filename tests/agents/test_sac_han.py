@@ -1,4 +1,4 @@
-"""Discrete SAC over the graph and over the experts' rows: returns, losses, replay."""
+"""Discrete SAC over the graph and over the experts' rows: returns, losses, replay, shaping."""
 
 import numpy as np
 import pytest
@@ -11,247 +11,294 @@ pytest.importorskip("rich")
 
 from servegym.agents import baseline_rl, load_policy, sac_han  # noqa: E402
 from servegym.agents.lib.environments import make_envs  # noqa: E402
+from servegym.baselines.llm_routing import features  # noqa: E402
+from servegym.baselines.llm_routing.latency import ExpectedQos  # noqa: E402
 from servegym.baselines.llm_routing.system import RoutingSystem  # noqa: E402
 
-from .runs import TINY, lines, tiny  # noqa: E402
+from .runs import lines, tiny  # noqa: E402
 
-AGENTS = [sac_han, baseline_rl]
-both = pytest.mark.parametrize("agent", AGENTS)
+both = pytest.mark.parametrize("agent", [sac_han, baseline_rl])
 
 
-def an_agent(module):
+def an_agent(module, state="features", shaping=True):
     torch.manual_seed(0)
-    if module is baseline_rl:
-        return baseline_rl.Agent(4)
-    return sac_han.Agent(
-        RoutingSystem.from_kwargs(num_experts=4, running_capacity=3, waiting_capacity=2)
-    )
+    kwargs = {"num_experts": 4, "running_capacity": 3, "waiting_capacity": 2}
+    return module.Agent(state, shaping, RoutingSystem.from_kwargs(**kwargs))
+
+
+def tensor_rows(net, obs):
+    return torch.as_tensor(net.rows(obs)).float()
+
+
+# ----------------------------------------------------------------------------------- the features
+
+
+def test_rows_hold_what_the_estimator_says(random_obs):
+    obs = random_obs(6, 4, 3, 2, seed=5)
+    system = RoutingSystem.from_kwargs(num_experts=4, running_capacity=3, waiting_capacity=2)
+    model = ExpectedQos(system)
+    gain, harm, held, estimate = model(obs)
+    rows = features.node_rows(obs, model)
+    np.testing.assert_array_equal(rows[:, : 11 + 4 * 17], features.expert_rows(obs, model))
+    arrived, expert, running, waiting, runs, waits = features.split_rows(rows, 4, (3, 2))
+    column = dict(zip(features.EXPERT_COLUMNS, np.moveaxis(expert, -1, 0), strict=True))
+    limit = obs["latency_requirement"]
+    tokens = [
+        (np.maximum(obs[k][..., 2] - obs[k][..., 4], 7.5) * obs[f"{k}_mask"]).sum(-1) / 150
+        for k in ("running", "waiting")
+    ]
+    wanted = {"gain": gain, "harm": harm, "work": estimate.work_s, "held": held / 3}
+    wanted |= {"tokens_running": tokens[0], "tokens_waiting": tokens[1]}
+    wanted |= {"distance": np.tanh(3 * (estimate.with_new[..., -1] / limit - 1))}
+    wanted |= {"running": obs["experts"][..., 1] / 3, "length": obs["request"][..., 2] / 150}
+    for name, values in wanted.items():
+        np.testing.assert_allclose(column[name], values, atol=2e-3, rtol=2e-3, err_msg=name)
+    assert np.ptp(held) > 0.1 and harm.max() > 0
+    np.testing.assert_allclose(features.held_qos(rows, 4), held.sum(1), atol=0.02)
+    np.testing.assert_array_equal(runs, obs["running_mask"])
+    np.testing.assert_array_equal(waits, obs["waiting_mask"])
+    without = np.tanh(3 * (estimate.without / limit[:, :, None] - 1))
+    there = obs["waiting_mask"] > 0
+    np.testing.assert_allclose(waiting[there][:, 6], without[:, :, 3:5][there], atol=2e-3)
+    np.testing.assert_allclose(arrived[:, 1], limit[:, 0] / 0.03, rtol=1e-3)
+    assert (running[obs["running_mask"] == 0] == 0).all()
+
+
+def test_what_no_action_changes_is_the_same_whatever_the_experts_hold(random_obs):
+    one, two = random_obs(5, seed=1), random_obs(5, seed=2)
+    two |= {key: one[key] for key in ("request", "load", "latency_requirement")}
+    seen = features.exogenous(one)
+    assert seen.shape == (5, features.EXOGENOUS) and (seen[:, 0] == 1).all()
+    np.testing.assert_array_equal(seen, features.exogenous(two))
+    np.testing.assert_allclose(seen[:, 4:7], seen[:, 1:4] ** 2, rtol=1e-6)
+
+
+@both
+@pytest.mark.parametrize("state", ["features", "paper", "experts"])
+def test_a_policy_reads_its_state_and_no_more(agent, state, random_obs):
+    if agent is sac_han and state == "experts":
+        pytest.skip("18 numbers have no graph")
+    net, obs = an_agent(agent, state), random_obs(4, 4, 3, 2)
+    changed = {key: value.copy() for key, value in obs.items()}
+    changed["load"] *= 2
+    if state == "experts":
+        changed["request"][..., 1:] *= 0.5
+
+    def values(obs):
+        with torch.no_grad():
+            return net.qf1(net.encode(tensor_rows(net, obs)))
+
+    assert torch.equal(values(obs), values(changed)) == (state != "features")
+    experts = changed["experts"].copy()
+    experts[:, :2, 1] = 1 - experts[:, :2, 1]
+    assert not torch.equal(values(obs), values(changed | {"experts": experts}))
 
 
 # ----------------------------------------------------------------------------------- the learner
 
 
 @both
-def test_lambda_returns_are_mixtures_of_all_n_step_returns(agent):
-    rng, size = np.random.default_rng(0), (agent.LENGTH, 7)
-    reward, value = rng.random(size), rng.random((agent.LENGTH + 1, 7))
-    cut = rng.random(size) < 0.1
-    named = {"reward": reward, "cut": cut * 1.0}
-    got = agent.lambda_returns(
-        {k: torch.as_tensor(v) for k, v in named.items()}, torch.as_tensor(value), 0.9, 0.7
-    ).numpy()
+def test_a_price_above_zero_is_charged_for_the_time_of_the_chosen_expert(agent, random_obs):
+    net = an_agent(agent)
+    with torch.no_grad():
+        state = net.encode(tensor_rows(net, random_obs(6, 4, 3, 2)))
+        later = net.qf1(state)[1]
+        price = (later[:, :1] - later[:, 1:]) / state.work
+        assert price.min() > 0 and price.std() > 1e-3
+        twice = net.qf1(state._replace(work=2 * state.work))[1]
+        torch.testing.assert_close(later[:, :1] - twice[:, 1:], 2 * price * state.work)
+        torch.testing.assert_close(later[:, 0], twice[:, 0])
+    unshaped = an_agent(agent, shaping=False)
+    with torch.no_grad():  # there the request's own QoS follows as well
+        state = unshaped.encode(tensor_rows(unshaped, random_obs(6, 4, 3, 2)))
+        effect = unshaped.qf1(state._replace(work=0 * state.work))[1]
+    assert (effect[:, 1:] - effect[:, :1]).abs().min() > 1e-5
 
-    def n_step(t, p, n):
+
+def a_full_ring(agent, net, steps, width=3):
+    """A ring of random steps, and all steps that were added."""
+    rng, added = np.random.default_rng(0), []
+    buffer = agent.ReplayBuffer(5 * agent.LENGTH)
+    for t in range(steps):
+        step = {"rows": np.full((width, 1), t, np.float32), "action": np.arange(width)}
+        step |= {key: rng.random(width).astype(np.float32) for key in ("value", "reward")}
+        step["exogenous"] = rng.random((width, features.EXOGENOUS)).astype(np.float32)
+        step["done"] = rng.random(width) < 0.05
+        added.append(step)
+        buffer.add(**step)
+        if buffer.count > buffer.known + 2 * agent.LENGTH:
+            buffer.add_targets(net, 0.9, 0.7)
+    return buffer, {key: np.array([step[key] for step in added]) for key in added[0]}
+
+
+@both
+def test_targets_are_mixtures_of_all_n_step_returns(agent):
+    net = an_agent(agent)
+    buffer, steps = a_full_ring(agent, net, 2 * agent.LENGTH + 1)
+    size, known = 2 * agent.LENGTH, agent.LENGTH
+    x, y = steps["exogenous"][:known], steps["reward"][:known]
+    there = ~steps["done"][:known]
+    squares = 0.7 * np.eye(x.shape[-1]) + x[there].T @ x[there]
+    fit = np.linalg.solve(squares, x[there].T @ y[there])
+    reward = steps["reward"] - steps["exogenous"] @ fit
+    with torch.no_grad():
+        seen = torch.as_tensor(steps["exogenous"])
+        common = [qf.exogenous_value(seen)[..., 0].numpy() for qf in (net.qf1, net.qf2)]
+    value, done = steps["value"] + np.minimum(*common), steps["done"]
+
+    def n_step(t, env, n):
         total, discount = 0.0, 1.0
         for k in range(t, t + n):
-            if cut[k, p]:
-                return total + discount * value[k, p]
-            total += discount * reward[k, p]
+            if done[k, env]:
+                return total + discount * value[k, env]
+            total += discount * reward[k, env]
             discount *= 0.9
-        return total + discount * value[t + n, p]
+        return total + discount * value[t + n, env]
 
-    assert cut.any()
-    for t in range(agent.LENGTH):
-        left = agent.LENGTH - t
-        for p in range(7):
-            mixed = sum(0.3 * 0.7 ** (n - 1) * n_step(t, p, n) for n in range(1, left))
-            assert got[t, p] == pytest.approx(mixed + 0.7 ** (left - 1) * n_step(t, p, left))
-
-
-def a_batch(module, agent, random_obs, pieces=2):
-    rng, steps = np.random.default_rng(0), module.LENGTH + 1
-    rows = agent.rows(random_obs(steps * pieces, 4, 3, 2)).reshape(steps, pieces, -1)
-    mask = (rng.random((steps, pieces, 5)) < 0.6).astype(np.int8)
-    mask[..., 0] = 1
-    action = (rng.random(mask.shape) * mask).argmax(-1)
-    batch = {"rows": rows.astype(np.float32), "mask": mask, "action": action}
-    batch["reward"] = rng.random((steps, pieces)).astype(np.float32)
-    batch["load"] = rng.random((steps, pieces, module.LOAD)).astype(np.float32)
-    batch["cut"] = np.zeros((steps, pieces), np.float32)
-    batch["cut"][3] = 1
-    return {k: torch.as_tensor(v) for k, v in batch.items()}
+    assert done.any() and buffer.known == known
+    for t in range(known):
+        for env in range(3):
+            if done[t, env]:
+                continue
+            left = size - t - 1
+            mixed = sum(0.3 * 0.7 ** (n - 1) * n_step(t + 1, env, n) for n in range(1, left))
+            mixed += 0.7 ** (left - 1) * n_step(t + 1, env, left)
+            later = 0.9 * (0.3 * value[t + 1, env] + 0.7 * mixed)
+            assert buffer.data["later"][t, env] == pytest.approx(later, rel=1e-3)
+            assert buffer.data["residual"][t, env] == pytest.approx(reward[t, env], abs=1e-4)
 
 
 @both
-def test_losses_are_of_known_rewards_and_of_what_follows_under_legal_actions(agent, random_obs):
-    net = an_agent(agent)
-    batch = a_batch(agent, net, random_obs)
-    args = agent.Args(alpha=0.3, gamma=0.9, lam=0.5)
-    mask, steps = batch["mask"].flatten(0, 1), agent.LENGTH + 1
+def test_a_full_ring_never_mixes_old_and_new(agent, monkeypatch):
+    monkeypatch.setattr(agent, "RECENT", 1.0)
+    buffer, steps = a_full_ring(agent, an_agent(agent), 400)
+    batch = buffer.sample(2000, np.random.default_rng(0))
+    at, env = batch["rows"][:, 0].long(), batch["action"]
+    assert set(at.tolist()) == set(range(400 - buffer.length, buffer.known))
+    for key in ("reward", "value", "done", "exogenous"):
+        np.testing.assert_array_equal(batch[key], steps[key][at, env])
+    monkeypatch.setattr(agent, "RECENT", 0.25)
+    monkeypatch.setattr(agent, "LATEST", 1)
+    first = buffer.sample(2000, np.random.default_rng(0))["rows"].min()
+    assert first == buffer.known - int(0.25 * buffer.known)
+
+
+@both
+def test_the_losses_of_a_critic_are_of_what_was_done_and_has_targets(agent, random_obs):
+    net, rng, size = an_agent(agent), np.random.default_rng(0), 7
+    parts = torch.as_tensor(rng.random((2, size, 5)))
+    action, done = torch.as_tensor(rng.integers(0, 5, size)), torch.arange(size) == 3
+    batch = {key: torch.as_tensor(rng.random(size)) for key in ("residual", "later")}
+    batch |= {"action": action, "done": done}
+    batch["exogenous"] = torch.as_tensor(rng.random((size, 12)), dtype=torch.float32)
+    loss = agent.critic_loss(net.qf1, parts, batch)
     with torch.no_grad():
-        now, after = net.parts(batch["rows"].flatten(0, 1)).double()
-        common = net.load_value(batch["load"].flatten(0, 1))[:, 0].double()
-    value, entropy = torch.zeros(2 * steps, dtype=torch.float64), 0.0
-    for i in range(2 * steps):
-        legal = [a for a in range(5) if mask[i, a]]
-        odds = np.exp([(now[i, a] + after[i, a]) / 0.3 for a in legal])
-        odds /= odds.sum()
-        value[i] = common[i] + sum(
-            p * (now[i, a] + after[i, a]) for p, a in zip(odds, legal, strict=True)
-        )
-        entropy -= float((odds * np.log(odds)).sum()) / (2 * steps)
-    returns = agent.lambda_returns(batch, value.view(steps, 2), 0.9, 0.5).flatten()
-    reward_loss = value_loss = 0.0
-    for i in range(2 * agent.LENGTH):
-        if i // 2 != 3:
-            a, reward = batch["action"].flatten()[i], batch["reward"].flatten()[i]
-            reward_loss += float((now[i, a] - reward) ** 2) / (2 * agent.LENGTH)
-            later = returns[i] - reward
-            value_loss += float((after[i, a] + common[i] - later) ** 2) / (2 * agent.LENGTH)
-    target = agent.deepcopy(net).requires_grad_(False)
-    losses = agent.update(net, target, torch.optim.SGD(net.parameters(), lr=0.0), batch, args)
-    assert float(losses["losses/reward_loss"]) == pytest.approx(reward_loss, rel=1e-4)
-    assert float(losses["losses/value_loss"]) == pytest.approx(value_loss, rel=1e-4)
-    assert float(losses["losses/entropy"]) == pytest.approx(entropy, rel=1e-4)
+        common = net.qf1.exogenous_value(batch["exogenous"])[:, 0]
+    wanted = 0.0
+    for i in range(size):
+        if i != 3:
+            now, after = parts[0, i, action[i]], parts[1, i, action[i]] + common[i]
+            wanted += float((now - batch["residual"][i]) ** 2 + (after - batch["later"][i]) ** 2)
+    assert float(loss) == pytest.approx(wanted / size, rel=1e-5)
 
 
 @both
-def test_cut_steps_teach_nothing_and_the_target_moves_by_tau(agent, random_obs):
-    net = an_agent(agent)
-    target = agent.deepcopy(net).requires_grad_(False)
-    batch = a_batch(agent, net, random_obs)
-    before = {k: v.clone() for k, v in net.named_parameters()}
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    known = batch["cut"].clone()
-    batch["cut"][:] = 1
-    agent.update(net, target, optimizer, batch, agent.Args())
-    assert all(torch.equal(v, before[k]) for k, v in net.named_parameters())
-    batch["cut"] = known
-    agent.update(net, target, optimizer, batch, agent.Args(tau=0.1))
-    moved = {k for k, v in net.named_parameters() if not torch.equal(v, before[k])}
-    assert {name.partition(".")[0] for name in moved} > {"send", "expert_value", "load_value"}
-    for name, slow in target.named_parameters():
-        fast = dict(net.named_parameters())[name]
-        torch.testing.assert_close(slow, before[name] + 0.1 * (fast - before[name]))
-
-
-@both
-def test_the_value_is_of_the_state_that_an_action_leaves(agent, random_obs):
+def test_illegal_actions_have_no_probability(agent, random_obs):
     net, obs = an_agent(agent), random_obs(6, 4, 3, 2)
-    obs["experts"][:, :, 1] = np.arange(6)[:, None] % 4  # running, of 3 at most
+    mask = torch.tensor([[1, 1, 0, 1, 0]] * 6)
     with torch.no_grad():
-        value = net.parts(torch.as_tensor(net.rows(obs)).float())[1]
-        for n in range(4):
-            then = {k: v.copy() for k, v in obs.items()}
-            full = obs["experts"][:, n, 1] > 2.5
-            then["experts"][:, n, 1] += ~full
-            then["experts"][:, n, 2] += full
-            rows = torch.as_tensor(net.rows(then)).float()
-            if agent is sac_han:  # and its tokens
-                at = sac_han.ARRIVED + sac_han.EXPERT * n
-                added = torch.as_tensor(obs["request"][:, n, 2]).float() / 150
-                rows[np.arange(6), at + 15 + full] += added
-            left = net.parts(rows)[1][:, 0]
-            torch.testing.assert_close(value[:, 1 + n], left, atol=2e-3, rtol=0)
-    assert (value[:, 1:] - value[:, :1]).abs().min() > 1e-4
-
-
-def a_full_ring(agent):
-    buffer, steps = agent.ReplayBuffer(agent.LENGTH + agent.ENDS_WITHIN + 20), 300
-    for t in range(steps):
-        rows = np.full((3, 1), t, np.float32)
-        seen = np.arange(3)[:, None] + 10.0 * t + 0.1 * np.arange(8)
-        numbers = {"reward": np.arange(3) + 10.0 * t, "action": np.arange(3), "cut": np.zeros(3)}
-        buffer.add(rows=rows, exogenous=seen, **numbers)
-    return buffer, steps
-
-
-@both
-def test_a_full_ring_never_mixes_old_and_new(agent):
-    buffer, steps = a_full_ring(agent)
-    got = buffer.sample(500, np.random.default_rng(0))
-    first = got["rows"][0, :, 0].astype(int)
-    newest = steps - agent.LENGTH - agent.ENDS_WITHIN
-    assert set(first) == set(range(steps - buffer.length, newest))
-    assert (got["rows"][..., 0] == first + np.arange(agent.LENGTH + 1)[:, None]).all()
-    assert (got["reward"] == got["action"] + 10 * got["rows"][..., 0]).all()
-    t, now = got["rows"][..., 0], got["exogenous"]
-    gaps = [now[..., 0], now[..., 1], now[..., 2]]
-    gaps += [now[..., j] + 10 * ahead for ahead, j in ((8, 0), (32, 1), (64, 2))]
-    gaps = np.stack(gaps, -1)
-    want = np.concatenate([np.ones((*t.shape, 1)), gaps, gaps**2, now[..., 3:]], -1)
-    np.testing.assert_allclose(got["load"], want)
-
-
-@both
-def test_qos_goes_to_its_decision_while_the_ring_holds_it(agent):
-    buffer, steps = a_full_ring(agent)
-    before = {k: v.copy() for k, v in buffer.data.items()}
-    ended = np.zeros(3, [("row", "i8"), ("request", "i8"), ("qos", "f8")])
-    ended["row"], ended["request"], ended["qos"] = (0, 1, 2), (5, 9, 100), (0.5, 0.25, 0.75)
-    begun = np.array([280, 290, 0])  # request 100 of the third is older than the ring
-    buffer.settle(ended, begun, np.array([False, True, False]))
-    change = buffer.data["reward"] - before["reward"]
-    at = np.array([285, 299]) % buffer.length
-    np.testing.assert_allclose(change[at, [0, 1]], (0.5, 0.25))
-    assert np.count_nonzero(change) == 2
-    cut = np.flatnonzero(buffer.data["cut"][:, 1])
-    last = np.arange(steps - agent.ENDS_WITHIN, steps) % buffer.length
-    assert set(cut) == set(last) and not buffer.data["cut"][:, [0, 2]].any()
+        state = net.encode(tensor_rows(net, obs))
+        policy = net.log_policy(state, mask, 0.1).exp()
+        logits = net.actor(state).sum(0)[:, [0, 1, 3]] / 0.1
+    assert (policy[:, [2, 4]] == 0).all()
+    torch.testing.assert_close(policy[:, [0, 1, 3]], logits.softmax(-1))
+    assert np.isin(net.act(obs, mask.numpy()), (0, 1, 3)).all()
 
 
 # -------------------------------------------------------------------------------------- the runs
 
 
-@both
-@pytest.mark.parametrize("requests", [300, 120])  # the first episode, or the second
-def test_a_run_pays_every_decision_its_own_qos(agent, requests, tmp_path, monkeypatch):
-    """The rewards of an episode are its requests' QoS and penalties, by the environment's log."""
-    kept, penalties = [], []
+def kept(agent, monkeypatch, name, folder, **changes):
+    """The environments, the steps that the buffer was given and the networks of a tiny run."""
+    made, steps, nets = [], [], []
+    make, copy = agent.environments.make_envs, agent.deepcopy
 
     class Kept(agent.ReplayBuffer):
-        def __init__(self, length):
-            super().__init__(length)
-            kept.append(self)
-
         def add(self, **step):
-            penalties.append(step["reward"].copy())
+            steps.append({key: np.array(value) for key, value in step.items()})
             super().add(**step)
 
-    def make_envs(*args, **kwargs):
-        kept.append(made(*args, **kwargs))
-        return kept[-1]
+    def make_kept(*args, **kwargs):
+        made.append(make(*args, **kwargs))
+        return made[-1]
 
-    made = agent.environments.make_envs
+    def copy_kept(net):
+        nets.extend([net, copy(net)])
+        return nets[-1]
+
     monkeypatch.setattr(agent, "ReplayBuffer", Kept)
-    monkeypatch.setattr(agent.environments, "make_envs", make_envs)
-    steps, name = requests - 1, agent.__name__.rpartition(".")[2]
-    env = (f"episode_requests={requests}", "rate=[11,12]", f"max_episode_steps={steps}")
-    changes = {"total_timesteps": 840, "save_model": False, "buffer_size": 2000}
-    agent.train(tiny(name, tmp_path, set=(*env, 'reward="qos_aware"'), **changes)[1])
-    envs, buffer = kept
-    assert buffer.count == 210
-    begun = 210 // steps * steps
-    batch, data = envs.unwrapped.batch, {k: v[:210] for k, v in buffer.data.items()}
-    cut = np.zeros((210, 4))
-    cut[begun - agent.ENDS_WITHIN : begun] = 1
-    np.testing.assert_array_equal(data["cut"], cut)
-    assert np.take_along_axis(data["mask"], data["action"][..., None], -1).all()
-    assert (data["mask"] == 0).any() and np.min(penalties) < 0
-    log, arrivals = batch.log[:, : 210 - begun], batch.arrivals[:, : 210 - begun]
-    took = (log["finish_s"] - arrivals) / np.maximum(log["output_tokens"], 1)
-    in_time = (log["outcome"] == 1) & (took <= batch.env["latency_requirement"][:, None])
-    assert in_time.any() and not in_time.all()
-    want = np.array(penalties)[begun:] + np.where(in_time, log["score"], 0.0).T
-    np.testing.assert_allclose(data["reward"][begun:], want, rtol=1e-5)
+    monkeypatch.setattr(agent.environments, "make_envs", make_kept)
+    monkeypatch.setattr(agent, "deepcopy", copy_kept)
+    agent.train(tiny(name, folder, save_model=False, **changes)[1])
+    return made[0], {key: np.array([step[key] for step in steps]) for key in steps[0]}, nets
+
+
+@both
+def test_shaped_rewards_are_those_paid_and_the_change_of_what_is_held(agent, tmp_path, monkeypatch):
+    name = "sac_han" if agent is sac_han else "sac_rows"
+    env = ("episode_requests=60", "rate=[11,12]", "num_experts=3")
+    env += ("max_episode_steps=59", 'reward="completed_qos"')
+    changes = {"set": env, "total_timesteps": 400}
+    with monkeypatch.context() as patch:
+        _, paid, _ = kept(agent, patch, name, tmp_path / "a", shaping=False, **changes)
+    _, shaped, _ = kept(agent, monkeypatch, name, tmp_path / "b", **changes)
+    same = 65  # steps of uniform actions, before anything is learnt
+    for key in ("rows", "action", "done"):
+        np.testing.assert_array_equal(paid[key][:same], shaped[key][:same])
+    assert (paid["done"][58] & ~paid["done"][57]).all() and paid["reward"].max() > 0
+    held = [features.held_qos(rows, 3) for rows in paid["rows"][:same]]
+    change = [0.995 * after - before for before, after in zip(held, held[1:], strict=False)]
+    wanted = paid["reward"][: same - 1] + np.array(change)
+    np.testing.assert_allclose(shaped["reward"][: same - 1], wanted, atol=1e-4)
+    assert np.abs(np.array(change)).max() > 0.1
+    assert (np.take_along_axis(paid["mask"], paid["action"][..., None], -1) == 1).all()
+
+
+@both
+def test_the_evaluated_weights_are_an_average_of_the_learnt_ones(agent, tmp_path, monkeypatch):
+    name = "sac_han" if agent is sac_han else "sac_rows"
+    _, _, (net, averaged) = kept(agent, monkeypatch, name, tmp_path)
+    pairs = list(zip(net.parameters(), averaged.parameters(), strict=True))
+    assert any(not torch.equal(fast, slow) for fast, slow in pairs)
+    with monkeypatch.context() as patch:
+        patch.setattr(agent, "AVERAGED", 1e12)
+        _, _, (net, averaged) = kept(agent, patch, name, tmp_path / "last")
+    for fast, slow in zip(net.parameters(), averaged.parameters(), strict=True):
+        torch.testing.assert_close(fast, slow)
 
 
 @pytest.mark.slow
-def test_a_short_training_rises_far_above_random_weights(tmp_path):
-    args = sac_han.Args(total_timesteps=100_000, eval_every=100_000, out_dir=str(tmp_path))
+@both
+def test_a_short_training_rises_far_above_random_weights(agent, tmp_path):
+    args = agent.Args(total_timesteps=100_000, eval_every=100_000, out_dir=str(tmp_path))
     args.set, args.eval_rates = ("rate=8",), (8.0,)
-    rows = [row for row in lines(sac_han.train(args)) if "eval/avg_qos" in row]
+    rows = [row for row in lines(agent.train(args)) if "eval/avg_qos" in row]
     assert rows[-1]["eval/avg_qos"] > rows[0]["eval/avg_qos"] + 0.1
 
 
-def test_a_graph_policy_serves_another_fleet_given_its_system(tmp_path):
-    settings = (*TINY["sac_han"][1]["set"], "reward=completed_qos")
-    run = sac_han.train(tiny("sac_han", tmp_path, total_timesteps=60, set=settings)[1])
-    assert load_policy(run).name == "baseline_rl_dsa"  # the paper's name for this cell
+@pytest.mark.parametrize("name", ["sac_han", "sac_rows", "baseline_rl"])
+def test_a_policy_serves_another_fleet_given_its_system(name, tmp_path):
+    module, args = tiny(name, tmp_path, total_timesteps=60)
+    run = module.train(args)
+    assert load_policy(run).name == name
     kwargs = {"num_experts": 5, "profiles": "paper-linear", "running_capacity": 4}
     envs = make_envs("servegym/LLMRouting-v1", 2, **kwargs)
     obs, info = envs.reset(seed=0)
     with pytest.raises(ValueError, match="made for 3 experts, got 5"):
         load_policy(run).act(obs, info["action_mask"])
-    policy = load_policy(run, RoutingSystem.from_kwargs(**kwargs))
-    assert policy.act(obs, info["action_mask"]).max() <= 5
+    system = RoutingSystem.from_kwargs(**kwargs)
+    if name == "baseline_rl":
+        with pytest.raises(ValueError, match="made for 3 experts, got 5"):
+            load_policy(run, system)
+    else:
+        assert load_policy(run, system).act(obs, info["action_mask"]).max() <= 5

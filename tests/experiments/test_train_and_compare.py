@@ -26,7 +26,7 @@ def test_trains_compares_and_saves(tmp_path, capsys):
     drawn = [row for row in curve if row["policy"] == "trained"]
     steps = [int(row["decisions"]) for row in drawn]
     assert steps[0] == 0 and steps[-1] >= 1300 and steps == sorted(steps)
-    assert 0 < float(drawn[0]["avg_qos"]) < 1 and float(drawn[0]["cpu_s"]) == 0
+    assert 0 <= float(drawn[0]["avg_qos"]) < 1 and float(drawn[0]["cpu_s"]) == 0
     table = list(csv.DictReader((tmp_path / "first_command.csv").open()))
     assert len(table) == 3 * 7 and {row["rate"] for row in table} == {"5.0", "8.0", "10.0"}
     assert (tmp_path / "first_command.png").read_bytes()[:8] == PNG
@@ -34,7 +34,7 @@ def test_trains_compares_and_saves(tmp_path, capsys):
     arguments = ["evaluate", "servegym/LLMRouting-v1", "--policy", str(checkpoint)]
     arguments += ["--episodes", "2", "--set", "episode_requests=30"]
     result = CliRunner().invoke(app, arguments)
-    assert result.exit_code == 0 and "sac_han" in result.output, result.output
+    assert result.exit_code == 0 and "sac_rows" in result.output, result.output
     # Two trainings of one setting are compared without another training.
     paths = [str(checkpoint)] * 2
     run.main(["--quick", "--episodes", "2", "--out", str(tmp_path / "two"), "--checkpoint", *paths])

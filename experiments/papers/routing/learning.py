@@ -116,7 +116,8 @@ def _size(*modules: Any) -> int:
 
 def _served_size(net: Any) -> int:
     """Parameters of a router without those that only its training uses."""
-    training = ("critic.", "value.", "load_value.")
+    training = ("critic.", "value.", "load_value.", "qf1.", "qf2.", "log_alpha")
+    training += ("actor.expert_value.", "actor.exogenous_value.")
     return sum(p.numel() for name, p in net.named_parameters() if not name.startswith(training))
 
 
@@ -152,11 +153,10 @@ def profile_router(decisions: int) -> list[dict[str, Any]]:
         observation, _, _, _, info = envs.step(priced.act(observation, mask))
     envs.close()
     served = {run.label: load_policy(run.path, system) for run in shipped_runs()}
-    net = Agent(system)
+    net = Agent("features", True, system)
     parts: list[tuple[str, Any, Callable[[int], Any] | None, str]] = [
         ("HAN", _size(net.first, net.second, net.skip), None, "19K, < 1 ms"),
-        ("reward of an action", _size(net.drop, net.send), None, "10K with the actor, < 1 ms"),
-        ("value of the state after it", _size(net.expert_value), None, ""),
+        ("actor", _size(net.actor.drop, net.actor.send, net.actor.price), None, "10K, < 1 ms"),
         ("features", "", lambda i: net.rows(seen[i][0]), ""),
         ("one decision", "", lambda i: net.act(*seen[i]), "< 1 ms"),
     ]

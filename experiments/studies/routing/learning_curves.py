@@ -74,20 +74,14 @@ TRAININGS = {
     "learning_ppo_60s": Training(
         "ppo", f"--total_timesteps 400000 {_LONG}", control=False, validation=_SHORT
     ),
-    "learning_sac_han": Training(
-        "sac_han",
-        "--set rate=8 --eval_rates 8 --total_timesteps 480000 --eval_every 20000",
+    "learning_sac_rows": Training("baseline_rl", "", (5.0, 8.0, 10.0)),
+    "learning_sac_han": Training("sac_han", "", (5.0, 8.0, 10.0)),
+    "learning_baseline_rl": Training(
+        "baseline_rl",
+        "--rows experts --set rate=8 --eval_rates 8 --total_timesteps 480000",
     ),
-    "learning_baseline_rl_dsa": Training(
-        "sac_han", "--set rate=8 reward=completed_qos --eval_rates 8 --total_timesteps 480000"
-    ),
-    "learning_baseline_rl": Training("baseline_rl", "--set rate=8 --eval_rates 8"),
-    "learning_baseline_rl_qos_aware": Training(
-        "baseline_rl", "--set rate=8 reward=qos_aware --eval_rates 8"
-    ),
-    "learning_sac_han_rates": Training("sac_han", "", (5.0, 8.0, 10.0), control=False),
 }
-"""Table -> its trainings; the four for 8 requests/s by SAC are the settings of `comparison`."""
+"""Table -> its trainings."""
 
 SEEDS = (1, 2, 3, 4, 5)
 HEURISTICS = ("least_outstanding", "priced_greedy", "expected_qos")
@@ -116,16 +110,16 @@ def shuffled_rewards(seed: int, agent: Any = None) -> Iterator[None]:
 
     A permutation within a step would not do: its mean tells how well the policy does that all
     systems share, and a critic learns from that which actions were taken in better times. A module
-    with a ``ReplayBuffer`` gets them as it samples, for it pays a decision when its request ends,
-    and which requests end would tell of the actions.
+    with a ``ReplayBuffer`` gets them there, after it has added to the environment's rewards.
     """
     make_vec, rng = gym.make_vec, np.random.default_rng(seed)
+    earned: list[float] = []
 
     def make_shuffled(*args: Any, **kwargs: Any) -> Any:
         envs: Any = make_vec(*args, **kwargs)
         if kwargs.get("split") == "val":  # an evaluation's
             return envs
-        step, earned = envs.step, []
+        step = envs.step
 
         def shuffled(actions: Any) -> Any:
             observation, rewards, *rest = step(actions)
@@ -137,13 +131,15 @@ def shuffled_rewards(seed: int, agent: Any = None) -> Iterator[None]:
         return envs
 
     if buffer := getattr(agent, "ReplayBuffer", None):
-        plain = buffer.sample
+        plain = buffer.add
 
-        def sample(self: Any, *args: Any) -> Any:
-            found, earned = plain(self, *args), self.data["reward"][: self.count]
-            return found | {"reward": rng.choice(earned.ravel(), found["reward"].shape)}
+        def add(self: Any, **step: Any) -> None:
+            earned.extend(step["reward"].tolist())
+            drawn = rng.integers(0, len(earned), len(step["reward"]))
+            step["reward"] = np.array([earned[k] for k in drawn], np.float32)
+            plain(self, **step)
 
-        replaced = patch.object(buffer, "sample", sample)
+        replaced = patch.object(buffer, "add", add)
     else:
         replaced = patch.object(gym, "make_vec", make_shuffled)
     with replaced:

@@ -66,7 +66,7 @@ def test_the_features_of_queues_are_the_slow_sums(stream):
     assert experts.shape == (2, system.num_experts, INDEX) and context.shape == (2, CONTEXT)
     assert np.isfinite(experts).all() and np.isfinite(context).all()
     model = ExpectedQos(system)
-    gain, harm, _ = model(seen)
+    gain, harm, *_ = model(seen)
     np.testing.assert_allclose(experts[..., 0], 10 * gain - 6.5, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(experts[..., 1], 10 * harm, rtol=1e-5, atol=1e-5)
     # At mean lengths, as `impact_features` has them from the observation with these.
@@ -90,7 +90,7 @@ def test_the_features_of_loads_prices_and_the_fleet_are_the_slow_formulas(stream
         assert (again == part).all()
     experts, context = (part.astype(np.float64) for part in found)
     model = ExpectedQos(system)
-    gain, _, estimate = model(seen)
+    gain, *_, estimate = model(seen)
     limit = seen["latency_requirement"][:, 0].astype(np.float64)
     size, rate, feasible = fleet.within(limit)
     memory, *held = np.moveaxis(seen["experts"].astype(np.float64), -1, 0)

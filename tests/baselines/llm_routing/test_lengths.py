@@ -84,7 +84,7 @@ def test_expected_qos_is_the_sum_over_all_lengths(limit):
     expected, estimates = ExpectedQos(system), LatencyModel(system, overrun=0.0)
     observation, _ = make_observation(np.random.default_rng(8), 4, limit=limit)
     observation["running"][..., 4] = np.floor(observation["running"][..., 4])
-    gain, harm, estimate = expected(observation)
+    gain, harm, promised, estimate = expected(observation)
     seen = at_mean_lengths(expected.lengths, observation)
     assert np.array_equal(estimate.with_new, estimates.estimate(seen).with_new, equal_nan=True)
 
@@ -113,7 +113,7 @@ def test_expected_qos_is_the_sum_over_all_lengths(limit):
             late = estimate.with_new[b, n]
             own = chance(n, late[-1], predicted, mean, 0.0, 0.0, decode[1])
             assert gain[b, n] == pytest.approx(score * own, abs=1e-12)
-            cost = 0.0
+            cost = sum_held = 0.0
             for key, first in (("running", 0), ("waiting", 5)):
                 for i in np.flatnonzero(observation[f"{key}_mask"][b, n]):
                     row = observation[key][b, n, i].astype(float)
@@ -123,7 +123,9 @@ def test_expected_qos_is_the_sum_over_all_lengths(limit):
                     without = chance(n, estimate.without[b, n, first + i], *state, decode[0])
                     undecided += 0.01 < with_new < 0.99
                     cost += row[1] * max(without - with_new, 0.0)
+                    sum_held += row[1] * without
             assert harm[b, n] == pytest.approx(cost, abs=1e-12)
+            assert promised[b, n] == pytest.approx(sum_held, abs=1e-12)
     assert undecided > 10
 
 
@@ -132,7 +134,7 @@ def test_priced_greedy_by_survival_sends_where_more_is_expected():
     observation, mask = make_observation(np.random.default_rng(9), 64)
     policy = make_policy("priced_greedy", system, lengths="survival", price=0.4)
     policy.reset(64)
-    gain, harm, estimate = ExpectedQos(system)(observation)
+    gain, harm, _, estimate = ExpectedQos(system)(observation)
     load = observation["experts"][..., 1:].sum(-1) / 5
     load = load / 2 + load.mean(1, keepdims=True) / 2
     value = gain - harm - 0.4 * load**4 * estimate.work_s

@@ -39,7 +39,10 @@ def checkpoint(run, agent, *given, seed=1):
     """An untrained checkpoint as a training leaves one, in a folder with its arguments."""
     torch.manual_seed(seed)
     args = agent.Args(set=("rate=8", *given), seed=seed)
-    net = agent.Agent(6 if agent is baseline_rl else RoutingSystem.from_kwargs())
+    if agent is baseline_rl:
+        args.rows = "experts"
+    state = args.nodes if agent is sac_han else args.rows
+    net = agent.Agent(state, True, RoutingSystem.from_kwargs())
     run.mkdir(parents=True)
     meta = {"agent": agent.__name__.rpartition(".")[2], "args": json.dumps(asdict(args))}
     write_checkpoint(net, meta, run / "last.safetensors")
@@ -255,50 +258,48 @@ def test_bad_arguments(argv, tmp_path):
         routing_sweeps.main([*own, *argv])
 
 
-@pytest.mark.slow
-def test_effects_of_the_four_settings():
+def test_effects_of_the_settings():
     hard = np.random.default_rng(0).uniform(0.3, 0.8, 6)
-    worth = dict(zip(routing_comparison.SETTINGS, (1.32, 1.1, 1.0, 1.0), strict=True))
+    worth = {"18 numbers": 1.0, "Eq. 6-12": 1.1, "features": 1.3, "rows": 1.0, "HAN": 1.05}
+    worth |= {"completed": 1.0, "Eq. 16": 0.9, "Eq. 16, shaped": 1.2}
     settings = {
-        each: [factor * hard * luck for luck in (1.0, 0.9)] for each, factor in worth.items()
+        setting: [np.prod([worth[name] for name in setting]) * hard * luck for luck in (1.0, 0.9)]
+        for setting in routing_comparison.SETTINGS
     }
     rows = {(row["factor"], row["level"]): row for row in routing_comparison.effects_of(settings)}
 
     def change(*key):
         return rows[key]["change_pct"]
 
-    assert change("state", "completed_qos") == pytest.approx(10.0, abs=1e-3)
-    assert change("state", "qos_aware") == pytest.approx(32.0, abs=1e-3)
-    assert change("reward", "graph") == pytest.approx(20.0, abs=1e-3)
-    assert change("reward", "rows") == 0
-    (interaction,) = (row for row in rows.values() if row["factor"] == "interaction")
-    assert interaction["change_pct"] == pytest.approx(20.0, abs=1e-3)
-    assert change("both", "SAC-HAN over Baseline RL") == pytest.approx(32.0, abs=1e-3)
+    for level in ("Eq. 6-12", "features", "features, shaped"):
+        assert change("graph", level) == pytest.approx(5.0, abs=1e-3)
+    assert change("state", "Eq. 6-12 over 18 numbers, rows") == pytest.approx(10.0, abs=1e-3)
+    ratio = 100 * (1.3 / 1.1 - 1)
+    assert change("state", "features over Eq. 6-12") == pytest.approx(ratio, abs=1e-3)
+    assert change("reward", "Eq. 16 over completed") == pytest.approx(-10.0, abs=1e-3)
+    assert change("reward", "shaping over none") == pytest.approx(100 / 3, abs=1e-3)
+    dsa = "Baseline RL + DSA over Baseline RL"
+    assert change("state", dsa) == pytest.approx(15.5, abs=1e-3)
+    assert change("both", "SAC-HAN over Baseline RL") == pytest.approx(3.95, abs=1e-3)
     claimed = [key for key, row in rows.items() if row["claimed"]]
-    assert claimed == [("state", "completed_qos"), ("reward", "graph")]
+    assert claimed == [("state", dsa), ("reward", "SAC-HAN over Baseline RL + DSA")]
     assert all(row["change_pct_low"] < row["change_pct"] for row in rows.values())
     assert not any(row["undertrained"] for row in rows.values())
-    above_rows = 1.05 * 0.95 * hard.mean()
-    poor = routing_comparison.effects_of(settings, above_rows)
+    poor = routing_comparison.effects_of(settings, 1.01 * hard.mean())
     low = {(row["factor"], row["level"]) for row in poor if row["undertrained"]}
-    assert ("state", "completed_qos") in low and ("reward", "graph") not in low
+    assert ("state", dsa) in low and ("graph", "features, shaped") not in low
 
 
 @pytest.mark.slow
-def test_comparison_of_small_trainings(tmp_path, capsys):
-    runs = tmp_path / "runs"
-    argv = ["--quick", "--out", str(tmp_path), "--runs", str(runs), "--episodes", "2"]
-    for (state, reward), name in routing_comparison.SETTINGS.items():
-        agent = sac_han if state == "graph" else baseline_rl
-        for seed in (1, 2):
-            given = f"reward={reward}"
-            checkpoint(runs / name / f"{state}_seed_{seed}", agent, given, seed=seed)
-    checkpoint(runs / "learning_sac_han" / "sac_han_shuffled_1", sac_han)
+def test_comparison_and_parts_of_small_trainings(tmp_path):
+    argv = ["--quick", "--out", str(tmp_path), "--runs", str(tmp_path / "runs"), "--episodes", "2"]
     assert routing_comparison.main(argv) == 0
     rows = rows_of(tmp_path / "comparison.csv")
-    assert {row["factor"] for row in rows} == {"state", "reward", "interaction", "both"}
-    assert {row["trainings"] for row in rows} == {"2"}
+    assert {row["factor"] for row in rows} == {"graph", "state", "reward", "both", "level"}
+    levels = [row for row in rows if row["factor"] == "level"]
+    assert len(levels) == len(routing_comparison.SETTINGS) + len(routing_comparison.BESIDE)
     told = " ".join(one["text"] for one in read_record(tmp_path / "comparison.csv")["notes"])
-    assert "graph with qos_aware (2 trainings): QoS" in told and "shortest_queue" in told
-    assert routing_comparison.main([*argv[:4], str(tmp_path)]) == 0
-    assert "no trainings of learning_sac_han, learning_baseline" in capsys.readouterr().out
+    assert "features, HAN, Eq. 16, shaped: QoS" in told and "shortest_queue: QoS" in told
+    parts = rows_of(tmp_path / "sac_parts.csv")
+    assert {row["without"] for row in parts} == set(routing_comparison.PARTS)
+    assert all(row["loss"] == "0.0" for row in parts if row["without"].startswith("all"))

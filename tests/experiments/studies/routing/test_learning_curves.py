@@ -36,23 +36,24 @@ def test_shuffled_rewards_are_those_of_any_system_and_step_but_in_evaluations():
     np.testing.assert_array_equal(plain, rewards())
 
 
-def test_a_replay_buffer_samples_rewards_of_any_system_and_step():
-    def sampled():
-        buffer = sac_han.ReplayBuffer(150)
+def test_a_replay_buffer_is_given_rewards_of_any_system_and_step():
+    def added():
+        buffer = sac_han.ReplayBuffer(400)
         for t in range(400):
-            steps = {key: np.full(8, t) for key in ("action", "cut")}
-            numbers = {"reward": np.arange(8) + 10.0 * t, "exogenous": np.zeros((8, 8))}
-            buffer.add(**steps, **numbers)
-        found = buffer.sample(500, np.random.default_rng(0))
-        return found["reward"], found["action"]
+            step = {key: np.full(8, t) for key in ("action", "value")}
+            buffer.add(**step, reward=np.arange(8, dtype=np.float32) + 10 * t)
+        return buffer.data["reward"], buffer.data["action"]
 
-    reward, step = sampled()
+    reward, step = added()
     assert (reward // 10 == step).all()
     with learning_curves.shuffled_rewards(0, sac_han):
-        drawn, same = sampled()
+        drawn, same = added()
     np.testing.assert_array_equal(step, same)
-    assert drawn.min() >= 2500 and abs(np.corrcoef(drawn.ravel(), step.ravel())[0, 1]) < 0.03
-    np.testing.assert_array_equal(sampled()[0], reward)
+    assert (drawn <= reward.max(1, keepdims=True)).all() and set(drawn.ravel()) <= set(
+        reward.ravel()
+    )
+    assert np.ptp(drawn[-1]) > 1000
+    np.testing.assert_array_equal(added()[0], reward)
 
 
 @pytest.mark.slow
