@@ -157,8 +157,8 @@ def load_policy(
         torch_threads: Threads of torch from now on (None: leave them).
 
     Returns:
-        A greedy policy; its name says what was trained: ``sac_han``, ``baseline_rl``,
-        ``baseline_rl_dsa``, or that of the agent.
+        A greedy policy; its name says what was trained: ``sac_han``, ``sac_rows``,
+        ``baseline_rl``, or that of the agent.
 
     Raises:
         ValueError: If there is no such file, or it is no checkpoint of these agents.
