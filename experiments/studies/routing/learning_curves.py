@@ -76,10 +76,6 @@ TRAININGS = {
     ),
     "learning_sac_rows": Training("baseline_rl", "", (5.0, 8.0, 10.0)),
     "learning_sac_han": Training("sac_han", "", (5.0, 8.0, 10.0)),
-    "learning_baseline_rl": Training(
-        "baseline_rl",
-        "--rows experts --set rate=8 --eval_rates 8 --total_timesteps 480000",
-    ),
 }
 """Table -> its trainings."""
 
