@@ -108,6 +108,10 @@ EFFECTS: dict[tuple[str, str], tuple[Mapping[str, Any], Mapping[str, Any], bool]
 }
 """Factor and level -> the settings whose mean is compared, with those of which, and whether the
 paper claims it."""
+LONG = {"rate": 50.0, "running_capacity": 64}
+"""Where rows cannot sum up the queues: an expert runs up to 64 requests of unequal contexts."""
+LONG_FLAGS = "--set rate=50 running_capacity=64 episode_requests=2000 max_episode_steps=1999 "
+LONG_FLAGS += "--num_envs 64 --total_timesteps 160000 --eval_every 0 --eval_rates 50"
 BESIDE = ("shortest_queue", "least_outstanding", "priced_greedy", "expected_qos", "sac_han_paper")
 """Heuristics whose level is told, and the paper's own agent as shipped."""
 
@@ -283,6 +287,10 @@ def _comparison(options: Options, *_: Any) -> list[dict[str, Any]]:
         setting: _trained(options, "_".join(setting).replace(" ", ""), *how)
         for setting, how in SETTINGS.items()
     }
+    long = {
+        agent: _trained(options, f"long_{network}", agent, LONG_FLAGS)
+        for network, (agent, _) in NETWORKS.items()
+    }
     if options.seeds:
         return []
     scores: dict[Any, list[Any]] = {
@@ -296,6 +304,7 @@ def _comparison(options: Options, *_: Any) -> list[dict[str, Any]]:
     levels = {key: over_trainings(own, statistic=mean) for key, own in scores.items()}
     point = {"point": f"edge-6-heterogeneous, {RATE:g}/s", "episodes": options.episodes}
     rows = effects_of(effects, levels["shortest_queue", "", ""].value)
+    rows.append(_long_queues(options, long))
     blank = dict.fromkeys(("state", "network", "reward", "qos", "qos_low", "qos_high"), "")
     table = [point | row | blank for row in rows]
     empty = dict.fromkeys(table[0], "")
@@ -305,6 +314,20 @@ def _comparison(options: Options, *_: Any) -> list[dict[str, Any]]:
         row |= interval_columns("qos", [round(value, 5) for value in qos])
         table.append(empty | point | {"factor": "level"} | row)
     return table
+
+
+def _long_queues(options: Options, runs: Mapping[str, Sequence[Path]]) -> dict[str, Any]:
+    """The graph's effect with queues of `LONG`."""
+    kwargs = {**LONG, **_more(options)}
+    rate = kwargs.pop("rate")
+    own = {
+        agent: [played(run, rate, options.episodes, **kwargs) for run in runs[agent]]
+        for agent in ("sac_han", "baseline_rl")
+    }
+    change = contrast(own, (1.0, -1.0), mean)
+    row = {"factor": "graph", "level": "features, shaped, 64 running slots, 50/s"}
+    row |= {"claimed": False, "undertrained": False, "trainings": len(own["sac_han"])}
+    return row | interval_columns("change_pct", [round(value, 3) for value in change])
 
 
 def _notes(options: Options, rows: Sequence[dict[str, Any]]) -> Iterator[Note]:
