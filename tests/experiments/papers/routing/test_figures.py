@@ -293,7 +293,7 @@ def test_effects_of_the_settings():
 @pytest.mark.slow
 def test_comparison_and_parts_of_small_trainings(tmp_path):
     argv = ["--quick", "--out", str(tmp_path), "--runs", str(tmp_path / "runs"), "--episodes", "2"]
-    assert routing_comparison.main(argv) == 0
+    assert routing_comparison.main([*argv, "--figure", "comparison", "parts"]) == 0
     rows = rows_of(tmp_path / "comparison.csv")
     assert {row["factor"] for row in rows} == {"graph", "state", "reward", "both", "level"}
     levels = [row for row in rows if row["factor"] == "level"]
