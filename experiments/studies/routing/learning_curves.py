@@ -111,6 +111,11 @@ def shuffled_rewards(seed: int, agent: Any = None) -> Iterator[None]:
     make_vec, rng = gym.make_vec, np.random.default_rng(seed)
     earned: list[float] = []
 
+    def shuffle(rewards: Any) -> Any:
+        earned.extend(rewards.tolist())
+        drawn = rng.integers(0, len(earned), len(rewards))
+        return np.array([earned[k] for k in drawn], rewards.dtype)
+
     def make_shuffled(*args: Any, **kwargs: Any) -> Any:
         envs: Any = make_vec(*args, **kwargs)
         if kwargs.get("split") == "val":  # an evaluation's
@@ -119,9 +124,7 @@ def shuffled_rewards(seed: int, agent: Any = None) -> Iterator[None]:
 
         def shuffled(actions: Any) -> Any:
             observation, rewards, *rest = step(actions)
-            earned.extend(rewards.tolist())
-            drawn = rng.integers(0, len(earned), len(rewards))
-            return observation, np.array([earned[k] for k in drawn]), *rest
+            return observation, shuffle(rewards), *rest
 
         envs.step = shuffled
         return envs
@@ -130,10 +133,7 @@ def shuffled_rewards(seed: int, agent: Any = None) -> Iterator[None]:
         plain = buffer.add
 
         def add(self: Any, **step: Any) -> None:
-            earned.extend(step["reward"].tolist())
-            drawn = rng.integers(0, len(earned), len(step["reward"]))
-            step["reward"] = np.array([earned[k] for k in drawn], np.float32)
-            plain(self, **step)
+            plain(self, **step | {"reward": shuffle(step["reward"])})
 
         replaced = patch.object(buffer, "add", add)
     else:
