@@ -68,7 +68,7 @@ class RoutingState:
         env: record of clock and sums.
         expert: ``(N,)`` records.
         slot: ``(N, S)`` records of the requests in the system.
-        queue: ``(N, 4 S + K)`` lists, see `kernel.Queues`; K is the block size in tokens.
+        queue: ``(N, 3 S + K)`` lists, see `kernel.Queues`; K is the block size in tokens.
         log: ``(J,)`` records of the requests.
         random: state of the generator that draws the next episodes, None in a bare batch.
         finished: whether the episode has ended.
@@ -193,7 +193,7 @@ class RoutingBatch(Batch):
         else:
             self.config = np.repeat(problem.cfg, num_rows)
         self.slot = np.zeros((num_rows, n, slots), dtype=kernel.SLOT)
-        entries = 4 * slots + int(c["block_size"])
+        entries = 3 * slots + int(c["block_size"])
         self.queue = np.zeros((num_rows, n, entries), dtype=np.int32)
         self.log = np.zeros((num_rows, length), dtype=kernel.LOG)
         self.out = np.zeros((num_rows, 3))
@@ -464,7 +464,7 @@ class RoutingBatch(Batch):
             log[name] = self.log[row, :count][name]
         for n in range(len(models)):
             slots = self.slot[row, n]
-            running, waiting = held(self.expert[row, n], slots, self.queue[row, n])
+            running, waiting = held(self.expert[row, n], self.queue[row, n])
             for r in slots[running + waiting]:
                 entry = log[r["request"]]
                 entry["expert"], entry["prompt_tokens"] = n, r["prompt"]
@@ -504,20 +504,22 @@ def action_words(problem: Problem) -> str:
     return f"0 drops the request, 1 to {problem.num_experts} name an expert"
 
 
-def held(expert: np.void, slot: np.ndarray, queue: np.ndarray) -> tuple[list[int], list[int]]:
+def held(expert: np.void, queue: np.ndarray) -> tuple[list[int], list[int]]:
     """Slots of the requests that run at an expert, in order of admission, and of those that wait.
 
     Args:
         expert: record of the expert.
-        slot: ``(S,)`` its slots.
-        queue: ``(4 S + K,)`` its lists.
+        queue: ``(3 S + K,)`` its lists.
     """
-    running, i = [], int(expert["oldest"])
-    for _ in range(int(expert["running"])):
-        running.append(i)
-        i = int(queue[2 * len(slot) + i])
-    ring = (int(expert["ring_head"]) + np.arange(expert["waiting"])) % len(slot)
-    return running, queue[len(slot) + ring].tolist()
+    links = queue[int(expert["first_link"] - expert["first_place"]) :]
+    queues: list[list[int]] = []
+    for first, count in (("oldest", "running"), ("head", "waiting")):
+        found, i = [], int(expert[first])
+        for _ in range(int(expert[count])):
+            found.append(i)
+            i = int(links[2 * i])
+        queues.append(found)
+    return queues[0], queues[1]
 
 
 def draw_from(limits: tuple[float, float], random: np.random.Generator) -> float:

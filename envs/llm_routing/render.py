@@ -149,7 +149,7 @@ def _expert(
 ) -> _Expert:
     problem = batch.problem
     e, lane = batch.expert[row, n], batch.slot[row, n]
-    running, waiting = held(e, lane, batch.queue[row, n])
+    running, waiting = held(e, batch.queue[row, n])
     block = int(problem.cfg["block_size"][0])
     profile, model = problem.profiles[int(e["profile"])], int(e["model"])
     done = log[(log["expert"] == n) & (log["outcome"] == kernel.COMPLETED)]
@@ -175,13 +175,14 @@ def _expert(
     used = 0
     for r in lane[running]:
         tokens = int(e["emitted"] - r["origin"]) if r["decoding"] else int(r["generated"])
-        used += -(-(int(r["prompt"]) + tokens) // block)
+        in_memory = r["prompt"] + tokens if r["decoding"] else r["computed"] + r["chunk"]
+        used += -(-int(in_memory) // block)
         so_far = (now - float(r["arrived"])) / max(tokens, 1)
         progress = min(tokens / max(float(r["predicted_output"]), 1.0), 1.0)
         shown.running.append(_Running(progress, tokens, so_far, so_far > limit))
     shown.memory = used / max(int(e["capacity"]), 1)
     for r in lane[waiting]:
-        if r["preempted"]:
+        if r["preemptions"]:
             shown.waiting.append("preempted")
         else:
             shown.waiting.append("transit" if r["available"] > now else "ready")

@@ -75,7 +75,9 @@ def _check_requests_fit(
 ) -> None:
     """Refuse requests beyond the cache of ``blocks`` KV blocks or beyond the profile's laws."""
     reserve = c["memory_policy"] == kernel.RESERVE
-    needed = np.ceil((prompts + (outputs.max() if reserve else outputs)) / int(c["block_size"]))
+    # The last token of an answer is never computed.
+    longest = outputs.max() if reserve else outputs - 1
+    needed = np.ceil((prompts + longest) / int(c["block_size"]))
     if needed.max() > blocks:
         row = int(np.argmax(needed))
         raise ValueError(
@@ -107,7 +109,7 @@ def _run(
     count = len(arrivals)
     log = np.zeros(count, dtype=kernel.LOG)
     timeline = np.zeros((len(times), 3))
-    entries = 4 * count + int(cfg["block_size"][0])
+    entries = 3 * count + int(cfg["block_size"][0])
     queues = kernel.Queues(
         np.zeros(count, dtype=kernel.SLOT), np.zeros(entries, dtype=np.int32), log
     )

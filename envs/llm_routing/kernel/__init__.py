@@ -78,12 +78,17 @@ from servegym.envs.llm_routing.kernel.queues import (
     Request,
     can_take,
     clear_expert,
+    locate,
+    put,
+    settle,
+)
+from servegym.envs.llm_routing.kernel.scheduler import (
+    before,
     enqueue,
     generated_tokens,
-    locate,
     newer,
     order_heap,
-    settle,
+    request_of,
 )
 
 __all__ = [
@@ -246,6 +251,13 @@ def _request(c, requests, row, model, index, arrived):
 
 
 @inline
+def _send(q, e, request):
+    """Put a request on its way to an expert."""
+    i = put(q, e, request)
+    enqueue(q, e, request_of(q, e, i), i)
+
+
+@inline
 def _late_scores(c, law, v, q, e, prompt, output):
     """Second term of Eq. 16: scores of running requests that Eq. 15 says the new one makes late.
 
@@ -256,8 +268,8 @@ def _late_scores(c, law, v, q, e, prompt, output):
     total = 0.0
     i = e.oldest
     while i >= 0:
-        r = q.slots[e.first_slot + i]
-        i = q.lists[newer(c, e, i)]
+        r = request_of(q, e, i)
+        i = newer(q, e, i)
         generated = generated_tokens(e, r)
         length = max(r.predicted_output, 1.0) if c.predicted_estimator else float(r.output)
         score = float(r.predicted_score) if c.predicted_estimator else float(r.score)
@@ -309,7 +321,7 @@ def _route(c, t, s, b, n):
         loss -= _late_scores(c, t.law, v, s.queues, e, prompt, length)
     elif c.reward == PAID_FORWARD:
         gain += request.score
-    enqueue(c, s.queues, e, request)
+    _send(s.queues, e, request)
     return gain, loss
 
 
@@ -335,7 +347,7 @@ def step(t, s, out, copy, actions, which, start, stop):
         gain, loss = _route(c, t, s, b, actions[b] - 1)
         v.index += 1
         last = v.index == c.num_requests
-        until = np.inf if last else s.arrivals[b, v.index]
+        until = np.inf if last else before(s.arrivals[b, v.index])
         v.step_qos = 0.0
         v.step_late = 0.0
         for n in range(c.num_experts):
@@ -346,7 +358,7 @@ def step(t, s, out, copy, actions, which, start, stop):
             loss -= v.step_late
         else:
             gain += v.step_qos
-        v.now = max(v.now, v.last_finish) if last else until
+        v.now = max(v.now, v.last_finish) if last else s.arrivals[b, v.index]
         if not last:
             note_arrival(c, t, s, b)
         memory = observe_row(t, s, out, b, -1 if last else s.rows[b, v.index])
@@ -416,12 +428,12 @@ def _route_lagging(c, t, s, lagging, b, n):
     v = lagging.env[b]
     arrived = s.arrivals[b, v.index]
     for k in range(c.num_experts):
-        advance(c, t.law, k, v, lagging.queues, lagging.expert[b, k], arrived)
+        advance(c, t.law, k, v, lagging.queues, lagging.expert[b, k], before(arrived))
     if n >= 0:
         e = lagging.expert[b, n]
         request = _request(c, t.requests, s.rows[b, v.index], e.model, v.index, arrived)
         if can_take(c, e, request.prompt):
-            enqueue(c, lagging.queues, e, request)
+            _send(lagging.queues, e, request)
     v.index += 1
 
 
@@ -451,7 +463,7 @@ def run_replay(t, s, tokens, times, timeline):
             prompt, arrived = tokens[j, 0], s.arrivals[0, j]
             available = arrived + (c.router_delay_s + prompt * c.delay_s_per_token)
             request = Request(j, arrived, available, prompt, tokens[j, 1], zero, zero, zero)
-            enqueue(c, s.queues, e, request)
+            _send(s.queues, e, request)
         here = 0
         for k in range(times.shape[0]):
             advance(c, t.law, n, v, s.queues, e, times[k])
@@ -461,5 +473,5 @@ def run_replay(t, s, tokens, times, timeline):
             # All requests are queued from the outset; those yet to arrive do not wait.
             timeline[k, 1] = e.waiting - (count - here)
             settle(c, s.queues, e)
-            timeline[k, 2] = e.used / e.capacity
+            timeline[k, 2] = (e.capacity - e.free) / e.capacity
         advance(c, t.law, n, v, s.queues, e, np.inf)

@@ -16,20 +16,12 @@ import math
 import numpy as np
 
 from servegym._jit import inline, inner, jit
-from servegym.envs.llm_routing.kernel.latency import (
-    chunk_attention_s,
-    decode_attention_s,
-    decode_iterations,
-    dense_s,
-    head_s,
-    prefill_s,
-)
+from servegym.envs.llm_routing.kernel.latency import decode_iterations, prefill_s
 from servegym.envs.llm_routing.kernel.layout import (
     CHUNKED,
     COMPLETED,
     DECODE,
     FAILED,
-    IDLE,
     MIXED,
     ORCA,
     PAGED,
@@ -37,24 +29,27 @@ from servegym.envs.llm_routing.kernel.layout import (
     RESERVE,
 )
 from servegym.envs.llm_routing.kernel.queues import (
-    append_running,
-    blocks_of,
+    begin_decoding,
     clear_expert,
-    drop_longest,
-    find_next_finish,
-    free_blocks,
-    free_slot,
-    head_entry,
-    head_slot,
+    evict,
+    leave,
     make_room,
-    newer,
-    pop_next,
-    remove_running,
     reuse_cached_blocks,
     settle,
-    start_decoding,
-    waiting_slot,
-    wrap,
+    take_chunk,
+    vacate,
+)
+from servegym.envs.llm_routing.kernel.scheduler import (
+    IDLE,
+    admit_head,
+    blocks_of,
+    find_next_finish,
+    first_to_finish,
+    mixed_s,
+    newer,
+    next_chunk,
+    next_prefilled,
+    request_of,
 )
 
 # -------------------------------------------------------------------------------------- completions
@@ -81,7 +76,7 @@ def _complete(c, n, v, q, e, i, now):
 
     Returns the KV blocks that its admission took, or that it held, by the memory policy.
     """
-    r = q.slots[e.first_slot + i]
+    r = request_of(q, e, i)
     _log_request(v, n, q, r, COMPLETED, now)
     e2e = now - r.arrived
     latency = e2e / r.output
@@ -102,17 +97,10 @@ def _complete(c, n, v, q, e, i, now):
         v.step_qos += r.score
     else:
         v.step_late += r.score
-    reserved = blocks_of(c, r.prompt + c.max_output_tokens)
-    held = reserved if c.memory_policy == RESERVE else blocks_of(c, r.prompt + r.output)
-    e.reserved -= reserved
-    free_blocks(c, q, e, r.prompt + r.output)
-    pop_next(q, e)
-    drop_longest(c, q, e, r)
-    remove_running(c, q, e, i)
-    free_slot(c, q, e, i)
-    if c.prefix_caching:
-        e.free_tail += blocks_of(c, r.prompt + r.output - 1)
-    return held
+    leave(c, q, e, r, i)
+    vacate(q, e, i)
+    tokens = c.max_output_tokens if c.memory_policy == RESERVE else r.output
+    return blocks_of(c, r.prompt + tokens)
 
 
 @inline
@@ -131,19 +119,16 @@ def _end_iteration(c, n, v, q, e):
         if e.iteration == DECODE and e.emitted < e.next_finish:
             return left, freed
     if e.iteration != DECODE:
-        while e.prefill >= 0:
-            i = e.prefill
-            r = q.slots[e.first_slot + i]
-            if e.iteration == MIXED:
-                r.computed += r.chunk
-                if r.computed < r.prompt + r.generated:
-                    break  # the chunks after an unfinished prefill are empty
-            start_decoding(c, q, e, r, i)
+        i = next_prefilled(q, e)
+        while i >= 0:
+            r = request_of(q, e, i)
+            begin_decoding(c, q, e, r, i)
             if r.generated == 1:
                 r.first = now
+            i = next_prefilled(q, e)
     find_next_finish(q, e)
     while e.next_finish <= e.emitted:
-        freed += _complete(c, n, v, q, e, q.lists[e.first_entry], now)
+        freed += _complete(c, n, v, q, e, first_to_finish(q, e), now)
         left += 1
         find_next_finish(q, e)
     return left, freed
@@ -153,88 +138,41 @@ def _end_iteration(c, n, v, q, e):
 
 
 @inline
-def _continue_chunks(c, q, e):
-    """Next chunks of the prefills under way; returns their tokens."""
-    tokens = 0
-    budget = c.token_budget - e.decoding
-    i = e.prefill
-    while i >= 0:
-        r = q.slots[e.first_slot + i]
-        r.chunk = min(r.prompt + r.generated - r.computed, budget)
-        budget -= r.chunk
-        tokens += r.chunk
-        i = q.lists[newer(c, e, i)]
-    return tokens
-
-
-@inline
-def _admit(c, q, e, now, planned, left, freed):
+def _admit(c, q, e, now, planned, left, freed, tokens):
     """Step 3 of a boundary: admit from the head of the waiting queue, first come first served.
 
     The iteration was ``planned`` when ``left`` slots and ``freed`` blocks that are free by now were
-    still taken. Returns the prefill tokens of the iteration.
+    still taken. Returns its prefill tokens; there were ``tokens``, of the prefill under way.
     """
     chunked = c.scheduler == CHUNKED
-    tokens = 0
-    budget = c.token_budget
-    if chunked:
-        tokens = _continue_chunks(c, q, e)
-        budget -= e.decoding + tokens
-    while e.waiting > 0 and e.running + left < c.running_capacity and (budget > 0 or not chunked):
-        i = q.lists[head_entry(c, e)]
-        r = q.slots[e.first_slot + i]
-        if r.available > planned:
-            break
+    budget = c.token_budget - e.decoding if chunked else c.token_budget
+    while e.waiting > 0 and e.running + left < c.running_capacity:
+        r = request_of(q, e, e.head)
         need = r.prompt + r.generated
-        if not chunked and tokens > 0 and tokens + need > c.token_budget:
+        # Prompts are admitted whole without chunks, and one may exceed the budget alone.
+        if tokens >= budget or (not chunked and tokens > 0 and tokens + need > budget):
             break
-        blocks = blocks_of(c, need)
         longest = blocks_of(c, r.prompt + c.max_output_tokens)
         if c.memory_policy == RESERVE:
-            if e.reserved + freed + longest > e.capacity:
-                break
-        elif e.used + freed + blocks > e.capacity:
-            break
-        e.ring_head = wrap(c, e.ring_head + 1)
-        e.waiting -= 1
-        r.computed = 0
-        if c.prefix_caching:
-            reuse_cached_blocks(c, q, e, r, blocks)
-        r.preempted = 0
-        append_running(c, q, e, i)
-        e.used += blocks
-        e.reserved += longest
-        if math.isnan(r.admitted):
-            r.admitted = now
-        if chunked:
-            r.chunk = min(need - r.computed, budget)
-            budget -= r.chunk
-            tokens += r.chunk
+            fits = e.reserved + freed + longest <= e.capacity
         else:
-            tokens += need
+            fits = freed + blocks_of(c, need) <= e.free
+        if r.available > planned or not fits:
+            break
+        admit_head(q, e, r, now)
+        e.reserved += longest
+        if c.prefix_caching and r.preemptions > 0:
+            reuse_cached_blocks(c, e, r)
+        r.chunk = need - r.computed
+        if chunked:
+            r.chunk = min(r.chunk, budget - tokens)
+        take_chunk(c, e, r)
+        evict(c, e)
+        tokens += r.chunk
     return tokens
 
 
 # --------------------------------------------------------------------------------------- iterations
-
-
-@inline
-def _start_mixed(c, law, q, e, now, tokens):
-    """An iteration of ``tokens`` tokens of prefill chunks and all decodes."""
-    time = dense_s(c, law, e.profile, float(tokens + e.decoding))
-    chunks, longest = 0, 0
-    i = e.prefill
-    while i >= 0:
-        r = q.slots[e.first_slot + i]
-        if r.chunk > 0:
-            chunks += 1
-            longest = max(longest, r.chunk)
-            time += chunk_attention_s(c, law, e.profile, float(r.chunk), float(r.computed))
-        i = q.lists[newer(c, e, i)]
-    if e.decoding > 0:
-        time += decode_attention_s(c, law, e, longest)
-    head = head_s(c, law, e.profile, e.decoding + chunks)
-    e.end = now + time + head
 
 
 @inline
@@ -253,20 +191,18 @@ def _start_decodes(c, law, q, e, now, until, preempted, planned, left):
     limit = e.next_finish - e.emitted - 1
     if c.memory_policy == PAGED:
         # b sequences take at most b blocks in block_size iterations.
-        free = e.capacity - e.used
-        limit = min(limit, c.block_size * (free // e.running))
+        limit = min(limit, c.block_size * (e.free // e.running))
     before = np.inf
     if e.waiting > 0 and e.running < c.running_capacity:
-        head = q.slots[head_slot(c, q, e)]
+        head = request_of(q, e, e.head)
         if head.available > now:
             before = head.available - now
         elif preempted > 0 or left > 0 or head.available > planned:
             limit = 0  # whether it joins is decided at the next boundary
     _run_decodes(c, law, e, limit, now, until, before)
     if c.prefix_caching:
-        used = e.used
         settle(c, q, e)
-        e.free_head += e.used - used
+        evict(c, e)
 
 
 @inline
@@ -281,14 +217,16 @@ def _start_iteration(c, law, q, e, now, until, left, freed):
     else:
         left, freed = 0, 0
     e.start = now
+    tokens = 0
     preempted = 0
+    if e.prefill >= 0:
+        tokens = next_chunk(c, q, e)
+        take_chunk(c, e, request_of(q, e, e.prefill))
     if c.memory_policy == PAGED:
         preempted = make_room(c, q, e)
     if preempted == 0:
-        tokens = _admit(c, q, e, now, planned, left, freed)
-    elif c.scheduler == CHUNKED:
-        tokens = _continue_chunks(c, q, e)
-    else:
+        tokens = _admit(c, q, e, now, planned, left, freed, tokens)
+    elif e.prefill < 0:
         tokens = 0
 
     prefills = e.running > e.decoding
@@ -297,7 +235,7 @@ def _start_iteration(c, law, q, e, now, until, left, freed):
         e.end = now + prefill_s(c, law, e.profile, float(tokens))
     elif prefills:
         e.iteration = MIXED
-        _start_mixed(c, law, q, e, now, tokens)
+        e.end = now + mixed_s(c, law, q, e, tokens)
     elif e.running > 0:
         e.iteration = DECODE
         _start_decodes(c, law, q, e, now, until, preempted, planned, left)
@@ -305,7 +243,7 @@ def _start_iteration(c, law, q, e, now, until, left, freed):
         e.iteration = IDLE
         e.end = np.inf
         if e.waiting > 0:
-            e.end = max(now, q.slots[head_slot(c, q, e)].available)
+            e.end = max(now, request_of(q, e, e.head).available)
 
 
 # ----------------------------------------------------------------------------------------- failures
@@ -347,13 +285,12 @@ def _lose(v, n, q, r):
 @inner
 def _fail(c, n, v, q, e):
     """Expert n dies: all that it runs, queues or is being sent is lost."""
-    i = e.oldest
-    while i >= 0:
-        r = q.slots[e.first_slot + i]
-        _lose(v, n, q, r)
-        i = q.lists[newer(c, e, i)]
-    for k in range(e.waiting):
-        _lose(v, n, q, q.slots[waiting_slot(c, q, e, k)])
+    for first in (e.oldest, e.head):
+        i = first
+        while i >= 0:
+            r = request_of(q, e, i)
+            _lose(v, n, q, r)
+            i = newer(q, e, i)
     clear_expert(c, q, e)
 
 

@@ -19,7 +19,7 @@ COMPLETED_QOS, QOS_AWARE, PAID_FORWARD = 0, 1, 2  # config.reward
 NEW_VIOLATIONS, LITERAL = 0, 1  # config.penalty
 GRAPH, FLAT, EXPERTS, SUMMARY = 0, 1, 2, 3  # config.layout
 PENDING, COMPLETED, DROPPED, REJECTED, FAILED = 0, 1, 2, 3, 4  # log.outcome
-IDLE, PREFILL, DECODE, MIXED = 0, 1, 2, 3  # expert.iteration
+PREFILL, DECODE, MIXED = 1, 2, 3  # expert.iteration, or IDLE
 
 # Columns of the request table.
 PROMPT, SCORE, OUTPUT, PREDICTED_SCORE, PREDICTED_OUTPUT = 0, 1, 2, 3, 4
@@ -186,10 +186,10 @@ EXPERT = _record(
         ("running", "i8"),  # requests
         ("waiting", "i8"),  # requests
         ("emitted", "i8"),  # decode iterations so far
-        ("settled", "i8"),  # value of `emitted` for which `used` holds, see `settle`
-        ("used", "i8"),  # blocks of the running requests
-        ("first_slot", "i8"),  # where its requests begin in the slots
-        ("first_entry", "i8"),  # where its lists begin
+        ("settled", "i8"),  # value of `emitted` for which `free` holds, see `settle`
+        ("free", "i8"),  # blocks that the running requests leave
+        ("first_request", "i8"),  # where its requests begin
+        ("first_place", "i8"),  # where its lists begin
         ("iteration", "i8"),  # in flight: IDLE, PREFILL, DECODE or MIXED
         ("next_finish", "i8"),  # value of `emitted` at which the next running request is done
         ("decoding", "i8"),  # running requests whose prefill is done
@@ -200,15 +200,16 @@ EXPERT = _record(
         ("capacity", "i8"),  # KV blocks
         ("profile", "i8"),  # index of its card among the latency laws
         ("model", "i8"),  # index of its column in the request table
-        # Running list: slots, -1 for none.
+        # Running list, waiting queue and vacant slots: -1 for none.
         ("oldest", "i8"),  # admitted
         ("newest", "i8"),  # admitted
         ("prefill", "i8"),  # oldest whose prefill is under way; so are all after it
+        ("head", "i8"),  # of the waiting queue
+        ("tail", "i8"),
+        ("vacant", "i8"),  # the first slot without a request
         ("admissions", "i8"),  # so far
         ("reserved", "i8"),  # blocks for the longest answers of the running requests
-        ("ring_head", "i8"),  # where the waiting queue begins in its ring
-        ("free", "i8"),  # slot, the first of the list of free ones
-        # Prefix caching: ends of the queue of free blocks.
+        # Prefix caching: ends of the queue of cached free blocks.
         ("free_head", "i8"),
         ("free_tail", "i8"),
         # Rows of the observation that are not zero.
@@ -216,6 +217,7 @@ EXPERT = _record(
         ("written_waiting", "i8"),
         ("down", "i8"),  # 1: it has failed and is not back
         ("changes", "i8"),  # how often that has changed
+        ("first_link", "i8"),  # where the links of its requests begin in the lists
         ("longest_key", "i8"),  # most prompt tokens less `origin` of the decoding requests
     ]
 )
@@ -234,15 +236,14 @@ SLOT = _record(
         ("predicted_score", "f4"),
         ("predicted_output", "f4"),  # tokens
         ("request", "i4"),  # index in the episode
-        ("admission", "i8"),  # how many the expert had admitted before
+        ("admission", "i4"),  # how many the expert had admitted before
         ("place", "i4"),  # in the heap, if decoding
-        ("preempted", "i4"),  # 1: it waits to run again
         ("available", "f8"),  # s, at the expert
         ("admitted", "f8"),  # s, NaN before
         ("first", "f8"),  # s, first token; NaN before
         ("chunk", "i4"),  # tokens of its prefill in this iteration
         ("computed", "i4"),  # tokens whose prefill is done
-        # Prefix caching: where its cached blocks lie in the queue of free blocks.
+        # Prefix caching: where its blocks lie among the cached free ones.
         ("segment", "i8"),
         ("segment_blocks", "i4"),
         ("preemptions", "i4"),
@@ -292,21 +293,20 @@ def config_of(t, b):
 class Queues(NamedTuple):
     """The requests at the experts and in the log, flat.
 
-    Expert n of row b owns S records of ``slots`` from its ``first_slot`` on, and 4 S + K entries of
-    ``lists`` from its ``first_entry`` on, K being the tokens of a block. Of its own slots these
-    name: the heap of the decoding requests by their last token; the ring of the waiting queue; for
-    each slot the next one in the running list, which is in order of admission, or in the list of
-    free slots; for each slot the one before it in the running list. The last K say for each k how
-    many decoding requests take a new block in one of the emissions 1 to k, modulo K. Views of parts
-    would be reference-counted on the hot path.
+    Expert n of row b owns S records of ``request`` from its ``first_request`` on, and 3 S + K
+    entries of ``lists`` from its ``first_place`` on, K being the tokens of a block: the heap of
+    those that decode by their last token; for each k how many of them take a new block in one of
+    the emissions 1 to k, modulo K; for each slot the next one and the one before in the running
+    list or the waiting queue, or the next vacant one. Views of parts would be reference-counted on
+    the hot path.
 
     Attributes:
-        slots: ``(B N S,)`` `SLOT`.
-        lists: int32 ``(B N (4 S + K),)``.
+        request: ``(B N S,)`` `SLOT`.
+        lists: int32 ``(B N (3 S + K),)``.
         log: ``(B J,)`` `LOG`.
     """
 
-    slots: np.ndarray
+    request: np.ndarray
     lists: np.ndarray
     log: np.ndarray
 

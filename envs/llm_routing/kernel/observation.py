@@ -30,13 +30,12 @@ from servegym.envs.llm_routing.kernel.layout import (
     SUMMARY_WIDTH,
     config_of,
 )
-from servegym.envs.llm_routing.kernel.queues import (
+from servegym.envs.llm_routing.kernel.queues import can_take, scheduled_tokens, settle
+from servegym.envs.llm_routing.kernel.scheduler import (
     blocks_of,
-    can_take,
     generated_tokens,
     newer,
-    settle,
-    waiting_slot,
+    request_of,
 )
 
 PROMPT_SCALE = 16.0
@@ -158,7 +157,7 @@ def _observe_experts(c, t, s, out, b):
     for n in range(c.num_experts):
         e = s.expert[b, n]
         settle(c, s.queues, e)
-        memory = e.used * (1.0 / e.capacity)
+        memory = (e.capacity - e.free) * (1.0 / e.capacity)
         total += memory
         o = (b * c.max_experts + n) * STATE_WIDTH
         out.observation[o] = memory
@@ -189,7 +188,7 @@ def _observe_summary(c, t, s, out, b, row):
     for n in range(c.num_experts):
         e = s.expert[b, n]
         settle(c, s.queues, e)
-        memory = e.used * (1.0 / e.capacity)
+        memory = (e.capacity - e.free) * (1.0 / e.capacity)
         total += memory
         obs = out.observation
         o = (b * c.max_experts + n) * SUMMARY_WIDTH
@@ -221,8 +220,8 @@ def _summarize_running(c, q, e, v, pace, obs, o):
     scores, tight_scores, least = 0.0, 0.0, MAX_LATENCY_S_PER_TOKEN
     i = e.oldest
     while i >= 0:
-        r = q.slots[e.first_slot + i]
-        i = q.lists[newer(c, e, i)]
+        r = request_of(q, e, i)
+        i = newer(q, e, i)
         generated = generated_tokens(e, r)
         length = max(float(r.predicted_output), generated + 1.0)
         left = length - generated
@@ -264,8 +263,10 @@ def _summarize_running(c, q, e, v, pace, obs, o):
 @inline
 def _summarize_waiting(c, q, e, v, obs, o):
     prefill, tokens, scores, late, longest = 0, 0.0, 0.0, 0, 0.0
-    for k in range(e.waiting):
-        r = q.slots[waiting_slot(c, q, e, k)]
+    i = e.head
+    while i >= 0:
+        r = request_of(q, e, i)
+        i = newer(q, e, i)
         length = max(float(r.predicted_output), r.generated + 1.0)
         prefill += r.prompt + r.generated
         tokens += length - r.generated
@@ -372,13 +373,15 @@ def _write_queues(c, q, e, now, waiting, obs, o_run, o_wait):
     used = 0
     i = e.oldest
     for k in range(e.running):
-        r = q.slots[e.first_slot + i]
-        i = q.lists[newer(c, e, i)]
-        blocks = blocks_of(c, r.prompt + generated_tokens(e, r))
+        r = request_of(q, e, i)
+        i = newer(q, e, i)
+        blocks = blocks_of(c, scheduled_tokens(e, r))
         used += blocks
         _write_request(e, r, now, blocks * per_capacity, obs, o_run + REQUEST_WIDTH * k)
+    i = e.head
     for k in range(waiting):
-        r = q.slots[waiting_slot(c, q, e, k)]
+        r = request_of(q, e, i)
+        i = newer(q, e, i)
         _write_request(e, r, now, 0.0, obs, o_wait + REQUEST_WIDTH * k)
     for i in range(REQUEST_WIDTH * e.running, REQUEST_WIDTH * e.written_running):
         obs[o_run + i] = 0.0

@@ -8,15 +8,8 @@ and keeps its id until it is taken, so the list of free blocks is the cache in t
 from __future__ import annotations
 
 from servegym._jit import inline, inner
-from servegym.envs.llm_routing.kernel.queues import blocks_of
+from servegym.envs.llm_routing.kernel.scheduler import blocks_of, full_blocks
 from servegym.envs.prefix_routing.kernel.layout import OWN_STORE
-
-
-@inline
-def full_blocks(c, tokens):
-    """KV blocks that so many tokens fill."""
-    return int((tokens + 0.5) * c.blocks_per_token)
-
 
 # ------------------------------------------------------------------------------------------- table
 

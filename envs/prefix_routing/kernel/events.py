@@ -6,18 +6,16 @@ import numpy as np
 
 from servegym._jit import inner
 from servegym.envs.llm_routing.kernel.iterations import sojourn_s
-from servegym.envs.llm_routing.kernel.queues import blocks_of
+from servegym.envs.llm_routing.kernel.scheduler import before, blocks_of, enqueue
 from servegym.envs.prefix_routing.kernel.cache import put_in_store
 from servegym.envs.prefix_routing.kernel.iterations import advance
 from servegym.envs.prefix_routing.kernel.layout import (
-    IDLE,
     NO_STORE,
     PENDING,
     QUEUED,
     REJECTED,
 )
 from servegym.envs.prefix_routing.kernel.queues import (
-    append_waiting,
     clear_replica,
     expect,
     expect_children,
@@ -34,9 +32,12 @@ def locate(c, s, b, n):
     e.number = n
     e.first_request = b * c.num_requests
     e.first_block = number * (c.blocks + 1)
-    e.first_entry = number * (c.entries + c.max_running + 2 * c.block_size)
+    owned = c.entries + c.max_running + 2 * c.block_size
+    of_row = b * (c.num_replicas * owned + 2 * c.num_requests)
+    e.first_entry = of_row + n * owned
     e.first_place = e.first_entry + c.entries
     e.first_bucket = e.first_place + c.max_running
+    e.first_link = of_row + c.num_replicas * owned
 
 
 @inner
@@ -120,16 +121,15 @@ def route_request(c, law, s, b, n):
     r.replica = n
     if n >= 0:
         e = s.replica[b, n]
-        if e.end <= v.now or e.next_change <= v.now:
-            advance(c, law, s, e, v.now)
+        until = before(v.now)
+        if e.end <= until or e.next_change <= until:
+            advance(c, law, s, e, until)
         if e.down == 0 and blocks_of(c, r.prompt + r.output - 1) <= e.capacity:
             r.available = v.now
             r.outcome = QUEUED
             if c.store != NO_STORE:
                 r.stored = put_in_store(c, s, e, r)
-            append_waiting(s, e, i)
-            if e.iteration == IDLE:
-                e.end = min(e.end, v.now)
+            enqueue(s, e, r, i)
             e.safe = min(e.safe, e.end)
             return True
     r.outcome = REJECTED
@@ -141,7 +141,8 @@ def route_request(c, law, s, b, n):
 def next_to_work(c, s, b):
     """The replica that must work until its ``safe`` before the next arrival is known, -1 for none.
 
-    A request that another one waits for may complete there before the arrivals that are known.
+    A request that another one waits for may complete there before the arrivals that are known; of
+    a boundary and an arrival at one moment the arrival comes first.
     """
     v = s.env[b]
     if v.routed + v.expected == v.requests:
@@ -153,7 +154,7 @@ def next_to_work(c, s, b):
     safe = s.replica[b, first].safe
     if safe == np.inf:
         return -1
-    if v.expected > 0 and safe > s.request[b * c.num_requests + s.expected[b, 0]].arrived:
+    if v.expected > 0 and safe >= s.request[b * c.num_requests + s.expected[b, 0]].arrived:
         return -1
     return first
 

@@ -1,46 +1,36 @@
-"""One replica in time: vLLM's scheduler (v1), which goes from boundary to boundary.
+"""One replica in time: the scheduler of both families over a cache of prefixes.
 
 A boundary is the end of an iteration: tokens are emitted and requests complete (1), the running
-requests get their blocks, the newest being preempted where there are too few (2), requests are
-admitted first come first served unless one was preempted (3), and the next iteration starts (4): a
-token of every decoding request and prefill chunks up to the token budget. The times of a run of
-decode iterations in which nothing else can happen are one closed-form update; blocks are taken one
-by one.
+requests get their blocks (2), requests are admitted (3), and the next iteration starts (4), see
+`servegym.envs.llm_routing.kernel.scheduler`. The times of a run of decode iterations in which
+nothing else can happen are one closed-form update; blocks are taken one by one.
 """
 
 from __future__ import annotations
-
-import math
 
 import numpy as np
 
 from servegym._jit import inline, inner
 from servegym.envs.llm_routing.kernel.iterations import change_availability
-from servegym.envs.llm_routing.kernel.latency import (
-    chunk_attention_s,
-    decode_attention_s,
-    decode_iterations,
-    dense_s,
-    head_s,
-)
-from servegym.envs.llm_routing.kernel.queues import blocks_of
-from servegym.envs.prefix_routing.kernel.cache import admit_blocks, grow
-from servegym.envs.prefix_routing.kernel.layout import (
-    COMPLETED,
-    DECODE,
-    FIRST_TOKEN,
+from servegym.envs.llm_routing.kernel.latency import decode_iterations
+from servegym.envs.llm_routing.kernel.scheduler import (
     IDLE,
-    MIXED,
+    admit_head,
+    blocks_of,
+    find_next_finish,
+    first_to_finish,
+    mixed_s,
+    next_chunk,
+    next_prefilled,
     request_of,
 )
+from servegym.envs.prefix_routing.kernel.cache import admit_blocks, grow
+from servegym.envs.prefix_routing.kernel.layout import COMPLETED, DECODE, FIRST_TOKEN, MIXED
 from servegym.envs.prefix_routing.kernel.queues import (
-    append_running,
+    begin_decoding,
     fail,
-    find_next_finish,
     leave,
-    pop_waiting,
     preempt_newest,
-    start_decoding,
     tell_news,
 )
 
@@ -57,19 +47,17 @@ def _end_iteration(c, s, e):
     e.phase = e.phase + 1 if e.phase + 1 < c.block_size else 0
     e.decoding_tokens += e.decoding
     if e.iteration == MIXED:
-        while e.prefill >= 0:
-            i = e.prefill
+        i = next_prefilled(s, e)
+        while i >= 0:
             r = request_of(s, e, i)
-            r.computed += r.chunk
-            if r.computed < r.prompt + r.generated:
-                break  # it is the newest
-            start_decoding(c, s, e, r, i)
+            begin_decoding(c, s, e, r, i)
             if r.generated == 1:
                 r.first = now
                 tell_news(s, e, i, FIRST_TOKEN, now)
+            i = next_prefilled(s, e)
         find_next_finish(s, e)
     while e.next_finish <= e.emitted:
-        i = s.lists[e.first_place]
+        i = first_to_finish(s, e)
         request_of(s, e, i).outcome = COMPLETED
         leave(c, s, e, i, now)
         find_next_finish(s, e)
@@ -110,14 +98,6 @@ def _grow_decodes(c, s, e):
 # --------------------------------------------------------------------------------------- admission
 
 
-@inline
-def _start_chunk(c, s, e, r, budget):
-    """Blocks for the next chunk of a prefill; returns its tokens."""
-    r.chunk = min(r.prompt + r.generated - r.computed, budget)
-    grow(c, s, e, r, r.computed + r.chunk)
-    return r.chunk
-
-
 @inner
 def _schedule_prefills(c, s, e, now, preempted):
     """Step 3: the chunk of the prefill under way, then the head of the waiting queue, and so on.
@@ -125,52 +105,32 @@ def _schedule_prefills(c, s, e, now, preempted):
     Returns the prefill tokens of the iteration and how many requests were preempted at this
     boundary, ``preempted`` being those so far.
     """
-    tokens = 0
-    budget = c.token_budget - e.decoding
-    if e.prefill >= 0:  # one at most: it had all of the budget that was left
+    tokens = next_chunk(c, s, e)
+    if tokens > 0:
         r = request_of(s, e, e.prefill)
-        until = r.computed + min(r.prompt + r.generated - r.computed, budget)
-        if blocks_of(c, until) - r.blocks > e.free:
+        if blocks_of(c, r.computed + tokens) - r.blocks > e.free:
             preempt_newest(c, s, e)
-            preempted += 1
-        else:
-            tokens += _start_chunk(c, s, e, r, budget)
+            return 0, preempted + 1
+        grow(c, s, e, r, r.computed + tokens)
     if preempted > 0:
         return tokens, preempted
+    budget = c.token_budget - e.decoding
     while e.waiting > 0 and e.running < c.max_running and tokens < budget and e.blocked == 0:
-        i = e.head
-        r = request_of(s, e, i)
+        r = request_of(s, e, e.head)
         if not admit_blocks(c, s, e, r):
             break
-        pop_waiting(s, e)
-        append_running(s, e, r, i)
-        if math.isnan(r.admitted):
-            r.admitted = now
+        admit_head(s, e, r, now)
+        if r.preemptions == 0:
             r.hit = r.computed
         else:
             r.recomputed += max(r.lost - r.computed, 0)
-        tokens += _start_chunk(c, s, e, r, budget - tokens)
-    return tokens, preempted
+        r.chunk = min(r.prompt + r.generated - r.computed, budget - tokens)
+        grow(c, s, e, r, r.computed + r.chunk)
+        tokens += r.chunk
+    return tokens, 0
 
 
 # -------------------------------------------------------------------------------------- iterations
-
-
-@inner
-def _start_mixed(c, law, s, e, now, tokens):
-    """An iteration of ``tokens`` tokens of prefill chunks and all decodes."""
-    time = dense_s(c, law, e.profile, float(tokens + e.decoding))
-    chunks, longest = 0, 0
-    i = e.prefill
-    while i >= 0:
-        r = request_of(s, e, i)
-        chunks += 1
-        longest = max(longest, r.chunk)
-        time += chunk_attention_s(c, law, e.profile, float(r.chunk), float(r.computed))
-        i = r.newer
-    if e.decoding > 0:
-        time += decode_attention_s(c, law, e, longest)
-    e.end = now + time + head_s(c, law, e.profile, e.decoding + chunks)
 
 
 @inline
@@ -207,7 +167,7 @@ def _start_iteration(c, law, s, e, until):
         find_next_finish(s, e)
     if tokens > 0:
         e.iteration = MIXED
-        _start_mixed(c, law, s, e, now, tokens)
+        e.end = now + mixed_s(c, law, s, e, tokens)
     elif e.running > 0:
         e.iteration = DECODE
         _start_decodes(c, law, s, e, now, until)

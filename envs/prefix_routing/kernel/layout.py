@@ -11,9 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from servegym._jit import inline
-
-IDLE, DECODE, MIXED = 0, 1, 2  # replica.iteration
+DECODE, MIXED = 1, 2  # replica.iteration, or IDLE
 PENDING, QUEUED, COMPLETED, REJECTED, FAILED = 0, 1, 2, 3, 4  # request.outcome
 FIRST_TOKEN, COMPLETION, LOSS = 0, 1, 2  # kinds of news
 NO_STORE, OWN_STORE, POOLED_STORE = 0, 1, 2  # config.store
@@ -120,6 +118,7 @@ REPLICA = record(
         ("first_entry", "i8"),
         ("first_place", "i8"),  # of the heap
         ("first_bucket", "i8"),
+        ("first_link", "i8"),
         ("longest_key", "i8"),  # most prompt tokens less `origin` of the decoding requests
     ]
 )
@@ -154,8 +153,6 @@ REQUEST = record(
         ("decoding", "i4"),  # 1: its prefill is done
         ("chunk", "i4"),  # tokens of its prefill in this iteration
         ("lost", "i4"),  # tokens that were computed when it was preempted
-        ("older", "i4"),  # in the running list
-        ("newer", "i4"),  # in the running list or the waiting queue
         ("place", "i4"),  # in the heap
         ("grow_after", "i4"),  # who takes a block in the same iterations
         ("grow_before", "i4"),
@@ -216,7 +213,9 @@ class Systems(NamedTuple):
     Replica n of row b owns C + 1 records of ``block`` (the last one is where the ring of its free
     blocks begins and ends) and C to 2 C + R + 2 K entries of ``lists``: a table from ids to the
     first block of each; the heap of the decoding requests by their last token; for each count of
-    emissions modulo K the oldest and the newest decoding request that takes a block then.
+    emissions modulo K the oldest and the newest decoding request that takes a block then. Behind
+    those of a row come 2 J: for each request the next one and the one before in the running list or
+    the waiting queue.
 
     Attributes:
         env: ``(B,)`` `ENV`.
@@ -245,17 +244,6 @@ class Systems(NamedTuple):
     known: np.ndarray
 
 
-@inline
-def request_of(s, e, i):
-    """Request i of the replica's row."""
-    return s.request[e.first_request + i]
-
-
-def lists_of(c: np.void) -> int:
-    """Entries of ``Systems.lists`` that a replica owns."""
-    return int(c["entries"] + c["max_running"] + 2 * c["block_size"])
-
-
 def allocate(c: np.void, rows: int, segments: np.ndarray, events: int = 0) -> Systems:
     """Arrays of ``rows`` systems, nothing in them.
 
@@ -266,6 +254,7 @@ def allocate(c: np.void, rows: int, segments: np.ndarray, events: int = 0) -> Sy
         events: E, cache events that a row keeps.
     """
     replicas = rows * int(c["num_replicas"])
+    owned = int(c["entries"] + c["max_running"] + 2 * c["block_size"])
     requests = rows * int(c["num_requests"])
     stores = {NO_STORE: 0, OWN_STORE: int(c["num_replicas"]), POOLED_STORE: 1}
     return Systems(
@@ -274,7 +263,7 @@ def allocate(c: np.void, rows: int, segments: np.ndarray, events: int = 0) -> Sy
         request=np.zeros(requests, dtype=REQUEST),
         segments=segments,
         block=np.zeros(replicas * (int(c["blocks"]) + 1), dtype=BLOCK),
-        lists=np.zeros(replicas * lists_of(c), dtype=np.int32),
+        lists=np.zeros(replicas * owned + 2 * requests, dtype=np.int32),
         expected=np.zeros((rows, int(c["num_requests"])), dtype=np.int32),
         news=np.zeros((rows, 2 * int(c["num_requests"])), dtype=NEWS),
         events=np.zeros((rows, events), dtype=EVENT),

@@ -9,27 +9,24 @@ from __future__ import annotations
 
 import numpy as np
 
-from servegym._jit import borrowed, inner, jit
-from servegym.envs.prefix_routing.kernel.cache import release_blocks
+from servegym._jit import borrowed, jit
+from servegym.envs.llm_routing.kernel.scheduler import (
+    enqueue,
+    find_next_finish,
+    leave_waiting,
+    newer,
+)
 from servegym.envs.prefix_routing.kernel.events import clear_request, locate
 from servegym.envs.prefix_routing.kernel.iterations import advance
 from servegym.envs.prefix_routing.kernel.layout import (
     COMPLETED,
     FAILED,
-    IDLE,
     MIXED,
     PENDING,
     QUEUED,
     record,
-    request_of,
 )
-from servegym.envs.prefix_routing.kernel.queues import (
-    append_waiting,
-    clear_replica,
-    find_next_finish,
-    remove_running,
-    stop_decoding,
-)
+from servegym.envs.prefix_routing.kernel.queues import clear_replica, take_out
 
 TOKEN = record([("t", "f8"), ("request", "i4"), ("last", "i4")])
 """A token: seconds, the slot of its request, and 1 if it is the last one."""
@@ -68,27 +65,7 @@ def submit(t, s, i, now):
     r.first_child = -1
     r.next_child = -1
     r.outcome = QUEUED
-    append_waiting(s, e, i)
-    if e.iteration == IDLE:
-        e.end = min(e.end, now)
-
-
-@inner
-def _leave_queue(s, e, i):
-    before = -1
-    k = e.head
-    while k != i:
-        before = k
-        k = request_of(s, e, k).newer
-    after = request_of(s, e, i).newer
-    if before < 0:
-        e.head = after
-    else:
-        request_of(s, e, before).newer = after
-    if e.tail == i:
-        e.tail = before
-    e.waiting -= 1
-    e.blocked = 0  # it may have been the head that did not fit
+    enqueue(s, e, r, i)
 
 
 @jit
@@ -106,14 +83,12 @@ def abort(t, s, i):
     r.outcome = FAILED
     k = e.head
     while k >= 0 and k != i:
-        k = s.request[k].newer
+        k = newer(s, e, k)
     if k == i:
-        _leave_queue(s, e, i)
+        leave_waiting(s, e, i)
+        e.blocked = 0  # it may have been the head that did not fit
         return
-    if r.decoding == 1:
-        stop_decoding(c, s, e, r)
-    remove_running(s, e, r, i)
-    release_blocks(c, s, e, r)
+    take_out(c, s, e, r, i)
     find_next_finish(s, e)
 
 
@@ -141,7 +116,7 @@ def work(t, s, until, tokens):
                 tokens[written].t = now
                 tokens[written].request = i
                 written += 1
-            i = r.newer
+            i = newer(s, e, i)
         advance(c, t.law, s, e, now)  # one boundary: a run of decodes ends where it begins
         s.env[0].news = 0
         for k in range(first, written):

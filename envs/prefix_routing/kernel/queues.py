@@ -1,7 +1,7 @@
-"""The requests of a system: those expected, waiting, running, and decoding by what comes next.
+"""The requests of a system: those expected, and how those at a replica come, take blocks and go.
 
-The decoding requests stand in a heap by their last token, and in K lists by the count of emissions,
-modulo K, at which they take a block.
+The decoding requests stand in K lists by the count of emissions, modulo K, at which they take a
+block.
 """
 
 from __future__ import annotations
@@ -9,34 +9,24 @@ from __future__ import annotations
 import numpy as np
 
 from servegym._jit import inline, inner
+from servegym.envs.llm_routing.kernel.scheduler import (
+    clear_scheduler,
+    leave_running,
+    newer,
+    request_of,
+    requeue,
+    start_decoding,
+    stop_decoding,
+)
 from servegym.envs.prefix_routing.kernel.cache import clear_cache, release_blocks
-from servegym.envs.prefix_routing.kernel.layout import COMPLETION, FAILED, IDLE, LOSS, request_of
-
-NEVER = 1 << 60  # emissions
+from servegym.envs.prefix_routing.kernel.layout import COMPLETION, FAILED, LOSS
 
 
 @inner
 def clear_replica(c, s, e):
     """An idle replica with empty queues and an empty cache."""
-    e.start = 0.0
-    e.end = np.inf
+    clear_scheduler(e)
     e.safe = np.inf
-    e.running = 0
-    e.waiting = 0
-    e.iteration = IDLE
-    e.emitted = 0
-    e.phase = 0
-    e.next_finish = NEVER
-    e.decoding = 0
-    e.decoding_tokens = 0
-    e.longest_key = -NEVER
-    e.segment = 0
-    e.oldest = -1
-    e.newest = -1
-    e.prefill = -1
-    e.head = -1
-    e.tail = -1
-    e.admissions = 0
     clear_cache(c, s, e)
     for k in range(e.first_bucket, e.first_bucket + 2 * c.block_size):
         s.lists[k] = -1
@@ -114,144 +104,6 @@ def tell_news(s, e, i, kind, time):
     v.news += 1
 
 
-# ------------------------------------------------------------------------------------------- lists
-
-
-@inline
-def append_waiting(s, e, i):
-    """Put request i at the end of the waiting queue."""
-    request_of(s, e, i).newer = -1
-    if e.tail < 0:
-        e.head = i
-    else:
-        request_of(s, e, e.tail).newer = i
-    e.tail = i
-    e.waiting += 1
-
-
-@inline
-def prepend_waiting(s, e, i):
-    """Put request i at the head of the waiting queue."""
-    request_of(s, e, i).newer = e.head
-    if e.head < 0:
-        e.tail = i
-    e.head = i
-    e.waiting += 1
-
-
-@inline
-def pop_waiting(s, e):
-    """Take the head of the waiting queue out of it."""
-    e.head = request_of(s, e, e.head).newer
-    if e.head < 0:
-        e.tail = -1
-    e.waiting -= 1
-
-
-@inline
-def append_running(s, e, r, i):
-    """Put request r, number i, at the end of the running list."""
-    r.admission = e.admissions
-    e.admissions += 1
-    r.newer = -1
-    r.older = e.newest
-    if e.newest < 0:
-        e.oldest = i
-    else:
-        request_of(s, e, e.newest).newer = i
-    if e.prefill < 0:
-        e.prefill = i
-    e.newest = i
-    e.running += 1
-
-
-@inline
-def remove_running(s, e, r, i):
-    """Take request r, number i, out of the running list."""
-    if e.prefill == i:
-        e.prefill = r.newer
-    if r.older < 0:
-        e.oldest = r.newer
-    else:
-        request_of(s, e, r.older).newer = r.newer
-    if r.newer < 0:
-        e.newest = r.older
-    else:
-        request_of(s, e, r.newer).older = r.older
-    e.running -= 1
-
-
-# -------------------------------------------------------------------------------------------- heap
-
-
-@inline
-def _ends_before(s, e, i, k):
-    """Whether decoding request i has its last token before k; of two at once, the older first."""
-    r = request_of(s, e, i)
-    other = request_of(s, e, k)
-    mine = r.origin + r.output
-    theirs = other.origin + other.output
-    return mine < theirs or (mine == theirs and r.admission < other.admission)
-
-
-@inline
-def _put(s, e, place, i):
-    s.lists[e.first_place + place] = i
-    request_of(s, e, i).place = place
-
-
-@inner
-def _rise(s, e, place, i):
-    """Put request i at ``place`` of the heap or as far above it as it belongs."""
-    while place > 0:
-        above = (place - 1) // 2
-        k = s.lists[e.first_place + above]
-        if not _ends_before(s, e, i, k):
-            break
-        _put(s, e, place, k)
-        place = above
-    _put(s, e, place, i)
-
-
-@inner
-def _sink(s, e, place, i):
-    """Put request i at ``place`` of the heap or as far below it as it belongs."""
-    while 2 * place + 1 < e.decoding:
-        below = 2 * place + 1
-        k = s.lists[e.first_place + below]
-        if below + 1 < e.decoding:
-            other = s.lists[e.first_place + below + 1]
-            if _ends_before(s, e, other, k):
-                below += 1
-                k = other
-        if not _ends_before(s, e, k, i):
-            break
-        _put(s, e, place, k)
-        place = below
-    _put(s, e, place, i)
-
-
-@inline
-def find_next_finish(s, e):
-    """Set the count of emissions at which the next decoding request has its last token."""
-    e.next_finish = NEVER
-    if e.decoding > 0:
-        r = request_of(s, e, s.lists[e.first_place])
-        e.next_finish = r.origin + r.output
-
-
-@inner
-def _remove_decoding(s, e, place):
-    """Take the request at ``place`` out of the heap; ``e.decoding`` is one less by now."""
-    last = s.lists[e.first_place + e.decoding]
-    if place == e.decoding:
-        return
-    if place > 0 and _ends_before(s, e, last, s.lists[e.first_place + (place - 1) // 2]):
-        _rise(s, e, place, last)
-    else:
-        _sink(s, e, place, last)
-
-
 # ---------------------------------------------------------------------------------------- decoding
 
 
@@ -263,17 +115,9 @@ def _bucket(c, e, r):
 
 
 @inner
-def start_decoding(c, s, e, r, i):
+def begin_decoding(c, s, e, r, i):
     """Request r, the oldest whose prefill was under way, has a token more and decodes from now."""
-    r.generated += 1
-    r.decoding = 1
-    r.origin = e.emitted - r.generated
-    e.decoding += 1
-    e.decoding_tokens += r.prompt + r.generated
-    if c.longest:
-        e.longest_key = max(e.longest_key, r.prompt - r.origin)
-    e.prefill = r.newer
-    _rise(s, e, e.decoding - 1, i)
+    start_decoding(c, s, e, r, i)
     oldest = _bucket(c, e, r)
     newest = oldest + c.block_size
     r.grow_before = s.lists[newest]
@@ -286,36 +130,28 @@ def start_decoding(c, s, e, r, i):
 
 
 @inner
-def stop_decoding(c, s, e, r):
-    """A running request decodes no more: it leaves the heap and the list of who takes a block."""
-    r.generated = e.emitted - r.origin
-    e.decoding -= 1
-    e.decoding_tokens -= r.prompt + r.generated
-    _remove_decoding(s, e, r.place)
-    if c.longest and r.prompt - r.origin >= e.longest_key:
-        e.longest_key = -NEVER
-        for place in range(e.decoding):
-            other = request_of(s, e, s.lists[e.first_place + place])
-            e.longest_key = max(e.longest_key, other.prompt - other.origin)
-    oldest = _bucket(c, e, r)
-    if r.grow_before < 0:
-        s.lists[oldest] = r.grow_after
-    else:
-        request_of(s, e, r.grow_before).grow_after = r.grow_after
-    if r.grow_after < 0:
-        s.lists[oldest + c.block_size] = r.grow_before
-    else:
-        request_of(s, e, r.grow_after).grow_before = r.grow_before
-    r.decoding = 0
+def take_out(c, s, e, r, i):
+    """A request leaves the running list and gives back its blocks."""
+    if r.decoding:
+        oldest = _bucket(c, e, r)
+        if r.grow_before < 0:
+            s.lists[oldest] = r.grow_after
+        else:
+            request_of(s, e, r.grow_before).grow_after = r.grow_after
+        if r.grow_after < 0:
+            s.lists[oldest + c.block_size] = r.grow_before
+        else:
+            request_of(s, e, r.grow_after).grow_before = r.grow_before
+        stop_decoding(c, s, e, r)
+    leave_running(s, e, i)
+    release_blocks(c, s, e, r)
 
 
 @inner
 def leave(c, s, e, i, now):
     """Request i has its last token: it gives back its blocks, and who waits for it may come."""
     r = request_of(s, e, i)
-    stop_decoding(c, s, e, r)
-    remove_running(s, e, r, i)
-    release_blocks(c, s, e, r)
+    take_out(c, s, e, r, i)
     r.finish = now
     tell_news(s, e, i, COMPLETION, now)
     expect_children(c, s, e.row, r, now)
@@ -326,15 +162,9 @@ def preempt_newest(c, s, e):
     """Send the newest admitted request back to the head of the waiting queue."""
     i = e.newest
     r = request_of(s, e, i)
-    if r.decoding:
-        stop_decoding(c, s, e, r)
-        r.computed = r.prompt + r.generated - 1  # its last token is only input so far
-    remove_running(s, e, r, i)
-    release_blocks(c, s, e, r)
+    take_out(c, s, e, r, i)
     r.lost = r.computed
-    r.computed = 0
-    r.preemptions += 1
-    prepend_waiting(s, e, i)
+    requeue(s, e, r, i)
 
 
 @inner
@@ -349,14 +179,9 @@ def _lose(c, s, e, i, now):
 @inner
 def fail(c, s, e, now):
     """A replica dies: all that it runs, queues and has cached is lost."""
-    i = e.oldest
-    while i >= 0:
-        after = request_of(s, e, i).newer
-        _lose(c, s, e, i, now)
-        i = after
-    i = e.head
-    while i >= 0:
-        after = request_of(s, e, i).newer
-        _lose(c, s, e, i, now)
-        i = after
+    for first in (e.oldest, e.head):
+        i = first
+        while i >= 0:
+            _lose(c, s, e, i, now)
+            i = newer(s, e, i)
     clear_replica(c, s, e)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from servegym._jit import borrowed, inline, inner, jit
-from servegym.envs.llm_routing.kernel.queues import blocks_of
+from servegym.envs.llm_routing.kernel.scheduler import before, blocks_of
 from servegym.envs.prefix_routing.kernel import gateway
 from servegym.envs.prefix_routing.kernel.cache import used_blocks
 from servegym.envs.prefix_routing.kernel.events import (
@@ -119,17 +119,17 @@ class Buffers(NamedTuple):
 
 
 @inner
-def _work(c, law, p, s, g, x, b, n, until):
-    """Let replica n of row b work until ``until``, and scrape it on the way."""
+def _work(c, law, p, s, g, x, b, n, now, until):
+    """Let replica n of row b work until ``until``, now or just before it; scrape it till now."""
     e = s.replica[b, n]
-    tick = until
+    tick = now
     if p.scrape_s > 0.0:
-        tick = math.floor(until / p.scrape_s) * p.scrape_s
-        if tick > until:
+        tick = math.floor(now / p.scrape_s) * p.scrape_s
+        if tick > now:
             tick -= p.scrape_s
     if tick > x.scraped[b, n]:
         if e.end <= tick or e.next_change <= tick:
-            advance(c, law, s, e, tick)
+            advance(c, law, s, e, min(tick, until))
         x.scraped[b, n] = tick
         usage = used_blocks(e) / e.capacity
         gateway.scraped(g, b, n, tick, e.waiting, e.running, usage)
@@ -144,13 +144,14 @@ def _go_to_next_arrival(c, law, p, s, g, x, b):
         n = next_to_work(c, s, b)
         if n < 0:
             break
-        _work(c, law, p, s, g, x, b, n, s.replica[b, n].safe)
+        safe = s.replica[b, n].safe
+        _work(c, law, p, s, g, x, b, n, safe, safe)
     v = s.env[b]
     take_arrival(c, s, b)
     if v.index < 0:
         return
     for n in range(c.num_replicas):
-        _work(c, law, p, s, g, x, b, n, v.now)
+        _work(c, law, p, s, g, x, b, n, v.now, before(v.now))
     _hear(c, p, s, g, x, b)
     for n in range(c.num_replicas):
         e = s.replica[b, n]

@@ -304,6 +304,7 @@ class ReferenceExpert:
         self.k2 = expert.k2
         self.capacity_blocks = expert.kv_capacity_tokens // config.block_size
         self.free: list[Block] = [Block() for _ in range(self.capacity_blocks)]
+        self.scheduled: dict[int, int] = {}  # tokens of each running request in this iteration
         self.running: list[Request] = []  # in order of the latest admission
         self.waiting: list[Request] = []  # head first
         self.iteration: Iteration | None = None
@@ -396,10 +397,7 @@ class ReferenceExpert:
         self.planned, self.leaving = now, []
         if self.config.async_scheduling and self.running:
             self.planned, self.leaving = began, finished
-        preempted = self._preempt() if self.config.memory_policy == "paged" else []
-        # Growth comes after preemption: a request that is preempted never took its next block.
-        for request in self.running:
-            self._take_blocks(request, self.blocks_for(request.prompt + request.generated))
+        preempted = self._schedule_running()
         if self.config.scheduler == "orca":
             decodes, chunks, duration = self._plan_orca(now, bool(preempted))
         else:
@@ -443,33 +441,38 @@ class ReferenceExpert:
             if request.generated == request.output:
                 request.finish = now
                 self.running.remove(request)
-                self._free_blocks(request, keep_content=False)
+                self._free_blocks(request)
                 finished.append(request)
         return finished
 
     # -- memory ------------------------------------------------------------------------------
 
     def allocated_blocks(self) -> int:
-        """Sum over the running requests of blocks(p + g)."""
-        return sum(self.blocks_for(r.prompt + r.generated) for r in self.running)
+        """Blocks of the running requests."""
+        return sum(len(r.blocks) for r in self.running)
 
-    def _take_blocks(self, request: Request, count: int) -> None:
-        """Grow `request` to `count` blocks from the head of the free queue."""
-        while len(request.blocks) < count:
+    def _allocate(self, request: Request, tokens: int) -> bool:
+        """Blocks for the first `tokens` tokens of `request`, if there are as many."""
+        need = self.blocks_for(tokens) - len(request.blocks)
+        if need > len(self.free):
+            return False
+        for _ in range(need):
             block = self.free.pop(0)
             block.owner, block.index = None, -1
             request.blocks.append(block)
+        return True
 
-    def _free_blocks(self, request: Request, keep_content: bool) -> None:
-        """Append the blocks of `request` to the free queue, last block first."""
+    def _free_blocks(self, request: Request) -> None:
+        """Free the blocks of `request`, the last first: full ones at the tail, else at the head."""
         for index in reversed(range(len(request.blocks))):
             block = request.blocks[index]
             full = (index + 1) * self.config.block_size <= request.computed
-            if keep_content and full:
+            if self.config.prefix_caching and full:
                 block.owner, block.index = request.request, index
+                self.free.append(block)
             else:
                 block.owner, block.index = None, -1
-            self.free.append(block)
+                self.free.insert(0, block)
         request.blocks = []
 
     def _take_cached_blocks(self, request: Request) -> int:
@@ -488,18 +491,36 @@ class ReferenceExpert:
             tokens += size
         return tokens
 
-    def _preempt(self) -> list[Request]:
-        """Preempt the newest admitted while the running requests do not fit; newest first."""
+    def _preempt(self) -> Request:
+        """The newest admitted goes back to the head of the queue."""
+        request = self.running.pop()
+        self._free_blocks(request)
+        request.computed = 0
+        request.target = 0
+        request.preempted = True
+        request.preemptions += 1
+        self.waiting.insert(0, request)
+        return request
+
+    def _schedule_running(self) -> list[Request]:
+        """Tokens and blocks of the running requests, oldest first; who is preempted for them."""
         preempted: list[Request] = []
-        while self.allocated_blocks() > self.capacity_blocks:
-            request = self.running.pop()
-            self._free_blocks(request, keep_content=self.config.prefix_caching)
-            request.computed = 0
-            request.target = 0
-            request.preempted = True
-            request.preemptions += 1
-            self.waiting.insert(0, request)
-            preempted.append(request)
+        self.scheduled = {}
+        left = self.config.prefill_token_budget
+        place = 0
+        while place < len(self.running):
+            request = self.running[place]
+            tokens = 1
+            if not request.prefilled:
+                tokens = min(request.target - request.computed, left)
+            while not self._allocate(request, request.computed + tokens):
+                preempted.append(self._preempt())
+                if preempted[-1] is request:
+                    break
+            else:
+                self.scheduled[request.request] = tokens
+                left -= tokens
+                place += 1
         return preempted
 
     # -- scheduling --------------------------------------------------------------------------
@@ -516,18 +537,17 @@ class ReferenceExpert:
             held = sum(self.blocks_for(r.prompt + cap) for r in self.running + self.leaving)
             own = self.blocks_for(request.prompt + cap)
         else:
-            held = self.allocated_blocks()
+            held = self.capacity_blocks - len(self.free)
             held += sum(self.blocks_for(r.prompt + r.output) for r in self.leaving)
             own = self.blocks_for(request.prompt + request.generated)
         return held + own <= self.capacity_blocks
 
     def _admit(self, now: float) -> Request:
-        """Move the head of the waiting list to the running list with its KV blocks."""
+        """Move the head of the waiting list to the running list."""
         request = self.waiting.pop(0)
         request.preempted = False
         request.target = request.prompt + request.generated
         request.computed = self._take_cached_blocks(request) if self.config.prefix_caching else 0
-        self._take_blocks(request, self.blocks_for(request.target))
         if math.isnan(request.admitted):
             request.admitted = now
         self.running.append(request)
@@ -544,6 +564,7 @@ class ReferenceExpert:
             if not self._may_admit(head, now):
                 break
             admitted.append(self._admit(now))
+            assert self._allocate(admitted[-1], tokens)
             prefill_tokens += tokens
         if admitted:
             chunks = [(request, request.target, 0) for request in admitted]
@@ -554,23 +575,17 @@ class ReferenceExpert:
         return [], [], 0.0
 
     def _plan_chunked(self, now: float, preempted: bool) -> tuple[list, list, float]:
-        left = self.config.prefill_token_budget
-        decodes: list[Request] = []
-        for request in self.running:
-            if request.prefilled and left > 0:
-                decodes.append(request)
-                left -= 1
-        chunks: list[tuple[Request, int, int]] = []
-        for request in self.running:
-            if not request.prefilled and left > 0:
-                tokens = min(request.target - request.computed, left)
-                chunks.append((request, tokens, request.computed))
-                left -= tokens
+        decodes = [r for r in self.running if r.prefilled]
+        chunks = [
+            (r, self.scheduled[r.request], r.computed) for r in self.running if not r.prefilled
+        ]
+        left = self.config.prefill_token_budget - sum(self.scheduled.values())
         while self.waiting and not preempted and left > 0:
             if not self._may_admit(self.waiting[0], now):
                 break
             request = self._admit(now)
             tokens = min(request.target - request.computed, left)
+            assert self._allocate(request, request.computed + tokens)
             chunks.append((request, tokens, request.computed))
             left -= tokens
         if not decodes and not chunks:
@@ -627,7 +642,7 @@ class ReferenceSimulator:
         ]
         self.current = 0  # the request that awaits its action
         self.terminated = False
-        self._advance(self.arrivals[0])
+        self._advance(before(self.arrivals[0]))
 
     @property
     def time(self) -> float:
@@ -697,7 +712,7 @@ class ReferenceSimulator:
             if self.arrivals[j] > time:
                 break
             for expert in experts:
-                expert.advance(self.arrivals[j])
+                expert.advance(before(self.arrivals[j]))
             sent = self.log[j]
             if sent.outcome not in ("dropped", "rejected"):
                 experts[sent.expert].dispatch(self._request(j, sent.expert, sent.available))
@@ -820,7 +835,7 @@ class ReferenceSimulator:
         if self.current + 1 == len(self.arrivals):
             self.terminated = True
             return self._advance(math.inf)
-        ended = self._advance(self.arrivals[self.current + 1])
+        ended = self._advance(before(self.arrivals[self.current + 1]))
         self.current += 1
         return ended
 
@@ -845,6 +860,11 @@ class ReferenceSimulator:
                 self.log[request.request].outcome = "completed"
                 completed.append(self.log[request.request])
         return completed, failed
+
+
+def before(time: float) -> float:
+    """The last moment before `time`: requests that arrive then find the boundary then to come."""
+    return math.nextafter(time, -math.inf)
 
 
 def mean_of_last(values: Sequence[float], horizon: int) -> float:
@@ -882,7 +902,7 @@ def replay_reference(
     expert = ReferenceExpert(config, alone)
     finished: list[Request] = []
     for number, (arrival, prompt, output) in enumerate(requests):
-        finished.extend(expert.advance(arrival))
+        finished.extend(expert.advance(before(arrival)))
         expert.dispatch(Request(number, float(arrival), int(prompt), int(output), float(arrival)))
     finished.extend(expert.advance(math.inf))
     return [

@@ -147,7 +147,7 @@ def test_a_state_of_another_age_is_refused():
 
 def in_system(state):
     """(expert, slot) of every request that runs or waits."""
-    for n, records in enumerate(zip(state.expert, state.slot, state.queue, strict=True)):
+    for n, records in enumerate(zip(state.expert, state.queue, strict=True)):
         running, waiting = held(*records)
         for i in running + waiting:
             yield n, i

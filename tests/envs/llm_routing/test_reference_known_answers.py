@@ -135,15 +135,15 @@ def test_orca_observation_shows_starts_but_not_the_iteration_in_flight():
     assert mask.tolist() == [1, 1]
 
 
-def test_a_request_never_joins_an_iteration_that_starts_at_its_arrival():
-    # Both arrive at 0 without delay: the first starts alone, the second follows at 1.
+def test_a_request_joins_the_iteration_that_starts_at_its_arrival():
+    # Both arrive at 0 without delay, and are in one prefill [0, 1].
     requests = [(0.0, 4, 1, 1.0), (0.0, 4, 1, 1.0)]
     _, log = simulate(one_expert(UNIT_LAW, requests), [SEND] * 2)
-    assert [r.finish for r in log] == [1.0, 2.0]
-    # An iteration ends at 1, where the next request arrives: A's decode [1, 2] starts first.
+    assert [r.finish for r in log] == [1.0, 1.0]
+    # An iteration ends at 1, where the next request arrives: its prefill [1, 2], A's decode [2, 3].
     requests = [(0.0, 4, 2, 1.0), (1.0, 4, 1, 1.0)]
     _, log = simulate(one_expert(UNIT_LAW, requests), [SEND] * 2)
-    assert [r.finish for r in log] == [2.0, 3.0]
+    assert [r.finish for r in log] == [3.0, 2.0]
 
 
 def test_network_delay_reorders_and_counts_as_waiting():
@@ -171,20 +171,22 @@ def test_network_delay_reorders_and_counts_as_waiting():
     assert a.latency_per_token == 5.5
 
 
-def test_boundary_at_the_arrival_time_is_visible():
-    # B becomes available at 0.5 + 0.5 = 1, where C arrives: B runs already, without a token.
+def test_boundary_at_the_arrival_time_is_to_come():
+    # A is at the expert at 0.5 + 0.5 = 1, where B arrives: A still waits.
     requests = [(0.5, 4, 1, 1.0), (1.0, 4, 1, 1.0), (2.0, 4, 1, 1.0)]
     sim = one_expert(UNIT_LAW, requests, router_delay_s=0.5)
     sim.step(SEND)
     observation, _ = sim.observe()
-    assert observation["experts"][0].tolist() == [1 / 100, 1.0, 0.0]
-    # It finishes at 2, the next arrival: completed in (1, 2], so paid to the action at 1.
-    reward, _, _ = sim.step(DROP)
+    assert observation["experts"][0].tolist() == [0.0, 0.0, 1.0]
+    # It finishes at 2, where C arrives: C finds it running, and its end pays the action at 2.
+    assert sim.step(DROP)[0] == 0.0
     observation, _ = sim.observe()
-    assert observation["experts"][0].tolist() == [0.0, 0.0, 0.0]
+    assert observation["experts"][0].tolist() == [1 / 100, 1.0, 0.0]
+    reward, _, _ = sim.step(DROP)
     assert reward == 0.0 and sim.log[0].finish == 2.0  # late: 1.5 s > 0.03 s
     slow = one_expert(UNIT_LAW, requests, router_delay_s=0.5, latency_requirement_s=1.5)
     slow.step(SEND)
+    slow.step(DROP)
     assert slow.step(DROP)[0] == 1.0  # l = 1.5 = L is in time
 
 

@@ -22,7 +22,7 @@ def expected(graph, n, seen):
     law = graph.problem.profiles[int(e["profile"])]
     now = float(batch.env["now"][0])
     slots = batch.slot[0, n]
-    running, waiting = (slots[queue] for queue in held(e, slots, batch.queue[0, n]))
+    running, waiting = (slots[queue] for queue in held(e, batch.queue[0, n]))
     # The graph clips a latency per token; the times since the arrivals are the records'.
     shown = seen["running"][n][seen["running_mask"][n] > 0]
 

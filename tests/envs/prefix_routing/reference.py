@@ -1,8 +1,9 @@
 """Slow, literal reference of the prefix routing engine: one iteration at a time, plain Python.
 
-vLLM's scheduler (v1) and its KV cache manager with automatic prefix caching, written from their
-rules with objects and lists. It exists to be compared with the fast kernel, so it shares no code
-with it and takes no shortcut. Seconds and tokens throughout.
+vLLM's scheduler (v1) and its KV cache manager with automatic prefix caching (``schedule`` in
+``vllm/v1/core/sched/scheduler.py`` and ``allocate_slots`` in ``vllm/v1/core/kv_cache_manager.py``,
+commit 003df29), written from their rules with objects and lists. It exists to be compared with the
+fast kernel, so it shares no code with it and takes no shortcut. Seconds and tokens throughout.
 """
 
 from __future__ import annotations
@@ -330,12 +331,12 @@ class ReferenceSystem:
                 heapq.heappush(self.arrivals, (time + self.think[j], j))
 
     def run(self) -> None:
-        """Everything to its end; boundaries and failures come before arrivals at the same time."""
+        """Everything to its end; arrivals come before boundaries and failures at the same time."""
         while self.arrivals or any(replica.running + replica.waiting for replica in self.replicas):
             arrival = self.arrivals[0][0] if self.arrivals else math.inf
             replica = min(self.replicas, key=lambda replica: min(replica.end, replica.changes[0]))
             time = min(replica.end, replica.changes[0])
-            if time <= arrival:
+            if time < arrival:
                 if replica.end <= replica.changes[0]:
                     replica.boundary()
                 else:

@@ -146,7 +146,7 @@ def members(systems, b, start, e):
     i = int(start)
     while i >= 0:
         found.append(i)
-        i = int(systems.request["newer"][int(e["first_request"]) + i])
+        i = int(systems.lists[int(e["first_link"]) + 2 * i])
     return found
 
 
@@ -229,7 +229,7 @@ def run_case(seed: int, requests: int = 40, **choices) -> Counter:
         assert int(v["index"]) == j, (seed, j)
         assert v["now"] == system.now if law == "exact" else math.isclose(v["now"], system.now)
         if watch[j]:
-            kernel.bring(tables, systems, b, v["now"])
+            kernel.bring(tables, systems, b, np.nextafter(v["now"], -np.inf))
             assert_same_state(systems, b, system, (seed, j))
             states.append(j)
         n = int(actions[j])

@@ -34,7 +34,7 @@ def serve(engine, requests):
 
     for j in np.argsort(requests.arrival_s, kind="stable"):
         now = float(requests.arrival_s[j])
-        work(now)
+        work(np.nextafter(now, -1.0))  # who arrives as an iteration begins joins it
         slots[engine.submit(now, *contents(requests, j))] = int(j)
     work(1e9)
     assert not slots and engine.next_s == np.inf

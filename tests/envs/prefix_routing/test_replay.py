@@ -52,12 +52,12 @@ def test_three_requests_by_hand():
     assert found["first_token_s"][0] == first and found["finish_s"][0] == done
     # Two of its three full blocks are cached; of the last request, whose tokens all are, one is.
     assert found["hit_tokens"].tolist() == [0, 8, 4]
-    second = done + 2.0 + step_s(law, [(5, 8)], [])
+    # Both arrive at one moment, and are in one iteration.
+    second = done + 2.0 + step_s(law, [(5, 8), (4, 4)], [])
     assert found["arrival_s"].tolist() == [1.0, done + 2.0, done + 2.0]
     assert found["first_token_s"][1] == found["finish_s"][1] == second
-    third = second + step_s(law, [(4, 4)], [])
-    assert found["admitted_s"][2] == second and found["first_token_s"][2] == third
-    assert found["finish_s"][2] == third + step_s(law, [], [9])
+    assert found["admitted_s"][2] == done + 2.0 and found["first_token_s"][2] == second
+    assert found["finish_s"][2] == second + step_s(law, [], [9])
 
 
 def test_a_cache_of_two_blocks_keeps_the_beginning():

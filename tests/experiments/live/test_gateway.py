@@ -45,7 +45,7 @@ def replayed(policy, fleet, *, admitted=True, seed=0):
         inside = set()
         for n in range(problem.num_experts):
             slots = batch.slot[0, n]
-            running, waiting = held(batch.expert[0, n], slots, batch.queue[0, n])
+            running, waiting = held(batch.expert[0, n], batch.queue[0, n])
             inside |= {str(slots[slot]["request"]) for slot in (*running, *waiting)}
             for i, slot in enumerate(running):
                 name = str(slots[slot]["request"])

@@ -1,0 +1,68 @@
+"""Both engines simulate one vLLM: where no prefix is shared, every request has the same times."""
+
+import numpy as np
+
+from servegym.envs.llm_routing.trace_replay import replay
+from servegym.envs.prefix_routing.replay import replay_prefix
+from servegym.envs.prefix_routing.requests import PrefixRequests
+
+TRACES = 500
+
+
+def random_trace(rng):
+    """Arrivals, prompts, outputs and options: tiny memories, long prompts, equal arrivals."""
+    count = int(rng.integers(1, 40))
+    size = int(rng.choice([1, 2, 7, 16, 64]))
+    seqs = int(rng.choice([1, 2, 4, 8, 32]))
+    budget = int(rng.choice([seqs, seqs + 5, 64, 512, 2048]))
+    prompts = rng.integers(1, int(rng.choice([8, 100, 1500])) + 1, count)
+    outputs = rng.integers(1, int(rng.choice([2, 30, 200])) + 1, count)
+    gaps = rng.exponential(1 / float(rng.choice([5.0, 50.0, 500.0])), count)
+    if rng.random() < 0.7:  # several at one moment, all at once in some traces
+        gaps *= rng.random(count) < rng.choice([0.0, 0.1, 0.5])
+    most = (-(-(prompts + outputs - 1) // size)).max()
+    room = int(most * rng.choice([1.0, 1.2, 2.0, 6.0])) * size
+    options = {"max_num_seqs": seqs, "max_num_batched_tokens": max(budget, seqs), "kv_tokens": room}
+    return np.cumsum(gaps), prompts, outputs, size, options
+
+
+def unshared(arrivals, prompts, outputs, size):
+    """The requests for the prefix engine, every block of its own content."""
+    full = (prompts + outputs) // size
+    first = np.concatenate([[0], np.cumsum(full)])
+    some = np.flatnonzero(full)
+    nobody = np.zeros(len(prompts), dtype=np.int32)
+    return PrefixRequests(
+        arrival_s=arrivals,
+        parent=nobody - 1,
+        think_s=np.zeros(len(prompts)),
+        prompt_tokens=prompts.astype(np.int32),
+        output_tokens=outputs.astype(np.int32),
+        session=nobody,
+        tenant=nobody,
+        turn=nobody,
+        first_segment=np.concatenate([[0], np.cumsum(full > 0)]).astype(np.int64),
+        segments=np.stack([first[some], full[some]], axis=1).astype(np.int32).reshape(-1, 2),
+        block_size=size,
+    )
+
+
+def test_both_engines_give_the_same_times():
+    rng = np.random.default_rng(0)
+    preempted, together, split = 0, 0, 0
+    for trace in range(TRACES):
+        arrivals, prompts, outputs, size, options = random_trace(rng)
+        one = replay(arrivals, prompts, outputs, block_size=size, prefix_caching=True, **options)
+        requests = unshared(arrivals, prompts, outputs, size)
+        other = replay_prefix("rtx4090-llama-3.1-8b", requests, **options)
+        for mine, theirs in (
+            (one["queue_s"] + arrivals, other["admitted_s"]),
+            (one["ttft_s"] + arrivals, other["first_token_s"]),
+            (one["finish_s"], other["finish_s"]),
+        ):
+            np.testing.assert_allclose(mine, theirs, rtol=1e-12, atol=1e-12, err_msg=str(trace))
+        np.testing.assert_array_equal(one["preemptions"], other["preemptions"], str(trace))
+        preempted += other["preemptions"].any()
+        together += (np.diff(arrivals) == 0).any()
+        split += (prompts > options["max_num_batched_tokens"]).any()
+    assert preempted > TRACES / 10 and together > TRACES / 3 and split > TRACES / 5
