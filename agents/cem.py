@@ -11,7 +11,7 @@ The environment says what the scores read and where episodes come from, see `Tas
   and waiting requests of every expert); 3 N + 2 weights, zero at first;
 - with ``--set fleet=random``: an index that is the same for every expert, over features that are
   scaled by what each expert serves within L; drawn fleets, and now and then a named one;
-- ``servegym/PrefixRouting-v0``: an index that is the same for every replica, over features that
+- ``servegym/PrefixRouting-v1``: an index that is the same for every replica, over features that
   are scaled by what each replica prefills and holds; drawn settings, at rates near their capacity.
 
 ``--workers`` plays the episodes in as many processes, ``--ray`` on a Ray cluster; the result is the
@@ -56,7 +56,7 @@ from servegym.envs.prefix_routing.core import PrefixBatch
 Floats = NDArray[np.float32]
 Scores = Callable[[Floats, Any], Floats]  # (B, A) from weights (B, K) and observations
 
-ROUTING_ID, PREFIX_ID = "servegym/LLMRouting-v1", "servegym/PrefixRouting-v0"
+ROUTING_ID, PREFIX_ID = "servegym/LLMRouting-v1", "servegym/PrefixRouting-v1"
 ELITE = 0.2  # share of a generation that the distribution moves to ...
 STEP = 0.7  # ... and how far it moves there
 WIDENED_UNTIL = 0.6  # share of the search in which the distribution is widened, ever less
@@ -67,7 +67,7 @@ EVAL_REQUESTS = 500  # of an episode of the validation on fleets
 class Args(RunArgs):
     """Command line of the agent; 0 means what is usual for one fleet, drawn fleets or settings."""
 
-    env_id: Literal["servegym/LLMRouting-v1", "servegym/PrefixRouting-v0"] = ROUTING_ID
+    env_id: Literal["servegym/LLMRouting-v1", "servegym/PrefixRouting-v1"] = ROUTING_ID
     """environment to search a router for"""
     set: tuple[str, ...] = ()
     """environment arguments, key=value with a JSON value, as in rate=[5,5] num_experts=3"""

@@ -109,6 +109,7 @@ FAMILIES: tuple[Family, ...] = (
         views={"graph": "PrefixRouting", "flat": "PrefixRoutingFlat"},
         system="PrefixSystem",
         outcomes=True,
+        version=1,
     ),
 )
 """Every family: those of the papers in their order, then the project's own."""

@@ -125,7 +125,8 @@ class LLMRoutingEnv(BatchEnv):
 
     ## Version History
 
-    - v1: the observation has the load, in all views but that of the experts alone
+    - v1: the observation has the load, in all views but that of the experts alone;
+      ``chunked_prefill`` takes KV blocks chunk by chunk, which shows where a prompt is split
     - v0: initial version
     """
 

@@ -107,7 +107,7 @@ class PrefixRoutingEnv(BatchEnv):
     `index_delay_s` (age at which cache events arrive), `smoothing` and `heat_s` (of the averages).
 
     >>> import gymnasium, servegym
-    >>> env = gymnasium.make("servegym/PrefixRouting-v0", num_replicas=4, warmup_requests=0)
+    >>> env = gymnasium.make("servegym/PrefixRouting-v1", num_replicas=4, warmup_requests=0)
     >>> observation, info = env.reset(seed=0)
     >>> observation["replicas"].shape, info["action_mask"].tolist()
     ((4, 22), [1, 1, 1, 1])
@@ -117,11 +117,13 @@ class PrefixRoutingEnv(BatchEnv):
 
     ## Vectorized environment
 
-    `gymnasium.make_vec("servegym/PrefixRouting-v0", num_envs=16)` steps all systems in one kernel
+    `gymnasium.make_vec("servegym/PrefixRouting-v1", num_envs=16)` steps all systems in one kernel
     call and equals `SyncVectorEnv` bit for bit.
 
     ## Version History
 
+    - v1: requests that arrive at one moment can be admitted together, as in vLLM; of the workloads
+      only ``mooncake`` has such
     - v0: initial version
     """
 
@@ -151,7 +153,7 @@ class PrefixRoutingFlatEnv(PrefixRoutingEnv):
     `log1p(x) / log1p(h)`, with its sign. Everything else is as in `PrefixRoutingEnv`.
 
     >>> import gymnasium, servegym
-    >>> gymnasium.make("servegym/PrefixRoutingFlat-v0").observation_space.shape
+    >>> gymnasium.make("servegym/PrefixRoutingFlat-v1").observation_space.shape
     (183,)
     """
 

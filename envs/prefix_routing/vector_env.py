@@ -23,7 +23,7 @@ class PrefixRoutingVectorEnv(BatchVectorEnv):
     information carry their `_key` masks.
 
     >>> import gymnasium, servegym
-    >>> envs = gymnasium.make_vec("servegym/PrefixRouting-v0", num_envs=2, warmup_requests=0)
+    >>> envs = gymnasium.make_vec("servegym/PrefixRouting-v1", num_envs=2, warmup_requests=0)
     >>> observation, info = envs.reset(seed=0)
     >>> observation["replicas"].shape, info["action_mask"].shape
     ((2, 8, 22), (2, 8))

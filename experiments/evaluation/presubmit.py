@@ -6,7 +6,7 @@ Gateway API inference extension asks for (project kubernetes-sigs/gateway-api-in
 six H100 with Llama-3.1-8B, the lengths of ShareGPT's prompts and answers, rates at which 50 to
 100 % of the KV memory is in use, and the normalised time per output token (end-to-end seconds over
 output tokens, the mean over the requests). The other scenarios are those of
-``servegym/PrefixRouting-v0``.
+``servegym/PrefixRouting-v1``.
 
 At every rate and against every baseline of ``--against`` the policy passes where the 95 % interval
 of the paired difference in SLO attainment lies above minus ``--margin`` and that of the ratio of
@@ -43,7 +43,7 @@ from servegym.experiments.evaluation.stats import student_interval
 
 __all__ = ["RATES", "main", "presubmit"]
 
-ENV_ID = "servegym/PrefixRouting-v0"
+ENV_ID = "servegym/PrefixRouting-v1"
 GIE = "gie-709"
 KV_RATES = {50: 225.0, 60: 260.0, 70: 290.0, 80: 315.0, 90: 345.0, 100: 385.0}
 """Share of the KV memory in use (%) -> requests/s of ``gie-709``: where `llm_d` has it."""

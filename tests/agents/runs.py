@@ -30,7 +30,7 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "rpi": ("rpi", LABELS),
     "direct_search": ("cem", SEARCH | {"set": ("num_experts=2", "episode_requests=30", "rate=4")}),
     "fleet_search": ("cem", SEARCH | {"set": ("fleet=random", DRAWN, "episode_requests=20")}),
-    "prefix_search": ("cem", SEARCH | {"env_id": "servegym/PrefixRouting-v0"}),
+    "prefix_search": ("cem", SEARCH | {"env_id": "servegym/PrefixRouting-v1"}),
     "ppo_serverless": ("ppo_serverless", PLANS),
     "ppo_placement": ("ppo_placement", PLACING | {"num_envs": 16, "group_size": 8}),
     "mappo_placement": ("mappo_placement", PLACING | {"batch_size": 16}),

@@ -53,7 +53,7 @@ def test_running_moments_are_those_of_all_that_was_seen():
     ("env_id", "settings", "view"),
     [
         ("CartPole-v1", (), None),
-        ("servegym/PrefixRoutingFlat-v0", ("episode_requests=20", "num_replicas=2"), "flat"),
+        ("servegym/PrefixRoutingFlat-v1", ("episode_requests=20", "num_replicas=2"), "flat"),
         ("servegym/LLMRoutingExperts-v1", ("episode_requests=20", "num_experts=3"), "experts"),
     ],
 )

@@ -21,7 +21,7 @@ def test_a_smoke_run_writes_rates_with_references(tmp_path, capsys):
         assert 0 < one["low"] <= one["value"] * (1 + 1e-9) <= one["high"] * (1 + 2e-9)
     record = json.loads(out.with_suffix(".json").read_text())
     assert record["command"].startswith("servegym bench --quick") and record["quick"]
-    assert "SyncVectorEnv of PrefixRouting-v0" in capsys.readouterr().out
+    assert "SyncVectorEnv of PrefixRouting-v1" in capsys.readouterr().out
 
 
 def test_the_median_counts_and_a_ratio_is_how_many_times_as_fast():

@@ -282,7 +282,7 @@ def test_a_picture_has_requests_that_completed(run, tmp_path, monkeypatch):
         return np.zeros((9, 9, 3), np.uint8)
 
     monkeypatch.setattr(PrefixRoutingEnv, "frame", staticmethod(frame))
-    result = run("render servegym/PrefixRouting-v0 --out", tmp_path / "x.png")
+    result = run("render servegym/PrefixRouting-v1 --out", tmp_path / "x.png")
     assert result.exit_code == 0, result.output
     assert len(completed) == 1 and completed[0] > 50
 

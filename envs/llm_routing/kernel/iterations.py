@@ -45,7 +45,7 @@ from servegym.envs.llm_routing.kernel.scheduler import (
     blocks_of,
     find_next_finish,
     first_to_finish,
-    mixed_s,
+    mixed_end_s,
     newer,
     next_chunk,
     next_prefilled,
@@ -235,7 +235,7 @@ def _start_iteration(c, law, q, e, now, until, left, freed):
         e.end = now + prefill_s(c, law, e.profile, float(tokens))
     elif prefills:
         e.iteration = MIXED
-        e.end = now + mixed_s(c, law, q, e, tokens)
+        e.end = mixed_end_s(c, law, q, e, now, tokens)
     elif e.running > 0:
         e.iteration = DECODE
         _start_decodes(c, law, q, e, now, until, preempted, planned, left)

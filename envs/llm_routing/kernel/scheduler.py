@@ -334,8 +334,8 @@ def requeue(q, e, r, i):
 
 
 @inline
-def mixed_s(c, law, q, e, tokens):
-    """Seconds of an iteration of ``tokens`` tokens of prefill chunks and all decodes."""
+def mixed_end_s(c, law, q, e, now, tokens):
+    """When an iteration of ``tokens`` tokens of prefill chunks and all decodes ends."""
     time = dense_s(c, law, e.profile, float(tokens + e.decoding))
     chunks, longest = 0, 0
     i = e.prefill
@@ -347,4 +347,4 @@ def mixed_s(c, law, q, e, tokens):
         i = newer(q, e, i)
     if e.decoding > 0:
         time += decode_attention_s(c, law, e, longest)
-    return time + head_s(c, law, e.profile, e.decoding + chunks)
+    return now + time + head_s(c, law, e.profile, e.decoding + chunks)

@@ -19,7 +19,7 @@ from servegym.envs.llm_routing.kernel.scheduler import (
     blocks_of,
     find_next_finish,
     first_to_finish,
-    mixed_s,
+    mixed_end_s,
     next_chunk,
     next_prefilled,
     request_of,
@@ -167,7 +167,7 @@ def _start_iteration(c, law, s, e, until):
         find_next_finish(s, e)
     if tokens > 0:
         e.iteration = MIXED
-        e.end = now + mixed_s(c, law, s, e, tokens)
+        e.end = mixed_end_s(c, law, s, e, now, tokens)
     elif e.running > 0:
         e.iteration = DECODE
         _start_decodes(c, law, s, e, now, until)

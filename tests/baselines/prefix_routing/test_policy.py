@@ -33,7 +33,7 @@ class Witness(Rule):
 
 
 def play(policy, num_envs, seed=0):
-    envs = gymnasium.make_vec("servegym/PrefixRouting-v0", num_envs=num_envs, **SMALL)
+    envs = gymnasium.make_vec("servegym/PrefixRouting-v1", num_envs=num_envs, **SMALL)
     observation, info = envs.reset(seed=seed)
     policy.reset(num_envs, seed)
     states = []

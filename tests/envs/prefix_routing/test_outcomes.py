@@ -31,7 +31,7 @@ class Learner(Rule):
 
 
 def test_every_request_is_told_once_and_when_it_has_ended():
-    envs = gymnasium.make_vec("servegym/PrefixRouting-v0", num_envs=2, admission=True, **ARGUMENTS)
+    envs = gymnasium.make_vec("servegym/PrefixRouting-v1", num_envs=2, admission=True, **ARGUMENTS)
     envs.reset(seed=5)
     reader, told = OutcomeReader(envs), []
     rng = np.random.default_rng(0)
@@ -63,10 +63,10 @@ def test_every_request_is_told_once_and_when_it_has_ended():
 
 
 def test_a_rule_that_learns_is_told_in_an_evaluation():
-    env = gymnasium.make("servegym/PrefixRouting-v0", **ARGUMENTS).unwrapped
+    env = gymnasium.make("servegym/PrefixRouting-v1", **ARGUMENTS).unwrapped
     policy = RulePolicy(PrefixSystem.from_problem(env.problem), Learner, "learner")
     assert policy.needs_outcomes
-    rows = evaluate("servegym/PrefixRouting-v0", [policy], episodes=1, env_kwargs=ARGUMENTS)
+    rows = evaluate("servegym/PrefixRouting-v1", [policy], episodes=1, env_kwargs=ARGUMENTS)
     decisions = [decision for decision, _, _ in Learner.told]
     assert sorted(decisions) == list(range(60)) and decisions != sorted(decisions)
     assert np.mean([ttft for _, ttft, _ in Learner.told]) == rows[0]["mean_ttft_s"]
