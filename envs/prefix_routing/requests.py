@@ -120,9 +120,9 @@ class PrefixRequests(NamedTuple):
 
     def _check_chains(self) -> None:
         """Refuse an id that follows two different ids, or begins one request and not another."""
+        if self._is_chain():
+            return  # the expanded ids, many more, only say which one is wrong
         ids = _expand(self.segments).astype(np.int32)  # half the memory to go through
-        if ids.size == 0:
-            return
         begins = np.concatenate([[0], np.cumsum(self.num_blocks())[:-1]])
         before = np.empty_like(ids)
         before[1:] = ids[:-1]
@@ -139,6 +139,21 @@ class PrefixRequests(NamedTuple):
                 f"id {known[dense[at]]} elsewhere (-1: it begins the prompt); block ids must be a "
                 "prefix chain."
             )
+
+
+    def _is_chain(self) -> bool:
+        """Whether every id has one predecessor: that before it in its segment, or before that."""
+        first, blocks = self.segments.T.astype(np.int64)
+        last = first + blocks - 1
+        before = np.roll(last, 1)
+        before[self.first_segment[:-1][np.diff(self.first_segment) > 0]] = -1
+        order = np.lexsort((before, first))
+        first, before, last = first[order], before[order], last[order]
+        same = first[1:] == first[:-1]
+        # It begins within a segment that begins earlier.
+        inside = ~same & (first[1:] <= np.maximum.accumulate(last)[:-1])
+        wrong = (same & (before[1:] != before[:-1])) | (inside & (before[1:] != first[1:] - 1))
+        return not wrong.any()
 
 
 _TYPES = {"arrival_s": np.float64, "think_s": np.float64, "first_segment": np.int64}
