@@ -209,8 +209,8 @@ def replay(
         async_scheduling: whether an iteration is planned while the one before it runs, as vLLM does
             by default since 0.14: who arrives meanwhile, or needs the slot or memory of a request
             that ends meanwhile, joins one iteration later. Needs ``"chunked_prefill"``.
-        memory_policy: ``"paged"`` (admit when the prompt fits, preempt the newest) or ``"reserve"``
-            (admit when prompt and the longest answer of the list fit).
+        memory_policy: ``"paged"`` (admit when the prompt fits, take blocks chunk by chunk, preempt
+            the newest) or ``"reserve"`` (admit when prompt and the longest answer of the list fit).
 
     Returns:
         ``(J,)`` structured array: ``ttft_s``, ``tpot_s`` (NaN for one token), ``e2e_s`` since

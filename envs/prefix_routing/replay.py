@@ -42,7 +42,8 @@ def replay_prefix(
 
     Each replica admits first come first served from an unbounded queue, at most ``max_num_seqs``
     at a time and as long as the whole prompt fits into the free blocks; every iteration has a token
-    of each decoding request and prefill chunks up to the token budget. A request reuses the longest
+    of each decoding request and prefill chunks up to the token budget, and takes blocks for these
+    alone (`servegym.envs.llm_routing.kernel.scheduler`). A request reuses the longest
     cached prefix of full blocks, all but the block of its last token at most. Blocks that nobody
     references stay cached until they are taken, least recently freed first. Where a block is
     missing the newest request is preempted.
