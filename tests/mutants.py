@@ -63,13 +63,25 @@ OBJECTIVE = "test_env.py::test_a_request_exactly_at_its_objective_keeps_it"
 INSTANT = "test_what_arrives_at_an_instant_comes_before_what_ends_then"
 
 CHANGES = {
-    (ROUTING, "queues.py"): [
-        # Preemption frees the oldest request's blocks.
-        ("    i = e.newest\n", "    i = e.oldest\n", BINDS),
+    (ROUTING, "scheduler.py"): [
         # A block too many where the tokens fill their blocks.
         ("c.block_size - 0.5", "c.block_size + 0.5", BINDS),
         # A request taken from the middle of the heap leaves one that ends sooner below a later one.
-        ("    if place > 0 and _ends", "    if place < 0 and _ends", BINDS),
+        ("        if place > 0 and _ends", "        if place < 0 and _ends", BINDS),
+        # Of requests that become available at one instant the last goes first.
+        (
+            "ahead).available > r.available",
+            "ahead).available >= r.available",
+            "test_requests_file.py::test_requests_of_one_instant_are_served_in_order",
+        ),
+        # The next chunk of a prompt has the tokens of the decodes, too.
+        ("c.token_budget - e.decoding)", "c.token_budget)", AHEAD),
+    ],
+    (ROUTING, "queues.py"): [
+        # Preemption frees the oldest request's blocks.
+        ("        i = e.newest\n", "        i = e.oldest\n", BINDS),
+        # A cached block stays although its memory is taken.
+        ("max(e.free_head, e.free_tail - e.free)", "e.free_head", BINDS),
         # A cached block that was given to another request is found again.
         ("max(e.free_head - r.segment, 0)", "max(e.free_head - r.segment - 1, 0)", BINDS),
         (
@@ -77,21 +89,11 @@ CHANGES = {
             ">= c.waiting_capacity",
             "test_equal_with_failing_experts",
         ),
-        # Of requests that become available at one instant the last goes first.
-        (
-            "ahead.available <= r.available",
-            "ahead.available < r.available",
-            "test_requests_file.py::test_requests_of_one_instant_are_served_in_order",
-        ),
     ],
     (ROUTING, "iterations.py"): [
         # Nobody gets the last block.
-        ("freed + blocks > e", "freed + blocks >= e", BINDS),
-        (
-            "e.reserved + freed + longest > e.capacity",
-            "e.reserved + freed + blocks > e.capacity",
-            BINDS,
-        ),
+        ("blocks_of(c, need) <= e.free", "blocks_of(c, need) < e.free", BINDS),
+        ("e.reserved + freed + longest", "e.reserved + freed", BINDS),
         ("budget = c.token_budget - e.decoding", "budget = c.token_budget", AHEAD),
         # Planned ahead, an iteration takes who arrived since, and the slots that have become free.
         ("r.available > planned", "r.available > now", AHEAD),
@@ -207,10 +209,12 @@ CHANGES = {
         ("c.token_budget - e.decoding\n", "c.token_budget\n", BINDS)
     ],
     (PREFIX, "queues.py"): [
-        # The token that a preempted request was about to put in counts as computed.
-        ("r.generated - 1  # its", "r.generated  # its", BINDS)
+        # The token that a preempted request was about to put in counts as lost.
+        ("    r.lost = r.computed\n", "    r.lost = r.computed + 1\n", BINDS)
     ],
     (PREFIX, "events.py"): [
+        # The first of two that arrive at one moment is admitted alone.
+        ("safe >= s.request", "safe > s.request", "test_replay.py::test_three_requests_by_hand"),
         # Replicas that are down take requests.
         (
             "if e.down == 0 and blocks_of",

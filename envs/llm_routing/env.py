@@ -125,8 +125,7 @@ class LLMRoutingEnv(BatchEnv):
 
     ## Version History
 
-    - v1: the observation has the load, in all views but that of the experts alone;
-      ``chunked_prefill`` takes KV blocks chunk by chunk, which shows where a prompt is split
+    - v1: the observation has the load, but that of the experts alone; KV blocks go by chunk
     - v0: initial version
     """
 

@@ -122,8 +122,7 @@ class PrefixRoutingEnv(BatchEnv):
 
     ## Version History
 
-    - v1: requests that arrive at one moment can be admitted together, as in vLLM; of the workloads
-      only ``mooncake`` has such
+    - v1: requests of one moment, which ``mooncake`` alone has, are admitted together, as in vLLM
     - v0: initial version
     """
 
