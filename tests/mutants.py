@@ -214,7 +214,7 @@ CHANGES = {
     ],
     (PREFIX, "events.py"): [
         # The first of two that arrive at one moment is admitted alone.
-        ("safe >= s.request", "safe > s.request", "test_replay.py::test_three_requests_by_hand"),
+        ("safe >= s.request", "safe > s.request", "test_equal_to_the_reference"),
         # Replicas that are down take requests.
         (
             "if e.down == 0 and blocks_of",

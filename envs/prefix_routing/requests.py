@@ -140,7 +140,6 @@ class PrefixRequests(NamedTuple):
                 "prefix chain."
             )
 
-
     def _is_chain(self) -> bool:
         """Whether every id has one predecessor: that before it in its segment, or before that."""
         first, blocks = self.segments.T.astype(np.int64)
