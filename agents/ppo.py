@@ -1,16 +1,22 @@
 """Proximal policy optimisation (Schulman et al., 2017): the file to start with.
 
-It takes any id with one Box and Discrete actions. A Box with a row for each expert, as that of
-``LLMRoutingSummary``, goes through one small network for all rows, so that what is learned at one
-expert serves every other and the policy routes for any number of them; any other Box goes through
-the usual two layers. Observations are scaled by their running moments.
+It takes any id with one Box and Discrete actions. A Box with a row for each expert or replica, as
+those of ``LLMRoutingSummary`` and ``PrefixRoutingSummary``, goes through one small network for all
+rows, so that what is learned at one serves every other and the policy routes for any number of
+them; any other Box goes through the usual two layers. Observations are scaled by their running
+moments.
 
-As in CleanRL's ``ppo.py``, but for the masks of illegal actions and for values of the last
-observation where a time limit ends an episode. ``python agents/ppo.py --help`` lists the options.
+As in CleanRL's ``ppo.py``, but for the masks of illegal actions, for values of the last observation
+where a time limit ends an episode, for an average of the weights (``--average``), and for
+``--own_requests``: rewards of the routing ids come when requests end, hundreds of decisions later
+and mixed; with it whole episodes are the rollouts, and each decision is paid what its own request
+counted in the end. ``python agents/ppo.py --help`` lists the options.
 """
 
 from __future__ import annotations
 
+import copy
+import importlib
 import json
 import time
 from collections.abc import Mapping
@@ -22,22 +28,32 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import torch
+from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+import servegym
 from servegym._command_line import parse_settings
 from servegym.agents.lib import checkpoint
 from servegym.agents.lib.arguments import RunArgs, run_agent
 from servegym.agents.lib.checkpoint import CheckpointPolicy
 from servegym.agents.lib.environments import action_masks, episode_seeds, make_envs
 from servegym.agents.lib.run_log import RunLog, interval_passed
+from servegym.envs.families import family_of
 
-ROUTING = {"rate": 8.0, "reward": "completed_qos"}
-"""Arguments of the routing ids; ``--set`` changes them and adds others."""
+SETTINGS = {
+    "llm_routing": {"rate": 8.0, "reward": "completed_qos"},
+    "prefix_routing": {"reward": "score"},
+}
+"""Arguments of the ids of a family; ``--set`` changes them and adds others."""
+MEASURES = {
+    "llm_routing": {"reward": "completed_qos", "split": "val"},
+    "prefix_routing": {"reward": "slo", "split": "val"},
+}
+"""Of the evaluations, which count a request's reward there: QoS, or 1 within the objectives."""
 CUT = {"max_episode_steps": 999}
 """Besides, of their trainings: an episode is cut off before its last request, whose reward has all
 that is still served, with no sign in the observation. A cut leaves that to the critic."""
-VIEWS = {"Summary": "summary", "Experts": "experts"}
 
 
 @dataclass
@@ -64,6 +80,10 @@ class Args(RunArgs):
     """minibatches an epoch"""
     update_epochs: int = 3
     """passes over the collected steps"""
+    own_requests: bool = False
+    """pay each decision for its own request: rollouts are episodes of ``num_steps`` decisions"""
+    average: float = 0.0
+    """share of new weights in the average that is evaluated and saved, an update; 0: no average"""
     clip_coef: float = 0.2
     """clipping of the probability ratio"""
     ent_coef: float = 0.003
@@ -113,13 +133,13 @@ class Moments(nn.Module):
 class Agent(nn.Module):
     """Actor and critic over scaled observations of ``shape``, (columns,) or (rows, columns).
 
-    With rows, action n in 1, ..., rows belongs to row n - 1 and the others (drop, and hold where
-    there is one) to all rows together.
+    With rows, the actions from ``first`` on belong to the rows and the others (drop, hold, reject,
+    where there are) to all rows together.
     """
 
-    def __init__(self, shape: tuple[int, ...], actions: int, width: int) -> None:
+    def __init__(self, shape: tuple[int, ...], actions: int, width: int, first: int = 1) -> None:
         super().__init__()
-        self.shape, self.actions, self.width = shape, actions, width
+        self.shape, self.actions, self.width, self.first = shape, actions, width, first
         self.moments = Moments(shape[-1])
         if len(shape) == 1:
             self.actor, self.critic = (
@@ -135,7 +155,8 @@ class Agent(nn.Module):
             self.mean = layer(width, 2 * width)
             self.row = layer(width, width)
             self.score = layer(width, 1, 0.01)
-            self.common = layer(width, actions - shape[0], 0.01)
+            if actions > shape[0]:
+                self.common = layer(width, actions - shape[0], 0.01)
             self.critic = layer(width, 1, 1.0)
 
     def forward(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -146,26 +167,33 @@ class Agent(nn.Module):
             h = self.rows(x)
             for_rows, common = self.mean(h.mean(1)).chunk(2, -1)
             common = common.relu()
-            scores = self.score((self.row(h) + for_rows[:, None]).relu()).squeeze(-1)
-            others = self.common(common)
-            logits = torch.cat([others[:, :1], scores, others[:, 1:]], -1)
+            logits = self.score((self.row(h) + for_rows[:, None]).relu()).squeeze(-1)
+            if self.actions > self.shape[0]:
+                others = self.common(common)
+                logits = torch.cat([others[:, : self.first], logits, others[:, self.first :]], -1)
             value = self.critic(common)
         return logits.masked_fill(mask == 0, -1e8).log_softmax(-1), value.squeeze(-1)
 
 
+def family_name(args: Args) -> str:
+    """The family of the id, "" for an id of another package."""
+    return family_of(args.env_id).name if args.env_id in servegym.ENV_IDS else ""
+
+
 def env_kwargs(args: Args) -> dict[str, Any]:
     """Arguments of the training environment."""
-    routing = args.env_id.startswith("servegym/LLMRouting")
-    return (ROUTING | CUT if routing else {}) | parse_settings(args.set)
+    family = family_name(args)
+    kwargs = SETTINGS.get(family, {}) | parse_settings(args.set)
+    if args.own_requests:
+        return kwargs | {"episode_requests": args.num_steps}
+    return (CUT if family == "llm_routing" else {}) | kwargs
 
 
 @torch.no_grad()
 def evaluate(agent: Agent, args: Args) -> float:
-    """Greedy policy on the same episodes each time: mean QoS on routing ids, else mean return."""
-    kwargs, n = parse_settings(args.set), args.eval_episodes
-    routing = args.env_id.startswith("servegym/LLMRouting")
-    if routing:
-        kwargs = ROUTING | kwargs | {"split": "val", "reward": "completed_qos"}
+    """Greedy policy on the same episodes each time: mean of `MEASURES`, else of the returns."""
+    family, n = family_name(args), args.eval_episodes
+    kwargs = SETTINGS.get(family, {}) | parse_settings(args.set) | MEASURES.get(family, {})
     envs = make_envs(args.env_id, n, **kwargs)
     obs, info = envs.reset(seed=10_000)
     total, alive, steps = np.zeros(n), np.ones(n, bool), 0
@@ -176,12 +204,18 @@ def evaluate(agent: Agent, args: Args) -> float:
         total, steps = total + reward * alive, steps + int(alive.sum())
         alive &= ~(terminated | truncated)
     envs.close()
-    return float(total.sum() / steps if routing else total.mean())
+    return float(total.sum() / steps if family in MEASURES else total.mean())
+
+
+def outcome_reader(args: Args, envs: Any) -> Any:
+    """What tells which requests have ended, of the family's module ``outcomes``."""
+    module = f"servegym.envs.{family_of(args.env_id).name}.outcomes"
+    return importlib.import_module(module).OutcomeReader(envs)
 
 
 def save_policy(agent: Agent, args: Args, path: Path) -> None:
     """Weights, arguments and shape in one safetensors file."""
-    shape = {k: getattr(agent, k) for k in ("shape", "actions", "width")}
+    shape = {k: getattr(agent, k) for k in ("shape", "actions", "width", "first")}
     meta = {"agent": "ppo", "args": json.dumps(asdict(args)), "shape": json.dumps(shape)}
     checkpoint.write_checkpoint(agent, meta, path)
 
@@ -202,7 +236,8 @@ def load(meta: Mapping[str, str], weights: Mapping[str, Tensor], system: Any) ->
             )
         return net(net.moments(x), mask)[0].argmax(-1).numpy()
 
-    view = next((view for name, view in VIEWS.items() if name in args.env_id), "flat")
+    ids = family_of(args.env_id)
+    view = list(ids.views)[ids.env_ids.index(args.env_id)]
     return CheckpointPolicy("ppo", view, args, net, decide, env_kwargs(args))
 
 
@@ -211,16 +246,20 @@ def train(args: Args) -> Path:
     begin = time.process_time()
     torch.set_num_threads(args.torch_threads)
     torch.manual_seed(args.seed)
+    if args.own_requests and not (family_name(args) and family_of(args.env_id).outcomes):
+        raise ValueError(f"own_requests: requests of {args.env_id!r} are not told when they end")
     n = min(args.num_envs, args.total_timesteps)
     steps = min(args.num_steps, -(-args.total_timesteps // n))
-    envs = make_envs(args.env_id, n, **env_kwargs(args))
+    resets = AutoresetMode.DISABLED if args.own_requests else AutoresetMode.SAME_STEP
+    envs = make_envs(args.env_id, n, resets, **env_kwargs(args))
     box, discrete = envs.single_observation_space, envs.single_action_space
     if not isinstance(box, gym.spaces.Box) or not isinstance(discrete, gym.spaces.Discrete):
         raise ValueError(f"env_id: {args.env_id!r} has no single Box with Discrete actions")
     actions = int(discrete.n)
-    if len(box.shape) > 2 or (len(box.shape) == 2 and actions <= box.shape[0]):
+    if len(box.shape) > 2 or (len(box.shape) == 2 and actions < box.shape[0]):
         raise ValueError(f"env_id: {args.env_id!r} has a Box {box.shape}; flatten it first")
-    agent = Agent(box.shape, actions, args.width)
+    agent = Agent(box.shape, actions, args.width, first=int(family_name(args) == "llm_routing"))
+    average = copy.deepcopy(agent)
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5)
     run = Path(args.out_dir) / (args.run_name or f"ppo_{args.seed}")
     log = RunLog(run, args, "ppo")
@@ -237,10 +276,11 @@ def train(args: Args) -> Path:
 
     def report(step: int, metrics: dict[str, float], best: float) -> float:
         log.phase = "evaluating"
-        metrics["eval/score"] = score = evaluate(agent, args)
+        judged = average if args.average else agent
+        metrics["eval/score"] = score = evaluate(judged, args)
         log.say(f"step {step}: evaluation {score:.4f}")
         return checkpoint.save_best_and_last(
-            partial(save_policy, agent, args), args, run, score, best
+            partial(save_policy, judged, args), args, run, score, best
         )
 
     x, mask = observe(*envs.reset(seed=episode_seeds(args.seed, n)))
@@ -251,6 +291,10 @@ def train(args: Args) -> Path:
     updates = -(-args.total_timesteps // (steps * n))
     for update in range(updates):
         optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - update / updates)
+        if args.own_requests:
+            if update:
+                x, mask = observe(*envs.reset())
+            reader = outcome_reader(args, envs)
         with torch.no_grad():
             for t in range(steps):
                 obs_buf[t], mask_buf[t] = x, mask
@@ -266,6 +310,10 @@ def train(args: Args) -> Path:
                     final = agent.moments(torch.as_tensor(info["final_obs"][i]).float())
                     after[t, i] = agent(final[None], torch.ones(1, actions))[1]
                 log.add_rewards(reward, done)
+            if args.own_requests:
+                ended = reader.read()
+                rewards.zero_()
+                rewards[ended["decision"], ended["row"]] = torch.as_tensor(ended["reward"]).float()
             following = torch.cat([values[1:], agent(x, mask)[1][None]])
             delta = rewards + args.gamma * torch.where(dones > 0, after, following) - values
             advantages, trace = torch.zeros((steps, n)), torch.zeros(n)
@@ -290,6 +338,9 @@ def train(args: Args) -> Path:
                 loss.backward()
                 nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
                 optimizer.step()
+                for mean, new in zip(average.parameters(), agent.parameters(), strict=True):
+                    mean.data.lerp_(new.data, args.average)
+        average.moments.load_state_dict(agent.moments.state_dict())
         step += steps * n
         metrics = {
             "charts/SPS": log.advance(step),

@@ -106,7 +106,11 @@ FAMILIES: tuple[Family, ...] = (
         title="Prefix-cache-aware routing",
         paper="",
         group="prefix",
-        views={"graph": "PrefixRouting", "flat": "PrefixRoutingFlat"},
+        views={
+            "graph": "PrefixRouting",
+            "flat": "PrefixRoutingFlat",
+            "summary": "PrefixRoutingSummary",
+        },
         system="PrefixSystem",
         outcomes=True,
         version=1,

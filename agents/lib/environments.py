@@ -12,12 +12,17 @@ from numpy.typing import NDArray
 import servegym  # noqa: F401  (registers the environments)
 
 
-def make_envs(env_id: str, num_envs: int, **env_kwargs: Any) -> gym.vector.VectorEnv:
-    """A vector environment that resets within the step that ends an episode.
+def make_envs(
+    env_id: str,
+    num_envs: int,
+    autoreset_mode: gym.vector.AutoresetMode = gym.vector.AutoresetMode.SAME_STEP,
+    **env_kwargs: Any,
+) -> gym.vector.VectorEnv:
+    """A vector environment that resets within the step that ends an episode, if at all.
 
     It is the native one for the ids of this package and Gymnasium's ``SyncVectorEnv`` for others.
     """
-    how: dict[str, Any] = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP}
+    how: dict[str, Any] = {"autoreset_mode": autoreset_mode}
     if "servegym/" not in env_id:
         return gym.make_vec(env_id, num_envs, "sync", vector_kwargs=how, **env_kwargs)
     return gym.make_vec(env_id, num_envs, "vector_entry_point", **how, **env_kwargs)

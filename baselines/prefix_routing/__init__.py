@@ -30,6 +30,7 @@ from servegym.baselines.prefix_routing.simple import (
     RoundRobin,
     SessionHash,
     VllmDp,
+    WeightedLoad,
 )
 from servegym.baselines.prefix_routing.system import PrefixSystem
 from servegym.baselines.prefix_routing.view import NOWHERE, Rule, View
@@ -73,6 +74,7 @@ RULES: MappingProxyType[str, tuple[Callable[..., Rule], str]] = MappingProxyType
         "preble": (Preble, "Preble's E2: exploit mostly cached prompts, else least load"),
         "mooncake": (Mooncake, "least estimated time to first token (Mooncake)"),
         "ray_prefix_aware": (RayPrefixAware, "Ray's prefix-aware router"),
+        "weighted_load": (WeightedLoad, "least TTFT estimate plus load by the card's weight"),
     }
 )
 """Name -> (what makes the rule, one line about it)."""

@@ -54,6 +54,7 @@ def view_of(
         kv=of("kv_usage"),
         capacity_tokens=of("kv_tokens").astype(np.int64),
         speed=of("prefill_tokens_per_s"),
+        decode_speed=system.decode_speed,
         last_replica=int(last[0]) if len(last) else -1,
         session=int(observation["ids"][row, 0]),
         tenant=int(observation["ids"][row, 1]),

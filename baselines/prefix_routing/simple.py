@@ -52,6 +52,31 @@ class LeastLoad(Rule):
         return least(view.in_flight, replicas, view.rng)
 
 
+class WeightedLoad(Rule):
+    """Least estimated time to first token plus requests in flight by the card's weight.
+
+    argmin (prefill tokens in flight + L - m) / speed + load_s x (requests in flight + 1) / weight,
+    the weight being how fast the replica decodes beside the fastest one, by its hardware profile,
+    to the power of ``power``. A slow card's requests lose their TPOT before their TTFT shows it.
+
+    Args:
+        load_s: Seconds that a request in flight counts at the fastest card.
+        power: Exponent of the weights; 0 counts requests alike.
+    """
+
+    name = "weighted_load"
+
+    def __init__(self, load_s: float = 0.005, power: float = 1.0) -> None:
+        self.load_s = real("load_s", load_s, 0.0)
+        self.power = real("power", power, 0.0, 10.0)
+
+    def choose_of(self, view: View, replicas: NDArray[np.intp]) -> int:
+        """See `Rule.choose_of`."""
+        ttft_s = (view.prefill_tokens + view.new_tokens()) / view.speed
+        weight = (view.decode_speed / view.decode_speed.max()) ** self.power
+        return least(ttft_s + self.load_s * (view.in_flight + 1) / weight, replicas)
+
+
 class VllmDp(Rule):
     """vLLM's data-parallel balancer: least 4 x waiting + running.
 

@@ -24,6 +24,8 @@ class PrefixSystem:
         block_size: Tokens of a KV block.
         index_block: Tokens of an entry of the gateway's prefix index.
         speed: (N,) prefill tokens/s.
+        decode_speed: (N,) tokens/s of a replica's decodes under one load for all, by its hardware
+            profile: ``max_num_seqs`` requests that fill the smallest KV memory.
         kv_tokens: (N,) tokens of the KV memories.
         max_num_seqs: Requests that a replica runs, at most.
     """
@@ -33,6 +35,7 @@ class PrefixSystem:
     block_size: int
     index_block: int
     speed: NDArray[np.float64]
+    decode_speed: NDArray[np.float64]
     kv_tokens: NDArray[np.int64]
     max_num_seqs: int
 
@@ -43,14 +46,18 @@ class PrefixSystem:
         Args:
             problem: As `servegym.envs.prefix_routing.config.build_problem` returns it.
         """
+        kv_tokens = np.asarray(problem.capacity * problem.block_size, np.int64)
+        running = int(problem.tables.config["max_running"][0])
+        full = [p.decode_s(running, int(kv_tokens.min())) for p in problem.profiles]
         return cls(
             num_replicas=problem.num_replicas,
             admission=problem.admission,
             block_size=problem.block_size,
             index_block=int(problem.gateway["entry_tokens"]),
             speed=np.asarray(problem.speed, np.float64),
-            kv_tokens=np.asarray(problem.capacity * problem.block_size, np.int64),
-            max_num_seqs=int(problem.tables.config["max_running"][0]),
+            decode_speed=running / np.array(full),
+            kv_tokens=kv_tokens,
+            max_num_seqs=running,
         )
 
     @classmethod

@@ -35,6 +35,7 @@ class View:
         kv: (N,) share of the KV blocks in use, scraped, in [0, 1].
         capacity_tokens: (N,) tokens that the KV memory holds.
         speed: (N,) prefill tokens per second.
+        decode_speed: (N,) tokens per second that the replicas decode under equal load.
         last_replica: Replica of the session's last request, -1 for none.
         session: Identifier of the conversation, -1 for none.
         tenant: Identifier of the customer.
@@ -62,6 +63,7 @@ class View:
     kv: Numbers
     capacity_tokens: Numbers
     speed: Numbers
+    decode_speed: Numbers
     last_replica: int
     session: int
     tenant: int

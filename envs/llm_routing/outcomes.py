@@ -12,19 +12,21 @@ from servegym.envs.llm_routing import kernel
 OUTCOME = np.dtype(
     [
         ("row", "i8"),
-        ("request", "i8"),
+        ("decision", "i8"),
         ("expert", "i8"),
         ("outcome", "i8"),
         ("finish_s", "f8"),
         ("output_tokens", "i8"),
         ("score", "f8"),
         ("qos", "f8"),
+        ("reward", "f8"),
     ]
 )
-"""A request that has ended: its system in the batch, its index in the episode, its expert (-1 if
+"""A request that has ended: its system in the batch, how many decisions of the episode came
+before its own, its expert (-1 if
 it was dropped), the index of its outcome in `core.OUTCOMES`, when it was completed, the tokens and
-the score of its answer, and the score if the answer came within the latency requirement, else 0.
-Who completed no answer has NaN, 0, NaN and 0."""
+the score of its answer, the score if the answer came within the latency requirement, else 0, and
+the same as the environment's reward counts it. Who completed no answer has NaN, 0, NaN, 0 and 0."""
 
 
 class OutcomeReader:
@@ -59,14 +61,14 @@ class OutcomeReader:
         ended = log[row, at]
         completed = ended["outcome"] == kernel.COMPLETED
         out = np.zeros(row.size, dtype=OUTCOME)
-        out["row"], out["request"] = row, first + at
+        out["row"], out["decision"] = row, first + at
         for name in ("expert", "outcome"):
             out[name] = ended[name]
         out["output_tokens"] = np.where(completed, ended["output_tokens"], 0)
         for name in ("finish_s", "score"):
             out[name] = np.where(completed, ended[name], np.nan)
-        e2e = out["finish_s"] - batch.arrivals[row, out["request"]]
+        e2e = out["finish_s"] - batch.arrivals[row, out["decision"]]
         limit = batch.env["latency_requirement"][row]
         on_time = completed & (e2e / np.maximum(out["output_tokens"], 1) <= limit)
-        out["qos"] = np.where(on_time, out["score"], 0.0)
+        out["qos"] = out["reward"] = np.where(on_time, out["score"], 0.0)
         return out

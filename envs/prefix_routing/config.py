@@ -31,7 +31,7 @@ from servegym.envs.prefix_routing.workloads import (
 from servegym.hardware_profiles import Profile, load
 from servegym.hardware_profiles.load import data_path
 
-DICT, FLAT = 0, 1
+DICT, FLAT, SUMMARY = steps.DICT, steps.FLAT, steps.SUMMARY
 """Kinds of observation."""
 
 MAX_REPLICAS = 62
@@ -48,7 +48,7 @@ class Problem:
     """What the systems of an environment share.
 
     Attributes:
-        view: `DICT` or `FLAT`.
+        view: `DICT`, `FLAT` or `SUMMARY`.
         tables: The engine's arguments and latency laws.
         settings: ``(1,)`` `steps.SETTINGS`.
         gateway: The gateway's arguments.
@@ -99,11 +99,6 @@ class Problem:
         return int(self.tables.config["block_size"][0])
 
     @property
-    def flat(self) -> bool:
-        """Whether the observation is one vector."""
-        return self.view == FLAT
-
-    @property
     def admission(self) -> bool:
         """Whether a request may be rejected."""
         return bool(self.settings["admission"][0])
@@ -141,7 +136,7 @@ def build_problem(
     """Check every argument of a prefix-routing environment and build its problem.
 
     The arguments are those of :class:`~servegym.envs.prefix_routing.env.PrefixRoutingEnv`;
-    ``view`` is the kind of observation (`DICT` or `FLAT`).
+    ``view`` is the kind of observation (`DICT`, `FLAT` or `SUMMARY`).
 
     Raises:
         ValueError: naming the argument, what was given and what is allowed.
@@ -202,13 +197,13 @@ def _problem(
     kept = capacity if entries == "kv_blocks" else _entries(entries, len(cards))
     settings = np.zeros(1, dtype=steps.SETTINGS)
     p = settings[0]
-    p["decisions"], p["warmup"], p["scaled"] = decisions, warmup, view == FLAT
+    p["decisions"], p["warmup"], p["layout"] = decisions, warmup, view
     p["reward"] = _REWARDS[choose("reward", reward, _REWARDS)]
     p["admission"] = flag("admission", admission)
     if p["admission"] and p["reward"] == steps.TTFT:
-        raise ValueError("admission=True needs reward='slo': a rejected request has no TTFT.")
+        raise ValueError("admission=True needs another reward: a rejected request has no TTFT.")
     if failures is not None and p["reward"] == steps.TTFT:
-        raise ValueError("failures needs reward='slo': a request that is lost may have no TTFT.")
+        raise ValueError("failures needs another reward: a request that is lost may have no TTFT.")
     p["scrape_s"] = real("scrape_s", scrape_s, 0.0)
     for name, value in {**SLO, **mapping("slo", slo, SLO)}.items():
         p[name] = real(f"slo[{name!r}]", value, 0.0)
@@ -257,7 +252,7 @@ def _named(scenario: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-_REWARDS = {"slo": steps.SLO, "ttft": steps.TTFT}
+_REWARDS = {"slo": steps.SLO, "ttft": steps.TTFT, "score": steps.SCORE}
 _INDEX_KEYWORDS = (
     "index_entries",
     *(n for n in inspect.signature(gateway_config).parameters if n not in ("index", "block_size")),

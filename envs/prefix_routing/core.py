@@ -12,7 +12,7 @@ from gymnasium import spaces
 from servegym._jit import compile_kernels
 from servegym.envs._batch import Batch
 from servegym.envs.prefix_routing import kernel
-from servegym.envs.prefix_routing.config import Problem
+from servegym.envs.prefix_routing.config import DICT, FLAT, SUMMARY, Problem
 from servegym.envs.prefix_routing.gateway import GROWING, blank, load, prompts, sizes
 from servegym.envs.prefix_routing.kernel import steps
 from servegym.envs.prefix_routing.kernel.gateway import Gateway
@@ -20,7 +20,7 @@ from servegym.envs.prefix_routing.kernel.observation import REPLICA_HIGH, REPLIC
 from servegym.envs.prefix_routing.requests import PrefixRequests
 from servegym.envs.prefix_routing.tables import put_replicas, put_requests
 
-REWARD_TERMS = {steps.SLO: ("met",), steps.TTFT: ("ttft",)}
+REWARD_TERMS = {steps.SLO: ("met",), steps.TTFT: ("ttft",), steps.SCORE: ("score",)}
 
 REQUEST_LOG = np.dtype(
     [
@@ -81,8 +81,11 @@ def observation_space(problem: Problem) -> spaces.Space:
     n = problem.num_replicas
     high, low = np.array(REPLICA_HIGH, np.float32), np.array(REPLICA_LOW, np.float32)
     top = np.array(REQUEST_HIGH, np.float32)
-    if problem.flat:
-        signed = np.concatenate([np.zeros(len(top)), np.tile(low, n)]) < 0
+    if problem.view != DICT:
+        if problem.view == FLAT:
+            signed = np.concatenate([np.zeros(len(top)), np.tile(low, n)]) < 0
+        else:
+            signed = np.tile(np.concatenate([low, np.zeros(len(top))]) < 0, (n, 1))
         bottom = np.where(signed, -1.0, 0.0).astype(np.float32)
         return spaces.Box(bottom, np.ones_like(bottom), dtype=np.float32)
     most = np.iinfo(np.int32).max
@@ -131,20 +134,22 @@ class PrefixBatch(Batch):
             ids=np.zeros((num_rows, count, 2), dtype=np.int32),
         )
         features, width = len(REPLICA_HIGH), len(REQUEST_HIGH)
-        flat = (width + n * features) * problem.flat
+        scaled = {DICT: 0, FLAT: width + n * features, SUMMARY: n * (features + width)}
         self.buffers = steps.Buffers(
             replicas=np.zeros((num_rows, n, features), dtype=np.float32),
             request=np.zeros((num_rows, width), dtype=np.float32),
             ids=np.zeros((num_rows, 2), dtype=np.int32),
             time_s=np.zeros((num_rows, 1), dtype=np.float32),
-            flat=np.zeros((num_rows, flat), dtype=np.float32),
+            scaled=np.zeros((num_rows, scaled[problem.view]), dtype=np.float32),
             high=np.array([*REQUEST_HIGH, *(REPLICA_HIGH * n)], dtype=np.float32),
             mask=np.zeros((num_rows, n + problem.admission), dtype=np.int8),
             reward=np.zeros((num_rows, 2)),
         )
         self.out, self.action_mask = self.buffers.reward, self.buffers.mask
-        self.observation: Any = self.buffers.flat
-        if not problem.flat:
+        self.observation: Any = self.buffers.scaled
+        if problem.view == SUMMARY:
+            self.observation = self.buffers.scaled.reshape(num_rows, n, features + width)
+        elif problem.view == DICT:
             names = ("ids", "replicas", "request", "time_s")
             self.observation = {name: getattr(self.buffers, name) for name in names}
         self.terms = REWARD_TERMS[int(problem.settings["reward"][0])]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from servegym.envs._batch import BatchEnv
-from servegym.envs.prefix_routing.config import DICT, FLAT, Problem, build_problem
+from servegym.envs.prefix_routing.config import DICT, FLAT, SUMMARY, Problem, build_problem
 from servegym.envs.prefix_routing.core import (
     PrefixBatch,
     action_space,
@@ -157,3 +157,18 @@ class PrefixRoutingFlatEnv(PrefixRoutingEnv):
     """
 
     VIEW = FLAT
+
+
+class PrefixRoutingSummaryEnv(PrefixRoutingEnv):
+    """`PrefixRoutingEnv` with one Box that has a row for each replica.
+
+    The observation is a float32 `Box` of shape (N, 22 + 7): the columns of `replicas`, then those of
+    `request`, the same in each row, scaled as in `PrefixRoutingFlatEnv`. Everything else is as in
+    `PrefixRoutingEnv`.
+
+    >>> import gymnasium, servegym
+    >>> gymnasium.make("servegym/PrefixRoutingSummary-v1").observation_space.shape
+    (8, 29)
+    """
+
+    VIEW = SUMMARY

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from servegym.envs.prefix_routing import kernel
+from servegym.envs.prefix_routing.kernel import steps
 
 OUTCOME = np.dtype(
     [
@@ -19,12 +20,14 @@ OUTCOME = np.dtype(
         ("output_tokens", "i8"),
         ("ttft_s", "f8"),
         ("tpot_s", "f8"),
+        ("reward", "f8"),
     ]
 )
 """A request that has ended: its system in the batch, how many decisions of the episode came before
 its own, its replica (-1 if it was rejected), the index of its outcome in `core.OUTCOMES`, when it
 was completed, its output, the time to its first token and the seconds per token after that (NaN for
-an output of one token). Who completed no answer has NaN, 0, NaN and NaN."""
+an output of one token), what the environment's reward counts for it. Who completed no answer has
+NaN, 0, NaN, NaN and `steps.LOST` or, with the other rewards, 0."""
 
 
 class OutcomeReader:
@@ -65,5 +68,21 @@ class OutcomeReader:
             out["ttft_s"] = np.where(completed, own["first"] - own["arrived"], np.nan)
             rest = np.where(completed & (own["output"] > 1), own["output"] - 1, np.nan)
             out["tpot_s"] = (own["finish"] - own["first"]) / rest
+            out["reward"] = self._reward(out, own["prompt"])
             found.append(out)
         return np.concatenate(found)
+
+    def _reward(self, ended: NDArray[Any], prompt: NDArray[Any]) -> NDArray[np.float64]:
+        """What the environment's reward counts for requests that have ended (K,)."""
+        p = self._batch.problem.settings[0]
+        lost = np.isnan(ended["ttft_s"])
+        if p["reward"] == steps.TTFT:
+            return np.where(lost, 0.0, -ended["ttft_s"])
+        tpot = np.nan_to_num(ended["tpot_s"]) / p["tpot_s"]
+        worse = np.maximum(ended["ttft_s"] / self._batch.problem.ttft_slo_s(prompt), tpot)
+        met = worse <= 1.0
+        if p["reward"] == steps.SLO:
+            return met.astype(np.float64)
+        rejected = ended["replica"] < 0
+        score = met - steps.SCORE_WEIGHT * np.log2(1.0 + worse)
+        return np.where(lost, np.where(rejected, 0.0, steps.LOST), score)

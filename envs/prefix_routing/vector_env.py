@@ -5,7 +5,11 @@ from __future__ import annotations
 from servegym.envs._vector import BatchVectorEnv
 from servegym.envs.prefix_routing.config import Problem
 from servegym.envs.prefix_routing.core import PrefixBatch
-from servegym.envs.prefix_routing.env import PrefixRoutingEnv, PrefixRoutingFlatEnv
+from servegym.envs.prefix_routing.env import (
+    PrefixRoutingEnv,
+    PrefixRoutingFlatEnv,
+    PrefixRoutingSummaryEnv,
+)
 
 
 class PrefixRoutingVectorEnv(BatchVectorEnv):
@@ -38,3 +42,9 @@ class PrefixRoutingFlatVectorEnv(PrefixRoutingVectorEnv):
     """B systems of `PrefixRoutingFlatEnv`."""
 
     SINGLE = PrefixRoutingFlatEnv
+
+
+class PrefixRoutingSummaryVectorEnv(PrefixRoutingVectorEnv):
+    """B systems of `PrefixRoutingSummaryEnv`."""
+
+    SINGLE = PrefixRoutingSummaryEnv

@@ -9,6 +9,7 @@ pytest.importorskip("safetensors")
 pytest.importorskip("rich")
 
 from servegym.agents import load_policy, ppo  # noqa: E402
+from servegym.envs.prefix_routing.outcomes import OutcomeReader  # noqa: E402
 
 from .runs import lines, tiny  # noqa: E402
 
@@ -50,15 +51,25 @@ def test_running_moments_are_those_of_all_that_was_seen():
 
 
 @pytest.mark.parametrize(
-    ("env_id", "settings", "view"),
+    ("env_id", "settings", "view", "own"),
     [
-        ("CartPole-v1", (), None),
-        ("servegym/PrefixRoutingFlat-v1", ("episode_requests=20", "num_replicas=2"), "flat"),
-        ("servegym/LLMRoutingExperts-v1", ("episode_requests=20", "num_experts=3"), "experts"),
+        ("CartPole-v1", (), None, False),
+        ("servegym/PrefixRoutingFlat-v1", ("episode_requests=20", "num_replicas=2"), "flat", False),
+        ("servegym/PrefixRoutingSummary-v1", ("num_replicas=2",), "summary", True),
+        (
+            "servegym/LLMRoutingExperts-v1",
+            ("episode_requests=20", "num_experts=3"),
+            "experts",
+            False,
+        ),
+        ("servegym/LLMRoutingSummary-v1", ("num_experts=3",), "summary", True),
     ],
 )
-def test_other_ids_train(tmp_path, env_id, settings, view):
-    run = ppo.train(tiny("ppo", tmp_path, env_id=env_id, set=settings)[1])
+def test_other_ids_train(tmp_path, env_id, settings, view, own):
+    args = tiny("ppo", tmp_path, env_id=env_id, set=settings, own_requests=own, average=0.1 * own)[
+        1
+    ]
+    run = ppo.train(args)
     log = lines(run)
     assert "charts/episodic_return" in log[-1] or "charts/episodic_return" in log[-2]
     if view is not None:
@@ -66,6 +77,29 @@ def test_other_ids_train(tmp_path, env_id, settings, view):
         assert policy.env_view == view
         with pytest.raises(ValueError, match="trained on"):
             policy.act(np.zeros((1, 3, 1), np.float32), np.ones((1, 4)))
+
+
+def test_a_decision_is_paid_for_its_own_request(tmp_path, monkeypatch):
+    """The rewards of a rollout are those of the requests, by the decisions that sent them."""
+    seen = []
+    read = OutcomeReader.read
+    monkeypatch.setattr(OutcomeReader, "read", lambda self: seen.append(read(self)) or seen[-1])
+    ppo.train(
+        tiny(
+            "ppo",
+            tmp_path,
+            env_id="servegym/PrefixRoutingSummary-v1",
+            set=("num_replicas=2",),
+            own_requests=True,
+        )[1]
+    )
+    for ended in seen:  # each decision of each environment once
+        pairs = set(zip(ended["row"].tolist(), ended["decision"].tolist(), strict=True))
+        rows, steps = ended["row"].max() + 1, ended["decision"].max() + 1
+        assert len(pairs) == len(ended) == rows * steps and np.ptp(ended["reward"]) > 0
+    args = tiny("ppo", tmp_path / "b", env_id="servegym/ServerlessMoEFlat-v0", own_requests=True)[1]
+    with pytest.raises(ValueError, match="own_requests"):
+        ppo.train(args)
 
 
 def test_a_short_training_rises_above_its_random_weights(tmp_path):

@@ -28,7 +28,10 @@ from servegym.envs.prefix_routing.kernel.iterations import advance
 from servegym.envs.prefix_routing.kernel.layout import COMPLETION, FIRST_TOKEN, record
 from servegym.envs.prefix_routing.kernel.observation import observe as see
 
-SLO, TTFT = 0, 1  # settings.reward
+SLO, TTFT, SCORE = 0, 1, 2  # settings.reward
+DICT, FLAT, SUMMARY = 0, 1, 2  # settings.layout
+SCORE_WEIGHT, LOST = 0.3, -2.0
+"""Of the reward SCORE: see `score`; what a request counts that a replica loses or cannot take."""
 
 
 SETTINGS = record(
@@ -36,8 +39,8 @@ SETTINGS = record(
         ("decisions", "i8"),  # of an episode
         ("warmup", "i8"),  # requests before the first decision
         ("admission", "i8"),  # 1: a request may be rejected
-        ("scaled", "i8"),  # 1: one scaled vector is seen
-        ("reward", "i8"),  # SLO or TTFT
+        ("layout", "i8"),  # DICT, FLAT or SUMMARY
+        ("reward", "i8"),  # SLO, TTFT or SCORE
         ("scrape_s", "f8"),  # time between scrapes; 0: metrics are live
         ("ttft_s", "f8"),  # TTFT objective: ttft_s + ttft_s_per_token x prompt
         ("ttft_s_per_token", "f8"),
@@ -64,6 +67,7 @@ EPISODE = record(
         ("recomputed_tokens", "i8"),
         ("step_met", "f8"),  # in this step
         ("step_ttft", "f8"),  # s, sum over the first tokens in this step
+        ("step_score", "f8"),  # in this step, see `score`
         ("began", "f8"),  # s, first decision
         ("last_finish", "f8"),  # s
     ]
@@ -99,7 +103,8 @@ class Buffers(NamedTuple):
         request: float32 ``(B, K)``, in raw units.
         ids: int32 ``(B, 2)``, session and tenant.
         time_s: float32 ``(B, 1)``.
-        flat: float32 ``(B, K + N F)``, or ``(B, 0)`` where nobody reads it.
+        scaled: float32 ``(B, K + N F)`` or, by replica, ``(B, N (F + K))``; ``(B, 0)`` where
+            nobody reads it.
         high: float32 ``(K + N F,)``, the bounds of the raw features.
         mask: int8 ``(B, A)``.
         reward: float64 ``(B, 2)``: the reward and whether the episode has ended.
@@ -109,7 +114,7 @@ class Buffers(NamedTuple):
     request: np.ndarray
     ids: np.ndarray
     time_s: np.ndarray
-    flat: np.ndarray
+    scaled: np.ndarray
     high: np.ndarray
     mask: np.ndarray
     reward: np.ndarray
@@ -178,7 +183,22 @@ def _hear(c, p, s, g, x, b):
             o.step_ttft += r.first - r.arrived
         elif entry.kind == COMPLETION:
             _count(p, o, r, g.request[b, entry.request].uncached)
+        else:
+            o.step_score += LOST
     gateway.take_news(g, b, s.news[b], v.news, s.request[first : first + c.num_requests])
+
+
+@inline
+def score(p, r):
+    """What a completed request is worth: 1 within both objectives, less for what it took of them.
+
+    ``SCORE_WEIGHT`` times the binary logarithm of one and the larger share of its objective that
+    TTFT or TPOT took: the logarithm tells apart what is late and what is later.
+    """
+    ttft = (r.first - r.arrived) / (p.ttft_s + p.ttft_s_per_token * r.prompt)
+    tpot = (r.finish - r.first) / (p.tpot_s * max(r.output - 1, 1))
+    worse = max(ttft, tpot)
+    return (1.0 if worse <= 1.0 else 0.0) - SCORE_WEIGHT * math.log2(1.0 + worse)
 
 
 @inline
@@ -188,6 +208,7 @@ def _count(p, o, r, uncached):
     ttft = r.first - r.arrived
     in_time = ttft <= p.ttft_s + p.ttft_s_per_token * r.prompt
     smooth = r.finish - r.first <= p.tpot_s * (r.output - 1)
+    o.step_score += score(p, r)
     o.met_ttft += in_time
     o.met_tpot += smooth
     if in_time and smooth:
@@ -251,15 +272,21 @@ def _observe(c, p, s, g, x, out, b):
             out.mask[b, n] = (g.replica[b, n].up == 1 or up == 0) and fits
         if p.admission:
             out.mask[b, c.num_replicas] = 1
-    if p.scaled:
-        width = out.request.shape[1]
+    if p.layout != DICT:
+        width, features = out.request.shape[1], out.replicas.shape[2]
+        of_row = features + width if p.layout == SUMMARY else features
+        first = 0 if p.layout == SUMMARY else width
         for k in range(width):
-            out.flat[b, k] = _scaled(out.request[b, k], out.high[k])
-        features = out.replicas.shape[2]
+            value = _scaled(out.request[b, k], out.high[k])
+            if p.layout == FLAT:
+                out.scaled[b, k] = value
+            else:
+                for n in range(c.num_replicas):
+                    out.scaled[b, n * of_row + features + k] = value
         for n in range(c.num_replicas):
             for k in range(features):
-                at = width + n * features + k
-                out.flat[b, at] = _scaled(out.replicas[b, n, k], out.high[at])
+                high = out.high[width + k]
+                out.scaled[b, first + n * of_row + k] = _scaled(out.replicas[b, n, k], high)
 
 
 @inline
@@ -333,12 +360,14 @@ def step(t, s, g, x, out, actions, which):
         o = x.row[b]
         o.step_met = 0.0
         o.step_ttft = 0.0
+        o.step_score = 0.0
         x.order[b, o.index] = v.index
         x.counted[b, v.index] = 1
         o.index += 1
         n = actions[b] if actions[b] < c.num_replicas else -1
         if not _send(c, t.law, s, g, b, n):
             o.rejected += 1
+            o.step_score += LOST if n >= 0 else 0.0
         _go_to_next_arrival(c, t.law, p, s, g, x, b)
         last = o.index == p.decisions
         if last:
@@ -348,6 +377,9 @@ def step(t, s, g, x, out, actions, which):
             _hear(c, p, s, g, x, b)
             ended += 1
         _observe(c, p, s, g, x, out, b)
-        out.reward[b, 0] = o.step_met if p.reward == SLO else -o.step_ttft
+        if p.reward == SLO:
+            out.reward[b, 0] = o.step_met
+        else:
+            out.reward[b, 0] = o.step_score if p.reward == SCORE else -o.step_ttft
         out.reward[b, 1] = 1.0 if last else 0.0
     return ended

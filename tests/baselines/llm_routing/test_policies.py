@@ -246,7 +246,7 @@ def test_outcomes_are_told_when_requests_end_and_once():
             _, _, done, _, info = envs.step(rng.integers(0, 7, 3))
             now = envs.unwrapped.batch.env["now"].copy()
             for one in reader.read():
-                row, request = int(one["row"]), int(one["request"])
+                row, request = int(one["row"]), int(one["decision"])
                 assert request not in told[row] and request <= step
                 if np.isfinite(one["finish_s"]) and not done[row]:
                     assert before[row] < one["finish_s"] <= now[row]

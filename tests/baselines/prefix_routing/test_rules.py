@@ -24,6 +24,7 @@ from servegym.baselines.prefix_routing.simple import (
     RoundRobin,
     SessionHash,
     VllmDp,
+    WeightedLoad,
 )
 
 
@@ -46,6 +47,7 @@ def view(replicas: int = 3, seed: int = 0, **given: Any):
         "block_size": 16,
         "capacity_tokens": np.full(replicas, 100_000),
         "speed": np.full(replicas, 1000.0),
+        "decode_speed": np.full(replicas, 1000.0),
         "last_replica": -1,
         "session": 0,
         "tenant": 0,
@@ -126,6 +128,21 @@ def test_vllm_dp_counts_its_own_requests_until_the_next_scrape():
     assert rule.choose(view(now_s=1.01, **stale)) == 1
     assert rule.choose(view(now_s=1.02, **stale)) == 0
     assert rule.choose(view(now_s=1.10, running=[3, 2, 9], scrape_age_s=0.05)) == 1
+
+
+def test_weighted_load_counts_requests_by_the_speed_of_the_card():
+    slow = {"decode_speed": [1000.0, 250.0, 1000.0]}
+    rule = WeightedLoad(load_s=0.01)
+    # 160 tokens at 1,000/s take .16 s everywhere; 3 + 1 requests at a quarter of the speed count 16.
+    assert chosen(rule, in_flight=[14, 3, 20], **slow) == {0}
+    assert chosen(rule, in_flight=[16, 3, 20], **slow) == {1}
+    assert chosen(WeightedLoad(0.01, power=0.0), in_flight=[14, 3, 20], **slow) == {1}
+    # A prefix of 100 tokens is worth .1 s, ten requests.
+    assert chosen(rule, in_flight=[14, 3, 20], match_tokens=[0, 0, 100], **slow) == {2}
+    assert chosen(WeightedLoad(0.0), in_flight=[0, 9, 0], match_tokens=[0, 16, 0]) == {1}
+    for bad in ({"load_s": -1.0}, {"power": float("nan")}):
+        with pytest.raises(ValueError, match=next(iter(bad))):
+            WeightedLoad(**bad)
 
 
 def test_the_hash_ring_moves_only_the_keys_of_a_replica_that_is_down():

@@ -7,10 +7,16 @@ from gymnasium.utils.seeding import np_random
 from servegym.envs.llm_routing.kernel import sojourn_s
 from servegym.envs.prefix_routing import kernel
 from servegym.envs.prefix_routing.config import DICT, build_problem
-from servegym.envs.prefix_routing.env import PrefixRoutingEnv, PrefixRoutingFlatEnv
+from servegym.envs.prefix_routing.env import (
+    PrefixRoutingEnv,
+    PrefixRoutingFlatEnv,
+    PrefixRoutingSummaryEnv,
+)
 from servegym.envs.prefix_routing.kernel.observation import REPLICA_FEATURES, REQUEST_FEATURES
+from servegym.envs.prefix_routing.outcomes import OutcomeReader
 from servegym.envs.prefix_routing.replay import replay_prefix
 from servegym.envs.prefix_routing.scenarios import SCENARIOS
+from servegym.envs.prefix_routing.vector_env import PrefixRoutingVectorEnv
 from servegym.envs.prefix_routing.workloads import RecordedSessions, SuperposedTrace
 from servegym.hardware_profiles.compose import compose
 
@@ -208,6 +214,45 @@ def test_flat_view_is_the_dict_scaled():
     logs = np.sign(raw) * np.log1p(np.abs(raw)) / np.log1p(high.astype(np.float64))
     assert a == pytest.approx(np.where(high <= 1, raw, logs), abs=1e-6)
     assert len(REQUEST_FEATURES) + 3 * len(REPLICA_FEATURES) == len(a)
+
+
+def test_summary_view_has_the_flat_columns_by_replica():
+    rows = PrefixRoutingSummaryEnv(validate=True, **SMALL)
+    flat = PrefixRoutingFlatEnv(**SMALL)
+    (a, _), (b, _) = rows.reset(seed=0), flat.reset(seed=0)
+    for k in range(30):
+        a, *_ = rows.step(k % 3)
+        b, *_ = flat.step(k % 3)
+    asked, replicas = np.split(b, [len(REQUEST_FEATURES)])
+    replicas = replicas.reshape(3, len(REPLICA_FEATURES))
+    assert (a == np.concatenate([replicas, np.tile(asked, (3, 1))], axis=1)).all()
+
+
+@pytest.mark.parametrize("failures", [None, FAILURES])
+def test_score_counts_what_each_request_took_of_its_objectives(failures):
+    """One within both objectives, less .3 times the logarithm of one and the larger share."""
+    kwargs = SMALL | {"reward": "score", "rate": 60.0, "failures": failures}
+    envs = PrefixRoutingVectorEnv(num_envs=3, autoreset_mode="Disabled", **kwargs)
+    envs.reset(seed=0)
+    reader, paid, told = OutcomeReader(envs), np.zeros(3), np.zeros(3)
+    for k in range(envs.problem.episode_requests):
+        _, reward, _, _, info = envs.step(np.full(3, k % 3))
+        paid += reward
+        for ended in reader.read():
+            told[ended["row"]] += ended["reward"]
+    np.testing.assert_allclose(paid, told)
+    expected = np.zeros(3)
+    for row in range(3):
+        log = envs.batch.request_log(row)
+        slo = envs.problem.ttft_slo_s(log["prompt_tokens"])
+        ttft = (log["first_token_s"] - log["arrival_s"]) / slo
+        tokens = np.maximum(log["output_tokens"] - 1, 1)
+        tpot = (log["finish_s"] - log["first_token_s"]) / tokens / 0.04
+        worse = np.maximum(ttft, tpot)
+        lost = np.isnan(log["finish_s"])
+        expected[row] = np.where(lost, -2.0, (worse <= 1) - 0.3 * np.log2(1 + worse)).sum()
+    np.testing.assert_allclose(paid, expected)
+    assert len(np.unique(paid)) == 3
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)

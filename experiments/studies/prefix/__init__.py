@@ -1,0 +1,1 @@
+"""Prefix routing: questions of our own."""

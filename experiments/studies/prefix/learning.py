@@ -1,0 +1,192 @@
+"""What PPO learns on the prefix family from random weights, beside published and tuned rules.
+
+::
+
+    python -m servegym.experiments.studies.prefix.learning --checkpoints runs/prefix
+
+trains ``agents/ppo.py`` into that folder, five seeds a scenario, at rates drawn around those that
+are measured; what is there is not trained again. The last policies then play the same episodes of
+the eval split as the rules, at the rates of `SCENARIOS`.
+
+`weighted_load` is the rule that counts load by the weight of the card; *tuned* are the best of
+`POINTS` of its two constants on episodes of the validation split, at the training's rates: the same
+scenario as the learner saw, and fewer than a tenth of its decisions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from servegym._command_line import run_main
+from servegym.agents import load_policy
+from servegym.baselines.prefix_routing import PrefixSystem, RulePolicy
+from servegym.baselines.prefix_routing.simple import WeightedLoad
+from servegym.experiments.evaluation.evaluate import DEFAULT_SEED, evaluate
+from servegym.experiments.evaluation.stats import over_trainings
+from servegym.experiments.evaluation.tables import Note, note
+from servegym.experiments.papers import study
+from servegym.experiments.papers.study import Study, command, interval_columns
+
+__all__ = ["SCENARIOS", "STUDIES", "Options", "main", "training", "tuned_rule"]
+
+ENV_ID, SUMMARY_ID = "servegym/PrefixRouting-v1", "servegym/PrefixRoutingSummary-v1"
+SEEDS = range(1, 6)
+TUNING_SEED, TUNING_EPISODES = 50_000, 12
+POINTS = tuple(product((0.0, 0.001, 0.002, 0.005, 0.01, 0.02), (0.0, 0.5, 0.75, 1.0, 1.25, 1.5)))
+"""`WeightedLoad`'s ``load_s`` and ``power``."""
+RULES = ("round_robin", "least_load", "llm_d", "lmetric", "dynamo", "aibrix", "mooncake")
+OURS = ("weighted_load", "prefix_search")
+Scenario = Mapping[str, Any]
+SCENARIOS: dict[str, Scenario] = {
+    "default": {"rates": (20.0,), "train": ("rate=[14,24]",), "steps": 200_000},
+    "mixed-cards": {"rates": (30.0, 33.0, 36.0), "train": ("rate=[24,38]",), "steps": 1_000_000},
+    "hot-tenant": {"rates": (60.0,), "train": ("rate=[45,70]",), "steps": 600_000},
+    "mooncake": {
+        "rates": (10.0,),
+        "train": ("rate=[7,12]", "warmup_requests=500"),
+        "steps": 600_000,
+    },
+}
+"""Rates that are measured, arguments of the trainings and their decisions."""
+AGENT: dict[str, Any] = {
+    "env_id": SUMMARY_ID,
+    "own_requests": True,
+    "average": 0.01,
+    "num_envs": 48,
+    "num_steps": 250,
+    "gamma": 0.99,
+    "eval_every": 100_000,
+    "eval_episodes": 8,
+}
+
+
+class Options(study.Options):
+    """The command line.
+
+    Attributes:
+        checkpoints: Folder of the training runs.
+    """
+
+    checkpoints: Path
+
+
+def _arguments(name: str) -> dict[str, Any]:
+    return {} if name == "default" else {"scenario": name}
+
+
+def training(folder: Path, name: str) -> list[Path]:
+    """The runs of a scenario in a folder, trained where they are missing."""
+    from servegym.agents import ppo
+
+    runs = []
+    for seed in SEEDS:
+        run = f"{name}_{seed}"
+        runs.append(folder / run)
+        if (folder / run / "last.safetensors").exists():
+            continue
+        words = [f"{key}={json.dumps(value)}" for key, value in _arguments(name).items()]
+        ppo.train(
+            ppo.Args(
+                **AGENT,
+                seed=seed,
+                set=(*words, *SCENARIOS[name]["train"]),
+                total_timesteps=SCENARIOS[name]["steps"],
+                out_dir=str(folder),
+                run_name=run,
+            )
+        )
+    return runs
+
+
+def attainment(policy: Any, seed: int, episodes: int, **kwargs: Any) -> NDArray[np.float64]:
+    """Share of the requests within both objectives, of each episode from a seed on."""
+    rows = evaluate(ENV_ID, [policy], episodes, seed, env_kwargs=kwargs, num_envs=episodes)
+    return np.array([float(row["attainment"]) for row in rows])
+
+
+def tuned_rule(name: str) -> dict[str, float]:
+    """Constants of `WeightedLoad` that are best on validation episodes at the training's rates."""
+    low, high = json.loads(SCENARIOS[name]["train"][0].removeprefix("rate="))
+    given = _arguments(name) | {"rate": [low, high], "split": "val"}
+    system = PrefixSystem.from_kwargs(**given)
+    reached = []
+    for load_s, power in POINTS:
+        rule = RulePolicy(system, partial(WeightedLoad, load_s, power), "weighted_load")
+        reached.append(attainment(rule, TUNING_SEED, TUNING_EPISODES, **given).mean())
+    return dict(zip(("load_s", "power"), POINTS[int(np.argmax(reached))], strict=True))
+
+
+def _rows(options: Options, at: Mapping[str, Any], _: Sequence[Any]) -> Iterator[dict[str, Any]]:
+    name, rate = at["scenario"], at["rate"]
+    given = _arguments(name) | {"rate": rate}
+    play = partial(attainment, seed=DEFAULT_SEED, episodes=options.episodes, **given)
+    constants = tuned_rule(name)
+    system = PrefixSystem.from_kwargs(**given)
+    tuned = play(RulePolicy(system, partial(WeightedLoad, **constants), "weighted_load"))
+    played = {rule: [play(rule)] for rule in (*RULES, *OURS)}
+    played["weighted_load tuned"] = [tuned]
+    runs = training(options.checkpoints, name)
+    played["ppo"] = [play(load_policy(run / "last.safetensors", system)) for run in runs]
+    for policy, each in played.items():
+        row: dict[str, Any] = {**at, "policy": policy, "trainings": len(each)}
+        row |= interval_columns("attainment", over_trainings(each))
+        row |= interval_columns("minus_tuned", over_trainings(each, tuned))
+        row["each"] = json.dumps([round(float(values.mean()), 4) for values in each])
+        row["constants"] = json.dumps(constants) if policy == "weighted_load tuned" else ""
+        row["cpu_s"] = json.dumps([_seconds(run) for run in runs]) if policy == "ppo" else ""
+        yield row
+
+
+def _seconds(run: Path) -> float:
+    """Processor seconds of a training."""
+    *_, last = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return round(json.loads(last)["charts/cpu_s"], 1)
+
+
+def _notes(options: Options, rows: Sequence[Mapping[str, Any]]) -> Iterator[Note]:
+    for row in rows:
+        if row["policy"] == "ppo":
+            yield note(
+                f"{row['scenario']} at {row['rate']}/s: PPO {row['attainment']:.3f} "
+                f"[{row['attainment_low']:.3f}, {row['attainment_high']:.3f}], "
+                f"{row['minus_tuned']:+.3f} [{row['minus_tuned_low']:+.3f}, "
+                f"{row['minus_tuned_high']:+.3f}] over the tuned rule."
+            )
+
+
+STUDIES = (
+    Study(
+        name="learning",
+        figure="learning",
+        columns=_rows,
+        settings=lambda options: [
+            {"scenario": name, "rate": rate}
+            for name, scenario in SCENARIOS.items()
+            for rate in scenario["rates"]
+        ],
+        notes=_notes,
+        packages=("torch",),
+        key=("scenario", "rate"),
+    ),
+)
+
+
+def _add(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--checkpoints", type=Path, required=True, help="folder of the training runs"
+    )
+
+
+main = command(__spec__.name, __doc__, STUDIES, 20, _add)
+
+if __name__ == "__main__":
+    run_main(main)
