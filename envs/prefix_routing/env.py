@@ -62,9 +62,10 @@ class PrefixRoutingEnv(BatchEnv):
 
     ## Rewards
 
-    `reward="slo"`: 1 for every request that is completed within both objectives, in the step in
-    which it ends. `reward="ttft"`: minus the seconds to the first token, in the step of that token.
-    The last step drains the replicas. `info["reward_terms"]` has the term by its name.
+    `"slo"`: 1 for a request that is completed within both objectives, in the step in which it ends.
+    `"ttft"`: minus the seconds to the first token, in the step of that token. `"score"`: as `"slo"`,
+    less .3 log2(1 + x), x being the larger share of its objective that TTFT or TPOT took; -2 if it
+    is lost. The last step drains the replicas. `info["reward_terms"]` has the term by its name.
 
     ## Starting State
 
@@ -94,9 +95,9 @@ class PrefixRoutingEnv(BatchEnv):
     | `index`, `index_kwargs` | `"approximate"` | prefix index of the gateway: `none`, `approximate` (filled when routed) or `precise` (from cache events), and keywords, see below |
     | `scrape_s` | 0.05 | time between scrapes of the metrics; 0: live |
     | `slo` | .5 s + .1 ms/token, 40 ms | `{"ttft_s": ..., "ttft_s_per_token": ..., "tpot_s": ...}`, what is not given as by default |
-    | `reward` | `"slo"` | see Rewards |
-    | `admission` | False | whether a request may be rejected (needs `reward="slo"`) |
-    | `failures` | None | mean times to failure and to repair, in s (needs `reward="slo"`) |
+    | `reward` | `"slo"` | `slo`, `ttft` or `score`, see Rewards |
+    | `admission` | False | whether a request may be rejected (not with `reward="ttft"`) |
+    | `failures` | None | mean times to failure and to repair, in s (not with `reward="ttft"`) |
     | `prefix_cache` | `"vllm"` | as vLLM's; `"infinite"`: each replica also finds all that was ever sent to it; `"pooled"`: all that was sent to any (bounds, which no gateway can have) |
     | `length_noise` | None | standard deviation of log(predicted / true output tokens); None predicts the mean |
     | `validate` | False | check every observation against the space (slow) |
@@ -117,8 +118,7 @@ class PrefixRoutingEnv(BatchEnv):
 
     ## Vectorized environment
 
-    `gymnasium.make_vec("servegym/PrefixRouting-v1", num_envs=16)` steps all systems in one kernel
-    call and equals `SyncVectorEnv` bit for bit.
+    `gymnasium.make_vec(id, num_envs=16)` steps all in one call, equal to `SyncVectorEnv`.
 
     ## Version History
 
