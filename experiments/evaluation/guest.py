@@ -92,11 +92,13 @@ class GuestPolicy(BasePolicy):
     ) -> None:
         if not (math.isfinite(time_limit_s) and time_limit_s > 0):
             raise ValueError(f"time_limit_s is {time_limit_s}; allowed are seconds above 0")
-        is_file = isinstance(source, Path)
-        self.name = str(source) if is_file else str(source.name)
-        content: dict[str, Any] = {"policy": source}
-        if is_file:
+        places = [Path.cwd()]
+        if isinstance(source, Path):
+            self.name = str(source)
             content = {"path": source, "system": system, "content": source.read_bytes()}
+            places.append(source.resolve().parent)
+        else:
+            self.name, content = str(source.name), {"policy": source}
         try:
             self._source = _pickled(content, source)
         except Exception as error:  # whatever the policy's own pickling raises
@@ -106,23 +108,16 @@ class GuestPolicy(BasePolicy):
             ) from error
         self.time_limit_s = float(time_limit_s)
         self.taken_s: list[float] = []
-        places = [Path.cwd(), *([source.resolve().parent] if is_file else [])]
         self.folders = [entry for entry in sys.path if Path(entry).resolve() in places]
         self._start()
 
     def _start(self) -> None:
         """Start the process and have the policy made."""
         ours, theirs = socket.socketpair()
+        path = json.dumps(list(dict.fromkeys([*self.folders, *map(str, sys.path)])))
         with theirs:
             process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-P",
-                    "-c",
-                    _START,
-                    str(theirs.fileno()),
-                    json.dumps(list(dict.fromkeys([*self.folders, *map(str, sys.path)]))),
-                ],
+                [sys.executable, "-P", "-c", _START, str(theirs.fileno()), path],
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # what a guest prints is no part of the results
                 pass_fds=[theirs.fileno()],
@@ -149,10 +144,6 @@ class GuestPolicy(BasePolicy):
         self._used, self._reward, self._ended = True, None, None
         self.taken_s = []
         self._ask("reset", (num_envs, seed))
-
-    def episode_start(self, mask: NDArray[np.bool_]) -> None:
-        """See `Policy.episode_start`."""
-        self._ask("episode_start", mask)
 
     def act(self, observation: Observation, action_mask: Any) -> Any:
         """See `Policy.act`; rewards and outcomes reach the guest with the next decision."""
@@ -254,15 +245,13 @@ def _pickled(content: Mapping[str, Any], source: Any) -> bytes:
     import cloudpickle
 
     codes = (*type(source).__mro__, getattr(source, "_fn", None))
-    modules = {sys.modules.get(getattr(code, "__module__", None) or "") for code in codes}
-    before = cloudpickle.list_registry_pickle_by_value()
+    names = {getattr(code, "__module__", None) or "" for code in codes}
+    known = cloudpickle.list_registry_pickle_by_value()
     local = [
-        module
-        for module in modules
-        if module is not None
-        and module.__name__ not in before
-        and module.__name__.partition(".")[0] not in ("__main__", "servegym")
-        and "site-packages" not in (getattr(module, "__file__", None) or "site-packages")
+        sys.modules[name]
+        for name in names & sys.modules.keys() - known
+        if name.partition(".")[0] not in ("__main__", "servegym")
+        and "site-packages" not in (getattr(sys.modules[name], "__file__", None) or "site-packages")
     ]
     for module in local:
         cloudpickle.register_pickle_by_value(module)
@@ -313,8 +302,6 @@ def serve(descriptor: int) -> None:
                 header["policy"]["env_kwargs"] = dict(policy.env_kwargs)
             elif request == "reset":
                 policy.reset(*argument)
-            elif request == "episode_start":
-                policy.episode_start(argument)
             else:
                 ended, reward, *seen = argument
                 if ended is not None:
