@@ -12,14 +12,15 @@ import math
 import os
 import secrets
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 import servegym  # noqa: F401  registers the ids
+from servegym._checks import whole
 from servegym.baselines.protocol import Policy
 from servegym.envs.families import Family, family_of
 from servegym.experiments.evaluation.executor import Executor, run_serially
@@ -60,9 +61,12 @@ def derived_seed(seed: int, *names: str) -> int:
 
     Parts of other names have other episodes: what a guest remembers of one, on disk for instance,
     is of no use in another.
+
+    Raises:
+        ValueError: If the seed is out of range.
     """
-    key = tuple("\n".join(names).encode())
-    return int(np.random.SeedSequence(seed, spawn_key=key).generate_state(1, np.uint64)[0] >> 2)
+    root, key = whole("seed", seed, 0, 1 << 62), tuple("\n".join(names).encode())
+    return int(np.random.SeedSequence(root, spawn_key=key).generate_state(1, np.uint64)[0] >> 2)
 
 
 def evaluate(
@@ -150,31 +154,25 @@ def evaluate(
     ]
     blocks: dict[int, Block] = {}
     finished = {policy.name: 0 for policy in resolved}
-    with _importing_nothing_of_guests(resolved):
+    guests: list[Any] = [policy.policy for policy in resolved if policy.source == GUEST]
+    folders = {folder for guest in guests for folder in guest.folders}
+    path = sys.path[:]
+    sys.path[:] = [entry for entry in path if entry not in folders]  # guests may write there
+    try:
         for index, block in executor(evaluate_block, jobs, names):
             blocks[index] = block
             name = jobs[index][1].name
             finished[name] += len(block.rows)
             if progress is not None:
                 progress(name, finished[name], episodes)
+    finally:
+        sys.path[:] = path
     rows: list[dict[str, Any]] = []
     for index, (_, policy, _) in enumerate(jobs):
         rows += blocks[index].rows
         if logs is not None and blocks[index].logs:
             logs.setdefault(policy.name, []).extend(blocks[index].logs)
     return rows
-
-
-@contextmanager
-def _importing_nothing_of_guests(resolved: Sequence[Resolved]) -> Iterator[None]:
-    """Without the entries of `sys.path` that guests have their modules in, and may write to."""
-    guests: list[Any] = [one.policy for one in resolved if one.source == GUEST]
-    before, folders = sys.path[:], {folder for guest in guests for folder in guest.folders}
-    sys.path[:] = [entry for entry in before if entry not in folders]
-    try:
-        yield
-    finally:
-        sys.path[:] = before
 
 
 class Plan(NamedTuple):
@@ -238,24 +236,16 @@ def make_plan(
     known = problem.arguments
     reported = {key: known[key] for key in report_of(family).reported_arguments if key in known}
 
-    def prepare(own: list[Resolved]) -> None:
-        """Load all that is needed later; the policies' engines, too."""
+    def prepare(own: list[Resolved]) -> None:  # loads all that is needed later
         load_engine(family.group)
         for one in own:
             with closing(open_envs(family, one, 1, kwargs)) as envs:
                 next(play(envs, one))
 
-    found = resolve_all(
-        policies,
-        problem,
-        family,
-        in_process=in_process,
-        time_limit_s=time_limit_s,
-        prepare=prepare,
-    )
-    resolved = _distinct(found)
+    options = {"in_process": in_process, "time_limit_s": time_limit_s, "prepare": prepare}
+    resolved = _distinct(resolve_all(policies, problem, family, **options))
     if seed is None:
-        seed = fresh_seed() if any(r.source != OWN for r in resolved) else DEFAULT_SEED
+        seed = DEFAULT_SEED if all(one.own for one in resolved) else fresh_seed()
     plan = Plan(
         family,
         kwargs,
@@ -278,7 +268,7 @@ def evaluate_block(plan: Plan, entered: Resolved, start: int) -> Block:
         load_engine(plan.family.group)
     envs = open_envs(plan.family, entered, plan.block_size, plan.env_kwargs)
     try:
-        terms = () if entered.source == OWN or entered.clairvoyant else report.feedback_terms
+        terms = () if entered.own or entered.clairvoyant else report.feedback_terms
         results = _run_episodes(envs, entered, plan.seed + start, start, terms)
         # The last block runs to its end like the others; what is beyond the episodes is left out.
         results = results[: plan.episodes - start]

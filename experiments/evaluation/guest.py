@@ -6,8 +6,9 @@ unpickled. So what a guest does to modules, random numbers, clocks or arrays doe
 world that it is measured in, and one that hangs, ends, takes too much memory or answers nonsense is
 an error that names it.
 
-This is no sandbox: a guest may read and write what its user may, reach the network and see the
-machine's load, unless the judge runs in a container without a network, as another user.
+This is no sandbox: a guest may read and write what its user may, the judge's memory included, reach
+the network and see the machine's load, unless the judge runs in a container without a network, as
+another user.
 
 The judge kills a guest's process group when it has measured, fails or ends. If the judge itself is
 killed, a thread of the guest's process sees the pipe close and kills the group. What a guest takes
@@ -30,7 +31,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,9 @@ class GuestPolicy(BasePolicy):
     Raises:
         PolicyError: If the policy cannot be made, or cannot be pickled.
     """
+
+    _process: subprocess.Popen[bytes] | None = None
+    _finalizer: Callable[[], int | None] = staticmethod(lambda: None)
 
     def __init__(
         self, source: Path | Policy, system: Any, time_limit_s: float = TIME_LIMIT_S
@@ -232,12 +236,7 @@ class GuestPolicy(BasePolicy):
 
     def __getstate__(self) -> dict[str, Any]:
         left = ("_process", "_socket", "_finalizer", "rng")
-        state = {key: value for key, value in self.__dict__.items() if key not in left}
-        return {**state, "_process": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._finalizer = lambda: None
+        return {key: value for key, value in self.__dict__.items() if key not in left}
 
 
 def _pickled(content: Mapping[str, Any], source: Any) -> bytes:

@@ -478,8 +478,9 @@ def _missing_jobs(
     known = {name for point in points for name in policies_for(point)}
     public = DEFAULT_SEED if args.seed is None else args.seed
     given, fresh = args.seed is not None, not known.issuperset(args.policy)
+    root = public
     if fresh and not given:
-        args.seed = fresh_seed()
+        args.seed = root = fresh_seed()
         print(f"The guests' episodes are drawn from --seed {args.seed}.")
     own: list[Job] = []
     guests: list[Job] = []
@@ -489,7 +490,7 @@ def _missing_jobs(
             names = policies_for(point, args.quick)
         played = [point]
         if args.at_least and point.family is _ROUTING:
-            played.append(_unseen(point, public if args.seed is None else args.seed))
+            played.append(_unseen(point, root))
         done = set()
         if public == DEFAULT_SEED and not args.again:
             done = {row["policy"] for row in saved if _is_current(row, point)}
@@ -499,7 +500,7 @@ def _missing_jobs(
             if compared or name not in done:
                 for one in played:
                     apart = fresh and (compared or given)
-                    seed = derived_seed(args.seed, one.name) if apart else public
+                    seed = derived_seed(root, one.name) if apart else public
                     jobs.append((one, name, args.quick, seed, args.in_process))
     return own, guests
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 import servegym  # noqa: F401  registers the ids
 from servegym.baselines.policy_file import PolicyError
 from servegym.envs.families import Family, family_named, family_of
-from servegym.experiments.evaluation.resolve import GUEST, OWN, Resolved
+from servegym.experiments.evaluation.resolve import GUEST, Resolved
 
 __all__ = [
     "DEFAULT_SEED",
@@ -157,7 +157,7 @@ def play(
     if entered.source == GUEST:
         waits = envs.unwrapped.problem.arguments.get("router_delay_s")
     delays: list[float] = []
-    policy.reset(count, seed=seed if entered.source == OWN else start)
+    policy.reset(count, seed=seed if entered.own else start)
     ended = np.zeros(count, dtype=bool)
     while not ended.any():
         seen, actions = observation, policy.act(observation, info.get("action_mask"))
@@ -172,6 +172,7 @@ def play(
         if waits is not None and ended.any():
             routing = info["episode_kpis"]["mean_routing_s"]
             routing[np.isfinite(routing)] = np.mean(delays)
+            envs.unwrapped.batch.config["router_delay_s"] = waits
         if outcomes is not None:
             cast(Any, policy).outcomes(outcomes.read())
         parts = info["reward_terms"] if terms else {}

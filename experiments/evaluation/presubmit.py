@@ -186,7 +186,7 @@ def presubmit(
     real("margin_time", margin_time, 0.0, 100.0)
     real("total_time_s", total_time_s, 0.0, open_low=True)
     chosen = [real("rates", rate, 0.0, open_low=True) for rate in rates or RATES[scenario]]
-    root = fresh_seed() if seed is None else whole("seed", seed, 0, 1 << 62)
+    root = fresh_seed() if seed is None else seed
     deadline = time.monotonic() + total_time_s
     rows: list[Row] = []
     for rate in chosen:

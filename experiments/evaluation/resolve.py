@@ -54,19 +54,18 @@ class Resolved(NamedTuple):
     needs_env: bool
     needs_outcomes: bool = False
 
+    @property
+    def own(self) -> bool:
+        """Whether it is the package's code, and no guest's."""
+        return self.source == OWN
+
 
 class _Found(NamedTuple):
-    """A policy that was looked up; a file's code has not run yet.
-
-    Attributes:
-        policy: The policy, or the ``.py`` file that defines it.
-        own: Whether it is the package's code.
-        name: Its name, where it is not the policy's to choose.
-    """
+    """A policy, or the ``.py`` file that defines it, whose code has not run yet."""
 
     policy: Policy | Path
-    own: bool
-    name: str | None = None
+    own: bool  # as of `Resolved`
+    name: str | None = None  # where it is not the policy's to choose
 
 
 def resolve(
@@ -112,20 +111,10 @@ def resolve_all(
     system = None if problem is None else describe_system(problem, family=family.name)
     limit = None if in_process else time_limit_s
     found = [p if isinstance(p, Resolved) else _find(p, system, family) for p in policies]
-    done = {
-        at: one if isinstance(one, Resolved) else _checked(one, family, system, limit)
-        for at, one in enumerate(found)
-        if isinstance(one, Resolved) or one.own
-    }
-    own = [one for one in done.values() if one.source == OWN]
-    if len(own) < len(found) and not in_process:
-        prepare(own)
-    return [
-        done[at]
-        if isinstance(one, Resolved) or at in done
-        else _checked(one, family, system, limit)
-        for at, one in enumerate(found)
-    ]
+    done = {at: _checked(one, family, system, limit) for at, one in enumerate(found) if one.own}
+    if len(done) < len(found) and not in_process:
+        prepare(list(done.values()))
+    return [done.get(at) or _checked(one, family, system, limit) for at, one in enumerate(found)]
 
 
 def _find(policy: str | os.PathLike[str] | Policy, system: Any, family: Family) -> _Found:
@@ -187,27 +176,23 @@ def _is_own(policy: Policy) -> bool:
     return found is code and name.partition(".")[0] == "servegym"
 
 
-def _checked(found: _Found, family: Family, system: Any, time_limit_s: float | None) -> Resolved:
-    """The policy with what may be believed of it, a guest in a process of its own.
-
-    Args:
-        found: The policy.
-        family: The environment family.
-        system: Description of the system.
-        time_limit_s: Seconds that a guest may take for one answer; None: it runs in this process.
+def _checked(
+    found: _Found | Resolved, family: Family, system: Any, time_limit_s: float | None
+) -> Resolved:
+    """The policy with what may be believed of it; without a time limit it stays in this process.
 
     Raises:
         ValueError: If it asks for an argument that changes the world, or takes another's name.
     """
-    policy, source = found.policy, OWN
+    if isinstance(found, Resolved):
+        return found
+    policy, source = found.policy, OWN if found.own else GUEST_IN_PROCESS
     if not found.own and time_limit_s is not None:
         policy, source = GuestPolicy(policy, system, time_limit_s), GUEST
-    elif not found.own:
-        policy = policy_from_file(policy, system) if isinstance(policy, Path) else policy
-        source = GUEST_IN_PROCESS
-    assert not isinstance(policy, Path)
+    elif isinstance(policy, Path):
+        policy = policy_from_file(policy, system)
     name = found.name or policy.name
-    if source != OWN and found.name is None:
+    if not found.own and found.name is None:
         name = _guest_name(name, family)
     report = report_of(family)
     asked, needs_env = copy.deepcopy(dict(policy.env_kwargs)), bool(policy.needs_env)
