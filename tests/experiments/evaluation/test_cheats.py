@@ -365,14 +365,13 @@ def gone(group: int) -> None:
 
 
 STARTS = """
-import os, subprocess, sys, time
-child = subprocess.Popen(["sleep", "600"])
-forked = os.fork()
-if forked == 0:
+import os, subprocess, time
+subprocess.Popen(["sleep", "600"])
+if os.fork() == 0:
     time.sleep(600)
 open("group", "w").write(str(os.getpid()))
 def act(observation, action_mask):
-    time.sleep(float(sys.argv[0] == "-c" and os.environ.get("SLEEP", 0)))
+    time.sleep(float(os.environ.get("SLEEP", 0)))
     return 1
 """
 
