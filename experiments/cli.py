@@ -248,9 +248,10 @@ def evaluate(
     rows = evaluation.evaluate(env_id, policy, seed=seed, logs=logs, **options)
     drawn: list[dict[str, Any]] = []
     if profile_draws:
-        # The same episodes in every draw, also where their seed was made up.
+        # The same episodes in every draw, also where their seed was made up; not for guests.
         options["seed"] = min(row["seed"] for row in rows)
-        drawn = evaluate_draws(env_id, policy, profile_draws, **options)
+        guests = any(row["source"] == "guest" for row in rows)
+        drawn = evaluate_draws(env_id, policy, profile_draws, apart=guests, **options)
     if out is not None:
         write_rows(
             out, [{"profile_draw": "none", **row} for row in rows] + drawn if drawn else rows

@@ -18,26 +18,29 @@ below at one of them, or clairvoyant. An error in the file is reported with its 
 
 A policy that is not the package's is a guest, and its rows say so (`source`):
 
-- It runs in a process of its own, a fresh one for every block of episodes (`--num-envs`; one
-  episode on the leaderboard), and gets copies: the
-  description of the system, observations, masks, and the rewards of what has ended. It has 60 s
-  for an answer (`--time-limit`). An object or a function is pickled and sent there.
+- It runs in a process of its own, a fresh one for every episode (or block of `--num-envs`
+  episodes), and gets copies: the description of the system, observations, masks, and the rewards
+  of what has ended. It has 60 s for an answer (`--time-limit`). An object or a function is pickled
+  and sent there; what comes back is read as numbers and never unpickled.
 - Of `env_kwargs` it may set what changes the interface: `reward` for routing, `granularity` for
   serverless, `action_mode` for placement. Everything else changes the world and is refused by
   name.
 - It gets no number that the episodes are drawn from. Its own seed is the number of its block's
   first episode, and where `--seed` names none, the episodes are drawn with a seed that nobody
-  knew before; the printed seeds repeat them. An author who knows the seed can draw the episodes
-  beforehand: whoever judges others' policies leaves it out, and uses no seed twice.
+  knew before; the printed seeds repeat them. Each point of the leaderboard, each rate of
+  `presubmit` and each of `--profile-draws` has other episodes, so that nothing is gained by
+  remembering them. An author who knows the seed can draw the episodes beforehand: whoever judges
+  others' policies leaves it out, and uses no seed twice.
 - Taking the environment (`needs_env`, `bind`) needs `--in-process`, which runs the file in the
   evaluator's process. Such rows read "guest in process", and "clairvoyant" whatever the policy
   says of itself. So is one that asks for `reward="paid_forward"`, which pays before an answer
   exists. With `needs_outcomes = True` its `outcomes(ended)` is told what became of a request when
   the request ends.
-- It takes no more than 16 GiB of memory; processes that it starts end with it; a file of the
-  installed package that it changes is an error that names the file.
-- Its median time for a decision is in its rows (`decision_s`); above 50 ms routing adds it to the
-  latency of every request.
+- It takes no more than 16 GiB of memory. Its process and those of its group end with the judge,
+  however that ends; a process that it moves to another group does not.
+- Its rows have the time of all its decisions over their number (`decision_s`) and that of the
+  slowest (`slowest_decision_s`). In LLM routing a request waits for its own decision where that
+  took 50 ms or longer, the first one too: compile and load in `reset` or before.
 - Its name is not that of a policy or checkpoint of the package.
 
 The prompts of the evaluation split come with the package, and a policy may carry their true scores
@@ -45,12 +48,14 @@ and recognise them. So `--at-least` plays routing guests on prompts that nobody 
 synthetic catalog), and the worse result counts; a guest that is as good as a policy that knows the
 future is remarked on.
 
-What no evaluator can refuse: the guest's process has your rights. Code that you do not trust
-belongs into a container without a network. With a Dockerfile of the lines `FROM python:3.12`,
+This is no sandbox: a guest may read and write what you may, the judge's memory and the installed
+package included, reach the network and see the machine's load, unless the judge runs in a container
+without a network, as another user. With a Dockerfile of the lines `FROM python:3.12`,
 `COPY . /src` and `RUN pip install /src` in the checkout:
 
     docker build -t judge .
-    docker run --rm --network none -v "$PWD":/in:ro judge servegym presubmit /in/my_router.py
+    docker run --rm --network none --user 1000 -e NUMBA_CACHE_DIR=/tmp -v "$PWD":/in:ro \
+        judge servegym presubmit /in/my_router.py
 """
 
 import numpy as np

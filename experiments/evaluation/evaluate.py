@@ -11,24 +11,20 @@ import json
 import math
 import os
 import secrets
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing, nullcontext
+from contextlib import closing
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 import servegym  # noqa: F401  registers the ids
+from servegym._checks import whole
 from servegym.baselines.protocol import Policy
 from servegym.envs.families import Family, family_of
 from servegym.experiments.evaluation.executor import Executor, run_serially
-from servegym.experiments.evaluation.guest import (
-    TIME_LIMIT_S,
-    GuestPolicy,
-    guarded,
-    package_files,
-    refuse_changes,
-)
+from servegym.experiments.evaluation.guest import TIME_LIMIT_S
 from servegym.experiments.evaluation.output import print_table
 from servegym.experiments.evaluation.play import (
     DEFAULT_SEED,
@@ -38,20 +34,18 @@ from servegym.experiments.evaluation.play import (
     problem_of,
 )
 from servegym.experiments.evaluation.reporting import report_of
-from servegym.experiments.evaluation.resolve import OWN, Resolved, is_guest, resolve
+from servegym.experiments.evaluation.resolve import GUEST, OWN, Resolved, resolve_all
 from servegym.experiments.evaluation.stats import Interval, iqm, stratified_bootstrap
 
 __all__ = [
     "DEFAULT_SEED",
     "Progress",
+    "derived_seed",
     "evaluate",
     "fresh_seed",
     "print_summary",
     "summarise",
 ]
-
-SLOW_S = 0.05
-"""Seconds of a decision from which on it counts against the latency, see `evaluate`."""
 
 Progress = Callable[[str, int, int], None]
 """Called as ``progress(policy, finished episodes, episodes)``."""
@@ -62,9 +56,22 @@ def fresh_seed() -> int:
     return secrets.randbits(62)
 
 
+def derived_seed(seed: int, *names: str) -> int:
+    """The seed of a part of a measurement, below 2**62.
+
+    Parts of other names have other episodes: what a guest remembers of one, on disk for instance,
+    is of no use in another.
+
+    Raises:
+        ValueError: If the seed is out of range.
+    """
+    root, key = whole("seed", seed, 0, 1 << 62), tuple("\n".join(names).encode())
+    return int(np.random.SeedSequence(root, spawn_key=key).generate_state(1, np.uint64)[0] >> 2)
+
+
 def evaluate(
     env_id: str,
-    policies: Sequence[str | os.PathLike[str] | Policy],
+    policies: Sequence[str | os.PathLike[str] | Policy | Resolved],
     episodes: int = 20,
     seed: int | None = None,
     env_kwargs: Mapping[str, Any] | None = None,
@@ -89,12 +96,14 @@ def evaluate(
 
     Args:
         env_id: An id of one of the families; a policy that reads another view gets that one.
-        policies: Registered names, checkpoint paths, policy files or policy objects.
+        policies: Registered names, checkpoint paths, policy files, policy objects, or what
+            `resolve` made of one.
         episodes: Episodes a policy; episode i is drawn with ``seed + i``.
         seed: Seed of the first episode; by default `DEFAULT_SEED`, and with a guest, whose author
             knows that one, a `fresh_seed` that the rows tell.
         env_kwargs: Arguments of the environment; ``split`` is "eval" unless given.
-        num_envs: Episodes of a block, which run side by side, by default up to 16. It changes
+        num_envs: Episodes of a block, which run side by side, by default up to 16, and one of a
+            guest in a process of its own, whose time is that of single decisions then. It changes
             neither episodes nor deterministic policies, only the order in which a randomised policy
             draws.
         progress: Called after every block of episodes.
@@ -111,47 +120,59 @@ def evaluate(
         ``share_<expert>`` of all requests and ``ceiling``, the mean over requests of the best true
         score), ``return`` (NaN for a policy that asks for another reward than the one given),
         ``clairvoyant``, ``source`` (``servegym``, ``guest`` or ``guest in process``), ``env_id``
-        and ``env_kwargs``; of a guest in a process of its own also ``decision_s``, the median
-        seconds of a decision, which routing adds to ``router_delay_s`` from `SLOW_S` on. What is
-        undefined (the latency of a policy that drops everything) is NaN.
+        and ``env_kwargs``; of a guest in a process of its own also ``decision_s``, the seconds of
+        all its decisions over their number, and ``slowest_decision_s``. In routing a request waits
+        for a decision of `SLOW_S` or longer. What is undefined (the latency of a policy that drops
+        everything) is NaN.
 
     Raises:
         ValueError: If an argument, a policy's name or an environment's argument is not valid, or
             a policy asks for an argument that changes the world, before the first episode.
-        PolicyError: If a guest fails, ends its process, takes too long or too much memory, acts
-            wrongly, or changes a file of the package.
+        PolicyError: If a guest fails, ends its process, takes too long or too much memory, or acts
+            wrongly.
     """
-    with guarded() if any(map(is_guest, policies)) and not in_process else nullcontext():
-        plan, resolved = make_plan(
-            env_id,
-            policies,
-            episodes,
-            seed,
-            env_kwargs,
-            num_envs,
-            logs is not None,
-            in_process,
-            time_limit_s,
-        )
-        jobs = [(plan, policy, start) for policy in resolved for start in plan.starts]
-        names = [
-            f"{policy.name}, episodes {start} to {min(start + plan.block_size, episodes) - 1}"
-            for _, policy, start in jobs
-        ]
-        blocks: dict[int, Block] = {}
-        finished = {policy.name: 0 for policy in resolved}
+    plan, resolved = make_plan(
+        env_id,
+        policies,
+        episodes,
+        seed,
+        env_kwargs,
+        num_envs,
+        logs is not None,
+        in_process,
+        time_limit_s,
+    )
+    jobs = [
+        (one, policy, start)
+        for policy in resolved
+        for one in [plan if num_envs or policy.source != GUEST else plan._replace(block_size=1)]
+        for start in range(0, episodes, one.block_size)
+    ]
+    names = [
+        f"{policy.name}, episodes {start} to {min(start + one.block_size, episodes) - 1}"
+        for one, policy, start in jobs
+    ]
+    blocks: dict[int, Block] = {}
+    finished = {policy.name: 0 for policy in resolved}
+    guests: list[Any] = [policy.policy for policy in resolved if policy.source == GUEST]
+    folders = {folder for guest in guests for folder in guest.folders}
+    path = sys.path[:]
+    sys.path[:] = [entry for entry in path if entry not in folders]  # guests may write there
+    try:
         for index, block in executor(evaluate_block, jobs, names):
             blocks[index] = block
             name = jobs[index][1].name
             finished[name] += len(block.rows)
             if progress is not None:
                 progress(name, finished[name], episodes)
-        rows: list[dict[str, Any]] = []
-        for index, (_, policy, _) in enumerate(jobs):
-            rows += blocks[index].rows
-            if logs is not None and blocks[index].logs:
-                logs.setdefault(policy.name, []).extend(blocks[index].logs)
-        return rows
+    finally:
+        sys.path[:] = path
+    rows: list[dict[str, Any]] = []
+    for index, (_, policy, _) in enumerate(jobs):
+        rows += blocks[index].rows
+        if logs is not None and blocks[index].logs:
+            logs.setdefault(policy.name, []).extend(blocks[index].logs)
+    return rows
 
 
 class Plan(NamedTuple):
@@ -165,7 +186,6 @@ class Plan(NamedTuple):
         seed: Seed of the first episode.
         block_size: Episodes of a block.
         return_logs: Whether request logs are wanted.
-        files: Digests of the package's files before the first guest ran; None without guests.
     """
 
     family: Family
@@ -175,12 +195,6 @@ class Plan(NamedTuple):
     seed: int
     block_size: int
     return_logs: bool
-    files: dict[str, str] | None = None
-
-    @property
-    def starts(self) -> range:
-        """The first episode of every block."""
-        return range(0, self.episodes, self.block_size)
 
 
 class Block(NamedTuple):
@@ -192,7 +206,7 @@ class Block(NamedTuple):
 
 def make_plan(
     env_id: str,
-    policies: Sequence[str | os.PathLike[str] | Policy],
+    policies: Sequence[str | os.PathLike[str] | Policy | Resolved],
     episodes: int,
     seed: int | None,
     env_kwargs: Mapping[str, Any] | None,
@@ -221,23 +235,17 @@ def make_plan(
     # What is drawn with each episode is no argument.
     known = problem.arguments
     reported = {key: known[key] for key in report_of(family).reported_arguments if key in known}
-    guests = [policy for policy in policies if is_guest(policy)]
-    files = None
-    found: dict[int, Resolved] = {}
-    for at, policy in sorted(enumerate(policies), key=lambda one: is_guest(one[1])):
-        if guests and files is None and is_guest(policy) and not in_process:
-            # Before the first guest runs, the judge has all that it needs in memory.
-            load_engine(family.group)
-            for own in found.values():
-                with closing(open_envs(family, own, 1, kwargs)) as envs:
-                    next(play(envs, own))
-            files = package_files()
-        found[at] = resolve(
-            policy, problem, family, in_process=in_process, time_limit_s=time_limit_s
-        )
-    resolved = _distinct([found[at] for at in range(len(policies))])
+
+    def prepare(own: list[Resolved]) -> None:  # loads all that is needed later
+        load_engine(family.group)
+        for one in own:
+            with closing(open_envs(family, one, 1, kwargs)) as envs:
+                next(play(envs, one))
+
+    options = {"in_process": in_process, "time_limit_s": time_limit_s, "prepare": prepare}
+    resolved = _distinct(resolve_all(policies, problem, family, **options))
     if seed is None:
-        seed = fresh_seed() if any(r.source != OWN for r in resolved) else DEFAULT_SEED
+        seed = DEFAULT_SEED if all(one.own for one in resolved) else fresh_seed()
     plan = Plan(
         family,
         kwargs,
@@ -246,32 +254,28 @@ def make_plan(
         seed,
         min(num_envs or 16, episodes),
         return_logs,
-        files,
     )
     return plan, resolved
 
 
-def evaluate_block(
-    plan: Plan, entered: Resolved, start: int, delay: Mapping[str, float] | None = None
-) -> Block:
-    """Run a policy's block of episodes, the first of which is number ``start``.
-
-    A guest that takes longer than `SLOW_S` for a decision plays them again in a world where every
-    request waits for it, where the family has such an argument: ``delay``.
-    """
+def evaluate_block(plan: Plan, entered: Resolved, start: int) -> Block:
+    """Run a policy's block of episodes, the first of which is number ``start``."""
     report = report_of(plan.family)
     reward = plan.env_kwargs.get("reward")
     same_reward = entered.env_kwargs.get("reward", reward) == reward
-    guest = entered.policy if isinstance(entered.policy, GuestPolicy) else None
-    kwargs = {**plan.env_kwargs, **(delay or {})}
-    envs = open_envs(plan.family, entered, plan.block_size, kwargs)
+    guest: Any = entered.policy if entered.source == GUEST else None
+    if guest is not None:  # here, too: this may be another process than that of the plan
+        load_engine(plan.family.group)
+    envs = open_envs(plan.family, entered, plan.block_size, plan.env_kwargs)
     try:
-        terms = () if entered.source == OWN or entered.clairvoyant else report.feedback_terms
+        terms = () if entered.own or entered.clairvoyant else report.feedback_terms
         results = _run_episodes(envs, entered, plan.seed + start, start, terms)
         # The last block runs to its end like the others; what is beyond the episodes is left out.
         results = results[: plan.episodes - start]
-        # The median: a first decision may compile something. Those of a batch share its time.
-        decision_s = float(np.median(guest.taken_s)) / plan.block_size if guest else 0.0
+        taken = [] if guest is None else guest.taken_s
+        timed = (
+            {"decision_s": float(np.mean(taken)), "slowest_decision_s": max(taken)} if taken else {}
+        )
         rows = [
             {
                 "policy": entered.name,
@@ -282,7 +286,7 @@ def evaluate_block(
                 "return": result["return"] if same_reward else math.nan,
                 "clairvoyant": entered.clairvoyant,
                 "source": entered.source,
-                **({} if guest is None else {"decision_s": decision_s}),
+                **timed,
                 "env_id": plan.family.env_id,
                 "env_kwargs": plan.reported_kwargs,
             }
@@ -292,12 +296,6 @@ def evaluate_block(
         envs.close()
         if guest is not None:
             guest.close()
-    if guest is not None and plan.files is not None:
-        refuse_changes(entered.name, plan.files)
-    if decision_s > SLOW_S and delay is None:
-        waits = envs.unwrapped.problem.arguments.get("router_delay_s")
-        if waits is not None:
-            return evaluate_block(plan, entered, start, {"router_delay_s": waits + decision_s})
     logs = [result["log"] for result in results if result["log"] is not None]
     return Block(rows, logs if plan.return_logs else [])
 

@@ -1,36 +1,38 @@
 """Policies from outside in a process of their own, which is asked for every decision.
 
-The evaluator's process owns the environment. A guest's process gets copies: the description of the
-system, observations, masks and rewards. What it answers is read as plain arrays. So nothing that a
-guest does to modules, catalogs, random numbers, clocks or arrays reaches the world that it is
-measured in, and a guest that hangs, ends, takes too much memory or answers nonsense is an error
-that names it. Its processes end with it; a file of the package that it changes is an error, too.
+The judge's process owns the environment. A guest's process gets copies: the description of the
+system, observations, masks and rewards. Its answers are read as JSON and plain arrays, and never
+unpickled. So what a guest does to modules, random numbers, clocks or arrays does not reach the
+world that it is measured in, and one that hangs, ends, takes too much memory or answers nonsense is
+an error that names it.
 
-The process has the rights of the user who starts it: it is a fence against policies that look too
-good, not a sandbox for programs that mean harm. Run those in a container.
+This is no sandbox: a guest may read and write what its user may, the judge's memory included, reach
+the network and see the machine's load, unless the judge runs in a container without a network, as
+another user.
+
+The judge kills a guest's process group when it has measured, fails or ends. If the judge itself is
+killed, a thread of the guest's process sees the pipe close and kills the group. What a guest takes
+out of the group lives on, and all of it does if a guest stops that thread and the judge is killed.
 """
 
 from __future__ import annotations
 
-import ctypes
-import hashlib
-import importlib
 import json
 import math
 import os
 import pickle
 import re
-import secrets
+import select
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import traceback
 import weakref
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from functools import cache
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -40,14 +42,7 @@ from numpy.typing import NDArray
 from servegym.baselines.policy_file import PolicyError, policy_from_file
 from servegym.baselines.protocol import BasePolicy, Observation, Policy
 
-__all__ = [
-    "MEMORY_LIMIT",
-    "TIME_LIMIT_S",
-    "GuestPolicy",
-    "refuse_changes",
-    "guarded",
-    "package_files",
-]
+__all__ = ["MEMORY_LIMIT", "TIME_LIMIT_S", "GuestPolicy"]
 
 TIME_LIMIT_S = 60.0
 """Seconds that a guest may take for one answer: to be made, or to decide for a batch."""
@@ -55,15 +50,13 @@ TIME_LIMIT_S = 60.0
 MEMORY_LIMIT = 16 << 30
 """Bytes of writable memory that a guest's process may take."""
 
-_MARK = "SERVEGYM_GUEST"  # in the environment of a guest's processes, by which they are found
 _START = (
     f"import resource; resource.setrlimit(resource.RLIMIT_DATA, ({MEMORY_LIMIT}, {MEMORY_LIMIT})); "
     "import sys, json; sys.path[:] = json.loads(sys.argv[2]); "
     "from servegym.experiments.evaluation.guest import serve; serve(int(sys.argv[1]))"
 )
 _LENGTH = 8
-_GET_DUMPABLE, _SET_DUMPABLE = 3, 4  # of prctl(2)
-_LARGEST_ANSWER = 1 << 30
+_LARGEST_ANSWER = 1 << 26
 _FIELDS = {
     "name": str,
     "clairvoyant": bool,
@@ -72,7 +65,6 @@ _FIELDS = {
     "needs_outcomes": bool,
     "env_kwargs": dict,
 }
-_DEFAULTS = {"needs_outcomes": (False,)}
 
 
 class GuestPolicy(BasePolicy):
@@ -84,6 +76,8 @@ class GuestPolicy(BasePolicy):
 
     Attributes:
         taken_s: Seconds of each `act` since the last `reset`, with the way to the other process.
+        folders: Entries of the path that a guest's own modules may lie in: the current folder and
+            the file's.
 
     Args:
         source: A ``.py`` file as `policy_from_file` takes it, or a policy that can be pickled.
@@ -94,18 +88,23 @@ class GuestPolicy(BasePolicy):
         PolicyError: If the policy cannot be made, or cannot be pickled.
     """
 
+    _process: subprocess.Popen[bytes] | None = None
+    _finalizer: Callable[[], int | None] = staticmethod(lambda: None)
+
     def __init__(
         self, source: Path | Policy, system: Any, time_limit_s: float = TIME_LIMIT_S
     ) -> None:
         if not (math.isfinite(time_limit_s) and time_limit_s > 0):
             raise ValueError(f"time_limit_s is {time_limit_s}; allowed are seconds above 0")
-        is_file = isinstance(source, Path)
-        self.name = str(source) if is_file else str(source.name)
-        content = (
-            {"file": source, "content": source.read_bytes()} if is_file else {"policy": source}
-        )
+        places = [Path.cwd()]
+        if isinstance(source, Path):
+            self.name = str(source)
+            content = {"path": source, "system": system, "content": source.read_bytes()}
+            places.append(source.resolve().parent)
+        else:
+            self.name, content = str(source.name), {"policy": source}
         try:
-            self._source = _pickled({**content, "system": system}, source)
+            self._source = _pickled(content, source)
         except Exception as error:  # whatever the policy's own pickling raises
             raise PolicyError(
                 f"policy {self.name!r} cannot be sent to a process of its own "
@@ -113,33 +112,26 @@ class GuestPolicy(BasePolicy):
             ) from error
         self.time_limit_s = float(time_limit_s)
         self.taken_s: list[float] = []
+        self.folders = [entry for entry in sys.path if Path(entry).resolve() in places]
         self._start()
 
     def _start(self) -> None:
         """Start the process and have the policy made."""
         ours, theirs = socket.socketpair()
-        mark = secrets.token_hex(16)
+        path = json.dumps(list(dict.fromkeys([*self.folders, *map(str, sys.path)])))
         with theirs:
             process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-BP",  # the package's folders stay as they are
-                    "-c",
-                    _START,
-                    str(theirs.fileno()),
-                    json.dumps([str(entry) for entry in sys.path]),
-                ],
+                [sys.executable, "-P", "-c", _START, str(theirs.fileno()), path],
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # what a guest prints is no part of the results
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
-                env=os.environ | {_MARK: mark, "PYTHONDONTWRITEBYTECODE": "1"},
             )
         self._socket, self._process = ours, process
         self._used = False
         self._reward: NDArray[np.float64] | None = None
         self._ended: NDArray[Any] | None = None
-        self._finalizer = weakref.finalize(self, _end, process, ours, mark)
+        self._finalizer = weakref.finalize(self, _end, process, ours)
         found = self._ask("make", self._source)[0].get("policy")
         for field, kind in _FIELDS.items():
             value = found.get(field) if isinstance(found, dict) else None
@@ -156,10 +148,6 @@ class GuestPolicy(BasePolicy):
         self._used, self._reward, self._ended = True, None, None
         self.taken_s = []
         self._ask("reset", (num_envs, seed))
-
-    def episode_start(self, mask: NDArray[np.bool_]) -> None:
-        """See `Policy.episode_start`."""
-        self._ask("episode_start", mask)
 
     def act(self, observation: Observation, action_mask: Any) -> Any:
         """See `Policy.act`; rewards and outcomes reach the guest with the next decision."""
@@ -179,33 +167,26 @@ class GuestPolicy(BasePolicy):
         """See `BasePolicy.outcomes`."""
         self._ended = ended
 
-    def close(self) -> None:
-        """End the process; the next `reset` starts another."""
-        self._finalizer()
+    def close(self) -> int | None:
+        """End the process, and return its exit status; the next `reset` starts another."""
         self._process = None
+        return self._finalizer()
 
     def _ask(self, request: str, argument: Any) -> tuple[dict[str, Any], bytes]:
         """Send a request; the answer's header and the bytes that follow it."""
         deadline = time.monotonic() + self.time_limit_s
         try:
-            _send(self._socket, pickle.dumps((request, argument), protocol=5), deadline)
-            (length,) = np.frombuffer(_receive(self._socket, _LENGTH, deadline), np.uint64)
+            self._socket.settimeout(self.time_limit_s)
+            self._socket.sendall(pickle.dumps((request, argument), protocol=5))
+            length = int.from_bytes(self._receive(_LENGTH, deadline), "little")
             if length > _LARGEST_ANSWER:
                 raise self._refused(f"{length} bytes are too many")
-            answer = _receive(self._socket, int(length), deadline)
+            head, _, body = self._receive(length, deadline).partition(b"\n")
         except TimeoutError:
-            self.close()
-            raise PolicyError(
-                f"policy {self.name!r} took more than time_limit_s={self.time_limit_s:g} s for one "
-                "answer"
-            ) from None
+            limit = f"time_limit_s={self.time_limit_s:g} s"
+            raise self._failed(f"took more than {limit} for one answer") from None
         except (EOFError, OSError):
-            status = self._wait()
-            self.close()
-            raise PolicyError(
-                f"policy {self.name!r} has ended its process (exit status {status})"
-            ) from None
-        head, _, body = answer.partition(b"\n")
+            raise self._failed(f"has ended its process (exit status {self.close()})") from None
         try:
             header = json.loads(head)
         except (ValueError, RecursionError):
@@ -217,12 +198,16 @@ class GuestPolicy(BasePolicy):
             raise PolicyError(_printable(str(header["error"])))
         return header, body
 
-    def _wait(self) -> int | None:
-        """The process's exit status, None if it lives on without its end of the pipe."""
-        try:
-            return None if self._process is None else self._process.wait(1.0)
-        except subprocess.TimeoutExpired:
-            return None
+    def _receive(self, size: int, deadline: float) -> bytes:
+        """Exactly so many bytes, however slowly they drip, before the deadline."""
+        content = bytearray()
+        while len(content) < size:
+            self._socket.settimeout(max(deadline - time.monotonic(), 1e-6))
+            part = self._socket.recv(min(size - len(content), 1 << 20))
+            if not part:
+                raise EOFError
+            content += part
+        return bytes(content)
 
     def _arrays(self, described: Any, body: bytes) -> dict[str, NDArray[Any]]:
         """Arrays of an answer, by name."""
@@ -243,17 +228,15 @@ class GuestPolicy(BasePolicy):
         return arrays
 
     def _refused(self, why: str) -> PolicyError:
+        return self._failed(f"gave a wrong answer: {_printable(why)}")
+
+    def _failed(self, how: str) -> PolicyError:
         self.close()
-        return PolicyError(f"policy {self.name!r} gave a wrong answer: {_printable(why)}")
+        return PolicyError(f"policy {self.name!r} {how}")
 
     def __getstate__(self) -> dict[str, Any]:
         left = ("_process", "_socket", "_finalizer", "rng")
-        state = {key: value for key, value in self.__dict__.items() if key not in left}
-        return {**state, "_process": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._finalizer = lambda: None
+        return {key: value for key, value in self.__dict__.items() if key not in left}
 
 
 def _pickled(content: Mapping[str, Any], source: Any) -> bytes:
@@ -261,15 +244,13 @@ def _pickled(content: Mapping[str, Any], source: Any) -> bytes:
     import cloudpickle
 
     codes = (*type(source).__mro__, getattr(source, "_fn", None))
-    modules = {sys.modules.get(getattr(code, "__module__", None) or "") for code in codes}
-    before = cloudpickle.list_registry_pickle_by_value()
+    names = {getattr(code, "__module__", None) or "" for code in codes}
+    known = cloudpickle.list_registry_pickle_by_value()
     local = [
-        module
-        for module in modules
-        if module is not None
-        and module.__name__ not in before
-        and module.__name__.partition(".")[0] not in ("__main__", "servegym")
-        and "site-packages" not in (getattr(module, "__file__", None) or "site-packages")
+        sys.modules[name]
+        for name in names & sys.modules.keys() - known
+        if name.partition(".")[0] not in ("__main__", "servegym")
+        and "site-packages" not in (getattr(sys.modules[name], "__file__", None) or "site-packages")
     ]
     for module in local:
         cloudpickle.register_pickle_by_value(module)
@@ -285,98 +266,12 @@ def _printable(text: str) -> str:
     return "".join(c if c.isprintable() else " " for c in text)[:2000]
 
 
-def _end(process: subprocess.Popen[bytes], connection: socket.socket, mark: str) -> None:
-    """End a guest's process and those that it started, in sessions of their own, too."""
-    connection.close()
-    try:
+def _end(process: subprocess.Popen[bytes], connection: socket.socket) -> int:
+    """End a guest's process and those of its group."""
+    with suppress(PermissionError, ProcessLookupError):  # nothing of it is left
         os.killpg(process.pid, signal.SIGKILL)
-    except (PermissionError, ProcessLookupError):  # nothing of it is left
-        pass
-    process.wait()
-    marked = f"{_MARK}={mark}".encode()
-    for environment in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            if marked in environment.read_bytes().split(b"\0"):
-                os.kill(int(environment.parent.name), signal.SIGKILL)
-        except OSError:  # another user's, or it has just ended
-            continue
-
-
-@cache
-def _digest(path: Path, size: int, changed_ns: int) -> str:
-    """Of a file's content, read again only when its inode has changed."""
-    return hashlib.blake2b(path.read_bytes()).hexdigest()
-
-
-def package_files() -> dict[str, str]:
-    """Digest of each file of the package, by its place in it."""
-    found: dict[str, str] = {}
-    seen: set[Path] = set()
-    for room in ("", ".envs", ".baselines", ".agents", ".experiments", ".hardware_profiles"):
-        for root in map(Path, importlib.import_module(f"servegym{room}").__path__):
-            for path in root.rglob("*"):
-                if path.is_file() and path not in seen:
-                    seen.add(path)
-                    place = f"servegym{room}/{path.relative_to(root).as_posix()}"
-                    about = path.stat()
-                    found[place] = _digest(path, about.st_size, about.st_ctime_ns)
-    return found
-
-
-def refuse_changes(name: str, before: Mapping[str, str]) -> None:
-    """PolicyError where the package's files are not as `package_files` saw them before a guest."""
-    after = package_files()
-    changed = sorted(x for x in before.keys() | after.keys() if before.get(x) != after.get(x))
-    if changed:
-        raise PolicyError(
-            f"policy {name!r} has changed {changed[0]} of the installed package; install it anew "
-            "before anything else is measured"
-        )
-
-
-@contextmanager
-def guarded() -> Iterator[None]:
-    """Keep this process from others of the same user while guests run.
-
-    Its memory cannot be read by them (Linux), and Python writes no bytecode, so that every new file
-    of the package is a guest's.
-    """
-    prctl: Any = getattr(ctypes.CDLL(None), "prctl", lambda *_: 0)
-    written, sys.dont_write_bytecode = sys.dont_write_bytecode, True
-    dumpable = prctl(_GET_DUMPABLE, 0, 0, 0, 0)
-    prctl(_SET_DUMPABLE, 0, 0, 0, 0)
-    try:
-        yield
-    finally:
-        sys.dont_write_bytecode = written
-        if dumpable == 1:
-            prctl(_SET_DUMPABLE, 1, 0, 0, 0)
-
-
-def _left(deadline: float | None) -> float | None:
-    if deadline is None:
-        return None
-    left = deadline - time.monotonic()
-    if left <= 0:
-        raise TimeoutError
-    return left
-
-
-def _send(connection: socket.socket, content: bytes, deadline: float | None) -> None:
-    connection.settimeout(_left(deadline))
-    connection.sendall(np.uint64(len(content)).tobytes() + content)
-
-
-def _receive(connection: socket.socket, size: int, deadline: float | None) -> bytes:
-    """Exactly so many bytes, however slowly they drip, before the deadline."""
-    content = bytearray()
-    while len(content) < size:
-        connection.settimeout(_left(deadline))
-        part = connection.recv(min(size - len(content), 1 << 20))
-        if not part:
-            raise EOFError
-        content += part
-    return bytes(content)
+    connection.close()
+    return process.wait()  # not before: until then its number is nobody else's
 
 
 # ------------------------------------------------------------------------- in the guest's process
@@ -386,28 +281,26 @@ _NOT_MADE: Any = object()
 
 
 def serve(descriptor: int) -> None:
-    """Answer the evaluator's requests until it closes the pipe."""
+    """Answer the judge's requests until it closes the pipe."""
     connection = socket.socket(fileno=descriptor)
+    threading.Thread(target=_end_with_the_judge, args=(connection,), daemon=True).start()
+    stream = connection.makefile("rwb")
     policy: Any = _NOT_MADE
     while True:
         try:
-            length = int(np.frombuffer(_receive(connection, _LENGTH, None), np.uint64)[0])
-            request, argument = pickle.loads(_receive(connection, length, None))
+            request, argument = pickle.load(stream)
         except EOFError:
-            return
+            os.killpg(0, signal.SIGKILL)
         header: dict[str, Any] = {}
         body = b""
         try:
             if request == "make":
-                policy = _made(pickle.loads(argument))
-                header["policy"] = {
-                    field: getattr(policy, field, *_DEFAULTS.get(field, ())) for field in _FIELDS
-                }
+                source = pickle.loads(argument)
+                policy = source["policy"] if "policy" in source else policy_from_file(**source)
+                header["policy"] = {field: getattr(policy, field, False) for field in _FIELDS}
                 header["policy"]["env_kwargs"] = dict(policy.env_kwargs)
             elif request == "reset":
                 policy.reset(*argument)
-            elif request == "episode_start":
-                policy.episode_start(argument)
             else:
                 ended, reward, *seen = argument
                 if ended is not None:
@@ -416,8 +309,6 @@ def serve(descriptor: int) -> None:
                     policy.feedback(reward)
                 header["arrays"], body = _described(policy.act(*seen))
             head = json.dumps(header)
-        except PolicyError as error:
-            head, body = json.dumps({"error": str(error)}), b""
         except (Exception, SystemExit) as error:
             if not isinstance(error, ValueError):
                 traceback.print_exc()
@@ -426,13 +317,17 @@ def serve(descriptor: int) -> None:
             if policy is not _NOT_MADE and str(getattr(policy, "name", "")) not in text:
                 text = f"policy {policy.name!r} failed: {text}"
             head, body = json.dumps({"error": text}), b""
-        _send(connection, head.encode() + b"\n" + body, None)
+        answer = head.encode() + b"\n" + body
+        stream.write(len(answer).to_bytes(_LENGTH, "little") + answer)
+        stream.flush()
 
 
-def _made(source: Mapping[str, Any]) -> Policy:
-    if "policy" in source:
-        return source["policy"]
-    return policy_from_file(source["file"], source["system"], source["content"])
+def _end_with_the_judge(connection: socket.socket) -> None:
+    """Kill the group once the judge's end of the pipe is closed, whatever the policy is doing."""
+    hang_up = select.poll()
+    hang_up.register(connection, 0)
+    hang_up.poll()
+    os.killpg(0, signal.SIGKILL)
 
 
 def _described(actions: Any) -> tuple[list[list[Any]], bytes]:

@@ -3,10 +3,11 @@
 ``servegym leaderboard`` prints the saved results; ``--run`` makes or completes them, and
 ``--policy NAME_OR_FILE`` adds another policy. A policy is evaluated on the eval split with the
 evaluator's own seeds, so that all rows are about the same episodes; a guest, whose author knows
-those, gets seeds that nobody knew before (``--seed`` repeats them), and so does the baseline that
-``--at-least NAME`` compares it with. Every table says what it holds fixed. ``--quick`` is for
-presubmits: fewer and shorter episodes, cheap baselines only, nothing saved, and with ``--at-least``
-an exit status that is 1 where the new policy is below a known one.
+those, gets seeds that nobody knew before, and so does the baseline that ``--at-least NAME``
+compares it with. They differ from point to point, and ``--seed`` repeats them all. Every table says
+what it holds fixed. ``--quick`` is for presubmits: fewer and shorter episodes, cheap baselines
+only, nothing saved, and with ``--at-least`` an exit status that is 1 where the new policy is below
+a known one.
 """
 
 from __future__ import annotations
@@ -29,19 +30,19 @@ from servegym.agents.lib.checkpoint import AGENTS, shipped
 from servegym.baselines.protocol import Policy
 from servegym.baselines.registry import list_policies
 from servegym.envs.families import Family, family_named
-from servegym.experiments.evaluation.evaluate import DEFAULT_SEED, evaluate, fresh_seed, summarise
-from servegym.experiments.evaluation.executor import ray_executor
-from servegym.experiments.evaluation.guest import (
-    TIME_LIMIT_S,
-    GuestPolicy,
-    guarded,
-    package_files,
-    refuse_changes,
+from servegym.experiments.evaluation.evaluate import (
+    DEFAULT_SEED,
+    derived_seed,
+    evaluate,
+    fresh_seed,
+    summarise,
 )
+from servegym.experiments.evaluation.executor import ray_executor
+from servegym.experiments.evaluation.guest import TIME_LIMIT_S
 from servegym.experiments.evaluation.output import print_table, read_rows
-from servegym.experiments.evaluation.play import problem_of
+from servegym.experiments.evaluation.play import load_engine, problem_of
 from servegym.experiments.evaluation.reporting import report_of
-from servegym.experiments.evaluation.resolve import OWN, resolve
+from servegym.experiments.evaluation.resolve import GUEST, OWN, Resolved, resolve
 from servegym.experiments.evaluation.tables import (
     Table,
     machine,
@@ -142,7 +143,7 @@ def policies_for(point: Point, quick: bool = False) -> list[str]:
 
 def measure(
     point: Point,
-    policy: str | Policy,
+    policy: str | Policy | Resolved,
     quick: bool = False,
     seed: int = DEFAULT_SEED,
     in_process: bool = False,
@@ -151,7 +152,7 @@ def measure(
 
     Args:
         point: The point.
-        policy: A policy's name, a path, or a policy object.
+        policy: A policy's name, a path, a policy object, or what `resolve` made of one.
         quick: Fewer and shorter episodes.
         seed: Seed of the first episode.
         in_process: Run a guest in this process.
@@ -171,16 +172,14 @@ def measure(
         episodes,
         seed,
         {**point.env_kwargs, **(point.quick if quick else {})},
-        # A guest sees one episode at a time: what it learns of one is of no use in the others.
-        1 if isinstance(policy, GuestPolicy) else None,
         in_process=in_process,
     )
     spent = _processor_s() - begin
     (summary,) = summarise(rows)
     kind = "guest" if summary["source"] == OWN else summary["source"]
-    if policy in {info.name for info in list_policies(family.name)}:
+    if policy in [info.name for info in list_policies(family.name)]:
         kind = "clairvoyant" if summary["clairvoyant"] else "baseline"
-    elif policy in shipped(family.name):
+    elif policy in list(shipped(family.name)):
         kind = "checkpoint"
     elif summary["clairvoyant"]:
         kind = f"clairvoyant {kind}"
@@ -347,7 +346,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--seed",
         type=int,
-        help=f"seed of the first episode ({DEFAULT_SEED}; with guests one that nobody knew before)",
+        help=f"seed of the episodes ({DEFAULT_SEED}; with guests one that nobody knew before)",
     )
     parser.add_argument(
         "--in-process", action="store_true", help="trust .py files: no process of their own"
@@ -393,6 +392,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     # What guests are compared with is measured before any code of theirs runs.
     for jobs in (own, guests):
         if jobs is guests:
+            for group in {job[0].family.group for job in guests}:
+                load_engine(group)
             jobs = [(job[0], _load_guest(*job[:2], args), *job[2:]) for job in guests]
         names = [f"{getattr(job[1], 'name', job[1])} at {job[0].name}" for job in jobs]
         measured: dict[int, dict[str, Any]] = {}
@@ -410,7 +411,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows = table.rows if found else saved
         if found:
             words = sys.argv[1:] if argv is None else argv
-            write_record(board, provenance(shlex.join(["servegym", "leaderboard", *words])))
+            command = shlex.join(["servegym", "leaderboard", *words])
+            settings = {} if args.seed is None else {"seed": args.seed}
+            write_record(board, provenance(command, settings=settings))
         print(f"{board} ({machine()['cpu']})")
     _print(rows, points)
     compared = compare_guests(found, points, args.at_least, shown) if args.at_least else []
@@ -470,19 +473,24 @@ def _missing_jobs(
     """Arguments of `measure` for the rows that are missing, or asked for again: ours, and guests'.
 
     Guests are always measured: a file may have changed. A baseline that they are compared with is
-    measured on their episodes.
+    measured on their episodes, which are others at every point.
     """
     known = {name for point in points for name in policies_for(point)}
     public = DEFAULT_SEED if args.seed is None else args.seed
-    common = public
-    if args.seed is None and not known.issuperset(args.policy):
-        common = fresh_seed()
+    given, fresh = args.seed is not None, not known.issuperset(args.policy)
+    root = public
+    if fresh and not given:
+        args.seed = root = fresh_seed()
+        print(f"The guests' episodes are drawn from --seed {args.seed}.")
     own: list[Job] = []
     guests: list[Job] = []
     for point in points:
         names = [args.at_least] if args.at_least else []
         if not names and (args.quick or not args.policy):
             names = policies_for(point, args.quick)
+        played = [point]
+        if args.at_least and point.family is _ROUTING:
+            played.append(_unseen(point, root))
         done = set()
         if public == DEFAULT_SEED and not args.again:
             done = {row["policy"] for row in saved if _is_current(row, point)}
@@ -490,18 +498,19 @@ def _missing_jobs(
             jobs = own if name in known else guests
             compared = args.quick or jobs is guests or name == args.at_least
             if compared or name not in done:
-                seed = common if compared else public
-                jobs.append((point, name, args.quick, seed, args.in_process))
-                if args.at_least and point.family is _ROUTING and args.seed is None:
-                    jobs.append((_unseen(point, common), name, args.quick, seed, args.in_process))
+                for one in played:
+                    apart = fresh and (compared or given)
+                    seed = derived_seed(root, one.name) if apart else public
+                    jobs.append((one, name, args.quick, seed, args.in_process))
     return own, guests
 
 
 def _unseen(point: Point, seed: int) -> Point:
     """A routing point with prompts that nobody has seen: a synthetic catalog of this seed."""
     given = {k: v for k, v in point.env_kwargs.items() if k not in _LEARNED}
-    fresh = {"catalog": "synthetic", "catalog_kwargs": {"seed": seed % 2**31}}
-    return point._replace(name=f"{point.name}{UNSEEN}", env_kwargs={**given, **fresh})
+    name = f"{point.name}{UNSEEN}"
+    fresh = {"catalog": "synthetic", "catalog_kwargs": {"seed": derived_seed(seed, name) % 2**31}}
+    return point._replace(name=name, env_kwargs={**given, **fresh})
 
 
 def _is_current(row: Mapping[str, Any], point: Point) -> bool:
@@ -513,24 +522,14 @@ def _is_current(row: Mapping[str, Any], point: Point) -> bool:
     )
 
 
-def _load_guest(point: Point, name: str, args: argparse.Namespace) -> Policy:
+def _load_guest(point: Point, name: str, args: argparse.Namespace) -> Resolved:
     """A guest's policy, made here since its file lies on this machine."""
     problem = problem_of(point.family.env_id, {"split": "eval", **point.env_kwargs})
-    files = package_files()
-    with guarded():
-        entered = resolve(
-            name,
-            problem,
-            point.family,
-            in_process=args.in_process,
-            time_limit_s=args.time_limit,
-        )
-    if entered.source == OWN:
-        entered.policy.name = entered.name
-    if isinstance(entered.policy, GuestPolicy):
+    options = {"in_process": args.in_process, "time_limit_s": args.time_limit}
+    entered: Any = resolve(name, problem, point.family, **options)
+    if entered.source == GUEST:
         entered.policy.close()  # until it is measured
-        refuse_changes(entered.name, files)
-    return entered.policy
+    return entered
 
 
 def compare_guests(

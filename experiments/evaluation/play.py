@@ -14,10 +14,11 @@ from numpy.typing import NDArray
 import servegym  # noqa: F401  registers the ids
 from servegym.baselines.policy_file import PolicyError
 from servegym.envs.families import Family, family_named, family_of
-from servegym.experiments.evaluation.resolve import OWN, Resolved
+from servegym.experiments.evaluation.resolve import GUEST, Resolved
 
 __all__ = [
     "DEFAULT_SEED",
+    "SLOW_S",
     "Step",
     "load_engine",
     "make_envs",
@@ -28,6 +29,12 @@ __all__ = [
 
 DEFAULT_SEED = 100_000
 """Far from the seeds 0, 1, ... that training runs use."""
+
+SLOW_S = 0.05
+"""Seconds of a guest's decision from which on its request waits for it, see `play`."""
+
+LATE = "cloudpickle", "rich.console", "rich.table", "scipy.optimize", "scipy.stats"
+"""Modules that are imported where they are used, some of them after a guest has run."""
 
 RESERVED = ("autoreset_mode", "copy", "max_episode_steps", "num_envs", "render_mode")
 
@@ -64,8 +71,10 @@ def problem_of(env_id: str, env_kwargs: Mapping[str, Any]) -> Any:
 def load_engine(group: str) -> None:
     """Import and load what an evaluation needs of a family, before code that is not trusted runs.
 
-    What a guest changes on disk later, modules and compiled engines, is then read no more.
+    What a guest writes later, modules and compiled engines, is then read no more.
     """
+    for module in LATE:
+        importlib.import_module(module)
     family = family_named(group)
     if family.outcomes:
         importlib.import_module(f"servegym.envs.{family.name}.outcomes")
@@ -121,6 +130,9 @@ def play(
     The policy starts afresh, so that what it learned on earlier episodes cannot leak into these
     and their grouping into blocks does not matter.
 
+    Where requests wait for their router (``router_delay_s``) those that a guest took `SLOW_S` or
+    longer to decide wait for that decision, too. All rows of a block wait for the whole of it.
+
     Args:
         envs: What `open_envs` returned.
         entered: The policy.
@@ -137,18 +149,30 @@ def play(
     """
     policy, count = entered.policy, envs.num_envs
     observation, info = envs.reset(seed=[seed + i for i in range(count)])
-    policy.reset(count, seed=seed if entered.source == OWN else start)
     outcomes = None
     if entered.needs_outcomes:
         family = family_of(envs.unwrapped.spec.id).name
         outcomes = importlib.import_module(f"servegym.envs.{family}.outcomes").OutcomeReader(envs)
+    waits = None
+    if entered.source == GUEST:
+        waits = envs.unwrapped.problem.arguments.get("router_delay_s")
+    delays: list[float] = []
+    policy.reset(count, seed=seed if entered.own else start)
     ended = np.zeros(count, dtype=bool)
     while not ended.any():
         seen, actions = observation, policy.act(observation, info.get("action_mask"))
+        if waits is not None:
+            taken = cast(Any, policy).taken_s[-1]
+            delays.append(waits + (taken if taken >= SLOW_S else 0.0))
+            envs.unwrapped.batch.config["router_delay_s"] = delays[-1]
         try:
             observation, reward, ended, _, info = envs.step(actions)
         except ValueError as error:
             raise PolicyError(f"policy {entered.name!r} acted wrongly: {error}") from error
+        if waits is not None and ended.any():
+            routing = info["episode_kpis"]["mean_routing_s"]
+            routing[np.isfinite(routing)] = np.mean(delays)
+            envs.unwrapped.batch.config["router_delay_s"] = waits
         if outcomes is not None:
             cast(Any, policy).outcomes(outcomes.read())
         parts = info["reward_terms"] if terms else {}

@@ -12,8 +12,8 @@ At every rate and against every baseline of ``--against`` the policy passes wher
 of the paired difference in SLO attainment lies above minus ``--margin`` and that of the ratio of
 the times below one plus ``--margin-time``. It fails where one of the two does not, and its interval
 lies on the wrong side of no difference. Where neither holds, more episodes are played, up to
-``--max-episodes``; then the row is not told. The episodes of a ``.py`` file are drawn from a seed
-that nobody knew before.
+``--max-episodes``; then the row is not told. The episodes are others at every rate; all are drawn
+from one seed, by default one that nobody knew before, and ``--seed`` repeats them.
 
 Exit status 0: passed; 1: failed; 2: bad input; 3: not told; 4: the policy failed to run.
 """
@@ -35,10 +35,9 @@ from servegym._checks import choose, real, whole
 from servegym._command_line import run_main
 from servegym.baselines.policy_file import PolicyError
 from servegym.envs.prefix_routing.scenarios import SCENARIOS
-from servegym.experiments.evaluation.evaluate import evaluate, fresh_seed
+from servegym.experiments.evaluation.evaluate import derived_seed, evaluate, fresh_seed
 from servegym.experiments.evaluation.guest import TIME_LIMIT_S
 from servegym.experiments.evaluation.output import check_writable, print_table, write_json
-from servegym.experiments.evaluation.resolve import is_guest
 from servegym.experiments.evaluation.stats import student_interval
 
 __all__ = ["RATES", "main", "presubmit"]
@@ -58,7 +57,6 @@ RATES: dict[str, tuple[float, ...]] = {
 """Requests/s of each scenario."""
 AGAINST = ("llm_d", "least_load")
 REQUESTS = {GIE: 2000}
-SEED = 709
 TOTAL_TIME_S = 1800.0
 FULL = (
     "With the KV memory full, a router can gain attainment by giving one replica up to requests "
@@ -76,11 +74,20 @@ def time_per_token(log: NDArray[Any]) -> float:
 
 
 def _played(
-    policies: Sequence[str], arguments: Mapping[str, Any], first: int, more: int, limit_s: float
+    policies: Sequence[str],
+    arguments: Mapping[str, Any],
+    first: int,
+    more: int,
+    limit_s: float,
+    decisions: list[tuple[float, float]],
 ) -> list[tuple[NDArray[np.float64], NDArray[np.float64]]]:
-    """Attainment and time per token (E,) of the episodes of each policy, in their order."""
+    """Attainment and time per token (E,) of the episodes of each policy, in their order.
+
+    ``decisions`` receives the mean and the longest seconds of a guest's decisions, by episode.
+    """
     logs: dict[str, list[NDArray[Any]]] = {}
     rows = evaluate(ENV_ID, policies, more, first, arguments, logs=logs, time_limit_s=limit_s)
+    decisions += [(r["decision_s"], r["slowest_decision_s"]) for r in rows if "decision_s" in r]
     found = []
     for name in dict.fromkeys(row["policy"] for row in rows):
         met = np.array([row["attainment"] for row in rows if row["policy"] == name])
@@ -153,7 +160,7 @@ def presubmit(
         against: Baselines.
         episodes: Episodes at each rate, at first.
         max_episodes: Most episodes at a rate, to which they are doubled while a row is not told.
-        seed: Seed of the first; None: `SEED`, for a ``.py`` file one that nobody knew before.
+        seed: Seed that those of every rate are derived from; None: one that nobody knew before.
         margin: How much lower the attainment may be.
         margin_time: How much longer, relatively, the time per output token may be.
         time_limit_s: Seconds that one answer of the policy may take.
@@ -164,7 +171,9 @@ def presubmit(
         A row a rate and baseline: ``rate``, ``baseline``, ``attainment``, ``attainment_baseline``,
         ``gain`` and its interval ``gain_low``, ``gain_high``, ``time_per_token_s``,
         ``time_per_token_baseline_s``, their ``ratio`` with ``ratio_low``, ``ratio_high``,
-        ``episodes``, ``seed``, ``verdict`` (passed, failed, not told) and ``remark``.
+        ``episodes``, ``seed`` (of the first), ``verdict`` (passed, failed, not told) and
+        ``remark``; for a guest ``decision_s``, the seconds of all its decisions over their number,
+        and ``slowest_decision_s``.
 
     Raises:
         ValueError: An argument out of range, before anything is played.
@@ -177,10 +186,12 @@ def presubmit(
     real("margin_time", margin_time, 0.0, 100.0)
     real("total_time_s", total_time_s, 0.0, open_low=True)
     chosen = [real("rates", rate, 0.0, open_low=True) for rate in rates or RATES[scenario]]
-    first = (fresh_seed() if is_guest(policy) else SEED) if seed is None else seed
+    root = fresh_seed() if seed is None else seed
     deadline = time.monotonic() + total_time_s
     rows: list[Row] = []
     for rate in chosen:
+        first = derived_seed(root, scenario, f"{rate:g}")
+        decisions: list[tuple[float, float]] = []
         arguments = {
             "scenario": scenario,
             "rate": rate,
@@ -191,7 +202,9 @@ def presubmit(
         count, more = 0, episodes
         while not played or (more > 0 and time.monotonic() < deadline):
             echo(f"{rate:g} requests/s: episodes {count + 1} to {count + more}")
-            new = _played([policy, *against], arguments, first + count, more, time_limit_s)
+            new = _played(
+                [policy, *against], arguments, first + count, more, time_limit_s, decisions
+            )
             # Of each policy: both series, grown by the new episodes.
             played = [
                 (np.append(old[0], add[0]), np.append(old[1], add[1]))
@@ -209,6 +222,9 @@ def presubmit(
         for row in own:
             gains = rate >= full and row["gain_low"] > margin
             row["remark"] = FULL if gains else ""
+            if decisions:
+                means, longest = zip(*decisions, strict=True)
+                row |= {"decision_s": float(np.mean(means)), "slowest_decision_s": max(longest)}
         rows += own
     return rows
 
@@ -234,6 +250,12 @@ def _print(policy: str, scenario: str, rows: Sequence[Row]) -> None:
         ]
         for row in rows
     ]
+    notes = sorted({row["remark"] for row in rows} - {""})
+    timed = [row for row in rows if "decision_s" in row]
+    if timed:
+        taken = 1e3 * np.mean([row["decision_s"] for row in timed])
+        slowest = 1e3 * max(row["slowest_decision_s"] for row in timed)
+        notes.append(f"A decision took {taken:.2f} ms, the slowest {slowest:.1f} ms.")
     print_table(
         f"{policy}, scenario {scenario}",
         [
@@ -247,7 +269,7 @@ def _print(policy: str, scenario: str, rows: Sequence[Row]) -> None:
             "verdict",
         ],
         cells,
-        sorted({row["remark"] for row in rows} - {""}),
+        notes,
         left=2,
     )
 
@@ -269,7 +291,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--episodes", type=int, default=4, help="episodes a rate, at first (4)")
     parser.add_argument("--max-episodes", type=int, default=32, help="at most (32)")
     parser.add_argument(
-        "--seed", type=int, help=f"of the first episode ({SEED}; for a .py file one nobody knew)"
+        "--seed", type=int, help="that all episodes are drawn from (one that nobody knew before)"
     )
     parser.add_argument(
         "--margin", type=float, default=0.02, help="attainment that may be lost (.02)"
@@ -284,6 +306,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     ):
         parser.add_argument(name, type=float, default=default, help=f"seconds {of} ({default:g})")
     args = parser.parse_args(argv)
+    seed = fresh_seed() if args.seed is None else args.seed
     out = None if args.json is None else check_writable(args.json)
     rows: list[Row] = []
     error = ""
@@ -295,7 +318,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             against=args.against,
             episodes=args.episodes,
             max_episodes=args.max_episodes,
-            seed=args.seed,
+            seed=seed,
             margin=args.margin,
             margin_time=args.margin_time,
             time_limit_s=args.time_limit,
@@ -308,7 +331,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         error, status = str(failure), 4
     margins = {"margin": args.margin, "margin_time": args.margin_time}
     if out is not None:
-        head = {"policy": args.policy, "scenario": args.scenario, "passed": status == 0}
+        head = {"policy": args.policy, "scenario": args.scenario, "seed": seed}
+        head["passed"] = status == 0
         write_json(out, {**head, **margins, "status": status, "error": error, "rows": rows})
     if error:
         print(f"the policy failed to run: {error}")

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from servegym.envs.families import family_of
-from servegym.experiments.evaluation.evaluate import evaluate
+from servegym.experiments.evaluation.evaluate import derived_seed, evaluate
 from servegym.experiments.evaluation.output import print_table
 from servegym.experiments.evaluation.play import problem_of
 from servegym.experiments.evaluation.reporting import report_of
@@ -68,6 +68,8 @@ def evaluate_draws(
     draws: int,
     *,
     env_kwargs: Mapping[str, Any] | None = None,
+    seed: int | None = None,
+    apart: bool = False,
     **options: Any,
 ) -> list[dict[str, Any]]:
     """`servegym.experiments.evaluation.evaluate` in worlds drawn from the profiles' errors.
@@ -77,7 +79,10 @@ def evaluate_draws(
         policies: As for `evaluate`.
         draws: How many worlds.
         env_kwargs: Arguments of the environment.
-        **options: Further arguments of `evaluate`; the seed decides the episodes of every draw.
+        seed: Seed of the first episode of every draw.
+        apart: Whether each draw has episodes of its own, with seeds that are derived from this
+            one: a guest may remember those of another draw.
+        **options: Further arguments of `evaluate`.
 
     Returns:
         The rows of `evaluate`, draw after draw, with ``profile_draw`` from 0.
@@ -94,9 +99,9 @@ def evaluate_draws(
     profiles = problem_of(family.env_id, {"split": "eval", **(env_kwargs or {})}).profiles
     rows = []
     for draw, factors in enumerate(draw_factors(profiles, draws)):
-        found = evaluate(
-            env_id, policies, env_kwargs={**(env_kwargs or {}), "step_factors": factors}, **options
-        )
+        first = derived_seed(seed, f"draw {draw}") if apart and seed is not None else seed
+        kwargs = {**(env_kwargs or {}), "step_factors": factors}
+        found = evaluate(env_id, policies, seed=first, env_kwargs=kwargs, **options)
         rows += [{**row, "profile_draw": draw} for row in found]
     return rows
 

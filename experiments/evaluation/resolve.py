@@ -1,4 +1,7 @@
-"""From a policy's name, path or object to what plays: `resolve` is the one way."""
+"""From a policy's name, path or object to what plays: `resolve_all` is the one way.
+
+Here alone it is decided whether a policy is a guest; from here on its ``source`` says so.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import difflib
 import os
 import re
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +23,7 @@ from servegym.envs.families import FAMILIES, Family
 from servegym.experiments.evaluation.guest import TIME_LIMIT_S, GuestPolicy
 from servegym.experiments.evaluation.reporting import report_of
 
-__all__ = ["GUEST", "GUEST_IN_PROCESS", "OWN", "Resolved", "is_guest", "resolve"]
+__all__ = ["GUEST", "GUEST_IN_PROCESS", "OWN", "Resolved", "resolve", "resolve_all"]
 
 OWN, GUEST, GUEST_IN_PROCESS = "servegym", "guest", "guest in process"
 """Where a policy's code comes from and runs, ``source`` of its rows."""
@@ -50,57 +54,94 @@ class Resolved(NamedTuple):
     needs_env: bool
     needs_outcomes: bool = False
 
+    @property
+    def own(self) -> bool:
+        """Whether it is the package's code, and no guest's."""
+        return self.source == OWN
+
+
+class _Found(NamedTuple):
+    """A policy, or the ``.py`` file that defines it, whose code has not run yet."""
+
+    policy: Policy | Path
+    own: bool  # as of `Resolved`
+    name: str | None = None  # where it is not the policy's to choose
+
 
 def resolve(
-    policy: str | os.PathLike[str] | Policy,
+    policy: str | os.PathLike[str] | Policy | Resolved,
     problem: Any,
     family: Family,
     *,
     in_process: bool = False,
     time_limit_s: float = TIME_LIMIT_S,
 ) -> Resolved:
-    """Turn a policy's or shipped checkpoint's name, a path or a policy object into a policy.
+    """`resolve_all` for one policy."""
+    options = {"in_process": in_process, "time_limit_s": time_limit_s}
+    return resolve_all([policy], problem, family, **options)[0]
+
+
+def resolve_all(
+    policies: Sequence[str | os.PathLike[str] | Policy | Resolved],
+    problem: Any,
+    family: Family,
+    *,
+    in_process: bool = False,
+    time_limit_s: float = TIME_LIMIT_S,
+    prepare: Callable[[list[Resolved]], object] = lambda own: None,
+) -> list[Resolved]:
+    """Turn names of policies or shipped checkpoints, paths and policy objects into policies.
 
     Policies whose code is not the package's are guests: they get a process of their own, and may
     set no argument of the environment that changes the world.
 
     Args:
-        policy: What `evaluate` takes.
+        policies: What `evaluate` takes; what is resolved already stays as it is.
         problem: The environment's ``unwrapped.problem``, which is described to policies made by
             name; None where only the name is checked.
         family: The environment family.
         in_process: Run guests in this process.
         time_limit_s: Seconds that a guest may take for one answer.
+        prepare: Called with the package's own policies before the first process of a guest starts.
 
     Raises:
-        ValueError: If the name is unknown and no such file exists, or the policy asks for what it
-            may not.
+        ValueError: If a name is unknown and no such file exists, or a policy asks for what it may
+            not.
     """
     system = None if problem is None else describe_system(problem, family=family.name)
     limit = None if in_process else time_limit_s
+    found = [p if isinstance(p, Resolved) else _find(p, system, family) for p in policies]
+    done = {at: _checked(one, family, system, limit) for at, one in enumerate(found) if one.own}
+    if len(done) < len(found) and not in_process:
+        prepare(list(done.values()))
+    return [done.get(at) or _checked(one, family, system, limit) for at, one in enumerate(found)]
+
+
+def _find(policy: str | os.PathLike[str] | Policy, system: Any, family: Family) -> _Found:
+    """Look a policy up.
+
+    Raises:
+        ValueError: If the name is unknown and no such file exists.
+    """
     if not isinstance(policy, str | os.PathLike):
-        return _checked(policy.name, policy, family, system, limit)
+        return _Found(policy, _is_own(policy))
     name = os.fspath(policy)
     names = [info.name for info in list_policies(family.name)]
     if name in names:
         made = make_policy(name, system, family=family.name)
-        return _checked(name, made, family, system, limit, known=True)
+        return _Found(made, _is_own(made), name)
     trained = shipped(family.name)
     file = shipped_for(family.name, name, system) or Path(name)
     if file.exists():
         if file.suffix == ".py":
-            if in_process:
-                loaded = policy_from_file(file, system)
-            else:
-                loaded = GuestPolicy(file, system, time_limit_s)
-            return _checked(loaded.name, loaded, family, system, limit)
+            return _Found(file, own=False)
         from servegym.agents import load_policy
 
         loaded = load_policy(file, system)
         label = name if name in trained else loaded.name
         if label in trained and file.resolve() not in trained.values():
             label = f"{label} ({name})"
-        return _checked(label, loaded, family, system, limit)
+        return _Found(loaded, True, label)
     for other in FAMILIES:
         if other is not family and name in [info.name for info in list_policies(other.name)]:
             raise ValueError(
@@ -118,43 +159,42 @@ def resolve(
     )
 
 
-def is_guest(policy: str | os.PathLike[str] | Policy) -> bool:
-    """Whether a policy's code is not the package's, as far as can be told without running it."""
-    if isinstance(policy, str | os.PathLike):
-        return Path(policy).suffix == ".py"
-    return isinstance(policy, GuestPolicy) or not _is_own(policy)
-
-
 def _is_own(policy: Policy) -> bool:
-    """Whether a policy, and what it wraps, is the package's code."""
-    code = policy._fn if type(policy) is CallablePolicy else type(policy)
-    module = getattr(code, "__module__", None) or ""
-    if module == "__main__":  # a module of the package that runs as a program
-        module = getattr(getattr(sys.modules[module], "__spec__", None), "name", "")
-    if module.partition(".")[0] != "servegym":
+    """Whether a module of the package has the policy's class, or the function that it wraps.
+
+    What the class says of its module is not enough: anybody can write that.
+    """
+    code: Any = policy._fn if type(policy) is CallablePolicy else type(policy)
+    if code in (FilePolicy, GuestPolicy):  # around another's
         return False
-    return not isinstance(policy, FilePolicy) or _is_own(policy.policy)
+    module = sys.modules.get(getattr(code, "__module__", None) or "")
+    # A module that runs as a program is called otherwise, but its spec tells.
+    name = getattr(getattr(module, "__spec__", None), "name", "")
+    found: Any = module
+    for part in getattr(code, "__qualname__", "").split("."):
+        found = getattr(found, part, None)
+    return found is code and name.partition(".")[0] == "servegym"
 
 
 def _checked(
-    name: str,
-    policy: Policy,
-    family: Family,
-    system: Any,
-    time_limit_s: float | None,
-    known: bool = False,
+    found: _Found | Resolved, family: Family, system: Any, time_limit_s: float | None
 ) -> Resolved:
-    """The policy with what may be believed of it, a guest in a process of its own.
+    """The policy with what may be believed of it; without a time limit it stays in this process.
 
     Raises:
         ValueError: If it asks for an argument that changes the world, or takes another's name.
     """
-    report, source = report_of(family), OWN
-    if is_guest(policy):
-        if time_limit_s is not None and not isinstance(policy, GuestPolicy):
-            policy = GuestPolicy(policy, system, time_limit_s)
-        source = GUEST if isinstance(policy, GuestPolicy) else GUEST_IN_PROCESS
-        name = name if known else _guest_name(policy.name, family)
+    if isinstance(found, Resolved):
+        return found
+    policy, source = found.policy, OWN if found.own else GUEST_IN_PROCESS
+    if not found.own and time_limit_s is not None:
+        policy, source = GuestPolicy(policy, system, time_limit_s), GUEST
+    elif isinstance(policy, Path):
+        policy = policy_from_file(policy, system)
+    name = found.name or policy.name
+    if not found.own and found.name is None:
+        name = _guest_name(name, family)
+    report = report_of(family)
     asked, needs_env = copy.deepcopy(dict(policy.env_kwargs)), bool(policy.needs_env)
     allowed = report.interface + (report.serving if source == OWN else ())
     for key, value in asked.items():

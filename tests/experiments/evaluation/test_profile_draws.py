@@ -55,6 +55,8 @@ def test_certain_profiles_give_the_plain_evaluation_bit_for_bit(tmp_path):
         for key, value in row.items():
             same = again[key] == value or (isinstance(value, float) and math.isnan(value))
             assert same or key == "env_kwargs", key
+    apart = evaluate_draws(ENV, ["random"], 2, episodes=1, seed=5, apart=True, env_kwargs=kwargs)
+    assert len({5, *(row["seed"] for row in apart)}) == 3  # no draw has another's episodes
 
 
 def test_steps_take_the_drawn_time():
