@@ -30,14 +30,15 @@ from servegym.agents.lib import checkpoint
 from servegym.agents.lib.arguments import RunArgs, run_agent
 from servegym.agents.lib.checkpoint import CheckpointPolicy
 from servegym.agents.lib.environments import action_masks, episode_seeds, make_envs
-from servegym.agents.lib.run_log import RunLog, interval_passed
+from servegym.agents.lib.evaluation import play_rule
+from servegym.agents.lib.run_log import RunLog, interval_passed, saves_when_interrupted
+from servegym.envs.families import find_family
 
 ROUTING = {"rate": 8.0, "reward": "completed_qos"}
 """Arguments of the routing ids; ``--set`` changes them and adds others."""
 CUT = {"max_episode_steps": 999}
 """Besides, of their trainings: an episode is cut off before its last request, whose reward has all
 that is still served, with no sign in the observation. A cut leaves that to the critic."""
-VIEWS = {"Summary": "summary", "Experts": "experts"}
 
 
 @dataclass
@@ -153,20 +154,29 @@ class Agent(nn.Module):
         return logits.masked_fill(mask == 0, -1e8).log_softmax(-1), value.squeeze(-1)
 
 
+def is_routing(env_id: str) -> bool:
+    """Whether an id is one of LLM routing."""
+    family = find_family(env_id)
+    return family is not None and family.name == "llm_routing"
+
+
+def eval_kwargs(args: Args) -> dict[str, Any]:
+    """Arguments of the environment of an evaluation."""
+    kwargs = parse_settings(args.set)
+    routing = {"split": "val", "reward": "completed_qos"}
+    return ROUTING | kwargs | routing if is_routing(args.env_id) else kwargs
+
+
 def env_kwargs(args: Args) -> dict[str, Any]:
     """Arguments of the training environment."""
-    routing = args.env_id.startswith("servegym/LLMRouting")
-    return (ROUTING | CUT if routing else {}) | parse_settings(args.set)
+    return (ROUTING | CUT if is_routing(args.env_id) else {}) | parse_settings(args.set)
 
 
 @torch.no_grad()
 def evaluate(agent: Agent, args: Args) -> float:
     """Greedy policy on the same episodes each time: mean QoS on routing ids, else mean return."""
-    kwargs, n = parse_settings(args.set), args.eval_episodes
-    routing = args.env_id.startswith("servegym/LLMRouting")
-    if routing:
-        kwargs = ROUTING | kwargs | {"split": "val", "reward": "completed_qos"}
-    envs = make_envs(args.env_id, n, **kwargs)
+    n = args.eval_episodes
+    envs = make_envs(args.env_id, n, **eval_kwargs(args))
     obs, info = envs.reset(seed=10_000)
     total, alive, steps = np.zeros(n), np.ones(n, bool), 0
     while alive.any():
@@ -176,7 +186,17 @@ def evaluate(agent: Agent, args: Args) -> float:
         total, steps = total + reward * alive, steps + int(alive.sum())
         alive &= ~(terminated | truncated)
     envs.close()
-    return float(total.sum() / steps if routing else total.mean())
+    return float(total.sum() / steps if is_routing(args.env_id) else total.mean())
+
+
+def rule_score(args: Args) -> tuple[str, tuple[str, float] | None]:
+    """What `evaluate` measures, and the rule of the environment's family with its score."""
+    routing = is_routing(args.env_id)
+    found = play_rule(args.env_id, args.eval_episodes, 10_000, **eval_kwargs(args))
+    if found is None:
+        return "mean return", None
+    score = found.returns.sum() / found.decisions if routing else found.returns.mean()
+    return "QoS" if routing else "mean return", (found.rule, float(score))
 
 
 def save_policy(agent: Agent, args: Args, path: Path) -> None:
@@ -202,10 +222,12 @@ def load(meta: Mapping[str, str], weights: Mapping[str, Tensor], system: Any) ->
             )
         return net(net.moments(x), mask)[0].argmax(-1).numpy()
 
-    view = next((view for name, view in VIEWS.items() if name in args.env_id), "flat")
+    family = find_family(args.env_id)
+    view = "flat" if family is None else family.view_of(args.env_id)
     return CheckpointPolicy("ppo", view, args, net, decide, env_kwargs(args))
 
 
+@saves_when_interrupted
 def train(args: Args) -> Path:
     """Train and return the run's folder (metrics.jsonl, best.safetensors, last.safetensors)."""
     begin = time.process_time()
@@ -222,8 +244,9 @@ def train(args: Args) -> Path:
         raise ValueError(f"env_id: {args.env_id!r} has a Box {box.shape}; flatten it first")
     agent = Agent(box.shape, actions, args.width)
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5)
-    run = Path(args.out_dir) / (args.run_name or f"ppo_{args.seed}")
-    log = RunLog(run, args, "ppo")
+    log = RunLog(args, "ppo", args.env_id, env_kwargs(args))
+    write = log.save = partial(save_policy, agent, args)
+    metric, rule = rule_score(args)
 
     obs_buf = torch.zeros((steps, n, *box.shape))
     mask_buf = torch.zeros((steps, n, actions), dtype=torch.int8)
@@ -238,10 +261,8 @@ def train(args: Args) -> Path:
     def report(step: int, metrics: dict[str, float], best: float) -> float:
         log.phase = "evaluating"
         metrics["eval/score"] = score = evaluate(agent, args)
-        log.say(f"step {step}: evaluation {score:.4f}")
-        return checkpoint.save_best_and_last(
-            partial(save_policy, agent, args), args, run, score, best
-        )
+        log.say_score(step, metric, score, rule)
+        return checkpoint.save_best_and_last(write, args, log.run, score, best)
 
     x, mask = observe(*envs.reset(seed=episode_seeds(args.seed, n)))
     metrics: dict[str, float] = {}
@@ -301,9 +322,8 @@ def train(args: Args) -> Path:
         if interval_passed(args.eval_every, step - steps * n, step) or update + 1 == updates:
             best = report(step, metrics, best)
         log.write(step, {"charts/cpu_s": time.process_time() - begin, **metrics})
-    log.close()
     envs.close()
-    return run
+    return log.run
 
 
 if __name__ == "__main__":
