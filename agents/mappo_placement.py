@@ -206,7 +206,9 @@ def train(args: Args) -> Path:
         ],
         eps=1e-5,
     )
-    log = RunLog(args, "mappo_placement", ENV_ID, settings)
+    validation_kwargs = {"epochs": 12} | settings | {"split": "val"}
+    played = play_rule(ENV_ID, args.eval_episodes, 10_000, **validation_kwargs)
+    rule = played and (played.rule, float(played.kpis["mean_latency_s"].mean()))
     meta = {
         "agent": "mappo_placement",
         "args": json.dumps(asdict(args)),
@@ -224,9 +226,7 @@ def train(args: Args) -> Path:
     outputs = torch.zeros(n, servers, layers)
     logprobs, rewards = torch.zeros(2, n, servers)
     latency = np.zeros(n)
-    validation_kwargs = {"epochs": 12} | settings | {"split": "val"}
-    played = play_rule(ENV_ID, args.eval_episodes, 10_000, **validation_kwargs)
-    rule = played and (played.rule, float(played.kpis["mean_latency_s"].mean()))
+    log = RunLog(args, "mappo_placement", ENV_ID, settings)
 
     for update in range(num_updates + 1):
         # Evaluate, first of all the random weights.

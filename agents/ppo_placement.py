@@ -213,7 +213,9 @@ def train(args: Args) -> Path:
         ],
         eps=1e-5,
     )
-    log = RunLog(args, "ppo_placement", args.env_id, settings)
+    validation_kwargs = {"epochs": 12} | settings | {"split": "val"}
+    played = play_rule(args.env_id, args.eval_episodes, 10_000, **validation_kwargs)
+    rule = played and (played.rule, float(played.kpis["mean_latency_s"].mean()))
     meta = {
         "agent": "ppo_placement",
         "args": json.dumps(asdict(args)),
@@ -222,9 +224,7 @@ def train(args: Args) -> Path:
     }
     n, groups = args.num_envs, args.num_envs // args.group_size
     num_updates, best_score = -(-args.total_timesteps // n), -np.inf
-    validation_kwargs = {"epochs": 12} | settings | {"split": "val"}
-    played = play_rule(args.env_id, args.eval_episodes, 10_000, **validation_kwargs)
-    rule = played and (played.rule, float(played.kpis["mean_latency_s"].mean()))
+    log = RunLog(args, "ppo_placement", args.env_id, settings)
 
     for update in range(num_updates + 1):
         # Evaluate, first of all the random weights.

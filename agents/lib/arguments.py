@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import multiprocessing
 import signal
 import threading
 from collections.abc import Callable
@@ -112,8 +113,10 @@ def run_agent(train: Callable[[Any], Any], args: type[RunArgs]) -> NoReturn:
             train(given)
         except KeyboardInterrupt:
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second one ends what is left at once
+            for child in multiprocessing.active_children():
+                child.kill()
             if RunLog.latest is None:
-                print(f"interrupted before the run began: nothing is in {given.out_dir}")
+                print("interrupted before the run began: nothing was written")
             return 130
         finally:
             ended.set()

@@ -118,6 +118,7 @@ class RunLog:
         self, step: int, metric: str, score: float, rule: tuple[str, float] | None = None
     ) -> None:
         """Print an evaluation above the bar, and what a rule has in the same episodes."""
+        self.step = step
         beside = f" ({rule[0]} {rule[1]:.4f})" if rule is not None else ""
         self.say(f"step {step}: evaluation, {metric} {score:.4f}{beside}")
 
@@ -157,7 +158,7 @@ class RunLog:
             self.wandb.finish()
         RunLog.current.set(None)
         if ended:
-            print(f"{self.title} {ended}; {self._what_there_is()}", flush=True)
+            print(f"{self.title} {ended}{self._what_there_is()}", flush=True)
 
     def interrupted(self) -> None:
         """Save the policy as it is, and close."""
@@ -166,8 +167,9 @@ class RunLog:
                 self.save(self.run / "last.safetensors")
             again = ""
             if (self.run / SNAPSHOT).exists():
-                again = f", goes on with --resume True --run_name {shlex.quote(self.run.name)}"
-            self.close(f"interrupted at step {self.step}{again}")
+                name = shlex.quote(self.args.run_name or self.run.name)
+                again = f" (it goes on with the same flags, --resume True --run_name {name})"
+            self.close(f"interrupted after step {self.step}{again}; ")
 
     def _what_there_is(self) -> str:
         """The checkpoint, and the command that evaluates it."""
@@ -193,7 +195,7 @@ def saves_when_interrupted(train: Callable[[Args], Path]) -> Callable[[Args], Pa
         try:
             folder = train(args)
             if (log := RunLog.current.get()) is not None:
-                log.close("ended")
+                log.close("ended\n")
             return folder
         except KeyboardInterrupt:
             if (log := RunLog.current.get()) is not None:
