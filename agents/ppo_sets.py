@@ -262,8 +262,8 @@ def train(args: Args) -> Path:
             part.load_state_dict(log.saved[key])
         torch.set_rng_state(log.saved["rng"])
         obs, mask = restore_envs(envs, log.saved["envs"])
-        step, best, mean_reward, size = log.saved["state"]
-        size = size.to(device)
+        step, best, mean_reward, saved_size = log.saved["state"]
+        size = saved_size.to(device)
 
     def evaluate() -> dict[str, float]:
         numbers = (args.eval_rates, EVAL_EPISODES, EVAL_REQUESTS)
