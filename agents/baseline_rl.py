@@ -31,6 +31,7 @@ import time
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -44,7 +45,7 @@ from servegym._command_line import parse_settings
 from servegym.agents.lib import checkpoint, environments
 from servegym.agents.lib.arguments import RunArgs, run_agent
 from servegym.agents.lib.evaluation import evaluate_router
-from servegym.agents.lib.run_log import RunLog, interval_passed
+from servegym.agents.lib.run_log import RunLog, interval_passed, saves_when_interrupted
 from servegym.baselines.llm_routing import features
 from servegym.baselines.llm_routing.features import ARRIVED, EXPERT, LOAD, STATE, WORK
 from servegym.baselines.llm_routing.latency import ExpectedQos
@@ -266,6 +267,7 @@ def load(meta: Mapping[str, str], weights: Mapping[str, Tensor], system: Any) ->
     return checkpoint.CheckpointPolicy(name, "graph", args, agent, agent.act, env_kwargs)
 
 
+@saves_when_interrupted
 def train(args: Args) -> Path:
     """Train and return the run's folder (metrics.jsonl, last.safetensors)."""
     env_kwargs = ENV | parse_settings(args.set)
@@ -273,7 +275,6 @@ def train(args: Args) -> Path:
     torch.manual_seed(args.seed)
     rng = np.random.default_rng(args.seed)
     envs, n = environments.make_envs(ENV_ID, args.num_envs, **env_kwargs), args.num_envs
-    run = Path(args.out_dir) / (args.run_name or f"baseline_rl_{args.seed}")
 
     agent = Agent(args.rows, args.shaping, RoutingSystem.from_env(envs))
     averaged = deepcopy(agent).requires_grad_(False)
@@ -285,17 +286,18 @@ def train(args: Args) -> Path:
     obs, info = envs.reset(seed=environments.episode_seeds(args.seed, n))
     mask, rows = info["action_mask"], agent.rows(obs)
     buffer = ReplayBuffer(max(int(RECENT * args.total_timesteps), LATEST) // n + 4 * LENGTH)
-    every = args.eval_every or args.total_timesteps
     step, updates, cpu_s, evaluated, losses = 0, 0, 0.0, -1, {}
-    log = RunLog(run, args, "baseline_rl")
+    log = RunLog(args, "baseline_rl", ENV_ID, env_kwargs)
+    meta = {"agent": "baseline_rl", "args": json.dumps(asdict(args))}
+    log.save = partial(checkpoint.write_checkpoint, averaged, meta)
     while True:
         # Evaluate the averaged policy, at first that of random weights.
-        if step // every > evaluated or step >= args.total_timesteps:
-            evaluated, log.phase = step // every, "evaluating"
+        if step // args.eval_every > evaluated or step >= args.total_timesteps:
+            evaluated, log.phase = step // args.eval_every, "evaluating"
             size = args.eval_rates, EVAL_EPISODES, EVAL_REQUESTS
             result = evaluate_router(averaged.act, ENV_ID, env_kwargs, *size, trained=step > 0)
             log.write(step, result | {"charts/cpu_s": cpu_s})
-            log.print_qos(step, result)
+            log.say_qos(step, result)
         if step >= args.total_timesteps:
             break
 
@@ -367,11 +369,9 @@ def train(args: Args) -> Path:
             metrics = {"charts/SPS": log.advance(step), "charts/cpu_s": cpu_s}
             log.write(step, metrics | {key: float(x.detach()) for key, x in losses.items()})
     if args.save_model:
-        meta = {"agent": "baseline_rl", "args": json.dumps(asdict(args))}
-        checkpoint.write_checkpoint(averaged, meta, run / "last.safetensors")
-    log.close()
+        log.save(log.run / "last.safetensors")
     envs.close()
-    return run
+    return log.run
 
 
 if __name__ == "__main__":

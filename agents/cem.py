@@ -38,8 +38,7 @@ from servegym.agents.lib import checkpoint
 from servegym.agents.lib.arguments import RunArgs, at_least, run_agent
 from servegym.agents.lib.checkpoint import CheckpointPolicy
 from servegym.agents.lib.parallel import open_pool, run_jobs
-from servegym.agents.lib.run_log import RunLog, interval_passed
-from servegym.agents.lib.snapshots import load_snapshot, save_snapshot
+from servegym.agents.lib.run_log import RunLog, interval_passed, saves_when_interrupted
 from servegym.baselines.llm_routing import fleet_features
 from servegym.baselines.llm_routing.features import load_scores
 from servegym.baselines.llm_routing.fleets import FleetSystem, PerFleet
@@ -340,6 +339,7 @@ def complete(args: Args, task: Task) -> Args:
     return args
 
 
+@saves_when_interrupted
 def train(args: Args) -> Path:
     """Search and return the run's folder (metrics.jsonl, best.safetensors, last.safetensors)."""
     task = task_of(args.env_id, args.set)
@@ -347,16 +347,16 @@ def train(args: Args) -> Path:
     size, total = args.population, args.total_timesteps
     torch.set_num_threads(args.torch_threads)
     pool = open_pool(args.workers, args.ray)
-    run = Path(args.out_dir) / (args.run_name or f"{task.name}_{args.seed}")
     mean = task.first_weights(task.System.from_kwargs(**task.env_kwargs))
     agent = Agent(mean, isinstance(task, OneFleet))
-    spread, step, best, log_size = np.full_like(mean, task.spread), 0, -np.inf, 0
+    spread, step, best = np.full_like(mean, task.spread), 0, -np.inf
     rng = np.random.default_rng([args.seed, 5])
-    saved = load_snapshot(args.resume, run / "snapshot.pt")
-    if saved is not None:
-        mean, spread, step, best, log_size = saved["state"]
-        rng.bit_generator.state = saved["rng"]
-    log, where = RunLog(run, args, task.name, step, log_size), (args.env_id, args.set)
+    log, where = RunLog(args, task.name, args.env_id, task.env_kwargs), (args.env_id, args.set)
+    write = log.save = partial(save_policy, agent, args)
+    if log.saved is not None:
+        mean, spread, step, best = log.saved["state"]
+        agent.weights.copy_(torch.as_tensor(mean))
+        rng.bit_generator.state = log.saved["rng"]
     while step < total:
         # Draw, play the same episodes, and move to the best.
         drawn = mean + spread * rng.standard_normal((size, len(mean)))
@@ -368,6 +368,7 @@ def train(args: Args) -> Path:
             each[:, at], step = paid[:, 0], step + decisions
         elite = drawn[np.argsort(-fitness(each))[: int(size * ELITE)]]
         mean = mean + STEP * (elite.mean(0) - mean)
+        agent.weights.copy_(torch.as_tensor(mean))
         widened = max(0.0, 1 - before / total / WIDENED_UNTIL)
         spread = spread + STEP * (elite.std(0) - spread) + task.widened * widened
 
@@ -383,17 +384,14 @@ def train(args: Args) -> Path:
             result = {f"{task.logged[1]}_{k}": found[k] for k in range(len(jobs))}
             result[task.logged[1]] = score = float(np.mean(list(result.values())))
             metrics |= result
-            log.say(f"step {step}: {task.logged[1]} {score:.4f}")
-            agent.weights.copy_(torch.as_tensor(mean))
-            write = partial(save_policy, agent, args)
-            best = checkpoint.save_best_and_last(write, args, run, score, best)
+            log.say_score(step, task.logged[1].partition("/")[2], score)
+            best = checkpoint.save_best_and_last(write, args, log.run, score, best)
         log.write(step, metrics)
-        state = (mean, spread, step, best, log.size)
-        save_snapshot(run / "snapshot.pt", state=state, rng=rng.bit_generator.state)
-    log.close()
+        state = (mean, spread, step, best)
+        log.save_snapshot(step, state=state, rng=rng.bit_generator.state)
     if pool is not None:
         pool.shutdown()
-    return run
+    return log.run
 
 
 if __name__ == "__main__":

@@ -39,7 +39,8 @@ from servegym.agents.lib.checkpoint import (
     saved_args,
     write_checkpoint,
 )
-from servegym.agents.lib.run_log import RunLog, interval_passed
+from servegym.agents.lib.evaluation import play_rule
+from servegym.agents.lib.run_log import RunLog, interval_passed, saves_when_interrupted
 from servegym.baselines.expert_placement.initial_placement import cluster_fingerprint
 from servegym.envs.expert_placement.config import LEARNING
 from servegym.envs.expert_placement.decode import HEIGHT_SPAN
@@ -84,6 +85,7 @@ class Args(RunArgs):
     """control: deal rewards out to other placements, so that nothing can be learnt"""
 
 
+ENV_ID = "servegym/ExpertPlacement-v0"
 NUM_MINIBATCHES, MAX_GRAD_NORM = 2, 0.5
 MASS_AT = (1 / 64, 1 / 16, 1 / 4, 1 / 2, 3 / 4)
 """Shares of a layer's experts, the most frequent first, whose cumulative mass is a feature."""
@@ -174,6 +176,7 @@ def evaluate(agent: Agent, args: Args, env: ExpertPlacementParallelEnv) -> dict[
     return {"eval/mean_latency_s": float(np.mean(latency))}
 
 
+@saves_when_interrupted
 def train(args: Args) -> Path:
     """Train and return the run's folder (metrics.jsonl, best.safetensors, last.safetensors).
 
@@ -203,8 +206,9 @@ def train(args: Args) -> Path:
         ],
         eps=1e-5,
     )
-    run = Path(args.out_dir) / (args.run_name or f"mappo_placement_{args.seed}")
-    log = RunLog(run, args, "mappo_placement")
+    validation_kwargs = {"epochs": 12} | settings | {"split": "val"}
+    played = play_rule(ENV_ID, args.eval_episodes, 10_000, **validation_kwargs)
+    rule = played and (played.rule, float(played.kpis["mean_latency_s"].mean()))
     meta = {
         "agent": "mappo_placement",
         "args": json.dumps(asdict(args)),
@@ -222,18 +226,19 @@ def train(args: Args) -> Path:
     outputs = torch.zeros(n, servers, layers)
     logprobs, rewards = torch.zeros(2, n, servers)
     latency = np.zeros(n)
+    log = RunLog(args, "mappo_placement", ENV_ID, settings)
 
     for update in range(num_updates + 1):
         # Evaluate, first of all the random weights.
         step = update * n
+        log.save = partial(write_checkpoint, agent, meta | {"step": str(step)})
         metrics: dict[str, float] = {}
         if interval_passed(args.eval_every, step - n, step) or update in (0, num_updates):
             log.phase = "evaluating"
             metrics = evaluate(agent, args, validation)
             found = metrics["eval/mean_latency_s"]
-            log.say(f"step {step}: validation latency {found:.3f} s")
-            save = partial(write_checkpoint, agent, meta | {"step": str(step)})
-            best_score = save_best_and_last(save, args, run, -found, best_score)
+            log.say_score(step, "mean latency in seconds", found, rule)
+            best_score = save_best_and_last(log.save, args, log.run, -found, best_score)
         metrics |= {"charts/SPS": log.advance(step), "charts/cpu_s": time.process_time() - start}
         if update == num_updates:
             log.write(step, metrics)
@@ -287,8 +292,7 @@ def train(args: Args) -> Path:
                 "losses/approx_kl": approx_kl,
             },
         )
-    log.close()
-    return run
+    return log.run
 
 
 def load(meta: Mapping[str, str], weights: Mapping[str, Tensor], system: Any) -> CheckpointPolicy:

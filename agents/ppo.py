@@ -32,14 +32,14 @@ from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-import servegym
 from servegym._command_line import parse_settings
 from servegym.agents.lib import checkpoint
 from servegym.agents.lib.arguments import RunArgs, run_agent
 from servegym.agents.lib.checkpoint import CheckpointPolicy
 from servegym.agents.lib.environments import action_masks, episode_seeds, make_envs
-from servegym.agents.lib.run_log import RunLog, interval_passed
-from servegym.envs.families import family_of
+from servegym.agents.lib.evaluation import play_rule
+from servegym.agents.lib.run_log import RunLog, interval_passed, saves_when_interrupted
+from servegym.envs.families import find_family
 
 SETTINGS = {
     "llm_routing": {"rate": 8.0, "reward": "completed_qos"},
@@ -50,7 +50,8 @@ MEASURES = {
     "llm_routing": {"reward": "completed_qos", "split": "val"},
     "prefix_routing": {"reward": "slo", "split": "val"},
 }
-"""Of the evaluations, which count a request's reward there: QoS, or 1 within the objectives."""
+METRICS = {"llm_routing": "QoS", "prefix_routing": "attainment"}
+"""Of the evaluations, which count a request's reward there: its QoS, or 1 within the objectives."""
 CUT = {"max_episode_steps": 999}
 """Besides, of their trainings: an episode is cut off before its last request, whose reward has all
 that is still served, with no sign in the observation. A cut leaves that to the critic."""
@@ -177,7 +178,14 @@ class Agent(nn.Module):
 
 def family_name(args: Args) -> str:
     """The family of the id, "" for an id of another package."""
-    return family_of(args.env_id).name if args.env_id in servegym.ENV_IDS else ""
+    family = find_family(args.env_id)
+    return "" if family is None else family.name
+
+
+def eval_kwargs(args: Args) -> dict[str, Any]:
+    """Arguments of the environment of an evaluation."""
+    family = family_name(args)
+    return SETTINGS.get(family, {}) | parse_settings(args.set) | MEASURES.get(family, {})
 
 
 def env_kwargs(args: Args) -> dict[str, Any]:
@@ -192,9 +200,8 @@ def env_kwargs(args: Args) -> dict[str, Any]:
 @torch.no_grad()
 def evaluate(agent: Agent, args: Args) -> float:
     """Greedy policy on the same episodes each time: mean of `MEASURES`, else of the returns."""
-    family, n = family_name(args), args.eval_episodes
-    kwargs = SETTINGS.get(family, {}) | parse_settings(args.set) | MEASURES.get(family, {})
-    envs = make_envs(args.env_id, n, **kwargs)
+    n = args.eval_episodes
+    envs = make_envs(args.env_id, n, **eval_kwargs(args))
     obs, info = envs.reset(seed=10_000)
     total, alive, steps = np.zeros(n), np.ones(n, bool), 0
     while alive.any():
@@ -204,12 +211,22 @@ def evaluate(agent: Agent, args: Args) -> float:
         total, steps = total + reward * alive, steps + int(alive.sum())
         alive &= ~(terminated | truncated)
     envs.close()
-    return float(total.sum() / steps if family in MEASURES else total.mean())
+    return float(total.sum() / steps if family_name(args) in MEASURES else total.mean())
+
+
+def rule_score(args: Args) -> tuple[str, tuple[str, float] | None]:
+    """What `evaluate` measures, and the rule of the environment's family with its score."""
+    measure = METRICS.get(family_name(args))
+    found = play_rule(args.env_id, args.eval_episodes, 10_000, **eval_kwargs(args))
+    if found is None:
+        return measure or "mean return", None
+    score = found.returns.sum() / found.decisions if measure else found.returns.mean()
+    return measure or "mean return", (found.rule, float(score))
 
 
 def outcome_reader(args: Args, envs: Any) -> Any:
     """What tells which requests have ended, of the family's module ``outcomes``."""
-    module = f"servegym.envs.{family_of(args.env_id).name}.outcomes"
+    module = f"servegym.envs.{family_name(args)}.outcomes"
     return importlib.import_module(module).OutcomeReader(envs)
 
 
@@ -236,17 +253,19 @@ def load(meta: Mapping[str, str], weights: Mapping[str, Tensor], system: Any) ->
             )
         return net(net.moments(x), mask)[0].argmax(-1).numpy()
 
-    ids = family_of(args.env_id)
-    view = list(ids.views)[ids.env_ids.index(args.env_id)]
+    family = find_family(args.env_id)
+    view = "flat" if family is None else family.view_of(args.env_id)
     return CheckpointPolicy("ppo", view, args, net, decide, env_kwargs(args))
 
 
+@saves_when_interrupted
 def train(args: Args) -> Path:
     """Train and return the run's folder (metrics.jsonl, best.safetensors, last.safetensors)."""
     begin = time.process_time()
     torch.set_num_threads(args.torch_threads)
     torch.manual_seed(args.seed)
-    if args.own_requests and not (family_name(args) and family_of(args.env_id).outcomes):
+    family = find_family(args.env_id)
+    if args.own_requests and not (family and family.outcomes):
         raise ValueError(f"own_requests: requests of {args.env_id!r} are not told when they end")
     n = min(args.num_envs, args.total_timesteps)
     steps = min(args.num_steps, -(-args.total_timesteps // n))
@@ -261,8 +280,9 @@ def train(args: Args) -> Path:
     agent = Agent(box.shape, actions, args.width, first=int(family_name(args) == "llm_routing"))
     average = copy.deepcopy(agent)
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5)
-    run = Path(args.out_dir) / (args.run_name or f"ppo_{args.seed}")
-    log = RunLog(run, args, "ppo")
+    log = RunLog(args, "ppo", args.env_id, env_kwargs(args))
+    write = log.save = partial(save_policy, average if args.average else agent, args)
+    metric, rule = rule_score(args)
 
     obs_buf = torch.zeros((steps, n, *box.shape))
     mask_buf = torch.zeros((steps, n, actions), dtype=torch.int8)
@@ -278,10 +298,8 @@ def train(args: Args) -> Path:
         log.phase = "evaluating"
         judged = average if args.average else agent
         metrics["eval/score"] = score = evaluate(judged, args)
-        log.say(f"step {step}: evaluation {score:.4f}")
-        return checkpoint.save_best_and_last(
-            partial(save_policy, judged, args), args, run, score, best
-        )
+        log.say_score(step, metric, score, rule)
+        return checkpoint.save_best_and_last(write, args, log.run, score, best)
 
     x, mask = observe(*envs.reset(seed=episode_seeds(args.seed, n)))
     metrics: dict[str, float] = {}
@@ -352,9 +370,8 @@ def train(args: Args) -> Path:
         if interval_passed(args.eval_every, step - steps * n, step) or update + 1 == updates:
             best = report(step, metrics, best)
         log.write(step, {"charts/cpu_s": time.process_time() - begin, **metrics})
-    log.close()
     envs.close()
-    return run
+    return log.run
 
 
 if __name__ == "__main__":

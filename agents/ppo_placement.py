@@ -41,7 +41,8 @@ from servegym.agents.lib.checkpoint import (
     saved_args,
     write_checkpoint,
 )
-from servegym.agents.lib.run_log import RunLog, interval_passed
+from servegym.agents.lib.evaluation import play_rule
+from servegym.agents.lib.run_log import RunLog, interval_passed, saves_when_interrupted
 from servegym.baselines.expert_placement.initial_placement import cluster_fingerprint
 from servegym.envs.expert_placement.config import LEARNING
 from servegym.envs.expert_placement.decode import HEIGHT_SPAN
@@ -181,6 +182,7 @@ def evaluate(agent: Agent, args: Args) -> dict[str, float]:
     return {"eval/mean_latency_s": float(np.mean(info["episode_kpis"]["mean_latency_s"]))}
 
 
+@saves_when_interrupted
 def train(args: Args) -> Path:
     """Train and return the run's folder (metrics.jsonl, best.safetensors, last.safetensors).
 
@@ -188,8 +190,6 @@ def train(args: Args) -> Path:
         ValueError: If an argument is out of range.
     """
     at_least("group_size", args.group_size, 2)
-    if not 0 <= args.common_credit <= 1:
-        raise ValueError(f"common_credit is {args.common_credit}; allowed is 0 to 1")
     if args.num_envs % args.group_size:
         raise ValueError(f"num_envs is {args.num_envs}; allowed are multiples of group_size")
     settings = parse_settings(args.set)
@@ -213,8 +213,9 @@ def train(args: Args) -> Path:
         ],
         eps=1e-5,
     )
-    run = Path(args.out_dir) / (args.run_name or f"ppo_placement_{args.seed}")
-    log = RunLog(run, args, "ppo_placement")
+    validation_kwargs = {"epochs": 12} | settings | {"split": "val"}
+    played = play_rule(args.env_id, args.eval_episodes, 10_000, **validation_kwargs)
+    rule = played and (played.rule, float(played.kpis["mean_latency_s"].mean()))
     meta = {
         "agent": "ppo_placement",
         "args": json.dumps(asdict(args)),
@@ -223,18 +224,19 @@ def train(args: Args) -> Path:
     }
     n, groups = args.num_envs, args.num_envs // args.group_size
     num_updates, best_score = -(-args.total_timesteps // n), -np.inf
+    log = RunLog(args, "ppo_placement", args.env_id, settings)
 
     for update in range(num_updates + 1):
         # Evaluate, first of all the random weights.
         step = update * n
+        log.save = partial(write_checkpoint, agent, meta | {"step": str(step)})
         metrics: dict[str, float] = {}
         if interval_passed(args.eval_every, step - n, step) or update in (0, num_updates):
             log.phase = "evaluating"
             metrics = evaluate(agent, args)
             latency = metrics["eval/mean_latency_s"]
-            log.say(f"step {step}: validation latency {latency:.3f} s")
-            save = partial(write_checkpoint, agent, meta | {"step": str(step)})
-            best_score = save_best_and_last(save, args, run, -latency, best_score)
+            log.say_score(step, "mean latency in seconds", latency, rule)
+            best_score = save_best_and_last(log.save, args, log.run, -latency, best_score)
         metrics |= {"charts/SPS": log.advance(step), "charts/cpu_s": time.process_time() - start}
         if update == num_updates:
             log.write(step, metrics)
@@ -291,9 +293,8 @@ def train(args: Args) -> Path:
                 "losses/approx_kl": approx_kl,
             },
         )
-    log.close()
     envs.close()
-    return run
+    return log.run
 
 
 def load(meta: Mapping[str, str], weights: Mapping[str, Tensor], system: Any) -> CheckpointPolicy:

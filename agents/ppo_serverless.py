@@ -39,7 +39,8 @@ from servegym.agents.lib.checkpoint import (
     write_checkpoint,
 )
 from servegym.agents.lib.environments import action_masks, episode_seeds, make_envs
-from servegym.agents.lib.run_log import RunLog, interval_passed
+from servegym.agents.lib.evaluation import play_rule
+from servegym.agents.lib.run_log import RunLog, interval_passed, saves_when_interrupted
 
 
 @dataclass
@@ -197,6 +198,7 @@ def evaluate(agent: Agent, envs: gym.vector.VectorEnv) -> dict[str, float]:
     return {"eval/score": reward_sum / steps, "eval/kept_share": kept / steps}
 
 
+@saves_when_interrupted
 def train(args: Args) -> Path:
     """Train and return the run's folder (metrics.jsonl, best.safetensors, last.safetensors).
 
@@ -223,7 +225,6 @@ def train(args: Args) -> Path:
     keep = bool(env_kwargs(args).get("keep_action"))
     agent = Agent(columns, choices, keep, args.width).to(device)
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5)
-    run = Path(args.out_dir) / (args.run_name or f"ppo_serverless_{args.seed}")
     shape = {"columns": columns, "choices": choices, "keep": keep, "width": args.width}
     meta = {
         "agent": "ppo_serverless",
@@ -231,8 +232,12 @@ def train(args: Args) -> Path:
         "shape": json.dumps(shape),
         "setting": envs.unwrapped.problem.system.name,  # pyright: ignore
     }
-    log = RunLog(run, args, "ppo_serverless")
+    log = RunLog(args, "ppo_serverless", args.env_id, parse_settings(args.set))
     save_policy, best_score = partial(write_checkpoint, agent, meta), -np.inf
+    log.save = save_policy
+    settings = parse_settings(args.set) | {"split": "val"}
+    played = play_rule(args.env_id, args.eval_episodes, 10_000, **settings)
+    rule = played and (played.rule, played.returns.sum() / played.decisions)
 
     # Buffers (num_steps, num_envs, ...).
     obs = torch.zeros((num_steps, n, columns), device=device)
@@ -254,10 +259,9 @@ def train(args: Args) -> Path:
             log.phase = "evaluating"
             result = evaluate(agent, eval_envs)
             metrics |= result
-            log.say(f"step {step}: mean reward {result['eval/score']:.4f}")
-            best_score = save_best_and_last(
-                save_policy, args, run, result["eval/score"], best_score
-            )
+            score = result["eval/score"]
+            log.say_score(step, "mean reward", score, rule)
+            best_score = save_best_and_last(save_policy, args, log.run, score, best_score)
         metrics["charts/cpu_s"] = time.process_time() - begin
         log.write(step, metrics)
         if last:
@@ -323,10 +327,9 @@ def train(args: Args) -> Path:
             .mean()
             .item(),
         }
-    log.close()
     envs.close()
     eval_envs.close()
-    return run
+    return log.run
 
 
 def cluster_fingerprint(system: Any) -> str:

@@ -12,7 +12,6 @@ from rollouts on copies of the simulator. ``python agents/ppo_sets.py --help`` l
 from __future__ import annotations
 
 import json
-import pickle
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import asdict, dataclass
@@ -31,8 +30,8 @@ from servegym.agents.lib import checkpoint, environments
 from servegym.agents.lib.arguments import ResumableRunArgs, run_agent
 from servegym.agents.lib.checkpoint import CheckpointPolicy
 from servegym.agents.lib.evaluation import evaluate_router
-from servegym.agents.lib.run_log import RunLog, interval_passed
-from servegym.agents.lib.snapshots import load_snapshot, save_snapshot
+from servegym.agents.lib.run_log import RunLog, interval_passed, saves_when_interrupted
+from servegym.agents.lib.snapshots import env_states, restore_envs
 from servegym.baselines.llm_routing.features import Layout, priced_values, privileged_inputs
 from servegym.baselines.llm_routing.latency import LatencyModel
 from servegym.baselines.llm_routing.system import RoutingSystem
@@ -236,6 +235,7 @@ def load(meta: Mapping[str, str], weights: Mapping[str, Tensor], system: Any) ->
     return CheckpointPolicy("ppo_sets", "graph", args, agent, agent.act, env_kwargs)
 
 
+@saves_when_interrupted
 def train(args: Args) -> Path:
     """Train and return the run's folder (metrics.jsonl, best.safetensors, last.safetensors)."""
     env_kwargs = ENV | parse_settings(args.set)
@@ -245,7 +245,6 @@ def train(args: Args) -> Path:
     torch.manual_seed(args.seed)
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     envs, n = environments.make_envs(ENV_ID, args.num_envs, **env_kwargs), args.num_envs
-    run = Path(args.out_dir) / (args.run_name or f"ppo_sets_{args.seed}")
 
     agent = Agent(RoutingSystem.from_env(envs)).to(device)
     actions = agent.layout.experts + 1
@@ -253,23 +252,24 @@ def train(args: Args) -> Path:
     optimizer = torch.optim.Adam(agent.parameters(), args.learning_rate)
 
     obs, info = envs.reset(seed=environments.episode_seeds(args.seed, n))
-    mask, step, best, mean_reward, log_size = info["action_mask"], 0, -np.inf, 0.0, 0
+    mask, step, best, mean_reward = info["action_mask"], 0, -np.inf, 0.0
     size: Tensor | None = None  # of the advantages, by environment
     learned = {"agent": agent, "averaged": averaged, "optimizer": optimizer}
-    saved = load_snapshot(args.resume, run / "snapshot.pt")
-    if saved is not None:
+    log = RunLog(args, "ppo_sets", ENV_ID, env_kwargs)
+    write = log.save = partial(save_policy, averaged, args)
+    if log.saved is not None:
         for key, part in learned.items():
-            part.load_state_dict(saved[key])
-        torch.set_rng_state(saved["rng"])
-        envs = pickle.loads(saved["envs"])
-        step, best, mean_reward, log_size, obs, mask, size = saved["state"]
-    log = RunLog(run, args, "ppo_sets", step, log_size)
+            part.load_state_dict(log.saved[key])
+        torch.set_rng_state(log.saved["rng"])
+        obs, mask = restore_envs(envs, log.saved["envs"])
+        step, best, mean_reward, saved_size = log.saved["state"]
+        size = saved_size.to(device)
 
     def evaluate() -> dict[str, float]:
         numbers = (args.eval_rates, EVAL_EPISODES, EVAL_REQUESTS)
         log.phase = "evaluating"
         result = evaluate_router(averaged.act, ENV_ID, env_kwargs, *numbers)
-        log.print_qos(step, result)
+        log.say_qos(step, result)
         return result
 
     if not step:
@@ -367,20 +367,18 @@ def train(args: Args) -> Path:
         if interval_passed(args.eval_every, before, step) or last:
             result = evaluate()
             metrics |= result
-            write = partial(save_policy, averaged, args)
-            best = checkpoint.save_best_and_last(write, args, run, result["eval/avg_qos"], best)
+            best = checkpoint.save_best_and_last(write, args, log.run, result["eval/avg_qos"], best)
         log.write(step, metrics)
         if interval_passed(args.checkpoint_every, before, step):
-            save_snapshot(
-                run / "snapshot.pt",
+            log.save_snapshot(
+                step,
                 **{key: part.state_dict() for key, part in learned.items()},
-                state=(step, best, mean_reward, log.size, obs, mask, size),
+                state=(step, best, mean_reward, size),
                 rng=torch.get_rng_state(),
-                envs=pickle.dumps(envs),
+                envs=env_states(envs),
             )
-    log.close()
     envs.close()
-    return run
+    return log.run
 
 
 if __name__ == "__main__":

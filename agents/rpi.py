@@ -15,7 +15,6 @@ Neighbour: `ppo_sets`, the same network, learns from the rewards of the actions 
 from __future__ import annotations
 
 import json
-import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -30,12 +29,12 @@ from torch import Tensor, nn
 
 from servegym._command_line import parse_settings
 from servegym.agents.lib import checkpoint, environments
-from servegym.agents.lib.arguments import ResumableRunArgs, run_agent
+from servegym.agents.lib.arguments import ResumableRunArgs, at_least, run_agent
 from servegym.agents.lib.checkpoint import CheckpointPolicy
 from servegym.agents.lib.evaluation import evaluate_router
 from servegym.agents.lib.parallel import Pool, open_pool, run_jobs
-from servegym.agents.lib.run_log import RunLog, interval_passed
-from servegym.agents.lib.snapshots import load_snapshot, save_snapshot
+from servegym.agents.lib.run_log import RunLog, interval_passed, saves_when_interrupted
+from servegym.agents.lib.snapshots import env_states, restore_envs
 from servegym.baselines.llm_routing.features import Layout, priced_actions, priced_values
 from servegym.baselines.llm_routing.latency import LatencyModel
 from servegym.baselines.llm_routing.paired_rollouts import (
@@ -320,16 +319,14 @@ def load(meta: Mapping[str, str], weights: Mapping[str, Tensor], system: Any) ->
     return CheckpointPolicy("rpi", "graph", args, agent, agent.act, env_kwargs)
 
 
+@saves_when_interrupted
 def train(args: Args) -> Path:
     """Train and return the run's folder (metrics.jsonl, best.safetensors, last.safetensors)."""
-    if args.candidates < 2 or not args.horizon_s > 0:
-        given = f"{args.candidates} and {args.horizon_s}"
-        raise ValueError(f"candidates, horizon_s: must be 2 or more and above 0, got {given}")
+    at_least("candidates", args.candidates, 2)
     torch.set_num_threads(args.torch_threads)
     torch.manual_seed(args.seed)
     rng = np.random.default_rng(args.seed)
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
-    run = Path(args.out_dir) / (args.run_name or f"rpi_{args.seed}")
     # What a configuration says of an argument counts before what --set says of it.
     common = parse_settings(args.set)
     each = [common | parse_settings(item.split()) for item in args.mixture] or [common]
@@ -342,17 +339,18 @@ def train(args: Args) -> Path:
 
     first_system = sources[0].model.system
     agent = Agent(first_system).to(device)
-    step, labels, best, log_size, fitted = 0, 0, -np.inf, 0, False
-    saved = load_snapshot(args.resume, run / "snapshot.pt")
-    if saved is not None:
-        agent.load_state_dict(saved["agent"])
-        step, labels, best, log_size, fitted = saved["state"]
-        for source, state in zip(sources, pickle.loads(saved["sources"]), strict=True):
-            source.envs, source.obs, source.mask, source.labels, decisions = state
-            source.rollouts.envs, source.rollouts.decisions = source.envs.unwrapped, decisions
-        torch.set_rng_state(saved["torch_rng"])
-        rng.bit_generator.state = saved["rng"]
-    log = RunLog(run, args, "rpi", labels, log_size)
+    step, labels, best, fitted = 0, 0, -np.inf, False
+    log = RunLog(args, "rpi", ENV_ID, sources[0].env_kwargs)
+    meta = {"agent": "rpi", "args": json.dumps(asdict(args))}
+    log.save = lambda path: checkpoint.write_checkpoint(agent, meta, path)
+    if log.saved is not None:
+        agent.load_state_dict(log.saved["agent"])
+        step, labels, best, fitted = log.saved["state"]
+        for source, state in zip(sources, log.saved["sources"], strict=True):
+            systems, source.labels, source.rollouts.decisions = state
+            source.obs, source.mask = restore_envs(source.envs, systems)
+        torch.set_rng_state(log.saved["torch_rng"])
+        rng.bit_generator.state = log.saved["rng"]
     while labels < args.total_timesteps:
         before = labels
         improve = fitted and 0 < args.improve_from <= before
@@ -365,35 +363,31 @@ def train(args: Args) -> Path:
             source.step(agent.values if fitted else source.heuristic, rng)
         step += 1
         if interval_passed(args.fit_every, before, labels) or labels >= args.total_timesteps:
-            agent, fitted, log.phase = Agent(first_system).to(device), True, "fitting"
-            metrics = fit(agent, sources, args)
-            log.phase = "evaluating"
+            fresh, log.phase = Agent(first_system).to(device), "fitting"
+            metrics = fit(fresh, sources, args)
+            agent, fitted, log.phase = fresh, True, "evaluating"
             result = evaluate(agent, sources, args)
-            log.print_qos(labels, result)
+            log.say_qos(labels, result)
             decisions = n * len(sources) * step + sum(one.rollouts.decisions for one in sources)
             metrics |= {"charts/SPS": log.sps, "charts/decisions": decisions}
             log.write(labels, metrics | result)
             agent.set_system(sources[0].model)
-            meta = {"agent": "rpi", "args": json.dumps(asdict(args))}
-            write = partial(checkpoint.write_checkpoint, agent, meta)
-            best = checkpoint.save_best_and_last(write, args, run, result["eval/avg_qos"], best)
+            score = result["eval/avg_qos"]
+            best = checkpoint.save_best_and_last(log.save, args, log.run, score, best)
         if interval_passed(args.checkpoint_every, before, labels):
-            every = ((s, s.rollouts.decisions) for s in sources)
-            states = [(s.envs, s.obs, s.mask, s.labels, count) for s, count in every]
-            save_snapshot(
-                run / "snapshot.pt",
+            log.save_snapshot(
+                labels,
                 agent=agent.state_dict(),
-                state=(step, labels, best, log.size, fitted),
-                sources=pickle.dumps(states),
+                state=(step, labels, best, fitted),
+                sources=[(env_states(s.envs), s.labels, s.rollouts.decisions) for s in sources],
                 rng=rng.bit_generator.state,
                 torch_rng=torch.get_rng_state(),
             )
-    log.close()
     if pool is not None:
         pool.shutdown()
     for source in sources:
         source.envs.close()
-    return run
+    return log.run
 
 
 if __name__ == "__main__":

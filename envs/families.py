@@ -9,7 +9,7 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["FAMILIES", "Family", "family_named", "family_of"]
+__all__ = ["FAMILIES", "Family", "family_named", "family_of", "find_family"]
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,10 @@ class Family:
         if view not in self.views:
             raise ValueError(f"env_view is {view!r}; allowed are {', '.join(self.views)}")
         return self.env_ids[list(self.views).index(view)]
+
+    def view_of(self, env_id: str) -> str:
+        """The view of one of its ids."""
+        return list(self.views)[self.env_ids.index(env_id.removeprefix("servegym:"))]
 
     @property
     def heading(self) -> str:
@@ -132,6 +136,15 @@ def family_of(env_id: str) -> Family:
         hint = f" (did you mean {near[0]!r}?)" if near else ""
         raise ValueError(f"env_id is {env_id!r}; known are {', '.join(sorted(known))}{hint}")
     return known[env_id]
+
+
+def find_family(env_id: str) -> Family | None:
+    """The family that an id belongs to; None if it is another package's.
+
+    Raises:
+        ValueError: If it looks like one of this package's and is none.
+    """
+    return family_of(env_id) if "servegym/" in env_id else None
 
 
 def family_named(name: str) -> Family:

@@ -18,6 +18,7 @@ import argparse
 import io
 import json
 import shlex
+import shutil
 import subprocess
 import sys
 import threading
@@ -170,7 +171,7 @@ def measure(
     child, log, metrics = None, run.with_suffix(".log"), []
     with ExitStack() as stack:
         if command:
-            (run / "metrics.jsonl").unlink(missing_ok=True)
+            shutil.rmtree(run, ignore_errors=True)
             output = stack.enter_context(log.open("wb"))
             child = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
             stack.callback(child.wait)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import multiprocessing
+import signal
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -9,21 +12,36 @@ from typing import Any, ClassVar, NoReturn
 
 import tyro
 
+from servegym._checks import real
 from servegym._command_line import run_main
-from servegym.agents.lib.run_log import keep_telling
+from servegym.agents.lib.run_log import RunLog, keep_telling
 
-# Whole numbers that may be zero; so may those that are zero by default.
-_MAY_BE_ZERO = ("seed", "eval_every")
+SHARE, ABOVE_ZERO = (0.0, 1.0, False), (0.0, 1e6, True)
+BOUNDS: dict[str, tuple[float, float, bool]] = {
+    **dict.fromkeys(("gamma", "lam", "gae_lambda", "common_credit"), SHARE),
+    **dict.fromkeys(("lr", "learning_rate", "table_learning_rate"), SHARE),
+    "clip_coef": (0.0, 1.0, True),
+    **dict.fromkeys(("max_grad_norm", "std_first", "std_last", "height_unit"), ABOVE_ZERO),
+    **dict.fromkeys(("traffic_s", "horizon_s", "spread", "eval_rates"), ABOVE_ZERO),
+}
+"""Field -> the least and greatest number, and whether it must be above the least; those that are
+not here are from zero to a thousand."""
+MOST = {"seed": 2**32 - 1, "total_timesteps": 10**12, "torch_threads": 1024, "workers": 1024}
+"""Field -> the greatest whole number, a billion for counts that are not here."""
+_MAY_BE_ZERO = ("seed",)  # so may whole numbers that are zero by default
 
 
-def at_least(name: str, value: int, least: int) -> None:
-    """Refuse a flag below its least value.
+def at_least(name: str, value: int, least: int, most: float = math.inf) -> None:
+    """Refuse a flag that is no whole number, or out of bounds.
 
     Raises:
-        ValueError: If it is below.
+        ValueError: If it is.
     """
-    if value < least:
-        raise ValueError(f"{name}: got {value}; it must be {least} or more")
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if not whole or not least <= value <= most:
+        allowed = f"{most:,} or less" if whole and value > most else f"{least} or more"
+        allowed = allowed if whole else f"a whole number, {allowed}"
+        raise ValueError(f"{name}: got {value!r}; it must be {allowed}")
 
 
 @dataclass
@@ -43,15 +61,23 @@ class RunArgs:
     out_dir: str = "runs"
     """folder of the runs"""
     run_name: str = ""
-    """folder of this run (default: a name with the agent and the seed)"""
+    """folder of this run, a new one (default: agent and seed, numbered where there is one)"""
 
     parsing: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         for field in () if self.parsing else fields(self):
+            name, value = field.name, getattr(self, field.name)
             if field.type == "int":
-                least = int(field.default != 0 and field.name not in _MAY_BE_ZERO)
-                at_least(field.name, getattr(self, field.name), least)
+                least = int(field.default != 0 and name not in _MAY_BE_ZERO)
+                at_least(name, value, least, MOST.get(name, 10**9))
+            elif field.type in ("float", "tuple[float, ...]"):
+                low, high, above = BOUNDS.get(name, (0.0, 1e3, False))
+                several = isinstance(value, tuple | list)
+                if several and not value:
+                    raise ValueError(f"{name}: got none; give one number or more")
+                for number in value if several else (value,):
+                    real(name, number, low, high, open_low=above)
 
 
 @dataclass
@@ -63,15 +89,19 @@ class ResumableRunArgs(RunArgs):
     checkpoint_every: int = 0
     """steps between snapshots to resume from (0: none); a snapshot holds the collected steps"""
     resume: bool = False
-    """continue from the snapshot in the run's folder; the log goes on as if uninterrupted"""
+    """continue from the snapshot in the run's folder, or the last of that default name; the
+    arguments must be as before, the log goes on as if uninterrupted"""
 
 
 def run_agent(train: Callable[[Any], Any], args: type[RunArgs]) -> NoReturn:
-    """Train with the flags of the command line; a mistake in them is one line and status 2."""
+    """Train with the flags of the command line.
+
+    A mistake in them is one line and status 2, Ctrl-C one line and status 130.
+    """
     ended = threading.Event()
     silent = threading.Thread(target=keep_telling, args=(ended,), daemon=True)
 
-    def run() -> None:
+    def run() -> int:
         RunArgs.parsing = True  # tyro would tell a mistake in a box of six lines
         try:
             given = tyro.cli(args, config=(tyro.conf.FlagConversionOff,))
@@ -81,7 +111,15 @@ def run_agent(train: Callable[[Any], Any], args: type[RunArgs]) -> NoReturn:
         silent.start()
         try:
             train(given)
+        except KeyboardInterrupt:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second one ends what is left at once
+            for child in multiprocessing.active_children():
+                child.kill()
+            if RunLog.latest is None:
+                print("interrupted before the run began: nothing was written")
+            return 130
         finally:
             ended.set()
+        return 0
 
     run_main(run)

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import servegym  # noqa: F401  (registers the environments)
+from servegym.envs.families import find_family
 
 
 def make_envs(
@@ -23,7 +24,7 @@ def make_envs(
     It is the native one for the ids of this package and Gymnasium's ``SyncVectorEnv`` for others.
     """
     how: dict[str, Any] = {"autoreset_mode": autoreset_mode}
-    if "servegym/" not in env_id:
+    if find_family(env_id) is None:
         return gym.make_vec(env_id, num_envs, "sync", vector_kwargs=how, **env_kwargs)
     return gym.make_vec(env_id, num_envs, "vector_entry_point", **how, **env_kwargs)
 

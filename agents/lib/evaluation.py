@@ -1,17 +1,94 @@
-"""Evaluation of routers on the validation split."""
+"""Evaluation on the validation split: of routers, and of the rule that is told beside a learner."""
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from servegym.agents.lib.environments import make_envs
+from servegym.baselines.registry import describe_system, make_policy
+from servegym.envs.families import Family, find_family
 
 Observation = Mapping[str, NDArray[Any]]
+RULES = {
+    "llm_routing": "priced_greedy",
+    "serverless_moe": "keep_alive",
+    "expert_placement": "prism",
+    "prefix_routing": "mooncake",
+}
+"""Family -> the rule that is told beside its learners: a strong one that is quick to play."""
+
+
+class Played(NamedTuple):
+    """What a rule reached."""
+
+    rule: str
+    returns: NDArray[np.float64]  # of the episodes
+    decisions: int
+    kpis: dict[str, NDArray[np.float64]]  # of the episodes
+
+
+def play_rule(env_id: str, episodes: int, seed: int, **env_kwargs: Any) -> Played | None:
+    """Play the rule of a family in the first episodes of so many environments.
+
+    Args:
+        env_id: The environment of a learner; the rule reads the view that it needs.
+        episodes: Episodes, side by side.
+        seed: Of the environments.
+        **env_kwargs: Their arguments, without those of the learner's own interface.
+
+    Returns:
+        None for an environment of another package, and where the rule does not play.
+    """
+    family = find_family(env_id)
+    try:
+        return None if family is None else _play(family, episodes, seed, env_kwargs)
+    except ValueError:  # an option of the environment that the rule has no answer to
+        return None
+
+
+def _play(family: Family, episodes: int, seed: int, env_kwargs: Mapping[str, Any]) -> Played:
+    name, envs = RULES[family.name], make_envs(family.env_id, episodes, **env_kwargs)
+    problem = envs.unwrapped.problem  # pyright: ignore
+    rule: Any = make_policy(name, describe_system(problem, family=family.name), family=family.name)
+    if rule.env_kwargs:
+        envs.close()
+        envs = make_envs(family.env_id, episodes, **env_kwargs, **rule.env_kwargs)
+    observation, info = envs.reset(seed=seed)
+    rule.reset(episodes, seed=seed)
+    returns, alive, decisions = np.zeros(episodes), np.ones(episodes, bool), 0
+    kpis: dict[str, NDArray[np.float64]] = {}
+    while alive.any():
+        action = rule.act(observation, info.get("action_mask"))
+        observation, reward, terminated, truncated, info = envs.step(action)
+        returns, decisions = returns + reward * alive, decisions + int(alive.sum())
+        done = terminated | truncated
+        for key, values in info.get("final_info", {}).get("episode_kpis", {}).items():
+            kpis[key] = np.where(done & alive, values, kpis.get(key, 0.0))
+        alive &= ~done
+        rule.episode_start(done)
+    envs.close()
+    return Played(name, returns, decisions, kpis)
+
+
+@cache
+def rule_qos(env_id: str, env_kwargs: str, rates: tuple[float, ...], episodes: int) -> float:
+    """Average QoS of the rule in the episodes of `evaluate_router`; ``env_kwargs`` are JSON.
+
+    It plays the options of every routing environment.
+    """
+    given = json.loads(env_kwargs)
+    played = [
+        play_rule(env_id, episodes, 10_000 + i, **(given | {"rate": rate}))
+        for i, rate in enumerate(rates)
+    ]
+    return float(np.mean([each.returns.sum() / each.decisions for each in played if each]))
 
 
 def evaluate_router(
@@ -25,6 +102,8 @@ def evaluate_router(
 ) -> dict[str, float]:
     """Average QoS of a router on the same validation episodes each time, and its actions' shares.
 
+    The rule plays the same episodes, once in a process.
+
     Args:
         act: Actions (B,) for a batch of observations and their action masks (B, N + 1).
         env_id: A routing environment.
@@ -36,8 +115,8 @@ def evaluate_router(
         trained: Whether anything was learnt so far, so that a collapse is worth a warning.
 
     Returns:
-        ``eval/avg_qos`` over all rates, ``eval/avg_qos_rate_R`` of every rate and ``eval/share_A``
-        of every action.
+        ``eval/avg_qos`` over all rates, ``eval/avg_qos_rate_R`` of every rate, ``eval/share_A`` of
+        every action and ``eval/rule_qos``, the first number of the rule.
 
     Warns:
         If one action of a trained router takes more than 90 %.
@@ -60,4 +139,5 @@ def evaluate_router(
         warnings.warn(f"collapse: action {shares.argmax()} takes {shares.max():.0%}", stacklevel=3)
     result = {f"eval/avg_qos_rate_{r:g}": float(q) for r, q in zip(rates, qos, strict=True)}
     result |= {f"eval/share_{k}": float(s) for k, s in enumerate(shares)}
-    return result | {"eval/avg_qos": float(qos.mean())}
+    rule = rule_qos(env_id, json.dumps(given), tuple(rates), episodes)
+    return result | {"eval/avg_qos": float(qos.mean()), "eval/rule_qos": rule}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import ExitStack
@@ -59,9 +60,18 @@ def run_jobs(
     elif isinstance(pool, RayPool):
         yield from pool.run(function, jobs)
     else:
-        running = {pool.submit(function, *job): index for index, job in enumerate(jobs)}
-        for future in as_completed(running):
-            yield running[future], future.result()
+        # Ctrl-C is for this process alone: one that starts with the signal blocked never sees it.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            running = {pool.submit(function, *job): index for index, job in enumerate(jobs)}
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        try:
+            for future in as_completed(running):
+                yield running[future], future.result()
+        finally:
+            for future in running:
+                future.cancel()
 
 
 def open_pool(workers: int = 1, ray: str = "") -> Pool:

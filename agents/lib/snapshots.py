@@ -1,25 +1,129 @@
-"""Snapshots, from which a stopped run goes on exactly."""
+"""Snapshots, from which a stopped run goes on exactly: tensors, and JSON for what is none.
+
+A snapshot is a safetensors file, so that reading it runs no code. Its metadata name the agent and
+its arguments; a run goes on with the same arguments alone.
+"""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
 
 from servegym._files import write_atomic
 
+MAY_DIFFER = (
+    *("total_timesteps", "resume", "checkpoint_every", "workers", "ray"),
+    *("out_dir", "run_name", "save_model", "track", "wandb_project_name"),
+)
+"""Arguments that do not change what a run does, but for its length."""
 
-def save_snapshot(path: Path, **content: Any) -> None:
-    """Write the state of a run atomically."""
-    write_atomic(path, lambda stream: torch.save(content, stream))
+
+def save_snapshot(path: Path, agent: str, args: Any, content: Mapping[str, Any]) -> None:
+    """Write the state of a run atomically.
+
+    Args:
+        path: The file.
+        agent: Name of the agent.
+        args: Its arguments.
+        content: Tensors, arrays, numbers, text and None, in mappings, lists and tuples.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    tree = json.dumps(_pack(content, tensors))
+    metadata = {"snapshot": agent, "args": json.dumps(asdict(args)), "content": tree}
+    data = save(tensors, metadata)
+    write_atomic(path, lambda stream: stream.write(data))
 
 
-def load_snapshot(resume: bool, path: Path) -> dict[str, Any] | None:
-    """The state to resume from; None, with a message where one was asked for, if there is none."""
-    if not resume:
-        return None
-    if not path.exists():
-        print(f"no snapshot at {path}: the run begins anew", flush=True)
-        return None
-    return torch.load(path, weights_only=False)
+def load_snapshot(path: Path, agent: str, args: Any) -> dict[str, Any]:
+    """The content of a snapshot.
+
+    Raises:
+        ValueError: If it is damaged, of another agent, or of a run with other arguments.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            meta = file.metadata() or {}
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"resume: {path} is damaged or no snapshot ({error})") from None
+    if meta.get("snapshot") != agent:
+        raise ValueError(f"resume: {path} is a snapshot of {meta.get('snapshot')}, not of {agent}")
+    try:
+        before, content = json.loads(meta["args"]), _unpack(json.loads(meta["content"]), tensors)
+        now = json.loads(json.dumps(asdict(args)))
+        differ = [key for key in now if key not in MAY_DIFFER and now[key] != before[key]]
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"resume: {path} is not of this version ({error!r})") from None
+    if differ:
+        each = (f"{key}: {now[key]!r} given, {before[key]!r} in the run" for key in differ)
+        raise ValueError(f"resume: {path} has other arguments; {', '.join(each)}")
+    return content
+
+
+def env_states(envs: Any) -> list[dict[str, Any]]:
+    """The state of every system of a native vector environment, for `save_snapshot`."""
+    return [vars(envs.unwrapped.clone_state(row)) for row in range(envs.num_envs)]
+
+
+def restore_envs(envs: Any, states: list[dict[str, Any]]) -> tuple[Any, Any]:
+    """Put saved states back; returns observation and action mask.
+
+    Args:
+        envs: A native vector environment with the same arguments, after a reset.
+        states: What `env_states` gave.
+    """
+    for row, values in enumerate(states):
+        state = envs.unwrapped.clone_state(row)
+        try:
+            for name, value in values.items():
+                setattr(state, name, _like(getattr(state, name), value))
+            envs.unwrapped.restore_state(row, state)
+        except (AttributeError, TypeError, ValueError) as error:
+            raise ValueError(f"resume: system {row} is not of this version ({error})") from None
+    return envs.unwrapped.observe()
+
+
+def _like(mine: Any, saved: Any) -> Any:
+    """Saved values in the form of one's own: bytes become records again."""
+    if isinstance(mine, tuple):
+        return tuple(_like(*pair) for pair in zip(mine, saved, strict=True))
+    if isinstance(mine, np.ndarray) and mine.dtype.names is not None:
+        return saved.view(mine.dtype).reshape(mine.shape)
+    return saved
+
+
+def _pack(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
+    """The value as JSON, its tensors and arrays by their numbers in ``tensors``."""
+    if isinstance(value, np.ndarray | torch.Tensor):
+        kind, key = "tensor", str(len(tensors))
+        if isinstance(value, np.ndarray):
+            kind, value = "array", np.ascontiguousarray(value)
+            value = torch.from_numpy(value if value.dtype.names is None else value.view(np.uint8))
+        tensors[key] = value.detach().cpu().contiguous()
+        return {kind: key}
+    if isinstance(value, Mapping):
+        return {"mapping": [[key, _pack(part, tensors)] for key, part in value.items()]}
+    if isinstance(value, list | tuple):
+        return {type(value).__name__: [_pack(part, tensors) for part in value]}
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def _unpack(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """The reverse of `_pack`."""
+    if not isinstance(value, dict):
+        return value
+    ((kind, inner),) = value.items()
+    if kind in ("tensor", "array"):
+        return tensors[inner] if kind == "tensor" else tensors[inner].numpy()
+    if kind == "mapping":
+        return {key: _unpack(part, tensors) for key, part in inner}
+    parts = [_unpack(part, tensors) for part in inner]
+    return tuple(parts) if kind == "tuple" else parts

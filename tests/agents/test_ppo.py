@@ -105,7 +105,11 @@ def test_a_decision_is_paid_for_its_own_request(tmp_path, monkeypatch):
 def test_a_short_training_rises_above_its_random_weights(tmp_path):
     """Two seconds on the default fleet."""
     args = ppo.Args(
-        total_timesteps=20_000, eval_every=0, eval_episodes=4, out_dir=str(tmp_path), run_name="run"
+        total_timesteps=20_000,
+        eval_every=20_000,
+        eval_episodes=4,
+        out_dir=str(tmp_path),
+        run_name="run",
     )
     scores = [row["eval/score"] for row in lines(ppo.train(args)) if "eval/score" in row]
     assert scores[-1] > scores[0] + 0.15, scores

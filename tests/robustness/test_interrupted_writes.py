@@ -79,15 +79,18 @@ def _read_checkpoint(path: Path) -> int:
 def _snapshot(path: Path, version: int) -> None:
     import torch
 
+    from servegym.agents.lib.arguments import RunArgs
     from servegym.agents.lib.snapshots import save_snapshot
 
-    save_snapshot(path, weights=torch.full((300, 300), float(version)), text=b"x" * 4096)
+    content = {"weights": torch.full((300, 300), float(version)), "text": "x" * 4096}
+    save_snapshot(path, "ppo", RunArgs(), content)
 
 
 def _read_snapshot(path: Path) -> int:
-    import torch
+    from servegym.agents.lib.arguments import RunArgs
+    from servegym.agents.lib.snapshots import load_snapshot
 
-    return _one(torch.load(path, weights_only=False)["weights"].numpy())
+    return _one(load_snapshot(path, "ppo", RunArgs())["weights"].numpy())
 
 
 def _profile(path: Path, version: int) -> None:
@@ -115,14 +118,14 @@ WRITERS = [
     Writer("card.json", _profile, _read_profile),
     Writer("table.npz", _table, _read_table),
     Writer("best.safetensors", _checkpoint, _read_checkpoint),
-    Writer("snapshot.pt", _snapshot, _read_snapshot),
+    Writer("snapshot.safetensors", _snapshot, _read_snapshot),
 ]
 
 
 @pytest.fixture(params=WRITERS, ids=lambda writer: writer.name)
 def writer(request) -> Writer:
     """A writer whose libraries are here."""
-    if request.param.name.endswith((".safetensors", ".pt")):
+    if request.param.name.endswith(".safetensors"):
         pytest.importorskip("torch").set_num_threads(1)
         pytest.importorskip("safetensors")
     return request.param

@@ -47,7 +47,7 @@ from servegym.experiments.studies.routing.learning_curves import SEEDS, played, 
 __all__ = ["EFFECTS", "PARTS", "SETTINGS", "STUDIES", "WORLDS", "effects_of", "main"]
 
 RATE, RATES = 8.0, (5.0, 8.0, 10.0)
-STEPS = "--total_timesteps 160000 --eval_every 0"
+STEPS = "--total_timesteps 160000 --eval_every 160000"
 STATES = {"18 numbers": "experts", "Eq. 6-12": "paper", "features": "features"}
 REWARDS = {
     "completed": "--set rate=8 reward=completed_qos --shaping False",
@@ -111,7 +111,7 @@ paper claims it."""
 LONG = {"rate": 50.0, "running_capacity": 64}
 """Where rows cannot sum up the queues: an expert runs up to 64 requests of unequal contexts."""
 LONG_FLAGS = "--set rate=50 running_capacity=64 episode_requests=2000 max_episode_steps=1999 "
-LONG_FLAGS += "--num_envs 64 --total_timesteps 160000 --eval_every 0 --eval_rates 50"
+LONG_FLAGS += "--num_envs 64 --total_timesteps 160000 --eval_every 160000 --eval_rates 50"
 BESIDE = ("shortest_queue", "least_outstanding", "priced_greedy", "expected_qos", "sac_han_paper")
 """Heuristics whose level is told, and the paper's own agent as shipped."""
 

@@ -18,6 +18,7 @@ import argparse
 import importlib
 import json
 import shlex
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -153,6 +154,7 @@ def train(agent: str, flags: Sequence[str], seed: int, folder: Path, shuffled: b
     wanted = json.loads(json.dumps(asdict(args)))
     if (run / FILE).exists() and json.loads((run / FILE).read_text(encoding="utf-8")) == wanted:
         return run
+    shutil.rmtree(run, ignore_errors=True)
     print(f"{agent}, seed {seed}{', rewards shuffled' if shuffled else ''}", flush=True)
     if shuffled:
         with shuffled_rewards(seed, module):

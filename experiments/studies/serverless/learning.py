@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,7 @@ def training(folder: Path, model: str, **changes: Any) -> None:
     for name, seed, given in jobs:
         if (folder / name / "last.safetensors").exists():
             continue
+        shutil.rmtree(folder / name, ignore_errors=True)
 
         def made(*args: Any, name: str = name, **kwargs: Any) -> gym.vector.VectorEnv:
             envs = plain(*args, **kwargs)

@@ -1,0 +1,299 @@
+"""A run's folder: new or refused, locked, ended and resumed as a user does it."""
+
+import pickle
+import re
+import shlex
+import signal
+from dataclasses import fields
+from importlib import import_module
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("tyro")
+pytest.importorskip("safetensors")
+pytest.importorskip("rich")
+
+from typer.testing import CliRunner  # noqa: E402
+
+from servegym.agents import load_policy, ppo, ppo_sets  # noqa: E402
+from servegym.agents.lib import evaluation, snapshots  # noqa: E402
+from servegym.agents.lib.arguments import run_agent  # noqa: E402
+from servegym.agents.lib.checkpoint import AGENTS  # noqa: E402
+from servegym.agents.lib.environments import make_envs  # noqa: E402
+from servegym.agents.lib.run_log import RunLog  # noqa: E402
+from servegym.baselines.registry import describe_system, make_policy  # noqa: E402
+from servegym.experiments.cli import app  # noqa: E402
+from servegym.experiments.evaluation.evaluate import evaluate  # noqa: E402
+
+from .runs import ROUTING, TINY, lines, tiny  # noqa: E402
+
+POLICIES = [next(name for name, (agent, _) in TINY.items() if agent == each) for each in AGENTS]
+
+
+def command_line(policy, folder):
+    """The words that start the tiny run of a policy."""
+    agent, settings = TINY[policy]
+    words = [agent, f"--out_dir={folder}"]
+    for key, value in settings.items():
+        several = value if isinstance(value, tuple) else (value,)
+        words += [f"--{key}", *map(str, several)]
+    return words
+
+
+@pytest.fixture
+def ctrl_c():
+    """Sends the signal to this process, whose handler is the usual one before and after."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield lambda: signal.raise_signal(signal.SIGINT)
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("while_evaluating", [True, False])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_ctrl_c_ends_with_one_line_a_checkpoint_and_its_command(
+    policy, while_evaluating, ctrl_c, tmp_path, monkeypatch, capsys
+):
+    module = import_module(f"servegym.agents.{TINY[policy][0]}")
+    seen = []
+
+    def look(log, value):
+        vars(log)["now"] = value
+        seen.append(value)
+        if while_evaluating and value == "evaluating":
+            ctrl_c()
+
+    def write(log, step, metrics):
+        plain(log, step, metrics)
+        seen.append("written")
+        if not while_evaluating and seen.count("written") == 2:
+            ctrl_c()
+
+    plain = RunLog.write
+    monkeypatch.setattr(RunLog, "phase", property(lambda log: vars(log)["now"], look), False)
+    monkeypatch.setattr(RunLog, "write", write)
+    monkeypatch.setattr("sys.argv", command_line(policy, tmp_path))
+    with pytest.raises(SystemExit) as end:
+        run_agent(module.train, module.Args)
+    out, err = capsys.readouterr()
+    assert end.value.code == 130 and "Traceback" not in out + err and "evaluating" in seen
+    (run,) = tmp_path.iterdir()
+    told = out.splitlines()
+    assert told[0].endswith(f"writes to {run}")
+    assert re.fullmatch(rf"\w+ interrupted after step \d+.*; checkpoint {run}.*", told[-1])
+    assert load_policy(run / "last.safetensors").agent == TINY[policy][0]
+    command = shlex.split(told[-1].partition("evaluate it with: ")[2])
+    assert command[0] == "servegym" and command[-1].startswith(str(run))
+    if while_evaluating:
+        result = CliRunner().invoke(app, [*command[1:], "--episodes", "2"])
+        assert result.exit_code == 0, result.output
+    else:
+        rule = "" if "search" in policy else r" \((priced_greedy|keep_alive|prism) -?\d+\.\d+\)"
+        line = rf"step \d+: evaluation, [\w ]+ -?\d+\.\d+{rule}"
+        assert any(re.fullmatch(line, text.strip()) for text in told)
+
+
+def test_a_training_names_its_checkpoint_and_how_to_evaluate_it(tmp_path, capsys):
+    ppo.train(tiny("ppo", tmp_path, set=("num_experts=3", "rate=[2,9]"), run_name="")[1])
+    run = tmp_path / "ppo_1"
+    command = (
+        f"checkpoint {run}/best.safetensors, evaluate it with: "
+        "servegym evaluate servegym/LLMRoutingSummary-v1 --set 'rate=[2,9]' --set num_experts=3 "
+        f"--policy {run}/best.safetensors"
+    )
+    assert capsys.readouterr().out.splitlines()[-2:] == ["ppo ended", command]
+    ppo.train(tiny("ppo", tmp_path, env_id="CartPole-v1", set=(), save_model=False)[1])
+    assert capsys.readouterr().out.splitlines()[-1].startswith("no checkpoint, its log is ")
+
+
+def test_no_run_replaces_another(tmp_path):
+    def run(**changes):
+        module, args = tiny("direct_search", tmp_path, total_timesteps=1, **changes)
+        return module.train(args)
+
+    first = run(run_name="")
+    before = (first / "metrics.jsonl").read_bytes(), (first / "last.safetensors").read_bytes()
+    assert [run(run_name="").name for _ in (1, 2)] == [f"{first.name}_2", f"{first.name}_3"]
+    with pytest.raises(ValueError, match=f"run_name: .*{first.name} holds a run; .*--resume True"):
+        run(run_name=first.name)
+    (first / "metrics.jsonl").unlink()  # its checkpoint is still one
+    with pytest.raises(ValueError, match="holds a run"):
+        run(run_name=first.name)
+    assert (first / "last.safetensors").read_bytes() == before[1]
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "output.log").write_text("what a shell has written there")
+    assert run(run_name="mine") == tmp_path / "mine"
+
+
+def test_two_writers_are_refused_and_a_crash_leaves_no_lock(tmp_path, monkeypatch):
+    module, args = tiny("direct_search", tmp_path, resume=True)
+    write, refused = RunLog.write, []
+
+    def also(log, step, metrics):
+        write(log, step, metrics)
+        with pytest.raises(ValueError, match="another process writes to") as error:
+            RunLog(tiny("direct_search", tmp_path, resume=True)[1], "direct_search")
+        refused.append(error)
+        if len(refused) == 2:
+            raise MemoryError
+
+    monkeypatch.setattr(RunLog, "write", also)
+    with pytest.raises(MemoryError):
+        module.train(args)
+    monkeypatch.setattr(RunLog, "write", write)
+    size = len(lines(tmp_path / "run"))
+    log = lines(module.train(args))
+    assert len(refused) == 2 == size and log[-1]["global_step"] >= args.total_timesteps
+
+
+def test_a_run_goes_on_with_the_same_arguments_alone(tmp_path):
+    first = ppo_sets.train(tiny("ppo_sets", tmp_path, run_name="", total_timesteps=200)[1])
+
+    def again(**changes):
+        given = {"resume": True, "total_timesteps": 300} | changes
+        return ppo_sets.train(tiny("ppo_sets", tmp_path, run_name="", **given)[1])
+
+    before = (first / "metrics.jsonl").read_bytes()
+    differ = "num_envs: 2 given, 4 in the run, gamma: 0.5 given, 0.99 in the run"
+    with pytest.raises(ValueError, match=differ):
+        again(gamma=0.5, num_envs=2)
+    with pytest.raises(ValueError, match=r"set: \['rate=3'\] given"):
+        again(set=("rate=3",))
+    assert (first / "metrics.jsonl").read_bytes() == before
+    assert again(checkpoint_every=64) == first
+    assert (first / "metrics.jsonl").read_bytes().startswith(before)
+    assert lines(first)[-1]["global_step"] == 384
+
+
+def test_a_snapshot_is_read_without_running_it(tmp_path):
+    run = ppo_sets.train(tiny("ppo_sets", tmp_path)[1])
+    file, trace = run / "snapshot.safetensors", tmp_path / "trace"
+    good = file.read_bytes()
+
+    class Stranger:
+        def __reduce__(self):
+            return Path.touch, (trace,)
+
+    def resume(agent="ppo_sets"):
+        module, args = tiny(agent, tmp_path, resume=True)
+        module.train(args)
+
+    torch.save({"agent": Stranger()}, tmp_path / "saved.pt")
+    damaged = good[: len(good) // 2], b"", pickle.dumps(Stranger())
+    for content in (*damaged, (tmp_path / "saved.pt").read_bytes()):
+        file.write_bytes(content)
+        with pytest.raises(ValueError, match=f"resume: {file} is damaged or no snapshot"):
+            resume()
+    assert not trace.exists()
+    file.write_bytes((run / "last.safetensors").read_bytes())
+    with pytest.raises(ValueError, match="a snapshot of None, not of ppo_sets"):
+        resume()
+    file.write_bytes(good)
+    with pytest.raises(ValueError, match="a snapshot of ppo_sets, not of rpi"):
+        resume("rpi")
+    log = run / "metrics.jsonl"
+    log.write_bytes(log.read_bytes()[:100])
+    with pytest.raises(ValueError, match="shorter than at the snapshot"):
+        resume()
+    file.unlink()
+    with pytest.raises(ValueError, match="has no snapshot"):
+        resume()
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"fleet": "random", "fleet_kwargs": {"num_experts": [2, 4]}},
+        {"num_experts": 3, "staleness_s": 0.5, "max_episode_steps": 17},
+    ],
+)
+def test_saved_systems_go_on_as_they_would_have(kwargs, tmp_path):
+    def make():
+        envs = make_envs(ROUTING, 3, episode_requests=20, **kwargs)
+        return envs, envs.reset(seed=[5, 6, 7])
+
+    def play(envs, mask, steps):
+        for step in range(steps):
+            action = np.where(mask > 0, (step * np.arange(mask.shape[1])) % 7, -1).argmax(1)
+            seen = envs.step(action)
+            mask = seen[-1]["action_mask"]
+            yield seen
+
+    args, file = ppo_sets.Args(), tmp_path / "snapshot.safetensors"
+    envs, (_, info) = make()
+    *_, last = play(envs, info["action_mask"], 33)
+    snapshots.save_snapshot(file, "name", args, {"envs": snapshots.env_states(envs)})
+    other, _ = make()
+    saved = snapshots.load_snapshot(file, "name", args)
+    observation, mask = snapshots.restore_envs(other, saved["envs"])
+    np.testing.assert_equal((observation, mask), (last[0], last[-1]["action_mask"]))
+    mask = last[-1]["action_mask"]
+    for one, two in zip(play(envs, mask, 50), play(other, mask, 50), strict=True):
+        np.testing.assert_equal(one[:4], two[:4])
+
+
+@pytest.mark.parametrize("agent", AGENTS)
+def test_every_number_of_every_agent_has_bounds(agent):
+    args = import_module(f"servegym.agents.{agent}").Args
+    for field in fields(args):
+        wrong = {
+            "int": (-1, 10**18, 2.5, True),
+            "float": (-1e30, 1e30, np.nan, np.inf),
+            "tuple[float, ...]": ((), (5.0, np.nan), (0.0,), (1e30,)),
+        }.get(str(field.type), ())
+        for value in wrong:
+            with pytest.raises(ValueError, match=f"^{field.name}[:=]"):
+                args(**{field.name: value})
+    named = {"gamma": 1.5, "lr": 1e30, "learning_rate": 2.0, "gae_lambda": -0.1, "lam": 1.01}
+    for name in named.keys() & {field.name for field in fields(args)}:
+        with pytest.raises(ValueError, match=f"^{name}="):
+            args(**{name: named[name]})
+
+
+def test_an_id_is_looked_up_among_the_families(tmp_path):
+    with pytest.raises(ValueError, match="did you mean 'servegym/LLMRoutingSummary-v1'"):
+        ppo.train(tiny("ppo", tmp_path, env_id="servegym/LLMRoutingSummery-v1")[1])
+    assert not list(tmp_path.iterdir())
+    prefixed = "servegym:servegym/LLMRoutingExperts-v1"
+    policy = load_policy(ppo.train(tiny("ppo", tmp_path, env_id=prefixed)[1]))
+    assert policy.env_view == "experts"
+    assert policy.training_env["reward"] == "completed_qos"
+
+
+@pytest.mark.parametrize(
+    ("env_id", "kwargs", "column"),
+    [
+        (ROUTING, {"num_experts": 3, "episode_requests": 40}, "avg_qos"),
+        ("servegym/ServerlessMoEFlat-v0", {"model": "toy", "episode_requests": 12}, "mean_reward"),
+        ("servegym/PrefixRoutingFlat-v1", {"num_replicas": 2, "episode_requests": 20}, "return"),
+        (
+            "servegym/ExpertPlacement-v0",
+            {"model": "toy", "epochs": 2, "epoch_s": 40.0, "mean_interarrival_s": 4},
+            "mean_latency_s",
+        ),
+    ],
+)
+def test_the_rule_beside_a_learner_is_what_evaluate_says(env_id, kwargs, column):
+    kwargs |= {"split": "val"}
+    if column == "avg_qos":
+        kwargs |= {"reward": "completed_qos"}
+    played = evaluation.play_rule(env_id, 3, 10_000, **kwargs)
+    rows = evaluate(env_id, [played.rule], 3, 10_000, kwargs)
+    values = {
+        "avg_qos": played.returns / 40,
+        "mean_reward": played.returns / 12,
+        "return": played.returns,
+        "mean_latency_s": played.kpis.get("mean_latency_s"),
+    }[column]
+    assert values == pytest.approx([row[column] for row in rows])
+    assert evaluation.play_rule("CartPole-v1", 1, 0) is None
+
+
+def test_a_router_is_told_beside_the_rule_in_the_same_episodes():
+    envs = make_envs(ROUTING, 1, num_experts=3)
+    problem = envs.unwrapped.problem
+    rule = make_policy(evaluation.RULES["llm_routing"], describe_system(problem))
+    got = evaluation.evaluate_router(rule.act, ROUTING, {"num_experts": 3}, (5.0, 9.0), 2, 40)
+    assert got["eval/rule_qos"] == pytest.approx(got["eval/avg_qos"]) and got["eval/rule_qos"] > 0
