@@ -167,9 +167,8 @@ class EndpointPicker:
 
     @property
     def healthy(self) -> bool:
-        """Whether requests may come: it does not end, and not every server fails."""
-        now = self.gate.router.clock()
-        return not self.stopping and any(one.able(now) for one in self.gate.breakers)
+        """Whether requests may come: it does not end, and any server answers."""
+        return not self.stopping and self.gate.breakers.answering(self.gate.router.clock())
 
     async def process(
         self, requests: AsyncIterator[ext_proc.ProcessingRequest], context: Any = None
@@ -235,7 +234,7 @@ class EndpointPicker:
                     headers = message.response_headers.headers
                     served = _entry(message.metadata_context, NAMESPACE, f"{DESTINATION}-served")
                     if ticket is not None:
-                        good = self._status(ticket, _text(headers, ":status"), served)
+                        good = self._status(ticket, headers, served)
                         encoding = _text(headers, "content-encoding")
                         answer = Answer(
                             ticket,
@@ -297,13 +296,15 @@ class EndpointPicker:
         may = [k for k, one in enumerate(allowed) if one]
         return sorted(may, key=lambda k: (not able[k], int(load[k])))
 
-    def _status(self, ticket: Ticket, status: str, served: Any) -> bool:
+    def _status(self, ticket: Ticket, headers: core.HeaderMap | None, served: Any) -> bool:
         """Whether an answer begins; an error ends the request."""
         if served in self.endpoints and self.endpoints.index(served) != ticket.expert:
             ticket.moved(self.endpoints.index(served))
-        good = status[:3] in ("", "200") or ("200" < status[:3] < "300")
+        status = _text(headers, ":status")[:3]
+        good = status in ("", "200") or ("200" < status < "300")
         if not good:
-            ticket.refused(int(status[:3]) if status[:3].isdecimal() else 0)
+            waits = bool(_text(headers, "retry-after"))
+            ticket.refused(int(status) if status.isdecimal() else 0, retry_after=waits)
         return good
 
 
@@ -324,8 +325,8 @@ def _json(body: bytes | bytearray) -> Mapping[str, Any]:
 async def start(picker: EndpointPicker, host: str, port: int) -> tuple[Any, int]:
     """Serve a picker, and ``grpc.health.v1.Health/Check``.
 
-    The check says whether any server may have requests, and of the service ``liveness`` only that
-    the process answers.
+    The check says whether any server answers, and of the service ``liveness`` only that the process
+    does.
 
     Args:
         picker: The picker.

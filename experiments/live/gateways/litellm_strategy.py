@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextvars
 import functools
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
 try:
@@ -40,6 +40,7 @@ __all__ = ["STATUS_PATH", "LiteLLMStrategy"]
 ATTEMPTS = ("_acompletion", "_atext_completion")
 """Methods of ``litellm.Router`` that make one attempt: choose a deployment and call it."""
 STATUS_PATH = "/servegym"
+_TRIED = "servegym_tried"
 _attempt: contextvars.ContextVar[list[Ticket] | None] = contextvars.ContextVar(
     "servegym_attempt", default=None
 )
@@ -109,9 +110,8 @@ class LiteLLMStrategy(CustomRoutingStrategyBase, CustomLogger):
             for ticket in tickets:
                 if hasattr(response, "__anext__"):
                     _watch(response, ticket)
-                else:  # one that has nothing in it has failed
-                    good = brings_token(response.model_dump())
-                    ticket.end("finished" if good else "failed")
+                else:
+                    _ended(ticket, brings_token(response.model_dump()), response.choices)
             return response
 
         return told
@@ -148,9 +148,17 @@ class LiteLLMStrategy(CustomRoutingStrategyBase, CustomLogger):
             # LiteLLM's own way raises its own error, or takes a deployment that is none of ours.
             return await type(router).async_get_available_deployment(router, **asked)
         body = {**asked["request_kwargs"], "messages": messages}
-        ticket = self.gate.enter(body, allowed=[name in by_id for name in self._ids])
+        kept = body.get("litellm_metadata", body.get("metadata"))
+        kept = kept if isinstance(kept, dict) else {}
+        # An attempt after the first goes to a server that the request has not been to, if any.
+        tried = kept.get(_TRIED, ()) if kept.get("attempted_retries") else ()
+        allowed = [name in by_id and name not in tried for name in self._ids]
+        if not any(allowed):
+            allowed, tried = [name in by_id for name in self._ids], ()
+        ticket = self.gate.enter(body, allowed=allowed)
         if ticket.expert < 0:
             raise _refused(model)
+        kept[_TRIED] = (*tried, self._ids[ticket.expert])
         tickets.append(ticket)
         return by_id[self._ids[ticket.expert]]
 
@@ -189,14 +197,21 @@ def _refused(model: str) -> Exception:
 
 
 def _end(ticket: Ticket, error: BaseException) -> None:
-    """A request has ended with an error: the server's, or the client's."""
+    """A request has ended with an error: the server's, the client's, or one of unknown cause."""
     status = getattr(error, "status_code", None)
-    if not isinstance(error, Exception):
-        ticket.end("left")  # cancelled: the client has hung up
+    if not isinstance(error, Exception) or isinstance(error, litellm.Timeout):
+        ticket.end("left")  # cancelled, the client has hung up; or it would wait no longer
     elif isinstance(status, int):
-        ticket.refused(status)
+        headers = getattr(getattr(error, "response", None), "headers", None) or {}
+        ticket.refused(status, retry_after="retry-after" in headers)
     else:
-        ticket.end("failed")
+        ticket.end("left")
+
+
+def _ended(ticket: Ticket, brought: bool, choices: Iterable[Any]) -> None:
+    """An answer is over: one that does not say why it ends has failed."""
+    said = any(one.finish_reason for one in choices)
+    ticket.end("failed" if not said else "finished" if brought else "empty")
 
 
 async def _chunks(
@@ -212,8 +227,10 @@ async def _chunks(
             if brings_token(chunk.model_dump()):
                 ticket.token()
             yield chunk
-        told = kept is None or any(choice.finish_reason for one in kept for choice in one.choices)
-        ticket.end("finished" if told and ticket.tokens else "failed")
+        if kept is None:
+            ticket.end("finished" if ticket.tokens else "failed")
+        else:
+            _ended(ticket, ticket.tokens > 0, [choice for one in kept for choice in one.choices])
     except BaseException as error:
         _end(ticket, error)
         raise

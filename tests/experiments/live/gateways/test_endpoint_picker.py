@@ -136,7 +136,8 @@ def test_only_endpoints_of_the_subset_are_chosen():
         assert (await Exchange(channel).ask(BODY, subset=listed)).endpoints[0] == subset[1]
         for nothing in ([], ["10.9.9.9:1"], 7.0):
             assert (await Exchange(channel).ask(BODY, subset=nothing)).status == 503
-        gate.enter({}, allowed=[k == 2 for k in range(6)]).end("failed")  # left alone for a while
+        for _ in range(4):  # it is left alone for a while
+            gate.enter({}, allowed=[k == 2 for k in range(6)]).end("failed")
         assert (await Exchange(channel).ask(BODY, subset=subset)).endpoints[0] == subset[0]
 
     picking(scenario)
@@ -167,14 +168,14 @@ def test_failures_of_servers_and_clients_that_leave():
         await exchange.status(503)
         await exchange.part(b"upstream connect error", last=True)
         assert counts(gate) == (0, 1, 0)
-        exchange = Exchange(channel)  # the first is left alone now
-        assert (await exchange.ask(BODY)).endpoints[0] == ENDPOINTS[1]
+        exchange = Exchange(channel)
+        assert (await exchange.ask(BODY)).endpoints[0] == ENDPOINTS[0]
         await exchange.status()
         await exchange.part(TOKEN)
         exchange.call.cancel()
         await until(gate, (0, 2, 0))
         # Whether the client or the server broke it off cannot be seen; the breaker counts it.
-        assert [one["failed"] for one in gate.status()["experts"]][:2] == [1, 1]
+        assert [one["failed"] for one in gate.status()["experts"]][:2] == [2, 0]
         exchange = Exchange(channel)
         await exchange.ask(BODY)
         await exchange.close()
@@ -190,8 +191,8 @@ JSON, EVENTS = "application/json; charset=utf-8", "text/event-stream"
 @pytest.mark.parametrize(
     ("status", "kind", "parts", "blamed"),
     [
-        *((status, JSON, [b"{}"], True) for status in (302, 401, 403, 404, 405, 408, 429, 500)),
-        *((status, JSON, [b"{}"], False) for status in (400, 413, 422)),
+        *((status, JSON, [b"{}"], True) for status in (302, 500, 502, 503)),
+        *((status, JSON, [b"{}"], False) for status in (400, 401, 403, 404, 405, 408, 413, 429)),
         (200, JSON, [], True),
         (200, JSON, [b""], True),
         (200, JSON, [b'{"choices": []}'], True),
@@ -203,7 +204,9 @@ JSON, EVENTS = "application/json; charset=utf-8", "text/event-stream"
         (200, "text/html", [b"<html>log in</html>"], True),
         (200, "", [WHOLE], True),
         (200, EVENTS, [DONE], True),
-        (200, EVENTS, [LAST, DONE], True),
+        (200, JSON, [b'{"choices": [{"text": "", "finish_reason": "stop"}]}'], None),
+        (200, EVENTS, [LAST, DONE], None),
+        (200, EVENTS, [LAST], None),
         (200, EVENTS, [TOKEN], True),
         (200, EVENTS, [TOKEN, b'data: {"error": {"message": "no"}}\n\n', DONE], True),
         (200, EVENTS, [TOKEN, b'data: {"usage": {"completion_tokens": 1e400}}\n\n', DONE], None),
@@ -212,14 +215,31 @@ JSON, EVENTS = "application/json; charset=utf-8", "text/event-stream"
 )
 def test_wrong_answers_count_against_the_server(status, kind, parts, blamed):
     async def scenario(gate, channel):
-        exchange = Exchange(channel)
-        await exchange.ask(BODY)
-        await exchange.status(status, kind=kind, last=not parts)
-        for k, part in enumerate(parts, 1):
-            await exchange.part(part, last=k == len(parts))
-        assert counts(gate) == ((0, 1, 0) if blamed is not None else (1, 0, 0))
-        assert gate.status()["server_failures"] == (1 if blamed else 0)
+        for _ in range(6):
+            exchange = Exchange(channel)
+            await exchange.ask(BODY)
+            await exchange.status(status, kind=kind, last=not parts)
+            for k, part in enumerate(parts, 1):
+                await exchange.part(part, last=k == len(parts))
+            if gate.breakers.opened[0]:
+                break
+        ended = int(gate.routed[0])
+        assert ended >= 4
+        assert counts(gate) == ((0, ended, 0) if blamed is not None else (ended, 0, 0))
+        assert gate.status()["server_failures"] == (ended if blamed else 0)
         assert (await Exchange(channel).ask(BODY)).endpoints[0] == ENDPOINTS[1 if blamed else 0]
+
+    picking(scenario)
+
+
+def test_a_server_that_says_when_to_come_again_has_not_failed():
+    async def scenario(gate, channel):
+        for _ in range(4):
+            exchange = Exchange(channel)
+            await exchange.ask(BODY)
+            await exchange.status(503, kind=JSON, last=True, **{"retry-after": "1"})
+        assert counts(gate) == (0, 4, 0) and gate.status()["server_failures"] == 0
+        assert (await Exchange(channel).ask(BODY)).endpoints[0] == ENDPOINTS[0]
 
     picking(scenario)
 
@@ -270,8 +290,9 @@ def test_health_and_addresses():
     async def scenario(gate, channel):
         check = channel.unary_unary("/grpc.health.v1.Health/Check")
         assert await check(b"") == b"\x08\x01"
-        for _ in ENDPOINTS:
-            gate.enter({}).end("failed")
+        for k in range(3 * len(ENDPOINTS)):
+            assert await check(b"") == b"\x08\x01"
+            gate.enter({}, allowed=[k % 6 == one for one in range(6)]).end("failed")
         assert await check(b"") == b"\x08\x02"
         assert await check(b"\x0a\x08liveness") == b"\x08\x01"
         for wrong in (ENDPOINTS[:2], ENDPOINTS[:1] * 6):

@@ -108,13 +108,17 @@ def test_a_failure_before_the_first_token_goes_to_another_server(kind):
         servers[0].faults.append(Fault(kind))
         if kind == "refuse":
             await servers[0].fail(servers[0].faults[0])
-        response = await router.acompletion("llm", MESSAGES, max_tokens=3)
-        assert response.usage.completion_tokens == 3
-        assert counts(gate) == (1, 1, 0)
-        assert gate.routed.tolist() == [1, 1, 0, 0, 0, 0]
-        assert gate.status()["server_failures"] == 1
-        await router.acompletion("llm", MESSAGES, max_tokens=3)
-        assert counts(gate) == (2, 1, 0)
+        for k in range(1 if kind == "stall" else 4):
+            response = await router.acompletion("llm", MESSAGES, max_tokens=3)
+            assert response.usage.completion_tokens == 3
+            assert counts(gate) == (k + 1, k + 1, 0)
+            assert gate.routed.tolist() == [k + 1, k + 1, 0, 0, 0, 0]
+        if kind == "stall":  # the client would wait no longer
+            assert gate.status()["server_failures"] == 0
+        else:
+            assert gate.status()["server_failures"] == 4
+            await router.acompletion("llm", MESSAGES, max_tokens=3)
+            assert counts(gate) == (5, 4, 0)
 
     before_servers(scenario, **({"timeout": 5.0} if kind == "stall" else {}))
 
@@ -138,10 +142,10 @@ NOTHING = b'{"choices": [{"index": 0, "message": {"role": "assistant", "content"
 @pytest.mark.parametrize(
     ("status", "kind", "body", "blamed"),
     [
-        *((status, "application/json", b"{}", True) for status in (401, 403, 404, 405, 503)),
-        *((status, "application/json", b"{}", False) for status in (400, 422)),
+        *((status, "application/json", b"{}", True) for status in (500, 503)),
+        *((status, "application/json", b"{}", False) for status in (400, 401, 403, 404, 422, 429)),
         (200, "application/json", b"", True),
-        (200, "application/json", NOTHING, True),
+        (200, "application/json", NOTHING, None),
         (200, "application/json", b'{"choices": []}', True),
         (200, "text/html", b"<html>log in</html>", True),
         (200, "text/event-stream", WORD, True),
@@ -159,8 +163,8 @@ def test_wrong_answers_count_against_the_server(monkeypatch, status, kind, body,
             if streamed:
                 await tokens_of(response)
         assert gate.routed.tolist() == [1, 0, 0, 0, 0, 0]
-        assert counts(gate) == (0, 1, 0)
-        assert gate.status()["server_failures"] == blamed
+        assert counts(gate) == ((0, 1, 0) if blamed is not None else (1, 0, 0))
+        assert gate.status()["server_failures"] == bool(blamed)
 
     monkeypatch.setattr(SimulatedServer, "_completions", wrong)
     before_servers(scenario, num_retries=0)
@@ -188,6 +192,25 @@ def test_clients_that_leave_are_no_failures():
             await router.acompletion("llm", MESSAGES, max_tokens=10_000)
         assert counts(gate) == (0, 4, 0)
         assert gate.status()["server_failures"] == 0 and gate.status()["left"] == 4
+
+    before_servers(scenario)
+
+
+def test_a_clients_own_timeout_and_errors_of_unknown_cause_close_no_server(monkeypatch):
+    async def scenario(router, gate, servers):
+        for _ in range(8):
+            with pytest.raises(litellm.Timeout):
+                await router.acompletion("llm", MESSAGES, max_tokens=400, timeout=0.01)
+
+        async def fails(**arguments):
+            raise ValueError("of no status")
+
+        monkeypatch.setattr(litellm, "acompletion", fails)
+        for _ in range(8):
+            with pytest.raises(ValueError, match="of no status"):
+                await router.acompletion("llm", MESSAGES)
+        assert gate.routed.sum() == 48 and gate.routed.min() >= 5  # each attempt elsewhere
+        assert not gate.breakers.opened.any() and gate.status()["server_failures"] == 0
 
     before_servers(scenario)
 
