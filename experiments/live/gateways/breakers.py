@@ -25,7 +25,7 @@ ODDS = 1e4
 """Of failing, over being like the others, at which a breaker opens: four failures in a row."""
 LEAST = 0.05
 """The smallest share of failures that is assumed of the others."""
-MEMORY = 0.2
+MEMORY = 0.1
 """Weight of the last outcome in a server's share of failures."""
 PATIENCE, MIN_WAIT_S, FIRST_WAIT_S = 2.0, 0.5, 2.5
 """A request is overdue after twice the longest wait for one of the last answers of any server, at

@@ -371,7 +371,7 @@ class Answer:
     """Reads an answer that comes in pieces, and tells its ticket of tokens and of the end.
 
     The answer to a completion has failed if it is neither JSON nor a stream of events, has an error
-    in it, or ends before it says so; one that says why it ends and has no token is empty.
+    in it, or ends before it says so. An answer without a token is empty if it says why it ends.
 
     Args:
         ticket: The request's ticket.
@@ -434,7 +434,7 @@ class Answer:
         if whole and not self._long:
             self._event(bytes(self._rest))
         read = self._encoded or (whole and self._long)
-        good = read or (self._said if not self._brought else whole or self.done or self._said)
+        good = read or self._said or (self._brought and (whole or self.done))
         failed = self._ticket.completion and (self._wrong or not good)
         empty = self._ticket.completion and not (read or self._brought)
         self._ticket.end("failed" if failed else "empty" if empty else "finished")

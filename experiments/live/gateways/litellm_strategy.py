@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextvars
 import functools
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 try:
@@ -110,8 +110,10 @@ class LiteLLMStrategy(CustomRoutingStrategyBase, CustomLogger):
             for ticket in tickets:
                 if hasattr(response, "__anext__"):
                     _watch(response, ticket)
-                else:
-                    _ended(ticket, brings_token(response.model_dump()), response.choices)
+                else:  # one that has nothing in it and does not say why has failed
+                    said = any(choice.finish_reason for choice in response.choices)
+                    brought = brings_token(response.model_dump())
+                    ticket.end("finished" if brought else "empty" if said else "failed")
             return response
 
         return told
@@ -208,12 +210,6 @@ def _end(ticket: Ticket, error: BaseException) -> None:
         ticket.end("left")
 
 
-def _ended(ticket: Ticket, brought: bool, choices: Iterable[Any]) -> None:
-    """An answer is over: one that does not say why it ends has failed."""
-    said = any(one.finish_reason for one in choices)
-    ticket.end("failed" if not said else "finished" if brought else "empty")
-
-
 async def _chunks(
     stream: AsyncIterator[Any], ticket: Ticket, kept: list[Any] | None
 ) -> AsyncIterator[Any]:
@@ -227,10 +223,9 @@ async def _chunks(
             if brings_token(chunk.model_dump()):
                 ticket.token()
             yield chunk
-        if kept is None:
-            ticket.end("finished" if ticket.tokens else "failed")
-        else:
-            _ended(ticket, ticket.tokens > 0, [choice for one in kept for choice in one.choices])
+        told = any(choice.finish_reason for one in kept or () for choice in one.choices)
+        good = told or (kept is None and ticket.tokens)
+        ticket.end("failed" if not good else "finished" if ticket.tokens else "empty")
     except BaseException as error:
         _end(ticket, error)
         raise
