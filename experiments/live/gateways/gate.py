@@ -120,7 +120,7 @@ class Ticket:
         expert: Number of the expert, or -1: the request is refused.
         heard_s: When it was sent or its last token came, by the router's clock.
         completion: Whether its answer must have the form of completions and a token.
-        number: Of the request among those of its expert, for its breaker.
+        number: Of the request among all that were sent, for the breakers.
         tokens: Tokens of its answer so far.
     """
 
@@ -150,16 +150,12 @@ class Ticket:
         with gate.lock:
             if self.id not in gate.open or not 0 <= expert < len(gate.names):
                 return
-            gate.blame(self)
+            gate.tell(self, "failed")
             gate.send(self, expert)
         gate.router.moved(self.id, expert)
 
     def refused(self, status: int, *, retry_after: bool = False) -> None:
-        """The answer is an error with this HTTP status, and has ``Retry-After`` or not.
-
-        4xx is the client's fault and 503 with ``Retry-After`` backpressure, as 429 is, from a
-        server that answers others.
-        """
+        """The answer is an error with this HTTP status; 503 with ``Retry-After`` is as 429."""
         pardoned = 400 <= status < 500 or (status == 503 and retry_after)
         self.end("refused" if pardoned else "failed")
 
@@ -177,16 +173,7 @@ class Ticket:
         with gate.lock:
             if gate.open.pop(self.id, None) is None:
                 return
-            now, one = gate.router.clock(), (self.expert, self.number)
-            if how == "finished":
-                gate.breakers.regular(*one, now, None if self.tokens else now - self.heard_s)
-            elif how == "failed":
-                gate.blame(self)
-            elif how == "broken":
-                gate.breakers.failed(*one, now, begun=self.tokens > 0)
-            else:
-                gate.breakers.odd(*one, answered=how != "left")
-            gate.counters["left"] += how in ("refused", "left", "broken")
+            gate.tell(self, how)
         good = how in ("finished", "empty")
         (gate.router.finished if good else gate.router.failed)(self.id)
 
@@ -254,7 +241,8 @@ class Gate:
         name = str(next(self._numbers))
         with self.lock:
             self._give_up(now)
-            self._judge(now)
+            waiting = (one for one in self.open.values() if not one.tokens)
+            self.breakers.judge(now, [(t.expert, t.number, now - t.heard_s) for t in waiting])
             able = self.able(allowed)
         try:
             decision = self.router.decide(self._request(name, body, able))
@@ -311,12 +299,6 @@ class Gate:
             able &= np.asarray(allowed, np.bool_)
         return self.breakers.able(self.router.clock(), able)
 
-    def _judge(self, now: float) -> None:
-        """Tell the breakers which requests wait for their first token for too long."""
-        since = now - self.breakers.overdue_after()
-        waiting = (one for one in self.open.values() if not one.tokens and one.heard_s < since)
-        self.breakers.judge(now, [(one.expert, one.number) for one in waiting])
-
     def _give_up(self, now: float) -> None:
         """End requests that nobody speaks of any more."""
         for name in list(itertools.islice(self.open, 2)):  # all come round in time
@@ -324,15 +306,19 @@ class Gate:
                 self.open.move_to_end(name)
                 continue
             ticket = self.open.pop(name)
-            self.breakers.odd(ticket.expert, ticket.number, answered=False)
+            begun = ticket.tokens > 0
+            self.breakers.ended(ticket.expert, ticket.number, "left", now, begun=begun)
             self.counters["given_up"] += 1
             self.router.failed(name)
 
-    def blame(self, ticket: Ticket) -> None:
-        """The expert of a ticket has failed; called with the lock."""
-        self.counters["server_failures"] += 1
-        begun = ticket.tokens > 0
-        self.breakers.failed(ticket.expert, ticket.number, self.router.clock(), begun=begun)
+    def tell(self, ticket: Ticket, how: str) -> None:
+        """Count how a ticket has ended at its expert; called with the lock."""
+        now, begun, one = self.router.clock(), ticket.tokens > 0, (ticket.expert, ticket.number)
+        self.counters["server_failures"] += how == "failed"
+        self.counters["left"] += how in ("refused", "left", "broken")
+        if how == "finished" and not begun:
+            self.breakers.begun(*one, now - ticket.heard_s)
+        self.breakers.ended(*one, how, now, begun=begun)
 
     def status(self) -> dict[str, Any]:
         """What has happened, for a page of the gateway: counters, experts and decision times."""

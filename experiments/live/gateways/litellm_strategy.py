@@ -150,14 +150,11 @@ class LiteLLMStrategy(CustomRoutingStrategyBase, CustomLogger):
             # LiteLLM's own way raises its own error, or takes a deployment that is none of ours.
             return await type(router).async_get_available_deployment(router, **asked)
         body = {**asked["request_kwargs"], "messages": messages}
-        kept = body.get("litellm_metadata", body.get("metadata"))
-        kept = kept if isinstance(kept, dict) else {}
+        kept = body.get("litellm_metadata", body.get("metadata")) or {}
         # An attempt after the first goes to a server that the request has not been to, if any.
         tried = kept.get(_TRIED, ()) if kept.get("attempted_retries") else ()
-        allowed = [name in by_id and name not in tried for name in self._ids]
-        if not any(allowed):
-            allowed, tried = [name in by_id for name in self._ids], ()
-        ticket = self.gate.enter(body, allowed=allowed)
+        rest = [name for name in self._ids if name in by_id and name not in tried] or by_id
+        ticket = self.gate.enter(body, allowed=[name in rest for name in self._ids])
         if ticket.expert < 0:
             raise _refused(model)
         kept[_TRIED] = (*tried, self._ids[ticket.expert])
@@ -201,12 +198,10 @@ def _refused(model: str) -> Exception:
 def _end(ticket: Ticket, error: BaseException) -> None:
     """A request has ended with an error: the server's, the client's, or one of unknown cause."""
     status = getattr(error, "status_code", None)
-    if not isinstance(error, Exception) or isinstance(error, litellm.Timeout):
-        ticket.end("left")  # cancelled, the client has hung up; or it would wait no longer
-    elif isinstance(status, int):
+    if isinstance(status, int) and not isinstance(error, litellm.Timeout):
         headers = getattr(getattr(error, "response", None), "headers", None) or {}
         ticket.refused(status, retry_after="retry-after" in headers)
-    else:
+    else:  # the client has hung up, or would wait no longer
         ticket.end("left")
 
 
