@@ -45,10 +45,10 @@ Event = tuple[float, str]
 """Seconds after a request was sent, and what happens: ``token``, a status, or how it ends."""
 
 
-def _server(kind: str, bad_client: bool, sent: int, idle_s: float) -> list[Event] | None:
-    """What a bad server does with a request; None: what any server does."""
+def _server(kind: str, refused: bool, sent: int, idle_s: float) -> list[Event] | None:
+    """What a bad server does with a request, refused by any or not; None: what any server does."""
     if kind == "wrong model 404":
-        return None if bad_client else [(0.03, "404")]
+        return None if refused else [(0.03, "404")]
     if kind == "fails one in two":
         return [(0.005, "500")] if sent % 2 else None
     if kind == "flapper":  # well for the first one after a pause
@@ -148,7 +148,8 @@ def play(server: str, client: str, policy: str, *, seed: int = 0) -> dict[str, A
         events = None
         if ticket.expert == BAD:
             if server != "none" and TURN_S <= now[0] < ends_s:
-                events = _server(server, bad, int(gate.routed[BAD]), now[0] - last)
+                everywhere = bad and CLIENTS[client][1](k)[0][1].isdecimal()
+                events = _server(server, everywhere, int(gate.routed[BAD]), now[0] - last)
             last = now[0]
         if events is None and bad:
             events = CLIENTS[client][1](k)

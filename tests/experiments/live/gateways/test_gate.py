@@ -188,20 +188,52 @@ def test_a_server_that_answers_nobody_is_found_beside_such_a_client(how, share):
     assert sent[120:].count(0) <= 2 and not gate.breakers.opened[1:].any()
 
 
-def test_a_server_is_slower_than_others_and_yet_not_silent():
-    """Others need .05 s to their first token, this one 4 s; and a server that never answers."""
+def test_a_server_may_be_slower_than_the_others_but_not_silent():
+    """Others answer at once, this one after 5 s, and after a pause not at all."""
     now = [0.0]
     gate = gate_with(now=now)
-    end_all(gate, "finished", 1)
-    pending = []
-    for _ in range(400):
-        now[0] += 0.05
-        end_all(gate, "finished", 1, 1)
-        pending.append(gate.enter(CHAT, allowed=only(0)))
-        if len(pending) > 80:
-            pending[-81].end("finished")
-        if now[0] > 12.0:
-            assert not gate.breakers.opened[0]
+
+    def others_answer(seconds):
+        for _ in range(round(20 * seconds)):
+            now[0] += 0.05
+            end_all(gate, "finished", 1, 1)
+
+    others_answer(1.0)
+    for silent in (False, True):
+        tickets = [gate.enter(CHAT, allowed=only(0)) for _ in range(9)]
+        others_answer(4.0)
+        assert gate.breakers.opened[0] != silent  # at first nobody knows that it is slow
+        if silent:
+            others_answer(6.5)
+            assert gate.breakers.opened[0]
+            break
+        now[0] += 1.0
+        for ticket in (*tickets, gate.enter(CHAT, allowed=only(0))):
+            ticket.end("finished")
+        assert not gate.breakers.opened[0]
+
+
+def test_requests_that_were_sent_before_tell_nothing_of_a_run():
+    """Others finish what they had; meanwhile a client sends its bad requests to this server."""
+    gate = gate_with()
+    pending = [gate.enter(CHAT, allowed=only(1 + k % 5)) for k in range(20)]
+    end_all(gate, "finished", 1, 0)
+    for ticket in pending:
+        end_all(gate, 404, 1, 0)
+        ticket.token()
+        assert not gate.breakers.opened[0]
+
+
+def test_requests_that_hang_at_a_server_that_answers_others_do_not_close_it():
+    now = [0.0]
+    gate = gate_with(now=now)
+    for _ in range(9):
+        gate.enter(CHAT, allowed=only(0))
+    for _ in range(40):
+        now[0] += 0.1
+        end_all(gate, "finished", 1, 0)
+        end_all(gate, "finished", 9, 1)
+        assert not gate.breakers.opened[0]
 
 
 def test_health_is_whether_any_server_answers():
