@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cache
 from hashlib import blake2b
@@ -20,6 +20,7 @@ from zlib import crc32
 import numpy as np
 
 from servegym.envs.workloads.lengths import length_quantiles, sample_lengths
+from servegym.hardware_profiles.measure.openai_protocol import read_json as decode
 
 __all__ = ["Ask", "BadRequest", "answer", "read_json", "read_request", "tokens_of"]
 
@@ -44,6 +45,45 @@ DEFAULT_TOKENS = 16
 """``max_tokens`` of a completion that does not say, as OpenAI's."""
 
 
+def _number(low: float, high: float) -> tuple[str, Callable[[Any], bool]]:
+    return (
+        f"a number from {low:g} to {high:g}",
+        lambda v: type(v) in (int, float) and low <= v <= high,
+    )
+
+
+def _of(form: str, *types: type) -> tuple[str, Callable[[Any], bool]]:
+    return form, lambda v: type(v) in types
+
+
+_FORMS = {
+    "temperature": _number(0, 2),
+    "top_p": _number(0, 1),
+    "min_p": _number(0, 1),
+    "top_k": _number(-1, 1 << 31),
+    "presence_penalty": _number(-2, 2),
+    "frequency_penalty": _number(-2, 2),
+    "repetition_penalty": _number(0, 100),
+    "top_logprobs": _number(-1, 1 << 31),
+    "logprobs": _of("a whole number, true or false", int, bool),
+    "stop": ("a text or a list of texts", lambda v: all(type(s) is str for s in _listed(v))),
+    "stop_token_ids": ("a list of ids", lambda v: type(v) is list and {*map(type, v)} <= {int}),
+    "cache_salt": ("a text that is not empty", lambda v: type(v) is str and v != ""),
+    "user": _of("a text", str),
+    "logit_bias": _of("an object", dict),
+    "metadata": _of("an object", dict),
+    "response_format": _of("an object", dict),
+    "tools": _of("a list", list),
+    "tool_choice": _of("a text or an object", str, dict),
+    "parallel_tool_calls": _of("true or false", bool),
+}
+"""The forms of fields that change no times but for the salt, as vLLM and OpenAI have them."""
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
 class BadRequest(ValueError):
     """A request that cannot be served; ``param`` is the field, ``status`` that of the answer."""
 
@@ -65,6 +105,7 @@ class Ask:
         stream: Whether the answer comes token by token.
         usage: Whether a stream ends with the counts of tokens.
         seed: Of the answer.
+        cache_salt: Requests share cached blocks only with those of the same salt.
     """
 
     chat: bool
@@ -75,6 +116,7 @@ class Ask:
     stream: bool
     usage: bool
     seed: int
+    cache_salt: str
 
 
 def tokens_of(text: str, most: int | None = None) -> list[int]:
@@ -166,17 +208,15 @@ def read_json(data: bytes, context: int) -> Any:
     """The body of a request.
 
     Raises:
-        BadRequest: If it is no JSON, or has so many elements that its prompt is beyond the context:
-            to read them would hold the other requests of the server.
+        BadRequest: If it is no JSON, is nested deeply, or has so many elements that its prompt is
+            beyond the context: to read them would hold the other requests of the server.
     """
-    if data.count(b",") > 3 * context + SPARE_ELEMENTS:  # up to three are a token
-        raise BadRequest(f"This model's maximum context length is {context} tokens.")
     try:
-        return json.loads(data)
-    except ValueError:
-        raise BadRequest("The body is not JSON.") from None
-    except RecursionError:
-        raise BadRequest("The body is nested too deeply.") from None
+        return decode(data, 3 * context + SPARE_ELEMENTS)  # up to three are a token
+    except OverflowError:
+        raise BadRequest(f"This model's maximum context length is {context} tokens.") from None
+    except ValueError as error:
+        raise BadRequest(str(error)) from None
 
 
 def read_request(body: Any, chat: bool, names: Collection[str], context: int) -> Ask:
@@ -196,8 +236,12 @@ def read_request(body: Any, chat: bool, names: Collection[str], context: int) ->
     asked = body.get("model")
     if asked is not None and asked not in names:
         raise BadRequest(f"The model `{asked!s:.100}` does not exist.", "model", 404)
+    for name, (form, good) in _FORMS.items():
+        value = body.get(name)
+        if value is not None and not good(value):
+            raise BadRequest(f"{name} must be {form}, got {value!r:.50}", name)
     for name in ("n", "best_of"):
-        if body.get(name) not in (None, 1):
+        if body.get(name) not in (None, 1) or body.get(name) is True:
             raise BadRequest(f"{name} must be 1: a simulated server gives one answer", name)
     for name in ("echo", "suffix", "use_beam_search"):
         if body.get(name):
@@ -237,6 +281,7 @@ def read_request(body: Any, chat: bool, names: Collection[str], context: int) ->
         stream=stream,
         usage=_flag(options, "include_usage") if options else False,
         seed=_whole(body, "seed", 0, -(1 << 62)),
+        cache_salt=body.get("cache_salt") or "",
     )
 
 
