@@ -90,7 +90,7 @@ class Endpoint:
             raise ValueError(f"api is {self.api!r}; it must be one of {', '.join(APIS)}")
         if self.output_tokens < 2:
             raise ValueError(f"output-tokens is {self.output_tokens}; it must be >= 2")
-        real("timeout", self.timeout_s, 0.0, open_low=True)
+        real("timeout", self.timeout_s, 0.0, 1e6, open_low=True)
         if not (self.api_key.isascii() and self.api_key.isprintable()):
             raise ValueError("api-key has a character that no header may have")
 

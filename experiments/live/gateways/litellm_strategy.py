@@ -33,7 +33,7 @@ except ModuleNotFoundError as error:
     ) from error
 
 from servegym.experiments.live.gateways.gate import RETRY_AFTER_S, Gate, Ticket
-from servegym.hardware_profiles.measure.openai_protocol import brings_token
+from servegym.hardware_profiles.measure.openai_protocol import brings_token, says_end
 
 __all__ = ["STATUS_PATH", "LiteLLMStrategy"]
 
@@ -109,8 +109,9 @@ class LiteLLMStrategy(CustomRoutingStrategyBase, CustomLogger):
             for ticket in tickets:
                 if hasattr(response, "__anext__"):
                     _watch(response, ticket)
-                else:  # one that has nothing in it has failed
-                    good = brings_token(response.model_dump())
+                else:  # one that has nothing in it and does not say why has failed
+                    answer = response.model_dump()
+                    good = brings_token(answer) or says_end(answer)
                     ticket.end("finished" if good else "failed")
             return response
 
@@ -212,8 +213,8 @@ async def _chunks(
             if brings_token(chunk.model_dump()):
                 ticket.token()
             yield chunk
-        told = kept is None or any(choice.finish_reason for one in kept for choice in one.choices)
-        ticket.end("finished" if told and ticket.tokens else "failed")
+        told = any(choice.finish_reason for one in kept or () for choice in one.choices)
+        ticket.end("finished" if told or (kept is None and ticket.tokens) else "failed")
     except BaseException as error:
         _end(ticket, error)
         raise
