@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["EventStream", "brings_token", "error_of", "read_json", "says_end"]
+__all__ = ["EventStream", "brings_token", "error_of", "read_json"]
 
-DEPTH = 64
-"""Of lists and objects in JSON that is read."""
+MAX_ELEMENTS, DEPTH, MAX_EVENT_BYTES = 1 << 17, 64, 1 << 20
+"""Of JSON that is read, and of the data of an event."""
 PART_BYTES, LONG_BYTES, DIGITS = 1 << 16, 1 << 20, 400
 _OTHERS = bytes(set(range(256)) - set(b'",[]{}'))
 _STEPS = np.zeros(256, np.int64)
@@ -22,15 +22,11 @@ _DELTAS = (
 )
 
 
-def read_json(data: bytes | bytearray, most: int) -> Any:
-    """Decode JSON, unless that would take long: the structure is counted before.
-
-    Args:
-        data: UTF-8, with or without a byte order mark.
-        most: Lists, objects and elements that it may have, together.
+def read_json(data: bytes | bytearray, most: int = MAX_ELEMENTS) -> Any:
+    """Decode JSON of UTF-8, unless that would take long: its structure is counted before.
 
     Raises:
-        OverflowError: It has more of them.
+        OverflowError: It has more than ``most`` lists, objects and elements together.
         ValueError: It is not JSON, or nested too deeply.
     """
     if sum(map(data.count, b",[{")) > min(most, DEPTH):  # else there is nothing to look for
@@ -49,65 +45,50 @@ def read_json(data: bytes | bytearray, most: int) -> Any:
             if depths.max(initial=0) > DEPTH:
                 raise ValueError("The body is nested too deeply.")
             texts, depth = quotes[-1], depths[-1] if len(depths) else depth
-    # To read a whole number takes the square of its digits; a call for each takes time as well.
-    parse = _whole if len(data) > LONG_BYTES else None
+    # To read a number takes the square of its digits; one so long is beyond all limits anyway.
+    parse = (lambda text: int(text[:DIGITS])) if len(data) > LONG_BYTES else None
     try:
         return json.loads(data.decode("utf-8-sig"), parse_int=parse)
     except ValueError:
         raise ValueError("The body is not JSON.") from None
 
 
-def _whole(digits: str) -> int:
-    if len(digits) > DIGITS:
-        raise ValueError
-    return int(digits)
-
-
 class EventStream:
-    """A stream of server-sent events, read as the WHATWG's standard has it.
+    """A stream of server-sent events, read as the WHATWG's standard has it."""
 
-    Args:
-        most: Bytes of the data of an event that is read; a longer one is left out.
-    """
-
-    def __init__(self, most: int = 1 << 20) -> None:
-        self._most = most
+    def __init__(self) -> None:
         self._line, self._data = bytearray(), bytearray()
         self._first = True  # no line has come, so a byte order mark may
         self._returned = False  # the last byte was a carriage return, which may end a line alone
 
     def feed(self, chunk: bytes) -> Iterator[bytes]:
-        """Take the next bytes; the data of the events that they end."""
+        """Take the next bytes; the data of the events that they end, unless it is too long."""
         if not chunk:
             return
         if self._returned:
             chunk = chunk.removeprefix(b"\n")
         self._returned = chunk.endswith(b"\r")
-        first, *lines = chunk.replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
-        self._add(first)
-        for line in lines:
-            data = self._take(bytes(self._line))
-            if data:
+        room = MAX_EVENT_BYTES + len("data: ") + 1  # so that data that is too long stays too long
+        lines = chunk.replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
+        for k, part in enumerate(lines):
+            if k and (data := self._end_line()):
                 yield data
-            self._line.clear()
-            self._add(line)
+            self._line += part[: room - len(self._line)]
 
-    def _add(self, part: bytes) -> None:
-        room = self._most + len("data: ") + 1  # so that data that is too long stays too long
-        self._line += part[: room - len(self._line)]
-
-    def _take(self, line: bytes) -> bytes:
-        """Take a line; the data of an event that it ends, empty if there is none."""
+    def _end_line(self) -> bytes:
+        """Take the line; the data of an event that it ends, empty if there is none."""
+        line = bytes(self._line)
+        self._line.clear()
         if self._first:
             line, self._first = line.removeprefix(b"\xef\xbb\xbf"), False
         if line:
             name, _, value = line.partition(b":")  # a comment is a field without a name
-            if name == b"data" and len(self._data) <= self._most + 1:
+            if name == b"data" and len(self._data) <= MAX_EVENT_BYTES + 1:
                 self._data += value.removeprefix(b" ") + b"\n"
             return b""
         data = bytes(self._data[:-1])
         self._data.clear()
-        return data if len(data) <= self._most else b""
+        return data if len(data) <= MAX_EVENT_BYTES else b""
 
 
 def brings_token(event: Mapping[str, Any]) -> bool:
@@ -120,11 +101,6 @@ def brings_token(event: Mapping[str, Any]) -> bool:
         if choice.get("text") == "" and choice.get("finish_reason", "none") is None:
             return True
     return False
-
-
-def says_end(event: Mapping[str, Any]) -> bool:
-    """Whether an event, or an answer in one piece, says why the answer ends."""
-    return any(choice.get("finish_reason") for choice in event.get("choices") or ())
 
 
 def error_of(event: Mapping[str, Any]) -> Any:

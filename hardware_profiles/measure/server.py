@@ -30,11 +30,7 @@ import numpy as np
 
 from servegym._checks import real
 from servegym._command_line import run_main
-from servegym.hardware_profiles.measure.openai_protocol import (
-    EventStream,
-    brings_token,
-    error_of,
-)
+from servegym.hardware_profiles.measure.openai_protocol import EventStream, brings_token, error_of
 from servegym.hardware_profiles.measure.table import ResumableTable
 from servegym.hardware_profiles.measure.timing import progress, whole_numbers
 
@@ -172,8 +168,7 @@ def ask(
         while not ended and (chunk := response.read1(1 << 16)):
             now = time.perf_counter()
             for data in events.feed(chunk):
-                ended = data.strip() == b"[DONE]"
-                if ended:
+                if ended := data.strip() == b"[DONE]":
                     break
                 event = json.loads(data)
                 if error := error_of(event):
@@ -220,9 +215,8 @@ def _timed(endpoint: Endpoint, prompt: str | list[int]) -> dict[str, Any]:
     try:
         reply = ask(endpoint, prompt)
     except (OSError, ValueError) as error:
-        told = f"{type(error).__name__}: {error}"
-        if endpoint.api_key:  # some servers repeat it
-            told = told.replace(endpoint.api_key, "(the key)")
+        told = f"{type(error).__name__}: {error}"  # some servers repeat the key
+        told = told.replace(endpoint.api_key or "\0", "(the key)")
         row["error"] = " ".join(told.split())[:200]
     else:
         row.update(

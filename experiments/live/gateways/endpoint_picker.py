@@ -37,13 +37,7 @@ except ModuleNotFoundError as error:
         f"{error.name} is not installed; {install_line('gateways')}", name=error.name
     ) from error
 
-from servegym.experiments.live.gateways.gate import (
-    MAX_ELEMENTS,
-    RETRY_AFTER_S,
-    Answer,
-    Gate,
-    Ticket,
-)
+from servegym.experiments.live.gateways.gate import RETRY_AFTER_S, Answer, Gate, Ticket
 from servegym.hardware_profiles.measure.openai_protocol import read_json
 
 __all__ = ["DESTINATION", "SERVICE", "EndpointPicker", "address", "run", "start"]
@@ -318,7 +312,7 @@ def _json(body: bytes | bytearray) -> Mapping[str, Any]:
     One of very many elements would hold the other streams while it is read: only its length counts.
     """
     try:
-        found = read_json(body, MAX_ELEMENTS)
+        found = read_json(body)
     except OverflowError:
         return {"prompt": "." * len(body)}
     except ValueError:

@@ -26,7 +26,6 @@ from servegym.hardware_profiles.measure.openai_protocol import (
     brings_token,
     error_of,
     read_json,
-    says_end,
 )
 
 __all__ = [
@@ -51,9 +50,7 @@ CLIENTS = (400, 413, 422)
 OUTCOMES, WINDOW_S, SHARE = 10, 10.0, 0.5
 BACKOFF_S, MAX_BACKOFF_S = 1.0, 8.0
 MAX_ANSWER_BYTES = 1 << 20
-"""Of an answer in one piece, or of one event of a stream, that is read; longer ones are not."""
-MAX_ELEMENTS = 1 << 17
-"""Of JSON that is read."""
+"""Of an answer in one piece that is read; a longer one is not."""
 LEASE_S = 600.0
 """Seconds of silence after which a request is given up and counts as failed."""
 PREDICTIONS = ("prompt_tokens", "scores", "output_tokens")
@@ -441,7 +438,7 @@ class Answer:
         self._ticket, self._encoded = ticket, encoded
         self._wrong = not (self._streamed or kind == "application/json")
         self._brought = self._said = False  # a token; why the answer ends
-        self._events = EventStream(MAX_ANSWER_BYTES)
+        self._events = EventStream()
         self._rest, self._long = bytearray(), False
 
     def feed(self, data: bytes) -> None:
@@ -460,11 +457,11 @@ class Answer:
 
     def _event(self, data: bytes) -> None:
         try:
-            event = read_json(data, MAX_ELEMENTS)
+            event = read_json(data)
             self._wrong |= bool(error_of(event))
             told = (event.get("usage") or {}).get("completion_tokens")
             brought = brings_token(event)
-            self._said |= says_end(event)
+            self._said |= any(one.get("finish_reason") for one in event.get("choices") or ())
         except (ValueError, TypeError, AttributeError, OverflowError):
             return  # no event of OpenAI's protocol, so no token
         if isinstance(told, int):

@@ -33,7 +33,7 @@ except ModuleNotFoundError as error:
     ) from error
 
 from servegym.experiments.live.gateways.gate import RETRY_AFTER_S, Gate, Ticket
-from servegym.hardware_profiles.measure.openai_protocol import brings_token, says_end
+from servegym.hardware_profiles.measure.openai_protocol import brings_token
 
 __all__ = ["STATUS_PATH", "LiteLLMStrategy"]
 
@@ -110,8 +110,8 @@ class LiteLLMStrategy(CustomRoutingStrategyBase, CustomLogger):
                 if hasattr(response, "__anext__"):
                     _watch(response, ticket)
                 else:  # one that has nothing in it and does not say why has failed
-                    answer = response.model_dump()
-                    good = brings_token(answer) or says_end(answer)
+                    said = any(choice.finish_reason for choice in response.choices)
+                    good = said or brings_token(response.model_dump())
                     ticket.end("finished" if good else "failed")
             return response
 

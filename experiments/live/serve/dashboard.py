@@ -13,12 +13,7 @@ from typing import Any
 
 from aiohttp import web
 
-from servegym.experiments.live.serve.server import (
-    Served,
-    SimulatedFleet,
-    SimulatedServer,
-    open_port,
-)
+from servegym.experiments.live.serve.server import Served, SimulatedFleet, SimulatedServer, bind
 
 __all__ = ["Dashboard", "listen"]
 
@@ -187,7 +182,7 @@ class Dashboard:
         app.router.add_get("/events", self._events)
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.2)
         await self._runner.setup()
-        self._site = await open_port(self._runner, sock=listener)
+        self._site = await bind(self._runner, sock=listener)
         self._sampler = asyncio.create_task(self._sample())
         host, port = listener.getsockname()[:2]
         return f"http://{f'[{host}]' if ':' in host else host}:{port}/"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cache
 from hashlib import blake2b
@@ -45,43 +45,13 @@ DEFAULT_TOKENS = 16
 """``max_tokens`` of a completion that does not say, as OpenAI's."""
 
 
-def _number(low: float, high: float) -> tuple[str, Callable[[Any], bool]]:
-    return (
-        f"a number from {low:g} to {high:g}",
-        lambda v: type(v) in (int, float) and low <= v <= high,
-    )
-
-
-def _of(form: str, *types: type) -> tuple[str, Callable[[Any], bool]]:
-    return form, lambda v: type(v) in types
-
-
-_FORMS = {
-    "temperature": _number(0, 2),
-    "top_p": _number(0, 1),
-    "min_p": _number(0, 1),
-    "top_k": _number(-1, 1 << 31),
-    "presence_penalty": _number(-2, 2),
-    "frequency_penalty": _number(-2, 2),
-    "repetition_penalty": _number(0, 100),
-    "top_logprobs": _number(-1, 1 << 31),
-    "logprobs": _of("a whole number, true or false", int, bool),
-    "stop": ("a text or a list of texts", lambda v: all(type(s) is str for s in _listed(v))),
-    "stop_token_ids": ("a list of ids", lambda v: type(v) is list and {*map(type, v)} <= {int}),
-    "cache_salt": ("a text that is not empty", lambda v: type(v) is str and v != ""),
-    "user": _of("a text", str),
-    "logit_bias": _of("an object", dict),
-    "metadata": _of("an object", dict),
-    "response_format": _of("an object", dict),
-    "tools": _of("a list", list),
-    "tool_choice": _of("a text or an object", str, dict),
-    "parallel_tool_calls": _of("true or false", bool),
-}
-"""The forms of fields that change no times but for the salt, as vLLM and OpenAI have them."""
-
-
-def _listed(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
+_RANGES = dict(temperature=(0, 2), top_p=(0, 1), min_p=(0, 1), top_k=(-1, 1 << 31))
+_RANGES |= dict(presence_penalty=(-2, 2), frequency_penalty=(-2, 2), repetition_penalty=(0, 100))
+_TYPES = dict(stop=(str, list), stop_token_ids=(list,), cache_salt=(str,), user=(str,))
+_TYPES |= dict(tools=(list,), tool_choice=(str, dict), parallel_tool_calls=(bool,))
+_TYPES |= dict(logprobs=(bool, int), top_logprobs=(int,), logit_bias=(dict,), metadata=(dict,))
+_TYPES |= dict(response_format=(dict,))
+_NAMES = {str: "a text", list: "a list", dict: "an object", bool: "true or false", int: "a number"}
 
 
 class BadRequest(ValueError):
@@ -129,21 +99,23 @@ def _mark(name: str) -> int:
     return crc32(b"\0" + name.encode("utf-8", "surrogatepass"))
 
 
+def _wrong(name: str, form: str, value: Any) -> BadRequest:
+    return BadRequest(f"{name} must be {form}, got {value!r:.50}", name)
+
+
 def _whole(body: Mapping[str, Any], name: str, default: int, low: int) -> int:
     value = body.get(name)
     if value is None:
         return default
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise BadRequest(
-            f"{name} must be a whole number of at least {low}, got {value!r:.50}", name
-        )
+        raise _wrong(name, f"a whole number of at least {low}", value)
     return value
 
 
 def _flag(body: Mapping[str, Any], name: str) -> bool:
     value = body.get(name)
     if value is not None and not isinstance(value, bool):
-        raise BadRequest(f"{name} must be true or false, got {value!r:.50}", name)
+        raise _wrong(name, "true or false", value)
     return bool(value)
 
 
@@ -208,8 +180,8 @@ def read_json(data: bytes, context: int) -> Any:
     """The body of a request.
 
     Raises:
-        BadRequest: If it is no JSON, is nested deeply, or has so many elements that its prompt is
-            beyond the context: to read them would hold the other requests of the server.
+        BadRequest: If it is no JSON, is nested deeply, or is beyond the context by its elements: to
+            read them would hold the other requests of the server.
     """
     try:
         return decode(data, 3 * context + SPARE_ELEMENTS)  # up to three are a token
@@ -217,6 +189,22 @@ def read_json(data: bytes, context: int) -> Any:
         raise BadRequest(f"This model's maximum context length is {context} tokens.") from None
     except ValueError as error:
         raise BadRequest(str(error)) from None
+
+
+def _check_forms(body: Mapping[str, Any]) -> None:
+    """Refuse what real servers refuse in fields that change no times."""
+    for name, (low, high) in _RANGES.items():
+        value = body.get(name, low)
+        if value is not None and not (type(value) in (int, float) and low <= value <= high):
+            raise _wrong(name, f"a number from {low} to {high}", value)
+    for name, types in _TYPES.items():
+        value = body.get(name)
+        if value is not None and type(value) not in types:
+            raise _wrong(name, " or ".join(_NAMES[one] for one in types), value)
+    for name, kind in (("stop", str), ("stop_token_ids", int)):
+        value = body.get(name) or ()
+        if not {*map(type, value)} <= {kind}:
+            raise _wrong(name, f"a list, each {_NAMES[kind]}", value)
 
 
 def read_request(body: Any, chat: bool, names: Collection[str], context: int) -> Ask:
@@ -236,10 +224,7 @@ def read_request(body: Any, chat: bool, names: Collection[str], context: int) ->
     asked = body.get("model")
     if asked is not None and asked not in names:
         raise BadRequest(f"The model `{asked!s:.100}` does not exist.", "model", 404)
-    for name, (form, good) in _FORMS.items():
-        value = body.get(name)
-        if value is not None and not good(value):
-            raise BadRequest(f"{name} must be {form}, got {value!r:.50}", name)
+    _check_forms(body)
     for name in ("n", "best_of"):
         if body.get(name) not in (None, 1) or body.get(name) is True:
             raise BadRequest(f"{name} must be 1: a simulated server gives one answer", name)

@@ -38,7 +38,7 @@ from servegym.experiments.live.serve.protocol import (
 )
 from servegym.hardware_profiles import load
 
-__all__ = ["Served", "SimulatedFleet", "SimulatedServer", "new_loop", "open_port"]
+__all__ = ["Served", "SimulatedFleet", "SimulatedServer", "bind", "new_loop"]
 
 BODY_TIMEOUT_S = 30.0
 HEADERS_S = 30.0
@@ -84,12 +84,8 @@ class _Connection(web.RequestHandler):
     """Whatever goes wrong is told in OpenAI's form; aiohttp's own answers repeat the request."""
 
     def handle_error(
-        self,
-        request: web.BaseRequest,
-        status: int = 500,
-        exc: BaseException | None = None,
-        message: str | None = None,
-    ) -> web.StreamResponse:
+        self, request: Any, status: int = 500, exc: Any = None, message: Any = None
+    ) -> web.Response:
         """The answer to what is no HTTP, or to a request that failed; the connection ends."""
         self.log_exception("", exc_info=exc)
         if request.writer.output_size > 0:
@@ -98,25 +94,18 @@ class _Connection(web.RequestHandler):
         response.force_close()
         return response
 
-    async def finish_response(
-        self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
-    ) -> tuple[web.StreamResponse, bool]:
+    async def finish_response(self, request: Any, resp: Any, start_time: Any) -> Any:
         """Send an answer."""
         if isinstance(resp, web.HTTPException):
-            too_long = "The body is larger than the server takes."
-            resp = _error(resp.status, too_long if resp.status == 413 else None)
+            too_long = resp.status == 413
+            resp = _error(resp.status, "The body is larger than the server takes." * too_long)
         return await super().finish_response(request, resp, start_time)
 
 
-async def open_port(runner: web.AppRunner, **where: Any) -> asyncio.Server:
-    """Answer requests at an address, see ``loop.create_server``; nothing of them is logged.
-
-    Raises:
-        OSError: If it cannot be used.
-    """
+async def bind(runner: web.AppRunner, **where: Any) -> asyncio.Server:
+    """Answer requests at an address, see ``loop.create_server``; a log of them would have keys."""
     loop = asyncio.get_running_loop()
     assert runner.server is not None
-    # No log of requests: they may carry keys.
     connect = partial(_Connection, runner.server, loop=loop, access_log=None, logger=_log)
     return await loop.create_server(connect, **where)
 
@@ -520,19 +509,14 @@ class SimulatedServer:
 
     async def _listen(self) -> None:
         assert self._runner is not None
-        where = {"host": self.spec.host, "port": self.port, "backlog": 1024}
-        self._site = await open_port(self._runner, **where)
+        self._site = await bind(self._runner, host=self.spec.host, port=self.port, backlog=1024)
         self.port = self._site.sockets[0].getsockname()[1]
-
-    def _close(self) -> None:
-        if self._site is not None:
-            self._site.close()
-            self._site = None
 
     async def fail(self, fault: Fault) -> None:
         """Refuse connections or crash from the failure's begin to its end."""
         await asyncio.sleep(max(0.0, (fault.start_s - self.now) / self.speed))
-        self._close()
+        assert self._site is not None
+        self._site.close()
         if fault.kind == "crash":
             self._crash()
         if fault.end_s < math.inf:
@@ -562,7 +546,8 @@ class SimulatedServer:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        self._close()
+        if self._site is not None:
+            self._site.close()
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
@@ -570,7 +555,7 @@ class SimulatedServer:
     @property
     def listening(self) -> bool:
         """Whether its port is open."""
-        return self._site is not None
+        return self._site is not None and self._site.is_serving()
 
     @property
     def endpoint(self) -> Endpoint:
@@ -725,10 +710,7 @@ _TYPES = {404: "NotFoundError", 429: "RateLimitError"}
 
 
 def _error(
-    status: int,
-    message: str | None = None,
-    param: str | None = None,
-    retry_s: int | None = None,
+    status: int, message: str = "", param: str | None = None, retry_s: int | None = None
 ) -> web.Response:
     """An error in OpenAI's form; without a message it has the name of its status."""
     message = message or HTTPStatus(status).phrase

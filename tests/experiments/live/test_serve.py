@@ -182,7 +182,7 @@ REFUSED = [
             "top_logprobs": ("x",),
             "stop": (5, True, {}, ["a", 5]),
             "stop_token_ids": (5, "a", ["a"], [True]),
-            "cache_salt": (5, ""),
+            "cache_salt": (5,),
             "user": (5,),
             **dict.fromkeys(("logit_bias", "metadata", "response_format"), (5, "x", [])),
             "tools": ({}, "x"),
