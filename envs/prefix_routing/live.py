@@ -121,9 +121,7 @@ class LiveEngine:
 
     # -- requests -------------------------------------------------------------------------------
 
-    def submit(
-        self, now: float, prompt: Sequence[int], output: Sequence[int], salt: str = ""
-    ) -> int:
+    def submit(self, now: float, prompt: Sequence[int], output: Sequence[int], salt="") -> int:
         """Take a request; the engine must have worked until ``now``.
 
         Args:
@@ -201,9 +199,8 @@ class LiveEngine:
         if len(ids) > 4 * self.capacity + 4096:
             self._forget()
         runs: list[tuple[int, int]] = []
-        data, chain = content.tobytes(), b""
-        if salt:
-            chain = blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+        data = content.tobytes()
+        chain = blake2b(salt.encode("utf-8", "replace"), digest_size=16).digest() if salt else b""
         for end in range(4 * size, len(data) + 1, 4 * size):
             chain = blake2b(data[end - 4 * size : end], digest_size=16, key=chain).digest()
             known = ids.get(chain)

@@ -68,7 +68,7 @@ class EventStream:
         if self._returned:
             chunk = chunk.removeprefix(b"\n")
         self._returned = chunk.endswith(b"\r")
-        room = MAX_EVENT_BYTES + len("data: ") + 1  # so that data that is too long stays too long
+        room = MAX_EVENT_BYTES + 16  # for the field's name: data that is too long stays too long
         lines = chunk.replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
         for k, part in enumerate(lines):
             if k and (data := self._end_line()):

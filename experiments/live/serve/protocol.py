@@ -48,9 +48,8 @@ DEFAULT_TOKENS = 16
 _RANGES = dict(temperature=(0, 2), top_p=(0, 1), min_p=(0, 1), top_k=(-1, 1 << 31))
 _RANGES |= dict(presence_penalty=(-2, 2), frequency_penalty=(-2, 2), repetition_penalty=(0, 100))
 _TYPES = dict(stop=(str, list), stop_token_ids=(list,), cache_salt=(str,), user=(str,))
-_TYPES |= dict(tools=(list,), tool_choice=(str, dict), parallel_tool_calls=(bool,))
-_TYPES |= dict(logprobs=(bool, int), top_logprobs=(int,), logit_bias=(dict,), metadata=(dict,))
-_TYPES |= dict(response_format=(dict,))
+_TYPES |= dict(tools=(list,), tool_choice=(str, dict), response_format=(dict,))
+_TYPES |= dict(logprobs=(bool, int), top_logprobs=(int,), logit_bias=(dict,))
 _NAMES = {str: "a text", list: "a list", dict: "an object", bool: "true or false", int: "a number"}
 
 

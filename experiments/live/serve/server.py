@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from http import HTTPStatus
-from typing import Any
+from typing import Any, cast
 
 from aiohttp import web
 from aiohttp.http_exceptions import LineTooLong
@@ -104,9 +104,8 @@ class _Connection(web.RequestHandler):
 
 async def bind(runner: web.AppRunner, **where: Any) -> asyncio.Server:
     """Answer requests at an address, see ``loop.create_server``; a log of them would have keys."""
-    loop = asyncio.get_running_loop()
-    assert runner.server is not None
-    connect = partial(_Connection, runner.server, loop=loop, access_log=None, logger=_log)
+    loop, kind = asyncio.get_running_loop(), cast(Any, _Connection)  # its hints want a log
+    connect = partial(kind, runner.server, loop=loop, access_log=None, logger=_log)
     return await loop.create_server(connect, **where)
 
 

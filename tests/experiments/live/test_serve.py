@@ -184,10 +184,9 @@ REFUSED = [
             "stop_token_ids": (5, "a", ["a"], [True]),
             "cache_salt": (5,),
             "user": (5,),
-            **dict.fromkeys(("logit_bias", "metadata", "response_format"), (5, "x", [])),
+            **dict.fromkeys(("logit_bias", "response_format"), (5, "x", [])),
             "tools": ({}, "x"),
             "tool_choice": (5, []),
-            "parallel_tool_calls": ("x", 1),
             "n": ("1", True, 1.5),
         }.items()
         for value in values
