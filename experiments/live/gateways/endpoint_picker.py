@@ -38,6 +38,7 @@ except ModuleNotFoundError as error:
     ) from error
 
 from servegym.experiments.live.gateways.gate import RETRY_AFTER_S, Answer, Gate, Ticket
+from servegym.hardware_profiles.measure.openai_protocol import read_json
 
 __all__ = ["DESTINATION", "SERVICE", "EndpointPicker", "address", "run", "start"]
 
@@ -47,8 +48,6 @@ NAMESPACE, SUBSET = "envoy.lb", "envoy.lb.subset_hint"
 CHUNK_BYTES = 60_000
 """Of a body that is sent back in full duplex; Envoy takes up to 64 KiB at a time."""
 MAX_BODY_BYTES = 16 << 20
-MAX_ELEMENTS = 1 << 17
-"""Of a body that is read."""
 SLACK_BYTES = 1 << 20
 """Of a message of gRPC beyond the body, so that a body that is too long is answered with 413."""
 LOG_EVERY_S = 60.0
@@ -98,7 +97,7 @@ class _Refusal(Exception):
 
     def __init__(self, status: StatusCode, why: str, retry_after_s: int | None = None) -> None:
         super().__init__(why)
-        error = {"error": {"message": why, "type": "servegym", "code": int(status)}}
+        error = {"message": why, "type": "servegym", "param": None, "code": int(status)}
         headers = [_set("content-type", "application/json")]
         if retry_after_s is not None:
             headers.append(_set("retry-after", str(retry_after_s)))
@@ -106,7 +105,7 @@ class _Refusal(Exception):
             immediate_response=ext_proc.ImmediateResponse(
                 status=HttpStatus(code=status),
                 headers=ext_proc.HeaderMutation(set_headers=headers),
-                body=json.dumps(error).encode(),
+                body=json.dumps({"error": error}).encode(),
                 details="servegym",
             )
         )
@@ -313,11 +312,11 @@ def _json(body: bytes | bytearray) -> Mapping[str, Any]:
 
     One of very many elements would hold the other streams while it is read: only its length counts.
     """
-    if body.count(b",") > MAX_ELEMENTS:
-        return {"prompt": "." * len(body)}
     try:
-        found = json.loads(body)
-    except (ValueError, RecursionError):
+        found = read_json(body)
+    except OverflowError:
+        return {"prompt": "." * len(body)}
+    except ValueError:
         return {}
     return found if isinstance(found, dict) else {}
 

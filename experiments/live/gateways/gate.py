@@ -9,7 +9,6 @@ given up, so nothing is held for ever.
 from __future__ import annotations
 
 import itertools
-import json
 import threading
 import time
 from collections import OrderedDict, deque
@@ -23,7 +22,12 @@ from numpy.typing import ArrayLike, NDArray
 from servegym.experiments.live.fleet_file import Endpoint, ServerSpec
 from servegym.experiments.live.gateway import MAX_TOKENS, GatewayRequest, GatewayRouter
 from servegym.experiments.live.gateways.breakers import Breakers
-from servegym.hardware_profiles.measure.server import brings_token
+from servegym.hardware_profiles.measure.openai_protocol import (
+    EventStream,
+    brings_token,
+    error_of,
+    read_json,
+)
 
 __all__ = [
     "BYTES_PER_TOKEN",
@@ -42,7 +46,7 @@ DEPTH = 4
 RETRY_AFTER_S = 1
 """What a refused client is told to wait, seconds."""
 MAX_ANSWER_BYTES = 1 << 20
-"""Of an answer in one piece, or of one line of a stream, that is read; longer ones are not."""
+"""Of an answer in one piece that is read; a longer one is not."""
 LEASE_S = 600.0
 """Seconds of silence after which a request is given up and counts as failed."""
 PREDICTIONS = ("prompt_tokens", "scores", "output_tokens")
@@ -375,38 +379,31 @@ class Answer:
         self._ticket, self._encoded = ticket, encoded
         self._wrong = not (self._streamed or kind == "application/json")
         self._brought = self._said = False  # a token; why the answer ends
+        self._events = EventStream()
         self._rest, self._long = bytearray(), False
 
     def feed(self, data: bytes) -> None:
         """Take the next bytes."""
         if self._encoded:
             return
-        first, *lines = data.split(b"\n") if self._streamed else (data,)
-        self._long |= len(self._rest) + len(first) > MAX_ANSWER_BYTES
-        if not self._long:
-            self._rest += first
-        for line in lines:
-            if not self._long:
-                self._line(bytes(self._rest))
-            self._long = len(line) > MAX_ANSWER_BYTES
-            self._rest = bytearray(b"" if self._long else line)
-
-    def _line(self, line: bytes) -> None:
-        if line.startswith(b"data:"):
-            data = line[5:].strip()
-            if data == b"[DONE]":
+        if not self._streamed:
+            self._long |= len(self._rest) + len(data) > MAX_ANSWER_BYTES
+            self._rest += b"" if self._long else data
+            return
+        for event in self._events.feed(data):
+            if event.strip() == b"[DONE]":
                 self.done = True
             else:
-                self._event(data)
+                self._event(event)
 
     def _event(self, data: bytes) -> None:
         try:
-            event = json.loads(data)
-            self._wrong |= bool(event.get("error"))
+            event = read_json(data)
+            self._wrong |= bool(error_of(event))
             told = (event.get("usage") or {}).get("completion_tokens")
             brought = brings_token(event)
             self._said |= any(one.get("finish_reason") for one in event.get("choices") or ())
-        except (ValueError, TypeError, AttributeError, RecursionError):
+        except (ValueError, TypeError, AttributeError, OverflowError):
             return  # no event of OpenAI's protocol, so no token
         if isinstance(told, int):
             self._ticket.token(told)

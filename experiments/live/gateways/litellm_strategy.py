@@ -33,7 +33,7 @@ except ModuleNotFoundError as error:
     ) from error
 
 from servegym.experiments.live.gateways.gate import RETRY_AFTER_S, Gate, Ticket
-from servegym.hardware_profiles.measure.server import brings_token
+from servegym.hardware_profiles.measure.openai_protocol import brings_token
 
 __all__ = ["STATUS_PATH", "LiteLLMStrategy"]
 

@@ -27,6 +27,8 @@ from .envoy import BodyMode, Exchange  # noqa: E402
 ENDPOINTS = [f"10.0.0.{k}:8000" for k in range(1, 7)]
 BODY = json.dumps({"model": "llm", "prompt": "hello there", "max_tokens": 5}).encode()
 TOKEN = b'data: {"choices": [{"delta": {"content": "w"}}]}\n\n'
+MULTILINE = b'\xef\xbb\xbf: hello\r\nevent\r\ndata: {"choices":\r\n'
+MULTILINE += b'data:[{"delta": {"content": "w"}}]}\r\n\r\n'
 LAST = b'data: {"choices": [{"delta": {}, "finish_reason": "stop"}]}\n\n'
 DONE = b"data: [DONE]\n\n"
 WHOLE = b'{"choices": [{"text": "w"}]}'
@@ -122,7 +124,8 @@ def test_a_drop_is_429_with_retry_after():
         picked = await Exchange(channel).ask(BODY)
         assert (picked.status, picked.endpoints) == (429, [])
         assert picked.headers["retry-after"] == "1"
-        assert json.loads(picked.body)["error"]["code"] == 429
+        error = json.loads(picked.body)["error"]
+        assert error["code"] == 429 and set(error) == {"message", "type", "param", "code"}
         assert counts(gate) == (0, 0, 0) and gate.router.counters.drops == 1
 
     picking(scenario, lambda seen, mask: np.zeros(len(mask), np.int64))
@@ -155,10 +158,12 @@ def test_what_is_no_request_is_left_to_the_server(body):
     picking(scenario)
 
 
-def test_a_body_of_very_many_elements_is_not_read(monkeypatch):
-    monkeypatch.setattr(endpoint_picker, "MAX_ELEMENTS", 3)
-    assert endpoint_picker._json(b'{"prompt": [1,2,3,4]}') == {"prompt": [1, 2, 3, 4]}
-    assert endpoint_picker._json(b'{"prompt": [1,2,3,4,5]}') == {"prompt": "." * 23}
+def test_a_body_of_very_many_elements_is_not_read():
+    many = {"prompt": [[]] * 70_000}
+    data = json.dumps(many).encode()
+    assert endpoint_picker._json(data) == {"prompt": "." * len(data)}
+    for read in ({"prompt": [[]] * 60_000}, {"prompt": "[]," * 70_000}):
+        assert endpoint_picker._json(bytearray(json.dumps(read).encode())) == read
 
 
 def test_failures_of_servers_and_clients_that_leave():
@@ -204,10 +209,18 @@ JSON, EVENTS = "application/json; charset=utf-8", "text/event-stream"
         (200, "text/html", [b"<html>log in</html>"], True),
         (200, "", [WHOLE], True),
         (200, EVENTS, [DONE], True),
-        (200, JSON, [b'{"choices": [{"text": "", "finish_reason": "stop"}]}'], None),
-        (200, EVENTS, [LAST, DONE], None),
-        (200, EVENTS, [LAST], None),
+        (200, EVENTS, [LAST, DONE], None),  # empty and regular
+        (
+            200,
+            JSON,
+            [b'{"choices": [{"message": {"content": ""}, "finish_reason": "stop"}]}'],
+            None,
+        ),
         (200, EVENTS, [TOKEN], True),
+        (200, EVENTS, [TOKEN, b'data: {"object": "error", "code": 500}\n\n', DONE], True),
+        (200, EVENTS, [MULTILINE, LAST.replace(b"\n", b"\r"), DONE.replace(b": ", b":")], None),
+        (200, EVENTS, [MULTILINE, DONE[:-1]], True),  # an event ends with an empty line
+        (200, JSON, [b'{"object": "error", "message": "engine stopped", "code": 500}'], True),
         (200, EVENTS, [TOKEN, b'data: {"error": {"message": "no"}}\n\n', DONE], True),
         (200, EVENTS, [TOKEN, b'data: {"usage": {"completion_tokens": 1e400}}\n\n', DONE], None),
         (200, EVENTS, [TOKEN, b"data: " + b"[" * 100_000 + b"\n\n", DONE], None),
@@ -254,6 +267,25 @@ def test_answers_that_are_of_another_form_or_compressed_are_not_read(path, more)
         await exchange.status(kind=JSON, **more)
         await exchange.part(b"\x0b\x02\x80", last=True)
         assert counts(gate) == (1, 0, 0)
+
+    picking(scenario)
+
+
+def test_other_endpoints_are_named_in_the_order_of_their_load_and_failing_ones_last():
+    async def scenario(gate, channel):
+        for expert, count in ((1, 3), (2, 1), (3, 2)):
+            for _ in range(count):
+                gate.enter({}, allowed=[k == expert for k in range(6)])
+        for _ in range(40):  # all but one answer
+            for expert in range(6):
+                ticket = gate.enter({}, allowed=[k == expert for k in range(6)])
+                ticket.end("failed" if expert == 4 else "finished")
+        ranked = [ENDPOINTS[k] for k in (0, 5, 2, 3, 1, 4)]
+        assert (await Exchange(channel).ask(b"")).endpoints == ranked  # such as a list of models
+        exchange = Exchange(channel)
+        assert (await exchange.ask(BODY)).endpoints == ranked
+        await exchange.status(served=ENDPOINTS[5])  # as the gateway does after a failure
+        assert gate.router.load().tolist() == [0, 3, 1, 2, 0, 1]
 
     picking(scenario)
 

@@ -136,7 +136,7 @@ def test_a_server_that_dies_in_the_middle_is_no_second_answer():
 
 
 WORD = b'data: {"choices": [{"index": 0, "delta": {"content": "w"}, "finish_reason": null}]}\n\n'
-NOTHING = b'{"choices": [{"index": 0, "message": {"role": "assistant", "content": ""}}]}'
+EMPTY = '{"choices": [{"index": 0, "%s": {"role": "assistant"}, "finish_reason": "stop"}]}'
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,6 @@ NOTHING = b'{"choices": [{"index": 0, "message": {"role": "assistant", "content"
         *((status, "application/json", b"{}", True) for status in (500, 503)),
         *((status, "application/json", b"{}", False) for status in (400, 401, 403, 404, 422, 429)),
         (200, "application/json", b"", True),
-        (200, "application/json", NOTHING, None),
         (200, "application/json", b'{"choices": []}', True),
         (200, "text/html", b"<html>log in</html>", True),
         (200, "text/event-stream", WORD, True),
@@ -153,20 +152,43 @@ NOTHING = b'{"choices": [{"index": 0, "message": {"role": "assistant", "content"
     ],
 )
 def test_wrong_answers_count_against_the_server(monkeypatch, status, kind, body, blamed):
-    async def wrong(self, request):
+    async def scenario(router, gate, servers):
+        assert await asked_once(router, gate, kind) == (0, 1, 0)
+        assert gate.status()["server_failures"] == blamed
+
+    monkeypatch.setattr(SimulatedServer, "_completions", answering(status, body, kind))
+    before_servers(scenario, num_retries=0)
+
+
+def answering(status, body, kind):
+    async def answer(self, request):
         return web.Response(status=status, body=body, content_type=kind)
 
-    async def scenario(router, gate, servers):
-        streamed = kind == "text/event-stream"
-        with contextlib.suppress(Exception):
-            response = await router.acompletion("llm", MESSAGES, stream=streamed)
-            if streamed:
-                await tokens_of(response)
-        assert gate.routed.tolist() == [1, 0, 0, 0, 0, 0]
-        assert counts(gate) == ((0, 1, 0) if blamed is not None else (1, 0, 0))
-        assert gate.status()["server_failures"] == bool(blamed)
+    return answer
 
-    monkeypatch.setattr(SimulatedServer, "_completions", wrong)
+
+async def asked_once(router, gate, kind):
+    streamed = kind == "text/event-stream"
+    with contextlib.suppress(Exception):
+        response = await router.acompletion("llm", MESSAGES, stream=streamed)
+        if streamed:
+            await tokens_of(response)
+    assert gate.routed.tolist() == [1, 0, 0, 0, 0, 0]
+    return counts(gate)
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        ("application/json", EMPTY % "message"),
+        ("text/event-stream", f"data: {EMPTY % 'delta'}\n\ndata: [DONE]\n\n"),
+    ],
+)
+def test_an_answer_without_a_token_that_says_why_it_ends_is_finished(monkeypatch, kind, body):
+    async def scenario(router, gate, servers):
+        assert await asked_once(router, gate, kind) == (1, 0, 0)
+
+    monkeypatch.setattr(SimulatedServer, "_completions", answering(200, body.encode(), kind))
     before_servers(scenario, num_retries=0)
 
 
