@@ -139,7 +139,7 @@ class Breakers:
         self._overdue = np.bincount(np.array(late, np.int64), minlength=len(known)) + 0.0
         self._failed_s[late] = now
         runs, every = self._runs(), self._outcomes + self._overdue
-        for server in np.flatnonzero((runs >= RUN) & ~self.opened):
+        for server in np.flatnonzero((runs >= RUN) & ~self.opened).tolist():
             seen = self._others(server) & (every[server] > 0.0)
             if seen.any():
                 total = every[server, seen]
