@@ -60,6 +60,8 @@ INDEXED = "test_gateway.py::test_kernel_equals_plain_objects"
 CACHED = "test_offload.py::test_equal_to_the_reference_at_every_look"
 LIMIT = "test_env.py::test_a_request_exactly_at_its_limit_keeps_it"
 OBJECTIVE = "test_env.py::test_a_request_exactly_at_its_objective_keeps_it"
+NEAREST = "test_weights_come_from_the_nearest_server_and_of_equals_from_the_first"
+MOVES = "test_a_migration_moves_the_bytes_of_its_loads"
 INSTANT = "test_what_arrives_at_an_instant_comes_before_what_ends_then"
 
 CHANGES = {
@@ -171,6 +173,12 @@ CHANGES = {
         ("st.copies[d] > 1", "st.copies[d] > 0", LOOK),
         # A GPU loads into free slots alone.
         ("i == total or gpu.used > slots", "i == total or gpu.used >= slots", LOOK),
+        # Of sources that are equally near the last goes first, or who has had it longest.
+        ("(this.latency, s) < (other", "(this.latency, -s) < (other", NEAREST),
+        ("this.byte_s == other.byte_s and", "this.byte_s < other.byte_s and", NEAREST),
+        # Loads from another server are not counted, or an expert counts as one chunk.
+        ("    m.weight_bytes += c.expert", "    m.weight_bytes += 0 * c.expert", MOVES),
+        ("    gpu.bytes_left -= size\n", "    gpu.bytes_left = 0.0\n", MOVES),
     ],
     (PLACEMENT, "events.py"): [
         # Events of one time go by the last made.

@@ -121,13 +121,14 @@ class LiveEngine:
 
     # -- requests -------------------------------------------------------------------------------
 
-    def submit(self, now: float, prompt: Sequence[int], output: Sequence[int]) -> int:
+    def submit(self, now: float, prompt: Sequence[int], output: Sequence[int], salt="") -> int:
         """Take a request; the engine must have worked until ``now``.
 
         Args:
             now: Seconds, not before an earlier call's.
             prompt: Its token ids, at least one, below 2^32.
             output: Token ids of its answer, at least one; what the next prompt may repeat.
+            salt: Only requests of the same salt share blocks.
 
         Returns:
             Its slot, which :meth:`release` gives back.
@@ -147,7 +148,7 @@ class LiveEngine:
         if self.full:
             raise ValueError(f"the engine holds {len(self._held)} requests and takes no more")
         content = np.concatenate([np.asarray(prompt, np.uint32), np.asarray(output, np.uint32)])
-        runs = self.runs(content)
+        runs = self.runs(content, salt)
         slot = self._free.pop()
         place, kind = self._place(len(runs))
         if runs:
@@ -187,17 +188,19 @@ class LiveEngine:
 
     # -- contents -------------------------------------------------------------------------------
 
-    def runs(self, content: np.ndarray) -> list[tuple[int, int]]:
+    def runs(self, content: np.ndarray, salt: str = "") -> list[tuple[int, int]]:
         """Ids of the full blocks of a request, as (first id, blocks) of consecutive ones.
 
         Args:
             content: uint32, token ids of prompt and answer.
+            salt: Only contents of the same salt have ids in common.
         """
         size, ids = self.block_size, self._ids
         if len(ids) > 4 * self.capacity + 4096:
             self._forget()
         runs: list[tuple[int, int]] = []
-        data, chain = content.tobytes(), b""
+        data = content.tobytes()
+        chain = blake2b(salt.encode("utf-8", "replace"), digest_size=16).digest() if salt else b""
         for end in range(4 * size, len(data) + 1, 4 * size):
             chain = blake2b(data[end - 4 * size : end], digest_size=16, key=chain).digest()
             known = ids.get(chain)

@@ -341,9 +341,10 @@ class GatewayRouter:
         self, observation: Mapping[str, NDArray[Any]], mask: NDArray[np.int8]
     ) -> tuple[int, str]:
         """The policy's action, or why there is none."""
+        shown = mask.copy()  # a policy may write into it, and one that is late whenever it likes
 
         def act() -> int:
-            return int(np.asarray(self.policy.act(observation, mask)).reshape(-1)[0])
+            return int(np.asarray(self.policy.act(observation, shown)).reshape(-1)[0])
 
         if self.off:
             self.counters.policy_timeouts += 1

@@ -30,6 +30,7 @@ import numpy as np
 
 from servegym._checks import real
 from servegym._command_line import run_main
+from servegym.hardware_profiles.measure.openai_protocol import EventStream, brings_token, error_of
 from servegym.hardware_profiles.measure.table import ResumableTable
 from servegym.hardware_profiles.measure.timing import progress, whole_numbers
 
@@ -85,7 +86,9 @@ class Endpoint:
             raise ValueError(f"api is {self.api!r}; it must be one of {', '.join(APIS)}")
         if self.output_tokens < 2:
             raise ValueError(f"output-tokens is {self.output_tokens}; it must be >= 2")
-        real("timeout", self.timeout_s, 0.0, open_low=True)
+        real("timeout", self.timeout_s, 0.0, 1e6, open_low=True)
+        if not (self.api_key.isascii() and self.api_key.isprintable()):
+            raise ValueError("api-key has a character that no header may have")
 
 
 @dataclass(frozen=True)
@@ -108,24 +111,6 @@ class Reply:
     prompt_tokens: int
     output_tokens: int
     token_s: tuple[float, ...] = ()
-
-
-_DELTAS = (
-    *("content", "reasoning_content", "reasoning", "refusal"),
-    *("tool_calls", "function_call", "audio"),
-)
-
-
-def brings_token(event: Mapping[str, Any]) -> bool:
-    """Whether an event of a stream, or an answer in one piece, brings a token."""
-    for choice in event.get("choices") or ():
-        delta = choice.get("delta") or choice.get("message") or {}
-        if choice.get("text") or any(delta.get(key) for key in _DELTAS):
-            return True
-        # A token may be part of a letter: the text is empty, and more is to come.
-        if choice.get("text") == "" and choice.get("finish_reason", "none") is None:
-            return True
-    return False
 
 
 def _count(usage: Mapping[str, Any], key: str, other: int) -> int:
@@ -179,22 +164,20 @@ def ask(
         if response.status != 200:
             text = response.read(200).decode("utf-8", "replace").strip()
             raise ValueError(f"status {response.status}: {text or response.reason}")
-        while line := response.readline(1 << 20):
+        events = EventStream()
+        while not ended and (chunk := response.read1(1 << 16)):
             now = time.perf_counter()
-            if not line.startswith(b"data:"):
-                continue
-            data = line[5:].strip()
-            if data == b"[DONE]":
-                ended = True
-                break
-            event = json.loads(data)
-            if event.get("error"):
-                raise ValueError(f"error: {event['error']}")
-            usage = event.get("usage") or usage
-            if brings_token(event):
-                times.append(now)
-                if on_token is not None:
-                    on_token()
+            for data in events.feed(chunk):
+                if ended := data.strip() == b"[DONE]":
+                    break
+                event = json.loads(data)
+                if error := error_of(event):
+                    raise ValueError(f"error: {error}")
+                usage = event.get("usage") or usage
+                if brings_token(event):
+                    times.append(now)
+                    if on_token is not None:
+                        on_token()
     except http.client.HTTPException as error:
         raise ValueError(f"not HTTP as expected: {type(error).__name__}") from error
     except (json.JSONDecodeError, AttributeError, TypeError, RecursionError) as error:
@@ -232,7 +215,9 @@ def _timed(endpoint: Endpoint, prompt: str | list[int]) -> dict[str, Any]:
     try:
         reply = ask(endpoint, prompt)
     except (OSError, ValueError) as error:
-        row["error"] = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        told = f"{type(error).__name__}: {error}"  # some servers repeat the key
+        told = told.replace(endpoint.api_key or "\0", "(the key)")
+        row["error"] = " ".join(told.split())[:200]
     else:
         row.update(
             ttft_s=f"{reply.ttft_s:.6f}",

@@ -90,6 +90,9 @@ def test_the_expert_is_a_gated_layer():
 FIRST_S, NEXT_S = 0.05, 0.01
 
 
+WORD, DONE = b'data: {"choices": [{"text": "w"}]}\n\n', b"data: [DONE]\n\n"
+
+
 class Handler(BaseHTTPRequestHandler):
     """Streams tokens at a known pace."""
 
@@ -107,12 +110,15 @@ class Handler(BaseHTTPRequestHandler):
             server.most = max(server.most, server.inside)
         try:
             if server.mode == "error":
-                self.send_error(503, "busy")
+                self.send_error(503, f"busy with {self.headers.get('Authorization')}")
                 return
             self.send_response(200)
             self.end_headers()
             if server.mode == "garbage":
                 self.wfile.write(b"data: {not json\n\n")
+                return
+            if isinstance(server.mode, bytes):
+                self.wfile.write(server.mode)
                 return
             if server.mode == "cut":
                 self.wfile.write(b'data: {"choices": [{"text": "w "}]}\n\n')
@@ -180,17 +186,36 @@ def test_a_server_is_timed(server, tmp_path, api, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("mode", "words"), [("error", "status 503"), ("garbage", "not JSON"), ("cut", "ended early")]
+    ("mode", "words"),
+    [
+        ("error", "status 503"),
+        ("garbage", "not JSON"),
+        ("cut", "ended early"),
+        (
+            3 * WORD + b'data: {"object": "error", "message": "engine stopped"}\n\n' + DONE,
+            "engine st",
+        ),
+        (3 * WORD + DONE[:-1], "ended early"),
+        (b'data: {"choices": [{"delta": {}, "finish_reason": "stop"}]}\n\n' + DONE, "no token"),
+    ],
 )
 def test_a_failing_server_is_reported(server, tmp_path, mode, words):
     server.mode = mode
-    endpoint = measure_server.Endpoint(server.url, "m", output_tokens=3)
-    with pytest.raises(ValueError, match=words):
+    endpoint = measure_server.Endpoint(server.url, "m", output_tokens=3, api_key="s3cret")
+    with pytest.raises(ValueError, match=words) as caught:
         measure_server.measure(endpoint, tmp_path / "s.csv", loads=[2], requests=2)
+    assert "s3cret" not in str(caught.value) + (tmp_path / "s.csv").read_text()
     assert [words in row["error"] for row in rows_of(tmp_path / "s.csv")] == [True, True]
     server.mode = "good"  # what failed is sent again
     measure_server.measure(endpoint, tmp_path / "s.csv", loads=[2], requests=3)
     assert [row["error"] for row in rows_of(tmp_path / "s.csv")] == ["", "", ""]
+
+
+def test_a_stream_is_read_as_the_standard_says(server):
+    parts = b'\xef\xbb\xbf: hello\r\ndata\r\ndata: {"choices":\r\ndata:[{"text": "w"}]}\r\n\r\n'
+    server.mode = parts + WORD.replace(b"\n", b"\r") + DONE
+    reply = measure_server.ask(measure_server.Endpoint(server.url, "m"), "words")
+    assert reply.output_tokens == 2
 
 
 def test_requests_come_at_a_rate(server, tmp_path):
@@ -356,11 +381,14 @@ SERVER = ["server", "--model", "m", "--url"]
         ([*SERVER, "http://x/v1", "--output-tokens", "1"], "output-tokens"),
         ([*SERVER, "http://x/v1", "--requests", "1000000"], "requests"),
         ([*SERVER, "http://x/v1", "--api-key-env", "NOT_SET"], "NOT_SET"),
+        ([*SERVER, "http://x/v1", "--api-key-env", "TWO_LINES"], "^api-key has a character"),
+        ([*SERVER, "http://x/v1", "--timeout", "1e40"], "timeout"),
     ],
 )
 def test_bad_arguments_are_refused(tmp_path, monkeypatch, words, said):
     pytest.importorskip("torch")
     monkeypatch.delenv("NOT_SET", raising=False)
+    monkeypatch.setenv("TWO_LINES", "s3cret\n")
     out = [] if words == ["gpus"] else ["--out", str(tmp_path / "out.csv")]
     with pytest.raises(ValueError, match=said):
         measure.main([*words, *out])

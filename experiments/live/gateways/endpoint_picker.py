@@ -38,6 +38,7 @@ except ModuleNotFoundError as error:
     ) from error
 
 from servegym.experiments.live.gateways.gate import RETRY_AFTER_S, Answer, Gate, Ticket
+from servegym.hardware_profiles.measure.openai_protocol import read_json
 
 __all__ = ["DESTINATION", "SERVICE", "EndpointPicker", "address", "run", "start"]
 
@@ -47,8 +48,6 @@ NAMESPACE, SUBSET = "envoy.lb", "envoy.lb.subset_hint"
 CHUNK_BYTES = 60_000
 """Of a body that is sent back in full duplex; Envoy takes up to 64 KiB at a time."""
 MAX_BODY_BYTES = 16 << 20
-MAX_ELEMENTS = 1 << 17
-"""Of a body that is read."""
 SLACK_BYTES = 1 << 20
 """Of a message of gRPC beyond the body, so that a body that is too long is answered with 413."""
 LOG_EVERY_S = 60.0
@@ -98,7 +97,7 @@ class _Refusal(Exception):
 
     def __init__(self, status: StatusCode, why: str, retry_after_s: int | None = None) -> None:
         super().__init__(why)
-        error = {"error": {"message": why, "type": "servegym", "code": int(status)}}
+        error = {"message": why, "type": "servegym", "param": None, "code": int(status)}
         headers = [_set("content-type", "application/json")]
         if retry_after_s is not None:
             headers.append(_set("retry-after", str(retry_after_s)))
@@ -106,7 +105,7 @@ class _Refusal(Exception):
             immediate_response=ext_proc.ImmediateResponse(
                 status=HttpStatus(code=status),
                 headers=ext_proc.HeaderMutation(set_headers=headers),
-                body=json.dumps(error).encode(),
+                body=json.dumps({"error": error}).encode(),
                 details="servegym",
             )
         )
@@ -167,9 +166,8 @@ class EndpointPicker:
 
     @property
     def healthy(self) -> bool:
-        """Whether requests may come: it does not end, and not every server fails."""
-        now = self.gate.router.clock()
-        return not self.stopping and any(one.able(now) for one in self.gate.breakers)
+        """Whether requests may come: it does not end, and any server answers."""
+        return not self.stopping and self.gate.breakers.answering(self.gate.router.clock())
 
     async def process(
         self, requests: AsyncIterator[ext_proc.ProcessingRequest], context: Any = None
@@ -235,7 +233,7 @@ class EndpointPicker:
                     headers = message.response_headers.headers
                     served = _entry(message.metadata_context, NAMESPACE, f"{DESTINATION}-served")
                     if ticket is not None:
-                        good = self._status(ticket, _text(headers, ":status"), served)
+                        good = self._status(ticket, headers, served)
                         encoding = _text(headers, "content-encoding")
                         answer = Answer(
                             ticket,
@@ -297,13 +295,15 @@ class EndpointPicker:
         may = [k for k, one in enumerate(allowed) if one]
         return sorted(may, key=lambda k: (not able[k], int(load[k])))
 
-    def _status(self, ticket: Ticket, status: str, served: Any) -> bool:
+    def _status(self, ticket: Ticket, headers: core.HeaderMap | None, served: Any) -> bool:
         """Whether an answer begins; an error ends the request."""
         if served in self.endpoints and self.endpoints.index(served) != ticket.expert:
             ticket.moved(self.endpoints.index(served))
-        good = status[:3] in ("", "200") or ("200" < status[:3] < "300")
+        status = _text(headers, ":status")[:3]
+        good = status in ("", "200") or ("200" < status < "300")
         if not good:
-            ticket.refused(int(status[:3]) if status[:3].isdecimal() else 0)
+            waits = bool(_text(headers, "retry-after"))
+            ticket.refused(int(status) if status.isdecimal() else 0, retry_after=waits)
         return good
 
 
@@ -312,11 +312,11 @@ def _json(body: bytes | bytearray) -> Mapping[str, Any]:
 
     One of very many elements would hold the other streams while it is read: only its length counts.
     """
-    if body.count(b",") > MAX_ELEMENTS:
-        return {"prompt": "." * len(body)}
     try:
-        found = json.loads(body)
-    except (ValueError, RecursionError):
+        found = read_json(body)
+    except OverflowError:
+        return {"prompt": "." * len(body)}
+    except ValueError:
         return {}
     return found if isinstance(found, dict) else {}
 
@@ -324,8 +324,8 @@ def _json(body: bytes | bytearray) -> Mapping[str, Any]:
 async def start(picker: EndpointPicker, host: str, port: int) -> tuple[Any, int]:
     """Serve a picker, and ``grpc.health.v1.Health/Check``.
 
-    The check says whether any server may have requests, and of the service ``liveness`` only that
-    the process answers.
+    The check says whether any server answers, and of the service ``liveness`` only that the process
+    does.
 
     Args:
         picker: The picker.

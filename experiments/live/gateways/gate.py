@@ -1,15 +1,14 @@
 """What the plug-ins of all gateways share: requests of OpenAI's protocol, their ends, and failures.
 
 A `Gate` holds a `GatewayRouter`. It reads a request from the body that a gateway has, asks the
-router, and gives a `Ticket` that takes the events of that request, each of which counts once. A
-`Breaker` keeps requests from a server that fails, and a request of which nothing is heard any more
-is given up, so nothing is held for ever.
+router, and gives a `Ticket` that takes the events of that request, each of which counts once.
+`Breakers` keep requests from servers that fail, and a request of which nothing is heard any more is
+given up, so nothing is held for ever.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 import threading
 import time
 from collections import OrderedDict, deque
@@ -22,12 +21,17 @@ from numpy.typing import ArrayLike, NDArray
 
 from servegym.experiments.live.fleet_file import Endpoint, ServerSpec
 from servegym.experiments.live.gateway import MAX_TOKENS, GatewayRequest, GatewayRouter
-from servegym.hardware_profiles.measure.server import brings_token
+from servegym.experiments.live.gateways.breakers import Breakers
+from servegym.hardware_profiles.measure.openai_protocol import (
+    EventStream,
+    brings_token,
+    error_of,
+    read_json,
+)
 
 __all__ = [
     "BYTES_PER_TOKEN",
     "Answer",
-    "Breaker",
     "Gate",
     "Ticket",
     "fleet_arguments",
@@ -41,12 +45,8 @@ DEPTH = 4
 """Of lists in messages and prompts; what is nested more deeply is no text of theirs."""
 RETRY_AFTER_S = 1
 """What a refused client is told to wait, seconds."""
-CLIENTS = (400, 413, 422)
-"""Statuses that are the client's doing; any other error is the server's own."""
-OUTCOMES, WINDOW_S, SHARE = 10, 10.0, 0.5
-BACKOFF_S, MAX_BACKOFF_S = 1.0, 8.0
 MAX_ANSWER_BYTES = 1 << 20
-"""Of an answer in one piece, or of one line of a stream, that is read; longer ones are not."""
+"""Of an answer in one piece that is read; a longer one is not."""
 LEASE_S = 600.0
 """Seconds of silence after which a request is given up and counts as failed."""
 PREDICTIONS = ("prompt_tokens", "scores", "output_tokens")
@@ -114,62 +114,6 @@ def fleet_arguments(servers: Sequence[Endpoint | ServerSpec], **more: Any) -> di
     }
 
 
-class Breaker:
-    """A circuit breaker: whether a server may have requests.
-
-    It opens when half of the server's last ten outcomes of the last ten seconds are failures. After
-    1 s it is half open: one request may go there, and, until an answer comes, the next one only
-    after twice as long, up to 8 s. A request that was sent later than it opened closes it with its
-    first token or its end. What was sent before tells nothing new, so a burst of failures is one.
-    """
-
-    def __init__(self) -> None:
-        self.opened = False
-        self.failures = 0
-        self._sent, self._last = 0, 0  # requests sent, and how many when it opened
-        self._outcomes: deque[tuple[float, bool]] = deque(maxlen=OUTCOMES)
-        self._step, self._until = 0, -np.inf
-
-    def able(self, now: float) -> bool:
-        """Whether it lets a request through."""
-        return not self.opened or now >= self._until
-
-    def send(self, now: float) -> int:
-        """A request goes to the server; its number."""
-        self._sent += 1
-        if self.opened and now >= self._until:
-            self._step += 1
-            self._rest(now)
-        return self._sent
-
-    def _rest(self, now: float) -> None:
-        self._until = now + min(BACKOFF_S * 2.0 ** min(self._step, 16), MAX_BACKOFF_S)
-
-    def good(self, number: int, now: float, *, ended: bool = True) -> None:
-        """The request of that number brings an answer."""
-        if self.opened:
-            if number > self._last:
-                self.opened, self._until = False, now
-                self._outcomes.clear()
-        elif ended:
-            self._outcomes.append((now, False))
-            if now - self._until > WINDOW_S:
-                self._step = 0
-
-    def bad(self, number: int, now: float) -> None:
-        """The server has failed at the request of that number."""
-        self.failures += 1
-        if self.opened:
-            if number > self._last:
-                self._rest(now)
-            return
-        self._outcomes.append((now, True))
-        recent = [failed for when, failed in self._outcomes if now - when <= WINDOW_S]
-        if sum(recent) >= SHARE * len(recent):
-            self.opened, self._last = True, self._sent
-            self._rest(now)
-
-
 @dataclass(eq=False)
 class Ticket:
     """A request that a gateway sends to an expert; every method may be called late or twice.
@@ -178,9 +122,9 @@ class Ticket:
         gate: Its gate.
         id: The request's name at the router.
         expert: Number of the expert, or -1: the request is refused.
-        heard_s: When it was last spoken of, by the router's clock.
+        heard_s: When it was sent or its last token came, by the router's clock.
         completion: Whether its answer must have the form of completions and a token.
-        number: Of the request among those of its expert, for the breaker.
+        number: Of the request among all that were sent, for the breakers.
         tokens: Tokens of its answer so far.
     """
 
@@ -194,15 +138,15 @@ class Ticket:
 
     def token(self, generated: int | None = None) -> None:
         """A token of the answer came; ``generated`` says how many there are by now."""
-        gate, first = self.gate, self.tokens == 0
+        gate, first, now = self.gate, self.tokens == 0, self.gate.router.clock()
         told = self.tokens + 1 if generated is None else int(generated)
         self.tokens = min(max(told, 0), MAX_TOKENS)
-        self.heard_s = gate.router.clock()
         gate.router.token(self.id, self.tokens)
         if first and self.tokens:
             with gate.lock:
                 if self.id in gate.open:
-                    gate.breakers[self.expert].good(self.number, self.heard_s, ended=False)
+                    gate.breakers.begun(self.expert, self.number, now - self.heard_s)
+        self.heard_s = now
 
     def moved(self, expert: int) -> None:
         """The gateway has sent it to another expert itself: that of before has failed."""
@@ -210,43 +154,38 @@ class Ticket:
         with gate.lock:
             if self.id not in gate.open or not 0 <= expert < len(gate.names):
                 return
-            gate.blame(self)
+            gate.tell(self, "failed")
             gate.send(self, expert)
         gate.router.moved(self.id, expert)
 
-    def refused(self, status: int) -> None:
-        """The answer is an error with this HTTP status."""
-        self.end("left" if status in CLIENTS else "failed")
+    def refused(self, status: int, *, retry_after: bool = False) -> None:
+        """The answer is an error with this HTTP status; 503 with ``Retry-After`` is as 429."""
+        pardoned = 400 <= status < 500 or (status == 503 and retry_after)
+        self.end("refused" if pardoned else "failed")
 
     def end(self, how: str) -> None:
         """The request is over.
 
         Args:
-            how: ``finished``, the answer is complete; ``failed``, by the server; ``left``, the
-                client has hung up, which is no fault of the server; ``broken``, in the midst of
-                the answer, by either: it counts as left, and for the breaker as a failure, since
-                few clients in ten hang up.
+            how: ``finished``, the answer is complete; ``empty``, it is complete and has no token;
+                ``failed``, by the server; ``refused``, by the server, for no fault of its own;
+                ``left``, the client has hung up; ``broken``, in the midst of the answer, by either:
+                it counts as left, and for the breaker as a failure, since hung-up clients break
+                answers of all servers.
         """
         gate = self.gate
         with gate.lock:
             if gate.open.pop(self.id, None) is None:
                 return
-            breaker, now = gate.breakers[self.expert], gate.router.clock()
-            if how == "finished":
-                breaker.good(self.number, now)
-            elif how == "failed":
-                gate.blame(self)
-            else:
-                gate.counters["left"] += 1
-                if how == "broken":
-                    breaker.bad(self.number, now)
-        (gate.router.finished if how == "finished" else gate.router.failed)(self.id)
+            gate.tell(self, how)
+        good = how in ("finished", "empty")
+        (gate.router.finished if good else gate.router.failed)(self.id)
 
 
 class Gate:
     """Routes requests of OpenAI's protocol by a `GatewayRouter`.
 
-    A request goes to an expert that its `Breaker` does not let it only where no other may take it.
+    A request goes to an expert whose breaker does not let it only where no other may take it.
     Whatever fails in a prediction is logged and counted, and the request goes by the train means.
 
     Args:
@@ -259,7 +198,7 @@ class Gate:
         router: The router.
         names: Names of the experts, for `status`.
         routed: (N,) requests that were sent to each.
-        breakers: N breakers.
+        breakers: Of the experts.
         counters: What has happened that the router does not count.
         open: Tickets that have not ended, by name, under `lock`.
     """
@@ -279,7 +218,7 @@ class Gate:
         self.lock = threading.Lock()
         self._numbers = itertools.count()
         self.open: OrderedDict[str, Ticket] = OrderedDict()
-        self.breakers = [Breaker() for _ in range(n)]
+        self.breakers = Breakers(n)
         self.routed = np.zeros(n, np.int64)
         self.counters = {"prediction_errors": 0, "server_failures": 0, "left": 0, "given_up": 0}
         self._elapsed: deque[float] = deque(maxlen=4096)
@@ -306,6 +245,8 @@ class Gate:
         name = str(next(self._numbers))
         with self.lock:
             self._give_up(now)
+            waiting = (one for one in self.open.values() if not one.tokens)
+            self.breakers.judge(now, [(t.expert, t.number, now - t.heard_s) for t in waiting])
             able = self.able(allowed)
         try:
             decision = self.router.decide(self._request(name, body, able))
@@ -323,8 +264,8 @@ class Gate:
     def send(self, ticket: Ticket, expert: int) -> None:
         """A ticket goes to an expert; called with the lock."""
         self.routed[expert] += 1
-        ticket.expert, ticket.tokens = expert, 0
-        ticket.number = self.breakers[expert].send(self.router.clock())
+        ticket.expert, ticket.tokens, ticket.heard_s = expert, 0, self.router.clock()
+        ticket.number = self.breakers.send(expert, ticket.heard_s)
 
     def _mistaken(self, error: BaseException) -> None:
         self.counters["prediction_errors"] += 1
@@ -360,9 +301,7 @@ class Gate:
         able = np.ones(self.router.num_experts, np.bool_)
         if allowed is not None:
             able &= np.asarray(allowed, np.bool_)
-        now = self.router.clock()
-        closed = able & [one.able(now) for one in self.breakers]
-        return closed if closed.any() else able
+        return self.breakers.able(self.router.clock(), able)
 
     def _give_up(self, now: float) -> None:
         """End requests that nobody speaks of any more."""
@@ -370,20 +309,26 @@ class Gate:
             if now - self.open[name].heard_s <= LEASE_S:
                 self.open.move_to_end(name)
                 continue
-            del self.open[name]
+            ticket = self.open.pop(name)
+            begun = ticket.tokens > 0
+            self.breakers.ended(ticket.expert, ticket.number, "left", now, begun=begun)
             self.counters["given_up"] += 1
             self.router.failed(name)
 
-    def blame(self, ticket: Ticket) -> None:
-        """The expert of a ticket has failed; called with the lock."""
-        self.counters["server_failures"] += 1
-        self.breakers[ticket.expert].bad(ticket.number, self.router.clock())
+    def tell(self, ticket: Ticket, how: str) -> None:
+        """Count how a ticket has ended at its expert; called with the lock."""
+        now, begun, one = self.router.clock(), ticket.tokens > 0, (ticket.expert, ticket.number)
+        self.counters["server_failures"] += how == "failed"
+        self.counters["left"] += how in ("refused", "left", "broken")
+        if how == "finished" and not begun:
+            self.breakers.begun(*one, now - ticket.heard_s)
+        self.breakers.ended(*one, how, now, begun=begun)
 
     def status(self) -> dict[str, Any]:
         """What has happened, for a page of the gateway: counters, experts and decision times."""
         counters = asdict(self.router.counters)
         with self.lock:
-            now = self.router.clock()
+            up = self.breakers.able(self.router.clock(), np.ones(len(self.names), np.bool_))
             times = 1e3 * np.array(self._elapsed or [0.0])
             return {
                 "policy": self.router.name,
@@ -402,8 +347,8 @@ class Gate:
                         "name": name,
                         "routed": int(self.routed[k]),
                         "in_flight": int(load),
-                        "failed": self.breakers[k].failures,
-                        "up": self.breakers[k].able(now),
+                        "failed": int(self.breakers.failures[k]),
+                        "up": bool(up[k]),
                     }
                     for k, (name, load) in enumerate(
                         zip(self.names, self.router.load(), strict=True)
@@ -415,8 +360,8 @@ class Gate:
 class Answer:
     """Reads an answer that comes in pieces, and tells its ticket of tokens and of the end.
 
-    The answer to a completion has failed if it is neither JSON nor a stream of events, has no token
-    or an error in it, or is a stream that ends before it says so.
+    The answer to a completion has failed if it is neither JSON nor a stream of events, has an error
+    in it, or ends before it says so. An answer without a token is empty if it says why it ends.
 
     Args:
         ticket: The request's ticket.
@@ -434,38 +379,31 @@ class Answer:
         self._ticket, self._encoded = ticket, encoded
         self._wrong = not (self._streamed or kind == "application/json")
         self._brought = self._said = False  # a token; why the answer ends
+        self._events = EventStream()
         self._rest, self._long = bytearray(), False
 
     def feed(self, data: bytes) -> None:
         """Take the next bytes."""
         if self._encoded:
             return
-        first, *lines = data.split(b"\n") if self._streamed else (data,)
-        self._long |= len(self._rest) + len(first) > MAX_ANSWER_BYTES
-        if not self._long:
-            self._rest += first
-        for line in lines:
-            if not self._long:
-                self._line(bytes(self._rest))
-            self._long = len(line) > MAX_ANSWER_BYTES
-            self._rest = bytearray(b"" if self._long else line)
-
-    def _line(self, line: bytes) -> None:
-        if line.startswith(b"data:"):
-            data = line[5:].strip()
-            if data == b"[DONE]":
+        if not self._streamed:
+            self._long |= len(self._rest) + len(data) > MAX_ANSWER_BYTES
+            self._rest += b"" if self._long else data
+            return
+        for event in self._events.feed(data):
+            if event.strip() == b"[DONE]":
                 self.done = True
             else:
-                self._event(data)
+                self._event(event)
 
     def _event(self, data: bytes) -> None:
         try:
-            event = json.loads(data)
-            self._wrong |= bool(event.get("error"))
+            event = read_json(data)
+            self._wrong |= bool(error_of(event))
             told = (event.get("usage") or {}).get("completion_tokens")
             brought = brings_token(event)
             self._said |= any(one.get("finish_reason") for one in event.get("choices") or ())
-        except (ValueError, TypeError, AttributeError, RecursionError):
+        except (ValueError, TypeError, AttributeError, OverflowError):
             return  # no event of OpenAI's protocol, so no token
         if isinstance(told, int):
             self._ticket.token(told)
@@ -479,6 +417,7 @@ class Answer:
         if whole and not self._long:
             self._event(bytes(self._rest))
         read = self._encoded or (whole and self._long)
-        good = read or (self._brought and (whole or self.done or self._said))
+        good = read or self._said or (self._brought and (whole or self.done))
         failed = self._ticket.completion and (self._wrong or not good)
-        self._ticket.end("failed" if failed else "finished")
+        empty = self._ticket.completion and not (read or self._brought)
+        self._ticket.end("failed" if failed else "empty" if empty else "finished")

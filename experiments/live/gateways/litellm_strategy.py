@@ -33,13 +33,14 @@ except ModuleNotFoundError as error:
     ) from error
 
 from servegym.experiments.live.gateways.gate import RETRY_AFTER_S, Gate, Ticket
-from servegym.hardware_profiles.measure.server import brings_token
+from servegym.hardware_profiles.measure.openai_protocol import brings_token
 
 __all__ = ["STATUS_PATH", "LiteLLMStrategy"]
 
 ATTEMPTS = ("_acompletion", "_atext_completion")
 """Methods of ``litellm.Router`` that make one attempt: choose a deployment and call it."""
 STATUS_PATH = "/servegym"
+_TRIED = "servegym_tried"
 _attempt: contextvars.ContextVar[list[Ticket] | None] = contextvars.ContextVar(
     "servegym_attempt", default=None
 )
@@ -109,9 +110,10 @@ class LiteLLMStrategy(CustomRoutingStrategyBase, CustomLogger):
             for ticket in tickets:
                 if hasattr(response, "__anext__"):
                     _watch(response, ticket)
-                else:  # one that has nothing in it has failed
-                    good = brings_token(response.model_dump())
-                    ticket.end("finished" if good else "failed")
+                else:  # one that has nothing in it and does not say why has failed
+                    said = any(choice.finish_reason for choice in response.choices)
+                    brought = brings_token(response.model_dump())
+                    ticket.end("finished" if brought else "empty" if said else "failed")
             return response
 
         return told
@@ -148,9 +150,14 @@ class LiteLLMStrategy(CustomRoutingStrategyBase, CustomLogger):
             # LiteLLM's own way raises its own error, or takes a deployment that is none of ours.
             return await type(router).async_get_available_deployment(router, **asked)
         body = {**asked["request_kwargs"], "messages": messages}
-        ticket = self.gate.enter(body, allowed=[name in by_id for name in self._ids])
+        kept = body.get("litellm_metadata", body.get("metadata")) or {}
+        # An attempt after the first goes to a server that the request has not been to, if any.
+        tried = kept.get(_TRIED, ()) if kept.get("attempted_retries") else ()
+        rest = [name for name in self._ids if name in by_id and name not in tried] or by_id
+        ticket = self.gate.enter(body, allowed=[name in rest for name in self._ids])
         if ticket.expert < 0:
             raise _refused(model)
+        kept[_TRIED] = (*tried, self._ids[ticket.expert])
         tickets.append(ticket)
         return by_id[self._ids[ticket.expert]]
 
@@ -189,14 +196,13 @@ def _refused(model: str) -> Exception:
 
 
 def _end(ticket: Ticket, error: BaseException) -> None:
-    """A request has ended with an error: the server's, or the client's."""
+    """A request has ended with an error: the server's, the client's, or one of unknown cause."""
     status = getattr(error, "status_code", None)
-    if not isinstance(error, Exception):
-        ticket.end("left")  # cancelled: the client has hung up
-    elif isinstance(status, int):
-        ticket.refused(status)
-    else:
-        ticket.end("failed")
+    if isinstance(status, int) and not isinstance(error, litellm.Timeout):
+        headers = getattr(getattr(error, "response", None), "headers", None) or {}
+        ticket.refused(status, retry_after="retry-after" in headers)
+    else:  # the client has hung up, or would wait no longer
+        ticket.end("left")
 
 
 async def _chunks(
@@ -212,8 +218,9 @@ async def _chunks(
             if brings_token(chunk.model_dump()):
                 ticket.token()
             yield chunk
-        told = kept is None or any(choice.finish_reason for one in kept for choice in one.choices)
-        ticket.end("finished" if told and ticket.tokens else "failed")
+        told = any(choice.finish_reason for one in kept or () for choice in one.choices)
+        good = told or (kept is None and ticket.tokens)
+        ticket.end("failed" if not good else "finished" if ticket.tokens else "empty")
     except BaseException as error:
         _end(ticket, error)
         raise

@@ -14,6 +14,7 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 
+from servegym._checks import real
 from servegym._command_line import run_main
 from servegym.experiments.live.fleet_file import (
     LOOPBACK,
@@ -158,7 +159,7 @@ async def _serve(options: argparse.Namespace, specs: Sequence[ServerSpec]) -> No
         [parse_fault(text, names) for text in options.fail],
         speed=options.speed,
         seed=options.seed,
-        body_bytes=int(options.max_body_mib * (1 << 20)),
+        body_bytes=int(real("max-body-mib", options.max_body_mib, 0.001, 1024.0) * (1 << 20)),
     )
     page = listener = None
     if options.endpoints is not None:

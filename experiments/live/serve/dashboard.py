@@ -13,7 +13,7 @@ from typing import Any
 
 from aiohttp import web
 
-from servegym.experiments.live.serve.server import Served, SimulatedFleet, SimulatedServer
+from servegym.experiments.live.serve.server import Served, SimulatedFleet, SimulatedServer, bind
 
 __all__ = ["Dashboard", "listen"]
 
@@ -77,6 +77,7 @@ class Dashboard:
         self._ttft_s, self._tpot_s = ttft_s, tpot_s
         self._page = files("servegym.experiments.live.serve").joinpath("dashboard.html")
         self._runner: web.AppRunner | None = None
+        self._site: asyncio.Server | None = None
         self._past: deque[tuple[float | None, list[list[int]]]] = deque(maxlen=_KEPT)
         self._sampler: asyncio.Task[None] | None = None
 
@@ -179,11 +180,9 @@ class Dashboard:
         app = web.Application()
         app.router.add_get("/", self._index)
         app.router.add_get("/events", self._events)
-        self._runner = web.AppRunner(
-            app, access_log=None, handler_cancellation=True, shutdown_timeout=0.2
-        )
+        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.2)
         await self._runner.setup()
-        await web.SockSite(self._runner, listener).start()
+        self._site = await bind(self._runner, sock=listener)
         self._sampler = asyncio.create_task(self._sample())
         host, port = listener.getsockname()[:2]
         return f"http://{f'[{host}]' if ':' in host else host}:{port}/"
@@ -192,6 +191,8 @@ class Dashboard:
         """Stop listening."""
         if self._sampler is not None:
             self._sampler.cancel()
+        if self._site is not None:
+            self._site.close()
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None

@@ -20,6 +20,7 @@ from zlib import crc32
 import numpy as np
 
 from servegym.envs.workloads.lengths import length_quantiles, sample_lengths
+from servegym.hardware_profiles.measure.openai_protocol import read_json as decode
 
 __all__ = ["Ask", "BadRequest", "answer", "read_json", "read_request", "tokens_of"]
 
@@ -44,6 +45,14 @@ DEFAULT_TOKENS = 16
 """``max_tokens`` of a completion that does not say, as OpenAI's."""
 
 
+_RANGES = dict(temperature=(0, 2), top_p=(0, 1), min_p=(0, 1), top_k=(-1, 1 << 31))
+_RANGES |= dict(presence_penalty=(-2, 2), frequency_penalty=(-2, 2), repetition_penalty=(0, 100))
+_TYPES = dict(stop=(str, list), stop_token_ids=(list,), cache_salt=(str,), user=(str,))
+_TYPES |= dict(tools=(list,), tool_choice=(str, dict), response_format=(dict,))
+_TYPES |= dict(logprobs=(bool, int), top_logprobs=(int,), logit_bias=(dict,))
+_NAMES = {str: "a text", list: "a list", dict: "an object", bool: "true or false", int: "a number"}
+
+
 class BadRequest(ValueError):
     """A request that cannot be served; ``param`` is the field, ``status`` that of the answer."""
 
@@ -65,6 +74,7 @@ class Ask:
         stream: Whether the answer comes token by token.
         usage: Whether a stream ends with the counts of tokens.
         seed: Of the answer.
+        cache_salt: Requests share cached blocks only with those of the same salt.
     """
 
     chat: bool
@@ -75,6 +85,7 @@ class Ask:
     stream: bool
     usage: bool
     seed: int
+    cache_salt: str
 
 
 def tokens_of(text: str, most: int | None = None) -> list[int]:
@@ -87,21 +98,23 @@ def _mark(name: str) -> int:
     return crc32(b"\0" + name.encode("utf-8", "surrogatepass"))
 
 
+def _wrong(name: str, form: str, value: Any) -> BadRequest:
+    return BadRequest(f"{name} must be {form}, got {value!r:.50}", name)
+
+
 def _whole(body: Mapping[str, Any], name: str, default: int, low: int) -> int:
     value = body.get(name)
     if value is None:
         return default
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise BadRequest(
-            f"{name} must be a whole number of at least {low}, got {value!r:.50}", name
-        )
+        raise _wrong(name, f"a whole number of at least {low}", value)
     return value
 
 
 def _flag(body: Mapping[str, Any], name: str) -> bool:
     value = body.get(name)
     if value is not None and not isinstance(value, bool):
-        raise BadRequest(f"{name} must be true or false, got {value!r:.50}", name)
+        raise _wrong(name, "true or false", value)
     return bool(value)
 
 
@@ -166,17 +179,31 @@ def read_json(data: bytes, context: int) -> Any:
     """The body of a request.
 
     Raises:
-        BadRequest: If it is no JSON, or has so many elements that its prompt is beyond the context:
-            to read them would hold the other requests of the server.
+        BadRequest: If it is no JSON, is nested deeply, or is beyond the context by its elements: to
+            read them would hold the other requests of the server.
     """
-    if data.count(b",") > 3 * context + SPARE_ELEMENTS:  # up to three are a token
-        raise BadRequest(f"This model's maximum context length is {context} tokens.")
     try:
-        return json.loads(data)
-    except ValueError:
-        raise BadRequest("The body is not JSON.") from None
-    except RecursionError:
-        raise BadRequest("The body is nested too deeply.") from None
+        return decode(data, 3 * context + SPARE_ELEMENTS)  # up to three are a token
+    except OverflowError:
+        raise BadRequest(f"This model's maximum context length is {context} tokens.") from None
+    except ValueError as error:
+        raise BadRequest(str(error)) from None
+
+
+def _check_forms(body: Mapping[str, Any]) -> None:
+    """Refuse what real servers refuse in fields that change no times."""
+    for name, (low, high) in _RANGES.items():
+        value = body.get(name, low)
+        if value is not None and not (type(value) in (int, float) and low <= value <= high):
+            raise _wrong(name, f"a number from {low} to {high}", value)
+    for name, types in _TYPES.items():
+        value = body.get(name)
+        if value is not None and type(value) not in types:
+            raise _wrong(name, " or ".join(_NAMES[one] for one in types), value)
+    for name, kind in (("stop", str), ("stop_token_ids", int)):
+        value = body.get(name) or ()
+        if not {*map(type, value)} <= {kind}:
+            raise _wrong(name, f"a list, each {_NAMES[kind]}", value)
 
 
 def read_request(body: Any, chat: bool, names: Collection[str], context: int) -> Ask:
@@ -196,8 +223,9 @@ def read_request(body: Any, chat: bool, names: Collection[str], context: int) ->
     asked = body.get("model")
     if asked is not None and asked not in names:
         raise BadRequest(f"The model `{asked!s:.100}` does not exist.", "model", 404)
+    _check_forms(body)
     for name in ("n", "best_of"):
-        if body.get(name) not in (None, 1):
+        if body.get(name) not in (None, 1) or body.get(name) is True:
             raise BadRequest(f"{name} must be 1: a simulated server gives one answer", name)
     for name in ("echo", "suffix", "use_beam_search"):
         if body.get(name):
@@ -237,6 +265,7 @@ def read_request(body: Any, chat: bool, names: Collection[str], context: int) ->
         stream=stream,
         usage=_flag(options, "include_usage") if options else False,
         seed=_whole(body, "seed", 0, -(1 << 62)),
+        cache_salt=body.get("cache_salt") or "",
     )
 
 

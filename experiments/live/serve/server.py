@@ -17,9 +17,12 @@ import traceback
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from http import HTTPStatus
+from typing import Any, cast
 
 from aiohttp import web
+from aiohttp.http_exceptions import LineTooLong
 
 from servegym._checks import whole
 from servegym.envs.prefix_routing.live import LiveEngine
@@ -35,7 +38,7 @@ from servegym.experiments.live.serve.protocol import (
 )
 from servegym.hardware_profiles import load
 
-__all__ = ["Served", "SimulatedFleet", "SimulatedServer", "new_loop"]
+__all__ = ["Served", "SimulatedFleet", "SimulatedServer", "bind", "new_loop"]
 
 BODY_TIMEOUT_S = 30.0
 HEADERS_S = 30.0
@@ -75,6 +78,35 @@ def new_loop() -> asyncio.AbstractEventLoop:
     if hasattr(selectors, "EpollSelector"):
         return asyncio.SelectorEventLoop(_FineSelector())
     return asyncio.new_event_loop()
+
+
+class _Connection(web.RequestHandler):
+    """Whatever goes wrong is told in OpenAI's form; aiohttp's own answers repeat the request."""
+
+    def handle_error(
+        self, request: Any, status: int = 500, exc: Any = None, message: Any = None
+    ) -> web.Response:
+        """The answer to what is no HTTP, or to a request that failed; the connection ends."""
+        self.log_exception("", exc_info=exc)
+        if request.writer.output_size > 0:
+            raise ConnectionError("the answer has begun")
+        response = _error(431 if isinstance(exc, LineTooLong) else status)
+        response.force_close()
+        return response
+
+    async def finish_response(self, request: Any, resp: Any, start_time: Any) -> Any:
+        """Send an answer."""
+        if isinstance(resp, web.HTTPException):
+            too_long = resp.status == 413
+            resp = _error(resp.status, "The body is larger than the server takes." * too_long)
+        return await super().finish_response(request, resp, start_time)
+
+
+async def bind(runner: web.AppRunner, **where: Any) -> asyncio.Server:
+    """Answer requests at an address, see ``loop.create_server``; a log of them would have keys."""
+    loop, kind = asyncio.get_running_loop(), cast(Any, _Connection)  # its hints want a log
+    connect = partial(kind, runner.server, loop=loop, access_log=None, logger=_log)
+    return await loop.create_server(connect, **where)
 
 
 @dataclass
@@ -176,7 +208,7 @@ class SimulatedServer:
         self.lag_s = 0.0  # how late tokens leave, moving average of wall seconds
         self._open: dict[int, Served] = {}
         self._runner: web.AppRunner | None = None
-        self._site: web.TCPSite | None = None
+        self._site: asyncio.Server | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._busy: set[asyncio.Transport | None] = set()  # connections with a request
@@ -303,6 +335,8 @@ class SimulatedServer:
             data = await asyncio.wait_for(request.read(), BODY_TIMEOUT_S)
         except TimeoutError:
             return _error(408, f"The body did not come within {BODY_TIMEOUT_S:g} s.")
+        except web.RequestPayloadError:
+            return _error(400, "The body cannot be decoded.")
         fault = self._hit_by("error")
         if fault is not None:
             self.refused += 1
@@ -327,7 +361,7 @@ class SimulatedServer:
             cut_after = self._chance.randint(1, len(text))
         arrived = max(came - self._frozen(came)[0], self._worked)
         one = Served(len(ask.prompt), len(text), arrived, reason=reason)
-        one.slot = self.engine.submit(one.arrived_s, ask.prompt, ids)
+        one.slot = self.engine.submit(one.arrived_s, ask.prompt, ids, ask.cache_salt)
         self._open[one.slot] = one
         self._schedule()
         try:
@@ -429,14 +463,7 @@ class SimulatedServer:
         """
         self._loop = asyncio.get_running_loop()
         self._started, self._created = started, time.time()
-        # No log of requests: they may carry keys.
-        self._runner = web.AppRunner(
-            self._app(),
-            access_log=None,
-            logger=_log,
-            handler_cancellation=True,
-            shutdown_timeout=0.2,
-        )
+        self._runner = web.AppRunner(self._app(), handler_cancellation=True, shutdown_timeout=0.2)
         await self._runner.setup()
         try:
             await self._listen()
@@ -445,7 +472,6 @@ class SimulatedServer:
                 f"server {self.spec.name!r}: port {self.spec.port} of {self.spec.host} cannot be "
                 f"used: {error.strerror or error}"
             ) from None
-        self.port = self._runner.addresses[0][1]
         self._tasks = [
             asyncio.create_task(self.fail(one))
             for one in self.faults
@@ -457,15 +483,11 @@ class SimulatedServer:
     async def _around(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        """Errors in OpenAI's form; a connection with a request is not swept."""
+        """A connection with a request is not swept."""
         connection = request.transport
         self._busy.add(connection)
         try:
             return await handler(request)
-        except web.HTTPException as error:
-            too_long = error.status == 413
-            told = "The body is larger than the server takes." if too_long else error.reason
-            return _error(error.status, told)
         except ConnectionError:  # the client has gone while it was written to
             raise asyncio.CancelledError from None
         finally:
@@ -486,16 +508,14 @@ class SimulatedServer:
 
     async def _listen(self) -> None:
         assert self._runner is not None
-        site = web.TCPSite(self._runner, self.spec.host, self.port, backlog=1024)
-        await site.start()
-        self._site = site
+        self._site = await bind(self._runner, host=self.spec.host, port=self.port, backlog=1024)
+        self.port = self._site.sockets[0].getsockname()[1]
 
     async def fail(self, fault: Fault) -> None:
         """Refuse connections or crash from the failure's begin to its end."""
         await asyncio.sleep(max(0.0, (fault.start_s - self.now) / self.speed))
-        if self._site is not None:
-            await self._site.stop()
-            self._site = None
+        assert self._site is not None
+        self._site.close()
         if fault.kind == "crash":
             self._crash()
         if fault.end_s < math.inf:
@@ -525,6 +545,8 @@ class SimulatedServer:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+        if self._site is not None:
+            self._site.close()
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
@@ -532,7 +554,7 @@ class SimulatedServer:
     @property
     def listening(self) -> bool:
         """Whether its port is open."""
-        return self._site is not None
+        return self._site is not None and self._site.is_serving()
 
     @property
     def endpoint(self) -> Endpoint:
@@ -687,9 +709,10 @@ _TYPES = {404: "NotFoundError", 429: "RateLimitError"}
 
 
 def _error(
-    status: int, message: str, param: str | None = None, retry_s: int | None = None
+    status: int, message: str = "", param: str | None = None, retry_s: int | None = None
 ) -> web.Response:
-    """An error in OpenAI's form."""
+    """An error in OpenAI's form; without a message it has the name of its status."""
+    message = message or HTTPStatus(status).phrase
     kind = _TYPES.get(status, "InternalServerError" if status >= 500 else "BadRequestError")
     return web.json_response(
         {"error": {"message": message, "type": kind, "param": param, "code": status}},

@@ -1,6 +1,7 @@
 """The jitted engine against the slow reference, event for event, and against known answers."""
 
 import dataclasses
+import itertools
 import math
 
 import numpy as np
@@ -374,6 +375,48 @@ def two_servers(layers=2, top_k=1, **options):
     """Two servers of one GPU, 8 Mbit/s one way and 4 the other, 0.5 s latency, 0.1 s a message."""
     model = small_model(layers=layers, experts=2, top_k=top_k)
     return build_cluster(sizes=model, slots=(2 * layers, 2 * layers), **SLOW, **options)
+
+
+def before_requests(source, gpus, placement, **links):
+    """A system with two experts of 3.3 MB in its one layer, long before its first request."""
+    model = small_model(layers=1, experts=2, top_k=1)
+    cluster = build_cluster(sizes=model, gpus=gpus, slots=(2,) * sum(gpus), **links)
+    sim = Simulator(cluster, one_prompt(cluster, 1, [(0,)]), migration_source=source)
+    sim.begin(requests_at([1000.0]), np.array(placement, np.uint8)[:, None])
+    return sim
+
+
+@pytest.mark.parametrize(("first", "second", "to"), list(itertools.permutations(range(3))))
+@pytest.mark.parametrize("far", [None, 0, 1, 2])
+def test_weights_come_from_the_nearest_server_and_of_equals_from_the_first(first, second, to, far):
+    """A GPU has an expert from the start, another loads it from there, then the third one does."""
+    latency = np.full((3, 3), 0.01)
+    if far is not None:
+        latency[far] = 0.02
+    z = np.ones((3, 2), np.uint8)
+    z[[second, to], 0] = 0
+    sim = before_requests("network", (1, 1, 1), z, latency_s=latency)
+    for k, expert in ((second, 0), (to, 0)):
+        z[k, expert] = 1
+        sim.adopt(z[:, None])
+        sources = sim.state.gpu["source"].copy()
+        sim.run(sim.state.meta["now"][0] + 10.0)
+        if k == second:
+            assert sources[k] == first
+    assert sources[to] == min((first, second), key=lambda s: (latency[s, to], s))
+    assert (sim.placement() == 1).all()
+
+
+@pytest.mark.parametrize(("source", "sent"), [("host", 0), ("network", 2)])
+def test_a_migration_moves_the_bytes_of_its_loads(source, sent):
+    """Of three GPUs that load an expert one has it in its own server."""
+    sim = before_requests(source, (2, 1, 1), [[1, 1], [0, 1], [0, 1], [0, 1]])
+    for until in (10.0, 20.0):  # the second time there is nothing to do
+        sim.adopt(np.ones((4, 1, 2), np.uint8))
+        sim.run(until)
+        assert (sim.placement() == 1).all() and sim.state.meta["loads"][0] == 3
+        assert sim.state.meta["weight_bytes"][0] == 3 * 3_300_000
+        assert sim.state.meta["network_bytes"][0] == sent * 3_300_000
 
 
 def forecast_of(prompts, output_tokens=2.0):

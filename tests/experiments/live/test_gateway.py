@@ -97,6 +97,18 @@ def test_a_policy_that_fails_gives_way_to_the_least_load():
     assert "nothing here" in first.reason
 
 
+def test_a_policy_that_writes_into_what_it_is_shown_harms_nobody():
+    def writes(observation, mask):
+        for array in (*observation.values(), mask):
+            array[:] = 0
+        return np.full(len(mask), 3)
+
+    router = router_with(writes)
+    assert [(ask(router, str(k)).expert, router.counters.drops) for k in range(3)] == [(2, 0)] * 3
+    router = router_with(lambda observation, mask: mask.__imul__(0)[:, 0] - 1)
+    assert [ask(router, str(k)).expert for k in range(3)] == [0, 1, 2]  # the least load
+
+
 def test_a_policy_that_hangs_does_not_hold_the_gateway():
     hang = threading.Event()
 

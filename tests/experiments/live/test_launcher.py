@@ -68,6 +68,28 @@ def test_servers_answer_with_the_tokens_asked_for_and_end_with_the_block(tmp_pat
     assert _gone(pids)
 
 
+@pytest.mark.parametrize("watched", [True, False])
+def test_what_a_server_has_started_ends_with_it(tmp_path, monkeypatch, watched):
+    """Also where its watchdog was killed, which leaves the processes of its group to nobody."""
+    words = ["sh", "-c", "trap '' TERM HUP; sleep 1000 & sleep 1000 & wait"]
+    monkeypatch.setattr(launcher, "command", lambda *_: (words, dict(os.environ)))
+    monkeypatch.setattr(launcher, "healthy", lambda *_: True)
+    monkeypatch.setattr(launcher.watchdog, "GRACE_S", 0.2)
+    fleet = launcher.Fleet([ServerSpec("a", "simulated")], tmp_path)
+    keeper = fleet.endpoints[0].pid
+    while len(pids := _below(keeper)) < 4:  # watchdog, shell and two sleepers
+        time.sleep(0.02)
+    if not watched:
+        os.kill(keeper, signal.SIGKILL)
+        assert _gone(pids[:2]) and all(map(_alive, pids[2:]))
+    try:
+        fleet.stop()
+        assert _gone(pids)
+    finally:
+        for pid in filter(_alive, pids):
+            os.kill(pid, signal.SIGKILL)
+
+
 @pytest.mark.slow
 def test_no_process_outlives_the_one_that_started_it(tmp_path):
     """Also when that one is killed, or a watchdog."""

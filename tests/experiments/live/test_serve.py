@@ -1,9 +1,11 @@
 """Simulated servers: protocol, times, hits, failures, and clients that hang up."""
 
 import asyncio
+import gzip
 import json
 import re
 import signal
+from types import SimpleNamespace
 from zlib import crc32
 
 import numpy as np
@@ -24,7 +26,7 @@ from servegym.experiments.live.serve.protocol import (  # noqa: E402
     read_request,
     tokens_of,
 )
-from servegym.experiments.live.serve.server import SimulatedFleet, new_loop  # noqa: E402
+from servegym.experiments.live.serve.server import Served, SimulatedFleet, new_loop  # noqa: E402
 from servegym.hardware_profiles import load  # noqa: E402
 
 from .streaming import completion_body, new_session, stream  # noqa: E402
@@ -138,7 +140,7 @@ def test_a_bad_request_is_refused_in_openais_form():
             found.append(await post(session, server.endpoint.url + page, body))
         return found
 
-    answers = served(scenario, body_bytes=90_000)
+    answers = served(scenario, spec(context=100), body_bytes=110_000)
     for (_, status, word), (found, body) in zip(REFUSED, answers, strict=True):
         error = body["error"]
         assert found == status and error["code"] == status and word in error["message"]
@@ -167,8 +169,30 @@ REFUSED = [
     ({"prompt": "a", "stream": "yes"}, 400, "stream"),
     ({"prompt": "a", "echo": True}, 400, "echo"),
     ({"prompt": "a", "stream_options": {"include_usage": True}}, 400, "stream_options"),
+    (b'{"prompt": [' + b"[" * 90 + b"]" * 90 + b"]}", 400, "nested"),
+    (b'{"prompt": "a", "a": [' + b"[]," * 33_000 + b"0]}", 400, "maximum context length"),
+    *(
+        ({"prompt": "a", name: value}, 400, f"{name} must be")
+        for name, values in {
+            **dict.fromkeys(("temperature", "top_p", "min_p"), ("x", -1, 3, True, [], 10**401)),
+            **dict.fromkeys(("presence_penalty", "frequency_penalty"), ("x", -2.5, float("nan"))),
+            "repetition_penalty": ("x", float("inf")),
+            "top_k": ("5", -2),
+            "logprobs": ("x", 0.5),
+            "top_logprobs": ("x",),
+            "stop": (5, True, {}, ["a", 5]),
+            "stop_token_ids": (5, "a", ["a"], [True]),
+            "cache_salt": (5,),
+            "user": (5,),
+            **dict.fromkeys(("logit_bias", "response_format"), (5, "x", [])),
+            "tools": ({}, "x"),
+            "tool_choice": (5, []),
+            "n": ("1", True, 1.5),
+        }.items()
+        for value in values
+    ),
     ({"prompt": "a", "model": "b"}, 404, "does not exist"),
-    ({"prompt": "a" * 95_000}, 413, "larger"),
+    ({"prompt": "a" * 115_000}, 413, "larger"),
     ({"messages": []}, 400, "messages"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "parts of text"),
     ({"messages": ["hi"]}, 400, "role"),
@@ -179,6 +203,87 @@ REFUSED = [
     ),
     ({"messages": [{"role": "assistant", "content": None}]}, 400, "content"),
 ]
+
+
+def test_fields_that_change_nothing_may_be_there():
+    body = {"prompt": "a", "temperature": 0.7, "top_p": 1, "top_k": -1, "min_p": 0, "user": "u"}
+    body |= {"stop": ["a", "b"], "stop_token_ids": [2], "logprobs": 3, "logit_bias": {"5": 1}}
+    body |= {"presence_penalty": -2.0, "repetition_penalty": 1.1, "n": 1, "metadata": None}
+    ask = read_request(body, False, ["m"], 999)
+    assert ask == read_request({"prompt": "a", "stop": "a", "logprobs": True}, False, ["m"], 999)
+
+
+SECRET = b"SECRET"
+GZIP = gzip.compress(b'{"prompt": "a", "max_tokens": 2}')
+
+
+def request(body, *headers, line=b"POST /v1/completions"):
+    lines = [line + b" HTTP/1.1", b"Host: x", b"Authorization: Bearer SECRET", *headers]
+    return b"\r\n".join([*lines, b"Content-Length: %d" % len(body), b"", body])
+
+
+WIRE = {
+    "long header": (request(b"", b"X-Key: " + 1400 * SECRET), 431),
+    "long name": (request(b"", 1400 * SECRET + b": x"), 431),
+    "long line": (request(b"", line=b"GET /" + 1400 * SECRET), 431),
+    "many headers": (request(b"", *(b"X-%d: SECRET" % k for k in range(300))), 400),
+    "no header": (request(b"", b"Authorization Bearer SECRET"), 400),
+    "no method": (b"SECRET / HTTP/1.1\r\n\r\n", 400),
+    "no address": (request(b"", line=b"GET http://[SECRET"), 400),
+    "no chunk": (request(b"", b"Transfer-Encoding: chunked") + b"SECRET\r\n", 400),
+    "no page": (request(b"", line=b"GET /SECRET"), 404),
+    "no such method": (request(b"", line=b"GET /v1/completions"), 405),
+    "expectation": (request(b"{}", b"Expect: SECRET"), 417),
+    "gzip": (request(GZIP, b"Content-Encoding: gzip"), 200),
+    "no gzip": (request(SECRET + GZIP, b"Content-Encoding: gzip"), 400),
+    "corrupt gzip": (request(GZIP[:20] + SECRET + GZIP[20:], b"Content-Encoding: gzip"), 400),
+    "corrupt deflate": (request(SECRET, b"Content-Encoding: deflate"), 400),
+    "long gzip": (request(gzip.compress(bytes(9 << 20)), b"Content-Encoding: gzip"), 413),
+}
+
+
+def test_every_answer_has_openais_form_and_nothing_of_the_request(caplog):
+    async def answer(port, data):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(data)
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = int(re.search(rb"(?i)content-length: (\d+)", head)[1])
+        body = await reader.readexactly(length)
+        writer.close()
+        return head, body
+
+    async def run():
+        fleet = SimulatedFleet([spec()], speed=20.0)
+        async with fleet:
+            page = Dashboard(fleet)
+            address = await page.start(listen("127.0.0.1", 0))
+            port = int(address.rstrip("/").rpartition(":")[2])
+            found = {name: await answer(fleet.servers[0].port, d) for name, (d, _) in WIRE.items()}
+            for name in ("long header", "no page", "expectation"):
+                assert SECRET not in b"".join(await answer(port, WIRE[name][0]))
+            await page.stop()
+        return found
+
+    for name, (head, body) in asyncio.run(run()).items():
+        status = WIRE[name][1]
+        assert int(head.split()[1]) == status, name
+        assert b"content-type: application/json" in head.lower() and SECRET not in head + body
+        if status != 200:
+            error = json.loads(body)["error"]
+            assert set(error) == {"message", "type", "param", "code"} and error["code"] == status
+    assert "SECRET" not in caplog.text
+
+
+def test_requests_of_another_salt_share_no_block():
+    async def scenario(session, server):
+        found = []
+        for salt in (None, "a", "a", "b", None, "a"):
+            body = {"prompt": [*range(1000, 1160)], "max_tokens": 4, "cache_salt": salt}
+            _, told = await post(session, completions(server), body)
+            found.append(told["usage"]["prompt_tokens_details"]["cached_tokens"])
+        return found
+
+    assert served(scenario) == [0, 0, 144, 0, 144, 144]
 
 
 def test_tokens_survive_the_way_to_the_client_and_back():
@@ -222,9 +327,9 @@ def test_requests_take_the_times_of_the_engine():
         rng, taken, asks = np.random.default_rng(1), [], []
         submit = server.engine.submit
 
-        def spy(now, prompt, output):
+        def spy(now, prompt, output, salt):
             taken.append((now, prompt, output))
-            return submit(now, prompt, output)
+            return submit(now, prompt, output, salt)
 
         server.engine.submit = spy
         for _ in range(40):
@@ -238,12 +343,13 @@ def test_requests_take_the_times_of_the_engine():
     replies, taken, kept, counted = served(scenario, spec(slots=8), speed=10.0)
     assert not [reply.error for reply in replies if reply.error]
     engine = LiveEngine(load(PROFILE), max_num_seqs=8, max_num_batched_tokens=2048)
-    times, slots = {}, {}
+    times, slots, admitted = {}, {}, {}
 
     def work(until):
         for time_s, slot, last in engine.work(until):
             times.setdefault(slots[slot], []).append(time_s)
             if last:
+                admitted[slots[slot]] = float(engine.request(slot)["admitted"])
                 engine.release(slot)
 
     for now, prompt, output in taken:
@@ -262,8 +368,25 @@ def test_requests_take_the_times_of_the_engine():
     assert counted["vllm:request_success_total:length"] == 40
     assert counted["vllm:time_to_first_token_seconds_count"] == 40
     # In seconds of the wall, of which there are a tenth.
-    spent = sum(one.last_s - one.arrived_s for one in kept)
-    assert counted["vllm:e2e_request_latency_seconds_sum"] == pytest.approx(spent / 10.0)
+    last, first = (
+        {at: some[-1] for at, some in times.items()},
+        {at: some[0] for at, some in times.items()},
+    )
+    gaps = [gap for some in times.values() for gap in np.diff(some)]
+    for name, values in {
+        "e2e_request_latency": [last[at] - at for at in times],
+        "time_to_first_token": [first[at] - at for at in times],
+        "request_queue_time": [admitted[at] - at for at in times],
+        "request_inference_time": [last[at] - admitted[at] for at in times],
+        "request_prefill_time": [first[at] - admitted[at] for at in times],
+        "request_decode_time": [last[at] - first[at] for at in times],
+        "request_time_per_output_token": [np.diff(some).mean() for some in times.values()],
+        "inter_token_latency": gaps,
+        "time_per_output_token": gaps,
+    }.items():
+        assert counted[f"vllm:{name}_seconds_sum"] == pytest.approx(sum(values) / 10.0), name
+        assert counted[f"vllm:{name}_seconds_count"] == len(values), name
+    assert sum(admitted[at] - at for at in times) > 0.1  # some have waited
     assert counted["vllm:num_requests_running"] == counted["vllm:kv_cache_usage_perc"] == 0.0
 
 
@@ -458,6 +581,29 @@ def test_the_page_shows_servers_and_requests():
     assert event["requests"][0]["hit"] > 0 and event["requests"][0]["met"]
 
 
+def test_the_page_has_the_quantiles_of_the_last_seconds():
+    async def scenario(session, server):
+        now = server.now
+        for k in np.random.default_rng(0).permutation(101).tolist():
+            # k ms to the first token, then four tokens k + 1 ms apart.
+            first = now - 0.001 * (4 * k + 4)
+            one = Served(8, 5, first - 0.001 * k, first, now, 5, 4, "length" if k else "stop")
+            server.recent.append(one)
+        server.recent.append(Served(8, 5, now - 99.0, now - 90.0, now - 80.0, 5, 0, "stop"))
+        server.recent.append(Served(8, 5, now - 9.0, now - 8.0, now, 2, 0, "abort"))
+        server.recent.append(Served(8, 5, now - 9.0, now - 8.0, now, 2, 0, "error"))
+        page = Dashboard(SimpleNamespace(servers=[server], speed=1.0), ttft_s=0.0605, tpot_s=0.0495)
+        return page.state()
+
+    state = served(scenario, speed=1.0)
+    for facts in (state["fleet"], state["servers"][0]):
+        assert facts["ttft_s"] == pytest.approx([0.050, 0.095, 0.099])
+        assert facts["tpot_s"] == pytest.approx([0.051, 0.096, 0.100])
+        assert facts["hits"] == 0.5
+        assert facts["met"] == pytest.approx(49 / 102, abs=1e-5)  # a failed one counts, too
+    assert state["requests"][0]["end"] == "stop" and state["requests"][0]["ttft_s"] == 0.0
+
+
 def test_a_bad_command_is_refused_before_anything_listens(monkeypatch):
     model = ["--card", "h100", "--model", "llama-3.1-8b"]
     for words, word in (
@@ -469,6 +615,10 @@ def test_a_bad_command_is_refused_before_anything_listens(monkeypatch):
         ([*model, "--context", "9999999"], "context"),
         ([*model, "--batched-tokens", "9"], "batched_tokens"),
         ([*model, "--slo-ttft", "-1", "--dashboard"], "slo"),
+        *(
+            ([*model, "--max-body-mib", x], f"max-body-mib={x}")
+            for x in ("inf", "nan", "0.0", "-1")
+        ),
         ([*model, "--dashboard", "65536"], "dashboard: port 65536"),
         ([*model, "--dashboard", "8090", "--host", "203.0.113.1"], "dashboard: port 8090"),
         ([*model, "--endpoints", "/nowhere/at/all"], "--endpoints /nowhere/at/all: no folder"),

@@ -27,6 +27,8 @@ from .envoy import BodyMode, Exchange  # noqa: E402
 ENDPOINTS = [f"10.0.0.{k}:8000" for k in range(1, 7)]
 BODY = json.dumps({"model": "llm", "prompt": "hello there", "max_tokens": 5}).encode()
 TOKEN = b'data: {"choices": [{"delta": {"content": "w"}}]}\n\n'
+MULTILINE = b'\xef\xbb\xbf: hello\r\nevent\r\ndata: {"choices":\r\n'
+MULTILINE += b'data:[{"delta": {"content": "w"}}]}\r\n\r\n'
 LAST = b'data: {"choices": [{"delta": {}, "finish_reason": "stop"}]}\n\n'
 DONE = b"data: [DONE]\n\n"
 WHOLE = b'{"choices": [{"text": "w"}]}'
@@ -122,7 +124,8 @@ def test_a_drop_is_429_with_retry_after():
         picked = await Exchange(channel).ask(BODY)
         assert (picked.status, picked.endpoints) == (429, [])
         assert picked.headers["retry-after"] == "1"
-        assert json.loads(picked.body)["error"]["code"] == 429
+        error = json.loads(picked.body)["error"]
+        assert error["code"] == 429 and set(error) == {"message", "type", "param", "code"}
         assert counts(gate) == (0, 0, 0) and gate.router.counters.drops == 1
 
     picking(scenario, lambda seen, mask: np.zeros(len(mask), np.int64))
@@ -136,7 +139,8 @@ def test_only_endpoints_of_the_subset_are_chosen():
         assert (await Exchange(channel).ask(BODY, subset=listed)).endpoints[0] == subset[1]
         for nothing in ([], ["10.9.9.9:1"], 7.0):
             assert (await Exchange(channel).ask(BODY, subset=nothing)).status == 503
-        gate.enter({}, allowed=[k == 2 for k in range(6)]).end("failed")  # left alone for a while
+        for _ in range(4):  # it is left alone for a while
+            gate.enter({}, allowed=[k == 2 for k in range(6)]).end("failed")
         assert (await Exchange(channel).ask(BODY, subset=subset)).endpoints[0] == subset[0]
 
     picking(scenario)
@@ -154,10 +158,12 @@ def test_what_is_no_request_is_left_to_the_server(body):
     picking(scenario)
 
 
-def test_a_body_of_very_many_elements_is_not_read(monkeypatch):
-    monkeypatch.setattr(endpoint_picker, "MAX_ELEMENTS", 3)
-    assert endpoint_picker._json(b'{"prompt": [1,2,3,4]}') == {"prompt": [1, 2, 3, 4]}
-    assert endpoint_picker._json(b'{"prompt": [1,2,3,4,5]}') == {"prompt": "." * 23}
+def test_a_body_of_very_many_elements_is_not_read():
+    many = {"prompt": [[]] * 70_000}
+    data = json.dumps(many).encode()
+    assert endpoint_picker._json(data) == {"prompt": "." * len(data)}
+    for read in ({"prompt": [[]] * 60_000}, {"prompt": "[]," * 70_000}):
+        assert endpoint_picker._json(bytearray(json.dumps(read).encode())) == read
 
 
 def test_failures_of_servers_and_clients_that_leave():
@@ -167,14 +173,14 @@ def test_failures_of_servers_and_clients_that_leave():
         await exchange.status(503)
         await exchange.part(b"upstream connect error", last=True)
         assert counts(gate) == (0, 1, 0)
-        exchange = Exchange(channel)  # the first is left alone now
-        assert (await exchange.ask(BODY)).endpoints[0] == ENDPOINTS[1]
+        exchange = Exchange(channel)
+        assert (await exchange.ask(BODY)).endpoints[0] == ENDPOINTS[0]
         await exchange.status()
         await exchange.part(TOKEN)
         exchange.call.cancel()
         await until(gate, (0, 2, 0))
         # Whether the client or the server broke it off cannot be seen; the breaker counts it.
-        assert [one["failed"] for one in gate.status()["experts"]][:2] == [1, 1]
+        assert [one["failed"] for one in gate.status()["experts"]][:2] == [2, 0]
         exchange = Exchange(channel)
         await exchange.ask(BODY)
         await exchange.close()
@@ -190,8 +196,8 @@ JSON, EVENTS = "application/json; charset=utf-8", "text/event-stream"
 @pytest.mark.parametrize(
     ("status", "kind", "parts", "blamed"),
     [
-        *((status, JSON, [b"{}"], True) for status in (302, 401, 403, 404, 405, 408, 429, 500)),
-        *((status, JSON, [b"{}"], False) for status in (400, 413, 422)),
+        *((status, JSON, [b"{}"], True) for status in (302, 500, 502, 503)),
+        *((status, JSON, [b"{}"], False) for status in (400, 401, 403, 404, 405, 408, 413, 429)),
         (200, JSON, [], True),
         (200, JSON, [b""], True),
         (200, JSON, [b'{"choices": []}'], True),
@@ -203,8 +209,18 @@ JSON, EVENTS = "application/json; charset=utf-8", "text/event-stream"
         (200, "text/html", [b"<html>log in</html>"], True),
         (200, "", [WHOLE], True),
         (200, EVENTS, [DONE], True),
-        (200, EVENTS, [LAST, DONE], True),
+        (200, EVENTS, [LAST, DONE], None),  # empty and regular
+        (
+            200,
+            JSON,
+            [b'{"choices": [{"message": {"content": ""}, "finish_reason": "stop"}]}'],
+            None,
+        ),
         (200, EVENTS, [TOKEN], True),
+        (200, EVENTS, [TOKEN, b'data: {"object": "error", "code": 500}\n\n', DONE], True),
+        (200, EVENTS, [MULTILINE, LAST.replace(b"\n", b"\r"), DONE.replace(b": ", b":")], None),
+        (200, EVENTS, [MULTILINE, DONE[:-1]], True),  # an event ends with an empty line
+        (200, JSON, [b'{"object": "error", "message": "engine stopped", "code": 500}'], True),
         (200, EVENTS, [TOKEN, b'data: {"error": {"message": "no"}}\n\n', DONE], True),
         (200, EVENTS, [TOKEN, b'data: {"usage": {"completion_tokens": 1e400}}\n\n', DONE], None),
         (200, EVENTS, [TOKEN, b"data: " + b"[" * 100_000 + b"\n\n", DONE], None),
@@ -212,14 +228,31 @@ JSON, EVENTS = "application/json; charset=utf-8", "text/event-stream"
 )
 def test_wrong_answers_count_against_the_server(status, kind, parts, blamed):
     async def scenario(gate, channel):
-        exchange = Exchange(channel)
-        await exchange.ask(BODY)
-        await exchange.status(status, kind=kind, last=not parts)
-        for k, part in enumerate(parts, 1):
-            await exchange.part(part, last=k == len(parts))
-        assert counts(gate) == ((0, 1, 0) if blamed is not None else (1, 0, 0))
-        assert gate.status()["server_failures"] == (1 if blamed else 0)
+        for _ in range(6):
+            exchange = Exchange(channel)
+            await exchange.ask(BODY)
+            await exchange.status(status, kind=kind, last=not parts)
+            for k, part in enumerate(parts, 1):
+                await exchange.part(part, last=k == len(parts))
+            if gate.breakers.opened[0]:
+                break
+        ended = int(gate.routed[0])
+        assert ended >= 4
+        assert counts(gate) == ((0, ended, 0) if blamed is not None else (ended, 0, 0))
+        assert gate.status()["server_failures"] == (ended if blamed else 0)
         assert (await Exchange(channel).ask(BODY)).endpoints[0] == ENDPOINTS[1 if blamed else 0]
+
+    picking(scenario)
+
+
+def test_a_server_that_says_when_to_come_again_has_not_failed():
+    async def scenario(gate, channel):
+        for _ in range(4):
+            exchange = Exchange(channel)
+            await exchange.ask(BODY)
+            await exchange.status(503, kind=JSON, last=True, **{"retry-after": "1"})
+        assert counts(gate) == (0, 4, 0) and gate.status()["server_failures"] == 0
+        assert (await Exchange(channel).ask(BODY)).endpoints[0] == ENDPOINTS[0]
 
     picking(scenario)
 
@@ -234,6 +267,25 @@ def test_answers_that_are_of_another_form_or_compressed_are_not_read(path, more)
         await exchange.status(kind=JSON, **more)
         await exchange.part(b"\x0b\x02\x80", last=True)
         assert counts(gate) == (1, 0, 0)
+
+    picking(scenario)
+
+
+def test_other_endpoints_are_named_in_the_order_of_their_load_and_failing_ones_last():
+    async def scenario(gate, channel):
+        for expert, count in ((1, 3), (2, 1), (3, 2)):
+            for _ in range(count):
+                gate.enter({}, allowed=[k == expert for k in range(6)])
+        for _ in range(40):  # all but one answer
+            for expert in range(6):
+                ticket = gate.enter({}, allowed=[k == expert for k in range(6)])
+                ticket.end("failed" if expert == 4 else "finished")
+        ranked = [ENDPOINTS[k] for k in (0, 5, 2, 3, 1, 4)]
+        assert (await Exchange(channel).ask(b"")).endpoints == ranked  # such as a list of models
+        exchange = Exchange(channel)
+        assert (await exchange.ask(BODY)).endpoints == ranked
+        await exchange.status(served=ENDPOINTS[5])  # as the gateway does after a failure
+        assert gate.router.load().tolist() == [0, 3, 1, 2, 0, 1]
 
     picking(scenario)
 
@@ -270,8 +322,9 @@ def test_health_and_addresses():
     async def scenario(gate, channel):
         check = channel.unary_unary("/grpc.health.v1.Health/Check")
         assert await check(b"") == b"\x08\x01"
-        for _ in ENDPOINTS:
-            gate.enter({}).end("failed")
+        for k in range(3 * len(ENDPOINTS)):
+            assert await check(b"") == b"\x08\x01"
+            gate.enter({}, allowed=[k % 6 == one for one in range(6)]).end("failed")
         assert await check(b"") == b"\x08\x02"
         assert await check(b"\x0a\x08liveness") == b"\x08\x01"
         for wrong in (ENDPOINTS[:2], ENDPOINTS[:1] * 6):

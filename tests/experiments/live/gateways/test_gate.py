@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import heapq
 import time
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -58,32 +59,72 @@ def test_an_end_counts_once_whatever_is_told():
     assert gate.router.load().sum() == 0
 
 
+def only(k):
+    return [one == k for one in range(6)]
+
+
+def end_all(gate, how, count, expert=None):
+    """So many requests, one after the other, that end in this way or with this status."""
+    for _ in range(count):
+        ticket = gate.enter(CHAT, allowed=None if expert is None else only(expert))
+        ticket.refused(how) if isinstance(how, int) else ticket.end(how)
+
+
+def chosen(gate):
+    """The expert of a request that is answered at once."""
+    ticket = gate.enter(CHAT)
+    ticket.end("finished")
+    return ticket.expert
+
+
 def test_an_expert_that_fails_is_left_alone_twice_as_long_each_time():
     now = [0.0]
     gate = gate_with(now=now)
+    end_all(gate, "failed", 3)
     for waits in (1.0, 2.0, 4.0, 8.0, 8.0):
         probe = gate.enter(CHAT)
         assert probe.expert == 0
-        assert waits == 1.0 or gate.enter(CHAT).expert == 1  # one at a time
+        assert waits == 1.0 or chosen(gate) == 1  # one at a time
         probe.end("failed")
         now[0] += waits - 0.1
-        assert gate.enter(CHAT).expert == 1
+        assert chosen(gate) == 1
         now[0] += 0.2
-    gate.enter(CHAT).token()  # an answer begins
+    gate.enter(CHAT).end("finished")
     assert gate.enter(CHAT).expert == 0
     now[0] += 10.1
-    gate.enter(CHAT).end("finished")
-    for _ in range(2):
-        gate.enter(CHAT).end("failed")
+    end_all(gate, "finished", 1)
+    end_all(gate, "failed", 4)
+    assert gate.enter(CHAT).expert == 1
     now[0] += 1.1
     assert gate.enter(CHAT).expert == 0
-    assert gate.status()["experts"][0]["failed"] == 6
+    assert gate.status()["experts"][0]["failed"] == 11
+
+
+@pytest.mark.parametrize("how", [401, 429, "empty", "left", "broken", "token"])
+def test_only_a_regular_answer_closes_a_breaker(how):
+    now = [0.0]
+    gate = gate_with(now=now)
+    end_all(gate, "failed", 4)
+    assert gate.breakers.opened[0]
+    now[0] += 1.1
+    probe = gate.enter(CHAT)
+    assert probe.expert == 0
+    if how == "token":
+        probe.token()
+    else:
+        probe.refused(how) if isinstance(how, int) else probe.end(how)
+    assert gate.breakers.opened[0] and gate.enter(CHAT).expert == 1
+    now[0] += 2.1
+    probe = gate.enter(CHAT)
+    probe.token()
+    probe.end("finished")
+    assert not gate.breakers.opened[0] and gate.enter(CHAT).expert == 0
 
 
 def test_failures_of_one_instant_are_one_and_old_answers_tell_nothing():
     now = [0.0]
     gate = gate_with(now=now)
-    *burst, old = [gate.enter(CHAT, allowed=[True] + [False] * 5) for _ in range(9)]
+    *burst, old = [gate.enter(CHAT, allowed=only(0)) for _ in range(9)]
     for ticket in burst:
         assert ticket.expert == 0
         ticket.end("failed")
@@ -95,14 +136,126 @@ def test_failures_of_one_instant_are_one_and_old_answers_tell_nothing():
     assert gate.status()["server_failures"] == 8
 
 
-def test_failures_that_are_fewer_than_answers_stop_nothing():
-    now = [0.0]
-    gate = gate_with(now=now)
+def test_failures_that_are_few_or_those_of_all_servers_stop_nothing():
+    gate = gate_with()
     for k in range(300):
-        now[0] += 0.1
         ticket = gate.enter(CHAT)
         assert ticket.expert == 0
-        ticket.end("failed" if k % 10 > 5 else "finished")
+        ticket.end("failed" if k % 10 == 9 else "finished")
+    rng, gate = np.random.default_rng(0), gate_with()
+    for k in range(3000):  # a client whose requests break every server
+        end_all(gate, "failed" if rng.uniform() < 0.4 else "finished", 1, k % 6)
+        assert not gate.breakers.opened.any()
+    end_all(gate, "failed", 40, 2)  # a server that does worse than that
+    assert gate.breakers.opened.tolist() == only(2)
+
+
+@pytest.mark.parametrize("how", [400, 401, 403, 404, 413, 429, "left", "empty"])
+def test_what_a_client_gets_everywhere_closes_no_server(how):
+    """Alone, and between requests that are answered; one after the other or all at once."""
+    gate = gate_with()
+    end_all(gate, how, 120)
+    assert (gate.routed == 20).all()  # nobody is known to do better than another
+    assert not gate.breakers.opened.any() and gate.breakers.answering(gate.router.clock())
+    rng, gate = np.random.default_rng(0), gate_with()
+    for _ in range(1500):
+        end_all(gate, how if rng.uniform() < 0.67 else "finished", 1, rng.integers(6))
+        assert not gate.breakers.opened.any()
+    burst = [gate.enter(CHAT, allowed=only(0)) for _ in range(60)]
+    for ticket in burst:
+        ticket.refused(how) if isinstance(how, int) else ticket.end(how)
+    for k in range(60):
+        end_all(gate, "finished", 1, 1 + k % 5)
+    assert not gate.breakers.opened.any() and chosen(gate) == 0
+    assert gate.status()["server_failures"] == 0
+
+
+@pytest.mark.parametrize("how", [401, 404, 429, "left", "empty", None])
+@pytest.mark.parametrize("share", [0.0, 0.67])
+def test_a_server_that_answers_nobody_is_found_beside_such_a_client(how, share):
+    """``None`` never answers, and no client gives up; the policy prefers that server."""
+    now, rng, sent = [0.0], np.random.default_rng(0), []
+    gate = gate_with(now=now)
+    for _ in range(240):
+        now[0] += 0.05
+        ticket = gate.enter(CHAT)
+        sent.append(ticket.expert)
+        if ticket.expert == 0 and how is None:
+            continue
+        wrong = ticket.expert == 0 or rng.uniform() < share
+        end = 404 if wrong and how is None else how if wrong else "finished"
+        ticket.refused(end) if isinstance(end, int) else ticket.end(end)
+    assert sent[:8] == [0] * 8
+    assert sent[120:].count(0) <= 2 and not gate.breakers.opened[1:].any()
+
+
+def test_a_server_may_be_slower_than_the_others_but_not_silent():
+    """Others answer at once, this one after 5 s, and after a pause not at all."""
+    now = [0.0]
+    gate = gate_with(now=now)
+
+    def others_answer(seconds):
+        for _ in range(round(20 * seconds)):
+            now[0] += 0.05
+            end_all(gate, "finished", 1, 1)
+
+    others_answer(1.0)
+    for silent in (False, True):
+        tickets = [gate.enter(CHAT, allowed=only(0)) for _ in range(9)]
+        others_answer(4.0)
+        assert gate.breakers.opened[0] != silent  # at first nobody knows that it is slow
+        if silent:
+            others_answer(6.5)
+            assert gate.breakers.opened[0]
+            break
+        now[0] += 1.0
+        for ticket in (*tickets, gate.enter(CHAT, allowed=only(0))):
+            ticket.end("finished")
+        assert not gate.breakers.opened[0]
+
+
+def test_requests_that_were_sent_before_tell_nothing_of_a_run():
+    """Others finish what they had; meanwhile a client sends its bad requests to this server."""
+    gate = gate_with()
+    pending = [gate.enter(CHAT, allowed=only(1 + k % 5)) for k in range(20)]
+    end_all(gate, "finished", 1, 0)
+    for ticket in pending:
+        end_all(gate, 404, 1, 0)
+        ticket.token()
+        assert not gate.breakers.opened[0]
+
+
+def test_requests_that_hang_at_a_server_that_answers_others_do_not_close_it():
+    now = [0.0]
+    gate = gate_with(now=now)
+    for _ in range(9):
+        gate.enter(CHAT, allowed=only(0))
+    for _ in range(40):
+        now[0] += 0.1
+        end_all(gate, "finished", 1, 0)
+        end_all(gate, "finished", 9, 1)
+        assert not gate.breakers.opened[0]
+
+
+def test_health_is_whether_any_server_answers():
+    now = [0.0]
+    gate = gate_with(now=now)
+    for k in range(6):
+        assert gate.breakers.answering(now[0])
+        end_all(gate, "failed", 3, k)
+    assert not gate.breakers.answering(now[0])
+    now[0] += 0.1
+    end_all(gate, 404, 1, 5)
+    assert gate.breakers.answering(now[0])
+    end_all(gate, "failed", 3, 5)
+    assert not gate.breakers.answering(now[0])
+    now[0] += 11.0  # they may answer again
+    assert gate.breakers.answering(now[0])
+    for k in range(24):
+        gate.enter(CHAT, allowed=only(k % 6))
+    now[0] += 30.0
+    gate.enter(CHAT)
+    assert not gate.breakers.answering(now[0])  # all are silent
 
 
 @pytest.mark.parametrize("act", [first, "least_outstanding"])
@@ -135,13 +288,43 @@ def test_a_server_that_is_fast_and_wrong_gets_little_and_comes_back(act):
     assert gate.status()["in_flight"] == 0
 
 
+@pytest.mark.parametrize("how", ["refused", "broken", "moved"])
+def test_a_server_that_fails_everything_is_left_and_comes_back_when_it_answers(how):
+    """Six servers of equal load, 40 requests a second; the third one fails from 15 to 30 s."""
+    now, sent, down = [0.0], [], []
+    gate = gate_with("least_outstanding", now)
+    random = np.random.default_rng(0)
+    for k in range(2000):
+        now[0] = k / 40
+        ticket = gate.enter(CHAT, allowed=random.permutation(6) < 3)
+        sent.append((now[0], ticket.expert))
+        down.append(ticket.expert == 2 and 15.0 <= now[0] < 30.0)
+        if not down[-1]:
+            ticket.token()
+            ticket.end("finished")
+        elif how == "moved":
+            ticket.moved(3)
+            ticket.end("finished")
+        else:
+            ticket.refused(500) if how == "refused" else ticket.end(how)
+
+    def share(begin, end):
+        return np.mean([expert == 2 for when, expert in sent if begin <= when < end])
+
+    assert share(0.0, 15.0) == pytest.approx(1 / 6, abs=0.07)
+    assert share(17.0, 30.0) < 0.05
+    assert share(40.0, 50.0) == pytest.approx(1 / 6, abs=0.07)
+    assert sum(down) >= 3  # it was tried again
+
+
 def test_a_client_that_leaves_is_no_failure_and_the_last_expert_is_tried_though_it_failed():
     gate = gate_with()
     gate.enter(CHAT).end("left")
     assert gate.status()["left"] == 1 and gate.status()["server_failures"] == 0
     assert gate.enter(CHAT).expert == 0
-    gate.enter(CHAT).end("failed")
-    assert gate.enter(CHAT, allowed=[True] + [False] * 5).expert == 0
+    end_all(gate, "failed", 4)
+    assert gate.enter(CHAT).expert == 1
+    assert gate.enter(CHAT, allowed=only(0)).expert == 0
     assert gate.enter(CHAT, allowed=[False] * 6).expert == -1
 
 
@@ -168,7 +351,7 @@ def test_a_request_that_the_gateway_moves_counts_at_the_other():
     ticket.moved(3)
     assert gate.router.load().tolist() == [0, 0, 0, 1, 0, 0]
     assert ticket.expert == 3
-    assert gate.enter(CHAT).expert == 1  # the first has failed
+    assert gate.status()["experts"][0]["failed"] == 1
     ticket.end("finished")
     assert gate.router.counters.finished == 1
 
@@ -230,9 +413,11 @@ def test_an_answer_of_one_long_line_is_read_once_and_not_kept():
     gate = gate_with()
     ticket = gate.enter(CHAT)
     answer = Answer(ticket, "text/event-stream")
-    for _ in range(300):
+    tracemalloc.start()
+    for _ in range(900):
         answer.feed(b"x" * 10_000)
-        assert len(answer._rest) <= gate_module.MAX_ANSWER_BYTES
+    assert tracemalloc.get_traced_memory()[1] < 4 * gate_module.MAX_ANSWER_BYTES
+    tracemalloc.stop()
     answer.feed(b"\ndata: " + TOKEN[:9])
     answer.feed(TOKEN[9:] + b"\r\n\r\ndata: [DONE]\r\n\r\n")
     assert (ticket.tokens, answer.done) == (1, True)

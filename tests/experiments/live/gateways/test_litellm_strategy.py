@@ -108,13 +108,17 @@ def test_a_failure_before_the_first_token_goes_to_another_server(kind):
         servers[0].faults.append(Fault(kind))
         if kind == "refuse":
             await servers[0].fail(servers[0].faults[0])
-        response = await router.acompletion("llm", MESSAGES, max_tokens=3)
-        assert response.usage.completion_tokens == 3
-        assert counts(gate) == (1, 1, 0)
-        assert gate.routed.tolist() == [1, 1, 0, 0, 0, 0]
-        assert gate.status()["server_failures"] == 1
-        await router.acompletion("llm", MESSAGES, max_tokens=3)
-        assert counts(gate) == (2, 1, 0)
+        for k in range(1 if kind == "stall" else 4):
+            response = await router.acompletion("llm", MESSAGES, max_tokens=3)
+            assert response.usage.completion_tokens == 3
+            assert counts(gate) == (k + 1, k + 1, 0)
+            assert gate.routed.tolist() == [k + 1, k + 1, 0, 0, 0, 0]
+        if kind == "stall":  # the client would wait no longer
+            assert gate.status()["server_failures"] == 0
+        else:
+            assert gate.status()["server_failures"] == 4
+            await router.acompletion("llm", MESSAGES, max_tokens=3)
+            assert counts(gate) == (5, 4, 0)
 
     before_servers(scenario, **({"timeout": 5.0} if kind == "stall" else {}))
 
@@ -132,16 +136,15 @@ def test_a_server_that_dies_in_the_middle_is_no_second_answer():
 
 
 WORD = b'data: {"choices": [{"index": 0, "delta": {"content": "w"}, "finish_reason": null}]}\n\n'
-NOTHING = b'{"choices": [{"index": 0, "message": {"role": "assistant", "content": ""}}]}'
+EMPTY = '{"choices": [{"index": 0, "%s": {"role": "assistant"}, "finish_reason": "stop"}]}'
 
 
 @pytest.mark.parametrize(
     ("status", "kind", "body", "blamed"),
     [
-        *((status, "application/json", b"{}", True) for status in (401, 403, 404, 405, 503)),
-        *((status, "application/json", b"{}", False) for status in (400, 422)),
+        *((status, "application/json", b"{}", True) for status in (500, 503)),
+        *((status, "application/json", b"{}", False) for status in (400, 401, 403, 404, 422, 429)),
         (200, "application/json", b"", True),
-        (200, "application/json", NOTHING, True),
         (200, "application/json", b'{"choices": []}', True),
         (200, "text/html", b"<html>log in</html>", True),
         (200, "text/event-stream", WORD, True),
@@ -149,20 +152,43 @@ NOTHING = b'{"choices": [{"index": 0, "message": {"role": "assistant", "content"
     ],
 )
 def test_wrong_answers_count_against_the_server(monkeypatch, status, kind, body, blamed):
-    async def wrong(self, request):
-        return web.Response(status=status, body=body, content_type=kind)
-
     async def scenario(router, gate, servers):
-        streamed = kind == "text/event-stream"
-        with contextlib.suppress(Exception):
-            response = await router.acompletion("llm", MESSAGES, stream=streamed)
-            if streamed:
-                await tokens_of(response)
-        assert gate.routed.tolist() == [1, 0, 0, 0, 0, 0]
-        assert counts(gate) == (0, 1, 0)
+        assert await asked_once(router, gate, kind) == (0, 1, 0)
         assert gate.status()["server_failures"] == blamed
 
-    monkeypatch.setattr(SimulatedServer, "_completions", wrong)
+    monkeypatch.setattr(SimulatedServer, "_completions", answering(status, body, kind))
+    before_servers(scenario, num_retries=0)
+
+
+def answering(status, body, kind):
+    async def answer(self, request):
+        return web.Response(status=status, body=body, content_type=kind)
+
+    return answer
+
+
+async def asked_once(router, gate, kind):
+    streamed = kind == "text/event-stream"
+    with contextlib.suppress(Exception):
+        response = await router.acompletion("llm", MESSAGES, stream=streamed)
+        if streamed:
+            await tokens_of(response)
+    assert gate.routed.tolist() == [1, 0, 0, 0, 0, 0]
+    return counts(gate)
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        ("application/json", EMPTY % "message"),
+        ("text/event-stream", f"data: {EMPTY % 'delta'}\n\ndata: [DONE]\n\n"),
+    ],
+)
+def test_an_answer_without_a_token_that_says_why_it_ends_is_finished(monkeypatch, kind, body):
+    async def scenario(router, gate, servers):
+        assert await asked_once(router, gate, kind) == (1, 0, 0)
+
+    monkeypatch.setattr(SimulatedServer, "_completions", answering(200, body.encode(), kind))
     before_servers(scenario, num_retries=0)
 
 
@@ -188,6 +214,25 @@ def test_clients_that_leave_are_no_failures():
             await router.acompletion("llm", MESSAGES, max_tokens=10_000)
         assert counts(gate) == (0, 4, 0)
         assert gate.status()["server_failures"] == 0 and gate.status()["left"] == 4
+
+    before_servers(scenario)
+
+
+def test_a_clients_own_timeout_and_errors_of_unknown_cause_close_no_server(monkeypatch):
+    async def scenario(router, gate, servers):
+        for _ in range(8):
+            with pytest.raises(litellm.Timeout):
+                await router.acompletion("llm", MESSAGES, max_tokens=400, timeout=0.01)
+
+        async def fails(**arguments):
+            raise ValueError("of no status")
+
+        monkeypatch.setattr(litellm, "acompletion", fails)
+        for _ in range(8):
+            with pytest.raises(ValueError, match="of no status"):
+                await router.acompletion("llm", MESSAGES)
+        assert gate.routed.sum() == 48 and gate.routed.min() >= 5  # each attempt elsewhere
+        assert not gate.breakers.opened.any() and gate.status()["server_failures"] == 0
 
     before_servers(scenario)
 
