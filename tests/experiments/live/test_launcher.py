@@ -70,12 +70,12 @@ def test_servers_answer_with_the_tokens_asked_for_and_end_with_the_block(tmp_pat
 
 @pytest.mark.parametrize("watched", [True, False])
 def test_what_a_server_has_started_ends_with_it(tmp_path, monkeypatch, watched):
-    """Also where its watchdog was killed, which leaves the processes of its group to nobody."""
-    words = ["sh", "-c", "trap '' TERM HUP; sleep 1000 & sleep 1000 & wait"]
+    """Its watchdog ends all, in whichever group; where that was killed, the group is ended."""
+    leaves = "setsid " * watched
+    words = ["sh", "-c", f"{leaves}sleep 1000 & sleep 1000 & wait"]
     monkeypatch.setattr(launcher, "command", lambda *_: (words, dict(os.environ)))
     monkeypatch.setattr(launcher, "healthy", lambda *_: True)
-    monkeypatch.setattr(launcher.watchdog, "GRACE_S", 0.2)
-    fleet = launcher.Fleet([ServerSpec("a", "simulated")], tmp_path)
+    fleet = launcher.Fleet([ServerSpec("a", "simulated", profile="any")], tmp_path)
     keeper = fleet.endpoints[0].pid
     while len(pids := _below(keeper)) < 4:  # watchdog, shell and two sleepers
         time.sleep(0.02)

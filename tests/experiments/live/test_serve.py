@@ -386,7 +386,7 @@ def test_requests_take_the_times_of_the_engine():
     }.items():
         assert counted[f"vllm:{name}_seconds_sum"] == pytest.approx(sum(values) / 10.0), name
         assert counted[f"vllm:{name}_seconds_count"] == len(values), name
-    assert sum(admitted[at] - at for at in times) > 0.1  # some have waited
+    assert sum(admitted[at] - at for at in times) > 0.0  # some have waited
     assert counted["vllm:num_requests_running"] == counted["vllm:kv_cache_usage_perc"] == 0.0
 
 
