@@ -133,7 +133,7 @@ def test_vllm_dp_counts_its_own_requests_until_the_next_scrape():
 def test_weighted_load_counts_requests_by_the_speed_of_the_card():
     slow = {"decode_speed": [1000.0, 250.0, 1000.0]}
     rule = WeightedLoad(load_s=0.01)
-    # 160 tokens at 1,000/s take .16 s everywhere; 3 + 1 requests at a quarter of the speed count 16.
+    # 160 tokens at 1,000/s take .16 s everywhere; 4 requests at a quarter of the speed count 16.
     assert chosen(rule, in_flight=[14, 3, 20], **slow) == {0}
     assert chosen(rule, in_flight=[16, 3, 20], **slow) == {1}
     assert chosen(WeightedLoad(0.01, power=0.0), in_flight=[14, 3, 20], **slow) == {1}
