@@ -87,7 +87,7 @@ def test_what_is_not_told_is_played_on_up_to_the_bound(monkeypatch):
         noise = np.resize([0.3, -0.3], more)
         return [(0.5 + noise, np.ones(more)), (np.full(more, 0.5), np.ones(more))]
 
-    monkeypatch.setattr(presubmission, "_played", played)
+    monkeypatch.setattr(presubmission, "episodes_of", played)
     arguments = {"rates": [260.0], "against": ["llm_d"], "episodes": 4, "seed": 10}
     (row,) = presubmit("least_load", max_episodes=12, **arguments)
     assert row["verdict"] == "not told" and row["episodes"] == 12
