@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+from scipy.special import stdtrit
 
 __all__ = [
     "ENOUGH",
@@ -184,9 +185,7 @@ def student_interval(values: ArrayLike, tail: float = 0.025) -> Interval:
     centre, count = float(array.mean()), array.size
     if count == 1:
         return Interval(centre, float("nan"), float("nan"))
-    from scipy.stats import t
-
-    half = float(t.ppf(1.0 - tail, count - 1) * array.std(ddof=1) / np.sqrt(count))
+    half = float(stdtrit(count - 1, 1.0 - tail) * array.std(ddof=1) / np.sqrt(count))
     return Interval(centre, centre - half, centre + half)
 
 
@@ -339,8 +338,6 @@ def _crossed(
     Raises:
         ValueError: If the numbers of episodes differ.
     """
-    from scipy.stats import t
-
     if len({one.shape[1] for one in samples}) > 1:
         raise ValueError(
             f"scores and reference have {[one.shape[1] for one in samples]} episodes; allowed is "
@@ -363,7 +360,7 @@ def _crossed(
         half = 0.0 if parts and total == 0 else math.nan
         return Interval(value, value - half, value + half)
     freedom = total**2 / sum(variance**2 / degrees for variance, degrees in parts)
-    half = float(t.ppf(0.975, freedom) * np.sqrt(total))
+    half = float(stdtrit(freedom, 0.975) * np.sqrt(total))
     return Interval(value, value - half, value + half)
 
 
