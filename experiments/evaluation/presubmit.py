@@ -60,7 +60,7 @@ RATES: dict[str, tuple[float, ...]] = {
 AGAINST = ("llm_d", "least_load")
 REQUESTS = {GIE: 2000}
 SEED = 709
-TOTAL_TIME_S = 1800.0
+TOTAL_TIME_S = 3600.0
 FULL = (
     "With the KV memory full, a router can gain attainment by giving one replica up to requests "
     "that fail anyway: look at the lower rates, too."
