@@ -11,8 +11,9 @@ runs wherever a name does. The command line takes a `.py` file, too, if it has o
 
 Then `servegym evaluate servegym/LLMRouting-v1 --policy my_router.py --policy greedy_qos` compares
 it with another, and `servegym leaderboard --quick --policy my_router.py --at-least greedy_qos` is
-a presubmit: short episodes at the routing points of the leaderboard, and exit status 1 if it is
-below at one of them, or clairvoyant. An error in the file is reported with its line.
+a presubmit: 64 short episodes at each routing point of the leaderboard, and exit status 1 if it is
+below at one of them, or clairvoyant, 3 if that is not told. An error in the file is reported with
+its line.
 
 ## What a guest may do
 

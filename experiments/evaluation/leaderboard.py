@@ -6,8 +6,12 @@ evaluator's own seeds, so that all rows are about the same episodes; a guest, wh
 those, gets seeds that nobody knew before, and so does the baseline that ``--at-least NAME``
 compares it with. They differ from point to point, and ``--seed`` repeats them all. Every table says
 what it holds fixed. ``--quick`` is for presubmits: fewer and shorter episodes, cheap baselines
-only, nothing saved, and with ``--at-least`` an exit status that is 1 where the new policy is below
-a known one.
+only, nothing saved.
+
+With ``--at-least NAME`` 64 episodes are played, and a new policy is "not below" NAME at a point
+where `servegym.experiments.evaluation.stats.noninferiority` passes the paired differences in the
+headline number with a margin of 2 % of NAME's mean. The exit status is 1 where it is below, 3
+where that is not told.
 """
 
 from __future__ import annotations
@@ -22,6 +26,8 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from servegym._checks import choose
 from servegym._command_line import run_main
@@ -43,6 +49,7 @@ from servegym.experiments.evaluation.output import print_table, read_rows
 from servegym.experiments.evaluation.play import load_engine, problem_of
 from servegym.experiments.evaluation.reporting import report_of
 from servegym.experiments.evaluation.resolve import GUEST, OWN, Resolved, resolve
+from servegym.experiments.evaluation.stats import ENOUGH, noninferiority
 from servegym.experiments.evaluation.tables import (
     Table,
     machine,
@@ -127,6 +134,8 @@ Job = tuple[Point, Any, bool, int, bool]
 """Arguments of `measure`."""
 
 QUICK_EPISODES = 4
+MARGIN = 0.02
+"""Share of the mean of ``--at-least`` that a guest may lose."""
 UNSEEN = ", unseen prompts"
 """Ends the name of a routing point whose prompts are drawn anew, see `compare_guests`."""
 
@@ -161,10 +170,11 @@ def measure(
         ``point``, ``policy``, ``kind`` (baseline, clairvoyant, checkpoint, guest, guest in process,
         or one of these clairvoyant), the headline number's name, interquartile mean and 95 %
         interval, the family's other columns, episodes, the first one's seed, the settings (JSON),
-        processor seconds with those of a guest's process, versions and date.
+        processor seconds with those of a guest's process, versions and date; and ``scores``, the
+        headline number of each episode, which is not saved.
     """
     family, report = point.family, report_of(point.family)
-    episodes = QUICK_EPISODES if quick else min(point.episodes, SLOW.get(str(policy), 10**9))
+    episodes = min(point.episodes, SLOW.get(str(policy), 10**9))
     begin = _processor_s()
     rows = evaluate(
         family.env_id,
@@ -201,6 +211,7 @@ def measure(
         "cpu_s": round(spent, 1),
         "servegym": versions()["serve-gym"],
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
+        "scores": [one[report.headline] for one in rows],
     }
     return {key: round(v, 6) if isinstance(v, float) else v for key, v in row.items()}
 
@@ -370,7 +381,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Command line; see ``servegym leaderboard --help``.
 
     Returns:
-        0, or 1 if a guest is below ``--at-least`` at a point.
+        0; 1 if a guest is below ``--at-least`` at a point, or clairvoyant; 3 if that is not told.
 
     Raises:
         ValueError: If a name is unknown, before anything runs.
@@ -403,7 +414,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             if not args.quick:  # a run that is stopped leaves the rows so far, in the jobs' order
                 table.rows = list(saved)
                 rows = [*found, *(r for _, r in sorted(measured.items()))]
-                table.update(row for row in rows if _is_for_the_board(row))
+                table.update(
+                    {key: row[key] for key in row if key != "scores"}
+                    for row in rows
+                    if _is_for_the_board(row)
+                )
         found += [row for _, row in sorted(measured.items())]
     if args.quick:
         rows = found
@@ -418,15 +433,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     _print(rows, points)
     compared = compare_guests(found, points, args.at_least, shown) if args.at_least else []
     for guest in compared:
-        verdict = "below" if guest["below"] else "not below"
+        gain = guest["gain"]
+        said = {"passed": "not below", "failed": "below", "not told": "not told to be as good as"}
         print(
-            f"{guest['point']}: {guest['policy']} {guest['value']:.4f} is "
-            f"{'clairvoyant: no match for' if guest['clairvoyant'] else verdict} "
-            f"{args.at_least} {guest['baseline']:.4f}"
+            f"{guest['point']}: {guest['policy']} is "
+            f"{'clairvoyant: no match for' if guest['clairvoyant'] else said[guest['verdict']]} "
+            f"{args.at_least} ({guest['episodes']} episodes, {100 * gain.value:+.1f} % "
+            f"[{100 * gain.low:+.1f}, {100 * gain.high:+.1f}])"
         )
         if guest["suspect"]:
             print(f"  it is as good as {guest['suspect']}, which knows what is to come: look at it")
-    return int(any(guest["below"] or guest["clairvoyant"] for guest in compared))
+    if any(guest["verdict"] == "failed" or guest["clairvoyant"] for guest in compared):
+        return 1
+    return 3 if any(guest["verdict"] == "not told" for guest in compared) else 0
 
 
 def _is_for_the_board(row: Mapping[str, Any]) -> bool:
@@ -488,6 +507,8 @@ def _missing_jobs(
         names = [args.at_least] if args.at_least else []
         if not names and (args.quick or not args.policy):
             names = policies_for(point, args.quick)
+        count = QUICK_EPISODES if args.quick else point.episodes
+        point = point._replace(episodes=ENOUGH if args.at_least else count)
         played = [point]
         if args.at_least and point.family is _ROUTING:
             played.append(_unseen(point, root))
@@ -547,9 +568,10 @@ def compare_guests(
         saved: Rows of the leaderboard, for the best of the clairvoyant policies.
 
     Returns:
-        ``point``, ``policy``, ``value``, ``baseline`` (the baseline's value), ``below``: if the
-        guest's interval does not reach the baseline's value, ``clairvoyant``, and ``suspect``: the
-        name of a clairvoyant policy whose interval the guest's value reaches, or "".
+        ``point``, ``policy``, ``episodes`` of both, ``gain`` (the mean of the guest's differences
+        to the baseline, as a share of the baseline's mean, with its interval), the ``verdict`` of
+        `noninferiority`, ``clairvoyant``, and ``suspect``: the name of a clairvoyant policy whose
+        interval the guest's value reaches, or "".
     """
     found = []
     for point in points:
@@ -560,7 +582,12 @@ def compare_guests(
             for row in own.values():
                 if "guest" not in row["kind"]:
                     continue
-                baseline, value = own[at_least]["value"], row["value"]
+                value = row["value"]
+                pairs = np.array(list(zip(row["scores"], own[at_least]["scores"], strict=False)))
+                mine, theirs = pairs.T
+                scale = abs(theirs.mean()) or 1.0
+                gains = (mine - theirs if higher else theirs - mine) / scale
+                gain, verdict = noninferiority(gains, MARGIN)
                 reached = best is not None and (
                     value >= best["low"] if higher else value <= best["high"]
                 )
@@ -568,9 +595,9 @@ def compare_guests(
                     {
                         "point": name,
                         "policy": row["policy"],
-                        "value": value,
-                        "baseline": baseline,
-                        "below": row["high"] < baseline if higher else row["low"] > baseline,
+                        "episodes": len(pairs),
+                        "gain": gain,
+                        "verdict": verdict,
                         "clairvoyant": "clairvoyant" in row["kind"],
                         "suspect": best["policy"] if best is not None and reached else "",
                     }

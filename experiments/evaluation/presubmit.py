@@ -1,4 +1,4 @@
-"""A router's pull request against published rules, in a minute and without a GPU.
+"""A router's pull request against published rules, in minutes and without a GPU.
 
 ``servegym presubmit my_policy.py --scenario gie-709`` plays a policy and the baselines of published
 gateways on the same episodes at several rates. ``gie-709`` is the simulation that issue 709 of the
@@ -8,12 +8,13 @@ six H100 with Llama-3.1-8B, the lengths of ShareGPT's prompts and answers, rates
 output tokens, the mean over the requests). The other scenarios are those of
 ``servegym/PrefixRouting-v1``.
 
-At every rate and against every baseline of ``--against`` the policy passes where the 95 % interval
-of the paired difference in SLO attainment lies above minus ``--margin`` and that of the ratio of
-the times below one plus ``--margin-time``. It fails where one of the two does not, and its interval
-lies on the wrong side of no difference. Where neither holds, more episodes are played, up to
-``--max-episodes``; then the row is not told. The episodes are others at every rate; all are drawn
-from one seed, by default one that nobody knew before, and ``--seed`` repeats them.
+At every rate and against every baseline of ``--against`` the policy passes where
+`servegym.experiments.evaluation.stats.noninferiority` passes both the paired difference in SLO
+attainment, with ``--margin``, and that of the logarithms of the times, with ``--margin-time``. It
+fails where one of the two fails, which ends the rate. Else the episodes are doubled, up to
+``--max-episodes``; what is open then is not told. Nothing passes before 64 episodes: fewer do not
+show what happens in one of twenty. The episodes are others at every rate; all are drawn from one
+seed, by default one that nobody knew before, and ``--seed`` repeats them.
 
 Exit status 0: passed; 1: failed; 2: bad input; 3: not told; 4: the policy failed to run.
 """
@@ -38,9 +39,9 @@ from servegym.envs.prefix_routing.scenarios import SCENARIOS
 from servegym.experiments.evaluation.evaluate import derived_seed, evaluate, fresh_seed
 from servegym.experiments.evaluation.guest import TIME_LIMIT_S
 from servegym.experiments.evaluation.output import check_writable, print_table, write_json
-from servegym.experiments.evaluation.stats import student_interval
+from servegym.experiments.evaluation.stats import ENOUGH, noninferiority
 
-__all__ = ["RATES", "main", "presubmit"]
+__all__ = ["RATES", "episodes_of", "main", "presubmit"]
 
 ENV_ID = "servegym/PrefixRouting-v1"
 GIE = "gie-709"
@@ -57,7 +58,7 @@ RATES: dict[str, tuple[float, ...]] = {
 """Requests/s of each scenario."""
 AGAINST = ("llm_d", "least_load")
 REQUESTS = {GIE: 2000}
-TOTAL_TIME_S = 1800.0
+TOTAL_TIME_S = 3600.0
 FULL = (
     "With the KV memory full, a router can gain attainment by giving one replica up to requests "
     "that fail anyway: look at the lower rates, too."
@@ -73,7 +74,7 @@ def time_per_token(log: NDArray[Any]) -> float:
     return float(np.mean(taken / log["output_tokens"][done])) if done.any() else float("nan")
 
 
-def _played(
+def episodes_of(
     policies: Sequence[str],
     arguments: Mapping[str, Any],
     first: int,
@@ -103,7 +104,7 @@ def _compared(
 ) -> Row:
     """The numbers of a row and its verdict, "passed", "failed" or "not told"."""
     (met, times), (base_met, base_times) = mine, base
-    gain = student_interval(met - base_met)
+    gain, verdict = noninferiority(met - base_met, margin)
     logs = np.log(times / base_times)
     logs = logs[np.isfinite(logs)]
     row: Row = {
@@ -120,14 +121,13 @@ def _compared(
         "ratio_high": None,
     }
     if len(logs) < 2:  # nothing of the one or the other was completed
-        return row | {"verdict": "failed" if _mean(times) is None else "not told"}
-    ratio = student_interval(logs)
-    low, high = float(np.exp(ratio.low)), float(np.exp(ratio.high))
-    row |= {"ratio": float(np.exp(ratio.value)), "ratio_low": low, "ratio_high": high}
-    if gain.low > -margin and high < 1.0 + margin_time:
-        return row | {"verdict": "passed"}
-    worse = gain.high < 0.0 and gain.low <= -margin, low > 1.0 and high >= 1.0 + margin_time
-    return row | {"verdict": "failed" if any(worse) else "not told"}
+        failed = verdict == "failed" or _mean(times) is None
+        return row | {"verdict": "failed" if failed else "not told"}
+    saved, faster = noninferiority(-logs, math.log1p(margin_time))
+    ratio, high, low = (math.exp(-end) for end in saved)
+    row |= {"ratio": ratio, "ratio_low": low, "ratio_high": high}
+    worst = next(one for one in ("failed", "not told", "passed") if one in (verdict, faster))
+    return row | {"verdict": worst}
 
 
 def _mean(values: NDArray[np.float64]) -> float | None:
@@ -142,7 +142,7 @@ def presubmit(
     rates: Sequence[float] | None = None,
     against: Sequence[str] = AGAINST,
     episodes: int = 4,
-    max_episodes: int = 32,
+    max_episodes: int = ENOUGH,
     seed: int | None = None,
     margin: float = 0.02,
     margin_time: float = 0.1,
@@ -159,7 +159,8 @@ def presubmit(
         rates: Requests/s; None: those of the scenario.
         against: Baselines.
         episodes: Episodes at each rate, at first.
-        max_episodes: Most episodes at a rate, to which they are doubled while a row is not told.
+        max_episodes: Most episodes at a rate, to which they are doubled while a row is not told
+            and none has failed; with fewer than 64 none passes.
         seed: Seed that those of every rate are derived from; None: one that nobody knew before.
         margin: How much lower the attainment may be.
         margin_time: How much longer, relatively, the time per output token may be.
@@ -202,7 +203,7 @@ def presubmit(
         count, more = 0, episodes
         while not played or (more > 0 and time.monotonic() < deadline):
             echo(f"{rate:g} requests/s: episodes {count + 1} to {count + more}")
-            new = _played(
+            new = episodes_of(
                 [policy, *against], arguments, first + count, more, time_limit_s, decisions
             )
             # Of each policy: both series, grown by the new episodes.
@@ -216,7 +217,8 @@ def presubmit(
                 | _compared(played[0], base, margin, margin_time)
                 for name, base in zip(against, played[1:], strict=True)
             ]
-            told = all(row["verdict"] != "not told" for row in own)
+            verdicts = {row["verdict"] for row in own}
+            told = "failed" in verdicts or "not told" not in verdicts
             more = 0 if told else min(count, max_episodes - count)
         full = KV_RATES[100] if scenario == GIE else math.inf
         for row in own:
@@ -289,7 +291,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--against", nargs="+", default=list(AGAINST), help=f"baselines ({' '.join(AGAINST)})"
     )
     parser.add_argument("--episodes", type=int, default=4, help="episodes a rate, at first (4)")
-    parser.add_argument("--max-episodes", type=int, default=32, help="at most (32)")
+    parser.add_argument(
+        "--max-episodes",
+        type=int,
+        default=ENOUGH,
+        help=f"at most ({ENOUGH}, the fewest that can pass)",
+    )
     parser.add_argument(
         "--seed", type=int, help="that all episodes are drawn from (one that nobody knew before)"
     )

@@ -14,12 +14,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+from scipy.special import stdtrit
 
 __all__ = [
+    "ENOUGH",
     "Interval",
     "contrast",
     "iqm",
     "mean",
+    "noninferiority",
     "over_trainings",
     "paired_difference",
     "relative_change",
@@ -29,6 +32,12 @@ __all__ = [
 ]
 
 Statistic = Callable[[NDArray[np.float64]], float]
+
+ENOUGH = 64
+"""Episodes before which `noninferiority` passes nothing: where a loss has probability .05, one of
+59 shows it with 95 %."""
+_UNSEEN = 0.1
+"""Distance from the mean of an episode that was not seen, at least."""
 
 
 class Interval(NamedTuple):
@@ -100,7 +109,8 @@ def stratified_bootstrap(
         repetitions: Number of bootstrap replicates.
 
     Returns:
-        The statistic of ``scores`` and its interval; NaN ends where the statistic is NaN.
+        The statistic of ``scores`` and its interval; NaN ends where the statistic is NaN and for
+        one run, which says nothing of the others.
 
     Raises:
         ValueError: If an argument is outside its documented range.
@@ -109,7 +119,7 @@ def stratified_bootstrap(
     if repetitions < 1:
         raise ValueError(f"repetitions is {repetitions}; allowed is 1 or more")
     value = float(statistic(array))
-    if np.isnan(value):
+    if np.isnan(value) or len(array) == 1:
         return Interval(value, float("nan"), float("nan"))
     rng = np.random.default_rng(0)
     runs, tasks = array.shape
@@ -153,7 +163,7 @@ def paired_difference(
     return stratified_bootstrap(first - second, statistic, repetitions)
 
 
-def student_interval(values: ArrayLike) -> Interval:
+def student_interval(values: ArrayLike, tail: float = 0.025) -> Interval:
     """Mean of a few independent values with Student's t interval.
 
     For the results of trainings, of which there are two to ten: a bootstrap of so few is too
@@ -161,6 +171,7 @@ def student_interval(values: ArrayLike) -> Interval:
 
     Args:
         values: Shape ``(n,)``, at least one value; normal, or the coverage is approximate.
+        tail: Probability beyond each end.
 
     Returns:
         The mean and its interval; NaN ends for a single value.
@@ -174,10 +185,47 @@ def student_interval(values: ArrayLike) -> Interval:
     centre, count = float(array.mean()), array.size
     if count == 1:
         return Interval(centre, float("nan"), float("nan"))
-    from scipy.stats import t
-
-    half = float(t.ppf(0.975, count - 1) * array.std(ddof=1) / np.sqrt(count))
+    half = float(stdtrit(count - 1, 1.0 - tail) * array.std(ddof=1) / np.sqrt(count))
     return Interval(centre, centre - half, centre + half)
+
+
+def noninferiority(gains: ArrayLike, margin: float) -> tuple[Interval, str]:
+    """Sequential test of whether a paired gain is above minus a margin, whatever it misses rarely.
+
+    Each end of the interval is Student's, of the gains and one more that was not seen: as far from
+    their mean as the farthest of them on that side, and at least .1. So gains that are all equal
+    have an interval, and a few large losses have one that is as wide as their number is uncertain.
+    What was played so far "passed" where the interval lies above the margin after `ENOUGH`
+    episodes, and "failed" where it lies below; after `ENOUGH` it also failed where it lies below
+    no difference and reaches the margin. An end has 2.5 % beyond it, and after n > `ENOUGH`
+    episodes 2.5 % ENOUGH / n: where n doubles from look to look, all looks together pass what is
+    at the margin with 5 % at most. Rarer losses than .05 escape more often: ``(1 - p) ** n`` of
+    the times no episode has one.
+
+    Args:
+        gains: Shape ``(n,)``, differences of paired episodes, in fractions.
+        margin: The loss that is allowed.
+
+    Returns:
+        The mean with its interval, NaN ends for one episode, and "passed", "failed" or "not told".
+
+    Raises:
+        ValueError: If ``gains`` is empty or no vector.
+    """
+    array = np.asarray(gains, dtype=np.float64)
+    if array.ndim != 1 or array.size < 2:
+        return student_interval(array), "not told"
+    value = float(array.mean())
+    tail = 0.025 * min(1.0, ENOUGH / array.size)
+    below, above = max(value - array.min(), _UNSEEN), max(array.max() - value, _UNSEEN)
+    low = student_interval(np.append(array, value - below), tail).low
+    high = student_interval(np.append(array, value + above), tail).high
+    verdict = "not told"
+    if array.size >= ENOUGH and low > -margin:
+        verdict = "passed"
+    elif high < (0.0 if array.size >= ENOUGH else -margin):
+        verdict = "failed"
+    return Interval(value, low, high), verdict
 
 
 def over_trainings(
@@ -290,8 +338,6 @@ def _crossed(
     Raises:
         ValueError: If the numbers of episodes differ.
     """
-    from scipy.stats import t
-
     if len({one.shape[1] for one in samples}) > 1:
         raise ValueError(
             f"scores and reference have {[one.shape[1] for one in samples]} episodes; allowed is "
@@ -314,7 +360,7 @@ def _crossed(
         half = 0.0 if parts and total == 0 else math.nan
         return Interval(value, value - half, value + half)
     freedom = total**2 / sum(variance**2 / degrees for variance, degrees in parts)
-    half = float(t.ppf(0.975, freedom) * np.sqrt(total))
+    half = float(stdtrit(freedom, 0.975) * np.sqrt(total))
     return Interval(value, value - half, value + half)
 
 

@@ -9,7 +9,7 @@ import pytest
 from servegym.baselines.protocol import Policy
 from servegym.baselines.registry import from_callable, list_policies
 from servegym.envs.families import FAMILIES, family_named
-from servegym.experiments.evaluation import leaderboard
+from servegym.experiments.evaluation import leaderboard, stats
 from servegym.experiments.evaluation.evaluate import DEFAULT_SEED, evaluate
 from servegym.experiments.evaluation.leaderboard import POINTS, Point, main, ranked, read_board
 
@@ -104,22 +104,50 @@ def test_the_page_has_the_same_numbers(small: Path) -> None:
 
 
 def test_a_presubmit_tells_a_good_router_from_a_bad_one(
-    small: Path, monkeypatch: pytest.MonkeyPatch
+    small: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     monkeypatch.setattr(leaderboard, "policies_for", lambda *_: ["random", "least_outstanding"])
-    monkeypatch.setattr(leaderboard, "QUICK_EPISODES", 2)
+    monkeypatch.setattr(leaderboard, "ENOUGH", 4)
     quick = ["--quick", "--seed", "7", "--at-least"]
+    assert main([*quick, "least_outstanding", "--policy", "mine.py"]) == 3  # too few to pass
+    assert "mine is not told to be as good as least_outstanding (4 epi" in capsys.readouterr().out
+    monkeypatch.setattr(stats, "ENOUGH", 4)
     assert main([*quick, "random", "--policy", "mine.py"]) == 0
+    assert "small: mine is not below random (4 episodes, +" in capsys.readouterr().out
     (small / "bad.py").write_text("def act(observation, action_mask):\n    return 1\n")
     bad = ["least_outstanding", "--policy", "bad.py"]
     assert main(["--in-process", *quick, *bad]) == 1
     assert not (small / "experiments").exists()
+
+
+@pytest.mark.parametrize(
+    ("family", "loss", "verdict"),
+    [
+        ("routing", [0.0], "passed"),
+        ("routing", [0.005], "passed"),  # 1 % of .5
+        ("routing", [0.01, 0.03], "failed"),
+        ("placement", [-0.03], "passed"),  # less latency
+        ("placement", [0.03], "failed"),
+        # What is rare shows in the pairs, not in an interquartile mean.
+        ("routing", [0.2] + [0.0] * 9, "failed"),
+        ("routing", [0.3] + [0.0] * 20, "not told"),
+    ],
+)
+def test_guests_are_judged_by_paired_episodes(family: str, loss: list, verdict: str) -> None:
+    point = SMALL._replace(family=family_named(family))
+    base = np.random.default_rng(0).uniform(0.3, 0.7, 64)
+    base += 0.5 - base.mean()
+    lost = np.resize(loss, 64) * (1 if family == "placement" else -1)
     rows = [
-        {"point": "small", "policy": name, "kind": kind, "value": 0.5, "low": 0.4, "high": 0.6}
-        for name, kind in (("random", "baseline"), ("oracle", "clairvoyant guest"))
+        {"point": "small", "policy": name, "kind": kind, "value": 0.5, "scores": scores}
+        for name, kind, scores in (
+            ("random", "baseline", list(base)),
+            ("mine", "clairvoyant guest", list(base + lost)),
+        )
     ]
-    (oracle,) = leaderboard.compare_guests(rows, [SMALL], "random")
-    assert oracle["clairvoyant"] and not oracle["below"]
+    (mine,) = leaderboard.compare_guests(rows, [point], "random")
+    assert mine["verdict"] == verdict and mine["clairvoyant"] and mine["episodes"] == 64
+    assert mine["gain"].value == pytest.approx(-2 * np.resize(loss, 64).mean())
 
 
 def test_policies_are_measured_at_the_points_of_their_family(
@@ -135,7 +163,7 @@ def test_policies_are_measured_at_the_points_of_their_family(
         seeds.setdefault(point.name, []).append(seed)
         kind = "guest" if name == "mine" else "baseline"
         row = {"point": point.name, "policy": name, "kind": kind, "episodes": 4, "seed": seed}
-        return row | dict.fromkeys(("value", "low", "high", "cpu_s"), 0.5)
+        return row | dict.fromkeys(("value", "low", "high", "cpu_s"), 0.5) | {"scores": [0.5] * 4}
 
     monkeypatch.setattr(leaderboard, "POINTS", POINTS)
     monkeypatch.setattr(leaderboard, "measure", measure)
@@ -161,7 +189,10 @@ def test_policies_are_measured_at_the_points_of_their_family(
     best = {"point": routing[0], "policy": "rollout", "kind": "clairvoyant"}
     saved = [best | {"value": 0.6, "low": 0.5, "high": 0.7}]
     guests = leaderboard.compare_guests(rows, own, "greedy_qos", saved)
-    assert [(guest["point"], guest["below"]) for guest in guests] == [(p, False) for p in routing]
+    assert [(guest["point"], guest["verdict"]) for guest in guests] == [
+        (p, "not told")
+        for p in routing  # of four episodes
+    ]
     assert [guest["suspect"] for guest in guests] == ["rollout"] * 2 + [""] * (len(routing) - 2)
     measured.clear()
     main([*words, "random"])  # every family has one

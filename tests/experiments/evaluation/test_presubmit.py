@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from servegym.experiments.evaluation import presubmit as presubmission
+from servegym.experiments.evaluation import stats
 from servegym.experiments.evaluation.presubmit import (
     _compared,
     main,
@@ -36,14 +37,16 @@ def test_a_router_as_good_as_the_baseline_passes_and_one_that_sends_all_to_one_f
     tmp_path, capsys, monkeypatch
 ):
     monkeypatch.setitem(presubmission.REQUESTS, presubmission.GIE, 1000)
-    status, found = run(tmp_path, LEAST_LOAD, "--against", "least_load")
-    assert status == 0 and found["passed"] and found["margin"] == 0.02
+    monkeypatch.setattr(stats, "ENOUGH", 4)  # with a margin that four episodes can show
+    words = ["--against", "least_load", "--margin", "0.1"]
+    status, found = run(tmp_path, LEAST_LOAD, *words)
+    assert status == 0 and found["passed"] and found["margin"] == 0.1
     (row,) = found["rows"]
     assert row["verdict"] == "passed" and 0 < row["decision_s"] <= row["slowest_decision_s"]
     # Ties are broken otherwise, so that the episodes differ a little.
     assert row["gain"] == pytest.approx(0.0, abs=0.01)
     assert row["ratio"] == pytest.approx(1.0, abs=0.03)
-    status, found = run(tmp_path, ALWAYS_FIRST, "--against", "least_load")
+    status, found = run(tmp_path, ALWAYS_FIRST, *words)
     assert status == 1 and not found["passed"]
     assert found["rows"][0]["gain"] < -0.5
     printed = capsys.readouterr()
@@ -58,48 +61,106 @@ def test_a_router_that_crashes_leaves_its_error(tmp_path, capsys):
     assert "ZeroDivisionError" in found["error"] and "ZeroDivision" in capsys.readouterr().out
 
 
-NOISE = np.array([0.0, 0.02, -0.02, 0.0])
+NOISE = np.resize([0.0, 0.02, -0.02, 0.0], 64)
 
 
 @pytest.mark.parametrize(
     ("gain", "slower", "verdict"),
     [
         (NOISE + 0.1, 1.0, "passed"),
-        (NOISE, 1.0, "not told"),  # down to the margin, and up to a gain
-        (NOISE - 0.1, 1.0, "failed"),
-        (NOISE / 10 - 0.01, 1.0, "passed"),  # worse, and less so than the margin
-        (NOISE / 10, 1.05, "passed"),
-        (NOISE / 10, 1.2, "failed"),
+        (NOISE[:32] + 0.1, 1.0, "not told"),  # too few to pass
+        (NOISE * 8, 1.0, "not told"),  # down to the margin, and up to a gain
+        (NOISE[:4] - 0.5, 1.0, "failed"),  # clear at the first look
+        (NOISE[:4] - 0.05, 1.0, "not told"),
+        (NOISE - 0.01, 1.0, "passed"),  # worse, and less so than the margin
+        (NOISE * 3 - 0.019, 1.0, "failed"),  # worse, and perhaps more so than the margin
+        (NOISE, 1.05, "passed"),
+        (NOISE, 1.2, "failed"),
+        (np.where(np.arange(64) == 5, -0.4, 0.0), 1.0, "not told"),  # one large loss
     ],
 )
 def test_verdicts(gain, slower, verdict):
-    base, times = np.full(4, 0.5), np.array([0.1, 0.11, 0.12, 0.13])
+    base, times = np.full(len(gain), 0.5), np.linspace(0.1, 0.13, len(gain))
     row = _compared((base + gain, slower * times), (base, times), 0.02, 0.1)
     assert row["verdict"] == verdict
+    assert row["gain_low"] < row["gain"] < row["gain_high"]
+    assert row["ratio_low"] < row["ratio"] < row["ratio_high"]
+
+
+def test_a_rare_loss_of_time_or_of_everything_does_not_pass():
+    base, times = np.full(64, 0.5), np.full(64, 0.1)
+    rare = np.arange(64) % 10 == 3
+    row = _compared((base, np.where(rare, 0.4, 0.1)), (base, times), 0.02, 0.1)
+    assert row["verdict"] != "passed" and row["ratio"] == pytest.approx(4 ** (7 / 64))
+    # An episode in which nothing was completed has no time: it does not count as seen.
+    row = _compared((base, np.where(rare, np.nan, 0.1)), (base, times), 0.02, 0.1)
+    assert row["verdict"] == "not told"
+    nothing = _compared((base - 0.5, np.where(np.arange(64), np.nan, 1)), (base, times), 0.02, 0.1)
+    assert nothing["verdict"] == "failed" and nothing["ratio"] is None
+
+
+def stub(monkeypatch, *gains):
+    """The episodes of a policy with these gains over each baseline; returns what was asked for."""
+    asked, begin = [], 0
+
+    def played(policies, arguments, first, more, limit_s, decisions):
+        nonlocal begin
+        goes_on = asked and asked[-1][:2] == (arguments["rate"], first - asked[-1][2])
+        begin = begin if goes_on else first
+        asked.append((arguments["rate"], first, more))
+        where = slice(first - begin, first - begin + more)
+        bases = [(0.5 - gain[where], np.ones(more)) for gain in gains[: len(policies) - 1]]
+        return [(np.full(more, 0.5), np.ones(more)), *bases]
+
+    monkeypatch.setattr(presubmission, "episodes_of", played)
+    return asked
+
+
+BOUND = {"rates": [260.0], "against": ["llm_d"], "episodes": 4, "seed": 10}
 
 
 def test_what_is_not_told_is_played_on_up_to_the_bound(monkeypatch):
-    asked = []
-
-    def played(policies, arguments, first, more, limit_s, decisions):
-        asked.append((arguments["rate"], first, more))
-        noise = np.resize([0.3, -0.3], more)
-        return [(0.5 + noise, np.ones(more)), (np.full(more, 0.5), np.ones(more))]
-
-    monkeypatch.setattr(presubmission, "_played", played)
-    arguments = {"rates": [260.0], "against": ["llm_d"], "episodes": 4, "seed": 10}
-    (row,) = presubmit("least_load", max_episodes=12, **arguments)
+    asked = stub(monkeypatch, np.resize([0.3, -0.3], 64))
+    (row,) = presubmit("least_load", max_episodes=12, **BOUND)
     assert row["verdict"] == "not told" and row["episodes"] == 12
     first = row["seed"]
     assert asked == [(260.0, first, 4), (260.0, first + 4, 4), (260.0, first + 8, 4)]
     # Each rate has its own episodes, and the seed repeats them all.
-    rows = presubmit("least_load", max_episodes=4, **arguments | {"rates": [260.0, 345.0]})
+    rows = presubmit("least_load", max_episodes=4, **BOUND | {"rates": [260.0, 345.0]})
     assert rows[0]["seed"] == first != rows[1]["seed"]
-    rows = presubmit("least_load", max_episodes=4, **arguments | {"seed": None})
+    rows = presubmit("least_load", max_episodes=4, **BOUND | {"seed": None})
     assert rows[0]["seed"] != first
     asked.clear()
-    (row,) = presubmit("least_load", total_time_s=1e-9, **arguments)
+    (row,) = presubmit("least_load", total_time_s=1e-9, **BOUND)
     assert row["episodes"] == 4 and len(asked) == 1
+
+
+def test_an_equal_policy_passes_after_64_episodes_and_a_failure_ends_a_rate(monkeypatch):
+    asked = stub(monkeypatch, np.zeros(64), np.full(64, -0.5))
+    (row,) = presubmit("least_load", **BOUND)
+    assert row["verdict"] == "passed" and asked[-1] == (260.0, row["seed"] + 32, 32)
+    asked.clear()
+    rows = presubmit("least_load", **(BOUND | {"against": ["llm_d", "lmetric"]}))
+    assert [row["verdict"] for row in rows] == ["not told", "failed"] and len(asked) == 1
+
+
+def test_a_policy_that_is_bad_in_one_episode_of_ten_does_not_pass(monkeypatch):
+    """Its true loss of .04 is twice the margin; most of its runs begin with equal episodes."""
+    rng, verdicts = np.random.default_rng(0), []
+    for _ in range(300):
+        stub(monkeypatch, np.where(rng.random(64) < 0.1, -0.4, 0.0))
+        verdicts.append(presubmit("least_load", **BOUND)[0]["verdict"])
+    assert verdicts.count("passed") <= 3 and verdicts.count("failed") > 150
+
+
+def test_each_episode_of_a_guest_has_a_process_of_its_own(tmp_path):
+    """What is drawn when it starts is independent from episode to episode."""
+    trace = tmp_path / "started"
+    file = tmp_path / "mine.py"
+    file.write_text(f"open({str(trace)!r}, 'a').write('x')\n" + LEAST_LOAD)
+    arguments = {"scenario": "hot-tenant", "rate": 48.0, "episode_requests": 20}
+    presubmission.episodes_of([str(file), "least_load"], arguments, 1, 3, 60.0)
+    assert len(trace.read_text()) == 3
 
 
 def test_time_per_token_is_the_mean_over_completed_requests():

@@ -24,7 +24,7 @@ def test_iqm_is_scipys_trimmed_mean(size):
     # The batched path of the bootstrap agrees with one call at a time.
     batched = stats.stratified_bootstrap(values, stats.iqm, repetitions=50)
     single = stats.stratified_bootstrap(values, lambda x: stats.iqm(x), repetitions=50)
-    assert batched == pytest.approx(single)
+    assert batched == pytest.approx(single, nan_ok=True)  # one value has no interval
 
 
 def test_nan_is_not_dropped():
@@ -80,6 +80,70 @@ def test_two_way_bootstrap_by_hand():
 def test_bad_arguments_are_named(call, named):
     with pytest.raises(ValueError, match=named):
         call()
+
+
+def first_verdict(gains, margin=0.02):
+    """The verdict and the episodes of looks at 4, 8, 16, 32 and 64 gains."""
+    for count in (4, 8, 16, 32, 64):
+        _, verdict = stats.noninferiority(gains[:count], margin)
+        if verdict != "not told":
+            break
+    return verdict, count
+
+
+def test_equal_gains_have_an_interval_and_one_has_none():
+    widths = []
+    for count in (2, 4, 32, 64):
+        (value, low, high), verdict = stats.noninferiority(np.zeros(count), 0.02)
+        assert value == 0.0 and low == pytest.approx(-high)
+        assert verdict == ("passed" if count == 64 else "not told")
+        widths.append(high - low)
+    assert widths == sorted(widths, reverse=True)
+    # By hand: 64 times 0 and once -.1 have the mean -.1 / 65 and the deviation .1 / sqrt(65).
+    assert low == pytest.approx(-(0.1 / 65) * (1.0 + 1.9977), rel=1e-3)
+    one, verdict = stats.noninferiority([0.3], 0.02)
+    assert one.value == 0.3 and np.isnan([one.low, one.high]).all() and verdict == "not told"
+    single = stats.stratified_bootstrap([0.5])
+    assert single.value == 0.5 and np.isnan([single.low, single.high]).all()
+    with pytest.raises(ValueError, match="values has shape"):
+        stats.noninferiority([], 0.02)
+
+
+def test_later_looks_spend_what_is_left():
+    """64, 128 and 256 episodes have 2.5, 1.25 and .6 % beyond an end."""
+    gains = np.resize([-0.1, 0.1], 256)
+    for count, quantile in ((64, 1.9977), (128, 2.2681), (256, 2.5155)):
+        found, _ = stats.noninferiority(gains[:count], 0.02)
+        more = np.append(gains[:count], -0.1)
+        error = more.std(ddof=1) / np.sqrt(count + 1)
+        assert (more.mean() - found.low) / error == pytest.approx(quantile, rel=1e-3)
+
+
+@pytest.mark.parametrize("chance", [0.05, 0.075, 0.1, 0.2, 0.3])
+def test_rare_losses_at_the_margin_rarely_pass(chance):
+    rng = np.random.default_rng(1)
+
+    def passed(true):
+        lost = np.where(rng.random((1000, 64)) < chance, -true / chance, 0.0)
+        return np.mean([first_verdict(gains)[0] == "passed" for gains in lost])
+
+    assert passed(0.02) <= 0.055
+    # No rule that passes 64 equal episodes does better than .95^64 = .0375.
+    assert passed(0.04) <= (0.05 if chance < 0.06 else 0.02)
+
+
+def test_normal_gains_pass_where_equal_and_fail_early_where_bad():
+    rng = np.random.default_rng(2)
+    for mean, deviation in ((0.0, 0.035), (-0.02, 0.04), (-0.04, 0.04), (-0.4, 0.05)):
+        found = [first_verdict(rng.normal(mean, deviation, 64)) for _ in range(400)]
+        passed = np.mean([verdict == "passed" for verdict, _ in found])
+        failed = np.mean([verdict == "failed" for verdict, _ in found])
+        if mean == 0.0:
+            assert passed > 0.9 and failed < 0.01
+        else:
+            assert passed <= (0.05 if mean == -0.02 else 0.01) and failed > 0.5
+        if mean == -0.4:
+            assert np.mean([count for _, count in found]) < 4.5
 
 
 def test_coverage_of_the_student_interval():
