@@ -47,14 +47,7 @@ RULES = ("round_robin", "least_load", "llm_d", "lmetric", "dynamo", "aibrix", "m
 OURS = ("weighted_load", "prefix_search")
 Scenario = Mapping[str, Any]
 SCENARIOS: dict[str, Scenario] = {
-    "default": {"rates": (20.0,), "train": ("rate=[14,24]",), "steps": 200_000},
     "mixed-cards": {"rates": (30.0, 33.0, 36.0), "train": ("rate=[24,38]",), "steps": 1_000_000},
-    "hot-tenant": {"rates": (60.0,), "train": ("rate=[45,70]",), "steps": 600_000},
-    "mooncake": {
-        "rates": (10.0,),
-        "train": ("rate=[7,12]", "warmup_requests=500"),
-        "steps": 600_000,
-    },
 }
 """Rates that are measured, arguments of the trainings and their decisions."""
 AGENT: dict[str, Any] = {
@@ -80,7 +73,7 @@ class Options(study.Options):
 
 
 def _arguments(name: str) -> dict[str, Any]:
-    return {} if name == "default" else {"scenario": name}
+    return {"scenario": name}
 
 
 def training(folder: Path, name: str) -> list[Path]:

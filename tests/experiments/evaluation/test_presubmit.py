@@ -159,7 +159,7 @@ def test_each_episode_of_a_guest_has_a_process_of_its_own(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(f"open({str(trace)!r}, 'a').write('x')\n" + LEAST_LOAD)
     arguments = {"scenario": "hot-tenant", "rate": 48.0, "episode_requests": 20}
-    presubmission.episodes_of([str(file), "least_load"], arguments, 1, 3, 60.0)
+    presubmission.episodes_of([str(file), "least_load"], arguments, 1, 3, 60.0, [])
     assert len(trace.read_text()) == 3
 
 
