@@ -282,7 +282,7 @@ def test_linucb_prior_prefers_the_better_expert_and_fears_queues():
 
 def outcome(row, request, qos):
     record = np.zeros(1, OUTCOME)
-    record["row"], record["request"], record["qos"] = row, request, qos
+    record["row"], record["decision"], record["qos"] = row, request, qos
     return record
 
 
