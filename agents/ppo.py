@@ -151,8 +151,8 @@ class Agent(nn.Module):
                 for outputs, std in ((actions, 0.01), (1, 1.0))
             )
         else:
-            first, second = layer(shape[1], width), layer(width, width)
-            self.rows = nn.Sequential(first, nn.ReLU(), second, nn.ReLU())
+            inner, outer = layer(shape[1], width), layer(width, width)
+            self.rows = nn.Sequential(inner, nn.ReLU(), outer, nn.ReLU())
             self.mean = layer(width, 2 * width)
             self.row = layer(width, width)
             self.score = layer(width, 1, 0.01)
@@ -270,7 +270,7 @@ def train(args: Args) -> Path:
     n = min(args.num_envs, args.total_timesteps)
     steps = min(args.num_steps, -(-args.total_timesteps // n))
     resets = AutoresetMode.DISABLED if args.own_requests else AutoresetMode.SAME_STEP
-    envs = make_envs(args.env_id, n, resets, **env_kwargs(args))
+    envs = make_envs(args.env_id, n, autoreset_mode=resets, **env_kwargs(args))
     box, discrete = envs.single_observation_space, envs.single_action_space
     if not isinstance(box, gym.spaces.Box) or not isinstance(discrete, gym.spaces.Discrete):
         raise ValueError(f"env_id: {args.env_id!r} has no single Box with Discrete actions")

@@ -13,17 +13,13 @@ import servegym  # noqa: F401  (registers the environments)
 from servegym.envs.families import find_family
 
 
-def make_envs(
-    env_id: str,
-    num_envs: int,
-    autoreset_mode: gym.vector.AutoresetMode = gym.vector.AutoresetMode.SAME_STEP,
-    **env_kwargs: Any,
-) -> gym.vector.VectorEnv:
-    """A vector environment that resets within the step that ends an episode, if at all.
+def make_envs(env_id: str, num_envs: int, **env_kwargs: Any) -> gym.vector.VectorEnv:
+    """A vector environment that resets within the step that ends an episode.
 
     It is the native one for the ids of this package and Gymnasium's ``SyncVectorEnv`` for others.
+    ``autoreset_mode`` may be another one.
     """
-    how: dict[str, Any] = {"autoreset_mode": autoreset_mode}
+    how = {"autoreset_mode": env_kwargs.pop("autoreset_mode", gym.vector.AutoresetMode.SAME_STEP)}
     if find_family(env_id) is None:
         return gym.make_vec(env_id, num_envs, "sync", vector_kwargs=how, **env_kwargs)
     return gym.make_vec(env_id, num_envs, "vector_entry_point", **how, **env_kwargs)
