@@ -422,7 +422,8 @@ else:
         print(__name__, file=trace)
 '''
 others = {name.partition("/")[0] for name in importlib.metadata.packages_distributions()}
-for name in {*sys.stdlib_module_names, *others} - {"servegym"}:
+# Python itself has loaded importlib, which a fake one needs.
+for name in {*sys.stdlib_module_names, *others} - {"servegym", "importlib"}:
     os.makedirs(name, exist_ok=True)
     with open(f"{name}/__init__.py", "w") as file:
         file.write(FAKE)
