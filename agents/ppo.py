@@ -278,10 +278,10 @@ def train(args: Args) -> Path:
     if len(box.shape) > 2 or (len(box.shape) == 2 and actions < box.shape[0]):
         raise ValueError(f"env_id: {args.env_id!r} has a Box {box.shape}; flatten it first")
     agent = Agent(box.shape, actions, args.width, first=int(family_name(args) == "llm_routing"))
-    average = copy.deepcopy(agent)
+    judged = copy.deepcopy(agent) if args.average else agent  # evaluated and saved
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5)
     log = RunLog(args, "ppo", args.env_id, env_kwargs(args))
-    write = log.save = partial(save_policy, average if args.average else agent, args)
+    write = log.save = partial(save_policy, judged, args)
     metric, rule = rule_score(args)
 
     obs_buf = torch.zeros((steps, n, *box.shape))
@@ -296,7 +296,6 @@ def train(args: Args) -> Path:
 
     def report(step: int, metrics: dict[str, float], best: float) -> float:
         log.phase = "evaluating"
-        judged = average if args.average else agent
         metrics["eval/score"] = score = evaluate(judged, args)
         log.say_score(step, metric, score, rule)
         return checkpoint.save_best_and_last(write, args, log.run, score, best)
@@ -356,9 +355,10 @@ def train(args: Args) -> Path:
                 loss.backward()
                 nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
                 optimizer.step()
-                for mean, new in zip(average.parameters(), agent.parameters(), strict=True):
-                    mean.data.lerp_(new.data, args.average)
-        average.moments.load_state_dict(agent.moments.state_dict())
+                if args.average:
+                    for mean, new in zip(judged.parameters(), agent.parameters(), strict=True):
+                        mean.data.lerp_(new.data, args.average)
+        judged.moments.load_state_dict(agent.moments.state_dict())
         step += steps * n
         metrics = {
             "charts/SPS": log.advance(step),
