@@ -25,6 +25,7 @@ from servegym.envs.llm_routing.kernel.layout import (
     COMPLETED_QOS,
     CONFIG,
     DENSE,
+    DISCOUNT,
     DROPPED,
     ENV,
     EXPERT,
@@ -375,7 +376,7 @@ def step(t, s, out, copy, actions, which, start, stop):
             v.memory += memory
         if c.reward == DENSE:
             held = outlook(c, t.law, s, b)
-            loss += held - v.outlook - USUAL_QOS
+            loss += DISCOUNT * held - v.outlook - USUAL_QOS
             v.outlook = held
         out.reward[b, 0] = gain
         out.reward[b, 1] = loss
