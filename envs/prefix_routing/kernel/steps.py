@@ -36,7 +36,7 @@ take."""
 WORK_WEIGHT = 2.0
 """Of the reward DENSE, for a second of a replica's work on the uncached tokens of a prompt."""
 MAX_SHARE = 32.0
-"""Bound of the column of the Boxes that tells the charge for a time to first token, see `_doublings`."""
+"""Bound of the last column of a replica in the views with one Box, see `_doublings`."""
 
 
 SETTINGS = record(
@@ -74,7 +74,10 @@ EPISODE = record(
         ("step_ttft", "f8"),  # s, sum over the first tokens in this step
         ("step_score", "f8"),  # in this step, see `score`
         ("step_early", "f8"),  # what of scores DENSE pays in this step before a request ends
-        ("step_work_s", "f8"),  # uncached tokens of the request of this step over its replica's speed
+        (
+            "step_work_s",
+            "f8",
+        ),  # uncached tokens of the request of this step over its replica's speed
         ("began", "f8"),  # s, first decision
         ("last_finish", "f8"),  # s
     ]
