@@ -123,12 +123,13 @@ POINTS = (
 
 SLOW = {
     "rollout": 20,
+    "prefix rollout": 4,
     "lookahead": 4,
     "grid_optimum": 4,
     "latency_local_search": 2,
     "best_start": 5,
 }
-"""Policies that are slow, by their most episodes; left out of ``--quick``."""
+"""Policies that are slow, by their most episodes, in one family or in all; left out of ``--quick``."""
 
 Job = tuple[Point, Any, bool, int, bool]
 """Arguments of `measure`."""
@@ -174,7 +175,8 @@ def measure(
         headline number of each episode, which is not saved.
     """
     family, report = point.family, report_of(point.family)
-    episodes = min(point.episodes, SLOW.get(str(policy), 10**9))
+    most = SLOW.get(f"{family.group} {policy}", SLOW.get(str(policy), 10**9))
+    episodes = min(point.episodes, most)
     begin = _processor_s()
     rows = evaluate(
         family.env_id,
