@@ -30,7 +30,7 @@ from servegym.experiments.evaluation.leaderboard import read_board
 from servegym.experiments.evaluation.output import read_rows
 from servegym.experiments.evaluation.tables import read_record
 from servegym.experiments.fidelity.report import draw as draw_fidelity
-from servegym.experiments.papers.claims import HEADINGS, TITLES
+from servegym.experiments.papers.claims import HEADINGS, TITLES, tally
 from servegym.experiments.papers.claims import lines as claim_lines
 from servegym.experiments.papers.study import Study, draw, list_modules, list_pictures
 from servegym.experiments.papers.verdicts import judge
@@ -238,8 +238,9 @@ def claims(family: str, title: str) -> list[dict[str, str]]:
         return []
     rule = inspect.cleandoc(judge.__doc__ or "").partition("\n\n")[2].partition("Args:")[0]
     rule = (
-        f"From the [results]({family}.md) (`servegym claims`). A claim without a figure agrees "
-        "where it holds in every case looked at, *in part* where it holds in some. A change of a "
+        f"**{tally(family)}.** From the [results]({family}.md) (`servegym claims`). A claim "
+        "without a figure agrees where it holds in every case looked at, *in part* where it holds "
+        "in some. A change of a "
         f"percentage is judged by this rule.\n\n{rule.strip()}"
     )
     table = [f"# Claims: {title}", "", rule, ""]
@@ -398,11 +399,10 @@ def leaderboard() -> bool:
     """The best of the committed standard evaluation; False if there is none yet."""
     rows = read_board(RESULTS / "leaderboard.csv")
     if rows:
-        table = re.compile(rf"((?:^\|.*\n){{{ROWS + 2}}})(?:^\|.*\n?)+", re.MULTILINE)
-        text = table.sub(r"\1", leaderboard_page(rows))
-        text = text.replace("the best first.", f"of each point the best {ROWS}.", 1)
         # An interval stays on one line.
-        text = re.sub(r" \[(\S+), (\S+)\]", "\u00a0[\\1,\u00a0\\2]", text)
+        text = re.sub(
+            r" \[(\S+), (\S+)\]", "\u00a0[\\1,\u00a0\\2]", leaderboard_page(rows, best=ROWS)
+        )
         write("leaderboard.md", text)
     return bool(rows)
 

@@ -129,7 +129,7 @@ SLOW = {
     "latency_local_search": 2,
     "best_start": 5,
 }
-"""Policies that are slow, by their most episodes, in one family or in all; left out of ``--quick``."""
+"""Policies that are slow, by their most episodes, or those of one family; not in ``--quick``."""
 
 Job = tuple[Point, Any, bool, int, bool]
 """Arguments of `measure`."""
@@ -248,21 +248,22 @@ def ranked(rows: Iterable[Mapping[str, Any]], point: Point) -> list[Mapping[str,
     return sorted(own, key=lambda row: (math.isnan(row["value"]), sign * row["value"]))
 
 
-def _cells(row: Mapping[str, Any], point: Point) -> list[str]:
+def _cells(row: Mapping[str, Any], point: Point, every: bool) -> list[str]:
     low, high = row["low"], row["high"]
     cells = [row["policy"], row["kind"], f"{row['value']:.3f} [{low:.3f}, {high:.3f}]"]
-    for column in report_of(point.family).columns:
+    for column in report_of(point.family).shown(every):
         value = row.get(column.key, math.nan)
         cells.append(
             "–" if not math.isfinite(value) else f"{column.scale * value:.{column.digits}f}"
         )
-    return [*cells, str(row["episodes"]), _seeds(row)]
+    return [*cells, str(row["episodes"]), *([_seeds(row)] if every else [])]
 
 
-def _headings(point: Point) -> list[str]:
+def _headings(point: Point, every: bool) -> list[str]:
     report = report_of(point.family)
-    columns = [column.title for column in report.columns]
-    return ["policy", "kind", report.heading, *columns, "episodes", "seeds"]
+    columns = [column.title for column in report.shown(every)]
+    seeds = ["seeds"] if every else []
+    return ["policy", "kind", report.heading, *columns, "episodes", *seeds]
 
 
 def _seeds(row: Mapping[str, Any]) -> str:
@@ -295,39 +296,52 @@ def _title(point: Point) -> str:
     return f"{point.name}: {point.family.env_id}, {arguments}"
 
 
-def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The page of the documentation: a table a point."""
+def markdown(rows: Sequence[Mapping[str, Any]], best: int) -> str:
+    """The page of the documentation: a table a point, of its best rows and the plain rules.
+
+    Args:
+        rows: The saved rows.
+        best: How many of the best a point has; ``random`` and the naive rule are shown anyhow.
+    """
     lines = [
         "# Leaderboard",
         "",
-        "Interquartile means over evaluation episodes [bootstrap 95 % interval], the best first.",
-        "Rows with the same seeds are about the same episodes; a guest's seeds were drawn when it",
-        "was measured. Clairvoyant policies know what no controller can, guests are not the",
-        "package's. Written by `servegym leaderboard --run`; the rows are in",
-        "`experiments/results/leaderboard.csv`.",
+        "Interquartile means over evaluation episodes [bootstrap 95 % interval]: of each point the",
+        f"best {best}, with their rank, and beside them `random` and a naive rule. All rows of a",
+        "point are about the same episodes, but for guests, whose seeds were drawn when they were",
+        "measured. Clairvoyant policies know what no controller can, guests are not the package's.",
+        "Written by `servegym leaderboard --run`; `servegym leaderboard --all` prints every policy",
+        "and metric.",
         "",
     ]
     for point in POINTS:
         own = ranked(rows, point)
         if not own:
             continue
-        headings = _headings(point)
+        headings = ["", *_headings(point, every=False)]
+        plain = {"random", report_of(point.family).naive_policy}
+        shown = [
+            [str(rank), *_cells(row, point, every=False)]
+            for rank, row in enumerate(own, 1)
+            if rank <= best or row["policy"] in plain
+        ]
         arguments = (
             f"`{json.dumps(dict(point.env_kwargs))}`" if point.env_kwargs else "its defaults"
         )
         lines += [f"## {point.name}", "", f"`{point.family.env_id}` with {arguments}.", ""]
         lines += [_held_fixed(own), ""]
         lines += ["| " + " | ".join(headings) + " |", "|" + " --- |" * len(headings)]
-        lines += ["| " + " | ".join(_cells(row, point)) + " |" for row in own] + [""]
+        lines += ["| " + " | ".join(cells) + " |" for cells in shown] + [""]
     return "\n".join(lines)
 
 
-def _print(rows: Sequence[Mapping[str, Any]], points: Sequence[Point]) -> None:
+def _print(rows: Sequence[Mapping[str, Any]], points: Sequence[Point], every: bool) -> None:
     for point in points:
         own = ranked(rows, point)
         if own:
             notes = [_held_fixed(own), *report_of(point.family).notes]
-            print_table(_title(point), _headings(point), [_cells(r, point) for r in own], notes)
+            cells = [_cells(row, point, every) for row in own]
+            print_table(_title(point), _headings(point, every), cells, notes)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -336,6 +350,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--run", action="store_true", help="evaluate what has no row yet")
     parser.add_argument("--again", action="store_true", help="evaluate what has a row, too")
+    parser.add_argument("--all", action="store_true", help="print every metric")
     parser.add_argument("--quick", action="store_true", help="short and not saved, for presubmits")
     parser.add_argument(
         "--point",
@@ -396,7 +411,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not (args.run or args.quick or args.policy):
         if not saved:
             raise ValueError(f"there are no results in {board}; --run makes them")
-        _print(saved, points)
+        _print(saved, points, args.all)
         return 0
     table = Table(board, ("point", "policy"), load=False)
     shown, saved = saved, [] if args.quick else saved
@@ -432,7 +447,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             settings = {} if args.seed is None else {"seed": args.seed}
             write_record(board, provenance(command, settings=settings))
         print(f"{board} ({machine()['cpu']})")
-    _print(rows, points)
+    _print(rows, points, args.all)
     compared = compare_guests(found, points, args.at_least, shown) if args.at_least else []
     for guest in compared:
         gain = guest["gain"]

@@ -216,7 +216,9 @@ class Lines:
                 axis.fill_between(at, values - bars[0], values + bars[1], alpha=0.15, lw=0)
         if self.reference and column == _columns(self.y)[0]:
             level = {row[x]: row[self.reference] for row in rows}
-            axis.plot(list(level), list(level.values()), "k--", lw=1, label=self._label(self.reference))
+            axis.plot(
+                list(level), list(level.values()), "k--", lw=1, label=self._label(self.reference)
+            )
         axis.set_xlabel(self._label(x))
         if "x" in self.log:
             axis.set_xscale("log")

@@ -203,7 +203,9 @@ STUDIES = (
             y=tuple(f"ratio_server_{n}" for n in (1, 2, 3)),
             line="policy",
             level=1 - 1 / math.e,
-            labels={f"ratio_server_{n}": f"server {n}, held use over most, ratio" for n in (1, 2, 3)},
+            labels={
+                f"ratio_server_{n}": f"server {n}, held use over most, ratio" for n in (1, 2, 3)
+            },
         ),
         facts=lambda options: {"setting": setting(scenario="paper_testbed")},
     ),
