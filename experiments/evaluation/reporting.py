@@ -313,7 +313,7 @@ _PREFIX = Report(
     describe_action=lambda actions: f"to replica {int(actions[0])}",
     example_policy="lmetric",
     naive_policy="round_robin",
-    pictured=300,
+    pictured=800,
     interface=("reward",),
 )
 
