@@ -2,7 +2,7 @@
 
 A column a request: its cost from below as main function, remote experts in the prefill and while
 decoding, and cold starts, in units of the cost with every expert in the main function (MIX), which
-is the line. A red mark at the top: it missed the objective of TTFT (left half) or TPOT (right half).
+is the line. A red mark at the top: it missed the objective of TTFT (left half) or TPOT (right).
 """
 
 from __future__ import annotations

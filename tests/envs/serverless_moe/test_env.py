@@ -308,7 +308,7 @@ def test_the_picture_shows_each_requests_cost_by_parts():
         env.step(action)
     frame, log = env.render(), env.unwrapped.request_log()
     assert frame.shape == (render.HEIGHT, render.WIDTH, 3) and len(log) == 6
-    left, bottom, wide, high = 0.07, 0.11, 0.91, 0.73  # the axis in the frame
+    left, wide, high = 0.07, 0.91, 0.73  # the axis in the frame
     for k, entry in enumerate(log):
         x = round(render.WIDTH * (left + wide * (k + 0.5) / render.SHOWN))
         column = frame[:, x]
