@@ -274,11 +274,11 @@ def _seeds(row: Mapping[str, Any]) -> str:
 
 
 def _held_fixed(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The settings of a table's rows, and which rows have others or none."""
+    """The settings of a table's rows, which rows have others, and how many have none recorded."""
     by_settings: dict[str, list[str]] = {}
     for row in rows:
         by_settings.setdefault(row.get("settings", ""), []).append(row["policy"])
-    common = max(by_settings, key=lambda settings: len(by_settings[settings]))
+    common = max(by_settings, key=lambda settings: (bool(settings), len(by_settings[settings])))
 
     def text(settings: str) -> str:
         given = json.loads(settings) if settings else {}
@@ -286,7 +286,9 @@ def _held_fixed(rows: Sequence[Mapping[str, Any]]) -> str:
 
     said = [f"Held fixed: {text(common)}."]
     for settings, policies in by_settings.items():
-        if settings != common:
+        if not settings and common:
+            said.append(f"Not recorded for {len(policies)} of {len(rows)} rows.")
+        elif settings != common:
             said.append(f"Otherwise for {', '.join(policies)}: {text(settings)}.")
     return " ".join(said)
 

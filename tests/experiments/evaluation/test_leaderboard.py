@@ -103,7 +103,9 @@ def test_the_page_has_the_same_numbers(small: Path) -> None:
     (row,) = read_board(small / "experiments" / "results" / "leaderboard.csv")
     values = {"a": 2.0, "b": 3.0, "c": 1.0, "least_outstanding": -1.0}
     others = [{**row, "policy": name, "value": value} for name, value in values.items()]
+    others[0]["settings"] = others[1]["settings"] = others[2]["settings"] = ""  # an old row
     page = leaderboard.markdown([row, *others], best=2)
+    assert "Held fixed: arrivals=poisson" in page and "Not recorded for 3 of 5 rows." in page
     shown = [line.split(" | ")[:2] for line in page.splitlines() if line.startswith("| ")]
     named = [["| 1", "b"], ["| 2", "a"], ["| 4", "random"], ["| 5", "least_outstanding"]]
     assert shown[-4:] == named  # the best, then those that every table has
