@@ -23,6 +23,7 @@ import math
 import os
 import shlex
 import sys
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -250,20 +251,24 @@ def ranked(rows: Iterable[Mapping[str, Any]], point: Point) -> list[Mapping[str,
 
 def _cells(row: Mapping[str, Any], point: Point, every: bool) -> list[str]:
     low, high = row["low"], row["high"]
-    cells = [row["policy"], row["kind"], f"{row['value']:.3f} [{low:.3f}, {high:.3f}]"]
+    policy, kind = row["policy"], row["kind"]
+    plain = kind in ("baseline", "checkpoint")
+    cells = [policy, kind] if every else [policy if plain else f"{policy} ({kind})"]
+    cells.append(f"{row['value']:.3f} [{low:.3f}, {high:.3f}]")
     for column in report_of(point.family).shown(every):
         value = row.get(column.key, math.nan)
         cells.append(
             "–" if not math.isfinite(value) else f"{column.scale * value:.{column.digits}f}"
         )
-    return [*cells, str(row["episodes"]), *([_seeds(row)] if every else [])]
+    return [*cells, str(row["episodes"]), _seeds(row)] if every else cells
 
 
 def _headings(point: Point, every: bool) -> list[str]:
     report = report_of(point.family)
     columns = [column.title for column in report.shown(every)]
-    seeds = ["seeds"] if every else []
-    return ["policy", "kind", report.heading, *columns, "episodes", *seeds]
+    if every:
+        return ["policy", "kind", report.heading, *columns, "episodes", "seeds"]
+    return ["policy", report.heading, *columns]
 
 
 def _seeds(row: Mapping[str, Any]) -> str:
@@ -290,7 +295,9 @@ def _held_fixed(rows: Sequence[Mapping[str, Any]]) -> str:
             said.append(f"Not recorded for {len(policies)} of {len(rows)} rows.")
         elif settings != common:
             said.append(f"Otherwise for {', '.join(policies)}: {text(settings)}.")
-    return " ".join(said)
+    ((episodes, _),) = Counter(row["episodes"] for row in rows).most_common(1)
+    fewer = [f"{row['policy']} {row['episodes']}" for row in rows if row["episodes"] != episodes]
+    return " ".join([*said, f"Episodes: {', '.join([f'{episodes:g}', *fewer])}."])
 
 
 def _title(point: Point) -> str:

@@ -103,6 +103,7 @@ def test_the_page_has_the_same_numbers(small: Path) -> None:
     (row,) = read_board(small / "experiments" / "results" / "leaderboard.csv")
     values = {"a": 2.0, "b": 3.0, "c": 1.0, "least_outstanding": -1.0}
     others = [{**row, "policy": name, "value": value} for name, value in values.items()]
+    others[0]["kind"], others[1]["episodes"] = "clairvoyant", 2
     others[0]["settings"] = others[1]["settings"] = others[2]["settings"] = ""  # an old row
     page = leaderboard.markdown([row, *others], best=2)
     assert "Held fixed: arrivals=poisson" in page and "Not recorded for 3 of 5 rows." in page
@@ -110,7 +111,8 @@ def test_the_page_has_the_same_numbers(small: Path) -> None:
     named = [["| 1", "b"], ["| 2", "a"], ["| 4", "random"], ["| 5", "least_outstanding"]]
     assert shown[-4:] == named  # the best, then those that every table has
     cell = f"{row['value']:.3f} [{row['low']:.3f}, {row['high']:.3f}]"
-    assert f"| random | baseline | {cell}" in page
+    assert f"| random | {cell}" in page and "Episodes: 3, b 2." in page
+    assert f"| a (clairvoyant) | {cell}".partition(" | 0")[0] in page
 
 
 def test_a_presubmit_tells_a_good_router_from_a_bad_one(
