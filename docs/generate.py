@@ -44,9 +44,15 @@ RESULTS = ROOT / "experiments" / "results"
 
 
 def write(path: str, text: str) -> None:
-    """One page."""
+    """One page; in a table an interval stays on one line."""
+    lines = [
+        re.sub(r" \[([-+.\d]+), ([-+.\d]+)\]", "\u00a0[\\1,\u00a0\\2]", line)
+        if line[:1] == "|"
+        else line
+        for line in text.rstrip().split("\n")
+    ]
     with mkdocs_gen_files.open(path, "w") as stream:
-        stream.write(text.rstrip() + "\n")
+        stream.write("\n".join(lines) + "\n")
 
 
 def fenced(text: str) -> str:
@@ -399,11 +405,7 @@ def leaderboard() -> bool:
     """The best of the committed standard evaluation; False if there is none yet."""
     rows = read_board(RESULTS / "leaderboard.csv")
     if rows:
-        # An interval stays on one line.
-        text = re.sub(
-            r" \[(\S+), (\S+)\]", "\u00a0[\\1,\u00a0\\2]", leaderboard_page(rows, best=ROWS)
-        )
-        write("leaderboard.md", text)
+        write("leaderboard.md", leaderboard_page(rows, best=ROWS))
     return bool(rows)
 
 
