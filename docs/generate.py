@@ -299,7 +299,8 @@ def results() -> list[dict[str, str]]:
             if png is not None:
                 with mkdocs_gen_files.open(f"results/{family}/{path.stem}.png", "wb") as stream:
                     stream.write(png)
-                lines += [f"![{path.stem}]({family}/{path.stem}.png)", ""]
+                link = f"{family}/{path.stem}.png"  # a narrow page links to its full size
+                lines += [f"[![{path.stem}]({link})]({link})", ""]
             lines += [f"- {note}" for note in shortened(notes)]
             lines += ["", *shown(record["command"], path.stem in made)]
             left = len(notes) - len(shortened(notes))
