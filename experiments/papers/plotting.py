@@ -23,7 +23,7 @@ AXES = {
     "experts": "number of experts",
     "gpus": "number of GPUs",
     "holds": "share of cases where it holds",
-    "js_bits": "Jensen-Shannon divergence, bit",
+    "js_bits": "JS divergence, bit",
     "layer": "number of the layer",
     "limit_ms": "latency requirement, ms/token",
     "load": "arrivals, times the scenario's",

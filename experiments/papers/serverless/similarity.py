@@ -159,7 +159,7 @@ STUDIES = (
             y="value",
             panels="model",
             where=lambda row: row["unit"] == "bit",
-            labels={"value": "Jensen-Shannon divergence, bit"},
+            labels={"value": "JS divergence, bit"},
         ),
     ),
 )
