@@ -30,7 +30,7 @@ from servegym.experiments.evaluation.leaderboard import read_board
 from servegym.experiments.evaluation.output import read_rows
 from servegym.experiments.evaluation.tables import read_record
 from servegym.experiments.fidelity.report import draw as draw_fidelity
-from servegym.experiments.papers.claims import HEADINGS, TITLES
+from servegym.experiments.papers.claims import HEADINGS, TITLES, tally
 from servegym.experiments.papers.claims import lines as claim_lines
 from servegym.experiments.papers.study import Study, draw, list_modules, list_pictures
 from servegym.experiments.papers.verdicts import judge
@@ -44,9 +44,15 @@ RESULTS = ROOT / "experiments" / "results"
 
 
 def write(path: str, text: str) -> None:
-    """One page."""
+    """One page; in a table an interval stays on one line."""
+    lines = [
+        re.sub(r" \[([-+.\d]+), ([-+.\d]+)\]", "\u00a0[\\1,\u00a0\\2]", line)
+        if line[:1] == "|"
+        else line
+        for line in text.rstrip().split("\n")
+    ]
     with mkdocs_gen_files.open(path, "w") as stream:
-        stream.write(text.rstrip() + "\n")
+        stream.write("\n".join(lines) + "\n")
 
 
 def fenced(text: str) -> str:
@@ -238,8 +244,9 @@ def claims(family: str, title: str) -> list[dict[str, str]]:
         return []
     rule = inspect.cleandoc(judge.__doc__ or "").partition("\n\n")[2].partition("Args:")[0]
     rule = (
-        f"From the [results]({family}.md) (`servegym claims`). A claim without a figure agrees "
-        "where it holds in every case looked at, *in part* where it holds in some. A change of a "
+        f"**{tally(family)}.** From the [results]({family}.md) (`servegym claims`). A claim "
+        "without a figure agrees where it holds in every case looked at, *in part* where it holds "
+        "in some. A change of a "
         f"percentage is judged by this rule.\n\n{rule.strip()}"
     )
     table = [f"# Claims: {title}", "", rule, ""]
@@ -292,7 +299,8 @@ def results() -> list[dict[str, str]]:
             if png is not None:
                 with mkdocs_gen_files.open(f"results/{family}/{path.stem}.png", "wb") as stream:
                     stream.write(png)
-                lines += [f"![{path.stem}]({family}/{path.stem}.png)", ""]
+                link = f"{family}/{path.stem}.png"  # a narrow page links to its full size
+                lines += [f"[![{path.stem}]({link})]({link})", ""]
             lines += [f"- {note}" for note in shortened(notes)]
             lines += ["", *shown(record["command"], path.stem in made)]
             left = len(notes) - len(shortened(notes))
@@ -398,12 +406,7 @@ def leaderboard() -> bool:
     """The best of the committed standard evaluation; False if there is none yet."""
     rows = read_board(RESULTS / "leaderboard.csv")
     if rows:
-        table = re.compile(rf"((?:^\|.*\n){{{ROWS + 2}}})(?:^\|.*\n?)+", re.MULTILINE)
-        text = table.sub(r"\1", leaderboard_page(rows))
-        text = text.replace("the best first.", f"of each point the best {ROWS}.", 1)
-        # An interval stays on one line.
-        text = re.sub(r" \[(\S+), (\S+)\]", "\u00a0[\\1,\u00a0\\2]", text)
-        write("leaderboard.md", text)
+        write("leaderboard.md", leaderboard_page(rows, best=ROWS))
     return bool(rows)
 
 

@@ -389,7 +389,15 @@ class PrefixBatch(Batch):
         ``output_tokens`` is 0 and the hit unknown (0) before a request has ended or was admitted.
         """
         x = self.episodes
-        order = x.order[row, : int(x.row["index"][row])]
+        return self._log(row, x.order[row, : int(x.row["index"][row])])
+
+    def finished(self, row: int) -> np.ndarray:
+        """The completed requests, those of the warm-up too, as in `request_log`."""
+        done = self._engine(row)["request"]["outcome"] == kernel.COMPLETED
+        return self._log(row, np.flatnonzero(done))
+
+    def _log(self, row: int, order: np.ndarray) -> np.ndarray:
+        x = self.episodes
         found = self._engine(row)["request"][order]
         log = np.zeros(len(order), dtype=REQUEST_LOG)
         for name, source in _LOG_SOURCES.items():

@@ -4,16 +4,59 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 __all__ = ["Bars", "Lines", "as_png", "error_bars", "legend", "pyplot"]
 
-UNITS = {"s": "s", "ms": "ms", "pct": "%", "usd": "USD", "rps": "1/s", "bits": "bit", "gb": "GB"}
-WIDE = 4
-"""Panels of one column that stand side by side."""
+UNITS = {"s": "s", "ms": "ms", "ms_per_token": "ms/token"}
+AXES = {
+    "age_s": "age of the request, s",
+    "b": "b, share of remote MoE experts",
+    "bin_low": "score, 0 to 1, or output tokens",
+    "ceiling": "ceiling",
+    "cpu_s": "processor time, s",
+    "drop_rate": "dropped, share of requests",
+    "entropy": "entropy over its maximum",
+    "experts": "number of experts",
+    "gpus": "number of GPUs",
+    "holds": "share of cases where it holds",
+    "js_bits": "JS divergence, bit",
+    "layer": "number of the layer",
+    "limit_ms": "latency requirement, ms/token",
+    "load": "arrivals, times the scenario's",
+    "local_calls": "local calls, share",
+    "local_tokens": "local tokens, share",
+    "mbps": "bandwidth, Mbit/s",
+    "mean_reward": "reward a request, costs of MIX",
+    "memory_fraction": "memory, share of all experts' size",
+    "memory_use": "KV memory in use, share",
+    "minute": "time, min",
+    "ms": "time, ms",
+    "n_out": "output tokens, number",
+    "over_mix": "cost, times that of MIX",
+    "pcie_gb_s": "PCIe, GB/s",
+    "penalty": "penalty a request, costs of MIX",
+    "prefill_over_decode": "prefill over decode time, ratio",
+    "prompt_tokens": "prompt tokens, number",
+    "qos": "QoS, 0 to 1",
+    "rate": "arrival rate, requests/s",
+    "remote_share": "remote tokens, share",
+    "requests": "arrivals, requests/s",
+    "requests_per_s": "arrivals, requests/s",
+    "share": "share of answers",
+    "top_share": "most used expert, share of tokens",
+    "usd_per_1000": "USD for 1,000 requests",
+    "val_latency_s": "latency on validation episodes, s",
+    "val_reward": "reward on validation, costs of MIX",
+}
+"""Labels of the columns whose names do not end in a unit."""
+WIDE = 2
+"""Panels that stand side by side: a page of the documentation shows no more at a readable size."""
+DENSE = 15
+"""From so many points on a line has a band in place of marks and bars."""
 
 Rows = Sequence[Mapping[str, Any]]
 Names = str | tuple[str, ...]
@@ -73,18 +116,26 @@ def _columns(names: Names) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else names
 
 
-def _words(column: str) -> str:
-    """``mean_latency_s`` as ``mean latency, s``."""
-    stem, _, unit = column.rpartition("_")
-    named = f"{stem}, {UNITS[unit]}" if stem and unit in UNITS else column
-    return named.replace("_", " ")
+def words(column: str) -> str:
+    """A column as the label of an axis: ``mean_latency_s`` as ``mean latency, s``."""
+    if column in AXES:
+        return AXES[column]
+    ends = [unit for unit in UNITS if column.endswith(f"_{unit}")]
+    if not ends:
+        return column.replace("_", " ")
+    unit = max(ends, key=len)
+    return f"{column.removesuffix(f'_{unit}').replace('_', ' ')}, {UNITS[unit]}"
 
 
 def _at(row: Mapping[str, Any], names: Names) -> str:
     """What a row has in some columns, numbers with the names of theirs."""
-    values = {name.replace("_", " "): row[name] for name in _columns(names)}
-    words = [x if isinstance(x, str) else f"{name} {x:g}" for name, x in values.items()]
-    return ", ".join(word for word in words if word)
+    found = []
+    for column in _columns(names):
+        value, (name, comma, unit) = row[column], words(column).rpartition(", ")
+        if not isinstance(value, str):
+            value = f"{name} {value:g} {unit}" if comma else f"{unit} {value:g}"
+        found.append(value)
+    return ", ".join(one for one in found if one)
 
 
 def _kinds(rows: Rows, names: Names) -> list[str]:
@@ -106,6 +157,7 @@ class Lines:
         ends: Columns of the ends of the intervals, see `error_bars`.
         reference: A column drawn dashed in black, the same for all lines.
         level: A value drawn dotted in black.
+        labels: Labels of columns that have other ones here than in `AXES`.
     """
 
     x: Names
@@ -117,15 +169,16 @@ class Lines:
     ends: tuple[str, str] | None = None
     reference: str = ""
     level: float | None = None
+    labels: Mapping[str, str] = field(default_factory=dict)
 
     def __call__(self, rows: Rows) -> Any:
         """The matplotlib figure of a table's rows."""
         rows = [row for row in rows if self.where is None or self.where(row)]
         y, panels, lines = _columns(self.y), _kinds(rows, self.panels), _kinds(rows, self.line)
         cells = [(panel, column) for column in y for panel in panels]
-        wide = min(WIDE, len(cells)) if 1 in (len(y), len(panels)) else len(panels)
+        wide = min(WIDE, len(cells) if 1 in (len(y), len(panels)) else len(panels))
         high = -(-len(cells) // wide)
-        size = (max(4.2 * wide, 6.0), 3.4 * high + 0.25 * (1 + len(lines) // 6))
+        size = (max(4.2 * wide, 6.0), 3.2 * high + 0.25 * (1 + len(lines) // 3))
         figure, axes = pyplot().subplots(
             high, wide, figsize=size, squeeze=False, layout="constrained"
         )
@@ -136,7 +189,7 @@ class Lines:
             parts = [[row for row in own if _at(row, self.line) == one] for one in lines]
             self._draw(axis, own, dict(zip(lines, parts, strict=True)), column)
             axis.set_title(panel, fontsize=10)
-            axis.set_ylabel(_words(column))
+            axis.set_ylabel(self._label(column))
             if "y" in self.log:
                 axis.set_yscale("log")
             if self.level is not None:
@@ -146,17 +199,27 @@ class Lines:
         legend(figure, axes[0, 0])
         return figure
 
+    def _label(self, column: str) -> str:
+        return self.labels.get(column) or words(column)
+
     def _draw(self, axis: Any, rows: Rows, parts: Mapping[str, Rows], column: str) -> None:
         (x,) = _columns(self.x)
         for index, (name, part) in enumerate(parts.items()):
             values, bars = error_bars(part, column, self.ends)
             look = {"color": f"C{index % 10}", "linestyle": ("-", "--", ":", "-.")[index // 10 % 4]}
-            look |= {"marker": "o", "ms": 3, "lw": 1.2, "elinewidth": 0.7, "label": name or None}
-            axis.errorbar([row[x] for row in part], values, bars, **look)
+            look |= {"lw": 1.2, "label": name or None}
+            at = [row[x] for row in part]
+            if len(at) < DENSE:
+                axis.errorbar(at, values, bars, marker="o", ms=3, elinewidth=0.7, **look)
+            else:
+                axis.plot(at, values, **look)
+                axis.fill_between(at, values - bars[0], values + bars[1], alpha=0.15, lw=0)
         if self.reference and column == _columns(self.y)[0]:
-            at = {row[x]: row[self.reference] for row in rows}
-            axis.plot(list(at), list(at.values()), "k--", lw=1, label=_words(self.reference))
-        axis.set_xlabel(_words(x))
+            level = {row[x]: row[self.reference] for row in rows}
+            axis.plot(
+                list(level), list(level.values()), "k--", lw=1, label=self._label(self.reference)
+            )
+        axis.set_xlabel(self._label(x))
         if "x" in self.log:
             axis.set_xscale("log")
 
@@ -178,6 +241,6 @@ class Bars(Lines):
             axis.bar(at, values, width, yerr=bars, **look)
             if self.reference and column == _columns(self.y)[0]:
                 marks = error_bars(part, self.reference)[0]
-                label = None if index else _words(self.reference)
+                label = None if index else self._label(self.reference)
                 axis.scatter(at, marks, marker="_", s=90, color="black", zorder=3, label=label)
         axis.set_xticks(range(len(names)), names, rotation=60, ha="right", fontsize=8)

@@ -124,6 +124,7 @@ def test_evaluate(run, tmp_path, ending):
     )
     assert result.exit_code == 0, result.output
     assert "drop %" in result.output and "ceiling" in result.output
+    assert "goodput/s" not in result.output
     if ending == "json":
         rows = json.loads(out.read_text())
         assert rows[2]["mean_latency_s_per_token"] is None

@@ -257,8 +257,8 @@ def findings(options: Any, rows: Rows) -> Iterator[Note]:
         }
         trained = [part for (policy, _), part in curves.items() if policy != SHUFFLED]
         yield note(
-            f"{rate:g} requests/s, evaluation episodes, last policy of {len(trained)} "
-            f"trainings: {', '.join(texts)}.",
+            f"{rate:g} requests/s, plain means over evaluation episodes, last policy of "
+            f"{len(trained)} trainings: {', '.join(texts)}.",
             rate=rate,
             qos={name: row["qos"] for name, row in done.items()},
         )

@@ -5,7 +5,7 @@ import pytest
 from gymnasium.utils.seeding import np_random
 
 from servegym.envs.llm_routing.kernel import sojourn_s
-from servegym.envs.prefix_routing import kernel
+from servegym.envs.prefix_routing import kernel, render
 from servegym.envs.prefix_routing.config import DICT, build_problem
 from servegym.envs.prefix_routing.env import (
     PrefixRoutingEnv,
@@ -379,3 +379,19 @@ def test_splits_share_no_session():
         whole = set(make()._rows.tolist())
         assert set.union(*parts) == whole and sum(map(len, parts)) == len(whole)
         assert all(len(part) > 0.05 * len(whole) for part in parts)
+
+
+def test_the_picture_has_a_mark_for_each_of_the_last_completed_requests():
+    pytest.importorskip("matplotlib")
+    env = PrefixRoutingEnv(render_mode="rgb_array", **SMALL)
+    env.reset(seed=1)
+    for step in range(SMALL["episode_requests"] - 1):
+        env.step(step % env.action_space.n)
+    finished = env.batch.finished(0)
+    measured = (env.request_log()["outcome"] == kernel.COMPLETED).sum()
+    assert measured < len(finished) <= measured + SMALL["warmup_requests"]
+    marks = render._marks(env.batch, finished)
+    count = np.bincount(finished["replica"], minlength=len(marks))
+    assert (marks < 1.0).any(axis=2).sum(axis=1).tolist() == np.minimum(count, 40).tolist()
+    panel = env.render()[60:480, 720:930].astype(int)  # where the marks are
+    assert np.ptp(panel, axis=2).max() > 80  # green or red

@@ -160,7 +160,11 @@ def test_rank_disagreement():
 
 def test_printed_table(result, capsys):
     rows, logs = result
-    ev.print_summary(rows, logs)
+    ev.print_summary([row for row in rows if row["policy"] != "oracle"], logs)
+    short = capsys.readouterr().out
+    assert short.count("policy") == 1 and max(map(len, short.splitlines())) <= 100  # one table
+    assert "late %" in short and not any(w in short for w in ("Share of", "return", "TPOT"))
+    ev.print_summary(rows, logs, every=True)
     text = capsys.readouterr().out
     assert "edge-6-heterogeneous" in text and "seeds 7..10" in text
     for needed in ("drop %", "reject %", "ms/token", "ceiling (mean best score)", "Share of"):

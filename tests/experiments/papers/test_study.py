@@ -12,7 +12,15 @@ pytest.importorskip("matplotlib")
 from servegym.experiments.evaluation.output import read_rows, write_csv  # noqa: E402
 from servegym.experiments.evaluation.tables import read_record  # noqa: E402
 from servegym.experiments.papers import study  # noqa: E402
-from servegym.experiments.papers.plotting import Bars, Lines, as_png, error_bars  # noqa: E402
+from servegym.experiments.papers.plotting import (  # noqa: E402
+    AXES,
+    DENSE,
+    Bars,
+    Lines,
+    as_png,
+    error_bars,
+    words,
+)
 from servegym.experiments.papers.study import Study, command  # noqa: E402
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -129,6 +137,29 @@ def test_pictures_have_a_panel_a_column_and_value() -> None:
         assert titles == [(f"side {side}", y) for y in ("y", "z") for side in (1, 0)]
         assert set(figure.axes[0].get_legend_handles_labels()[1]) == {"a", "b", "z"}
         assert as_png(figure).startswith(PNG)
+
+
+def test_every_axis_of_numbers_names_a_unit() -> None:
+    """Of the studies that the package has; a column without one is in `AXES` or the study's own."""
+    for group in study.GROUPS:
+        for name, one in study.list_pictures(group).items():
+            if isinstance(picture := one.picture, Lines):
+                axes = [picture.y] if isinstance(picture.y, str) else list(picture.y)
+                axes += [] if isinstance(picture, Bars) else [picture.x]
+                for column in axes:
+                    label = picture.labels.get(column) or words(column)
+                    assert column in AXES or ", " in label, (name, column, label)
+    assert words("latency_ms_per_token") == "latency, ms/token"
+    assert words("mean_latency_s") == "mean latency, s"
+
+
+def test_a_dense_line_has_a_band_in_place_of_bars() -> None:
+    for points, collections in ((DENSE - 1, 1), (DENSE, 1)):
+        rows = [{"x": x, "y": x, "y_low": x - 1, "y_high": x + 1} for x in range(points)]
+        (axis,) = Lines(x="x", y="y")(rows).axes
+        band = [one for one in axis.collections if "Poly" in type(one).__name__]
+        assert len(axis.collections) == collections and len(band) == (points == DENSE)
+        assert len(axis.containers) == (points < DENSE)
 
 
 def test_bars_are_never_negative() -> None:
