@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from servegym._command_line import run_main
-from servegym.baselines.serverless_moe.prediction import LARGE_DATA
 from servegym.envs.serverless_moe import equations as eq
 from servegym.envs.serverless_moe.config import (
     NEIGHBOURS,
@@ -25,6 +24,7 @@ from servegym.envs.serverless_moe.config import (
 from servegym.envs.workloads.activations import MoeModel, load_activations, load_model
 from servegym.experiments.evaluation.tables import Note, note
 from servegym.experiments.papers.serverless.billing import MODELS, N_IN, PROMPTS
+from servegym.experiments.papers.serverless.predictors import LARGE_DATA
 from servegym.experiments.papers.study import Options, Study, command
 from servegym.hardware_profiles.serverless import FEES, GPUS, ORIGINS
 
