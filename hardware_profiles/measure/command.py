@@ -1,6 +1,6 @@
-"""The command ``servegym measure``: GPU kernels, CPU experts, or a running server.
+"""The command ``servegym measure``: GPU kernels or a running server.
 
-All of them write CSV files that can be interrupted and resumed (``table.py``).
+Both write CSV files that can be interrupted and resumed (``table.py``).
 """
 
 from __future__ import annotations
@@ -9,17 +9,16 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-_USAGE = """usage: servegym measure {gpu,cpu-expert,server} ...
+_USAGE = """usage: servegym measure {gpu,server} ...
 
-  gpu         kernels of a model shape with random weights, through torch
-  cpu-expert  one expert's feed-forward pass, through numpy
-  server      any server that speaks OpenAI's protocol
+  gpu     kernels of a model shape with random weights, through torch
+  server  any server that speaks OpenAI's protocol
 
 Each has --help of its own."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line: ``gpu``, ``cpu-expert`` or ``server``, and their arguments.
+    """Command line: ``gpu`` or ``server``, and its arguments.
 
     Raises:
         ValueError: If an argument cannot be used.
@@ -29,9 +28,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if what in ("-h", "--help"):
         print(_USAGE)
         return 0
-    modules = {"gpu": "gpu", "cpu-expert": "cpu", "server": "server"}
-    if what not in modules:
-        raise ValueError(f"measure: got {what!r}; must be one of {', '.join(modules)}")
-    # Imported here: measuring experts and servers needs no torch.
-    module = importlib.import_module(f"servegym.hardware_profiles.measure.{modules[what]}")
+    if what not in ("gpu", "server"):
+        raise ValueError(f"measure: got {what!r}; must be one of gpu, server")
+    # Imported here: measuring servers needs no torch.
+    module = importlib.import_module(f"servegym.hardware_profiles.measure.{what}")
     return module.main(words[1:])
