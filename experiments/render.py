@@ -19,6 +19,7 @@ from servegym.experiments.evaluation.resolve import resolve
 __all__ = ["render_episode"]
 
 STEPS = 100
+COLOURS = 64  # of a GIF
 
 
 def render_episode(
@@ -86,7 +87,10 @@ def _picture(frames: list[Any], suffix: str, fps: int) -> bytes:
     stream = io.BytesIO()
     if suffix == ".png":
         images[-1].save(stream, format="PNG")
-    else:
+    else:  # one palette and no dither: what stays the same on the picture takes no room in the file
+        sheet = np.concatenate(frames[:: len(frames) // 8 + 1])
+        palette = Image.fromarray(sheet).quantize(COLOURS)
+        images = [one.quantize(palette=palette, dither=Image.Dither.NONE) for one in images]
         images[0].save(
             stream,
             format="GIF",
