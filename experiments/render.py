@@ -19,7 +19,6 @@ from servegym.experiments.evaluation.resolve import resolve
 __all__ = ["render_episode"]
 
 STEPS = 100
-COLOURS = 64  # of a GIF
 
 
 def render_episode(
@@ -87,9 +86,11 @@ def _picture(frames: list[Any], suffix: str, fps: int) -> bytes:
     stream = io.BytesIO()
     if suffix == ".png":
         images[-1].save(stream, format="PNG")
-    else:  # one palette and no dither: what stays the same on the picture takes no room in the file
-        sheet = np.concatenate(frames[:: len(frames) // 8 + 1])
-        palette = Image.fromarray(sheet).quantize(COLOURS)
+    else:  # the same colours in all frames, so that only what has changed takes room in the file
+        sheet = Image.fromarray(np.concatenate(frames[:: len(frames) // 8 + 1]))
+        colours = sorted(sheet.getcolors(1 << 24) or (), reverse=True)[:256]
+        palette = Image.new("P", (1, 1))
+        palette.putpalette(bytes(np.array([colour for _, colour in colours], np.uint8)))
         images = [one.quantize(palette=palette, dither=Image.Dither.NONE) for one in images]
         images[0].save(
             stream,
