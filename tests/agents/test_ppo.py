@@ -54,15 +54,15 @@ def test_running_moments_are_those_of_all_that_was_seen():
     ("env_id", "settings", "view", "own"),
     [
         ("CartPole-v1", (), None, False),
-        ("servegym/PrefixRoutingFlat-v1", ("episode_requests=20", "num_replicas=2"), "flat", False),
-        ("servegym/PrefixRoutingSummary-v1", ("num_replicas=2",), "summary", True),
+        ("servegym/PrefixRoutingFlat-v2", ("episode_requests=20", "num_replicas=2"), "flat", False),
+        ("servegym/PrefixRoutingSummary-v2", ("num_replicas=2",), "summary", True),
         (
-            "servegym/LLMRoutingExperts-v1",
+            "servegym/LLMRoutingExperts-v2",
             ("episode_requests=20", "num_experts=3"),
             "experts",
             False,
         ),
-        ("servegym/LLMRoutingSummary-v1", ("num_experts=3",), "summary", True),
+        ("servegym/LLMRoutingSummary-v2", ("num_experts=3",), "summary", True),
     ],
 )
 def test_other_ids_train(tmp_path, env_id, settings, view, own):
@@ -88,7 +88,7 @@ def test_a_decision_is_paid_for_its_own_request(tmp_path, monkeypatch):
         tiny(
             "ppo",
             tmp_path,
-            env_id="servegym/PrefixRoutingSummary-v1",
+            env_id="servegym/PrefixRoutingSummary-v2",
             set=("num_replicas=2",),
             own_requests=True,
         )[1]
