@@ -88,9 +88,10 @@ def _picture(frames: list[Any], suffix: str, fps: int) -> bytes:
         images[-1].save(stream, format="PNG")
     else:  # the same colours in all frames, so that only what has changed takes room in the file
         sheet = Image.fromarray(np.concatenate(frames[:: len(frames) // 8 + 1]))
-        colours = sorted(sheet.getcolors(1 << 24) or (), reverse=True)[:256]
+        counted: Any = sheet.getcolors(1 << 24)
+        frequent = [colour for _, colour in sorted(counted, reverse=True)[:256]]
         palette = Image.new("P", (1, 1))
-        palette.putpalette(bytes(np.array([colour for _, colour in colours], np.uint8)))
+        palette.putpalette(np.array(frequent, np.uint8).tobytes())
         images = [one.quantize(palette=palette, dither=Image.Dither.NONE) for one in images]
         images[0].save(
             stream,

@@ -261,7 +261,9 @@ class Curves:
         runs = self.trainings(rows)
         count = Counter(name for name, _ in runs)
         agents = [name for name in count if "shuffled" not in name]
-        look = {name: {"color": "0.6", "linestyle": ":", "label": SHUFFLED} for name in count}
+        look: dict[str, dict[str, Any]] = {
+            name: {"color": "0.6", "linestyle": ":", "label": SHUFFLED} for name in count
+        }
         for name, colour in zip(agents, ("black", "tab:blue"), strict=False):
             label = f"{name}, {count[name]} trainings"
             look[name] = {"color": colour, "marker": ".", "markersize": 3, "label": label}
