@@ -275,14 +275,14 @@ class Curves:
         after = [own[1:] or own for (name, _), own in runs.items() if name in agents]
         reached = [row[self.y] for own in after for row in own]
         low, high = min(reached), max(reached)
-        room = 3 * (high - low)
+        room = 3 * (high - low) or np.inf
         near = {k: v for k, v in rules.items() if low - room <= v <= high + room}
         low, high = min([low, *near.values()]), max([high, *near.values()])
         levels = [*rules.items()]
         levels += [(SHUFFLED, own[-1][self.y]) for (k, _), own in runs.items() if k not in agents]
         far = [f"{name} {level:.3g}" for name, level in levels if not low <= level <= high]
         beyond = f"\nbeyond the axis: {', '.join(far)}" if far else ""
-        margin = 0.06 * (high - low)
+        margin = 0.06 * (high - low) or 1.0
         axis.set(xlim=(0, None), ylim=(low - margin, high + margin))
         axis.set_xlabel(f"processor seconds of the training{beyond}")
         colours = {name: f"C{1 + k}" for k, name in enumerate(near)}
