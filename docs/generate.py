@@ -147,7 +147,7 @@ _PLACEMENT = {
 TRAININGS: dict[str, dict[str, tuple[str, ...]]] = {
     "ppo": {
         "LLM routing": ("routing/learning_ppo_60s",),
-        "Prefix routing, `mixed-cards`": ("prefix/learning",),
+        "Prefix routing": ("prefix/learning",),
     },
     "baseline_rl": {"LLM routing": ("routing/learning_sac_rows",)},
     "sac_han": {"LLM routing": ("routing/learning_sac_han",)},
@@ -175,14 +175,8 @@ def interval(value: float, low: float, high: float) -> str:
 def trained(name: str, path: Path) -> list[str]:
     """What a table says of an agent: learning curve, seconds, commands; results beside rules."""
     others = set(AGENTS) - {name}
-    record, rows = (
-        read_record(path),
-        [
-            row
-            for row in read_rows(path)
-            if str(row.get("policy", name)).removesuffix("_shuffled") not in others
-        ],
-    )
+    record, rows = read_record(path), read_rows(path)
+    rows = [r for r in rows if r.get("policy", name).removesuffix("_shuffled") not in others]
     modules = [importlib.import_module(one.module) for one in list_modules(path.parent.name)]
     studies = [study for module in modules for study in module.STUDIES]
     curves = [
@@ -190,19 +184,22 @@ def trained(name: str, path: Path) -> list[str]:
         for one in studies
         if path.stem in (one.drawn or (one.name,)) and isinstance(one.picture, Curves)
     ]
-    seconds = [json.loads(row["cpu_s"]) for row in rows if str(row.get("cpu_s"))[:1] == "["][:1]
-    lines = []
+    lines, seconds = [], []
     if curves:
         picture = f"{name}/{path.stem}.png"
         with mkdocs_gen_files.open(f"agents/{picture}", "wb") as stream:
             stream.write(as_png(curves[0](rows)))
         lines += [f"![Learning curves of {name}]({picture})", ""]
         runs = curves[0].trainings(rows)
-        seconds = [[max(r["cpu_s"] for r in own) for (one, _), own in runs.items() if one == name]]
+        seconds = [max(r["cpu_s"] for r in own) for (one, _), own in runs.items() if one == name]
+    elif "cpu_s" in rows[0]:  # the seconds of all trainings in a cell
+        cells = dict.fromkeys(row["cpu_s"] for row in rows if row["policy"] == name)
+        seconds = [second for cell in cells for second in json.loads(cell)]
     if seconds:
-        low, high = min(seconds[0]), max(seconds[0])
-        text = f"{len(seconds[0])} trainings from random weights, {low:.0f} to {high:.0f} s of a "
-        text += f"core each ({origin(record)}). "
+        env_id = record["settings"].get("arguments", {}).get("env_id")
+        text = f"{len(seconds)} trainings from random weights"
+        text += f" on `{env_id}`" if env_id else ""
+        text += f", {min(seconds):.0f} to {max(seconds):.0f} s of a core each ({origin(record)}). "
         text += (
             "Dashed: rules on the same validation episodes. The first evaluations, of random "
             "weights, may lie beyond the axis."
@@ -235,6 +232,7 @@ def results_of(name: str, rows: list[dict[str, Any]]) -> list[str]:
     for row in rows:
         if row[ends[0]] != "" and not row["policy"].startswith(f"{name}, "):
             at = f"{row['rate']:g} requests/s" if "rate" in row else "evaluation episodes"
+            at = f"`{row['scenario']}`, {at}" if "scenario" in row else at
             found.setdefault(row["policy"], {})[at] = interval(*(row[k] for k in (value, *ends)))
     lines = [
         f"{METRICS[value]} on evaluation episodes [95 % interval]; of {name} the last policies:"
