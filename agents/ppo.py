@@ -43,7 +43,7 @@ from servegym.envs.families import find_family
 
 SETTINGS = {
     "llm_routing": {"rate": 8.0, "reward": "completed_qos"},
-    "prefix_routing": {"reward": "score"},
+    "prefix_routing": {"reward": "dense"},
 }
 """Arguments of the ids of a family; ``--set`` changes them and adds others."""
 MEASURES = {

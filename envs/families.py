@@ -90,7 +90,7 @@ FAMILIES: tuple[Family, ...] = (
         title="Serverless MoE partitioning",
         paper="Remoe",
         group="serverless",
-        views={"graph": "ServerlessMoE-v0", "flat": "ServerlessMoEFlat-v0"},
+        views={"graph": "ServerlessMoE-v0", "flat": "ServerlessMoEFlat-v1"},
         system="ServerlessSystem",
     ),
     Family(

@@ -97,7 +97,7 @@ def test_a_decision_is_paid_for_its_own_request(tmp_path, monkeypatch):
         pairs = set(zip(ended["row"].tolist(), ended["decision"].tolist(), strict=True))
         rows, steps = ended["row"].max() + 1, ended["decision"].max() + 1
         assert len(pairs) == len(ended) == rows * steps and np.ptp(ended["reward"]) > 0
-    args = tiny("ppo", tmp_path / "b", env_id="servegym/ServerlessMoEFlat-v0", own_requests=True)[1]
+    args = tiny("ppo", tmp_path / "b", env_id="servegym/ServerlessMoEFlat-v1", own_requests=True)[1]
     with pytest.raises(ValueError, match="own_requests"):
         ppo.train(args)
 

@@ -266,7 +266,7 @@ def test_an_id_is_looked_up_among_the_families(tmp_path):
     ("env_id", "kwargs", "column"),
     [
         (ROUTING, {"num_experts": 3, "episode_requests": 40}, "avg_qos"),
-        ("servegym/ServerlessMoEFlat-v0", {"model": "toy", "episode_requests": 12}, "mean_reward"),
+        ("servegym/ServerlessMoEFlat-v1", {"model": "toy", "episode_requests": 12}, "mean_reward"),
         ("servegym/PrefixRoutingFlat-v2", {"num_replicas": 2, "episode_requests": 20}, "return"),
         (
             "servegym/ExpertPlacement-v0",
