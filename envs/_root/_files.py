@@ -11,6 +11,7 @@ import os
 import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
@@ -294,26 +295,45 @@ def _refuse_pointer(path: str | os.PathLike[str], text: str) -> None:
         raise MalformedFileError(path, 1, None, problem, fix)
 
 
+@contextmanager
+def naming(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Name the file where a write fails: the system does not say which disk is full.
+
+    Raises:
+        OSError: With the file's name.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, os.fspath(path)) from error
+
+
 def write_atomic(path: str | os.PathLike[str], write: Callable[[BinaryIO], object]) -> None:
     """Write a file through a temporary one in the same folder, so that none is ever half there.
 
     Args:
         path: The file to write; its folder must exist.
         write: Writes the content to the binary stream that it is given.
+
+    Raises:
+        OSError: With the file's name, as where the disk is full.
     """
     target = Path(path)
-    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
-    try:
-        with os.fdopen(handle, "wb") as stream:
-            write(stream)
-        # mkstemp makes the file private to its owner; give it the usual mode of a new file.
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(name, 0o666 & ~umask)
-        os.replace(name, target)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    with naming(target):
+        handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
+        try:
+            with os.fdopen(handle, "wb") as stream:
+                write(stream)
+            # mkstemp makes the file private to its owner; give it the usual mode of a new file.
+            umask = os.umask(0)
+            os.umask(umask)
+            os.chmod(name, 0o666 & ~umask)
+            os.replace(name, target)
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise
 
 
 def write_text(path: str | os.PathLike[str], text: str | bytes) -> None:
