@@ -15,6 +15,8 @@ EXTRAS = {
     "matplotlib": "plots",
     "pandas": "plots",
     "PIL": "plots",
+    "moviepy": "video",
+    "pygame": "video",
     "wandb": "track",
     "optuna": "sweep",
     "ray": "ray",
