@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -235,12 +235,13 @@ def parse_config(config: Mapping[str, Any], name: str, where: str) -> ModelShape
     return replace(shape, expert_dtype=expert_dtype, quantised=quantised)
 
 
-def _nested(fields: Fields) -> Iterator[Fields]:
+def _nested(top: Fields) -> list[Fields]:
     """The config and the objects in it, at any depth, each with its place."""
-    yield fields
-    for key, value in fields.data.items():
-        if isinstance(value, Mapping):
-            yield from _nested(fields.child(key))
+    found = [top]
+    for part in found:  # which grows
+        inner = (key for key, value in part.data.items() if isinstance(value, Mapping))
+        found += [part.child(key) for key in inner]
+    return found
 
 
 def _flat(top: Fields) -> tuple[Fields, list[tuple[Fields, str]]]:
