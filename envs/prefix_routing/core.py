@@ -90,7 +90,9 @@ def observation_space(problem: Problem) -> spaces.Space:
         replica = [*np.where(low < 0, -1.0, 0.0), 0.0], [*np.ones(len(high)), steps.MAX_SHARE]
         request = np.zeros(len(top)), np.ones(len(top))
         if problem.view == FLAT:
-            bounds = [np.append(k, np.tile(row, n)) for k, row in zip(request, replica, strict=True)]
+            bounds = [
+                np.append(k, np.tile(row, n)) for k, row in zip(request, replica, strict=True)
+            ]
         else:
             bounds = [np.tile([*row, *k], (n, 1)) for k, row in zip(request, replica, strict=True)]
         return spaces.Box(*(bound.astype(np.float32) for bound in bounds))

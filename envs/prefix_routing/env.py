@@ -65,10 +65,10 @@ class PrefixRoutingEnv(BatchEnv):
     `"slo"` (default here): 1 for a request that is completed within both objectives, in the step in
     which it ends. `"ttft"`: minus the seconds to the first token, in the step of that token.
     `"score"`: as `"slo"`, less .3 log2(1 + x), x being the larger share of its objective that TTFT or
-    TPOT took; -2 if it is lost. `"dense"` (default of the ids with one Box): as `"score"`, but .3
-    log2(1 + x) of the TTFT is charged at the decision, as the gateway expects it, and corrected at
-    the first token; and less 2 a second by which the work on prompts that lies at the replicas grows,
-    what lies there at the last decision included. An answer lives some 800 decisions at 20/s, its
+    TPOT took; -2 if it is lost. `"dense"` (default of the ids with one Box): as `"score"`, but paid
+    at the decision, for the TTFT that the gateway expects, and corrected at the first token and at the
+    end; and less 2 a second that the replica needs for the tokens of the prompt that the
+    gateway's index does not find there. An answer lives some 800 decisions at 20/s, its
     first token comes after 10: begin with a discount of .95 to .99. The last step drains the replicas.
     `info["reward_terms"]` has the term by its name.
 
