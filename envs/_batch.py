@@ -10,7 +10,7 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.error import ResetNeeded
 
-from servegym._checks import check_render_mode, flag, keywords
+from servegym._checks import check_render_mode, flag, keywords, mapping
 
 
 class Batch(Protocol):
@@ -63,6 +63,23 @@ def need_episode(what: str, begun: bool) -> None:
     """ResetNeeded unless an episode was begun."""
     if not begun:
         raise ResetNeeded(f"Cannot {what}: call reset() to begin an episode first.")
+
+
+def check_options(given: Any, known: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The ``options`` of a reset, all of them ``known``.
+
+    Raises:
+        ValueError: Naming the key and those that are known.
+    """
+    found = mapping("options", given)
+    for key in found:
+        if key not in known:
+            takes = f"known are {', '.join(known)}" if known else "a reset takes no options"
+            raise ValueError(
+                f"options has the key {key!r}, but {takes}; what describes the system is an "
+                "argument of gymnasium.make."
+            )
+    return found
 
 
 def warn_of_no_mode() -> None:
@@ -158,7 +175,12 @@ class BatchEnv(gym.Env):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Any, dict[str, Any]]:
-        """Draw an episode and return its first observation."""
+        """Draw an episode and return its first observation.
+
+        Raises:
+            ValueError: There are options; none are known.
+        """
+        check_options(options)
         super().reset(seed=seed)
         self.batch.draw(0, self.np_random)
         self.batch.begin(self._which)

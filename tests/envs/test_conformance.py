@@ -15,6 +15,7 @@ from gymnasium.envs.registration import EnvSpec
 from gymnasium.error import ResetNeeded
 from gymnasium.utils.env_checker import check_env
 from gymnasium.vector import AutoresetMode
+from gymnasium.wrappers import FlattenObservation, RecordEpisodeStatistics, TimeLimit
 
 import servegym
 from servegym.envs import expert_placement, llm_routing
@@ -421,6 +422,30 @@ def in_form(env_id, form):
     row = [2] if form == "vector" else []
     looks = [(name, ()) for name in OF_ALL] + [(name, row) for name in OF_ONE]
     return env, action, {n: partial(getattr(env, n), *at) for n, at in looks if hasattr(env, n)}
+
+
+@pytest.mark.parametrize("env_id", servegym.ENV_IDS)
+def test_options_of_a_reset_that_nobody_knows_are_refused(env_id):
+    env, envs = make(env_id), make_vec(env_id)
+    with pytest.raises(ValueError, match="'rate', but a reset takes no options.*gymnasium.make"):
+        env.reset(seed=0, options={"rate": 5})
+    for options in ({"rate": 5}, {"reset_mask": np.ones(3, bool), "rate": 5}):
+        with pytest.raises(ValueError, match="'rate', but known are reset_mask"):
+            envs.reset(seed=0, options=options)
+    for given in ([1], "rate"):
+        with pytest.raises(ValueError, match="options=.*must be a mapping"):
+            env.reset(options=given)
+    assert_same(env.reset(seed=3, options={}), env.reset(seed=3))
+    assert_same(envs.reset(seed=3, options={}), envs.reset(seed=3))
+    sync = make_sync(env_id, mode=AutoresetMode.DISABLED)
+    sync.reset(seed=3)
+    sync.reset(seed=3, options={"reset_mask": np.array([True, False, True])})
+    with pytest.raises(ValueError, match="'rate', but a reset takes no options"):
+        sync.reset(options={"rate": 5})
+    wrapped = RecordEpisodeStatistics(FlattenObservation(TimeLimit(make(env_id), 5)))
+    wrapped.reset(seed=3, options={})
+    with pytest.raises(ValueError, match="'human' is unknown.*pygame.*pip install '.\\[video\\]'"):
+        make_vec(env_id, render_mode="human")
 
 
 @pytest.mark.parametrize(("env_id", "form"), FORMS)
