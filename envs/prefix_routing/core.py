@@ -95,7 +95,8 @@ def observation_space(problem: Problem) -> spaces.Space:
             ]
         else:
             bounds = [np.tile([*row, *k], (n, 1)) for k, row in zip(request, replica, strict=True)]
-        return spaces.Box(*(bound.astype(np.float32) for bound in bounds))
+        lowest, highest = (bound.astype(np.float32) for bound in bounds)
+        return spaces.Box(lowest, highest, dtype=np.float32)
     most = np.iinfo(np.int32).max
     return spaces.Dict(
         {
