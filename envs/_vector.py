@@ -53,8 +53,8 @@ class BatchVectorEnv(VectorEnv):
         self.validate = flag("validate", validate)
         self.problem = single.make_problem(kwargs)
         self.batch = self._make_batch()
-        self.single_observation_space = single.OBSERVATION(self.problem)
-        self.single_action_space = single.ACTION(self.problem)
+        self.single_observation_space = single.make_observation_space(self.problem)
+        self.single_action_space = single.make_action_space(self.problem)
         self.observation_space = batch_space(self.single_observation_space, self.num_envs)
         self.action_space = batch_space(self.single_action_space, self.num_envs)
         self._generators: list[np.random.Generator | None] = [None] * self.num_envs
@@ -69,7 +69,7 @@ class BatchVectorEnv(VectorEnv):
         self._which = np.ones(self.num_envs, dtype=np.int8)
 
     def _make_batch(self) -> Any:
-        return self.SINGLE.BATCH(self.problem, self.num_envs)
+        return self.SINGLE.make_batch(self.problem, self.num_envs)
 
     def _step_all(self, actions: Any) -> tuple[int, Any, np.ndarray | None]:
         """Step all systems: how many ended; copies of observation and mask, None: not yet made."""

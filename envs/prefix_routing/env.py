@@ -132,12 +132,12 @@ class PrefixRoutingEnv(BatchEnv):
     """
 
     metadata: dict[str, Any] = {"render_modes": ["ansi", "rgb_array"], "render_fps": 8}
-    VIEW = DICT
-    BUILD = staticmethod(build_problem)
-    BATCH = PrefixBatch
-    OBSERVATION = staticmethod(observation_space)
-    ACTION = staticmethod(action_space)
-    ACTION_WORDS = staticmethod(action_words)
+    view = DICT
+    build_problem = staticmethod(build_problem)
+    make_batch = PrefixBatch
+    make_observation_space = staticmethod(observation_space)
+    make_action_space = staticmethod(action_space)
+    action_words = staticmethod(action_words)
     problem: Problem
     batch: PrefixBatch
 
@@ -166,7 +166,7 @@ class PrefixRoutingFlatEnv(PrefixRoutingEnv):
     - v2: the expected TTFT; `reward="dense"` is the default
     """
 
-    VIEW = FLAT
+    view = FLAT
 
 
 class PrefixRoutingSummaryEnv(PrefixRoutingEnv):
@@ -182,4 +182,4 @@ class PrefixRoutingSummaryEnv(PrefixRoutingEnv):
     - v2: the expected TTFT; `reward="dense"` is the default
     """
 
-    VIEW = SUMMARY
+    view = SUMMARY

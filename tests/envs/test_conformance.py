@@ -616,3 +616,8 @@ def test_fields_of_records_are_found_in_uncompiled_engines_too(family):
         if isinstance(value, np.dtype) and value.names
     ]
     assert dtypes and not {name for dtype in dtypes for name in dtype.names} & set(dir(np.record))
+
+
+def test_a_family_that_lacks_a_part_fails_when_it_is_defined():
+    with pytest.raises(TypeError, match="Half lacks make_observation_space, make_action_space"):
+        type("Half", (BatchEnv,), {"build_problem": dict, "make_batch": dict, "frame": dict})
