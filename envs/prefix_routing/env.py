@@ -172,14 +172,15 @@ class PrefixRoutingFlatEnv(PrefixRoutingEnv):
 class PrefixRoutingSummaryEnv(PrefixRoutingEnv):
     """`PrefixRoutingEnv` with one Box that has a row for each replica.
 
-    The observation is a float32 `Box` of shape (N, 23 + 7): the columns of the replica, then those of
-    `request`, the same in each row, as in `PrefixRoutingFlatEnv`. Everything else is as there.
+    The observation is a float32 `Box` of shape (N, 22 + 7): the columns of `replicas`, then those of
+    `request`, the same in each row, scaled as in `PrefixRoutingFlatEnv`, without the expected TTFT.
+    `reward="dense"` is the default; everything else is as in `PrefixRoutingEnv`.
 
     >>> import gymnasium, servegym
     >>> gymnasium.make("servegym/PrefixRoutingSummary-v2").observation_space.shape
-    (8, 30)
+    (8, 29)
 
-    - v2: the expected TTFT; `reward="dense"` is the default
+    - v2: `reward="dense"` is the default
     """
 
     view = SUMMARY
