@@ -152,7 +152,7 @@ _PLACEMENT = {
 }
 TRAININGS: dict[str, dict[str, tuple[str, ...]]] = {
     "ppo": {
-        "LLM routing": ("routing/learning_ppo_60s",),
+        "LLM routing": ("routing/learning_ppo",),
         "Prefix routing": ("prefix/learning",),
     },
     "baseline_rl": {"LLM routing": ("routing/learning_sac_rows",)},

@@ -74,10 +74,7 @@ EPISODE = record(
         ("step_ttft", "f8"),  # s, sum over the first tokens in this step
         ("step_score", "f8"),  # in this step, see `score`
         ("step_early", "f8"),  # what of scores DENSE pays in this step before a request ends
-        (
-            "step_work_s",
-            "f8",
-        ),  # uncached tokens of the request of this step over its replica's speed
+        ("step_work_s", "f8"),  # of this step's request, see `WORK_WEIGHT`
         ("began", "f8"),  # s, first decision
         ("last_finish", "f8"),  # s
     ]

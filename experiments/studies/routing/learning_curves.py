@@ -63,18 +63,8 @@ class Training(NamedTuple):
     validation: tuple[int, int] | None = None
 
 
-_LONG = "--eval_every 40000 --eval_episodes 10"
-_SHORT = (10, 1000)
 TRAININGS = {
-    "learning_ppo": Training(
-        "ppo", "--total_timesteps 150000 --eval_episodes 10", validation=_SHORT
-    ),
-    "learning_ppo_20s": Training(
-        "ppo", f"--total_timesteps 260000 {_LONG}", control=False, validation=_SHORT
-    ),
-    "learning_ppo_60s": Training(
-        "ppo", f"--total_timesteps 400000 {_LONG}", control=False, validation=_SHORT
-    ),
+    "learning_ppo": Training("ppo", "--eval_episodes 10", validation=(10, 1000)),
     "learning_sac_rows": Training("baseline_rl", "", (5.0, 8.0, 10.0)),
     "learning_sac_han": Training("sac_han", "", (5.0, 8.0, 10.0)),
 }
