@@ -130,7 +130,7 @@ def test_named_deployments_serve_their_load(name):
 def test_fleets_have_names():
     by_fleet = gymnasium.make(ID, fleet="paper-linear").unwrapped.problem
     by_profiles = gymnasium.make(ID, profiles="paper-linear").unwrapped.problem
-    assert np.array_equal(by_fleet.law, by_profiles.law)
+    assert np.array_equal(by_fleet.law.values, by_profiles.law.values)
 
 
 @pytest.mark.filterwarnings("ignore:profile 'h100")
