@@ -194,8 +194,8 @@ class RoutingBatch(Batch):
         self.fleets: list[dict[str, Any] | None] = [None] * num_rows
         if problem.fleets is None:
             self.expert["profile"] = self.expert["model"] = np.arange(n)
-            tokens = np.array([profile.kv_capacity_tokens for profile in problem.profiles])
-            self.expert["capacity"] = tokens // int(c["block_size"])
+            blocks = [p.kv_capacity_tokens // int(c["block_size"]) for p in problem.profiles]
+            self.expert["capacity"] = blocks
         else:
             self.config = np.repeat(problem.cfg, num_rows)
         self.slot = np.zeros((num_rows, n, slots), dtype=kernel.SLOT)

@@ -94,7 +94,7 @@ def failure_times(failures: Mapping[str, Any]) -> tuple[float, float]:
     return uptime, downtime
 
 
-def checked_factors(given: Any, profiles: Sequence[Profile]) -> dict[str, tuple[float, float]]:
+def checked_factors(given: Any, profiles: Sequence[Profile]) -> dict[str, list[float]]:
     """``step_factors`` checked: factors of prefill and decode iterations by profile."""
     found = mapping("step_factors", given, [profile.name for profile in profiles])
     for name, pair in found.items():
@@ -104,10 +104,7 @@ def checked_factors(given: Any, profiles: Sequence[Profile]) -> dict[str, tuple[
                 "prefill and of iterations of decodes alone."
             )
     return {
-        name: (
-            real(f"step_factors[{name!r}][0]", pair[0], 0.1, 10.0),
-            real(f"step_factors[{name!r}][1]", pair[1], 0.1, 10.0),
-        )
+        name: [real(f"step_factors[{name!r}][{k}]", x, 0.1, 10.0) for k, x in enumerate(pair)]
         for name, pair in found.items()
     }
 
@@ -135,10 +132,7 @@ def set_sizes(c: np.void) -> None:
 def put_fleet(
     source: FleetSource, setting: Mapping[str, Any], c: np.void, expert: np.ndarray, shared: np.void
 ) -> None:
-    """Write a fleet drawn from ``source`` in the config and expert records ``(N,)`` of a system.
-
-    ``shared`` is the config record of its problem.
-    """
+    """Write a drawn fleet in the records of a system; ``shared`` is the problem's config record."""
     count = len(setting["profiles"])
     c["num_experts"] = count
     c["running_capacity"] = setting["running_capacity"]
@@ -147,8 +141,7 @@ def put_fleet(
     c["memory_policy"] = _MEMORY_POLICIES[setting["memory_policy"]]
     caching = shared["prefix_caching"] and c["scheduler"] == kernel.CHUNKED
     c["prefix_caching"] = caching and c["memory_policy"] == kernel.PAGED
-    ahead = shared["async_scheduling"]
-    c["async_scheduling"] = ahead and c["scheduler"] == kernel.CHUNKED
+    c["async_scheduling"] = shared["async_scheduling"] and c["scheduler"] == kernel.CHUNKED
     c["token_budget"] = setting["prefill_token_budget"]
     expert["capacity"][:count] = np.array(setting["kv_capacity_tokens"]) // int(c["block_size"])
     expert["profile"][:count] = source.laws(setting)

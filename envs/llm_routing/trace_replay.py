@@ -107,10 +107,7 @@ def _run(
     tokens: np.ndarray,
     times: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Log of the requests and ``(K, 3)`` state at ``times``; ``tokens``: prompts, outputs.
-
-    The cache has ``blocks`` KV blocks.
-    """
+    """Log of the requests and ``(K, 3)`` state at ``times``; ``tokens``: prompts, outputs."""
     count = len(arrivals)
     log = np.zeros(count, dtype=kernel.LOG)
     timeline = np.zeros((len(times), 3))
@@ -175,10 +172,8 @@ def _serve(
     c["num_requests"], c["max_output_tokens"] = count, int(outputs.max())
     law = pack_law([expert], running_capacity)
     c["longest"] = law.where["longest"][0]
-    tokens = expert.kv_capacity_tokens
-    if kv_tokens is not None:
-        tokens = whole("kv_tokens", kv_tokens, 1)
-    blocks = tokens // block_size
+    kv = expert.kv_capacity_tokens if kv_tokens is None else whole("kv_tokens", kv_tokens, 1)
+    blocks = kv // block_size
     _check_requests_fit(prompts, outputs, expert, blocks, c)
     tokens = np.ascontiguousarray(np.stack([prompts, outputs], axis=1).astype(np.int64))
     log, timeline = _run(cfg, law, blocks, arrivals, tokens, times)

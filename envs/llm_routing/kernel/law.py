@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from servegym._jit import inline, inner
+from servegym._jit import inline, inner, record
 from servegym.hardware_profiles import Profile
 from servegym.hardware_profiles.interpolation import along, union
 
@@ -36,7 +36,7 @@ _PARTS = (
     "y_longest",  # (N, n_sequences) s/token of the longest context beyond the mean
     "y_longest_mixed",  # the same beside prefill chunks
 )
-LAW = np.dtype((np.record, [(name, "i8") for name in (*_LENGTHS, "longest", *_PARTS)]))
+LAW = record([(name, "i8") for name in (*_LENGTHS, "longest", *_PARTS)])
 """Lengths of the axes, whether some card has times by the longest context, and offsets."""
 
 
@@ -52,13 +52,10 @@ class Law(NamedTuple):
     values: np.ndarray
 
 
-# ------------------------------------------------------------------------------------------ packing
-
-
 def pack_law(
     profiles: Sequence[Profile],
     running_capacity: int,
-    factors: Mapping[str, tuple[float, float]] | None = None,
+    factors: Mapping[str, Sequence[float]] | None = None,
 ) -> Law:
     """The law of these cards, for batches of up to ``running_capacity`` sequences.
 
@@ -76,7 +73,7 @@ def pack_law(
     cards = []
     for profile in profiles:
         pair = (factors or {}).get(getattr(profile, "name", ""), (1.0, 1.0))
-        cards.append(_card_tables(profile, axes, sequences, *pair))
+        cards.append(_card_tables(profile, axes, sequences, pair))
     parts = axes | {name: np.array([card[name] for card in cards]) for name in cards[0]}
     where = np.zeros(1, dtype=LAW)
     where["n_sequences"] = len(sequences)
@@ -91,13 +88,10 @@ def pack_law(
 
 
 def _card_tables(
-    profile: Profile,
-    axes: Mapping[str, np.ndarray],
-    sequences: np.ndarray,
-    prefill_factor: float,
-    decode_factor: float,
+    profile: Profile, axes: dict[str, np.ndarray], sequences: np.ndarray, factors: Sequence[float]
 ) -> dict[str, Any]:
     """The tables of one card, by their names in `LAW`."""
+    prefill_factor, decode_factor = factors
     t, more, lengths = profile.tables(), profile.surplus(sequences), axes["x_decode"]
     head = along(t.head_sequences, t.head_s, sequences)
     batch = along(t.dense_tokens, t.dense_s, sequences) + head
@@ -121,9 +115,6 @@ def _card_tables(
         "y_longest": more.decode_s * decode_factor,
         "y_longest_mixed": more.mixed_s * prefill_factor,
     }
-
-
-# ------------------------------------------------------------------------------------------ reading
 
 
 @inline
@@ -203,9 +194,7 @@ def head_s(law, n, sequences):
 @inner
 def prefill_s(law, n, tokens):
     """An Orca prefill iteration over ``tokens`` prompt tokens."""
-    w = law.where[0]
-    head = law.values[w.y_head + n * w.n_sequences + 1]
-    return dense_s(law, n, tokens) + chunk_attention_s(law, n, tokens, 0.0) + head
+    return dense_s(law, n, tokens) + chunk_attention_s(law, n, tokens, 0.0) + head_s(law, n, 1)
 
 
 @inline

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from servegym._jit import inline
+from servegym._jit import inline, record
 from servegym.envs.llm_routing.kernel.law import Law
 
 ORCA, CHUNKED = 0, 1  # config.scheduler
@@ -97,12 +97,7 @@ SUMMARY_WIDTH = len(SUMMARY_FEATURES)
 SUMMARY_CONTEXT = 256.0  # tokens
 
 
-def _record(fields: list[tuple[str, str]]) -> np.dtype:
-    # np.record scalars give attribute access with the JIT switched off, too.
-    return np.dtype((np.record, np.dtype(fields, align=True)))
-
-
-CONFIG = _record(
+CONFIG = record(
     [
         ("num_experts", "i8"),  # N
         ("running_capacity", "i8"),  # R, requests
@@ -135,7 +130,7 @@ CONFIG = _record(
 )
 """The arguments of a system: of every system of a problem, unless its fleet is drawn."""
 
-ENV = _record(
+ENV = record(
     [
         ("index", "i8"),  # of the request to route, 0 to J
         ("first_log", "i8"),  # where the system's entries begin in the log
@@ -170,7 +165,7 @@ ENV = _record(
 )
 """Clock and sums of a system."""
 
-EXPERT = _record(
+EXPERT = record(
     [
         # The first 64 bytes are what every step reads.
         ("start", "f8"),  # s, begin of the iteration in flight
@@ -216,7 +211,7 @@ EXPERT = _record(
 )
 """An expert: an iteration-level scheduler with its running list and its waiting queue."""
 
-SLOT = _record(
+SLOT = record(
     [
         # The first 48 bytes are what a sum over the running requests reads.
         ("arrived", "f8"),  # s, at the router
@@ -244,7 +239,7 @@ SLOT = _record(
 )
 """A request at an expert."""
 
-LOG = _record(
+LOG = record(
     [
         ("available_s", "f8"),
         ("admitted_s", "f8"),

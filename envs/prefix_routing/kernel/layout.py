@@ -11,18 +11,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from servegym._jit import record
 from servegym.envs.llm_routing.kernel.law import Law
 
 DECODE, MIXED = 1, 2  # replica.iteration, or IDLE
 PENDING, QUEUED, COMPLETED, REJECTED, FAILED = 0, 1, 2, 3, 4  # request.outcome
 FIRST_TOKEN, COMPLETION, LOSS = 0, 1, 2  # kinds of news
 NO_STORE, OWN_STORE, POOLED_STORE = 0, 1, 2  # config.store
-
-
-def record(fields: list[tuple[str, str]]) -> np.dtype:
-    """A type of records."""
-    # np.record scalars give attribute access with the JIT switched off, too.
-    return np.dtype((np.record, np.dtype(fields, align=True)))
 
 
 CONFIG = record(
