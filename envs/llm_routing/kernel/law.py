@@ -1,8 +1,4 @@
-"""The latency law of all cards: its tables in one vector, and the seconds that kernels read of it.
-
-Nothing else knows where a table begins. ``w`` is the record `LAW` of a law, ``n`` a card, ``e`` the
-record of an expert.
-"""
+"""The latency law of N cards: its tables in one vector, where each begins, and how it is read."""
 
 from __future__ import annotations
 
@@ -70,10 +66,8 @@ def pack_law(
         "x_decode": union(t.decode_context_tokens for t in tables),
     }
     sequences = np.arange(running_capacity + 1, dtype=np.float64)
-    cards = []
-    for profile in profiles:
-        pair = (factors or {}).get(getattr(profile, "name", ""), (1.0, 1.0))
-        cards.append(_card_tables(profile, axes, sequences, pair))
+    pairs = [(factors or {}).get(getattr(p, "name", ""), (1.0, 1.0)) for p in profiles]
+    cards = [_card_tables(p, axes, sequences, x) for p, x in zip(profiles, pairs, strict=True)]
     parts = axes | {name: np.array([card[name] for card in cards]) for name in cards[0]}
     where = np.zeros(1, dtype=LAW)
     where["n_sequences"] = len(sequences)
@@ -152,15 +146,15 @@ def dense_s(law, n, tokens):
 @inner
 def chunk_attention_s(law, n, chunk, context):
     """Attention of a prefill chunk over its own tokens and ``context`` computed before it."""
-    w, values = law.where[0], law.values
+    w = law.where[0]
     oy = w.y_chunk + n * w.n_chunk * w.n_context
     if w.n_chunk == 1:
-        return interpolate(values, w.x_context, oy, w.n_context, context)
-    i = find_segment(values, w.x_chunk, w.n_chunk, chunk)
-    low = interpolate(values, w.x_context, oy + i * w.n_context, w.n_context, context)
-    high = interpolate(values, w.x_context, oy + (i + 1) * w.n_context, w.n_context, context)
-    x0 = values[w.x_chunk + i]
-    return low + (high - low) * ((chunk - x0) / (values[w.x_chunk + i + 1] - x0))
+        return interpolate(law.values, w.x_context, oy, w.n_context, context)
+    i = find_segment(law.values, w.x_chunk, w.n_chunk, chunk)
+    low = interpolate(law.values, w.x_context, oy + i * w.n_context, w.n_context, context)
+    high = interpolate(law.values, w.x_context, oy + (i + 1) * w.n_context, w.n_context, context)
+    x0 = law.values[w.x_chunk + i]
+    return low + (high - low) * ((chunk - x0) / (law.values[w.x_chunk + i + 1] - x0))
 
 
 @inline
@@ -206,7 +200,8 @@ def decode_iterations(law, e, limit, until, before):
     root of a quadratic.
     Returns the count, the time they take, and the time of the iteration after them.
     """
-    w, values = law.where[0], law.values
+    w = law.where[0]
+    values = law.values
     done = 0
     spent = 0.0
     x = e.decoding_tokens / e.running
