@@ -25,13 +25,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numba
+import numpy as np
 from numba import njit
 from numba.core import cgutils, config, event, types
 from numba.core.caching import IndexDataCacheFile
 from numba.core.registry import CPUDispatcher
 from numba.extending import intrinsic
 
-__all__ = ["borrowed", "compile_kernels", "inline", "inner", "jit"]
+__all__ = ["borrowed", "compile_kernels", "inline", "inner", "jit", "record"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
@@ -137,6 +138,11 @@ def _inner(function: F, **options: Any) -> F:
     if type(dispatcher) is CPUDispatcher:  # not so under NUMBA_DISABLE_JIT
         dispatcher.__class__ = _InnerDispatcher
     return found
+
+
+def record(fields: list[tuple[str, str]]) -> np.dtype:
+    """A type of records, with access by attribute with the compilation switched off, too."""
+    return np.dtype((np.record, np.dtype(fields, align=True)))
 
 
 def _without_owner(context: Any, builder: Any, kind: Any, value: Any) -> Any:

@@ -11,7 +11,8 @@ from servegym._checks import whole
 from servegym._files import LATEST_S
 from servegym._jit import compile_kernels
 from servegym.envs.llm_routing import kernel
-from servegym.envs.llm_routing.config import engine_config, pack_laws, set_sizes
+from servegym.envs.llm_routing.kernel.law import Law, pack_law
+from servegym.envs.llm_routing.tables import engine_config, set_sizes
 from servegym.hardware_profiles import Profile, load
 
 MAX_SEQS = 4096
@@ -104,7 +105,8 @@ _engine: list[Callable[..., None]] = []
 
 def _run(
     cfg: np.ndarray,
-    law: np.ndarray,
+    law: Law,
+    blocks: int,
     arrivals: np.ndarray,
     tokens: np.ndarray,
     times: np.ndarray,
@@ -124,7 +126,7 @@ def _run(
         np.zeros((1, 1), dtype=kernel.EXPERT),
         queues,
     )
-    systems.expert["capacity"] = law[kernel.CAPACITY]
+    systems.expert["capacity"] = blocks
     tables = kernel.Tables(cfg, law, np.zeros((0, 1, 5), dtype=np.float32))
     arguments = (tables, systems, tokens, times, timeline)
     if not _engine:
@@ -172,12 +174,13 @@ def _serve(
     c["num_experts"], c["slots"], c["waiting_capacity"] = 1, count, count
     set_sizes(c)
     c["num_requests"], c["max_output_tokens"] = count, int(outputs.max())
-    law = pack_laws([expert], c, running_capacity, int(c["block_size"]))
-    if kv_tokens is not None:
-        law[0] = whole("kv_tokens", kv_tokens, 1) // int(c["block_size"])
-    _check_requests_fit(prompts, outputs, expert, int(law[0]), c)
+    law = pack_law([expert], running_capacity)
+    c["longest"] = law.where["longest"][0]
+    kv = expert.kv_capacity_tokens if kv_tokens is None else whole("kv_tokens", kv_tokens, 1)
+    blocks = kv // block_size
+    _check_requests_fit(prompts, outputs, expert, blocks, c)
     tokens = np.ascontiguousarray(np.stack([prompts, outputs], axis=1).astype(np.int64))
-    log, timeline = _run(cfg, law, arrivals, tokens, times)
+    log, timeline = _run(cfg, law, blocks, arrivals, tokens, times)
     return arrivals, outputs, log, timeline
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from servegym._jit import borrowed, inline, inner, jit
+from servegym._jit import borrowed, inline, inner, jit, record
 from servegym.envs.llm_routing.kernel.scheduler import before, blocks_of
 from servegym.envs.prefix_routing.kernel import gateway
 from servegym.envs.prefix_routing.kernel.cache import used_blocks
@@ -25,7 +25,7 @@ from servegym.envs.prefix_routing.kernel.events import (
     take_arrival,
 )
 from servegym.envs.prefix_routing.kernel.iterations import advance
-from servegym.envs.prefix_routing.kernel.layout import COMPLETION, FIRST_TOKEN, record
+from servegym.envs.prefix_routing.kernel.layout import COMPLETION, FIRST_TOKEN
 from servegym.envs.prefix_routing.kernel.observation import observe as see
 
 SLO, TTFT, SCORE, DENSE = 0, 1, 2, 3  # settings.reward
