@@ -457,7 +457,7 @@ for _command in (
     (
         "measure",
         "hardware_profiles.measure.command",
-        "Measure a machine: gpu, cpu-expert or server.",
+        "Measure a machine: gpu or server.",
     ),
     (
         "fidelity",
@@ -477,7 +477,7 @@ for _command in (
     (
         "presubmit",
         "experiments.evaluation.presubmit",
-        "Play your router against published rules in a minute; exit status 1 if it is worse.",
+        "Play your prefix-aware router against published rules; exit status 1 if it is worse.",
     ),
     ("claims", "experiments.papers.claims", "Print the papers' claims with our results."),
     (

@@ -5,16 +5,14 @@ from __future__ import annotations
 import math
 import multiprocessing
 import signal
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn, get_type_hints
 
 import tyro
 
 from servegym._checks import real
 from servegym._command_line import run_main
-from servegym.agents.lib.run_log import RunLog, keep_telling
 
 SHARE, ABOVE_ZERO = (0.0, 1.0, False), (0.0, 1e6, True)
 BOUNDS: dict[str, tuple[float, float, bool]] = {
@@ -63,15 +61,19 @@ class RunArgs:
     run_name: str = ""
     """folder of this run, a new one (default: agent and seed, numbered where there is one)"""
 
-    parsing: ClassVar[bool] = False
+    def check(self) -> None:
+        """Refuse a number that is out of bounds, as a training does before it begins.
 
-    def __post_init__(self) -> None:
-        for field in () if self.parsing else fields(self):
+        Raises:
+            ValueError: Naming the flag.
+        """
+        types = get_type_hints(type(self))
+        for field in fields(self):
             name, value = field.name, getattr(self, field.name)
-            if field.type == "int":
+            if types[name] is int:
                 least = int(field.default != 0 and name not in _MAY_BE_ZERO)
                 at_least(name, value, least, MOST.get(name, 10**9))
-            elif field.type in ("float", "tuple[float, ...]"):
+            elif types[name] in (float, tuple[float, ...]):
                 low, high, above = BOUNDS.get(name, (0.0, 1e3, False))
                 several = isinstance(value, tuple | list)
                 if several and not value:
@@ -98,28 +100,15 @@ def run_agent(train: Callable[[Any], Any], args: type[RunArgs]) -> NoReturn:
 
     A mistake in them is one line and status 2, Ctrl-C one line and status 130.
     """
-    ended = threading.Event()
-    silent = threading.Thread(target=keep_telling, args=(ended,), daemon=True)
 
     def run() -> int:
-        RunArgs.parsing = True  # tyro would tell a mistake in a box of six lines
         try:
-            given = tyro.cli(args, config=(tyro.conf.FlagConversionOff,))
-        finally:
-            RunArgs.parsing = False
-        given.__post_init__()
-        silent.start()
-        try:
-            train(given)
+            train(tyro.cli(args, config=(tyro.conf.FlagConversionOff,)))
         except KeyboardInterrupt:
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second one ends what is left at once
             for child in multiprocessing.active_children():
                 child.kill()
-            if RunLog.latest is None:
-                print("interrupted before the run began: nothing was written")
             return 130
-        finally:
-            ended.set()
         return 0
 
     run_main(run)

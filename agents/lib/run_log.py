@@ -20,13 +20,14 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from servegym._files import naming
 from servegym.agents.lib.evaluation import RULES
 from servegym.agents.lib.snapshots import load_snapshot, save_snapshot
 from servegym.envs.families import find_family
 
 LOG, SNAPSHOT = "metrics.jsonl", "snapshot.safetensors"
 OF_TRAINING = ("reward", "max_episode_steps", "split")  # not of an evaluation's environment
-Args = TypeVar("Args")
+Args = TypeVar("Args", bound=Any)
 
 
 def interval_passed(every: int, before: int, now: int) -> bool:
@@ -45,10 +46,8 @@ class RunLog:
         sps: Environment steps a second since the start or the resumption.
         phase: What the agent does now, until the next `advance`.
         said: Lines printed so far.
-        latest: The run of this process, None before it has its environments.
     """
 
-    latest: ClassVar[RunLog | None] = None
     current: ClassVar[ContextVar[RunLog | None]] = ContextVar("current", default=None)
 
     def __init__(
@@ -99,7 +98,9 @@ class RunLog:
         self.save: Callable[[Path], None] | None = None
         print(f"{name} writes to {self.run}", flush=True)
         self.bar.start()
-        RunLog.latest = self
+        self.closing = threading.Event()
+        if not self.bar.console.is_terminal:  # where it is one, the bar moves
+            threading.Thread(target=keep_telling, args=(self, self.closing), daemon=True).start()
         RunLog.current.set(self)
 
     def advance(self, step: int) -> float:
@@ -138,8 +139,9 @@ class RunLog:
         row = {"global_step": step, **metrics}
         if self.ended:
             row["charts/episodic_return"], self.ended = float(np.mean(self.ended)), []
-        self.file.write((json.dumps(row) + "\n").encode())
-        self.file.flush()
+        with naming(self.run / LOG):
+            self.file.write((json.dumps(row) + "\n").encode())
+            self.file.flush()
         if self.wandb is not None:
             self.wandb.log(row, step=step)
 
@@ -152,8 +154,10 @@ class RunLog:
         """Close the log, the bar and wandb's run, once; says how it ended, and what there is."""
         if self.file.closed:
             return
+        self.closing.set()
         self.bar.stop()
-        self.file.close()
+        with naming(self.run / LOG):
+            self.file.close()
         if self.wandb is not None:
             self.wandb.finish()
         RunLog.current.set(None)
@@ -187,11 +191,12 @@ class RunLog:
 
 
 def saves_when_interrupted(train: Callable[[Args], Path]) -> Callable[[Args], Path]:
-    """A training that closes its log however it ends, and saves its policy on Ctrl-C."""
+    """A training that checks its arguments, closes its log however it ends, and on Ctrl-C saves."""
 
     @functools.wraps(train)
     def run(args: Args) -> Path:
         RunLog.current.set(None)
+        args.check()
         try:
             folder = train(args)
             if (log := RunLog.current.get()) is not None:
@@ -200,6 +205,8 @@ def saves_when_interrupted(train: Callable[[Args], Path]) -> Callable[[Args], Pa
         except KeyboardInterrupt:
             if (log := RunLog.current.get()) is not None:
                 log.interrupted()
+            else:
+                print("interrupted before the run began: nothing was written")
             raise
         finally:
             if (log := RunLog.current.get()) is not None:
@@ -271,22 +278,11 @@ def _lock(file: BinaryIO, run: Path) -> BinaryIO:
     return file
 
 
-def keep_telling(
-    stop: threading.Event, every_s: float = 5.0, echo: Callable[[str], None] | None = None
-) -> None:
+def keep_telling(log: RunLog, stop: threading.Event, every_s: float = 5.0) -> None:
     """Say what a run does, until ``stop``, once nothing was printed between two looks."""
-    before: tuple[RunLog | None, int] = None, -1
+    before = -1
     while not stop.wait(every_s):
-        log = RunLog.latest
-        now = log, log.said if log is not None else 0
-        if now == before:
-            text = "preparing the environments and the networks"
-            if log is not None:
-                text = f"{log.title}: {log.phase}, step {log.step}, {log.sps:.1f} SPS"
-            if echo is not None:
-                echo(text)
-            elif log is None:
-                print(text, flush=True)
-            elif not log.bar.console.is_terminal:  # where it is one, the bar moves
-                log.bar.console.print(text)
-        before = now
+        if log.said == before:
+            text = f"{log.title}: {log.phase}, step {log.step}, {log.sps:.1f} SPS"
+            log.bar.console.print(text, markup=False, highlight=False)
+        before = log.said

@@ -14,8 +14,9 @@ from servegym.envs._batch import Batch
 from servegym.envs._spares import Spares
 from servegym.envs._threads import RowThreads
 from servegym.envs.llm_routing import kernel
-from servegym.envs.llm_routing.config import Problem, put_fleet
+from servegym.envs.llm_routing.config import Problem
 from servegym.envs.llm_routing.fleets import FLEET_FEATURES, MAX_LATENCY_REQUIREMENT_S
+from servegym.envs.llm_routing.tables import put_fleet
 from servegym.envs.workloads import make_arrivals
 from servegym.envs.workloads.arrivals import Arrivals
 
@@ -193,8 +194,8 @@ class RoutingBatch(Batch):
         self.fleets: list[dict[str, Any] | None] = [None] * num_rows
         if problem.fleets is None:
             self.expert["profile"] = self.expert["model"] = np.arange(n)
-            laws = problem.law[: n * kernel.EXPERT_WIDTH].reshape(n, kernel.EXPERT_WIDTH)
-            self.expert["capacity"] = laws[:, kernel.CAPACITY]
+            blocks = [p.kv_capacity_tokens // int(c["block_size"]) for p in problem.profiles]
+            self.expert["capacity"] = blocks
         else:
             self.config = np.repeat(problem.cfg, num_rows)
         self.slot = np.zeros((num_rows, n, slots), dtype=kernel.SLOT)
@@ -299,14 +300,15 @@ class RoutingBatch(Batch):
 
     def _put_fleet(self, row: int, setting: dict[str, Any]) -> None:
         """Make the system of a row that of a setting."""
+        source, shared = self.problem.fleets, self.problem.cfg[0]
+        assert source is not None
         self.fleets[row] = setting
-        put_fleet(self.problem, setting, self.config[row], self.expert[row])
+        put_fleet(source, setting, self.config[row], self.expert[row], shared)
         if isinstance(self.observation, dict):
             count = len(setting["profiles"])
             seen = self.observation["fleet"][row]
             seen[count:] = 0.0
-            assert self.problem.fleets is not None
-            seen[:count] = self.problem.fleets.features(setting)
+            seen[:count] = source.features(setting)
 
     def reset_info(self, row: int) -> dict[str, Any]:
         """What `reset` tells of a row besides the mask: the fleet that was drawn, as JSON."""

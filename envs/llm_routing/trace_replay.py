@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 
 from servegym._checks import whole
+from servegym._files import LATEST_S
 from servegym._jit import compile_kernels
 from servegym.envs.llm_routing import kernel
-from servegym.envs.llm_routing.config import engine_config, pack_laws, set_sizes
+from servegym.envs.llm_routing.kernel.law import Law, pack_law
+from servegym.envs.llm_routing.tables import engine_config, set_sizes
 from servegym.hardware_profiles import Profile, load
 
 MAX_SEQS = 4096
@@ -27,7 +29,9 @@ REPLAY = np.dtype(
 TIMELINE = np.dtype([("t_s", "f8"), ("running", "f8"), ("waiting", "f8"), ("kv_use", "f8")])
 
 
-def _column(name: str, values: Any, low: float, integral: bool) -> np.ndarray:
+def _column(
+    name: str, values: Any, low: float, integral: bool = False, high: float = np.inf
+) -> np.ndarray:
     array = np.asarray(values)
     if array.ndim != 1 or array.dtype.kind not in "iuf":
         raise ValueError(
@@ -35,13 +39,14 @@ def _column(name: str, values: Any, low: float, integral: bool) -> np.ndarray:
             f"dtype {array.dtype}."
         )
     array = array.astype(np.float64)
-    bad = ~np.isfinite(array) | (array < low)
+    bad = ~np.isfinite(array) | (array < low) | (array >= high)
     if integral:
         bad |= array != np.floor(array)
     if bad.any():
         row = int(np.argmax(bad))
         kind = "a whole number" if integral else "a finite number"
-        raise ValueError(f"{name}[{row}]={array[row]!r} must be {kind}, at least {low:g}.")
+        below = "" if high == np.inf else f" and below {high:g}: seconds, not milliseconds"
+        raise ValueError(f"{name}[{row}]={array[row]!r} must be {kind}, at least {low:g}{below}.")
     return array
 
 
@@ -49,7 +54,7 @@ def _requests(
     arrival_s: Any, prompt_tokens: Any, output_tokens: Any
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The requests as float64 ``(J,)`` columns, checked."""
-    arrivals = _column("arrival_s", arrival_s, 0.0, integral=False)
+    arrivals = _column("arrival_s", arrival_s, 0.0, high=LATEST_S)
     prompts = _column("prompt_tokens", prompt_tokens, 1.0, integral=True)
     outputs = _column("output_tokens", output_tokens, 1.0, integral=True)
     count = len(arrivals)
@@ -100,7 +105,8 @@ _engine: list[Callable[..., None]] = []
 
 def _run(
     cfg: np.ndarray,
-    law: np.ndarray,
+    law: Law,
+    blocks: int,
     arrivals: np.ndarray,
     tokens: np.ndarray,
     times: np.ndarray,
@@ -120,7 +126,7 @@ def _run(
         np.zeros((1, 1), dtype=kernel.EXPERT),
         queues,
     )
-    systems.expert["capacity"] = law[kernel.CAPACITY]
+    systems.expert["capacity"] = blocks
     tables = kernel.Tables(cfg, law, np.zeros((0, 1, 5), dtype=np.float32))
     arguments = (tables, systems, tokens, times, timeline)
     if not _engine:
@@ -168,12 +174,13 @@ def _serve(
     c["num_experts"], c["slots"], c["waiting_capacity"] = 1, count, count
     set_sizes(c)
     c["num_requests"], c["max_output_tokens"] = count, int(outputs.max())
-    law = pack_laws([expert], c, running_capacity, int(c["block_size"]))
-    if kv_tokens is not None:
-        law[0] = whole("kv_tokens", kv_tokens, 1) // int(c["block_size"])
-    _check_requests_fit(prompts, outputs, expert, int(law[0]), c)
+    law = pack_law([expert], running_capacity)
+    c["longest"] = law.where["longest"][0]
+    kv = expert.kv_capacity_tokens if kv_tokens is None else whole("kv_tokens", kv_tokens, 1)
+    blocks = kv // block_size
+    _check_requests_fit(prompts, outputs, expert, blocks, c)
     tokens = np.ascontiguousarray(np.stack([prompts, outputs], axis=1).astype(np.int64))
-    log, timeline = _run(cfg, law, arrivals, tokens, times)
+    log, timeline = _run(cfg, law, blocks, arrivals, tokens, times)
     return arrivals, outputs, log, timeline
 
 
@@ -265,7 +272,7 @@ def replay_timeline(
     Raises:
         ValueError: a bad argument, or a request that can never fit in the KV cache.
     """
-    times = _column("times_s", times_s, 0.0, integral=False)
+    times = _column("times_s", times_s, 0.0, high=LATEST_S)
     if (np.diff(times) < 0).any():
         raise ValueError("times_s must not decrease: sort the times.")
     *_, timeline = _serve(arrival_s, prompt_tokens, output_tokens, times, **options)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from servegym._checks import choose, flag, mapping, positive_range, real, whole
-from servegym.envs.llm_routing.config import check_failures
+from servegym.envs.llm_routing.tables import check_failures
 from servegym.envs.prefix_routing import kernel
 from servegym.envs.prefix_routing.gateway import INDEXES, LRU_ENTRIES, gateway_config
 from servegym.envs.prefix_routing.kernel import steps

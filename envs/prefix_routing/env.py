@@ -132,12 +132,12 @@ class PrefixRoutingEnv(BatchEnv):
     """
 
     metadata: dict[str, Any] = {"render_modes": ["ansi", "rgb_array"], "render_fps": 8}
-    VIEW = DICT
-    BUILD = staticmethod(build_problem)
-    BATCH = PrefixBatch
-    OBSERVATION = staticmethod(observation_space)
-    ACTION = staticmethod(action_space)
-    ACTION_WORDS = staticmethod(action_words)
+    view = DICT
+    build_problem = staticmethod(build_problem)
+    make_batch = PrefixBatch
+    make_observation_space = staticmethod(observation_space)
+    make_action_space = staticmethod(action_space)
+    action_words = staticmethod(action_words)
     problem: Problem
     batch: PrefixBatch
 
@@ -166,20 +166,21 @@ class PrefixRoutingFlatEnv(PrefixRoutingEnv):
     - v2: the expected TTFT; `reward="dense"` is the default
     """
 
-    VIEW = FLAT
+    view = FLAT
 
 
 class PrefixRoutingSummaryEnv(PrefixRoutingEnv):
     """`PrefixRoutingEnv` with one Box that has a row for each replica.
 
-    The observation is a float32 `Box` of shape (N, 23 + 7): the columns of the replica, then those of
-    `request`, the same in each row, as in `PrefixRoutingFlatEnv`. Everything else is as there.
+    The observation is a float32 `Box` of shape (N, 22 + 7): the columns of `replicas`, then those of
+    `request`, the same in each row, scaled as in `PrefixRoutingFlatEnv`, without the expected TTFT.
+    `reward="dense"` is the default; everything else is as in `PrefixRoutingEnv`.
 
     >>> import gymnasium, servegym
     >>> gymnasium.make("servegym/PrefixRoutingSummary-v2").observation_space.shape
-    (8, 30)
+    (8, 29)
 
-    - v2: the expected TTFT; `reward="dense"` is the default
+    - v2: `reward="dense"` is the default
     """
 
-    VIEW = SUMMARY
+    view = SUMMARY

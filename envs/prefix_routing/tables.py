@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from servegym._checks import choose, whole
-from servegym.envs.llm_routing.config import failure_times, pack_laws
+from servegym.envs.llm_routing.kernel.law import pack_law
+from servegym.envs.llm_routing.tables import failure_times
 from servegym.envs.prefix_routing import kernel
 from servegym.envs.prefix_routing.requests import PrefixRequests
 from servegym.hardware_profiles import Profile
@@ -59,7 +60,8 @@ def engine_tables(
     cfg = np.zeros(1, dtype=kernel.CONFIG)
     c = cfg[0]
     laws = list({id(profile): profile for profile in profiles}.values())
-    law = pack_laws(laws, c, running, size)
+    law = pack_law(laws, running)
+    c["longest"] = law.where["longest"][0]
     if kv_tokens is not None:
         tokens = [whole("kv_tokens", kv_tokens, size)] * len(profiles)
     else:

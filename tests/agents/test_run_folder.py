@@ -245,11 +245,11 @@ def test_every_number_of_every_agent_has_bounds(agent):
         }.get(str(field.type), ())
         for value in wrong:
             with pytest.raises(ValueError, match=f"^{field.name}[:=]"):
-                args(**{field.name: value})
+                args(**{field.name: value}).check()
     named = {"gamma": 1.5, "lr": 1e30, "learning_rate": 2.0, "gae_lambda": -0.1, "lam": 1.01}
     for name in named.keys() & {field.name for field in fields(args)}:
         with pytest.raises(ValueError, match=f"^{name}="):
-            args(**{name: named[name]})
+            args(**{name: named[name]}).check()
 
 
 def test_an_id_is_looked_up_among_the_families(tmp_path):

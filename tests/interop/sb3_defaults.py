@@ -61,14 +61,14 @@ def trained(algorithm, env_id, seed, steps, episodes):
     return reached(env_id, policy, episodes), seconds
 
 
-def main():
+def main(words=None):
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="ids that have this in their name")
     parser.add_argument("--algorithms", nargs="+", default=list(ALGORITHMS), choices=ALGORITHMS)
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--steps", type=int, default=100_000)
     parser.add_argument("--episodes", type=int, default=20)
-    args = parser.parse_args()
+    args = parser.parse_args(words)
     columns = ("id", "rule", "random", *args.algorithms)
     print("| " + " | ".join(columns) + " |\n" + "| --- " * len(columns) + "|")
     with ProcessPoolExecutor(args.workers) as pool:

@@ -18,8 +18,8 @@ from servegym.envs.llm_routing.kernel.iterations import (
     change_availability,
     sojourn_s,
 )
+from servegym.envs.llm_routing.kernel.law import estimator_slopes
 from servegym.envs.llm_routing.kernel.layout import (
-    CAPACITY,
     CHUNKED,
     COMPLETED,
     COMPLETED_QOS,
@@ -29,13 +29,10 @@ from servegym.envs.llm_routing.kernel.layout import (
     DROPPED,
     ENV,
     EXPERT,
-    EXPERT_WIDTH,
     EXPERTS,
     FAILED,
     FLAT,
     GRAPH,
-    K1,
-    K2,
     LITERAL,
     LOAD_HORIZONS,
     LOAD_WIDTH,
@@ -98,7 +95,6 @@ from servegym.envs.llm_routing.kernel.scheduler import (
 )
 
 __all__ = [
-    "CAPACITY",
     "CHUNKED",
     "COMPLETED",
     "COMPLETED_QOS",
@@ -108,7 +104,6 @@ __all__ = [
     "ENV",
     "EXPERT",
     "EXPERTS",
-    "EXPERT_WIDTH",
     "FAILED",
     "FLAT",
     "GRAPH",
@@ -273,8 +268,7 @@ def _late_scores(c, law, v, q, e, prompt, output):
 
     ``prompt`` and ``output`` are the new request's tokens.
     """
-    k1 = law[e.profile * EXPERT_WIDTH + K1]
-    k2 = law[e.profile * EXPERT_WIDTH + K2]
+    k1, k2 = estimator_slopes(law, e)
     total = 0.0
     i = e.oldest
     while i >= 0:

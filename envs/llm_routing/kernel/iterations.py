@@ -16,7 +16,7 @@ import math
 import numpy as np
 
 from servegym._jit import inline, inner, jit
-from servegym.envs.llm_routing.kernel.latency import decode_iterations, prefill_s
+from servegym.envs.llm_routing.kernel.law import decode_iterations, prefill_s
 from servegym.envs.llm_routing.kernel.layout import (
     CHUNKED,
     COMPLETED,
@@ -176,9 +176,9 @@ def _admit(c, q, e, now, planned, left, freed, tokens):
 
 
 @inline
-def _run_decodes(c, law, e, limit, now, until, before):
+def _run_decodes(law, e, limit, now, until, before):
     """From a boundary at ``now``, pass the decode iterations that fit and start the one after."""
-    done, spent, cost = decode_iterations(c, law, e, limit, until - now, before)
+    done, spent, cost = decode_iterations(law, e, limit, until - now, before)
     e.emitted += done
     e.decoding_tokens += e.running * done
     e.start = now + spent
@@ -199,7 +199,7 @@ def _start_decodes(c, law, q, e, now, until, preempted, planned, left):
             before = head.available - now
         elif preempted > 0 or left > 0 or head.available > planned:
             limit = 0  # whether it joins is decided at the next boundary
-    _run_decodes(c, law, e, limit, now, until, before)
+    _run_decodes(law, e, limit, now, until, before)
     if c.prefix_caching:
         settle(c, q, e)
         evict(c, e)
@@ -232,10 +232,10 @@ def _start_iteration(c, law, q, e, now, until, left, freed):
     prefills = e.running > e.decoding
     if prefills and c.scheduler == ORCA:
         e.iteration = PREFILL
-        e.end = now + prefill_s(c, law, e.profile, float(tokens))
+        e.end = now + prefill_s(law, e.profile, float(tokens))
     elif prefills:
         e.iteration = MIXED
-        e.end = mixed_end_s(c, law, q, e, now, tokens)
+        e.end = mixed_end_s(law, q, e, now, tokens)
     elif e.running > 0:
         e.iteration = DECODE
         _start_decodes(c, law, q, e, now, until, preempted, planned, left)
@@ -316,7 +316,7 @@ def advance(c, law, n, v, q, e, until):
                 # Nothing can happen at this boundary: the usual case, without the calls.
                 e.emitted += 1
                 e.decoding_tokens += e.decoding
-                _run_decodes(c, law, e, e.next_finish - e.emitted - 1, now, end, np.inf)
+                _run_decodes(law, e, e.next_finish - e.emitted - 1, now, end, np.inf)
                 continue
             left, freed = _end_iteration(c, n, v, q, e)
             _start_iteration(c, law, q, e, now, end, left, freed)

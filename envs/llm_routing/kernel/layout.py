@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from servegym._jit import inline
+from servegym._jit import inline, record
+from servegym.envs.llm_routing.kernel.law import Law
 
 ORCA, CHUNKED = 0, 1  # config.scheduler
 RESERVE, PAGED = 0, 1  # config.memory_policy
@@ -25,10 +26,6 @@ PREFILL, DECODE, MIXED = 1, 2, 3  # expert.iteration, or IDLE
 
 # Columns of the request table.
 PROMPT, SCORE, OUTPUT, PREDICTED_SCORE, PREDICTED_OUTPUT = 0, 1, 2, 3, 4
-
-# The law begins with as many numbers for each card: its KV blocks, and k1 and k2 of Eq. 15.
-EXPERT_WIDTH = 3
-CAPACITY, K1, K2 = 0, 1, 2
 
 # Documented bounds of the observation; larger values are clipped.
 MAX_PROMPT_TOKENS = 8192.0
@@ -100,12 +97,7 @@ SUMMARY_WIDTH = len(SUMMARY_FEATURES)
 SUMMARY_CONTEXT = 256.0  # tokens
 
 
-def _record(fields: list[tuple[str, str]]) -> np.dtype:
-    # np.record scalars give attribute access with the JIT switched off, too.
-    return np.dtype((np.record, np.dtype(fields, align=True)))
-
-
-CONFIG = _record(
+CONFIG = record(
     [
         ("num_experts", "i8"),  # N
         ("running_capacity", "i8"),  # R, requests
@@ -127,28 +119,7 @@ CONFIG = _record(
         ("penalty", "i8"),  # NEW_VIOLATIONS or LITERAL
         ("predicted_estimator", "i8"),  # 1: Eq. 15 takes predicted scores and lengths
         ("layout", "i8"),  # of the observation: GRAPH, FLAT, EXPERTS or SUMMARY
-        # Lengths of the axes of the latency tables, and where axes (x) and tables (y) begin in
-        # the law, see `config.pack_laws`.
-        ("n_dense", "i8"),
-        ("n_chunk", "i8"),
-        ("n_context", "i8"),
-        ("n_decode", "i8"),
-        ("n_sequences", "i8"),
-        ("n_head", "i8"),
-        ("x_dense", "i8"),  # tokens of an iteration
-        ("y_dense", "i8"),  # (N, n_dense) s
-        ("x_chunk", "i8"),  # tokens of a prefill chunk
-        ("x_context", "i8"),  # tokens computed before the chunk
-        ("y_chunk", "i8"),  # (N, n_chunk, n_context) s, attention of a chunk
-        ("x_decode", "i8"),  # tokens of the mean context of the decodes
-        ("y_decode", "i8"),  # (N, n_sequences, n_decode) s, whole decode iterations
-        ("y_slope", "i8"),  # (N, n_sequences, n_decode) s/token, slopes of their segments
-        ("y_attention", "i8"),  # (N, n_sequences, n_decode) s, decodes next to prefill chunks
-        ("y_head", "i8"),  # (N, n_head) s, output head by sequences
-        ("y_chunk_decode", "i8"),  # (N,) s a decode and token of the longest chunk beside it
-        ("y_longest", "i8"),  # (N, n_sequences) s/token of the longest context beyond the mean
-        ("y_longest_mixed", "i8"),  # the same beside prefill chunks
-        ("longest", "i8"),  # 1: some card has such times; else `longest_key` is not kept
+        ("longest", "i8"),  # as the law has it; 0: `longest_key` is not kept
         ("delay_s_per_token", "f8"),  # transfer time of a prompt token
         ("router_delay_s", "f8"),  # constant delay of every request
         ("blocks_per_token", "f8"),  # 1 / block_size
@@ -159,7 +130,7 @@ CONFIG = _record(
 )
 """The arguments of a system: of every system of a problem, unless its fleet is drawn."""
 
-ENV = _record(
+ENV = record(
     [
         ("index", "i8"),  # of the request to route, 0 to J
         ("first_log", "i8"),  # where the system's entries begin in the log
@@ -194,7 +165,7 @@ ENV = _record(
 )
 """Clock and sums of a system."""
 
-EXPERT = _record(
+EXPERT = record(
     [
         # The first 64 bytes are what every step reads.
         ("start", "f8"),  # s, begin of the iteration in flight
@@ -240,7 +211,7 @@ EXPERT = _record(
 )
 """An expert: an iteration-level scheduler with its running list and its waiting queue."""
 
-SLOT = _record(
+SLOT = record(
     [
         # The first 48 bytes are what a sum over the running requests reads.
         ("arrived", "f8"),  # s, at the router
@@ -268,7 +239,7 @@ SLOT = _record(
 )
 """A request at an expert."""
 
-LOG = _record(
+LOG = record(
     [
         ("available_s", "f8"),
         ("admitted_s", "f8"),
@@ -290,14 +261,13 @@ class Tables(NamedTuple):
 
     Attributes:
         config: ``(1,)`` `CONFIG` of all systems, or ``(B,)``, one each.
-        law: float64, latency tables of all cards: see `config.pack_laws`. One array, as every
-            further array of an argument costs some 30 ns a call.
+        law: Iteration times of all cards.
         requests: float32 ``(P, M, 5)``, the columns `PROMPT` to `PREDICTED_OUTPUT` of every catalog
             row at every model.
     """
 
     config: np.ndarray
-    law: np.ndarray
+    law: Law
     requests: np.ndarray
 
 

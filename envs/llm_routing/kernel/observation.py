@@ -9,14 +9,11 @@ from __future__ import annotations
 import math
 
 from servegym._jit import inline, inner
-from servegym.envs.llm_routing.kernel.latency import interpolate
+from servegym.envs.llm_routing.kernel.law import decode_s, estimator_slopes
 from servegym.envs.llm_routing.kernel.layout import (
-    EXPERT_WIDTH,
     EXPERTS,
     FLAT,
     GRAPH,
-    K1,
-    K2,
     LOAD_WIDTH,
     MAX_GAP_S,
     MAX_LATENCY_S_PER_TOKEN,
@@ -169,13 +166,6 @@ def _observe_experts(c, t, s, out, b):
 
 
 @inline
-def _mean_decode_s(c, law, e, sequences):
-    """A decode iteration of so many sequences of `SUMMARY_CONTEXT` tokens."""
-    oy = c.y_decode + (e.profile * c.n_sequences + sequences) * c.n_decode
-    return interpolate(law, c.x_decode, oy, c.n_decode, SUMMARY_CONTEXT)
-
-
-@inline
 def _slack_s(v, r, generated, length):
     """Seconds that L leaves r for each token it has left, of ``length`` in all."""
     spent = v.now - r.arrived
@@ -193,7 +183,7 @@ def outlook(c, law, s, b):
     total = 0.0
     for n in range(c.num_experts):
         e = s.expert[b, n]
-        pace = _mean_decode_s(c, law, e, min(e.running + 1, c.running_capacity))
+        pace = decode_s(law, e, min(e.running + 1, c.running_capacity), SUMMARY_CONTEXT)
         for first in (e.oldest, e.head):
             i = first
             while i >= 0:
@@ -227,12 +217,11 @@ def _observe_summary(c, t, s, out, b, row):
         obs[o + 8] = c.running_capacity
         obs[o + 9] = c.waiting_capacity
         obs[o + 10] = e.capacity * c.block_size
-        obs[o + 11] = t.law[e.profile * EXPERT_WIDTH + K1]
-        obs[o + 12] = t.law[e.profile * EXPERT_WIDTH + K2]
-        pace = _mean_decode_s(c, t.law, e, min(e.running + 1, c.running_capacity))
-        obs[o + 13] = _mean_decode_s(c, t.law, e, 1)
+        obs[o + 11], obs[o + 12] = estimator_slopes(t.law, e)
+        pace = decode_s(t.law, e, min(e.running + 1, c.running_capacity), SUMMARY_CONTEXT)
+        obs[o + 13] = decode_s(t.law, e, 1, SUMMARY_CONTEXT)
         obs[o + 14] = pace
-        obs[o + 15] = _mean_decode_s(c, t.law, e, c.running_capacity)
+        obs[o + 15] = decode_s(t.law, e, c.running_capacity, SUMMARY_CONTEXT)
         _summarize_running(c, s.queues, e, v, pace, obs, o + 16)
         _summarize_waiting(c, s.queues, e, v, obs, o + 30)
         _write_load(v, row, obs, o + 35)

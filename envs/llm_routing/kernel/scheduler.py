@@ -28,7 +28,7 @@ import math
 import numpy as np
 
 from servegym._jit import inline, inner
-from servegym.envs.llm_routing.kernel.latency import (
+from servegym.envs.llm_routing.kernel.law import (
     chunk_attention_s,
     decode_attention_s,
     dense_s,
@@ -334,17 +334,17 @@ def requeue(q, e, r, i):
 
 
 @inline
-def mixed_end_s(c, law, q, e, now, tokens):
+def mixed_end_s(law, q, e, now, tokens):
     """When an iteration of ``tokens`` tokens of prefill chunks and all decodes ends."""
-    time = dense_s(c, law, e.profile, float(tokens + e.decoding))
+    time = dense_s(law, e.profile, float(tokens + e.decoding))
     chunks, longest = 0, 0
     i = e.prefill
     while i >= 0:
         r = request_of(q, e, i)
         chunks += 1
         longest = max(longest, r.chunk)
-        time += chunk_attention_s(c, law, e.profile, float(r.chunk), float(r.computed))
+        time += chunk_attention_s(law, e.profile, float(r.chunk), float(r.computed))
         i = newer(q, e, i)
     if e.decoding > 0:
-        time += decode_attention_s(c, law, e, longest)
-    return now + time + head_s(c, law, e.profile, e.decoding + chunks)
+        time += decode_attention_s(law, e, longest)
+    return now + time + head_s(law, e.profile, e.decoding + chunks)

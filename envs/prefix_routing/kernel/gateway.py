@@ -29,8 +29,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from servegym._jit import inline, inner
-from servegym.envs.prefix_routing.kernel.layout import record
+from servegym._jit import inline, inner, record
 
 NO_INDEX, APPROXIMATE, PRECISE = 0, 1, 2  # config.index
 FIRST_TOKEN, COMPLETION = 0, 1  # kinds of news

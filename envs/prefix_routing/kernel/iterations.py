@@ -12,7 +12,7 @@ import numpy as np
 
 from servegym._jit import inline, inner
 from servegym.envs.llm_routing.kernel.iterations import change_availability
-from servegym.envs.llm_routing.kernel.latency import decode_iterations
+from servegym.envs.llm_routing.kernel.law import decode_iterations
 from servegym.envs.llm_routing.kernel.scheduler import (
     IDLE,
     admit_head,
@@ -146,7 +146,7 @@ def _start_decodes(c, law, s, e, now, until):
     limit = _closed_run(c, e)
     if (e.waiting > 0 and e.running < c.max_running) or s.events.shape[1] > 0:
         limit = 0  # whether the head joins is decided at every boundary; events have their times
-    done, spent, cost = decode_iterations(c, law, e, limit, until - now, np.inf)
+    done, spent, cost = decode_iterations(law, e, limit, until - now, np.inf)
     e.start = now + spent
     e.end = e.start + cost
     for _ in range(done):
@@ -167,7 +167,7 @@ def _start_iteration(c, law, s, e, until):
         find_next_finish(s, e)
     if tokens > 0:
         e.iteration = MIXED
-        e.end = mixed_end_s(c, law, s, e, now, tokens)
+        e.end = mixed_end_s(law, s, e, now, tokens)
     elif e.running > 0:
         e.iteration = DECODE
         _start_decodes(c, law, s, e, now, until)
@@ -187,7 +187,7 @@ def _safe_s(c, law, e):
     e.emitted += 1
     e.longest_key -= 1  # the contexts are those of the iteration in flight
     limit = _closed_run(c, e)
-    _, spent, _ = decode_iterations(c, law, e, limit, np.inf, np.inf)
+    _, spent, _ = decode_iterations(law, e, limit, np.inf, np.inf)
     e.emitted -= 1
     e.longest_key += 1
     # Summed in one piece the times may differ in their last digits from those of shorter runs.

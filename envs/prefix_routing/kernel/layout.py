@@ -11,16 +11,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from servegym._jit import record
+from servegym.envs.llm_routing.kernel.law import Law
+
 DECODE, MIXED = 1, 2  # replica.iteration, or IDLE
 PENDING, QUEUED, COMPLETED, REJECTED, FAILED = 0, 1, 2, 3, 4  # request.outcome
 FIRST_TOKEN, COMPLETION, LOSS = 0, 1, 2  # kinds of news
 NO_STORE, OWN_STORE, POOLED_STORE = 0, 1, 2  # config.store
-
-
-def record(fields: list[tuple[str, str]]) -> np.dtype:
-    """A type of records."""
-    # np.record scalars give attribute access with the JIT switched off, too.
-    return np.dtype((np.record, np.dtype(fields, align=True)))
 
 
 CONFIG = record(
@@ -34,28 +31,7 @@ CONFIG = record(
         ("entries", "i8"),  # of a replica's table of ids, a power of two, at least C and 16
         ("shift", "i8"),  # 36 less the logarithm of that
         ("num_requests", "i8"),  # J
-        # Lengths of the axes of the latency tables, and where axes (x) and tables (y) begin in
-        # the law, see `servegym.envs.llm_routing.config.pack_laws`.
-        ("n_dense", "i8"),
-        ("n_chunk", "i8"),
-        ("n_context", "i8"),
-        ("n_decode", "i8"),
-        ("n_sequences", "i8"),
-        ("n_head", "i8"),
-        ("x_dense", "i8"),
-        ("y_dense", "i8"),
-        ("x_chunk", "i8"),
-        ("x_context", "i8"),
-        ("y_chunk", "i8"),
-        ("x_decode", "i8"),
-        ("y_decode", "i8"),
-        ("y_slope", "i8"),
-        ("y_attention", "i8"),
-        ("y_head", "i8"),
-        ("y_chunk_decode", "i8"),
-        ("y_longest", "i8"),
-        ("y_longest_mixed", "i8"),
-        ("longest", "i8"),
+        ("longest", "i8"),  # as the law has it; 0: `longest_key` is not kept
         ("blocks_per_token", "f8"),  # 1 / K
         ("uptime_s", "f8"),  # mean time to failure of a replica; 0: none fails
         ("downtime_s", "f8"),  # mean time to repair
@@ -200,11 +176,11 @@ class Tables(NamedTuple):
 
     Attributes:
         config: ``(1,)`` `CONFIG`.
-        law: float64, latency tables of all cards: see `servegym.envs.llm_routing.config.pack_laws`.
+        law: Iteration times of all cards.
     """
 
     config: np.ndarray
-    law: np.ndarray
+    law: Law
 
 
 class Systems(NamedTuple):

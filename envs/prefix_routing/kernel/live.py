@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from servegym._jit import borrowed, jit
+from servegym._jit import borrowed, jit, record
 from servegym.envs.llm_routing.kernel.scheduler import (
     enqueue,
     find_next_finish,
@@ -24,7 +24,6 @@ from servegym.envs.prefix_routing.kernel.layout import (
     MIXED,
     PENDING,
     QUEUED,
-    record,
 )
 from servegym.envs.prefix_routing.kernel.queues import clear_replica, take_out
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from servegym._jit import borrowed, inline, inner, jit
+from servegym._jit import borrowed, inline, inner, jit, record
 from servegym.envs.llm_routing.kernel.scheduler import before, blocks_of
 from servegym.envs.prefix_routing.kernel import gateway
 from servegym.envs.prefix_routing.kernel.cache import used_blocks
@@ -25,7 +25,7 @@ from servegym.envs.prefix_routing.kernel.events import (
     take_arrival,
 )
 from servegym.envs.prefix_routing.kernel.iterations import advance
-from servegym.envs.prefix_routing.kernel.layout import COMPLETION, FIRST_TOKEN, record
+from servegym.envs.prefix_routing.kernel.layout import COMPLETION, FIRST_TOKEN
 from servegym.envs.prefix_routing.kernel.observation import observe as see
 
 SLO, TTFT, SCORE, DENSE = 0, 1, 2, 3  # settings.reward
@@ -36,7 +36,7 @@ take."""
 WORK_WEIGHT = 2.0
 """Of the reward DENSE, for a second of a replica's work on the uncached tokens of a prompt."""
 MAX_SHARE = 32.0
-"""Bound of the last column of a replica in the views with one Box, see `_doublings`."""
+"""Bound of the last column of a replica in the FLAT view, see `_expected`."""
 
 
 SETTINGS = record(
@@ -74,10 +74,7 @@ EPISODE = record(
         ("step_ttft", "f8"),  # s, sum over the first tokens in this step
         ("step_score", "f8"),  # in this step, see `score`
         ("step_early", "f8"),  # what of scores DENSE pays in this step before a request ends
-        (
-            "step_work_s",
-            "f8",
-        ),  # uncached tokens of the request of this step over its replica's speed
+        ("step_work_s", "f8"),  # of this step's request, see `WORK_WEIGHT`
         ("began", "f8"),  # s, first decision
         ("last_finish", "f8"),  # s
     ]
@@ -113,8 +110,8 @@ class Buffers(NamedTuple):
         request: float32 ``(B, K)``, in raw units.
         ids: int32 ``(B, 2)``, session and tenant.
         time_s: float32 ``(B, 1)``.
-        scaled: float32 ``(B, K + N (F + 1))`` or, by replica, ``(B, N (F + 1 + K))``; ``(B, 0)``
-            where nobody reads it.
+        scaled: float32 ``(B, K + N (F + 1))`` or, by replica, ``(B, N (F + K))``; ``(B, 0)`` where
+            nobody reads it.
         high: float32 ``(K + N F,)``, the bounds of the raw features.
         mask: int8 ``(B, A)``.
         reward: float64 ``(B, 2)``: the reward and whether the episode has ended.
@@ -306,26 +303,36 @@ def _observe(c, p, s, g, x, out, b):
             out.mask[b, c.num_replicas] = 1
     if p.layout != DICT:
         width, features = out.request.shape[1], out.replicas.shape[2]
-        of_row = features + 1 + (width if p.layout == SUMMARY else 0)
         first = 0 if p.layout == SUMMARY else width
+        of_row = features + (width if p.layout == SUMMARY else 1)
         for k in range(width):
             value = _scaled(out.request[b, k], out.high[k])
             if p.layout == FLAT:
                 out.scaled[b, k] = value
             else:
                 for n in range(c.num_replicas):
-                    out.scaled[b, n * of_row + features + 1 + k] = value
+                    out.scaled[b, n * of_row + features + k] = value
         for n in range(c.num_replicas):
             at = first + n * of_row
             for k in range(features):
                 out.scaled[b, at + k] = _scaled(out.replicas[b, n, k], out.high[width + k])
-            share = 0.0
-            if v.index >= 0:
-                q = g.replica[b, n]
-                prompt = s.request[b * c.num_requests + v.index].prompt
-                expected = (q.prefill + max(prompt - q.match, 0)) / q.speed
-                share = min(_doublings(p, prompt, expected), MAX_SHARE)
-            out.scaled[b, at + features] = share
+            if p.layout == FLAT:
+                out.scaled[b, at + features] = _expected(c, p, s, g, b, n)
+
+
+@inline
+def _expected(c, p, s, g, b, n):
+    """What the TTFT of the request takes of its objective at replica n, as the gateway expects it.
+
+    In the form of `_doublings`, at most `MAX_SHARE`; 0 after the last request.
+    """
+    index = s.env[b].index
+    if index < 0:
+        return 0.0
+    q = g.replica[b, n]
+    prompt = s.request[b * c.num_requests + index].prompt
+    expected = (q.prefill + max(prompt - q.match, 0)) / q.speed
+    return min(_doublings(p, prompt, expected), MAX_SHARE)
 
 
 @inline

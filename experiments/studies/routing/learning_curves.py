@@ -35,7 +35,7 @@ from servegym.experiments.evaluation.evaluate import evaluate
 from servegym.experiments.evaluation.stats import mean, over_trainings, student_interval
 from servegym.experiments.evaluation.tables import Note, note
 from servegym.experiments.papers import study
-from servegym.experiments.papers.plotting import Lines
+from servegym.experiments.papers.plotting import Curves
 from servegym.experiments.papers.study import Study, command
 from servegym.experiments.papers.verdicts import Rows, pick, split
 
@@ -63,18 +63,8 @@ class Training(NamedTuple):
     validation: tuple[int, int] | None = None
 
 
-_LONG = "--eval_every 40000 --eval_episodes 10"
-_SHORT = (10, 1000)
 TRAININGS = {
-    "learning_ppo": Training(
-        "ppo", "--total_timesteps 150000 --eval_episodes 10", validation=_SHORT
-    ),
-    "learning_ppo_20s": Training(
-        "ppo", f"--total_timesteps 260000 {_LONG}", control=False, validation=_SHORT
-    ),
-    "learning_ppo_60s": Training(
-        "ppo", f"--total_timesteps 400000 {_LONG}", control=False, validation=_SHORT
-    ),
+    "learning_ppo": Training("ppo", "--eval_episodes 10", validation=(10, 1000)),
     "learning_sac_rows": Training("baseline_rl", "", (5.0, 8.0, 10.0)),
     "learning_sac_han": Training("sac_han", "", (5.0, 8.0, 10.0)),
 }
@@ -302,12 +292,12 @@ def _study(table: str) -> Study:
         _measured,
         lambda options: ({"table": table},),
         notes=findings,
-        picture=Lines(
-            x="cpu_s",
+        picture=Curves(
             y="qos",
-            line=("policy", "training"),
-            panels="rate",
-            where=lambda row: row["split"] == "val" and row["cpu_s"] not in ("", None),
+            label="average QoS of validation episodes",
+            run=("policy", "training"),
+            panels=("rate", "requests/s"),
+            where=lambda row: row["split"] == "val",
         ),
         facts=lambda options: TRAININGS[table]._asdict(),
         packages=("torch",),

@@ -50,9 +50,11 @@ def test_what_is_drawn_lies_in_its_ranges_and_differs():
 @pytest.mark.parametrize("seed", [0, 3, 8])
 def test_a_drawn_fleet_serves_as_the_same_fleet_given_by_arguments(seed):
     """The other problem has arrays and laws of its own size, packed of its own cards."""
-    env, setting = drawn(seed)
+    factors = {name: [1.3, 0.8] for name in drawn(seed)[1]["profiles"]}
+    env, setting = drawn(seed, step_factors=factors)
     count = len(setting["profiles"])
-    batch = RoutingBatch(setting_problem(setting, view=kernel.GRAPH, episode_requests=60), 1)
+    options = {"episode_requests": 60, "step_factors": factors}
+    batch = RoutingBatch(setting_problem(setting, view=kernel.GRAPH, **options), 1)
     batch.arrivals[:], batch.rows[:] = env.batch.arrivals, env.batch.rows
     batch.env["latency_requirement"] = setting["latency_requirement_s"]
     batch.begin(np.ones(1, np.int8))
@@ -130,7 +132,7 @@ def test_named_deployments_serve_their_load(name):
 def test_fleets_have_names():
     by_fleet = gymnasium.make(ID, fleet="paper-linear").unwrapped.problem
     by_profiles = gymnasium.make(ID, profiles="paper-linear").unwrapped.problem
-    assert np.array_equal(by_fleet.law, by_profiles.law)
+    assert np.array_equal(by_fleet.law.values, by_profiles.law.values)
 
 
 @pytest.mark.filterwarnings("ignore:profile 'h100")

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 
 from servegym.envs.llm_routing import config, kernel
 from servegym.envs.llm_routing.core import OUTCOMES, RoutingBatch
+from servegym.envs.llm_routing.kernel.law import pack_law
+from servegym.envs.llm_routing.tables import engine_config
 from servegym.hardware_profiles import LawTables
 from servegym.hardware_profiles.law import Surplus
 
@@ -128,7 +130,7 @@ def make_case(seed: int, requests: int = 40, **choices):
         "router_delay_s": delay,
         "staleness_s": staleness,
     }
-    cfg = config.engine_config(**engine, bytes_per_token=4.0, failures=failures)
+    cfg = engine_config(**engine, bytes_per_token=4.0, failures=failures)
     c = cfg[0]
     c["num_experts"], c["waiting_capacity"], c["slots"] = n, waiting, running + waiting
     c["num_requests"], c["max_output_tokens"] = requests, longest
@@ -139,7 +141,7 @@ def make_case(seed: int, requests: int = 40, **choices):
     ).astype(np.float32)
     problem = config.Problem(
         cfg=cfg,
-        law=config.pack_laws(profiles, c, running, block),
+        law=pack_law(profiles, running),
         table=table,
         rows=np.arange(requests, dtype=np.int32),
         profiles=tuple(profiles),

@@ -231,7 +231,7 @@ def test_summary_view_has_the_flat_columns_by_replica():
         a, *_ = rows.step(k % 3)
         b, *_ = flat.step(k % 3)
     asked, replicas = np.split(b, [len(REQUEST_FEATURES)])
-    replicas = replicas.reshape(3, len(REPLICA_FEATURES) + 1)
+    replicas = replicas.reshape(3, len(REPLICA_FEATURES) + 1)[:, :-1]
     assert (a == np.concatenate([replicas, np.tile(asked, (3, 1))], axis=1)).all()
 
 
@@ -275,7 +275,7 @@ def test_dense_pays_the_score_early_and_charges_for_work(failures):
     sent = log["outcome"] != kernel.REJECTED
     work = (log["prompt_tokens"] - log["match_tokens"])[sent] / env.problem.speed[0]
     assert sum(paid["dense"]) == pytest.approx(sum(paid["score"]) - 2.0 * work.sum())
-    assert paid["dense"][0] < paid["score"][0]  # the first request has not ended
+    assert paid["dense"][0] > paid["score"][0] == 0.0  # the first request has not ended
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)

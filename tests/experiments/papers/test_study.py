@@ -16,6 +16,7 @@ from servegym.experiments.papers.plotting import (  # noqa: E402
     AXES,
     DENSE,
     Bars,
+    Curves,
     Lines,
     as_png,
     error_bars,
@@ -160,6 +161,25 @@ def test_a_dense_line_has_a_band_in_place_of_bars() -> None:
         band = [one for one in axis.collections if "Poly" in type(one).__name__]
         assert len(axis.collections) == collections and len(band) == (points == DENSE)
         assert len(axis.containers) == (points < DENSE)
+
+
+def test_learning_curves_have_a_line_a_training_between_the_rules_levels() -> None:
+    ours = {"one_1": (0.0, 0.6, 0.8), "one_2": (0.1, 0.5, 0.7), "shuffled_1": (0.0, 0.0, 0.0)}
+    rows = [
+        {"run": k, "cpu_s": 5 * at, "y": y} for k, own in ours.items() for at, y in enumerate(own)
+    ]
+    rows += [{"run": name, "cpu_s": "", "y": y} for name, y in (("rule", 0.9), ("poor", -9.0))]
+    picture = Curves(y="y", label="metric", run="run", names={"one": "agent"})
+    (axis,) = picture(rows).axes
+    assert axis.get_ylabel() == "metric"
+    assert [list(line.get_ydata()) for line in axis.lines[:3]] == list(map(list, ours.values()))
+    assert axis.get_legend_handles_labels()[1] == ["agent, 2 trainings", "shuffled rewards"]
+    assert [text.get_text() for text in axis.texts] == ["rule"] and len(axis.lines) == 4
+    low, high = axis.get_ylim()  # from the second evaluations on, with the rule that is near
+    assert 0.4 < low < 0.5 and 0.9 < high < 1.0
+    assert axis.get_xlabel().endswith("beyond the axis: poor -9, shuffled rewards 0")
+    assert [len(own) for own in picture.trainings(rows).values()] == [3, 3, 3]
+    assert as_png(picture(rows[:1])).startswith(PNG)  # one evaluation is enough
 
 
 def test_bars_are_never_negative() -> None:

@@ -1,0 +1,256 @@
+"""The latency law of N cards: its tables in one vector, where each begins, and how it is read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from servegym._jit import inline, inner, record
+from servegym.hardware_profiles import Profile
+from servegym.hardware_profiles.interpolation import along, union
+
+_LENGTHS = ("n_dense", "n_chunk", "n_context", "n_decode", "n_sequences")
+# Where axes (x) and tables (y) begin. All cards share the axes, the union of their own; a table has
+# a leading axis of N cards.
+_PARTS = (
+    "x_dense",  # tokens of an iteration
+    "x_chunk",  # tokens of a prefill chunk
+    "x_context",  # tokens computed before the chunk
+    "x_decode",  # tokens of the mean context of the decodes
+    "y_k1",  # (N,) s/token, of Eq. 15
+    "y_k2",  # (N,) s/token, of Eq. 15
+    "y_dense",  # (N, n_dense) s
+    "y_chunk",  # (N, n_chunk, n_context) s, attention of a chunk
+    "y_decode",  # (N, n_sequences, n_decode) s, whole decode iterations
+    "y_slope",  # (N, n_sequences, n_decode) s/token, slopes of their segments
+    "y_attention",  # (N, n_sequences, n_decode) s, decodes next to prefill chunks
+    "y_head",  # (N, n_sequences) s, output head
+    "y_chunk_decode",  # (N,) s a decode and token of the longest chunk beside it
+    "y_longest",  # (N, n_sequences) s/token of the longest context beyond the mean
+    "y_longest_mixed",  # the same beside prefill chunks
+)
+LAW = record([(name, "i8") for name in (*_LENGTHS, "longest", *_PARTS)])
+"""Lengths of the axes, whether some card has times by the longest context, and offsets."""
+
+
+class Law(NamedTuple):
+    """Iteration times of N cards.
+
+    Attributes:
+        where: ``(1,)`` `LAW`.
+        values: float64, axes and tables.
+    """
+
+    where: np.ndarray
+    values: np.ndarray
+
+
+def pack_law(
+    profiles: Sequence[Profile],
+    running_capacity: int,
+    factors: Mapping[str, Sequence[float]] | None = None,
+) -> Law:
+    """The law of these cards, for batches of up to ``running_capacity`` sequences.
+
+    ``factors`` multiply the times of a profile by its name: of iterations with prefill, and of
+    iterations of decodes alone.
+    """
+    tables = [profile.tables() for profile in profiles]
+    axes = {
+        "x_dense": union(t.dense_tokens for t in tables),
+        "x_chunk": union(t.chunk_tokens for t in tables),
+        "x_context": union(t.context_tokens for t in tables),
+        "x_decode": union(t.decode_context_tokens for t in tables),
+    }
+    sequences = np.arange(running_capacity + 1, dtype=np.float64)
+    pairs = [(factors or {}).get(getattr(p, "name", ""), (1.0, 1.0)) for p in profiles]
+    cards = [_card_tables(p, axes, sequences, x) for p, x in zip(profiles, pairs, strict=True)]
+    parts = axes | {name: np.array([card[name] for card in cards]) for name in cards[0]}
+    where = np.zeros(1, dtype=LAW)
+    where["n_sequences"] = len(sequences)
+    for name, axis in axes.items():
+        where[name.replace("x_", "n_")] = len(axis)
+    where["longest"] = parts["y_longest"].any() or parts["y_longest_mixed"].any()
+    offset = 0
+    for name in _PARTS:
+        where[name] = offset
+        offset += parts[name].size
+    return Law(where, np.concatenate([np.ravel(parts[name]) for name in _PARTS]))
+
+
+def _card_tables(
+    profile: Profile, axes: dict[str, np.ndarray], sequences: np.ndarray, factors: Sequence[float]
+) -> dict[str, Any]:
+    """The tables of one card, by their names in `LAW`."""
+    prefill_factor, decode_factor = factors
+    t, more, lengths = profile.tables(), profile.surplus(sequences), axes["x_decode"]
+    head = along(t.head_sequences, t.head_s, sequences)
+    batch = along(t.dense_tokens, t.dense_s, sequences) + head
+    by_context = along(t.context_tokens, t.chunk_attention_s, axes["x_context"])
+    alone, mixed = (
+        along(t.decode_sequences, along(t.decode_context_tokens, x, lengths).T, sequences).T
+        for x in (t.decode_attention_s, profile.mixed_decode_attention_s())
+    )
+    decode = (alone + batch[:, None]) * decode_factor
+    slope = np.diff(decode) / np.diff(lengths)
+    return {
+        "y_k1": profile.estimator.k1,
+        "y_k2": profile.estimator.k2,
+        "y_dense": along(t.dense_tokens, t.dense_s, axes["x_dense"]) * prefill_factor,
+        "y_chunk": along(t.chunk_tokens, by_context.T, axes["x_chunk"]).T * prefill_factor,
+        "y_decode": decode,
+        "y_slope": np.concatenate([slope, slope[:, -1:]], axis=1),
+        "y_attention": mixed * prefill_factor,
+        "y_head": head * prefill_factor,
+        "y_chunk_decode": more.chunk_s * prefill_factor,
+        "y_longest": more.decode_s * decode_factor,
+        "y_longest_mixed": more.mixed_s * prefill_factor,
+    }
+
+
+@inline
+def find_segment(values, ox, n, x):
+    """Index i of the segment [x_i, x_{i+1}] to use for x: outermost segments extend outward."""
+    lo = 0
+    hi = n - 1
+    while hi - lo > 1:
+        mid = (lo + hi) // 2
+        if values[ox + mid] <= x:
+            lo = mid
+        else:
+            hi = mid
+    return lo
+
+
+@inline
+def interpolate(values, ox, oy, n, x):
+    """Piecewise linear in x, of n points that begin at ``ox`` and values that begin at ``oy``."""
+    if n == 1:
+        return values[oy]
+    i = find_segment(values, ox, n, x)
+    x0 = values[ox + i]
+    y0 = values[oy + i]
+    return y0 + (values[oy + i + 1] - y0) * ((x - x0) / (values[ox + i + 1] - x0))
+
+
+@inner
+def dense_s(law, n, tokens):
+    """Everything but attention and output head, of an iteration over ``tokens`` tokens."""
+    w = law.where[0]
+    return interpolate(law.values, w.x_dense, w.y_dense + n * w.n_dense, w.n_dense, tokens)
+
+
+@inner
+def chunk_attention_s(law, n, chunk, context):
+    """Attention of a prefill chunk over its own tokens and ``context`` computed before it."""
+    w = law.where[0]
+    oy = w.y_chunk + n * w.n_chunk * w.n_context
+    if w.n_chunk == 1:
+        return interpolate(law.values, w.x_context, oy, w.n_context, context)
+    i = find_segment(law.values, w.x_chunk, w.n_chunk, chunk)
+    low = interpolate(law.values, w.x_context, oy + i * w.n_context, w.n_context, context)
+    high = interpolate(law.values, w.x_context, oy + (i + 1) * w.n_context, w.n_context, context)
+    x0 = law.values[w.x_chunk + i]
+    return low + (high - low) * ((chunk - x0) / (law.values[w.x_chunk + i + 1] - x0))
+
+
+@inline
+def longest_s(law, oy, e):
+    """What the longest context of the decodes adds by the table at ``oy``, beyond their mean."""
+    w = law.where[0]
+    if w.longest == 0:
+        return 0.0
+    excess = e.longest_key + e.emitted - e.decoding_tokens / e.decoding
+    return law.values[oy + e.profile * w.n_sequences + e.decoding] * excess
+
+
+@inline
+def decode_attention_s(law, e, chunk):
+    """Attention of the decodes next to prefill chunks, the longest of ``chunk`` tokens."""
+    w = law.where[0]
+    n = e.profile
+    oy = w.y_attention + (n * w.n_sequences + e.decoding) * w.n_decode
+    time = interpolate(law.values, w.x_decode, oy, w.n_decode, e.decoding_tokens / e.decoding)
+    time += law.values[w.y_chunk_decode + n] * (e.decoding * chunk)
+    return time + longest_s(law, w.y_longest_mixed, e)
+
+
+@inline
+def head_s(law, n, sequences):
+    """The output head for so many sequences."""
+    w = law.where[0]
+    return law.values[w.y_head + n * w.n_sequences + min(sequences, w.n_sequences - 1)]
+
+
+@inner
+def prefill_s(law, n, tokens):
+    """An Orca prefill iteration over ``tokens`` prompt tokens."""
+    return dense_s(law, n, tokens) + chunk_attention_s(law, n, tokens, 0.0) + head_s(law, n, 1)
+
+
+@inline
+def decode_iterations(law, e, limit, until, before):
+    """How many decode iterations fit: at most ``limit``, ending at <= until and < before.
+
+    The mean and the longest context of b decoding sequences grow by exactly one token an
+    iteration, so between two points of the table the cost is an arithmetic series and the count a
+    root of a quadratic.
+    Returns the count, the time they take, and the time of the iteration after them.
+    """
+    w = law.where[0]
+    values = law.values
+    done = 0
+    spent = 0.0
+    x = e.decoding_tokens / e.running
+    row = (e.profile * w.n_sequences + e.running) * w.n_decode
+    last = w.n_decode - 2
+    longest = longest_s(law, w.y_longest, e)
+    i = e.segment  # where the last run ended: contexts grow slowly
+    if x < values[w.x_decode + i] or x >= values[w.x_decode + i + 1]:
+        i = find_segment(values, w.x_decode, w.n_decode, x)
+        e.segment = i
+    while True:
+        slope = values[w.y_slope + row + i]
+        cost = values[w.y_decode + row + i] + slope * (x - values[w.x_decode + i]) + longest
+        count = limit - done
+        if count <= 0 or spent + cost > until or spent + cost >= before:
+            return done, spent, cost
+        if i < last:
+            count = min(count, max(1, math.ceil(values[w.x_decode + i + 1] - x)))
+        total = count * (cost + 0.5 * slope * (count - 1))
+        if spent + total > until or spent + total >= before:
+            room = min(until, before) - spent
+            most = room / cost
+            if slope < 0.0 or most * slope > 0.1 * cost:
+                half = cost - 0.5 * slope
+                root = math.sqrt(max(half * half + 2.0 * slope * room, 0.0))
+                most = 2.0 * room / (half + root)
+            count = min(count, int(most) + 1)
+            total = count * (cost + 0.5 * slope * (count - 1))
+            while spent + total > until or spent + total >= before:
+                count -= 1
+                total = count * (cost + 0.5 * slope * (count - 1))
+            return done + count, spent + total, cost + slope * count
+        done += count
+        spent += total
+        x += count
+        while i < last and x >= values[w.x_decode + i + 1]:
+            i += 1
+
+
+@inline
+def decode_s(law, e, sequences, context):
+    """A decode iteration of so many sequences, all of this context."""
+    w = law.where[0]
+    oy = w.y_decode + (e.profile * w.n_sequences + sequences) * w.n_decode
+    return interpolate(law.values, w.x_decode, oy, w.n_decode, context)
+
+
+@inline
+def estimator_slopes(law, e):
+    """k1 and k2 of Eq. 15, in s/token."""
+    w = law.where[0]
+    return law.values[w.y_k1 + e.profile], law.values[w.y_k2 + e.profile]
