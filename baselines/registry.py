@@ -136,7 +136,7 @@ def _parameters(factory: Callable[..., Any]) -> list[str] | None:
         makers = [vars(kind)["__init__"] for kind in bases if "__init__" in vars(kind)]
     for make in makers:
         parameters = list(inspect.signature(make).parameters.values())
-        names += [p.name for p in parameters if p.name not in ("self", "system")]
+        names += [p.name for p in parameters if p.name not in ("self", "system", *names)]
         if not parameters or parameters[-1].kind is not inspect.Parameter.VAR_KEYWORD:
             return names
         names.pop()
