@@ -11,8 +11,9 @@ Each row is replayed as it was measured: ten requests for each of its concurrent
 sent when one ends. Most are of InferenceX (InferenceMAX), whose scripts set the KV cache's format
 and the tokens of an iteration; the others are taken to have the engines' defaults. On Hopper its
 scripts run gpt-oss by other kernels (Marlin) than were timed, on B200 with activations in 8 bits.
-No row says whether tokens were speculated. The split was fixed before anything was fitted:
-`is_test`. Laws and intervals may look at the part ``fit``; ``test`` is for one look at the end.
+No row says whether tokens were speculated. The split goes by model and version of the engine and
+was fixed before anything was fitted (`FIT`): constants and intervals may look at the part ``fit``,
+``test`` is for one look at the end.
 """
 
 from __future__ import annotations
@@ -59,7 +60,9 @@ MODELS = {
     "DeepSeek-V3": "deepseek-v3",
 }
 DTYPES = {"": "bf16", "bf16": "bf16", "fp8": "fp8", "fp4": "nvfp4"}
-TEST_MODELS = ("llama-3.1-8b", "qwen3-32b", "qwen3-235b-a22b", "deepseek-v3")
+# Models and versions of vLLM of the part ``fit``, of all cards: one version that does not plan
+# iterations ahead, one that does, and one that is not stated, whose scripts have it plan ahead.
+FIT = {("llama-3.1-70b", ""), ("qwen3-32b", "0.12.0"), ("gpt-oss-120b", "0.15.1")}
 REQUESTS_PER_CLIENT = 10
 # These rows drew both lengths uniformly from so much of the stated ones to all of them.
 DRAWN_SOURCE, LEAST_LENGTH = re.compile(r"source_file=\d{4}-|db-dump/"), 0.8
@@ -120,8 +123,8 @@ class Row:
 
 
 def is_test(row: Row) -> bool:
-    """Whether a row is of the part that nothing may be fitted to: by card and by model."""
-    return row.card != "h100" or row.model in TEST_MODELS
+    """Whether a row is of the part that nothing may be fitted to: all but :data:`FIT`."""
+    return row.engine != "vllm" or (row.model, row.version) not in FIT
 
 
 def read_rows(wheel: Path) -> tuple[list[Row], dict[str, int]]:

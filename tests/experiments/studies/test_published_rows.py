@@ -37,11 +37,10 @@ def test_rows_of_one_instance_on_a_known_card_are_kept(tmp_path):
             RUN.replace("h100_sxm", "gb300") + ",30,6.5",
             RUN.replace("4,1,1,1", "4,1,2,1") + ",30,6.5",
             RUN.replace("4,1,1,1", "4,4,1,2") + ",30,6.5",
-            RUN.replace("Llama-3.1-8B-Instruct", "Llama-3.1-70B").replace("bf16", "fp8")
-            + ",30,6.5",
+            RUN.replace("Llama-3.1-8B-Instruct", "Qwen3-32B").replace("0.18", "0.12") + ",30,6.5",
         )
     )
-    assert [row.model for row in rows] == ["llama-3.1-8b", "llama-3.1-70b"]
+    assert [row.model for row in rows] == ["llama-3.1-8b", "qwen3-32b"]
     assert rows[0].ttft_s == pytest.approx(0.030) and rows[0].drawn and rows[0].plans_ahead
     assert [study.is_test(row) for row in rows] == [True, False]
     assert len(left_out) == 5 and sorted(left_out.values()) == [1, 1, 1, 1, 2]
