@@ -7,9 +7,12 @@ its path; neither the wheel nor a row of it is kept::
     pip download --no-deps aiconfigurator-core==0.12.0
     python -m servegym.experiments.studies.fidelity.published_rows WHEEL --part fit
 
-Each row is replayed as it was measured: ten requests for each of its concurrent clients, the next
-sent when one ends. Most are of InferenceX (InferenceMAX), whose scripts set the KV cache's format
-and the tokens of an iteration; the others are taken to have the engines' defaults. On Hopper its
+Each row is replayed as it was measured: a number of requests for each of its concurrent clients,
+the next sent when one ends, and the front end's time before the first token. Most are of InferenceX
+(InferenceMAX), whose scripts send ten a client, draw the lengths and set the KV cache's format and
+the tokens of an iteration; the others are taken to have the engines' defaults, and as requests of
+equal lengths would stay in step, which a client's timing does not let them, theirs are spread
+(``closed_loop`` in hardware_profiles/data/constants.json). On Hopper its
 scripts run gpt-oss by other kernels (Marlin) than were timed, on B200 with activations in 8 bits.
 No row says whether tokens were speculated. The split goes by model and version of the engine and
 was fixed before anything was fitted (`FIT`): constants and intervals may look at the part ``fit``,
@@ -41,6 +44,7 @@ from servegym.experiments.evaluation.tables import provenance, write_result
 from servegym.experiments.studies.fidelity.markdown import Table
 from servegym.hardware_profiles import Profile
 from servegym.hardware_profiles.compose import Z80, compose
+from servegym.hardware_profiles.constants import constant
 from servegym.hardware_profiles.host import engine_host, plans_ahead
 from servegym.hardware_profiles.model_config import VALUE_BYTES, ModelShape, model_shape
 
@@ -64,7 +68,7 @@ DTYPES = {"": "bf16", "bf16": "bf16", "fp8": "fp8", "fp4": "nvfp4"}
 # iterations ahead, one that does, and one that is not stated, whose scripts have it plan ahead.
 FIT = {("llama-3.1-70b", ""), ("qwen3-32b", "0.12.0"), ("gpt-oss-120b", "0.15.1")}
 REQUESTS_PER_CLIENT = 10
-# These rows drew both lengths uniformly from so much of the stated ones to all of them.
+# These rows sent so many and drew both lengths uniformly from so much of the stated ones to all of them.
 DRAWN_SOURCE, LEAST_LENGTH = re.compile(r"source_file=\d{4}-|db-dump/"), 0.8
 # Requests wait for memory where those that run hold at least this share of it.
 FULL = 0.8
@@ -237,13 +241,19 @@ def simulate(row: Row, profile: Profile) -> tuple[float, float]:
     First come, first served with at most ``clients`` running is a closed loop: request n is sent
     when n - clients others have ended.
     """
-    count = REQUESTS_PER_CLIENT * row.clients
-    least = LEAST_LENGTH if row.drawn else 1.0
     rng = np.random.default_rng(0)
-    prompts, outputs = (
-        rng.integers(math.ceil(least * length), length + 1, count)
-        for length in (row.prompt, row.output)
-    )
+    if row.drawn:
+        count = REQUESTS_PER_CLIENT * row.clients
+        prompts, outputs = (
+            rng.integers(math.ceil(LEAST_LENGTH * length), length + 1, count)
+            for length in (row.prompt, row.output)
+        )
+    else:
+        loop = constant("closed_loop")
+        count = loop["requests_per_client"] * row.clients
+        spread = rng.uniform(1.0 - loop["spread"], 1.0 + loop["spread"], count)
+        prompts = np.full(count, row.prompt)
+        outputs = np.maximum(np.rint(row.output * spread), 1).astype(int)
     times = replay(
         np.zeros(count),
         prompts,
@@ -255,7 +265,8 @@ def simulate(row: Row, profile: Profile) -> tuple[float, float]:
     )
     sent = np.zeros(count)
     sent[row.clients :] = np.sort(times["finish_s"])[: count - row.clients]
-    return float(np.mean(times["ttft_s"] - sent)), float(np.nanmean(times["tpot_s"]))
+    ttft = constant("request_s") + float(np.mean(times["ttft_s"] - sent))
+    return ttft, float(np.nanmean(times["tpot_s"]))
 
 
 def _inside(profile: Profile, step: str, error: float) -> bool:
