@@ -487,8 +487,11 @@ def _notes(c: Composer) -> list[str]:
         notes.append("decodes beside chunks take the time of decodes alone; contexts taken equal")
     if c.tp * c.dp > 1:
         link = k.links[0] if k.link is None else k.link
-        told = f"{link:g} us an all-reduce of 2**20 bytes" if isinstance(link, float) else (
-            f"{link}, {k.data['links'][link]['host']}")
+        told = (
+            f"{link:g} us an all-reduce of 2**20 bytes"
+            if isinstance(link, float)
+            else (f"{link}, {k.data['links'][link]['host']}")
+        )
         notes.append(
             f"link: {told}" + (" (the card's default)" if k.link is None else "")
             + "; two all-reduces a layer and one after the embedding; the gather of the logits is "

@@ -467,7 +467,11 @@ _LINKS: dict[str, list[tuple[str, str, tuple[str, ...]]]] = {
     "b200_sxm": [("nvlink", "NVIDIA's SXM hosts", ("vllm/0.19.0", "vllm/0.24.0"))],
     "l40s": [
         ("pcie-host", f"8 cards of NVIDIA's host for vLLM, {_STAGED}", ("vllm/0.14.0",)),
-        ("pcie-peer", "8 cards of NVIDIA's host for SGLang 0.5.12, peer to peer", ("sglang/0.5.12",)),
+        (
+            "pcie-peer",
+            "8 cards of NVIDIA's host for SGLang 0.5.12, peer to peer",
+            ("sglang/0.5.12",),
+        ),
     ],
     "rtx_pro_6000_server": [
         ("pcie-host", f"2 cards of NVIDIA's host for vLLM 0.19, {_STAGED}", ("vllm/0.19.0",)),

@@ -5,7 +5,10 @@ of vLLM, TensorRT-LLM and SGLang by card, model, tensor parallelism, lengths and
 its path; neither the wheel nor a row of it is kept::
 
     pip download --no-deps aiconfigurator-core==0.12.0
-    python -m servegym.experiments.studies.fidelity.published_rows WHEEL --part fit
+    python -m servegym.experiments.studies.fidelity.published_rows WHEEL
+
+Where that package is installed its own estimate of every row stands beside
+(`servegym.experiments.studies.fidelity.aiconfigurator`).
 
 Each row is replayed as it was measured: a number of requests for each of its concurrent clients,
 the next sent when one ends, and the front end's time before the first token. Most are of InferenceX
@@ -22,6 +25,7 @@ was fixed before anything was fitted (`FIT`): constants and intervals may look a
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import io
 import math
@@ -41,6 +45,7 @@ from servegym._files import csv_rows
 from servegym.envs.llm_routing import replay
 from servegym.experiments.evaluation.output import print_table
 from servegym.experiments.evaluation.tables import provenance, write_result
+from servegym.experiments.studies.fidelity import aiconfigurator
 from servegym.experiments.studies.fidelity.markdown import Table
 from servegym.hardware_profiles import Profile
 from servegym.hardware_profiles.compose import Z80, compose
@@ -295,68 +300,97 @@ def results(rows: Sequence[Row]) -> tuple[list[dict[str, Any]], dict[str, int]]:
     return found, left_out
 
 
+def _measures(some: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Errors of some rows, ours and where known aiconfigurator-core's."""
+    line: dict[str, Any] = {"rows": len(some)}
+    theirs = [one for one in some if "theirs" in one]
+    line["rows_aiconfigurator"] = len(theirs)
+    for index, name in enumerate(("ttft", "tpot")):
+        error = np.array([one[name] for one in some])
+        line[f"{name}_median"] = round(float(np.median(error)), 4)
+        line[f"{name}_mape"] = round(float(np.abs(error).mean()), 4)
+        line[f"{name}_in_80"] = round(float(np.mean([one[f"{name}_in"] for one in some])), 3)
+        other = np.array([one["theirs"][index] for one in theirs])
+        line[f"{name}_mape_aiconfigurator"] = (
+            round(float(np.abs(other).mean()), 4) if len(other) else ""
+        )
+    return line
+
+
 def summary(found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """One line for each card, model, format, TP and engine, and one for all rows."""
+    """One line for each part, card, model, version, format, TP and engine.
+
+    Then, of vLLM, one for each card and TP, each part and both, and one for each other engine.
+    """
     groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    totals: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for one in found:
-        row = one["row"]
+        row, part = one["row"], "test" if is_test(one["row"]) else "fit"
         dtype = model_shape(row.model).expert_dtype or row.dtype
         tp = f"{row.tp}, EP" if row.ep > 1 else f"{row.tp}"
-        key = (row.card, row.model, dtype, tp, row.engine)
+        key = (part, row.card, row.model, row.version, dtype, tp, row.engine)
         groups.setdefault(key, []).append(one)
-    lines = sorted(groups.items())
-    if len(lines) > 1:
-        lines.append((("all", "", "", "", ""), list(found)))
-    made = []
-    for key, some in lines:
-        line = dict(zip(("card", "model", "dtype", "tp", "engine"), key, strict=True))
-        line["rows"] = len(some)
-        for name in ("ttft", "tpot"):
-            error = np.array([one[name] for one in some])
-            line[f"{name}_median"] = round(float(np.median(error)), 4)
-            line[f"{name}_mape"] = round(float(np.abs(error).mean()), 4)
-            line[f"{name}_in_80"] = round(float(np.mean([one[f"{name}_in"] for one in some])), 3)
-        made.append(line)
-    return made
+        for some in ("fit", "test", "both"):
+            if some in (part, "both"):
+                totals.setdefault((some, "all", "", "", "", "", row.engine), []).append(one)
+        if row.engine == "vllm":
+            key = ("both", row.card, "all", "", "", f"{row.tp}", "vllm")
+            totals.setdefault(key, []).append(one)
+    names = ("part", "card", "model", "version", "dtype", "tp", "engine")
+    lines = [*sorted(groups.items()), *sorted(totals.items())]
+    return [dict(zip(names, key, strict=True)) | _measures(some) for key, some in lines]
 
 
-def _table(part: str, lines: Sequence[Mapping[str, Any]]) -> Table:
-    names = [f"{key}_{what}" for key in ("ttft", "tpot") for what in ("median", "mape", "in_80")]
-    columns = ["card", "model", "format", "TP", "engine", "rows"]
+def _table(lines: Sequence[Mapping[str, Any]]) -> Table:
+    names = [
+        f"{key}_{what}"
+        for key in ("ttft", "tpot")
+        for what in ("median", "mape", "in_80", "mape_aiconfigurator")
+    ]
+    columns = ["part", "card", "model", "version", "format", "TP", "engine", "rows"]
     for key in ("TTFT", "TPOT"):
-        columns += [f"{key} {what}" for what in ("median", "MAPE", "in 80 %")]
+        columns += [f"{key} {what}" for what in ("median", "MAPE", "in 80 %", "aiconfigurator")]
     body = [
-        [str(v) for v in list(line.values())[:6]]
-        + [f"{100 * line[n]:{'+' if n.endswith('median') else ''}.1f} %" for n in names]
+        [str(v) for v in list(line.values())[:8]]
+        + [
+            "" if line[n] == "" else f"{100 * line[n]:{'+' if n.endswith('median') else ''}.1f} %"
+            for n in names
+        ]
         for line in lines
     ]
-    return Table(f"published_{part}", "Simulated over measured, minus 1", columns, body)
+    return Table("published", "Simulated over measured, minus 1", columns, body)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line: replay one part, print the table and write it."""
+    """Command line: replay both parts, print the table and write it."""
     parser = argparse.ArgumentParser(
         prog="python -m servegym.experiments.studies.fidelity.published_rows",
         description=(__doc__ or "").splitlines()[0],
     )
     parser.add_argument("wheel", type=Path, help="aiconfigurator_core-0.12.0-*.whl")
-    parser.add_argument("--part", choices=("fit", "test"), required=True, help="which rows")
     parser.add_argument("--out", type=Path, default=OUT, help=f"folder of the table ({OUT})")
     words = sys.argv[1:] if arguments is None else list(arguments)
     options = parser.parse_args(words)
     rows, others = read_rows(options.wheel)
-    found, left_out = results([row for row in rows if is_test(row) == (options.part == "test")])
+    found, left_out = results(rows)
+    with contextlib.suppress(ImportError):
+        for one in found:
+            estimate = aiconfigurator.estimate(one["row"])
+            if estimate is not None:
+                measured = one["row"].ttft_s, one["row"].tpot_s
+                one["theirs"] = [e / m - 1.0 for e, m in zip(estimate, measured, strict=True)]
     lines = summary(found)
-    table = _table(options.part, lines)
+    table = _table(lines)
     print_table(table.title, table.columns, table.rows)
     for cause, count in [*others.items(), *left_out.items()]:
         print(f"left out: {count} rows: {cause}")
     made = provenance(
         shlex.join([*parser.prog.split(), *words]),
-        settings={"left_out_of_the_table": others, "left_out_of_the_part": left_out},
+        packages=("aiconfigurator-core",),
+        settings={"left_out_of_the_table": others, "left_out_of_the_rows": left_out},
     )
     options.out.mkdir(parents=True, exist_ok=True)
-    write_result(options.out / f"published_{options.part}", lines, made)
+    write_result(options.out / "published", lines, made)
     return 0
 
 
