@@ -9,10 +9,10 @@ One iteration of the whole model is composed, layer by layer, as
 from the card's kernel tables (:mod:`servegym.hardware_profiles.kernels`) and the model's shape
 (:mod:`servegym.hardware_profiles.model_config`). With ``tp`` cards every product is split by heads,
 features or rows of the head; the KV heads are replicated where there are fewer than cards. With
-``dp`` replicas that share the experts of a mixture (expert parallelism over ``tp x dp`` cards) every
-replica has its own attention and its part of the requests; all run every iteration together, as
-each layer's experts wait for the tokens of all. The profile stands for the whole group: its memory
-is that of all cards, its iteration that of all replicas.
+``dp`` replicas that share the experts of a mixture (expert parallelism over ``tp x dp`` cards)
+every replica has its own attention and its part of the requests; all run every iteration together,
+as each layer's experts wait for the tokens of all. The profile stands for the whole group: its
+memory is that of all cards, its iteration that of all replicas.
 
 To the kernels' time comes the host's share of the engine (:func:`engine_host`).
 """

@@ -73,7 +73,7 @@ DTYPES = {"": "bf16", "bf16": "bf16", "fp8": "fp8", "fp4": "nvfp4"}
 # iterations ahead, one that does, and one that is not stated, whose scripts have it plan ahead.
 FIT = {("llama-3.1-70b", ""), ("qwen3-32b", "0.12.0"), ("gpt-oss-120b", "0.15.1")}
 REQUESTS_PER_CLIENT = 10
-# These rows sent so many and drew both lengths uniformly from so much of the stated ones to all of them.
+# These rows sent so many and drew both lengths uniformly from so much of the stated ones to all.
 DRAWN_SOURCE, LEAST_LENGTH = re.compile(r"source_file=\d{4}-|db-dump/"), 0.8
 # Requests wait for memory where those that run hold at least this share of it.
 FULL = 0.8
