@@ -180,7 +180,7 @@ def test_an_error_of_every_cause():
             assert seconds(told[None]) == seconds(told["pcie-host"])
             # Of two links the faster one's steps lie as far below as the interval is shifted twice.
             apart = np.log(seconds(told["pcie-peer"]) / seconds(told[None]))
-            assert 2 * (open_["bias"] - closed["bias"]) == pytest.approx(apart, abs=0.03)
+            assert 2 * (open_["bias"] - closed["bias"]) == pytest.approx(apart, abs=0.06)
             assert open_["sd"] >= closed["sd"]
 
 
