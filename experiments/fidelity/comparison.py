@@ -184,7 +184,8 @@ def sensitivity(run: MeasuredRun, profile: Profile) -> list[dict[str, Any]]:
     """Errors of the means when one part of the model is replaced.
 
     Returns:
-        One row a variant: ``variant``, the signed relative error of each mean, ``preemptions``.
+        One row a variant: ``variant``, the signed relative error of each mean, ``preemptions``;
+        None where the variant cannot serve the run.
     """
     data = profile.to_dict()
     data["law"] = {"kind": "linear", **data["estimator"]}
@@ -201,8 +202,12 @@ def sensitivity(run: MeasuredRun, profile: Profile) -> list[dict[str, Any]]:
     }
     rows = []
     for name, (used, changes) in variants.items():
-        simulated = simulate(run, used, **changes)
         row: dict[str, Any] = {"variant": name}
+        try:
+            simulated = simulate(run, used, **changes)
+        except ValueError:  # a request does not fit into its memory
+            rows.append(row | dict.fromkeys((*METRICS.values(), "preemptions")))
+            continue
         for error in errors(run, simulated):
             row[error["metric"]] = error["error_of_mean"]
         rows.append({**row, "preemptions": int(simulated["preemptions"].sum())})

@@ -271,18 +271,20 @@ def test_replicas_that_share_their_experts_are_one_engine(tmp_path):
 
 
 @pytest.mark.filterwarnings("error")
-def test_a_run_that_cannot_be_served_leaves_no_nan(tmp_path, capsys):
-    """Nothing fits into the memory: no latency, no correlation, and no number that is none."""
+def test_what_a_run_does_not_have_is_left_out(tmp_path, capsys):
+    """Answers of one token have no TPOT, a constant course no correlation; nothing is a nan."""
     made_up_run(tmp_path, count=4)
-    meta = tmp_path / "meta.json"
-    settings = json.loads(meta.read_text())
-    settings["kv_cache"]["num_kv_tokens"] = 16
-    meta.write_text(json.dumps(settings))
+    requests, series = tmp_path / "requests.jsonl", tmp_path / "timeseries.csv"
+    rows = [json.loads(line) for line in requests.read_text().splitlines()]
+    for row in rows:
+        row |= {"output_toks": 1, "last_token_ts": row["first_token_ts"]}
+    requests.write_text("\n".join(map(json.dumps, rows)))
+    series.write_text("t,running,waiting,kv_cache_pct\n1,1,0,5\n2,0,0,5\n")
     words = ["--run", str(tmp_path), "--profile", PROFILE, "--out", str(tmp_path), "--no-plot"]
     assert report.main(words) == 0
     shown = capsys.readouterr().out
     assert "nan" not in shown and "—" in shown
-    for name in ("errors", "sensitivity", "course"):
+    for name in ("errors", "sensitivity", "latencies", "course"):
         assert "nan" not in (tmp_path / f"{name}.csv").read_text()
 
 
