@@ -4,13 +4,11 @@ import json
 import re
 import stat
 import sys
-import time
 
 import numpy as np
 import pytest
 
 from servegym.envs.llm_routing import replay
-from servegym.experiments.evaluation.output import read_rows
 from servegym.experiments.studies.fidelity import parity, rival
 from servegym.hardware_profiles import load
 
@@ -173,22 +171,6 @@ def test_the_driver_reads_a_replay_of_ai_dynamo(tmp_path, monkeypatch):
     assert seen["timing_model"]["provider"] == "dynamo_profile"
 
 
-def test_a_rivals_seconds_are_those_that_it_had_the_core(tmp_path, monkeypatch):
-    clock = {"wall": 0.0, "core": 0.0}
-
-    def run_replay_json(text):
-        clock["wall"] += 0.5  # of which its own clock sees 0.4, on a core that it has a quarter of
-        clock["core"] += 0.125
-        return json.dumps({"wall_time_ms": 400.0})
-
-    modules(monkeypatch, aisimulate=Module(_runtime=Module(run_replay_json=run_replay_json)))
-    monkeypatch.setattr(rival, "version", lambda name: "0.13.0")
-    monkeypatch.setattr(time, "perf_counter", lambda: clock["wall"])
-    monkeypatch.setattr(time, "process_time", lambda: clock["core"])
-    out = job(tmp_path, {"kind": "constant", "step_s": 0.02}, "aisimulate")
-    assert out["seconds"] == pytest.approx(0.1)
-
-
 def test_the_speed_table_has_the_median_least_and_most_ratio():
     def rows(own, other):
         return [
@@ -226,37 +208,6 @@ def test_the_driver_reads_a_replay_of_aisimulate(tmp_path, monkeypatch):
     assert out["finish_s"] == [None, pytest.approx(0.66)]
     with pytest.raises(SystemExit, match="constant"):
         job(tmp_path, {"kind": "tables"}, "aisimulate")
-
-
-@pytest.mark.slow
-def test_the_command_runs_a_rival_and_names_those_it_lacks(tmp_path, capsys):
-    fake = tmp_path / "python"
-    fake.write_text(
-        f"""#!{sys.executable}
-import json, sys
-found = []
-for job in json.load(open(sys.argv[3])):
-    first = [a + 0.02 for a in job["requests"]["arrival_s"]]
-    finish = [t + (1 if job["law"]["kind"] == "constant" else 2) for t in first]
-    found.append(dict(version="9", seconds=0.25, first_token_s=first, finish_s=finish))
-json.dump(found, open(sys.argv[4], "w"))
-"""
-    )
-    fake.chmod(fake.stat().st_mode | stat.S_IXUSR)
-    words = ["--requests", "100", "--repeats", "1"]
-    words += ["--out", str(tmp_path), "--data", str(tmp_path), "--rival", f"ai-dynamo={fake}"]
-    assert parity.main(words) == 0
-    printed = capsys.readouterr()
-    assert "aisimulate: not run" in printed.out + printed.err
-    assert "ai-dynamo: not run" not in printed.out + printed.err
-    rows = read_rows(tmp_path / "parity.csv")
-    assert len(rows) == 2 * 9
-    for row in rows:
-        if row["simulator"] != "servegym":
-            assert row["e2e_s"] == pytest.approx(1.02)
-            assert row["requests_per_core_s"] == 400
-    record = json.loads((tmp_path / "parity.json").read_text())
-    assert [one["rival"] for one in record["notes"]] == ["ai-dynamo"]
 
 
 def test_a_rival_that_fails_is_named_and_the_others_stay(tmp_path):
