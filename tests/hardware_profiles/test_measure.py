@@ -370,7 +370,7 @@ SERVER = ["server", "--model", "m", "--url"]
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["gpus"], "gpu, cpu-expert, server"),
+        (["gpus"], "gpu, link, cpu-expert, server"),
         ([*GPU, "tinny"], "did you mean 'tiny'"),
         ([*GPU, "tiny", "--seconds", "-1"], "seconds"),
         ([*GPU, "tiny", "--memory-gb", "0.01"], "memory-gb is 0.01"),
