@@ -43,7 +43,7 @@ from servegym.envs.families import find_family
 
 SETTINGS = {
     "llm_routing": {"rate": 8.0, "reward": "completed_qos"},
-    "prefix_routing": {"reward": "score"},
+    "prefix_routing": {"reward": "dense"},
 }
 """Arguments of the ids of a family; ``--set`` changes them and adds others."""
 MEASURES = {
@@ -61,7 +61,7 @@ that is still served, with no sign in the observation. A cut leaves that to the 
 class Args(RunArgs):
     """Command line of the agent."""
 
-    env_id: str = "servegym/LLMRoutingSummary-v1"
+    env_id: str = "servegym/LLMRoutingSummary-v2"
     """an environment with one Box and Discrete actions"""
     set: tuple[str, ...] = ()
     """environment arguments, key=value with a JSON value, as in rate=[5,5] num_experts=3"""

@@ -47,7 +47,7 @@ from servegym.agents.lib.run_log import RunLog, interval_passed, saves_when_inte
 class Args(RunArgs):
     """Command line of the agent."""
 
-    env_id: str = "servegym/ServerlessMoEFlat-v0"
+    env_id: str = "servegym/ServerlessMoEFlat-v1"
     """an environment with one Box and MultiDiscrete actions"""
     set: tuple[str, ...] = ()
     """environment arguments, key=value with a JSON value, as in model=gpt-oss-20b"""
@@ -174,7 +174,7 @@ class Agent(nn.Module):
 
 def env_kwargs(args: Args) -> dict[str, Any]:
     """Arguments of the training environment."""
-    return ({"keep_action": True} if args.keep_action else {}) | parse_settings(args.set)
+    return {"keep_action": args.keep_action} | parse_settings(args.set)
 
 
 def evaluate(agent: Agent, envs: gym.vector.VectorEnv) -> dict[str, float]:

@@ -23,12 +23,11 @@ class Family:
         paper: What the paper calls its system, or "" where it has no name.
         group: Its folder in ``experiments/papers`` and ``experiments/results``, and its name in
             the commands ``figures``, ``claims`` and ``bench``.
-        views: Observation that a policy reads (`Policy.env_view`) -> name of the environment,
-            without namespace and version; the first is the ``"graph"`` view, the Dict.
+        views: Observation that a policy reads (`Policy.env_view`) -> name and version of the
+            environment, without namespace; the first is the ``"graph"`` view, the Dict.
         system: Class in ``baselines/<name>/system.py`` that describes a system to its policies.
         outcomes: Whether requests end after the step that decides on them.
         parallel: Whether it has a PettingZoo environment, ``parallel_env``.
-        version: Of its ids, the N of ``-vN``.
     """
 
     name: str
@@ -39,12 +38,11 @@ class Family:
     system: str
     outcomes: bool = False
     parallel: bool = False
-    version: int = 0
 
     @property
     def env_ids(self) -> tuple[str, ...]:
         """Its Gymnasium ids, the graph view first."""
-        return tuple(f"servegym/{name}-v{self.version}" for name in self.views.values())
+        return tuple(f"servegym/{name}" for name in self.views.values())
 
     @property
     def env_id(self) -> str:
@@ -78,22 +76,21 @@ FAMILIES: tuple[Family, ...] = (
         paper="",
         group="routing",
         views={
-            "graph": "LLMRouting",
-            "flat": "LLMRoutingFlat",
-            "experts": "LLMRoutingExperts",
-            "summary": "LLMRoutingSummary",
+            "graph": "LLMRouting-v1",
+            "flat": "LLMRoutingFlat-v2",
+            "experts": "LLMRoutingExperts-v2",
+            "summary": "LLMRoutingSummary-v2",
         },
         system="RoutingSystem",
         outcomes=True,
         parallel=True,
-        version=1,
     ),
     Family(
         name="serverless_moe",
         title="Serverless MoE partitioning",
         paper="Remoe",
         group="serverless",
-        views={"graph": "ServerlessMoE", "flat": "ServerlessMoEFlat"},
+        views={"graph": "ServerlessMoE-v0", "flat": "ServerlessMoEFlat-v1"},
         system="ServerlessSystem",
     ),
     Family(
@@ -101,7 +98,7 @@ FAMILIES: tuple[Family, ...] = (
         title="Expert placement",
         paper="Prism",
         group="placement",
-        views={"graph": "ExpertPlacement"},
+        views={"graph": "ExpertPlacement-v0"},
         system="PlacementSystem",
         parallel=True,
     ),
@@ -111,13 +108,12 @@ FAMILIES: tuple[Family, ...] = (
         paper="",
         group="prefix",
         views={
-            "graph": "PrefixRouting",
-            "flat": "PrefixRoutingFlat",
-            "summary": "PrefixRoutingSummary",
+            "graph": "PrefixRouting-v1",
+            "flat": "PrefixRoutingFlat-v2",
+            "summary": "PrefixRoutingSummary-v2",
         },
         system="PrefixSystem",
         outcomes=True,
-        version=1,
     ),
 )
 """Every family: those of the papers in their order, then the project's own."""

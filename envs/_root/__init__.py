@@ -23,7 +23,8 @@ def register_envs() -> None:
     """Register the environments with Gymnasium; ids already there are left alone."""
     for family in _FAMILIES:
         module = f"servegym.envs.{family.name}"
-        for env_id, name in zip(family.env_ids, family.views.values(), strict=True):
+        for env_id in family.env_ids:
+            name = env_id.removeprefix("servegym/").rpartition("-v")[0]
             if env_id not in _gymnasium.registry:
                 _gymnasium.register(
                     id=env_id,

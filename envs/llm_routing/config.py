@@ -40,6 +40,7 @@ _REWARDS = {
     "qos_aware": kernel.QOS_AWARE,
     "completed_qos": kernel.COMPLETED_QOS,
     "paid_forward": kernel.PAID_FORWARD,
+    "dense": kernel.DENSE,
 }
 _PENALTIES = {"new_violations": kernel.NEW_VIOLATIONS, "literal": kernel.LITERAL}
 _ESTIMATORS = {"true": 0, "predicted": 1}
@@ -511,7 +512,7 @@ def _fixed_problem(
     predictor_kwargs: Mapping[str, Any] | None = None,
     buckets: str = "quantile",
     predictor_seed: int = 0,
-    reward: str = "qos_aware",
+    reward: str | None = None,
     penalty: str = "new_violations",
     estimator: str = "true",
     scheduler: str = "orca",
@@ -534,6 +535,8 @@ def _fixed_problem(
     requests_file: str | None = None,
 ) -> Problem:
     """The problem of a fleet that all episodes have, from checked arguments."""
+    if reward is None:
+        reward = "qos_aware" if view == kernel.GRAPH else "dense"
     arguments = {k: v for k, v in locals().items() if k != "view"}
     file = None if requests_file is None else load_requests(_file_name(requests_file))
     if file is not None:

@@ -23,6 +23,7 @@ REWARD_TERMS = {
     kernel.COMPLETED_QOS: ("qos",),
     kernel.QOS_AWARE: ("qos", "penalty"),
     kernel.PAID_FORWARD: ("accepted_score", "late_score"),
+    kernel.DENSE: ("qos", "outlook"),
 }
 
 REQUEST_LOG = np.dtype(
@@ -101,8 +102,8 @@ def observation_space(problem: Problem) -> spaces.Space:
     if view == kernel.EXPERTS:
         return spaces.Box(0.0, 1.0, (3 * n,), np.float32)
     if view == kernel.SUMMARY:
-        bounds = summary_bounds(problem)
-        return spaces.Box(np.zeros((n, len(bounds)), np.float32), np.tile(bounds, (n, 1)))
+        low, high = summary_bounds(problem)
+        return spaces.Box(np.tile(low, (n, 1)), np.tile(high, (n, 1)))
     longest = float(problem.max_output_tokens)
     request = np.array([kernel.MAX_PROMPT_TOKENS, 1.0, longest], np.float32)
     expert = np.array([1.0, cap_r, cap_r + cap_w], np.float32)
@@ -136,8 +137,8 @@ def load_bounds(problem: Problem) -> list[float]:
     return [kernel.MAX_GAP_S, kernel.MAX_PROMPT_TOKENS, float(problem.max_output_tokens)]
 
 
-def summary_bounds(problem: Problem) -> np.ndarray:
-    """(F,) float32 upper bounds of the columns `kernel.SUMMARY_FEATURES`; the lower ones are 0."""
+def summary_bounds(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
+    """Lower and upper bounds of the columns `kernel.SUMMARY_FEATURES`, float32 (F,) each."""
     cap_r, cap_w = problem.running_capacity, problem.waiting_capacity
     longest, prompt = float(problem.max_output_tokens), float(problem.table[..., 0].max())
     held = prompt + longest
@@ -158,7 +159,11 @@ def summary_bounds(problem: Problem) -> np.ndarray:
         kernel.MAX_WAIT_S,
         *load_bounds(problem) * len(kernel.LOAD_HORIZONS),
     ]
-    return np.array(bounds, dtype=np.float32)
+    # All columns are 0 for an expert that there is not.
+    low, high = (
+        (x - kernel.SUMMARY_MEANS) / kernel.SUMMARY_SPREADS for x in (0.0, np.array(bounds))
+    )
+    return np.minimum(low, 0.0).astype(np.float32), np.maximum(high, 0.0).astype(np.float32)
 
 
 class RoutingBatch(Batch):

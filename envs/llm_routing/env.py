@@ -58,14 +58,17 @@ class LLMRoutingEnv(BatchEnv):
 
     ## Rewards
 
-    `reward=` chooses between three that share their goal, the sum of QoS:
+    `reward=` chooses between four that share their goal, the sum of QoS:
 
-    - `"qos_aware"` (default; Eq. 16): QoS of the requests completed since the last decision, less the
+    - `"qos_aware"` (default here; Eq. 16): QoS of the requests completed since the last decision, less the
       scores of the running requests that Eq. 15 says this action makes late. `penalty="literal"`
       also charges those already late.
     - `"completed_qos"`: the first term alone.
     - `"paid_forward"`: the score is paid when a request is accepted and taken back if it ends late, with
       the same sum over an episode as `completed_qos`.
+    - `"dense"` (default of the ids with one Box): `completed_qos`, -0.6 (a usual QoS) a decision, and the
+      change of a potential [2], .99 P' - P, P being the predicted scores of the requests held that can
+      still be on time: with a discount of .99 the best policies are those of `completed_qos`.
 
     A request stays some 26 decisions at 8 requests/s: begin with a discount of .97 to .98.
 
@@ -104,7 +107,7 @@ class LLMRoutingEnv(BatchEnv):
     | observation | `score_predictor`, `length_predictor`, `predictor_kwargs` | `"confusion"` | `confusion`, `learned`, `mean`, `zero` or `exact` |
     | | `buckets`, `predictor_seed`, `staleness_s` | `"quantile"`, 0, 0.0 | how predictions are bucketed; seed of their errors; age of what is seen of the experts |
     | | `validate`, `render_mode` | False, None | check every observation (slow); `ansi` or `rgb_array` |
-    | reward | `reward`, `penalty`, `estimator` | `"qos_aware"`, `"new_violations"`, `"true"` | see Rewards; `estimator="predicted"` charges by predictions |
+    | reward | `reward`, `penalty`, `estimator` | by the id, `"new_violations"`, `"true"` | see Rewards; `estimator="predicted"` charges by predictions |
 
     >>> import gymnasium, servegym
     >>> env = gymnasium.make("servegym/LLMRouting-v1", num_experts=3, rate=2.0)
@@ -122,6 +125,7 @@ class LLMRoutingEnv(BatchEnv):
     ## References
 
     [1] J. Yang et al.: Quality-of-Service Aware LLM Routing for Edge Computing, arXiv:2508.00234.
+    [2] A. Ng, D. Harada, S. Russell: Policy invariance under reward transformations, ICML 1999.
 
     ## Version History
 
@@ -159,11 +163,14 @@ class LLMRoutingFlatEnv(LLMRoutingEnv):
     for each expert its `request` (3), `experts` (3), `running` (R x 6) and `waiting` (W x 6) features,
     rows of no request being zero. Prompt tokens p, latency l and gaps g are on a log scale,
     `log1p(p / 16) / log1p(8192 / 16)`, `log1p(l / 0.01) / log1p(10 / 0.01)` and
-    `log1p(g / 0.01) / log1p(60 / 0.01)`; the rest is divided by its bound. Everything else is as in `LLMRoutingEnv`.
+    `log1p(g / 0.01) / log1p(60 / 0.01)`; the rest is divided by its bound. `reward="dense"` is the default;
+    everything else is as in `LLMRoutingEnv`.
 
     >>> import gymnasium, servegym
-    >>> gymnasium.make("servegym/LLMRoutingFlat-v1").observation_space.shape
+    >>> gymnasium.make("servegym/LLMRoutingFlat-v2").observation_space.shape
     (406,)
+
+    - v2: `reward="dense"` is the default
     """
 
     VIEW = kernel.FLAT
@@ -173,12 +180,14 @@ class LLMRoutingExpertsEnv(LLMRoutingEnv):
     """`LLMRoutingEnv` seen through the experts' aggregate state alone: the paper's Baseline RL.
 
     The observation is a float32 `Box(0, 1, (3 N,))`: KV memory in use, running / R and
-    waiting / (R + W) of each expert; nothing is known of the request. Everything else is as in
-    `LLMRoutingEnv`.
+    waiting / (R + W) of each expert; nothing is known of the request. `reward="dense"` is the default;
+    everything else is as in `LLMRoutingEnv`.
 
     >>> import gymnasium, servegym
-    >>> gymnasium.make("servegym/LLMRoutingExperts-v1").observation_space.shape
+    >>> gymnasium.make("servegym/LLMRoutingExperts-v2").observation_space.shape
     (18,)
+
+    - v2: `reward="dense"` is the default
     """
 
     VIEW = kernel.EXPERTS
@@ -187,11 +196,10 @@ class LLMRoutingExpertsEnv(LLMRoutingEnv):
 class LLMRoutingSummaryEnv(LLMRoutingEnv):
     """`LLMRoutingEnv` with as many numbers an expert, whatever its queues hold: the id to start with.
 
-    One network over the rows serves every expert and any fleet. Scale the columns by their running
-    moments: they are in raw units, up to 1e5.
-
-    The observation is a float32 `Box` of shape (N, 44) in raw units, zeros where a drawn fleet has no
-    such expert. Its columns, `kernel.SUMMARY_FEATURES` (tokens are counts, times seconds):
+    One network over the rows serves every expert and any fleet. The observation is a float32 `Box` of
+    shape (N, 44), zeros where a drawn fleet has no such expert. Its columns, `kernel.SUMMARY_FEATURES`
+    (tokens are counts, times seconds), are standardised by constants, so that they are of unit size at
+    the default fleet: less `kernel.SUMMARY_MEANS`, over `kernel.SUMMARY_SPREADS`.
 
     | Columns | Content |
     |---|---|
@@ -213,11 +221,14 @@ class LLMRoutingSummaryEnv(LLMRoutingEnv):
     | 34 | longest time since an arrival of a waiting request, s |
     | 35 to 43 | the load, the same in each row: mean gap (s), prompt and predicted tokens over the last 8, 32, 128 requests |
 
-    Predicted tokens left are at least one. Everything else is as in `LLMRoutingEnv`.
+    Predicted tokens left are at least one. `reward="dense"` is the default; everything else is as in
+    `LLMRoutingEnv`.
 
     >>> import gymnasium, servegym
-    >>> gymnasium.make("servegym/LLMRoutingSummary-v1", fleet="random").observation_space.shape
+    >>> gymnasium.make("servegym/LLMRoutingSummary-v2", fleet="random").observation_space.shape
     (16, 44)
+
+    - v2: columns standardised by constants; `reward="dense"` is the default
     """
 
     VIEW = kernel.SUMMARY

@@ -233,7 +233,7 @@ class LLMRoutingParallelEnv(ParallelEnv):
         self._under_way.append(index)
         rewards = np.zeros(len(self.agents))
         paid_forward = int(self.problem.cfg["reward"][0]) == kernel.PAID_FORWARD
-        # The other term comes of the action alone.
+        # The other term goes to who has decided.
         rewards[actor] = gain if paid_forward else loss
         limit = float(self.batch.env["latency_requirement"][0])
         waiting = []
@@ -275,7 +275,7 @@ class LLMRoutingParallelEnv(ParallelEnv):
             of_experts = seen[1 + kernel.LOAD_WIDTH :].reshape(self.problem.num_experts, -1)
             of_experts[:, :3] = 0.0
         elif int(self.problem.cfg["layout"][0]) == kernel.SUMMARY:
-            seen[:, 1:4] = 0.0
+            seen[:, 1:4] = (-kernel.SUMMARY_MEANS / kernel.SUMMARY_SPREADS)[1:4]
         return seen
 
     def _views(self) -> Any:

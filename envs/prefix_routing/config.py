@@ -143,6 +143,8 @@ def build_problem(
     """
     if scenario is not None:
         arguments = {**SCENARIOS[choose("scenario", scenario, SCENARIOS)], **arguments}
+    if arguments.get("reward") is None:
+        arguments["reward"] = "slo" if view == DICT else "dense"
     return replace(_problem(view, **arguments), arguments=_named(scenario, arguments))
 
 
@@ -166,7 +168,7 @@ def _problem(
     index_kwargs: Mapping[str, Any] | None = None,
     scrape_s: float = 0.05,
     slo: Mapping[str, Any] | None = None,
-    reward: str = "slo",
+    reward: str | None = None,
     admission: bool = False,
     length_noise: float | None = None,
     failures: Mapping[str, Any] | None = None,
@@ -252,7 +254,12 @@ def _named(scenario: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-_REWARDS = {"slo": steps.SLO, "ttft": steps.TTFT, "score": steps.SCORE}
+_REWARDS = {
+    "slo": steps.SLO,
+    "ttft": steps.TTFT,
+    "score": steps.SCORE,
+    "dense": steps.DENSE,
+}
 _INDEX_KEYWORDS = (
     "index_entries",
     *(n for n in inspect.signature(gateway_config).parameters if n not in ("index", "block_size")),

@@ -20,7 +20,12 @@ from servegym.envs.prefix_routing.kernel.observation import REPLICA_HIGH, REPLIC
 from servegym.envs.prefix_routing.requests import PrefixRequests
 from servegym.envs.prefix_routing.tables import put_replicas, put_requests
 
-REWARD_TERMS = {steps.SLO: ("met",), steps.TTFT: ("ttft",), steps.SCORE: ("score",)}
+REWARD_TERMS = {
+    steps.SLO: ("met",),
+    steps.TTFT: ("ttft",),
+    steps.SCORE: ("score",),
+    steps.DENSE: ("dense",),
+}
 
 REQUEST_LOG = np.dtype(
     [
@@ -82,12 +87,13 @@ def observation_space(problem: Problem) -> spaces.Space:
     high, low = np.array(REPLICA_HIGH, np.float32), np.array(REPLICA_LOW, np.float32)
     top = np.array(REQUEST_HIGH, np.float32)
     if problem.view != DICT:
+        replica = [*np.where(low < 0, -1.0, 0.0), 0.0], [*np.ones(len(high)), steps.MAX_SHARE]
+        request = np.zeros(len(top)), np.ones(len(top))
         if problem.view == FLAT:
-            signed = np.concatenate([np.zeros(len(top)), np.tile(low, n)]) < 0
+            bounds = [np.append(k, np.tile(row, n)) for k, row in zip(request, replica, strict=True)]
         else:
-            signed = np.tile(np.concatenate([low, np.zeros(len(top))]) < 0, (n, 1))
-        bottom = np.where(signed, -1.0, 0.0).astype(np.float32)
-        return spaces.Box(bottom, np.ones_like(bottom), dtype=np.float32)
+            bounds = [np.tile([*row, *k], (n, 1)) for k, row in zip(request, replica, strict=True)]
+        return spaces.Box(*(bound.astype(np.float32) for bound in bounds))
     most = np.iinfo(np.int32).max
     return spaces.Dict(
         {
@@ -134,7 +140,8 @@ class PrefixBatch(Batch):
             ids=np.zeros((num_rows, count, 2), dtype=np.int32),
         )
         features, width = len(REPLICA_HIGH), len(REQUEST_HIGH)
-        scaled = {DICT: 0, FLAT: width + n * features, SUMMARY: n * (features + width)}
+        columns = features + 1
+        scaled = {DICT: 0, FLAT: width + n * columns, SUMMARY: n * (columns + width)}
         self.buffers = steps.Buffers(
             replicas=np.zeros((num_rows, n, features), dtype=np.float32),
             request=np.zeros((num_rows, width), dtype=np.float32),
@@ -148,7 +155,7 @@ class PrefixBatch(Batch):
         self.out, self.action_mask = self.buffers.reward, self.buffers.mask
         self.observation: Any = self.buffers.scaled
         if problem.view == SUMMARY:
-            self.observation = self.buffers.scaled.reshape(num_rows, n, features + width)
+            self.observation = self.buffers.scaled.reshape(num_rows, n, columns + width)
         elif problem.view == DICT:
             names = ("ids", "replicas", "request", "time_s")
             self.observation = {name: getattr(self.buffers, name) for name in names}

@@ -62,10 +62,15 @@ class PrefixRoutingEnv(BatchEnv):
 
     ## Rewards
 
-    `"slo"`: 1 for a request that is completed within both objectives, in the step in which it ends.
-    `"ttft"`: minus the seconds to the first token, in the step of that token. `"score"`: as `"slo"`,
-    less .3 log2(1 + x), x being the larger share of its objective that TTFT or TPOT took; -2 if it
-    is lost. The last step drains the replicas. `info["reward_terms"]` has the term by its name.
+    `"slo"` (default here): 1 for a request that is completed within both objectives, in the step in
+    which it ends. `"ttft"`: minus the seconds to the first token, in the step of that token.
+    `"score"`: as `"slo"`, less .3 log2(1 + x), x being the larger share of its objective that TTFT or
+    TPOT took; -2 if it is lost. `"dense"` (default of the ids with one Box): as `"score"`, but .3
+    log2(1 + x) of the TTFT is charged at the decision, as the gateway expects it, and corrected at
+    the first token; and less 2 a second by which the work on prompts that lies at the replicas grows,
+    what lies there at the last decision included. An answer lives some 800 decisions at 20/s, its
+    first token comes after 10: begin with a discount of .95 to .99. The last step drains the replicas.
+    `info["reward_terms"]` has the term by its name.
 
     ## Starting State
 
@@ -95,7 +100,7 @@ class PrefixRoutingEnv(BatchEnv):
     | `index`, `index_kwargs` | `"approximate"` | prefix index of the gateway: `none`, `approximate` (filled when routed) or `precise` (from cache events), and keywords, see below |
     | `scrape_s` | 0.05 | time between scrapes of the metrics; 0: live |
     | `slo` | .5 s + .1 ms/token, 40 ms | `{"ttft_s": ..., "ttft_s_per_token": ..., "tpot_s": ...}`, what is not given as by default |
-    | `reward` | `"slo"` | `slo`, `ttft` or `score`, see Rewards |
+    | `reward` | by the id | `slo`, `ttft`, `score` or `dense`, see Rewards |
     | `admission` | False | whether a request may be rejected (not with `reward="ttft"`) |
     | `failures` | None | mean times to failure and to repair, in s (not with `reward="ttft"`) |
     | `prefix_cache` | `"vllm"` | as vLLM's; `"infinite"`: each replica also finds all that was ever sent to it; `"pooled"`: all that was sent to any (bounds, which no gateway can have) |
@@ -147,13 +152,18 @@ class PrefixRoutingEnv(BatchEnv):
 class PrefixRoutingFlatEnv(PrefixRoutingEnv):
     """`PrefixRoutingEnv` with one Box for off-the-shelf agents.
 
-    The observation is a float32 `Box` of shape (7 + 22 N,): the columns of `request`, then those of
-    `replicas` for each replica. Shares are as they are; another column x with the bound h is
-    `log1p(x) / log1p(h)`, with its sign. Everything else is as in `PrefixRoutingEnv`.
+    The observation is a float32 `Box` of shape (7 + 23 N,): the columns of `request`, then for each
+    replica those of `replicas` and one more. Shares are as they are; another column x with the bound
+    h is `log1p(x) / log1p(h)`, with its sign. The last is log2(1 + x), at most 32, x being the share
+    of its objective that the TTFT there takes as the gateway expects it: the replica's prompt tokens
+    without a first token and the uncached ones of this prompt, over its tokens/s. `reward="dense"` is
+    the default; everything else is as in `PrefixRoutingEnv`.
 
     >>> import gymnasium, servegym
-    >>> gymnasium.make("servegym/PrefixRoutingFlat-v1").observation_space.shape
-    (183,)
+    >>> gymnasium.make("servegym/PrefixRoutingFlat-v2").observation_space.shape
+    (191,)
+
+    - v2: the expected TTFT; `reward="dense"` is the default
     """
 
     VIEW = FLAT
@@ -162,13 +172,14 @@ class PrefixRoutingFlatEnv(PrefixRoutingEnv):
 class PrefixRoutingSummaryEnv(PrefixRoutingEnv):
     """`PrefixRoutingEnv` with one Box that has a row for each replica.
 
-    The observation is a float32 `Box` of shape (N, 22 + 7): the columns of `replicas`, then those of
-    `request`, the same in each row, scaled as in `PrefixRoutingFlatEnv`. Everything else is as in
-    `PrefixRoutingEnv`.
+    The observation is a float32 `Box` of shape (N, 23 + 7): the columns of the replica, then those of
+    `request`, the same in each row, as in `PrefixRoutingFlatEnv`. Everything else is as there.
 
     >>> import gymnasium, servegym
-    >>> gymnasium.make("servegym/PrefixRoutingSummary-v1").observation_space.shape
-    (8, 29)
+    >>> gymnasium.make("servegym/PrefixRoutingSummary-v2").observation_space.shape
+    (8, 30)
+
+    - v2: the expected TTFT; `reward="dense"` is the default
     """
 
     VIEW = SUMMARY

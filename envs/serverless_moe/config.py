@@ -435,7 +435,7 @@ def build_problem(
     gpu: str = "eager",
     split: str = "train",
     granularity: str = "global",
-    keep_action: bool = False,
+    keep_action: bool | None = None,
     predictor: Any = "task_mean",
     activations: Any = None,
     episode_requests: int = 200,
@@ -478,6 +478,8 @@ def build_problem(
     Raises:
         ValueError: naming the argument, what was given and what is allowed.
     """
+    if keep_action is None:
+        keep_action = view == kernel.FLAT
     arguments = {k: v for k, v in locals().items() if k != "view"}
     values = _with_preset(arguments)
     choose("split", split, ("train", "val", "eval", "all"))

@@ -107,7 +107,7 @@ class ServerlessMoEEnv(BatchEnv):
     | network | `trem_s`, `trem_switch`, `trem_sigma` | None | medians of the regimes of t_rem in s, probability of leaving one, sigma of a draw |
     | | `bandwidth_mb_s`, `payload_mb` | 1250, 6 | between functions; MB of the largest body of a call |
     | observation and action | `predictor`, `output_error` | `"task_mean"`, None | `task_mean`, `global_mean`, `nearest`, a table (P, L, K) or a callable that gives one; sigma of the log error of the output length |
-    | | `granularity`, `keep_action`, `levels` | `"global"`, False, min(K, 16) + 1 | see Action Space; values of b |
+    | | `granularity`, `keep_action`, `levels` | `"global"`, by the id, min(K, 16) + 1 | see Action Space; values of b |
     | | `w_headroom_mb`, `y_headroom_mb`, `z_headroom` | see Action Space | increasing from 0 |
     | | `validate`, `render_mode` | False, None | check every observation (slow); `ansi` or `rgb_array` |
     | reward | `penalty` | 0.5 | price of a violated SLO in MIX costs |
@@ -172,12 +172,14 @@ class ServerlessMoEFlatEnv(ServerlessMoEEnv):
     their longest, TTFT limit / 60 s, TPOT limit / 0.5 s, t_rem and idle time on a log scale,
     `warm_main` (5), the means over layers of `warm_remote` (2), prices (by 1 and 10 USD per GB and
     hour); then for both orders and each value of b the predicted share of the tokens' experts that is
-    remote, its mean and its largest value over layers. Everything else is as in `ServerlessMoEEnv`.
-    To learn on it, `keep_action=True` and a discount of about 0.9 help most (`agents/ppo_serverless.py`).
+    remote, its mean and its largest value over layers. `keep_action=True` is the default, in the Dict
+    False; everything else is as in `ServerlessMoEEnv`. A discount of about 0.9 helps to learn.
 
     >>> from servegym.envs.serverless_moe.env import ServerlessMoEFlatEnv
     >>> ServerlessMoEFlatEnv(model="toy").observation_space.shape
     (51,)
+
+    - v1: `keep_action=True` is the default
     """
 
     VIEW = kernel.FLAT

@@ -54,15 +54,15 @@ def test_running_moments_are_those_of_all_that_was_seen():
     ("env_id", "settings", "view", "own"),
     [
         ("CartPole-v1", (), None, False),
-        ("servegym/PrefixRoutingFlat-v1", ("episode_requests=20", "num_replicas=2"), "flat", False),
-        ("servegym/PrefixRoutingSummary-v1", ("num_replicas=2",), "summary", True),
+        ("servegym/PrefixRoutingFlat-v2", ("episode_requests=20", "num_replicas=2"), "flat", False),
+        ("servegym/PrefixRoutingSummary-v2", ("num_replicas=2",), "summary", True),
         (
-            "servegym/LLMRoutingExperts-v1",
+            "servegym/LLMRoutingExperts-v2",
             ("episode_requests=20", "num_experts=3"),
             "experts",
             False,
         ),
-        ("servegym/LLMRoutingSummary-v1", ("num_experts=3",), "summary", True),
+        ("servegym/LLMRoutingSummary-v2", ("num_experts=3",), "summary", True),
     ],
 )
 def test_other_ids_train(tmp_path, env_id, settings, view, own):
@@ -88,7 +88,7 @@ def test_a_decision_is_paid_for_its_own_request(tmp_path, monkeypatch):
         tiny(
             "ppo",
             tmp_path,
-            env_id="servegym/PrefixRoutingSummary-v1",
+            env_id="servegym/PrefixRoutingSummary-v2",
             set=("num_replicas=2",),
             own_requests=True,
         )[1]
@@ -97,7 +97,7 @@ def test_a_decision_is_paid_for_its_own_request(tmp_path, monkeypatch):
         pairs = set(zip(ended["row"].tolist(), ended["decision"].tolist(), strict=True))
         rows, steps = ended["row"].max() + 1, ended["decision"].max() + 1
         assert len(pairs) == len(ended) == rows * steps and np.ptp(ended["reward"]) > 0
-    args = tiny("ppo", tmp_path / "b", env_id="servegym/ServerlessMoEFlat-v0", own_requests=True)[1]
+    args = tiny("ppo", tmp_path / "b", env_id="servegym/ServerlessMoEFlat-v1", own_requests=True)[1]
     with pytest.raises(ValueError, match="own_requests"):
         ppo.train(args)
 

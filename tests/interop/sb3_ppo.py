@@ -59,7 +59,7 @@ class SharedPolicy(ActorCriticPolicy):
 
 def parse_args():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--env-id", default="servegym:servegym/LLMRoutingSummary-v1")
+    parser.add_argument("--env-id", default="servegym:servegym/LLMRoutingSummary-v2")
     parser.add_argument("--rate", type=float, default=8.0)
     parser.add_argument("--gamma", type=float, default=0.98)
     parser.add_argument("--seed", type=int, default=1)

@@ -38,7 +38,7 @@ def same(one, other):
     ("env_id", "kwargs", "policies"),
     [
         ("servegym/LLMRouting-v1", ROUTING, ["random", "linucb", "greedy_qos", "rollout"]),
-        ("servegym/ServerlessMoEFlat-v0", SERVERLESS, ["random", "remoe"]),
+        ("servegym/ServerlessMoEFlat-v1", SERVERLESS, ["random", "remoe"]),
         ("servegym/ExpertPlacement-v0", PLACEMENT, ["random", "latency_dp", "prism"]),
     ],
 )

@@ -24,6 +24,8 @@ from servegym.envs.llm_routing.kernel.layout import (
     COMPLETED,
     COMPLETED_QOS,
     CONFIG,
+    DENSE,
+    DISCOUNT,
     DROPPED,
     ENV,
     EXPERT,
@@ -58,6 +60,9 @@ from servegym.envs.llm_routing.kernel.layout import (
     SLOT,
     SUMMARY,
     SUMMARY_FEATURES,
+    SUMMARY_MEANS,
+    SUMMARY_SPREADS,
+    USUAL_QOS,
     Buffers,
     Copy,
     Queues,
@@ -72,6 +77,7 @@ from servegym.envs.llm_routing.kernel.observation import (
     copy_rows,
     note_arrival,
     observe_row,
+    outlook,
     write_in_full,
 )
 from servegym.envs.llm_routing.kernel.queues import (
@@ -97,6 +103,7 @@ __all__ = [
     "COMPLETED",
     "COMPLETED_QOS",
     "CONFIG",
+    "DENSE",
     "DROPPED",
     "ENV",
     "EXPERT",
@@ -124,6 +131,8 @@ __all__ = [
     "SLOT",
     "SUMMARY",
     "SUMMARY_FEATURES",
+    "SUMMARY_MEANS",
+    "SUMMARY_SPREADS",
     "Buffers",
     "Copy",
     "Queues",
@@ -185,6 +194,7 @@ def _clear_system(c, b, s, v):
     v.communication = 0.0
     v.memory = 0.0
     v.last_finish = 0.0
+    v.outlook = 0.0
     clear_load(v)
     for n in range(c.num_experts):
         e = s.expert[b, n]
@@ -364,6 +374,10 @@ def step(t, s, out, copy, actions, which, start, stop):
         memory = observe_row(t, s, out, b, -1 if last else s.rows[b, v.index])
         if not last:
             v.memory += memory
+        if c.reward == DENSE:
+            held = outlook(c, t.law, s, b)
+            loss += DISCOUNT * held - v.outlook - USUAL_QOS
+            v.outlook = held
         out.reward[b, 0] = gain
         out.reward[b, 1] = loss
         out.reward[b, 2] = 1.0 if last else 0.0

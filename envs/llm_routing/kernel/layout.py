@@ -15,7 +15,9 @@ from servegym._jit import inline
 
 ORCA, CHUNKED = 0, 1  # config.scheduler
 RESERVE, PAGED = 0, 1  # config.memory_policy
-COMPLETED_QOS, QOS_AWARE, PAID_FORWARD = 0, 1, 2  # config.reward
+COMPLETED_QOS, QOS_AWARE, PAID_FORWARD, DENSE = 0, 1, 2, 3  # config.reward
+USUAL_QOS = 0.6  # that the reward DENSE takes off for each decision
+DISCOUNT = 0.99  # of its potential, a decision
 NEW_VIOLATIONS, LITERAL = 0, 1  # config.penalty
 GRAPH, FLAT, EXPERTS, SUMMARY = 0, 1, 2, 3  # config.layout
 PENDING, COMPLETED, DROPPED, REJECTED, FAILED = 0, 1, 2, 3, 4  # log.outcome
@@ -37,49 +39,63 @@ MAX_GAP_S = 60.0
 LOAD_HORIZONS = (8, 32, 128)  # requests
 LOAD_WIDTH = 3 * len(LOAD_HORIZONS)
 
-# Columns of the layout SUMMARY, for each expert. The arrived request, as the expert would serve it:
-SUMMARY_FEATURES = (
-    "exists",  # 1; 0 in all columns where the fleet has no such expert
-    "prompt_tokens",
-    "predicted_score",
-    "predicted_tokens",
-    "latency_requirement_s",  # L, s/token
+# Columns of the layout SUMMARY, for each expert: a value in the unit that is named, less the first
+# number, over the second. These are its mean and its standard deviation, to two digits, over six
+# experts of the default fleet that a random router serves at 4 to 11 requests/s; wider for columns
+# that vary more from fleet to fleet. The arrived request, as the expert would serve it:
+_SUMMARY = {
+    "exists": (0.0, 1.0),  # 1; 0 in all columns where the fleet has no such expert
+    "prompt_tokens": (35.0, 43.0),
+    "predicted_score": (0.67, 0.11),
+    "predicted_tokens": (190.0, 100.0),
+    "latency_requirement_s": (0.03, 0.01),  # L, s/token
     # The expert.
-    "memory",  # share of the KV memory in use
-    "running",  # requests
-    "waiting",  # requests
-    "running_capacity",  # R
-    "waiting_capacity",  # W
-    "kv_capacity_tokens",
-    "prefill_s_per_token",  # k1 of Eq. 13
-    "decode_s_per_context_token",  # k2 of Eq. 14
-    "lone_decode_s",  # a decode iteration of one sequence, of 256 tokens
-    "next_decode_s",  # of one more than run now, R at most
-    "full_decode_s",  # of R
+    "memory": (0.027, 0.039),  # share of the KV memory in use
+    "running": (3.6, 1.7),  # requests
+    "waiting": (1.4, 1.8),  # requests
+    "running_capacity": (5.0, 5.0),  # R
+    "waiting_capacity": (5.0, 5.0),  # W
+    "kv_capacity_tokens": (1.5e5, 1.8e5),
+    "prefill_s_per_token": (8.8e-05, 4.2e-05),  # k1 of Eq. 13
+    "decode_s_per_context_token": (1.9e-07, 5.7e-08),  # k2 of Eq. 14
+    "lone_decode_s": (0.02, 0.0054),  # a decode iteration of one sequence, of 256 tokens
+    "next_decode_s": (0.021, 0.0057),  # of one more than run now, R at most
+    "full_decode_s": (0.021, 0.0057),  # of R
     # Its running requests.
-    "emitted_tokens",  # sum
-    "context_tokens",  # prompts and tokens emitted, sum
-    "prefill_tokens",  # not computed yet of the prefills under way, sum
-    "tokens_left",  # predicted, at least one each, sum
-    "left_16",  # requests with at most 16 tokens left
-    "left_64",  # with 17 to 64
-    "left_128",  # with 65 to 128
-    "next_finish_tokens",  # fewest tokens left, 0 if none runs
-    "scores",  # predicted, sum
-    "behind",  # requests whose latency per token so far is above L
-    "late",  # requests that have spent what L allows for their predicted length
-    "tight",  # others that can afford less than next_decode_s for each token left
-    "tight_scores",  # predicted, of those
-    "least_slack_s",  # that one that is not late can afford for a token left, s
+    "emitted_tokens": (430.0, 280.0),  # sum
+    "context_tokens": (560.0, 340.0),  # prompts and tokens emitted, sum
+    "prefill_tokens": (0.93, 10.0),  # not computed yet of the prefills under way, sum
+    "tokens_left": (420.0, 260.0),  # predicted, at least one each, sum
+    "left_16": (0.56, 0.74),  # requests with at most 16 tokens left
+    "left_64": (0.74, 0.85),  # with 17 to 64
+    "left_128": (0.82, 0.88),  # with 65 to 128
+    "next_finish_tokens": (40.0, 56.0),  # fewest tokens left, 0 if none runs
+    "scores": (2.5, 1.2),  # predicted, sum
+    "behind": (1.7, 2.0),  # requests whose latency per token so far is above L
+    "late": (0.62, 1.2),  # requests that have spent what L allows for their predicted length
+    "tight": (0.6, 1.1),  # others that can afford less than next_decode_s for each token left
+    "tight_scores": (0.41, 0.75),  # predicted, of those
+    "least_slack_s": (0.76, 2.6),  # that one that is not late can afford for a token left, s
     # Its waiting requests.
-    "waiting_prefill_tokens",  # prompts, and tokens emitted before a preemption, sum
-    "waiting_tokens_left",
-    "waiting_scores",
-    "waiting_late",
-    "longest_wait_s",  # since the arrival at the router
+    "waiting_prefill_tokens": (50.0, 85.0),  # prompts, and tokens emitted before a preemption, sum
+    "waiting_tokens_left": (270.0, 390.0),
+    "waiting_scores": (0.92, 1.2),
+    "waiting_late": (0.21, 0.54),
+    "longest_wait_s": (1.1, 1.7),  # since the arrival at the router
     # The load, the same for every expert: means over the last requests, see `note_arrival`.
-    *(f"{name}_{h}" for h in LOAD_HORIZONS for name in ("gap_s", "mean_prompt", "mean_predicted")),
-)
+    "gap_s_8": (0.13, 0.05),
+    "mean_prompt_8": (35.0, 35.0),
+    "mean_predicted_8": (190.0, 100.0),
+    "gap_s_32": (0.13, 0.05),
+    "mean_prompt_32": (35.0, 35.0),
+    "mean_predicted_32": (190.0, 100.0),
+    "gap_s_128": (0.13, 0.05),
+    "mean_prompt_128": (35.0, 35.0),
+    "mean_predicted_128": (190.0, 100.0),
+}
+SUMMARY_FEATURES = tuple(_SUMMARY)
+SUMMARY_MEANS = np.array([mean for mean, _ in _SUMMARY.values()])
+SUMMARY_SPREADS = np.array([spread for _, spread in _SUMMARY.values()])
 SUMMARY_WIDTH = len(SUMMARY_FEATURES)
 SUMMARY_CONTEXT = 256.0  # tokens
 
@@ -107,7 +123,7 @@ CONFIG = _record(
         ("block_size", "i8"),  # tokens of a KV block
         ("max_output_tokens", "i8"),  # longest answer
         ("num_requests", "i8"),  # J
-        ("reward", "i8"),  # COMPLETED_QOS, QOS_AWARE or PAID_FORWARD
+        ("reward", "i8"),  # COMPLETED_QOS, QOS_AWARE, PAID_FORWARD or DENSE
         ("penalty", "i8"),  # NEW_VIOLATIONS or LITERAL
         ("predicted_estimator", "i8"),  # 1: Eq. 15 takes predicted scores and lengths
         ("layout", "i8"),  # of the observation: GRAPH, FLAT, EXPERTS or SUMMARY
@@ -170,6 +186,7 @@ ENV = _record(
         ("last_finish", "f8"),  # s
         ("step_qos", "f8"),  # scores of the requests completed on time in this step
         ("step_late", "f8"),  # scores of those late or lost in this step
+        ("outlook", "f8"),  # scores of those held that can be on time, see `outlook`
         # The load that the router has seen, for each of `LOAD_HORIZONS`: seconds between arrivals,
         # prompt tokens and predicted output tokens of a request.
         *((f"{name}_{h}", "f8") for h in LOAD_HORIZONS for name in ("gap", "prompt", "length")),

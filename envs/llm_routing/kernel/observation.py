@@ -27,6 +27,8 @@ from servegym.envs.llm_routing.kernel.layout import (
     PROMPT,
     SUMMARY,
     SUMMARY_CONTEXT,
+    SUMMARY_MEANS,
+    SUMMARY_SPREADS,
     SUMMARY_WIDTH,
     config_of,
 )
@@ -181,8 +183,32 @@ def _slack_s(v, r, generated, length):
 
 
 @inner
+def outlook(c, law, s, b):
+    """Predicted scores of the requests held that can still be on time, sum over the experts.
+
+    One can if what L leaves it for each token that it has left, as predicted, is no less than a
+    decode iteration of one sequence more than run (the column ``next_decode_s`` of SUMMARY).
+    """
+    v = s.env[b]
+    total = 0.0
+    for n in range(c.num_experts):
+        e = s.expert[b, n]
+        pace = _mean_decode_s(c, law, e, min(e.running + 1, c.running_capacity))
+        for first in (e.oldest, e.head):
+            i = first
+            while i >= 0:
+                r = request_of(s.queues, e, i)
+                i = newer(s.queues, e, i)
+                generated = generated_tokens(e, r)
+                length = max(float(r.predicted_output), generated + 1.0)
+                if _slack_s(v, r, generated, length) >= pace:
+                    total += float(r.predicted_score)
+    return total
+
+
+@inner
 def _observe_summary(c, t, s, out, b, row):
-    """Layout SUMMARY: the columns `SUMMARY_FEATURES` of each expert, in raw units."""
+    """Layout SUMMARY: the columns `SUMMARY_FEATURES` of each expert, standardised."""
     v = s.env[b]
     total = 0.0
     for n in range(c.num_experts):
@@ -210,6 +236,8 @@ def _observe_summary(c, t, s, out, b, row):
         _summarize_running(c, s.queues, e, v, pace, obs, o + 16)
         _summarize_waiting(c, s.queues, e, v, obs, o + 30)
         _write_load(v, row, obs, o + 35)
+        for k in range(SUMMARY_WIDTH):
+            obs[o + k] = (obs[o + k] - SUMMARY_MEANS[k]) / SUMMARY_SPREADS[k]
     return total / c.num_experts
 
 

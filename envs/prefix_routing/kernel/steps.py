@@ -28,10 +28,15 @@ from servegym.envs.prefix_routing.kernel.iterations import advance
 from servegym.envs.prefix_routing.kernel.layout import COMPLETION, FIRST_TOKEN, record
 from servegym.envs.prefix_routing.kernel.observation import observe as see
 
-SLO, TTFT, SCORE = 0, 1, 2  # settings.reward
+SLO, TTFT, SCORE, DENSE = 0, 1, 2, 3  # settings.reward
 DICT, FLAT, SUMMARY = 0, 1, 2  # settings.layout
 SCORE_WEIGHT, LOST = 0.3, -2.0
-"""Of the reward SCORE: see `score`; what a request counts that a replica loses or cannot take."""
+"""Of the rewards SCORE and DENSE: see `score`; what a request counts that a replica loses or cannot
+take."""
+BACKLOG_WEIGHT = 2.0
+"""Of the reward DENSE, for a second of a replica's work on prompts, see `_backlog_s`."""
+MAX_SHARE = 32.0
+"""Bound of the column of the Boxes that tells the charge for a time to first token, see `_doublings`."""
 
 
 SETTINGS = record(
@@ -40,7 +45,7 @@ SETTINGS = record(
         ("warmup", "i8"),  # requests before the first decision
         ("admission", "i8"),  # 1: a request may be rejected
         ("layout", "i8"),  # DICT, FLAT or SUMMARY
-        ("reward", "i8"),  # SLO, TTFT or SCORE
+        ("reward", "i8"),  # SLO, TTFT, SCORE or DENSE
         ("scrape_s", "f8"),  # time between scrapes; 0: metrics are live
         ("ttft_s", "f8"),  # TTFT objective: ttft_s + ttft_s_per_token x prompt
         ("ttft_s_per_token", "f8"),
@@ -68,6 +73,8 @@ EPISODE = record(
         ("step_met", "f8"),  # in this step
         ("step_ttft", "f8"),  # s, sum over the first tokens in this step
         ("step_score", "f8"),  # in this step, see `score`
+        ("step_early", "f8"),  # what of scores DENSE pays in this step before a request ends
+        ("backlog_s", "f8"),  # at the last decision, see `_backlog_s`
         ("began", "f8"),  # s, first decision
         ("last_finish", "f8"),  # s
     ]
@@ -103,8 +110,8 @@ class Buffers(NamedTuple):
         request: float32 ``(B, K)``, in raw units.
         ids: int32 ``(B, 2)``, session and tenant.
         time_s: float32 ``(B, 1)``.
-        scaled: float32 ``(B, K + N F)`` or, by replica, ``(B, N (F + K))``; ``(B, 0)`` where
-            nobody reads it.
+        scaled: float32 ``(B, K + N (F + 1))`` or, by replica, ``(B, N (F + 1 + K))``; ``(B, 0)``
+            where nobody reads it.
         high: float32 ``(K + N F,)``, the bounds of the raw features.
         mask: int8 ``(B, A)``.
         reward: float64 ``(B, 2)``: the reward and whether the episode has ended.
@@ -179,13 +186,46 @@ def _hear(c, p, s, g, x, b):
         if x.counted[b, entry.request] == 0:
             continue
         r = s.request[first + entry.request]
+        expected = g.request[b, entry.request].expected
+        ttft = r.first - r.arrived
         if entry.kind == FIRST_TOKEN:
-            o.step_ttft += r.first - r.arrived
+            o.step_ttft += ttft
+            o.step_early += _charge(p, r.prompt, ttft) - _charge(p, r.prompt, expected)
         elif entry.kind == COMPLETION:
             _count(p, o, r, g.request[b, entry.request].uncached)
+            o.step_early -= _charge(p, r.prompt, ttft)
         else:
             o.step_score += LOST
+            o.step_early -= _charge(p, r.prompt, expected if math.isnan(ttft) else ttft)
     gateway.take_news(g, b, s.news[b], v.news, s.request[first : first + c.num_requests])
+
+
+@inline
+def _doublings(p, prompt, ttft):
+    """Binary logarithm of one and the share of its objective that a TTFT takes."""
+    objective = p.ttft_s + p.ttft_s_per_token * prompt
+    return math.log2(1.0 + ttft / objective) if objective > 0.0 else MAX_SHARE
+
+
+@inline
+def _charge(p, prompt, ttft):
+    """What DENSE pays of the score before a request ends, for its TTFT.
+
+    At the decision for the time that the gateway expects, from the first token on for the true one.
+    """
+    return -SCORE_WEIGHT * _doublings(p, prompt, ttft)
+
+
+@inline
+def _backlog_s(c, g, b):
+    """Seconds that the replicas need for the prompt tokens sent to them, sum: a potential.
+
+    Of the gateway's accounting: uncached tokens of the requests without a first token.
+    """
+    total = 0.0
+    for n in range(c.num_replicas):
+        total += g.replica[b, n].prefill / g.replica[b, n].speed
+    return total
 
 
 @inline
@@ -274,7 +314,7 @@ def _observe(c, p, s, g, x, out, b):
             out.mask[b, c.num_replicas] = 1
     if p.layout != DICT:
         width, features = out.request.shape[1], out.replicas.shape[2]
-        of_row = features + width if p.layout == SUMMARY else features
+        of_row = features + 1 + (width if p.layout == SUMMARY else 0)
         first = 0 if p.layout == SUMMARY else width
         for k in range(width):
             value = _scaled(out.request[b, k], out.high[k])
@@ -282,11 +322,18 @@ def _observe(c, p, s, g, x, out, b):
                 out.scaled[b, k] = value
             else:
                 for n in range(c.num_replicas):
-                    out.scaled[b, n * of_row + features + k] = value
+                    out.scaled[b, n * of_row + features + 1 + k] = value
         for n in range(c.num_replicas):
+            at = first + n * of_row
             for k in range(features):
-                high = out.high[width + k]
-                out.scaled[b, first + n * of_row + k] = _scaled(out.replicas[b, n, k], high)
+                out.scaled[b, at + k] = _scaled(out.replicas[b, n, k], out.high[width + k])
+            share = 0.0
+            if v.index >= 0:
+                q = g.replica[b, n]
+                prompt = s.request[b * c.num_requests + v.index].prompt
+                expected = (q.prefill + max(prompt - q.match, 0)) / q.speed
+                share = min(_doublings(p, prompt, expected), MAX_SHARE)
+            out.scaled[b, at + features] = share
 
 
 @inline
@@ -325,6 +372,7 @@ def begin(t, s, g, x, out, which):
             _send(c, t.law, s, g, b, _reference(c, g, b, prompt))
             _go_to_next_arrival(c, t.law, p, s, g, x, b)
         x.row[b].began = s.env[b].now
+        x.row[b].backlog_s = _backlog_s(c, g, b)
         _observe(c, p, s, g, x, out, b)
 
 
@@ -361,14 +409,20 @@ def step(t, s, g, x, out, actions, which):
         o.step_met = 0.0
         o.step_ttft = 0.0
         o.step_score = 0.0
+        o.step_early = 0.0
         x.order[b, o.index] = v.index
         x.counted[b, v.index] = 1
         o.index += 1
         n = actions[b] if actions[b] < c.num_replicas else -1
-        if not _send(c, t.law, s, g, b, n):
+        prompt = s.request[b * c.num_requests + v.index].prompt
+        sent = v.index
+        if _send(c, t.law, s, g, b, n):
+            o.step_early += _charge(p, prompt, g.request[b, sent].expected)
+        else:
             o.rejected += 1
             o.step_score += LOST if n >= 0 else 0.0
         _go_to_next_arrival(c, t.law, p, s, g, x, b)
+        backlog_s = _backlog_s(c, g, b)
         last = o.index == p.decisions
         if last:
             v.index = -1
@@ -379,7 +433,13 @@ def step(t, s, g, x, out, actions, which):
         _observe(c, p, s, g, x, out, b)
         if p.reward == SLO:
             out.reward[b, 0] = o.step_met
+        elif p.reward == TTFT:
+            out.reward[b, 0] = -o.step_ttft
+        elif p.reward == SCORE:
+            out.reward[b, 0] = o.step_score
         else:
-            out.reward[b, 0] = o.step_score if p.reward == SCORE else -o.step_ttft
+            more = BACKLOG_WEIGHT * (backlog_s - o.backlog_s)
+            out.reward[b, 0] = o.step_score + o.step_early - more
+        o.backlog_s = backlog_s
         out.reward[b, 1] = 1.0 if last else 0.0
     return ended

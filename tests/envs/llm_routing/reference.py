@@ -642,6 +642,7 @@ class ReferenceSimulator:
         ]
         self.current = 0  # the request that awaits its action
         self.terminated = False
+        self.last_outlook = 0.0
         self._advance(before(self.arrivals[0]))
 
     @property
@@ -801,9 +802,26 @@ class ReferenceSimulator:
             terms = {"completed_qos": completed_qos}
         elif config.reward == "paid_forward":
             terms = {"paid": paid, "taken_back": -late}
+        elif config.reward == "dense":
+            before, self.last_outlook = self.last_outlook, self.outlook()
+            change = 0.99 * self.last_outlook - before
+            terms = {"completed_qos": completed_qos, "outlook": change - 0.6}
         else:
             terms = {"completed_qos": completed_qos, "penalty": -penalty}
         return sum(terms.values()), terms, self.terminated
+
+    def outlook(self) -> float:
+        """Predicted scores of the requests held that can be on time at the pace of one more."""
+        limit, total = self.config.latency_requirement_s, 0.0
+        for expert in self.experts:
+            sequences = min(len(expert.running) + 1, self.config.running_capacity)
+            pace = step_s(expert.law, [], [256] * sequences)
+            for request in expert.running + expert.waiting:
+                length = max(request.predicted_length, request.generated + 1)
+                budget = limit * length - (self.time - request.arrival)
+                if budget / (length - request.generated) >= pace:
+                    total += request.predicted_score
+        return total
 
     def _decide(self, action: int) -> float:
         """Drop the current request or send it to an expert; the score of what is accepted."""

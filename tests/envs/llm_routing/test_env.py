@@ -40,7 +40,7 @@ def random_actions(count, n=3, seed=0):
     return np.random.default_rng(seed).integers(0, n + 1, count).tolist()
 
 
-@pytest.mark.parametrize("reward", ["qos_aware", "completed_qos", "paid_forward"])
+@pytest.mark.parametrize("reward", ["qos_aware", "completed_qos", "paid_forward", "dense"])
 @pytest.mark.parametrize("penalty", ["new_violations", "literal"])
 def test_every_reward_term_is_at_work(reward, penalty):
     kwargs = {"reward": reward, "penalty": penalty, "profiles": "paper-linear"}

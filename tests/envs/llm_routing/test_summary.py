@@ -102,7 +102,7 @@ def expected(graph, n, seen):
 def test_summary_is_that_of_the_graph(kwargs):
     kwargs = {**kwargs, "episode_requests": 110}
     graph = gymnasium.make("servegym/LLMRouting-v1", **kwargs).unwrapped
-    summary = gymnasium.make("servegym/LLMRoutingSummary-v1", **kwargs).unwrapped
+    summary = gymnasium.make("servegym/LLMRoutingSummary-v2", **kwargs).unwrapped
     covered = np.zeros(len(COLUMN))
     rng = np.random.default_rng(3)
     for seed in range(2):
@@ -113,8 +113,9 @@ def test_summary_is_that_of_the_graph(kwargs):
             assert summary.observation_space.contains(mine)
             assert not mine[count:].any()
             for n in range(count if step % 4 == 0 else 0):
+                raw = mine[n] * kernel.SUMMARY_SPREADS + kernel.SUMMARY_MEANS
                 for name, value in expected(graph, n, seen).items():
-                    got = mine[n, COLUMN[name]]
+                    got = raw[COLUMN[name]]
                     assert got == pytest.approx(value, rel=2e-4, abs=2e-4), (name, n)
             covered += (mine != 0).any(axis=0)
             action = int(rng.integers(1, min(count, 2) + 1))

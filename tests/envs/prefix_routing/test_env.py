@@ -212,8 +212,15 @@ def test_flat_view_is_the_dict_scaled():
     space = env.observation_space
     high = np.concatenate([space["request"].high, space["replicas"].high.ravel()])
     logs = np.sign(raw) * np.log1p(np.abs(raw)) / np.log1p(high.astype(np.float64))
-    assert a == pytest.approx(np.where(high <= 1, raw, logs), abs=1e-6)
-    assert len(REQUEST_FEATURES) + 3 * len(REPLICA_FEATURES) == len(a)
+    asked, replicas = np.split(a, [len(REQUEST_FEATURES)])
+    shares = replicas.reshape(3, len(REPLICA_FEATURES) + 1)
+    told = np.concatenate([asked, shares[:, :-1].ravel()])
+    assert told == pytest.approx(np.where(high <= 1, raw, logs), abs=1e-6)
+    of = dict(zip(REPLICA_FEATURES, b["replicas"].T.astype(np.float64), strict=True))
+    prompt, objective = b["request"][0], 0.5 + 1e-4 * b["request"][0]
+    work = of["prefill_tokens"] + np.maximum(prompt - of["match_tokens"], 0)
+    expected_s = work / of["prefill_tokens_per_s"]
+    assert shares[:, -1] == pytest.approx(np.log2(1 + expected_s / objective), rel=1e-5)
 
 
 def test_summary_view_has_the_flat_columns_by_replica():
@@ -224,7 +231,7 @@ def test_summary_view_has_the_flat_columns_by_replica():
         a, *_ = rows.step(k % 3)
         b, *_ = flat.step(k % 3)
     asked, replicas = np.split(b, [len(REQUEST_FEATURES)])
-    replicas = replicas.reshape(3, len(REPLICA_FEATURES))
+    replicas = replicas.reshape(3, len(REPLICA_FEATURES) + 1)
     assert (a == np.concatenate([replicas, np.tile(asked, (3, 1))], axis=1)).all()
 
 
@@ -253,6 +260,28 @@ def test_score_counts_what_each_request_took_of_its_objectives(failures):
         expected[row] = np.where(lost, -2.0, (worse <= 1) - 0.3 * np.log2(1 + worse)).sum()
     np.testing.assert_allclose(paid, expected)
     assert len(np.unique(paid)) == 3
+
+
+@pytest.mark.parametrize("failures", [None, FAILURES])
+def test_dense_pays_the_score_early_and_charges_for_backlog(failures):
+    """Over an episode the score, less 2 a second of the work that the last decision left."""
+    kwargs = SMALL | {"rate": 60.0, "failures": failures}
+    paid = {}
+    for reward in ("score", "dense"):
+        env = PrefixRoutingEnv(reward=reward, **kwargs)
+        env.reset(seed=0)
+        before = backlog_s(env.batch)
+        paid[reward] = [env.step(k % 3)[1] for k in range(env.problem.episode_requests)]
+    after = float(env.batch.episodes.row["backlog_s"][0])
+    assert after > 0.0 and after != before
+    assert sum(paid["dense"]) == pytest.approx(sum(paid["score"]) - 2.0 * (after - before))
+    assert paid["dense"][0] < paid["score"][0]  # the first request has not ended
+
+
+def backlog_s(batch):
+    """Seconds of work on prompts that lies at the replicas, as the gateway counts it."""
+    replicas = batch.gateway.replica[0]
+    return float((replicas["prefill"] / replicas["speed"]).sum())
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)

@@ -14,7 +14,7 @@ from servegym.hardware_profiles.serverless import SERVING
 
 from ...nested import assert_same
 
-IDS = ("servegym/ServerlessMoE-v0", "servegym/ServerlessMoEFlat-v0")
+IDS = ("servegym/ServerlessMoE-v0", "servegym/ServerlessMoEFlat-v1")
 SHORT = {"model": "toy", "episode_requests": 15, "max_prompt_tokens": 90, "max_output_tokens": 25}
 JIT = hasattr(kernel.step, "signatures")  # without it a request takes milliseconds
 every_id = pytest.mark.parametrize("env_id", IDS)
@@ -165,7 +165,7 @@ def test_a_request_exactly_at_its_limit_keeps_it(part):
 def test_keeping_the_plan_is_repeating_its_parts(env_id, granularity):
     """Beside an environment without the part, to which the kept plan is given by hand."""
     kwargs = {"granularity": granularity, "payload_mb": 0.1, "keep_alive_s": 60.0}
-    env, plain = make(env_id, keep_action=True, **kwargs), make(env_id, **kwargs)
+    env, plain = (make(env_id, keep_action=keep, **kwargs) for keep in (True, False))
     rng, parts = np.random.default_rng(0), len(plain.action_space.nvec)
     assert env.action_space.nvec.tolist() == [*plain.action_space.nvec, 2]
     seen = set()

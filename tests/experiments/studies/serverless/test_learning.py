@@ -19,7 +19,7 @@ from servegym.experiments.studies.serverless import learning  # noqa: E402
 
 def test_shuffled_rewards_are_those_of_the_step_in_another_order():
     made = {"num_envs": 16, "vectorization_mode": "vector_entry_point", "model": "toy"}
-    plain, shuffled = (gym.make_vec("servegym/ServerlessMoEFlat-v0", **made) for _ in range(2))
+    plain, shuffled = (gym.make_vec("servegym/ServerlessMoEFlat-v1", **made) for _ in range(2))
     shuffled = learning.Shuffled(shuffled)
     plain.reset(seed=0)
     shuffled.reset(seed=0)
