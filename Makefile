@@ -34,8 +34,6 @@ TRAIN_EXTRAS := agents,plots
 
 # One thread a process: two torch threads on two busy cores are many times slower than one.
 export OMP_NUM_THREADS ?= 1
-# Compiled engines outlive the package that they are compiled from, which is installed anew.
-export NUMBA_CACHE_DIR ?= $(abspath $(VENV))/numba
 
 .PHONY: help train test test-all coverage test-nojit test-boundscheck test-mutants test-interop lint ruff pyright bench docs install constraints clean
 

@@ -41,10 +41,7 @@ from servegym.agents.lib.evaluation import play_rule
 from servegym.agents.lib.run_log import RunLog, interval_passed, saves_when_interrupted
 from servegym.envs.families import find_family
 
-SETTINGS = {
-    "llm_routing": {"rate": 8.0, "reward": "completed_qos"},
-    "prefix_routing": {"reward": "dense"},
-}
+SETTINGS = {"llm_routing": {"rate": 8.0, "reward": "completed_qos"}}
 """Arguments of the ids of a family; ``--set`` changes them and adds others."""
 MEASURES = {
     "llm_routing": {"reward": "completed_qos", "split": "val"},

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from servegym._checks import nearest
 from servegym.baselines.protocol import CallablePolicy, Observation, Policy
 from servegym.envs.families import FAMILIES, family_named
 
@@ -77,8 +77,8 @@ def _load(family: str) -> None:
 
 
 def _unknown(argument: str, given: str, allowed: list[str]) -> str:
-    near = difflib.get_close_matches(given, allowed, n=1, cutoff=0.5)
-    hint = f" (did you mean {near[0]!r}?)" if near else ""
+    near = nearest(given, allowed)
+    hint = f" (did you mean {near!r}?)" if near else ""
     return f"{argument} must be one of {', '.join(sorted(allowed))}, got {given!r}{hint}"
 
 

@@ -1,8 +1,9 @@
 """Writes the pages that come from the code; mkdocs runs it (`mkdocs build`).
 
-Environments: the docstring and a rendered frame. Agents: the module's docstring, the options and
-the model cards. Baselines: the registry. Results: the tables in ``experiments/results`` and the
-pictures drawn from them. The home page is the README, and so on: nothing is written twice.
+Environments: the docstring and a rendered frame. Agents: curves and results of their trainings, the
+module's docstring, the options and the model cards. Baselines: the registry. Results: the tables in
+``experiments/results`` and the pictures drawn from them. The home page is the README, and so on:
+nothing is written twice.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ import ast
 import importlib
 import importlib.util
 import inspect
+import json
 import re
+import shlex
 import tempfile
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -25,13 +28,14 @@ from servegym.agents.lib.checkpoint import AGENTS, shipped
 from servegym.baselines.registry import list_policies
 from servegym.envs.families import FAMILIES, family_of
 from servegym.experiments.bench import short
+from servegym.experiments.evaluation.leaderboard import POINTS, ranked, read_board
 from servegym.experiments.evaluation.leaderboard import markdown as leaderboard_page
-from servegym.experiments.evaluation.leaderboard import read_board
 from servegym.experiments.evaluation.output import read_rows
 from servegym.experiments.evaluation.tables import read_record
 from servegym.experiments.fidelity.report import draw as draw_fidelity
-from servegym.experiments.papers.claims import HEADINGS, TITLES
+from servegym.experiments.papers.claims import HEADINGS, TITLES, tally
 from servegym.experiments.papers.claims import lines as claim_lines
+from servegym.experiments.papers.plotting import Curves, as_png
 from servegym.experiments.papers.study import Study, draw, list_modules, list_pictures
 from servegym.experiments.papers.verdicts import judge
 from servegym.experiments.render import render_episode
@@ -44,9 +48,15 @@ RESULTS = ROOT / "experiments" / "results"
 
 
 def write(path: str, text: str) -> None:
-    """One page."""
+    """One page; in a table an interval stays on one line."""
+    lines = [
+        re.sub(r" \[([-+.\d]+), ([-+.\d]+)\]", "\u00a0[\\1,\u00a0\\2]", line)
+        if line[:1] == "|"
+        else line
+        for line in text.rstrip().split("\n")
+    ]
     with mkdocs_gen_files.open(path, "w") as stream:
-        stream.write(text.rstrip() + "\n")
+        stream.write("\n".join(lines) + "\n")
 
 
 def fenced(text: str) -> str:
@@ -136,13 +146,143 @@ def options(path: Path) -> list[str]:
     return ["| option | default | meaning |", "| --- | --- | --- |", *found.values()]
 
 
+_PLACEMENT = {
+    f"The cluster `{name}`": (f"placement/learning_curves_{name}", f"placement/learning_{name}")
+    for name in ("edge_hetero", "paper_testbed")
+}
+TRAININGS: dict[str, dict[str, tuple[str, ...]]] = {
+    "ppo": {
+        "LLM routing": ("routing/learning_ppo_60s",),
+        "Prefix routing": ("prefix/learning",),
+    },
+    "baseline_rl": {"LLM routing": ("routing/learning_sac_rows",)},
+    "sac_han": {"LLM routing": ("routing/learning_sac_han",)},
+    "ppo_serverless": {
+        "Serverless partitioning": ("serverless/learning_curves", "serverless/learning")
+    },
+    "ppo_placement": _PLACEMENT,
+    "mappo_placement": _PLACEMENT,
+}
+"""Agent -> heading -> tables with its learning curve and its results, of several seeds."""
+METRICS = {
+    "qos": "Average QoS (higher is better)",
+    "reward": "Mean reward of a request (higher is better)",
+    "mean_latency_s": "Mean latency in s (lower is better)",
+    "attainment": "Share of the requests within both latency objectives (higher is better)",
+}
+"""Column of a table of results -> its name."""
+
+
+def interval(value: float, low: float, high: float) -> str:
+    """An estimate with its interval, on one line."""
+    return f"{value:.3f}\u00a0[{low:.3f},\u00a0{high:.3f}]"
+
+
+def trained(name: str, path: Path) -> list[str]:
+    """What a table says of an agent: learning curve, seconds, commands; results beside rules."""
+    others = set(AGENTS) - {name}
+    record, rows = read_record(path), read_rows(path)
+    rows = [r for r in rows if r.get("policy", name).removesuffix("_shuffled") not in others]
+    modules = [importlib.import_module(one.module) for one in list_modules(path.parent.name)]
+    studies = [study for module in modules for study in module.STUDIES]
+    curves = [
+        one.picture
+        for one in studies
+        if path.stem in (one.drawn or (one.name,)) and isinstance(one.picture, Curves)
+    ]
+    lines, seconds = [], []
+    if curves:
+        picture = f"{name}/{path.stem}.png"
+        with mkdocs_gen_files.open(f"agents/{picture}", "wb") as stream:
+            stream.write(as_png(curves[0](rows)))
+        lines += [f"![Learning curves of {name}]({picture})", ""]
+        runs = curves[0].trainings(rows)
+        seconds = [max(r["cpu_s"] for r in own) for (one, _), own in runs.items() if one == name]
+    elif "cpu_s" in rows[0]:  # the seconds of all trainings in a cell
+        cells = dict.fromkeys(row["cpu_s"] for row in rows if row["policy"] == name)
+        seconds = [second for cell in cells for second in json.loads(cell)]
+    if seconds:
+        env_id = record["settings"].get("arguments", {}).get("env_id")
+        text = f"{len(seconds)} trainings from random weights"
+        text += f" on `{env_id}`" if env_id else ""
+        text += f", {min(seconds):.0f} to {max(seconds):.0f} s of a core each ({origin(record)}). "
+        text += (
+            "Dashed: rules on the same validation episodes. The first evaluations, of random "
+            "weights, may lie beyond the axis."
+            if curves
+            else "No curve of these trainings is kept."
+        )
+        lines += [text, "", "```sh", *commands(name, record, bool(curves)), "```", ""]
+    return lines + results_of(name, rows)
+
+
+def commands(name: str, record: dict[str, Any], curves: bool) -> list[str]:
+    """One training of a table of curves, and the whole table."""
+    settings, table = record["settings"], record["command"]
+    flags = [word[8:] for word in shlex.split(table) if word.startswith("--flags=")]
+    flags += [settings["flags"]] if "flags" in settings else []
+    made = [one for one in settings.get("trainings", ()) if f".{name} " in one]
+    if made:
+        flags = [made[0].split(f".{name} ")[1].partition("--seed ")[0]]
+    words = f"python agents/{name}.py {' '.join(flags[:1])}".strip()
+    return [f"{words} --seed 1"] * curves + [f"{table}  # all trainings and the table"]
+
+
+def results_of(name: str, rows: list[dict[str, Any]]) -> list[str]:
+    """A table's results on evaluation episodes: the agent, then the rules, by arrival rate."""
+    value = next((key for key in METRICS if key in rows[0]), None)
+    if value is None:
+        return []
+    ends = ("low", "high") if "low" in rows[0] else (f"{value}_low", f"{value}_high")
+    found: dict[str, dict[str, str]] = {name: {}}
+    for row in rows:
+        if row[ends[0]] != "" and not row["policy"].startswith(f"{name}, "):
+            at = f"{row['rate']:g} requests/s" if "rate" in row else "evaluation episodes"
+            at = f"`{row['scenario']}`, {at}" if "scenario" in row else at
+            found.setdefault(row["policy"], {})[at] = interval(*(row[k] for k in (value, *ends)))
+    lines = [
+        f"{METRICS[value]} on evaluation episodes [95 % interval]; of {name} the last policies:"
+    ]
+    lines += ["", "| policy | " + " | ".join(found[name]) + " |"]
+    lines.append("| --- |" + " ---: |" * len(found[name]))
+    for policy, cells in found.items():
+        shown = f"**{policy}**" if policy == name else policy
+        lines.append(f"| {shown} | " + " | ".join(cells.values()) + " |")
+    return [*lines, ""]
+
+
+def standings(name: str) -> list[str]:
+    """An agent's checkpoints on the leaderboard, each beside the best rule of the point."""
+    rows = read_board(RESULTS / "leaderboard.csv")
+    lines = ["No learning curve of several seeds is kept for this agent. Its checkpoints on the"]
+    lines += ["[leaderboard](../leaderboard.md), beside the best rule of each point:", ""]
+    lines += ["| point | measure | checkpoint | | best rule | |", "| --- |" + " --- |" * 5]
+    for point in POINTS:
+        own = ranked(rows, point)
+        rules = [row for row in own if row["kind"] == "baseline"]
+        for file in (one for one in shipped(point.family.name).values() if written_by(one) == name):
+            for row in (one for one in own if one["policy"] == file.stem):
+                pair = [
+                    f"`{one['policy']}` | {interval(one['value'], one['low'], one['high'])}"
+                    for one in (row, rules[0])
+                ]
+                lines.append(f"| {point.name} | {row['measure']} | {' | '.join(pair)} |")
+    return [*lines, ""]
+
+
 def agents() -> list[dict[str, str]]:
-    """A page an agent in CleanRL's form."""
+    """A page an agent: its trainings, then, in CleanRL's form, what it is."""
     nav = []
     for name in AGENTS:
         path = ROOT / "agents" / f"{name}.py"
         tree = ast.parse(path.read_text(encoding="utf-8"))
-        lines = [f"# {name}", "", fenced(ast.get_docstring(tree) or ""), "", "## Usage", ""]
+        lines = [f"# {name}", ""]
+        for heading, tables in TRAININGS.get(name, {}).items():
+            lines += [f"## {heading}", ""]
+            for table in tables:
+                lines += trained(name, RESULTS / f"{table}.csv")
+        lines += [] if name in TRAININGS else standings(name)
+        lines += ["## Description", "", fenced(ast.get_docstring(tree) or ""), "", "## Usage", ""]
         lines += ["```sh", f"python agents/{name}.py --help", f"python agents/{name}.py --seed 1"]
         lines += ["```", "", "What it logs is explained in [Metrics](../metrics.md).", ""]
         lines += ["## Implementation", ""]
@@ -168,8 +308,8 @@ def written_by(file: Path) -> str:
 
 
 def demoted(markdown: str) -> str:
-    """A page's headings two levels down and without its title."""
-    lines = markdown.splitlines()
+    """A card's headings two levels down, without its YAML head and its title."""
+    lines = re.sub(r"\A---\n.*?^---\n", "", markdown, flags=re.DOTALL | re.MULTILINE).splitlines()
     lines = lines[1:] if lines and lines[0].startswith("# ") else lines
     return "\n".join(f"#{line}" if re.match(r"#+ ", line) else line for line in lines)
 
@@ -238,8 +378,9 @@ def claims(family: str, title: str) -> list[dict[str, str]]:
         return []
     rule = inspect.cleandoc(judge.__doc__ or "").partition("\n\n")[2].partition("Args:")[0]
     rule = (
-        f"From the [results]({family}.md) (`servegym claims`). A claim without a figure agrees "
-        "where it holds in every case looked at, *in part* where it holds in some. A change of a "
+        f"**{tally(family)}.** From the [results]({family}.md) (`servegym claims`). A claim "
+        "without a figure agrees where it holds in every case looked at, *in part* where it holds "
+        "in some. A change of a "
         f"percentage is judged by this rule.\n\n{rule.strip()}"
     )
     table = [f"# Claims: {title}", "", rule, ""]
@@ -292,7 +433,8 @@ def results() -> list[dict[str, str]]:
             if png is not None:
                 with mkdocs_gen_files.open(f"results/{family}/{path.stem}.png", "wb") as stream:
                     stream.write(png)
-                lines += [f"![{path.stem}]({family}/{path.stem}.png)", ""]
+                link = f"{family}/{path.stem}.png"  # a narrow page links to its full size
+                lines += [f"[![{path.stem}]({link})]({link})", ""]
             lines += [f"- {note}" for note in shortened(notes)]
             lines += ["", *shown(record["command"], path.stem in made)]
             left = len(notes) - len(shortened(notes))
@@ -398,12 +540,7 @@ def leaderboard() -> bool:
     """The best of the committed standard evaluation; False if there is none yet."""
     rows = read_board(RESULTS / "leaderboard.csv")
     if rows:
-        table = re.compile(rf"((?:^\|.*\n){{{ROWS + 2}}})(?:^\|.*\n?)+", re.MULTILINE)
-        text = table.sub(r"\1", leaderboard_page(rows))
-        text = text.replace("the best first.", f"of each point the best {ROWS}.", 1)
-        # An interval stays on one line.
-        text = re.sub(r" \[(\S+), (\S+)\]", "\u00a0[\\1,\u00a0\\2]", text)
-        write("leaderboard.md", text)
+        write("leaderboard.md", leaderboard_page(rows, best=ROWS))
     return bool(rows)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Protocol
 
@@ -10,7 +11,7 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.error import ResetNeeded
 
-from servegym._checks import check_render_mode, flag, keywords
+from servegym._checks import check_render_mode, flag, keywords, mapping
 
 
 class Batch(Protocol):
@@ -65,6 +66,23 @@ def need_episode(what: str, begun: bool) -> None:
         raise ResetNeeded(f"Cannot {what}: call reset() to begin an episode first.")
 
 
+def check_options(given: Any, known: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The ``options`` of a reset, all of them ``known``.
+
+    Raises:
+        ValueError: Naming the key and those that are known.
+    """
+    found = mapping("options", given)
+    for key in found:
+        if key not in known:
+            takes = f"known are {', '.join(known)}" if known else "a reset takes no options"
+            raise ValueError(
+                f"options has the key {key!r}, but {takes}; what describes the system is an "
+                "argument of gymnasium.make."
+            )
+    return found
+
+
 def warn_of_no_mode() -> None:
     """What `render` does in an environment that was made without a mode."""
     gym.logger.warn("render() needs render_mode='ansi' or 'rgb_array' given to make().")
@@ -73,30 +91,59 @@ def warn_of_no_mode() -> None:
 class BatchEnv(gym.Env):
     """A Gymnasium environment over a `Batch` of one system.
 
-    A family names its parts in class attributes; what a step tells beside the reward's terms it
-    adds in `_add_info`. An action is a whole number, or a family checks its own in `_put_action`.
-    `BatchVectorEnv` takes the same parts.
+    A family writes the abstract methods: a class that lacks one fails when it is defined. What a
+    step tells beside the reward's terms it adds in `_add_info`. An action is a whole number, which
+    `action_words` explains, or a family checks its own in `_put_action`. `BatchVectorEnv` calls the
+    same methods.
 
     Before the first reset there is nothing to step, copy, render or report: ResetNeeded. After an
     episode's end all but `step` tells of that episode; `close` holds nothing and ends nothing.
 
     Attributes:
-        VIEW: What the kernel writes as observation, None where there is nothing to choose.
-        BUILD: Keyword arguments -> problem; takes ``view`` too, unless it is None.
-        BATCH: Problem, number of systems -> `Batch`.
-        OBSERVATION: Problem -> observation space of one system.
-        ACTION: Problem -> action space of one system.
-        ACTION_WORDS: Problem -> what the whole numbers mean, for messages.
+        view: What the kernel writes as observation, None where there is nothing to choose.
+        build_problem: Checked keyword arguments -> problem; takes ``view`` too, unless it is None.
     """
 
-    VIEW: ClassVar[int | None] = None
-    BUILD: ClassVar[Callable[..., Any]]
-    BATCH: ClassVar[Callable[..., Any]]
-    OBSERVATION: ClassVar[Callable[[Any], spaces.Space]]
-    ACTION: ClassVar[Callable[[Any], spaces.Space]]
-    ACTION_WORDS: ClassVar[Callable[[Any], str]]
+    view: ClassVar[int | None] = None
+    build_problem: ClassVar[Callable[..., Any]]
     problem: Any
     batch: Any
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        parts = ("build_problem", "make_batch", "make_observation_space", "make_action_space")
+        lacking = [
+            name
+            for name in (*parts, "frame")
+            if getattr(getattr(cls, name, None), "__isabstractmethod__", not hasattr(cls, name))
+        ]
+        if lacking:
+            raise TypeError(f"{cls.__name__} lacks {', '.join(lacking)}, see BatchEnv.")
+
+    @staticmethod
+    @abstractmethod
+    def make_batch(problem: Any, num_systems: int) -> Any:
+        """A `Batch` of systems of a problem."""
+
+    @staticmethod
+    @abstractmethod
+    def make_observation_space(problem: Any) -> spaces.Space:
+        """The observation space of one system."""
+
+    @staticmethod
+    @abstractmethod
+    def make_action_space(problem: Any) -> spaces.Space:
+        """The action space of one system."""
+
+    @staticmethod
+    @abstractmethod
+    def frame(batch: Any, row: int, mode: str) -> Any:
+        """A system as text or pixels."""
+
+    @staticmethod
+    def action_words(problem: Any) -> str:
+        """What the whole numbers of a Discrete action space mean, for messages."""
+        return "a whole number"
 
     def __init__(
         self, *, render_mode: str | None = None, validate: bool = False, **kwargs: Any
@@ -104,10 +151,9 @@ class BatchEnv(gym.Env):
         self.render_mode = check_render_mode(render_mode, self.metadata["render_modes"])
         self.validate = flag("validate", validate)
         self.problem = self.make_problem(kwargs)
-        parts = type(self)
-        self.batch = parts.BATCH(self.problem, 1)
-        self.observation_space = parts.OBSERVATION(self.problem)
-        self.action_space = parts.ACTION(self.problem)
+        self.batch = self.make_batch(self.problem, 1)
+        self.observation_space = self.make_observation_space(self.problem)
+        self.action_space = self.make_action_space(self.problem)
         self._which = np.ones(1, dtype=np.int8)
         self._action: Any = np.zeros((1, *(self.action_space.shape or ())), dtype=np.int64)
         self._begun = False
@@ -121,14 +167,9 @@ class BatchEnv(gym.Env):
         Raises:
             ValueError: an argument is unknown or has a bad value.
         """
-        view = {} if cls.VIEW is None else {"view": cls.VIEW}
-        keywords(cls.BUILD, kwargs, hidden=tuple(view))
-        return cls.BUILD(**view, **kwargs)
-
-    @staticmethod
-    def frame(batch: Any, row: int, mode: str) -> Any:
-        """A system as text or pixels."""
-        raise NotImplementedError
+        view = {} if cls.view is None else {"view": cls.view}
+        keywords(cls.build_problem, kwargs, hidden=tuple(view))
+        return cls.build_problem(**view, **kwargs)
 
     @staticmethod
     def reset_info(batch: Any, row: int) -> dict[str, Any]:
@@ -142,14 +183,14 @@ class BatchEnv(gym.Env):
             if array.shape != () or array.dtype.kind not in "iu":
                 raise ValueError(
                     f"action={action!r} must be one whole number "
-                    f"({type(self).ACTION_WORDS(self.problem)}), not {type(action).__name__} of "
+                    f"({self.action_words(self.problem)}), not {type(action).__name__} of "
                     f"shape {array.shape} and dtype {array.dtype}."
                 )
             action = int(array)
         try:
             self._action[0] = action
         except OverflowError:
-            words = type(self).ACTION_WORDS(self.problem)
+            words = self.action_words(self.problem)
             raise ValueError(f"action={action!r} is out of range: {words}.") from None
 
     def _add_info(self, info: dict[str, Any]) -> None:
@@ -158,7 +199,12 @@ class BatchEnv(gym.Env):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Any, dict[str, Any]]:
-        """Draw an episode and return its first observation."""
+        """Draw an episode and return its first observation.
+
+        Raises:
+            ValueError: There are options; none are known.
+        """
+        check_options(options)
         super().reset(seed=seed)
         self.batch.draw(0, self.np_random)
         self.batch.begin(self._which)

@@ -16,7 +16,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
 from servegym._checks import check_render_mode, choose, flag, whole
-from servegym.envs._batch import BatchEnv, need_episode, warn_of_no_mode
+from servegym.envs._batch import BatchEnv, check_options, need_episode, warn_of_no_mode
 
 
 class BatchVectorEnv(VectorEnv):
@@ -53,8 +53,8 @@ class BatchVectorEnv(VectorEnv):
         self.validate = flag("validate", validate)
         self.problem = single.make_problem(kwargs)
         self.batch = self._make_batch()
-        self.single_observation_space = single.OBSERVATION(self.problem)
-        self.single_action_space = single.ACTION(self.problem)
+        self.single_observation_space = single.make_observation_space(self.problem)
+        self.single_action_space = single.make_action_space(self.problem)
         self.observation_space = batch_space(self.single_observation_space, self.num_envs)
         self.action_space = batch_space(self.single_action_space, self.num_envs)
         self._generators: list[np.random.Generator | None] = [None] * self.num_envs
@@ -69,7 +69,7 @@ class BatchVectorEnv(VectorEnv):
         self._which = np.ones(self.num_envs, dtype=np.int8)
 
     def _make_batch(self) -> Any:
-        return self.SINGLE.BATCH(self.problem, self.num_envs)
+        return self.SINGLE.make_batch(self.problem, self.num_envs)
 
     def _step_all(self, actions: Any) -> tuple[int, Any, np.ndarray | None]:
         """Step all systems: how many ended; copies of observation and mask, None: not yet made."""
@@ -121,8 +121,9 @@ class BatchVectorEnv(VectorEnv):
         """Draw new episodes, in all systems or those of ``options["reset_mask"]``.
 
         Raises:
-            ValueError: seeds or mask have the wrong length or type.
+            ValueError: seeds or mask have the wrong length or type, or another option is given.
         """
+        given = check_options(options, ("reset_mask",))
         if seed is None:
             seeds: list[int | None] = [None] * self.num_envs
         elif isinstance(seed, (int, np.integer)):
@@ -132,12 +133,12 @@ class BatchVectorEnv(VectorEnv):
             if len(seeds) != self.num_envs:
                 raise ValueError(f"seed lists {len(seeds)} seeds for num_envs={self.num_envs}.")
         which = np.ones(self.num_envs, dtype=bool)
-        if options is not None and "reset_mask" in options:
-            which = np.asarray(options["reset_mask"])
+        if "reset_mask" in given:
+            which = np.asarray(given["reset_mask"])
             if which.shape != (self.num_envs,) or which.dtype != np.bool_ or not which.any():
                 raise ValueError(
                     f"options['reset_mask'] must be a boolean array of shape ({self.num_envs},) "
-                    f"with at least one True, got {options['reset_mask']!r}."
+                    f"with at least one True, got {given['reset_mask']!r}."
                 )
         for row in np.flatnonzero(which):
             if seeds[row] is not None:

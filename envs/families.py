@@ -5,7 +5,6 @@ Light on purpose: ``import servegym`` reads it to register the ids.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -128,8 +127,10 @@ def family_of(env_id: str) -> Family:
     known = {env_id: family for family in FAMILIES for env_id in family.env_ids}
     env_id = env_id.removeprefix("servegym:")
     if env_id not in known:
-        near = difflib.get_close_matches(env_id, known, n=1, cutoff=0.3)
-        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        from servegym._checks import nearest
+
+        near = nearest(env_id, known)
+        hint = f" (did you mean {near!r}?)" if near else ""
         raise ValueError(f"env_id is {env_id!r}; known are {', '.join(sorted(known))}{hint}")
     return known[env_id]
 

@@ -216,6 +216,7 @@ def evaluate(
     out: Annotated[
         Path | None, typer.Option(help="Write the rows to FILE.json or FILE.csv.", metavar="FILE")
     ] = None,
+    all_: Annotated[bool, typer.Option("--all", help="Print every metric.")] = False,
     ray: Ray = None,
     in_process: Annotated[
         bool, typer.Option("--in-process", help="Trust .py files: no process of their own.")
@@ -256,7 +257,7 @@ def evaluate(
         write_rows(
             out, [{"profile_draw": "none", **row} for row in rows] + drawn if drawn else rows
         )
-    evaluation.print_summary(rows, logs=logs)
+    evaluation.print_summary(rows, logs, every=all_)
     if drawn:
         print_draws(rows, drawn)
 
@@ -476,7 +477,7 @@ for _command in (
     (
         "presubmit",
         "experiments.evaluation.presubmit",
-        "Play your router against published rules in a minute; exit status 1 if it is worse.",
+        "Play your prefix-aware router against published rules; exit status 1 if it is worse.",
     ),
     ("claims", "experiments.papers.claims", "Print the papers' claims with our results."),
     (

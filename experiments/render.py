@@ -86,7 +86,13 @@ def _picture(frames: list[Any], suffix: str, fps: int) -> bytes:
     stream = io.BytesIO()
     if suffix == ".png":
         images[-1].save(stream, format="PNG")
-    else:
+    else:  # the same colours in all frames, so that only what has changed takes room in the file
+        sheet = Image.fromarray(np.concatenate(frames[:: len(frames) // 8 + 1]))
+        counted: Any = sheet.getcolors(1 << 24)
+        frequent = [colour for _, colour in sorted(counted, reverse=True)[:256]]
+        palette = Image.new("P", (1, 1))
+        palette.putpalette(np.array(frequent, np.uint8).tobytes())
+        images = [one.quantize(palette=palette, dither=Image.Dither.NONE) for one in images]
         images[0].save(
             stream,
             format="GIF",

@@ -15,7 +15,6 @@ line every 10 to 15 s. One folder holds
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import shlex
 import shutil
@@ -37,6 +36,7 @@ from servegym.experiments.evaluation.evaluate import evaluate
 from servegym.experiments.evaluation.output import print_table, write_text
 from servegym.experiments.evaluation.stats import over_trainings
 from servegym.experiments.evaluation.tables import note, provenance, write_result
+from servegym.experiments.papers.plotting import as_png, label_ends, pyplot
 
 __all__ = ["main"]
 
@@ -288,32 +288,12 @@ def print_comparison(table: Rows, ceiling: Sequence[float], notes: Rows) -> None
     )
 
 
-def label_ends(axis: Any, ends: Mapping[str, float], colours: Mapping[str, str]) -> None:
-    """Names at the right, moved apart where the lines end close to one another."""
-    names, place = sorted(ends, key=lambda name: ends[name]), axis.get_yaxis_transform()
-    heights, gap = [ends[name] for name in names], np.ptp(axis.get_ylim()) / 20
-    for k in [*range(1, len(names))] * 50:
-        push = max(gap - heights[k] + heights[k - 1], 0) / 2
-        heights[k - 1], heights[k] = heights[k - 1] - push, heights[k] + push
-    for name, height in zip(names, heights, strict=True):
-        colour = colours[name]
-        arrow = {"color": colour, "linewidth": 0.6, "arrowstyle": "-", "relpos": (0, 0.5)}
-        at: dict[str, Any] = {"xycoords": place, "textcoords": place, "arrowprops": arrow}
-        axis.annotate(name, (1, ends[name]), (1.06, height), color=colour, va="center", **at)
-    axis.spines[["top", "right"]].set_visible(False)
-
-
 def plot(curve: Rows, table: Rows) -> bytes:
     """A PNG: the learning curve between the heuristics' lines, and QoS against the rate."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     ranked = mean_qos(table)
     palette = ("tab:brown", "tab:orange", "tab:green", "tab:blue", "tab:purple")
     colours = {TRAINED: "black", **dict(zip(labelled(ranked), palette, strict=False))}
-    figure, (left, right) = plt.subplots(1, 2, figsize=(12.5, 4.8), layout="constrained")
+    figure, (left, right) = pyplot().subplots(1, 2, figsize=(12.5, 4.8), layout="constrained")
     ends: tuple[dict[str, float], dict[str, float]] = {}, {}
     for name in ranked:
         look: dict[str, Any] = {"color": colours.get(name, "0.8"), "zorder": 1 + (name in colours)}
@@ -335,10 +315,7 @@ def plot(curve: Rows, table: Rows) -> bytes:
     right.set(title=f"{table[0]['episodes']} evaluation episodes a point")
     for axis, names in zip((left, right), ends, strict=True):
         label_ends(axis, names, colours)
-    picture = io.BytesIO()
-    figure.savefig(picture, dpi=150, format="png")
-    plt.close(figure)
-    return picture.getvalue()
+    return as_png(figure)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

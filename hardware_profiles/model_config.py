@@ -39,6 +39,7 @@ VALUE_BYTES = {"bf16": 2.0, "fp8": 1.0, "mxfp4": 4.25 / 8.0, "nvfp4": 4.5 / 8.0}
 # DeepSeek-V3's multi-head latent attention, which was timed as a whole with its products.
 _LATENT = {"hidden_size": 7168, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
            "qk_rope_head_dim": 64, "v_head_dim": 128}  # fmt: skip
+_SOME_DENSE = "some layers have no experts; only models that have them in all are known"
 _TIED_BY_DEFAULT = ("GemmaForCausalLM", "FalconForCausalLM")
 _FIELDS = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
@@ -59,6 +60,16 @@ _DEFAULTS = {
     "Qwen3MoeForCausalLM": (2048, 6144, 24, 32, 4, None, 151936, 32768, 4096, 128, 8, 768),
     "GptOssForCausalLM": (2880, 2880, 36, 64, 8, 64, 201088, 131072, 128, 128, 4),
 }
+# Where a config holds its language model apart, and where it says that weights are quantised.
+_LANGUAGE = ("text_config", "llm_config", "language_config")
+_QUANTISED = ("quantization_config", "compression_config", "quantization_bit")
+_DTYPES, _UNQUANTISED = ("dtype", "torch_dtype"), (None, "auto", "bfloat16", "float16", "float32")
+# Files beside a ``config.json`` that say so: of ModelOpt, GPTQ and AWQ.
+_QUANTISED_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
+# What a nested config may have of its own.
+_ABOUT = ("_name_or_path", "model_type", "transformers_version", *_DTYPES)
+# Sizes under older names, which would be taken for missing.
+_OLDER = {"n_layer": "num_hidden_layers", "n_head": "num_attention_heads", "n_embd": "hidden_size"}
 # Where null is the number of attention heads; the others' classes take no null.
 _KV_MAY_BE_NULL = ("LlamaForCausalLM", "Phi3ForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 # Where all layers have the window, and where ``layer_types`` tells of each.
@@ -212,32 +223,73 @@ def parse_config(config: Mapping[str, Any], name: str, where: str) -> ModelShape
     Raises:
         ValueError: naming the field that is wrong, or the unknown architecture.
     """
-    top = Fields(config, where)
+    top, places = _flat(Fields(config, where))
     listed = top.get("architectures")
     if not isinstance(listed, list) or len(listed) != 1:
         raise top.error("architectures", f"got {listed!r}; must be a list of one name")
     kind = listed[0]
     if kind not in ARCHITECTURES:
         raise top.error("architectures", unknown_name("architecture", kind, list(ARCHITECTURES)))
-    top = _with_defaults(top, kind)
-    return replace(_shape(top, name, kind), quantised=_quantised(top, kind))
+    expert_dtype, quantised = _quantised(places, kind)
+    shape = _shape(_with_defaults(top, kind), name, kind)
+    return replace(shape, expert_dtype=expert_dtype, quantised=quantised)
 
 
-def _quantised(top: Fields, kind: str) -> str | None:
-    """Format of the weights; gpt-oss has one for its experts alone, see `_experts`."""
-    given = top.data.get("quantization_config")
-    if not given or kind == "GptOssForCausalLM":
-        return None
-    method = given.get("quant_method") if isinstance(given, Mapping) else given
-    if method != "fp8":
-        told = f"got {method!r}; must be 'fp8', or left out for weights in 16 bits"
-        raise top.error("quantization_config", told)
-    return "fp8"
+def _nested(top: Fields) -> list[Fields]:
+    """The config and the objects in it, at any depth, each with its place."""
+    found = [top]
+    for part in found:  # which grows
+        inner = (key for key, value in part.data.items() if isinstance(value, Mapping))
+        found += [part.child(key) for key in inner]
+    return found
+
+
+def _flat(top: Fields) -> tuple[Fields, list[tuple[Fields, str]]]:
+    """The config with its language model's fields at the top, and what says it is quantised.
+
+    Raises:
+        ValueError: naming a nested object that has sizes of another part of the model, or a field
+            that has two values.
+    """
+    data, places = dict(top.data), []
+    sizes = {*_FIELDS, "num_layers", "ffn_hidden_size", *_OLDER}
+    for part in _nested(top):
+        places += [(part, key) for key in _QUANTISED if part.data.get(key)]
+        places += [(part, key) for key in _DTYPES if part.data.get(key) not in _UNQUANTISED]
+        if part.path and sizes & part.data.keys():
+            name = part.path.rpartition(".")[2]
+            if name not in _LANGUAGE:
+                told = f"has sizes of its own; only {', '.join(_LANGUAGE)} are read"
+                raise top.error(part.path, f"{told}: write the language model's at the top")
+            for key, value in part.data.items():
+                known = data.setdefault(key, value)
+                own = key in _ABOUT or key.endswith("_token_id") or isinstance(value, Mapping)
+                if known is None:
+                    data[key] = value
+                elif value is not None and known != value and not own:
+                    raise part.error(key, f"got {value!r}, but {known!r} outside of {name}")
+    return Fields(data, top.where), places
+
+
+def _quantised(places: list[tuple[Fields, str]], kind: str) -> tuple[str | None, str | None]:
+    """Format of the experts, if they alone have one (gpt-oss), and of all weights."""
+    wanted = "mxfp4" if kind == "GptOssForCausalLM" else "fp8"
+    for part, key in places:
+        given = part.data[key]
+        method = given.get("quant_method", given) if isinstance(given, Mapping) else given
+        if method != wanted:
+            told = f"got {method!r:.60}; must be {wanted!r}, or left out for weights in 16 bits"
+            raise part.error(key, told)
+    found = wanted if places else None
+    return (found, None) if wanted == "mxfp4" else (None, found)
 
 
 def _with_defaults(top: Fields, kind: str) -> Fields:
     """The config with the architecture's defaults where a field is missing or null."""
     config = top.data
+    for older, name in _OLDER.items():
+        if older in config and config.get(name) is None:
+            raise top.error(older, f"is not read; write it as {name}")
     if kind not in _DEFAULTS:  # nothing is left out of their configs
         return top
     defaults = {k: v for k, v in zip(_FIELDS, _DEFAULTS[kind], strict=False) if v is not None}
@@ -281,7 +333,7 @@ def _shape(top: Fields, name: str, kind: str) -> ModelShape:
     kv_heads = top.integer("num_key_value_heads") if "num_key_value_heads" in top.data else heads
     if heads % kv_heads:
         raise top.error("num_key_value_heads", f"got {kv_heads}; must divide {heads} heads")
-    experts, top_k, width, experts_dtype = _experts(top, kind, layers)
+    experts, top_k, width = _experts(top, kind, layers)
     window, windowed = _window(top, kind, layers)
     biased = False
     if kind not in ("MistralForCausalLM", "Phi3ForCausalLM", "MixtralForCausalLM"):
@@ -296,36 +348,38 @@ def _shape(top: Fields, name: str, kind: str) -> ModelShape:
         qk_norm=kind in _QK_NORM,
         experts=experts,
         top_k=top_k,
-        expert_dtype=experts_dtype,
         window=window,
         windowed_layers=windowed,
     )
 
 
-def _experts(top: Fields, kind: str, layers: int) -> tuple[int, int, int, str | None]:
-    """Experts, top-k, width of the feed-forward layer, and a format of its own."""
+def _experts(top: Fields, kind: str, layers: int) -> tuple[int, int, int]:
+    """Experts, top-k and the width of the feed-forward layer."""
     if kind not in ("MixtralForCausalLM", "Qwen3MoeForCausalLM", "GptOssForCausalLM"):
-        return 0, 0, top.integer("intermediate_size"), None
-    experts, top_k = top.integer("num_local_experts"), top.integer("num_experts_per_tok")
-    if top_k > experts:
-        raise top.error("num_experts_per_tok", f"got {top_k} of {experts} experts")
-    width, method = "intermediate_size", None
+        return 0, 0, top.integer("intermediate_size")
+    width = "intermediate_size"
     if kind == "Qwen3MoeForCausalLM":
         width = "moe_intermediate_size"
-        dense = "some layers have no experts; only models that have them in all are known"
-        if top.data.get("decoder_sparse_step", 1) != 1:
-            raise top.error(
-                "decoder_sparse_step", f"got {top.data['decoder_sparse_step']!r}: {dense}"
-            )
+        _experts_everywhere(top, "decoder_sparse_step")
         given = top.data.get("mlp_only_layers", [])
-        if not isinstance(given, list) or any(row in range(layers) for row in given):
-            raise top.error("mlp_only_layers", f"got {given!r}: {dense}")
-    if kind == "GptOssForCausalLM":
-        quantised = top.data.get("quantization_config") or {}
-        method = quantised.get("quant_method") if isinstance(quantised, Mapping) else None
-        if method not in (None, "mxfp4"):
-            raise top.error("quantization_config", f"got {method!r}; must be 'mxfp4' or left out")
-    return experts, top_k, top.integer(width), method
+        wrong = not isinstance(given, list) or any(type(row) is not int for row in given)
+        if wrong or any(row in range(layers) for row in given):
+            raise top.error("mlp_only_layers", f"got {given!r}: {_SOME_DENSE}")
+    return top.integer("num_local_experts"), _top_k(top, "num_local_experts"), top.integer(width)
+
+
+def _experts_everywhere(top: Fields, key: str) -> None:
+    """Refuse models that have experts in every second layer or so."""
+    if top.data.get(key) not in (None, 1):
+        raise top.error(key, f"got {top.data[key]!r}: {_SOME_DENSE}")
+
+
+def _top_k(top: Fields, key: str) -> int:
+    """Experts that a token goes to, of the number in a field."""
+    top_k, experts = top.integer("num_experts_per_tok"), top.integer(key)
+    if top_k > experts:
+        raise top.error("num_experts_per_tok", f"got {top_k} of {experts} experts")
+    return top_k
 
 
 def _window(top: Fields, kind: str, layers: int) -> tuple[int | None, int]:
@@ -368,16 +422,20 @@ def _deepseek(top: Fields, common: dict[str, Any]) -> ModelShape:
     for key, timed in _LATENT.items():
         if top.integer(key) != timed:
             raise top.error(key, f"got {top.data[key]}; latent attention was timed with {timed}")
+    _experts_everywhere(top, "moe_layer_freq")
+    dense = top.integer("first_k_dense_replace", 0)
+    if dense > common["layers"]:
+        raise top.error("first_k_dense_replace", f"got {dense} of {common['layers']} layers")
     return ModelShape(
         **common,
         kv_heads=1,
         head_size=(_LATENT["kv_lora_rank"] + _LATENT["qk_rope_head_dim"]) // 2,
         intermediate=top.integer("moe_intermediate_size"),
         experts=top.integer("n_routed_experts"),
-        top_k=top.integer("num_experts_per_tok"),
+        top_k=_top_k(top, "n_routed_experts"),
         latent=True,
-        shared=top.integer("n_shared_experts"),
-        dense_layers=top.integer("first_k_dense_replace"),
+        shared=top.integer("n_shared_experts", 0),
+        dense_layers=dense,
         dense_width=top.integer("intermediate_size"),
     )
 
@@ -407,13 +465,17 @@ def _falcon(top: Fields, common: dict[str, Any]) -> ModelShape:
 def _chatglm(top: Fields, name: str) -> ModelShape:
     """ChatGLM2: the same parts under names of its own."""
     grouped = top.flag("multi_query_attention", True)
+    group = "multi_query_group_num" if grouped else "num_attention_heads"
+    heads, kv_heads = top.integer("num_attention_heads"), top.integer(group)
+    if heads % kv_heads:
+        raise top.error(group, f"got {kv_heads}; must divide {heads} heads")
     return ModelShape(
         name=name,
         architecture="ChatGLMModel",
         layers=top.integer("num_layers"),
         hidden=top.integer("hidden_size"),
-        heads=top.integer("num_attention_heads"),
-        kv_heads=top.integer("multi_query_group_num" if grouped else "num_attention_heads"),
+        heads=heads,
+        kv_heads=kv_heads,
         head_size=top.integer("kv_channels"),
         intermediate=top.integer("ffn_hidden_size"),
         vocabulary=top.integer("padded_vocab_size"),
@@ -456,6 +518,10 @@ def model_shape(name_or_path: str | os.PathLike[str]) -> ModelShape:
             stem = os.path.basename(os.path.dirname(os.path.abspath(text))) or stem
         given = config.get("_name_or_path") if isinstance(config, Mapping) else None
         name = given if isinstance(given, str) and given.strip() else stem
+        for other in _QUANTISED_FILES if os.path.basename(text) == "config.json" else ():
+            if os.path.exists(os.path.join(os.path.dirname(text), other)):
+                told = "it quantises the weights; give a folder of the model in 16 bits or fp8"
+                raise ValueError(f"{text}: {other} lies beside it: {told}")
         return parse_config(config, name.rpartition("/")[2], os.path.basename(text))
     known = _shipped()
     if text.lower() not in known:

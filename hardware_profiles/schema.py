@@ -7,7 +7,6 @@ times are seconds, all sizes bytes, all lengths tokens.
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 import os
@@ -17,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from servegym._checks import nearest
 from servegym._files import write_text
 
 FORMAT = "servegym-hardware-profile/1"
@@ -95,8 +95,8 @@ class Fields:
         names = list(allowed)
         for key in self.data:
             if key not in names:
-                near = difflib.get_close_matches(str(key), names, 1)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
+                near = nearest(str(key), names)
+                hint = f"; did you mean {near!r}?" if near else ""
                 raise self.error(str(key), f"unknown field{hint} (allowed: {', '.join(names)})")
 
     def get(self, key: str) -> Any:

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from servegym._files import naming
 from servegym.agents.lib.evaluation import RULES
 from servegym.agents.lib.snapshots import load_snapshot, save_snapshot
 from servegym.envs.families import find_family
@@ -138,8 +139,9 @@ class RunLog:
         row = {"global_step": step, **metrics}
         if self.ended:
             row["charts/episodic_return"], self.ended = float(np.mean(self.ended)), []
-        self.file.write((json.dumps(row) + "\n").encode())
-        self.file.flush()
+        with naming(self.run / LOG):
+            self.file.write((json.dumps(row) + "\n").encode())
+            self.file.flush()
         if self.wandb is not None:
             self.wandb.log(row, step=step)
 
@@ -153,7 +155,8 @@ class RunLog:
         if self.file.closed:
             return
         self.bar.stop()
-        self.file.close()
+        with naming(self.run / LOG):
+            self.file.close()
         if self.wandb is not None:
             self.wandb.finish()
         RunLog.current.set(None)

@@ -56,7 +56,7 @@ without a network, as another user. With a Dockerfile of the lines `FROM python:
 
     docker build -t judge .
     docker run --rm --network none --user 1000 -e NUMBA_CACHE_DIR=/tmp -v "$PWD":/in:ro \
-        judge servegym presubmit /in/my_router.py
+        judge servegym leaderboard --quick --policy /in/my_router.py --at-least greedy_qos
 """
 
 import numpy as np

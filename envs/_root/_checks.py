@@ -12,6 +12,18 @@ from typing import Any
 
 import numpy as np
 
+from servegym._command_line import install_line
+
+
+def nearest(given: str, names: Iterable[str]) -> str | None:
+    """The name that is probably meant: equal but for case and signs, alike, or one that has it."""
+    plain = {re.sub(r"[^a-z0-9]", "", name.lower()): name for name in reversed([*names])}
+    wanted = re.sub(r"[^a-z0-9]", "", given.lower())
+    having = sorted((name for name in plain if len(wanted) > 2 and wanted in name), key=len)
+    alike = difflib.get_close_matches(wanted, plain, n=1, cutoff=0.75)
+    near = alike or having or difflib.get_close_matches(wanted, plain, n=1, cutoff=0.6)
+    return plain[near[0]] if near else None
+
 
 def choose(argument: str, given: Any, allowed: Iterable[str]) -> str:
     """Return ``given`` if it is one of ``allowed``.
@@ -24,8 +36,8 @@ def choose(argument: str, given: Any, allowed: Iterable[str]) -> str:
         return given
     if missing_file(given):
         raise ValueError(f"{argument}={given!r}: no such file.")
-    near = difflib.get_close_matches(str(given), names, n=1, cutoff=0.4)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
+    near = nearest(str(given), names)
+    hint = f" Did you mean {near!r}?" if near else ""
     raise ValueError(f"{argument}={given!r} is unknown; choose one of {names}.{hint}")
 
 
@@ -133,8 +145,8 @@ def keywords(
     known = [name for name in inspect.signature(function).parameters if name not in hidden]
     for name in given:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
+            near = nearest(name, known)
+            hint = f" Did you mean {near!r}?" if near else ""
             raise UnexpectedArgumentError(
                 f"unexpected keyword argument {name!r}.{hint} Known are {known}."
             )
@@ -144,5 +156,13 @@ def check_render_mode(given: str | None, allowed: Iterable[str]) -> str | None:
     """Return ``given`` if it is None or one of ``allowed``, else raise ValueError."""
     modes = list(allowed)
     if given is not None and not (isinstance(given, str) and given in modes):
-        raise ValueError(f"render_mode={given!r} is unknown; choose one of {modes} or None.")
+        window = ""
+        if given == "human":
+            window = (
+                " A window, with pygame, is shown around one environment of gymnasium.make; "
+                f"{install_line('video')}."
+            )
+        raise ValueError(
+            f"render_mode={given!r} is unknown; choose one of {modes} or None.{window}"
+        )
     return given

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import sys
@@ -14,6 +15,8 @@ EXTRAS = {
     "matplotlib": "plots",
     "pandas": "plots",
     "PIL": "plots",
+    "moviepy": "video",
+    "pygame": "video",
     "wandb": "track",
     "optuna": "sweep",
     "ray": "ray",
@@ -42,7 +45,10 @@ def in_words(error: Exception) -> str:
         return f"{name} is not installed; {install_line(EXTRAS.get(name, 'agents'))}"
     if not isinstance(error, (ValueError, OSError)):
         raise error
-    return " ".join(str(error).split()) or type(error).__name__
+    words = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None:
+        words += ": 'standard output'"  # every writer of a file names it
+    return words
 
 
 def parse_settings(items: Sequence[str]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import os
 import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
@@ -18,6 +19,11 @@ from typing import Any, BinaryIO, TextIO
 _MOMENT = re.compile(r"(\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d)(\.\d{1,9})?(Z|[+-]\d\d:\d\d)?", re.ASCII)
 _EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
 _NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?", re.ASCII)
+
+LATEST_S = 10**11
+"""Seconds that no clock shows before the year 5138: so large a number counts smaller units."""
+EPOCH_S = 10**8
+"""Times that begin after more than three years of seconds count from an epoch."""
 
 
 class MalformedFileError(ValueError):
@@ -71,6 +77,107 @@ def parse_moment(text: str) -> Decimal | None:
     except ValueError:
         return None
     return Decimal((moment - _EPOCH) // datetime.timedelta(seconds=1)) + Decimal(found[2] or 0)
+
+
+def exact_number(value: object) -> Decimal | None:
+    """The number that a cell holds, to its last digit; infinite or NaN where it is none of use."""
+    if isinstance(value, bool) or not isinstance(value, str | int | float | Decimal):
+        return None
+    text = str(value).strip()
+    if parse_number(text) is not None:
+        return Decimal(text)
+    try:
+        return None if math.isfinite(float(text)) else Decimal("Infinity")
+    except ValueError:
+        return None
+
+
+def parse_time(
+    path: str | os.PathLike[str],
+    line: int | str | None,
+    name: str,
+    value: object,
+    kind: str | None = None,
+    per_second: int = 1,
+) -> tuple[Decimal, str]:
+    """A time in seconds, at least 0, and whether it is a "number" or a "date".
+
+    A date and time is told in seconds since 1970.
+
+    Args:
+        path: The file.
+        line: Its line or place.
+        name: The field.
+        value: What it holds: text or a number.
+        kind: What it must be; None: either.
+        per_second: The field's units in a second.
+
+    Raises:
+        MalformedFileError: It is none, negative, not finite, of the other kind, or beyond
+            `LATEST_S`.
+    """
+    number, found = exact_number(value), "number"
+    if number is None and isinstance(value, str):
+        number, found = parse_moment(value), "date"
+    unit = "milliseconds" if per_second == 1000 else "seconds"
+    dated = "" if kind == "number" else " or an ISO date and time (2023-11-16 18:15:46.68)"
+    problem, fix = "", f"write {unit}{dated}"
+    if number is None:
+        problem = "is not a time"
+    elif not number.is_finite():
+        problem, fix = "is not finite", "drop the row or fill in its time"
+    elif number < 0:
+        problem, fix = "is negative", "shift the times so that the first is 0 or later"
+    elif kind not in (None, found):
+        problem, fix = f"is a {found}, where a {kind} is wanted", "write all times alike"
+    elif number >= LATEST_S * per_second:
+        problem = f"cannot be {unit}, not even since 1970 (are they smaller units?)"
+    if number is None or problem:
+        raise MalformedFileError(path, line, name, f"{str(value)!r} {problem}", fix)
+    return number / per_second, found
+
+
+class Times:
+    """The times of a file's rows, which may not decrease and are all of one kind.
+
+    Args:
+        path: The file.
+        name: Name of their field.
+        kind: See `parse_time`, as ``per_second``.
+        per_second: The field's units in a second.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        name: str,
+        kind: str | None = None,
+        per_second: int = 1,
+    ) -> None:
+        self.path, self.name, self.kind, self.per_second = path, name, kind, per_second
+        self.seconds: list[Decimal] = []
+
+    def add(self, line: int | str | None, value: object) -> None:
+        """Take the time of the next row.
+
+        Raises:
+            MalformedFileError: See `parse_time`; or it is earlier than that of the row before.
+        """
+        at, self.kind = parse_time(self.path, line, self.name, value, self.kind, self.per_second)
+        if self.seconds and at < self.seconds[-1]:
+            problem = f"{str(value)!r} is earlier than the request before it"
+            raise MalformedFileError(self.path, line, self.name, problem, "sort the rows by time")
+        self.seconds.append(at)
+
+    def after_first(self) -> list[float]:
+        """Seconds after the first one, subtracted exactly."""
+        return [float(at - self.seconds[0]) for at in self.seconds]
+
+    def elapsed(self) -> list[float]:
+        """The times as they are, or after the first one where they count from an epoch."""
+        if self.seconds and self.seconds[0] >= EPOCH_S:
+            return self.after_first()
+        return [float(at) for at in self.seconds]
 
 
 def csv_header(path: str | os.PathLike[str]) -> list[str]:
@@ -188,26 +295,45 @@ def _refuse_pointer(path: str | os.PathLike[str], text: str) -> None:
         raise MalformedFileError(path, 1, None, problem, fix)
 
 
+@contextmanager
+def naming(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Name the file where a write fails: the system does not say which disk is full.
+
+    Raises:
+        OSError: With the file's name.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, os.fspath(path)) from error
+
+
 def write_atomic(path: str | os.PathLike[str], write: Callable[[BinaryIO], object]) -> None:
     """Write a file through a temporary one in the same folder, so that none is ever half there.
 
     Args:
         path: The file to write; its folder must exist.
         write: Writes the content to the binary stream that it is given.
+
+    Raises:
+        OSError: With the file's name, as where the disk is full.
     """
     target = Path(path)
-    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
-    try:
-        with os.fdopen(handle, "wb") as stream:
-            write(stream)
-        # mkstemp makes the file private to its owner; give it the usual mode of a new file.
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(name, 0o666 & ~umask)
-        os.replace(name, target)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    with naming(target):
+        handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
+        try:
+            with os.fdopen(handle, "wb") as stream:
+                write(stream)
+            # mkstemp makes the file private to its owner; give it the usual mode of a new file.
+            umask = os.umask(0)
+            os.umask(umask)
+            os.chmod(name, 0o666 & ~umask)
+            os.replace(name, target)
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise
 
 
 def write_text(path: str | os.PathLike[str], text: str | bytes) -> None:

@@ -14,9 +14,11 @@ it imports, count for each of its functions.
 from __future__ import annotations
 
 import hashlib
+import pickle
 import re
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
@@ -40,17 +42,34 @@ _OPTIONS: dict[str, Any] = {"cache": True, "nogil": True, "error_model": "numpy"
 
 
 class _LabelledFile(IndexDataCacheFile):
-    """numba's files of a function, each with the source's stamp and the signature it is of."""
+    """numba's files of a function, each with the source's stamp and the signature it is of.
+
+    What cannot be read, or is not what was written, counts as missing: it is compiled anew, and the
+    file with it. What cannot be written is compiled by the next process, too.
+    """
 
     def save(self, key: Any, data: Any) -> None:
-        super().save(key, (self._source_stamp, key, data))
+        held = self._dump(data)
+        label = self._source_stamp, key, hashlib.sha256(held).digest()
+        try:
+            super().save(key, (*label, held))
+        except OSError as error:
+            told = f"servegym: {self._cache_path}: compiled code cannot be kept: {error.strerror}"
+            warnings.warn(told, stacklevel=2)
 
     def load(self, key: Any) -> Any:
-        found = super().load(key)
-        if not isinstance(found, tuple) or len(found) != 3:
+        try:
+            stamp, of, digest, held = super().load(key)
+        except Exception:  # unpickling raises anything; there may be nothing
             return None
-        stamp, held, data = found
-        return data if (stamp, held) == (self._source_stamp, key) else None
+        right = (stamp, of, digest) == (self._source_stamp, key, hashlib.sha256(held).digest())
+        return pickle.loads(held) if right else None
+
+    def _load_index(self) -> Any:
+        try:
+            return super()._load_index()
+        except Exception:  # as above
+            return {}
 
 
 @cache

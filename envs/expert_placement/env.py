@@ -127,10 +127,10 @@ class ExpertPlacementEnv(BatchEnv):
     """
 
     metadata: dict[str, Any] = {"render_modes": ["ansi", "rgb_array"], "render_fps": 2}
-    BUILD = staticmethod(build_problem)
-    BATCH = PlacementBatch
-    OBSERVATION = staticmethod(observation_space)
-    ACTION = staticmethod(action_space)
+    build_problem = staticmethod(build_problem)
+    make_batch = PlacementBatch
+    make_observation_space = staticmethod(observation_space)
+    make_action_space = staticmethod(action_space)
     problem: Problem
     batch: PlacementBatch
 

@@ -140,7 +140,10 @@ class ExpertPlacementParallelEnv(ParallelEnv):
     def reset(
         self, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Draw an episode and return everyone's first observation."""
+        """Draw an episode and return everyone's first observation.
+
+        There are no ``options``; those that PettingZoo's own tests give change nothing.
+        """
         if seed is not None or self._random is None:
             self._random, _ = seeding.np_random(seed)
         self.system.begin(self._random)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import os
 from collections.abc import Mapping, Sequence
@@ -11,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from servegym._checks import choose, flag, mapping, positive_range, real, whole
+from servegym._checks import choose, flag, mapping, nearest, positive_range, real, whole
 from servegym.envs.llm_routing import kernel
 from servegym.envs.llm_routing.deployments import DEPLOYMENTS
 from servegym.envs.llm_routing.fleets import (
@@ -74,10 +73,8 @@ def _resolve_profiles(
         try:
             experts = [load(name) for name in listed]
         except ValueError as error:
-            near = []
-            if isinstance(profiles, str):
-                near = difflib.get_close_matches(profiles, list_fleets(), n=1)
-            hint = f" Did you mean the fleet {near[0]!r}?" if near else ""
+            near = nearest(profiles, list_fleets()) if isinstance(profiles, str) else None
+            hint = f" Did you mean the fleet {near!r}?" if near else ""
             raise ValueError(
                 f"profiles={profiles!r}: {error}. Fleets: {', '.join(list_fleets())}.{hint}"
             ) from None

@@ -134,12 +134,12 @@ class LLMRoutingEnv(BatchEnv):
     """
 
     metadata: dict[str, Any] = {"render_modes": ["ansi", "rgb_array"], "render_fps": 8}
-    VIEW = kernel.GRAPH
-    BUILD = staticmethod(build_problem)
-    BATCH = RoutingBatch
-    OBSERVATION = staticmethod(observation_space)
-    ACTION = staticmethod(action_space)
-    ACTION_WORDS = staticmethod(action_words)
+    view = kernel.GRAPH
+    build_problem = staticmethod(build_problem)
+    make_batch = RoutingBatch
+    make_observation_space = staticmethod(observation_space)
+    make_action_space = staticmethod(action_space)
+    action_words = staticmethod(action_words)
     problem: Problem
     batch: RoutingBatch
 
@@ -173,7 +173,7 @@ class LLMRoutingFlatEnv(LLMRoutingEnv):
     - v2: `reward="dense"` is the default
     """
 
-    VIEW = kernel.FLAT
+    view = kernel.FLAT
 
 
 class LLMRoutingExpertsEnv(LLMRoutingEnv):
@@ -190,7 +190,7 @@ class LLMRoutingExpertsEnv(LLMRoutingEnv):
     - v2: `reward="dense"` is the default
     """
 
-    VIEW = kernel.EXPERTS
+    view = kernel.EXPERTS
 
 
 class LLMRoutingSummaryEnv(LLMRoutingEnv):
@@ -231,4 +231,4 @@ class LLMRoutingSummaryEnv(LLMRoutingEnv):
     - v2: columns standardised by constants; `reward="dense"` is the default
     """
 
-    VIEW = kernel.SUMMARY
+    view = kernel.SUMMARY

@@ -144,7 +144,10 @@ class LLMRoutingParallelEnv(ParallelEnv):
     def reset(
         self, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Draw an episode and return everyone's first observation."""
+        """Draw an episode and return everyone's first observation.
+
+        There are no ``options``; those that PettingZoo's own tests give change nothing.
+        """
         random = self._random
         if seed is not None or random is None:
             random, _ = seeding.np_random(seed)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from servegym._checks import whole
+from servegym._files import LATEST_S
 from servegym._jit import compile_kernels
 from servegym.envs.llm_routing import kernel
 from servegym.envs.llm_routing.config import engine_config, pack_laws, set_sizes
@@ -27,7 +28,9 @@ REPLAY = np.dtype(
 TIMELINE = np.dtype([("t_s", "f8"), ("running", "f8"), ("waiting", "f8"), ("kv_use", "f8")])
 
 
-def _column(name: str, values: Any, low: float, integral: bool) -> np.ndarray:
+def _column(
+    name: str, values: Any, low: float, integral: bool = False, high: float = np.inf
+) -> np.ndarray:
     array = np.asarray(values)
     if array.ndim != 1 or array.dtype.kind not in "iuf":
         raise ValueError(
@@ -35,13 +38,14 @@ def _column(name: str, values: Any, low: float, integral: bool) -> np.ndarray:
             f"dtype {array.dtype}."
         )
     array = array.astype(np.float64)
-    bad = ~np.isfinite(array) | (array < low)
+    bad = ~np.isfinite(array) | (array < low) | (array >= high)
     if integral:
         bad |= array != np.floor(array)
     if bad.any():
         row = int(np.argmax(bad))
         kind = "a whole number" if integral else "a finite number"
-        raise ValueError(f"{name}[{row}]={array[row]!r} must be {kind}, at least {low:g}.")
+        below = "" if high == np.inf else f" and below {high:g}: seconds, not milliseconds"
+        raise ValueError(f"{name}[{row}]={array[row]!r} must be {kind}, at least {low:g}{below}.")
     return array
 
 
@@ -49,7 +53,7 @@ def _requests(
     arrival_s: Any, prompt_tokens: Any, output_tokens: Any
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The requests as float64 ``(J,)`` columns, checked."""
-    arrivals = _column("arrival_s", arrival_s, 0.0, integral=False)
+    arrivals = _column("arrival_s", arrival_s, 0.0, high=LATEST_S)
     prompts = _column("prompt_tokens", prompt_tokens, 1.0, integral=True)
     outputs = _column("output_tokens", output_tokens, 1.0, integral=True)
     count = len(arrivals)
@@ -265,7 +269,7 @@ def replay_timeline(
     Raises:
         ValueError: a bad argument, or a request that can never fit in the KV cache.
     """
-    times = _column("times_s", times_s, 0.0, integral=False)
+    times = _column("times_s", times_s, 0.0, high=LATEST_S)
     if (np.diff(times) < 0).any():
         raise ValueError("times_s must not decrease: sort the times.")
     *_, timeline = _serve(arrival_s, prompt_tokens, output_tokens, times, **options)

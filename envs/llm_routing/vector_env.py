@@ -52,7 +52,7 @@ class LLMRoutingVectorEnv(BatchVectorEnv):
         super().__init__(num_envs, **kwargs)
 
     def _make_batch(self) -> RoutingBatch:
-        return self.SINGLE.BATCH(self.problem, self.num_envs, self.num_threads)
+        return RoutingBatch(self.problem, self.num_envs, self.num_threads)
 
     def _step_all(self, actions: np.ndarray) -> tuple[int, Any, np.ndarray | None]:
         if not self.copy:

@@ -87,13 +87,14 @@ def observation_space(problem: Problem) -> spaces.Space:
     high, low = np.array(REPLICA_HIGH, np.float32), np.array(REPLICA_LOW, np.float32)
     top = np.array(REQUEST_HIGH, np.float32)
     if problem.view != DICT:
-        replica = [*np.where(low < 0, -1.0, 0.0), 0.0], [*np.ones(len(high)), steps.MAX_SHARE]
-        request = np.zeros(len(top)), np.ones(len(top))
-        if problem.view == FLAT:
-            bounds = [np.append(k, np.tile(row, n)) for k, row in zip(request, replica, strict=True)]
-        else:
-            bounds = [np.tile([*row, *k], (n, 1)) for k, row in zip(request, replica, strict=True)]
-        return spaces.Box(*(bound.astype(np.float32) for bound in bounds))
+        bottom, zeros = np.where(low < 0, -1.0, 0.0).astype(np.float32), np.zeros_like(top)
+        if problem.view == SUMMARY:
+            bottom = np.tile(np.append(bottom, zeros), (n, 1))
+            return spaces.Box(bottom, np.ones_like(bottom), dtype=np.float32)
+        bottom = np.append(zeros, np.tile(np.append(bottom, zeros[:1]), n))
+        most = np.append(np.ones_like(low), np.float32(steps.MAX_SHARE))
+        most = np.append(zeros + 1, np.tile(most, n))
+        return spaces.Box(bottom, most, dtype=np.float32)
     most = np.iinfo(np.int32).max
     return spaces.Dict(
         {
@@ -140,8 +141,7 @@ class PrefixBatch(Batch):
             ids=np.zeros((num_rows, count, 2), dtype=np.int32),
         )
         features, width = len(REPLICA_HIGH), len(REQUEST_HIGH)
-        columns = features + 1
-        scaled = {DICT: 0, FLAT: width + n * columns, SUMMARY: n * (columns + width)}
+        scaled = {DICT: 0, FLAT: width + n * (features + 1), SUMMARY: n * (features + width)}
         self.buffers = steps.Buffers(
             replicas=np.zeros((num_rows, n, features), dtype=np.float32),
             request=np.zeros((num_rows, width), dtype=np.float32),
@@ -155,7 +155,7 @@ class PrefixBatch(Batch):
         self.out, self.action_mask = self.buffers.reward, self.buffers.mask
         self.observation: Any = self.buffers.scaled
         if problem.view == SUMMARY:
-            self.observation = self.buffers.scaled.reshape(num_rows, n, columns + width)
+            self.observation = self.buffers.scaled.reshape(num_rows, n, features + width)
         elif problem.view == DICT:
             names = ("ids", "replicas", "request", "time_s")
             self.observation = {name: getattr(self.buffers, name) for name in names}
@@ -387,7 +387,15 @@ class PrefixBatch(Batch):
         ``output_tokens`` is 0 and the hit unknown (0) before a request has ended or was admitted.
         """
         x = self.episodes
-        order = x.order[row, : int(x.row["index"][row])]
+        return self._log(row, x.order[row, : int(x.row["index"][row])])
+
+    def finished(self, row: int) -> np.ndarray:
+        """The completed requests, those of the warm-up too, as in `request_log`."""
+        done = self._engine(row)["request"]["outcome"] == kernel.COMPLETED
+        return self._log(row, np.flatnonzero(done))
+
+    def _log(self, row: int, order: np.ndarray) -> np.ndarray:
+        x = self.episodes
         found = self._engine(row)["request"][order]
         log = np.zeros(len(order), dtype=REQUEST_LOG)
         for name, source in _LOG_SOURCES.items():

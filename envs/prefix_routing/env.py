@@ -65,10 +65,10 @@ class PrefixRoutingEnv(BatchEnv):
     `"slo"` (default here): 1 for a request that is completed within both objectives, in the step in
     which it ends. `"ttft"`: minus the seconds to the first token, in the step of that token.
     `"score"`: as `"slo"`, less .3 log2(1 + x), x being the larger share of its objective that TTFT or
-    TPOT took; -2 if it is lost. `"dense"` (default of the ids with one Box): as `"score"`, but .3
-    log2(1 + x) of the TTFT is charged at the decision, as the gateway expects it, and corrected at
-    the first token; and less 2 a second by which the work on prompts that lies at the replicas grows,
-    what lies there at the last decision included. An answer lives some 800 decisions at 20/s, its
+    TPOT took; -2 if it is lost. `"dense"` (default of the ids with one Box): as `"score"`, but paid
+    at the decision, for the TTFT that the gateway expects, and corrected at the first token and at the
+    end; and less 2 a second that the replica needs for the tokens of the prompt that the
+    gateway's index does not find there. An answer lives some 800 decisions at 20/s, its
     first token comes after 10: begin with a discount of .95 to .99. The last step drains the replicas.
     `info["reward_terms"]` has the term by its name.
 
@@ -132,12 +132,12 @@ class PrefixRoutingEnv(BatchEnv):
     """
 
     metadata: dict[str, Any] = {"render_modes": ["ansi", "rgb_array"], "render_fps": 8}
-    VIEW = DICT
-    BUILD = staticmethod(build_problem)
-    BATCH = PrefixBatch
-    OBSERVATION = staticmethod(observation_space)
-    ACTION = staticmethod(action_space)
-    ACTION_WORDS = staticmethod(action_words)
+    view = DICT
+    build_problem = staticmethod(build_problem)
+    make_batch = PrefixBatch
+    make_observation_space = staticmethod(observation_space)
+    make_action_space = staticmethod(action_space)
+    action_words = staticmethod(action_words)
     problem: Problem
     batch: PrefixBatch
 
@@ -166,20 +166,21 @@ class PrefixRoutingFlatEnv(PrefixRoutingEnv):
     - v2: the expected TTFT; `reward="dense"` is the default
     """
 
-    VIEW = FLAT
+    view = FLAT
 
 
 class PrefixRoutingSummaryEnv(PrefixRoutingEnv):
     """`PrefixRoutingEnv` with one Box that has a row for each replica.
 
-    The observation is a float32 `Box` of shape (N, 23 + 7): the columns of the replica, then those of
-    `request`, the same in each row, as in `PrefixRoutingFlatEnv`. Everything else is as there.
+    The observation is a float32 `Box` of shape (N, 22 + 7): the columns of `replicas`, then those of
+    `request`, the same in each row, scaled as in `PrefixRoutingFlatEnv`, without the expected TTFT.
+    `reward="dense"` is the default; everything else is as in `PrefixRoutingEnv`.
 
     >>> import gymnasium, servegym
     >>> gymnasium.make("servegym/PrefixRoutingSummary-v2").observation_space.shape
-    (8, 30)
+    (8, 29)
 
-    - v2: the expected TTFT; `reward="dense"` is the default
+    - v2: `reward="dense"` is the default
     """
 
-    VIEW = SUMMARY
+    view = SUMMARY

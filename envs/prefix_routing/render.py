@@ -2,7 +2,8 @@
 
 A row a replica. From the left: requests that run and wait over the sequences that it runs at most;
 KV memory in use; the share of the request's prompt that the index has for it; and its last
-completed requests, a mark each, green if both objectives were kept, dark if the prompt was cached.
+completed requests, those of the warm-up too, the newest on the right: green if both objectives were
+kept and red if not, dark if the prompt was cached and light if not.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from gymnasium.error import DependencyNotInstalled
 from servegym._command_line import install_line
 from servegym.envs.prefix_routing import kernel
 
-WIDTH, HEIGHT, SHOWN = 960, 540, 40
+WIDTH, HEIGHT, SHOWN, NAMED = 960, 540, 40, 25
 _INK, _SOFT, _PAPER, _EMPTY = "#1f2933", "#66788a", "#f5f7fa", "#e4e9ef"
 _RUNNING, _WAITING, _MEMORY, _MATCH = "#3f5e8c", "#d6963c", "#5a966e", "#8a5bb0"
 _MET = np.array([[186, 228, 223], [18, 104, 94]]) / 255.0  # nothing cached, all cached
@@ -100,35 +101,50 @@ def _pixels(batch: Any, row: int) -> np.ndarray:
     figure.text(0.02, 0.955, _words(batch, row, done), color=_INK, fontsize=8.5, va="center")
     request = f"match, of {prompt:,} tokens" if prompt else "match: no request"
     panels = (
-        ("running and waiting requests", [(running, _RUNNING), (waiting, _WAITING)]),
+        ("requests: running, waiting", [(running, _RUNNING), (waiting, _WAITING)]),
         ("KV memory in use", [(used, _MEMORY)]),
         (request, [(match, _MATCH)]),
     )
     places = np.arange(problem.num_replicas)
     for k, (title, parts) in enumerate(panels):
-        axis = figure.add_axes((0.15 + 0.2 * k, 0.07, 0.18, 0.80), facecolor=_EMPTY)
+        axis = figure.add_axes((0.15 + 0.2 * k, 0.10, 0.18, 0.77), facecolor=_EMPTY)
         left = np.zeros(len(places))
         for share, colour in parts:
             axis.barh(places, share, left=left, color=colour, height=0.8)
             left = left + share
         axis.set_xlim(0, 1)
         axis.set_xticks([0, 0.5, 1], ["0", ".5", "1"])
-        _dress(axis, title, len(places))
+        _dress(axis, title, "share", len(places))
         if k == 0:
             names = [f"{n} {card.name}"[:22] for n, card in enumerate(problem.profiles)]
-            axis.set_yticks(places[: len(names)], names, fontsize=7, color=_INK)
-    axis = figure.add_axes((0.745, 0.07, 0.235, 0.80), facecolor=_PAPER)
+            some = slice(None, None, -(-len(places) // NAMED))
+            axis.set_yticks(places[some], names[some], fontsize=7, color=_INK)
+            for left, word, colour in ((0.0, "running", _RUNNING), (0.5, "waiting", _WAITING)):
+                axis.text(
+                    left, -0.085, f"■ {word}", color=colour, fontsize=7, transform=axis.transAxes
+                )
+    axis = figure.add_axes((0.745, 0.10, 0.235, 0.77), facecolor=_PAPER)
+    finished = batch.finished(row)
+    if not len(finished):
+        axis.text(SHOWN / 2, (len(places) - 1) / 2, "none yet", color=_SOFT, ha="center")
     axis.imshow(
-        _marks(batch, done), aspect="auto", interpolation="nearest", extent=_extent(len(places))
+        _marks(batch, finished),
+        aspect="auto",
+        interpolation="nearest",
+        extent=(0.0, float(SHOWN), len(places) - 0.5, -0.5),
     )
+    axis.vlines(np.arange(1, SHOWN), -0.5, len(places) - 0.5, color=_PAPER, lw=1)
+    axis.hlines(places[1:] - 0.5, 0, SHOWN, color=_PAPER, lw=min(2.0, 50 / len(places)))
     axis.set_xticks([])
-    _dress(axis, "last completed requests", len(places))
+    _dress(axis, "completed requests, newest right", "", len(places))
+    for left, word, colour in (
+        (0.0, "in time", _MET[1]),
+        (0.27, "late", _MISSED[1]),
+        (0.47, "lighter: less cached", _SOFT),
+    ):
+        axis.text(left, -0.05, f"■ {word}", color=colour, fontsize=7, transform=axis.transAxes)
     canvas.draw()
     return np.array(canvas.buffer_rgba(), dtype=np.uint8)[:, :, :3].copy()
-
-
-def _extent(replicas: int) -> tuple[float, float, float, float]:
-    return 0.0, float(SHOWN), replicas - 0.5, -0.5
 
 
 def _marks(batch: Any, done: np.ndarray) -> np.ndarray:
@@ -144,9 +160,10 @@ def _marks(batch: Any, done: np.ndarray) -> np.ndarray:
     return colours
 
 
-def _dress(axis: Any, title: str, replicas: int) -> None:
+def _dress(axis: Any, title: str, unit: str, replicas: int) -> None:
     axis.set_ylim(replicas - 0.5, -0.5)
     axis.set_yticks([])
+    axis.set_xlabel(unit, fontsize=7, color=_SOFT, labelpad=1)
     axis.set_title(title, fontsize=8.5, color=_INK, loc="left", pad=4)
     axis.tick_params(labelsize=7, colors=_SOFT, length=2)
     axis.spines[:].set_visible(False)

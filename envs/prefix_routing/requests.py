@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from servegym._checks import whole
+from servegym._files import LATEST_S
 from servegym.envs.workloads.prefix_traces import MAX_TOKENS
 
 _MOST_IDS = 1 << 31
@@ -90,7 +91,8 @@ class PrefixRequests(NamedTuple):
                 )
         for name in ("arrival_s", "think_s"):
             array = getattr(self, name)
-            _refuse(name, array, ~np.isfinite(array) | (array < 0), "finite and at least 0")
+            wrong = ~np.isfinite(array) | (array < 0) | (array >= LATEST_S)
+            _refuse(name, array, wrong, f"seconds, at least 0 and below {LATEST_S:g}")
         for name in ("prompt_tokens", "output_tokens"):
             array = getattr(self, name)
             _refuse(name, array, (array < 1) | (array > MAX_TOKENS), f"in [1, {MAX_TOKENS}]")

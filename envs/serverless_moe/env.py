@@ -136,11 +136,11 @@ class ServerlessMoEEnv(BatchEnv):
     """
 
     metadata: dict[str, Any] = {"render_modes": ["ansi", "rgb_array"], "render_fps": 4}
-    VIEW = kernel.DICT
-    BUILD = staticmethod(build_problem)
-    BATCH = ServerlessBatch
-    OBSERVATION = staticmethod(observation_space)
-    ACTION = staticmethod(action_space)
+    view = kernel.DICT
+    build_problem = staticmethod(build_problem)
+    make_batch = ServerlessBatch
+    make_observation_space = staticmethod(observation_space)
+    make_action_space = staticmethod(action_space)
     problem: Problem
     batch: ServerlessBatch
 
@@ -182,4 +182,4 @@ class ServerlessMoEFlatEnv(ServerlessMoEEnv):
     - v1: `keep_action=True` is the default
     """
 
-    VIEW = kernel.FLAT
+    view = kernel.FLAT

@@ -1,8 +1,8 @@
 """A serverless episode as text or pixels: the last requests and what each of them cost.
 
-A column a request: its cost from below as main function (blue), remote experts in the prefill
-(orange) and while decoding (green), and cold starts (grey), in units of the cost with every expert
-in the main function, which is the line. A red mark at the top: it missed an objective.
+A column a request: its cost from below as main function, remote experts in the prefill and while
+decoding, and cold starts, in units of the cost with every expert in the main function (MIX), which
+is the line. A red mark at the top: it missed the objective of TTFT (left half) or TPOT (right).
 """
 
 from __future__ import annotations
@@ -10,17 +10,19 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from gymnasium.error import DependencyNotInstalled
 
-WIDTH, HEIGHT, SHOWN = 480, 240, 40
-_PAPER, _AXIS = (250, 250, 248), (120, 120, 120)
+from servegym._command_line import install_line
+
+WIDTH, HEIGHT, SHOWN = 960, 540, 40
+_INK, _SOFT, _PAPER, _LATE = "#1f2933", "#66788a", "#f5f7fa", "#c83c32"
 _PARTS = (
-    ("cost_main_usd", (63, 94, 140)),
-    ("cost_prefill_usd", (214, 150, 60)),
-    ("cost_decode_usd", (90, 150, 110)),
-    ("cost_cold_usd", (160, 160, 175)),
+    ("cost_main_usd", "main function", "#3f5e8c"),
+    ("cost_prefill_usd", "remote experts, prefill", "#d6963c"),
+    ("cost_decode_usd", "remote experts, decoding", "#5a966e"),
+    ("cost_cold_usd", "cold starts", "#a0a0af"),
 )
-_LATE = (200, 60, 50)
-_TOP = 2.0  # cost of MIX at the top edge
+_TOP = 2.0  # cost over that of MIX at the top edge
 
 
 def render(batch: Any, row: int, mode: str) -> Any:
@@ -32,21 +34,27 @@ def render(batch: Any, row: int, mode: str) -> Any:
         mode: ``ansi`` or ``rgb_array``.
 
     Returns:
-        Text, or uint8 ``(240, 480, 3)`` pixels: a column for each of the last 40 requests, its cost
-        over that of MIX (the line in the middle) by parts, a red mark where an SLO is missed.
+        Text, or uint8 ``(540, 960, 3)`` pixels of the last 40 requests.
+
+    Raises:
+        DependencyNotInstalled: pixels were asked for and matplotlib is missing.
     """
     log = batch.request_log(row)
-    if mode == "ansi":
-        return _text(batch, row, log)
-    return _pixels(log[-SHOWN:])
+    return _text(batch, log) if mode == "ansi" else _pixels(batch, log)
 
 
-def _text(batch: Any, row: int, log: np.ndarray) -> str:
+def _words(batch: Any, log: np.ndarray) -> str:
     problem = batch.problem
-    total = problem.episode_requests
+    return (
+        f"{problem.system.name} on {problem.system.gpu} GPU, request {len(log)} of "
+        f"{problem.episode_requests}, reward {log['reward'].sum():.3f}"
+    )
+
+
+def _text(batch: Any, log: np.ndarray) -> str:
+    problem = batch.problem
     lines = [
-        f"{problem.system.name} on {problem.system.gpu} GPU, request {len(log)} of {total}, "
-        f"reward {log['reward'].sum():.3f}",
+        _words(batch, log),
         "prompt output  remote/K  main MB  cost/MIX  TTFT s  TPOT ms  notes",
     ]
     for entry in log[-10:]:
@@ -71,20 +79,47 @@ def _text(batch: Any, row: int, log: np.ndarray) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _pixels(log: np.ndarray) -> np.ndarray:
-    image = np.empty((HEIGHT, WIDTH, 3), dtype=np.uint8)
-    image[:] = _PAPER
-    wide = WIDTH // SHOWN
-    for i, entry in enumerate(log):
-        left, bottom = i * wide + 1, 0.0
-        for name, colour in _PARTS:
-            top = min(bottom + entry[name] / entry["mix_cost_usd"], _TOP)
-            low, high = (round(HEIGHT * x / _TOP) for x in (bottom, top))
-            image[HEIGHT - high : HEIGHT - low, left : left + wide - 2] = colour
-            bottom = top
-        if entry["ttft_violated"]:
-            image[0:6, left : left + wide // 2 - 1] = _LATE
-        if entry["tpot_violated"]:
-            image[0:6, left + wide // 2 : left + wide - 2] = _LATE
-    image[HEIGHT // 2] = _AXIS
-    return image
+def _pixels(batch: Any, log: np.ndarray) -> np.ndarray:
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise DependencyNotInstalled(
+            f'render_mode="rgb_array" needs matplotlib; {install_line("plots")}'
+        ) from error
+    figure = Figure(figsize=(WIDTH / 100, HEIGHT / 100), dpi=100, facecolor=_PAPER)
+    canvas = FigureCanvasAgg(figure)
+    figure.text(0.02, 0.955, _words(batch, log), color=_INK, fontsize=10, va="center")
+    axis = figure.add_axes((0.07, 0.11, 0.91, 0.73), facecolor=_PAPER)
+    shown = log[-SHOWN:]
+    places = len(log) - len(shown) + 1 + np.arange(len(shown))
+    bottom = np.zeros(len(shown))
+    for name, label, colour in _PARTS:
+        share = shown[name] / shown["mix_cost_usd"]
+        axis.bar(places, share, 0.85, bottom, color=colour, label=label)
+        bottom = bottom + share
+    for name, label, side in (
+        ("ttft_violated", "late: TTFT left, TPOT right", -0.22),
+        ("tpot_violated", None, 0.22),
+    ):
+        late = places[shown[name] != 0] + side
+        axis.bar(late, 0.04 * _TOP, 0.4, 0.96 * _TOP, color=_LATE, label=label)
+    axis.axhline(1.0, color=_SOFT, lw=1, label="MIX, all experts there")
+    first = max(len(log) - SHOWN, 0)
+    axis.set_xlim(first + 0.5, first + SHOWN + 0.5)
+    axis.set_ylim(0, _TOP)
+    axis.set_xlabel("request", color=_INK, fontsize=9)
+    axis.set_ylabel("cost, times that of MIX", color=_INK, fontsize=9)
+    axis.tick_params(labelsize=8, colors=_SOFT)
+    axis.spines[["top", "right"]].set_visible(False)
+    figure.legend(
+        loc="upper left",
+        bbox_to_anchor=(0.06, 0.94),
+        ncols=6,
+        fontsize=8,
+        frameon=False,
+        columnspacing=1.2,
+        handlelength=1.2,
+    )
+    canvas.draw()
+    return np.array(canvas.buffer_rgba(), dtype=np.uint8)[:, :, :3].copy()

@@ -6,8 +6,8 @@ them: a tree of prefixes that holds for blocks of any size. Two published format
 ========= =======================================================================================
 format    content
 ========= =======================================================================================
-mooncake  JSONL ``timestamp`` (ms), ``input_length``, ``output_length``, ``hash_ids``: a chain of
-          ids of 512-token blocks, the last one covering what is left of the prompt
+mooncake  JSONL ``timestamp`` (whole ms), ``input_length``, ``output_length``, ``hash_ids``: a
+          chain of ids of 512-token blocks, the last one covering what is left of the prompt
 kvcache   JSON files of kv-cache-tester, one a session: ``block_size``, ``tool_tokens``,
           ``system_tokens``, ``requests`` of ``t`` (s), ``in``, ``out``, ``hash_ids`` (full blocks)
           and perhaps ``think_time``; an entry of type ``subagent`` has ``requests`` of its own,
@@ -27,9 +27,9 @@ from typing import Any
 import numpy as np
 
 from servegym._checks import choose
-from servegym._files import MalformedFileError, json_rows
+from servegym._files import MalformedFileError, Times, json_rows, parse_time
 from servegym.envs.workloads.files import DATA_DIR, read_arrays, read_json
-from servegym.envs.workloads.traces import cell, event_time, token_count
+from servegym.envs.workloads.traces import cell, token_count, whole_milliseconds
 
 MOONCAKE_BLOCK = 512
 MAX_TOKENS = 1 << 24
@@ -252,28 +252,22 @@ def _tokens(path: Path, line: int | str, name: str, row: dict, least: int = 1) -
 
 
 def _seconds(path: Path, line: int | str, name: str, row: dict) -> float:
-    """A number of at least 0 in the column's unit; a date is refused."""
-    value = cell(path, line, row, name)
-    number, kind = event_time(path, line, name, value)
-    if kind != "number":
-        problem = f"{value!r} is a date, where a number is wanted"
-        raise MalformedFileError(path, line, name, problem, "write a number")
-    return float(number)
+    """Seconds of at least 0; a date is refused."""
+    return float(parse_time(path, line, name, cell(path, line, row, name), "number")[0])
 
 
 def _read_mooncake(path: Path) -> PrefixTrace:
     chains = _Chains(MOONCAKE_BLOCK)
     rows: list[tuple[int, bool, int, int]] = []
-    times: list[float] = []
+    times = Times(path, "timestamp", "number", 1000)
     first: set[int] = set()
     for line, row in json_rows(path):
         if "chat_id" in row:
             problem = "is of Alibaba's traces, whose times are seconds and blocks of 16 tokens"
             raise MalformedFileError(path, line, "chat_id", problem, "give Mooncake's format")
-        at = _seconds(path, line, "timestamp", row) / 1e3
-        if times and at < times[-1]:
-            problem = f"{row['timestamp']!r} is earlier than the request before it"
-            raise MalformedFileError(path, line, "timestamp", problem, "sort the rows by time")
+        value = cell(path, line, row, "timestamp")
+        whole_milliseconds(path, line, "timestamp", value)
+        times.add(line, value)
         prompt = _tokens(path, line, "input_length", row)
         # A request that was recorded without an output still gives its first token.
         output = max(_tokens(path, line, "output_length", row, 0), 1)
@@ -284,13 +278,12 @@ def _read_mooncake(path: Path) -> PrefixTrace:
         except LookupError as error:
             raise _not_a_chain(path, line, ids, error.args[0]) from None
         rows.append((source, repeats, shared, extended))
-        times.append(at)
         first.add(ids[0])
     if not rows:
         fix = "give a file with one request a line"
         raise MalformedFileError(path, None, None, "has no requests", fix)
     source, repeats, shared, after = (np.array(column) for column in zip(*rows, strict=True))
-    time_s = np.array(times) - times[0]
+    time_s = np.array(times.after_first())
     session = np.empty(len(rows), dtype=np.int32)
     count = 0
     for j, before in enumerate(after):

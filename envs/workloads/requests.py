@@ -10,11 +10,10 @@ from pathlib import Path
 
 import numpy as np
 
-from servegym._files import MalformedFileError, csv_header, csv_rows, parse_number
+from servegym._files import MalformedFileError, Times, csv_header, csv_rows, parse_number
 from servegym.envs.workloads.catalog import Catalog
 
 _MEANING = {
-    "time": ("no time", "give seconds, 0 or more"),
     "tokens": ("no token count", "give a whole number, 1 or more"),
     "score": ("no score", "give a number from 0 to 1"),
 }
@@ -27,8 +26,9 @@ def read_columns(
 
     Args:
         path: CSV file, UTF-8.
-        choose: Of the header's names, those to read and what each is: ``"time"`` (seconds >= 0,
-            non-decreasing), ``"tokens"`` (whole, >= 1) or ``"score"`` (0 to 1).
+        choose: Of the header's names, those to read and what each is: ``"time"`` (seconds >= 0 or
+            dates, non-decreasing; those since an epoch become seconds after the first),
+            ``"tokens"`` (whole, >= 1) or ``"score"`` (0 to 1).
 
     Returns:
         The columns, each of shape ``(requests,)``; int64 for tokens, else float64.
@@ -43,13 +43,14 @@ def read_columns(
     if (plain := _plain_columns(path, header, chosen)) is not None:
         return plain
     columns: dict[str, list[float]] = {name: [] for name in chosen}
+    times = {name: Times(path, name) for name, kind in chosen.items() if kind == "time"}
     for line, row in csv_rows(path, tuple(chosen)):
         for name, kind in chosen.items():
-            value, before = _number(path, line, name, kind, row[name]), columns[name]
-            if kind == "time" and before and value < before[-1]:
-                problem = f"{value} is less than {before[-1]} before it"
-                raise MalformedFileError(path, line, name, problem, "sort the file by arrival time")
-            before.append(value)
+            if kind == "time":
+                times[name].add(line, row[name])
+            else:
+                columns[name].append(_number(path, line, name, kind, row[name]))
+    columns |= {name: each.elapsed() for name, each in times.items()}
     if not all(columns.values()):
         raise MalformedFileError(
             path, None, None, "holds no request", "give at least one line below the header"
@@ -106,7 +107,7 @@ def _number(path: str | os.PathLike[str], line: int, field: str, kind: str, text
         # Spreadsheets write whole numbers as 12.0; anything between is a mistake worth naming.
         good = good and value == int(value) and 1 <= value < 2**31
     else:
-        good = good and 0.0 <= value <= (1.0 if kind == "score" else math.inf)
+        good = good and 0.0 <= value <= 1.0
     if not good:
         problem, remedy = _MEANING[kind]
         raise MalformedFileError(path, line, field, f"{text!r} is {problem}", remedy)

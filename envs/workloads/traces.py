@@ -6,7 +6,7 @@ format   columns
 burstgpt CSV ``Timestamp`` (s), ``Model``, ``Request tokens``, ``Response tokens``, ``Total
          tokens``, ``Log Type``
 azure    CSV ``TIMESTAMP`` (date and time), ``ContextTokens``, ``GeneratedTokens``
-mooncake JSONL ``timestamp`` (ms), ``input_length``, ``output_length``, ``hash_ids``
+mooncake JSONL ``timestamp`` (whole ms), ``input_length``, ``output_length``, ``hash_ids``
 bailian  JSONL ``timestamp`` (s), ``input_length``, ``output_length``, ``chat_id``,
          ``parent_chat_id``, ``turn``
 csv      any CSV with a time column (``timestamp``, ``timestamp_s``, ``timestamp_ms``,
@@ -22,7 +22,6 @@ after the first event; they are subtracted exactly, to the last digit that the f
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -35,11 +34,11 @@ import numpy as np
 from servegym._checks import choose
 from servegym._files import (
     MalformedFileError,
+    Times,
     csv_header,
     csv_rows,
+    exact_number,
     json_rows,
-    parse_moment,
-    parse_number,
 )
 
 _TIME_NAMES = (
@@ -97,6 +96,7 @@ _MARKS = {
 }
 FORMATS = (*_PUBLISHED, "csv", "jsonl")
 _MOST_TOKENS = 2**31 - 1
+_WHICH_UNIT = "pass fmt='mooncake' for milliseconds or 'jsonl' for seconds"
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,8 +130,8 @@ def load_trace(path: str | os.PathLike[str], fmt: str | None = None) -> Trace:
     Raises:
         ValueError: An unknown format, or no such file.
         MalformedFileError: An empty file, a missing column, a value that is not a finite,
-            non-negative number, times that decrease, or columns that may mean seconds or
-            milliseconds; names file, line and field.
+            non-negative number, times that decrease, or such as may mean seconds or milliseconds;
+            names file, line and field.
     """
     if fmt is not None:
         choose("fmt", fmt, FORMATS)
@@ -151,31 +151,25 @@ def load_trace(path: str | os.PathLike[str], fmt: str | None = None) -> Trace:
     if not row:
         fix = "add at least one request"
         raise MalformedFileError(path, None, None, "has no requests", fix)
+    told = fmt is not None
     if fmt is None:
         fmt = _detect(path, names, is_json)
     columns = _columns(path, fmt, names, line if is_json else 1)
     in_ms = fmt == "mooncake" or (fmt in ("csv", "jsonl") and columns[0].lower().endswith("_ms"))
     kind: str | None = {"azure": "date"}.get(fmt, None if fmt in ("csv", "jsonl") else "number")
-    times: list[Decimal] = []
+    times = Times(path, columns[0], kind, 1000 if in_ms else 1)
     tokens: tuple[list[int], list[int]] = ([], [])
     while row:
         value = cell(path, line, row, columns[0])
-        at, found = event_time(path, line, columns[0], value)
-        kind = kind or found
-        if found != kind:
-            problem = f"{str(value)!r} is a {found}, where a {kind} is wanted"
-            raise MalformedFileError(path, line, columns[0], problem, "write all times alike")
-        if times and at < times[-1]:
-            problem = f"{str(value)!r} is earlier than the request before it"
-            raise MalformedFileError(path, line, columns[0], problem, "sort the rows by time")
-        times.append(at)
+        if fmt == "mooncake" and not told:
+            whole_milliseconds(path, line, columns[0], value, f"; or {_WHICH_UNIT}")
+        times.add(line, value)
         for name, values in zip(columns[1:], tokens, strict=True):
             if name is not None:
                 values.append(token_count(path, line, name, cell(path, line, row, name)))
         line, row = next(rows, (None, {}))
-    unit = 1000 if in_ms else 1
     return Trace(
-        timestamps_s=np.array([float((at - times[0]) / unit) for at in times]),
+        timestamps_s=np.array(times.after_first()),
         prompt_tokens=np.array(tokens[0]) if columns[1] is not None else None,
         output_tokens=np.array(tokens[1]) if columns[2] is not None else None,
         fmt=fmt,
@@ -194,7 +188,7 @@ def _detect(path: Path, names: list[str], is_json: bool) -> str:
             return kind
     if is_json and set(_PUBLISHED["mooncake"][:3]) <= set(names):
         problem = "is in milliseconds in Mooncake's traces and in seconds in others"
-        fix = "pass fmt='mooncake' or 'jsonl', or name it timestamp_ms or timestamp_s"
+        fix = f"{_WHICH_UNIT}, or name it timestamp_ms or timestamp_s"
         raise MalformedFileError(path, None, "timestamp", problem, fix)
     return "jsonl" if is_json else "csv"
 
@@ -235,42 +229,20 @@ def cell(path: Path, line: int | str | None, row: Mapping[str, Any], name: str) 
     return value
 
 
-def _number(value: object) -> Decimal | None:
-    """The number that a cell holds, to its last digit; infinite or NaN where it is none of use."""
-    if isinstance(value, bool) or not isinstance(value, str | int | float | Decimal):
-        return None
-    text = str(value).strip()
-    if parse_number(text) is not None:
-        return Decimal(text)
-    try:
-        return None if math.isfinite(float(text)) else Decimal("Infinity")
-    except ValueError:
-        return None
-
-
-def event_time(path: Path, line: int | str | None, name: str, value: object) -> tuple[Decimal, str]:
-    """A time in the column's unit, at least 0, and whether it is a "number" or a "date".
-
-    A date and time is told in seconds since 1970.
-    """
-    number, kind = _number(value), "number"
-    if number is None and isinstance(value, str):
-        number, kind = parse_moment(value), "date"
-    if number is None:
-        fix = "write a number or an ISO date and time (2023-11-16 18:15:46.68)"
-        raise MalformedFileError(path, line, name, f"{str(value)!r} is not a time", fix)
-    if not number.is_finite():
-        fix = "drop the row or fill in its time"
-        raise MalformedFileError(path, line, name, f"{str(value)!r} is not finite", fix)
-    if number < 0:
-        fix = "shift the times so that the first is 0 or later"
-        raise MalformedFileError(path, line, name, f"{str(value)!r} is negative", fix)
-    return number, kind
+def whole_milliseconds(
+    path: Path, line: int | str | None, name: str, value: object, others: str = ""
+) -> None:
+    """Refuse a time with a fraction where Mooncake's milliseconds are read; they have none."""
+    number = exact_number(value)
+    if number is not None and number.is_finite() and number != int(number):
+        problem = f"{str(value)!r} has a fraction (is it in milliseconds or in seconds?)"
+        fix = f"write whole milliseconds, as Mooncake's traces have{others}"
+        raise MalformedFileError(path, line, name, problem, fix)
 
 
 def token_count(path: Path, line: int | str | None, name: str, value: object) -> int:
     """A whole number of tokens, at least 0."""
-    number = _number(value)
+    number = exact_number(value)
     fix = f"write a whole number of tokens from 0 to {_MOST_TOKENS}"
     if number is None or not number.is_finite():
         raise MalformedFileError(path, line, name, f"{str(value)!r} is not a finite number", fix)

@@ -394,12 +394,15 @@ def rank_disagreements(
 def print_summary(
     rows: Sequence[Mapping[str, Any]],
     logs: Mapping[str, Sequence[NDArray[Any]]] | None = None,
+    every: bool = False,
 ) -> None:
-    """Print the comparison of the rows of `evaluate`: quality, latency, shares.
+    """Print the comparison of the rows of `evaluate`: one table of the metrics that decide.
 
     Args:
         rows: What `evaluate` returned.
-        logs: Request logs of `evaluate`; they add the mean over requests with its interval.
+        logs: Request logs of `evaluate`; they add the mean over requests with its interval to every
+            metric.
+        every: All metrics, the return, and the share of each expert.
     """
     summaries = summarise(rows)
     first = rows[0]
@@ -408,9 +411,11 @@ def print_summary(
     seeds = sorted({row["seed"] for row in rows})
     title = f"{first['env_id']} ({given}): {len(seeds)} episodes, seeds {seeds[0]}..{seeds[-1]}"
     disagree = rank_disagreements(summaries, report.mean_key, report.higher_is_better)
+    disagree = disagree if every else []
     by_request = {
         name: interval
         for name, own in (logs or {}).items()
+        if every
         if (interval := report.request_interval(own, arguments)) is not None
     }
     body = []
@@ -420,16 +425,16 @@ def print_summary(
                 _label(s),
                 _interval(s[report.headline]),
                 *([_interval(by_request[s["policy"]])] if by_request else []),
-                *(_number(s[c.key], c.digits, c.scale) for c in report.columns),
-                _number(s["return"], 1) + ("*" if s["policy"] in disagree else ""),
+                *(_number(s[c.key], c.digits, c.scale) for c in report.shown(every)),
+                *([_number(s["return"], 1) + "*" * (s["policy"] in disagree)] if every else []),
             ]
         )
     headings = [
         "policy",
         report.heading,
         *([f"mean {report.heading}"] if by_request else []),
-        *(column.title for column in report.columns),
-        "return",
+        *(column.title for column in report.shown(every)),
+        *(["return"] if every else []),
     ]
     if "ceiling" in first:
         ceiling = _number(float(np.mean([row["ceiling"] for row in rows])), 3)
@@ -444,7 +449,7 @@ def print_summary(
         notes.append(f"* ranked differently by return than by {report.heading}.")
     print_table(title, headings, body, notes)
     shares = [key for key in summaries[0] if key.startswith("share_")]
-    if shares:
+    if shares and every:
         print_table(
             "Share of all requests sent to each expert, %",
             ["policy", *(key.removeprefix("share_") for key in shares)],

@@ -23,6 +23,7 @@ import math
 import os
 import shlex
 import sys
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -123,12 +124,13 @@ POINTS = (
 
 SLOW = {
     "rollout": 20,
+    "prefix rollout": 4,
     "lookahead": 4,
     "grid_optimum": 4,
     "latency_local_search": 2,
     "best_start": 5,
 }
-"""Policies that are slow, by their most episodes; left out of ``--quick``."""
+"""Policies that are slow, by their most episodes, or those of one family; not in ``--quick``."""
 
 Job = tuple[Point, Any, bool, int, bool]
 """Arguments of `measure`."""
@@ -174,7 +176,8 @@ def measure(
         headline number of each episode, which is not saved.
     """
     family, report = point.family, report_of(point.family)
-    episodes = min(point.episodes, SLOW.get(str(policy), 10**9))
+    most = SLOW.get(f"{family.group} {policy}", SLOW.get(str(policy), 10**9))
+    episodes = min(point.episodes, most)
     begin = _processor_s()
     rows = evaluate(
         family.env_id,
@@ -246,21 +249,26 @@ def ranked(rows: Iterable[Mapping[str, Any]], point: Point) -> list[Mapping[str,
     return sorted(own, key=lambda row: (math.isnan(row["value"]), sign * row["value"]))
 
 
-def _cells(row: Mapping[str, Any], point: Point) -> list[str]:
+def _cells(row: Mapping[str, Any], point: Point, every: bool) -> list[str]:
     low, high = row["low"], row["high"]
-    cells = [row["policy"], row["kind"], f"{row['value']:.3f} [{low:.3f}, {high:.3f}]"]
-    for column in report_of(point.family).columns:
+    policy, kind = row["policy"], row["kind"]
+    plain = kind in ("baseline", "checkpoint")
+    cells = [policy, kind] if every else [policy if plain else f"{policy} ({kind})"]
+    cells.append(f"{row['value']:.3f} [{low:.3f}, {high:.3f}]")
+    for column in report_of(point.family).shown(every):
         value = row.get(column.key, math.nan)
         cells.append(
             "–" if not math.isfinite(value) else f"{column.scale * value:.{column.digits}f}"
         )
-    return [*cells, str(row["episodes"]), _seeds(row)]
+    return [*cells, str(row["episodes"]), _seeds(row)] if every else cells
 
 
-def _headings(point: Point) -> list[str]:
+def _headings(point: Point, every: bool) -> list[str]:
     report = report_of(point.family)
-    columns = [column.title for column in report.columns]
-    return ["policy", "kind", report.heading, *columns, "episodes", "seeds"]
+    columns = [column.title for column in report.shown(every)]
+    if every:
+        return ["policy", "kind", report.heading, *columns, "episodes", "seeds"]
+    return ["policy", report.heading, *columns]
 
 
 def _seeds(row: Mapping[str, Any]) -> str:
@@ -271,11 +279,11 @@ def _seeds(row: Mapping[str, Any]) -> str:
 
 
 def _held_fixed(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The settings of a table's rows, and which rows have others or none."""
+    """The settings of a table's rows, which rows have others, and how many have none recorded."""
     by_settings: dict[str, list[str]] = {}
     for row in rows:
         by_settings.setdefault(row.get("settings", ""), []).append(row["policy"])
-    common = max(by_settings, key=lambda settings: len(by_settings[settings]))
+    common = max(by_settings, key=lambda settings: (bool(settings), len(by_settings[settings])))
 
     def text(settings: str) -> str:
         given = json.loads(settings) if settings else {}
@@ -283,9 +291,13 @@ def _held_fixed(rows: Sequence[Mapping[str, Any]]) -> str:
 
     said = [f"Held fixed: {text(common)}."]
     for settings, policies in by_settings.items():
-        if settings != common:
+        if not settings and common:
+            said.append(f"Not recorded for {len(policies)} of {len(rows)} rows.")
+        elif settings != common:
             said.append(f"Otherwise for {', '.join(policies)}: {text(settings)}.")
-    return " ".join(said)
+    ((episodes, _),) = Counter(row["episodes"] for row in rows).most_common(1)
+    fewer = [f"{row['policy']} {row['episodes']}" for row in rows if row["episodes"] != episodes]
+    return " ".join([*said, f"Episodes: {', '.join([f'{episodes:g}', *fewer])}."])
 
 
 def _title(point: Point) -> str:
@@ -293,39 +305,52 @@ def _title(point: Point) -> str:
     return f"{point.name}: {point.family.env_id}, {arguments}"
 
 
-def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The page of the documentation: a table a point."""
+def markdown(rows: Sequence[Mapping[str, Any]], best: int) -> str:
+    """The page of the documentation: a table a point, of its best rows and the plain rules.
+
+    Args:
+        rows: The saved rows.
+        best: How many of the best a point has; ``random`` and the naive rule are shown anyhow.
+    """
     lines = [
         "# Leaderboard",
         "",
-        "Interquartile means over evaluation episodes [bootstrap 95 % interval], the best first.",
-        "Rows with the same seeds are about the same episodes; a guest's seeds were drawn when it",
-        "was measured. Clairvoyant policies know what no controller can, guests are not the",
-        "package's. Written by `servegym leaderboard --run`; the rows are in",
-        "`experiments/results/leaderboard.csv`.",
+        "Interquartile means over evaluation episodes [bootstrap 95 % interval]: of each point the",
+        f"best {best}, with their rank, and beside them `random` and a naive rule. All rows of a",
+        "point are about the same episodes, but for guests, whose seeds were drawn when they were",
+        "measured. Clairvoyant policies know what no controller can, guests are not the package's.",
+        "Written by `servegym leaderboard --run`; `servegym leaderboard --all` prints every policy",
+        "and metric.",
         "",
     ]
     for point in POINTS:
         own = ranked(rows, point)
         if not own:
             continue
-        headings = _headings(point)
+        headings = ["", *_headings(point, every=False)]
+        plain = {"random", report_of(point.family).naive_policy}
+        shown = [
+            [str(rank), *_cells(row, point, every=False)]
+            for rank, row in enumerate(own, 1)
+            if rank <= best or row["policy"] in plain
+        ]
         arguments = (
             f"`{json.dumps(dict(point.env_kwargs))}`" if point.env_kwargs else "its defaults"
         )
         lines += [f"## {point.name}", "", f"`{point.family.env_id}` with {arguments}.", ""]
         lines += [_held_fixed(own), ""]
         lines += ["| " + " | ".join(headings) + " |", "|" + " --- |" * len(headings)]
-        lines += ["| " + " | ".join(_cells(row, point)) + " |" for row in own] + [""]
+        lines += ["| " + " | ".join(cells) + " |" for cells in shown] + [""]
     return "\n".join(lines)
 
 
-def _print(rows: Sequence[Mapping[str, Any]], points: Sequence[Point]) -> None:
+def _print(rows: Sequence[Mapping[str, Any]], points: Sequence[Point], every: bool) -> None:
     for point in points:
         own = ranked(rows, point)
         if own:
             notes = [_held_fixed(own), *report_of(point.family).notes]
-            print_table(_title(point), _headings(point), [_cells(r, point) for r in own], notes)
+            cells = [_cells(row, point, every) for row in own]
+            print_table(_title(point), _headings(point, every), cells, notes)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -334,6 +359,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--run", action="store_true", help="evaluate what has no row yet")
     parser.add_argument("--again", action="store_true", help="evaluate what has a row, too")
+    parser.add_argument("--all", action="store_true", help="print every metric")
     parser.add_argument("--quick", action="store_true", help="short and not saved, for presubmits")
     parser.add_argument(
         "--point",
@@ -394,7 +420,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not (args.run or args.quick or args.policy):
         if not saved:
             raise ValueError(f"there are no results in {board}; --run makes them")
-        _print(saved, points)
+        _print(saved, points, args.all)
         return 0
     table = Table(board, ("point", "policy"), load=False)
     shown, saved = saved, [] if args.quick else saved
@@ -430,7 +456,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             settings = {} if args.seed is None else {"seed": args.seed}
             write_record(board, provenance(command, settings=settings))
         print(f"{board} ({machine()['cpu']})")
-    _print(rows, points)
+    _print(rows, points, args.all)
     compared = compare_guests(found, points, args.at_least, shown) if args.at_least else []
     for guest in compared:
         gain = guest["gain"]

@@ -1,12 +1,12 @@
-"""A router's pull request against published rules, in minutes and without a GPU.
+"""A prefix-aware router's pull request against published rules, in minutes and without a GPU.
 
-``servegym presubmit my_policy.py --scenario gie-709`` plays a policy and the baselines of published
-gateways on the same episodes at several rates. ``gie-709`` is the simulation that issue 709 of the
-Gateway API inference extension asks for (project kubernetes-sigs/gateway-api-inference-extension):
-six H100 with Llama-3.1-8B, the lengths of ShareGPT's prompts and answers, rates at which 50 to
-100 % of the KV memory is in use, and the normalised time per output token (end-to-end seconds over
-output tokens, the mean over the requests). The other scenarios are those of
-``servegym/PrefixRouting-v1``.
+``servegym presubmit my_policy.py --scenario gie-709`` plays a policy of
+``servegym/PrefixRouting-v1`` and the baselines of published gateways on the same episodes at
+several rates. ``gie-709`` is the simulation that issue 709 of the Gateway API inference extension
+asks for (project kubernetes-sigs/gateway-api-inference-extension): six H100 with Llama-3.1-8B, the
+lengths of ShareGPT's prompts and answers, rates at which 50 to 100 % of the KV memory is in use,
+and the normalised time per output token (end-to-end seconds over output tokens, the mean over the
+requests). The other scenarios are those of ``servegym/PrefixRouting-v1``.
 
 At every rate and against every baseline of ``--against`` the policy passes where
 `servegym.experiments.evaluation.stats.noninferiority` passes both the paired difference in SLO
@@ -35,10 +35,13 @@ from numpy.typing import NDArray
 from servegym._checks import choose, real, whole
 from servegym._command_line import run_main
 from servegym.baselines.policy_file import PolicyError
+from servegym.envs.families import FAMILIES
 from servegym.envs.prefix_routing.scenarios import SCENARIOS
 from servegym.experiments.evaluation.evaluate import derived_seed, evaluate, fresh_seed
 from servegym.experiments.evaluation.guest import TIME_LIMIT_S
 from servegym.experiments.evaluation.output import check_writable, print_table, write_json
+from servegym.experiments.evaluation.play import DEFAULT_SEED, open_envs, play, problem_of
+from servegym.experiments.evaluation.resolve import resolve
 from servegym.experiments.evaluation.stats import ENOUGH, noninferiority
 
 __all__ = ["RATES", "episodes_of", "main", "presubmit"]
@@ -203,9 +206,12 @@ def presubmit(
         count, more = 0, episodes
         while not played or (more > 0 and time.monotonic() < deadline):
             echo(f"{rate:g} requests/s: episodes {count + 1} to {count + more}")
-            new = episodes_of(
-                [policy, *against], arguments, first + count, more, time_limit_s, decisions
-            )
+            names = [policy, *against]
+            try:
+                new = episodes_of(names, arguments, first + count, more, time_limit_s, decisions)
+            except PolicyError:
+                _refuse_others(policy, time_limit_s)
+                raise
             # Of each policy: both series, grown by the new episodes.
             played = [
                 (np.append(old[0], add[0]), np.append(old[1], add[1]))
@@ -229,6 +235,28 @@ def presubmit(
                 row |= {"decision_s": float(np.mean(means)), "slowest_decision_s": max(longest)}
         rows += own
     return rows
+
+
+def _refuse_others(policy: str, time_limit_s: float) -> None:
+    """Refuse a policy that has failed and decides for another family.
+
+    Raises:
+        ValueError: Naming the family.
+    """
+    for family in FAMILIES:
+        if ENV_ID in family.env_ids or not policy.endswith(".py"):
+            continue
+        kwargs = {"split": "eval"}
+        try:
+            problem = problem_of(family.env_id, kwargs)
+            entered = resolve(policy, problem, family, time_limit_s=time_limit_s)
+            next(play(open_envs(family, entered, 1, kwargs), entered, DEFAULT_SEED))
+        except ValueError:  # a PolicyError, too: it fails there as well
+            continue
+        raise ValueError(
+            f"policy is {policy!r}, which decides for {family.env_id}; presubmit takes policies "
+            f"of {ENV_ID}: `servegym leaderboard --policy {policy} --at-least RULE` judges it"
+        )
 
 
 def _print(policy: str, scenario: str, rows: Sequence[Row]) -> None:
@@ -284,8 +312,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         epilog="Exit status 0: passed, 1: worse than a baseline at some rate, 2: bad input, 3: not "
         "told after --max-episodes or --total-time, 4: the policy failed to run.",
     )
-    parser.add_argument("policy", help="a policy's .py file, a checkpoint or a name")
-    parser.add_argument("--scenario", default=GIE, choices=list(RATES), help=f"({GIE})")
+    parser.add_argument(
+        "policy", help=f"a policy of {ENV_ID}: its .py file, a checkpoint or a name"
+    )
+    parser.add_argument("--scenario", default=GIE, help=f"{', '.join(RATES)} ({GIE})")
     parser.add_argument("--rates", type=float, nargs="+", help="requests/s (the scenario's)")
     parser.add_argument(
         "--against", nargs="+", default=list(AGAINST), help=f"baselines ({' '.join(AGAINST)})"

@@ -6,7 +6,6 @@ Here alone it is decided whether a policy is a guest; from here on its ``source`
 from __future__ import annotations
 
 import copy
-import difflib
 import os
 import re
 import sys
@@ -14,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from servegym._checks import missing_file
+from servegym._checks import missing_file, nearest
 from servegym.agents.lib.checkpoint import shipped, shipped_for
 from servegym.baselines.policy_file import FilePolicy, policy_from_file
 from servegym.baselines.protocol import CallablePolicy, Policy
@@ -142,17 +141,22 @@ def _find(policy: str | os.PathLike[str] | Policy, system: Any, family: Family) 
         if label in trained and file.resolve() not in trained.values():
             label = f"{label} ({name})"
         return _Found(loaded, True, label)
+    if missing_file(name) or "/" in name:
+        raise ValueError(f"policy is {name!r}: no such file")
+    names += trained
+    near, place = nearest(name, names), ""
     for other in FAMILIES:
-        if other is not family and name in [info.name for info in list_policies(other.name)]:
+        if other is family:
+            continue
+        known = [*(info.name for info in list_policies(other.name)), *shipped(other.name)]
+        if name in known:
             raise ValueError(
                 f"policy is {name!r}, which is a policy for {other.name}, not for {family.name}; "
                 "see `servegym list`"
             )
-    if missing_file(name) or "/" in name:
-        raise ValueError(f"policy is {name!r}: no such file")
-    names += trained
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    hint = f" (did you mean {near[0]!r}?)" if near else ""
+        if near is None and (near := nearest(name, known)) is not None:
+            place = f", a policy for {other.name}"
+    hint = f" (did you mean {near!r}{place}?)" if near else ""
     raise ValueError(
         f"policy is {name!r}, which is neither the path of a checkpoint or .py file nor one of "
         f"{', '.join(names)}{hint}"

@@ -19,7 +19,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from servegym._files import MalformedFileError, csv_rows, json_rows, parse_moment, parse_number
+from servegym._files import (
+    EPOCH_S,
+    MalformedFileError,
+    csv_rows,
+    json_rows,
+    parse_moment,
+    parse_number,
+    parse_time,
+)
 from servegym.hardware_profiles.host import plans_ahead
 from servegym.hardware_profiles.schema import Fields, read_json
 
@@ -84,12 +92,16 @@ class MeasuredRun:
     series: np.ndarray | None = None
 
 
-def _number(path: Path, line: int, row: Mapping[str, Any], field: str, whole: bool) -> float:
+def _number(path: Path, line: int, row: Mapping[str, Any], field: str) -> float:
     value: Any = row.get(field)
-    good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not good or value < whole or (whole and value != int(value)):
-        wanted = "a whole number, 1 or more" if whole else "a finite number of seconds, 0 or more"
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        wanted = "a whole number, 1 or more" if field.endswith("_toks") else "a number of seconds"
         raise MalformedFileError(path, line, field, f"got {value!r}", f"write {wanted}")
+    if not field.endswith("_toks"):
+        return float(parse_time(path, line, field, value, "number")[0])
+    if not (math.isfinite(value) and value >= 1 and value == int(value)):
+        fix = "write a whole number, 1 or more"
+        raise MalformedFileError(path, line, field, f"got {value!r}", fix)
     return float(value)
 
 
@@ -97,7 +109,7 @@ def _read_requests(path: Path) -> dict[str, Array]:
     """Columns of the file: its fields, and ``scheduled_ts``, NaN where that was not written."""
     columns: dict[str, list[float]] = {field: [] for field in (*_FIELDS, "scheduled_ts")}
     for line, row in json_rows(path):
-        got = {f: _number(path, line, row, f, f.endswith("_toks")) for f in _FIELDS}
+        got = {f: _number(path, line, row, f) for f in _FIELDS}
         if not got["queued_ts"] <= got["first_token_ts"] <= got["last_token_ts"]:
             raise MalformedFileError(
                 path,
@@ -114,8 +126,8 @@ def _read_requests(path: Path) -> dict[str, Array]:
                 f"the request takes {got['last_token_ts'] - got['queued_ts']:.6g} s",
                 "write seconds, not milliseconds",
             )
-        scheduled = row.get("scheduled_ts")
-        got["scheduled_ts"] = scheduled if isinstance(scheduled, int | float) else math.nan
+        written = row.get("scheduled_ts") is not None
+        got["scheduled_ts"] = _number(path, line, row, "scheduled_ts") if written else math.nan
         for name, value in got.items():
             columns[name].append(value)
     if len(columns["queued_ts"]) < 2:
@@ -134,6 +146,9 @@ def _read_series(path: Path) -> np.ndarray:
                 problem = f"got {row[name]!r}"
                 raise MalformedFileError(path, line, name, problem, "write a number >= 0")
             values.append(value)
+        if values[0] >= EPOCH_S:
+            fix = "write seconds since the run began"
+            raise MalformedFileError(path, line, "t", f"got {row['t']}", fix)
         if values[3] > 100.0:
             problem = f"got {values[3]:g}"
             raise MalformedFileError(path, line, "kv_cache_pct", problem, "write percent")

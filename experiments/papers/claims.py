@@ -13,6 +13,7 @@ in some.
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,11 +25,20 @@ from servegym.experiments.papers.placement import claims as claims_placement
 from servegym.experiments.papers.prefix import claims as claims_prefix
 from servegym.experiments.papers.routing import claims as claims_routing
 from servegym.experiments.papers.serverless import claims as claims_serverless
-from servegym.experiments.papers.verdicts import OPEN, Claim, Finding
+from servegym.experiments.papers.verdicts import (
+    AGREES,
+    DIRECTION,
+    DISAGREES,
+    IN_PART,
+    OPEN,
+    Claim,
+    Finding,
+)
 
 __all__ = ["CLAIMS", "findings", "main"]
 
 RESULTS = Path(__file__).parents[1] / "results"
+VERDICTS = (AGREES, DIRECTION, IN_PART, DISAGREES, OPEN)
 CLAIMS: tuple[Claim, ...] = tuple(
     claim._replace(family=module.__name__.split(".")[-2])
     for module in (claims_routing, claims_serverless, claims_placement, claims_prefix)
@@ -68,6 +78,13 @@ def lines(family: str, folder: Path = RESULTS) -> list[list[str]]:
     return table
 
 
+def tally(family: str, folder: Path = RESULTS) -> str:
+    """How many findings of a family have each verdict, in words."""
+    found = Counter(verdict for *_, verdict in lines(family, folder))
+    counts = [f"{found[verdict]} {verdict}" for verdict in VERDICTS if found[verdict]]
+    return f"{found.total()} findings: {', '.join(counts)}"
+
+
 HEADINGS = ("where", "claim", "the paper", "setting", "here", "verdict")
 
 
@@ -83,6 +100,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("family", nargs="*", help=f"which families ({', '.join(TITLES)}; all)")
     asked = parser.parse_args(argv).family
     chosen = [choose("family", family_named(name).group, TITLES) for name in asked]
+    for family in chosen or TITLES:
+        print(f"{TITLES[family]}: {tally(family)}")
     for family in chosen or TITLES:
         notes = [claims_routing.EARLIER] if family == "routing" else []
         print_table(TITLES[family], HEADINGS, lines(family), notes, left=len(HEADINGS))

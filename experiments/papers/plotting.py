@@ -3,17 +3,63 @@
 from __future__ import annotations
 
 import io
+import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-__all__ = ["Bars", "Lines", "as_png", "error_bars", "legend", "pyplot"]
+__all__ = ["Bars", "Curves", "Lines", "as_png", "error_bars", "label_ends", "legend", "pyplot"]
 
-UNITS = {"s": "s", "ms": "ms", "pct": "%", "usd": "USD", "rps": "1/s", "bits": "bit", "gb": "GB"}
-WIDE = 4
-"""Panels of one column that stand side by side."""
+UNITS = {"s": "s", "ms": "ms", "ms_per_token": "ms/token"}
+AXES = {
+    "age_s": "age of the request, s",
+    "b": "b, share of remote MoE experts",
+    "bin_low": "score, 0 to 1, or output tokens",
+    "ceiling": "ceiling",
+    "cpu_s": "processor time, s",
+    "drop_rate": "dropped, share of requests",
+    "entropy": "entropy over its maximum",
+    "experts": "number of experts",
+    "gpus": "number of GPUs",
+    "holds": "share of cases where it holds",
+    "js_bits": "JS divergence, bit",
+    "layer": "number of the layer",
+    "limit_ms": "latency requirement, ms/token",
+    "load": "arrivals, times the scenario's",
+    "local_calls": "local calls, share",
+    "local_tokens": "local tokens, share",
+    "mbps": "bandwidth, Mbit/s",
+    "mean_reward": "reward a request, costs of MIX",
+    "memory_fraction": "memory, share of all experts' size",
+    "memory_use": "KV memory in use, share",
+    "minute": "time, min",
+    "ms": "time, ms",
+    "n_out": "output tokens, number",
+    "over_mix": "cost, times that of MIX",
+    "pcie_gb_s": "PCIe, GB/s",
+    "penalty": "penalty a request, costs of MIX",
+    "prefill_over_decode": "prefill over decode time, ratio",
+    "prompt_tokens": "prompt tokens, number",
+    "qos": "QoS, 0 to 1",
+    "rate": "arrival rate, requests/s",
+    "remote_share": "remote tokens, share",
+    "requests": "arrivals, requests/s",
+    "requests_per_s": "arrivals, requests/s",
+    "share": "share of answers",
+    "top_share": "most used expert, share of tokens",
+    "usd_per_1000": "USD for 1,000 requests",
+    "val_latency_s": "latency on validation episodes, s",
+    "val_reward": "reward on validation, costs of MIX",
+}
+"""Labels of the columns whose names do not end in a unit."""
+WIDE = 2
+"""Panels that stand side by side: a page of the documentation shows no more at a readable size."""
+DENSE = 15
+"""From so many points on a line has a band in place of marks and bars."""
+SHUFFLED = "shuffled rewards"
 
 Rows = Sequence[Mapping[str, Any]]
 Names = str | tuple[str, ...]
@@ -69,22 +115,45 @@ def as_png(figure: Any) -> bytes:
     return stream.getvalue()
 
 
+def label_ends(axis: Any, ends: Mapping[str, float], colours: Mapping[str, str]) -> None:
+    """Names at the right, moved apart where the lines end close to one another."""
+    names, place = sorted(ends, key=lambda name: ends[name]), axis.get_yaxis_transform()
+    heights, gap = [ends[name] for name in names], np.ptp(axis.get_ylim()) / 20
+    for k in [*range(1, len(names))] * 50:
+        push = max(gap - heights[k] + heights[k - 1], 0) / 2
+        heights[k - 1], heights[k] = heights[k - 1] - push, heights[k] + push
+    for name, height in zip(names, heights, strict=True):
+        colour = colours[name]
+        arrow = {"color": colour, "linewidth": 0.6, "arrowstyle": "-", "relpos": (0, 0.5)}
+        at: dict[str, Any] = {"xycoords": place, "textcoords": place, "arrowprops": arrow}
+        axis.annotate(name, (1, ends[name]), (1.06, height), color=colour, va="center", **at)
+    axis.spines[["top", "right"]].set_visible(False)
+
+
 def _columns(names: Names) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else names
 
 
-def _words(column: str) -> str:
-    """``mean_latency_s`` as ``mean latency, s``."""
-    stem, _, unit = column.rpartition("_")
-    named = f"{stem}, {UNITS[unit]}" if stem and unit in UNITS else column
-    return named.replace("_", " ")
+def words(column: str) -> str:
+    """A column as the label of an axis: ``mean_latency_s`` as ``mean latency, s``."""
+    if column in AXES:
+        return AXES[column]
+    ends = [unit for unit in UNITS if column.endswith(f"_{unit}")]
+    if not ends:
+        return column.replace("_", " ")
+    unit = max(ends, key=len)
+    return f"{column.removesuffix(f'_{unit}').replace('_', ' ')}, {UNITS[unit]}"
 
 
 def _at(row: Mapping[str, Any], names: Names) -> str:
     """What a row has in some columns, numbers with the names of theirs."""
-    values = {name.replace("_", " "): row[name] for name in _columns(names)}
-    words = [x if isinstance(x, str) else f"{name} {x:g}" for name, x in values.items()]
-    return ", ".join(word for word in words if word)
+    found = []
+    for column in _columns(names):
+        value, (name, comma, unit) = row[column], words(column).rpartition(", ")
+        if not isinstance(value, str):
+            value = f"{name} {value:g} {unit}" if comma else f"{unit} {value:g}"
+        found.append(value)
+    return ", ".join(one for one in found if one)
 
 
 def _kinds(rows: Rows, names: Names) -> list[str]:
@@ -106,6 +175,7 @@ class Lines:
         ends: Columns of the ends of the intervals, see `error_bars`.
         reference: A column drawn dashed in black, the same for all lines.
         level: A value drawn dotted in black.
+        labels: Labels of columns that have other ones here than in `AXES`.
     """
 
     x: Names
@@ -117,15 +187,16 @@ class Lines:
     ends: tuple[str, str] | None = None
     reference: str = ""
     level: float | None = None
+    labels: Mapping[str, str] = field(default_factory=dict)
 
     def __call__(self, rows: Rows) -> Any:
         """The matplotlib figure of a table's rows."""
         rows = [row for row in rows if self.where is None or self.where(row)]
         y, panels, lines = _columns(self.y), _kinds(rows, self.panels), _kinds(rows, self.line)
         cells = [(panel, column) for column in y for panel in panels]
-        wide = min(WIDE, len(cells)) if 1 in (len(y), len(panels)) else len(panels)
+        wide = min(WIDE, len(cells) if 1 in (len(y), len(panels)) else len(panels))
         high = -(-len(cells) // wide)
-        size = (max(4.2 * wide, 6.0), 3.4 * high + 0.25 * (1 + len(lines) // 6))
+        size = (max(4.2 * wide, 6.0), 3.2 * high + 0.25 * (1 + len(lines) // 3))
         figure, axes = pyplot().subplots(
             high, wide, figsize=size, squeeze=False, layout="constrained"
         )
@@ -136,7 +207,7 @@ class Lines:
             parts = [[row for row in own if _at(row, self.line) == one] for one in lines]
             self._draw(axis, own, dict(zip(lines, parts, strict=True)), column)
             axis.set_title(panel, fontsize=10)
-            axis.set_ylabel(_words(column))
+            axis.set_ylabel(self._label(column))
             if "y" in self.log:
                 axis.set_yscale("log")
             if self.level is not None:
@@ -146,17 +217,27 @@ class Lines:
         legend(figure, axes[0, 0])
         return figure
 
+    def _label(self, column: str) -> str:
+        return self.labels.get(column) or words(column)
+
     def _draw(self, axis: Any, rows: Rows, parts: Mapping[str, Rows], column: str) -> None:
         (x,) = _columns(self.x)
         for index, (name, part) in enumerate(parts.items()):
             values, bars = error_bars(part, column, self.ends)
             look = {"color": f"C{index % 10}", "linestyle": ("-", "--", ":", "-.")[index // 10 % 4]}
-            look |= {"marker": "o", "ms": 3, "lw": 1.2, "elinewidth": 0.7, "label": name or None}
-            axis.errorbar([row[x] for row in part], values, bars, **look)
+            look |= {"lw": 1.2, "label": name or None}
+            at = [row[x] for row in part]
+            if len(at) < DENSE:
+                axis.errorbar(at, values, bars, marker="o", ms=3, elinewidth=0.7, **look)
+            else:
+                axis.plot(at, values, **look)
+                axis.fill_between(at, values - bars[0], values + bars[1], alpha=0.15, lw=0)
         if self.reference and column == _columns(self.y)[0]:
-            at = {row[x]: row[self.reference] for row in rows}
-            axis.plot(list(at), list(at.values()), "k--", lw=1, label=_words(self.reference))
-        axis.set_xlabel(_words(x))
+            level = {row[x]: row[self.reference] for row in rows}
+            axis.plot(
+                list(level), list(level.values()), "k--", lw=1, label=self._label(self.reference)
+            )
+        axis.set_xlabel(self._label(x))
         if "x" in self.log:
             axis.set_xscale("log")
 
@@ -178,6 +259,97 @@ class Bars(Lines):
             axis.bar(at, values, width, yerr=bars, **look)
             if self.reference and column == _columns(self.y)[0]:
                 marks = error_bars(part, self.reference)[0]
-                label = None if index else _words(self.reference)
+                label = None if index else self._label(self.reference)
                 axis.scatter(at, marks, marker="_", s=90, color="black", zorder=3, label=label)
         axis.set_xticks(range(len(names)), names, rotation=60, ha="right", fontsize=8)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curves:
+    """Learning curves: a line a training by processor seconds, between the rules' levels.
+
+    A row with ``cpu_s`` is an evaluation of a training, one without a rule on the same episodes.
+    The trainings of an agent have one colour, a control with shuffled rewards is grey. The axis
+    shows what a training reaches after its first evaluation, and the rules near that.
+
+    Attributes:
+        y: Column of the metric.
+        label: Name of the metric with its unit.
+        run: Columns that tell trainings apart; the first has the policy, or ``policy_seed``.
+        names: Names of policies other than the table's.
+        panels: Columns whose values have panels of their own, and their unit.
+        where: Whether a row is shown; all of them by default.
+    """
+
+    y: str
+    label: str
+    run: Names
+    names: Mapping[str, str] = field(default_factory=dict)
+    panels: tuple[str, str] | None = None
+    where: Callable[[Mapping[str, Any]], bool] | None = None
+
+    def __call__(self, rows: Rows) -> Any:
+        """The matplotlib figure of a table's rows."""
+        rows = [row for row in rows if self.where is None or self.where(row)]
+        parts: dict[Any, list[Mapping[str, Any]]] = {}
+        for row in rows:
+            parts.setdefault(row[self.panels[0]] if self.panels else "", []).append(row)
+        size = (max(5.2 * len(parts), 8.0), 4.4)
+        figure, axes = pyplot().subplots(
+            1, len(parts), figsize=size, squeeze=False, layout="constrained"
+        )
+        for axis, (panel, part) in zip(axes.flat, parts.items(), strict=True):
+            self._draw(axis, part)
+            if self.panels:
+                axis.set_title(f"{panel:g} {self.panels[1]}", fontsize=10)
+        axes[0, 0].set_ylabel(self.label)
+        legend(figure, axes[0, 0])
+        return figure
+
+    def policy(self, row: Mapping[str, Any]) -> str:
+        """Name of the policy of a row."""
+        name = re.sub(r"_\d+$", "", row[_columns(self.run)[0]])
+        return self.names.get(name, name)
+
+    def trainings(self, rows: Rows) -> dict[tuple[str, str], list[Mapping[str, Any]]]:
+        """The evaluations of each training: (policy, training) -> rows."""
+        found: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+        for row in rows:
+            if row["cpu_s"] != "" and (self.where is None or self.where(row)):
+                found.setdefault((self.policy(row), _at(row, self.run)), []).append(row)
+        return found
+
+    def _draw(self, axis: Any, rows: Rows) -> None:
+        rules = {self.policy(row): row[self.y] for row in rows if row["cpu_s"] == ""}
+        runs = self.trainings(rows)
+        count = Counter(name for name, _ in runs)
+        agents = [name for name in count if "shuffled" not in name]
+        look: dict[str, dict[str, Any]] = {
+            name: {"color": "0.6", "linestyle": ":", "label": SHUFFLED} for name in count
+        }
+        for name, colour in zip(agents, ("black", "tab:blue"), strict=False):
+            label = f"{name}, {count[name]} trainings"
+            look[name] = {"color": colour, "marker": ".", "markersize": 3, "label": label}
+        for (name, _), own in runs.items():
+            axis.plot(
+                [r["cpu_s"] for r in own], [r[self.y] for r in own], linewidth=1, **look[name]
+            )
+            look[name]["label"] = None  # once in the legend
+        after = [own[1:] or own for (name, _), own in runs.items() if name in agents]
+        reached = [row[self.y] for own in after for row in own]
+        low, high = min(reached), max(reached)
+        room = 3 * (high - low) or np.inf
+        near = {k: v for k, v in rules.items() if low - room <= v <= high + room}
+        low, high = min([low, *near.values()]), max([high, *near.values()])
+        levels = [*rules.items()]
+        levels += [(SHUFFLED, own[-1][self.y]) for (k, _), own in runs.items() if k not in agents]
+        far = [f"{name} {level:.3g}" for name, level in levels if not low <= level <= high]
+        beyond = f"\nbeyond the axis: {', '.join(far)}" if far else ""
+        margin = 0.06 * (high - low) or 1.0
+        axis.set(xlim=(0, None), ylim=(low - margin, high + margin))
+        axis.set_xlabel(f"processor seconds of the training{beyond}")
+        colours = {name: f"C{1 + k}" for k, name in enumerate(near)}
+        for name, value in near.items():
+            axis.axhline(value, color=colours[name], linestyle="--", linewidth=1)
+        label_ends(axis, near, colours)
+        axis.grid(alpha=0.25)

@@ -23,6 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from servegym._files import naming
 from servegym.experiments.evaluation.jobs import folder_lock, interrupt_on_sigterm, run_process
 from servegym.experiments.evaluation.output import print_table, write_csv, write_text
 from servegym.experiments.evaluation.tables import provenance, write_result
@@ -31,6 +32,7 @@ from servegym.experiments.sweeps.spec import Sweep
 
 __all__ = ["run_sweep"]
 
+JOURNAL = "study.journal"
 POLL_S = 0.5
 MIN_FOR_IMPORTANCE = 4
 """Complete runs that the importances of the parameters need."""
@@ -76,6 +78,7 @@ def run_sweep(
     folder = out or Path("sweeps") / sweep.path.stem
     folder.mkdir(parents=True, exist_ok=True)
     with lock_sweep(folder), interrupt_on_sigterm():
+        mend_journal(folder / JOURNAL)
         save_definition(folder, sweep, fixed or {})
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         study = _study(optuna, sweep, folder, seed)
@@ -126,8 +129,28 @@ def save_definition(folder: Path, sweep: Sweep, fixed: Mapping[str, Any]) -> Non
     write_text(definition, text)
 
 
+def mend_journal(journal: Path) -> None:
+    """Undo what a killed process left: Optuna's lock, which nobody holds, and a half-written line.
+
+    Optuna waits for ever where the lock is a link to no file, as it is after a relative path.
+    """
+    Path(f"{journal}.lock").unlink(missing_ok=True)
+    if journal.exists():
+        whole, end, cut = journal.read_bytes().rpartition(b"\n")
+        if cut:
+            write_text(journal, whole + end)
+
+
 def _study(optuna: Any, sweep: Sweep, folder: Path, seed: int) -> Any:
-    backend = optuna.storages.journal.JournalFileBackend(str(folder / "study.journal"))
+    journal = folder / JOURNAL
+    backend = optuna.storages.journal.JournalFileBackend(str(journal))
+    append = backend.append_logs
+
+    def append_logs(logs: list[dict[str, Any]]) -> None:
+        with naming(journal):
+            append(logs)
+
+    backend.append_logs = append_logs
     storage = optuna.storages.JournalStorage(backend)
     known = optuna.study.get_all_study_names(storage)
     done = len(optuna.load_study(study_name="sweep", storage=storage).trials) if known else 0

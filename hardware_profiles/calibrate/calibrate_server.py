@@ -27,7 +27,7 @@ import numpy as np
 from scipy.optimize import nnls
 
 from servegym._command_line import run_main
-from servegym._files import MalformedFileError, csv_rows, parse_number
+from servegym._files import MalformedFileError, csv_rows, parse_number, parse_time
 from servegym.hardware_profiles.calibrate.fitting import (
     error_quantiles,
     rounded,
@@ -84,6 +84,8 @@ def read_rows(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
                 problem, fix = f"{row[name]!r} is no number", "measure it again"
                 raise MalformedFileError(path, line, name, problem, fix)
             entry[name] = np.array(values, np.float64) if name == "token_s" else values[0]
+        for name in ("started_s", "ttft_s", "e2e_s"):
+            parse_time(path, line, name, row[name], "number")
         if not entry["prompt_tokens"] >= 1:
             problem = "the server did not count them"
             fix = "it must send usage with the last event of a stream"

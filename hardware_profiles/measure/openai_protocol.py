@@ -54,10 +54,15 @@ def read_json(data: bytes | bytearray, most: int = MAX_ELEMENTS) -> Any:
 
 
 class EventStream:
-    """A stream of server-sent events, read as the WHATWG's standard has it."""
+    """A stream of server-sent events, read as the WHATWG's standard has it.
+
+    An event of the type ``error``, or a field of that name (older llama.cpp), becomes an object
+    with an ``error``.
+    """
 
     def __init__(self) -> None:
         self._line, self._data = bytearray(), bytearray()
+        self._error = False  # what comes is said to be an error by its name
         self._first = True  # no line has come, so a byte order mark may
         self._returned = False  # the last byte was a carriage return, which may end a line alone
 
@@ -83,12 +88,17 @@ class EventStream:
             line, self._first = line.removeprefix(b"\xef\xbb\xbf"), False
         if line:
             name, _, value = line.partition(b":")  # a comment is a field without a name
-            if name == b"data" and len(self._data) <= MAX_EVENT_BYTES + 1:
-                self._data += value.removeprefix(b" ") + b"\n"
+            value = value.removeprefix(b" ")
+            self._error |= name == b"error" or (name == b"event" and value == b"error")
+            if name in (b"data", b"error") and len(self._data) <= MAX_EVENT_BYTES + 1:
+                self._data += value + b"\n"
             return b""
-        data = bytes(self._data[:-1])
+        data, error = bytes(self._data[:-1]), self._error
         self._data.clear()
-        return data if len(data) <= MAX_EVENT_BYTES else b""
+        self._error = False
+        if len(data) > MAX_EVENT_BYTES:
+            return b""
+        return json.dumps({"error": data.decode("utf-8", "replace")}).encode() if error else data
 
 
 def brings_token(event: Mapping[str, Any]) -> bool:

@@ -155,7 +155,7 @@ def ask(
     connection = kind(parts.hostname or "", parts.port, timeout=endpoint.timeout_s)
     times: list[float] = []
     usage: Mapping[str, Any] = {}
-    ended = False
+    ended, reason = False, ""
     try:
         start = time.perf_counter()
         path = parts.path.rstrip("/") + APIS[endpoint.api]
@@ -174,6 +174,8 @@ def ask(
                 if error := error_of(event):
                     raise ValueError(f"error: {error}")
                 usage = event.get("usage") or usage
+                for choice in event.get("choices") or ():
+                    reason = choice.get("finish_reason") or reason
                 if brings_token(event):
                     times.append(now)
                     if on_token is not None:
@@ -184,6 +186,8 @@ def ask(
         raise ValueError(f"not JSON of OpenAI's protocol: {error}") from error
     finally:
         connection.close()
+    if not times and ended and reason:
+        raise ValueError(f"the answer is empty: it ends with {reason!r}, and no token came")
     if not times:
         raise ValueError("no token came; does the server stream?")
     if not ended:

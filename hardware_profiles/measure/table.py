@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from servegym._files import csv_header, csv_rows, parse_number, write_csv, write_text
+from servegym._files import csv_header, csv_rows, naming, parse_number, write_csv, write_text
 
 
 class ResumableTable:
@@ -77,7 +77,7 @@ class ResumableTable:
     def _append(self, values: Sequence[str]) -> None:
         stream = io.StringIO()
         csv.writer(stream, lineterminator="\n").writerow(values)
-        with self.path.open("a", encoding="utf-8") as file:
+        with naming(self.path), self.path.open("a", encoding="utf-8") as file:
             file.write(stream.getvalue())
             file.flush()
             os.fsync(file.fileno())

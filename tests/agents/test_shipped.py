@@ -7,12 +7,16 @@ pytest.importorskip("tyro")
 pytest.importorskip("safetensors")
 pytest.importorskip("rich")
 
+from servegym import ENV_IDS  # noqa: E402
 from servegym.agents import load_policy  # noqa: E402
 from servegym.agents.lib.checkpoint import shipped, shipped_for  # noqa: E402
 from servegym.baselines.expert_placement.system import PlacementSystem  # noqa: E402
 from servegym.envs.expert_placement.config import build_problem  # noqa: E402
 from servegym.envs.families import FAMILIES, family_named  # noqa: E402
 from servegym.experiments.evaluation.evaluate import evaluate  # noqa: E402
+from servegym.experiments.evaluation.leaderboard import POINTS, read_board  # noqa: E402
+from servegym.experiments.evaluation.output import read_rows  # noqa: E402
+from servegym.experiments.papers.study import RESULTS  # noqa: E402
 from servegym.experiments.studies.placement.learning import Control  # noqa: E402
 
 REFERENCES = {
@@ -31,6 +35,31 @@ def test_each_has_a_card_with_command_and_numbers(family, name):
     card = path.with_suffix(".md").read_text(encoding="utf-8")
     assert "python -m servegym" in card and "95 %" in card and REFERENCES[family] in card
     assert path.stat().st_size < 1_000_000
+
+
+@pytest.mark.parametrize(("family", "name"), ALL)
+def test_the_head_of_each_card_has_values_of_the_tables(family, name):
+    yaml = pytest.importorskip("yaml")
+    _, head, text = shipped(family)[name].with_suffix(".md").read_text("utf-8").split("---\n", 2)
+    head = yaml.safe_load(head)
+    (model,) = head["model-index"]
+    assert head["license"] == "mit" and text.startswith(f"# {name}\n") and model["name"] == name
+    board = {(row["point"], row["policy"]): row for row in read_board(RESULTS / "leaderboard.csv")}
+    points = {point.name: point for point in POINTS}
+    for result in model["results"]:
+        data, (metric,) = result["dataset"], result["metrics"]
+        assert data["type"] == data["name"] and data["name"] in ENV_IDS
+        if (at := data["config"]) in points:
+            assert data["name"] == points[at].family.env_id
+            assert data.get("args", {}) == points[at].env_kwargs
+            row = board[at, name.removesuffix("_paper_testbed")]
+            assert metric["type"] == row["measure"]
+            value = row["value"]
+        else:  # the mean of a table
+            rows = read_rows(RESULTS / family_named(family).group / f"{at}.csv")
+            own = [row["qos"] for row in rows if row["policy"] == name]
+            value = sum(own) / len(own)
+        assert metric["value"] == pytest.approx(value, abs=5.1e-4)
 
 
 def scenario(name):

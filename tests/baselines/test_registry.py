@@ -4,6 +4,7 @@ import gymnasium
 import numpy as np
 import pytest
 
+from servegym._checks import nearest
 from servegym.baselines.protocol import Policy
 from servegym.baselines.registry import (
     describe_system,
@@ -37,6 +38,24 @@ def test_every_family_describes_its_system_and_makes_policies(family):
     policy = make_policy("random", described, family=family.name)
     assert isinstance(policy, Policy) and policy.clairvoyant == infos["random"].clairvoyant
     assert {info.family for info in infos.values()} == {family.name}
+
+
+@pytest.mark.parametrize(
+    ("given", "names", "meant"),
+    [
+        ("gredy", ["random", "greedy_qos"], "greedy_qos"),
+        ("RANDOM", ["random", "round_robin"], "random"),
+        ("Least-Load", ["least_loaded", "least_load"], "least_load"),
+        ("prefix", ["servegym/PrefixRoutingFlat-v1", "servegym/PrefixRouting-v1"], "-v1"),
+        ("llmrouting-v1", ["servegym/PrefixRouting-v1", "servegym/LLMRouting-v1"], "LLMRouting-v1"),
+        ("gie709", ["gie-709", "drift"], "gie-709"),
+        ("greedy", ["preble", "mooncake"], None),
+        ("x", ["xenon"], None),
+    ],
+)
+def test_the_name_that_is_meant(given, names, meant):
+    found = nearest(given, names)
+    assert found is None if meant is None else found.endswith(meant) and "Flat" not in found
 
 
 def test_unknown_names_and_parameters_are_refused(system):

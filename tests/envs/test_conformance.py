@@ -15,6 +15,7 @@ from gymnasium.envs.registration import EnvSpec
 from gymnasium.error import ResetNeeded
 from gymnasium.utils.env_checker import check_env
 from gymnasium.vector import AutoresetMode
+from gymnasium.wrappers import FlattenObservation, RecordEpisodeStatistics, TimeLimit
 
 import servegym
 from servegym.envs import expert_placement, llm_routing
@@ -423,6 +424,30 @@ def in_form(env_id, form):
     return env, action, {n: partial(getattr(env, n), *at) for n, at in looks if hasattr(env, n)}
 
 
+@pytest.mark.parametrize("env_id", servegym.ENV_IDS)
+def test_options_of_a_reset_that_nobody_knows_are_refused(env_id):
+    env, envs = make(env_id), make_vec(env_id)
+    with pytest.raises(ValueError, match="'rate', but a reset takes no options.*gymnasium.make"):
+        env.reset(seed=0, options={"rate": 5})
+    for options in ({"rate": 5}, {"reset_mask": np.ones(3, bool), "rate": 5}):
+        with pytest.raises(ValueError, match="'rate', but known are reset_mask"):
+            envs.reset(seed=0, options=options)
+    for given in ([1], "rate"):
+        with pytest.raises(ValueError, match="options=.*must be a mapping"):
+            env.reset(options=given)
+    assert_same(env.reset(seed=3, options={}), env.reset(seed=3))
+    assert_same(envs.reset(seed=3, options={}), envs.reset(seed=3))
+    sync = make_sync(env_id, mode=AutoresetMode.DISABLED)
+    sync.reset(seed=3)
+    sync.reset(seed=3, options={"reset_mask": np.array([True, False, True])})
+    with pytest.raises(ValueError, match="'rate', but a reset takes no options"):
+        sync.reset(options={"rate": 5})
+    wrapped = RecordEpisodeStatistics(FlattenObservation(TimeLimit(make(env_id), 5)))
+    wrapped.reset(seed=3, options={})
+    with pytest.raises(ValueError, match="'human' is unknown.*pygame.*pip install '.\\[video\\]'"):
+        make_vec(env_id, render_mode="human")
+
+
 @pytest.mark.parametrize(("env_id", "form"), FORMS)
 def test_calls_out_of_order_are_refused_or_right(env_id, form):
     env, action, looks = in_form(env_id, form)
@@ -591,3 +616,8 @@ def test_fields_of_records_are_found_in_uncompiled_engines_too(family):
         if isinstance(value, np.dtype) and value.names
     ]
     assert dtypes and not {name for dtype in dtypes for name in dtype.names} & set(dir(np.record))
+
+
+def test_a_family_that_lacks_a_part_fails_when_it_is_defined():
+    with pytest.raises(TypeError, match="Half lacks make_observation_space, make_action_space"):
+        type("Half", (BatchEnv,), {"build_problem": dict, "make_batch": dict, "frame": dict})

@@ -124,6 +124,7 @@ def test_evaluate(run, tmp_path, ending):
     )
     assert result.exit_code == 0, result.output
     assert "drop %" in result.output and "ceiling" in result.output
+    assert "goodput/s" not in result.output
     if ending == "json":
         rows = json.loads(out.read_text())
         assert rows[2]["mean_latency_s_per_token"] is None
@@ -187,6 +188,18 @@ def test_replay(run, tmp_path):
     assert again["prompt_tokens"].tolist() == [100, 2000, 30]
 
 
+def test_replay_of_times_since_an_epoch_is_that_of_times_from_the_first(run, tmp_path):
+    found = []
+    for first in ("0.", "1700000000."):
+        requests, out = tmp_path / "requests.csv", tmp_path / "out.csv"
+        times = (f"{first}{digits}" for digits in ("0", "001", "25"))
+        requests.write_text(REQUESTS.splitlines()[0] + "\n" + "".join(f"{t},10,5\n" for t in times))
+        result = run("replay --profile rtx4090-llama-3.1-8b --requests", requests, "--out", out)
+        assert result.exit_code == 0, result.output
+        found.append(out.read_text())
+    assert found[0] == found[1]
+
+
 def test_replay_passes_its_options_on(run, tmp_path, monkeypatch):
     import servegym.envs.llm_routing as family
 
@@ -229,6 +242,7 @@ def test_replay_passes_its_options_on(run, tmp_path, monkeypatch):
         (("--kv-tokens", 5), ("kv_tokens",)),
         (("--requests", "nowhere.csv"), ("nowhere.csv",)),
         (("--requests", "bad.csv"), ("bad.csv:5", "output_tokens", "'2.5'")),
+        (("--requests", "late.csv"), ("late.csv:5", "arrival_s", "1700000000000000", "seconds")),
         (("--out", "nowhere/out.csv"), ("nowhere",)),
         (("--out", "out.json"), (".csv",)),
     ],
@@ -237,6 +251,7 @@ def test_replay_refuses_bad_options_and_files(run, tmp_path, monkeypatch, args, 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "requests.csv").write_text(REQUESTS)
     (tmp_path / "bad.csv").write_text(REQUESTS + "1,5,2.5\n")
+    (tmp_path / "late.csv").write_text(REQUESTS + "1700000000000000,5,2\n")
     options = {"--profile": "a10-llama-3.1-8b", "--requests": "requests.csv", "--out": "out.csv"}
     options[args[0]] = args[1]
     fails(run("replay", *(word for pair in options.items() for word in pair)), *named)

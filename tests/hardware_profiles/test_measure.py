@@ -196,7 +196,11 @@ def test_a_server_is_timed(server, tmp_path, api, capsys, monkeypatch):
             "engine st",
         ),
         (3 * WORD + DONE[:-1], "ended early"),
-        (b'data: {"choices": [{"delta": {}, "finish_reason": "stop"}]}\n\n' + DONE, "no token"),
+        (
+            b'data: {"choices": [{"delta": {}, "finish_reason": "stop"}]}\n\n' + DONE,
+            "with 'stop', and no",
+        ),
+        (DONE, "does the server stream?"),
     ],
 )
 def test_a_failing_server_is_reported(server, tmp_path, mode, words):

@@ -91,6 +91,11 @@ def _config(**changes):
 MIXTRAL = {"architectures": ["MixtralForCausalLM"]}
 MOE = {"architectures": ["Qwen3MoeForCausalLM"]}
 FALCON = {"architectures": ["FalconForCausalLM"]}
+GPT_OSS = {"architectures": ["GptOssForCausalLM"]}
+DEEPSEEK, CHATGLM = (
+    json.loads((data_path("models") / f"{name}.json").read_text())
+    for name in ("deepseek-v3", "chatglm2-6b")
+)
 
 
 @pytest.mark.parametrize(
@@ -119,13 +124,78 @@ FALCON = {"architectures": ["FalconForCausalLM"]}
         ({"layer_types": ["sliding_attention"] * 32}, "'layer_types': names kinds of layers"),
         ({**FALCON, "multi_query": False}, "field 'multi_query': got False; only"),
         ({**FALCON, "parallel_attn": False}, "field 'parallel_attn': got False; only"),
+        ({**MOE, "mlp_only_layers": ["0"]}, r"field 'mlp_only_layers': got \['0'\]: some layers"),
+        ({**DEEPSEEK, "moe_layer_freq": 2}, "field 'moe_layer_freq': got 2: some layers"),
+        ({**DEEPSEEK, "first_k_dense_replace": 62}, "'first_k_dense_replace': got 62 of 61 layers"),
+        (
+            {**DEEPSEEK, "first_k_dense_replace": -1},
+            "'first_k_dense_replace': got -1; must be >= 0",
+        ),
+        ({**DEEPSEEK, "num_experts_per_tok": 257}, "'num_experts_per_tok': got 257 of 256"),
+        ({**CHATGLM, "multi_query_group_num": 3}, "'multi_query_group_num': got 3; must divide 32"),
+        ({**CHATGLM, "quantization_bit": 4}, "field 'quantization_bit': got 4; must be 'fp8'"),
+        ({**FALCON, "hidden_size": None, "n_embd": 64}, "field 'n_embd': is not read.*hidden_size"),
         ({"quantization_config": {"quant_method": "awq"}}, "got 'awq'; must be 'fp8', or left out"),
+        ({"quantization_config": {"load_in_4bit": True}}, "got {'load_in_4bit': True}; must be"),
+        (
+            {"compression_config": {"quant_method": "x"}},
+            "field 'compression_config': got 'x'; must",
+        ),
+        ({"torch_dtype": "float8_e4m3fn"}, "field 'torch_dtype': got 'float8_e4m3fn'; must be"),
+        ({**GPT_OSS, "compression_config": {"quant_method": "fp8"}}, "got 'fp8'; must be 'mxfp4'"),
+        ({"text_config": {"quantization_config": "x"}}, "field 'text_config.quantization_config'"),
+        ({"text_config": {"num_hidden_layers": 3}}, "'text_config.num_hidden_layers': got 3, but"),
+        (
+            {"vision_config": {"hidden_size": 64}},
+            "field 'vision_config': has sizes of its own; only",
+        ),
+        ({"a": {"talker_config": {"n_layer": 3}}}, "field 'a.talker_config': has sizes"),
     ],
 )
 def test_bad_configs(changes, message):
     with pytest.raises(ValueError, match=message) as caught:
         parse_config(_config(**changes), "mine", "mine.json")
     assert "mine.json" in str(caught.value)
+
+
+SMALL = {
+    **{"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "head_dim": 64},
+    **{"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256},
+    **{"max_position_embeddings": 131072, "tie_word_embeddings": True},
+}
+
+
+@pytest.mark.parametrize("nested", ["text_config", "llm_config"])
+@pytest.mark.parametrize("inside", [[], ["rope_theta"], ["hidden_size", "vocab_size"]])
+def test_a_nested_language_model_is_that_at_the_top(nested, inside):
+    kind = {"architectures": ["LlamaForCausalLM"], "model_type": "llava", "eos_token_id": 1}
+    about = {"model_type": "llama", "eos_token_id": 2, "rope_theta": 5e5}
+    outside = {key: SMALL[key] for key in inside if key in SMALL} | {"rope_theta": None}
+    found = parse_config(kind | outside | {nested: SMALL | about}, "m", "m.json")
+    assert found == parse_config(kind | SMALL, "m", "m.json")
+    assert (found.parameters, found.kv_heads, found.layers) == (1_235_814_400, 8, 16)
+    eight = {"quantization_config": {"quant_method": "fp8"}}
+    assert parse_config(kind | {nested: SMALL | eight}, "m", "m.json").quantised == "fp8"
+
+
+def test_no_dense_layer_and_only_dense_layers_count():
+    first, some, last = (
+        parse_config({**DEEPSEEK, "first_k_dense_replace": k}, "m", "m.json") for k in (0, 3, 61)
+    )
+    layer = 7168 * (256 * 3 * 2048 + 3 * 2048 + 256) + 256 - 3 * 7168 * 18432
+    assert some.parameters == PUBLISHED["deepseek-v3"]
+    assert first.parameters - some.parameters == 3 * layer
+    assert some.parameters - last.parameters == 58 * layer
+
+
+@pytest.mark.parametrize("other", ["hf_quant_config.json", "quantize_config.json"])
+def test_quantisation_published_beside_the_config_is_refused(tmp_path, other):
+    config = {"architectures": ["LlamaForCausalLM"], **SMALL}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert model_shape(tmp_path / "config.json").parameters == 1_235_814_400
+    (tmp_path / other).write_text("{}")
+    with pytest.raises(ValueError, match=f"config.json: {other} lies beside it"):
+        model_shape(tmp_path / "config.json")
 
 
 # Parameters and (kv heads, head size, window, layers that have it) of a config that has nothing but

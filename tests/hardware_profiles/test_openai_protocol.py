@@ -141,6 +141,22 @@ def test_long_events_are_left_out_and_lines_of_others_are_not_kept(monkeypatch):
 
 
 @pytest.mark.parametrize(
+    "text",
+    [
+        b'event: error\ndata: {"message": "engine stopped"}\n\n',
+        b'data: {"message":\nevent:error\ndata: "engine stopped"}\n\n',
+        b'error: {"code": 500, "message": "engine stopped"}\n\n',
+        b"event: error\ndata: engine stopped\n\n",
+    ],
+)
+def test_what_is_an_error_by_its_name_has_one(text):
+    good = b'event: chunk\ndata: {"choices": [{"text": "w"}]}\n\n'
+    events = [json.loads(data) for data in EventStream().feed(good + text + good) if data]
+    assert [bool(error_of(event)) for event in events] == [False, True, False]
+    assert "engine stopped" in error_of(events[1])
+
+
+@pytest.mark.parametrize(
     "event",
     [
         {"error": {"message": "no"}, "choices": [{"text": "w"}]},

@@ -3,7 +3,7 @@
 ``python tests/interop/sb3_defaults.py`` trains PPO, and DQN where actions are Discrete, with one
 environment and 100,000 steps, five seeds each, and prints a row of a table for each id: means over
 20 episodes of the evaluation split, the same for all, with 95 % intervals over trainings and
-episodes together. ``--only PrefixRouting`` and ``--workers 2`` do what they say.
+episodes together. ``--only`` and ``--algorithms`` take fewer ids and algorithms.
 """
 
 import argparse
@@ -20,6 +20,7 @@ import servegym
 from servegym.baselines.registry import from_callable
 from servegym.envs.families import family_of
 from servegym.experiments.evaluation.evaluate import evaluate
+from servegym.experiments.evaluation.reporting import report_of
 from servegym.experiments.evaluation.stats import mean, over_trainings
 
 FIRST_RULES = {
@@ -40,13 +41,8 @@ def one_box_ids():
 def reached(env_id, policy, episodes):
     """The headline measure of each episode: QoS, attainment or the mean reward of a request."""
     family = family_of(env_id)
-    from servegym.experiments.evaluation.reporting import report_of
-
-    headline = report_of(family).headline
-    graph = family.env_id
-    # The id's own defaults: rate, episodes and all else are the family's.
-    rows = evaluate(graph, [policy], episodes, num_envs=episodes, in_process=True)
-    return np.array([float(row[headline]) for row in rows])
+    rows = evaluate(family.env_id, [policy], episodes, num_envs=episodes, in_process=True)
+    return np.array([float(row[report_of(family).headline]) for row in rows])
 
 
 def trained(algorithm, env_id, seed, steps, episodes):
@@ -65,38 +61,39 @@ def trained(algorithm, env_id, seed, steps, episodes):
     return reached(env_id, policy, episodes), seconds
 
 
-def shown(interval):
-    return f"{interval.value:.3f} [{interval.low:.3f}, {interval.high:.3f}]"
-
-
-def main():
+def main(words=None):
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="ids that have this in their name")
+    parser.add_argument("--algorithms", nargs="+", default=list(ALGORITHMS), choices=ALGORITHMS)
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--steps", type=int, default=100_000)
     parser.add_argument("--episodes", type=int, default=20)
-    args = parser.parse_args()
-    columns = ("id", "rule", "random", *ALGORITHMS, "seconds of a core")
+    args = parser.parse_args(words)
+    columns = ("id", "rule", "random", *args.algorithms)
     print("| " + " | ".join(columns) + " |\n" + "| --- " * len(columns) + "|")
     with ProcessPoolExecutor(args.workers) as pool:
+        runs = {}
         for env_id in one_box_ids():
-            if args.only not in env_id:
-                continue
+            discrete = isinstance(gymnasium.make(env_id).action_space, gymnasium.spaces.Discrete)
+            for algorithm in args.algorithms:
+                if args.only in env_id and (discrete or algorithm == "PPO"):
+                    run = partial(trained, algorithm, env_id, steps=args.steps)
+                    run = partial(run, episodes=args.episodes)
+                    runs[env_id, algorithm] = [pool.submit(run, seed) for seed in SEEDS]
+        for env_id in dict.fromkeys(env_id for env_id, _ in runs):
             rule = FIRST_RULES[family_of(env_id).name]
             first, by_chance = (reached(env_id, name, args.episodes) for name in (rule, "random"))
             cells = [f"`{rule}` {first.mean():.3f}", f"{by_chance.mean():.3f}"]
-            taken = []
-            for algorithm in ALGORITHMS:
-                if algorithm == "DQN" and not isinstance(
-                    gymnasium.make(env_id).action_space, gymnasium.spaces.Discrete
-                ):
+            for algorithm in args.algorithms:
+                done = [run.result() for run in runs.get((env_id, algorithm), ())]
+                if done:
+                    scores, seconds = zip(*done, strict=True)
+                    value, low, high = over_trainings(scores, statistic=mean)
+                    each = ", ".join(f"{x.mean():.3f}" for x in scores)
+                    taken = f"{min(seconds):.0f} to {max(seconds):.0f} s"
+                    cells.append(f"{value:.3f} [{low:.3f}, {high:.3f}] ({each}; {taken})")
+                else:
                     cells.append("")
-                    continue
-                run = partial(trained, algorithm, env_id, steps=args.steps, episodes=args.episodes)
-                scores, seconds = zip(*pool.map(run, SEEDS), strict=True)
-                cells.append(shown(over_trainings(scores, statistic=mean)))
-                taken += seconds
-            cells.append(f"{min(taken):.0f} to {max(taken):.0f}")
             print(f"| `{env_id}` | " + " | ".join(cells) + " |", flush=True)
 
 

@@ -1,30 +1,25 @@
-"""The script for Stable-Baselines3 learns to route."""
-
-import subprocess
-import sys
-from pathlib import Path
+"""The script for Stable-Baselines3 trains and measures; with every default PPO learns to route."""
 
 import pytest
 
 pytest.importorskip("stable_baselines3", reason="Stable-Baselines3 is not installed")
 
-SCRIPT = Path(__file__).with_name("sb3_ppo.py")
+from . import sb3_defaults
+
+SUMMARY = "servegym/LLMRoutingSummary-v2"
 
 
-def told(*words):
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), *words],
-        capture_output=True,
-        text=True,
-        timeout=1500,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return dict(line.split("=") for line in done.stdout.split() if "=" in line)
+def test_it_makes_a_row_of_the_table(capsys):
+    sb3_defaults.main(["--only", "RoutingExperts", "--steps", "200", "--episodes", "1"])
+    *_, row = capsys.readouterr().out.splitlines()
+    cells = row.split(" | ")
+    assert cells[0].endswith("LLMRoutingExperts-v2`") and cells[1].startswith("`least_outstanding`")
+    assert all(len(cell.split(",")) == 6 for cell in cells[3:5])  # an interval and five trainings
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1600)
 def test_it_learns_to_route():
-    """A minute or two of one core."""
-    assert float(told()["avg_qos"]) > 0.64
+    """Two minutes of one core."""
+    scores, _ = sb3_defaults.trained("PPO", SUMMARY, 1, 100_000, 20)
+    assert scores.mean() > sb3_defaults.reached(SUMMARY, "least_outstanding", 20).mean()

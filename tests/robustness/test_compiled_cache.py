@@ -118,6 +118,53 @@ def test_data_of_another_signature_is_not_taken(tmp_path):
     assert numbers(start(tmp_path, 0, "f4", "f8")) == [41, 42, 81, 82, 4], "mended"
 
 
+def cut(data: bytes) -> bytes:
+    return data[:100]
+
+
+def emptied(data: bytes) -> bytes:
+    return b""
+
+
+def overwritten(data: bytes) -> bytes:
+    middle = len(data) // 2
+    return data[:middle] + bytes(64) + data[middle + 64 :]
+
+
+@pytest.mark.parametrize("damage", [cut, emptied, overwritten])
+@pytest.mark.parametrize("ending", ["nbc", "nbi"])
+def test_broken_files_are_compiled_anew(tmp_path, ending, damage):
+    write(tmp_path, 10)
+    numbers(start(tmp_path, 0, "f8"))
+    files = list((tmp_path / "cache").rglob(f"*.{ending}"))
+    assert files
+    for file in files:
+        file.write_bytes(damage(file.read_bytes()))
+    for process in [start(tmp_path, seed, "f8") for seed in range(2)]:  # side by side
+        assert numbers(process)[:-1] == [81, 82]
+    assert numbers(start(tmp_path, 0, "f8")) == [81, 82, 2], "mended"
+
+
+FULL = (
+    """
+import resource, signal, sys
+from servegym import _jit
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (900, resource.RLIM_INFINITY))
+"""
+    + CALLS
+)
+
+
+def test_a_cache_that_cannot_be_written_is_told_and_done_without(tmp_path):
+    write(tmp_path, 10)
+    process = start(tmp_path, 0, "f8", code=FULL)
+    out, err = process.communicate(timeout=240)
+    assert process.returncode == 0, err
+    assert out.split() == ["81", "82", "0"]
+    assert f"servegym: {tmp_path / 'cache'}" in err and "compiled code cannot be kept" in err
+
+
 @pytest.mark.slow
 def test_data_from_before_a_change_of_the_source_is_not_taken(tmp_path):
     write(tmp_path, 10)

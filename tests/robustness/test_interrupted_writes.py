@@ -8,6 +8,8 @@ import multiprocessing
 import os
 import resource
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -140,12 +142,39 @@ def test_a_full_disk(writer, tmp_path):
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (900, before[1]))
-        with pytest.raises((OSError, RuntimeError)):
+        with pytest.raises(OSError) as refused:
             writer.write(path, 2)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert refused.value.filename == str(path)
     assert writer.read(path) == 1
     assert os.listdir(tmp_path) == [writer.name], "the temporary file is gone"
+
+
+def test_a_full_disk_is_named_by_what_grows_line_by_line(tmp_path, monkeypatch):
+    from servegym.hardware_profiles.measure.table import ResumableTable
+
+    for name in ("table.csv", "metrics.jsonl"):
+        (tmp_path / name).symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left on device: '.*table.csv'"):
+        ResumableTable(tmp_path / "table.csv", ("a",), ("a",))
+    pytest.importorskip("torch")
+    pytest.importorskip("rich")
+    from servegym.agents.lib.run_log import RunLog
+
+    log = RunLog.__new__(RunLog)
+    log.run, log.ended, log.wandb = tmp_path, [], None
+    with open(tmp_path / "metrics.jsonl", "wb", buffering=0) as log.file:
+        with pytest.raises(OSError, match="No space left on device: '.*metrics.jsonl'"):
+            log.write(1, {"a": 2.0})
+
+
+def test_a_full_standard_output_is_named():
+    words = [sys.executable, "-c", "from servegym.experiments.cli import app; app()", "profiles"]
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True)
+    told = "servegym: error: [Errno 28] No space left on device: 'standard output'\n"
+    assert (ended.returncode, ended.stderr) == (2, told)
 
 
 def _write_on(writer: Writer, path: Path, written: Any) -> None:

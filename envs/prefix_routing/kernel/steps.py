@@ -33,10 +33,10 @@ DICT, FLAT, SUMMARY = 0, 1, 2  # settings.layout
 SCORE_WEIGHT, LOST = 0.3, -2.0
 """Of the rewards SCORE and DENSE: see `score`; what a request counts that a replica loses or cannot
 take."""
-BACKLOG_WEIGHT = 2.0
-"""Of the reward DENSE, for a second of a replica's work on prompts, see `_backlog_s`."""
+WORK_WEIGHT = 2.0
+"""Of the reward DENSE, for a second of a replica's work on the uncached tokens of a prompt."""
 MAX_SHARE = 32.0
-"""Bound of the column of the Boxes that tells the charge for a time to first token, see `_doublings`."""
+"""Bound of the last column of a replica in the FLAT view, see `_expected`."""
 
 
 SETTINGS = record(
@@ -74,7 +74,10 @@ EPISODE = record(
         ("step_ttft", "f8"),  # s, sum over the first tokens in this step
         ("step_score", "f8"),  # in this step, see `score`
         ("step_early", "f8"),  # what of scores DENSE pays in this step before a request ends
-        ("backlog_s", "f8"),  # at the last decision, see `_backlog_s`
+        (
+            "step_work_s",
+            "f8",
+        ),  # uncached tokens of the request of this step over its replica's speed
         ("began", "f8"),  # s, first decision
         ("last_finish", "f8"),  # s
     ]
@@ -110,8 +113,8 @@ class Buffers(NamedTuple):
         request: float32 ``(B, K)``, in raw units.
         ids: int32 ``(B, 2)``, session and tenant.
         time_s: float32 ``(B, 1)``.
-        scaled: float32 ``(B, K + N (F + 1))`` or, by replica, ``(B, N (F + 1 + K))``; ``(B, 0)``
-            where nobody reads it.
+        scaled: float32 ``(B, K + N (F + 1))`` or, by replica, ``(B, N (F + K))``; ``(B, 0)`` where
+            nobody reads it.
         high: float32 ``(K + N F,)``, the bounds of the raw features.
         mask: int8 ``(B, A)``.
         reward: float64 ``(B, 2)``: the reward and whether the episode has ended.
@@ -190,13 +193,13 @@ def _hear(c, p, s, g, x, b):
         ttft = r.first - r.arrived
         if entry.kind == FIRST_TOKEN:
             o.step_ttft += ttft
-            o.step_early += _charge(p, r.prompt, ttft) - _charge(p, r.prompt, expected)
+            o.step_early += _in_advance(p, r.prompt, ttft) - _in_advance(p, r.prompt, expected)
         elif entry.kind == COMPLETION:
             _count(p, o, r, g.request[b, entry.request].uncached)
-            o.step_early -= _charge(p, r.prompt, ttft)
+            o.step_early -= _in_advance(p, r.prompt, ttft)
         else:
             o.step_score += LOST
-            o.step_early -= _charge(p, r.prompt, expected if math.isnan(ttft) else ttft)
+            o.step_early -= _in_advance(p, r.prompt, expected if math.isnan(ttft) else ttft)
     gateway.take_news(g, b, s.news[b], v.news, s.request[first : first + c.num_requests])
 
 
@@ -208,24 +211,13 @@ def _doublings(p, prompt, ttft):
 
 
 @inline
-def _charge(p, prompt, ttft):
-    """What DENSE pays of the score before a request ends, for its TTFT.
+def _in_advance(p, prompt, ttft):
+    """What DENSE pays of the score before a request ends, as if TPOT took nothing.
 
-    At the decision for the time that the gateway expects, from the first token on for the true one.
+    At the decision for the TTFT that the gateway expects, from the first token on for the true one.
     """
-    return -SCORE_WEIGHT * _doublings(p, prompt, ttft)
-
-
-@inline
-def _backlog_s(c, g, b):
-    """Seconds that the replicas need for the prompt tokens sent to them, sum: a potential.
-
-    Of the gateway's accounting: uncached tokens of the requests without a first token.
-    """
-    total = 0.0
-    for n in range(c.num_replicas):
-        total += g.replica[b, n].prefill / g.replica[b, n].speed
-    return total
+    doublings = _doublings(p, prompt, ttft)
+    return (1.0 if doublings <= 1.0 else 0.0) - SCORE_WEIGHT * doublings
 
 
 @inline
@@ -314,26 +306,36 @@ def _observe(c, p, s, g, x, out, b):
             out.mask[b, c.num_replicas] = 1
     if p.layout != DICT:
         width, features = out.request.shape[1], out.replicas.shape[2]
-        of_row = features + 1 + (width if p.layout == SUMMARY else 0)
         first = 0 if p.layout == SUMMARY else width
+        of_row = features + (width if p.layout == SUMMARY else 1)
         for k in range(width):
             value = _scaled(out.request[b, k], out.high[k])
             if p.layout == FLAT:
                 out.scaled[b, k] = value
             else:
                 for n in range(c.num_replicas):
-                    out.scaled[b, n * of_row + features + 1 + k] = value
+                    out.scaled[b, n * of_row + features + k] = value
         for n in range(c.num_replicas):
             at = first + n * of_row
             for k in range(features):
                 out.scaled[b, at + k] = _scaled(out.replicas[b, n, k], out.high[width + k])
-            share = 0.0
-            if v.index >= 0:
-                q = g.replica[b, n]
-                prompt = s.request[b * c.num_requests + v.index].prompt
-                expected = (q.prefill + max(prompt - q.match, 0)) / q.speed
-                share = min(_doublings(p, prompt, expected), MAX_SHARE)
-            out.scaled[b, at + features] = share
+            if p.layout == FLAT:
+                out.scaled[b, at + features] = _expected(c, p, s, g, b, n)
+
+
+@inline
+def _expected(c, p, s, g, b, n):
+    """What the TTFT of the request takes of its objective at replica n, as the gateway expects it.
+
+    In the form of `_doublings`, at most `MAX_SHARE`; 0 after the last request.
+    """
+    index = s.env[b].index
+    if index < 0:
+        return 0.0
+    q = g.replica[b, n]
+    prompt = s.request[b * c.num_requests + index].prompt
+    expected = (q.prefill + max(prompt - q.match, 0)) / q.speed
+    return min(_doublings(p, prompt, expected), MAX_SHARE)
 
 
 @inline
@@ -372,7 +374,6 @@ def begin(t, s, g, x, out, which):
             _send(c, t.law, s, g, b, _reference(c, g, b, prompt))
             _go_to_next_arrival(c, t.law, p, s, g, x, b)
         x.row[b].began = s.env[b].now
-        x.row[b].backlog_s = _backlog_s(c, g, b)
         _observe(c, p, s, g, x, out, b)
 
 
@@ -410,19 +411,20 @@ def step(t, s, g, x, out, actions, which):
         o.step_ttft = 0.0
         o.step_score = 0.0
         o.step_early = 0.0
+        o.step_work_s = 0.0
         x.order[b, o.index] = v.index
         x.counted[b, v.index] = 1
         o.index += 1
         n = actions[b] if actions[b] < c.num_replicas else -1
+        q = g.request[b, v.index]
         prompt = s.request[b * c.num_requests + v.index].prompt
-        sent = v.index
         if _send(c, t.law, s, g, b, n):
-            o.step_early += _charge(p, prompt, g.request[b, sent].expected)
+            o.step_early += _in_advance(p, prompt, q.expected)
+            o.step_work_s = q.uncached / g.replica[b, n].speed
         else:
             o.rejected += 1
             o.step_score += LOST if n >= 0 else 0.0
         _go_to_next_arrival(c, t.law, p, s, g, x, b)
-        backlog_s = _backlog_s(c, g, b)
         last = o.index == p.decisions
         if last:
             v.index = -1
@@ -438,8 +440,6 @@ def step(t, s, g, x, out, actions, which):
         elif p.reward == SCORE:
             out.reward[b, 0] = o.step_score
         else:
-            more = BACKLOG_WEIGHT * (backlog_s - o.backlog_s)
-            out.reward[b, 0] = o.step_score + o.step_early - more
-        o.backlog_s = backlog_s
+            out.reward[b, 0] = o.step_score + o.step_early - WORK_WEIGHT * o.step_work_s
         out.reward[b, 1] = 1.0 if last else 0.0
     return ended

@@ -186,8 +186,8 @@ STUDIES = (
         picture=Lines(
             x="layer",
             y=("top_share", "entropy"),
-            line=("skew", "task"),
-            panels="model",
+            line="task",
+            panels=("model", "skew"),
             where=lambda row: row["layer"] != "mean",
         ),
     ),
@@ -203,6 +203,9 @@ STUDIES = (
             y=tuple(f"ratio_server_{n}" for n in (1, 2, 3)),
             line="policy",
             level=1 - 1 / math.e,
+            labels={
+                f"ratio_server_{n}": f"server {n}, held use over most, ratio" for n in (1, 2, 3)
+            },
         ),
         facts=lambda options: {"setting": setting(scenario="paper_testbed")},
     ),

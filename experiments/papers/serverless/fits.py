@@ -282,6 +282,7 @@ STUDIES = (
             line="series",
             panels=("part", "model"),
             where=lambda row: row["unit"] == "ms",
+            labels={"x": "tokens or memory in GB, see heading", "value": "time, ms"},
         ),
     ),
 )

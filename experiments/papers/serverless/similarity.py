@@ -159,6 +159,7 @@ STUDIES = (
             y="value",
             panels="model",
             where=lambda row: row["unit"] == "bit",
+            labels={"value": "JS divergence, bit"},
         ),
     ),
 )

@@ -41,7 +41,7 @@ from servegym.experiments.evaluation.stats import mean, over_trainings, relative
 from servegym.experiments.evaluation.tables import Note, note
 from servegym.experiments.papers import study
 from servegym.experiments.papers.placement.measuring import ENV_ID, setting
-from servegym.experiments.papers.plotting import Lines
+from servegym.experiments.papers.plotting import Curves
 from servegym.experiments.papers.study import Study, command, interval_columns
 from servegym.experiments.papers.verdicts import split
 
@@ -227,11 +227,10 @@ def _studies(scenario: str) -> tuple[Study, Study]:
 
     given: Any = {"settings": lambda options: ({"scenario": scenario},), "facts": facts}
     curves = f"learning_curves_{scenario}"
-    picture = Lines(
-        x="cpu_s",
+    picture = Curves(
         y="val_latency_s",
-        line=("policy", "seed"),
-        where=lambda row: row["cpu_s"] != "",
+        label="mean latency of validation episodes, s",
+        run=("policy", "seed"),
     )
     return (
         Study(curves, scenario, _curves, notes=_curve_notes, picture=picture, **given),

@@ -8,6 +8,10 @@ trains ``agents/ppo.py`` into that folder, five seeds a scenario, at rates drawn
 are measured; what is there is not trained again. The last policies then play the same episodes of
 the eval split as the rules, at the rates of `SCENARIOS`.
 
+What a policy decides is in two columns: ``slow_share`` is the share of the requests that each of
+the cards that decode slowest gets, ``match_share`` that of the prompts' tokens that the gateway's
+index has at the replica chosen.
+
 `weighted_load` is the rule that counts load by the weight of the card; *tuned* are the best of
 `POINTS` of its two constants on episodes of the validation split, at the training's rates: the same
 scenario as the learner saw, and fewer than a tenth of its decisions.
@@ -100,10 +104,22 @@ def training(folder: Path, name: str) -> list[Path]:
     return runs
 
 
-def attainment(policy: Any, seed: int, episodes: int, **kwargs: Any) -> NDArray[np.float64]:
-    """Share of the requests within both objectives, of each episode from a seed on."""
-    rows = evaluate(ENV_ID, [policy], episodes, seed, env_kwargs=kwargs, num_envs=episodes)
-    return np.array([float(row["attainment"]) for row in rows])
+def played(
+    policy: Any, seed: int, episodes: int, **kwargs: Any
+) -> tuple[NDArray[np.float64], NDArray[Any]]:
+    """Share of the requests within both objectives of each episode, and the requests of all."""
+    logs: dict[str, list[NDArray[Any]]] = {}
+    given = {"env_kwargs": kwargs, "num_envs": episodes, "logs": logs}
+    rows = evaluate(ENV_ID, [policy], episodes, seed, **given)
+    (requests,) = logs.values()
+    return np.array([float(row["attainment"]) for row in rows]), np.concatenate(requests)
+
+
+def decisions(requests: NDArray[Any], system: PrefixSystem) -> tuple[float, float]:
+    """``slow_share`` and ``match_share`` of the requests that were sent."""
+    slowest = np.flatnonzero(system.decode_speed == system.decode_speed.min())
+    slow = np.isin(requests["replica"], slowest).mean() / len(slowest)
+    return float(slow), float(requests["match_tokens"].sum() / requests["prompt_tokens"].sum())
 
 
 def tuned_rule(name: str) -> dict[str, float]:
@@ -114,25 +130,28 @@ def tuned_rule(name: str) -> dict[str, float]:
     reached = []
     for load_s, power in POINTS:
         rule = RulePolicy(system, partial(WeightedLoad, load_s, power), "weighted_load")
-        reached.append(attainment(rule, TUNING_SEED, TUNING_EPISODES, **given).mean())
+        reached.append(played(rule, TUNING_SEED, TUNING_EPISODES, **given)[0].mean())
     return dict(zip(("load_s", "power"), POINTS[int(np.argmax(reached))], strict=True))
 
 
 def _rows(options: Options, at: Mapping[str, Any], _: Sequence[Any]) -> Iterator[dict[str, Any]]:
     name, rate = at["scenario"], at["rate"]
     given = _arguments(name) | {"rate": rate}
-    play = partial(attainment, seed=DEFAULT_SEED, episodes=options.episodes, **given)
+    play = partial(played, seed=DEFAULT_SEED, episodes=options.episodes, **given)
     constants = tuned_rule(name)
     system = PrefixSystem.from_kwargs(**given)
     tuned = play(RulePolicy(system, partial(WeightedLoad, **constants), "weighted_load"))
-    played = {rule: [play(rule)] for rule in (*RULES, *OURS)}
-    played["weighted_load tuned"] = [tuned]
+    found = {rule: [play(rule)] for rule in (*RULES, *OURS)}
+    found["weighted_load tuned"] = [tuned]
     runs = training(options.checkpoints, name)
-    played["ppo"] = [play(load_policy(run / "last.safetensors", system)) for run in runs]
-    for policy, each in played.items():
+    found["ppo"] = [play(load_policy(run / "last.safetensors", system)) for run in runs]
+    for policy, runs_of in found.items():
+        each = [scores for scores, _ in runs_of]
+        told = np.mean([decisions(requests, system) for _, requests in runs_of], axis=0)
         row: dict[str, Any] = {**at, "policy": policy, "trainings": len(each)}
         row |= interval_columns("attainment", over_trainings(each))
-        row |= interval_columns("minus_tuned", over_trainings(each, tuned))
+        row |= interval_columns("minus_tuned", over_trainings(each, tuned[0]))
+        row |= dict(zip(("slow_share", "match_share"), told.round(4).tolist(), strict=True))
         row["each"] = json.dumps([round(float(values.mean()), 4) for values in each])
         row["constants"] = json.dumps(constants) if policy == "weighted_load tuned" else ""
         row["cpu_s"] = json.dumps([_seconds(run) for run in runs]) if policy == "ppo" else ""

@@ -35,7 +35,7 @@ from servegym.experiments.evaluation.evaluate import evaluate
 from servegym.experiments.evaluation.stats import mean, over_trainings, student_interval
 from servegym.experiments.evaluation.tables import Note, note
 from servegym.experiments.papers import study
-from servegym.experiments.papers.plotting import Lines
+from servegym.experiments.papers.plotting import Curves
 from servegym.experiments.papers.study import Study, command
 from servegym.experiments.papers.verdicts import Rows, pick, split
 
@@ -257,8 +257,8 @@ def findings(options: Any, rows: Rows) -> Iterator[Note]:
         }
         trained = [part for (policy, _), part in curves.items() if policy != SHUFFLED]
         yield note(
-            f"{rate:g} requests/s, evaluation episodes, last policy of {len(trained)} "
-            f"trainings: {', '.join(texts)}.",
+            f"{rate:g} requests/s, plain means over evaluation episodes, last policy of "
+            f"{len(trained)} trainings: {', '.join(texts)}.",
             rate=rate,
             qos={name: row["qos"] for name, row in done.items()},
         )
@@ -302,12 +302,12 @@ def _study(table: str) -> Study:
         _measured,
         lambda options: ({"table": table},),
         notes=findings,
-        picture=Lines(
-            x="cpu_s",
+        picture=Curves(
             y="qos",
-            line=("policy", "training"),
-            panels="rate",
-            where=lambda row: row["split"] == "val" and row["cpu_s"] not in ("", None),
+            label="average QoS of validation episodes",
+            run=("policy", "training"),
+            panels=("rate", "requests/s"),
+            where=lambda row: row["split"] == "val",
         ),
         facts=lambda options: TRAININGS[table]._asdict(),
         packages=("torch",),

@@ -33,7 +33,7 @@ from servegym.experiments.evaluation.evaluate import DEFAULT_SEED, evaluate
 from servegym.experiments.evaluation.stats import over_trainings
 from servegym.experiments.evaluation.tables import Note, note
 from servegym.experiments.papers import study
-from servegym.experiments.papers.plotting import Lines
+from servegym.experiments.papers.plotting import Curves
 from servegym.experiments.papers.serverless.billing import MODELS
 from servegym.experiments.papers.study import Study, command, interval_columns
 
@@ -252,7 +252,12 @@ def _study(model: str) -> Study:
         _learning,
         lambda options: ({"model": model},),
         notes=_findings,
-        picture=Lines(x="cpu_s", y="val_reward", line="run", where=lambda row: row["cpu_s"] != ""),
+        picture=Curves(
+            y="val_reward",
+            label="mean reward of a validation request",
+            run="run",
+            names=KINDS,
+        ),
         drawn=(curves,),
         beside={curves: lambda rows: rows[0]["_curves"]},
         facts=lambda options: {

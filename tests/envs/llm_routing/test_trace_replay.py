@@ -163,6 +163,7 @@ def test_arrays_of_any_kind_give_the_same_times():
     ("change", "words"),
     [
         ({"arrival_s": [0.0, np.nan]}, r"arrival_s\[1\]"),
+        ({"arrival_s": [0.0, 1.7e12]}, r"arrival_s\[1\].*below 1e\+11: seconds, not milliseconds"),
         ({"arrival_s": [1.0, 0.5]}, "sort the requests"),
         ({"arrival_s": []}, "empty"),
         ({"prompt_tokens": [1, 0]}, r"prompt_tokens\[1\]"),

@@ -5,7 +5,7 @@ import pytest
 from gymnasium.utils.seeding import np_random
 
 from servegym.envs.llm_routing.kernel import sojourn_s
-from servegym.envs.prefix_routing import kernel
+from servegym.envs.prefix_routing import kernel, render
 from servegym.envs.prefix_routing.config import DICT, build_problem
 from servegym.envs.prefix_routing.env import (
     PrefixRoutingEnv,
@@ -231,7 +231,7 @@ def test_summary_view_has_the_flat_columns_by_replica():
         a, *_ = rows.step(k % 3)
         b, *_ = flat.step(k % 3)
     asked, replicas = np.split(b, [len(REQUEST_FEATURES)])
-    replicas = replicas.reshape(3, len(REPLICA_FEATURES) + 1)
+    replicas = replicas.reshape(3, len(REPLICA_FEATURES) + 1)[:, :-1]
     assert (a == np.concatenate([replicas, np.tile(asked, (3, 1))], axis=1)).all()
 
 
@@ -263,25 +263,19 @@ def test_score_counts_what_each_request_took_of_its_objectives(failures):
 
 
 @pytest.mark.parametrize("failures", [None, FAILURES])
-def test_dense_pays_the_score_early_and_charges_for_backlog(failures):
-    """Over an episode the score, less 2 a second of the work that the last decision left."""
+def test_dense_pays_the_score_early_and_charges_for_work(failures):
+    """Over an episode the score, less 2 for each second of work on uncached tokens."""
     kwargs = SMALL | {"rate": 60.0, "failures": failures}
     paid = {}
     for reward in ("score", "dense"):
         env = PrefixRoutingEnv(reward=reward, **kwargs)
         env.reset(seed=0)
-        before = backlog_s(env.batch)
         paid[reward] = [env.step(k % 3)[1] for k in range(env.problem.episode_requests)]
-    after = float(env.batch.episodes.row["backlog_s"][0])
-    assert after > 0.0 and after != before
-    assert sum(paid["dense"]) == pytest.approx(sum(paid["score"]) - 2.0 * (after - before))
-    assert paid["dense"][0] < paid["score"][0]  # the first request has not ended
-
-
-def backlog_s(batch):
-    """Seconds of work on prompts that lies at the replicas, as the gateway counts it."""
-    replicas = batch.gateway.replica[0]
-    return float((replicas["prefill"] / replicas["speed"]).sum())
+    log = env.unwrapped.request_log()
+    sent = log["outcome"] != kernel.REJECTED
+    work = (log["prompt_tokens"] - log["match_tokens"])[sent] / env.problem.speed[0]
+    assert sum(paid["dense"]) == pytest.approx(sum(paid["score"]) - 2.0 * work.sum())
+    assert paid["dense"][0] > paid["score"][0] == 0.0  # the first request has not ended
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
@@ -385,3 +379,19 @@ def test_splits_share_no_session():
         whole = set(make()._rows.tolist())
         assert set.union(*parts) == whole and sum(map(len, parts)) == len(whole)
         assert all(len(part) > 0.05 * len(whole) for part in parts)
+
+
+def test_the_picture_has_a_mark_for_each_of_the_last_completed_requests():
+    pytest.importorskip("matplotlib")
+    env = PrefixRoutingEnv(render_mode="rgb_array", **SMALL)
+    env.reset(seed=1)
+    for step in range(SMALL["episode_requests"] - 1):
+        env.step(step % env.action_space.n)
+    finished = env.batch.finished(0)
+    measured = (env.request_log()["outcome"] == kernel.COMPLETED).sum()
+    assert measured < len(finished) <= measured + SMALL["warmup_requests"]
+    marks = render._marks(env.batch, finished)
+    count = np.bincount(finished["replica"], minlength=len(marks))
+    assert (marks < 1.0).any(axis=2).sum(axis=1).tolist() == np.minimum(count, 40).tolist()
+    panel = env.render()[60:480, 720:930].astype(int)  # where the marks are
+    assert np.ptp(panel, axis=2).max() > 80  # green or red

@@ -60,6 +60,12 @@ BAD = {
 }
 
 
+def test_times_in_milliseconds_since_1970_are_refused():
+    late = example()._replace(arrival_s=np.array([0.0, 1.0, 1.7e12]))
+    with pytest.raises(ValueError, match=r"arrival_s\[2\] is 17.*; it must be seconds"):
+        late.check()
+
+
 @pytest.mark.parametrize("name", BAD)
 def test_a_bad_field_is_named(name):
     with pytest.raises(ValueError, match=f"^{name}"):

@@ -4,7 +4,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 
-from servegym.envs.serverless_moe import config, kernel
+from servegym.envs.serverless_moe import config, kernel, render
 from servegym.envs.serverless_moe import env as single
 from servegym.envs.serverless_moe import equations as eq
 from servegym.envs.serverless_moe.system import best_ttft_s, local_tpot_s
@@ -298,3 +298,28 @@ def test_predictors():
     table = env.problem.activations.frequencies()
     exact = single.ServerlessMoEEnv(**SHORT, predictor=lambda book: book.frequencies())
     np.testing.assert_allclose(exact.problem.predicted, table, rtol=1e-6)
+
+
+def test_the_picture_shows_each_requests_cost_by_parts():
+    pytest.importorskip("matplotlib")
+    env = make(render_mode="rgb_array")
+    env.reset(seed=2)
+    for action in random_actions(env, 6):
+        env.step(action)
+    frame, log = env.render(), env.unwrapped.request_log()
+    assert frame.shape == (render.HEIGHT, render.WIDTH, 3) and len(log) == 6
+    left, wide, high = 0.07, 0.91, 0.73  # the axis in the frame
+    for k, entry in enumerate(log):
+        x = round(render.WIDTH * (left + wide * (k + 0.5) / render.SHOWN))
+        column = frame[:, x]
+        level = 0.0
+        for name, _, colour in render._PARTS:
+            share = entry[name] / entry["mix_cost_usd"]
+            level += share
+            if 0.02 < share and level < 2.0:
+                rgb = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
+                pixels = (column == rgb).all(axis=1).sum()
+                assert pixels == pytest.approx(render.HEIGHT * high * share / 2.0, abs=4.0)
+    assert {tuple(p) for p in frame[: round(render.HEIGHT * 0.06)].reshape(-1, 3)} != {
+        tuple(frame[0, 0])
+    }  # the title

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from servegym.envs.workloads import list_arrivals, make_arrivals
-from servegym.envs.workloads.arrivals import fitted_parameters
+from servegym.envs.workloads.arrivals import TraceArrivals, fitted_parameters
 from servegym.envs.workloads.build.arrivals import (
     AZURE_WINDOWS,
     BURSTGPT_WINDOWS,
@@ -210,3 +210,8 @@ def test_trace_refuses(kwargs, message, trace_file):
 def test_make_arrivals_refuses(name, rate, kwargs, message):
     with pytest.raises(ValueError, match=message):
         make_arrivals(name, rate, **kwargs)
+
+
+def test_a_trace_of_milliseconds_since_1970_is_refused():
+    with pytest.raises(ValueError, match="timestamps_s has .*must have seconds, below 1e"):
+        TraceArrivals(1.0, np.array([1.7e12, 1.7e12 + 500]))

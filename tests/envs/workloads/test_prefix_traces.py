@@ -154,6 +154,8 @@ def test_mooncake_by_hand(tmp_path):
     "rows, line, field",
     [
         ([(5, 600, 1, [0, 1]), (4, 600, 1, [0, 1])], 2, "timestamp"),
+        ([(0.0, 600, 1, [0, 1]), (0.25, 600, 1, [0, 1])], 2, "timestamp"),
+        ([(1.7e15, 600, 1, [0, 1])], 1, "timestamp"),
         ([(5, 600, 1, [0, True])], 1, "hash_ids"),
         ([(5, 0, 1, [])], 1, "input_length"),
         ([(5, 600, 10**12, [0, 1])], 1, "output_length"),
@@ -220,6 +222,7 @@ def test_kvcache_by_hand(tmp_path):
         ("[]", None, None),
         (session((5, 64, 1, [1]), (4, 64, 1, [1])), "request 1", "t"),
         (session((5, "x", 1, [1])), "request 0", "in"),
+        (session((1.7e12, 64, 1, [1])), "request 0", "t"),
         (session((5, 128, 1, [1, 2]), (6, 128, 1, [2, 1])), "request 1", "hash_ids"),
         (
             session({"type": "subagent", "t": 1, "requests": [{"t": 0, "in": 64, "out": 1}]}),

@@ -30,8 +30,25 @@ def test_a_file_becomes_a_catalog_in_its_order(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("times", "found"),
+    [
+        (("1700000000", "1700000000.25", "1700000003"), [0, 0.25, 3]),
+        (("2023-11-14 22:13:20", "2023-11-14 22:13:20.25", "2023-11-14T22:13:23Z"), [0, 0.25, 3]),
+        (("36000", "36000.25", "36003"), [36000, 36000.25, 36003]),  # of a day, no epoch
+    ],
+)
+def test_times_since_an_epoch_count_from_the_first(tmp_path, times, found):
+    path = tmp_path / "requests.csv"
+    rows = "".join(f"{time},10,20,30,0.25,1\n" for time in times)
+    path.write_text(HEADER + rows)
+    assert load_requests(path).arrival_s.tolist() == found
+
+
+@pytest.mark.parametrize(
     ("old", "new", "line", "field"),
     [
+        ("2,12", "1700000000000,12", 4, "arrival_s"),
+        ("2,12", "2023-11-14 22:13:20,12", 4, "arrival_s"),
         ("11,21", "0,21", 3, "prompt_tokens"),
         ("11,21", "11,2.5", 3, "output_tokens_a"),
         ("2,12", "nan,12", 4, "arrival_s"),

@@ -108,6 +108,10 @@ ROW = '{"timestamp": 1, "input_length": 4, "output_length": 5, "hash_ids": [1]}\
             ":2: field 'timestamp'",
             "not a time",
         ),
+        ("timestamp\n1700000000000\n", None, ":2: field 'timestamp'", "not even since 1970"),
+        ("timestamp_ms\n1700000000000000\n", None, ":2: field 'timestamp_ms'", "be milliseconds"),
+        (BURST + "1700000000000,m,1,1,2,L\n", None, ":2: field 'Timestamp'", "cannot be seconds"),
+        (ROW + ROW.replace(": 1,", ": 1.25,"), None, ":2: field 'timestamp'", "or 'jsonl' for sec"),
         ("version https://git-lfs.github.com/spec/v1\noid sha256:0\n", None, ":1", "git lfs pull"),
     ],
 )
@@ -119,6 +123,14 @@ def test_malformed_files_are_refused_with_place_and_field(tmp_path, text, fmt, w
     assert message.startswith(f"{path}{where}"), message
     assert words in message
     assert "; " in message  # what, then how to fix it
+
+
+def test_epochs_and_units_that_are_told(tmp_path):
+    epoch = "timestamp_ms\n1700000000000\n1700000000500\n"
+    assert load_trace(write(tmp_path, epoch)).timestamps_s.tolist() == [0, 0.5]
+    path = write(tmp_path, ROW + ROW.replace(": 1,", ": 1.25,"))
+    assert load_trace(path, "mooncake").timestamps_s.tolist() == [0, 0.00025]
+    assert load_trace(path, "jsonl").timestamps_s.tolist() == [0, 0.25]
 
 
 def test_missing_file_and_unknown_format(tmp_path):

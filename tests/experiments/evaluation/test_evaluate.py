@@ -160,7 +160,11 @@ def test_rank_disagreement():
 
 def test_printed_table(result, capsys):
     rows, logs = result
-    ev.print_summary(rows, logs)
+    ev.print_summary([row for row in rows if row["policy"] != "oracle"], logs)
+    short = capsys.readouterr().out
+    assert short.count("policy") == 1 and max(map(len, short.splitlines())) <= 100  # one table
+    assert "late %" in short and not any(w in short for w in ("Share of", "return", "TPOT"))
+    ev.print_summary(rows, logs, every=True)
     text = capsys.readouterr().out
     assert "edge-6-heterogeneous" in text and "seeds 7..10" in text
     for needed in ("drop %", "reject %", "ms/token", "ceiling (mean best score)", "Share of"):
@@ -181,6 +185,10 @@ def test_printed_table(result, capsys):
         ({"num_envs": 0}, "num_envs"),
         ({"policies": []}, "policies"),
         ({"policies": ["gredy_qos"]}, "did you mean 'greedy_qos'"),
+        ({"policies": ["gredy"]}, "did you mean 'greedy_qos'"),
+        ({"policies": ["ppo_stes"]}, "did you mean 'ppo_sets'"),
+        ({"policies": ["lfu_cachs"]}, "did you mean 'lfu_caches', a policy for expert_placement"),
+        ({"policies": ["mappo_placement"]}, "is a policy for expert_placement"),
         ({"policies": ["runs/none.safetensors"]}, "runs/none.safetensors"),
         ({"env_id": "servegym/LLMRoutng-v0"}, "did you mean 'servegym/LLMRouting"),
         ({"env_kwargs": {"rte": 8}}, "rte.*rate"),

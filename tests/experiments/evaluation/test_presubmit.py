@@ -61,6 +61,21 @@ def test_a_router_that_crashes_leaves_its_error(tmp_path, capsys):
     assert "ZeroDivisionError" in found["error"] and "ZeroDivision" in capsys.readouterr().out
 
 
+ROUTING = """
+def act(observation, action_mask):
+    return int(observation["experts"][:, 2].argmin()) + 1
+"""
+
+
+def test_a_file_that_decides_for_another_family_is_refused_by_name(tmp_path, capsys):
+    (tmp_path / "mine.py").write_text(ROUTING)
+    with pytest.raises(ValueError, match="mine.py', which decides for servegym/LLMRouting-v1; pre"):
+        presubmission.main([str(tmp_path / "mine.py"), "--rates", "8", "--episodes", "2"])
+    with pytest.raises(SystemExit):
+        presubmission.main(["--help"])
+    assert "policy of servegym/PrefixRouting-v1" in " ".join(capsys.readouterr().out.split())
+
+
 NOISE = np.resize([0.0, 0.02, -0.02, 0.0], 64)
 
 
@@ -176,10 +191,13 @@ def test_time_per_token_is_the_mean_over_completed_requests():
     "arguments, message",
     [
         ({"scenario": "nowhere"}, "scenario"),
+        ({"scenario": "gie709"}, "Did you mean 'gie-709'"),
         ({"rates": [-1.0]}, "rates"),
         ({"episodes": 1}, "episodes"),
         ({"margin": -0.1}, "margin"),
         ({"policy": "no_such"}, "no_such"),
+        ({"policy": "greedy_qos"}, "is a policy for llm_routing, not for prefix_routing"),
+        ({"policy": "ppo_sets"}, "is a policy for llm_routing, not for prefix_routing"),
     ],
 )
 def test_bad_input_is_refused_by_name(arguments, message):

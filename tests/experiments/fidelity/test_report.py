@@ -180,6 +180,9 @@ def test_bad_files_are_refused(tmp_path):
         ({"arrival_time": None}, "requests.jsonl:4: field 'arrival_time'"),
         ({"first_token_ts": 0.0}, "field 'first_token_ts'.*order"),
         ({"last_token_ts": 9e6}, "field 'last_token_ts'.*milliseconds"),
+        ({"arrival_time": 1.7e12}, "jsonl:4: field 'arrival_time'.*cannot be seconds"),
+        ({"scheduled_ts": "soon"}, "jsonl:4: field 'scheduled_ts': got 'soon'"),
+        ({"scheduled_ts": 1.7e15}, "jsonl:4: field 'scheduled_ts'.*cannot be seconds"),
     ):
         changed = [*lines[:3], json.dumps({**fourth, **change}), *lines[4:]]
         refused(tmp_path, requests, "\n".join(changed), words)
@@ -188,6 +191,7 @@ def test_bad_files_are_refused(tmp_path):
         (text.replace("running", "runing"), "timeseries.csv:1: field 'running'"),
         (text + "9,1,1,nan\n", "field 'kv_cache_pct'"),
         (text + "9,1,1,941.0\n", "write percent"),
+        (text + "1700000000,1,1,5\n", "field 't': got 1700000000; write seconds since the run"),
     ):
         refused(tmp_path, series, wrong, words)
     series.unlink()

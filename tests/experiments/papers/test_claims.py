@@ -5,7 +5,7 @@ import pytest
 from scipy.stats import t
 
 from servegym.experiments.evaluation.output import read_rows, write_csv
-from servegym.experiments.papers.claims import CLAIMS, TITLES, findings, main
+from servegym.experiments.papers.claims import CLAIMS, TITLES, findings, lines, main
 from servegym.experiments.papers.placement.claims import unpaired
 from servegym.experiments.papers.placement.measuring import interval
 from servegym.experiments.papers.routing.claims import RETRAINED, ahead
@@ -233,7 +233,10 @@ def test_kept_results_answer_every_claim(family: str, capsys) -> None:
         assert findings(one), one
     assert main([family]) == 0
     printed = capsys.readouterr().out
-    assert TITLES[family] in printed and "agrees" in printed
+    verdicts = [line[-1] for line in lines(family)]
+    count = verdicts.count("agrees")
+    tally = f"{TITLES[family]}: {len(verdicts)} findings: {count} agrees, "
+    assert printed.startswith(tally)
     assert ("learner of revision" in printed) == (family == "routing")
 
 

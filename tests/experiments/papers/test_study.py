@@ -12,7 +12,16 @@ pytest.importorskip("matplotlib")
 from servegym.experiments.evaluation.output import read_rows, write_csv  # noqa: E402
 from servegym.experiments.evaluation.tables import read_record  # noqa: E402
 from servegym.experiments.papers import study  # noqa: E402
-from servegym.experiments.papers.plotting import Bars, Lines, as_png, error_bars  # noqa: E402
+from servegym.experiments.papers.plotting import (  # noqa: E402
+    AXES,
+    DENSE,
+    Bars,
+    Curves,
+    Lines,
+    as_png,
+    error_bars,
+    words,
+)
 from servegym.experiments.papers.study import Study, command  # noqa: E402
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -129,6 +138,48 @@ def test_pictures_have_a_panel_a_column_and_value() -> None:
         assert titles == [(f"side {side}", y) for y in ("y", "z") for side in (1, 0)]
         assert set(figure.axes[0].get_legend_handles_labels()[1]) == {"a", "b", "z"}
         assert as_png(figure).startswith(PNG)
+
+
+def test_every_axis_of_numbers_names_a_unit() -> None:
+    """Of the studies that the package has; a column without one is in `AXES` or the study's own."""
+    for group in study.GROUPS:
+        for name, one in study.list_pictures(group).items():
+            if isinstance(picture := one.picture, Lines):
+                axes = [picture.y] if isinstance(picture.y, str) else list(picture.y)
+                axes += [] if isinstance(picture, Bars) else [picture.x]
+                for column in axes:
+                    label = picture.labels.get(column) or words(column)
+                    assert column in AXES or ", " in label, (name, column, label)
+    assert words("latency_ms_per_token") == "latency, ms/token"
+    assert words("mean_latency_s") == "mean latency, s"
+
+
+def test_a_dense_line_has_a_band_in_place_of_bars() -> None:
+    for points, collections in ((DENSE - 1, 1), (DENSE, 1)):
+        rows = [{"x": x, "y": x, "y_low": x - 1, "y_high": x + 1} for x in range(points)]
+        (axis,) = Lines(x="x", y="y")(rows).axes
+        band = [one for one in axis.collections if "Poly" in type(one).__name__]
+        assert len(axis.collections) == collections and len(band) == (points == DENSE)
+        assert len(axis.containers) == (points < DENSE)
+
+
+def test_learning_curves_have_a_line_a_training_between_the_rules_levels() -> None:
+    ours = {"one_1": (0.0, 0.6, 0.8), "one_2": (0.1, 0.5, 0.7), "shuffled_1": (0.0, 0.0, 0.0)}
+    rows = [
+        {"run": k, "cpu_s": 5 * at, "y": y} for k, own in ours.items() for at, y in enumerate(own)
+    ]
+    rows += [{"run": name, "cpu_s": "", "y": y} for name, y in (("rule", 0.9), ("poor", -9.0))]
+    picture = Curves(y="y", label="metric", run="run", names={"one": "agent"})
+    (axis,) = picture(rows).axes
+    assert axis.get_ylabel() == "metric"
+    assert [list(line.get_ydata()) for line in axis.lines[:3]] == list(map(list, ours.values()))
+    assert axis.get_legend_handles_labels()[1] == ["agent, 2 trainings", "shuffled rewards"]
+    assert [text.get_text() for text in axis.texts] == ["rule"] and len(axis.lines) == 4
+    low, high = axis.get_ylim()  # from the second evaluations on, with the rule that is near
+    assert 0.4 < low < 0.5 and 0.9 < high < 1.0
+    assert axis.get_xlabel().endswith("beyond the axis: poor -9, shuffled rewards 0")
+    assert [len(own) for own in picture.trainings(rows).values()] == [3, 3, 3]
+    assert as_png(picture(rows[:1])).startswith(PNG)  # one evaluation is enough
 
 
 def test_bars_are_never_negative() -> None:

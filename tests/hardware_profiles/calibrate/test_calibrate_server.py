@@ -96,11 +96,28 @@ def test_the_law_comes_back_and_needs_not_rise(file, tmp_path, capsys):
     assert served["finish_s"][0] == pytest.approx(alone, rel=0.05)
 
 
+def later(row, started_s):
+    """The file's first row with another beginning."""
+    cells = row.split(",")
+    cells[COLUMNS.index("started_s")] = started_s
+    return ",".join(cells)
+
+
 @pytest.mark.parametrize(
-    ("old", "new", "what"), [("token_s", "token", "token_s"), ("\n0,", "\nx,", ":2: field 'load'")]
+    ("old", "new", "what"),
+    [
+        ("token_s", "token", "token_s"),
+        ("\n0,", "\nx,", ":2: field 'load'"),
+        (None, "1700000000000", ":2: field 'started_s': '1700000000000' cannot be seconds"),
+        (None, "-1", ":2: field 'started_s': '-1' is negative"),
+    ],
 )
 def test_a_bad_file_is_refused_by_line_and_field(file, tmp_path, old, new, what):
     path = tmp_path / "bad.csv"
-    path.write_text(file.read_text().replace("\r\n", "\n").replace(old, new))
+    text = file.read_text().replace("\r\n", "\n")
+    if old is None:
+        old = text.splitlines()[1]
+        new = later(old, new)
+    path.write_text(text.replace(old, new))
     with pytest.raises(ValueError, match=what):
         calibrate_server(path, slots=SLOTS, kv_tokens=4096, name="x")
