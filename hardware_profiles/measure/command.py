@@ -1,6 +1,6 @@
-"""The command ``servegym measure``: GPU kernels, CPU experts, or a running server.
+"""The command ``servegym measure``: GPU kernels, the link of cards, CPU experts, or a server.
 
-All of them write CSV files that can be interrupted and resumed (``table.py``).
+All but ``link`` write CSV files that can be interrupted and resumed (``table.py``).
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-_USAGE = """usage: servegym measure {gpu,cpu-expert,server} ...
+_USAGE = """usage: servegym measure {gpu,link,cpu-expert,server} ...
 
   gpu         kernels of a model shape with random weights, through torch
+  link        an all-reduce between cards, for `servegym profile --link`
   cpu-expert  one expert's feed-forward pass, through numpy
   server      any server that speaks OpenAI's protocol
 
@@ -19,7 +20,7 @@ Each has --help of its own."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line: ``gpu``, ``cpu-expert`` or ``server``, and their arguments.
+    """Command line: ``gpu``, ``link``, ``cpu-expert`` or ``server``, and their arguments.
 
     Raises:
         ValueError: If an argument cannot be used.
@@ -29,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if what in ("-h", "--help"):
         print(_USAGE)
         return 0
-    modules = {"gpu": "gpu", "cpu-expert": "cpu", "server": "server"}
+    modules = {"gpu": "gpu", "link": "link", "cpu-expert": "cpu", "server": "server"}
     if what not in modules:
         raise ValueError(f"measure: got {what!r}; must be one of {', '.join(modules)}")
     # Imported here: measuring experts and servers needs no torch.
