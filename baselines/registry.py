@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from servegym._checks import nearest
+from servegym._checks import mapping, nearest
 from servegym.baselines.protocol import CallablePolicy, Observation, Policy
 from servegym.envs.families import FAMILIES, family_named
 
@@ -33,27 +33,30 @@ class PolicyInfo:
 
 
 _INFO: dict[tuple[str, str], PolicyInfo] = {}
-_FACTORY: dict[tuple[str, str], Callable[..., Policy]] = {}
+_FACTORY: dict[tuple[str, str], tuple[Callable[..., Any], Callable[..., Policy] | None]] = {}
 
 
 def register_policy(
     name: str,
-    factory: Callable[..., Policy],
+    factory: Callable[..., Any],
     description: str,
     *,
     family: str = "llm_routing",
     clairvoyant: bool = False,
     aliases: tuple[str, ...] = (),
+    wrapper: Callable[..., Policy] | None = None,
 ) -> None:
     """Add a policy under its name and aliases.
 
     Args:
         name: A new name in the family.
-        factory: Called as ``factory(system, **kwargs)``.
+        factory: Called as ``factory(system, **kwargs)``; its parameters are the policy's.
         description: One line, shown by `list_policies`.
         family: The environment family.
         clairvoyant: Whether it uses what a router cannot know.
         aliases: Other names for it.
+        wrapper: Makes the policy in the place of ``factory``: ``wrapper(factory, system,
+            **kwargs)``.
 
     Raises:
         ValueError: If a name is taken.
@@ -65,7 +68,7 @@ def register_policy(
         alias_of = None if key == name else name
         text = description if alias_of is None else f"alias of {name}: {description}"
         _INFO[family, key] = PolicyInfo(key, text, clairvoyant, family, alias_of)
-        _FACTORY[family, key] = factory
+        _FACTORY[family, key] = factory, wrapper
 
 
 def _load(family: str) -> None:
@@ -116,23 +119,28 @@ def make_policy(name: str, system: Any, *, family: str = "llm_routing", **kwargs
         ValueError: If the name, the family or a parameter is unknown.
     """
     _load(family)
-    factory = _FACTORY.get((family, name))
-    if factory is None:
+    if (family, name) not in _FACTORY:
         allowed = [known for registered, known in _FACTORY if registered == family]
         raise ValueError(_unknown("policy", name, allowed))
-    if family == "llm_routing":
-        from servegym.baselines.llm_routing.fleets import per_fleet
+    factory, wrapper = _FACTORY[family, name]
+    mapping(f"policy {name!r}", kwargs, _parameters(factory))
+    return factory(system, **kwargs) if wrapper is None else wrapper(factory, system, **kwargs)
 
-        # A policy that takes the environment meets all of its fleets there.
-        if not getattr(factory, "needs_env", False):
-            factory = functools.partial(per_fleet, factory)
-    try:
-        return factory(system, **kwargs)
-    except TypeError as error:
-        # Only a wrong parameter name is the caller's mistake; other TypeErrors are ours.
-        if "unexpected keyword argument" not in str(error):
-            raise
-        raise ValueError(f"policy {name!r}: {error}") from error
+
+def _parameters(factory: Callable[..., Any]) -> list[str] | None:
+    """Names of a factory's keywords, None for any; a class's ``**`` are those of its base."""
+    names: list[str] = []
+    makers = [factory]
+    if isinstance(factory, type):
+        bases = factory.__mro__[:-1]  # without `object`
+        makers = [vars(kind)["__init__"] for kind in bases if "__init__" in vars(kind)]
+    for make in makers:
+        parameters = list(inspect.signature(make).parameters.values())
+        names += [p.name for p in parameters if p.name not in ("self", "system")]
+        if not parameters or parameters[-1].kind is not inspect.Parameter.VAR_KEYWORD:
+            return names
+        names.pop()
+    return None
 
 
 def from_callable(

@@ -457,7 +457,7 @@ for _command in (
     (
         "measure",
         "hardware_profiles.measure.command",
-        "Measure a machine: gpu, cpu-expert or server.",
+        "Measure a machine: gpu or server.",
     ),
     (
         "fidelity",

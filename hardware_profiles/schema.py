@@ -419,6 +419,10 @@ def kv_capacity_tokens(
 # -- files -------------------------------------------------------------------------------------
 
 
+class _RefusedError(ValueError):
+    """JSON that could be parsed and is refused."""
+
+
 def read_json(path: str | os.PathLike[str]) -> Any:
     """Read a JSON file strictly: no NaN, no infinity, no key twice.
 
@@ -431,13 +435,13 @@ def read_json(path: str | os.PathLike[str]) -> Any:
     file = Path(path)
 
     def constant(token: str) -> Any:
-        raise ValueError(f"{file.name}: {token} is no JSON number; write a finite number")
+        raise _RefusedError(f"{file.name}: {token} is no JSON number; write a finite number")
 
     def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
         out: dict[str, Any] = {}
         for key, value in items:
             if key in out:
-                raise ValueError(f"{file.name}: field {key!r}: given twice")
+                raise _RefusedError(f"{file.name}: field {key!r}: given twice")
             out[key] = value
         return out
 
@@ -455,9 +459,9 @@ def read_json(path: str | os.PathLike[str]) -> Any:
         ) from error
     except RecursionError as error:
         raise ValueError(f"{file.name}: not valid JSON: {error}") from error
-    except ValueError as error:  # a number of thousands of digits, or one of those above
-        if str(error).startswith(file.name):
-            raise
+    except _RefusedError:
+        raise
+    except ValueError as error:  # a number of thousands of digits
         raise ValueError(f"{file.name}: not valid JSON: {error}") from error
 
 

@@ -89,13 +89,15 @@ ROOMS = (
 
 @functools.cache
 def _imported(path):
-    """The full names that a file imports: of modules, and of what it takes from modules."""
-    names = []
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    """The full names that a file imports: of modules, and of what it takes from them."""
+    names, tree = [], ast.parse(path.read_text(encoding="utf-8"))
+    if path.stem == "__init__":  # what a package loads at first use, it names for type checkers
+        tree.body = [node for node in tree.body if "TYPE_CHECKING" not in ast.dump(node)]
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
-            names += [f"{node.module}.{alias.name}" for alias in node.names]
+            names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
     return names
 
 
@@ -110,15 +112,17 @@ def _room(module):
 
 
 def test_imports_run_from_right_to_left_and_in_no_circle(root):
-    """Every import anywhere in a file counts, those inside functions and for types as well."""
+    """Every import anywhere in a file counts, those inside functions and for types as well.
+
+    ``from package import module`` counts as one of the package and one of the module.
+    """
     modules = {}
     for path in _files(root):
         package = _package(root, path.parent)
         modules[package if path.stem == "__init__" else f"{package}.{path.stem}"] = path
     arrows = {}
     for name, path in modules.items():
-        found = {one if one in modules else one.rpartition(".")[0] for one in _imported(path)}
-        arrows[name] = (found & modules.keys()) - {name}
+        arrows[name] = (set(_imported(path)) & modules.keys()) - {name}
     # The package itself reads the families' ids to register them.
     arrows["servegym"].remove("servegym.envs.families")
     back = [(a, b) for a in arrows for b in arrows[a] if _room(b) > _room(a)]

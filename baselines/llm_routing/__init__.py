@@ -1,6 +1,7 @@
 """Policies for the LLM routing environments; importing this registers them."""
 
 from servegym.baselines.llm_routing.bandits import DelayedLinUcb, LinUcb, Thompson
+from servegym.baselines.llm_routing.fleets import per_fleet
 from servegym.baselines.llm_routing.greedy_qos import (
     ExpectedQosGreedy,
     GreedyQos,
@@ -77,5 +78,11 @@ for _policy, _line, *_aliases in (
     ),
 ):
     register_policy(
-        _policy.name, _policy, _line, clairvoyant=_policy.clairvoyant, aliases=tuple(_aliases)
+        _policy.name,
+        _policy,
+        _line,
+        clairvoyant=_policy.clairvoyant,
+        aliases=tuple(_aliases),
+        # A policy that takes the environment meets all of its fleets there.
+        wrapper=None if _policy.needs_env else per_fleet,
     )

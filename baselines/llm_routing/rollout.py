@@ -30,29 +30,21 @@ class Rollout(RoutingPolicy):
     clairvoyant = True
     needs_env = True
 
-    def __init__(
-        self,
-        system: RoutingSystem,
-        *,
-        horizon: int = 100,
-        drain: int = 0,
-        **greedy: Any,
-    ) -> None:
+    def __init__(self, system: RoutingSystem, *, horizon: int = 100, drain: int = 0) -> None:
         """Build it; `bind` has to be called before `act`.
 
         Args:
             system: The system.
             horizon: Requests that priced_greedy decides after the first action.
             drain: Requests that are dropped after those.
-            **greedy: Parameters of `PricedGreedy`.
 
         Raises:
             ValueError: If a parameter is out of range.
         """
         super().__init__(system)
         self.horizon, self.drain = whole("horizon", horizon, 0), whole("drain", drain, 0)
-        self.greedy = per_fleet(PricedGreedy, system, **greedy)
-        self._ahead = per_fleet(PricedGreedy, system, **greedy)
+        self.greedy = per_fleet(PricedGreedy, system)
+        self._ahead = per_fleet(PricedGreedy, system)
         self._env: Any = None
         self._scratch: Any = None
 

@@ -81,7 +81,7 @@ RULES: MappingProxyType[str, tuple[Callable[..., Rule], str]] = MappingProxyType
 
 
 def _policy(
-    make: Callable[..., Rule], name: str, system: PrefixSystem, **kwargs: Any
+    name: str, make: Callable[..., Rule], system: PrefixSystem, **kwargs: Any
 ) -> RulePolicy:
     return RulePolicy(system, partial(make, **kwargs), name)
 
@@ -95,4 +95,4 @@ register_policy(
 )
 
 for _name, (_make, _line) in RULES.items():
-    register_policy(_name, partial(_policy, _make, _name), _line, family="prefix_routing")
+    register_policy(_name, _make, _line, family="prefix_routing", wrapper=partial(_policy, _name))

@@ -79,6 +79,6 @@ class PrefixSystem:
         Raises:
             ValueError: As the environment does for an unknown or bad argument.
         """
-        from servegym.envs.prefix_routing.config import DICT, build_problem
+        from servegym.envs.prefix_routing.env import PrefixRoutingEnv
 
-        return cls.from_problem(build_problem(view=DICT, **kwargs))
+        return cls.from_problem(PrefixRoutingEnv.make_problem(kwargs))

@@ -2,21 +2,12 @@
 
 from servegym.baselines.registry import register_policy
 from servegym.baselines.serverless_moe import clairvoyant, heuristics
-from servegym.baselines.serverless_moe.lpt import compile_kernels as _compile_lpt
+from servegym.baselines.serverless_moe.lpt import compile_kernels
 from servegym.baselines.serverless_moe.remoe.policies import Remoe, RemoeCost, RemoeSticky
 from servegym.baselines.serverless_moe.system import ServerlessSystem
 from servegym.baselines.serverless_moe.warm_planner import WarmPlanner
 
 __all__ = ["ServerlessSystem", "compile_kernels"]
-
-
-def compile_kernels() -> None:
-    """Compile what the policies and the predictors run, or load it from the cache on disk."""
-    from servegym.baselines.serverless_moe.prediction import kernel
-
-    _compile_lpt()
-    kernel.compile_kernels()
-
 
 for _policy, _description in {
     heuristics.Random: "uniform over the legal actions",

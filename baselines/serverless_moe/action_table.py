@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import ndtr
 
-from servegym.baselines.serverless_moe import lpt
+from servegym.baselines.serverless_moe.lpt import largest_replica_sums, lpt_rows
 from servegym.baselines.serverless_moe.system import ServerlessSystem
 from servegym.envs.serverless_moe import equations as eq
 from servegym.envs.serverless_moe.loads import Load
@@ -160,10 +160,10 @@ class ActionTable:
         tokens = model.top_k * self.system.mean_prompt_tokens * share
         middle = float(np.median(model.remote_specs_mb))
         jobs = np.where(remote, eq.replica_jobs_s(model, middle, tokens), 0.0)
-        replica = lpt.lpt_rows(jobs.reshape(-1, share.shape[1]), model.z_max)
+        replica = lpt_rows(jobs.reshape(-1, share.shape[1]), model.z_max)
         replica = replica.reshape(*remote.shape[:2], model.z_max, -1)
         inside = np.where(remote, share, 0.0)
-        top = lpt.largest_replica_sums(replica, inside)
+        top = largest_replica_sums(replica, inside)
         sets = RemoteSets(remote, replica, inside.sum(axis=2), top)
         self._cache[key] = sets
         if len(self._cache) > CACHED_PREDICTIONS:
@@ -269,8 +269,8 @@ def evaluate_actions(
         top_all = c.top * (top_k * n_in)
         top_first = active[..., None] / np.arange(1, model.z_max + 1)
     else:
-        top_all = lpt.largest_replica_sums(c.replica, np.where(c.remote, load.tokens, 0.0))
-        top_first = lpt.largest_replica_sums(c.replica, np.where(c.remote, load.active, 0.0))
+        top_all = largest_replica_sums(c.replica, np.where(c.remote, load.tokens, 0.0))
+        top_first = largest_replica_sums(c.replica, np.where(c.remote, load.active, 0.0))
     step = np.maximum(c.replicas, 1) - 1
     top = np.take_along_axis(top_all, step, axis=2)  # (S, L, Z)
     calls = np.take_along_axis(top_first, step, axis=2)

@@ -128,16 +128,9 @@ class ServerlessSystem:
         Raises:
             ValueError: As the environment does for an unknown or bad argument.
         """
-        from servegym.envs.serverless_moe import kernel
-        from servegym.envs.serverless_moe.config import build_problem
+        from servegym.envs.serverless_moe.env import ServerlessMoEEnv
 
-        try:
-            problem = build_problem(view=kernel.DICT, **kwargs)
-        except TypeError as error:
-            if "unexpected keyword argument" not in str(error):
-                raise
-            raise ValueError(f"environment: {error}") from error
-        return cls.from_problem(problem)
+        return cls.from_problem(ServerlessMoEEnv.make_problem(kwargs))
 
     @property
     def plan_parts(self) -> int:

@@ -4,6 +4,7 @@
 module has its name, since importing it would put it in the function's place.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -15,6 +16,4 @@ __all__ = ["parallel_env"]
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from servegym.envs.expert_placement import pettingzoo_env
-
-    return getattr(pettingzoo_env, name)
+    return getattr(import_module(f"{__name__}.pettingzoo_env"), name)

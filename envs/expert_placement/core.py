@@ -10,8 +10,13 @@ from gymnasium import spaces
 from gymnasium.vector.utils import create_empty_array
 
 from servegym.envs._batch import Batch
-from servegym.envs.expert_placement import decode
 from servegym.envs.expert_placement.config import Problem
+from servegym.envs.expert_placement.decode import (
+    decode_budget,
+    decode_heights,
+    decode_scores,
+    repair_placement,
+)
 from servegym.envs.expert_placement.simulator import (
     Requests,
     Simulator,
@@ -204,11 +209,11 @@ class PlacementEpisode:
         """The feasible placement, uint8 ``(G, L, E)``, that a plan of the action space means."""
         cluster, mode = self.problem.cluster, self.problem.action_mode
         if mode == "placement":
-            return decode.repair_placement(cluster, plan, self.counts())
+            return repair_placement(cluster, plan, self.counts())
         of = {
-            "layer_budget": decode.decode_budget,
-            "layer_height": decode.decode_heights,
-            "expert_score": decode.decode_scores,
+            "layer_budget": decode_budget,
+            "layer_height": decode_heights,
+            "expert_score": decode_scores,
         }[mode]
         return of(cluster, plan, self.counts(), self.simulator.target())
 

@@ -24,6 +24,7 @@ from servegym.envs.prefix_routing.workloads import (
     MIN_RATE,
     RECORDED,
     SPLITS,
+    ContextTooShortError,
     PrefixWorkload,
     list_prefix_workloads,
     make_prefix_workload,
@@ -217,8 +218,8 @@ def _problem(
         given = {"split": split, **given}
     try:
         made = make_prefix_workload(chosen, **given)
-    except ValueError as error:
-        if "max_context" in (workload_kwargs or {}) or "max_context" not in str(error):
+    except ContextTooShortError as error:
+        if "max_context" in (workload_kwargs or {}):
             raise
         raise ValueError(
             f"{error} kv_tokens and the laws of the profiles allow no longer max_context."

@@ -204,6 +204,10 @@ class _Content(NamedTuple):
         )
 
 
+class ContextTooShortError(ValueError):
+    """No request of a workload fits into ``max_context``."""
+
+
 def _longest(max_context: int | None) -> int:
     return whole("max_context", MAX_TOKENS if max_context is None else max_context, 1, MAX_TOKENS)
 
@@ -230,7 +234,7 @@ def _recorded(
     length = trace.prompt_tokens.astype(np.int64) + trace.output_tokens
     kept = (length <= _longest(max_context)) & _of_split(trace, split)
     if not kept.any():
-        raise ValueError(
+        raise ContextTooShortError(
             f"max_context={max_context!r} leaves no request; the shortest has {length.min()} "
             "tokens."
         )
@@ -439,7 +443,9 @@ class ChatSessions(PrefixWorkload):
         self._continuation = np.array(laws["continuation"])
         least = self._system + int(min(self._laws[name][0] for name in FIRST_PROMPTS)) + 1
         if self._max_context < least:
-            raise ValueError(f"max_context={max_context!r} leaves no session; at least {least}.")
+            raise ContextTooShortError(
+                f"max_context={max_context!r} leaves no session; at least {least}."
+            )
         sample = self._sessions(np.random.default_rng(0), np.zeros(20_000))
         self._mean_turns = len(sample.sent_s) / len(np.unique(sample.content.session))
 
@@ -564,7 +570,7 @@ class Tenants(PrefixWorkload):
         self._stages = _course([(1.0, 1.0)] if stages is None else stages)
         longest = self._prefix + int(self._question[-1]) + int(self._output[-1])
         if longest > _longest(max_context):
-            raise ValueError(
+            raise ContextTooShortError(
                 f"max_context={max_context!r}: prefix_tokens, question_tokens and output_tokens "
                 f"come to {longest}; shorten them."
             )

@@ -15,7 +15,7 @@ import numpy as np
 
 from servegym._checks import choose, whole
 from servegym._files import MalformedFileError
-from servegym.envs.workloads.files import checked, read_arrays, read_json
+from servegym.envs.workloads.files import FieldError, checked, read_arrays, read_json
 
 SPLITS = ("train", "val", "eval")
 SPLIT_SHARES = (0.6, 0.1, 0.3)
@@ -60,7 +60,7 @@ class Catalog:
         cap = whole("max_output_tokens", self.max_output_tokens, 1)
         prompts = np.asarray(self.prompt_tokens).shape
         if len(prompts) != 1 or prompts[0] == 0:
-            raise ValueError(f"prompt_tokens has shape {prompts}, it must be (P,) with P >= 1.")
+            raise FieldError("prompt_tokens", f" has shape {prompts}, it must be (P,) with P >= 1.")
         table = (prompts[0], len(models))
         arrays = {
             "prompt_tokens": checked(
@@ -182,5 +182,5 @@ def read_catalog(path: str | Path) -> Catalog:
             **{key: arrays[key] for key in _FIELDS},
         )
     except (TypeError, ValueError) as error:
-        named = next((key for key in _FIELDS if str(error).startswith(key)), None)
+        named = error.args[0] if isinstance(error, FieldError) else None
         raise MalformedFileError(path, None, named, str(error), remedy) from error

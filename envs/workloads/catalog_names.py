@@ -1,4 +1,4 @@
-"""Catalogs by name: the packaged one, those of a user's files, synthetic ones."""
+"""Catalogs by name: the packaged one and synthetic ones."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 from servegym._checks import choose, mapping
 from servegym.envs.workloads.catalog import Catalog, read_catalog
 from servegym.envs.workloads.files import DATA_DIR
-from servegym.envs.workloads.mix_instruct import load_mix_instruct
 from servegym.envs.workloads.synthetic_catalog import synthetic_catalog
 
 
@@ -21,7 +20,6 @@ def _alpaca_eval() -> Catalog:
 
 _LOADERS: dict[str, Callable[..., Catalog]] = {
     "alpaca_eval_7b": _alpaca_eval,
-    "mix_instruct": load_mix_instruct,
     "synthetic": synthetic_catalog,
 }
 
@@ -35,9 +33,8 @@ def load_catalog(name: str, /, **kwargs: Any) -> Catalog:
     """Load a catalog by name.
 
     Args:
-        name: ``"alpaca_eval_7b"`` (no arguments), ``"synthetic"`` (``num_models``,
-            ``num_prompts``, ``seed``, ``max_output_tokens``) or ``"mix_instruct"`` (``path``,
-            ``models``, ``score``, ``tokenizer``, ``max_output_tokens``, ``seed``).
+        name: ``"alpaca_eval_7b"`` (no arguments) or ``"synthetic"`` (``num_models``,
+            ``num_prompts``, ``seed``, ``max_output_tokens``).
         **kwargs: Arguments of that catalog.
 
     Returns:
@@ -45,7 +42,6 @@ def load_catalog(name: str, /, **kwargs: Any) -> Catalog:
 
     Raises:
         ValueError: An unknown name or argument, with the nearest valid one.
-        MalformedFileError: A file that cannot be used.
     """
     load = _LOADERS[choose("catalog", name, list_catalogs())]
     mapping(f"catalog {name!r}", kwargs, inspect.signature(load).parameters)

@@ -2,7 +2,8 @@
 
     python -m servegym.hardware_profiles.build.fit_serverless DATA --cpu-expert FILE
 
-FILE is what ``servegym measure cpu-expert`` writes; DATA holds
+FILE has times of experts on one CPU as `servegym.experiments.papers.serverless.expert_times` takes
+them, in the columns model, threads, tokens, expert_params and ms_min; DATA holds
 ``moe_prefetch/x2_cpu_expert_cost.csv``, ``lambda_perf/lambda_cold_starts.csv``,
 ``serverlessllm/load_times.csv`` and ``serverless_pricing/prices.csv``.
 
@@ -384,7 +385,6 @@ def fit(
                 "OpenBLAS, one pinned thread, a virtual machine on an AMD EPYC",
                 "licence": "MIT (this project)",
                 "date": "2026-11-21",
-                "command": "servegym measure cpu-expert",
                 "notes": [
                     "the fastest of 3 to 60 repeats: the machine was shared",
                     "two and more tokens leave the matrix-vector path of the library, hence the "
@@ -447,7 +447,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description="Fit the constants of serverless serving to measurements.",
     )
     parser.add_argument("folder", metavar="DATA", help="folder with the measured tables")
-    parser.add_argument("--cpu-expert", help="CSV of `servegym measure cpu-expert`")
+    parser.add_argument("--cpu-expert", help="CSV: model, threads, tokens, expert_params, ms_min")
     parser.add_argument("--out", default="constants.json", help="file to write")
     options = parser.parse_args(arguments)
     data = fit(options.folder, options.cpu_expert)

@@ -1,4 +1,4 @@
-"""Measuring: tables that survive an interruption, CPU experts, servers, torch kernels."""
+"""Measuring: tables that survive an interruption, servers, torch kernels."""
 
 import csv
 import json
@@ -8,13 +8,11 @@ import threading
 import time
 from http.server import BaseHTTPRequestHandler
 
-import numpy as np
 import pytest
 
 from servegym.hardware_profiles import load
 from servegym.hardware_profiles.calibrate import calibrate
 from servegym.hardware_profiles.measure import command as measure
-from servegym.hardware_profiles.measure import cpu as measure_cpu
 from servegym.hardware_profiles.measure import server as measure_server
 from servegym.hardware_profiles.measure.table import ResumableTable
 
@@ -56,33 +54,6 @@ def test_a_table_of_something_else_is_refused(tmp_path):
         ResumableTable(path, ("x", "z"), ("x",))
     with pytest.raises(ValueError, match="folder"):
         ResumableTable(tmp_path / "no" / "t.csv", ("x",), ("x",))
-
-
-# ------------------------------------------------------------------------------------ CPU experts
-
-
-def test_cpu_experts(tmp_path):
-    out = tmp_path / "experts.csv"
-    arguments = ["cpu-expert", "--out", str(out), "--model", "tiny", "--tokens", "1,8,512"]
-    arguments += ["--repeats", "20", "--seconds", "0.5"]
-    assert measure.main(arguments) == 0
-    rows = {int(row["tokens"]): row for row in rows_of(out)}
-    assert set(rows) == {1, 8, 512}
-    for row in rows.values():
-        assert 0 < float(row["ms_min"]) <= float(row["ms_p25"]) <= float(row["ms_median"])
-        assert int(row["expert_params"]) == 64 * 128 * 3
-        assert 3 <= int(row["repeats"]) <= 20
-    assert float(rows[512]["ms_min"]) > float(rows[1]["ms_min"])
-    before = out.read_text()
-    assert measure_cpu.measure(out, models=["tiny"], tokens=[1, 8, 512]) == 0
-    assert out.read_text() == before
-
-
-def test_the_expert_is_a_gated_layer():
-    x = np.array([[1.0, 2.0]])
-    gate, up, down = np.array([[0.5], [0.25]]), np.array([[1.0], [1.0]]), np.array([[2.0, 0.0]])
-    silu = 1.0 / (1.0 + math.exp(-1.0))
-    np.testing.assert_allclose(measure_cpu.forward(x, [gate, up, down]), [[silu * 3 * 2, 0.0]])
 
 
 # ----------------------------------------------------------------------------------------- servers
@@ -374,13 +345,11 @@ SERVER = ["server", "--model", "m", "--url"]
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["gpus"], "gpu, link, cpu-expert, server"),
+        (["gpus"], "gpu, link, server"),
         ([*GPU, "tinny"], "did you mean 'tiny'"),
         ([*GPU, "tiny", "--seconds", "-1"], "seconds"),
         ([*GPU, "tiny", "--memory-gb", "0.01"], "memory-gb is 0.01"),
         ([*GPU, "tiny-moe", "--memory-gb", "1e-6"], "the layer takes"),
-        (["cpu-expert", "--model", "deepseek-v2-light"], "deepseek-v2-lite"),
-        (["cpu-expert", "--model", "tiny", "--tokens", "1,-2"], "tokens"),
         ([*SERVER, "127.0.0.1:8000"], "url"),
         ([*SERVER, "http://x/v1", "--output-tokens", "1"], "output-tokens"),
         ([*SERVER, "http://x/v1", "--requests", "1000000"], "requests"),

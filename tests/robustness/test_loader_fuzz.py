@@ -27,7 +27,6 @@ from servegym.envs.workloads import load_catalog, predictions
 from servegym.envs.workloads.activations import make_toy_activations, read_activations
 from servegym.envs.workloads.build.activations import write_activations
 from servegym.envs.workloads.catalog import read_catalog
-from servegym.envs.workloads.mix_instruct import load_mix_instruct
 from servegym.envs.workloads.requests import read_columns
 from servegym.envs.workloads.traces import load_trace
 from servegym.experiments.evaluation.leaderboard import read_board
@@ -117,20 +116,6 @@ def _table(folder: Path) -> Path:
     return folder / "table.npz"
 
 
-MIX = json.dumps(
-    [
-        {
-            "id": f"unified_chip2/{k}",
-            "instruction": "Say something.",
-            "input": "",
-            "candidates": [
-                {"model": m, "text": "word " * (k + 2), "scores": {"bertscore": 0.5 + k / 50}}
-                for m in ("a", "b")
-            ],
-        }
-        for k in range(12)
-    ]
-)
 REQUESTS = "arrival_s,prompt_tokens,output_tokens\n0.5,12,30\n0.7,3,8\n2,4,5\n"
 TRACE = "timestamp,prompt_tokens,output_tokens\n0.5,12,30\n0.7,3,8\n2,4,5\n"
 JSONL = "".join(
@@ -161,9 +146,6 @@ LOADERS: dict[str, Loader] = {
     "fleet": Loader(_shipped("fleet-edge-6-heterogeneous.json"), hardware_profiles.load_fleet),
     "catalog": Loader(_catalog, read_catalog),
     "catalog notes": Loader(_catalog_notes, lambda path: read_catalog(path.with_suffix(".npz"))),
-    "mix instruct": Loader(
-        _text("val.json", MIX), lambda path: load_mix_instruct(path=path, tokenizer=len)
-    ),
     "trace": Loader(_text("trace.csv", TRACE), load_trace),
     "trace lines": Loader(_text("trace.jsonl", JSONL), load_trace),
     "requests": Loader(

@@ -2,7 +2,7 @@
 
 ``python -m servegym.experiments.papers.serverless.fits`` times one expert of each model on one
 processor of this machine, from 1 to 256 tokens, and compares the laws of the environment with it.
-Times are the least of the repeats, as of ``servegym measure cpu-expert``.
+Times are the least of the repeats.
 
 Time against memory (1 GB of memory is one vCPU) is *derived*: below one vCPU a function gets that
 share of a processor, so a call takes the one-token time over the share; above, threads speed it up
@@ -43,8 +43,8 @@ from servegym.experiments.papers.serverless.billing import (
     verdict,
     with_interval,
 )
+from servegym.experiments.papers.serverless.expert_times import process_of, time_expert
 from servegym.experiments.papers.study import Options, Study, command
-from servegym.hardware_profiles.measure.cpu import process_of, time_expert
 from servegym.hardware_profiles.serverless import ThetaLaw, load_constants
 
 __all__ = ["STUDIES", "derived_seconds", "fit_theta", "main", "saving"]

@@ -16,7 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from servegym.baselines.serverless_moe.grid_optimum import grid_optimum
-from servegym.baselines.serverless_moe.prediction import make_predictor
 from servegym.baselines.serverless_moe.remoe import READINGS, remoe
 from servegym.envs.serverless_moe import equations as eq
 from servegym.envs.serverless_moe.loads import Load
@@ -34,6 +33,7 @@ from servegym.experiments.papers.serverless.billing import (
     recorded_request,
     with_interval,
 )
+from servegym.experiments.papers.serverless.predictors import make_predictor
 from servegym.experiments.papers.study import Options
 
 __all__ = [

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from servegym._command_line import run_main
-from servegym.baselines.serverless_moe.prediction import make_predictor
 from servegym.baselines.serverless_moe.remoe import READINGS, remoe
 from servegym.baselines.serverless_moe.remoe.mmp import worst_cases
 from servegym.envs.serverless_moe import equations as eq
@@ -35,6 +34,7 @@ from servegym.experiments.papers.serverless.billing import (
     verdict,
     with_interval,
 )
+from servegym.experiments.papers.serverless.predictors import make_predictor
 from servegym.experiments.papers.study import Options, Study, command
 from servegym.experiments.papers.verdicts import split
 

@@ -24,16 +24,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from servegym._command_line import run_main
-from servegym.baselines.serverless_moe.prediction import LARGE_DATA, js_divergence, make_predictor
-from servegym.baselines.serverless_moe.prediction.similar_prompts import (
-    BruteForce,
-    SimilarPromptsSearch,
-)
-from servegym.baselines.serverless_moe.prediction.tree import unit_rows
 from servegym.envs.workloads.activations import Activations, load_activations
 from servegym.experiments.evaluation.stats import mean, paired_difference, stratified_bootstrap
 from servegym.experiments.papers.plotting import Bars
 from servegym.experiments.papers.serverless.claims import CLAIMS
+from servegym.experiments.papers.serverless.predictors import (
+    LARGE_DATA,
+    js_divergence,
+    make_predictor,
+)
+from servegym.experiments.papers.serverless.predictors.similar_prompts import (
+    BruteForce,
+    SimilarPromptsSearch,
+)
+from servegym.experiments.papers.serverless.predictors.tree import unit_rows
 from servegym.experiments.papers.study import Options, Study, command, interval_columns
 from servegym.experiments.papers.verdicts import found_for
 

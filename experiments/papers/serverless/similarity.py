@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from scipy.stats import rankdata
 
 from servegym._command_line import run_main
-from servegym.baselines.serverless_moe.prediction import js_divergence
 from servegym.envs.workloads.activations import Activations, load_activations
 from servegym.experiments.papers.plotting import Bars
 from servegym.experiments.papers.serverless.billing import (
@@ -26,6 +25,7 @@ from servegym.experiments.papers.serverless.billing import (
     with_interval,
 )
 from servegym.experiments.papers.serverless.claims import CLAIMS
+from servegym.experiments.papers.serverless.predictors import js_divergence
 from servegym.experiments.papers.study import Options, Study, command
 from servegym.experiments.papers.verdicts import found_for
 

@@ -35,7 +35,6 @@ from numpy.typing import NDArray
 
 from servegym._command_line import run_main
 from servegym.baselines.serverless_moe.lpt import largest_replica_sums, lpt_rows
-from servegym.baselines.serverless_moe.prediction import make_predictor
 from servegym.baselines.serverless_moe.remoe.bounds import (
     ConformalBound,
     corollary1,
@@ -52,6 +51,7 @@ from servegym.experiments.evaluation.stats import mean, stratified_bootstrap
 from servegym.experiments.papers.plotting import Lines
 from servegym.experiments.papers.serverless.billing import MODELS, PROMPTS
 from servegym.experiments.papers.serverless.claims import CLAIMS
+from servegym.experiments.papers.serverless.predictors import make_predictor
 from servegym.experiments.papers.study import Options, Study, command
 from servegym.experiments.papers.verdicts import found_for
 

@@ -22,7 +22,6 @@ BAD = [
     ({"profiles": "/nowhere/card.json"}, ["profiles='/nowhere/card.json'", "cannot be read"]),
     ({"models": ["gemma-7b-it"]}, ["models=", "at least 6"]),
     ({"models": ["vicuna-7b"] * 6}, ["'vicuna-7b'", "Did you mean 'vicuna-7b-v1.5'"]),
-    ({"catalog": "mix_instruct"}, ["mix_instruct", "path="]),
     ({"catalog_kwargs": {"pth": "x"}}, ["alpaca_eval_7b", "'pth'"]),
     ({"split": "evl"}, ["split='evl'", "Did you mean 'eval'"]),
     ({"scheduler": "chunked"}, ["scheduler='chunked'", "Did you mean 'chunked_prefill'"]),

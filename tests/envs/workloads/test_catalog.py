@@ -98,7 +98,7 @@ def test_columns_and_rows_refuse_unknown_names(catalog):
 
 
 def test_load_catalog_refuses_unknown_names_and_arguments():
-    assert list_catalogs() == ["alpaca_eval_7b", "mix_instruct", "synthetic"]
+    assert list_catalogs() == ["alpaca_eval_7b", "synthetic"]
     with pytest.raises(ValueError, match="Did you mean 'alpaca_eval_7b'"):
         load_catalog("alpaca_eval")
     with pytest.raises(ValueError, match="num_modles.*Did you mean 'num_models'"):

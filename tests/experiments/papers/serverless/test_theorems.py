@@ -5,13 +5,13 @@ import csv
 import numpy as np
 import pytest
 
-from servegym.baselines.serverless_moe.prediction import make_predictor
 from servegym.baselines.serverless_moe.remoe.bounds import theorem1_printed
 from servegym.envs.serverless_moe import equations as eq
 from servegym.envs.serverless_moe.config import build_system
 from servegym.envs.workloads.activations import make_toy_activations
 from servegym.experiments.evaluation.tables import read_record  # noqa: E402
 from servegym.experiments.papers.serverless import theorems as serverless_theorems
+from servegym.experiments.papers.serverless.predictors import make_predictor
 
 
 def of(rows, statement, form):

@@ -1,5 +1,6 @@
 """Serverless figures on routing, laws and starts: numbers against independent formulas, files."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +19,6 @@ from servegym.experiments.evaluation.tables import read_record  # noqa: E402
 from servegym.experiments.papers.serverless import cold_start as serverless_coldstart
 from servegym.experiments.papers.serverless import fits as serverless_fits
 from servegym.experiments.papers.serverless import overhead as serverless_overhead
-from servegym.experiments.papers.serverless import settings as serverless_settings
 from servegym.experiments.papers.serverless import similarity as serverless_similarity
 from servegym.experiments.papers.serverless import workload as serverless_workload
 from servegym.experiments.papers.serverless.billing import (  # noqa: E402
@@ -26,6 +26,7 @@ from servegym.experiments.papers.serverless.billing import (  # noqa: E402
     verdict,
     with_interval,
 )
+from servegym.experiments.papers.serverless.expert_times import forward
 from servegym.hardware_profiles.serverless import SERVING, ThetaLaw, load_constants  # noqa: E402
 
 from ..tables import rows_of  # noqa: E402
@@ -37,8 +38,7 @@ def made(main, tmp_path, stems, *argv):
     """Run a script at smoke size; the rows of its tables, after a look at the other files."""
     assert main(["--quick", "--out", str(tmp_path), *argv]) == 0
     for stem in stems:
-        if stem != "table1_settings":
-            assert (tmp_path / f"{stem}.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+        assert (tmp_path / f"{stem}.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
         record = read_record(tmp_path / f"{stem}.csv")
         assert record["command"].startswith("python -m servegym.experiments.papers.serverless.")
         assert record["quick"] and record["notes"]
@@ -151,6 +151,13 @@ def test_decoding_of_mix_takes_a_constant_time_a_token():
 # -------------------------------------------------------------------------------------- Fig. 6
 
 
+def test_the_expert_is_a_gated_layer():
+    x = np.array([[1.0, 2.0]])
+    gate, up, down = np.array([[0.5], [0.25]]), np.array([[1.0], [1.0]]), np.array([[2.0, 0.0]])
+    silu = 1.0 / (1.0 + math.exp(-1.0))
+    np.testing.assert_allclose(forward(x, [gate, up, down]), [[silu * 3 * 2, 0.0]])
+
+
 def test_fit_finds_the_law_that_made_the_points():
     law = ThetaLaw(6.86e-3, 2.4363, 0.2e-3)
     gb = np.linspace(1, 5, 9)
@@ -219,7 +226,7 @@ def test_fig6(tmp_path):
     assert 0 < one < many
 
 
-# ------------------------------------------------------------------------------- Fig. 11, Table I
+# ------------------------------------------------------------------------------- -------- Fig. 11
 
 
 @pytest.mark.parametrize("b", [0.0, 0.5, 1.0])
@@ -256,26 +263,6 @@ def test_calculate(tmp_path):
     system = build_system(DEEPSEEK)
     assert ms[DEEPSEEK, "container start"] == 1e3 * system.container_start_main_s
     assert ("gpt-oss-20b", "predict (sps)") in ms and (DEEPSEEK, "predict (category)") in ms
-
-
-def test_table1(tmp_path):
-    (rows,) = made(serverless_settings.main, tmp_path, ["table1_settings"])
-    by = {(r["group"], r["parameter"]): r for r in rows}
-    assert by["model", "routed experts of a layer"]["gpt-oss-20b"] == "32"
-    assert by["model", "one routed expert"][DEEPSEEK] == "16.5"
-    assert {r["kind"] for r in rows} <= {"measured", "derived", "published", "chosen"}
-    system = build_system(DEEPSEEK)
-    assert float(by["limits", "body of an invocation"][DEEPSEEK]) == system.payload_mb
-    # The paper has no GPT-OSS: its memory grids are said to be an assumption.
-    grid = by["memory", "main function: lowest, highest, step"]
-    assert grid["kind"] == "published" and "gpt-oss-20b chosen" in grid["source"]
-
-
-def test_a_constant_without_an_origin_is_refused(monkeypatch):
-    entry = serverless_settings.ENTRIES[0]._replace(origin="guessed: who knows")
-    monkeypatch.setattr(serverless_settings, "ENTRIES", (entry,))
-    with pytest.raises(ValueError, match="origin is 'guessed"):
-        serverless_settings.settings()
 
 
 def test_requests_of_a_prompt_go_on_where_the_prompt_ends():

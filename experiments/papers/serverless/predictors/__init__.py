@@ -24,8 +24,49 @@ embedding in place of the layers' inputs; recordings do not hold these weights, 
 fitted to the history, which favours Fate.
 """
 
-from servegym.baselines.serverless_moe.prediction.base import Predictor, js_divergence
-from servegym.baselines.serverless_moe.prediction.predictors import PREDICTORS, make_predictor
-from servegym.baselines.serverless_moe.prediction.similar_prompts import LARGE_DATA
+from collections.abc import Callable
+from typing import Any
+
+from servegym.experiments.papers.serverless.predictors.base import Predictor, js_divergence
+from servegym.experiments.papers.serverless.predictors.similar_prompts import (
+    LARGE_DATA,
+    BruteForce,
+    SimilarPromptsSearch,
+    VarED,
+    VarPAM,
+)
+from servegym.experiments.papers.serverless.predictors.without_search import (
+    CategoryMean,
+    DistributionOnly,
+    EqualFrequency,
+    Fate,
+    Ridge,
+)
 
 __all__ = ["LARGE_DATA", "PREDICTORS", "Predictor", "js_divergence", "make_predictor"]
+
+PREDICTORS: dict[str, Callable[..., Predictor]] = {
+    kind.name: kind
+    for kind in (
+        BruteForce,
+        SimilarPromptsSearch,
+        VarPAM,
+        VarED,
+        DistributionOnly,
+        Fate,
+        EqualFrequency,
+        CategoryMean,
+        Ridge,
+    )
+}
+"""Predictors by name."""
+
+
+def make_predictor(name: str, **settings: Any) -> Predictor:
+    """Make a predictor, not yet fitted.
+
+    Args:
+        name: One of `PREDICTORS`.
+        settings: Arguments of its class.
+    """
+    return PREDICTORS[name](**settings)

@@ -1,38 +1,20 @@
-"""Predictors by name, and those without similar prompts: EF, DOP, category, ridge, Fate."""
+"""Predictors without similar prompts: EF, DOP, category, ridge, Fate."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 from scipy.optimize import minimize
 from scipy.special import logsumexp
 
-from servegym._checks import choose, real, whole
-from servegym.baselines.serverless_moe.prediction.base import (
+from servegym.experiments.papers.serverless.predictors.base import (
     Array,
     Indexes,
     Predictor,
     js_divergence,
 )
-from servegym.baselines.serverless_moe.prediction.similar_prompts import (
-    BruteForce,
-    SimilarPromptsSearch,
-    VarED,
-    VarPAM,
-)
-from servegym.baselines.serverless_moe.prediction.tree import unit_rows
+from servegym.experiments.papers.serverless.predictors.tree import unit_rows
 
-__all__ = [
-    "PREDICTORS",
-    "CategoryMean",
-    "DistributionOnly",
-    "EqualFrequency",
-    "Fate",
-    "Ridge",
-    "make_predictor",
-]
+__all__ = ["CategoryMean", "DistributionOnly", "EqualFrequency", "Fate", "Ridge"]
 
 
 class EqualFrequency(Predictor):
@@ -65,16 +47,14 @@ class CategoryMean(Predictor):
     name = "category"
 
     def _fit(self, vectors: Array, shares: Array, tasks: Indexes | None) -> None:
-        if tasks is None:
-            raise ValueError("tasks is None; the predictor 'category' needs the tasks of prompts.")
+        assert tasks is not None, "category needs the tasks of prompts"
         self._tasks = np.unique(tasks)
         self._means = np.stack(
             [shares[tasks == t].mean(axis=0) for t in self._tasks] + [shares.mean(axis=0)]
         )
 
     def _predict(self, vectors: Array, tasks: Indexes | None) -> Array:
-        if tasks is None:
-            raise ValueError("task is None; the predictor 'category' needs the tasks of prompts.")
+        assert tasks is not None, "category needs the tasks of prompts"
         row = np.minimum(np.searchsorted(self._tasks, tasks), len(self._tasks) - 1)
         return self._means[np.where(self._tasks[row] == tasks, row, len(self._tasks))]
 
@@ -100,11 +80,7 @@ class Ridge(Predictor):
         folds: int = 5,
         seed: int = 0,
     ):
-        if not len(grid):
-            raise ValueError(f"grid={grid!r} must hold at least one regulariser.")
-        self.grid = tuple(real("grid", value, 0.0, open_low=True) for value in grid)
-        self.folds = whole("folds", folds, 2)
-        self.seed = whole("seed", seed, 0)
+        self.grid, self.folds, self.seed = grid, folds, seed
 
     def _fit(self, vectors: Array, shares: Array, tasks: Indexes | None) -> None:
         units = unit_rows(vectors).astype(np.float64)
@@ -159,8 +135,7 @@ class Fate(Predictor):
     name = "fate"
 
     def __init__(self, decay: float = 1e-4, iterations: int = 100):
-        self.decay = real("decay", decay, 0.0)
-        self.iterations = whole("iterations", iterations, 1)
+        self.decay, self.iterations = decay, iterations
 
     def _fit(self, vectors: Array, shares: Array, tasks: Indexes | None) -> None:
         units = unit_rows(vectors).astype(np.float64)
@@ -190,37 +165,3 @@ class Fate(Predictor):
         inputs = np.hstack([units - self._centre, np.ones((len(units), 1))])
         logits = np.tensordot(inputs, self._weights, 1)
         return np.exp(logits - logsumexp(logits, axis=2, keepdims=True))
-
-
-PREDICTORS: dict[str, Callable[..., Predictor]] = {
-    kind.name: kind
-    for kind in (
-        BruteForce,
-        SimilarPromptsSearch,
-        VarPAM,
-        VarED,
-        DistributionOnly,
-        Fate,
-        EqualFrequency,
-        CategoryMean,
-        Ridge,
-    )
-}
-"""Predictors by name."""
-
-
-def make_predictor(name: str, **settings: Any) -> Predictor:
-    """Make a predictor, not yet fitted.
-
-    Args:
-        name: One of ``bf sps varpam vared dop fate ef category ridge``.
-        settings: Arguments of its class.
-
-    Raises:
-        ValueError: If the name or a setting is not allowed.
-    """
-    kind = PREDICTORS[choose("name", name, PREDICTORS)]
-    try:
-        return kind(**settings)
-    except TypeError as error:
-        raise ValueError(f"settings of {name!r}: {error}") from None

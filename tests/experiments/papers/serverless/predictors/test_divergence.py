@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from servegym.baselines.serverless_moe.prediction import js_divergence
+from servegym.experiments.papers.serverless.predictors import js_divergence
 
 
 def test_js_divergence_has_known_values():

@@ -13,14 +13,15 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from servegym.baselines.serverless_moe.prediction import kernel
-from servegym.baselines.serverless_moe.prediction.kernel import (
+from servegym.experiments.papers.serverless.predictors.kernel import (
     COUNT,
     FIRST,
     MEDOID,
     PARENT,
     START,
     STOP,
+    pam,
+    search,
 )
 
 __all__ = [
@@ -169,7 +170,7 @@ class PartitioningAroundMedoids:
         distance[distance < _SAME] = 0.0
         if not distance.any():
             return members[:1], np.zeros(len(members), np.int64)
-        medoids, labels, _ = kernel.pam(distance, min(fork, len(members)))
+        medoids, labels, _ = pam(distance, min(fork, len(members)))
         nonempty, part = np.unique(labels, return_inverse=True)
         return members[medoids[nonempty]], part.astype(np.int64)
 
@@ -232,7 +233,7 @@ class MedoidTree:
         Returns:
             Prompt numbers ``(Q, alpha)``, most similar first, and their similarities.
         """
-        rows, similarity = kernel.search(
+        rows, similarity = search(
             queries, self.nodes, self._medoid_units, self._leaf_units, min(alpha, len(self))
         )
         return self.order[rows], similarity

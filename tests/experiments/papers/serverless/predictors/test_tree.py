@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from servegym.baselines.serverless_moe.prediction import make_predictor
-from servegym.baselines.serverless_moe.prediction.similar_prompts import SimilarPromptsSearch
-from servegym.baselines.serverless_moe.prediction.tree import unit_rows
+from servegym.experiments.papers.serverless.predictors import make_predictor
+from servegym.experiments.papers.serverless.predictors.similar_prompts import SimilarPromptsSearch
+from servegym.experiments.papers.serverless.predictors.tree import unit_rows
 
 from .histories import TREES, WIDTH, made_up, soft_cosine
 
@@ -60,7 +60,7 @@ def test_search_walks_to_the_leaf_and_ranks_before_cutting():
     fitted = SimilarPromptsSearch(alpha=15, beta=24).fit(embeddings[:350], shares[:350])
     tree, similarity = fitted.tree, soft_cosine(embeddings[350:], embeddings[:350])
     filled = 0
-    prompts, near = fitted.search(embeddings[350:])
+    prompts, near = fitted.search_units(unit_rows(embeddings[350:]))
     for row, known in enumerate(similarity):
         node = 0
         while tree.nodes[node, 3]:
@@ -86,9 +86,8 @@ def test_a_tree_of_one_leaf_is_brute_force():
     embeddings, shares, _ = made_up()
     tree = make_predictor("sps", alpha=7, beta=1000).fit(embeddings[:200], shares[:200])
     slow = make_predictor("bf", alpha=7).fit(embeddings[:200], shares[:200])
-    np.testing.assert_array_equal(
-        tree.search(embeddings[200:])[0], slow.search(embeddings[200:])[0]
-    )
+    units = unit_rows(embeddings[200:])
+    np.testing.assert_array_equal(tree.search_units(units)[0], slow.search_units(units)[0])
     np.testing.assert_allclose(
         tree.predict(embeddings[200:]), slow.predict(embeddings[200:]), rtol=1e-6
     )
@@ -102,6 +101,7 @@ def test_equal_prompts_stay_one_leaf_and_short_histories_are_used_whole(name):
     )
     assert len(same.tree.leaves) == 1
     np.testing.assert_allclose(same.predict(embeddings), shares)
-    assert make_predictor(name).fit(embeddings, shares).search(embeddings)[0].tolist() == [[0]]
+    alone = make_predictor(name).fit(embeddings, shares)
+    assert alone.search_units(unit_rows(embeddings))[0].tolist() == [[0]]
     nothing = make_predictor(name).fit(np.zeros((4, 3)), np.ones((4, 1, 2)))
     np.testing.assert_allclose(nothing.predict(np.zeros((1, 3))), 0.5)

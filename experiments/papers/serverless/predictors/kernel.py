@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from servegym import _jit
 from servegym._jit import jit
 
 MEDOID, PARENT, FIRST, COUNT, START, STOP = range(6)
@@ -195,15 +194,3 @@ def pam(distance, k):
         chosen[medoids[place]] = False
         chosen[point] = True
         medoids[place] = point
-
-
-def compile_kernels() -> None:
-    """Compile the search and the clustering, or load them from the cache on disk."""
-    vectors, nodes = np.zeros((1, 1), np.float32), np.zeros((1, 6), np.int64)
-    _jit.compile_kernels(
-        "similar-prompts search",
-        [
-            (search, (vectors, nodes, vectors, vectors, 1)),
-            (pam, (vectors, 1)),
-        ],
-    )

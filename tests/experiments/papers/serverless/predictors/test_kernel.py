@@ -5,8 +5,8 @@ import itertools
 import numpy as np
 import pytest
 
-from servegym.baselines.serverless_moe.prediction import kernel
-from servegym.baselines.serverless_moe.prediction.tree import unit_rows
+from servegym.experiments.papers.serverless.predictors import kernel
+from servegym.experiments.papers.serverless.predictors.tree import unit_rows
 
 
 def distances(points, seed, duplicates=0):

@@ -5,11 +5,10 @@ from __future__ import annotations
 from abc import abstractmethod
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
-from servegym._checks import whole
-from servegym.baselines.serverless_moe.prediction.base import Array, Indexes, Predictor
-from servegym.baselines.serverless_moe.prediction.tree import (
+from servegym.experiments.papers.serverless.predictors.base import Array, Indexes, Predictor
+from servegym.experiments.papers.serverless.predictors.tree import (
     EuclideanMedoids,
     MedoidTree,
     PartitioningAroundMedoids,
@@ -33,30 +32,23 @@ class _Neighbours(Predictor):
     """
 
     def __init__(self, alpha: int):
-        self.alpha = whole("alpha", alpha, 1)
+        self.alpha = alpha
 
     def _fit(self, vectors: Array, shares: Array, tasks: Indexes | None) -> None:
         self._shares = shares
         self._units = unit_rows(vectors)
 
-    def search(self, embeddings: ArrayLike) -> tuple[Indexes, NDArray[np.float32]]:
+    @abstractmethod
+    def search_units(self, units: NDArray[np.float32]) -> tuple[Indexes, NDArray[np.float32]]:
         """The most similar historical prompts.
 
         Args:
-            embeddings: ``(Q, d)``.
+            units: float32 unit vectors ``(Q, d)``.
 
         Returns:
             Numbers ``(Q, alpha)`` of prompts, most similar first, and their similarities (Eq. 11);
             all prompts where the history is shorter than ``alpha``.
-
-        Raises:
-            ValueError: If the predictor is not fitted or the width does not fit.
         """
-        return self.search_units(unit_rows(self._queries(embeddings)))
-
-    @abstractmethod
-    def search_units(self, units: NDArray[np.float32]) -> tuple[Indexes, NDArray[np.float32]]:
-        """:meth:`search` without its checks, for float32 unit vectors ``(Q, d)``."""
 
     def _predict(self, vectors: Array, tasks: Indexes | None) -> Array:
         prompts, similarity = self.search_units(unit_rows(vectors))
@@ -102,11 +94,7 @@ class SimilarPromptsSearch(_Neighbours):
 
     def __init__(self, alpha: int = 5, beta: int = 60, fork: int = 4, seed: int = 0):
         super().__init__(alpha)
-        self.beta = whole("beta", beta, 2)
-        if self.beta <= self.alpha:
-            raise ValueError(f"beta={beta!r} must be above alpha={alpha!r}.")
-        self.fork = whole("fork", fork, 2)
-        self.seed = whole("seed", seed, 0)
+        self.beta, self.fork, self.seed = beta, fork, seed
 
     def _splitter(self) -> Splitter:
         return SemanticMedoids(self._units)
