@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from servegym._files import write_columns
 from servegym.envs.workloads.requests import read_columns
-from servegym.experiments.evaluation.output import write_csv
 
 __all__ = ["FIELDS", "replay_file"]
 
@@ -40,8 +40,7 @@ def replay_file(
 
     result = replay(*given.values(), **settings)
     columns = {**given, **{name: result[name] for name in result.dtype.names or ()}}
-    values = [np.asarray(column).tolist() for column in columns.values()]
-    write_csv(out, [dict(zip(columns, row, strict=True)) for row in zip(*values, strict=True)])
+    write_columns(out, {name: np.asarray(values).tolist() for name, values in columns.items()})
     served = np.isfinite(result["finish_s"])
     echo(f"{len(result)} requests, {int((~served).sum())} rejected; written to {out}")
     for name, unit in (("ttft_s", "s"), ("tpot_s", "s/token"), ("e2e_s", "s")):

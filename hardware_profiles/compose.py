@@ -8,8 +8,11 @@ One iteration of the whole model is composed, layer by layer, as
 
 from the card's kernel tables (:mod:`servegym.hardware_profiles.kernels`) and the model's shape
 (:mod:`servegym.hardware_profiles.model_config`). With ``tp`` cards every product is split by heads,
-features or rows of the head; the KV heads are replicated where there are fewer than cards. The
-profile stands for the whole group: its memory is that of all cards.
+features or rows of the head; the KV heads are replicated where there are fewer than cards. With
+``dp`` replicas that share the experts of a mixture (expert parallelism over ``tp x dp`` cards)
+every replica has its own attention and its part of the requests; all run every iteration together,
+as each layer's experts wait for the tokens of all. The profile stands for the whole group: its
+memory is that of all cards, its iteration that of all replicas.
 
 To the kernels' time comes the host's share of the engine (:func:`engine_host`).
 """
@@ -27,6 +30,7 @@ from typing import Any
 import numpy as np
 
 from servegym._command_line import run_main
+from servegym.hardware_profiles.constants import constant
 from servegym.hardware_profiles.host import engine_host
 from servegym.hardware_profiles.kernels import CardKernels, MoeShape, list_cards, load_kernels
 from servegym.hardware_profiles.law import Profile
@@ -52,26 +56,15 @@ _QUERY_TILE = 128
 # parts that depend on the model are activations of 2,048 tokens and 256 rows of logits.
 _RECORDED_RESERVE, _RESERVE_TOKENS, _RESERVE_LOGITS = 1_237_000_000, 2048, 256
 
-# Deviation of the logarithm of measured over composed steps by kind (with prefill chunks, decodes
-# alone) and class, and the cards that it was seen on: 80 % intervals hold 80 % of the rows of cards
-# and models left out (table `intervals` of experiments/results/fidelity). Experts in MXFP4 ran in
-# other kernels than were timed.
-STEP_SD: dict[str, dict[str, tuple[float, tuple[str, ...]]]] = {
-    "prefill": {
-        "dense": (0.268, ("h100", "rtx4090", "rtxpro6000")),
-        "experts": (0.114, ("rtxpro6000",)),
-        "8 bits": (0.6, ("b200", "h100", "h200")),
-        "mxfp4 experts": (0.514, ("b200", "h100", "h200")),
-    },
-    "decode": {
-        "dense": (0.163, ("b200", "h100", "h200", "rtx4090", "rtxpro6000")),
-        "experts": (0.196, ("b200", "h100", "h200", "rtxpro6000")),
-    },
-}
+# The logarithm of measured over composed steps by kind (with prefill chunks, decodes alone) and
+# class: its mean on the cards that it was seen on, and its deviation from it: 80 % intervals hold
+# 80 % of the rows of cards and models left out (table `intervals` of experiments/results/fidelity).
+# Experts in MXFP4 ran in other kernels than were timed.
+STEP_SD: dict[str, dict[str, dict[str, Any]]] = constant("step_sd")
 # An 80 % interval of a normal variable of deviation 1 has its ends so far from the mean.
 Z80 = 1.2816
 # What another card adds: the deviation of the cards' means.
-CARD_SD = {"prefill": 0.214, "decode": 0.225}
+CARD_SD: dict[str, float] = constant("card_sd")
 
 _CONTEXTS = (0, *(2**n for n in range(4, 18)))
 _DECODE_CONTEXTS = (1, *(2**n for n in range(4, 18)))
@@ -93,7 +86,8 @@ class Composer:
         shape: the model.
         tp: cards that share every layer.
         dtype: number format of the products' weights, one of :data:`DTYPES`.
-        ep: 1 if every expert is split over the cards, ``tp`` if the experts are spread over them.
+        ep: 1 if every expert is split over the cards, ``tp x dp`` if they are spread over them.
+        dp: replicas of ``tp`` cards with the experts spread over all of them.
     """
 
     kernels: CardKernels
@@ -101,15 +95,17 @@ class Composer:
     tp: int = 1
     dtype: str = "bf16"
     ep: int = 1
+    dp: int = 1
 
     def __post_init__(self) -> None:
         s, k, tp = self.shape, self.kernels, self.tp
         if self.dtype not in k.dtypes:
             timed = ", ".join(k.dtypes)
             raise ValueError(f"dtype: got {self.dtype!r}; {k.card} was timed with {timed}")
-        if tp not in k.tensor_parallel:
+        if tp not in k.tensor_parallel or tp * self.dp not in k.tensor_parallel:
             raise ValueError(
-                f"tp: got {tp}; all-reduces on {k.card} are known for "
+                f"tp: got {tp}{f' x dp {self.dp}' if self.dp > 1 else ''}; all-reduces on {k.card} "
+                "are known for "
                 f"{', '.join(map(str, k.tensor_parallel))} cards"
             )
         for what, size in (("attention heads", s.heads), ("feed-forward features", s.intermediate)):
@@ -120,7 +116,11 @@ class Composer:
                 f"tp: got {tp}; must divide the {s.kv_heads} KV heads of {s.name}, or be a "
                 "multiple of them"
             )
-        if self.ep not in (1, tp) or (self.ep > 1 and not s.experts):
+        group = tp * self.dp
+        if self.dp > 1 and (self.ep != group or not s.experts):
+            told = f"needs experts that are spread over all {group} cards (--ep {group})"
+            raise ValueError(f"dp: got {self.dp}; {told}; other replicas are engines of their own")
+        if self.ep not in (1, group) or (self.ep > 1 and not s.experts):
             allowed = f"1 or tp = {tp}" if s.experts else f"1: {s.name} has no experts"
             raise ValueError(f"ep: got {self.ep}; must be {allowed}")
         self.reference = load(_REFERENCE)
@@ -129,7 +129,7 @@ class Composer:
         self.window = s.window if s.window in k.windows(s.head_size) else None
         self.moe = self.moe_source = self.moe_wanted = None
         if s.experts:
-            width = s.intermediate * self.ep // tp
+            width = s.intermediate if self.ep > 1 else s.intermediate // tp
             self.moe_wanted = MoeShape(s.hidden, width, s.top_k, s.experts, self.ep)
             experts = s.expert_dtype or self.dtype
             self.moe, self.moe_source = k.moe_table(self.moe_wanted, experts)
@@ -144,12 +144,13 @@ class Composer:
     # -- products and elementwise ops -----------------------------------------------------------
 
     def layer_s(self, tokens: float) -> float:
-        """Seconds of one layer but attention and feed-forward, for ``tokens`` scheduled tokens."""
+        """Seconds of one layer but attention and feed-forward, for a replica's tokens."""
         s, k = self.shape, self.kernels
         heads = self.heads * s.head_size
         kv = self.kv_heads * s.head_size
         total = s.norms * k.elementwise_s("layernorm", tokens, s.hidden)
-        total += 2.0 * k.all_reduce_s(2.0 * tokens * s.hidden, self.tp)
+        reduced = 2.0 if self.dp == 1 else 1.0
+        total += reduced * k.all_reduce_s(2.0 * tokens * s.hidden, self.tp)
         if s.latent:
             return total  # its products are part of the attention's times
         total += k.gemm_s(tokens, heads + 2 * kv, s.hidden, self.dtype)
@@ -159,15 +160,25 @@ class Composer:
         return total + k.gemm_s(tokens, s.hidden, heads, self.dtype)
 
     def feed_forward_s(self, tokens: float) -> float:
-        """Seconds of one layer's feed-forward part on one card."""
+        """Seconds of one layer's feed-forward part on one card but the routed experts."""
         s, k = self.shape, self.kernels
         if self.moe is None:
             return self._products_s(tokens, s.intermediate)
         # The router: a product and the choice of the top-k, taken as one elementwise launch.
         total = k.gemm_s(tokens, max(s.experts, _NARROWEST_PRODUCT), s.hidden)
         total += k.elementwise_s("layernorm", tokens, s.experts)
-        total += self._products_s(tokens, s.shared * s.intermediate) if s.shared else 0.0
-        return total + self.moe.seconds(tokens)
+        return total + (self._products_s(tokens, s.shared * s.intermediate) if s.shared else 0.0)
+
+    def experts_s(self, tokens: float) -> float:
+        """Seconds of one layer's routed experts, for the tokens of all replicas.
+
+        Replicas gather one another's tokens and add up the results: an all-reduce.
+        """
+        if self.moe is None:
+            return 0.0
+        gathered = 2.0 * tokens * self.shape.hidden if self.dp > 1 else 0.0
+        shared = self.kernels.all_reduce_s(gathered, self.tp * self.dp) if gathered else 0.0
+        return self.moe.seconds(tokens) + shared
 
     def _products_s(self, tokens: float, features: int) -> float:
         s, k, width = self.shape, self.kernels, features // self.tp
@@ -188,7 +199,15 @@ class Composer:
         return sum(self.kernels.stream_s(3.0 * tokens * values) for values in inputs)
 
     def dense_s(self, tokens: float) -> float:
-        """Seconds of an iteration's part that depends on its scheduled tokens alone."""
+        """Seconds of an iteration's part that depends on its scheduled tokens alone.
+
+        Replicas have equal shares of them; a prompt's chunk is of one, see `chunk_attention_s`.
+        """
+        layers = self.shape.layers - self.shape.dense_layers
+        return self.replica_s(max(tokens / self.dp, 1.0)) + layers * self.experts_s(tokens)
+
+    def replica_s(self, tokens: float) -> float:
+        """:meth:`dense_s` but the routed experts, for the tokens of one replica."""
         s, k = self.shape, self.kernels
         total = k.elementwise_s("embedding", tokens, s.hidden)
         total += k.all_reduce_s(2.0 * tokens * s.hidden, self.tp)
@@ -200,7 +219,7 @@ class Composer:
 
     def head_s(self, sequences: float) -> float:
         """Seconds of head and sampler; the logits are gathered at half an all-reduce's time."""
-        s, k = self.shape, self.kernels
+        s, k, sequences = self.shape, self.kernels, max(sequences / self.dp, 1.0)
         total = k.gemm_s(sequences, math.ceil(s.vocabulary / self.tp), s.hidden)
         total += 0.5 * k.all_reduce_s(2.0 * sequences * s.vocabulary, self.tp)
         return total + k.elementwise_s("sampler", sequences, s.vocabulary)
@@ -247,17 +266,21 @@ class Composer:
         """Seconds of all layers' attention of a prompt's chunk after ``context`` tokens."""
         s = self.shape
         full = self.prompt_attention_s(chunk) + self.context_s(chunk, context)
+        # One replica has the whole chunk, of which `dense_s` gives it a share.
+        share = max(chunk / self.dp, 1.0)
+        own = self.replica_s(chunk) - self.replica_s(share) if self.dp > 1 else 0.0
         if self.window is None:
-            return s.layers * full
+            return s.layers * full + max(own, 0.0)
         # Every query sees at most the window: as a prompt that begins a window earlier.
         seen = chunk + min(context, self.window)
         scale = max(seen / self._longest, 1.0)
         windowed = scale * self._prompt(seen / scale, self.window)
-        return s.windowed_layers * windowed + (s.layers - s.windowed_layers) * full
+        full *= s.layers - s.windowed_layers
+        return s.windowed_layers * windowed + full + max(own, 0.0)
 
     def decode_attention_s(self, sequences: float, context: float) -> float:
         """Seconds of all layers' attention of ``sequences`` decodes of ``context`` tokens each."""
-        s = self.shape
+        s, sequences = self.shape, max(sequences / self.dp, 1.0)
         if s.latent:
             sizes = self.heads, sequences, max(context, 3.0)
             return s.layers * self.kernels.latent_s("decode", self.dtype, *sizes)
@@ -279,6 +302,7 @@ class Composer:
         """:meth:`decode_attention_s` beside prefill chunks, in the kernel that runs both."""
         assert self.mixed is not None
         s, device = self.shape, self.kernels.data["device"]
+        sequences = max(sequences / self.dp, 1.0)
 
         def layer_s(tokens: float) -> float:
             at = (sequences, tokens, self.heads, self.kv_heads, s.head_size, self._pair_s)
@@ -304,10 +328,12 @@ class Composer:
         processors = self.kernels.data["device"]["multiprocessors"]
         full = s.layers - (s.windowed_layers if self.window is not None else 0)
         token_s = full * mixed.token_s(self._pair_s, processors)
-        blocks = np.array(sequences) * self.kv_heads / processors
+        blocks = np.array(sequences) / self.dp * self.kv_heads / processors
         decode = token_s * np.interp(blocks, mixed.longest_blocks, mixed.longest)
         return {
-            "mixed_chunk_s": float(f"{s.layers * mixed.chunk_s(self.heads, processors):.6g}"),
+            "mixed_chunk_s": float(
+                f"{s.layers * mixed.chunk_s(self.heads, processors) / self.dp:.6g}"
+            ),
             "longest_decode_s": [float(f"{v:.6g}") for v in decode],
             "longest_mixed_s": [float(f"{mixed.longest_mixed * token_s:.6g}")] * len(sequences),
         }
@@ -319,15 +345,19 @@ class Composer:
         s, tp = self.shape, self.tp
         facts = self.kernels.data["device"]
         device = dict(facts) | {"usable_memory_fraction": USABLE_MEMORY}
-        if tp > 1:
-            device["name"] = f"{tp} x {facts['name']}"
+        cards = tp * self.dp
+        if cards > 1:
+            device["name"] = f"{cards} x {facts['name']}"
             for key in ("memory_bytes", "memory_bandwidth_bytes_per_s", "tensor_flop_per_s"):
-                device[key] = tp * facts[key]
-            device["multiprocessors"] = tp * facts["multiprocessors"]
+                device[key] = cards * facts[key]
+            device["multiprocessors"] = cards * facts["multiprocessors"]
         kv_heads = max(s.kv_heads, tp)
         replicas = kv_heads // s.kv_heads - 1
         copied = 2 * replicas * s.kv_heads * s.head_size * s.hidden * s.layers
         value_bytes = 1 if self.kernels.kv_dtype == "fp8" else 2
+        own = s.weight_bytes(self.dtype) + round(VALUE_BYTES[self.dtype] * copied)
+        routed = (s.layers - s.dense_layers) * s.experts * s.expert_parameters
+        routed = round(routed * VALUE_BYTES[s.expert_dtype or self.dtype])
         model = {
             "name": s.name,
             "layers": s.layers,
@@ -337,12 +367,12 @@ class Composer:
             "head_size": s.head_size,
             "bytes_per_value": value_bytes,
             "parameters": s.parameters,
-            "weight_bytes": s.weight_bytes(self.dtype) + round(VALUE_BYTES[self.dtype] * copied),
+            "weight_bytes": own + (self.dp - 1) * (own - routed),
             "kv_bytes_per_token": 2 * value_bytes * s.layers * kv_heads * s.head_size,
             "source": f"{s.architecture}; KV cache in {8 * value_bytes} bits"
             + (f", {kv_heads // s.kv_heads} copies of each KV head" if replicas else ""),
         }
-        return device, model, activation_reserve_bytes(s, tp)
+        return device, model, self.dp * activation_reserve_bytes(s, tp)
 
 
 def activation_reserve_bytes(shape: ModelShape, tp: int) -> int:
@@ -379,7 +409,8 @@ def _check_memory(composer: Composer) -> None:
     for tp in k.tensor_parallel:
         if tp > composer.tp:
             try:
-                other = Composer(k, s, tp, composer.dtype, tp if composer.ep > 1 else 1)
+                ep = tp * composer.dp if composer.ep > 1 else 1
+                other = Composer(k, s, tp, composer.dtype, ep, composer.dp)
             except ValueError:
                 continue
             if _fits(other):
@@ -454,10 +485,22 @@ def _notes(c: Composer) -> list[str]:
         )
     else:
         notes.append("decodes beside chunks take the time of decodes alone; contexts taken equal")
-    if c.tp > 1:
+    if c.tp * c.dp > 1:
+        link = k.links[0] if k.link is None else k.link
+        told = (
+            f"{link:g} us an all-reduce of 2**20 bytes"
+            if isinstance(link, float)
+            else (f"{link}, {k.data['links'][link]['host']}")
+        )
         notes.append(
-            "all-reduce: two a layer and one after the embedding, as timed; the gather of the "
-            "logits is derived, half an all-reduce of their bytes"
+            f"link: {told}" + (" (the card's default)" if k.link is None else "")
+            + "; two all-reduces a layer and one after the embedding; the gather of the logits is "
+            "derived, half an all-reduce of their bytes"
+        )  # fmt: skip
+    if c.dp > 1:
+        notes.append(
+            f"{c.dp} replicas with equal shares of the decodes, in step; a prompt's chunk is of "
+            "one of them and all wait for it; one all-reduce of all tokens a layer for the experts"
         )
     if c.dtype != "bf16":
         notes.append(
@@ -497,8 +540,10 @@ def compose(
     *,
     tp: int = 1,
     ep: int = 1,
+    dp: int = 1,
     dtype: str = "bf16",
     kv_dtype: str = "bf16",
+    link: str | float | None = None,
     kernels: CardKernels | None = None,
 ) -> Profile:
     """Compose the profile of a model on a card, or on ``tp`` cards with tensor parallelism.
@@ -507,9 +552,13 @@ def compose(
         card: a name of :func:`servegym.hardware_profiles.kernels.list_cards`.
         model: a shipped config's name, the path of a Hugging Face ``config.json``, or a shape.
         tp: cards that share every layer; one of those whose all-reduce is known.
-        ep: 1, or ``tp`` to spread the experts over the cards whole.
+        ep: 1, or ``tp x dp`` to spread the experts over the cards whole.
+        dp: replicas of ``tp`` cards that share the experts; the profile is of all of them.
         dtype: format of the products' weights: ``"bf16"`` or, where timed, ``"fp8"``, ``"nvfp4"``.
         kv_dtype: format of the KV cache, ``"bf16"`` or, where timed, ``"fp8"``.
+        link: what connects the cards: a name of :attr:`CardKernels.links`, or the microseconds of
+            an all-reduce of 2**20 bytes over ``tp x dp`` cards as measured (``servegym measure
+            link``); None for the card's default, with all its links in the interval.
         kernels: tables to use in place of the shipped ones.
 
     Returns:
@@ -524,9 +573,11 @@ def compose(
 
     if dtype not in DTYPES:
         raise ValueError(unknown_name("dtype", dtype, list(DTYPES)))
-    if isinstance(tp, bool) or not isinstance(tp, int) or tp < 1:
-        raise ValueError(f"tp: got {tp!r}; must be a whole number >= 1")
-    tables = replace(load_kernels(card) if kernels is None else kernels, kv_dtype=kv_dtype)
+    for option, value in (("tp", tp), ("dp", dp)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{option}: got {value!r}; must be a whole number >= 1")
+    tables = load_kernels(card) if kernels is None else kernels
+    tables = replace(tables, kv_dtype=kv_dtype, link=_checked_link(link, tables, tp * dp))
     if kv_dtype not in tables.kv_dtypes:
         timed = ", ".join(tables.kv_dtypes)
         raise ValueError(f"kv_dtype: got {kv_dtype!r}; {tables.card} was timed with {timed}")
@@ -534,7 +585,7 @@ def compose(
     if shape.quantised not in (None, dtype):
         told = f"the config of {shape.name} says {shape.quantised!r}: --dtype {shape.quantised}"
         raise ValueError(f"dtype: got {dtype!r}; {told}")
-    c = Composer(tables, shape, tp, dtype, ep)
+    c = Composer(tables, shape, tp, dtype, ep, dp)
     _check_memory(c)
     law = _tables(c)
     device, facts, reserve = c.memory()
@@ -543,7 +594,9 @@ def compose(
     name, command = f"{card}-{shape.name.lower()}", f"--card {card} --model {shape.name}"
     for option, value, default, label in (
         ("tp", tp, 1, "tp"),
+        ("dp", dp, 1, "dp"),
         ("ep", ep, 1, "ep"),
+        ("link", tables.link, None, "link-"),
         ("dtype", dtype, "bf16", ""),
         ("kv-dtype", kv_dtype, "bf16", "kv-"),
     ):
@@ -562,6 +615,8 @@ def compose(
             "dtype": dtype,
             "activation_reserve_bytes": reserve,
             "tensor_parallel": tp,
+            **({"data_parallel": dp} if dp > 1 else {}),
+            **({"expert_parallel": ep} if ep > 1 else {}),
         },
         "law": law,
         "estimator": NO_ESTIMATE,
@@ -590,11 +645,32 @@ def compose(
     return Profile.from_dict(data, name)
 
 
-def prefill_class(shape: ModelShape, dtype: str) -> str:
-    """The class of :data:`STEP_SD` of a model's steps with prefill chunks."""
+def _checked_link(link: str | float | None, tables: CardKernels, cards: int) -> Any:
+    """The link as `CardKernels` takes it."""
+    if link is None:
+        return None
+    names = ", ".join(tables.links)
+    if cards == 1:
+        raise ValueError(f"link: got {link!r}, but one card has no link; leave it out, or --tp 2")
+    if isinstance(link, str) and link in tables.links:
+        return link
+    try:
+        measured = float(link)
+    except (TypeError, ValueError):
+        measured = math.nan
+    if not 0.0 < measured < math.inf or isinstance(link, bool):
+        raise ValueError(
+            f"link: got {link!r}; must be one of {tables.card}'s ({names}), or the microseconds of "
+            "an all-reduce of 2**20 bytes (servegym measure link)"
+        )
+    return measured
+
+
+def step_class(kind: str, shape: ModelShape, dtype: str) -> str:
+    """The class of :data:`STEP_SD` of a model's steps with prefill chunks, or of decodes alone."""
     if shape.experts and "mxfp4" in (dtype, shape.expert_dtype):
         return "mxfp4 experts"
-    if dtype != "bf16":
+    if kind == "prefill" and dtype != "bf16":
         return "8 bits"
     return "experts" if shape.experts else "dense"
 
@@ -602,13 +678,13 @@ def prefill_class(shape: ModelShape, dtype: str) -> str:
 def _step_error(c: Composer) -> dict[str, Any]:
     """The ``step_error`` field: the deviations of all causes, as they are known apart."""
     k, s = c.kernels, c.shape
-    own = {"prefill": prefill_class(s, c.dtype), "decode": "experts" if s.experts else "dense"}
+    own = {kind: step_class(kind, s, c.dtype) for kind in STEP_SD}
     causes = [f"{kind} of {name}" for kind, name in own.items()]
     shares = {"prefill": (2048, 1), "decode": (32, 32)}
     out: dict[str, Any] = {}
     for kind, name in own.items():
-        sd, seen = STEP_SD[kind][name]
-        parts = [sd]
+        seen = STEP_SD[kind][name]["cards"]
+        parts = [STEP_SD[kind][name]["sd"]]
         if k.card not in seen:
             parts.append(CARD_SD[kind])
             causes[-1 if kind == "decode" else 0] += f", seen on {' and '.join(seen)}"
@@ -617,14 +693,27 @@ def _step_error(c: Composer) -> dict[str, Any]:
             spreads = [v["p90"] for key, v in k.data["held_out"].items() if key.startswith(experts)]
             parts.append(max(spreads, default=0.3) / 1.645)
         tokens, sequences = shares[kind]
-        reduced = (2 * s.layers + 1) * k.all_reduce_s(2.0 * tokens * s.hidden, c.tp)
-        whole = c.dense_s(tokens) + c.head_s(sequences)
-        # The two tables are the ends of an 80 % interval.
-        parts.append(reduced / whole * k.all_reduce_spread(c.tp) / Z80)
-        out[kind] = {"bias": 0.0, "sd": float(f"{math.hypot(*parts):.3g}")}
-    if k.all_reduce_spread(c.tp):
-        causes.append("two tables of all-reduces")
+        # Links that nobody told apart are the ends of an 80 % interval.
+        low, high = _over_links(c, tokens, sequences)
+        parts.append((high - low) / 2.0 / Z80)
+        sd = float(f"{math.hypot(*parts):.3g}")
+        bias = seen.get(k.card, 0.0) + (low + high) / 2.0
+        out[kind] = {"bias": float(f"{bias:.3g}"), "sd": sd}
+    if len(k.links) > 1 and k.link is None and c.tp * c.dp > 1:
+        causes.append(f"links {' and '.join(k.links)}")
     return out | {"source": f"experiments/results/fidelity/intervals.csv: {', '.join(causes)}"}
+
+
+def _over_links(c: Composer, tokens: int, sequences: int) -> tuple[float, float]:
+    """Least and largest logarithm of a step over every link over the step over the default one."""
+    k = c.kernels
+    if k.link is not None or c.tp * c.dp == 1:
+        return 0.0, 0.0
+    steps = []
+    for name in k.links:
+        at = replace(c, kernels=replace(k, link=name))
+        steps.append(math.log(at.dense_s(tokens) + at.head_s(sequences)))
+    return min(steps) - steps[0], max(steps) - steps[0]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -638,7 +727,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--card", help="a card of --list")
     add("--model", help="a model of --list, or the path of a config.json")
     add("--tp", type=int, default=1, help="cards with tensor parallelism")
-    add("--ep", type=int, default=1, help="TP, to spread the experts over the cards")
+    add("--dp", type=int, default=1, help="replicas that share the experts (--ep TP x DP)")
+    add("--ep", type=int, default=1, help="TP x DP, to spread the experts over the cards")
+    add("--link", help="what connects the cards: a link of --list, or us of an all-reduce of 1 MiB")
     add("--dtype", default="bf16", help="format of the weights: " + ", ".join(DTYPES))
     add("--kv-dtype", default="bf16", help="format of the KV cache: bf16 or fp8")
     add("--out", help="the profile's file (NAME.json)")
@@ -648,6 +739,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             k = load_kernels(card)
             tps = ", ".join(map(str, k.tensor_parallel))
             print(f"card {card}: {', '.join(k.dtypes)}; KV {', '.join(k.kv_dtypes)}; tp {tps}; "
+                  f"links {', '.join(k.links)}; "
                   f"experts in {', '.join(k.data['moe']) or 'no format'}")  # fmt: skip
         for name in list_models():
             s = model_shape(name)
@@ -658,8 +750,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ValueError(f"--{what}: missing (see servegym profile --list)")
     if options.out and not Path(options.out).absolute().parent.is_dir():
         raise ValueError(f"--out: got {options.out!r}; its folder does not exist")
-    formats = {"dtype": options.dtype, "kv_dtype": options.kv_dtype}
-    profile = compose(options.card, options.model, tp=options.tp, ep=options.ep, **formats)
+    names = ("tp", "ep", "dp", "dtype", "kv_dtype", "link")
+    named = {name: getattr(options, name) for name in names}
+    profile = compose(options.card, options.model, **named)
     path = Path(options.out or f"{profile.name}.json")
     profile.save(path)
     print(f"{path}: {profile.name}, {profile.kind}, KV {profile.kv_capacity_tokens} tokens of "
@@ -673,7 +766,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         low, high = (math.expm1(error["bias"] + z * error["sd"]) for z in (-Z80, Z80))
         print(f"{kind} steps: true time {low:+.1%} to {high:+.1%} of the law's, 80 % interval")
     for note in profile.provenance["notes"]:
-        if "beyond" in note or "not timed" in note:
+        if note.startswith("link") or "beyond" in note or "not timed" in note:
             print(f"note: {note}")
     return 0
 

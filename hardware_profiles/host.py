@@ -12,13 +12,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-# Seconds an iteration and a sequence beyond the kernels, middle of the ranges seen on 2, 4 and 8
-# cards, where iterations are planned ahead and where not.
-_AHEAD, _WAITING = (5e-5, 7e-6), (1.4e-3, 5e-5)
-_RANGES = {
-    True: "0 to 0.1 ms a step and 0.004 to 0.010 ms a sequence",
-    False: "1.4 ms a step and 0.045 to 0.056 ms a sequence",
-}
+from servegym.hardware_profiles.constants import constant
+
 _AHEAD_SINCE = {"vLLM": (0, 14)}
 
 
@@ -48,15 +43,15 @@ def engine_host(name: str, version: str) -> dict[str, Any]:
     ahead = plans_ahead(name, version)
     if ahead is None:
         return {}
-    step_s, sequence_s = _AHEAD if ahead else _WAITING
+    fitted = constant("host_ahead" if ahead else "host_waiting")
     since = ".".join(map(str, _AHEAD_SINCE[name]))
     how = "plans iterations ahead" if ahead else "plans an iteration when it starts"
     return {
-        "step_s": step_s,
-        "sequence_s": sequence_s,
+        "step_s": fitted["step_s"],
+        "sequence_s": fitted["sequence_s"],
         "token_s": 0.0,
         "source": f"{name} {'from' if ahead else 'before'} {since} {how}: published engine "
-        f"measurements less composed kernels, {_RANGES[ahead]}",
+        "measurements less composed kernels (data/constants.json)",
     }
 
 

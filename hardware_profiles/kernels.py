@@ -32,11 +32,7 @@ _MICROSECOND = 1e-6
 _MOVED = {"layernorm": 8, "rotary_emb": 4, "qk_norm": 4, "act_fn": 6, "embedding": 4}
 # L2 cache of H100 and H200, and the share of a card's bandwidth that streaming reaches.
 _L2_BYTES, _STREAMED = 50 * 2**20, 0.9
-# In an engine the cards of an all-reduce wait for one another, which a loop of nothing but
-# all-reduces does not show: seconds a doubling of the cards. Fitted to TPOT of published vLLM runs
-# on H100 (Llama-3.1-70B and gpt-oss-120b on 2, 4 and 8 cards, 73 runs): 2.15 +- 0.28 us beside a
-# bias of each model.
-WAIT_S = 2.2e-6
+_MB = 2**20
 
 
 class LogTable:
@@ -289,12 +285,15 @@ class CardKernels:
         card: short name.
         data: the file's content.
         kv_dtype: format of the KV cache, one of :attr:`kv_dtypes`.
+        link: what connects the cards: one of :attr:`links`, or the measured microseconds of an
+            all-reduce of 2**20 bytes; None for the card's default, the first of them.
         extrapolated: largest extrapolation factor that was asked for, by kernel and axis.
     """
 
     card: str
     data: dict[str, Any]
     kv_dtype: str = "bf16"
+    link: str | float | None = None
     extrapolated: dict[str, float] = field(default_factory=dict)
     _tables: dict[tuple[str, ...], LogTable] = field(default_factory=dict, repr=False)
 
@@ -472,24 +471,60 @@ class CardKernels:
         return None if raw is None else MixedAttention(**raw)
 
     @property
+    def links(self) -> list[str]:
+        """Links over which all-reduces were timed, the default first."""
+        return list(self.data["links"])
+
+    @property
     def tensor_parallel(self) -> list[int]:
-        """Numbers of cards whose all-reduce was timed, and one card."""
-        return [1, *sorted(int(key) for key in self.data["all_reduce"])]
+        """Numbers of cards whose all-reduce was timed over a link, and one card."""
+        timed = {int(key) for raw in self.data["links"].values() for key in raw if key != "host"}
+        return [1, *sorted(timed)]
+
+    def _over(self, link: str, message_bytes: float, cards: int) -> float:
+        """Seconds of an all-reduce over a named link.
+
+        Where it was not timed for so many cards it stands to another link as it does for the most
+        cards of both.
+        """
+        timed, key = self.data["links"], str(cards)
+        if key not in timed[link]:
+            other = next(name for name in timed if key in timed[name])
+            both = max(int(k) for k in timed[link].keys() & timed[other].keys() - {"host"})
+            slower = self._over(link, message_bytes, both) / self._over(other, message_bytes, both)
+            return slower * self._over(other, message_bytes, cards)
+        if (link, key) not in self._tables:
+            raw = timed[link][key]
+            at, us = np.array(raw["bytes"], float), _MICROSECOND * np.array(raw["us"], float)
+            self._tables[link, key] = LogTable(f"all-reduce of {key}", [("bytes", at)], us)
+        table = self._tables[link, key]
+        # Beyond the largest message the time is in proportion: bandwidth alone counts.
+        scale = max(message_bytes / table.grids[0][-1], 1.0)
+        return scale * table.seconds(max(message_bytes / scale, table.grids[0][0]))
 
     def all_reduce_s(self, message_bytes: float, cards: int) -> float:
-        """Seconds to sum ``message_bytes`` over ``cards`` cards (none for one card)."""
+        """Seconds to sum ``message_bytes`` over ``cards`` cards (none for one card).
+
+        A measured link lies between two named ones by the logarithms at 2**20 bytes; beyond them
+        what a message takes above the smallest one is scaled.
+        """
         if cards == 1:
             return 0.0
-        wait_s = WAIT_S * math.log2(cards)
-        table = self._table("all_reduce", str(cards), ("bytes",), f"all-reduce of {cards}")
-        # Beyond the largest message the time is in proportion: bandwidth alone counts.
-        last = table.grids[0][-1]
-        scale = max(message_bytes / last, 1.0)
-        return wait_s + scale * table.seconds(max(message_bytes / scale, table.grids[0][0]))
+        if self.link is None or isinstance(self.link, str):
+            return self._over(self.link or self.links[0], message_bytes, cards)
+        mega = {name: self._over(name, _MB, cards) for name in self.links}
+        slow, fast = max(mega, key=mega.__getitem__), min(mega, key=mega.__getitem__)
+        wanted = _MICROSECOND * self.link
+        share = math.log(wanted / mega[fast]) / (math.log(mega[slow] / mega[fast]) or 1.0)
+        share = min(max(share, 0.0), 1.0)
 
-    def all_reduce_spread(self, cards: int) -> float:
-        """Half the logarithm of the slowest published all-reduce over the fastest one."""
-        return float(self.data["all_reduce"][str(cards)].get("spread", 0.0)) if cards > 1 else 0.0
+        def between(size: float) -> float:
+            ends = (self._over(name, size, cards) for name in (slow, fast))
+            return next(ends) ** share * next(ends) ** (1.0 - share)
+
+        least = between(1.0)
+        scale = max(wanted - least, 0.0) / (between(_MB) - least)
+        return least + scale * (between(message_bytes) - least)
 
     def stream_s(self, moved: float) -> float:
         """Seconds to move so many bytes but for those that the L2 cache holds."""

@@ -16,7 +16,7 @@ from servegym.hardware_profiles.schema import read_json
 
 _T = TypeVar("_T")
 
-_NOT_PROFILES = ("fleet-", "moe-", "schema", "served-models")
+_NOT_PROFILES = ("constants", "fleet-", "moe-", "schema", "served-models")
 
 
 def data_path(name: str) -> Path:

@@ -299,8 +299,8 @@ def check_step_error(fields: Fields) -> dict[str, Any]:
         error.only(("bias", "sd", "points"))
         if "points" in error.data:
             error.integer("points")
-        error.number("bias", -1.0, 1.0)
-        error.number("sd", 0.0, 1.0)
+        error.number("bias", -3.0, 3.0)
+        error.number("sd", 0.0, 2.0)
     return copy_json(fields.data)
 
 

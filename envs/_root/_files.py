@@ -344,11 +344,20 @@ def write_text(path: str | os.PathLike[str], text: str | bytes) -> None:
 
 def write_csv(path: str | os.PathLike[str], rows: Sequence[Mapping[str, Any]]) -> None:
     """Write row dicts as CSV, atomically; NaN is written ``nan`` and a missing value left empty."""
+    names = dict.fromkeys(key for row in rows for key in row)
+    write_columns(path, {name: [row.get(name, "") for row in rows] for name in names})
+
+
+def write_columns(path: str | os.PathLike[str], columns: Mapping[str, Sequence[Any]]) -> None:
+    """Write columns of one length as CSV, as :func:`write_csv` does; numbers without the writer."""
     stream = io.StringIO()
-    columns = dict.fromkeys(key for row in rows for key in row)
-    writer = csv.DictWriter(stream, list(columns), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
+    writer = csv.writer(stream, lineterminator="\n")
+    writer.writerow(columns)
+    if columns and all({*map(type, values)} <= {int, float} for values in columns.values()):
+        rows = zip(*(map(repr, values) for values in columns.values()), strict=True)
+        stream.writelines(",".join(row) + "\n" for row in rows)
+    else:
+        writer.writerows(zip(*columns.values(), strict=True))
     write_text(path, stream.getvalue())
 
 

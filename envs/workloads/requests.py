@@ -38,7 +38,10 @@ def read_columns(
             usable; nothing of the file is returned.
         OSError: If the file cannot be opened.
     """
-    chosen = dict(choose(csv_header(path)))
+    header = csv_header(path)
+    chosen = dict(choose(header))
+    if (plain := _plain_columns(path, header, chosen)) is not None:
+        return plain
     columns: dict[str, list[float]] = {name: [] for name in chosen}
     times = {name: Times(path, name) for name, kind in chosen.items() if kind == "time"}
     for line, row in csv_rows(path, tuple(chosen)):
@@ -56,6 +59,44 @@ def read_columns(
         name: np.array(values, np.int64 if chosen[name] == "tokens" else np.float64)
         for name, values in columns.items()
     }
+
+
+def _plain_columns(
+    path: str | os.PathLike[str], header: Sequence[str], chosen: Mapping[str, str]
+) -> dict[str, np.ndarray] | None:
+    """:func:`read_columns` by numpy's reader, ten times as fast.
+
+    None where a cell is quoted, a line has another number of cells than the header, or a value is
+    not usable: then the file is read line by line, which names what is wrong.
+    """
+    content = Path(path).read_bytes()
+    codes = np.frombuffer(content.rstrip() + b"\n", np.uint8)
+    ends = np.flatnonzero(codes == ord("\n"))
+    cells = np.diff(np.cumsum(codes == ord(","))[ends], prepend=0) + 1
+    odd = b'"' in content or content.count(b"\r") != content.count(b"\r\n")
+    if odd or len(ends) < 2 or (cells != len(header)).any() or not set(chosen) <= set(header):
+        return None
+    places = [header.index(name) for name in chosen]
+    try:
+        table = np.loadtxt(
+            path, delimiter=",", skiprows=1, usecols=places, ndmin=2, comments=None,
+            encoding="utf-8-sig",
+        )  # fmt: skip
+    except ValueError:
+        return None
+    columns = dict(zip(chosen, table.T, strict=True))
+    for name, kind in chosen.items():
+        values = columns[name]
+        low, high = (1.0, 2.0**31 - 1.0) if kind == "tokens" else (0.0, np.finfo(float).max)
+        good = (values >= low) & (values <= (1.0 if kind == "score" else high))
+        if kind == "tokens":
+            columns[name] = np.where(good, values, 0.0).astype(np.int64)
+            good &= columns[name] == values
+        elif kind == "time":
+            good[1:] &= np.diff(values) >= 0.0
+        if not good.all():
+            return None
+    return {name: np.ascontiguousarray(values) for name, values in columns.items()}
 
 
 def _number(path: str | os.PathLike[str], line: int, field: str, kind: str, text: str) -> float:

@@ -28,6 +28,15 @@ METRICS = {"ttft_s": "TTFT", "tpot_s": "TPOT", "e2e_s": "end to end"}
 """Latency of a request -> its name in the tables."""
 
 WINDOW_S = 5.0
+_MEASURES = (
+    "measured_mean_s",
+    "simulated_mean_s",
+    "error_of_mean",
+    "median_error",
+    "p90_error",
+    "p99_error",
+    "mean_error",
+)
 QUANTITIES = ("running", "waiting", "kv_use")
 """Quantities of a course over time."""
 
@@ -41,10 +50,10 @@ def matching_profile(run: MeasuredRun) -> Profile:
     profiles = sorted(map(load, list_profiles()), key=lambda p: (KINDS.index(p.kind), p.name))
     for profile in profiles:
         same = profile.device["name"] == run.device and profile.model["name"] == run.model
-        if same and _devices(profile) == run.tensor_parallel:
+        if same and _devices(profile) == _shared(run):
             return profile
-    cards = f"{run.tensor_parallel} x " if run.tensor_parallel > 1 else ""
-    make = f" --tp {run.tensor_parallel}" if run.tensor_parallel > 1 else ""
+    count = run.tensor_parallel * run.data_parallel
+    cards, make = f"{count} x " if count > 1 else "", _options(run)
     raise ValueError(
         f"no profile of {run.model or 'the model'} on {cards}{run.device or 'the device'}: "
         f"name one with --profile (shipped: {', '.join(list_profiles())}), or compose it with "
@@ -52,9 +61,24 @@ def matching_profile(run: MeasuredRun) -> Profile:
     )
 
 
-def _devices(profile: Profile) -> int:
-    """Devices that share every layer, ``tensor_parallel`` of the profile's engine."""
-    return int(profile.engine.get("tensor_parallel", 1))
+def _devices(profile: Profile) -> tuple[int, int, bool]:
+    """Devices that share every layer, replicas of them, and whether experts are spread."""
+    engine = profile.engine
+    sizes = (int(engine.get(f"{kind}_parallel", 1)) for kind in ("tensor", "data", "expert"))
+    tensor, data, expert = sizes
+    return tensor, data, expert > 1
+
+
+def _shared(run: MeasuredRun) -> tuple[int, int, bool]:
+    return run.tensor_parallel, run.data_parallel, run.expert_parallel
+
+
+def _options(run: MeasuredRun) -> str:
+    """Options of ``servegym profile`` for the run's devices, each after a space."""
+    group = run.tensor_parallel * run.data_parallel
+    named = {"tp": run.tensor_parallel, "dp": run.data_parallel}
+    named["ep"] = group if run.expert_parallel else 1
+    return "".join(f" --{name} {size}" for name, size in named.items() if size > 1)
 
 
 def check_devices(run: MeasuredRun, profile: Profile) -> None:
@@ -63,11 +87,12 @@ def check_devices(run: MeasuredRun, profile: Profile) -> None:
     Raises:
         ValueError: Naming both.
     """
-    if _devices(profile) != run.tensor_parallel:
+    if _devices(profile) != _shared(run):
+        words = "tensor_parallel_size {}, data_parallel_size {}, experts spread: {}"
         raise ValueError(
-            f"run {run.name!r} has tensor_parallel_size {run.tensor_parallel}, but profile "
-            f"{profile.name!r} is of {_devices(profile)}: compose one with `servegym profile "
-            f"--tp {run.tensor_parallel}`"
+            f"run {run.name!r} has {words.format(*_shared(run))}, but profile {profile.name!r} "
+            f"{words.format(*_devices(profile))}: compose one with "
+            f"`servegym profile{_options(run)}`"
         )
 
 
@@ -103,14 +128,18 @@ def errors(
     Returns:
         One row a metric: ``requests``, ``measured_mean_s``, ``simulated_mean_s``,
         ``error_of_mean`` (signed, relative), the quantiles ``median_error``, ``p90_error``,
-        ``p99_error`` and the mean ``mean_error`` of the requests' absolute relative errors.
+        ``p99_error`` and the mean ``mean_error`` of the requests' absolute relative errors. Of
+        requests that both served; a row without any holds their number alone.
     """
     rows = []
     for key, label in METRICS.items():
         measured, guess = getattr(run, key), simulated[key]
-        use = np.isfinite(measured) & (measured > 0)
+        use = np.isfinite(measured) & (measured > 0) & np.isfinite(guess)
         if mask is not None:
             use &= mask
+        if not use.any():
+            rows.append({"metric": label, "requests": 0} | dict.fromkeys(_MEASURES))
+            continue
         measured, guess = measured[use], guess[use]
         size = np.abs(guess / measured - 1.0)
         median, p90, p99 = np.quantile(size, [0.5, 0.9, 0.99])
@@ -135,10 +164,10 @@ def latency_quantiles(run: MeasuredRun, simulated: np.ndarray) -> list[dict[str,
     shares = np.linspace(0.0, 1.0, 101)
     rows = []
     for key, label in METRICS.items():
-        found = [
-            np.quantile(values[np.isfinite(values)], shares)
-            for values in (getattr(run, key), simulated[key])
-        ]
+        both = [values[np.isfinite(values)] for values in (getattr(run, key), simulated[key])]
+        if not all(values.size for values in both):
+            continue
+        found = [np.quantile(values, shares) for values in both]
         rows += [
             {
                 "metric": label,
@@ -155,7 +184,8 @@ def sensitivity(run: MeasuredRun, profile: Profile) -> list[dict[str, Any]]:
     """Errors of the means when one part of the model is replaced.
 
     Returns:
-        One row a variant: ``variant``, the signed relative error of each mean, ``preemptions``.
+        One row a variant: ``variant``, the signed relative error of each mean, ``preemptions``;
+        None where the variant cannot serve the run.
     """
     data = profile.to_dict()
     data["law"] = {"kind": "linear", **data["estimator"]}
@@ -172,8 +202,12 @@ def sensitivity(run: MeasuredRun, profile: Profile) -> list[dict[str, Any]]:
     }
     rows = []
     for name, (used, changes) in variants.items():
-        simulated = simulate(run, used, **changes)
         row: dict[str, Any] = {"variant": name}
+        try:
+            simulated = simulate(run, used, **changes)
+        except ValueError:  # a request does not fit into its memory
+            rows.append(row | dict.fromkeys((*METRICS.values(), "preemptions")))
+            continue
         for error in errors(run, simulated):
             row[error["metric"]] = error["error_of_mean"]
         rows.append({**row, "preemptions": int(simulated["preemptions"].sum())})
@@ -213,18 +247,19 @@ def compare_series(measured: np.ndarray, simulated: np.ndarray) -> list[dict[str
         simulated: ``(T,)`` the simulated one at the same times.
 
     Returns:
-        One row a quantity.
+        One row a quantity; no correlation where one of the courses is constant.
     """
     rows = []
     for name in QUANTITIES:
         a, b = measured[name], simulated[name]
+        varies = bool(np.ptp(a) > 0 and np.ptp(b) > 0)
         rows.append(
             {
                 "quantity": name,
                 "measured_mean": float(a.mean()),
                 "simulated_mean": float(b.mean()),
                 "mean_absolute_difference": float(np.abs(b - a).mean()),
-                "correlation": float(np.corrcoef(a, b)[0, 1]),
+                "correlation": float(np.corrcoef(a, b)[0, 1]) if varies else None,
             }
         )
     return rows

@@ -43,7 +43,7 @@ _FIELDS = (
     "first_token_ts",
     "last_token_ts",
 )
-_ONE_ENGINE = "measure one engine whose devices share every layer"
+_ONE_ENGINE = "measure one engine, or replicas that share their experts (enable_expert_parallel)"
 # Nobody waits an hour for a request; a file with such times counts milliseconds.
 _LONGEST_S = 3600.0
 _SERIES = np.dtype([("t_s", "f8"), ("running", "f8"), ("waiting", "f8"), ("kv_use", "f8")])
@@ -66,6 +66,8 @@ class MeasuredRun:
         device: Name of the device, empty if not stated.
         model: Name of the model, empty if not stated.
         tensor_parallel: Devices that share every layer.
+        data_parallel: Replicas of them that share their experts; ``engine`` is of all together.
+        expert_parallel: Whether the experts are spread over the devices.
         assumed: Why a setting has its value, by its name, for those not in ``meta.json``.
         scheduled_s: ``(J,)`` when a request was first scheduled, on the clock of the arrivals; NaN
             where it was not written.
@@ -83,6 +85,8 @@ class MeasuredRun:
     device: str = ""
     model: str = ""
     tensor_parallel: int = 1
+    data_parallel: int = 1
+    expert_parallel: bool = False
     assumed: dict[str, str] = field(default_factory=dict)
     scheduled_s: Array | None = None
     series: np.ndarray | None = None
@@ -161,8 +165,8 @@ def _text(fields: Fields, key: str) -> str:
     return "" if fields.data.get(key) is None else fields.text(key)
 
 
-def _settings(meta: Fields) -> tuple[dict[str, Any], int, dict[str, str]]:
-    """Arguments of the replay, the devices of a tensor-parallel engine, and what was assumed."""
+def _settings(meta: Fields) -> tuple[dict[str, Any], dict[str, Any], dict[str, str]]:
+    """Arguments of the replay, how the devices share the model, and what was assumed."""
     engine, cache = _part(meta, "engine_kwargs"), _part(meta, "kv_cache")
     scheduler = _part(_part(meta, "resolved_config"), "scheduler_config")
     version = str(meta.data.get("vllm_version", ""))
@@ -185,15 +189,18 @@ def _settings(meta: Fields) -> tuple[dict[str, Any], int, dict[str, str]]:
             switch = isinstance(default, bool)
             found[name] = place.flag(key, default) if switch else place.integer(key)
     sizes = ("tensor_parallel_size", "data_parallel_size", "pipeline_parallel_size")
-    parallel, *others = (engine.integer(s) if s in engine.data else 1 for s in sizes)
-    for name, size in zip(sizes[1:], others, strict=True):
+    parallel, replicas, stages = (engine.integer(s) if s in engine.data else 1 for s in sizes)
+    spread = engine.flag("enable_expert_parallel", False)
+    for name, size in zip(sizes[1:], (1 if spread else replicas, stages), strict=True):
         if size > 1:
             told = f"is {size}, and the run does not say which engine served whom"
             raise engine.error(name, f"{told}; {_ONE_ENGINE}")
-    if engine.flag("enable_expert_parallel", False):
-        told = "is true, and its engines cannot be replayed as one"
-        raise engine.error("enable_expert_parallel", f"{told}; {_ONE_ENGINE}")
-    return found, parallel, assumed
+    # Limits are those of one replica; all run every iteration together.
+    for name in ("max_num_seqs", "max_num_batched_tokens", "kv_tokens"):
+        found[name] = None if found[name] is None else replicas * found[name]
+    spread = spread and parallel * replicas > 1
+    shared = {"tensor_parallel": parallel, "data_parallel": replicas, "expert_parallel": spread}
+    return found, shared, assumed
 
 
 def load_run(folder: str | os.PathLike[str]) -> MeasuredRun:
@@ -214,7 +221,7 @@ def load_run(folder: str | os.PathLike[str]) -> MeasuredRun:
             raise ValueError(f"run is {str(root)!r}, but there is no {name} in it")
     rows = _read_requests(root / "requests.jsonl")
     meta = Fields(read_json(root / "meta.json"), str(root / "meta.json"))
-    engine, parallel, assumed = _settings(meta)
+    engine, shared, assumed = _settings(meta)
     order = np.argsort(rows["arrival_time"], kind="stable")
     rows = {field: values[order] for field, values in rows.items()}
     client = rows["arrival_time"]
@@ -242,7 +249,7 @@ def load_run(folder: str | os.PathLike[str]) -> MeasuredRun:
         engine=engine,
         device=_text(_part(meta, "hardware"), "device_name"),
         model=_text(meta, "model").rpartition("/")[2],
-        tensor_parallel=parallel,
+        **shared,
         assumed=assumed,
         scheduled_s=rows["scheduled_ts"] - offset - start,
         series=_read_series(series) if series.is_file() else None,

@@ -130,13 +130,18 @@ def _show(
     columns: Mapping[str, tuple[str, Callable[[Any], str]]],
     rows: Sequence[Mapping[str, Any]],
 ) -> None:
-    cells = [[form(row[key]) for key, form in columns.values()] for row in rows]
+    cells = [
+        ["—" if row[key] is None else form(row[key]) for key, form in columns.values()]
+        for row in rows
+    ]
     print_table(title, list(columns), cells)
 
 
 def describe_settings(run: MeasuredRun, profile: Profile) -> str:
     """The replay's settings, and where one comes from that the run's ``meta.json`` lacks."""
     values = {**run.engine, "tensor_parallel": run.tensor_parallel}
+    if run.data_parallel > 1:
+        values["data_parallel"] = run.data_parallel
     if values["kv_tokens"] is None:
         values["kv_tokens"] = profile.kv_capacity_tokens
     return ", ".join(

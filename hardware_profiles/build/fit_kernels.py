@@ -14,6 +14,7 @@ pyarrow. ``DATA`` holds the kernel timings of LLMServingSim. No row is copied:
    the loop found small ones in the L2 cache. That also fills what was not timed.
  * Experts: each timed layer as one card holds it (a layer split over cards is a narrower one).
  * Elementwise ops: those of the RTX 4090, what grows by memory bandwidth.
+ * Decodes on the RTX PRO 6000: times the ratio of Llama-3.1-8B's own timings, by pairs and context.
  * The RTX 4090 was timed with one model: its tables are the L40S's (the same processors) times the
    ratio of the two cards, by rows, tokens or pairs and context.
 """
@@ -77,7 +78,6 @@ TABLES_ONLY: dict[str, dict[str, Any]] = {
         "multiprocessors": 148,
     },
 }
-_COMM = {"a100_sxm": "0.14.0", "h100_sxm": "0.24.0", "l40s": "0.22.0"}
 _MIN_OUT, _MIN_INNER, _DISTURBED = 32, 256, 1.5
 _GEMM_DTYPES = {"bfloat16": "bf16", "fp8": "fp8", "nvfp4": "nvfp4"}
 # The 8-bit experts with one scale a block come first: those with one a tensor ran in a kernel that
@@ -448,26 +448,47 @@ def _experts(
     return made, errors
 
 
-# Other versions of vLLM whose all-reduces were timed on a card.
-_OTHER_COMM = {
-    "h100_sxm": ("0.14.0", "0.19.0"),
-    "h200_sxm": ("0.14.0", "0.18.0", "0.19.0"),
-    "b200_sxm": ("0.19.0",),
-    "l40s": ("0.14.0",),
-    "rtx_pro_6000_server": ("0.19.0",),
+# Hosts on which all-reduces of a card were timed: link, what is known of it, and the tables below
+# ``comm``. The first is the default: of two hosts over PCIe the slower one, so that what is planned
+# for it holds on either.
+_STAGED = "taken to go through the host's memory, as their speed says"
+_LINKS: dict[str, list[tuple[str, str, tuple[str, ...]]]] = {
+    "a100_sxm": [("nvlink", "NVIDIA's SXM host", ("vllm/0.14.0",))],
+    "h100_sxm": [
+        ("nvlink", "NVIDIA's SXM hosts", ("vllm/0.14.0", "vllm/0.19.0", "vllm/0.24.0")),
+    ],
+    "h200_sxm": [
+        (
+            "nvlink",
+            "NVIDIA's SXM hosts",
+            ("vllm/0.14.0", "vllm/0.18.0", "vllm/0.19.0", "vllm/0.24.0"),
+        ),
+    ],
+    "b200_sxm": [("nvlink", "NVIDIA's SXM hosts", ("vllm/0.19.0", "vllm/0.24.0"))],
+    "l40s": [
+        ("pcie-host", f"8 cards of NVIDIA's host for vLLM, {_STAGED}", ("vllm/0.14.0",)),
+        (
+            "pcie-peer",
+            "8 cards of NVIDIA's host for SGLang 0.5.12, peer to peer",
+            ("sglang/0.5.12",),
+        ),
+    ],
+    "rtx_pro_6000_server": [
+        ("pcie-host", f"2 cards of NVIDIA's host for vLLM 0.19, {_STAGED}", ("vllm/0.19.0",)),
+        ("pcie-peer", "8 cards of NVIDIA's host for vLLM 0.24, peer to peer", ("vllm/0.24.0",)),
+    ],
 }
 
 
 def _all_reduce(frames: Sequence[Any]) -> dict[str, Any]:
-    """All-reduces launched from a CUDA graph, by cards and bytes, from one table or several.
+    """All-reduces launched from a CUDA graph, by cards and bytes; of several tables the mean.
 
     Their sizes are in values of 16 bits: beyond the largest message of its own kernel vLLM calls
     NCCL, and there the times are those of NCCL's table at the same size, whose unit is values (8
-    bits at twice a size take the time of 16 bits). Of several tables the geometric mean stands, and
-    ``spread`` is half the logarithm of the slowest over the fastest, the median over the sizes.
+    bits at twice a size take the time of 16 bits). The mean is of the logarithms.
     """
     timed = [
-        _medians(frame[frame["kernel_source"] == "vLLM_custom_graph"], ("num_gpus", "message_size"))
+        _medians(frame[frame["kernel_source"].str.endswith("_graph")], ("num_gpus", "message_size"))
         for frame in frames
     ]
     out = {}
@@ -475,12 +496,18 @@ def _all_reduce(frames: Sequence[Any]) -> dict[str, Any]:
         known = [nodes for nodes in timed if any(c == cards for c, _ in nodes)]
         sizes = sorted(set.intersection(*({s for c, s in nodes if c == cards} for nodes in known)))
         logs = np.log([isotonic_fit(np.array([n[cards, s] for s in sizes])) for n in known])
-        out[str(cards)] = {
-            "bytes": [2 * s for s in sizes],
-            "us": _microseconds(np.exp(logs.mean(axis=0))),
-            "spread": float(f"{np.median(np.ptp(logs, axis=0)) / 2.0:.3g}"),
-        }
+        us = _microseconds(np.exp(logs.mean(axis=0)))
+        out[str(cards)] = {"bytes": [2 * s for s in sizes], "us": us}
     return out
+
+
+def _links(comm: Path, name: str) -> dict[str, Any]:
+    """All-reduces of every host of a card, the default first."""
+    return {
+        link: {"host": f"{host} (tables {', '.join(tables)})"}
+        | _all_reduce([_frame(comm / of / "custom_allreduce_perf.parquet") for of in tables])
+        for link, host, tables in _LINKS[name]
+    }
 
 
 def _elementwise(data: Path, bandwidth: float) -> dict[str, Any]:
@@ -566,7 +593,6 @@ def fit_card(card: str, data: Path, systems: Path, *, seed: int = 0) -> dict[str
             rows = layers[layers["moe_dtype"] == timed[0]]
             moe[ours], found = _experts(rows, VALUE_BYTES[ours], gemm["bf16"])
             errors |= {f"moe_{ours}_{key}": value for key, value in found.items()}
-    comm: str = _COMM.get(name, version)
     return {
         "format": FORMAT,
         "card": card,
@@ -576,20 +602,18 @@ def fit_card(card: str, data: Path, systems: Path, *, seed: int = 0) -> dict[str
         "gemm": gemm,
         **attention,
         "moe": moe,
-        "all_reduce": _all_reduce(
-            [table("comm", "custom_allreduce", of) for of in (*_OTHER_COMM.get(name, ()), comm)]
-        ),
+        "links": _links(systems / name / "comm", name),
         "elementwise": _elementwise(data, facts["memory_bandwidth_bytes_per_s"]),
         "held_out": errors,
-        "provenance": _provenance(name, version, comm),
+        "provenance": _provenance(name, version),
     }
 
 
-def _provenance(name: str, version: str, comm: str) -> dict[str, Any]:
+def _provenance(name: str, version: str) -> dict[str, Any]:
     return {
         "source": f"aiconfigurator-core 0.12.0 (PyPI): {name} vLLM {version} gemm, "
-        f"context_attention, generation_attention, moe, mla modules; vLLM "
-        f"{', '.join((*_OTHER_COMM.get(name, ()), comm))} custom_allreduce; "
+        "context_attention, generation_attention, moe, mla modules; custom_allreduce as `links` "
+        "says; "
         "casys-kaist/LLMServingSim @5daddb21a545 for elementwise ops",
         "licence": "aiconfigurator-core Apache-2.0; LLMServingSim MIT",
         "commit": "aiconfigurator-core 0.12.0",
@@ -667,29 +691,8 @@ def derive_rtx4090(base: Mapping[str, Any], data: Path) -> dict[str, Any]:
                                                 sorted(fresh)],
     )  # fmt: skip
     decode_base = base["decode_attention"]["128"]
-    table = LogTable(
-        "decodes",
-        [(k, np.array(decode_base[k])) for k in ("group", "pairs", "context")],
-        np.array(decode_base["us"]),
-    )
-    pairs = 8.0 * kernels.decodes
-    seen = np.array(
-        [
-            [
-                1e6 * kernels.decode_attention[i, j] / table.seconds(4, u, x)
-                for j, x in enumerate(kernels.contexts)
-            ]
-            for i, u in enumerate(pairs)
-        ]
-    )
-
-    def decode_ratio(u: float, x: float) -> float:
-        columns = [np.interp(np.log(x), np.log(kernels.contexts), row) for row in seen]
-        return float(np.interp(np.log(u), np.log(pairs), columns))
-
+    scale = decode_ratio(decode_base, kernels)
     facts = DERIVED_CARDS["rtx4090"]
-    scale = np.array([[decode_ratio(u, x) for x in decode_base["context"]] for u in
-                      decode_base["pairs"]])  # fmt: skip
     provenance = dict(base["provenance"])
     provenance["source"] = (
         "casys-kaist/LLMServingSim @5daddb21a545: RTX 4090, Llama-3.1-8B; times of the L40S ("
@@ -719,11 +722,54 @@ def derive_rtx4090(base: Mapping[str, Any], data: Path) -> dict[str, Any]:
             for size, t in base["decode_attention"].items()
         },
         "moe": {},
-        "all_reduce": base["all_reduce"],
+        "links": base["links"],
         "elementwise": _elementwise(data, facts["memory_bandwidth_bytes_per_s"]),
         "held_out": {"gemm_bf16_shape_left_out": error_quantiles(np.array(left_out))},
         "provenance": provenance,
     }  # fmt: skip
+
+
+def decode_ratio(base: Mapping[str, Any], kernels: KernelTables) -> np.ndarray:
+    """Attention of Llama-3.1-8B's decodes over a table's, on the table's pairs and contexts.
+
+    Args:
+        base: decode attention at a head size of 128.
+        kernels: timings of the model, 8 KV heads and 4 query heads each.
+    """
+    grids = [(k, np.array(base[k])) for k in ("group", "pairs", "context")]
+    table = LogTable("decodes", grids, np.array(base["us"]))
+    pairs = 8.0 * kernels.decodes
+    seen = np.array(
+        [
+            [
+                1e6 * kernels.decode_attention[i, j] / table.seconds(4, u, x)
+                for j, x in enumerate(kernels.contexts)
+            ]
+            for i, u in enumerate(pairs)
+        ]
+    )
+
+    def ratio(u: float, x: float) -> float:
+        columns = [np.interp(np.log(x), np.log(kernels.contexts), row) for row in seen]
+        return float(np.interp(np.log(u), np.log(pairs), columns))
+
+    return np.array([[ratio(u, x) for x in base["context"]] for u in base["pairs"]])
+
+
+def with_timed_decodes(content: dict[str, Any], data: Path) -> dict[str, Any]:
+    """The tables of :data:`CARD` with its decodes as timed in a model, not in a loop of one kernel.
+
+    That loop finds a part of the keys and values in the L2 cache, which is large on this card.
+    """
+    kernels = KernelTables(data / FOLDERS["llama-3.1-8b"], 1)
+    tables = content["decode_attention"]
+    scale = decode_ratio(tables["128"], kernels)
+    return content | {
+        "decode_attention": {
+            key: t if "w" in key else t | {"us": _microseconds(_on(t, tables["128"], scale))}
+            for key, t in tables.items()
+        }
+    }
 
 
 def _on(table: Mapping[str, Any], base: Mapping[str, Any], scale: np.ndarray) -> np.ndarray:
@@ -767,6 +813,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     data, systems = Path(options.data), Path(options.systems)
     made = {card: fit_card(card, data, systems) for card in (*CARDS, *TABLES_ONLY)}
+    made[CARD] = with_timed_decodes(made[CARD], data)
     made["rtx4090"] = derive_rtx4090(made["l40s"], data)
     for card, mixed in fit_all(data).items():
         made[card] = with_mixed(made[card], mixed)

@@ -1,6 +1,6 @@
-"""The command ``servegym measure``: GPU kernels or a running server.
+"""The command ``servegym measure``: GPU kernels, the link of cards, or a running server.
 
-Both write CSV files that can be interrupted and resumed (``table.py``).
+All but ``link`` write CSV files that can be interrupted and resumed (``table.py``).
 """
 
 from __future__ import annotations
@@ -9,16 +9,17 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-_USAGE = """usage: servegym measure {gpu,server} ...
+_USAGE = """usage: servegym measure {gpu,link,server} ...
 
   gpu     kernels of a model shape with random weights, through torch
+  link    an all-reduce between cards, for `servegym profile --link`
   server  any server that speaks OpenAI's protocol
 
 Each has --help of its own."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line: ``gpu`` or ``server``, and its arguments.
+    """Command line: ``gpu``, ``link`` or ``server``, and its arguments.
 
     Raises:
         ValueError: If an argument cannot be used.
@@ -28,8 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if what in ("-h", "--help"):
         print(_USAGE)
         return 0
-    if what not in ("gpu", "server"):
-        raise ValueError(f"measure: got {what!r}; must be one of gpu, server")
+    if what not in ("gpu", "link", "server"):
+        raise ValueError(f"measure: got {what!r}; must be one of gpu, link, server")
     # Imported here: measuring servers needs no torch.
     module = importlib.import_module(f"servegym.hardware_profiles.measure.{what}")
     return module.main(words[1:])

@@ -103,10 +103,10 @@ def test_a_decision_is_paid_for_its_own_request(tmp_path, monkeypatch):
 
 
 def test_a_short_training_rises_above_its_random_weights(tmp_path):
-    """Two seconds on the default fleet."""
+    """Four seconds on the default fleet."""
     args = ppo.Args(
-        total_timesteps=20_000,
-        eval_every=20_000,
+        total_timesteps=40_000,
+        eval_every=40_000,
         eval_episodes=4,
         out_dir=str(tmp_path),
         run_name="run",

@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from servegym.hardware_profiles.compose import (
     activation_reserve_bytes,
     compose,
 )
-from servegym.hardware_profiles.kernels import WAIT_S, load_kernels
+from servegym.hardware_profiles.kernels import load_kernels
 from servegym.hardware_profiles.load import data_path
 from servegym.hardware_profiles.model_config import model_shape
 from servegym.hardware_profiles.schema import read_json
@@ -51,8 +52,8 @@ class Slow:
         return 1e-6 * np.interp(tokens * size / raw["size"], raw["tokens"], raw["us"])
 
     def reduce(self, size, cards):
-        wait = WAIT_S * math.log2(cards)
-        return wait + self.look_up(self.data["all_reduce"][str(cards)], ("bytes",), (size,))
+        link = next(iter(self.data["links"].values()))
+        return self.look_up(link[str(cards)], ("bytes",), (size,))
 
     def decode_attention(self, b, x, heads, kv_heads):
         raw = self.data["decode_attention"]["128"]
@@ -136,40 +137,101 @@ def test_decodes_that_run_in_a_kernel_of_their_own():
 def test_intervals_are_those_of_the_committed_table(root):
     with (root / "experiments" / "results" / "fidelity" / "intervals.csv").open() as file:
         rows = list(csv.DictReader(file))
-    means, seen = {}, {}
+    seen = {}
     for row in rows:
         kind, name = row["step"], row["class"]
-        assert STEP_SD[kind][name][0] == float(row["sd"])
+        assert STEP_SD[kind][name]["sd"] == pytest.approx(float(row["sd"]), abs=6e-4)
+        assert STEP_SD[kind][name]["cards"][row["card"]] == pytest.approx(
+            float(row["bias"]), abs=6e-4
+        )
         seen.setdefault((kind, name), set()).add(row["card"])
-        if "experts" not in name:
-            means.setdefault(kind, {}).setdefault(row["card"], []).append(float(row["mean"]))
-    for kind, cards in means.items():
-        found = np.sqrt(np.mean([np.mean(values) ** 2 for values in cards.values()]))
-        assert CARD_SD[kind] == pytest.approx(found, abs=6e-4)
+    for kind in STEP_SD:
         inside = [float(r["inside"]) for r in rows if r["step"] == kind and "mx" not in r["class"]]
         assert 0.75 <= round(np.mean(inside), 2) <= 0.85
-    stated = {(k, name): set(v[1]) for k, names in STEP_SD.items() for name, v in names.items()}
+    stated = {
+        (k, name): set(v["cards"]) for k, names in STEP_SD.items() for name, v in names.items()
+    }
     assert seen == stated
 
 
 def test_an_error_of_every_cause():
-    """A card not compared, two all-reduce tables and experts of another layer widen it."""
-    sd = {
-        name: {k: compose(*at[:2], **at[2]).step_error[k]["sd"] for k in ("prefill", "decode")}
-        for name, at in {
-            "seen": ("rtxpro6000", "llama-3.1-8b", {}),
-            "unseen": ("l40s", "llama-3.1-8b", {}),
-            "reduced": ("rtxpro6000", "llama-3.1-8b", {"tp": 2}),
-            "8 bits": ("h100", "llama-3.1-8b", {"dtype": "fp8"}),
-        }.items()
-    }
-    for kind in ("prefill", "decode"):
-        dense = STEP_SD[kind]["dense"][0]
-        assert sd["seen"][kind] == dense
-        assert sd["unseen"][kind] == pytest.approx(np.hypot(dense, CARD_SD[kind]), rel=1e-2)
-        assert dense < sd["reduced"][kind] < 2 * dense
-    eight = STEP_SD["prefill"]["8 bits"][0]
-    assert sd["8 bits"] == {"prefill": eight, "decode": sd["seen"]["decode"]}
+    """A card not compared widens it; links that are not told are its ends."""
+
+    def error(card, model, **options):
+        return compose(card, model, **options).step_error
+
+    seen, unseen = error("rtxpro6000", "llama-3.1-8b"), error("a100-80g", "llama-3.1-8b")
+    eight = error("h100", "llama-3.1-8b", dtype="fp8")
+    for kind, names in STEP_SD.items():
+        dense = names["dense"]
+        assert seen[kind] == {"bias": dense["cards"]["rtxpro6000"], "sd": dense["sd"]}
+        wider = np.hypot(dense["sd"], CARD_SD[kind])
+        assert unseen[kind] == {"bias": 0.0, "sd": pytest.approx(wider, rel=1e-2)}
+    wide = STEP_SD["prefill"]["8 bits"]
+    assert eight["prefill"] == {"bias": wide["cards"]["h100"], "sd": wide["sd"]}
+    tokens = {"prefill": lambda p: p.prefill_s(2048), "decode": lambda p: p.decode_s(32, 32)}
+    for tp in (2, 4, 8):
+        told = {
+            link: compose("rtxpro6000", "llama-3.1-70b", tp=tp, dtype="fp8", link=link)
+            for link in (None, "pcie-host", "pcie-peer")
+        }
+        for kind, seconds in tokens.items():
+            open_, closed = told[None].step_error[kind], told["pcie-peer"].step_error[kind]
+            assert seconds(told[None]) == seconds(told["pcie-host"])
+            # Of two links the faster one's steps lie as far below as the interval is shifted twice.
+            apart = np.log(seconds(told["pcie-peer"]) / seconds(told[None]))
+            assert 2 * (open_["bias"] - closed["bias"]) == pytest.approx(apart, abs=0.06)
+            assert open_["sd"] >= closed["sd"]
+
+
+def test_links_between_cards():
+    """A measured link is the named one of that speed, between two of them, or beyond."""
+    times = {}
+    for link in ("pcie-host", "pcie-peer"):
+        times[link] = replace(load_kernels("rtxpro6000"), link=link)
+    mega = {name: 1e6 * k.all_reduce_s(2**20, 2) for name, k in times.items()}
+    assert mega["pcie-host"] > 2.5 * mega["pcie-peer"]
+    sizes = (256, 70_000, 3_000_000, 2e9)
+    for name, us in mega.items():
+        measured = replace(load_kernels("rtxpro6000"), link=us)
+        for size in sizes:
+            expected = times[name].all_reduce_s(size, 2)
+            assert measured.all_reduce_s(size, 2) == pytest.approx(expected, rel=1e-6)
+    for us in (20.0, 60.0, 300.0):
+        measured = replace(load_kernels("rtxpro6000"), link=us)
+        assert measured.all_reduce_s(2**20, 2) == pytest.approx(1e-6 * us)
+        seconds = [measured.all_reduce_s(size, 2) for size in sizes]
+        assert seconds == sorted(seconds) and seconds[0] > 1e-6
+    # Four cards over the slower host were not timed: it stands to the faster one as with two.
+    ratio = times["pcie-host"].all_reduce_s(2**22, 2) / times["pcie-peer"].all_reduce_s(2**22, 2)
+    four = [k.all_reduce_s(2**22, 4) for k in times.values()]
+    assert four[0] == pytest.approx(ratio * four[1])
+
+
+def test_replicas_that_share_their_experts():
+    """Qwen3-30B-A3B on two cards: attention of half of the decodes, experts of all tokens."""
+    shape, kernels = model_shape("qwen3-30b-a3b"), load_kernels("rtxpro6000")
+    one, two = Composer(kernels, shape), Composer(kernels, shape, 1, "bf16", 2, 2)
+    assert two.decode_attention_s(64, 900) == one.decode_attention_s(32, 900)
+    assert two.head_s(64) == one.head_s(32)
+    assert two.moe_wanted.ep == 2 and two.moe_source == two.moe_wanted
+    for tokens in (2, 64, 600):
+        experts = two.moe.seconds(tokens) + kernels.all_reduce_s(2 * tokens * 2048, 2)
+        expected = one.replica_s(tokens / 2) + 48 * experts
+        assert two.dense_s(tokens) == pytest.approx(expected, rel=1e-9)
+    # The replica of a prompt has all of its tokens, and the other one waits.
+    alone = one.chunk_attention_s(700, 300)
+    own = one.replica_s(700) - one.replica_s(350)
+    assert two.chunk_attention_s(700, 300) == pytest.approx(alone + own)
+    assert two.surplus([64])["longest_decode_s"] == one.surplus([32])["longest_decode_s"]
+    single = compose("rtxpro6000", "qwen3-30b-a3b")
+    group = compose("rtxpro6000", "qwen3-30b-a3b", dp=2, ep=2)
+    weights = single.model["weight_bytes"]
+    routed = 2 * 48 * 128 * shape.expert_parameters
+    assert group.model["weight_bytes"] == 2 * weights - routed
+    assert group.kv_capacity_tokens > 2 * single.kv_capacity_tokens
+    assert group.engine["data_parallel"] == group.engine["expert_parallel"] == 2
+    assert group.name == "rtxpro6000-qwen3-30b-a3b-dp2-ep2"
 
 
 def test_what_exceeds_the_cache_is_streamed_from_memory():
@@ -360,6 +422,11 @@ def test_four_bits_where_they_were_timed():
         ("h100", "qwen3-30b-a3b", {"tp": 4, "ep": 2}, "ep: got 2; must be 1 or tp = 4"),
         ("h100", "llama-3.1-8b", {"tp": 2, "ep": 2}, "ep: got 2; must be 1: llama-3.1-8b has no"),
         ("l40s", "llama-3.1-70b", {}, "the weights of llama-3.1-70b .* fits is --tp 4"),
+        ("h100", "llama-3.1-8b", {"link": "nvlink"}, "link: got 'nvlink', but one card has no"),
+        ("l40s", "llama-3.1-8b", {"tp": 2, "link": "nvlink"}, r"one of l40s's \(pcie-host, pcie-p"),
+        ("l40s", "llama-3.1-8b", {"tp": 2, "link": -3.0}, "link: got -3.0; must be one of"),
+        ("l40s", "llama-3.1-8b", {"dp": 2}, "dp: got 2; needs experts that are spread over all 2"),
+        ("h100", "qwen3-30b-a3b", {"dp": 2, "ep": 1}, "dp: got 2; needs experts"),
         ("rtx4090", "gpt-oss-20b", {}, "no such mixture-of-experts kernel was timed on rtx4090"),
     ],
 )

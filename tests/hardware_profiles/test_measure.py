@@ -345,7 +345,7 @@ SERVER = ["server", "--model", "m", "--url"]
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["gpus"], "gpu, server"),
+        (["gpus"], "gpu, link, server"),
         ([*GPU, "tinny"], "did you mean 'tiny'"),
         ([*GPU, "tiny", "--seconds", "-1"], "seconds"),
         ([*GPU, "tiny", "--memory-gb", "0.01"], "memory-gb is 0.01"),
@@ -377,3 +377,13 @@ def test_kernels_on_a_gpu(tmp_path):
     assert load(out).decode_s(1, 16) > 0
     arguments = ["gpu", "--model", "tiny-moe", "--out", str(tmp_path / "moe"), "--repeats", "3"]
     assert measure.main(arguments) == 0
+
+
+@pytest.mark.slow
+def test_a_link_is_timed_by_processes_that_reduce_together(capsys):
+    pytest.importorskip("torch")
+    assert measure.main(["link", "--cards", "2", "--backend", "gloo"]) == 0
+    shown = capsys.readouterr().out
+    assert 1.0 < float(shown.rpartition("--link ")[2]) < 1e6
+    with pytest.raises(ValueError, match="--cards: got 1; a link is between 2 or more"):
+        measure.main(["link", "--cards", "1"])

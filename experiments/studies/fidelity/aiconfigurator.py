@@ -1,4 +1,4 @@
-"""Step latencies of our profiles against those of ``aiconfigurator-core``.
+"""Step latencies of our profiles against those of ``aiconfigurator-core``, and its own estimates.
 
 ``aiconfigurator-core`` composes an iteration from kernel latencies that NVIDIA measured under
 vLLM. It is no dependency of this package and is imported by this script alone; give it an
@@ -14,6 +14,7 @@ together and interpolated, not the measurement. The column ``source`` marks thes
 from __future__ import annotations
 
 import argparse
+import functools
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -27,6 +28,7 @@ from servegym.experiments.evaluation.output import check_writable, print_table, 
 from servegym.experiments.evaluation.tables import provenance, write_result
 from servegym.experiments.studies.fidelity.markdown import Table, update_document
 from servegym.hardware_profiles import Profile, list_profiles, load
+from servegym.hardware_profiles.model_config import model_shape
 
 __all__ = ["compare", "main"]
 
@@ -36,6 +38,8 @@ MODULE = "servegym.experiments.studies.fidelity.aiconfigurator"
 SYSTEMS = {
     "a100": "a100_sxm",
     "h100": "h100_sxm",
+    "h200": "h200_sxm",
+    "b200": "b200_sxm",
     "l40s": "l40s",
     "rtxpro6000": "rtx_pro_6000_server",
 }
@@ -47,6 +51,68 @@ PROMPTS = (64, 128, 256, 512, 1024, 2048, 4096)
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 CONTEXTS = (128, 512, 1024, 2048, 4096)
 CHUNKS = (256, 512, 1024)
+
+
+# Models of published runs by their names in aiconfigurator, and its words for formats.
+PATHS = {
+    "llama-3.1-8b": "meta-llama/Meta-Llama-3.1-8B",
+    "llama-3.1-70b": "meta-llama/Meta-Llama-3.1-70B",
+    "qwen3-32b": "Qwen/Qwen3-32B",
+    "qwen3-235b-a22b": "Qwen/Qwen3-235B-A22B",
+    "gpt-oss-120b": "openai/gpt-oss-120b",
+}
+FORMATS = {"bf16": "bfloat16", "fp8": "fp8", "nvfp4": "nvfp4"}
+
+
+@functools.cache
+def _backend(card: str, model: str, tp: int, ep: int, dtype: str, kv_dtype: str) -> Any:
+    """Its model, database and backend of a published run's cards."""
+    from aiconfigurator_core.sdk.backends.factory import (  # type: ignore[import-not-found]
+        get_backend,
+    )
+    from aiconfigurator_core.sdk.config_builders import (  # type: ignore[import-not-found]
+        build_model_config,
+    )
+    from aiconfigurator_core.sdk.models import get_model  # type: ignore[import-not-found]
+    from aiconfigurator_core.sdk.perf_database import (  # type: ignore[import-not-found]
+        get_database,
+    )
+
+    experts = model_shape(model).experts > 0
+    options = {"gemm_quant_mode": FORMATS[dtype], "kvcache_quant_mode": FORMATS[kv_dtype]}
+    if model == "gpt-oss-120b":
+        del options["gemm_quant_mode"]  # as its checkpoint says
+    elif experts and dtype == "fp8":
+        options |= {"gemm_quant_mode": "fp8_block", "moe_quant_mode": "fp8_block"}
+    shares = {"moe_tp_size": tp // ep if experts else 1, "moe_ep_size": ep}
+    config = build_model_config(tp_size=tp, pp_size=1, attention_dp_size=1, **shares, **options)
+    system = next(name for key, name in SYSTEMS.items() if card.startswith(key))
+    return (
+        get_model(PATHS[model], config, "vllm"),
+        get_database(system, "vllm", "0.24.0"),
+        get_backend("vllm"),
+    )
+
+
+def estimate(row: Any) -> tuple[float, float] | None:
+    """TTFT and TPOT of a published run of vLLM by aiconfigurator-core itself, seconds.
+
+    Args:
+        row: A row of ``published_rows``. A mixed step has one prompt.
+
+    Returns:
+        The estimate of its aggregated serving; None where it has none.
+    """
+    from aiconfigurator_core.sdk.config import RuntimeConfig  # type: ignore[import-not-found]
+
+    if row.engine != "vllm" or row.model not in PATHS:
+        return None
+    model, database, backend = _backend(
+        row.card, row.model, row.tp, row.ep, row.dtype, row.kv_dtype
+    )
+    load = RuntimeConfig(batch_size=row.clients, isl=row.prompt, osl=row.output)
+    found = backend.run_agg(model, database, load, ctx_tokens=row.prompt).get_summary_df().iloc[0]
+    return 1e-3 * float(found["ttft"]), 1e-3 * float(found["tpot"])
 
 
 def system_of(profile: Profile) -> str | None:

@@ -5,19 +5,27 @@ of vLLM, TensorRT-LLM and SGLang by card, model, tensor parallelism, lengths and
 its path; neither the wheel nor a row of it is kept::
 
     pip download --no-deps aiconfigurator-core==0.12.0
-    python -m servegym.experiments.studies.fidelity.published_rows WHEEL --part fit
+    python -m servegym.experiments.studies.fidelity.published_rows WHEEL
 
-Each row is replayed as it was measured: ten requests for each of its concurrent clients, the next
-sent when one ends. Most are of InferenceX (InferenceMAX), whose scripts set the KV cache's format
-and the tokens of an iteration; the others are taken to have the engines' defaults. On Hopper its
+Where that package is installed its own estimate of every row stands beside
+(`servegym.experiments.studies.fidelity.aiconfigurator`).
+
+Each row is replayed as it was measured: a number of requests for each of its concurrent clients,
+the next sent when one ends, and the front end's time before the first token. Most are of InferenceX
+(InferenceMAX), whose scripts send ten a client, draw the lengths and set the KV cache's format and
+the tokens of an iteration; the others are taken to have the engines' defaults, and as requests of
+equal lengths would stay in step, which a client's timing does not let them, theirs are spread
+(``closed_loop`` in hardware_profiles/data/constants.json). On Hopper its
 scripts run gpt-oss by other kernels (Marlin) than were timed, on B200 with activations in 8 bits.
-No row says whether tokens were speculated. The split was fixed before anything was fitted:
-`is_test`. Laws and intervals may look at the part ``fit``; ``test`` is for one look at the end.
+No row says whether tokens were speculated. The split goes by model and version of the engine and
+was fixed before anything was fitted (`FIT`): constants and intervals may look at the part ``fit``,
+``test`` is for one look at the end.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import io
 import math
@@ -37,9 +45,11 @@ from servegym._files import csv_rows
 from servegym.envs.llm_routing import replay
 from servegym.experiments.evaluation.output import print_table
 from servegym.experiments.evaluation.tables import provenance, write_result
+from servegym.experiments.studies.fidelity import aiconfigurator
 from servegym.experiments.studies.fidelity.markdown import Table
 from servegym.hardware_profiles import Profile
 from servegym.hardware_profiles.compose import Z80, compose
+from servegym.hardware_profiles.constants import constant
 from servegym.hardware_profiles.host import engine_host, plans_ahead
 from servegym.hardware_profiles.model_config import VALUE_BYTES, ModelShape, model_shape
 
@@ -59,9 +69,11 @@ MODELS = {
     "DeepSeek-V3": "deepseek-v3",
 }
 DTYPES = {"": "bf16", "bf16": "bf16", "fp8": "fp8", "fp4": "nvfp4"}
-TEST_MODELS = ("llama-3.1-8b", "qwen3-32b", "qwen3-235b-a22b", "deepseek-v3")
+# Models and versions of vLLM of the part ``fit``, of all cards: one version that does not plan
+# iterations ahead, one that does, and one that is not stated, whose scripts have it plan ahead.
+FIT = {("llama-3.1-70b", ""), ("qwen3-32b", "0.12.0"), ("gpt-oss-120b", "0.15.1")}
 REQUESTS_PER_CLIENT = 10
-# These rows drew both lengths uniformly from so much of the stated ones to all of them.
+# These rows sent so many and drew both lengths uniformly from so much of the stated ones to all.
 DRAWN_SOURCE, LEAST_LENGTH = re.compile(r"source_file=\d{4}-|db-dump/"), 0.8
 # Requests wait for memory where those that run hold at least this share of it.
 FULL = 0.8
@@ -120,8 +132,8 @@ class Row:
 
 
 def is_test(row: Row) -> bool:
-    """Whether a row is of the part that nothing may be fitted to: by card and by model."""
-    return row.card != "h100" or row.model in TEST_MODELS
+    """Whether a row is of the part that nothing may be fitted to: all but :data:`FIT`."""
+    return row.engine != "vllm" or (row.model, row.version) not in FIT
 
 
 def read_rows(wheel: Path) -> tuple[list[Row], dict[str, int]]:
@@ -234,13 +246,19 @@ def simulate(row: Row, profile: Profile) -> tuple[float, float]:
     First come, first served with at most ``clients`` running is a closed loop: request n is sent
     when n - clients others have ended.
     """
-    count = REQUESTS_PER_CLIENT * row.clients
-    least = LEAST_LENGTH if row.drawn else 1.0
     rng = np.random.default_rng(0)
-    prompts, outputs = (
-        rng.integers(math.ceil(least * length), length + 1, count)
-        for length in (row.prompt, row.output)
-    )
+    if row.drawn:
+        count = REQUESTS_PER_CLIENT * row.clients
+        prompts, outputs = (
+            rng.integers(math.ceil(LEAST_LENGTH * length), length + 1, count)
+            for length in (row.prompt, row.output)
+        )
+    else:
+        loop = constant("closed_loop")
+        count = loop["requests_per_client"] * row.clients
+        spread = rng.uniform(1.0 - loop["spread"], 1.0 + loop["spread"], count)
+        prompts = np.full(count, row.prompt)
+        outputs = np.maximum(np.rint(row.output * spread), 1).astype(int)
     times = replay(
         np.zeros(count),
         prompts,
@@ -252,7 +270,8 @@ def simulate(row: Row, profile: Profile) -> tuple[float, float]:
     )
     sent = np.zeros(count)
     sent[row.clients :] = np.sort(times["finish_s"])[: count - row.clients]
-    return float(np.mean(times["ttft_s"] - sent)), float(np.nanmean(times["tpot_s"]))
+    ttft = constant("request_s") + float(np.mean(times["ttft_s"] - sent))
+    return ttft, float(np.nanmean(times["tpot_s"]))
 
 
 def _inside(profile: Profile, step: str, error: float) -> bool:
@@ -281,68 +300,97 @@ def results(rows: Sequence[Row]) -> tuple[list[dict[str, Any]], dict[str, int]]:
     return found, left_out
 
 
+def _measures(some: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Errors of some rows, ours and where known aiconfigurator-core's."""
+    line: dict[str, Any] = {"rows": len(some)}
+    theirs = [one for one in some if "theirs" in one]
+    line["rows_aiconfigurator"] = len(theirs)
+    for index, name in enumerate(("ttft", "tpot")):
+        error = np.array([one[name] for one in some])
+        line[f"{name}_median"] = round(float(np.median(error)), 4)
+        line[f"{name}_mape"] = round(float(np.abs(error).mean()), 4)
+        line[f"{name}_in_80"] = round(float(np.mean([one[f"{name}_in"] for one in some])), 3)
+        other = np.array([one["theirs"][index] for one in theirs])
+        line[f"{name}_mape_aiconfigurator"] = (
+            round(float(np.abs(other).mean()), 4) if len(other) else ""
+        )
+    return line
+
+
 def summary(found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """One line for each card, model, format, TP and engine, and one for all rows."""
+    """One line for each part, card, model, version, format, TP and engine.
+
+    Then, of vLLM, one for each card and TP, each part and both, and one for each other engine.
+    """
     groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    totals: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for one in found:
-        row = one["row"]
+        row, part = one["row"], "test" if is_test(one["row"]) else "fit"
         dtype = model_shape(row.model).expert_dtype or row.dtype
         tp = f"{row.tp}, EP" if row.ep > 1 else f"{row.tp}"
-        key = (row.card, row.model, dtype, tp, row.engine)
+        key = (part, row.card, row.model, row.version, dtype, tp, row.engine)
         groups.setdefault(key, []).append(one)
-    lines = sorted(groups.items())
-    if len(lines) > 1:
-        lines.append((("all", "", "", "", ""), list(found)))
-    made = []
-    for key, some in lines:
-        line = dict(zip(("card", "model", "dtype", "tp", "engine"), key, strict=True))
-        line["rows"] = len(some)
-        for name in ("ttft", "tpot"):
-            error = np.array([one[name] for one in some])
-            line[f"{name}_median"] = round(float(np.median(error)), 4)
-            line[f"{name}_mape"] = round(float(np.abs(error).mean()), 4)
-            line[f"{name}_in_80"] = round(float(np.mean([one[f"{name}_in"] for one in some])), 3)
-        made.append(line)
-    return made
+        for some in ("fit", "test", "both"):
+            if some in (part, "both"):
+                totals.setdefault((some, "all", "", "", "", "", row.engine), []).append(one)
+        if row.engine == "vllm":
+            key = ("both", row.card, "all", "", "", f"{row.tp}", "vllm")
+            totals.setdefault(key, []).append(one)
+    names = ("part", "card", "model", "version", "dtype", "tp", "engine")
+    lines = [*sorted(groups.items()), *sorted(totals.items())]
+    return [dict(zip(names, key, strict=True)) | _measures(some) for key, some in lines]
 
 
-def _table(part: str, lines: Sequence[Mapping[str, Any]]) -> Table:
-    names = [f"{key}_{what}" for key in ("ttft", "tpot") for what in ("median", "mape", "in_80")]
-    columns = ["card", "model", "format", "TP", "engine", "rows"]
+def _table(lines: Sequence[Mapping[str, Any]]) -> Table:
+    names = [
+        f"{key}_{what}"
+        for key in ("ttft", "tpot")
+        for what in ("median", "mape", "in_80", "mape_aiconfigurator")
+    ]
+    columns = ["part", "card", "model", "version", "format", "TP", "engine", "rows"]
     for key in ("TTFT", "TPOT"):
-        columns += [f"{key} {what}" for what in ("median", "MAPE", "in 80 %")]
+        columns += [f"{key} {what}" for what in ("median", "MAPE", "in 80 %", "aiconfigurator")]
     body = [
-        [str(v) for v in list(line.values())[:6]]
-        + [f"{100 * line[n]:{'+' if n.endswith('median') else ''}.1f} %" for n in names]
+        [str(v) for v in list(line.values())[:8]]
+        + [
+            "" if line[n] == "" else f"{100 * line[n]:{'+' if n.endswith('median') else ''}.1f} %"
+            for n in names
+        ]
         for line in lines
     ]
-    return Table(f"published_{part}", "Simulated over measured, minus 1", columns, body)
+    return Table("published", "Simulated over measured, minus 1", columns, body)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line: replay one part, print the table and write it."""
+    """Command line: replay both parts, print the table and write it."""
     parser = argparse.ArgumentParser(
         prog="python -m servegym.experiments.studies.fidelity.published_rows",
         description=(__doc__ or "").splitlines()[0],
     )
     parser.add_argument("wheel", type=Path, help="aiconfigurator_core-0.12.0-*.whl")
-    parser.add_argument("--part", choices=("fit", "test"), required=True, help="which rows")
     parser.add_argument("--out", type=Path, default=OUT, help=f"folder of the table ({OUT})")
     words = sys.argv[1:] if arguments is None else list(arguments)
     options = parser.parse_args(words)
     rows, others = read_rows(options.wheel)
-    found, left_out = results([row for row in rows if is_test(row) == (options.part == "test")])
+    found, left_out = results(rows)
+    with contextlib.suppress(ImportError):
+        for one in found:
+            estimate = aiconfigurator.estimate(one["row"])
+            if estimate is not None:
+                measured = one["row"].ttft_s, one["row"].tpot_s
+                one["theirs"] = [e / m - 1.0 for e, m in zip(estimate, measured, strict=True)]
     lines = summary(found)
-    table = _table(options.part, lines)
+    table = _table(lines)
     print_table(table.title, table.columns, table.rows)
     for cause, count in [*others.items(), *left_out.items()]:
         print(f"left out: {count} rows: {cause}")
     made = provenance(
         shlex.join([*parser.prog.split(), *words]),
-        settings={"left_out_of_the_table": others, "left_out_of_the_part": left_out},
+        packages=("aiconfigurator-core",),
+        settings={"left_out_of_the_table": others, "left_out_of_the_rows": left_out},
     )
     options.out.mkdir(parents=True, exist_ok=True)
-    write_result(options.out / f"published_{options.part}", lines, made)
+    write_result(options.out / "published", lines, made)
     return 0
 
 

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from servegym.envs.workloads import MalformedFileError
+from servegym.envs.workloads import MalformedFileError, requests
 from servegym.envs.workloads.requests import load_requests
 
 HEADER = "arrival_s,prompt_tokens,output_tokens_a,output_tokens_b,score_a,score_b\n"
@@ -68,3 +68,34 @@ def test_a_bad_file_is_refused_by_line_and_field(tmp_path, old, new, line, field
     with pytest.raises(MalformedFileError) as error:
         load_requests(path)
     assert (error.value.line, error.value.field) == (line, field)
+
+
+def test_the_quick_reader_and_the_careful_one_agree(tmp_path):
+    """Quoted cells are read line by line, plain ones by numpy: the same columns."""
+    rng = np.random.default_rng(0)
+    times = np.cumsum(rng.exponential(1e-3, 200))
+    rows = [f"{t!r},{n},a{n},{n}.0" for t, n in zip(times.tolist(), range(1, 201), strict=True)]
+    fields = {"n": "tokens", "t": "time", "m": "tokens"}
+    plain, quoted = tmp_path / "plain.csv", tmp_path / "quoted.csv"
+    plain.write_text("t,n,id,m\r\n" + "\r\n".join(rows) + "\r\n\r\n", newline="")
+    quoted.write_text('"t",n,id,m\n' + "\n".join(rows))
+    assert requests._plain_columns(quoted, ["t", "n", "id", "m"], fields) is None
+    quick = requests._plain_columns(plain, ["t", "n", "id", "m"], fields)
+    careful = requests.read_columns(quoted, lambda _: fields)
+    assert list(quick) == list(careful) == ["n", "t", "m"]
+    for name, values in careful.items():
+        assert quick[name].dtype == values.dtype and (quick[name] == values).all()
+    assert quick["t"].tolist() == times.tolist()
+    for bad in (
+        "1.0,2",
+        "9,1,x,2,3",
+        "0.1,1,x,1",
+        "9,1.5,x,1",
+        "9,0,x,1",
+        "nan,1,x,1",
+        "inf,1,x,1",
+    ):
+        plain.write_text("t,n,id,m\n5.0,1,x,1\n" + bad + "\n")
+        assert requests._plain_columns(plain, ["t", "n", "id", "m"], fields) is None
+        with pytest.raises(MalformedFileError, match=r"plain\.csv:3"):
+            requests.read_columns(plain, lambda _: fields)

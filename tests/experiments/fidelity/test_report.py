@@ -210,8 +210,8 @@ def test_bad_files_are_refused(tmp_path):
             for name in ("data_parallel_size", "pipeline_parallel_size")
         ),
         (
-            {"engine_kwargs": {**kwargs, "enable_expert_parallel": True}},
-            "field 'engine_kwargs.enable_expert_parallel': is true",
+            {"engine_kwargs": {**kwargs, "enable_expert_parallel": 1}},
+            "field 'engine_kwargs.enable_expert_parallel'",
         ),
     ):
         refused(tmp_path, meta, json.dumps({**settings, **change}), words)
@@ -256,6 +256,40 @@ def test_a_tensor_parallel_run_needs_a_profile_of_as_many_devices(tmp_path):
     with pytest.raises(ValueError, match=r"tensor_parallel_size 2.*--tp 2"):
         check_devices(run, profile)
     check_devices(run, replace(profile, engine={**profile.engine, "tensor_parallel": 2}))
+
+
+def test_replicas_that_share_their_experts_are_one_engine(tmp_path):
+    made_up_run(tmp_path)
+    meta = tmp_path / "meta.json"
+    settings = json.loads(meta.read_text())
+    settings["engine_kwargs"] |= {"data_parallel_size": 2, "enable_expert_parallel": True}
+    meta.write_text(json.dumps(settings))
+    run = load_run(tmp_path)
+    limits = [run.engine[key] for key in ("max_num_seqs", "max_num_batched_tokens", "kv_tokens")]
+    assert limits == [32, 1024, 16_000]
+    profile = load(PROFILE)
+    with pytest.raises(ValueError, match=r"data_parallel_size 2.*servegym profile --dp 2 --ep 2"):
+        check_devices(run, profile)
+    shared = {"data_parallel": 2, "expert_parallel": 2}
+    check_devices(run, replace(profile, engine={**profile.engine, **shared}))
+
+
+@pytest.mark.filterwarnings("error")
+def test_what_a_run_does_not_have_is_left_out(tmp_path, capsys):
+    """Answers of one token have no TPOT, a constant course no correlation; nothing is a nan."""
+    made_up_run(tmp_path, count=4)
+    requests, series = tmp_path / "requests.jsonl", tmp_path / "timeseries.csv"
+    rows = [json.loads(line) for line in requests.read_text().splitlines()]
+    for row in rows:
+        row |= {"output_toks": 1, "last_token_ts": row["first_token_ts"]}
+    requests.write_text("\n".join(map(json.dumps, rows)))
+    series.write_text("t,running,waiting,kv_cache_pct\n1,1,0,5\n2,0,0,5\n")
+    words = ["--run", str(tmp_path), "--profile", PROFILE, "--out", str(tmp_path), "--no-plot"]
+    assert report.main(words) == 0
+    shown = capsys.readouterr().out
+    assert "nan" not in shown and "—" in shown
+    for name in ("errors", "sensitivity", "latencies", "course"):
+        assert "nan" not in (tmp_path / f"{name}.csv").read_text()
 
 
 def test_missing_runs_and_profiles_are_named(folder, tmp_path, monkeypatch):

@@ -10,6 +10,7 @@ from servegym.envs.llm_routing import replay
 from servegym.experiments.evaluation.output import read_rows
 from servegym.experiments.studies.fidelity import published_rows as study
 from servegym.hardware_profiles.compose import compose
+from servegym.hardware_profiles.constants import constant
 
 COLUMNS = (
     "silicon_data_source,backend,backend_version,model_path,system,precision,mode,isl,osl,"
@@ -37,11 +38,10 @@ def test_rows_of_one_instance_on_a_known_card_are_kept(tmp_path):
             RUN.replace("h100_sxm", "gb300") + ",30,6.5",
             RUN.replace("4,1,1,1", "4,1,2,1") + ",30,6.5",
             RUN.replace("4,1,1,1", "4,4,1,2") + ",30,6.5",
-            RUN.replace("Llama-3.1-8B-Instruct", "Llama-3.1-70B").replace("bf16", "fp8")
-            + ",30,6.5",
+            RUN.replace("Llama-3.1-8B-Instruct", "Qwen3-32B").replace("0.18", "0.12") + ",30,6.5",
         )
     )
-    assert [row.model for row in rows] == ["llama-3.1-8b", "llama-3.1-70b"]
+    assert [row.model for row in rows] == ["llama-3.1-8b", "qwen3-32b"]
     assert rows[0].ttft_s == pytest.approx(0.030) and rows[0].drawn and rows[0].plans_ahead
     assert [study.is_test(row) for row in rows] == [True, False]
     assert len(left_out) == 5 and sorted(left_out.values()) == [1, 1, 1, 1, 2]
@@ -65,20 +65,28 @@ def test_a_closed_loop_sends_when_a_request_ends(tmp_path):
     (row,), _ = study.read_rows(wheel(tmp_path, RUN + ",30,6.5"))
     row = replace(row, version="0.12.0", drawn=False)
     options = {"profile": compose("h100", "llama-3.1-8b"), "max_num_batched_tokens": 8192}
-    lists, count = (np.full(40, 1024), np.full(40, 64)), 40
+    loop = constant("closed_loop")
+    count = 4 * loop["requests_per_client"]
+    spread = np.random.default_rng(0).uniform(1 - loop["spread"], 1 + loop["spread"], count)
+    lists = np.full(count, 1024), np.rint(64 * spread).astype(int)
     ends = replay(np.zeros(count), *lists, max_num_seqs=4, **options)["finish_s"]
     sent = np.concatenate([np.zeros(4), np.sort(ends)[:-4]])
     # Requests that arrive when they were sent find room, and take the same times.
     times = replay(sent, *lists, max_num_seqs=64, **options)
-    expected = times["ttft_s"].mean(), times["tpot_s"].mean()
+    expected = constant("request_s") + times["ttft_s"].mean(), times["tpot_s"].mean()
     assert study.simulate(row, options["profile"]) == pytest.approx(expected)
     assert not row.plans_ahead
 
 
 def test_table_of_a_part(tmp_path, capsys):
-    words = [str(wheel(tmp_path, RUN + ",30,6.5")), "--part", "test", "--out", str(tmp_path)]
+    words = [str(wheel(tmp_path, RUN + ",30,6.5")), "--out", str(tmp_path)]
     assert study.main(words) == 0
-    (line,) = read_rows(tmp_path / "published_test.csv")
+    line, *totals = read_rows(tmp_path / "published.csv")
+    assert [(total["part"], total["card"]) for total in totals] == [
+        ("both", "all"),
+        ("both", "h100"),
+        ("test", "all"),
+    ]
     (row,), _ = study.read_rows(tmp_path / "aiconfigurator_core.whl")
     _, tpot = study.simulate(row, compose("h100", "llama-3.1-8b"))
     assert line["rows"] == 1 and line["tpot_median"] == pytest.approx(tpot / 0.0065 - 1, abs=1e-4)
