@@ -122,7 +122,7 @@ class BatchEnv(gym.Env):
 
     @staticmethod
     @abstractmethod
-    def make_batch(problem: Any, num_systems: int) -> Any:
+    def make_batch(problem: Any, num_rows: int) -> Any:
         """A `Batch` of systems of a problem."""
 
     @staticmethod

@@ -60,7 +60,8 @@ class _LabelledFile(IndexDataCacheFile):
 
     def load(self, key: Any) -> Any:
         try:
-            stamp, of, digest, held = super().load(key)
+            kept: Any = super().load(key)
+            stamp, of, digest, held = kept
         except Exception:  # unpickling raises anything; there may be nothing
             return None
         right = (stamp, of, digest) == (self._source_stamp, key, hashlib.sha256(held).digest())

@@ -7,6 +7,7 @@ engines do, or gloo where there is no GPU. The median of the blocks of calls cou
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import socket
 import sys
 import time
@@ -53,7 +54,7 @@ def all_reduce_us(cards: int, backend: str) -> list[float]:
         ValueError: if there are not so many cards, or a process failed.
     """
     import torch
-    import torch.multiprocessing as mp
+    from torch.multiprocessing.spawn import ProcessRaisedException, spawn
 
     if cards < 2:
         raise ValueError(f"--cards: got {cards}; a link is between 2 or more")
@@ -63,10 +64,10 @@ def all_reduce_us(cards: int, backend: str) -> list[float]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    found = mp.get_context("spawn").SimpleQueue()
+    found = multiprocessing.get_context("spawn").SimpleQueue()
     try:
-        mp.spawn(_card, (cards, port, backend, found), nprocs=cards)
-    except mp.ProcessRaisedException as error:
+        spawn(_card, (cards, port, backend, found), nprocs=cards)
+    except ProcessRaisedException as error:
         raise ValueError(f"the cards could not be timed: {str(error).splitlines()[-1]}") from error
     return found.get()
 
