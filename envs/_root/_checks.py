@@ -157,7 +157,7 @@ def check_render_mode(given: str | None, allowed: Iterable[str]) -> str | None:
     modes = list(allowed)
     if given is not None and not (isinstance(given, str) and given in modes):
         window = ""
-        if given == "human":
+        if isinstance(given, str) and given == "human":
             window = (
                 " A window, with pygame, is shown around one environment of gymnasium.make; "
                 f"{install_line('video')}."

@@ -19,16 +19,14 @@ class PrefixRoutingEnv(BatchEnv):
 
     ## Description
 
-    A gateway stands before N replicas of one model, each an engine with vLLM's scheduler (chunked
-    prefill, paged KV memory, preemption) and its automatic prefix cache: blocks that nobody uses
-    stay cached until they are needed, least recently used first. Requests of a session or a tenant
-    begin alike, and what a replica has cached it need not compute. Sending them where their prefix
-    lies saves work and piles up load; spreading them does the opposite. A request counts if its
-    first token and its pace keep their objectives.
-
-    All chance (arrivals, sessions, lengths, and where it is a range the rate) is drawn at reset;
-    the engine is deterministic. Replicas may fail (`docs/prefix-routing.md`). With `dispatch="think"` a session's next request comes its think
-    time after the last one has ended, so that slow replicas are asked less.
+    A gateway stands before N replicas of one model, each an engine with vLLM's scheduler (chunked prefill,
+    paged KV memory, preemption) and its automatic prefix cache: blocks that nobody uses stay cached until
+    they are needed, least recently used first. Requests of a session or a tenant begin alike, and what a
+    replica has cached it need not compute. Sending them where their prefix lies saves work and piles up
+    load; spreading them does the opposite. A request counts if its first token and its pace keep their
+    objectives. All chance is drawn at reset; the engine is deterministic. Replicas may fail
+    (`docs/prefix-routing.md`). With `dispatch="think"` a session's next request comes its think time after
+    the last one has ended, so that slow replicas are asked less.
 
     ## Action Space
 
@@ -62,15 +60,13 @@ class PrefixRoutingEnv(BatchEnv):
 
     ## Rewards
 
-    `"slo"` (default here): 1 for a request that is completed within both objectives, in the step in
-    which it ends. `"ttft"`: minus the seconds to the first token, in the step of that token.
-    `"score"`: as `"slo"`, less .3 log2(1 + x), x being the larger share of its objective that TTFT or
-    TPOT took; -2 if it is lost. `"dense"` (default of the ids with one Box): as `"score"`, but paid
-    at the decision, for the TTFT that the gateway expects, and corrected at the first token and at the
-    end; and less 2 a second that the replica needs for the tokens of the prompt that the
-    gateway's index does not find there. An answer lives some 800 decisions at 20/s, its
-    first token comes after 10: begin with a discount of .95 to .99. The last step drains the replicas.
-    `info["reward_terms"]` has the term by its name.
+    `"slo"` (default here): 1 for a request completed within both objectives, in the step in which it ends.
+    `"ttft"`: minus the seconds to the first token, in its step. `"score"`: as `"slo"`, less .3 log2(1 + x),
+    x the larger share of its objective that TTFT or TPOT took; -2 if it is lost. `"dense"` (default of the
+    ids with one Box): as `"score"`, but paid at the decision for the TTFT that the gateway expects and
+    corrected at the first token and the end; and less 2 a second of work on the prompt's tokens that the
+    index does not have there. An answer lives some 800 decisions at 20/s. The last step drains the
+    replicas. `info["reward_terms"]` has the term by its name.
 
     ## Starting State
 
@@ -117,9 +113,8 @@ class PrefixRoutingEnv(BatchEnv):
     >>> observation, info = env.reset(seed=0)
     >>> observation["replicas"].shape, info["action_mask"].tolist()
     ((4, 22), [1, 1, 1, 1])
-    >>> observation, reward, terminated, truncated, info = env.step(1)
-    >>> terminated, truncated
-    (False, False)
+    >>> env.step(1)[2]
+    False
 
     ## Vectorized environment
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from servegym._files import MalformedFileError, Times, csv_header, csv_rows, parse_number
+from servegym._files import EPOCH_S, MalformedFileError, Times, csv_header, csv_rows, parse_number
 from servegym.envs.workloads.catalog import Catalog
 
 _MEANING = {
@@ -66,8 +66,8 @@ def _plain_columns(
 ) -> dict[str, np.ndarray] | None:
     """:func:`read_columns` by numpy's reader, ten times as fast.
 
-    None where a cell is quoted, a line has another number of cells than the header, or a value is
-    not usable: then the file is read line by line, which names what is wrong.
+    None where a cell is quoted, a line has not as many cells as the header, times count from
+    an epoch, or a value is not usable: the file is read line by line, which names what is wrong.
     """
     content = Path(path).read_bytes()
     codes = np.frombuffer(content.rstrip() + b"\n", np.uint8)
@@ -87,8 +87,8 @@ def _plain_columns(
     columns = dict(zip(chosen, table.T, strict=True))
     for name, kind in chosen.items():
         values = columns[name]
-        low, high = (1.0, 2.0**31 - 1.0) if kind == "tokens" else (0.0, np.finfo(float).max)
-        good = (values >= low) & (values <= (1.0 if kind == "score" else high))
+        low, high = {"tokens": (1, 2**31 - 1), "score": (0, 1), "time": (0, EPOCH_S - 1)}[kind]
+        good = (values >= low) & (values <= high)
         if kind == "tokens":
             columns[name] = np.where(good, values, 0.0).astype(np.int64)
             good &= columns[name] == values

@@ -53,7 +53,7 @@ import sys
 from servegym.envs.workloads import load_catalog
 from servegym.experiments import cli
 from servegym.hardware_profiles import load_fleet
-from servegym.hardware_profiles.measure import command, cpu, server
+from servegym.hardware_profiles.measure import command, link, server
 load_fleet("paper-linear")
 load_catalog("alpaca_eval_7b")
 heavy = {"numba", "torch", "scipy", "matplotlib", "pandas", "jsonschema"}
