@@ -10,12 +10,10 @@ import math
 from typing import Any
 
 import numpy as np
-from gymnasium.error import DependencyNotInstalled
 
-from servegym._command_line import install_line
+from servegym.envs._frames import blank_canvas, pixels
 from servegym.envs.expert_placement.core import PlacementEpisode
 
-WIDTH, HEIGHT = 960, 540
 MAPPED_SERVERS = 4
 
 _INK, _SOFT, _PAPER = "#1f2933", "#66788a", "#f5f7fa"
@@ -109,15 +107,8 @@ def expert_colours(held: np.ndarray, coming: np.ndarray, counts: np.ndarray) -> 
 
 
 def _pixels(system: PlacementEpisode) -> np.ndarray:
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise DependencyNotInstalled(
-            f'render_mode="rgb_array" needs matplotlib; {install_line("plots")}'
-        ) from error
-    figure = Figure(figsize=(WIDTH / 100, HEIGHT / 100), dpi=100, facecolor=_PAPER)
-    canvas = FigureCanvasAgg(figure)
+    canvas = blank_canvas(_PAPER)
+    figure = canvas.figure
     place = (0.02, 0.27, 0.475, 0.66, 0.82)
     for x, words in zip(place, _words(system), strict=True):
         weight = "bold" if x == place[0] else "normal"
@@ -128,7 +119,7 @@ def _pixels(system: PlacementEpisode) -> np.ndarray:
         _crowd(figure, system)
     _history(figure, system)
     canvas.draw()
-    return np.array(canvas.buffer_rgba(), dtype=np.uint8)[:, :, :3].copy()
+    return pixels(canvas)
 
 
 def _axes(figure, place: tuple[float, ...], title: str, xlabel: str, **look: Any) -> Any:

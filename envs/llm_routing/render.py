@@ -12,13 +12,11 @@ import statistics
 from dataclasses import dataclass, field
 
 import numpy as np
-from gymnasium.error import DependencyNotInstalled
 
-from servegym._command_line import install_line
+from servegym.envs._frames import HEIGHT, WIDTH, blank_canvas, pixels
 from servegym.envs.llm_routing import kernel
 from servegym.envs.llm_routing.core import RoutingBatch, held
 
-WIDTH, HEIGHT = 960, 540
 RECENT = 20  # completed requests behind the "latest" latency of an expert
 
 _INK, _SOFT, _FAINT, _LINE = "#1f2933", "#66788a", "#9fb3c8", "#d9e2ec"
@@ -272,16 +270,8 @@ class _Sheet:
     """Rectangles, dots and words on a canvas measured in pixels, y downward."""
 
     def __init__(self) -> None:
-        try:
-            from matplotlib.backends.backend_agg import FigureCanvasAgg
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise DependencyNotInstalled(
-                f'render_mode="rgb_array" needs matplotlib; {install_line("plots")}'
-            ) from error
-        figure = Figure(figsize=(WIDTH / 100, HEIGHT / 100), dpi=100, facecolor=_PAPER)
-        self.canvas = FigureCanvasAgg(figure)
-        self.axes = figure.add_axes((0.0, 0.0, 1.0, 1.0))
+        self.canvas = blank_canvas(_PAPER)
+        self.axes = self.canvas.figure.add_axes((0.0, 0.0, 1.0, 1.0))
         self.axes.set_xlim(0, WIDTH)
         self.axes.set_ylim(HEIGHT, 0)
         self.axes.set_axis_off()
@@ -329,7 +319,7 @@ class _Sheet:
             self.axes.scatter(x, y, s=size, c=color, linewidths=0.5, edgecolors="white", zorder=3)
         self.canvas.draw()
         self._write()
-        return np.array(self.canvas.buffer_rgba(), dtype=np.uint8)[:, :, :3].copy()
+        return pixels(self.canvas)
 
     def _write(self) -> None:
         # Straight to the renderer: Text artists lay out every word anew, twice the time.

@@ -11,12 +11,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from gymnasium.error import DependencyNotInstalled
 
-from servegym._command_line import install_line
+from servegym.envs._frames import blank_canvas, pixels
 from servegym.envs.prefix_routing import kernel
 
-WIDTH, HEIGHT, SHOWN, NAMED = 960, 540, 40, 25
+SHOWN, NAMED = 40, 25
 _INK, _SOFT, _PAPER, _EMPTY = "#1f2933", "#66788a", "#f5f7fa", "#e4e9ef"
 _RUNNING, _WAITING, _MEMORY, _MATCH = "#3f5e8c", "#d6963c", "#5a966e", "#8a5bb0"
 _MET = np.array([[186, 228, 223], [18, 104, 94]]) / 255.0  # nothing cached, all cached
@@ -79,13 +78,6 @@ def _text(batch: Any, row: int) -> str:
 
 
 def _pixels(batch: Any, row: int) -> np.ndarray:
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise DependencyNotInstalled(
-            f'render_mode="rgb_array" needs matplotlib; {install_line("plots")}'
-        ) from error
     log, problem = batch.request_log(row), batch.problem
     engine, seen = batch.systems.replica[row], batch.gateway.replica[row]
     done = log[log["outcome"] == kernel.COMPLETED]
@@ -96,8 +88,8 @@ def _pixels(batch: Any, row: int) -> np.ndarray:
     used = 1.0 - engine["free"] / engine["capacity"]
     match = seen["match"] / prompt if prompt else np.zeros(len(seen))
 
-    figure = Figure(figsize=(WIDTH / 100, HEIGHT / 100), dpi=100, facecolor=_PAPER)
-    canvas = FigureCanvasAgg(figure)
+    canvas = blank_canvas(_PAPER)
+    figure = canvas.figure
     figure.text(0.02, 0.955, _words(batch, row, done), color=_INK, fontsize=8.5, va="center")
     request = f"match, of {prompt:,} tokens" if prompt else "match: no request"
     panels = (
@@ -144,7 +136,7 @@ def _pixels(batch: Any, row: int) -> np.ndarray:
     ):
         axis.text(left, -0.05, f"■ {word}", color=colour, fontsize=7, transform=axis.transAxes)
     canvas.draw()
-    return np.array(canvas.buffer_rgba(), dtype=np.uint8)[:, :, :3].copy()
+    return pixels(canvas)
 
 
 def _marks(batch: Any, done: np.ndarray) -> np.ndarray:

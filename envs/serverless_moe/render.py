@@ -10,11 +10,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from gymnasium.error import DependencyNotInstalled
 
-from servegym._command_line import install_line
+from servegym.envs._frames import blank_canvas, pixels
 
-WIDTH, HEIGHT, SHOWN = 960, 540, 40
+SHOWN = 40
 _INK, _SOFT, _PAPER, _LATE = "#1f2933", "#66788a", "#f5f7fa", "#c83c32"
 _PARTS = (
     ("cost_main_usd", "main function", "#3f5e8c"),
@@ -80,15 +79,8 @@ def _text(batch: Any, log: np.ndarray) -> str:
 
 
 def _pixels(batch: Any, log: np.ndarray) -> np.ndarray:
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise DependencyNotInstalled(
-            f'render_mode="rgb_array" needs matplotlib; {install_line("plots")}'
-        ) from error
-    figure = Figure(figsize=(WIDTH / 100, HEIGHT / 100), dpi=100, facecolor=_PAPER)
-    canvas = FigureCanvasAgg(figure)
+    canvas = blank_canvas(_PAPER)
+    figure = canvas.figure
     figure.text(0.02, 0.955, _words(batch, log), color=_INK, fontsize=10, va="center")
     axis = figure.add_axes((0.07, 0.11, 0.91, 0.73), facecolor=_PAPER)
     shown = log[-SHOWN:]
@@ -122,4 +114,4 @@ def _pixels(batch: Any, log: np.ndarray) -> np.ndarray:
         handlelength=1.2,
     )
     canvas.draw()
-    return np.array(canvas.buffer_rgba(), dtype=np.uint8)[:, :, :3].copy()
+    return pixels(canvas)

@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 
+from servegym.envs._frames import HEIGHT, WIDTH
 from servegym.envs.expert_placement import parallel_env
 from servegym.envs.expert_placement.env import ExpertPlacementEnv
-from servegym.envs.expert_placement.render import HEIGHT, WIDTH, expert_colours, render
+from servegym.envs.expert_placement.render import expert_colours, render
 from servegym.envs.expert_placement.vector_env import ExpertPlacementVectorEnv
 
 SHORT = {"model": "toy", "epochs": 4, "epoch_s": 20.0, "mean_interarrival_s": 1.0}

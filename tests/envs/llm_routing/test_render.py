@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from gymnasium.error import DependencyNotInstalled
 
-from servegym.envs.llm_routing.render import HEIGHT, WIDTH
+from servegym.envs._frames import HEIGHT, WIDTH
 
 
 def make(mode, steps=60, **kwargs):

@@ -4,6 +4,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 
+from servegym.envs import _frames
 from servegym.envs.serverless_moe import config, kernel, render
 from servegym.envs.serverless_moe import env as single
 from servegym.envs.serverless_moe import equations as eq
@@ -307,10 +308,10 @@ def test_the_picture_shows_each_requests_cost_by_parts():
     for action in random_actions(env, 6):
         env.step(action)
     frame, log = env.render(), env.unwrapped.request_log()
-    assert frame.shape == (render.HEIGHT, render.WIDTH, 3) and len(log) == 6
+    assert frame.shape == (_frames.HEIGHT, _frames.WIDTH, 3) and len(log) == 6
     left, wide, high = 0.07, 0.91, 0.73  # the axis in the frame
     for k, entry in enumerate(log):
-        x = round(render.WIDTH * (left + wide * (k + 0.5) / render.SHOWN))
+        x = round(_frames.WIDTH * (left + wide * (k + 0.5) / render.SHOWN))
         column = frame[:, x]
         level = 0.0
         for name, _, colour in render._PARTS:
@@ -319,7 +320,7 @@ def test_the_picture_shows_each_requests_cost_by_parts():
             if 0.02 < share and level < 2.0:
                 rgb = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
                 pixels = (column == rgb).all(axis=1).sum()
-                assert pixels == pytest.approx(render.HEIGHT * high * share / 2.0, abs=4.0)
-    assert {tuple(p) for p in frame[: round(render.HEIGHT * 0.06)].reshape(-1, 3)} != {
+                assert pixels == pytest.approx(_frames.HEIGHT * high * share / 2.0, abs=4.0)
+    assert {tuple(p) for p in frame[: round(_frames.HEIGHT * 0.06)].reshape(-1, 3)} != {
         tuple(frame[0, 0])
     }  # the title
