@@ -14,7 +14,6 @@ import importlib.util
 import inspect
 import json
 import re
-import shlex
 import tempfile
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -202,10 +201,8 @@ def trained(name: str, path: Path) -> list[str]:
         cells = dict.fromkeys(row["cpu_s"] for row in rows if row["policy"] == name)
         seconds = [second for cell in cells for second in json.loads(cell)]
     if seconds:
-        env_id = record["settings"].get("arguments", {}).get("env_id")
-        text = f"{len(seconds)} trainings from random weights"
-        text += f" on `{env_id}`" if env_id else ""
-        text += f", {min(seconds):.0f} to {max(seconds):.0f} s of a core each ({origin(record)}). "
+        text = f"{len(seconds)} trainings from random weights, {min(seconds):.0f} to "
+        text += f"{max(seconds):.0f} s of a core each ({origin(record)}). "
         text += (
             "Dashed: rules on the same validation episodes. The first evaluations, of random "
             "weights, may lie beyond the axis."
@@ -219,12 +216,11 @@ def trained(name: str, path: Path) -> list[str]:
 def commands(name: str, record: dict[str, Any], curves: bool) -> list[str]:
     """One training of a table of curves, and the whole table."""
     settings, table = record["settings"], record["command"]
-    flags = [word[8:] for word in shlex.split(table) if word.startswith("--flags=")]
-    flags += [settings["flags"]] if "flags" in settings else []
+    flags = settings.get("flags", "")
     made = [one for one in settings.get("trainings", ()) if f".{name} " in one]
     if made:
-        flags = [made[0].split(f".{name} ")[1].partition("--seed ")[0]]
-    words = f"python agents/{name}.py {' '.join(flags[:1])}".strip()
+        flags = made[0].split(f".{name} ")[1].partition("--seed ")[0]
+    words = f"python agents/{name}.py {flags}".strip()
     return [f"{words} --seed 1"] * curves + [f"{table}  # all trainings and the table"]
 
 
