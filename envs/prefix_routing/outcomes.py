@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from servegym._jit import compile_kernels
 from servegym.envs.prefix_routing import kernel
 from servegym.envs.prefix_routing.kernel import steps
 
@@ -39,50 +40,40 @@ class OutcomeReader:
 
     def __init__(self, envs: Any) -> None:
         self._batch = envs.unwrapped.batch
+        none = self._batch.systems.request[:0]
+        arguments = (self._batch.problem.settings, none, np.zeros(0))
+        [self._rewards] = compile_kernels("rewards of requests", [(steps.rewards_of, arguments)])
         self._decided = self._batch.episodes.row["index"].copy()
-        self._told = np.zeros(self._batch.episodes.order.shape, dtype=np.bool_)
+        self._reported = np.zeros(self._batch.episodes.order.shape, dtype=np.bool_)
 
     def read(self) -> NDArray[Any]:
-        """The requests that have ended and were not told yet, `OUTCOME` (K,), by row and decision.
+        """The requests that have ended since the last call, `OUTCOME` (K,), by row and decision.
 
-        What was left of a row's last episode when the next one began is not told.
+        What was left of a row's last episode when the next one began is left out.
         """
-        batch, told = self._batch, self._told
+        batch, reported = self._batch, self._reported
         decided = batch.episodes.row["index"].copy()
-        told[decided < self._decided] = False
+        reported[decided < self._decided] = False
         self._decided = decided
         requests = batch.systems.request.reshape(batch.num_rows, -1)
-        found = []
+        outcomes = []
         for row in range(batch.num_rows):
-            open_ = np.flatnonzero(~told[row, : decided[row]])
-            own = requests[row, batch.episodes.order[row, open_]]
-            ended = (own["outcome"] != kernel.PENDING) & (own["outcome"] != kernel.QUEUED)
-            told[row, open_[ended]] = True
-            own = own[ended]
-            out = np.zeros(len(own), dtype=OUTCOME)
-            completed = own["outcome"] == kernel.COMPLETED
-            out["row"], out["decision"] = row, open_[ended]
-            out["replica"], out["outcome"] = own["replica"], own["outcome"]
-            out["finish_s"] = np.where(completed, own["finish"], np.nan)
-            out["output_tokens"] = np.where(completed, own["output"], 0)
-            out["ttft_s"] = np.where(completed, own["first"] - own["arrived"], np.nan)
-            rest = np.where(completed & (own["output"] > 1), own["output"] - 1, np.nan)
-            out["tpot_s"] = (own["finish"] - own["first"]) / rest
-            out["reward"] = self._reward(out, own["prompt"])
-            found.append(out)
-        return np.concatenate(found)
-
-    def _reward(self, ended: NDArray[Any], prompt: NDArray[Any]) -> NDArray[np.float64]:
-        """What the environment's reward counts for requests that have ended (K,)."""
-        p = self._batch.problem.settings[0]
-        lost = np.isnan(ended["ttft_s"])
-        if p["reward"] == steps.TTFT:
-            return np.where(lost, 0.0, -ended["ttft_s"])
-        tpot = np.nan_to_num(ended["tpot_s"]) / p["tpot_s"]
-        worse = np.maximum(ended["ttft_s"] / self._batch.problem.ttft_slo_s(prompt), tpot)
-        met = worse <= 1.0
-        if p["reward"] == steps.SLO:
-            return met.astype(np.float64)
-        rejected = ended["replica"] < 0
-        score = met - steps.SCORE_WEIGHT * np.log2(1.0 + worse)
-        return np.where(lost, np.where(rejected, 0.0, steps.LOST), score)
+            open_ = np.flatnonzero(~reported[row, : decided[row]])
+            ended = requests[row, batch.episodes.order[row, open_]]
+            new = (ended["outcome"] != kernel.PENDING) & (ended["outcome"] != kernel.QUEUED)
+            reported[row, open_[new]] = True
+            ended = ended[new]
+            out = np.zeros(len(ended), dtype=OUTCOME)
+            completed = ended["outcome"] == kernel.COMPLETED
+            out["row"], out["decision"] = row, open_[new]
+            out["replica"], out["outcome"] = ended["replica"], ended["outcome"]
+            out["finish_s"] = np.where(completed, ended["finish"], np.nan)
+            out["output_tokens"] = np.where(completed, ended["output"], 0)
+            out["ttft_s"] = np.where(completed, ended["first"] - ended["arrived"], np.nan)
+            rest = np.where(completed & (ended["output"] > 1), ended["output"] - 1, np.nan)
+            out["tpot_s"] = (ended["finish"] - ended["first"]) / rest
+            rewards = np.zeros(len(ended))
+            self._rewards(batch.problem.settings, ended, rewards)
+            out["reward"] = rewards
+            outcomes.append(out)
+        return np.concatenate(outcomes)

@@ -43,6 +43,7 @@ from servegym.envs.llm_routing.kernel.scheduler import (
     IDLE,
     admit_head,
     blocks_of,
+    closed_run,
     find_next_finish,
     first_to_finish,
     mixed_end_s,
@@ -56,81 +57,81 @@ from servegym.envs.llm_routing.kernel.scheduler import (
 
 
 @inline
-def _log_request(v, n, q, r, outcome, finish_s):
-    entry = q.log[v.first_log + r.request]
-    entry.expert = n
+def _log_request(env, queues, expert, request, outcome, finish_s):
+    entry = queues.log[env.first_log + request.request]
+    entry.expert = expert.number
     entry.outcome = outcome
-    entry.available_s = r.available
-    entry.admitted_s = r.admitted
-    entry.first_token_s = r.first
+    entry.available_s = request.available
+    entry.admitted_s = request.admitted
+    entry.first_token_s = request.first
     entry.finish_s = finish_s
-    entry.score = r.score
-    entry.prompt_tokens = r.prompt
-    entry.output_tokens = r.output
-    entry.preemptions = r.preemptions
+    entry.score = request.score
+    entry.prompt_tokens = request.prompt
+    entry.output_tokens = request.output
+    entry.preemptions = request.preemptions
 
 
 @inline
-def _complete(c, n, v, q, e, i, now):
-    """The request in slot i has its last token at ``now``: record it and free the slot.
+def _complete(config, env, queues, expert, slot, now):
+    """A request has its last token at ``now``: record it and free its slot.
 
     Returns the KV blocks that its admission took, or that it held, by the memory policy.
     """
-    r = request_of(q, e, i)
-    _log_request(v, n, q, r, COMPLETED, now)
-    e2e = now - r.arrived
-    latency = e2e / r.output
-    v.completed += 1
-    v.latency += latency
-    v.e2e += e2e
-    v.ttft += r.first - r.arrived
-    if r.output > 1:
-        v.multi_token += 1
-        v.tpot += (now - r.first) / (r.output - 1)
-    v.communication += r.prompt * c.delay_s_per_token
-    v.waiting += r.admitted - r.available
-    v.inference += now - r.admitted
-    v.last_finish = max(v.last_finish, now)
-    if latency <= v.latency_requirement:
-        v.on_time += 1
-        v.qos += r.score
-        v.step_qos += r.score
+    request = request_of(queues, expert, slot)
+    _log_request(env, queues, expert, request, COMPLETED, now)
+    e2e = now - request.arrived
+    latency = e2e / request.output
+    env.completed += 1
+    env.latency += latency
+    env.e2e += e2e
+    env.ttft += request.first - request.arrived
+    if request.output > 1:
+        env.multi_token += 1
+        env.tpot += (now - request.first) / (request.output - 1)
+    env.communication += request.prompt * config.delay_s_per_token
+    env.waiting += request.admitted - request.available
+    env.inference += now - request.admitted
+    env.last_finish = max(env.last_finish, now)
+    if latency <= env.latency_requirement:
+        env.on_time += 1
+        env.qos += request.score
+        env.step_qos += request.score
     else:
-        v.step_late += r.score
-    leave(c, q, e, r, i)
-    vacate(q, e, i)
-    tokens = c.max_output_tokens if c.memory_policy == RESERVE else r.output
-    return blocks_of(c, r.prompt + tokens)
+        env.step_late += request.score
+    leave(config, queues, expert, request, slot)
+    vacate(queues, expert, slot)
+    tokens = config.max_output_tokens if config.memory_policy == RESERVE else request.output
+    return blocks_of(config, request.prompt + tokens)
 
 
 @inline
-def _end_iteration(c, n, v, q, e):
+def _end_iteration(config, env, queues, expert):
     """Step 1 of a boundary: tokens of the iteration that ends now, completions.
 
     Returns how many requests complete, and their KV blocks.
     """
-    now = e.end
+    now = expert.end
     left, freed = 0, 0
-    if e.iteration == IDLE:
+    if expert.iteration == IDLE:
         return left, freed
-    if e.iteration != PREFILL:
-        e.emitted += 1
-        e.decoding_tokens += e.decoding
-        if e.iteration == DECODE and e.emitted < e.next_finish:
+    if expert.iteration != PREFILL:
+        expert.emitted += 1
+        expert.decoding_tokens += expert.decoding
+        if expert.iteration == DECODE and expert.emitted < expert.next_finish:
             return left, freed
-    if e.iteration != DECODE:
-        i = next_prefilled(q, e)
-        while i >= 0:
-            r = request_of(q, e, i)
-            begin_decoding(c, q, e, r, i)
-            if r.generated == 1:
-                r.first = now
-            i = next_prefilled(q, e)
-    find_next_finish(q, e)
-    while e.next_finish <= e.emitted:
-        freed += _complete(c, n, v, q, e, first_to_finish(q, e), now)
+    if expert.iteration != DECODE:
+        slot = next_prefilled(queues, expert)
+        while slot >= 0:
+            request = request_of(queues, expert, slot)
+            begin_decoding(config, queues, expert, request, slot)
+            if request.generated == 1:
+                request.first = now
+            slot = next_prefilled(queues, expert)
+    find_next_finish(queues, expert)
+    while expert.next_finish <= expert.emitted:
+        freed += _complete(config, env, queues, expert, first_to_finish(queues, expert), now)
         left += 1
-        find_next_finish(q, e)
+        find_next_finish(queues, expert)
     return left, freed
 
 
@@ -138,37 +139,37 @@ def _end_iteration(c, n, v, q, e):
 
 
 @inline
-def _admit(c, q, e, now, planned, left, freed, tokens):
+def _admit(config, queues, expert, now, planned, left, freed, tokens):
     """Step 3 of a boundary: admit from the head of the waiting queue, first come first served.
 
     The iteration was ``planned`` when ``left`` slots and ``freed`` blocks that are free by now were
     still taken. Returns its prefill tokens; there were ``tokens``, of the prefill under way.
     """
-    chunked = c.scheduler == CHUNKED
-    budget = c.token_budget - e.decoding if chunked else c.token_budget
-    while e.waiting > 0 and e.running + left < c.running_capacity:
-        r = request_of(q, e, e.head)
-        need = r.prompt + r.generated
+    chunked = config.scheduler == CHUNKED
+    budget = config.token_budget - expert.decoding if chunked else config.token_budget
+    while expert.waiting > 0 and expert.running + left < config.running_capacity:
+        request = request_of(queues, expert, expert.head)
+        need = request.prompt + request.generated
         # Prompts are admitted whole without chunks, and one may exceed the budget alone.
         if tokens >= budget or (not chunked and tokens > 0 and tokens + need > budget):
             break
-        longest = blocks_of(c, r.prompt + c.max_output_tokens)
-        if c.memory_policy == RESERVE:
-            fits = e.reserved + freed + longest <= e.capacity
+        longest = blocks_of(config, request.prompt + config.max_output_tokens)
+        if config.memory_policy == RESERVE:
+            fits = expert.reserved + freed + longest <= expert.capacity
         else:
-            fits = freed + blocks_of(c, need) <= e.free
-        if r.available > planned or not fits:
+            fits = freed + blocks_of(config, need) <= expert.free
+        if request.available > planned or not fits:
             break
-        admit_head(q, e, r, now)
-        e.reserved += longest
-        if c.prefix_caching and r.preemptions > 0:
-            reuse_cached_blocks(c, e, r)
-        r.chunk = need - r.computed
+        admit_head(queues, expert, request, now)
+        expert.reserved += longest
+        if config.prefix_caching and request.preemptions > 0:
+            reuse_cached_blocks(config, expert, request)
+        request.chunk = need - request.computed
         if chunked:
-            r.chunk = min(r.chunk, budget - tokens)
-        take_chunk(c, e, r)
-        evict(c, e)
-        tokens += r.chunk
+            request.chunk = min(request.chunk, budget - tokens)
+        take_chunk(config, expert, request)
+        evict(config, expert)
+        tokens += request.chunk
     return tokens
 
 
@@ -176,152 +177,161 @@ def _admit(c, q, e, now, planned, left, freed, tokens):
 
 
 @inline
-def _run_decodes(law, e, limit, now, until, before):
+def _run_decodes(law, expert, limit, now, until, before):
     """From a boundary at ``now``, pass the decode iterations that fit and start the one after."""
-    done, spent, cost = decode_iterations(law, e, limit, until - now, before)
-    e.emitted += done
-    e.decoding_tokens += e.running * done
-    e.start = now + spent
-    e.end = e.start + cost
+    done, spent, cost = decode_iterations(law, expert, limit, until - now, before)
+    expert.emitted += done
+    expert.decoding_tokens += expert.running * done
+    expert.start = now + spent
+    expert.end = expert.start + cost
 
 
 @inline
-def _start_decodes(c, law, q, e, now, until, preempted, planned, left):
+def _start_decodes(config, law, queues, expert, now, until, preempted, planned, left):
     """Decode iterations up to the first in which something else may happen."""
-    limit = e.next_finish - e.emitted - 1
-    if c.memory_policy == PAGED:
-        # b sequences take at most b blocks in block_size iterations.
-        limit = min(limit, c.block_size * (e.free // e.running))
+    limit = expert.next_finish - expert.emitted - 1
+    if config.memory_policy == PAGED:
+        limit = closed_run(config, expert)
     before = np.inf
-    if e.waiting > 0 and e.running < c.running_capacity:
-        head = request_of(q, e, e.head)
+    if expert.waiting > 0 and expert.running < config.running_capacity:
+        head = request_of(queues, expert, expert.head)
         if head.available > now:
             before = head.available - now
         elif preempted > 0 or left > 0 or head.available > planned:
             limit = 0  # whether it joins is decided at the next boundary
-    _run_decodes(law, e, limit, now, until, before)
-    if c.prefix_caching:
-        settle(c, q, e)
-        evict(c, e)
+    _run_decodes(law, expert, limit, now, until, before)
+    if config.prefix_caching:
+        settle(config, queues, expert)
+        evict(config, expert)
 
 
 @inline
-def _start_iteration(c, law, q, e, now, until, left, freed):
+def _start_iteration(config, law, queues, expert, now, until, left, freed):
     """Steps 2-4 of a boundary at ``now``; decodes run on up to ``until``.
 
     ``left`` requests have just completed and ``freed`` blocks have become free.
     """
     planned = now
-    if c.async_scheduling and e.iteration != IDLE and e.running > 0:
-        planned = e.start
+    if config.async_scheduling and expert.iteration != IDLE and expert.running > 0:
+        planned = expert.start
     else:
         left, freed = 0, 0
-    e.start = now
+    expert.start = now
     tokens = 0
     preempted = 0
-    if e.prefill >= 0:
-        tokens = next_chunk(c, q, e)
-        take_chunk(c, e, request_of(q, e, e.prefill))
-    if c.memory_policy == PAGED:
-        preempted = make_room(c, q, e)
+    if expert.prefill >= 0:
+        tokens = next_chunk(config, queues, expert)
+        take_chunk(config, expert, request_of(queues, expert, expert.prefill))
+    if config.memory_policy == PAGED:
+        preempted = make_room(config, queues, expert)
     if preempted == 0:
-        tokens = _admit(c, q, e, now, planned, left, freed, tokens)
-    elif e.prefill < 0:
+        tokens = _admit(config, queues, expert, now, planned, left, freed, tokens)
+    elif expert.prefill < 0:
         tokens = 0
 
-    prefills = e.running > e.decoding
-    if prefills and c.scheduler == ORCA:
-        e.iteration = PREFILL
-        e.end = now + prefill_s(law, e.profile, float(tokens))
+    prefills = expert.running > expert.decoding
+    if prefills and config.scheduler == ORCA:
+        expert.iteration = PREFILL
+        expert.end = now + prefill_s(law, expert.profile, float(tokens))
     elif prefills:
-        e.iteration = MIXED
-        e.end = mixed_end_s(law, q, e, now, tokens)
-    elif e.running > 0:
-        e.iteration = DECODE
-        _start_decodes(c, law, q, e, now, until, preempted, planned, left)
+        expert.iteration = MIXED
+        expert.end = mixed_end_s(law, queues, expert, now, tokens)
+    elif expert.running > 0:
+        expert.iteration = DECODE
+        _start_decodes(config, law, queues, expert, now, until, preempted, planned, left)
     else:
-        e.iteration = IDLE
-        e.end = np.inf
-        if e.waiting > 0:
-            e.end = max(now, request_of(q, e, e.head).available)
+        expert.iteration = IDLE
+        expert.end = np.inf
+        if expert.waiting > 0:
+            expert.end = max(now, request_of(queues, expert, expert.head).available)
 
 
 # ----------------------------------------------------------------------------------------- failures
 
 
 @inner
-def _hash32(x):
+def _hash32(bits):
     """A bijection of 32-bit numbers; its products stay below 2**63."""
-    x = ((x ^ (x >> 16)) * 0x45D9F3B) & 0xFFFFFFFF
-    x = ((x ^ (x >> 16)) * 0x45D9F3B) & 0xFFFFFFFF
-    return x ^ (x >> 16)
+    bits = ((bits ^ (bits >> 16)) * 0x45D9F3B) & 0xFFFFFFFF
+    bits = ((bits ^ (bits >> 16)) * 0x45D9F3B) & 0xFFFFFFFF
+    return bits ^ (bits >> 16)
 
 
 @jit
-def sojourn_s(c, seed, n, change):
-    """How long expert n stays up (even ``change``) or down (odd): exponential, in seconds.
+def sojourn_s(config, seed, number, change):
+    """How long a replica stays up (even ``change``) or down (odd): exponential, in seconds.
 
-    ``seed`` (32 bits) is drawn at reset and hashed with n and the number of changes.
+    ``seed`` (32 bits) is drawn at reset and hashed with its number and the number of changes.
     """
-    x = _hash32(_hash32(_hash32(seed) ^ (n + 1)) ^ change)
-    return -math.log((x + 0.5) * 2.0**-32) * (c.uptime_s if change % 2 == 0 else c.downtime_s)
+    bits = _hash32(_hash32(_hash32(seed) ^ (number + 1)) ^ change)
+    mean_s = config.uptime_s if change % 2 == 0 else config.downtime_s
+    return -math.log((bits + 0.5) * 2.0**-32) * mean_s
 
 
 @inline
-def change_availability(c, n, v, e):
-    """An expert that is up goes down, or comes back; draw when that changes again."""
-    e.down = 1 - e.down
-    e.changes += 1
-    e.next_change += sojourn_s(c, v.failure_seed, n, e.changes)
+def start_up(config, env, replica):
+    """At time 0 a replica is up; draw when that changes."""
+    replica.down = replica.changes = 0
+    replica.next_change = np.inf
+    if config.uptime_s > 0.0:
+        replica.next_change = sojourn_s(config, env.failure_seed, replica.number, 0)
 
 
 @inline
-def _lose(v, n, q, r):
-    _log_request(v, n, q, r, FAILED, np.nan)
-    v.failed += 1
-    v.step_late += r.score
+def changes_by(config, replica, until):
+    """Whether a replica fails or comes back by then; not if it is empty and that is inf."""
+    ends = until == np.inf and replica.running + replica.waiting == 0
+    return config.uptime_s > 0.0 and replica.next_change <= until and not ends
+
+
+@inline
+def change_availability(config, env, replica):
+    """A replica that is up goes down, or comes back; draw when that changes again."""
+    replica.down = 1 - replica.down
+    replica.changes += 1
+    replica.next_change += sojourn_s(config, env.failure_seed, replica.number, replica.changes)
 
 
 @inner
-def _fail(c, n, v, q, e):
-    """Expert n dies: all that it runs, queues or is being sent is lost."""
-    for first in (e.oldest, e.head):
-        i = first
-        while i >= 0:
-            r = request_of(q, e, i)
-            _lose(v, n, q, r)
-            i = newer(q, e, i)
-    clear_expert(c, q, e)
+def _fail(config, env, queues, expert):
+    """The expert dies: all that it runs, queues or is being sent is lost."""
+    for first in (expert.oldest, expert.head):
+        slot = first
+        while slot >= 0:
+            request = request_of(queues, expert, slot)
+            _log_request(env, queues, expert, request, FAILED, np.nan)
+            env.failed += 1
+            env.step_late += request.score
+            slot = newer(queues, expert, slot)
+    clear_expert(config, queues, expert)
 
 
 @inline
-def advance(c, law, n, v, q, e, until):
+def advance(config, law, env, queues, expert, until):
     """Let one expert work until ``until``, or until it is empty if that is inf.
 
     Boundaries and failures at ``until`` count.
     """
     while True:
-        changes = c.uptime_s > 0.0 and e.next_change <= until
-        if until == np.inf and e.running + e.waiting == 0:
-            changes = False
-        end = e.next_change if changes else until
-        while e.end <= end and e.end < np.inf:
-            now = e.end
+        changes = changes_by(config, expert, until)
+        end = expert.next_change if changes else until
+        while expert.end <= end and expert.end < np.inf:
+            now = expert.end
             if (
-                e.iteration == DECODE
-                and e.emitted + 1 < e.next_finish
-                and c.memory_policy == RESERVE
-                and (e.waiting == 0 or e.running == c.running_capacity)
+                expert.iteration == DECODE
+                and expert.emitted + 1 < expert.next_finish
+                and config.memory_policy == RESERVE
+                and (expert.waiting == 0 or expert.running == config.running_capacity)
             ):
                 # Nothing can happen at this boundary: the usual case, without the calls.
-                e.emitted += 1
-                e.decoding_tokens += e.decoding
-                _run_decodes(law, e, e.next_finish - e.emitted - 1, now, end, np.inf)
+                expert.emitted += 1
+                expert.decoding_tokens += expert.decoding
+                _run_decodes(law, expert, expert.next_finish - expert.emitted - 1, now, end, np.inf)
                 continue
-            left, freed = _end_iteration(c, n, v, q, e)
-            _start_iteration(c, law, q, e, now, end, left, freed)
+            left, freed = _end_iteration(config, env, queues, expert)
+            _start_iteration(config, law, queues, expert, now, end, left, freed)
         if not changes:
             return
-        if e.down == 0:
-            _fail(c, n, v, q, e)
-        change_availability(c, n, v, e)
+        if expert.down == 0:
+            _fail(config, env, queues, expert)
+        change_availability(config, env, expert)

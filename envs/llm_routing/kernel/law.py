@@ -112,87 +112,113 @@ def _card_tables(
 
 
 @inline
-def find_segment(values, ox, n, x):
+def find_segment(values, first, count, x):
     """Index i of the segment [x_i, x_{i+1}] to use for x: outermost segments extend outward."""
-    lo = 0
-    hi = n - 1
-    while hi - lo > 1:
-        mid = (lo + hi) // 2
-        if values[ox + mid] <= x:
-            lo = mid
+    low = 0
+    high = count - 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        if values[first + middle] <= x:
+            low = middle
         else:
-            hi = mid
-    return lo
+            high = middle
+    return low
 
 
 @inline
-def interpolate(values, ox, oy, n, x):
+def interpolate(values, x_first, y_first, count, x):
     """Piecewise linear in x, of n points that begin at ``ox`` and values that begin at ``oy``."""
-    if n == 1:
-        return values[oy]
-    i = find_segment(values, ox, n, x)
-    x0 = values[ox + i]
-    y0 = values[oy + i]
-    return y0 + (values[oy + i + 1] - y0) * ((x - x0) / (values[ox + i + 1] - x0))
+    if count == 1:
+        return values[y_first]
+    segment = find_segment(values, x_first, count, x)
+    x_left = values[x_first + segment]
+    y_left = values[y_first + segment]
+    return y_left + (values[y_first + segment + 1] - y_left) * (
+        (x - x_left) / (values[x_first + segment + 1] - x_left)
+    )
 
 
 @inner
-def dense_s(law, n, tokens):
+def dense_s(law, card, tokens):
     """Everything but attention and output head, of an iteration over ``tokens`` tokens."""
-    w = law.where[0]
-    return interpolate(law.values, w.x_dense, w.y_dense + n * w.n_dense, w.n_dense, tokens)
+    where = law.where[0]
+    return interpolate(
+        law.values, where.x_dense, where.y_dense + card * where.n_dense, where.n_dense, tokens
+    )
 
 
 @inner
-def chunk_attention_s(law, n, chunk, context):
+def chunk_attention_s(law, card, chunk, context):
     """Attention of a prefill chunk over its own tokens and ``context`` computed before it."""
-    w = law.where[0]
-    oy = w.y_chunk + n * w.n_chunk * w.n_context
-    if w.n_chunk == 1:
-        return interpolate(law.values, w.x_context, oy, w.n_context, context)
-    i = find_segment(law.values, w.x_chunk, w.n_chunk, chunk)
-    low = interpolate(law.values, w.x_context, oy + i * w.n_context, w.n_context, context)
-    high = interpolate(law.values, w.x_context, oy + (i + 1) * w.n_context, w.n_context, context)
-    x0 = law.values[w.x_chunk + i]
-    return low + (high - low) * ((chunk - x0) / (law.values[w.x_chunk + i + 1] - x0))
+    where = law.where[0]
+    first = where.y_chunk + card * where.n_chunk * where.n_context
+    if where.n_chunk == 1:
+        return interpolate(law.values, where.x_context, first, where.n_context, context)
+    segment = find_segment(law.values, where.x_chunk, where.n_chunk, chunk)
+    low = interpolate(
+        law.values, where.x_context, first + segment * where.n_context, where.n_context, context
+    )
+    high = interpolate(
+        law.values,
+        where.x_context,
+        first + (segment + 1) * where.n_context,
+        where.n_context,
+        context,
+    )
+    x_left = law.values[where.x_chunk + segment]
+    return low + (high - low) * (
+        (chunk - x_left) / (law.values[where.x_chunk + segment + 1] - x_left)
+    )
 
 
 @inline
-def longest_s(law, oy, e):
+def longest_s(law, first, replica):
     """What the longest context of the decodes adds by the table at ``oy``, beyond their mean."""
-    w = law.where[0]
-    if w.longest == 0:
+    where = law.where[0]
+    if where.longest == 0:
         return 0.0
-    excess = e.longest_key + e.emitted - e.decoding_tokens / e.decoding
-    return law.values[oy + e.profile * w.n_sequences + e.decoding] * excess
+    excess = replica.longest_key + replica.emitted - replica.decoding_tokens / replica.decoding
+    return law.values[first + replica.profile * where.n_sequences + replica.decoding] * excess
 
 
 @inline
-def decode_attention_s(law, e, chunk):
+def decode_attention_s(law, replica, chunk):
     """Attention of the decodes next to prefill chunks, the longest of ``chunk`` tokens."""
-    w = law.where[0]
-    n = e.profile
-    oy = w.y_attention + (n * w.n_sequences + e.decoding) * w.n_decode
-    time = interpolate(law.values, w.x_decode, oy, w.n_decode, e.decoding_tokens / e.decoding)
-    time += law.values[w.y_chunk_decode + n] * (e.decoding * chunk)
-    return time + longest_s(law, w.y_longest_mixed, e)
+    where = law.where[0]
+    card = replica.profile
+    first = where.y_attention + (card * where.n_sequences + replica.decoding) * where.n_decode
+    time = interpolate(
+        law.values,
+        where.x_decode,
+        first,
+        where.n_decode,
+        replica.decoding_tokens / replica.decoding,
+    )
+    time += law.values[where.y_chunk_decode + card] * (replica.decoding * chunk)
+    return time + longest_s(law, where.y_longest_mixed, replica)
 
 
 @inline
-def head_s(law, n, sequences):
+def head_s(law, card, sequences):
     """The output head for so many sequences."""
-    w = law.where[0]
-    return law.values[w.y_head + n * w.n_sequences + min(sequences, w.n_sequences - 1)]
+    where = law.where[0]
+    return law.values[
+        where.y_head + card * where.n_sequences + min(sequences, where.n_sequences - 1)
+    ]
 
 
 @inner
-def prefill_s(law, n, tokens):
+def prefill_s(law, card, tokens):
     """An Orca prefill iteration over ``tokens`` prompt tokens."""
-    return dense_s(law, n, tokens) + chunk_attention_s(law, n, tokens, 0.0) + head_s(law, n, 1)
+    return (
+        dense_s(law, card, tokens)
+        + chunk_attention_s(law, card, tokens, 0.0)
+        + head_s(law, card, 1)
+    )
 
 
 @inline
-def decode_iterations(law, e, limit, until, before):
+def decode_iterations(law, replica, limit, until, before):
     """How many decode iterations fit: at most ``limit``, ending at <= until and < before.
 
     The mean and the longest context of b decoding sequences grow by exactly one token an
@@ -200,26 +226,33 @@ def decode_iterations(law, e, limit, until, before):
     root of a quadratic.
     Returns the count, the time they take, and the time of the iteration after them.
     """
-    w = law.where[0]
+    where = law.where[0]
     values = law.values
     done = 0
     spent = 0.0
-    x = e.decoding_tokens / e.running
-    row = (e.profile * w.n_sequences + e.running) * w.n_decode
-    last = w.n_decode - 2
-    longest = longest_s(law, w.y_longest, e)
-    i = e.segment  # where the last run ended: contexts grow slowly
-    if x < values[w.x_decode + i] or x >= values[w.x_decode + i + 1]:
-        i = find_segment(values, w.x_decode, w.n_decode, x)
-        e.segment = i
+    context = replica.decoding_tokens / replica.running
+    row = (replica.profile * where.n_sequences + replica.running) * where.n_decode
+    last = where.n_decode - 2
+    longest = longest_s(law, where.y_longest, replica)
+    segment = replica.segment  # where the last run ended: contexts grow slowly
+    if (
+        context < values[where.x_decode + segment]
+        or context >= values[where.x_decode + segment + 1]
+    ):
+        segment = find_segment(values, where.x_decode, where.n_decode, context)
+        replica.segment = segment
     while True:
-        slope = values[w.y_slope + row + i]
-        cost = values[w.y_decode + row + i] + slope * (x - values[w.x_decode + i]) + longest
+        slope = values[where.y_slope + row + segment]
+        cost = (
+            values[where.y_decode + row + segment]
+            + slope * (context - values[where.x_decode + segment])
+            + longest
+        )
         count = limit - done
         if count <= 0 or spent + cost > until or spent + cost >= before:
             return done, spent, cost
-        if i < last:
-            count = min(count, max(1, math.ceil(values[w.x_decode + i + 1] - x)))
+        if segment < last:
+            count = min(count, max(1, math.ceil(values[where.x_decode + segment + 1] - context)))
         total = count * (cost + 0.5 * slope * (count - 1))
         if spent + total > until or spent + total >= before:
             room = min(until, before) - spent
@@ -236,21 +269,21 @@ def decode_iterations(law, e, limit, until, before):
             return done + count, spent + total, cost + slope * count
         done += count
         spent += total
-        x += count
-        while i < last and x >= values[w.x_decode + i + 1]:
-            i += 1
+        context += count
+        while segment < last and context >= values[where.x_decode + segment + 1]:
+            segment += 1
 
 
 @inline
-def decode_s(law, e, sequences, context):
+def decode_s(law, replica, sequences, context):
     """A decode iteration of so many sequences, all of this context."""
-    w = law.where[0]
-    oy = w.y_decode + (e.profile * w.n_sequences + sequences) * w.n_decode
-    return interpolate(law.values, w.x_decode, oy, w.n_decode, context)
+    where = law.where[0]
+    first = where.y_decode + (replica.profile * where.n_sequences + sequences) * where.n_decode
+    return interpolate(law.values, where.x_decode, first, where.n_decode, context)
 
 
 @inline
-def estimator_slopes(law, e):
+def estimator_slopes(law, replica):
     """k1 and k2 of Eq. 15, in s/token."""
-    w = law.where[0]
-    return law.values[w.y_k1 + e.profile], law.values[w.y_k2 + e.profile]
+    where = law.where[0]
+    return law.values[where.y_k1 + replica.profile], law.values[where.y_k2 + replica.profile]

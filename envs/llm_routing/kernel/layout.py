@@ -160,7 +160,7 @@ ENV = record(
         ("outlook", "f8"),  # scores of those held that can be on time, see `outlook`
         # The load that the router has seen, for each of `LOAD_HORIZONS`: seconds between arrivals,
         # prompt tokens and predicted output tokens of a request.
-        *((f"{name}_{h}", "f8") for h in LOAD_HORIZONS for name in ("gap", "prompt", "length")),
+        *((name, f"{len(LOAD_HORIZONS)}f8") for name in ("gap", "prompt", "length")),
     ]
 )
 """Clock and sums of a system."""
@@ -207,6 +207,7 @@ EXPERT = record(
         ("changes", "i8"),  # how often that has changed
         ("first_link", "i8"),  # where the links of its requests begin in the lists
         ("longest_key", "i8"),  # most prompt tokens less `origin` of the decoding requests
+        ("number", "i8"),  # in its row
     ]
 )
 """An expert: an iteration-level scheduler with its running list and its waiting queue."""
@@ -272,9 +273,9 @@ class Tables(NamedTuple):
 
 
 @inline
-def config_of(t, b):
+def config_of(tables, row):
     """The arguments of row b."""
-    return t.config[b if t.config.shape[0] > 1 else 0]
+    return tables.config[row if tables.config.shape[0] > 1 else 0]
 
 
 class Queues(NamedTuple):

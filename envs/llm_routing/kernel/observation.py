@@ -14,6 +14,7 @@ from servegym.envs.llm_routing.kernel.layout import (
     EXPERTS,
     FLAT,
     GRAPH,
+    LOAD_HORIZONS,
     LOAD_WIDTH,
     MAX_GAP_S,
     MAX_LATENCY_S_PER_TOKEN,
@@ -50,389 +51,393 @@ STATE_WIDTH = 3
 
 
 @inner
-def observe_row(t, s, out, b, row):
-    """Write row b of the observation and of the action mask; returns the mean memory use.
+def observe_row(tables, systems, out, row, catalog_row):
+    """Write a row of the observation and of the action mask; returns the mean memory use.
 
-    ``row`` is the catalog row of the request to route, -1 after the last.
+    ``catalog_row`` is that of the request to route, -1 after the last.
     """
-    c = config_of(t, b)
-    if c.layout == EXPERTS:
-        first = 0
-        memory = _observe_experts(c, t, s, out, b)
-    elif c.layout == SUMMARY:
-        first = 0
-        memory = _observe_summary(c, t, s, out, b, row)
-    elif c.layout == FLAT:
-        first = 0
-        memory = _observe_flat(c, t, s, out, b, row)
+    config = config_of(tables, row)
+    first = row * (config.max_experts + 1)  # of the action mask
+    if config.layout == EXPERTS:
+        memory = _observe_experts(config, tables, systems, out, row)
+    elif config.layout == SUMMARY:
+        memory = _observe_summary(config, tables, systems, out, row, catalog_row)
+    elif config.layout == FLAT:
+        memory = _observe_flat(config, tables, systems, out, row, catalog_row)
     else:
-        first = s.env.shape[0] * c.max_experts * c.slots
-        memory = _observe_graph(c, t, s, out, b, row)
-    _write_action_mask(c, t, s, out.masks, b, row, first + b * (c.max_experts + 1))
+        first += systems.env.shape[0] * config.max_experts * config.slots
+        memory = _observe_graph(config, tables, systems, out, row, catalog_row)
+    out.masks[first] = 1
+    for n in range(config.num_experts):
+        expert = systems.expert[row, n]
+        prompt = 0
+        if catalog_row >= 0:
+            prompt = int(tables.requests[catalog_row, expert.model, PROMPT])
+        out.masks[first + 1 + n] = catalog_row < 0 or can_take(config, expert, prompt)
     return memory
 
 
 @inner
-def note_arrival(c, t, s, b):
+def note_arrival(config, tables, systems, row):
     """The request to route enters the means of the load.
 
     A mean over the last h requests is that of all so far while they are fewer than h; then each
     value moves it by 1/h of the difference. Tokens are means over the models of the experts.
     """
-    v = s.env[b]
-    row = s.rows[b, v.index]
+    env = systems.env[row]
+    catalog_row = systems.rows[row, env.index]
     prompt = 0.0
     length = 0.0
-    for n in range(c.num_experts):
-        model = s.expert[b, n].model
-        prompt += t.requests[row, model, PROMPT]
-        length += t.requests[row, model, PREDICTED_OUTPUT]
-    prompt /= c.num_experts
-    length /= c.num_experts
-    share = 1.0 / (v.index + 1)
-    v.prompt_8 += max(share, 1.0 / 8) * (prompt - v.prompt_8)
-    v.prompt_32 += max(share, 1.0 / 32) * (prompt - v.prompt_32)
-    v.prompt_128 += max(share, 1.0 / 128) * (prompt - v.prompt_128)
-    v.length_8 += max(share, 1.0 / 8) * (length - v.length_8)
-    v.length_32 += max(share, 1.0 / 32) * (length - v.length_32)
-    v.length_128 += max(share, 1.0 / 128) * (length - v.length_128)
-    if v.index > 0:
-        gap = s.arrivals[b, v.index] - s.arrivals[b, v.index - 1]
-        share = 1.0 / v.index
-        v.gap_8 += max(share, 1.0 / 8) * (gap - v.gap_8)
-        v.gap_32 += max(share, 1.0 / 32) * (gap - v.gap_32)
-        v.gap_128 += max(share, 1.0 / 128) * (gap - v.gap_128)
+    for n in range(config.num_experts):
+        model = systems.expert[row, n].model
+        prompt += tables.requests[catalog_row, model, PROMPT]
+        length += tables.requests[catalog_row, model, PREDICTED_OUTPUT]
+    prompt /= config.num_experts
+    length /= config.num_experts
+    share = 1.0 / (env.index + 1)
+    for k in range(len(LOAD_HORIZONS)):
+        weight = max(share, 1.0 / LOAD_HORIZONS[k])
+        env.prompt[k] += weight * (prompt - env.prompt[k])
+        env.length[k] += weight * (length - env.length[k])
+    if env.index > 0:
+        gap = systems.arrivals[row, env.index] - systems.arrivals[row, env.index - 1]
+        share = 1.0 / env.index
+        for k in range(len(LOAD_HORIZONS)):
+            env.gap[k] += max(share, 1.0 / LOAD_HORIZONS[k]) * (gap - env.gap[k])
 
 
 @inline
-def copy_load(v, target):
+def copy_load(env, target):
     """The means of the load of one system, for another's record."""
-    target.gap_8, target.gap_32, target.gap_128 = v.gap_8, v.gap_32, v.gap_128
-    target.prompt_8, target.prompt_32, target.prompt_128 = v.prompt_8, v.prompt_32, v.prompt_128
-    target.length_8, target.length_32, target.length_128 = v.length_8, v.length_32, v.length_128
+    for k in range(len(LOAD_HORIZONS)):
+        target.gap[k] = env.gap[k]
+        target.prompt[k] = env.prompt[k]
+        target.length[k] = env.length[k]
 
 
 @inline
-def clear_load(v):
+def clear_load(env):
     """Nothing has arrived."""
-    v.gap_8, v.gap_32, v.gap_128 = 0.0, 0.0, 0.0
-    v.prompt_8, v.prompt_32, v.prompt_128 = 0.0, 0.0, 0.0
-    v.length_8, v.length_32, v.length_128 = 0.0, 0.0, 0.0
+    for k in range(len(LOAD_HORIZONS)):
+        env.gap[k] = env.prompt[k] = env.length[k] = 0.0
 
 
 @inline
-def _write_load(v, row, obs, o):
+def _write_load(env, catalog_row, obs, start):
     """The means of the load, `LOAD_WIDTH` numbers in raw units; zeros after the last request."""
-    if row < 0:
-        for k in range(LOAD_WIDTH):
-            obs[o + k] = 0.0
+    if catalog_row < 0:
+        _fill(obs, start, LOAD_WIDTH, 0)
         return
-    obs[o] = min(v.gap_8, MAX_GAP_S)
-    obs[o + 1] = min(v.prompt_8, MAX_PROMPT_TOKENS)
-    obs[o + 2] = v.length_8
-    obs[o + 3] = min(v.gap_32, MAX_GAP_S)
-    obs[o + 4] = min(v.prompt_32, MAX_PROMPT_TOKENS)
-    obs[o + 5] = v.length_32
-    obs[o + 6] = min(v.gap_128, MAX_GAP_S)
-    obs[o + 7] = min(v.prompt_128, MAX_PROMPT_TOKENS)
-    obs[o + 8] = v.length_128
+    for k in range(len(LOAD_HORIZONS)):
+        obs[start + 3 * k] = min(env.gap[k], MAX_GAP_S)
+        obs[start + 3 * k + 1] = min(env.prompt[k], MAX_PROMPT_TOKENS)
+        obs[start + 3 * k + 2] = env.length[k]
 
 
 @inline
-def _write_action_mask(c, t, s, masks, b, row, m):
-    masks[m] = 1
-    for n in range(c.num_experts):
-        if row < 0:
-            masks[m + 1 + n] = 1
-        else:
-            e = s.expert[b, n]
-            masks[m + 1 + n] = can_take(c, e, int(t.requests[row, e.model, PROMPT]))
+def _memory_in_use(config, queues, expert):
+    """Share of its KV blocks."""
+    settle(config, queues, expert)
+    return (expert.capacity - expert.free) * (1.0 / expert.capacity)
 
 
 @inline
-def _observe_experts(c, t, s, out, b):
+def _observe_experts(config, tables, systems, out, row):
     """Layout EXPERTS: memory in use, running and waiting requests of each expert, in [0, 1]."""
     total = 0.0
-    for n in range(c.num_experts):
-        e = s.expert[b, n]
-        settle(c, s.queues, e)
-        memory = (e.capacity - e.free) * (1.0 / e.capacity)
+    most = config.running_capacity + config.waiting_capacity
+    for n in range(config.num_experts):
+        expert = systems.expert[row, n]
+        memory = _memory_in_use(config, systems.queues, expert)
         total += memory
-        o = (b * c.max_experts + n) * STATE_WIDTH
-        out.observation[o] = memory
-        out.observation[o + 1] = e.running / c.running_capacity
-        out.observation[o + 2] = e.waiting / (c.running_capacity + c.waiting_capacity)
-    return total / c.num_experts
+        start = (row * config.max_experts + n) * STATE_WIDTH
+        out.observation[start] = memory
+        out.observation[start + 1] = expert.running / config.running_capacity
+        out.observation[start + 2] = expert.waiting / most
+    return total / config.num_experts
 
 
 @inline
-def _slack_s(v, r, generated, length):
-    """Seconds that L leaves r for each token it has left, of ``length`` in all."""
-    spent = v.now - r.arrived
-    return (v.latency_requirement * length - spent) / (length - generated)
+def _slack_s(env, request, generated, length):
+    """Seconds that L leaves a request for each token it has left, of ``length`` in all."""
+    spent = env.now - request.arrived
+    return (env.latency_requirement * length - spent) / (length - generated)
+
+
+@inline
+def _next_decode_s(config, law, expert):
+    """A decode iteration of one sequence more than run, as far as there is room."""
+    sequences = min(expert.running + 1, config.running_capacity)
+    return decode_s(law, expert, sequences, SUMMARY_CONTEXT)
 
 
 @inner
-def outlook(c, law, s, b):
-    """Predicted scores of the requests held that can still be on time, sum over the experts.
+def outlook(config, law, systems, row):
+    """Predicted scores of the requests it has that can still be on time, sum over the experts.
 
     One can if what L leaves it for each token that it has left, as predicted, is no less than a
     decode iteration of one sequence more than run (the column ``next_decode_s`` of SUMMARY).
     """
-    v = s.env[b]
+    env = systems.env[row]
     total = 0.0
-    for n in range(c.num_experts):
-        e = s.expert[b, n]
-        pace = decode_s(law, e, min(e.running + 1, c.running_capacity), SUMMARY_CONTEXT)
-        for first in (e.oldest, e.head):
-            i = first
-            while i >= 0:
-                r = request_of(s.queues, e, i)
-                i = newer(s.queues, e, i)
-                generated = generated_tokens(e, r)
-                length = max(float(r.predicted_output), generated + 1.0)
-                if _slack_s(v, r, generated, length) >= pace:
-                    total += float(r.predicted_score)
+    for n in range(config.num_experts):
+        expert = systems.expert[row, n]
+        pace = _next_decode_s(config, law, expert)
+        for first in (expert.oldest, expert.head):
+            slot = first
+            while slot >= 0:
+                request = request_of(systems.queues, expert, slot)
+                slot = newer(systems.queues, expert, slot)
+                generated = generated_tokens(expert, request)
+                length = max(float(request.predicted_output), generated + 1.0)
+                if _slack_s(env, request, generated, length) >= pace:
+                    total += float(request.predicted_score)
     return total
 
 
 @inner
-def _observe_summary(c, t, s, out, b, row):
+def _observe_summary(config, tables, systems, out, row, catalog_row):
     """Layout SUMMARY: the columns `SUMMARY_FEATURES` of each expert, standardised."""
-    v = s.env[b]
+    env = systems.env[row]
     total = 0.0
-    for n in range(c.num_experts):
-        e = s.expert[b, n]
-        settle(c, s.queues, e)
-        memory = (e.capacity - e.free) * (1.0 / e.capacity)
+    for n in range(config.num_experts):
+        expert = systems.expert[row, n]
+        memory = _memory_in_use(config, systems.queues, expert)
         total += memory
         obs = out.observation
-        o = (b * c.max_experts + n) * SUMMARY_WIDTH
-        obs[o] = 1.0
-        _write_arrived(t.requests, e.model, row, obs, o + 1)
-        obs[o + 4] = v.latency_requirement
-        obs[o + 5] = memory
-        obs[o + 6] = e.running
-        obs[o + 7] = e.waiting
-        obs[o + 8] = c.running_capacity
-        obs[o + 9] = c.waiting_capacity
-        obs[o + 10] = e.capacity * c.block_size
-        obs[o + 11], obs[o + 12] = estimator_slopes(t.law, e)
-        pace = decode_s(t.law, e, min(e.running + 1, c.running_capacity), SUMMARY_CONTEXT)
-        obs[o + 13] = decode_s(t.law, e, 1, SUMMARY_CONTEXT)
-        obs[o + 14] = pace
-        obs[o + 15] = decode_s(t.law, e, c.running_capacity, SUMMARY_CONTEXT)
-        _summarize_running(c, s.queues, e, v, pace, obs, o + 16)
-        _summarize_waiting(c, s.queues, e, v, obs, o + 30)
-        _write_load(v, row, obs, o + 35)
+        start = (row * config.max_experts + n) * SUMMARY_WIDTH
+        obs[start] = 1.0
+        _write_arrived(tables.requests, expert.model, catalog_row, obs, start + 1)
+        obs[start + 4] = env.latency_requirement
+        obs[start + 5] = memory
+        obs[start + 6] = expert.running
+        obs[start + 7] = expert.waiting
+        obs[start + 8] = config.running_capacity
+        obs[start + 9] = config.waiting_capacity
+        obs[start + 10] = expert.capacity * config.block_size
+        obs[start + 11], obs[start + 12] = estimator_slopes(tables.law, expert)
+        pace = _next_decode_s(config, tables.law, expert)
+        obs[start + 13] = decode_s(tables.law, expert, 1, SUMMARY_CONTEXT)
+        obs[start + 14] = pace
+        obs[start + 15] = decode_s(tables.law, expert, config.running_capacity, SUMMARY_CONTEXT)
+        _summarize_running(systems.queues, expert, env, pace, obs, start + 16)
+        _summarize_waiting(systems.queues, expert, env, obs, start + 30)
+        _write_load(env, catalog_row, obs, start + 35)
         for k in range(SUMMARY_WIDTH):
-            obs[o + k] = (obs[o + k] - SUMMARY_MEANS[k]) / SUMMARY_SPREADS[k]
-    return total / c.num_experts
+            obs[start + k] = (obs[start + k] - SUMMARY_MEANS[k]) / SUMMARY_SPREADS[k]
+    return total / config.num_experts
 
 
 @inline
-def _summarize_running(c, q, e, v, pace, obs, o):
+def _summarize_running(queues, expert, env, pace, obs, start):
     emitted, context, prefill, tokens, fewest = 0, 0, 0, 0.0, 0.0
     few, some, many, behind, late, tight = 0, 0, 0, 0, 0, 0
     scores, tight_scores, least = 0.0, 0.0, MAX_LATENCY_S_PER_TOKEN
-    i = e.oldest
-    while i >= 0:
-        r = request_of(q, e, i)
-        i = newer(q, e, i)
-        generated = generated_tokens(e, r)
-        length = max(float(r.predicted_output), generated + 1.0)
+    slot = expert.oldest
+    while slot >= 0:
+        request = request_of(queues, expert, slot)
+        slot = newer(queues, expert, slot)
+        generated = generated_tokens(expert, request)
+        length = max(float(request.predicted_output), generated + 1.0)
         left = length - generated
         emitted += generated
-        context += r.prompt + generated
-        if not r.decoding:
-            prefill += r.prompt + generated - r.computed
+        context += request.prompt + generated
+        if not request.decoding:
+            prefill += request.prompt + generated - request.computed
         fewest = left if tokens == 0.0 else min(fewest, left)
         tokens += left
         few += left <= 16.0
         some += 16.0 < left <= 64.0
         many += 64.0 < left <= 128.0
-        scores += r.predicted_score
-        behind += (v.now - r.arrived) / max(generated, 1) > v.latency_requirement
-        slack = _slack_s(v, r, generated, length)
+        scores += request.predicted_score
+        behind += (env.now - request.arrived) / max(generated, 1) > env.latency_requirement
+        slack = _slack_s(env, request, generated, length)
         if slack <= 0.0:
             late += 1
         else:
             least = min(least, slack)
             if slack < pace:
                 tight += 1
-                tight_scores += r.predicted_score
-    obs[o] = emitted
-    obs[o + 1] = context
-    obs[o + 2] = prefill
-    obs[o + 3] = tokens
-    obs[o + 4] = few
-    obs[o + 5] = some
-    obs[o + 6] = many
-    obs[o + 7] = fewest
-    obs[o + 8] = scores
-    obs[o + 9] = behind
-    obs[o + 10] = late
-    obs[o + 11] = tight
-    obs[o + 12] = tight_scores
-    obs[o + 13] = least
+                tight_scores += request.predicted_score
+    obs[start] = emitted
+    obs[start + 1] = context
+    obs[start + 2] = prefill
+    obs[start + 3] = tokens
+    obs[start + 4] = few
+    obs[start + 5] = some
+    obs[start + 6] = many
+    obs[start + 7] = fewest
+    obs[start + 8] = scores
+    obs[start + 9] = behind
+    obs[start + 10] = late
+    obs[start + 11] = tight
+    obs[start + 12] = tight_scores
+    obs[start + 13] = least
 
 
 @inline
-def _summarize_waiting(c, q, e, v, obs, o):
+def _summarize_waiting(queues, expert, env, obs, start):
     prefill, tokens, scores, late, longest = 0, 0.0, 0.0, 0, 0.0
-    i = e.head
-    while i >= 0:
-        r = request_of(q, e, i)
-        i = newer(q, e, i)
-        length = max(float(r.predicted_output), r.generated + 1.0)
-        prefill += r.prompt + r.generated
-        tokens += length - r.generated
-        scores += r.predicted_score
-        late += _slack_s(v, r, r.generated, length) <= 0.0
-        longest = max(longest, v.now - r.arrived)
-    obs[o] = prefill
-    obs[o + 1] = tokens
-    obs[o + 2] = scores
-    obs[o + 3] = late
-    obs[o + 4] = min(longest, MAX_WAIT_S)
+    slot = expert.head
+    while slot >= 0:
+        request = request_of(queues, expert, slot)
+        slot = newer(queues, expert, slot)
+        length = max(float(request.predicted_output), request.generated + 1.0)
+        prefill += request.prompt + request.generated
+        tokens += length - request.generated
+        scores += request.predicted_score
+        late += _slack_s(env, request, request.generated, length) <= 0.0
+        longest = max(longest, env.now - request.arrived)
+    obs[start] = prefill
+    obs[start + 1] = tokens
+    obs[start + 2] = scores
+    obs[start + 3] = late
+    obs[start + 4] = min(longest, MAX_WAIT_S)
 
 
 @inline
-def _observe_graph(c, t, s, out, b, row):
+def _observe_graph(config, tables, systems, out, row, catalog_row):
     """Layout GRAPH: raw units, a section a key and the masks of the queues."""
-    obs = out.observation
-    experts = s.env.shape[0] * c.max_experts
-    cap_r, cap_w = c.max_running, c.max_waiting
-    o_state = experts * ARRIVED_WIDTH
-    o_running = o_state + experts * STATE_WIDTH
-    o_waiting = o_running + experts * cap_r * REQUEST_WIDTH
-    o_limit = o_waiting + experts * cap_w * REQUEST_WIDTH
-    o_load = o_limit + s.env.shape[0]
+    obs, env = out.observation, systems.env[row]
+    experts = systems.env.shape[0] * config.max_experts
+    max_running, max_waiting = config.max_running, config.max_waiting
+    state_start = experts * ARRIVED_WIDTH
+    running_start = state_start + experts * STATE_WIDTH
+    waiting_start = running_start + experts * max_running * REQUEST_WIDTH
+    limit_start = waiting_start + experts * max_waiting * REQUEST_WIDTH
+    load_start = limit_start + systems.env.shape[0]
     total = 0.0
-    for n in range(c.num_experts):
-        e = s.expert[b, n]
-        at = b * c.max_experts + n
-        _write_arrived(t.requests, e.model, row, obs, at * ARRIVED_WIDTH)
-        waiting = min(e.waiting, c.waiting_capacity)
-        o_run = o_running + at * cap_r * REQUEST_WIDTH
-        o_wait = o_waiting + at * cap_w * REQUEST_WIDTH
-        memory = _write_queues(c, s.queues, e, s.env[b].now, waiting, obs, o_run, o_wait)
+    for n in range(config.num_experts):
+        expert = systems.expert[row, n]
+        index = row * config.max_experts + n
+        _write_arrived(tables.requests, expert.model, catalog_row, obs, index * ARRIVED_WIDTH)
+        waiting = min(expert.waiting, config.waiting_capacity)
+        run_start = running_start + index * max_running * REQUEST_WIDTH
+        wait_start = waiting_start + index * max_waiting * REQUEST_WIDTH
+        memory = _write_queues(
+            config, systems.queues, expert, env.now, waiting, obs, run_start, wait_start
+        )
         total += memory
-        o = o_state + at * STATE_WIDTH
-        obs[o] = memory
-        obs[o + 1] = e.running
-        obs[o + 2] = e.waiting
-        _write_mask(out.masks, at * cap_r, e.written_running, e.running)
-        _write_mask(out.masks, experts * cap_r + at * cap_w, e.written_waiting, waiting)
-        e.written_running = e.running
-        e.written_waiting = waiting
-    obs[o_limit + b] = s.env[b].latency_requirement
-    _write_load(s.env[b], row, obs, o_load + b * LOAD_WIDTH)
-    return total / c.num_experts
+        start = state_start + index * STATE_WIDTH
+        obs[start] = memory
+        obs[start + 1] = expert.running
+        obs[start + 2] = expert.waiting
+        _write_mask(out.masks, index * max_running, expert.written_running, expert.running)
+        _write_mask(
+            out.masks, experts * max_running + index * max_waiting, expert.written_waiting, waiting
+        )
+        expert.written_running = expert.running
+        expert.written_waiting = waiting
+    obs[limit_start + row] = env.latency_requirement
+    _write_load(env, catalog_row, obs, load_start + row * LOAD_WIDTH)
+    return total / config.num_experts
 
 
 @inline
-def _observe_flat(c, t, s, out, b, row):
+def _observe_flat(config, tables, systems, out, row, catalog_row):
     """Layout FLAT: L, the load, then all that is known of each expert, in [0, 1]."""
-    obs = out.observation
-    cap_r, cap_w = c.running_capacity, c.waiting_capacity
-    width = ARRIVED_WIDTH + STATE_WIDTH + REQUEST_WIDTH * c.slots
-    first = b * (1 + LOAD_WIDTH + c.max_experts * width)
-    obs[first] = s.env[b].latency_requirement
-    _write_load(s.env[b], row, obs, first + 1)
-    for o in range(first + 1, first + 1 + LOAD_WIDTH, 3):
-        obs[o] = math.log1p(obs[o] / LATENCY_SCALE) * GAP_LOG
-        obs[o + 1] = math.log1p(obs[o + 1] / PROMPT_SCALE) * PROMPT_LOG
-        obs[o + 2] /= c.max_output_tokens
+    obs, env = out.observation, systems.env[row]
+    width = ARRIVED_WIDTH + STATE_WIDTH + REQUEST_WIDTH * config.slots
+    first = row * (1 + LOAD_WIDTH + config.max_experts * width)
+    obs[first] = env.latency_requirement
+    _write_load(env, catalog_row, obs, first + 1)
+    for start in range(first + 1, first + 1 + LOAD_WIDTH, 3):
+        obs[start] = math.log1p(obs[start] / LATENCY_SCALE) * GAP_LOG
+        obs[start + 1] = math.log1p(obs[start + 1] / PROMPT_SCALE) * PROMPT_LOG
+        obs[start + 2] /= config.max_output_tokens
     first += LOAD_WIDTH
     total = 0.0
-    for n in range(c.num_experts):
-        e = s.expert[b, n]
-        o = first + 1 + n * width
-        _write_arrived(t.requests, e.model, row, obs, o)
-        obs[o] = math.log1p(obs[o] / PROMPT_SCALE) * PROMPT_LOG
-        obs[o + 2] /= c.max_output_tokens
-        o += ARRIVED_WIDTH
-        waiting = min(e.waiting, cap_w)
-        o_run = o + STATE_WIDTH
-        o_wait = o_run + REQUEST_WIDTH * c.max_running
-        memory = _write_queues(c, s.queues, e, s.env[b].now, waiting, obs, o_run, o_wait)
+    most = config.running_capacity + config.waiting_capacity
+    for n in range(config.num_experts):
+        expert = systems.expert[row, n]
+        start = first + 1 + n * width
+        _write_arrived(tables.requests, expert.model, catalog_row, obs, start)
+        obs[start] = math.log1p(obs[start] / PROMPT_SCALE) * PROMPT_LOG
+        obs[start + 2] /= config.max_output_tokens
+        start += ARRIVED_WIDTH
+        waiting = min(expert.waiting, config.waiting_capacity)
+        run_start = start + STATE_WIDTH
+        wait_start = run_start + REQUEST_WIDTH * config.max_running
+        memory = _write_queues(
+            config, systems.queues, expert, env.now, waiting, obs, run_start, wait_start
+        )
         total += memory
-        obs[o] = memory
-        obs[o + 1] = e.running / cap_r
-        obs[o + 2] = e.waiting / (cap_r + cap_w)
-        for i in range(e.running):
-            _scale_request(c, obs, o_run + REQUEST_WIDTH * i)
+        obs[start] = memory
+        obs[start + 1] = expert.running / config.running_capacity
+        obs[start + 2] = expert.waiting / most
+        for k in range(expert.running):
+            _scale_request(config, obs, run_start + REQUEST_WIDTH * k)
         for k in range(waiting):
-            _scale_request(c, obs, o_wait + REQUEST_WIDTH * k)
-        e.written_running = e.running
-        e.written_waiting = waiting
-    return total / c.num_experts
+            _scale_request(config, obs, wait_start + REQUEST_WIDTH * k)
+        expert.written_running = expert.running
+        expert.written_waiting = waiting
+    return total / config.num_experts
 
 
 @inline
-def _write_arrived(requests, model, row, obs, o):
+def _write_arrived(requests, model, catalog_row, obs, start):
     """The request to route, as this model would serve it; zeros after the last."""
-    if row >= 0:
-        obs[o] = min(requests[row, model, PROMPT], MAX_PROMPT_TOKENS)
-        obs[o + 1] = requests[row, model, PREDICTED_SCORE]
-        obs[o + 2] = requests[row, model, PREDICTED_OUTPUT]
+    if catalog_row >= 0:
+        obs[start] = min(requests[catalog_row, model, PROMPT], MAX_PROMPT_TOKENS)
+        obs[start + 1] = requests[catalog_row, model, PREDICTED_SCORE]
+        obs[start + 2] = requests[catalog_row, model, PREDICTED_OUTPUT]
     else:
-        obs[o] = 0.0
-        obs[o + 1] = 0.0
-        obs[o + 2] = 0.0
+        _fill(obs, start, ARRIVED_WIDTH, 0)
 
 
 @inline
-def _write_queues(c, q, e, now, waiting, obs, o_run, o_wait):
+def _write_queues(config, queues, expert, now, waiting, obs, run_start, wait_start):
     """Rows of the requests that run and of the first ``waiting``; returns the memory in use."""
-    per_capacity = 1.0 / e.capacity
+    per_capacity = 1.0 / expert.capacity
     used = 0
-    i = e.oldest
-    for k in range(e.running):
-        r = request_of(q, e, i)
-        i = newer(q, e, i)
-        blocks = blocks_of(c, scheduled_tokens(e, r))
+    slot = expert.oldest
+    for k in range(expert.running):
+        request = request_of(queues, expert, slot)
+        slot = newer(queues, expert, slot)
+        blocks = blocks_of(config, scheduled_tokens(expert, request))
         used += blocks
-        _write_request(e, r, now, blocks * per_capacity, obs, o_run + REQUEST_WIDTH * k)
-    i = e.head
+        _write_request(
+            expert, request, now, blocks * per_capacity, obs, run_start + REQUEST_WIDTH * k
+        )
+    slot = expert.head
     for k in range(waiting):
-        r = request_of(q, e, i)
-        i = newer(q, e, i)
-        _write_request(e, r, now, 0.0, obs, o_wait + REQUEST_WIDTH * k)
-    for i in range(REQUEST_WIDTH * e.running, REQUEST_WIDTH * e.written_running):
-        obs[o_run + i] = 0.0
-    for i in range(REQUEST_WIDTH * waiting, REQUEST_WIDTH * e.written_waiting):
-        obs[o_wait + i] = 0.0
+        request = request_of(queues, expert, slot)
+        slot = newer(queues, expert, slot)
+        _write_request(expert, request, now, 0.0, obs, wait_start + REQUEST_WIDTH * k)
+    for start, written, count in (
+        (run_start, expert.written_running, expert.running),
+        (wait_start, expert.written_waiting, waiting),
+    ):
+        _fill(obs, start + REQUEST_WIDTH * count, REQUEST_WIDTH * (written - count), 0)
     return used * per_capacity
 
 
 @inline
-def _write_request(e, r, now, memory, obs, o):
+def _write_request(expert, request, now, memory, obs, start):
     """Eq. 6: prompt tokens, predicted score and length, memory, tokens and latency so far."""
-    generated = generated_tokens(e, r)
-    obs[o] = min(float(r.prompt), MAX_PROMPT_TOKENS)
-    obs[o + 1] = r.predicted_score
-    obs[o + 2] = r.predicted_output
-    obs[o + 3] = memory
-    obs[o + 4] = generated
-    obs[o + 5] = min((now - r.arrived) / max(generated, 1), MAX_LATENCY_S_PER_TOKEN)
+    generated = generated_tokens(expert, request)
+    obs[start] = min(float(request.prompt), MAX_PROMPT_TOKENS)
+    obs[start + 1] = request.predicted_score
+    obs[start + 2] = request.predicted_output
+    obs[start + 3] = memory
+    obs[start + 4] = generated
+    obs[start + 5] = min((now - request.arrived) / max(generated, 1), MAX_LATENCY_S_PER_TOKEN)
 
 
 @inner
-def _scale_request(c, obs, o):
+def _scale_request(config, obs, start):
     """The six features of Eq. 6 to [0, 1]; prompt length and latency on a log scale."""
-    obs[o] = math.log1p(obs[o] / PROMPT_SCALE) * PROMPT_LOG
-    obs[o + 2] /= c.max_output_tokens
-    obs[o + 4] /= c.max_output_tokens
-    obs[o + 5] = math.log1p(obs[o + 5] / LATENCY_SCALE) * LATENCY_LOG
+    obs[start] = math.log1p(obs[start] / PROMPT_SCALE) * PROMPT_LOG
+    obs[start + 2] /= config.max_output_tokens
+    obs[start + 4] /= config.max_output_tokens
+    obs[start + 5] = math.log1p(obs[start + 5] / LATENCY_SCALE) * LATENCY_LOG
 
 
 @inline
-def _write_mask(masks, m, before, count):
+def _write_mask(masks, first, before, count):
     """1 for the first ``count`` where the first ``before`` were."""
     for i in range(min(count, before), max(count, before)):
-        masks[m + i] = i < count
+        masks[first + i] = i < count
 
 
 @inner
@@ -456,51 +461,48 @@ def _copy_sections(source, targets, rows, start, stop):
 
 
 @inner
-def write_in_full(c, s, masks, b, n):
-    """Have the next observation of expert n written in full, whatever was written before."""
-    e = s.expert[b, n]
-    e.written_running = c.max_running
-    e.written_waiting = c.max_waiting
-    if c.layout == GRAPH:
-        at = b * c.max_experts + n
-        m = at * c.max_running
-        for i in range(c.max_running):
-            masks[m + i] = 1
-        m = s.env.shape[0] * c.max_experts * c.max_running + at * c.max_waiting
-        for i in range(c.max_waiting):
-            masks[m + i] = 1
+def write_in_full(config, systems, masks, row, number):
+    """Have the next observation of an expert written in full, whatever was written before."""
+    expert = systems.expert[row, number]
+    expert.written_running = config.max_running
+    expert.written_waiting = config.max_waiting
+    if config.layout == GRAPH:
+        index = row * config.max_experts + number
+        waiting_start = systems.env.shape[0] * config.max_experts * config.max_running
+        _fill(masks, index * config.max_running, config.max_running, 1)
+        _fill(masks, waiting_start + index * config.max_waiting, config.max_waiting, 1)
 
 
 @inner
-def blank_padding(c, s, out, b):
-    """Zeros for the experts that row b does not have, in the observation and in the masks."""
-    count = c.max_experts - c.num_experts
+def blank_padding(config, systems, out, row):
+    """Zeros for the experts that a row does not have, in the observation and in the masks."""
+    count = config.max_experts - config.num_experts
     if count == 0:
         return
-    batch = s.env.shape[0]
-    first = b * c.max_experts + c.num_experts  # of the experts of all rows
+    batch = systems.env.shape[0]
+    first = row * config.max_experts + config.num_experts  # of the experts of all rows
     masks = 0
-    if c.layout == GRAPH:
-        sizes = (ARRIVED_WIDTH, STATE_WIDTH, REQUEST_WIDTH * c.max_running)
+    if config.layout == GRAPH:
+        sizes = (ARRIVED_WIDTH, STATE_WIDTH, REQUEST_WIDTH * config.max_running)
         start = 0
-        for size in (*sizes, REQUEST_WIDTH * c.max_waiting):
-            _blank(out.observation, start + first * size, count * size)
-            start += batch * c.max_experts * size
-        for size in (c.max_running, c.max_waiting):
-            _blank(out.masks, masks + first * size, count * size)
-            masks += batch * c.max_experts * size
-    elif c.layout == SUMMARY:
-        _blank(out.observation, first * SUMMARY_WIDTH, count * SUMMARY_WIDTH)
-    elif c.layout == EXPERTS:
-        _blank(out.observation, first * STATE_WIDTH, count * STATE_WIDTH)
-    elif c.layout == FLAT:
-        size = ARRIVED_WIDTH + STATE_WIDTH + REQUEST_WIDTH * c.slots
-        _blank(out.observation, (1 + LOAD_WIDTH) * (b + 1) + first * size, count * size)
-    masks += b * (c.max_experts + 1) + 1 + c.num_experts
-    _blank(out.masks, masks, count)
+        for size in (*sizes, REQUEST_WIDTH * config.max_waiting):
+            _fill(out.observation, start + first * size, count * size, 0)
+            start += batch * config.max_experts * size
+        for size in (config.max_running, config.max_waiting):
+            _fill(out.masks, masks + first * size, count * size, 0)
+            masks += batch * config.max_experts * size
+    elif config.layout == SUMMARY:
+        _fill(out.observation, first * SUMMARY_WIDTH, count * SUMMARY_WIDTH, 0)
+    elif config.layout == EXPERTS:
+        _fill(out.observation, first * STATE_WIDTH, count * STATE_WIDTH, 0)
+    elif config.layout == FLAT:
+        size = ARRIVED_WIDTH + STATE_WIDTH + REQUEST_WIDTH * config.slots
+        _fill(out.observation, (1 + LOAD_WIDTH) * (row + 1) + first * size, count * size, 0)
+    masks += row * (config.max_experts + 1) + 1 + config.num_experts
+    _fill(out.masks, masks, count, 0)
 
 
 @inline
-def _blank(array, first, count):
-    for i in range(first, first + count):
-        array[i] = 0
+def _fill(array, first, count, value):
+    for k in range(first, first + count):
+        array[k] = value

@@ -7,14 +7,13 @@ a request's are freed from the last one on, so that what is left is a prefix.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 
 from servegym._jit import inline, inner
 from servegym.envs.llm_routing.kernel.scheduler import (
     blocks_of,
     clear_scheduler,
+    enqueue,
     find_next_finish,
     full_blocks,
     leave_running,
@@ -26,200 +25,170 @@ from servegym.envs.llm_routing.kernel.scheduler import (
 )
 
 
-class Request(NamedTuple):
-    """A request on its way to an expert.
-
-    Attributes:
-        index: place in the episode.
-        arrived: seconds, at the router.
-        available: seconds, at the expert.
-        prompt: tokens.
-        output: tokens.
-        score: in [0, 1].
-        predicted_score: in [0, 1].
-        predicted_output: tokens.
-    """
-
-    index: int
-    arrived: float
-    available: float
-    prompt: int
-    output: int
-    score: np.float32
-    predicted_score: np.float32
-    predicted_output: np.float32
-
-
 @inline
-def _residues(c, e):
+def _residues(config, expert):
     """Where the lists begin to count the requests by the emission that takes a block."""
-    return e.first_place + c.slots
+    return expert.first_place + config.slots
 
 
 @inline
-def locate(c, b, n, e):
-    """Set where requests and lists of expert n in row b begin."""
-    number = b * c.max_experts + n
-    e.first_request = number * c.slots
-    e.first_place = number * (3 * c.slots + c.block_size)
-    e.first_link = e.first_place + c.slots + c.block_size
+def locate(config, row, number, expert):
+    """Set the number of an expert, and where its requests and lists begin."""
+    before = row * config.max_experts + number
+    expert.number = number
+    expert.first_request = before * config.slots
+    expert.first_place = before * (3 * config.slots + config.block_size)
+    expert.first_link = expert.first_place + config.slots + config.block_size
 
 
 @inline
-def vacate(q, e, i):
-    """Slot i takes the next request."""
-    q.lists[e.first_link + 2 * i] = e.vacant
-    e.vacant = i
+def vacate(queues, expert, slot):
+    """The next request takes this slot."""
+    queues.lists[expert.first_link + 2 * slot] = expert.vacant
+    expert.vacant = slot
 
 
 @inner
-def clear_expert(c, q, e):
+def clear_expert(config, queues, expert):
     """An idle expert with empty queues."""
-    clear_scheduler(e)
-    e.reserved = 0
-    e.settled = 0
-    e.free = e.capacity
-    e.free_head = 0
-    e.free_tail = 0
-    e.vacant = -1
-    for i in range(c.slots - 1, -1, -1):
-        vacate(q, e, i)
-    first = _residues(c, e)
-    for k in range(first, first + c.block_size):
-        q.lists[k] = 0
+    clear_scheduler(expert)
+    expert.reserved = expert.settled = expert.free_head = expert.free_tail = 0
+    expert.free = expert.capacity
+    expert.vacant = -1
+    for slot in range(config.slots - 1, -1, -1):
+        vacate(queues, expert, slot)
+    first = _residues(config, expert)
+    for k in range(first, first + config.block_size):
+        queues.lists[k] = 0
 
 
 @inline
-def put(q, e, request):
-    """Put a request on its way to the expert into a vacant slot; returns which."""
-    i = e.vacant
-    r = request_of(q, e, i)
-    e.vacant = newer(q, e, i)
-    r.request = request.index
-    r.arrived = request.arrived
-    r.available = request.available
-    r.prompt = request.prompt
-    r.output = request.output
-    r.score = request.score
-    r.predicted_score = request.predicted_score
-    r.predicted_output = request.predicted_output
-    r.generated = 0
-    r.origin = 0
-    r.computed = 0
-    r.chunk = 0
-    r.decoding = 0
-    r.segment = 0
-    r.segment_blocks = 0
-    r.preemptions = 0
-    r.admitted = np.nan
-    r.first = np.nan
-    return i
+def put(config, queues, expert, index, arrived, prompt, output):
+    """Put a request on its way to the expert; returns its record, without scores."""
+    slot = expert.vacant
+    request = request_of(queues, expert, slot)
+    expert.vacant = newer(queues, expert, slot)
+    request.request = index
+    request.arrived = arrived
+    request.available = arrived + (config.router_delay_s + prompt * config.delay_s_per_token)
+    request.prompt = prompt
+    request.output = output
+    request.score = request.predicted_score = request.predicted_output = 0.0
+    request.generated = request.origin = request.computed = request.chunk = request.decoding = 0
+    request.segment = request.segment_blocks = request.preemptions = 0
+    request.admitted = request.first = np.nan
+    enqueue(queues, expert, request, slot)
+    return request
 
 
 # ----------------------------------------------------------------------------------------- memory
 
 
 @inline
-def scheduled_tokens(e, r):
+def scheduled_tokens(expert, request):
     """Tokens of a running request that have their KV after the iteration in flight."""
-    return r.prompt + (e.emitted - r.origin) if r.decoding else r.computed + r.chunk
+    if request.decoding:
+        return request.prompt + (expert.emitted - request.origin)
+    return request.computed + request.chunk
 
 
 @inline
-def settle(c, q, e):
-    """Bring ``e.free``, Eq. 4, up to the emissions so far."""
-    end = e.phase + (e.emitted - e.settled)
-    turns = int((end + 0.5) * c.blocks_per_token)  # in each, every decoding request takes a block
-    end -= turns * c.block_size
-    first = _residues(c, e)
-    e.free -= turns * e.decoding + q.lists[first + end] - q.lists[first + e.phase]
-    e.phase = end
-    e.settled = e.emitted
+def settle(config, queues, expert):
+    """Bring ``expert.free``, Eq. 4, up to the emissions so far."""
+    end = expert.phase + (expert.emitted - expert.settled)
+    turns = full_blocks(config, end)  # in each, every decoding request takes a block
+    end -= turns * config.block_size
+    first = _residues(config, expert)
+    rest = queues.lists[first + end] - queues.lists[first + expert.phase]
+    expert.free -= turns * expert.decoding + rest
+    expert.phase = end
+    expert.settled = expert.emitted
 
 
 @inline
-def _count_residue(c, q, e, tokens, blocks, change):
+def _count_residue(config, queues, expert, tokens, blocks, change):
     """Count a decoding request of so many tokens and blocks in (1) or out (-1) of the lists."""
-    first = _residues(c, e)
-    full = e.phase + blocks * c.block_size - tokens
-    if full >= c.block_size:
-        full -= c.block_size
-    for k in range(first + full + 1, first + c.block_size):
-        q.lists[k] += change
+    first = _residues(config, expert)
+    full = expert.phase + blocks * config.block_size - tokens
+    if full >= config.block_size:
+        full -= config.block_size
+    for k in range(first + full + 1, first + config.block_size):
+        queues.lists[k] += change
 
 
 @inline
-def begin_decoding(c, q, e, r, i):
-    """Request r, the oldest whose prefill was under way, has a token more and decodes."""
-    settle(c, q, e)
-    start_decoding(c, q, e, r, i)
-    tokens = r.prompt + r.generated
-    blocks = blocks_of(c, tokens)
-    e.free -= blocks - blocks_of(c, tokens - 1)
-    _count_residue(c, q, e, tokens, blocks, 1)
+def begin_decoding(config, queues, expert, request, slot):
+    """The oldest request whose prefill was under way has a token more and decodes."""
+    settle(config, queues, expert)
+    start_decoding(config, queues, expert, request, slot)
+    tokens = request.prompt + request.generated
+    blocks = blocks_of(config, tokens)
+    expert.free -= blocks - blocks_of(config, tokens - 1)
+    _count_residue(config, queues, expert, tokens, blocks, 1)
 
 
 @inline
-def evict(c, e):
+def evict(config, expert):
     """After blocks were taken: the cached ones are at most as many as are free."""
-    if c.prefix_caching:
-        e.free_head = max(e.free_head, e.free_tail - e.free)
+    if config.prefix_caching:
+        expert.free_head = max(expert.free_head, expert.free_tail - expert.free)
 
 
 @inline
-def take_chunk(c, e, r):
+def take_chunk(config, expert, request):
     """Blocks for the chunk of a prefill beyond those of what is computed; none if it is new."""
-    e.free -= blocks_of(c, r.computed + r.chunk) - blocks_of(c, r.computed)
+    blocks = blocks_of(config, request.computed + request.chunk)
+    expert.free -= blocks - blocks_of(config, request.computed)
 
 
 @inline
-def reuse_cached_blocks(c, e, r):
+def reuse_cached_blocks(config, expert, request):
     """Prefix caching: a preempted request that is admitted finds what is left of its blocks."""
-    gone = min(max(e.free_head - r.segment, 0), r.segment_blocks)
-    cached = r.segment_blocks - gone
-    # What was preempted before r waits behind r, so none of its blocks lie behind r's.
-    e.free_tail -= cached
-    e.free -= cached
-    r.computed = cached * c.block_size
-    r.segment_blocks = 0
+    gone = min(max(expert.free_head - request.segment, 0), request.segment_blocks)
+    cached = request.segment_blocks - gone
+    # What was preempted before waits behind it, so none of its blocks lie behind this one's.
+    expert.free_tail -= cached
+    expert.free -= cached
+    request.computed = cached * config.block_size
+    request.segment_blocks = 0
 
 
 @inline
-def leave(c, q, e, r, i):
+def leave(config, queues, expert, request, slot):
     """A request leaves the running list, and its blocks are free."""
-    if r.decoding:
-        settle(c, q, e)
-        tokens = scheduled_tokens(e, r)
-        _count_residue(c, q, e, tokens, blocks_of(c, tokens), -1)
-        stop_decoding(c, q, e, r)
-    leave_running(q, e, i)
-    e.free += blocks_of(c, r.computed + r.chunk)
-    e.reserved -= blocks_of(c, r.prompt + c.max_output_tokens)
-    if c.prefix_caching:
-        r.segment = e.free_tail
-        r.segment_blocks = full_blocks(c, r.computed)
-        e.free_tail += r.segment_blocks
+    if request.decoding:
+        settle(config, queues, expert)
+        tokens = scheduled_tokens(expert, request)
+        _count_residue(config, queues, expert, tokens, blocks_of(config, tokens), -1)
+        stop_decoding(config, queues, expert, request)
+    leave_running(queues, expert, slot)
+    expert.free += blocks_of(config, request.computed + request.chunk)
+    expert.reserved -= blocks_of(config, request.prompt + config.max_output_tokens)
+    if config.prefix_caching:
+        request.segment = expert.free_tail
+        request.segment_blocks = full_blocks(config, request.computed)
+        expert.free_tail += request.segment_blocks
 
 
 @inline
-def can_take(c, e, prompt):
+def can_take(config, expert, prompt):
     """Whether an expert would queue a request of so many prompt tokens now."""
-    if e.waiting >= c.waiting_capacity or e.down != 0:
+    if expert.waiting >= config.waiting_capacity or expert.down != 0:
         return False
-    return blocks_of(c, prompt + c.max_output_tokens) <= e.capacity
+    return blocks_of(config, prompt + config.max_output_tokens) <= expert.capacity
 
 
 @inner
-def make_room(c, q, e):
+def make_room(config, queues, expert):
     """Preempt, newest first, until the running requests fit; returns how many were preempted."""
-    before = e.running
-    settle(c, q, e)
-    while e.free < 0:
-        i = e.newest
-        r = request_of(q, e, i)
-        leave(c, q, e, r, i)
-        requeue(q, e, r, i)
-    if e.running < before:
-        find_next_finish(q, e)
-    evict(c, e)
-    return before - e.running
+    before = expert.running
+    settle(config, queues, expert)
+    while expert.free < 0:
+        slot = expert.newest
+        request = request_of(queues, expert, slot)
+        leave(config, queues, expert, request, slot)
+        requeue(queues, expert, request, slot)
+    if expert.running < before:
+        find_next_finish(queues, expert)
+    evict(config, expert)
+    return before - expert.running

@@ -14,11 +14,11 @@ A step of vLLM (``schedule`` in ``vllm/v1/core/sched/scheduler.py`` and ``alloca
 4. A preempted request gives back its blocks and waits at the head. It computes its prompt and what
    it had generated once more, but for what is still cached; the last chunk emits its next token.
 
-So at most one prefill is under way between steps: it took what was left of the budget. Here ``q``
-is anything with the arrays ``request`` (records of one engine's requests) and ``lists`` (int32),
-``e`` the record of a replica and ``r`` that of request number ``i``. A replica's requests begin at
-its ``first_request``; of the lists, the heap of its decoding ones at ``first_place`` and the links
-of all at ``first_link``. Links stand apart from the records so that a walk along them is short.
+So at most one prefill is under way between steps: it took what was left of the budget. ``queues``
+is anything with the arrays ``request`` (records of one engine's requests) and ``lists`` (int32). A
+replica's requests begin at its ``first_request``, and ``slot`` counts from there; of the lists, the
+heap of its decoding ones begins at ``first_place`` and the links of all at ``first_link``. Links
+stand apart from the records so that a walk along them is short.
 """
 
 from __future__ import annotations
@@ -37,25 +37,26 @@ from servegym.envs.llm_routing.kernel.law import (
 
 IDLE = 0  # iteration of a replica that does nothing
 NEVER = 1 << 60  # emissions
+LAST_TOKEN, ARRIVAL = 0, 1  # events by which a heap orders its requests
 
 
 @inline
-def request_of(q, e, i):
-    """Request i of a replica."""
-    return q.request[e.first_request + i]
+def request_of(queues, replica, slot):
+    """A request of a replica, or of all that a system has."""
+    return queues.request[replica.first_request + slot]
 
 
 @inline
-def blocks_of(c, tokens):
+def blocks_of(config, tokens):
     """KV blocks of so many tokens."""
     # A product instead of a slow integer division; the half keeps it clear of rounding.
-    return int((tokens + c.block_size - 0.5) * c.blocks_per_token)
+    return int((tokens + config.block_size - 0.5) * config.blocks_per_token)
 
 
 @inline
-def full_blocks(c, tokens):
+def full_blocks(config, tokens):
     """KV blocks that so many tokens fill."""
-    return int((tokens + 0.5) * c.blocks_per_token)
+    return int((tokens + 0.5) * config.blocks_per_token)
 
 
 @inline
@@ -65,286 +66,312 @@ def before(time):
 
 
 @inline
-def generated_tokens(e, r):
+def generated_tokens(replica, request):
     """Tokens that a request has so far."""
-    return e.emitted - r.origin if r.decoding else r.generated
+    return replica.emitted - request.origin if request.decoding else request.generated
 
 
 @inner
-def clear_scheduler(e):
+def clear_scheduler(replica):
     """Nothing waits, runs or decodes."""
-    e.start = 0.0
-    e.end = np.inf
-    e.iteration = IDLE
-    e.emitted = 0
-    e.phase = 0
-    e.running = 0
-    e.waiting = 0
-    e.decoding = 0
-    e.decoding_tokens = 0
-    e.longest_key = -NEVER
-    e.next_finish = NEVER
-    e.segment = 0
-    e.oldest = -1
-    e.newest = -1
-    e.prefill = -1
-    e.head = -1
-    e.tail = -1
-    e.admissions = 0
+    replica.start = 0.0
+    replica.end = np.inf
+    replica.iteration = IDLE
+    replica.emitted = replica.phase = replica.segment = replica.admissions = 0
+    replica.running = replica.waiting = replica.decoding = replica.decoding_tokens = 0
+    replica.longest_key = -NEVER
+    replica.next_finish = NEVER
+    replica.oldest = replica.newest = replica.prefill = replica.head = replica.tail = -1
 
 
 # ------------------------------------------------------------------------------------------- lists
 
 
 @inline
-def newer(q, e, i):
-    """The request behind i in the running list or the waiting queue, -1 for none."""
-    return q.lists[e.first_link + 2 * i]
+def newer(queues, replica, slot):
+    """The next request of the running list or the waiting queue, -1 for none."""
+    return queues.lists[replica.first_link + 2 * slot]
 
 
 @inline
-def _older(q, e, i):
-    return q.lists[e.first_link + 2 * i + 1]
+def _older(queues, replica, slot):
+    return queues.lists[replica.first_link + 2 * slot + 1]
 
 
 @inline
-def _chain(q, e, i, k):
-    """Put request k behind i; -1 is the end of the list."""
-    if i >= 0:
-        q.lists[e.first_link + 2 * i] = k
-    if k >= 0:
-        q.lists[e.first_link + 2 * k + 1] = i
+def _chain(queues, replica, ahead, behind):
+    """Let one request follow another; -1 is the end of the list."""
+    if ahead >= 0:
+        queues.lists[replica.first_link + 2 * ahead] = behind
+    if behind >= 0:
+        queues.lists[replica.first_link + 2 * behind + 1] = ahead
 
 
 @inline
-def enqueue(q, e, r, i):
+def enqueue(queues, replica, request, slot):
     """Put a request among the waiting, by when it is at the replica; of two at once as sent."""
-    ahead, behind = e.tail, -1
-    while ahead >= 0 and request_of(q, e, ahead).available > r.available:
-        ahead, behind = _older(q, e, ahead), ahead
-    _insert_waiting(q, e, i, ahead, behind)
-    if e.iteration == IDLE:
-        e.end = max(e.start, request_of(q, e, e.head).available)
+    ahead, behind = replica.tail, -1
+    while ahead >= 0 and request_of(queues, replica, ahead).available > request.available:
+        ahead, behind = _older(queues, replica, ahead), ahead
+    _insert_waiting(queues, replica, slot, ahead, behind)
+    if replica.iteration == IDLE:
+        replica.end = max(replica.start, request_of(queues, replica, replica.head).available)
 
 
 @inline
-def _insert_waiting(q, e, i, ahead, behind):
-    _chain(q, e, ahead, i)
-    _chain(q, e, i, behind)
+def _insert_waiting(queues, replica, slot, ahead, behind):
+    _chain(queues, replica, ahead, slot)
+    _chain(queues, replica, slot, behind)
     if ahead < 0:
-        e.head = i
+        replica.head = slot
     if behind < 0:
-        e.tail = i
-    e.waiting += 1
+        replica.tail = slot
+    replica.waiting += 1
 
 
 @inline
-def leave_waiting(q, e, i):
+def _unchain(queues, replica, slot):
+    """Let the neighbours of a request follow one another; returns them."""
+    ahead, behind = _older(queues, replica, slot), newer(queues, replica, slot)
+    _chain(queues, replica, ahead, behind)
+    return ahead, behind
+
+
+@inline
+def leave_waiting(queues, replica, slot):
     """Take a request out of the waiting queue."""
-    ahead, behind = _older(q, e, i), newer(q, e, i)
-    _chain(q, e, ahead, behind)
+    ahead, behind = _unchain(queues, replica, slot)
     if ahead < 0:
-        e.head = behind
+        replica.head = behind
     if behind < 0:
-        e.tail = ahead
-    e.waiting -= 1
+        replica.tail = ahead
+    replica.waiting -= 1
 
 
 @inline
-def admit_head(q, e, r, now):
-    """The head of the waiting queue, request r, is the newest of the running list."""
-    i = e.head
-    leave_waiting(q, e, i)
-    if math.isnan(r.admitted):
-        r.admitted = now
-    r.admission = e.admissions
-    e.admissions += 1
-    _chain(q, e, e.newest, i)
-    _chain(q, e, i, -1)
-    if e.newest < 0:
-        e.oldest = i
-    if e.prefill < 0:
-        e.prefill = i
-    e.newest = i
-    e.running += 1
+def admit_head(queues, replica, request, now):
+    """The request at the head of the waiting queue is the newest of the running list."""
+    slot = replica.head
+    leave_waiting(queues, replica, slot)
+    if math.isnan(request.admitted):
+        request.admitted = now
+    request.admission = replica.admissions
+    replica.admissions += 1
+    _chain(queues, replica, replica.newest, slot)
+    _chain(queues, replica, slot, -1)
+    if replica.newest < 0:
+        replica.oldest = slot
+    if replica.prefill < 0:
+        replica.prefill = slot
+    replica.newest = slot
+    replica.running += 1
 
 
 @inline
-def leave_running(q, e, i):
+def leave_running(queues, replica, slot):
     """Take a request out of the running list."""
-    ahead, behind = _older(q, e, i), newer(q, e, i)
-    _chain(q, e, ahead, behind)
-    if e.prefill == i:
-        e.prefill = behind
+    ahead, behind = _unchain(queues, replica, slot)
+    if replica.prefill == slot:
+        replica.prefill = behind
     if ahead < 0:
-        e.oldest = behind
+        replica.oldest = behind
     if behind < 0:
-        e.newest = ahead
-    e.running -= 1
+        replica.newest = ahead
+    replica.running -= 1
 
 
-# ------------------------------------------------------------------------------------------- heap
-
-
-@inline
-def _ends_before(q, e, i, k):
-    """Whether decoding request i has its last token before k; of two at once, the older first."""
-    r = request_of(q, e, i)
-    other = request_of(q, e, k)
-    mine = r.origin + r.output
-    theirs = other.origin + other.output
-    return mine < theirs or (mine == theirs and r.admission < other.admission)
+# ------------------------------------------------------------------------------------------- heaps
 
 
 @inline
-def _put(q, e, place, i):
-    q.lists[e.first_place + place] = i
-    request_of(q, e, i).place = place
+def _comes_first(queues, owner, event, one, two):
+    """Whether the event of one request is before another's.
+
+    Of two at once, the last token of who was admitted first, the arrival of the lower number.
+    """
+    request = request_of(queues, owner, one)
+    other = request_of(queues, owner, two)
+    if event == ARRIVAL:
+        earlier = request.arrived < other.arrived
+        return earlier or (request.arrived == other.arrived and one < two)
+    end = request.origin + request.output
+    other_end = other.origin + other.output
+    return end < other_end or (end == other_end and request.admission < other.admission)
 
 
 @inline
-def _rise(q, e, place, i):
-    """Put request i at ``place`` of the heap or as far above it as it belongs."""
+def _put(queues, owner, heap, first, place, slot):
+    heap[first + place] = slot
+    request_of(queues, owner, slot).place = place
+
+
+@inline
+def rise(queues, owner, event, heap, first, place, slot):
+    """Put a request at ``place`` of a heap or as far above it as it belongs.
+
+    The heap of requests of the ``owner`` by their ``event`` begins at ``first`` of ``heap``.
+    """
     while place > 0:
         above = (place - 1) // 2
-        k = q.lists[e.first_place + above]
-        if not _ends_before(q, e, i, k):
+        other = heap[first + above]
+        if not _comes_first(queues, owner, event, slot, other):
             break
-        _put(q, e, place, k)
+        _put(queues, owner, heap, first, place, other)
         place = above
-    _put(q, e, place, i)
+    _put(queues, owner, heap, first, place, slot)
 
 
 @inline
-def _sink(q, e, place, i):
-    """Put request i at ``place`` of the heap or as far below it as it belongs."""
-    while 2 * place + 1 < e.decoding:
+def sink(queues, owner, event, heap, first, size, place, slot):
+    """Put a request at ``place`` of a heap of this size, see `rise`, or as far below it."""
+    while 2 * place + 1 < size:
         below = 2 * place + 1
-        k = q.lists[e.first_place + below]
-        if below + 1 < e.decoding:
-            other = q.lists[e.first_place + below + 1]
-            if _ends_before(q, e, other, k):
+        child = heap[first + below]
+        if below + 1 < size:
+            other = heap[first + below + 1]
+            if _comes_first(queues, owner, event, other, child):
                 below += 1
-                k = other
-        if not _ends_before(q, e, k, i):
+                child = other
+        if not _comes_first(queues, owner, event, child, slot):
             break
-        _put(q, e, place, k)
+        _put(queues, owner, heap, first, place, child)
         place = below
-    _put(q, e, place, i)
+    _put(queues, owner, heap, first, place, slot)
 
 
 @inline
-def first_to_finish(q, e):
+def _rise(queues, replica, place, slot):
+    rise(queues, replica, LAST_TOKEN, queues.lists, replica.first_place, place, slot)
+
+
+@inline
+def _sink(queues, replica, place, slot):
+    heap, first, size = queues.lists, replica.first_place, replica.decoding
+    sink(queues, replica, LAST_TOKEN, heap, first, size, place, slot)
+
+
+@inline
+def first_to_finish(queues, replica):
     """The decoding request that has its last token first."""
-    return q.lists[e.first_place]
+    return queues.lists[replica.first_place]
 
 
 @inline
-def find_next_finish(q, e):
+def find_next_finish(queues, replica):
     """Set the count of emissions at which the next decoding request has its last token."""
-    e.next_finish = NEVER
-    if e.decoding > 0:
-        r = request_of(q, e, first_to_finish(q, e))
-        e.next_finish = r.origin + r.output
+    replica.next_finish = NEVER
+    if replica.decoding > 0:
+        request = request_of(queues, replica, first_to_finish(queues, replica))
+        replica.next_finish = request.origin + request.output
 
 
 @inner
-def order_heap(q, e):
+def order_heap(queues, replica):
     """Order the heap anew, whatever has become of the requests in it."""
-    for k in range(e.decoding // 2):
-        place = e.decoding // 2 - 1 - k
-        _sink(q, e, place, q.lists[e.first_place + place])
-    find_next_finish(q, e)
+    for place in range(replica.decoding // 2 - 1, -1, -1):
+        _sink(queues, replica, place, queues.lists[replica.first_place + place])
+    find_next_finish(queues, replica)
 
 
 # --------------------------------------------------------------------------------------- decoding
 
 
 @inline
-def next_prefilled(q, e):
+def next_prefilled(queues, replica):
     """At the end of an iteration: a request whose last chunk it had, -1 if none is left."""
-    if e.prefill < 0:
+    if replica.prefill < 0:
         return -1
-    r = request_of(q, e, e.prefill)
-    r.computed += r.chunk
-    return e.prefill if r.computed == r.prompt + r.generated else -1
+    request = request_of(queues, replica, replica.prefill)
+    request.computed += request.chunk
+    return replica.prefill if request.computed == request.prompt + request.generated else -1
 
 
 @inline
-def start_decoding(c, q, e, r, i):
-    """Request r, the oldest whose prefill was under way, has a token more and decodes from now."""
-    r.generated += 1
-    r.decoding = 1
-    r.origin = e.emitted - r.generated
-    e.decoding += 1
-    e.decoding_tokens += r.prompt + r.generated
-    if c.longest:
-        e.longest_key = max(e.longest_key, r.prompt - r.origin)
-    e.prefill = newer(q, e, i)
-    _rise(q, e, e.decoding - 1, i)
+def start_decoding(config, queues, replica, request, slot):
+    """The oldest request whose prefill was under way has a token more and decodes from now."""
+    request.generated += 1
+    request.decoding = 1
+    request.origin = replica.emitted - request.generated
+    replica.decoding += 1
+    replica.decoding_tokens += request.prompt + request.generated
+    if config.longest:
+        replica.longest_key = max(replica.longest_key, request.prompt - request.origin)
+    replica.prefill = newer(queues, replica, slot)
+    _rise(queues, replica, replica.decoding - 1, slot)
 
 
 @inner
-def _find_longest(q, e):
-    e.longest_key = -NEVER
-    for place in range(e.decoding):
-        r = request_of(q, e, q.lists[e.first_place + place])
-        e.longest_key = max(e.longest_key, r.prompt - r.origin)
+def _find_longest(queues, replica):
+    replica.longest_key = -NEVER
+    for place in range(replica.decoding):
+        request = request_of(queues, replica, queues.lists[replica.first_place + place])
+        replica.longest_key = max(replica.longest_key, request.prompt - request.origin)
 
 
 @inline
-def stop_decoding(c, q, e, r):
+def stop_decoding(config, queues, replica, request):
     """A running request decodes no more; its last token has only been emitted, not computed."""
-    r.generated = e.emitted - r.origin
-    r.computed = r.prompt + r.generated - 1
-    r.chunk = 1
-    r.decoding = 0
-    e.decoding -= 1
-    e.decoding_tokens -= r.prompt + r.generated
-    last = q.lists[e.first_place + e.decoding]
-    place = r.place
-    if place < e.decoding:
-        if place > 0 and _ends_before(q, e, last, q.lists[e.first_place + (place - 1) // 2]):
-            _rise(q, e, place, last)
+    request.generated = replica.emitted - request.origin
+    request.computed = request.prompt + request.generated - 1
+    request.chunk = 1
+    request.decoding = 0
+    replica.decoding -= 1
+    replica.decoding_tokens -= request.prompt + request.generated
+    last = queues.lists[replica.first_place + replica.decoding]
+    place = request.place
+    if place < replica.decoding:
+        above = queues.lists[replica.first_place + max(place - 1, 0) // 2]
+        if place > 0 and _comes_first(queues, replica, LAST_TOKEN, last, above):
+            _rise(queues, replica, place, last)
         else:
-            _sink(q, e, place, last)
-    if c.longest and r.prompt - r.origin >= e.longest_key:
-        _find_longest(q, e)
+            _sink(queues, replica, place, last)
+    if config.longest and request.prompt - request.origin >= replica.longest_key:
+        _find_longest(queues, replica)
 
 
 # --------------------------------------------------------------------------------------- steps
 
 
 @inline
-def next_chunk(c, q, e):
+def next_chunk(config, queues, replica):
     """Tokens of the next chunk of the prefill under way, 0 if there is none."""
-    if e.prefill < 0:
+    if replica.prefill < 0:
         return 0
-    r = request_of(q, e, e.prefill)
-    r.chunk = min(r.prompt + r.generated - r.computed, c.token_budget - e.decoding)
-    return r.chunk
+    request = request_of(queues, replica, replica.prefill)
+    left = request.prompt + request.generated - request.computed
+    request.chunk = min(left, config.token_budget - replica.decoding)
+    return request.chunk
 
 
 @inline
-def requeue(q, e, r, i):
+def closed_run(config, replica):
+    """Decode iterations after the next one in which nothing but decoding can happen."""
+    # So many sequences take at most as many blocks in any block_size iterations.
+    most = config.block_size * (replica.free // replica.running)
+    return min(replica.next_finish - replica.emitted - 1, most)
+
+
+@inline
+def requeue(queues, replica, request, slot):
     """A preempted request waits at the head of the queue."""
-    r.computed = 0
-    r.preemptions += 1
-    _insert_waiting(q, e, i, -1, e.head)
+    request.computed = 0
+    request.preemptions += 1
+    _insert_waiting(queues, replica, slot, -1, replica.head)
 
 
 @inline
-def mixed_end_s(law, q, e, now, tokens):
+def mixed_end_s(law, queues, replica, now, tokens):
     """When an iteration of ``tokens`` tokens of prefill chunks and all decodes ends."""
-    time = dense_s(law, e.profile, float(tokens + e.decoding))
+    time = dense_s(law, replica.profile, float(tokens + replica.decoding))
     chunks, longest = 0, 0
-    i = e.prefill
-    while i >= 0:
-        r = request_of(q, e, i)
+    slot = replica.prefill
+    while slot >= 0:
+        request = request_of(queues, replica, slot)
         chunks += 1
-        longest = max(longest, r.chunk)
-        time += chunk_attention_s(law, e.profile, float(r.chunk), float(r.computed))
-        i = newer(q, e, i)
-    if e.decoding > 0:
-        time += decode_attention_s(law, e, longest)
-    return now + time + head_s(law, e.profile, e.decoding + chunks)
+        longest = max(longest, request.chunk)
+        chunk, computed = float(request.chunk), float(request.computed)
+        time += chunk_attention_s(law, replica.profile, chunk, computed)
+        slot = newer(queues, replica, slot)
+    if replica.decoding > 0:
+        time += decode_attention_s(law, replica, longest)
+    return now + time + head_s(law, replica.profile, replica.decoding + chunks)

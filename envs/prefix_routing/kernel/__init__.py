@@ -1,9 +1,7 @@
 """Compiled engine of the prefix routing family: B independent systems of N replicas each.
 
 Every function is a pure function of its arguments, all chance being drawn before (at reset). The
-arrays are described in ``layout``; inside, ``c`` is a `CONFIG`, ``t`` `Tables`, ``s`` `Systems`,
-``v`` an `ENV`, ``e`` a `REPLICA`, ``r`` a `REQUEST`, ``k`` the number of a block and ``i`` that of
-a request or of a content. Units are seconds and tokens; memory is counted in KV blocks.
+arrays are described in ``layout``. Units are seconds and tokens; memory is counted in KV blocks.
 """
 
 from __future__ import annotations
@@ -62,71 +60,72 @@ __all__ = [
 
 
 @inner
-def _go_to_next_arrival(c, law, s, b):
-    n = next_to_work(c, s, b)
+def _go_to_next_arrival(config, law, systems, row):
+    n = next_to_work(config, systems, row)
     while n >= 0:
-        e = s.replica[b, n]
-        advance(c, law, s, e, e.safe)
-        n = next_to_work(c, s, b)
-    take_arrival(c, s, b)
+        replica = systems.replica[row, n]
+        advance(config, law, systems, replica, replica.safe)
+        n = next_to_work(config, systems, row)
+    take_arrival(systems, row)
 
 
 @jit
-def begin(t, s, which):
-    """Start a new episode in the rows b with which[b] != 0, at the first arrival.
+def begin(tables, systems, which):
+    """Start a new episode in the rows with which[row] != 0, at the first arrival.
 
     See `begin_row` for what must be set.
     """
-    t, s = borrowed(t), borrowed(s)
-    c = t.config[0]
-    for b in range(s.env.shape[0]):
-        if which[b] != 0:
-            begin_row(c, s, b)
-            take_arrival(c, s, b)
+    tables, systems = borrowed(tables), borrowed(systems)
+    config = tables.config[0]
+    for row in range(systems.env.shape[0]):
+        if which[row] != 0:
+            begin_row(config, systems, row)
+            take_arrival(systems, row)
 
 
 @jit
-def route(t, s, b, n):
-    """Send the current request of row b to replica n, reject it if n < 0, and go on to the next.
+def route(tables, systems, row, number):
+    """Send the current request of the row to a replica, or reject it, and go on to the next.
 
-    ``env[b].index`` is then the next request and ``env[b].now`` its arrival, or the index is -1 if
-    none is left. Replicas may be behind, see `bring`. Returns whether the request was sent, see
-    `route_request`.
+    ``env[row].index`` is then the next request and ``env[row].now`` its arrival, or the index is -1
+    if none is left. Replicas may be behind, see `bring`, and for what is returned `route_request`.
     """
-    t, s = borrowed(t), borrowed(s)
-    c = t.config[0]
-    sent = route_request(c, t.law, s, b, n)
-    _go_to_next_arrival(c, t.law, s, b)
+    tables, systems = borrowed(tables), borrowed(systems)
+    config = tables.config[0]
+    sent = route_request(config, tables.law, systems, row, number)
+    _go_to_next_arrival(config, tables.law, systems, row)
     return sent
 
 
 @jit
-def bring(t, s, b, until):
-    """Let every replica of row b work until ``until``, which no unknown arrival may precede.
+def bring(tables, systems, row, until):
+    """Let every replica of the row work until ``until``, which no unknown arrival may precede.
 
     A replica's state, the news and the events of its row are then those of that time. With inf
     every replica completes what it has.
     """
-    t, s = borrowed(t), borrowed(s)
-    c = t.config[0]
-    for n in range(c.num_replicas):
-        e = s.replica[b, n]
-        if e.end <= until or e.next_change <= until:
-            advance(c, t.law, s, e, until)
+    tables, systems = borrowed(tables), borrowed(systems)
+    config = tables.config[0]
+    for n in range(config.num_replicas):
+        replica = systems.replica[row, n]
+        if replica.end <= until or replica.next_change <= until:
+            advance(config, tables.law, systems, replica, until)
 
 
 @jit
-def run_replay(t, s, assignment):
+def run_replay(tables, systems, assignment):
     """Row 0 serves its requests, each at the replica ``assignment`` (J,) of its index.
 
     With an empty assignment the replicas take turns in the order of the arrivals.
     """
-    t, s = borrowed(t), borrowed(s)
-    c = t.config[0]
-    v = s.env[0]
-    while v.index >= 0:
-        turn = v.routed % c.num_replicas
-        route_request(c, t.law, s, 0, assignment[v.index] if assignment.shape[0] > 0 else turn)
-        _go_to_next_arrival(c, t.law, s, 0)
-    for n in range(c.num_replicas):
-        advance(c, t.law, s, s.replica[0, n], np.inf)
+    tables, systems = borrowed(tables), borrowed(systems)
+    config = tables.config[0]
+    env = systems.env[0]
+    while env.index >= 0:
+        number = env.routed % config.num_replicas
+        if assignment.shape[0] > 0:
+            number = assignment[env.index]
+        route_request(config, tables.law, systems, 0, number)
+        _go_to_next_arrival(config, tables.law, systems, 0)
+    for n in range(config.num_replicas):
+        advance(config, tables.law, systems, systems.replica[0, n], np.inf)

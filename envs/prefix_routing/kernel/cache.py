@@ -11,305 +11,310 @@ from servegym._jit import inline, inner
 from servegym.envs.llm_routing.kernel.scheduler import blocks_of, full_blocks
 from servegym.envs.prefix_routing.kernel.layout import OWN_STORE
 
+
+@inline
+def block_of(systems, replica, index):
+    """A block of a replica."""
+    return systems.block[replica.first_block + index]
+
+
 # ------------------------------------------------------------------------------------------- table
 
 
 @inline
-def _home(c, e, i):
-    """Where the lists hold the first block of the chain of id i; ids that follow are neighbours."""
-    group = (((int(i) >> 4) * 2654435769) & 0xFFFFFFFF) >> c.shift  # Knuth's multiplicative hash
-    return e.first_entry + (group << 4) + (int(i) & 15)
+def _home(config, replica, content):
+    """Where the lists hold the first block of an id's chain; ids that follow are neighbours."""
+    # Knuth's multiplicative hash.
+    group = (((int(content) >> 4) * 2654435769) & 0xFFFFFFFF) >> config.shift
+    return replica.first_entry + (group << 4) + (int(content) & 15)
 
 
 @inline
-def find(c, s, e, i):
-    """The first block with id i, -1 for none."""
-    k = s.lists[_home(c, e, i)]
-    while k >= 0 and s.block[e.first_block + k].id != i:
-        k = s.block[e.first_block + k].chained
-    return k
+def find(config, systems, replica, content):
+    """The first block with this id, -1 for none."""
+    index = systems.lists[_home(config, replica, content)]
+    while index >= 0 and block_of(systems, replica, index).id != content:
+        index = block_of(systems, replica, index).chained
+    return index
 
 
 @inline
-def _tell(s, e, i, change):
-    if s.events.shape[1] > 0:
-        v = s.env[e.row]
-        event = s.events[e.row, v.events % s.events.shape[1]]
-        event.t = e.start
-        event.replica = e.number
-        event.id = i
+def _add_event(systems, replica, content, change):
+    if systems.events.shape[1] > 0:
+        env = systems.env[replica.row]
+        event = systems.events[replica.row, env.events % systems.events.shape[1]]
+        event.time = replica.start
+        event.replica = replica.number
+        event.id = content
         event.change = change
-        v.events += 1
+        env.events += 1
 
 
 @inner
-def _name(c, s, e, k, i):
-    """Give id i to block k; it is the last of its twins."""
-    block = s.block[e.first_block + k]
-    block.id = i
-    first = find(c, s, e, i)
+def _name(config, systems, replica, index, content):
+    """Give a block its id; it is the last of its twins."""
+    block = block_of(systems, replica, index)
+    block.id = content
+    first = find(config, systems, replica, content)
     if first < 0:
-        home = _home(c, e, i)
-        block.chained = s.lists[home]
-        s.lists[home] = k
-        block.twin_before = k
-        block.twin_after = k
+        home = _home(config, replica, content)
+        block.chained = systems.lists[home]
+        systems.lists[home] = index
+        block.twin_before = index
+        block.twin_after = index
     else:
-        other = s.block[e.first_block + first]
+        other = block_of(systems, replica, first)
         last = other.twin_before
-        s.block[e.first_block + last].twin_after = k
+        block_of(systems, replica, last).twin_after = index
         block.twin_before = last
         block.twin_after = first
-        other.twin_before = k
-    if e.blocked_id == i:
-        e.blocked = 0
-    _tell(s, e, i, 1)
+        other.twin_before = index
+    if replica.blocked_id == content:
+        replica.blocked = 0
+    _add_event(systems, replica, content, 1)
 
 
 @inner
-def _forget(c, s, e, k):
-    """Take its id from block k."""
-    block = s.block[e.first_block + k]
-    i = block.id
-    _tell(s, e, i, -1)
-    home = _home(c, e, i)
-    first = s.lists[home]
+def _forget(config, systems, replica, index):
+    """Take its id from a block."""
+    block = block_of(systems, replica, index)
+    content = block.id
+    _add_event(systems, replica, content, -1)
+    home = _home(config, replica, content)
+    first = systems.lists[home]
     before = -1
-    while s.block[e.first_block + first].id != i:
+    while block_of(systems, replica, first).id != content:
         before = first
-        first = s.block[e.first_block + first].chained
+        first = block_of(systems, replica, first).chained
     block.id = -1
     after = block.chained
-    if block.twin_after != k:
-        twin = s.block[e.first_block + block.twin_after]
-        s.block[e.first_block + block.twin_before].twin_after = block.twin_after
+    if block.twin_after != index:
+        twin = block_of(systems, replica, block.twin_after)
+        block_of(systems, replica, block.twin_before).twin_after = block.twin_after
         twin.twin_before = block.twin_before
-        if first == k:
+        if first == index:
             twin.chained = after
             after = block.twin_after
-    if first == k:
+    if first == index:
         if before < 0:
-            s.lists[home] = after
+            systems.lists[home] = after
         else:
-            s.block[e.first_block + before].chained = after
+            block_of(systems, replica, before).chained = after
 
 
 # ------------------------------------------------------------------------------------------ blocks
 
 
 @inner
-def clear_cache(c, s, e):
+def clear_cache(config, systems, replica):
     """All blocks are free and hold nothing."""
-    for k in range(e.first_entry, e.first_entry + c.entries):
-        s.lists[k] = -1
-    ring = e.capacity  # where the list of free blocks begins and ends
-    for k in range(e.capacity + 1):
-        block = s.block[e.first_block + k]
+    for k in range(replica.first_entry, replica.first_entry + config.entries):
+        systems.lists[k] = -1
+    ring = replica.capacity  # where the list of free blocks begins and ends
+    for k in range(replica.capacity + 1):
+        block = block_of(systems, replica, k)
         block.id = -1
         block.references = 0
         block.before = k - 1 if k > 0 else ring
         block.after = k + 1 if k < ring else 0
-    e.free = e.capacity
-    e.blocked = 0
-    e.blocked_id = -1
+    replica.free = replica.capacity
+    replica.blocked = 0
+    replica.blocked_id = -1
 
 
 @inline
-def _unlink(s, e, block):
-    s.block[e.first_block + block.before].after = block.after
-    s.block[e.first_block + block.after].before = block.before
-    e.free -= 1
+def _unlink(systems, replica, block):
+    block_of(systems, replica, block.before).after = block.after
+    block_of(systems, replica, block.after).before = block.before
+    replica.free -= 1
 
 
 @inline
-def _release(s, e, k):
-    """One reference less to block k: cached it is the last to be taken, without id the first."""
-    block = s.block[e.first_block + k]
+def _release(systems, replica, index):
+    """One reference less to a block: cached it is the last to be taken, without id the first."""
+    block = block_of(systems, replica, index)
     block.references -= 1
     if block.references > 0:
         return
-    ring = s.block[e.first_block + e.capacity]
+    ring = block_of(systems, replica, replica.capacity)
     if block.id >= 0:
         block.before = ring.before
-        block.after = e.capacity
-        s.block[e.first_block + ring.before].after = k
-        ring.before = k
+        block.after = replica.capacity
+        block_of(systems, replica, ring.before).after = index
+        ring.before = index
     else:
-        block.before = e.capacity
+        block.before = replica.capacity
         block.after = ring.after
-        s.block[e.first_block + ring.after].before = k
-        ring.after = k
-    e.free += 1
+        block_of(systems, replica, ring.after).before = index
+        ring.after = index
+    replica.free += 1
 
 
 @inline
-def _name_next(c, s, e, r):
+def _name_next(config, systems, replica, request):
     """The last block of a request is full: give it the request's next id."""
-    _name(c, s, e, r.own, r.next_id)
-    r.named += 1
-    r.next_id += 1
-    r.ids_left -= 1
-    if r.ids_left == 0:
-        r.segment += 1
-        if r.named < full_blocks(c, r.prompt + r.output):
-            r.next_id = s.segments[r.segment, 0]
-            r.ids_left = s.segments[r.segment, 1]
+    _name(config, systems, replica, request.own, request.next_id)
+    request.named += 1
+    request.next_id += 1
+    request.ids_left -= 1
+    if request.ids_left == 0:
+        request.segment += 1
+        if request.named < full_blocks(config, request.prompt + request.output):
+            request.next_id = systems.segments[request.segment, 0]
+            request.ids_left = systems.segments[request.segment, 1]
 
 
 @inner
-def grow(c, s, e, r, tokens):
+def grow(config, systems, replica, request, tokens):
     """Blocks for the first ``tokens`` tokens of a request; those that are full get their ids.
 
     There must be as many free ones. Blocks get their ids when the iteration that fills them is
     scheduled: the next request of the same iteration finds them.
     """
-    full = full_blocks(c, tokens)
-    if r.named < r.blocks and r.named < full:
-        _name_next(c, s, e, r)
-    need = blocks_of(c, tokens)
-    while r.blocks < need:
-        k = s.block[e.first_block + e.capacity].after
-        block = s.block[e.first_block + k]
-        _unlink(s, e, block)
+    full = full_blocks(config, tokens)
+    if request.named < request.blocks and request.named < full:
+        _name_next(config, systems, replica, request)
+    need = blocks_of(config, tokens)
+    while request.blocks < need:
+        index = block_of(systems, replica, replica.capacity).after
+        block = block_of(systems, replica, index)
+        _unlink(systems, replica, block)
         if block.id >= 0:
-            _forget(c, s, e, k)
+            _forget(config, systems, replica, index)
         block.references = 1
-        block.after = r.own
-        r.own = k
-        r.blocks += 1
-        if r.blocks <= full:
-            _name_next(c, s, e, r)
+        block.after = request.own
+        request.own = index
+        request.blocks += 1
+        if request.blocks <= full:
+            _name_next(config, systems, replica, request)
 
 
 @inline
-def _most_hits(c, r):
+def _most_hits(config, request):
     # The last token is always computed, and its block with it.
-    return full_blocks(c, r.prompt + r.generated - 1)
+    return full_blocks(config, request.prompt + request.generated - 1)
 
 
 @inner
-def _fits(c, s, e, r):
+def _fits(config, systems, replica, request):
     """Whether the memory takes all tokens of a waiting request now."""
-    need = blocks_of(c, r.prompt + r.generated)
-    if need <= e.free:
+    need = blocks_of(config, request.prompt + request.generated)
+    if need <= replica.free:
         return True
-    most = _most_hits(c, r)
-    e.blocked_id = -1
+    most = _most_hits(config, request)
+    replica.blocked_id = -1
     hits = 0
-    segment = r.first_segment
-    while hits < most and e.blocked_id < 0:
-        first = s.segments[segment, 0]
-        for i in range(first, first + min(s.segments[segment, 1], most - hits)):
-            k = find(c, s, e, i)
-            if k < 0:
-                e.blocked_id = i
+    segment = request.first_segment
+    while hits < most and replica.blocked_id < 0:
+        first = systems.segments[segment, 0]
+        for content in range(first, first + min(systems.segments[segment, 1], most - hits)):
+            index = find(config, systems, replica, content)
+            if index < 0:
+                replica.blocked_id = content
                 break
             hits += 1
             # A hit that nobody references takes a free block, as a miss does.
-            need -= s.block[e.first_block + k].references > 0
+            need -= block_of(systems, replica, index).references > 0
         segment += 1
-    e.blocked = need > e.free
-    return need <= e.free
+    replica.blocked = need > replica.free
+    return need <= replica.free
 
 
 @inner
-def put_in_store(c, s, e, r):
+def put_in_store(config, systems, replica, request):
     """Blocks of a request's prompt that the infinite cache holds; then it holds all of its blocks.
 
     It takes a request whole when that is routed, so that it bounds every cache from above.
     """
-    known = s.known[e.row, e.number if c.store == OWN_STORE else 0]
-    most = full_blocks(c, r.prompt - 1)
-    left = full_blocks(c, r.prompt + r.output)
+    known = systems.known[replica.row, replica.number if config.store == OWN_STORE else 0]
+    most = full_blocks(config, request.prompt - 1)
+    left = full_blocks(config, request.prompt + request.output)
     found = 0
     unbroken = True
-    segment = r.first_segment
+    segment = request.first_segment
     while left > 0:
-        first = s.segments[segment, 0]
-        count = min(s.segments[segment, 1], left)
-        for i in range(first, first + count):
-            unbroken = unbroken and known[i] != 0
+        first = systems.segments[segment, 0]
+        count = min(systems.segments[segment, 1], left)
+        for content in range(first, first + count):
+            unbroken = unbroken and known[content] != 0
             found += unbroken and found < most
-            known[i] = 1
+            known[content] = 1
         left -= count
         segment += 1
     return found
 
 
 @inner
-def admit_blocks(c, s, e, r):
+def admit_blocks(config, systems, replica, request):
     """Reference the longest cached prefix of a waiting request, if the memory takes the request.
 
-    Returns whether it does. ``r.computed`` is then the number of cached tokens.
+    Returns whether it does. ``request.computed`` is then the number of cached tokens.
     """
-    if not _fits(c, s, e, r):
+    if not _fits(config, systems, replica, request):
         return False
-    most = _most_hits(c, r)
+    most = _most_hits(config, request)
     hits = 0
-    segment = r.first_segment
-    i = 0
+    segment = request.first_segment
+    content = 0
     left = 0
-    if full_blocks(c, r.prompt + r.output) > 0:
-        i = int(s.segments[segment, 0])
-        left = int(s.segments[segment, 1])
+    if full_blocks(config, request.prompt + request.output) > 0:
+        content = int(systems.segments[segment, 0])
+        left = int(systems.segments[segment, 1])
     while hits < most:
-        k = find(c, s, e, i)
-        if k < 0:
+        index = find(config, systems, replica, content)
+        if index < 0:
             break
-        block = s.block[e.first_block + k]
+        block = block_of(systems, replica, index)
         if block.references == 0:
-            _unlink(s, e, block)
+            _unlink(systems, replica, block)
         block.references += 1
         hits += 1
-        i += 1
+        content += 1
         left -= 1
         if left == 0:
             segment += 1
-            if hits < full_blocks(c, r.prompt + r.output):
-                i = int(s.segments[segment, 0])
-                left = int(s.segments[segment, 1])
-    r.hits = hits
-    r.blocks = hits
-    r.named = hits
-    r.own = -1
-    r.segment = segment
-    r.next_id = i
-    r.ids_left = left
-    r.computed = max(hits, r.stored) * c.block_size
+            if hits < full_blocks(config, request.prompt + request.output):
+                content = int(systems.segments[segment, 0])
+                left = int(systems.segments[segment, 1])
+    request.hits = request.blocks = request.named = hits
+    request.own = -1
+    request.segment = segment
+    request.next_id = content
+    request.ids_left = left
+    request.computed = max(hits, request.stored) * config.block_size
     return True
 
 
 @inner
-def release_blocks(c, s, e, r):
+def release_blocks(config, systems, replica, request):
     """Give back the blocks of a request, the last one first.
 
     A block that was found cached is still the first of its id: nobody could take it since.
     """
-    k = r.own
-    while k >= 0:
-        below = s.block[e.first_block + k].after
-        _release(s, e, k)
-        k = below
-    segment = r.first_segment
-    left = r.hits
-    while left > 0 and s.segments[segment, 1] < left:
-        left -= s.segments[segment, 1]
+    index = request.own
+    while index >= 0:
+        below = block_of(systems, replica, index).after
+        _release(systems, replica, index)
+        index = below
+    segment = request.first_segment
+    left = request.hits
+    while left > 0 and systems.segments[segment, 1] < left:
+        left -= systems.segments[segment, 1]
         segment += 1
-    while r.hits > 0:
-        first = s.segments[segment, 0]
+    while request.hits > 0:
+        first = systems.segments[segment, 0]
         for i in range(left - 1, -1, -1):
-            _release(s, e, find(c, s, e, first + i))
-        r.hits -= left
+            _release(systems, replica, find(config, systems, replica, first + i))
+        request.hits -= left
         segment -= 1
-        if r.hits > 0:
-            left = s.segments[segment, 1]
-    r.blocks = 0
-    r.named = 0
-    r.own = -1
-    e.blocked = 0
+        if request.hits > 0:
+            left = systems.segments[segment, 1]
+    request.blocks = request.named = 0
+    request.own = -1
+    replica.blocked = 0
 
 
 @inline
-def used_blocks(e):
+def used_blocks(replica):
     """Blocks that running requests reference; cached ones that nobody references are free."""
-    return e.capacity - e.free
+    return replica.capacity - replica.free

@@ -132,7 +132,7 @@ class Gateway(NamedTuple):
             request alone.
         key_of_id: int32 ``(B, M)``, entry of a block id, -1 for none; M is 0 unless the index is
             precise.
-        holders: int64 ``(B, K)``, bit n: replica n has the entry.
+        holders: int64 ``(B, K)``, bit n: the replica has the entry.
         stamp: int32 ``(B, N, K)``, last request routed there that has the entry, -1 for none.
         references: uint16 ``(B, N, K)``, requests in flight there that have the entry.
         session_replica: int32 ``(B, S)``, of the last request, -1 for none.
@@ -161,296 +161,294 @@ class Gateway(NamedTuple):
 
 
 @inner
-def look_up(g, b, j, now):
-    """Set ``match`` and ``match_age`` of every replica for request j.
+def look_up(gateways, row, index, now):
+    """Set ``match`` and ``match_age`` of every replica for the request.
 
     O(entries of the prompt) for a strict index; else O(entries x replicas) at worst, when the
     replicas that have an entry differ from entry to entry.
     """
-    c = g.config[0]
-    v = g.row[b]
-    for n in range(v.replicas):
-        p = g.replica[b, n]
-        p.match = 0
-        p.match_age = 0.0
-    if c.index == NO_INDEX:
+    config, gateway = gateways.config[0], gateways.row[row]
+    for n in range(gateway.replicas):
+        replica = gateways.replica[row, n]
+        replica.match = 0
+        replica.match_age = 0.0
+    if config.index == NO_INDEX:
         return
-    first, stop = g.first_key[b, j], g.first_key[b, j + 1]
-    held = (1 << v.replicas) - 1
+    first, stop = gateways.first_key[row, index], gateways.first_key[row, index + 1]
+    matching = (1 << gateway.replicas) - 1
     run = first  # where the holders were last counted
     for i in range(first, stop):
-        key = g.keys[b, i]
-        holders = g.holders[b, key] if key >= 0 else 0
-        if c.strict == 1:
-            holders &= held
-        if holders != held:
-            _count(g, b, held, run, i, now)
-            held = holders
+        key = gateways.keys[row, i]
+        holders = gateways.holders[row, key] if key >= 0 else 0
+        if config.strict == 1:
+            holders &= matching
+        if holders != matching:
+            _count(gateways, row, matching, run, i, now)
+            matching = holders
             run = i
-            if held == 0:
+            if matching == 0:
                 return
-    _count(g, b, held, run, stop, now)
+    _count(gateways, row, matching, run, stop, now)
 
 
 @inline
-def _count(g, b, held, start, stop, now):
-    """The entries from ``start`` to before ``stop`` of the keys match where ``held`` has a bit."""
+def _count(gateways, row, matching, start, stop, now):
+    """The keys from ``start`` to before ``stop`` match where ``matching`` has a bit."""
     if stop == start:
         return
-    for n in range(g.row[b].replicas):
-        if (held >> n) & 1:
-            p = g.replica[b, n]
-            p.match += (stop - start) * g.config[0].entry_tokens
+    for n in range(gateways.row[row].replicas):
+        if (matching >> n) & 1:
+            replica = gateways.replica[row, n]
+            replica.match += (stop - start) * gateways.config[0].entry_tokens
             i = stop - 1
             # Blocks of an output are stored before a request that has them is routed.
-            while i > start and g.stamp[b, n, g.keys[b, i]] < 0:
+            while i > start and gateways.stamp[row, n, gateways.keys[row, i]] < 0:
                 i -= 1
-            last = g.stamp[b, n, g.keys[b, i]]
+            last = gateways.stamp[row, n, gateways.keys[row, i]]
             if last >= 0:
-                p.match_age = now - g.request[b, last].routed
+                replica.match_age = now - gateways.request[row, last].routed
 
 
 @inline
-def _touch(g, b, j, n):
-    """Replica n of the approximate index now has the prompt of request j, as last used."""
-    p = g.replica[b, n]
-    if p.oldest < 0:
-        p.oldest = j
-        p.place = 0
+def _touch(gateways, row, index, number):
+    """The replica of the approximate index now has the prompt of the request, as last used."""
+    replica = gateways.replica[row, number]
+    if replica.oldest < 0:
+        replica.oldest = index
+        replica.place = 0
     else:
-        g.request[b, p.newest].next = j
-    g.request[b, j].next = -1
-    p.newest = j
-    bit = 1 << n
-    for i in range(g.first_key[b, j], g.first_key[b, j + 1]):
-        key = g.keys[b, i]
+        gateways.request[row, replica.newest].next = index
+    gateways.request[row, index].next = -1
+    replica.newest = index
+    bit = 1 << number
+    for i in range(gateways.first_key[row, index], gateways.first_key[row, index + 1]):
+        key = gateways.keys[row, i]
         if key >= 0:
-            g.stamp[b, n, key] = j
-            if g.holders[b, key] & bit != 0:
+            gateways.stamp[row, number, key] = index
+            if gateways.holders[row, key] & bit != 0:
                 continue
-            g.holders[b, key] |= bit
-        p.entries += 1
-    _evict(g, b, n, p)
+            gateways.holders[row, key] |= bit
+        replica.entries += 1
+    _evict(gateways, row, number, replica)
 
 
 @inline
-def _evict(g, b, n, p):
-    """Remove what was used least recently at replica n until the rest fits.
+def _evict(gateways, row, number, replica):
+    """Remove what was used least recently at the replica until the rest fits.
 
     What is left of a list in order of use does not depend on when it is cut.
     """
-    if p.entries <= p.capacity:
+    if replica.entries <= replica.capacity:
         return
-    bit = 1 << n
-    excess = p.entries - p.capacity
-    oldest = p.oldest
-    first, stop = g.first_key[b, oldest], g.first_key[b, oldest + 1]
-    i = first + p.place
+    bit = 1 << number
+    excess = replica.entries - replica.capacity
+    oldest = replica.oldest
+    first, stop = gateways.first_key[row, oldest], gateways.first_key[row, oldest + 1]
+    i = first + replica.place
     while excess > 0:
         if i == stop:
-            oldest = g.request[b, oldest].next
-            first, stop = g.first_key[b, oldest], g.first_key[b, oldest + 1]
+            oldest = gateways.request[row, oldest].next
+            first, stop = gateways.first_key[row, oldest], gateways.first_key[row, oldest + 1]
             i = first
             continue
-        key = g.keys[b, i]
+        key = gateways.keys[row, i]
         i += 1
         if key < 0:
             excess -= 1
-        elif g.stamp[b, n, key] == oldest:
-            g.holders[b, key] &= ~bit
+        elif gateways.stamp[row, number, key] == oldest:
+            gateways.holders[row, key] &= ~bit
             excess -= 1
-    p.entries = p.capacity
-    p.oldest = oldest
-    p.place = i - first
+    replica.entries = replica.capacity
+    replica.oldest = oldest
+    replica.place = i - first
 
 
 @inner
-def take_events(g, b, events, count, now):
+def take_events(gateways, row, events, count, now):
     """Apply the cache events that are at least ``delay_s`` old to the precise index.
 
     Args:
-        g: The gateways.
-        b: Row.
-        events: (E,) ring of records with t, replica, id and change: 1 where a block of that content
-            was stored, -1 where one was removed; in order of time for each replica.
+        gateways: The gateways.
+        row: Row.
+        events: (E,) ring of records with time, replica, id and change: 1 where a block of that
+            content was stored, -1 where one was removed; in order of time for each replica.
         count: Events written so far.
         now: Seconds.
     """
-    c = g.config[0]
-    v = g.row[b]
-    if c.index != PRECISE:
+    config, gateway = gateways.config[0], gateways.row[row]
+    if config.index != PRECISE:
         return
     size = len(events)
-    for n in range(v.replicas):
-        p = g.replica[b, n]
-        if count - p.event > size:
-            v.missed += 1
-            p.event = count - size
+    for n in range(gateway.replicas):
+        replica = gateways.replica[row, n]
+        if count - replica.event > size:
+            gateway.missed += 1
+            replica.event = count - size
         bit = 1 << n
-        while p.event < count:
-            e = events[p.event % size]
-            if e.replica == n:
-                if e.t + c.delay_s > now:
+        while replica.event < count:
+            event = events[replica.event % size]
+            if event.replica == n:
+                if event.time + config.delay_s > now:
                     break
-                if e.t > p.forgotten_s:
-                    p.entries += e.change
-                    key = g.key_of_id[b, e.id] if e.id < g.key_of_id.shape[1] else -1
-                    if key >= 0 and e.change > 0:
-                        g.holders[b, key] |= bit
+                if event.time > replica.forgotten_s:
+                    replica.entries += event.change
+                    shared = event.id < gateways.key_of_id.shape[1]
+                    key = gateways.key_of_id[row, event.id] if shared else -1
+                    if key >= 0 and event.change > 0:
+                        gateways.holders[row, key] |= bit
                     elif key >= 0:
-                        g.holders[b, key] &= ~bit
-            p.event += 1
+                        gateways.holders[row, key] &= ~bit
+            replica.event += 1
 
 
 # ------------------------------------------------------------------------------------- accounting
 
 
+@inline
+def decayed(config, heat, then, now):
+    """What is left now of the heat that there was then."""
+    return heat * math.exp((then - now) / config.heat_s)
+
+
 @inner
-def sent(g, b, j, n, now):
-    """Request j, looked up before, was sent to replica n; -1: it was rejected."""
-    c = g.config[0]
-    v = g.row[b]
-    r = g.request[b, j]
-    r.routed = now
-    v.heat = v.heat * math.exp((v.heat_s - now) / c.heat_s) + 1.0
-    v.heat_s = now
-    heat = g.tenant_heat[b, r.tenant] * math.exp((g.tenant_s[b, r.tenant] - now) / c.heat_s)
-    g.tenant_heat[b, r.tenant] = heat + 1.0
-    g.tenant_s[b, r.tenant] = now
-    g.session_s[b, r.session] = now
-    if n < 0:
+def sent(gateways, row, index, number, now):
+    """The request, looked up before, was sent to the replica; -1: it was rejected."""
+    config, gateway = gateways.config[0], gateways.row[row]
+    request = gateways.request[row, index]
+    request.routed = now
+    tenant = request.tenant
+    gateway.heat = decayed(config, gateway.heat, gateway.heat_s, now) + 1.0
+    gateway.heat_s = now
+    heat = decayed(config, gateways.tenant_heat[row, tenant], gateways.tenant_s[row, tenant], now)
+    gateways.tenant_heat[row, tenant] = heat + 1.0
+    gateways.tenant_s[row, tenant] = now
+    gateways.session_s[row, request.session] = now
+    if number < 0:
         return
-    g.session_replica[b, r.session] = n
-    p = g.replica[b, n]
-    r.replica = n
-    r.in_flight = 2
-    r.uncached = max(r.prompt - p.match, 0)
-    p.in_flight += 1
-    p.prefill += r.uncached
-    p.context += r.prompt
-    r.expected = p.prefill / p.speed
-    entry_blocks = c.entry_tokens // c.block_size
-    first, stop = g.first_key[b, j], g.first_key[b, j + 1]
-    p.blocks += _blocks(c, r.prompt) - (stop - first) * entry_blocks
-    if c.index == APPROXIMATE:
-        _touch(g, b, j, n)
+    gateways.session_replica[row, request.session] = number
+    replica = gateways.replica[row, number]
+    request.replica = number
+    request.in_flight = 2
+    request.uncached = max(request.prompt - replica.match, 0)
+    replica.in_flight += 1
+    replica.prefill += request.uncached
+    replica.context += request.prompt
+    request.expected = replica.prefill / replica.speed
+    entry_blocks = config.entry_tokens // config.block_size
+    first, stop = gateways.first_key[row, index], gateways.first_key[row, index + 1]
+    replica.blocks += _blocks(config, request.prompt) - (stop - first) * entry_blocks
+    if config.index == APPROXIMATE:
+        _touch(gateways, row, index, number)
     for i in range(first, stop):
-        key = g.keys[b, i]
+        key = gateways.keys[row, i]
         if key < 0:
-            p.blocks += entry_blocks
+            replica.blocks += entry_blocks
             continue
-        g.stamp[b, n, key] = j
-        if g.references[b, n, key] == 0:
-            p.blocks += entry_blocks
-        g.references[b, n, key] += 1
+        gateways.stamp[row, number, key] = index
+        if gateways.references[row, number, key] == 0:
+            replica.blocks += entry_blocks
+        gateways.references[row, number, key] += 1
 
 
 @inline
-def _blocks(c, tokens):
-    return (tokens + c.block_size - 1) // c.block_size
+def _blocks(config, tokens):
+    return (tokens + config.block_size - 1) // config.block_size
 
 
 @inline
-def _mean(c, before, measured):
+def _mean(config, before, measured):
     if math.isnan(before):
         return measured
-    return before + c.smoothing * (measured - before)
-
-
-@inline
-def _first_token(g, b, r, t):
-    p = g.replica[b, r.replica]
-    p.prefill -= r.uncached
-    r.in_flight = 1
-    r.first = t
-    p.ttft = _mean(g.config[0], p.ttft, t - r.routed)
-    p.ttft_error = _mean(g.config[0], p.ttft_error, t - r.routed - r.expected)
+    return before + config.smoothing * (measured - before)
 
 
 @inner
-def release(g, b, j):
-    """Request j is no longer in flight: it was completed, or lost with its replica."""
-    c = g.config[0]
-    r = g.request[b, j]
-    if r.in_flight == 0:
+def release(gateways, row, index):
+    """The request is no longer in flight: it was completed, or lost with its replica."""
+    config = gateways.config[0]
+    request = gateways.request[row, index]
+    if request.in_flight == 0:
         return
-    n = r.replica
-    p = g.replica[b, n]
-    if r.in_flight == 2:
-        p.prefill -= r.uncached
-    r.in_flight = 0
-    p.in_flight -= 1
-    p.context -= r.prompt
-    entry_blocks = c.entry_tokens // c.block_size
-    first, stop = g.first_key[b, j], g.first_key[b, j + 1]
-    p.blocks -= _blocks(c, r.prompt) - (stop - first) * entry_blocks
+    number = request.replica
+    replica = gateways.replica[row, number]
+    if request.in_flight == 2:
+        replica.prefill -= request.uncached
+    request.in_flight = 0
+    replica.in_flight -= 1
+    replica.context -= request.prompt
+    entry_blocks = config.entry_tokens // config.block_size
+    first, stop = gateways.first_key[row, index], gateways.first_key[row, index + 1]
+    replica.blocks -= _blocks(config, request.prompt) - (stop - first) * entry_blocks
     for i in range(first, stop):
-        key = g.keys[b, i]
+        key = gateways.keys[row, i]
         if key >= 0:
-            g.references[b, n, key] -= 1
-        if key < 0 or g.references[b, n, key] == 0:
-            p.blocks -= entry_blocks
+            gateways.references[row, number, key] -= 1
+        if key < 0 or gateways.references[row, number, key] == 0:
+            replica.blocks -= entry_blocks
 
 
 @inner
-def take_news(g, b, news, count, request):
+def take_news(gateways, row, news, count, requests):
     """Take note of first tokens, completions and losses.
 
     Args:
-        g: The gateways.
-        b: Row.
-        news: Records with t, request and kind, `FIRST_TOKEN`, `COMPLETION` or `LOSS`, none later
+        gateways: The gateways.
+        row: Row.
+        news: Records with time, request and kind, `FIRST_TOKEN`, `COMPLETION` or `LOSS`, none later
             than now; in order of time for each replica.
         count: Entries written so far.
-        request: (J,) records of the row with ``output``, the tokens of a completed request.
+        requests: (J,) records of the row with ``output``, the tokens of a completed request.
     """
-    v = g.row[b]
-    while v.news < count:
-        e = news[v.news]
-        v.news += 1
-        r = g.request[b, e.request]
-        if e.kind == FIRST_TOKEN:
-            if r.in_flight == 2:
-                _first_token(g, b, r, e.t)
-        elif r.in_flight > 0:
-            if e.kind == COMPLETION and r.in_flight == 1 and request[e.request].output > 1:
-                p = g.replica[b, r.replica]
-                pace = (e.t - r.first) / (request[e.request].output - 1)
-                p.tpot = _mean(g.config[0], p.tpot, pace)
-            release(g, b, e.request)
+    config, gateway = gateways.config[0], gateways.row[row]
+    while gateway.news < count:
+        entry = news[gateway.news]
+        gateway.news += 1
+        request = gateways.request[row, entry.request]
+        if entry.kind == FIRST_TOKEN:
+            if request.in_flight == 2:
+                replica = gateways.replica[row, request.replica]
+                ttft = entry.time - request.routed
+                replica.prefill -= request.uncached
+                replica.ttft = _mean(config, replica.ttft, ttft)
+                replica.ttft_error = _mean(config, replica.ttft_error, ttft - request.expected)
+                request.in_flight = 1
+                request.first = entry.time
+        elif request.in_flight > 0:
+            output = requests[entry.request].output
+            if entry.kind == COMPLETION and request.in_flight == 1 and output > 1:
+                replica = gateways.replica[row, request.replica]
+                pace = (entry.time - request.first) / (output - 1)
+                replica.tpot = _mean(config, replica.tpot, pace)
+            release(gateways, row, entry.request)
 
 
 @inner
-def scraped(g, b, n, now, waiting, running, usage):
-    """The metrics of replica n were read; those of all replicas are read at the same time."""
-    g.row[b].scraped_s = now
-    p = g.replica[b, n]
-    p.waiting = waiting
-    p.running = running
-    p.usage = usage
+def scraped(gateways, row, number, now, waiting, running, usage):
+    """The metrics of the replica were read; those of all replicas are read at the same time."""
+    gateways.row[row].scraped_s = now
+    replica = gateways.replica[row, number]
+    replica.waiting = waiting
+    replica.running = running
+    replica.usage = usage
 
 
 @inner
-def forget(g, b, n, now):
-    """Replica n is down: its cache and its index are lost, and its requests are released.
+def forget(gateways, row, number, now):
+    """The replica is down: its cache and its index are lost, and its requests are released.
 
     The caller sets ``up`` when it is back.
     """
-    v = g.row[b]
-    p = g.replica[b, n]
-    p.up = 0
-    p.waiting = 0
-    p.running = 0
-    p.usage = 0.0
-    p.forgotten_s = now
-    for j in range(v.requests):
-        if g.request[b, j].replica == n:
-            release(g, b, j)
-    bit = 1 << n
-    for key in range(v.keys):
-        g.holders[b, key] &= ~bit
-        g.stamp[b, n, key] = -1
-    p.entries = 0
-    p.oldest = -1
-    p.newest = -1
-    p.place = 0
+    gateway = gateways.row[row]
+    replica = gateways.replica[row, number]
+    replica.up = replica.waiting = replica.running = 0
+    replica.usage = 0.0
+    replica.forgotten_s = now
+    for index in range(gateway.requests):
+        if gateways.request[row, index].replica == number:
+            release(gateways, row, index)
+    bit = 1 << number
+    for key in range(gateway.keys):
+        gateways.holders[row, key] &= ~bit
+        gateways.stamp[row, number, key] = -1
+    replica.entries = replica.place = 0
+    replica.oldest = replica.newest = -1

@@ -11,12 +11,13 @@ from __future__ import annotations
 import numpy as np
 
 from servegym._jit import inline, inner
-from servegym.envs.llm_routing.kernel.iterations import change_availability
+from servegym.envs.llm_routing.kernel.iterations import change_availability, changes_by
 from servegym.envs.llm_routing.kernel.law import decode_iterations
 from servegym.envs.llm_routing.kernel.scheduler import (
     IDLE,
     admit_head,
     blocks_of,
+    closed_run,
     find_next_finish,
     first_to_finish,
     mixed_end_s,
@@ -27,71 +28,79 @@ from servegym.envs.llm_routing.kernel.scheduler import (
 from servegym.envs.prefix_routing.kernel.cache import admit_blocks, grow
 from servegym.envs.prefix_routing.kernel.layout import COMPLETED, DECODE, FIRST_TOKEN, MIXED
 from servegym.envs.prefix_routing.kernel.queues import (
+    add_news,
     begin_decoding,
     fail,
     leave,
     preempt_newest,
-    tell_news,
 )
 
 # ------------------------------------------------------------------------------------- completions
 
 
+@inline
+def _next_phase(config, replica):
+    return replica.phase + 1 if replica.phase + 1 < config.block_size else 0
+
+
 @inner
-def _end_iteration(c, s, e):
+def _end_iteration(config, systems, replica):
     """Step 1 of a boundary: tokens of the iteration that ends now, completions."""
-    now = e.end
-    if e.iteration == IDLE:
+    now = replica.end
+    if replica.iteration == IDLE:
         return
-    e.emitted += 1
-    e.phase = e.phase + 1 if e.phase + 1 < c.block_size else 0
-    e.decoding_tokens += e.decoding
-    if e.iteration == MIXED:
-        i = next_prefilled(s, e)
-        while i >= 0:
-            r = request_of(s, e, i)
-            begin_decoding(c, s, e, r, i)
-            if r.generated == 1:
-                r.first = now
-                tell_news(s, e, i, FIRST_TOKEN, now)
-            i = next_prefilled(s, e)
-        find_next_finish(s, e)
-    while e.next_finish <= e.emitted:
-        i = first_to_finish(s, e)
-        request_of(s, e, i).outcome = COMPLETED
-        leave(c, s, e, i, now)
-        find_next_finish(s, e)
+    replica.emitted += 1
+    replica.phase = _next_phase(config, replica)
+    replica.decoding_tokens += replica.decoding
+    if replica.iteration == MIXED:
+        slot = next_prefilled(systems, replica)
+        while slot >= 0:
+            request = request_of(systems, replica, slot)
+            begin_decoding(config, systems, replica, request, slot)
+            if request.generated == 1:
+                request.first = now
+                add_news(systems, replica, slot, FIRST_TOKEN, now)
+            slot = next_prefilled(systems, replica)
+        find_next_finish(systems, replica)
+    while replica.next_finish <= replica.emitted:
+        slot = first_to_finish(systems, replica)
+        request_of(systems, replica, slot).outcome = COMPLETED
+        leave(config, systems, replica, slot, now)
+        find_next_finish(systems, replica)
 
 
 # ------------------------------------------------------------------------------------------ memory
 
 
+@inline
+def _grow_decode(config, systems, replica, slot):
+    """Blocks for the next token of a decoding request; returns the next one that grows with it."""
+    request = request_of(systems, replica, slot)
+    grow(config, systems, replica, request, request.prompt + (replica.emitted - request.origin))
+    return request.grow_after
+
+
 @inner
-def _grow_decodes(c, s, e):
+def _grow_decodes(config, systems, replica):
     """Blocks for the next token of every decoding request; returns how many were preempted.
 
     Only those who take or fill a block are looked at, oldest first.
     """
     preempted = 0
-    i = s.lists[e.first_bucket + e.phase]
-    while i >= 0:
-        while e.free == 0 and e.newest != i:
-            preempt_newest(c, s, e)
+    slot = systems.lists[replica.first_bucket + replica.phase]
+    while slot >= 0:
+        while replica.free == 0 and replica.newest != slot:
+            preempt_newest(config, systems, replica)
             preempted += 1
-        if e.free == 0:
-            preempt_newest(c, s, e)
+        if replica.free == 0:
+            preempt_newest(config, systems, replica)
             preempted += 1
             break
-        r = request_of(s, e, i)
-        grow(c, s, e, r, r.prompt + (e.emitted - r.origin))
-        i = r.grow_after
-    if c.block_size > 1:
-        filled = e.phase + 1 if e.phase + 1 < c.block_size else 0
-        i = s.lists[e.first_bucket + filled]
-        while i >= 0:
-            r = request_of(s, e, i)
-            grow(c, s, e, r, r.prompt + (e.emitted - r.origin))
-            i = r.grow_after
+        slot = _grow_decode(config, systems, replica, slot)
+    if config.block_size > 1:
+        slot = systems.lists[replica.first_bucket + _next_phase(config, replica)]
+        while slot >= 0:
+            slot = _grow_decode(config, systems, replica, slot)
     return preempted
 
 
@@ -99,122 +108,115 @@ def _grow_decodes(c, s, e):
 
 
 @inner
-def _schedule_prefills(c, s, e, now, preempted):
+def _schedule_prefills(config, systems, replica, now, preempted):
     """Step 3: the chunk of the prefill under way, then the head of the waiting queue, and so on.
 
     Returns the prefill tokens of the iteration and how many requests were preempted at this
     boundary, ``preempted`` being those so far.
     """
-    tokens = next_chunk(c, s, e)
+    tokens = next_chunk(config, systems, replica)
     if tokens > 0:
-        r = request_of(s, e, e.prefill)
-        if blocks_of(c, r.computed + tokens) - r.blocks > e.free:
-            preempt_newest(c, s, e)
+        request = request_of(systems, replica, replica.prefill)
+        if blocks_of(config, request.computed + tokens) - request.blocks > replica.free:
+            preempt_newest(config, systems, replica)
             return 0, preempted + 1
-        grow(c, s, e, r, r.computed + tokens)
+        grow(config, systems, replica, request, request.computed + tokens)
     if preempted > 0:
         return tokens, preempted
-    budget = c.token_budget - e.decoding
-    while e.waiting > 0 and e.running < c.max_running and tokens < budget and e.blocked == 0:
-        r = request_of(s, e, e.head)
-        if not admit_blocks(c, s, e, r):
+    budget = config.token_budget - replica.decoding
+    while replica.waiting > 0 and replica.running < config.max_running and tokens < budget:
+        request = request_of(systems, replica, replica.head)
+        if replica.blocked != 0 or not admit_blocks(config, systems, replica, request):
             break
-        admit_head(s, e, r, now)
-        if r.preemptions == 0:
-            r.hit = r.computed
+        admit_head(systems, replica, request, now)
+        if request.preemptions == 0:
+            request.hit = request.computed
         else:
-            r.recomputed += max(r.lost - r.computed, 0)
-        r.chunk = min(r.prompt + r.generated - r.computed, budget - tokens)
-        grow(c, s, e, r, r.computed + r.chunk)
-        tokens += r.chunk
+            request.recomputed += max(request.lost - request.computed, 0)
+        request.chunk = min(request.prompt + request.generated - request.computed, budget - tokens)
+        grow(config, systems, replica, request, request.computed + request.chunk)
+        tokens += request.chunk
     return tokens, 0
 
 
 # -------------------------------------------------------------------------------------- iterations
 
 
-@inline
-def _closed_run(c, e):
-    """Decode iterations after the next one in which nothing but decoding can happen."""
-    # b sequences take at most b blocks in any K iterations.
-    return min(e.next_finish - e.emitted - 1, c.block_size * (e.free // e.running))
-
-
 @inner
-def _start_decodes(c, law, s, e, now, until):
+def _start_decodes(config, law, systems, replica, now, until):
     """Decode iterations up to the first in which something else may happen."""
-    limit = _closed_run(c, e)
-    if (e.waiting > 0 and e.running < c.max_running) or s.events.shape[1] > 0:
+    limit = closed_run(config, replica)
+    joins = replica.waiting > 0 and replica.running < config.max_running
+    if joins or systems.events.shape[1] > 0:
         limit = 0  # whether the head joins is decided at every boundary; events have their times
-    done, spent, cost = decode_iterations(law, e, limit, until - now, np.inf)
-    e.start = now + spent
-    e.end = e.start + cost
+    done, spent, cost = decode_iterations(law, replica, limit, until - now, np.inf)
+    replica.start = now + spent
+    replica.end = replica.start + cost
     for _ in range(done):
-        e.emitted += 1
-        e.phase = e.phase + 1 if e.phase + 1 < c.block_size else 0
-        _grow_decodes(c, s, e)
-    e.decoding_tokens += e.running * done
+        replica.emitted += 1
+        replica.phase = _next_phase(config, replica)
+        _grow_decodes(config, systems, replica)
+    replica.decoding_tokens += replica.running * done
 
 
 @inner
-def _start_iteration(c, law, s, e, until):
+def _start_iteration(config, law, systems, replica, until):
     """Steps 2-4 of a boundary; decodes run on up to ``until``."""
-    now = e.end
-    e.start = now
-    preempted = _grow_decodes(c, s, e)
-    tokens, preempted = _schedule_prefills(c, s, e, now, preempted)
+    now = replica.end
+    replica.start = now
+    preempted = _grow_decodes(config, systems, replica)
+    tokens, preempted = _schedule_prefills(config, systems, replica, now, preempted)
     if preempted > 0:
-        find_next_finish(s, e)
+        find_next_finish(systems, replica)
     if tokens > 0:
-        e.iteration = MIXED
-        e.end = mixed_end_s(law, s, e, now, tokens)
-    elif e.running > 0:
-        e.iteration = DECODE
-        _start_decodes(c, law, s, e, now, until)
+        replica.iteration = MIXED
+        replica.end = mixed_end_s(law, systems, replica, now, tokens)
+    elif replica.running > 0:
+        replica.iteration = DECODE
+        _start_decodes(config, law, systems, replica, now, until)
     else:
-        e.iteration = IDLE
-        e.end = np.inf
+        replica.iteration = IDLE
+        replica.end = np.inf
 
 
 @inner
-def _safe_s(c, law, e):
+def _safe_s(config, law, replica):
     """A time before which no request ends unless another one is sent to the replica."""
-    if e.running + e.waiting == 0:
+    if replica.running + replica.waiting == 0:
         return np.inf
-    if e.iteration != DECODE or e.waiting > 0 or e.emitted + 1 >= e.next_finish:
-        return min(e.end, e.next_change)
+    ends = replica.emitted + 1 >= replica.next_finish
+    if replica.iteration != DECODE or replica.waiting > 0 or ends:
+        return min(replica.end, replica.next_change)
     # After the iteration in flight only decodes run; whoever sends a request lowers the bound.
-    e.emitted += 1
-    e.longest_key -= 1  # the contexts are those of the iteration in flight
-    limit = _closed_run(c, e)
-    _, spent, _ = decode_iterations(law, e, limit, np.inf, np.inf)
-    e.emitted -= 1
-    e.longest_key += 1
+    replica.emitted += 1
+    replica.longest_key -= 1  # the contexts are those of the iteration in flight
+    limit = closed_run(config, replica)
+    _, spent, _ = decode_iterations(law, replica, limit, np.inf, np.inf)
+    replica.emitted -= 1
+    replica.longest_key += 1
     # Summed in one piece the times may differ in their last digits from those of shorter runs.
-    return min(e.end + spent * (1.0 - 1e-9), e.next_change)
+    return min(replica.end + spent * (1.0 - 1e-9), replica.next_change)
 
 
 @inner
-def advance(c, law, s, e, until):
+def advance(config, law, systems, replica, until):
     """Let a replica work until ``until``, or until it is empty if that is inf.
 
     Boundaries and failures at ``until`` count, boundaries first.
     """
     while True:
-        changes = e.next_change <= until and c.uptime_s > 0.0
-        if until == np.inf and e.running + e.waiting == 0:
-            changes = False
-        end = e.next_change if changes else until
-        while e.end <= end and e.end < np.inf:
-            _end_iteration(c, s, e)
-            _start_iteration(c, law, s, e, end)
+        changes = changes_by(config, replica, until)
+        end = replica.next_change if changes else until
+        while replica.end <= end and replica.end < np.inf:
+            _end_iteration(config, systems, replica)
+            _start_iteration(config, law, systems, replica, end)
         if not changes:
             break
-        now = e.next_change
-        if e.down == 0:
-            fail(c, s, e, now)
-            e.failed = now
-        change_availability(c, e.number, s.env[e.row], e)
-    e.safe = e.end
-    if s.env[e.row].closed_loop != 0:
-        e.safe = _safe_s(c, law, e)
+        now = replica.next_change
+        if replica.down == 0:
+            fail(config, systems, replica, now)
+            replica.failed = now
+        change_availability(config, systems.env[replica.row], replica)
+    replica.safe = replica.end
+    if systems.env[replica.row].closed_loop != 0:
+        replica.safe = _safe_s(config, law, replica)

@@ -47,6 +47,7 @@ ENV = record(
         ("expected", "i8"),  # requests in the heap of arrivals
         ("closed_loop", "i8"),  # 1: some requests wait for others
         ("routed", "i8"),  # requests sent or rejected
+        ("first_request", "i8"),  # where its requests begin
         ("news", "i8"),  # entries so far
         ("events", "i8"),  # entries so far
         ("failure_seed", "i8"),  # 32 bits that decide when replicas fail
@@ -161,10 +162,10 @@ BLOCK = record(
 )
 """A KV block of a replica."""
 
-NEWS = record([("t", "f8"), ("request", "i4"), ("kind", "i4")])
+NEWS = record([("time", "f8"), ("request", "i4"), ("kind", "i4")])
 """What a gateway sees of a response: its first token, its end, its loss with the replica."""
 
-EVENT = record([("t", "f8"), ("replica", "i4"), ("id", "i4"), ("change", "i8")])
+EVENT = record([("time", "f8"), ("replica", "i4"), ("id", "i4"), ("change", "i8")])
 """A block that got an id (1) or lost it (-1), at the beginning of an iteration.
 
 The blocks that a failure loses are not told of one by one.

@@ -18,106 +18,96 @@ from servegym.envs.llm_routing.kernel.scheduler import (
 )
 from servegym.envs.prefix_routing.kernel.events import clear_request, locate
 from servegym.envs.prefix_routing.kernel.iterations import advance
-from servegym.envs.prefix_routing.kernel.layout import (
-    COMPLETED,
-    FAILED,
-    MIXED,
-    PENDING,
-    QUEUED,
-)
+from servegym.envs.prefix_routing.kernel.layout import COMPLETED, FAILED, MIXED, PENDING, QUEUED
 from servegym.envs.prefix_routing.kernel.queues import clear_replica, take_out
 
-TOKEN = record([("t", "f8"), ("request", "i4"), ("last", "i4")])
+TOKEN = record([("time", "f8"), ("request", "i4"), ("last", "i4")])
 """A token: seconds, the slot of its request, and 1 if it is the last one."""
 
 
 @jit
-def start(t, s):
+def start(tables, systems):
     """An idle server with an empty cache in row 0, no slot of which is in use."""
-    t, s = borrowed(t), borrowed(s)
-    c = t.config[0]
-    v = s.env[0]
-    v.closed_loop = 0
-    v.news = 0
-    v.events = 0
-    locate(c, s, 0, 0)
-    e = s.replica[0, 0]
-    clear_replica(c, s, e)
-    e.down = 0
-    e.failed = -np.inf
-    e.next_change = np.inf
-    for i in range(c.num_requests):
-        s.request[i].outcome = PENDING
+    tables, systems = borrowed(tables), borrowed(systems)
+    config = tables.config[0]
+    env = systems.env[0]
+    env.closed_loop = env.news = env.events = 0
+    locate(config, systems, 0, 0)
+    replica = systems.replica[0, 0]
+    clear_replica(config, systems, replica)
+    replica.down = 0
+    replica.failed = -np.inf
+    replica.next_change = np.inf
+    for i in range(config.num_requests):
+        systems.request[i].outcome = PENDING
 
 
 @jit
-def submit(t, s, i, now):
-    """Put the request of slot i at the end of the queue; the server must have worked until now."""
-    t, s = borrowed(t), borrowed(s)
-    e = s.replica[0, 0]
-    r = s.request[i]
-    clear_request(r)
-    r.replica = 0
-    r.arrived = now
-    r.available = now
-    r.parent = -1
-    r.first_child = -1
-    r.next_child = -1
-    r.outcome = QUEUED
-    enqueue(s, e, r, i)
+def submit(tables, systems, slot, now):
+    """Put the request of a slot at the end of the queue; the server must have worked until now."""
+    tables, systems = borrowed(tables), borrowed(systems)
+    replica = systems.replica[0, 0]
+    request = systems.request[slot]
+    clear_request(request)
+    request.replica = 0
+    request.arrived = request.available = now
+    request.parent = request.first_child = request.next_child = -1
+    request.outcome = QUEUED
+    enqueue(systems, replica, request, slot)
 
 
 @jit
-def abort(t, s, i):
-    """Take the request of slot i out of the server, as when its client hangs up.
+def abort(tables, systems, slot):
+    """Take the request of a slot out of the server, as when its client hangs up.
 
     The iteration in flight takes its time; what the request held is free for the next one.
     """
-    t, s = borrowed(t), borrowed(s)
-    c = t.config[0]
-    e = s.replica[0, 0]
-    r = s.request[i]
-    if r.outcome != QUEUED:
+    tables, systems = borrowed(tables), borrowed(systems)
+    config = tables.config[0]
+    replica = systems.replica[0, 0]
+    request = systems.request[slot]
+    if request.outcome != QUEUED:
         return
-    r.outcome = FAILED
-    k = e.head
-    while k >= 0 and k != i:
-        k = newer(s, e, k)
-    if k == i:
-        leave_waiting(s, e, i)
-        e.blocked = 0  # it may have been the head that did not fit
+    request.outcome = FAILED
+    waiting = replica.head
+    while waiting >= 0 and waiting != slot:
+        waiting = newer(systems, replica, waiting)
+    if waiting == slot:
+        leave_waiting(systems, replica, slot)
+        replica.blocked = 0  # it may have been the head that did not fit
         return
-    take_out(c, s, e, r, i)
-    find_next_finish(s, e)
+    take_out(config, systems, replica, request, slot)
+    find_next_finish(systems, replica)
 
 
 @jit
-def work(t, s, until, tokens):
+def work(tables, systems, until, tokens):
     """Work until ``until`` and write every token: TOKEN (K,), K at least the running requests.
 
     Returns how many tokens were written. Where there was no room for those of one more iteration
     the server is behind: ``replica.end`` is then still at or before ``until``, and another call
     goes on.
     """
-    t, s, tokens = borrowed(t), borrowed(s), borrowed(tokens)
-    c = t.config[0]
-    e = s.replica[0, 0]
+    tables, systems, tokens = borrowed(tables), borrowed(systems), borrowed(tokens)
+    config = tables.config[0]
+    replica = systems.replica[0, 0]
     written = 0
-    while e.end <= until and written + e.running <= tokens.shape[0]:
-        now = e.end
+    while replica.end <= until and written + replica.running <= tokens.shape[0]:
+        now = replica.end
         first = written
-        i = e.oldest
-        while i >= 0:
-            r = s.request[i]
-            if r.decoding == 1 or (
-                e.iteration == MIXED and r.computed + r.chunk >= r.prompt + r.generated
-            ):
-                tokens[written].t = now
-                tokens[written].request = i
+        slot = replica.oldest
+        while slot >= 0:
+            request = systems.request[slot]
+            computed = request.computed + request.chunk
+            last_chunk = computed >= request.prompt + request.generated
+            if request.decoding == 1 or (replica.iteration == MIXED and last_chunk):
+                tokens[written].time = now
+                tokens[written].request = slot
                 written += 1
-            i = newer(s, e, i)
-        advance(c, t.law, s, e, now)  # one boundary: a run of decodes ends where it begins
-        s.env[0].news = 0
+            slot = newer(systems, replica, slot)
+        # One boundary: a run of decodes ends where it begins.
+        advance(config, tables.law, systems, replica, now)
+        systems.env[0].news = 0
         for k in range(first, written):
-            tokens[k].last = s.request[tokens[k].request].outcome == COMPLETED
+            tokens[k].last = systems.request[tokens[k].request].outcome == COMPLETED
     return written

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from servegym._jit import inner
-from servegym.envs.prefix_routing.kernel.gateway import NO_INDEX, PRECISE
+from servegym.envs.prefix_routing.kernel.gateway import NO_INDEX, PRECISE, decayed
 
 # Documented bounds of the observation; larger values are clipped.
 MAX_TOKENS = float(1 << 24)  # the last up to which float32 holds every whole number
@@ -83,65 +83,64 @@ REQUEST_HIGH = tuple(_high(name) for name in REQUEST_FEATURES)
 
 
 @inner
-def observe(g, b, j, now, replicas, request):
-    """Write what the router sees of request j, which was looked up; -1 after the last.
+def observe(gateways, row, index, now, replica_columns, request_columns):
+    """Write what the router sees of the request, which was looked up; -1 after the last.
 
     Args:
-        g: The gateways.
-        b: Row.
-        j: Request.
+        gateways: The gateways.
+        row: Row.
+        index: Request.
         now: Seconds.
-        replicas: float32 (N, F), the columns `REPLICA_FEATURES`.
-        request: float32 (K,), the columns `REQUEST_FEATURES`.
+        replica_columns: float32 (N, F), the columns `REPLICA_FEATURES`.
+        request_columns: float32 (K,), the columns `REQUEST_FEATURES`.
     """
-    c = g.config[0]
-    v = g.row[b]
-    replicas[:] = 0.0
-    request[:] = 0.0
+    config, gateway = gateways.config[0], gateways.row[row]
+    replica_columns[:] = 0.0
+    request_columns[:] = 0.0
     prompt = 1.0
     session_replica = -1
-    if j >= 0:
-        r = g.request[b, j]
-        prompt = r.prompt
-        session_replica = g.session_replica[b, r.session]
-        request[0] = min(r.prompt, MAX_TOKENS)
-        request[1] = min(r.predicted, MAX_TOKENS)
-        request[2] = min(r.turn, MAX_REQUESTS)
-        before = g.session_s[b, r.session]
-        request[3] = 0.0 if math.isnan(before) else min(now - before, MAX_SECONDS)
-        request[4] = tenant_heat(g, b, r.tenant, now)
-        request[5] = min(r.ttft_slo, MAX_SECONDS)
-        request[6] = min(r.tpot_slo, MAX_SECONDS)
-    for n in range(v.replicas):
-        p = g.replica[b, n]
-        o = replicas[n]
-        o[0] = 1.0
-        o[1] = p.up
-        o[2] = min(p.waiting, MAX_REQUESTS)
-        o[3] = min(p.running, MAX_REQUESTS)
-        o[4] = p.usage
-        o[5] = min(now - v.scraped_s, MAX_SECONDS)
-        o[6] = min(p.in_flight, MAX_REQUESTS)
-        o[7] = min(p.prefill, MAX_TOKENS)
-        o[8] = min(p.context, MAX_TOKENS)
-        o[9] = min(p.blocks, MAX_TOKENS)
-        if j >= 0:
-            o[10] = min(p.match, MAX_TOKENS)
-            o[11] = p.match / prompt
-            o[14] = min(p.match_age, MAX_SECONDS)
-            o[15] = n == session_replica
-        used = max(p.entries, 0) * c.entry_tokens
-        o[12] = min(used, MAX_TOKENS)
-        if c.index == PRECISE:
-            o[13] = min(used / p.kv_tokens, 1.0)
-        elif c.index != NO_INDEX:
-            o[13] = p.entries / max(p.capacity, 1)
-        o[16] = _seconds(p.ttft)
-        o[17] = max(_seconds(p.ttft_error), -MAX_SECONDS)
-        o[18] = _seconds(p.tpot)
-        o[19] = min(p.speed, MAX_TOKENS)
-        o[20] = min(p.kv_tokens, MAX_TOKENS)
-        o[21] = min(p.max_num_seqs, MAX_REQUESTS)
+    if index >= 0:
+        request = gateways.request[row, index]
+        prompt = request.prompt
+        session_replica = gateways.session_replica[row, request.session]
+        request_columns[0] = min(request.prompt, MAX_TOKENS)
+        request_columns[1] = min(request.predicted, MAX_TOKENS)
+        request_columns[2] = min(request.turn, MAX_REQUESTS)
+        before = gateways.session_s[row, request.session]
+        request_columns[3] = 0.0 if math.isnan(before) else min(now - before, MAX_SECONDS)
+        request_columns[4] = tenant_heat(gateways, row, request.tenant, now)
+        request_columns[5] = min(request.ttft_slo, MAX_SECONDS)
+        request_columns[6] = min(request.tpot_slo, MAX_SECONDS)
+    for n in range(gateway.replicas):
+        replica = gateways.replica[row, n]
+        columns = replica_columns[n]
+        columns[0] = 1.0
+        columns[1] = replica.up
+        columns[2] = min(replica.waiting, MAX_REQUESTS)
+        columns[3] = min(replica.running, MAX_REQUESTS)
+        columns[4] = replica.usage
+        columns[5] = min(now - gateway.scraped_s, MAX_SECONDS)
+        columns[6] = min(replica.in_flight, MAX_REQUESTS)
+        columns[7] = min(replica.prefill, MAX_TOKENS)
+        columns[8] = min(replica.context, MAX_TOKENS)
+        columns[9] = min(replica.blocks, MAX_TOKENS)
+        if index >= 0:
+            columns[10] = min(replica.match, MAX_TOKENS)
+            columns[11] = replica.match / prompt
+            columns[14] = min(replica.match_age, MAX_SECONDS)
+            columns[15] = n == session_replica
+        used = max(replica.entries, 0) * config.entry_tokens
+        columns[12] = min(used, MAX_TOKENS)
+        if config.index == PRECISE:
+            columns[13] = min(used / replica.kv_tokens, 1.0)
+        elif config.index != NO_INDEX:
+            columns[13] = replica.entries / max(replica.capacity, 1)
+        columns[16] = _seconds(replica.ttft)
+        columns[17] = max(_seconds(replica.ttft_error), -MAX_SECONDS)
+        columns[18] = _seconds(replica.tpot)
+        columns[19] = min(replica.speed, MAX_TOKENS)
+        columns[20] = min(replica.kv_tokens, MAX_TOKENS)
+        columns[21] = min(replica.max_num_seqs, MAX_REQUESTS)
 
 
 @inner
@@ -150,11 +149,10 @@ def _seconds(measured):
 
 
 @inner
-def tenant_heat(g, b, tenant, now):
+def tenant_heat(gateways, row, tenant, now):
     """Share of the recent requests that the tenant sent, 0 before the first request of all."""
-    v = g.row[b]
-    if v.heat == 0.0:
+    config, gateway = gateways.config[0], gateways.row[row]
+    if gateway.heat == 0.0:
         return 0.0
-    heat_s = g.config[0].heat_s
-    heat = g.tenant_heat[b, tenant] * math.exp((g.tenant_s[b, tenant] - now) / heat_s)
-    return min(heat / (v.heat * math.exp((v.heat_s - now) / heat_s)), 1.0)
+    heat = decayed(config, gateways.tenant_heat[row, tenant], gateways.tenant_s[row, tenant], now)
+    return min(heat / decayed(config, gateway.heat, gateway.heat_s, now), 1.0)

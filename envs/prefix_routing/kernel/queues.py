@@ -10,11 +10,14 @@ import numpy as np
 
 from servegym._jit import inline, inner
 from servegym.envs.llm_routing.kernel.scheduler import (
+    ARRIVAL,
     clear_scheduler,
     leave_running,
     newer,
     request_of,
     requeue,
+    rise,
+    sink,
     start_decoding,
     stop_decoding,
 )
@@ -23,165 +26,131 @@ from servegym.envs.prefix_routing.kernel.layout import COMPLETION, FAILED, LOSS
 
 
 @inner
-def clear_replica(c, s, e):
+def clear_replica(config, systems, replica):
     """An idle replica with empty queues and an empty cache."""
-    clear_scheduler(e)
-    e.safe = np.inf
-    clear_cache(c, s, e)
-    for k in range(e.first_bucket, e.first_bucket + 2 * c.block_size):
-        s.lists[k] = -1
+    clear_scheduler(replica)
+    replica.safe = np.inf
+    clear_cache(config, systems, replica)
+    for k in range(replica.first_bucket, replica.first_bucket + 2 * config.block_size):
+        systems.lists[k] = -1
 
 
 # ---------------------------------------------------------------------------------------- arrivals
 
 
-@inline
-def _comes_before(s, v_first, i, k):
-    """Whether request i arrives before request k; of two at once, the one with the lower index."""
-    mine, theirs = s.request[v_first + i].arrived, s.request[v_first + k].arrived
-    return mine < theirs or (mine == theirs and i < k)
+@inner
+def expect(systems, row, index):
+    """Put a request of the row, whose arrival is known now, among the expected ones."""
+    env, heap = systems.env[row], systems.expected[row]
+    rise(systems, env, ARRIVAL, heap, 0, env.expected, index)
+    env.expected += 1
 
 
 @inner
-def expect(c, s, b, i):
-    """Put request i of row b, whose arrival is known now, among the expected ones."""
-    v = s.env[b]
-    first = b * c.num_requests
-    place = v.expected
-    v.expected += 1
-    while place > 0:
-        above = (place - 1) // 2
-        k = s.expected[b, above]
-        if not _comes_before(s, first, i, k):
-            break
-        s.expected[b, place] = k
-        place = above
-    s.expected[b, place] = i
+def take_expected(systems, row):
+    """Take the next request to arrive out of the expected ones of the row."""
+    env, heap = systems.env[row], systems.expected[row]
+    index = heap[0]
+    env.expected -= 1
+    sink(systems, env, ARRIVAL, heap, 0, env.expected, 0, heap[env.expected])
+    return index
 
 
 @inner
-def take_expected(c, s, b):
-    """Take the next request to arrive out of the expected ones of row b."""
-    v = s.env[b]
-    first = b * c.num_requests
-    found = s.expected[b, 0]
-    v.expected -= 1
-    last = s.expected[b, v.expected]
-    place = 0
-    while 2 * place + 1 < v.expected:
-        below = 2 * place + 1
-        k = s.expected[b, below]
-        if below + 1 < v.expected and _comes_before(s, first, s.expected[b, below + 1], k):
-            below += 1
-            k = s.expected[b, below]
-        if not _comes_before(s, first, k, last):
-            break
-        s.expected[b, place] = k
-        place = below
-    s.expected[b, place] = last
-    return found
-
-
-@inner
-def expect_children(c, s, b, r, time):
-    """Request r of row b is done: those that wait for it arrive their time after it."""
-    i = r.first_child
-    while i >= 0:
-        child = s.request[b * c.num_requests + i]
+def expect_children(systems, row, request, time):
+    """A request of the row is done: those that wait for it arrive their time after it."""
+    index = request.first_child
+    while index >= 0:
+        child = request_of(systems, systems.env[row], index)
         child.arrived = time + child.think
-        expect(c, s, b, i)
-        i = child.next_child
+        expect(systems, row, index)
+        index = child.next_child
 
 
 @inline
-def tell_news(s, e, i, kind, time):
-    """A gateway sees the first token or the end of request i."""
-    v = s.env[e.row]
-    entry = s.news[e.row, v.news]
-    entry.t = time
-    entry.request = i
+def add_news(systems, replica, slot, kind, time):
+    """A gateway sees the first token of a request, its end or its loss."""
+    env = systems.env[replica.row]
+    entry = systems.news[replica.row, env.news]
+    entry.time = time
+    entry.request = slot
     entry.kind = kind
-    v.news += 1
+    env.news += 1
 
 
 # ---------------------------------------------------------------------------------------- decoding
 
 
 @inline
-def _bucket(c, e, r):
-    """Where the lists hold the oldest of those who take a block in the same iterations as r."""
+def _bucket(config, replica, request):
+    """Where the lists hold the oldest of those who take a block in its iterations."""
     # Scheduled with K n + 1 tokens it takes a block; it has emitted - origin of its own then.
-    return e.first_bucket + (r.origin + 1 - r.prompt) % c.block_size
+    return replica.first_bucket + (request.origin + 1 - request.prompt) % config.block_size
 
 
 @inner
-def begin_decoding(c, s, e, r, i):
-    """Request r, the oldest whose prefill was under way, has a token more and decodes from now."""
-    start_decoding(c, s, e, r, i)
-    oldest = _bucket(c, e, r)
-    newest = oldest + c.block_size
-    r.grow_before = s.lists[newest]
-    r.grow_after = -1
-    if r.grow_before < 0:
-        s.lists[oldest] = i
+def begin_decoding(config, systems, replica, request, slot):
+    """The oldest request whose prefill was under way has a token more and decodes from now."""
+    start_decoding(config, systems, replica, request, slot)
+    oldest = _bucket(config, replica, request)
+    newest = oldest + config.block_size
+    request.grow_before = systems.lists[newest]
+    request.grow_after = -1
+    if request.grow_before < 0:
+        systems.lists[oldest] = slot
     else:
-        request_of(s, e, r.grow_before).grow_after = i
-    s.lists[newest] = i
+        request_of(systems, replica, request.grow_before).grow_after = slot
+    systems.lists[newest] = slot
 
 
 @inner
-def take_out(c, s, e, r, i):
+def take_out(config, systems, replica, request, slot):
     """A request leaves the running list and gives back its blocks."""
-    if r.decoding:
-        oldest = _bucket(c, e, r)
-        if r.grow_before < 0:
-            s.lists[oldest] = r.grow_after
+    if request.decoding:
+        oldest = _bucket(config, replica, request)
+        if request.grow_before < 0:
+            systems.lists[oldest] = request.grow_after
         else:
-            request_of(s, e, r.grow_before).grow_after = r.grow_after
-        if r.grow_after < 0:
-            s.lists[oldest + c.block_size] = r.grow_before
+            request_of(systems, replica, request.grow_before).grow_after = request.grow_after
+        if request.grow_after < 0:
+            systems.lists[oldest + config.block_size] = request.grow_before
         else:
-            request_of(s, e, r.grow_after).grow_before = r.grow_before
-        stop_decoding(c, s, e, r)
-    leave_running(s, e, i)
-    release_blocks(c, s, e, r)
+            request_of(systems, replica, request.grow_after).grow_before = request.grow_before
+        stop_decoding(config, systems, replica, request)
+    leave_running(systems, replica, slot)
+    release_blocks(config, systems, replica, request)
 
 
 @inner
-def leave(c, s, e, i, now):
-    """Request i has its last token: it gives back its blocks, and who waits for it may come."""
-    r = request_of(s, e, i)
-    take_out(c, s, e, r, i)
-    r.finish = now
-    tell_news(s, e, i, COMPLETION, now)
-    expect_children(c, s, e.row, r, now)
+def leave(config, systems, replica, slot, now):
+    """A request has its last token: it gives back its blocks, and who waits for it may come."""
+    request = request_of(systems, replica, slot)
+    take_out(config, systems, replica, request, slot)
+    request.finish = now
+    add_news(systems, replica, slot, COMPLETION, now)
+    expect_children(systems, replica.row, request, now)
 
 
 @inner
-def preempt_newest(c, s, e):
+def preempt_newest(config, systems, replica):
     """Send the newest admitted request back to the head of the waiting queue."""
-    i = e.newest
-    r = request_of(s, e, i)
-    take_out(c, s, e, r, i)
-    r.lost = r.computed
-    requeue(s, e, r, i)
+    slot = replica.newest
+    request = request_of(systems, replica, slot)
+    take_out(config, systems, replica, request, slot)
+    request.lost = request.computed
+    requeue(systems, replica, request, slot)
 
 
 @inner
-def _lose(c, s, e, i, now):
-    r = request_of(s, e, i)
-    r.outcome = FAILED
-    r.decoding = 0
-    tell_news(s, e, i, LOSS, now)
-    expect_children(c, s, e.row, r, now)
-
-
-@inner
-def fail(c, s, e, now):
+def fail(config, systems, replica, now):
     """A replica dies: all that it runs, queues and has cached is lost."""
-    for first in (e.oldest, e.head):
-        i = first
-        while i >= 0:
-            _lose(c, s, e, i, now)
-            i = newer(s, e, i)
-    clear_replica(c, s, e)
+    for first in (replica.oldest, replica.head):
+        slot = first
+        while slot >= 0:
+            request = request_of(systems, replica, slot)
+            request.outcome = FAILED
+            request.decoding = 0
+            add_news(systems, replica, slot, LOSS, now)
+            expect_children(systems, replica.row, request, now)
+            slot = newer(systems, replica, slot)
+    clear_replica(config, systems, replica)

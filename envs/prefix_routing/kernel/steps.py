@@ -1,9 +1,7 @@
 """Steps of the environment: a decision, the way to the next one, and what of it is seen and paid.
 
-Inside, ``p`` is a `SETTINGS`, ``x`` `Episodes`, ``o`` an `EPISODE` and ``g`` a `Gateway`; the other
-names are the engine's. The gateway is told of nothing that a gateway cannot know: metrics as they
-were at the last scrape, first tokens and ends of its responses, cache events where its index is
-built from them.
+The gateway is told of nothing that a gateway cannot know: metrics as they were at the last scrape,
+first tokens and ends of its responses, cache events where its index is built from them.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from servegym._jit import borrowed, inline, inner, jit, record
-from servegym.envs.llm_routing.kernel.scheduler import before, blocks_of
+from servegym.envs.llm_routing.kernel.scheduler import before, blocks_of, request_of
 from servegym.envs.prefix_routing.kernel import gateway
 from servegym.envs.prefix_routing.kernel.cache import used_blocks
 from servegym.envs.prefix_routing.kernel.events import (
@@ -25,7 +23,7 @@ from servegym.envs.prefix_routing.kernel.events import (
     take_arrival,
 )
 from servegym.envs.prefix_routing.kernel.iterations import advance
-from servegym.envs.prefix_routing.kernel.layout import COMPLETION, FIRST_TOKEN
+from servegym.envs.prefix_routing.kernel.layout import COMPLETED, COMPLETION, FIRST_TOKEN
 from servegym.envs.prefix_routing.kernel.observation import observe as see
 
 SLO, TTFT, SCORE, DENSE = 0, 1, 2, 3  # settings.reward
@@ -131,208 +129,245 @@ class Buffers(NamedTuple):
 
 
 @inner
-def _work(c, law, p, s, g, x, b, n, now, until):
-    """Let replica n of row b work until ``until``, now or just before it; scrape it till now."""
-    e = s.replica[b, n]
+def _work(tables, systems, gateways, episodes, row, number, now, until):
+    """Let a replica work until ``until``, now or just before it; it is scraped until now."""
+    config, settings = tables.config[0], episodes.settings[0]
+    replica = systems.replica[row, number]
     tick = now
-    if p.scrape_s > 0.0:
-        tick = math.floor(now / p.scrape_s) * p.scrape_s
+    if settings.scrape_s > 0.0:
+        tick = math.floor(now / settings.scrape_s) * settings.scrape_s
         if tick > now:
-            tick -= p.scrape_s
-    if tick > x.scraped[b, n]:
-        if e.end <= tick or e.next_change <= tick:
-            advance(c, law, s, e, min(tick, until))
-        x.scraped[b, n] = tick
-        usage = used_blocks(e) / e.capacity
-        gateway.scraped(g, b, n, tick, e.waiting, e.running, usage)
-    if e.end <= until or e.next_change <= until:
-        advance(c, law, s, e, until)
+            tick -= settings.scrape_s
+    if tick > episodes.scraped[row, number]:
+        if replica.end <= tick or replica.next_change <= tick:
+            advance(config, tables.law, systems, replica, min(tick, until))
+        episodes.scraped[row, number] = tick
+        usage = used_blocks(replica) / replica.capacity
+        gateway.scraped(gateways, row, number, tick, replica.waiting, replica.running, usage)
+    if replica.end <= until or replica.next_change <= until:
+        advance(config, tables.law, systems, replica, until)
 
 
 @inner
-def _go_to_next_arrival(c, law, p, s, g, x, b):
-    """Bring row b, its replicas and its gateway to the next arrival, if there is one."""
-    while True:
-        n = next_to_work(c, s, b)
-        if n < 0:
-            break
-        safe = s.replica[b, n].safe
-        _work(c, law, p, s, g, x, b, n, safe, safe)
-    v = s.env[b]
-    take_arrival(c, s, b)
-    if v.index < 0:
+def _go_to_next_arrival(tables, systems, gateways, episodes, row):
+    """Bring the row, its replicas and its gateway to the next arrival, if there is one."""
+    config, env = tables.config[0], systems.env[row]
+    n = next_to_work(config, systems, row)
+    while n >= 0:
+        safe = systems.replica[row, n].safe
+        _work(tables, systems, gateways, episodes, row, n, safe, safe)
+        n = next_to_work(config, systems, row)
+    take_arrival(systems, row)
+    if env.index < 0:
         return
-    for n in range(c.num_replicas):
-        _work(c, law, p, s, g, x, b, n, v.now, before(v.now))
-    _hear(c, p, s, g, x, b)
-    for n in range(c.num_replicas):
-        e = s.replica[b, n]
-        if e.failed > g.replica[b, n].forgotten_s:
-            gateway.forget(g, b, n, e.failed)
-        g.replica[b, n].up = 1 - e.down
-    gateway.take_events(g, b, s.events[b], v.events, v.now)
-    gateway.look_up(g, b, v.index, v.now)
+    for n in range(config.num_replicas):
+        _work(tables, systems, gateways, episodes, row, n, env.now, before(env.now))
+    _hear(config, systems, gateways, episodes, row)
+    for n in range(config.num_replicas):
+        replica = systems.replica[row, n]
+        if replica.failed > gateways.replica[row, n].forgotten_s:
+            gateway.forget(gateways, row, n, replica.failed)
+        gateways.replica[row, n].up = 1 - replica.down
+    gateway.take_events(gateways, row, systems.events[row], env.events, env.now)
+    gateway.look_up(gateways, row, env.index, env.now)
 
 
 @inner
-def _hear(c, p, s, g, x, b):
+def _hear(config, systems, gateways, episodes, row):
     """First tokens and ends since the last time: for the gateway, and for the episode's sums."""
-    v = s.env[b]
-    o = x.row[b]
-    first = b * c.num_requests
-    while o.news < v.news:
-        entry = s.news[b, o.news]
-        o.news += 1
-        if x.counted[b, entry.request] == 0:
+    settings, episode = episodes.settings[0], episodes.row[row]
+    env, news = systems.env[row], systems.news[row]
+    while episode.news < env.news:
+        entry = news[episode.news]
+        episode.news += 1
+        if episodes.counted[row, entry.request] == 0:
             continue
-        r = s.request[first + entry.request]
-        expected = g.request[b, entry.request].expected
-        ttft = r.first - r.arrived
+        request = request_of(systems, env, entry.request)
+        view = gateways.request[row, entry.request]
+        ttft = request.first - request.arrived
+        expected = _in_advance(settings, request.prompt, view.expected)
         if entry.kind == FIRST_TOKEN:
-            o.step_ttft += ttft
-            o.step_early += _in_advance(p, r.prompt, ttft) - _in_advance(p, r.prompt, expected)
+            episode.step_ttft += ttft
+            episode.step_early += _in_advance(settings, request.prompt, ttft) - expected
         elif entry.kind == COMPLETION:
-            _count(p, o, r, g.request[b, entry.request].uncached)
-            o.step_early -= _in_advance(p, r.prompt, ttft)
+            _count(settings, episode, request, view.uncached)
+            episode.step_early -= _in_advance(settings, request.prompt, ttft)
         else:
-            o.step_score += LOST
-            o.step_early -= _in_advance(p, r.prompt, expected if math.isnan(ttft) else ttft)
-    gateway.take_news(g, b, s.news[b], v.news, s.request[first : first + c.num_requests])
+            episode.step_score += LOST
+            paid = expected if math.isnan(ttft) else _in_advance(settings, request.prompt, ttft)
+            episode.step_early -= paid
+    requests = systems.request[env.first_request : env.first_request + config.num_requests]
+    gateway.take_news(gateways, row, news, env.news, requests)
 
 
 @inline
-def _doublings(p, prompt, ttft):
+def _doublings(settings, prompt, ttft):
     """Binary logarithm of one and the share of its objective that a TTFT takes."""
-    objective = p.ttft_s + p.ttft_s_per_token * prompt
+    objective = settings.ttft_s + settings.ttft_s_per_token * prompt
     return math.log2(1.0 + ttft / objective) if objective > 0.0 else MAX_SHARE
 
 
 @inline
-def _in_advance(p, prompt, ttft):
+def _in_advance(settings, prompt, ttft):
     """What DENSE pays of the score before a request ends, as if TPOT took nothing.
 
     At the decision for the TTFT that the gateway expects, from the first token on for the true one.
     """
-    doublings = _doublings(p, prompt, ttft)
+    doublings = _doublings(settings, prompt, ttft)
     return (1.0 if doublings <= 1.0 else 0.0) - SCORE_WEIGHT * doublings
 
 
 @inline
-def score(p, r):
+def score(settings, request):
     """What a completed request is worth: 1 within both objectives, less for what it took of them.
 
     ``SCORE_WEIGHT`` times the binary logarithm of one and the larger share of its objective that
     TTFT or TPOT took: the logarithm tells apart what is late and what is later.
     """
-    ttft = (r.first - r.arrived) / (p.ttft_s + p.ttft_s_per_token * r.prompt)
-    tpot = (r.finish - r.first) / (p.tpot_s * max(r.output - 1, 1))
+    objective = settings.ttft_s + settings.ttft_s_per_token * request.prompt
+    ttft = (request.first - request.arrived) / objective
+    tpot = (request.finish - request.first) / (settings.tpot_s * max(request.output - 1, 1))
     worse = max(ttft, tpot)
     return (1.0 if worse <= 1.0 else 0.0) - SCORE_WEIGHT * math.log2(1.0 + worse)
 
 
 @inline
-def _count(p, o, r, uncached):
+def _met(settings, request):
+    """Whether a completed request is within its objectives of TTFT and of TPOT."""
+    ttft = request.first - request.arrived
+    in_time = ttft <= settings.ttft_s + settings.ttft_s_per_token * request.prompt
+    return in_time, request.finish - request.first <= settings.tpot_s * (request.output - 1)
+
+
+@jit
+def rewards_of(settings, requests, rewards):
+    """What the reward of `SETTINGS` (1,) counts in all for requests (K,) that have ended.
+
+    Written into ``rewards`` (K,).
+    """
+    reward = settings[0].reward
+    for k in range(len(requests)):
+        request = requests[k]
+        rewards[k] = 0.0
+        if request.outcome == COMPLETED:
+            in_time, smooth = _met(settings[0], request)
+            if reward == TTFT:
+                rewards[k] = request.arrived - request.first
+            elif reward == SLO:
+                rewards[k] = 1.0 if in_time and smooth else 0.0
+            else:
+                rewards[k] = score(settings[0], request)
+        elif request.replica >= 0 and (reward == SCORE or reward == DENSE):
+            rewards[k] = LOST
+
+
+@inline
+def _count(settings, episode, request, uncached):
     """Add a completed request to the episode's sums; ``uncached`` as the index had it."""
-    o.completed += 1
-    ttft = r.first - r.arrived
-    in_time = ttft <= p.ttft_s + p.ttft_s_per_token * r.prompt
-    smooth = r.finish - r.first <= p.tpot_s * (r.output - 1)
-    o.step_score += score(p, r)
-    o.met_ttft += in_time
-    o.met_tpot += smooth
+    in_time, smooth = _met(settings, request)
+    episode.completed += 1
+    episode.step_score += score(settings, request)
+    episode.met_ttft += in_time
+    episode.met_tpot += smooth
     if in_time and smooth:
-        o.met += 1
-        o.step_met += 1.0
-    claimed = r.prompt - uncached
-    o.prompt_tokens += r.prompt
-    o.hit_tokens += r.hit
-    o.claimed_tokens += claimed
-    o.false_tokens += max(claimed - r.hit, 0)
-    o.recomputed_tokens += r.recomputed
-    o.preemptions += r.preemptions
-    o.last_finish = max(o.last_finish, r.finish)
+        episode.met += 1
+        episode.step_met += 1.0
+    claimed = request.prompt - uncached
+    episode.prompt_tokens += request.prompt
+    episode.hit_tokens += request.hit
+    episode.claimed_tokens += claimed
+    episode.false_tokens += max(claimed - request.hit, 0)
+    episode.recomputed_tokens += request.recomputed
+    episode.preemptions += request.preemptions
+    episode.last_finish = max(episode.last_finish, request.finish)
 
 
 # -------------------------------------------------------------------------------------- decisions
 
 
 @inner
-def _send(c, law, s, g, b, n):
-    """Send the current request of row b to replica n, or reject it if n < 0; returns if sent."""
-    v = s.env[b]
-    index, now = v.index, v.now
-    went = route_request(c, law, s, b, n)
-    gateway.sent(g, b, index, n if went else -1, now)
+def _send(tables, systems, gateways, row, number):
+    """Send the current request to a replica, or reject it if there is none; returns if sent."""
+    env = systems.env[row]
+    index, now = env.index, env.now
+    went = route_request(tables.config[0], tables.law, systems, row, number)
+    gateway.sent(gateways, row, index, number if went else -1, now)
     return went
 
 
 @inline
-def _reference(c, g, b, prompt):
+def _reference(config, gateways, row, prompt):
     """The replica that has least to compute times requests in flight, as LMetric's rule."""
     best, least = 0, np.inf
-    for n in range(c.num_replicas):
-        q = g.replica[b, n]
-        cost = (prompt - q.match) * (q.in_flight + 1.0) + 1e-9 * q.in_flight
-        if q.up == 1 and cost < least:
+    for n in range(config.num_replicas):
+        view = gateways.replica[row, n]
+        cost = (prompt - view.match) * (view.in_flight + 1.0) + 1e-9 * view.in_flight
+        if view.up == 1 and cost < least:
             best, least = n, cost
     return best
 
 
 @inner
-def _observe(c, p, s, g, x, out, b):
-    """Write what is seen of row b, of no request at the end of an episode, and the mask."""
-    v = s.env[b]
-    see(g, b, v.index, v.now, out.replicas[b], out.request[b])
-    out.time_s[b, 0] = v.now
-    if v.index < 0:
-        out.ids[b] = 0
-        out.mask[b] = 1
+def _observe(config, systems, gateways, episodes, out, row):
+    """Write what is seen of the row, of no request at the end of an episode, and the mask."""
+    env, settings = systems.env[row], episodes.settings[0]
+    see(gateways, row, env.index, env.now, out.replicas[row], out.request[row])
+    out.time_s[row, 0] = env.now
+    if env.index < 0:
+        out.ids[row] = 0
+        out.mask[row] = 1
     else:
-        out.ids[b, 0] = x.ids[b, v.index, 0]
-        out.ids[b, 1] = x.ids[b, v.index, 1]
-        r = s.request[b * c.num_requests + v.index]
+        out.ids[row, 0] = episodes.ids[row, env.index, 0]
+        out.ids[row, 1] = episodes.ids[row, env.index, 1]
+        # An answer may be longer than predicted: the mask knows the prompt alone.
+        need = blocks_of(config, request_of(systems, env, env.index).prompt)
         up = 0
-        for n in range(c.num_replicas):
-            up += g.replica[b, n].up
-        for n in range(c.num_replicas):
-            # An answer may be longer than told: the mask knows the prompt alone.
-            fits = blocks_of(c, r.prompt) <= s.replica[b, n].capacity
+        for n in range(config.num_replicas):
+            up += gateways.replica[row, n].up
+        for n in range(config.num_replicas):
+            fits = need <= systems.replica[row, n].capacity
             # Where all are down there must be something to do: the request is rejected.
-            out.mask[b, n] = (g.replica[b, n].up == 1 or up == 0) and fits
-        if p.admission:
-            out.mask[b, c.num_replicas] = 1
-    if p.layout != DICT:
-        width, features = out.request.shape[1], out.replicas.shape[2]
-        first = 0 if p.layout == SUMMARY else width
-        of_row = features + (width if p.layout == SUMMARY else 1)
-        for k in range(width):
-            value = _scaled(out.request[b, k], out.high[k])
-            if p.layout == FLAT:
-                out.scaled[b, k] = value
-            else:
-                for n in range(c.num_replicas):
-                    out.scaled[b, n * of_row + features + k] = value
-        for n in range(c.num_replicas):
-            at = first + n * of_row
-            for k in range(features):
-                out.scaled[b, at + k] = _scaled(out.replicas[b, n, k], out.high[width + k])
-            if p.layout == FLAT:
-                out.scaled[b, at + features] = _expected(c, p, s, g, b, n)
+            out.mask[row, n] = (gateways.replica[row, n].up == 1 or up == 0) and fits
+        if settings.admission:
+            out.mask[row, config.num_replicas] = 1
+    if settings.layout != DICT:
+        _scale(config, systems, gateways, settings, out, row)
 
 
 @inline
-def _expected(c, p, s, g, b, n):
-    """What the TTFT of the request takes of its objective at replica n, as the gateway expects it.
+def _scale(config, systems, gateways, settings, out, row):
+    """Write what is seen of the row in one array."""
+    width, features = out.request.shape[1], out.replicas.shape[2]
+    first = 0 if settings.layout == SUMMARY else width
+    of_replica = features + (width if settings.layout == SUMMARY else 1)
+    for k in range(width):
+        value = _scaled(out.request[row, k], out.high[k])
+        if settings.layout == FLAT:
+            out.scaled[row, k] = value
+        else:
+            for n in range(config.num_replicas):
+                out.scaled[row, n * of_replica + features + k] = value
+    for n in range(config.num_replicas):
+        start = first + n * of_replica
+        for k in range(features):
+            out.scaled[row, start + k] = _scaled(out.replicas[row, n, k], out.high[width + k])
+        if settings.layout == FLAT:
+            expected = _expected(settings, systems.env[row], systems, gateways, row, n)
+            out.scaled[row, start + features] = expected
+
+
+@inline
+def _expected(settings, env, systems, gateways, row, number):
+    """Share of its objective that the request's TTFT takes at a replica, as the gateway expects it.
 
     In the form of `_doublings`, at most `MAX_SHARE`; 0 after the last request.
     """
-    index = s.env[b].index
-    if index < 0:
+    if env.index < 0:
         return 0.0
-    q = g.replica[b, n]
-    prompt = s.request[b * c.num_requests + index].prompt
-    expected = (q.prefill + max(prompt - q.match, 0)) / q.speed
-    return min(_doublings(p, prompt, expected), MAX_SHARE)
+    view = gateways.replica[row, number]
+    prompt = request_of(systems, env, env.index).prompt
+    expected = (view.prefill + max(prompt - view.match, 0)) / view.speed
+    return min(_doublings(settings, prompt, expected), MAX_SHARE)
 
 
 @inline
@@ -350,93 +385,93 @@ def _scaled(value, high):
 
 
 @jit
-def begin(t, s, g, x, out, which):
-    """Start the loaded episodes of the rows b with which[b] != 0, and route their warm-up.
+def begin(tables, systems, gateways, episodes, out, which):
+    """Start the loaded episodes of the rows with which[row] != 0, and route their warm-up.
 
     The warm-up's requests go where there is least to compute times requests in flight; they are
     neither paid nor counted.
     """
-    t, s, g, x, out = borrowed(t), borrowed(s), borrowed(g), borrowed(x), borrowed(out)
-    c = t.config[0]
-    p = x.settings[0]
-    for b in range(s.env.shape[0]):
-        if which[b] == 0:
+    arrays = (tables, systems, gateways, episodes, out)
+    tables, systems, gateways, episodes, out = borrowed(arrays)
+    config = tables.config[0]
+    for row in range(systems.env.shape[0]):
+        if which[row] == 0:
             continue
-        begin_row(c, s, b)
-        x.counted[b] = 0
-        x.scraped[b] = -1.0
-        _go_to_next_arrival(c, t.law, p, s, g, x, b)
-        for _ in range(p.warmup):
-            prompt = s.request[b * c.num_requests + s.env[b].index].prompt
-            _send(c, t.law, s, g, b, _reference(c, g, b, prompt))
-            _go_to_next_arrival(c, t.law, p, s, g, x, b)
-        x.row[b].began = s.env[b].now
-        _observe(c, p, s, g, x, out, b)
+        env = systems.env[row]
+        begin_row(config, systems, row)
+        episodes.counted[row] = 0
+        episodes.scraped[row] = -1.0
+        _go_to_next_arrival(tables, systems, gateways, episodes, row)
+        for _ in range(episodes.settings[0].warmup):
+            prompt = request_of(systems, env, env.index).prompt
+            _send(tables, systems, gateways, row, _reference(config, gateways, row, prompt))
+            _go_to_next_arrival(tables, systems, gateways, episodes, row)
+        episodes.row[row].began = env.now
+        _observe(config, systems, gateways, episodes, out, row)
 
 
 @jit
-def observe(t, s, g, x, out, which):
-    """Write what is seen of the rows b with which[b] != 0."""
-    t, s, g, x, out = borrowed(t), borrowed(s), borrowed(g), borrowed(x), borrowed(out)
-    for b in range(s.env.shape[0]):
-        if which[b] != 0:
-            for n in range(t.config[0].num_replicas):
-                locate(t.config[0], s, b, n)  # a restored state may come from another row
-            _observe(t.config[0], x.settings[0], s, g, x, out, b)
+def observe(tables, systems, gateways, episodes, out, which):
+    """Write what is seen of the rows with which[row] != 0."""
+    arrays = (tables, systems, gateways, episodes, out)
+    tables, systems, gateways, episodes, out = borrowed(arrays)
+    config = tables.config[0]
+    for row in range(systems.env.shape[0]):
+        if which[row] != 0:
+            for n in range(config.num_replicas):
+                locate(config, systems, row, n)  # a restored state may come from another row
+            _observe(config, systems, gateways, episodes, out, row)
 
 
 @jit
-def step(t, s, g, x, out, actions, which):
-    """Decide on the current request of every row b with which[b] != 0 and go on to the next.
+def step(tables, systems, gateways, episodes, out, actions, which):
+    """Decide on the current request of every row with which[row] != 0 and go on to the next.
 
-    Returns how many episodes have ended, or -1 - b if the action of any row b is out of range,
+    Returns how many episodes have ended, or -1 - row if the action of any row is out of range,
     before anything has changed.
     """
-    t, s, g, x, out = borrowed(t), borrowed(s), borrowed(g), borrowed(x), borrowed(out)
-    c = t.config[0]
-    p = x.settings[0]
-    for b in range(s.env.shape[0]):
-        if which[b] != 0 and (actions[b] < 0 or actions[b] >= c.num_replicas + p.admission):
-            return -1 - b
+    arrays = (tables, systems, gateways, episodes, out)
+    tables, systems, gateways, episodes, out = borrowed(arrays)
+    config, settings = tables.config[0], episodes.settings[0]
+    choices = config.num_replicas + settings.admission
+    for row in range(systems.env.shape[0]):
+        if which[row] != 0 and (actions[row] < 0 or actions[row] >= choices):
+            return -1 - row
     ended = 0
-    for b in range(s.env.shape[0]):
-        if which[b] == 0:
+    for row in range(systems.env.shape[0]):
+        if which[row] == 0:
             continue
-        v = s.env[b]
-        o = x.row[b]
-        o.step_met = 0.0
-        o.step_ttft = 0.0
-        o.step_score = 0.0
-        o.step_early = 0.0
-        o.step_work_s = 0.0
-        x.order[b, o.index] = v.index
-        x.counted[b, v.index] = 1
-        o.index += 1
-        n = actions[b] if actions[b] < c.num_replicas else -1
-        q = g.request[b, v.index]
-        prompt = s.request[b * c.num_requests + v.index].prompt
-        if _send(c, t.law, s, g, b, n):
-            o.step_early += _in_advance(p, prompt, q.expected)
-            o.step_work_s = q.uncached / g.replica[b, n].speed
+        env, episode = systems.env[row], episodes.row[row]
+        episode.step_met = episode.step_ttft = episode.step_score = 0.0
+        episode.step_early = episode.step_work_s = 0.0
+        episodes.order[row, episode.index] = env.index
+        episodes.counted[row, env.index] = 1
+        episode.index += 1
+        number = actions[row] if actions[row] < config.num_replicas else -1
+        view = gateways.request[row, env.index]
+        prompt = request_of(systems, env, env.index).prompt
+        if _send(tables, systems, gateways, row, number):
+            episode.step_early += _in_advance(settings, prompt, view.expected)
+            episode.step_work_s = view.uncached / gateways.replica[row, number].speed
         else:
-            o.rejected += 1
-            o.step_score += LOST if n >= 0 else 0.0
-        _go_to_next_arrival(c, t.law, p, s, g, x, b)
-        last = o.index == p.decisions
+            episode.rejected += 1
+            episode.step_score += LOST if number >= 0 else 0.0
+        _go_to_next_arrival(tables, systems, gateways, episodes, row)
+        last = episode.index == settings.decisions
         if last:
-            v.index = -1
-            for n in range(c.num_replicas):
-                advance(c, t.law, s, s.replica[b, n], np.inf)
-            _hear(c, p, s, g, x, b)
+            env.index = -1
+            for n in range(config.num_replicas):
+                advance(config, tables.law, systems, systems.replica[row, n], np.inf)
+            _hear(config, systems, gateways, episodes, row)
             ended += 1
-        _observe(c, p, s, g, x, out, b)
-        if p.reward == SLO:
-            out.reward[b, 0] = o.step_met
-        elif p.reward == TTFT:
-            out.reward[b, 0] = -o.step_ttft
-        elif p.reward == SCORE:
-            out.reward[b, 0] = o.step_score
-        else:
-            out.reward[b, 0] = o.step_score + o.step_early - WORK_WEIGHT * o.step_work_s
-        out.reward[b, 1] = 1.0 if last else 0.0
+        _observe(config, systems, gateways, episodes, out, row)
+        reward = episode.step_score
+        if settings.reward == SLO:
+            reward = episode.step_met
+        elif settings.reward == TTFT:
+            reward = -episode.step_ttft
+        elif settings.reward == DENSE:
+            reward = reward + episode.step_early - WORK_WEIGHT * episode.step_work_s
+        out.reward[row, 0] = reward
+        out.reward[row, 1] = 1.0 if last else 0.0
     return ended

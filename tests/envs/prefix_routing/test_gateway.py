@@ -38,9 +38,9 @@ from servegym.envs.prefix_routing.requests import PrefixRequests
 from . import reference_gateway as twin
 
 DECIDE, SEND, NEWS, EVENTS, SCRAPE, DOWN, UP = range(7)
-NEWS_RECORD = np.dtype((np.record, [("t", "f8"), ("request", "i4"), ("kind", "i4")]))
+NEWS_RECORD = np.dtype((np.record, [("time", "f8"), ("request", "i4"), ("kind", "i4")]))
 EVENT_RECORD = np.dtype(
-    (np.record, [("t", "f8"), ("replica", "i4"), ("id", "i4"), ("change", "i8")])
+    (np.record, [("time", "f8"), ("replica", "i4"), ("id", "i4"), ("change", "i8")])
 )
 OUTPUT_RECORD = np.dtype((np.record, [("output", "i4")]))
 

@@ -266,7 +266,7 @@ def run_case(seed: int, requests: int = 40, **choices) -> Counter:
         told = systems.events[b, : int(systems.env["events"][b])]
         for k, replica in enumerate(replicas):
             mine = told[told["replica"] == k]
-            close(mine["t"], [t for t, _, _ in replica.events], err_msg=str(seed))
+            close(mine["time"], [t for t, _, _ in replica.events], err_msg=str(seed))
             # Within an iteration the kernel looks at who takes a block before who fills one.
             assert Counter(zip(mine["id"].tolist(), mine["change"].tolist(), strict=True)) == (
                 Counter((i, change) for _, i, change in replica.events)
@@ -303,7 +303,7 @@ def check_news(systems, b, found):
         told = found["first"] > 0 if outcome is None else found["outcome"] == outcome
         assert sorted(entries["request"].tolist()) == np.flatnonzero(told).tolist()
         if name is not None:
-            np.testing.assert_array_equal(entries["t"], found[name][entries["request"]])
+            np.testing.assert_array_equal(entries["time"], found[name][entries["request"]])
 
 
 def rounds(count):
