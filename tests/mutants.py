@@ -67,45 +67,53 @@ INSTANT = "test_what_arrives_at_an_instant_comes_before_what_ends_then"
 CHANGES = {
     (ROUTING, "scheduler.py"): [
         # A block too many where the tokens fill their blocks.
-        ("c.block_size - 0.5", "c.block_size + 0.5", BINDS),
+        ("config.block_size - 0.5", "config.block_size + 0.5", BINDS),
         # A request taken from the middle of the heap leaves one that ends sooner below a later one.
-        ("        if place > 0 and _ends", "        if place < 0 and _ends", BINDS),
+        ("        if place > 0 and _comes", "        if place < 0 and _comes", BINDS),
         # Of requests that become available at one instant the last goes first.
         (
-            "ahead).available > r.available",
-            "ahead).available >= r.available",
+            "ahead).available > request.available",
+            "ahead).available >= request.available",
             "test_requests_file.py::test_requests_of_one_instant_are_served_in_order",
         ),
         # The next chunk of a prompt has the tokens of the decodes, too.
-        ("c.token_budget - e.decoding)", "c.token_budget)", AHEAD),
+        ("config.token_budget - replica.decoding)", "config.token_budget)", AHEAD),
     ],
     (ROUTING, "queues.py"): [
         # Preemption frees the oldest request's blocks.
-        ("        i = e.newest\n", "        i = e.oldest\n", BINDS),
+        ("        slot = expert.newest\n", "        slot = expert.oldest\n", BINDS),
         # A cached block stays although its memory is taken.
-        ("max(e.free_head, e.free_tail - e.free)", "e.free_head", BINDS),
+        ("max(expert.free_head, expert.free_tail - expert.free)", "expert.free_head", BINDS),
         # A cached block that was given to another request is found again.
-        ("max(e.free_head - r.segment, 0)", "max(e.free_head - r.segment - 1, 0)", BINDS),
         (
-            ">= c.waiting_capacity or e.down != 0",
-            ">= c.waiting_capacity",
+            "expert.free_head - request.segment, 0)",
+            "expert.free_head - request.segment - 1, 0)",
+            BINDS,
+        ),
+        (
+            ">= config.waiting_capacity or expert.down != 0",
+            ">= config.waiting_capacity",
             "test_equal_with_failing_experts",
         ),
     ],
     (ROUTING, "iterations.py"): [
         # Nobody gets the last block.
-        ("blocks_of(c, need) <= e.free", "blocks_of(c, need) < e.free", BINDS),
-        ("e.reserved + freed + longest", "e.reserved + freed", BINDS),
-        ("budget = c.token_budget - e.decoding", "budget = c.token_budget", AHEAD),
+        ("blocks_of(config, need) <= expert.free", "blocks_of(config, need) < expert.free", BINDS),
+        ("expert.reserved + freed + longest", "expert.reserved + freed", BINDS),
+        ("budget = config.token_budget - expert.decoding", "budget = config.token_budget", AHEAD),
         # Planned ahead, an iteration takes who arrived since, and the slots that have become free.
-        ("r.available > planned", "r.available > now", AHEAD),
-        ("e.running + left < c", "e.running < c", AHEAD),
+        ("request.available > planned", "request.available > now", AHEAD),
+        ("expert.running + left < c", "expert.running < c", AHEAD),
         # Decode iterations run past the one in which the next request has its last token.
-        ("limit = e.next_finish - e.emitted - 1\n", "limit = e.next_finish - e.emitted\n", BINDS),
+        (
+            "limit = expert.next_finish - expert.emitted - 1\n",
+            "limit = expert.next_finish - expert.emitted\n",
+            BINDS,
+        ),
         # What is exactly on the limit, or fills it exactly, is beyond it.
         (
-            "latency <= v.latency_requirement",
-            "latency < v.latency_requirement",
+            "latency <= env.latency_requirement",
+            "latency < env.latency_requirement",
             "test_requests_file.py::test_an_answer_exactly_at_the_requirement_is_on_time",
         ),
     ],
@@ -196,9 +204,9 @@ CHANGES = {
     ],
     (PREFIX, "cache.py"): [
         # A full hit computes nothing.
-        ("r.prompt + r.generated - 1)", "r.prompt + r.generated)", BINDS),
+        ("request.generated - 1)", "request.generated)", BINDS),
         # Of the hits only those that two others reference take no free block.
-        ("k].references > 0\n", "k].references > 1\n", BINDS),
+        ("index).references > 0\n", "index).references > 1\n", BINDS),
         # Blocks without id are the last to be taken.
         (
             "    if block.id >= 0:\n        block.before",
@@ -210,55 +218,67 @@ CHANGES = {
         # Of twins the one that got the id last is found.
         (" after = block.twin_after\n", " after = block.twin_before\n", BINDS),
         # The head of the queue stays out though another request has filled the block it misses.
-        ("if e.blocked_id == i:", "if e.blocked_id == i < 0:", BINDS),
+        ("if replica.blocked_id == content:", "if replica.blocked_id == content < 0:", BINDS),
     ],
     (PREFIX, "iterations.py"): [
         # Prefills take the budget as if nobody decoded.
-        ("c.token_budget - e.decoding\n", "c.token_budget\n", BINDS)
+        ("config.token_budget - replica.decoding\n", "config.token_budget\n", BINDS)
     ],
     (PREFIX, "queues.py"): [
         # The token that a preempted request was about to put in counts as lost.
-        ("    r.lost = r.computed\n", "    r.lost = r.computed + 1\n", BINDS)
+        (
+            "    request.lost = request.computed\n",
+            "    request.lost = request.computed + 1\n",
+            BINDS,
+        )
     ],
     (PREFIX, "events.py"): [
         # The first of two that arrive at one moment is admitted alone.
-        ("safe >= s.request", "safe > s.request", "test_equal_to_the_reference"),
+        ("safe >= request_of", "safe > request_of", "test_equal_to_the_reference"),
         # Replicas that are down take requests.
         (
-            "if e.down == 0 and blocks_of",
-            "if e.down >= 0 and blocks_of",
+            "if replica.down == 0 and need",
+            "if replica.down >= 0 and need",
             "test_equal_with_failing_replicas",
         ),
         (
-            "e.safe = min(e.safe, e.end)",
-            "e.safe = min(e.safe, np.inf)",
+            "replica.safe = min(replica.safe, replica.end)",
+            "replica.safe = min(replica.safe, np.inf)",
             "test_equal_to_the_reference",
         ),
         (
-            "- 1) <= e.capacity",
-            "- 1) < e.capacity",
+            "need <= replica.capacity",
+            "need < replica.capacity",
             "test_env.py::test_requests_that_take_all_of_the_memory_are_served",
         ),
     ],
     (PREFIX, "gateway.py"): [
         # An entry that was used again goes as early as if it had not been.
-        ("elif g.stamp[b, n, key] == oldest:", "elif (g.holders[b, key] >> n) & 1:", INDEXED),
+        (
+            "elif gateways.stamp[row, number, key] == oldest:",
+            "elif gateways.holders[row, key] & bit:",
+            INDEXED,
+        ),
         # A match goes on behind a gap.
-        ("if c.strict == 1:", "if c.strict == 2:", INDEXED),
+        ("if config.strict == 1:", "if config.strict == 2:", INDEXED),
         # Cache events are known at once.
-        ("e.t + c.delay_s > now", "e.t > now", INDEXED),
+        ("event.time + config.delay_s > now", "event.time > now", INDEXED),
         # A request that is lost before its first token leaves its prefill behind.
-        ("    if r.in_flight == 2:\n        p.p", "    if r.in_flight == 3:\n        p.p", INDEXED),
+        (
+            "    if request.in_flight == 2:\n        r",
+            "    if request.in_flight == 3:\n        r",
+            INDEXED,
+        ),
         # Shared blocks are given up with the first request that has them.
         (
-            "key < 0 or g.references[b, n, key] == 0:",
-            "key < 0 or g.references[b, n, key] >= 0:",
+            "key < 0 or gateways.references[row, number, key] == 0:",
+            "key < 0 or gateways.references[row, number, key] >= 0:",
             INDEXED,
         ),
     ],
     (PREFIX, "steps.py"): [
-        ("in_time = ttft <= p", "in_time = ttft < p", OBJECTIVE),
-        ("r.finish - r.first <= p", "r.finish - r.first < p", OBJECTIVE),
+        ("in_time = ttft <= s", "in_time = ttft < s", OBJECTIVE),
+        ("request.first <= settings", "request.first < settings", OBJECTIVE),
     ],
     (PLACEMENT, "simulation.py"): [
         # What ends at an instant goes before what arrives then; an epoch leaves out its last

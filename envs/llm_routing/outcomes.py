@@ -39,24 +39,24 @@ class OutcomeReader:
     def __init__(self, envs: Any) -> None:
         self._batch = envs.unwrapped.batch
         self._decided = self._batch.env["index"].copy()
-        self._told = np.zeros(self._batch.log.shape, dtype=np.bool_)
+        self._reported = np.zeros(self._batch.log.shape, dtype=np.bool_)
 
     def read(self) -> NDArray[Any]:
-        """The requests that have ended and were not told yet, `OUTCOME` (K,), by row and index.
+        """The requests that have ended since the last call, `OUTCOME` (K,), by row and index.
 
-        What was left of a row's last episode when the next one began is not told.
+        What was left of a row's last episode when the next one began is left out.
         """
-        batch, told = self._batch, self._told
+        batch, reported = self._batch, self._reported
         decided = batch.env["index"].copy()
-        told[(decided == 0) | (decided < self._decided)] = False
+        reported[(decided == 0) | (decided < self._decided)] = False
         self._decided = decided
-        # All before `first` have been told in every row.
-        untold = np.where(told.all(axis=1), decided, told.argmin(axis=1))
-        first, last = int(untold.min()), int(decided.max())
+        # All before `first` have been reported in every row.
+        unread = np.where(reported.all(axis=1), decided, reported.argmin(axis=1))
+        first, last = int(unread.min()), int(decided.max())
         log = batch.log[:, first:last]
-        new = (log["outcome"] != kernel.PENDING) & ~told[:, first:last]
+        new = (log["outcome"] != kernel.PENDING) & ~reported[:, first:last]
         new &= np.arange(first, last) < decided[:, None]
-        told[:, first:last] |= new
+        reported[:, first:last] |= new
         row, at = np.nonzero(new)
         ended = log[row, at]
         completed = ended["outcome"] == kernel.COMPLETED

@@ -113,7 +113,7 @@ def _card_tables(
 
 @inline
 def find_segment(values, first, count, x):
-    """Index i of the segment [x_i, x_{i+1}] to use for x: outermost segments extend outward."""
+    """Number of the segment of the axis to use for x: outermost segments extend outward."""
     low = 0
     high = count - 1
     while high - low > 1:
@@ -127,53 +127,46 @@ def find_segment(values, first, count, x):
 
 @inline
 def interpolate(values, x_first, y_first, count, x):
-    """Piecewise linear in x, of n points that begin at ``ox`` and values that begin at ``oy``."""
+    """Piecewise linear in x, of points from ``x_first`` and values from ``y_first`` on."""
     if count == 1:
         return values[y_first]
     segment = find_segment(values, x_first, count, x)
-    x_left = values[x_first + segment]
-    y_left = values[y_first + segment]
-    return y_left + (values[y_first + segment + 1] - y_left) * (
-        (x - x_left) / (values[x_first + segment + 1] - x_left)
-    )
+    share = _share(values, x_first + segment, x)
+    left = values[y_first + segment]
+    return left + (values[y_first + segment + 1] - left) * share
+
+
+@inline
+def _share(values, segment, x):
+    """Where x lies in a segment, 0 at its left end and 1 at its right."""
+    return (x - values[segment]) / (values[segment + 1] - values[segment])
 
 
 @inner
 def dense_s(law, card, tokens):
     """Everything but attention and output head, of an iteration over ``tokens`` tokens."""
     where = law.where[0]
-    return interpolate(
-        law.values, where.x_dense, where.y_dense + card * where.n_dense, where.n_dense, tokens
-    )
+    first = where.y_dense + card * where.n_dense
+    return interpolate(law.values, where.x_dense, first, where.n_dense, tokens)
 
 
 @inner
 def chunk_attention_s(law, card, chunk, context):
     """Attention of a prefill chunk over its own tokens and ``context`` computed before it."""
-    where = law.where[0]
-    first = where.y_chunk + card * where.n_chunk * where.n_context
+    where, count = law.where[0], law.where[0].n_context
+    first = where.y_chunk + card * where.n_chunk * count
     if where.n_chunk == 1:
-        return interpolate(law.values, where.x_context, first, where.n_context, context)
+        return interpolate(law.values, where.x_context, first, count, context)
     segment = find_segment(law.values, where.x_chunk, where.n_chunk, chunk)
-    low = interpolate(
-        law.values, where.x_context, first + segment * where.n_context, where.n_context, context
-    )
-    high = interpolate(
-        law.values,
-        where.x_context,
-        first + (segment + 1) * where.n_context,
-        where.n_context,
-        context,
-    )
-    x_left = law.values[where.x_chunk + segment]
-    return low + (high - low) * (
-        (chunk - x_left) / (law.values[where.x_chunk + segment + 1] - x_left)
-    )
+    first += segment * count
+    low = interpolate(law.values, where.x_context, first, count, context)
+    high = interpolate(law.values, where.x_context, first + count, count, context)
+    return low + (high - low) * _share(law.values, where.x_chunk + segment, chunk)
 
 
 @inline
 def longest_s(law, first, replica):
-    """What the longest context of the decodes adds by the table at ``oy``, beyond their mean."""
+    """What the longest context of the decodes adds beyond their mean, by the table at ``first``."""
     where = law.where[0]
     if where.longest == 0:
         return 0.0
@@ -185,16 +178,11 @@ def longest_s(law, first, replica):
 def decode_attention_s(law, replica, chunk):
     """Attention of the decodes next to prefill chunks, the longest of ``chunk`` tokens."""
     where = law.where[0]
-    card = replica.profile
-    first = where.y_attention + (card * where.n_sequences + replica.decoding) * where.n_decode
-    time = interpolate(
-        law.values,
-        where.x_decode,
-        first,
-        where.n_decode,
-        replica.decoding_tokens / replica.decoding,
-    )
-    time += law.values[where.y_chunk_decode + card] * (replica.decoding * chunk)
+    row = replica.profile * where.n_sequences + replica.decoding
+    first = where.y_attention + row * where.n_decode
+    context = replica.decoding_tokens / replica.decoding
+    time = interpolate(law.values, where.x_decode, first, where.n_decode, context)
+    time += law.values[where.y_chunk_decode + replica.profile] * (replica.decoding * chunk)
     return time + longest_s(law, where.y_longest_mixed, replica)
 
 
@@ -202,32 +190,27 @@ def decode_attention_s(law, replica, chunk):
 def head_s(law, card, sequences):
     """The output head for so many sequences."""
     where = law.where[0]
-    return law.values[
-        where.y_head + card * where.n_sequences + min(sequences, where.n_sequences - 1)
-    ]
+    row = where.y_head + card * where.n_sequences
+    return law.values[row + min(sequences, where.n_sequences - 1)]
 
 
 @inner
 def prefill_s(law, card, tokens):
     """An Orca prefill iteration over ``tokens`` prompt tokens."""
-    return (
-        dense_s(law, card, tokens)
-        + chunk_attention_s(law, card, tokens, 0.0)
-        + head_s(law, card, 1)
-    )
+    attention_s = chunk_attention_s(law, card, tokens, 0.0)
+    return dense_s(law, card, tokens) + attention_s + head_s(law, card, 1)
 
 
 @inline
 def decode_iterations(law, replica, limit, until, before):
     """How many decode iterations fit: at most ``limit``, ending at <= until and < before.
 
-    The mean and the longest context of b decoding sequences grow by exactly one token an
+    The mean and the longest context of the decoding sequences grow by exactly one token an
     iteration, so between two points of the table the cost is an arithmetic series and the count a
-    root of a quadratic.
-    Returns the count, the time they take, and the time of the iteration after them.
+    root of a quadratic. Returns the count, the time they take, and the time of the one after them.
     """
-    where = law.where[0]
-    values = law.values
+    where, values = law.where[0], law.values
+    axis = where.x_decode
     done = 0
     spent = 0.0
     context = replica.decoding_tokens / replica.running
@@ -235,24 +218,18 @@ def decode_iterations(law, replica, limit, until, before):
     last = where.n_decode - 2
     longest = longest_s(law, where.y_longest, replica)
     segment = replica.segment  # where the last run ended: contexts grow slowly
-    if (
-        context < values[where.x_decode + segment]
-        or context >= values[where.x_decode + segment + 1]
-    ):
-        segment = find_segment(values, where.x_decode, where.n_decode, context)
+    if context < values[axis + segment] or context >= values[axis + segment + 1]:
+        segment = find_segment(values, axis, where.n_decode, context)
         replica.segment = segment
     while True:
         slope = values[where.y_slope + row + segment]
-        cost = (
-            values[where.y_decode + row + segment]
-            + slope * (context - values[where.x_decode + segment])
-            + longest
-        )
+        rise = slope * (context - values[axis + segment])
+        cost = values[where.y_decode + row + segment] + rise + longest
         count = limit - done
         if count <= 0 or spent + cost > until or spent + cost >= before:
             return done, spent, cost
         if segment < last:
-            count = min(count, max(1, math.ceil(values[where.x_decode + segment + 1] - context)))
+            count = min(count, max(1, math.ceil(values[axis + segment + 1] - context)))
         total = count * (cost + 0.5 * slope * (count - 1))
         if spent + total > until or spent + total >= before:
             room = min(until, before) - spent
@@ -270,7 +247,7 @@ def decode_iterations(law, replica, limit, until, before):
         done += count
         spent += total
         context += count
-        while segment < last and context >= values[where.x_decode + segment + 1]:
+        while segment < last and context >= values[axis + segment + 1]:
             segment += 1
 
 

@@ -221,28 +221,28 @@ class Systems(NamedTuple):
     known: np.ndarray
 
 
-def allocate(c: np.void, rows: int, segments: np.ndarray, events: int = 0) -> Systems:
+def allocate(config: np.void, rows: int, segments: np.ndarray, events: int = 0) -> Systems:
     """Arrays of ``rows`` systems, nothing in them.
 
     Args:
-        c: The `CONFIG`.
+        config: The `CONFIG`.
         rows: B.
         segments: int32 (S, 2), of the requests of all rows.
         events: E, cache events that a row keeps.
     """
-    replicas = rows * int(c["num_replicas"])
-    owned = int(c["entries"] + c["max_running"] + 2 * c["block_size"])
-    requests = rows * int(c["num_requests"])
-    stores = {NO_STORE: 0, OWN_STORE: int(c["num_replicas"]), POOLED_STORE: 1}
+    replicas = rows * int(config["num_replicas"])
+    owned = int(config["entries"] + config["max_running"] + 2 * config["block_size"])
+    requests = rows * int(config["num_requests"])
+    stores = {NO_STORE: 0, OWN_STORE: int(config["num_replicas"]), POOLED_STORE: 1}
     return Systems(
         env=np.zeros(rows, dtype=ENV),
-        replica=np.zeros((rows, int(c["num_replicas"])), dtype=REPLICA),
+        replica=np.zeros((rows, int(config["num_replicas"])), dtype=REPLICA),
         request=np.zeros(requests, dtype=REQUEST),
         segments=segments,
-        block=np.zeros(replicas * (int(c["blocks"]) + 1), dtype=BLOCK),
+        block=np.zeros(replicas * (int(config["blocks"]) + 1), dtype=BLOCK),
         lists=np.zeros(replicas * owned + 2 * requests, dtype=np.int32),
-        expected=np.zeros((rows, int(c["num_requests"])), dtype=np.int32),
-        news=np.zeros((rows, 2 * int(c["num_requests"])), dtype=NEWS),
+        expected=np.zeros((rows, int(config["num_requests"])), dtype=np.int32),
+        news=np.zeros((rows, 2 * int(config["num_requests"])), dtype=NEWS),
         events=np.zeros((rows, events), dtype=EVENT),
-        known=np.zeros((rows, stores[int(c["store"])], 0), dtype=np.int8),
+        known=np.zeros((rows, stores[int(config["store"])], 0), dtype=np.int8),
     )

@@ -2,6 +2,7 @@
 
 import gymnasium
 import numpy as np
+import pytest
 
 from servegym.baselines.prefix_routing.policy import RulePolicy
 from servegym.baselines.prefix_routing.system import PrefixSystem
@@ -30,13 +31,16 @@ class Learner(Rule):
         return least(view.in_flight, replicas)
 
 
-def test_every_request_is_told_once_and_when_it_has_ended():
-    envs = gymnasium.make_vec("servegym/PrefixRouting-v1", num_envs=2, admission=True, **ARGUMENTS)
+@pytest.mark.parametrize("reward", ["slo", "ttft", "score"])
+def test_every_request_is_told_once_and_when_it_has_ended(reward):
+    arguments = ARGUMENTS | {"admission": True, "reward": reward}
+    envs = gymnasium.make_vec("servegym/PrefixRouting-v1", num_envs=2, **arguments)
     envs.reset(seed=5)
-    reader, told = OutcomeReader(envs), []
+    reader, told, paid = OutcomeReader(envs), [], np.zeros(2)
     rng = np.random.default_rng(0)
     for step in range(60):
-        _, _, ended, _, _ = envs.step(rng.integers(0, 3, 2))
+        _, rewards, ended, _, _ = envs.step(rng.integers(0, 3, 2))
+        paid += rewards
         now = envs.unwrapped.batch.systems.env["now"]
         news = reader.read()
         if step < 59:  # the last step drains the replicas
@@ -49,6 +53,7 @@ def test_every_request_is_told_once_and_when_it_has_ended():
         own = own[np.argsort(own["decision"])]
         log = envs.unwrapped.request_log(row)
         assert own["decision"].tolist() == list(range(60))
+        assert own["reward"].sum() == pytest.approx(paid[row])
         np.testing.assert_array_equal(own["outcome"], log["outcome"])
         np.testing.assert_array_equal(own["output_tokens"], log["output_tokens"])
         done = log["outcome"] == OUTCOMES.index("completed")
