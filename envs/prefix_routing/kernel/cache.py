@@ -151,17 +151,29 @@ def _release(systems, replica, index):
 
 
 @inline
-def _name_next(config, systems, replica, request):
-    """The last block of a request is full: give it the request's next id."""
-    _name(config, systems, replica, request.own, request.next_id)
-    request.named += 1
+def _begin_segment(config, systems, request, named):
+    """The next id is the first of the request's segment, if more than ``named`` blocks get ids."""
+    if named < full_blocks(config, request.prompt + request.output):
+        request.next_id = systems.segments[request.segment, 0]
+        request.ids_left = systems.segments[request.segment, 1]
+
+
+@inline
+def _pass_id(config, systems, request, named):
+    """Go on to the request's next id, ``named`` blocks having theirs."""
     request.next_id += 1
     request.ids_left -= 1
     if request.ids_left == 0:
         request.segment += 1
-        if request.named < full_blocks(config, request.prompt + request.output):
-            request.next_id = systems.segments[request.segment, 0]
-            request.ids_left = systems.segments[request.segment, 1]
+        _begin_segment(config, systems, request, named)
+
+
+@inline
+def _name_next(config, systems, replica, request):
+    """The last block of a request is full: give it the request's next id."""
+    _name(config, systems, replica, request.own, request.next_id)
+    request.named += 1
+    _pass_id(config, systems, request, request.named)
 
 
 @inner
@@ -191,7 +203,7 @@ def grow(config, systems, replica, request, tokens):
 
 @inline
 def _most_hits(config, request):
-    # The last token is always computed, and its block with it.
+    """Blocks that may be found cached: the last token is always computed, with its block."""
     return full_blocks(config, request.prompt + request.generated - 1)
 
 
@@ -229,7 +241,7 @@ def put_in_store(config, systems, replica, request):
     known = systems.known[replica.row, replica.number if config.store == OWN_STORE else 0]
     most = full_blocks(config, request.prompt - 1)
     left = full_blocks(config, request.prompt + request.output)
-    found = 0
+    hits = 0
     unbroken = True
     segment = request.first_segment
     while left > 0:
@@ -237,11 +249,11 @@ def put_in_store(config, systems, replica, request):
         count = min(systems.segments[segment, 1], left)
         for content in range(first, first + count):
             unbroken = unbroken and known[content] != 0
-            found += unbroken and found < most
+            hits += unbroken and hits < most
             known[content] = 1
         left -= count
         segment += 1
-    return found
+    return hits
 
 
 @inner
@@ -254,14 +266,11 @@ def admit_blocks(config, systems, replica, request):
         return False
     most = _most_hits(config, request)
     hits = 0
-    segment = request.first_segment
-    content = 0
-    left = 0
-    if full_blocks(config, request.prompt + request.output) > 0:
-        content = int(systems.segments[segment, 0])
-        left = int(systems.segments[segment, 1])
+    request.segment = request.first_segment
+    request.next_id = request.ids_left = 0
+    _begin_segment(config, systems, request, 0)
     while hits < most:
-        index = find(config, systems, replica, content)
+        index = find(config, systems, replica, request.next_id)
         if index < 0:
             break
         block = block_of(systems, replica, index)
@@ -269,18 +278,9 @@ def admit_blocks(config, systems, replica, request):
             _unlink(systems, replica, block)
         block.references += 1
         hits += 1
-        content += 1
-        left -= 1
-        if left == 0:
-            segment += 1
-            if hits < full_blocks(config, request.prompt + request.output):
-                content = int(systems.segments[segment, 0])
-                left = int(systems.segments[segment, 1])
+        _pass_id(config, systems, request, hits)
     request.hits = request.blocks = request.named = hits
     request.own = -1
-    request.segment = segment
-    request.next_id = content
-    request.ids_left = left
     request.computed = max(hits, request.stored) * config.block_size
     return True
 

@@ -331,11 +331,11 @@ def _observe(config, systems, gateways, episodes, out, row):
         if settings.admission:
             out.mask[row, config.num_replicas] = 1
     if settings.layout != DICT:
-        _scale(config, systems, gateways, settings, out, row)
+        _write_scaled(config, systems, gateways, settings, out, row)
 
 
 @inline
-def _scale(config, systems, gateways, settings, out, row):
+def _write_scaled(config, systems, gateways, settings, out, row):
     """Write what is seen of the row in one array."""
     width, features = out.request.shape[1], out.replicas.shape[2]
     first = 0 if settings.layout == SUMMARY else width
