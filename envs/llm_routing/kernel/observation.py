@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+
 from servegym._jit import inline, inner
 from servegym.envs.llm_routing.kernel.law import decode_s, estimator_slopes
 from servegym.envs.llm_routing.kernel.layout import (
@@ -43,6 +45,7 @@ LATENCY_SCALE = 0.01
 PROMPT_LOG = 1.0 / math.log1p(MAX_PROMPT_TOKENS / PROMPT_SCALE)
 LATENCY_LOG = 1.0 / math.log1p(MAX_LATENCY_S_PER_TOKEN / LATENCY_SCALE)
 GAP_LOG = 1.0 / math.log1p(MAX_GAP_S / LATENCY_SCALE)
+LOAD_WEIGHTS = 1.0 / np.array(LOAD_HORIZONS)
 
 # Features of a request of Eq. 6, of the arrived one and of an expert.
 REQUEST_WIDTH = 6
@@ -95,21 +98,21 @@ def note_arrival(config, tables, systems, row):
     prompt /= config.num_experts
     length /= config.num_experts
     share = 1.0 / (env.index + 1)
-    for k in range(len(LOAD_HORIZONS)):
-        weight = max(share, 1.0 / LOAD_HORIZONS[k])
+    for k in range(len(LOAD_WEIGHTS)):
+        weight = max(share, LOAD_WEIGHTS[k])
         env.prompt[k] += weight * (prompt - env.prompt[k])
         env.length[k] += weight * (length - env.length[k])
     if env.index > 0:
         gap = systems.arrivals[row, env.index] - systems.arrivals[row, env.index - 1]
         share = 1.0 / env.index
-        for k in range(len(LOAD_HORIZONS)):
-            env.gap[k] += max(share, 1.0 / LOAD_HORIZONS[k]) * (gap - env.gap[k])
+        for k in range(len(LOAD_WEIGHTS)):
+            env.gap[k] += max(share, LOAD_WEIGHTS[k]) * (gap - env.gap[k])
 
 
 @inline
 def copy_load(env, target):
     """The means of the load of one system, for another's record."""
-    for k in range(len(LOAD_HORIZONS)):
+    for k in range(len(LOAD_WEIGHTS)):
         target.gap[k] = env.gap[k]
         target.prompt[k] = env.prompt[k]
         target.length[k] = env.length[k]
@@ -118,7 +121,7 @@ def copy_load(env, target):
 @inline
 def clear_load(env):
     """Nothing has arrived."""
-    for k in range(len(LOAD_HORIZONS)):
+    for k in range(len(LOAD_WEIGHTS)):
         env.gap[k] = env.prompt[k] = env.length[k] = 0.0
 
 
@@ -128,7 +131,7 @@ def _write_load(env, catalog_row, obs, start):
     if catalog_row < 0:
         _fill(obs, start, LOAD_WIDTH, 0)
         return
-    for k in range(len(LOAD_HORIZONS)):
+    for k in range(len(LOAD_WEIGHTS)):
         obs[start + 3 * k] = min(env.gap[k], MAX_GAP_S)
         obs[start + 3 * k + 1] = min(env.prompt[k], MAX_PROMPT_TOKENS)
         obs[start + 3 * k + 2] = env.length[k]
