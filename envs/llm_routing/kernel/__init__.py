@@ -76,13 +76,7 @@ from servegym.envs.llm_routing.kernel.observation import (
     outlook,
     write_in_full,
 )
-from servegym.envs.llm_routing.kernel.queues import (
-    can_take,
-    clear_expert,
-    locate,
-    put,
-    settle,
-)
+from servegym.envs.llm_routing.kernel.queues import can_take, clear_expert, locate, put, settle
 from servegym.envs.llm_routing.kernel.scheduler import (
     before,
     generated_tokens,
