@@ -17,7 +17,12 @@ from numpy.typing import NDArray
 from servegym.envs.families import Family
 from servegym.experiments.evaluation.stats import Interval, two_way_bootstrap_mean
 
-__all__ = ["Column", "Report", "expert_names", "report_of"]
+__all__ = ["Column", "Report", "expert_names", "number", "report_of"]
+
+
+def number(value: float, digits: int, scale: float = 1.0) -> str:
+    """A number as a cell of a table has it; a dash where it is undefined."""
+    return "–" if not math.isfinite(value) else f"{scale * value:.{digits}f}"
 
 
 @dataclass(frozen=True)
@@ -37,6 +42,10 @@ class Column:
     digits: int = 1
     scale: float = 1.0
     decides: bool = False
+
+    def text(self, value: float) -> str:
+        """The cell of a row's number."""
+        return number(value, self.digits, self.scale)
 
 
 @dataclass(frozen=True)
@@ -63,7 +72,7 @@ class Report:
             asks for it is clairvoyant.
         feedback_terms: Parts of the reward that tell of nothing before it has ended, the feedback
             of a guest; empty where they all do.
-        episode_statistics: (result, problem) -> further numbers of a row.
+        episode_statistics: (return, request log, problem) -> further numbers of a row.
         request_interval: (logs, arguments) -> mean over requests with an interval, or None.
     """
 
@@ -82,7 +91,7 @@ class Report:
     serving: tuple[str, ...] = ()
     early: Mapping[str, Any] = field(default_factory=dict)
     feedback_terms: tuple[str, ...] = ()
-    episode_statistics: Callable[[Any, Any], dict[str, float]] = lambda result, problem: {}
+    episode_statistics: Callable[[float, Any, Any], dict[str, float]] = lambda *episode: {}
     request_interval: Callable[[Any, Any], Interval | None] = lambda logs, arguments: None
 
     def shown(self, every: bool) -> list[Column]:
@@ -95,7 +104,7 @@ def report_of(family: Family) -> Report:
     return _REPORTS.get(family.name, _RETURN)
 
 
-_RETURN = Report(episode_statistics=lambda result, problem: {"episode_return": result["return"]})
+_RETURN = Report(episode_statistics=lambda total, log, problem: {"episode_return": total})
 
 
 # --------------------------------------------------------------------------------- LLM routing
@@ -115,9 +124,9 @@ def _completed(log: NDArray[Any]) -> NDArray[np.bool_]:
     return log["outcome"] == OUTCOMES.index("completed")
 
 
-def _routing_statistics(result: Mapping[str, Any], problem: Any) -> dict[str, float]:
+def _routing_statistics(total: float, log: NDArray[Any], problem: Any) -> dict[str, float]:
     # Drawn fleets have other experts in each episode: these have no names.
-    log, names = result["log"], [] if problem.fleets is not None else expert_names(problem.models)
+    names = [] if problem.fleets is not None else expert_names(problem.models)
     done = _completed(log)
     latency = (log["finish_s"] - log["arrival_s"])[done] / log["output_tokens"][done]
     percentiles = np.percentile(latency, [50, 90, 99]) if latency.size else [math.nan] * 3

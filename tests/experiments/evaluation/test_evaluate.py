@@ -47,10 +47,9 @@ class Shaped(First):
 
 @pytest.fixture(scope="module")
 def result():
-    logs = {}
     policies = [First(), "drop_all", Flat(), Oracle()]
-    rows = ev.evaluate(ENV_ID, policies, 4, 7, SMALL, logs=logs, in_process=True)
-    return rows, logs
+    rows = ev.evaluate(ENV_ID, policies, 4, 7, SMALL, in_process=True)
+    return rows, rows.logs
 
 
 def test_one_row_a_policy_and_episode(result):
