@@ -91,13 +91,12 @@ def evaluate(
     """Run every policy on the same episodes.
 
     Policies whose code is not the package's (``.py`` files, objects of other classes, functions)
-    are guests. Each runs in a process of its own, a new one for every block, and gets no number
-    that the episodes are drawn from.
+    are guests. Each runs in a process of its own, a new one for every block of episodes, and gets
+    no number that they are drawn from.
 
-    A job of the executor is one policy's block of episodes. The chance in an episode is drawn from
-    the episode's own seed and a policy starts afresh with every block, so that the rows are equal
-    wherever the blocks run. Policies are made here and sent to the executor's workers, so that
-    checkpoints and policy files need to lie on this machine only; files that ``env_kwargs`` names
+    A job of the executor is one policy's block. The chance in an episode is drawn from its own seed
+    and a policy starts afresh with every block, so that the rows are equal wherever the blocks run.
+    Checkpoints and policy files need to lie on this machine only; files that ``env_kwargs`` names
     must lie where the blocks run.
 
     Args:
@@ -108,10 +107,9 @@ def evaluate(
         seed: Seed of the first episode; by default `DEFAULT_SEED`, and with a guest, whose author
             knows that one, a `fresh_seed` that the rows tell.
         env_kwargs: Arguments of the environment; ``split`` is "eval" unless set.
-        num_envs: Episodes of a block, which run side by side, by default up to 16, and one of a
+        num_envs: Episodes of a block, which run side by side: up to 16 by default, and one of a
             guest in a process of its own, whose time is that of single decisions then. It changes
-            neither episodes nor deterministic policies, only the order in which a randomised policy
-            draws.
+            only the order in which a randomised policy draws.
         executor: Where the blocks run.
         in_process: Run guests in the evaluator's process: for policies that you trust or that take
             the environment. Their rows say so.
@@ -123,9 +121,8 @@ def evaluate(
         score), ``return`` (NaN for a policy that asks for another reward than the environment's),
         ``clairvoyant``, ``source`` (``servegym``, ``guest`` or ``guest in process``), ``env_id``
         and ``env_kwargs``; of a guest in a process of its own also ``decision_s``, the seconds of
-        all its decisions over their number, and ``slowest_decision_s``. In routing a request waits
-        for a decision of 50 ms or longer. What is undefined (the latency of a policy that drops
-        everything) is NaN.
+        all its decisions over their number, and ``slowest_decision_s``. What is undefined (the
+        latency of a policy that drops everything) is NaN.
 
     Raises:
         ValueError: If an argument, a policy's name or an environment's argument is not valid, or
@@ -144,7 +141,7 @@ def evaluate(
     if seed is None:
         seed = DEFAULT_SEED if all(policy.knows_seed for policy in resolved) else fresh_seed()
     # Every row names its system and load, set or default; what an episode draws is no argument.
-    reported = report_of(family).reported_arguments
+    reported = report_of(family).reported_arguments.split()
     reported = {key: problem.arguments[key] for key in reported if key in problem.arguments}
     settings = json.dumps({**reported, **kwargs}, sort_keys=True)
     jobs, names = [], Counter[str]()

@@ -27,18 +27,11 @@ __all__ = [
 
 
 def check_writable(path: str | os.PathLike[str], suffixes: Sequence[str] = ()) -> Path:
-    """Make sure that a result can be written before the work for it starts.
-
-    Args:
-        path: The file to write later.
-        suffixes: Allowed endings such as ``(".json", ".csv")``; none means any.
-
-    Returns:
-        The path.
+    """Make sure that a file can be written before the work for it starts, and return its path.
 
     Raises:
-        ValueError: If the ending is not allowed, the folder is missing or not writable, or the
-            path is a folder.
+        ValueError: If the ending is none of ``suffixes`` (there are some), the folder is missing or
+            not writable, or the path is a folder.
     """
     target = Path(path)
     if suffixes and target.suffix.lower() not in suffixes:

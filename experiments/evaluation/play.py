@@ -135,21 +135,13 @@ def open_envs(
 
 
 class Step(NamedTuple):
-    """A decision in every environment, and what followed.
+    """A decision in every environment, and what followed."""
 
-    Attributes:
-        observation: What the policy saw.
-        actions: What it chose.
-        reward: Rewards (B,) of the step.
-        ended: Whether the episodes have ended (B,).
-        info: The step's info; at the end it has ``episode_kpis``.
-    """
-
-    observation: Any
+    observation: Any  # what the policy saw
     actions: Any
-    reward: NDArray[np.float64]
-    ended: NDArray[np.bool_]
-    info: dict[str, Any]
+    reward: NDArray[np.float64]  # (B,)
+    ended: NDArray[np.bool_]  # (B,), whether the episodes have ended
+    info: dict[str, Any]  # at the end it has ``episode_kpis``
 
 
 def play(

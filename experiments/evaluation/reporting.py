@@ -58,7 +58,7 @@ class Report:
         higher_is_better: Which way the headline number improves.
         mean_key: Key of the headline's plain mean in a summary.
         columns: The other columns of the printed table.
-        reported_arguments: Arguments of the environment that every row names, given or default.
+        reported_arguments: Arguments of the environment that every row names, set or default.
         notes: Lines below the table.
         describe_action: The first action of a batch in words.
         example_policy: The policy that is shown where none is named.
@@ -81,7 +81,7 @@ class Report:
     higher_is_better: bool = True
     mean_key: str = "mean_episode_return"
     columns: tuple[Column, ...] = ()
-    reported_arguments: tuple[str, ...] = ()
+    reported_arguments: str = ""
     notes: tuple[str, ...] = ()
     describe_action: Callable[[Any], str] = lambda actions: f"action {np.asarray(actions[0])}"
     example_policy: str = "random"
@@ -118,17 +118,21 @@ def expert_names(models: Sequence[str]) -> list[str]:
     ]
 
 
-def _completed(log: NDArray[Any]) -> NDArray[np.bool_]:
+def _latency(log: NDArray[Any]) -> NDArray[np.float64]:
+    """Seconds per output token of each request; NaN where it was not completed."""
     from servegym.envs.llm_routing.core import OUTCOMES
 
-    return log["outcome"] == OUTCOMES.index("completed")
+    completed = log["outcome"] == OUTCOMES.index("completed")
+    with np.errstate(divide="ignore", invalid="ignore"):
+        latency = (log["finish_s"] - log["arrival_s"]) / log["output_tokens"]
+    return np.where(completed, latency, np.nan)
 
 
 def _routing_statistics(total: float, log: NDArray[Any], problem: Any) -> dict[str, float]:
     # Drawn fleets have other experts in each episode: these have no names.
     names = [] if problem.fleets is not None else expert_names(problem.models)
-    done = _completed(log)
-    latency = (log["finish_s"] - log["arrival_s"])[done] / log["output_tokens"][done]
+    latency = _latency(log)
+    latency = latency[~np.isnan(latency)]
     percentiles = np.percentile(latency, [50, 90, 99]) if latency.size else [math.nan] * 3
     row = {
         f"p{percent}_latency_s_per_token": float(number)
@@ -154,8 +158,7 @@ def _routing_interval(
     prompts = 1 + max(int(log["catalog_row"].max()) for log in logs)
     sums, counts = np.zeros((2, len(logs), prompts))
     for k, log in enumerate(logs):
-        latency = (log["finish_s"] - log["arrival_s"]) / np.maximum(log["output_tokens"], 1)
-        qos = np.where(_completed(log) & (latency <= limit), log["score"], 0.0)
+        qos = np.where(_latency(log) <= limit, log["score"], 0.0)
         sums[k] = np.bincount(log["catalog_row"], qos, prompts)
         counts[k] = np.bincount(log["catalog_row"], minlength=prompts)
     return two_way_bootstrap_mean(sums, counts)
@@ -184,16 +187,8 @@ _ROUTING = Report(
         Column("memory %", "memory_use", 1, 100),
         Column("goodput/s", "goodput_rps", 2),
     ),
-    reported_arguments=(
-        "profiles",
-        "arrivals",
-        "rate",
-        "latency_requirement_s",
-        "scheduler",
-        "score_predictor",
-        "length_predictor",
-        "episode_requests",
-    ),
+    reported_arguments="profiles arrivals rate latency_requirement_s scheduler "
+    "score_predictor length_predictor episode_requests",
     notes=(
         "QoS: interquartile mean over episodes [bootstrap 95 % interval]; dropped and rejected "
         "requests count 0. Rates in % of all requests; latency of served requests.",
@@ -228,16 +223,8 @@ _SERVERLESS = Report(
         Column("main warm %", "main_warm_rate", 1, 100),
         Column("1e-3 USD/request", "mean_cost_usd", 3, 1e3),
     ),
-    reported_arguments=(
-        "model",
-        "preset",
-        "gpu",
-        "granularity",
-        "predictor",
-        "decode_invocation",
-        "price_ratio",
-        "episode_requests",
-    ),
+    reported_arguments="model preset gpu granularity predictor "
+    "decode_invocation price_ratio episode_requests",
     notes=(
         "reward: minus cost and penalties over the cost of the same request with every expert in "
         "the main function (MIX); interquartile mean over episodes [bootstrap 95 % interval].",
@@ -269,7 +256,7 @@ _PLACEMENT = Report(
         Column("migrations", "migrations", 1),
         Column("requests", "requests", 0),
     ),
-    reported_arguments=("scenario", "model", "skew", "epochs", "epoch_s"),
+    reported_arguments="scenario model skew epochs epoch_s",
     notes=(
         "latency: mean over the requests of an episode, interquartile mean over episodes "
         "[bootstrap 95 % interval].",
@@ -303,17 +290,8 @@ _PREFIX = Report(
         Column("imbalance", "imbalance", 2),
         Column("goodput/s", "goodput_rps", 2),
     ),
-    reported_arguments=(
-        "scenario",
-        "workload",
-        "dispatch",
-        "rate",
-        "num_replicas",
-        "index",
-        "scrape_s",
-        "episode_requests",
-        "warmup_requests",
-    ),
+    reported_arguments="scenario workload dispatch rate num_replicas "
+    "index scrape_s episode_requests warmup_requests",
     notes=(
         "attainment: share of the requests that are completed within both objectives, "
         "interquartile mean over episodes [bootstrap 95 % interval]. Hits in % of the completed "

@@ -86,14 +86,13 @@ def _load(
     Raises:
         ValueError: If the name is unknown and no such file exists.
     """
-    names = [info.name for info in list_policies(family.name)]
-    if name in names:
+    if name in (info.name for info in list_policies(family.name)):
         return make_policy(name, system, family=family.name), name
     trained = shipped(family.name)
     file = shipped_for(family.name, name, system) or Path(name)
+    if file.suffix == ".py" and file.exists():
+        return file, None
     if file.exists():
-        if file.suffix == ".py":
-            return file, None
         from servegym.agents import load_policy
 
         policy = load_policy(file, system)
@@ -103,24 +102,26 @@ def _load(
         return policy, label
     if missing_file(name) or "/" in name:
         raise ValueError(f"policy is {name!r}: no such file")
-    names += trained
+    names = _names(family)
+    others = {known: other for other in FAMILIES if other is not family for known in _names(other)}
+    if name in others:
+        raise ValueError(
+            f"policy is {name!r}, which is a policy for {others[name].name}, not for "
+            f"{family.name}; see `servegym list`"
+        )
     near, place = nearest(name, names), ""
-    for other in FAMILIES:
-        if other is family:
-            continue
-        others = [*(info.name for info in list_policies(other.name)), *shipped(other.name)]
-        if name in others:
-            raise ValueError(
-                f"policy is {name!r}, which is a policy for {other.name}, not for {family.name}; "
-                "see `servegym list`"
-            )
-        if near is None and (near := nearest(name, others)) is not None:
-            place = f", a policy for {other.name}"
+    if near is None and (near := nearest(name, others)) is not None:
+        place = f", a policy for {others[near].name}"
     hint = f" (did you mean {near!r}{place}?)" if near else ""
     raise ValueError(
         f"policy is {name!r}, which is neither the path of a checkpoint or .py file nor one of "
         f"{', '.join(names)}{hint}"
     )
+
+
+def _names(family: Family) -> list[str]:
+    """The registered policies and shipped checkpoints of a family."""
+    return [*(info.name for info in list_policies(family.name)), *shipped(family.name)]
 
 
 def _is_of_the_package(policy: Policy) -> bool:
@@ -143,7 +144,7 @@ def _plain_name(name: Any, family: Family) -> str:
             f"a policy's name is {name!r:.100}; allowed are up to 60 letters, digits, blanks and "
             "any of _.+:=/-"
         )
-    if name in shipped(family.name) or name in [info.name for info in list_policies(family.name)]:
+    if name in _names(family):
         raise ValueError(f"a policy's name is {name!r}, which servegym has itself; take another")
     return name
 
