@@ -91,7 +91,7 @@ def list_command() -> None:
             typer.echo(f"  {line}")
 
     block("environments", sorted(key for key in gymnasium.registry if key.startswith("servegym/")))
-    for family in (one.name for one in FAMILIES):
+    for family in (family.name for family in FAMILIES):
         infos = list_policies(family)
         if not infos:
             continue
@@ -125,10 +125,10 @@ def profiles(
         _show_profile(load(name))
         return
 
-    found: list[Any] = [load(name) for name in list_profiles()]
-    found += [load_moe(name) for name in list_moe_layers()]
-    width = max((len(profile.name) for profile in found), default=0)
-    for profile in found:
+    every: list[Any] = [load(name) for name in list_profiles()]
+    every += [load_moe(name) for name in list_moe_layers()]
+    width = max((len(profile.name) for profile in every), default=0)
+    for profile in every:
         typer.echo(f"{profile.name:<{width}}  {profile.kind:<8}  {_fit_error(profile)}")
 
 
@@ -388,9 +388,9 @@ def figures(
 
     family = family_named(family).group
     if list_:
-        found = list_modules(family)
-        width = max((len(figure.name) for figure in found), default=0)
-        for figure in found:
+        modules = list_modules(family)
+        width = max((len(figure.name) for figure in modules), default=0)
+        for figure in modules:
             typer.echo(f"{figure.name:<{width}}  {figure.description}")
         return
     words = [*context.args, *(["--draw"] if draw else [])]

@@ -48,7 +48,7 @@ class GuestPolicy(EvaluatedPolicy):
     """A policy whose code runs in another process.
 
     A process serves one batch of episodes: every further `reset` ends it and makes the policy anew
-    in a fresh one, so that what it kept of the episodes before is gone. Pickled, the policy leaves
+    in a fresh one, so that what it remembered is gone. Pickled, the policy leaves
     its process behind and starts another where it is used next.
 
     Args:

@@ -523,11 +523,11 @@ def _missing_jobs(
             done = {row["policy"] for row in saved if _is_current(row, point)}
         for name in dict.fromkeys([*chosen, *args.policy]):
             compared = args.quick or name in guests or name == args.at_least
-            for one in played if compared or name not in done else ():
+            for at in played if compared or name not in done else ():
                 apart = guests and (compared or repeated)
-                first = derived_seed(root, one.name) if apart else seed
-                policy = _resolve_guest(one, name, args) if name in guests else name
-                jobs.append((one, policy, args.quick, first))
+                first = derived_seed(root, at.name) if apart else seed
+                policy = _resolve_guest(at, name, args) if name in guests else name
+                jobs.append((at, policy, args.quick, first))
     return sorted(jobs, key=lambda job: not isinstance(job[1], str))
 
 

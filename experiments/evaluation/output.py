@@ -71,7 +71,7 @@ def write_json(path: str | os.PathLike[str], content: Any) -> None:
     """Write ``content`` as JSON, atomically; NaN becomes null. A list of numbers is one line."""
     text = json.dumps(_plain(content), indent=2, allow_nan=False)
     numbers = re.compile(r"\[\n\s+([-+.\deE,\s]+?)\n\s+\]")
-    text = numbers.sub(lambda found: f"[{' '.join(found[1].split())}]", text)
+    text = numbers.sub(lambda match: f"[{' '.join(match[1].split())}]", text)
     write_text(path, text + "\n")
 
 

@@ -44,7 +44,7 @@ class EvaluatedPolicy(BasePolicy):
         source: `PACKAGE`, `GUEST` or `GUEST_IN_PROCESS`.
 
     Attributes:
-        feedback_terms: The terms of the reward that it is told; all where there are none.
+        feedback_terms: The terms of the reward that it gets; all where there are none.
         side_by_side: Episodes of a block, unless the caller of `evaluate` says another number.
     """
 
@@ -160,7 +160,7 @@ def play(
             could draw the episode itself and look at what is to come.
 
     Yields:
-        Every step, after the policy was told its reward.
+        Every step, after the policy got its reward.
 
     Raises:
         PolicyError: If the environment refuses an action.

@@ -156,8 +156,8 @@ def _compared(policy: Played, baseline: Played, rules: Rules) -> Row:
     saved, faster = noninferiority(-logs, math.log1p(rules.margin_time))
     ratio, high, low = (math.exp(-end) for end in saved)
     row |= {"ratio": ratio, "ratio_low": low, "ratio_high": high}
-    worst = next(one for one in ("failed", "not told", "passed") if one in (verdict, faster))
-    return row | {"verdict": worst}
+    verdicts = ("failed", "not told", "passed")  # the worse one counts
+    return row | {"verdict": min(verdict, faster, key=verdicts.index)}
 
 
 def _mean(values: NDArray[np.float64]) -> float | None:
@@ -230,8 +230,8 @@ def presubmit(
                     for name, baseline in zip(against, played[1:], strict=True)
                 ]
                 verdicts = {row["verdict"] for row in at_rate}
-                told = "failed" in verdicts or "not told" not in verdicts
-                more = 0 if told else min(count, rules.max_episodes - count)
+                decided = "failed" in verdicts or "not told" not in verdicts
+                more = 0 if decided else min(count, rules.max_episodes - count)
         except PolicyError:
             _refuse_others(policy, time_limit_s)
             raise
