@@ -48,8 +48,8 @@ class GuestPolicy(EvaluatedPolicy):
     """A policy whose code runs in another process.
 
     A process serves one batch of episodes: every further `reset` ends it and makes the policy anew
-    in a fresh one, so that what it remembered is gone. Pickled, the policy leaves
-    its process behind and starts another where it is used next.
+    in a fresh one, so that what it remembered is gone. Pickled, the policy leaves its process
+    behind and starts another where it is used next.
 
     Args:
         policy: A ``.py`` file as `policy_from_file` takes it, or a policy that can be pickled.
@@ -71,14 +71,16 @@ class GuestPolicy(EvaluatedPolicy):
     ) -> None:
         if not (math.isfinite(time_limit_s) and time_limit_s > 0):
             raise ValueError(f"time_limit_s is {time_limit_s}; allowed are seconds above 0")
-        self.time_limit_s, self._taken_s = float(time_limit_s), []
+        self.time_limit_s = float(time_limit_s)
+        self._taken_s: list[float] = []
+        self._delays_s: list[float] = []
         if isinstance(policy, Path):
             self.name = str(policy)
             made_from = {"path": policy, "system": system, "content": policy.read_bytes()}
         else:
             self.name, made_from = str(policy.name), policy
         try:
-            self._pickled = _pickled(made_from)
+            self._pickled = _pickle(made_from)
         except Exception as error:  # whatever the policy's own pickling raises
             raise PolicyError(
                 f"policy {self.name!r} cannot be sent to a process of its own "
@@ -117,27 +119,24 @@ class GuestPolicy(EvaluatedPolicy):
         if self._used or self._process is None:
             self.close()
             self._start()
-        self._used, self._taken_s = True, []
+        self._used, self._taken_s, self._delays_s = True, [], []
         self._ask("reset", (num_envs, seed))
 
     def act(self, observation: Observation, action_mask: Any) -> Any:
         """See `Policy.act`; rewards and outcomes reach the guest with the next decision."""
         begin = time.perf_counter()
         answer = self._ask("act", (*self._news, observation, action_mask))
-        self._taken_s.append(time.perf_counter() - begin)
+        taken = time.perf_counter() - begin
+        self._taken_s.append(taken)
         self._news = None, None
         if self._batch is not None:
-            self._batch.config["router_delay_s"] = self._delays_s()[-1]
+            self._delays_s.append(self._delay_s + (taken if taken >= SLOW_S else 0.0))
+            self._batch.config["router_delay_s"] = self._delays_s[-1]
         try:
             actions = {name: np.array(part, kind) for name, (kind, part) in answer.items()}
         except (TypeError, ValueError) as error:
             raise self._failed(f"gave a wrong answer: {error}") from None
         return actions[""] if list(actions) == [""] else actions
-
-    def _delays_s(self) -> NDArray[np.float64]:
-        """Seconds that the request of each decision waits for its router."""
-        taken = np.array(self._taken_s)
-        return self._delay_s + np.where(taken >= SLOW_S, taken, 0.0)
 
     def feedback(self, reward: NDArray[np.float64]) -> None:
         """See `Policy.feedback`."""
@@ -153,8 +152,8 @@ class GuestPolicy(EvaluatedPolicy):
             "decision_s": float(np.mean(self._taken_s)),
             "slowest_decision_s": max(self._taken_s),
         }
-        if self._batch is not None:
-            times["mean_routing_s"] = float(np.mean(self._delays_s()))
+        if self._delays_s:
+            times["mean_routing_s"] = float(np.mean(self._delays_s))
         return times
 
     def close(self) -> None:
@@ -189,7 +188,7 @@ class GuestPolicy(EvaluatedPolicy):
         return {key: value for key, value in vars(self).items() if key not in left}
 
 
-def _pickled(made_from: Any) -> bytes:
+def _pickle(made_from: Any) -> bytes:
     """A policy, with the code of a module that another machine might not find."""
     import cloudpickle
 

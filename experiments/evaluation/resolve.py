@@ -103,7 +103,8 @@ def _load(
     if missing_file(name) or "/" in name:
         raise ValueError(f"policy is {name!r}: no such file")
     names = _names(family)
-    others = {known: other for other in FAMILIES if other is not family for known in _names(other)}
+    rest = [other for other in reversed(FAMILIES) if other is not family]
+    others = {policy: other for other in rest for policy in _names(other)}
     if name in others:
         raise ValueError(
             f"policy is {name!r}, which is a policy for {others[name].name}, not for "
