@@ -277,11 +277,11 @@ def print_summary(
     }
     notes = list(report.notes)
     by_request = {
-        name: report.request_interval(episodes, arguments)
+        name: interval
         for name, episodes in (logs or {}).items()
-        if every
+        if every and (interval := report.request_interval(episodes, arguments)) is not None
     }
-    if any(by_request.values()):
+    if by_request:
         columns[f"mean {report.heading}"] = [_interval(by_request[s["policy"]]) for s in summaries]
         notes.append(
             f"mean {report.heading}: over all requests [95 % interval over episodes and prompts]."
