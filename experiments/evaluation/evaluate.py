@@ -56,8 +56,7 @@ def fresh_seed() -> int:
 def derived_seed(seed: int, *names: str) -> int:
     """The seed of a part of a measurement, below 2**62.
 
-    Parts of other names have other episodes: what a guest remembers of one, on disk for instance,
-    is of no use in another.
+    Parts of other names have other episodes: what a guest remembers of one is of no use in another.
 
     Raises:
         ValueError: If the seed is out of range.

@@ -27,21 +27,13 @@ def number(value: float, digits: int, scale: float = 1.0) -> str:
 
 @dataclass(frozen=True)
 class Column:
-    """One column of the printed table: the mean over episodes of a row's number.
+    """One column of the printed table: the mean over episodes of a row's number."""
 
-    Attributes:
-        title: Heading, with the unit.
-        key: Key of the row.
-        digits: Digits after the point.
-        scale: Factor from the row's unit to the heading's.
-        decides: Whether it is in the short table.
-    """
-
-    title: str
+    title: str  # with the unit
     key: str
     digits: int = 1
-    scale: float = 1.0
-    decides: bool = False
+    scale: float = 1.0  # from the row's unit to the title's
+    decides: bool = False  # whether it is in the short table
 
     def text(self, value: float) -> str:
         """The cell of a row's number."""
