@@ -10,7 +10,7 @@ import importlib
 import math
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeVar
 
@@ -91,7 +91,7 @@ def list_command() -> None:
             typer.echo(f"  {line}")
 
     block("environments", sorted(key for key in gymnasium.registry if key.startswith("servegym/")))
-    for family in (one.name for one in FAMILIES):
+    for family in (family.name for family in FAMILIES):
         infos = list_policies(family)
         if not infos:
             continue
@@ -125,10 +125,10 @@ def profiles(
         _show_profile(load(name))
         return
 
-    found: list[Any] = [load(name) for name in list_profiles()]
-    found += [load_moe(name) for name in list_moe_layers()]
-    width = max((len(profile.name) for profile in found), default=0)
-    for profile in found:
+    every: list[Any] = [load(name) for name in list_profiles()]
+    every += [load_moe(name) for name in list_moe_layers()]
+    width = max((len(profile.name) for profile in every), default=0)
+    for profile in every:
         typer.echo(f"{profile.name:<{width}}  {profile.kind:<8}  {_fit_error(profile)}")
 
 
@@ -232,39 +232,51 @@ def evaluate(
     if out is not None:
         check_writable(out, (".json", ".csv"))
 
+    from servegym.envs.families import family_of
     from servegym.experiments.evaluation import evaluate as evaluation
     from servegym.experiments.evaluation.executor import ray_executor
+    from servegym.experiments.evaluation.play import problem_of
     from servegym.experiments.evaluation.profile_draws import evaluate_draws, print_draws
+    from servegym.experiments.evaluation.resolve import resolve
 
-    logs: dict[str, list[Any]] = {}
+    executor, family = ray_executor(ray), family_of(env_id)
+    problem = problem_of(family.env_id, {"split": "eval", **settings})
+    guests: dict[str, Any] = {"in_process": in_process}
+    if time_limit is not None:
+        guests["time_limit_s"] = time_limit
+    policies = [resolve(name, problem, family, **guests) for name in policy]
     options: dict[str, Any] = {
         "episodes": episodes,
         "num_envs": num_envs,
         "env_kwargs": settings,
-        "progress": _progress if sys.stderr.isatty() else None,
-        "executor": ray_executor(ray),
-        "in_process": in_process,
-        "time_limit_s": evaluation.TIME_LIMIT_S if time_limit is None else time_limit,
+        "executor": _with_progress(executor) if sys.stderr.isatty() else executor,
     }
-    rows = evaluation.evaluate(env_id, policy, seed=seed, logs=logs, **options)
+    rows = evaluation.evaluate(env_id, policies, seed=seed, **options)
     drawn: list[dict[str, Any]] = []
     if profile_draws:
         # The same episodes in every draw, also where their seed was made up; not for guests.
         options["seed"] = min(row["seed"] for row in rows)
-        guests = any(row["source"] == "guest" for row in rows)
-        drawn = evaluate_draws(env_id, policy, profile_draws, apart=guests, **options)
+        apart = any(row["source"] == "guest" for row in rows)
+        drawn = evaluate_draws(env_id, policies, profile_draws, apart=apart, **options)
     if out is not None:
         write_rows(
             out, [{"profile_draw": "none", **row} for row in rows] + drawn if drawn else rows
         )
-    evaluation.print_summary(rows, logs, every=all_)
+    evaluation.print_summary(rows, rows.logs, every=all_)
     if drawn:
         print_draws(rows, drawn)
 
 
-def _progress(policy: str, done: int, total: int) -> None:
-    end = "\n" if done == total else ""
-    typer.echo(f"\r{policy}: {done}/{total} episodes{end}", nl=False, err=True)
+def _with_progress(executor: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
+    """An executor that names every job that has ended in a line of the terminal."""
+
+    def run(function: Any, jobs: Any, names: Any) -> Iterator[Any]:
+        for done, (index, result) in enumerate(executor(function, jobs, names), 1):
+            end = "\n" if done == len(jobs) else ""
+            typer.echo(f"\r\033[K{done}/{len(jobs)}: {names[index]}{end}", nl=False, err=True)
+            yield index, result
+
+    return run
 
 
 @app.command()
@@ -376,9 +388,9 @@ def figures(
 
     family = family_named(family).group
     if list_:
-        found = list_modules(family)
-        width = max((len(figure.name) for figure in found), default=0)
-        for figure in found:
+        modules = list_modules(family)
+        width = max((len(figure.name) for figure in modules), default=0)
+        for figure in modules:
             typer.echo(f"{figure.name:<{width}}  {figure.description}")
         return
     words = [*context.args, *(["--draw"] if draw else [])]

@@ -53,13 +53,12 @@ def render_episode(
     picture = out is not None and out.suffix.lower() == ".png"
     if steps is None:
         steps = report.pictured if picture else STEPS
-    chosen = policy or report.example_policy
-    entered = resolve(chosen, problem_of(family.env_id, kwargs), family)
-    envs = open_envs(family, entered, 1, kwargs, "ansi" if out is None else "rgb_array")
+    resolved = resolve(policy or report.example_policy, problem_of(family.env_id, kwargs), family)
+    envs = open_envs(family, resolved, 1, kwargs, "ansi" if out is None else "rgb_array")
     frames: list[Any] = []
     state: Any = None
     try:
-        episode = play(envs, entered, DEFAULT_SEED if seed is None else seed)
+        episode = play(envs, resolved, DEFAULT_SEED if seed is None else seed)
         for number, step in enumerate(islice(episode, steps), 1):
             if out is None:
                 choice = report.describe_action(step.actions)

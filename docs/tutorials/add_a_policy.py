@@ -37,8 +37,7 @@ A policy that is not the package's is a guest, and its rows say so (`source`):
   says of itself. So is one that asks for `reward="paid_forward"`, which pays before an answer
   exists. With `needs_outcomes = True` its `outcomes(ended)` is told what became of a request when
   the request ends.
-- It takes no more than 16 GiB of memory. Its process and those of its group end with the judge,
-  however that ends; a process that it moves to another group does not.
+- Its process, and those that it has started, end with its block.
 - Its rows have the time of all its decisions over their number (`decision_s`) and that of the
   slowest (`slowest_decision_s`). In LLM routing a request waits for its own decision where that
   took 50 ms or longer, the first one too: compile and load in `reset` or before.
@@ -49,14 +48,8 @@ and recognise them. So `--at-least` plays routing guests on prompts that nobody 
 synthetic catalog), and the worse result counts; a guest that is as good as a policy that knows the
 future is remarked on.
 
-This is no sandbox: a guest may read and write what you may, the judge's memory and the installed
-package included, reach the network and see the machine's load, unless the judge runs in a container
-without a network, as another user. With a Dockerfile of the lines `FROM python:3.12`,
-`COPY . /src` and `RUN pip install /src` in the checkout:
-
-    docker build -t judge .
-    docker run --rm --network none --user 1000 -e NUMBA_CACHE_DIR=/tmp -v "$PWD":/in:ro \
-        judge servegym leaderboard --quick --policy /in/my_router.py --at-least greedy_qos
+This is no sandbox: code that sets out to break its process or the machine is not defended against,
+so read a stranger's file, or evaluate it in a container, before you believe its row.
 """
 
 import numpy as np

@@ -3,30 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from servegym.agents.lib.ray_cluster import check_ray, cluster, run_jobs
 
 __all__ = ["Executor", "ray_executor", "run_serially"]
 
 
-class Executor(Protocol):
-    """Runs a function for every job."""
+Executor = Callable[
+    [Callable[..., Any], Sequence[Sequence[Any]], Sequence[str]], Iterator[tuple[int, Any]]
+]
+"""Called as ``executor(function, jobs, names)``: runs ``function(*job)`` for every job.
 
-    def __call__(
-        self, function: Callable[..., Any], jobs: Sequence[Sequence[Any]], names: Sequence[str]
-    ) -> Iterator[tuple[int, Any]]:
-        """Run ``function(*job)`` for every job.
-
-        Args:
-            function: An importable function that changes nothing outside.
-            jobs: Arguments of each job.
-            names: A name of each job, for error messages.
-
-        Yields:
-            Index of a job and its result, in the order in which the jobs end; every index once.
-        """
-        ...
+The function is importable and changes nothing outside; an error names its job. The index of a job
+and its result are yielded in the order in which the jobs end.
+"""
 
 
 def run_serially(

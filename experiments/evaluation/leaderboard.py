@@ -47,9 +47,9 @@ from servegym.experiments.evaluation.evaluate import (
 from servegym.experiments.evaluation.executor import ray_executor
 from servegym.experiments.evaluation.guest import TIME_LIMIT_S
 from servegym.experiments.evaluation.output import print_table, read_rows
-from servegym.experiments.evaluation.play import load_engine, problem_of
+from servegym.experiments.evaluation.play import PACKAGE, EvaluatedPolicy, problem_of
 from servegym.experiments.evaluation.reporting import report_of
-from servegym.experiments.evaluation.resolve import GUEST, OWN, Resolved, resolve
+from servegym.experiments.evaluation.resolve import resolve
 from servegym.experiments.evaluation.stats import ENOUGH, noninferiority
 from servegym.experiments.evaluation.tables import (
     Table,
@@ -132,8 +132,8 @@ SLOW = {
 }
 """Policies that are slow, by their most episodes, or those of one family; not in ``--quick``."""
 
-Job = tuple[Point, Any, bool, int, bool]
-"""Arguments of `measure`."""
+Job = tuple[Point, str | EvaluatedPolicy, bool, int]
+"""Arguments of `measure`; a guest is resolved, since its file lies on this machine."""
 
 QUICK_EPISODES = 4
 MARGIN = 0.02
@@ -153,20 +153,15 @@ def policies_for(point: Point, quick: bool = False) -> list[str]:
 
 
 def measure(
-    point: Point,
-    policy: str | Policy | Resolved,
-    quick: bool = False,
-    seed: int = DEFAULT_SEED,
-    in_process: bool = False,
+    point: Point, policy: str | Policy, quick: bool = False, seed: int = DEFAULT_SEED
 ) -> dict[str, Any]:
     """The row of a policy at a point.
 
     Args:
         point: The point.
-        policy: A policy's name, a path, a policy object, or what `resolve` made of one.
+        policy: What `evaluate` takes.
         quick: Fewer and shorter episodes.
         seed: Seed of the first episode.
-        in_process: Run a guest in this process.
 
     Returns:
         ``point``, ``policy``, ``kind`` (baseline, clairvoyant, checkpoint, guest, guest in process,
@@ -179,17 +174,11 @@ def measure(
     most = SLOW.get(f"{family.group} {policy}", SLOW.get(str(policy), 10**9))
     episodes = min(point.episodes, most)
     begin = _processor_s()
-    rows = evaluate(
-        family.env_id,
-        [policy],
-        episodes,
-        seed,
-        {**point.env_kwargs, **(point.quick if quick else {})},
-        in_process=in_process,
-    )
+    kwargs = {**point.env_kwargs, **(point.quick if quick else {})}
+    rows = evaluate(family.env_id, [policy], episodes, seed, kwargs)
     spent = _processor_s() - begin
     (summary,) = summarise(rows)
-    kind = "guest" if summary["source"] == OWN else summary["source"]
+    kind = "guest" if summary["source"] == PACKAGE else summary["source"]
     if policy in [info.name for info in list_policies(family.name)]:
         kind = "clairvoyant" if summary["clairvoyant"] else "baseline"
     elif policy in list(shipped(family.name)):
@@ -214,7 +203,7 @@ def measure(
         "cpu_s": round(spent, 1),
         "servegym": versions()["serve-gym"],
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
-        "scores": [one[report.headline] for one in rows],
+        "scores": [episode[report.headline] for episode in rows],
     }
     return {key: round(v, 6) if isinstance(v, float) else v for key, v in row.items()}
 
@@ -235,18 +224,17 @@ def read_board(path: Path) -> list[dict[str, Any]]:
     rows = [{k: v for k, v in row.items() if v != ""} for row in read_rows(path)]
     for line, row in enumerate(rows, start=2):
         for key, kind in (("point", str), ("policy", str), ("value", float), ("episodes", float)):
-            given = row.get(key)
-            if not isinstance(given, (int, float) if kind is float else str):
+            if not isinstance(row.get(key), (int, float) if kind is float else str):
                 fix = "remove the row: it is measured again"
-                raise MalformedFileError(path, line, key, f"is {given!r}", fix)
+                raise MalformedFileError(path, line, key, f"is {row.get(key)!r}", fix)
     return rows
 
 
 def ranked(rows: Iterable[Mapping[str, Any]], point: Point) -> list[Mapping[str, Any]]:
     """A point's rows, the best first and undefined values last."""
     sign = -1 if report_of(point.family).higher_is_better else 1
-    own = [row for row in rows if row["point"] == point.name]
-    return sorted(own, key=lambda row: (math.isnan(row["value"]), sign * row["value"]))
+    rows = [row for row in rows if row["point"] == point.name]
+    return sorted(rows, key=lambda row: (math.isnan(row["value"]), sign * row["value"]))
 
 
 def _cells(row: Mapping[str, Any], point: Point, every: bool) -> list[str]:
@@ -256,10 +244,7 @@ def _cells(row: Mapping[str, Any], point: Point, every: bool) -> list[str]:
     cells = [policy, kind] if every else [policy if plain else f"{policy} ({kind})"]
     cells.append(f"{row['value']:.3f} [{low:.3f}, {high:.3f}]")
     for column in report_of(point.family).shown(every):
-        value = row.get(column.key, math.nan)
-        cells.append(
-            "–" if not math.isfinite(value) else f"{column.scale * value:.{column.digits}f}"
-        )
+        cells.append(column.text(row.get(column.key, math.nan)))
     return [*cells, str(row["episodes"]), _seeds(row)] if every else cells
 
 
@@ -286,18 +271,18 @@ def _held_fixed(rows: Sequence[Mapping[str, Any]]) -> str:
     common = max(by_settings, key=lambda settings: (bool(settings), len(by_settings[settings])))
 
     def text(settings: str) -> str:
-        given = json.loads(settings) if settings else {}
-        return ", ".join(f"{key}={value}" for key, value in given.items()) or "not recorded"
+        arguments = json.loads(settings) if settings else {}
+        return ", ".join(f"{key}={value}" for key, value in arguments.items()) or "not recorded"
 
-    said = [f"Held fixed: {text(common)}."]
+    sentences = [f"Held fixed: {text(common)}."]
     for settings, policies in by_settings.items():
         if not settings and common:
-            said.append(f"Not recorded for {len(policies)} of {len(rows)} rows.")
+            sentences.append(f"Not recorded for {len(policies)} of {len(rows)} rows.")
         elif settings != common:
-            said.append(f"Otherwise for {', '.join(policies)}: {text(settings)}.")
+            sentences.append(f"Otherwise for {', '.join(policies)}: {text(settings)}.")
     ((episodes, _),) = Counter(row["episodes"] for row in rows).most_common(1)
     fewer = [f"{row['policy']} {row['episodes']}" for row in rows if row["episodes"] != episodes]
-    return " ".join([*said, f"Episodes: {', '.join([f'{episodes:g}', *fewer])}."])
+    return " ".join([*sentences, f"Episodes: {', '.join([f'{episodes:g}', *fewer])}."])
 
 
 def _title(point: Point) -> str:
@@ -324,21 +309,21 @@ def markdown(rows: Sequence[Mapping[str, Any]], best: int) -> str:
         "",
     ]
     for point in POINTS:
-        own = ranked(rows, point)
-        if not own:
+        best_first = ranked(rows, point)
+        if not best_first:
             continue
         headings = ["", *_headings(point, every=False)]
         plain = {"random", report_of(point.family).naive_policy}
         shown = [
             [str(rank), *_cells(row, point, every=False)]
-            for rank, row in enumerate(own, 1)
+            for rank, row in enumerate(best_first, 1)
             if rank <= best or row["policy"] in plain
         ]
         arguments = (
             f"`{json.dumps(dict(point.env_kwargs))}`" if point.env_kwargs else "its defaults"
         )
         lines += [f"## {point.name}", "", f"`{point.family.env_id}` with {arguments}.", ""]
-        lines += [_held_fixed(own), ""]
+        lines += [_held_fixed(best_first), ""]
         lines += ["| " + " | ".join(headings) + " |", "|" + " --- |" * len(headings)]
         lines += ["| " + " | ".join(cells) + " |" for cells in shown] + [""]
     return "\n".join(lines)
@@ -346,10 +331,10 @@ def markdown(rows: Sequence[Mapping[str, Any]], best: int) -> str:
 
 def _print(rows: Sequence[Mapping[str, Any]], points: Sequence[Point], every: bool) -> None:
     for point in points:
-        own = ranked(rows, point)
-        if own:
-            notes = [_held_fixed(own), *report_of(point.family).notes]
-            cells = [_cells(row, point, every) for row in own]
+        best_first = ranked(rows, point)
+        if best_first:
+            notes = [_held_fixed(best_first), *report_of(point.family).notes]
+            cells = [_cells(row, point, every) for row in best_first]
             print_table(_title(point), _headings(point, every), cells, notes)
 
 
@@ -422,56 +407,52 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ValueError(f"there are no results in {board}; --run makes them")
         _print(saved, points, args.all)
         return 0
-    table = Table(board, ("point", "policy"), load=False)
-    shown, saved = saved, [] if args.quick else saved
-    found: list[dict[str, Any]] = []
-    own, guests = _missing_jobs(args, points, saved)
-    # What guests are compared with is measured before any code of theirs runs.
-    for jobs in (own, guests):
-        if jobs is guests:
-            for group in {job[0].family.group for job in guests}:
-                load_engine(group)
-            jobs = [(job[0], _load_guest(*job[:2], args), *job[2:]) for job in guests]
-        names = [f"{getattr(job[1], 'name', job[1])} at {job[0].name}" for job in jobs]
-        measured: dict[int, dict[str, Any]] = {}
-        for index, row in executor(measure, jobs, names):
-            measured[index] = row
-            print(f"{row['point']} {row['policy']}: {row['value']:.4f} ({row['cpu_s']:.0f} s)")
-            if not args.quick:  # a run that is stopped leaves the rows so far, in the jobs' order
-                table.rows = list(saved)
-                rows = [*found, *(r for _, r in sorted(measured.items()))]
-                table.update(
-                    {key: row[key] for key in row if key != "scores"}
-                    for row in rows
-                    if _is_for_the_board(row)
-                )
-        found += [row for _, row in sorted(measured.items())]
-    if args.quick:
-        rows = found
-    else:
-        rows = table.rows if found else saved
-        if found:
+    table, on_board = Table(board, ("point", "policy"), load=False), saved
+    saved = [] if args.quick else saved
+    jobs = _missing_jobs(args, points, saved)
+    titles = [f"{getattr(job[1], 'name', job[1])} at {job[0].name}" for job in jobs]
+    by_job: dict[int, dict[str, Any]] = {}
+    measured: list[dict[str, Any]] = []
+    for index, row in executor(measure, jobs, titles):
+        by_job[index] = row
+        measured = [row for _, row in sorted(by_job.items())]
+        print(f"{row['point']} {row['policy']}: {row['value']:.4f} ({row['cpu_s']:.0f} s)")
+        if not args.quick:  # a run that is stopped leaves the rows so far, in the jobs' order
+            table.rows = list(saved)
+            table.update(
+                {key: row[key] for key in row if key != "scores"}
+                for row in measured
+                if _is_for_the_board(row)
+            )
+    if not args.quick:
+        if measured:
             words = sys.argv[1:] if argv is None else argv
             command = shlex.join(["servegym", "leaderboard", *words])
             settings = {} if args.seed is None else {"seed": args.seed}
             write_record(board, provenance(command, settings=settings))
         print(f"{board} ({machine()['cpu']})")
-    _print(rows, points, args.all)
-    compared = compare_guests(found, points, args.at_least, shown) if args.at_least else []
-    for guest in compared:
-        gain = guest["gain"]
-        said = {"passed": "not below", "failed": "below", "not told": "not told to be as good as"}
+    _print(measured if args.quick else table.rows or saved, points, args.all)
+    if not args.at_least:
+        return 0
+    return _print_comparison(compare_guests(measured, points, args.at_least, on_board), args)
+
+
+def _print_comparison(guests: Sequence[Mapping[str, Any]], args: argparse.Namespace) -> int:
+    """Print the verdict on each guest; the exit status."""
+    verdicts = {"passed": "not below", "failed": "below", "not told": "not told to be as good as"}
+    for guest in guests:
+        gain, verdict = guest["gain"], verdicts[guest["verdict"]]
         print(
             f"{guest['point']}: {guest['policy']} is "
-            f"{'clairvoyant: no match for' if guest['clairvoyant'] else said[guest['verdict']]} "
+            f"{'clairvoyant: no match for' if guest['clairvoyant'] else verdict} "
             f"{args.at_least} ({guest['episodes']} episodes, {100 * gain.value:+.1f} % "
             f"[{100 * gain.low:+.1f}, {100 * gain.high:+.1f}])"
         )
         if guest["suspect"]:
             print(f"  it is as good as {guest['suspect']}, which knows what is to come: look at it")
-    if any(guest["verdict"] == "failed" or guest["clairvoyant"] for guest in compared):
+    if any(guest["verdict"] == "failed" or guest["clairvoyant"] for guest in guests):
         return 1
-    return 3 if any(guest["verdict"] == "not told" for guest in compared) else 0
+    return 3 if any(guest["verdict"] == "not told" for guest in guests) else 0
 
 
 def _is_for_the_board(row: Mapping[str, Any]) -> bool:
@@ -514,69 +495,65 @@ def _chosen_points(args: argparse.Namespace) -> list[Point]:
 
 def _missing_jobs(
     args: argparse.Namespace, points: Sequence[Point], saved: Sequence[Mapping[str, Any]]
-) -> tuple[list[Job], list[Job]]:
-    """Arguments of `measure` for the rows that are missing, or asked for again: ours, and guests'.
+) -> list[Job]:
+    """Arguments of `measure` for the rows that are missing, or asked for again; guests come last.
 
     Guests are always measured: a file may have changed. A baseline that they are compared with is
     measured on their episodes, which are others at every point.
     """
-    known = {name for point in points for name in policies_for(point)}
-    public = DEFAULT_SEED if args.seed is None else args.seed
-    given, fresh = args.seed is not None, not known.issuperset(args.policy)
-    root = public
-    if fresh and not given:
+    names = {name for point in points for name in policies_for(point)}
+    guests = set(args.policy) - names
+    seed = root = DEFAULT_SEED if args.seed is None else args.seed
+    repeated = args.seed is not None
+    if guests and not repeated:
         args.seed = root = fresh_seed()
         print(f"The guests' episodes are drawn from --seed {args.seed}.")
-    own: list[Job] = []
-    guests: list[Job] = []
+    jobs: list[Job] = []
     for point in points:
-        names = [args.at_least] if args.at_least else []
-        if not names and (args.quick or not args.policy):
-            names = policies_for(point, args.quick)
-        count = QUICK_EPISODES if args.quick else point.episodes
-        point = point._replace(episodes=ENOUGH if args.at_least else count)
+        chosen = [args.at_least] if args.at_least else []
+        if not chosen and (args.quick or not args.policy):
+            chosen = policies_for(point, args.quick)
+        episodes = QUICK_EPISODES if args.quick else point.episodes
+        point = point._replace(episodes=ENOUGH if args.at_least else episodes)
         played = [point]
         if args.at_least and point.family is _ROUTING:
             played.append(_unseen(point, root))
         done = set()
-        if public == DEFAULT_SEED and not args.again:
+        if seed == DEFAULT_SEED and not args.again:
             done = {row["policy"] for row in saved if _is_current(row, point)}
-        for name in dict.fromkeys([*names, *args.policy]):
-            jobs = own if name in known else guests
-            compared = args.quick or jobs is guests or name == args.at_least
-            if compared or name not in done:
-                for one in played:
-                    apart = fresh and (compared or given)
-                    seed = derived_seed(root, one.name) if apart else public
-                    jobs.append((one, name, args.quick, seed, args.in_process))
-    return own, guests
+        for name in dict.fromkeys([*chosen, *args.policy]):
+            compared = args.quick or name in guests or name == args.at_least
+            for at in played if compared or name not in done else ():
+                apart = guests and (compared or repeated)
+                first = derived_seed(root, at.name) if apart else seed
+                policy = _resolve_guest(at, name, args) if name in guests else name
+                jobs.append((at, policy, args.quick, first))
+    return sorted(jobs, key=lambda job: not isinstance(job[1], str))
 
 
 def _unseen(point: Point, seed: int) -> Point:
     """A routing point with prompts that nobody has seen: a synthetic catalog of this seed."""
-    given = {k: v for k, v in point.env_kwargs.items() if k not in _LEARNED}
+    kwargs = {k: v for k, v in point.env_kwargs.items() if k not in _LEARNED}
     name = f"{point.name}{UNSEEN}"
     fresh = {"catalog": "synthetic", "catalog_kwargs": {"seed": derived_seed(seed, name) % 2**31}}
-    return point._replace(name=name, env_kwargs={**given, **fresh})
+    return point._replace(name=name, env_kwargs={**kwargs, **fresh})
 
 
 def _is_current(row: Mapping[str, Any], point: Point) -> bool:
     """Whether a saved row is of a point as the point is today, as far as the row tells."""
     settings = json.loads(row.get("settings", "{}"))
-    given = json.loads(json.dumps(dict(point.env_kwargs)))
+    kwargs = json.loads(json.dumps(dict(point.env_kwargs)))
     return row["point"] == point.name and all(
-        settings.get(key, value) == value for key, value in given.items()
+        settings.get(key, value) == value for key, value in kwargs.items()
     )
 
 
-def _load_guest(point: Point, name: str, args: argparse.Namespace) -> Resolved:
-    """A guest's policy, made here since its file lies on this machine."""
+def _resolve_guest(point: Point, name: str, args: argparse.Namespace) -> EvaluatedPolicy:
     problem = problem_of(point.family.env_id, {"split": "eval", **point.env_kwargs})
     options = {"in_process": args.in_process, "time_limit_s": args.time_limit}
-    entered: Any = resolve(name, problem, point.family, **options)
-    if entered.source == GUEST:
-        entered.policy.close()  # until it is measured
-    return entered
+    policy = resolve(name, problem, point.family, **options)
+    policy.close()  # until it is measured
+    return policy
 
 
 def compare_guests(
@@ -599,36 +576,32 @@ def compare_guests(
         `noninferiority`, ``clairvoyant``, and ``suspect``: the name of a clairvoyant policy whose
         interval the guest's value reaches, or "".
     """
-    found = []
+    compared = []
     for point in points:
         higher = report_of(point.family).higher_is_better
         best = next((r for r in ranked(saved, point) if r["kind"] == "clairvoyant"), None)
         for name in (point.name, point.name + UNSEEN):
-            own = {row["policy"]: row for row in rows if row["point"] == name}
-            for row in own.values():
-                if "guest" not in row["kind"]:
-                    continue
-                value = row["value"]
-                pairs = np.array(list(zip(row["scores"], own[at_least]["scores"], strict=False)))
-                mine, theirs = pairs.T
-                scale = abs(theirs.mean()) or 1.0
-                gains = (mine - theirs if higher else theirs - mine) / scale
-                gain, verdict = noninferiority(gains, MARGIN)
+            at_point = {row["policy"]: row for row in rows if row["point"] == name}
+            for row in (row for row in at_point.values() if "guest" in row["kind"]):
+                pairs = zip(row["scores"], at_point[at_least]["scores"], strict=False)
+                scores, baseline = np.array(list(pairs)).T
+                gains = scores - baseline if higher else baseline - scores
+                gain, verdict = noninferiority(gains / (abs(baseline.mean()) or 1.0), MARGIN)
                 reached = best is not None and (
-                    value >= best["low"] if higher else value <= best["high"]
+                    row["value"] >= best["low"] if higher else row["value"] <= best["high"]
                 )
-                found.append(
+                compared.append(
                     {
                         "point": name,
                         "policy": row["policy"],
-                        "episodes": len(pairs),
+                        "episodes": len(gains),
                         "gain": gain,
                         "verdict": verdict,
                         "clairvoyant": "clairvoyant" in row["kind"],
                         "suspect": best["policy"] if best is not None and reached else "",
                     }
                 )
-    return found
+    return compared
 
 
 if __name__ == "__main__":

@@ -27,18 +27,11 @@ __all__ = [
 
 
 def check_writable(path: str | os.PathLike[str], suffixes: Sequence[str] = ()) -> Path:
-    """Make sure that a result can be written before the work for it starts.
-
-    Args:
-        path: The file to write later.
-        suffixes: Allowed endings such as ``(".json", ".csv")``; none means any.
-
-    Returns:
-        The path.
+    """Make sure that a file can be written before the work for it starts, and return its path.
 
     Raises:
-        ValueError: If the ending is not allowed, the folder is missing or not writable, or the
-            path is a folder.
+        ValueError: If the ending is none of ``suffixes`` (there are some), the folder is missing or
+            not writable, or the path is a folder.
     """
     target = Path(path)
     if suffixes and target.suffix.lower() not in suffixes:
@@ -78,7 +71,7 @@ def write_json(path: str | os.PathLike[str], content: Any) -> None:
     """Write ``content`` as JSON, atomically; NaN becomes null. A list of numbers is one line."""
     text = json.dumps(_plain(content), indent=2, allow_nan=False)
     numbers = re.compile(r"\[\n\s+([-+.\deE,\s]+?)\n\s+\]")
-    text = numbers.sub(lambda found: f"[{' '.join(found[1].split())}]", text)
+    text = numbers.sub(lambda match: f"[{' '.join(match[1].split())}]", text)
     write_text(path, text + "\n")
 
 

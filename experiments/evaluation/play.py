@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
-from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
-from typing import Any, NamedTuple, cast
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import gymnasium
 import numpy as np
@@ -13,14 +13,13 @@ from numpy.typing import NDArray
 
 import servegym  # noqa: F401  registers the ids
 from servegym.baselines.policy_file import PolicyError
-from servegym.envs.families import Family, family_named, family_of
-from servegym.experiments.evaluation.resolve import GUEST, Resolved
+from servegym.baselines.protocol import BasePolicy, Observation, Policy
+from servegym.envs.families import Family, family_of
 
 __all__ = [
     "DEFAULT_SEED",
-    "SLOW_S",
+    "EvaluatedPolicy",
     "Step",
-    "load_engine",
     "make_envs",
     "open_envs",
     "play",
@@ -30,13 +29,68 @@ __all__ = [
 DEFAULT_SEED = 100_000
 """Far from the seeds 0, 1, ... that training runs use."""
 
-SLOW_S = 0.05
-"""Seconds of a guest's decision from which on its request waits for it, see `play`."""
-
-LATE = "cloudpickle", "rich.console", "rich.table", "scipy.optimize", "scipy.stats"
-"""Modules that are imported where they are used, some of them after a guest has run."""
+PACKAGE, GUEST, GUEST_IN_PROCESS = "servegym", "guest", "guest in process"
+"""Where a policy's code comes from and runs, ``source`` of its rows."""
 
 RESERVED = ("autoreset_mode", "copy", "max_episode_steps", "num_envs", "render_mode")
+
+
+class EvaluatedPolicy(BasePolicy):
+    """A policy as it is evaluated: what it says of itself after it was resolved counts no more.
+
+    Args:
+        policy: What decides.
+        name: The name that its rows carry.
+        source: `PACKAGE`, `GUEST` or `GUEST_IN_PROCESS`.
+
+    Attributes:
+        feedback_terms: The terms of the reward that it gets; all where there are none.
+        side_by_side: Episodes of a block, unless the caller of `evaluate` says another number.
+    """
+
+    source: str
+    feedback_terms: tuple[str, ...] = ()
+    side_by_side = 16
+
+    def __init__(self, policy: Policy, name: str, source: str = PACKAGE) -> None:
+        self.policy, self.name, self.source = policy, name, source
+        self.clairvoyant, self.needs_env = bool(policy.clairvoyant), bool(policy.needs_env)
+        self.env_view = policy.env_view
+        self.env_kwargs: Mapping[str, Any] = copy.deepcopy(dict(policy.env_kwargs))
+        self.needs_outcomes = bool(getattr(policy, "needs_outcomes", False))
+
+    @property
+    def knows_seed(self) -> bool:
+        """Whether it may know the number that its episodes are drawn from."""
+        return self.source == PACKAGE
+
+    def bind(self, env: Any) -> None:
+        """Give it the vector environment, if it takes one."""
+        if self.needs_env:
+            self.policy.bind(env)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def reset(self, num_envs: int, seed: int | None = None) -> None:
+        """See `Policy.reset`."""
+        self.policy.reset(num_envs, seed=seed)
+
+    def act(self, observation: Observation, action_mask: Any) -> Any:
+        """See `Policy.act`."""
+        return self.policy.act(observation, action_mask)
+
+    def feedback(self, reward: NDArray[np.float64]) -> None:
+        """See `Policy.feedback`."""
+        self.policy.feedback(reward)
+
+    def outcomes(self, ended: NDArray[Any]) -> None:
+        """See `BasePolicy.outcomes`."""
+        self.policy.outcomes(ended)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def times(self) -> dict[str, float]:
+        """Numbers of its rows that tell how long it took to decide; none unless it is timed."""
+        return {}
+
+    def close(self) -> None:
+        """Let go of what it needed to decide."""
 
 
 def make_envs(
@@ -67,117 +121,71 @@ def problem_of(env_id: str, env_kwargs: Mapping[str, Any]) -> Any:
     return envs.unwrapped.problem
 
 
-@cache
-def load_engine(group: str) -> None:
-    """Import and load what an evaluation needs of a family, before code that is not trusted runs.
-
-    What a guest writes later, modules and compiled engines, is then read no more.
-    """
-    for module in LATE:
-        importlib.import_module(module)
-    family = family_named(group)
-    if family.outcomes:
-        importlib.import_module(f"servegym.envs.{family.name}.outcomes")
-    for env_id in family.env_ids:
-        envs = make_envs(env_id, 1, {})
-        envs.reset(seed=0)
-        envs.step(envs.action_space.sample())
-        envs.close()
-
-
 def open_envs(
     family: Family,
-    entered: Resolved,
+    policy: EvaluatedPolicy,
     num_envs: int,
     env_kwargs: Mapping[str, Any],
     render_mode: str | None = None,
 ) -> Any:
     """The vector environment in the view of a policy, bound to it if it takes environments."""
-    kwargs = {**env_kwargs, **entered.env_kwargs}
-    envs = make_envs(family.view_id(entered.env_view), num_envs, kwargs, render_mode)
-    if entered.needs_env:
-        cast(Any, entered.policy).bind(envs)
+    kwargs = {**env_kwargs, **policy.env_kwargs}
+    envs = make_envs(family.view_id(policy.env_view), num_envs, kwargs, render_mode)
+    policy.bind(envs)
     return envs
 
 
 class Step(NamedTuple):
-    """A decision in every environment, and what followed.
+    """A decision in every environment, and what followed."""
 
-    Attributes:
-        observation: What the policy saw.
-        actions: What it chose.
-        reward: Rewards (B,) of the step.
-        ended: Whether the episodes have ended (B,).
-        info: The step's info; at the end it has ``episode_kpis``.
-    """
-
-    observation: Any
+    observation: Any  # what the policy saw
     actions: Any
-    reward: NDArray[np.float64]
-    ended: NDArray[np.bool_]
-    info: dict[str, Any]
+    reward: NDArray[np.float64]  # (B,)
+    ended: NDArray[np.bool_]  # (B,), whether the episodes have ended
+    info: dict[str, Any]  # at the end it has ``episode_kpis``
 
 
 def play(
-    envs: Any,
-    entered: Resolved,
-    seed: int = DEFAULT_SEED,
-    start: int = 0,
-    terms: Sequence[str] = (),
+    envs: Any, policy: EvaluatedPolicy, seed: int = DEFAULT_SEED, episode: int = 0
 ) -> Iterator[Step]:
     """Play one episode in every environment, row i with seed ``seed + i``.
 
     The policy starts afresh, so that what it learned on earlier episodes cannot leak into these
     and their grouping into blocks does not matter.
 
-    Where requests wait for their router (``router_delay_s``) those that a guest took `SLOW_S` or
-    longer to decide wait for that decision, too. All rows of a block wait for the whole of it.
-
     Args:
         envs: What `open_envs` returned.
-        entered: The policy.
+        policy: What `resolve` returned.
         seed: Seed of the first episode.
-        start: Number of that episode. It is the seed of a guest's own chance: with ``seed`` a guest
+        episode: Number of that episode, the seed of a guest's own chance: with ``seed`` a guest
             could draw the episode itself and look at what is to come.
-        terms: The terms of the reward that the policy is told; all where there are none.
 
     Yields:
-        Every step, after the policy was told its reward.
+        Every step, after the policy got its reward.
 
     Raises:
         PolicyError: If the environment refuses an action.
     """
-    policy, count = entered.policy, envs.num_envs
+    count, reader = envs.num_envs, None
     observation, info = envs.reset(seed=[seed + i for i in range(count)])
-    outcomes = None
-    if entered.needs_outcomes:
+    if policy.needs_outcomes:
         family = family_of(envs.unwrapped.spec.id).name
-        outcomes = importlib.import_module(f"servegym.envs.{family}.outcomes").OutcomeReader(envs)
-    waits = None
-    if entered.source == GUEST:
-        waits = envs.unwrapped.problem.arguments.get("router_delay_s")
-    delays: list[float] = []
-    policy.reset(count, seed=seed if entered.own else start)
+        reader = importlib.import_module(f"servegym.envs.{family}.outcomes").OutcomeReader(envs)
+    policy.reset(count, seed=seed if policy.knows_seed else episode)
     ended = np.zeros(count, dtype=bool)
     while not ended.any():
         seen, actions = observation, policy.act(observation, info.get("action_mask"))
-        if waits is not None:
-            taken = cast(Any, policy).taken_s[-1]
-            delays.append(waits + (taken if taken >= SLOW_S else 0.0))
-            envs.unwrapped.batch.config["router_delay_s"] = delays[-1]
         try:
             observation, reward, ended, _, info = envs.step(actions)
         except ValueError as error:
-            raise PolicyError(f"policy {entered.name!r} acted wrongly: {error}") from error
-        if waits is not None and ended.any():
-            routing = info["episode_kpis"]["mean_routing_s"]
-            routing[np.isfinite(routing)] = np.mean(delays)
-            envs.unwrapped.batch.config["router_delay_s"] = waits
-        if outcomes is not None:
-            cast(Any, policy).outcomes(outcomes.read())
-        parts = info["reward_terms"] if terms else {}
-        told = [parts[term] for term in terms if term in parts]
-        policy.feedback(sum(told, np.zeros(count)) if terms else reward.copy())
+            raise PolicyError(f"policy {policy.name!r} acted wrongly: {error}") from error
+        if reader is not None:
+            policy.outcomes(reader.read())
+        feedback = reward.copy()
+        if policy.feedback_terms:
+            terms = [info["reward_terms"].get(term, 0.0) for term in policy.feedback_terms]
+            feedback = sum(terms, np.zeros(count))
+        policy.feedback(feedback)
         yield Step(seen, actions, reward, ended, info)
     if not ended.all():
         raise RuntimeError("episodes of one environment differ in length")

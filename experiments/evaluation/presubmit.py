@@ -26,8 +26,9 @@ import math
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,16 +36,17 @@ from numpy.typing import NDArray
 from servegym._checks import choose, real, whole
 from servegym._command_line import run_main
 from servegym.baselines.policy_file import PolicyError
-from servegym.envs.families import FAMILIES
+from servegym.baselines.protocol import Policy
+from servegym.envs.families import FAMILIES, Family, family_of
 from servegym.envs.prefix_routing.scenarios import SCENARIOS
 from servegym.experiments.evaluation.evaluate import derived_seed, evaluate, fresh_seed
 from servegym.experiments.evaluation.guest import TIME_LIMIT_S
 from servegym.experiments.evaluation.output import check_writable, print_table, write_json
-from servegym.experiments.evaluation.play import DEFAULT_SEED, open_envs, play, problem_of
+from servegym.experiments.evaluation.play import EvaluatedPolicy, open_envs, play, problem_of
 from servegym.experiments.evaluation.resolve import resolve
 from servegym.experiments.evaluation.stats import ENOUGH, noninferiority
 
-__all__ = ["RATES", "episodes_of", "main", "presubmit"]
+__all__ = ["RATES", "Played", "Rules", "episodes_of", "main", "presubmit"]
 
 ENV_ID = "servegym/PrefixRouting-v1"
 GIE = "gie-709"
@@ -61,13 +63,50 @@ RATES: dict[str, tuple[float, ...]] = {
 """Requests/s of each scenario."""
 AGAINST = ("llm_d", "least_load")
 REQUESTS = {GIE: 2000}
-TOTAL_TIME_S = 3600.0
 FULL = (
     "With the KV memory full, a router can gain attainment by giving one replica up to requests "
     "that fail anyway: look at the lower rates, too."
 )
-_NONE = [(np.empty(0), np.empty(0))]
 Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How long is played, and what passes.
+
+    Attributes:
+        episodes: Episodes at each rate, at first.
+        max_episodes: Most episodes at a rate, to which they are doubled while a row is not told
+            and none has failed; with fewer than 64 none passes.
+        margin: Attainment that may be lost.
+        margin_time: Relative time per output token that may be lost.
+        total_time_s: Seconds after which no further episodes are begun.
+
+    Raises:
+        ValueError: If a number is out of range.
+    """
+
+    episodes: int = 4
+    max_episodes: int = ENOUGH
+    margin: float = 0.02
+    margin_time: float = 0.1
+    total_time_s: float = 3600.0
+
+    def __post_init__(self) -> None:
+        whole("episodes", self.episodes, 2, 1000)
+        whole("max_episodes", self.max_episodes, self.episodes, 1000)
+        real("margin", self.margin, 0.0, 1.0)
+        real("margin_time", self.margin_time, 0.0, 100.0)
+        real("total_time_s", self.total_time_s, 0.0, open_low=True)
+
+
+class Played(NamedTuple):
+    """Numbers of a policy's episodes (E,); those of decisions are a guest's, else empty."""
+
+    attainment: NDArray[np.float64] = np.empty(0)
+    time_per_token_s: NDArray[np.float64] = np.empty(0)
+    decision_s: NDArray[np.float64] = np.empty(0)
+    slowest_decision_s: NDArray[np.float64] = np.empty(0)
 
 
 def time_per_token(log: NDArray[Any]) -> float:
@@ -78,59 +117,47 @@ def time_per_token(log: NDArray[Any]) -> float:
 
 
 def episodes_of(
-    policies: Sequence[str],
-    arguments: Mapping[str, Any],
-    first: int,
-    more: int,
-    limit_s: float,
-    decisions: list[tuple[float, float]],
-) -> list[tuple[NDArray[np.float64], NDArray[np.float64]]]:
-    """Attainment and time per token (E,) of the episodes of each policy, in their order.
-
-    ``decisions`` receives the mean and the longest seconds of a guest's decisions, by episode.
-    """
-    logs: dict[str, list[NDArray[Any]]] = {}
-    rows = evaluate(ENV_ID, policies, more, first, arguments, logs=logs, time_limit_s=limit_s)
-    decisions += [(r["decision_s"], r["slowest_decision_s"]) for r in rows if "decision_s" in r]
-    found = []
-    for name in dict.fromkeys(row["policy"] for row in rows):
-        met = np.array([row["attainment"] for row in rows if row["policy"] == name])
-        found.append((met, np.array([time_per_token(log) for log in logs[name]])))
-    return found
+    policies: Sequence[str | Policy], arguments: Mapping[str, Any], first: int, episodes: int
+) -> list[Played]:
+    """Play each policy on the episodes from seed ``first`` on."""
+    rows = evaluate(ENV_ID, policies, episodes, first, arguments)
+    played = []
+    for name, logs in rows.logs.items():
+        numbers = [
+            np.array([row[key] for row in rows if row["policy"] == name and key in row])
+            for key in ("attainment", "decision_s", "slowest_decision_s")
+        ]
+        times = np.array([time_per_token(log) for log in logs])
+        played.append(Played(numbers[0], times, *numbers[1:]))
+    return played
 
 
-def _compared(
-    mine: tuple[NDArray[np.float64], NDArray[np.float64]],
-    base: tuple[NDArray[np.float64], NDArray[np.float64]],
-    margin: float,
-    margin_time: float,
-) -> Row:
+def _compared(policy: Played, baseline: Played, rules: Rules) -> Row:
     """The numbers of a row and its verdict, "passed", "failed" or "not told"."""
-    (met, times), (base_met, base_times) = mine, base
-    gain, verdict = noninferiority(met - base_met, margin)
-    logs = np.log(times / base_times)
+    gain, verdict = noninferiority(policy.attainment - baseline.attainment, rules.margin)
+    logs = np.log(policy.time_per_token_s / baseline.time_per_token_s)
     logs = logs[np.isfinite(logs)]
     row: Row = {
-        "attainment": float(met.mean()),
-        "attainment_baseline": float(base_met.mean()),
+        "attainment": float(policy.attainment.mean()),
+        "attainment_baseline": float(baseline.attainment.mean()),
         "gain": gain.value,
         "gain_low": gain.low,
         "gain_high": gain.high,
-        "time_per_token_s": _mean(times),
-        "time_per_token_baseline_s": _mean(base_times),
-        "episodes": len(met),
+        "time_per_token_s": _mean(policy.time_per_token_s),
+        "time_per_token_baseline_s": _mean(baseline.time_per_token_s),
+        "episodes": len(policy.attainment),
         "ratio": None,
         "ratio_low": None,
         "ratio_high": None,
     }
     if len(logs) < 2:  # nothing of the one or the other was completed
-        failed = verdict == "failed" or _mean(times) is None
+        failed = verdict == "failed" or row["time_per_token_s"] is None
         return row | {"verdict": "failed" if failed else "not told"}
-    saved, faster = noninferiority(-logs, math.log1p(margin_time))
+    saved, faster = noninferiority(-logs, math.log1p(rules.margin_time))
     ratio, high, low = (math.exp(-end) for end in saved)
     row |= {"ratio": ratio, "ratio_low": low, "ratio_high": high}
-    worst = next(one for one in ("failed", "not told", "passed") if one in (verdict, faster))
-    return row | {"verdict": worst}
+    verdicts = ("failed", "not told", "passed")  # the worse one counts
+    return row | {"verdict": min(verdict, faster, key=verdicts.index)}
 
 
 def _mean(values: NDArray[np.float64]) -> float | None:
@@ -144,13 +171,9 @@ def presubmit(
     *,
     rates: Sequence[float] | None = None,
     against: Sequence[str] = AGAINST,
-    episodes: int = 4,
-    max_episodes: int = ENOUGH,
     seed: int | None = None,
-    margin: float = 0.02,
-    margin_time: float = 0.1,
+    rules: Rules | None = None,
     time_limit_s: float = TIME_LIMIT_S,
-    total_time_s: float = TOTAL_TIME_S,
     echo: Callable[[str], object] = lambda line: None,
 ) -> list[Row]:
     """Play a policy and baselines on the same episodes.
@@ -161,14 +184,9 @@ def presubmit(
         scenario: One of `RATES`.
         rates: Requests/s; None: those of the scenario.
         against: Baselines.
-        episodes: Episodes at each rate, at first.
-        max_episodes: Most episodes at a rate, to which they are doubled while a row is not told
-            and none has failed; with fewer than 64 none passes.
         seed: Seed that those of every rate are derived from; None: one that nobody knew before.
-        margin: How much lower the attainment may be.
-        margin_time: How much longer, relatively, the time per output token may be.
+        rules: How long is played, and what passes.
         time_limit_s: Seconds that one answer of the policy may take.
-        total_time_s: Seconds after which no further episodes are begun.
         echo: Called with a line of progress.
 
     Returns:
@@ -184,57 +202,54 @@ def presubmit(
         PolicyError: The policy fails.
     """
     choose("scenario", scenario, RATES)
-    whole("episodes", episodes, 2, 1000)
-    whole("max_episodes", max_episodes, episodes, 1000)
-    real("margin", margin, 0.0, 1.0)
-    real("margin_time", margin_time, 0.0, 100.0)
-    real("total_time_s", total_time_s, 0.0, open_low=True)
     chosen = [real("rates", rate, 0.0, open_low=True) for rate in rates or RATES[scenario]]
+    rules, family = rules or Rules(), family_of(ENV_ID)
     root = fresh_seed() if seed is None else seed
-    deadline = time.monotonic() + total_time_s
+    deadline = time.monotonic() + rules.total_time_s
     rows: list[Row] = []
     for rate in chosen:
+        requests = REQUESTS.get(scenario, 1000)
+        arguments = {"scenario": scenario, "rate": rate, "episode_requests": requests}
         first = derived_seed(root, scenario, f"{rate:g}")
-        decisions: list[tuple[float, float]] = []
-        arguments = {
-            "scenario": scenario,
-            "rate": rate,
-            "episode_requests": REQUESTS.get(scenario, 1000),
-        }
-        played: list[tuple[NDArray[np.float64], NDArray[np.float64]]] = []
-        own: list[Row] = []
-        count, more = 0, episodes
-        while not played or (more > 0 and time.monotonic() < deadline):
-            echo(f"{rate:g} requests/s: episodes {count + 1} to {count + more}")
-            names = [policy, *against]
-            try:
-                new = episodes_of(names, arguments, first + count, more, time_limit_s, decisions)
-            except PolicyError:
-                _refuse_others(policy, time_limit_s)
-                raise
-            # Of each policy: both series, grown by the new episodes.
-            played = [
-                (np.append(old[0], add[0]), np.append(old[1], add[1]))
-                for old, add in zip(played or _NONE * len(new), new, strict=True)
-            ]
-            count += more
-            own = [
-                {"rate": rate, "baseline": name, "seed": first}
-                | _compared(played[0], base, margin, margin_time)
-                for name, base in zip(against, played[1:], strict=True)
-            ]
-            verdicts = {row["verdict"] for row in own}
-            told = "failed" in verdicts or "not told" not in verdicts
-            more = 0 if told else min(count, max_episodes - count)
+        at_rate: list[Row] = []
+        try:
+            resolved = _resolved(policy, family, arguments, time_limit_s)
+            played = [Played()] * (1 + len(against))
+            count, more = 0, rules.episodes
+            while not at_rate or (more > 0 and time.monotonic() < deadline):
+                echo(f"{rate:g} requests/s: episodes {count + 1} to {count + more}")
+                new = episodes_of([resolved, *against], arguments, first + count, more)
+                played = [
+                    Played(*map(np.append, old, further))
+                    for old, further in zip(played, new, strict=True)
+                ]
+                count += more
+                at_rate = [
+                    {"rate": rate, "baseline": name, "seed": first}
+                    | _compared(played[0], baseline, rules)
+                    for name, baseline in zip(against, played[1:], strict=True)
+                ]
+                verdicts = {row["verdict"] for row in at_rate}
+                decided = "failed" in verdicts or "not told" not in verdicts
+                more = 0 if decided else min(count, rules.max_episodes - count)
+        except PolicyError:
+            _refuse_others(policy, time_limit_s)
+            raise
         full = KV_RATES[100] if scenario == GIE else math.inf
-        for row in own:
-            gains = rate >= full and row["gain_low"] > margin
-            row["remark"] = FULL if gains else ""
-            if decisions:
-                means, longest = zip(*decisions, strict=True)
-                row |= {"decision_s": float(np.mean(means)), "slowest_decision_s": max(longest)}
-        rows += own
+        for row in at_rate:
+            row["remark"] = FULL if rate >= full and row["gain_low"] > rules.margin else ""
+            if played[0].decision_s.size:
+                row["decision_s"] = float(played[0].decision_s.mean())
+                row["slowest_decision_s"] = float(played[0].slowest_decision_s.max())
+        rows += at_rate
     return rows
+
+
+def _resolved(
+    policy: str, family: Family, arguments: Mapping[str, Any], time_limit_s: float
+) -> EvaluatedPolicy:
+    problem = problem_of(family.env_id, {"split": "eval", **arguments})
+    return resolve(policy, problem, family, time_limit_s=time_limit_s)
 
 
 def _refuse_others(policy: str, time_limit_s: float) -> None:
@@ -246,17 +261,19 @@ def _refuse_others(policy: str, time_limit_s: float) -> None:
     for family in FAMILIES:
         if ENV_ID in family.env_ids or not policy.endswith(".py"):
             continue
-        kwargs = {"split": "eval"}
         try:
-            problem = problem_of(family.env_id, kwargs)
-            entered = resolve(policy, problem, family, time_limit_s=time_limit_s)
-            next(play(open_envs(family, entered, 1, kwargs), entered, DEFAULT_SEED))
+            resolved = _resolved(policy, family, {}, time_limit_s)
+            next(play(open_envs(family, resolved, 1, {"split": "eval"}), resolved))
         except ValueError:  # a PolicyError, too: it fails there as well
             continue
         raise ValueError(
             f"policy is {policy!r}, which decides for {family.env_id}; presubmit takes policies "
             f"of {ENV_ID}: `servegym leaderboard --policy {policy} --at-least RULE` judges it"
         )
+
+
+def _gain(row: Row) -> str:
+    return f"{row['gain']:+.3f} [{row['gain_low']:+.3f}, {row['gain_high']:+.3f}]"
 
 
 def _print(policy: str, scenario: str, rows: Sequence[Row]) -> None:
@@ -272,7 +289,7 @@ def _print(policy: str, scenario: str, rows: Sequence[Row]) -> None:
             f"{row['rate']:g}" + (f" ({kv[row['rate']]} % KV)" if row["rate"] in kv else ""),
             row["baseline"],
             f"{row['attainment']:.3f}",
-            f"{row['gain']:+.3f} [{row['gain_low']:+.3f}, {row['gain_high']:+.3f}]",
+            _gain(row),
             "" if row["time_per_token_s"] is None else f"{1e3 * row['time_per_token_s']:.1f}",
             ratio(row),
             str(row["episodes"]),
@@ -320,31 +337,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--against", nargs="+", default=list(AGAINST), help=f"baselines ({' '.join(AGAINST)})"
     )
-    parser.add_argument("--episodes", type=int, default=4, help="episodes a rate, at first (4)")
-    parser.add_argument(
-        "--max-episodes",
-        type=int,
-        default=ENOUGH,
-        help=f"at most ({ENOUGH}, the fewest that can pass)",
-    )
     parser.add_argument(
         "--seed", type=int, help="that all episodes are drawn from (one that nobody knew before)"
     )
+    defaults = Rules()
+    for name, text in (
+        ("episodes", "episodes a rate, at first"),
+        ("max_episodes", "at most, 64 are the fewest that can pass"),
+        ("margin", "attainment that may be lost"),
+        ("margin_time", "relative time a token that may be lost"),
+        ("total_time_s", "seconds after which no further episodes begin"),
+    ):
+        flag, default = f"--{name.removesuffix('_s').replace('_', '-')}", getattr(defaults, name)
+        text = f"{text} ({default:g})"
+        parser.add_argument(flag, dest=name, type=type(default), default=default, help=text)
     parser.add_argument(
-        "--margin", type=float, default=0.02, help="attainment that may be lost (.02)"
-    )
-    parser.add_argument(
-        "--margin-time", type=float, default=0.1, help="relative time a token that may be lost (.1)"
+        "--time-limit",
+        type=float,
+        default=TIME_LIMIT_S,
+        help=f"seconds that one answer of the policy may take ({TIME_LIMIT_S:g})",
     )
     parser.add_argument("--json", type=Path, help="file for the rows")
-    for name, default, of in (
-        ("--time-limit", TIME_LIMIT_S, "that one answer of the policy may take"),
-        ("--total-time", TOTAL_TIME_S, "after which no further episodes begin"),
-    ):
-        parser.add_argument(name, type=float, default=default, help=f"seconds {of} ({default:g})")
     args = parser.parse_args(argv)
     seed = fresh_seed() if args.seed is None else args.seed
     out = None if args.json is None else check_writable(args.json)
+    rules = Rules(**{name: getattr(args, name) for name in asdict(defaults)})
     rows: list[Row] = []
     error = ""
     try:
@@ -353,24 +370,20 @@ def main(argv: Sequence[str] | None = None) -> int:
             args.scenario,
             rates=args.rates,
             against=args.against,
-            episodes=args.episodes,
-            max_episodes=args.max_episodes,
             seed=seed,
-            margin=args.margin,
-            margin_time=args.margin_time,
+            rules=rules,
             time_limit_s=args.time_limit,
-            total_time_s=args.total_time,
             echo=lambda line: print(line, file=sys.stderr, flush=True),
         )
         verdicts = {row["verdict"] for row in rows}
         status = 1 if "failed" in verdicts else 3 if "not told" in verdicts else 0
     except PolicyError as failure:
         error, status = str(failure), 4
-    margins = {"margin": args.margin, "margin_time": args.margin_time}
     if out is not None:
         head = {"policy": args.policy, "scenario": args.scenario, "seed": seed}
-        head["passed"] = status == 0
-        write_json(out, {**head, **margins, "status": status, "error": error, "rows": rows})
+        margins = {"margin": rules.margin, "margin_time": rules.margin_time}
+        end = {"status": status, "error": error, "rows": rows}
+        write_json(out, {**head, "passed": status == 0, **margins, **end})
     if error:
         print(f"the policy failed to run: {error}")
         return status
@@ -378,10 +391,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     for verdict in ("failed", "not told"):
         for row in rows:
             if row["verdict"] == verdict:
-                gain = f"{row['gain']:+.3f} [{row['gain_low']:+.3f}, {row['gain_high']:+.3f}]"
-                print(f"{verdict} at {row['rate']:g} requests/s against {row['baseline']}: {gain}")
+                where = f"{row['rate']:g} requests/s against {row['baseline']}"
+                print(f"{verdict} at {where}: {_gain(row)}")
     if status == 0:
-        print(f"passed with margins of {args.margin:g} attainment, {args.margin_time:g} time")
+        print(f"passed with margins of {rules.margin:g} attainment, {rules.margin_time:g} time")
     return status
 
 

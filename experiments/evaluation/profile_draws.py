@@ -101,8 +101,8 @@ def evaluate_draws(
     for draw, factors in enumerate(draw_factors(profiles, draws)):
         first = derived_seed(seed, f"draw {draw}") if apart and seed is not None else seed
         kwargs = {**(env_kwargs or {}), "step_factors": factors}
-        found = evaluate(env_id, policies, seed=first, env_kwargs=kwargs, **options)
-        rows += [{**row, "profile_draw": draw} for row in found]
+        results = evaluate(env_id, policies, seed=first, env_kwargs=kwargs, **options)
+        rows += [{**row, "profile_draw": draw} for row in results]
     return rows
 
 
@@ -125,8 +125,8 @@ def ranking(
     sign = 1.0 if report.higher_is_better else -1.0
 
     def by_episode(some: Sequence[Mapping[str, Any]], name: str) -> np.ndarray:
-        own = sorted((r["episode"], sign * r[report.headline]) for r in some if r["policy"] == name)
-        return np.array([value for _, value in own])
+        numbered = ((r["episode"], sign * r[report.headline]) for r in some if r["policy"] == name)
+        return np.array([value for _, value in sorted(numbered)])
 
     names = list(dict.fromkeys(row["policy"] for row in rows))
     names.sort(key=lambda name: -by_episode(rows, name).mean())

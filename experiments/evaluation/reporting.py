@@ -17,26 +17,27 @@ from numpy.typing import NDArray
 from servegym.envs.families import Family
 from servegym.experiments.evaluation.stats import Interval, two_way_bootstrap_mean
 
-__all__ = ["Column", "Report", "expert_names", "report_of"]
+__all__ = ["Column", "Report", "expert_names", "number", "report_of"]
+
+
+def number(value: float, digits: int, scale: float = 1.0) -> str:
+    """A number as a cell of a table has it; a dash where it is undefined."""
+    return "–" if not math.isfinite(value) else f"{scale * value:.{digits}f}"
 
 
 @dataclass(frozen=True)
 class Column:
-    """One column of the printed table: the mean over episodes of a row's number.
+    """One column of the printed table: the mean over episodes of a row's number."""
 
-    Attributes:
-        title: Heading, with the unit.
-        key: Key of the row.
-        digits: Digits after the point.
-        scale: Factor from the row's unit to the heading's.
-        decides: Whether it is in the short table.
-    """
-
-    title: str
+    title: str  # with the unit
     key: str
     digits: int = 1
-    scale: float = 1.0
-    decides: bool = False
+    scale: float = 1.0  # from the row's unit to the title's
+    decides: bool = False  # whether it is in the short table
+
+    def text(self, value: float) -> str:
+        """The cell of a row's number."""
+        return number(value, self.digits, self.scale)
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Report:
         higher_is_better: Which way the headline number improves.
         mean_key: Key of the headline's plain mean in a summary.
         columns: The other columns of the printed table.
-        reported_arguments: Arguments of the environment that every row names, given or default.
+        reported_arguments: Arguments of the environment that every row names, set or default.
         notes: Lines below the table.
         describe_action: The first action of a batch in words.
         example_policy: The policy that is shown where none is named.
@@ -63,7 +64,7 @@ class Report:
             asks for it is clairvoyant.
         feedback_terms: Parts of the reward that tell of nothing before it has ended, the feedback
             of a guest; empty where they all do.
-        episode_statistics: (result, problem) -> further numbers of a row.
+        episode_statistics: (return, request log, problem) -> further numbers of a row.
         request_interval: (logs, arguments) -> mean over requests with an interval, or None.
     """
 
@@ -72,7 +73,7 @@ class Report:
     higher_is_better: bool = True
     mean_key: str = "mean_episode_return"
     columns: tuple[Column, ...] = ()
-    reported_arguments: tuple[str, ...] = ()
+    reported_arguments: str = ""
     notes: tuple[str, ...] = ()
     describe_action: Callable[[Any], str] = lambda actions: f"action {np.asarray(actions[0])}"
     example_policy: str = "random"
@@ -82,7 +83,7 @@ class Report:
     serving: tuple[str, ...] = ()
     early: Mapping[str, Any] = field(default_factory=dict)
     feedback_terms: tuple[str, ...] = ()
-    episode_statistics: Callable[[Any, Any], dict[str, float]] = lambda result, problem: {}
+    episode_statistics: Callable[[float, Any, Any], dict[str, float]] = lambda *episode: {}
     request_interval: Callable[[Any, Any], Interval | None] = lambda logs, arguments: None
 
     def shown(self, every: bool) -> list[Column]:
@@ -95,7 +96,7 @@ def report_of(family: Family) -> Report:
     return _REPORTS.get(family.name, _RETURN)
 
 
-_RETURN = Report(episode_statistics=lambda result, problem: {"episode_return": result["return"]})
+_RETURN = Report(episode_statistics=lambda total, log, problem: {"episode_return": total})
 
 
 # --------------------------------------------------------------------------------- LLM routing
@@ -109,17 +110,21 @@ def expert_names(models: Sequence[str]) -> list[str]:
     ]
 
 
-def _completed(log: NDArray[Any]) -> NDArray[np.bool_]:
+def _latency(log: NDArray[Any]) -> NDArray[np.float64]:
+    """Seconds per output token of each request; NaN where it was not completed."""
     from servegym.envs.llm_routing.core import OUTCOMES
 
-    return log["outcome"] == OUTCOMES.index("completed")
+    completed = log["outcome"] == OUTCOMES.index("completed")
+    with np.errstate(divide="ignore", invalid="ignore"):
+        latency = (log["finish_s"] - log["arrival_s"]) / log["output_tokens"]
+    return np.where(completed, latency, np.nan)
 
 
-def _routing_statistics(result: Mapping[str, Any], problem: Any) -> dict[str, float]:
+def _routing_statistics(total: float, log: NDArray[Any], problem: Any) -> dict[str, float]:
     # Drawn fleets have other experts in each episode: these have no names.
-    log, names = result["log"], [] if problem.fleets is not None else expert_names(problem.models)
-    done = _completed(log)
-    latency = (log["finish_s"] - log["arrival_s"])[done] / log["output_tokens"][done]
+    names = [] if problem.fleets is not None else expert_names(problem.models)
+    latency = _latency(log)
+    latency = latency[~np.isnan(latency)]
     percentiles = np.percentile(latency, [50, 90, 99]) if latency.size else [math.nan] * 3
     row = {
         f"p{percent}_latency_s_per_token": float(number)
@@ -145,8 +150,7 @@ def _routing_interval(
     prompts = 1 + max(int(log["catalog_row"].max()) for log in logs)
     sums, counts = np.zeros((2, len(logs), prompts))
     for k, log in enumerate(logs):
-        latency = (log["finish_s"] - log["arrival_s"]) / np.maximum(log["output_tokens"], 1)
-        qos = np.where(_completed(log) & (latency <= limit), log["score"], 0.0)
+        qos = np.where(_latency(log) <= limit, log["score"], 0.0)
         sums[k] = np.bincount(log["catalog_row"], qos, prompts)
         counts[k] = np.bincount(log["catalog_row"], minlength=prompts)
     return two_way_bootstrap_mean(sums, counts)
@@ -175,16 +179,8 @@ _ROUTING = Report(
         Column("memory %", "memory_use", 1, 100),
         Column("goodput/s", "goodput_rps", 2),
     ),
-    reported_arguments=(
-        "profiles",
-        "arrivals",
-        "rate",
-        "latency_requirement_s",
-        "scheduler",
-        "score_predictor",
-        "length_predictor",
-        "episode_requests",
-    ),
+    reported_arguments="profiles arrivals rate latency_requirement_s scheduler "
+    "score_predictor length_predictor episode_requests",
     notes=(
         "QoS: interquartile mean over episodes [bootstrap 95 % interval]; dropped and rejected "
         "requests count 0. Rates in % of all requests; latency of served requests.",
@@ -219,16 +215,8 @@ _SERVERLESS = Report(
         Column("main warm %", "main_warm_rate", 1, 100),
         Column("1e-3 USD/request", "mean_cost_usd", 3, 1e3),
     ),
-    reported_arguments=(
-        "model",
-        "preset",
-        "gpu",
-        "granularity",
-        "predictor",
-        "decode_invocation",
-        "price_ratio",
-        "episode_requests",
-    ),
+    reported_arguments="model preset gpu granularity predictor "
+    "decode_invocation price_ratio episode_requests",
     notes=(
         "reward: minus cost and penalties over the cost of the same request with every expert in "
         "the main function (MIX); interquartile mean over episodes [bootstrap 95 % interval].",
@@ -260,7 +248,7 @@ _PLACEMENT = Report(
         Column("migrations", "migrations", 1),
         Column("requests", "requests", 0),
     ),
-    reported_arguments=("scenario", "model", "skew", "epochs", "epoch_s"),
+    reported_arguments="scenario model skew epochs epoch_s",
     notes=(
         "latency: mean over the requests of an episode, interquartile mean over episodes "
         "[bootstrap 95 % interval].",
@@ -294,17 +282,8 @@ _PREFIX = Report(
         Column("imbalance", "imbalance", 2),
         Column("goodput/s", "goodput_rps", 2),
     ),
-    reported_arguments=(
-        "scenario",
-        "workload",
-        "dispatch",
-        "rate",
-        "num_replicas",
-        "index",
-        "scrape_s",
-        "episode_requests",
-        "warmup_requests",
-    ),
+    reported_arguments="scenario workload dispatch rate num_replicas "
+    "index scrape_s episode_requests warmup_requests",
     notes=(
         "attainment: share of the requests that are completed within both objectives, "
         "interquartile mean over episodes [bootstrap 95 % interval]. Hits in % of the completed "

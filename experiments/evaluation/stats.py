@@ -247,10 +247,10 @@ def over_trainings(
         ValueError: If there are no scores or the shapes differ.
     """
     base = 0.0 if reference is None else _scores(reference, "reference")[:, 0]
-    found = _by_training(scores, "scores") - base
-    if len(found) == 1:
-        return stratified_bootstrap(found[0], statistic)
-    return _crossed([found], lambda own: own, statistic)
+    gains = _by_training(scores, "scores") - base
+    if len(gains) == 1:
+        return stratified_bootstrap(gains[0], statistic)
+    return _crossed([gains], lambda mean: mean, statistic)
 
 
 def relative_change(
@@ -293,7 +293,7 @@ def contrast(
     samples = [_by_training(each, name) for name, each in scores.items()]
 
     def combine(*means: Any) -> Any:
-        return sum(w * np.log(one) for w, one in zip(weights, means, strict=True))
+        return sum(w * np.log(x) for w, x in zip(weights, means, strict=True))
 
     with np.errstate(divide="ignore", invalid="ignore"):
         return _percent(_crossed(samples, combine, statistic))
@@ -338,22 +338,24 @@ def _crossed(
     Raises:
         ValueError: If the numbers of episodes differ.
     """
-    if len({one.shape[1] for one in samples}) > 1:
+    counts = [sample.shape[1] for sample in samples]
+    if len(set(counts)) > 1:
         raise ValueError(
-            f"scores and reference have {[one.shape[1] for one in samples]} episodes; allowed is "
-            "the same number, the same episodes"
+            f"scores and reference have {counts} episodes; allowed is the same number, the same "
+            "episodes"
         )
-    episodes = samples[0].shape[1]
-    own = [np.array([statistic(row) for row in one]) for one in samples]
-    value = float(combine(*(one.mean() for one in own)))
+    episodes = counts[0]
+    by_training = [np.array([statistic(row) for row in sample]) for sample in samples]
+    means = [values.mean() for values in by_training]
+    value = float(combine(*means))
     parts = []  # variance of the value and its degrees of freedom
-    for at, one in enumerate(own):
-        if len(one) > 1:
-            alone = combine(*(one if i == at else other.mean() for i, other in enumerate(own)))
-            parts.append((np.var(alone, ddof=1) / len(one), len(one) - 1))
+    for at, values in enumerate(by_training):
+        if len(values) > 1:
+            alone = combine(*means[:at], values, *means[at + 1 :])
+            parts.append((np.var(alone, ddof=1) / len(values), len(values) - 1))
     if episodes > 1:
         picks = np.random.default_rng(0).integers(episodes, size=(repetitions, episodes))
-        again = [np.mean([_resampled(row, picks, statistic) for row in one], 0) for one in samples]
+        again = [np.mean([_resampled(row, picks, statistic) for row in s], 0) for s in samples]
         parts.append((np.var(combine(*again)) * episodes / (episodes - 1), episodes - 1))
     total = sum(variance for variance, _ in parts)
     if not total > 0:  # nothing differs, or NaN

@@ -112,7 +112,7 @@ def write_record(
         made: What `provenance` returned.
         notes: The findings.
     """
-    records = [note(one) if isinstance(one, str) else dict(one) for one in notes]
+    records = [note(text) if isinstance(text, str) else dict(text) for text in notes]
     write_json(Path(path).with_suffix(".json"), {**made, "notes": records})
 
 
@@ -166,8 +166,8 @@ class Table:
 
     def missing(self, wanted: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
         """The wanted keys that have no row yet, in their order."""
-        known = {self.key_of(row) for row in self.rows}
-        return [key for key in wanted if key not in known]
+        present = {self.key_of(row) for row in self.rows}
+        return [key for key in wanted if key not in present]
 
     def discard(self, condition: Callable[[Mapping[str, Any]], bool]) -> None:
         """Drop the rows that meet a condition; the file changes with the next `update`."""
@@ -188,7 +188,7 @@ class Table:
         for row in rows:
             fresh.setdefault(self.key_of(row), []).append(dict(row))
         replaced: list[dict[str, Any]] = []
-        known = {self.key_of(row) for row in self.rows}
+        present = {self.key_of(row) for row in self.rows}
         for row in self.rows:
             key = self.key_of(row)
             if key not in fresh:
@@ -197,7 +197,7 @@ class Table:
                 replaced += fresh[key]
                 fresh[key] = []
         self.rows = replaced + [
-            row for key, own in fresh.items() if key not in known for row in own
+            row for key, group in fresh.items() if key not in present for row in group
         ]
         if order is not None:
             self.rows.sort(key=order)

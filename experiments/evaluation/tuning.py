@@ -59,11 +59,11 @@ class Real(NamedTuple):
         value = low + float(unit[0]) * (high - low)
         return {self.name: round(math.exp(value) if self.log else value, 4)}
 
-    def encode(self, given: Mapping[str, Any]) -> list[float]:
+    def encode(self, parameters: Mapping[str, Any]) -> list[float]:
         """The point of a parameter, the nearest one beyond the ends."""
         low, high, value = (
             math.log(x) if self.log else x
-            for x in (self.low, self.high, min(max(given[self.name], self.low), self.high))
+            for x in (self.low, self.high, min(max(parameters[self.name], self.low), self.high))
         )
         return [(value - low) / (high - low)]
 
@@ -81,9 +81,9 @@ class Choice(NamedTuple):
         at = min(int(float(unit[0]) * len(self.values)), len(self.values) - 1)
         return {self.name: self.values[at]}
 
-    def encode(self, given: Mapping[str, Any]) -> list[float]:
+    def encode(self, parameters: Mapping[str, Any]) -> list[float]:
         """The middle of the value's part."""
-        return [(self.values.index(given[self.name]) + 0.5) / len(self.values)]
+        return [(self.values.index(parameters[self.name]) + 0.5) / len(self.values)]
 
 
 class Weights(NamedTuple):
@@ -103,9 +103,9 @@ class Weights(NamedTuple):
         share[share.argmax()] += 1.0 - share.sum()
         return {name: float(x) for name, x in zip(self.names, share, strict=True)}
 
-    def encode(self, given: Mapping[str, Any]) -> list[float]:
+    def encode(self, parameters: Mapping[str, Any]) -> list[float]:
         """A point of these shares."""
-        return [math.exp(-2.0 * given[name]) for name in self.names]
+        return [math.exp(-2.0 * parameters[name]) for name in self.names]
 
 
 Axis = Real | Choice | Weights
@@ -238,9 +238,9 @@ def tune(
 
     search = _search(axes, default, budget, seed, played) if axes else []
     finalists = [default]
-    for one in sorted(search, key=lambda one: -one["qos"]):
-        if len(finalists) <= budget.finalists and one["parameters"] not in finalists:
-            finalists.append(one["parameters"])
+    for candidate in sorted(search, key=lambda candidate: -candidate["qos"]):
+        if len(finalists) <= budget.finalists and candidate["parameters"] not in finalists:
+            finalists.append(candidate["parameters"])
     qos = played(finalists, budget.choice_episodes, CHOICE_SEED)
     best = int(qos.mean(axis=1).argmax())
     return Tuned(
@@ -297,8 +297,8 @@ def _search(
         qos = played(candidates, budget.episodes, SEARCH_SEED).mean(axis=1)
         points, values = np.concatenate([points, drawn]), np.concatenate([values, qos])
         search += [
-            {"generation": generation, "parameters": one, "qos": round(float(value), 6)}
-            for one, value in zip(candidates, qos, strict=True)
+            {"generation": generation, "parameters": candidate, "qos": round(float(value), 6)}
+            for candidate, value in zip(candidates, qos, strict=True)
         ]
     return search
 
@@ -326,36 +326,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, metavar="FILE.json")
     parser.add_argument("--ray", metavar="WHERE", help="use a Ray cluster: auto, local or local:N")
     words = list(sys.argv[1:] if argv is None else argv)
-    given = parser.parse_args(words)
-    out = check_writable(given.out, (".json",))
-    budget = Budget(**{name: getattr(given, name) for name in asdict(Budget())})
-    executor = ray_executor(given.ray)
-    kwargs = parse_settings(given.set)
+    args = parser.parse_args(words)
+    out = check_writable(args.out, (".json",))
+    budget = Budget(**{name: getattr(args, name) for name in asdict(Budget())})
+    executor = ray_executor(args.ray)
+    kwargs = parse_settings(args.set)
     tuned = []
-    for name in [choose("policy", name, heuristics()) for name in given.policy or heuristics()]:
-        one = tune(name, kwargs, budget, seed=given.seed, executor=executor)
-        print(f"{name}: {one.default_qos:.4f} as registered, {one.qos:.4f} tuned")
-        tuned.append(one)
-    tuned.sort(key=lambda one: -one.qos)
+    for name in [choose("policy", name, heuristics()) for name in args.policy or heuristics()]:
+        rule = tune(name, kwargs, budget, seed=args.seed, executor=executor)
+        print(f"{name}: {rule.default_qos:.4f} as registered, {rule.qos:.4f} tuned")
+        tuned.append(rule)
+    tuned.sort(key=lambda rule: -rule.qos)
     settings = {
         "env_kwargs": _validation(kwargs, budget),
         "budget": asdict(budget),
-        "seed": given.seed,
+        "seed": args.seed,
         "search_seed": SEARCH_SEED,
         "choice_seed": CHOICE_SEED,
     }
     made = provenance(f"servegym tune {shlex.join(words)}", settings=settings)
-    found = {one.policy: {**one._asdict(), "gain": list(one.gain)} for one in tuned}
-    write_json(out, {**made, "tuned": found})
+    results = {rule.policy: {**rule._asdict(), "gain": list(rule.gain)} for rule in tuned}
+    write_json(out, {**made, "tuned": results})
     body = [
         [
-            one.policy,
-            f"{one.default_qos:.4f}",
-            f"{one.qos:.4f}",
-            "{:+.4f} [{:+.4f}, {:+.4f}]".format(*one.gain),
-            ", ".join(f"{key}={value}" for key, value in one.parameters.items()),
+            rule.policy,
+            f"{rule.default_qos:.4f}",
+            f"{rule.qos:.4f}",
+            "{:+.4f} [{:+.4f}, {:+.4f}]".format(*rule.gain),
+            ", ".join(f"{key}={value}" for key, value in rule.parameters.items()),
         ]
-        for one in tuned
+        for rule in tuned
     ]
     print_table(
         "Heuristics tuned on validation prompts",

@@ -356,17 +356,15 @@ def _real_log(run: Run, names: Sequence[str]) -> dict[str, np.ndarray]:
 
 def _simulated_log(run: Run) -> dict[str, np.ndarray]:
     """The log of the policy in closed loop on the same requests."""
-    logs: dict[str, list[np.ndarray]] = {}
-    evaluate(
+    results = evaluate(
         "servegym/LLMRouting-v1",
         [run.policy],
         episodes=1,
         seed=run.repetition,
         env_kwargs=run.arguments,
-        logs=logs,
         in_process=True,
     )
-    (log,) = next(iter(logs.values()))
+    (log,) = next(iter(results.logs.values()))
     return {name: log[name] for name in log.dtype.names or ()} | {"served": log["outcome"] == 1}
 
 

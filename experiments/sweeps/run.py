@@ -17,17 +17,16 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from servegym._files import naming
-from servegym.experiments.evaluation.jobs import folder_lock, interrupt_on_sigterm, run_process
 from servegym.experiments.evaluation.output import print_table, write_csv, write_text
 from servegym.experiments.evaluation.tables import provenance, write_result
 from servegym.experiments.papers.plotting import Lines, as_png
+from servegym.experiments.sweeps.jobs import interrupt_on_sigterm, lock_sweep, run_process
 from servegym.experiments.sweeps.spec import Sweep
 
 __all__ = ["run_sweep"]
@@ -96,19 +95,6 @@ def run_sweep(
         if work.failed and not finished_trials(optuna, study):
             raise RuntimeError(f"every run failed; see {folder / 'runs'}")
     return folder
-
-
-@contextmanager
-def lock_sweep(folder: Path) -> Iterator[None]:
-    """Hold the folder of a sweep.
-
-    Raises:
-        ValueError: If another process holds it.
-    """
-    with folder_lock(folder) as lock:
-        if lock is None:
-            raise ValueError(f"out is {str(folder)!r}, whose sweep another process runs")
-        yield
 
 
 def save_definition(folder: Path, sweep: Sweep, fixed: Mapping[str, Any]) -> None:

@@ -55,26 +55,22 @@ def test_an_evaluation_outlives_a_lost_machine(tmp_path):
 
         lost = []
 
-        def progress(name, done, total):
-            """Called as jobs end on the first machine, while the other one is in one."""
-            if not lost:
-                lost.append(done)
-                cluster.remove_node(second, allow_graceful=False)
+        def losing(function, jobs, names):
+            """Ends the other machine when a job has ended on the first, while it is in one."""
+            for job in ray_executor("auto")(function, jobs, names):
+                if not lost:
+                    lost.append(job)
+                    cluster.remove_node(second, allow_graceful=False)
+                yield job
 
         settings = {"episodes": 16, "seed": 7, "env_kwargs": ROUTING, "num_envs": 1}
         settings["in_process"] = True  # where it knows of the cluster
-        found = evaluate(
-            "servegym/LLMRouting-v1",
-            [Slow()],
-            progress=progress,
-            executor=ray_executor("auto"),
-            **settings,
-        )
+        found = evaluate("servegym/LLMRouting-v1", [Slow()], executor=losing, **settings)
         begun = [line.split() for line in (tmp_path / "blocks").read_text().splitlines()]
     finally:
         ray.shutdown()
         cluster.shutdown()
-    assert lost == [1]
+    assert lost
     away = {seed for seed, machine in begun if machine == "second"}
     home = [seed for seed, machine in begun if machine == "first"]
     assert away and away <= set(home)  # what was lost ran again on the machine that is left

@@ -78,11 +78,11 @@ def long_run(
         seen at these arrivals; NaN without arrivals. Means over the episodes' requests.
     """
     kwargs, family = {"split": "eval", **env_kwargs}, family_of(ENV_ID)
-    entered = resolve(policy, problem_of(ENV_ID, kwargs), family)
-    if entered.env_view != "graph":
-        raise ValueError(f"policy is {entered.name!r}, which does not read the graph observation")
-    envs = open_envs(family, entered, episodes, kwargs)
-    memory = [step.observation["experts"][:, :, 0].mean(1) for step in play(envs, entered)]
+    policy = resolve(policy, problem_of(ENV_ID, kwargs), family)
+    if policy.env_view != "graph":
+        raise ValueError(f"policy is {policy.name!r}, which does not read the graph observation")
+    envs = open_envs(family, policy, episodes, kwargs)
+    memory = [step.observation["experts"][:, :, 0].mean(1) for step in play(envs, policy)]
     limit = float(envs.unwrapped.problem.latency_requirement_s[0])
     sums: dict[str, Any] = {}
     logs = [envs.unwrapped.request_log(row) for row in range(episodes)]

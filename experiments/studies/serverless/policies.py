@@ -87,13 +87,10 @@ def measure(
     system = ServerlessSystem.from_kwargs(split="eval", **kwargs)
     policy = make_policy(name, system, family="serverless_moe")
     bound = getattr(policy, "reward_bound", None)
-    logs: dict[str, list[Any]] = {}
-    found = []
     # Side by side, so that what a policy found out about each row is there afterwards.
-    for row in evaluate(
-        ENV_ID, [policy], episodes, DEFAULT_SEED, kwargs, num_envs=episodes, logs=logs
-    ):
-        log = logs[name][row["episode"]]
+    results = evaluate(ENV_ID, [policy], episodes, DEFAULT_SEED, kwargs, num_envs=episodes)
+    found = []
+    for row, log in zip(results, results.logs[name], strict=True):
         late = log["ttft_violated"] + log["tpot_violated"]
         broken = log["main_memory"] + log["remote_memory"] + log["payload"] > 0
         row = row | {

@@ -47,13 +47,10 @@ def by_hand(name, seed, **kwargs):
 def test_the_evaluator_says_what_the_cost_function_says(name, preset):
     fees = {"dynamic": "aws_lambda", "seed": "none"}[preset]
     kwargs = {**TOY, "preset": preset, "slo": SLO, "fees": fees}
-    logs = {}
-    rows = evaluate(
-        "servegym/ServerlessMoE-v0", [name, "mix"], 2, seed=7, env_kwargs=kwargs, logs=logs
-    )
+    rows = evaluate("servegym/ServerlessMoE-v0", [name, "mix"], 2, seed=7, env_kwargs=kwargs)
     own = [row for row in rows if row["policy"] == name]
     kinds = set()
-    for row, log in zip(own, logs[name], strict=True):
+    for row, log in zip(own, rows.logs[name], strict=True):
         expected = by_hand(name, row["seed"], **kwargs)
         rewards = [reward for reward, *_ in expected]
         assert row["return"] == pytest.approx(sum(rewards), rel=1e-9)

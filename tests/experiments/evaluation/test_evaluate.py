@@ -2,7 +2,9 @@
 
 import json
 import math
+import pickle
 
+import cloudpickle
 import numpy as np
 import pytest
 
@@ -47,10 +49,9 @@ class Shaped(First):
 
 @pytest.fixture(scope="module")
 def result():
-    logs = {}
     policies = [First(), "drop_all", Flat(), Oracle()]
-    rows = ev.evaluate(ENV_ID, policies, 4, 7, SMALL, logs=logs, in_process=True)
-    return rows, logs
+    rows = ev.evaluate(ENV_ID, policies, 4, 7, SMALL, in_process=True)
+    return rows, rows.logs
 
 
 def test_one_row_a_policy_and_episode(result):
@@ -85,6 +86,21 @@ def test_rows_do_not_depend_on_num_envs(result):
     for num_envs in (1, 3):
         other = ev.evaluate(ENV_ID, [First()], 4, 7, SMALL, num_envs, in_process=True)
         assert other == rows[:4]
+
+
+def test_rows_and_logs_do_not_depend_on_where_blocks_run_and_when_they_end(result):
+    def elsewhere(function, jobs, names):
+        for index in reversed(range(len(jobs))):
+            job = pickle.loads(cloudpickle.dumps(jobs[index]))
+            yield index, pickle.loads(pickle.dumps(function(*job)))
+
+    rows, logs = result
+    policies = [First(), First(), "drop_all"]
+    other = ev.evaluate(ENV_ID, policies, 4, 7, SMALL, 3, elsewhere, in_process=True)
+    assert other[:4] == rows[:4] and repr(other[8:]) == repr(rows[4:8])
+    assert [row["policy"] for row in other[4:8]] == ["first #2"] * 4
+    for one, two in zip(other.logs["first #2"], logs["first"], strict=True):
+        np.testing.assert_array_equal(one, two)
 
 
 def test_episode_i_is_seed_plus_i_of_the_single_env(result):

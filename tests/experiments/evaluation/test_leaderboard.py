@@ -171,9 +171,7 @@ def test_policies_are_measured_at_the_points_of_their_family(
 ) -> None:
     measured, seeds = [], {}
 
-    def measure(
-        point: Point, policy: str | Policy, quick: bool, seed: int, in_process: bool
-    ) -> dict:
+    def measure(point: Point, policy: str | Policy, quick: bool, seed: int) -> dict:
         name = name_of(policy)
         measured.append((point.name, name))
         seeds.setdefault(point.name, []).append(seed)
@@ -198,7 +196,7 @@ def test_policies_are_measured_at_the_points_of_their_family(
     routing = [point.name + more for point in own for more in ("", leaderboard.UNSEEN)]
     assert measured == [(p, name) for name in ("greedy_qos", "mine") for p in routing]
     rows = [
-        measure(Point(p, FAMILIES[0], {}, 4, {}), name, True, 1, True)
+        measure(Point(p, FAMILIES[0], {}, 4, {}), name, True, 1)
         for p in routing
         for name in ("greedy_qos", "mine")
     ]

@@ -10,6 +10,8 @@ import pytest
 from servegym.experiments.evaluation import presubmit as presubmission
 from servegym.experiments.evaluation import stats
 from servegym.experiments.evaluation.presubmit import (
+    Played,
+    Rules,
     _compared,
     main,
     presubmit,
@@ -96,7 +98,7 @@ NOISE = np.resize([0.0, 0.02, -0.02, 0.0], 64)
 )
 def test_verdicts(gain, slower, verdict):
     base, times = np.full(len(gain), 0.5), np.linspace(0.1, 0.13, len(gain))
-    row = _compared((base + gain, slower * times), (base, times), 0.02, 0.1)
+    row = _compared(Played(base + gain, slower * times), Played(base, times), Rules())
     assert row["verdict"] == verdict
     assert row["gain_low"] < row["gain"] < row["gain_high"]
     assert row["ratio_low"] < row["ratio"] < row["ratio_high"]
@@ -105,12 +107,13 @@ def test_verdicts(gain, slower, verdict):
 def test_a_rare_loss_of_time_or_of_everything_does_not_pass():
     base, times = np.full(64, 0.5), np.full(64, 0.1)
     rare = np.arange(64) % 10 == 3
-    row = _compared((base, np.where(rare, 0.4, 0.1)), (base, times), 0.02, 0.1)
+    row = _compared(Played(base, np.where(rare, 0.4, 0.1)), Played(base, times), Rules())
     assert row["verdict"] != "passed" and row["ratio"] == pytest.approx(4 ** (7 / 64))
     # An episode in which nothing was completed has no time: it does not count as seen.
-    row = _compared((base, np.where(rare, np.nan, 0.1)), (base, times), 0.02, 0.1)
+    row = _compared(Played(base, np.where(rare, np.nan, 0.1)), Played(base, times), Rules())
     assert row["verdict"] == "not told"
-    nothing = _compared((base - 0.5, np.where(np.arange(64), np.nan, 1)), (base, times), 0.02, 0.1)
+    nothing = Played(base - 0.5, np.where(np.arange(64), np.nan, 1))
+    nothing = _compared(nothing, Played(base, times), Rules())
     assert nothing["verdict"] == "failed" and nothing["ratio"] is None
 
 
@@ -118,35 +121,35 @@ def stub(monkeypatch, *gains):
     """The episodes of a policy with these gains over each baseline; returns what was asked for."""
     asked, begin = [], 0
 
-    def played(policies, arguments, first, more, limit_s, decisions):
+    def played(policies, arguments, first, more):
         nonlocal begin
         goes_on = asked and asked[-1][:2] == (arguments["rate"], first - asked[-1][2])
         begin = begin if goes_on else first
         asked.append((arguments["rate"], first, more))
         where = slice(first - begin, first - begin + more)
-        bases = [(0.5 - gain[where], np.ones(more)) for gain in gains[: len(policies) - 1]]
-        return [(np.full(more, 0.5), np.ones(more)), *bases]
+        bases = [Played(0.5 - gain[where], np.ones(more)) for gain in gains[: len(policies) - 1]]
+        return [Played(np.full(more, 0.5), np.ones(more)), *bases]
 
     monkeypatch.setattr(presubmission, "episodes_of", played)
     return asked
 
 
-BOUND = {"rates": [260.0], "against": ["llm_d"], "episodes": 4, "seed": 10}
+BOUND = {"rates": [260.0], "against": ["llm_d"], "seed": 10}
 
 
 def test_what_is_not_told_is_played_on_up_to_the_bound(monkeypatch):
     asked = stub(monkeypatch, np.resize([0.3, -0.3], 64))
-    (row,) = presubmit("least_load", max_episodes=12, **BOUND)
+    (row,) = presubmit("least_load", rules=Rules(max_episodes=12), **BOUND)
     assert row["verdict"] == "not told" and row["episodes"] == 12
     first = row["seed"]
     assert asked == [(260.0, first, 4), (260.0, first + 4, 4), (260.0, first + 8, 4)]
     # Each rate has its own episodes, and the seed repeats them all.
-    rows = presubmit("least_load", max_episodes=4, **BOUND | {"rates": [260.0, 345.0]})
+    rows = presubmit("least_load", rules=Rules(max_episodes=4), **BOUND | {"rates": [260.0, 345.0]})
     assert rows[0]["seed"] == first != rows[1]["seed"]
-    rows = presubmit("least_load", max_episodes=4, **BOUND | {"seed": None})
+    rows = presubmit("least_load", rules=Rules(max_episodes=4), **BOUND | {"seed": None})
     assert rows[0]["seed"] != first
     asked.clear()
-    (row,) = presubmit("least_load", total_time_s=1e-9, **BOUND)
+    (row,) = presubmit("least_load", rules=Rules(total_time_s=1e-9), **BOUND)
     assert row["episodes"] == 4 and len(asked) == 1
 
 
@@ -174,7 +177,7 @@ def test_each_episode_of_a_guest_has_a_process_of_its_own(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(f"open({str(trace)!r}, 'a').write('x')\n" + LEAST_LOAD)
     arguments = {"scenario": "hot-tenant", "rate": 48.0, "episode_requests": 20}
-    presubmission.episodes_of([str(file), "least_load"], arguments, 1, 3, 60.0, [])
+    presubmission.episodes_of([str(file), "least_load"], arguments, 1, 3)
     assert len(trace.read_text()) == 3
 
 
@@ -193,8 +196,6 @@ def test_time_per_token_is_the_mean_over_completed_requests():
         ({"scenario": "nowhere"}, "scenario"),
         ({"scenario": "gie709"}, "Did you mean 'gie-709'"),
         ({"rates": [-1.0]}, "rates"),
-        ({"episodes": 1}, "episodes"),
-        ({"margin": -0.1}, "margin"),
         ({"policy": "no_such"}, "no_such"),
         ({"policy": "greedy_qos"}, "is a policy for llm_routing, not for prefix_routing"),
         ({"policy": "ppo_sets"}, "is a policy for llm_routing, not for prefix_routing"),
@@ -203,3 +204,11 @@ def test_time_per_token_is_the_mean_over_completed_requests():
 def test_bad_input_is_refused_by_name(arguments, message):
     with pytest.raises(ValueError, match=message):
         presubmit(**({"policy": "least_load"} | arguments))
+
+
+@pytest.mark.parametrize(
+    "rules", [{"episodes": 1}, {"max_episodes": 3}, {"margin": -0.1}, {"total_time_s": 0.0}]
+)
+def test_rules_out_of_range_are_refused_by_name(rules):
+    with pytest.raises(ValueError, match=next(iter(rules))):
+        Rules(**rules)

@@ -17,7 +17,7 @@ WORDS = {
 
 @pytest.fixture
 def no_work(monkeypatch):
-    for module, name in ((evaluate, "make_plan"), (leaderboard, "measure")):
+    for module, name in ((evaluate, "evaluate"), (leaderboard, "measure")):
         monkeypatch.setattr(module, name, lambda *a, **k: pytest.fail("work was begun"))
 
 

@@ -1,8 +1,4 @@
-"""Long jobs as processes: one at a time in a folder, with a log, that can be stopped and resumed.
-
-A sweep locks its folder for itself. What a job leaves in its folder says whether it is finished; a
-job that was stopped is run again.
-"""
+"""The runs of a sweep as processes, each with a log, that can be stopped."""
 
 from __future__ import annotations
 
@@ -16,29 +12,28 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-__all__ = ["LOCK", "folder_lock", "interrupt_on_sigterm", "run_process"]
+__all__ = ["interrupt_on_sigterm", "lock_sweep", "run_process"]
 
 LOCK = "lock"
 """The file in a folder that is locked."""
 
 
 @contextmanager
-def folder_lock(folder: Path) -> Iterator[int | None]:
-    """The lock of a folder: an open file, or None if another process holds it.
+def lock_sweep(folder: Path) -> Iterator[None]:
+    """Hold the folder of a sweep.
 
-    A child process that gets the file in ``pass_fds`` holds the lock, too, so that the lock lasts
-    as long as one of the two lives.
+    Raises:
+        ValueError: If another process holds it.
     """
     handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            yield None
-        else:
-            yield handle
+            raise ValueError(f"out is {str(folder)!r}, whose sweep another process runs") from None
+        yield
     finally:
-        os.close(handle)  # unlocks once no process has the file open any more
+        os.close(handle)  # unlocks
 
 
 @contextmanager
