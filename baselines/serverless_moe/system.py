@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from servegym.envs.serverless_moe.equations import SystemModel
+from servegym.envs.serverless_moe.system import SystemModel
 
 if TYPE_CHECKING:
     from servegym.envs.serverless_moe.config import Problem

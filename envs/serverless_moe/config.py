@@ -10,15 +10,10 @@ import numpy as np
 
 from servegym._checks import choose, flag, real, whole
 from servegym.envs.serverless_moe import kernel
-from servegym.envs.serverless_moe.equations import (
-    DECODE_INVOCATIONS,
-    Plan,
-    SystemModel,
-    least_used,
-    make_plan,
-    remote_count,
-)
+from servegym.envs.serverless_moe.outcomes import DECODE_INVOCATIONS
+from servegym.envs.serverless_moe.sets import remote_count
 from servegym.envs.serverless_moe.system import (
+    SystemModel,
     best_ttft_s,
     build_system,
     check_slo,
@@ -196,27 +191,6 @@ class Problem:
     def max_output_tokens(self) -> int:
         """Most generated tokens."""
         return int(self.tables.cfg["max_out"][0])
-
-    def remote(self, level: int, activations: np.ndarray) -> np.ndarray:
-        """Remote set bool ``(L, K)`` of a value of the first action, by ``(L, K)`` activations."""
-        return least_used(activations, int(self.levels[level]))
-
-    def plan(self, prompt: int, n_in: int, action: np.ndarray) -> Plan:
-        """The plan that an action means for a request of ``n_in`` tokens of a prompt."""
-        level, order, w = (int(x) for x in action[:3])
-        y, z = action[3:4], action[4:5]
-        if self.granularity == "per_layer":
-            y, z = np.split(np.asarray(action[3:]), 2)
-        predicted = self.predicted[prompt].astype(np.float64)
-        return make_plan(
-            self.system,
-            self.remote(level, self.shared if order else predicted),
-            n_in * self.system.top_k * predicted,
-            self.max_output_tokens,
-            main_headroom_mb=float(self.w_headroom_mb[w]),
-            remote_headroom_mb=np.broadcast_to(self.y_headroom_mb[y], self.system.moe_layers),
-            extra_replicas=np.broadcast_to(self.z_headroom[z], self.system.moe_layers),
-        )
 
 
 def predict(activations: Any, predictor: Any = "task_mean") -> np.ndarray:

@@ -33,7 +33,7 @@ class ServerlessMoEEnv(BatchEnv):
     its *remote* experts, in z replicas. Before each request the controller chooses the share b of remote
     experts, memory and replicas. Remote experts save memory that would be billed all the time; each call
     of one pays an overhead t_rem. Times and costs are Eq. 1-9 of [1], constraints 10b-10i
-    (`servegym.envs.serverless_moe.equations`). A request's SLO limits its time to first token (TTFT) and
+    (`servegym.envs.serverless_moe.kernel.cost`). A request's SLO limits its time to first token (TTFT) and
     its time per output token (TPOT). MIX, every expert local, is the measure of costs.
 
     Remote are the ceil(b K) experts of least *predicted* activation; times and costs follow from the

@@ -10,6 +10,14 @@ from typing import Any
 import numpy as np
 
 from servegym._checks import choose, real, whole
+from servegym.envs.serverless_moe.kernel.cost import (
+    block_s,
+    experts_s,
+    layer_s,
+    remote_calls,
+    start_s,
+    transfer_s,
+)
 from servegym.envs.workloads.moe_models import MoeModel, load_model
 from servegym.hardware_profiles.serverless import (
     FEES,
@@ -130,55 +138,40 @@ class SystemModel:
         return float(self.expert_mb.sum() * self.num_experts)
 
     @property
-    def transfer_s(self) -> float:
-        """2 D / B: one token vector to a remote function and back, in seconds."""
-        return 2.0 * self.token_mb / self.bandwidth_mb_s
+    def gpu_token_mb(self) -> float:
+        """GPU memory of a token: its vector and its KV cache."""
+        return self.token_mb + float(self.kv_mb_per_token.sum())
 
-    def expert_cpu_s(self, mb: Any, tokens: Any) -> Any:
-        """tau^c: one expert call on CPU, in seconds; none for no token.
+    @property
+    def gpu_fixed_mb(self) -> float:
+        """GPU memory whatever the request."""
+        return self.all_non_expert_mb + self.mem_pre_post_mb + self.runtime_gpu_mb
+
+    def expert_law(self, mb: Any) -> tuple[Any, Any]:
+        """tau^c: expert call of one token and each further token, seconds in the shape of ``mb``.
 
         One token takes ``theta1 exp(-theta2 y) + theta3`` with y the memory in GB; each further
         one ``expert_token_s / min(vCPUs, max_vcpus)``.
+        """
+        gb = np.asarray(mb, dtype=np.float64) / 1024.0
+        one = self.expert_theta1_s * np.exp(-self.expert_theta2_per_gb * gb) + self.expert_theta3_s
+        return one, self.expert_token_s / np.minimum(gb, self.max_vcpus)
+
+    def expert_cpu_s(self, mb: Any, tokens: Any) -> Any:
+        """One expert call on CPU, in seconds; none for no token.
 
         Args:
             mb: memory of the function in MB, an array or a number.
             tokens: tokens routed to the expert, broadcast against ``mb``.
         """
-        gb = np.asarray(mb, dtype=np.float64) / 1024.0
         n = np.asarray(tokens, dtype=np.float64)
-        one = self.expert_theta1_s * np.exp(-self.expert_theta2_per_gb * gb) + self.expert_theta3_s
-        more = self.expert_token_s / np.minimum(gb, self.max_vcpus)
-        return np.where(n > 0, one + more * (n - 1.0), 0.0)
-
-    def gpu_layer_s(self, tokens: int) -> float:
-        """tau^f: non-expert module of one block on the GPU for ``tokens`` tokens, in seconds."""
-        return self.gpu_layer_base_s + self.gpu_layer_token_s * (tokens - 1)
+        return np.where(n > 0, experts_s(*self.expert_law(mb), 0.0, 1.0, n), 0.0)
 
     def gpu_experts_s(self, tokens: int) -> float:
         """Routed experts of one MoE layer on the GPU, in seconds (for GPU deployments)."""
         if self.gpu_experts_table is not None:
             return float(np.interp(tokens, *self.gpu_experts_table))
         return self.gpu_experts_base_s + self.gpu_experts_token_s * (tokens - 1)
-
-    def swap_s(self, tokens: int) -> float:
-        """tau^sw: GPU-CPU move of ``tokens`` token vectors one way, in seconds."""
-        return self.swap_base_s + tokens * self.token_mb / self.swap_mb_s
-
-    def rounding_s(self, seconds: Any) -> Any:
-        """What rounding adds to billed durations (an array or a number): seconds each."""
-        return rounding_s(seconds, self.granularity_s)
-
-
-def rounding_s(seconds: Any, granularity_s: float) -> Any:
-    """Seconds up to the next multiple of a granularity; 0 where that is 0.
-
-    A duration a billionth of a step above a multiple counts as that multiple, so that no step is
-    billed for an error of the last digit.
-    """
-    if granularity_s == 0.0:
-        return 0.0 * seconds
-    steps = seconds / granularity_s
-    return granularity_s * np.maximum(np.ceil(steps - 1e-9) - steps, 0.0)
 
 
 def _specs(argument: str, given: Any, default: Grid) -> np.ndarray:
@@ -363,30 +356,26 @@ def best_ttft_s(system: SystemModel, n_in: int, cold: bool) -> float:
     Prefill with the experts' tokens shared out at will over the largest functions and ``z_max``
     replicas, without the base time of a call; if cold, the start of the functions for the best b.
     """
-    swaps = 2.0 * system.moe_layers * system.swap_s(n_in)
-    prefill = system.layers * system.gpu_layer_s(n_in) + swaps
-    main, remote = (
-        system.expert_token_s / min(float(specs[-1]) / 1024.0, system.max_vcpus)
-        for specs in (system.main_specs_mb, system.remote_specs_mb)
-    )
-    remote += system.transfer_s
+    prefill = system.layers * block_s(system, n_in)
+    prefill += system.moe_layers * layer_s(system, 0.0, 0.0, n_in)
+    main = system.expert_law(system.main_specs_mb[-1])[1]
+    remote = system.expert_law(system.remote_specs_mb[-1])[1] + transfer_s(system)
     more = (n_in - 1) * system.top_k
     prefill += system.moe_layers * more / (1.0 / main + system.z_max / remote)
     if not cold:
-        return prefill
+        return float(prefill)
     m = np.arange(system.num_experts + 1)
     local = system.all_non_expert_mb + (system.num_experts - m) * float(system.expert_mb.sum())
-    main_start = system.container_start_main_s + local / system.load_mb_s
-    far = m * float(system.expert_mb.max()) / system.load_mb_s
-    remote_start = np.where(m > 0, system.container_start_remote_s + far, 0.0)
-    return prefill + float(np.maximum(main_start, remote_start).min())
+    main_start = start_s(system, system.container_start_main_s, local)
+    far = start_s(system, system.container_start_remote_s, m * float(system.expert_mb.max()))
+    return float(prefill + np.maximum(main_start, np.where(m > 0, far, 0.0)).min())
 
 
 def local_tpot_s(system: SystemModel) -> float:
     """TPOT with every expert in a main function of the largest memory, in seconds."""
-    one = float(system.expert_cpu_s(system.main_specs_mb[-1], 1))
-    layer = system.top_k * one + 2.0 * system.swap_s(system.top_k)
-    return system.layers * system.gpu_layer_s(1) + system.moe_layers * layer
+    one = system.expert_law(system.main_specs_mb[-1])[0]
+    layer = layer_s(system, system.top_k * one, 0.0, system.top_k)
+    return float(system.layers * block_s(system, 1) + system.moe_layers * layer)
 
 
 def best_tpot_s(system: SystemModel, trem_s: float = 0.0) -> float:
@@ -398,13 +387,12 @@ def best_tpot_s(system: SystemModel, trem_s: float = 0.0) -> float:
         system: the system.
         trem_s: least invocation overhead.
     """
-    one = float(system.expert_cpu_s(system.main_specs_mb[-1], 1))
-    far = float(system.expert_cpu_s(system.remote_specs_mb[-1], 1))
-    far += system.transfer_s
-    k = system.top_k
-    layer = min(max((k - r) * one, r * far + (trem_s if r else 0.0)) for r in range(k + 1))
-    swaps = 2.0 * system.swap_s(k)
-    return system.layers * system.gpu_layer_s(1) + system.moe_layers * (layer + swaps)
+    r = np.arange(system.top_k + 1)
+    one = system.expert_law(system.main_specs_mb[-1])[0]
+    call = system.expert_law(system.remote_specs_mb[-1])[0] + transfer_s(system)
+    invoked, each = remote_calls(r, call, trem_s, False)
+    layer = layer_s(system, (system.top_k - r) * one, invoked * each, system.top_k).min()
+    return float(system.layers * block_s(system, 1) + system.moe_layers * layer)
 
 
 def check_slo(

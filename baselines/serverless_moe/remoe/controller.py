@@ -18,9 +18,13 @@ from servegym.baselines.serverless_moe.remoe.memory import (
 )
 from servegym.baselines.serverless_moe.remoe.mmp import worst_cases
 from servegym.baselines.serverless_moe.remoe.replicas import choose_replicas
-from servegym.envs.serverless_moe import equations as eq
+from servegym.envs.serverless_moe.kernel.cost import block_s, layer_s, main_usd_s
 from servegym.envs.serverless_moe.loads import Load
+from servegym.envs.serverless_moe.outcomes import check_limits, expected_outcome, plan_start
+from servegym.envs.serverless_moe.plans import smallest_specs
+from servegym.envs.serverless_moe.records import Cold, Outcome, Plan
 from servegym.envs.serverless_moe.sets import least_used
+from servegym.envs.serverless_moe.system import SystemModel
 
 READINGS = ("remoe", "remoe_cost")
 
@@ -36,14 +40,14 @@ class Decision:
         worst_case_met: Algorithm 2 found that b meets both limits in its worst case.
     """
 
-    plan: eq.Plan
+    plan: Plan
     ratio: float
-    expected: eq.Outcome
+    expected: Outcome
     worst_case_met: bool
 
 
 def memory_problem(
-    system: eq.SystemModel,
+    system: SystemModel,
     load: Load,
     remote: NDArray[np.bool_],
     main_mb: float,
@@ -64,8 +68,8 @@ def memory_problem(
     calls = np.maximum(calls, np.where(remote, load.tokens, 0.0).sum(axis=1))
     need = system.expert_mb * members + system.token_mb * calls
     low, high = system.remote_specs_mb[0], system.remote_specs_mb[-1]
-    budget = tpot_limit_s - eq.non_expert_s(system, load)[1] / max(load.n_out, 1)
-    budget -= system.moe_layers * 2.0 * system.swap_s(system.top_k)
+    budget = tpot_limit_s - min(load.n_out, 1) * system.layers * block_s(system, 1)
+    budget -= system.moe_layers * layer_s(system, 0.0, 0.0, system.top_k)
     each = s * system.top_k if decode_invocation == "per_call" else 1.0 - (1.0 - s) ** system.top_k
     problem = MemoryProblem(
         theta1=system.top_k * system.expert_theta1_s * ones,
@@ -73,7 +77,7 @@ def memory_problem(
         theta3=system.top_k * system.expert_theta3_s * ones,
         share=s,
         overhead_s=load.trem_s[layers],
-        holding_usd_s=eq.main_rate_usd_s(system, load.n_in, load.n_out, main_mb),
+        holding_usd_s=main_usd_s(system, load.n_in + load.n_out, main_mb),
         price_usd_gb_s=system.price_cpu * 1024.0,
         lower_gb=np.clip(need[layers], low, high) / 1024.0,
         upper_gb=np.full(layers.size, high / 1024.0),
@@ -84,7 +88,7 @@ def memory_problem(
 
 
 def plan_for(
-    system: eq.SystemModel,
+    system: SystemModel,
     load: Load,
     remote: NDArray[np.bool_],
     main_mb: float,
@@ -93,21 +97,21 @@ def plan_for(
     tpot_limit_s: float,
     decode_invocation: str,
     load_shared: bool,
-) -> eq.Plan:
+) -> Plan:
     """Memory and replicas of the remote functions for a remote set and W, everything cold."""
     used = np.asarray(remote.any(axis=1))
     problem, layers = memory_problem(system, load, remote, main_mb, tpot_limit_s, decode_invocation)
     # Layers whose remote experts are never called still have to hold them.
     held = system.expert_mb * remote.sum(axis=1)
-    remote_mb = np.where(used, eq.smallest_specs(system.remote_specs_mb, held), 0.0)
+    remote_mb = np.where(used, smallest_specs(system.remote_specs_mb, held), 0.0)
     if layers.size:
         gb = round_memory(problem, solve_memory(problem)[0], system.remote_specs_mb / 1024.0)
         # The grid in MB exactly, not 1024 times its quotient.
         at = np.searchsorted(system.remote_specs_mb, gb * 1024.0 - 1e-6)
         remote_mb[layers] = system.remote_specs_mb[at]
     one = used.astype(np.int64)
-    single = eq.Plan(remote, main_mb, remote_mb, one, np.zeros(remote.shape, dtype=np.int64))
-    main, others = eq.cold_starts_s(system, single, eq.Cold(True, one), load_shared)
+    single = Plan(remote, main_mb, remote_mb, one, np.zeros(remote.shape, dtype=np.int64))
+    start = plan_start(system, single, Cold(True, one), load_shared)
     count, assignment = choose_replicas(
         system,
         load,
@@ -115,13 +119,13 @@ def plan_for(
         main_mb,
         remote_mb,
         ttft_limit_s=ttft_limit_s,
-        cold_s=max(main, float(others.max(initial=0.0))),
+        cold_s=max(start.main_s, start.remote_s),
     )
-    return eq.Plan(remote, main_mb, remote_mb, count, assignment)
+    return Plan(remote, main_mb, remote_mb, count, assignment)
 
 
 def remoe(
-    system: eq.SystemModel,
+    system: SystemModel,
     load: Load,
     *,
     ttft_limit_s: float = np.inf,
@@ -156,7 +160,7 @@ def remoe(
         ValueError: If the reading is unknown or a number is out of range.
     """
     choose("reading", reading, READINGS)
-    eq.check_limits(ttft_limit_s, tpot_limit_s)
+    check_limits(ttft_limit_s, tpot_limit_s)
     whole("candidates", candidates, 1)
     how: dict[str, Any] = {"ttft_limit_s": ttft_limit_s, "tpot_limit_s": tpot_limit_s}
     how |= {"decode_invocation": decode_invocation, "load_shared": load_shared}
@@ -175,7 +179,7 @@ def remoe(
     for at in tried:
         remote = least_used(order, int(cases.members[at]))
         plan = plan_for(system, load, remote, float(cases.main_mb[at]), **how)
-        expected = eq.expected_outcome(system, load, plan, bill_cold_start=bill_cold_start, **how)
+        expected = expected_outcome(system, load, plan, bill_cold_start=bill_cold_start, **how)
         decisions.append(Decision(plan, float(cases.ratio[at]), expected, bool(cases.feasible[at])))
     # Fewest violations first, then least cost.
     return min(decisions, key=lambda d: (sum(d.expected.violations.values()), d.expected.cost_usd))

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from servegym.baselines.serverless_moe.base import Actions, Observed, ServerlessPolicy
 from servegym.baselines.serverless_moe.remoe.controller import remoe
-from servegym.envs.serverless_moe import equations as eq
+from servegym.envs.serverless_moe.records import Plan
 
 __all__ = ["Remoe", "RemoeCost", "RemoeSticky"]
 
@@ -42,7 +42,7 @@ class Remoe(ServerlessPolicy):
         )
         return self.on_grid(observed, decision.plan)
 
-    def on_grid(self, observed: Observed, plan: eq.Plan) -> Actions:
+    def on_grid(self, observed: Observed, plan: Plan) -> Actions:
         """The action whose plan is nearest to this one.
 
         Falling short counts double: less memory or fewer replicas can make a plan infeasible. With

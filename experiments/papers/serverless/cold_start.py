@@ -19,10 +19,13 @@ from numpy.typing import NDArray
 
 from servegym._command_line import run_main
 from servegym.baselines.serverless_moe.remoe import READINGS, remoe
-from servegym.envs.serverless_moe import equations as eq
 from servegym.envs.serverless_moe.config import predict
 from servegym.envs.serverless_moe.loads import Load
+from servegym.envs.serverless_moe.outcomes import plan_start
+from servegym.envs.serverless_moe.records import Cold, Plan
 from servegym.envs.serverless_moe.rivals import DEPLOYMENTS, deployment_cost
+from servegym.envs.serverless_moe.sets import least_used, remote_count
+from servegym.envs.serverless_moe.system import SystemModel
 from servegym.envs.workloads.activations import load_activations
 from servegym.experiments.papers.plotting import Bars
 from servegym.experiments.papers.serverless.billing import (
@@ -56,7 +59,7 @@ Array = NDArray[np.float64]
 
 
 def starts(
-    system: eq.SystemModel, remote: NDArray[np.bool_], replicas: NDArray[np.int64], shared: bool
+    system: SystemModel, remote: NDArray[np.bool_], replicas: NDArray[np.int64], shared: bool
 ) -> tuple[float, float]:
     """Start of the main function and of the slowest remote one when all are cold, s.
 
@@ -67,18 +70,18 @@ def starts(
         shared: All weights go over one link.
     """
     used = np.asarray(remote.any(axis=1))
-    plan = eq.Plan(remote, 0.0, np.zeros(len(used)), replicas, np.where(remote, 0, -1))
-    cold = eq.Cold(True, np.where(used, replicas, 0))
-    main, others = eq.cold_starts_s(system, plan, cold, shared)
-    return main, float(others.max(initial=0.0))
+    plan = Plan(remote, 0.0, np.zeros(len(used)), replicas, np.where(remote, 0, -1))
+    cold = Cold(True, np.where(used, replicas, 0))
+    start = plan_start(system, plan, cold, shared)
+    return start.main_s, start.remote_s
 
 
-def _load(system: eq.SystemModel, frequency: NDArray[Any]) -> Load:
+def _load(system: SystemModel, frequency: NDArray[Any]) -> Load:
     return Load.predicted(system, frequency, N_IN, N_OUT, TREM_S)
 
 
 def _start_row(
-    system: eq.SystemModel, head: dict[str, Any], parts: Sequence[tuple[float, float]], mix: float
+    system: SystemModel, head: dict[str, Any], parts: Sequence[tuple[float, float]], mix: float
 ) -> dict[str, Any]:
     """A row from the (main, remote) starts of the prompts."""
     main, remote = np.array(parts, np.float64).T
@@ -110,7 +113,7 @@ def cold_rows(name: str, prompts: int, ratios: Sequence[float]) -> list[dict[str
     for setting, bill in cases:
         system = billed_system(name, bill, **settings[setting])
         request = recorded_request(activations, int(queries[0]), N_IN, N_OUT, TREM_S)
-        mix = deployment_cost("mix", system, request).cold_s
+        mix = deployment_cost("mix", system, request).bill.cold_s
         plans = {
             reading: [
                 remoe(
@@ -129,7 +132,7 @@ def cold_rows(name: str, prompts: int, ratios: Sequence[float]) -> list[dict[str
             for method in DEPLOYMENTS:
                 if (link, bill) == ("separate", "none"):
                     # The deployments start as one function, or as functions of one expert each.
-                    cold = deployment_cost(method, system, request).cold_s
+                    cold = deployment_cost(method, system, request).bill.cold_s
                     kind = head | {"method": method, "b": ""}
                     rows.append(_start_row(system, kind, [(cold, 0.0)], mix))
             for reading, made in plans.items():
@@ -137,8 +140,8 @@ def cold_rows(name: str, prompts: int, ratios: Sequence[float]) -> list[dict[str
                 b = float(np.mean([p.remote.mean() for p in made]))
                 rows.append(_start_row(system, head | {"method": reading, "b": b}, parts, mix))
             for b in sorted({*ratios, *EXAMPLES}) if bill == "none" else ():
-                count = int(eq.remote_count(b, system.num_experts))
-                remote = eq.least_used(predicted[queries[0]], count)
+                count = int(remote_count(b, system.num_experts))
+                remote = least_used(predicted[queries[0]], count)
                 once = np.ones(system.moe_layers, dtype=np.int64)
                 part = starts(system, remote, once, link == "shared")
                 kind = head | {"method": f"b = {b:g}", "b": count / system.num_experts}

@@ -17,9 +17,11 @@ from numpy.typing import NDArray
 
 from servegym.baselines.serverless_moe.grid_optimum import grid_optimum
 from servegym.baselines.serverless_moe.remoe import READINGS, remoe
-from servegym.envs.serverless_moe import equations as eq
 from servegym.envs.serverless_moe.loads import Load
+from servegym.envs.serverless_moe.outcomes import evaluate_plan
+from servegym.envs.serverless_moe.records import Outcome, Plan, Request
 from servegym.envs.serverless_moe.rivals import DEPLOYMENTS, deployment_cost
+from servegym.envs.serverless_moe.system import SystemModel
 from servegym.envs.workloads.activations import Activations, load_activations
 from servegym.experiments.papers.serverless.billing import (
     BILLS,
@@ -143,7 +145,7 @@ def measure(setting: Setting, prompts: int) -> dict[str, dict[str, NDArray[np.fl
         known = Load.known(request)
         for name in READINGS:
             decision = remoe(system, expected, reading=name, **how)
-            outcome = eq.evaluate_plan(system, request, decision.plan, **how)
+            outcome = evaluate_plan(system, request, decision.plan, **how)
             found[name].append(_numbers(outcome, decision.ratio, decision.plan))
         best = grid_optimum(system, known, ratios=ratios.tolist(), **how)
         found["optimum"].append(_numbers(best.outcome, best.ratio, best.plan))
@@ -156,7 +158,7 @@ def measure(setting: Setting, prompts: int) -> dict[str, dict[str, NDArray[np.fl
     }
 
 
-def _fetch_even_ms(system: eq.SystemModel, request: eq.Request, usd: float) -> float:
+def _fetch_even_ms(system: SystemModel, request: Request, usd: float) -> float:
     """Time of a layer's experts on the GPU, ms a token, below which Fetch costs less than ``usd``.
 
     The cost of Fetch is a straight line in that time. Not above 0: Fetch costs more at any speed.
@@ -170,7 +172,7 @@ def _fetch_even_ms(system: eq.SystemModel, request: eq.Request, usd: float) -> f
 
 
 def _numbers(
-    outcome: eq.Outcome | None, ratio: float = np.nan, plan: eq.Plan | None = None
+    outcome: Outcome | None, ratio: float = np.nan, plan: Plan | None = None
 ) -> dict[str, float]:
     if outcome is None:  # no plan meets the limits
         lost = ("late_ttft", "late_tpot", "late", "infeasible")
@@ -185,9 +187,9 @@ def _numbers(
         "tpot_ms": 1e3 * outcome.tpot_s,
         "remote": ratio,
         "main_mb": np.nan if plan is None else plan.main_mb,
-        "invocations": outcome.invocations,
-        "fees": outcome.cost_fees_usd / outcome.cost_usd,
-        "rounding": outcome.cost_rounding_usd / outcome.cost_usd,
+        "invocations": outcome.bill.invocations,
+        "fees": outcome.bill.cost_fees_usd / outcome.cost_usd,
+        "rounding": outcome.bill.cost_rounding_usd / outcome.cost_usd,
         "late_ttft": float(ttft),
         "late_tpot": float(tpot),
         "late": float(ttft or tpot),

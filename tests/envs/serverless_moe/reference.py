@@ -1,11 +1,34 @@
 """Eq. 1-9 and 10a-10i as literal loops over tokens, layers, experts and replicas.
 
 No array operation and no histogram: every sum of the paper is a loop, every token's expert set is
-walked. Slow on purpose; the equations and the kernel are held against it.
+walked. Slow on purpose; the outcomes of plans and the kernel are held against it.
 """
 
 import math
 from types import SimpleNamespace
+
+import numpy as np
+
+from servegym.envs.serverless_moe.plans import make_plan
+from servegym.envs.serverless_moe.sets import least_used
+
+
+def plan_of(problem, prompt, n_in, action):
+    """The plan that an action means for a request of ``n_in`` tokens of a prompt."""
+    level, order, w = (int(x) for x in action[:3])
+    y, z = action[3:4], action[4:5]
+    if problem.granularity == "per_layer":
+        y, z = np.split(np.asarray(action[3:]), 2)
+    predicted, layers = problem.predicted[prompt].astype(np.float64), problem.system.moe_layers
+    return make_plan(
+        problem.system,
+        least_used(problem.shared if order else predicted, int(problem.levels[level])),
+        n_in * problem.system.top_k * predicted,
+        problem.max_output_tokens,
+        main_headroom_mb=float(problem.w_headroom_mb[w]),
+        remote_headroom_mb=np.broadcast_to(problem.y_headroom_mb[y], layers),
+        extra_replicas=np.broadcast_to(problem.z_headroom[z], layers),
+    )
 
 
 def tau_c(s, mb, n):
