@@ -133,6 +133,11 @@ class ServerlessSystem:
         return cls.from_problem(ServerlessMoEEnv.make_problem(kwargs))
 
     @property
+    def setting(self) -> str:
+        """The model, by which a checkpoint is found that was trained for it."""
+        return self.model.name
+
+    @property
     def plan_parts(self) -> int:
         """Parts of an action that are the plan: all but that of ``keep_action``, the last."""
         return len(self.nvec) - bool(self.arguments.get("keep_action"))
