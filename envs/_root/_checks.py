@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import difflib
-import inspect
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -134,21 +133,19 @@ class UnexpectedArgumentError(TypeError, ValueError):
     """
 
 
-def keywords(
-    function: Callable[..., Any], given: Iterable[str], hidden: Iterable[str] = ()
-) -> None:
-    """Check that ``function`` has all parameters that ``given`` names, none of them ``hidden``.
+def keywords(known: Iterable[str], given: Iterable[str]) -> None:
+    """Check that all names that are ``given`` are among the ``known`` ones.
 
     Raises:
-        UnexpectedArgumentError: naming the argument, the nearest parameter and all of them.
+        UnexpectedArgumentError: naming the argument, the nearest of the known and all of them.
     """
-    known = [name for name in inspect.signature(function).parameters if name not in hidden]
+    names = list(known)
     for name in given:
-        if name not in known:
-            near = nearest(name, known)
+        if name not in names:
+            near = nearest(name, names)
             hint = f" Did you mean {near!r}?" if near else ""
             raise UnexpectedArgumentError(
-                f"unexpected keyword argument {name!r}.{hint} Known are {known}."
+                f"unexpected keyword argument {name!r}.{hint} Known are {names}."
             )
 
 

@@ -128,6 +128,7 @@ class PrefixRoutingEnv(BatchEnv):
 
     metadata: dict[str, Any] = {"render_modes": ["ansi", "rgb_array"], "render_fps": 8}
     view = DICT
+    OLDVIEW = True
     build_problem = staticmethod(build_problem)
     make_batch = PrefixBatch
     make_observation_space = staticmethod(observation_space)

@@ -137,6 +137,7 @@ class ServerlessMoEEnv(BatchEnv):
 
     metadata: dict[str, Any] = {"render_modes": ["ansi", "rgb_array"], "render_fps": 4}
     view = kernel.DICT
+    OLDVIEW = True
     build_problem = staticmethod(build_problem)
     make_batch = ServerlessBatch
     make_observation_space = staticmethod(observation_space)

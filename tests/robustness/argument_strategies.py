@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
+from servegym.envs._arguments import Arguments
+from servegym.envs.llm_routing.arguments import RoutingArguments
 from servegym.envs.llm_routing.deployments import DEPLOYMENTS as ROUTING_DEPLOYMENTS
 from servegym.envs.serverless_moe.config import DEPLOYMENTS
 from servegym.hardware_profiles import list_fleets, list_profiles
@@ -87,16 +89,17 @@ def _optional(valid: Any, allowed: list[str], optional: bool) -> tuple[Any, list
 def whole(
     low: int,
     high: int,
+    least: int | None = None,
     most: int | None = None,
     optional: bool = False,
     default: bool = False,
     **more: Any,
 ):
-    """A whole number in [low, high]; episodes run with those up to `most`.
+    """A whole number in [low, high]; episodes run with those in [least, most].
 
     With `default` None is allowed and stands for a larger number.
     """
-    valid = st.integers(low, high if most is None else most)
+    valid = st.integers(low if least is None else least, high if most is None else most)
     valid = valid | valid.map(np.int64)
     valid, allowed = _optional(valid, ["zero"] if low <= 0 else [], optional)
     allowed += ["none"] if default else []
@@ -197,6 +200,36 @@ def grid(low: float, **more: Any):
     return Argument(valid | st.none(), junk("none") | wrong, **more)
 
 
+def from_record(record: type[Arguments], hints: dict[str, Any]) -> dict[str, Argument]:
+    """A strategy for each argument of a record.
+
+    Args:
+        record: What says the kind of an argument, its bounds and names.
+        hints: What it does not say of some: keywords of the helpers above, or the whole strategy.
+    """
+    found = {}
+    for name_, argument in record.described().items():
+        hint = hints.get(name_, {})
+        if isinstance(hint, Argument):
+            found[name_] = hint
+            continue
+        low, high = argument.low, argument.high
+        more = {"optional": argument.optional, **hint}
+        if argument.kind == "whole":
+            found[name_] = whole(int(low), int(high), **more)
+        elif argument.kind == "number":
+            found[name_] = real(low, high, argument.open_low, **more)
+        elif argument.kind == "span":
+            found[name_] = span(**{"low": TINY, "high": high, **hint})
+        elif argument.kind == "choice":
+            found[name_] = name(*argument.choices, **more)
+        else:
+            assert argument.kind == "switch", f"{name_} needs a strategy of its own"
+            found[name_] = flag(**more)
+    assert set(hints) <= set(found), "a hint for no argument"
+    return found
+
+
 # ------------------------------------------------------------------------------------- routing
 
 CARDS = [card for card in list_profiles() if "8b" in card or "paper" in card]
@@ -211,14 +244,13 @@ FAILURES = st.fixed_dictionaries(
     }
 )
 
-ROUTING = {
+ROUTING: dict[str, Any] = {
     # What "random" and settings take and refuse is in tests/envs/llm_routing/test_fleets.py: they
     # do without most of the other arguments.
     "fleet": name(*list_fleets(), *ROUTING_DEPLOYMENTS, optional=True),
+    "arrivals": name("poisson", "gamma", "mmpp", "burstgpt", "azure"),  # a trace needs its path
     "fleet_kwargs": Argument(st.none(), junk("none")),
-    "num_experts": whole(1, 1024, most=6, optional=True),
-    "arrivals": name("poisson", "gamma", "mmpp", "burstgpt", "azure"),
-    "rate": span(TINY, LARGEST),
+    "num_experts": {"most": 6},
     "arrivals_kwargs": kwargs(
         st.fixed_dictionaries({"cv": st.floats(0.0, 20.0)}),
         *({"cv": -1.0}, {"cv": HUGE}, {"cv": [1]}, {"cv": 1e300}, {"shape": 0.0}),
@@ -226,8 +258,6 @@ ROUTING = {
         needs={"arrivals": "gamma"},
         called=("cv=", "shape=", "fit=", "arrivals 'gamma'"),
     ),
-    "latency_requirement_s": span(TINY, 1.0),
-    "catalog": name("alpaca_eval_7b", "synthetic"),
     "catalog_kwargs": kwargs(
         st.fixed_dictionaries(
             {},
@@ -241,7 +271,13 @@ ROUTING = {
         *({"num_models": 0}, {"num_prompts": 1}, {"num_prompts": HUGE}, {"seed": 1.5}),
         *({"max_output_tokens": 301}, {"name": "synthetic"}),
         needs={"catalog": "synthetic"},
-        called=("num_models", "num_prompts", "seed=", "max_output_tokens", "catalog 'synthetic'"),
+        called=(
+            "num_models",
+            "num_prompts",
+            "seed=",
+            "max_output_tokens",
+            "catalog 'synthetic'",
+        ),
     ),
     "profiles": Argument(
         st.sampled_from([*list_fleets(), *CARDS])
@@ -269,26 +305,20 @@ ROUTING = {
                 for quantity in ("score", "length")
             },
         ),
-        *({"score": 3}, {"score": {"pool": "nobody"}}, {"scores": {}}, {"length": {"table": 3}}),
+        *(
+            {"score": 3},
+            {"score": {"pool": "nobody"}},
+            {"scores": {}},
+            {"length": {"table": 3}},
+        ),
         called=("pool=", "table="),
     ),
-    "buckets": name("quantile", "width"),
-    "predictor_seed": whole(0, 1 << 31),
-    "reward": name("qos_aware", "completed_qos", "paid_forward", "dense", optional=True),
-    "penalty": name("new_violations", "literal"),
-    "estimator": name("true", "predicted"),
-    "scheduler": name("orca", "chunked_prefill"),
-    "memory_policy": name("reserve", "paged"),
-    "prefix_caching": flag(needs={**CHUNKED, "memory_policy": "paged"}),
-    "async_scheduling": flag(needs=CHUNKED),
-    "running_capacity": whole(1, 4096, most=64),
-    "waiting_capacity": whole(1, 4096, most=64),
-    "prefill_token_budget": whole(5, 1 << 31, needs=CHUNKED),
-    "block_size": whole(1, 4096, most=64),
-    "bandwidth_bps": real(0.0, open_low=True),
-    "bytes_per_token": real(0.0),
-    "router_delay_s": real(0.0),
-    "staleness_s": real(0.0),
+    "prefix_caching": {"needs": {**CHUNKED, "memory_policy": "paged"}},
+    "async_scheduling": {"needs": CHUNKED},
+    "running_capacity": {"most": 64},
+    "waiting_capacity": {"most": 64},
+    "prefill_token_budget": {"least": 5, "needs": CHUNKED},
+    "block_size": {"most": 64},
     "failures": Argument(
         FAILURES | st.none(),
         junk("none")
@@ -297,7 +327,17 @@ ROUTING = {
                 {"mean_time_to_failure_s": 1.0},
                 *(
                     {"mean_time_to_failure_s": x, "mean_time_to_repair_s": 1.0}
-                    for x in (0.0, -1.0, None, "1", float("nan"), float("inf"), HUGE, True, 1e-4)
+                    for x in (
+                        0.0,
+                        -1.0,
+                        None,
+                        "1",
+                        float("nan"),
+                        float("inf"),
+                        HUGE,
+                        True,
+                        1e-4,
+                    )
                 ),
                 {"mean_time_to_failure_s": 1.0, "mean_time_to_repair_s": 1e-4},
                 {"mean_time_to_failure_s": 1.0, "mean_time_to_repair_s": 1.0, "x": 1},
@@ -309,9 +349,8 @@ ROUTING = {
         junk("none", "mapping")
         | st.sampled_from([{"nobody": [1, 1]}, {"rtx4090-llama-3.1-8b": 1}, {3: [1, 1]}, [1, 1]]),
     ),
-    "max_output_tokens": whole(1, 1 << 31, most=2000, optional=True),
-    "episode_requests": whole(1, 10_000_000, most=60, default=True),
-    "split": name("train", "val", "eval", "all"),
+    "max_output_tokens": {"most": 2000},
+    "episode_requests": {"most": 60, "optional": False, "default": True},
     "requests_file": Argument(st.none(), junk("none") | st.just("no/such/file.csv")),
 }
 
@@ -630,7 +669,12 @@ PREFIX = {
     "prefix_cache": name("vllm", "infinite", "pooled"),
 }
 
-FAMILIES = {"routing": ROUTING, "serverless": SERVERLESS, "placement": PLACEMENT, "prefix": PREFIX}
+FAMILIES = {
+    "routing": from_record(RoutingArguments, ROUTING),
+    "serverless": SERVERLESS,
+    "placement": PLACEMENT,
+    "prefix": PREFIX,
+}
 BASE: dict[str, dict[str, Any]] = {
     "routing": {"num_experts": 3, "episode_requests": 12},
     "serverless": {"model": "toy", "episode_requests": 5},
