@@ -2,11 +2,10 @@
 
 A family declares one subclass of `Arguments` with a line an argument, such as
 
-    rate: Range = span("workload", 5.0, "mean requests/s, or a range drawn from for each episode")
+    rate: Range = span(5.0, "mean requests/s, or a range drawn from for each episode")
 
-Each helper takes the argument's group first, then its default and a line of meaning last. A default
-of None allows None. Messages, the table in the environment's docstring and the strategies of the
-tests come from these lines.
+Each helper takes the default first and a line of meaning last. A default of None allows None.
+Messages, the table in the environment's docstring and the tests' strategies come from these lines.
 """
 
 from __future__ import annotations
@@ -14,13 +13,15 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from servegym import _checks
 from servegym._checks import LARGEST
 
 Range = float | tuple[float, float]
 """A number, or the range (low, high) that it is drawn from."""
+Options = dict[str, Any] | None
+"""Keywords of something else."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +29,6 @@ class Argument:
     """What an argument may be.
 
     Attributes:
-        group: Its heading in the table.
         default: What it is where it is not given.
         text: Its meaning in a line.
         check: Name and value as given -> value; ValueError naming both and what is allowed.
@@ -37,10 +37,9 @@ class Argument:
         high: Largest number.
         open_low: Whether ``low`` itself is too little.
         choices: Names that are allowed.
-        by_view: View of the id -> default, where the ids of a family have different ones.
+        box: The default of the ids that show one Box, where it is another one; else None.
     """
 
-    group: str
     default: Any
     text: str
     check: Callable[[str, Any], Any]
@@ -49,20 +48,20 @@ class Argument:
     high: float = LARGEST
     open_low: bool = False
     choices: tuple[str, ...] = ()
-    by_view: Callable[[int], Any] | None = None
+    box: Any = None
 
     @property
     def optional(self) -> bool:
-        """Whether None is allowed."""
-        return self.default is None
+        """Whether None is allowed: it stands for a default that goes by something else."""
+        return self.default is None or self.box is not None
 
     @property
     def shown(self) -> str:
         """The default in the table."""
-        if self.by_view is not None:
-            return "by the id"
+        if self.default is None:
+            return "none"
         quoted = json.dumps(self.default) if isinstance(self.default, str) else repr(self.default)
-        return "none" if self.default is None else f"`{quoted}`"
+        return f"`{quoted}`" + ("" if self.box is None else f"; `{self.box}` with one Box")
 
     @property
     def allowed(self) -> str:
@@ -74,23 +73,23 @@ class Argument:
 
 
 def _field(argument: Argument) -> Any:
-    default, metadata = argument.default, {"argument": argument}
+    metadata = {"argument": argument}
+    default = argument.default if argument.box is None else None
     if isinstance(default, dict):
         return dataclasses.field(default_factory=default.copy, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def whole(group: str, default: int | None, low: int, text: str, *, high: int = 1 << 31) -> Any:
+def whole(default: int | None, low: int, text: str, *, high: int = 1 << 31) -> Any:
     """A whole number from ``low`` to ``high``."""
 
     def check(name: str, given: Any) -> int:
         return _checks.whole(name, given, low, high)
 
-    return _field(Argument(group, default, text, check, "whole", low, high))
+    return _field(Argument(default, text, check, "whole", low, high))
 
 
 def number(
-    group: str,
     default: float | None,
     low: float,
     text: str,
@@ -103,17 +102,17 @@ def number(
     def check(name: str, given: Any) -> float:
         return _checks.real(name, given, low, high, open_low)
 
-    return _field(Argument(group, default, text, check, "number", low, high, open_low))
+    return _field(Argument(default, text, check, "number", low, high, open_low))
 
 
-def span(group: str, default: Range, text: str, *, high: float = LARGEST) -> Any:
+def span(default: Range, text: str, *, high: float = LARGEST) -> Any:
     """A positive number up to ``high``, or a range of them."""
 
     def check(name: str, given: Any) -> Range:
         pair = _checks.positive_range(name, given, high)
         return pair if isinstance(given, (list, tuple)) else pair[0]
 
-    return _field(Argument(group, default, text, check, "span", 0, high, open_low=True))
+    return _field(Argument(default, text, check, "span", 0, high, open_low=True))
 
 
 def ends(span: Range) -> tuple[float, float]:
@@ -121,40 +120,29 @@ def ends(span: Range) -> tuple[float, float]:
     return span if isinstance(span, tuple) else (span, span)
 
 
-def choice(
-    group: str,
-    default: str | None,
-    names: Iterable[str],
-    text: str,
-    *,
-    by_view: Callable[[int], str] | None = None,
-) -> Any:
+def choice(default: str | None, names: Iterable[str], text: str, *, box: str | None = None) -> Any:
     """One of some names."""
     choices = tuple(names)
 
     def check(name: str, given: Any) -> str:
         return _checks.choose(name, given, choices)
 
-    return _field(Argument(group, default, text, check, "choice", choices=choices, by_view=by_view))
+    return _field(Argument(default, text, check, "choice", choices=choices, box=box))
 
 
-def switch(
-    group: str, default: bool | None, text: str, *, by_view: Callable[[int], bool] | None = None
-) -> Any:
+def switch(default: bool | None, text: str, *, box: bool | None = None) -> Any:
     """True or False."""
-    return _field(Argument(group, default, text, _checks.flag, "switch", by_view=by_view))
+    return _field(Argument(default, text, _checks.flag, "switch", box=box))
 
 
-def options(group: str, text: str) -> Any:
+def options(text: str) -> Any:
     """A mapping of keyword to value, or None; who takes the keywords checks them."""
-    return _field(Argument(group, None, text, _checks.mapping, "options"))
+    return _field(Argument(None, text, _checks.mapping, "options"))
 
 
-def other(
-    group: str, default: Any, text: str, check: Callable[[str, Any], Any] | None = None
-) -> Any:
+def other(default: Any, text: str, check: Callable[[str, Any], Any] | None = None) -> Any:
     """A value that ``check`` checks; by default who reads it does."""
-    return _field(Argument(group, default, text, check or (lambda _, given: given), "other"))
+    return _field(Argument(default, text, check or (lambda _, given: given), "other"))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -162,16 +150,18 @@ class Arguments:
     """The arguments of a family, checked when the record is made.
 
     Attributes:
-        view: What the id shows. It is no argument, but defaults may depend on it.
+        view: What the id shows, 0 for the Dict. It is no argument, but defaults may go by it.
+        groups: Headings of the table, by the first argument below each.
     """
 
     view: int = 0
+    groups: ClassVar[Mapping[str, str]] = {}
 
     def __post_init__(self) -> None:
         for name, argument in self.described().items():
             value = getattr(self, name)
-            if value is None and argument.by_view is not None:
-                value = argument.by_view(self.view)
+            if value is None and argument.box is not None:
+                value = argument.box if self.view else argument.default
             if value is not None or not argument.optional:
                 value = argument.check(name, value)
             object.__setattr__(self, name, value)
@@ -205,9 +195,7 @@ class Arguments:
     def table(cls) -> list[str]:
         """The lines of a Markdown table of the arguments."""
         rows = ["| | Name | Default | Allowed | Meaning |", "|---|---|---|---|---|"]
-        group = ""
         for name, argument in cls.described().items():
-            heading, group = "" if argument.group == group else argument.group, argument.group
-            cells = heading, f"`{name}`", argument.shown, argument.allowed, argument.text
-            rows.append(f"| {' | '.join(cells)} |")
+            meaning = f"{argument.shown} | {argument.allowed} | {argument.text}"
+            rows.append(f"| {cls.groups.get(name, '')} | `{name}` | {meaning} |")
         return rows

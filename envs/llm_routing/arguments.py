@@ -8,17 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from servegym._checks import choose
-from servegym.envs._arguments import (
-    Arguments,
-    Range,
-    choice,
-    number,
-    options,
-    other,
-    span,
-    switch,
-    whole,
-)
+from servegym.envs import _arguments as arg
+from servegym.envs._arguments import Arguments, Options, Range
 from servegym.envs.llm_routing import kernel
 from servegym.envs.llm_routing.deployments import DEPLOYMENTS
 from servegym.envs.llm_routing.fleets import DRAWN, MAX_LATENCY_REQUIREMENT_S
@@ -57,93 +48,62 @@ def _file(name: str, given: Any) -> str | None:
 class RoutingArguments(Arguments):
     """The arguments of `LLMRoutingEnv` and of the ids beside it."""
 
-    catalog: str = choice(
-        "workload", "alpaca_eval_7b", list_catalogs(), "requests with each model's score and length"
+    groups = {
+        "catalog": "workload",
+        "fleet": "engine",
+        "bandwidth_bps": "network",
+        "score_predictor": "observation",
+        "reward": "reward",
+    }
+    catalog: str = arg.choice(
+        "alpaca_eval_7b", list_catalogs(), "requests with each model's score and length"
     )
-    catalog_kwargs: dict[str, Any] | None = options("workload", "keywords of the catalog")
-    split: str = choice(
-        "workload", "train", ("train", "val", "eval", "all"), "prompts of the catalog"
+    catalog_kwargs: Options = arg.options("keywords of the catalog")
+    split: str = arg.choice("train", ("train", "val", "eval", "all"), "prompts of the catalog")
+    arrivals: str = arg.choice("poisson", list_arrivals(), "arrival process")
+    arrivals_kwargs: Options = arg.options("keywords of the process")
+    rate: Range = arg.span(5.0, "mean requests/s, or a range drawn from for each episode")
+    requests_file: str | None = arg.other(None, "CSV of an episode's requests", _file)
+    episode_requests: int | None = arg.whole(
+        None, 1, "decisions of an episode: 1000, or those of the file", high=10_000_000
     )
-    arrivals: str = choice("workload", "poisson", list_arrivals(), "arrival process")
-    arrivals_kwargs: dict[str, Any] | None = options("workload", "keywords of the process")
-    rate: Range = span(
-        "workload", 5.0, "mean requests/s, or a range (low, high) drawn from for each episode"
+    latency_requirement_s: Range = arg.span(
+        0.030, "L in s per token, or a range", high=MAX_LATENCY_REQUIREMENT_S
     )
-    requests_file: str | None = other(
-        "workload", None, "CSV of the requests of every episode, in its order", _file
+    fleet: str | Mapping[str, Any] | None = arg.other(
+        None, 'a fleet or deployment by name, `"random"`, or a setting'
     )
-    episode_requests: int | None = whole(
-        "workload", None, 1, "decisions of an episode: 1000, or those of the file", high=10_000_000
+    fleet_kwargs: Options = arg.options("what a random fleet is drawn from")
+    num_experts: int | None = arg.whole(None, 1, "N; 6 of a fleet, else one a profile", high=1024)
+    profiles: str | Sequence[str] = arg.other(
+        "edge-6-heterogeneous", "a fleet, a profile for all, or a list"
     )
-    latency_requirement_s: Range = span(
-        "workload", 0.030, "L in s per token, or a range", high=MAX_LATENCY_REQUIREMENT_S
+    models: Sequence[str] | None = arg.other(None, "catalog model of each expert")
+    scheduler: str = arg.choice("orca", SCHEDULERS, "what an iteration is made of")
+    async_scheduling: bool = arg.switch(False, "iterations are planned one ahead")
+    memory_policy: str = arg.choice("reserve", MEMORY_POLICIES, "or preemption")
+    prefix_caching: bool = arg.switch(False, "preempted requests find their blocks")
+    block_size: int = arg.whole(16, 1, "tokens of a KV block", high=4096)
+    running_capacity: int = arg.whole(5, 1, "R, requests that run", high=MAX_CAPACITY)
+    waiting_capacity: int = arg.whole(5, 1, "W, requests that wait", high=MAX_CAPACITY)
+    prefill_token_budget: int = arg.whole(2048, 1, "most tokens of an iteration")
+    max_output_tokens: int | None = arg.whole(None, 1, "longest answer; by default the catalog's")
+    failures: Options = arg.options("`mean_time_to_failure_s`, `mean_time_to_repair_s`")
+    step_factors: Options = arg.options("true over the profile's time, by profile")
+    bandwidth_bps: float = arg.number(1e6, 0.0, "bits/s to an expert", open_low=True)
+    bytes_per_token: float = arg.number(4.0, 0.0, "of a prompt")
+    router_delay_s: float = arg.number(0.005, 0.0, "time that routing a request takes")
+    score_predictor: str = arg.other(
+        "confusion", "`confusion`, `learned`, `mean`, `zero` or `exact`"
     )
-
-    fleet: str | Mapping[str, Any] | None = other(
-        "engine", None, 'a fleet or deployment by name, `"random"`, or a setting'
-    )
-    fleet_kwargs: dict[str, Any] | None = options("engine", "what a random fleet is drawn from")
-    num_experts: int | None = whole(
-        "engine", None, 1, "N; by default 6 of a fleet, else one for each profile", high=1024
-    )
-    profiles: str | Sequence[str] = other(
-        "engine", "edge-6-heterogeneous", "a fleet, a profile for all, or a list"
-    )
-    models: Sequence[str] | None = other(
-        "engine", None, "catalog model of each expert; by default the fleet's"
-    )
-    scheduler: str = choice("engine", "orca", SCHEDULERS, "what an iteration is made of")
-    async_scheduling: bool = switch(
-        "engine", False, "iterations are planned one ahead (needs `chunked_prefill`)"
-    )
-    memory_policy: str = choice(
-        "engine", "reserve", MEMORY_POLICIES, "room for the longest answer, or preemption"
-    )
-    prefix_caching: bool = switch(
-        "engine", False, "a preempted request finds its blocks (needs `chunked_prefill`)"
-    )
-    block_size: int = whole("engine", 16, 1, "tokens of a KV block", high=4096)
-    running_capacity: int = whole("engine", 5, 1, "R, requests that run", high=MAX_CAPACITY)
-    waiting_capacity: int = whole("engine", 5, 1, "W, requests that wait", high=MAX_CAPACITY)
-    prefill_token_budget: int = whole("engine", 2048, 1, "most tokens of an iteration")
-    max_output_tokens: int | None = whole(
-        "engine", None, 1, "longest answer; by default the catalog's"
-    )
-    failures: dict[str, Any] | None = options(
-        "engine", "`mean_time_to_failure_s` and `mean_time_to_repair_s` of an expert"
-    )
-    step_factors: dict[str, Any] | None = options(
-        "engine", "profile -> true over its law's time, with prefill and of decodes alone"
-    )
-
-    bandwidth_bps: float = number("network", 1e6, 0.0, "bits/s to an expert", open_low=True)
-    bytes_per_token: float = number("network", 4.0, 0.0, "of a prompt")
-    router_delay_s: float = number("network", 0.005, 0.0, "time that routing a request takes")
-
-    score_predictor: str = other(
-        "observation", "confusion", "`confusion`, `learned`, `mean`, `zero` or `exact`"
-    )
-    length_predictor: str = other("observation", "confusion", "likewise")
-    predictor_kwargs: dict[str, Any] | None = options(
-        "observation", "keywords of the two predictors, by `score` and `length`"
-    )
-    buckets: str = choice("observation", "quantile", BUCKETS, "how predictions are bucketed")
-    predictor_seed: int = whole("observation", 0, 0, "seed of the predictors' errors")
-    staleness_s: float = number("observation", 0.0, 0.0, "age of what is seen of the experts")
-
-    reward: str = choice(
-        "reward",
-        None,
-        REWARDS,
-        "see Rewards",
-        by_view=lambda view: "qos_aware" if view == kernel.GRAPH else "dense",
-    )
-    penalty: str = choice(
-        "reward", "new_violations", PENALTIES, "whether `qos_aware` charges a late request once"
-    )
-    estimator: str = choice(
-        "reward", "true", ESTIMATORS, "lengths that the penalty of `qos_aware` goes by"
-    )
+    length_predictor: str = arg.other("confusion", "likewise")
+    predictor_kwargs: Options = arg.options("of the `score` and of the `length`")
+    buckets: str = arg.choice("quantile", BUCKETS, "how predictions are bucketed")
+    predictor_seed: int = arg.whole(0, 0, "seed of the predictors' errors")
+    staleness_s: float = arg.number(0.0, 0.0, "age of what is seen of the experts")
+    reward: str = arg.choice("qos_aware", REWARDS, "see Rewards", box="dense")
+    penalty: str = arg.choice("new_violations", PENALTIES, "see Rewards")
+    estimator: str = arg.choice("true", ESTIMATORS, "of Eq. 15: lengths are known, or predicted")
 
     @classmethod
     def named(cls, given: Mapping[str, Any]) -> Mapping[str, Any]:

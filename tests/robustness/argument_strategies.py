@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from servegym.envs._arguments import Arguments
 from servegym.envs.llm_routing.arguments import RoutingArguments
 from servegym.envs.llm_routing.deployments import DEPLOYMENTS as ROUTING_DEPLOYMENTS
+from servegym.envs.prefix_routing.arguments import PrefixArguments
 from servegym.envs.serverless_moe.config import DEPLOYMENTS
 from servegym.hardware_profiles import list_fleets, list_profiles
 from servegym.hardware_profiles.serverless import FEES
@@ -612,24 +613,19 @@ PARALLEL = {
 # ------------------------------------------------------------------- prefix-cache-aware routing
 
 _CARD = {"card": "h100", "model": "llama-3.1-8b"}
-PREFIX = {
-    "scenario": name(
-        *("llm-d-8", "chat", "agents", "mooncake", "hot-tenant", "drift", "mixed-cards", "gie-709"),
-        optional=True,
-        needs={"workload": "tenants", "workload_kwargs": None, "profiles": _CARD, "rate": 5.0},
-    ),
-    "workload": name("tenants", "sessions", "agents", "mooncake"),
+PREFIX: dict[str, Any] = {
+    "scenario": {
+        "needs": {"workload": "tenants", "workload_kwargs": None, "profiles": _CARD, "rate": 5.0}
+    },
     "workload_kwargs": kwargs(
         st.fixed_dictionaries({}, optional={"groups": st.integers(1, 9)}),
         *({"groups": 0}, {"groups": 1.5}, {"group": 3}, {1: 2}),
         needs={"workload": "tenants"},
         called=("groups", "keyword", "keyword argument"),
     ),
-    "split": name("train", "val", "eval", "all"),
-    "dispatch": name("think", "trace"),
-    "rate": span(0.1, LARGEST),
-    "episode_requests": whole(1, 1 << 20, most=30),
-    "warmup_requests": whole(0, 1 << 20, most=20),
+    "rate": {"low": 0.1},
+    "episode_requests": {"most": 30},
+    "warmup_requests": {"most": 20},
     "profiles": Argument(
         st.sampled_from([_CARD, "h100-llama-3.1-8b", ["l40s-llama-3.1-8b", _CARD]]),
         junk("mapping", "list")
@@ -639,41 +635,32 @@ PREFIX = {
         needs={"num_replicas": None},
         called=("profile", "card", "model", "tp"),
     ),
-    "num_replicas": whole(1, 62, most=4, optional=True, needs={"profiles": _CARD}),
-    "max_num_seqs": whole(1, 4096, most=64),
-    "max_num_batched_tokens": whole(128, 1 << 31, most=8192, called=("max_num_seqs",)),
-    "block_size": whole(1, 1 << 20, most=512, called=("kv_tokens",)),
-    "kv_tokens": dataclasses.replace(
-        whole(16, 1 << 31, optional=True), valid=st.integers(1 << 14, 1 << 20) | st.none()
-    ),
-    "index": name("none", "approximate", "precise"),
+    "num_replicas": {"most": 4, "needs": {"profiles": _CARD}},
+    "max_num_seqs": {"most": 64},
+    "max_num_batched_tokens": {"least": 128, "most": 8192},
+    "block_size": {"most": 512},
+    "kv_tokens": {"least": 1 << 14, "most": 1 << 20},
     "index_kwargs": kwargs(
         st.fixed_dictionaries({}, optional={"heat_s": st.floats(0.1, 1e6)}),
         *({"heat_s": 0.0}, {"heats": 1.0}, {"smoothing": 2.0}, {"index_entries": 0}),
         called=("heat_s", "keyword", "smoothing", "index_entries"),
     ),
-    "scrape_s": real(0.0, least=1e-3, most=1e3),
+    "scrape_s": {"least": 1e-3, "most": 1e3},
     "slo": kwargs(
         st.fixed_dictionaries({}, optional={"ttft_s": st.floats(0.0, 1e6)}),
         *({"ttft_s": -1.0}, {"ttft": 1.0}, {"tpot_s": float("nan")}),
         called=("keyword",),
     ),
-    "reward": name(
-        *("slo", "ttft", "score", "dense"),
-        optional=True,
-        needs={"admission": False, "failures": None},
-    ),
-    "admission": flag(needs={"reward": "slo"}),
+    "reward": {"needs": {"admission": False, "failures": None}},
+    "admission": {"needs": {"reward": "slo"}},
     "failures": dataclasses.replace(ROUTING["failures"], needs={"reward": "slo"}),
-    "length_noise": real(0.0, 10.0, optional=True),
-    "prefix_cache": name("vllm", "infinite", "pooled"),
 }
 
 FAMILIES = {
     "routing": from_record(RoutingArguments, ROUTING),
     "serverless": SERVERLESS,
     "placement": PLACEMENT,
-    "prefix": PREFIX,
+    "prefix": from_record(PrefixArguments, PREFIX),
 }
 BASE: dict[str, dict[str, Any]] = {
     "routing": {"num_experts": 3, "episode_requests": 12},
