@@ -158,13 +158,19 @@ class Arguments:
     groups: ClassVar[Mapping[str, str]] = {}
 
     def __post_init__(self) -> None:
+        defaults = self.defaults()
         for name, argument in self.described().items():
             value = getattr(self, name)
-            if value is None and argument.box is not None:
-                value = argument.box if self.view else argument.default
+            if value is None:
+                value = defaults.get(name)
             if value is not None or not argument.optional:
                 value = argument.check(name, value)
             object.__setattr__(self, name, value)
+
+    def defaults(self) -> Mapping[str, Any]:
+        """What stands for None: defaults that go by the view, or by another argument."""
+        boxes = {n: a for n, a in self.described().items() if a.box is not None}
+        return {name: a.box if self.view else a.default for name, a in boxes.items()}
 
     @classmethod
     def fill(cls, given: Mapping[str, Any], view: int = 0) -> Self:

@@ -16,7 +16,7 @@ from servegym.envs._arguments import Arguments
 from servegym.envs.llm_routing.arguments import RoutingArguments
 from servegym.envs.llm_routing.deployments import DEPLOYMENTS as ROUTING_DEPLOYMENTS
 from servegym.envs.prefix_routing.arguments import PrefixArguments
-from servegym.envs.serverless_moe.config import DEPLOYMENTS
+from servegym.envs.serverless_moe.arguments import ServerlessArguments
 from servegym.hardware_profiles import list_fleets, list_profiles
 from servegym.hardware_profiles.serverless import FEES
 
@@ -390,13 +390,8 @@ def _idle(draws: list[float]) -> list[tuple[float, float]]:
     return [(x / total, 1000.0 * x) for x in draws]
 
 
-SERVERLESS = {
+SERVERLESS: dict[str, Any] = {
     "model": name("toy"),
-    "preset": name("dynamic", "seed"),
-    "gpu": name("eager", "fused", "a100", "h100", "l40s"),
-    "split": name("train", "val", "eval", "all"),
-    "granularity": name("global", "per_layer"),
-    "deployment": name(*DEPLOYMENTS),
     "predictor": Argument(
         st.sampled_from(["task_mean", "global_mean", lambda book: book.frequencies()]),
         junk("type", "function")
@@ -412,15 +407,11 @@ SERVERLESS = {
         ),
     ),
     "activations": Argument(st.none(), junk("none")),
-    "episode_requests": whole(1, 1_000_000, most=12),
+    "episode_requests": {"most": 12},
     "levels": whole(2, 9, optional=True),
     "w_headroom_mb": steps(1e7, st.floats(1e-3, 1e7)),
     "y_headroom_mb": steps(1e7, st.floats(1e-3, 1e7)),
     "z_headroom": steps(64, st.integers(1, 64)),
-    "penalty": real(0.0, 1e6),
-    "decode_invocation": name("per_call", "per_layer"),
-    "load_shared": flag(),
-    "keep_action": flag(optional=True),
     "prompt_tokens": Argument(
         st.integers(1, 5000) | st.just("azure") | st.none(),
         junk("none") | st.integers(max_value=0) | st.integers(min_value=100_001),
@@ -430,12 +421,10 @@ SERVERLESS = {
         st.integers(1, 1000) | st.just("azure") | st.none(),
         junk("none") | st.integers(max_value=0) | st.integers(min_value=100_001),
     ),
-    "max_prompt_tokens": whole(1, 100_000, most=5000, needs=LOOSE),
-    "max_output_tokens": whole(1, 100_000, most=1000),
-    "output_error": real(0.0, 10.0, optional=True),
+    "max_prompt_tokens": {"most": 5000, "needs": LOOSE},
+    "max_output_tokens": {"most": 1000},
     "idle_s": pairs(st.lists(st.floats(1e-3, 1e6), min_size=1, max_size=3).map(_idle) | st.none()),
-    "keep_alive_s": real(0.0, optional=True, needs=LOOSE),
-    "bill_cold_start": flag(optional=True),
+    "keep_alive_s": {"needs": LOOSE},
     "slo": pairs(
         st.lists(st.tuples(st.floats(30.0, 1e12), st.floats(2.0, 1e12)), min_size=1, max_size=3)
         | st.none()
@@ -446,15 +435,12 @@ SERVERLESS = {
         | st.sampled_from([[0.0], [-1.0], ["1"], [None], [float("nan")], [HUGE]]),
         needs=LOOSE,
     ),
-    "trem_switch": real(0.0, 1.0, optional=True),
-    "trem_sigma": real(0.0, 10.0, optional=True, needs=LOOSE),
-    "price_ratio": real(0.0, open_low=True),
-    "price_cpu_usd_mb_s": real(0.0, open_low=True),
-    "bandwidth_mb_s": real(0.0, open_low=True, needs=LOOSE),
-    "load_mb_s": real(0.0, open_low=True, needs=LOOSE),
-    "container_start_s": real(0.0, needs=LOOSE),
-    "z_max": whole(1, 64, needs=LOOSE),
-    "payload_mb": real(0.0, open_low=True, least=1.0, needs=LOOSE),
+    "trem_sigma": {"needs": LOOSE},
+    "bandwidth_mb_s": {"needs": LOOSE},
+    "load_mb_s": {"needs": LOOSE},
+    "container_start_s": {"needs": LOOSE},
+    "z_max": {"needs": LOOSE},
+    "payload_mb": {"least": 1.0, "needs": LOOSE},
     "main_specs_mb": grid(4000.0, needs=LOOSE),
     "remote_specs_mb": grid(2000.0, needs=LOOSE),
     "fees": Argument(
@@ -658,7 +644,7 @@ PREFIX: dict[str, Any] = {
 
 FAMILIES = {
     "routing": from_record(RoutingArguments, ROUTING),
-    "serverless": SERVERLESS,
+    "serverless": from_record(ServerlessArguments, SERVERLESS),
     "placement": PLACEMENT,
     "prefix": from_record(PrefixArguments, PREFIX),
 }
