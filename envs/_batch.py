@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Protocol
@@ -11,7 +12,7 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.error import ResetNeeded
 
-from servegym._checks import check_render_mode, flag, keywords, mapping
+from servegym._checks import check_render_mode, flag, mapping
 from servegym.envs._arguments import Arguments
 
 _OF_EVERY_ENV = (
@@ -120,9 +121,7 @@ class BatchEnv(gym.Env):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        old = hasattr(cls, "build_problem")
-        parts = ("make_batch", "make_observation_space")
-        parts += () if old else ("arguments", "problem_of")
+        parts = ("arguments", "problem_of", "make_batch", "make_observation_space")
         lacking = [
             name
             for name in (*parts, "make_action_space", "frame")
@@ -130,9 +129,9 @@ class BatchEnv(gym.Env):
         ]
         if lacking:
             raise TypeError(f"{cls.__name__} lacks {', '.join(lacking)}, see BatchEnv.")
-        if cls.__doc__ is not None and not old:
-            table = "\n    ".join((*cls.arguments.table(), *_OF_EVERY_ENV))
-            cls.__doc__ = cls.__doc__.replace("{arguments}", table)
+        if cls.__doc__ is not None:
+            table = "\n".join((*cls.arguments.table(), *_OF_EVERY_ENV))
+            cls.__doc__ = inspect.cleandoc(cls.__doc__).replace("{arguments}", table)
 
     @staticmethod
     @abstractmethod
@@ -181,14 +180,6 @@ class BatchEnv(gym.Env):
         Raises:
             ValueError: an argument is unknown or has a bad value.
         """
-        if hasattr(cls, "build_problem"):
-            import inspect
-
-            view = {"view": cls.view} if hasattr(cls, "OLDVIEW") else {}
-            keywords(
-                [n for n in inspect.signature(cls.build_problem).parameters if n != "view"], kwargs
-            )
-            return cls.build_problem(**view, **kwargs)
         return cls.problem_of(cls.arguments.fill(kwargs, cls.view))
 
     @staticmethod
