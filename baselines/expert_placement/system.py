@@ -90,7 +90,7 @@ class PlacementSystem:
             output_tokens=mean_output,
             epoch_s=float(problem.epoch_s),
             free_start=bool(problem.free_start),
-            migration_source=problem.simulator.migration_source,
+            migration_source=problem.migration_source,
             output_range=problem.output_tokens,
             prompts=prompts,
             task_prompts=of_tasks,

@@ -91,6 +91,11 @@ class Problem:
         return float((self.epoch_s / self.interarrival_s).sum())
 
     @property
+    def migration_source(self) -> str:
+        """Where the weights of a new placement come from: ``"host"`` or ``"network"``."""
+        return self.simulator.migration_source
+
+    @property
     def simulator_options(self) -> dict[str, Any]:
         """Keywords of `Simulator` besides the cluster and the prompts."""
         return {**self.simulator.values(), "forecast": self.forecast}

@@ -59,7 +59,8 @@ def _pairs(name: str, given: Any) -> Pairs:
     ok = isinstance(given, (list, tuple)) and len(given) > 0
     if not ok or any(not isinstance(x, (list, tuple)) or len(x) != 2 for x in given):
         raise ValueError(f"{name}={given!r} must be a list of pairs.")
-    return tuple(tuple(real(name, v, 0.0, open_low=True) for v in x) for x in given)
+    first, second = ([real(name, x[k], 0.0, open_low=True) for x in given] for k in (0, 1))
+    return tuple(zip(first, second, strict=True))
 
 
 def _idle_classes(name: str, given: Any) -> Pairs:
