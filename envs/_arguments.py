@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, ClassVar, Self
 
 from servegym import _checks
@@ -82,36 +83,21 @@ def _field(argument: Argument) -> Any:
 
 def whole(default: int | None, low: int, text: str, *, high: int = 1 << 31) -> Any:
     """A whole number from ``low`` to ``high``."""
-
-    def check(name: str, given: Any) -> int:
-        return _checks.whole(name, given, low, high)
-
+    check = partial(_checks.whole, low=low, high=high)
     return _field(Argument(default, text, check, "whole", low, high))
 
 
 def number(
-    default: float | None,
-    low: float,
-    text: str,
-    *,
-    high: float = LARGEST,
-    open_low: bool = False,
+    default: float | None, low: float, text: str, *, high: float = LARGEST, open_low: bool = False
 ) -> Any:
     """A finite number from ``low`` to ``high``, or above ``low`` if ``open_low``."""
-
-    def check(name: str, given: Any) -> float:
-        return _checks.real(name, given, low, high, open_low)
-
+    check = partial(_checks.real, low=low, high=high, open_low=open_low)
     return _field(Argument(default, text, check, "number", low, high, open_low))
 
 
 def span(default: Range, text: str, *, high: float = LARGEST) -> Any:
     """A positive number up to ``high``, or a range of them."""
-
-    def check(name: str, given: Any) -> Range:
-        pair = _checks.positive_range(name, given, high)
-        return pair if isinstance(given, (list, tuple)) else pair[0]
-
+    check = partial(_checks.number_or_range, high=high)
     return _field(Argument(default, text, check, "span", 0, high, open_low=True))
 
 
@@ -123,10 +109,7 @@ def ends(span: Range) -> tuple[float, float]:
 def choice(default: str | None, names: Iterable[str], text: str, *, box: str | None = None) -> Any:
     """One of some names."""
     choices = tuple(names)
-
-    def check(name: str, given: Any) -> str:
-        return _checks.choose(name, given, choices)
-
+    check = partial(_checks.choose, allowed=choices)
     return _field(Argument(default, text, check, "choice", choices=choices, box=box))
 
 

@@ -91,17 +91,16 @@ def flag(argument: str, given: Any) -> bool:
     return bool(given)
 
 
-def positive_range(argument: str, given: Any, high: float = LARGEST) -> tuple[float, float]:
-    """Return ``given``, a number or a range (low, high), as a range of positive numbers."""
-    if isinstance(given, (list, tuple)):
-        if len(given) != 2:
-            raise ValueError(f"{argument}={given!r} must be a number or a pair (low, high).")
-        low, top = (real(argument, x, 0.0, high, open_low=True) for x in given)
-        if low > top:
-            raise ValueError(f"{argument}={given!r}: the low end is above the high end.")
-        return low, top
-    value = real(argument, given, 0.0, high, open_low=True)
-    return value, value
+def number_or_range(argument: str, given: Any, high: float) -> float | tuple[float, float]:
+    """Return ``given``, a positive number or a range (low, high) of them, up to ``high``."""
+    if not isinstance(given, (list, tuple)):
+        return real(argument, given, 0.0, high, open_low=True)
+    if len(given) != 2:
+        raise ValueError(f"{argument}={given!r} must be a number or a pair (low, high).")
+    low, top = (real(argument, x, 0.0, high, open_low=True) for x in given)
+    if low > top:
+        raise ValueError(f"{argument}={given!r}: the low end is above the high end.")
+    return low, top
 
 
 def mapping(argument: str, given: Any, allowed: Iterable[str] | None = None) -> dict[str, Any]:

@@ -9,17 +9,13 @@ from typing import Any
 from servegym._checks import whole
 from servegym.envs import _arguments as arg
 from servegym.envs._arguments import Options
-from servegym.envs.expert_placement.cluster import (
-    LOAD_DEFAULTS,
-    MODELS,
-    list_scenarios,
-    scenario,
-)
+from servegym.envs.expert_placement.cluster import LOAD_DEFAULTS, MODELS, list_scenarios, scenario
 from servegym.envs.expert_placement.simulator import MIGRATION_SOURCES, SimulatorArguments
 from servegym.envs.workloads.activations import SKEWS
 
 # The prompts that the first counts come from are never those of the episode.
 SPLITS = {"train": "val", "val": "train", "eval": "train"}
+ACTION_MODES = ("layer_budget", "layer_height", "expert_score", "placement")
 
 
 def _tokens(name: str, given: Any) -> int | tuple[int, int]:
@@ -34,13 +30,13 @@ def _tokens(name: str, given: Any) -> int | tuple[int, int]:
 class PlacementArguments(SimulatorArguments):
     """The arguments of `ExpertPlacementEnv`; None: the scenario's."""
 
-    groups = {
-        "replica_choice": "engine",
-        "scenario": "workload",
-        "cluster_kwargs": "network",
-        "action_mode": "action",
-        "reward": "reward",
-    }
+    groups = dict(
+        replica_choice="engine",
+        scenario="workload",
+        cluster_kwargs="network",
+        action_mode="action",
+        reward="reward",
+    )
     migration_source: str = arg.choice(None, MIGRATION_SOURCES, "where new weights come from")
     redirect: bool = arg.switch(False, "the router `fewest_requests`")
     free_start: bool = arg.switch(True, "a change at the first decision takes no time")
@@ -57,14 +53,10 @@ class PlacementArguments(SimulatorArguments):
     tasks: Sequence[str] | None = arg.other(None, "their names in the order of the servers")
     rotate_s: float = arg.number(None, 0.0, "time after which tasks move on to the next server")
     history_requests: int = arg.whole(
-        100, 0, "requests of each server behind the first counts", high=1_000_000
+        100, 0, "of each server, behind the first counts", high=1_000_000
     )
     cluster_kwargs: Options = arg.options("fields of `cluster.ClusterArguments`")
-    action_mode: str = arg.choice(
-        "layer_budget",
-        ("layer_budget", "layer_height", "expert_score", "placement"),
-        "see Action Space",
-    )
+    action_mode: str = arg.choice("layer_budget", ACTION_MODES, "see Action Space")
     reward: str = arg.choice("latency", ("latency", "log_latency"), "see Rewards")
 
     def defaults(self) -> Mapping[str, Any]:

@@ -243,12 +243,5 @@ def problem_of(arguments: PlacementArguments) -> Problem:
 
 
 def build_problem(**arguments: Any) -> Problem:
-    """Check every argument of a placement environment and build its problem.
-
-    Args:
-        **arguments: As `PlacementArguments` has them.
-
-    Raises:
-        ValueError: naming the argument, what was given and what is allowed.
-    """
+    """`problem_of` of arguments by name, as `PlacementArguments` has them."""
     return problem_of(PlacementArguments.fill(arguments))

@@ -48,25 +48,21 @@ def _file(name: str, given: Any) -> str | None:
 class RoutingArguments(Arguments):
     """The arguments of `LLMRoutingEnv` and of the ids beside it."""
 
-    groups = {
-        "catalog": "workload",
-        "fleet": "engine",
-        "bandwidth_bps": "network",
-        "score_predictor": "observation",
-        "reward": "reward",
-    }
-    catalog: str = arg.choice(
-        "alpaca_eval_7b", list_catalogs(), "requests with each model's score and length"
+    groups = dict(
+        catalog="workload",
+        fleet="engine",
+        bandwidth_bps="network",
+        score_predictor="observation",
+        reward="reward",
     )
+    catalog: str = arg.choice("alpaca_eval_7b", list_catalogs(), "requests and answers")
     catalog_kwargs: Options = arg.options("keywords of the catalog")
     split: str = arg.choice("train", ("train", "val", "eval", "all"), "prompts of the catalog")
     arrivals: str = arg.choice("poisson", list_arrivals(), "arrival process")
     arrivals_kwargs: Options = arg.options("keywords of the process")
     rate: Range = arg.span(5.0, "mean requests/s, or a range drawn from for each episode")
     requests_file: str | None = arg.other(None, "CSV of an episode's requests", _file)
-    episode_requests: int | None = arg.whole(
-        None, 1, "decisions of an episode: 1000, or those of the file", high=10_000_000
-    )
+    episode_requests: int | None = arg.whole(None, 1, "1000, or those of the file", high=10_000_000)
     latency_requirement_s: Range = arg.span(
         0.030, "L in s per token, or a range", high=MAX_LATENCY_REQUIREMENT_S
     )
@@ -93,9 +89,7 @@ class RoutingArguments(Arguments):
     bandwidth_bps: float = arg.number(1e6, 0.0, "bits/s to an expert", open_low=True)
     bytes_per_token: float = arg.number(4.0, 0.0, "of a prompt")
     router_delay_s: float = arg.number(0.005, 0.0, "time that routing a request takes")
-    score_predictor: str = arg.other(
-        "confusion", "`confusion`, `learned`, `mean`, `zero` or `exact`"
-    )
+    score_predictor: str = arg.other("confusion", "or `learned`, `mean`, `zero`, `exact`")
     length_predictor: str = arg.other("confusion", "likewise")
     predictor_kwargs: Options = arg.options("of the `score` and of the `length`")
     buckets: str = arg.choice("quantile", BUCKETS, "how predictions are bucketed")

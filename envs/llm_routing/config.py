@@ -211,120 +211,101 @@ def _requests(arguments: RoutingArguments) -> tuple[RoutingArguments, Requests |
     return replace(arguments, rate=rate, episode_requests=count or length), file
 
 
-def _catalog(arguments: RoutingArguments) -> Catalog:
-    return load_catalog(arguments.catalog, **(arguments.catalog_kwargs or {}))
-
-
-def _fixed_problem(arguments: RoutingArguments) -> Problem:
-    """The problem of a fleet that all episodes have."""
-    arguments, file = _requests(arguments)
-    cfg = _config(arguments)
-    c = cfg[0]
-    predictors = predictor_options(arguments)
+def _fixed_fleet(
+    arguments: RoutingArguments,
+    catalog: Catalog,
+    rows: np.ndarray,
+    c: np.void,
+    file: Requests | None,
+) -> dict[str, Any]:
+    """Laws and requests of the experts that all episodes have, as fields of `Problem`."""
     experts, names = _resolve_profiles(arguments)
-    c["num_experts"] = len(experts)
-    catalog = _catalog(arguments) if file is None else file.catalog
     columns = _resolve_columns(catalog, names, len(experts), arguments.models is not None)
-    rows = np.asarray(catalog.rows(arguments.split if file is None else "all"), dtype=np.int32)
-    c["max_output_tokens"] = arguments.max_output_tokens or catalog.max_output_tokens
     check_requests_fit(experts, catalog, rows, c)
-    rate = ends(arguments.rate)
-    process = arguments.arrivals_kwargs or {}
+    c["num_experts"] = len(experts)
     factors = checked_factors(arguments.step_factors, experts)
-    return Problem(
-        cfg=cfg,
-        law=pack_law(experts, arguments.running_capacity, factors),
-        table=request_table(catalog, columns, predictors, int(c["max_output_tokens"]), file),
-        rows=rows,
-        profiles=tuple(experts),
-        models=tuple(catalog.models[k] for k in columns),
-        catalog=catalog,
-        columns=columns,
-        arrivals=make_arrivals(arguments.arrivals, rate[1], **process)
-        if file is None
-        else FileArrivals(file.arrival_s, rate[1]),
-        rate=rate,
-        latency_requirement_s=ends(arguments.latency_requirement_s),
-        arguments=arguments.values(
-            without=("fleet", "fleet_kwargs", *(() if file is None else IN_FILE))
-        ),
-        in_order=file is not None,
-    )
+    longest, predictors = int(c["max_output_tokens"]), predictor_options(arguments)
+    return {
+        "law": pack_law(experts, arguments.running_capacity, factors),
+        "table": request_table(catalog, columns, predictors, longest, file),
+        "profiles": tuple(experts),
+        "models": tuple(catalog.models[k] for k in columns),
+        "columns": columns,
+    }
 
 
-def _drawn_problem(arguments: RoutingArguments, fleet: str | Mapping[str, Any]) -> Problem:
-    """The problem of fleets that are drawn, or of one setting, padded to the largest sizes."""
-    largest = replace(
-        arguments,
-        episode_requests=arguments.episode_requests or DEFAULT_EPISODE_REQUESTS,
-        running_capacity=MAX_RUNNING,
-        waiting_capacity=MAX_WAITING,
-        scheduler="chunked_prefill",
-        memory_policy="paged",
-    )
-    cfg = _config(largest)
-    c = cfg[0]
+def _drawn_fleets(
+    arguments: RoutingArguments, catalog: Catalog, rows: np.ndarray, c: np.void
+) -> dict[str, Any]:
+    """The same of the cards and models that fleets are drawn from, or a setting names."""
     predictor_options(arguments)  # their keywords are checked, though no predictor may need them
-    catalog = _catalog(arguments)
-    rows = np.asarray(catalog.rows(arguments.split), dtype=np.int32)
-    c["num_experts"] = MAX_EXPERTS
-    c["max_output_tokens"] = arguments.max_output_tokens or catalog.max_output_tokens
     check_requests_fit([load("h100-llama-3.1-8b")], catalog, rows, c)
-    longest = int(c["max_output_tokens"])
+    c["num_experts"], longest = MAX_EXPERTS, int(c["max_output_tokens"])
+    fleet = arguments.fleet or {}
     source = FleetSource(fleet, arguments.fleet_kwargs, catalog, arguments.block_size, longest)
     columns = catalog.columns(list(source.models))
     tables = []
     for kind in source.predictors:
-        keywords = arguments.predictor_kwargs if kind == "learned" else None
-        predictors = predictor_options(
-            replace(
-                arguments,
-                score_predictor=kind,
-                length_predictor=kind,
-                predictor_kwargs=keywords,
-            )
-        )
+        options = arguments.predictor_kwargs if kind == "learned" else None
+        kinds = {"score_predictor": kind, "length_predictor": kind, "predictor_kwargs": options}
+        predictors = predictor_options(replace(arguments, **kinds))
         tables.append(request_table(catalog, columns, predictors, longest))
-    rate = ends(arguments.rate)
     factors = checked_factors(arguments.step_factors, source.profiles)
-    return Problem(
-        cfg=cfg,
-        law=pack_law(source.profiles, MAX_RUNNING, factors),
-        table=np.ascontiguousarray(np.concatenate(tables, axis=1)),
-        rows=rows,
-        profiles=source.profiles,
-        models=source.models,
-        catalog=catalog,
-        columns=columns,
-        arrivals=make_arrivals(arguments.arrivals, rate[1]),
-        rate=rate,
-        latency_requirement_s=ends(arguments.latency_requirement_s),
-        arguments=largest.values(without=DRAWN),
-        fleets=source,
-    )
+    return {
+        "law": pack_law(source.profiles, MAX_RUNNING, factors),
+        "table": np.ascontiguousarray(np.concatenate(tables, axis=1)),
+        "profiles": source.profiles,
+        "models": source.models,
+        "columns": columns,
+        "fleets": source,
+    }
 
 
 def problem_of(arguments: RoutingArguments) -> Problem:
-    """The problem that checked arguments describe.
+    """The problem that checked arguments describe; that of drawn fleets has the largest sizes.
 
     Raises:
         ValueError: arguments do not go together; it names them.
     """
+    arguments, file = _requests(arguments)
+    taken = ("fleet", "fleet_kwargs", *(() if file is None else IN_FILE))
     if arguments.fleet is not None:
-        return _drawn_problem(arguments, arguments.fleet)
-    return _fixed_problem(arguments)
+        sizes = {"running_capacity": MAX_RUNNING, "waiting_capacity": MAX_WAITING}
+        engine = {"scheduler": "chunked_prefill", "memory_policy": "paged"}
+        arguments, taken = replace(arguments, **sizes, **engine), DRAWN
+    cfg = _config(arguments)
+    c, split = cfg[0], arguments.split
+    if file is None:
+        catalog = load_catalog(arguments.catalog, **(arguments.catalog_kwargs or {}))
+    else:
+        catalog, split = file.catalog, "all"
+    c["max_output_tokens"] = arguments.max_output_tokens or catalog.max_output_tokens
+    rows = np.asarray(catalog.rows(split), dtype=np.int32)
+    if arguments.fleet is None:
+        fleet = _fixed_fleet(arguments, catalog, rows, c, file)
+    else:
+        fleet = _drawn_fleets(arguments, catalog, rows, c)
+    rate = ends(arguments.rate)
+    if file is None:
+        options = arguments.arrivals_kwargs or {}
+        arrivals = make_arrivals(arguments.arrivals, rate[1], **options)
+    else:
+        arrivals = FileArrivals(file.arrival_s, rate[1])
+    return Problem(
+        cfg=cfg,
+        rows=rows,
+        catalog=catalog,
+        arrivals=arrivals,
+        rate=rate,
+        latency_requirement_s=ends(arguments.latency_requirement_s),
+        arguments=arguments.values(without=taken),
+        in_order=file is not None,
+        **fleet,
+    )
 
 
 def build_problem(*, view: int, **arguments: Any) -> Problem:
-    """Check every argument of a routing environment and build its problem.
-
-    Args:
-        view: The kind of observation (``kernel.GRAPH``, ``FLAT``, ``EXPERTS`` or ``SUMMARY``).
-        **arguments: As `RoutingArguments` has them.
-
-    Raises:
-        ValueError: naming the argument, what was given and what is allowed.
-    """
+    """`problem_of` of arguments by name, as `RoutingArguments` has them."""
     return problem_of(RoutingArguments.fill(arguments, view))
 
 

@@ -15,12 +15,7 @@ from servegym.envs.prefix_routing.scenarios import SCENARIOS
 from servegym.envs.prefix_routing.tables import MAX_SEQS, STORES
 from servegym.envs.prefix_routing.workloads import DISPATCHES, SPLITS, list_prefix_workloads
 
-REWARDS = {
-    "slo": steps.SLO,
-    "ttft": steps.TTFT,
-    "score": steps.SCORE,
-    "dense": steps.DENSE,
-}
+REWARDS = {"slo": steps.SLO, "ttft": steps.TTFT, "score": steps.SCORE, "dense": steps.DENSE}
 MAX_REPLICAS = 62
 MAX_REQUESTS = 1 << 20
 
@@ -29,13 +24,13 @@ MAX_REQUESTS = 1 << 20
 class PrefixArguments(Arguments):
     """The arguments of `PrefixRoutingEnv` and of the ids beside it."""
 
-    groups = {
-        "scenario": "workload",
-        "profiles": "engine",
-        "index": "observation",
-        "admission": "action",
-        "slo": "reward",
-    }
+    groups = dict(
+        scenario="workload",
+        profiles="engine",
+        index="observation",
+        admission="action",
+        slo="reward",
+    )
     scenario: str | None = arg.choice(None, SCENARIOS, "named; other arguments override its own")
     workload: str = arg.choice("tenants", list_prefix_workloads(), "what draws the requests")
     workload_kwargs: Options = arg.options("of its class in `prefix_routing.workloads`")
@@ -45,10 +40,10 @@ class PrefixArguments(Arguments):
     episode_requests: int = arg.whole(1000, 1, "decisions", high=MAX_REQUESTS)
     warmup_requests: int = arg.whole(500, 0, "requests before them", high=MAX_REQUESTS)
     profiles: Any = arg.other(
-        {"card": "h100", "model": "llama-3.1-8b"}, "of all replicas, or a list of them: see below"
+        {"card": "h100", "model": "llama-3.1-8b"}, "of all, or a list: see below"
     )
     num_replicas: int | None = arg.whole(
-        None, 1, "N; 8, or as many as profiles are listed", high=MAX_REPLICAS
+        None, 1, "N; 8, or one a profile of a list", high=MAX_REPLICAS
     )
     max_num_seqs: int = arg.whole(128, 1, "most requests of an iteration", high=MAX_SEQS)
     max_num_batched_tokens: int = arg.whole(2048, 1, "most tokens of an iteration")
@@ -60,7 +55,7 @@ class PrefixArguments(Arguments):
     index_kwargs: Options = arg.options("see below")
     scrape_s: float = arg.number(0.05, 0.0, "time between scrapes of the metrics; 0: live")
     length_noise: float | None = arg.number(
-        None, 0.0, "sigma of log(predicted / true output tokens); none: the mean", high=10.0
+        None, 0.0, "sigma of log(predicted / true tokens)", high=10.0
     )
     admission: bool = arg.switch(False, "whether a request may be rejected")
     slo: Options = arg.options("`ttft_s` (.5), `ttft_s_per_token` (1e-4), `tpot_s` (.04)")

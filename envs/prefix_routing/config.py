@@ -174,15 +174,7 @@ def problem_of(arguments: PrefixArguments) -> Problem:
 
 
 def build_problem(*, view: int, **arguments: Any) -> Problem:
-    """Check every argument of a prefix-routing environment and build its problem.
-
-    Args:
-        view: The kind of observation (`DICT`, `FLAT` or `SUMMARY`).
-        **arguments: As `PrefixArguments` has them.
-
-    Raises:
-        ValueError: naming the argument, what was given and what is allowed.
-    """
+    """`problem_of` of arguments by name, as `PrefixArguments` has them."""
     return problem_of(PrefixArguments.fill(arguments, view))
 
 

@@ -101,15 +101,13 @@ class SystemArguments(Arguments):
     main_specs_mb: Any = arg.other(None, "memory sold, (low, high, step); the model's own")
     remote_specs_mb: Any = arg.other(None, "likewise of remote functions")
     bandwidth_mb_s: float = arg.number(
-        SERVING.bandwidth_mb_s, 0.0, "B, between functions", open_low=True
+        SERVING.bandwidth_mb_s, 0.0, "between functions", open_low=True
     )
-    payload_mb: float = arg.number(
-        SERVING.payload_mb, 0.0, "largest body of one invocation", open_low=True
-    )
+    payload_mb: float = arg.number(SERVING.payload_mb, 0.0, "of a call at most", open_low=True)
     price_ratio: float = arg.number(SERVING.price_ratio, 0.0, "c_g / c_c", open_low=True)
     price_cpu_usd_mb_s: float = arg.number(SERVING.price_cpu_usd_mb_s, 0.0, "c_c", open_low=True)
     fees: Any = arg.other(
-        "none", "or `aws_lambda`, `alibaba_fc`, or (USD an invocation, step of billing in s)"
+        "none", "or `aws_lambda`, `alibaba_fc`, or (USD a call, billing step in s)"
     )
 
 
@@ -117,17 +115,17 @@ class SystemArguments(Arguments):
 class ServerlessArguments(SystemArguments):
     """The arguments of `ServerlessMoEEnv` and of the id beside it; None: the preset's."""
 
-    groups = {
-        "gpu": "engine",
-        "bandwidth_mb_s": "network",
-        "price_ratio": "prices",
-        "model": "workload",
-        "deployment": "serving",
-        "trem_s": "overhead",
-        "predictor": "observation",
-        "granularity": "action",
-        "penalty": "reward",
-    }
+    groups = dict(
+        gpu="engine",
+        bandwidth_mb_s="network",
+        price_ratio="prices",
+        model="workload",
+        deployment="serving",
+        trem_s="overhead",
+        predictor="observation",
+        granularity="action",
+        penalty="reward",
+    )
     model: str = arg.other(DEFAULT_MODEL, "see below")
     activations: Any = arg.other(None, "an `Activations` object in place of the model's own")
     preset: str = arg.choice("dynamic", PRESETS, "what stands for arguments that are none")
@@ -148,21 +146,19 @@ class ServerlessArguments(SystemArguments):
     trem_switch: float = arg.number(None, 0.0, "probability of leaving a regime", high=1.0)
     trem_sigma: float = arg.number(None, 0.0, "sigma of the log of a draw", high=10.0)
     predictor: Any = arg.other(
-        "task_mean", "`task_mean`, `global_mean`, `nearest`, a table (P, L, K) or what gives one"
+        "task_mean", "or `global_mean`, `nearest`, a table (P, L, K), what gives one"
     )
     output_error: float = arg.number(None, 0.0, "sigma of the log error of the length", high=10.0)
     granularity: str = arg.choice("global", GRANULARITIES, "see Action Space")
     keep_action: bool = arg.switch(False, "see Action Space", box=True)
     levels: int | None = arg.whole(None, 2, "values of b, at most K + 1; min(K, 16) + 1")
     w_headroom_mb: tuple[float, ...] = arg.other(
-        (0, 500, 1000, 2000, 4000, 8000), "increasing from 0", _steps(1e7)
+        (0, 500, 1000, 2000, 4000, 8000), "from 0 up", _steps(1e7)
     )
     y_headroom_mb: tuple[float, ...] = arg.other(
-        (0, 200, 400, 800, 1200, 1600, 2400), "increasing from 0", _steps(1e7)
+        (0, 200, 400, 800, 1200, 1600, 2400), "from 0 up", _steps(1e7)
     )
-    z_headroom: tuple[int, ...] = arg.other(
-        (0, 1, 2, 3, 5, 7), "increasing from 0, replicas", _steps(64, whole)
-    )
+    z_headroom: tuple[int, ...] = arg.other((0, 1, 2, 3, 5, 7), "from 0 up", _steps(64, whole))
     penalty: float = arg.number(0.5, 0.0, "price of a violated SLO in MIX costs", high=1e6)
 
     def defaults(self) -> Mapping[str, Any]:

@@ -355,13 +355,5 @@ def problem_of(arguments: ServerlessArguments) -> Problem:
 
 
 def build_problem(*, view: int, **arguments: Any) -> Problem:
-    """Check every argument of a serverless environment and build its problem.
-
-    Args:
-        view: The kind of observation (``kernel.DICT`` or ``kernel.FLAT``).
-        **arguments: As `ServerlessArguments` has them.
-
-    Raises:
-        ValueError: naming the argument, what was given and what is allowed.
-    """
+    """`problem_of` of arguments by name, as `ServerlessArguments` has them."""
     return problem_of(ServerlessArguments.fill(arguments, view))
