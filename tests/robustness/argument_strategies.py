@@ -172,18 +172,8 @@ def steps(top: float, each: st.SearchStrategy[Any], **more: Any):
 
 def pairs(valid: st.SearchStrategy[Any], **more: Any):
     """A list of pairs of positive numbers."""
-    wrong = st.sampled_from(
-        [
-            [],
-            [1.0],
-            [(1.0, 2.0, 3.0)],
-            [("1", "2")],
-            [(0.0, 1.0)],
-            [(1.0, float("nan"))],
-            [(HUGE, 1.0)],
-        ]
-    )
-    return Argument(valid, junk("none") | wrong, **more)
+    entries = (1.0, (1.0, 2.0, 3.0), ("1", "2"), (0.0, 1.0), (1.0, float("nan")), (HUGE, 1.0))
+    return Argument(valid, junk("none") | st.sampled_from(entries).map(lambda x: [x]), **more)
 
 
 def kwargs(valid: st.SearchStrategy[Any], *bad: Any, **more: Any):
@@ -210,25 +200,19 @@ def from_record(record: type[Arguments], hints: dict[str, Any]) -> dict[str, Arg
         record: What says the kind of an argument, its bounds and names.
         hints: What it does not say of some: keywords of the helpers above, or the whole strategy.
     """
+    makers: dict[str, Any] = {
+        "whole": lambda a, **hint: whole(int(a.low), int(a.high), **hint),
+        "number": lambda a, **hint: real(a.low, a.high, a.open_low, **hint),
+        "span": lambda a, optional, low=TINY: span(low, a.high),
+        "choice": lambda a, **hint: name(*a.choices, **hint),
+        "switch": lambda a, **hint: flag(**hint),
+    }
     found = {}
-    for name_, argument in record.described().items():
-        hint = hints.get(name_, {})
-        if isinstance(hint, Argument):
-            found[name_] = hint
-            continue
-        low, high = argument.low, argument.high
-        more = {"optional": argument.optional, **hint}
-        if argument.kind == "whole":
-            found[name_] = whole(int(low), int(high), **more)
-        elif argument.kind == "number":
-            found[name_] = real(low, high, argument.open_low, **more)
-        elif argument.kind == "span":
-            found[name_] = span(**{"low": TINY, "high": high, **hint})
-        elif argument.kind == "choice":
-            found[name_] = name(*argument.choices, **more)
-        else:
-            assert argument.kind == "switch", f"{name_} needs a strategy of its own"
-            found[name_] = flag(**more)
+    for key, argument in record.described().items():
+        hint = hints.get(key, {})
+        if not isinstance(hint, Argument):
+            hint = makers[argument.kind](argument, **{"optional": argument.optional, **hint})
+        found[key] = hint
     assert set(hints) <= set(found), "a hint for no argument"
     return found
 
@@ -237,14 +221,10 @@ def from_record(record: type[Arguments], hints: dict[str, Any]) -> dict[str, Arg
 
 CARDS = [card for card in list_profiles() if "8b" in card or "paper" in card]
 FIVE = ["gemma-7b-it", "vicuna-7b-v1.5"]
-SYNTHETIC = {"catalog": "synthetic", "catalog_kwargs": {"num_prompts": 40, "num_models": 4}}
 CHUNKED = {"scheduler": "chunked_prefill"}
 
 FAILURES = st.fixed_dictionaries(
-    {
-        "mean_time_to_failure_s": st.floats(1e-3, LARGEST),
-        "mean_time_to_repair_s": st.floats(1e-3, LARGEST),
-    }
+    dict.fromkeys(("mean_time_to_failure_s", "mean_time_to_repair_s"), st.floats(1e-3, LARGEST))
 )
 
 ROUTING: dict[str, Any] = {
@@ -274,13 +254,7 @@ ROUTING: dict[str, Any] = {
         *({"num_models": 0}, {"num_prompts": 1}, {"num_prompts": HUGE}, {"seed": 1.5}),
         *({"max_output_tokens": 301}, {"name": "synthetic"}),
         needs={"catalog": "synthetic"},
-        called=(
-            "num_models",
-            "num_prompts",
-            "seed=",
-            "max_output_tokens",
-            "catalog 'synthetic'",
-        ),
+        called=("num_models", "num_prompts", "seed=", "max_output_tokens", "catalog 'synthetic'"),
     ),
     "profiles": Argument(
         st.sampled_from([*list_fleets(), *CARDS])
@@ -325,26 +299,11 @@ ROUTING: dict[str, Any] = {
     "failures": Argument(
         FAILURES | st.none(),
         junk("none")
-        | st.sampled_from(
-            [
-                {"mean_time_to_failure_s": 1.0},
-                *(
-                    {"mean_time_to_failure_s": x, "mean_time_to_repair_s": 1.0}
-                    for x in (
-                        0.0,
-                        -1.0,
-                        None,
-                        "1",
-                        float("nan"),
-                        float("inf"),
-                        HUGE,
-                        True,
-                        1e-4,
-                    )
-                ),
-                {"mean_time_to_failure_s": 1.0, "mean_time_to_repair_s": 1e-4},
-                {"mean_time_to_failure_s": 1.0, "mean_time_to_repair_s": 1.0, "x": 1},
-            ]
+        | st.sampled_from([0.0, -1.0, None, "1", float("nan"), float("inf"), HUGE, True, 1e-4]).map(
+            lambda x: {"mean_time_to_failure_s": x, "mean_time_to_repair_s": 1.0}
+        )
+        | st.sampled_from([{}, {"mean_time_to_repair_s": 1e-4}, {"x": 1}]).map(
+            lambda x: {"mean_time_to_failure_s": 1.0, **x}
         ),
     ),
     "step_factors": Argument(
@@ -379,13 +338,6 @@ PROCESSES = {
 
 # ---------------------------------------------------------------------------------- serverless
 
-TABLE = "the toy model's table"  # made by the test, which knows its shape
-LOOSE = {"slo": [[1e6, 1e6]]}
-
-
-def _regimes(count: int) -> st.SearchStrategy[Any]:
-    return st.lists(st.floats(TINY, LARGEST), min_size=1, max_size=count)
-
 
 def _idle(draws: list[float]) -> list[tuple[float, float]]:
     total = sum(draws)
@@ -398,15 +350,9 @@ SERVERLESS: dict[str, Any] = {
         st.sampled_from(["task_mean", "global_mean", lambda book: book.frequencies()]),
         junk("type", "function")
         | st.text(max_size=6)
-        | st.sampled_from(
-            [
-                lambda book: book.frequencies()[:1],
-                lambda book: None,
-                lambda book: "no table",
-                lambda book: -book.frequencies(),
-                lambda book: book.frequencies() * np.nan,
-            ]
-        ),
+        | st.sampled_from([lambda book: None, lambda book: "no table"])
+        | st.sampled_from([-1.0, np.nan]).map(lambda x: lambda book: x * book.frequencies())
+        | st.just(lambda book: book.frequencies()[:1]),
     ),
     "activations": Argument(st.none(), junk("none")),
     "episode_requests": {"most": 12},
@@ -417,34 +363,26 @@ SERVERLESS: dict[str, Any] = {
     "prompt_tokens": Argument(
         st.integers(1, 5000) | st.just("azure") | st.none(),
         junk("none") | st.integers(max_value=0) | st.integers(min_value=100_001),
-        needs=LOOSE,
     ),
     "output_tokens": Argument(
         st.integers(1, 1000) | st.just("azure") | st.none(),
         junk("none") | st.integers(max_value=0) | st.integers(min_value=100_001),
     ),
-    "max_prompt_tokens": {"most": 5000, "needs": LOOSE},
+    "max_prompt_tokens": {"most": 5000},
     "max_output_tokens": {"most": 1000},
     "idle_s": pairs(st.lists(st.floats(1e-3, 1e6), min_size=1, max_size=3).map(_idle) | st.none()),
-    "keep_alive_s": {"needs": LOOSE},
     "slo": pairs(
         st.lists(st.tuples(st.floats(30.0, 1e12), st.floats(2.0, 1e12)), min_size=1, max_size=3)
         | st.none()
     ),
     "trem_s": Argument(
-        _regimes(3) | st.none(),
+        st.lists(st.floats(TINY, LARGEST), min_size=1, max_size=3) | st.none(),
         junk("none", "numbers")
         | st.sampled_from([[0.0], [-1.0], ["1"], [None], [float("nan")], [HUGE]]),
-        needs=LOOSE,
     ),
-    "trem_sigma": {"needs": LOOSE},
-    "bandwidth_mb_s": {"needs": LOOSE},
-    "load_mb_s": {"needs": LOOSE},
-    "container_start_s": {"needs": LOOSE},
-    "z_max": {"needs": LOOSE},
-    "payload_mb": {"least": 1.0, "needs": LOOSE},
-    "main_specs_mb": grid(4000.0, needs=LOOSE),
-    "remote_specs_mb": grid(2000.0, needs=LOOSE),
+    "payload_mb": {"least": 1.0},
+    "main_specs_mb": grid(4000.0),
+    "remote_specs_mb": grid(2000.0),
     "fees": Argument(
         st.sampled_from(sorted(FEES))
         | st.tuples(st.floats(0.0, 1.0), st.sampled_from([0.0, 1e-6, 1e-3, 0.1, 60.0])),
@@ -460,12 +398,7 @@ TOY_TASKS = ("task0", "task1")
 
 
 def per(
-    shape: tuple[int, ...],
-    least: float,
-    open_low: bool,
-    *bad: Any,
-    optional: bool = False,
-    **more: Any,
+    shape: tuple[int, ...], least: float, open_low: bool, *bad: Any, optional=False, **more: Any
 ):
     """A number, or an array of a shape; episodes run with those from `least` on."""
 
@@ -518,9 +451,7 @@ PLACEMENT: dict[str, Any] = {
     "cache": {"needs": OFFLOAD},
     "cluster_kwargs": kwargs(
         st.fixed_dictionaries({}, optional={"link_model": st.sampled_from(["nic", "pairwise"])}),
-        {"link_model": "no"},
-        {"gpus": 3},
-        {"model": "toy"},
+        *({"link_model": "no"}, {"gpus": 3}, {"model": "toy"}),
         called=("link_model", "gpus"),
     ),
 }
@@ -562,12 +493,8 @@ VECTOR = {
     "copy": flag(),
     "max_episode_steps": whole(1, 1 << 31, optional=True),
 }
-VECTORS = {
-    "routing": {**VECTOR, "num_threads": whole(1, 256, most=3)},
-    "serverless": VECTOR,
-    "placement": VECTOR,
-    "prefix": VECTOR,
-}
+VECTORS = dict.fromkeys(("serverless", "placement", "prefix"), VECTOR)
+VECTORS["routing"] = {**VECTOR, "num_threads": whole(1, 256, most=3)}
 PARALLEL = {
     "routing": {
         "num_access_points": whole(1, 4096, most=6),
@@ -631,7 +558,7 @@ FAMILIES = {
 }
 BASE: dict[str, dict[str, Any]] = {
     "routing": {"num_experts": 3, "episode_requests": 12},
-    "serverless": {"model": "toy", "episode_requests": 5},
+    "serverless": {"model": "toy", "episode_requests": 5, "slo": [[1e6, 1e6]]},
     "placement": {"model": "toy", "epochs": 2, "epoch_s": 20.0, "history_requests": 5},
     "prefix": {"num_replicas": 2, "episode_requests": 12, "warmup_requests": 3},
 }
