@@ -11,6 +11,7 @@ from servegym._checks import whole
 from servegym._files import LATEST_S
 from servegym._jit import compile_kernels
 from servegym.envs.llm_routing import kernel
+from servegym.envs.llm_routing.arguments import RoutingArguments
 from servegym.envs.llm_routing.kernel.law import Law, pack_law
 from servegym.envs.llm_routing.tables import engine_config, set_sizes
 from servegym.hardware_profiles import Profile, load
@@ -157,19 +158,17 @@ def _serve(
     count = len(arrivals)
     running_capacity = whole("max_num_seqs", max_num_seqs, 1, MAX_SEQS)
     expert = profile if isinstance(profile, Profile) else load(profile)
-    cfg = engine_config(
-        scheduler=scheduler,
-        memory_policy=memory_policy,
-        prefix_caching=prefix_caching,
-        async_scheduling=async_scheduling,
-        running_capacity=running_capacity,
-        prefill_token_budget=whole("max_num_batched_tokens", max_num_batched_tokens, 1),
-        block_size=block_size,
-        bandwidth_bps=1e9,
-        bytes_per_token=0.0,
-        router_delay_s=0.0,
-        most_running=MAX_SEQS,
-    )
+    engine = {
+        "scheduler": scheduler,
+        "memory_policy": memory_policy,
+        "prefix_caching": prefix_caching,
+        "async_scheduling": async_scheduling,
+        "prefill_token_budget": whole("max_num_batched_tokens", max_num_batched_tokens, 1),
+        "block_size": block_size,
+        "bytes_per_token": 0.0,
+        "router_delay_s": 0.0,
+    }
+    cfg = engine_config(RoutingArguments.fill(engine), running_capacity)
     c = cfg[0]
     c["num_experts"], c["slots"], c["waiting_capacity"] = 1, count, count
     set_sizes(c)

@@ -18,6 +18,7 @@ requests at rate r lasts n / r seconds; a prefix that is used again later than t
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -737,5 +738,5 @@ def make_prefix_workload(name: str, /, **kwargs: Any) -> PrefixWorkload:
         MalformedFileError: A trace that cannot be used.
     """
     make = _MAKERS[choose("workload", name, _MAKERS)]
-    keywords(make, kwargs)
+    keywords(inspect.signature(make).parameters, kwargs)
     return make(**kwargs)

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from servegym._checks import choose
+from servegym.envs.serverless_moe.arguments import DECODE_INVOCATIONS
 from servegym.envs.serverless_moe.kernel.cost import (
     Phase,
     Start,
@@ -39,7 +40,6 @@ from servegym.envs.serverless_moe.records import Cold, Outcome, Plan, Request
 from servegym.envs.serverless_moe.system import SystemModel
 
 Floats = NDArray[np.float64]
-DECODE_INVOCATIONS = ("per_call", "per_layer")
 
 
 def local_s(system: SystemModel, load: Load, remote: NDArray[np.bool_], main_mb: float) -> Floats:

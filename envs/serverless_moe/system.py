@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from servegym._checks import choose, real, whole
+from servegym.envs.serverless_moe.arguments import SystemArguments
 from servegym.envs.serverless_moe.kernel.cost import (
     block_s,
     experts_s,
@@ -21,7 +21,6 @@ from servegym.envs.serverless_moe.kernel.cost import (
 from servegym.envs.workloads.moe_models import MoeModel, load_model
 from servegym.hardware_profiles.serverless import (
     FEES,
-    GPUS,
     MB,
     SERVING,
     Fees,
@@ -205,20 +204,11 @@ def _fees(given: Any) -> Fees:
 
 
 def build_system(
-    model: Any = "deepseek-v2-lite",
+    model: str | MoeModel = "deepseek-v2-lite",
     gpu: str = "eager",
     *,
-    price_ratio: float = SERVING.price_ratio,
-    price_cpu_usd_mb_s: float = SERVING.price_cpu_usd_mb_s,
-    bandwidth_mb_s: float = SERVING.bandwidth_mb_s,
-    load_mb_s: float = SERVING.load_mb_s,
-    container_start_s: float = SERVING.container_start_s,
-    z_max: int = SERVING.z_max,
-    payload_mb: float = SERVING.payload_mb,
-    main_specs_mb: Sequence[float] | None = None,
-    remote_specs_mb: Sequence[float] | None = None,
-    fees: str | Sequence[float] = "none",
     max_output_tokens: int = 400,
+    **constants: Any,
 ) -> SystemModel:
     """Build the system of one model from the constants of ``hardware_profiles.serverless``.
 
@@ -226,41 +216,39 @@ def build_system(
         model: a model's name, or a :class:`servegym.envs.workloads.activations.MoeModel`.
         gpu: ``eager`` (a framework that launches its kernels one by one) or ``fused``, both chosen,
             or a card by its laws: ``a100``, ``h100``, ``l40s``.
-        price_ratio: c_g / c_c.
-        price_cpu_usd_mb_s: c_c in USD per MB s.
-        bandwidth_mb_s: B in MB/s.
-        load_mb_s: MB/s at which a starting function reads its weights.
-        container_start_s: seconds to start a container, main or remote.
-        z_max: most replicas of a remote function.
-        payload_mb: largest body of one invocation.
-        main_specs_mb: (low, high, step) of the main function's memory; the model's own if None.
-        remote_specs_mb: likewise of the remote functions.
-        fees: what an invocation costs and how durations are rounded: a name in ``FEES`` or (USD an
-            invocation, granularity in seconds).
         max_output_tokens: most generated tokens that the memory grids must hold.
+        **constants: others, as `SystemArguments` has them.
 
     Raises:
         ValueError: a bad argument, or memory grids that cannot hold the model.
     """
-    if isinstance(model, str):
-        model = load_model(model)
-    price_cpu = real("price_cpu_usd_mb_s", price_cpu_usd_mb_s, 0.0, open_low=True)
+    model = load_model(model) if isinstance(model, str) else model
+    arguments = SystemArguments.fill({"gpu": gpu, **constants})
+    return system_of(model, arguments, whole("max_output_tokens", max_output_tokens, 1))
+
+
+def system_of(model: MoeModel, arguments: SystemArguments, max_output_tokens: int) -> SystemModel:
+    """The system of a model with checked constants.
+
+    Raises:
+        ValueError: memory grids that cannot hold the model.
+    """
     default_main, default_remote, grid_source = memory_grids(model.name)
-    bill = _fees(fees)
-    card = _card(choose("gpu", gpu, GPUS), model)
+    bill = _fees(arguments.fees)
+    card = _card(arguments.gpu, model)
     system = SystemModel(
         name=model.name,
-        gpu=gpu,
-        main_specs_mb=_specs("main_specs_mb", main_specs_mb, default_main),
-        remote_specs_mb=_specs("remote_specs_mb", remote_specs_mb, default_remote),
-        bandwidth_mb_s=real("bandwidth_mb_s", bandwidth_mb_s, 0.0, open_low=True),
-        price_cpu=price_cpu,
-        price_gpu=price_cpu * real("price_ratio", price_ratio, 0.0, open_low=True),
-        load_mb_s=real("load_mb_s", load_mb_s, 0.0, open_low=True),
-        container_start_main_s=real("container_start_s", container_start_s, 0.0),
-        container_start_remote_s=float(container_start_s),
-        z_max=whole("z_max", z_max, 1, 64),
-        payload_mb=real("payload_mb", payload_mb, 0.0, open_low=True),
+        gpu=arguments.gpu,
+        main_specs_mb=_specs("main_specs_mb", arguments.main_specs_mb, default_main),
+        remote_specs_mb=_specs("remote_specs_mb", arguments.remote_specs_mb, default_remote),
+        bandwidth_mb_s=arguments.bandwidth_mb_s,
+        price_cpu=arguments.price_cpu_usd_mb_s,
+        price_gpu=arguments.price_cpu_usd_mb_s * arguments.price_ratio,
+        load_mb_s=arguments.load_mb_s,
+        container_start_main_s=arguments.container_start_s,
+        container_start_remote_s=arguments.container_start_s,
+        z_max=arguments.z_max,
+        payload_mb=arguments.payload_mb,
         **_sizes(model),
         **_speeds(model, card),
         invocation_usd=bill.invocation_usd,
@@ -273,7 +261,7 @@ def build_system(
             "fees": f"{bill.kind}: {bill.source}",
         },
     )
-    _check_memory(system, whole("max_output_tokens", max_output_tokens, 1))
+    _check_memory(system, max_output_tokens)
     return system
 
 

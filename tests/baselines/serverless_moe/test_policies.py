@@ -11,10 +11,11 @@ from servegym.baselines.serverless_moe.base import observed_row
 from servegym.baselines.serverless_moe.heuristics import search_constant
 from servegym.baselines.serverless_moe.system import ServerlessSystem
 from servegym.envs.serverless_moe import kernel
+from servegym.envs.serverless_moe.arguments import DECODE_INVOCATIONS
 from servegym.envs.serverless_moe.config import build_problem, build_system
 from servegym.envs.serverless_moe.kernel.cost import remote_calls, rounding_s, transfer_s
 from servegym.envs.serverless_moe.loads import Load
-from servegym.envs.serverless_moe.outcomes import DECODE_INVOCATIONS, evaluate_plan, remote_decode
+from servegym.envs.serverless_moe.outcomes import evaluate_plan, remote_decode
 from servegym.envs.serverless_moe.plans import mix_plan
 from servegym.envs.serverless_moe.records import Request
 from servegym.envs.workloads.expert_sets import set_bits

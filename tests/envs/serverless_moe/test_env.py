@@ -12,7 +12,6 @@ from servegym.envs.serverless_moe.records import Plan, Request
 from servegym.envs.serverless_moe.system import best_ttft_s, local_tpot_s
 from servegym.envs.workloads.activations import list_models, load_model, make_toy_activations
 from servegym.envs.workloads.lengths import length_quantiles
-from servegym.hardware_profiles.serverless import SERVING
 
 from ...nested import assert_same
 
@@ -274,19 +273,6 @@ def test_activations_must_sum_to_top_k():
     fields["counts"] = book.counts + 1
     with pytest.raises(ValueError, match="top_k"):
         type(book)(**fields)
-
-
-def test_the_documented_constants_are_those_of_the_profile():
-    rows = {}
-    for line in single.ServerlessMoEEnv.__doc__.splitlines():
-        cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
-        if len(cells) == 4:  # group, names, defaults, meaning
-            names = cells[1].replace("`", "").split(", ")
-            rows.update(zip(names, cells[2].split(", "), strict=False))
-    for name in (
-        "price_ratio price_cpu_usd_mb_s bandwidth_mb_s load_mb_s container_start_s z_max payload_mb"
-    ).split():
-        assert float(rows[name]) == getattr(SERVING, name), name
 
 
 def test_predictors():

@@ -5,8 +5,9 @@ import dataclasses
 import numpy as np
 import pytest
 
+from servegym.envs.serverless_moe.arguments import DECODE_INVOCATIONS
 from servegym.envs.serverless_moe.kernel.cost import Bill, main_usd_s, rounding_s
-from servegym.envs.serverless_moe.outcomes import DECODE_INVOCATIONS, evaluate_plan, plan_start
+from servegym.envs.serverless_moe.outcomes import evaluate_plan, plan_start
 from servegym.envs.serverless_moe.plans import lpt, make_plan, mix_plan, violated
 from servegym.envs.serverless_moe.records import CONSTRAINTS, Cold, Plan, Request
 from servegym.envs.serverless_moe.sets import least_used, remote_count
