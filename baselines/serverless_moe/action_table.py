@@ -268,7 +268,9 @@ def evaluate_actions(
     model, c = system.model, choices
     used = c.members > 0
     n_in, n_out, top_k = load.n_in, load.n_out, model.top_k
-    near, far, wire = model.expert_law(c.main_mb), model.expert_law(c.memory_mb), transfer_s(model)
+    one, more = model.expert_law(c.memory_mb)
+    own_one, own_more = (x[:, None] for x in model.expert_law(c.main_mb))  # (S, 1, W)
+    wire = transfer_s(model)
 
     # Sums over the remote experts by a product of matrices: fast and exact enough.
     tokens = np.einsum("slk,lk->sl", c.remote, load.tokens)
@@ -285,13 +287,14 @@ def evaluate_actions(
     invoked = np.minimum(c.replicas, np.ceil(active - 1e-9)[..., None]) * used[:, None, None]
     trem = load.trem_s[:, None]
     slowest = (
-        experts_s(*(x[..., None] for x in far), wire, calls[:, :, None], top[:, :, None])
+        experts_s(one[..., None], more[..., None], wire, calls[:, :, None], top[:, :, None])
         + np.where(invoked > 0, trem, 0.0)[:, :, None]
     )
-    jobs = experts_s(*far, wire, active[..., None], tokens[..., None])
+    jobs = experts_s(one, more, wire, active[..., None], tokens[..., None])
     busy = jobs[..., None] + (invoked * trem)[:, :, None]  # (S, L, Y, Z)
     local = experts_s(
-        *(x[:, None] for x in near),
+        own_one,
+        own_more,
         0.0,
         (load.active.sum(axis=1) - active)[..., None],
         (load.tokens.sum(axis=1) - tokens)[..., None],
@@ -308,8 +311,8 @@ def evaluate_actions(
     called, decode = remote_decode(
         model, load, histogram[:, :, None], c.memory_mb, trem, system.decode_invocation
     )
-    own = near[0][..., None] * (top_k - np.arange(top_k + 1))
-    step = layer_s(model, own[:, None, :, None], called[:, :, None], top_k)
+    own = own_one[:, :, :, None, None] * (top_k - np.arange(top_k + 1))
+    step = layer_s(model, own, called[:, :, None], top_k)
     decode_s = np.einsum("slr,slwyr->swy", histogram, step) + n_out * model.layers * block_s(
         model, 1
     )

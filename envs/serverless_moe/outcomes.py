@@ -177,7 +177,7 @@ def start_times(
     """
     main_cold, fresh = np.asarray(main_cold)[..., None, None], np.asarray(fresh)
 
-    def over_layers(x: Floats) -> Floats:
+    def over_layers(x: Any) -> Any:
         return x.sum(axis=-3)[..., None, :, :]
 
     remote_mb = (members * system.expert_mb)[..., None, None]
