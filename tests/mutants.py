@@ -144,7 +144,7 @@ CHANGES = {
         # A whole number of steps is billed as one more.
         ("np.ceil(steps - 1e-9)", "np.ceil(steps + 1e-9)", PLAY),
         # Warm functions are billed a start, or cold ones none.
-        ("    if starts_billed:", "    if not starts_billed:", PLAY),
+        ("if c.bill_cold_start:", "if not c.bill_cold_start:", PLAY),
         ("return remote, call_s + trem_s", "return remote, call_s", PLAY),
     ],
     (SERVERLESS, "routing.py"): [

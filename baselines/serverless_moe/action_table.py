@@ -308,9 +308,7 @@ def evaluate_actions(
     )
 
     histogram = np.stack([load.histogram(x, top_k) for x in c.remote])
-    called, decode = remote_decode(
-        model, load, histogram[:, :, None], c.memory_mb, trem, system.decode_invocation
-    )
+    called, decode = remote_decode(model, load, histogram[:, :, None], c.memory_mb, trem)
     own = own_one[:, :, :, None, None] * (top_k - np.arange(top_k + 1))
     step = layer_s(model, own, called[:, :, None], top_k)
     decode_s = np.einsum("slr,slwyr->swy", histogram, step) + n_out * model.layers * block_s(
@@ -321,7 +319,7 @@ def evaluate_actions(
     rate = main_usd_s(model, n_in + n_out, c.main_mb)[:, :, None, None]
     rounding = rounding_s(model, prefill.seconds + decode.seconds)
     start = cold_starts(system, c, warm) if starts else Start(*np.zeros((4, 1, 1, 1, 1)))
-    planned = bill(model, rate, rounding, prefill, decode, start, system.bill_cold_start)
+    planned = bill(model, rate, rounding, prefill, decode, start)
     mix_start = start_s(
         model, model.container_start_main_s, model.all_non_expert_mb + model.all_experts_mb
     )
@@ -332,7 +330,6 @@ def evaluate_actions(
         rounding[0, 0, 0, 0],
         *mix_phases,
         Start(mix_start),
-        system.bill_cold_start,
     )
     cost, mix_usd = planned.cost_usd, float(mix.cost_usd)
     ttft = planned.prefill_s + planned.cold_s
@@ -389,7 +386,7 @@ def cold_starts(system: ServerlessSystem, c: CandidateActions, warm: WarmFunctio
         fresh = np.where(alike[..., None], np.minimum(fresh, rest), fresh)
     members = np.broadcast_to(c.members[:, None], c.memory_mb.shape[:2])
     memory = c.memory_mb[..., None]
-    return start_times(model, members, main_cold, fresh, memory, system.load_shared)
+    return start_times(model, members, main_cold, fresh, memory)
 
 
 def _chance(time: Floats, limit: float, spread: float) -> Floats:

@@ -8,7 +8,7 @@ Replicas hold their experts by LPT. For a known load this is the clairvoyant opt
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -219,7 +219,6 @@ def layer_options(
     system: SystemModel,
     load: Load,
     remote: NDArray[np.bool_],
-    decode_invocation: str = "per_call",
 ) -> Options:
     """Tabulate the choices of each layer."""
     specs, members = system.remote_specs_mb, remote.sum(axis=1)
@@ -231,13 +230,11 @@ def layer_options(
     need = remote_memory_mb(system, load.tokens, remote)
     allowed = (need[:, None] <= specs)[..., None] & (payload_mb <= system.payload_mb)
     histogram = load.histogram(remote, system.top_k)
-    calls, decode = remote_decode(
-        system, load, histogram[:, None], specs, load.trem_s[:, None], decode_invocation
-    )
+    calls, decode = remote_decode(system, load, histogram[:, None], specs, load.trem_s[:, None])
     one = start_s(system, system.container_start_remote_s, members * system.expert_mb)
     one = np.where(used, one, 0.0)[:, None, None]
     held = mb * np.arange(1, system.z_max + 1)
-    main, others, *_ = start_times(system, members, [1.0], used[:, None, None], 1.0, False)
+    main, others, *_ = start_times(system, members, [1.0], used[:, None, None], 1.0)
     return Options(
         remote,
         used,
@@ -254,7 +251,7 @@ def layer_options(
 
 
 def option_terms(
-    system: SystemModel, load: Load, options: Options, main_mb: float, bill_cold_start: bool
+    system: SystemModel, load: Load, options: Options, main_mb: float
 ) -> tuple[Floats, Floats, Floats]:
     """Times and cost of each option given W, (L, V Z) each.
 
@@ -274,7 +271,6 @@ def option_terms(
         options.prefill._replace(seconds=prefill),
         options.decode._replace(seconds=decode),
         options.start,
-        bill_cold_start,
     ).cost_usd
     cost = np.where(options.allowed, cost, np.inf)
     decode = np.broadcast_to(decode, cost.shape)
@@ -307,8 +303,6 @@ def grid_optimum(
     tpot_limit_s: float = np.inf,
     ratios: Sequence[float] | None = None,
     main_specs_mb: ArrayLike | None = None,
-    decode_invocation: str = "per_call",
-    bill_cold_start: bool = False,
     gap: float = 1e-6,
 ) -> OptimalPlan:
     """The cheapest feasible plan over b, W, Y and z of a cold request.
@@ -317,7 +311,7 @@ def grid_optimum(
     price alone is above the cost of a known plan is no candidate.
 
     Args:
-        system: The system.
+        system: The system; every starting function is taken to have its own storage link.
         load: The load; a known one gives the clairvoyant optimum.
         score: (L, K) utility by which remote sets are formed; default the load's frequencies.
         ttft_limit_s: Limit of 10b.
@@ -325,14 +319,13 @@ def grid_optimum(
         ratios: b to try; default every ``m / K``.
         main_specs_mb: W to try; default all. Those that cannot hold the local experts are passed
             over.
-        decode_invocation: As `evaluate_plan`.
-        bill_cold_start: As `evaluate_plan`.
         gap: Relative gap of the integer programs.
 
     Raises:
         ValueError: If a limit is not above 0.
     """
     check_limits(ttft_limit_s, tpot_limit_s)
+    system = replace(system, load_shared=False)
     order = load.frequency if score is None else np.asarray(score, np.float64)
     experts = system.num_experts
     tried = np.arange(experts + 1) / experts if ratios is None else np.asarray(ratios, float)
@@ -346,19 +339,19 @@ def grid_optimum(
     layers = np.arange(system.moe_layers)
     for b in tried.tolist():
         remote = least_used(order, int(remote_count(b, experts)))
-        options = layer_options(system, load, remote, decode_invocation)
+        options = layer_options(system, load, remote)
         fitting = np.sort(specs[specs >= main_memory_mb(system, remote, load.n_out)])
         if not fitting.size:
             continue
         # No W takes less time than the largest, so the price of W for that time is a lower bound.
-        prefill, decode, _ = option_terms(system, load, options, fitting[-1], False)
+        prefill, decode, _ = option_terms(system, load, options, fitting[-1])
         shortest = fixed[0].seconds + fixed[1].seconds + float((prefill + decode).min(axis=1).sum())
         for w in fitting.tolist():
             rate = main_usd_s(system, load.n_in + load.n_out, w)
             if rate * shortest > best_known_usd:
                 break
-            whole = bill(system, rate, 0.0, *fixed, options.main_start, bill_cold_start)
-            prefill, decode, cost = option_terms(system, load, options, w, bill_cold_start)
+            whole = bill(system, rate, 0.0, *fixed, options.main_start)
+            prefill, decode, cost = option_terms(system, load, options, w)
             at = cost.argmin(axis=1)
             bound = float(whole.cost_usd + cost[layers, at].sum())
             if np.isfinite(bound):
@@ -375,7 +368,7 @@ def grid_optimum(
         if bound >= best.cost_usd:
             lowest = min(lowest, bound)
             break
-        prefill, decode, cost = option_terms(system, load, options, w, bill_cold_start)
+        prefill, decode, cost = option_terms(system, load, options, w)
         most = limits[0] - whole.cold_s
         found = solve_knapsack(cost, prefill, decode, most, limits[1], gap=gap)
         lowest = min(lowest, whole.cost_usd + found.bound)
@@ -385,8 +378,6 @@ def grid_optimum(
                 system,
                 load,
                 plan,
-                decode_invocation=decode_invocation,
-                bill_cold_start=bill_cold_start,
                 ttft_limit_s=ttft_limit_s,
                 tpot_limit_s=tpot_limit_s,
             )

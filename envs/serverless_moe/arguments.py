@@ -15,7 +15,6 @@ DEFAULT_MODEL = "deepseek-v2-lite"
 DEPLOYMENTS = ("plan", "cpu", "gpu", "fetch", "per_expert")
 """How requests are served: as the action plans, or by a deployment that takes no decision."""
 GRANULARITIES = ("global", "per_layer")
-DECODE_INVOCATIONS = ("per_call", "per_layer")
 MAX_PROMPT_TOKENS = 1024
 MAX_TOKENS = 100_000
 Pairs = tuple[tuple[float, float], ...]
@@ -139,7 +138,7 @@ class ServerlessArguments(SystemArguments):
     idle_s: Pairs = arg.other(None, "(probability, mean s) of idle gaps", _idle_classes)
     slo: Pairs | None = arg.other(None, "(TTFT s, TPOT s), one drawn a request", _pairs)
     deployment: str = arg.choice("plan", DEPLOYMENTS, "all but `plan` take no decision")
-    decode_invocation: str = arg.choice("per_call", DECODE_INVOCATIONS, "Eq. 5, or a layer")
+    decode_invocation: str = arg.choice("per_call", ("per_call", "per_layer"), "Eq. 5, or a layer")
     keep_alive_s: float = arg.number(None, 0.0, "time that an unused function stays warm")
     bill_cold_start: bool = arg.switch(None, "whether starts are billed")
     load_shared: bool = arg.switch(False, "whether starts share a link")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -271,7 +271,12 @@ def problem_of(arguments: ServerlessArguments) -> Problem:
         _length_law("output_tokens", arguments.output_tokens, arguments.max_output_tokens),
     )
     trem_s = np.array(arguments.trem_s)
-    system = system_of(model, arguments, int(lengths[1][-1]))
+    system = replace(
+        system_of(model, arguments, int(lengths[1][-1])),
+        per_call=arguments.decode_invocation == "per_call",
+        bill_cold_start=arguments.bill_cold_start,
+        load_shared=arguments.load_shared,
+    )
     remote_counts, headroom, nvec = _actions(system, arguments)
     classes = arguments.slo
     if classes is None:
@@ -282,19 +287,19 @@ def problem_of(arguments: ServerlessArguments) -> Problem:
     least_overhead = float(trem_s.min() * np.exp(-4.0 * arguments.trem_sigma))
     always_cold = arguments.keep_alive_s == 0.0
     check_slo(system, limits, int(lengths[0][0]), always_cold, least_overhead)
-    same = ("keep_action", "bill_cold_start", "load_shared", "keep_alive_s", "penalty")
     cfg = make_config(
         system,
         levels=len(remote_counts),
         width=int(nvec.sum()),
         requests=arguments.episode_requests,
         per_layer=arguments.granularity == "per_layer",
-        per_call=arguments.decode_invocation == "per_call",
+        keep_action=arguments.keep_action,
+        keep_alive_s=arguments.keep_alive_s,
+        penalty=arguments.penalty,
         flat_view=arguments.view,
         by_deployment=arguments.deployment != "plan",
         max_in=int(lengths[0][-1]),
         max_out=int(lengths[1][-1]),
-        **{name: getattr(arguments, name) for name in same},
     )
     # Every argument but the predictor is checked; the recordings take longest to read.
     recorded = recorded or load_activations(model.name)

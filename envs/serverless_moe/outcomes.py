@@ -19,8 +19,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from servegym._checks import choose
-from servegym.envs.serverless_moe.arguments import DECODE_INVOCATIONS
 from servegym.envs.serverless_moe.kernel.cost import (
     Phase,
     Start,
@@ -108,7 +106,6 @@ def remote_decode(
     histogram: Floats,
     mb: ArrayLike,
     trem_s: ArrayLike,
-    decode_invocation: str,
 ) -> tuple[Floats, Phase]:
     """The remote functions in decoding (Eq. 5 and 9), rounded over the overheads to be expected.
 
@@ -118,17 +115,15 @@ def remote_decode(
         histogram: ``(..., R)`` generated tokens by their number of remote experts.
         mb: ``(...)`` memory of the functions.
         trem_s: ``(...)`` their mean overheads.
-        decode_invocation: one of :data:`DECODE_INVOCATIONS`.
 
     Returns:
         ``(..., R)`` seconds of a token; and what all tokens take, ``(...)`` each, seconds apart.
     """
-    per_call = choose("decode_invocation", decode_invocation, DECODE_INVOCATIONS) == "per_call"
     r, trem = np.arange(system.top_k + 1), np.asarray(trem_s)[..., None]
     call = (system.expert_law(mb)[0] + transfer_s(system))[..., None]
-    invoked, each = remote_calls(r, call, trem, per_call)
+    invoked, each = remote_calls(system, r, call, trem)
     rounding = [
-        rounding_s(system, remote_calls(r, call, trem * factor, per_call)[1])
+        rounding_s(system, remote_calls(system, r, call, trem * factor)[1])
         for factor in load.trem_factors
     ]
     remote, added, calls = (
@@ -138,14 +133,10 @@ def remote_decode(
     return invoked * each, Phase(0.0, mb * remote, mb * added, calls)
 
 
-def decode_layers(
-    system: SystemModel, load: Load, plan: Plan, decode_invocation: str = "per_call"
-) -> Phase:
+def decode_layers(system: SystemModel, load: Load, plan: Plan) -> Phase:
     """The experts of each layer in decoding (Eq. 5 and 9), ``(L,)`` each: of all tokens."""
     histogram = load.histogram(plan.remote, system.top_k)
-    remote, calls = remote_decode(
-        system, load, histogram, _remote_mb(plan), load.trem_s, decode_invocation
-    )
+    remote, calls = remote_decode(system, load, histogram, _remote_mb(plan), load.trem_s)
     local = np.arange(system.top_k, -1, -1) * system.expert_law(plan.main_mb)[0]
     step = layer_s(system, local, remote, system.top_k)
     return calls._replace(seconds=(histogram * step).sum(axis=1))
@@ -157,12 +148,10 @@ def start_times(
     main_cold: ArrayLike,
     fresh: ArrayLike,
     memory_mb: ArrayLike,
-    load_shared: bool,
 ) -> Start:
     """Cold starts of many plans: W main functions, each with Y memories and Z numbers of replicas.
 
-    They start side by side. With ``load_shared`` all weights that are read, each cold replica's
-    own, share one link; else every function has its own.
+    They start side by side, by one storage link or by one each.
 
     Args:
         system: the system.
@@ -170,7 +159,6 @@ def start_times(
         main_cold: ``(..., W)`` 1 where the main function starts, 0 where it is warm.
         fresh: ``(..., L, Y, Z)`` replicas of each remote function that start.
         memory_mb: ``(..., L, Y, Z)`` its memory.
-        load_shared: whether one storage link serves all.
 
     Returns:
         Arrays that broadcast to ``(..., W, Y, Z)``.
@@ -183,7 +171,7 @@ def start_times(
     remote_mb = (members * system.expert_mb)[..., None, None]
     local_mb = ((system.num_experts - members) * system.expert_mb).sum(axis=-1)
     main_mb = (system.all_non_expert_mb + local_mb)[..., None, None, None]
-    if load_shared:
+    if system.load_shared:
         main_mb = main_cold * main_mb + over_layers(fresh * remote_mb)
         one = start_s(system, system.container_start_remote_s, main_mb)
         held = over_layers(fresh * memory_mb)
@@ -197,11 +185,11 @@ def start_times(
     return Start(main, slowest, *started)
 
 
-def plan_start(system: SystemModel, plan: Plan, cold: Cold, load_shared: bool = False) -> Start:
+def plan_start(system: SystemModel, plan: Plan, cold: Cold) -> Start:
     """Cold start of a plan's functions, of which ``cold`` says which start."""
     fresh, mb = (x[:, None, None] for x in (cold.replicas, _remote_mb(plan)))
     members = plan.remote.sum(axis=1)
-    start = start_times(system, members, [float(cold.main)], fresh, mb, load_shared)
+    start = start_times(system, members, [float(cold.main)], fresh, mb)
     return Start(*(float(x.item()) for x in start))
 
 
@@ -235,10 +223,7 @@ def expected_outcome(
     load: Load,
     plan: Plan,
     *,
-    decode_invocation: str = "per_call",
     cold: Cold | None = None,
-    bill_cold_start: bool = False,
-    load_shared: bool = False,
     ttft_limit_s: float = np.inf,
     tpot_limit_s: float = np.inf,
 ) -> Outcome:
@@ -248,25 +233,19 @@ def expected_outcome(
         system: the system.
         load: the load.
         plan: the plan.
-        decode_invocation: ``per_call`` (Eq. 5 and 9 as printed) or ``per_layer``.
         cold: which functions start cold; all of them if None.
-        bill_cold_start: bill each starting function its start time (Eq. 6 does not).
-        load_shared: starting functions share one storage link.
         ttft_limit_s: 10b.
         tpot_limit_s: 10c.
 
     Raises:
-        ValueError: an unknown ``decode_invocation``, or limits not above 0.
+        ValueError: limits not above 0.
     """
     check_limits(ttft_limit_s, tpot_limit_s)
     if cold is None:
         cold = Cold(True, np.where(plan.remote.any(axis=1), plan.replicas, 0))
     prefill, decode = (
-        Phase(*(float(x.sum()) for x in layers))
-        for layers in (
-            prefill_layers(system, load, plan),
-            decode_layers(system, load, plan, decode_invocation),
-        )
+        Phase(*(float(x.sum()) for x in layers(system, load, plan)))
+        for layers in (prefill_layers, decode_layers)
     )
     blocks_s = system.layers * block_s(system, load.n_in), system.layers * block_s(system, 1)
     prefill = prefill._replace(
@@ -275,9 +254,9 @@ def expected_outcome(
     decode = decode._replace(seconds=decode.seconds + load.n_out * blocks_s[1])
     rate = main_usd_s(system, load.n_in + load.n_out, plan.main_mb)
     rounding = rounding_s(system, prefill.seconds + decode.seconds)
-    start = plan_start(system, plan, cold, load_shared)
+    start = plan_start(system, plan, cold)
     return Outcome(
-        bill=bill(system, rate, rounding, prefill, decode, start, bill_cold_start),
+        bill=bill(system, rate, rounding, prefill, decode, start),
         n_out=load.n_out,
         broken=violated(system, load.tokens, load.n_out, plan),
         ttft_limit_s=ttft_limit_s,
@@ -295,10 +274,9 @@ def evaluate_plan(system: SystemModel, request: Request, plan: Plan, **options: 
         **options: as `expected_outcome`.
 
     Raises:
-        ValueError: an unknown ``decode_invocation``, limits not above 0, arrays of wrong shapes, or
-            a routing that does not take ``top_k`` experts a token.
+        ValueError: limits not above 0, arrays of wrong shapes, or a routing that does not take
+            ``top_k`` experts a token.
     """
-    choose("decode_invocation", options.get("decode_invocation", "per_call"), DECODE_INVOCATIONS)
     shape = (system.moe_layers, system.num_experts)
     for name, array, expected in (
         ("request.prefill_counts", request.prefill_counts, shape),

@@ -68,7 +68,6 @@ def deployment_cost(
     request: Request,
     *,
     cold: bool = True,
-    bill_cold_start: bool = False,
     ttft_limit_s: float = np.inf,
     tpot_limit_s: float = np.inf,
 ) -> Outcome:
@@ -79,7 +78,6 @@ def deployment_cost(
         system: The system.
         request: The request with its true routing.
         cold: Whether every function starts cold.
-        bill_cold_start: Bill each function its own start time.
         ttft_limit_s: Limit of 10b.
         tpot_limit_s: Limit of 10c.
 
@@ -96,13 +94,12 @@ def deployment_cost(
             request,
             plan,
             cold=Cold(cold, none),
-            bill_cold_start=bill_cold_start,
             ttft_limit_s=ttft_limit_s,
             tpot_limit_s=tpot_limit_s,
         )
     served = serve(name, system, request)
     return Outcome(
-        bill=bill_deployment(system, served, cold, bill_cold_start),
+        bill=bill_deployment(system, served, cold),
         n_out=request.n_out,
         broken={},
         ttft_limit_s=ttft_limit_s,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -75,6 +75,11 @@ class SystemModel:
         invocation_usd: fee of one invocation; 0 in the paper.
         granularity_s: billed durations are rounded up to its multiples; 0 in the paper: they are
             not rounded.
+        per_call: whether every remote call of a decoded token is an invocation (Eq. 5 as printed);
+            else one invocation of a layer carries all calls of the token.
+        bill_cold_start: whether starting functions are billed; in Eq. 6 they are not.
+        load_shared: whether the weights of all starting functions, each replica's own, share one
+            storage link; else every function has its own.
         provenance: for every constant whether it is measured, derived or chosen.
     """
 
@@ -113,6 +118,9 @@ class SystemModel:
     runtime_cpu_mb: float = 0.0
     invocation_usd: float = 0.0
     granularity_s: float = 0.0
+    per_call: bool = True
+    bill_cold_start: bool = False
+    load_shared: bool = False
     gpu_experts_table: tuple[np.ndarray, np.ndarray] | None = None
     provenance: dict[str, Any] = field(default_factory=dict)
 
@@ -376,9 +384,10 @@ def best_tpot_s(system: SystemModel, trem_s: float = 0.0) -> float:
         trem_s: least invocation overhead.
     """
     r = np.arange(system.top_k + 1)
+    together = replace(system, per_call=False)  # the least that calls can take
     one = system.expert_law(system.main_specs_mb[-1])[0]
     call = system.expert_law(system.remote_specs_mb[-1])[0] + transfer_s(system)
-    invoked, each = remote_calls(r, call, trem_s, False)
+    invoked, each = remote_calls(together, r, call, trem_s)
     layer = layer_s(system, (system.top_k - r) * one, invoked * each, system.top_k).min()
     return float(system.layers * block_s(system, 1) + system.moe_layers * layer)
 

@@ -70,8 +70,6 @@ def worst_cases(
     tpot_limit_s: float = np.inf,
     *,
     max_tokens: int | None = None,
-    decode_invocation: str = "per_call",
-    load_shared: bool = False,
 ) -> WorstCases:
     """Worst-case times of every b (lines 4-9 of Algorithm 2).
 
@@ -86,8 +84,6 @@ def worst_cases(
         ttft_limit_s: Limit of 10b.
         tpot_limit_s: Limit of 10c.
         max_tokens: Nmax of line 1, tokens that the main function must hold; default n_out.
-        decode_invocation: As `evaluate_plan`.
-        load_shared: As `evaluate_plan`.
     """
     experts, top_k = system.num_experts, system.top_k
     m = np.arange(experts, -1, -1)
@@ -116,14 +112,14 @@ def worst_cases(
     steps = max(load.n_out, 1)
     r = corollary1(load.n_out, m, experts, top_k) / steps
     # Of a fraction of a call: not what a token takes, but what tokens take in the mean.
-    invoked = r if decode_invocation == "per_call" else np.minimum(r, 1.0)
+    invoked = r if system.per_call else np.minimum(r, 1.0)
     remote = (r * (big[0] + wire))[:, None] + invoked[:, None] * trem
     decode = layer_s(system, ((top_k - r) * near[0])[:, None], remote, top_k).sum(axis=1)
     tpot = decode + load.n_out * system.layers * block_s(system, 1) / steps
 
     main_load = system.all_non_expert_mb + (experts - m) * float(system.expert_mb.sum())
     remote_load = m * float(system.expert_mb.max())
-    if load_shared:
+    if system.load_shared:
         main_load = remote_load = main_load + m * float(system.expert_mb.sum())
     main = start_s(system, system.container_start_main_s, main_load)
     other = start_s(system, system.container_start_remote_s, remote_load)

@@ -80,7 +80,7 @@ def choose_replicas(
     slowest, prefill = remote_prefill(system, busy, trem, mb)
     prefill = prefill._replace(seconds=layer_s(system, local, slowest, load.n_in))
     rate = main_usd_s(system, load.n_in + load.n_out, main_mb)
-    cost = bill(system, rate, 0.0, prefill, Phase(), Start(), False).cost_usd
+    cost = bill(system, rate, 0.0, prefill, Phase(), Start()).cost_usd
 
     law = ConformalBound(HOEFFDING_Q, system.top_k)
     upper = np.where(remote, law(load.frequency, load.n_in), 0.0).max(axis=1)

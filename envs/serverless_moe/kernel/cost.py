@@ -161,16 +161,16 @@ def planned_job_s(c, one_s, more_s, tokens):
 
 
 @formula
-def remote_calls(remote, call_s, trem_s, per_call):
+def remote_calls(c, remote, call_s, trem_s):
     """Invocations of a layer for a decode token, and seconds of each.
 
     Args:
+        c: the constants.
         remote: remote experts of the token.
         call_s: expert call of one token with its transfer.
         trem_s: invocation overhead.
-        per_call: whether each call is an invocation (Eq. 5 as printed); else one carries all calls.
     """
-    if per_call:
+    if c.per_call:
         return remote, call_s + trem_s
     return np.minimum(remote, 1), remote * call_s + trem_s
 
@@ -203,7 +203,7 @@ def main_usd_s(c, tokens, main_mb):
 
 
 @formula
-def bill(c, rate_usd_s, main_rounding_s, prefill, decode, start, starts_billed):
+def bill(c, rate_usd_s, main_rounding_s, prefill, decode, start):
     """Times and costs of a request: Eq. 6, 8 and 9, its cold starts, fees and rounding.
 
     Args:
@@ -213,14 +213,13 @@ def bill(c, rate_usd_s, main_rounding_s, prefill, decode, start, starts_billed):
         prefill: :class:`Phase`.
         decode: :class:`Phase`.
         start: :class:`Start`.
-        starts_billed: whether starting functions are billed (in Eq. 6 they are not).
     """
     main_usd = (prefill.seconds + decode.seconds) * rate_usd_s
     rounding_mb_s = prefill.rounding_mb_s + decode.rounding_mb_s
     prefill_usd = prefill.remote_mb_s * c.price_cpu
     decode_usd = decode.remote_mb_s * c.price_cpu
     cold_usd = 0.0 * start.main_s
-    if starts_billed:
+    if c.bill_cold_start:
         cold_usd = start.main_s * rate_usd_s + c.price_cpu * start.remote_mb_s
         main_rounding_s = main_rounding_s + rounding_s(c, start.main_s)
         rounding_mb_s = rounding_mb_s + start.rounding_mb_s
@@ -243,7 +242,7 @@ def bill(c, rate_usd_s, main_rounding_s, prefill, decode, start, starts_billed):
 
 
 @formula
-def bill_deployment(c, d, cold, starts_billed):
+def bill_deployment(c, d, cold):
     """The request as a deployment that is no plan serves it (:data:`DEPLOYMENT`).
 
     All its functions are cold or warm together.
@@ -254,4 +253,4 @@ def bill_deployment(c, d, cold, starts_billed):
     prefill = Phase(d.prefill_s, d.prefill_mb_s, d.rounding_mb_s, d.invocations)
     decode = Phase(d.decode_s, d.decode_mb_s, 0.0, 0)
     main_rounding_s = rounding_s(c, d.prefill_s + d.decode_s)
-    return bill(c, d.rate_usd_s, main_rounding_s, prefill, decode, start, starts_billed)
+    return bill(c, d.rate_usd_s, main_rounding_s, prefill, decode, start)

@@ -179,7 +179,7 @@ def _decode(c, mix, plan, decoded, request, trem, choice):
                 continue
             remote_s = 0.0
             if i > 0:
-                calls, each_s = remote_calls(i, call_s, trem[layer], c.per_call)
+                calls, each_s = remote_calls(c, i, call_s, trem[layer])
                 remote_s = calls * each_s
                 added_s += times * calls * rounding_s(c, each_s)
                 invocations += times * calls
@@ -234,7 +234,7 @@ def _bill(c, request, main_mb, prefill, decode, start):
     """Times and costs of the request by a main function of this memory and its remote functions."""
     rate = main_usd_s(c, np.int64(request.n_in) + request.n_out, main_mb)
     main_rounding_s = rounding_s(c, prefill.seconds + decode.seconds)
-    return bill(c, rate, main_rounding_s, prefill, decode, start, c.bill_cold_start)
+    return bill(c, rate, main_rounding_s, prefill, decode, start)
 
 
 @inner
@@ -330,7 +330,7 @@ def serve(t, b, row, action):
     if c.by_deployment:
         deployment = b.deployment[row, e.index]
         main_mb, remote_ratio = deployment.main_mb, deployment.remote
-        planned = bill_deployment(c, deployment, not choice.main_warm, c.bill_cold_start)
+        planned = bill_deployment(c, deployment, not choice.main_warm)
     else:
         start = _start(c, t.expert_mb, b.functions[row], plan, choice)
         planned = _bill(c, request, choice.main_mb, prefill, decode, start)

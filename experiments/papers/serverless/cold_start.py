@@ -12,6 +12,7 @@ bill: fees make it keep more experts in the main function.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -59,20 +60,18 @@ Array = NDArray[np.float64]
 
 
 def starts(
-    system: SystemModel, remote: NDArray[np.bool_], replicas: NDArray[np.int64], shared: bool
+    system: SystemModel, remote: NDArray[np.bool_], replicas: NDArray[np.int64]
 ) -> tuple[float, float]:
     """Start of the main function and of the slowest remote one when all are cold, s.
 
     Args:
         system: The system.
         remote: (L, K) remote experts.
-        replicas: (L,) of each remote function; matters only if the link is shared.
-        shared: All weights go over one link.
+        replicas: (L,) of each remote function; matters only if the storage link is shared.
     """
     used = np.asarray(remote.any(axis=1))
     plan = Plan(remote, 0.0, np.zeros(len(used)), replicas, np.where(remote, 0, -1))
-    cold = Cold(True, np.where(used, replicas, 0))
-    start = plan_start(system, plan, cold, shared)
+    start = plan_start(system, plan, Cold(True, np.where(used, replicas, 0)))
     return start.main_s, start.remote_s
 
 
@@ -128,6 +127,7 @@ def cold_rows(name: str, prompts: int, ratios: Sequence[float]) -> list[dict[str
             for reading in READINGS
         }
         for link in ("separate", "shared"):
+            linked = replace(system, load_shared=link == "shared")
             head = {"model": name, "setting": setting, "bill": bill, "link": link}
             for method in DEPLOYMENTS:
                 if (link, bill) == ("separate", "none"):
@@ -136,14 +136,14 @@ def cold_rows(name: str, prompts: int, ratios: Sequence[float]) -> list[dict[str
                     kind = head | {"method": method, "b": ""}
                     rows.append(_start_row(system, kind, [(cold, 0.0)], mix))
             for reading, made in plans.items():
-                parts = [starts(system, p.remote, p.replicas, link == "shared") for p in made]
+                parts = [starts(linked, p.remote, p.replicas) for p in made]
                 b = float(np.mean([p.remote.mean() for p in made]))
                 rows.append(_start_row(system, head | {"method": reading, "b": b}, parts, mix))
             for b in sorted({*ratios, *EXAMPLES}) if bill == "none" else ():
                 count = int(remote_count(b, system.num_experts))
                 remote = least_used(predicted[queries[0]], count)
                 once = np.ones(system.moe_layers, dtype=np.int64)
-                part = starts(system, remote, once, link == "shared")
+                part = starts(linked, remote, once)
                 kind = head | {"method": f"b = {b:g}", "b": count / system.num_experts}
                 rows.append(_start_row(system, kind, [part], mix))
     return rows

@@ -124,11 +124,11 @@ def measure(setting: Setting, prompts: int) -> dict[str, dict[str, NDArray[np.fl
         bandwidth_mb_s=setting.bandwidth_mb_s,
         max_output_tokens=setting.n_out,
     )
+    system = replace(system, per_call=setting.invocation == "per_call")
     limits: dict[str, Any] = {
         "ttft_limit_s": setting.ttft_limit_s,
         "tpot_limit_s": setting.tpot_limit_s,
     }
-    how = {"decode_invocation": setting.invocation, **limits}
     experts = system.num_experts
     steps = min(experts, 16)
     ratios = np.unique(np.ceil(np.arange(steps + 1) * experts / steps - 1e-9)) / experts
@@ -144,10 +144,10 @@ def measure(setting: Setting, prompts: int) -> dict[str, dict[str, NDArray[np.fl
         expected = Load.predicted(system, share, setting.n_in, setting.n_out, trem)
         known = Load.known(request)
         for name in READINGS:
-            decision = remoe(system, expected, reading=name, **how)
-            outcome = evaluate_plan(system, request, decision.plan, **how)
+            decision = remoe(system, expected, reading=name, **limits)
+            outcome = evaluate_plan(system, request, decision.plan, **limits)
             found[name].append(_numbers(outcome, decision.ratio, decision.plan))
-        best = grid_optimum(system, known, ratios=ratios.tolist(), **how)
+        best = grid_optimum(system, known, ratios=ratios.tolist(), **limits)
         found["optimum"].append(_numbers(best.outcome, best.ratio, best.plan))
         for served in found.values():
             served[-1]["fetch_even_ms"] = _fetch_even_ms(system, request, served[-1]["cost"])

@@ -89,7 +89,7 @@ def expert_times(
     prefill = float(prefill_layers(system, load, plan).seconds.sum())
     decode = float(decode_layers(system, load, plan).seconds.sum())
     histogram = load.histogram(remote, system.top_k)
-    far, _ = remote_decode(system, load, histogram, plan.main_mb, load.trem_s, "per_call")
+    far, _ = remote_decode(system, load, histogram, plan.main_mb, load.trem_s)
     local = np.arange(system.top_k, -1, -1) * system.expert_cpu_s(plan.main_mb, 1)
     slower = float((histogram * (far > local)).sum() / histogram.sum())
     return prefill, decode / request.n_out, slower

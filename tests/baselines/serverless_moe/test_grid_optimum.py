@@ -41,9 +41,9 @@ def test_knapsack_against_enumeration():
 @pytest.mark.parametrize("limits", [(np.inf, np.inf), (1.50, 0.004), (1.15, 0.0047)])
 @pytest.mark.parametrize(("bill", "fees"), [(False, (0.0, 0.0)), (True, (2e-7, 5e-4))])
 def test_grid_optimum_against_enumeration(system, limits, bill, fees):
-    toy = tiny(system, invocation_usd=fees[0], granularity_s=fees[1])
+    toy = tiny(system, invocation_usd=fees[0], granularity_s=fees[1], bill_cold_start=bill)
     request, frequency = make_request(toy, n_in=40, n_out=20, trem=1e-4)
-    kwargs = {"ttft_limit_s": limits[0], "tpot_limit_s": limits[1], "bill_cold_start": bill}
+    kwargs = {"ttft_limit_s": limits[0], "tpot_limit_s": limits[1]}
     load, best = Load.known(request), np.inf
     cells = list(itertools.product(toy.remote_specs_mb, (1, 2)))
     for b, w, one, two in itertools.product(np.arange(5) / 4, toy.main_specs_mb, cells, cells):

@@ -1,5 +1,7 @@
 """The paper's rival deployments: their cost function, and what the evaluator makes of them."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -31,11 +33,8 @@ def by_hand(name, seed, **kwargs):
         idle = float(asked["gap"])  # a request is served at once, nothing goes on in between
         limits = {"ttft_limit_s": asked["ttft_limit"], "tpot_limit_s": asked["tpot_limit"]}
         cold = first or not 0.0 < idle <= float(cfg["keep_alive_s"])
-        bill = bool(cfg["bill_cold_start"])
-        outcome = rivals.deployment_cost(
-            name, problem.system, request, cold=cold, bill_cold_start=bill, **limits
-        )
-        mix = rivals.deployment_cost("mix", problem.system, request, bill_cold_start=bill)
+        outcome = rivals.deployment_cost(name, problem.system, request, cold=cold, **limits)
+        mix = rivals.deployment_cost("mix", problem.system, request)
         late = outcome.violations["ttft"] + outcome.violations["tpot"]
         found.append(
             (-outcome.cost_usd / mix.cost_usd - late * float(cfg["penalty"]), outcome, late, cold)
@@ -119,7 +118,7 @@ def test_costs_by_hand(system):
     for name in rivals.DEPLOYMENTS:
         warm = rivals.deployment_cost(name, system, request, cold=False, ttft_limit_s=1e-3)
         assert warm.bill.cold_s == 0 and warm.violations["ttft"]
-        billed = rivals.deployment_cost(name, system, request, bill_cold_start=True)
+        billed = rivals.deployment_cost(name, replace(system, bill_cold_start=True), request)
         assert billed.cost_usd > found[name].cost_usd == pytest.approx(warm.cost_usd)
     with pytest.raises(ValueError, match="per_expert"):
         rivals.deployment_cost("per_experts", system, request)

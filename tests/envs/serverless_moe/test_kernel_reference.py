@@ -54,11 +54,7 @@ class Warm:
 
 def play_and_compare(seed, steps=30, loops=False, stay=0.6, **kwargs):
     env = ServerlessMoEEnv(**(SMALL | {"episode_requests": steps} | kwargs))
-    options = {
-        "decode_invocation": env.problem.arguments["decode_invocation"],
-        "bill_cold_start": bool(env.problem.tables.cfg["bill_cold_start"][0]),
-        "load_shared": bool(env.problem.tables.cfg["load_shared"][0]),
-    }
+    system = env.problem.system
     rng = np.random.default_rng(seed)
     env.reset(seed=seed)
     warm = Warm(float(env.problem.tables.cfg["keep_alive_s"][0]))
@@ -71,15 +67,10 @@ def play_and_compare(seed, steps=30, loops=False, stay=0.6, **kwargs):
             action = (rng.random(len(env.problem.nvec)) * env.problem.nvec).astype(int)
         plan = reference.plan_of(env.problem, int(r["prompt"]), int(r["n_in"]), action)
         cold = warm.cold(plan)
-        got = evaluate_plan(env.problem.system, request, plan, cold=cold, **options)
-        mixed = mix_plan(env.problem.system, env.problem.max_output_tokens)
-        mix = evaluate_plan(env.problem.system, request, mixed, **options)
+        got = evaluate_plan(system, request, plan, cold=cold)
+        mix = evaluate_plan(system, request, mix_plan(system, env.problem.max_output_tokens))
         if loops:
-            invocation, *billing = (
-                options[k] for k in ("decode_invocation", "bill_cold_start", "load_shared")
-            )
-            state = cold.main, cold.replicas
-            slow = reference.serve(env.problem.system, request, plan, invocation, *state, *billing)
+            slow = reference.serve(system, request, plan, cold.main, cold.replicas)
             assert slow.cost_usd == pytest.approx(got.cost_usd, rel=1e-9)
         _, reward, _, _, info = env.step(action)
         log = env.request_log()[index]

@@ -5,7 +5,6 @@ import dataclasses
 import numpy as np
 import pytest
 
-from servegym.envs.serverless_moe.arguments import DECODE_INVOCATIONS
 from servegym.envs.serverless_moe.kernel.cost import Bill, main_usd_s, rounding_s
 from servegym.envs.serverless_moe.outcomes import evaluate_plan, plan_start
 from servegym.envs.serverless_moe.plans import lpt, make_plan, mix_plan, violated
@@ -50,10 +49,10 @@ def random_plan(system, rng):
     return Plan(remote, float(rng.choice(system.main_specs_mb[:4])), mb, replicas, assignment)
 
 
-@pytest.mark.parametrize("invocation", DECODE_INVOCATIONS)
+@pytest.mark.parametrize("per_call", [True, False])
 @pytest.mark.parametrize("billed", [False, True])
 @pytest.mark.parametrize("shared", [False, True])
-def test_random_plans_cost_what_the_loops_say(invocation, billed, shared):
+def test_random_plans_cost_what_the_loops_say(per_call, billed, shared):
     rng = np.random.default_rng([1, billed, shared])
     seen = set()
     for _ in range(25):
@@ -66,14 +65,14 @@ def test_random_plans_cost_what_the_loops_say(invocation, billed, shared):
                 fees=["none", "aws_lambda", (3e-5, 0.01)][int(rng.integers(3))],
             ),
             **(extra if rng.random() < 0.5 else {}),
+            per_call=per_call,
+            bill_cold_start=billed,
+            load_shared=shared,
         )
         request, plan = toy_request(rng), random_plan(system, rng)
         cold = Cold(bool(rng.random() < 0.5), rng.integers(0, plan.replicas + 1))
-        how = {"decode_invocation": invocation, "bill_cold_start": billed, "load_shared": shared}
-        got = evaluate_plan(system, request, plan, cold=cold, **how)
-        want = reference.serve(
-            system, request, plan, invocation, cold.main, cold.replicas, billed, shared
-        )
+        got = evaluate_plan(system, request, plan, cold=cold)
+        want = reference.serve(system, request, plan, cold.main, cold.replicas)
         for name in Bill._fields:
             true = getattr(want, name)
             assert getattr(got.bill, name) == pytest.approx(true, rel=1e-9, abs=1e-30), name
@@ -94,8 +93,9 @@ def test_fees_and_rounding_by_hand():
     where = np.tile(np.arange(8) % 2, (3, 1))
     plan = Plan(remote, 3000.0, np.full(3, 1000.0), np.full(3, 2), where)
     request = Request(counts, sets, np.full(3, 1e-4), 1)
-    for invocation, calls in (("per_call", 2), ("per_layer", 1)):
-        got = evaluate_plan(system, request, plan, decode_invocation=invocation).bill
+    for per_call, calls in ((True, 2), (False, 1)):
+        system = dataclasses.replace(system, per_call=per_call)
+        got = evaluate_plan(system, request, plan).bill
         assert got.invocations == 1 + 3 * (2 + calls)
         assert got.cost_fees_usd == pytest.approx(1e-3 * got.invocations)
         # No duration is longer than a step, so each is billed as one.
@@ -104,7 +104,7 @@ def test_fees_and_rounding_by_hand():
         billed = 0.5 * (rate + system.price_cpu * 1000.0 * 3 * (2 + calls))
         spent = got.cost_main_usd + remote_usd + got.cost_rounding_usd
         assert spent == pytest.approx(billed, rel=1e-12)
-        free = evaluate_plan(toy_system(), request, plan, decode_invocation=invocation)
+        free = evaluate_plan(dataclasses.replace(toy_system(), per_call=per_call), request, plan)
         assert free.cost_usd == got.cost_main_usd + remote_usd
 
 
@@ -181,7 +181,7 @@ def test_the_cold_start_of_deepseek_v2_lite_by_hand():
     start = plan_start(system, plan, once)
     assert start.main_s == pytest.approx(1.0 + 1701.0 / 2600.0, rel=1e-3)
     assert start.remote_s == pytest.approx(1.0 + 64 * 16.5 / 2600.0, rel=1e-3)
-    shared = plan_start(system, plan, once, load_shared=True)
+    shared = plan_start(dataclasses.replace(system, load_shared=True), plan, once)
     assert shared.main_s == pytest.approx(1.0 + (1701.0 + weights) / 2600.0, rel=1e-3)
 
 
@@ -276,9 +276,6 @@ def test_every_model_has_a_system():
         assert system.layers == model.layers and system.moe_layers == model.num_moe_layers
         assert system.num_experts == model.experts
         assert system.token_mb == model.token_bytes / 2**20
-    with pytest.raises(ValueError, match="decode_invocation"):
-        plan = mix_plan(system, 5)
-        request = toy_request(np.random.default_rng(0))
-        evaluate_plan(system, request, plan, decode_invocation="per_token")
+    plan, request = mix_plan(system, 5), toy_request(np.random.default_rng(0))
     with pytest.raises(ValueError, match="prefill_counts has shape"):
         evaluate_plan(system, request, plan)

@@ -65,7 +65,6 @@ def test_cheaper_than_mix_and_dearer_than_the_optimum(system):
         ({"tpot_limit_s": float("nan")}, "tpot_limit_s=nan"),
         ({"reading": "remo"}, "remoe"),
         ({"candidates": 0}, "candidates"),
-        ({"members": [99]}, "members"),
     ],
 )
 def test_bad_numbers_are_refused(system, change, said):

@@ -26,6 +26,8 @@ def test_takes_the_largest_feasible_ratio(system):
     tried = [worst_cases(system, load, 30.0, limit) for limit in (0.045, 0.05, 0.06, 0.08)]
     ratios = [cases.ratio[cases.chosen()] for cases in tried]
     assert ratios == sorted(ratios) and len(set(ratios)) > 1
+    with pytest.raises(ValueError, match="members"):
+        loose.only([99])
     hopeless = worst_cases(system, load, 0.1, 0.001)
     at = hopeless.chosen()
     assert not hopeless.feasible[at] and hopeless.excess[at] == hopeless.excess.min()

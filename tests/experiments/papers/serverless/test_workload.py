@@ -237,12 +237,12 @@ def test_starts_by_hand(b):
     remote = np.zeros((26, 64), bool)
     remote[:, :count] = True
     replicas = np.full(26, 3)
-    own = serverless_coldstart.starts(system, remote, replicas, False)
+    own = serverless_coldstart.starts(system, remote, replicas)
     fixed = float(system.non_expert_mb.sum())
     main = 1.0 + (fixed + 26 * (64 - count) * 16.5) / system.load_mb_s
     assert own[0] == pytest.approx(main, rel=1e-9)
     assert own[1] == pytest.approx(1.0 + count * 16.5 / system.load_mb_s if count else 0.0)
-    shared = serverless_coldstart.starts(system, remote, replicas, True)
+    shared = serverless_coldstart.starts(replace(system, load_shared=True), remote, replicas)
     total = fixed + 26 * (64 - count) * 16.5 + 3 * 26 * count * 16.5
     assert shared[0] == pytest.approx(1.0 + total / system.load_mb_s, rel=1e-9)
 
