@@ -46,7 +46,7 @@ def _file(name: str, given: Any) -> str:
 class RoutingArguments(Arguments):
     """The arguments of `LLMRoutingEnv` and of the ids beside it."""
 
-    groups = dict(
+    headings = dict(
         catalog="workload",
         fleet="engine",
         bandwidth_bps="network",
