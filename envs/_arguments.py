@@ -134,11 +134,11 @@ class Arguments:
 
     Attributes:
         view: What the id shows, 0 for the Dict. It is no argument, but defaults may go by it.
-        groups: Headings of the table, by the first argument below each.
+        headings: Of the table, by the first argument below each.
     """
 
     view: int = 0
-    groups: ClassVar[Mapping[str, str]] = {}
+    headings: ClassVar[Mapping[str, str]] = {}
 
     def __post_init__(self) -> None:
         defaults = self.defaults()
@@ -186,5 +186,5 @@ class Arguments:
         rows = ["| | Name | Default | Allowed | Meaning |", "|---|---|---|---|---|"]
         for name, argument in cls.described().items():
             meaning = f"{argument.shown} | {argument.allowed} | {argument.text}"
-            rows.append(f"| {cls.groups.get(name, '')} | `{name}` | {meaning} |")
+            rows.append(f"| {cls.headings.get(name, '')} | `{name}` | {meaning} |")
         return rows

@@ -30,7 +30,7 @@ def _tokens(name: str, given: Any) -> int | tuple[int, int]:
 class PlacementArguments(SimulatorArguments):
     """The arguments of `ExpertPlacementEnv`; None: the scenario's."""
 
-    groups = dict(
+    headings = dict(
         replica_choice="engine",
         scenario="workload",
         cluster_kwargs="network",

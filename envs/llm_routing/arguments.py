@@ -34,9 +34,7 @@ IN_FILE = ("catalog", "catalog_kwargs", "arrivals", "arrivals_kwargs", "rate")
 """Arguments that a file of requests takes the place of."""
 
 
-def _file(name: str, given: Any) -> str | None:
-    if given is None:
-        return None
+def _file(name: str, given: Any) -> str:
     if not isinstance(given, (str, os.PathLike)):
         raise ValueError(f"{name}={given!r} must be the path of a CSV file.")
     if not os.path.isfile(given):
@@ -48,7 +46,7 @@ def _file(name: str, given: Any) -> str | None:
 class RoutingArguments(Arguments):
     """The arguments of `LLMRoutingEnv` and of the ids beside it."""
 
-    groups = dict(
+    headings = dict(
         catalog="workload",
         fleet="engine",
         bandwidth_bps="network",

@@ -24,7 +24,7 @@ MAX_REQUESTS = 1 << 20
 class PrefixArguments(Arguments):
     """The arguments of `PrefixRoutingEnv` and of the ids beside it."""
 
-    groups = dict(
+    headings = dict(
         scenario="workload",
         profiles="engine",
         index="observation",

@@ -115,7 +115,7 @@ class SystemArguments(Arguments):
 class ServerlessArguments(SystemArguments):
     """The arguments of `ServerlessMoEEnv` and of the id beside it; None: the preset's."""
 
-    groups = dict(
+    headings = dict(
         gpu="engine",
         bandwidth_mb_s="network",
         price_ratio="prices",

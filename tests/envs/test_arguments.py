@@ -21,7 +21,7 @@ OTHER = {  # arguments that stand for others, by id
 class Made(Arguments):
     """Two groups of made-up arguments."""
 
-    groups = dict(size="engine", reward="reward")
+    headings = dict(size="engine", reward="reward")
     size: int = whole(5, 1, "experts", high=9)
     rate: tuple = span(2.0, "requests/s", high=50.0)
     share: float = number(None, 0.0, "of the memory", high=1.0, open_low=True)
@@ -47,7 +47,7 @@ def test_ids_with_one_box_have_their_own_defaults():
     assert Made.fill({"reward": "slow", "keep": False}, view=1).reward == "slow"
 
 
-@pytest.mark.parametrize("name", ["sise", "view", "groups"])
+@pytest.mark.parametrize("name", ["sise", "view", "headings"])
 def test_an_unknown_argument_is_refused_with_the_nearest(name):
     hint = " Did you mean 'size'" if name == "sise" else ""
     with pytest.raises(ValueError, match=f"unexpected keyword argument '{name}'.{hint}") as caught:
@@ -79,6 +79,6 @@ def test_every_family_writes_its_arguments_in_its_docstring():
     for family in FAMILIES:
         spec = gym.spec(family.env_id)
         cls = gym.envs.registration.load_env_creator(spec.entry_point)
-        assert set(cls.arguments.groups) <= set(cls.arguments.described())
+        assert set(cls.arguments.headings) <= set(cls.arguments.described())
         for name in (*cls.arguments.described(), "render_mode"):
             assert f"| `{name}` |" in (cls.__doc__ or "")
