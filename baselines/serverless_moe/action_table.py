@@ -309,8 +309,8 @@ def evaluate_actions(
 
     histogram = np.stack([load.histogram(x, top_k) for x in c.remote])
     called, decode = remote_decode(model, load, histogram[:, :, None], c.memory_mb, trem)
-    own = own_one[:, :, :, None, None] * (top_k - np.arange(top_k + 1))
-    step = layer_s(model, own, called[:, :, None], top_k)
+    local_s = own_one[:, :, :, None, None] * (top_k - np.arange(top_k + 1))
+    step = layer_s(model, local_s, called[:, :, None], top_k)
     decode_s = np.einsum("slr,slwyr->swy", histogram, step) + n_out * model.layers * block_s(
         model, 1
     )
@@ -347,13 +347,13 @@ def _feasible(
     c: CandidateActions,
     tokens: Floats,
     top: Floats,
-    known: bool,
+    exact: bool,
     spread: float,
 ) -> Floats | None:
     """Chance (S, 1, Y, Z) that the true routing leaves 10e and 10g intact; None for surely."""
     model, used = system.model, c.members > 0
     weights = model.expert_mb * c.members[:, None]
-    if known:
+    if exact:
         small = ((weights + model.token_mb * tokens)[..., None] > c.memory_mb) & used[:, None, None]
         heavy = (top * model.token_mb > model.payload_mb).any(axis=1) & used[:, None]
         bad = np.asarray(small.any(axis=1))[:, :, None] | np.asarray(heavy)[:, None]
@@ -364,9 +364,9 @@ def _feasible(
         model.token_mb * tokens[..., None], 1e-9
     )
     body = top * model.token_mb / model.payload_mb
-    held = np.where(used[:, None], ndtr((slack - 1.0) / system.load_spread).prod(axis=1), 1.0)
+    fits = np.where(used[:, None], ndtr((slack - 1.0) / system.load_spread).prod(axis=1), 1.0)
     room = ndtr((1.0 / np.maximum(body, 1e-9) - 1.0) / system.load_spread).prod(axis=1)
-    return held[:, None, :, None] * np.where(used[:, None], room, 1.0)[:, None, None]
+    return fits[:, None, :, None] * np.where(used[:, None], room, 1.0)[:, None, None]
 
 
 def cold_starts(system: ServerlessSystem, c: CandidateActions, warm: WarmFunctions | None) -> Start:
@@ -378,8 +378,8 @@ def cold_starts(system: ServerlessSystem, c: CandidateActions, warm: WarmFunctio
     if warm is not None and system.keep_alive_s > 0.0:
         # All or no experts remote: both orders give the same sets.
         either = (c.members == 0) | (c.members == model.num_experts)
-        own = (c.order == warm.order) & ((c.order == 1) | warm.same)
-        match = (c.members == int(system.levels[warm.level])) & (either | own)
+        same_sets = (c.order == warm.order) & ((c.order == 1) | warm.same)
+        match = (c.members == int(system.levels[warm.level])) & (either | same_sets)
         main_cold = 1.0 - (match[:, None] & (np.abs(c.main_mb - warm.main_mb) < 0.5))
         alike = match[:, None, None] & (np.abs(c.memory_mb - warm.remote_mb[:, None]) < 0.5)
         rest = np.maximum(c.replicas - warm.replicas[:, None], 0)[:, :, None]

@@ -149,12 +149,12 @@ def solve_knapsack(
         if result.x is None:
             return Knapsack(none.chosen, np.inf, np.inf if result.status == 2 else proven)
         taken = np.flatnonzero(result.x > 0.5)
-        found = np.full(layers, -1, dtype=np.int64)
-        found[layer[taken]] = option[taken]
-        if all(t[at, found].sum() <= b for t, b in zip(times, limits, strict=True)):
+        selected = np.full(layers, -1, dtype=np.int64)
+        selected[layer[taken]] = option[taken]
+        if all(t[at, selected].sum() <= b for t, b in zip(times, limits, strict=True)):
             break
-    total = float(price[at, found].sum())
-    return Knapsack(found, total, min(proven, total))
+    total = float(price[at, selected].sum())
+    return Knapsack(selected, total, min(proven, total))
 
 
 @dataclass(frozen=True, eq=False)
@@ -233,7 +233,7 @@ def layer_options(
     calls, decode = remote_decode(system, load, histogram[:, None], specs, load.trem_s[:, None])
     one = start_s(system, system.container_start_remote_s, members * system.expert_mb)
     one = np.where(used, one, 0.0)[:, None, None]
-    held = mb * np.arange(1, system.z_max + 1)
+    started_mb = mb * np.arange(1, system.z_max + 1)
     main, others, *_ = start_times(system, members, [1.0], used[:, None, None], 1.0)
     return Options(
         remote,
@@ -245,7 +245,7 @@ def layer_options(
         allowed | ~used[:, None, None],
         prefill,
         Phase(0.0, *(x[..., None] for x in decode[1:])),
-        Start(0.0, 0.0, held * one, held * rounding_s(system, one)),
+        Start(0.0, 0.0, started_mb * one, started_mb * rounding_s(system, one)),
         Start(main.item(), others.item()),
     )
 
@@ -370,10 +370,10 @@ def grid_optimum(
             break
         prefill, decode, cost = option_terms(system, load, options, w)
         most = limits[0] - whole.cold_s
-        found = solve_knapsack(cost, prefill, decode, most, limits[1], gap=gap)
-        lowest = min(lowest, whole.cost_usd + found.bound)
-        if whole.cost_usd + found.cost < best.cost_usd and (found.chosen >= 0).all():
-            plan = _assemble_plan(system, load, options, found.chosen, w)
+        choice = solve_knapsack(cost, prefill, decode, most, limits[1], gap=gap)
+        lowest = min(lowest, whole.cost_usd + choice.bound)
+        if whole.cost_usd + choice.cost < best.cost_usd and (choice.chosen >= 0).all():
+            plan = _assemble_plan(system, load, options, choice.chosen, w)
             outcome = expected_outcome(
                 system,
                 load,
@@ -383,7 +383,7 @@ def grid_optimum(
             )
             rate = main_usd_s(system, load.n_in + load.n_out, w)
             more = rate * rounding_s(system, outcome.bill.prefill_s + outcome.bill.decode_s)
-            cost_usd = whole.cost_usd + found.cost + more
+            cost_usd = whole.cost_usd + choice.cost + more
             if cost_usd < best.cost_usd:
                 best = OptimalPlan(plan, b, cost_usd, np.inf, outcome)
     return OptimalPlan(

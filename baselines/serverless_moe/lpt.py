@@ -216,8 +216,8 @@ def largest_replica_sums(replica: NDArray[np.int8], weight: Floats) -> Floats:
     """Largest sum of weights (S, L, K) on a replica (S, L, Z, K), (S, L, Z) for 1..Z of them."""
     shape = replica.shape
     rows = np.ascontiguousarray(weight, np.float64).reshape(-1, shape[-1])
-    found = _largest_replica_sums(np.ascontiguousarray(replica).reshape(-1, *shape[2:]), rows)
-    return found.reshape(shape[:3])
+    largest = _largest_replica_sums(np.ascontiguousarray(replica).reshape(-1, *shape[2:]), rows)
+    return largest.reshape(shape[:3])
 
 
 def compile_kernels() -> None:

@@ -179,9 +179,9 @@ def predict(activations: Any, predictor: Any = "task_mean") -> np.ndarray:
     table = np.broadcast_to(frequencies[train].mean(axis=0), frequencies.shape).copy()
     if predictor == "task_mean":
         for task in range(len(activations.tasks)):
-            known = train[activations.task[train] == task]
-            if len(known):
-                table[activations.task == task] = frequencies[known].mean(axis=0)
+            of_task = train[activations.task[train] == task]
+            if len(of_task):
+                table[activations.task == task] = frequencies[of_task].mean(axis=0)
     return table.astype(np.float32)
 
 
@@ -236,9 +236,11 @@ def _model_of(name: Any, activations: Any) -> tuple[MoeModel, Activations | None
     return load_model(name), None
 
 
-def _length_law(name: str, given: int | str, cap: int) -> np.ndarray:
+def _length_law(name: str, setting: int | str, cap: int) -> np.ndarray:
     return (
-        length_quantiles(given, name, cap) if isinstance(given, str) else np.array([float(given)])
+        length_quantiles(setting, name, cap)
+        if isinstance(setting, str)
+        else np.array([float(setting)])
     )
 
 

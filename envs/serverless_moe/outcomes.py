@@ -174,13 +174,14 @@ def start_times(
     if system.load_shared:
         main_mb = main_cold * main_mb + over_layers(fresh * remote_mb)
         one = start_s(system, system.container_start_remote_s, main_mb)
-        held = over_layers(fresh * memory_mb)
-        slowest, started = (held > 0) * one, (held * one, held * rounding_s(system, one))
+        starting_mb = over_layers(fresh * memory_mb)
+        slowest = (starting_mb > 0) * one
+        started = starting_mb * one, starting_mb * rounding_s(system, one)
     else:
         one = start_s(system, system.container_start_remote_s, remote_mb)
-        held = fresh * memory_mb
+        starting_mb = fresh * memory_mb
         slowest = ((fresh > 0) * one).max(axis=-3)[..., None, :, :]
-        started = over_layers(held * one), over_layers(held * rounding_s(system, one))
+        started = over_layers(starting_mb * one), over_layers(starting_mb * rounding_s(system, one))
     main = main_cold * start_s(system, system.container_start_main_s, main_mb)
     return Start(main, slowest, *started)
 

@@ -36,8 +36,8 @@ def replica_sums(plan: Plan, weights: np.ndarray) -> np.ndarray:
     layers, width = len(plan.replicas), max(int(plan.replicas.max(initial=0)), 1)
     placed = plan.remote & (plan.assignment >= 0) & (plan.assignment < plan.replicas[:, None])
     place = np.arange(layers)[:, None] * width + np.where(placed, plan.assignment, 0)
-    held = np.where(placed, weights, 0.0)
-    return np.bincount(place.ravel(), held.ravel(), layers * width).reshape(layers, width)
+    there = np.where(placed, weights, 0.0)
+    return np.bincount(place.ravel(), there.ravel(), layers * width).reshape(layers, width)
 
 
 def violated(system: SystemModel, counts: np.ndarray, n_out: float, plan: Plan) -> dict[str, bool]:
@@ -55,7 +55,9 @@ def violated(system: SystemModel, counts: np.ndarray, n_out: float, plan: Plan) 
     z, y = plan.replicas[used], plan.remote_mb[used]
     placed = plan.assignment[plan.remote]
     limit = np.broadcast_to(plan.replicas[:, None], plan.remote.shape)[plan.remote]
-    known = plan.main_mb in system.main_specs_mb and bool(np.isin(y, system.remote_specs_mb).all())
+    on_the_grids = plan.main_mb in system.main_specs_mb and bool(
+        np.isin(y, system.remote_specs_mb).all()
+    )
     return {
         "main_memory": main_memory_mb(system, plan.remote, n_out) > plan.main_mb,
         "remote_memory": bool((need[used] > y).any()),
@@ -63,7 +65,7 @@ def violated(system: SystemModel, counts: np.ndarray, n_out: float, plan: Plan) 
         "replicas": bool(
             ((z < 1) | (z > system.z_max)).any() or ((placed < 0) | (placed >= limit)).any()
         ),
-        "specification": not known,
+        "specification": not on_the_grids,
     }
 
 

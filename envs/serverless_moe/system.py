@@ -181,33 +181,33 @@ class SystemModel:
         return self.gpu_experts_base_s + self.gpu_experts_token_s * (tokens - 1)
 
 
-def _specs(argument: str, given: Any, default: Grid) -> np.ndarray:
+def _specs(argument: str, setting: Any, default: Grid) -> np.ndarray:
     """A grid of memory specifications: ``(low, high, step)`` as an increasing array."""
-    if given is None:
-        given = default
-    if not isinstance(given, (list, tuple)) or len(given) != 3:
-        raise ValueError(f"{argument}={given!r} must be three numbers (low, high, step) in MB.")
-    low, high, step = (real(argument, x, 0.0, 1e7, open_low=True) for x in given)
+    if setting is None:
+        setting = default
+    if not isinstance(setting, (list, tuple)) or len(setting) != 3:
+        raise ValueError(f"{argument}={setting!r} must be three numbers (low, high, step) in MB.")
+    low, high, step = (real(argument, x, 0.0, 1e7, open_low=True) for x in setting)
     if high < low:
-        raise ValueError(f"{argument}={given!r}: the highest specification is below the lowest.")
+        raise ValueError(f"{argument}={setting!r}: the highest specification is below the lowest.")
     count = math.floor((high - low) / step + 1e-9) + 1
     if count > 100_000:
-        raise ValueError(f"{argument}={given!r} has {count} steps; at most 100000 are allowed.")
+        raise ValueError(f"{argument}={setting!r} has {count} steps; at most 100000 are allowed.")
     return low + step * np.arange(count)
 
 
-def _fees(given: Any) -> Fees:
+def _fees(setting: Any) -> Fees:
     """A platform's fees by name, or those of (USD an invocation, granularity in seconds)."""
-    if isinstance(given, str):
-        return FEES[choose("fees", given, FEES)]
-    if not isinstance(given, (list, tuple)) or len(given) != 2:
+    if isinstance(setting, str):
+        return FEES[choose("fees", setting, FEES)]
+    if not isinstance(setting, (list, tuple)) or len(setting) != 2:
         raise ValueError(
-            f"fees={given!r} must be one of {list(FEES)} or two numbers (USD an invocation, "
+            f"fees={setting!r} must be one of {list(FEES)} or two numbers (USD an invocation, "
             "granularity in seconds)."
         )
-    usd, step = real("fees", given[0], 0.0, 1.0), real("fees", given[1], 0.0, 60.0)
+    usd, step = real("fees", setting[0], 0.0, 1.0), real("fees", setting[1], 0.0, 60.0)
     if 0.0 < step < 1e-6:
-        raise ValueError(f"fees={given!r}: the granularity must be 0 or at least 1e-6 seconds.")
+        raise ValueError(f"fees={setting!r}: the granularity must be 0 or at least 1e-6 seconds.")
     return Fees(usd, step, "chosen", "given")
 
 

@@ -98,8 +98,8 @@ def plan_for(
     used = np.asarray(remote.any(axis=1))
     problem, layers = memory_problem(system, load, remote, main_mb, tpot_limit_s)
     # Layers whose remote experts are never called still have to hold them.
-    held = system.expert_mb * remote.sum(axis=1)
-    remote_mb = np.where(used, smallest_specs(system.remote_specs_mb, held), 0.0)
+    weights_mb = system.expert_mb * remote.sum(axis=1)
+    remote_mb = np.where(used, smallest_specs(system.remote_specs_mb, weights_mb), 0.0)
     if layers.size:
         gb = round_memory(problem, solve_memory(problem)[0], system.remote_specs_mb / 1024.0)
         # The grid in MB exactly, not 1024 times its quotient.

@@ -94,8 +94,8 @@ def fit_theta(gb: ArrayLike, seconds: ArrayLike, theta2: float | None = None) ->
 
     free = 2 if theta2 is not None else 3
     start = np.log([float(t.max()), float(t.min()), 1.0])[:free]
-    found = np.exp(least_squares(lambda x: law(x) / t - 1.0, start).x)
-    return ThetaLaw(float(found[0]), float(theta2 or found[-1]), float(found[1]))
+    fitted = np.exp(least_squares(lambda x: law(x) / t - 1.0, start).x)
+    return ThetaLaw(float(fitted[0]), float(theta2 or fitted[-1]), float(fitted[1]))
 
 
 def derived_seconds(one_token_s: float, gb: ArrayLike) -> Array:

@@ -132,29 +132,29 @@ def measure(setting: Setting, prompts: int) -> dict[str, dict[str, NDArray[np.fl
     experts = system.num_experts
     steps = min(experts, 16)
     ratios = np.unique(np.ceil(np.arange(steps + 1) * experts / steps - 1e-9)) / experts
-    held = activations.rows("eval")
-    held = held[np.unique(np.linspace(0, len(held) - 1, min(prompts, len(held))).astype(int))]
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in METHODS}
+    rows = activations.rows("eval")
+    rows = rows[np.unique(np.linspace(0, len(rows) - 1, min(prompts, len(rows))).astype(int))]
+    results: dict[str, list[dict[str, float]]] = {name: [] for name in METHODS}
     trem = setting.trem_ms * 1e-3
-    for prompt in held.tolist():
+    for prompt in rows.tolist():
         request = recorded_request(activations, prompt, setting.n_in, setting.n_out, trem)
         share = predictions(activations)[prompt]
         for name in DEPLOYMENTS:
-            found[name].append(_numbers(deployment_cost(name, system, request, **limits)))
+            results[name].append(_numbers(deployment_cost(name, system, request, **limits)))
         expected = Load.predicted(system, share, setting.n_in, setting.n_out, trem)
         known = Load.known(request)
         for name in READINGS:
             decision = remoe(system, expected, reading=name, **limits)
             outcome = evaluate_plan(system, request, decision.plan, **limits)
-            found[name].append(_numbers(outcome, decision.ratio, decision.plan))
+            results[name].append(_numbers(outcome, decision.ratio, decision.plan))
         best = grid_optimum(system, known, ratios=ratios.tolist(), **limits)
-        found["optimum"].append(_numbers(best.outcome, best.ratio, best.plan))
-        for served in found.values():
+        results["optimum"].append(_numbers(best.outcome, best.ratio, best.plan))
+        for served in results.values():
             served[-1]["fetch_even_ms"] = _fetch_even_ms(system, request, served[-1]["cost"])
             served[-1]["experts_ms"] = 1e3 * system.gpu_experts_s(1)
     return {
         name: {key: np.array([row[key] for row in served]) for key in served[0]}
-        for name, served in found.items()
+        for name, served in results.items()
     }
 
 
@@ -198,7 +198,7 @@ def _numbers(
 
 
 def rows_of(
-    setting: Setting, found: Mapping[str, Mapping[str, NDArray[np.float64]]]
+    setting: Setting, results: Mapping[str, Mapping[str, NDArray[np.float64]]]
 ) -> list[dict[str, Any]]:
     """One row a method: means over prompts, with 95 % intervals of the costs.
 
@@ -207,13 +207,13 @@ def rows_of(
     Numbers have six digits.
     """
     rows = []
-    for name, numbers in found.items():
+    for name, numbers in results.items():
         cost = numbers["cost"]
         row = asdict(setting) | {"gpu_kind": gpu_kind(setting.gpu), "method": name}
         row["prompts"] = len(cost)
         ours = with_interval("usd_per_1000", 1e3 * cost)
-        ours |= with_interval("over_mix", cost / found["mix"]["cost"])
-        ours |= with_interval("over_optimum", cost / found["optimum"]["cost"])
+        ours |= with_interval("over_mix", cost / results["mix"]["cost"])
+        ours |= with_interval("over_optimum", cost / results["optimum"]["cost"])
         ours |= {key: float(np.mean(numbers[key])) for key in numbers if key != "cost"}
         rows.append(row | {key: float(f"{value:.6g}") for key, value in ours.items()})
     return rows

@@ -119,7 +119,7 @@ def remote_ratios(name: str, ratios: Sequence[float], prompts: int) -> list[dict
                 overhead = np.full(system.moe_layers, trem)
                 asked = [replace(request, trem_s=overhead) for request in requests]
                 for cores in CORES:
-                    found = np.array(
+                    times = np.array(
                         [
                             expert_times(system, request, x, cores)
                             for request, x in zip(asked, remote, strict=True)
@@ -133,9 +133,9 @@ def remote_ratios(name: str, ratios: Sequence[float], prompts: int) -> list[dict
                             "overhead_ms": 1e3 * trem,
                             "b": b,
                             "prompts": len(queries),
-                            **with_interval("prefill_ms", 1e3 * found[0]),
-                            **with_interval("decode_ms_per_token", 1e3 * found[1]),
-                            **with_interval("remote_is_slower", found[2]),
+                            **with_interval("prefill_ms", 1e3 * times[0]),
+                            **with_interval("decode_ms_per_token", 1e3 * times[1]),
+                            **with_interval("remote_is_slower", times[2]),
                         }
                     )
     return rows
