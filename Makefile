@@ -86,7 +86,7 @@ coverage:
 # the placement simulator is skipped, but for the tests of its clusters.
 test-nojit: TESTS = tests/robustness/test_argument_properties.py \
   tests/envs/llm_routing/test_reference_known_answers.py \
-  tests/envs/serverless_moe/test_equations.py \
+  tests/envs/serverless_moe/test_outcomes.py \
   tests/envs/serverless_moe/test_kernel_reference.py tests/envs/expert_placement/test_cluster.py
 test-nojit: install
 	@export NUMBA_DISABLE_JIT=1 && $(PYTEST) -m "not slow" $(ARGS) $(addprefix $(ROOT)/,$(TESTS))

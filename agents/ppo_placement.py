@@ -43,7 +43,7 @@ from servegym.agents.lib.checkpoint import (
 )
 from servegym.agents.lib.evaluation import play_rule
 from servegym.agents.lib.run_log import RunLog, interval_passed, saves_when_interrupted
-from servegym.baselines.expert_placement.initial_placement import cluster_fingerprint
+from servegym.baselines.expert_placement.system import PlacementSystem
 from servegym.envs.expert_placement.config import LEARNING
 from servegym.envs.expert_placement.decode import HEIGHT_SPAN
 from servegym.envs.expert_placement.env import ExpertPlacementEnv
@@ -220,7 +220,7 @@ def train(args: Args) -> Path:
         "agent": "ppo_placement",
         "args": json.dumps(asdict(args)),
         "shape": json.dumps({"width": args.width, "table": [servers, layers]}),
-        "setting": cluster_fingerprint(problem),
+        "setting": PlacementSystem.from_problem(problem).setting,
     }
     n, groups = args.num_envs, args.num_envs // args.group_size
     num_updates, best_score = -(-args.total_timesteps // n), -np.inf
@@ -302,7 +302,7 @@ def load(meta: Mapping[str, str], weights: Mapping[str, Tensor], system: Any) ->
     args, shape = saved_args(Args, json_field(meta, "args")), json_field(meta, "shape")
     net = Agent(shape["width"], tuple(shape["table"]))
     net.load_state_dict(weights)
-    if system is not None and cluster_fingerprint(system) != meta["setting"]:
+    if system is not None and system.setting != meta["setting"]:
         net.table = None
     policy = CheckpointPolicy(
         "ppo_placement", "graph", args, net, lambda observation, _: greedy(net, args, observation)

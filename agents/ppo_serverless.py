@@ -41,6 +41,7 @@ from servegym.agents.lib.checkpoint import (
 from servegym.agents.lib.environments import action_masks, episode_seeds, make_envs
 from servegym.agents.lib.evaluation import play_rule
 from servegym.agents.lib.run_log import RunLog, interval_passed, saves_when_interrupted
+from servegym.baselines.serverless_moe.system import ServerlessSystem
 
 
 @dataclass
@@ -230,7 +231,7 @@ def train(args: Args) -> Path:
         "agent": "ppo_serverless",
         "args": json.dumps(asdict(args)),
         "shape": json.dumps(shape),
-        "setting": envs.unwrapped.problem.system.name,  # pyright: ignore
+        "setting": ServerlessSystem.from_env(envs).setting,
     }
     log = RunLog(args, "ppo_serverless", args.env_id, parse_settings(args.set))
     save_policy, best_score = partial(write_checkpoint, agent, meta), -np.inf
@@ -330,11 +331,6 @@ def train(args: Args) -> Path:
     envs.close()
     eval_envs.close()
     return log.run
-
-
-def cluster_fingerprint(system: Any) -> str:
-    """The model of a `ServerlessSystem`, by which `shipped_for` finds the file trained for it."""
-    return system.model.name
 
 
 def load(meta: Mapping[str, str], weights: Mapping[str, Tensor], system: Any) -> CheckpointPolicy:

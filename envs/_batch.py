@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Protocol
@@ -11,7 +12,13 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.error import ResetNeeded
 
-from servegym._checks import check_render_mode, flag, keywords, mapping
+from servegym._checks import check_render_mode, flag, mapping
+from servegym.envs._arguments import Arguments
+
+_OF_EVERY_ENV = (
+    "| | `validate` | `False` | | check every observation against the space (slow) |",
+    "| | `render_mode` | `None` | `ansi`, `rgb_array` | what `render` returns |",
+)
 
 
 class Batch(Protocol):
@@ -100,25 +107,31 @@ class BatchEnv(gym.Env):
     episode's end all but `step` tells of that episode; `close` holds nothing and ends nothing.
 
     Attributes:
-        view: What the kernel writes as observation, None where there is nothing to choose.
-        build_problem: Checked keyword arguments -> problem; takes ``view`` too, unless it is None.
+        view: What the kernel writes as observation, 0 where there is nothing to choose.
+        arguments: The record of the arguments; its table takes the place of ``{arguments}`` in the
+            docstring.
+        problem_of: A record -> problem.
     """
 
-    view: ClassVar[int | None] = None
-    build_problem: ClassVar[Callable[..., Any]]
+    view: ClassVar[int] = 0
+    arguments: ClassVar[type[Arguments]]
+    problem_of: ClassVar[Callable[..., Any]]
     problem: Any
     batch: Any
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        parts = ("build_problem", "make_batch", "make_observation_space", "make_action_space")
+        parts = ("arguments", "problem_of", "make_batch", "make_observation_space")
         lacking = [
             name
-            for name in (*parts, "frame")
+            for name in (*parts, "make_action_space", "frame")
             if getattr(getattr(cls, name, None), "__isabstractmethod__", not hasattr(cls, name))
         ]
         if lacking:
             raise TypeError(f"{cls.__name__} lacks {', '.join(lacking)}, see BatchEnv.")
+        if cls.__doc__ is not None:
+            table = "\n".join((*cls.arguments.table(), *_OF_EVERY_ENV))
+            cls.__doc__ = inspect.cleandoc(cls.__doc__).replace("{arguments}", table)
 
     @staticmethod
     @abstractmethod
@@ -167,9 +180,7 @@ class BatchEnv(gym.Env):
         Raises:
             ValueError: an argument is unknown or has a bad value.
         """
-        view = {} if cls.view is None else {"view": cls.view}
-        keywords(cls.build_problem, kwargs, hidden=tuple(view))
-        return cls.build_problem(**view, **kwargs)
+        return cls.problem_of(cls.arguments.fill(kwargs, cls.view))
 
     @staticmethod
     def reset_info(batch: Any, row: int) -> dict[str, Any]:

@@ -143,12 +143,17 @@ CHANGES = {
     (SERVERLESS, "service.py"): [
         # Some warm replicas spare all others the start.
         ("fresh = max(fresh - function.replicas, 0)", "fresh = 0", PLAY),
-        # A whole number of steps is billed as one more.
-        ("np.ceil(steps - 1e-9)", "np.ceil(steps + 1e-9)", PLAY),
-        ("invocations += times * i\n", "invocations += times\n", PLAY),
+        ("invocations += times * calls\n", "invocations += times\n", PLAY),
         ("slowest_s = max(slowest_s, span)", "slowest_s += span", PLAY),
         ("log.ttft_s > request", "log.ttft_s >= request", LIMIT),
         ("log.tpot_s > request", "log.tpot_s >= request", LIMIT),
+    ],
+    (SERVERLESS, "cost.py"): [
+        # A whole number of steps is billed as one more.
+        ("np.ceil(steps - 1e-9)", "np.ceil(steps + 1e-9)", PLAY),
+        # Warm functions are billed a start, or cold ones none.
+        ("if c.bill_cold_start:", "if not c.bill_cold_start:", PLAY),
+        ("return remote, call_s + trem_s", "return remote, call_s", PLAY),
     ],
     (SERVERLESS, "routing.py"): [
         # Decoding begins with the prompt's tokens.

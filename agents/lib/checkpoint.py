@@ -1,9 +1,10 @@
 """Checkpoints: writing them, reading them as policies, and the ones that come with the package.
 
 A checkpoint is a safetensors file with the weights, and as metadata the name of the agent that
-wrote it (``agent``), its arguments (``args``, JSON) and what else the agent needs to rebuild its
-policy. An agent is a file of ``servegym.agents`` with a function ``load(meta, weights, system)``
-that returns a `CheckpointPolicy`.
+wrote it (``agent``), its arguments (``args``, JSON), the ``setting`` of the system that it is for,
+if it is for one, and what else the agent needs to rebuild its policy. An agent is a file of
+``servegym.agents`` with a function ``load(meta, weights, system)`` that returns a
+`CheckpointPolicy`.
 """
 
 from __future__ import annotations
@@ -135,11 +136,8 @@ def shipped_for(family: str, name: str, system: Any) -> Path | None:
     others = [path for stem, path in files.items() if stem.startswith(f"{name}_")]
     for path in [files[name], *others]:
         meta, _ = read_content(path)
-        if meta["agent"] == name and "setting" in meta:
-            if meta["setting"] == import_module(f"servegym.agents.{name}").cluster_fingerprint(
-                system
-            ):
-                return path
+        if meta["agent"] == name and "setting" in meta and meta["setting"] == system.setting:
+            return path
     return files[name]
 
 

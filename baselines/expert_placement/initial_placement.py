@@ -8,7 +8,6 @@ episode to come is used: prompts and task shares are those that an operator has 
 
 from __future__ import annotations
 
-import hashlib
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -77,35 +76,6 @@ def best_start(
         best = min(starts, key=seconds)
     short = _objective(system, SHORT, int(draw[1]))
     return climb(short, system, best, model.counts, swaps, seed)[0]
-
-
-def cluster_fingerprint(system: Any) -> str:
-    """Sixteen hexadecimal digits, the same for systems on which a start means the same.
-
-    They depend on slots, links, message costs, the speed of GPUs and host channels, the load and
-    the tasks.
-
-    Args:
-        system: A `Problem` or a `PlacementSystem`.
-    """
-    c = system.cluster
-    numbers = (
-        c.slots,
-        c.gpu_server,
-        c.link_bytes_s,
-        c.latency_s,
-        system.interarrival_s,
-        c.expert_base_s,
-        c.expert_token_s,
-        c.dense_base_s,
-        c.dense_token_s,
-        [c.layers, c.experts, c.message_cost_s, c.pcie_bytes_s, c.pcie_latency_s],
-    )
-    words = [np.ascontiguousarray(part, dtype=np.float64).tobytes() for part in numbers]
-    text = f"{c.model} {c.link_model} {c.messages} {system.migration_source} " + " ".join(
-        system.tasks
-    )
-    return hashlib.sha256(b"".join([*words, text.encode()])).hexdigest()[:16]
 
 
 def _objective(system: PlacementSystem, requests: int, seed: int) -> SimulatedLatency:

@@ -148,7 +148,7 @@ class MoeInfinity(KeepPlacement):
 
     Args:
         system: Not used.
-        cache: ``activation_aware``, ``lru`` or ``lfu``, see `check_options`; default: that of
+        cache: ``activation_aware``, ``lru`` or ``lfu``, see `SimulatorArguments`; default: that of
             the class.
         router: Which server takes a request, see there; default: that of the class, or the
             environment's if it has none.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -101,6 +102,33 @@ class PlacementSystem:
             task_prompt_tokens=np.array(tokens),
             tasks=tuple(problem.tasks),
         )
+
+    @property
+    def setting(self) -> str:
+        """Sixteen hexadecimal digits, the same for systems on which a start means the same.
+
+        They depend on slots, links, message costs, the speed of GPUs and host channels, the load
+        and the tasks.
+        """
+        c = self.cluster
+        numbers = (
+            c.slots,
+            c.gpu_server,
+            c.link_bytes_s,
+            c.latency_s,
+            self.interarrival_s,
+            c.expert_base_s,
+            c.expert_token_s,
+            c.dense_base_s,
+            c.dense_token_s,
+            [c.layers, c.experts, c.message_cost_s, c.pcie_bytes_s, c.pcie_latency_s],
+        )
+        digest = hashlib.sha256()
+        for part in numbers:
+            digest.update(np.ascontiguousarray(part, dtype=np.float64).tobytes())
+        names = (c.model, c.link_model, c.messages, self.migration_source, *self.tasks)
+        digest.update(" ".join(map(str, names)).encode())
+        return digest.hexdigest()[:16]
 
     @property
     def slots(self) -> Ints:

@@ -19,8 +19,22 @@ from scipy.special import ndtr
 
 from servegym.baselines.serverless_moe.lpt import largest_replica_sums, lpt_rows
 from servegym.baselines.serverless_moe.system import ServerlessSystem
-from servegym.envs.serverless_moe import equations as eq
+from servegym.envs.serverless_moe.kernel.cost import (
+    Phase,
+    Start,
+    bill,
+    block_s,
+    experts_s,
+    layer_s,
+    main_usd_s,
+    planned_job_s,
+    rounding_s,
+    start_s,
+    transfer_s,
+)
 from servegym.envs.serverless_moe.loads import Load
+from servegym.envs.serverless_moe.outcomes import remote_decode, start_times
+from servegym.envs.serverless_moe.plans import smallest_specs
 from servegym.envs.serverless_moe.sets import least_used_first
 
 __all__ = ["ActionTable", "CandidateActions", "ActionValues", "WarmFunctions", "evaluate_actions"]
@@ -61,7 +75,6 @@ class CandidateActions:
         replica: int8 (S, L, Zmax, K) replica of each expert if there are 1..Zmax.
         top: (S, L, Zmax) predicted share of the most loaded replica.
         main_mb: (S, W).
-        local_mb: (S,) weights that the main function reads.
         memory_mb: (S, L, Y), of no meaning where nothing is remote.
         replicas: int (S, L, Z).
     """
@@ -72,7 +85,6 @@ class CandidateActions:
     replica: NDArray[np.int8]
     top: Floats
     main_mb: Floats
-    local_mb: Floats
     memory_mb: Floats
     replicas: NDArray[np.int64]
 
@@ -87,7 +99,6 @@ class CandidateActions:
             self.replica[sets],
             self.top[sets],
             np.stack([self.main_mb[0, :1], self.main_mb[s, w : w + 1]]),
-            self.local_mb[sets],
             self.memory_mb[sets][:, layers, y][..., None],
             self.replicas[sets][:, layers, z][..., None],
         )
@@ -140,9 +151,8 @@ class ActionTable:
         most = system.max_output_tokens
         local = (model.num_experts - self.members) * float(model.expert_mb.sum())
         specs = model.main_specs_mb
-        least = eq.smallest_specs(specs, local + model.token_mb * most)
-        self.main_mb = eq.smallest_specs(specs, least[:, None] + system.w_headroom_mb)  # (S, W)
-        self.local_mb = np.asarray(local + model.all_non_expert_mb, np.float64)
+        least = smallest_specs(specs, local + model.token_mb * most)
+        self.main_mb = smallest_specs(specs, least[:, None] + system.w_headroom_mb)  # (S, W)
 
     def sets(self, frequency: NDArray) -> RemoteSets:
         """Remote sets and replicas of a predicted activation matrix (L, K), cached."""
@@ -159,7 +169,7 @@ class ActionTable:
         remote = remote.reshape(-1, *share.shape)
         tokens = model.top_k * self.system.mean_prompt_tokens * share
         middle = float(np.median(model.remote_specs_mb))
-        jobs = np.where(remote, eq.replica_jobs_s(model, middle, tokens), 0.0)
+        jobs = np.where(remote, planned_job_s(model, *model.expert_law(middle), tokens), 0.0)
         replica = lpt_rows(jobs.reshape(-1, share.shape[1]), model.z_max)
         replica = replica.reshape(*remote.shape[:2], model.z_max, -1)
         inside = np.where(remote, share, 0.0)
@@ -180,8 +190,8 @@ class ActionTable:
         need = model.expert_mb * self.members[:, None] + model.token_mb * model.top_k * n_in * (
             sets.share
         )
-        least = eq.smallest_specs(specs, need)
-        return eq.smallest_specs(specs, least[..., None] + self.system.y_headroom_mb)
+        least = smallest_specs(specs, need)
+        return smallest_specs(specs, least[..., None] + self.system.y_headroom_mb)
 
     def replicas(self, sets: RemoteSets, n_in: float) -> NDArray[np.int64]:
         """Replicas of each layer and headroom, (S, L, Z)."""
@@ -201,7 +211,6 @@ class ActionTable:
             sets.replica,
             sets.top,
             self.main_mb,
-            self.local_mb,
             self.memory_mb(sets, n_in),
             self.replicas(sets, n_in),
         )
@@ -256,11 +265,12 @@ def evaluate_actions(
             0: as expected.
         starts: False: everything is warm whatever the action.
     """
-    model, price, c = system.model, system.model.price_cpu, choices
+    model, c = system.model, choices
     used = c.members > 0
-    n_in, n_out, top_k, layers = load.n_in, load.n_out, model.top_k, model.moe_layers
-    first, more = eq.expert_time_terms(model, c.memory_mb)
-    wire = model.transfer_s
+    n_in, n_out, top_k = load.n_in, load.n_out, model.top_k
+    one, more = model.expert_law(c.memory_mb)
+    own_one, own_more = (x[:, None] for x in model.expert_law(c.main_mb))  # (S, 1, W)
+    wire = transfer_s(model)
 
     # Sums over the remote experts by a product of matrices: fast and exact enough.
     tokens = np.einsum("slk,lk->sl", c.remote, load.tokens)
@@ -277,60 +287,53 @@ def evaluate_actions(
     invoked = np.minimum(c.replicas, np.ceil(active - 1e-9)[..., None]) * used[:, None, None]
     trem = load.trem_s[:, None]
     slowest = (
-        first[..., None] * calls[:, :, None]
-        + (more + wire)[..., None] * top[:, :, None]
+        experts_s(one[..., None], more[..., None], wire, calls[:, :, None], top[:, :, None])
         + np.where(invoked > 0, trem, 0.0)[:, :, None]
     )
-    jobs = first * active[..., None] + (more + wire) * tokens[..., None]
+    jobs = experts_s(one, more, wire, active[..., None], tokens[..., None])
     busy = jobs[..., None] + (invoked * trem)[:, :, None]  # (S, L, Y, Z)
-
-    own_first, own_more = eq.expert_time_terms(model, c.main_mb)  # (S, W)
-    local = (
-        own_first[:, None] * (load.active.sum(axis=1) - active)[..., None]
-        + own_more[:, None] * (load.tokens.sum(axis=1) - tokens)[..., None]
+    local = experts_s(
+        own_one,
+        own_more,
+        0.0,
+        (load.active.sum(axis=1) - active)[..., None],
+        (load.tokens.sum(axis=1) - tokens)[..., None],
     )
-    prefill = np.maximum(local[:, :, :, None, None], slowest[:, :, None]).sum(axis=1)
-    fixed_prefill, fixed_decode = eq.non_expert_s(model, load)
-    prefill += fixed_prefill + layers * 2.0 * model.swap_s(n_in)
+    of_layer = layer_s(model, local[:, :, :, None, None], slowest[:, :, None], n_in)
+    prefill = Phase(
+        of_layer.sum(axis=1) + model.layers * block_s(model, n_in),
+        np.einsum("sly,slyz->syz", c.memory_mb, busy)[:, None],
+        0.5 * model.granularity_s * np.einsum("sly,slz->syz", c.memory_mb, invoked)[:, None],
+        1.0 + invoked.sum(axis=1)[:, None, None],
+    )
 
-    r = np.arange(top_k + 1)
-    call = first + more + wire
-    far = eq.call_seconds(call, load.trem_s[:, None], top_k, system.decode_invocation)
     histogram = np.stack([load.histogram(x, top_k) for x in c.remote])
-    own = model.expert_cpu_s(c.main_mb, 1)[..., None] * (top_k - r)
-    slower = np.maximum(own[:, None, :, None], far[:, :, None])
-    decode = np.einsum("slr,slwyr->swy", histogram, slower)
-    decode += fixed_decode + n_out * layers * 2.0 * model.swap_s(top_k)
-    remote_decode = np.einsum("slr,slyr->sly", histogram, far)
+    called, decode = remote_decode(model, load, histogram[:, :, None], c.memory_mb, trem)
+    local_s = own_one[:, :, :, None, None] * (top_k - np.arange(top_k + 1))
+    step = layer_s(model, local_s, called[:, :, None], top_k)
+    decode_s = np.einsum("slr,slwyr->swy", histogram, step) + n_out * model.layers * block_s(
+        model, 1
+    )
+    decode = Phase(decode_s[..., None], *(x.sum(axis=1)[:, None, :, None] for x in decode[1:]))
 
-    paid = np.where(used[:, None, None], c.memory_mb, 0.0)
-    remote_usd = price * np.einsum("sly,slyz->syz", paid, busy + remote_decode[..., None])
-    gpu = model.price_gpu * eq.gpu_memory_mb(model, n_in, n_out)
-    rate = gpu + price * (c.main_mb + model.runtime_cpu_mb)
-    cost = rate[:, :, None, None] * (prefill + decode[..., None]) + remote_usd[:, None]
-    times = histogram @ eq.call_invocations(top_k, system.decode_invocation)  # (S, L)
-    asked = 1.0 + invoked.sum(axis=1) + times.sum(axis=1)[:, None]
-    cost += model.invocation_usd * asked[:, None, None]
-    if model.granularity_s > 0.0:
-        added = eq.call_rounding_s(
-            model, load, call, load.trem_s[:, None], system.decode_invocation
-        )
-        billed = 0.5 * model.granularity_s * invoked[:, :, None]
-        billed = billed + np.einsum("slr,slyr->sly", histogram, added)[..., None]
-        cost += price * np.einsum("sly,slyz->syz", paid, billed)[:, None]
-        cost += rate[:, :, None, None] * model.rounding_s(prefill + decode[..., None])
-
-    start, start_usd = np.zeros((1, 1, 1, 1)), np.zeros((1, 1, 1, 1))
-    if starts:
-        start, start_usd = cold_starts(system, c, rate, warm)
-    ttft = prefill + start
-    tpot = np.broadcast_to((decode / max(n_out, 1))[..., None], ttft.shape)
-    mix_usd = float(cost[0, 0, 0, 0])
-    if system.bill_cold_start:
-        cost = cost + start_usd
-        mix_start = model.container_start_main_s
-        mix_start += (model.all_non_expert_mb + model.all_experts_mb) / model.load_mb_s
-        mix_usd += (mix_start + model.rounding_s(mix_start)) * float(rate[0, 0])
+    rate = main_usd_s(model, n_in + n_out, c.main_mb)[:, :, None, None]
+    rounding = rounding_s(model, prefill.seconds + decode.seconds)
+    start = cold_starts(system, c, warm) if starts else Start(*np.zeros((4, 1, 1, 1, 1)))
+    planned = bill(model, rate, rounding, prefill, decode, start)
+    mix_start = start_s(
+        model, model.container_start_main_s, model.all_non_expert_mb + model.all_experts_mb
+    )
+    mix_phases = Phase(planned.prefill_s[0, 0, 0, 0], invocations=1), Phase(decode_s[0, 0, 0])
+    mix = bill(
+        model,
+        rate[0, 0, 0, 0],
+        rounding[0, 0, 0, 0],
+        *mix_phases,
+        Start(mix_start),
+    )
+    cost, mix_usd = planned.cost_usd, float(mix.cost_usd)
+    ttft = planned.prefill_s + planned.cold_s
+    tpot = np.broadcast_to(planned.decode_s / max(n_out, 1), ttft.shape)
     late = _chance(ttft, ttft_limit_s, spread) + _chance(tpot, tpot_limit_s, spread)
     reward = -cost / mix_usd - system.penalty * late
     fits = _feasible(system, c, tokens, top, load.decode_sets is not None, spread)
@@ -344,13 +347,13 @@ def _feasible(
     c: CandidateActions,
     tokens: Floats,
     top: Floats,
-    known: bool,
+    exact: bool,
     spread: float,
 ) -> Floats | None:
     """Chance (S, 1, Y, Z) that the true routing leaves 10e and 10g intact; None for surely."""
     model, used = system.model, c.members > 0
     weights = model.expert_mb * c.members[:, None]
-    if known:
+    if exact:
         small = ((weights + model.token_mb * tokens)[..., None] > c.memory_mb) & used[:, None, None]
         heavy = (top * model.token_mb > model.payload_mb).any(axis=1) & used[:, None]
         bad = np.asarray(small.any(axis=1))[:, :, None] | np.asarray(heavy)[:, None]
@@ -361,18 +364,13 @@ def _feasible(
         model.token_mb * tokens[..., None], 1e-9
     )
     body = top * model.token_mb / model.payload_mb
-    held = np.where(used[:, None], ndtr((slack - 1.0) / system.load_spread).prod(axis=1), 1.0)
+    fits = np.where(used[:, None], ndtr((slack - 1.0) / system.load_spread).prod(axis=1), 1.0)
     room = ndtr((1.0 / np.maximum(body, 1e-9) - 1.0) / system.load_spread).prod(axis=1)
-    return held[:, None, :, None] * np.where(used[:, None], room, 1.0)[:, None, None]
+    return fits[:, None, :, None] * np.where(used[:, None], room, 1.0)[:, None, None]
 
 
-def cold_starts(
-    system: ServerlessSystem, c: CandidateActions, rate: Floats, warm: WarmFunctions | None
-) -> tuple[Floats, Floats]:
-    """Cold start (S, W, Y, Z) in seconds and USD, rounded as billed.
-
-    ``rate`` (S, W) is the main function's USD/s.
-    """
+def cold_starts(system: ServerlessSystem, c: CandidateActions, warm: WarmFunctions | None) -> Start:
+    """Cold start of every action, each to broadcast to (S, W, Y, Z)."""
     model, used = system.model, c.members > 0
     fresh = np.broadcast_to(c.replicas[:, :, None], (*c.memory_mb.shape, c.replicas.shape[2]))
     fresh = fresh * used[:, None, None, None]
@@ -380,31 +378,15 @@ def cold_starts(
     if warm is not None and system.keep_alive_s > 0.0:
         # All or no experts remote: both orders give the same sets.
         either = (c.members == 0) | (c.members == model.num_experts)
-        own = (c.order == warm.order) & ((c.order == 1) | warm.same)
-        match = (c.members == int(system.levels[warm.level])) & (either | own)
+        same_sets = (c.order == warm.order) & ((c.order == 1) | warm.same)
+        match = (c.members == int(system.levels[warm.level])) & (either | same_sets)
         main_cold = 1.0 - (match[:, None] & (np.abs(c.main_mb - warm.main_mb) < 0.5))
         alike = match[:, None, None] & (np.abs(c.memory_mb - warm.remote_mb[:, None]) < 0.5)
         rest = np.maximum(c.replicas - warm.replicas[:, None], 0)[:, :, None]
         fresh = np.where(alike[..., None], np.minimum(fresh, rest), fresh)
-    cold = fresh > 0
-    far_mb = c.members[:, None] * model.expert_mb  # (S, L)
-    if system.load_shared:
-        total = np.einsum("slyz,sl->syz", fresh, far_mb)[:, None]
-        total = total + (main_cold * c.local_mb[:, None])[:, :, None, None]
-        seconds = total / model.load_mb_s
-        main = main_cold[:, :, None, None] * (model.container_start_main_s + seconds)
-        other = np.asarray(cold.any(axis=1))[:, None] * (model.container_start_remote_s + seconds)
-        held = np.einsum("slyz,sly->syz", fresh, c.memory_mb)[:, None]
-        alone = model.container_start_remote_s + seconds
-        usd = model.price_cpu * held * (alone + model.rounding_s(alone))
-    else:
-        alone = model.container_start_main_s + c.local_mb / model.load_mb_s
-        main = (main_cold * alone[:, None])[:, :, None, None]
-        each = model.container_start_remote_s + far_mb / model.load_mb_s
-        other = (cold * each[:, :, None, None]).max(axis=1)[:, None]
-        billed = each + model.rounding_s(each)
-        usd = model.price_cpu * np.einsum("slyz,sly,sl->syz", fresh, c.memory_mb, billed)[:, None]
-    return np.maximum(main, other), rate[:, :, None, None] * (main + model.rounding_s(main)) + usd
+    members = np.broadcast_to(c.members[:, None], c.memory_mb.shape[:2])
+    memory = c.memory_mb[..., None]
+    return start_times(model, members, main_cold, fresh, memory)
 
 
 def _chance(time: Floats, limit: float, spread: float) -> Floats:

@@ -8,7 +8,7 @@ Replicas hold their experts by LPT. For a known load this is the clairvoyant opt
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,9 +16,30 @@ from numpy.typing import ArrayLike, NDArray
 from scipy import optimize, sparse
 
 from servegym.baselines.serverless_moe.lpt import lpt, replica_loads
-from servegym.envs.serverless_moe import equations as eq
+from servegym.envs.serverless_moe.kernel.cost import (
+    Phase,
+    Start,
+    bill,
+    block_s,
+    layer_s,
+    main_usd_s,
+    rounding_s,
+    start_s,
+)
 from servegym.envs.serverless_moe.loads import Load
+from servegym.envs.serverless_moe.outcomes import (
+    check_limits,
+    expected_outcome,
+    job_s,
+    local_s,
+    remote_decode,
+    remote_prefill,
+    start_times,
+)
+from servegym.envs.serverless_moe.plans import main_memory_mb, remote_memory_mb
+from servegym.envs.serverless_moe.records import Outcome, Plan
 from servegym.envs.serverless_moe.sets import least_used, remote_count
+from servegym.envs.serverless_moe.system import SystemModel
 
 Floats = NDArray[np.float64]
 TIME_LIMIT_S = 10.0
@@ -128,12 +149,12 @@ def solve_knapsack(
         if result.x is None:
             return Knapsack(none.chosen, np.inf, np.inf if result.status == 2 else proven)
         taken = np.flatnonzero(result.x > 0.5)
-        found = np.full(layers, -1, dtype=np.int64)
-        found[layer[taken]] = option[taken]
-        if all(t[at, found].sum() <= b for t, b in zip(times, limits, strict=True)):
+        selected = np.full(layers, -1, dtype=np.int64)
+        selected[layer[taken]] = option[taken]
+        if all(t[at, selected].sum() <= b for t, b in zip(times, limits, strict=True)):
             break
-    total = float(price[at, found].sum())
-    return Knapsack(found, total, min(proven, total))
+    total = float(price[at, selected].sum())
+    return Knapsack(selected, total, min(proven, total))
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,11 +170,11 @@ class OptimalPlan:
         outcome: Its outcome under that load.
     """
 
-    plan: eq.Plan | None
+    plan: Plan | None
     ratio: float
     cost_usd: float
     bound_usd: float
-    outcome: eq.Outcome | None
+    outcome: Outcome | None
 
     @property
     def gap(self) -> float:
@@ -172,101 +193,109 @@ class Options:
         used: (L,) layers with remote experts; the others have no choice.
         spec_mb: (V,).
         slowest_s: (L, V, Z) slowest replica with its overhead.
-        billed_s: (L, V, Z) all replicas together (sum of ZT).
         calls_s: (L, V, R) remote seconds of a decode token with r = 0..top_k remote experts.
         histogram: (L, R) decode tokens.
         allowed: (L, V, Z) by 10e and 10g.
-        extra_usd: (L, V, Z) fees of the remote functions and what rounding adds to their bill.
+        prefill: What the remote functions take in prefill, to broadcast to (L, V, Z).
+        decode: The same in decoding.
+        start: Their starts, likewise.
+        main_start: Start of the main function and of the slowest remote one.
     """
 
     remote: NDArray[np.bool_]
     used: NDArray[np.bool_]
     spec_mb: Floats
     slowest_s: Floats
-    billed_s: Floats
     calls_s: Floats
     histogram: Floats
     allowed: NDArray[np.bool_]
-    extra_usd: Floats
+    prefill: Phase
+    decode: Phase
+    start: Start
+    main_start: Start
 
 
 def layer_options(
-    system: eq.SystemModel,
+    system: SystemModel,
     load: Load,
     remote: NDArray[np.bool_],
-    decode_invocation: str = "per_call",
 ) -> Options:
     """Tabulate the choices of each layer."""
-    specs = system.remote_specs_mb
-    jobs = np.where(remote[:, None], eq.job_times(system, load, specs[None]), 0.0)
-    placed = replica_loads(
-        jobs,
-        (load.tokens * system.token_mb)[:, None],
-        system.z_max,
-        load.trem_s[:, None],
-        system.granularity_s,
-    )
-    used = np.asarray(remote.any(axis=1))
-    trem = load.trem_s[:, None, None]
-    slowest = np.where(placed.invoked > 0, placed.slowest_s + trem, 0.0)
-    billed = jobs.sum(axis=2)[..., None] + placed.invoked * trem
-    call = system.expert_cpu_s(specs, 1) + system.transfer_s
-    calls = eq.call_seconds(call, load.trem_s[:, None], system.top_k, decode_invocation)
-    need = eq.remote_memory_mb(system, load.tokens, remote)
-    allowed = (need[:, None] <= specs)[..., None] & (placed.payload_mb <= system.payload_mb)
+    specs, members = system.remote_specs_mb, remote.sum(axis=1)
+    jobs = np.where(remote[:, None], job_s(system, load, specs[None]), 0.0)
+    body = (load.tokens * system.token_mb)[:, None]
+    busy, payload_mb = replica_loads(jobs, body, system.z_max)
+    used, mb = members > 0, specs[:, None]
+    slowest, prefill = remote_prefill(system, busy, load.trem_s[:, None, None], mb)
+    need = remote_memory_mb(system, load.tokens, remote)
+    allowed = (need[:, None] <= specs)[..., None] & (payload_mb <= system.payload_mb)
     histogram = load.histogram(remote, system.top_k)
-    times = histogram @ eq.call_invocations(system.top_k, decode_invocation)
-    extra = system.invocation_usd * (placed.invoked + times[:, None, None])
-    if system.granularity_s > 0.0:
-        added = eq.call_rounding_s(system, load, call, load.trem_s[:, None], decode_invocation)
-        decode = np.einsum("lr,lvr->lv", histogram, added)
-        memory = np.where(used[:, None], specs, 0.0)[..., None]
-        extra = extra + system.price_cpu * memory * (placed.rounding_s + decode[..., None])
-    return Options(remote, used, specs, slowest, billed, calls, histogram, allowed, extra)
+    calls, decode = remote_decode(system, load, histogram[:, None], specs, load.trem_s[:, None])
+    one = start_s(system, system.container_start_remote_s, members * system.expert_mb)
+    one = np.where(used, one, 0.0)[:, None, None]
+    started_mb = mb * np.arange(1, system.z_max + 1)
+    main, others, *_ = start_times(system, members, [1.0], used[:, None, None], 1.0)
+    return Options(
+        remote,
+        used,
+        specs,
+        slowest,
+        calls,
+        histogram,
+        allowed | ~used[:, None, None],
+        prefill,
+        Phase(0.0, *(x[..., None] for x in decode[1:])),
+        Start(0.0, 0.0, started_mb * one, started_mb * rounding_s(system, one)),
+        Start(main.item(), others.item()),
+    )
 
 
 def option_terms(
-    system: eq.SystemModel, load: Load, options: Options, main_mb: float
+    system: SystemModel, load: Load, options: Options, main_mb: float
 ) -> tuple[Floats, Floats, Floats]:
-    """Times and cost of each option given W.
+    """Times and cost of each option given W, (L, V Z) each.
 
     Returns:
-        Prefill seconds (L, V, Z) and decode seconds (L, V) of the expert parts, and USD
-        (L, V, Z) with the main function's rate on those seconds, fees and rounding of the remote
-        functions included.
+        Prefill and decode seconds of the expert parts; and USD with the main function's rate on
+        those seconds, inf where 10e or 10g forbids the option.
     """
-    local = eq.prefill_local_s(system, load, options.remote, main_mb)
-    prefill = np.maximum(local[:, None, None], options.slowest_s)
-    prefill = prefill + 2.0 * system.swap_s(load.n_in)
-    own = np.arange(system.top_k, -1, -1) * system.expert_cpu_s(main_mb, 1)
-    step = np.maximum(own, options.calls_s) + 2.0 * system.swap_s(system.top_k)
-    decode = np.einsum("lr,lvr->lv", options.histogram, step)
-    calls = np.einsum("lr,lvr->lv", options.histogram, options.calls_s)
-    rate = eq.main_rate_usd_s(system, load.n_in, load.n_out, main_mb)
-    memory = np.where(options.used[:, None], options.spec_mb, 0.0)
-    cost = rate * (prefill + decode[..., None])
-    cost = cost + system.price_cpu * memory[..., None] * (options.billed_s + calls[..., None])
-    return prefill, decode, cost + options.extra_usd
+    local = local_s(system, load, options.remote, main_mb)[:, None, None]
+    prefill = layer_s(system, local, options.slowest_s, load.n_in)
+    near = np.arange(system.top_k, -1, -1) * system.expert_law(main_mb)[0]
+    step = layer_s(system, near, options.calls_s, system.top_k)
+    decode = np.einsum("lr,lvr->lv", options.histogram, step)[..., None]
+    cost = bill(
+        system,
+        main_usd_s(system, load.n_in + load.n_out, main_mb),
+        0.0,
+        options.prefill._replace(seconds=prefill),
+        options.decode._replace(seconds=decode),
+        options.start,
+    ).cost_usd
+    cost = np.where(options.allowed, cost, np.inf)
+    decode = np.broadcast_to(decode, cost.shape)
+    layers = len(cost)
+    return prefill.reshape(layers, -1), decode.reshape(layers, -1), cost.reshape(layers, -1)
 
 
 def _assemble_plan(
-    system: eq.SystemModel, load: Load, options: Options, chosen: NDArray, main_mb: float
-) -> eq.Plan:
+    system: SystemModel, load: Load, options: Options, chosen: NDArray, main_mb: float
+) -> Plan:
     """The plan of one option a layer (index ``v Z + z - 1``)."""
     remote, used = options.remote, options.used
     at, z = np.divmod(np.asarray(chosen), system.z_max)
     remote_mb = np.where(used, options.spec_mb[at], 0.0)
     replicas = np.where(used, z + 1, 0)
     assignment = np.full(remote.shape, -1, dtype=np.int64)
-    jobs = eq.job_times(system, load, np.where(used, remote_mb, 1024.0))
+    jobs = job_s(system, load, np.where(used, remote_mb, 1024.0))
     for layer in np.flatnonzero(used):
         members = np.flatnonzero(remote[layer])
         assignment[layer, members] = lpt(jobs[layer, members], int(replicas[layer]))
-    return eq.Plan(remote, float(main_mb), remote_mb, replicas, assignment)
+    return Plan(remote, float(main_mb), remote_mb, replicas, assignment)
 
 
 def grid_optimum(
-    system: eq.SystemModel,
+    system: SystemModel,
     load: Load,
     *,
     score: ArrayLike | None = None,
@@ -274,8 +303,6 @@ def grid_optimum(
     tpot_limit_s: float = np.inf,
     ratios: Sequence[float] | None = None,
     main_specs_mb: ArrayLike | None = None,
-    decode_invocation: str = "per_call",
-    bill_cold_start: bool = False,
     gap: float = 1e-6,
 ) -> OptimalPlan:
     """The cheapest feasible plan over b, W, Y and z of a cold request.
@@ -284,7 +311,7 @@ def grid_optimum(
     price alone is above the cost of a known plan is no candidate.
 
     Args:
-        system: The system.
+        system: The system; every starting function is taken to have its own storage link.
         load: The load; a known one gives the clairvoyant optimum.
         score: (L, K) utility by which remote sets are formed; default the load's frequencies.
         ttft_limit_s: Limit of 10b.
@@ -292,106 +319,73 @@ def grid_optimum(
         ratios: b to try; default every ``m / K``.
         main_specs_mb: W to try; default all. Those that cannot hold the local experts are passed
             over.
-        decode_invocation: As `evaluate_plan`.
-        bill_cold_start: As `evaluate_plan`.
         gap: Relative gap of the integer programs.
 
     Raises:
         ValueError: If a limit is not above 0.
     """
-    eq.check_limits(ttft_limit_s, tpot_limit_s)
+    check_limits(ttft_limit_s, tpot_limit_s)
+    system = replace(system, load_shared=False)
     order = load.frequency if score is None else np.asarray(score, np.float64)
     experts = system.num_experts
     tried = np.arange(experts + 1) / experts if ratios is None else np.asarray(ratios, float)
     specs = system.main_specs_mb if main_specs_mb is None else np.asarray(main_specs_mb, float)
-    fixed_prefill, fixed_decode = eq.non_expert_s(system, load)
-    fixed, candidates, best_known_usd = fixed_prefill + fixed_decode, [], np.inf
-    limits = (ttft_limit_s - fixed_prefill, tpot_limit_s * load.n_out - fixed_decode)
+    fixed = (
+        Phase(system.layers * block_s(system, load.n_in), invocations=1),
+        Phase(load.n_out * system.layers * block_s(system, 1)),
+    )
+    limits = (ttft_limit_s - fixed[0].seconds, tpot_limit_s * load.n_out - fixed[1].seconds)
+    candidates, best_known_usd = [], np.inf
     layers = np.arange(system.moe_layers)
     for b in tried.tolist():
         remote = least_used(order, int(remote_count(b, experts)))
-        options = layer_options(system, load, remote, decode_invocation)
-        fitting = np.sort(specs[specs >= eq.main_memory_mb(system, remote, load.n_out)])
+        options = layer_options(system, load, remote)
+        fitting = np.sort(specs[specs >= main_memory_mb(system, remote, load.n_out)])
         if not fitting.size:
             continue
         # No W takes less time than the largest, so the price of W for that time is a lower bound.
-        prefill, decode, _ = _priced(system, load, options, fitting[-1], np.zeros((1, 1, 1)))
-        shortest = fixed + float((prefill + decode).min(axis=1).sum())
+        prefill, decode, _ = option_terms(system, load, options, fitting[-1])
+        shortest = fixed[0].seconds + fixed[1].seconds + float((prefill + decode).min(axis=1).sum())
         for w in fitting.tolist():
-            if eq.main_rate_usd_s(system, load.n_in, load.n_out, w) * shortest > best_known_usd:
+            rate = main_usd_s(system, load.n_in + load.n_out, w)
+            if rate * shortest > best_known_usd:
                 break
-            base, start, price = _start(system, load, options, w, fixed, bill_cold_start)
-            prefill, decode, cost = _priced(system, load, options, w, price)
+            whole = bill(system, rate, 0.0, *fixed, options.main_start)
+            prefill, decode, cost = option_terms(system, load, options, w)
             at = cost.argmin(axis=1)
-            bound = float(base + cost[layers, at].sum())
+            bound = float(whole.cost_usd + cost[layers, at].sum())
             if np.isfinite(bound):
-                candidates.append((bound, b, w, options, start, base, price))
+                candidates.append((bound, b, w, options, whole))
                 if (
-                    prefill[layers, at].sum() <= limits[0] - start
+                    prefill[layers, at].sum() <= limits[0] - whole.cold_s
                     and decode[layers, at].sum() <= limits[1]
                 ):
                     # The main function's own bill may be rounded up by less than one step.
-                    rate = eq.main_rate_usd_s(system, load.n_in, load.n_out, w)
                     best_known_usd = min(best_known_usd, bound + rate * system.granularity_s)
     candidates.sort(key=lambda c: c[0])
     best, lowest = OptimalPlan(None, 0.0, np.inf, np.inf, None), np.inf
-    for bound, b, w, options, start, base, price in candidates:
+    for bound, b, w, options, whole in candidates:
         if bound >= best.cost_usd:
             lowest = min(lowest, bound)
             break
-        prefill, decode, cost = _priced(system, load, options, w, price)
-        found = solve_knapsack(cost, prefill, decode, limits[0] - start, limits[1], gap=gap)
-        lowest = min(lowest, base + found.bound)
-        if base + found.cost < best.cost_usd and (found.chosen >= 0).all():
-            plan = _assemble_plan(system, load, options, found.chosen, w)
-            outcome = eq.expected_outcome(
+        prefill, decode, cost = option_terms(system, load, options, w)
+        most = limits[0] - whole.cold_s
+        choice = solve_knapsack(cost, prefill, decode, most, limits[1], gap=gap)
+        lowest = min(lowest, whole.cost_usd + choice.bound)
+        if whole.cost_usd + choice.cost < best.cost_usd and (choice.chosen >= 0).all():
+            plan = _assemble_plan(system, load, options, choice.chosen, w)
+            outcome = expected_outcome(
                 system,
                 load,
                 plan,
-                decode_invocation=decode_invocation,
-                bill_cold_start=bill_cold_start,
                 ttft_limit_s=ttft_limit_s,
                 tpot_limit_s=tpot_limit_s,
             )
-            rate = eq.main_rate_usd_s(system, load.n_in, load.n_out, w)
-            more = rate * system.rounding_s(outcome.prefill_s + outcome.decode_s)
-            if base + found.cost + more < best.cost_usd:
-                best = OptimalPlan(plan, b, base + found.cost + more, np.inf, outcome)
+            rate = main_usd_s(system, load.n_in + load.n_out, w)
+            more = rate * rounding_s(system, outcome.bill.prefill_s + outcome.bill.decode_s)
+            cost_usd = whole.cost_usd + choice.cost + more
+            if cost_usd < best.cost_usd:
+                best = OptimalPlan(plan, b, cost_usd, np.inf, outcome)
     return OptimalPlan(
         best.plan, best.ratio, best.cost_usd, min(lowest, best.cost_usd), best.outcome
     )
-
-
-def _start(
-    system: eq.SystemModel,
-    load: Load,
-    options: Options,
-    main_mb: float,
-    fixed: float,
-    bill_cold_start: bool,
-) -> tuple[float, float, Floats]:
-    """Cost that no layer's choice changes, cold start, and its price (L, V, Z) by choice."""
-    rate = eq.main_rate_usd_s(system, load.n_in, load.n_out, main_mb)
-    base, zero = rate * fixed + system.invocation_usd, np.zeros((1, 1, 1))
-    used = options.used.astype(np.int64)
-    plan = eq.Plan(options.remote, main_mb, used.astype(float), used, options.remote - 1)
-    main, others = eq.cold_starts_s(system, plan, eq.Cold(True, used))
-    start = max(main, float(others.max(initial=0.0)))
-    if not bill_cold_start:
-        return base, start, zero
-    z = np.arange(1, system.z_max + 1)
-    others = others + system.rounding_s(others)
-    price = system.price_cpu * others[:, None, None] * options.spec_mb[:, None] * z
-    return base + (main + system.rounding_s(main)) * rate, start, price
-
-
-def _priced(
-    system: eq.SystemModel, load: Load, options: Options, main_mb: float, price: Floats
-) -> tuple[Floats, Floats, Floats]:
-    """Prefill, decode and cost as (L, V Z), inf where 10e or 10g forbids an option."""
-    prefill, decode, cost = option_terms(system, load, options, main_mb)
-    allowed = options.allowed | ~options.used[:, None, None]
-    cost = np.where(allowed, cost + price, np.inf)
-    layers = cost.shape[0]
-    decode = np.broadcast_to(decode[..., None], cost.shape)
-    return prefill.reshape(layers, -1), decode.reshape(layers, -1), cost.reshape(layers, -1)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
@@ -11,7 +9,6 @@ from servegym import _jit
 from servegym._jit import jit
 
 __all__ = [
-    "ReplicaLoads",
     "assign",
     "compile_kernels",
     "largest_replica_sums",
@@ -67,44 +64,33 @@ def lpt_rows(jobs, z_max):
 
 
 @jit
-def _replica_loads(jobs, body, z_max, overhead, granularity):
+def _replica_loads(jobs, body, z_max):
     """Rows of jobs on 1..z_max replicas by LPT.
 
     Args:
         jobs: float64 ``(N, K)`` seconds, 0 for what is no job.
         body: float64 ``(N, K)`` MB that go with each job.
         z_max: Most replicas.
-        overhead: float64 ``(N,)`` seconds of each replica that gets work besides its jobs.
-        granularity: Billed durations are rounded up to its multiples; 0: they are not.
 
     Returns:
-        ``(N, z_max)`` each: seconds of the slowest replica, replicas that get work, MB of the
-        largest body, seconds that rounding adds to all replicas.
+        Busy seconds of each replica ``(N, z_max, z_max)``, and MB of the largest body
+        ``(N, z_max)``.
     """
-    slowest = np.zeros((jobs.shape[0], z_max))
-    rounding = np.zeros((jobs.shape[0], z_max))
-    invoked = np.zeros((jobs.shape[0], z_max), np.int64)
+    busy = np.zeros((jobs.shape[0], z_max, z_max))
     largest = np.zeros((jobs.shape[0], z_max))
-    load = np.empty(z_max)
     carried = np.empty(z_max)
     replica = np.zeros(jobs.shape[1], np.int64)
     for row in range(jobs.shape[0]):
         order = np.argsort(-jobs[row], kind="mergesort")
         for z in range(1, z_max + 1):
-            _place(jobs[row], order, z, load, replica)
+            _place(jobs[row], order, z, busy[row, z - 1], replica)
             carried[:z] = 0.0
             for k in range(jobs.shape[1]):
                 if jobs[row, k] > 0.0:
                     carried[replica[k]] += body[row, k]
             for j in range(z):
-                slowest[row, z - 1] = max(slowest[row, z - 1], load[j])
                 largest[row, z - 1] = max(largest[row, z - 1], carried[j])
-                invoked[row, z - 1] += load[j] > 0.0
-                if granularity > 0.0 and load[j] > 0.0:
-                    steps = (load[j] + overhead[row]) / granularity
-                    more = max(np.ceil(steps - 1e-9) - steps, 0.0)
-                    rounding[row, z - 1] += granularity * more
-    return slowest, invoked, largest, rounding
+    return busy, largest
 
 
 @jit
@@ -206,62 +192,32 @@ def _repair(
     return bool((payload <= slack).all())
 
 
-@dataclass(frozen=True, eq=False)
-class ReplicaLoads:
-    """Jobs on 1..Z replicas by LPT; the last axis is z - 1.
-
-    Attributes:
-        slowest_s: (..., Z) load of the slowest replica, without the overhead.
-        invoked: (..., Z) replicas that get work.
-        payload_mb: (..., Z) largest one-way body.
-        rounding_s: (..., Z) what rounding adds to the billed durations of all replicas.
-    """
-
-    slowest_s: Floats
-    invoked: NDArray[np.int64]
-    payload_mb: Floats
-    rounding_s: Floats
-
-
-def replica_loads(
-    jobs_s: Floats,
-    body_mb: Floats,
-    z_max: int,
-    overhead_s: ArrayLike = 0.0,
-    granularity_s: float = 0.0,
-) -> ReplicaLoads:
+def replica_loads(jobs_s: Floats, body_mb: Floats, z_max: int) -> tuple[Floats, Floats]:
     """LPT of many rows of jobs at once, for each number of replicas up to z_max.
 
     Args:
         jobs_s: (..., K), 0 for what is no job.
         body_mb: (..., K), broadcast against the jobs.
         z_max: Most replicas.
-        overhead_s: (...) seconds of a replica besides its jobs, for the rounding.
-        granularity_s: Billed durations are rounded up to its multiples; 0: they are not.
+
+    Returns:
+        By z - 1: busy seconds of each replica (..., Z, Z), without overhead; and the largest
+        one-way body (..., Z).
     """
     width = jobs_s.shape[-1]
     jobs = np.ascontiguousarray(jobs_s, np.float64).reshape(-1, width)
     body = np.ascontiguousarray(np.broadcast_to(body_mb, jobs_s.shape), np.float64)
-    shape = (*jobs_s.shape[:-1], z_max)
-    overhead = np.broadcast_to(np.asarray(overhead_s, np.float64), jobs_s.shape[:-1])
-    found = _replica_loads(
-        jobs, body.reshape(-1, width), z_max, overhead.ravel(), float(granularity_s)
-    )
-    slowest, invoked, payload, rounding = found
-    return ReplicaLoads(
-        slowest.reshape(shape),
-        invoked.reshape(shape),
-        payload.reshape(shape),
-        rounding.reshape(shape),
-    )
+    busy, largest = _replica_loads(jobs, body.reshape(-1, width), z_max)
+    shape = jobs_s.shape[:-1]
+    return busy.reshape(*shape, z_max, z_max), largest.reshape(*shape, z_max)
 
 
 def largest_replica_sums(replica: NDArray[np.int8], weight: Floats) -> Floats:
     """Largest sum of weights (S, L, K) on a replica (S, L, Z, K), (S, L, Z) for 1..Z of them."""
     shape = replica.shape
     rows = np.ascontiguousarray(weight, np.float64).reshape(-1, shape[-1])
-    found = _largest_replica_sums(np.ascontiguousarray(replica).reshape(-1, *shape[2:]), rows)
-    return found.reshape(shape[:3])
+    largest = _largest_replica_sums(np.ascontiguousarray(replica).reshape(-1, *shape[2:]), rows)
+    return largest.reshape(shape[:3])
 
 
 def compile_kernels() -> None:
@@ -272,7 +228,7 @@ def compile_kernels() -> None:
         [
             (_lpt, (rows[0], 1)),
             (lpt_rows, (rows, 1)),
-            (_replica_loads, (rows, rows, 1, rows[0], 0.0)),
+            (_replica_loads, (rows, rows, 1)),
             (_largest_replica_sums, (replica, rows)),
         ],
     )

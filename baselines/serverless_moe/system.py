@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from servegym.envs.serverless_moe.equations import SystemModel
+from servegym.envs.serverless_moe.system import SystemModel
 
 if TYPE_CHECKING:
     from servegym.envs.serverless_moe.config import Problem
@@ -45,9 +45,6 @@ class ServerlessSystem:
         trem_sigma: Sigma of the logarithm of one overhead.
         keep_alive_s: Seconds that an unused function stays warm.
         idle_s: (probability, mean in s) of each class of exponential idle gaps.
-        bill_cold_start: Whether starts are billed.
-        load_shared: Whether starting functions share one storage link.
-        decode_invocation: ``"per_call"`` or ``"per_layer"``.
         penalty: Penalty of a missed SLO in units of the request's MIX cost.
         per_layer: Whether Y and z have an action a layer.
         load_spread: Relative standard deviation of a replica's true tokens about the expected ones
@@ -72,9 +69,6 @@ class ServerlessSystem:
     trem_sigma: float = 0.0
     keep_alive_s: float = 0.0
     idle_s: tuple[tuple[float, float], ...] = ((1.0, 20.0),)
-    bill_cold_start: bool = False
-    load_shared: bool = False
-    decode_invocation: str = "per_call"
     penalty: float = 0.5
     per_layer: bool = False
     load_spread: float = SPREADS["default"][0]
@@ -99,9 +93,6 @@ class ServerlessSystem:
             mean_prompt_tokens=prompt,
             mean_output_tokens=output,
             keep_alive_s=float(cfg["keep_alive_s"]),
-            bill_cold_start=bool(cfg["bill_cold_start"]),
-            load_shared=bool(cfg["load_shared"]),
-            decode_invocation="per_call" if cfg["per_call"] else "per_layer",
             penalty=float(cfg["penalty"]),
             per_layer=problem.granularity == "per_layer",
             load_spread=spreads[0],
@@ -131,6 +122,11 @@ class ServerlessSystem:
         from servegym.envs.serverless_moe.env import ServerlessMoEEnv
 
         return cls.from_problem(ServerlessMoEEnv.make_problem(kwargs))
+
+    @property
+    def setting(self) -> str:
+        """The model, by which a checkpoint is found that was trained for it."""
+        return self.model.name
 
     @property
     def plan_parts(self) -> int:

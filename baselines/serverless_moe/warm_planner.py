@@ -182,9 +182,9 @@ class WarmPlanner(ServerlessPolicy):
     def _loads(self, observed: Observed) -> list[Load]:
         """The expected load in each regime of the overhead."""
         model, sigma = self.system.model, self.system.trem_sigma
-        known = observed.frequency, observed.n_in, observed.n_out
+        request = observed.frequency, observed.n_in, observed.n_out
         mean = self.system.trem_s * np.exp(0.5 * sigma**2)
-        return [Load.predicted(model, *known, float(trem), trem_sigma=sigma) for trem in mean]
+        return [Load.predicted(model, *request, float(trem), trem_sigma=sigma) for trem in mean]
 
     def decide(self, row: int, observed: Observed, legal: NDArray[np.bool_]) -> Actions:
         """See `ServerlessPolicy.decide`."""

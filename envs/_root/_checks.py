@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import difflib
-import inspect
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -92,17 +91,16 @@ def flag(argument: str, given: Any) -> bool:
     return bool(given)
 
 
-def positive_range(argument: str, given: Any, high: float = LARGEST) -> tuple[float, float]:
-    """Return ``given``, a number or a range (low, high), as a range of positive numbers."""
-    if isinstance(given, (list, tuple)):
-        if len(given) != 2:
-            raise ValueError(f"{argument}={given!r} must be a number or a pair (low, high).")
-        low, top = (real(argument, x, 0.0, high, open_low=True) for x in given)
-        if low > top:
-            raise ValueError(f"{argument}={given!r}: the low end is above the high end.")
-        return low, top
-    value = real(argument, given, 0.0, high, open_low=True)
-    return value, value
+def number_or_range(argument: str, given: Any, high: float) -> float | tuple[float, float]:
+    """Return ``given``, a positive number or a range (low, high) of them, up to ``high``."""
+    if not isinstance(given, (list, tuple)):
+        return real(argument, given, 0.0, high, open_low=True)
+    if len(given) != 2:
+        raise ValueError(f"{argument}={given!r} must be a number or a pair (low, high).")
+    low, top = (real(argument, x, 0.0, high, open_low=True) for x in given)
+    if low > top:
+        raise ValueError(f"{argument}={given!r}: the low end is above the high end.")
+    return low, top
 
 
 def mapping(argument: str, given: Any, allowed: Iterable[str] | None = None) -> dict[str, Any]:
@@ -134,21 +132,19 @@ class UnexpectedArgumentError(TypeError, ValueError):
     """
 
 
-def keywords(
-    function: Callable[..., Any], given: Iterable[str], hidden: Iterable[str] = ()
-) -> None:
-    """Check that ``function`` has all parameters that ``given`` names, none of them ``hidden``.
+def keywords(known: Iterable[str], given: Iterable[str]) -> None:
+    """Check that all names that are ``given`` are among the ``known`` ones.
 
     Raises:
-        UnexpectedArgumentError: naming the argument, the nearest parameter and all of them.
+        UnexpectedArgumentError: naming the argument, the nearest of the known and all of them.
     """
-    known = [name for name in inspect.signature(function).parameters if name not in hidden]
+    names = list(known)
     for name in given:
-        if name not in known:
-            near = nearest(name, known)
+        if name not in names:
+            near = nearest(name, names)
             hint = f" Did you mean {near!r}?" if near else ""
             raise UnexpectedArgumentError(
-                f"unexpected keyword argument {name!r}.{hint} Known are {known}."
+                f"unexpected keyword argument {name!r}.{hint} Known are {names}."
             )
 
 

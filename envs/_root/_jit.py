@@ -30,9 +30,9 @@ from numba import njit
 from numba.core import cgutils, config, event, types
 from numba.core.caching import IndexDataCacheFile
 from numba.core.registry import CPUDispatcher
-from numba.extending import intrinsic
+from numba.extending import intrinsic, register_jitable
 
-__all__ = ["borrowed", "compile_kernels", "inline", "inner", "jit", "record"]
+__all__ = ["borrowed", "compile_kernels", "formula", "inline", "inner", "jit", "record"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
@@ -131,6 +131,14 @@ def inline(function: F) -> F:
     Array arguments are passed by value, seven words each: it pays on the hot path.
     """
     return _inner(function, forceinline=True)
+
+
+def formula(function: F) -> F:
+    """Compile a function where compiled ones call it; called from Python it is as it is written.
+
+    Of plain numbers in a kernel, of arrays that broadcast in numpy.
+    """
+    return register_jitable(nogil=True, error_model="numpy")(function)
 
 
 def _inner(function: F, **options: Any) -> F:

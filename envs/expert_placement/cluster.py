@@ -8,13 +8,14 @@ bits per second.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from servegym._checks import choose, real, whole
+from servegym.envs import _arguments as arg
+from servegym.envs._arguments import Arguments
 
 LINK_MODELS = ("nic", "pairwise")
 MESSAGES = ("per_expert", "per_server")
@@ -280,11 +281,11 @@ def _model_times(model: str, sizes: ModelTimes | None) -> ModelTimes:
     return sizes if sizes is not None else MODELS[choose("model", model, MODELS)]
 
 
-def _gpu_counts(gpus: Any) -> tuple[int, ...]:
+def _gpu_counts(name: str, given: Any) -> tuple[int, ...]:
     """GPUs of each server."""
-    if not isinstance(gpus, (list, tuple)) or not gpus:
-        raise ValueError(f"gpus={gpus!r} must list the GPUs of each server, as (1, 1, 2).")
-    return tuple(whole(f"gpus[{n}]", g, 1, 64) for n, g in enumerate(gpus))
+    if not isinstance(given, (list, tuple)) or not given:
+        raise ValueError(f"{name}={given!r} must list the GPUs of each server, as (1, 1, 2).")
+    return tuple(whole(f"{name}[{n}]", g, 1, 64) for n, g in enumerate(given))
 
 
 def _slots_in_memory(times: ModelTimes, model: str, memory: np.ndarray) -> np.ndarray:
@@ -335,98 +336,89 @@ def _pair_bandwidth(bandwidth_bps: Any, nic: np.ndarray) -> np.ndarray:
     return pair
 
 
-def build_cluster(
-    model: str = "deepseek-v2-lite",
-    *,
-    gpus: Sequence[int] = (1, 1, 2),
-    gpu_bytes: float | Sequence[float] = 40e9,
-    memory_fraction: float | None = None,
-    slots: Sequence[int] | None = None,
-    nic_bps: float | Sequence[float] = 500e6,
-    bandwidth_bps: Any = None,
-    latency_s: Any = 0.002,
-    link_model: str = "nic",
-    messages: str = "per_expert",
-    message_cost_s: float = 0.2e-3,
-    pcie_bytes_s: float = 12e9,
-    pcie_latency_s: float = 20e-6,
-    weight_bytes_s: float | None = None,
-    fetch_overhead_s: float | None = None,
-    host_bytes: float | None = None,
-    nvme_bytes_s: float = 3e9,
-    activation_value_bytes: int = 2,
-    gpu_speed: float | Sequence[float] = 1.0,
-    sizes: ModelTimes | None = None,
-) -> Cluster:
+@dataclass(frozen=True, kw_only=True)
+class ClusterArguments(Arguments):
+    """The arguments of a cluster of G GPUs in N servers."""
+
+    gpus: tuple[int, ...] = arg.other((1, 1, 2), "GPUs of each server", _gpu_counts)
+    gpu_bytes: Any = arg.other(40e9, "memory of a GPU, one number or one for each")
+    # The first GPU of a server also holds one copy of the non-expert weights.
+    memory_fraction: float | None = arg.number(
+        None, 0.0, "share of it for weights; the model's", high=1.0, open_low=True
+    )
+    slots: Any = arg.other(None, "experts that each GPU can hold, instead of counting bytes")
+    nic_bps: Any = arg.other(500e6, "bits/s that a server sends, one number or one for each")
+    bandwidth_bps: Any = arg.other(None, "(N, N) bits/s of each ordered pair; the sender's NIC")
+    latency_s: Any = arg.other(0.002, "of a message, one number for all pairs or (N, N)")
+    link_model: str = arg.choice("nic", LINK_MODELS, "what is shared: interfaces, or nothing")
+    messages: str = arg.choice("per_expert", MESSAGES, "what travels together")
+    message_cost_s: float = arg.number(0.2e-3, 0.0, "fixed sending time of a message, h")
+    pcie_bytes_s: float = arg.number(12e9, 0.0, "between host and GPU", open_low=True)
+    pcie_latency_s: float = arg.number(20e-6, 0.0, "fixed delay of staging activations")
+    # MoE-Infinity's published times fit 12e9 for V2-Lite, and 24e9 with .7 ms for Mixtral.
+    weight_bytes_s: float | None = arg.number(
+        None, 0.0, "at which a GPU gets experts from host memory; `pcie_bytes_s`", open_low=True
+    )
+    fetch_overhead_s: float | None = arg.number(
+        None, 0.0, "of getting one expert; `message_cost_s` for a cache, 0 for a placement"
+    )
+    # It begins with the first experts, layer by layer, and keeps those read last; a fetch or load
+    # of another one reads it from the server's NVMe drive first, one after another.
+    host_bytes: float | None = arg.number(None, 0.0, "of a server for experts; all of them fit")
+    nvme_bytes_s: float = arg.number(3e9, 0.0, "of the drive that has the others", open_low=True)
+    activation_value_bytes: int = arg.whole(2, 1, "of one value of an activation", high=8)
+    gpu_speed: Any = arg.other(1.0, "factor on the GPUs' speed, one number or one for each")
+    sizes: ModelTimes | None = arg.other(None, "of the model, instead of those listed for it")
+
+
+def build_cluster(model: str = "deepseek-v2-lite", **arguments: Any) -> Cluster:
     """Check the arguments of a cluster and build it.
 
     Args:
         model: ``deepseek-v2-lite``, ``mixtral-8x7b`` or ``gpt-oss-20b``.
-        gpus: GPUs of each server.
-        gpu_bytes: memory of a GPU, one number or one for each of the G GPUs.
-        memory_fraction: share of it for weights; default: the model's. The first GPU of a server
-            also holds one copy of the non-expert weights.
-        slots: experts that each GPU can hold, instead of counting them from bytes.
-        nic_bps: bits/s that a server sends, one number or one for each of the N servers.
-        bandwidth_bps: ``(N, N)`` bits/s of each ordered pair; default: the sender's NIC.
-        latency_s: one number for all pairs or ``(N, N)``.
-        link_model: ``nic`` or ``pairwise``.
-        messages: ``per_expert`` or ``per_server``.
-        message_cost_s: fixed sending time of a message, h.
-        pcie_bytes_s: bytes/s between host and GPU.
-        pcie_latency_s: fixed delay of staging activations.
-        weight_bytes_s: bytes/s at which a GPU gets experts from host memory; default:
-            ``pcie_bytes_s``. MoE-Infinity's published times fit 12e9 for V2-Lite and 24e9 for
-            Mixtral.
-        fetch_overhead_s: fixed time of getting one expert from host memory, into a cache or for a
-            placement; MoE-Infinity's times fit .7 ms for Mixtral. Default: ``message_cost_s`` for
-            a cache, nothing for a placement.
-        host_bytes: host memory of a server for experts. It begins with the first experts, layer by
-            layer, and keeps those read last; a fetch or load of another one reads it from the
-            server's NVMe drive first, one after another. Default: all experts fit.
-        nvme_bytes_s: bytes/s of that drive.
-        activation_value_bytes: bytes of one value of an activation.
-        gpu_speed: factor on the speed of the GPUs, one number or one for each of them.
-        sizes: sizes and times of the model, instead of those listed for ``model``.
+        **arguments: As `ClusterArguments` has them.
 
     Raises:
         ValueError: an argument is bad, or the experts do not fit in the memory.
     """
-    times = _model_times(model, sizes)
-    counts = _gpu_counts(gpus)
+    return cluster_of(model, ClusterArguments.fill(arguments))
+
+
+def cluster_of(model: str, arguments: ClusterArguments) -> Cluster:
+    """The cluster that checked arguments describe.
+
+    Raises:
+        ValueError: arguments do not go together, or the experts do not fit in the memory.
+    """
+    times = _model_times(model, arguments.sizes)
+    counts = arguments.gpus
     servers, total = len(counts), sum(counts)
     gpu_server = np.repeat(np.arange(servers), counts).astype(np.int64)
     home_gpu = np.concatenate([[0], np.cumsum(counts)[:-1]])
 
-    fraction = times.memory_fraction if memory_fraction is None else memory_fraction
-    fraction = real("memory_fraction", fraction, 0.0, 1.0, open_low=True)
-    memory = _per("gpu_bytes", gpu_bytes, (total,), 0.0, True) * fraction
+    fraction = arguments.memory_fraction or times.memory_fraction
+    memory = _per("gpu_bytes", arguments.gpu_bytes, (total,), 0.0, True) * fraction
     memory[home_gpu] -= times.reserved_bytes
-    if slots is None:
+    if arguments.slots is None:
         capacity = _slots_in_memory(times, model, memory)
     else:
-        capacity = _slots_given(times, slots, counts)
+        capacity = _slots_given(times, arguments.slots, counts)
     _check_experts_fit(times, model, capacity, gpu_server)
 
     host_slots = np.full(servers, times.layers * times.experts)
-    if host_bytes is not None:
-        held = real("host_bytes", host_bytes, 0.0) // times.expert_bytes
+    if arguments.host_bytes is not None:
+        held = arguments.host_bytes // times.expert_bytes
         if held < 1:
             raise ValueError(
-                f"host_bytes={host_bytes!r} must hold an expert of {model!r}, {times.expert_bytes} "
-                "bytes."
+                f"host_bytes={arguments.host_bytes!r} must hold an expert of {model!r}, "
+                f"{times.expert_bytes} bytes."
             )
         host_slots = np.minimum(host_slots, held).astype(np.int64)
-    overhead = fetch_overhead_s
-    if overhead is not None:
-        overhead = real("fetch_overhead_s", overhead, 0.0)
-    rate = pcie_bytes_s if weight_bytes_s is None else weight_bytes_s
-    nic = _per("nic_bps", nic_bps, (servers,), 0.0, True)
-    bandwidth = _pair_bandwidth(bandwidth_bps, nic)
-    delay = _per("latency_s", latency_s, (servers, servers), 0.0, False)
+    nic = _per("nic_bps", arguments.nic_bps, (servers,), 0.0, True)
+    bandwidth = _pair_bandwidth(arguments.bandwidth_bps, nic)
+    delay = _per("latency_s", arguments.latency_s, (servers, servers), 0.0, False)
     np.fill_diagonal(delay, 0.0)
-    speed = _per("gpu_speed", gpu_speed, (total,), 0.0, True)
-    value_bytes = whole("activation_value_bytes", activation_value_bytes, 1, 8)
+    speed = _per("gpu_speed", arguments.gpu_speed, (total,), 0.0, True)
     return Cluster(
         model=model,
         gpus=counts,
@@ -435,20 +427,20 @@ def build_cluster(
         bandwidth_bps=bandwidth,
         nic_bps=nic,
         latency_s=delay,
-        link_model=choose("link_model", link_model, LINK_MODELS),
-        messages=choose("messages", messages, MESSAGES),
-        message_cost_s=real("message_cost_s", message_cost_s, 0.0),
-        pcie_bytes_s=real("pcie_bytes_s", pcie_bytes_s, 0.0, open_low=True),
-        pcie_latency_s=real("pcie_latency_s", pcie_latency_s, 0.0),
-        weight_bytes_s=real("weight_bytes_s", rate, 0.0, open_low=True),
-        fetch_overhead_s=overhead,
+        link_model=arguments.link_model,
+        messages=arguments.messages,
+        message_cost_s=arguments.message_cost_s,
+        pcie_bytes_s=arguments.pcie_bytes_s,
+        pcie_latency_s=arguments.pcie_latency_s,
+        weight_bytes_s=arguments.weight_bytes_s or arguments.pcie_bytes_s,
+        fetch_overhead_s=arguments.fetch_overhead_s,
         host_slots=host_slots,
-        nvme_bytes_s=real("nvme_bytes_s", nvme_bytes_s, 0.0, open_low=True),
+        nvme_bytes_s=arguments.nvme_bytes_s,
         expert_base_s=times.expert_base_s / speed,
         expert_token_s=times.expert_token_s / speed,
         dense_base_s=times.dense_base_s / speed[home_gpu],
         dense_token_s=times.dense_token_s / speed[home_gpu],
-        activation_bytes=times.hidden * value_bytes,
+        activation_bytes=times.hidden * arguments.activation_value_bytes,
         expert_bytes=times.expert_bytes,
         layers=times.layers,
         experts=times.experts,

@@ -1,47 +1,42 @@
-"""Arguments of the expert placement environments, checked and turned into a problem."""
+"""Checked arguments of the expert placement environments, turned into a problem."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from servegym._checks import choose, flag, mapping, real, whole
+from servegym._checks import choose, real
+from servegym.envs.expert_placement.arguments import SPLITS, PlacementArguments
 from servegym.envs.expert_placement.cluster import (
     LOAD_DEFAULTS,
-    MODELS,
     Cluster,
+    ClusterArguments,
     ModelTimes,
-    build_cluster,
+    cluster_of,
+    scenario,
 )
-from servegym.envs.expert_placement.cluster import scenario as scenario_arguments
 from servegym.envs.expert_placement.simulator import (
     Forecast,
     Prompts,
+    SimulatorArguments,
     check_options,
     make_prompts,
 )
 from servegym.envs.workloads.activations import (
-    SKEWS,
     Activations,
     load_activations,
     make_toy_activations,
 )
 
-ACTION_MODES = ("layer_budget", "layer_height", "expert_score", "placement")
-REWARDS = ("latency", "log_latency")
-TASK_MIXES = ("by_server", "mixed")
 LEARNING: dict[str, Any] = {"action_mode": "layer_height", "reward": "log_latency", "epochs": 1}
 """Arguments to learn with, see Learning in `ExpertPlacementEnv`."""
 # Expected number of requests of an episode: rewards are divided by it.
 MIN_REQUESTS, MAX_REQUESTS = 1e-9, 1e7
 # Moves of the tasks in an episode; their number is counted in 64 bits.
 MOST_TURNS = 1e9
-# The prompts that the first counts come from are never those of the episode.
-SPLITS = {"train": "val", "val": "train", "eval": "train"}
 
 # The small made-up model: about 1.5 places for each expert with the default GPUs.
 _TOY = ModelTimes(4, 8, 2, 1024, 8_650_752, 0.0, 0.0027, 1e-3, 1e-5, 1e-3, 1e-6)
@@ -64,12 +59,10 @@ class Problem:
         task_mix, rotate_s: which tasks a server's requests have.
         history_requests: requests of each server in the first counts.
         free_start: whether the first placement costs nothing.
-        action_mode: one of `ACTION_MODES`.
-        reward: one of `REWARDS`.
-        replica_choice, replica_candidates, migration_source, serving, cache, router, execution:
-            options of the simulator, see `check_options`.
+        action_mode, reward: what an action means and what is paid.
+        simulator: options of the simulator.
         forecast: what a controller expects of a request, from ``history_rows``.
-        arguments: the arguments as given.
+        arguments: the arguments by name.
     """
 
     cluster: Cluster
@@ -88,13 +81,7 @@ class Problem:
     free_start: bool
     action_mode: str
     reward: str
-    replica_choice: str
-    replica_candidates: int
-    migration_source: str
-    serving: str
-    cache: str
-    router: str
-    execution: str
+    simulator: SimulatorArguments
     forecast: Forecast
     arguments: dict[str, Any]
 
@@ -104,10 +91,14 @@ class Problem:
         return float((self.epoch_s / self.interarrival_s).sum())
 
     @property
+    def migration_source(self) -> str:
+        """Where the weights of a new placement come from: ``"host"`` or ``"network"``."""
+        return self.simulator.migration_source
+
+    @property
     def simulator_options(self) -> dict[str, Any]:
         """Keywords of `Simulator` besides the cluster and the prompts."""
-        names = "replica_choice", "replica_candidates", "migration_source", "serving", "cache"
-        return {name: getattr(self, name) for name in (*names, "router", "execution", "forecast")}
+        return {**self.simulator.values(), "forecast": self.forecast}
 
 
 @lru_cache(maxsize=8)
@@ -150,15 +141,18 @@ def _forecast(
     return Forecast(activations.task.astype(np.int64), profile, float(np.mean(output_tokens)))
 
 
-def _cluster(model: str, arguments: dict[str, Any], cluster_kwargs: Any) -> Cluster:
-    """The cluster of the scenario's arguments, some replaced by ``cluster_kwargs``."""
-    arguments = arguments | mapping("cluster_kwargs", cluster_kwargs)
-    if model == "toy" and arguments.get("sizes") is None:
-        arguments["sizes"] = _TOY
+def _cluster(arguments: PlacementArguments) -> Cluster:
+    """The cluster of the scenario, with ``cluster_kwargs`` in place of some of its arguments."""
+    of_scenario = scenario(arguments.scenario)
+    given = {name: x for name, x in of_scenario.items() if name not in LOAD_DEFAULTS}
+    given |= arguments.cluster_kwargs or {}
+    if arguments.model == "toy" and given.get("sizes") is None:
+        given["sizes"] = _TOY
     try:
-        return build_cluster(model, **arguments)
+        chosen = ClusterArguments.fill(given)
     except TypeError as error:
-        raise ValueError(f"cluster_kwargs={cluster_kwargs!r}: {error}") from None
+        raise ValueError(f"cluster_kwargs={arguments.cluster_kwargs!r}: {error}") from None
+    return cluster_of(arguments.model, chosen)
 
 
 def _interarrival_s(given: Any, servers: int) -> list[float]:
@@ -183,122 +177,71 @@ def _check_requests(epochs: int, epoch_s: float, gaps: list[float]) -> None:
         )
 
 
-def _output_tokens(given: Any) -> tuple[int, int]:
-    """Least and most tokens of an answer."""
-    pair = list(given) if isinstance(given, (list, tuple)) else [given, given]
-    pair = [whole("output_tokens", x, 1, 1 << 20) for x in pair]
-    if len(pair) != 2 or pair[0] > pair[1]:
-        raise ValueError(f"output_tokens={given!r} must be a number or a range (low, high).")
-    return pair[0], pair[1]
-
-
-def _rotate_s(given: Any, episode_s: float) -> float:
-    """Seconds after which the tasks move on to the next server, 0 for never."""
-    rotate = real("rotate_s", given, 0.0)
-    if rotate > 0 and not episode_s / rotate <= MOST_TURNS:
+def _check_turns(rotate_s: float, episode_s: float) -> None:
+    """Check that the tasks move on to the next server no more often than can be counted."""
+    if rotate_s > 0 and not episode_s / rotate_s <= MOST_TURNS:
         raise ValueError(
-            f"rotate_s={rotate:g} makes the tasks of an episode of {episode_s:g} s move on "
+            f"rotate_s={rotate_s:g} makes the tasks of an episode of {episode_s:g} s move on "
             f"more than {MOST_TURNS:g} times; it must be 0 (never) or at least "
             f"{episode_s / MOST_TURNS:g}."
         )
-    return rotate
 
 
-def _router(router: Any, redirect: bool) -> Any:
-    """The router that both arguments name; ValueError if they name two."""
-    if not flag("redirect", redirect):
-        return router
-    if router not in ("home", "fewest_requests"):
-        raise ValueError(
-            f"redirect=True is the router 'fewest_requests'; router={router!r} is another one."
-        )
-    return "fewest_requests"
+def _simulator(arguments: PlacementArguments, cluster: Cluster) -> SimulatorArguments:
+    """The simulator's options, with the router that ``router`` and ``redirect`` name."""
+    options = {name: getattr(arguments, name) for name in SimulatorArguments.described()}
+    if arguments.redirect:
+        if arguments.router not in ("home", "fewest_requests"):
+            raise ValueError(
+                f"redirect=True is the router 'fewest_requests'; router={arguments.router!r} is "
+                "another one."
+            )
+        options["router"] = "fewest_requests"
+    simulator = SimulatorArguments(**options)
+    check_options(simulator, cluster.messages)
+    return simulator
 
 
-def build_problem(
-    *,
-    scenario: str = "edge_hetero",
-    model: str = "deepseek-v2-lite",
-    action_mode: str = "layer_budget",
-    reward: str = "latency",
-    epochs: int = 12,
-    epoch_s: float = 300.0,
-    split: str = "train",
-    skew: str = "measured",
-    activations_seed: int = 0,
-    mean_interarrival_s: float | Sequence[float] | None = None,
-    output_tokens: int | Sequence[int] | None = None,
-    task_mix: str | None = None,
-    tasks: Sequence[str] | None = None,
-    rotate_s: float | None = None,
-    history_requests: int = 100,
-    free_start: bool = True,
-    replica_choice: str = "least_finish",
-    replica_candidates: int = 8,
-    migration_source: str | None = None,
-    serving: str = "collaborative",
-    cache: str = "activation_aware",
-    redirect: bool = False,
-    router: str = "home",
-    execution: str = "home",
-    cluster_kwargs: Mapping[str, Any] | None = None,
-) -> Problem:
-    """Check every argument of a placement environment and build its problem.
-
-    The arguments are those of :class:`~servegym.envs.expert_placement.env.ExpertPlacementEnv`.
+def problem_of(arguments: PlacementArguments) -> Problem:
+    """The problem that checked arguments describe.
 
     Raises:
-        ValueError: naming the argument, what was given and what is allowed.
+        ValueError: arguments do not go together; it names them.
     """
-    arguments = dict(locals())
-    choose("model", model, [*MODELS, "toy"])
-    of_cluster = scenario_arguments(scenario)
-    load = {name: of_cluster.pop(name, value) for name, value in LOAD_DEFAULTS.items()}
-    load["tasks"] = load["tasks"].get(model)
-    load |= {name: arguments[name] for name in load if arguments[name] is not None}
-    cluster = _cluster(model, of_cluster, cluster_kwargs)
-
-    choose("skew", skew, ("measured",) if model == "toy" else SKEWS)
-    activations, prompts = _load(model, skew, whole("activations_seed", activations_seed, 0))
-    names = _tasks(load["tasks"], activations)
-
-    gaps = _interarrival_s(load["mean_interarrival_s"], cluster.num_servers)
-    epochs = whole("epochs", epochs, 1, 100_000)
-    epoch_s = real("epoch_s", epoch_s, 0.0, open_low=True)
-    _check_requests(epochs, epoch_s, gaps)
-    tokens = _output_tokens(load["output_tokens"])
-    rotate = _rotate_s(load["rotate_s"], epochs * epoch_s)
-    mix = choose("task_mix", load["task_mix"], TASK_MIXES)
-
-    choose("split", split, SPLITS)
-    history_rows = _rows(activations, SPLITS[split], names)
+    cluster = _cluster(arguments)
+    if arguments.model == "toy":
+        choose("skew", arguments.skew, ("measured",))
+    activations, prompts = _load(arguments.model, arguments.skew, arguments.activations_seed)
+    tasks = _tasks(arguments.tasks, activations)
+    gaps = _interarrival_s(arguments.mean_interarrival_s, cluster.num_servers)
+    _check_requests(arguments.epochs, arguments.epoch_s, gaps)
+    _check_turns(arguments.rotate_s, arguments.epochs * arguments.epoch_s)
+    tokens = arguments.output_tokens
+    tokens = tokens if isinstance(tokens, tuple) else (tokens, tokens)
+    history_rows = _rows(activations, SPLITS[arguments.split], tasks)
     return Problem(
         cluster=cluster,
         activations=activations,
         prompts=prompts,
-        tasks=names,
-        rows=_rows(activations, split, names),
+        tasks=tasks,
+        rows=_rows(activations, arguments.split, tasks),
         history_rows=history_rows,
         interarrival_s=np.array(gaps),
         output_tokens=tokens,
-        epochs=epochs,
-        epoch_s=epoch_s,
-        task_mix=mix,
-        rotate_s=rotate,
-        history_requests=whole("history_requests", history_requests, 0, 1_000_000),
-        free_start=flag("free_start", free_start),
-        action_mode=choose("action_mode", action_mode, ACTION_MODES),
-        reward=choose("reward", reward, REWARDS),
+        epochs=arguments.epochs,
+        epoch_s=arguments.epoch_s,
+        task_mix=arguments.task_mix,
+        rotate_s=arguments.rotate_s,
+        history_requests=arguments.history_requests,
+        free_start=arguments.free_start,
+        action_mode=arguments.action_mode,
+        reward=arguments.reward,
+        simulator=_simulator(arguments, cluster),
         forecast=_forecast(activations, history_rows, tokens),
-        arguments=arguments,
-        **check_options(
-            cluster.messages,
-            replica_choice=replica_choice,
-            replica_candidates=replica_candidates,
-            migration_source=load["migration_source"],
-            serving=serving,
-            cache=cache,
-            router=_router(router, redirect),
-            execution=execution,
-        ),
+        arguments=arguments.values(),
     )
+
+
+def build_problem(**arguments: Any) -> Problem:
+    """`problem_of` of arguments by name, as `PlacementArguments` has them."""
+    return problem_of(PlacementArguments.fill(arguments))

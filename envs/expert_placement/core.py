@@ -227,7 +227,7 @@ class PlacementEpisode:
             change was adopted, and whether the episode has ended.
         """
         problem, sim = self.problem, self.simulator
-        if problem.serving == "offload":
+        if problem.simulator.serving == "offload":
             placement = None  # caches fill themselves
         adopted = placement is not None and not np.array_equal(placement, sim.target())
         if placement is not None and adopted:

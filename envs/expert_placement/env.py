@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from servegym.envs._batch import BatchEnv
-from servegym.envs.expert_placement.config import Problem, build_problem
+from servegym.envs.expert_placement.arguments import PlacementArguments
+from servegym.envs.expert_placement.config import Problem, problem_of
 from servegym.envs.expert_placement.core import (
     PlacementBatch,
     action_space,
@@ -85,21 +86,10 @@ class ExpertPlacementEnv(BatchEnv):
 
     ## Arguments
 
-    | | Name | Default | Meaning |
-    |---|---|---|---|
-    | workload | `scenario`, `model` | `"edge_hetero"`, `"deepseek-v2-lite"` | cluster and load; or `mixtral-8x7b`, `gpt-oss-20b`, `toy` |
-    | | `epochs`, `epoch_s`, `split` | 12, 300, `"train"` | decisions, seconds between them; prompts: `train`, `val` or `eval` |
-    | | `mean_interarrival_s`, `output_tokens` | the scenario's | mean seconds between requests, one number or one a server; tokens of an answer, or a range |
-    | | `tasks`, `task_mix`, `rotate_s` | the scenario's | names of the tasks in the order of the servers; `by_server` (moving on every `rotate_s` seconds) or `mixed` |
-    | | `skew`, `activations_seed`, `history_requests` | `"measured"`, 0, 100 | use of the experts `measured` or narrower, as in the `paper`; its seed; requests of each server behind the first counts |
-    | engine | `serving`, `cache` | `"collaborative"`, `"activation_aware"` | or `offload`: every server has all experts in host memory and its GPUs cache some (as [2]), plans change nothing; or `lru`, `lfu` |
-    | | `execution`, `router`, `redirect` | `"home"`, `"home"`, False | where layers run: or `forward`; which server takes a request |
-    | | `replica_choice`, `replica_candidates` | `"least_finish"`, 8 | the remote copy: or `nearest`, `random`, `consolidate`; copies looked at |
-    | | `free_start`, `migration_source` | True, the scenario's | whether a change at the first decision takes no time; weights come from the `host` or over the `network` |
-    | network | `cluster_kwargs` | none | of `servegym.envs.expert_placement.cluster.build_cluster`: `gpus`, `gpu_bytes`, `slots`, `nic_bps`, `latency_s`, `messages`, `message_cost_s`, `host_bytes`, ... |
-    | observation | `action_mode` | `"layer_budget"` | see Action Space |
-    | | `validate`, `render_mode` | False, None | check every observation (slow); `ansi` or `rgb_array` |
-    | reward | `reward` | `"latency"` | or `log_latency`, see Rewards |
+    Each is a line of `servegym.envs.expert_placement.arguments.PlacementArguments`; the scenario stands for
+    arguments that are none. What the engine's do is in `simulator.SimulatorArguments`.
+
+    {arguments}
 
     >>> import numpy
     >>> from servegym.envs.expert_placement.env import ExpertPlacementEnv
@@ -127,7 +117,8 @@ class ExpertPlacementEnv(BatchEnv):
     """
 
     metadata: dict[str, Any] = {"render_modes": ["ansi", "rgb_array"], "render_fps": 2}
-    build_problem = staticmethod(build_problem)
+    arguments = PlacementArguments
+    problem_of = staticmethod(problem_of)
     make_batch = PlacementBatch
     make_observation_space = staticmethod(observation_space)
     make_action_space = staticmethod(action_space)

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from servegym._checks import choose, whole
 from servegym._jit import compile_kernels
+from servegym.envs import _arguments as arg
+from servegym.envs._arguments import Arguments
 from servegym.envs.expert_placement.cluster import Cluster
 from servegym.envs.expert_placement.kernel import migration, simulation, tables
 from servegym.envs.workloads.expert_sets import masks_to_ids
@@ -32,83 +33,69 @@ EXECUTIONS = {"home": tables.CALL, "forward": tables.FORWARD}
 CACHES = {"lru": tables.LRU, "lfu": tables.LFU, "activation_aware": tables.ACTIVATION}
 
 
-_KNOWN: dict[str, Any] = {
-    "replica_choice": REPLICA_CHOICES,
-    "migration_source": MIGRATION_SOURCES,
-    "serving": SERVINGS,
-    "cache": CACHES,
-    "router": ROUTERS,
-    "execution": EXECUTIONS,
-}
+@dataclass(frozen=True, kw_only=True)
+class SimulatorArguments(Arguments):
+    """The options of a simulator.
+
+    - ``replica_choice``: the copy that a call goes to: ``least_finish`` has the least estimated
+      return; ``consolidate`` is on a server to which the layer sends a message anyhow, on the GPU
+      that falls free first, and without one ``least_finish``.
+    - ``migration_source``: over the network a source may drop an expert while it still sends it:
+      the copy on its way counts as read.
+    - ``serving``: ``collaborative`` (experts are called where they are) or ``offload`` (every
+      server has all experts in host memory and fetches what its GPUs do not cache).
+    - ``cache``: what goes first: the least recently used (``lru``), the least often used (``lfu``),
+      or the one with fewest tokens, late layers first, with fetches ahead (``activation_aware``).
+    - ``router``: the server that takes a request: its ``home``, the one that serves
+      ``fewest_requests`` or ``least_load_per_gpu`` (the request included), or by ``affinity`` the
+      one with the largest share of the request's predicted experts, divided by that load.
+    - ``execution``: where a layer runs: on that server, or ``forward``, on a server that holds it
+      whole, see `kernel.forwarding.choose_path`.
+    """
+
+    replica_choice: str = arg.choice("least_finish", REPLICA_CHOICES, "the remote copy")
+    replica_candidates: int = arg.whole(8, 1, "copies looked at")
+    migration_source: str = arg.choice("host", MIGRATION_SOURCES, "where new weights come from")
+    serving: str = arg.choice(
+        "collaborative", SERVINGS, "`offload`: GPUs are caches (as [2]), plans do nothing"
+    )
+    cache: str = arg.choice("activation_aware", CACHES, "what a cache gives up first")
+    router: str = arg.choice("home", ROUTERS, "which server takes a request")
+    execution: str = arg.choice("home", EXECUTIONS, "where layers run")
 
 
-def check_options(
-    messages: str,
-    *,
-    replica_choice: str = "least_finish",
-    replica_candidates: int = 8,
-    migration_source: str = "host",
-    serving: str = "collaborative",
-    cache: str = "activation_aware",
-    router: str = "home",
-    execution: str = "home",
-) -> dict[str, Any]:
-    """The options of a simulator by name, if they are known and go together.
-
-    Args:
-        messages: of the cluster.
-        replica_choice: which copy a call goes to: ``least_finish`` (the least estimated return),
-            ``nearest``, ``random``, or ``consolidate``: a copy on a server to which the layer sends
-            a message anyhow, on the GPU that falls free first; without one ``least_finish``.
-        replica_candidates: copies looked at.
-        migration_source: weights of a new placement come from the ``host`` or over the ``network``.
-            Over the network a source may drop an expert while it still sends it: the copy on its
-            way counts as read.
-        serving: ``collaborative`` (experts are called where they are) or ``offload`` (every server
-            has all experts in host memory and fetches what its GPUs do not cache).
-        cache: what a cache gives up first with ``offload``: the least recently used (``lru``), the
-            least often used (``lfu``), or the one with fewest tokens, late layers first, with
-            fetches ahead (``activation_aware``).
-        router: which server takes a request: its ``home``, the one that serves ``fewest_requests``
-            or ``least_load_per_gpu`` (the request included), or by ``affinity`` the one with the
-            largest share of the request's predicted experts, divided by that load.
-        execution: where a layer runs: at ``home``, on the server that took the request, or
-            ``forward``, on a server that holds it whole, see `kernel.forwarding.choose_path`.
+def check_options(options: SimulatorArguments, messages: str) -> None:
+    """Check that options go together, and with the messages of the cluster.
 
     Raises:
-        ValueError: an option is unknown, or two of them do not go together.
+        ValueError: two of them do not.
     """
-    given = {name: value for name, value in locals().items() if name != "messages"}
-    for name, known in _KNOWN.items():
-        choose(name, given[name], known)
-    whole("replica_candidates", replica_candidates, 1)
-    if replica_choice == "consolidate" and messages != "per_server":
+    if options.replica_choice == "consolidate" and messages != "per_server":
         raise ValueError(
             f"replica_choice='consolidate' needs messages='per_server', got {messages!r}: "
             "else no call shares a message."
         )
-    if execution == "forward" and serving == "offload":
+    if options.execution == "forward" and options.serving == "offload":
         raise ValueError(
             "execution='forward' needs serving='collaborative': with 'offload' every server runs "
             "all layers."
         )
-    return given
 
 
-def make_plant(cluster: Cluster, **options: Any) -> tables.Plant:
-    """The arrays of a cluster that the kernel reads, with the options of `check_options`."""
-    given = check_options(cluster.messages, **options)
+def make_plant(cluster: Cluster, options: SimulatorArguments) -> tables.Plant:
+    """The arrays of a cluster that the kernel reads."""
+    check_options(options, cluster.messages)
     cfg = np.zeros(1, dtype=tables.CONFIG)
     c = cfg[0]
     c["num_servers"], c["num_gpus"] = cluster.num_servers, cluster.num_gpus
     c["layers"], c["experts"], c["top_k"] = cluster.layers, cluster.experts, cluster.top_k
     c["link_model"] = tables.PAIRWISE if cluster.link_model == "pairwise" else tables.NIC
     c["messages"] = tables.PER_SERVER if cluster.messages == "per_server" else tables.PER_EXPERT
-    c["choice"] = REPLICA_CHOICES[given["replica_choice"]]
-    c["candidates"] = given["replica_candidates"]
-    c["migration_source"] = MIGRATION_SOURCES[given["migration_source"]]
-    c["cache"], c["router"] = CACHES[given["cache"]], ROUTERS[given["router"]]
-    c["execution"] = EXECUTIONS[given["execution"]]
+    c["choice"] = REPLICA_CHOICES[options.replica_choice]
+    c["candidates"] = options.replica_candidates
+    c["migration_source"] = MIGRATION_SOURCES[options.migration_source]
+    c["cache"], c["router"] = CACHES[options.cache], ROUTERS[options.router]
+    c["execution"] = EXECUTIONS[options.execution]
     c["message_cost"] = cluster.message_cost_s
     c["activation_bytes"] = cluster.activation_bytes
     c["stage_token"] = cluster.activation_bytes / cluster.pcie_bytes_s
@@ -244,7 +231,7 @@ class Simulator:
     """One system from an empty start.
 
     ``places`` are those for messages at the start. ``forecast`` is what the router ``affinity`` and
-    the execution ``forward`` go by; the other options are those of `check_options`.
+    the execution ``forward`` go by; the other options are `SimulatorArguments`.
 
     Attributes:
         cluster: its cluster.
@@ -258,9 +245,7 @@ class Simulator:
         self,
         cluster: Cluster,
         prompts: Prompts,
-        replica_choice: str = "least_finish",
-        replica_candidates: int = 8,
-        migration_source: str = "host",
+        *,
         places: int = 0,
         forecast: Forecast | None = None,
         **options: Any,
@@ -275,11 +260,11 @@ class Simulator:
             raise ValueError(f"{cluster.num_gpus} GPUs: the simulator numbers up to 32767.")
         self.cluster = cluster
         self.prompts = prompts
-        options |= {"replica_choice": replica_choice, "replica_candidates": replica_candidates}
-        self.plant = make_plant(cluster, migration_source=migration_source, **options)
+        chosen = SimulatorArguments.fill(options)
+        self.plant = make_plant(cluster, chosen)
         self._set_forecast(forecast)
-        self._caches = options.get("serving") == "offload"
-        self._forwards = options.get("execution") == "forward"
+        self._caches = chosen.serving == "offload"
+        self._forwards = chosen.execution == "forward"
         if self._caches and cluster.slots.min() < 1:
             raise ValueError("serving='offload' needs a slot on every GPU for the expert in use.")
         self._places = max(places, 4 * cluster.experts)

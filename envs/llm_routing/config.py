@@ -1,22 +1,26 @@
-"""Arguments of the LLM routing environments, checked and turned into the arrays of the kernel."""
+"""Checked arguments of the LLM routing environments, turned into the arrays of the kernel."""
 
 from __future__ import annotations
 
-import inspect
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from servegym._checks import choose, mapping, nearest, positive_range, whole
+from servegym._checks import nearest
+from servegym.envs._arguments import ends
 from servegym.envs.llm_routing import kernel
-from servegym.envs.llm_routing.deployments import DEPLOYMENTS
+from servegym.envs.llm_routing.arguments import (
+    ESTIMATORS,
+    IN_FILE,
+    PENALTIES,
+    REWARDS,
+    RoutingArguments,
+)
 from servegym.envs.llm_routing.fleets import (
     DRAWN,
     MAX_EXPERTS,
-    MAX_LATENCY_REQUIREMENT_S,
     MAX_RUNNING,
     MAX_WAITING,
     SETTING,
@@ -24,7 +28,6 @@ from servegym.envs.llm_routing.fleets import (
 )
 from servegym.envs.llm_routing.kernel.law import Law, pack_law
 from servegym.envs.llm_routing.tables import (
-    MAX_CAPACITY,
     check_failures,
     check_requests_fit,
     checked_factors,
@@ -34,56 +37,40 @@ from servegym.envs.llm_routing.tables import (
     set_sizes,
 )
 from servegym.envs.workloads import Catalog, load_catalog, make_arrivals
-from servegym.envs.workloads.requests import FileArrivals, load_requests
+from servegym.envs.workloads.requests import FileArrivals, Requests, load_requests
 from servegym.hardware_profiles import Profile, list_fleets, load, load_fleet
 
 DEFAULT_FLEET = "edge-6-heterogeneous"
 DEFAULT_NUM_EXPERTS = 6
-DEFAULT_CATALOG = "alpaca_eval_7b"
-
-_REWARDS = {
-    "qos_aware": kernel.QOS_AWARE,
-    "completed_qos": kernel.COMPLETED_QOS,
-    "paid_forward": kernel.PAID_FORWARD,
-    "dense": kernel.DENSE,
-}
-_PENALTIES = {"new_violations": kernel.NEW_VIOLATIONS, "literal": kernel.LITERAL}
-_ESTIMATORS = {"true": 0, "predicted": 1}
 DEFAULT_EPISODE_REQUESTS = 1000
-_IN_FILE = ("catalog", "catalog_kwargs", "arrivals", "arrivals_kwargs", "rate")
-_SPLITS = ("train", "val", "eval", "all")
 
 
-def _resolve_profiles(
-    profiles: str | Sequence[str], models: Sequence[str] | None, num_experts: int | None
-) -> tuple[list[Profile], list[str] | None]:
+def _resolve_profiles(arguments: RoutingArguments) -> tuple[list[Profile], list[str] | None]:
     """Profiles of the experts and, where a fleet or the caller names them, their models."""
-    if isinstance(profiles, str) and profiles in list_fleets():
+    profiles, models, names = arguments.profiles, arguments.models, None
+    single = isinstance(profiles, str)
+    if single and profiles in list_fleets():
         fleet = load_fleet(profiles)
         experts, names = list(fleet.profiles), list(fleet.models)
-        count = DEFAULT_NUM_EXPERTS if num_experts is None else num_experts
-    else:
-        if isinstance(profiles, str):
-            listed = [profiles]
-        elif isinstance(profiles, (list, tuple)) and profiles:
-            listed = list(profiles)
-        else:
-            raise ValueError(
-                f"profiles={profiles!r} must be a fleet name ({', '.join(list_fleets())}), "
-                "a profile name or a non-empty list of profile names."
-            )
+        default = DEFAULT_NUM_EXPERTS
+    elif single or (isinstance(profiles, (list, tuple)) and profiles):
         try:
-            experts = [load(name) for name in listed]
+            experts = [load(name) for name in ([profiles] if single else profiles)]
         except ValueError as error:
-            near = nearest(profiles, list_fleets()) if isinstance(profiles, str) else None
+            near = nearest(profiles, list_fleets()) if single else None
             hint = f" Did you mean the fleet {near!r}?" if near else ""
             raise ValueError(
                 f"profiles={profiles!r}: {error}. Fleets: {', '.join(list_fleets())}.{hint}"
             ) from None
-        names = None
-        count = len(experts) if num_experts is None else num_experts
-        if isinstance(profiles, str):
-            experts = experts * count
+        default = len(experts)
+    else:
+        raise ValueError(
+            f"profiles={profiles!r} must be a fleet name ({', '.join(list_fleets())}), "
+            "a profile name or a non-empty list of profile names."
+        )
+    count = arguments.num_experts or default
+    if single and names is None:
+        experts *= count
     if count > len(experts):
         raise ValueError(
             f"num_experts={count} is more than the {len(experts)} experts of "
@@ -137,7 +124,8 @@ class Problem:
         arrivals: arrival process.
         rate: range of the mean arrival rate in requests/s, drawn per episode.
         latency_requirement_s: range of L in seconds per token, drawn per episode.
-        arguments: the arguments as given.
+        arguments: the arguments by name, without those that a file or drawn fleets take the place
+            of.
         in_order: whether an episode is the catalog's rows in their order, as in a file of requests.
         fleets: where the fleet of an episode comes from, None if all have the same. Then N, R and W
             are the largest that may come, ``profiles`` and ``models`` libraries, and the table has
@@ -189,254 +177,136 @@ class Problem:
         return int(self.cfg["max_output_tokens"][0])
 
 
-def _set_episode(
-    c: np.void,
-    *,
-    waiting_capacity: int,
-    episode_requests: int,
-    reward: str,
-    penalty: str,
-    estimator: str,
-    view: int,
-) -> None:
-    """Check the arguments of the episode, its reward and its observation, and set them in ``c``."""
-    c["waiting_capacity"] = whole("waiting_capacity", waiting_capacity, 1, MAX_CAPACITY)
-    c["slots"] = c["running_capacity"] + c["waiting_capacity"]
-    c["num_requests"] = whole("episode_requests", episode_requests, 1, 10_000_000)
-    c["reward"] = _REWARDS[choose("reward", reward, _REWARDS)]
-    c["penalty"] = _PENALTIES[choose("penalty", penalty, _PENALTIES)]
-    c["predicted_estimator"] = _ESTIMATORS[choose("estimator", estimator, _ESTIMATORS)]
-    c["layout"] = view
-
-
-def _file_name(requests_file: Any) -> str:
-    if not isinstance(requests_file, (str, os.PathLike)):
-        raise ValueError(f"requests_file={requests_file!r} must be the path of a CSV file.")
-    if not os.path.isfile(requests_file):
-        raise ValueError(f"requests_file={requests_file!r} is not there; give a CSV file's path.")
-    return os.fspath(requests_file)
-
-
-def _fixed_problem(
-    *,
-    view: int,
-    num_experts: int | None = None,
-    arrivals: str = "poisson",
-    rate: float | Sequence[float] = 5.0,
-    arrivals_kwargs: Mapping[str, Any] | None = None,
-    latency_requirement_s: float | Sequence[float] = 0.030,
-    catalog: str = DEFAULT_CATALOG,
-    catalog_kwargs: Mapping[str, Any] | None = None,
-    profiles: str | Sequence[str] = DEFAULT_FLEET,
-    models: Sequence[str] | None = None,
-    score_predictor: str = "confusion",
-    length_predictor: str = "confusion",
-    predictor_kwargs: Mapping[str, Any] | None = None,
-    buckets: str = "quantile",
-    predictor_seed: int = 0,
-    reward: str | None = None,
-    penalty: str = "new_violations",
-    estimator: str = "true",
-    scheduler: str = "orca",
-    memory_policy: str = "reserve",
-    prefix_caching: bool = False,
-    async_scheduling: bool = False,
-    running_capacity: int = 5,
-    waiting_capacity: int = 5,
-    prefill_token_budget: int = 2048,
-    block_size: int = 16,
-    bandwidth_bps: float = 1e6,
-    bytes_per_token: float = 4.0,
-    router_delay_s: float = 0.005,
-    staleness_s: float = 0.0,
-    failures: Mapping[str, Any] | None = None,
-    step_factors: Mapping[str, Sequence[float]] | None = None,
-    max_output_tokens: int | None = None,
-    episode_requests: int | None = None,
-    split: str = "train",
-    requests_file: str | None = None,
-) -> Problem:
-    """The problem of a fleet that all episodes have, from checked arguments."""
-    if reward is None:
-        reward = "qos_aware" if view == kernel.GRAPH else "dense"
-    arguments = {k: v for k, v in locals().items() if k != "view"}
-    file = None if requests_file is None else load_requests(_file_name(requests_file))
-    if file is not None:
-        rate = len(file.arrival_s) / max(float(file.arrival_s[-1]), 1e-9)
-    if episode_requests is None:
-        episode_requests = DEFAULT_EPISODE_REQUESTS if file is None else len(file.arrival_s)
-        arguments["episode_requests"] = episode_requests
-    if file is not None and whole("episode_requests", episode_requests, 1) > len(file.arrival_s):
-        raise ValueError(
-            f"episode_requests={episode_requests} is more than the {len(file.arrival_s)} requests "
-            f"of requests_file={requests_file!r}."
-        )
-    cfg = engine_config(
-        scheduler=scheduler,
-        memory_policy=memory_policy,
-        prefix_caching=prefix_caching,
-        async_scheduling=async_scheduling,
-        running_capacity=running_capacity,
-        prefill_token_budget=prefill_token_budget,
-        block_size=block_size,
-        bandwidth_bps=bandwidth_bps,
-        bytes_per_token=bytes_per_token,
-        router_delay_s=router_delay_s,
-        staleness_s=staleness_s,
-        failures=failures,
-    )
+def _config(arguments: RoutingArguments) -> np.ndarray:
+    """Engine, episode, reward and observation as the kernel reads them, ``(1,)`` of CONFIG."""
+    cfg = engine_config(arguments, arguments.running_capacity)
     c = cfg[0]
-    _set_episode(
-        c,
-        waiting_capacity=waiting_capacity,
-        episode_requests=episode_requests,
-        reward=reward,
-        penalty=penalty,
-        estimator=estimator,
-        view=view,
-    )
-    if num_experts is not None:
-        num_experts = whole("num_experts", num_experts, 1, 1024)
-    choose("split", split, _SPLITS)
-    kinds = {"score": score_predictor, "length": length_predictor}
-    predictors = predictor_options(kinds, buckets, predictor_seed, predictor_kwargs)
-    rates = positive_range("rate", rate)
-    if failures is not None:
+    c["waiting_capacity"] = arguments.waiting_capacity
+    c["slots"] = c["running_capacity"] + c["waiting_capacity"]
+    c["num_requests"] = arguments.episode_requests
+    c["reward"] = REWARDS[arguments.reward]
+    c["penalty"] = PENALTIES[arguments.penalty]
+    c["predicted_estimator"] = ESTIMATORS[arguments.estimator]
+    c["layout"] = arguments.view
+    if arguments.failures is not None:
         delay_s = float(c["router_delay_s"] + c["delay_s_per_token"] * kernel.MAX_PROMPT_TOKENS)
-        check_failures(failures, c, float(c["num_requests"] / rates[0] + delay_s))
-    limits = positive_range(
-        "latency_requirement_s", latency_requirement_s, MAX_LATENCY_REQUIREMENT_S
-    )
+        episode_s = float(c["num_requests"] / ends(arguments.rate)[0] + delay_s)
+        check_failures(arguments.failures, c, episode_s)
+    return cfg
 
-    experts, names = _resolve_profiles(profiles, models, num_experts)
+
+def _requests(arguments: RoutingArguments) -> tuple[RoutingArguments, Requests | None]:
+    """The file of requests, if there is one, and the arguments with its rate and their number."""
+    count = arguments.episode_requests
+    if arguments.requests_file is None:
+        return replace(arguments, episode_requests=count or DEFAULT_EPISODE_REQUESTS), None
+    file = load_requests(arguments.requests_file)
+    length = len(file.arrival_s)
+    if count is not None and count > length:
+        raise ValueError(
+            f"episode_requests={count} is more than the {length} requests of "
+            f"requests_file={arguments.requests_file!r}."
+        )
+    rate = length / max(float(file.arrival_s[-1]), 1e-9)
+    return replace(arguments, rate=rate, episode_requests=count or length), file
+
+
+def _fixed_fleet(
+    arguments: RoutingArguments,
+    catalog: Catalog,
+    rows: np.ndarray,
+    c: np.void,
+    file: Requests | None,
+) -> dict[str, Any]:
+    """Laws and requests of the experts that all episodes have, as fields of `Problem`."""
+    experts, names = _resolve_profiles(arguments)
+    columns = _resolve_columns(catalog, names, len(experts), arguments.models is not None)
+    check_requests_fit(experts, catalog, rows, c)
     c["num_experts"] = len(experts)
-    if file is None:
-        loaded = load_catalog(catalog, **mapping("catalog_kwargs", catalog_kwargs))
-    else:
-        loaded, split = file.catalog, "all"
-    columns = _resolve_columns(loaded, names, len(experts), models is not None)
-    rows = np.asarray(loaded.rows(split), dtype=np.int32)
-    c["max_output_tokens"] = loaded.max_output_tokens
-    if max_output_tokens is not None:
-        c["max_output_tokens"] = whole("max_output_tokens", max_output_tokens, 1)
-    check_requests_fit(experts, loaded, rows, c)
-
-    return Problem(
-        cfg=cfg,
-        law=pack_law(experts, int(c["running_capacity"]), checked_factors(step_factors, experts)),
-        table=request_table(loaded, columns, predictors, int(c["max_output_tokens"]), file),
-        rows=rows,
-        profiles=tuple(experts),
-        models=tuple(loaded.models[k] for k in columns),
-        catalog=loaded,
-        columns=columns,
-        arrivals=make_arrivals(arrivals, rates[1], **mapping("arrivals_kwargs", arrivals_kwargs))
-        if file is None
-        else FileArrivals(file.arrival_s, rates[1]),
-        rate=rates,
-        latency_requirement_s=limits,
-        arguments=arguments,
-        in_order=file is not None,
-    )
+    factors = checked_factors(arguments.step_factors, experts)
+    longest, predictors = int(c["max_output_tokens"]), predictor_options(arguments)
+    return {
+        "law": pack_law(experts, arguments.running_capacity, factors),
+        "table": request_table(catalog, columns, predictors, longest, file),
+        "profiles": tuple(experts),
+        "models": tuple(catalog.models[k] for k in columns),
+        "columns": columns,
+    }
 
 
-def _drawn_problem(
-    view: int,
-    fleet: str | Mapping[str, Any],
-    fleet_kwargs: Mapping[str, Any] | None,
-    given: Mapping[str, Any],
-) -> Problem:
-    """The problem of fleets that are drawn, or of one setting, padded to the largest sizes."""
-    for name in given:
-        if name in DRAWN:
-            raise ValueError(
-                f"{name}={given[name]!r} is part of the fleet that fleet={fleet!r} gives; hold it "
-                "fixed with fleet_kwargs, or leave fleet out."
-            )
-    given = dict(given)
-    factors = given.pop("step_factors", None)
-    options = mapping("catalog_kwargs", given.get("catalog_kwargs"))
-    catalog = load_catalog(given.get("catalog", DEFAULT_CATALOG), **options)
-    # Sizes and all that is no part of a setting, checked on a fleet as large as any.
-    largest = _fixed_problem(
-        view=view,
-        profiles=["h100-llama-3.1-8b"] * MAX_EXPERTS,
-        models=[catalog.models[0]] * MAX_EXPERTS,
-        num_experts=MAX_EXPERTS,
-        running_capacity=MAX_RUNNING,
-        waiting_capacity=MAX_WAITING,
-        scheduler="chunked_prefill",
-        memory_policy="paged",
-        **given,
-    )
-    cfg = largest.cfg.copy()
-    c, options = cfg[0], largest.arguments
-    longest, block = int(c["max_output_tokens"]), int(c["block_size"])
-    source = FleetSource(fleet, fleet_kwargs, catalog, block, longest)
+def _drawn_fleets(
+    arguments: RoutingArguments, catalog: Catalog, rows: np.ndarray, c: np.void
+) -> dict[str, Any]:
+    """The same of the cards and models that fleets are drawn from, or a setting names."""
+    predictor_options(arguments)  # their keywords are checked, though no predictor may need them
+    check_requests_fit([load("h100-llama-3.1-8b")], catalog, rows, c)
+    c["num_experts"], longest = MAX_EXPERTS, int(c["max_output_tokens"])
+    fleet = arguments.fleet or {}
+    source = FleetSource(fleet, arguments.fleet_kwargs, catalog, arguments.block_size, longest)
     columns = catalog.columns(list(source.models))
     tables = []
     for kind in source.predictors:
-        predictors = predictor_options(
-            {"score": kind, "length": kind},
-            options["buckets"],
-            options["predictor_seed"],
-            options["predictor_kwargs"] if kind == "learned" else None,
-        )
+        options = arguments.predictor_kwargs if kind == "learned" else None
+        kinds = {"score_predictor": kind, "length_predictor": kind, "predictor_kwargs": options}
+        predictors = predictor_options(replace(arguments, **kinds))
         tables.append(request_table(catalog, columns, predictors, longest))
-    return replace(
-        largest,
+    factors = checked_factors(arguments.step_factors, source.profiles)
+    return {
+        "law": pack_law(source.profiles, MAX_RUNNING, factors),
+        "table": np.ascontiguousarray(np.concatenate(tables, axis=1)),
+        "profiles": source.profiles,
+        "models": source.models,
+        "columns": columns,
+        "fleets": source,
+    }
+
+
+def problem_of(arguments: RoutingArguments) -> Problem:
+    """The problem that checked arguments describe; that of drawn fleets has the largest sizes.
+
+    Raises:
+        ValueError: arguments do not go together; it names them.
+    """
+    arguments, file = _requests(arguments)
+    taken = ("fleet", "fleet_kwargs", *(() if file is None else IN_FILE))
+    if arguments.fleet is not None:
+        sizes = {"running_capacity": MAX_RUNNING, "waiting_capacity": MAX_WAITING}
+        engine = {"scheduler": "chunked_prefill", "memory_policy": "paged"}
+        arguments, taken = replace(arguments, **sizes, **engine), DRAWN
+    cfg = _config(arguments)
+    c, split = cfg[0], arguments.split
+    if file is None:
+        catalog = load_catalog(arguments.catalog, **(arguments.catalog_kwargs or {}))
+    else:
+        catalog, split = file.catalog, "all"
+    c["max_output_tokens"] = arguments.max_output_tokens or catalog.max_output_tokens
+    rows = np.asarray(catalog.rows(split), dtype=np.int32)
+    if arguments.fleet is None:
+        fleet = _fixed_fleet(arguments, catalog, rows, c, file)
+    else:
+        fleet = _drawn_fleets(arguments, catalog, rows, c)
+    rate = ends(arguments.rate)
+    if file is None:
+        options = arguments.arrivals_kwargs or {}
+        arrivals = make_arrivals(arguments.arrivals, rate[1], **options)
+    else:
+        arrivals = FileArrivals(file.arrival_s, rate[1])
+    return Problem(
         cfg=cfg,
-        law=pack_law(source.profiles, MAX_RUNNING, checked_factors(factors, source.profiles)),
-        table=np.ascontiguousarray(np.concatenate(tables, axis=1)),
-        profiles=source.profiles,
-        models=source.models,
-        columns=columns,
-        arguments={
-            **{name: value for name, value in options.items() if name not in (*DRAWN, "models")},
-            "step_factors": factors,
-            "fleet": fleet,
-            "fleet_kwargs": fleet_kwargs,
-        },
-        fleets=source,
+        rows=rows,
+        catalog=catalog,
+        arrivals=arrivals,
+        rate=rate,
+        latency_requirement_s=ends(arguments.latency_requirement_s),
+        arguments=arguments.values(without=taken),
+        in_order=file is not None,
+        **fleet,
     )
 
 
-def build_problem(
-    *,
-    view: int,
-    fleet: str | Mapping[str, Any] | None = None,
-    fleet_kwargs: Mapping[str, Any] | None = None,
-    **arguments: Any,
-) -> Problem:
-    """Check every argument of a routing environment and build its problem.
-
-    The arguments are those of :class:`~servegym.envs.llm_routing.env.LLMRoutingEnv`; ``view`` is
-    the kind of observation (``kernel.GRAPH``, ``FLAT``, ``EXPERTS`` or ``SUMMARY``).
-
-    Raises:
-        ValueError: naming the argument, what was given and what is allowed.
-    """
-    if arguments.get("requests_file") is not None:
-        for name in _IN_FILE:
-            if arguments.get(name) is not None:
-                raise ValueError(
-                    f"{name}={arguments[name]!r} is part of what "
-                    f"requests_file={arguments['requests_file']!r} says; leave one of them out."
-                )
-    drawn = isinstance(fleet, Mapping) or (isinstance(fleet, str) and fleet == "random")
-    if fleet is not None and not drawn:
-        named = {**{name: {"profiles": name} for name in list_fleets()}, **DEPLOYMENTS}
-        arguments = {**named[choose("fleet", fleet, ("random", *named))], **arguments}
-        fleet = None
-    if fleet is not None:
-        if arguments.get("requests_file") is not None:
-            raise ValueError(
-                f"requests_file={arguments['requests_file']!r} needs a fleet that stays the same."
-            )
-        return _drawn_problem(view, fleet, fleet_kwargs, arguments)
-    if fleet_kwargs is not None:
-        raise ValueError(f"fleet_kwargs={fleet_kwargs!r} needs fleet='random'.")
-    return _fixed_problem(view=view, **arguments)
+def build_problem(*, view: int, **arguments: Any) -> Problem:
+    """`problem_of` of arguments by name, as `RoutingArguments` has them."""
+    return problem_of(RoutingArguments.fill(arguments, view))
 
 
 def setting_problem(setting: Mapping[str, Any], *, view: int, **arguments: Any) -> Problem:
@@ -467,14 +337,3 @@ def setting_problem(setting: Mapping[str, Any], *, view: int, **arguments: Any) 
         replace(p, kv_capacity_tokens=t) for p, t in zip(fixed.profiles, tokens, strict=True)
     )
     return replace(fixed, profiles=profiles)
-
-
-def _signature() -> inspect.Signature:
-    """Of `build_problem`, with all arguments by name: environments check theirs against it."""
-    own = inspect.signature(build_problem).parameters
-    fixed = inspect.signature(_fixed_problem).parameters
-    names = {**fixed, **{n: p for n, p in own.items() if p.kind is not p.VAR_KEYWORD}}
-    return inspect.Signature(list(names.values()))
-
-
-build_problem.__signature__ = _signature()  # pyright: ignore[reportFunctionMemberAccess]

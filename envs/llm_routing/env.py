@@ -8,7 +8,8 @@ from gymnasium import spaces
 
 from servegym.envs._batch import BatchEnv
 from servegym.envs.llm_routing import kernel
-from servegym.envs.llm_routing.config import Problem, build_problem
+from servegym.envs.llm_routing.arguments import RoutingArguments
+from servegym.envs.llm_routing.config import Problem, problem_of
 from servegym.envs.llm_routing.core import RoutingBatch, action_words, observation_space
 
 
@@ -86,24 +87,9 @@ class LLMRoutingEnv(BatchEnv):
 
     ## Arguments
 
-    | | Name | Default | Meaning |
-    |---|---|---|---|
-    | workload | `catalog`, `catalog_kwargs`, `split` | `"alpaca_eval_7b"`, none, `"train"` | requests with each model's score and length; `train`, `val`, `eval` or `all` |
-    | | `arrivals`, `arrivals_kwargs`, `rate` | `"poisson"`, none, 5.0 | process and its keywords; mean requests/s, or a range drawn from for each episode |
-    | | `requests_file` | none | CSV of the requests of every episode, in its order |
-    | | `episode_requests`, `latency_requirement_s` | 1000, 0.030 | decisions in an episode; L in s per token, or a range |
-    | engine | `fleet`, `fleet_kwargs` | none | a fleet or deployment by name, `"random"`, or a setting |
-    | | `num_experts`, `profiles`, `models` | 6, `"edge-6-heterogeneous"`, the fleet's | N; a fleet, a profile for all, or a list; catalog model of each expert |
-    | | `scheduler`, `async_scheduling` | `"orca"`, False | or `chunked_prefill`; iterations planned one ahead |
-    | | `memory_policy`, `prefix_caching`, `block_size` | `"reserve"`, False, 16 | room for the longest answer, or `paged` with preemption; tokens a KV block |
-    | | `running_capacity`, `waiting_capacity` | 5, 5 | R, W, each 1 to 256 |
-    | | `prefill_token_budget`, `max_output_tokens` | 2048, the catalog's | tokens an iteration; longest answer |
-    | | `failures`, `step_factors` | none | mean times to failure and repair, s; true over the profile's time, by profile |
-    | network | `bandwidth_bps`, `bytes_per_token`, `router_delay_s` | 1e6, 4, 0.005 | the way to an expert |
-    | observation | `score_predictor`, `length_predictor`, `predictor_kwargs` | `"confusion"` | `confusion`, `learned`, `mean`, `zero` or `exact` |
-    | | `buckets`, `predictor_seed`, `staleness_s` | `"quantile"`, 0, 0.0 | how predictions are bucketed; seed of their errors; age of what is seen of the experts |
-    | | `validate`, `render_mode` | False, None | check every observation (slow); `ansi` or `rgb_array` |
-    | reward | `reward`, `penalty`, `estimator` | by the id, `"new_violations"`, `"true"` | see Rewards; `estimator="predicted"` charges by predictions |
+    Each is a line of `servegym.envs.llm_routing.arguments.RoutingArguments`.
+
+    {arguments}
 
     >>> import gymnasium, servegym
     >>> env = gymnasium.make("servegym/LLMRouting-v1", num_experts=3, rate=2.0)
@@ -131,7 +117,8 @@ class LLMRoutingEnv(BatchEnv):
 
     metadata: dict[str, Any] = {"render_modes": ["ansi", "rgb_array"], "render_fps": 8}
     view = kernel.GRAPH
-    build_problem = staticmethod(build_problem)
+    arguments = RoutingArguments
+    problem_of = staticmethod(problem_of)
     make_batch = RoutingBatch
     make_observation_space = staticmethod(observation_space)
     make_action_space = staticmethod(action_space)

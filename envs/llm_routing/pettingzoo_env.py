@@ -9,7 +9,7 @@ from gymnasium import spaces
 from gymnasium.utils import seeding
 from pettingzoo import ParallelEnv
 
-from servegym._checks import check_render_mode, choose, flag, keywords, whole
+from servegym._checks import check_render_mode, choose, flag, whole
 from servegym.envs._batch import need_episode, warn_of_no_mode
 from servegym.envs.llm_routing import kernel
 from servegym.envs.llm_routing.config import build_problem
@@ -105,7 +105,6 @@ class LLMRoutingParallelEnv(ParallelEnv):
         self.shared_reward = flag("shared_reward", shared_reward)
         layout = VIEWS[choose("view", view, VIEWS)]
         each = whole("episode_requests", kwargs.pop("episode_requests", 1000), 1, 10_000_000)
-        keywords(build_problem, kwargs, hidden=("view",))
         if kwargs.get("requests_file") is not None:
             given = kwargs["requests_file"]
             raise ValueError(f"requests_file={given!r} is for a single access point.")

@@ -7,76 +7,57 @@ from typing import Any
 
 import numpy as np
 
-from servegym._checks import choose, flag, mapping, real, whole
+from servegym._checks import choose, mapping, real
 from servegym.envs.llm_routing import kernel
+from servegym.envs.llm_routing.arguments import (
+    MEMORY_POLICIES,
+    SCHEDULERS,
+    RoutingArguments,
+)
 from servegym.envs.llm_routing.fleets import FleetSource
 from servegym.envs.llm_routing.kernel import layout
 from servegym.envs.workloads import Catalog, predict
-from servegym.envs.workloads.predictions import BUCKETS, KINDS, QUANTITIES
+from servegym.envs.workloads.predictions import KINDS, QUANTITIES
 from servegym.envs.workloads.requests import Requests
 from servegym.hardware_profiles import Profile
 
-_SCHEDULERS = {"orca": kernel.ORCA, "chunked_prefill": kernel.CHUNKED}
-_MEMORY_POLICIES = {"reserve": kernel.RESERVE, "paged": kernel.PAGED}
-MAX_CAPACITY = 256
-"""Requests that an expert may run, and that may wait at it, at most."""
 MAX_FAILURES = 10_000_000
 FAILURE_TIMES = ("mean_time_to_failure_s", "mean_time_to_repair_s")
 
 
-def engine_config(
-    *,
-    scheduler: str,
-    memory_policy: str,
-    prefix_caching: bool,
-    async_scheduling: bool = False,
-    running_capacity: int,
-    prefill_token_budget: int,
-    block_size: int,
-    bandwidth_bps: float,
-    bytes_per_token: float,
-    router_delay_s: float,
-    staleness_s: float = 0.0,
-    failures: Mapping[str, Any] | None = None,
-    most_running: int = MAX_CAPACITY,
-) -> np.ndarray:
-    """Check the arguments of the engine alone and write them in a fresh config record.
+def engine_config(arguments: RoutingArguments, running_capacity: int) -> np.ndarray:
+    """The engine's arguments in a fresh config record, with so many requests running at most.
 
-    ``most_running`` is the largest ``running_capacity`` that is allowed.
+    Raises:
+        ValueError: arguments do not go together; it names them.
     """
     cfg = np.zeros(1, dtype=kernel.CONFIG)
-    c = cfg[0]
-    c["scheduler"] = _SCHEDULERS[choose("scheduler", scheduler, _SCHEDULERS)]
-    c["memory_policy"] = _MEMORY_POLICIES[choose("memory_policy", memory_policy, _MEMORY_POLICIES)]
-    c["running_capacity"] = whole("running_capacity", running_capacity, 1, most_running)
-    c["token_budget"] = whole("prefill_token_budget", prefill_token_budget, 1)
-    c["block_size"] = whole("block_size", block_size, 1, 4096)
-    c["blocks_per_token"] = 1.0 / block_size
-    prefix_caching = flag("prefix_caching", prefix_caching)
-    if prefix_caching and scheduler != "chunked_prefill":
+    c, scheduler = cfg[0], arguments.scheduler
+    for name in ("prefix_caching", "async_scheduling"):
+        if getattr(arguments, name) and scheduler != "chunked_prefill":
+            raise ValueError(
+                f"{name}=True needs scheduler='chunked_prefill', not {scheduler!r}: an Orca "
+                "iteration covers whole prompts and is planned when the one before it has ended."
+            )
+    if scheduler == "chunked_prefill" and arguments.prefill_token_budget < running_capacity:
         raise ValueError(
-            f"prefix_caching=True needs scheduler='chunked_prefill', not {scheduler!r}: "
-            "an Orca prefill always covers the whole prompt."
-        )
-    c["async_scheduling"] = flag("async_scheduling", async_scheduling)
-    if async_scheduling and scheduler != "chunked_prefill":
-        raise ValueError(
-            f"async_scheduling=True needs scheduler='chunked_prefill', not {scheduler!r}: an Orca "
-            "iteration is planned when the one before it has ended."
-        )
-    # Without preemption no request ever comes back to its blocks.
-    c["prefix_caching"] = prefix_caching and memory_policy == "paged"
-    if scheduler == "chunked_prefill" and c["token_budget"] < c["running_capacity"]:
-        raise ValueError(
-            f"prefill_token_budget={prefill_token_budget} is below running_capacity="
+            f"prefill_token_budget={arguments.prefill_token_budget} is below running_capacity="
             f"{running_capacity}: a chunked iteration needs one token for every running request."
         )
-    bandwidth = real("bandwidth_bps", bandwidth_bps, 0.0, open_low=True)
-    c["delay_s_per_token"] = 8.0 * real("bytes_per_token", bytes_per_token, 0.0) / bandwidth
-    c["router_delay_s"] = real("router_delay_s", router_delay_s, 0.0)
-    c["staleness_s"] = real("staleness_s", staleness_s, 0.0)
-    if failures is not None:
-        c["uptime_s"], c["downtime_s"] = failure_times(failures)
+    c["scheduler"] = SCHEDULERS[scheduler]
+    c["memory_policy"] = MEMORY_POLICIES[arguments.memory_policy]
+    c["running_capacity"] = running_capacity
+    c["token_budget"] = arguments.prefill_token_budget
+    c["block_size"] = arguments.block_size
+    c["blocks_per_token"] = 1.0 / arguments.block_size
+    c["async_scheduling"] = arguments.async_scheduling
+    # Without preemption no request ever comes back to its blocks.
+    c["prefix_caching"] = arguments.prefix_caching and arguments.memory_policy == "paged"
+    c["delay_s_per_token"] = 8.0 * arguments.bytes_per_token / arguments.bandwidth_bps
+    c["router_delay_s"] = arguments.router_delay_s
+    c["staleness_s"] = arguments.staleness_s
+    if arguments.failures is not None:
+        c["uptime_s"], c["downtime_s"] = failure_times(arguments.failures)
     return cfg
 
 
@@ -137,8 +118,8 @@ def put_fleet(
     c["num_experts"] = count
     c["running_capacity"] = setting["running_capacity"]
     c["waiting_capacity"] = setting["waiting_capacity"]
-    c["scheduler"] = _SCHEDULERS[setting["scheduler"]]
-    c["memory_policy"] = _MEMORY_POLICIES[setting["memory_policy"]]
+    c["scheduler"] = SCHEDULERS[setting["scheduler"]]
+    c["memory_policy"] = MEMORY_POLICIES[setting["memory_policy"]]
     caching = shared["prefix_caching"] and c["scheduler"] == kernel.CHUNKED
     c["prefix_caching"] = caching and c["memory_policy"] == kernel.PAGED
     c["async_scheduling"] = shared["async_scheduling"] and c["scheduler"] == kernel.CHUNKED
@@ -148,22 +129,20 @@ def put_fleet(
     expert["model"][:count] = source.columns(setting)
 
 
-def predictor_options(
-    kinds: Mapping[str, str], buckets: str, seed: int, options: Mapping[str, Any] | None
-) -> dict[str, dict[str, Any]]:
-    """The keywords of `predict` for the score and for the length, from the predictor of each."""
+def predictor_options(arguments: RoutingArguments) -> dict[str, dict[str, Any]]:
+    """The keywords of `predict` for the score and for the length."""
+    kinds = {"score": arguments.score_predictor, "length": arguments.length_predictor}
     for quantity, kind in kinds.items():
         if not (isinstance(kind, str) and kind.startswith("learned:")):
             choose(f"{quantity}_predictor", kind, KINDS)
-    by_quantity = mapping("predictor_kwargs", options, QUANTITIES)
-    extra = {
-        name: mapping(f"predictor_kwargs[{name!r}]", by_quantity.get(name), ("table", "pool"))
-        for name in QUANTITIES
-    }
-    choose("buckets", buckets, BUCKETS)
-    seed = whole("predictor_seed", seed, 0)
+    by_quantity = mapping("predictor_kwargs", arguments.predictor_kwargs, QUANTITIES)
     return {
-        name: {"kind": kinds[name], "buckets": buckets, "seed": seed, **extra[name]}
+        name: {
+            "kind": kinds[name],
+            "buckets": arguments.buckets,
+            "seed": arguments.predictor_seed,
+            **mapping(f"predictor_kwargs[{name!r}]", by_quantity.get(name), ("table", "pool")),
+        }
         for name in QUANTITIES
     }
 

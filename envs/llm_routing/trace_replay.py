@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from servegym._checks import whole
 from servegym._files import LATEST_S
 from servegym._jit import compile_kernels
+from servegym.envs import _arguments as arg
+from servegym.envs._arguments import Arguments
 from servegym.envs.llm_routing import kernel
+from servegym.envs.llm_routing.arguments import MEMORY_POLICIES, SCHEDULERS, RoutingArguments
 from servegym.envs.llm_routing.kernel.law import Law, pack_law
 from servegym.envs.llm_routing.tables import engine_config, set_sizes
 from servegym.hardware_profiles import Profile, load
@@ -136,88 +139,64 @@ def _run(
     return log, timeline
 
 
+@dataclass(frozen=True, kw_only=True)
+class ReplayArguments(Arguments):
+    """The replica of a replay.
+
+    With ``async_scheduling`` an iteration is planned while the one before it runs, as vLLM does by
+    default since 0.14: who arrives meanwhile, or needs the slot or memory of a request that ends
+    meanwhile, joins one iteration later. It needs ``"chunked_prefill"``.
+    """
+
+    profile: str | Profile = arg.other("rtx4090-llama-3.1-8b", "a profile, its name or its file")
+    scheduler: str = arg.choice("chunked_prefill", SCHEDULERS, "Orca's prefills block decodes")
+    max_num_seqs: int = arg.whole(256, 1, "most requests in one iteration", high=MAX_SEQS)
+    max_num_batched_tokens: int = arg.whole(2048, 1, "most tokens in one, with Orca in one prefill")
+    kv_tokens: int | None = arg.whole(None, 1, "room in the KV cache; by default the profile's")
+    block_size: int = arg.whole(16, 1, "tokens in a KV block", high=4096)
+    prefix_caching: bool = arg.switch(False, "preempted requests find what is left of their blocks")
+    async_scheduling: bool = arg.switch(False, "iterations are planned one ahead")
+    memory_policy: str = arg.choice("paged", MEMORY_POLICIES, "or room for the longest answer")
+
+
 def _serve(
     arrival_s: Any,
     prompt_tokens: Any,
     output_tokens: Any,
     times: np.ndarray,
-    *,
-    profile: str | Profile = "rtx4090-llama-3.1-8b",
-    scheduler: str = "chunked_prefill",
-    max_num_seqs: int = 256,
-    max_num_batched_tokens: int = 2048,
-    kv_tokens: int | None = None,
-    block_size: int = 16,
-    prefix_caching: bool = False,
-    async_scheduling: bool = False,
-    memory_policy: str = "paged",
+    arguments: ReplayArguments,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Check the arguments, run the engine: arrivals, output lengths, log, timeline at ``times``."""
+    """Check the requests, run the engine: arrivals, output lengths, log, timeline at ``times``."""
     arrivals, prompts, outputs = _requests(arrival_s, prompt_tokens, output_tokens)
-    count = len(arrivals)
-    running_capacity = whole("max_num_seqs", max_num_seqs, 1, MAX_SEQS)
-    expert = profile if isinstance(profile, Profile) else load(profile)
-    cfg = engine_config(
-        scheduler=scheduler,
-        memory_policy=memory_policy,
-        prefix_caching=prefix_caching,
-        async_scheduling=async_scheduling,
-        running_capacity=running_capacity,
-        prefill_token_budget=whole("max_num_batched_tokens", max_num_batched_tokens, 1),
-        block_size=block_size,
-        bandwidth_bps=1e9,
-        bytes_per_token=0.0,
-        router_delay_s=0.0,
-        most_running=MAX_SEQS,
-    )
+    count, running_capacity = len(arrivals), arguments.max_num_seqs
+    expert = arguments.profile
+    expert = expert if isinstance(expert, Profile) else load(expert)
+    same = ("scheduler", "memory_policy", "prefix_caching", "async_scheduling", "block_size")
+    engine = {name: getattr(arguments, name) for name in same}
+    engine |= {"bytes_per_token": 0.0, "router_delay_s": 0.0}
+    engine["prefill_token_budget"] = arguments.max_num_batched_tokens
+    cfg = engine_config(RoutingArguments.fill(engine), running_capacity)
     c = cfg[0]
     c["num_experts"], c["slots"], c["waiting_capacity"] = 1, count, count
     set_sizes(c)
     c["num_requests"], c["max_output_tokens"] = count, int(outputs.max())
     law = pack_law([expert], running_capacity)
     c["longest"] = law.where["longest"][0]
-    kv = expert.kv_capacity_tokens if kv_tokens is None else whole("kv_tokens", kv_tokens, 1)
-    blocks = kv // block_size
+    blocks = (arguments.kv_tokens or expert.kv_capacity_tokens) // arguments.block_size
     _check_requests_fit(prompts, outputs, expert, blocks, c)
     tokens = np.ascontiguousarray(np.stack([prompts, outputs], axis=1).astype(np.int64))
     log, timeline = _run(cfg, law, blocks, arrivals, tokens, times)
     return arrivals, outputs, log, timeline
 
 
-def replay(
-    arrival_s: Any,
-    prompt_tokens: Any,
-    output_tokens: Any,
-    *,
-    profile: str | Profile = "rtx4090-llama-3.1-8b",
-    scheduler: str = "chunked_prefill",
-    max_num_seqs: int = 256,
-    max_num_batched_tokens: int = 2048,
-    kv_tokens: int | None = None,
-    block_size: int = 16,
-    prefix_caching: bool = False,
-    async_scheduling: bool = False,
-    memory_policy: str = "paged",
-) -> np.ndarray:
+def replay(arrival_s: Any, prompt_tokens: Any, output_tokens: Any, **arguments: Any) -> np.ndarray:
     """Serve a list of requests on one replica, first come first served from an unbounded queue.
 
     Args:
         arrival_s: ``(J,)`` arrival times in seconds, non-decreasing.
         prompt_tokens: ``(J,)`` prompt lengths, at least 1.
         output_tokens: ``(J,)`` answer lengths, at least 1.
-        profile: a profile, its name or its file.
-        scheduler: ``"chunked_prefill"`` (every iteration serves decodes, then prefill chunks) or
-            ``"orca"`` (prefills block decodes).
-        max_num_seqs: most requests in one iteration, 1 to 4,096.
-        max_num_batched_tokens: most tokens in one iteration (with Orca: in one prefill).
-        kv_tokens: room in the KV cache in tokens; None takes the profile's.
-        block_size: tokens in a KV block.
-        prefix_caching: whether a preempted request finds again what is left of its blocks.
-        async_scheduling: whether an iteration is planned while the one before it runs, as vLLM does
-            by default since 0.14: who arrives meanwhile, or needs the slot or memory of a request
-            that ends meanwhile, joins one iteration later. Needs ``"chunked_prefill"``.
-        memory_policy: ``"paged"`` (admit when the prompt fits, take blocks chunk by chunk, preempt
-            the newest) or ``"reserve"`` (admit when prompt and the longest answer of the list fit).
+        **arguments: The replica, as `ReplayArguments` has it.
 
     Returns:
         ``(J,)`` structured array: ``ttft_s``, ``tpot_s`` (NaN for one token), ``e2e_s`` since
@@ -227,21 +206,9 @@ def replay(
     Raises:
         ValueError: a bad argument, or a request that can never fit in the KV cache.
     """
-    arrivals, outputs, log, _ = _serve(
-        arrival_s,
-        prompt_tokens,
-        output_tokens,
-        np.empty(0),
-        profile=profile,
-        scheduler=scheduler,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        kv_tokens=kv_tokens,
-        block_size=block_size,
-        prefix_caching=prefix_caching,
-        async_scheduling=async_scheduling,
-        memory_policy=memory_policy,
-    )
+    replica = ReplayArguments.fill(arguments)
+    requests = arrival_s, prompt_tokens, output_tokens
+    arrivals, outputs, log, _ = _serve(*requests, np.empty(0), replica)
     result = np.empty(len(log), dtype=REPLAY)
     result["finish_s"] = log["finish_s"]
     result["ttft_s"] = log["first_token_s"] - arrivals
@@ -254,7 +221,7 @@ def replay(
 
 
 def replay_timeline(
-    arrival_s: Any, prompt_tokens: Any, output_tokens: Any, times_s: Any, **options: Any
+    arrival_s: Any, prompt_tokens: Any, output_tokens: Any, times_s: Any, **arguments: Any
 ) -> np.ndarray:
     """How full the replica is at given times of a replay.
 
@@ -263,7 +230,7 @@ def replay_timeline(
         prompt_tokens: ``(J,)`` prompt lengths.
         output_tokens: ``(J,)`` answer lengths.
         times_s: ``(K,)`` seconds on the clock of the arrivals, non-decreasing.
-        **options: the keyword arguments of `replay`.
+        **arguments: The replica, as for `replay`.
 
     Returns:
         ``(K,)`` structured array: ``t_s``, ``running`` and ``waiting`` requests, ``kv_use``
@@ -275,7 +242,8 @@ def replay_timeline(
     times = _column("times_s", times_s, 0.0, high=LATEST_S)
     if (np.diff(times) < 0).any():
         raise ValueError("times_s must not decrease: sort the times.")
-    *_, timeline = _serve(arrival_s, prompt_tokens, output_tokens, times, **options)
+    replica = ReplayArguments.fill(arguments)
+    *_, timeline = _serve(arrival_s, prompt_tokens, output_tokens, times, replica)
     result = np.empty(len(times), dtype=TIMELINE)
     result["t_s"] = times
     result["running"], result["waiting"], result["kv_use"] = timeline.T

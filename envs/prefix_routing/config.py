@@ -1,32 +1,34 @@
-"""The arguments of a prefix-routing environment, checked, and what they describe."""
+"""What the checked arguments of a prefix-routing environment describe."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import numpy as np
 
-from servegym._checks import choose, flag, mapping, positive_range, real, whole
+from servegym._checks import mapping, real, whole
+from servegym.envs._arguments import ends
 from servegym.envs.llm_routing.tables import check_failures
 from servegym.envs.prefix_routing import kernel
-from servegym.envs.prefix_routing.gateway import INDEXES, LRU_ENTRIES, gateway_config
+from servegym.envs.prefix_routing.arguments import MAX_REPLICAS, REWARDS, PrefixArguments
+from servegym.envs.prefix_routing.gateway import (
+    GATEWAY_OPTIONS,
+    INDEXES,
+    LRU_ENTRIES,
+    gateway_config,
+)
 from servegym.envs.prefix_routing.kernel import steps
 from servegym.envs.prefix_routing.requests import PrefixRequests
-from servegym.envs.prefix_routing.scenarios import SCENARIOS
 from servegym.envs.prefix_routing.tables import engine_tables
 from servegym.envs.prefix_routing.workloads import (
-    DISPATCHES,
     MAX_RATES,
     MIN_RATE,
     RECORDED,
-    SPLITS,
     ContextTooShortError,
     PrefixWorkload,
-    list_prefix_workloads,
     make_prefix_workload,
 )
 from servegym.hardware_profiles import Profile, load
@@ -35,12 +37,10 @@ from servegym.hardware_profiles.load import data_path
 DICT, FLAT, SUMMARY = steps.DICT, steps.FLAT, steps.SUMMARY
 """Kinds of observation."""
 
-MAX_REPLICAS = 62
 NUM_REPLICAS = 8
 SLO = {"ttft_s": 0.5, "ttft_s_per_token": 1e-4, "tpot_s": 0.04}
 """Objectives where none are given: TTFT within .5 s and .1 ms a prompt token, 40 ms a token."""
 COMPOSED = ("card", "model", "tp", "ep", "dtype", "kv_dtype")
-_DEFAULT_PROFILE = {"card": "h100", "model": "llama-3.1-8b"}
 CACHE_EVENTS = 1 << 17  # that a row keeps, where the index is built from them
 
 
@@ -62,7 +62,7 @@ class Problem:
         dispatch: ``"think"`` or ``"trace"``.
         length_noise: Standard deviation of the logarithm of predicted over true output tokens;
             None: all have the mean as prediction.
-        arguments: The arguments as given, or their defaults.
+        arguments: The arguments by name.
     """
 
     view: int
@@ -128,143 +128,89 @@ class Problem:
         return float(p["ttft_s"]) + float(p["ttft_s_per_token"]) * prompt_tokens
 
 
-def build_problem(
-    *,
-    view: int,
-    scenario: str | None = None,
-    **arguments: Any,
-) -> Problem:
-    """Check every argument of a prefix-routing environment and build its problem.
-
-    The arguments are those of :class:`~servegym.envs.prefix_routing.env.PrefixRoutingEnv`;
-    ``view`` is the kind of observation (`DICT`, `FLAT` or `SUMMARY`).
+def problem_of(arguments: PrefixArguments) -> Problem:
+    """The problem that checked arguments describe.
 
     Raises:
-        ValueError: naming the argument, what was given and what is allowed.
+        ValueError: arguments do not go together; it names them.
     """
-    if scenario is not None:
-        arguments = {**SCENARIOS[choose("scenario", scenario, SCENARIOS)], **arguments}
-    if arguments.get("reward") is None:
-        arguments["reward"] = "slo" if view == DICT else "dense"
-    return replace(_problem(view, **arguments), arguments=_named(scenario, arguments))
-
-
-def _problem(
-    view: int,
-    *,
-    workload: str = "tenants",
-    workload_kwargs: Mapping[str, Any] | None = None,
-    split: str = "train",
-    dispatch: str = "think",
-    rate: float | Sequence[float] = 20.0,
-    episode_requests: int = 1000,
-    warmup_requests: int = 500,
-    profiles: Any = _DEFAULT_PROFILE,
-    num_replicas: int | None = None,
-    max_num_seqs: int = 128,
-    max_num_batched_tokens: int = 2048,
-    block_size: int = 16,
-    kv_tokens: int | None = None,
-    index: str = "approximate",
-    index_kwargs: Mapping[str, Any] | None = None,
-    scrape_s: float = 0.05,
-    slo: Mapping[str, Any] | None = None,
-    reward: str | None = None,
-    admission: bool = False,
-    length_noise: float | None = None,
-    failures: Mapping[str, Any] | None = None,
-    prefix_cache: str = "vllm",
-) -> Problem:
-    chosen = choose("workload", workload, list_prefix_workloads())
-    mode = choose("dispatch", dispatch, DISPATCHES)
-    decisions = whole("episode_requests", episode_requests, 1, 1 << 20)
-    warmup = whole("warmup_requests", warmup_requests, 0, 1 << 20)
-    cards = _replicas(profiles, num_replicas)
+    cards = _replicas(arguments.profiles, arguments.num_replicas)
     tables, capacity = engine_tables(
         cards,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        block_size=block_size,
-        kv_tokens=kv_tokens,
-        num_requests=decisions + warmup,
-        failures=failures,
-        prefix_cache=prefix_cache,
+        max_num_seqs=arguments.max_num_seqs,
+        max_num_batched_tokens=arguments.max_num_batched_tokens,
+        block_size=arguments.block_size,
+        kv_tokens=arguments.kv_tokens,
+        num_requests=arguments.episode_requests + arguments.warmup_requests,
+        failures=arguments.failures,
+        prefix_cache=arguments.prefix_cache,
     )
-    rates = positive_range("rate", rate, MAX_RATES[chosen])
-    real("rate", rates[0], MIN_RATE)
-    if failures is not None:
-        check_failures(failures, tables.config[0], (decisions + warmup) / rates[0])
-    budget, size = int(tables.config["token_budget"][0]), int(tables.config["block_size"][0])
-    asked = {"index_entries": LRU_ENTRIES, **mapping("index_kwargs", index_kwargs, _INDEX_KEYWORDS)}
-    entries = asked.pop("index_entries")
-    kept = capacity if entries == "kv_blocks" else _entries(entries, len(cards))
+    rates = ends(arguments.rate)
+    for rate in rates:
+        real("rate", rate, MIN_RATE, MAX_RATES[arguments.workload])
+    if arguments.failures is not None:
+        requests = arguments.episode_requests + arguments.warmup_requests
+        check_failures(arguments.failures, tables.config[0], requests / rates[0])
+    given = mapping("index_kwargs", arguments.index_kwargs, ("index_entries", *GATEWAY_OPTIONS))
+    entries = given.pop("index_entries", LRU_ENTRIES)
+    budget = arguments.max_num_batched_tokens
+    for card in {id(card): card for card in cards}.values():
+        card.check_domain(batch=arguments.max_num_seqs, tokens=budget)
+    return Problem(
+        view=arguments.view,
+        tables=tables,
+        settings=_settings(arguments),
+        gateway=gateway_config(index=arguments.index, block_size=arguments.block_size, **given),
+        profiles=cards,
+        capacity=capacity,
+        speed=np.array([budget / card.prefill_s(budget) for card in cards]),
+        index_entries=capacity if entries == "kv_blocks" else _entries(entries, len(cards)),
+        workload=_workload(arguments, cards, capacity),
+        rate=rates,
+        dispatch=arguments.dispatch,
+        length_noise=arguments.length_noise,
+        arguments={**arguments.values(), "num_replicas": len(cards)},
+    )
+
+
+def build_problem(*, view: int, **arguments: Any) -> Problem:
+    """`problem_of` of arguments by name, as `PrefixArguments` has them."""
+    return problem_of(PrefixArguments.fill(arguments, view))
+
+
+def _settings(arguments: PrefixArguments) -> np.ndarray:
+    """Episode, objectives and reward as the kernel reads them, ``(1,)`` `steps.SETTINGS`."""
     settings = np.zeros(1, dtype=steps.SETTINGS)
     p = settings[0]
-    p["decisions"], p["warmup"], p["layout"] = decisions, warmup, view
-    p["reward"] = _REWARDS[choose("reward", reward, _REWARDS)]
-    p["admission"] = flag("admission", admission)
-    if p["admission"] and p["reward"] == steps.TTFT:
+    p["decisions"], p["warmup"] = arguments.episode_requests, arguments.warmup_requests
+    p["layout"], p["reward"] = arguments.view, REWARDS[arguments.reward]
+    p["admission"], p["scrape_s"] = arguments.admission, arguments.scrape_s
+    if arguments.reward == "ttft" and arguments.admission:
         raise ValueError("admission=True needs another reward: a rejected request has no TTFT.")
-    if failures is not None and p["reward"] == steps.TTFT:
+    if arguments.reward == "ttft" and arguments.failures is not None:
         raise ValueError("failures needs another reward: a request that is lost may have no TTFT.")
-    p["scrape_s"] = real("scrape_s", scrape_s, 0.0)
-    for name, value in {**SLO, **mapping("slo", slo, SLO)}.items():
+    for name, value in {**SLO, **mapping("slo", arguments.slo, SLO)}.items():
         p[name] = real(f"slo[{name!r}]", value, 0.0)
-    given = mapping("workload_kwargs", workload_kwargs)
-    context = min(min(card.domain["max_context_tokens"] for card in cards), capacity.min() * size)
-    given = {"max_context": int(context), **given}
-    choose("split", split, SPLITS)
-    if chosen in RECORDED:
-        given = {"split": split, **given}
+    return settings
+
+
+def _workload(
+    arguments: PrefixArguments, cards: tuple[Profile, ...], capacity: np.ndarray
+) -> PrefixWorkload:
+    """What draws the requests, none longer than a replica's memory and law allow."""
+    given = arguments.workload_kwargs or {}
+    law = min(card.domain["max_context_tokens"] for card in cards)
+    options: dict[str, Any] = {"max_context": int(min(law, capacity.min() * arguments.block_size))}
+    if arguments.workload in RECORDED:
+        options["split"] = arguments.split
     try:
-        made = make_prefix_workload(chosen, **given)
+        return make_prefix_workload(arguments.workload, **{**options, **given})
     except ContextTooShortError as error:
-        if "max_context" in (workload_kwargs or {}):
+        if "max_context" in given:
             raise
         raise ValueError(
             f"{error} kv_tokens and the laws of the profiles allow no longer max_context."
         ) from None
-    noise = None if length_noise is None else real("length_noise", length_noise, 0.0, 10.0)
-    for card in {id(card): card for card in cards}.values():
-        card.check_domain(batch=int(tables.config["max_running"][0]), tokens=budget)
-    return Problem(
-        view=view,
-        tables=tables,
-        settings=settings,
-        gateway=gateway_config(index=index, block_size=size, **asked),
-        profiles=cards,
-        capacity=capacity,
-        speed=np.array([budget / card.prefill_s(budget) for card in cards]),
-        index_entries=kept,
-        workload=made,
-        rate=rates,
-        dispatch=mode,
-        length_noise=noise,
-        arguments={},
-    )
-
-
-def _named(scenario: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
-    """All arguments with their defaults; a list of profiles says how many replicas there are."""
-    known = inspect.signature(_problem).parameters
-    defaults = {name: p.default for name, p in known.items() if name != "view"}
-    found = {"scenario": scenario, **defaults, **given}
-    if found["num_replicas"] is None:
-        single = isinstance(found["profiles"], (str, Profile, Mapping))
-        found["num_replicas"] = NUM_REPLICAS if single else len(found["profiles"])
-    return found
-
-
-_REWARDS = {
-    "slo": steps.SLO,
-    "ttft": steps.TTFT,
-    "score": steps.SCORE,
-    "dense": steps.DENSE,
-}
-_INDEX_KEYWORDS = (
-    "index_entries",
-    *(n for n in inspect.signature(gateway_config).parameters if n not in ("index", "block_size")),
-)
 
 
 def _entries(given: Any, replicas: int) -> np.ndarray:
@@ -287,9 +233,7 @@ def _replicas(profiles: Any, num_replicas: int | None) -> tuple[Profile, ...]:
         raise ValueError("profiles is empty; at least one replica is needed.")
     cards = [_profile(each) for each in given]
     if single:
-        cards *= whole(
-            "num_replicas", NUM_REPLICAS if num_replicas is None else num_replicas, 1, MAX_REPLICAS
-        )
+        cards *= num_replicas or NUM_REPLICAS
     elif num_replicas not in (None, len(cards)):
         raise ValueError(f"num_replicas={num_replicas!r}, but {len(cards)} profiles are given.")
     if len(cards) > MAX_REPLICAS:
@@ -329,15 +273,3 @@ def _composed(arguments: tuple[tuple[str, Any], ...]) -> Profile:
     if name in kept and named.keys() <= {"tp"}:
         return load(kept[name])
     return compose(card, model, **named)
-
-
-def _signature() -> inspect.Signature:
-    """Of `build_problem`, with all arguments by name: environments check theirs against it."""
-    own = inspect.signature(build_problem).parameters
-    inner = inspect.signature(_problem).parameters
-    names = {n: p for n, p in inner.items() if n != "view"}
-    keyword = {n: p for n, p in own.items() if p.kind is not p.VAR_KEYWORD}
-    return inspect.Signature([*keyword.values(), *names.values()])
-
-
-build_problem.__signature__ = _signature()  # pyright: ignore[reportFunctionMemberAccess]

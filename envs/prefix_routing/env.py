@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from servegym.envs._batch import BatchEnv
-from servegym.envs.prefix_routing.config import DICT, FLAT, SUMMARY, Problem, build_problem
+from servegym.envs.prefix_routing.arguments import PrefixArguments
+from servegym.envs.prefix_routing.config import DICT, FLAT, SUMMARY, Problem, problem_of
 from servegym.envs.prefix_routing.core import (
     PrefixBatch,
     action_space,
@@ -81,32 +82,25 @@ class PrefixRoutingEnv(BatchEnv):
 
     ## Arguments
 
-    | Argument | Default | Meaning |
-    |---|---|---|
-    | `scenario` | None | a named setting, `servegym.envs.prefix_routing.scenarios.SCENARIOS`; other arguments override its own |
-    | `workload`, `workload_kwargs` | `"tenants"` | `tenants`, `sessions`, `agents` or `mooncake`, and keywords of its class in `servegym.envs.prefix_routing.workloads` |
-    | `split` | `"train"` | sessions of a recorded workload: `train` (60 %), `val`, `eval` or `all`; the other workloads draw all from the seed |
-    | `dispatch` | `"think"` | a session's next request comes after its last one ended (`think`), or when recorded (`trace`) |
-    | `rate` | 20.0 | mean requests/s, or a range (low, high) drawn from for each episode; at most 1000 (`mooncake`), 500 (`sessions`), 200 (`agents`) |
-    | `episode_requests`, `warmup_requests` | 1000, 500 | decisions, and requests before them |
-    | `profiles` | H100, Llama-3.1-8B | of all replicas or a list of them: a profile's name or file, or `{"card": ..., "model": ..., "tp": ..., "ep": ..., "dtype": ..., "kv_dtype": ...}`, which is composed as `servegym profile` does (those of the ids, scenarios and drawn cells as when these were made) |
-    | `num_replicas` | 8 | N, 1 to 62, where `profiles` is one profile |
-    | `max_num_seqs`, `max_num_batched_tokens` | 128, 2048 | most requests and tokens of an iteration |
-    | `block_size`, `kv_tokens` | 16, the profile's | tokens of a KV block; tokens of a replica's KV memory |
-    | `index`, `index_kwargs` | `"approximate"` | prefix index of the gateway: `none`, `approximate` (filled when routed) or `precise` (from cache events), and keywords, see below |
-    | `scrape_s` | 0.05 | time between scrapes of the metrics; 0: live |
-    | `slo` | .5 s + .1 ms/token, 40 ms | `{"ttft_s": ..., "ttft_s_per_token": ..., "tpot_s": ...}`, what is not given as by default |
-    | `reward` | by the id | `slo`, `ttft`, `score` or `dense`, see Rewards |
-    | `admission` | False | whether a request may be rejected (not with `reward="ttft"`) |
-    | `failures` | None | mean times to failure and to repair, in s (not with `reward="ttft"`) |
-    | `prefix_cache` | `"vllm"` | as vLLM's; `"infinite"`: each replica also finds all that was ever sent to it; `"pooled"`: all that was sent to any (bounds, which no gateway can have) |
-    | `length_noise` | None | standard deviation of log(predicted / true output tokens); None predicts the mean |
-    | `validate` | False | check every observation against the space (slow) |
-    | `render_mode` | None | `ansi` or `rgb_array` |
+    Each is a line of `servegym.envs.prefix_routing.arguments.PrefixArguments`.
 
-    `index_kwargs` takes `entry_tokens` (64 or the block), `strict` (whether a match ends at the first
-    gap), `index_entries` (31,250 a replica; `"kv_blocks"`: as many as the replica has blocks),
-    `index_delay_s` (age at which cache events arrive), `smoothing` and `heat_s` (of the averages).
+    {arguments}
+
+    - `scenario`: see `servegym.envs.prefix_routing.scenarios`.
+    - `split`: `train` is the first 60 % of the sessions of `agents` and `mooncake`, `val` and `eval` the rest
+      in halves; the other workloads draw all from the seed. At most 1000 requests/s of `mooncake`, 500 of
+      `sessions`, 200 of `agents`.
+    - `dispatch`: a session's next request comes after its last one ended (`think`), or when recorded.
+    - `profiles`: a profile's name or file, or `{"card": ..., "model": ..., "tp": ..., "ep": ..., "dtype": ...,
+      "kv_dtype": ...}`, which is composed as `servegym profile` does (those of the ids, scenarios and drawn
+      settings as when these were made).
+    - `prefix_cache`: as vLLM's; with `infinite` a replica also finds all that was ever sent to it, with
+      `pooled` all that was sent to any (bounds, which no gateway can have).
+    - `index`: filled when routed (`approximate`), or from cache events (`precise`). `index_kwargs` takes
+      `entry_tokens` (64 or the block), `strict` (whether a match ends at the first gap), `index_entries`
+      (31,250 a replica; `"kv_blocks"`: as many as it has blocks), `index_delay_s` (age at which cache
+      events arrive), `smoothing` and `heat_s` (of the averages).
+    - `admission` and `failures` go with any reward but `"ttft"`.
 
     >>> import gymnasium, servegym
     >>> env = gymnasium.make("servegym/PrefixRouting-v1", num_replicas=4, warmup_requests=0)
@@ -128,7 +122,8 @@ class PrefixRoutingEnv(BatchEnv):
 
     metadata: dict[str, Any] = {"render_modes": ["ansi", "rgb_array"], "render_fps": 8}
     view = DICT
-    build_problem = staticmethod(build_problem)
+    arguments = PrefixArguments
+    problem_of = staticmethod(problem_of)
     make_batch = PrefixBatch
     make_observation_space = staticmethod(observation_space)
     make_action_space = staticmethod(action_space)

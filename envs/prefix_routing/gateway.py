@@ -20,6 +20,8 @@ from servegym.envs.prefix_routing.kernel.gateway import (
 from servegym.envs.prefix_routing.requests import PrefixRequests
 
 INDEXES = ("none", "approximate", "precise")
+GATEWAY_OPTIONS = ("entry_tokens", "strict", "index_delay_s", "smoothing", "heat_s")
+"""Keywords of `gateway_config` besides the index and the block."""
 LRU_ENTRIES = 31_250
 """Entries of a replica's approximate index where nobody says how many: llm-d's default."""
 MIN_ENTRY_TOKENS = 64

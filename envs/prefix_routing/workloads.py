@@ -19,12 +19,15 @@ requests at rate r lasts n / r seconds; a prefix that is used again later than t
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from servegym._checks import LARGEST, choose, flag, keywords, real, whole
+from servegym._checks import LARGEST, choose, real, whole
+from servegym.envs import _arguments as arg
+from servegym.envs._arguments import Arguments
 from servegym.envs.prefix_routing.requests import PrefixRequests
 from servegym.envs.workloads.files import read_fitted
 from servegym.envs.workloads.lengths import fitted_lengths, length_quantiles, sample_lengths
@@ -36,6 +39,8 @@ MAX_REQUESTS = 1 << 22
 MIN_RATE = 1e-3
 MAX_RATES = {"tenants": LARGEST, "sessions": 500.0, "agents": 200.0, "mooncake": 1000.0}
 """Most requests/s by workload: more sessions under way at once take gigabytes."""
+SPLITS = {"train": (0.0, 0.6), "val": (0.6, 0.8), "eval": (0.8, 1.0), "all": (0.0, 1.0)}
+"""Parts of a recording: its sessions by a hash of their number, which is in [0, 1)."""
 CHAT_HISTORY_S = 3600.0
 """How long before the episode conversations may have begun."""
 Episode = tuple[int, int, str]
@@ -50,14 +55,112 @@ LLM_D_STAGES = (
 """Stages of llm-d's benchmark with eight pods at a rate of 1 request/s: factor and seconds."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class RecordedArguments(Arguments):
+    """The arguments of recorded workloads."""
+
+    trace: str | os.PathLike[str] = arg.other("conversation", "a name, or the path of a trace")
+    max_context: int | None = arg.whole(
+        None, 1, "requests with a longer prompt and output are dropped", high=MAX_TOKENS
+    )
+    output_reuse: bool = arg.switch(True, "a session's next prompt repeats outputs")
+    split: str = arg.choice("all", SPLITS, "sessions by a hash of their number")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionArguments(RecordedArguments):
+    """The arguments of recorded sessions."""
+
+    trace: str | os.PathLike[str] = arg.other(
+        "agents", "or a session of kv-cache-tester, or a folder"
+    )
+    # The recording has no content shared by sessions; kv-cache-tester replays it with 0.5.
+    warm_prefix: float = arg.number(
+        0.0, 0.0, "share of tools and system prompt that is common to all sessions", high=1.0
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatArguments(Arguments):
+    """The arguments of conversations."""
+
+    system_tokens: int = arg.whole(512, 0, "that all prompts begin with", high=MAX_TOKENS // 4)
+    # One whose first turn would be longer is left out.
+    max_context: int | None = arg.whole(
+        None, 1, "a session ends before the turn that would be longer", high=MAX_TOKENS
+    )
+
+
+def _tokens(name: str, given: Any) -> int | str | tuple[int, int]:
+    """Check of a trace's name, of a number of tokens or of a pair (low, high)."""
+    if isinstance(given, str):
+        return choose(name, given, fitted_lengths()["traces"])
+    if not isinstance(given, list | tuple):
+        return whole(name, given, 1, MAX_TOKENS // 4)
+    if len(given) != 2:
+        raise ValueError(f"{name}={given!r} must be a whole number or a pair (low, high).")
+    low, high = (whole(name, value, 1, MAX_TOKENS // 4) for value in given)
+    if low > high:
+        raise ValueError(f"{name}={given!r}: the low end is above the high end.")
+    return low, high
+
+
+def _course(name: str, given: Any) -> tuple[tuple[float, float], ...]:
+    """Check of the stages of a load."""
+    stages = list(given)
+    for stage in stages:
+        if len(stage) != 2:
+            raise ValueError(f"{name} has {stage!r}; a stage is a pair (factor, seconds).")
+    if not stages or stages[-1][0] == 0:
+        raise ValueError(f"{name}={given!r} must end with a stage of a factor above 0.")
+    return tuple((real(name, x, 0.0), real(name, s, 0.0, open_low=True)) for x, s in stages)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TenantArguments(Arguments):
+    """The arguments of tenants; a trace stands for its prompts' or outputs' fitted lengths."""
+
+    groups: int = arg.whole(150, 1, "a group is a tenant", high=1 << 20)
+    users: int = arg.whole(5, 1, "of a group; a user is a session", high=1 << 20)
+    prefix_tokens: int = arg.whole(6000, 0, "that a group begins with", high=MAX_TOKENS // 4)
+    question_tokens: int | str | tuple[int, int] = arg.other(
+        1200, "a number, a range, or `azure`, `mooncake`, `sharegpt`", _tokens
+    )
+    output_tokens: int | str | tuple[int, int] = arg.other(1000, "likewise", _tokens)
+    questions: str = arg.choice("repeated", ("repeated", "fresh"), "a user's: always one, or never")
+    # All users in turn, or each request of a group drawn by its popularity, of any of its users.
+    order: str = arg.choice("cycle", ("cycle", "random"), "who asks next")
+    skew: float = arg.number(0.0, 0.0, "a group's popularity is rank ** -skew", high=100.0)
+    hot_factor: float = arg.number(1.0, 1.0, "on the most popular group's requests", high=1e6)
+    drift_s: float | None = arg.number(
+        None, 0.0, "time after which ranks are drawn anew", open_low=True
+    )
+    # A factor of 0 is a pause, and the last stage goes on.
+    stages: tuple[tuple[float, float], ...] = arg.other(
+        ((1.0, 1.0),), "(factor on the rate, seconds) one after the other", _course
+    )
+    max_context: int | None = arg.whole(
+        None, 1, "a longer prompt and output are refused", high=MAX_TOKENS
+    )
+
+
 class PrefixWorkload:
-    """Draws the requests of an episode; a workload fills in `_draw`.
+    """Draws the requests of an episode; a workload fills in `_prepare` and `_draw`.
 
     Attributes:
         MAX_RATE: Most requests/s.
+        OPTIONS: The record of its arguments.
     """
 
     MAX_RATE: float = LARGEST
+    OPTIONS: type[Arguments] = Arguments
+
+    def __init__(self, **arguments: Any) -> None:
+        self._prepare(self.OPTIONS.fill(arguments))
+
+    def _prepare(self, a: Any) -> None:
+        """Read checked arguments."""
+        raise NotImplementedError
 
     def draw(
         self,
@@ -208,35 +311,24 @@ class ContextTooShortError(ValueError):
     """No request of a workload fits into ``max_context``."""
 
 
-def _longest(max_context: int | None) -> int:
-    return whole("max_context", MAX_TOKENS if max_context is None else max_context, 1, MAX_TOKENS)
-
-
-SPLITS = {"train": (0.0, 0.6), "val": (0.6, 0.8), "eval": (0.8, 1.0), "all": (0.0, 1.0)}
-"""Parts of a recording: its sessions by a hash of their number, which is in [0, 1)."""
-
-
 def _of_split(trace: PrefixTrace, split: str) -> np.ndarray:
     """Which requests are of a session of the split: bool (n,)."""
-    low, high = SPLITS[choose("split", split, SPLITS)]
+    low, high = SPLITS[split]
     place = (trace.session.astype(np.uint64) * 2654435761 % (1 << 32)) / (1 << 32)
     return (place >= low) & (place < high)
 
 
 def _recorded(
-    trace: PrefixTrace,
-    max_context: int | None,
-    output_reuse: bool,
-    split: str,
-    warm_prefix: float = 0.0,
+    trace: PrefixTrace, arguments: RecordedArguments, warm_prefix: float = 0.0
 ) -> tuple[_Content, np.ndarray]:
     """The content of a trace, and the rows of it that a longest context and a split leave."""
     length = trace.prompt_tokens.astype(np.int64) + trace.output_tokens
-    kept = (length <= _longest(max_context)) & _of_split(trace, split)
+    longest = arguments.max_context or MAX_TOKENS
+    kept = (length <= longest) & _of_split(trace, arguments.split)
     if not kept.any():
         raise ContextTooShortError(
-            f"max_context={max_context!r} leaves no request; the shortest has {length.min()} "
-            "tokens."
+            f"max_context={arguments.max_context!r} leaves no request; the shortest has "
+            f"{length.min()} tokens."
         )
     # A request waits for the last one before it that is kept.
     after = trace.after.astype(np.int64)
@@ -245,7 +337,7 @@ def _recorded(
     turn = np.zeros(trace.num_requests, dtype=np.int32)
     for j in np.flatnonzero(kept & (after >= 0)):
         turn[j] = turn[after[j]] + 1
-    source, shared = trace.source.astype(np.int64), trace.stream_shared(output_reuse)
+    source, shared = trace.source.astype(np.int64), trace.stream_shared(arguments.output_reuse)
     # One more row has what all prompts begin with.
     rootless = source < 0
     system = np.floor(warm_prefix * trace.system_tokens).astype(np.int64)
@@ -283,31 +375,17 @@ class SuperposedTrace(PrefixWorkload):
     sessions at random. With dispatch ``"think"`` a request that begins with all full blocks of an
     earlier one (at least two) comes as long after that one's end as it was sent after it in the
     recording, which states no ends: think times are too long by the recorded latency.
-
-    Args:
-        trace: ``"conversation"``, ``"synthetic"``, or the path of a trace in Mooncake's format.
-        max_context: Requests with a longer prompt and output are dropped; None keeps all.
-        output_reuse: Whether outputs are repeated in the session's next prompt, see `PrefixTrace`.
-        split: ``"train"``, ``"val"``, ``"eval"`` or ``"all"``, see `SPLITS`.
     """
 
-    MAX_RATE = MAX_RATES["mooncake"]
+    MAX_RATE, OPTIONS = MAX_RATES["mooncake"], RecordedArguments
 
-    def __init__(
-        self,
-        trace: str | os.PathLike[str] = "conversation",
-        *,
-        max_context: int | None = None,
-        output_reuse: bool = True,
-        split: str = "all",
-    ) -> None:
-        short = isinstance(trace, str) and trace in ("conversation", "synthetic")
-        recorded = load_prefix_trace(f"mooncake-{trace}" if short else trace)
-        reuse = flag("output_reuse", output_reuse)
-        self._content, self._rows = _recorded(recorded, max_context, reuse, split)
+    def _prepare(self, a: RecordedArguments) -> None:
+        short = isinstance(a.trace, str) and a.trace in ("conversation", "synthetic")
+        recorded = load_prefix_trace(f"mooncake-{a.trace}" if short else a.trace)
+        self._content, self._rows = _recorded(recorded, a)
         times = recorded.time_s[self._rows]
         if times[-1] <= 0:
-            raise ValueError(f"trace={trace!r} has no two requests at different times.")
+            raise ValueError(f"trace={a.trace!r} has no two requests at different times.")
         self._times = times
         self._period_s = float(times[-1]) * len(times) / max(len(times) - 1, 1)
 
@@ -347,32 +425,13 @@ class RecordedSessions(PrefixWorkload):
     Sessions under way at the beginning of the episode go on from where they are. With dispatch
     ``"think"`` a request comes its recorded think time after the end of the session's request
     before it; with ``"trace"`` it comes at its recorded time within the session.
-
-    Args:
-        trace: ``"agents"``, or the path of a session of kv-cache-tester or of a folder of them.
-        max_context: Requests with a longer prompt and output are dropped and their sessions go on
-            without them; None keeps all.
-        output_reuse: Whether outputs are repeated in the session's next prompt, see `PrefixTrace`.
-        split: ``"train"``, ``"val"``, ``"eval"`` or ``"all"``, see `SPLITS`.
-        warm_prefix: Share of the tool definitions and system prompt that is common to all sessions.
-            The recording has no content shared by sessions; kv-cache-tester replays it with 0.5.
     """
 
-    MAX_RATE = MAX_RATES["agents"]
+    MAX_RATE, OPTIONS = MAX_RATES["agents"], SessionArguments
 
-    def __init__(
-        self,
-        trace: str | os.PathLike[str] = "agents",
-        *,
-        max_context: int | None = None,
-        output_reuse: bool = True,
-        split: str = "all",
-        warm_prefix: float = 0.0,
-    ) -> None:
-        recorded = load_prefix_trace(trace)
-        share = real("warm_prefix", warm_prefix, 0.0, 1.0)
-        reuse = flag("output_reuse", output_reuse)
-        self._content, rows = _recorded(recorded, max_context, reuse, split, share)
+    def _prepare(self, a: SessionArguments) -> None:
+        recorded = load_prefix_trace(a.trace)
+        self._content, rows = _recorded(recorded, a, a.warm_prefix)
         self._rows = rows[np.argsort(recorded.session[rows], kind="stable")]
         _, first, self._requests = np.unique(
             recorded.session[self._rows], return_index=True, return_counts=True
@@ -420,19 +479,13 @@ class ChatSessions(PrefixWorkload):
     prompts, whose law is one for sessions of one turn and another for sessions of more. With
     dispatch ``"think"`` a turn comes that time after the end of the one before it. The recording
     states no ends, so think times are too long by the recorded latency.
-
-    Args:
-        system_tokens: Tokens that all prompts begin with.
-        max_context: A session ends before the turn whose prompt and output would be longer; one
-            whose first turn would be is left out; None sets no limit.
     """
 
-    MAX_RATE = MAX_RATES["sessions"]
+    MAX_RATE, OPTIONS = MAX_RATES["sessions"], ChatArguments
 
-    def __init__(self, system_tokens: int = 512, *, max_context: int | None = None) -> None:
+    def _prepare(self, a: ChatArguments) -> None:
         laws = read_fitted("chat-sessions.json", "chat_sessions")
-        self._system = whole("system_tokens", system_tokens, 0, MAX_TOKENS // 4)
-        self._max_context = _longest(max_context)
+        self._system, self._max_context = a.system_tokens, a.max_context or MAX_TOKENS
         self._laws = {
             name: np.array(laws[name]["quantiles"], dtype=np.float64)
             for name in (*FIRST_PROMPTS, "new_tokens", "output_tokens", "gap_s")
@@ -444,7 +497,7 @@ class ChatSessions(PrefixWorkload):
         least = self._system + int(min(self._laws[name][0] for name in FIRST_PROMPTS)) + 1
         if self._max_context < least:
             raise ContextTooShortError(
-                f"max_context={max_context!r} leaves no session; at least {least}."
+                f"max_context={a.max_context!r} leaves no session; at least {least}."
             )
         sample = self._sessions(np.random.default_rng(0), np.zeros(20_000))
         self._mean_turns = len(sample.sent_s) / len(np.unique(sample.content.session))
@@ -525,65 +578,30 @@ class Tenants(PrefixWorkload):
     Requests come by a Poisson process and wait for none, so ``dispatch`` changes nothing. The
     defaults are those of llm-d's benchmark with eight pods: 750 prompts, asked one after the other
     in a random order, over and over. Its load is ``stages=LLM_D_STAGES`` at a rate of 1.
-
-    Args:
-        groups: Number of groups; a group is a tenant.
-        users: Users of a group; a user is a session.
-        prefix_tokens: Tokens of a group's prefix.
-        question_tokens: Tokens of a question, the range (low, high) it is drawn from, or the name
-            of a trace whose prompts' fitted lengths it has: ``"azure"``, ``"mooncake"`` or
-            ``"sharegpt"``.
-        output_tokens: Tokens of an output, likewise.
-        questions: ``"repeated"``: a user always asks the same question; ``"fresh"``: never.
-        order: ``"cycle"``: all users in turn; ``"random"``: each request is of a group drawn by its
-            popularity and of any of its users.
-        skew: Exponent of the groups' popularity, ``rank ** -skew``.
-        hot_factor: Factor on the requests of the most popular group.
-        drift_s: Time after which the groups' ranks are drawn anew; None keeps them.
-        stages: Course of the load, pairs (factor on the rate, seconds) one after the other; a
-            factor of 0 is a pause, and the last stage, which must not be one, goes on. None keeps
-            the rate.
-        max_context: A longer prompt and output are refused; None sets no limit.
     """
 
-    def __init__(
-        self,
-        groups: int = 150,
-        users: int = 5,
-        prefix_tokens: int = 6000,
-        question_tokens: int | Sequence[int] | str = 1200,
-        output_tokens: int | Sequence[int] | str = 1000,
-        *,
-        questions: str = "repeated",
-        order: str = "cycle",
-        skew: float = 0.0,
-        hot_factor: float = 1.0,
-        drift_s: float | None = None,
-        stages: Sequence[Sequence[float]] | None = None,
-        max_context: int | None = None,
-    ) -> None:
-        self._groups = whole("groups", groups, 1, 1 << 20)
-        self._users = whole("users", users, 1, 1 << 20)
-        self._prefix = whole("prefix_tokens", prefix_tokens, 0, MAX_TOKENS // 4)
-        self._question = _lengths("question_tokens", question_tokens, "prompt_tokens")
-        self._output = _lengths("output_tokens", output_tokens, "output_tokens")
-        self._stages = _course([(1.0, 1.0)] if stages is None else stages)
+    OPTIONS = TenantArguments
+
+    def _prepare(self, a: TenantArguments) -> None:
+        self._groups, self._users, self._prefix = a.groups, a.users, a.prefix_tokens
+        self._question = _lengths(a.question_tokens, "prompt_tokens")
+        self._output = _lengths(a.output_tokens, "output_tokens")
+        self._stages = np.array(a.stages)
         longest = self._prefix + int(self._question[-1]) + int(self._output[-1])
-        if longest > _longest(max_context):
+        if longest > (a.max_context or MAX_TOKENS):
             raise ContextTooShortError(
-                f"max_context={max_context!r}: prefix_tokens, question_tokens and output_tokens "
+                f"max_context={a.max_context!r}: prefix_tokens, question_tokens and output_tokens "
                 f"come to {longest}; shorten them."
             )
-        self._fresh = choose("questions", questions, ("repeated", "fresh")) == "fresh"
-        self._cycle = choose("order", order, ("cycle", "random")) == "cycle"
-        popularity = np.arange(1.0, self._groups + 1) ** -real("skew", skew, 0.0, 100.0)
-        popularity[0] *= real("hot_factor", hot_factor, 1.0, 1e6)
+        self._fresh, self._cycle = a.questions == "fresh", a.order == "cycle"
+        popularity = np.arange(1.0, self._groups + 1) ** -a.skew
+        popularity[0] *= a.hot_factor
         self._popularity = popularity / popularity.sum()
-        self._drift_s = None if drift_s is None else real("drift_s", drift_s, 0.0, open_low=True)
-        if self._cycle and (skew or hot_factor != 1 or drift_s is not None):
+        self._drift_s = a.drift_s
+        if self._cycle and (a.skew or a.hot_factor != 1 or a.drift_s is not None):
             raise ValueError(
-                f"order={order!r}: skew, hot_factor and drift_s need order='random'; in a cycle "
-                "all groups are equally popular."
+                "order='cycle': skew, hot_factor and drift_s need order='random'; in a cycle all "
+                "groups are equally popular."
             )
 
     def _draw(
@@ -669,26 +687,11 @@ class Tenants(PrefixWorkload):
         return group, rng.integers(self._users, size=len(arrival_s))
 
 
-def _course(given: Sequence[Sequence[float]]) -> np.ndarray:
-    """Stages of a load as float64 (stages, 2): factor on the rate, seconds."""
-    stages = list(given)
-    for stage in stages:
-        if len(stage) != 2:
-            raise ValueError(f"stages has {stage!r}; a stage is a pair (factor, seconds).")
-        real("stages", stage[0], 0.0)
-        real("stages", stage[1], 0.0, open_low=True)
-    if not stages or stages[-1][0] == 0:
-        raise ValueError(f"stages={given!r} must end with a stage of a factor above 0.")
-    return np.array(stages, dtype=np.float64)
-
-
-def _lengths(argument: str, given: int | Sequence[int] | str, kind: str) -> np.ndarray:
+def _lengths(given: int | str | tuple[int, int], kind: str) -> np.ndarray:
     """Quantiles of a trace's lengths, or the lowest and the highest of an even range."""
     if isinstance(given, str):
-        choose(argument, given, fitted_lengths()["traces"])
         return np.maximum(length_quantiles(given, kind), 1.0)
-    low, high = _whole_range(argument, given)
-    return np.array([low, high - 1])
+    return np.array(given if isinstance(given, tuple) else (given, given))
 
 
 def _draw_lengths(rng: np.random.Generator, lengths: np.ndarray, size: int) -> np.ndarray:
@@ -698,18 +701,7 @@ def _draw_lengths(rng: np.random.Generator, lengths: np.ndarray, size: int) -> n
     return sample_lengths(lengths, rng.random(size)).astype(np.int64)
 
 
-def _whole_range(argument: str, given: int | Sequence[int]) -> tuple[int, int]:
-    """A number of tokens or a pair (low, high) as a range with an open end."""
-    pair = given if isinstance(given, list | tuple) else (given, given)
-    if len(pair) != 2:
-        raise ValueError(f"{argument}={given!r} must be a whole number or a pair (low, high).")
-    low, high = (whole(argument, value, 1, MAX_TOKENS // 4) for value in pair)
-    if low > high:
-        raise ValueError(f"{argument}={given!r}: the low end is above the high end.")
-    return low, high + 1
-
-
-_MAKERS: Mapping[str, Callable[..., PrefixWorkload]] = {
+_MAKERS: Mapping[str, type[PrefixWorkload]] = {
     "mooncake": SuperposedTrace,
     "agents": RecordedSessions,
     "sessions": ChatSessions,
@@ -736,6 +728,4 @@ def make_prefix_workload(name: str, /, **kwargs: Any) -> PrefixWorkload:
         ValueError: An unknown name or argument, or one out of range.
         MalformedFileError: A trace that cannot be used.
     """
-    make = _MAKERS[choose("workload", name, _MAKERS)]
-    keywords(make, kwargs)
-    return make(**kwargs)
+    return _MAKERS[choose("workload", name, _MAKERS)](**kwargs)

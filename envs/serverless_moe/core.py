@@ -285,10 +285,10 @@ class ServerlessBatch(Batch):
             ValueError: the state is of a system of other sizes.
         """
         for name in _STATE:
-            own, given = getattr(self.arrays, name)[row], getattr(state, name)
-            if own.shape != given.shape or own.dtype != given.dtype:
+            here, saved = getattr(self.arrays, name)[row], getattr(state, name)
+            if here.shape != saved.shape or here.dtype != saved.dtype:
                 raise ValueError(
-                    f"state.{name} has shape {given.shape}, this environment needs {own.shape}: "
+                    f"state.{name} has shape {saved.shape}, this environment needs {here.shape}: "
                     "restore a state into an environment made with the same arguments."
                 )
         for name in _STATE:

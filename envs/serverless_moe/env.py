@@ -9,7 +9,8 @@ from gymnasium import spaces
 
 from servegym.envs._batch import BatchEnv
 from servegym.envs.serverless_moe import kernel
-from servegym.envs.serverless_moe.config import Problem, build_problem
+from servegym.envs.serverless_moe.arguments import ServerlessArguments
+from servegym.envs.serverless_moe.config import Problem, problem_of
 from servegym.envs.serverless_moe.core import (
     STEP_VALUES,
     VIOLATIONS,
@@ -33,7 +34,7 @@ class ServerlessMoEEnv(BatchEnv):
     its *remote* experts, in z replicas. Before each request the controller chooses the share b of remote
     experts, memory and replicas. Remote experts save memory that would be billed all the time; each call
     of one pays an overhead t_rem. Times and costs are Eq. 1-9 of [1], constraints 10b-10i
-    (`servegym.envs.serverless_moe.equations`). A request's SLO limits its time to first token (TTFT) and
+    (`servegym.envs.serverless_moe.kernel.cost`). A request's SLO limits its time to first token (TTFT) and
     its time per output token (TPOT). MIX, every expert local, is the measure of costs.
 
     Remote are the ceil(b K) experts of least *predicted* activation; times and costs follow from the
@@ -94,24 +95,15 @@ class ServerlessMoEEnv(BatchEnv):
 
     ## Arguments
 
-    | | Name | Default (None: the preset's) | Meaning |
-    |---|---|---|---|
-    | workload | `model`, `activations` | `"deepseek-v2-lite"`, its own | L x K experts: `deepseek-v2-lite` (26 x 64), `gpt-oss-20b` (24 x 32), both recorded; `mixtral-8x7b` (32 x 8), `gpt2-moe` (12 x 8), synthetic; `toy` (4 x 8). Or an `Activations` object |
-    | | `preset`, `split`, `episode_requests` | `"dynamic"`, `"train"`, 200 | `dynamic` or `seed`; prompts: `train`, `val`, `eval`, `all`; requests of an episode |
-    | | `prompt_tokens`, `output_tokens`, `max_prompt_tokens`, `max_output_tokens` | None, None, 1024, 400 | a number or `"azure"`; caps of the Azure law |
-    | | `idle_s`, `slo` | None | lists of (probability, mean s) of idle gaps, of (TTFT s, TPOT s), one drawn per request; with `preset="seed"` `mixtral-8x7b` needs its own `slo` |
-    | engine | `gpu` | `"eager"` | or `fused`, both chosen; `a100`, `h100`, `l40s`, from the laws in `servegym.hardware_profiles` |
-    | | `deployment`, `decode_invocation` | `"plan"`, `"per_call"` | or `cpu`, `gpu`, `fetch`, `per_expert`, which take no decision; `per_call` (Eq. 5) or `per_layer` |
-    | | `keep_alive_s`, `bill_cold_start`, `container_start_s`, `load_mb_s`, `load_shared` | None, None, 1.0, 2600, False | seconds that an unused function stays warm; whether starts are billed; start of a container, s; loading of weights; whether starts share a link |
-    | | `z_max`, `main_specs_mb`, `remote_specs_mb` | 8, the model's | most replicas; memory that is sold, (low, high, step) MB; `deepseek-v2-lite` (1000, 40000, 100), (1000, 5000, 100) |
-    | network | `trem_s`, `trem_switch`, `trem_sigma` | None | medians of the regimes of t_rem in s, probability of leaving one, sigma of a draw |
-    | | `bandwidth_mb_s`, `payload_mb` | 1250, 6 | between functions; MB of the largest body of a call |
-    | observation and action | `predictor`, `output_error` | `"task_mean"`, None | `task_mean`, `global_mean`, `nearest`, a table (P, L, K) or a callable that gives one; sigma of the log error of the output length |
-    | | `granularity`, `keep_action`, `levels` | `"global"`, by the id, min(K, 16) + 1 | see Action Space; values of b |
-    | | `w_headroom_mb`, `y_headroom_mb`, `z_headroom` | see Action Space | increasing from 0 |
-    | | `validate`, `render_mode` | False, None | check every observation (slow); `ansi` or `rgb_array` |
-    | reward | `penalty` | 0.5 | price of a violated SLO in MIX costs |
-    | | `price_ratio`, `price_cpu_usd_mb_s`, `fees` | 3, 1.6276e-8, `"none"` | c_g / c_c; c_c; `aws_lambda`, `alibaba_fc` or (USD an invocation, step in s) |
+    Each is a line of `servegym.envs.serverless_moe.arguments`; the preset stands for arguments that are none.
+
+    {arguments}
+
+    - `model`: L x K experts: `deepseek-v2-lite` (26 x 64), `gpt-oss-20b` (24 x 32), both recorded;
+      `mixtral-8x7b` (32 x 8), `gpt2-moe` (12 x 8), synthetic; `toy` (4 x 8). With `preset="seed"`
+      `mixtral-8x7b` needs its own `slo`. Memory is sold in `main_specs_mb`, `remote_specs_mb`, for
+      `deepseek-v2-lite` (1000, 40000, 100) and (1000, 5000, 100).
+    - `gpu`: the laws of the cards are in `servegym.hardware_profiles`.
 
     >>> from servegym.envs.serverless_moe.env import ServerlessMoEEnv
     >>> env = ServerlessMoEEnv(model="toy", episode_requests=10)
@@ -137,7 +129,8 @@ class ServerlessMoEEnv(BatchEnv):
 
     metadata: dict[str, Any] = {"render_modes": ["ansi", "rgb_array"], "render_fps": 4}
     view = kernel.DICT
-    build_problem = staticmethod(build_problem)
+    arguments = ServerlessArguments
+    problem_of = staticmethod(problem_of)
     make_batch = ServerlessBatch
     make_observation_space = staticmethod(observation_space)
     make_action_space = staticmethod(action_space)

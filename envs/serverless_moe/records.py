@@ -1,10 +1,12 @@
-"""What a request is, how it is served and what that took: the nouns of ``equations``."""
+"""What a request is, how it is served and what that took: the records of ``outcomes``."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import numpy as np
+
+from servegym.envs.serverless_moe.kernel.cost import Bill
 
 CONSTRAINTS = (
     "main_memory",
@@ -73,36 +75,18 @@ class Cold:
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """What serving a request took. Seconds and USD.
+    """What serving a request took.
 
     Attributes:
+        bill: times and costs; expected ones if the load is a prediction.
         n_out: generated tokens after the first.
-        prefill_s: PT, Eq. 1.
-        decode_s: GT, Eq. 4.
-        cold_s: cold start before the prefill.
-        cost_main_usd: Eq. 6.
-        cost_prefill_usd: Eq. 8.
-        cost_decode_usd: Eq. 9.
-        cost_cold_usd: billed cold starts, 0 unless ``bill_cold_start``.
-        cost_fees_usd: fees of the invocations, 0 unless the system has some.
-        cost_rounding_usd: what rounding adds to billed durations, 0 unless the system rounds.
-        invocations: of all functions; an expected number if the load is a prediction.
         broken: whether each of :data:`CONSTRAINTS` is violated.
         ttft_limit_s: 10b.
         tpot_limit_s: 10c.
     """
 
+    bill: Bill
     n_out: int
-    prefill_s: float
-    decode_s: float
-    cold_s: float
-    cost_main_usd: float
-    cost_prefill_usd: float
-    cost_decode_usd: float
-    cost_cold_usd: float
-    cost_fees_usd: float
-    cost_rounding_usd: float
-    invocations: float
     broken: dict[str, bool]
     ttft_limit_s: float
     tpot_limit_s: float
@@ -110,18 +94,17 @@ class Outcome:
     @property
     def ttft_s(self) -> float:
         """Time to the first token."""
-        return self.prefill_s + self.cold_s
+        return self.bill.prefill_s + self.bill.cold_s
 
     @property
     def tpot_s(self) -> float:
         """Time of a token after the first."""
-        return self.decode_s / self.n_out if self.n_out else 0.0
+        return self.bill.decode_s / self.n_out if self.n_out else 0.0
 
     @property
     def cost_usd(self) -> float:
         """Sum of the six costs."""
-        parts = (self.cost_main_usd, self.cost_prefill_usd, self.cost_decode_usd)
-        return sum((*parts, self.cost_cold_usd, self.cost_fees_usd, self.cost_rounding_usd))
+        return self.bill.cost_usd
 
     @property
     def violations(self) -> dict[str, bool]:

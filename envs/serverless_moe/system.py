@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from servegym._checks import choose, real, whole
+from servegym.envs.serverless_moe.arguments import SystemArguments
+from servegym.envs.serverless_moe.kernel.cost import (
+    block_s,
+    experts_s,
+    layer_s,
+    remote_calls,
+    start_s,
+    transfer_s,
+)
 from servegym.envs.workloads.moe_models import MoeModel, load_model
 from servegym.hardware_profiles.serverless import (
     FEES,
-    GPUS,
     MB,
     SERVING,
     Fees,
@@ -68,6 +75,11 @@ class SystemModel:
         invocation_usd: fee of one invocation; 0 in the paper.
         granularity_s: billed durations are rounded up to its multiples; 0 in the paper: they are
             not rounded.
+        per_call: whether every remote call of a decoded token is an invocation (Eq. 5 as printed);
+            else one invocation of a layer carries all calls of the token.
+        bill_cold_start: whether starting functions are billed; in Eq. 6 they are not.
+        load_shared: whether the weights of all starting functions, each replica's own, share one
+            storage link; else every function has its own.
         provenance: for every constant whether it is measured, derived or chosen.
     """
 
@@ -106,6 +118,9 @@ class SystemModel:
     runtime_cpu_mb: float = 0.0
     invocation_usd: float = 0.0
     granularity_s: float = 0.0
+    per_call: bool = True
+    bill_cold_start: bool = False
+    load_shared: bool = False
     gpu_experts_table: tuple[np.ndarray, np.ndarray] | None = None
     provenance: dict[str, Any] = field(default_factory=dict)
 
@@ -130,29 +145,34 @@ class SystemModel:
         return float(self.expert_mb.sum() * self.num_experts)
 
     @property
-    def transfer_s(self) -> float:
-        """2 D / B: one token vector to a remote function and back, in seconds."""
-        return 2.0 * self.token_mb / self.bandwidth_mb_s
+    def gpu_token_mb(self) -> float:
+        """GPU memory of a token: its vector and its KV cache."""
+        return self.token_mb + float(self.kv_mb_per_token.sum())
 
-    def expert_cpu_s(self, mb: Any, tokens: Any) -> Any:
-        """tau^c: one expert call on CPU, in seconds; none for no token.
+    @property
+    def gpu_fixed_mb(self) -> float:
+        """GPU memory whatever the request."""
+        return self.all_non_expert_mb + self.mem_pre_post_mb + self.runtime_gpu_mb
+
+    def expert_law(self, mb: Any) -> tuple[Any, Any]:
+        """tau^c: expert call of one token and each further token, seconds in the shape of ``mb``.
 
         One token takes ``theta1 exp(-theta2 y) + theta3`` with y the memory in GB; each further
         one ``expert_token_s / min(vCPUs, max_vcpus)``.
+        """
+        gb = np.asarray(mb, dtype=np.float64) / 1024.0
+        one = self.expert_theta1_s * np.exp(-self.expert_theta2_per_gb * gb) + self.expert_theta3_s
+        return one, self.expert_token_s / np.minimum(gb, self.max_vcpus)
+
+    def expert_cpu_s(self, mb: Any, tokens: Any) -> Any:
+        """One expert call on CPU, in seconds; none for no token.
 
         Args:
             mb: memory of the function in MB, an array or a number.
             tokens: tokens routed to the expert, broadcast against ``mb``.
         """
-        gb = np.asarray(mb, dtype=np.float64) / 1024.0
         n = np.asarray(tokens, dtype=np.float64)
-        one = self.expert_theta1_s * np.exp(-self.expert_theta2_per_gb * gb) + self.expert_theta3_s
-        more = self.expert_token_s / np.minimum(gb, self.max_vcpus)
-        return np.where(n > 0, one + more * (n - 1.0), 0.0)
-
-    def gpu_layer_s(self, tokens: int) -> float:
-        """tau^f: non-expert module of one block on the GPU for ``tokens`` tokens, in seconds."""
-        return self.gpu_layer_base_s + self.gpu_layer_token_s * (tokens - 1)
+        return np.where(n > 0, experts_s(*self.expert_law(mb), 0.0, 1.0, n), 0.0)
 
     def gpu_experts_s(self, tokens: int) -> float:
         """Routed experts of one MoE layer on the GPU, in seconds (for GPU deployments)."""
@@ -160,72 +180,43 @@ class SystemModel:
             return float(np.interp(tokens, *self.gpu_experts_table))
         return self.gpu_experts_base_s + self.gpu_experts_token_s * (tokens - 1)
 
-    def swap_s(self, tokens: int) -> float:
-        """tau^sw: GPU-CPU move of ``tokens`` token vectors one way, in seconds."""
-        return self.swap_base_s + tokens * self.token_mb / self.swap_mb_s
 
-    def rounding_s(self, seconds: Any) -> Any:
-        """What rounding adds to billed durations (an array or a number): seconds each."""
-        return rounding_s(seconds, self.granularity_s)
-
-
-def rounding_s(seconds: Any, granularity_s: float) -> Any:
-    """Seconds up to the next multiple of a granularity; 0 where that is 0.
-
-    A duration a billionth of a step above a multiple counts as that multiple, so that no step is
-    billed for an error of the last digit.
-    """
-    if granularity_s == 0.0:
-        return 0.0 * seconds
-    steps = seconds / granularity_s
-    return granularity_s * np.maximum(np.ceil(steps - 1e-9) - steps, 0.0)
-
-
-def _specs(argument: str, given: Any, default: Grid) -> np.ndarray:
+def _specs(argument: str, setting: Any, default: Grid) -> np.ndarray:
     """A grid of memory specifications: ``(low, high, step)`` as an increasing array."""
-    if given is None:
-        given = default
-    if not isinstance(given, (list, tuple)) or len(given) != 3:
-        raise ValueError(f"{argument}={given!r} must be three numbers (low, high, step) in MB.")
-    low, high, step = (real(argument, x, 0.0, 1e7, open_low=True) for x in given)
+    if setting is None:
+        setting = default
+    if not isinstance(setting, (list, tuple)) or len(setting) != 3:
+        raise ValueError(f"{argument}={setting!r} must be three numbers (low, high, step) in MB.")
+    low, high, step = (real(argument, x, 0.0, 1e7, open_low=True) for x in setting)
     if high < low:
-        raise ValueError(f"{argument}={given!r}: the highest specification is below the lowest.")
+        raise ValueError(f"{argument}={setting!r}: the highest specification is below the lowest.")
     count = math.floor((high - low) / step + 1e-9) + 1
     if count > 100_000:
-        raise ValueError(f"{argument}={given!r} has {count} steps; at most 100000 are allowed.")
+        raise ValueError(f"{argument}={setting!r} has {count} steps; at most 100000 are allowed.")
     return low + step * np.arange(count)
 
 
-def _fees(given: Any) -> Fees:
+def _fees(setting: Any) -> Fees:
     """A platform's fees by name, or those of (USD an invocation, granularity in seconds)."""
-    if isinstance(given, str):
-        return FEES[choose("fees", given, FEES)]
-    if not isinstance(given, (list, tuple)) or len(given) != 2:
+    if isinstance(setting, str):
+        return FEES[choose("fees", setting, FEES)]
+    if not isinstance(setting, (list, tuple)) or len(setting) != 2:
         raise ValueError(
-            f"fees={given!r} must be one of {list(FEES)} or two numbers (USD an invocation, "
+            f"fees={setting!r} must be one of {list(FEES)} or two numbers (USD an invocation, "
             "granularity in seconds)."
         )
-    usd, step = real("fees", given[0], 0.0, 1.0), real("fees", given[1], 0.0, 60.0)
+    usd, step = real("fees", setting[0], 0.0, 1.0), real("fees", setting[1], 0.0, 60.0)
     if 0.0 < step < 1e-6:
-        raise ValueError(f"fees={given!r}: the granularity must be 0 or at least 1e-6 seconds.")
+        raise ValueError(f"fees={setting!r}: the granularity must be 0 or at least 1e-6 seconds.")
     return Fees(usd, step, "chosen", "given")
 
 
 def build_system(
-    model: Any = "deepseek-v2-lite",
+    model: str | MoeModel = "deepseek-v2-lite",
     gpu: str = "eager",
     *,
-    price_ratio: float = SERVING.price_ratio,
-    price_cpu_usd_mb_s: float = SERVING.price_cpu_usd_mb_s,
-    bandwidth_mb_s: float = SERVING.bandwidth_mb_s,
-    load_mb_s: float = SERVING.load_mb_s,
-    container_start_s: float = SERVING.container_start_s,
-    z_max: int = SERVING.z_max,
-    payload_mb: float = SERVING.payload_mb,
-    main_specs_mb: Sequence[float] | None = None,
-    remote_specs_mb: Sequence[float] | None = None,
-    fees: str | Sequence[float] = "none",
     max_output_tokens: int = 400,
+    **constants: Any,
 ) -> SystemModel:
     """Build the system of one model from the constants of ``hardware_profiles.serverless``.
 
@@ -233,41 +224,39 @@ def build_system(
         model: a model's name, or a :class:`servegym.envs.workloads.activations.MoeModel`.
         gpu: ``eager`` (a framework that launches its kernels one by one) or ``fused``, both chosen,
             or a card by its laws: ``a100``, ``h100``, ``l40s``.
-        price_ratio: c_g / c_c.
-        price_cpu_usd_mb_s: c_c in USD per MB s.
-        bandwidth_mb_s: B in MB/s.
-        load_mb_s: MB/s at which a starting function reads its weights.
-        container_start_s: seconds to start a container, main or remote.
-        z_max: most replicas of a remote function.
-        payload_mb: largest body of one invocation.
-        main_specs_mb: (low, high, step) of the main function's memory; the model's own if None.
-        remote_specs_mb: likewise of the remote functions.
-        fees: what an invocation costs and how durations are rounded: a name in ``FEES`` or (USD an
-            invocation, granularity in seconds).
         max_output_tokens: most generated tokens that the memory grids must hold.
+        **constants: others, as `SystemArguments` has them.
 
     Raises:
         ValueError: a bad argument, or memory grids that cannot hold the model.
     """
-    if isinstance(model, str):
-        model = load_model(model)
-    price_cpu = real("price_cpu_usd_mb_s", price_cpu_usd_mb_s, 0.0, open_low=True)
+    model = load_model(model) if isinstance(model, str) else model
+    arguments = SystemArguments.fill({"gpu": gpu, **constants})
+    return system_of(model, arguments, whole("max_output_tokens", max_output_tokens, 1))
+
+
+def system_of(model: MoeModel, arguments: SystemArguments, max_output_tokens: int) -> SystemModel:
+    """The system of a model with checked constants.
+
+    Raises:
+        ValueError: memory grids that cannot hold the model.
+    """
     default_main, default_remote, grid_source = memory_grids(model.name)
-    bill = _fees(fees)
-    card = _card(choose("gpu", gpu, GPUS), model)
+    bill = _fees(arguments.fees)
+    card = _card(arguments.gpu, model)
     system = SystemModel(
         name=model.name,
-        gpu=gpu,
-        main_specs_mb=_specs("main_specs_mb", main_specs_mb, default_main),
-        remote_specs_mb=_specs("remote_specs_mb", remote_specs_mb, default_remote),
-        bandwidth_mb_s=real("bandwidth_mb_s", bandwidth_mb_s, 0.0, open_low=True),
-        price_cpu=price_cpu,
-        price_gpu=price_cpu * real("price_ratio", price_ratio, 0.0, open_low=True),
-        load_mb_s=real("load_mb_s", load_mb_s, 0.0, open_low=True),
-        container_start_main_s=real("container_start_s", container_start_s, 0.0),
-        container_start_remote_s=float(container_start_s),
-        z_max=whole("z_max", z_max, 1, 64),
-        payload_mb=real("payload_mb", payload_mb, 0.0, open_low=True),
+        gpu=arguments.gpu,
+        main_specs_mb=_specs("main_specs_mb", arguments.main_specs_mb, default_main),
+        remote_specs_mb=_specs("remote_specs_mb", arguments.remote_specs_mb, default_remote),
+        bandwidth_mb_s=arguments.bandwidth_mb_s,
+        price_cpu=arguments.price_cpu_usd_mb_s,
+        price_gpu=arguments.price_cpu_usd_mb_s * arguments.price_ratio,
+        load_mb_s=arguments.load_mb_s,
+        container_start_main_s=arguments.container_start_s,
+        container_start_remote_s=arguments.container_start_s,
+        z_max=arguments.z_max,
+        payload_mb=arguments.payload_mb,
         **_sizes(model),
         **_speeds(model, card),
         invocation_usd=bill.invocation_usd,
@@ -280,7 +269,7 @@ def build_system(
             "fees": f"{bill.kind}: {bill.source}",
         },
     )
-    _check_memory(system, whole("max_output_tokens", max_output_tokens, 1))
+    _check_memory(system, max_output_tokens)
     return system
 
 
@@ -363,30 +352,26 @@ def best_ttft_s(system: SystemModel, n_in: int, cold: bool) -> float:
     Prefill with the experts' tokens shared out at will over the largest functions and ``z_max``
     replicas, without the base time of a call; if cold, the start of the functions for the best b.
     """
-    swaps = 2.0 * system.moe_layers * system.swap_s(n_in)
-    prefill = system.layers * system.gpu_layer_s(n_in) + swaps
-    main, remote = (
-        system.expert_token_s / min(float(specs[-1]) / 1024.0, system.max_vcpus)
-        for specs in (system.main_specs_mb, system.remote_specs_mb)
-    )
-    remote += system.transfer_s
+    prefill = system.layers * block_s(system, n_in)
+    prefill += system.moe_layers * layer_s(system, 0.0, 0.0, n_in)
+    main = system.expert_law(system.main_specs_mb[-1])[1]
+    remote = system.expert_law(system.remote_specs_mb[-1])[1] + transfer_s(system)
     more = (n_in - 1) * system.top_k
     prefill += system.moe_layers * more / (1.0 / main + system.z_max / remote)
     if not cold:
-        return prefill
+        return float(prefill)
     m = np.arange(system.num_experts + 1)
     local = system.all_non_expert_mb + (system.num_experts - m) * float(system.expert_mb.sum())
-    main_start = system.container_start_main_s + local / system.load_mb_s
-    far = m * float(system.expert_mb.max()) / system.load_mb_s
-    remote_start = np.where(m > 0, system.container_start_remote_s + far, 0.0)
-    return prefill + float(np.maximum(main_start, remote_start).min())
+    main_start = start_s(system, system.container_start_main_s, local)
+    far = start_s(system, system.container_start_remote_s, m * float(system.expert_mb.max()))
+    return float(prefill + np.maximum(main_start, np.where(m > 0, far, 0.0)).min())
 
 
 def local_tpot_s(system: SystemModel) -> float:
     """TPOT with every expert in a main function of the largest memory, in seconds."""
-    one = float(system.expert_cpu_s(system.main_specs_mb[-1], 1))
-    layer = system.top_k * one + 2.0 * system.swap_s(system.top_k)
-    return system.layers * system.gpu_layer_s(1) + system.moe_layers * layer
+    one = system.expert_law(system.main_specs_mb[-1])[0]
+    layer = layer_s(system, system.top_k * one, 0.0, system.top_k)
+    return float(system.layers * block_s(system, 1) + system.moe_layers * layer)
 
 
 def best_tpot_s(system: SystemModel, trem_s: float = 0.0) -> float:
@@ -398,13 +383,13 @@ def best_tpot_s(system: SystemModel, trem_s: float = 0.0) -> float:
         system: the system.
         trem_s: least invocation overhead.
     """
-    one = float(system.expert_cpu_s(system.main_specs_mb[-1], 1))
-    far = float(system.expert_cpu_s(system.remote_specs_mb[-1], 1))
-    far += system.transfer_s
-    k = system.top_k
-    layer = min(max((k - r) * one, r * far + (trem_s if r else 0.0)) for r in range(k + 1))
-    swaps = 2.0 * system.swap_s(k)
-    return system.layers * system.gpu_layer_s(1) + system.moe_layers * (layer + swaps)
+    r = np.arange(system.top_k + 1)
+    together = replace(system, per_call=False)  # the least that calls can take
+    one = system.expert_law(system.main_specs_mb[-1])[0]
+    call = system.expert_law(system.remote_specs_mb[-1])[0] + transfer_s(system)
+    invoked, each = remote_calls(together, r, call, trem_s)
+    layer = layer_s(system, (system.top_k - r) * one, invoked * each, system.top_k).min()
+    return float(system.layers * block_s(system, 1) + system.moe_layers * layer)
 
 
 def check_slo(

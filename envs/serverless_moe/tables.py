@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from servegym.envs.serverless_moe import kernel
-from servegym.envs.serverless_moe.equations import main_memory_mb, smallest_spec
+from servegym.envs.serverless_moe.plans import main_memory_mb, smallest_spec
 from servegym.envs.serverless_moe.sets import least_used
 from servegym.envs.serverless_moe.system import SystemModel
 from servegym.envs.workloads.expert_sets import bit_sets, masks_to_ids, set_bits
@@ -21,36 +21,12 @@ def make_config(system: SystemModel, **chosen: float) -> np.ndarray:
         system: the constants.
         **chosen: the fields that the constants do not decide.
     """
-    fixed: dict[str, float] = {
-        "layers": system.moe_layers,
-        "experts": system.num_experts,
-        "top_k": system.top_k,
-        "blocks": system.layers,
-        "z_max": system.z_max,
-        "gpu_base_s": system.gpu_layer_base_s,
-        "gpu_token_s": system.gpu_layer_token_s,
-        "swap_base_s": system.swap_base_s,
-        "swap_mb_s": system.swap_mb_s,
-        "token_mb": system.token_mb,
-        "bandwidth_mb_s": system.bandwidth_mb_s,
-        "price_cpu": system.price_cpu,
-        "price_gpu": system.price_gpu,
-        "gpu_token_mb": system.token_mb + float(system.kv_mb_per_token.sum()),
-        "non_expert_mb": system.all_non_expert_mb,
-        "gpu_fixed_mb": system.all_non_expert_mb + system.mem_pre_post_mb + system.runtime_gpu_mb,
-        "runtime_cpu_mb": system.runtime_cpu_mb,
-        "load_mb_s": system.load_mb_s,
-        "start_main_s": system.container_start_main_s,
-        "start_remote_s": system.container_start_remote_s,
-        "payload_mb": system.payload_mb,
-        "all_experts_mb": system.all_experts_mb,
-        "largest_expert_mb": float(system.expert_mb.max()),
-        "invocation_usd": system.invocation_usd,
-        "granularity_s": system.granularity_s,
-    }
-    values = fixed | chosen
+    fields = kernel.CONFIG.names or ()
+    values = {name: getattr(system, name) for name in fields if hasattr(system, name)}
+    values |= {"layers": system.moe_layers, "experts": system.num_experts, "blocks": system.layers}
+    values |= {"largest_expert_mb": float(system.expert_mb.max()), **chosen}
     cfg = np.zeros(1, dtype=kernel.CONFIG)
-    for name in kernel.CONFIG.names or ():
+    for name in fields:
         cfg[0][name] = values.pop(name)  # a field that nobody sets is an error
     if values:
         raise KeyError(f"no such fields: {sorted(values)}")
@@ -132,9 +108,7 @@ def _laws(system: SystemModel, specs_mb: np.ndarray) -> np.ndarray:
     """Memory specifications and the speed of experts in them, :data:`kernel.LAW`."""
     law = np.zeros(len(specs_mb), dtype=kernel.LAW)
     law["mb"] = specs_mb
-    law["one_s"] = system.expert_cpu_s(specs_mb, 1)
-    # Not a difference of two calls: LPT breaks ties by the last digit.
-    law["more_s"] = system.expert_token_s / np.minimum(specs_mb / 1024.0, system.max_vcpus)
+    law["one_s"], law["more_s"] = system.expert_law(specs_mb)
     return law
 
 

@@ -620,4 +620,5 @@ def test_fields_of_records_are_found_in_uncompiled_engines_too(family):
 
 def test_a_family_that_lacks_a_part_fails_when_it_is_defined():
     with pytest.raises(TypeError, match="Half lacks make_observation_space, make_action_space"):
-        type("Half", (BatchEnv,), {"build_problem": dict, "make_batch": dict, "frame": dict})
+        parts = ("arguments", "problem_of", "make_batch", "frame")
+        type("Half", (BatchEnv,), dict.fromkeys(parts, dict))

@@ -1,7 +1,7 @@
 """Hypothesis strategies for every argument of every environment: what is allowed and what is not.
 
-`FAMILIES` maps a family to its arguments, by name. An argument that a family has and this table has
-not fails `test_every_argument_has_a_strategy`.
+`FAMILIES` maps a family to its arguments, by name. Bounds and names come from the records of the
+families; the tables below add what a record cannot say.
 """
 
 from __future__ import annotations
@@ -12,8 +12,13 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
+from servegym.envs._arguments import Arguments
+from servegym.envs.expert_placement.arguments import PlacementArguments
+from servegym.envs.expert_placement.cluster import ClusterArguments
+from servegym.envs.llm_routing.arguments import RoutingArguments
 from servegym.envs.llm_routing.deployments import DEPLOYMENTS as ROUTING_DEPLOYMENTS
-from servegym.envs.serverless_moe.config import DEPLOYMENTS
+from servegym.envs.prefix_routing.arguments import PrefixArguments
+from servegym.envs.serverless_moe.arguments import ServerlessArguments
 from servegym.hardware_profiles import list_fleets, list_profiles
 from servegym.hardware_profiles.serverless import FEES
 
@@ -87,16 +92,17 @@ def _optional(valid: Any, allowed: list[str], optional: bool) -> tuple[Any, list
 def whole(
     low: int,
     high: int,
+    least: int | None = None,
     most: int | None = None,
     optional: bool = False,
     default: bool = False,
     **more: Any,
 ):
-    """A whole number in [low, high]; episodes run with those up to `most`.
+    """A whole number in [low, high]; episodes run with those in [least, most].
 
     With `default` None is allowed and stands for a larger number.
     """
-    valid = st.integers(low, high if most is None else most)
+    valid = st.integers(low if least is None else least, high if most is None else most)
     valid = valid | valid.map(np.int64)
     valid, allowed = _optional(valid, ["zero"] if low <= 0 else [], optional)
     allowed += ["none"] if default else []
@@ -166,18 +172,8 @@ def steps(top: float, each: st.SearchStrategy[Any], **more: Any):
 
 def pairs(valid: st.SearchStrategy[Any], **more: Any):
     """A list of pairs of positive numbers."""
-    wrong = st.sampled_from(
-        [
-            [],
-            [1.0],
-            [(1.0, 2.0, 3.0)],
-            [("1", "2")],
-            [(0.0, 1.0)],
-            [(1.0, float("nan"))],
-            [(HUGE, 1.0)],
-        ]
-    )
-    return Argument(valid, junk("none") | wrong, **more)
+    entries = (1.0, (1.0, 2.0, 3.0), ("1", "2"), (0.0, 1.0), (1.0, float("nan")), (HUGE, 1.0))
+    return Argument(valid, junk("none") | st.sampled_from(entries).map(lambda x: [x]), **more)
 
 
 def kwargs(valid: st.SearchStrategy[Any], *bad: Any, **more: Any):
@@ -197,28 +193,47 @@ def grid(low: float, **more: Any):
     return Argument(valid | st.none(), junk("none") | wrong, **more)
 
 
+def from_record(record: type[Arguments], hints: dict[str, Any]) -> dict[str, Argument]:
+    """A strategy for each argument of a record.
+
+    Args:
+        record: What says the kind of an argument, its bounds and names.
+        hints: What it does not say of some: keywords of the helpers above, or the whole strategy.
+    """
+    makers: dict[str, Any] = {
+        "whole": lambda a, **hint: whole(int(a.low), int(a.high), **hint),
+        "number": lambda a, **hint: real(a.low, a.high, a.open_low, **hint),
+        "span": lambda a, optional, low=TINY: span(low, a.high),
+        "choice": lambda a, **hint: name(*a.choices, **hint),
+        "switch": lambda a, **hint: flag(**hint),
+    }
+    found = {}
+    for key, argument in record.described().items():
+        hint = hints.get(key, {})
+        if not isinstance(hint, Argument):
+            hint = makers[argument.kind](argument, **{"optional": argument.optional, **hint})
+        found[key] = hint
+    assert set(hints) <= set(found), "a hint for no argument"
+    return found
+
+
 # ------------------------------------------------------------------------------------- routing
 
 CARDS = [card for card in list_profiles() if "8b" in card or "paper" in card]
 FIVE = ["gemma-7b-it", "vicuna-7b-v1.5"]
-SYNTHETIC = {"catalog": "synthetic", "catalog_kwargs": {"num_prompts": 40, "num_models": 4}}
 CHUNKED = {"scheduler": "chunked_prefill"}
 
 FAILURES = st.fixed_dictionaries(
-    {
-        "mean_time_to_failure_s": st.floats(1e-3, LARGEST),
-        "mean_time_to_repair_s": st.floats(1e-3, LARGEST),
-    }
+    dict.fromkeys(("mean_time_to_failure_s", "mean_time_to_repair_s"), st.floats(1e-3, LARGEST))
 )
 
-ROUTING = {
+ROUTING: dict[str, Any] = {
     # What "random" and settings take and refuse is in tests/envs/llm_routing/test_fleets.py: they
     # do without most of the other arguments.
     "fleet": name(*list_fleets(), *ROUTING_DEPLOYMENTS, optional=True),
+    "arrivals": name("poisson", "gamma", "mmpp", "burstgpt", "azure"),  # a trace needs its path
     "fleet_kwargs": Argument(st.none(), junk("none")),
-    "num_experts": whole(1, 1024, most=6, optional=True),
-    "arrivals": name("poisson", "gamma", "mmpp", "burstgpt", "azure"),
-    "rate": span(TINY, LARGEST),
+    "num_experts": {"most": 6},
     "arrivals_kwargs": kwargs(
         st.fixed_dictionaries({"cv": st.floats(0.0, 20.0)}),
         *({"cv": -1.0}, {"cv": HUGE}, {"cv": [1]}, {"cv": 1e300}, {"shape": 0.0}),
@@ -226,8 +241,6 @@ ROUTING = {
         needs={"arrivals": "gamma"},
         called=("cv=", "shape=", "fit=", "arrivals 'gamma'"),
     ),
-    "latency_requirement_s": span(TINY, 1.0),
-    "catalog": name("alpaca_eval_7b", "synthetic"),
     "catalog_kwargs": kwargs(
         st.fixed_dictionaries(
             {},
@@ -269,39 +282,28 @@ ROUTING = {
                 for quantity in ("score", "length")
             },
         ),
-        *({"score": 3}, {"score": {"pool": "nobody"}}, {"scores": {}}, {"length": {"table": 3}}),
+        *(
+            {"score": 3},
+            {"score": {"pool": "nobody"}},
+            {"scores": {}},
+            {"length": {"table": 3}},
+        ),
         called=("pool=", "table="),
     ),
-    "buckets": name("quantile", "width"),
-    "predictor_seed": whole(0, 1 << 31),
-    "reward": name("qos_aware", "completed_qos", "paid_forward", "dense", optional=True),
-    "penalty": name("new_violations", "literal"),
-    "estimator": name("true", "predicted"),
-    "scheduler": name("orca", "chunked_prefill"),
-    "memory_policy": name("reserve", "paged"),
-    "prefix_caching": flag(needs={**CHUNKED, "memory_policy": "paged"}),
-    "async_scheduling": flag(needs=CHUNKED),
-    "running_capacity": whole(1, 4096, most=64),
-    "waiting_capacity": whole(1, 4096, most=64),
-    "prefill_token_budget": whole(5, 1 << 31, needs=CHUNKED),
-    "block_size": whole(1, 4096, most=64),
-    "bandwidth_bps": real(0.0, open_low=True),
-    "bytes_per_token": real(0.0),
-    "router_delay_s": real(0.0),
-    "staleness_s": real(0.0),
+    "prefix_caching": {"needs": {**CHUNKED, "memory_policy": "paged"}},
+    "async_scheduling": {"needs": CHUNKED},
+    "running_capacity": {"most": 64},
+    "waiting_capacity": {"most": 64},
+    "prefill_token_budget": {"least": 5, "needs": CHUNKED},
+    "block_size": {"most": 64},
     "failures": Argument(
         FAILURES | st.none(),
         junk("none")
-        | st.sampled_from(
-            [
-                {"mean_time_to_failure_s": 1.0},
-                *(
-                    {"mean_time_to_failure_s": x, "mean_time_to_repair_s": 1.0}
-                    for x in (0.0, -1.0, None, "1", float("nan"), float("inf"), HUGE, True, 1e-4)
-                ),
-                {"mean_time_to_failure_s": 1.0, "mean_time_to_repair_s": 1e-4},
-                {"mean_time_to_failure_s": 1.0, "mean_time_to_repair_s": 1.0, "x": 1},
-            ]
+        | st.sampled_from([0.0, -1.0, None, "1", float("nan"), float("inf"), HUGE, True, 1e-4]).map(
+            lambda x: {"mean_time_to_failure_s": x, "mean_time_to_repair_s": 1.0}
+        )
+        | st.sampled_from([{}, {"mean_time_to_repair_s": 1e-4}, {"x": 1}]).map(
+            lambda x: {"mean_time_to_failure_s": 1.0, **x}
         ),
     ),
     "step_factors": Argument(
@@ -309,9 +311,8 @@ ROUTING = {
         junk("none", "mapping")
         | st.sampled_from([{"nobody": [1, 1]}, {"rtx4090-llama-3.1-8b": 1}, {3: [1, 1]}, [1, 1]]),
     ),
-    "max_output_tokens": whole(1, 1 << 31, most=2000, optional=True),
-    "episode_requests": whole(1, 10_000_000, most=60, default=True),
-    "split": name("train", "val", "eval", "all"),
+    "max_output_tokens": {"most": 2000},
+    "episode_requests": {"most": 60, "optional": False, "default": True},
     "requests_file": Argument(st.none(), junk("none") | st.just("no/such/file.csv")),
 }
 
@@ -337,86 +338,51 @@ PROCESSES = {
 
 # ---------------------------------------------------------------------------------- serverless
 
-TABLE = "the toy model's table"  # made by the test, which knows its shape
-LOOSE = {"slo": [[1e6, 1e6]]}
-
-
-def _regimes(count: int) -> st.SearchStrategy[Any]:
-    return st.lists(st.floats(TINY, LARGEST), min_size=1, max_size=count)
-
 
 def _idle(draws: list[float]) -> list[tuple[float, float]]:
     total = sum(draws)
     return [(x / total, 1000.0 * x) for x in draws]
 
 
-SERVERLESS = {
+SERVERLESS: dict[str, Any] = {
     "model": name("toy"),
-    "preset": name("dynamic", "seed"),
-    "gpu": name("eager", "fused", "a100", "h100", "l40s"),
-    "split": name("train", "val", "eval", "all"),
-    "granularity": name("global", "per_layer"),
-    "deployment": name(*DEPLOYMENTS),
     "predictor": Argument(
         st.sampled_from(["task_mean", "global_mean", lambda book: book.frequencies()]),
         junk("type", "function")
         | st.text(max_size=6)
-        | st.sampled_from(
-            [
-                lambda book: book.frequencies()[:1],
-                lambda book: None,
-                lambda book: "no table",
-                lambda book: -book.frequencies(),
-                lambda book: book.frequencies() * np.nan,
-            ]
-        ),
+        | st.sampled_from([lambda book: None, lambda book: "no table"])
+        | st.sampled_from([-1.0, np.nan]).map(lambda x: lambda book: x * book.frequencies())
+        | st.just(lambda book: book.frequencies()[:1]),
     ),
     "activations": Argument(st.none(), junk("none")),
-    "episode_requests": whole(1, 1_000_000, most=12),
+    "episode_requests": {"most": 12},
     "levels": whole(2, 9, optional=True),
     "w_headroom_mb": steps(1e7, st.floats(1e-3, 1e7)),
     "y_headroom_mb": steps(1e7, st.floats(1e-3, 1e7)),
     "z_headroom": steps(64, st.integers(1, 64)),
-    "penalty": real(0.0, 1e6),
-    "decode_invocation": name("per_call", "per_layer"),
-    "load_shared": flag(),
-    "keep_action": flag(optional=True),
     "prompt_tokens": Argument(
         st.integers(1, 5000) | st.just("azure") | st.none(),
         junk("none") | st.integers(max_value=0) | st.integers(min_value=100_001),
-        needs=LOOSE,
     ),
     "output_tokens": Argument(
         st.integers(1, 1000) | st.just("azure") | st.none(),
         junk("none") | st.integers(max_value=0) | st.integers(min_value=100_001),
     ),
-    "max_prompt_tokens": whole(1, 100_000, most=5000, needs=LOOSE),
-    "max_output_tokens": whole(1, 100_000, most=1000),
-    "output_error": real(0.0, 10.0, optional=True),
+    "max_prompt_tokens": {"most": 5000},
+    "max_output_tokens": {"most": 1000},
     "idle_s": pairs(st.lists(st.floats(1e-3, 1e6), min_size=1, max_size=3).map(_idle) | st.none()),
-    "keep_alive_s": real(0.0, optional=True, needs=LOOSE),
-    "bill_cold_start": flag(optional=True),
     "slo": pairs(
         st.lists(st.tuples(st.floats(30.0, 1e12), st.floats(2.0, 1e12)), min_size=1, max_size=3)
         | st.none()
     ),
     "trem_s": Argument(
-        _regimes(3) | st.none(),
+        st.lists(st.floats(TINY, LARGEST), min_size=1, max_size=3) | st.none(),
         junk("none", "numbers")
         | st.sampled_from([[0.0], [-1.0], ["1"], [None], [float("nan")], [HUGE]]),
-        needs=LOOSE,
     ),
-    "trem_switch": real(0.0, 1.0, optional=True),
-    "trem_sigma": real(0.0, 10.0, optional=True, needs=LOOSE),
-    "price_ratio": real(0.0, open_low=True),
-    "price_cpu_usd_mb_s": real(0.0, open_low=True),
-    "bandwidth_mb_s": real(0.0, open_low=True, needs=LOOSE),
-    "load_mb_s": real(0.0, open_low=True, needs=LOOSE),
-    "container_start_s": real(0.0, needs=LOOSE),
-    "z_max": whole(1, 64, needs=LOOSE),
-    "payload_mb": real(0.0, open_low=True, least=1.0, needs=LOOSE),
-    "main_specs_mb": grid(4000.0, needs=LOOSE),
-    "remote_specs_mb": grid(2000.0, needs=LOOSE),
+    "payload_mb": {"least": 1.0},
+    "main_specs_mb": grid(4000.0),
+    "remote_specs_mb": grid(2000.0),
     "fees": Argument(
         st.sampled_from(sorted(FEES))
         | st.tuples(st.floats(0.0, 1.0), st.sampled_from([0.0, 1e-6, 1e-3, 0.1, 60.0])),
@@ -432,12 +398,7 @@ TOY_TASKS = ("task0", "task1")
 
 
 def per(
-    shape: tuple[int, ...],
-    least: float,
-    open_low: bool,
-    *bad: Any,
-    optional: bool = False,
-    **more: Any,
+    shape: tuple[int, ...], least: float, open_low: bool, *bad: Any, optional=False, **more: Any
 ):
     """A number, or an array of a shape; episodes run with those from `least` on."""
 
@@ -458,16 +419,12 @@ def per(
     return Argument(valid, junk(*allowed) | st.sampled_from(wrong), **more)
 
 
-PLACEMENT = {
+PLACEMENT: dict[str, Any] = {
     "scenario": name("edge_hetero", "edge_decode", "paper_testbed", "drift", "scale_4"),
     "model": name("toy"),
-    "action_mode": name("layer_budget", "layer_height", "expert_score", "placement"),
-    "reward": name("latency", "log_latency"),
-    "epochs": whole(1, 100_000, most=6),
-    "epoch_s": real(0.0, open_low=True, least=0.1, most=1e9, needs={"mean_interarrival_s": 1e8}),
-    "split": name("train", "val", "eval"),
+    "epochs": {"most": 6},
+    "epoch_s": {"least": 0.1, "most": 1e9, "needs": {"mean_interarrival_s": 1e8}},
     "skew": name("measured"),
-    "activations_seed": whole(0, 1 << 31),
     "mean_interarrival_s": Argument(
         st.floats(2.0, 1e9) | st.lists(st.floats(2.0, 1e9), min_size=3, max_size=3),
         junk("none", "half")
@@ -485,39 +442,28 @@ PLACEMENT = {
             [(1,), (5, 4), (1, "2"), (None, None), (1, 2.5), [True, 2], (1, HUGE), ([], [])]
         ),
     ),
-    "task_mix": name("by_server", "mixed", optional=True),
     "tasks": Argument(
         st.lists(st.sampled_from(TOY_TASKS), min_size=1, max_size=5) | st.none(),
         junk("none") | st.sampled_from([["nothing"], [None], [3], [[]], [np.array(["a", "b"])]]),
     ),
-    "rotate_s": real(0.0, least=1e-7, optional=True),  # at most 1e9 turns an episode
-    "history_requests": whole(0, 1_000_000, most=50),
-    "free_start": flag(),
-    "replica_choice": name("least_finish", "nearest", "random", "consolidate"),
-    "replica_candidates": whole(1, 1 << 31),
-    "migration_source": name("host", "network", optional=True),
-    "serving": name("collaborative", "offload"),
-    "cache": name("activation_aware", "lru", "lfu", needs=OFFLOAD),
-    "redirect": flag(),
-    "router": name("home", "fewest_requests", "least_load_per_gpu", "affinity"),
-    "execution": name("home", "forward"),
+    "rotate_s": {"least": 1e-7},  # at most 1e9 turns an episode
+    "history_requests": {"most": 50},
+    "cache": {"needs": OFFLOAD},
     "cluster_kwargs": kwargs(
         st.fixed_dictionaries({}, optional={"link_model": st.sampled_from(["nic", "pairwise"])}),
-        {"link_model": "no"},
-        {"gpus": 3},
-        {"model": "toy"},
+        *({"link_model": "no"}, {"gpus": 3}, {"model": "toy"}),
         called=("link_model", "gpus"),
     ),
 }
 
-CLUSTER = {
+CLUSTER_HINTS: dict[str, Any] = {
     "gpus": Argument(
         st.lists(st.integers(1, 3), min_size=3, max_size=5),
         junk("numbers")
         | st.sampled_from([[0, 1], [1, 2.5], [None], [True, 1], [65], ["1"], [HUGE]]),
     ),
     "gpu_bytes": per((4,), 40e9, True, 0.5, called=("GPU",)),
-    "memory_fraction": real(0.0, 1.0, open_low=True, least=0.003, optional=True),
+    "memory_fraction": {"least": 0.003},
     "slots": Argument(
         st.lists(st.integers(16, 10**6), min_size=4, max_size=4) | st.none(),
         junk("none")
@@ -529,19 +475,11 @@ CLUSTER = {
     "nic_bps": per((3,), TINY, True),
     "bandwidth_bps": per((3, 3), TINY, True, optional=True),
     "latency_s": per((3, 3), 0.0, False),
-    "link_model": name("nic", "pairwise"),
-    "messages": name("per_expert", "per_server"),
-    "weight_bytes_s": real(0.0, open_low=True, optional=True),
-    "fetch_overhead_s": real(0.0, optional=True),
-    "host_bytes": real(0.0, least=1e9, optional=True),
-    "nvme_bytes_s": real(0.0, open_low=True),
-    "message_cost_s": real(0.0),
-    "pcie_bytes_s": real(0.0, open_low=True),
-    "pcie_latency_s": real(0.0),
-    "activation_value_bytes": whole(1, 8),
+    "host_bytes": {"least": 1e9},
     "gpu_speed": per((4,), TINY, True),
     "sizes": Argument(st.none(), junk("none")),
 }
+CLUSTER = from_record(ClusterArguments, CLUSTER_HINTS)
 
 # --------------------------------------------------------------- what every environment takes
 
@@ -555,12 +493,8 @@ VECTOR = {
     "copy": flag(),
     "max_episode_steps": whole(1, 1 << 31, optional=True),
 }
-VECTORS = {
-    "routing": {**VECTOR, "num_threads": whole(1, 256, most=3)},
-    "serverless": VECTOR,
-    "placement": VECTOR,
-    "prefix": VECTOR,
-}
+VECTORS = dict.fromkeys(("serverless", "placement", "prefix"), VECTOR)
+VECTORS["routing"] = {**VECTOR, "num_threads": whole(1, 256, most=3)}
 PARALLEL = {
     "routing": {
         "num_access_points": whole(1, 4096, most=6),
@@ -573,24 +507,19 @@ PARALLEL = {
 # ------------------------------------------------------------------- prefix-cache-aware routing
 
 _CARD = {"card": "h100", "model": "llama-3.1-8b"}
-PREFIX = {
-    "scenario": name(
-        *("llm-d-8", "chat", "agents", "mooncake", "hot-tenant", "drift", "mixed-cards", "gie-709"),
-        optional=True,
-        needs={"workload": "tenants", "workload_kwargs": None, "profiles": _CARD, "rate": 5.0},
-    ),
-    "workload": name("tenants", "sessions", "agents", "mooncake"),
+PREFIX: dict[str, Any] = {
+    "scenario": {
+        "needs": {"workload": "tenants", "workload_kwargs": None, "profiles": _CARD, "rate": 5.0}
+    },
     "workload_kwargs": kwargs(
         st.fixed_dictionaries({}, optional={"groups": st.integers(1, 9)}),
         *({"groups": 0}, {"groups": 1.5}, {"group": 3}, {1: 2}),
         needs={"workload": "tenants"},
         called=("groups", "keyword", "keyword argument"),
     ),
-    "split": name("train", "val", "eval", "all"),
-    "dispatch": name("think", "trace"),
-    "rate": span(0.1, LARGEST),
-    "episode_requests": whole(1, 1 << 20, most=30),
-    "warmup_requests": whole(0, 1 << 20, most=20),
+    "rate": {"low": 0.1},
+    "episode_requests": {"most": 30},
+    "warmup_requests": {"most": 20},
     "profiles": Argument(
         st.sampled_from([_CARD, "h100-llama-3.1-8b", ["l40s-llama-3.1-8b", _CARD]]),
         junk("mapping", "list")
@@ -600,40 +529,36 @@ PREFIX = {
         needs={"num_replicas": None},
         called=("profile", "card", "model", "tp"),
     ),
-    "num_replicas": whole(1, 62, most=4, optional=True, needs={"profiles": _CARD}),
-    "max_num_seqs": whole(1, 4096, most=64),
-    "max_num_batched_tokens": whole(128, 1 << 31, most=8192, called=("max_num_seqs",)),
-    "block_size": whole(1, 1 << 20, most=512, called=("kv_tokens",)),
-    "kv_tokens": dataclasses.replace(
-        whole(16, 1 << 31, optional=True), valid=st.integers(1 << 14, 1 << 20) | st.none()
-    ),
-    "index": name("none", "approximate", "precise"),
+    "num_replicas": {"most": 4, "needs": {"profiles": _CARD}},
+    "max_num_seqs": {"most": 64},
+    "max_num_batched_tokens": {"least": 128, "most": 8192},
+    "block_size": {"most": 512},
+    "kv_tokens": {"least": 1 << 14, "most": 1 << 20},
     "index_kwargs": kwargs(
         st.fixed_dictionaries({}, optional={"heat_s": st.floats(0.1, 1e6)}),
         *({"heat_s": 0.0}, {"heats": 1.0}, {"smoothing": 2.0}, {"index_entries": 0}),
         called=("heat_s", "keyword", "smoothing", "index_entries"),
     ),
-    "scrape_s": real(0.0, least=1e-3, most=1e3),
+    "scrape_s": {"least": 1e-3, "most": 1e3},
     "slo": kwargs(
         st.fixed_dictionaries({}, optional={"ttft_s": st.floats(0.0, 1e6)}),
         *({"ttft_s": -1.0}, {"ttft": 1.0}, {"tpot_s": float("nan")}),
         called=("keyword",),
     ),
-    "reward": name(
-        *("slo", "ttft", "score", "dense"),
-        optional=True,
-        needs={"admission": False, "failures": None},
-    ),
-    "admission": flag(needs={"reward": "slo"}),
+    "reward": {"needs": {"admission": False, "failures": None}},
+    "admission": {"needs": {"reward": "slo"}},
     "failures": dataclasses.replace(ROUTING["failures"], needs={"reward": "slo"}),
-    "length_noise": real(0.0, 10.0, optional=True),
-    "prefix_cache": name("vllm", "infinite", "pooled"),
 }
 
-FAMILIES = {"routing": ROUTING, "serverless": SERVERLESS, "placement": PLACEMENT, "prefix": PREFIX}
+FAMILIES = {
+    "routing": from_record(RoutingArguments, ROUTING),
+    "serverless": from_record(ServerlessArguments, SERVERLESS),
+    "placement": from_record(PlacementArguments, PLACEMENT),
+    "prefix": from_record(PrefixArguments, PREFIX),
+}
 BASE: dict[str, dict[str, Any]] = {
     "routing": {"num_experts": 3, "episode_requests": 12},
-    "serverless": {"model": "toy", "episode_requests": 5},
+    "serverless": {"model": "toy", "episode_requests": 5, "slo": [[1e6, 1e6]]},
     "placement": {"model": "toy", "epochs": 2, "epoch_s": 20.0, "history_requests": 5},
     "prefix": {"num_replicas": 2, "episode_requests": 12, "warmup_requests": 3},
 }

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import inspect
 import os
-from importlib import import_module
 from typing import Any, NamedTuple
 
 import gymnasium as gym
@@ -21,7 +20,6 @@ from hypothesis import strategies as st
 from numba import config as numba_config
 
 import servegym
-from servegym.envs.expert_placement import cluster as placement_cluster
 from servegym.envs.expert_placement.core import PlacementEpisode
 from servegym.envs.expert_placement.pettingzoo_env import ExpertPlacementParallelEnv
 from servegym.envs.families import FAMILIES as RECORDS
@@ -86,10 +84,6 @@ def parameters(function: Any, *hidden: str) -> set[str]:
 
 def test_every_argument_has_a_strategy():
     assert sum(map(len, IDS.values())) == len(servegym.ENV_IDS)
-    for record in RECORDS:
-        build_problem = import_module(f"servegym.envs.{record.name}.config").build_problem
-        assert set(FAMILIES[record.group]) == parameters(build_problem, "view"), record
-    assert set(CLUSTER) == parameters(placement_cluster.build_cluster, "model")
     for family, env_ids in IDS.items():
         for env_id in env_ids:
             spec = gym.spec(env_id)

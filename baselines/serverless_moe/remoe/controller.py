@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +15,15 @@ from servegym.baselines.serverless_moe.remoe.memory import (
     round_memory,
     solve_memory,
 )
-from servegym.baselines.serverless_moe.remoe.mmp import worst_cases
+from servegym.baselines.serverless_moe.remoe.mmp import WorstCases, worst_cases
 from servegym.baselines.serverless_moe.remoe.replicas import choose_replicas
-from servegym.envs.serverless_moe import equations as eq
+from servegym.envs.serverless_moe.kernel.cost import block_s, layer_s, main_usd_s
 from servegym.envs.serverless_moe.loads import Load
+from servegym.envs.serverless_moe.outcomes import check_limits, expected_outcome, plan_start
+from servegym.envs.serverless_moe.plans import smallest_specs
+from servegym.envs.serverless_moe.records import Cold, Outcome, Plan
 from servegym.envs.serverless_moe.sets import least_used
+from servegym.envs.serverless_moe.system import SystemModel
 
 READINGS = ("remoe", "remoe_cost")
 
@@ -36,19 +39,18 @@ class Decision:
         worst_case_met: Algorithm 2 found that b meets both limits in its worst case.
     """
 
-    plan: eq.Plan
+    plan: Plan
     ratio: float
-    expected: eq.Outcome
+    expected: Outcome
     worst_case_met: bool
 
 
 def memory_problem(
-    system: eq.SystemModel,
+    system: SystemModel,
     load: Load,
     remote: NDArray[np.bool_],
     main_mb: float,
     tpot_limit_s: float,
-    decode_invocation: str,
 ) -> tuple[MemoryProblem, NDArray[np.intp]]:
     """P2 for one remote set, and the layers that are in it (those with remote calls).
 
@@ -64,16 +66,16 @@ def memory_problem(
     calls = np.maximum(calls, np.where(remote, load.tokens, 0.0).sum(axis=1))
     need = system.expert_mb * members + system.token_mb * calls
     low, high = system.remote_specs_mb[0], system.remote_specs_mb[-1]
-    budget = tpot_limit_s - eq.non_expert_s(system, load)[1] / max(load.n_out, 1)
-    budget -= system.moe_layers * 2.0 * system.swap_s(system.top_k)
-    each = s * system.top_k if decode_invocation == "per_call" else 1.0 - (1.0 - s) ** system.top_k
+    budget = tpot_limit_s - min(load.n_out, 1) * system.layers * block_s(system, 1)
+    budget -= system.moe_layers * layer_s(system, 0.0, 0.0, system.top_k)
+    each = s * system.top_k if system.per_call else 1.0 - (1.0 - s) ** system.top_k
     problem = MemoryProblem(
         theta1=system.top_k * system.expert_theta1_s * ones,
         theta2=system.expert_theta2_per_gb * ones,
         theta3=system.top_k * system.expert_theta3_s * ones,
         share=s,
         overhead_s=load.trem_s[layers],
-        holding_usd_s=eq.main_rate_usd_s(system, load.n_in, load.n_out, main_mb),
+        holding_usd_s=main_usd_s(system, load.n_in + load.n_out, main_mb),
         price_usd_gb_s=system.price_cpu * 1024.0,
         lower_gb=np.clip(need[layers], low, high) / 1024.0,
         upper_gb=np.full(layers.size, high / 1024.0),
@@ -84,30 +86,28 @@ def memory_problem(
 
 
 def plan_for(
-    system: eq.SystemModel,
+    system: SystemModel,
     load: Load,
     remote: NDArray[np.bool_],
     main_mb: float,
     *,
     ttft_limit_s: float,
     tpot_limit_s: float,
-    decode_invocation: str,
-    load_shared: bool,
-) -> eq.Plan:
+) -> Plan:
     """Memory and replicas of the remote functions for a remote set and W, everything cold."""
     used = np.asarray(remote.any(axis=1))
-    problem, layers = memory_problem(system, load, remote, main_mb, tpot_limit_s, decode_invocation)
+    problem, layers = memory_problem(system, load, remote, main_mb, tpot_limit_s)
     # Layers whose remote experts are never called still have to hold them.
-    held = system.expert_mb * remote.sum(axis=1)
-    remote_mb = np.where(used, eq.smallest_specs(system.remote_specs_mb, held), 0.0)
+    weights_mb = system.expert_mb * remote.sum(axis=1)
+    remote_mb = np.where(used, smallest_specs(system.remote_specs_mb, weights_mb), 0.0)
     if layers.size:
         gb = round_memory(problem, solve_memory(problem)[0], system.remote_specs_mb / 1024.0)
         # The grid in MB exactly, not 1024 times its quotient.
         at = np.searchsorted(system.remote_specs_mb, gb * 1024.0 - 1e-6)
         remote_mb[layers] = system.remote_specs_mb[at]
     one = used.astype(np.int64)
-    single = eq.Plan(remote, main_mb, remote_mb, one, np.zeros(remote.shape, dtype=np.int64))
-    main, others = eq.cold_starts_s(system, single, eq.Cold(True, one), load_shared)
+    single = Plan(remote, main_mb, remote_mb, one, np.zeros(remote.shape, dtype=np.int64))
+    start = plan_start(system, single, Cold(True, one))
     count, assignment = choose_replicas(
         system,
         load,
@@ -115,24 +115,20 @@ def plan_for(
         main_mb,
         remote_mb,
         ttft_limit_s=ttft_limit_s,
-        cold_s=max(main, float(others.max(initial=0.0))),
+        cold_s=max(start.main_s, start.remote_s),
     )
-    return eq.Plan(remote, main_mb, remote_mb, count, assignment)
+    return Plan(remote, main_mb, remote_mb, count, assignment)
 
 
 def remoe(
-    system: eq.SystemModel,
+    system: SystemModel,
     load: Load,
     *,
     ttft_limit_s: float = np.inf,
     tpot_limit_s: float = np.inf,
     reading: str = "remoe",
-    max_tokens: int | None = None,
-    decode_invocation: str = "per_call",
-    bill_cold_start: bool = False,
-    load_shared: bool = False,
     candidates: int = 17,
-    members: Sequence[int] | None = None,
+    cases: WorstCases | None = None,
     score: ArrayLike | None = None,
 ) -> Decision:
     """Decide b, W, Y and z for a cold request (Fig. 2 of the paper, from MMP to the replicas).
@@ -144,25 +140,19 @@ def remoe(
         tpot_limit_s: Limit of 10c.
         reading: ``"remoe"``: the largest b that Algorithm 2 allows. ``"remoe_cost"``: of the b that
             it allows (of all, where it allows none) the one of least expected cost.
-        max_tokens: Nmax of Algorithm 2.
-        decode_invocation: As `evaluate_plan`.
-        bill_cold_start: As `evaluate_plan`; enters the expected cost.
-        load_shared: As `evaluate_plan`.
         candidates: ``remoe_cost`` tries this many b, evenly spread.
-        members: Remote experts of a layer that are on offer; default all of 0..K.
+        cases: The b on offer; default all of m / K, and n_out for Nmax of Algorithm 2.
         score: (L, K) utility by which remote sets are formed; default the load's frequencies.
 
     Raises:
         ValueError: If the reading is unknown or a number is out of range.
     """
     choose("reading", reading, READINGS)
-    eq.check_limits(ttft_limit_s, tpot_limit_s)
+    check_limits(ttft_limit_s, tpot_limit_s)
     whole("candidates", candidates, 1)
-    how: dict[str, Any] = {"ttft_limit_s": ttft_limit_s, "tpot_limit_s": tpot_limit_s}
-    how |= {"decode_invocation": decode_invocation, "load_shared": load_shared}
-    cases = worst_cases(system, load, max_tokens=max_tokens, **how)
-    if members is not None:
-        cases = cases.only(members)
+    limits: dict[str, Any] = {"ttft_limit_s": ttft_limit_s, "tpot_limit_s": tpot_limit_s}
+    if cases is None:
+        cases = worst_cases(system, load, **limits)
     order = load.frequency if score is None else np.asarray(score, np.float64)
     if reading == "remoe":
         tried = np.array([cases.chosen()])
@@ -174,8 +164,8 @@ def remoe(
     decisions = []
     for at in tried:
         remote = least_used(order, int(cases.members[at]))
-        plan = plan_for(system, load, remote, float(cases.main_mb[at]), **how)
-        expected = eq.expected_outcome(system, load, plan, bill_cold_start=bill_cold_start, **how)
+        plan = plan_for(system, load, remote, float(cases.main_mb[at]), **limits)
+        expected = expected_outcome(system, load, plan, **limits)
         decisions.append(Decision(plan, float(cases.ratio[at]), expected, bool(cases.feasible[at])))
     # Fewest violations first, then least cost.
     return min(decisions, key=lambda d: (sum(d.expected.violations.values()), d.expected.cost_usd))

@@ -8,8 +8,16 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from servegym.baselines.serverless_moe.remoe.bounds import corollary1, theorem1
-from servegym.envs.serverless_moe import equations as eq
+from servegym.envs.serverless_moe.kernel.cost import (
+    block_s,
+    experts_s,
+    layer_s,
+    start_s,
+    transfer_s,
+)
 from servegym.envs.serverless_moe.loads import Load
+from servegym.envs.serverless_moe.plans import smallest_specs
+from servegym.envs.serverless_moe.system import SystemModel
 
 Floats = NDArray[np.float64]
 
@@ -56,14 +64,12 @@ class WorstCases:
 
 
 def worst_cases(
-    system: eq.SystemModel,
+    system: SystemModel,
     load: Load,
     ttft_limit_s: float = np.inf,
     tpot_limit_s: float = np.inf,
     *,
     max_tokens: int | None = None,
-    decode_invocation: str = "per_call",
-    load_shared: bool = False,
 ) -> WorstCases:
     """Worst-case times of every b (lines 4-9 of Algorithm 2).
 
@@ -78,53 +84,45 @@ def worst_cases(
         ttft_limit_s: Limit of 10b.
         tpot_limit_s: Limit of 10c.
         max_tokens: Nmax of line 1, tokens that the main function must hold; default n_out.
-        decode_invocation: As `evaluate_plan`.
-        load_shared: As `evaluate_plan`.
     """
-    experts, top_k, layers = system.num_experts, system.top_k, system.moe_layers
+    experts, top_k = system.num_experts, system.top_k
     m = np.arange(experts, -1, -1)
     tokens = load.n_out if max_tokens is None else int(max_tokens)
     need = system.token_mb * tokens + (experts - m) * float(system.expert_mb.sum())
     # Line 8: no less than the largest remote memory, so that local experts are not the slower.
     need = np.maximum(need, float(system.remote_specs_mb[-1]))
-    main_mb = eq.smallest_specs(system.main_specs_mb, need - 1e-9)
+    main_mb = smallest_specs(system.main_specs_mb, need - 1e-9)
 
-    big = float(system.remote_specs_mb[-1])
-    first, more = (float(x) for x in eq.expert_time_terms(system, big))
-    wire = system.transfer_s
+    big, wire = system.expert_law(system.remote_specs_mb[-1]), transfer_s(system)
+    near = system.expert_law(main_mb)
     trem = load.trem_worst_s
 
     calls = corollary1(load.n_in, m, experts, top_k)
-    total = np.minimum(m, calls) * first + (more + wire) * calls
+    total = experts_s(*big, wire, np.minimum(m, calls), calls)
     single = np.minimum(theorem1(load.n_in, experts, top_k), load.n_in)
-    largest = np.where(calls > 0, first + (more + wire) * np.minimum(single, calls), 0.0)
+    largest = np.where(calls > 0, experts_s(*big, wire, 1.0, np.minimum(single, calls)), 0.0)
     z = np.clip(m, 1, system.z_max)
     slowest = (z - 1.0) / z * largest + total / z
-    own_first, own_more = eq.expert_time_terms(system, main_mb)
     local_calls = load.n_in * top_k - calls
-    local = np.minimum(experts - m, local_calls) * own_first + own_more * local_calls
+    local = experts_s(*near, 0.0, np.minimum(experts - m, local_calls), local_calls)
     remote = np.where(m > 0, slowest, 0.0)[:, None] + np.where(m > 0, 1.0, 0.0)[:, None] * trem
-    prefill = np.maximum(local[:, None], remote).sum(axis=1)
-    fixed_prefill, fixed_decode = eq.non_expert_s(system, load)
-    prefill = prefill + fixed_prefill + layers * 2.0 * system.swap_s(load.n_in)
+    prefill = layer_s(system, local[:, None], remote, load.n_in).sum(axis=1)
+    prefill = prefill + system.layers * block_s(system, load.n_in)
 
     steps = max(load.n_out, 1)
     r = corollary1(load.n_out, m, experts, top_k) / steps
-    one_remote = float(system.expert_cpu_s(big, 1)) + wire
-    if decode_invocation == "per_call":
-        remote = r[:, None] * (one_remote + trem)
-    else:
-        remote = r[:, None] * one_remote + np.minimum(r, 1.0)[:, None] * trem
-    own = (top_k - r) * system.expert_cpu_s(main_mb, 1)
-    decode = np.maximum(own[:, None], remote).sum(axis=1)
-    tpot = decode + layers * 2.0 * system.swap_s(top_k) + fixed_decode / steps
+    # Of a fraction of a call: not what a token takes, but what tokens take in the mean.
+    invoked = r if system.per_call else np.minimum(r, 1.0)
+    remote = (r * (big[0] + wire))[:, None] + invoked[:, None] * trem
+    decode = layer_s(system, ((top_k - r) * near[0])[:, None], remote, top_k).sum(axis=1)
+    tpot = decode + load.n_out * system.layers * block_s(system, 1) / steps
 
     main_load = system.all_non_expert_mb + (experts - m) * float(system.expert_mb.sum())
     remote_load = m * float(system.expert_mb.max())
-    if load_shared:
+    if system.load_shared:
         main_load = remote_load = main_load + m * float(system.expert_mb.sum())
-    main = system.container_start_main_s + main_load / system.load_mb_s
-    other = system.container_start_remote_s + remote_load / system.load_mb_s
+    main = start_s(system, system.container_start_main_s, main_load)
+    other = start_s(system, system.container_start_remote_s, remote_load)
     ttft = prefill + np.maximum(main, np.where(m > 0, other, 0.0))
     excess = np.maximum(ttft / ttft_limit_s, tpot / tpot_limit_s) - 1.0
     return WorstCases(m, m / experts, main_mb, ttft, tpot, excess)

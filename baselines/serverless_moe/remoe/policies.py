@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from servegym.baselines.serverless_moe.base import Actions, Observed, ServerlessPolicy
 from servegym.baselines.serverless_moe.remoe.controller import remoe
-from servegym.envs.serverless_moe import equations as eq
+from servegym.baselines.serverless_moe.remoe.mmp import worst_cases
+from servegym.envs.serverless_moe.records import Plan
 
 __all__ = ["Remoe", "RemoeCost", "RemoeSticky"]
 
@@ -25,24 +26,21 @@ class Remoe(ServerlessPolicy):
 
     def decide(self, row: int, observed: Observed, legal: NDArray[np.bool_]) -> Actions:
         """See `ServerlessPolicy.decide`."""
-        system = self.system
+        system, load = self.system, self.expected(observed)
+        limits = {"ttft_limit_s": observed.ttft_limit_s, "tpot_limit_s": observed.tpot_limit_s}
+        cases = worst_cases(system.model, load, **limits, max_tokens=system.max_output_tokens)
         decision = remoe(
             system.model,
-            self.expected(observed),
-            ttft_limit_s=observed.ttft_limit_s,
-            tpot_limit_s=observed.tpot_limit_s,
+            load,
+            **limits,
             reading=self.reading,
-            max_tokens=system.max_output_tokens,
-            decode_invocation=system.decode_invocation,
-            bill_cold_start=system.bill_cold_start,
-            load_shared=system.load_shared,
-            members=system.levels[legal].tolist(),
             candidates=9,
+            cases=cases.only(system.levels[legal]),
             score=system.shared if self.order else None,
         )
         return self.on_grid(observed, decision.plan)
 
-    def on_grid(self, observed: Observed, plan: eq.Plan) -> Actions:
+    def on_grid(self, observed: Observed, plan: Plan) -> Actions:
         """The action whose plan is nearest to this one.
 
         Falling short counts double: less memory or fewer replicas can make a plan infeasible. With

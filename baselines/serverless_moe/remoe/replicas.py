@@ -7,8 +7,19 @@ from numpy.typing import NDArray
 
 from servegym.baselines.serverless_moe.lpt import assign, replica_loads
 from servegym.baselines.serverless_moe.remoe.bounds import ConformalBound, theorem4
-from servegym.envs.serverless_moe import equations as eq
+from servegym.envs.serverless_moe.kernel.cost import (
+    Phase,
+    Start,
+    bill,
+    block_s,
+    experts_s,
+    layer_s,
+    main_usd_s,
+    transfer_s,
+)
 from servegym.envs.serverless_moe.loads import Load
+from servegym.envs.serverless_moe.outcomes import job_s, local_s, remote_prefill
+from servegym.envs.serverless_moe.system import SystemModel
 
 Floats = NDArray[np.float64]
 
@@ -22,7 +33,7 @@ differs from the expected one."""
 
 
 def choose_replicas(
-    system: eq.SystemModel,
+    system: SystemModel,
     load: Load,
     remote: NDArray[np.bool_],
     main_mb: float,
@@ -53,37 +64,34 @@ def choose_replicas(
     used = np.flatnonzero(remote.any(axis=1))
     layers, z_max = remote.shape[0], system.z_max
     safe = np.where(remote_mb > 0, remote_mb, 1024.0)
-    jobs = np.where(remote, eq.job_times(system, load, safe), 0.0)
+    jobs = np.where(remote, job_s(system, load, safe), 0.0)
     body = load.tokens * system.token_mb
-    table = replica_loads(jobs, body, z_max, load.trem_s, system.granularity_s)
+    busy, largest_mb = replica_loads(jobs, body, z_max)
 
     z = np.ones(layers, dtype=np.int64)
-    fit = table.payload_mb * PAYLOAD_MARGIN <= system.payload_mb
+    fit = largest_mb * PAYLOAD_MARGIN <= system.payload_mb
     # Where no number holds the margin the smallest largest body is what can be done.
-    fallback = np.argmin(table.payload_mb, axis=1)
+    fallback = np.argmin(largest_mb, axis=1)
     z[used] = np.where(fit.any(axis=1), fit.argmax(axis=1), fallback)[used] + 1
 
-    local = eq.prefill_local_s(system, load, remote, main_mb)
+    local = local_s(system, load, remote, main_mb)[:, None]
     numbers = np.arange(1, z_max + 1)
-    trem = load.trem_s[:, None]
-    slowest = np.where(table.invoked > 0, table.slowest_s + trem, 0.0)
-    seconds = np.maximum(local[:, None], slowest)
-    rate = eq.main_rate_usd_s(system, load.n_in, load.n_out, main_mb)
-    billed = jobs.sum(axis=1)[:, None] + table.invoked * trem + table.rounding_s
-    cost = rate * seconds + system.price_cpu * remote_mb[:, None] * billed
-    cost += system.invocation_usd * table.invoked
+    trem, mb = load.trem_s[:, None], remote_mb[:, None]
+    slowest, prefill = remote_prefill(system, busy, trem, mb)
+    prefill = prefill._replace(seconds=layer_s(system, local, slowest, load.n_in))
+    rate = main_usd_s(system, load.n_in + load.n_out, main_mb)
+    cost = bill(system, rate, 0.0, prefill, Phase(), Start()).cost_usd
 
-    first, more = eq.expert_time_terms(system, safe)
-    wire = system.transfer_s
     law = ConformalBound(HOEFFDING_Q, system.top_k)
     upper = np.where(remote, law(load.frequency, load.n_in), 0.0).max(axis=1)
-    largest = np.where(upper > 0, first + (more + wire) * upper, 0.0)
+    largest = experts_s(*system.expert_law(safe), transfer_s(system), 1.0, upper)
+    largest = np.where(upper > 0, largest, 0.0)
     total = jobs.sum(axis=1)
     worst_slowest = theorem4(largest[:, None], total[:, None], numbers, load.trem_worst_s[:, None])
     worst_slowest[np.setdiff1d(np.arange(layers), used)] = 0.0
-    worst = np.maximum(local[:, None], worst_slowest)
+    worst = layer_s(system, local, worst_slowest, load.n_in)
 
-    fixed = eq.non_expert_s(system, load)[0] + layers * 2.0 * system.swap_s(load.n_in) + cold_s
+    fixed = system.layers * block_s(system, load.n_in) + cold_s
     at = np.arange(layers)
 
     def potential() -> Floats:

@@ -40,8 +40,8 @@ CONFIG = _record(
     ("max_in", "i8"),  # longest prompt, tokens
     ("max_out", "i8"),  # most generated tokens
     ("by_deployment", "i8"),  # 1: a deployment serves in place of the action's plan
-    ("gpu_base_s", "f8"),  # non-expert module of a block on the GPU, one token
-    ("gpu_token_s", "f8"),  # each further token
+    ("gpu_layer_base_s", "f8"),  # non-expert module of a block on the GPU, one token
+    ("gpu_layer_token_s", "f8"),  # each further token
     ("swap_base_s", "f8"),  # latency of a move between GPU and CPU, one way
     ("swap_mb_s", "f8"),  # MB/s of that move
     ("token_mb", "f8"),  # D, one token vector
@@ -50,11 +50,11 @@ CONFIG = _record(
     ("price_gpu", "f8"),  # c_g, USD per MB s
     ("gpu_token_mb", "f8"),  # GPU memory of a token: its vector and its KV cache
     ("gpu_fixed_mb", "f8"),  # GPU memory whatever the request
-    ("non_expert_mb", "f8"),  # all non-expert modules
+    ("all_non_expert_mb", "f8"),  # all non-expert modules
     ("runtime_cpu_mb", "f8"),  # CPU memory of the main function's runtime
     ("load_mb_s", "f8"),  # MB/s at which a starting function reads its weights
-    ("start_main_s", "f8"),  # start of the main function's container
-    ("start_remote_s", "f8"),  # start of a remote function's container
+    ("container_start_main_s", "f8"),  # start of the main function's container
+    ("container_start_remote_s", "f8"),  # start of a remote function's container
     ("payload_mb", "f8"),  # largest body of one invocation
     ("keep_alive_s", "f8"),  # idle time that functions outlive; 0: every request is cold
     ("penalty", "f8"),  # of a violated SLO, in MIX costs of the request
@@ -125,18 +125,19 @@ PLAN = _record(
 """The remote function of a layer as planned for the current request."""
 
 DEPLOYMENT = _record(
-    ("prefill_s", "f8"),
-    ("decode_s", "f8"),
-    ("main_usd", "f8"),
-    ("prefill_usd", "f8"),
-    ("decode_usd", "f8"),
-    ("start_s", "f8"),  # if cold
-    ("start_usd", "f8"),  # if cold and billed
+    ("rate_usd_s", "f8"),  # what a second of the main function costs
     ("main_mb", "f8"),  # memory of the main function
     ("remote", "f8"),  # remote ratio
-    ("invocations", "i8"),
-    ("rounding_usd", "f8"),  # added by rounding, starts apart
-    ("start_rounding_usd", "f8"),  # added to the start, if cold and billed
+    ("prefill_s", "f8"),
+    ("prefill_mb_s", "f8"),  # memory x time of the remote functions
+    ("decode_s", "f8"),
+    ("decode_mb_s", "f8"),  # memory x time of the remote functions
+    ("rounding_mb_s", "f8"),  # memory x time that rounding adds to both
+    ("invocations", "i8"),  # of all functions
+    ("start_main_s", "f8"),  # if cold: start of the main function
+    ("start_remote_s", "f8"),  # start of the slowest remote function
+    ("start_mb_s", "f8"),  # memory x time of the starting remote functions
+    ("start_rounding_mb_s", "f8"),  # memory x time that rounding adds to it
 )
 """What a request takes of a deployment that is no plan."""
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from servegym._jit import inner
+from servegym.envs.serverless_moe.kernel.cost import planned_job_s
 from servegym.envs.serverless_moe.kernel.routing import has_expert
 
 __all__ = ["Choice", "choose", "functions_are_warm", "plan_functions"]
@@ -98,7 +99,6 @@ def _write_jobs(c, plan, falling, predicted, tokens, scratch):
     Returns:
         How many jobs there are.
     """
-    token_mb, bandwidth = c.token_mb, c.bandwidth_mb_s
     mask, one, more = plan.mask, plan.one_s, plan.more_s
     job_expert, job_s, job_tokens = scratch.job_expert, scratch.job_s, scratch.job_tokens
     count = 0
@@ -107,10 +107,8 @@ def _write_jobs(c, plan, falling, predicted, tokens, scratch):
         if not has_expert(mask, k):
             continue
         n = tokens * np.float64(predicted[k])
-        job = 2.0 * n * token_mb / bandwidth
-        if n > 0.0:
-            job += one + more * (max(n, 1.0) - 1.0)
-        job_expert[count], job_s[count], job_tokens[count] = k, job, n
+        job_expert[count], job_tokens[count] = k, n
+        job_s[count] = planned_job_s(c, one, more, n)
         count += 1
     return count
 

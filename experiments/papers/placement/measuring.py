@@ -50,13 +50,13 @@ def setting(**kwargs: Any) -> str:
         **kwargs: Arguments of the environment.
     """
     problem = build_problem(**{"split": "eval", **kwargs})
-    c = problem.cluster
+    c, options = problem.cluster, problem.simulator
     rates = sorted({float(b) / 1e6 for b in c.nic_bps})
     return (
         f"{c.model}, {c.num_gpus} GPUs on {c.num_servers} servers, link model {c.link_model}, "
         f"messages {c.messages}, h = {1e3 * c.message_cost_s:g} ms, NIC "
-        f"{' / '.join(f'{r:g}' for r in rates)} Mbps, replica choice {problem.replica_choice}, "
-        f"weights from {problem.migration_source}, {problem.activations.kind} activations "
+        f"{' / '.join(f'{r:g}' for r in rates)} Mbps, replica choice {options.replica_choice}, "
+        f"weights from {options.migration_source}, {problem.activations.kind} activations "
         f"({problem.arguments['skew']} skew), tasks {', '.join(problem.tasks)}"
     )
 

@@ -7,9 +7,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from servegym.envs.serverless_moe import equations as eq
 from servegym.envs.serverless_moe.config import PRESETS, build_system
+from servegym.envs.serverless_moe.records import Request
+from servegym.envs.serverless_moe.system import SystemModel
 from servegym.envs.workloads.activations import Activations
+from servegym.envs.workloads.expert_sets import set_bits
 from servegym.experiments.evaluation.stats import mean, stratified_bootstrap
 from servegym.experiments.evaluation.tables import note
 from servegym.experiments.papers.study import interval_columns
@@ -86,7 +88,7 @@ PROMPTS = 1_000
 
 def billed_system(
     model: Any, bill: str = "none", gpu: str = "eager", **changes: Any
-) -> eq.SystemModel:
+) -> SystemModel:
     """The system of a model as a bill of `BILLS` charges it.
 
     Args:
@@ -110,7 +112,7 @@ def held_out(activations: Activations, most: int) -> NDArray[np.int64]:
 
 def recorded_request(
     activations: Activations, prompt: int, n_in: int, n_out: int, trem_s: ArrayLike
-) -> eq.Request:
+) -> Request:
     """A request that walks through the recorded tokens of a prompt, from the first one on.
 
     Where it is longer than the recording, the walk begins anew.
@@ -124,9 +126,9 @@ def recorded_request(
     """
     bank = activations.bank[activations.bank_start[prompt] : activations.bank_start[prompt + 1]]
     tokens = bank[np.arange(n_in + n_out) % len(bank)]
-    counts = eq.set_bits(tokens[:n_in], activations.model.experts).sum(axis=0)
+    counts = set_bits(tokens[:n_in], activations.model.experts).sum(axis=0)
     overhead = np.broadcast_to(np.asarray(trem_s, np.float64), bank.shape[1:]).copy()
-    return eq.Request(counts.astype(np.int64), tokens[n_in:], overhead, n_in)
+    return Request(counts.astype(np.int64), tokens[n_in:], overhead, n_in)
 
 
 def with_interval(key: str, values: ArrayLike) -> dict[str, Any]:

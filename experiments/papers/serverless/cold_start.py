@@ -12,6 +12,7 @@ bill: fees make it keep more experts in the main function.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,10 +20,13 @@ from numpy.typing import NDArray
 
 from servegym._command_line import run_main
 from servegym.baselines.serverless_moe.remoe import READINGS, remoe
-from servegym.envs.serverless_moe import equations as eq
 from servegym.envs.serverless_moe.config import predict
 from servegym.envs.serverless_moe.loads import Load
+from servegym.envs.serverless_moe.outcomes import plan_start
+from servegym.envs.serverless_moe.records import Cold, Plan
 from servegym.envs.serverless_moe.rivals import DEPLOYMENTS, deployment_cost
+from servegym.envs.serverless_moe.sets import least_used, remote_count
+from servegym.envs.serverless_moe.system import SystemModel
 from servegym.envs.workloads.activations import load_activations
 from servegym.experiments.papers.plotting import Bars
 from servegym.experiments.papers.serverless.billing import (
@@ -56,29 +60,27 @@ Array = NDArray[np.float64]
 
 
 def starts(
-    system: eq.SystemModel, remote: NDArray[np.bool_], replicas: NDArray[np.int64], shared: bool
+    system: SystemModel, remote: NDArray[np.bool_], replicas: NDArray[np.int64]
 ) -> tuple[float, float]:
     """Start of the main function and of the slowest remote one when all are cold, s.
 
     Args:
         system: The system.
         remote: (L, K) remote experts.
-        replicas: (L,) of each remote function; matters only if the link is shared.
-        shared: All weights go over one link.
+        replicas: (L,) of each remote function; matters only if the storage link is shared.
     """
     used = np.asarray(remote.any(axis=1))
-    plan = eq.Plan(remote, 0.0, np.zeros(len(used)), replicas, np.where(remote, 0, -1))
-    cold = eq.Cold(True, np.where(used, replicas, 0))
-    main, others = eq.cold_starts_s(system, plan, cold, shared)
-    return main, float(others.max(initial=0.0))
+    plan = Plan(remote, 0.0, np.zeros(len(used)), replicas, np.where(remote, 0, -1))
+    start = plan_start(system, plan, Cold(True, np.where(used, replicas, 0)))
+    return start.main_s, start.remote_s
 
 
-def _load(system: eq.SystemModel, frequency: NDArray[Any]) -> Load:
+def _load(system: SystemModel, frequency: NDArray[Any]) -> Load:
     return Load.predicted(system, frequency, N_IN, N_OUT, TREM_S)
 
 
 def _start_row(
-    system: eq.SystemModel, head: dict[str, Any], parts: Sequence[tuple[float, float]], mix: float
+    system: SystemModel, head: dict[str, Any], parts: Sequence[tuple[float, float]], mix: float
 ) -> dict[str, Any]:
     """A row from the (main, remote) starts of the prompts."""
     main, remote = np.array(parts, np.float64).T
@@ -110,7 +112,7 @@ def cold_rows(name: str, prompts: int, ratios: Sequence[float]) -> list[dict[str
     for setting, bill in cases:
         system = billed_system(name, bill, **settings[setting])
         request = recorded_request(activations, int(queries[0]), N_IN, N_OUT, TREM_S)
-        mix = deployment_cost("mix", system, request).cold_s
+        mix = deployment_cost("mix", system, request).bill.cold_s
         plans = {
             reading: [
                 remoe(
@@ -125,22 +127,23 @@ def cold_rows(name: str, prompts: int, ratios: Sequence[float]) -> list[dict[str
             for reading in READINGS
         }
         for link in ("separate", "shared"):
+            linked = replace(system, load_shared=link == "shared")
             head = {"model": name, "setting": setting, "bill": bill, "link": link}
             for method in DEPLOYMENTS:
                 if (link, bill) == ("separate", "none"):
                     # The deployments start as one function, or as functions of one expert each.
-                    cold = deployment_cost(method, system, request).cold_s
+                    cold = deployment_cost(method, system, request).bill.cold_s
                     kind = head | {"method": method, "b": ""}
                     rows.append(_start_row(system, kind, [(cold, 0.0)], mix))
             for reading, made in plans.items():
-                parts = [starts(system, p.remote, p.replicas, link == "shared") for p in made]
+                parts = [starts(linked, p.remote, p.replicas) for p in made]
                 b = float(np.mean([p.remote.mean() for p in made]))
                 rows.append(_start_row(system, head | {"method": reading, "b": b}, parts, mix))
             for b in sorted({*ratios, *EXAMPLES}) if bill == "none" else ():
-                count = int(eq.remote_count(b, system.num_experts))
-                remote = eq.least_used(predicted[queries[0]], count)
+                count = int(remote_count(b, system.num_experts))
+                remote = least_used(predicted[queries[0]], count)
                 once = np.ones(system.moe_layers, dtype=np.int64)
-                part = starts(system, remote, once, link == "shared")
+                part = starts(linked, remote, once)
                 kind = head | {"method": f"b = {b:g}", "b": count / system.num_experts}
                 rows.append(_start_row(system, kind, [part], mix))
     return rows

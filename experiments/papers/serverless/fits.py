@@ -23,10 +23,12 @@ from scipy.optimize import least_squares
 
 from servegym._command_line import run_main
 from servegym.baselines.serverless_moe.remoe import remoe
-from servegym.envs.serverless_moe import equations as eq
 from servegym.envs.serverless_moe.config import build_system, predict
+from servegym.envs.serverless_moe.kernel.cost import main_usd_s
 from servegym.envs.serverless_moe.loads import Load
+from servegym.envs.serverless_moe.outcomes import evaluate_plan
 from servegym.envs.serverless_moe.rivals import deployment_cost
+from servegym.envs.serverless_moe.system import SystemModel
 from servegym.envs.workloads.activations import load_activations
 from servegym.experiments.evaluation.tables import Note
 from servegym.experiments.papers.plotting import Lines
@@ -92,8 +94,8 @@ def fit_theta(gb: ArrayLike, seconds: ArrayLike, theta2: float | None = None) ->
 
     free = 2 if theta2 is not None else 3
     start = np.log([float(t.max()), float(t.min()), 1.0])[:free]
-    found = np.exp(least_squares(lambda x: law(x) / t - 1.0, start).x)
-    return ThetaLaw(float(found[0]), float(theta2 or found[-1]), float(found[1]))
+    fitted = np.exp(least_squares(lambda x: law(x) / t - 1.0, start).x)
+    return ThetaLaw(float(fitted[0]), float(theta2 or fitted[-1]), float(fitted[1]))
 
 
 def derived_seconds(one_token_s: float, gb: ArrayLike) -> Array:
@@ -122,7 +124,7 @@ def batch_seconds(expert: Mapping[str, Any], tokens: Sequence[int]) -> Array:
     return np.where(n > 1, np.maximum(one, floor + n * expert["per_token_s"]), one)
 
 
-def saving(system: eq.SystemModel, name: str, law: ThetaLaw, prompts: int) -> dict[str, Any]:
+def saving(system: SystemModel, name: str, law: ThetaLaw, prompts: int) -> dict[str, Any]:
     """Cost of Remoe (``remoe_cost``) over MIX's with another law of expert time, and its interval.
 
     Args:
@@ -145,7 +147,7 @@ def saving(system: eq.SystemModel, name: str, law: ThetaLaw, prompts: int) -> di
             system, load, ttft_limit_s=TTFT_S, tpot_limit_s=TPOT_S, reading="remoe_cost"
         ).plan
         request = recorded_request(activations, int(q), N_IN, N_OUT, TREM_S)
-        cost = eq.evaluate_plan(system, request, plan).cost_usd
+        cost = evaluate_plan(system, request, plan).cost_usd
         ratios.append(cost / deployment_cost("mix", system, request).cost_usd)
     return with_interval("cost_over_mix", ratios)
 
@@ -238,14 +240,14 @@ def _notes(options: Options, rows: Sequence[dict[str, Any]]) -> Iterator[Note]:
 
 
 def _law_notes(
-    system: eq.SystemModel,
+    system: SystemModel,
     laws: dict[str, ThetaLaw],
     quality: dict[str, tuple[float, float]],
 ) -> list[Note]:
     doubt = load_constants()["thread_scaling"]["fit_error"]["left_out_one_by_one"]["max"]
     name, free, held = system.name, laws["refitted"], laws[PAPER_THETA2]
     least = float(system.main_specs_mb[0])
-    rate = eq.main_rate_usd_s(system, N_IN, N_OUT, least) / (1024.0 * system.price_cpu)
+    rate = main_usd_s(system, N_IN + N_OUT, least) / (1024.0 * system.price_cpu)
     edge = 2.0 / rate
     source = "its own" if name != "gpt-oss-20b" else "that of DeepSeek-V2-Lite, the paper has none"
     return [

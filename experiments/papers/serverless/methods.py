@@ -17,9 +17,11 @@ from numpy.typing import NDArray
 
 from servegym.baselines.serverless_moe.grid_optimum import grid_optimum
 from servegym.baselines.serverless_moe.remoe import READINGS, remoe
-from servegym.envs.serverless_moe import equations as eq
 from servegym.envs.serverless_moe.loads import Load
+from servegym.envs.serverless_moe.outcomes import evaluate_plan
+from servegym.envs.serverless_moe.records import Outcome, Plan, Request
 from servegym.envs.serverless_moe.rivals import DEPLOYMENTS, deployment_cost
+from servegym.envs.serverless_moe.system import SystemModel
 from servegym.envs.workloads.activations import Activations, load_activations
 from servegym.experiments.papers.serverless.billing import (
     BILLS,
@@ -122,41 +124,41 @@ def measure(setting: Setting, prompts: int) -> dict[str, dict[str, NDArray[np.fl
         bandwidth_mb_s=setting.bandwidth_mb_s,
         max_output_tokens=setting.n_out,
     )
+    system = replace(system, per_call=setting.invocation == "per_call")
     limits: dict[str, Any] = {
         "ttft_limit_s": setting.ttft_limit_s,
         "tpot_limit_s": setting.tpot_limit_s,
     }
-    how = {"decode_invocation": setting.invocation, **limits}
     experts = system.num_experts
     steps = min(experts, 16)
     ratios = np.unique(np.ceil(np.arange(steps + 1) * experts / steps - 1e-9)) / experts
-    held = activations.rows("eval")
-    held = held[np.unique(np.linspace(0, len(held) - 1, min(prompts, len(held))).astype(int))]
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in METHODS}
+    rows = activations.rows("eval")
+    rows = rows[np.unique(np.linspace(0, len(rows) - 1, min(prompts, len(rows))).astype(int))]
+    results: dict[str, list[dict[str, float]]] = {name: [] for name in METHODS}
     trem = setting.trem_ms * 1e-3
-    for prompt in held.tolist():
+    for prompt in rows.tolist():
         request = recorded_request(activations, prompt, setting.n_in, setting.n_out, trem)
         share = predictions(activations)[prompt]
         for name in DEPLOYMENTS:
-            found[name].append(_numbers(deployment_cost(name, system, request, **limits)))
+            results[name].append(_numbers(deployment_cost(name, system, request, **limits)))
         expected = Load.predicted(system, share, setting.n_in, setting.n_out, trem)
         known = Load.known(request)
         for name in READINGS:
-            decision = remoe(system, expected, reading=name, **how)
-            outcome = eq.evaluate_plan(system, request, decision.plan, **how)
-            found[name].append(_numbers(outcome, decision.ratio, decision.plan))
-        best = grid_optimum(system, known, ratios=ratios.tolist(), **how)
-        found["optimum"].append(_numbers(best.outcome, best.ratio, best.plan))
-        for served in found.values():
+            decision = remoe(system, expected, reading=name, **limits)
+            outcome = evaluate_plan(system, request, decision.plan, **limits)
+            results[name].append(_numbers(outcome, decision.ratio, decision.plan))
+        best = grid_optimum(system, known, ratios=ratios.tolist(), **limits)
+        results["optimum"].append(_numbers(best.outcome, best.ratio, best.plan))
+        for served in results.values():
             served[-1]["fetch_even_ms"] = _fetch_even_ms(system, request, served[-1]["cost"])
             served[-1]["experts_ms"] = 1e3 * system.gpu_experts_s(1)
     return {
         name: {key: np.array([row[key] for row in served]) for key in served[0]}
-        for name, served in found.items()
+        for name, served in results.items()
     }
 
 
-def _fetch_even_ms(system: eq.SystemModel, request: eq.Request, usd: float) -> float:
+def _fetch_even_ms(system: SystemModel, request: Request, usd: float) -> float:
     """Time of a layer's experts on the GPU, ms a token, below which Fetch costs less than ``usd``.
 
     The cost of Fetch is a straight line in that time. Not above 0: Fetch costs more at any speed.
@@ -170,7 +172,7 @@ def _fetch_even_ms(system: eq.SystemModel, request: eq.Request, usd: float) -> f
 
 
 def _numbers(
-    outcome: eq.Outcome | None, ratio: float = np.nan, plan: eq.Plan | None = None
+    outcome: Outcome | None, ratio: float = np.nan, plan: Plan | None = None
 ) -> dict[str, float]:
     if outcome is None:  # no plan meets the limits
         lost = ("late_ttft", "late_tpot", "late", "infeasible")
@@ -185,9 +187,9 @@ def _numbers(
         "tpot_ms": 1e3 * outcome.tpot_s,
         "remote": ratio,
         "main_mb": np.nan if plan is None else plan.main_mb,
-        "invocations": outcome.invocations,
-        "fees": outcome.cost_fees_usd / outcome.cost_usd,
-        "rounding": outcome.cost_rounding_usd / outcome.cost_usd,
+        "invocations": outcome.bill.invocations,
+        "fees": outcome.bill.cost_fees_usd / outcome.cost_usd,
+        "rounding": outcome.bill.cost_rounding_usd / outcome.cost_usd,
         "late_ttft": float(ttft),
         "late_tpot": float(tpot),
         "late": float(ttft or tpot),
@@ -196,7 +198,7 @@ def _numbers(
 
 
 def rows_of(
-    setting: Setting, found: Mapping[str, Mapping[str, NDArray[np.float64]]]
+    setting: Setting, results: Mapping[str, Mapping[str, NDArray[np.float64]]]
 ) -> list[dict[str, Any]]:
     """One row a method: means over prompts, with 95 % intervals of the costs.
 
@@ -205,13 +207,13 @@ def rows_of(
     Numbers have six digits.
     """
     rows = []
-    for name, numbers in found.items():
+    for name, numbers in results.items():
         cost = numbers["cost"]
         row = asdict(setting) | {"gpu_kind": gpu_kind(setting.gpu), "method": name}
         row["prompts"] = len(cost)
         ours = with_interval("usd_per_1000", 1e3 * cost)
-        ours |= with_interval("over_mix", cost / found["mix"]["cost"])
-        ours |= with_interval("over_optimum", cost / found["optimum"]["cost"])
+        ours |= with_interval("over_mix", cost / results["mix"]["cost"])
+        ours |= with_interval("over_optimum", cost / results["optimum"]["cost"])
         ours |= {key: float(np.mean(numbers[key])) for key in numbers if key != "cost"}
         rows.append(row | {key: float(f"{value:.6g}") for key, value in ours.items()})
     return rows

@@ -15,9 +15,9 @@ import numpy as np
 from servegym._command_line import run_main
 from servegym.baselines.serverless_moe.remoe import READINGS, remoe
 from servegym.baselines.serverless_moe.remoe.mmp import worst_cases
-from servegym.envs.serverless_moe import equations as eq
 from servegym.envs.serverless_moe.config import build_system, predict
 from servegym.envs.serverless_moe.loads import Load
+from servegym.envs.serverless_moe.outcomes import evaluate_plan
 from servegym.envs.workloads.activations import Activations, load_activations
 from servegym.experiments.evaluation.tables import Note
 from servegym.experiments.papers.plotting import Bars
@@ -95,10 +95,10 @@ def decision_times(name: str, prompts: int) -> list[dict[str, Any]]:
         own = {"container start": system.container_start_main_s}
         for reading in READINGS:
             plan = remoe(system, load, reading=reading, **limits).plan
-            outcome = eq.evaluate_plan(system, request, plan)
-            own[f"cold start ({reading})"] = outcome.cold_s
-            own[f"prefill ({reading})"] = outcome.prefill_s
-            own[f"decoding ({reading})"] = outcome.decode_s
+            outcome = evaluate_plan(system, request, plan)
+            own[f"cold start ({reading})"] = outcome.bill.cold_s
+            own[f"prefill ({reading})"] = outcome.bill.prefill_s
+            own[f"decoding ({reading})"] = outcome.bill.decode_s
         if i:
             for step, value in (found | own).items():
                 taken.setdefault(step, []).append(1e3 * value)

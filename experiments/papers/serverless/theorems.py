@@ -43,8 +43,9 @@ from servegym.baselines.serverless_moe.remoe.bounds import (
     theorem1_printed,
     theorem4,
 )
-from servegym.envs.serverless_moe import equations as eq
 from servegym.envs.serverless_moe.config import build_system
+from servegym.envs.serverless_moe.kernel.cost import transfer_s
+from servegym.envs.serverless_moe.plans import smallest_specs
 from servegym.envs.serverless_moe.sets import least_used_first, remote_count
 from servegym.envs.workloads.activations import Activations, load_activations, load_model
 from servegym.experiments.evaluation.stats import mean, stratified_bootstrap
@@ -268,7 +269,7 @@ def recorded_theorem4(activations: Activations) -> list[dict[str, Any]]:
     val, held = activations.rows("val"), activations.rows("eval")
     counts, n = activations.counts[held].astype(np.float64), activations.tokens[held]
     tokens, top_k = n[:, None, None].astype(np.float64), activations.model.top_k
-    (prompts, layers, experts), wire = counts.shape, system.transfer_s
+    (prompts, layers, experts), wire = counts.shape, transfer_s(system)
     predicted = _predicted(activations, np.concatenate([val, held]))["task mean"]
     shares = predicted[len(val) :]
     bound = ConformalBound.fit(
@@ -279,7 +280,7 @@ def recorded_theorem4(activations: Activations) -> list[dict[str, Any]]:
     for ratio in RATIOS:
         members = int(remote_count(ratio, [experts])[0])
         need = members * float(system.expert_mb.max()) + system.token_mb * counts.sum(axis=2)
-        memory = eq.smallest_specs(system.remote_specs_mb, need)[:, :, None]
+        memory = smallest_specs(system.remote_specs_mb, need)[:, :, None]
 
         def seconds(load: Array, memory: Array = memory) -> Array:
             return np.asarray(system.expert_cpu_s(memory, load) + wire * load)

@@ -18,9 +18,18 @@ from numpy.typing import NDArray
 
 from servegym._command_line import run_main
 from servegym.baselines.serverless_moe.remoe import remoe
-from servegym.envs.serverless_moe import equations as eq
 from servegym.envs.serverless_moe.config import build_system, predict
 from servegym.envs.serverless_moe.loads import Load
+from servegym.envs.serverless_moe.outcomes import (
+    decode_layers,
+    evaluate_plan,
+    prefill_layers,
+    remote_decode,
+)
+from servegym.envs.serverless_moe.plans import make_plan, mix_plan
+from servegym.envs.serverless_moe.records import Plan, Request
+from servegym.envs.serverless_moe.sets import least_used, remote_count
+from servegym.envs.serverless_moe.system import SystemModel
 from servegym.envs.workloads.activations import load_activations
 from servegym.experiments.evaluation.tables import Note
 from servegym.experiments.papers.plotting import Lines
@@ -55,16 +64,14 @@ Array = NDArray[np.float64]
 # ----------------------------------------------------------------------- experts near and remote
 
 
-def _fixed_plan(remote: NDArray[np.bool_], mb: float) -> eq.Plan:
+def _fixed_plan(remote: NDArray[np.bool_], mb: float) -> Plan:
     """Every function with the same memory, one replica a layer."""
     used = np.asarray(remote.any(axis=1))
-    return eq.Plan(
-        remote, mb, np.where(used, mb, 0.0), used.astype(np.int64), np.where(remote, 0, -1)
-    )
+    return Plan(remote, mb, np.where(used, mb, 0.0), used.astype(np.int64), np.where(remote, 0, -1))
 
 
 def expert_times(
-    system: eq.SystemModel, request: eq.Request, remote: NDArray[np.bool_], cores: int
+    system: SystemModel, request: Request, remote: NDArray[np.bool_], cores: int
 ) -> tuple[float, float, float]:
     """Expert part of a request with ``cores`` vCPUs in the main and in every remote function.
 
@@ -79,13 +86,13 @@ def expert_times(
         tokens), and the share of (token, layer) in which the remote path is the longer one.
     """
     plan, load = _fixed_plan(remote, 1024.0 * cores), Load.known(request)
-    prefill = float(eq.prefill_expert_s(system, load, plan).sum())
+    prefill = float(prefill_layers(system, load, plan).seconds.sum())
+    decode = float(decode_layers(system, load, plan).seconds.sum())
     histogram = load.histogram(remote, system.top_k)
-    step = eq.decode_expert_s(system, load, plan)
-    far = eq.decode_remote_s(system, load, plan)
+    far, _ = remote_decode(system, load, histogram, plan.main_mb, load.trem_s)
     local = np.arange(system.top_k, -1, -1) * system.expert_cpu_s(plan.main_mb, 1)
     slower = float((histogram * (far > local)).sum() / histogram.sum())
-    return prefill, float((histogram * step).sum() / request.n_out), slower
+    return prefill, decode / request.n_out, slower
 
 
 def line_r2(x: Sequence[float], y: Sequence[float]) -> float:
@@ -106,13 +113,13 @@ def remote_ratios(name: str, ratios: Sequence[float], prompts: int) -> list[dict
     rows = []
     for order, score in scores.items():
         for b in ratios:
-            count = int(eq.remote_count(b, system.num_experts))
-            remote = [eq.least_used(x, count) for x in score]
+            count = int(remote_count(b, system.num_experts))
+            remote = [least_used(x, count) for x in score]
             for trem in OVERHEADS_S:
                 overhead = np.full(system.moe_layers, trem)
                 asked = [replace(request, trem_s=overhead) for request in requests]
                 for cores in CORES:
-                    found = np.array(
+                    times = np.array(
                         [
                             expert_times(system, request, x, cores)
                             for request, x in zip(asked, remote, strict=True)
@@ -126,9 +133,9 @@ def remote_ratios(name: str, ratios: Sequence[float], prompts: int) -> list[dict
                             "overhead_ms": 1e3 * trem,
                             "b": b,
                             "prompts": len(queries),
-                            **with_interval("prefill_ms", 1e3 * found[0]),
-                            **with_interval("decode_ms_per_token", 1e3 * found[1]),
-                            **with_interval("remote_is_slower", found[2]),
+                            **with_interval("prefill_ms", 1e3 * times[0]),
+                            **with_interval("decode_ms_per_token", 1e3 * times[1]),
+                            **with_interval("remote_is_slower", times[2]),
                         }
                     )
     return rows
@@ -173,7 +180,7 @@ def _fig4_notes(name: str, rows: Rows) -> list[Note]:
 
 
 def stage_times(
-    system: eq.SystemModel, request: eq.Request, frequency: Array, deployment: str
+    system: SystemModel, request: Request, frequency: Array, deployment: str
 ) -> tuple[float, float]:
     """PT and GT in s of a request.
 
@@ -184,15 +191,15 @@ def stage_times(
         deployment: ``mix``, ``half`` (b = 0.5, least memory, least replicas) or ``remoe``.
     """
     if deployment == "mix":
-        plan = eq.mix_plan(system, request.n_out)
+        plan = mix_plan(system, request.n_out)
     elif deployment == "half":
-        remote = eq.least_used(frequency, int(eq.remote_count(0.5, system.num_experts)))
-        plan = eq.make_plan(system, remote, request.n_in * system.top_k * frequency, request.n_out)
+        remote = least_used(frequency, int(remote_count(0.5, system.num_experts)))
+        plan = make_plan(system, remote, request.n_in * system.top_k * frequency, request.n_out)
     else:
         load = Load.predicted(system, frequency, request.n_in, request.n_out, request.trem_s)
         plan = remoe(system, load, ttft_limit_s=TTFT_S, tpot_limit_s=TPOT_S).plan
-    outcome = eq.evaluate_plan(system, request, plan)
-    return outcome.prefill_s, outcome.decode_s
+    outcome = evaluate_plan(system, request, plan)
+    return outcome.bill.prefill_s, outcome.bill.decode_s
 
 
 DEPLOYMENTS = {"mix": "MIX", "half": "b = 0.5", "remoe": "Remoe"}

@@ -13,7 +13,6 @@ from servegym.baselines.expert_placement.heuristics import uniform, whole_layer
 from servegym.baselines.expert_placement.initial_placement import (
     best_start,
     climb,
-    cluster_fingerprint,
 )
 from servegym.baselines.expert_placement.kernel.link_queues import CALLS, count_bits, remote_calls
 from servegym.baselines.expert_placement.link_queues import LinkQueueModel
@@ -168,9 +167,12 @@ def test_the_policy_searches_once_and_stays():
 
 def test_fingerprints_differ_by_what_a_start_depends_on():
     problem = build_problem(scenario="edge_hetero", split="eval", epochs=3)
-    digits = cluster_fingerprint(build_problem(scenario="edge_hetero"))
-    assert cluster_fingerprint(problem) == digits
-    assert cluster_fingerprint(PlacementSystem.from_problem(problem)) == digits
+
+    def setting(problem):
+        return PlacementSystem.from_problem(problem).setting
+
+    digits = setting(build_problem(scenario="edge_hetero"))
+    assert setting(problem) == digits
     here = {"scenario": "edge_hetero"}
     others = [
         {"scenario": "drift"},
@@ -183,5 +185,5 @@ def test_fingerprints_differ_by_what_a_start_depends_on():
         here | {"cluster_kwargs": {"pcie_bytes_s": 24e9}},
         here | {"cluster_kwargs": {"gpu_speed": 0.5}},
     ]
-    found = {cluster_fingerprint(build_problem(**kwargs)) for kwargs in others}
+    found = {setting(build_problem(**kwargs)) for kwargs in others}
     assert len({digits, *found}) == 1 + len(others)

@@ -4,8 +4,9 @@ import dataclasses
 
 import numpy as np
 
-from servegym.envs.serverless_moe import equations as eq
+from servegym.envs.serverless_moe.records import Request
 from servegym.envs.serverless_moe.sets import least_used, remote_count
+from servegym.envs.workloads.expert_sets import bit_sets
 
 
 def remote_set(frequency, ratio):
@@ -24,9 +25,9 @@ def make_request(system, seed=0, n_in=115, n_out=60, trem=2e-4):
     rng = np.random.default_rng(seed)
     logits = rng.normal(size=(system.moe_layers, system.num_experts))
     prefill = draw_sets(rng, logits, n_in, system.top_k).sum(axis=0)
-    decode = eq.bit_sets(draw_sets(rng, logits, n_out, system.top_k))
+    decode = bit_sets(draw_sets(rng, logits, n_out, system.top_k))
     frequency = draw_sets(rng, logits, 500, system.top_k).mean(axis=0) / system.top_k
-    request = eq.Request(prefill, decode, trem * rng.lognormal(0, 0.25, system.moe_layers), n_in)
+    request = Request(prefill, decode, trem * rng.lognormal(0, 0.25, system.moe_layers), n_in)
     return request, frequency
 
 

@@ -6,8 +6,11 @@ import numpy as np
 import pytest
 
 from servegym.baselines.serverless_moe import grid_optimum as go
-from servegym.envs.serverless_moe import equations as eq
+from servegym.envs.serverless_moe.kernel.cost import main_usd_s, planned_job_s
 from servegym.envs.serverless_moe.loads import Load
+from servegym.envs.serverless_moe.outcomes import evaluate_plan
+from servegym.envs.serverless_moe.plans import lpt
+from servegym.envs.serverless_moe.records import Plan
 from servegym.envs.serverless_moe.rivals import deployment_cost
 
 from .synthetic import make_request, remote_set, tiny
@@ -38,9 +41,9 @@ def test_knapsack_against_enumeration():
 @pytest.mark.parametrize("limits", [(np.inf, np.inf), (1.50, 0.004), (1.15, 0.0047)])
 @pytest.mark.parametrize(("bill", "fees"), [(False, (0.0, 0.0)), (True, (2e-7, 5e-4))])
 def test_grid_optimum_against_enumeration(system, limits, bill, fees):
-    toy = tiny(system, invocation_usd=fees[0], granularity_s=fees[1])
+    toy = tiny(system, invocation_usd=fees[0], granularity_s=fees[1], bill_cold_start=bill)
     request, frequency = make_request(toy, n_in=40, n_out=20, trem=1e-4)
-    kwargs = {"ttft_limit_s": limits[0], "tpot_limit_s": limits[1], "bill_cold_start": bill}
+    kwargs = {"ttft_limit_s": limits[0], "tpot_limit_s": limits[1]}
     load, best = Load.known(request), np.inf
     cells = list(itertools.product(toy.remote_specs_mb, (1, 2)))
     for b, w, one, two in itertools.product(np.arange(5) / 4, toy.main_specs_mb, cells, cells):
@@ -50,15 +53,15 @@ def test_grid_optimum_against_enumeration(system, limits, bill, fees):
         count = np.where(used, [one[1], two[1]], 0)
         assignment = np.full(remote.shape, -1)
         for layer in np.flatnonzero(used):
-            jobs = eq.replica_jobs_s(toy, memory[layer], request.prefill_counts[layer])
-            assignment[layer, remote[layer]] = eq.lpt(jobs[remote[layer]], count[layer])
-        plan = eq.Plan(remote, w, memory, count, assignment)
-        outcome = eq.evaluate_plan(toy, request, plan, **kwargs)
+            jobs = planned_job_s(toy, *toy.expert_law(memory[layer]), request.prefill_counts[layer])
+            assignment[layer, remote[layer]] = lpt(jobs[remote[layer]], count[layer])
+        plan = Plan(remote, w, memory, count, assignment)
+        outcome = evaluate_plan(toy, request, plan, **kwargs)
         if not any(outcome.violations.values()):
             best = min(best, outcome.cost_usd)
     found = go.grid_optimum(toy, load, score=frequency, gap=0.0, **kwargs)
     # The plan is chosen without the rounding of the main function, which is below one step.
-    step = eq.main_rate_usd_s(toy, 40, 20, toy.main_specs_mb[-1]) * fees[1]
+    step = main_usd_s(toy, 60, toy.main_specs_mb[-1]) * fees[1]
     assert best * (1 - 1e-9) <= found.cost_usd <= best * (1 + 1e-9) + step
     assert best * (1 - 1e-6) - step <= found.bound_usd <= found.cost_usd
 

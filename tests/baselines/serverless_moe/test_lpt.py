@@ -43,18 +43,13 @@ def test_replica_loads_are_those_of_lpt():
     rng = np.random.default_rng(1)
     jobs = rng.exponential(size=(3, 5, 9)) * (rng.random((3, 5, 9)) < 0.8)
     body = rng.random((3, 5, 9))  # of all experts: those that are no job must not count
-    overhead = rng.random((3, 5))
-    table = lpt.replica_loads(jobs, body, 4, overhead, 0.3)
+    busy, largest = lpt.replica_loads(jobs, body, 4)
     for i, j, z in itertools.product(range(3), range(5), range(1, 5)):
         replica = lpt.lpt(jobs[i, j], z)
-        seconds = np.bincount(replica, jobs[i, j], z)
-        assert table.slowest_s[i, j, z - 1] == pytest.approx(seconds.max())
-        assert table.invoked[i, j, z - 1] == (seconds > 0).sum()
-        billed = np.where(seconds > 0, seconds + overhead[i, j], 0.0)
-        more = (np.ceil(billed / 0.3) * 0.3 - billed).sum()
-        assert table.rounding_s[i, j, z - 1] == pytest.approx(more)
+        assert busy[i, j, z - 1, :z] == pytest.approx(np.bincount(replica, jobs[i, j], z))
+        assert not busy[i, j, z - 1, z:].any()
         bodies = np.bincount(replica, body[i, j] * (jobs[i, j] > 0), z)
-        assert table.payload_mb[i, j, z - 1] == pytest.approx(bodies.max())
+        assert largest[i, j, z - 1] == pytest.approx(bodies.max())
 
 
 def test_lpt_rows_is_lpt():

@@ -1,6 +1,7 @@
 """Serverless policies: the table of actions, every registered policy, the clairvoyant ones."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,11 +11,16 @@ from servegym.baselines.serverless_moe.action_table import ActionTable, WarmFunc
 from servegym.baselines.serverless_moe.base import observed_row
 from servegym.baselines.serverless_moe.heuristics import search_constant
 from servegym.baselines.serverless_moe.system import ServerlessSystem
-from servegym.envs.serverless_moe import equations as eq
 from servegym.envs.serverless_moe import kernel
 from servegym.envs.serverless_moe.config import build_problem, build_system
+from servegym.envs.serverless_moe.kernel.cost import remote_calls, rounding_s, transfer_s
 from servegym.envs.serverless_moe.loads import Load
+from servegym.envs.serverless_moe.outcomes import evaluate_plan, remote_decode
+from servegym.envs.serverless_moe.plans import mix_plan
+from servegym.envs.serverless_moe.records import Request
+from servegym.envs.workloads.expert_sets import set_bits
 
+from ...envs.serverless_moe.reference import plan_of
 from .episodes import FAMILY, make_env, run
 
 NAMES = [info.name for info in list_policies(FAMILY)]
@@ -27,7 +33,7 @@ def test_system_describes_the_problem():
     env = make_env()
     system = ServerlessSystem.from_env(env)
     assert system.nvec.tolist() == env.problem.nvec.tolist()
-    assert system.bill_cold_start and system.keep_alive_s == 300.0
+    assert system.model.bill_cold_start and system.keep_alive_s == 300.0
     assert system.reuse_chance() == pytest.approx(
         0.7 * (1 - np.exp(-300 / 20)) + 0.3 * (1 - np.exp(-300 / 1500))
     )
@@ -55,51 +61,41 @@ def test_table_agrees_with_the_equations(model, changes):
     prompt, n_in, n_out = int(problem.rows[3]), 300, 60
     bank = book.bank[book.bank_start[prompt] : book.bank_start[prompt + 1]]
     tokens = bank[np.arange(n_in + n_out) % len(bank)]
-    counts = eq.set_bits(tokens[:n_in], system.model.num_experts).sum(axis=0)
-    request = eq.Request(counts, tokens[n_in:], np.full(system.model.moe_layers, 3e-4), n_in)
+    counts = set_bits(tokens[:n_in], system.model.num_experts).sum(axis=0)
+    request = Request(counts, tokens[n_in:], np.full(system.model.moe_layers, 3e-4), n_in)
     frequency = problem.predicted[prompt]
     values = table.values(Load.known(request), frequency, ttft_limit_s=8.0, tpot_limit_s=0.06)
     for _ in range(40):
         action = np.array([rng.integers(n) for n in values.reward.shape])
         at = tuple(action)
-        plan = problem.plan(prompt, n_in, action)
-        true = eq.evaluate_plan(
-            system.model,
-            request,
-            plan,
-            bill_cold_start=True,
-            load_shared=system.load_shared,
-            decode_invocation=system.decode_invocation,
-            ttft_limit_s=8.0,
-            tpot_limit_s=0.06,
-        )
+        plan = plan_of(problem, prompt, n_in, action)
+        true = evaluate_plan(system.model, request, plan, ttft_limit_s=8.0, tpot_limit_s=0.06)
         assert values.tpot_s[at] == pytest.approx(true.tpot_s, rel=1e-9)
         # Experts are put on replicas at another prompt length than the environment's.
         assert values.ttft_s[at] == pytest.approx(true.ttft_s, rel=0.02)
         assert values.cost_usd[at] == pytest.approx(true.cost_usd, rel=0.005)
-    mix = eq.evaluate_plan(
-        system.model, request, eq.mix_plan(system.model, 400), bill_cold_start=True
-    )
+    mix = evaluate_plan(system.model, request, mix_plan(system.model, 400))
     assert values.mix_usd == pytest.approx(mix.cost_usd, rel=1e-9)
 
 
-@pytest.mark.parametrize("invocation", eq.DECODE_INVOCATIONS)
-def test_expected_rounding_is_the_mean_over_overheads(invocation):
+@pytest.mark.parametrize("per_call", [True, False])
+def test_expected_rounding_is_the_mean_over_overheads(per_call):
     """Over many draws of the overhead a plan costs what its expected load says."""
-    model = build_system("deepseek-v2-lite", fees=(2e-7, 1e-3))
+    model = replace(build_system("deepseek-v2-lite", fees=(2e-7, 1e-3)), per_call=per_call)
     sigma, mean = 0.25, 1e-3 * np.exp(0.5 * 0.25**2)
     frequency = np.full((model.moe_layers, model.num_experts), 1.0 / model.num_experts)
     load = Load.predicted(model, frequency, 115, 200, mean, trem_sigma=sigma)
     specs = model.remote_specs_mb[::8]
-    call = model.expert_cpu_s(specs, 1) + model.transfer_s
-    times = np.maximum(eq.call_invocations(model.top_k, invocation), 1)
+    call, r = (model.expert_law(specs)[0] + transfer_s(model))[:, None], np.arange(model.top_k + 1)
 
     def rounding(overhead):
-        each = eq.call_seconds(call, overhead, model.top_k, invocation) / times
-        return eq.call_invocations(model.top_k, invocation) * model.rounding_s(each)
+        calls, each = remote_calls(model, r, call, overhead)
+        return calls * rounding_s(model, each)
 
-    found = eq.call_rounding_s(model, load, call, mean, invocation)
-    draws = 1e-3 * np.exp(sigma * np.random.default_rng(0).standard_normal((4000, 1)))
+    # One token of each number of remote experts.
+    _, taken = remote_decode(model, load, np.eye(len(r))[:, None], specs, mean)
+    found, times = (taken.rounding_mb_s / specs).T, np.maximum(taken.invocations.T, 1)
+    draws = 1e-3 * np.exp(sigma * np.random.default_rng(0).standard_normal((4000, 1, 1)))
     true = rounding(draws).mean(axis=0)
     assert (np.abs(found - true) / times).max() < 1e-4  # a tenth of a step
     # The mean overhead alone would be off by a good part of a step.

@@ -1,11 +1,15 @@
 """The paper's rival deployments: their cost function, and what the evaluator makes of them."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from servegym.envs.serverless_moe import equations as eq
 from servegym.envs.serverless_moe import rivals
 from servegym.envs.serverless_moe.config import DEPLOYMENTS, build_system
+from servegym.envs.serverless_moe.kernel.cost import block_s, gpu_mb
+from servegym.envs.serverless_moe.outcomes import evaluate_plan
+from servegym.envs.serverless_moe.plans import mix_plan
 from servegym.envs.serverless_moe.vector_env import ServerlessMoEVectorEnv
 from servegym.experiments.evaluation.evaluate import evaluate
 
@@ -29,11 +33,8 @@ def by_hand(name, seed, **kwargs):
         idle = float(asked["gap"])  # a request is served at once, nothing goes on in between
         limits = {"ttft_limit_s": asked["ttft_limit"], "tpot_limit_s": asked["tpot_limit"]}
         cold = first or not 0.0 < idle <= float(cfg["keep_alive_s"])
-        bill = bool(cfg["bill_cold_start"])
-        outcome = rivals.deployment_cost(
-            name, problem.system, request, cold=cold, bill_cold_start=bill, **limits
-        )
-        mix = rivals.deployment_cost("mix", problem.system, request, bill_cold_start=bill)
+        outcome = rivals.deployment_cost(name, problem.system, request, cold=cold, **limits)
+        mix = rivals.deployment_cost("mix", problem.system, request)
         late = outcome.violations["ttft"] + outcome.violations["tpot"]
         found.append(
             (-outcome.cost_usd / mix.cost_usd - late * float(cfg["penalty"]), outcome, late, cold)
@@ -61,10 +62,10 @@ def test_the_evaluator_says_what_the_cost_function_says(name, preset):
         assert row["mean_remote_ratio"] == (name == "per_expert")
         for line, (reward, outcome, late, cold) in zip(log, expected, strict=True):
             assert line["reward"] == pytest.approx(reward, rel=1e-9)
-            assert (outcome.cost_fees_usd > 0) == (fees != "none")
+            assert (outcome.bill.cost_fees_usd > 0) == (fees != "none")
             for part in ("main", "prefill", "decode", "cold", "fees", "rounding"):
                 key = f"cost_{part}_usd"
-                assert line[key] == pytest.approx(getattr(outcome, key), rel=1e-9, abs=1e-30)
+                assert line[key] == pytest.approx(getattr(outcome.bill, key), rel=1e-9, abs=1e-30)
             assert bool(line["main_warm"]) == (not cold)
             kinds.add((cold, late))
     # The same requests as any policy, and the unit is theirs.
@@ -97,23 +98,24 @@ def test_actions_have_no_effect_and_states_come_back():
 def test_costs_by_hand(system):
     request, _ = make_request(system)
     found = {name: rivals.deployment_cost(name, system, request) for name in rivals.DEPLOYMENTS}
-    mix = eq.evaluate_plan(system, request, eq.mix_plan(system, request.n_out))
+    mix = evaluate_plan(system, request, mix_plan(system, request.n_out))
     assert found["mix"].cost_usd == pytest.approx(mix.cost_usd, rel=1e-12)
     # GPU by hand: everything in GPU memory, both parts of every layer on the GPU.
-    seconds = 27 * system.gpu_layer_s(115) + 26 * system.gpu_experts_s(115)
-    seconds += request.n_out * (27 * system.gpu_layer_s(1) + 26 * system.gpu_experts_s(1))
-    memory = eq.gpu_memory_mb(system, 115, request.n_out) + 26 * 64 * system.expert_mb[0]
+    seconds = 27 * block_s(system, 115) + 26 * system.gpu_experts_s(115)
+    seconds += request.n_out * (27 * block_s(system, 1) + 26 * system.gpu_experts_s(1))
+    memory = gpu_mb(system, 115 + request.n_out) + 26 * 64 * system.expert_mb[0]
     assert found["gpu"].cost_usd == pytest.approx(system.price_gpu * memory * seconds)
     # An eager GPU costs more than MIX, a fused one less: the conclusion turns.
     fused = build_system("deepseek-v2-lite", gpu="fused")
     other = {name: rivals.deployment_cost(name, fused, request) for name in ("gpu", "mix")}
     assert found["gpu"].cost_usd > 1.5 * mix.cost_usd
     assert other["gpu"].cost_usd < 0.5 * other["mix"].cost_usd
-    assert found["per_expert"].cold_s < found["mix"].cold_s == pytest.approx(found["gpu"].cold_s)
+    start = {name: outcome.bill.cold_s for name, outcome in found.items()}
+    assert start["per_expert"] < start["mix"] == pytest.approx(start["gpu"])
     for name in rivals.DEPLOYMENTS:
         warm = rivals.deployment_cost(name, system, request, cold=False, ttft_limit_s=1e-3)
-        assert warm.cold_s == 0 and warm.violations["ttft"]
-        billed = rivals.deployment_cost(name, system, request, bill_cold_start=True)
+        assert warm.bill.cold_s == 0 and warm.violations["ttft"]
+        billed = rivals.deployment_cost(name, replace(system, bill_cold_start=True), request)
         assert billed.cost_usd > found[name].cost_usd == pytest.approx(warm.cost_usd)
     with pytest.raises(ValueError, match="per_expert"):
         rivals.deployment_cost("per_experts", system, request)

@@ -196,7 +196,8 @@ def build_pair(seed, link_model, messages, choice, source, span=0.3, **options):
         room = np.full(cluster.num_gpus, cluster.layers * cluster.experts)
         cluster = dataclasses.replace(cluster, slots=room)
         placement = random_layers(rng, cluster)
-    sim = Simulator(cluster, prompts, choice, candidates, source, **options)
+    chosen = {"replica_choice": choice, "replica_candidates": candidates}
+    sim = Simulator(cluster, prompts, migration_source=source, **chosen, **options)
     sim.begin(requests, placement)
     options |= {"choice": choice, "candidates": candidates, "source": source}
     ref = Reference(cluster, prompts, requests, placement, **options)

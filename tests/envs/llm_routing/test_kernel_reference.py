@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from servegym.envs.llm_routing import config, kernel
+from servegym.envs.llm_routing import arguments, config, kernel
 from servegym.envs.llm_routing.core import OUTCOMES, RoutingBatch
 from servegym.envs.llm_routing.kernel.law import pack_law
 from servegym.envs.llm_routing.tables import engine_config
@@ -130,12 +130,13 @@ def make_case(seed: int, requests: int = 40, **choices):
         "router_delay_s": delay,
         "staleness_s": staleness,
     }
-    cfg = engine_config(**engine, bytes_per_token=4.0, failures=failures)
+    given = arguments.RoutingArguments.fill({**engine, "failures": failures})
+    cfg = engine_config(given, running)
     c = cfg[0]
     c["num_experts"], c["waiting_capacity"], c["slots"] = n, waiting, running + waiting
     c["num_requests"], c["max_output_tokens"] = requests, longest
-    c["reward"], c["penalty"] = config._REWARDS[reward], config._PENALTIES[penalty]
-    c["predicted_estimator"] = config._ESTIMATORS[estimator]
+    c["reward"], c["penalty"] = arguments.REWARDS[reward], arguments.PENALTIES[penalty]
+    c["predicted_estimator"] = arguments.ESTIMATORS[estimator]
     table = np.stack(
         [np.repeat(prompts[:, None], n, 1), scores, lengths, said, guessed], axis=-1
     ).astype(np.float32)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from servegym.envs.prefix_routing.replay import replay_prefix
 from servegym.envs.prefix_routing.workloads import (
     LLM_D_STAGES,
+    RecordedArguments,
     Tenants,
     _recorded,
     _Tree,
@@ -135,10 +136,10 @@ def test_a_whole_trace_hits_what_its_ids_say(name):
     trace = load_prefix_trace(name)
     row = np.arange(trace.num_requests)
     options = (row, np.zeros_like(row), trace.time_s, (trace.num_requests, 512, "trace"))
-    recorded, _ = _recorded(trace, None, False, "all")
+    recorded, _ = _recorded(trace, RecordedArguments(output_reuse=False))
     hits = infinite_hits(recorded.episode(*options).check(), recompute_last=False)
     assert np.array_equal(hits, trace.shared_tokens // 512)
-    reused, _ = _recorded(trace, None, True, "all")
+    reused, _ = _recorded(trace, RecordedArguments())
     more = infinite_hits(reused.episode(*options).check(), recompute_last=False)
     at = trace.repeats_output
     assert (more[at] == trace.stream_shared()[at] // 512).all()
@@ -273,12 +274,12 @@ def test_the_engine_plays_every_workload(name, dispatch):
 
 
 def test_hot_tenant_has_its_factor_and_drift_moves_it():
-    hot = Tenants(10, order="random", hot_factor=10.0, output_tokens=[5, 9])
+    hot = Tenants(groups=10, order="random", hot_factor=10.0, output_tokens=[5, 9])
     requests = hot.draw(np.random.default_rng(0), 4000, 50.0, 64)
     counts = np.bincount(requests.tenant, minlength=10)
     assert counts.max() / 4000 == pytest.approx(10 / 19, abs=0.03)
     assert set(requests.output_tokens.tolist()) == {5, 6, 7, 8, 9}
-    drift = Tenants(10, order="random", hot_factor=1e6, drift_s=10.0)
+    drift = Tenants(groups=10, order="random", hot_factor=1e6, drift_s=10.0)
     requests = drift.draw(np.random.default_rng(0), 4000, 50.0, 64)
     epoch = np.floor(requests.arrival_s / 10).astype(int)
     counts = np.array(

@@ -1,11 +1,34 @@
 """Eq. 1-9 and 10a-10i as literal loops over tokens, layers, experts and replicas.
 
 No array operation and no histogram: every sum of the paper is a loop, every token's expert set is
-walked. Slow on purpose; the equations and the kernel are held against it.
+walked. Slow on purpose; the outcomes of plans and the kernel are held against it.
 """
 
 import math
 from types import SimpleNamespace
+
+import numpy as np
+
+from servegym.envs.serverless_moe.plans import make_plan
+from servegym.envs.serverless_moe.sets import least_used
+
+
+def plan_of(problem, prompt, n_in, action):
+    """The plan that an action means for a request of ``n_in`` tokens of a prompt."""
+    level, order, w = (int(x) for x in action[:3])
+    y, z = action[3:4], action[4:5]
+    if problem.granularity == "per_layer":
+        y, z = np.split(np.asarray(action[3:]), 2)
+    predicted, layers = problem.predicted[prompt].astype(np.float64), problem.system.moe_layers
+    return make_plan(
+        problem.system,
+        least_used(problem.shared if order else predicted, int(problem.levels[level])),
+        n_in * problem.system.top_k * predicted,
+        problem.max_output_tokens,
+        main_headroom_mb=float(problem.w_headroom_mb[w]),
+        remote_headroom_mb=np.broadcast_to(problem.y_headroom_mb[y], layers),
+        extra_replicas=np.broadcast_to(problem.z_headroom[z], layers),
+    )
 
 
 def tau_c(s, mb, n):
@@ -32,16 +55,7 @@ def tau_sw(s, n):
     return s.swap_base_s + n * s.token_mb / s.swap_mb_s
 
 
-def serve(
-    s,
-    request,
-    plan,
-    decode_invocation="per_call",
-    cold_main=True,
-    cold_replicas=None,
-    bill_cold_start=False,
-    load_shared=False,
-):
+def serve(s, request, plan, cold_main=True, cold_replicas=None):
     """Times in seconds, cost in USD, names of violated constraints."""
     moe = [layer for layer in range(s.layers) if s.experts[layer] > 0]
     experts = max(int(k) for k in s.experts)
@@ -94,14 +108,14 @@ def serve(
                 if x[m][k]:
                     call = tau_c(s, Y[m], 1) + 2 * D / B
                     anywhere = True
-                    if decode_invocation == "per_call":
+                    if s.per_call:
                         call += request.trem_s[m]
                         invocations += 1
                         rounding += s.price_cpu * Y[m] * round_up(s, call)
                     remote += call
                 else:
                     local += tau_c(s, W, 1)
-            if anywhere and decode_invocation == "per_layer":
+            if anywhere and not s.per_call:
                 remote += request.trem_s[m]
                 invocations += 1
                 rounding += s.price_cpu * Y[m] * round_up(s, remote)
@@ -122,10 +136,10 @@ def serve(
     total += sum(cold_replicas[m] * remote_mb[m] for m in range(len(moe)))
     main_start, starts = 0.0, [0.0] * len(moe)
     if cold_main:
-        main_start = s.container_start_main_s + (total if load_shared else local_mb) / s.load_mb_s
+        main_start = s.container_start_main_s + (total if s.load_shared else local_mb) / s.load_mb_s
     for m in range(len(moe)):
         if cold_replicas[m]:
-            read = total if load_shared else remote_mb[m]
+            read = total if s.load_shared else remote_mb[m]
             starts[m] = s.container_start_remote_s + read / s.load_mb_s
     Tcold = max([main_start, *starts])
 
@@ -138,7 +152,7 @@ def serve(
     Cloc = (PT + GT) * rate
     rounding += round_up(s, PT + GT) * rate
     cold_cost = 0.0
-    if bill_cold_start:
+    if s.bill_cold_start:
         cold_cost = main_start * rate
         rounding += round_up(s, main_start) * rate
         for m in range(len(moe)):

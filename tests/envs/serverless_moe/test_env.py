@@ -7,11 +7,11 @@ import pytest
 from servegym.envs import _frames
 from servegym.envs.serverless_moe import config, kernel, render
 from servegym.envs.serverless_moe import env as single
-from servegym.envs.serverless_moe import equations as eq
+from servegym.envs.serverless_moe.outcomes import evaluate_plan
+from servegym.envs.serverless_moe.records import Plan, Request
 from servegym.envs.serverless_moe.system import best_ttft_s, local_tpot_s
 from servegym.envs.workloads.activations import list_models, load_model, make_toy_activations
 from servegym.envs.workloads.lengths import length_quantiles
-from servegym.hardware_profiles.serverless import SERVING
 
 from ...nested import assert_same
 
@@ -240,7 +240,7 @@ def test_every_model_has_limits_that_it_can_meet():
         reached = config.build_system(name)
         times[name] = best_ttft_s(reached, n_in, True), local_tpot_s(reached)
         # What it says is what a plan takes: nothing is remote, the largest function, one token.
-        mix = eq.Plan(
+        mix = Plan(
             np.zeros((reached.moe_layers, reached.num_experts), bool),
             float(reached.main_specs_mb[-1]),
             *(np.zeros(reached.moe_layers, kind) for kind in (float, int)),
@@ -249,8 +249,8 @@ def test_every_model_has_limits_that_it_can_meet():
         tokens = np.full((1, reached.moe_layers), 2**reached.top_k - 1, np.uint64)
         counts = np.zeros((reached.moe_layers, reached.num_experts), np.int64)
         counts[:, : reached.top_k] = 1
-        asked = eq.Request(counts, tokens, np.full(reached.moe_layers, 1e-3), 1)
-        assert eq.evaluate_plan(reached, asked, mix).tpot_s == pytest.approx(times[name][1])
+        asked = Request(counts, tokens, np.full(reached.moe_layers, 1e-3), 1)
+        assert evaluate_plan(reached, asked, mix).tpot_s == pytest.approx(times[name][1])
     for name, found in classes.items():
         for mine, its in zip(found, default, strict=True):
             for k in (0, 1):
@@ -273,19 +273,6 @@ def test_activations_must_sum_to_top_k():
     fields["counts"] = book.counts + 1
     with pytest.raises(ValueError, match="top_k"):
         type(book)(**fields)
-
-
-def test_the_documented_constants_are_those_of_the_profile():
-    rows = {}
-    for line in single.ServerlessMoEEnv.__doc__.splitlines():
-        cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
-        if len(cells) == 4:  # group, names, defaults, meaning
-            names = cells[1].replace("`", "").split(", ")
-            rows.update(zip(names, cells[2].split(", "), strict=False))
-    for name in (
-        "price_ratio price_cpu_usd_mb_s bandwidth_mb_s load_mb_s container_start_s z_max payload_mb"
-    ).split():
-        assert float(rows[name]) == getattr(SERVING, name), name
 
 
 def test_predictors():

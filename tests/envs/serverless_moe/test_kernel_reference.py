@@ -1,20 +1,22 @@
-"""The kernel against the equations and the loops, with a slow tracker of what is warm."""
+"""The kernel against the outcomes of plans and the loops, with a slow tracker of what is warm."""
 
 import numpy as np
 import pytest
 
-from servegym.envs.serverless_moe import equations as eq
 from servegym.envs.serverless_moe import kernel
 from servegym.envs.serverless_moe.config import build_problem
 from servegym.envs.serverless_moe.core import ServerlessBatch
 from servegym.envs.serverless_moe.env import ServerlessMoEEnv
+from servegym.envs.serverless_moe.kernel.cost import Bill
+from servegym.envs.serverless_moe.outcomes import evaluate_plan
+from servegym.envs.serverless_moe.plans import mix_plan
+from servegym.envs.serverless_moe.records import Cold, Request
 from servegym.envs.workloads.activations import make_toy_activations
+from servegym.envs.workloads.expert_sets import set_bits
 
 from . import reference
 
-FIELDS = ("prefill_s", "decode_s", "ttft_s", "tpot_s", "cost_main_usd", "cost_prefill_usd")
-FIELDS += ("cost_decode_usd", "cost_cold_usd", "cost_fees_usd", "cost_rounding_usd", "cost_usd")
-FIELDS += ("invocations",)
+FIELDS = tuple(name for name in Bill._fields if name != "cold_s")
 SMALL = {"model": "toy", "split": "all", "episode_requests": 30, "prompt_tokens": "azure"}
 SMALL |= {"output_tokens": "azure", "max_prompt_tokens": 90, "max_output_tokens": 25}
 
@@ -27,8 +29,8 @@ def true_request(env, index):
     first, last = book.bank_start[r["prompt"] : r["prompt"] + 2]
     window = (r["offset"] + np.arange(r["n_in"] + r["n_out"])) % (last - first)
     tokens = book.bank[first + window]
-    counts = eq.set_bits(tokens[: r["n_in"]], problem.system.num_experts).sum(axis=0)
-    return eq.Request(counts, tokens[r["n_in"] :], arrays.trem[0, index + 1], int(r["n_in"])), r
+    counts = set_bits(tokens[: r["n_in"]], problem.system.num_experts).sum(axis=0)
+    return Request(counts, tokens[r["n_in"] :], arrays.trem[0, index + 1], int(r["n_in"])), r
 
 
 class Warm:
@@ -40,23 +42,19 @@ class Warm:
     def cold(self, plan):
         fresh = plan.replicas.copy()
         if self.plan is None or not 0 < self.keep_alive or self.idle > self.keep_alive:
-            return eq.Cold(True, fresh)
+            return Cold(True, fresh)
         old = self.plan
         for layer in range(len(fresh)):
             same = (old.remote[layer] == plan.remote[layer]).all()
             if same and old.remote_mb[layer] == plan.remote_mb[layer]:
                 fresh[layer] = max(fresh[layer] - old.replicas[layer], 0)
         main = (old.remote == plan.remote).all() and old.main_mb == plan.main_mb
-        return eq.Cold(not main, fresh)
+        return Cold(not main, fresh)
 
 
 def play_and_compare(seed, steps=30, loops=False, stay=0.6, **kwargs):
     env = ServerlessMoEEnv(**(SMALL | {"episode_requests": steps} | kwargs))
-    options = {
-        "decode_invocation": env.problem.arguments["decode_invocation"],
-        "bill_cold_start": bool(env.problem.tables.cfg["bill_cold_start"][0]),
-        "load_shared": bool(env.problem.tables.cfg["load_shared"][0]),
-    }
+    system = env.problem.system
     rng = np.random.default_rng(seed)
     env.reset(seed=seed)
     warm = Warm(float(env.problem.tables.cfg["keep_alive_s"][0]))
@@ -67,24 +65,21 @@ def play_and_compare(seed, steps=30, loops=False, stay=0.6, **kwargs):
         warm.idle += r["gap"]
         if action is None or rng.random() > stay:
             action = (rng.random(len(env.problem.nvec)) * env.problem.nvec).astype(int)
-        plan = env.problem.plan(int(r["prompt"]), int(r["n_in"]), action)
+        plan = reference.plan_of(env.problem, int(r["prompt"]), int(r["n_in"]), action)
         cold = warm.cold(plan)
-        got = eq.evaluate_plan(env.problem.system, request, plan, cold=cold, **options)
-        mixed = eq.mix_plan(env.problem.system, env.problem.max_output_tokens)
-        mix = eq.evaluate_plan(env.problem.system, request, mixed, **options)
+        got = evaluate_plan(system, request, plan, cold=cold)
+        mix = evaluate_plan(system, request, mix_plan(system, env.problem.max_output_tokens))
         if loops:
-            invocation, *billing = (
-                options[k] for k in ("decode_invocation", "bill_cold_start", "load_shared")
-            )
-            state = cold.main, cold.replicas
-            slow = reference.serve(env.problem.system, request, plan, invocation, *state, *billing)
+            slow = reference.serve(system, request, plan, cold.main, cold.replicas)
             assert slow.cost_usd == pytest.approx(got.cost_usd, rel=1e-9)
         _, reward, _, _, info = env.step(action)
         log = env.request_log()[index]
         want = got if got.feasible else mix
         for name in FIELDS:
-            assert log[name] == pytest.approx(getattr(want, name), rel=1e-9, abs=1e-30), name
-        assert log["cold_start_s"] == pytest.approx(want.cold_s, rel=1e-9)
+            assert log[name] == pytest.approx(getattr(want.bill, name), rel=1e-9, abs=1e-30), name
+        assert log["cold_start_s"] == pytest.approx(want.bill.cold_s, rel=1e-9)
+        assert log["ttft_s"] == pytest.approx(want.ttft_s, rel=1e-9)
+        assert log["tpot_s"] == pytest.approx(want.tpot_s, rel=1e-9)
         assert info["mix_cost_usd"] == pytest.approx(mix.cost_usd, rel=1e-9)
         for name in ("main_memory", "remote_memory", "payload"):
             assert info["violations"][name] == got.violations[name]
@@ -99,7 +94,7 @@ def play_and_compare(seed, steps=30, loops=False, stay=0.6, **kwargs):
             warm.plan, warm.idle = plan, 0.0
         else:
             late = 2
-            warm.idle += mix.cold_s + mix.prefill_s + mix.decode_s
+            warm.idle += mix.bill.cold_s + mix.bill.prefill_s + mix.bill.decode_s
         assert reward == pytest.approx(-want.cost_usd / mix.cost_usd - late * penalty, rel=1e-9)
         seen["feasible" if got.feasible else "infeasible"] += 1
         seen["warm"] += not cold.main

@@ -65,12 +65,12 @@ def test_packaged_traces_are_the_builders(name, measured):
 @pytest.mark.slow
 def test_the_tree_has_mooncakes_ids(measured):
     """Recorded ids and those of the tree name the same full blocks: a one-to-one relation."""
-    from servegym.envs.prefix_routing.workloads import _recorded
+    from servegym.envs.prefix_routing.workloads import RecordedArguments, _recorded
 
     path = measured("mooncake", "conversation_trace.jsonl")
     trace = load_prefix_trace("mooncake-conversation")
     row = np.arange(trace.num_requests)
-    first, segments = _recorded(trace, None, True, "all")[0].tree.segments(
+    first, segments = _recorded(trace, RecordedArguments())[0].tree.segments(
         row, np.zeros_like(row), 512
     )
     there, back = {}, {}

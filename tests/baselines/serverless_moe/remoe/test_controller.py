@@ -5,8 +5,8 @@ import pytest
 
 from servegym.baselines.serverless_moe import grid_optimum as go
 from servegym.baselines.serverless_moe.remoe import remoe
-from servegym.envs.serverless_moe import equations as eq
 from servegym.envs.serverless_moe.loads import Load
+from servegym.envs.serverless_moe.outcomes import evaluate_plan
 from servegym.envs.serverless_moe.rivals import deployment_cost
 
 from ..synthetic import make_request, tiny
@@ -27,7 +27,7 @@ def test_plans_are_feasible_with_true_routing(system, reading, limits, n_in):
     load = Load.predicted(system, frequency, n_in, request.n_out, 2e-4)
     kwargs = {"ttft_limit_s": limits[0], "tpot_limit_s": limits[1]}
     decision = remoe(system, load, reading=reading, **kwargs)
-    outcome = eq.evaluate_plan(system, request, decision.plan, **kwargs)
+    outcome = evaluate_plan(system, request, decision.plan, **kwargs)
     assert outcome.feasible
     if n_in == 115 and decision.worst_case_met:
         assert not any(outcome.violations.values())
@@ -41,7 +41,7 @@ def test_cheaper_than_mix_and_dearer_than_the_optimum(system):
     costs = {}
     for reading in ("remoe", "remoe_cost"):
         decision = remoe(system, load, reading=reading, **limits)
-        costs[reading] = eq.evaluate_plan(system, request, decision.plan).cost_usd
+        costs[reading] = evaluate_plan(system, request, decision.plan).cost_usd
     best = go.grid_optimum(
         system,
         Load.known(request),
@@ -51,7 +51,7 @@ def test_cheaper_than_mix_and_dearer_than_the_optimum(system):
         **limits,
     )
     assert best.plan is not None and best.gap < 1e-5
-    outcome = eq.evaluate_plan(system, request, best.plan, **limits)
+    outcome = evaluate_plan(system, request, best.plan, **limits)
     assert not any(outcome.violations.values())
     true = outcome.cost_usd
     assert best.cost_usd == pytest.approx(true, rel=1e-12)
@@ -65,7 +65,6 @@ def test_cheaper_than_mix_and_dearer_than_the_optimum(system):
         ({"tpot_limit_s": float("nan")}, "tpot_limit_s=nan"),
         ({"reading": "remo"}, "remoe"),
         ({"candidates": 0}, "candidates"),
-        ({"members": [99]}, "members"),
     ],
 )
 def test_bad_numbers_are_refused(system, change, said):

@@ -5,6 +5,7 @@ import pytest
 
 from servegym.baselines.serverless_moe.remoe.bounds import corollary1
 from servegym.baselines.serverless_moe.remoe.mmp import worst_cases
+from servegym.envs.serverless_moe.kernel.cost import block_s, swap_s
 from servegym.envs.serverless_moe.loads import Load
 
 from ..synthetic import make_request, tiny
@@ -25,6 +26,8 @@ def test_takes_the_largest_feasible_ratio(system):
     tried = [worst_cases(system, load, 30.0, limit) for limit in (0.045, 0.05, 0.06, 0.08)]
     ratios = [cases.ratio[cases.chosen()] for cases in tried]
     assert ratios == sorted(ratios) and len(set(ratios)) > 1
+    with pytest.raises(ValueError, match="members"):
+        loose.only([99])
     hopeless = worst_cases(system, load, 0.1, 0.001)
     at = hopeless.chosen()
     assert not hopeless.feasible[at] and hopeless.excess[at] == hopeless.excess.min()
@@ -37,9 +40,9 @@ def test_worst_case_by_hand(system):
     b1 = 0  # m = 4: every call is remote
     assert corollary1(30, 4, 4, 2) == 60
     one = system.expert_cpu_s(2500.0, 1) + 2 * system.token_mb / system.bandwidth_mb_s + 1e-3
-    swap = 2 * system.swap_s(2)
-    assert cases.tpot_s[b1] == pytest.approx(2 * (system.gpu_layer_s(1) + swap + 2 * one))
+    swap = 2 * swap_s(system, 2)
+    assert cases.tpot_s[b1] == pytest.approx(2 * (block_s(system, 1) + swap + 2 * one))
     none = -1  # m = 0: every call is local, in a function as large as the largest remote one
     assert cases.main_mb[none] == 1000.0
     own = 2 * system.expert_cpu_s(1000.0, 1)
-    assert cases.tpot_s[none] == pytest.approx(2 * (system.gpu_layer_s(1) + swap + own))
+    assert cases.tpot_s[none] == pytest.approx(2 * (block_s(system, 1) + swap + own))

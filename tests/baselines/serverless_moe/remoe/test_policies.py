@@ -7,6 +7,7 @@ from servegym.baselines.registry import make_policy
 from servegym.baselines.serverless_moe.base import observed_row
 from servegym.baselines.serverless_moe.system import ServerlessSystem
 
+from ....envs.serverless_moe.reference import plan_of
 from ..episodes import FAMILY, make_env
 
 
@@ -22,8 +23,8 @@ def test_a_plan_of_the_grid_is_found_again(name):
     for _ in range(40):
         action = (rng.random(len(problem.nvec)) * problem.nvec).astype(np.int64)
         action[1] = policy.order
-        plan = problem.plan(prompt, observed.n_in, action)
-        again = problem.plan(prompt, observed.n_in, policy.on_grid(observed, plan))
+        plan = plan_of(problem, prompt, observed.n_in, action)
+        again = plan_of(problem, prompt, observed.n_in, policy.on_grid(observed, plan))
         assert (again.remote == plan.remote).all() and again.main_mb == plan.main_mb
         assert (again.remote_mb == plan.remote_mb).all()
         assert (again.replicas == plan.replicas).all()

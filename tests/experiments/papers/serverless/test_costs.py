@@ -73,7 +73,7 @@ def test_a_bill_has_its_fees_rounding_and_prices(toy):
         system = build_system(toy.model, price_cpu_usd_mb_s=cpu, price_ratio=ratio)
         bare = deployment_cost("mix", system, request)
         mix = {key: value[0] for key, value in found[bill]["mix"].items()}
-        seconds = bare.prefill_s + bare.decode_s
+        seconds = bare.bill.prefill_s + bare.bill.decode_s
         longer = seconds if bill == "none" else np.ceil(1e3 * seconds) / 1e3
         assert mix["cost"] == pytest.approx(bare.cost_usd * longer / seconds + usd)
         assert mix["invocations"] == 1 and mix["fees"] == pytest.approx(usd / mix["cost"])

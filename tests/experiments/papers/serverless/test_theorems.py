@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from servegym.baselines.serverless_moe.remoe.bounds import theorem1_printed
-from servegym.envs.serverless_moe import equations as eq
 from servegym.envs.serverless_moe.config import build_system
+from servegym.envs.serverless_moe.plans import lpt, smallest_spec
 from servegym.envs.workloads.activations import make_toy_activations
 from servegym.experiments.evaluation.tables import read_record  # noqa: E402
 from servegym.experiments.papers.serverless import theorems as serverless_theorems
@@ -67,12 +67,12 @@ def test_theorem_4_layer_by_layer():
             expected = shares[i, layer] * toy.model.top_k * toy.tokens[prompt]
             remote = np.argsort(expected, kind="stable")[: int(np.ceil(b * experts))]
             need = len(remote) * system.expert_mb[layer] + counts.sum() * system.token_mb
-            memory = eq.smallest_spec(system.remote_specs_mb, need)
+            memory = smallest_spec(system.remote_specs_mb, need)
 
             def seconds(n, memory=memory):
                 return system.expert_cpu_s(memory, n) + 2 * system.token_mb / 1250.0 * n
 
-            replica = eq.lpt(seconds(expected[remote]), z)
+            replica = lpt(seconds(expected[remote]), z)
             slowest = max(seconds(counts[remote])[replica == j].sum() for j in range(z))
             largest = seconds(theorem1_printed(toy.tokens[prompt], experts))
             met.append(slowest <= largest / 2 + seconds(counts).sum() / 2 + 1e-12)

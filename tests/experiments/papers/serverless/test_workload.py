@@ -12,9 +12,10 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("rich")
 
 from servegym.baselines.serverless_moe.system import SPREADS, ServerlessSystem  # noqa: E402
-from servegym.envs.serverless_moe import equations as eq  # noqa: E402
 from servegym.envs.serverless_moe.config import build_system  # noqa: E402
+from servegym.envs.serverless_moe.kernel.cost import swap_s  # noqa: E402
 from servegym.envs.workloads.activations import load_activations  # noqa: E402
+from servegym.envs.workloads.expert_sets import set_bits  # noqa: E402
 from servegym.experiments.evaluation.tables import read_record  # noqa: E402
 from servegym.experiments.papers.serverless import cold_start as serverless_coldstart
 from servegym.experiments.papers.serverless import fits as serverless_fits
@@ -112,7 +113,7 @@ def test_expert_times_at_the_ends():
     shape = system.moe_layers, system.num_experts
     one = float(system.expert_cpu_s(5 * 1024.0, 1))
     wire = 2 * system.token_mb / system.bandwidth_mb_s
-    swap = 2 * system.swap_s(system.top_k)
+    swap = 2 * swap_s(system, system.top_k)
     _, none, slower = serverless_workload.expert_times(system, request, np.zeros(shape, bool), 5)
     assert none == pytest.approx(system.moe_layers * (6 * one + swap), rel=1e-9) and slower == 0
     prefill, every, slower = serverless_workload.expert_times(
@@ -124,7 +125,7 @@ def test_expert_times_at_the_ends():
     for layer in range(system.moe_layers):
         n = request.prefill_counts[layer]
         calls = sum(float(system.expert_cpu_s(5 * 1024.0, int(k))) + int(k) * wire for k in n if k)
-        longhand += calls + 3e-4 + 2 * system.swap_s(40)
+        longhand += calls + 3e-4 + 2 * swap_s(system, 40)
     assert prefill == pytest.approx(longhand, rel=1e-9)
 
 
@@ -236,12 +237,12 @@ def test_starts_by_hand(b):
     remote = np.zeros((26, 64), bool)
     remote[:, :count] = True
     replicas = np.full(26, 3)
-    own = serverless_coldstart.starts(system, remote, replicas, False)
+    own = serverless_coldstart.starts(system, remote, replicas)
     fixed = float(system.non_expert_mb.sum())
     main = 1.0 + (fixed + 26 * (64 - count) * 16.5) / system.load_mb_s
     assert own[0] == pytest.approx(main, rel=1e-9)
     assert own[1] == pytest.approx(1.0 + count * 16.5 / system.load_mb_s if count else 0.0)
-    shared = serverless_coldstart.starts(system, remote, replicas, True)
+    shared = serverless_coldstart.starts(replace(system, load_shared=True), remote, replicas)
     total = fixed + 26 * (64 - count) * 16.5 + 3 * 26 * count * 16.5
     assert shared[0] == pytest.approx(1.0 + total / system.load_mb_s, rel=1e-9)
 
@@ -270,7 +271,7 @@ def test_requests_of_a_prompt_go_on_where_the_prompt_ends():
     request = recorded_request(book, 0, 10, 5, np.full(24, 1e-4))
     first = book.bank[book.bank_start[0] :][:15]
     assert (request.decode_sets == first[10:]).all()
-    assert (eq.set_bits(first[:10], 32).sum(axis=0) == request.prefill_counts).all()
+    assert (set_bits(first[:10], 32).sum(axis=0) == request.prefill_counts).all()
 
 
 def test_spreads_are_those_of_the_committed_table():

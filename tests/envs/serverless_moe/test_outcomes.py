@@ -1,20 +1,22 @@
-"""The equations against a literal transcription, and against answers worked out by hand."""
+"""Times and costs of plans against a literal transcription and answers worked out by hand."""
 
 import dataclasses
 
 import numpy as np
 import pytest
 
-from servegym.envs.serverless_moe import equations as eq
+from servegym.envs.serverless_moe.kernel.cost import Bill, main_usd_s, rounding_s
+from servegym.envs.serverless_moe.outcomes import evaluate_plan, plan_start
+from servegym.envs.serverless_moe.plans import lpt, make_plan, mix_plan, violated
+from servegym.envs.serverless_moe.records import CONSTRAINTS, Cold, Plan, Request
+from servegym.envs.serverless_moe.sets import least_used, remote_count
 from servegym.envs.serverless_moe.system import best_tpot_s, best_ttft_s, build_system
 from servegym.envs.workloads.activations import load_model, make_toy_activations, sample_tokens
+from servegym.envs.workloads.expert_sets import bit_sets, set_bits
 from servegym.hardware_profiles.serverless import GPU_PROFILES
 
 from . import reference
 
-TIMES = ("prefill_s", "decode_s", "cold_s", "ttft_s", "tpot_s")
-COSTS = ("cost_main_usd", "cost_prefill_usd", "cost_decode_usd", "cost_cold_usd", "cost_usd")
-COSTS += ("cost_fees_usd", "cost_rounding_usd", "invocations")
 TOY = make_toy_activations(prompts=12, layers=3, experts=8, top_k=2)
 GRID = {"main_specs_mb": (100.0, 3000.0, 100.0), "remote_specs_mb": (10.0, 1000.0, 10.0)}
 
@@ -35,8 +37,8 @@ def toy_request(rng, n_in=None, n_out=None):
     n_in = int(rng.integers(1, 60)) if n_in is None else n_in
     n_out = int(rng.integers(1, 20)) if n_out is None else n_out
     tokens = sample_tokens(TOY, int(rng.integers(12)), n_in + n_out, rng)
-    counts = eq.set_bits(tokens[:n_in], 8).sum(axis=0)
-    return eq.Request(counts, tokens[n_in:], rng.lognormal(-7.5, 0.5, 3), n_in)
+    counts = set_bits(tokens[:n_in], 8).sum(axis=0)
+    return Request(counts, tokens[n_in:], rng.lognormal(-7.5, 0.5, 3), n_in)
 
 
 def random_plan(system, rng):
@@ -44,13 +46,13 @@ def random_plan(system, rng):
     replicas = np.where(remote.any(axis=1), rng.integers(1, 5, 3), 0)
     assignment = np.where(remote, rng.integers(0, np.maximum(replicas, 1)[:, None], (3, 8)), -1)
     mb = np.where(remote.any(axis=1), rng.choice(system.remote_specs_mb[:15], 3), 0.0)
-    return eq.Plan(remote, float(rng.choice(system.main_specs_mb[:4])), mb, replicas, assignment)
+    return Plan(remote, float(rng.choice(system.main_specs_mb[:4])), mb, replicas, assignment)
 
 
-@pytest.mark.parametrize("invocation", eq.DECODE_INVOCATIONS)
+@pytest.mark.parametrize("per_call", [True, False])
 @pytest.mark.parametrize("billed", [False, True])
 @pytest.mark.parametrize("shared", [False, True])
-def test_random_plans_cost_what_the_loops_say(invocation, billed, shared):
+def test_random_plans_cost_what_the_loops_say(per_call, billed, shared):
     rng = np.random.default_rng([1, billed, shared])
     seen = set()
     for _ in range(25):
@@ -63,17 +65,20 @@ def test_random_plans_cost_what_the_loops_say(invocation, billed, shared):
                 fees=["none", "aws_lambda", (3e-5, 0.01)][int(rng.integers(3))],
             ),
             **(extra if rng.random() < 0.5 else {}),
+            per_call=per_call,
+            bill_cold_start=billed,
+            load_shared=shared,
         )
         request, plan = toy_request(rng), random_plan(system, rng)
-        cold = eq.Cold(bool(rng.random() < 0.5), rng.integers(0, plan.replicas + 1))
-        how = {"decode_invocation": invocation, "bill_cold_start": billed, "load_shared": shared}
-        got = eq.evaluate_plan(system, request, plan, cold=cold, **how)
-        want = reference.serve(
-            system, request, plan, invocation, cold.main, cold.replicas, billed, shared
-        )
-        for name in (*TIMES, *COSTS):
-            assert getattr(got, name) == pytest.approx(getattr(want, name), rel=1e-9, abs=1e-30)
-        assert {k for k in eq.CONSTRAINTS if got.violations[k]} == want.bad
+        cold = Cold(bool(rng.random() < 0.5), rng.integers(0, plan.replicas + 1))
+        got = evaluate_plan(system, request, plan, cold=cold)
+        want = reference.serve(system, request, plan, cold.main, cold.replicas)
+        for name in Bill._fields:
+            true = getattr(want, name)
+            assert getattr(got.bill, name) == pytest.approx(true, rel=1e-9, abs=1e-30), name
+        assert got.ttft_s == pytest.approx(want.ttft_s, rel=1e-9)
+        assert got.tpot_s == pytest.approx(want.tpot_s, rel=1e-9)
+        assert {k for k in CONSTRAINTS if got.violations[k]} == want.bad
         assert got.feasible == (not want.bad)
         seen |= want.bad
     assert seen >= {"main_memory", "remote_memory", "payload", "replicas"}
@@ -86,19 +91,20 @@ def test_fees_and_rounding_by_hand():
     counts = np.zeros((3, 8), int)
     counts[:, :2] = 1
     where = np.tile(np.arange(8) % 2, (3, 1))
-    plan = eq.Plan(remote, 3000.0, np.full(3, 1000.0), np.full(3, 2), where)
-    request = eq.Request(counts, sets, np.full(3, 1e-4), 1)
-    for invocation, calls in (("per_call", 2), ("per_layer", 1)):
-        got = eq.evaluate_plan(system, request, plan, decode_invocation=invocation)
+    plan = Plan(remote, 3000.0, np.full(3, 1000.0), np.full(3, 2), where)
+    request = Request(counts, sets, np.full(3, 1e-4), 1)
+    for per_call, calls in ((True, 2), (False, 1)):
+        system = dataclasses.replace(system, per_call=per_call)
+        got = evaluate_plan(system, request, plan).bill
         assert got.invocations == 1 + 3 * (2 + calls)
         assert got.cost_fees_usd == pytest.approx(1e-3 * got.invocations)
         # No duration is longer than a step, so each is billed as one.
         remote_usd = got.cost_prefill_usd + got.cost_decode_usd
-        rate = eq.main_rate_usd_s(system, 1, 1, 3000.0)
+        rate = main_usd_s(system, 2, 3000.0)
         billed = 0.5 * (rate + system.price_cpu * 1000.0 * 3 * (2 + calls))
         spent = got.cost_main_usd + remote_usd + got.cost_rounding_usd
         assert spent == pytest.approx(billed, rel=1e-12)
-        free = eq.evaluate_plan(toy_system(), request, plan, decode_invocation=invocation)
+        free = evaluate_plan(dataclasses.replace(toy_system(), per_call=per_call), request, plan)
         assert free.cost_usd == got.cost_main_usd + remote_usd
 
 
@@ -106,8 +112,8 @@ def test_a_whole_number_of_steps_is_not_rounded():
     system = toy_system(fees="aws_lambda")
     assert (system.invocation_usd, system.granularity_s) == (2e-7, 1e-3)
     steps = np.arange(1, 5000) * 1e-3
-    assert system.rounding_s(steps).max() < 1e-14
-    assert system.rounding_s(steps + 1e-4) == pytest.approx(np.full(4999, 9e-4))
+    assert rounding_s(system, steps).max() < 1e-14
+    assert rounding_s(system, steps + 1e-4) == pytest.approx(np.full(4999, 9e-4))
 
 
 def test_made_plans_are_the_smallest_feasible_ones():
@@ -116,19 +122,19 @@ def test_made_plans_are_the_smallest_feasible_ones():
         system = toy_system(payload_mb=0.079)
         request = toy_request(rng, n_in=40)
         activations = rng.dirichlet(np.ones(8), 3)
-        remote = eq.least_used(activations, int(rng.integers(0, 9)))
-        plan = eq.make_plan(system, remote, request.prefill_counts, request.n_out)
-        assert eq.evaluate_plan(system, request, plan).feasible
+        remote = least_used(activations, int(rng.integers(0, 9)))
+        plan = make_plan(system, remote, request.prefill_counts, request.n_out)
+        assert evaluate_plan(system, request, plan).feasible
         if plan.main_mb > system.main_specs_mb[0]:
             less = dataclasses.replace(plan, main_mb=plan.main_mb - 100.0)
-            assert eq.violated(system, request.prefill_counts, request.n_out, less)["main_memory"]
+            assert violated(system, request.prefill_counts, request.n_out, less)["main_memory"]
         for layer in np.flatnonzero(plan.remote_mb > system.remote_specs_mb[0]):
             mb = plan.remote_mb.copy()
             mb[layer] -= 10.0
             less = dataclasses.replace(plan, remote_mb=mb)
-            assert eq.violated(system, request.prefill_counts, request.n_out, less)["remote_memory"]
+            assert violated(system, request.prefill_counts, request.n_out, less)["remote_memory"]
     more = {"main_headroom_mb": 250.0, "remote_headroom_mb": 1e9, "extra_replicas": 99}
-    big = eq.make_plan(system, remote, request.prefill_counts, 5, **more)
+    big = make_plan(system, remote, request.prefill_counts, 5, **more)
     assert big.main_mb == plan.main_mb + 300.0
     assert (big.remote_mb[remote.any(axis=1)] == 1000.0).all()
     assert big.replicas.max() == system.z_max
@@ -139,11 +145,11 @@ def test_nothing_remote_is_mix():
     system, rng = toy_system(), np.random.default_rng(3)
     for _ in range(20):
         request = toy_request(rng)
-        plan = eq.make_plan(system, np.zeros((3, 8), bool), request.prefill_counts, request.n_out)
-        mix = eq.mix_plan(system, request.n_out)
-        for field in dataclasses.fields(eq.Plan):
+        plan = make_plan(system, np.zeros((3, 8), bool), request.prefill_counts, request.n_out)
+        mix = mix_plan(system, request.n_out)
+        for field in dataclasses.fields(Plan):
             np.testing.assert_array_equal(getattr(plan, field.name), getattr(mix, field.name))
-        got = eq.evaluate_plan(system, request, plan)
+        got = evaluate_plan(system, request, plan)
         pt = sum(reference.tau_f(system, request.n_in) for _ in range(4))
         for layer in range(3):
             pt += 2 * reference.tau_sw(system, request.n_in)
@@ -152,11 +158,12 @@ def test_nothing_remote_is_mix():
         step = 4 * reference.tau_f(system, 1) + 3 * (
             2 * reference.tau_sw(system, 2) + 2 * reference.tau_c(system, mix.main_mb, 1)
         )
-        rate = eq.main_rate_usd_s(system, request.n_in, request.n_out, mix.main_mb)
-        assert got.prefill_s == pytest.approx(pt, rel=1e-12)
+        rate = main_usd_s(system, request.n_in + request.n_out, mix.main_mb)
+        assert got.bill.prefill_s == pytest.approx(pt, rel=1e-12)
         assert got.tpot_s == pytest.approx(step, rel=1e-12)
         assert got.cost_usd == pytest.approx((pt + request.n_out * step) * rate, rel=1e-12)
-        assert got.cost_prefill_usd == got.cost_decode_usd == got.cost_cold_usd == 0.0
+        remote_and_cold = got.bill[4:7]
+        assert remote_and_cold == (0.0, 0.0, 0.0)
 
 
 def test_the_cold_start_of_deepseek_v2_lite_by_hand():
@@ -164,17 +171,18 @@ def test_the_cold_start_of_deepseek_v2_lite_by_hand():
     weights = 26 * 64 * 16.5
     assert system.all_non_expert_mb == pytest.approx(1701.0, abs=1.0)
     assert system.all_experts_mb == pytest.approx(weights, rel=1e-3)
-    plan = eq.mix_plan(system, 400)
+    plan = mix_plan(system, 400)
     assert plan.main_mb == 27500.0  # 27,456 MB of experts and 400 tokens of 4 KiB: 27,458 MB
-    main, remote = eq.cold_starts_s(system, plan, eq.Cold(True, np.zeros(26, int)))
-    assert main == pytest.approx(1.0 + (1701.0 + weights) / 2600.0, rel=1e-3)
-    assert not remote.any()
-    all_remote = eq.make_plan(system, np.ones((26, 64), bool), np.ones((26, 64)), 400)
-    main, remote = eq.cold_starts_s(system, all_remote, eq.Cold(True, np.ones(26, int)))
-    assert main == pytest.approx(1.0 + 1701.0 / 2600.0, rel=1e-3)
-    np.testing.assert_allclose(remote, 1.0 + 64 * 16.5 / 2600.0, rtol=1e-3)
-    shared, _ = eq.cold_starts_s(system, all_remote, eq.Cold(True, np.ones(26, int)), True)
-    assert shared == pytest.approx(1.0 + (1701.0 + weights) / 2600.0, rel=1e-3)
+    start = plan_start(system, plan, Cold(True, np.zeros(26, int)))
+    assert start.main_s == pytest.approx(1.0 + (1701.0 + weights) / 2600.0, rel=1e-3)
+    assert start.remote_s == 0.0
+    all_remote, once = np.ones((26, 64), bool), Cold(True, np.ones(26, int))
+    plan = make_plan(system, all_remote, np.ones((26, 64)), 400)
+    start = plan_start(system, plan, once)
+    assert start.main_s == pytest.approx(1.0 + 1701.0 / 2600.0, rel=1e-3)
+    assert start.remote_s == pytest.approx(1.0 + 64 * 16.5 / 2600.0, rel=1e-3)
+    shared = plan_start(dataclasses.replace(system, load_shared=True), plan, once)
+    assert shared.main_s == pytest.approx(1.0 + (1701.0 + weights) / 2600.0, rel=1e-3)
 
 
 def test_the_law_of_expert_time():
@@ -191,16 +199,16 @@ def test_the_law_of_expert_time():
 
 
 def test_lpt_by_hand():
-    assert eq.lpt(np.array([7.0, 6.0, 5.0, 4.0, 3.0]), 2).tolist() == [0, 1, 1, 0, 0]
-    assert eq.lpt(np.array([1.0, 1.0, 1.0]), 3).tolist() == [0, 1, 2]
-    assert eq.remote_count(0.5, 64) == 32 and eq.remote_count(1 / 3, 8) == 3
+    assert lpt(np.array([7.0, 6.0, 5.0, 4.0, 3.0]), 2).tolist() == [0, 1, 1, 0, 0]
+    assert lpt(np.array([1.0, 1.0, 1.0]), 3).tolist() == [0, 1, 2]
+    assert remote_count(0.5, 64) == 32 and remote_count(1 / 3, 8) == 3
     # ceil(b K) does not suffer from rounding.
-    assert [int(eq.remote_count(k / 64, 64)) for k in range(65)] == list(range(65))
+    assert [int(remote_count(k / 64, 64)) for k in range(65)] == list(range(65))
     with pytest.raises(ValueError, match="ratio"):
-        eq.remote_count(1.5, 4)
-    assert eq.least_used(np.array([[0.7, 0.1, 0.1, 0.1]]), 2).tolist() == [[0, 1, 1, 0]]
+        remote_count(1.5, 4)
+    assert least_used(np.array([[0.7, 0.1, 0.1, 0.1]]), 2).tolist() == [[0, 1, 1, 0]]
     members = np.random.default_rng(0).random((5, 64)) < 0.5
-    np.testing.assert_array_equal(eq.set_bits(eq.bit_sets(members), 64), members)
+    np.testing.assert_array_equal(set_bits(bit_sets(members), 64), members)
 
 
 @pytest.mark.parametrize(
@@ -221,7 +229,7 @@ def test_bad_arguments_are_named(arguments, message):
 def test_routing_that_does_not_sum_to_top_k_is_refused():
     rng, system = np.random.default_rng(5), toy_system()
     request, plan = toy_request(rng), random_plan(system, rng)
-    eq.evaluate_plan(system, request, plan)
+    evaluate_plan(system, request, plan)
     more = request.prefill_counts.copy()
     more[1, 0] += 1
     moved = request.prefill_counts.copy()
@@ -235,10 +243,10 @@ def test_routing_that_does_not_sum_to_top_k_is_refused():
         ({"decode_sets": sets}, r"decode_sets\[0, 2\] has 8 experts.*top_k = 2"),
     ):
         with pytest.raises(ValueError, match=said):
-            eq.evaluate_plan(system, dataclasses.replace(request, **change), plan)
+            evaluate_plan(system, dataclasses.replace(request, **change), plan)
     for name in ("ttft_limit_s", "tpot_limit_s"):
         with pytest.raises(ValueError, match=name):
-            eq.evaluate_plan(system, request, plan, **{name: -1.0})
+            evaluate_plan(system, request, plan, **{name: -1.0})
 
 
 @pytest.mark.parametrize("gpu", GPU_PROFILES)
@@ -250,8 +258,8 @@ def test_no_plan_beats_the_best_achievable_and_a_good_one_comes_near(gpu):
         plan.remote_mb = np.where(plan.remote_mb > 0, system.remote_specs_mb[-1], 0.0)
         plan.main_mb = float(system.main_specs_mb[-1])
         for cold in (True, False):
-            starts = eq.Cold(cold, np.where(cold, plan.replicas, 0))
-            got = eq.evaluate_plan(system, request, plan, cold=starts)
+            starts = Cold(cold, np.where(cold, plan.replicas, 0))
+            got = evaluate_plan(system, request, plan, cold=starts)
             best = best_ttft_s(system, request.n_in, cold)
             assert got.ttft_s >= best * (1 - 1e-12)
             if cold:
@@ -268,9 +276,6 @@ def test_every_model_has_a_system():
         assert system.layers == model.layers and system.moe_layers == model.num_moe_layers
         assert system.num_experts == model.experts
         assert system.token_mb == model.token_bytes / 2**20
-    with pytest.raises(ValueError, match="decode_invocation"):
-        plan = eq.mix_plan(system, 5)
-        request = toy_request(np.random.default_rng(0))
-        eq.evaluate_plan(system, request, plan, decode_invocation="per_token")
+    plan, request = mix_plan(system, 5), toy_request(np.random.default_rng(0))
     with pytest.raises(ValueError, match="prefill_counts has shape"):
-        eq.evaluate_plan(system, request, plan)
+        evaluate_plan(system, request, plan)

@@ -1,0 +1,66 @@
+"""The arguments of the expert placement environments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from servegym._checks import whole
+from servegym.envs import _arguments as arg
+from servegym.envs._arguments import Options
+from servegym.envs.expert_placement.cluster import LOAD_DEFAULTS, MODELS, list_scenarios, scenario
+from servegym.envs.expert_placement.simulator import MIGRATION_SOURCES, SimulatorArguments
+from servegym.envs.workloads.activations import SKEWS
+
+# The prompts that the first counts come from are never those of the episode.
+SPLITS = {"train": "val", "val": "train", "eval": "train"}
+ACTION_MODES = ("layer_budget", "layer_height", "expert_score", "placement")
+
+
+def _tokens(name: str, given: Any) -> int | tuple[int, int]:
+    single = not isinstance(given, (list, tuple))
+    pair = tuple(whole(name, x, 1, 1 << 20) for x in ([given] * 2 if single else given))
+    if len(pair) != 2 or pair[0] > pair[1]:
+        raise ValueError(f"{name}={given!r} must be a number or a range (low, high).")
+    return pair[0] if single else (pair[0], pair[1])
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacementArguments(SimulatorArguments):
+    """The arguments of `ExpertPlacementEnv`; None: the scenario's."""
+
+    headings = dict(
+        replica_choice="engine",
+        scenario="workload",
+        cluster_kwargs="network",
+        action_mode="action",
+        reward="reward",
+    )
+    migration_source: str = arg.choice(None, MIGRATION_SOURCES, "where new weights come from")
+    redirect: bool = arg.switch(False, "the router `fewest_requests`")
+    free_start: bool = arg.switch(True, "a change at the first decision takes no time")
+    scenario: str = arg.choice("edge_hetero", list_scenarios(), "cluster and load")
+    model: str = arg.choice("deepseek-v2-lite", (*MODELS, "toy"), "what is served")
+    epochs: int = arg.whole(12, 1, "decisions", high=100_000)
+    epoch_s: float = arg.number(300.0, 0.0, "seconds between them", open_low=True)
+    split: str = arg.choice("train", SPLITS, "prompts")
+    skew: str = arg.choice("measured", SKEWS, "use of the experts, or narrower as in the paper")
+    activations_seed: int = arg.whole(0, 0, "its seed")
+    mean_interarrival_s: float | Sequence[float] = arg.other(None, "one number, or one a server")
+    output_tokens: int | tuple[int, int] = arg.other(None, "of an answer, or a range", _tokens)
+    task_mix: str = arg.choice(None, ("by_server", "mixed"), "tasks of a server's requests")
+    tasks: Sequence[str] | None = arg.other(None, "their names in the order of the servers")
+    rotate_s: float = arg.number(None, 0.0, "time after which tasks move on to the next server")
+    history_requests: int = arg.whole(
+        100, 0, "of each server, behind the first counts", high=1_000_000
+    )
+    cluster_kwargs: Options = arg.options("fields of `cluster.ClusterArguments`")
+    action_mode: str = arg.choice("layer_budget", ACTION_MODES, "see Action Space")
+    reward: str = arg.choice("latency", ("latency", "log_latency"), "see Rewards")
+
+    def defaults(self) -> Mapping[str, Any]:
+        """The load of the scenario."""
+        load = LOAD_DEFAULTS | scenario(self.scenario)
+        tasks = load["tasks"].get(self.model) if isinstance(self.model, str) else None
+        return {**{name: load[name] for name in LOAD_DEFAULTS}, "tasks": tasks}

@@ -1,0 +1,256 @@
+"""What a request takes and costs, equation by equation: Eq. 1-9 of [1], and what platforms add.
+
+Each function takes plain numbers, or arrays that broadcast: the kernel calls it compiled, with the
+true routing of one request; planners call it in numpy, with all plans that they compare. ``c``
+names the constants: a record of :data:`CONFIG`, or the ``SystemModel`` that it was made from. The
+sums over experts, layers and tokens are the callers'. Units are seconds, MB, tokens and USD.
+
+The paper bills memory and time alone. A platform charges a fee for each invocation, too, and rounds
+each billed duration up: that of the main function, of each replica that gets tokens in prefill, of
+each invocation in decoding, and of each start if starts are billed.
+
+[1] W. Liu, Y. Hu, R. Zhou, B. Li, N. Wang: "Remoe: Towards Efficient and Low-Cost MoE Inference in
+Serverless Computing".
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from servegym._jit import formula
+
+__all__ = [
+    "Bill",
+    "Phase",
+    "Start",
+    "bill",
+    "bill_deployment",
+    "block_s",
+    "experts_s",
+    "gpu_mb",
+    "layer_s",
+    "main_usd_s",
+    "planned_job_s",
+    "remote_calls",
+    "rounding_s",
+    "start_s",
+    "swap_s",
+    "transfer_s",
+]
+
+
+class Phase(NamedTuple):
+    """Prefill or decoding of a request.
+
+    Attributes:
+        seconds: what it takes.
+        remote_mb_s: memory x time of the remote functions, MB s.
+        rounding_mb_s: memory x time that rounding adds to it, MB s.
+        invocations: of the remote functions; in prefill that of the main function, too.
+    """
+
+    seconds: Any = 0.0
+    remote_mb_s: Any = 0.0
+    rounding_mb_s: Any = 0.0
+    invocations: Any = 0
+
+
+class Start(NamedTuple):
+    """Cold start of a request's functions, side by side.
+
+    Attributes:
+        main_s: start of the main function, 0 if it is warm.
+        remote_s: start of the slowest remote function.
+        remote_mb_s: memory x time of the starting remote functions, MB s.
+        rounding_mb_s: memory x time that rounding adds to it, MB s.
+    """
+
+    main_s: Any = 0.0
+    remote_s: Any = 0.0
+    remote_mb_s: Any = 0.0
+    rounding_mb_s: Any = 0.0
+
+
+class Bill(NamedTuple):
+    """What serving a request took, in seconds and USD.
+
+    Attributes:
+        prefill_s: PT, Eq. 1.
+        decode_s: GT, Eq. 4.
+        cold_s: cold start before the prefill.
+        cost_main_usd: main function, Eq. 6.
+        cost_prefill_usd: remote functions in prefill, Eq. 8.
+        cost_decode_usd: remote functions in decoding, Eq. 9.
+        cost_cold_usd: billed cold starts.
+        cost_fees_usd: fees of the invocations.
+        cost_rounding_usd: what rounding adds to billed durations.
+        cost_usd: all of it.
+        invocations: of all functions.
+    """
+
+    prefill_s: Any
+    decode_s: Any
+    cold_s: Any
+    cost_main_usd: Any
+    cost_prefill_usd: Any
+    cost_decode_usd: Any
+    cost_cold_usd: Any
+    cost_fees_usd: Any
+    cost_rounding_usd: Any
+    cost_usd: Any
+    invocations: Any
+
+
+@formula
+def rounding_s(c, seconds):
+    """What rounding adds to billed durations: up to the next multiple of the granularity.
+
+    A duration a billionth of a step above a multiple counts as that multiple, so that no step is
+    billed for an error of the last digit.
+    """
+    if c.granularity_s == 0.0:
+        return 0.0 * seconds
+    steps = seconds / c.granularity_s
+    return c.granularity_s * np.maximum(np.ceil(steps - 1e-9) - steps, 0.0)
+
+
+@formula
+def block_s(c, tokens):
+    """tau^f: non-expert module of one block on the GPU."""
+    return c.gpu_layer_base_s + c.gpu_layer_token_s * (tokens - 1)
+
+
+@formula
+def swap_s(c, tokens):
+    """tau^sw: move of token vectors between GPU and CPU, one way."""
+    return c.swap_base_s + tokens * c.token_mb / c.swap_mb_s
+
+
+@formula
+def transfer_s(c):
+    """2 D / B: one token vector to a remote function and back."""
+    return 2.0 * c.token_mb / c.bandwidth_mb_s
+
+
+@formula
+def experts_s(one_s, more_s, wire_s, called, tokens):
+    """Eq. 3 without the overhead: experts one after another, each a call of all its tokens.
+
+    It is linear from one token on, so that expectations enter it exactly.
+
+    Args:
+        one_s: expert call of one token, tau^c.
+        more_s: each further token of the call.
+        wire_s: transfer of a token; 0 for local experts.
+        called: experts that get a token, or the chance that one does.
+        tokens: tokens of all of them.
+    """
+    return one_s * called + more_s * (tokens - called) + tokens * wire_s
+
+
+@formula
+def planned_job_s(c, one_s, more_s, tokens):
+    """Time of a remote expert by which LPT orders: less than one token counts as one in its call.
+
+    Not :func:`experts_s`: LPT breaks ties by the last digit, and here that of the wire comes first.
+    """
+    call = one_s + more_s * (np.maximum(tokens, 1.0) - 1.0)
+    return 2.0 * tokens * c.token_mb / c.bandwidth_mb_s + (tokens > 0.0) * call
+
+
+@formula
+def remote_calls(c, remote, call_s, trem_s):
+    """Invocations of a layer for a decode token, and seconds of each.
+
+    Args:
+        c: the constants.
+        remote: remote experts of the token.
+        call_s: expert call of one token with its transfer.
+        trem_s: invocation overhead.
+    """
+    if c.per_call:
+        return remote, call_s + trem_s
+    return np.minimum(remote, 1), remote * call_s + trem_s
+
+
+@formula
+def layer_s(c, local_s, remote_s, tokens):
+    """Eq. 2 and 5: local and remote experts side by side, and the moves to the CPU and back."""
+    return np.maximum(local_s, remote_s) + 2.0 * swap_s(c, tokens)
+
+
+@formula
+def start_s(c, container_s, load_mb):
+    """Start of a function: its container, then the weights that its link carries."""
+    return container_s + load_mb / c.load_mb_s
+
+
+@formula
+def gpu_mb(c, tokens):
+    """Mg of Eq. 7: GPU memory of the non-expert modules with the tokens of prompt and answer.
+
+    The embeddings and the runtime, which the paper leaves out, are in it.
+    """
+    return tokens * c.gpu_token_mb + c.gpu_fixed_mb
+
+
+@formula
+def main_usd_s(c, tokens, main_mb):
+    """What a second of the main function costs, GPU memory and CPU memory as specified."""
+    return c.price_gpu * gpu_mb(c, tokens) + c.price_cpu * (main_mb + c.runtime_cpu_mb)
+
+
+@formula
+def bill(c, rate_usd_s, main_rounding_s, prefill, decode, start):
+    """Times and costs of a request: Eq. 6, 8 and 9, its cold starts, fees and rounding.
+
+    Args:
+        c: the constants.
+        rate_usd_s: what a second of the main function costs.
+        main_rounding_s: what rounding adds to the main function's prefill and decoding.
+        prefill: :class:`Phase`.
+        decode: :class:`Phase`.
+        start: :class:`Start`.
+    """
+    main_usd = (prefill.seconds + decode.seconds) * rate_usd_s
+    rounding_mb_s = prefill.rounding_mb_s + decode.rounding_mb_s
+    prefill_usd = prefill.remote_mb_s * c.price_cpu
+    decode_usd = decode.remote_mb_s * c.price_cpu
+    cold_usd = 0.0 * start.main_s
+    if c.bill_cold_start:
+        cold_usd = start.main_s * rate_usd_s + c.price_cpu * start.remote_mb_s
+        main_rounding_s = main_rounding_s + rounding_s(c, start.main_s)
+        rounding_mb_s = rounding_mb_s + start.rounding_mb_s
+    invocations = prefill.invocations + decode.invocations
+    fees_usd = invocations * c.invocation_usd
+    rounding_usd = main_rounding_s * rate_usd_s + c.price_cpu * rounding_mb_s
+    return Bill(
+        prefill.seconds,
+        decode.seconds,
+        np.maximum(start.main_s, start.remote_s),
+        main_usd,
+        prefill_usd,
+        decode_usd,
+        cold_usd,
+        fees_usd,
+        rounding_usd,
+        main_usd + prefill_usd + decode_usd + cold_usd + fees_usd + rounding_usd,
+        invocations,
+    )
+
+
+@formula
+def bill_deployment(c, d, cold):
+    """The request as a deployment that is no plan serves it (:data:`DEPLOYMENT`).
+
+    All its functions are cold or warm together.
+    """
+    start = Start(0.0, 0.0, 0.0, 0.0)
+    if cold:
+        start = Start(d.start_main_s, d.start_remote_s, d.start_mb_s, d.start_rounding_mb_s)
+    prefill = Phase(d.prefill_s, d.prefill_mb_s, d.rounding_mb_s, d.invocations)
+    decode = Phase(d.decode_s, d.decode_mb_s, 0.0, 0)
+    main_rounding_s = rounding_s(c, d.prefill_s + d.decode_s)
+    return bill(c, d.rate_usd_s, main_rounding_s, prefill, decode, start)

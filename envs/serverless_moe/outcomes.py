@@ -1,0 +1,294 @@
+"""What a plan takes and costs under a load: the equations of ``kernel.cost`` summed in numpy.
+
+What a caller needs::
+
+    system = build_system("deepseek-v2-lite", gpu="eager")  # in servegym.envs.serverless_moe.system
+    request = Request(prefill_counts, decode_sets, trem_s, n_in)  # what is served
+    plan = make_plan(system, remote, expected_counts, n_out)  # how: a Plan
+    outcome = evaluate_plan(system, request, plan)  # times, cost, violations
+    expected_outcome(system, Load.predicted(system, frequency, n_in, n_out, trem_s), plan)  # ahead
+
+Shapes: L MoE layers in the order of the model's blocks, K routed experts in each, R = top_k + 1
+numbers of remote experts that a token can have.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from servegym.envs.serverless_moe.kernel.cost import (
+    Phase,
+    Start,
+    bill,
+    block_s,
+    experts_s,
+    layer_s,
+    main_usd_s,
+    remote_calls,
+    rounding_s,
+    start_s,
+    transfer_s,
+)
+from servegym.envs.serverless_moe.loads import Load
+from servegym.envs.serverless_moe.plans import replica_sums, violated
+from servegym.envs.serverless_moe.records import Cold, Outcome, Plan, Request
+from servegym.envs.serverless_moe.system import SystemModel
+
+Floats = NDArray[np.float64]
+
+
+def local_s(system: SystemModel, load: Load, remote: NDArray[np.bool_], main_mb: float) -> Floats:
+    """Local experts in prefill, one after another (first argument of Eq. 2's max): s ``(L,)``."""
+    each = experts_s(*system.expert_law(main_mb), 0.0, load.active, load.tokens)
+    return np.where(remote, 0.0, each).sum(axis=1)
+
+
+def job_s(system: SystemModel, load: Load, mb: ArrayLike) -> Floats:
+    """Seconds that each expert would add to its replica in prefill, transfer included (Eq. 3).
+
+    Args:
+        system: the system.
+        load: the load.
+        mb: ``(L,)`` memory of each layer, or ``(1, V)`` specifications for all of them.
+
+    Returns:
+        ``(L, K)``, or ``(L, V, K)``.
+    """
+    one, more = (x[..., None] for x in system.expert_law(mb))
+    called, tokens = load.active, load.tokens
+    if one.ndim == 3:
+        called, tokens = called[:, None], tokens[:, None]
+    return experts_s(one, more, transfer_s(system), called, tokens)
+
+
+def _remote_mb(plan: Plan) -> Floats:
+    """Y, and any memory where a layer has no remote expert."""
+    return np.where(plan.remote_mb > 0, plan.remote_mb, 1024.0)
+
+
+def remote_prefill(
+    system: SystemModel, busy_s: Floats, trem_s: ArrayLike, mb: ArrayLike
+) -> tuple[Floats, Phase]:
+    """The remote functions in prefill (Eq. 3 and 8).
+
+    A replica that gets no token is not invoked: it takes no time and costs nothing.
+
+    Args:
+        system: the system.
+        busy_s: ``(..., z)`` seconds of each replica without its overhead.
+        trem_s: ``(...)`` the overheads.
+        mb: ``(...)`` memory of the functions.
+
+    Returns:
+        ``(...)`` seconds of the slowest replica; and what all take, ``(...)`` each, seconds apart.
+    """
+    seconds = np.where(busy_s > 0, busy_s + np.asarray(trem_s)[..., None], 0.0)
+    added = rounding_s(system, seconds).sum(axis=-1)
+    invoked = (seconds > 0).sum(axis=-1)
+    return seconds.max(axis=-1), Phase(0.0, mb * seconds.sum(axis=-1), mb * added, invoked)
+
+
+def prefill_layers(system: SystemModel, load: Load, plan: Plan) -> Phase:
+    """The experts of each layer in prefill (Eq. 2, 3 and 8), ``(L,)`` each."""
+    mb = _remote_mb(plan)
+    busy = replica_sums(plan, job_s(system, load, mb))
+    slowest, remote = remote_prefill(system, busy, load.trem_s, mb)
+    local = local_s(system, load, plan.remote, plan.main_mb)
+    return remote._replace(seconds=layer_s(system, local, slowest, load.n_in))
+
+
+def remote_decode(
+    system: SystemModel,
+    load: Load,
+    histogram: Floats,
+    mb: ArrayLike,
+    trem_s: ArrayLike,
+) -> tuple[Floats, Phase]:
+    """The remote functions in decoding (Eq. 5 and 9), rounded over the overheads to be expected.
+
+    Args:
+        system: the system.
+        load: the load.
+        histogram: ``(..., R)`` generated tokens by their number of remote experts.
+        mb: ``(...)`` memory of the functions.
+        trem_s: ``(...)`` their mean overheads.
+
+    Returns:
+        ``(..., R)`` seconds of a token; and what all tokens take, ``(...)`` each, seconds apart.
+    """
+    r, trem = np.arange(system.top_k + 1), np.asarray(trem_s)[..., None]
+    call = (system.expert_law(mb)[0] + transfer_s(system))[..., None]
+    invoked, each = remote_calls(system, r, call, trem)
+    rounding = [
+        rounding_s(system, remote_calls(system, r, call, trem * factor)[1])
+        for factor in load.trem_factors
+    ]
+    remote, added, calls = (
+        (histogram * of_token).sum(axis=-1)
+        for of_token in (invoked * each, invoked * np.mean(rounding, axis=0), invoked)
+    )
+    return invoked * each, Phase(0.0, mb * remote, mb * added, calls)
+
+
+def decode_layers(system: SystemModel, load: Load, plan: Plan) -> Phase:
+    """The experts of each layer in decoding (Eq. 5 and 9), ``(L,)`` each: of all tokens."""
+    histogram = load.histogram(plan.remote, system.top_k)
+    remote, calls = remote_decode(system, load, histogram, _remote_mb(plan), load.trem_s)
+    local = np.arange(system.top_k, -1, -1) * system.expert_law(plan.main_mb)[0]
+    step = layer_s(system, local, remote, system.top_k)
+    return calls._replace(seconds=(histogram * step).sum(axis=1))
+
+
+def start_times(
+    system: SystemModel,
+    members: NDArray[np.int64],
+    main_cold: ArrayLike,
+    fresh: ArrayLike,
+    memory_mb: ArrayLike,
+) -> Start:
+    """Cold starts of many plans: W main functions, each with Y memories and Z numbers of replicas.
+
+    They start side by side, by one storage link or by one each.
+
+    Args:
+        system: the system.
+        members: int ``(..., L)`` remote experts of each layer.
+        main_cold: ``(..., W)`` 1 where the main function starts, 0 where it is warm.
+        fresh: ``(..., L, Y, Z)`` replicas of each remote function that start.
+        memory_mb: ``(..., L, Y, Z)`` its memory.
+
+    Returns:
+        Arrays that broadcast to ``(..., W, Y, Z)``.
+    """
+    main_cold, fresh = np.asarray(main_cold)[..., None, None], np.asarray(fresh)
+
+    def over_layers(x: Any) -> Any:
+        return x.sum(axis=-3)[..., None, :, :]
+
+    remote_mb = (members * system.expert_mb)[..., None, None]
+    local_mb = ((system.num_experts - members) * system.expert_mb).sum(axis=-1)
+    main_mb = (system.all_non_expert_mb + local_mb)[..., None, None, None]
+    if system.load_shared:
+        main_mb = main_cold * main_mb + over_layers(fresh * remote_mb)
+        one = start_s(system, system.container_start_remote_s, main_mb)
+        starting_mb = over_layers(fresh * memory_mb)
+        slowest = (starting_mb > 0) * one
+        started = starting_mb * one, starting_mb * rounding_s(system, one)
+    else:
+        one = start_s(system, system.container_start_remote_s, remote_mb)
+        starting_mb = fresh * memory_mb
+        slowest = ((fresh > 0) * one).max(axis=-3)[..., None, :, :]
+        started = over_layers(starting_mb * one), over_layers(starting_mb * rounding_s(system, one))
+    main = main_cold * start_s(system, system.container_start_main_s, main_mb)
+    return Start(main, slowest, *started)
+
+
+def plan_start(system: SystemModel, plan: Plan, cold: Cold) -> Start:
+    """Cold start of a plan's functions, of which ``cold`` says which start."""
+    fresh, mb = (x[:, None, None] for x in (cold.replicas, _remote_mb(plan)))
+    members = plan.remote.sum(axis=1)
+    start = start_times(system, members, [float(cold.main)], fresh, mb)
+    return Start(*(float(x.item()) for x in start))
+
+
+def check_limits(ttft_limit_s: float, tpot_limit_s: float) -> None:
+    """Raise ValueError unless both limits are above 0; infinity means no limit."""
+    for name, limit in (("ttft_limit_s", ttft_limit_s), ("tpot_limit_s", tpot_limit_s)):
+        if not limit > 0.0:
+            raise ValueError(f"{name}={limit!r} must be above 0 seconds (inf for no limit).")
+
+
+def _check_routing(system: SystemModel, request: Request) -> None:
+    """Every token goes to ``top_k`` of the experts, in prefill and in decoding."""
+    counts, want = request.prefill_counts, request.n_in * system.top_k
+    if (counts < 0).any() or (counts.sum(axis=1) != want).any():
+        layer = int(np.argmax((counts.sum(axis=1) != want) | (counts < 0).any(axis=1)))
+        raise ValueError(
+            f"request.prefill_counts of layer {layer} sums to {counts[layer].sum()} (smallest "
+            f"{counts[layer].min()}); it must be n_in * top_k = {want} of counts from 0 on."
+        )
+    taken = np.bitwise_count(request.decode_sets)
+    if (taken != system.top_k).any():
+        token, layer = np.argwhere(taken != system.top_k)[0]
+        raise ValueError(
+            f"request.decode_sets[{token}, {layer}] has {taken[token, layer]} experts; it must "
+            f"have top_k = {system.top_k}."
+        )
+
+
+def expected_outcome(
+    system: SystemModel,
+    load: Load,
+    plan: Plan,
+    *,
+    cold: Cold | None = None,
+    ttft_limit_s: float = np.inf,
+    tpot_limit_s: float = np.inf,
+) -> Outcome:
+    """The (expected) times, cost and violations of a plan under a load.
+
+    Args:
+        system: the system.
+        load: the load.
+        plan: the plan.
+        cold: which functions start cold; all of them if None.
+        ttft_limit_s: 10b.
+        tpot_limit_s: 10c.
+
+    Raises:
+        ValueError: limits not above 0.
+    """
+    check_limits(ttft_limit_s, tpot_limit_s)
+    if cold is None:
+        cold = Cold(True, np.where(plan.remote.any(axis=1), plan.replicas, 0))
+    prefill, decode = (
+        Phase(*(float(x.sum()) for x in layers(system, load, plan)))
+        for layers in (prefill_layers, decode_layers)
+    )
+    blocks_s = system.layers * block_s(system, load.n_in), system.layers * block_s(system, 1)
+    prefill = prefill._replace(
+        seconds=prefill.seconds + blocks_s[0], invocations=prefill.invocations + 1.0
+    )
+    decode = decode._replace(seconds=decode.seconds + load.n_out * blocks_s[1])
+    rate = main_usd_s(system, load.n_in + load.n_out, plan.main_mb)
+    rounding = rounding_s(system, prefill.seconds + decode.seconds)
+    start = plan_start(system, plan, cold)
+    return Outcome(
+        bill=bill(system, rate, rounding, prefill, decode, start),
+        n_out=load.n_out,
+        broken=violated(system, load.tokens, load.n_out, plan),
+        ttft_limit_s=ttft_limit_s,
+        tpot_limit_s=tpot_limit_s,
+    )
+
+
+def evaluate_plan(system: SystemModel, request: Request, plan: Plan, **options: Any) -> Outcome:
+    """Times, cost and violations of a plan under the true routing of a request.
+
+    Args:
+        system: the system.
+        request: the request.
+        plan: the plan.
+        **options: as `expected_outcome`.
+
+    Raises:
+        ValueError: limits not above 0, arrays of wrong shapes, or a routing that does not take
+            ``top_k`` experts a token.
+    """
+    shape = (system.moe_layers, system.num_experts)
+    for name, array, expected in (
+        ("request.prefill_counts", request.prefill_counts, shape),
+        ("request.decode_sets", request.decode_sets, (request.n_out, shape[0])),
+        ("request.trem_s", request.trem_s, shape[:1]),
+        ("plan.remote", plan.remote, shape),
+        ("plan.assignment", plan.assignment, shape),
+        ("plan.remote_mb", plan.remote_mb, shape[:1]),
+        ("plan.replicas", plan.replicas, shape[:1]),
+    ):
+        if array.shape != expected:
+            raise ValueError(f"{name} has shape {array.shape}; it must be {expected}.")
+    _check_routing(system, request)
+    return expected_outcome(system, Load.known(request), plan, **options)
