@@ -8,11 +8,11 @@ from typing import Any
 
 from servegym._checks import choose
 from servegym.envs import _arguments as arg
-from servegym.envs._arguments import Arguments, Options, Range
+from servegym.envs._arguments import Options, Range
 from servegym.envs.prefix_routing.gateway import INDEXES
 from servegym.envs.prefix_routing.kernel import steps
 from servegym.envs.prefix_routing.scenarios import SCENARIOS
-from servegym.envs.prefix_routing.tables import MAX_SEQS, STORES
+from servegym.envs.prefix_routing.tables import EngineArguments
 from servegym.envs.prefix_routing.workloads import DISPATCHES, SPLITS, list_prefix_workloads
 
 REWARDS = {"slo": steps.SLO, "ttft": steps.TTFT, "score": steps.SCORE, "dense": steps.DENSE}
@@ -21,15 +21,21 @@ MAX_REQUESTS = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrefixArguments(Arguments):
+class PrefixArguments(EngineArguments):
     """The arguments of `PrefixRoutingEnv` and of the ids beside it."""
 
     headings = dict(
+        max_num_seqs="engine",
         scenario="workload",
-        profiles="engine",
         index="observation",
         admission="action",
         slo="reward",
+    )
+    profiles: Any = arg.other(
+        {"card": "h100", "model": "llama-3.1-8b"}, "of all, or a list: see below"
+    )
+    num_replicas: int | None = arg.whole(
+        None, 1, "N; 8, or one a profile of a list", high=MAX_REPLICAS
     )
     scenario: str | None = arg.choice(None, SCENARIOS, "named; other arguments override its own")
     workload: str = arg.choice("tenants", list_prefix_workloads(), "what draws the requests")
@@ -39,18 +45,6 @@ class PrefixArguments(Arguments):
     rate: Range = arg.span(20.0, "mean requests/s, or a range drawn from for each episode")
     episode_requests: int = arg.whole(1000, 1, "decisions", high=MAX_REQUESTS)
     warmup_requests: int = arg.whole(500, 0, "requests before them", high=MAX_REQUESTS)
-    profiles: Any = arg.other(
-        {"card": "h100", "model": "llama-3.1-8b"}, "of all, or a list: see below"
-    )
-    num_replicas: int | None = arg.whole(
-        None, 1, "N; 8, or one a profile of a list", high=MAX_REPLICAS
-    )
-    max_num_seqs: int = arg.whole(128, 1, "most requests of an iteration", high=MAX_SEQS)
-    max_num_batched_tokens: int = arg.whole(2048, 1, "most tokens of an iteration")
-    block_size: int = arg.whole(16, 1, "tokens of a KV block", high=1 << 20)
-    kv_tokens: int | None = arg.whole(None, 1, "of a replica's KV memory; the profile's")
-    prefix_cache: str = arg.choice("vllm", STORES, "what a replica finds again: see below")
-    failures: Options = arg.options("`mean_time_to_failure_s`, `mean_time_to_repair_s`")
     index: str = arg.choice("approximate", INDEXES, "prefix index of the gateway: see below")
     index_kwargs: Options = arg.options("see below")
     scrape_s: float = arg.number(0.05, 0.0, "time between scrapes of the metrics; 0: live")

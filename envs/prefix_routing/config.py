@@ -135,21 +135,12 @@ def problem_of(arguments: PrefixArguments) -> Problem:
         ValueError: arguments do not go together; it names them.
     """
     cards = _replicas(arguments.profiles, arguments.num_replicas)
-    tables, capacity = engine_tables(
-        cards,
-        max_num_seqs=arguments.max_num_seqs,
-        max_num_batched_tokens=arguments.max_num_batched_tokens,
-        block_size=arguments.block_size,
-        kv_tokens=arguments.kv_tokens,
-        num_requests=arguments.episode_requests + arguments.warmup_requests,
-        failures=arguments.failures,
-        prefix_cache=arguments.prefix_cache,
-    )
+    requests = arguments.episode_requests + arguments.warmup_requests
+    tables, capacity = engine_tables(cards, arguments, requests)
     rates = ends(arguments.rate)
     for rate in rates:
         real("rate", rate, MIN_RATE, MAX_RATES[arguments.workload])
     if arguments.failures is not None:
-        requests = arguments.episode_requests + arguments.warmup_requests
         check_failures(arguments.failures, tables.config[0], requests / rates[0])
     given = mapping("index_kwargs", arguments.index_kwargs, ("index_entries", *GATEWAY_OPTIONS))
     entries = given.pop("index_entries", LRU_ENTRIES)

@@ -193,10 +193,12 @@ class PrefixBatch(Batch):
             predicted=predicted,
             ttft_slo_s=problem.ttft_slo_s(requests.prompt_tokens),
             tpot_slo_s=float(problem.settings["tpot_s"][0]),
-            speed=problem.speed,
-            kv_tokens=problem.capacity * problem.block_size,
-            max_num_seqs=int(problem.tables.config["max_running"][0]),
-            entries=problem.index_entries,
+            replicas={
+                "speed": problem.speed,
+                "kv_tokens": problem.capacity * problem.block_size,
+                "max_num_seqs": problem.tables.config["max_running"][0],
+                "capacity": problem.index_entries,
+            },
         )
         self.episodes.row[row] = 0
         self.episodes.ids[row, :, 0] = requests.session

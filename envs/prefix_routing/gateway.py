@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -203,10 +204,7 @@ def load(
     predicted: ArrayLike,
     ttft_slo_s: ArrayLike,
     tpot_slo_s: ArrayLike,
-    speed: ArrayLike,
-    kv_tokens: ArrayLike,
-    max_num_seqs: ArrayLike,
-    entries: ArrayLike | None = None,
+    replicas: Mapping[str, ArrayLike],
 ) -> None:
     """Begin an episode in a row: its requests and its replicas, and nothing known of them yet.
 
@@ -217,29 +215,26 @@ def load(
         predicted: (J,) predicted tokens of the outputs.
         ttft_slo_s: (J,) or one for all.
         tpot_slo_s: (J,) or one for all.
-        speed: (N,) or one for all, prefill tokens per second; N is given by ``kv_tokens``.
-        kv_tokens: (N,), tokens of the KV memories.
-        max_num_seqs: (N,) or one for all.
-        entries: (N,) or one for all, entries of the approximate index; by default `LRU_ENTRIES`.
-            llm-d's autotune takes the number of KV blocks, ``kv_tokens / block_size``, though an
-            entry may stand for several: the index then believes in up to four times the memory.
+        replicas: ``kv_tokens`` (N,) of the KV memories, and (N,) or one for all: ``speed`` in
+            prefill tokens/s, ``max_num_seqs``, and ``capacity`` of the approximate index in
+            entries. llm-d's autotune takes the number of KV blocks, though an entry may stand for
+            several: the index then believes in up to four times the memory.
     """
     requests = episode.requests
-    kv = np.atleast_1d(np.asarray(kv_tokens))
+    count = len(np.atleast_1d(np.asarray(replicas["kv_tokens"])))
     for array in (g.row, g.replica, g.request, g.holders, g.references, g.tenant_heat, g.tenant_s):
         array[row] = 0
     g.stamp[row], g.session_replica[row], g.session_s[row] = -1, -1, np.nan
-    replica, request = g.replica[row, : len(kv)], g.request[row, : requests.num_requests]
-    g.row[row]["replicas"] = len(kv)
+    replica, request = g.replica[row, :count], g.request[row, : requests.num_requests]
+    g.row[row]["replicas"] = count
     g.row[row]["requests"] = requests.num_requests
     g.row[row]["keys"] = episode.num_keys
     replica["up"], replica["oldest"], replica["newest"] = 1, -1, -1
     replica["forgotten_s"] = -np.inf
     replica["ttft"] = replica["ttft_error"] = replica["tpot"] = np.nan
     request["replica"], request["next"] = -1, -1
-    replica["speed"], replica["kv_tokens"] = speed, kv
-    replica["max_num_seqs"] = max_num_seqs
-    replica["capacity"] = LRU_ENTRIES if entries is None else entries
+    for name, value in replicas.items():
+        replica[name] = value
     request["prompt"], request["predicted"] = requests.prompt_tokens, predicted
     request["ttft_slo"], request["tpot_slo"] = ttft_slo_s, tpot_slo_s
     request["session"], request["tenant"] = episode.session, episode.tenant

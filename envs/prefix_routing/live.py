@@ -11,7 +11,7 @@ from servegym._checks import whole
 from servegym._jit import compile_kernels
 from servegym.envs.prefix_routing import kernel
 from servegym.envs.prefix_routing.kernel import live
-from servegym.envs.prefix_routing.tables import engine_tables, put_replicas
+from servegym.envs.prefix_routing.tables import EngineArguments, engine_tables, put_replicas
 from servegym.hardware_profiles import Profile
 
 _LAST_ID = (1 << 31) - (1 << 24)
@@ -51,14 +51,13 @@ class LiveEngine:
         max_requests: int = 16384,
     ) -> None:
         whole("max_requests", max_requests, 1)
-        tables, capacity = engine_tables(
-            [profile],
+        engine = EngineArguments(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             block_size=block_size,
             kv_tokens=kv_tokens,
-            num_requests=max_requests,
         )
+        tables, capacity = engine_tables([profile], engine, max_requests)
         self.block_size = block_size
         self.capacity = int(capacity[0])
         self._tables = tables

@@ -11,7 +11,12 @@ from servegym._checks import choose, whole
 from servegym._jit import compile_kernels
 from servegym.envs.prefix_routing import kernel
 from servegym.envs.prefix_routing.requests import PrefixRequests
-from servegym.envs.prefix_routing.tables import engine_tables, put_replicas, put_requests
+from servegym.envs.prefix_routing.tables import (
+    EngineArguments,
+    engine_tables,
+    put_replicas,
+    put_requests,
+)
 from servegym.hardware_profiles import Profile, load
 
 PREFIX_REPLAY = np.dtype(
@@ -81,14 +86,13 @@ def replay_prefix(
     known = {name: load(name) for name in names if isinstance(name, str)}
     cards = [known[name] if isinstance(name, str) else name for name in names]
     count = requests.num_requests
-    tables, capacity = engine_tables(
-        cards,
+    engine = EngineArguments(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         block_size=size,
         kv_tokens=kv_tokens,
-        num_requests=count,
     )
+    tables, capacity = engine_tables(cards, engine, count)
     sent = _assignment(assignment, count, len(cards))
     _check_fit(requests, sent, capacity)
     for card in known.values():

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from servegym._checks import choose, whole
+from servegym.envs import _arguments as arg
+from servegym.envs._arguments import Arguments, Options
 from servegym.envs.llm_routing.kernel.law import pack_law
 from servegym.envs.llm_routing.tables import failure_times
 from servegym.envs.prefix_routing import kernel
@@ -19,42 +20,38 @@ STORES = {"vllm": kernel.NO_STORE, "infinite": kernel.OWN_STORE, "pooled": kerne
 MAX_BLOCKS = 1 << 22
 
 
+@dataclass(frozen=True, kw_only=True)
+class EngineArguments(Arguments):
+    """The arguments of the replicas' engine."""
+
+    max_num_seqs: int = arg.whole(128, 1, "most requests of an iteration", high=MAX_SEQS)
+    max_num_batched_tokens: int = arg.whole(2048, 1, "most tokens of an iteration")
+    block_size: int = arg.whole(16, 1, "tokens of a KV block", high=1 << 20)
+    kv_tokens: int | None = arg.whole(None, 1, "of a replica's KV memory; the profile's")
+    prefix_cache: str = arg.choice("vllm", STORES, "what a replica finds again: see below")
+    failures: Options = arg.options("`mean_time_to_failure_s`, `mean_time_to_repair_s`")
+
+
 def engine_tables(
-    profiles: Sequence[Profile],
-    *,
-    max_num_seqs: int,
-    max_num_batched_tokens: int,
-    block_size: int,
-    kv_tokens: int | None,
-    num_requests: int,
-    failures: Mapping[str, Any] | None = None,
-    prefix_cache: str = "vllm",
+    profiles: Sequence[Profile], arguments: EngineArguments, num_requests: int
 ) -> tuple[kernel.Tables, np.ndarray]:
     """What the systems share, and the capacity (N,) of the replicas in blocks.
 
     Args:
         profiles: Profile of each replica.
-        max_num_seqs: Most requests that a replica runs.
-        max_num_batched_tokens: Most tokens of an iteration.
-        block_size: Tokens of a KV block.
-        kv_tokens: Room of a replica's KV cache in tokens; None takes each profile's.
+        arguments: Of their engine.
         num_requests: Most requests of an episode.
-        failures: ``mean_time_to_failure_s`` and ``mean_time_to_repair_s`` of a replica,
-            both exponential; None: none fails.
-        prefix_cache: ``"vllm"``, or with an infinite cache besides the KV memory, of each replica
-            (``"infinite"``) or one for all (``"pooled"``).
 
     Raises:
-        ValueError: naming the argument, what was given and what is allowed.
+        ValueError: arguments do not go together; it names them.
     """
-    running = whole("max_num_seqs", max_num_seqs, 1, MAX_SEQS)
-    budget = whole("max_num_batched_tokens", max_num_batched_tokens, 1)
+    running, budget = arguments.max_num_seqs, arguments.max_num_batched_tokens
+    size, kv_tokens = arguments.block_size, arguments.kv_tokens
     if budget < running:
         raise ValueError(
             f"max_num_batched_tokens={budget!r} must be at least max_num_seqs={running}: an "
             "iteration has a token of every sequence."
         )
-    size = whole("block_size", block_size, 1, 1 << 20)
     if len(profiles) == 0:
         raise ValueError("profiles is empty; at least one replica is needed.")
     cfg = np.zeros(1, dtype=kernel.CONFIG)
@@ -62,14 +59,12 @@ def engine_tables(
     laws = list({id(profile): profile for profile in profiles}.values())
     law = pack_law(laws, running)
     c["longest"] = law.where["longest"][0]
-    if kv_tokens is not None:
-        tokens = [whole("kv_tokens", kv_tokens, size)] * len(profiles)
-    else:
-        tokens = [profile.kv_capacity_tokens for profile in profiles]
+    tokens = [kv_tokens or profile.kv_capacity_tokens for profile in profiles]
     capacity = np.array(tokens, dtype=np.int64) // size
     if capacity.min() < 1:
         raise ValueError(
-            f"block_size={size} is more than the {min(tokens)} tokens of a replica's KV cache."
+            f"block_size={size} is more than the {min(tokens)} tokens of a replica's KV cache, "
+            "kv_tokens."
         )
     if capacity.max() > MAX_BLOCKS:
         raise ValueError(
@@ -81,9 +76,9 @@ def engine_tables(
     c["block_size"], c["blocks_per_token"] = size, 1.0 / size
     c["blocks"], c["entries"], c["shift"] = capacity.max(), 1 << bits, 36 - bits
     c["num_requests"] = num_requests
-    c["store"] = STORES[choose("prefix_cache", prefix_cache, STORES)]
-    if failures is not None:
-        c["uptime_s"], c["downtime_s"] = failure_times(failures)
+    c["store"] = STORES[arguments.prefix_cache]
+    if arguments.failures is not None:
+        c["uptime_s"], c["downtime_s"] = failure_times(arguments.failures)
     return kernel.Tables(cfg, law), capacity
 
 

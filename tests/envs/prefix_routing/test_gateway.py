@@ -9,6 +9,7 @@ from numba import njit
 from servegym.envs.prefix_routing.gateway import (
     GROWING,
     INDEXES,
+    LRU_ENTRIES,
     blank,
     gateway_config,
     load,
@@ -180,8 +181,10 @@ def test_kernel_equals_plain_objects(
     episode = prompts(config, requests)
     other = prompts(config, random_requests(rng, 50, block_size))
     g = allocate(config, replicas + 1, [other, episode])  # room for more than is needed
-    row = {"predicted": 9.0, "ttft_slo_s": 0.5, "tpot_slo_s": 0.04, "entries": capacity}
-    load(g, 1, episode, **row, speed=speed, kv_tokens=kv, max_num_seqs=8 + np.arange(replicas))
+    row = {"predicted": 9.0, "ttft_slo_s": 0.5, "tpot_slo_s": 0.04}
+    cards = {"speed": speed, "kv_tokens": kv, "max_num_seqs": 8 + np.arange(replicas)}
+    cards["capacity"] = capacity
+    load(g, 1, episode, **row, replicas=cards)
     script, expected, now = Script(), [], 0.0
     cached = [[] for _ in range(replicas)]
     for j in range(requests.num_requests):
@@ -244,12 +247,14 @@ def test_kernel_equals_plain_objects(
 # --------------------------------------------------------------------------------------- by hand
 
 
-def loaded(requests, replicas=2, entries=None, **arguments):
+def loaded(requests, replicas=2, entries=LRU_ENTRIES, **arguments):
     config = gateway_config(block_size=requests.block_size, **arguments)
     episode = prompts(config, requests)
     g = allocate(config, replicas, [episode])
-    row = {"predicted": 10, "ttft_slo_s": 1.0, "tpot_slo_s": 0.1, "entries": entries}
-    load(g, 0, episode, **row, speed=100.0, kv_tokens=[16 * 64] * replicas, max_num_seqs=4)
+    row = {"predicted": 10, "ttft_slo_s": 1.0, "tpot_slo_s": 0.1}
+    cards = {"speed": 100.0, "kv_tokens": [16 * 64] * replicas, "max_num_seqs": 4}
+    cards["capacity"] = entries
+    load(g, 0, episode, **row, replicas=cards)
     return g
 
 

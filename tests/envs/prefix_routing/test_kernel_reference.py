@@ -12,7 +12,12 @@ from hypothesis import strategies as st
 from servegym.envs.llm_routing.kernel import sojourn_s
 from servegym.envs.prefix_routing import kernel
 from servegym.envs.prefix_routing.requests import PrefixRequests
-from servegym.envs.prefix_routing.tables import engine_tables, put_replicas, put_requests
+from servegym.envs.prefix_routing.tables import (
+    EngineArguments,
+    engine_tables,
+    put_replicas,
+    put_requests,
+)
 from servegym.hardware_profiles import LawTables
 
 from ..llm_routing.reference import TableLaw
@@ -199,15 +204,13 @@ def run_case(seed: int, requests: int = 40, **choices) -> Counter:
         profiles.append(profile_of(tables, room, mixed, surplus))
         laws.append(TableLaw(tables, tables.decode_attention_s * mixed, surplus))
         capacities.append(capacity)
-    tables, capacity = engine_tables(
-        profiles,
+    engine = EngineArguments(
         max_num_seqs=running,
         max_num_batched_tokens=budget,
         block_size=size,
-        kv_tokens=None,
-        num_requests=requests,
         failures=choices.get("failures"),
     )
+    tables, capacity = engine_tables(profiles, engine, requests)
     assert capacity.tolist() == capacities
     # The second of two rows, so that every offset counts.
     b = int(rng.integers(0, 2))
