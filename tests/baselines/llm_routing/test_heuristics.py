@@ -317,23 +317,6 @@ def test_estimate_charges_others_for_the_prefill_and_the_shared_decode():
     assert estimate.with_new[0, 0, -1] == pytest.approx(own / 40)
 
 
-def test_estimate_waits_for_a_slot():
-    system = linear_system([[0.01, 0.0, 0.0, 0.0]])
-    busy = [(50, 100, 90 - 10 * i, 0.02) for i in range(5)]
-    queue = [(50, 30, 0, 0.1)]
-    alone = estimate_one(system, 50, 10)
-    behind = estimate_one(system, 50, 10, running=busy)
-    further = estimate_one(system, 50, 10, running=busy, waiting=queue)
-    wait = 0.005 + 10 * 0.01
-    assert behind.with_new[0, 0, -1] == pytest.approx(alone.with_new[0, 0, -1] + wait / 10)
-    # The queued one takes the first slot (10 decodes), its prefill and 10 more decodes pass.
-    longer = wait + 0.01 + 9 * 0.01
-    assert further.with_new[0, 0, -1] > behind.with_new[0, 0, -1]
-    assert further.with_new[0, 0, -1] == pytest.approx(
-        alone.with_new[0, 0, -1] + (longer + 0.01) / 10
-    )
-
-
 def test_memory_limits_the_batch_of_the_estimate():
     """Prompts of 100 tokens; the longest answer is 300, the mean 200."""
     train = TrainRequests(

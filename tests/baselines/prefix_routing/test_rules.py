@@ -437,3 +437,20 @@ def test_mooncake_takes_the_least_time_to_first_token():
 def test_arguments_out_of_range_are_refused(rule, argument, value):
     with pytest.raises(ValueError, match=argument):
         rule(**{argument: value})
+
+
+def test_online_trees_learn_latencies_in_the_order_of_their_causes():
+    pytest.importorskip("lightgbm")
+    rng = np.random.default_rng(0)
+    trees = OnlineTrees(quantile=0.5, min_samples=200)
+    columns = rng.uniform(0, 1, (400, len(FEATURES)))
+    for i, row in enumerate(columns):
+        assert (trees.predict(columns) is None) == (i < 200)
+        trees.learn(row, 2 * row[5], np.nan if i % 5 == 0 else 0.01 + 0.05 * row[4])
+    tests = np.full((5, len(FEATURES)), 0.5)
+    tests[:, 5] = tests[:, 4] = np.linspace(0.1, 0.9, 5)
+    ttft, tpot = trees.predict(tests)
+    np.testing.assert_allclose(ttft, 2 * tests[:, 5], atol=0.2)
+    np.testing.assert_allclose(tpot, 0.01 + 0.05 * tests[:, 4], atol=0.006)
+    trees.reset()
+    assert trees.predict(tests) is None
