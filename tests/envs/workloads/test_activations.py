@@ -15,6 +15,7 @@ from servegym.envs.workloads.activations import (
     popcounts,
     read_activations,
     read_law,
+    sample_tokens,
 )
 from servegym.envs.workloads.build.activations import main as build
 from servegym.envs.workloads.build.activations import pack_sets, top_expert_share, write_activations
@@ -296,3 +297,18 @@ def test_the_table_in_the_docs_is_what_the_command_prints(capsys):
         pytest.skip("the documentation is not here")
     build(["--shares"])
     assert capsys.readouterr().out.strip() in path.read_text(encoding="utf-8")
+
+
+def test_sample_tokens_uses_the_bank_evenly(toy):
+    rng = np.random.default_rng(0)
+    sets = toy.bank[toy.bank_start[7] : toy.bank_start[8]]
+    size = len(sets)
+    whole_bank = sample_tokens(toy, 7, size, rng)
+    assert sorted(map(tuple, whole_bank)) == sorted(map(tuple, sets))
+    assert (whole_bank != sets).any()
+    long = sample_tokens(toy, 7, 2 * size + 3, rng)
+    extra = masks_to_counts(long, 8) - 2 * masks_to_counts(sets, 8)
+    assert extra.min() >= 0 and extra.sum() == 3 * 2 * 4
+    assert sample_tokens(toy, 7, 0, rng).shape == (0, 4)
+    with pytest.raises(ValueError, match="prompt=40"):
+        sample_tokens(toy, 40, 1, rng)
