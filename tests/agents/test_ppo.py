@@ -37,19 +37,22 @@ def test_rows_are_treated_alike_and_their_number_is_free():
     torch.testing.assert_close(more[:, 1:4], more[:, 4:7])
 
 
+SHORT = ("episode_requests=20", "warmup_requests=5")
+
+
 @pytest.mark.parametrize(
     ("env_id", "settings", "view", "own"),
     [
         ("CartPole-v1", (), None, False),
-        ("servegym/PrefixRoutingFlat-v2", ("episode_requests=20", "num_replicas=2"), "flat", False),
-        ("servegym/PrefixRoutingSummary-v2", ("num_replicas=2",), "summary", True),
+        ("servegym/PrefixRoutingFlat-v2", ("num_replicas=2", *SHORT), "flat", False),
+        ("servegym/PrefixRoutingSummary-v2", ("num_replicas=2", *SHORT), "summary", True),
         (
             "servegym/LLMRoutingExperts-v2",
             ("episode_requests=20", "num_experts=3"),
             "experts",
             False,
         ),
-        ("servegym/LLMRoutingSummary-v2", ("num_experts=3",), "summary", True),
+        ("servegym/LLMRoutingSummary-v2", ("num_experts=3", SHORT[0]), "summary", True),
     ],
 )
 def test_other_ids_train(tmp_path, env_id, settings, view, own):
@@ -76,7 +79,7 @@ def test_a_decision_is_paid_for_its_own_request(tmp_path, monkeypatch):
             "ppo",
             tmp_path,
             env_id="servegym/PrefixRoutingSummary-v2",
-            set=("num_replicas=2",),
+            set=("num_replicas=2", *SHORT),
             own_requests=True,
         )[1]
     )

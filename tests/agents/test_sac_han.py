@@ -200,7 +200,7 @@ def test_shaped_rewards_are_those_paid_and_the_change_of_what_is_held(agent, tmp
     name = "sac_han" if agent is sac_han else "sac_rows"
     env = ("episode_requests=60", "rate=[11,12]", "num_experts=3")
     env += ("max_episode_steps=59", 'reward="completed_qos"')
-    changes = {"set": env, "total_timesteps": 400}
+    changes = {"set": env, "total_timesteps": 320}
     with monkeypatch.context() as patch:
         _, paid, _ = kept(agent, patch, name, tmp_path / "a", shaping=False, **changes)
     _, shaped, _ = kept(agent, monkeypatch, name, tmp_path / "b", **changes)
