@@ -134,7 +134,7 @@ def overwritten(data: bytes) -> bytes:
 @pytest.mark.parametrize(
     "damage", [overwritten, *(pytest.param(x, marks=pytest.mark.slow) for x in (cut, emptied))]
 )
-@pytest.mark.parametrize("ending", ["nbc", "nbi"])
+@pytest.mark.parametrize("ending", ["nbc", pytest.param("nbi", marks=pytest.mark.slow)])
 def test_broken_files_are_compiled_anew(tmp_path, ending, damage):
     write(tmp_path, 10)
     numbers(start(tmp_path, 0, "f8"))
