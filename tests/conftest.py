@@ -3,6 +3,7 @@
 import importlib
 import os
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,19 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 settings.register_profile("mutants", phases=(Phase.explicit, Phase.generate), database=None)
 
 ROOT = Path(__file__).resolve().parent.parent
+
+LEARNING = "torch tyro safetensors rich"
+NEEDS = {
+    "agents": f"{LEARNING} pettingzoo",
+    "experiments/live/test_serve.py": "aiohttp",
+    "experiments/papers": f"{LEARNING} matplotlib",
+    "experiments/studies": f"{LEARNING} matplotlib",
+    "experiments/sweeps": f"{LEARNING} matplotlib optuna yaml",
+    "experiments/test_live_curve.py": "rich",
+    "experiments/test_train_and_compare.py": f"{LEARNING} matplotlib",
+}
+collect_ignore = [path for path, names in NEEDS.items() if not all(map(find_spec, names.split()))]
+"""Tests of what is not installed are left out."""
 
 # Studies and builds are in the tree and not in the wheel, which is what is tested.
 for folder in ("experiments", "hardware_profiles", "envs/workloads"):

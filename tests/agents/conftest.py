@@ -1,8 +1,6 @@
 """What the tests of the agents share."""
 
-import sys
 from importlib import import_module
-from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -13,21 +11,18 @@ from ..routing_systems import make_observation
 @pytest.fixture(autouse=True, scope="module")
 def small_worlds():
     """Short evaluations over the routing graph, and small settings of prefix routing."""
-    there = find_spec("torch") is not None
     with pytest.MonkeyPatch.context() as patch:
         for agent in ("sac_han", "baseline_rl", "cem", "ppo_sets", "rpi"):
-            module = import_module(f"servegym.agents.{agent}") if there else None
+            module = import_module(f"servegym.agents.{agent}")
             for name, value in (("EVAL_EPISODES", 2), ("EVAL_REQUESTS", 20)):
                 if hasattr(module, name):
                     patch.setattr(module, name, value)
-        cem = sys.modules.get("servegym.agents.cem")  # which the loop has imported
-        if cem is not None:
-            setting = {"num_replicas": 3, "episode_requests": 30, "warmup_requests": 20}
-            patch.setattr(cem, "setting_of", lambda stream: setting | {"rate": 30.0 + stream % 7})
-            cem.world.cache_clear()
+        cem = import_module("servegym.agents.cem")
+        setting = {"num_replicas": 3, "episode_requests": 30, "warmup_requests": 20}
+        patch.setattr(cem, "setting_of", lambda stream: setting | {"rate": 30.0 + stream % 7})
+        cem.world.cache_clear()
         yield
-        if cem is not None:
-            cem.world.cache_clear()
+        cem.world.cache_clear()
 
 
 def make_obs(batch, experts=4, running=3, waiting=2, seed=0, empty=()):

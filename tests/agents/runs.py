@@ -5,7 +5,7 @@ from importlib import import_module
 from typing import Any
 
 ROUTING = "servegym/LLMRouting-v1"
-OFF_POLICY = {"total_timesteps": 500, "num_envs": 4, "batch_size": 32, "eval_every": 240}
+OFF_POLICY = {"total_timesteps": 340, "num_envs": 4, "batch_size": 32, "eval_every": 240}
 OFF_POLICY |= {"eval_rates": (8.0,)}
 OFF_POLICY |= {"set": ("num_experts=3", "episode_requests=120", "max_episode_steps=119")}
 ON_POLICY = {"total_timesteps": 300, "num_envs": 4, "num_steps": 32, "eval_every": 128}

@@ -2,14 +2,12 @@
 
 import numpy as np
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("pettingzoo")
+from servegym.agents import mappo_placement, ppo_placement
+from servegym.envs.expert_placement.env import ExpertPlacementEnv
 
-from servegym.agents import mappo_placement, ppo_placement  # noqa: E402
-from servegym.envs.expert_placement.env import ExpertPlacementEnv  # noqa: E402
-
-from .runs import TOY, lines, tiny  # noqa: E402
+from .runs import TOY, lines, tiny
 
 agents = pytest.mark.parametrize("module", [ppo_placement, mappo_placement], ids=["ppo", "mappo"])
 

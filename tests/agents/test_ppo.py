@@ -2,16 +2,12 @@
 
 import numpy as np
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-tyro = pytest.importorskip("tyro")
-pytest.importorskip("safetensors")
-pytest.importorskip("rich")
+from servegym.agents import load_policy, ppo
+from servegym.envs.prefix_routing.outcomes import OutcomeReader
 
-from servegym.agents import load_policy, ppo  # noqa: E402
-from servegym.envs.prefix_routing.outcomes import OutcomeReader  # noqa: E402
-
-from .runs import lines, tiny  # noqa: E402
+from .runs import lines, tiny
 
 
 @pytest.mark.parametrize("shape", [(24,), (3, 8)])
@@ -41,28 +37,22 @@ def test_rows_are_treated_alike_and_their_number_is_free():
     torch.testing.assert_close(more[:, 1:4], more[:, 4:7])
 
 
-def test_running_moments_are_those_of_all_that_was_seen():
-    moments, x = ppo.Moments(3), torch.randn(40, 6, 3) * torch.tensor([1.0, 100.0, 0.0]) + 7
-    for part in x.split(5):
-        moments.update(part)
-    torch.testing.assert_close(moments.mean, x.mean((0, 1)), rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(moments.var, x.var((0, 1), correction=0), rtol=1e-3, atol=1e-4)
-    assert moments(x).abs().max() <= 10 and (moments(x)[..., 2].abs() < 0.1).all()
+SHORT = ("episode_requests=20", "warmup_requests=5")
 
 
 @pytest.mark.parametrize(
     ("env_id", "settings", "view", "own"),
     [
         ("CartPole-v1", (), None, False),
-        ("servegym/PrefixRoutingFlat-v2", ("episode_requests=20", "num_replicas=2"), "flat", False),
-        ("servegym/PrefixRoutingSummary-v2", ("num_replicas=2",), "summary", True),
+        ("servegym/PrefixRoutingFlat-v2", ("num_replicas=2", *SHORT), "flat", False),
+        ("servegym/PrefixRoutingSummary-v2", ("num_replicas=2", *SHORT), "summary", True),
         (
             "servegym/LLMRoutingExperts-v2",
             ("episode_requests=20", "num_experts=3"),
             "experts",
             False,
         ),
-        ("servegym/LLMRoutingSummary-v2", ("num_experts=3",), "summary", True),
+        ("servegym/LLMRoutingSummary-v2", ("num_experts=3", SHORT[0]), "summary", True),
     ],
 )
 def test_other_ids_train(tmp_path, env_id, settings, view, own):
@@ -89,7 +79,7 @@ def test_a_decision_is_paid_for_its_own_request(tmp_path, monkeypatch):
             "ppo",
             tmp_path,
             env_id="servegym/PrefixRoutingSummary-v2",
-            set=("num_replicas=2",),
+            set=("num_replicas=2", *SHORT),
             own_requests=True,
         )[1]
     )

@@ -1,23 +1,18 @@
-"""RPI: labels against the clairvoyant rollout, candidates, weights, fits with a known answer."""
+"""RPI: labels against the clairvoyant rollout, and a fit with a known answer."""
 
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("tyro")
-pytest.importorskip("safetensors")
-pytest.importorskip("rich")
+from servegym.agents import rpi
+from servegym.agents.lib.environments import make_envs
+from servegym.baselines.llm_routing.greedy_qos import PricedGreedy
+from servegym.baselines.llm_routing.rollout import Rollout
+from servegym.baselines.llm_routing.system import RoutingSystem
 
-from servegym.agents import rpi  # noqa: E402
-from servegym.agents.lib.environments import make_envs  # noqa: E402
-from servegym.baselines.llm_routing.greedy_qos import PricedGreedy  # noqa: E402
-from servegym.baselines.llm_routing.paired_rollouts import common_actions  # noqa: E402
-from servegym.baselines.llm_routing.rollout import Rollout  # noqa: E402
-from servegym.baselines.llm_routing.system import RoutingSystem  # noqa: E402
-
-from .runs import tiny  # noqa: E402
+from .runs import tiny
 
 
 def played(rate, count, steps):
@@ -56,49 +51,6 @@ def test_the_best_label_is_the_choice_of_the_rollout_policy():
     assert value == pytest.approx(np.nanmax(got, 1), abs=1e-5) and len(set(chosen)) > 1
     # The environments themselves went no step further.
     np.testing.assert_array_equal(copies.returns(actions, mask > 0, 1e9, greedy), got)
-
-
-def test_copies_agree_where_it_costs_little():
-    nan = np.nan
-    values = np.array(
-        [
-            [[0.0, 0.50, 0.46], [0.0, 0.44, 0.47]],  # the first is better on average
-            [[0.0, 0.50, 0.00], [0.0, 0.10, 0.30]],  # too dear for the second
-            [[0.0, 0.10, 0.20], [nan, nan, nan]],  # alone
-        ]
-    )
-    assert common_actions(values, 0.05)[:, 0].tolist() == [1, 1, 2]
-    assert common_actions(values, 0.05)[:2, 1].tolist() == [1, 2]
-    assert common_actions(values, 0.0)[:2, 1].tolist() == [2, 2]
-
-
-def test_candidates_are_distinct_and_legal_and_begin_with_the_first():
-    rng = np.random.default_rng(0)
-    mask = (rng.random((400, 5)) < 0.7).astype(np.int8)
-    mask[:, 0] = 1
-    value = rng.normal(size=mask.shape)
-    first = np.zeros(400, np.int64)
-    chosen, tried = rpi.choose_candidates(value, first, mask, 3, 0.01, rng)
-    assert (chosen[:, 0] == 0).all() and tried[:, 0].all()
-    assert (np.take_along_axis(mask, chosen, 1)[tried] == 1).all()
-    assert (tried.sum(1) == np.minimum(mask.sum(1), 3)).all()
-    assert all(len(set(row)) == 3 for row in chosen)
-    # At so low a temperature the second is the best legal one but the first.
-    rest = np.where(mask > 0, value, -np.inf)
-    rest[:, 0] = -np.inf
-    several = mask.sum(1) > 1
-    assert (chosen[several, 1] == rest.argmax(1)[several]).mean() > 0.95
-
-
-def test_weights_are_the_inverse_of_the_noise():
-    rng = np.random.default_rng(1)
-    load = np.repeat(np.linspace(0, 1, 10), 2000)
-    spread = 0.2 + load
-    gain = (rng.normal(size=(len(load), 2)) * spread[:, None]).astype(np.float32)
-    weight = rpi.noise_weights(load, gain)
-    wanted = 1 / (spread**2 + 0.02)
-    assert weight.mean() == pytest.approx(1, rel=1e-5)
-    np.testing.assert_allclose(weight, wanted / wanted.mean(), rtol=0.15)
 
 
 def label(source, rng):

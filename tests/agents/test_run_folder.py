@@ -10,25 +10,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from typer.testing import CliRunner
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("tyro")
-pytest.importorskip("safetensors")
-pytest.importorskip("rich")
+from servegym.agents import load_policy, ppo, ppo_sets
+from servegym.agents.lib import evaluation
+from servegym.agents.lib.arguments import run_agent
+from servegym.agents.lib.checkpoint import AGENTS
+from servegym.agents.lib.run_log import RunLog
+from servegym.experiments.cli import app
+from servegym.experiments.evaluation.evaluate import evaluate
 
-from typer.testing import CliRunner  # noqa: E402
-
-from servegym.agents import load_policy, ppo, ppo_sets  # noqa: E402
-from servegym.agents.lib import evaluation, snapshots  # noqa: E402
-from servegym.agents.lib.arguments import run_agent  # noqa: E402
-from servegym.agents.lib.checkpoint import AGENTS  # noqa: E402
-from servegym.agents.lib.environments import make_envs  # noqa: E402
-from servegym.agents.lib.run_log import RunLog  # noqa: E402
-from servegym.baselines.registry import describe_system, make_policy  # noqa: E402
-from servegym.experiments.cli import app  # noqa: E402
-from servegym.experiments.evaluation.evaluate import evaluate  # noqa: E402
-
-from .runs import ROUTING, TINY, lines, tiny  # noqa: E402
+from .runs import ROUTING, TINY, lines, tiny
 
 POLICIES = [next(name for name, (agent, _) in TINY.items() if agent == each) for each in AGENTS]
 
@@ -202,38 +195,6 @@ def test_a_snapshot_is_read_without_running_it(tmp_path):
         resume()
 
 
-@pytest.mark.parametrize(
-    "kwargs",
-    [
-        {"fleet": "random", "fleet_kwargs": {"num_experts": [2, 4]}},
-        {"num_experts": 3, "staleness_s": 0.5, "max_episode_steps": 17},
-    ],
-)
-def test_saved_systems_go_on_as_they_would_have(kwargs, tmp_path):
-    def make():
-        envs = make_envs(ROUTING, 3, episode_requests=20, **kwargs)
-        return envs, envs.reset(seed=[5, 6, 7])
-
-    def play(envs, mask, steps):
-        for step in range(steps):
-            action = np.where(mask > 0, (step * np.arange(mask.shape[1])) % 7, -1).argmax(1)
-            seen = envs.step(action)
-            mask = seen[-1]["action_mask"]
-            yield seen
-
-    args, file = ppo_sets.Args(), tmp_path / "snapshot.safetensors"
-    envs, (_, info) = make()
-    *_, last = play(envs, info["action_mask"], 33)
-    snapshots.save_snapshot(file, "name", args, {"envs": snapshots.env_states(envs)})
-    other, _ = make()
-    saved = snapshots.load_snapshot(file, "name", args)
-    observation, mask = snapshots.restore_envs(other, saved["envs"])
-    np.testing.assert_equal((observation, mask), (last[0], last[-1]["action_mask"]))
-    mask = last[-1]["action_mask"]
-    for one, two in zip(play(envs, mask, 50), play(other, mask, 50), strict=True):
-        np.testing.assert_equal(one[:4], two[:4])
-
-
 @pytest.mark.parametrize("agent", AGENTS)
 def test_every_number_of_every_agent_has_bounds(agent):
     args = import_module(f"servegym.agents.{agent}").Args
@@ -289,11 +250,3 @@ def test_the_rule_beside_a_learner_is_what_evaluate_says(env_id, kwargs, column)
     }[column]
     assert values == pytest.approx([row[column] for row in rows])
     assert evaluation.play_rule("CartPole-v1", 1, 0) is None
-
-
-def test_a_router_is_told_beside_the_rule_in_the_same_episodes():
-    envs = make_envs(ROUTING, 1, num_experts=3)
-    problem = envs.unwrapped.problem
-    rule = make_policy(evaluation.RULES["llm_routing"], describe_system(problem))
-    got = evaluation.evaluate_router(rule.act, ROUTING, {"num_experts": 3}, (5.0, 9.0), 2, 40)
-    assert got["eval/rule_qos"] == pytest.approx(got["eval/avg_qos"]) and got["eval/rule_qos"] > 0

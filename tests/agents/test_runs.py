@@ -1,30 +1,31 @@
 """What the runs of every agent promise: logs, going on, checkpoints, refusals, flags, length."""
 
+import json
+import re
+import sys
+from dataclasses import asdict
 from functools import cache
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
+import tyro
+from safetensors.torch import load_file, save_file
 
-torch = pytest.importorskip("torch")
-tyro = pytest.importorskip("tyro")
-pytest.importorskip("safetensors")
-pytest.importorskip("rich")
+import servegym.agents
+from servegym.agents import load_policy
+from servegym.agents.lib.arguments import run_agent
+from servegym.agents.lib.checkpoint import AGENTS
+from servegym.agents.lib.evaluation import evaluate_router
+from servegym.agents.lib.run_log import RunLog
+from servegym.baselines.protocol import Policy
+from servegym.envs.families import family_of
+from servegym.experiments.evaluation.evaluate import evaluate
 
-from safetensors.torch import load_file, save_file  # noqa: E402
-
-import servegym.agents  # noqa: E402
-from servegym.agents import load_policy  # noqa: E402
-from servegym.agents.lib.arguments import run_agent  # noqa: E402
-from servegym.agents.lib.checkpoint import AGENTS  # noqa: E402
-from servegym.agents.lib.evaluation import evaluate_router  # noqa: E402
-from servegym.agents.lib.run_log import RunLog, keep_telling  # noqa: E402
-from servegym.baselines.protocol import Policy  # noqa: E402
-from servegym.envs.families import family_of  # noqa: E402
-from servegym.experiments.evaluation.evaluate import evaluate  # noqa: E402
-
-from .runs import ROUTING, TINY, lines, tiny  # noqa: E402
+from .runs import ROUTING, TINY, lines, tiny
 
 every_policy = pytest.mark.parametrize("policy", TINY)
 every_agent = pytest.mark.parametrize("agent", AGENTS)
@@ -163,41 +164,6 @@ def test_a_mistake_on_the_command_line_is_one_line(agent, tmp_path, monkeypatch,
     assert not list(tmp_path.iterdir())
 
 
-class Looks:
-    """A clock that ends after some looks, between which a run may go on."""
-
-    def __init__(self, *steps):
-        self.steps = list(steps)
-
-    def wait(self, _):
-        if not self.steps:
-            return True
-        self.steps.pop(0)()
-        return False
-
-
-def test_a_silent_run_names_its_phase(tmp_path, capsys):
-    log = RunLog(tiny("ppo", tmp_path)[1], "ppo")
-
-    def evaluate():
-        log.phase = "evaluating"
-
-    def say():
-        log.say("step 128: evaluation 0.5")
-
-    def nothing():
-        pass
-
-    keep_telling(log, Looks(nothing, nothing, evaluate, lambda: log.advance(128), say, nothing))
-    log.close()
-    said = [line.partition(", step")[0] for line in capsys.readouterr().out.splitlines()]
-    running, evaluating = "ppo: running", "ppo: evaluating"
-    assert [line for line in said if line in (running, evaluating)] == [
-        *(running, evaluating, running),
-        running,
-    ]
-
-
 @every_agent
 def test_flags_take_values_as_sweeps_write_them(agent):
     args_of = import_module(f"servegym.agents.{agent}").Args
@@ -235,3 +201,36 @@ def test_an_agent_has_at_most_450_lines():
     files = [path for path in folder.glob("*.py") if path.stem != "__init__"]
     long = {p.name: n for p in files if (n := len(p.read_text("utf-8").splitlines())) > 450}
     assert files and not long
+
+
+LOGGED = r'"((?:losses|charts|eval)/\w+(?:\{\w*)?)'
+
+
+def test_every_logged_number_is_explained(root: Path) -> None:
+    page = (root / "docs" / "metrics.md").read_text()
+    explained = {re.sub(r"_[kr]$", "", key) for key in re.findall(r"`(\w+/\w+)`", page)}
+    logged = {
+        re.sub(r"_\{.*|_$", "", key)
+        for path in (root / "agents").rglob("*.py")
+        for key in re.findall(LOGGED, path.read_text())
+    }
+    logged = {key for key in logged if not key.endswith("/")}
+    assert len(logged) > 15
+    assert logged - explained == set()
+    assert explained - logged == set()
+
+
+def test_wandb_is_told_every_argument_and_every_number(tmp_path, monkeypatch):
+    begun, rows = [], []
+    wandb = SimpleNamespace(init=lambda **words: begun.append(words))  # the real one takes a second
+    wandb.log = lambda row, step: rows.append((step, row))
+    wandb.finish = lambda: begun.append("finished")
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    module, args = tiny("ppo", tmp_path, track=True)
+    run = module.train(args)
+    log = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row for _, row in rows] == log and len(log) > 2
+    assert [step for step, _ in rows] == [row["global_step"] for row in log]
+    first, last = begun
+    assert first["config"] == asdict(args) and first["dir"] == str(run) and last == "finished"
+    assert (first["project"], first["name"]) == ("servegym", "run")

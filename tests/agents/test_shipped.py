@@ -2,22 +2,17 @@
 
 import pytest
 
-pytest.importorskip("torch")
-pytest.importorskip("tyro")
-pytest.importorskip("safetensors")
-pytest.importorskip("rich")
-
-from servegym import ENV_IDS  # noqa: E402
-from servegym.agents import load_policy  # noqa: E402
-from servegym.agents.lib.checkpoint import shipped, shipped_for  # noqa: E402
-from servegym.baselines.expert_placement.system import PlacementSystem  # noqa: E402
-from servegym.envs.expert_placement.config import build_problem  # noqa: E402
-from servegym.envs.families import FAMILIES, family_named  # noqa: E402
-from servegym.experiments.evaluation.evaluate import evaluate  # noqa: E402
-from servegym.experiments.evaluation.leaderboard import POINTS, read_board  # noqa: E402
-from servegym.experiments.evaluation.output import read_rows  # noqa: E402
-from servegym.experiments.papers.study import RESULTS  # noqa: E402
-from servegym.experiments.studies.placement.learning import Control  # noqa: E402
+from servegym import ENV_IDS
+from servegym.agents import load_policy
+from servegym.agents.lib.checkpoint import shipped, shipped_for
+from servegym.baselines.expert_placement.system import PlacementSystem
+from servegym.envs.expert_placement.config import build_problem
+from servegym.envs.families import FAMILIES, family_named
+from servegym.experiments.evaluation.evaluate import evaluate
+from servegym.experiments.evaluation.leaderboard import POINTS, read_board
+from servegym.experiments.evaluation.output import read_rows
+from servegym.experiments.papers.study import RESULTS
+from servegym.experiments.studies.placement.learning import Control
 
 REFERENCES = {
     "llm_routing": "priced_greedy",

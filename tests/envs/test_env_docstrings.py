@@ -4,7 +4,6 @@ import doctest
 import importlib
 import re
 
-import numpy as np
 import pytest
 
 from servegym.envs.families import FAMILIES as RECORDS
@@ -105,51 +104,3 @@ def test_placement_states_the_bounds_of_its_observations(root):
                 top = cluster.layers * cluster.experts if high[1] == "L E" else float(high[1])
                 found[key] = top
     assert found == {key: float(box.high.max()) for key, box in space.items()}
-
-
-def test_placement_clips_plans_and_frees_the_first_decision_alone():
-    of = module("expert_placement").ExpertPlacementEnv
-
-    def played(plan, wait=0):
-        env = of(model="toy", epochs=4, epoch_s=30.0)
-        env.reset(seed=0)
-        for _ in range(wait):
-            env.step({"migrate": 0, "plan": plan})
-        observation, *_ = env.step({"migrate": 1, "plan": plan})
-        return observation, env.episode_kpis()
-
-    wild = np.random.default_rng(0).uniform(-1, 2, (3, 4)).astype(np.float32)
-    one, two = played(wild)[0], played(np.clip(wild, 0, 1))[0]
-    assert np.array_equal(one["placement"], two["placement"])
-    assert played(wild)[1]["expert_loads"] == 0 and played(wild, wait=1)[1]["expert_loads"] > 0
-
-
-def test_routing_states_the_keywords_of_arrivals_and_catalogs(root):
-    arrivals = importlib.import_module("servegym.envs.workloads.arrivals")
-    catalog = importlib.import_module("servegym.envs.workloads.catalog_names")
-    doc = (root / "docs" / "routing.md").read_text(encoding="utf-8")
-    told = {}
-    for line in doc.splitlines():
-        cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
-        if len(cells) == 3:
-            told |= dict.fromkeys(re.findall(r"`(\w+)`", cells[0]), cells[2])
-    known = {
-        **{name: arrivals.make_arrivals for name in arrivals.list_arrivals()},
-        **{name: catalog.load_catalog for name in catalog.list_catalogs()},
-    }
-    for name, make in known.items():
-        rate = (1.0,) if make is arrivals.make_arrivals else ()
-        with pytest.raises(ValueError) as refused:  # the message lists what is allowed
-            make(name, *rate, no_such_keyword=1)
-        allowed = set(re.findall(r"'?(\w+)'?", str(refused.value).partition("no_such_keyword")[2]))
-        words = set(re.findall(r"`(\w+)`", told[name]))
-        assert words or told[name] == "none", name
-        if words:
-            assert {w for w in words if w in allowed} == words - {
-                "burstgpt",
-                "bailian",
-                "azure",
-                "mooncake",
-                "csv",
-                "jsonl",
-            }, (name, words, str(refused.value))

@@ -6,7 +6,7 @@ from servegym.envs.llm_routing.trace_replay import replay
 from servegym.envs.prefix_routing.replay import replay_prefix
 from servegym.envs.prefix_routing.requests import PrefixRequests
 
-TRACES = 500
+TRACES = 150
 
 
 def random_trace(rng):

@@ -1,11 +1,10 @@
-"""The benchmark: rows, references and the table."""
+"""The benchmark: rates with references, and what is refused."""
 
 import json
 
 import pytest
 
 from servegym.experiments import bench
-from servegym.experiments.bench import interleave, row
 from servegym.experiments.evaluation.output import read_rows
 
 
@@ -22,19 +21,6 @@ def test_a_smoke_run_writes_rates_with_references(tmp_path, capsys):
     record = json.loads(out.with_suffix(".json").read_text())
     assert record["command"].startswith("servegym bench --quick") and record["quick"]
     assert "SyncVectorEnv of PrefixRouting-v1" in capsys.readouterr().out
-
-
-def test_the_median_counts_and_a_ratio_is_how_many_times_as_fast():
-    rate = row("steps", [3.0, 1.0, 2.0], ("cart", [4.0]))
-    assert (rate["value"], rate["low"], rate["high"]) == (2.0, 1.0, 3.0)
-    assert rate["ratio"] == 0.5 and rate["reference_value"] == 4.0
-
-
-def test_timers_take_turns_and_the_first_turn_does_not_count():
-    order = []
-    timers = {name: lambda name=name: order.append(name) or float(len(order)) for name in "ab"}
-    assert interleave(timers, 2) == {"a": [3.0, 5.0], "b": [4.0, 6.0]}
-    assert order == list("ababab")
 
 
 @pytest.mark.parametrize(

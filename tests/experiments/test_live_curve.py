@@ -2,11 +2,7 @@
 
 import math
 
-import pytest
-
-pytest.importorskip("rich")
-
-from servegym.experiments.live_curve import FINE, Curve  # noqa: E402
+from servegym.experiments.live_curve import FINE, Curve
 
 
 def picture(curve, width=80):

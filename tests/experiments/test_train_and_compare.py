@@ -1,18 +1,13 @@
 """The run behind make train, at smoke size, and what it reads, prints and draws."""
 
 import csv
-import json
-import threading
 from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
-pytest.importorskip("torch")
-pytest.importorskip("matplotlib")
-
-from servegym.experiments import train_and_compare as run  # noqa: E402
-from servegym.experiments.cli import app  # noqa: E402
+from servegym.experiments import train_and_compare as run
+from servegym.experiments.cli import app
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -43,19 +38,6 @@ def test_trains_compares_and_saves(tmp_path, capsys):
     assert {row["trainings"] for row in table if row["policy"] == "trained"} == {"2"}
 
 
-def test_a_smoke_run_has_a_folder_and_a_banner_of_its_own(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-
-    def stop(command, display, folder, *rest):
-        raise ValueError(f"measured in {folder}")
-
-    monkeypatch.setattr(run, "measure", stop)
-    for words, folder, banner in ((["--quick"], "train-quick", 1), ([], "train", 0)):
-        with pytest.raises(ValueError, match=f"runs/{folder}/training"):
-            run.main(words)
-        assert capsys.readouterr().out.count("Smoke run") == banner
-
-
 def test_a_training_that_fails_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "BASELINES", ())
     display = run.Display(10)
@@ -70,52 +52,6 @@ def test_a_training_that_fails_says_so(tmp_path, monkeypatch):
 
 def evaluation(step, qos):
     return {"global_step": step, "charts/cpu_s": step / 100} | {f"eval/{k}": qos for k in run.KEYS}
-
-
-def test_the_curve_begins_with_the_evaluation_at_step_0(tmp_path):
-    assert run.learning_curve(run.read_metrics(tmp_path)) == []
-    rows = [evaluation(0, 0.2), {"global_step": 50}, evaluation(100, 0.5)]
-    text = "\n".join(json.dumps(row) for row in rows) + '\n{"global_st'
-    (tmp_path / "metrics.jsonl").write_text(text)
-    metrics = run.read_metrics(tmp_path)  # without the line that is half written
-    assert metrics == rows
-    points = run.learning_curve(metrics)
-    assert [(p["decisions"], p["cpu_s"], p["avg_qos"]) for p in points] == [
-        (0, 0, 0.2),
-        (100, 1, 0.5),
-    ]
-    assert list(points[0])[3:] == ["avg_qos", "avg_qos_rate_5", "avg_qos_rate_8", "avg_qos_rate_10"]
-
-
-def test_a_pipe_gets_a_line_though_one_measurement_takes_long(tmp_path, monkeypatch):
-    monkeypatch.setattr(run, "BASELINES", ("random",))
-    monkeypatch.setattr(run, "RATES", (5.0,))
-    monkeypatch.setattr(run, "LOOK_S", 0.001)
-    display, told = run.Display(10), threading.Event()
-    display.show = lambda *about: shown.append(about) or (len(shown) > 3 and told.set())
-    shown = []
-
-    def play(*_):
-        assert told.wait(60)
-        return []
-
-    monkeypatch.setattr(run, "play", play)
-    run.measure([], display, tmp_path / "training", [], 1, True)
-    assert len(shown) > 3
-
-
-def test_a_pipe_gets_a_line_every_15_seconds(monkeypatch, capsys):
-    now = SimpleNamespace(perf_counter=lambda: clock[0])
-    monkeypatch.setattr(run, "time", now)
-    clock = [100.0]
-    display = run.Display(1000)
-    metrics = [evaluation(0, 0.2), evaluation(400, 0.5)]
-    for clock[0] in (100.0, 114.0, 115.5, 120.0, 131.0):
-        display.show(metrics, [{"policy": "random", "avg_qos": 0.4}], 7)
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split(",")[0] for line in lines] == ["0 s", "14 s", "31 s"]
-    wanted = "0 s, 400 of 1,000 decisions; QoS 0.500, at first 0.200; random 0.400; 7 to measure"
-    assert lines[0] == wanted
 
 
 def rows_of(qos, training=None):
@@ -167,3 +103,17 @@ def test_bad_arguments(argv, capsys):
         run.main(argv)
     assert stop.value.code == 2
     assert argv[0] in capsys.readouterr().err
+
+
+def test_a_pipe_gets_a_line_every_15_seconds(monkeypatch, capsys):
+    now = SimpleNamespace(perf_counter=lambda: clock[0])
+    monkeypatch.setattr(run, "time", now)
+    clock = [100.0]
+    display = run.Display(1000)
+    metrics = [evaluation(0, 0.2), evaluation(400, 0.5)]
+    for clock[0] in (100.0, 114.0, 115.5, 120.0, 131.0):
+        display.show(metrics, [{"policy": "random", "avg_qos": 0.4}], 7)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(",")[0] for line in lines] == ["0 s", "14 s", "31 s"]
+    wanted = "0 s, 400 of 1,000 decisions; QoS 0.500, at first 0.200; random 0.400; 7 to measure"
+    assert lines[0] == wanted

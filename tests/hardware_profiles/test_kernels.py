@@ -8,7 +8,6 @@ from scipy.interpolate import RegularGridInterpolator
 
 from servegym.hardware_profiles.compose import Composer
 from servegym.hardware_profiles.kernels import (
-    CardKernels,
     LogTable,
     MoeShape,
     layer_from_others,
@@ -127,12 +126,3 @@ def test_unknown_names():
         kernels.moe_table(MoeShape(2880, 2880, 4, 32), "mxfp4")
     with pytest.raises(ValueError, match="at most 4 times"):
         kernels.moe_table(MoeShape(512, 64, 1, 4), "bf16")
-
-
-def test_elementwise_ops_grow_with_the_values():
-    data = {"card": "x", "elementwise": {"op": {"size": 100, "tokens": [1, 11], "us": [2, 12]}}}
-    kernels = CardKernels("x", data)
-    assert kernels.elementwise_s("op", 5, 100) == pytest.approx(6e-6)
-    assert kernels.elementwise_s("op", 5, 200) == pytest.approx(11e-6)
-    assert kernels.elementwise_s("op", 1, 10) == pytest.approx(2e-6)
-    assert kernels.elementwise_s("op", 101, 100) == pytest.approx(102e-6)

@@ -2,7 +2,6 @@
 
 import csv
 import json
-import math
 import socketserver
 import threading
 import time
@@ -162,15 +161,9 @@ def test_a_server_is_timed(server, tmp_path, api, capsys, monkeypatch):
         ("error", "status 503"),
         ("garbage", "not JSON"),
         ("cut", "ended early"),
-        (
-            3 * WORD + b'data: {"object": "error", "message": "engine stopped"}\n\n' + DONE,
-            "engine st",
-        ),
+        (3 * WORD + b'data: {"object": "error", "message": "engine st"}\n\n' + DONE, "engine st"),
         (3 * WORD + DONE[:-1], "ended early"),
-        (
-            b'data: {"choices": [{"delta": {}, "finish_reason": "stop"}]}\n\n' + DONE,
-            "with 'stop', and no",
-        ),
+        (b'data: {"choices": [{"delta": {}, "finish_reason": "stop"}]}\n\n' + DONE, "with 'stop'"),
         (DONE, "does the server stream?"),
     ],
 )
@@ -184,39 +177,6 @@ def test_a_failing_server_is_reported(server, tmp_path, mode, words):
     server.mode = "good"  # what failed is sent again
     measure_server.measure(endpoint, tmp_path / "s.csv", loads=[2], requests=3)
     assert [row["error"] for row in rows_of(tmp_path / "s.csv")] == ["", "", ""]
-
-
-def test_a_stream_is_read_as_the_standard_says(server):
-    parts = b'\xef\xbb\xbf: hello\r\ndata\r\ndata: {"choices":\r\ndata:[{"text": "w"}]}\r\n\r\n'
-    server.mode = parts + WORD.replace(b"\n", b"\r") + DONE
-    reply = measure_server.ask(measure_server.Endpoint(server.url, "m"), "words")
-    assert reply.output_tokens == 2
-
-
-def test_requests_come_at_a_rate(server, tmp_path):
-    endpoint = measure_server.Endpoint(server.url, "m", output_tokens=2)
-    out = tmp_path / "s.csv"
-    measure_server.measure(endpoint, out, loads=[], rates=[100.0], requests=8)
-    assert [(row["load"], row["rate_rps"], row["error"]) for row in rows_of(out)] == [
-        ("0", "100.0", "")
-    ] * 8
-
-
-@pytest.mark.parametrize("sent", [{"loads": [1]}, {"loads": [], "rates": [2.0]}])
-def test_a_row_that_cannot_be_written_ends_the_measurement(sent, server, tmp_path, monkeypatch):
-    def full(*_):
-        raise OSError("no space left")
-
-    monkeypatch.setattr(ResumableTable, "add", full)
-    endpoint = measure_server.Endpoint(server.url, "m", output_tokens=2)
-    with pytest.raises(OSError, match="no space left"):
-        measure_server.measure(endpoint, tmp_path / "s.csv", requests=50, **sent)
-    assert len(server.seen) < 10
-
-
-def test_a_count_that_is_no_number_of_tokens_is_not_believed():
-    for told in (1e400, float("nan"), "9", -1, 10**401, None):
-        assert measure_server._count({"completion_tokens": told}, "completion_tokens", 2) == 2
 
 
 # ------------------------------------------------------------------------------------------ torch
@@ -312,30 +272,6 @@ def test_expert_layers(tmp_path):
     torch.testing.assert_close(layer.grouped(x), expected, **close)
     layer.grouped_mm = None
     torch.testing.assert_close(layer.grouped(x), expected, **close)
-
-
-@pytest.mark.parametrize(("chunk", "before"), [(16, 0), (16, 24)])
-def test_attention_is_causal_and_grouped(chunk, before):
-    torch = pytest.importorskip("torch")
-    from servegym.hardware_profiles.measure import gpu as measure_gpu
-
-    shape = measure_gpu.MODELS["tiny"]
-    clock = measure_gpu.Clock("cpu", 3, 0.05, 2**30)
-    state = clock.generator.get_state()
-    (step,) = measure_gpu._chunk_steps(clock, shape, chunk, before)
-    got = step()
-    clock.generator.set_state(state)
-    q = clock.random(1, shape.heads, chunk, shape.head_size, scale=1.0)
-    k, v = (
-        clock.random(1, shape.kv_heads, before + chunk, shape.head_size, scale=1.0)
-        for _ in range(2)
-    )
-    group = shape.heads // shape.kv_heads
-    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    score = q @ k.transpose(-1, -2) / math.sqrt(shape.head_size)
-    seen = torch.arange(before + chunk)[None, :] <= torch.arange(chunk)[:, None] + before
-    expected = score.masked_fill(~seen, -math.inf).softmax(-1) @ v
-    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
 
 
 GPU = ["gpu", "--device", "cpu", "--model"]

@@ -6,12 +6,7 @@ import pytest
 
 from servegym.hardware_profiles.fleet import served_models
 from servegym.hardware_profiles.load import data_path
-from servegym.hardware_profiles.model_config import (
-    ARCHITECTURES,
-    list_models,
-    model_shape,
-    parse_config,
-)
+from servegym.hardware_profiles.model_config import model_shape, parse_config
 
 # Parameter counts that the model cards' weights have.
 PUBLISHED = {
@@ -59,11 +54,6 @@ def test_the_fleets_models(name):
         assert facts[theirs] == ours
 
 
-def test_every_architecture_ships():
-    found = {model_shape(name).architecture for name in list_models()}
-    assert found == set(ARCHITECTURES)
-
-
 def test_weights_by_format():
     dense = model_shape("llama-3.1-8b")
     assert dense.weight_bytes("bf16") == 2 * dense.parameters
@@ -71,15 +61,6 @@ def test_weights_by_format():
     assert dense.weight_bytes("fp8") == 2 * dense.parameters - products
     # The published checkpoint of gpt-oss-20b takes 13.76 GB.
     assert model_shape("gpt-oss-20b").weight_bytes("bf16") == pytest.approx(13.76e9, rel=1e-3)
-
-
-def test_sliding_windows():
-    assert model_shape("gpt-oss-20b").windowed_layers == 12
-    old = model_shape("mistral-7b-v0.1")
-    assert (old.window, old.windowed_layers) == (4096, 32)
-    # A window no shorter than the longest prompt, or one that is switched off, is none.
-    assert model_shape("phi-3.5-mini").window is None
-    assert model_shape("qwen2.5-7b").window is None
 
 
 def _config(**changes):
@@ -111,10 +92,7 @@ DEEPSEEK, CHATGLM = (
         ({"intermediate_size": "wide"}, "field 'intermediate_size': got 'wide'"),
         ({"num_key_value_heads": 5}, "field 'num_key_value_heads': got 5; must divide 32 heads"),
         ({"tie_word_embeddings": "no"}, "field 'tie_word_embeddings': got 'no'"),
-        (
-            {**MIXTRAL, "num_key_value_heads": None},
-            "'num_key_value_heads': got null.*8, the default",
-        ),
+        ({**MIXTRAL, "num_key_value_heads": None}, "'num_key_value_heads': got null.*8, the"),
         ({**MIXTRAL, "num_experts": 4, "num_local_experts": 8}, "field 'num_experts': got 4, but"),
         ({**MIXTRAL, "num_experts_per_tok": 9}, "field 'num_experts_per_tok': got 9 of 8"),
         ({**MOE, "decoder_sparse_step": 2}, "field 'decoder_sparse_step': got 2: some layers"),
@@ -127,28 +105,19 @@ DEEPSEEK, CHATGLM = (
         ({**MOE, "mlp_only_layers": ["0"]}, r"field 'mlp_only_layers': got \['0'\]: some layers"),
         ({**DEEPSEEK, "moe_layer_freq": 2}, "field 'moe_layer_freq': got 2: some layers"),
         ({**DEEPSEEK, "first_k_dense_replace": 62}, "'first_k_dense_replace': got 62 of 61 layers"),
-        (
-            {**DEEPSEEK, "first_k_dense_replace": -1},
-            "'first_k_dense_replace': got -1; must be >= 0",
-        ),
+        ({**DEEPSEEK, "first_k_dense_replace": -1}, "'first_k_dense_replace': got -1; must be"),
         ({**DEEPSEEK, "num_experts_per_tok": 257}, "'num_experts_per_tok': got 257 of 256"),
         ({**CHATGLM, "multi_query_group_num": 3}, "'multi_query_group_num': got 3; must divide 32"),
         ({**CHATGLM, "quantization_bit": 4}, "field 'quantization_bit': got 4; must be 'fp8'"),
         ({**FALCON, "hidden_size": None, "n_embd": 64}, "field 'n_embd': is not read.*hidden_size"),
         ({"quantization_config": {"quant_method": "awq"}}, "got 'awq'; must be 'fp8', or left out"),
         ({"quantization_config": {"load_in_4bit": True}}, "got {'load_in_4bit': True}; must be"),
-        (
-            {"compression_config": {"quant_method": "x"}},
-            "field 'compression_config': got 'x'; must",
-        ),
+        ({"compression_config": {"quant_method": "x"}}, "field 'compression_config': got 'x'"),
         ({"torch_dtype": "float8_e4m3fn"}, "field 'torch_dtype': got 'float8_e4m3fn'; must be"),
         ({**GPT_OSS, "compression_config": {"quant_method": "fp8"}}, "got 'fp8'; must be 'mxfp4'"),
         ({"text_config": {"quantization_config": "x"}}, "field 'text_config.quantization_config'"),
         ({"text_config": {"num_hidden_layers": 3}}, "'text_config.num_hidden_layers': got 3, but"),
-        (
-            {"vision_config": {"hidden_size": 64}},
-            "field 'vision_config': has sizes of its own; only",
-        ),
+        ({"vision_config": {"hidden_size": 64}}, "field 'vision_config': has sizes of its own"),
         ({"a": {"talker_config": {"n_layer": 3}}}, "field 'a.talker_config': has sizes"),
     ],
 )
@@ -176,16 +145,6 @@ def test_a_nested_language_model_is_that_at_the_top(nested, inside):
     assert (found.parameters, found.kv_heads, found.layers) == (1_235_814_400, 8, 16)
     eight = {"quantization_config": {"quant_method": "fp8"}}
     assert parse_config(kind | {nested: SMALL | eight}, "m", "m.json").quantised == "fp8"
-
-
-def test_no_dense_layer_and_only_dense_layers_count():
-    first, some, last = (
-        parse_config({**DEEPSEEK, "first_k_dense_replace": k}, "m", "m.json") for k in (0, 3, 61)
-    )
-    layer = 7168 * (256 * 3 * 2048 + 3 * 2048 + 256) + 256 - 3 * 7168 * 18432
-    assert some.parameters == PUBLISHED["deepseek-v3"]
-    assert first.parameters - some.parameters == 3 * layer
-    assert some.parameters - last.parameters == 58 * layer
 
 
 @pytest.mark.parametrize("other", ["hf_quant_config.json", "quantize_config.json"])
@@ -227,13 +186,6 @@ def test_missing_and_null_fields_have_the_default_of_the_architecture(kind):
     assert parse_config({"architectures": [kind], **nulls}, "mine", "mine.json") == empty
 
 
-def test_null_key_value_heads_are_the_attention_heads():
-    assert parse_config(_config(num_key_value_heads=None), "mine", "mine.json").kv_heads == 32
-    qwen = {"architectures": ["Qwen2ForCausalLM"], "num_attention_heads": 16}
-    found = parse_config({**qwen, "num_key_value_heads": None}, "mine", "mine.json")
-    assert found.kv_heads == 16
-
-
 @pytest.mark.parametrize(
     ("kind", "changes", "window", "windowed"),
     [
@@ -263,15 +215,6 @@ def test_null_key_value_heads_are_the_attention_heads():
 def test_windows_hold_for_the_layers_that_have_them(kind, changes, window, windowed):
     found = parse_config({"architectures": [kind], **changes}, "mine", "mine.json")
     assert (found.window, found.windowed_layers) == (window, windowed)
-
-
-def test_experts_answer_to_both_names_and_biases_count():
-    for name in ("num_experts", "num_local_experts"):
-        found = parse_config({"architectures": ["Qwen3MoeForCausalLM"], name: 16}, "m", "m.json")
-        assert found.experts == 16
-    plain = parse_config(_config(), "mine", "mine.json").parameters
-    biased = parse_config(_config(attention_bias=True, mlp_bias=True), "mine", "mine.json")
-    assert biased.parameters - plain == 32 * (6144 + 4096 + 2 * 14336 + 4096)
 
 
 def test_a_config_from_a_path(tmp_path):

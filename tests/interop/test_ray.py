@@ -1,12 +1,10 @@
 """Evaluations and the leaderboard on a local Ray of two workers, of which some are killed."""
 
-import csv
 import json
 import os
 import signal
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
@@ -15,10 +13,7 @@ pytest.importorskip("ray.exceptions", reason="Ray is not installed: pip install 
 
 import ray
 
-from servegym.agents.lib import ray_cluster
-from servegym.agents.lib.ray_cluster import run_jobs
 from servegym.baselines.protocol import BasePolicy
-from servegym.experiments.evaluation import leaderboard
 from servegym.experiments.evaluation.evaluate import evaluate
 from servegym.experiments.evaluation.executor import ray_executor
 
@@ -105,78 +100,6 @@ def test_an_evaluation_outlives_a_killed_worker(tmp_path):
     wanted = evaluate("servegym/LLMRouting-v1", [Deadly(), "random"], **settings)
     assert same(found, wanted)
     assert [row["seed"] for row in found] == [*range(7, 13), *range(7, 13)]
-
-
-def test_a_worker_killed_from_outside_costs_no_job(tmp_path):
-    def job(number):
-        with open(tmp_path / f"pids_{number}", "a") as log:
-            log.write(f"{os.getpid()}\n")
-        while number == 1 and not (tmp_path / "go").exists():
-            time.sleep(0.01)
-        return number * number
-
-    ended = []
-    for index, result in run_jobs(job, [(number,) for number in range(6)], ["job"] * 6):
-        if not ended:
-            while not (pids := tmp_path / "pids_1").exists() or not pids.read_text().endswith("\n"):
-                time.sleep(0.01)
-            os.kill(int(pids.read_text()), signal.SIGKILL)
-            (tmp_path / "go").touch()
-        ended.append((index, result))
-    assert sorted(ended) == [(number, number * number) for number in range(6)]
-    assert len((tmp_path / "pids_1").read_text().split()) == 2
-
-
-def test_an_error_of_a_job_is_raised_as_it_is_and_not_tried_again(tmp_path):
-    def job(number):
-        with open(tmp_path / "calls", "a") as log:
-            log.write("x")
-        raise ValueError(f"number is {number}; allowed is another")
-
-    with pytest.raises(ValueError, match="^number is 3; allowed is another$"):
-        list(run_jobs(job, [(3,)], ["job"]))
-    assert (tmp_path / "calls").read_text() == "x"
-
-
-def test_other_versions_on_a_machine_are_refused(monkeypatch):
-    monkeypatch.setattr(ray_cluster, "versions", lambda packages: {"serve-gym": "9.9"})
-    with pytest.raises(RuntimeError, match=r"of the cluster has serve-gym .* and not 9\.9"):
-        list(run_jobs(print, [()], ["job"]))
-
-
-def test_bad_arguments_stop_before_any_job(monkeypatch):
-    asked = "servegym.experiments.evaluation.executor.cluster"
-    monkeypatch.setattr(asked, lambda where: pytest.fail("a cluster was asked"))
-    on_ray = ray_executor("auto")
-    with pytest.raises(ValueError, match="did you mean 'greedy_qos'"):
-        evaluate("servegym/LLMRouting-v1", ["greedy_qoss"], env_kwargs=ROUTING, executor=on_ray)
-    with pytest.raises(ValueError, match="num_envs=0"):
-        evaluate("servegym/LLMRouting-v1", ["random"], num_envs=0, executor=on_ray)
-
-
-def test_the_leaderboard_is_the_same_table(tmp_path, monkeypatch):
-    point = leaderboard.POINTS[0]._replace(env_kwargs=ROUTING, episodes=3)
-    serverless = (one for one in leaderboard.POINTS if one.family.name == "serverless_moe")
-    other = next(serverless)._replace(env_kwargs=SERVERLESS, episodes=3)
-    monkeypatch.setattr(leaderboard, "POINTS", (point, other))
-    monkeypatch.setattr(leaderboard, "SHIPPED_BOARD", tmp_path / "none.csv")
-    monkeypatch.setattr(leaderboard, "fresh_seed", lambda: 7)
-    monkeypatch.chdir(tmp_path)
-    guest = tmp_path / "mine.py"
-    guest.write_text("def act(observation, mask):\n    return int(mask.nonzero()[0][0])\n")
-
-    def table(name, *words):
-        for chosen, policies in ((point, ["random", str(guest)]), (other, ["mix", "random"])):
-            leaderboard.main(
-                ["--run", "--point", chosen.name, "--policy", *policies, "--out", name, *words]
-            )
-        with open(name, newline="") as stream:
-            rows = list(csv.DictReader(stream))
-        return [{k: v for k, v in row.items() if k not in ("cpu_s", "date")} for row in rows]
-
-    wanted = table("local.csv")
-    assert table("ray.csv", "--ray", "auto") == wanted
-    assert [row["policy"] for row in wanted] == ["random", "mine", "mix", "random"]
 
 
 @pytest.mark.parametrize("where", ["local:1", "auto"])

@@ -10,11 +10,12 @@ SUMMARY = "servegym/LLMRoutingSummary-v2"
 
 
 def test_it_makes_a_row_of_the_table(capsys):
-    sb3_defaults.main(["--only", "RoutingExperts", "--steps", "200", "--episodes", "1"])
+    words = ["--only", "RoutingExperts", "--steps", "200", "--episodes", "1", "--algorithms", "DQN"]
+    sb3_defaults.main(words)
     *_, row = capsys.readouterr().out.splitlines()
     cells = row.split(" | ")
     assert cells[0].endswith("LLMRoutingExperts-v2`") and cells[1].startswith("`least_outstanding`")
-    assert all(len(cell.split(",")) == 6 for cell in cells[3:5])  # an interval and five trainings
+    assert len(cells[3].split(",")) == 6  # an interval and five trainings
 
 
 @pytest.mark.slow

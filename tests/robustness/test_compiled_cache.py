@@ -131,8 +131,10 @@ def overwritten(data: bytes) -> bytes:
     return data[:middle] + bytes(64) + data[middle + 64 :]
 
 
-@pytest.mark.parametrize("damage", [cut, emptied, overwritten])
-@pytest.mark.parametrize("ending", ["nbc", "nbi"])
+@pytest.mark.parametrize(
+    "damage", [overwritten, *(pytest.param(x, marks=pytest.mark.slow) for x in (cut, emptied))]
+)
+@pytest.mark.parametrize("ending", ["nbc", pytest.param("nbi", marks=pytest.mark.slow)])
 def test_broken_files_are_compiled_anew(tmp_path, ending, damage):
     write(tmp_path, 10)
     numbers(start(tmp_path, 0, "f8"))
@@ -163,19 +165,6 @@ def test_a_cache_that_cannot_be_written_is_told_and_done_without(tmp_path):
     assert process.returncode == 0, err
     assert out.split() == ["81", "82", "0"]
     assert f"servegym: {tmp_path / 'cache'}" in err and "compiled code cannot be kept" in err
-
-
-@pytest.mark.slow
-def test_data_from_before_a_change_of_the_source_is_not_taken(tmp_path):
-    write(tmp_path, 10)
-    numbers(start(tmp_path, 0, "f4", "f8"))
-    before = {file: file.read_bytes() for file in data_files(tmp_path)}
-    write(tmp_path, 20)
-    assert numbers(start(tmp_path, 0, "f4", "f8")) == [81, 82, 161, 162, 0]
-    assert set(before) == set(data_files(tmp_path)), "numba gives a new source the old names"
-    for file, data in before.items():
-        file.write_bytes(data)
-    assert numbers(start(tmp_path, 0, "f4", "f8")) == [81, 82, 161, 162, 0]
 
 
 @pytest.mark.slow

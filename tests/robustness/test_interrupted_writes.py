@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import multiprocessing
 import os
@@ -203,22 +202,3 @@ def test_killed_in_the_middle(writer, tmp_path):
         if k > 2 and len(seen) > 1:
             break
     assert seen <= set(range(1, 61)) and len(seen) > 1, "it was killed while it wrote"
-
-
-def test_a_table_that_grows_row_by_row(tmp_path):
-    """What a killed run leaves of its last row is dropped, the rows before it stay."""
-    from servegym.hardware_profiles.measure.table import ResumableTable
-
-    columns, key = ("op", "tokens", "time_us"), ("op", "tokens")
-    path = tmp_path / "measured.csv"
-    table = ResumableTable(path, columns, key)
-    for tokens in range(5):
-        table.add({"op": "qkv", "tokens": tokens, "time_us": 1.5})
-    whole = path.read_bytes()
-    last = whole.rfind(b"\n", 0, -1) + 1
-    for end in range(last, len(whole)):
-        path.write_bytes(whole[:end])
-        again = ResumableTable(path, columns, key)
-        assert len(again) == 4 and path.read_bytes() == whole[:last]
-    with path.open(newline="") as stream:
-        assert [row["tokens"] for row in csv.DictReader(stream)] == list("0123")

@@ -1,24 +1,15 @@
-"""The search for one good placement: the estimate by hand, what annealing keeps, the policy."""
+"""The search for one good placement: the estimate by hand, what annealing keeps, fingerprints."""
 
 import numpy as np
 import pytest
 
 from servegym.baselines.expert_placement import initial_placement
-from servegym.baselines.expert_placement.feasibility import (
-    assign_gpus,
-    check_placement,
-    server_view,
-)
-from servegym.baselines.expert_placement.heuristics import uniform, whole_layer
-from servegym.baselines.expert_placement.initial_placement import (
-    best_start,
-    climb,
-)
+from servegym.baselines.expert_placement.feasibility import server_view
+from servegym.baselines.expert_placement.heuristics import uniform
+from servegym.baselines.expert_placement.initial_placement import best_start
 from servegym.baselines.expert_placement.kernel.link_queues import CALLS, count_bits, remote_calls
 from servegym.baselines.expert_placement.link_queues import LinkQueueModel
-from servegym.baselines.expert_placement.simulation_search import SimulatedLatency
 from servegym.baselines.expert_placement.system import PlacementSystem
-from servegym.baselines.registry import make_policy
 from servegym.envs.expert_placement.config import build_problem
 from servegym.envs.workloads.expert_sets import bit_sets
 
@@ -96,23 +87,6 @@ def test_annealing_lowers_the_estimate_and_keeps_memory_and_coverage():
     np.testing.assert_array_equal(found, about.anneal(start, 0.3, 4_000, 0))
 
 
-def test_the_counts_are_those_of_the_usual_tasks():
-    """What `PlacementSystem` says of its tasks, weighted by their shares."""
-    for kwargs in ({}, {"task_mix": "mixed"}, {"rotate_s": 60.0}):
-        system = toy(**kwargs)
-        shares = system.long_run_shares
-        assert (shares.max(axis=1) == 1).all() == (not kwargs)
-        np.testing.assert_allclose(shares.sum(axis=1), 1)
-        about = LinkQueueModel(system, tokens=4_000)
-        want = np.einsum("nk,kle->nle", shares, system.task_counts)
-        np.testing.assert_allclose(about.counts, want, rtol=0.1, atol=0.5)
-        assert about.tables.load["tokens"] == pytest.approx(shares @ system.task_prompt_tokens)
-        assert about.tables.load["decode_steps"] == pytest.approx(system.output_tokens - 1)
-        assert (about.tables.hit <= 1).all() and about.tables.hit.max() > 0.5
-    with pytest.raises(ValueError, match="tokens"):
-        LinkQueueModel(system, tokens=0)
-
-
 def test_the_start_is_the_fastest_candidate_in_the_simulator(monkeypatch):
     tried, simulate = [], initial_placement._simulate
 
@@ -130,39 +104,6 @@ def test_the_start_is_the_fastest_candidate_in_the_simulator(monkeypatch):
     np.testing.assert_array_equal(found, min(tried, key=lambda one: one[0])[1])
     assert found.any(axis=0).all()
     assert (found.sum(axis=(1, 2)) <= system.cluster.cap).all()
-
-
-def test_exchanges_are_kept_where_they_are_faster():
-    system = toy()
-    counts = LinkQueueModel(system).counts
-    start = view(system, whole_layer, counts)
-    objective = SimulatedLatency(system, system.long_run_shares, 60)
-
-    def seconds(held):
-        return objective.latency_s(assign_gpus(held, counts, system.slots, system.gpu_server))
-
-    found, gained = climb(objective, system, start, counts, 12, 0)
-    assert 0 < gained < 12 and seconds(found) < seconds(start)
-    np.testing.assert_array_equal(found.sum(axis=(1, 2)), start.sum(axis=(1, 2)))
-    assert found.any(axis=0).all()
-    # A place moves as a whole: how many experts the servers hold of a layer.
-    places = [sorted(map(tuple, held.sum(axis=2).T)) for held in (found, start)]
-    assert places[0] == places[1]
-    same, none = climb(objective, system, start, counts, 0, 0)
-    assert same is start and none == 0
-
-
-def test_the_policy_searches_once_and_stays():
-    system = toy()
-    policy = make_policy("best_start", system, family="expert_placement", tries=1, steps=500)
-    held = best_start(system, tries=1, steps=500)
-    counts = np.ones(held.shape)
-    current = uniform(counts, system.slots, system.gpu_server)
-    plan = policy.plan(0, counts, current, True)
-    check_placement(plan, system.slots)
-    np.testing.assert_array_equal(server_view(plan, system.gpu_server), held)
-    assert policy.plan(0, 0 * counts, plan, True) is plan
-    assert policy.static
 
 
 def test_fingerprints_differ_by_what_a_start_depends_on():

@@ -1,7 +1,6 @@
 """Estimated latency from token rows, and the placements that minimise it."""
 
 import itertools
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -116,47 +115,6 @@ def test_placements_are_feasible_and_better_by_the_estimate():
         ]
         assert cost(dp) < min(others)
         assert server_view(dp, ONE_TWO).sum() == slots.sum()
-
-
-def test_cluster_times():
-    cluster = SimpleNamespace(
-        num_servers=2,
-        experts=16,
-        cap=np.array([50, 50]),
-        gpu_server=np.array([0, 1, 1]),
-        link_bytes_s=np.full((2, 2), 1e8),
-        latency_s=np.array([[0, 0.01], [0.01, 0]]),
-        expert_base_s=np.full(3, 1e-5),
-        expert_token_s=np.full(3, 1e-7),
-        activation_bytes=4096,
-        pcie_bytes_s=1e10,
-        pcie_latency_s=2e-5,
-        message_cost_s=1e-3,
-        messages="per_server",
-        dense_base_s=np.full(2, 2e-4),
-        dense_token_s=np.full(2, 1e-6),
-    )
-    rows = make_rows(np.random.default_rng(0), servers=2)
-    model = LayerCostModel.of_cluster(cluster, rows, prompt_tokens=10, output_tokens=[5, 1])
-    trip = 2 * 0.01 + 2 * 1e-3 + 2 * 2e-5 + 1e-5
-    token = 2 * 4096 / 1e8 + 2 * 4096 / 1e10 + 1e-7
-    for n, decodes in enumerate((4, 0)):
-        np.testing.assert_allclose(
-            model.tables.cost[n, 0].tolist(), [1, 10, decodes, trip, token, 2e-3, 1]
-        )
-    # Server 1 holds everything: of each layer one job of a prompt and four of decode steps pass
-    # server 0's link, and so do the answers at server 1's. A Pollaczek-Khinchine wait at both.
-    layers = model.tables.hit.shape[1]
-    held = np.zeros(model.tables.hit.shape, bool)
-    held[1] = True
-    prompt, step = 10 * 4096 / 1e8 + 1e-3, 4096 / 1e8 + 1e-3
-    rho = layers * (prompt + 4 * step)
-    wait = layers * (prompt**2 + 4 * step**2) / (2 * (1 - rho))
-    most = (2e-4 + 1e-6 + trip) * rho / (1 - rho)
-    loaded = model.loaded(held, np.ones(model.tables.hit.shape)).tables.cost
-    np.testing.assert_allclose(loaded["round_trip_s"][0], trip + 2 * min(wait, most))
-    np.testing.assert_allclose(loaded["token_s"][0], token)
-    assert (loaded["token_s"][1] == 0).all(), "it calls nobody"
 
 
 def test_servers_settle_where_none_gains():

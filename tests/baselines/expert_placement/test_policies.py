@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from servegym.baselines.expert_placement import PlacementSystem
-from servegym.baselines.expert_placement.feasibility import check_placement, server_view
+from servegym.baselines.expert_placement.feasibility import check_placement
 from servegym.baselines.registry import list_policies, make_policy
 
 env_module = pytest.importorskip("servegym.envs.expert_placement.env")
@@ -152,19 +152,3 @@ def test_informed_policies_beat_blind_ones():
 def test_bad_parameters_are_refused_by_name(name, kwargs, words):
     with pytest.raises(ValueError, match=words):
         make(name, make_env(), **kwargs)
-
-
-def test_the_system_tells_tasks_from_counts():
-    env = make_env()
-    system = PlacementSystem.from_problem(env.unwrapped.problem)
-    tasks = len(system.task_counts)
-    shares = system.task_shares(system.task_counts[[0, tasks - 1]] * 7)
-    np.testing.assert_allclose(shares, np.eye(tasks)[[0, tasks - 1]], atol=1e-9)
-    empty = system.task_shares(np.zeros_like(system.task_counts[:1]))
-    np.testing.assert_allclose(empty, 1 / tasks)
-    counts = np.stack([system.task_counts[n % tasks] for n in range(3)])
-    model = system.layer_cost_model(counts)
-    everything = np.ones(counts.shape, bool)
-    assert model.cost(everything).sum() == 0
-    plan = server_view(np.ones((4, *counts.shape[1:]), bool), system.gpu_server)
-    assert plan.all()

@@ -6,14 +6,8 @@ import numpy as np
 import pytest
 
 from servegym.baselines.expert_placement.eplb import eplb, eplb_global
-from servegym.baselines.expert_placement.feasibility import (
-    assign_gpus,
-    check_instance,
-    check_placement,
-    server_view,
-)
+from servegym.baselines.expert_placement.feasibility import check_placement, server_view
 from servegym.baselines.expert_placement.heuristics import (
-    even_quotas,
     layer_chains,
     redundance,
     smartmoe,
@@ -21,19 +15,8 @@ from servegym.baselines.expert_placement.heuristics import (
     whole_layer,
 )
 from servegym.baselines.expert_placement.linear_program import proxy_optimum
-from servegym.baselines.expert_placement.objectives import (
-    adopts,
-    expected_cost,
-    migration_time,
-    proxy,
-)
-from servegym.baselines.expert_placement.prism import (
-    activation_entropy,
-    assign_experts,
-    layer_counts,
-    prism,
-    prism_printed,
-)
+from servegym.baselines.expert_placement.objectives import proxy
+from servegym.baselines.expert_placement.prism import prism, prism_printed
 
 ONE_TWO = np.array([0, 1, 2, 2])
 ALGORITHMS = [uniform, redundance, smartmoe, eplb, eplb_global, prism, whole_layer]
@@ -159,42 +142,9 @@ def test_optimum_bounds_every_placement_and_enumeration_agrees():
         assert proxy(counts, server_view(z, [0, 1])) == min(every)
 
 
-def test_layer_counts_spend_every_slot_and_cover_every_layer():
-    for seed in range(80):
-        counts, slots, home = instance(seed)
-        f, _, _, cap = check_instance(counts, slots, home)
-        c = layer_counts(f, cap)
-        assert (c >= 0).all() and (c <= f.shape[2]).all()
-        assert (c.sum(1) == np.minimum(cap, f[0].size)).all()
-        assert (c.sum(0) >= f.shape[2]).all()
-        held = assign_experts(c, f)
-        assert (held.sum(2) == c).all() and held.any(0).all()
-        # Scaling a server's counts changes neither algorithm.
-        scaled = f * np.arange(2, 2 + f.shape[0])[:, None, None]
-        assert (layer_counts(scaled, cap) == c).all()
-        assert (assign_experts(c, scaled) == held).all()
-
-
 def remote_share(counts, held):
     """Eq. 2 over all assignments."""
     return proxy(counts, held) / np.sum(counts)
-
-
-def test_entropy():
-    counts = np.array([[[1.0, 1, 1, 1], [4, 0, 0, 0], [0, 0, 0, 0]], np.eye(4)[:3] * 5])
-    np.testing.assert_allclose(activation_entropy(counts)[0], [2, 0, 2])
-    np.testing.assert_array_equal(activation_entropy(counts)[1], [1, 1, 1])
-
-
-def test_theorem_1_is_not_a_guarantee():
-    """Prism reaches half of a server's most, below the 1 - 1/e of the theorem."""
-    counts = np.zeros((2, 1, 8))
-    counts[:, 0, :4] = 0.25
-    home = [0, 1]
-    held = server_view(prism(counts, [4, 4], home), home)
-    np.testing.assert_allclose((counts * held).sum(axis=(1, 2)), 0.5)
-    best = server_view(proxy_optimum(counts, [4, 4], home), home)
-    assert proxy(counts, best) == proxy(counts, held)
 
 
 def test_the_printed_algorithm_loses_slots_and_cannot_always_cover():
@@ -213,64 +163,6 @@ def test_the_printed_algorithm_loses_slots_and_cannot_always_cover():
     with pytest.raises(ValueError, match="rounding down leaves"):
         prism_printed(mixtral, [66, 66, 66, 66], ONE_TWO)
     check_placement(prism(mixtral, [66, 66, 66, 66], ONE_TWO), [66, 66, 66, 66])
-
-
-def test_the_hand_made_whole_layer_placement():
-    held = np.zeros((3, 26, 64), bool)
-    held[2, :19] = True
-    held[:2, 18:] = True
-    slots = np.array([512, 512, 608, 608])
-    z = check_placement(assign_gpus(held, np.ones((3, 26, 64)), slots, ONE_TWO), slots)
-    assert (server_view(z, ONE_TWO) == held).all()
-    # Uniform popularity and equal load: (18 + 18 + 7) of 78 layer steps are remote.
-    assert remote_share(np.ones((3, 26, 64)), held) == pytest.approx(43 / 78)
-
-
-def test_assign_gpus_spreads_the_load_of_a_layer():
-    counts = np.zeros((1, 2, 4))
-    counts[0] = [[8, 7, 2, 1], [4, 4, 4, 0]]
-    z = assign_gpus(np.ones((1, 2, 4), bool), counts, [4, 4], [0, 0])
-    load = (z * counts.sum(0)).sum(2)
-    assert sorted(load[:, 0]) == [9, 9]
-    assert sorted(load[:, 1]) == [4, 8]
-    with pytest.raises(ValueError, match="server 0 holds 8 experts in 7 slots"):
-        assign_gpus(np.ones((1, 2, 4), bool), counts, [4, 3], [0, 0])
-
-
-def test_uniform_and_smartmoe_are_even():
-    counts = skewed(np.random.default_rng(6), 3, 26, 64)
-    slots = np.array([543, 543, 543, 693])
-    for algorithm in (uniform, smartmoe):
-        z = algorithm(counts, slots, ONE_TWO)
-        assert (z.sum(0) == 1).all()
-        assert (z.sum(2) == 16).all()
-    load = [(a(counts, slots, ONE_TWO) * counts.sum(0)).sum(2) for a in (uniform, smartmoe)]
-    assert load[1].max(0).sum() < load[0].max(0).sum()
-    assert (uniform(counts, slots, ONE_TWO, seed=1) != uniform(counts, slots, ONE_TWO)).any()
-    quota = even_quotas(3, 5, np.array([1, 9, 9, 9]))
-    assert (quota.sum(0) == 5).all() and quota[0].sum() == 1
-
-
-def test_migration_time():
-    old = np.zeros((2, 1, 4), bool)
-    old[0, 0, :2] = old[1, 0, 2:] = True
-    new = np.zeros((2, 1, 4), bool)
-    new[0, 0, 1:3] = new[1, 0, [0, 3]] = True
-    assert migration_time(old, new, 10, 5.0) == 4.0
-    assert migration_time(old, new, 10, [5.0, 10.0]) == 3.0
-    assert migration_time(old, old, 10, 5.0) == 0
-
-
-def test_adoption_weighs_seconds():
-    counts = np.ones((2, 1, 4))
-    old = np.array([[[1, 1, 0, 0]], [[0, 0, 1, 1]]], bool)
-    new = np.ones((2, 1, 4), bool)
-    cost = expected_cost(counts, old, [0.5, 1.0], horizon_s=300, window_s=100)
-    assert cost == 3 * (2 * 0.5 + 2 * 1.0)
-    assert expected_cost(counts, new, [0.5, 1.0], 300, 100) == 0
-    assert adopts(0.0, cost - 0.1, cost) and not adopts(0.0, cost, cost)
-    with pytest.raises(ValueError, match="window_s"):
-        expected_cost(counts, old, [1, 1], 300, 0)
 
 
 def test_bad_input_is_refused():

@@ -9,7 +9,6 @@ from servegym.baselines.llm_routing.system import TrainRequests
 from servegym.baselines.protocol import Policy
 from servegym.baselines.registry import list_policies, make_policy
 from servegym.envs.llm_routing.outcomes import OUTCOME
-from servegym.hardware_profiles.interpolation import along
 
 from ...routing_systems import linear_system, make_observation, moved, permuted
 
@@ -101,17 +100,6 @@ def test_same_seed_same_actions_and_reset_forgets(name):
     assert np.array_equal(histories[0], histories[2])
 
 
-@pytest.mark.parametrize("name", RANDOM)
-def test_random_policies_use_their_seed(name):
-    observation, mask = make_observation(np.random.default_rng(2), 64)
-    policy = make_policy(name, make_system())
-    actions = []
-    for seed in (0, 1):
-        policy.reset(64, seed)
-        actions.append(policy.act(observation, mask))
-    assert not np.array_equal(*actions)
-
-
 @pytest.mark.parametrize("name", [n for n in names() if n not in RANDOM])
 def test_rows_do_not_influence_each_other(name):
     rng = np.random.default_rng(4)
@@ -199,58 +187,6 @@ def test_least_outstanding_counts_running_and_waiting_and_rotates_ties():
     assert policy.act(observation, mask)[0] == 2
 
 
-def test_counting_rules_differ_where_they_should():
-    observation, mask = idle()
-    observation["experts"][0, :, 1] = [5, 4, 1, 5, 5, 5]
-    observation["experts"][0, :, 2] = [0, 0, 1, 5, 5, 5]
-    chosen = {}
-    for name in ("shortest_waiting", "vllm_dp", "least_outstanding", "always_busiest"):
-        policy = make_policy(name, make_system())
-        policy.reset(1)
-        chosen[name] = int(policy.act(observation, mask)[0])
-    assert chosen == {
-        "shortest_waiting": 1,
-        "vllm_dp": 2,
-        "least_outstanding": 3,
-        "always_busiest": 4,
-    }
-
-
-def test_power_of_two_picks_the_less_loaded_of_two_sampled():
-    policy = make_policy("power_of_two", make_system())
-    policy.reset(256, 0)
-    rng = np.random.default_rng(3)
-    pairs = set()
-    for _ in range(10):
-        observation, mask = make_observation(rng, 256)
-        action = policy.act(observation, mask)
-        load = observation["experts"][..., 1] + observation["experts"][..., 2]
-        for row in np.flatnonzero(action):
-            pair = policy.sampled[row]
-            assert action[row] - 1 in pair
-            assert load[row, action[row] - 1] == load[row, pair].min()
-            assert mask[row, pair + 1].all()
-            if mask[row, 1:].sum() > 1:
-                assert pair[0] != pair[1]
-            pairs.add(tuple(pair))
-    assert len(pairs) >= 30  # all ordered pairs of six experts come up
-
-
-def test_token_jsq_counts_work_not_requests():
-    policy = make_policy("token_jsq", make_system(num_experts=2))
-    policy.reset(1)
-    observation, mask = idle(num_experts=2)
-    # Expert 1: one long request just begun; expert 2: three nearly done ones.
-    observation["running_mask"][0] = [[1, 0, 0, 0, 0], [1, 1, 1, 0, 0]]
-    observation["running"][0, 0, 0] = [50, 0.5, 290, 0, 10, 0.02]
-    observation["running"][0, 1, :3] = [50, 0.5, 100, 0, 95, 0.02]
-    assert policy.act(observation, mask)[0] == 2
-    # A waiting prompt is work, too.
-    observation["waiting_mask"][0, 1, 0] = 1
-    observation["waiting"][0, 1, 0] = [900, 0.5, 10, 0, 0, 0.1]
-    assert policy.act(observation, mask)[0] == 1
-
-
 def test_linucb_learns_the_better_arm_and_forgets_at_an_episode_start():
     system = make_system(train=False)
     policy = make_policy("linucb", system, alpha=0.5)
@@ -265,19 +201,6 @@ def test_linucb_learns_the_better_arm_and_forgets_at_an_episode_start():
     first = make_policy("linucb", system, alpha=0.5)
     first.reset(1)
     assert policy.act(observation, mask)[0] == first.act(observation, mask)[0]
-
-
-def test_linucb_prior_prefers_the_better_expert_and_fears_queues():
-    system = make_system()
-    policy = make_policy("linucb", system, alpha=0.0)
-    policy.reset(1)
-    observation, mask = idle()
-    observation["request"][..., 1] = system.mean_score
-    observation["request"][..., 2] = 150
-    first = policy.act(observation, mask)[0]
-    assert first == 4  # the best mean, and its 19 ms keep 30 ms
-    observation["experts"][0, 3] = [0.1, 5, 4]
-    assert policy.act(observation, mask)[0] != 4
 
 
 def outcome(row, request, qos):
@@ -314,21 +237,6 @@ def test_delayed_bandits_learn_when_a_request_ends(name):
     policy.act(*make_observation(rng, 2))
     policy.outcomes(outcome(0, 3, 1.0))  # of the episode before
     assert not policy._target[0].any()
-
-
-def test_thompson_draws_from_the_posterior():
-    policy = make_policy("thompson", make_system(train=False), scale=0.2)
-    policy.reset(1, 0)
-    draws = np.array(
-        [policy.index(np.full((1, 6), 0.3), np.full((1, 6), 1.5)) for _ in range(2000)]
-    )
-    assert abs(draws.mean() - 0.3) < 0.01 and abs(draws.std() - 0.3) < 0.01
-    greedy = make_policy("thompson", make_system(), scale=0.0)
-    bound = make_policy("linucb_delayed", make_system(), alpha=0.0)
-    for one in (greedy, bound):
-        one.reset(64, 1)
-    observation, mask = make_observation(np.random.default_rng(4), 64)
-    assert np.array_equal(greedy.act(observation, mask), bound.act(observation, mask))
 
 
 def test_route_balance_scores_as_the_original():
@@ -409,23 +317,6 @@ def test_estimate_charges_others_for_the_prefill_and_the_shared_decode():
     assert estimate.with_new[0, 0, -1] == pytest.approx(own / 40)
 
 
-def test_estimate_waits_for_a_slot():
-    system = linear_system([[0.01, 0.0, 0.0, 0.0]])
-    busy = [(50, 100, 90 - 10 * i, 0.02) for i in range(5)]
-    queue = [(50, 30, 0, 0.1)]
-    alone = estimate_one(system, 50, 10)
-    behind = estimate_one(system, 50, 10, running=busy)
-    further = estimate_one(system, 50, 10, running=busy, waiting=queue)
-    wait = 0.005 + 10 * 0.01
-    assert behind.with_new[0, 0, -1] == pytest.approx(alone.with_new[0, 0, -1] + wait / 10)
-    # The queued one takes the first slot (10 decodes), its prefill and 10 more decodes pass.
-    longer = wait + 0.01 + 9 * 0.01
-    assert further.with_new[0, 0, -1] > behind.with_new[0, 0, -1]
-    assert further.with_new[0, 0, -1] == pytest.approx(
-        alone.with_new[0, 0, -1] + (longer + 0.01) / 10
-    )
-
-
 def test_memory_limits_the_batch_of_the_estimate():
     """Prompts of 100 tokens; the longest answer is 300, the mean 200."""
     train = TrainRequests(
@@ -451,23 +342,3 @@ def test_memory_limits_the_batch_of_the_estimate():
     # A full iteration serves one: the request's work is all of its decodes.
     assert behind.work_s[0, 0] == pytest.approx(0.01 + 10 * 0.01)
     assert alone.work_s[0, 0] == pytest.approx(0.01 + 10 * 0.01 / 5)
-
-
-def test_estimate_survives_missing_and_overrun_lengths():
-    system = linear_system([[0.01, 1e-4, 1e-6, 0.0]], mean_output_tokens=[120.0])
-    zero = estimate_one(system, 100, 0, running=[(50, 0, 10, 0.02), (50, 20, 90, 0.02)])
-    mean = estimate_one(system, 100, 120, running=[(50, 120, 10, 0.02), (50, 20, 90, 0.02)])
-    assert np.allclose(zero.with_new, mean.with_new, equal_nan=True)
-    assert np.isfinite(zero.with_new[0, 0, [0, 1, -1]]).all()
-    # At least a tenth of the predicted 100 tokens is still to come, though 98 are there.
-    done = estimate_one(system, 100, 50, running=[(50, 100, 98, 0.02)], overrun=0.1)
-    last = estimate_one(system, 100, 50, running=[(50, 108, 98, 0.02)], overrun=0.0)
-    assert done.without[0, 0, 0] == pytest.approx(last.without[0, 0, 0])
-    with pytest.raises(ValueError, match="overrun"):
-        LatencyModel(system, overrun=-1)
-
-
-def test_interpolation_goes_on_with_the_end_slopes():
-    grid, values = np.array([0.0, 1.0, 3.0]), np.array([[0.0, 2.0, 3.0]])
-    assert along(grid, values, [-1.0, 0.5, 1.0, 2.0, 5.0]).tolist() == [[-2.0, 1.0, 2.0, 2.5, 4.0]]
-    assert along(np.array([0.0]), np.array([7.0]), [1.0, 9.0]).tolist() == [7.0, 7.0]

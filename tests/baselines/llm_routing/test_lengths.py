@@ -59,20 +59,6 @@ def test_survival_by_hand(monkeypatch):
     assert rest(model, 0, 3.0, 10.0) == 1.0
 
 
-def test_experts_share_what_they_lack_and_learn_of_their_own(monkeypatch):
-    predicted = np.full((40, 2), 5.0)
-    output = np.stack([np.full(40, 3.0), np.full(40, 9.0)], axis=1)
-    for pooling, first in ((1e-6, 3.0), (1e9, 6.0), (40.0, 4.5)):
-        monkeypatch.setattr(latency, "POOLING", pooling)
-        model = LengthModel(system_of(predicted, output))
-        mean = [rest(model, n, 5.0, 0.0) for n in range(2)]
-        assert mean == pytest.approx([first, 12 - first], abs=1e-3)
-    blind = LengthModel(system_of(predicted * 0, output))  # nothing predicts lengths
-    assert [rest(blind, n, 0.0, 0.0) for n in range(2)] == pytest.approx([5.5, 5.5])
-    many = LengthModel(make_system())  # predictions of 200 values
-    assert many.survival.shape == (6, 10, 301) and np.allclose(many.survival[..., 0], 1)
-
-
 @pytest.mark.parametrize("limit", [0.018, 0.024, 0.032])
 def test_expected_qos_is_the_sum_over_all_lengths(limit):
     exact = make_system()

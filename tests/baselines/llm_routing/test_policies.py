@@ -99,30 +99,6 @@ def test_estimate_agrees_with_the_engine(scheduler):
         assert np.quantile(np.abs(error), 0.9) < 0.15
 
 
-def queues_beside_a_free_slot(name):
-    """How often a policy lets a request queue while another expert has a free slot."""
-    envs = make_envs(4, rate=8.0, episode_requests=300)
-    system = RoutingSystem.from_env(envs)
-    count = [0]
-
-    def watch(observation, mask, action):
-        held = observation["experts"][..., 1] + observation["experts"][..., 2]
-        free = (held < system.running_capacity) & (mask[:, 1:] > 0)
-        sent = np.flatnonzero(action > 0)
-        chosen = held[sent, action[sent] - 1]
-        count[0] += int((free[sent].any(axis=1) & (chosen >= system.running_capacity)).sum())
-
-    episodes(envs, make_policy(name, system), watch=watch)
-    return count[0]
-
-
-def test_least_outstanding_conserves_work():
-    assert queues_beside_a_free_slot("least_outstanding") == 0
-    # The check can tell: these do queue beside a free slot.
-    assert queues_beside_a_free_slot("round_robin") > 20
-    assert queues_beside_a_free_slot("always_busiest") > 20
-
-
 def test_the_order_of_the_heuristics():
     qos = {}
     for rate in (5.0, 8.0):
@@ -270,14 +246,6 @@ def test_outcomes_are_told_when_requests_end_and_once():
             assert mine["qos"].sum() / 200 == pytest.approx(info["episode_kpis"]["avg_qos"][row])
 
 
-def test_random_does_not_share_the_environments_stream():
-    envs = make_envs(1)
-    envs.reset(seed=9)
-    policy = make_policy("random", RoutingSystem.from_env(envs))
-    policy.reset(1, 9)
-    assert policy.rng.random() != np.random.default_rng(9).random()
-
-
 @pytest.mark.slow
 def test_rollout_is_no_worse_than_greedy_and_leaves_the_environment_alone():
     envs = make_envs(4, rate=9.0, episode_requests=120)
@@ -299,24 +267,3 @@ def test_rollout_is_no_worse_than_greedy_and_leaves_the_environment_alone():
         assert now.random == state.random
         for key in ("log", "slot", "env", "expert", "queue", "arrivals", "rows"):
             assert same(getattr(now, key), getattr(state, key)), key
-
-
-def test_rollout_says_what_it_needs():
-    envs = make_envs(2)
-    system = RoutingSystem.from_env(envs)
-    policy = make_policy("rollout", system)
-    policy.reset(2)
-    observation, info = envs.reset(seed=0)
-    with pytest.raises(ValueError, match="bind"):
-        policy.act(observation, info["action_mask"])
-    policy.bind(envs)
-    with pytest.raises(ValueError, match="bound to 2"):
-        policy.act({k: v[:1] for k, v in observation.items()}, info["action_mask"][:1])
-    with pytest.raises(ValueError, match="native vector"):
-        policy.bind(gymnasium.make(ID))
-    with pytest.raises(ValueError, match="horizon"):
-        make_policy("rollout", system, horizon=-1)
-    with pytest.raises(ValueError, match="fallback"):
-        make_policy("greedy_qos", system, fallback="hope")
-    with pytest.raises(ValueError, match="share"):
-        make_policy("greedy_qos", system, share=2.0)

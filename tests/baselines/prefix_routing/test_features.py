@@ -115,6 +115,15 @@ def test_dynamos_cost_by_rows_is_the_rule():
         batch.step(action, every)
 
 
+def test_cells_are_drawn_of_every_kind_and_are_environments():
+    for kind in KINDS:
+        first, again, other = (
+            draw_setting(kind, np.random.default_rng(seed)) for seed in (1, 1, 2)
+        )
+        assert first == again != other
+        problem_of(first | {"rate": 1.0, "episode_requests": 5, "warmup_requests": 0})
+
+
 def test_the_first_index_is_dynamos_cost_where_cards_are_alike():
     cards = [{"card": "h100", "model": "llama-3.1-8b"}] * 3
     batch, every = batch_of(profiles=cards, kv_tokens=455_000), np.ones(3, np.int8)
@@ -137,12 +146,3 @@ def test_rows_begin_alike():
     for name, part in batch.observation.items():
         for row in range(3):
             np.testing.assert_array_equal(part[row], alone.observation[name][0])
-
-
-def test_cells_are_drawn_of_every_kind_and_are_environments():
-    for kind in KINDS:
-        first, again, other = (
-            draw_setting(kind, np.random.default_rng(seed)) for seed in (1, 1, 2)
-        )
-        assert first == again != other
-        problem_of(first | {"rate": 1.0, "episode_requests": 5, "warmup_requests": 0})

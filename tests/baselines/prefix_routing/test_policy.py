@@ -3,7 +3,7 @@
 import gymnasium
 import pytest
 
-from servegym.baselines.prefix_routing import RULES, RulePolicy
+from servegym.baselines.prefix_routing import RulePolicy
 from servegym.baselines.prefix_routing.system import PrefixSystem
 from servegym.baselines.prefix_routing.view import Rule
 from servegym.baselines.registry import make_policy
@@ -97,13 +97,3 @@ def test_rows_do_not_influence_one_another():
         if name != "random":
             assert (logs[0] == logs[1]).all(), name
         assert len(set(logs[0].tolist())) > 1
-
-
-def test_parameters_reach_the_rule_and_unknown_ones_are_named():
-    system = PrefixSystem.from_kwargs(**SMALL)
-    policy = make_policy("llm_d", system, family="prefix_routing", prefix=9.0)
-    policy.reset(1)
-    assert policy._rules[0].prefix == 9.0
-    for name in RULES:
-        with pytest.raises(ValueError, match="no_such"):
-            make_policy(name, system, family="prefix_routing", no_such=1)

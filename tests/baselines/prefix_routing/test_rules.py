@@ -120,16 +120,6 @@ def test_vllm_dp_weighs_waiting_four_to_one():
     assert VllmDp().choose(view(waiting=[1, 0, 0], running=[0, 3, 4])) == 1
 
 
-def test_vllm_dp_counts_its_own_requests_until_the_next_scrape():
-    rule = VllmDp()
-    stale = {"running": [0, 1, 9], "scrape_age_s": 0.05}
-    # 0, 1 and 9; then 4, 1 and 9; then 4, 5 and 9; a scrape later the first two are forgotten.
-    assert rule.choose(view(now_s=1.00, **stale)) == 0
-    assert rule.choose(view(now_s=1.01, **stale)) == 1
-    assert rule.choose(view(now_s=1.02, **stale)) == 0
-    assert rule.choose(view(now_s=1.10, running=[3, 2, 9], scrape_age_s=0.05)) == 1
-
-
 def test_weighted_load_counts_requests_by_the_speed_of_the_card():
     slow = {"decode_speed": [1000.0, 250.0, 1000.0]}
     rule = WeightedLoad(load_s=0.01)
@@ -187,13 +177,6 @@ def test_llm_d_equal_queues_score_one_and_ties_are_drawn():
     assert chosen(LlmdScorers(), match_tokens=[160, 160, 0], waiting=[3, 3, 3]) == {0, 1}
 
 
-def test_match_share_counts_entries_of_the_index():
-    # 100 tokens have one entry of 64, six blocks of 16.
-    assert view(prompt_tokens=100, match_tokens=[64, 0, 0]).match_share()[0] == pytest.approx(4 / 6)
-    assert view(prompt_tokens=100, match_tokens=[64, 0, 0], index_block=64).match_share()[0] == 1
-    assert view(prompt_tokens=15).match_share().tolist() == [0, 0, 0]
-
-
 @pytest.mark.parametrize(
     ("match", "prefill", "kept"),
     [
@@ -209,19 +192,6 @@ def test_llm_d_affinity_filter(match, prefill, kept):
     options = {"threshold": 0.8, "max_penalty_s": 18.0, "exploration": 0.0}
     found = sticky(v, np.arange(3), v.prefill_tokens / 1000, **options)
     assert found.tolist() == kept
-
-
-def test_llm_d_affinity_filter_is_skipped():
-    v = view(match_tokens=[160, 0, 0])
-    options = {"threshold": 0.8, "max_penalty_s": 18.0, "exploration": 0.0}
-    every = [0, 1, 2]
-    assert sticky(v, np.arange(3), v.kv, **(options | {"exploration": 1.0})).tolist() == every
-    assert sticky(v, np.arange(3), v.kv, **(options | {"threshold": 0.0})).tolist() == every
-    assert sticky(v, np.array([2]), v.kv, **options).tolist() == [2]
-    # A penalty of 0 sticks whatever the load.
-    slow = view(match_tokens=[160, 0, 0], prefill_tokens=[10**9, 0, 0])
-    options["max_penalty_s"] = 0.0
-    assert sticky(slow, np.arange(3), slow.prefill_tokens, **options).tolist() == [0]
 
 
 def test_llm_d_affinity_takes_the_least_token_load_of_what_is_kept():
@@ -286,14 +256,6 @@ def test_llm_d_predicted_latency(ttft, tpot, fields, kept, scores):
     assert rule.choose(v) in found[score > 0]
 
 
-def test_llm_d_predicted_explores_and_draws_in_proportion():
-    v = view(ttft_slo_s=1.0, tpot_slo_s=0.04, rng=np.random.default_rng(0))
-    rule = LlmdPredicted(Fixed([0.5, 1.5, 0.9], [0.02] * 3), explore=0.25)
-    share = np.bincount([rule.choose(v) for _ in range(3_000)], minlength=3) / 3_000
-    expected = 0.25 * np.array([0, 1, 0]) + 0.75 * np.array([0.01, 0, 1.01]) / 1.02
-    np.testing.assert_allclose(share, expected, atol=0.03)
-
-
 def test_llm_d_predicted_learns_what_it_saw_of_the_chosen_replica():
     rule = LlmdPredicted(Fixed([0.1, 0.2], [0.01, 0.01]))
     first = rule.choose(view(2, waiting=[1, 0], match_tokens=[80, 0], prefill_tokens=[7, 9]))
@@ -306,23 +268,6 @@ def test_llm_d_predicted_learns_what_it_saw_of_the_chosen_replica():
     assert len(features) == len(FEATURES)
     rule.reset()
     assert rule.predictor.learned == []
-
-
-def test_online_trees_learn_latencies_in_the_order_of_their_causes():
-    pytest.importorskip("lightgbm")
-    rng = np.random.default_rng(0)
-    trees = OnlineTrees(quantile=0.5, min_samples=200)
-    columns = rng.uniform(0, 1, (400, len(FEATURES)))
-    for i, row in enumerate(columns):
-        assert (trees.predict(columns) is None) == (i < 200)
-        trees.learn(row, 2 * row[5], np.nan if i % 5 == 0 else 0.01 + 0.05 * row[4])
-    tests = np.full((5, len(FEATURES)), 0.5)
-    tests[:, 5] = tests[:, 4] = np.linspace(0.1, 0.9, 5)
-    ttft, tpot = trees.predict(tests)
-    np.testing.assert_allclose(ttft, 2 * tests[:, 5], atol=0.2)
-    np.testing.assert_allclose(tpot, 0.01 + 0.05 * tests[:, 4], atol=0.006)
-    trees.reset()
-    assert trees.predict(tests) is None
 
 
 # ---------------------------------------------------------------------------- SGLang and LMetric
@@ -376,16 +321,6 @@ def test_dynamo_costs():
     assert rule.costs(v).tolist() == [10 + 3 + 2, 15 + 4 + 0, 20 + 5 + 1]
     assert Dynamo(credit=2.0).costs(v)[0] == 3  # prefill is at least 0
     assert chosen(Dynamo(), decode_blocks=[2, 2, 9]) == {0, 1}
-
-
-def test_dynamo_softmax_is_over_the_range_of_the_costs():
-    rule = Dynamo(temperature=0.5)
-    rng = np.random.default_rng(0)
-    v = view(decode_blocks=[100, 150, 200], rng=rng)
-    share = np.bincount([rule.choose(v) for _ in range(3_000)]) / 3_000
-    weight = np.exp([0, -1, -2])  # (cost - least) / (100 x .5)
-    np.testing.assert_allclose(share, weight / weight.sum(), atol=0.03)
-    assert chosen(rule) == {0, 1, 2}
 
 
 # ------------------------------------------------------------------------------- production-stack
@@ -445,14 +380,6 @@ def test_aibrix(rule, load, match, expected):
     assert chosen(rule, in_flight=load, match_tokens=match) == expected
 
 
-def test_aibrix_compares_whole_percents():
-    # 667 and 668 of 1,000 blocks are both 66 %, so the load decides.
-    given = {"prompt_tokens": 16_000, "match_tokens": [16 * 668, 16 * 667, 0]}
-    assert chosen(Aibrix(sigma=9), in_flight=[2, 1, 0], **given) == {1}
-    given["match_tokens"] = [16 * 670, 16 * 667, 0]
-    assert chosen(Aibrix(sigma=9), in_flight=[2, 1, 0], **given) == {0}
-
-
 # ------------------------------------------------------------------------------------------- Ray
 
 
@@ -478,21 +405,6 @@ def test_preble_exploits_what_is_mostly_cached():
     # 96 > 64: exploited on replica 0 although its load is .08 s; both match: the less loaded one.
     assert rule.choose(view(match_tokens=[96, 0, 0], **busy)) == 0
     assert rule.choose(view(match_tokens=[96, 96, 0], **busy)) == 1
-
-
-def test_preble_load_is_the_work_of_the_window():
-    rule = Preble(window_s=10.0)
-    speed = [1000.0, 500.0]
-    loads = [0.16 + 50 * 0.15, 0.0]
-    assert rule.choose(view(2, speed=speed)) == 0  # .16 against .32
-    np.testing.assert_allclose(rule.loads(view(2, speed=speed, now_s=10.0)), loads)
-    np.testing.assert_allclose(
-        rule.loads(view(2, speed=speed, now_s=10.0, tpot_s=[0.02, 9.0])), [0.16 + 50 * 0.02, 0.0]
-    )
-    assert rule.choose(view(2, speed=speed, now_s=10.0)) == 1
-    np.testing.assert_allclose(
-        rule.loads(view(2, speed=speed, now_s=10.01)), [0.0, 0.32 + 50 * 0.15]
-    )
 
 
 def test_mooncake_takes_the_least_time_to_first_token():
@@ -525,3 +437,20 @@ def test_mooncake_takes_the_least_time_to_first_token():
 def test_arguments_out_of_range_are_refused(rule, argument, value):
     with pytest.raises(ValueError, match=argument):
         rule(**{argument: value})
+
+
+def test_online_trees_learn_latencies_in_the_order_of_their_causes():
+    pytest.importorskip("lightgbm")
+    rng = np.random.default_rng(0)
+    trees = OnlineTrees(quantile=0.5, min_samples=200)
+    columns = rng.uniform(0, 1, (400, len(FEATURES)))
+    for i, row in enumerate(columns):
+        assert (trees.predict(columns) is None) == (i < 200)
+        trees.learn(row, 2 * row[5], np.nan if i % 5 == 0 else 0.01 + 0.05 * row[4])
+    tests = np.full((5, len(FEATURES)), 0.5)
+    tests[:, 5] = tests[:, 4] = np.linspace(0.1, 0.9, 5)
+    ttft, tpot = trees.predict(tests)
+    np.testing.assert_allclose(ttft, 2 * tests[:, 5], atol=0.2)
+    np.testing.assert_allclose(tpot, 0.01 + 0.05 * tests[:, 4], atol=0.006)
+    trees.reset()
+    assert trees.predict(tests) is None

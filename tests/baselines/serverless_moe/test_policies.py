@@ -9,7 +9,6 @@ import pytest
 from servegym.baselines.registry import list_policies, make_policy
 from servegym.baselines.serverless_moe.action_table import ActionTable, WarmFunctions
 from servegym.baselines.serverless_moe.base import observed_row
-from servegym.baselines.serverless_moe.heuristics import search_constant
 from servegym.baselines.serverless_moe.system import ServerlessSystem
 from servegym.envs.serverless_moe import kernel
 from servegym.envs.serverless_moe.config import build_problem, build_system
@@ -236,43 +235,3 @@ def test_order_of_the_policies():
             bound = np.mean([policy.reward_bound(row) for row in range(4)]) / 60
     assert mean["random"] < mean["mix"] < mean["greedy_warm"]
     assert max(mean.values()) == mean["lookahead"] <= bound
-
-
-def test_best_constant_beats_where_it_starts():
-    count = 30 if hasattr(kernel.step, "signatures") else 6  # compiled or not
-    system = ServerlessSystem.from_kwargs(model="toy", episode_requests=count)
-    action = search_constant(system, 2, count, 0)
-    env = make_env(2, split="train", episode_requests=count)
-    for row in range(2):
-        env.reset(seed=0)
-        env.batch.draw(row, np.random.default_rng((0, row)))
-    which = np.ones(2, dtype=np.int8)
-
-    def score(a):
-        env.batch.draw(0, np.random.default_rng((0, 0)))
-        env.batch.draw(1, np.random.default_rng((0, 1)))
-        env.batch.begin(which)
-        for _ in range(count):
-            env.batch.step(np.repeat(np.asarray(a)[None], 2, axis=0), which)
-        return env.batch.env["total_reward"].sum()
-
-    best = score(action)
-    for i, size in enumerate(env.problem.nvec):
-        for value in range(size):
-            other = action.copy()
-            other[i] = value
-            assert score(other) <= best + 1e-9
-
-
-@pytest.mark.parametrize(
-    ("name", "granularity"),
-    [(name, "global") for name in sorted(set(NAMES) - {"random"} - set(DEPLOYMENTS))]
-    + [("remoe_sticky", "per_layer")],
-)
-def test_a_part_that_keeps_the_plan_changes_no_policy(name, granularity):
-    """Policies say in every plan what they want: the last part of their actions is 0."""
-    rewards = []
-    for keep in (False, True):
-        env = make_env(2, episode_requests=6, granularity=granularity, keep_action=keep)
-        rewards.append(run(name, env, seed=3, **SMALL.get(name, {}))[0])
-    np.testing.assert_array_equal(*rewards)

@@ -1,4 +1,4 @@
-"""warm_planner: its value iteration against all plans of tiny chains, its reward, what it sees."""
+"""warm_planner: its value iteration against all plans of tiny chains, its reward, its split."""
 
 import dataclasses
 import itertools
@@ -132,34 +132,6 @@ def test_better_than_one_step():
             total += reward
         rewards.append(total / 40)
     assert (rewards[0] - rewards[1]).mean() > 0.01
-
-
-def test_routing_and_future_change_no_action():
-    """Other routing, true lengths, overheads and later requests: the same actions.
-
-    Every few requests of an episode the hidden part of the state is replaced and the observation
-    made anew; a policy that starts there acts as the one that came along.
-    """
-    env = make_env(1, episode_requests=12)
-    policy, rng, batch = planner(env), np.random.default_rng(0), env.batch
-    observation, info = env.reset(seed=3)
-    policy.reset(1, seed=0)
-    for t in range(env.problem.episode_requests - 1):
-        action = policy.act(observation, info["action_mask"])
-        true = batch.clone(0)
-        other = batch.clone(0)
-        other.requests["offset"] = 0
-        other.requests["n_out"][t:] = rng.integers(1, 400, len(other.requests) - t)
-        other.requests[t + 1 :] = rng.permutation(other.requests[t + 1 :])
-        other.trem[t + 1 :] *= 7.0
-        assert (other.requests["offset"] != true.requests["offset"]).any()
-        batch.restore(0, other)
-        fresh = planner(env) if t == 5 else policy
-        fresh.reset(1, seed=0)
-        again = fresh.act(batch.fresh_observation(), info["action_mask"])
-        assert (again == action).all()
-        batch.restore(0, true)
-        observation, *_, info = env.step(action)
 
 
 def test_the_plan_is_of_the_train_split():

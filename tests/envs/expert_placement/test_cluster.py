@@ -34,16 +34,6 @@ def test_every_scenario_holds_every_model(name, model):
     assert scenario(name) is not scenario(name)
 
 
-def test_a_message_goes_at_the_rate_of_its_sender():
-    cluster = scenario_cluster("edge_hetero")
-    assert cluster.link_bytes_s[0, 1] == 500e6 / 8
-    assert cluster.link_bytes_s[0, 2] == 500e6 / 8 and cluster.link_bytes_s[2, 1] == 100e6 / 8
-    pairs = np.full((2, 2), 900e6)
-    two = {"gpus": (2, 2), "nic_bps": 300e6, "bandwidth_bps": pairs}
-    assert build_cluster(**two).link_bytes_s[0, 1] == 300e6 / 8
-    assert build_cluster(**two, link_model="pairwise").link_bytes_s[0, 1] == 900e6 / 8
-
-
 @pytest.mark.parametrize(
     "arguments, message",
     [
@@ -61,41 +51,6 @@ def test_a_message_goes_at_the_rate_of_its_sender():
 def test_bad_arguments_are_named(arguments, message):
     with pytest.raises(ValueError, match=message):
         build_cluster(**arguments)
-
-
-def test_what_loads_cost_by_default():
-    """Eq. 3 reads the rate of a load, overhead included."""
-    plain = build_cluster(pcie_bytes_s=8e9)
-    assert plain.load_bytes_s == plain.weight_bytes_s == 8e9
-    assert (plain.host_slots == 26 * 64).all()
-    slow = build_cluster(fetch_overhead_s=0.5, weight_bytes_s=17_301_504 / 0.5, host_bytes=4e7)
-    assert slow.load_bytes_s == 17_301_504
-    assert slow.host_slots.tolist() == [2, 2, 2]
-
-
-@pytest.mark.parametrize(
-    "model, fraction", [("deepseek-v2-lite", 0.2), ("mixtral-8x7b", 0.6), ("gpt-oss-20b", 0.12)]
-)
-def test_a_model_that_fits_no_split_names_the_missing_bytes(model, fraction):
-    """As much as is named, added to any one GPU, is enough; a byte less is not."""
-    gpu = np.full(4, 40e9)
-    with pytest.raises(ValueError, match="bytes are missing") as error:
-        build_cluster(model, gpus=(1, 1, 2), gpu_bytes=gpu, memory_fraction=fraction)
-    words = str(error.value).split()
-    missing = int(words[words.index("bytes") - 1])
-    assert f"'{model}'" in str(error.value) and missing % MODELS[model].expert_bytes == 0
-    # What every GPU leaves over of a slot is not lost: fill it up first.
-    times = MODELS[model]
-    reserved = np.array([1, 1, 1, 0]) * times.reserved_bytes
-    slots = np.floor((gpu * fraction - reserved) / times.expert_bytes)
-    full = (slots * times.expert_bytes + reserved + 0.5) / fraction
-    for more, enough in ((missing, True), (missing - times.expert_bytes, False)):
-        grown = full + np.array([0, 0, 0, more / fraction])
-        if enough:
-            build_cluster(model, gpus=(1, 1, 2), gpu_bytes=grown, memory_fraction=fraction)
-        else:
-            with pytest.raises(ValueError, match=f"{times.expert_bytes} bytes are missing"):
-                build_cluster(model, gpus=(1, 1, 2), gpu_bytes=grown, memory_fraction=fraction)
 
 
 def test_placements_are_checked():

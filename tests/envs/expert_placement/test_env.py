@@ -8,18 +8,15 @@ import pytest
 from gymnasium.envs.registration import EnvSpec
 
 import servegym  # noqa: F401 - registers the ids
-from servegym.envs.expert_placement.cluster import build_cluster, scenario_cluster
-from servegym.envs.expert_placement.config import LEARNING, build_problem
+from servegym.envs.expert_placement.cluster import build_cluster
+from servegym.envs.expert_placement.config import LEARNING
 from servegym.envs.expert_placement.decode import (
-    HEIGHT_SPAN,
     decode_budget,
     decode_heights,
     decode_scores,
-    layer_sizes,
     repair_placement,
 )
 from servegym.envs.expert_placement.env import ExpertPlacementEnv
-from servegym.envs.expert_placement.simulator import uniform_placement
 from servegym.envs.expert_placement.vector_env import ExpertPlacementVectorEnv
 
 from ...nested import assert_same
@@ -125,59 +122,11 @@ def test_keeping_costs_and_moves_nothing():
     assert not env.step({"migrate": 1, "plan": start})[4]["adopted"], "the plan is what is there"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("redirect", [False, True])
-def test_with_caches_plans_change_nothing(redirect):
-    env = make("placement", serving="offload", redirect=redirect, validate=True)
-    results = []
-    for migrate in (0, 1):
-        observation, _ = env.reset(seed=0)
-        plan = np.roll(observation["placement"], 1, axis=2)
-        total = 0.0
-        for _ in range(3):
-            _, reward, _, _, info = env.step({"migrate": migrate, "plan": plan})
-            assert not info["adopted"]
-            total += reward
-        results.append(info["episode_kpis"])
-        log = env.request_log()
-        latency = log["finish_s"] - log["arrival_s"]
-        assert total == pytest.approx(-latency.sum() / env.problem.expected_arrivals)
-    assert_same(*results)
-    assert results[0]["expert_loads"] > 0
-    assert (results[0]["network_bytes"] > 0) == redirect
-
-
-def test_counts_start_anew_after_a_change():
-    env = make("placement", free_start=False)
-    observation, _ = env.reset(seed=0)
-    window = float(observation["window_s"][0])
-    observation = env.step({"migrate": 0, "plan": observation["placement"]})[0]
-    assert observation["window_s"][0] == pytest.approx(window + 20.0)
-    plan = np.roll(observation["placement"], 1, axis=2)
-    before = observation["counts"].sum()
-    observation, _, _, _, info = env.step({"migrate": 1, "plan": plan})
-    assert info["adopted"] and observation["window_s"][0] == 20.0
-    assert 0 < observation["counts"].sum() < before
-    assert env.episode_kpis()["expert_loads"] > 0
-
-
 def test_the_history_has_other_prompts():
     for split in ("train", "val", "eval"):
         problem = make(split=split).problem
         rows, history = (set(np.concatenate(x)) for x in (problem.rows, problem.history_rows))
         assert rows and history and not rows & history
-
-
-def test_servers_have_the_tasks_that_are_named_and_they_rotate():
-    env = make(tasks=["task1", "task0", "task1"], history_requests=0, rotate_s=30.0)
-    env.reset(seed=0)
-    for move in actions(env, 3):
-        env.step(move)
-    log = env.request_log()
-    turn = (log["arrival_s"] // 30.0).astype(int)
-    assert (log["task"] == np.array([1, 0, 1])[(log["server"] + turn) % 3]).all()
-    assert len(np.unique(log["server"])) == 3 and turn.max() == 1
-    assert build_problem(scenario="paper_testbed").tasks == ("law", "intent", "translation")
 
 
 def test_a_better_placement_is_faster():
@@ -246,35 +195,6 @@ def test_the_arguments_to_learn_with_pay_the_logarithm_of_each_servers_latency()
 # ----------------------------------------------------------------------------------- decoders
 
 
-def test_heights_order_layers_and_shares_their_experts():
-    problem = make().problem
-    c = problem.cluster
-    rng = np.random.default_rng(0)
-    counts = rng.permutation(np.arange(1, 1 + c.num_servers * c.layers * c.experts))
-    counts = counts.reshape(c.num_servers, c.layers, c.experts)
-    current = uniform_placement(c)
-    share = counts / counts.sum(axis=2, keepdims=True)
-    flat = decode_heights(c, np.full((c.num_servers, c.layers), 0.5), counts, current)
-    np.testing.assert_array_equal(flat, decode_scores(c, share, counts, current))
-    # A layer comes first whole where its height is above the others' by more than shares differ.
-    plan = np.full((c.num_servers, c.layers), 0.5)
-    plan[0, 0] = plan[1, 1] = plan[2, 2] = plan[2, 3] = 1.0
-    assert HEIGHT_SPAN / 2 > np.log(share.max() / share.min())
-    held = c.server_view(decode_heights(c, plan, counts, current))
-    assert held[0, 0].all() and held[1, 1].all() and held[2, 2:].all()
-    best = np.argsort(-share[0, 1:], axis=None)[: c.cap[0] - c.experts]
-    np.testing.assert_array_equal(np.flatnonzero(held[0, 1:]), np.sort(best))
-
-
-def test_sizes_by_hand():
-    share = np.array([[1.0, 1.0], [3.0, 1.0]])
-    np.testing.assert_array_equal(layer_sizes(share, np.array([4, 4]), 4), [[1, 3], [3, 1]])
-    tight = layer_sizes(np.ones((3, 32)), np.array([64, 64, 128]), 8)
-    assert (tight.sum(axis=0) == 8).all()
-    clamped = layer_sizes(np.random.default_rng(0).random((3, 32)), np.array([60, 60, 400]), 8)
-    assert (clamped[2] == 8).all() and clamped.sum(axis=1).tolist() == [60, 60, 256]
-
-
 @pytest.mark.parametrize("spare", [0, 1, 7])
 def test_every_action_decodes_to_a_feasible_placement(spare):
     rng = np.random.default_rng(spare)
@@ -303,12 +223,3 @@ def test_every_action_decodes_to_a_feasible_placement(spare):
             ):
                 cluster.check_placement(z)
             np.testing.assert_array_equal(repair_placement(cluster, now, counts), now)
-
-
-def test_scores_are_obeyed_where_they_cover():
-    cluster = scenario_cluster("edge_hetero")
-    score = np.zeros((3, 26, 64))
-    score[0, :8], score[1, 8:16], score[2, 8:] = 1.0, 1.0, 1.0
-    z = decode_scores(cluster, score, np.zeros((3, 26, 64)), np.zeros((4, 26, 64)))
-    held = cluster.server_view(z)
-    assert held[0, :8].all() and held[1, 8:16].all() and held[2, 8:].all()

@@ -14,8 +14,6 @@ from pettingzoo.utils.conversions import parallel_to_aec
 from servegym.envs.expert_placement import parallel_env
 from servegym.envs.expert_placement.env import ExpertPlacementEnv
 
-from ...nested import same
-
 SHORT = {"model": "toy", "epochs": 7, "epoch_s": 5.0, "mean_interarrival_s": 2.0}
 modes = pytest.mark.parametrize("mode", ["layer_budget", "layer_height", "expert_score"])
 
@@ -78,18 +76,6 @@ def test_one_server_can_change_alone():
     assert not np.array_equal(before[2:], after[2:])
     # The others take in only what the change would have left nowhere.
     assert (before[:2] & ~after[:2]).sum() <= (after[:2] & ~before[:2]).sum()
-
-
-def test_pettingzoo_makes_it_by_name():
-    import pettingzoo
-
-    name = "servegym/expert_placement-v0"
-    assert parallel_env(**SHORT).metadata["name"] == name
-    if not hasattr(pettingzoo, "make"):
-        pytest.skip("this PettingZoo has no registry")
-    env = pettingzoo.make("parallel", name, **SHORT)
-    twin = parallel_env(**SHORT)
-    assert same(env.reset(seed=2), twin.reset(seed=2))
 
 
 def test_bad_calls_are_named():

@@ -1,7 +1,6 @@
 """What the routing environment tells: rewards and fates as in its log, nothing of what comes."""
 
 import copy
-import math
 
 import gymnasium as gym
 import numpy as np
@@ -123,23 +122,6 @@ def test_every_request_has_one_fate_whatever_is_chosen(engine):
 
 
 REQUEST_TIMES = ("arrival_s", "available_s", "admitted_s", "first_token_s", "finish_s")
-
-
-def test_dropping_everything_has_no_latency():
-    env = make(episode_requests=2)
-    env.reset(seed=0)
-    assert env.step(0)[1] == env.step(0)[1] == 0.0
-    kpis = env.unwrapped.episode_kpis()
-    assert kpis["drop_rate"] == 1.0 and kpis["avg_qos"] == 0.0
-    assert math.isnan(kpis["mean_latency_s_per_token"]) and math.isnan(kpis["mean_tpot_s"])
-
-
-def test_a_state_of_another_age_is_refused():
-    env, old = (make(staleness_s=age).unwrapped for age in (0.0, 1.0))
-    for each in (env, old):
-        each.reset(seed=0)
-    with pytest.raises(ValueError, match="staleness_s"):
-        env.restore_state(old.clone_state())
 
 
 # ------------------------------------------------------------------------------------ no peeking

@@ -1,4 +1,4 @@
-"""Arguments: bad ones are refused by name before anything runs, good ones do what they say."""
+"""Arguments: bad ones are refused by name before anything runs; ranges and splits are drawn."""
 
 import json
 import math
@@ -9,7 +9,6 @@ import pytest
 
 from servegym import hardware_profiles
 from servegym.envs.llm_routing.env import LLMRoutingEnv
-from servegym.envs.workloads import MalformedFileError
 
 A100 = "a100-80g-llama-3.1-8b"
 CHUNKED = {"scheduler": "chunked_prefill"}
@@ -102,28 +101,6 @@ def test_actions_out_of_range(action):
         env.step(action)
 
 
-def test_whole_numbers_of_every_kind_are_actions():
-    results = []
-    for kind in (int, np.int8, np.uint64, np.array):
-        env = LLMRoutingEnv(num_experts=3)
-        env.reset(seed=0)
-        for _ in range(9):
-            result = env.step(kind(3))
-        results.append((result[1], result[0]["experts"].tolist()))
-    assert all(result == results[0] for result in results)
-
-
-def run(env, episodes=1, seed=0):
-    """Random play; the information of the last step."""
-    random = np.random.default_rng(seed)
-    for episode in range(episodes):
-        env.reset(seed=seed if episode == 0 else None)
-        ended = False
-        while not ended:
-            _, _, ended, _, info = env.step(random.integers(0, env.action_space.n))
-    return info
-
-
 def test_ranges_are_drawn_anew_for_every_episode():
     env = gym.make(
         "servegym/LLMRouting-v1",
@@ -148,47 +125,6 @@ def test_ranges_are_drawn_anew_for_every_episode():
     )
 
 
-def test_the_default_fleet_is_six_experts():
-    env = LLMRoutingEnv()
-    fleet = hardware_profiles.load_fleet("edge-6-heterogeneous")
-    assert env.action_space.n == 7
-    assert env.problem.models == fleet.models[:6]
-    assert LLMRoutingEnv(profiles="edge-6-homogeneous").action_space.n == 7
-
-
-def test_profiles_as_a_list_a_name_and_a_file(tmp_path):
-    names = [A100, "l40s-llama-3.1-8b", A100]
-    env = LLMRoutingEnv(profiles=names, episode_requests=50)
-    assert [p.name for p in env.problem.profiles] == names and env.action_space.n == 4
-    run(env)
-    env = LLMRoutingEnv(profiles=A100, num_experts=4, episode_requests=50)
-    assert [p.name for p in env.problem.profiles] == [A100] * 4
-    run(env)
-    path = small_card(tmp_path, 25_000_000_000)
-    assert LLMRoutingEnv(profiles=[path]).problem.profiles[0].name == "small-card"
-    models = ["chatglm2-6b", "gemma-7b-it", "chatglm2-6b"]
-    env = LLMRoutingEnv(profiles=names, models=models)
-    assert env.problem.models == tuple(models)
-    np.testing.assert_array_equal(env.problem.table[:, 0], env.problem.table[:, 2])
-
-
-def test_a_trace_is_replayed_at_the_rate_asked_for(tmp_path):
-    path = tmp_path / "trace.csv"
-    times = np.cumsum(np.tile([1.0, 3.0], 100))
-    path.write_text("timestamp_s\n" + "".join(f"{t}\n" for t in times))
-    env = LLMRoutingEnv(
-        arrivals="trace", arrivals_kwargs={"path": str(path)}, rate=10.0, episode_requests=50
-    )
-    env.reset(seed=0)
-    gaps = np.diff(env.batch.arrivals[0])
-    short, long = np.isclose(gaps, 0.05, rtol=0.01), np.isclose(gaps, 0.15, rtol=0.01)
-    assert short.sum() >= 20 and long.sum() >= 20
-    assert (~short & ~long).sum() <= 1, "but for where the trace begins anew"
-    path.write_text("timestamp_s\n1.0\nsoon\n")
-    with pytest.raises(MalformedFileError, match=r"trace\.csv:3: field 'timestamp_s'"):
-        LLMRoutingEnv(arrivals="trace", arrivals_kwargs={"path": str(path)})
-
-
 def test_splits_draw_from_their_own_prompts():
     seen = {}
     for split in ("train", "val", "eval", "all"):
@@ -198,29 +134,3 @@ def test_splits_draw_from_their_own_prompts():
         assert seen[split] <= set(env.problem.catalog.rows(split).tolist())
     assert not seen["train"] & seen["eval"] and not seen["val"] & seen["eval"]
     assert seen["all"] - seen["train"] - seen["val"]
-
-
-def test_predictors():
-    tables = {
-        kind: LLMRoutingEnv(score_predictor=kind, length_predictor=kind).problem.table
-        for kind in ("exact", "zero", "confusion")
-    }
-    np.testing.assert_array_equal(tables["exact"][:, :, 3:], tables["exact"][:, :, 1:3])
-    assert not tables["zero"][:, :, 3:].any()
-    for table in tables.values():
-        np.testing.assert_array_equal(table[:, :, :3], tables["exact"][:, :, :3])
-    other = LLMRoutingEnv(predictor_seed=1).problem.table
-    assert (other[:, :, 3] != tables["confusion"][:, :, 3]).mean() > 0.2
-    assert LLMRoutingEnv(max_output_tokens=50).problem.table[:, :, [2, 4]].max() == 50
-
-
-def test_the_network_delays_requests():
-    for delay, size in ((0.005, 4), (0.0, 0), (0.5, 100)):
-        env = LLMRoutingEnv(router_delay_s=delay, bytes_per_token=size, episode_requests=20)
-        env.reset(seed=0)
-        for _ in range(20):
-            env.step(1)
-        log = env.request_log()
-        log = log[log["outcome"] == 1]
-        expected = log["arrival_s"] + delay + log["prompt_tokens"] * size * 8 / 1e6
-        np.testing.assert_allclose(log["available_s"], expected, rtol=0, atol=1e-9)

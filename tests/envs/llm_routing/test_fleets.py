@@ -1,4 +1,4 @@
-"""Fleets that are drawn for each episode, held fixed, or named."""
+"""Fleets that are drawn for each episode, or named."""
 
 from __future__ import annotations
 
@@ -76,35 +76,6 @@ def test_a_drawn_fleet_serves_as_the_same_fleet_given_by_arguments(seed):
             np.testing.assert_allclose(mine[name], theirs[name], rtol=1e-9, err_msg=name)
 
 
-def test_a_setting_held_fixed_is_every_episodes():
-    _, setting = drawn(3)
-    env = gymnasium.make(ID, fleet=setting, episode_requests=20).unwrapped
-    first, info = env.reset(seed=0)
-    assert json.loads(info["fleet"]) == setting
-    arrivals = env.batch.arrivals.copy()
-    _, info = env.reset()
-    assert json.loads(info["fleet"]) == setting
-    assert not np.array_equal(arrivals, env.batch.arrivals)
-    assert first["fleet"].shape[0] == 16
-    assert json.loads(gymnasium.make(ID, fleet=setting).spec.to_json())["kwargs"]["fleet"]
-
-
-def test_options_narrow_what_is_drawn():
-    kwargs = {
-        "num_experts": 3,
-        "running_capacity": (7, 9),
-        "scheduler": "orca",
-        "predictor": ["mean", "confusion"],
-        "cards": ["h100-llama-3.1-8b"],
-    }
-    env, _ = drawn(0, fleet_kwargs=kwargs)
-    for seed in range(12):
-        setting = json.loads(env.reset(seed=seed)[1]["fleet"])
-        assert setting["profiles"] == kwargs["cards"] * 3
-        assert 7 <= setting["running_capacity"] <= 9 and setting["scheduler"] == "orca"
-        assert setting["predictor"] in kwargs["predictor"]
-
-
 def test_an_expert_that_does_not_exist_rejects():
     env, setting = drawn(1, fleet_kwargs={"num_experts": 2})
     _, _, _, _, info = env.step(16)
@@ -127,12 +98,6 @@ def test_named_deployments_serve_their_load(name):
     assert info["episode_kpis"]["violation_rate"] < 0.2
     assert env.problem.running_capacity == DEPLOYMENTS[name]["running_capacity"]
     assert gymnasium.make(ID, fleet=name, rate=3.0).unwrapped.problem.rate == (3.0, 3.0)
-
-
-def test_fleets_have_names():
-    by_fleet = gymnasium.make(ID, fleet="paper-linear").unwrapped.problem
-    by_profiles = gymnasium.make(ID, profiles="paper-linear").unwrapped.problem
-    assert np.array_equal(by_fleet.law.values, by_profiles.law.values)
 
 
 @pytest.mark.filterwarnings("ignore:profile 'h100")
@@ -160,3 +125,19 @@ def test_bad_fleets_are_refused_by_name():
     for kwargs, named in bad:
         with pytest.raises(ValueError, match=named):
             gymnasium.make(ID, **kwargs)
+
+
+def test_options_narrow_what_is_drawn():
+    kwargs = {
+        "num_experts": 3,
+        "running_capacity": (7, 9),
+        "scheduler": "orca",
+        "predictor": ["mean", "confusion"],
+        "cards": ["h100-llama-3.1-8b"],
+    }
+    env, _ = drawn(0, fleet_kwargs=kwargs)
+    for seed in range(12):
+        setting = json.loads(env.reset(seed=seed)[1]["fleet"])
+        assert setting["profiles"] == kwargs["cards"] * 3
+        assert 7 <= setting["running_capacity"] <= 9 and setting["scheduler"] == "orca"
+        assert setting["predictor"] in kwargs["predictor"]

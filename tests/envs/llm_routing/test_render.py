@@ -1,4 +1,4 @@
-"""Rendering: what the text says agrees with the state, and the picture changes with it."""
+"""Rendering: what the text says agrees with the state."""
 
 import sys
 
@@ -6,8 +6,6 @@ import gymnasium as gym
 import numpy as np
 import pytest
 from gymnasium.error import DependencyNotInstalled
-
-from servegym.envs._frames import HEIGHT, WIDTH
 
 
 def make(mode, steps=60, **kwargs):
@@ -48,53 +46,6 @@ def test_ansi_agrees_with_the_state():
         assert sent == np.count_nonzero(mine) - rejected
         assert bare.problem.models[n] in row
     assert experts["running"].sum() > 0, "the test shows nothing"
-
-
-def test_ansi_marks_late_requests_and_the_last_choice():
-    env = make("ansi", steps=0, rate=1000.0, running_capacity=1)
-    for _ in range(3):
-        env.step(2)
-    assert table(env.render())[1].startswith("→ 2")
-    env.step(0)
-    assert "the last one was dropped" in env.render()
-    assert not any(row.startswith("→") for row in table(env.render()))
-    for _ in range(6):
-        env.step(1)
-    text = env.render()
-    assert "rejected by expert 1" in text and table(text)[0].startswith("→ 1")
-    for _ in range(20):  # its only slot is taken and its queue fills up again
-        env.step(1)
-    env.step(0)
-    assert table(env.render())[0].startswith("x 1"), "expert 1 is full"
-    late = make("ansi", latency_requirement_s=0.001)
-    assert "!" in "".join(table(late.render()))
-    assert "!" not in "".join(table(make("ansi", latency_requirement_s=1.0).render()))
-
-
-def test_pixels_of_every_size_and_stage():
-    for kwargs in (
-        {"num_experts": 1, "running_capacity": 1, "waiting_capacity": 1},
-        {"num_experts": 12, "running_capacity": 40, "waiting_capacity": 20, "steps": 79},
-        {"steps": 80},
-        {"memory_policy": "paged", "scheduler": "chunked_prefill", "catalog": "synthetic"},
-    ):
-        frame = make("rgb_array", **kwargs).render()
-        assert frame.shape == (HEIGHT, WIDTH, 3)
-        frame[:] = 0  # ours to write to
-    env = gym.make("servegym/LLMRouting-v1", render_mode="ansi", episode_requests=5)
-    env.reset(seed=0)
-    assert "request 1/5" in env.render()
-    ended = make("ansi", steps=80).render()
-    assert "the episode is over" in ended
-
-
-def test_frames_leave_no_global_figure():
-    from matplotlib import _pylab_helpers
-
-    env = make("rgb_array", num_experts=6, rate=20.0)
-    for _ in range(2):
-        env.render()
-    assert not _pylab_helpers.Gcf.figs
 
 
 def test_without_matplotlib_the_extra_is_named(monkeypatch):

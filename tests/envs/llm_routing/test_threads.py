@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import servegym
-from servegym.envs._spares import Spares
 from servegym.envs.llm_routing.vector_env import LLMRoutingVectorEnv
 
 from ...nested import assert_same, same
@@ -117,20 +116,3 @@ def test_pickled_and_forked_environments_go_on_alike():
     assert_same(found, _steps(twin))
     envs.close()
     twin.close()
-
-
-def test_memory_handed_out_is_used_again_only_when_nobody_holds_it():
-    spares = Spares([np.zeros((2, 3)), np.zeros(4, np.int8)], list)
-
-    def address(arrays):
-        return [each.__array_interface__["data"][0] for each in arrays]
-
-    _, first = spares.take()
-    taken = address(first)
-    part = first[0][1:, ::2]  # a view of one of them holds it
-    del first
-    assert not set(taken) & set(address(spares.take()[1]))
-    del part
-    assert address(spares.take()[1]) == taken
-    held = [spares.take()[1] for _ in range(10)]
-    assert len({a for arrays in held for a in address(arrays)}) == 20

@@ -137,28 +137,6 @@ def test_decode_time_in_proportion_to_the_batch_is_processor_sharing(load_factor
     assert error < 0.1 * time
 
 
-def test_unloaded_request_takes_the_sum_of_its_iterations():
-    profile = load("rtx4090-llama-3.1-8b")
-    for scheduler in ("orca", "chunked_prefill"):
-        result = replay([0.5], [300], [40], profile=profile, scheduler=scheduler)
-        first = profile.prefill_s(300)
-        rest = sum(profile.decode_s(1, 300 + g) for g in range(1, 40))
-        assert result["ttft_s"][0] == pytest.approx(first)
-        assert result["finish_s"][0] == pytest.approx(0.5 + first + rest)
-
-
-def test_arrays_of_any_kind_give_the_same_times():
-    arrival, prompt, output = np.arange(8) / 4, np.arange(8) * 40 + 1, np.arange(8) + 1
-    plain = replay(arrival.tolist(), prompt.tolist(), output.tolist())
-    table = np.zeros(8, [("arrival", ">f4"), ("prompt", "i2"), ("output", "u1")])
-    table["arrival"], table["prompt"], table["output"] = arrival, prompt, output
-    table.flags.writeable = False
-    backward = [x[::-1].copy()[::-1] for x in (arrival, prompt.astype(float), output)]
-    for columns in ([table[name] for name in table.dtype.names], backward):
-        assert replay(*columns).tobytes() == plain.tobytes()
-    assert replay(arrival[:1], prompt[:1], output[:1])["finish_s"] == plain["finish_s"][0]
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [

@@ -5,20 +5,15 @@ import pytest
 from gymnasium.utils.seeding import np_random
 
 from servegym.envs.llm_routing.kernel import sojourn_s
-from servegym.envs.prefix_routing import kernel, render
+from servegym.envs.prefix_routing import kernel
 from servegym.envs.prefix_routing.config import DICT, build_problem
-from servegym.envs.prefix_routing.env import (
-    PrefixRoutingEnv,
-    PrefixRoutingFlatEnv,
-    PrefixRoutingSummaryEnv,
-)
+from servegym.envs.prefix_routing.env import PrefixRoutingEnv, PrefixRoutingFlatEnv
 from servegym.envs.prefix_routing.kernel.observation import REPLICA_FEATURES, REQUEST_FEATURES
 from servegym.envs.prefix_routing.outcomes import OutcomeReader
 from servegym.envs.prefix_routing.replay import replay_prefix
 from servegym.envs.prefix_routing.scenarios import SCENARIOS
 from servegym.envs.prefix_routing.vector_env import PrefixRoutingVectorEnv
 from servegym.envs.prefix_routing.workloads import RecordedSessions, SuperposedTrace
-from servegym.hardware_profiles.compose import compose
 
 from ..test_conformance import CHATS, PREFIX
 
@@ -223,18 +218,6 @@ def test_flat_view_is_the_dict_scaled():
     assert shares[:, -1] == pytest.approx(np.log2(1 + expected_s / objective), rel=1e-5)
 
 
-def test_summary_view_has_the_flat_columns_by_replica():
-    rows = PrefixRoutingSummaryEnv(validate=True, **SMALL)
-    flat = PrefixRoutingFlatEnv(**SMALL)
-    (a, _), (b, _) = rows.reset(seed=0), flat.reset(seed=0)
-    for k in range(30):
-        a, *_ = rows.step(k % 3)
-        b, *_ = flat.step(k % 3)
-    asked, replicas = np.split(b, [len(REQUEST_FEATURES)])
-    replicas = replicas.reshape(3, len(REPLICA_FEATURES) + 1)[:, :-1]
-    assert (a == np.concatenate([replicas, np.tile(asked, (3, 1))], axis=1)).all()
-
-
 @pytest.mark.parametrize("failures", [None, FAILURES])
 def test_score_counts_what_each_request_took_of_its_objectives(failures):
     """One within both objectives, less .3 times the logarithm of one and the larger share."""
@@ -262,22 +245,6 @@ def test_score_counts_what_each_request_took_of_its_objectives(failures):
     assert len(np.unique(paid)) == 3
 
 
-@pytest.mark.parametrize("failures", [None, FAILURES])
-def test_dense_pays_the_score_early_and_charges_for_work(failures):
-    """Over an episode the score, less 2 for each second of work on uncached tokens."""
-    kwargs = SMALL | {"rate": 60.0, "failures": failures}
-    paid = {}
-    for reward in ("score", "dense"):
-        env = PrefixRoutingEnv(reward=reward, **kwargs)
-        env.reset(seed=0)
-        paid[reward] = [env.step(k % 3)[1] for k in range(env.problem.episode_requests)]
-    log = env.unwrapped.request_log()
-    sent = log["outcome"] != kernel.REJECTED
-    work = (log["prompt_tokens"] - log["match_tokens"])[sent] / env.problem.speed[0]
-    assert sum(paid["dense"]) == pytest.approx(sum(paid["score"]) - 2.0 * work.sum())
-    assert paid["dense"][0] > paid["score"][0] == 0.0  # the first request has not ended
-
-
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_scenarios_can_be_played(scenario):
     problem = build_problem(view=DICT, scenario=scenario, episode_requests=40, warmup_requests=10)
@@ -285,18 +252,6 @@ def test_scenarios_can_be_played(scenario):
     assert len(predicted) == requests.check().num_requests == 50
     longest = requests.prompt_tokens.astype(np.int64) + requests.output_tokens
     assert longest.max() <= (problem.capacity * problem.block_size).min()
-
-
-def test_replicas_of_the_ids_stay_as_they_were_composed():
-    card = {"card": "a100-80g", "model": "llama-3.1-8b"}
-    kept, tp, new = (
-        build_problem(view=DICT, profiles=[given]).profiles[0]
-        for given in (card, {**card, "tp": 1}, {**card, "tp": 2})
-    )
-    assert kept.to_dict() == tp.to_dict()
-    assert kept.host == {} and "mixed_decode_attention_s" not in kept.law
-    assert new.host and "mixed_decode_attention_s" in new.law
-    assert compose("a100-80g", "llama-3.1-8b").host
 
 
 @pytest.mark.parametrize(
@@ -379,19 +334,3 @@ def test_splits_share_no_session():
         whole = set(make()._rows.tolist())
         assert set.union(*parts) == whole and sum(map(len, parts)) == len(whole)
         assert all(len(part) > 0.05 * len(whole) for part in parts)
-
-
-def test_the_picture_has_a_mark_for_each_of_the_last_completed_requests():
-    pytest.importorskip("matplotlib")
-    env = PrefixRoutingEnv(render_mode="rgb_array", **SMALL)
-    env.reset(seed=1)
-    for step in range(SMALL["episode_requests"] - 1):
-        env.step(step % env.action_space.n)
-    finished = env.batch.finished(0)
-    measured = (env.request_log()["outcome"] == kernel.COMPLETED).sum()
-    assert measured < len(finished) <= measured + SMALL["warmup_requests"]
-    marks = render._marks(env.batch, finished)
-    count = np.bincount(finished["replica"], minlength=len(marks))
-    assert (marks < 1.0).any(axis=2).sum(axis=1).tolist() == np.minimum(count, 40).tolist()
-    panel = env.render()[60:480, 720:930].astype(int)  # where the marks are
-    assert np.ptp(panel, axis=2).max() > 80  # green or red

@@ -9,7 +9,6 @@ from numba import njit
 from servegym.envs.prefix_routing.gateway import (
     GROWING,
     INDEXES,
-    LRU_ENTRIES,
     blank,
     gateway_config,
     load,
@@ -80,7 +79,7 @@ class Script:
     def add(self, code, j=0, n=0, now=0.0, *numbers):
         self.steps.append((code, j, n, now, *numbers, *([0] * (3 - len(numbers)))))
 
-    def run(self, g, requests, replicas, row=0, ring=None):
+    def run(self, g, requests, replicas, row=0):
         decisions = sum(step[0] == DECIDE for step in self.steps)
         seen = np.zeros((decisions, replicas, len(REPLICA_FEATURES)), np.float32)
         asked = np.zeros((decisions, len(REQUEST_FEATURES)), np.float32)
@@ -244,55 +243,18 @@ def test_kernel_equals_plain_objects(
     assert (asked >= 0).all() and (asked <= np.array(REQUEST_HIGH, np.float32)).all()
 
 
-# --------------------------------------------------------------------------------------- by hand
-
-
-def loaded(requests, replicas=2, entries=LRU_ENTRIES, **arguments):
-    config = gateway_config(block_size=requests.block_size, **arguments)
-    episode = prompts(config, requests)
-    g = allocate(config, replicas, [episode])
-    row = {"predicted": 10, "ttft_slo_s": 1.0, "tpot_slo_s": 0.1}
-    cards = {"speed": 100.0, "kv_tokens": [16 * 64] * replicas, "max_num_seqs": 4}
-    cards["capacity"] = entries
-    load(g, 0, episode, **row, replicas=cards)
-    return g
-
-
-def column(seen, name):
-    return seen[..., REPLICA_FEATURES.index(name)].tolist()
-
-
 # Blocks of 64 tokens: prompts of 2 blocks (1, 2), of 3 (1, 2, 3), of one (9), and (1, 2, 3) again.
 CHAINS = requests_of([[1, 2], [1, 2, 3], [9], [1, 2, 3]], [128, 192, 64, 192], [10] * 4, 64)
+MATCH = REPLICA_FEATURES.index("match_tokens")
 
 
-@pytest.mark.parametrize(("strict", "matched"), [(False, 128.0), (True, 0.0)])
-def test_a_gap_is_not_noticed_while_another_replica_has_the_entry(strict, matched):
-    """As llm-d counts: replica 0 lost block 1, which replica 1 has, and still has 2 and 3."""
-    script = Script()
-    script.add(DECIDE, 0)
-    script.add(SEND, 0, 1, 0.0)
-    script.add(DECIDE, 1)
-    script.add(SEND, 1, 0, 0.0)
-    script.add(DECIDE, 3, 0, 5.0)
-    g = loaded(CHAINS, index="approximate", entries=2, strict=strict)
-    seen, _ = script.run(g, CHAINS, 2)
-    assert column(seen, "match_tokens")[2] == [matched, 128.0]
-    assert column(seen, "match_age_s")[2] == [5.0 if matched else 0.0, 5.0]
-
-
-def test_a_precise_index_lags_and_forgets_a_duplicate():
-    script = Script()
-    stored, removed = 1, -1
-    script.events = [(1.0, 0, 1, stored), (1.0, 0, 1, stored), (1.0, 0, 2, stored)]
-    script.events += [(1.7, 1, 1, stored), (2.0, 1, 9, stored), (3.0, 0, 1, removed)]
-    for now in (1.49, 1.5, 3.49, 3.5):
-        script.add(EVENTS, len(script.events), 0, now)
-        script.add(DECIDE, 0, 0, now)
-    seen, _ = script.run(loaded(CHAINS, index="precise", index_delay_s=0.5), CHAINS, 2)
-    # One of two equal blocks is removed at 3 s: the other is forgotten too.
-    assert column(seen, "match_tokens") == [[0, 0], [128, 0], [128, 64], [0, 64]]
-    assert column(seen, "index_tokens") == [[0, 0], [192, 0], [192, 128], [128, 128]]
+def loaded():
+    config = gateway_config(index="precise", block_size=64)
+    g = allocate(config, 2, [prompts(config, CHAINS)])
+    row = {"predicted": 10, "ttft_slo_s": 1.0, "tpot_slo_s": 0.1}
+    cards = {"speed": 100.0, "kv_tokens": [16 * 64] * 2, "max_num_seqs": 4, "capacity": 1}
+    load(g, 0, prompts(config, CHAINS), **row, replicas=cards)
+    return g
 
 
 def test_events_of_a_lost_cache_and_of_an_overrun_ring_do_not_count():
@@ -301,39 +263,15 @@ def test_events_of_a_lost_cache_and_of_an_overrun_ring_do_not_count():
     script.add(DOWN, 0, 0, 3.0)
     script.add(EVENTS, 3, 0, 9.0)
     script.add(DECIDE, 0, 0, 9.0)
-    seen, _ = script.run(loaded(CHAINS, index="precise"), CHAINS, 2)
-    assert column(seen, "match_tokens") == [[64, 0]]
-    assert column(seen, "up") == [[0, 1]]
+    seen, _ = script.run(loaded(), CHAINS, 2)
+    assert seen[..., MATCH].tolist() == [[64, 0]]
+    assert seen[..., REPLICA_FEATURES.index("up")].tolist() == [[0, 1]]
     # A ring of 3 after 5 events: the two that hold the first were overwritten.
     script.steps.pop(0)
     script.steps[0] = (EVENTS, 5, 0, 9.0, 0, 0, 0.0)
-    g = loaded(CHAINS, index="precise")
-    assert column(script.run(g, CHAINS, 2)[0], "match_tokens") == [[128, 0]]
+    g = loaded()
+    assert script.run(g, CHAINS, 2)[0][..., MATCH].tolist() == [[128, 0]]
     assert g.row["missed"].tolist() == [2]
-
-
-def test_requests_in_flight_share_blocks_and_leave_as_they_came():
-    script = Script()
-    script.add(DECIDE, 0)
-    script.add(SEND, 0, 0, 0.0)
-    script.add(DECIDE, 1)
-    script.add(SEND, 1, 0, 0.0)
-    script.news = [(1.5, 0, FIRST_TOKEN), (2.4, 0, COMPLETION)]
-    script.add(DECIDE, 3)
-    script.add(NEWS, 1)
-    script.add(DECIDE, 3)
-    script.add(NEWS, 2)
-    script.add(DECIDE, 3)
-    seen, _ = script.run(loaded(CHAINS, index="approximate"), CHAINS, 2)
-    seen = seen[:, 0]
-    assert column(seen, "in_flight") == [0, 1, 2, 2, 1]
-    assert column(seen, "decode_blocks") == [0, 2, 3, 3, 3]  # 1 and 2 are shared
-    assert column(seen, "context_tokens") == [0, 128, 320, 320, 192]
-    assert column(seen, "prefill_tokens") == [0, 128, 192, 64, 64]  # the second lacks one block
-    # 1.5 s to the first token where 128 tokens at 100 a second promise 1.28; then 0.9 s for 9.
-    np.testing.assert_allclose(column(seen, "ttft_s"), [0, 0, 0, 1.5, 1.5])
-    np.testing.assert_allclose(column(seen, "ttft_error_s"), [0, 0, 0, 0.22, 0.22], rtol=1e-6)
-    np.testing.assert_allclose(column(seen, "tpot_s"), [0, 0, 0, 0, 0.1], rtol=1e-6)
 
 
 def test_requests_of_another_block_size_and_too_many_replicas_are_refused():

@@ -60,13 +60,3 @@ def test_each_bound_holds_more_than_the_one_before():
         batch, _ = played(prefix_cache=kind)
         rates.append(batch.kpis(0)["hit_rate"])
     assert rates[0] < 0.8 * rates[1] < 0.8 * rates[2]
-
-
-def test_what_hits_is_not_computed_and_still_takes_memory():
-    slow, fast = (played(prefix_cache=kind)[0].systems.request for kind in ("vllm", "pooled"))
-    better = fast["hit"] > slow["hit"] + 1000
-    assert better.sum() > 10
-    ttft = [r["first"] - r["arrived"] for r in (slow, fast)]
-    assert ttft[1][better].mean() < 0.7 * ttft[0][better].mean()
-    batch, _ = played(prefix_cache="pooled", rate=100.0)
-    assert batch.systems.request["preemptions"].sum() > 0

@@ -79,28 +79,6 @@ def flat_profile(capacity):
     return profile_of(tables, capacity)
 
 
-def test_an_abort_frees_slot_and_memory():
-    engine = LiveEngine(
-        flat_profile(8), max_num_seqs=2, max_num_batched_tokens=8, block_size=2, max_requests=4
-    )
-    first = engine.submit(0.0, [1, 2, 3], [4, 5, 6, 7, 8])
-    second = engine.submit(0.0, [9, 9, 9], [9, 9])
-    third = engine.submit(0.0, [5, 5], [5, 5])
-    assert [token[0] for token in engine.work(1.0)] == [1.0, 1.0]
-    assert (engine.running, engine.waiting) == (2, 1)
-    engine.abort(first)  # it runs
-    assert (engine.running, engine.waiting) == (1, 1)
-    found = engine.work(3.0)
-    # The one in flight goes on; the one that waited begins with the next iteration.
-    assert found == [(2.0, second, 1), (3.0, third, 0)]
-    fourth = engine.submit(3.0, [1, 2, 3], [1])
-    engine.abort(fourth)  # it waits
-    assert engine.waiting == 0
-    engine.abort(third)
-    assert engine.work(9.0) == [] and engine.next_s == np.inf
-    assert (engine.running, engine.kv_usage) == (0, 0.0)
-
-
 @pytest.mark.parametrize("seed", range(2))
 def test_aborts_at_random_leave_nothing_behind(seed):
     rng = np.random.default_rng(seed)

@@ -3,13 +3,11 @@
 import numpy as np
 import pytest
 
-from servegym.envs.llm_routing import replay
 from servegym.envs.prefix_routing.replay import replay_prefix
 from servegym.envs.prefix_routing.requests import PrefixRequests
 
 from ..llm_routing.reference import TableLaw, step_s
-from .reference import infinite_hits
-from .test_kernel_reference import exact_law, make_requests, profile_of
+from .test_kernel_reference import exact_law, profile_of
 
 
 def requests_of(*rows, size=4) -> PrefixRequests:
@@ -58,75 +56,6 @@ def test_three_requests_by_hand():
     assert found["first_token_s"][1] == found["finish_s"][1] == second
     assert found["admitted_s"][2] == done + 2.0 and found["first_token_s"][2] == second
     assert found["finish_s"][2] == second + step_s(law, [], [9])
-
-
-def test_a_cache_of_two_blocks_keeps_the_beginning():
-    """Freed last block first, a prefix loses its end first."""
-    profile, _ = make_profile(12)
-    requests = requests_of(
-        (0.0, -1, 0.0, 11, 1, [(0, 3)]),
-        (100.0, -1, 0.0, 3, 1, [(7, 1)]),  # takes the free block without an id
-        (200.0, -1, 0.0, 5, 1, [(9, 1)]),  # takes that again, and the end of the first prompt
-        (300.0, -1, 0.0, 11, 1, [(0, 3)]),
-    )
-    found = replay_prefix([profile], requests)
-    assert found["hit_tokens"].tolist() == [0, 0, 0, 4]
-
-
-@pytest.mark.parametrize("replicas", [1, 3])
-def test_an_endless_cache_hits_what_is_ideal(replicas):
-    """One request at a time with memory for all: the hit of the cache that never evicts."""
-    for seed in range(6):
-        rng = np.random.default_rng(seed)
-        requests = make_requests(rng, 60, 4, closed=False, rate=0.01).check()
-        profile, _ = make_profile(10**5, seed)
-        assignment = rng.integers(0, replicas, 60)
-        found = replay_prefix(profile, requests, assignment, num_replicas=replicas)
-        # The last token of an answer is never computed: a block that it ends is not cached.
-        seen: list[set[int]] = [set() for _ in range(replicas)]
-        for j, n in enumerate(assignment):
-            ids = requests.block_ids(j).tolist()
-            prompt, output = int(requests.prompt_tokens[j]), int(requests.output_tokens[j])
-            known = [i in seen[n] for i in ids[: (prompt - 1) // 4]] + [False]
-            assert found["hit_tokens"][j] == 4 * known.index(False), (seed, j)
-            seen[n].update(ids[: (prompt + output - 1) // 4])
-        ideal = 4 * infinite_hits(requests, assignment)
-        assert (found["hit_tokens"] <= ideal).all()
-        assert found["hit_tokens"].sum() > 0.5 * ideal.sum() > 0
-
-
-def test_without_a_prefix_in_common_it_is_the_engine_of_llm_routing():
-    """Where memory never binds and nobody shares, caching and order of allocation do not show."""
-    rng = np.random.default_rng(0)
-    count = 300
-    arrivals = np.cumsum(rng.exponential(0.05, count))
-    prompts, outputs = rng.integers(1, 3000, count), rng.integers(1, 300, count)
-    ids = 0
-    rows = []
-    for t, prompt, output in zip(arrivals, prompts, outputs, strict=True):
-        blocks = int(prompt + output) // 16
-        rows.append((t, -1, 0.0, prompt, output, [(ids, blocks)] if blocks else []))
-        ids += blocks
-    profile = "h100-llama-3.1-8b"
-    found = replay_prefix(profile, requests_of(*rows, size=16), max_num_seqs=64)
-    expected = replay(arrivals, prompts, outputs, profile=profile, max_num_seqs=64)
-    assert not expected["preemptions"].any() and not found["hit_tokens"].any()
-    np.testing.assert_allclose(found["finish_s"], expected["finish_s"], rtol=1e-9)
-    np.testing.assert_allclose(
-        found["first_token_s"] - arrivals, expected["ttft_s"], rtol=0, atol=1e-9
-    )
-    np.testing.assert_allclose(
-        found["admitted_s"] - arrivals, expected["queue_s"], rtol=0, atol=1e-9
-    )
-
-
-def test_round_robin_goes_by_arrival():
-    rows = [(3.0 - j, -1, 0.0, 5, 2, [(10 * j, 1)]) for j in range(4)]
-    profile, _ = make_profile(100)
-    found = replay_prefix(profile, requests_of(*rows), num_replicas=3)
-    assert found["replica"].tolist() == [0, 2, 1, 0]
-    same = replay_prefix([profile] * 3, requests_of(*rows), [0, 2, 1, 0])
-    np.testing.assert_array_equal(found, same)
 
 
 def test_bad_input_is_refused():

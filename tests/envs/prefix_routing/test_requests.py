@@ -33,21 +33,6 @@ def example():
     return make([8, 15, 8], [4, 1, 1], [[0, 1, 2], [0, 1, 2, 3], [0, 4]])
 
 
-def test_ids_may_lie_anywhere():
-    far = example()._replace(segments=example().segments + np.array([2_000_000_000, 0], np.int32))
-    assert (far.check().block_ids(1) == example().block_ids(1) + 2_000_000_000).all()
-
-
-def test_segments_are_ranges_of_ids():
-    whole = example()
-    ranges = whole._replace(
-        first_segment=np.array([0, 1, 2, 4]),
-        segments=np.array([[0, 3], [0, 4], [0, 1], [4, 1]], dtype=np.int32),
-    ).check()
-    for j in range(3):
-        assert ranges.block_ids(j).tolist() == whole.block_ids(j).tolist()
-
-
 BAD = {
     "arrival_s": np.array([0.0, -1.0, 2.0]),
     "think_s": np.array([0.0, np.nan, 2.0]),

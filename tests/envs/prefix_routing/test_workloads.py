@@ -193,29 +193,6 @@ def test_a_session_waits_for_itself_and_repeats_its_prompt(variant):
         assert (hits[follow] >= np.minimum(whole, lookup)).all()
 
 
-def test_long_requests_are_dropped_and_their_sessions_go_on():
-    requests = draw("agents-warm", num_requests=1500)
-    assert (requests.prompt_tokens + requests.output_tokens).max() <= 32_768
-    assert (requests.parent >= 0).mean() > 0.5
-
-
-def test_a_chat_ends_at_the_longest_context():
-    short = make_prefix_workload("sessions", max_context=2_500)
-    requests = short.draw(np.random.default_rng(0), 800, 5.0, 64).check()
-    total = requests.prompt_tokens + requests.output_tokens
-    assert total.max() <= 2_500
-    assert (requests.turn > 0).any()
-
-
-def test_warm_prefix_is_common_to_sessions():
-    cold = make_prefix_workload("agents", max_context=32_768)
-    requests = cold.draw(np.random.default_rng(0), 500, 10.0, 64)
-    begins = {int(requests.block_ids(j)[0]) for j in range(500)}
-    assert len(begins) == len(np.unique(requests.session))
-    warm = draw("agents-warm", num_requests=500)
-    assert len({int(warm.block_ids(j)[0]) for j in range(500)}) == 1
-
-
 def test_llm_d_benchmark():
     """150 x (6,000 + 5 x 1,200) tokens = 1.8 million, all 750 prompts before one comes again."""
     tenants = Tenants(stages=LLM_D_STAGES)
@@ -230,25 +207,6 @@ def test_llm_d_benchmark():
     at = requests.arrival_s
     assert ((at > 50) & (at <= 70)).sum() == pytest.approx(60, abs=25)
     assert ((at > 110) & (at <= 148)).sum() == pytest.approx(760, abs=90)
-
-
-def test_lengths_of_a_trace_are_drawn_from_its_law():
-    lone = {"groups": 1, "users": 1, "prefix_tokens": 0, "questions": "fresh", "order": "random"}
-    workload = make_prefix_workload(
-        "tenants", question_tokens="sharegpt", output_tokens="sharegpt", **lone
-    )
-    drawn = workload.draw(np.random.default_rng(0), 20_000, 50.0, 16)
-    # Helix's lists have means of 74.1 and 228.6 tokens; linear quantiles make them 7 and 5 % more.
-    assert drawn.prompt_tokens.mean() == pytest.approx(79.5, rel=0.04)
-    assert drawn.output_tokens.mean() == pytest.approx(239.1, rel=0.02)
-    assert abs(np.corrcoef(drawn.prompt_tokens, drawn.output_tokens)[0, 1]) < 0.03
-
-
-def test_a_stage_without_requests_is_a_pause():
-    stages = [(2.0, 5.0), (0.0, 100.0), (2.0, 5.0)]
-    at = Tenants(stages=stages).draw(np.random.default_rng(1), 100, 5.0, 16).arrival_s
-    through = Tenants().draw(np.random.default_rng(1), 100, 10.0, 16).arrival_s
-    assert np.allclose(at, np.where(through > 5.0, through + 100.0, through))
 
 
 @pytest.mark.parametrize("dispatch", ["think", "trace"])
@@ -271,22 +229,6 @@ def test_the_engine_plays_every_workload(name, dispatch):
         cache.update(ids)
     assert (played["hit_tokens"] <= most).all()
     assert played["hit_tokens"].sum() > 0.95 * most.sum() > 0
-
-
-def test_hot_tenant_has_its_factor_and_drift_moves_it():
-    hot = Tenants(groups=10, order="random", hot_factor=10.0, output_tokens=[5, 9])
-    requests = hot.draw(np.random.default_rng(0), 4000, 50.0, 64)
-    counts = np.bincount(requests.tenant, minlength=10)
-    assert counts.max() / 4000 == pytest.approx(10 / 19, abs=0.03)
-    assert set(requests.output_tokens.tolist()) == {5, 6, 7, 8, 9}
-    drift = Tenants(groups=10, order="random", hot_factor=1e6, drift_s=10.0)
-    requests = drift.draw(np.random.default_rng(0), 4000, 50.0, 64)
-    epoch = np.floor(requests.arrival_s / 10).astype(int)
-    counts = np.array(
-        [np.bincount(requests.tenant[epoch == k], minlength=10) for k in range(epoch.max() + 1)]
-    )
-    assert (counts.max(axis=1) > 0.99 * counts.sum(axis=1)).all()
-    assert len(np.unique(counts.argmax(axis=1))) > 2
 
 
 @pytest.mark.parametrize(

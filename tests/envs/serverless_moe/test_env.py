@@ -4,14 +4,9 @@ import gymnasium as gym
 import numpy as np
 import pytest
 
-from servegym.envs import _frames
-from servegym.envs.serverless_moe import config, kernel, render
+from servegym.envs.serverless_moe import config, kernel
 from servegym.envs.serverless_moe import env as single
-from servegym.envs.serverless_moe.outcomes import evaluate_plan
-from servegym.envs.serverless_moe.records import Plan, Request
-from servegym.envs.serverless_moe.system import best_ttft_s, local_tpot_s
-from servegym.envs.workloads.activations import list_models, load_model, make_toy_activations
-from servegym.envs.workloads.lengths import length_quantiles
+from servegym.envs.workloads.activations import make_toy_activations
 
 from ...nested import assert_same
 
@@ -192,12 +187,6 @@ def test_keeping_the_plan_is_repeating_its_parts(env_id, granularity):
     assert {(True, True, True), (True, False, False), (False, True, True)} <= seen
 
 
-def test_a_deployment_takes_no_keep():
-    envs = make_vec(keep_action=True, deployment="fetch")
-    mask = envs.reset(seed=0)[1]["action_mask"]
-    assert (mask.sum(axis=1) == 6).all() and mask[:, -2:].tolist() == [[1, 0]] * 3
-
-
 @pytest.mark.parametrize(
     "kwargs, message",
     [
@@ -205,18 +194,12 @@ def test_a_deployment_takes_no_keep():
         ({"model": "deepseek-v2"}, "deepseek-v2-lite"),
         ({"deployment": "cpus"}, "deployment='cpus' is unknown.*Did you mean 'cpu'"),
         ({"main_specs_mb": (10.0, 100.0, 10.0)}, "cannot hold all experts"),
-        (
-            {"slo": [[0.01, 0.1]], "keep_alive_s": 0.0},
-            "TTFT of 0.01 s; the best achievable is at least",
-        ),
+        ({"slo": [[0.01, 0.1]], "keep_alive_s": 0.0}, "TTFT of 0.01 s; the best achievable"),
         ({"slo": [[9.0, 0.1], [9.0, 1e-4]]}, r"slo\[1\].*TPOT of 0.0001 s; the best achievable"),
         ({"idle_s": [[0.5, 1.0]]}, "sum to 1"),
         ({"predictor": np.ones((3, 4, 8))}, "shape"),
         ({"predictor": np.ones((40, 4, 8))}, "no frequencies"),
-        (
-            {"model": "mixtral-8x7b", "preset": "seed"},
-            r"mixtral.*TPOT of 0.12 s; the best .* 0.15.*Give slo=",
-        ),
+        ({"model": "mixtral-8x7b", "preset": "seed"}, r"mixtral.*TPOT of 0.12 s; .*Give slo="),
         ({"model": "gpt-oss-20b", "activations": make_toy_activations()}, "does not go with"),
         ({"payload_mb": 1e-4}, "cannot carry one token"),
     ],
@@ -226,88 +209,3 @@ def test_bad_arguments_are_named(kwargs, message, monkeypatch):
     monkeypatch.setattr(config, "load_activations", None)
     with pytest.raises(ValueError, match=message):
         single.ServerlessMoEEnv(**(SHORT | kwargs))
-
-
-def test_every_model_has_limits_that_it_can_meet():
-    """The classes go by what a model can reach; those of the default model are the preset's."""
-    loads = {name: load_model(name) for name in list_models()}
-    classes = {name: config.slo_classes(model) for name, model in loads.items()}
-    default = classes[config.DEFAULT_MODEL]
-    assert default == config.PRESETS["dynamic"]["slo"]
-    n_in = round(float(length_quantiles("azure", "prompt_tokens", 1024).mean()))
-    times = {}
-    for name in loads:
-        reached = config.build_system(name)
-        times[name] = best_ttft_s(reached, n_in, True), local_tpot_s(reached)
-        # What it says is what a plan takes: nothing is remote, the largest function, one token.
-        mix = Plan(
-            np.zeros((reached.moe_layers, reached.num_experts), bool),
-            float(reached.main_specs_mb[-1]),
-            *(np.zeros(reached.moe_layers, kind) for kind in (float, int)),
-            np.full((reached.moe_layers, reached.num_experts), -1),
-        )
-        tokens = np.full((1, reached.moe_layers), 2**reached.top_k - 1, np.uint64)
-        counts = np.zeros((reached.moe_layers, reached.num_experts), np.int64)
-        counts[:, : reached.top_k] = 1
-        asked = Request(counts, tokens, np.full(reached.moe_layers, 1e-3), 1)
-        assert evaluate_plan(reached, asked, mix).tpot_s == pytest.approx(times[name][1])
-    for name, found in classes.items():
-        for mine, its in zip(found, default, strict=True):
-            for k in (0, 1):
-                multiple = mine[k] / times[name][k]
-                assert multiple == pytest.approx(its[k] / times[config.DEFAULT_MODEL][k], rel=0.05)
-                assert multiple > 1.1, f"{name}: nobody can meet {mine}"
-    # They follow neither the GPU nor the prices, so that settings of a model can be compared.
-    gpus = [
-        config.build_problem(view=kernel.DICT, model="gpt-oss-20b", gpu=gpu, price_ratio=5.0)
-        for gpu in ("eager", "fused")
-    ]
-    assert [p.slo.tolist() for p in gpus] == [[list(x) for x in classes["gpt-oss-20b"]]] * 2
-    paper = config.build_problem(view=kernel.DICT, model="gpt-oss-20b", preset="seed")
-    assert paper.slo.tolist() == [[14.0, 0.12]]
-
-
-def test_activations_must_sum_to_top_k():
-    book = make_toy_activations()
-    fields = {name: getattr(book, name) for name in book.__dataclass_fields__}
-    fields["counts"] = book.counts + 1
-    with pytest.raises(ValueError, match="top_k"):
-        type(book)(**fields)
-
-
-def test_predictors():
-    for predictor in ("task_mean", "global_mean", "nearest"):
-        env = single.ServerlessMoEEnv(**SHORT, predictor=predictor)
-        predicted = env.problem.predicted
-        np.testing.assert_allclose(predicted.sum(axis=2), 1.0, rtol=1e-5)
-        kinds = len(np.unique(predicted.reshape(40, -1), axis=0))
-        assert kinds == {"task_mean": 2, "global_mean": 1}.get(predictor, kinds)
-        assert predictor != "nearest" or kinds > 10
-    table = env.problem.activations.frequencies()
-    exact = single.ServerlessMoEEnv(**SHORT, predictor=lambda book: book.frequencies())
-    np.testing.assert_allclose(exact.problem.predicted, table, rtol=1e-6)
-
-
-def test_the_picture_shows_each_requests_cost_by_parts():
-    pytest.importorskip("matplotlib")
-    env = make(render_mode="rgb_array")
-    env.reset(seed=2)
-    for action in random_actions(env, 6):
-        env.step(action)
-    frame, log = env.render(), env.unwrapped.request_log()
-    assert frame.shape == (_frames.HEIGHT, _frames.WIDTH, 3) and len(log) == 6
-    left, wide, high = 0.07, 0.91, 0.73  # the axis in the frame
-    for k, entry in enumerate(log):
-        x = round(_frames.WIDTH * (left + wide * (k + 0.5) / render.SHOWN))
-        column = frame[:, x]
-        level = 0.0
-        for name, _, colour in render._PARTS:
-            share = entry[name] / entry["mix_cost_usd"]
-            level += share
-            if 0.02 < share and level < 2.0:
-                rgb = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
-                pixels = (column == rgb).all(axis=1).sum()
-                assert pixels == pytest.approx(_frames.HEIGHT * high * share / 2.0, abs=4.0)
-    assert {tuple(p) for p in frame[: round(_frames.HEIGHT * 0.06)].reshape(-1, 3)} != {
-        tuple(frame[0, 0])
-    }  # the title

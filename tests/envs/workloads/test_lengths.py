@@ -48,12 +48,6 @@ def test_the_fit_recovers_a_known_law_and_tells_its_error(tmp_path):
             assert abs(error["relative_error_of_mean"]) < 0.02
 
 
-def test_the_distance_sees_a_wrong_law():
-    lengths = np.repeat([10, 1000], 500)
-    assert fit_lengths.distance(lengths, np.linspace(10, 1000, 21)) == pytest.approx(0.5, abs=0.01)
-    assert fit_lengths.distance(lengths, np.array([10] * 10 + [1000] * 11)) < 0.06
-
-
 @pytest.mark.slow
 def test_the_shipped_law_is_that_of_the_trace(measured):
     shipped = fitted_lengths()["traces"]["azure"]

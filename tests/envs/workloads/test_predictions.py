@@ -53,16 +53,6 @@ def test_accuracies_are_the_published_ones(large, quantity, buckets):
             assert within(np.mean(here == end), here.size, top1)
 
 
-def test_far_misses_are_uniform(large):
-    right, named, count = buckets_of(large, "length", "width", 7)
-    at = right == 4
-    far = named[at][abs(named[at] - 4) > 1]
-    shares = np.bincount(far, minlength=count) / far.size
-    assert shares[3:6].sum() == 0
-    for k in (0, 1, 2, 6, 7, 8, 9):
-        assert within(shares[k], far.size, 1 / 7)
-
-
 def test_other_experts_do_not_matter(catalog):
     full = predict(catalog, np.arange(16), "score", seed=3)
     assert np.array_equal(predict(catalog, [5, 2], "score", seed=3), full[:, [5, 2]])
@@ -85,43 +75,12 @@ def test_edges_come_from_train_only(catalog):
             assert np.array_equal(a, b)
 
 
-def test_quantile_buckets_hold_a_tenth_each(catalog):
-    edges, centres = bucket_edges(catalog, "score")
-    pool = catalog.scores[catalog.rows("train")].ravel()
-    counts = np.bincount(np.searchsorted(edges, pool, side="right"))
-    assert len(centres) == 10
-    assert counts.min() > 0.09 * pool.size
-    assert counts.max() < 0.11 * pool.size
-    assert counts @ centres / pool.size == pytest.approx(pool.mean(), abs=1e-6)
-
-
-def test_capped_lengths_get_a_bucket_of_their_own(catalog):
-    edges, centres = bucket_edges(catalog, "length")
-    assert edges[-1] == centres[-1] == 300
-    assert len(np.unique(edges)) == len(edges) < 9
-
-
-def test_pool_of_the_columns(catalog):
-    edges, centres = bucket_edges(catalog, "score", columns=[1])
-    alone = predict(catalog, [1], "score", seed=3, pool="columns")
-    assert set(np.unique(alone)) <= set(centres.astype(np.float32))
-    assert not np.array_equal(alone, predict(catalog, [1], "score", seed=3))
-
-
 def test_zero_and_exact(catalog):
     assert not predict(catalog, [0, 1], "score", "zero").any()
     assert np.array_equal(predict(catalog, [0, 1], "score", "exact"), catalog.scores[:, :2])
     exact = predict(catalog, [0, 1], "length", "exact")
     assert exact.dtype == np.float32
     assert np.array_equal(exact, catalog.output_tokens[:, :2])
-
-
-def test_mean_is_that_of_the_train_prompts(catalog):
-    for quantity, truth in (("score", catalog.scores), ("length", catalog.output_tokens)):
-        wanted = [truth[catalog.rows("train"), column].mean(dtype=float) for column in (3, 0)]
-        found = predict(catalog, [3, 0], quantity, "mean")
-        assert found.shape == (catalog.num_prompts, 2)
-        assert np.allclose(found, np.float32(wanted), rtol=1e-6)
 
 
 def test_learned_reads_its_table(catalog, tmp_path):

@@ -9,7 +9,7 @@ from servegym._files import MalformedFileError
 from servegym.envs.workloads.build import chat_sessions
 from servegym.envs.workloads.build import prefix_traces as build
 from servegym.envs.workloads.files import read_fitted
-from servegym.envs.workloads.prefix_traces import list_prefix_traces, load_prefix_trace, think_times
+from servegym.envs.workloads.prefix_traces import list_prefix_traces, load_prefix_trace
 
 
 @pytest.mark.parametrize(
@@ -26,14 +26,6 @@ def test_infinite_cache_hits_of_the_recorded_ids(name, requests, share, differen
     hits, blocks = trace.recorded_hits()
     assert hits / blocks == pytest.approx(share, abs=0.0005)
     assert different in (None, blocks - hits)
-
-
-def test_a_third_of_the_conversations_go_on():
-    trace = load_prefix_trace("mooncake-conversation")
-    follow = trace.after >= 0
-    assert follow.mean() == pytest.approx(0.330, abs=0.0005)
-    gaps = np.percentile(trace.think_s[follow], [50, 90])
-    assert gaps == pytest.approx([126, 480], abs=0.5)
 
 
 @pytest.mark.parametrize("name", list_prefix_traces())
@@ -96,28 +88,6 @@ def test_the_fitted_conversations_are_the_builders():
         error = laws[name]["fit_error"]["uncut"]
         assert error["kolmogorov_smirnov"] < 0.01
         assert abs(error["relative_error_of_mean"]) < 0.02
-
-
-def test_turns_and_continuations_by_hand(tmp_path):
-    """Sessions of 1 to 8 turns, equally many of each: 7 of 8 first turns go on, and so on."""
-    rows, name = [], 0
-    for k in range(4000):
-        name += 1
-        new, gap, first = 70 + k % 2, 1 + k // 8 % 2, name
-        for turn in range(k % 8 + 1):
-            prompt = 1024 + turn * (6 + new)
-            ids = [0, first, *range(name + 1, name + 3)][: -(-prompt // 512)]
-            name += 2
-            rows.append(((2 * k + turn * gap) * 1000, prompt, 6, ids))
-    path = tmp_path / "trace.jsonl"
-    path.write_text(mooncake(*sorted(rows)))
-    laws = chat_sessions.fit_sessions(load_prefix_trace(path))
-    expected = [7 / 8, 6 / 7, 5 / 6, 4 / 5, 6 / 10]
-    assert laws["continuation"] == pytest.approx(expected, abs=0.02)
-    assert set(laws["new_tokens"]["quantiles"]) == {70, 71}
-    assert set(laws["gap_s"]["quantiles"]) == {1, 2}
-    assert laws["share_of_turns_without_new_tokens"] == 0
-    assert laws["system_tokens"] == 512
 
 
 def mooncake(*rows):
@@ -243,10 +213,3 @@ def test_no_such_trace_or_folder(tmp_path):
         load_prefix_trace("mooncake-conversations")
     with pytest.raises(ValueError, match="without .json files"):
         load_prefix_trace(tmp_path)
-
-
-def test_think_time_is_at_most_the_gap():
-    time_s = np.array([0.0, 10.0, 15.0, 16.0])
-    after = np.array([-1, 0, 1, 2])
-    recorded = np.array([np.nan, 4.0, np.nan, 9.0])
-    assert think_times(time_s, after, recorded).tolist() == [0, 4, 5, 1]

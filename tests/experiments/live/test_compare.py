@@ -1,4 +1,4 @@
-"""Real servers beside their simulation: the parts, and tiny servers from calibration to tables."""
+"""Real servers beside their simulation: the errors, and tiny servers from calibration to tables."""
 
 import json
 
@@ -7,45 +7,6 @@ import pytest
 from servegym.experiments.evaluation.output import read_rows
 from servegym.experiments.live import compare
 from servegym.hardware_profiles import load
-
-
-def test_requests_come_at_the_rate_and_at_all_loads(tmp_path):
-    compare.write_requests(tmp_path / "one.csv", ["a", "b"], 4.0, 2000, 1)
-    rows = read_rows(tmp_path / "one.csv")
-    assert 2000 / rows[-1]["arrival_s"] == pytest.approx(4.0, rel=0.1)
-    assert {row["prompt_tokens"] for row in rows} == set(range(24, 73))
-    assert {"score_a", "score_b", "predicted_tokens_a", "output_tokens_b"} <= set(rows[0])
-
-
-def test_errors_are_of_the_simulation_over_the_measured():
-    def row(world, policy, repetition, scale):
-        times = dict.fromkeys(compare.QUANTITIES, 2.0 * scale * (1 + repetition))
-        cell = {"world": world, "load": 0.8, "policy": policy, "repetition": repetition}
-        return {**cell, **times, "qos": 0.5 * scale}
-
-    rows = [
-        row(world, policy, repetition, scale)
-        for repetition in (0, 1)
-        for world, policy, scale in (
-            ("real", "a", 1.0),
-            ("real", "b", 0.9),
-            ("simulated", "a", 1.2),
-            ("simulated", "b", 1.08),
-        )
-    ]
-    errors, qos = compare.error_rows(rows), compare.qos_rows(rows)
-    assert [one["quantity"] for one in errors] == sorted(compare.QUANTITIES)
-    assert {(one["error"], one["low"], one["absolute"]) for one in errors} == {(0.2, 0.2, 0.2)}
-    assert {one["measured_s"] for one in errors} == {2.85}
-    assert [(one["policy"], one["world"], one["qos"], one["runs"]) for one in qos] == [
-        ("a", "real", 0.5, 2),
-        ("a", "simulated", 0.6, 2),
-        ("b", "real", 0.45, 2),
-        ("b", "simulated", 0.54, 2),
-    ]
-    note = compare.agreement_note(0.8, qos)
-    assert note["mean_apart"] == 0.095 and note["most_apart"] == 0.1
-    assert "best in reality a, in the simulation a" in note["text"]
 
 
 @pytest.mark.parametrize(
@@ -103,3 +64,34 @@ def test_tiny_servers_from_calibration_to_tables(tmp_path):
     made = json.loads((tmp_path / "tables" / "qos.json").read_text())
     assert made["command"].startswith("servegym real compare")
     assert [one["name"] for one in made["settings"]["servers"]] == ["small", "large"]
+
+
+def test_errors_are_of_the_simulation_over_the_measured():
+    def row(world, policy, repetition, scale):
+        times = dict.fromkeys(compare.QUANTITIES, 2.0 * scale * (1 + repetition))
+        cell = {"world": world, "load": 0.8, "policy": policy, "repetition": repetition}
+        return {**cell, **times, "qos": 0.5 * scale}
+
+    rows = [
+        row(world, policy, repetition, scale)
+        for repetition in (0, 1)
+        for world, policy, scale in (
+            ("real", "a", 1.0),
+            ("real", "b", 0.9),
+            ("simulated", "a", 1.2),
+            ("simulated", "b", 1.08),
+        )
+    ]
+    errors, qos = compare.error_rows(rows), compare.qos_rows(rows)
+    assert [one["quantity"] for one in errors] == sorted(compare.QUANTITIES)
+    assert {(one["error"], one["low"], one["absolute"]) for one in errors} == {(0.2, 0.2, 0.2)}
+    assert {one["measured_s"] for one in errors} == {2.85}
+    assert [(one["policy"], one["world"], one["qos"], one["runs"]) for one in qos] == [
+        ("a", "real", 0.5, 2),
+        ("a", "simulated", 0.6, 2),
+        ("b", "real", 0.45, 2),
+        ("b", "simulated", 0.54, 2),
+    ]
+    note = compare.agreement_note(0.8, qos)
+    assert note["mean_apart"] == 0.095 and note["most_apart"] == 0.1
+    assert "best in reality a, in the simulation a" in note["text"]

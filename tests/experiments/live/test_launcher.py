@@ -11,7 +11,7 @@ import pytest
 
 from servegym.experiments.live import launcher
 from servegym.experiments.live.fleet_file import ServerSpec
-from servegym.experiments.live.models import FIRST_WORD, make_model, parse_shape
+from servegym.experiments.live.models import FIRST_WORD
 from servegym.hardware_profiles.measure.server import Endpoint, ask
 
 pytest.importorskip("xllamacpp")
@@ -144,18 +144,6 @@ def test_nothing_is_left_of_a_start_that_is_ended(tmp_path, victim, number):
     assert not (folder / launcher.ENDPOINTS).exists()
 
 
-def test_the_cause_of_a_failed_start_is_shown_though_nothing_can_be_written(tmp_path):
-    folder = tmp_path / "run"
-    folder.mkdir()
-    (folder / "supervisor.log").symlink_to("/dev/full")
-    (folder / "models").write_text("no folder")
-    (tmp_path / "fleet.toml").write_text(
-        f'[[server]]\nname = "a"\nengine = "llama.cpp"\nmodel = "{TINY}"\n'
-    )
-    with pytest.raises(ValueError, match="models"):
-        launcher.up(tmp_path / "fleet.toml", folder)
-
-
 def test_a_server_that_cannot_start_is_named(tmp_path):
     for change, what in (
         ({"model": "random:8"}, "random:LAYERSxWIDTH"),
@@ -185,12 +173,13 @@ def test_a_port_in_use_is_refused_and_a_silent_server_given_up(tmp_path, monkeyp
         launcher.Fleet([spec], tmp_path)
 
 
-def test_models_of_one_shape_are_made_once(tmp_path):
-    path = make_model(TINY, 64, tmp_path)
-    stamp = path.stat().st_mtime_ns
-    assert make_model(TINY, 64, tmp_path).stat().st_mtime_ns == stamp
-    assert parse_shape("random:8x384") == (8, 384)
-    assert parse_shape("folder") is None
-    for bad in ("random:0x64", "random:2x65", "random:2x32"):
-        with pytest.raises(ValueError, match="multiple of 64"):
-            parse_shape(bad)
+def test_the_cause_of_a_failed_start_is_shown_though_nothing_can_be_written(tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "supervisor.log").symlink_to("/dev/full")
+    (folder / "models").write_text("no folder")
+    (tmp_path / "fleet.toml").write_text(
+        f'[[server]]\nname = "a"\nengine = "llama.cpp"\nmodel = "{TINY}"\n'
+    )
+    with pytest.raises(ValueError, match="models"):
+        launcher.up(tmp_path / "fleet.toml", folder)

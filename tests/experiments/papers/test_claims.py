@@ -8,8 +8,8 @@ from servegym.experiments.evaluation.output import read_rows, write_csv
 from servegym.experiments.papers.claims import CLAIMS, TITLES, findings, lines, main
 from servegym.experiments.papers.placement.claims import unpaired
 from servegym.experiments.papers.placement.measuring import interval
-from servegym.experiments.papers.routing.claims import RETRAINED, ahead
-from servegym.experiments.papers.verdicts import OPEN, Claim, found_for, judge, split
+from servegym.experiments.papers.routing.claims import ahead
+from servegym.experiments.papers.verdicts import OPEN, Claim, judge
 
 
 @pytest.mark.parametrize(
@@ -91,13 +91,6 @@ def test_the_strongest_learner_on_baseline_rls_state_is_the_rival() -> None:
     assert found.verdict == "same direction" and "[" not in found.here
 
 
-def test_another_method_stands_in_where_it_is_trained() -> None:
-    table = rows(FAIR | {"ppo (trained over L)": 0.6}, "a", "one") + rows(FAIR, "b", "two")
-    one, two = ahead(("ppo (trained over L)", "sac_han"), 20.0)(table)
-    assert one == ("one", "ppo (trained over L): +20.0 % at 1 point over baseline_rl", "agrees")
-    assert two.here == "+36.0 % at 1 point over baseline_rl"
-
-
 def test_effects_of_the_comparison_are_judged_with_their_intervals(tmp_path) -> None:
     (tmp_path / "routing").mkdir()
     common = {"point": "a", "claimed": True, "undertrained": False}
@@ -118,48 +111,6 @@ def test_effects_of_the_comparison_are_judged_with_their_intervals(tmp_path) -> 
     table[0]["undertrained"] = True
     write_csv(tmp_path / "routing" / "comparison.csv", table)
     assert [one.verdict for one in findings(state, tmp_path)] == ["open"]
-
-
-def test_at_least_means_over_the_strongest_of_the_papers_baselines(tmp_path) -> None:
-    (tmp_path / "routing").mkdir()
-    ours = {"priced_greedy": 0.9}  # not the paper's
-    table = rows(FAIR | ours, "a", "one") + rows(WEAK | ours, "b", "one")
-    table += rows(LOST | ours, "c", "two") + rows({"shortest_queue": 0.1}, "d", "three")
-    write_csv(tmp_path / "routing" / "fig12_rate.csv", table)
-    one, two, three = findings(claim("Fig. 12", "fig12_rate"), tmp_path)
-    told = "+16.7 to +36.0 % at 2 points over baseline_rl or shortest_queue"
-    assert one == ("one", told, "same direction")
-    assert two == ("two", "-25.0 % at 1 point over shortest_queue", "disagrees")
-    assert three == ("three", "not trained here", OPEN)
-
-
-def test_without_predictions_it_is_held_against_the_baselines_with_them(tmp_path) -> None:
-    (tmp_path / "routing").mkdir()
-    own = f"sac_han{RETRAINED}"
-    blind = {"bert_router": 0.3, "shortest_queue": 0.45, own: 0.6, "rpi (shipped)": 0.9}
-    seeing = {**blind, "bert_router": 0.5, own: 0.7}
-    table = [
-        {"policy": name, "predictors": predictors, "point": point, "qos": qos}
-        for point, cases in (("a", {"ZS+ZL": blind, "PS+PL": seeing}), ("b", {"PS+PL": seeing}))
-        for predictors, policies in cases.items()
-        for name, qos in policies.items()
-    ]
-    write_csv(tmp_path / "routing" / "fig18_predictors.csv", table)
-    with_them, without = (one for one in CLAIMS if one.place == "Fig. 18")
-    assert ("a, sac_han (trained so)", "+16.7 %", "agrees") in findings(with_them, tmp_path)
-    found, nothing = findings(without, tmp_path)
-    assert found == ("a", f"{own} +20.0 % over bert_router", "same direction")
-    assert nothing == ("b", "not trained here", OPEN)
-
-
-def test_end_to_end_is_held_against_the_papers_baselines(tmp_path) -> None:
-    (tmp_path / "routing").mkdir()
-    seconds = {"random": 9.0, "round_robin": 5.0, "shortest_queue": 4.0}
-    seconds |= {"priced_greedy": 2.0, "baseline_rl": 4.5, "sac_han": 3.0}
-    table = [{"policy": name, "point": "a", "e2e_s": value} for name, value in seconds.items()]
-    write_csv(tmp_path / "routing" / "fig10_end_to_end.csv", table)
-    (found,) = findings(claim("Fig. 10", "fig10_end_to_end"), tmp_path)
-    assert found == ("a", "-25.0 % against shortest_queue", "agrees")
 
 
 def test_the_better_reading_is_held_against_the_cheapest_rival_with_all_derived_gpus(
@@ -195,34 +146,6 @@ def test_the_better_reading_is_held_against_the_cheapest_rival_with_all_derived_
     assert [one.verdict for one in findings(expert, tmp_path)] == verdicts
 
 
-def test_a_bound_is_judged_by_its_worst_case(tmp_path) -> None:
-    (tmp_path / "serverless").mkdir()
-    common = {"source": "recorded", "model": "m", "n": "all"}
-    table = [
-        common | {"statement": statement, "form": form, "ranking": ranking, "holds": holds}
-        for statement, form, ranking, holds in (
-            ("theorem 1", "printed", "", 0.6),
-            ("theorem 1", "corrected", "", 0.99),
-            ("theorem 4", "printed", "own counts", 0.97),
-            ("theorem 4", "printed", "own counts", 0.96),
-            ("theorem 4", "corrected", "own counts", 1.0),
-            ("theorem 4", "printed", "task mean", 0.97),
-            ("theorem 4", "printed", "task mean", 0.4),
-            ("theorem 4", "corrected", "task mean", 0.95),
-        )
-    ]
-    write_csv(tmp_path / "serverless" / "theorems.csv", table)
-    found = {one.setting: one.verdict for one in findings(claim("Theorem 4", "theorems"), tmp_path)}
-    assert found == {
-        "m, LPT by true counts, printed": "agrees",
-        "m, LPT by true counts, corrected": "agrees",
-        "m, LPT by predicted counts, printed": "disagrees",
-        "m, LPT by predicted counts, corrected": "agrees",
-    }
-    found = [one.verdict for one in findings(claim("Theorem 1", "theorems"), tmp_path)]
-    assert found == ["disagrees", "agrees"]
-
-
 def test_without_results_every_claim_is_open(tmp_path) -> None:
     assert {one.verdict for c in CLAIMS for one in findings(c, tmp_path)} == {OPEN}
 
@@ -240,36 +163,9 @@ def test_kept_results_answer_every_claim(family: str, capsys) -> None:
     assert ("learner of revision" in printed) == (family == "routing")
 
 
-def test_the_notes_of_a_table_are_what_its_claims_find() -> None:
-    table = rows(FAIR, "a", "one")
-    found = list(found_for(CLAIMS, "fig12_rate")(None, table))
-    (wanted,) = claim("Fig. 12", "fig12_rate").read(table)
-    (only,) = (one for one in found if one["claim"] == claim("Fig. 12", "fig12_rate").text)
-    assert only["verdict"] == wanted.verdict and wanted.here in only["text"]
-    assert [(at, len(own)) for at, own in split(table, "point", "policy")] == [
-        ({"point": "a", "policy": name}, 1) for name in FAIR
-    ]
-
-
 def test_unknown_family() -> None:
     with pytest.raises(ValueError, match=r"family='placment' is unknown.*placement"):
         main(["placment"])
-
-
-def test_of_an_overloaded_queue_only_the_sign_counts(tmp_path) -> None:
-    (tmp_path / "placement").mkdir()
-    seconds = (("nic", 4, 20.0, 0), ("nic", 256, 190.0, 1))
-    seconds += (("pairwise", 4, 10.0, 0), ("pairwise", 256, 8.0, 0))
-    table = [
-        {"link_model": link, "gap_s": gap, "gpus": gpus, "policy": "prism"}
-        | {"mean_latency_s": mean, "overloaded": over}
-        for gap in (8.0, 15.0)
-        for link, gpus, mean, over in seconds
-    ]
-    write_csv(tmp_path / "placement" / "fig8a_gpus.csv", table)
-    nic, _, pairwise, _ = findings(claim("Fig. 8a", "fig8a_gpus"), tmp_path)
-    assert nic[1:] == ("more, overloaded with 256 GPUs (paper -19 %)", "disagrees")
-    assert pairwise[1:] == ("-20 % (paper -19 %)", "agrees")
 
 
 def test_an_interval_around_no_change_leaves_a_claim_of_placement_open(tmp_path) -> None:

@@ -7,22 +7,11 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("matplotlib")
-
-from servegym.experiments.evaluation.output import read_rows, write_csv  # noqa: E402
-from servegym.experiments.evaluation.tables import read_record  # noqa: E402
-from servegym.experiments.papers import study  # noqa: E402
-from servegym.experiments.papers.plotting import (  # noqa: E402
-    AXES,
-    DENSE,
-    Bars,
-    Curves,
-    Lines,
-    as_png,
-    error_bars,
-    words,
-)
-from servegym.experiments.papers.study import Study, command  # noqa: E402
+from servegym.experiments.evaluation.output import read_rows, write_csv
+from servegym.experiments.evaluation.tables import read_record
+from servegym.experiments.papers import study
+from servegym.experiments.papers.plotting import AXES, Bars, Curves, Lines, as_png, words
+from servegym.experiments.papers.study import Study, command
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -123,23 +112,6 @@ def test_no_episode_is_refused_and_own_options_are_checked_first(tmp_path: Path)
     assert seen == [(7, 20)]
 
 
-def test_pictures_have_a_panel_a_column_and_value() -> None:
-    rows = [
-        {"x": x, "y": x + 1, "y_low": x, "y_high": x + 2, "z": x, "kind": kind, "side": side}
-        for x in (1, 2)
-        for kind in ("a", "b")
-        for side in (True, False)
-    ]
-    for picture in (Lines, Bars):
-        figure = picture(
-            x="x", y=("y", "z"), line="kind", panels="side", log="y", reference="z", level=1.5
-        )(rows)
-        titles = [(axis.get_title(), axis.get_ylabel()) for axis in figure.axes]
-        assert titles == [(f"side {side}", y) for y in ("y", "z") for side in (1, 0)]
-        assert set(figure.axes[0].get_legend_handles_labels()[1]) == {"a", "b", "z"}
-        assert as_png(figure).startswith(PNG)
-
-
 def test_every_axis_of_numbers_names_a_unit() -> None:
     """Of the studies that the package has; a column without one is in `AXES` or the study's own."""
     for group in study.GROUPS:
@@ -152,44 +124,6 @@ def test_every_axis_of_numbers_names_a_unit() -> None:
                     assert column in AXES or ", " in label, (name, column, label)
     assert words("latency_ms_per_token") == "latency, ms/token"
     assert words("mean_latency_s") == "mean latency, s"
-
-
-def test_a_dense_line_has_a_band_in_place_of_bars() -> None:
-    for points, collections in ((DENSE - 1, 1), (DENSE, 1)):
-        rows = [{"x": x, "y": x, "y_low": x - 1, "y_high": x + 1} for x in range(points)]
-        (axis,) = Lines(x="x", y="y")(rows).axes
-        band = [one for one in axis.collections if "Poly" in type(one).__name__]
-        assert len(axis.collections) == collections and len(band) == (points == DENSE)
-        assert len(axis.containers) == (points < DENSE)
-
-
-def test_learning_curves_have_a_line_a_training_between_the_rules_levels() -> None:
-    ours = {"one_1": (0.0, 0.6, 0.8), "one_2": (0.1, 0.5, 0.7), "shuffled_1": (0.0, 0.0, 0.0)}
-    rows = [
-        {"run": k, "cpu_s": 5 * at, "y": y} for k, own in ours.items() for at, y in enumerate(own)
-    ]
-    rows += [{"run": name, "cpu_s": "", "y": y} for name, y in (("rule", 0.9), ("poor", -9.0))]
-    picture = Curves(y="y", label="metric", run="run", names={"one": "agent"})
-    (axis,) = picture(rows).axes
-    assert axis.get_ylabel() == "metric"
-    assert [list(line.get_ydata()) for line in axis.lines[:3]] == list(map(list, ours.values()))
-    assert axis.get_legend_handles_labels()[1] == ["agent, 2 trainings", "shuffled rewards"]
-    assert [text.get_text() for text in axis.texts] == ["rule"] and len(axis.lines) == 4
-    low, high = axis.get_ylim()  # from the second evaluations on, with the rule that is near
-    assert 0.4 < low < 0.5 and 0.9 < high < 1.0
-    assert axis.get_xlabel().endswith("beyond the axis: poor -9, shuffled rewards 0")
-    assert [len(own) for own in picture.trainings(rows).values()] == [3, 3, 3]
-    assert as_png(picture(rows[:1])).startswith(PNG)  # one evaluation is enough
-
-
-def test_bars_are_never_negative() -> None:
-    rows = [
-        {"v": 2.0, "v_low": 1.5, "v_high": 2.25},
-        {"v": 1.0, "v_low": 1.125, "v_high": 1.25},  # a percentile interval may miss its estimate
-    ]
-    values, bars = error_bars(rows, "v")
-    assert values.tolist() == [2.0, 1.0]
-    assert bars.tolist() == [[0.5, 0.0], [0.25, 0.25]]
 
 
 @pytest.fixture
@@ -230,3 +164,39 @@ def test_every_module_says_what_it_shows_and_every_table_is_made_once():
         studies = [one for m in modules for one in importlib.import_module(m.module).STUDIES]
         tables = [name for one in studies for name in (one.name, *one.beside)]
         assert len(tables) == len(set(tables))
+
+
+def test_pictures_have_a_panel_a_column_and_value() -> None:
+    rows = [
+        {"x": x, "y": x + 1, "y_low": x, "y_high": x + 2, "z": x, "kind": kind, "side": side}
+        for x in (1, 2)
+        for kind in ("a", "b")
+        for side in (True, False)
+    ]
+    for picture in (Lines, Bars):
+        figure = picture(
+            x="x", y=("y", "z"), line="kind", panels="side", log="y", reference="z", level=1.5
+        )(rows)
+        titles = [(axis.get_title(), axis.get_ylabel()) for axis in figure.axes]
+        assert titles == [(f"side {side}", y) for y in ("y", "z") for side in (1, 0)]
+        assert set(figure.axes[0].get_legend_handles_labels()[1]) == {"a", "b", "z"}
+        assert as_png(figure).startswith(PNG)
+
+
+def test_learning_curves_have_a_line_a_training_between_the_rules_levels() -> None:
+    ours = {"one_1": (0.0, 0.6, 0.8), "one_2": (0.1, 0.5, 0.7), "shuffled_1": (0.0, 0.0, 0.0)}
+    rows = [
+        {"run": k, "cpu_s": 5 * at, "y": y} for k, own in ours.items() for at, y in enumerate(own)
+    ]
+    rows += [{"run": name, "cpu_s": "", "y": y} for name, y in (("rule", 0.9), ("poor", -9.0))]
+    picture = Curves(y="y", label="metric", run="run", names={"one": "agent"})
+    (axis,) = picture(rows).axes
+    assert axis.get_ylabel() == "metric"
+    assert [list(line.get_ydata()) for line in axis.lines[:3]] == list(map(list, ours.values()))
+    assert axis.get_legend_handles_labels()[1] == ["agent, 2 trainings", "shuffled rewards"]
+    assert [text.get_text() for text in axis.texts] == ["rule"] and len(axis.lines) == 4
+    low, high = axis.get_ylim()  # from the second evaluations on, with the rule that is near
+    assert 0.4 < low < 0.5 and 0.9 < high < 1.0
+    assert axis.get_xlabel().endswith("beyond the axis: poor -9, shuffled rewards 0")
+    assert [len(own) for own in picture.trainings(rows).values()] == [3, 3, 3]
+    assert as_png(picture(rows[:1])).startswith(PNG)  # one evaluation is enough

@@ -1,20 +1,12 @@
 """What is seen of the host in runs made up from the law itself, with a known excess."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
 from servegym.envs.llm_routing import replay
 from servegym.experiments.fidelity.measured_run import MeasuredRun
-from servegym.experiments.studies.fidelity.host import (
-    decode_windows,
-    found_rows,
-    light_rows,
-    lone_admissions,
-    preempted,
-)
-from servegym.experiments.studies.fidelity.step_errors import MEASURED_CARD, intervals, step_errors
+from servegym.experiments.studies.fidelity.host import decode_windows, found_rows, lone_admissions
+from servegym.experiments.studies.fidelity.step_errors import MEASURED_CARD, step_errors
 from servegym.hardware_profiles import list_profiles, load
 
 RTX = load(MEASURED_CARD)
@@ -48,19 +40,6 @@ def test_the_excess_of_a_decode_iteration_is_found_for_an_exact_number():
         np.testing.assert_allclose(excess, extra_s, atol=2e-5)
 
 
-def test_a_preempted_request_is_proved_by_the_tokens_of_the_others():
-    run = made_up_run(0.0)
-    shortest = 0.9 * RTX.decode_s(1.0, 1.0)
-    assert not preempted(run, shortest).any()
-    tokens = run.output_tokens.copy()
-    tokens[5] -= 25  # 25 iterations without it
-    broken = replace(run, output_tokens=tokens)
-    assert np.flatnonzero(preempted(broken, shortest)).tolist() == [5]
-    pairs = decode_windows(run, RTX)
-    left = decode_windows(broken, RTX)
-    assert len(left) == len(pairs) - 2  # those with its neighbours
-
-
 def test_a_lone_request_waits_for_the_iteration_planned_before_it():
     rows = lone_admissions(made_up_run(0.0), RTX)
     assert len(rows) >= 8
@@ -70,17 +49,6 @@ def test_a_lone_request_waits_for_the_iteration_planned_before_it():
     assert rest["value"] == pytest.approx(1.6, abs=0.3)  # ms: two iterations
     assert rest["low"] <= rest["value"] <= rest["high"]
     assert found["decode iteration beyond the law"]["value"] == pytest.approx(0.8, abs=0.03)
-
-
-def test_light_load_tells_how_iterations_are_planned():
-    ahead = {row["planned"]: row for row in light_rows(made_up_run(0.0), RTX, 15)}
-    assert ahead["one ahead"]["error_of_mean"] == 0.0 == ahead["one ahead"]["median_error"]
-    assert ahead["at its start"]["high"] < -0.03
-
-
-def test_runs_without_the_times_are_refused():
-    with pytest.raises(ValueError, match="scheduled_ts"):
-        lone_admissions(replace(made_up_run(0.0), scheduled_s=None), RTX)
 
 
 def test_shipped_cards_state_the_errors_of_the_committed_tables(root):
@@ -95,30 +63,3 @@ def test_shipped_cards_state_the_errors_of_the_committed_tables(root):
         parts = [row[part] for part in ("rows", "method", "engine", "mixed")]
         assert row["sd"] == pytest.approx(np.linalg.norm(parts), abs=2e-4)
         assert (row["bias"] == 0.0) == (row["profile"] != MEASURED_CARD)
-
-
-def test_intervals_hold_what_they_were_made_without():
-    """Sets of known deviation: an 80 % interval of the others, widened until it holds them."""
-    rng = np.random.default_rng(0)
-    names = ("step", "card", "model", "tp", "dtype")
-    sets = [
-        dict(zip(names, key, strict=True)) | {"logs": sd * rng.standard_normal(2000)}
-        for key, sd in (
-            (("decode", "a", "llama-3.1-8b", 1, "bf16"), 0.05),
-            (("decode", "b", "llama-3.1-8b", 1, "bf16"), 0.05),
-            (("decode", "b", "qwen3-8b", 1, "bf16"), 0.10),
-            (("prefill", "a", "llama-3.1-70b", 2, "fp8"), 0.04),
-            (("prefill", "a", "llama-3.1-70b", 4, "fp8"), 0.04),
-            (("prefill", "a", "gpt-oss-120b", 2, "bf16"), 0.50),
-            (("prefill", "a", "gpt-oss-120b", 4, "bf16"), 0.50),
-        )
-    ]
-    made = intervals(sets)
-    assert [row["class"] for row in made] == ["dense"] * 3 + ["8 bits"] * 2 + ["mxfp4 experts"] * 2
-    for kind in ("decode", "prefill"):
-        inside = [r["inside"] for r in made if r["step"] == kind and r["class"] != "mxfp4 experts"]
-        assert np.mean(inside) == pytest.approx(0.8, abs=0.01)
-    # Two of the others are narrow for the wide one: every interval is wider than its rows ask for.
-    assert made[2]["inside"] < made[0]["inside"]
-    assert made[3]["sd"] == pytest.approx(0.04, rel=0.05)
-    assert made[5]["sd"] == pytest.approx(0.5, rel=0.05)

@@ -47,20 +47,6 @@ def test_rows_of_one_instance_on_a_known_card_are_kept(tmp_path):
     assert len(left_out) == 5 and sorted(left_out.values()) == [1, 1, 1, 1, 2]
 
 
-def test_rows_that_cannot_be_are_named(tmp_path):
-    (row,), _ = study.read_rows(wheel(tmp_path, RUN + ",30,6.5"))
-    profile = compose("h100", "llama-3.1-8b")
-
-    def cause(others=(), **changed):
-        return study.why_not(replace(row, **changed), profile, others)
-
-    assert cause() is None
-    assert "memory" in cause(tpot_s=0.003)  # 15 GB of weights at 3.35 TB/s take 4.5 ms
-    assert "limit" in cause(ttft_s=60.0)
-    assert "concurrency" in cause([replace(row, clients=8, tpot_s=0.005)])
-    assert study.why_not(row, "tp: got 16", ()) == "refused: tp"
-
-
 def test_a_closed_loop_sends_when_a_request_ends(tmp_path):
     (row,), _ = study.read_rows(wheel(tmp_path, RUN + ",30,6.5"))
     row = replace(row, version="0.12.0", drawn=False)

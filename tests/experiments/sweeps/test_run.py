@@ -2,7 +2,6 @@
 
 import csv
 import dataclasses
-import errno
 import importlib
 import json
 import math
@@ -15,19 +14,13 @@ import time
 from pathlib import Path
 
 import pytest
+import tyro
 
-pytest.importorskip("yaml")
-pytest.importorskip("optuna")
-pytest.importorskip("tyro")
-pytest.importorskip("matplotlib")
-import optuna  # noqa: E402
-import tyro  # noqa: E402
-
-from servegym.agents.lib import evaluation  # noqa: E402
-from servegym.experiments.evaluation.output import read_rows  # noqa: E402
-from servegym.experiments.sweeps import run as running  # noqa: E402
-from servegym.experiments.sweeps.run import run_sweep  # noqa: E402
-from servegym.experiments.sweeps.spec import list_sweeps, read_sweep  # noqa: E402
+from servegym.agents.lib import evaluation
+from servegym.experiments.evaluation.output import read_rows
+from servegym.experiments.sweeps import run as running
+from servegym.experiments.sweeps.run import run_sweep
+from servegym.experiments.sweeps.spec import list_sweeps, read_sweep
 
 GOOD = """
 program: agents/ppo.py
@@ -235,30 +228,3 @@ sweep.run_sweep(read_sweep({str(path)!r}), 3, 2, Path({str(tmp_path / "out")!r})
     rows = [row for row in table(out) if row["state"] == "complete"]
     assert len(rows) == 3
     assert left["learning_rate"] in [row["learning_rate"] for row in rows]
-
-
-def test_a_sweep_goes_on_after_what_a_killed_process_leaves(
-    tmp_path: Path, agent: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    sweep = read_sweep(written(tmp_path))
-    for count, out in enumerate((Path("out"), Path("out"), tmp_path / "out"), 1):
-        run_sweep(sweep, count, 1, out)
-        assert len(table(out)) == count
-        journal = out / "study.journal"
-        os.symlink(journal, f"{journal}.lock")  # Optuna's lock: to nowhere where it is relative
-        with open(journal, "a") as stream:
-            stream.write('{"op_code": 4, "trial')  # the disk was full, or it was killed
-    assert run_sweep(sweep, 4, 1, tmp_path / "out") and len(table(tmp_path / "out")) == 4
-
-
-def test_a_full_disk_is_named_with_the_journal(
-    tmp_path: Path, agent: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    backend = optuna.storages.journal.JournalFileBackend
-    monkeypatch.setattr(backend, "append_logs", refuse)
-    with pytest.raises(OSError, match="No space left on device: '.*study.journal'"):
-        run_sweep(read_sweep(written(tmp_path)), 1, 1, tmp_path / "out")

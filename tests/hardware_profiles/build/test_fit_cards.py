@@ -1,6 +1,5 @@
 """Cards fitted from kernel tables: what they state, and recomputed from the published tables."""
 
-import numpy as np
 import pytest
 
 from servegym.hardware_profiles import load
@@ -9,16 +8,8 @@ from servegym.hardware_profiles.build.fit_cards import (
     fit_card,
     method_error,
 )
-from servegym.hardware_profiles.calibrate.fitting import isotonic_fit
 
 FITTED = ("a100-80g", "l40s", "h100")
-
-
-def test_isotonic_fit_is_least_squares_and_monotone():
-    np.testing.assert_allclose(isotonic_fit(np.array([1.0, 3.0, 2.0, 4.0])), [1, 2.5, 2.5, 4])
-    np.testing.assert_allclose(isotonic_fit(np.array([3.0, 2.0, 1.0])), [2, 2, 2])
-    steady = np.array([1.0, 2.0, 2.0, 5.0])
-    np.testing.assert_array_equal(isotonic_fit(steady), steady)
 
 
 @pytest.mark.parametrize("card", FITTED)

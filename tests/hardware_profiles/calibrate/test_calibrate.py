@@ -7,11 +7,10 @@ import shutil
 import numpy as np
 import pytest
 
-from servegym.hardware_profiles import Profile, load
+from servegym.hardware_profiles import load
 from servegym.hardware_profiles.build.derive import derive_cards, fleets, paper_linear
 from servegym.hardware_profiles.build.derive import main as derive_main
 from servegym.hardware_profiles.calibrate.calibrate import calibrate_kernels, main
-from servegym.hardware_profiles.calibrate.fitting import check_explains, fit_estimator, thin
 from servegym.hardware_profiles.calibrate.kernel_tables import DENSE_OPS
 from servegym.hardware_profiles.load import data_path
 from servegym.hardware_profiles.schema import read_json
@@ -112,32 +111,6 @@ def test_decodes_beside_a_chunk_get_their_own_table(folder):
         p.mixed_step_s([(16, 0)], 0, 0)
 
 
-def test_estimator_recovers_a_linear_law():
-    fields, errors = fit_estimator(paper_linear(3))
-    law = paper_linear(3).law
-    for key in ("prefill_s_per_token", "decode_s_per_context_token"):
-        assert fields[key] == pytest.approx(law[key], rel=1e-5)
-    assert abs(fields["base_s"]) < 1e-9
-    assert errors["decode"]["max"] < 1e-4
-
-
-def test_thinning_keeps_the_tolerance():
-    rng = np.random.default_rng(0)
-    grid = np.arange(1.0, 200.0)
-    values = 1 + np.cumsum(rng.uniform(0, 0.02, grid.size))
-    kept = thin(grid, values, 0.005)
-    assert kept[0] == 0 and kept[-1] == grid.size - 1
-    assert kept.size < grid.size // 2
-    error = np.abs(np.interp(grid, grid[kept], values[kept]) / values - 1)
-    assert error.max() <= 0.005
-
-
-def test_capacity_follows_from_memory(folder):
-    p = calibrate_kernels(folder, name="t", memory_bytes=40 * 10**9, activation_reserve_bytes=0)
-    free = 40e9 * 0.9 - p.model["weight_bytes"]
-    assert p.kv_capacity_tokens == int(free // (16 * 131_072)) * 16
-
-
 def test_recorded_errors_and_tables_are_recomputed(measured):
     shipped = load(RTX)
     again = calibrate_kernels(measured(KERNELS))
@@ -175,20 +148,6 @@ def test_derived_cards_are_recomputed(measured):
         shipped = load(f"{card}-llama-3.1-8b").to_dict()
         assert shipped.pop("step_error")  # from tables of the comparisons
         assert again.to_dict() == shipped
-
-
-def test_derived_ratios_are_in_the_tables():
-    base = load(RTX)
-    for card in ("a40", "a10"):
-        p = load(f"{card}-llama-3.1-8b")
-        assert p.kind == "derived"
-        decode, prefill = p.provenance["decode_ratio"], p.provenance["prefill_ratio"]
-        assert p.decode_s(1, 300) / base.decode_s(1, 300) == pytest.approx(decode, rel=1e-3)
-        assert p.dense_s(1024) / base.dense_s(1024) == pytest.approx(prefill, rel=1e-3)
-        mixed = p.mixed_decode_attention_s() / base.mixed_decode_attention_s()
-        np.testing.assert_allclose(mixed, decode, rtol=1e-3)
-        ratio = p.chunk_attention_s(512, 256) / base.chunk_attention_s(512, 256)
-        assert ratio == pytest.approx(prefill, rel=1e-3)
 
 
 def test_linear_profiles_and_fleets_are_as_shipped(tmp_path, capsys):
@@ -264,28 +223,6 @@ def test_times_that_the_work_does_not_explain_are_refused(folder, file, column, 
     _write(folder / file, list(rows[0]), [list(row.values()) for row in rows])
     with pytest.raises(ValueError, match=rf"{file}: .*{label}: the size explains R² = 0.00"):
         calibrate_kernels(folder, name="test")
-
-
-def test_explained_share_of_known_series():
-    assert check_explains(np.array([1.0, 2.0, 4.0]), "x") == 1.0
-    noisy = np.array([1.0, 3.0, 2.0, 4.0])  # pools 3 and 2: leaves 0.5 of 5
-    assert check_explains(noisy, "x") == pytest.approx(0.9)
-    for flat in (np.ones(5), np.array([3.0, 2.0, 1.0])):
-        with pytest.raises(ValueError, match="x: the size explains"):
-            check_explains(flat, "x")
-
-
-def test_command_line(folder, tmp_path, capsys):
-    out = tmp_path / "card.json"
-    assert main([str(folder), "--name", "card", "--out", str(out)]) == 0
-    assert load(out).name == "card"
-    assert isinstance(load(out), Profile)
-    assert "KV capacity" in capsys.readouterr().out
-    out.unlink()
-    (folder / "dense.csv").unlink()
-    with pytest.raises(ValueError, match="dense.csv"):
-        main([str(folder), "--name", "card", "--out", str(out)])
-    assert not out.exists()
 
 
 def test_fit_then_check(folder, tmp_path, capsys):

@@ -4,7 +4,6 @@ import csv
 
 import pytest
 
-from servegym.experiments.cli import app
 from servegym.hardware_profiles import load
 from servegym.hardware_profiles.calibrate.check import COLUMNS, score
 
@@ -66,14 +65,3 @@ def test_bad_files_are_refused(tmp_path, make, words):
     make(path)
     with pytest.raises(ValueError, match=words):
         score(load(NAME), path)
-
-
-def test_the_command(tmp_path):
-    from typer.testing import CliRunner
-
-    path = steps(tmp_path / "s.csv")
-    result = CliRunner().invoke(app, ["calibrate", "--profile", NAME, "--check", str(path)])
-    assert result.exit_code == 0, result.output
-    assert "mixed" in result.output and "median 0.00 %" in result.output
-    result = CliRunner().invoke(app, ["calibrate", "--profile", NAME, "--check", "nowhere"])
-    assert result.exit_code == 2 and "nowhere" in result.stderr

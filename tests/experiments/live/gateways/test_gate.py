@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import heapq
 import time
 import tracemalloc
 
@@ -43,20 +42,6 @@ def test_prompt_tokens_of_a_body():
         ({}, 1),
     ):
         assert prompt_tokens(body) == tokens
-
-
-def test_an_end_counts_once_whatever_is_told():
-    gate = gate_with()
-    ticket = gate.enter(CHAT)
-    ticket.token()
-    ticket.end("finished")
-    ticket.end("finished")
-    ticket.end("failed")
-    ticket.end("left")
-    ticket.token()
-    counters = gate.router.counters
-    assert (counters.finished, counters.failed, gate.status()["in_flight"]) == (1, 0, 0)
-    assert gate.router.load().sum() == 0
 
 
 def only(k):
@@ -119,21 +104,6 @@ def test_only_a_regular_answer_closes_a_breaker(how):
     probe.token()
     probe.end("finished")
     assert not gate.breakers.opened[0] and gate.enter(CHAT).expert == 0
-
-
-def test_failures_of_one_instant_are_one_and_old_answers_tell_nothing():
-    now = [0.0]
-    gate = gate_with(now=now)
-    *burst, old = [gate.enter(CHAT, allowed=only(0)) for _ in range(9)]
-    for ticket in burst:
-        assert ticket.expert == 0
-        ticket.end("failed")
-    now[0] += 0.9
-    old.end("finished")
-    assert gate.enter(CHAT).expert == 1
-    now[0] += 0.2
-    assert gate.enter(CHAT).expert == 0
-    assert gate.status()["server_failures"] == 8
 
 
 def test_failures_that_are_few_or_those_of_all_servers_stop_nothing():
@@ -214,29 +184,6 @@ def test_a_server_may_be_slower_than_the_others_but_not_silent():
         assert not gate.breakers.opened[0]
 
 
-def test_requests_that_were_sent_before_tell_nothing_of_a_run():
-    """Others finish what they had; meanwhile a client sends its bad requests to this server."""
-    gate = gate_with()
-    pending = [gate.enter(CHAT, allowed=only(1 + k % 5)) for k in range(20)]
-    end_all(gate, "finished", 1, 0)
-    for ticket in pending:
-        end_all(gate, 404, 1, 0)
-        ticket.token()
-        assert not gate.breakers.opened[0]
-
-
-def test_requests_that_hang_at_a_server_that_answers_others_do_not_close_it():
-    now = [0.0]
-    gate = gate_with(now=now)
-    for _ in range(9):
-        gate.enter(CHAT, allowed=only(0))
-    for _ in range(40):
-        now[0] += 0.1
-        end_all(gate, "finished", 1, 0)
-        end_all(gate, "finished", 9, 1)
-        assert not gate.breakers.opened[0]
-
-
 def test_health_is_whether_any_server_answers():
     now = [0.0]
     gate = gate_with(now=now)
@@ -256,36 +203,6 @@ def test_health_is_whether_any_server_answers():
     now[0] += 30.0
     gate.enter(CHAT)
     assert not gate.breakers.answering(now[0])  # all are silent
-
-
-@pytest.mark.parametrize("act", [first, "least_outstanding"])
-def test_a_server_that_is_fast_and_wrong_gets_little_and_comes_back(act):
-    """It fails from 10 to 40 s; 20 requests a second, each takes a second elsewhere."""
-    now, heap, sent = [0.0], [], []
-    gate = gate_with(act, now)
-    for k in range(1200):
-        heapq.heappush(heap, (k / 20, k, None))
-    while heap:
-        now[0], k, ticket = heapq.heappop(heap)
-        if ticket is not None:
-            ticket.refused(401) if k < 0 else ticket.end("finished")
-            continue
-        ticket = gate.enter(CHAT)
-        sent.append((now[0], ticket.expert))
-        wrong = ticket.expert == 0 and 10.0 <= now[0] < 40.0
-        heapq.heappush(
-            heap, (now[0] + (0.005 if wrong else 1.0), -k if wrong else 10**6 + k, ticket)
-        )
-
-    def share(begin, end):
-        return np.mean([expert == 0 for when, expert in sent if begin <= when < end])
-
-    assert share(0.0, 10.0) > 0.15
-    assert share(12.0, 40.0) < 0.01
-    assert share(48.5, 60.0) > 0.1
-    counters = gate.router.counters
-    assert counters.finished + counters.failed == counters.decisions == 1200
-    assert gate.status()["in_flight"] == 0
 
 
 @pytest.mark.parametrize("how", ["refused", "broken", "moved"])
@@ -343,17 +260,6 @@ def test_silent_requests_are_given_up_and_others_are_not(monkeypatch):
     assert gate.router.load().sum() == 1
     tickets[7].end("finished")
     assert gate.status()["in_flight"] == 0
-
-
-def test_a_request_that_the_gateway_moves_counts_at_the_other():
-    gate = gate_with()
-    ticket = gate.enter(CHAT)
-    ticket.moved(3)
-    assert gate.router.load().tolist() == [0, 0, 0, 1, 0, 0]
-    assert ticket.expert == 3
-    assert gate.status()["experts"][0]["failed"] == 1
-    ticket.end("finished")
-    assert gate.router.counters.finished == 1
 
 
 def test_predictions_are_used_and_bad_ones_counted(caplog):

@@ -3,12 +3,10 @@
 import numpy as np
 import pytest
 
-pytest.importorskip("matplotlib")
-
-from servegym.experiments.evaluation.output import read_rows  # noqa: E402
-from servegym.experiments.evaluation.tables import read_record  # noqa: E402
-from servegym.experiments.papers.placement import latency as placement_latency  # noqa: E402
-from servegym.experiments.papers.placement.latency import PAPER, TABLE1  # noqa: E402
+from servegym.experiments.evaluation.output import read_rows
+from servegym.experiments.evaluation.tables import read_record
+from servegym.experiments.papers.placement import latency as placement_latency
+from servegym.experiments.papers.placement.latency import PAPER, TABLE1
 
 
 def measured(mean_s):
@@ -51,30 +49,6 @@ def run(monkeypatch, tmp_path, figure, mean_s=None, quick=False):
     return read_rows(table), read_record(table)["notes"]
 
 
-def test_table1_compares_sharing_and_redirection(monkeypatch, tmp_path):
-    seconds = {"moe_infinity": 10.0, "moe_infinity_lb": 9.0, "uniform": 8.0}
-
-    def mean_s(policy, kwargs):
-        """Twice the channel, half the time of servers that fetch."""
-        faster = kwargs["cluster_kwargs"]["pcie_bytes_s"] / 12e9
-        return seconds[policy] / (faster if policy.startswith("moe") else 1.0)
-
-    rows, notes = run(monkeypatch, tmp_path, "table1", mean_s)
-    assert [(r["skew"], r["pcie_gb_s"], r["policy"]) for r in rows] == [
-        (skew, speed, policy)
-        for skew in ("measured", "paper")
-        for speed in (12, 16, 24)
-        for policy in TABLE1
-    ]
-    fetching = [row["mean_latency_s"] for row in rows if row["policy"] == "moe_infinity"]
-    assert fetching == [10.0, 7.5, 5.0] * 2
-    # At 24 GB/s fetching is twice as fast and sharing does not pay any more.
-    verdicts = [one["verdict"] for one in notes if one.get("claim", "").startswith("sharing")]
-    assert verdicts == ["agrees", "disagrees", "disagrees"] * 2
-    sharing = [row for row in rows if row["policy"] == "uniform"]
-    assert sharing[0]["change_pct_moe_infinity"] == pytest.approx(-20.0)
-
-
 def test_table2_compares_with_the_paper_and_tells_who_is_overloaded(monkeypatch, tmp_path):
     """All methods 1.2 times the paper's, but uniform twice; whole_layer is overloaded."""
     scenarios = {scenario: name for name, (scenario, _) in placement_latency.WORKLOADS.items()}
@@ -98,22 +72,28 @@ def test_table2_compares_with_the_paper_and_tells_who_is_overloaded(monkeypatch,
     assert [one["verdict"] for one in notes if "verdict" in one] == ["agrees"] * 8
 
 
-def test_fig5_shows_how_a_layer_slows_down(monkeypatch, tmp_path):
-    def times(share, seed, messages, count):
-        slow = 10.0 if messages == "per_expert" else 4.0
-        return {
-            "prefill_ms": 2.0 * (1 + share),
-            "decode_ms": 1.0 + (slow - 1) * share**0.5,
-            "remote_calls": share,
-        }
+def test_table1_compares_sharing_and_redirection(monkeypatch, tmp_path):
+    seconds = {"moe_infinity": 10.0, "moe_infinity_lb": 9.0, "uniform": 8.0}
 
-    monkeypatch.setattr(placement_latency, "layer_times", times)
-    rows, notes = run(monkeypatch, tmp_path, "fig5")
-    assert [row["remote_share"] for row in rows] == 2 * [n / 8 for n in range(9)]
-    assert {one["messages"]: one["ratio"] for one in notes} == {
-        "per_expert": {"prefill": 2.0, "decode": 10.0},
-        "per_server": {"prefill": 2.0, "decode": 4.0},
-    }
+    def mean_s(policy, kwargs):
+        """Twice the channel, half the time of servers that fetch."""
+        faster = kwargs["cluster_kwargs"]["pcie_bytes_s"] / 12e9
+        return seconds[policy] / (faster if policy.startswith("moe") else 1.0)
+
+    rows, notes = run(monkeypatch, tmp_path, "table1", mean_s)
+    assert [(r["skew"], r["pcie_gb_s"], r["policy"]) for r in rows] == [
+        (skew, speed, policy)
+        for skew in ("measured", "paper")
+        for speed in (12, 16, 24)
+        for policy in TABLE1
+    ]
+    fetching = [row["mean_latency_s"] for row in rows if row["policy"] == "moe_infinity"]
+    assert fetching == [10.0, 7.5, 5.0] * 2
+    # At 24 GB/s fetching is twice as fast and sharing does not pay any more.
+    verdicts = [one["verdict"] for one in notes if one.get("claim", "").startswith("sharing")]
+    assert verdicts == ["agrees", "disagrees", "disagrees"] * 2
+    sharing = [row for row in rows if row["policy"] == "uniform"]
+    assert sharing[0]["change_pct_moe_infinity"] == pytest.approx(-20.0)
 
 
 @pytest.mark.parametrize("leader", ["prism", "uniform"])

@@ -32,9 +32,3 @@ def test_a_stage_that_runs_into_the_next_one_is_an_error(small, monkeypatch, tmp
     monkeypatch.setattr(llm_d, "STAGES", ((15.0, 6.0), (0.0, 0.5), (3.0, 6.0), (60.0, 4.0)))
     with pytest.raises(ValueError, match="stage 0 has not drained"):
         llm_d.main(["--episodes", "1", "--out", str(tmp_path), "--figure", "llm_d"])
-
-
-def test_every_stage_has_its_published_row():
-    for ttft, speed in llm_d.PUBLISHED.values():
-        assert len(ttft) == len(speed) == len(llm_d.RATES) == 16
-    assert llm_d.PUBLISHED["random"][0][llm_d.RATES.index(20.0)] == 70.273

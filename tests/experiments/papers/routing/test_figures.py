@@ -5,32 +5,23 @@ from dataclasses import asdict
 
 import numpy as np
 import pytest
+import torch
 
-pytest.importorskip("matplotlib")
-torch = pytest.importorskip("torch")
-pytest.importorskip("tyro")
-pytest.importorskip("safetensors")
-pytest.importorskip("rich")
+from servegym.agents import baseline_rl, sac_han
+from servegym.agents.lib.checkpoint import write_checkpoint
+from servegym.baselines.llm_routing.system import RoutingSystem
+from servegym.experiments.evaluation.stats import paired_difference
+from servegym.experiments.evaluation.tables import read_record
+from servegym.experiments.papers.routing import episodes as routing_episodes
+from servegym.experiments.papers.routing import learning as routing_learning
+from servegym.experiments.papers.routing import load_sweeps as routing_sweeps
+from servegym.experiments.papers.routing import measuring as routing_measuring
+from servegym.experiments.papers.routing import workload as routing_workload
+from servegym.experiments.papers.routing.claims import RETRAINED
+from servegym.experiments.papers.routing.measuring import find_runs
+from servegym.experiments.studies.routing import comparison as routing_comparison
 
-from servegym.agents import baseline_rl, sac_han  # noqa: E402
-from servegym.agents.lib.checkpoint import write_checkpoint  # noqa: E402
-from servegym.baselines.llm_routing.system import RoutingSystem  # noqa: E402
-from servegym.experiments.evaluation.stats import paired_difference  # noqa: E402
-from servegym.experiments.evaluation.tables import read_record  # noqa: E402
-from servegym.experiments.papers.routing import episodes as routing_episodes  # noqa: E402
-from servegym.experiments.papers.routing import learning as routing_learning  # noqa: E402
-from servegym.experiments.papers.routing import load_sweeps as routing_sweeps  # noqa: E402
-from servegym.experiments.papers.routing import measuring as routing_measuring  # noqa: E402
-from servegym.experiments.papers.routing import workload as routing_workload  # noqa: E402
-from servegym.experiments.papers.routing.claims import (  # noqa: E402
-    AT_N,
-    OVER_L,
-    RETRAINED,
-)
-from servegym.experiments.papers.routing.measuring import find_runs, summarise_parts  # noqa: E402
-from servegym.experiments.studies.routing import comparison as routing_comparison  # noqa: E402
-
-from ..tables import rows_of  # noqa: E402
+from ..tables import rows_of
 
 HET = "edge-6-heterogeneous"
 
@@ -79,25 +70,6 @@ def test_finds_trainings_without_controls(trained):
         find_runs(trained / "nowhere")
 
 
-def test_intervals_are_over_trainings_where_there_are_several():
-    def part(values):
-        return [
-            {"avg_qos": v, **{key: v for key, _ in routing_measuring.COLUMNS.values()}}
-            for v in values
-        ]
-
-    one = summarise_parts([part([0.2, 0.4, 0.6, 0.8])])
-    assert one["interval_over"] == "episodes" and one["qos"] == pytest.approx(0.5)
-    assert one["latency_ms_per_token"] == pytest.approx(500)
-    two = summarise_parts([part([0.5, 0.5]), part([0.2, 0.2])])
-    assert two["interval_over"] == "trainings and episodes"
-    # Of two trainings with 0.5 and 0.2: Student's t of one degree of freedom is 12.706.
-    half = 12.706 * 0.15
-    ends = (two["qos_low"], two["qos_high"])
-    assert two["qos"] == pytest.approx(0.35)
-    assert ends == pytest.approx((0.35 - half, 0.35 + half), abs=1e-3)
-
-
 def test_differences_to_the_heuristics_are_paired():
     options = routing_measuring.Options()
     options.requests, options.episodes = 60, 3
@@ -118,21 +90,6 @@ def test_differences_to_the_heuristics_are_paired():
     )
 
 
-def test_a_collapsed_training_is_reported():
-    def part(shares):
-        row = {"avg_qos": 0.5, **{key: 0.5 for key, _ in routing_measuring.COLUMNS.values()}}
-        return [row | {f"share_{k}": share for k, share in enumerate(shares)}]
-
-    even, one = [0.2] * 4, [0.02, 0.0, 0.48, 0.0]
-    row = summarise_parts([part(even), part(one)])
-    assert row["top_share"] == pytest.approx(0.96)  # of what is sent; the worst training
-    assert row["share_entropy"] == pytest.approx(
-        -(0.04 * np.log(0.04) + 0.96 * np.log(0.96)) / np.log(4), abs=1e-6
-    )
-    row = summarise_parts([part(even)])
-    assert (row["top_share"], row["share_entropy"]) == (0.25, 1.0)
-
-
 def test_workload_figures(tmp_path):
     assert routing_workload.main(["--quick", "--out", str(tmp_path)]) == 0
     rows = rows_of(tmp_path / "fig4_distributions.csv")
@@ -149,19 +106,6 @@ def test_workload_figures(tmp_path):
         "burstgpt",
         "poisson",
     }
-
-
-def test_others_slow_the_first_request_down():
-    profile = "rtx4090-llama-3.1-8b"
-    alone, beside = (
-        routing_workload.first_request_latency(profile, rate, 24, 2.0) for rate in (0.0, 6.0)
-    )
-    at = 15  # after 1.55 s
-    assert alone["share"][at] > 0.5
-    assert beside["latency_s_per_token"][at] > 1.02 * alone["latency_s_per_token"][at]
-    # Alone: a token takes the time of a decode of one sequence; the prompt is paid off early on.
-    assert 0.014 < alone["latency_s_per_token"][at] < 0.019
-    assert alone["latency_s_per_token"][1] > alone["latency_s_per_token"][at]
 
 
 @pytest.mark.slow
@@ -187,30 +131,6 @@ def test_number_of_experts(tmp_path, trained, monkeypatch):
     for count in ("3", "12"):
         served = {row["policy"] for row in rows if row["experts"] == count}
         assert "sac_han" in served and "baseline_rl" not in served  # made for six experts
-
-
-def test_unusual_trainings_are_measured_where_they_belong(tmp_path, monkeypatch):
-    def run(label, experts=6):
-        name, env = label.partition(" (")[0], {"profiles": HET}
-        return routing_measuring.TrainedRun(label, tmp_path, name, False, env, 1, experts, True)
-
-    options, asked = routing_measuring.Options(), {}
-    options.quick, options.fleets, options.episodes = False, ("paper-linear", HET), 1
-    names = ("sac_han", f"sac_han{OVER_L}", f"sac_han{RETRAINED}")
-    options.trained = [*map(run, names), run(f"sac_han{AT_N}", 3), run(f"sac_han{AT_N}", 12)]
-
-    def measure(options, point, policies, **kwargs):
-        runs = [one for one in policies if not isinstance(one, str)]
-        asked[point["point"]] = [(run.label, run.experts) for run in runs]
-        return []
-
-    monkeypatch.setattr(routing_sweeps, "measure", measure)
-    for one in routing_sweeps.STUDIES:
-        if one.figure in ("fig11", "fig13"):
-            one.measure(options)
-    assert asked[f"{HET}, N=3"] == [("sac_han", 6), (f"sac_han{AT_N}", 3)]
-    assert asked[f"{HET}, N=6"] == [("sac_han", 6)] and asked["paper-linear, N=3"] == []
-    assert asked[f"{HET}, 8/s, L=20 ms"] == [("sac_han", 6), (f"sac_han{OVER_L}", 6)]
 
 
 @pytest.mark.slow
@@ -249,45 +169,6 @@ def test_learning_figures(tmp_path, trained, monkeypatch):
     assert 10_000 < int(table["HAN"]["parameters"]) < 60_000
     one = table["one decision"]
     assert 0 < float(one["p50_ms"]) <= float(one["p99_ms"])
-
-
-@pytest.mark.parametrize("argv", [["--episodes", "0"], ["--profiles", "edge-6"]])
-def test_bad_arguments(argv, tmp_path):
-    with pytest.raises(ValueError, match=argv[0][2:]):
-        own = ["--quick", "--out", str(tmp_path), "--figure", "fig7", "--routers", "rpi"]
-        routing_sweeps.main([*own, *argv])
-
-
-def test_effects_of_the_settings():
-    hard = np.random.default_rng(0).uniform(0.3, 0.8, 6)
-    worth = {"18 numbers": 1.0, "Eq. 6-12": 1.1, "features": 1.3, "rows": 1.0, "HAN": 1.05}
-    worth |= {"completed": 1.0, "Eq. 16": 0.9, "Eq. 16, shaped": 1.2}
-    settings = {
-        setting: [np.prod([worth[name] for name in setting]) * hard * luck for luck in (1.0, 0.9)]
-        for setting in routing_comparison.SETTINGS
-    }
-    rows = {(row["factor"], row["level"]): row for row in routing_comparison.effects_of(settings)}
-
-    def change(*key):
-        return rows[key]["change_pct"]
-
-    for level in ("Eq. 6-12", "features", "features, shaped"):
-        assert change("graph", level) == pytest.approx(5.0, abs=1e-3)
-    assert change("state", "Eq. 6-12 over 18 numbers, rows") == pytest.approx(10.0, abs=1e-3)
-    ratio = 100 * (1.3 / 1.1 - 1)
-    assert change("state", "features over Eq. 6-12") == pytest.approx(ratio, abs=1e-3)
-    assert change("reward", "Eq. 16 over completed") == pytest.approx(-10.0, abs=1e-3)
-    assert change("reward", "shaping over none") == pytest.approx(100 / 3, abs=1e-3)
-    dsa = "Baseline RL + DSA over Baseline RL"
-    assert change("state", dsa) == pytest.approx(15.5, abs=1e-3)
-    assert change("both", "SAC-HAN over Baseline RL") == pytest.approx(3.95, abs=1e-3)
-    claimed = [key for key, row in rows.items() if row["claimed"]]
-    assert claimed == [("state", dsa), ("reward", "SAC-HAN over Baseline RL + DSA")]
-    assert all(row["change_pct_low"] < row["change_pct"] for row in rows.values())
-    assert not any(row["undertrained"] for row in rows.values())
-    poor = routing_comparison.effects_of(settings, 1.01 * hard.mean())
-    low = {(row["factor"], row["level"]) for row in poor if row["undertrained"]}
-    assert ("state", dsa) in low and ("graph", "features, shaped") not in low
 
 
 @pytest.mark.slow

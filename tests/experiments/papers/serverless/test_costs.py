@@ -1,30 +1,20 @@
 """Cost figures and the table of policies of the serverless family: known answers, smoke runs."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 
-pytest.importorskip("matplotlib")
-
-
-from servegym.baselines.registry import list_policies  # noqa: E402
-from servegym.envs.serverless_moe.config import build_system  # noqa: E402
-from servegym.envs.serverless_moe.rivals import deployment_cost  # noqa: E402
-from servegym.envs.workloads.activations import make_toy_activations  # noqa: E402
-from servegym.experiments.evaluation.tables import read_record  # noqa: E402
+from servegym.baselines.registry import list_policies
+from servegym.envs.serverless_moe.config import build_system
+from servegym.envs.serverless_moe.rivals import deployment_cost
+from servegym.envs.workloads.activations import make_toy_activations
+from servegym.experiments.evaluation.tables import read_record
 from servegym.experiments.papers.serverless import costs as serverless_costs
 from servegym.experiments.papers.serverless import methods as serverless_methods
-from servegym.experiments.papers.serverless.billing import (  # noqa: E402
-    BILLS,
-    TREM_S,
-    recorded_request,
-)
-from servegym.experiments.papers.serverless.methods import Setting, measure, rows_of  # noqa: E402
-from servegym.experiments.papers.study import Options  # noqa: E402
+from servegym.experiments.papers.serverless.billing import BILLS, TREM_S, recorded_request
+from servegym.experiments.papers.serverless.methods import Setting, measure
 from servegym.experiments.studies.serverless import policies as serverless_policies
 
-from ..tables import rows_of as table_of  # noqa: E402
+from ..tables import rows_of as table_of
 
 TOY = Setting("toy", n_in=20, n_out=12)
 
@@ -82,48 +72,11 @@ def test_a_bill_has_its_fees_rounding_and_prices(toy):
     assert found["aws_lambda"]["per_expert"]["invocations"].min() > 12
 
 
-def test_fetch_breaks_even_at_the_time_that_is_told(toy):
-    found = measure(TOY, 1)
-    system = build_system(toy.model)
-    for name in ("mix", "remoe_cost"):
-        seconds = 1e-3 * found[name]["fetch_even_ms"][0]
-        card = dataclasses.replace(system, gpu_experts_base_s=seconds)
-        request = recorded_request(toy, toy.rows("eval")[0], 20, 12, TREM_S)
-        cost = deployment_cost("fetch", card, request).cost_usd
-        assert cost == pytest.approx(found[name]["cost"][0])
-    own = 1e3 * system.gpu_experts_base_s
-    assert found["fetch"]["fetch_even_ms"][0] == pytest.approx(own)
-
-
-def test_one_invocation_a_layer_costs_no_more_than_one_a_call(toy):
-    calls = measure(TOY, 4)["optimum"]["cost"]
-    layers = measure(Setting("toy", invocation="per_layer", n_in=20, n_out=12), 4)
-    assert (layers["optimum"]["cost"] <= calls * (1 + 1e-6)).all()
-
-
 def test_a_limit_that_no_plan_meets_is_told(toy):
     found = measure(Setting("toy", n_in=20, n_out=12, tpot_limit_s=1e-6), 2)
     assert found["mix"]["late_tpot"].tolist() == [1.0, 1.0]
     assert np.isnan(found["optimum"]["cost"]).all() and found["optimum"]["late"].all()
     assert not found["mix"]["late_ttft"].any() and not found["mix"]["infeasible"].any()
-
-
-def test_rows_are_means_of_ratios():
-    numbers = dict.fromkeys(("ttft_s", "late"), np.zeros(2))
-    found = {
-        "mix": {"cost": np.array([1.0, 4.0]), **numbers},
-        "optimum": {"cost": np.array([0.5, 1.0]), **numbers},
-    }
-    mix, best = rows_of(TOY, found)
-    assert (mix["over_mix"], mix["over_optimum"], mix["usd_per_1000"]) == (1.0, 3.0, 2500.0)
-    assert (best["over_mix"], best["over_mix_low"], best["over_mix_high"]) == (0.375, 0.25, 0.5)
-
-
-def test_predictions_are_made_from_other_prompts(toy):
-    held, shares = toy.rows("eval"), toy.frequencies()
-    predicted = serverless_methods.predictions(toy)
-    assert predicted.sum(axis=2) == pytest.approx(1.0)
-    assert (abs(predicted[held] - shares[held]).max(axis=(1, 2)) > 1e-3).all()
 
 
 @pytest.mark.slow
@@ -178,18 +131,3 @@ def test_the_optimum_keeps_a_limit_that_the_solver_passes_by_its_tolerance():
     setting = Setting("gpt-oss-20b", ttft_limit_s=8.0, tpot_limit_s=0.06)
     found = measure(setting, 6)["optimum"]
     assert (found["tpot_ms"] <= 60.0).all() and not found["late"].any()
-
-
-@pytest.mark.slow
-def test_policies_with_every_gpu(monkeypatch):
-    monkeypatch.setattr(serverless_policies, "_requests", lambda options: 8)
-    monkeypatch.setattr(serverless_policies, "GPUS", ("eager", "h100", "l40s"))
-    cards = dataclasses.replace(serverless_policies.STUDIES[1], policies=("mix", "fetch"))
-    options = Options(episodes=2, quick=False)
-    found = cards.measure(options)
-    rows = {(row["gpu"], row["policy"]): row for row in found}
-    assert len(rows) == 3 * 2
-    reward = {key: float(row["mean_reward"]) for key, row in rows.items()}
-    assert reward["h100", "fetch"] > reward["l40s", "fetch"] > reward["eager", "fetch"]
-    assert float(rows["h100", "fetch"]["minus_fetch"]) == 0.0
-    assert {row["gpu_kind"] for row in rows.values()} == {"chosen", "derived"}

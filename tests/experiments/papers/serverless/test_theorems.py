@@ -1,4 +1,4 @@
-"""The check of the load bounds: uniform routing, routing that breaks Theorem 1, the command."""
+"""The check of the load bounds: uniform routing, recorded routing by a loop, the command."""
 
 import csv
 
@@ -9,7 +9,7 @@ from servegym.baselines.serverless_moe.remoe.bounds import theorem1_printed
 from servegym.envs.serverless_moe.config import build_system
 from servegym.envs.serverless_moe.plans import lpt, smallest_spec
 from servegym.envs.workloads.activations import make_toy_activations
-from servegym.experiments.evaluation.tables import read_record  # noqa: E402
+from servegym.experiments.evaluation.tables import read_record
 from servegym.experiments.papers.serverless import theorems as serverless_theorems
 from servegym.experiments.papers.serverless.predictors import make_predictor
 
@@ -26,11 +26,6 @@ def test_uniform_routing_meets_the_corrected_bounds_and_not_the_printed_ones():
     assert printed["low"] <= printed["holds"] <= printed["high"]
     assert max(row["holds"] for row in of(rows, "corollary 1", "printed")) < 0.01
     assert min(row["holds"] for row in of(rows, "corollary 1", "corrected")) == 1.0
-
-
-def test_top_1_routing_meets_the_printed_mean():
-    (row,) = of(serverless_theorems.uniform(8, 1, 64, 50), "theorem 1", "printed")
-    assert row["holds"] > 0.95
 
 
 def test_the_command_writes_every_statement(tmp_path, monkeypatch):

@@ -1,36 +1,24 @@
-"""Serverless figures on routing, laws and starts: numbers against independent formulas, files."""
+"""Serverless figures on routing, laws and starts: requests and starts by hand, files."""
 
-import math
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from scipy.stats import spearmanr
 
-pytest.importorskip("matplotlib")
-pytest.importorskip("rich")
-
-from servegym.baselines.serverless_moe.system import SPREADS, ServerlessSystem  # noqa: E402
-from servegym.envs.serverless_moe.config import build_system  # noqa: E402
-from servegym.envs.serverless_moe.kernel.cost import swap_s  # noqa: E402
-from servegym.envs.workloads.activations import load_activations  # noqa: E402
-from servegym.envs.workloads.expert_sets import set_bits  # noqa: E402
-from servegym.experiments.evaluation.tables import read_record  # noqa: E402
+from servegym.baselines.serverless_moe.system import SPREADS, ServerlessSystem
+from servegym.envs.serverless_moe.config import build_system
+from servegym.envs.serverless_moe.kernel.cost import swap_s
+from servegym.envs.workloads.activations import load_activations
+from servegym.experiments.evaluation.tables import read_record
 from servegym.experiments.papers.serverless import cold_start as serverless_coldstart
 from servegym.experiments.papers.serverless import fits as serverless_fits
 from servegym.experiments.papers.serverless import overhead as serverless_overhead
 from servegym.experiments.papers.serverless import similarity as serverless_similarity
 from servegym.experiments.papers.serverless import workload as serverless_workload
-from servegym.experiments.papers.serverless.billing import (  # noqa: E402
-    recorded_request,
-    verdict,
-    with_interval,
-)
-from servegym.experiments.papers.serverless.expert_times import forward
-from servegym.hardware_profiles.serverless import SERVING, ThetaLaw, load_constants  # noqa: E402
+from servegym.experiments.papers.serverless.billing import recorded_request
+from servegym.hardware_profiles.serverless import ThetaLaw
 
-from ..tables import rows_of  # noqa: E402
+from ..tables import rows_of
 
 DEEPSEEK = "deepseek-v2-lite"
 
@@ -62,35 +50,6 @@ def test_recorded_request_counts_tokens_one_by_one():
     assert request.n_out == n_out and (request.trem_s == 2e-4).all()
 
 
-def test_interval_and_verdict():
-    found = with_interval("x", np.array([1.0, 3.0]))
-    assert (found["x"], found["x_low"], found["x_high"]) == (2.0, 1.0, 3.0)
-    found = verdict("a is b", True, "c")
-    assert (found["claim"], found["verdict"]) == ("a is b", "agrees")
-    assert verdict("a is b", False, "c")["verdict"] == "disagrees"
-
-
-# -------------------------------------------------------------------------------------- Fig. 3
-
-
-def test_rank_correlation_is_scipys():
-    rng = np.random.default_rng(0)
-    first = np.round(rng.random((4, 30)), 1)  # with ties
-    second = rng.random((4, 30)) - first
-    found = serverless_similarity.rank_correlation(first, second)
-    want = [spearmanr(a, b).statistic for a, b in zip(first, second, strict=True)]
-    assert found == pytest.approx(want, abs=1e-12) and (found < -0.1).all()
-
-
-def test_halves_of_many_alike_tokens_diverge_less_than_prompts():
-    book = load_activations("gpt-oss-20b")
-    queries = book.rows("eval")[:8]
-    halves = serverless_similarity.half_divergences(book, queries)
-    pairs = serverless_similarity.pair_divergences(book, queries)
-    assert (halves > 0).all() and (halves < pairs.mean(axis=1)).all()
-    assert pairs.shape == (8, len(book.rows("train")))
-
-
 def test_fig3(tmp_path):
     (rows,) = made(serverless_similarity.main, tmp_path, ["fig03_similarity"], "--episodes", "6")
     tenths = [r for r in rows if r["embedding"] == "token" and r["group"].startswith("tenth")]
@@ -104,7 +63,54 @@ def test_fig3(tmp_path):
     assert np.average(values, weights=parts) == pytest.approx(far.mean(), rel=1e-9)
 
 
-# --------------------------------------------------------------------------------- Fig. 4 and 5
+@pytest.mark.slow
+def test_fig6(tmp_path):
+    (rows,) = made(serverless_fits.main, tmp_path, ["fig06_fits"])
+    found = {(r["model"], r["part"], r["series"], r["x"]): float(r["value"]) for r in rows}
+    system = build_system(DEEPSEEK)
+    assert found[DEEPSEEK, "memory in GB", "environment", "2.0"] == pytest.approx(
+        1e3 * float(system.expert_cpu_s(2048.0, 1)), rel=1e-9
+    )
+    assert found["gpt2-moe", "law", "environment", "theta2_per_gb"] == 11.8665
+    one, many = (
+        found[DEEPSEEK, "tokens on one vCPU", "measured, float32", n] for n in ("1", "256")
+    )
+    assert 0 < one < many
+
+
+@pytest.mark.parametrize("b", [0.0, 0.5, 1.0])
+def test_starts_by_hand(b):
+    system = build_system(DEEPSEEK)
+    count = int(64 * b)
+    remote = np.zeros((26, 64), bool)
+    remote[:, :count] = True
+    replicas = np.full(26, 3)
+    own = serverless_coldstart.starts(system, remote, replicas, False)
+    fixed = float(system.non_expert_mb.sum())
+    main = 1.0 + (fixed + 26 * (64 - count) * 16.5) / system.load_mb_s
+    assert own[0] == pytest.approx(main, rel=1e-9)
+    assert own[1] == pytest.approx(1.0 + count * 16.5 / system.load_mb_s if count else 0.0)
+    shared = serverless_coldstart.starts(system, remote, replicas, True)
+    total = fixed + 26 * (64 - count) * 16.5 + 3 * 26 * count * 16.5
+    assert shared[0] == pytest.approx(1.0 + total / system.load_mb_s, rel=1e-9)
+
+
+@pytest.mark.slow
+def test_calculate(tmp_path):
+    (rows,) = made(serverless_overhead.main, tmp_path, ["fig11_calculate"])
+    ms = {(r["model"], r["step"]): float(r["ms"]) for r in rows}
+    assert 0 < ms[DEEPSEEK, "MMP"] < ms[DEEPSEEK, "decide (remoe_cost)"] < 5_000
+    system = build_system(DEEPSEEK)
+    assert ms[DEEPSEEK, "container start"] == 1e3 * system.container_start_main_s
+    assert ("gpt-oss-20b", "predict (sps)") in ms and (DEEPSEEK, "predict (category)") in ms
+
+
+def test_spreads_are_those_of_the_committed_table():
+    committed = Path(serverless_workload.__file__).parents[2] / "results" / "serverless"
+    for one in read_record(committed / "spreads.csv")["notes"]:
+        taken = SPREADS.get(one["model"], SPREADS["default"])
+        assert list(taken) == one["spreads"]
+        assert ServerlessSystem.from_kwargs(model=one["model"]).load_spread == taken[0]
 
 
 def test_expert_times_at_the_ends():
@@ -129,11 +135,6 @@ def test_expert_times_at_the_ends():
     assert prefill == pytest.approx(longhand, rel=1e-9)
 
 
-def test_line_r2():
-    assert serverless_workload.line_r2([0, 1, 2], [3, 5, 7]) == pytest.approx(1)
-    assert serverless_workload.line_r2([0, 1, 2], [1, 0, 1]) == pytest.approx(0, abs=1e-12)
-
-
 def test_nothing_is_remote_at_one_end_and_everything_at_the_other():
     rows = serverless_workload.remote_ratios(DEEPSEEK, (0.0, 1.0), 2)
     assert all(row["remote_is_slower"] == row["b"] for row in rows)
@@ -147,16 +148,6 @@ def test_decoding_of_mix_takes_a_constant_time_a_token():
     assert {row["deployment"] for row in rows} == set(serverless_workload.DEPLOYMENTS.values())
     few, many = (r["decode_s"] for r in rows if (r["gpu"], r["deployment"]) == ("fused", "MIX"))
     assert many == pytest.approx(8 * few, rel=0.01)
-
-
-# -------------------------------------------------------------------------------------- Fig. 6
-
-
-def test_the_expert_is_a_gated_layer():
-    x = np.array([[1.0, 2.0]])
-    gate, up, down = np.array([[0.5], [0.25]]), np.array([[1.0], [1.0]]), np.array([[2.0, 0.0]])
-    silu = 1.0 / (1.0 + math.exp(-1.0))
-    np.testing.assert_allclose(forward(x, [gate, up, down]), [[silu * 3 * 2, 0.0]])
 
 
 def test_fit_finds_the_law_that_made_the_points():
@@ -175,78 +166,6 @@ def test_fit_finds_the_law_that_made_the_points():
     assert max(abs(held.seconds(y) / p - 1) for y, p in zip(gb, points, strict=True)) > 0.05
 
 
-def test_derived_times():
-    # A quarter of a processor takes four times as long; the scaling law is 1 at one thread.
-    at = serverless_fits.derived_seconds(1e-3, [0.25, 0.5, 1.0, 16.0])
-    assert at[:3] == pytest.approx([4e-3, 2e-3, 1e-3], rel=5e-3) and 0.3e-3 < at[3] < 0.6e-3
-
-
-def test_a_model_with_a_theta2_of_its_own_has_a_law_that_goes_with_it():
-    name = "gpt2-moe"
-    gb = np.array(serverless_fits.POINTS[name])
-    expert = load_constants()["cpu_expert"]["shapes"][name]
-    points = serverless_fits.derived_seconds(expert["one_token_s"], gb)
-    one, few, many = serverless_fits.batch_seconds(expert, [1, 2, 256])
-    assert one == pytest.approx(expert["one_token_s"], rel=1e-4) and one < few < many
-    assert many == pytest.approx(expert["batch_floor_s"] + 256 * expert["per_token_s"], rel=1e-4)
-    found = serverless_fits.fit_theta(gb, points, SERVING.theta2_per_gb(name))
-    own = SERVING.expert_own_s[name]
-    assert own == pytest.approx((found.theta1_s, found.theta3_s), rel=2e-3)
-    system = build_system(name)
-    assert (system.expert_theta1_s, system.expert_theta3_s) == own
-    assert system.provenance["expert_theta1_s"].startswith("derived: least relative squares")
-    served = system.expert_cpu_s(1024.0 * gb, 1)
-    assert abs(served / points - 1).max() == pytest.approx(0.52, abs=0.005)
-    # The others' are one law, in proportion to the weights.
-    small, large = (build_system(x) for x in ("deepseek-v2-lite", "gpt-oss-20b"))
-    ratio = 2880**2 * 3 / (2048 * 1408 * 3)
-    assert large.expert_theta1_s == pytest.approx(ratio * small.expert_theta1_s, rel=0.005)
-    assert large.provenance["expert_theta1_s"] == small.provenance["expert_theta1_s"]
-
-
-def test_slow_local_experts_make_remote_ones_worth_more():
-    system = build_system(DEEPSEEK)
-    law = ThetaLaw(system.expert_theta1_s, system.expert_theta2_per_gb, system.expert_theta3_s)
-    same = serverless_fits.saving(system, DEEPSEEK, law, 2)["cost_over_mix"]
-    slow = serverless_fits.saving(system, DEEPSEEK, replace(law, theta3_s=4e-3), 2)["cost_over_mix"]
-    assert slow < same - 0.05
-
-
-@pytest.mark.slow
-def test_fig6(tmp_path):
-    (rows,) = made(serverless_fits.main, tmp_path, ["fig06_fits"])
-    found = {(r["model"], r["part"], r["series"], r["x"]): float(r["value"]) for r in rows}
-    system = build_system(DEEPSEEK)
-    assert found[DEEPSEEK, "memory in GB", "environment", "2.0"] == pytest.approx(
-        1e3 * float(system.expert_cpu_s(2048.0, 1)), rel=1e-9
-    )
-    assert found["gpt2-moe", "law", "environment", "theta2_per_gb"] == 11.8665
-    one, many = (
-        found[DEEPSEEK, "tokens on one vCPU", "measured, float32", n] for n in ("1", "256")
-    )
-    assert 0 < one < many
-
-
-# ------------------------------------------------------------------------------- -------- Fig. 11
-
-
-@pytest.mark.parametrize("b", [0.0, 0.5, 1.0])
-def test_starts_by_hand(b):
-    system = build_system(DEEPSEEK)
-    count = int(64 * b)
-    remote = np.zeros((26, 64), bool)
-    remote[:, :count] = True
-    replicas = np.full(26, 3)
-    own = serverless_coldstart.starts(system, remote, replicas)
-    fixed = float(system.non_expert_mb.sum())
-    main = 1.0 + (fixed + 26 * (64 - count) * 16.5) / system.load_mb_s
-    assert own[0] == pytest.approx(main, rel=1e-9)
-    assert own[1] == pytest.approx(1.0 + count * 16.5 / system.load_mb_s if count else 0.0)
-    shared = serverless_coldstart.starts(replace(system, load_shared=True), remote, replicas)
-    total = fixed + 26 * (64 - count) * 16.5 + 3 * 26 * count * 16.5
-    assert shared[0] == pytest.approx(1.0 + total / system.load_mb_s, rel=1e-9)
-
-
 def test_cold_starts_against_mix():
     rows = serverless_coldstart.cold_rows(DEEPSEEK, 1, (0.0, 1.0))
     default = {r["method"]: r for r in rows if (r["setting"], r["link"]) == ("default", "separate")}
@@ -254,29 +173,3 @@ def test_cold_starts_against_mix():
     assert 0.5 < default["b = 0.5"]["over_mix"] < 0.6
     for row in rows:  # a mean of maxima
         assert row["cold_s"] >= max(row["main_s"], row["remote_s"]) - 1e-9
-
-
-@pytest.mark.slow
-def test_calculate(tmp_path):
-    (rows,) = made(serverless_overhead.main, tmp_path, ["fig11_calculate"])
-    ms = {(r["model"], r["step"]): float(r["ms"]) for r in rows}
-    assert 0 < ms[DEEPSEEK, "MMP"] < ms[DEEPSEEK, "decide (remoe_cost)"] < 5_000
-    system = build_system(DEEPSEEK)
-    assert ms[DEEPSEEK, "container start"] == 1e3 * system.container_start_main_s
-    assert ("gpt-oss-20b", "predict (sps)") in ms and (DEEPSEEK, "predict (category)") in ms
-
-
-def test_requests_of_a_prompt_go_on_where_the_prompt_ends():
-    book = load_activations("gpt-oss-20b")
-    request = recorded_request(book, 0, 10, 5, np.full(24, 1e-4))
-    first = book.bank[book.bank_start[0] :][:15]
-    assert (request.decode_sets == first[10:]).all()
-    assert (set_bits(first[:10], 32).sum(axis=0) == request.prefill_counts).all()
-
-
-def test_spreads_are_those_of_the_committed_table():
-    committed = Path(serverless_workload.__file__).parents[2] / "results" / "serverless"
-    for one in read_record(committed / "spreads.csv")["notes"]:
-        taken = SPREADS.get(one["model"], SPREADS["default"])
-        assert list(taken) == one["spreads"]
-        assert ServerlessSystem.from_kwargs(model=one["model"]).load_spread == taken[0]

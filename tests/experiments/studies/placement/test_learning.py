@@ -1,17 +1,14 @@
-"""The study around the placement agents: what it reads, controls, times to a level."""
+"""The study around the placement agents: what it reads, and its controls."""
 
 import csv
-import math
 
 import numpy as np
 import pytest
 
-pytest.importorskip("torch")
-
-from servegym.agents import ppo_placement  # noqa: E402
-from servegym.agents.lib.checkpoint import load_policy  # noqa: E402
-from servegym.envs.expert_placement.env import ExpertPlacementEnv  # noqa: E402
-from servegym.experiments.studies.placement import learning  # noqa: E402
+from servegym.agents import ppo_placement
+from servegym.agents.lib.checkpoint import load_policy
+from servegym.envs.expert_placement.env import ExpertPlacementEnv
+from servegym.experiments.studies.placement import learning
 
 TOY = ("model=toy", "epochs=1", "epoch_s=30.0")
 
@@ -26,13 +23,6 @@ def test_controls_place_once_by_the_decoder_alone():
         action = control.act(rows)
         assert action["migrate"].tolist() == [1, 0] and np.ptp(action["plan"]) == 0
         assert env.action_space["plan"].contains(action["plan"][0])
-
-
-def test_seconds_to_a_level_are_those_of_the_first_evaluation_there():
-    curve = [{"cpu_s": 10.0 * k, "val_latency_s": s} for k, s in enumerate((9.0, 6.0, 7.0, 5.0))]
-    assert learning.seconds_to(curve, 6.0) == 10.0
-    assert learning.seconds_to(curve, 5.5) == 30.0
-    assert math.isnan(learning.seconds_to(curve, 4.0))
 
 
 @pytest.mark.parametrize("scenario", learning.SCENARIOS)

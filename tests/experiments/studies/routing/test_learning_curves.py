@@ -1,22 +1,13 @@
 """Learning curves of the agents: trainings, the control, the table and its findings."""
 
-import json
-
+import gymnasium as gym
 import numpy as np
 import pytest
 
-pytest.importorskip("matplotlib")
-pytest.importorskip("torch")
-pytest.importorskip("tyro")
-pytest.importorskip("safetensors")
-pytest.importorskip("rich")
-
-import gymnasium as gym  # noqa: E402
-
-from servegym.agents import ppo, sac_han  # noqa: E402
-from servegym.experiments.evaluation.output import read_rows  # noqa: E402
-from servegym.experiments.evaluation.tables import read_record  # noqa: E402
-from servegym.experiments.studies.routing import learning_curves  # noqa: E402
+from servegym.agents import ppo
+from servegym.experiments.evaluation.output import read_rows
+from servegym.experiments.evaluation.tables import read_record
+from servegym.experiments.studies.routing import learning_curves
 
 TINY = "--total_timesteps=256 --num_envs=4 --num_steps=32 --eval_every=128 --eval_episodes=2"
 SHORT = f'{TINY} --set "episode_requests=50"'
@@ -34,26 +25,6 @@ def test_shuffled_rewards_are_those_of_any_system_and_step_but_in_evaluations():
     assert (plain != shuffled).any() and set(shuffled.ravel()) <= set(plain.ravel())
     np.testing.assert_array_equal(evaluation, rewards(split="val"))
     np.testing.assert_array_equal(plain, rewards())
-
-
-def test_a_replay_buffer_is_given_rewards_of_any_system_and_step():
-    def added():
-        buffer = sac_han.ReplayBuffer(400)
-        for t in range(400):
-            step = {key: np.full(8, t) for key in ("action", "value")}
-            buffer.add(**step, reward=np.arange(8, dtype=np.float32) + 10 * t)
-        return buffer.data["reward"], buffer.data["action"]
-
-    reward, step = added()
-    assert (reward // 10 == step).all()
-    with learning_curves.shuffled_rewards(0, sac_han):
-        drawn, same = added()
-    np.testing.assert_array_equal(step, same)
-    assert (drawn <= reward.max(1, keepdims=True)).all() and set(drawn.ravel()) <= set(
-        reward.ravel()
-    )
-    assert np.ptp(drawn[-1]) > 1000
-    np.testing.assert_array_equal(added()[0], reward)
 
 
 @pytest.mark.slow
@@ -95,11 +66,3 @@ def test_every_training_has_flags_that_its_agent_takes(table):
     module = importlib.import_module(f"servegym.agents.{given.agent}")
     flags = shlex.split(given.flags)
     assert tyro.cli(module.Args, args=flags, config=(tyro.conf.FlagConversionOff,)).seed
-
-
-def test_a_curve_without_an_evaluation_at_the_rate_is_refused(tmp_path):
-    log = {"global_step": 0, "charts/cpu_s": 1.0, "eval/avg_qos_rate_5": 0.5}
-    (tmp_path / "metrics.jsonl").write_text(json.dumps(log) + "\n")
-    assert learning_curves.curve(tmp_path, [5.0])[0]["qos"] == 0.5
-    with pytest.raises(ValueError, match="no evaluation at 8 requests/s"):
-        learning_curves.curve(tmp_path, [8.0])

@@ -1,20 +1,15 @@
 """The table and curves of what PPO learns on the serverless family."""
 
-import json
 from functools import partial
 
 import gymnasium as gym
-import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("matplotlib")
-
-from safetensors.torch import load_file  # noqa: E402
-
-from servegym.experiments.evaluation.output import read_rows  # noqa: E402
-from servegym.experiments.evaluation.tables import read_record  # noqa: E402
-from servegym.experiments.studies.serverless import learning  # noqa: E402
+from servegym.experiments.evaluation.output import read_rows
+from servegym.experiments.evaluation.tables import read_record
+from servegym.experiments.studies.serverless import learning
 
 
 def test_shuffled_rewards_are_those_of_the_step_in_another_order():
@@ -26,26 +21,6 @@ def test_shuffled_rewards_are_those_of_the_step_in_another_order():
     actions = plain.action_space.sample()
     own, other = plain.step(actions)[1], shuffled.step(actions)[1]
     assert (own != other).any() and sorted(own) == sorted(other)
-
-
-def test_curves_and_seconds_to_a_level(tmp_path):
-    entries = [
-        {"global_step": 0, "charts/cpu_s": 1.0, "eval/score": -0.9},
-        {"global_step": 20, "charts/cpu_s": 2.5, "losses/entropy": 1.0},
-        {"global_step": 30, "charts/cpu_s": 4.0, "eval/score": -0.2},
-    ]
-    text = "".join(json.dumps(entry) + "\n" for entry in entries)
-    for name in ("seed_1", "random_1"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "metrics.jsonl").write_text(text)
-    points = learning.curves(tmp_path)
-    assert [(p["run"], p["step"], p["cpu_s"], p["val_reward"]) for p in points] == [
-        ("seed_1", 0, 1.0, -0.9),
-        ("seed_1", 30, 4.0, -0.2),
-    ]
-    assert learning.seconds_to(points, "seed_1", -0.9) == 1.0
-    assert learning.seconds_to(points, "seed_1", -0.5) == 4.0
-    assert np.isnan(learning.seconds_to(points, "seed_1", -0.1))
 
 
 @pytest.mark.slow

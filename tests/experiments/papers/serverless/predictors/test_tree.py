@@ -1,4 +1,4 @@
-"""The tree of k-medoids and Algorithm 1 against a slow walk; Eq. 11 to the letter."""
+"""The tree of k-medoids and Algorithm 1 against a slow walk."""
 
 import numpy as np
 import pytest
@@ -7,28 +7,7 @@ from servegym.experiments.papers.serverless.predictors import make_predictor
 from servegym.experiments.papers.serverless.predictors.similar_prompts import SimilarPromptsSearch
 from servegym.experiments.papers.serverless.predictors.tree import unit_rows
 
-from .histories import TREES, WIDTH, made_up, soft_cosine
-
-
-def literal_soft_cosine(first, second, sigma=1e-12):
-    """Eq. 11 token by token: the matrix of all tokens' similarities and two marker columns."""
-    tokens = np.vstack([first, second])
-    rows = tokens / np.linalg.norm(tokens, axis=1, keepdims=True)
-    gram = rows @ rows.T
-    mine = np.r_[np.ones(len(first)), np.zeros(len(second))]
-    other = 1.0 - mine
-    scale = np.sqrt(mine @ gram @ mine) * np.sqrt(other @ gram @ other)
-    return (mine @ gram @ other) / (scale + sigma)
-
-
-def test_pooled_soft_cosine_is_the_token_by_token_one():
-    rng = np.random.default_rng(1)
-    prompts = [rng.normal(size=(rng.integers(1, 9), WIDTH)) for _ in range(7)]
-    pooled = np.stack([(t / np.linalg.norm(t, axis=1, keepdims=True)).sum(axis=0) for t in prompts])
-    literal = [[literal_soft_cosine(a, b) for b in prompts] for a in prompts]
-    np.testing.assert_allclose(soft_cosine(pooled, pooled), literal, rtol=0, atol=1e-12)
-    units = unit_rows(pooled)
-    np.testing.assert_allclose(units @ units.T, literal, rtol=0, atol=1e-6)
+from .histories import TREES, made_up, soft_cosine
 
 
 @pytest.mark.parametrize("name", TREES)
@@ -80,28 +59,3 @@ def test_search_walks_to_the_leaf_and_ranks_before_cutting():
         np.testing.assert_array_equal(prompts[row], expected)
         np.testing.assert_allclose(near[row], known[expected], atol=1e-6)
     assert 5 < filled < 45  # both ways of the search were walked
-
-
-def test_a_tree_of_one_leaf_is_brute_force():
-    embeddings, shares, _ = made_up()
-    tree = make_predictor("sps", alpha=7, beta=1000).fit(embeddings[:200], shares[:200])
-    slow = make_predictor("bf", alpha=7).fit(embeddings[:200], shares[:200])
-    units = unit_rows(embeddings[200:])
-    np.testing.assert_array_equal(tree.search_units(units)[0], slow.search_units(units)[0])
-    np.testing.assert_allclose(
-        tree.predict(embeddings[200:]), slow.predict(embeddings[200:]), rtol=1e-6
-    )
-
-
-@pytest.mark.parametrize("name", TREES)
-def test_equal_prompts_stay_one_leaf_and_short_histories_are_used_whole(name):
-    embeddings, shares, _ = made_up(1)
-    same = make_predictor(name, alpha=2, beta=5).fit(
-        np.repeat(embeddings, 50, 0), np.repeat(shares, 50, 0)
-    )
-    assert len(same.tree.leaves) == 1
-    np.testing.assert_allclose(same.predict(embeddings), shares)
-    alone = make_predictor(name).fit(embeddings, shares)
-    assert alone.search_units(unit_rows(embeddings))[0].tolist() == [[0]]
-    nothing = make_predictor(name).fit(np.zeros((4, 3)), np.ones((4, 1, 2)))
-    np.testing.assert_allclose(nothing.predict(np.zeros((1, 3))), 0.5)
