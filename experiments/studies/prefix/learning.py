@@ -51,9 +51,11 @@ RULES = ("round_robin", "least_load", "llm_d", "lmetric", "dynamo", "aibrix", "m
 OURS = ("weighted_load", "prefix_search")
 Scenario = Mapping[str, Any]
 SCENARIOS: dict[str, Scenario] = {
-    "mixed-cards": {"rates": (30.0, 33.0, 36.0), "train": ("rate=[24,38]",), "steps": 1_000_000},
+    "mixed-cards": {"rates": (30.0, 33.0, 36.0), "train": [24, 38], "steps": 1_000_000},
+    "hot-tenant": {"rates": (60.0,), "train": [60, 60], "steps": 480_000},
+    "mooncake": {"rates": (10.0,), "train": [8, 12], "steps": 128_000},
 }
-"""Rates that are measured, arguments of the trainings and their decisions."""
+"""Rates that are measured, those of the trainings, and their decisions."""
 AGENT: dict[str, Any] = {
     "env_id": SUMMARY_ID,
     "own_requests": True,
@@ -76,10 +78,6 @@ class Options(study.Options):
     checkpoints: Path
 
 
-def _arguments(name: str) -> dict[str, Any]:
-    return {"scenario": name}
-
-
 def training(folder: Path, name: str) -> list[Path]:
     """The runs of a scenario in a folder, trained where they are missing."""
     from servegym.agents import ppo
@@ -90,13 +88,13 @@ def training(folder: Path, name: str) -> list[Path]:
         runs.append(folder / run)
         if (folder / run / "last.safetensors").exists():
             continue
-        words = [f"{key}={json.dumps(value)}" for key, value in _arguments(name).items()]
+        scenario = SCENARIOS[name]
         ppo.train(
             ppo.Args(
                 **AGENT,
                 seed=seed,
-                set=(*words, *SCENARIOS[name]["train"]),
-                total_timesteps=SCENARIOS[name]["steps"],
+                set=(f'scenario="{name}"', f"rate={json.dumps(scenario['train'])}"),
+                total_timesteps=scenario["steps"],
                 out_dir=str(folder),
                 run_name=run,
             )
@@ -108,10 +106,8 @@ def played(
     policy: Any, seed: int, episodes: int, **kwargs: Any
 ) -> tuple[NDArray[np.float64], NDArray[Any]]:
     """Share of the requests within both objectives of each episode, and the requests of all."""
-    logs: dict[str, list[NDArray[Any]]] = {}
-    given = {"env_kwargs": kwargs, "num_envs": episodes, "logs": logs}
-    rows = evaluate(ENV_ID, [policy], episodes, seed, **given)
-    (requests,) = logs.values()
+    rows = evaluate(ENV_ID, [policy], episodes, seed, env_kwargs=kwargs, num_envs=episodes)
+    (requests,) = rows.logs.values()
     return np.array([float(row["attainment"]) for row in rows]), np.concatenate(requests)
 
 
@@ -124,8 +120,7 @@ def decisions(requests: NDArray[Any], system: PrefixSystem) -> tuple[float, floa
 
 def tuned_rule(name: str) -> dict[str, float]:
     """Constants of `WeightedLoad` that are best on validation episodes at the training's rates."""
-    low, high = json.loads(SCENARIOS[name]["train"][0].removeprefix("rate="))
-    given = _arguments(name) | {"rate": [low, high], "split": "val"}
+    given = {"scenario": name, "rate": SCENARIOS[name]["train"], "split": "val"}
     system = PrefixSystem.from_kwargs(**given)
     reached = []
     for load_s, power in POINTS:
@@ -136,7 +131,7 @@ def tuned_rule(name: str) -> dict[str, float]:
 
 def _rows(options: Options, at: Mapping[str, Any], _: Sequence[Any]) -> Iterator[dict[str, Any]]:
     name, rate = at["scenario"], at["rate"]
-    given = _arguments(name) | {"rate": rate}
+    given = {"scenario": name, "rate": rate}
     play = partial(played, seed=DEFAULT_SEED, episodes=options.episodes, **given)
     constants = tuned_rule(name)
     system = PrefixSystem.from_kwargs(**given)

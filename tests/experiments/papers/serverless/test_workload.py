@@ -1,5 +1,6 @@
 """Serverless figures on routing, laws and starts: requests and starts by hand, files."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -85,12 +86,13 @@ def test_starts_by_hand(b):
     remote = np.zeros((26, 64), bool)
     remote[:, :count] = True
     replicas = np.full(26, 3)
-    own = serverless_coldstart.starts(system, remote, replicas, False)
+    own = serverless_coldstart.starts(system, remote, replicas)
     fixed = float(system.non_expert_mb.sum())
     main = 1.0 + (fixed + 26 * (64 - count) * 16.5) / system.load_mb_s
     assert own[0] == pytest.approx(main, rel=1e-9)
     assert own[1] == pytest.approx(1.0 + count * 16.5 / system.load_mb_s if count else 0.0)
-    shared = serverless_coldstart.starts(system, remote, replicas, True)
+    at_once = replace(system, load_shared=True)
+    shared = serverless_coldstart.starts(at_once, remote, replicas)
     total = fixed + 26 * (64 - count) * 16.5 + 3 * 26 * count * 16.5
     assert shared[0] == pytest.approx(1.0 + total / system.load_mb_s, rel=1e-9)
 
