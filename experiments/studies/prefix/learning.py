@@ -4,8 +4,8 @@
 
     python -m servegym.experiments.studies.prefix.learning --checkpoints runs/prefix
 
-trains ``agents/ppo.py`` into that folder, five seeds a scenario, at rates drawn around those that
-are measured; what is there is not trained again. The last policies then play the same episodes of
+trains ``agents/ppo.py`` into that folder, five seeds a scenario, at rates drawn from its ``train``;
+what is there is not trained again. The last policies then play the same episodes of
 the eval split as the rules, at the rates of `SCENARIOS`.
 
 What a policy decides is in two columns: ``slow_share`` is the share of the requests that each of
