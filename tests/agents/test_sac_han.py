@@ -171,39 +171,43 @@ def test_illegal_actions_have_no_probability(agent, random_obs):
 
 
 def kept(agent, monkeypatch, name, folder, **changes):
-    """The environments, the steps that the buffer was given and the networks of a tiny run."""
-    made, steps, nets = [], [], []
-    make, copy = agent.environments.make_envs, agent.deepcopy
+    """The steps that the buffer was given and the networks of a tiny run."""
+    steps, nets = [], []
+    copy = agent.deepcopy
 
     class Kept(agent.ReplayBuffer):
         def add(self, **step):
             steps.append({key: np.array(value) for key, value in step.items()})
             super().add(**step)
 
-    def make_kept(*args, **kwargs):
-        made.append(make(*args, **kwargs))
-        return made[-1]
-
     def copy_kept(net):
         nets.extend([net, copy(net)])
         return nets[-1]
 
     monkeypatch.setattr(agent, "ReplayBuffer", Kept)
-    monkeypatch.setattr(agent.environments, "make_envs", make_kept)
     monkeypatch.setattr(agent, "deepcopy", copy_kept)
     agent.train(tiny(name, folder, save_model=False, **changes)[1])
-    return made[0], {key: np.array([step[key] for step in steps]) for key in steps[0]}, nets
+    return {key: np.array([step[key] for step in steps]) for key in steps[0]}, nets
 
 
-@both
-def test_shaped_rewards_are_those_paid_and_the_change_of_what_is_held(agent, tmp_path, monkeypatch):
+ENV = ("episode_requests=60", "rate=[11,12]", "num_experts=3", "max_episode_steps=59")
+RUN = {"set": (*ENV, 'reward="completed_qos"'), "total_timesteps": 320}
+
+
+@pytest.fixture(scope="module", params=[sac_han, baseline_rl], ids=["sac_han", "sac_rows"])
+def trained(request, tmp_path_factory):
+    """What `kept` gives of a run without shaping and without an average, and of one with both."""
+    agent, folder = request.param, tmp_path_factory.mktemp("runs")
     name = "sac_han" if agent is sac_han else "sac_rows"
-    env = ("episode_requests=60", "rate=[11,12]", "num_experts=3")
-    env += ("max_episode_steps=59", 'reward="completed_qos"')
-    changes = {"set": env, "total_timesteps": 320}
-    with monkeypatch.context() as patch:
-        _, paid, _ = kept(agent, patch, name, tmp_path / "a", shaping=False, **changes)
-    _, shaped, _ = kept(agent, monkeypatch, name, tmp_path / "b", **changes)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(agent, "AVERAGED", 1e12)
+        plain = kept(agent, patch, name, folder / "a", shaping=False, **RUN)
+    with pytest.MonkeyPatch.context() as patch:
+        return plain, kept(agent, patch, name, folder / "b", **RUN)
+
+
+def test_shaped_rewards_are_those_paid_and_the_change_of_what_is_held(trained):
+    (paid, _), (shaped, _) = trained
     same = 65  # steps of uniform actions, before anything is learnt
     for key in ("rows", "action", "done"):
         np.testing.assert_array_equal(paid[key][:same], shaped[key][:same])
@@ -216,17 +220,12 @@ def test_shaped_rewards_are_those_paid_and_the_change_of_what_is_held(agent, tmp
     assert (np.take_along_axis(paid["mask"], paid["action"][..., None], -1) == 1).all()
 
 
-@both
-def test_the_evaluated_weights_are_an_average_of_the_learnt_ones(agent, tmp_path, monkeypatch):
-    name = "sac_han" if agent is sac_han else "sac_rows"
-    _, _, (net, averaged) = kept(agent, monkeypatch, name, tmp_path)
-    pairs = list(zip(net.parameters(), averaged.parameters(), strict=True))
-    assert any(not torch.equal(fast, slow) for fast, slow in pairs)
-    with monkeypatch.context() as patch:
-        patch.setattr(agent, "AVERAGED", 1e12)
-        _, _, (net, averaged) = kept(agent, patch, name, tmp_path / "last")
-    for fast, slow in zip(net.parameters(), averaged.parameters(), strict=True):
-        torch.testing.assert_close(fast, slow)
+def test_the_evaluated_weights_are_an_average_of_the_learnt_ones(trained):
+    (_, (fast, last)), (_, (net, averaged)) = trained
+    pairs = zip(net.parameters(), averaged.parameters(), strict=True)
+    assert any(not torch.equal(learnt, slow) for learnt, slow in pairs)
+    for learnt, slow in zip(fast.parameters(), last.parameters(), strict=True):
+        torch.testing.assert_close(learnt, slow)
 
 
 @pytest.mark.slow
