@@ -298,12 +298,6 @@ class Router(BasePolicy):
         return choose(self.scores(weights, observation), mask)
 
 
-def save_policy(agent: Agent, args: Args, path: Path) -> None:
-    """Weights and arguments in one safetensors file."""
-    meta = {"agent": "cem", "args": json.dumps(asdict(args))}
-    checkpoint.write_checkpoint(agent, meta, path)
-
-
 def load(meta: Mapping[str, str], weights: Mapping[str, Tensor], system: Any) -> CheckpointPolicy:
     """The policy of a checkpoint, see `servegym.agents.lib.checkpoint`."""
     args = checkpoint.saved_args(Args, checkpoint.json_field(meta, "args"))
@@ -352,7 +346,8 @@ def train(args: Args) -> Path:
     spread, step, best = np.full_like(mean, task.spread), 0, -np.inf
     rng = np.random.default_rng([args.seed, 5])
     log, where = RunLog(args, task.name, args.env_id, task.env_kwargs), (args.env_id, args.set)
-    write = log.save = partial(save_policy, agent, args)
+    meta = {"agent": "cem", "args": json.dumps(asdict(args))}
+    write = log.save = partial(checkpoint.write_checkpoint, agent, meta)
     if log.saved is not None:
         mean, spread, step, best = log.saved["state"]
         agent.weights.copy_(torch.as_tensor(mean))

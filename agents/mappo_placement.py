@@ -30,8 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from servegym._command_line import parse_settings
-from servegym.agents.lib.arguments import RunArgs, at_least, run_agent
+from servegym.agents.lib.arguments import RunArgs, grouped_settings, run_agent
 from servegym.agents.lib.checkpoint import (
     CheckpointPolicy,
     json_field,
@@ -183,13 +182,7 @@ def train(args: Args) -> Path:
     Raises:
         ValueError: If an argument is out of range.
     """
-    at_least("group_size", args.group_size, 2)
-    if args.batch_size % args.group_size:
-        raise ValueError(f"batch_size is {args.batch_size}; allowed are multiples of group_size")
-    settings = parse_settings(args.set)
-    fixed = [name for name in ("action_mode", "reward", "free_start") if name in settings]
-    if fixed:
-        raise ValueError(f"set: {fixed[0]} belongs to the agent; leave it out")
+    settings = grouped_settings(args, "batch_size")
     start = time.process_time()
     torch.set_num_threads(args.torch_threads)
     torch.manual_seed(args.seed)
@@ -215,11 +208,8 @@ def train(args: Args) -> Path:
         "shape": json.dumps({"width": args.width, "servers": servers, "layers": layers}),
         "setting": PlacementSystem.from_problem(env.problem).setting,
     }
-    n, num_updates, best_score = (
-        args.batch_size,
-        -(-args.total_timesteps // args.batch_size),
-        -np.inf,
-    )
+    n, best_score = args.batch_size, -np.inf
+    num_updates = -(-args.total_timesteps // n)
 
     # Buffers.
     obs = torch.zeros(n, servers, layers, COLUMNS)

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from servegym._command_line import parse_settings
-from servegym.agents.lib.arguments import RunArgs, at_least, run_agent
+from servegym.agents.lib.arguments import RunArgs, grouped_settings, run_agent
 from servegym.agents.lib.checkpoint import (
     CheckpointPolicy,
     json_field,
@@ -189,13 +189,7 @@ def train(args: Args) -> Path:
     Raises:
         ValueError: If an argument is out of range.
     """
-    at_least("group_size", args.group_size, 2)
-    if args.num_envs % args.group_size:
-        raise ValueError(f"num_envs is {args.num_envs}; allowed are multiples of group_size")
-    settings = parse_settings(args.set)
-    fixed = [name for name in ("action_mode", "reward", "free_start") if name in settings]
-    if fixed:
-        raise ValueError(f"set: {fixed[0]} belongs to the agent; leave it out")
+    settings = grouped_settings(args, "num_envs")
     start = time.process_time()
     torch.set_num_threads(args.torch_threads)
     torch.manual_seed(args.seed)

@@ -31,7 +31,7 @@ class FilePolicy(BasePolicy):
         self.policy, self.file, self.name = policy, file, policy.name
         self.clairvoyant, self.needs_env = policy.clairvoyant, policy.needs_env
         self.env_view, self.env_kwargs = policy.env_view, policy.env_kwargs
-        self.needs_outcomes = getattr(policy, "needs_outcomes", False)
+        self.needs_outcomes = policy.needs_outcomes
 
     @contextmanager
     def _locating_errors(self) -> Iterator[None]:
@@ -66,14 +66,14 @@ class FilePolicy(BasePolicy):
             self.policy.feedback(reward)
 
     def outcomes(self, ended: Any) -> None:
-        """See `BasePolicy.outcomes`."""
+        """See `Policy.outcomes`."""
         with self._locating_errors():
-            self.policy.outcomes(ended)  # pyright: ignore[reportAttributeAccessIssue]
+            self.policy.outcomes(ended)
 
     def bind(self, env: Any) -> None:
-        """See `BasePolicy.bind`."""
+        """See `Policy.bind`."""
         with self._locating_errors():
-            self.policy.bind(env)  # pyright: ignore[reportAttributeAccessIssue]
+            self.policy.bind(env)
 
 
 def _line_of(error: BaseException, file: Path) -> int | None:

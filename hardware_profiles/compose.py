@@ -544,7 +544,6 @@ def compose(
     dtype: str = "bf16",
     kv_dtype: str = "bf16",
     link: str | float | None = None,
-    kernels: CardKernels | None = None,
 ) -> Profile:
     """Compose the profile of a model on a card, or on ``tp`` cards with tensor parallelism.
 
@@ -559,7 +558,6 @@ def compose(
         link: what connects the cards: a name of :attr:`CardKernels.links`, or the microseconds of
             an all-reduce of 2**20 bytes over ``tp x dp`` cards as measured (``servegym measure
             link``); None for the card's default, with all its links in the interval.
-        kernels: tables to use in place of the shipped ones.
 
     Returns:
         The profile: ``"fitted"``, or ``"derived"`` where the card's tables are, an expert layer was
@@ -576,7 +574,7 @@ def compose(
     for option, value in (("tp", tp), ("dp", dp)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{option}: got {value!r}; must be a whole number >= 1")
-    tables = load_kernels(card) if kernels is None else kernels
+    tables = load_kernels(card)
     tables = replace(tables, kv_dtype=kv_dtype, link=_checked_link(link, tables, tp * dp))
     if kv_dtype not in tables.kv_dtypes:
         timed = ", ".join(tables.kv_dtypes)

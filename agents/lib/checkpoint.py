@@ -141,9 +141,7 @@ def shipped_for(family: str, name: str, system: Any) -> Path | None:
     return files[name]
 
 
-def load_policy(
-    path: str | os.PathLike[str], system: Any = None, torch_threads: int | None = 1
-) -> CheckpointPolicy:
+def load_policy(path: str | os.PathLike[str], system: Any = None) -> CheckpointPolicy:
     """Read a checkpoint written by an agent.
 
     Args:
@@ -152,7 +150,6 @@ def load_policy(
         system: A `RoutingSystem`; its estimators replace those of the training fleet, so that the
             policy can serve other experts. Or a `PlacementSystem`: the cluster to place on.
             Default: that of the training.
-        torch_threads: Threads of torch from now on (None: leave them).
 
     Returns:
         A greedy policy; its name says what was trained: ``sac_han``, ``sac_rows``,
@@ -170,8 +167,7 @@ def load_policy(
     import torch
     from safetensors import SafetensorError
 
-    if torch_threads is not None:
-        torch.set_num_threads(torch_threads)
+    torch.set_num_threads(1)
     try:
         meta, weights = read_content(file)
     except (SafetensorError, OSError, UnicodeDecodeError) as error:

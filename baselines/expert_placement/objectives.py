@@ -1,4 +1,4 @@
-"""What a placement costs: the proxy of Eq. 2 and migration by Eq. 3 and Eq. 4 of the Prism paper.
+"""What a placement and a migration cost, by Eq. 3 and Eq. 4 of the Prism paper.
 
 Slots are counted by GPU and then added, the frequencies are *counts* (never normalised by server),
 an expert on another GPU of the same server is local, and freeing memory costs nothing. Shapes are
@@ -9,19 +9,6 @@ from __future__ import annotations
 
 import numpy as np
 from numpy.typing import ArrayLike
-
-
-def proxy(counts: ArrayLike, held: ArrayLike) -> float:
-    """Eq. 2: token-to-expert assignments whose expert is not on the server they arrived at.
-
-    Args:
-        counts: (N, L, E).
-        held: (N, L, E) bool.
-
-    Returns:
-        Their number.
-    """
-    return float(np.sum(counts, where=~np.asarray(held).astype(np.bool_), dtype=np.float64))
 
 
 def migration_time(

@@ -14,15 +14,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from servegym._checks import choose, whole
-from servegym.baselines.expert_placement.eplb import eplb, eplb_global
-from servegym.baselines.expert_placement.feasibility import Bools, Floats, assign_gpus, server_view
-from servegym.baselines.expert_placement.heuristics import (
-    layer_chains,
-    redundance,
-    smartmoe,
-    uniform,
-    whole_layer,
+from servegym.baselines.expert_placement.feasibility import (
+    Bools,
+    Floats,
+    Ints,
+    assign_gpus,
+    server_view,
 )
+from servegym.baselines.expert_placement.heuristics import whole_layer
 from servegym.baselines.expert_placement.initial_placement import SWAPS, TRIES, best_start
 from servegym.baselines.expert_placement.latency_search import latency_dp
 from servegym.baselines.expert_placement.linear_program import proxy_optimum
@@ -148,88 +147,48 @@ class MoeInfinity(KeepPlacement):
 
     Args:
         system: Not used.
-        cache: ``activation_aware``, ``lru`` or ``lfu``, see `SimulatorArguments`; default: that of
-            the class.
-        router: Which server takes a request, see there; default: that of the class, or the
-            environment's if it has none.
+        cache: ``activation_aware``, ``lru`` or ``lfu``, see `SimulatorArguments`.
+        router: Which server takes a request, see there; default: the environment's.
     """
 
     name = "moe_infinity"
-    cache = "activation_aware"
-    router: str | None = None
 
     def __init__(
-        self, system: PlacementSystem, *, cache: str | None = None, router: str | None = None
+        self, system: Any, *, cache: str = "activation_aware", router: str | None = None
     ) -> None:
         super().__init__(system)
-        cache = choose("cache", self.cache if cache is None else cache, CACHES)
+        cache = choose("cache", cache, CACHES)
         asked = {"action_mode": "placement", "serving": "offload", "cache": cache}
-        router = self.router if router is None else router
         if router is not None:
             asked["router"] = choose("router", router, ROUTERS)
         self.env_kwargs: Mapping[str, Any] = MappingProxyType(asked)
 
 
-class MoeInfinityLb(MoeInfinity):
-    """`MoeInfinity` with requests sent, as a whole, to the server that serves fewest."""
+class RandomPlacement(PlacementPolicy):
+    """A random placement, drawn for each row on its own.
 
-    name = "moe_infinity_lb"
-    router = "fewest_requests"
+    Args:
+        system: The cluster.
+        draw: Makes it of counts, slots, GPUs and a seed.
+        static: Whether it stays for an episode; else another one comes every epoch, whatever the
+            loads cost.
+    """
 
-
-class LfuCaches(MoeInfinity):
-    """Caches that give up the expert least often used; requests go by the load of a GPU."""
-
-    name = "lfu_caches"
-    cache = "lfu"
-    router = "least_load_per_gpu"
-
-
-class LruCaches(LfuCaches):
-    """`LfuCaches` that give up the expert least recently used."""
-
-    name = "lru_caches"
-    cache = "lru"
-
-
-class _RandomPolicy(PlacementPolicy):
-    """A random placement, drawn for each row on its own."""
-
-    draw: Callable[..., Bools]
+    def __init__(
+        self, system: PlacementSystem, draw: Callable[..., Bools], static: bool = True
+    ) -> None:
+        super().__init__(system)
+        self.draw, self.static = draw, static
 
     def reset(self, num_envs: int, seed: int | None = None) -> None:
         """See `Policy.reset`."""
         super().reset(num_envs, seed)
-        streams = np.random.SeedSequence(seed, spawn_key=(1,)).spawn(num_envs)
-        self._rows = [np.random.default_rng(stream) for stream in streams]
+        self._rows = row_streams(num_envs, seed)
 
     def plan(self, row: int, counts: Floats, current: Bools, first: bool) -> Bools | None:
         """See `PlacementPolicy.plan`."""
         seed = int(self._rows[row].integers(1 << 31))
-        return type(self).draw(counts, self.system.slots, self.system.gpu_server, seed=seed)
-
-
-class Uniform(_RandomPolicy):
-    """Every expert once, evenly over the GPUs; never moves."""
-
-    name = "uniform"
-    static = True
-    draw = staticmethod(uniform)
-
-
-class Redundance(_RandomPolicy):
-    """`Uniform` with the free slots filled at random; never moves."""
-
-    name = "redundance"
-    static = True
-    draw = staticmethod(redundance)
-
-
-class RandomPlacement(_RandomPolicy):
-    """Control: another `Redundance` every epoch, whatever the loads cost."""
-
-    name = "random"
-    draw = staticmethod(redundance)
+        return self.draw(counts, self.system.slots, self.system.gpu_server, seed=seed)
 
     def migration_pays(
         self, counts: Floats, current: Bools, plan: Bools, inputs: MigrationInputs
@@ -238,84 +197,45 @@ class RandomPlacement(_RandomPolicy):
         return True
 
 
-class _CountsPolicy(PlacementPolicy):
-    """A function of counts, slots and GPUs."""
+class CountsPlacement(PlacementPolicy):
+    """A placement algorithm: a function of counts, slots and GPUs, under Eq. 4 unless static.
 
-    place: Callable[..., Bools]
-
-    def plan(self, row: int, counts: Floats, current: Bools, first: bool) -> Bools | None:
-        """See `PlacementPolicy.plan`."""
-        return type(self).place(counts, self.system.slots, self.system.gpu_server)
-
-
-class WholeLayer(_CountsPolicy):
-    """Whole layers on each server; never moves."""
-
-    name = "whole_layer"
-    static = True
-    place = staticmethod(whole_layer)
-
-
-class Forward(_CountsPolicy):
-    """Chains of whole layers over which the hidden states of requests are forwarded; never moves.
-
-    It asks the environment for ``execution="forward"``.
+    Args:
+        system: The cluster.
+        place: The algorithm, see `feasibility`; None keeps the placement in use.
+        static: Whether it plans once an episode and never moves.
+        execution: Where layers run, if not where the environment says.
     """
 
-    name = "forward"
-    static = True
-    env_kwargs: Mapping[str, Any] = MappingProxyType(
-        {"action_mode": "placement", "execution": "forward"}
-    )
-    place = staticmethod(layer_chains)
-
-
-class SmartMoe(_CountsPolicy):
-    """SmartMoE's balance under Eq. 4."""
-
-    name = "smartmoe"
-    place = staticmethod(smartmoe)
-
-
-class Eplb(_CountsPolicy):
-    """Hierarchical EPLB under Eq. 4."""
-
-    name = "eplb"
-    place = staticmethod(eplb)
-
-
-class EplbGlobal(_CountsPolicy):
-    """Global EPLB under Eq. 4."""
-
-    name = "eplb_global"
-    place = staticmethod(eplb_global)
-
-
-class Prism(_CountsPolicy):
-    """Prism, corrected."""
-
-    name = "prism"
-    place = staticmethod(prism)
-
-
-class PrismPrinted(_CountsPolicy):
-    """Prism as printed; keeps the placement where that cannot cover every expert."""
-
-    name = "prism_printed"
+    def __init__(
+        self,
+        system: PlacementSystem,
+        place: Callable[..., Bools | None],
+        static: bool = False,
+        execution: str | None = None,
+    ) -> None:
+        super().__init__(system)
+        self.place, self.static = place, static
+        if execution is not None:
+            self.env_kwargs = MappingProxyType({**self.env_kwargs, "execution": execution})
 
     def plan(self, row: int, counts: Floats, current: Bools, first: bool) -> Bools | None:
         """See `PlacementPolicy.plan`."""
-        try:
-            return prism_printed(counts, self.system.slots, self.system.gpu_server)
-        except ValueError:
-            return None
+        return self.place(counts, self.system.slots, self.system.gpu_server)
 
 
-class ProxyOptimum(_CountsPolicy):
-    """The optimum of Eq. 2 for the counts seen."""
+def printed_or_none(counts: Floats, slots: Ints, gpu_server: Ints) -> Bools | None:
+    """Prism as printed; None where that cannot cover every expert."""
+    try:
+        return prism_printed(counts, slots, gpu_server)
+    except ValueError:
+        return None
 
-    name = "proxy_optimum"
-    place = staticmethod(proxy_optimum)
+
+def row_streams(num_envs: int, seed: int | None) -> list[np.random.Generator]:
+    """A source of chance for each row, apart from those of environments seeded alike."""
+    streams = np.random.SeedSequence(seed, spawn_key=(1,)).spawn(num_envs)
+    return [np.random.default_rng(stream) for stream in streams]
 
 
 class LatencyDp(PlacementPolicy):
@@ -396,9 +316,6 @@ class LatencyLocalSearch(PlacementPolicy):
         steps: Exchanges tried by a search.
         requests: Requests simulated for each placement, at least two a server.
         shift: Largest change of a server's task shares that starts no new search.
-
-    Attributes:
-        calls: Expert calls simulated since the policy was made.
     """
 
     name = "latency_local_search"
@@ -415,13 +332,11 @@ class LatencyLocalSearch(PlacementPolicy):
         self.steps = whole("steps", steps, 0)
         self.requests = max(whole("requests", requests, 1), 2 * system.cluster.num_servers)
         self.shift = float(shift)
-        self.calls = 0
 
     def reset(self, num_envs: int, seed: int | None = None) -> None:
         """See `Policy.reset`."""
         super().reset(num_envs, seed)
-        streams = np.random.SeedSequence(seed, spawn_key=(1,)).spawn(num_envs)
-        self._rows = [np.random.default_rng(stream) for stream in streams]
+        self._rows = row_streams(num_envs, seed)
         self._seen: list[Floats | None] = [None] * num_envs
         self._tasks: list[Floats | None] = [None] * num_envs
 
@@ -455,16 +370,8 @@ class LatencyLocalSearch(PlacementPolicy):
             latency_dp(model, self._latest, slots, home),
         ]
         objective = SimulatedLatency.of_counts(system, self._latest, self.requests, seed=self._seed)
-        found = latency_local_search(
-            objective,
-            self._latest,
-            slots,
-            home,
-            starts,
-            steps=self.steps,
-            seed=self._seed,
-        )
-        self.calls += objective.calls
+        search = {"steps": self.steps, "seed": self._seed}
+        found = latency_local_search(objective, self._latest, slots, home, starts, **search)
         return None if (found == current).all() else found
 
     def migration_pays(
@@ -475,6 +382,4 @@ class LatencyLocalSearch(PlacementPolicy):
         epoch = SimulatedLatency.of_counts(
             self.system, self._latest, max(round(arrivals), 1), seed=self._seed + 1
         )
-        better = epoch.latency_s(current, then=plan) < epoch.latency_s(current)
-        self.calls += epoch.calls
-        return better
+        return epoch.latency_s(current, then=plan) < epoch.latency_s(current)

@@ -31,7 +31,6 @@ class SimulatedLatency:
 
     Attributes:
         requests: The requests, from an empty system.
-        calls: Expert calls simulated so far.
     """
 
     def __init__(
@@ -74,7 +73,6 @@ class SimulatedLatency:
             outputs=rng.integers(low, high + 1, number),
             offset=rng.integers(0, 1 << 16, number),
         )
-        self.calls = 0
         self._simulator = Simulator(system.cluster, system.prompts, **system.simulator_options)
 
     @classmethod
@@ -97,7 +95,6 @@ class SimulatedLatency:
         if then is not None:
             simulator.adopt(np.asarray(then, dtype=np.uint8))
         simulator.run()
-        self.calls += int(simulator.state.meta["calls"][0])
         return float(simulator.latencies().mean())
 
 

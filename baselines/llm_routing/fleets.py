@@ -47,7 +47,7 @@ class PerFleet(BasePolicy):
         sample = factory(system.of(features), **self._kwargs)
         self.name, self.clairvoyant = sample.name, sample.clairvoyant
         self.env_view, self.env_kwargs = sample.env_view, sample.env_kwargs
-        self.needs_outcomes = getattr(sample, "needs_outcomes", False)
+        self.needs_outcomes = sample.needs_outcomes
 
     def reset(self, num_envs: int, seed: int | None = None) -> None:
         """See `Policy.reset`."""
@@ -90,13 +90,13 @@ class PerFleet(BasePolicy):
                 inner.feedback(reward[rows])
 
     def outcomes(self, ended: NDArray[Any]) -> None:
-        """See `BasePolicy.outcomes`."""
+        """See `Policy.outcomes`."""
         for rows, inner in zip(self._groups, self._inner, strict=True):
             mine = ended[np.isin(ended["row"], rows)]
             if inner is not None and len(mine):
                 mine = mine.copy()
                 mine["row"] -= rows[0]
-                inner.outcomes(mine)  # pyright: ignore[reportAttributeAccessIssue]
+                inner.outcomes(mine)
 
 
 def _without_padding(

@@ -37,8 +37,6 @@ from servegym.envs.serverless_moe.outcomes import remote_decode, start_times
 from servegym.envs.serverless_moe.plans import smallest_specs
 from servegym.envs.serverless_moe.sets import least_used_first
 
-__all__ = ["ActionTable", "CandidateActions", "ActionValues", "WarmFunctions", "evaluate_actions"]
-
 Floats = NDArray[np.float64]
 CACHED_PREDICTIONS = 512
 
@@ -179,10 +177,6 @@ class ActionTable:
         if len(self._cache) > CACHED_PREDICTIONS:
             self._cache.popitem(last=False)
         return sets
-
-    def clear_cache(self) -> None:
-        """Drop what is cached of predictions, so that the next decision takes its full time."""
-        self._cache.clear()
 
     def memory_mb(self, sets: RemoteSets, n_in: float) -> Floats:
         """Y of each layer and headroom, (S, L, Y); of no meaning where nothing is remote."""

@@ -8,15 +8,6 @@ from numpy.typing import ArrayLike, NDArray
 from servegym import _jit
 from servegym._jit import jit
 
-__all__ = [
-    "assign",
-    "compile_kernels",
-    "largest_replica_sums",
-    "lpt",
-    "lpt_rows",
-    "replica_loads",
-]
-
 Floats = NDArray[np.float64]
 
 
@@ -37,23 +28,11 @@ def _place(jobs, order, z, load, replica):
 
 
 @jit
-def _lpt(jobs, z):
-    """Replica of each job, int64 ``(K,)``: jobs by falling time, each to the least loaded.
+def lpt_rows(jobs, z_max):
+    """LPT of rows of jobs ``(N, K)`` on 1..z_max replicas: int8 ``(N, z_max, K)``.
 
     Ties go to the lower index; jobs of 0 are put on replica 0.
-
-    Args:
-        jobs: float64 ``(K,)``.
-        z: Replicas.
     """
-    replica = np.zeros(jobs.shape[0], np.int64)
-    _place(jobs, np.argsort(-jobs, kind="mergesort"), z, np.empty(z), replica)
-    return replica
-
-
-@jit
-def lpt_rows(jobs, z_max):
-    """LPT of rows of jobs ``(N, K)`` on 1..z_max replicas: int8 ``(N, z_max, K)``."""
     replica = np.zeros((jobs.shape[0], z_max, jobs.shape[1]), np.int8)
     load = np.empty(z_max)
     for row in range(jobs.shape[0]):
@@ -132,9 +111,7 @@ def lpt(jobs_s: ArrayLike, replicas: int) -> NDArray[np.int64]:
     jobs = np.ascontiguousarray(jobs_s, dtype=np.float64)
     if replicas < 1:
         raise ValueError(f"replicas must be at least 1, got {replicas}")
-    if jobs.ndim != 1 or (jobs < 0).any():
-        raise ValueError("jobs_s must be a row of times that are not negative")
-    return _lpt(jobs, replicas)
+    return lpt_rows(jobs[None], replicas)[0, -1].astype(np.int64)
 
 
 def assign(
@@ -226,7 +203,6 @@ def compile_kernels() -> None:
     _jit.compile_kernels(
         "serverless MoE policies",
         [
-            (_lpt, (rows[0], 1)),
             (lpt_rows, (rows, 1)),
             (_replica_loads, (rows, rows, 1)),
             (_largest_replica_sums, (replica, rows)),

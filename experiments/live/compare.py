@@ -35,7 +35,7 @@ from servegym.experiments.live.gateway import GatewayRequest, GatewayRouter
 from servegym.experiments.live.gateways.gate import fleet_arguments
 from servegym.experiments.live.models import FIRST_WORD, VOCABULARY
 from servegym.hardware_profiles import Profile
-from servegym.hardware_profiles.calibrate.calibrate_server import calibrate_server
+from servegym.hardware_profiles.calibrate.calibrate_server import ServerOptions, calibrate_server
 from servegym.hardware_profiles.measure import server
 
 __all__ = ["Plan", "analyse", "main", "run"]
@@ -111,19 +111,14 @@ def calibrate(endpoints: Sequence[Endpoint], plan: Plan, folder: Path) -> list[P
     def measure(one: Endpoint) -> Profile:
         out = folder / f"{one.name}.csv"
         out.unlink(missing_ok=True)
-        target = server.Endpoint(one.url, one.name, output_tokens=24)
         ids = (FIRST_WORD, VOCABULARY)
-        server.measure(
-            target, out, loads=(1,), prompt_words=(16,), requests=2, seed=99, token_ids=ids
-        )
+        target = server.Endpoint(one.url, one.name, output_tokens=24, token_ids=ids)
+        server.measure(target, out, loads=(1,), prompt_words=(16,), requests=2, seed=99)
         out.unlink()  # the first requests of a server are slow
         lengths = (PROMPTS[0] // 2, sum(PROMPTS) // 2, PROMPTS[1])
         loads = range(1, one.slots + 1)
-        server.measure(
-            target, out, loads=loads, prompt_words=lengths, requests=plan.sweep, token_ids=ids
-        )
-        profile = calibrate_server(
-            out,
+        server.measure(target, out, loads=loads, prompt_words=lengths, requests=plan.sweep)
+        options = ServerOptions(
             slots=one.slots,
             kv_tokens=one.slots * one.context,
             name=one.name,
@@ -132,6 +127,7 @@ def calibrate(endpoints: Sequence[Endpoint], plan: Plan, folder: Path) -> list[P
             device=str(tables.machine()["cpu"]),
             model=one.name,
         )
+        profile = calibrate_server(out, options)
         profile.save(folder / f"{one.name}.json")
         return profile
 
