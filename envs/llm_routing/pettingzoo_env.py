@@ -11,16 +11,16 @@ from pettingzoo import ParallelEnv
 
 from servegym._checks import check_render_mode, choose, flag, whole
 from servegym.envs._batch import need_episode, warn_of_no_mode
-from servegym.envs.llm_routing import kernel
 from servegym.envs.llm_routing.config import build_problem
 from servegym.envs.llm_routing.core import RoutingBatch, observation_space
 from servegym.envs.llm_routing.env import LLMRoutingEnv
+from servegym.envs.llm_routing.kernel import layout
 
 VIEWS = {
-    "graph": kernel.GRAPH,
-    "flat": kernel.FLAT,
-    "experts": kernel.EXPERTS,
-    "summary": kernel.SUMMARY,
+    "graph": layout.GRAPH,
+    "flat": layout.FLAT,
+    "experts": layout.EXPERTS,
+    "summary": layout.SUMMARY,
 }
 
 
@@ -103,12 +103,12 @@ class LLMRoutingParallelEnv(ParallelEnv):
         count = whole("num_access_points", num_access_points, 1, 4096)
         self.render_mode = check_render_mode(render_mode, self.metadata["render_modes"])
         self.shared_reward = flag("shared_reward", shared_reward)
-        layout = VIEWS[choose("view", view, VIEWS)]
+        shown = VIEWS[choose("view", view, VIEWS)]
         each = whole("episode_requests", kwargs.pop("episode_requests", 1000), 1, 10_000_000)
         if kwargs.get("requests_file") is not None:
             given = kwargs["requests_file"]
             raise ValueError(f"requests_file={given!r} is for a single access point.")
-        self.problem = build_problem(view=layout, **{**kwargs, "episode_requests": count * each})
+        self.problem = build_problem(view=shown, **{**kwargs, "episode_requests": count * each})
         self.batch = RoutingBatch(self.problem, 1)
         self.possible_agents = [f"access_point_{k}" for k in range(count)]
         self.agents: list[str] = []
@@ -234,21 +234,21 @@ class LLMRoutingParallelEnv(ParallelEnv):
         log = self.batch.log[0]
         self._under_way.append(index)
         rewards = np.zeros(len(self.agents))
-        paid_forward = int(self.problem.cfg["reward"][0]) == kernel.PAID_FORWARD
+        paid_forward = int(self.problem.cfg["reward"][0]) == layout.PAID_FORWARD
         # The other term goes to who has decided.
         rewards[actor] = gain if paid_forward else loss
         limit = float(self.batch.env["latency_requirement"][0])
         waiting = []
         for j in self._under_way:
             entry = log[j]
-            if entry["outcome"] == kernel.PENDING:
+            if entry["outcome"] == layout.PENDING:
                 waiting.append(j)
                 continue
             on_time = False
-            if entry["outcome"] == kernel.COMPLETED:
+            if entry["outcome"] == layout.COMPLETED:
                 taken = entry["finish_s"] - self.batch.arrivals[0, j]
                 on_time = taken / entry["output_tokens"] <= limit
-            elif entry["outcome"] != kernel.FAILED:
+            elif entry["outcome"] != layout.FAILED:
                 continue
             if paid_forward and not on_time:
                 rewards[self._owner[j]] -= entry["score"]
@@ -261,7 +261,7 @@ class LLMRoutingParallelEnv(ParallelEnv):
         log = self.batch.request_log(0)
         latency = (log["finish_s"] - log["arrival_s"]) / np.maximum(log["output_tokens"], 1)
         on_time = latency <= float(self.batch.env["latency_requirement"][0])
-        qos = np.where((log["outcome"] == kernel.COMPLETED) & on_time, log["score"], 0.0)
+        qos = np.where((log["outcome"] == layout.COMPLETED) & on_time, log["score"], 0.0)
         count = len(self.possible_agents)
         return np.bincount(self._owner, qos, count) / np.bincount(self._owner, minlength=count)
 
@@ -273,11 +273,11 @@ class LLMRoutingParallelEnv(ParallelEnv):
                 for name, part in seen.items()
             }
         seen = seen.copy()
-        if int(self.problem.cfg["layout"][0]) == kernel.FLAT:
-            of_experts = seen[1 + kernel.LOAD_WIDTH :].reshape(self.problem.num_experts, -1)
+        if int(self.problem.cfg["layout"][0]) == layout.FLAT:
+            of_experts = seen[1 + layout.LOAD_WIDTH :].reshape(self.problem.num_experts, -1)
             of_experts[:, :3] = 0.0
-        elif int(self.problem.cfg["layout"][0]) == kernel.SUMMARY:
-            seen[:, 1:4] = (-kernel.SUMMARY_MEANS / kernel.SUMMARY_SPREADS)[1:4]
+        elif int(self.problem.cfg["layout"][0]) == layout.SUMMARY:
+            seen[:, 1:4] = (-layout.SUMMARY_MEANS / layout.SUMMARY_SPREADS)[1:4]
         return seen
 
     def _views(self) -> Any:

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from servegym.envs._frames import HEIGHT, WIDTH, blank_canvas, pixels
-from servegym.envs.llm_routing import kernel
 from servegym.envs.llm_routing.core import RoutingBatch, held
+from servegym.envs.llm_routing.kernel import layout
 
 RECENT = 20  # completed requests behind the "latest" latency of an expert
 
@@ -114,9 +114,9 @@ def _look(batch: RoutingBatch, row: int) -> _Scene:
     if decided:
         entry = log[decided - 1]
         chosen = int(entry["expert"])
-        if entry["outcome"] == kernel.DROPPED:
+        if entry["outcome"] == layout.DROPPED:
             last, chosen = "dropped", -1
-        elif entry["outcome"] == kernel.REJECTED:
+        elif entry["outcome"] == layout.REJECTED:
             last = f"rejected by expert {chosen + 1}"
         else:
             last = f"sent to expert {chosen + 1}"
@@ -150,7 +150,7 @@ def _expert(
     running, waiting = held(e, batch.queue[row, n])
     block = int(problem.cfg["block_size"][0])
     profile, model = problem.profiles[int(e["profile"])], int(e["model"])
-    done = log[(log["expert"] == n) & (log["outcome"] == kernel.COMPLETED)]
+    done = log[(log["expert"] == n) & (log["outcome"] == layout.COMPLETED)]
     latency = (done["finish_s"] - done["arrival_s"]) / np.maximum(done["output_tokens"], 1)
     on_time = int(np.count_nonzero(latency <= limit))
     latest = latency[np.argsort(done["finish_s"], kind="stable")][-RECENT:]
@@ -165,10 +165,10 @@ def _expert(
         sent=len(done)
         + int(e["running"])
         + int(e["waiting"])
-        + int(np.count_nonzero((log["expert"] == n) & (log["outcome"] == kernel.FAILED))),
+        + int(np.count_nonzero((log["expert"] == n) & (log["outcome"] == layout.FAILED))),
         on_time=on_time,
         late=len(done) - on_time,
-        rejected=int(np.count_nonzero((log["expert"] == n) & (log["outcome"] == kernel.REJECTED))),
+        rejected=int(np.count_nonzero((log["expert"] == n) & (log["outcome"] == layout.REJECTED))),
     )
     used = 0
     for r in lane[running]:

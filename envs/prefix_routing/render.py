@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from servegym.envs._frames import blank_canvas, pixels
-from servegym.envs.prefix_routing import kernel
+from servegym.envs.prefix_routing.kernel import layout
 
 SHOWN, NAMED = 40, 25
 _INK, _SOFT, _PAPER, _EMPTY = "#1f2933", "#66788a", "#f5f7fa", "#e4e9ef"
@@ -64,7 +64,7 @@ def _text(batch: Any, row: int) -> str:
     log, problem = batch.request_log(row), batch.problem
     seen, engine = batch.gateway.replica[row], batch.systems.replica[row]
     lines = [
-        _words(batch, row, log[log["outcome"] == kernel.COMPLETED]),
+        _words(batch, row, log[log["outcome"] == layout.COMPLETED]),
         "replica                     running waiting  KV in use  in flight  prefill tokens  match",
     ]
     for n, card in enumerate(problem.profiles):
@@ -80,7 +80,7 @@ def _text(batch: Any, row: int) -> str:
 def _pixels(batch: Any, row: int) -> np.ndarray:
     log, problem = batch.request_log(row), batch.problem
     engine, seen = batch.systems.replica[row], batch.gateway.replica[row]
-    done = log[log["outcome"] == kernel.COMPLETED]
+    done = log[log["outcome"] == layout.COMPLETED]
     most = int(problem.tables.config["max_running"][0])
     index = int(batch.systems.env["index"][row])
     prompt = int(batch.gateway.request["prompt"][row, index]) if index >= 0 else 0

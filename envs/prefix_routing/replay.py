@@ -10,6 +10,7 @@ import numpy as np
 from servegym._checks import choose, whole
 from servegym._jit import compile_kernels
 from servegym.envs.prefix_routing import kernel
+from servegym.envs.prefix_routing.kernel import layout
 from servegym.envs.prefix_routing.requests import PrefixRequests
 from servegym.envs.prefix_routing.tables import (
     EngineArguments,
@@ -101,7 +102,7 @@ def replay_prefix(
             tokens=int(min(max_num_batched_tokens, requests.prompt_tokens.sum(dtype=np.int64))),
             context=int((requests.prompt_tokens + requests.output_tokens).max()),
         )
-    systems = kernel.allocate(tables.config[0], 1, requests.segments)
+    systems = layout.allocate(tables.config[0], 1, requests.segments)
     put_replicas(systems, cards, capacity)
     put_requests(systems, 0, requests)
     which = np.ones(1, dtype=np.int8)

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from servegym._checks import choose, whole
-from servegym.envs.serverless_moe import kernel
 from servegym.envs.serverless_moe.arguments import (
     DEFAULT_MODEL,
     DEPLOYMENTS,
@@ -17,6 +16,7 @@ from servegym.envs.serverless_moe.arguments import (
     PRESETS,
     ServerlessArguments,
 )
+from servegym.envs.serverless_moe.kernel import layout
 from servegym.envs.serverless_moe.sets import remote_count
 from servegym.envs.serverless_moe.system import (
     SystemModel,
@@ -121,7 +121,7 @@ class Problem:
     y_headroom_mb: np.ndarray
     z_headroom: np.ndarray
     nvec: np.ndarray
-    tables: kernel.Tables
+    tables: layout.Tables
     lengths: tuple[np.ndarray, np.ndarray]
     output_error: float
     idle_s: tuple[tuple[float, float], ...]

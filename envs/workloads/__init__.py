@@ -21,11 +21,7 @@ from servegym.envs.workloads.arrivals import Arrivals, list_arrivals, make_arriv
 from servegym.envs.workloads.catalog import Catalog
 from servegym.envs.workloads.catalog_names import list_catalogs, load_catalog
 from servegym.envs.workloads.predictions import bucket_edges, predict
-from servegym.envs.workloads.prefix_traces import (
-    PrefixTrace,
-    list_prefix_traces,
-    load_prefix_trace,
-)
+from servegym.envs.workloads.prefix_traces import PrefixTrace, list_prefix_traces, load_prefix_trace
 from servegym.envs.workloads.traces import Trace, load_trace
 
 __all__ = [

@@ -29,13 +29,7 @@ from servegym.envs.workloads.expert_sets import (
     unpack_sets,
 )
 from servegym.envs.workloads.files import DATA_DIR, checked, frozen, read_arrays, read_json
-from servegym.envs.workloads.moe_models import (
-    MoeModel,
-    list_models,
-    load_model,
-    rebuild,
-    values_of,
-)
+from servegym.envs.workloads.moe_models import MoeModel, list_models, load_model, rebuild, values_of
 from servegym.envs.workloads.synthetic_activations import (
     generate_tokens,
     lognormal_targets,

@@ -32,14 +32,7 @@ from typing import Any
 import numpy as np
 
 from servegym._checks import choose
-from servegym._files import (
-    MalformedFileError,
-    Times,
-    csv_header,
-    csv_rows,
-    exact_number,
-    json_rows,
-)
+from servegym._files import MalformedFileError, Times, csv_header, csv_rows, exact_number, json_rows
 
 _TIME_NAMES = (
     "timestamp",
