@@ -10,7 +10,6 @@ import numpy as np
 from servegym._checks import choose, whole
 from servegym.envs.serverless_moe.arguments import (
     DEFAULT_MODEL,
-    DEPLOYMENTS,
     GRANULARITIES,
     MAX_PROMPT_TOKENS,
     PRESETS,
@@ -36,19 +35,6 @@ from servegym.envs.workloads.activations import (
     make_toy_activations,
 )
 from servegym.envs.workloads.lengths import length_quantiles
-
-__all__ = [
-    "DEFAULT_MODEL",
-    "DEPLOYMENTS",
-    "GRANULARITIES",
-    "PREDICTORS",
-    "PRESETS",
-    "Problem",
-    "build_problem",
-    "build_system",
-    "predict",
-    "slo_classes",
-]
 
 PREDICTORS = ("task_mean", "global_mean", "nearest")
 NEIGHBOURS = 15

@@ -13,9 +13,6 @@ from servegym.envs.workloads.activations import (
     load_activations,
     load_model,
     make_toy_activations,
-    masks_to_counts,
-    popcounts,
-    sample_tokens,
 )
 from servegym.envs.workloads.arrivals import Arrivals, list_arrivals, make_arrivals
 from servegym.envs.workloads.catalog import Catalog
@@ -44,8 +41,5 @@ __all__ = [
     "load_trace",
     "make_arrivals",
     "make_toy_activations",
-    "masks_to_counts",
-    "popcounts",
     "predict",
-    "sample_tokens",
 ]
