@@ -11,8 +11,6 @@ from servegym._jit import inner
 from servegym.envs.serverless_moe.kernel.cost import planned_job_s
 from servegym.envs.serverless_moe.kernel.routing import has_expert
 
-__all__ = ["Choice", "choose", "functions_are_warm", "plan_functions"]
-
 
 class Choice(NamedTuple):
     """The whole-model part of an action, and what of it is warm.

@@ -31,8 +31,6 @@ from servegym.envs.serverless_moe.kernel.routing import (
     has_expert,
 )
 
-__all__ = ["serve"]
-
 
 class Violations(NamedTuple):
     """Which constraints the true routing breaks: 10f, 10e and 10g."""
