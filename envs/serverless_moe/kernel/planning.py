@@ -84,18 +84,8 @@ def _smallest_specification(law, need_mb):
 def _write_jobs(c, plan, falling, predicted, tokens, scratch):
     """Write a layer's remote experts, their expected tokens and times, in falling order.
 
-    Whatever number of replicas is tried, the jobs are the same.
-
-    Args:
-        c: :data:`CONFIG`.
-        plan: :data:`PLAN` of the layer.
-        falling: int16 ``(K,)`` experts by falling prediction.
-        predicted: float32 ``(K,)``.
-        tokens: prompt tokens times experts a token.
-        scratch: :class:`Scratch`.
-
-    Returns:
-        How many jobs there are.
+    Whatever number of replicas is tried, the jobs are the same. ``tokens`` are the prompt's times
+    the experts of each. Returns how many jobs there are.
     """
     mask, one, more = plan.mask, plan.one_s, plan.more_s
     job_expert, job_s, job_tokens = scratch.job_expert, scratch.job_s, scratch.job_tokens
@@ -113,16 +103,9 @@ def _write_jobs(c, plan, falling, predicted, tokens, scratch):
 
 @inner
 def _assign_by_lpt(count, z, replica, scratch):
-    """Assign a layer's jobs to z replicas, longest expected time first.
+    """Assign a layer's jobs to z replicas, longest expected time first: write ``replica`` ``(K,)``.
 
-    Args:
-        count: jobs of the layer.
-        z: replicas.
-        replica: int64 ``(K,)``, written.
-        scratch: :class:`Scratch` with the jobs.
-
-    Returns:
-        Expected tokens of the replica that gets most.
+    Returns the expected tokens of the replica that gets most.
     """
     job_expert, job_s, job_tokens = scratch.job_expert, scratch.job_s, scratch.job_tokens
     busy_s, assigned = scratch.replica_s, scratch.replica_tokens
