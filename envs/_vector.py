@@ -1,8 +1,7 @@
 """The part of a native vector environment that no family needs to write again.
 
 A family's batch advances B systems by one kernel call; this class gives it Gymnasium's three
-autoreset modes, seeds, time limits, masked resets, final observations and information layout, equal
-to `SyncVectorEnv` over the single environment.
+autoreset modes, seeds, time limits, masked resets, final observations and information layout.
 """
 
 from __future__ import annotations
@@ -20,7 +19,18 @@ from servegym.envs._batch import BatchEnv, check_options, need_episode, warn_of_
 
 
 class BatchVectorEnv(VectorEnv):
-    """B systems of a `BatchEnv` stepped together.
+    """B systems of a `BatchEnv` stepped together, equal to `SyncVectorEnv` bit for bit.
+
+    Besides the arguments of the single environment it takes
+
+    - `num_envs`: B;
+    - `autoreset_mode`: `"NextStep"` (default), `"SameStep"` (with `final_obs` and `final_info`) or
+      `"Disabled"` (with `reset(options={"reset_mask": ...})`);
+    - `copy`: False returns the buffers themselves, which the next call overwrites;
+    - `max_episode_steps`: truncates, without serving what is in the system.
+
+    With `reset(seed=s)` system i is seeded with s + i. Rewards are float64, the arrays of the
+    information carry their `_key` masks.
 
     Attributes:
         SINGLE: The single environment, whose parts and arguments these systems have.
