@@ -173,10 +173,8 @@ class RoutingBatch(Batch):
 
     Attributes:
         problem: what the systems share.
-        observation: views of the buffer that the kernel writes, with a leading axis of B; a dict
-            for the graph view, else one array. Overwritten by every call.
-        action_mask: int8 ``(B, N + 1)`` view, likewise.
-        out: float64 ``(B, 3)``: the two terms of the last reward and whether the episode ended.
+        observation: views of the buffer that the kernel writes: a dict for the graph view, else one
+            array. Overwritten by every call.
     """
 
     def __init__(self, problem: Problem, num_rows: int, num_threads: int = 1) -> None:
@@ -324,14 +322,7 @@ class RoutingBatch(Batch):
         self._observe_rows(which)
 
     def step(self, actions: np.ndarray, which: np.ndarray) -> int:
-        """Route the current request of the rows with ``which`` set; ``actions`` int64 ``(B,)``.
-
-        Returns:
-            How many episodes ended.
-
-        Raises:
-            ValueError: an action is out of range; nothing has changed then.
-        """
+        """Route the current request of the rows with ``which`` set; ``actions`` int64 ``(B,)``."""
         return self._advance(actions, which, self._no_copy)
 
     def step_and_copy(self, actions: np.ndarray, which: np.ndarray) -> tuple[int, Any, np.ndarray]:
@@ -391,18 +382,11 @@ class RoutingBatch(Batch):
         )
 
     def restore(self, row: int, state: RoutingState) -> None:
-        """Put a copied system back in a row and write its observation.
-
-        Raises:
-            ValueError: the state is of a system of other sizes.
-        """
+        """Put a copied system back in a row and write its observation."""
         for name in _OF_A_ROW:
             mine, theirs = getattr(self, name)[row], getattr(state, name)
-            if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
-                raise ValueError(
-                    f"state.{name} has shape {theirs.shape}, this environment needs {mine.shape}: "
-                    "restore a state into an environment made with the same arguments."
-                )
+            same = mine.shape == theirs.shape and mine.dtype == theirs.dtype
+            self.check_state(name, mine, theirs, same)
         if len(self.delayed) != len(state.delayed):
             raise ValueError(
                 "state.delayed: restore a state into an environment made with the same staleness_s."

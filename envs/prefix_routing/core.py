@@ -115,11 +115,8 @@ class PrefixBatch(Batch):
 
     Attributes:
         problem: what the systems share.
-        observation: buffers that the kernel writes, with a leading axis of B; a dict, or one array
-            for the flat view. Overwritten by every call.
-        action_mask: int8 ``(B, A)``, likewise.
-        out: float64 ``(B, 2)``: the last reward and whether the episode ended.
-        terms: name of the reward.
+        observation: buffers that the kernel writes: a dict, or one array where the view is one.
+            Overwritten by every call.
     """
 
     def __init__(self, problem: Problem, num_rows: int) -> None:
@@ -246,14 +243,7 @@ class PrefixBatch(Batch):
         self._begin(*self._arguments(), np.ascontiguousarray(which, np.int8))
 
     def step(self, actions: np.ndarray, which: np.ndarray) -> int:
-        """Route the current request of the rows with ``which`` set; ``actions`` int64 ``(B,)``.
-
-        Returns:
-            How many episodes ended.
-
-        Raises:
-            ValueError: an action is out of range; nothing has changed then.
-        """
+        """Route the current request of the rows with ``which`` set; ``actions`` int64 ``(B,)``."""
         actions = np.ascontiguousarray(actions, np.int64)
         ended = self._step(*self._arguments(), actions, np.ascontiguousarray(which, np.int8))
         if ended < 0:
@@ -289,22 +279,13 @@ class PrefixBatch(Batch):
         }
 
     def restore(self, row: int, state: PrefixState) -> None:
-        """Put a copied system back in a row and write its observation.
-
-        Raises:
-            ValueError: the state is of a system of other sizes.
-        """
+        """Put a copied system back in a row and write its observation."""
         mine = self._engine(row)
         for name, theirs in state.engine.items():
             same = theirs.shape == mine[name].shape
             if name in GROWN:  # the size of their longest axis goes by the episode
                 same = name == "segments" or len(theirs) == len(mine[name])
-            if not same:
-                raise ValueError(
-                    f"state.engine[{name!r}] has shape {theirs.shape}, this environment needs "
-                    f"{mine[name].shape}: restore a state into an environment made with the same "
-                    "arguments."
-                )
+            self.check_state(f"engine[{name!r}]", mine[name], theirs, same)
         wanted = {name: state.gateway[name].shape[-1] for name in GROWING}
         self._make_room(len(state.engine["segments"]), wanted)
         if len(state.engine["known"]):

@@ -117,11 +117,8 @@ class ServerlessBatch(Batch):
 
     Attributes:
         problem: what the systems share.
-        observation: views of the buffers that the kernel writes, with a leading axis of B; a dict,
-            or one array for the flat view. Overwritten by every call.
-        action_mask: int8 ``(B, sum of nvec)``, likewise.
-        out: float64 ``(B, 4)``: the terms of the last reward and whether the episode ended.
-        terms: names of the reward's terms.
+        observation: views of the buffers that the kernel writes: a dict, or one array for the flat
+            view. Overwritten by every call.
     """
 
     def __init__(self, problem: Problem, num_rows: int) -> None:
@@ -246,14 +243,7 @@ class ServerlessBatch(Batch):
         kernel.observe(self.problem.tables, a, which)
 
     def step(self, actions: np.ndarray, which: np.ndarray) -> int:
-        """Serve the current request of the rows with ``which`` set; int64 ``(B, n)`` actions.
-
-        Returns:
-            How many episodes ended.
-
-        Raises:
-            ValueError: an action is out of range; nothing has changed then.
-        """
+        """Serve the current request of the rows with ``which`` set; int64 ``(B, n)`` actions."""
         p = self.problem
         ended = kernel.step(p.tables, self.arrays, actions, p.nvec, which)
         if ended < 0:
@@ -280,18 +270,11 @@ class ServerlessBatch(Batch):
         return ServerlessState(env=self.env[row : row + 1].copy(), **parts)
 
     def restore(self, row: int, state: ServerlessState) -> None:
-        """Put a copied system back in a row and write its observation.
-
-        Raises:
-            ValueError: the state is of a system of other sizes.
-        """
+        """Put a copied system back in a row and write its observation."""
         for name in _STATE:
             here, saved = getattr(self.arrays, name)[row], getattr(state, name)
-            if here.shape != saved.shape or here.dtype != saved.dtype:
-                raise ValueError(
-                    f"state.{name} has shape {saved.shape}, this environment needs {here.shape}: "
-                    "restore a state into an environment made with the same arguments."
-                )
+            same = here.shape == saved.shape and here.dtype == saved.dtype
+            self.check_state(name, here, saved, same)
         for name in _STATE:
             getattr(self.arrays, name)[row] = getattr(state, name)
         self.env[row] = state.env[0]
