@@ -123,10 +123,7 @@ class BatchVectorEnv(VectorEnv):
         return generator
 
     def reset(
-        self,
-        *,
-        seed: int | list[int | None] | None = None,
-        options: dict[str, Any] | None = None,
+        self, *, seed: int | list[int | None] | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Any, dict[str, Any]]:
         """Draw new episodes, in all systems or those of ``options["reset_mask"]``.
 

@@ -108,10 +108,7 @@ def replay_prefix(
     which = np.ones(1, dtype=np.int8)
     begin, run = compile_kernels(
         "prefix replay engine",
-        [
-            (kernel.begin, (tables, systems, which)),
-            (kernel.run_replay, (tables, systems, sent)),
-        ],
+        [(kernel.begin, (tables, systems, which)), (kernel.run_replay, (tables, systems, sent))],
     )
     begin(tables, systems, which)
     run(tables, systems, sent)

@@ -264,11 +264,7 @@ class _Content(NamedTuple):
     think_s: np.ndarray
 
     def episode(
-        self,
-        row: np.ndarray,
-        copy: np.ndarray,
-        arrival_s: np.ndarray,
-        episode: Episode,
+        self, row: np.ndarray, copy: np.ndarray, arrival_s: np.ndarray, episode: Episode
     ) -> PrefixRequests:
         """The first of the given requests in time, each a row of a copy."""
         num_requests, block_size, dispatch = episode

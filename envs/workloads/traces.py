@@ -70,14 +70,7 @@ _NAMES = {"timestamp": _TIME_NAMES, "prompt": _PROMPT_NAMES, "output": _OUTPUT_N
 _PUBLISHED = {
     "burstgpt": ("Timestamp", "Request tokens", "Response tokens"),
     "azure": ("TIMESTAMP", "ContextTokens", "GeneratedTokens"),
-    "bailian": (
-        "timestamp",
-        "input_length",
-        "output_length",
-        "chat_id",
-        "parent_chat_id",
-        "turn",
-    ),
+    "bailian": ("timestamp", "input_length", "output_length", "chat_id", "parent_chat_id", "turn"),
     "mooncake": ("timestamp", "input_length", "output_length", "hash_ids"),
 }
 # format -> the columns that tell it; Bailian's requests have hash_ids, too, and come first
