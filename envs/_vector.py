@@ -249,15 +249,9 @@ class BatchVectorEnv(VectorEnv):
                 terms[f"_{name}"] = stepped
             info["reward_terms"] = terms
             info["_reward_terms"] = stepped
-        if ended is not None and ended.any():
-            kpis: dict[str, Any] = {}
+        if ended is not None:
             for row in np.flatnonzero(ended).tolist():
-                for name, value in self.batch.kpis(row).items():
-                    kpis.setdefault(name, np.zeros(self.num_envs))[row] = value
-            for name in list(kpis):
-                kpis[f"_{name}"] = ended.copy()
-            info["episode_kpis"] = kpis
-            info["_episode_kpis"] = ended.copy()
+                self._add_info(info, {"episode_kpis": self.batch.kpis(row)}, row)
         return info
 
     def _mask_info(self, which: np.ndarray, mask: np.ndarray | None = None) -> dict[str, Any]:
@@ -273,11 +267,7 @@ class BatchVectorEnv(VectorEnv):
         """What the systems in ``which`` that were just reset tell besides the mask."""
         info: dict[str, Any] = {}
         for row in np.flatnonzero(which).tolist():
-            for name, value in self.SINGLE.reset_info(self.batch, row).items():
-                if name not in info:
-                    info[name] = np.full(self.num_envs, None, dtype=object)
-                    info[f"_{name}"] = np.zeros(self.num_envs, dtype=bool)
-                info[name][row], info[f"_{name}"][row] = value, True
+            self._add_info(info, self.SINGLE.reset_info(self.batch, row), row)
         return info
 
     def _final_observations(self, done: np.ndarray) -> np.ndarray:
