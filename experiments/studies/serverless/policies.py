@@ -24,7 +24,7 @@ import numpy as np
 from servegym._command_line import run_main
 from servegym.baselines.registry import list_policies, make_policy
 from servegym.baselines.serverless_moe.system import ServerlessSystem
-from servegym.envs.serverless_moe.config import DEPLOYMENTS
+from servegym.envs.serverless_moe.arguments import DEPLOYMENTS
 from servegym.experiments.evaluation.evaluate import DEFAULT_SEED, evaluate
 from servegym.experiments.evaluation.stats import mean, paired_difference
 from servegym.experiments.evaluation.tables import Note, note
