@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from scipy.stats import spearmanr
 
-from servegym._checks import whole
+from servegym._checks import real, whole
 from servegym._command_line import run_main
 from servegym.envs.workloads import load_catalog
 from servegym.experiments.evaluation import tables
@@ -56,21 +56,13 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Plan:
-    """What is compared.
+    """What is compared."""
 
-    Attributes:
-        policies: Names or checkpoints.
-        loads: Of the fleet's capacity, see :func:`capacity`.
-        repetitions: Runs of each policy at each load, each with requests of its own.
-        requests: Requests of a run.
-        sweep: Requests a load and prompt length of the calibration.
-    """
-
-    policies: tuple[str, ...] = POLICIES
-    loads: tuple[float, ...] = LOADS
-    repetitions: int = 3
-    requests: int = 300
-    sweep: int = 16
+    policies: tuple[str, ...] = POLICIES  # names or checkpoints
+    loads: tuple[float, ...] = LOADS  # of the fleet's capacity, see `capacity`
+    repetitions: int = 3  # of each policy at each load, with other requests each
+    requests: int = 300  # of a run
+    sweep: int = 16  # requests a load and prompt length of the calibration
 
 
 QUICK = Plan(POLICIES[:3], (0.8,), 1, 40, 4)
@@ -78,23 +70,14 @@ QUICK = Plan(POLICIES[:3], (0.8,), 1, 40, 4)
 
 @dataclass
 class Run:
-    """What real servers did with one policy's requests.
-
-    Attributes:
-        policy: Name of the policy, or its checkpoint.
-        load: Share of the fleet's capacity.
-        repetition: Number of the repetition.
-        arguments: Of the environment that plays the same requests.
-        requests: Rows of the file of requests.
-        records: What became of each request.
-    """
+    """What real servers did with one policy's requests."""
 
     policy: str
-    load: float
+    load: float  # share of the fleet's capacity
     repetition: int
-    arguments: dict[str, Any]
-    requests: list[Row]
-    records: list[Row]
+    arguments: dict[str, Any]  # of the environment that plays the same requests
+    requests: list[Row]  # rows of their file
+    records: list[Row]  # what became of each
 
 
 def capacity(profile: Profile, slots: int) -> tuple[float, float]:
@@ -107,21 +90,19 @@ def capacity(profile: Profile, slots: int) -> tuple[float, float]:
 
 def calibrate(endpoints: Sequence[Endpoint], plan: Plan, folder: Path) -> list[Profile]:
     """Measure all servers at the same time, as they will be used, and fit their profiles."""
+    lengths = (PROMPTS[0] // 2, sum(PROMPTS) // 2, PROMPTS[1])
 
     def measure(one: Endpoint) -> Profile:
         out = folder / f"{one.name}.csv"
-        out.unlink(missing_ok=True)
         target = server.Endpoint(one.url, one.name, output_tokens=24)
-        ids = (FIRST_WORD, VOCABULARY)
-        server.measure(
-            target, out, loads=(1,), prompt_words=(16,), requests=2, seed=99, token_ids=ids
-        )
-        out.unlink()  # the first requests of a server are slow
-        lengths = (PROMPTS[0] // 2, sum(PROMPTS) // 2, PROMPTS[1])
-        loads = range(1, one.slots + 1)
-        server.measure(
-            target, out, loads=loads, prompt_words=lengths, requests=plan.sweep, token_ids=ids
-        )
+        # The first requests of a server are slow: they are sent, and not used.
+        for loads, words, requests, seed in (
+            ((1,), (16,), 2, 99),
+            (range(1, one.slots + 1), lengths, plan.sweep, 0),
+        ):
+            out.unlink(missing_ok=True)
+            more = {"requests": requests, "seed": seed, "token_ids": (FIRST_WORD, VOCABULARY)}
+            server.measure(target, out, loads=loads, prompt_words=words, **more)
         profile = calibrate_server(
             out,
             slots=one.slots,
@@ -220,16 +201,6 @@ def _serve(
     return records
 
 
-def _drawn_order(plan: Plan) -> list[tuple[float, str, int]]:
-    """Load, policy and repetition of every run; each repetition has an order of its own."""
-    order = []
-    for repetition in range(plan.repetitions):
-        some = [(load, policy) for load in plan.loads for policy in plan.policies]
-        np.random.default_rng(repetition).shuffle(some)
-        order += [(float(load), str(policy), repetition) for load, policy in some]
-    return order
-
-
 def run(
     specs: Sequence[ServerSpec], plan: Plan, folder: Path
 ) -> tuple[list[Endpoint], list[float], float, list[Run]]:
@@ -281,8 +252,12 @@ def run(
         for policy in plan.policies:
             routers[policy] = GatewayRouter(arguments[plan.loads[0], 0], policy, budget_s=None)
             routers[policy].warm()
+        order: list[tuple[float, str, int]] = []
+        for repetition in range(plan.repetitions):
+            some = [(load, policy, repetition) for load in plan.loads for policy in plan.policies]
+            np.random.default_rng(repetition).shuffle(some)
+            order += some
         runs = []
-        order = _drawn_order(plan)
         for number, (load, policy, repetition) in enumerate(order):
             if fleet.dead():
                 raise ValueError(f"server {fleet.dead()[0]!r} has ended; see its log in {folder}")
@@ -310,15 +285,7 @@ def run(
 def outcome(
     world: str, run: Run, latency_s: float, log: Mapping[str, np.ndarray] | np.ndarray
 ) -> Row:
-    """The row of a run in a world.
-
-    Args:
-        world: One of `WORLDS`.
-        run: The run.
-        latency_s: Latency requirement, seconds a token.
-        log: (K,) ``arrival_s``, ``first_token_s``, ``finish_s``, ``output_tokens``, ``score`` and
-            ``served`` of the requests.
-    """
+    """The row of a run in a world; of its log (K,) it reads the columns of `_real_log`."""
     tokens, latency = np.maximum(log["output_tokens"], 1), log["finish_s"] - log["arrival_s"]
     times = {
         "ttft_s": log["first_token_s"] - log["arrival_s"],
@@ -356,14 +323,8 @@ def _real_log(run: Run, names: Sequence[str]) -> dict[str, np.ndarray]:
 
 def _simulated_log(run: Run) -> dict[str, np.ndarray]:
     """The log of the policy in closed loop on the same requests."""
-    results = evaluate(
-        "servegym/LLMRouting-v1",
-        [run.policy],
-        episodes=1,
-        seed=run.repetition,
-        env_kwargs=run.arguments,
-        in_process=True,
-    )
+    env_id, policies, seed = "servegym/LLMRouting-v1", [run.policy], run.repetition
+    results = evaluate(env_id, policies, 1, seed, run.arguments, in_process=True)
     (log,) = next(iter(results.logs.values()))
     return {name: log[name] for name in log.dtype.names or ()} | {"served": log["outcome"] == 1}
 
@@ -377,17 +338,7 @@ def analyse(
     out: Path,
     made: Mapping[str, Any],
 ) -> None:
-    """Simulate what :func:`run` has returned, and write and print the tables.
-
-    Args:
-        servers: See there, as the next three.
-        capacity_rps: See there.
-        latency_s: See there.
-        runs: See there.
-        plan: Its plan.
-        out: Folder of the tables ``runs``, ``errors`` and ``qos``.
-        made: Provenance.
-    """
+    """Simulate what `run` has returned; write and print the tables ``runs``, ``errors``, ``qos``."""
     names = [one.name for one in servers]
     rows: list[Row] = []
     for one in runs:
@@ -407,20 +358,20 @@ def analyse(
             decisions=len(records),
         )
     )
-    told = ("name", "engine", "slots", "context", "cores")
+    facts = ("name", "engine", "slots", "context", "cores")
     settings = {
         **asdict(plan),
         "capacity_rps": capacity_rps,
         "latency_requirement_s": latency_s,
-        "servers": [{key: getattr(one, key) for key in told} for one in servers],
+        "servers": [{key: getattr(one, key) for key in facts} for one in servers],
     }
     full = {**made, "settings": settings}
     out.mkdir(parents=True, exist_ok=True)
     tables.write_result(out / "runs", [_rounded(row, 6) for row in rows], full)
     tables.write_result(out / "errors", errors, full)
     tables.write_result(out / "qos", qos, full, notes)
-    for title, found in (("errors, simulated over measured", errors), ("QoS", qos)):
-        print_table(title, list(found[0]), [list(map(str, row.values())) for row in found])
+    for title, table in (("errors, simulated over measured", errors), ("QoS", qos)):
+        print_table(title, list(table[0]), [list(map(str, row.values())) for row in table])
     for one in notes:
         print(one["text"])
 
@@ -446,13 +397,13 @@ def error_rows(rows: Sequence[Row]) -> list[Row]:
             for name in QUANTITIES:
                 if row[name] > 0 and other[name] > 0:
                     pairs.setdefault((row["load"], name), []).append((row[name], other[name]))
-    found = []
+    table = []
     for (load, name), values in sorted(pairs.items()):
         simulated, measured = np.transpose(values)
         errors = simulated / measured - 1.0
         more = {"absolute": float(np.abs(errors).mean()), "measured_s": float(measured.mean())}
-        found.append(_with_interval({"load": load, "quantity": name}, "error", errors, **more))
-    return found
+        table.append(_with_interval({"load": load, "quantity": name}, "error", errors, **more))
+    return table
 
 
 def qos_rows(rows: Sequence[Row]) -> list[Row]:
@@ -461,11 +412,11 @@ def qos_rows(rows: Sequence[Row]) -> list[Row]:
     values: dict[tuple[Any, ...], list[float]] = {}
     for row in rows:
         values.setdefault(tuple(row[k] for k in keys), []).append(row["qos"])
-    found = [
+    table = [
         _with_interval(dict(zip(keys, key, strict=True)), "qos", some)
         for key, some in values.items()
     ]
-    return sorted(found, key=lambda row: (row["load"], row["policy"]))
+    return sorted(table, key=lambda row: (row["load"], row["policy"]))
 
 
 def agreement_note(load: float, rows: Sequence[Row]) -> dict[str, Any]:
@@ -474,7 +425,7 @@ def agreement_note(load: float, rows: Sequence[Row]) -> dict[str, Any]:
     real, simulated = (np.array(list(by_policy.values())) for by_policy in worlds.values())
     apart = np.abs(simulated - real)
     rank = float(np.asarray(spearmanr(simulated, real))[0]) if len(real) > 2 else 1.0
-    best = {world: max(found, key=found.__getitem__) for world, found in worlds.items()}
+    best = {world: max(qos, key=qos.__getitem__) for world, qos in worlds.items()}
     return tables.note(
         f"load {load:g}: QoS apart by {apart.mean():.3f} on average, {apart.max():.3f} at most; "
         f"rank correlation {rank:.2f}; best in reality {best['real']}, in the simulation "
@@ -496,29 +447,23 @@ def default_fleet(cores: int) -> list[ServerSpec]:
 
 def _plan(options: argparse.Namespace) -> Plan:
     """The plan of a command line."""
-    given: dict[str, Any] = {}
+    changes: dict[str, Any] = {}
     if options.policies:
-        given["policies"] = tuple(options.policies.split(","))
+        changes["policies"] = tuple(options.policies.split(","))
     if options.loads:
         try:
-            given["loads"] = tuple(float(part) for part in options.loads.split(","))
+            loads = tuple(float(part) for part in options.loads.split(","))
         except ValueError:
             raise ValueError(f"loads is {options.loads!r}; give numbers such as 0.5,0.8") from None
-        if not all(0.0 < one <= 3.0 for one in given["loads"]):
-            raise ValueError(f"loads is {options.loads!r}; each must be above 0 and at most 3")
+        changes["loads"] = tuple(real("loads", one, 0.0, 3.0, open_low=True) for one in loads)
     for name in ("repetitions", "requests", "sweep"):
-        value = getattr(options, name)
-        if value is not None:
-            given[name] = whole(name, value, 1, 100_000)
-    return replace(QUICK if options.quick else Plan(), **given)
+        if getattr(options, name) is not None:
+            changes[name] = whole(name, getattr(options, name), 1, 100_000)
+    return replace(QUICK if options.quick else Plan(), **changes)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line of ``servegym real compare``.
-
-    Raises:
-        ValueError: If an argument or a file cannot be used, or a server does not start.
-    """
+    """Command line of ``servegym real compare``."""
     parser = argparse.ArgumentParser(
         prog="servegym real compare",
         description="Serve the same requests by real servers and by their simulation.",
@@ -536,11 +481,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(words)
     plan = _plan(options)
     specs = read_fleet(options.fleet) if options.fleet else default_fleet(os.cpu_count() or 1)
-    made = tables.provenance(
-        shlex.join([*parser.prog.split(), *map(str, words)]),
-        options.quick,
-        ("xllamacpp", "aiohttp"),
-    )
+    command = shlex.join([*parser.prog.split(), *map(str, words)])
+    made = tables.provenance(command, options.quick, ("xllamacpp", "aiohttp"))
     analyse(*run(specs, plan, options.folder), plan, options.folder / "tables", made)
     return 0
 

@@ -19,15 +19,7 @@ START_S = {"llama.cpp": 60.0, "vllm": 300.0, "simulated": 180.0}
 
 
 def command(spec: ServerSpec, model: Path, port: int) -> tuple[list[str], dict[str, str]]:
-    """The command of a server and its environment.
-
-    Args:
-        spec: The server.
-        model: Its GGUF file or folder.
-        port: Its port.
-
-    Returns:
-        Words and environment variables.
+    """The command of a server and its environment; ``model`` is its GGUF file or folder.
 
     Raises:
         ValueError: If the engine is not installed, or a simulated one's profile cannot be read.
