@@ -338,7 +338,7 @@ def analyse(
     out: Path,
     made: Mapping[str, Any],
 ) -> None:
-    """Simulate what `run` has returned; write and print the tables ``runs``, ``errors``, ``qos``."""
+    """Simulate what `run` has returned; write and print tables of the runs, errors and QoS."""
     names = [one.name for one in servers]
     rows: list[Row] = []
     for one in runs:
