@@ -56,11 +56,7 @@ _SERVING, _NOT_SERVING = b"\x08\x01", b"\x08\x02"
 
 
 def address(url: str) -> str:
-    """``ip:port`` of a server's URL.
-
-    Raises:
-        ValueError: If the URL has no host, or the host has no address.
-    """
+    """``ip:port`` of a server's URL; a ValueError names one that has none."""
     parts = urlsplit(url)
     if not parts.hostname:
         raise ValueError(f"url {url!r} has no host; write http://ADDRESS:PORT/v1")
@@ -81,8 +77,8 @@ def _text(headers: core.HeaderMap | None, name: str) -> str:
 
 def _entry(metadata: core.Metadata | None, space: str, key: str) -> Any:
     """An entry of a request's metadata, None without it."""
-    found = metadata.filter_metadata.get(space) if metadata is not None else None
-    return None if found is None else found.to_dict().get(key)
+    entries = metadata.filter_metadata.get(space) if metadata is not None else None
+    return None if entries is None else entries.to_dict().get(key)
 
 
 def _set(name: str, value: str) -> core.HeaderValueOption:
@@ -149,10 +145,7 @@ class EndpointPicker:
 
     Args:
         gate: The gate.
-        endpoints: ``ip:port`` of the experts, in their order.
-
-    Raises:
-        ValueError: If there is not one endpoint for each expert, or one comes twice.
+        endpoints: ``ip:port`` of the experts, in their order, one for each and none twice.
     """
 
     def __init__(self, gate: Gate, endpoints: Sequence[str]) -> None:
@@ -185,8 +178,8 @@ class EndpointPicker:
                 if message.protocol_config is not None:
                     request_mode = message.protocol_config.request_body_mode
                     response_mode = message.protocol_config.response_body_mode
-                found = _entry(message.metadata_context, SUBSET, f"{DESTINATION}-subset")
-                subset = subset if found is None else found
+                listed = _entry(message.metadata_context, SUBSET, f"{DESTINATION}-subset")
+                subset = subset if listed is None else listed
                 duplex = request_mode == BodyMode.FULL_DUPLEX_STREAMED
                 if message.request_headers is not None:
                     path = _text(message.request_headers.headers, ":path")
@@ -222,13 +215,13 @@ class EndpointPicker:
                     elif not duplex:
                         yield ext_proc.ProcessingResponse(request_body=ext_proc.BodyResponse())
                 elif message.request_trailers is not None:
-                    told = ext_proc.ProcessingResponse(request_trailers=ext_proc.TrailersResponse())
+                    end = ext_proc.ProcessingResponse(request_trailers=ext_proc.TrailersResponse())
                     if ticket is None:
                         ticket, chosen = self._pick(_json(body), subset, completion)
-                        told.dynamic_metadata = _metadata(chosen)
+                        end.dynamic_metadata = _metadata(chosen)
                         for one in _duplex(chosen, bytes(body), last=False) if duplex else ():
                             yield one
-                    yield told
+                    yield end
                 elif message.response_headers is not None:
                     headers = message.response_headers.headers
                     served = _entry(message.metadata_context, NAMESPACE, f"{DESTINATION}-served")
@@ -313,30 +306,19 @@ def _json(body: bytes | bytearray) -> Mapping[str, Any]:
     One of very many elements would hold the other streams while it is read: only its length counts.
     """
     try:
-        found = read_json(body)
+        request = read_json(body)
     except OverflowError:
         return {"prompt": "." * len(body)}
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return request if isinstance(request, dict) else {}
 
 
 async def start(picker: EndpointPicker, host: str, port: int) -> tuple[Any, int]:
-    """Serve a picker, and ``grpc.health.v1.Health/Check``.
+    """Serve a picker, and ``grpc.health.v1.Health/Check``; the server of ``grpc.aio`` and its port.
 
     The check says whether any server answers, and of the service ``liveness`` only that the process
-    does.
-
-    Args:
-        picker: The picker.
-        host: Address to listen on.
-        port: Port, or 0 for a free one.
-
-    Returns:
-        The server of ``grpc.aio`` and its port.
-
-    Raises:
-        ValueError: If it cannot listen there.
+    does. Port 0 takes a free one; a ValueError names one that cannot be used.
     """
 
     async def check(request: bytes, context: Any) -> bytes:
@@ -365,17 +347,7 @@ async def start(picker: EndpointPicker, host: str, port: int) -> tuple[Any, int]
 
 
 def run(gate: Gate, urls: Sequence[str], host: str, port: int) -> None:
-    """Serve until SIGINT or SIGTERM; the counters are logged every minute and at the end.
-
-    Args:
-        gate: The gate.
-        urls: Addresses of the servers.
-        host: Address to listen on.
-        port: Port.
-
-    Raises:
-        ValueError: If an address or the port cannot be used.
-    """
+    """Serve until SIGINT or SIGTERM; the counters are logged every minute and at the end."""
     picker = EndpointPicker(gate, [address(url) for url in urls])
     log = logging.getLogger("servegym.endpoint_picker")
     logging.basicConfig(format="%(message)s", level=logging.INFO)

@@ -89,14 +89,14 @@ class LiteLLMStrategy(CustomRoutingStrategyBase, CustomLogger):
             )
         self._ids, self._router = list(wanted), router
         for name in ATTEMPTS:
-            setattr(router, name, self._told(getattr(router, name)))
+            setattr(router, name, self._watched(getattr(router, name)))
         router.set_custom_routing_strategy(self)
 
-    def _told(self, attempt: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    def _watched(self, attempt: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
         """An attempt whose end the gate is told."""
 
         @functools.wraps(attempt)
-        async def told(*args: Any, **kwargs: Any) -> Any:
+        async def watched(*args: Any, **kwargs: Any) -> Any:
             tickets: list[Ticket] = []
             token = _attempt.set(tickets)
             try:
@@ -116,7 +116,7 @@ class LiteLLMStrategy(CustomRoutingStrategyBase, CustomLogger):
                     ticket.end("finished" if brought else "empty" if said else "failed")
             return response
 
-        return told
+        return watched
 
     async def async_get_available_deployment(
         self,
