@@ -187,11 +187,7 @@ async def _serve(options: argparse.Namespace, specs: Sequence[ServerSpec]) -> No
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line of ``servegym serve``; it ends with a signal.
-
-    Raises:
-        ValueError: If an argument, a file or a port cannot be used.
-    """
+    """Command line of ``servegym serve``; it ends with a signal."""
     from servegym.experiments.live.serve.server import new_loop
 
     options = _parser().parse_args(arguments)

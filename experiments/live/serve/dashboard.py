@@ -40,15 +40,7 @@ def _spread(values: Sequence[float]) -> list[float | None]:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket for the page.
-
-    Args:
-        host: Address.
-        port: Port, or 0 for a free one.
-
-    Raises:
-        ValueError: If the port cannot be used.
-    """
+    """A socket for the page; port 0 takes a free one, a ValueError names one that is in use."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family)
