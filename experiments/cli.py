@@ -10,6 +10,7 @@ import importlib
 import math
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeVar
@@ -179,11 +180,18 @@ def warm(
     ] = None,
 ) -> None:
     """Compile environments and policies ahead, once per machine; each family's seconds."""
+    import gymnasium
+
     from servegym.envs.families import FAMILIES, family_named
-    from servegym.experiments.warm import warm_family
 
     for family in [family_named(name) for name in families or ()] or FAMILIES:
-        typer.echo(f"{family.name}: {warm_family(family):.1f} s")
+        start = time.perf_counter()
+        for env_id in family.env_ids:  # environments compile when they are made
+            gymnasium.make(env_id).close()
+        policies: Any = importlib.import_module(f"servegym.baselines.{family.name}")
+        if hasattr(policies, "compile_kernels"):
+            policies.compile_kernels()
+        typer.echo(f"{family.name}: {time.perf_counter() - start:.1f} s")
 
 
 @app.command()
@@ -255,9 +263,9 @@ def evaluate(
     drawn: list[dict[str, Any]] = []
     if profile_draws:
         # The same episodes in every draw, also where their seed was made up; not for guests.
-        options["seed"] = min(row["seed"] for row in rows)
+        first = min(row["seed"] for row in rows)
         apart = any(row["source"] == "guest" for row in rows)
-        drawn = evaluate_draws(env_id, policies, profile_draws, apart=apart, **options)
+        drawn = evaluate_draws(env_id, policies, profile_draws, seed=first, apart=apart, **options)
     if out is not None:
         write_rows(
             out, [{"profile_draw": "none", **row} for row in rows] + drawn if drawn else rows
@@ -466,11 +474,7 @@ for _command in (
         "hardware_profiles.compose",
         "Compose a hardware profile of any model on any card: --card, --model, --tp, --dtype.",
     ),
-    (
-        "measure",
-        "hardware_profiles.measure.command",
-        "Measure a machine: gpu or server.",
-    ),
+    ("measure", "hardware_profiles.measure.command", "Measure a machine: gpu or server."),
     (
         "fidelity",
         "experiments.fidelity.report",

@@ -23,23 +23,16 @@ def replay_file(
     echo: Callable[[str], object] = print,
     **settings: Any,
 ) -> None:
-    """Replay a file of requests, write the times of every request and print a summary.
+    """Replay a CSV of requests (columns `FIELDS`), write each one's times and print a summary.
 
-    Args:
-        requests: CSV file with the columns `FIELDS`; others are ignored.
-        out: CSV file to write: the requests and the columns of the engine's result.
-        echo: Prints a line.
-        **settings: Arguments of ``servegym.envs.llm_routing.replay``.
-
-    Raises:
-        ValueError: If the file or a setting cannot be used.
+    ``settings`` are arguments of ``servegym.envs.llm_routing.replay``.
     """
-    given = read_columns(requests, lambda _: FIELDS)
+    asked = read_columns(requests, lambda _: FIELDS)
 
     from servegym.envs.llm_routing import replay
 
-    result = replay(*given.values(), **settings)
-    columns = {**given, **{name: result[name] for name in result.dtype.names or ()}}
+    result = replay(*asked.values(), **settings)
+    columns = {**asked, **{name: result[name] for name in result.dtype.names or ()}}
     write_columns(out, {name: np.asarray(values).tolist() for name, values in columns.items()})
     served = np.isfinite(result["finish_s"])
     echo(f"{len(result)} requests, {int((~served).sum())} rejected; written to {out}")

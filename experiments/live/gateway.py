@@ -47,21 +47,16 @@ _log = logging.getLogger("servegym.gateway")
 
 @dataclass(frozen=True)
 class GatewayRequest:
-    """A request that waits to be routed.
+    """A request that waits to be routed; one request in flight has its id.
 
-    Attributes:
-        id: What `GatewayRouter.finished` and the others call it; one request in flight has it.
-        prompt_tokens: Tokens of the prompt: one number, or one for each expert.
-        scores: (N,) predicted scores of the experts' answers in [0, 1], or None: the train means.
-        output_tokens: (N,) predicted tokens of their answers, or None: the train means.
-        allowed: (N,) which experts may have it, or None: all.
+    Predicted scores of the experts' answers are in [0, 1]; None are the train means.
     """
 
     id: str
-    prompt_tokens: float | Sequence[float]
-    scores: ArrayLike | None = None
-    output_tokens: ArrayLike | None = None
-    allowed: ArrayLike | None = None
+    prompt_tokens: float | Sequence[float]  # one number, or (N,)
+    scores: ArrayLike | None = None  # (N,)
+    output_tokens: ArrayLike | None = None  # (N,)
+    allowed: ArrayLike | None = None  # (N,) which experts may have it, or None: all
 
 
 @dataclass(frozen=True)
@@ -197,8 +192,7 @@ class GatewayRouter:
         """Choose an expert for a request; it counts as sent there until it has ended.
 
         Raises:
-            ValueError: If a request of that id is in flight, or a prediction is not (N,) finite
-                numbers.
+            ValueError: If a request of that id is in flight, or a prediction is not (N,) numbers.
         """
         begin = time.perf_counter()
         with self._lock:

@@ -71,15 +71,12 @@ class LiteLLMStrategy(CustomRoutingStrategyBase, CustomLogger):
         """
         if router is self._router:
             return
-        found = [
-            one["model_info"]["id"]
-            for one in router.model_list
-            if one.get("model_name") == self.model
-        ]
-        wanted = found if self._wanted is None else self._wanted
-        if len(wanted) != len(self.gate.names) or not set(wanted) <= set(found):
+        models = [one for one in router.model_list if one.get("model_name") == self.model]
+        there = [one["model_info"]["id"] for one in models]
+        wanted = there if self._wanted is None else self._wanted
+        if len(wanted) != len(self.gate.names) or not set(wanted) <= set(there):
             raise ValueError(
-                f"model {self.model!r} has the deployments {found}; the fleet has "
+                f"model {self.model!r} has the deployments {there}; the fleet has "
                 f"{len(self.gate.names)} experts, {', '.join(wanted)}"
             )
         missing = [name for name in ATTEMPTS if not hasattr(router, name)]
