@@ -30,6 +30,8 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
+REPLAYED = {"arrival_s": "time", "prompt_tokens": "tokens", "output_tokens": "tokens"}
+"""Columns of a file of requests, see `read_columns`; an output of a replay has them, too."""
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
@@ -92,21 +94,15 @@ def list_command() -> None:
             typer.echo(f"  {line}")
 
     block("environments", sorted(key for key in gymnasium.registry if key.startswith("servegym/")))
-    for family in (family.name for family in FAMILIES):
-        infos = list_policies(family)
-        if not infos:
-            continue
-        trained = shipped(family)
-        width = max(len(name) for name in [*trained, *(info.name for info in infos)])
-        block(
-            f"policies for {family}",
-            [
-                f"{info.name:<{width}}  {info.description}"
-                + (" (clairvoyant)" if info.clairvoyant else "")
-                for info in infos
-            ]
-            + [f"{name:<{width}}  shipped checkpoint" for name in trained],
-        )
+    for family in FAMILIES:
+        policies = {
+            info.name: info.description + " (clairvoyant)" * info.clairvoyant
+            for info in list_policies(family.name)
+        }
+        policies |= dict.fromkeys(shipped(family.name), "shipped checkpoint")
+        width = max(map(len, policies), default=0)
+        lines = [f"{name:<{width}}  {description}" for name, description in policies.items()]
+        block(f"policies for {family.name}", lines)
     block("catalogs", list(list_catalogs()))
     block("fleets", list_fleets())
     block("profiles", list_profiles())
@@ -318,16 +314,19 @@ def replay(
     ] = False,
 ) -> None:
     """Replay a trace of requests on one expert and write each request's times."""
+    from servegym._files import write_columns
+    from servegym.envs.workloads.requests import read_columns
     from servegym.experiments.evaluation.output import check_writable
 
     check_writable(out, (".csv",))
+    columns: dict[str, Any] = {**read_columns(requests, lambda _: REPLAYED)}
 
-    from servegym.experiments.replay import replay_file
+    import numpy as np
 
-    replay_file(
-        requests,
-        out,
-        typer.echo,
+    from servegym.envs.llm_routing import replay as replay_engine
+
+    result = replay_engine(
+        *columns.values(),
         profile=profile,
         scheduler=scheduler,
         max_num_seqs=max_num_seqs,
@@ -338,6 +337,16 @@ def replay(
         async_scheduling=async_scheduling,
         memory_policy=memory_policy,
     )
+    columns |= {name: result[name] for name in result.dtype.names or ()}
+    write_columns(out, {name: np.asarray(values).tolist() for name, values in columns.items()})
+    rejected = int((~np.isfinite(result["finish_s"])).sum())
+    typer.echo(f"{len(result)} requests, {rejected} rejected; written to {out}")
+    for name, unit in (("ttft_s", "s"), ("tpot_s", "s/token"), ("e2e_s", "s")):
+        times = result[name][np.isfinite(result[name])]
+        if times.size:
+            p50, p90, p99 = np.percentile(times, [50, 90, 99])
+            parts = f"mean {times.mean():.4f}  p50 {p50:.4f}  p90 {p90:.4f}  p99 {p99:.4f}"
+            typer.echo(f"{name:<7} {parts} {unit}")
 
 
 @app.command()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import importlib.util
 import json
 import os
 import shutil
@@ -22,10 +23,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
-from servegym._command_line import run_main
+from servegym._command_line import install_line, run_main
 from servegym._files import write_text
-from servegym.experiments.live import watchdog
-from servegym.experiments.live.engines import START_S, command
+from servegym.experiments.live import llama_server, watchdog
 from servegym.experiments.live.fleet_file import (
     Endpoint,
     ServerSpec,
@@ -34,9 +34,12 @@ from servegym.experiments.live.fleet_file import (
     write_endpoints,
 )
 from servegym.experiments.live.models import make_model
+from servegym.hardware_profiles import load
 
 __all__ = ["Fleet", "down", "healthy", "status", "up"]
 
+START_S = {"llama.cpp": 60.0, "vllm": 300.0, "simulated": 180.0}
+"""Seconds that an engine may take until it is healthy."""
 ENDPOINTS = "endpoints.json"
 _SUPERVISOR = "supervisor.json"
 _READY = b"\0"
@@ -105,6 +108,55 @@ def _wait(endpoint: Endpoint, keeper: subprocess.Popen[bytes]) -> None:
             f"server {endpoint.name!r} {what}; the end of {endpoint.log}: "
             f"{_tail(Path(endpoint.log))}"
         )
+
+
+def command(spec: ServerSpec, model: Path, port: int) -> tuple[list[str], dict[str, str]]:
+    """The command of a server and its environment; ``model`` is its GGUF file or folder.
+
+    Raises:
+        ValueError: If the engine is not installed, or a simulated one's profile cannot be read.
+    """
+    python = spec.python or sys.executable
+    if spec.python and not os.access(spec.python, os.X_OK):
+        raise ValueError(f"server {spec.name!r}: python is {spec.python!r}; no program is there")
+    threads = max(1, len(spec.cores))
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    more = [word for key, value in spec.options.items() for word in (f"--{key}", str(value))]
+    if spec.engine == "llama.cpp":
+        if not spec.python and importlib.util.find_spec("xllamacpp") is None:
+            raise ValueError(
+                f"server {spec.name!r}: xllamacpp is not installed; {install_line('real')}"
+            )
+        words = [python, str(Path(llama_server.__file__)), "--model", str(model)]
+        words += ["--name", spec.name, "--host", spec.host, "--port", str(port)]
+        words += ["--slots", str(spec.slots), "--context", str(spec.context)]
+        words += ["--batched-tokens", str(spec.batched_tokens), "--threads", str(threads)]
+        return words + more, environment
+    if spec.engine == "vllm":
+        words = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+        words += ["--served-model-name", spec.name, "--host", spec.host, "--port", str(port)]
+        words += ["--dtype", "bfloat16", "--enforce-eager", "--max-model-len", str(spec.context)]
+        words += ["--max-num-seqs", str(spec.slots)]
+        words += ["--max-num-batched-tokens", str(spec.batched_tokens)]
+        environment |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+        environment |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = (
+            ",".join(map(str, spec.cores)) if spec.cores else "auto"
+        )
+        # The tree that runs servegym is no part of the other interpreter's.
+        environment.pop("PYTHONPATH", None)
+        return words + more, environment
+    try:
+        load(spec.profile)
+    except ValueError as error:
+        raise ValueError(f"server {spec.name!r}: {error}") from None
+    words = [python, "-m", "servegym.experiments.live.serve.command", "--name", spec.name]
+    words += ["--model", spec.model or spec.name, "--profile", spec.profile]
+    words += ["--slots", str(spec.slots), "--context", str(spec.context)]
+    words += ["--batched-tokens", str(spec.batched_tokens)]
+    words += ["--host", spec.host, "--port", str(port)]
+    names = [word.replace("_", "-") if word.startswith("--") else word for word in more]
+    return words + names, environment
 
 
 class Fleet:
