@@ -265,39 +265,24 @@ def _gain(row: Row) -> str:
 
 
 def _print(policy: str, scenario: str, rows: Sequence[Row]) -> None:
-    kv = {rate: share for share, rate in KV_RATES.items()} if scenario == GIE else {}
-
-    def ratio(row: Row) -> str:
-        if row["ratio"] is None:
-            return "too little completed"
-        return f"{row['ratio']:.2f} [{row['ratio_low']:.2f}, {row['ratio_high']:.2f}]"
-
-    cells = [
-        [
-            f"{row['rate']:g}" + (f" ({kv[row['rate']]} % KV)" if row["rate"] in kv else ""),
-            row["baseline"],
-            f"{row['attainment']:.3f}",
-            _gain(row),
-            "" if row["time_per_token_s"] is None else f"{1e3 * row['time_per_token_s']:.1f}",
-            ratio(row),
-            str(row["episodes"]),
-            row["verdict"].upper() if row["verdict"] == "failed" else row["verdict"],
-        ]
-        for row in rows
-    ]
+    kv = {rate: f" ({share} % KV)" for share, rate in KV_RATES.items()} if scenario == GIE else {}
+    cells = []
+    for row in rows:
+        taken, ratio = row["time_per_token_s"], "too little completed"
+        if row["ratio"] is not None:
+            ratio = f"{row['ratio']:.2f} [{row['ratio_low']:.2f}, {row['ratio_high']:.2f}]"
+        line = [f"{row['rate']:g}{kv.get(row['rate'], '')}", row["baseline"]]
+        line += [f"{row['attainment']:.3f}", _gain(row)]
+        line += ["" if taken is None else f"{1e3 * taken:.1f}", ratio, str(row["episodes"])]
+        cells.append([*line, row["verdict"].replace("failed", "FAILED")])
     notes = sorted({row["remark"] for row in rows} - {""})
     timed = [row for row in rows if "decision_s" in row]
     if timed:
         taken = 1e3 * np.mean([row["decision_s"] for row in timed])
         slowest = 1e3 * max(row["slowest_decision_s"] for row in timed)
         notes.append(f"A decision took {taken:.2f} ms, the slowest {slowest:.1f} ms.")
-    print_table(
-        f"{policy}, scenario {scenario}",
-        ["requests/s", "against", "attainment", "gain", "ms/token", "its ratio", "n", "verdict"],
-        cells,
-        notes,
-        left=2,
-    )
+    heads = ["requests/s", "against", "attainment", "gain", "ms/token", "its ratio", "n", "verdict"]
+    print_table(f"{policy}, scenario {scenario}", heads, cells, notes, left=2)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -25,10 +25,11 @@ from scipy.stats import spearmanr
 
 from servegym._checks import real, whole
 from servegym._command_line import run_main
+from servegym._files import write_columns
 from servegym.envs.workloads import load_catalog
 from servegym.experiments.evaluation import tables
 from servegym.experiments.evaluation.evaluate import evaluate
-from servegym.experiments.evaluation.output import print_table, read_rows, write_csv, write_json
+from servegym.experiments.evaluation.output import print_table, read_rows, write_json
 from servegym.experiments.evaluation.stats import student_interval
 from servegym.experiments.live.fleet_file import Endpoint, ServerSpec, read_fleet
 from servegym.experiments.live.gateway import GatewayRequest, GatewayRouter
@@ -132,16 +133,15 @@ def write_requests(path: Path, names: Sequence[str], rate: float, count: int, se
     outputs = random.integers(OUTPUTS[0], OUTPUTS[1] + 1, (count, len(names)))
     guessed = np.clip(scores + random.normal(0.0, 0.05, scores.shape), 0.0, 1.0)
     lengths = np.clip(np.rint(outputs * np.exp(random.normal(0.0, 0.25, outputs.shape))), 1, None)
-    columns = {"arrival_s": arrivals.round(6), "prompt_tokens": prompts}
+    columns = {"arrival_s": arrivals.round(6).tolist(), "prompt_tokens": prompts.tolist()}
     for prefix, values in (
         ("score_", scores.round(4)),
         ("output_tokens_", outputs),
         ("predicted_score_", guessed.round(4)),
         ("predicted_tokens_", lengths.astype(int)),
     ):
-        columns |= {prefix + name: values[:, k] for k, name in enumerate(names)}
-    rows_of = zip(*(values.tolist() for values in columns.values()), strict=True)
-    write_csv(path, [dict(zip(columns, row, strict=True)) for row in rows_of])
+        columns |= {prefix + name: values[:, k].tolist() for k, name in enumerate(names)}
+    write_columns(path, columns)
 
 
 # -- reality ------------------------------------------------------------------------------------
@@ -176,14 +176,10 @@ def _serve(
         for j, request in enumerate(requests):
             prompt = random.integers(FIRST_WORD, VOCABULARY, request["prompt_tokens"]).tolist()
             time.sleep(max(0.0, request["arrival_s"] - router.clock()))
-            decision = router.decide(
-                GatewayRequest(
-                    str(j),
-                    request["prompt_tokens"],
-                    [request[f"predicted_score_{name}"] for name in names],
-                    [request[f"predicted_tokens_{name}"] for name in names],
-                )
-            )
+            scores = [request[f"predicted_score_{name}"] for name in names]
+            lengths = [request[f"predicted_tokens_{name}"] for name in names]
+            asked = GatewayRequest(str(j), request["prompt_tokens"], scores, lengths)
+            decision = router.decide(asked)
             k = decision.expert
             record: Row = {
                 "request": j,
@@ -234,11 +230,9 @@ def run(
         able = [capacity(p, one.slots) for p, one in zip(profiles, servers, strict=True)]
         rates = [rate for rate, _ in able]
         latency_s = max(seconds for _, seconds in able)
-        print(
-            f"calibrated in {time.monotonic() - began:.0f} s: "
-            + ", ".join(f"{name} {rate:.1f}/s" for name, rate in zip(names, rates, strict=True))
-            + f"; L {1e3 * latency_s:.1f} ms a token"
-        )
+        speeds = ", ".join(f"{name} {rate:.1f}/s" for name, rate in zip(names, rates, strict=True))
+        taken, limit = f"{time.monotonic() - began:.0f} s", f"L {1e3 * latency_s:.1f} ms a token"
+        print(f"calibrated in {taken}: {speeds}; {limit}")
         arguments = {}
         for load in plan.loads:
             for repetition in range(plan.repetitions):
@@ -350,14 +344,9 @@ def analyse(
     ]
     records = [record for one in runs for record in one.records]
     decisions = 1e3 * np.array([record["decision_s"] for record in records])
-    notes.append(
-        tables.note(
-            f"decisions in the gateway: median {np.median(decisions):.2f} ms, p99 "
-            f"{np.quantile(decisions, 0.99):.2f} ms, {sum(bool(r['reason']) for r in records)} of "
-            f"{len(records)} by the fallback",
-            decisions=len(records),
-        )
-    )
+    text = f"decisions in the gateway: median {np.median(decisions):.2f} ms, p99 "
+    text += f"{np.quantile(decisions, 0.99):.2f} ms, {sum(bool(r['reason']) for r in records)} of "
+    notes.append(tables.note(f"{text}{len(records)} by the fallback", decisions=len(records)))
     facts = ("name", "engine", "slots", "context", "cores")
     settings = {
         **asdict(plan),

@@ -65,9 +65,8 @@ class ServerSpec:
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
-            raise ValueError(
-                f"name is {self.name!r}; it must be of letters, digits, '-', '_' and '.'"
-            )
+            form = "it must be of letters, digits, '-', '_' and '.'"
+            raise ValueError(f"name is {self.name!r}; {form}")
         if self.engine not in ENGINES:
             raise ValueError(f"engine is {self.engine!r}; it must be one of {', '.join(ENGINES)}")
         if self.engine == "simulated" and not self.profile:

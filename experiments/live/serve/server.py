@@ -24,7 +24,7 @@ from typing import Any, cast
 from aiohttp import web
 from aiohttp.http_exceptions import LineTooLong
 
-from servegym._checks import whole
+from servegym._checks import real, whole
 from servegym.envs.prefix_routing.live import LiveEngine
 from servegym.experiments.live.fleet_file import Endpoint, ServerSpec
 from servegym.experiments.live.serve.faults import Fault
@@ -547,10 +547,8 @@ class SimulatedFleet:
         seed: int = 0,
         body_bytes: int = 4 << 20,
     ) -> None:
-        if not (math.isfinite(speed) and 0.001 <= speed <= 1000.0):
-            raise ValueError(f"speed is {speed!r}; it must be in 0.001..1000")
+        self.speed = real("speed", speed, 0.001, 1000.0)
         whole("body_bytes", body_bytes, 1024)
-        self.speed = speed
         self.servers = []
         for spec in specs:
             met = [one for one in faults if one.server in ("", spec.name)]
