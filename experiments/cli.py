@@ -419,8 +419,7 @@ def figures(
 @_clear_errors
 def sweep(
     file: Annotated[
-        str | None,
-        typer.Argument(help="A sweep file in wandb's format, or a shipped one by name."),
+        str | None, typer.Argument(help="A sweep file in wandb's format, or a shipped one by name.")
     ] = None,
     trials: Annotated[int, typer.Option(min=1, help="Finished runs in the end.")] = 20,
     workers: Annotated[int, typer.Option(min=1, help="Runs at a time, one thread each.")] = 1,

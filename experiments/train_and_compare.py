@@ -21,7 +21,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -103,12 +103,6 @@ def play(policy: str, training: int | None, rate: float, episodes: int, quick: b
     rows = evaluate(ENV_ID, [policy], episodes, None, env_kwargs, block)
     names = {"policy": TRAINED} if training else {}
     return [{**row, **names, "rate": rate, "training": training} for row in rows]
-
-
-def labelled(qos: Mapping[str, float]) -> list[str]:
-    """The heuristics to name among those with a QoS: `NAMED` and the best of the others."""
-    others = sorted(set(qos) - {*NAMED, TRAINED}, key=lambda name: qos[name])
-    return [name for name in NAMED if name in qos] + others[-1:]
 
 
 class Progress:
@@ -250,23 +244,22 @@ def print_comparison(table: Rows, ceiling: Sequence[float], notes: Rows) -> None
     body.append(["ceiling", *short(".3f", *ceiling), ""])
     heads = [*(f"QoS at {rate:g}/s" for rate in RATES), "gains at 5/8/10"]
     many = f"{table[0]['episodes']} episodes, trainings: {max(r['trainings'] for r in table)}"
-    print_table(
-        f"Average QoS, interquartile mean [95 % interval]; {many}",
-        ["policy", *heads],
-        body,
-        [
-            f"Gains: of trained over the policy, paired by episode; all are in {TABLE}.csv.",
-            "Intervals: over episodes, and trainings if several. Ceiling: mean of the best scores.",
-            *(one["text"] for one in notes),
-        ],
-    )
+    below = [
+        f"Gains: of trained over the policy, paired by episode; all are in {TABLE}.csv.",
+        "Intervals: over episodes, and trainings if several. Ceiling: mean of the best scores.",
+        *(one["text"] for one in notes),
+    ]
+    title = f"Average QoS, interquartile mean [95 % interval]; {many}"
+    print_table(title, ["policy", *heads], body, below)
 
 
 def plot(curve: Rows, table: Rows) -> bytes:
     """A PNG: the learning curve between the heuristics' lines, and QoS against the rate."""
     ranked = mean_qos(table)
     palette = ("tab:brown", "tab:orange", "tab:green", "tab:blue", "tab:purple")
-    colours = {TRAINED: "black", **dict(zip(labelled(ranked), palette, strict=False))}
+    others = [name for name in ranked if name not in (*NAMED, TRAINED)]
+    named = [name for name in NAMED if name in ranked] + others[:1]
+    colours = {TRAINED: "black", **dict(zip(named, palette, strict=False))}
     figure, (left, right) = pyplot().subplots(1, 2, figsize=(12.5, 4.8), layout="constrained")
     ends: tuple[dict[str, float], dict[str, float]] = {}, {}
     for name in ranked:

@@ -133,16 +133,9 @@ def ranking(
         picked = rng.integers(len(gaps), size=2000)
         episodes = rng.integers(gaps.shape[1], size=(2000, gaps.shape[1]))
         low, high = np.quantile(gaps[picked[:, None], episodes].mean(axis=1), [0.025, 0.975])
-        compared.append(
-            {
-                "policy": name,
-                "next": after,
-                "difference": float(plain.mean()),
-                "share_ahead": float((gaps.mean(axis=1) > 0).mean()),
-                "low": float(low),
-                "high": float(high),
-            }
-        )
+        row = {"policy": name, "next": after, "difference": float(plain.mean())}
+        row |= {"share_ahead": float((gaps.mean(axis=1) > 0).mean())}
+        compared.append(row | {"low": float(low), "high": float(high)})
     return compared
 
 
@@ -150,21 +143,13 @@ def print_draws(rows: Sequence[Mapping[str, Any]], drawn: Sequence[Mapping[str, 
     """Print `ranking`, best policy first."""
     report = report_of(family_of(rows[0]["env_id"]))
     draws = len({row["profile_draw"] for row in drawn})
-    print_table(
-        f"{report.heading} over {draws} draws of the profiles' errors",
-        ["policy", "ahead of", "by", "95 % interval", "ahead in"],
-        [
-            [
-                row["policy"],
-                row["next"],
-                f"{row['difference']:.4f}",
-                f"{row['low']:.4f} to {row['high']:.4f}",
-                f"{100 * row['share_ahead']:.0f} %",
-            ]
-            for row in ranking(rows, drawn)
-        ],
-        [
-            "by: on the profiles as they are; interval: over draws and episodes; ahead in: share "
-            "of the draws with a positive mean difference over the same episodes."
-        ],
-    )
+    cells = []
+    for row in ranking(rows, drawn):
+        interval = f"{row['low']:.4f} to {row['high']:.4f}"
+        share = f"{100 * row['share_ahead']:.0f} %"
+        cells.append([row["policy"], row["next"], f"{row['difference']:.4f}", interval, share])
+    note = "by: on the profiles as they are; interval: over draws and episodes; ahead in: share "
+    note += "of the draws with a positive mean difference over the same episodes."
+    title = f"{report.heading} over {draws} draws of the profiles' errors"
+    heads = ["policy", "ahead of", "by", "95 % interval", "ahead in"]
+    print_table(title, heads, cells, [note])

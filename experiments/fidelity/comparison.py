@@ -11,19 +11,6 @@ from servegym.experiments.fidelity.measured_run import MeasuredRun
 from servegym.hardware_profiles import Profile, list_profiles, load
 from servegym.hardware_profiles.schema import KINDS
 
-__all__ = [
-    "METRICS",
-    "check_devices",
-    "compare_series",
-    "course_means",
-    "errors",
-    "latency_quantiles",
-    "matching_profile",
-    "sensitivity",
-    "simulate",
-    "trajectory",
-]
-
 METRICS = {"ttft_s": "TTFT", "tpot_s": "TPOT", "e2e_s": "end to end"}
 """Latency of a request -> its name in the tables."""
 

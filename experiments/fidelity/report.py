@@ -92,7 +92,9 @@ def _signed(value: float) -> str:
     return f"{100 * value:+.2f} %"
 
 
-_ERRORS: dict[str, tuple[str, Callable[[Any], str]]] = {
+Columns = dict[str, tuple[str, Callable[[Any], str]]]
+"""Heading of a printed column -> the rows' key and how its value is written."""
+_ERRORS: Columns = {
     "metric": ("metric", str),
     "measured mean": ("measured_mean_s", "{:.4f} s".format),
     "simulated mean": ("simulated_mean_s", "{:.4f} s".format),
@@ -102,26 +104,21 @@ _ERRORS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "P99": ("p99_error", _percent),
     "mean error": ("mean_error", _percent),
 }
-_SENSITIVITY: dict[str, tuple[str, Callable[[Any], str]]] = {
+_SENSITIVITY: Columns = {
     "variant": ("variant", str),
     **{metric: (metric, _signed) for metric in METRICS.values()},
     "preemptions": ("preemptions", str),
 }
-_COURSE: dict[str, tuple[str, Callable[[Any], str]]] = {
+_COURSE: Columns = {
     "quantity": ("quantity", str),
     "measured mean": ("measured_mean", "{:.3f}".format),
     "simulated mean": ("simulated_mean", "{:.3f}".format),
     "mean difference": ("mean_absolute_difference", "{:.3f}".format),
     "correlation": ("correlation", "{:.3f}".format),
 }
-"""Heading of a printed column -> the rows' key and how its value is written."""
 
 
-def _show(
-    title: str,
-    columns: Mapping[str, tuple[str, Callable[[Any], str]]],
-    rows: Sequence[Mapping[str, Any]],
-) -> None:
+def _show(title: str, columns: Columns, rows: Sequence[Mapping[str, Any]]) -> None:
     cells = [
         ["—" if row[key] is None else form(row[key]) for key, form in columns.values()]
         for row in rows

@@ -21,7 +21,7 @@ import time
 import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from servegym._command_line import install_line, run_main
 from servegym._files import write_text
@@ -121,42 +121,42 @@ def command(spec: ServerSpec, model: Path, port: int) -> tuple[list[str], dict[s
         raise ValueError(f"server {spec.name!r}: python is {spec.python!r}; no program is there")
     threads = max(1, len(spec.cores))
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-    more = [word for key, value in spec.options.items() for word in (f"--{key}", str(value))]
     if spec.engine == "llama.cpp":
         if not spec.python and importlib.util.find_spec("xllamacpp") is None:
             raise ValueError(
                 f"server {spec.name!r}: xllamacpp is not installed; {install_line('real')}"
             )
-        words = [python, str(Path(llama_server.__file__)), "--model", str(model)]
-        words += ["--name", spec.name, "--host", spec.host, "--port", str(port)]
-        words += ["--slots", str(spec.slots), "--context", str(spec.context)]
-        words += ["--batched-tokens", str(spec.batched_tokens), "--threads", str(threads)]
-        return words + more, environment
-    if spec.engine == "vllm":
-        words = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
-        words += ["--served-model-name", spec.name, "--host", spec.host, "--port", str(port)]
-        words += ["--dtype", "bfloat16", "--enforce-eager", "--max-model-len", str(spec.context)]
-        words += ["--max-num-seqs", str(spec.slots)]
-        words += ["--max-num-batched-tokens", str(spec.batched_tokens)]
+        words = [python, str(Path(llama_server.__file__)), *_flags(model=model, name=spec.name)]
+        words += _flags(slots=spec.slots, context=spec.context, threads=threads)
+        words += _flags(host=spec.host, port=port, batched_tokens=spec.batched_tokens)
+    elif spec.engine == "vllm":
+        words = [python, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager"]
+        words += _flags(model=model, served_model_name=spec.name, dtype="bfloat16")
+        words += _flags(max_num_seqs=spec.slots, max_model_len=spec.context)
+        words += _flags(host=spec.host, port=port, max_num_batched_tokens=spec.batched_tokens)
         environment |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
         environment |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
-        environment["VLLM_CPU_OMP_THREADS_BIND"] = (
-            ",".join(map(str, spec.cores)) if spec.cores else "auto"
-        )
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, spec.cores)) or "auto"
         # The tree that runs servegym is no part of the other interpreter's.
         environment.pop("PYTHONPATH", None)
-        return words + more, environment
-    try:
-        load(spec.profile)
-    except ValueError as error:
-        raise ValueError(f"server {spec.name!r}: {error}") from None
-    words = [python, "-m", "servegym.experiments.live.serve.command", "--name", spec.name]
-    words += ["--model", spec.model or spec.name, "--profile", spec.profile]
-    words += ["--slots", str(spec.slots), "--context", str(spec.context)]
-    words += ["--batched-tokens", str(spec.batched_tokens)]
-    words += ["--host", spec.host, "--port", str(port)]
-    names = [word.replace("_", "-") if word.startswith("--") else word for word in more]
-    return words + names, environment
+    else:
+        try:
+            load(spec.profile)
+        except ValueError as error:
+            raise ValueError(f"server {spec.name!r}: {error}") from None
+        words = [python, "-m", "servegym.experiments.live.serve.command"]
+        words += _flags(name=spec.name, model=spec.model or spec.name, profile=spec.profile)
+        words += _flags(slots=spec.slots, context=spec.context, host=spec.host, port=port)
+        more = {"batched_tokens": spec.batched_tokens, **spec.options}
+        return words + _flags(**more), environment
+    more = [word for key, value in spec.options.items() for word in (f"--{key}", str(value))]
+    return words + more, environment
+
+
+def _flags(**values: Any) -> list[str]:
+    """Words of a command line, in which ``_`` of a name is ``-``."""
+    pairs = ((f"--{key.replace('_', '-')}", str(value)) for key, value in values.items())
+    return [word for pair in pairs for word in pair]
 
 
 class Fleet:

@@ -216,13 +216,7 @@ class _Runs:
     """The runs of a sweep, which worker threads share."""
 
     def __init__(
-        self,
-        sweep: Sweep,
-        folder: Path,
-        trials: int,
-        seed: int,
-        fixed: dict[str, Any],
-        echo: Echo,
+        self, sweep: Sweep, folder: Path, trials: int, seed: int, fixed: dict[str, Any], echo: Echo
     ) -> None:
         self.sweep, self.folder, self.study = sweep, folder, _study(sweep, folder, seed)
         self.trials, self.fixed, self.echo = trials, fixed, echo
@@ -341,15 +335,10 @@ class _Runs:
         made = provenance(command, packages=("optuna",), settings=settings)
         write_result(folder / "trials", rows, made)
         names = list(self.sweep.searched)
-        shown = [
-            [
-                str(row["trial"]),
-                row["state"],
-                f"{row[metric]:.5g}",
-                *(short(row[name]) for name in names),
-            ]
-            for row in rows[:10]
-        ]
+        shown = []
+        for row in rows[:10]:
+            chosen = (short(row[name]) for name in names)
+            shown.append([str(row["trial"]), row["state"], f"{row[metric]:.5g}", *chosen])
         print_table(f"Best runs of {len(rows)}", ["trial", "state", metric, *names], shown)
         complete = [row for row in rows if row["state"] == "complete"]
         files = ["trials.csv"]

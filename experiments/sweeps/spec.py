@@ -69,10 +69,7 @@ def list_sweeps() -> list[str]:
 
 
 def read_sweep(name: str | Path) -> Sweep:
-    """Read a sweep file, or a shipped sweep by name.
-
-    Args:
-        name: A path to a YAML file, or a name of `list_sweeps`.
+    """Read a sweep file (YAML), or a shipped sweep by name.
 
     Raises:
         ValueError: naming the file, the key, what was given and what is allowed.

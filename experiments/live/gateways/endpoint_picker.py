@@ -42,6 +42,7 @@ from servegym.hardware_profiles.measure.openai_protocol import read_json
 
 __all__ = ["DESTINATION", "SERVICE", "EndpointPicker", "address", "run", "start"]
 
+Reply = ext_proc.ProcessingResponse
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 DESTINATION = "x-gateway-destination-endpoint"
 NAMESPACE, SUBSET = "envoy.lb", "envoy.lb.subset_hint"
@@ -97,7 +98,7 @@ class _Refusal(Exception):
         headers = [_set("content-type", "application/json")]
         if retry_after_s is not None:
             headers.append(_set("retry-after", str(retry_after_s)))
-        self.response = ext_proc.ProcessingResponse(
+        self.response = Reply(
             immediate_response=ext_proc.ImmediateResponse(
                 status=HttpStatus(code=status),
                 headers=ext_proc.HeaderMutation(set_headers=headers),
@@ -122,19 +123,19 @@ def _route(endpoints: str) -> ext_proc.CommonResponse:
     return ext_proc.CommonResponse(header_mutation=mutation, clear_route_cache=True)
 
 
-def _headers(endpoints: str) -> ext_proc.ProcessingResponse:
-    return ext_proc.ProcessingResponse(
+def _headers(endpoints: str) -> Reply:
+    return Reply(
         request_headers=ext_proc.HeadersResponse(response=_route(endpoints)),
         dynamic_metadata=_metadata(endpoints),
     )
 
 
-def _duplex(endpoints: str, body: bytes, last: bool) -> Iterator[ext_proc.ProcessingResponse]:
+def _duplex(endpoints: str, body: bytes, last: bool) -> Iterator[Reply]:
     """The headers, then the whole body in pieces; ``last`` unless trailers follow it."""
     yield _headers(endpoints)
     for k in range(0, max(len(body), 1), CHUNK_BYTES):
         piece = _piece(body[k : k + CHUNK_BYTES], last and k + CHUNK_BYTES >= len(body))
-        yield ext_proc.ProcessingResponse(request_body=ext_proc.BodyResponse(response=piece))
+        yield Reply(request_body=ext_proc.BodyResponse(response=piece))
 
 
 class EndpointPicker:
@@ -164,7 +165,7 @@ class EndpointPicker:
 
     async def process(
         self, requests: AsyncIterator[ext_proc.ProcessingRequest], context: Any = None
-    ) -> AsyncIterator[ext_proc.ProcessingResponse]:
+    ) -> AsyncIterator[Reply]:
         """One request of a client, from its headers to the end of its answer."""
         ticket: Ticket | None = None
         answer: Answer | None = None
@@ -192,9 +193,7 @@ class EndpointPicker:
                         ticket, chosen = self._pick({}, subset, completion)
                         yield _headers(chosen)
                     elif not duplex:
-                        yield ext_proc.ProcessingResponse(
-                            request_headers=ext_proc.HeadersResponse()
-                        )
+                        yield Reply(request_headers=ext_proc.HeadersResponse())
                 elif message.request_body is not None:
                     body += message.request_body.body
                     if len(body) > MAX_BODY_BYTES:
@@ -208,14 +207,14 @@ class EndpointPicker:
                             for one in _duplex(chosen, bytes(body), last=True):
                                 yield one
                         else:
-                            yield ext_proc.ProcessingResponse(
+                            yield Reply(
                                 request_body=ext_proc.BodyResponse(response=_route(chosen)),
                                 dynamic_metadata=_metadata(chosen),
                             )
                     elif not duplex:
-                        yield ext_proc.ProcessingResponse(request_body=ext_proc.BodyResponse())
+                        yield Reply(request_body=ext_proc.BodyResponse())
                 elif message.request_trailers is not None:
-                    end = ext_proc.ProcessingResponse(request_trailers=ext_proc.TrailersResponse())
+                    end = Reply(request_trailers=ext_proc.TrailersResponse())
                     if ticket is None:
                         ticket, chosen = self._pick(_json(body), subset, completion)
                         end.dynamic_metadata = _metadata(chosen)
@@ -235,7 +234,7 @@ class EndpointPicker:
                         )
                         if good and message.response_headers.end_of_stream:
                             answer.end()
-                    yield ext_proc.ProcessingResponse(response_headers=ext_proc.HeadersResponse())
+                    yield Reply(response_headers=ext_proc.HeadersResponse())
                 elif message.response_body is not None:
                     part = message.response_body
                     if answer is not None:
@@ -244,13 +243,11 @@ class EndpointPicker:
                             answer.end()
                     echoed = response_mode == BodyMode.FULL_DUPLEX_STREAMED
                     common = _piece(part.body, part.end_of_stream) if echoed else None
-                    yield ext_proc.ProcessingResponse(
-                        response_body=ext_proc.BodyResponse(response=common)
-                    )
+                    yield Reply(response_body=ext_proc.BodyResponse(response=common))
                 elif message.response_trailers is not None:
                     if answer is not None:
                         answer.end()
-                    yield ext_proc.ProcessingResponse(response_trailers=ext_proc.TrailersResponse())
+                    yield Reply(response_trailers=ext_proc.TrailersResponse())
             if ticket is not None and answer is not None and good:
                 if response_mode in (BodyMode.NONE, BodyMode.BUFFERED_PARTIAL):
                     ticket.end("finished")  # the gateway does not show the body, or not all of it

@@ -29,16 +29,6 @@ from servegym.hardware_profiles.measure.openai_protocol import (
     read_json,
 )
 
-__all__ = [
-    "BYTES_PER_TOKEN",
-    "Answer",
-    "Gate",
-    "Ticket",
-    "fleet_arguments",
-    "from_metadata",
-    "prompt_tokens",
-]
-
 BYTES_PER_TOKEN = 4
 """Of a prompt's text, where no tokenizer counts."""
 DEPTH = 4
