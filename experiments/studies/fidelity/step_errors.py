@@ -48,7 +48,8 @@ from servegym.experiments.evaluation.tables import provenance, write_result
 from servegym.experiments.fidelity.comparison import errors, simulate
 from servegym.experiments.fidelity.measured_run import load_run
 from servegym.hardware_profiles import Profile, list_profiles, load
-from servegym.hardware_profiles.build.timed_steps import CARD, MODEL_FOLDERS, compare, read_steps
+from servegym.hardware_profiles.build.published import MODEL_FOLDERS
+from servegym.hardware_profiles.build.timed_steps import CARD, compare, read_steps
 from servegym.hardware_profiles.compose import Z80, Composer, compose, step_class
 from servegym.hardware_profiles.constants import FILE
 from servegym.hardware_profiles.kernels import list_cards, load_kernels
