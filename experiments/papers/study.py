@@ -26,22 +26,6 @@ from servegym.experiments.evaluation.output import read_rows, write_text
 from servegym.experiments.evaluation.tables import Note, Table, provenance, write_result
 from servegym.experiments.papers.plotting import as_png
 
-__all__ = [
-    "GROUPS",
-    "RESULTS",
-    "Module",
-    "Options",
-    "Study",
-    "command",
-    "draw",
-    "ends",
-    "interval_columns",
-    "list_modules",
-    "list_pictures",
-    "run_modules",
-    "run_studies",
-]
-
 GROUPS = tuple(family.group for family in FAMILIES)
 """Folders of the families, here and in ``studies``."""
 
@@ -124,8 +108,9 @@ class Study:
     def _rows(self, options: Any, setting: Any) -> list[Row]:
         if setting:
             print(f"{self.name}: {setting}", flush=True)
-        given = self.policies
-        policies = given(options, setting) if callable(given) else given
+        policies = self.policies
+        if callable(policies):
+            policies = policies(options, setting)
         return list(self.columns(options, setting, policies))
 
     def write(self, options: Any, rows: Sequence[Row]) -> set[str]:
@@ -184,8 +169,9 @@ def command(
             add(parser)
         options = _parsed(parser, argv, episodes)
         if options.draw:
+            shipped = RESULTS / module.split(".")[-2]
             for study in studies:
-                _draw_into(options, study, options.out, RESULTS / module.split(".")[-2])
+                _draw_into(options, study, options.out, shipped)
             return 0
         if prepare is not None:
             prepare(options)
@@ -247,13 +233,7 @@ def _draw_into(options: Options, study: Study, *folders: Path) -> None:
 
 
 class Module(NamedTuple):
-    """A module of studies.
-
-    Attributes:
-        name: Its own name.
-        module: Import name.
-        description: First line of its docstring.
-    """
+    """A module of studies: its own name, its import name, the first line of its docstring."""
 
     name: str
     module: str
@@ -267,23 +247,17 @@ def list_modules(family: str) -> list[Module]:
         ValueError: If the family is unknown.
     """
     family = family_named(family).group
-    found = []
+    modules = []
     roots = [Path(root) for root in importlib.import_module("servegym.experiments").__path__]
     paths = [*roots[0].glob(f"papers/{family}/*.py")]
     paths += [path for root in roots for path in root.glob(f"studies/{family}/*.py")]
     for path in sorted(paths, key=lambda path: path.stem):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        names = {
-            getattr(name, "id", "")
-            for node in tree.body
-            if isinstance(node, ast.Assign)
-            for name in node.targets
-        }
-        if "STUDIES" in names:
-            first = (ast.get_docstring(tree) or "").split("\n", 1)[0]
+        source = path.read_text(encoding="utf-8")
+        if "\nSTUDIES = " in source:
+            first = (ast.get_docstring(ast.parse(source)) or "").split("\n", 1)[0]
             inside = ".".join(path.with_suffix("").parts[-3:])
-            found.append(Module(path.stem, f"servegym.experiments.{inside}", first))
-    return found
+            modules.append(Module(path.stem, f"servegym.experiments.{inside}", first))
+    return modules
 
 
 def run_modules(
@@ -306,10 +280,9 @@ def run_modules(
     Raises:
         ValueError: If the family or a name is unknown, before anything runs.
     """
-    modules = list_modules(family)
-    known = {module.name: module for module in modules}
+    modules = {module.name: module for module in list_modules(family)}
     failed = 0
-    for module in [known[choose("only", name, known)] for name in only] or modules:
+    for module in [modules[choose("only", name, modules)] for name in only] or modules.values():
         echo(f"{module.name}: {module.description}")
         begin = time.perf_counter()
         status = importlib.import_module(module.module).main(list(arguments)) or 0
@@ -335,6 +308,6 @@ def ends(options: Options, values: Sequence[Any]) -> Sequence[Any]:
     return values[:: max(len(values) - 1, 1)] if options.quick else values
 
 
-def interval_columns(name: str, found: Sequence[float]) -> dict[str, float]:
+def interval_columns(name: str, values: Sequence[float]) -> dict[str, float]:
     """An estimate and its interval as the columns ``name``, ``name_low``, ``name_high``."""
-    return {f"{name}{end}": value for end, value in zip(("", "_low", "_high"), found, strict=True)}
+    return {f"{name}{end}": value for end, value in zip(("", "_low", "_high"), values, strict=True)}

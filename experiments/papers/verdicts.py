@@ -8,26 +8,6 @@ from typing import Any, NamedTuple
 
 from servegym.experiments.evaluation.tables import Note, note
 
-__all__ = [
-    "AGREES",
-    "DIRECTION",
-    "DISAGREES",
-    "IN_PART",
-    "OPEN",
-    "Claim",
-    "Finding",
-    "Reader",
-    "Rows",
-    "found_for",
-    "holds",
-    "judge",
-    "percent",
-    "pick",
-    "span",
-    "split",
-    "values",
-]
-
 AGREES, DIRECTION, DISAGREES, IN_PART, OPEN = (
     "agrees",
     "same direction",

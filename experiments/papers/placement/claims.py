@@ -21,8 +21,6 @@ from servegym.experiments.papers.verdicts import (
     values,
 )
 
-__all__ = ["CLAIMS", "unpaired"]
-
 
 def sharing(rival: str, paper: float) -> Reader:
     """How much less latency sharing takes than fetching alone, by the speed of the host channel."""

@@ -33,8 +33,6 @@ from servegym.experiments.papers.plotting import Bars, Lines
 from servegym.experiments.papers.study import Options, Study, command, ends, interval_columns
 from servegym.experiments.papers.verdicts import found_for, split
 
-__all__ = ["PAPER", "STUDIES", "layer_times", "main"]
-
 Row = dict[str, Any]
 Rows = Sequence[Row]
 POLICIES = (

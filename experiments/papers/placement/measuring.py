@@ -14,8 +14,7 @@ from servegym.baselines.registry import make_policy
 from servegym.envs.expert_placement.config import Problem, build_problem
 from servegym.envs.expert_placement.core import PlacementEpisode
 from servegym.envs.expert_placement.simulator import Requests
-from servegym.experiments.evaluation.evaluate import DEFAULT_SEED as SEED
-from servegym.experiments.evaluation.evaluate import evaluate
+from servegym.experiments.evaluation.evaluate import DEFAULT_SEED, evaluate
 from servegym.experiments.evaluation.stats import (
     Interval,
     mean,
@@ -27,20 +26,7 @@ from servegym.experiments.papers.placement.claims import CLAIMS
 from servegym.experiments.papers.study import interval_columns
 from servegym.experiments.papers.verdicts import Rows, found_for
 
-__all__ = [
-    "ENV_ID",
-    "SEED",
-    "change",
-    "drive",
-    "findings",
-    "growing",
-    "interval",
-    "local_shares",
-    "measure",
-    "setting",
-]
-
-ENV_ID = "servegym/ExpertPlacement-v0"
+ENV_ID, SEED = "servegym/ExpertPlacement-v0", DEFAULT_SEED
 
 
 def setting(**kwargs: Any) -> str:

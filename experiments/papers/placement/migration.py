@@ -31,8 +31,6 @@ from servegym.experiments.papers.plotting import Lines
 from servegym.experiments.papers.study import Options, Study, command, interval_columns
 from servegym.experiments.papers.verdicts import found_for
 
-__all__ = ["STUDIES", "main", "two_phases"]
-
 Row = dict[str, Any]
 EACH = 200
 PHASES = (("paper_testbed_multi", 20.0, 20), ("paper_testbed", 10.0, 5))

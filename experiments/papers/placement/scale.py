@@ -15,8 +15,6 @@ from servegym.experiments.papers.placement.measuring import findings, measure, s
 from servegym.experiments.papers.plotting import Lines
 from servegym.experiments.papers.study import Options, Study, command, ends
 
-__all__ = ["STUDIES", "main"]
-
 Row = dict[str, Any]
 Rows = Sequence[Row]
 GPUS = (4, 8, 16, 32, 64, 128, 256)

@@ -24,8 +24,6 @@ from servegym.experiments.papers.plotting import Lines
 from servegym.experiments.papers.study import Options, Study, command, ends, interval_columns
 from servegym.experiments.papers.verdicts import pick, split
 
-__all__ = ["STUDIES", "covered", "main", "skew_of"]
-
 Row = dict[str, Any]
 MODELS = ("deepseek-v2-lite", "mixtral-8x7b", "gpt-oss-20b")
 FRACTIONS = (0.232, 0.24, 0.27, 0.30, 0.36, 0.45, 0.60)

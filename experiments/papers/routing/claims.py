@@ -20,24 +20,6 @@ from servegym.experiments.papers.verdicts import (
     values,
 )
 
-__all__ = [
-    "AT_N",
-    "CLAIMS",
-    "EARLIER",
-    "METHOD",
-    "OVER_L",
-    "PAPER_HEURISTICS",
-    "PRINTED",
-    "RETRAINED",
-    "RIVALS",
-    "Change",
-    "ahead",
-    "base_of",
-    "columns_over",
-    "effects",
-    "strongest",
-]
-
 
 class Change(NamedTuple):
     """A change from one router to another as the routing paper prints it, percent.

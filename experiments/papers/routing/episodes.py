@@ -31,8 +31,6 @@ from servegym.experiments.papers.routing.measuring import (
 )
 from servegym.experiments.papers.verdicts import Rows, found_for, split
 
-__all__ = ["STUDIES", "long_run", "main"]
-
 PARTS = ("communication_s", "routing_s", "waiting_s", "inference_s")
 LONG_RUN = ("round_robin", "shortest_queue", "bert_router", "greedy_qos", "priced_greedy")
 WINDOW_S = 30.0

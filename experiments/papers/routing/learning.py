@@ -36,8 +36,6 @@ from servegym.experiments.papers.routing.measuring import (
 )
 from servegym.experiments.papers.verdicts import Rows, found_for
 
-__all__ = ["STUDIES", "main", "profile_router"]
-
 HET = "edge-6-heterogeneous"
 PREDICTORS = {
     "PS+PL": {},

@@ -33,8 +33,6 @@ from servegym.experiments.papers.study import ends
 from servegym.experiments.papers.verdicts import Rows, found_for
 from servegym.hardware_profiles import load_fleet
 
-__all__ = ["STUDIES", "main"]
-
 Row = dict[str, Any]
 RATES = (3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0, 11.0)
 FIG11_RATE = 5.0

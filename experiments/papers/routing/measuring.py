@@ -26,20 +26,6 @@ from servegym.experiments.papers.routing.claims import (
 )
 from servegym.experiments.papers.study import interval_columns
 
-__all__ = [
-    "BASELINES",
-    "FLEETS",
-    "Options",
-    "Study",
-    "TrainedRun",
-    "chosen",
-    "command",
-    "compared",
-    "find_runs",
-    "measure",
-    "play",
-]
-
 ENV_ID = "servegym/LLMRouting-v1"
 FLEETS = ("edge-6-heterogeneous", "paper-linear")
 BASELINES = (

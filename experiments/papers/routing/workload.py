@@ -18,8 +18,6 @@ from servegym.experiments.papers.routing.measuring import ENV_ID
 from servegym.experiments.papers.study import Options, Study, command
 from servegym.hardware_profiles import load_fleet
 
-__all__ = ["STUDIES", "first_request_latency", "main"]
-
 EXPERTS = {"RTX 4090": "rtx4090-llama-3.1-8b", "paper-linear": "paper-linear-01"}
 """Single experts of Fig. 5."""
 RATES = (0.5, 1.0, 2.0, 3.0)

@@ -49,8 +49,6 @@ from servegym.experiments.papers.serverless.expert_times import process_of, time
 from servegym.experiments.papers.study import Options, Study, command
 from servegym.hardware_profiles.serverless import ThetaLaw, load_constants
 
-__all__ = ["STUDIES", "derived_seconds", "fit_theta", "main", "saving"]
-
 FITTED = (*MODELS, "gpt2-moe")
 """Recorded models and the paper's other one."""
 SERVED_BYTES = {"deepseek-v2-lite": 2, "gpt-oss-20b": 2, "gpt2-moe": 4}

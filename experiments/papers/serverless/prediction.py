@@ -41,8 +41,6 @@ from servegym.experiments.papers.serverless.predictors.tree import unit_rows
 from servegym.experiments.papers.study import Options, Study, command, interval_columns
 from servegym.experiments.papers.verdicts import found_for
 
-__all__ = ["STUDIES", "divergences", "main", "times"]
-
 MODELS = ("gpt-oss-20b", "deepseek-v2-lite")
 # (predictor, settings, does chance enter)
 CASES: tuple[tuple[str, dict[str, Any], bool], ...] = (
