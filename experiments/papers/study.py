@@ -65,7 +65,7 @@ class Study:
         name: Of the table and its picture.
         figure: Of the study on the command line.
         columns: The rows of a setting, given the command line, the setting and the policies. What
-            begins with an underscore in a row is for the notes and is not written.
+            begins with an underscore in a setting or row is for the program and is not written.
         settings: The settings, given the command line; one without columns by default.
         policies: What is compared in each setting, or a function of command line and setting.
         notes: The findings, given the command line and all rows.
@@ -107,7 +107,7 @@ class Study:
 
     def _rows(self, options: Any, setting: Any) -> list[Row]:
         if setting:
-            print(f"{self.name}: {setting}", flush=True)
+            print(f"{self.name}: {_written(setting)}", flush=True)
         policies = self.policies
         if callable(policies):
             policies = policies(options, setting)
@@ -121,10 +121,14 @@ class Study:
             print(one if isinstance(one, str) else one["text"])
         tables = {self.name: rows} | {name: part(rows) for name, part in self.beside.items()}
         for name, part in tables.items():
-            shown = [{k: v for k, v in row.items() if not k.startswith("_")} for row in part]
+            shown = [_written(row) for row in part]
             write_result(options.out / name, shown, made, notes if name == self.name else ())
             print(f"{options.out / name}.csv, .json")
         return set(tables)
+
+
+def _written(row: Mapping[str, Any]) -> Row:
+    return {column: value for column, value in row.items() if not column.startswith("_")}
 
 
 def draw(study: Study, *folders: Path) -> bytes | None:
