@@ -48,10 +48,7 @@ class LogTable:
     """
 
     def __init__(
-        self,
-        what: str,
-        axes: Sequence[tuple[str, np.ndarray]],
-        seconds: np.ndarray,
+        self, what: str, axes: Sequence[tuple[str, np.ndarray]], seconds: np.ndarray
     ) -> None:
         self.what = what
         self.names = [name for name, _ in axes]

@@ -364,10 +364,7 @@ class Profile:
         return Surplus(float(self.law.get(MIXED_CHUNK, 0.0)), *found)
 
     def mixed_step_s(
-        self,
-        chunks: Iterable[tuple[float, float]],
-        sequences: float,
-        context_tokens: float,
+        self, chunks: Iterable[tuple[float, float]], sequences: float, context_tokens: float
     ) -> float:
         """:meth:`step_s` with the decodes' attention as it is together with prefill chunks.
 

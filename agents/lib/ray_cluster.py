@@ -132,9 +132,7 @@ def _check_address(address: str) -> None:
 
 
 def run_jobs(
-    function: Callable[..., Any],
-    jobs: Sequence[Sequence[Any]],
-    names: Sequence[str],
+    function: Callable[..., Any], jobs: Sequence[Sequence[Any]], names: Sequence[str]
 ) -> Iterator[tuple[int, Any]]:
     """Run ``function(*job)`` for every job on the connected cluster, one processor each.
 

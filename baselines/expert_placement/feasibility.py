@@ -147,11 +147,7 @@ def assign_gpus(
 
 
 def reassign_gpus(
-    held: ArrayLike,
-    old: ArrayLike,
-    counts: ArrayLike,
-    slots: ArrayLike,
-    gpu_server: ArrayLike,
+    held: ArrayLike, old: ArrayLike, counts: ArrayLike, slots: ArrayLike, gpu_server: ArrayLike
 ) -> Bools:
     """Place a server view on GPUs with the fewest loads: what stays on a server stays put.
 

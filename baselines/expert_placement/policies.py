@@ -321,12 +321,7 @@ class LatencyLocalSearch(PlacementPolicy):
     name = "latency_local_search"
 
     def __init__(
-        self,
-        system: PlacementSystem,
-        *,
-        steps: int = 200,
-        requests: int = 40,
-        shift: float = 0.25,
+        self, system: PlacementSystem, *, steps: int = 200, requests: int = 40, shift: float = 0.25
     ) -> None:
         super().__init__(system)
         self.steps = whole("steps", steps, 0)

@@ -106,11 +106,7 @@ class LinearBandit(RoutingPolicy):
         return action
 
     def credit(
-        self,
-        rows: NDArray[np.int64],
-        arm: NDArray[np.int64],
-        context: Floats,
-        reward: Floats,
+        self, rows: NDArray[np.int64], arm: NDArray[np.int64], context: Floats, reward: Floats
     ) -> None:
         """Add one observation a row to the posterior (Sherman-Morrison).
 

@@ -67,10 +67,7 @@ RULES: MappingProxyType[str, tuple[Callable[..., Rule], str]] = MappingProxyType
             "production-stack's kvaware: nearly the whole prompt matched, else by session",
         ),
         "aibrix": (Aibrix, "AIBrix's prefix-cache: the best match not far above the mean load"),
-        "aibrix_documented": (
-            Aibrix.documented,
-            "AIBrix's prefix-cache, the chart's constants",
-        ),
+        "aibrix_documented": (Aibrix.documented, "AIBrix's prefix-cache, the chart's constants"),
         "preble": (Preble, "Preble's E2: exploit mostly cached prompts, else least load"),
         "mooncake": (Mooncake, "least estimated time to first token (Mooncake)"),
         "ray_prefix_aware": (RayPrefixAware, "Ray's prefix-aware router"),

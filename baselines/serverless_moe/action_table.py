@@ -318,13 +318,7 @@ def evaluate_actions(
         model, model.container_start_main_s, model.all_non_expert_mb + model.all_experts_mb
     )
     mix_phases = Phase(planned.prefill_s[0, 0, 0, 0], invocations=1), Phase(decode_s[0, 0, 0])
-    mix = bill(
-        model,
-        rate[0, 0, 0, 0],
-        rounding[0, 0, 0, 0],
-        *mix_phases,
-        Start(mix_start),
-    )
+    mix = bill(model, rate[0, 0, 0, 0], rounding[0, 0, 0, 0], *mix_phases, Start(mix_start))
     cost, mix_usd = planned.cost_usd, float(mix.cost_usd)
     ttft = planned.prefill_s + planned.cold_s
     tpot = np.broadcast_to(planned.decode_s / max(n_out, 1), ttft.shape)

@@ -181,11 +181,7 @@ class Options:
     main_start: Start
 
 
-def layer_options(
-    system: SystemModel,
-    load: Load,
-    remote: NDArray[np.bool_],
-) -> Options:
+def layer_options(system: SystemModel, load: Load, remote: NDArray[np.bool_]) -> Options:
     """Tabulate the choices of each layer."""
     specs, members = system.remote_specs_mb, remote.sum(axis=1)
     jobs = np.where(remote[:, None], job_s(system, load, specs[None]), 0.0)

@@ -331,7 +331,7 @@ def calibrate_server(path: str | os.PathLike[str], server: ServerOptions) -> Pro
             f"--kv-tokens {server.kv_tokens} --name {name}",
             "notes": [
                 f"iteration = table(running) + {law.context_s:.4g} s x context + "
-                f"{law.prompt_s:.4g} s x prompt tokens",
+                f"{law.prompt_s:.4g} s x prompt tokens"
             ],
         },
     }

@@ -54,12 +54,7 @@ class Grid:
 
 
 _POWERS = tuple(2**k for k in range(12))
-_FINE = (
-    *range(1, 9),
-    *range(16, 513, 16),
-    *range(544, 1025, 32),
-    *range(1088, 2049, 64),
-)
+_FINE = (*range(1, 9), *range(16, 513, 16), *range(544, 1025, 32), *range(1088, 2049, 64))
 GRID = Grid(
     tokens=_FINE,
     chunks=_POWERS[4:],

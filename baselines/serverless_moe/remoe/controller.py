@@ -10,11 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from servegym._checks import choose, whole
 from servegym.baselines.serverless_moe.remoe.bounds import corollary1
-from servegym.baselines.serverless_moe.remoe.memory import (
-    MemoryProblem,
-    round_memory,
-    solve_memory,
-)
+from servegym.baselines.serverless_moe.remoe.memory import MemoryProblem, round_memory, solve_memory
 from servegym.baselines.serverless_moe.remoe.mmp import WorstCases, worst_cases
 from servegym.baselines.serverless_moe.remoe.replicas import choose_replicas
 from servegym.envs.serverless_moe.kernel.cost import block_s, layer_s, main_usd_s
@@ -46,11 +42,7 @@ class Decision:
 
 
 def memory_problem(
-    system: SystemModel,
-    load: Load,
-    remote: NDArray[np.bool_],
-    main_mb: float,
-    tpot_limit_s: float,
+    system: SystemModel, load: Load, remote: NDArray[np.bool_], main_mb: float, tpot_limit_s: float
 ) -> tuple[MemoryProblem, NDArray[np.intp]]:
     """P2 for one remote set, and the layers that are in it (those with remote calls).
 
