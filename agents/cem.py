@@ -124,8 +124,8 @@ class Task:
 def of_split(stream: int, env_kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of a routing problem with the split and the requests of a stream."""
     own = {"split": "val", "episode_requests": EVAL_REQUESTS} if stream >= VALIDATION else {}
-    kept = {k: v for k, v in env_kwargs.items() if k not in ("fleet", "fleet_kwargs")}
-    return kept | {"reward": "completed_qos"} | own
+    arguments = {k: v for k, v in env_kwargs.items() if k not in ("fleet", "fleet_kwargs")}
+    return arguments | {"reward": "completed_qos"} | own
 
 
 class OneFleet(Task):
@@ -375,8 +375,8 @@ def train(args: Args) -> Path:
             streams = [VALIDATION + k for k in range(args.eval_worlds)]
             jobs = [(one, *where, stream, seeds) for stream in streams]
             log.phase = "evaluating"
-            found = {at: float(paid.mean()) for at, (paid, _) in run_jobs(play, jobs, pool)}
-            result = {f"{task.logged[1]}_{k}": found[k] for k in range(len(jobs))}
+            means = {at: float(paid.mean()) for at, (paid, _) in run_jobs(play, jobs, pool)}
+            result = {f"{task.logged[1]}_{k}": means[k] for k in range(len(jobs))}
             result[task.logged[1]] = score = float(np.mean(list(result.values())))
             metrics |= result
             log.say_score(step, task.logged[1].partition("/")[2], score)

@@ -101,16 +101,16 @@ def features(counts: Any) -> Tensor:
     at = [max(round(part * experts), 1) - 1 for part in MASS_AT]
     entropy = -(share * np.log(np.maximum(share, 1e-12))).sum(axis=-1) / np.log(max(experts, 2))
     layer = np.broadcast_to(np.linspace(-1, 1, entropy.shape[-1]), entropy.shape)
-    found = np.concatenate([mass[..., at], np.stack([entropy, layer], axis=-1)], axis=-1)
-    return torch.from_numpy(found.astype(np.float32))
+    result = np.concatenate([mass[..., at], np.stack([entropy, layer], axis=-1)], axis=-1)
+    return torch.from_numpy(result.astype(np.float32))
 
 
 def linear(inputs: int, outputs: int, std: float = 2**0.5) -> nn.Linear:
     """A linear layer with orthogonal weights and no bias at first."""
-    found = nn.Linear(inputs, outputs)
-    nn.init.orthogonal_(found.weight, std)
-    nn.init.zeros_(found.bias)
-    return found
+    result = nn.Linear(inputs, outputs)
+    nn.init.orthogonal_(result.weight, std)
+    nn.init.zeros_(result.bias)
+    return result
 
 
 class Agent(nn.Module):
@@ -141,9 +141,9 @@ def plan(output: Tensor, args: Args) -> np.ndarray:
 def greedy(agent: Agent, args: Args, observation: Mapping[str, Any]) -> dict[str, Any]:
     """The mean outputs as actions of the single environment, at an episode's first decision."""
     with torch.no_grad():
-        found = plan(agent(features(observation["counts"])), args)
+        result = plan(agent(features(observation["counts"])), args)
     first = np.asarray(observation["progress"])[:, 0] <= 0
-    return {"migrate": first.astype(np.int64), "plan": found}
+    return {"migrate": first.astype(np.int64), "plan": result}
 
 
 def play(
@@ -226,9 +226,9 @@ def train(args: Args) -> Path:
         if interval_passed(args.eval_every, step - n, step) or update in (0, num_updates):
             log.phase = "evaluating"
             metrics = evaluate(agent, args, validation)
-            found = metrics["eval/mean_latency_s"]
-            log.say_score(step, "mean latency in seconds", found, rule)
-            best_score = save_best_and_last(log.save, args, log.run, -found, best_score)
+            result = metrics["eval/mean_latency_s"]
+            log.say_score(step, "mean latency in seconds", result, rule)
+            best_score = save_best_and_last(log.save, args, log.run, -result, best_score)
         metrics |= {"charts/SPS": log.advance(step), "charts/cpu_s": time.process_time() - start}
         if update == num_updates:
             log.write(step, metrics)

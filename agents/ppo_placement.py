@@ -119,10 +119,10 @@ def features(observation: Mapping[str, Any]) -> Tensor:
 
 def linear(inputs: int, outputs: int, std: float = 2**0.5) -> nn.Linear:
     """A linear layer with orthogonal weights and no bias at first."""
-    found = nn.Linear(inputs, outputs)
-    nn.init.orthogonal_(found.weight, std)
-    nn.init.zeros_(found.bias)
-    return found
+    result = nn.Linear(inputs, outputs)
+    nn.init.orthogonal_(result.weight, std)
+    nn.init.zeros_(result.bias)
+    return result
 
 
 class Agent(nn.Module):
@@ -154,9 +154,9 @@ def action(output: Tensor, args: Args) -> dict[str, Any]:
 def greedy(agent: Agent, args: Args, observation: Mapping[str, Any]) -> dict[str, Any]:
     """The mean outputs of every row, carried out at the first decision of an episode alone."""
     with torch.no_grad():
-        found = action(agent(features(observation)), args)
+        result = action(agent(features(observation)), args)
     first = np.asarray(observation["progress"])[:, 0] <= 0
-    return found | {"migrate": first.astype(np.int64)}
+    return result | {"migrate": first.astype(np.int64)}
 
 
 def make_envs(args: Args, num_envs: int, **overrides: Any) -> Any:

@@ -258,8 +258,7 @@ def train(args: Args) -> Path:
         "setting": ServerlessSystem.from_env(envs).setting,
     }
     log = RunLog(args, "ppo_serverless", args.env_id, parse_settings(args.set))
-    save_policy, best_score = partial(write_checkpoint, agent, meta), -np.inf
-    log.save = save_policy
+    save_policy = log.save = partial(write_checkpoint, agent, meta)
     settings = parse_settings(args.set) | {"split": "val"}
     played = play_rule(args.env_id, args.eval_episodes, 10_000, **settings)
     rule = played and (played.rule, played.returns.sum() / played.decisions)
@@ -274,7 +273,7 @@ def train(args: Args) -> Path:
     next_obs = torch.as_tensor(next_obs, device=device)
     agent.update_statistics(next_obs)
     metrics: dict[str, float] = {}
-    mean_reward = 0.0
+    mean_reward, best_score = 0.0, -np.inf
     for update in range(num_updates + 1):
         step = update * batch_size
         # Evaluate: the random weights first, the last policy at the end.
@@ -337,13 +336,14 @@ def train(args: Args) -> Path:
                 nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
                 optimizer.step()
         agent.update_statistics(batch[0])
+        outside = torch.as_tensor(ratio - 1).abs() > args.clip_coef
         metrics = {
             "charts/reward": rewards.mean().item(),
             "losses/policy_loss": policy_loss.item(),
             "losses/value_loss": value_loss.item(),
             "losses/entropy": entropy.mean().item(),
             "losses/approx_kl": torch.expm1(logratio).sub(logratio).mean().item(),
-            "losses/clipfrac": ((ratio - 1).abs() > args.clip_coef).float().mean().item(),
+            "losses/clipfrac": outside.float().mean().item(),
         }
     envs.close()
     eval_envs.close()

@@ -117,8 +117,8 @@ def policy_from_file(
     if content is None and not file.is_file():
         raise ValueError(f"path={str(file)!r} is not a file")
     try:
-        found = runpy.run_path(str(file)) if content is None else _run(content, file)
-        policy = found["Policy"](system) if "Policy" in found else None
+        names = runpy.run_path(str(file)) if content is None else _run(content, file)
+        policy = names["Policy"](system) if "Policy" in names else None
     except (Exception, SystemExit) as error:  # whatever the file raises
         kind, line = type(error).__name__, _line_of(error, file)
         where = f" (line {line})" if line else ""
@@ -133,8 +133,8 @@ def policy_from_file(
             )
         if policy.name == BasePolicy.name:
             policy.name = file.stem
-    elif callable(found.get("act")):
-        policy = CallablePolicy(found["act"], file.stem, batched=False)
+    elif callable(names.get("act")):
+        policy = CallablePolicy(names["act"], file.stem, batched=False)
     else:
         raise ValueError(
             f"{str(file)!r} defines neither act(observation, action_mask) nor a class Policy"

@@ -207,12 +207,12 @@ def json_field(meta: Mapping[str, str], field: str) -> dict[str, Any]:
         ValueError: If it is no JSON mapping.
     """
     try:
-        found = json.loads(meta[field])
+        value = json.loads(meta[field])
     except (ValueError, RecursionError) as error:
         raise ValueError(f"field {field!r}: not JSON ({error})") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"field {field!r}: got {found!r}; it must be a mapping")
-    return found
+    if not isinstance(value, dict):
+        raise ValueError(f"field {field!r}: got {value!r}; it must be a mapping")
+    return value
 
 
 def saved_args(cls: type, given: Mapping[str, Any]) -> Any:

@@ -192,8 +192,10 @@ def run_jobs(
 def _call(driver: tuple[str, dict[str, str]], function: Callable[..., Any], *job: Any) -> Any:
     """A job on its worker, in the driver's working folder where the machine has one so named."""
     folder, expected = driver
-    found = versions(COMPARED)
-    differ = [f"{k} {found[k]} and not {expected[k]}" for k in expected if found[k] != expected[k]]
+    installed = versions(COMPARED)
+    differ = [
+        f"{k} {installed[k]} and not {expected[k]}" for k in expected if installed[k] != expected[k]
+    ]
     if differ:
         raise RuntimeError(f"machine {os.uname().nodename} of the cluster has {', '.join(differ)}")
     if os.path.isdir(folder):

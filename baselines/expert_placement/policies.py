@@ -25,7 +25,6 @@ from servegym.baselines.expert_placement.heuristics import whole_layer
 from servegym.baselines.expert_placement.initial_placement import SWAPS, TRIES, best_start
 from servegym.baselines.expert_placement.latency_search import latency_dp
 from servegym.baselines.expert_placement.linear_program import proxy_optimum
-from servegym.baselines.expert_placement.objectives import adopts, expected_cost, migration_time
 from servegym.baselines.expert_placement.prism import prism, prism_printed
 from servegym.baselines.expert_placement.simulation_search import (
     SimulatedLatency,
@@ -73,30 +72,30 @@ class PlacementPolicy(BasePolicy):
         """
         raise NotImplementedError
 
+    def cost(self, counts: Floats, placement: Bools, inputs: MigrationInputs) -> float:
+        """C of Eq. 4: seconds that remote calls will cost until the next decision; 0 if unknown.
+
+        Slots are counted by GPU and then added, and an expert on another GPU of the same server is
+        local.
+        """
+        if inputs.window_s <= 0:
+            return 0.0
+        system = self.system
+        held = server_view(placement, system.gpu_server, system.cluster.num_servers)
+        remote = np.sum(counts, where=~held, axis=(1, 2), dtype=np.float64)
+        return float(system.epoch_s / inputs.window_s * (inputs.extra_s * remote).sum())
+
+    def migration_s(self, current: Bools, plan: Bools) -> float:
+        """Eq. 3: seconds of loading, added over all GPUs; experts that go cost nothing."""
+        loads = (plan & ~current).sum(axis=(1, 2)) * float(self.system.cluster.expert_bytes)
+        return float((loads / self.system.load_bytes_s()).sum())
+
     def migration_pays(
         self, counts: Floats, current: Bools, plan: Bools, inputs: MigrationInputs
     ) -> bool:
-        """Eq. 4 with the proxy: whether the plan's remote calls and loads cost less."""
-        system = self.system
-        if inputs.window_s <= 0:
-            return False
-        home, servers = system.gpu_server, system.cluster.num_servers
-        old, new = (
-            expected_cost(
-                counts,
-                server_view(z, home, servers),
-                inputs.extra_s,
-                system.epoch_s,
-                inputs.window_s,
-            )
-            for z in (current, plan)
-        )
-        return adopts(new, self.migration_s(current, plan), old)
-
-    def migration_s(self, current: Bools, plan: Bools) -> float:
-        """Eq. 3."""
-        system = self.system
-        return migration_time(current, plan, system.cluster.expert_bytes, system.load_bytes_s())
+        """Eq. 4: whether the plan's remote calls and loads cost less."""
+        old, new = (self.cost(counts, z, inputs) for z in (current, plan))
+        return new + self.migration_s(current, plan) < old
 
     def act(self, observation: Observation, action_mask: Any = None) -> Any:
         """See `Policy.act`.
@@ -114,16 +113,16 @@ class PlacementPolicy(BasePolicy):
             counts = np.asarray(observation["counts"][b], dtype=np.float64)
             current = wished[b] > 0
             free = first and self.system.free_start
-            found = self.plan(b, counts, current, free)
-            if found is None:
+            wish = self.plan(b, counts, current, free)
+            if wish is None:
                 continue
             seconds = np.asarray(observation["seconds_per_token"][b], dtype=np.float64)
             inputs = MigrationInputs(
                 seconds[:, 1] - seconds[:, 0], float(observation["window_s"][b, 0])
             )
-            if free or self.static or self.migration_pays(counts, current, found, inputs):
+            if free or self.static or self.migration_pays(counts, current, wish, inputs):
                 migrate[b] = 1
-                wished[b] = found
+                wished[b] = wish
         return {"migrate": migrate, "plan": wished}
 
 
@@ -248,17 +247,11 @@ class LatencyDp(PlacementPolicy):
         self._model = self.system.layer_cost_model(counts)
         return latency_dp(self._model, counts, self.system.slots, self.system.gpu_server)
 
-    def migration_pays(
-        self, counts: Floats, current: Bools, plan: Bools, inputs: MigrationInputs
-    ) -> bool:
-        """Eq. 4 with the estimate of the plan just made."""
+    def cost(self, counts: Floats, placement: Bools, inputs: MigrationInputs) -> float:
+        """C of Eq. 4 by the estimate that the plan was made with."""
         system = self.system
-        home, servers = system.gpu_server, system.cluster.num_servers
-        old, new = (
-            system.epoch_s * float(self._model.cost(server_view(z, home, servers)).sum())
-            for z in (current, plan)
-        )
-        return adopts(new, self.migration_s(current, plan), old)
+        held = server_view(placement, system.gpu_server, system.cluster.num_servers)
+        return system.epoch_s * float(self._model.cost(held).sum())
 
 
 class BestStart(PlacementPolicy):
@@ -366,8 +359,8 @@ class LatencyLocalSearch(PlacementPolicy):
         ]
         objective = SimulatedLatency.of_counts(system, self._latest, self.requests, seed=self._seed)
         search = {"steps": self.steps, "seed": self._seed}
-        found = latency_local_search(objective, self._latest, slots, home, starts, **search)
-        return None if (found == current).all() else found
+        wish = latency_local_search(objective, self._latest, slots, home, starts, **search)
+        return None if (wish == current).all() else wish
 
     def migration_pays(
         self, counts: Floats, current: Bools, plan: Bools, inputs: MigrationInputs

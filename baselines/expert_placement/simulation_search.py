@@ -218,7 +218,7 @@ def latency_local_search(
         if new is None:
             continue
         z = reassign_gpus(new, start, f, room, home)
-        found = objective.latency_s(z)
-        if found < least:
-            held, best, least = new, z, found
+        seconds = objective.latency_s(z)
+        if seconds < least:
+            held, best, least = new, z, seconds
     return best

@@ -162,9 +162,9 @@ class PlacementSystem(SystemDescription):
         basis = self.task_counts.reshape(tasks, -1).T
         shares = np.full((counts.shape[0], tasks), 1.0 / tasks)
         for n in range(counts.shape[0]):
-            found = nnls(basis, counts[n].reshape(-1))[0]
-            if found.sum() > 0:
-                shares[n] = found / found.sum()
+            weights = nnls(basis, counts[n].reshape(-1))[0]
+            if weights.sum() > 0:
+                shares[n] = weights / weights.sum()
         return shares
 
     def layer_cost_model(self, counts: Floats, *, rows: int = 512) -> LayerCostModel:

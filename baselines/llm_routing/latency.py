@@ -460,10 +460,10 @@ class LatencyModel:
         now = np.concatenate(
             [seen.running[..., 5], seen.waiting[..., 5], np.zeros((*shape[:2], 1))], axis=-1
         )
-        found = Estimate(np.empty(shape), np.empty(shape), scores, now, np.empty(shape[:2]))
+        result = Estimate(np.empty(shape), np.empty(shape), scores, now, np.empty(shape[:2]))
         chunked = self.system.scheduler == "chunked_prefill"
-        _estimate(seen, self.laws, self.overrun, chunked, found)
-        return found
+        _estimate(seen, self.laws, self.overrun, chunked, result)
+        return result
 
 
 class LengthModel:

@@ -109,7 +109,7 @@ def sums_of(rows: Sequence[dict[str, Any]], slots: int) -> Sums:
     for i, row in enumerate(rows):
         group = (row["load"], row["rate_rps"], row["prompt_words"])
         groups.setdefault(group, []).append(i)
-    found: list[tuple[float, np.ndarray, float, float, int]] = []
+    result: list[tuple[float, np.ndarray, float, float, int]] = []
     for number, members in enumerate(groups.values()):
         start = np.array([rows[i]["started_s"] for i in members])
         first = start + [rows[i]["ttft_s"] for i in members]
@@ -122,7 +122,7 @@ def sums_of(rows: Sequence[dict[str, Any]], slots: int) -> Sums:
             if inside.sum() == 1 and first[k] > start[k]:  # alone: the iteration of its prompt
                 lone = np.zeros(slots + 1)
                 lone[1] = 1.0
-                found.append((rows[i]["ttft_s"], lone, 0.0, prompts[k], number))
+                result.append((rows[i]["ttft_s"], lone, 0.0, prompts[k], number))
             after = rows[i]["token_s"]
             if len(after) < 3:
                 continue
@@ -148,12 +148,12 @@ def sums_of(rows: Sequence[dict[str, Any]], slots: int) -> Sums:
                 held[begun:ended] += prompts[j] + steps[begun:ended] - past
             batches = np.bincount(running.astype(int), minlength=slots + 1)
             if len(batches) == slots + 1:
-                found.append((after[-1], batches, held.sum(), prompt, number))
-    if not found:
+                result.append((after[-1], batches, held.sum(), prompt, number))
+    if not result:
         raise ValueError(
             "no request has a time for each of its tokens: the server sends several at a time"
         )
-    return Sums(*(np.array(column) for column in zip(*found, strict=True)))
+    return Sums(*(np.array(column) for column in zip(*result, strict=True)))
 
 
 def _most_at_once(start: np.ndarray, end: np.ndarray) -> int:
@@ -185,16 +185,16 @@ def fit(sums: Sums, sizes: np.ndarray) -> Law:
     scale = np.array([*[1.0] * len(sizes), 1e3, 1e2])
     design = np.column_stack([sums.batches @ hats.T, sums.context, sums.prompt]) / scale
     weight = 1.0 / sums.seconds
-    found = np.zeros(len(scale))
+    result = np.zeros(len(scale))
     for _ in range(10):
-        found = nnls(design * weight[:, None], sums.seconds * weight)[0]
-        guess = np.maximum(design @ found, _LEAST_S)
+        result = nnls(design * weight[:, None], sums.seconds * weight)[0]
+        guess = np.maximum(design @ result, _LEAST_S)
         # Times have a long tail, the machine's pauses: a row counts less the farther off it is.
         weight = 1.0 / (guess * np.sqrt(1.0 + ((sums.seconds / guess - 1.0) / 0.3) ** 2))
-    found *= sums.seconds.sum() / (design @ found).sum()
-    found /= scale
-    table = np.maximum(found[: len(sizes)], _LEAST_S)
-    return Law(sizes, table, float(found[-2]), float(found[-1]))
+    result *= sums.seconds.sum() / (design @ result).sum()
+    result /= scale
+    table = np.maximum(result[: len(sizes)], _LEAST_S)
+    return Law(sizes, table, float(result[-2]), float(result[-1]))
 
 
 def _errors(sums: Sums, law: Law) -> np.ndarray:

@@ -14,13 +14,15 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import itertools
 import math
 import os
 import platform
 import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -290,7 +292,7 @@ def _cut(clock: Clock, shape: ModelShape, grid: Grid) -> Grid:
             f"{2 * token * grid.decodes[-1] * grid.contexts[2] / 2**30:.3g}"
         )
     before = tuple(x for x in grid.before if x <= contexts[-1])
-    return Grid(grid.tokens, grid.chunks, before, grid.decodes, contexts, grid.sequences)
+    return replace(grid, before=before, contexts=contexts)
 
 
 # ------------------------------------------------------------------------------------------ dense
@@ -324,19 +326,13 @@ def measure_dense(name: str, folder: str | os.PathLike[str], clock: Clock) -> in
 
     work: list[tuple[ResumableTable, tuple[Any, ...], Callable[[], list[Step]]]] = []
     for op, make in _dense_steps(clock, shape).items():
-        work += [(dense, (op, n), lambda make=make, n=n: make(n)) for n in grid.tokens]
+        work += [(dense, (op, n), partial(make, n)) for n in grid.tokens]
     for op, make in _head_steps(clock, shape).items():
-        work += [(heads, (op, n), lambda make=make, n=n: make(n)) for n in grid.sequences]
-    for c in grid.chunks:
-        for k in grid.before:
-            work.append(
-                (attention, (c, k, 0, 0), lambda c=c, k=k: _chunk_steps(clock, shape, c, k))
-            )
-    for b in grid.decodes:
-        for x in grid.contexts:
-            work.append(
-                (attention, (0, 0, b, x), lambda b=b, x=x: _decode_steps(clock, shape, b, x))
-            )
+        work += [(heads, (op, n), partial(make, n)) for n in grid.sequences]
+    for c, k in itertools.product(grid.chunks, grid.before):
+        work.append((attention, (c, k, 0, 0), partial(_chunk_steps, clock, shape, c, k)))
+    for b, x in itertools.product(grid.decodes, grid.contexts):
+        work.append((attention, (0, 0, b, x), partial(_decode_steps, clock, shape, b, x)))
     missing = [item for item in work if item[1] not in item[0]]
     with progress(len(missing), f"gpu {name}") as step, torch.inference_mode():
         for table, key, make in missing:

@@ -123,8 +123,8 @@ class Reply:
 
 def _count(usage: Mapping[str, Any], key: str, other: int) -> int:
     """The server's count of tokens, or another where it has none or one that none can be."""
-    told = usage.get(key)
-    return told if isinstance(told, int) and 0 < told < 1 << 31 else other
+    count = usage.get(key)
+    return count if isinstance(count, int) and 0 < count < 1 << 31 else other
 
 
 def ask(
@@ -227,9 +227,9 @@ def _timed(endpoint: Endpoint, prompt: str | list[int]) -> dict[str, Any]:
     try:
         reply = ask(endpoint, prompt)
     except (OSError, ValueError) as error:
-        told = f"{type(error).__name__}: {error}"  # some servers repeat the key
-        told = told.replace(endpoint.api_key or "\0", "(the key)")
-        row["error"] = " ".join(told.split())[:200]
+        message = f"{type(error).__name__}: {error}"  # some servers repeat the key
+        message = message.replace(endpoint.api_key or "\0", "(the key)")
+        row["error"] = " ".join(message.split())[:200]
     else:
         row.update(
             ttft_s=f"{reply.ttft_s:.6f}",

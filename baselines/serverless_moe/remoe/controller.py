@@ -32,13 +32,11 @@ class Decision:
         plan: The plan.
         ratio: b.
         expected: Outcome under the load that the plan was made for.
-        worst_case_met: Algorithm 2 found that b meets both limits in its worst case.
     """
 
     plan: Plan
     ratio: float
     expected: Outcome
-    worst_case_met: bool
 
 
 def memory_problem(
@@ -158,6 +156,6 @@ def remoe(
         remote = least_used(order, int(cases.members[at]))
         plan = plan_for(system, load, remote, float(cases.main_mb[at]), **limits)
         expected = expected_outcome(system, load, plan, **limits)
-        decisions.append(Decision(plan, float(cases.ratio[at]), expected, bool(cases.feasible[at])))
+        decisions.append(Decision(plan, float(cases.ratio[at]), expected))
     # Fewest violations first, then least cost.
     return min(decisions, key=lambda d: (sum(d.expected.violations.values()), d.expected.cost_usd))
