@@ -37,12 +37,18 @@ SHIPPED = Path(__file__).resolve().parent.parent / "checkpoints"
 class CheckpointPolicy(BasePolicy):
     """The greedy policy of a checkpoint.
 
+    Args:
+        name: Name shown in tables.
+        env_view: ``graph``, ``flat`` or ``experts``, see `servegym.baselines.protocol.Policy`.
+        args: Arguments of the training run.
+        net: The network.
+        decide: Actions for a batch of observations and their action masks; None in a subclass
+            with an `act` of its own.
+        training_env: Arguments of the training environment.
+
     Attributes:
         path: The file.
         agent: The file in ``agents`` that reads it, one of `AGENTS`.
-        args: The arguments of its training run.
-        net: The network.
-        training_env: The arguments of its training environment.
     """
 
     path: Path = Path()
@@ -57,17 +63,6 @@ class CheckpointPolicy(BasePolicy):
         decide: Callable[[Any, Any], Any] | None = None,
         training_env: Mapping[str, Any] | None = None,
     ) -> None:
-        """Take the parts.
-
-        Args:
-            name: Name shown in tables.
-            env_view: ``graph``, ``flat`` or ``experts``, see `servegym.baselines.protocol.Policy`.
-            args: Arguments of the training run.
-            net: The network.
-            decide: Actions for a batch of observations and their action masks; None in a subclass
-                with an `act` of its own.
-            training_env: Arguments of the training environment.
-        """
         self.name, self.env_view = name, env_view
         self.args, self.net, self.decide = args, net.eval(), decide
         self.training_env = dict(training_env or {})

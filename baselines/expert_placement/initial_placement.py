@@ -156,7 +156,7 @@ def best_start(
         ]
         best = min(starts, key=seconds)
     short = _objective(system, SHORT, int(draw[1]))
-    return climb(short, system, best, model.counts, swaps, seed)[0]
+    return climb(short, system, best, model.counts, swaps, seed)
 
 
 def _objective(system: PlacementSystem, requests: int, seed: int) -> SimulatedLatency:
@@ -177,7 +177,7 @@ def climb(
     counts: Any,
     swaps: int,
     seed: int,
-) -> tuple[Bools, int]:
+) -> Bools:
     """Exchange layers of a placement two by two where that is faster in the simulator.
 
     Two layers change places at all servers: who holds how many experts of them, the most used
@@ -192,14 +192,14 @@ def climb(
         seed: Of the exchanges.
 
     Returns:
-        The placement (N, L, E) and the number of exchanges accepted.
+        The placement (N, L, E).
     """
     layers = held.shape[1]
     if swaps < 1 or layers < 2:
-        return held, 0
+        return held
     random = np.random.default_rng([seed, 2])
     order = np.argsort(-counts.sum(axis=0), axis=1, kind="stable")
-    least, gained = _simulate(objective, system, counts, held), 0
+    least = _simulate(objective, system, counts, held)
     for _ in range(swaps):
         a, b = random.choice(layers, 2, replace=False)
         new = held.copy()
@@ -207,5 +207,5 @@ def climb(
         new[:, b, order[b]] = held[:, a, order[a]]
         seconds = _simulate(objective, system, counts, new)
         if seconds < least:
-            held, least, gained = new, seconds, gained + 1
-    return held, gained
+            held, least = new, seconds
+    return held

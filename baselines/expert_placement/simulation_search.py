@@ -29,6 +29,15 @@ _SHARES = (1.0, 0.5, 0.25, 0.125, 0.0)
 class SimulatedLatency:
     """The engine on one fixed list of requests, the same for every placement.
 
+    Args:
+        system: Cluster, recorded prompts and rates.
+        shares: (N, K) task shares of each server's requests, as `PlacementSystem.task_shares`.
+        number: Requests of all servers.
+        seed: Of the draw.
+
+    Raises:
+        ValueError: If number is below 1 or shares has the wrong shape.
+
     Attributes:
         requests: The requests, from an empty system.
     """
@@ -36,17 +45,6 @@ class SimulatedLatency:
     def __init__(
         self, system: PlacementSystem, shares: Floats, number: int, *, seed: int = 0
     ) -> None:
-        """Draw the requests.
-
-        Args:
-            system: Cluster, recorded prompts and rates.
-            shares: (N, K) task shares of each server's requests, as `PlacementSystem.task_shares`.
-            number: Requests of all servers.
-            seed: Of the draw.
-
-        Raises:
-            ValueError: If number is below 1 or shares has the wrong shape.
-        """
         servers, tasks = system.cluster.num_servers, len(system.task_prompts)
         if number < 1:
             raise ValueError(f"number must be at least 1, got {number!r}")

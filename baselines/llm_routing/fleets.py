@@ -24,21 +24,19 @@ class PerFleet(BasePolicy):
 
     A row's policy is made anew when its fleet changes. Where all episodes have the same fleet, one
     policy decides for all rows.
+
+    Args:
+        factory: Makes a policy of a `RoutingSystem`.
+        system: The systems.
+        kwargs: Parameters of the policy.
+
+    Raises:
+        ValueError: As ``factory`` does for a bad parameter.
     """
 
     def __init__(
         self, factory: Callable[..., Policy], system: FleetSystem, kwargs: Mapping[str, Any]
     ) -> None:
-        """Take over what the policy says of itself.
-
-        Args:
-            factory: Makes a policy of a `RoutingSystem`.
-            system: The systems.
-            kwargs: Parameters of the policy.
-
-        Raises:
-            ValueError: As ``factory`` does for a bad parameter.
-        """
         super().__init__(system)
         self._factory, self._kwargs = factory, dict(kwargs)
         # Of any fleet, so that parameters are checked before one is seen.

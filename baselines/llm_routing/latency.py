@@ -406,21 +406,19 @@ def _seen(observation: Observation, copy: bool = False) -> Seen:
 class LatencyModel:
     """Predicts latency per token from observations of a `RoutingSystem`.
 
+    Args:
+        system: The system.
+        overrun: A request that runs is taken to need at least this share of its predicted
+            length more (and one token), however many it has: predictions err.
+
+    Raises:
+        ValueError: If ``overrun`` is negative.
+
     Attributes:
         laws: The laws of the system, as the compiled estimate reads them.
     """
 
     def __init__(self, system: RoutingSystem, *, overrun: float = 0.3) -> None:
-        """Prepare the tables.
-
-        Args:
-            system: The system.
-            overrun: A request that runs is taken to need at least this share of its predicted
-                length more (and one token), however many it has: predictions err.
-
-        Raises:
-            ValueError: If ``overrun`` is negative.
-        """
         compile_kernels()
         self.system = system
         self.overrun = real("overrun", overrun, 0.0)

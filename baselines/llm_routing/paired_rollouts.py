@@ -85,19 +85,17 @@ def noise_weights(load: NDArray[np.float64], gain: NDArray[np.float32]) -> NDArr
 class Rollouts:
     """Copies of the environments' states on which actions are tried.
 
+    Args:
+        envs: The native vector environment.
+        runner: Runs the rollouts, in jobs of `JOB_STATES` states; None: this process does. The
+            returns are the same if ``values`` of a state do not go by the others of its batch,
+            bit for bit; those of a network may.
+
     Attributes:
         decisions: Decisions of all copies so far.
     """
 
     def __init__(self, envs: gym.vector.VectorEnv, runner: Runner | None = None) -> None:
-        """Take a native vector environment.
-
-        Args:
-            envs: The native vector environment.
-            runner: Runs the rollouts, in jobs of `JOB_STATES` states; None: this process does. The
-                returns are the same if ``values`` of a state do not go by the others of its batch,
-                bit for bit; those of a network may.
-        """
         self.envs: Any = envs.unwrapped
         self.runner, self.decisions = runner, 0
         self._problem = pickle.dumps(self.envs.problem.arguments)

@@ -24,6 +24,15 @@ class Rollout(RoutingPolicy):
     less that of what ended late, ranks the actions; equal ones go to the greedy action if it is
     among them. It improves on priced_greedy by one step of policy iteration with a perfect model
     and is no bound.
+
+    `bind` has to be called before `act`.
+
+    Args:
+        system: The system.
+        horizon: Requests that priced_greedy decides after the first action.
+
+    Raises:
+        ValueError: If ``horizon`` is negative.
     """
 
     name = "rollout"
@@ -31,15 +40,6 @@ class Rollout(RoutingPolicy):
     needs_env = True
 
     def __init__(self, system: RoutingSystem, *, horizon: int = 100) -> None:
-        """Build it; `bind` has to be called before `act`.
-
-        Args:
-            system: The system.
-            horizon: Requests that priced_greedy decides after the first action.
-
-        Raises:
-            ValueError: If ``horizon`` is negative.
-        """
         super().__init__(system)
         self.horizon = whole("horizon", horizon, 0)
         self.greedy = per_fleet(PricedGreedy, system)

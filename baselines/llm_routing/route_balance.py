@@ -41,6 +41,21 @@ class RouteBalance(RoutingPolicy):
     boosted trees' latency; seconds of the expert's time for the cost in USD, as these
     environments have no prices; no budget for a request; the filter compares point predictions, as
     theirs does without residuals of a validation set.
+
+    The default weights are the original's "Balance".
+
+    Args:
+        system: The system.
+        w_quality: Weight of the predicted score.
+        w_cost: Weight of the cost.
+        w_latency: Weight of the latency.
+        w_balance: Weight of the memory in use.
+        latency_filter: Whether candidates must meet the latency requirement.
+        fallback: What to do where no expert passes, ``"relax"`` or ``"drop"``.
+        overrun: See `LatencyModel`.
+
+    Raises:
+        ValueError: If a parameter is out of range, or the weights do not add up to 1.
     """
 
     name = "route_balance"
@@ -57,21 +72,6 @@ class RouteBalance(RoutingPolicy):
         fallback: str = "relax",
         overrun: float = 0.3,
     ) -> None:
-        """Build it; the default weights are the original's "Balance".
-
-        Args:
-            system: The system.
-            w_quality: Weight of the predicted score.
-            w_cost: Weight of the cost.
-            w_latency: Weight of the latency.
-            w_balance: Weight of the memory in use.
-            latency_filter: Whether candidates must meet the latency requirement.
-            fallback: What to do where no expert passes, ``"relax"`` or ``"drop"``.
-            overrun: See `LatencyModel`.
-
-        Raises:
-            ValueError: If a parameter is out of range, or the weights do not add up to 1.
-        """
         super().__init__(system)
         weights = {
             "w_quality": w_quality,

@@ -208,16 +208,14 @@ class FleetSystem(RoutingSystem):
     It has the sizes that observations are padded to, and describes the system of each fleet by
     what ``observation["fleet"]`` shows of it (`of`). Other fields of `RoutingSystem` are refused.
 
+    Args:
+        problem: A routing problem with `Problem.fleets`.
+
     Attributes:
         fixed: Whether all episodes have the same fleet.
     """
 
     def __init__(self, problem: Problem) -> None:
-        """Prepare the library of cards and models.
-
-        Args:
-            problem: A routing problem with `Problem.fleets`.
-        """
         assert problem.fleets is not None
         cfg = problem.cfg[0]
         tokens, prefill, contexts, decode = laws(
