@@ -47,7 +47,7 @@ class SystemDescription:
         problem = getattr(getattr(env, "unwrapped", env), "problem", None)
         if type(problem).__module__ != f"servegym.envs.{cls.family}.config":
             given = type(env).__name__
-            raise ValueError(f"env must be an environment of the family {cls.family}, got {given}")
+            raise ValueError(f"env must be a {cls.family} environment, got {given}")
         return cls.from_problem(problem)
 
     @classmethod
