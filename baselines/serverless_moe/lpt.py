@@ -44,17 +44,7 @@ def lpt_rows(jobs, z_max):
 
 @jit
 def _replica_loads(jobs, body, z_max):
-    """Rows of jobs on 1..z_max replicas by LPT.
-
-    Args:
-        jobs: float64 ``(N, K)`` seconds, 0 for what is no job.
-        body: float64 ``(N, K)`` MB that go with each job.
-        z_max: Most replicas.
-
-    Returns:
-        Busy seconds of each replica ``(N, z_max, z_max)``, and MB of the largest body
-        ``(N, z_max)``.
-    """
+    """`replica_loads` of rows (N, K): (N, Z, Z) and (N, Z)."""
     busy = np.zeros((jobs.shape[0], z_max, z_max))
     largest = np.zeros((jobs.shape[0], z_max))
     carried = np.empty(z_max)
@@ -74,15 +64,7 @@ def _replica_loads(jobs, body, z_max):
 
 @jit
 def _largest_replica_sums(replica, weight):
-    """Largest sum of weights on a replica.
-
-    Args:
-        replica: int8 ``(N, Z, K)`` of :func:`lpt_rows`.
-        weight: float64 ``(N, K)``.
-
-    Returns:
-        float64 ``(N, Z)``.
-    """
+    """`largest_replica_sums` of rows (N, Z, K) of replicas and (N, K) of weights: (N, Z)."""
     rows, z_max, width = replica.shape
     largest = np.zeros((rows, z_max))
     total = np.empty(z_max)
