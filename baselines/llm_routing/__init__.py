@@ -1,5 +1,6 @@
 """Policies for the LLM routing environments; importing this registers them."""
 
+from servegym.baselines.llm_routing import fleet_features, latency
 from servegym.baselines.llm_routing.bandits import DelayedLinUcb, LinUcb, Thompson
 from servegym.baselines.llm_routing.fleets import per_fleet
 from servegym.baselines.llm_routing.greedy_qos import (
@@ -22,13 +23,18 @@ from servegym.baselines.llm_routing.heuristics import (
     TokenJsq,
     VllmDp,
 )
-from servegym.baselines.llm_routing.latency import compile_kernels
 from servegym.baselines.llm_routing.rollout import Rollout
 from servegym.baselines.llm_routing.route_balance import RouteBalance
 from servegym.baselines.llm_routing.system import RoutingSystem
 from servegym.baselines.registry import register_policy
 
 __all__ = ["RoutingSystem", "compile_kernels"]
+
+
+def compile_kernels() -> None:
+    """Compile what the policies compile, or load it from the cache on disk."""
+    latency.compile_kernels()
+    fleet_features.compile_kernels()
 
 
 for _policy, _line, *_aliases in (
