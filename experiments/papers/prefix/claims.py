@@ -32,13 +32,13 @@ LLM_D = "llm-d, eight pods"
 
 def _collapse(rows: Rows, routing: str, column: str) -> float | None:
     """The lowest rate from which TTFT at 90 % stays above `COLLAPSED_S`; None: there is none."""
-    found = None
+    rate = None
     for row in pick(rows, routing=routing):
         if row[column] == "" or row[column] < COLLAPSED_S:
-            found = None
-        elif found is None:
-            found = row["rate"]
-    return found
+            rate = None
+        elif rate is None:
+            rate = row["rate"]
+    return rate
 
 
 def collapse(*routings: str) -> Reader:
