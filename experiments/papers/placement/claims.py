@@ -18,6 +18,7 @@ from servegym.experiments.papers.verdicts import (
     judge,
     percent,
     pick,
+    split,
     values,
 )
 
@@ -26,11 +27,9 @@ def sharing(rival: str, paper: float) -> Reader:
     """How much less latency sharing takes than fetching alone, by the speed of the host channel."""
 
     def read(rows: Rows) -> Iterable[Finding]:
-        for skew in values(rows, "skew"):
-            for speed in values(rows, "pcie_gb_s"):
-                own = pick(rows, skew=skew, pcie_gb_s=speed)
-                setting = f"{skew} skew, PCIe {speed:g} GB/s"
-                yield _saved(setting, own, "uniform", rival, paper)
+        for at, own in split(rows, "skew", "pcie_gb_s"):
+            setting = f"{at['skew']} skew, PCIe {at['pcie_gb_s']:g} GB/s"
+            yield _saved(setting, own, "uniform", rival, paper)
 
     return read
 
@@ -51,8 +50,9 @@ def less(method: str, reference: str, paper: Mapping[tuple[str, str], float]) ->
 def _saved(setting: str, rows: Rows, method: str, reference: str, paper: float) -> Finding:
     """How much less latency one policy has than another; by sign where one is overloaded."""
     by = {row["policy"]: row for row in rows}
-    ends = _paired(by[method], reference)
-    return _ends(setting, by[method], by[reference], -paper, (method, reference), ends)
+    names = (method, reference)
+    interval = _paired(by[method], reference)
+    return _ends(setting, (by[method], by[reference]), -paper, names, interval)
 
 
 def _paired(row: Mapping[str, Any], reference: str) -> tuple[float, float] | None:
@@ -114,42 +114,36 @@ def gpus(rows: Rows) -> Iterable[Finding]:
     few, many = min(values(rows, "gpus")), max(values(rows, "gpus"))
     for link in values(rows, "link_model"):
         for gap, paper in ((8.0, -19.0), (15.0, -9.0)):
-            own = {
-                row["gpus"]: row for row in pick(rows, link_model=link, gap_s=gap, policy="prism")
-            }
+            part = pick(rows, link_model=link, gap_s=gap, policy="prism")
+            own = {row["gpus"]: row for row in part}
             setting = f"links: {link}, {gap:g} s between requests"
-            ends = unpaired(own[many], own[few])
-            names = (f"{many} GPUs", f"{few} GPUs")
-            yield _ends(setting, own[many], own[few], paper, names, ends)
+            pair, names = (own[many], own[few]), (f"{many} GPUs", f"{few} GPUs")
+            yield _ends(setting, pair, paper, names, unpaired(*pair))
 
 
 def bandwidth(rows: Rows) -> Iterable[Finding]:
     """Prism's latency with the widest links against the narrowest, by few and by many GPUs."""
     counts, speeds = values(rows, "gpus"), values(rows, "mbps")
     slow, fast = min(speeds), max(speeds)
-    for link in values(rows, "link_model"):
-        for cost in values(pick(rows, link_model=link), "h_ms"):
-            for count, paper in ((min(counts), -55.0), (max(counts), -35.0)):
-                own = {
-                    row["mbps"]: row for row in pick(rows, link_model=link, h_ms=cost, gpus=count)
-                }
-                setting = f"links: {link}, {cost} ms a message, {count} GPUs"
-                ends = unpaired(own[fast], own[slow])
-                names = (f"{fast} Mbps", f"{slow} Mbps")
-                yield _ends(setting, own[fast], own[slow], paper, names, ends)
+    for at, part in split(rows, "link_model", "h_ms"):
+        for count, paper in ((min(counts), -55.0), (max(counts), -35.0)):
+            own = {row["mbps"]: row for row in pick(part, gpus=count)}
+            setting = f"links: {at['link_model']}, {at['h_ms']} ms a message, {count} GPUs"
+            names = (f"{fast} Mbps", f"{slow} Mbps")
+            pair = own[fast], own[slow]
+            yield _ends(setting, pair, paper, names, unpaired(*pair))
 
 
 def _ends(
     setting: str,
-    new: Mapping[str, Any],
-    old: Mapping[str, Any],
+    rows: tuple[Mapping[str, Any], Mapping[str, Any]],
     paper: float,
     names: tuple[str, str],
-    interval: tuple[float, float] | None = None,
+    interval: tuple[float, float] | None,
 ) -> Finding:
-    """A change of latency; of an overloaded queue only the sign counts."""
-    change = percent(new["mean_latency_s"], old["mean_latency_s"])
-    grow = [name for name, row in zip(names, (new, old), strict=True) if row["overloaded"]]
+    """A change of latency from the second row to the first; of an overloaded queue by its sign."""
+    change = percent(*(row["mean_latency_s"] for row in rows))
+    grow = [name for name, row in zip(names, rows, strict=True) if row["overloaded"]]
     if not grow:
         here = f"{change:+.3g} % (paper {paper:g} %)"
         return Finding(setting, here, judge(change, paper, interval=interval))

@@ -22,6 +22,7 @@ from servegym.experiments.papers.verdicts import (
     judge,
     percent,
     pick,
+    split,
     values,
 )
 
@@ -121,25 +122,21 @@ def longest_match(rows: Rows) -> Iterable[Finding]:
 
 def weights(rows: Rows) -> Iterable[Finding]:
     """The ratio of the slowest TTFTs between queue weights 3 and 2 to 4 of the prefix."""
-    for setting in values(rows, "setting"):
-        for rate in values(pick(rows, setting=setting), "rate"):
-            by = {row["queue"]: row for row in pick(rows, setting=setting, rate=rate)}
-            change = percent(by[3.0]["p99_ttft_s"], by[2.0]["p99_ttft_s"])
-            theirs = percent(132.0, 3570.0)
-            verdict = judge(change, theirs) if change < 0 else DISAGREES
-            yield Finding(f"{setting}, {rate:g} requests/s", f"{change:+.0f} %", verdict)
+    for at, own in split(rows, "setting", "rate"):
+        by = {row["queue"]: row for row in own}
+        change = percent(by[3.0]["p99_ttft_s"], by[2.0]["p99_ttft_s"])
+        verdict = judge(change, percent(132.0, 3570.0)) if change < 0 else DISAGREES
+        yield Finding(f"{at['setting']}, {at['rate']:g} requests/s", f"{change:+.0f} %", verdict)
 
 
 def staleness(rows: Rows) -> Iterable[Finding]:
     """How much longer the slowest TTFTs are with metrics of 100 ms or more than with live ones."""
-    for setting in values(rows, "setting"):
-        for rate in values(pick(rows, setting=setting), "rate"):
-            own = pick(rows, setting=setting, rate=rate, rule="llm_d")
-            row = min(own, key=lambda row: abs(row["scrape_s"] - 0.2))
-            change = 100 * (row["p99_ratio"] - 1)
-            ends = 100 * (row["p99_low"] - 1), 100 * (row["p99_high"] - 1)
-            where = f"llm_d, {setting}, {rate:g} requests/s, {row['scrape_s']:g} s"
-            yield Finding(where, f"{change:+.0f} %", judge(change, 354.0, interval=ends))
+    for at, own in split(pick(rows, rule="llm_d"), "setting", "rate"):
+        row = min(own, key=lambda row: abs(row["scrape_s"] - 0.2))
+        change = 100 * (row["p99_ratio"] - 1)
+        ends = 100 * (row["p99_low"] - 1), 100 * (row["p99_high"] - 1)
+        where = f"llm_d, {at['setting']}, {at['rate']:g} requests/s, {row['scrape_s']:g} s"
+        yield Finding(where, f"{change:+.0f} %", judge(change, 354.0, interval=ends))
 
 
 CLAIMS: tuple[Claim, ...] = (

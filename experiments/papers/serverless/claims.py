@@ -19,6 +19,7 @@ from servegym.experiments.papers.verdicts import (
     percent,
     pick,
     span,
+    split,
     values,
 )
 
@@ -73,94 +74,76 @@ def _cards(rows: Rows) -> Iterable[tuple[str, Rows]]:
         yield f"{', '.join(values(derived, 'gpu'))} (derived)", derived
 
 
-def _against(rows: Rows, rivals: Sequence[str]) -> tuple[dict[str, list[float]], list[str], bool]:
+def _against(rows: Rows, rivals: Sequence[str]) -> tuple[str, str, bool]:
     """Change of the bill against the cheapest rival, by reading, at every point of the rows.
 
     Returns:
-        Percent by reading; for the better reading at each point ``less``, ``more`` or ``equal``,
-        which is that the intervals overlap; whether its largest saving over a rival agrees with the
-        paper's.
+        The changes by reading; the verdict on the better reading at each point, open where the
+        intervals overlap; whether its largest saving over a rival agrees with the paper's.
     """
     changes: dict[str, list[float]] = {name: [] for name in READINGS}
-    found, most = [], 0.0
-    points = dict.fromkeys((row["gpu"], row["n_out"]) for row in rows)
-    for gpu, tokens in points:
-        by = {row["method"]: row for row in pick(rows, gpu=gpu, n_out=tokens)}
+    verdicts, most = [], 0.0
+    for _, own in split(rows, "gpu", "n_out"):
+        by = {row["method"]: row for row in own}
         first = min((by[name] for name in rivals), key=lambda row: row["usd_per_1000"])
         ours = min((by[name] for name in READINGS), key=lambda row: row["usd_per_1000"])
         for name in READINGS:
             changes[name].append(percent(by[name]["usd_per_1000"], first["usd_per_1000"]))
         less = ours["usd_per_1000_high"] < first["usd_per_1000_low"]
         more = ours["usd_per_1000_low"] > first["usd_per_1000_high"]
-        found.append("less" if less else "more" if more else "equal")
+        verdicts.append(AGREES if less else DISAGREES if more else OPEN)
         most = min(most, *(percent(ours["usd_per_1000"], by[n]["usd_per_1000"]) for n in rivals))
-    return changes, found, judge(most, -57.14) == AGREES
+    here = ", ".join(f"{name} {span(of, '+.0f')}" for name, of in changes.items())
+    worst = next((one for one in (DISAGREES, OPEN) if one in verdicts), AGREES)
+    return here, worst, judge(most, -57.14) == AGREES
 
 
 def cheapest(largest: bool) -> Reader:
     """The better of Remoe's readings against the cheapest of the paper's four deployments.
 
     It disagrees where one costs less than Remoe at any point, and is open where one is not
-    distinguished from it.
-
-    Args:
-        largest: Whether the largest saving has to agree with the paper's, too.
+    distinguished from it; ``largest``: the largest saving has to agree with the paper's, too.
     """
 
     def read(rows: Rows) -> Iterable[Finding]:
-        for model in values(rows, "model"):
-            for bill in values(rows, "bill"):
-                for card, own in _cards(pick(rows, model=model, bill=bill)):
-                    changes, found, as_much = _against(own, ("cpu", "gpu", "fetch", "mix"))
-                    shown = (f"{name} {span(of, '+.0f')}" for name, of in changes.items())
-                    verdict = _verdict(found)
-                    if largest and verdict == AGREES and not as_much:
-                        verdict = DIRECTION
-                    here = f"{', '.join(shown)} against the cheapest"
-                    yield Finding(_where(model, bill, card), here, verdict)
+        for at, part in split(rows, "model", "bill"):
+            for card, own in _cards(part):
+                here, verdict, as_much = _against(own, ("cpu", "gpu", "fetch", "mix"))
+                if largest and verdict == AGREES and not as_much:
+                    verdict = DIRECTION
+                yield Finding(_where(**at, rest=card), f"{here} against the cheapest", verdict)
 
     return read
 
 
-def _verdict(found: Sequence[str]) -> str:
-    return DISAGREES if "more" in found else OPEN if "equal" in found else AGREES
-
-
 def function_an_expert(rows: Rows) -> Iterable[Finding]:
     """The better of Remoe's readings against a function for each expert, with all GPUs."""
-    for model in values(rows, "model"):
-        for bill in values(rows, "bill"):
-            own = pick(rows, model=model, bill=bill)
-            changes, found, _ = _against(own, ("per_expert",))
-            here = ", ".join(f"{name} {span(of, '+.0f')}" for name, of in changes.items())
-            yield Finding(_where(model, bill), here, _verdict(found))
+    for at, own in split(rows, "model", "bill"):
+        here, verdict, _ = _against(own, ("per_expert",))
+        yield Finding(_where(**at), here, verdict)
 
 
 def cold_start(rows: Rows) -> Iterable[Finding]:
     """Remoe's cold start against MIX's, judged by the reading that has the lower bill."""
-    for model in values(rows, "model"):
-        for bill in values(rows, "bill"):
-            for link in ("separate", "shared"):
-                own = pick(rows, model=model, bill=bill, link=link, setting="default")
-                by = {row["method"]: percent(row["over_mix"], 1.0) for row in own}
-                links = "a link each" if link == "separate" else "one link for all"
-                here = ", ".join(f"{name} {by[name]:+.0f} %" for name in READINGS)
-                verdict = judge(by["remoe_cost"], -47.0)
-                yield Finding(_where(model, bill, links), here, verdict)
+    for at, own in split(pick(rows, setting="default"), "model", "bill", "link"):
+        by = {row["method"]: percent(row["over_mix"], 1.0) for row in own}
+        links = "a link each" if at.pop("link") == "separate" else "one link for all"
+        here = ", ".join(f"{name} {by[name]:+.0f} %" for name in READINGS)
+        yield Finding(_where(**at, rest=links), here, judge(by["remoe_cost"], -47.0))
 
 
-def guarantee(statement: str, known: Mapping[str, str]) -> Reader:
+def guarantee(statement: str, rankings: Mapping[str, str]) -> Reader:
     """How often a bound holds on recorded activations, as printed and corrected.
 
     Args:
         statement: The statement in the table.
-        known: Ranking in the table -> what it is in words; empty: the worst of all.
+        rankings: Ranking in the table -> what it is in words; empty: the worst of all.
     """
 
     def read(rows: Rows) -> Iterable[Finding]:
         recorded = pick(rows, source="recorded", statement=statement, n="all")
         for model in values(recorded, "model"):
-            for ranking, words in (known or {"": ""}).items():
+            for ranking, words in (rankings or {"": ""}).items():
                 for form in ("printed", "corrected"):
                     own = pick(recorded, model=model, form=form)
                     worst = min(r["holds"] for r in own if ranking in ("", r["ranking"]))
