@@ -191,7 +191,7 @@ def drive(
     Args:
         kwargs: Arguments of the environment.
         policy: A registered name.
-        seed: Of the episode.
+        seed: Seed of the episode.
         slices: Looks an epoch.
         requests: Makes other requests than the environment draws.
         pooled_start: Whether the counts before the start are those of all servers together, as

@@ -135,11 +135,12 @@ STUDIES = (
             at["model"], options.episodes, RATIOS[::4] if options.quick else RATIOS
         ),
         lambda options: [{"model": model} for model in STARTED],
-        notes=lambda options, rows: [
+        notes=found_for(
+            CLAIMS,
+            "fig11_cold_start",
             "Model output, not a measurement: Tcold of containers and weights read.",
             "What is remote is read all the same, so the gain needs links of their own.",
-            *found_for(CLAIMS, "fig11_cold_start")(options, rows),
-        ],
+        ),
         picture=Bars(
             x="method",
             y=("main_s", "remote_s"),

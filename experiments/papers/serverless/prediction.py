@@ -204,11 +204,12 @@ STUDIES = (
         "fig08_search",
         "search",
         _search,
-        notes=lambda options, rows: [
+        notes=found_for(
+            CLAIMS,
+            "fig08_search",
             "processor time of one thread; embeddings resampled from the recorded prompts, with "
             "noise",
-            *found_for(CLAIMS, "fig08_search")(options, rows),
-        ],
+        ),
     ),
 )
 

@@ -133,10 +133,11 @@ STUDIES = (
         "fig3",
         _fig3,
         lambda options: [{"model": model} for model in MODELS],
-        notes=lambda options, rows: [
+        notes=found_for(
+            CLAIMS,
+            "fig03_similarity",
             "'Halves of one prompt' are random halves of its tokens, the noise of short recordings",
-            *found_for(CLAIMS, "fig03_similarity")(options, rows),
-        ],
+        ),
         picture=Bars(
             x=("embedding", "group"),
             y="value",

@@ -55,11 +55,7 @@ class MedoidTree:
     prompts are all alike stays a leaf. The children of a node are neighbours, and so are
     the prompts below it, which keeps every search step a product with a contiguous block.
 
-    Args:
-        units: ``(P, d)`` unit vectors that queries are compared with.
-        split: Clustering of a node's prompts.
-        beta: Most prompts of a leaf.
-        seed: Seed of the clustering.
+    Of ``(P, d)`` unit vectors that queries are compared with; ``seed`` is that of the clustering.
 
     Attributes:
         nodes: int64 ``(N, 6)``, see `predictors.kernel`.
@@ -107,14 +103,10 @@ class MedoidTree:
         return int(depth.max())
 
     def search(self, queries: Floats, alpha: int) -> tuple[Indexes, Floats]:
-        """Similar prompts of each query (Algorithm 1), see `predictors.kernel.search`.
+        """Similar prompts of unit vectors ``(Q, d)`` (Algorithm 1), see `predictors.kernel.search`.
 
-        Args:
-            queries: ``(Q, d)`` unit vectors.
-            alpha: Prompts wanted; all of them if the tree holds fewer.
-
-        Returns:
-            Prompt numbers ``(Q, alpha)``, most similar first, and their similarities.
+        Their numbers ``(Q, alpha)``, most similar first, and their similarities; all prompts if
+        the tree holds fewer than ``alpha``.
         """
         rows, similarity = search(
             queries, self.nodes, self._medoid_units, self._leaf_units, min(alpha, len(self.order))
