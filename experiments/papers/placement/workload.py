@@ -32,9 +32,6 @@ PLANNED = {"prism": prism, "proxy_optimum": proxy_optimum}
 """Placements whose coverage is compared."""
 
 
-# ---------------------------------------------------------------------------------- Fig. 2 and 3
-
-
 def skew_of(shares: np.ndarray) -> dict[str, np.ndarray]:
     """How unevenly experts are used, from their shares ``(..., E)``, each summing to 1.
 
@@ -92,9 +89,6 @@ def _skew_notes(options: Options, rows: Sequence[Row]) -> Iterator[Note]:
         "even) are not in the recorded activations; skew='paper' makes tasks as narrow as that"
     )
     yield "intervals: prompts drawn again; 'mean' over layers"
-
-
-# --------------------------------------------------------------------------- Theorem 1, coverage
 
 
 def covered(counts: np.ndarray, view: np.ndarray, cap: np.ndarray) -> dict[str, np.ndarray]:

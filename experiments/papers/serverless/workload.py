@@ -55,9 +55,6 @@ NEARLY_LINEAR = 0.95
 """R2 of a straight line from which on a curve is called nearly linear."""
 
 
-# ----------------------------------------------------------------------- experts near and remote
-
-
 def expert_times(
     system: SystemModel, request: Request, remote: NDArray[np.bool_], cores: int
 ) -> tuple[float, float, float]:
@@ -141,9 +138,6 @@ def _fig4_notes(name: str, rows: Rows) -> list[Note]:
             ),
         ]
     return notes
-
-
-# ---------------------------------------------------------------------------- prefill and decode
 
 
 def stage_times(
