@@ -35,12 +35,13 @@ from servegym.experiments.papers.serverless.predictors import (
     fitted,
     js_divergence,
 )
+from servegym.experiments.papers.serverless.predictors.base import unit_rows
 from servegym.experiments.papers.serverless.predictors.similar_prompts import (
+    FORK,
     BruteForce,
     SimilarPromptsSearch,
     VarPAM,
 )
-from servegym.experiments.papers.serverless.predictors.tree import FORK, unit_rows
 from servegym.experiments.papers.study import Options, Study, command, interval_columns
 from servegym.experiments.papers.verdicts import found_for
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from servegym.experiments.papers.serverless.predictors import make_predictor
+from servegym.experiments.papers.serverless.predictors.base import unit_rows
 from servegym.experiments.papers.serverless.predictors.similar_prompts import SimilarPromptsSearch
-from servegym.experiments.papers.serverless.predictors.tree import unit_rows
 
 from .histories import TREES, made_up, soft_cosine
 
