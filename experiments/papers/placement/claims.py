@@ -14,6 +14,7 @@ from servegym.experiments.papers.verdicts import (
     Finding,
     Reader,
     Rows,
+    claim,
     holds,
     judge,
     percent,
@@ -82,6 +83,12 @@ def unpaired(new: Mapping[str, Any], old: Mapping[str, Any]) -> tuple[float, flo
     return low, high
 
 
+@claim(
+    "Fig. 6",
+    "Prism serves the largest share of tokens locally",
+    "above all others",
+    "fig6_local_ratio",
+)
 def best_counts(rows: Rows) -> Iterable[Finding]:
     """Whether Prism serves more locally than every other policy that goes by counts."""
     for model in values(rows, "model"):
@@ -98,6 +105,7 @@ def best_counts(rows: Rows) -> Iterable[Finding]:
             yield Finding(f"{workload}, {model}", here, ahead_of_all)
 
 
+@claim("Fig. 7", "migrating pays when the requests change", "-10 %", "fig7_summary")
 def migrating(rows: Rows) -> Iterable[Finding]:
     """What migrating saves when the requests change, against each placement that stays."""
     by = {row["variant"]: row for row in rows}
@@ -109,6 +117,7 @@ def migrating(rows: Rows) -> Iterable[Finding]:
             yield Finding(f"{name}, against {other}", f"{change:+.3g} %", verdict)
 
 
+@claim("Fig. 8a", "latency falls from 4 to 256 GPUs", "-19 % and -9 %", "fig8a_gpus")
 def gpus(rows: Rows) -> Iterable[Finding]:
     """Prism's latency with the most GPUs against the fewest."""
     few, many = min(values(rows, "gpus")), max(values(rows, "gpus"))
@@ -121,6 +130,7 @@ def gpus(rows: Rows) -> Iterable[Finding]:
             yield _ends(setting, pair, paper, names, unpaired(*pair))
 
 
+@claim("Fig. 8b", "latency falls from 100 to 1000 Mbps", "-55 % and -35 %", "fig8b_bandwidth")
 def bandwidth(rows: Rows) -> Iterable[Finding]:
     """Prism's latency with the widest links against the narrowest, by few and by many GPUs."""
     counts, speeds = values(rows, "gpus"), values(rows, "mbps")
@@ -183,20 +193,8 @@ CLAIMS = (
             },
         ),
     ),
-    Claim(
-        "Fig. 6",
-        "Prism serves the largest share of tokens locally",
-        "above all others",
-        "fig6_local_ratio",
-        best_counts,
-    ),
-    Claim("Fig. 7", "migrating pays when the requests change", "-10 %", "fig7_summary", migrating),
-    Claim("Fig. 8a", "latency falls from 4 to 256 GPUs", "-19 % and -9 %", "fig8a_gpus", gpus),
-    Claim(
-        "Fig. 8b",
-        "latency falls from 100 to 1000 Mbps",
-        "-55 % and -35 %",
-        "fig8b_bandwidth",
-        bandwidth,
-    ),
+    best_counts,
+    migrating,
+    gpus,
+    bandwidth,
 )

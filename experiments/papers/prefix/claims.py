@@ -18,6 +18,7 @@ from servegym.experiments.papers.verdicts import (
     Finding,
     Reader,
     Rows,
+    claim,
     holds,
     judge,
     percent,
@@ -59,6 +60,12 @@ def collapse(*routings: str) -> Reader:
     return read
 
 
+@claim(
+    LLM_D,
+    "true caches give more output tokens/s at 60/s than estimated, load, random",
+    "+45, +121, +117 %",
+    "llm_d",
+)
 def throughput(rows: Rows) -> Iterable[Finding]:
     """Output tokens/s at the highest rate, routing by true caches against each other way."""
     top = pick(rows, rate=max(row["rate"] for row in rows))
@@ -72,6 +79,7 @@ def throughput(rows: Rows) -> Iterable[Finding]:
         yield Finding(f"over {routing}", f"{ours:+.0f} %", judge(ours, theirs))
 
 
+@claim(LLM_D, "TTFT at 90 %: precise < estimated < blind", "at every load", "llm_d")
 def order(rows: Rows) -> Iterable[Finding]:
     """Whether TTFT at 90 % rises from precise over estimated to both blind ways, rate by rate."""
     for rate in values(rows, "rate"):
@@ -111,6 +119,12 @@ def _number(value: Any) -> str:
     return f"{float(value):,.4g}" if float(value) < 1e4 else f"{float(value):,.0f}"
 
 
+@claim(
+    "production-stack",
+    "the longest match, whatever the load, beats the least load",
+    "its prefix-aware routing",
+    "tuned_rules",
+)
 def longest_match(rows: Rows) -> Iterable[Finding]:
     """Attainment of the longest match, whatever the load, beside the least load's."""
     for setting in values(rows, "setting"):
@@ -120,6 +134,12 @@ def longest_match(rows: Rows) -> Iterable[Finding]:
         yield Finding(setting, f"{ours:.1f} % for {blind:.1f} %", holds([ours > blind]))
 
 
+@claim(
+    "BLIS, 8 instances",
+    "a queue weight of 3 in place of 2 to 4 of the prefix cuts the slowest TTFTs",
+    "3,570 to 132 ms",
+    "signals_weights",
+)
 def weights(rows: Rows) -> Iterable[Finding]:
     """The ratio of the slowest TTFTs between queue weights 3 and 2 to 4 of the prefix."""
     for at, own in split(rows, "setting", "rate"):
@@ -129,6 +149,12 @@ def weights(rows: Rows) -> Iterable[Finding]:
         yield Finding(f"{at['setting']}, {at['rate']:g} requests/s", f"{change:+.0f} %", verdict)
 
 
+@claim(
+    "BLIS, 8 instances",
+    "metrics of 100 ms instead of live ones lengthen the slowest TTFTs",
+    "+354 %",
+    "signals_staleness",
+)
 def staleness(rows: Rows) -> Iterable[Finding]:
     """How much longer the slowest TTFTs are with metrics of 100 ms or more than with live ones."""
     for at, own in split(pick(rows, rule="llm_d"), "setting", "rate"):
@@ -154,14 +180,8 @@ CLAIMS: tuple[Claim, ...] = (
         "llm_d",
         collapse("estimated", "precise"),
     ),
-    Claim(LLM_D, "TTFT at 90 %: precise < estimated < blind", "at every load", "llm_d", order),
-    Claim(
-        LLM_D,
-        "true caches give more output tokens/s at 60/s than estimated, load, random",
-        "+45, +121, +117 %",
-        "llm_d",
-        throughput,
-    ),
+    order,
+    throughput,
     Claim(
         "Mooncake's traces",
         "what their pages state",
@@ -183,25 +203,7 @@ CLAIMS: tuple[Claim, ...] = (
         "workload_facts",
         stated("tenants"),
     ),
-    Claim(
-        "production-stack",
-        "the longest match, whatever the load, beats the least load",
-        "its prefix-aware routing",
-        "tuned_rules",
-        longest_match,
-    ),
-    Claim(
-        "BLIS, 8 instances",
-        "a queue weight of 3 in place of 2 to 4 of the prefix cuts the slowest TTFTs",
-        "3,570 to 132 ms",
-        "signals_weights",
-        weights,
-    ),
-    Claim(
-        "BLIS, 8 instances",
-        "metrics of 100 ms instead of live ones lengthen the slowest TTFTs",
-        "+354 %",
-        "signals_staleness",
-        staleness,
-    ),
+    longest_match,
+    weights,
+    staleness,
 )

@@ -12,6 +12,7 @@ from servegym.experiments.papers.verdicts import (
     Finding,
     Reader,
     Rows,
+    claim,
     holds,
     judge,
     percent,
@@ -200,6 +201,12 @@ def effect(factor: str, text: str) -> Claim:
     return Claim("Fig. 17", text, f"{paper.qos:+} %", "comparison", read)
 
 
+@claim(
+    "Fig. 10",
+    "less time from end to end than every baseline",
+    "at least -21.34 %",
+    "fig10_end_to_end",
+)
 def end_to_end(rows: Rows) -> Iterable[Finding]:
     """End-to-end latency of the trained router against the quickest of the paper's baselines."""
     for point in values(rows, "point"):
@@ -213,6 +220,12 @@ def end_to_end(rows: Rows) -> Iterable[Finding]:
         yield Finding(point, f"{change:+.1f} % against {quickest}", judge(change, -21.34, True))
 
 
+@claim(
+    "Fig. 18",
+    "predicted scores and lengths add QoS",
+    f"{PRINTED['Fig. 18'].qos:+} %",
+    "fig18_predictors",
+)
 def with_predictors(rows: Rows) -> Iterable[Finding]:
     """QoS with predicted scores and lengths over that with none."""
     for point in values(rows, "point"):
@@ -230,6 +243,12 @@ def _retrained(rows: Rows) -> list[str]:
     return [name for name in values(rows, "policy") if name.endswith(RETRAINED)]
 
 
+@claim(
+    "Fig. 18",
+    "and without any SAC-HAN is above every baseline",
+    f"at least {PRINTED['Fig. 18, none'].qos:+} %",
+    "fig18_predictors",
+)
 def without_predictors(rows: Rows) -> Iterable[Finding]:
     """QoS of SAC-HAN with no predictions over the strongest of the paper's baselines with them."""
     for point in values(rows, "point"):
@@ -248,6 +267,9 @@ def without_predictors(rows: Rows) -> Iterable[Finding]:
         yield Finding(point, here, judge(change, paper.qos, paper.least))
 
 
+@claim(
+    "Table II", "the router decides in less than a millisecond", "< 1 ms each part", "table2_router"
+)
 def decision_time(rows: Rows) -> Iterable[Finding]:
     """Latency of one decision on a processor core."""
     for row in rows:
@@ -278,13 +300,7 @@ CLAIMS = (
     changed("Fig. 7", "and takes less time a token", "fig7_poisson", "latency_ms_per_token"),
     changed("Fig. 7", "more QoS than the best of the paper's baselines", "fig7_poisson", best=True),
     changed("Fig. 9", "the same under BurstGPT's arrivals", "fig9_burstgpt", best=True),
-    Claim(
-        "Fig. 10",
-        "less time from end to end than every baseline",
-        "at least -21.34 %",
-        "fig10_end_to_end",
-        end_to_end,
-    ),
+    end_to_end,
     Claim(
         "Fig. 11",
         "more QoS than the baselines with 3 to 12 experts",
@@ -304,27 +320,9 @@ CLAIMS = (
     ),
     effect("state", "the graph as state adds to what the learner has on Baseline RL's"),
     effect("reward", "the QoS-aware reward adds to that"),
-    Claim(
-        "Fig. 18",
-        "predicted scores and lengths add QoS",
-        f"{PRINTED['Fig. 18'].qos:+} %",
-        "fig18_predictors",
-        with_predictors,
-    ),
-    Claim(
-        "Fig. 18",
-        "and without any SAC-HAN is above every baseline",
-        f"at least {PRINTED['Fig. 18, none'].qos:+} %",
-        "fig18_predictors",
-        without_predictors,
-    ),
-    Claim(
-        "Table II",
-        "the router decides in less than a millisecond",
-        "< 1 ms each part",
-        "table2_router",
-        decision_time,
-    ),
+    with_predictors,
+    without_predictors,
+    decision_time,
     Claim(
         "Section V",
         "the score's bucket is predicted, top 1 and top 3",
