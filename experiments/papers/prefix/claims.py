@@ -16,7 +16,6 @@ from servegym.experiments.papers.verdicts import (
     DISAGREES,
     Claim,
     Finding,
-    Reader,
     Rows,
     claim,
     holds,
@@ -43,21 +42,21 @@ def _collapse(rows: Rows, routing: str, column: str) -> float | None:
     return rate
 
 
-def collapse(*routings: str) -> Reader:
-    """The rate at which ways of routing collapse, theirs beside ours."""
+def collapse(text: str, theirs: str, *routings: str) -> Claim:
+    """The claim on the rates at which ways of routing collapse, theirs beside ours."""
 
     def read(rows: Rows) -> Iterable[Finding]:
         for routing in routings:
-            theirs = _collapse(rows, routing, "report_ttft_p90_s")
+            reported = _collapse(rows, routing, "report_ttft_p90_s")
             ours = _collapse(rows, routing, "ttft_p90_s")
             words = "never" if ours is None else f"from {ours:g}/s on"
-            if theirs == ours:
+            if reported == ours:
                 verdict = AGREES
             else:
-                verdict = DISAGREES if None in (theirs, ours) else DIRECTION
+                verdict = DISAGREES if None in (reported, ours) else DIRECTION
             yield Finding(routing, words, verdict)
 
-    return read
+    return Claim(LLM_D, text, theirs, "llm_d", read)
 
 
 @claim(
@@ -95,8 +94,8 @@ def order(rows: Rows) -> Iterable[Finding]:
         )
 
 
-def stated(workload: str) -> Reader:
-    """What is stated of a trace, as the table of facts has judged it."""
+def stated(place: str, text: str, workload: str) -> Claim:
+    """The claim on what is stated of a trace, as the table of facts has judged it."""
     verdicts = {"agrees": AGREES, "differs": DISAGREES}
 
     def read(rows: Rows) -> Iterable[Finding]:
@@ -112,7 +111,7 @@ def stated(workload: str) -> Reader:
                 here = f"{_number(row['here'])}; stated {_number(row['published'])}"
                 yield Finding(setting, here, verdicts[row["verdict"]])
 
-    return read
+    return Claim(place, text, "see the setting", "workload_facts", read)
 
 
 def _number(value: Any) -> str:
@@ -166,43 +165,18 @@ def staleness(rows: Rows) -> Iterable[Finding]:
 
 
 CLAIMS: tuple[Claim, ...] = (
-    Claim(
-        LLM_D,
-        "routing that is blind to caches collapses",
-        "from 20/s on",
-        "llm_d",
-        collapse("load", "random"),
-    ),
-    Claim(
-        LLM_D,
+    collapse("routing that is blind to caches collapses", "from 20/s on", "load", "random"),
+    collapse(
         "routing by an estimated cache collapses later, by the true ones never",
         "from 40/s on; never",
-        "llm_d",
-        collapse("estimated", "precise"),
+        "estimated",
+        "precise",
     ),
     order,
     throughput,
-    Claim(
-        "Mooncake's traces",
-        "what their pages state",
-        "see the setting",
-        "workload_facts",
-        stated("mooncake"),
-    ),
-    Claim(
-        "kv-cache-tester",
-        "what its page states of 642 of the sessions",
-        "see the setting",
-        "workload_facts",
-        stated("agents"),
-    ),
-    Claim(
-        LLM_D,
-        "what its report states of the prompts",
-        "see the setting",
-        "workload_facts",
-        stated("tenants"),
-    ),
+    stated("Mooncake's traces", "what their pages state", "mooncake"),
+    stated("kv-cache-tester", "what its page states of 642 of the sessions", "agents"),
+    stated(LLM_D, "what its report states of the prompts", "tenants"),
     longest_match,
     weights,
     staleness,

@@ -144,25 +144,26 @@ def cold_start(rows: Rows) -> Iterable[Finding]:
         yield Finding(_where(**at, rest=links), here, judge(by["remoe_cost"], -47.0))
 
 
-def guarantee(statement: str, rankings: Mapping[str, str]) -> Reader:
-    """How often a bound holds on recorded activations, as printed and corrected.
+def guarantee(statement: str, text: str, rankings: Mapping[str, str]) -> Claim:
+    """The claim on how often a bound holds, by recorded activations, as printed and corrected.
 
     Args:
-        statement: The statement in the table.
-        rankings: Ranking in the table -> what it is in words; empty: the worst of all.
+        statement: The statement of the paper.
+        text: What is claimed.
+        rankings: Ranking in the table -> what it is in words; one without name: the worst of all.
     """
 
     def read(rows: Rows) -> Iterable[Finding]:
-        recorded = pick(rows, source="recorded", statement=statement, n="all")
+        recorded = pick(rows, source="recorded", statement=statement.lower(), n="all")
         for model in values(recorded, "model"):
-            for ranking, words in (rankings or {"": ""}).items():
+            for ranking, words in rankings.items():
                 for form in ("printed", "corrected"):
                     own = pick(recorded, model=model, form=form)
                     worst = min(r["holds"] for r in own if ranking in ("", r["ranking"]))
                     where = ", ".join(part for part in (model, words, form) if part)
                     yield Finding(where, f"{worst:.3f}", holds([worst >= 0.95]))
 
-    return read
+    return Claim(statement, text, "probability 0.95", "theorems", read)
 
 
 CLAIMS = (
@@ -185,28 +186,11 @@ CLAIMS = (
         cheapest(largest=False),
     ),
     cold_start,
-    Claim(
-        "Theorem 1",
-        "the bound on an expert's use holds",
-        "probability 0.95",
-        "theorems",
-        guarantee("theorem 1", {}),
-    ),
-    Claim(
-        "Corollary 1",
-        "the bound on the remote experts' use holds",
-        "probability 0.95",
-        "theorems",
-        guarantee("corollary 1", {}),
-    ),
-    Claim(
+    guarantee("Theorem 1", "the bound on an expert's use holds", {"": ""}),
+    guarantee("Corollary 1", "the bound on the remote experts' use holds", {"": ""}),
+    guarantee(
         "Theorem 4",
         "the bound on the slowest replica holds",
-        "probability 0.95",
-        "theorems",
-        guarantee(
-            "theorem 4",
-            {"own counts": "LPT by true counts", "task mean": "LPT by predicted counts"},
-        ),
+        {"own counts": "LPT by true counts", "task mean": "LPT by predicted counts"},
     ),
 )
