@@ -82,10 +82,7 @@ def found_for(
 
 
 def judge(
-    ours: float,
-    paper: float,
-    least: bool = False,
-    interval: tuple[float, float] | None = None,
+    ours: float, paper: float, least: bool = False, interval: tuple[float, float] | None = None
 ) -> str:
     """The verdict on a change of ``ours`` percent where the paper has ``paper`` percent.
 

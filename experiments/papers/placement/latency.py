@@ -257,9 +257,7 @@ STUDIES = (
         tuple(TABLE1),
         findings("table1_pcie", "skew", "pcie_gb_s", "policy"),
         _draw_table1,
-        facts=lambda options: {
-            "setting": setting(scenario="paper_testbed", model="mixtral-8x7b"),
-        },
+        facts=lambda options: {"setting": setting(scenario="paper_testbed", model="mixtral-8x7b")},
     ),
     Study(
         "table2_latency",

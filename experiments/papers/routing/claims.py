@@ -107,11 +107,7 @@ def _ends(row: Mapping[str, Any], columns: Sequence[str]) -> tuple[float, float]
 
 
 def ahead(
-    methods: Sequence[str],
-    paper: float,
-    least: bool = False,
-    key: str = "qos",
-    best: bool = False,
+    methods: Sequence[str], paper: float, least: bool = False, key: str = "qos", best: bool = False
 ) -> Reader:
     """QoS (or another column) of a trained router over its `strongest` rival at every point.
 

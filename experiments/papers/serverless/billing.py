@@ -72,19 +72,13 @@ PROMPTS = 1_000
 def billed_system(
     model: Any, bill: str = "none", gpu: str = "eager", **changes: Any
 ) -> SystemModel:
-    """The system of a model as a bill of `BILLS` charges it.
+    """The system of a model as a bill of `BILLS` charges it, see `build_system`.
 
-    Args:
-        model: As `build_system`.
-        bill: A key of `BILLS`.
-        gpu: GPU profile.
-        **changes: Further arguments of `build_system`, ``price_ratio`` in the bill's place.
+    ``changes`` are its further arguments, with ``price_ratio`` in the bill's place.
     """
-    prices: dict[str, Any] = {
-        "fees": BILLS[bill].fees,
-        "price_cpu_usd_mb_s": BILLS[bill].price_cpu,
-        "price_ratio": BILLS[bill].price_ratio,
-    }
+    of_bill = BILLS[bill]
+    prices: dict[str, Any] = {"fees": of_bill.fees, "price_cpu_usd_mb_s": of_bill.price_cpu}
+    prices["price_ratio"] = of_bill.price_ratio
     return build_system(model, gpu, **(prices | changes))
 
 
@@ -107,14 +101,8 @@ def recorded_request(
 ) -> Request:
     """A request that walks through the recorded tokens of a prompt, from the first one on.
 
-    Where it is longer than the recording, the walk begins anew.
-
-    Args:
-        activations: The recordings.
-        prompt: Row of the prompt.
-        n_in: Prompt tokens.
-        n_out: Generated tokens after the first.
-        trem_s: Invocation overhead in s, a number or (L,).
+    Where it is longer than the recording, the walk begins anew. It has ``n_in`` prompt tokens,
+    ``n_out`` after the first generated one, and an invocation overhead, a number or (L,).
     """
     bank = activations.bank[activations.bank_start[prompt] : activations.bank_start[prompt + 1]]
     tokens = bank[np.arange(n_in + n_out) % len(bank)]

@@ -76,11 +76,8 @@ def divergences(
 ) -> list[dict[str, Any]]:
     """Mean divergence of every predictor on the eval split.
 
-    Args:
-        activations: Recorded prompts.
-        embedding: Key of ``activations.embeddings``, or ``"none"``.
-        repetitions: Bootstrap replicates.
-        seeds: Trees whose divergences are averaged prompt by prompt.
+    With an embedding of the prompts or ``"none"``; the divergences of ``seeds`` trees are averaged
+    prompt by prompt.
 
     Returns:
         One row a case: ``js_bits`` with ``low`` and ``high``, and with an embedding the paired
