@@ -217,10 +217,6 @@ def _of_models(kind: str, notes: Callable[[str, Rows], Sequence[Note]]) -> Any:
     return of_all
 
 
-def _models(options: Options) -> list[dict[str, Any]]:
-    return [{"model": model} for model in MODELS]
-
-
 STUDIES = (
     Study(
         "fig04_expert_time",
@@ -228,7 +224,7 @@ STUDIES = (
         lambda options, at, _: remote_ratios(
             at["model"], RATIOS[::4] if options.quick else RATIOS, options.episodes
         ),
-        _models,
+        lambda options: [{"model": model} for model in MODELS],
         notes=_of_models("Eq. 2, 3 and 5", _fig4_notes),
         picture=Lines(
             x="b",
@@ -245,7 +241,7 @@ STUDIES = (
             options.episodes,
             [*((n, n) for n in (TOKENS[::3] if options.quick else TOKENS)), (N_IN, N_OUT)],
         ),
-        _models,
+        lambda options: [{"model": model} for model in MODELS],
         notes=_of_models("Eq. 1 and 4", _fig5_notes),
         picture=Lines(
             x="prompt_tokens",
