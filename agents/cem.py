@@ -47,9 +47,9 @@ from servegym.baselines.prefix_routing import features as prefix_features
 from servegym.baselines.prefix_routing.drawn_settings import problem_of, setting_of
 from servegym.baselines.prefix_routing.system import PrefixSystem
 from servegym.baselines.protocol import VALIDATION, BasePolicy
-from servegym.envs.llm_routing import kernel
 from servegym.envs.llm_routing.config import build_problem, setting_problem
 from servegym.envs.llm_routing.core import RoutingBatch
+from servegym.envs.llm_routing.kernel import layout
 from servegym.envs.prefix_routing.core import PrefixBatch
 
 Floats = NDArray[np.float32]
@@ -146,7 +146,7 @@ class OneFleet(Task):
 
     def problem(self, stream: int) -> Any:
         """See `Task`."""
-        return build_problem(view=kernel.EXPERTS, **of_split(stream, self.env_kwargs))
+        return build_problem(view=layout.EXPERTS, **of_split(stream, self.env_kwargs))
 
     def first_weights(self, system: Any) -> NDArray[np.float64]:
         """See `Task`."""
@@ -175,7 +175,7 @@ class DrawnFleets(Task):
         super().__init__(settings)
         options = settings.get("fleet_kwargs")
         self.source: Any = build_problem(
-            view=kernel.GRAPH, fleet="random", fleet_kwargs=options
+            view=layout.GRAPH, fleet="random", fleet_kwargs=options
         ).fleets
 
     def problem(self, stream: int) -> Any:
@@ -183,7 +183,7 @@ class DrawnFleets(Task):
         fleet = fleet_features.fleet_of(stream, self.source)
         given = of_split(stream, {"episode_requests": 300} | self.env_kwargs)
         make = setting_problem if "setting" in fleet else build_problem
-        return make(**fleet, **given, view=kernel.GRAPH)
+        return make(**fleet, **given, view=layout.GRAPH)
 
     def first_weights(self, system: Any) -> NDArray[np.float64]:
         """See `Task`."""

@@ -11,9 +11,9 @@ import gymnasium as gym
 import numpy as np
 from numpy.typing import NDArray
 
-from servegym.envs.llm_routing import kernel
 from servegym.envs.llm_routing.config import build_problem
 from servegym.envs.llm_routing.core import RoutingBatch, RoutingState
+from servegym.envs.llm_routing.kernel import layout
 
 Values = Callable[[Mapping[str, NDArray[Any]]], NDArray[np.floating[Any]]]
 """Values (B, N + 1) of the actions for a batch of observations, in scores."""
@@ -147,7 +147,7 @@ class Rollouts:
 @lru_cache(maxsize=32)
 def _copies(problem: bytes, rows: int) -> RoutingBatch:
     """Systems to restore states in, by the pickled arguments of their environment."""
-    return RoutingBatch(build_problem(view=kernel.GRAPH, **pickle.loads(problem)), rows)
+    return RoutingBatch(build_problem(view=layout.GRAPH, **pickle.loads(problem)), rows)
 
 
 def _roll_out(

@@ -54,8 +54,8 @@ class Rollout(RoutingPolicy):
         Raises:
             ValueError: If it has no `clone_state` by row.
         """
-        from servegym.envs.llm_routing import kernel
         from servegym.envs.llm_routing.config import build_problem
+        from servegym.envs.llm_routing.kernel import layout
 
         env = env.unwrapped
         if not hasattr(env, "clone_state") or not hasattr(env, "num_envs"):
@@ -63,7 +63,7 @@ class Rollout(RoutingPolicy):
         self._env = env
         # The same problem with another reward: the dynamics do not depend on it.
         arguments = {**env.problem.arguments, "reward": "paid_forward"}
-        self._problem = build_problem(view=kernel.GRAPH, **arguments)
+        self._problem = build_problem(view=layout.GRAPH, **arguments)
         self._scratch = None
 
     def act(self, observation: Observation, action_mask: Mask) -> NDArray[np.int64]:

@@ -230,13 +230,13 @@ def search_constant(system: ServerlessSystem, rows: int, requests: int, seed: in
     Returns:
         (5,), the action that no change of one coordinate improves.
     """
-    from servegym.envs.serverless_moe import kernel
     from servegym.envs.serverless_moe.config import build_problem
     from servegym.envs.serverless_moe.core import ServerlessBatch
+    from servegym.envs.serverless_moe.kernel import layout
 
     own = {"split": "train", "episode_requests": requests, "keep_action": False}
     arguments = {**system.arguments, **own}
-    batch = ServerlessBatch(build_problem(view=kernel.DICT, **arguments), rows)
+    batch = ServerlessBatch(build_problem(view=layout.DICT, **arguments), rows)
     for row in range(rows):
         batch.draw(row, np.random.default_rng((seed, row)))
     which = np.ones(rows, dtype=np.int8)

@@ -103,12 +103,12 @@ def train_requests(system: ServerlessSystem, requests: int, seed: int) -> list[O
         requests: How many.
         seed: Seed of the draw.
     """
-    from servegym.envs.serverless_moe import kernel
     from servegym.envs.serverless_moe.config import build_problem
     from servegym.envs.serverless_moe.core import ServerlessBatch
+    from servegym.envs.serverless_moe.kernel import layout
 
     arguments = {**system.arguments, "split": "train", "episode_requests": requests}
-    problem = build_problem(view=kernel.DICT, **arguments)
+    problem = build_problem(view=layout.DICT, **arguments)
     batch = ServerlessBatch(problem, 1)
     batch.draw(0, np.random.default_rng(seed))
     return [
