@@ -69,9 +69,6 @@ class SystemModel:
         gpu_experts_table: tokens and seconds, which go before the two terms; None: there is none.
         swap_base_s: GPU-CPU move of token vectors, one way: latency.
         swap_mb_s: its rate.
-        mem_pre_post_mb: GPU memory of embeddings and head; 0 in the paper's Eq. 7.
-        runtime_gpu_mb: GPU memory of the runtime; 0 in the paper.
-        runtime_cpu_mb: CPU memory of the main function's runtime; 0 in the paper.
         invocation_usd: fee of one invocation; 0 in the paper.
         granularity_s: billed durations are rounded up to its multiples; 0 in the paper: they are
             not rounded.
@@ -113,9 +110,6 @@ class SystemModel:
     gpu_experts_token_s: float
     swap_base_s: float
     swap_mb_s: float
-    mem_pre_post_mb: float = 0.0
-    runtime_gpu_mb: float = 0.0
-    runtime_cpu_mb: float = 0.0
     invocation_usd: float = 0.0
     granularity_s: float = 0.0
     per_call: bool = True
@@ -148,11 +142,6 @@ class SystemModel:
     def gpu_token_mb(self) -> float:
         """GPU memory of a token: its vector and its KV cache."""
         return self.token_mb + float(self.kv_mb_per_token.sum())
-
-    @property
-    def gpu_fixed_mb(self) -> float:
-        """GPU memory whatever the request."""
-        return self.all_non_expert_mb + self.mem_pre_post_mb + self.runtime_gpu_mb
 
     def expert_law(self, mb: Any) -> tuple[Any, Any]:
         """tau^c: expert call of one token and each further token, seconds in the shape of ``mb``.

@@ -170,17 +170,14 @@ def start_s(c, container_s, load_mb):
 
 @formula
 def gpu_mb(c, tokens):
-    """Mg of Eq. 7: GPU memory of the non-expert modules with the tokens of prompt and answer.
-
-    The embeddings and the runtime, which the paper leaves out, are in it.
-    """
-    return tokens * c.gpu_token_mb + c.gpu_fixed_mb
+    """Mg of Eq. 7: GPU memory of the non-expert modules with the tokens of prompt and answer."""
+    return tokens * c.gpu_token_mb + c.all_non_expert_mb
 
 
 @formula
 def main_usd_s(c, tokens, main_mb):
     """What a second of the main function costs, GPU memory and CPU memory as specified."""
-    return c.price_gpu * gpu_mb(c, tokens) + c.price_cpu * (main_mb + c.runtime_cpu_mb)
+    return c.price_gpu * gpu_mb(c, tokens) + c.price_cpu * main_mb
 
 
 @formula
