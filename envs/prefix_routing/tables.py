@@ -18,6 +18,20 @@ from servegym.hardware_profiles import Profile
 MAX_SEQS = 4096
 STORES = {"vllm": layout.NO_STORE, "infinite": layout.OWN_STORE, "pooled": layout.POOLED_STORE}
 MAX_BLOCKS = 1 << 22
+LOG_SOURCES = {
+    "arrival_s": "arrived",
+    "admitted_s": "admitted",
+    "first_token_s": "first",
+    "finish_s": "finish",
+    "prompt_tokens": "prompt",
+    "output_tokens": "output",
+    "hit_tokens": "hit",
+    "recomputed_tokens": "recomputed",
+    "preemptions": "preemptions",
+    "replica": "replica",
+    "outcome": "outcome",
+}
+"""Column of a log -> field of the engine's record of a request."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,6 +24,7 @@ from servegym._command_line import run_main
 from servegym._files import csv_rows, json_rows, write_json
 from servegym.envs.workloads.build.options import fit_arguments
 from servegym.envs.workloads.lengths import KINDS, sample_lengths
+from servegym.envs.workloads.prefix_traces import read_tokens
 
 TRACES: dict[str, tuple[str, dict[str, str]]] = {
     "azure": (
@@ -107,7 +108,12 @@ def read_lengths(path: Path, name: str) -> dict[str, np.ndarray]:
         MalformedFileError: A trace that cannot be used.
     """
     rows = json_rows(path) if path.suffix == ".jsonl" else csv_rows(path, COLUMNS[name])
-    table = np.array([[float(row[column]) for column in COLUMNS[name]] for _, row in rows])
+    table = np.array(
+        [
+            [read_tokens(path, line, column, row, 0) for column in COLUMNS[name]]
+            for line, row in rows
+        ]
+    )
     return dict(zip(KINDS, table.T, strict=True))
 
 
