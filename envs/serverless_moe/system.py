@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -77,7 +77,6 @@ class SystemModel:
         bill_cold_start: whether starting functions are billed; in Eq. 6 they are not.
         load_shared: whether the weights of all starting functions, each replica's own, share one
             storage link; else every function has its own.
-        provenance: for every constant whether it is measured, derived or chosen.
     """
 
     name: str
@@ -116,7 +115,6 @@ class SystemModel:
     bill_cold_start: bool = False
     load_shared: bool = False
     gpu_experts_table: tuple[np.ndarray, np.ndarray] | None = None
-    provenance: dict[str, Any] = field(default_factory=dict)
 
     @property
     def moe_layers(self) -> int:
@@ -230,7 +228,7 @@ def system_of(model: MoeModel, arguments: SystemArguments, max_output_tokens: in
     Raises:
         ValueError: memory grids that cannot hold the model.
     """
-    default_main, default_remote, grid_source = memory_grids(model.name)
+    default_main, default_remote, _ = memory_grids(model.name)
     bill = _fees(arguments.fees)
     card = _card(arguments.gpu, model)
     system = SystemModel(
@@ -250,13 +248,6 @@ def system_of(model: MoeModel, arguments: SystemArguments, max_output_tokens: in
         **_speeds(model, card),
         invocation_usd=bill.invocation_usd,
         granularity_s=bill.granularity_s,
-        provenance={
-            **SERVING.provenance(model.name),
-            "gpu": f"{card.kind}: {card.source}",
-            "main_specs_mb": grid_source,
-            "remote_specs_mb": grid_source,
-            "fees": f"{bill.kind}: {bill.source}",
-        },
     )
     _check_memory(system, max_output_tokens)
     return system
