@@ -24,11 +24,11 @@ from servegym._files import MalformedFileError
 from servegym.envs.workloads.expert_sets import (
     MAX_EXPERTS,
     draw_top_k,
-    masks_to_counts,
+    set_bits,
     unpack_sets,
 )
 from servegym.envs.workloads.files import DATA_DIR, checked, frozen, read_arrays, read_json
-from servegym.envs.workloads.moe_models import MoeModel, list_models, load_model, rebuild, values_of
+from servegym.envs.workloads.moe_models import MoeModel, list_models, load_model
 from servegym.envs.workloads.synthetic_activations import (
     generate_tokens,
     lognormal_targets,
@@ -144,9 +144,6 @@ class Activations:
         values["embeddings"] = vectors
         for key, value in values.items():
             object.__setattr__(self, key, value)
-
-    def __reduce__(self):
-        return rebuild, (type(self), values_of(self))
 
     @property
     def num_prompts(self) -> int:
@@ -275,7 +272,7 @@ def make_toy_activations(
         task=task,
         split=group_split(task, np.arange(prompts), seed),
         tokens=tokens,
-        counts=np.array([masks_to_counts(sets, experts) for sets in bank]),
+        counts=np.array([set_bits(sets, experts).sum(axis=0) for sets in bank]),
         bank=np.concatenate(bank),
         bank_start=np.concatenate([[0], np.cumsum(tokens)]),
         embeddings={"output": output, "token": token},
@@ -356,7 +353,7 @@ def read_law(path: Path, model: MoeModel, seed: int) -> Activations:
         tokens, task, bank = generate_tokens(law, targets, seed)
         ends = np.concatenate([[0], np.cumsum(tokens)])
         pairs = zip(ends[:-1], ends[1:], strict=True)
-        counts = np.array([masks_to_counts(bank[a:b], model.experts) for a, b in pairs])
+        counts = np.array([set_bits(bank[a:b], model.experts).sum(axis=0) for a, b in pairs])
         return Activations(
             name=model.name,
             model=model,
@@ -400,8 +397,8 @@ def sharpened(source: Activations, seed: int) -> Activations:
     for p, (tokens, size) in enumerate(zip(source.tokens, sizes, strict=True)):
         sets = bank[source.bank_start[p] : source.bank_start[p + 1]]
         times, rest = divmod(int(tokens), int(size))
-        counts[p] = times * masks_to_counts(sets, model.experts)
-        counts[p] += masks_to_counts(sets[:rest], model.experts)
+        members = set_bits(sets, model.experts)
+        counts[p] = times * members.sum(axis=0) + members[:rest].sum(axis=0)
     return replace(
         source,
         name=f"{source.name} (paper skew)",

@@ -6,8 +6,6 @@ from math import comb
 
 import numpy as np
 
-from servegym._checks import whole
-
 MAX_EXPERTS = 64
 
 
@@ -21,26 +19,6 @@ def bit_sets(members: np.ndarray) -> np.ndarray:
     """Booleans ``(..., K)`` with K <= 64 as bit masks uint64 ``(...,)``."""
     weights = np.uint64(1) << np.arange(members.shape[-1], dtype=np.uint64)
     return np.where(members, weights, np.uint64(0)).sum(axis=-1, dtype=np.uint64)
-
-
-def masks_to_counts(masks: np.ndarray, experts: int) -> np.ndarray:
-    """Count the tokens that took each expert.
-
-    Args:
-        masks: uint64 (n, L), expert sets of n tokens.
-        experts: E, at most 64; bits from E on are not counted.
-
-    Returns:
-        int64 (L, E).
-    """
-    masks = np.asarray(masks, dtype=np.uint64)
-    if masks.ndim != 2:
-        raise ValueError(f"masks has shape {masks.shape}, it must be (n, L).")
-    experts = whole("experts", experts, 1, MAX_EXPERTS)
-    counts = np.empty((masks.shape[1], experts), dtype=np.int64)
-    for expert in range(experts):
-        counts[:, expert] = ((masks >> np.uint64(expert)) & np.uint64(1)).sum(axis=0)
-    return counts
 
 
 def ids_to_masks(ids: np.ndarray) -> np.ndarray:

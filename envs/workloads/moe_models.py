@@ -15,16 +15,6 @@ from servegym.envs.workloads.files import frozen
 MB = 2**20
 
 
-def rebuild(cls: type, values: dict[str, Any]) -> Any:
-    """A record of ``values_of``: what pickle calls, so that a copy is checked as well."""
-    return cls(**values)
-
-
-def values_of(record: Any) -> dict[str, Any]:
-    """The fields of a dataclass as they are."""
-    return {name: getattr(record, name) for name in record.__dataclass_fields__}
-
-
 @dataclass(frozen=True, eq=False)
 class MoeModel:
     """Sizes of a mixture-of-experts transformer. The arrays are read-only.
@@ -82,9 +72,6 @@ class MoeModel:
         if sizes.shape != (self.layers,) or not np.all(np.isfinite(sizes)) or np.any(sizes < 0):
             raise ValueError(f"non_expert_mb must be ({self.layers},) finite sizes >= 0.")
         object.__setattr__(self, "non_expert_mb", sizes)
-
-    def __reduce__(self):
-        return rebuild, (type(self), values_of(self))
 
     @property
     def num_moe_layers(self) -> int:
