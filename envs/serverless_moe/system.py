@@ -355,13 +355,9 @@ def local_tpot_s(system: SystemModel) -> float:
 
 
 def best_tpot_s(system: SystemModel, trem_s: float = 0.0) -> float:
-    """Bound on the TPOT of every plan, in seconds.
+    """Bound on the TPOT of every plan, in seconds, with at least this invocation overhead.
 
     The largest functions and, in every layer, the number of remote experts that suits best.
-
-    Args:
-        system: the system.
-        trem_s: least invocation overhead.
     """
     r = np.arange(system.top_k + 1)
     together = replace(system, per_call=False)  # the least that calls can take
@@ -375,14 +371,10 @@ def best_tpot_s(system: SystemModel, trem_s: float = 0.0) -> float:
 def check_slo(
     system: SystemModel, slo: np.ndarray, n_in: int, cold: bool, trem_s: float = 0.0
 ) -> None:
-    """Refuse limits that no plan can meet, even for the shortest prompt.
+    """Refuse limits that no plan can meet, even for the shortest prompt, of ``n_in`` tokens.
 
-    Args:
-        system: the system.
-        slo: (C, 2) TTFT and TPOT limits in seconds.
-        n_in: tokens of the shortest prompt.
-        cold: whether every request starts cold.
-        trem_s: least invocation overhead.
+    ``slo`` (C, 2) has the limits of TTFT and TPOT in seconds, ``trem_s`` is the least overhead;
+    with ``cold`` every request starts cold.
 
     Raises:
         ValueError: naming the limit and the best achievable.

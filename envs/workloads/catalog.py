@@ -123,17 +123,10 @@ class Catalog:
 
 
 def make_split(groups: np.ndarray, seed: int) -> np.ndarray:
-    """Assign prompts to train/val/eval, 60/10/30, stratified by group.
+    """Assign prompts to train/val/eval, 60/10/30, stratified by group: int8 (P,), 0, 1 or 2.
 
     The prompts are ordered by (group, random key) and dealt out along that order, so that the
     totals are exact to one prompt and each group has its shares to within two prompts.
-
-    Args:
-        groups: int (P,), the stratum of each prompt.
-        seed: Seed of the permutation.
-
-    Returns:
-        int8 (P,), 0 train, 1 val, 2 eval.
     """
     groups = np.asarray(groups)
     keys = np.random.default_rng(seed).random(len(groups))
