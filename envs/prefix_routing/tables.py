@@ -49,12 +49,7 @@ class EngineArguments(Arguments):
 def engine_tables(
     profiles: Sequence[Profile], arguments: EngineArguments, num_requests: int
 ) -> tuple[layout.Tables, np.ndarray]:
-    """What the systems share, and the capacity (N,) of the replicas in blocks.
-
-    Args:
-        profiles: Profile of each replica.
-        arguments: Of their engine.
-        num_requests: Most requests of an episode.
+    """What systems with these replicas share, and the capacity (N,) of the replicas in blocks.
 
     Raises:
         ValueError: arguments do not go together; it names them.
@@ -110,11 +105,8 @@ def put_requests(
 ) -> None:
     """Write what is given of the requests of an episode; `kernel.begin` starts it.
 
-    Args:
-        systems: The systems.
-        row: Which of them.
-        requests: At most J of them, checked, with blocks of the engine's size.
-        first_segment: Where in ``systems.segments`` their segments begin.
+    There are at most J, checked, with blocks of the engine's size; their segments begin at
+    ``first_segment`` of ``systems.segments``.
     """
     count = requests.num_requests
     most = systems.expected.shape[1]

@@ -151,17 +151,7 @@ class Activations:
         return len(self.tokens)
 
     def rows(self, split: str) -> np.ndarray:
-        """Prompts of a split.
-
-        Args:
-            split: ``"train"``, ``"val"``, ``"eval"`` or ``"all"``.
-
-        Returns:
-            int64 (n,), ascending.
-
-        Raises:
-            ValueError: Another name.
-        """
+        """Prompts of ``"train"``, ``"val"``, ``"eval"`` or ``"all"``: int64 (n,), ascending."""
         choose("split", split, (*SPLITS, "all"))
         if split == "all":
             return np.arange(self.num_prompts)
@@ -182,13 +172,8 @@ def _names(argument: str, given: Any) -> tuple[str, ...]:
 def group_split(task: np.ndarray, group: np.ndarray, seed: int) -> np.ndarray:
     """Split prompts 60/10/30 into train, val and eval, stratified by task, groups whole.
 
-    Args:
-        task: (P,) whole numbers. A group counts as of its first member's task.
-        group: (P,) whole numbers: prompts of one group, near-duplicates, share a split.
-        seed: Decides the order within a task.
-
-    Returns:
-        int8 (P,), 0 train, 1 val, 2 eval.
+    Prompts of one group (P,), near-duplicates, share a split; a group counts as of its first
+    member's task (P,). The seed decides the order within a task. int8 (P,), 0 train, 1 val, 2 eval.
     """
     task, group = np.asarray(task), np.asarray(group)
     names, first, index, sizes = np.unique(
@@ -375,12 +360,8 @@ def read_law(path: Path, model: MoeModel, seed: int) -> Activations:
 def sharpened(source: Activations, seed: int) -> Activations:
     """Activations of narrow tasks made of ``source``: what ``skew="paper"`` gives.
 
-    Args:
-        source: The activations as measured.
-        seed: Decides which layers are sharpened and which tokens change.
-
-    Returns:
-        Synthetic activations with the same prompts, tokens and splits.
+    The seed decides which layers are sharpened and which tokens change; prompts, tokens and splits
+    stay.
     """
     model = source.model
     sizes = np.diff(source.bank_start)

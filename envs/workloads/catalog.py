@@ -88,29 +88,13 @@ class Catalog:
         return len(self.models)
 
     def rows(self, split: str) -> np.ndarray:
-        """Row indexes of a split.
-
-        Args:
-            split: ``"train"``, ``"val"``, ``"eval"`` or ``"all"``.
-
-        Returns:
-            int32 (n,), ascending.
-
-        Raises:
-            ValueError: An unknown split.
-        """
+        """Rows of ``"train"``, ``"val"``, ``"eval"`` or ``"all"``: int32 (n,), ascending."""
         if choose("split", split, (*SPLITS, "all")) == "all":
             return np.arange(self.num_prompts, dtype=np.int32)
         return np.flatnonzero(self.split == SPLITS.index(split)).astype(np.int32)
 
     def columns(self, models: Sequence[str]) -> np.ndarray:
-        """Column indexes of LLM names; a name may occur more than once (replicas).
-
-        Args:
-            models: N names.
-
-        Returns:
-            intp (N,).
+        """Columns intp (N,) of LLMs by name; a name may occur more than once (replicas).
 
         Raises:
             ValueError: A name that the catalog does not have, with the nearest one it has.
