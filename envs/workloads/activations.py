@@ -151,7 +151,7 @@ class Activations:
         return len(self.tokens)
 
     def rows(self, split: str) -> np.ndarray:
-        """Prompts of ``"train"``, ``"val"``, ``"eval"`` or ``"all"``: int64 (n,), ascending."""
+        """Prompts of ``train``, ``val``, ``eval`` or ``all``, int64 (n,); else ValueError."""
         choose("split", split, (*SPLITS, "all"))
         if split == "all":
             return np.arange(self.num_prompts)

@@ -88,7 +88,7 @@ class Catalog:
         return len(self.models)
 
     def rows(self, split: str) -> np.ndarray:
-        """Rows of ``"train"``, ``"val"``, ``"eval"`` or ``"all"``: int32 (n,), ascending."""
+        """Rows of ``train``, ``val``, ``eval`` or ``all``, int32 (n,); ValueError for another."""
         if choose("split", split, (*SPLITS, "all")) == "all":
             return np.arange(self.num_prompts, dtype=np.int32)
         return np.flatnonzero(self.split == SPLITS.index(split)).astype(np.int32)
