@@ -21,10 +21,10 @@ from typing import Any
 import numpy as np
 
 from servegym._command_line import run_main
-from servegym._files import MalformedFileError, csv_rows, json_rows, parse_number, write_json
+from servegym._files import csv_rows, json_rows, write_json
 from servegym.envs.workloads.build.options import fit_arguments
 from servegym.envs.workloads.lengths import KINDS, sample_lengths
-from servegym.envs.workloads.traces import cell
+from servegym.envs.workloads.prefix_traces import read_tokens
 
 TRACES: dict[str, tuple[str, dict[str, str]]] = {
     "azure": (
@@ -108,15 +108,13 @@ def read_lengths(path: Path, name: str) -> dict[str, np.ndarray]:
         MalformedFileError: A trace that cannot be used.
     """
     rows = json_rows(path) if path.suffix == ".jsonl" else csv_rows(path, COLUMNS[name])
-    table = []
-    for line, row in rows:
-        for column in COLUMNS[name]:
-            value = parse_number(str(cell(path, line, row, column)))
-            if value is None:
-                problem = f"{row[column]!r} is no number of tokens"
-                raise MalformedFileError(path, line, column, problem, "write a whole number")
-            table.append(value)
-    return dict(zip(KINDS, np.reshape(table, (-1, 2)).T, strict=True))
+    table = np.array(
+        [
+            [read_tokens(path, line, column, row, 0) for column in COLUMNS[name]]
+            for line, row in rows
+        ]
+    )
+    return dict(zip(KINDS, table.T, strict=True))
 
 
 def main(argv: list[str] | None = None) -> None:
