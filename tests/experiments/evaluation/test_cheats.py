@@ -16,9 +16,9 @@ from servegym.envs.expert_placement import parallel_env as placement_agents
 from servegym.envs.families import family_named, family_of
 from servegym.envs.llm_routing import parallel_env as routing_agents
 from servegym.experiments.evaluation import leaderboard
-from servegym.experiments.evaluation.evaluate import DEFAULT_SEED, evaluate
+from servegym.experiments.evaluation.evaluate import evaluate
 from servegym.experiments.evaluation.guest import GuestPolicy
-from servegym.experiments.evaluation.play import problem_of
+from servegym.experiments.evaluation.play import DEFAULT_SEED, problem_of
 from servegym.experiments.evaluation.reporting import report_of
 from servegym.experiments.evaluation.resolve import resolve
 from servegym.experiments.render import render_episode

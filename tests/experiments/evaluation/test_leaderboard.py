@@ -10,8 +10,9 @@ from servegym.baselines.protocol import Policy
 from servegym.baselines.registry import from_callable, list_policies
 from servegym.envs.families import FAMILIES, family_named
 from servegym.experiments.evaluation import leaderboard, stats
-from servegym.experiments.evaluation.evaluate import DEFAULT_SEED, evaluate
+from servegym.experiments.evaluation.evaluate import evaluate
 from servegym.experiments.evaluation.leaderboard import POINTS, Point, main, ranked, read_board
+from servegym.experiments.evaluation.play import DEFAULT_SEED
 
 SMALL = Point("small", family_named("routing"), {"rate": 8.0, "episode_requests": 40}, 3, {})
 
