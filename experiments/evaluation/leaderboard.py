@@ -297,7 +297,8 @@ def _print(rows: Sequence[Mapping[str, Any]], points: Sequence[Point], every: bo
 def _parser() -> argparse.ArgumentParser:
     description = (__doc__ or "").partition("\n")[0]
     parser = argparse.ArgumentParser(prog="servegym leaderboard", description=description)
-    add, several = parser.add_argument, {"nargs": "+", "action": "extend"}
+    several: dict[str, Any] = {"nargs": "+", "action": "extend"}
+    add = parser.add_argument
     add("--run", action="store_true", help="evaluate what has no row yet")
     add("--again", action="store_true", help="evaluate what has a row, too")
     add("--all", action="store_true", help="print every metric")

@@ -33,6 +33,7 @@ from optuna.distributions import (
     FloatDistribution,
     IntDistribution,
 )
+from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState
 
 from servegym._files import naming
@@ -166,7 +167,7 @@ def mend_journal(journal: Path) -> None:
 def _study(sweep: Sweep, folder: Path, seed: int) -> optuna.Study:
     """The study in a folder, with the runs first in its queue that a stopped process left."""
     journal = folder / JOURNAL
-    backend: Any = optuna.storages.journal.JournalFileBackend(str(journal))
+    backend: Any = JournalFileBackend(str(journal))
     append = backend.append_logs
 
     def append_logs(logs: list[dict[str, Any]]) -> None:
