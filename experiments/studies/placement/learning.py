@@ -36,7 +36,8 @@ import numpy as np
 from servegym._command_line import run_main
 from servegym.agents.lib.checkpoint import json_field, load_policy, read_content
 from servegym.baselines.protocol import BasePolicy
-from servegym.experiments.evaluation.evaluate import DEFAULT_SEED, evaluate
+from servegym.experiments.evaluation.evaluate import evaluate
+from servegym.experiments.evaluation.play import DEFAULT_SEED
 from servegym.experiments.evaluation.stats import mean, over_trainings, relative_change
 from servegym.experiments.evaluation.tables import Note, note
 from servegym.experiments.papers import study
