@@ -211,22 +211,18 @@ def fit_starts(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 def _start_law(path: Path, name: str, rows: list[tuple[bool, int, list[float]]]) -> dict[str, Any]:
     """One lognormal law of ``(held out, memory in MB, seconds)`` rows, and its errors."""
-    from scipy.special import ndtr, ndtri
+    from scipy.special import ndtri
+    from scipy.stats import kstest
 
     fitted = np.array([s for held, _, samples in rows if not held for s in samples])
-    held = np.sort([s for gone, _, samples in rows if gone for s in samples])
+    held = np.array([s for gone, _, samples in rows if gone for s in samples])
     if len(fitted) < 30 or len(held) < 10:
         raise ValueError(
             f"{path}: field 'init_ms_samples': {name} has {len(fitted)} samples to fit "
             f"and {len(held)} left out; at least 30 and 10 are required"
         )
     centre, sigma = float(np.log(fitted).mean()), float(np.log(fitted).std())
-    share = ndtr((np.log(held) - centre) / sigma)
-    count = len(held)
-    distance = max(
-        np.abs(share - np.arange(count) / count).max(),
-        np.abs(share - np.arange(1, count + 1) / count).max(),
-    )
+    distance = float(kstest(np.log(held), "norm", args=(centre, sigma)).statistic)
     if distance > 0.3:
         raise ValueError(
             f"{path}: {name}: the lognormal law is {distance:.2f} away from the days "
@@ -249,7 +245,7 @@ def _start_law(path: Path, name: str, rows: list[tuple[bool, int, list[float]]])
         "largest_effect_of_memory": float(f"{effect:.3g}"),
         "memory_mb": sizes,
         "fit_error": {
-            "held_out_samples": count,
+            "held_out_samples": len(held),
             "kolmogorov_smirnov": float(f"{distance:.3g}"),
             "relative_error_of_quantile": errors,
         },

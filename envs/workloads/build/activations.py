@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from scipy.sparse.csgraph import connected_components
 
 from servegym._command_line import run_main
 from servegym._files import MalformedFileError, csv_rows, measured_data, write_atomic, write_json
@@ -165,11 +166,8 @@ def near_duplicates(vectors: np.ndarray, cosine: float) -> np.ndarray:
         int64 (P,), the least index of each one's group.
     """
     unit = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
-    group = np.arange(len(unit))
-    for i, j in np.argwhere(np.triu(unit @ unit.T > cosine, 1)):
-        low, high = sorted((group[i], group[j]))
-        group[group == high] = low
-    return group
+    _, group = connected_components(unit @ unit.T > cosine, directed=False)
+    return np.unique(group, return_index=True)[1][group]
 
 
 def token_sums(texts: list[str], folder: Path) -> np.ndarray:
