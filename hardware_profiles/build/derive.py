@@ -25,6 +25,7 @@ from servegym.hardware_profiles.build.published import (
 )
 from servegym.hardware_profiles.calibrate.csv_tables import CsvTable
 from servegym.hardware_profiles.calibrate.fitting import error_quantiles, fit_estimator, rounded
+from servegym.hardware_profiles.calibrate.kernel_tables import OPS_PER_LAYER
 from servegym.hardware_profiles.fleet import FORMAT as FLEET_FORMAT
 from servegym.hardware_profiles.fleet import served_models
 from servegym.hardware_profiles.law import Profile
@@ -122,16 +123,7 @@ def _ops_s(data: Path, ops: Sequence[str]) -> Callable[[int], float]:
     return lambda m: sum(times[op][m] for op in ops)
 
 
-_ALL_OPS = (
-    "layernorm",
-    "layernorm",
-    "qkv_proj",
-    "rotary_emb",
-    "o_proj",
-    "gate_up_proj",
-    "act_fn",
-    "down_proj",
-)
+_ALL_OPS = [op for op, times in OPS_PER_LAYER.items() for _ in range(times)]
 _GEMM_OPS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 
 

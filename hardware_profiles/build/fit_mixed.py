@@ -28,6 +28,7 @@ from servegym._command_line import run_main
 from servegym.hardware_profiles.build.derive import CARDS as DERIVED_CARDS
 from servegym.hardware_profiles.build.fit_cards import CARDS
 from servegym.hardware_profiles.build.published import MODEL_FOLDERS, read_attention
+from servegym.hardware_profiles.build.timed_steps import MOST_DECODE_TOKENS
 from servegym.hardware_profiles.calibrate.csv_tables import CsvTable
 from servegym.hardware_profiles.calibrate.fitting import error_quantiles
 from servegym.hardware_profiles.compose import Composer
@@ -55,7 +56,6 @@ HEAD_SIZE = 128
 FITTED = (("rtx4090", "llama-3.1-8b"), ("rtxpro6000", "llama-3.1-8b"))
 UNSEEN = (("rtxpro6000", "qwen3-30b-a3b"), ("rtxpro6000", "llama-3.1-8b tp 2"))
 _NAMES = ("block_s", "rate", "latency", "cache", "power", "empty_s")
-_MOST_DECODE_TOKENS = 400_000
 # From 0.8 x 2 blocks a multiprocessor on, FlashAttention 2 no longer splits contexts.
 _BLOCKS = (0.5, 1.59, 1.6, 4.0, 8.0, 16.0)
 # The times of skew.csv are sums over three runs: at equal contexts they are 3.0 times those of
@@ -81,7 +81,7 @@ def mixed_rows(timed: Attention) -> list[tuple[int, int, int, float, float, floa
     return [
         (chunk, b, x, t, timed[chunk, 0, 0, 0], timed[0, 0, b, x])
         for (chunk, before, b, x), t in timed.items()
-        if chunk and b and not before and b * x <= _MOST_DECODE_TOKENS
+        if chunk and b and not before and b * x <= MOST_DECODE_TOKENS
         if (chunk, 0, 0, 0) in timed and (0, 0, b, x) in timed
     ]
 

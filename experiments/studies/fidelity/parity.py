@@ -40,9 +40,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from servegym._command_line import run_main
+from servegym.envs.llm_routing import replay
 from servegym.envs.workloads.arrivals import make_arrivals
 from servegym.envs.workloads.lengths import length_quantiles, sample_lengths
-from servegym.experiments.evaluation.tables import note, provenance, write_result
+from servegym.experiments.evaluation.tables import note, provenance, versions, write_result
 from servegym.experiments.fidelity.comparison import METRICS, matching_profile
 from servegym.experiments.fidelity.measured_run import MeasuredRun, load_run
 from servegym.experiments.fidelity.report import RUN_FOLDER, data_folder
@@ -205,8 +206,6 @@ def rival_tables(
 
 def run_own(world: World, repeats: int = 3) -> Times:
     """This engine's times, and the seconds of the fastest of ``repeats`` runs."""
-    from servegym.envs.llm_routing import replay
-
     settings, seconds = {**world.engine, "profile": world.profile or constant_profile()}, []
     requests = (world.arrival_s, world.prompt_tokens, world.output_tokens)
     result = replay(*requests, **settings)
@@ -214,8 +213,6 @@ def run_own(world: World, repeats: int = 3) -> Times:
         began = time.process_time()
         result = replay(*requests, **settings)
         seconds.append(time.process_time() - began)
-    from servegym.experiments.evaluation.tables import versions
-
     columns = (result[key].copy() for key in METRICS)
     return Times("servegym", versions()["serve-gym"], *columns, seconds=min(seconds))
 
