@@ -302,8 +302,8 @@ def derive_cards(data: Path, base: Profile) -> dict[str, Profile]:
             "prefill_ratio": float(f"{prefill:.4g}"),
             "prefill_ratio_reason": why_prefill,
             "published_ratios": {
-                bound: {source: float(f"{ratio:.4g}") for source, ratio in found.items()}
-                for bound, found in published[card].items()
+                bound: {source: float(f"{ratio:.4g}") for source, ratio in ratios.items()}
+                for bound, ratios in published[card].items()
             },
             "notes": [
                 "time ratios to the RTX 4090; above 1 is slower",

@@ -117,8 +117,8 @@ def fit(data: Path, timings: Sequence[tuple[str, str]] = FITTED) -> MixedAttenti
         return MixedAttention(l2_bytes=L2_BYTES[card], **values)
 
     def residuals(x: np.ndarray) -> np.ndarray:
-        found = [logs(law(x, card), data, card, model) for card, model in timings]
-        return np.concatenate([r / np.sqrt(len(r)) for r in found])
+        parts = [logs(law(x, card), data, card, model) for card, model in timings]
+        return np.concatenate([r / np.sqrt(len(r)) for r in parts])
 
     best = least_squares(residuals, np.ones(len(start)), bounds=(0.1, 4.0), diff_step=1e-3)
     return law(best.x, timings[0][0])
@@ -159,11 +159,11 @@ def fit_longest(data: Path, law: MixedAttention, cards: Sequence[str]) -> dict[s
             hats = [np.interp(at, _BLOCKS, np.eye(len(_BLOCKS))[k]) for k in range(len(_BLOCKS))]
             design.append(share * np.array(hats))
             target.append(seconds / mean_s - 1.0)
-    found = np.linalg.lstsq(np.array(design), np.array(target), rcond=None)[0]
+    units = np.linalg.lstsq(np.array(design), np.array(target), rcond=None)[0]
     x, y = np.array(mixed).T
     return {
         "longest_blocks": _BLOCKS,
-        "longest": tuple(float(f"{max(v, 0.0):.3g}") for v in found),
+        "longest": tuple(float(f"{max(v, 0.0):.3g}") for v in units),
         "longest_mixed": float(f"{np.median(y[x > 0.1] / x[x > 0.1]):.3g}"),
     }
 
@@ -173,13 +173,13 @@ def skew_logs(law: MixedAttention, data: Path, card: str) -> dict[str, np.ndarra
     heads, kv_heads = HEADS["llama-3.1-8b"]
     processors = DEVICES[card]["multiprocessors"]
     pair = pair_s(timed_attention(data, card, "llama-3.1-8b"), heads)
-    found: dict[str, list[Any]] = {"decode": [], "mixed": []}
+    by_kind: dict[str, list[Any]] = {"decode": [], "mixed": []}
     for n, chunk, excess, mean_s, seconds in skew_rows(data, card):
         units = np.interp(n * kv_heads / processors, law.longest_blocks, law.longest)
         more = excess * law.token_s(pair, processors) * (law.longest_mixed if chunk else units)
         pairs = (np.log((mean_s + more) / seconds), np.log(mean_s / seconds))
-        found["mixed" if chunk else "decode"].append(pairs)
-    return {kind: np.array(rows) for kind, rows in found.items()}
+        by_kind["mixed" if chunk else "decode"].append(pairs)
+    return {kind: np.array(rows) for kind, rows in by_kind.items()}
 
 
 def fit_all(data: Path) -> dict[str, dict[str, Any]]:
@@ -200,12 +200,12 @@ def fit_all(data: Path) -> dict[str, dict[str, Any]]:
         other = MixedAttention(**asdict(other) | {"l2_bytes": L2_BYTES[card]})
         errors[f"{card}_{model}_from_the_other_card"] = logs(other, data, card, model)
         skew = MixedAttention(**asdict(other) | fit_longest(data, other, [FITTED[1 - k][0]]))
-        for kind, found in skew_logs(skew, data, card).items():
-            errors[f"{card}_unequal_{kind}_from_the_other_card"] = found[:, 0]
+        for kind, logarithms in skew_logs(skew, data, card).items():
+            errors[f"{card}_unequal_{kind}_from_the_other_card"] = logarithms[:, 0]
     for card, model in UNSEEN:
         seen = MixedAttention(l2_bytes=L2_BYTES[card], **values)
         errors[f"{card}_{model}"] = logs(seen, data, card, model)
-    spreads = {key: error_quantiles(np.expm1(found)) for key, found in errors.items()}
+    spreads = {key: error_quantiles(np.expm1(logarithms)) for key, logarithms in errors.items()}
     return {
         card: {"l2_bytes": size, **values, "errors": spreads} for card, size in L2_BYTES.items()
     }
@@ -226,8 +226,8 @@ def with_mixed(content: Mapping[str, Any], mixed: Mapping[str, Any]) -> dict[str
     """A card's kernel tables with a law of :func:`fit_all` in place of the one that they have."""
     content, values = dict(content), dict(mixed)
     content.pop("mixed", None)
-    kept = {k: v for k, v in content["held_out"].items() if not k.startswith("mixed_attention")}
-    content["held_out"] = kept | {
+    rest = {k: v for k, v in content["held_out"].items() if not k.startswith("mixed_attention")}
+    content["held_out"] = rest | {
         f"mixed_attention_{key}": error for key, error in values.pop("errors").items()
     }
     at = list(content).index("held_out")

@@ -218,14 +218,14 @@ def run_own(world: World, repeats: int = 3) -> Times:
 
 
 def run_rival(
-    name: str, python: str, given: Sequence[tuple[World, bool]], repeats: int = 3
+    name: str, python: str, worlds: Sequence[tuple[World, bool]], repeats: int = 3
 ) -> list[Times]:
     """A rival's times, under its own Python.
 
     Args:
         name: One of `RIVALS`.
         python: Its interpreter.
-        given: The worlds, each with ``marginal`` of `rival_tables`.
+        worlds: The worlds, each with ``marginal`` of `rival_tables`.
         repeats: Runs whose fastest gives the speed.
 
     Returns:
@@ -247,7 +247,7 @@ def run_rival(
             else rival_tables(world.profile, world.engine, marginal),
             "repeats": repeats,
         }
-        for world, marginal in given
+        for world, marginal in worlds
     ]
     with tempfile.TemporaryDirectory() as folder:
         source, out = Path(folder, "jobs.json"), Path(folder, "out.json")
@@ -256,9 +256,9 @@ def run_rival(
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise RuntimeError(" ".join(done.stderr.split())[-300:] or f"exit {done.returncode}")
-        found = json.loads(out.read_text(encoding="utf-8"))
+        answers = json.loads(out.read_text(encoding="utf-8"))
     times = []
-    for (world, marginal), one in zip(given, found, strict=True):
+    for (world, marginal), one in zip(worlds, answers, strict=True):
         first = np.array(one["first_token_s"], dtype=np.float64)
         finish = np.array(one["finish_s"], dtype=np.float64)
         more = np.where(world.output_tokens > 1, world.output_tokens - 1, np.nan)
@@ -281,8 +281,8 @@ def simulate(worlds: Sequence[World], rivals: _Rivals) -> list[list[Times]]:
     Under a profile the engine serves once more by the inputs of ai-dynamo, which says what of its
     difference is due to them.
     """
-    found = [[run_own(world, rivals.repeats)] for world in worlds]
-    for world, times in zip(worlds, found, strict=True):
+    results = [[run_own(world, rivals.repeats)] for world in worlds]
+    for world, times in zip(worlds, results, strict=True):
         if world.profile is not None:
             same = run_own(told_rivals(world), rivals.repeats)
             times.append(same._replace(simulator=_SAME))
@@ -293,15 +293,15 @@ def simulate(worlds: Sequence[World], rivals: _Rivals) -> list[list[Times]]:
             for marginal in (False, True)
             if (name == "ai-dynamo" or world.profile is None) and (world.profile or not marginal)
         ]
-        given = [(worlds[row], marginal) for row, marginal in jobs]
+        chosen = [(worlds[row], marginal) for row, marginal in jobs]
         try:
-            times = run_rival(name, python, given, rivals.repeats)
+            times = run_rival(name, python, chosen, rivals.repeats)
         except (RuntimeError, OSError) as error:
             rivals.failed[name] = str(error)
             continue
         for (row, _), one in zip(jobs, times, strict=True):
-            found[row].append(one)
-    return found
+            results[row].append(one)
+    return results
 
 
 def _about(world: World, one: Times) -> dict[str, Any]:
@@ -309,18 +309,18 @@ def _about(world: World, one: Times) -> dict[str, Any]:
     return {**world.about, "simulator": one.simulator, "version": one.version, "lacks": lacks}
 
 
-def rows_of(world: World, found: Sequence[Times]) -> list[dict[str, Any]]:
+def rows_of(world: World, results: Sequence[Times]) -> list[dict[str, Any]]:
     """One row a simulator; differences are to the measured run or, without one, to this engine.
 
     ``*_difference`` is that of the means, relative. ``median_e2e_difference`` and
     ``largest_e2e_difference`` are of the requests' absolute relative differences.
     """
-    truth, rows = found[0], []
+    truth, rows = results[0], []
     if world.measured is not None:
         run = world.measured
         truth = Times("measured", run.name, run.ttft_s, run.tpot_s, run.e2e_s)
-        found = [truth, *found]
-    for one in found:
+        results = [truth, *results]
+    for one in results:
         served = np.isfinite(one.e2e_s)
         count = int(served.sum())
         row = _about(world, one) | {"requests": len(served), "coverage": count / len(served)}
@@ -393,23 +393,23 @@ def request_lists(requests: int, seed: int = 0) -> list[World]:
 
 def speed_notes(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """How many times as fast this engine is as each other simulator, over the worlds of a table."""
-    own, ratios = math.nan, {}
+    ours, ratios = math.nan, {}
     for row in rows:
         if row["simulator"] == "servegym":
-            own = row["requests_per_core_s"]
+            ours = row["requests_per_core_s"]
         elif row["requests_per_core_s"] is not None and row["simulator"] != _SAME:
-            ratios.setdefault(row["simulator"], []).append(own / row["requests_per_core_s"])
+            ratios.setdefault(row["simulator"], []).append(ours / row["requests_per_core_s"])
     return [
         note(
-            f"servegym simulates {np.median(found):.1f} times the requests per core-second of "
-            f"{name} (median of {len(found)} worlds, {min(found):.1f} to {max(found):.1f})",
+            f"servegym simulates {np.median(each):.1f} times the requests per core-second of "
+            f"{name} (median of {len(each)} worlds, {min(each):.1f} to {max(each):.1f})",
             rival=name,
-            worlds=len(found),
-            median=float(np.median(found)),
-            least=float(min(found)),
-            most=float(max(found)),
+            worlds=len(each),
+            median=float(np.median(each)),
+            least=float(min(each)),
+            most=float(max(each)),
         )
-        for name, found in ratios.items()
+        for name, each in ratios.items()
     ]
 
 
@@ -434,9 +434,9 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _rival_pythons(given: Sequence[str]) -> dict[str, str]:
-    found = {}
-    for text in given:
+def _rival_pythons(texts: Sequence[str]) -> dict[str, str]:
+    pythons = {}
+    for text in texts:
         name, _, python = text.partition("=")
         if name not in RIVALS or not python:
             raise ValueError(
@@ -444,8 +444,8 @@ def _rival_pythons(given: Sequence[str]) -> dict[str, str]:
             )
         if not Path(python).is_file():
             raise ValueError(f"--rival is {text!r}, but there is no file {python!r}")
-        found[name] = python
-    return found
+        pythons[name] = python
+    return pythons
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -479,7 +479,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"no measured run in {str(folder)!r}: name the data's folder with --data")
     every = [world for some in worlds.values() for world in some]
     times = iter(simulate(every, rivals))
-    found = {
+    tables = {
         stem: [row for world in some for row in rows_of(world, next(times))]
         for stem, some in worlds.items()
     }
@@ -493,7 +493,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         settings={"constant_step_s": STEP_S, "failed": rivals.failed},
     )
     options.out.mkdir(parents=True, exist_ok=True)
-    for stem, rows in found.items():
+    for stem, rows in tables.items():
         notes = speed_notes(rows)
         write_result(options.out / stem, rows, made, notes)
         for one in notes:
