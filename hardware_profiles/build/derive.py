@@ -18,11 +18,7 @@ import numpy as np
 
 from servegym._command_line import run_main
 from servegym.hardware_profiles.build.fit_cards import CARDS as FITTED_CARDS
-from servegym.hardware_profiles.build.published import (
-    REFERENCE_KERNELS,
-    read_layers,
-    vidur_layer_s,
-)
+from servegym.hardware_profiles.build.published import REFERENCE_KERNELS, read_layers, vidur_layer_s
 from servegym.hardware_profiles.calibrate.csv_tables import CsvTable
 from servegym.hardware_profiles.calibrate.fitting import error_quantiles, fit_estimator, rounded
 from servegym.hardware_profiles.calibrate.kernel_tables import OPS_PER_LAYER

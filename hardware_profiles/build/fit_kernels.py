@@ -37,13 +37,7 @@ from servegym.hardware_profiles.build.published import (
     REFERENCE_KERNELS,
     read_layers,
 )
-from servegym.hardware_profiles.build.timed_steps import (
-    CARD,
-    FOLDERS,
-    compare,
-    read_steps,
-    spread,
-)
+from servegym.hardware_profiles.build.timed_steps import CARD, FOLDERS, compare, read_steps, spread
 from servegym.hardware_profiles.calibrate.fitting import error_quantiles, isotonic_fit, thin
 from servegym.hardware_profiles.calibrate.kernel_tables import KernelTables
 from servegym.hardware_profiles.compose import Composer

@@ -12,11 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from servegym.hardware_profiles.build.published import (
-    MODEL_FOLDERS,
-    read_attention,
-    read_layers,
-)
+from servegym.hardware_profiles.build.published import MODEL_FOLDERS, read_attention, read_layers
 from servegym.hardware_profiles.calibrate.csv_tables import CsvTable
 from servegym.hardware_profiles.calibrate.fitting import error_quantiles
 from servegym.hardware_profiles.compose import Composer

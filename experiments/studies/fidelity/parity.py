@@ -70,12 +70,10 @@ LOADS = {"light": 0.5, "at capacity": 0.95, "overload": 1.5}
 """Arrival rate as a share of what the engine serves when all requests wait from the beginning."""
 
 _SAME = "servegym, inputs of ai-dynamo"
-_TABLES = "context of chunks, attention of mixed iterations, planning ahead"
-_LACKS = {
-    _SAME: _TABLES,
-    "ai-dynamo": _TABLES,
-    "ai-dynamo, marginal prefill": _TABLES,
-}
+_LACKS = dict.fromkeys(
+    (_SAME, "ai-dynamo", "ai-dynamo, marginal prefill"),
+    "context of chunks, attention of mixed iterations, planning ahead",
+)
 # Prompts and answers are cut so that a request stays inside the range of the profiles' laws.
 _CAPS = {"prompt_tokens": 15_360, "output_tokens": 1_024}
 # Lengths -> the profile that serves them, arrival processes.
