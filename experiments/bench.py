@@ -66,20 +66,11 @@ def interleave(timers: Mapping[str, Callable[[], float]], repeats: int) -> dict[
 def row(
     what: str, values: Sequence[float], reference: tuple[str, Sequence[float]]
 ) -> dict[str, Any]:
-    """A row: the median, lowest and highest value, and the reference.
-
-    Args:
-        what: What was measured.
-        values: All measurements, 1/s.
-        reference: Name and measurements of the reference, 1/s.
-
-    Returns:
-        The row; its ``ratio`` is how many times as fast as the reference it is.
-    """
+    """A row of what was measured (1/s): median, lowest and highest value, reference and ratio."""
     name, others = reference
     value, of_it = statistics.median(values), statistics.median(others)
-    found = {"what": what, "value": value, "low": min(values), "high": max(values), "unit": "1/s"}
-    return found | {"reference": name, "reference_value": of_it, "ratio": value / of_it}
+    row = {"what": what, "value": value, "low": min(values), "high": max(values), "unit": "1/s"}
+    return row | {"reference": name, "reference_value": of_it, "ratio": value / of_it}
 
 
 def _actions(envs: Any, steps: int) -> list[Any]:
@@ -158,13 +149,13 @@ def replays(requests: int, repeats: int) -> list[dict[str, Any]]:
         draw = rng.lognormal(np.log(mean) - sigma**2 / 2, sigma, requests)
         return np.clip(np.rint(draw), 1, 2048).astype(np.int64)
 
-    given = np.cumsum(rng.exponential(0.25, requests)), tokens(511, 1.0), tokens(124, 0.8)
+    asked = np.cumsum(rng.exponential(0.25, requests)), tokens(511, 1.0), tokens(124, 0.8)
     workload = make_prefix_workload("mooncake")
     drawn = workload.draw(np.random.default_rng(0), requests, 3.4, 512, dispatch="trace")
     numbers = rng.random(1_000_000)
     works: dict[str, tuple[int, Callable[[], object]]] = {
-        "replay, chunked prefill": (requests, lambda: replay(*given)),
-        "replay, orca": (requests, lambda: replay(*given, scheduler="orca")),
+        "replay, chunked prefill": (requests, lambda: replay(*asked)),
+        "replay, orca": (requests, lambda: replay(*asked, scheduler="orca")),
         "replay_prefix, Mooncake": (
             requests,
             lambda: replay_prefix("h100-llama-3.1-8b", drawn, num_replicas=8, kv_tokens=450_000),
@@ -180,17 +171,15 @@ def replays(requests: int, repeats: int) -> list[dict[str, Any]]:
     return [row(f"{name}, requests", x, sort) for name, x in rates.items()]
 
 
-def short(value: float) -> str:
-    """A number of a table."""
+def short(value: float | str) -> str:
+    """A cell of a table."""
+    if isinstance(value, str):
+        return value
     return f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.4g}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark, print it and write the table; see ``servegym bench --help``. Returns 0.
-
-    Raises:
-        ValueError: If an argument is not valid.
-    """
+    """Run the benchmark, print it and write the table; see ``servegym bench --help``."""
     parser = argparse.ArgumentParser(
         prog="servegym bench", description=(__doc__ or "").partition("\n")[0]
     )
@@ -210,17 +199,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             rows += environment(env_id, turn_s, repeats)
     if not options.family:
         rows += replays(500 if options.quick else 10_000, repeats)
-    print_table(
-        "Medians of one thread's processor time",
-        ["what", "value", "unit", "reference", "of the reference", "ratio"],
-        [
-            [
-                *(one["what"], short(one["value"]), one["unit"], one["reference"]),
-                *(short(one[key]) for key in ("reference_value", "ratio")),
-            ]
-            for one in rows
-        ],
-    )
+    keys = ("what", "value", "unit", "reference", "reference_value", "ratio")
+    heads = ["what", "value", "unit", "reference", "of the reference", "ratio"]
+    cells = [[short(one[key]) for key in keys] for one in rows]
+    print_table("Medians of one thread's processor time", heads, cells)
     command = shlex.join([*parser.prog.split(), *map(str, words)])
     options.out.parent.mkdir(parents=True, exist_ok=True)
     write_result(options.out, rows, provenance(command, options.quick))

@@ -10,6 +10,7 @@ import importlib
 import math
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeVar
@@ -29,6 +30,8 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
+REPLAYED = {"arrival_s": "time", "prompt_tokens": "tokens", "output_tokens": "tokens"}
+"""Columns of a file of requests, see `read_columns`; an output of a replay has them, too."""
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
@@ -91,21 +94,15 @@ def list_command() -> None:
             typer.echo(f"  {line}")
 
     block("environments", sorted(key for key in gymnasium.registry if key.startswith("servegym/")))
-    for family in (family.name for family in FAMILIES):
-        infos = list_policies(family)
-        if not infos:
-            continue
-        trained = shipped(family)
-        width = max(len(name) for name in [*trained, *(info.name for info in infos)])
-        block(
-            f"policies for {family}",
-            [
-                f"{info.name:<{width}}  {info.description}"
-                + (" (clairvoyant)" if info.clairvoyant else "")
-                for info in infos
-            ]
-            + [f"{name:<{width}}  shipped checkpoint" for name in trained],
-        )
+    for family in FAMILIES:
+        policies = {
+            info.name: info.description + " (clairvoyant)" * info.clairvoyant
+            for info in list_policies(family.name)
+        }
+        policies |= dict.fromkeys(shipped(family.name), "shipped checkpoint")
+        width = max(map(len, policies), default=0)
+        lines = [f"{name:<{width}}  {description}" for name, description in policies.items()]
+        block(f"policies for {family.name}", lines)
     block("catalogs", list(list_catalogs()))
     block("fleets", list_fleets())
     block("profiles", list_profiles())
@@ -179,11 +176,18 @@ def warm(
     ] = None,
 ) -> None:
     """Compile environments and policies ahead, once per machine; each family's seconds."""
+    import gymnasium
+
     from servegym.envs.families import FAMILIES, family_named
-    from servegym.experiments.warm import warm_family
 
     for family in [family_named(name) for name in families or ()] or FAMILIES:
-        typer.echo(f"{family.name}: {warm_family(family):.1f} s")
+        start = time.perf_counter()
+        for env_id in family.env_ids:  # environments compile when they are made
+            gymnasium.make(env_id).close()
+        policies: Any = importlib.import_module(f"servegym.baselines.{family.name}")
+        if hasattr(policies, "compile_kernels"):
+            policies.compile_kernels()
+        typer.echo(f"{family.name}: {time.perf_counter() - start:.1f} s")
 
 
 @app.command()
@@ -255,9 +259,9 @@ def evaluate(
     drawn: list[dict[str, Any]] = []
     if profile_draws:
         # The same episodes in every draw, also where their seed was made up; not for guests.
-        options["seed"] = min(row["seed"] for row in rows)
+        first = min(row["seed"] for row in rows)
         apart = any(row["source"] == "guest" for row in rows)
-        drawn = evaluate_draws(env_id, policies, profile_draws, apart=apart, **options)
+        drawn = evaluate_draws(env_id, policies, profile_draws, seed=first, apart=apart, **options)
     if out is not None:
         write_rows(
             out, [{"profile_draw": "none", **row} for row in rows] + drawn if drawn else rows
@@ -310,16 +314,19 @@ def replay(
     ] = False,
 ) -> None:
     """Replay a trace of requests on one expert and write each request's times."""
+    from servegym._files import write_columns
+    from servegym.envs.workloads.requests import read_columns
     from servegym.experiments.evaluation.output import check_writable
 
     check_writable(out, (".csv",))
+    columns: dict[str, Any] = {**read_columns(requests, lambda _: REPLAYED)}
 
-    from servegym.experiments.replay import replay_file
+    import numpy as np
 
-    replay_file(
-        requests,
-        out,
-        typer.echo,
+    from servegym.envs.llm_routing import replay as replay_engine
+
+    result = replay_engine(
+        *columns.values(),
         profile=profile,
         scheduler=scheduler,
         max_num_seqs=max_num_seqs,
@@ -330,6 +337,16 @@ def replay(
         async_scheduling=async_scheduling,
         memory_policy=memory_policy,
     )
+    columns |= {name: result[name] for name in result.dtype.names or ()}
+    write_columns(out, {name: np.asarray(values).tolist() for name, values in columns.items()})
+    rejected = int((~np.isfinite(result["finish_s"])).sum())
+    typer.echo(f"{len(result)} requests, {rejected} rejected; written to {out}")
+    for name, unit in (("ttft_s", "s"), ("tpot_s", "s/token"), ("e2e_s", "s")):
+        times = result[name][np.isfinite(result[name])]
+        if times.size:
+            p50, p90, p99 = np.percentile(times, [50, 90, 99])
+            parts = f"mean {times.mean():.4f}  p50 {p50:.4f}  p90 {p90:.4f}  p99 {p99:.4f}"
+            typer.echo(f"{name:<7} {parts} {unit}")
 
 
 @app.command()
@@ -402,8 +419,7 @@ def figures(
 @_clear_errors
 def sweep(
     file: Annotated[
-        str | None,
-        typer.Argument(help="A sweep file in wandb's format, or a shipped one by name."),
+        str | None, typer.Argument(help="A sweep file in wandb's format, or a shipped one by name.")
     ] = None,
     trials: Annotated[int, typer.Option(min=1, help="Finished runs in the end.")] = 20,
     workers: Annotated[int, typer.Option(min=1, help="Runs at a time, one thread each.")] = 1,
@@ -466,11 +482,7 @@ for _command in (
         "hardware_profiles.compose",
         "Compose a hardware profile of any model on any card: --card, --model, --tp, --dtype.",
     ),
-    (
-        "measure",
-        "hardware_profiles.measure.command",
-        "Measure a machine: gpu or server.",
-    ),
+    ("measure", "hardware_profiles.measure.command", "Measure a machine: gpu or server."),
     (
         "fidelity",
         "experiments.fidelity.report",

@@ -38,14 +38,11 @@ def render_episode(
         env_id: An id of one of the families.
         policy: Registered name or checkpoint path; the family's example by default.
         steps: Decisions to show; None: `STEPS`, before a picture those of `Report.pictured`.
-        env_kwargs: Arguments of the environment; ``split`` is "eval" unless given.
+        env_kwargs: Arguments of the environment; ``split`` is "eval" by default.
         seed: Seed of the episode, by default the first one of an evaluation.
         fps: Frames a second of a GIF.
         out: ``.gif`` for all states, ``.png`` for the last one before the end; None prints text.
         echo: Prints text.
-
-    Raises:
-        ValueError: If an argument, the policy's name or an environment's argument is not valid.
     """
     family = family_of(env_id)
     report = report_of(family)

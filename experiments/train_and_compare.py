@@ -3,8 +3,8 @@
 ``make train`` runs this, about three minutes of two cores. `servegym.agents.baseline_rl`, SAC over
 the experts' rows, learns in a process of its own; this one follows its log and measures the
 heuristics meanwhile: on the episodes of the learning curve, then on those of the evaluation split,
-which the last policy of the training plays in the end. A terminal shows the curve, a pipe gets a
-line every 10 to 15 s. One folder holds
+which the last policy of the training plays in the end. A line tells every 10 s how far it is. One
+folder holds
 
 - ``first_command.csv``, ``.json``: QoS of each policy at each rate, and what the trained one gains;
 - ``first_command_curve.csv``, ``.json``: QoS on validation episodes from random weights on, by
@@ -20,9 +20,8 @@ import shlex
 import shutil
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -55,7 +54,7 @@ BASELINES = NAMED + tuple(
 )
 """Every heuristic and bandit that is no control and knows no more than a router can."""
 STEPS, POINTS = 600_000, 15  # decisions of the training; evaluations after that of step 0
-EVERY_S, LOOK_S = 10.0, 5.0  # between two lines of a pipe at least; between looks at the clock
+EVERY_S = 10.0  # between two lines at least
 Rows = list[dict[str, Any]]
 
 
@@ -106,52 +105,32 @@ def play(policy: str, training: int | None, rate: float, episodes: int, quick: b
     return [{**row, **names, "rate": rate, "training": training} for row in rows]
 
 
-def labelled(qos: Mapping[str, float]) -> list[str]:
-    """The heuristics to name among those with a QoS: `NAMED` and the best of the others."""
-    others = sorted(set(qos) - {*NAMED, TRAINED}, key=lambda name: qos[name])
-    return [name for name in NAMED if name in qos] + others[-1:]
-
-
-class Display:
-    """Shows a training's curve in a terminal; elsewhere prints a line every `EVERY_S` seconds."""
+class Progress:
+    """Prints what the training and the heuristics have reached, a line every `EVERY_S` seconds."""
 
     def __init__(self, steps: int) -> None:
-        from rich.live import Live
-
         self.steps, self.begin, self.printed = steps, time.perf_counter(), -EVERY_S
-        self.live = Live(auto_refresh=False) if sys.stdout.isatty() else None
 
     def show(self, metrics: Rows, heuristics: Rows, to_come: int) -> None:
-        """Draw or print what the training and the heuristics have reached, if it is time."""
-        from rich.console import Group
-
-        from servegym.experiments.live_curve import Curve
-
+        """Print a line if it is time; ``to_come`` measurements are left."""
         seconds = time.perf_counter() - self.begin
-        points = [(row["decisions"], row["avg_qos"]) for row in learning_curve(metrics)]
-        lines = {row["policy"]: row["avg_qos"] for row in heuristics}
+        if seconds - self.printed < EVERY_S:
+            return
+        self.printed = seconds
         text = f"{seconds:.0f} s"
         if metrics:
             text += f", {metrics[-1]['global_step']:,} of {self.steps:,} decisions"
-        if points:
-            text += f"; QoS {points[-1][1]:.3f}, at first {points[0][1]:.3f}"
-        if lines:
-            best = max(lines, key=lambda name: lines[name])
-            text += f"; {best} {lines[best]:.3f}"
-        text += f"; {to_come} to measure"
-        if self.live is not None:
-            curve = Curve("QoS on validation episodes, mean of 5, 8 and 10/s", self.steps or 1)
-            curve.points = points
-            curve.lines = {name: lines.pop(name) for name in labelled(lines)}
-            curve.others = list(lines.values())
-            self.live.update(Group(*[curve] * (self.steps > 0), text), refresh=True)
-        elif seconds - self.printed >= EVERY_S:
-            self.printed = seconds
-            print(text, flush=True)
+        qos = [row["avg_qos"] for row in learning_curve(metrics)]
+        if qos:
+            text += f"; QoS {qos[-1]:.3f}, at first {qos[0]:.3f}"
+        if heuristics:
+            best = max(heuristics, key=lambda row: row["avg_qos"])
+            text += f"; {best['policy']} {best['avg_qos']:.3f}"
+        print(f"{text}; {to_come} to measure", flush=True)
 
 
 def measure(
-    command: list[str], display: Display, run: Path, checkpoints: Sequence[Path], *how: Any
+    command: list[str], progress: Progress, run: Path, checkpoints: Sequence[Path], *how: Any
 ) -> tuple[Rows, Rows]:
     """Train, measure the heuristics meanwhile, then compare: rows of the curve and of `play`.
 
@@ -176,17 +155,6 @@ def measure(
             child = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
             stack.callback(child.wait)
             stack.callback(child.terminate)
-        if display.live is not None:
-            stack.enter_context(display.live)
-        else:  # a job may take longer than a pipe is to be silent
-            told = threading.Event()
-            stack.callback(told.set)
-
-            def tell() -> None:
-                while not told.wait(LOOK_S):
-                    display.show(read_metrics(run), lines, len(jobs) + len(after))
-
-            threading.Thread(target=tell, daemon=True).start()
         while jobs or after:
             ended = child is None or child.poll() is not None
             if child is not None:
@@ -194,14 +162,14 @@ def measure(
                 if child.returncode:
                     tail = log.read_text(encoding="utf-8", errors="replace")[-2000:]
                     raise RuntimeError(f"{shlex.join(command)} failed: {tail}")
-            display.show(metrics, lines, len(jobs) + len(after))
+            progress.show(metrics, lines, len(jobs) + len(after))
             if not jobs and not ended:
                 time.sleep(0.5)
                 continue
             rows, job = (jobs or after).pop(0)
             rows += job()
-        display.printed = -EVERY_S  # the last line is due
-        display.show(metrics, lines, 0)
+    progress.printed = -EVERY_S  # the last line is due
+    progress.show(metrics, lines, 0)
     return learning_curve(metrics) + lines, compared
 
 
@@ -212,18 +180,18 @@ def summarise_comparison(rows: Rows) -> Rows:
     """
     scores: dict[tuple[str, float], dict[int | None, list[float]]] = {}
     for row in rows:
-        own = scores.setdefault((row["policy"], row["rate"]), {})
-        own.setdefault(row["training"], []).append(row["avg_qos"])
+        by_training = scores.setdefault((row["policy"], row["rate"]), {})
+        by_training.setdefault(row["training"], []).append(row["avg_qos"])
     table = []
     for (policy, rate), by_training in scores.items():
-        own = list(by_training.values())
-        kinds = {"qos": over_trainings(own)}
+        trainings = list(by_training.values())
+        kinds = {"qos": over_trainings(trainings)}
         if policy != TRAINED:
-            kinds["gain"] = over_trainings(list(scores[TRAINED, rate].values()), own[0])
-        row = {"policy": policy, "rate": rate, "trainings": len(own) * (policy == TRAINED)}
-        row |= {"episodes": len(own[0])}
-        for key, found in kinds.items():
-            row |= {key: found.value, f"{key}_low": found.low, f"{key}_high": found.high}
+            kinds["gain"] = over_trainings(list(scores[TRAINED, rate].values()), trainings[0])
+        row = {"policy": policy, "rate": rate, "trainings": len(trainings) * (policy == TRAINED)}
+        row |= {"episodes": len(trainings[0])}
+        for key, one in kinds.items():
+            row |= {key: one.value, f"{key}_low": one.low, f"{key}_high": one.high}
         table.append(row)
     return table
 
@@ -251,8 +219,8 @@ def findings(table: Rows, curve: Rows) -> Rows:
         verdict = "above" if above else "below" if below else "not distinguished from"
         gain, low, high = short("+.4f", *numbers.values())
         text = f"at {rate:g}/s trained is {verdict} the best, {best['policy']}: "
-        found = {"rate": rate, "verdict": verdict, "best": best["policy"]}
-        notes.append(note(f"{text}{gain} [{low}, {high}]", **found, **numbers))
+        about = {"rate": rate, "verdict": verdict, "best": best["policy"]}
+        notes.append(note(f"{text}{gain} [{low}, {high}]", **about, **numbers))
     points = [row for row in curve if row["policy"] == TRAINED]
     for row in [row for row in curve if row["policy"] in NAMED]:
         reached = [p["cpu_s"] for p in points if p["avg_qos"] >= row["avg_qos"]]
@@ -276,39 +244,38 @@ def print_comparison(table: Rows, ceiling: Sequence[float], notes: Rows) -> None
     body.append(["ceiling", *short(".3f", *ceiling), ""])
     heads = [*(f"QoS at {rate:g}/s" for rate in RATES), "gains at 5/8/10"]
     many = f"{table[0]['episodes']} episodes, trainings: {max(r['trainings'] for r in table)}"
-    print_table(
-        f"Average QoS, interquartile mean [95 % interval]; {many}",
-        ["policy", *heads],
-        body,
-        [
-            f"Gains: of trained over the policy, paired by episode; all are in {TABLE}.csv.",
-            "Intervals: over episodes, and trainings if several. Ceiling: mean of the best scores.",
-            *(one["text"] for one in notes),
-        ],
-    )
+    below = [
+        f"Gains: of trained over the policy, paired by episode; all are in {TABLE}.csv.",
+        "Intervals: over episodes, and trainings if several. Ceiling: mean of the best scores.",
+        *(one["text"] for one in notes),
+    ]
+    title = f"Average QoS, interquartile mean [95 % interval]; {many}"
+    print_table(title, ["policy", *heads], body, below)
 
 
 def plot(curve: Rows, table: Rows) -> bytes:
     """A PNG: the learning curve between the heuristics' lines, and QoS against the rate."""
     ranked = mean_qos(table)
     palette = ("tab:brown", "tab:orange", "tab:green", "tab:blue", "tab:purple")
-    colours = {TRAINED: "black", **dict(zip(labelled(ranked), palette, strict=False))}
+    others = [name for name in ranked if name not in (*NAMED, TRAINED)]
+    named = [name for name in NAMED if name in ranked] + others[:1]
+    colours = {TRAINED: "black", **dict(zip(named, palette, strict=False))}
     figure, (left, right) = pyplot().subplots(1, 2, figsize=(12.5, 4.8), layout="constrained")
     ends: tuple[dict[str, float], dict[str, float]] = {}, {}
     for name in ranked:
         look: dict[str, Any] = {"color": colours.get(name, "0.8"), "zorder": 1 + (name in colours)}
         look["linewidth"] = 2.4 if name == TRAINED else 1.4 if name in colours else 0.8
-        own = [row for row in curve if row["policy"] == name]
+        points = [row for row in curve if row["policy"] == name]
         if name == TRAINED:
-            left.plot([r["cpu_s"] for r in own], [r["avg_qos"] for r in own], ".-", **look)
+            left.plot([r["cpu_s"] for r in points], [r["avg_qos"] for r in points], ".-", **look)
         else:
-            left.axhline(own[0]["avg_qos"], **look)
+            left.axhline(points[0]["avg_qos"], **look)
         rows = [row for row in table if row["policy"] == name]
         qos = np.array([[row[key] for key in ("qos", "qos_low", "qos_high")] for row in rows]).T
         bars = np.maximum([qos[0] - qos[1], qos[2] - qos[0]], 0) if name in colours else None
         right.errorbar(RATES, qos[0], bars, capsize=2, **look)
         if name in colours:
-            ends[0][name], ends[1][name] = own[-1]["avg_qos"], qos[0][-1]
+            ends[0][name], ends[1][name] = points[-1]["avg_qos"], qos[0][-1]
     left.set(xlabel="seconds of one core", ylabel="average QoS, mean of 5, 8 and 10 requests/s")
     left.set(title="Training from random weights: validation", xlim=(0, None))
     right.set(xlabel="arrival rate, requests/s", ylabel="average QoS", xticks=RATES)
@@ -350,10 +317,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         settings = {"seed": args.seed, "steps": steps}
     this = shlex.join(["python", "-m", "servegym.experiments.train_and_compare", *words])
     made = provenance(this, args.quick, packages=("torch",), settings=settings)
-    display = Display(steps if command else 0)
+    progress = Progress(steps)
     checkpoints = args.checkpoint or [run / "last.safetensors"]
     episodes = min(args.episodes, 3) if args.quick else args.episodes
-    curve, rows = measure(command, display, run, checkpoints, episodes, args.quick)
+    curve, rows = measure(command, progress, run, checkpoints, episodes, args.quick)
     table = summarise_comparison(rows)
     notes = findings(table, curve)
     ceiling = [float(np.mean([r["ceiling"] for r in rows if r["rate"] == rate])) for rate in RATES]
@@ -362,7 +329,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if curve:
         write_result(args.out / CURVE, curve, made)
         write_text(args.out / f"{TABLE}.png", plot(curve, table))
-    print(f"{time.perf_counter() - display.begin:.0f} s; all that was made is in {args.out}")
+    print(f"{time.perf_counter() - progress.begin:.0f} s; all that was made is in {args.out}")
 
 
 if __name__ == "__main__":

@@ -34,11 +34,7 @@ __all__ = ["RoutingSystem", "compile_kernels"]
 for _policy, _line, *_aliases in (
     (Random, "uniform over the experts that are not full"),
     (RoundRobin, "the next expert in turn, passing over full ones"),
-    (
-        LeastOutstanding,
-        "fewest requests, waiting and running; rotating ties",
-        "shortest_queue",
-    ),
+    (LeastOutstanding, "fewest requests, waiting and running; rotating ties", "shortest_queue"),
     (ShortestWaiting, "fewest waiting requests; rotating ties"),
     (LeastMemory, "least share of KV memory in use; rotating ties"),
     (PowerOfTwo, "of two random experts the one with fewer requests"),
@@ -49,10 +45,7 @@ for _policy, _line, *_aliases in (
         "highest predicted score, blind to load (argmax of the predictions; no trained classifier)",
     ),
     (LeastLatency, "least predicted latency per token, blind to scores"),
-    (
-        GreedyQos,
-        "best predicted score among the experts that keep everyone's latency, else drop",
-    ),
+    (GreedyQos, "best predicted score among the experts that keep everyone's latency, else drop"),
     (PricedGreedy, "greedy_qos less a price on busy capacity"),
     (
         ExpectedQosGreedy,
@@ -66,10 +59,7 @@ for _policy, _line, *_aliases in (
         "acceptance",
     ),
     (DelayedLinUcb, "linucb that learns a request's QoS when the request ends"),
-    (
-        Thompson,
-        "Thompson sampling of the same linear bandit, QoS learned when a request ends",
-    ),
+    (Thompson, "Thompson sampling of the same linear bandit, QoS learned when a request ends"),
     (DropAll, "control: drops every request"),
     (AlwaysBusiest, "control: most requests; must lose"),
     (

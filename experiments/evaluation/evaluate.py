@@ -269,9 +269,8 @@ def print_summary(
     """
     summaries, first = summarise(rows), rows[0]
     report, arguments = report_of(family_of(first["env_id"])), json.loads(first["env_kwargs"])
-    policies = [_label(s) for s in summaries]
     columns = {
-        "policy": policies,
+        "policy": [_label(s) for s in summaries],
         report.heading: [_interval(s[report.headline]) for s in summaries],
     }
     notes = list(report.notes)
@@ -289,12 +288,11 @@ def print_summary(
         columns[column.title] = [column.text(s[column.key]) for s in summaries]
     if every:
         disagree = rank_disagreements(summaries, report.mean_key, report.higher_is_better)
-        columns["return"] = [
-            number(s["return"], 1) + "*" * (s["policy"] in disagree) for s in summaries
-        ]
+        returns = (number(s["return"], 1) + "*" * (s["policy"] in disagree) for s in summaries)
+        columns["return"] = list(returns)
         if disagree:
             notes.append(f"* ranked differently by return than by {report.heading}.")
-    body = [list(cells) for cells in zip(*columns.values(), strict=True)]
+    body = [list(row) for row in zip(*columns.values(), strict=True)]
     if "ceiling" in first:
         ceiling = number(float(np.mean([row["ceiling"] for row in rows])), 3)
         body.append(["ceiling (mean best score)", ceiling, *[""] * (len(columns) - 2)])
@@ -304,14 +302,9 @@ def print_summary(
     print_table(title, list(columns), body, notes)
     shares = [key for key in summaries[0] if key.startswith("share_")]
     if shares and every:
-        print_table(
-            "Share of all requests sent to each expert, %",
-            ["policy", *(key.removeprefix("share_") for key in shares)],
-            [
-                [policy, *(number(s[key], 1, 100) for key in shares)]
-                for policy, s in zip(policies, summaries, strict=True)
-            ],
-        )
+        heads = ["policy", *(key.removeprefix("share_") for key in shares)]
+        cells = [[_label(s), *(number(s[key], 1, 100) for key in shares)] for s in summaries]
+        print_table("Share of all requests sent to each expert, %", heads, cells)
 
 
 def _interval(interval: Interval) -> str:

@@ -51,10 +51,8 @@ class GuestPolicy(EvaluatedPolicy):
     in a fresh one, so that what it remembered is gone. Pickled, the policy leaves its process
     behind and starts another where it is used next.
 
-    Args:
-        policy: A ``.py`` file as `policy_from_file` takes it, or a policy that can be pickled.
-        system: Description of the system, for a file.
-        time_limit_s: Seconds that one answer may take.
+    The policy is a ``.py`` file as `policy_from_file` takes it, with the description of the system,
+    or a policy that can be pickled; one answer may take ``time_limit_s``.
 
     Raises:
         PolicyError: If the policy cannot be made, or cannot be pickled.

@@ -66,56 +66,36 @@ SHIPPED_BOARD = Path(__file__).parents[1] / "results" / "leaderboard.csv"
 
 
 class Point(NamedTuple):
-    """One table of the leaderboard.
-
-    Attributes:
-        name: Its name.
-        family: The environment family.
-        env_kwargs: Arguments of the environment; the split is eval.
-        episodes: Episodes a policy.
-        quick: Arguments that shorten an episode for ``--quick``.
-    """
+    """One table of the leaderboard."""
 
     name: str
     family: Family
-    env_kwargs: Mapping[str, Any]
-    episodes: int
-    quick: Mapping[str, Any]
+    env_kwargs: Mapping[str, Any]  # the split is eval
+    episodes: int  # of a policy
+    quick: Mapping[str, Any]  # arguments that shorten an episode for ``--quick``
 
 
 _ROUTING, _SERVERLESS, _PLACEMENT, _PREFIX = map(
     family_named, ("routing", "serverless", "placement", "prefix")
 )
-_SHORT = {"episode_requests": 200}
-_LINEAR = {"profiles": "paper-linear"}
 # What a predictor trained here can tell; without, predictions are right as often as the paper's.
 _LEARNED = {"score_predictor": "learned", "length_predictor": "learned"}
 POINTS = (
-    Point("routing-5-learned", _ROUTING, {"rate": 5.0, **_LEARNED}, 20, _SHORT),
-    Point("routing-5", _ROUTING, {"rate": 5.0}, 20, _SHORT),
-    Point("routing-8-learned", _ROUTING, {"rate": 8.0, **_LEARNED}, 20, _SHORT),
-    Point("routing-8", _ROUTING, {"rate": 8.0}, 20, _SHORT),
-    Point("routing-10-learned", _ROUTING, {"rate": 10.0, **_LEARNED}, 20, _SHORT),
-    Point("routing-10", _ROUTING, {"rate": 10.0}, 20, _SHORT),
-    Point("routing-linear-5-learned", _ROUTING, {"rate": 5.0, **_LINEAR, **_LEARNED}, 20, _SHORT),
-    Point("routing-linear-5", _ROUTING, {"rate": 5.0, **_LINEAR}, 20, _SHORT),
-    Point("serverless-dynamic", _SERVERLESS, {}, 20, {"episode_requests": 60}),
-    Point(
-        "serverless-seed",
-        _SERVERLESS,
-        {"preset": "seed"},
-        20,
-        {"episode_requests": 60},
+    *(
+        Point(name + learned, _ROUTING, {**world, **more}, 20, {"episode_requests": 200})
+        for name, world in (
+            ("routing-5", {"rate": 5.0}),
+            ("routing-8", {"rate": 8.0}),
+            ("routing-10", {"rate": 10.0}),
+            ("routing-linear-5", {"rate": 5.0, "profiles": "paper-linear"}),
+        )
+        for learned, more in (("-learned", _LEARNED), ("", {}))
     ),
+    Point("serverless-dynamic", _SERVERLESS, {}, 20, {"episode_requests": 60}),
+    Point("serverless-seed", _SERVERLESS, {"preset": "seed"}, 20, {"episode_requests": 60}),
     Point("placement-edge", _PLACEMENT, {}, 5, {"epochs": 2}),
     Point("placement-drift", _PLACEMENT, {"scenario": "drift"}, 5, {"epochs": 2}),
-    Point(
-        "placement-testbed",
-        _PLACEMENT,
-        {"scenario": "paper_testbed"},
-        5,
-        {"epochs": 2},
-    ),
+    Point("placement-testbed", _PLACEMENT, {"scenario": "paper_testbed"}, 5, {"epochs": 2}),
     *(
         Point(f"prefix-{name}", _PREFIX, {"scenario": name}, 20, {"episode_requests": 100})
         for name in ("hot-tenant", "mixed-cards", "mooncake")
@@ -155,13 +135,7 @@ def policies_for(point: Point, quick: bool = False) -> list[str]:
 def measure(
     point: Point, policy: str | Policy, quick: bool = False, seed: int = DEFAULT_SEED
 ) -> dict[str, Any]:
-    """The row of a policy at a point.
-
-    Args:
-        point: The point.
-        policy: What `evaluate` takes.
-        quick: Fewer and shorter episodes.
-        seed: Seed of the first episode.
+    """The row of a policy, as `evaluate` takes it, at a point; ``quick``: on shorter episodes.
 
     Returns:
         ``point``, ``policy``, ``kind`` (baseline, clairvoyant, checkpoint, guest, guest in process,
@@ -245,7 +219,10 @@ def _cells(row: Mapping[str, Any], point: Point, every: bool) -> list[str]:
     cells.append(f"{row['value']:.3f} [{low:.3f}, {high:.3f}]")
     for column in report_of(point.family).shown(every):
         cells.append(column.text(row.get(column.key, math.nan)))
-    return [*cells, str(row["episodes"]), _seeds(row)] if every else cells
+    if not every:
+        return cells
+    seeds = f"{row['seed']}..{row['seed'] + row['episodes'] - 1}" if "seed" in row else ""
+    return [*cells, str(row["episodes"]), seeds or "not recorded"]
 
 
 def _headings(point: Point, every: bool) -> list[str]:
@@ -256,14 +233,7 @@ def _headings(point: Point, every: bool) -> list[str]:
     return ["policy", report.heading, *columns]
 
 
-def _seeds(row: Mapping[str, Any]) -> str:
-    """The first and last seed of a row's episodes."""
-    if "seed" not in row:
-        return "not recorded"
-    return f"{row['seed']}..{row['seed'] + row['episodes'] - 1}"
-
-
-def _held_fixed(rows: Sequence[Mapping[str, Any]]) -> str:
+def _settings(rows: Sequence[Mapping[str, Any]]) -> str:
     """The settings of a table's rows, which rows have others, and how many have none recorded."""
     by_settings: dict[str, list[str]] = {}
     for row in rows:
@@ -285,18 +255,8 @@ def _held_fixed(rows: Sequence[Mapping[str, Any]]) -> str:
     return " ".join([*sentences, f"Episodes: {', '.join([f'{episodes:g}', *fewer])}."])
 
 
-def _title(point: Point) -> str:
-    arguments = ", ".join(f"{k}={v}" for k, v in point.env_kwargs.items()) or "default arguments"
-    return f"{point.name}: {point.family.env_id}, {arguments}"
-
-
 def markdown(rows: Sequence[Mapping[str, Any]], best: int) -> str:
-    """The page of the documentation: a table a point, of its best rows and the plain rules.
-
-    Args:
-        rows: The saved rows.
-        best: How many of the best a point has; ``random`` and the naive rule are shown anyhow.
-    """
+    """The page of the documentation: a table a point, of its best rows and the plain rules."""
     lines = [
         "# Leaderboard",
         "",
@@ -323,7 +283,7 @@ def markdown(rows: Sequence[Mapping[str, Any]], best: int) -> str:
             f"`{json.dumps(dict(point.env_kwargs))}`" if point.env_kwargs else "its defaults"
         )
         lines += [f"## {point.name}", "", f"`{point.family.env_id}` with {arguments}.", ""]
-        lines += [_held_fixed(best_first), ""]
+        lines += [_settings(best_first), ""]
         lines += ["| " + " | ".join(headings) + " |", "|" + " --- |" * len(headings)]
         lines += ["| " + " | ".join(cells) + " |" for cells in shown] + [""]
     return "\n".join(lines)
@@ -333,58 +293,35 @@ def _print(rows: Sequence[Mapping[str, Any]], points: Sequence[Point], every: bo
     for point in points:
         best_first = ranked(rows, point)
         if best_first:
-            notes = [_held_fixed(best_first), *report_of(point.family).notes]
+            notes = [_settings(best_first), *report_of(point.family).notes]
             cells = [_cells(row, point, every) for row in best_first]
-            print_table(_title(point), _headings(point, every), cells, notes)
+            arguments = ", ".join(f"{k}={v}" for k, v in point.env_kwargs.items())
+            title = f"{point.name}: {point.family.env_id}, {arguments or 'default arguments'}"
+            print_table(title, _headings(point, every), cells, notes)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="servegym leaderboard", description=(__doc__ or "").partition("\n")[0]
-    )
-    parser.add_argument("--run", action="store_true", help="evaluate what has no row yet")
-    parser.add_argument("--again", action="store_true", help="evaluate what has a row, too")
-    parser.add_argument("--all", action="store_true", help="print every metric")
-    parser.add_argument("--quick", action="store_true", help="short and not saved, for presubmits")
-    parser.add_argument(
-        "--point",
-        nargs="+",
-        action="extend",
-        metavar="NAME",
-        help=f"which tables (all: {' '.join(point.name for point in POINTS)}; those of the family "
-        "that knows the names of --policy and --at-least)",
-    )
-    parser.add_argument(
-        "--policy",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="NAME_OR_FILE",
-        help="only these: names, checkpoints, or .py files with act()",
-    )
-    parser.add_argument(
-        "--at-least", metavar="NAME", help="a baseline that guests must not be below"
-    )
-    parser.add_argument(
-        "--seed",
-        type=int,
-        help=f"seed of the episodes ({DEFAULT_SEED}; with guests one that nobody knew before)",
-    )
-    parser.add_argument(
-        "--in-process", action="store_true", help="trust .py files: no process of their own"
-    )
-    parser.add_argument(
-        "--time-limit",
-        type=float,
-        default=TIME_LIMIT_S,
-        help=f"seconds that a .py file may take for an answer ({TIME_LIMIT_S:g})",
-    )
-    parser.add_argument("--out", type=Path, help=f"the table ({BOARD})")
-    parser.add_argument(
-        "--ray",
-        metavar="WHERE",
-        help="use a Ray cluster: auto (one that runs), local or local:N (this machine, N workers)",
-    )
+    description = (__doc__ or "").partition("\n")[0]
+    parser = argparse.ArgumentParser(prog="servegym leaderboard", description=description)
+    add, several = parser.add_argument, {"nargs": "+", "action": "extend"}
+    add("--run", action="store_true", help="evaluate what has no row yet")
+    add("--again", action="store_true", help="evaluate what has a row, too")
+    add("--all", action="store_true", help="print every metric")
+    add("--quick", action="store_true", help="short and not saved, for presubmits")
+    text = f"which tables (all: {' '.join(point.name for point in POINTS)}; those of the family "
+    text += "that knows the names of --policy and --at-least)"
+    add("--point", metavar="NAME", help=text, **several)
+    text = "only these: names, checkpoints, or .py files with act()"
+    add("--policy", default=[], metavar="NAME_OR_FILE", help=text, **several)
+    add("--at-least", metavar="NAME", help="a baseline that guests must not be below")
+    text = f"seed of the episodes ({DEFAULT_SEED}; with guests one that nobody knew before)"
+    add("--seed", type=int, help=text)
+    add("--in-process", action="store_true", help="trust .py files: no process of their own")
+    text = f"seconds that a .py file may take for an answer ({TIME_LIMIT_S:g})"
+    add("--time-limit", type=float, default=TIME_LIMIT_S, help=text)
+    add("--out", type=Path, help=f"the table ({BOARD})")
+    text = "use a Ray cluster: auto (one that runs), local or local:N (this machine, N workers)"
+    add("--ray", metavar="WHERE", help=text)
     return parser
 
 
@@ -393,9 +330,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         0; 1 if a guest is below ``--at-least`` at a point, or clairvoyant; 3 if that is not told.
-
-    Raises:
-        ValueError: If a name is unknown, before anything runs.
     """
     args = _parser().parse_args(argv)
     executor = ray_executor(args.ray)
@@ -550,8 +484,8 @@ def _is_current(row: Mapping[str, Any], point: Point) -> bool:
 
 def _resolve_guest(point: Point, name: str, args: argparse.Namespace) -> EvaluatedPolicy:
     problem = problem_of(point.family.env_id, {"split": "eval", **point.env_kwargs})
-    options = {"in_process": args.in_process, "time_limit_s": args.time_limit}
-    policy = resolve(name, problem, point.family, **options)
+    how = {"in_process": args.in_process, "time_limit_s": args.time_limit}
+    policy = resolve(name, problem, point.family, **how)
     policy.close()  # until it is measured
     return policy
 
@@ -562,13 +496,10 @@ def compare_guests(
     at_least: str,
     saved: Sequence[Mapping[str, Any]] = (),
 ) -> list[dict[str, Any]]:
-    """Every guest against a baseline, point by point.
+    """Every guest against the baseline ``at_least``, point by point.
 
-    Args:
-        rows: Of `measure`; at a routing point also those with prompts that the guest cannot have.
-        points: The points.
-        at_least: Name of the baseline.
-        saved: Rows of the leaderboard, for the best of the clairvoyant policies.
+    ``rows`` are those of `measure`, at a routing point also with prompts that the guest cannot
+    have; ``saved`` those of the leaderboard, for the best of the clairvoyant policies.
 
     Returns:
         ``point``, ``policy``, ``episodes`` of both, ``gain`` (the mean of the guest's differences

@@ -120,17 +120,10 @@ def print_table(
     notes: Sequence[str] = (),
     left: int = 1,
 ) -> None:
-    """Print a table, the first columns left and the others right aligned.
+    """Print a table, the first ``left`` columns left and the others right aligned, and its notes.
 
     One that is wider than the terminal, or than 100 characters in a file or a pipe, is printed in
     parts that repeat the first columns.
-
-    Args:
-        title: Line above the table.
-        columns: Headings.
-        rows: Cells, one sequence a row.
-        notes: Lines below the table.
-        left: How many columns are left aligned.
     """
     from rich import box
     from rich.console import Console

@@ -36,21 +36,11 @@ RESERVED = ("autoreset_mode", "copy", "max_episode_steps", "num_envs", "render_m
 
 
 class EvaluatedPolicy(BasePolicy):
-    """A policy as it is evaluated: what it says of itself after it was resolved counts no more.
+    """A policy as it is evaluated: what it says of itself after it was resolved counts no more."""
 
-    Args:
-        policy: What decides.
-        name: The name that its rows carry.
-        source: `PACKAGE`, `GUEST` or `GUEST_IN_PROCESS`.
-
-    Attributes:
-        feedback_terms: The terms of the reward that it gets; all where there are none.
-        side_by_side: Episodes of a block, unless the caller of `evaluate` says another number.
-    """
-
-    source: str
-    feedback_terms: tuple[str, ...] = ()
-    side_by_side = 16
+    source: str  # `PACKAGE`, `GUEST` or `GUEST_IN_PROCESS`
+    feedback_terms: tuple[str, ...] = ()  # of the reward that it gets; all where there are none
+    side_by_side = 16  # episodes of a block, unless the caller of `evaluate` says another number
 
     def __init__(self, policy: Policy, name: str, source: str = PACKAGE) -> None:
         self.policy, self.name, self.source = policy, name, source
@@ -111,11 +101,7 @@ def make_envs(
 
 
 def problem_of(env_id: str, env_kwargs: Mapping[str, Any]) -> Any:
-    """What an environment with these arguments is about, its ``unwrapped.problem``.
-
-    Raises:
-        ValueError: If an argument is not valid.
-    """
+    """What an environment with these arguments is about, its ``unwrapped.problem``."""
     envs = make_envs(env_id, 1, env_kwargs)
     envs.close()
     return envs.unwrapped.problem

@@ -67,24 +67,20 @@ FULL = (
     "With the KV memory full, a router can gain attainment by giving one replica up to requests "
     "that fail anyway: look at the lower rates, too."
 )
+HELP = {
+    "episodes": "episodes a rate, at first",
+    "max_episodes": "at most, 64 are the fewest that can pass",
+    "margin": "attainment that may be lost",
+    "margin_time": "relative time a token that may be lost",
+    "total_time_s": "seconds after which no further episodes begin",
+}
 Row = dict[str, Any]
+Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Rules:
-    """How long is played, and what passes.
-
-    Attributes:
-        episodes: Episodes at each rate, at first.
-        max_episodes: Most episodes at a rate, to which they are doubled while a row is not told
-            and none has failed; with fewer than 64 none passes.
-        margin: Attainment that may be lost.
-        margin_time: Relative time per output token that may be lost.
-        total_time_s: Seconds after which no further episodes are begun.
-
-    Raises:
-        ValueError: If a number is out of range.
-    """
+    """How long is played, and what passes; `HELP` says what each number is."""
 
     episodes: int = 4
     max_episodes: int = ENOUGH
@@ -103,10 +99,10 @@ class Rules:
 class Played(NamedTuple):
     """Numbers of a policy's episodes (E,); those of decisions are a guest's, else empty."""
 
-    attainment: NDArray[np.float64] = np.empty(0)
-    time_per_token_s: NDArray[np.float64] = np.empty(0)
-    decision_s: NDArray[np.float64] = np.empty(0)
-    slowest_decision_s: NDArray[np.float64] = np.empty(0)
+    attainment: Array = np.empty(0)
+    time_per_token_s: Array = np.empty(0)
+    decision_s: Array = np.empty(0)
+    slowest_decision_s: Array = np.empty(0)
 
 
 def time_per_token(log: NDArray[Any]) -> float:
@@ -140,15 +136,11 @@ def _compared(policy: Played, baseline: Played, rules: Rules) -> Row:
     row: Row = {
         "attainment": float(policy.attainment.mean()),
         "attainment_baseline": float(baseline.attainment.mean()),
-        "gain": gain.value,
-        "gain_low": gain.low,
-        "gain_high": gain.high,
+        **dict(zip(("gain", "gain_low", "gain_high"), gain, strict=True)),
         "time_per_token_s": _mean(policy.time_per_token_s),
         "time_per_token_baseline_s": _mean(baseline.time_per_token_s),
         "episodes": len(policy.attainment),
-        "ratio": None,
-        "ratio_low": None,
-        "ratio_high": None,
+        **dict.fromkeys(("ratio", "ratio_low", "ratio_high")),
     }
     if len(logs) < 2:  # nothing of the one or the other was completed
         failed = verdict == "failed" or row["time_per_token_s"] is None
@@ -160,7 +152,7 @@ def _compared(policy: Played, baseline: Played, rules: Rules) -> Row:
     return row | {"verdict": min(verdict, faster, key=verdicts.index)}
 
 
-def _mean(values: NDArray[np.float64]) -> float | None:
+def _mean(values: Array) -> float | None:
     values = values[np.isfinite(values)]
     return float(values.mean()) if values.size else None
 
@@ -187,7 +179,7 @@ def presubmit(
         seed: Seed that those of every rate are derived from; None: one that nobody knew before.
         rules: How long is played, and what passes.
         time_limit_s: Seconds that one answer of the policy may take.
-        echo: Called with a line of progress.
+        echo: Prints a line of progress.
 
     Returns:
         A row a rate and baseline: ``rate``, ``baseline``, ``attainment``, ``attainment_baseline``,
@@ -253,11 +245,7 @@ def _resolved(
 
 
 def _refuse_others(policy: str, time_limit_s: float) -> None:
-    """Refuse a policy that has failed and decides for another family.
-
-    Raises:
-        ValueError: Naming the family.
-    """
+    """Refuse a policy that has failed and decides for another family, by a ValueError."""
     for family in FAMILIES:
         if ENV_ID in family.env_ids or not policy.endswith(".py"):
             continue
@@ -277,48 +265,24 @@ def _gain(row: Row) -> str:
 
 
 def _print(policy: str, scenario: str, rows: Sequence[Row]) -> None:
-    kv = {rate: share for share, rate in KV_RATES.items()} if scenario == GIE else {}
-
-    def ratio(row: Row) -> str:
-        if row["ratio"] is None:
-            return "too little completed"
-        return f"{row['ratio']:.2f} [{row['ratio_low']:.2f}, {row['ratio_high']:.2f}]"
-
-    cells = [
-        [
-            f"{row['rate']:g}" + (f" ({kv[row['rate']]} % KV)" if row["rate"] in kv else ""),
-            row["baseline"],
-            f"{row['attainment']:.3f}",
-            _gain(row),
-            "" if row["time_per_token_s"] is None else f"{1e3 * row['time_per_token_s']:.1f}",
-            ratio(row),
-            str(row["episodes"]),
-            row["verdict"].upper() if row["verdict"] == "failed" else row["verdict"],
-        ]
-        for row in rows
-    ]
+    kv = {rate: f" ({share} % KV)" for share, rate in KV_RATES.items()} if scenario == GIE else {}
+    cells = []
+    for row in rows:
+        taken, ratio = row["time_per_token_s"], "too little completed"
+        if row["ratio"] is not None:
+            ratio = f"{row['ratio']:.2f} [{row['ratio_low']:.2f}, {row['ratio_high']:.2f}]"
+        line = [f"{row['rate']:g}{kv.get(row['rate'], '')}", row["baseline"]]
+        line += [f"{row['attainment']:.3f}", _gain(row)]
+        line += ["" if taken is None else f"{1e3 * taken:.1f}", ratio, str(row["episodes"])]
+        cells.append([*line, row["verdict"].replace("failed", "FAILED")])
     notes = sorted({row["remark"] for row in rows} - {""})
     timed = [row for row in rows if "decision_s" in row]
     if timed:
         taken = 1e3 * np.mean([row["decision_s"] for row in timed])
         slowest = 1e3 * max(row["slowest_decision_s"] for row in timed)
         notes.append(f"A decision took {taken:.2f} ms, the slowest {slowest:.1f} ms.")
-    print_table(
-        f"{policy}, scenario {scenario}",
-        [
-            "requests/s",
-            "against",
-            "attainment",
-            "gain",
-            "ms/token",
-            "its ratio",
-            "n",
-            "verdict",
-        ],
-        cells,
-        notes,
-        left=2,
-    )
+    heads = ["requests/s", "against", "attainment", "gain", "ms/token", "its ratio", "n", "verdict"]
+    print_table(f"{policy}, scenario {scenario}", heads, cells, notes, left=2)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -341,22 +305,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--seed", type=int, help="that all episodes are drawn from (one that nobody knew before)"
     )
     defaults = Rules()
-    for name, text in (
-        ("episodes", "episodes a rate, at first"),
-        ("max_episodes", "at most, 64 are the fewest that can pass"),
-        ("margin", "attainment that may be lost"),
-        ("margin_time", "relative time a token that may be lost"),
-        ("total_time_s", "seconds after which no further episodes begin"),
-    ):
+    for name, text in HELP.items():
         flag, default = f"--{name.removesuffix('_s').replace('_', '-')}", getattr(defaults, name)
         text = f"{text} ({default:g})"
         parser.add_argument(flag, dest=name, type=type(default), default=default, help=text)
-    parser.add_argument(
-        "--time-limit",
-        type=float,
-        default=TIME_LIMIT_S,
-        help=f"seconds that one answer of the policy may take ({TIME_LIMIT_S:g})",
-    )
+    text = f"seconds that one answer of the policy may take ({TIME_LIMIT_S:g})"
+    parser.add_argument("--time-limit", type=float, default=TIME_LIMIT_S, help=text)
     parser.add_argument("--json", type=Path, help="file for the rows")
     args = parser.parse_args(argv)
     seed = fresh_seed() if args.seed is None else args.seed
@@ -381,9 +335,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         error, status = str(failure), 4
     if out is not None:
         head = {"policy": args.policy, "scenario": args.scenario, "seed": seed}
-        margins = {"margin": rules.margin, "margin_time": rules.margin_time}
-        end = {"status": status, "error": error, "rows": rows}
-        write_json(out, {**head, "passed": status == 0, **margins, **end})
+        head |= {"passed": status == 0, "margin": rules.margin, "margin_time": rules.margin_time}
+        write_json(out, head | {"status": status, "error": error, "rows": rows})
     if error:
         print(f"the policy failed to run: {error}")
         return status

@@ -27,16 +27,10 @@ __all__ = ["draw_factors", "evaluate_draws", "print_draws", "ranking"]
 def draw_factors(
     profiles: Sequence[Profile], draws: int, seed: int = 0
 ) -> list[dict[str, list[float]]]:
-    """True over stated step times, drawn from the profiles' errors.
+    """True over stated step times: of each draw ``[prefill, decode]`` by the profile's name.
 
-    Args:
-        profiles: What the experts run on; experts of one profile share its factors.
-        draws: How many.
-        seed: Of the draws.
-
-    Returns:
-        For each draw the factors ``[prefill, decode]`` by the name of the profile. Profiles that
-        state no error are left out: they have none by definition (the linear laws of the paper).
+    Experts of one profile share its factors. Profiles that state no error are left out: they have
+    none by definition (the linear laws of the paper).
 
     Raises:
         ValueError: If ``draws`` is below 1, or no profile states an error.
@@ -47,19 +41,17 @@ def draw_factors(
     if not stated:
         names = ", ".join(sorted({profile.name for profile in profiles}))
         raise ValueError(f"profile_draws={draws}, but no profile states a step_error: {names}")
-    out = []
+    every = []
     for draw in range(draws):
         rng = np.random.default_rng([seed, draw])
         factors = {}
-        for name in sorted(stated):
-            pairs = [stated[name][kind] for kind in ("prefill", "decode")]
-            z = rng.standard_normal(2)
+        for name, error in sorted(stated.items()):
             factors[name] = [
-                math.exp(pair["bias"] + pair["sd"] * float(x))
-                for pair, x in zip(pairs, z, strict=True)
+                math.exp(error[kind]["bias"] + error[kind]["sd"] * float(z))
+                for kind, z in zip(("prefill", "decode"), rng.standard_normal(2), strict=True)
             ]
-        out.append(factors)
-    return out
+        every.append(factors)
+    return every
 
 
 def evaluate_draws(
@@ -67,8 +59,8 @@ def evaluate_draws(
     policies: Sequence[Any],
     draws: int,
     *,
-    env_kwargs: Mapping[str, Any] | None = None,
-    seed: int | None = None,
+    env_kwargs: Mapping[str, Any],
+    seed: int,
     apart: bool = False,
     **options: Any,
 ) -> list[dict[str, Any]]:
@@ -94,13 +86,13 @@ def evaluate_draws(
     family = family_of(env_id)
     if family.name != "llm_routing":
         raise ValueError(f"profile_draws is for llm_routing, not for {family.name}")
-    if env_kwargs and env_kwargs.get("step_factors") is not None:
+    if env_kwargs.get("step_factors") is not None:
         raise ValueError("profile_draws draws step_factors; leave them out of the arguments")
-    profiles = problem_of(family.env_id, {"split": "eval", **(env_kwargs or {})}).profiles
+    profiles = problem_of(family.env_id, {"split": "eval", **env_kwargs}).profiles
     rows = []
     for draw, factors in enumerate(draw_factors(profiles, draws)):
-        first = derived_seed(seed, f"draw {draw}") if apart and seed is not None else seed
-        kwargs = {**(env_kwargs or {}), "step_factors": factors}
+        first = derived_seed(seed, f"draw {draw}") if apart else seed
+        kwargs = {**env_kwargs, "step_factors": factors}
         results = evaluate(env_id, policies, seed=first, env_kwargs=kwargs, **options)
         rows += [{**row, "profile_draw": draw} for row in results]
     return rows
@@ -111,9 +103,8 @@ def ranking(
 ) -> list[dict[str, Any]]:
     """How often each policy stays ahead of the next, and by how much.
 
-    Args:
-        rows: Of `evaluate`, on the profiles as they are: they give the order.
-        drawn: Of `evaluate_draws`.
+    The rows of `evaluate`, on the profiles as they are, give the order; ``drawn`` are those of
+    `evaluate_draws`.
 
     Returns:
         One row for every policy but the last, best first: ``policy``, ``next``, ``difference`` of
@@ -135,45 +126,30 @@ def ranking(
         for draw in sorted({row["profile_draw"] for row in drawn})
     ]
     rng = np.random.default_rng(0)
-    out = []
+    compared = []
     for name, after in zip(names, names[1:], strict=False):
         plain = by_episode(rows, name) - by_episode(rows, after)
         gaps = np.array([by_episode(w, name) - by_episode(w, after) for w in worlds])
         picked = rng.integers(len(gaps), size=2000)
         episodes = rng.integers(gaps.shape[1], size=(2000, gaps.shape[1]))
         low, high = np.quantile(gaps[picked[:, None], episodes].mean(axis=1), [0.025, 0.975])
-        out.append(
-            {
-                "policy": name,
-                "next": after,
-                "difference": float(plain.mean()),
-                "share_ahead": float((gaps.mean(axis=1) > 0).mean()),
-                "low": float(low),
-                "high": float(high),
-            }
-        )
-    return out
+        row = {"policy": name, "next": after, "difference": float(plain.mean())}
+        row |= {"share_ahead": float((gaps.mean(axis=1) > 0).mean())}
+        compared.append(row | {"low": float(low), "high": float(high)})
+    return compared
 
 
 def print_draws(rows: Sequence[Mapping[str, Any]], drawn: Sequence[Mapping[str, Any]]) -> None:
     """Print `ranking`, best policy first."""
     report = report_of(family_of(rows[0]["env_id"]))
     draws = len({row["profile_draw"] for row in drawn})
-    print_table(
-        f"{report.heading} over {draws} draws of the profiles' errors",
-        ["policy", "ahead of", "by", "95 % interval", "ahead in"],
-        [
-            [
-                row["policy"],
-                row["next"],
-                f"{row['difference']:.4f}",
-                f"{row['low']:.4f} to {row['high']:.4f}",
-                f"{100 * row['share_ahead']:.0f} %",
-            ]
-            for row in ranking(rows, drawn)
-        ],
-        [
-            "by: on the profiles as they are; interval: over draws and episodes; ahead in: share "
-            "of the draws with a positive mean difference over the same episodes."
-        ],
-    )
+    cells = []
+    for row in ranking(rows, drawn):
+        interval = f"{row['low']:.4f} to {row['high']:.4f}"
+        share = f"{100 * row['share_ahead']:.0f} %"
+        cells.append([row["policy"], row["next"], f"{row['difference']:.4f}", interval, share])
+    note = "by: on the profiles as they are; interval: over draws and episodes; ahead in: share "
+    note += "of the draws with a positive mean difference over the same episodes."
+    title = f"{report.heading} over {draws} draws of the profiles' errors"
+    heads = ["policy", "ahead of", "by", "95 % interval", "ahead in"]
+    print_table(title, heads, cells, [note])

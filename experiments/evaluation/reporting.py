@@ -42,48 +42,36 @@ class Column:
 
 @dataclass(frozen=True)
 class Report:
-    """What an evaluation reports of one environment family.
+    """What an evaluation reports of one environment family."""
 
-    Attributes:
-        headline: Key of the row's headline number.
-        heading: Heading of the headline number.
-        higher_is_better: Which way the headline number improves.
-        mean_key: Key of the headline's plain mean in a summary.
-        columns: The other columns of the printed table.
-        reported_arguments: Arguments of the environment that every row names, set or default.
-        notes: Lines below the table.
-        describe_action: The first action of a batch in words.
-        example_policy: The policy that is shown where none is named.
-        naive_policy: The rule that a table shows beside ``random``, however many others are better.
-        pictured: Decisions before a picture in which every part shows something.
-        interface: Arguments that a policy may set: they change what it sees, how it acts or what
-            it is rewarded for, never the world that it is measured in.
-        serving: Further arguments that the package's own policies set: systems that serve in
-            another way, which are compared with as they are.
-        early: Argument -> value with which the reward tells of what has not ended: a policy that
-            asks for it is clairvoyant.
-        feedback_terms: Parts of the reward that tell of nothing before it has ended, the feedback
-            of a guest; empty where they all do.
-        episode_statistics: (return, request log, problem) -> further numbers of a row.
-        request_interval: (logs, arguments) -> mean over requests with an interval, or None.
-    """
-
-    headline: str = "episode_return"
+    headline: str = "episode_return"  # key of the row's headline number
     heading: str = "episode return"
     higher_is_better: bool = True
-    mean_key: str = "mean_episode_return"
-    columns: tuple[Column, ...] = ()
-    reported_arguments: str = ""
-    notes: tuple[str, ...] = ()
+    mean_key: str = "mean_episode_return"  # of the headline's plain mean in a summary
+    columns: tuple[Column, ...] = ()  # the others of the printed table
+    reported_arguments: str = ""  # of the environment, that every row names, set or default
+    notes: tuple[str, ...] = ()  # lines below the table
+    # The first action of a batch in words.
     describe_action: Callable[[Any], str] = lambda actions: f"action {np.asarray(actions[0])}"
-    example_policy: str = "random"
+    example_policy: str = "random"  # which is shown where none is named
+    # The rule that a table shows beside ``random``, however many others are better.
     naive_policy: str = "random"
-    pictured: int = 100
+    pictured: int = 100  # decisions before a picture in which every part shows something
+    # Arguments that a policy may set: they change what it sees, how it acts or what it is rewarded
+    # for, never the world that it is measured in.
     interface: tuple[str, ...] = ()
+    # Further ones that the package's own policies set: systems that serve in another way, which
+    # are compared with as they are.
     serving: tuple[str, ...] = ()
+    # Argument -> value with which the reward tells of what has not ended: a policy that asks for
+    # it is clairvoyant.
     early: Mapping[str, Any] = field(default_factory=dict)
+    # Parts of the reward that tell of nothing before it has ended, the feedback of a guest; empty
+    # where they all do.
     feedback_terms: tuple[str, ...] = ()
+    # (return, request log, problem) -> further numbers of a row.
     episode_statistics: Callable[[float, Any, Any], dict[str, float]] = lambda *episode: {}
+    # (logs, arguments) -> mean over requests with an interval, or None.
     request_interval: Callable[[Any, Any], Interval | None] = lambda logs, arguments: None
 
     def shown(self, every: bool) -> list[Column]:
@@ -126,10 +114,8 @@ def _routing_statistics(total: float, log: NDArray[Any], problem: Any) -> dict[s
     latency = _latency(log)
     latency = latency[~np.isnan(latency)]
     percentiles = np.percentile(latency, [50, 90, 99]) if latency.size else [math.nan] * 3
-    row = {
-        f"p{percent}_latency_s_per_token": float(number)
-        for percent, number in zip((50, 90, 99), percentiles, strict=True)
-    }
+    keys = (f"p{percent}_latency_s_per_token" for percent in (50, 90, 99))
+    row = dict(zip(keys, map(float, percentiles), strict=True))
     sent = np.bincount(log["expert"][log["expert"] >= 0], minlength=len(names))
     row |= {f"share_{name}": float(sent[n]) / len(log) for n, name in enumerate(names)}
     row["ceiling"] = float(np.mean(log["best_score"], dtype=np.float64))
@@ -154,11 +140,6 @@ def _routing_interval(
         sums[k] = np.bincount(log["catalog_row"], qos, prompts)
         counts[k] = np.bincount(log["catalog_row"], minlength=prompts)
     return two_way_bootstrap_mean(sums, counts)
-
-
-def _routing_action(actions: Any) -> str:
-    action = int(actions[0])
-    return "dropped" if action == 0 else f"to expert {action}"
 
 
 _ROUTING = Report(
@@ -187,7 +168,7 @@ _ROUTING = Report(
     ),
     episode_statistics=_routing_statistics,
     request_interval=_routing_interval,
-    describe_action=_routing_action,
+    describe_action=lambda actions: f"to expert {actions[0]}" if actions[0] else "dropped",
     example_policy="greedy_qos",
     naive_policy="least_outstanding",
     pictured=60,

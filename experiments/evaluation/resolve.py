@@ -82,9 +82,6 @@ def _load(
     """The policy of a name or path, and its name unless it is the policy's to choose.
 
     What a ``.py`` file defines is not made here: its code has not run yet.
-
-    Raises:
-        ValueError: If the name is unknown and no such file exists.
     """
     if name in (info.name for info in list_policies(family.name)):
         return make_policy(name, system, family=family.name), name
@@ -135,11 +132,7 @@ def _is_of_the_package(policy: Policy) -> bool:
 
 
 def _plain_name(name: Any, family: Family) -> str:
-    """A guest's name, which rows and tables may carry.
-
-    Raises:
-        ValueError: If it is a policy's or checkpoint's of the package, or no plain name.
-    """
+    """A guest's name, which rows and tables may carry: a plain one that the package has not."""
     if not (isinstance(name, str) and re.fullmatch(r"\w[\w .+:=/-]{0,59}", name)):
         raise ValueError(
             f"a policy's name is {name!r:.100}; allowed are up to 60 letters, digits, blanks and "
@@ -151,11 +144,7 @@ def _plain_name(name: Any, family: Family) -> str:
 
 
 def _check_requests(policy: EvaluatedPolicy, family: Family, allowed: tuple[str, ...]) -> None:
-    """Check what a policy asks for.
-
-    Raises:
-        ValueError: If it asks for another world, or for what there is not.
-    """
+    """Refuse a policy that asks for another world, or for what there is not."""
     for key, value in policy.env_kwargs.items():
         if key not in allowed:
             raise ValueError(

@@ -97,9 +97,7 @@ def _percentiles(replicates: NDArray[np.float64]) -> tuple[float, float]:
 
 
 def stratified_bootstrap(
-    scores: ArrayLike,
-    statistic: Statistic = iqm,
-    repetitions: int = 2_000,
+    scores: ArrayLike, statistic: Statistic = iqm, repetitions: int = 2_000
 ) -> Interval:
     """Percentile interval of a statistic under a bootstrap stratified by task.
 
@@ -134,10 +132,7 @@ def stratified_bootstrap(
 
 
 def paired_difference(
-    scores: ArrayLike,
-    reference: ArrayLike,
-    statistic: Statistic = iqm,
-    repetitions: int = 2_000,
+    scores: ArrayLike, reference: ArrayLike, statistic: Statistic = iqm, repetitions: int = 2_000
 ) -> Interval:
     """Interval of ``scores - reference``, both measured on the same episodes.
 
@@ -296,10 +291,7 @@ def contrast(
         return sum(w * np.log(x) for w, x in zip(weights, means, strict=True))
 
     with np.errstate(divide="ignore", invalid="ignore"):
-        return _percent(_crossed(samples, combine, statistic))
-
-
-def _percent(logarithms: Interval) -> Interval:
+        logarithms = _crossed(samples, combine, statistic)
     return Interval(*(100 * float(np.expm1(end)) for end in logarithms))
 
 
@@ -329,14 +321,8 @@ def _crossed(
     Satterthwaite's degrees of freedom: `student_interval` where the episodes do not differ. Noise
     of the single episode of a training counts in both parts, which errs on the wide side.
 
-    Args:
-        samples: For each policy the scores ``(trainings, episodes, ...)``; the episodes are shared.
-        combine: Maps each policy's mean statistic to the quantity wanted, also element-wise.
-        statistic: Of the episodes ``(episodes, ...)`` of one training.
-        repetitions: Number of bootstrap replicates.
-
-    Raises:
-        ValueError: If the numbers of episodes differ.
+    ``samples`` are the scores ``(trainings, episodes)`` of each policy, of the same episodes;
+    ``combine`` maps each policy's mean statistic to the quantity wanted, also element-wise.
     """
     counts = [sample.shape[1] for sample in samples]
     if len(set(counts)) > 1:
@@ -376,9 +362,7 @@ def _resampled(
 
 
 def two_way_bootstrap_mean(
-    sums: ArrayLike,
-    counts: ArrayLike,
-    repetitions: int = 2_000,
+    sums: ArrayLike, counts: ArrayLike, repetitions: int = 2_000
 ) -> Interval:
     """Interval of a mean over requests that resamples both episodes and prompts.
 

@@ -14,6 +14,7 @@ import datetime
 import json
 import os
 import platform
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -45,19 +46,12 @@ def note(text: str, **data: Any) -> dict[str, Any]:
 
 def machine() -> dict[str, Any]:
     """Processor, number of cores and system of this machine."""
-    model = platform.processor() or "unknown"
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                model = line.partition(":")[2].strip()
-                break
-    except OSError:
-        pass
-    return {
-        "cpu": model,
-        "cores": os.cpu_count(),
-        "system": f"{platform.system()} {platform.machine()}",
-    }
+    model, listing = platform.processor() or "unknown", Path("/proc/cpuinfo")
+    if listing.exists():
+        name = re.search(r"^model name\s*:(.*)", listing.read_text(encoding="utf-8"), re.MULTILINE)
+        model = name[1].strip() if name else model
+    system = f"{platform.system()} {platform.machine()}"
+    return {"cpu": model, "cores": os.cpu_count(), "system": system}
 
 
 def provenance(
@@ -71,7 +65,7 @@ def provenance(
     Args:
         command: The command line that makes the table.
         quick: Whether the run was a smoke run, whose numbers are not results.
-        packages: Packages whose versions are recorded besides numpy, numba and gymnasium.
+        packages: Whose versions are recorded besides those of numpy, numba and gymnasium.
         settings: Further facts of the run, such as the scenario or the checkpoints.
     """
     return {
@@ -105,13 +99,7 @@ def read_record(path: str | os.PathLike[str]) -> dict[str, Any]:
 def write_record(
     path: str | os.PathLike[str], made: Mapping[str, Any], notes: Iterable[Note] = ()
 ) -> None:
-    """Write the JSON of a table.
-
-    Args:
-        path: The table's CSV, or the JSON itself.
-        made: What `provenance` returned.
-        notes: The findings.
-    """
+    """Write the JSON beside a table: its `provenance` and the findings."""
     records = [note(text) if isinstance(text, str) else dict(text) for text in notes]
     write_json(Path(path).with_suffix(".json"), {**made, "notes": records})
 
@@ -180,25 +168,18 @@ class Table:
     ) -> None:
         """Put rows in the place of those with their keys, or at the end, and write the file.
 
-        Args:
-            rows: The rows; a table that stays without any is not written.
-            order: Sorting key of all rows; by default they stay where they are.
+        A table that stays without any is not written. All are sorted by ``order``, if there is one.
         """
         fresh: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
         for row in rows:
             fresh.setdefault(self.key_of(row), []).append(dict(row))
+        groups = fresh.copy()
         replaced: list[dict[str, Any]] = []
-        present = {self.key_of(row) for row in self.rows}
         for row in self.rows:
             key = self.key_of(row)
-            if key not in fresh:
-                replaced.append(row)
-            elif fresh[key]:
-                replaced += fresh[key]
-                fresh[key] = []
-        self.rows = replaced + [
-            row for key, group in fresh.items() if key not in present for row in group
-        ]
+            # The first row of a key makes room for all new ones, its others go.
+            replaced += groups.pop(key, []) if key in fresh else [row]
+        self.rows = replaced + [row for group in groups.values() for row in group]
         if order is not None:
             self.rows.sort(key=order)
         if not self.rows:

@@ -140,26 +140,14 @@ CONTROLS = ("drop_all", "always_busiest")
 
 @dataclass(frozen=True)
 class Budget:
-    """What a search of one heuristic may cost.
+    """What a search of one heuristic may cost."""
 
-    Attributes:
-        population: Candidates of a generation.
-        generations: Generations.
-        episodes: Episodes that every candidate plays.
-        finalists: Best candidates that go on to the choice, the default besides.
-        choice_episodes: Episodes that each of those plays.
-        requests: Requests of an episode.
-
-    Raises:
-        ValueError: If a number is below 1, or below 4 candidates make a generation.
-    """
-
-    population: int = 24
+    population: int = 24  # candidates of a generation, at least 4
     generations: int = 5
-    episodes: int = 8
-    finalists: int = 6
-    choice_episodes: int = 16
-    requests: int = 500
+    episodes: int = 8  # that every candidate plays
+    finalists: int = 6  # best candidates that go on to the choice, the default besides
+    choice_episodes: int = 16  # that each of those plays
+    requests: int = 500  # of an episode
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -171,22 +159,15 @@ class Budget:
 class Tuned(NamedTuple):
     """A heuristic with the parameters that were chosen for a setting.
 
-    Attributes:
-        policy: Its registered name.
-        parameters: The chosen parameters; empty for a heuristic without.
-        qos: Average QoS with these in the episodes of the choice.
-        default_qos: With those that it is registered with.
-        gain: Mean difference of the two over the same episodes, with a bootstrap 95 % interval.
-            The best of a few is chosen by these episodes, so that it is an optimistic one.
-        search: One record a candidate: ``generation``, ``parameters`` and ``qos`` in the search.
+    ``gain`` is an optimistic one: the best of a few is chosen by the episodes that it is of.
     """
 
     policy: str
-    parameters: dict[str, Any]
-    qos: float
-    default_qos: float
-    gain: Interval
-    search: list[dict[str, Any]]
+    parameters: dict[str, Any]  # empty for a heuristic without
+    qos: float  # average with these in the episodes of the choice
+    default_qos: float  # with those that it is registered with
+    gain: Interval  # mean difference over the same episodes, bootstrap 95 % interval
+    search: list[dict[str, Any]]  # ``generation``, ``parameters`` and ``qos`` of each candidate
 
 
 def heuristics() -> list[str]:
@@ -206,14 +187,9 @@ def tune(
     seed: int = 0,
     executor: Executor = run_serially,
 ) -> Tuned:
-    """Search a heuristic's parameters for a setting.
+    """Search a heuristic's parameters for a setting, on the validation split.
 
-    Args:
-        policy: One of `heuristics`.
-        env_kwargs: Arguments of the routing environment; the split is the validation's.
-        budget: What the search may cost.
-        seed: Seed of the candidates; the episodes are always the same.
-        executor: Where the episodes are played.
+    The seed is that of the candidates; the episodes are always the same.
 
     Raises:
         ValueError: If an argument is not valid.
@@ -347,21 +323,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     made = provenance(f"servegym tune {shlex.join(words)}", settings=settings)
     results = {rule.policy: {**rule._asdict(), "gain": list(rule.gain)} for rule in tuned}
     write_json(out, {**made, "tuned": results})
-    body = [
-        [
-            rule.policy,
-            f"{rule.default_qos:.4f}",
-            f"{rule.qos:.4f}",
-            "{:+.4f} [{:+.4f}, {:+.4f}]".format(*rule.gain),
-            ", ".join(f"{key}={value}" for key, value in rule.parameters.items()),
-        ]
-        for rule in tuned
-    ]
-    print_table(
-        "Heuristics tuned on validation prompts",
-        ["policy", "as registered", "tuned", "gain", "parameters"],
-        body,
-    )
+    body = []
+    for rule in tuned:
+        chosen = ", ".join(f"{key}={value}" for key, value in rule.parameters.items())
+        gain = "{:+.4f} [{:+.4f}, {:+.4f}]".format(*rule.gain)
+        body.append([rule.policy, f"{rule.default_qos:.4f}", f"{rule.qos:.4f}", gain, chosen])
+    heads = ["policy", "as registered", "tuned", "gain", "parameters"]
+    print_table("Heuristics tuned on validation prompts", heads, body)
     return 0
 
 

@@ -11,19 +11,6 @@ from servegym.experiments.fidelity.measured_run import MeasuredRun
 from servegym.hardware_profiles import Profile, list_profiles, load
 from servegym.hardware_profiles.schema import KINDS
 
-__all__ = [
-    "METRICS",
-    "check_devices",
-    "compare_series",
-    "course_means",
-    "errors",
-    "latency_quantiles",
-    "matching_profile",
-    "sensitivity",
-    "simulate",
-    "trajectory",
-]
-
 METRICS = {"ttft_s": "TTFT", "tpot_s": "TPOT", "e2e_s": "end to end"}
 """Latency of a request -> its name in the tables."""
 
@@ -50,9 +37,10 @@ def matching_profile(run: MeasuredRun) -> Profile:
     profiles = sorted(map(load, list_profiles()), key=lambda p: (KINDS.index(p.kind), p.name))
     for profile in profiles:
         same = profile.device["name"] == run.device and profile.model["name"] == run.model
-        if same and _devices(profile) == _shared(run):
+        if same and _devices(profile) == run.devices:
             return profile
-    count = run.tensor_parallel * run.data_parallel
+    tensor, data, _ = run.devices
+    count = tensor * data
     cards, make = f"{count} x " if count > 1 else "", _options(run)
     raise ValueError(
         f"no profile of {run.model or 'the model'} on {cards}{run.device or 'the device'}: "
@@ -69,61 +57,39 @@ def _devices(profile: Profile) -> tuple[int, int, bool]:
     return tensor, data, expert > 1
 
 
-def _shared(run: MeasuredRun) -> tuple[int, int, bool]:
-    return run.tensor_parallel, run.data_parallel, run.expert_parallel
-
-
 def _options(run: MeasuredRun) -> str:
     """Options of ``servegym profile`` for the run's devices, each after a space."""
-    group = run.tensor_parallel * run.data_parallel
-    named = {"tp": run.tensor_parallel, "dp": run.data_parallel}
-    named["ep"] = group if run.expert_parallel else 1
+    tensor, data, spread = run.devices
+    named = {"tp": tensor, "dp": data, "ep": tensor * data if spread else 1}
     return "".join(f" --{name} {size}" for name, size in named.items() if size > 1)
 
 
 def check_devices(run: MeasuredRun, profile: Profile) -> None:
-    """Refuse a profile of another number of devices than the run's.
-
-    Raises:
-        ValueError: Naming both.
-    """
-    if _devices(profile) != _shared(run):
+    """Refuse a profile of another number of devices than the run's, with a ValueError."""
+    if _devices(profile) != run.devices:
         words = "tensor_parallel_size {}, data_parallel_size {}, experts spread: {}"
         raise ValueError(
-            f"run {run.name!r} has {words.format(*_shared(run))}, but profile {profile.name!r} "
+            f"run {run.name!r} has {words.format(*run.devices)}, but profile {profile.name!r} "
             f"{words.format(*_devices(profile))}: compose one with "
             f"`servegym profile{_options(run)}`"
         )
 
 
 def simulate(run: MeasuredRun, profile: Profile, **changes: Any) -> np.ndarray:
-    """Replay the run.
+    """Replay the run: ``(J,)`` structured array of ``servegym.envs.llm_routing.replay``.
 
-    Args:
-        run: The measured run.
-        profile: Whose law gives the iterations' times.
-        **changes: Arguments of the replay that differ from the run's engine.
-
-    Returns:
-        ``(J,)`` structured array of ``servegym.envs.llm_routing.replay``.
+    ``changes`` are arguments of the replay that differ from the run's engine.
     """
-    from servegym.envs.llm_routing import replay as engine_replay
+    from servegym.envs.llm_routing import replay
 
     settings = {**run.engine, **changes}
-    return engine_replay(
-        run.arrival_s, run.prompt_tokens, run.output_tokens, profile=profile, **settings
-    )
+    return replay(run.arrival_s, run.prompt_tokens, run.output_tokens, profile=profile, **settings)
 
 
 def errors(
     run: MeasuredRun, simulated: np.ndarray, mask: NDArray[np.bool_] | None = None
 ) -> list[dict[str, Any]]:
-    """Errors of the three latencies, simulated against measured.
-
-    Args:
-        run: The measured run.
-        simulated: Its replay.
-        mask: ``(J,)`` the requests that count; all by default.
+    """Errors of the three latencies, simulated against measured, of the requests in ``mask`` (J,).
 
     Returns:
         One row a metric: ``requests``, ``measured_mean_s``, ``simulated_mean_s``,
@@ -142,20 +108,10 @@ def errors(
             continue
         measured, guess = measured[use], guess[use]
         size = np.abs(guess / measured - 1.0)
-        median, p90, p99 = np.quantile(size, [0.5, 0.9, 0.99])
-        rows.append(
-            {
-                "metric": label,
-                "requests": int(use.sum()),
-                "measured_mean_s": float(measured.mean()),
-                "simulated_mean_s": float(guess.mean()),
-                "error_of_mean": float(guess.mean() / measured.mean() - 1.0),
-                "median_error": float(median),
-                "p90_error": float(p90),
-                "p99_error": float(p99),
-                "mean_error": float(size.mean()),
-            }
-        )
+        means = measured.mean(), guess.mean(), guess.mean() / measured.mean() - 1.0
+        values = map(float, (*means, *np.quantile(size, [0.5, 0.9, 0.99]), size.mean()))
+        row = {"metric": label, "requests": int(use.sum())}
+        rows.append(row | dict(zip(_MEASURES, values, strict=True)))
     return rows
 
 
@@ -167,7 +123,7 @@ def latency_quantiles(run: MeasuredRun, simulated: np.ndarray) -> list[dict[str,
         both = [values[np.isfinite(values)] for values in (getattr(run, key), simulated[key])]
         if not all(values.size for values in both):
             continue
-        found = [np.quantile(values, shares) for values in both]
+        quantiles = [np.quantile(values, shares) for values in both]
         rows += [
             {
                 "metric": label,
@@ -175,7 +131,7 @@ def latency_quantiles(run: MeasuredRun, simulated: np.ndarray) -> list[dict[str,
                 "measured_s": round(float(measured), 5),
                 "simulated_s": round(float(guess), 5),
             }
-            for share, measured, guess in zip(shares, *found, strict=True)
+            for share, measured, guess in zip(shares, *quantiles, strict=True)
         ]
     return rows
 
@@ -215,7 +171,7 @@ def sensitivity(run: MeasuredRun, profile: Profile) -> list[dict[str, Any]]:
 
 
 def trajectory(run: MeasuredRun, profile: Profile, times_s: Any, **changes: Any) -> np.ndarray:
-    """Running requests, waiting requests and KV use at given times of the replay.
+    """Running requests, waiting requests and KV use of the replay, see `simulate`.
 
     Args:
         run: The measured run.
@@ -229,25 +185,14 @@ def trajectory(run: MeasuredRun, profile: Profile, times_s: Any, **changes: Any)
     """
     from servegym.envs.llm_routing import replay_timeline
 
-    return replay_timeline(
-        run.arrival_s,
-        run.prompt_tokens,
-        run.output_tokens,
-        times_s,
-        profile=profile,
-        **{**run.engine, **changes},
-    )
+    requests, settings = (run.arrival_s, run.prompt_tokens, run.output_tokens), run.engine | changes
+    return replay_timeline(*requests, times_s, profile=profile, **settings)
 
 
 def compare_series(measured: np.ndarray, simulated: np.ndarray) -> list[dict[str, Any]]:
-    """Means of both courses, their mean absolute difference and their correlation.
+    """Means of two courses ``(T,)`` at the same times, their mean difference and correlation.
 
-    Args:
-        measured: ``(T,)`` the measured course.
-        simulated: ``(T,)`` the simulated one at the same times.
-
-    Returns:
-        One row a quantity; no correlation where one of the courses is constant.
+    One row a quantity; no correlation where one of the courses is constant.
     """
     rows = []
     for name in QUANTITIES:
@@ -266,15 +211,10 @@ def compare_series(measured: np.ndarray, simulated: np.ndarray) -> list[dict[str
 
 
 def course_means(measured: np.ndarray, simulated: np.ndarray) -> list[dict[str, Any]]:
-    """Means of both courses over windows of `WINDOW_S`, for a plot.
+    """Means of two courses ``(T,)`` over windows of `WINDOW_S`, for a plot.
 
-    Args:
-        measured: ``(T,)`` the measured course.
-        simulated: ``(T,)`` the simulated one at the same times.
-
-    Returns:
-        One row a window that has samples: ``t_s`` (its middle), and ``measured_`` and
-        ``simulated_`` of each quantity.
+    One row a window that has samples: ``t_s`` (its middle), and ``measured_`` and ``simulated_`` of
+    each quantity.
     """
     window = (measured["t_s"] // WINDOW_S).astype(int)
     rows = []

@@ -51,30 +51,22 @@ _SERIES = np.dtype([("t_s", "f8"), ("running", "f8"), ("waiting", "f8"), ("kv_us
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """One measured run of a serving engine.
+    """One measured run of a serving engine; arrays ``(J,)`` have a number a request.
 
     Attributes:
-        name: The run's folder.
-        arrival_s: ``(J,)`` arrivals, seconds since the run began, non-decreasing.
-        prompt_tokens: ``(J,)``.
-        output_tokens: ``(J,)``.
-        ttft_s: ``(J,)`` time to first token, seconds.
-        tpot_s: ``(J,)`` time per output token after the first, seconds; NaN for one token.
-        e2e_s: ``(J,)`` end-to-end latency, seconds.
+        arrival_s: Seconds since the run began, non-decreasing.
+        tpot_s: Time per output token after the first, seconds; NaN for one token.
         engine: Settings of the engine, as arguments of ``servegym.envs.llm_routing.replay``;
             ``kv_tokens`` is None where ``meta.json`` does not tell it.
-        device: Name of the device, empty if not stated.
-        model: Name of the model, empty if not stated.
-        tensor_parallel: Devices that share every layer.
-        data_parallel: Replicas of them that share their experts; ``engine`` is of all together.
-        expert_parallel: Whether the experts are spread over the devices.
+        devices: Those that share every layer; replicas of them that share their experts, of all of
+            which ``engine`` is together; and whether the experts are spread over the devices.
         assumed: Why a setting has its value, by its name, for those not in ``meta.json``.
-        scheduled_s: ``(J,)`` when a request was first scheduled, on the clock of the arrivals; NaN
-            where it was not written.
+        scheduled_s: When a request was first scheduled, on the clock of the arrivals; NaN where it
+            was not written.
         series: ``(T,)`` with ``t_s``, ``running``, ``waiting``, ``kv_use`` (0 to 1), or None.
     """
 
-    name: str
+    name: str  # the run's folder
     arrival_s: Array
     prompt_tokens: NDArray[np.int64]
     output_tokens: NDArray[np.int64]
@@ -84,9 +76,7 @@ class MeasuredRun:
     engine: dict[str, Any]
     device: str = ""
     model: str = ""
-    tensor_parallel: int = 1
-    data_parallel: int = 1
-    expert_parallel: bool = False
+    devices: tuple[int, int, bool] = (1, 1, False)
     assumed: dict[str, str] = field(default_factory=dict)
     scheduled_s: Array | None = None
     series: np.ndarray | None = None
@@ -94,15 +84,16 @@ class MeasuredRun:
 
 def _number(path: Path, line: int, row: Mapping[str, Any], field: str) -> float:
     value: Any = row.get(field)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        wanted = "a whole number, 1 or more" if field.endswith("_toks") else "a number of seconds"
-        raise MalformedFileError(path, line, field, f"got {value!r}", f"write {wanted}")
+    number = isinstance(value, int | float) and not isinstance(value, bool)
     if not field.endswith("_toks"):
-        return float(parse_time(path, line, field, value, "number")[0])
-    if not (math.isfinite(value) and value >= 1 and value == int(value)):
+        if number:
+            return float(parse_time(path, line, field, value, "number")[0])
+        fix = "write a number of seconds"
+    else:
+        if number and math.isfinite(value) and value >= 1 and value == int(value):
+            return float(value)
         fix = "write a whole number, 1 or more"
-        raise MalformedFileError(path, line, field, f"got {value!r}", fix)
-    return float(value)
+    raise MalformedFileError(path, line, field, f"got {value!r}", fix)
 
 
 def _read_requests(path: Path) -> dict[str, Array]:
@@ -111,21 +102,13 @@ def _read_requests(path: Path) -> dict[str, Array]:
     for line, row in json_rows(path):
         got = {f: _number(path, line, row, f) for f in _FIELDS}
         if not got["queued_ts"] <= got["first_token_ts"] <= got["last_token_ts"]:
-            raise MalformedFileError(
-                path,
-                line,
-                "first_token_ts",
-                "queued_ts, first_token_ts and last_token_ts are not in this order",
-                "take the three from one clock",
-            )
-        if got["last_token_ts"] - got["queued_ts"] > _LONGEST_S:
-            raise MalformedFileError(
-                path,
-                line,
-                "last_token_ts",
-                f"the request takes {got['last_token_ts'] - got['queued_ts']:.6g} s",
-                "write seconds, not milliseconds",
-            )
+            problem = "queued_ts, first_token_ts and last_token_ts are not in this order"
+            fix = "take the three from one clock"
+            raise MalformedFileError(path, line, "first_token_ts", problem, fix)
+        taken = got["last_token_ts"] - got["queued_ts"]
+        if taken > _LONGEST_S:
+            problem, fix = f"the request takes {taken:.6g} s", "write seconds, not milliseconds"
+            raise MalformedFileError(path, line, "last_token_ts", problem, fix)
         written = row.get("scheduled_ts") is not None
         got["scheduled_ts"] = _number(path, line, row, "scheduled_ts") if written else math.nan
         for name, value in got.items():
@@ -165,14 +148,14 @@ def _text(fields: Fields, key: str) -> str:
     return "" if fields.data.get(key) is None else fields.text(key)
 
 
-def _settings(meta: Fields) -> tuple[dict[str, Any], dict[str, Any], dict[str, str]]:
+def _settings(meta: Fields) -> tuple[dict[str, Any], tuple[int, int, bool], dict[str, str]]:
     """Arguments of the replay, how the devices share the model, and what was assumed."""
     engine, cache = _part(meta, "engine_kwargs"), _part(meta, "kv_cache")
     scheduler = _part(_part(meta, "resolved_config"), "scheduler_config")
     version = str(meta.data.get("vllm_version", ""))
     ahead = plans_ahead("vLLM", version)
-    told = "no vllm_version given" if ahead is None else f"the default of vLLM {version}"
-    found: dict[str, Any] = {
+    usual = "no vllm_version given" if ahead is None else f"the default of vLLM {version}"
+    settings: dict[str, Any] = {
         name: engine.integer(name) for name in ("max_num_seqs", "max_num_batched_tokens")
     }
     assumed: dict[str, str] = {}
@@ -180,27 +163,25 @@ def _settings(meta: Fields) -> tuple[dict[str, Any], dict[str, Any], dict[str, s
         ("kv_tokens", "num_kv_tokens", [cache], None, "the profile's capacity"),
         ("block_size", "block_size", [cache], 16, "vLLM's default"),
         ("prefix_caching", "enable_prefix_caching", [cache, engine], True, "vLLM's default"),
-        ("async_scheduling", "async_scheduling", [scheduler, engine], bool(ahead), told),
+        ("async_scheduling", "async_scheduling", [scheduler, engine], bool(ahead), usual),
     ):
         place = next((one for one in places if one.data.get(key) is not None), None)
         if place is None:
-            found[name], assumed[name] = default, why
+            settings[name], assumed[name] = default, why
         else:
             switch = isinstance(default, bool)
-            found[name] = place.flag(key, default) if switch else place.integer(key)
+            settings[name] = place.flag(key, default) if switch else place.integer(key)
     sizes = ("tensor_parallel_size", "data_parallel_size", "pipeline_parallel_size")
     parallel, replicas, stages = (engine.integer(s) if s in engine.data else 1 for s in sizes)
     spread = engine.flag("enable_expert_parallel", False)
     for name, size in zip(sizes[1:], (1 if spread else replicas, stages), strict=True):
         if size > 1:
-            told = f"is {size}, and the run does not say which engine served whom"
-            raise engine.error(name, f"{told}; {_ONE_ENGINE}")
+            problem = f"is {size}, and the run does not say which engine served whom"
+            raise engine.error(name, f"{problem}; {_ONE_ENGINE}")
     # Limits are those of one replica; all run every iteration together.
     for name in ("max_num_seqs", "max_num_batched_tokens", "kv_tokens"):
-        found[name] = None if found[name] is None else replicas * found[name]
-    spread = spread and parallel * replicas > 1
-    shared = {"tensor_parallel": parallel, "data_parallel": replicas, "expert_parallel": spread}
-    return found, shared, assumed
+        settings[name] = None if settings[name] is None else replicas * settings[name]
+    return settings, (parallel, replicas, spread and parallel * replicas > 1), assumed
 
 
 def load_run(folder: str | os.PathLike[str]) -> MeasuredRun:
@@ -221,7 +202,7 @@ def load_run(folder: str | os.PathLike[str]) -> MeasuredRun:
             raise ValueError(f"run is {str(root)!r}, but there is no {name} in it")
     rows = _read_requests(root / "requests.jsonl")
     meta = Fields(read_json(root / "meta.json"), str(root / "meta.json"))
-    engine, shared, assumed = _settings(meta)
+    engine, devices, assumed = _settings(meta)
     order = np.argsort(rows["arrival_time"], kind="stable")
     rows = {field: values[order] for field, values in rows.items()}
     client = rows["arrival_time"]
@@ -249,7 +230,7 @@ def load_run(folder: str | os.PathLike[str]) -> MeasuredRun:
         engine=engine,
         device=_text(_part(meta, "hardware"), "device_name"),
         model=_text(meta, "model").rpartition("/")[2],
-        **shared,
+        devices=devices,
         assumed=assumed,
         scheduled_s=rows["scheduled_ts"] - offset - start,
         series=_read_series(series) if series.is_file() else None,

@@ -10,7 +10,6 @@ picture ``fidelity.png``.
 from __future__ import annotations
 
 import argparse
-import io
 import os
 import shlex
 import sys
@@ -34,6 +33,7 @@ from servegym.experiments.fidelity.comparison import (
     trajectory,
 )
 from servegym.experiments.fidelity.measured_run import MeasuredRun, load_run
+from servegym.experiments.papers.plotting import as_png, pyplot
 from servegym.hardware_profiles import Profile, load
 
 __all__ = ["data_folder", "draw", "main"]
@@ -49,13 +49,8 @@ START_UP_S = 1.0
 
 def draw(folder: Path) -> bytes:
     """The picture of the tables in a folder, as PNG: courses over time, and distributions."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     colours = {"measured": "#222222", "simulated": "#d1495b"}
-    figure, axes = plt.subplots(3, 2, figsize=(10, 7.5), gridspec_kw={"width_ratios": [2, 1]})
+    figure, axes = pyplot().subplots(3, 2, figsize=(10, 7.5), gridspec_kw={"width_ratios": [2, 1]})
     course = read_rows(folder / "course.csv") if (folder / "course.csv").exists() else []
     latencies = read_rows(folder / "latencies.csv")
     left = {
@@ -75,9 +70,9 @@ def draw(folder: Path) -> bytes:
             axis.plot([row["t_s"] for row in course], values, **style)
             axis.set(ylabel=title, ylim=(0, None))
         for axis, (metric, (scale, title)) in zip(axes[:, 1], right.items(), strict=True):
-            own = [row for row in latencies if row["metric"] == metric]
-            values = [scale * row[f"{source}_s"] for row in own]
-            axis.plot(values, [row["share"] for row in own], **style)
+            rows = [row for row in latencies if row["metric"] == metric]
+            values = [scale * row[f"{source}_s"] for row in rows]
+            axis.plot(values, [row["share"] for row in rows], **style)
             axis.set(xlabel=title, ylabel="share of requests", ylim=(0, 1))
     axes[2, 0].set_xlabel("seconds since the run began (means of 5 s)")
     for axis in axes[:, 0] if not course else ():
@@ -86,10 +81,7 @@ def draw(folder: Path) -> bytes:
         axis.spines[["top", "right"]].set_visible(False)
     axes[0, 1].legend(frameon=False, loc="lower right")
     figure.tight_layout()
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png", dpi=110)
-    plt.close(figure)
-    return picture.getvalue()
+    return as_png(figure)
 
 
 def _percent(value: float) -> str:
@@ -100,7 +92,9 @@ def _signed(value: float) -> str:
     return f"{100 * value:+.2f} %"
 
 
-_ERRORS: dict[str, tuple[str, Callable[[Any], str]]] = {
+Columns = dict[str, tuple[str, Callable[[Any], str]]]
+"""Heading of a printed column -> the rows' key and how its value is written."""
+_ERRORS: Columns = {
     "metric": ("metric", str),
     "measured mean": ("measured_mean_s", "{:.4f} s".format),
     "simulated mean": ("simulated_mean_s", "{:.4f} s".format),
@@ -110,26 +104,21 @@ _ERRORS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "P99": ("p99_error", _percent),
     "mean error": ("mean_error", _percent),
 }
-_SENSITIVITY: dict[str, tuple[str, Callable[[Any], str]]] = {
+_SENSITIVITY: Columns = {
     "variant": ("variant", str),
     **{metric: (metric, _signed) for metric in METRICS.values()},
     "preemptions": ("preemptions", str),
 }
-_COURSE: dict[str, tuple[str, Callable[[Any], str]]] = {
+_COURSE: Columns = {
     "quantity": ("quantity", str),
     "measured mean": ("measured_mean", "{:.3f}".format),
     "simulated mean": ("simulated_mean", "{:.3f}".format),
     "mean difference": ("mean_absolute_difference", "{:.3f}".format),
     "correlation": ("correlation", "{:.3f}".format),
 }
-"""Heading of a printed column -> the rows' key and how its value is written."""
 
 
-def _show(
-    title: str,
-    columns: Mapping[str, tuple[str, Callable[[Any], str]]],
-    rows: Sequence[Mapping[str, Any]],
-) -> None:
+def _show(title: str, columns: Columns, rows: Sequence[Mapping[str, Any]]) -> None:
     cells = [
         ["—" if row[key] is None else form(row[key]) for key, form in columns.values()]
         for row in rows
@@ -139,9 +128,10 @@ def _show(
 
 def describe_settings(run: MeasuredRun, profile: Profile) -> str:
     """The replay's settings, and where one comes from that the run's ``meta.json`` lacks."""
-    values = {**run.engine, "tensor_parallel": run.tensor_parallel}
-    if run.data_parallel > 1:
-        values["data_parallel"] = run.data_parallel
+    tensor, data, _ = run.devices
+    values = {**run.engine, "tensor_parallel": tensor}
+    if data > 1:
+        values["data_parallel"] = data
     if values["kv_tokens"] is None:
         values["kv_tokens"] = profile.kv_capacity_tokens
     return ", ".join(
@@ -150,16 +140,13 @@ def describe_settings(run: MeasuredRun, profile: Profile) -> str:
     )
 
 
-def data_folder(given: Path | None) -> Path:
-    """The folder of the measured data: ``given``, ``$SERVEGYM_DATA`` or ``../shared/data``."""
-    if given is not None:
-        return given
-    if os.environ.get("SERVEGYM_DATA"):
-        return Path(os.environ["SERVEGYM_DATA"])
-    return Path("..", "shared", "data")
+def data_folder(option: Path | None) -> Path:
+    """The folder of the measured data: ``option``, ``$SERVEGYM_DATA`` or ``../shared/data``."""
+    return option or Path(os.environ.get("SERVEGYM_DATA") or Path("..", "shared", "data"))
 
 
-def _parser() -> argparse.ArgumentParser:
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line: replay the measured run, print and write the errors."""
     parser = argparse.ArgumentParser(
         prog="servegym fidelity",
         description="Replay a measured run and print the errors of TTFT, TPOT and latency.",
@@ -170,16 +157,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--profile", help="profile, by name or file (default: that of the run's device and model)")
     add("--out", type=Path, default=OUT, help=f"folder for tables and plot (default: {OUT})")
     add("--no-plot", action="store_true", help="do without matplotlib")
-    return parser
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line: replay the measured run, print and write the errors.
-
-    Raises:
-        ValueError: If the data or an argument cannot be used.
-    """
-    parser, words = _parser(), sys.argv[1:] if arguments is None else arguments
+    words = sys.argv[1:] if arguments is None else arguments
     options = parser.parse_args(words)
     folder = options.run or data_folder(options.data).joinpath(*RUN_FOLDER)
     if not folder.is_dir():
@@ -193,9 +171,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     simulated = simulate(run, profile)
     late = run.arrival_s - run.arrival_s[0] >= START_UP_S
     by_start = {"all": errors(run, simulated), "later": errors(run, simulated, late)}
-    found = {
+    tables = {
         "errors": [
-            {"requests_from": start, **row} for start in by_start for row in by_start[start]
+            {"requests_from": start, **row} for start, rows in by_start.items() for row in rows
         ],
         "sensitivity": sensitivity(run, profile),
         "latencies": latency_quantiles(run, simulated),
@@ -207,11 +185,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _show("All requests", _ERRORS, by_start["all"])
     _show(f"Without the first {START_UP_S:g} s of arrivals", _ERRORS, by_start["later"])
     title = "Sensitivity: error of the mean with one part replaced"
-    _show(title, _SENSITIVITY, found["sensitivity"])
+    _show(title, _SENSITIVITY, tables["sensitivity"])
     if run.series is not None and len(run.series) > 1:
         course = trajectory(run, profile, run.series["t_s"])
         _show("Course over time", _COURSE, compare_series(run.series, course))
-        found["course"] = course_means(run.series, course)
+        tables["course"] = course_means(run.series, course)
 
     options.out.mkdir(parents=True, exist_ok=True)
     about = {
@@ -223,7 +201,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "first_ttft_simulated_s": first[1],
     }
     made = provenance(shlex.join([*parser.prog.split(), *map(str, words)]), settings=about)
-    for stem, rows in found.items():
+    for stem, rows in tables.items():
         write_result(options.out / stem, rows, made)
     if not options.no_plot:
         write_text(options.out / "fidelity.png", draw(options.out))

@@ -21,14 +21,7 @@ def _lines(servers: Sequence[tuple[Endpoint, str]]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line of ``servegym real up | status | down | compare``.
-
-    Returns:
-        0, or 1 if ``status`` finds a server that does not answer.
-
-    Raises:
-        ValueError: If an argument or a file cannot be used, or a server does not start.
-    """
+    """Command line of ``servegym real``; 1 if ``status`` finds a server that does not answer."""
     parser = argparse.ArgumentParser(
         prog="servegym real", description="Real inference servers beside the simulator (Linux)."
     )
@@ -59,8 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from servegym.experiments.live import launcher
 
     if options.command == "up":
-        found = launcher.up(options.fleet, options.folder)
-        print(_lines([(one, "healthy") for one in found]))
+        print(_lines([(one, "healthy") for one in launcher.up(options.fleet, options.folder)]))
         print(f"endpoints: {options.folder / launcher.ENDPOINTS}")
     elif options.command == "status":
         states = launcher.status(options.folder)

@@ -23,19 +23,20 @@ from typing import Any
 import numpy as np
 from scipy.stats import spearmanr
 
-from servegym._checks import whole
+from servegym._checks import real, whole
 from servegym._command_line import run_main
+from servegym._files import write_columns
 from servegym.envs.workloads import load_catalog
 from servegym.experiments.evaluation import tables
 from servegym.experiments.evaluation.evaluate import evaluate
-from servegym.experiments.evaluation.output import print_table, read_rows, write_csv, write_json
+from servegym.experiments.evaluation.output import print_table, read_rows, write_json
 from servegym.experiments.evaluation.stats import student_interval
 from servegym.experiments.live.fleet_file import Endpoint, ServerSpec, read_fleet
 from servegym.experiments.live.gateway import GatewayRequest, GatewayRouter
 from servegym.experiments.live.gateways.gate import fleet_arguments
 from servegym.experiments.live.models import FIRST_WORD, VOCABULARY
 from servegym.hardware_profiles import Profile
-from servegym.hardware_profiles.calibrate.calibrate_server import calibrate_server
+from servegym.hardware_profiles.calibrate.calibrate_server import ServerOptions, calibrate_server
 from servegym.hardware_profiles.measure import server
 
 __all__ = ["Plan", "analyse", "main", "run"]
@@ -56,21 +57,13 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Plan:
-    """What is compared.
+    """What is compared."""
 
-    Attributes:
-        policies: Names or checkpoints.
-        loads: Of the fleet's capacity, see :func:`capacity`.
-        repetitions: Runs of each policy at each load, each with requests of its own.
-        requests: Requests of a run.
-        sweep: Requests a load and prompt length of the calibration.
-    """
-
-    policies: tuple[str, ...] = POLICIES
-    loads: tuple[float, ...] = LOADS
-    repetitions: int = 3
-    requests: int = 300
-    sweep: int = 16
+    policies: tuple[str, ...] = POLICIES  # names or checkpoints
+    loads: tuple[float, ...] = LOADS  # of the fleet's capacity, see `capacity`
+    repetitions: int = 3  # of each policy at each load, with other requests each
+    requests: int = 300  # of a run
+    sweep: int = 16  # requests a load and prompt length of the calibration
 
 
 QUICK = Plan(POLICIES[:3], (0.8,), 1, 40, 4)
@@ -78,23 +71,14 @@ QUICK = Plan(POLICIES[:3], (0.8,), 1, 40, 4)
 
 @dataclass
 class Run:
-    """What real servers did with one policy's requests.
-
-    Attributes:
-        policy: Name of the policy, or its checkpoint.
-        load: Share of the fleet's capacity.
-        repetition: Number of the repetition.
-        arguments: Of the environment that plays the same requests.
-        requests: Rows of the file of requests.
-        records: What became of each request.
-    """
+    """What real servers did with one policy's requests."""
 
     policy: str
-    load: float
+    load: float  # share of the fleet's capacity
     repetition: int
-    arguments: dict[str, Any]
-    requests: list[Row]
-    records: list[Row]
+    arguments: dict[str, Any]  # of the environment that plays the same requests
+    requests: list[Row]  # rows of their file
+    records: list[Row]  # what became of each
 
 
 def capacity(profile: Profile, slots: int) -> tuple[float, float]:
@@ -107,23 +91,21 @@ def capacity(profile: Profile, slots: int) -> tuple[float, float]:
 
 def calibrate(endpoints: Sequence[Endpoint], plan: Plan, folder: Path) -> list[Profile]:
     """Measure all servers at the same time, as they will be used, and fit their profiles."""
+    lengths = (PROMPTS[0] // 2, sum(PROMPTS) // 2, PROMPTS[1])
 
     def measure(one: Endpoint) -> Profile:
         out = folder / f"{one.name}.csv"
-        out.unlink(missing_ok=True)
-        target = server.Endpoint(one.url, one.name, output_tokens=24)
         ids = (FIRST_WORD, VOCABULARY)
-        server.measure(
-            target, out, loads=(1,), prompt_words=(16,), requests=2, seed=99, token_ids=ids
-        )
-        out.unlink()  # the first requests of a server are slow
-        lengths = (PROMPTS[0] // 2, sum(PROMPTS) // 2, PROMPTS[1])
-        loads = range(1, one.slots + 1)
-        server.measure(
-            target, out, loads=loads, prompt_words=lengths, requests=plan.sweep, token_ids=ids
-        )
-        profile = calibrate_server(
-            out,
+        target = server.Endpoint(one.url, one.name, output_tokens=24, token_ids=ids)
+        # The first requests of a server are slow: they are sent, and not used.
+        for loads, words, requests, seed in (
+            ((1,), (16,), 2, 99),
+            (range(1, one.slots + 1), lengths, plan.sweep, 0),
+        ):
+            out.unlink(missing_ok=True)
+            more = {"requests": requests, "seed": seed}
+            server.measure(target, out, loads=loads, prompt_words=words, **more)
+        options = ServerOptions(
             slots=one.slots,
             kv_tokens=one.slots * one.context,
             name=one.name,
@@ -132,6 +114,7 @@ def calibrate(endpoints: Sequence[Endpoint], plan: Plan, folder: Path) -> list[P
             device=str(tables.machine()["cpu"]),
             model=one.name,
         )
+        profile = calibrate_server(out, options)
         profile.save(folder / f"{one.name}.json")
         return profile
 
@@ -151,16 +134,15 @@ def write_requests(path: Path, names: Sequence[str], rate: float, count: int, se
     outputs = random.integers(OUTPUTS[0], OUTPUTS[1] + 1, (count, len(names)))
     guessed = np.clip(scores + random.normal(0.0, 0.05, scores.shape), 0.0, 1.0)
     lengths = np.clip(np.rint(outputs * np.exp(random.normal(0.0, 0.25, outputs.shape))), 1, None)
-    columns = {"arrival_s": arrivals.round(6), "prompt_tokens": prompts}
+    columns = {"arrival_s": arrivals.round(6).tolist(), "prompt_tokens": prompts.tolist()}
     for prefix, values in (
         ("score_", scores.round(4)),
         ("output_tokens_", outputs),
         ("predicted_score_", guessed.round(4)),
         ("predicted_tokens_", lengths.astype(int)),
     ):
-        columns |= {prefix + name: values[:, k] for k, name in enumerate(names)}
-    rows_of = zip(*(values.tolist() for values in columns.values()), strict=True)
-    write_csv(path, [dict(zip(columns, row, strict=True)) for row in rows_of])
+        columns |= {prefix + name: values[:, k].tolist() for k, name in enumerate(names)}
+    write_columns(path, columns)
 
 
 # -- reality ------------------------------------------------------------------------------------
@@ -195,14 +177,10 @@ def _serve(
         for j, request in enumerate(requests):
             prompt = random.integers(FIRST_WORD, VOCABULARY, request["prompt_tokens"]).tolist()
             time.sleep(max(0.0, request["arrival_s"] - router.clock()))
-            decision = router.decide(
-                GatewayRequest(
-                    str(j),
-                    request["prompt_tokens"],
-                    [request[f"predicted_score_{name}"] for name in names],
-                    [request[f"predicted_tokens_{name}"] for name in names],
-                )
-            )
+            scores = [request[f"predicted_score_{name}"] for name in names]
+            lengths = [request[f"predicted_tokens_{name}"] for name in names]
+            asked = GatewayRequest(str(j), request["prompt_tokens"], scores, lengths)
+            decision = router.decide(asked)
             k = decision.expert
             record: Row = {
                 "request": j,
@@ -218,16 +196,6 @@ def _serve(
     for one in sends:
         one.result()
     return records
-
-
-def _drawn_order(plan: Plan) -> list[tuple[float, str, int]]:
-    """Load, policy and repetition of every run; each repetition has an order of its own."""
-    order = []
-    for repetition in range(plan.repetitions):
-        some = [(load, policy) for load in plan.loads for policy in plan.policies]
-        np.random.default_rng(repetition).shuffle(some)
-        order += [(float(load), str(policy), repetition) for load, policy in some]
-    return order
 
 
 def run(
@@ -263,11 +231,9 @@ def run(
         able = [capacity(p, one.slots) for p, one in zip(profiles, servers, strict=True)]
         rates = [rate for rate, _ in able]
         latency_s = max(seconds for _, seconds in able)
-        print(
-            f"calibrated in {time.monotonic() - began:.0f} s: "
-            + ", ".join(f"{name} {rate:.1f}/s" for name, rate in zip(names, rates, strict=True))
-            + f"; L {1e3 * latency_s:.1f} ms a token"
-        )
+        speeds = ", ".join(f"{name} {rate:.1f}/s" for name, rate in zip(names, rates, strict=True))
+        taken, limit = f"{time.monotonic() - began:.0f} s", f"L {1e3 * latency_s:.1f} ms a token"
+        print(f"calibrated in {taken}: {speeds}; {limit}")
         arguments = {}
         for load in plan.loads:
             for repetition in range(plan.repetitions):
@@ -281,8 +247,12 @@ def run(
         for policy in plan.policies:
             routers[policy] = GatewayRouter(arguments[plan.loads[0], 0], policy, budget_s=None)
             routers[policy].warm()
+        order: list[tuple[float, str, int]] = []
+        for repetition in range(plan.repetitions):
+            some = [(load, policy, repetition) for load in plan.loads for policy in plan.policies]
+            np.random.default_rng(repetition).shuffle(some)
+            order += some
         runs = []
-        order = _drawn_order(plan)
         for number, (load, policy, repetition) in enumerate(order):
             if fleet.dead():
                 raise ValueError(f"server {fleet.dead()[0]!r} has ended; see its log in {folder}")
@@ -310,15 +280,7 @@ def run(
 def outcome(
     world: str, run: Run, latency_s: float, log: Mapping[str, np.ndarray] | np.ndarray
 ) -> Row:
-    """The row of a run in a world.
-
-    Args:
-        world: One of `WORLDS`.
-        run: The run.
-        latency_s: Latency requirement, seconds a token.
-        log: (K,) ``arrival_s``, ``first_token_s``, ``finish_s``, ``output_tokens``, ``score`` and
-            ``served`` of the requests.
-    """
+    """The row of a run in a world; of its log (K,) it reads the columns of `_real_log`."""
     tokens, latency = np.maximum(log["output_tokens"], 1), log["finish_s"] - log["arrival_s"]
     times = {
         "ttft_s": log["first_token_s"] - log["arrival_s"],
@@ -356,14 +318,8 @@ def _real_log(run: Run, names: Sequence[str]) -> dict[str, np.ndarray]:
 
 def _simulated_log(run: Run) -> dict[str, np.ndarray]:
     """The log of the policy in closed loop on the same requests."""
-    results = evaluate(
-        "servegym/LLMRouting-v1",
-        [run.policy],
-        episodes=1,
-        seed=run.repetition,
-        env_kwargs=run.arguments,
-        in_process=True,
-    )
+    env_id, policies, seed = "servegym/LLMRouting-v1", [run.policy], run.repetition
+    results = evaluate(env_id, policies, 1, seed, run.arguments, in_process=True)
     (log,) = next(iter(results.logs.values()))
     return {name: log[name] for name in log.dtype.names or ()} | {"served": log["outcome"] == 1}
 
@@ -377,17 +333,7 @@ def analyse(
     out: Path,
     made: Mapping[str, Any],
 ) -> None:
-    """Simulate what :func:`run` has returned, and write and print the tables.
-
-    Args:
-        servers: See there, as the next three.
-        capacity_rps: See there.
-        latency_s: See there.
-        runs: See there.
-        plan: Its plan.
-        out: Folder of the tables ``runs``, ``errors`` and ``qos``.
-        made: Provenance.
-    """
+    """Simulate what `run` has returned; write and print tables of the runs, errors and QoS."""
     names = [one.name for one in servers]
     rows: list[Row] = []
     for one in runs:
@@ -399,28 +345,23 @@ def analyse(
     ]
     records = [record for one in runs for record in one.records]
     decisions = 1e3 * np.array([record["decision_s"] for record in records])
-    notes.append(
-        tables.note(
-            f"decisions in the gateway: median {np.median(decisions):.2f} ms, p99 "
-            f"{np.quantile(decisions, 0.99):.2f} ms, {sum(bool(r['reason']) for r in records)} of "
-            f"{len(records)} by the fallback",
-            decisions=len(records),
-        )
-    )
-    told = ("name", "engine", "slots", "context", "cores")
+    text = f"decisions in the gateway: median {np.median(decisions):.2f} ms, p99 "
+    text += f"{np.quantile(decisions, 0.99):.2f} ms, {sum(bool(r['reason']) for r in records)} of "
+    notes.append(tables.note(f"{text}{len(records)} by the fallback", decisions=len(records)))
+    facts = ("name", "engine", "slots", "context", "cores")
     settings = {
         **asdict(plan),
         "capacity_rps": capacity_rps,
         "latency_requirement_s": latency_s,
-        "servers": [{key: getattr(one, key) for key in told} for one in servers],
+        "servers": [{key: getattr(one, key) for key in facts} for one in servers],
     }
     full = {**made, "settings": settings}
     out.mkdir(parents=True, exist_ok=True)
     tables.write_result(out / "runs", [_rounded(row, 6) for row in rows], full)
     tables.write_result(out / "errors", errors, full)
     tables.write_result(out / "qos", qos, full, notes)
-    for title, found in (("errors, simulated over measured", errors), ("QoS", qos)):
-        print_table(title, list(found[0]), [list(map(str, row.values())) for row in found])
+    for title, table in (("errors, simulated over measured", errors), ("QoS", qos)):
+        print_table(title, list(table[0]), [list(map(str, row.values())) for row in table])
     for one in notes:
         print(one["text"])
 
@@ -446,13 +387,13 @@ def error_rows(rows: Sequence[Row]) -> list[Row]:
             for name in QUANTITIES:
                 if row[name] > 0 and other[name] > 0:
                     pairs.setdefault((row["load"], name), []).append((row[name], other[name]))
-    found = []
+    table = []
     for (load, name), values in sorted(pairs.items()):
         simulated, measured = np.transpose(values)
         errors = simulated / measured - 1.0
         more = {"absolute": float(np.abs(errors).mean()), "measured_s": float(measured.mean())}
-        found.append(_with_interval({"load": load, "quantity": name}, "error", errors, **more))
-    return found
+        table.append(_with_interval({"load": load, "quantity": name}, "error", errors, **more))
+    return table
 
 
 def qos_rows(rows: Sequence[Row]) -> list[Row]:
@@ -461,11 +402,11 @@ def qos_rows(rows: Sequence[Row]) -> list[Row]:
     values: dict[tuple[Any, ...], list[float]] = {}
     for row in rows:
         values.setdefault(tuple(row[k] for k in keys), []).append(row["qos"])
-    found = [
+    table = [
         _with_interval(dict(zip(keys, key, strict=True)), "qos", some)
         for key, some in values.items()
     ]
-    return sorted(found, key=lambda row: (row["load"], row["policy"]))
+    return sorted(table, key=lambda row: (row["load"], row["policy"]))
 
 
 def agreement_note(load: float, rows: Sequence[Row]) -> dict[str, Any]:
@@ -474,7 +415,7 @@ def agreement_note(load: float, rows: Sequence[Row]) -> dict[str, Any]:
     real, simulated = (np.array(list(by_policy.values())) for by_policy in worlds.values())
     apart = np.abs(simulated - real)
     rank = float(np.asarray(spearmanr(simulated, real))[0]) if len(real) > 2 else 1.0
-    best = {world: max(found, key=found.__getitem__) for world, found in worlds.items()}
+    best = {world: max(qos, key=qos.__getitem__) for world, qos in worlds.items()}
     return tables.note(
         f"load {load:g}: QoS apart by {apart.mean():.3f} on average, {apart.max():.3f} at most; "
         f"rank correlation {rank:.2f}; best in reality {best['real']}, in the simulation "
@@ -496,29 +437,23 @@ def default_fleet(cores: int) -> list[ServerSpec]:
 
 def _plan(options: argparse.Namespace) -> Plan:
     """The plan of a command line."""
-    given: dict[str, Any] = {}
+    changes: dict[str, Any] = {}
     if options.policies:
-        given["policies"] = tuple(options.policies.split(","))
+        changes["policies"] = tuple(options.policies.split(","))
     if options.loads:
         try:
-            given["loads"] = tuple(float(part) for part in options.loads.split(","))
+            loads = tuple(float(part) for part in options.loads.split(","))
         except ValueError:
             raise ValueError(f"loads is {options.loads!r}; give numbers such as 0.5,0.8") from None
-        if not all(0.0 < one <= 3.0 for one in given["loads"]):
-            raise ValueError(f"loads is {options.loads!r}; each must be above 0 and at most 3")
+        changes["loads"] = tuple(real("loads", one, 0.0, 3.0, open_low=True) for one in loads)
     for name in ("repetitions", "requests", "sweep"):
-        value = getattr(options, name)
-        if value is not None:
-            given[name] = whole(name, value, 1, 100_000)
-    return replace(QUICK if options.quick else Plan(), **given)
+        if getattr(options, name) is not None:
+            changes[name] = whole(name, getattr(options, name), 1, 100_000)
+    return replace(QUICK if options.quick else Plan(), **changes)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line of ``servegym real compare``.
-
-    Raises:
-        ValueError: If an argument or a file cannot be used, or a server does not start.
-    """
+    """Command line of ``servegym real compare``."""
     parser = argparse.ArgumentParser(
         prog="servegym real compare",
         description="Serve the same requests by real servers and by their simulation.",
@@ -536,11 +471,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(words)
     plan = _plan(options)
     specs = read_fleet(options.fleet) if options.fleet else default_fleet(os.cpu_count() or 1)
-    made = tables.provenance(
-        shlex.join([*parser.prog.split(), *map(str, words)]),
-        options.quick,
-        ("xllamacpp", "aiohttp"),
-    )
+    command = shlex.join([*parser.prog.split(), *map(str, words)])
+    made = tables.provenance(command, options.quick, ("xllamacpp", "aiohttp"))
     analyse(*run(specs, plan, options.folder), plan, options.folder / "tables", made)
     return 0
 

@@ -65,9 +65,8 @@ class ServerSpec:
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
-            raise ValueError(
-                f"name is {self.name!r}; it must be of letters, digits, '-', '_' and '.'"
-            )
+            form = "it must be of letters, digits, '-', '_' and '.'"
+            raise ValueError(f"name is {self.name!r}; {form}")
         if self.engine not in ENGINES:
             raise ValueError(f"engine is {self.engine!r}; it must be one of {', '.join(ENGINES)}")
         if self.engine == "simulated" and not self.profile:
@@ -85,42 +84,30 @@ class ServerSpec:
             value = getattr(self, key)
             if not low <= value <= high:
                 raise ValueError(f"{key} is {value}; it must be in {low}..{high}")
-        known = os.cpu_count() or 1
-        if any(not 0 <= core < known for core in self.cores):
-            raise ValueError(f"cores is {list(self.cores)}; this machine has 0..{known - 1}")
+        cores = os.cpu_count() or 1
+        if any(not 0 <= core < cores for core in self.cores):
+            raise ValueError(f"cores is {list(self.cores)}; this machine has 0..{cores - 1}")
 
     def endpoint(self, port: int, pid: int = 0, log: str = "") -> Endpoint:
         """Where it is found once it runs as a process at a port."""
         host = f"[{self.host}]" if ":" in self.host else self.host
-        given = {key: getattr(self, key) for key in ("name", "engine", "slots", "context", "cores")}
-        url = f"http://{host}:{port}/v1"
-        return Endpoint(url=url, pid=pid, log=log, profile=self.profile, **given)
+        same = ("name", "engine", "slots", "context", "cores", "profile")
+        shared = {key: getattr(self, key) for key in same}
+        return Endpoint(url=f"http://{host}:{port}/v1", pid=pid, log=log, **shared)
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A server that runs.
-
-    Attributes:
-        name: The server's name, also the model's name in requests.
-        engine: Its engine.
-        url: Base address of OpenAI's protocol, such as ``http://127.0.0.1:8000/v1``.
-        pid: Process of the server.
-        slots: Requests that it runs at a time.
-        context: Tokens of prompt and output that a request may have.
-        cores: Processor cores of the server; empty for all.
-        log: File of what it prints.
-        profile: Its hardware profile, by name or file, or empty.
-    """
+    """A server that runs; the fields of its `ServerSpec`, and where it is found."""
 
     name: str
     engine: str
-    url: str
+    url: str  # base address of OpenAI's protocol, such as http://127.0.0.1:8000/v1
     pid: int
     slots: int
     context: int
     cores: tuple[int, ...] = ()
-    log: str = ""
+    log: str = ""  # file of what it prints
     profile: str = ""
 
 
@@ -132,34 +119,28 @@ def _spec(entry: object, folder: Path) -> ServerSpec:
     """One ``[[server]]``; relative files are taken from ``folder``."""
     if not isinstance(entry, Mapping):
         raise ValueError("must be a table: write [[server]]")
-    given = dict(entry)
-    for key, value in given.items():
+    values = dict(entry)
+    for key, value in values.items():
         if key not in _TYPES:
             raise ValueError(f"field {key!r} is unknown; there are {', '.join(_TYPES)}")
         if not isinstance(value, _TYPES[key]) or isinstance(value, bool):
             raise ValueError(f"{key} is {value!r}; it must be of type {_TYPES[key].__name__}")
     for key in ("name", "engine"):
-        if key not in given:
+        if key not in values:
             raise ValueError(f"{key} is missing")
-    cores = given.pop("cores", [])
+    cores = values.pop("cores", [])
     if not all(isinstance(core, int) and not isinstance(core, bool) for core in cores):
         raise ValueError(f"cores is {cores!r}; it must be a list of whole numbers")
     for key in ("model", "python", "profile"):
-        value = given.get(key, "")
+        value = values.get(key, "")
         if value and not value.startswith("random:") and (folder / value).exists():
             # Not resolved: the interpreter of a virtual environment is a link that must stay one.
-            given[key] = os.path.abspath(folder / value)
-    return ServerSpec(cores=tuple(cores), **given)
+            values[key] = os.path.abspath(folder / value)
+    return ServerSpec(cores=tuple(cores), **values)
 
 
 def read_fleet(path: str | os.PathLike[str]) -> list[ServerSpec]:
-    """Read a fleet.
-
-    Args:
-        path: FLEET.toml.
-
-    Returns:
-        The servers in the file's order; there is at least one.
+    """The servers of FLEET.toml in the file's order; there is at least one.
 
     Raises:
         ValueError: Naming the file, the server and the field.

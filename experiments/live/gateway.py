@@ -25,8 +25,8 @@ from numpy.typing import ArrayLike, NDArray
 from servegym.baselines.protocol import Policy
 from servegym.baselines.registry import describe_system
 from servegym.envs.families import family_named
-from servegym.envs.llm_routing import kernel
 from servegym.envs.llm_routing.config import build_problem
+from servegym.envs.llm_routing.kernel import layout
 from servegym.envs.llm_routing.kernel.layout import (
     LOAD_HORIZONS,
     MAX_GAP_S,
@@ -39,7 +39,7 @@ __all__ = ["Decision", "GatewayRequest", "GatewayRouter"]
 FALLBACK = "least_outstanding"
 MAX_TOKENS = 1 << 20
 """Of a prompt or an answer: what is told of more counts as so many."""
-HELD_BUDGETS, HELD_CALLS = 10, 3
+BLOCKED_BUDGETS, BLOCKED_CALLS = 10, 3
 """A policy is switched off that keeps the interpreter for ten budgets, three times in a row."""
 LOG_EVERY_S = 60.0
 _log = logging.getLogger("servegym.gateway")
@@ -47,38 +47,26 @@ _log = logging.getLogger("servegym.gateway")
 
 @dataclass(frozen=True)
 class GatewayRequest:
-    """A request that waits to be routed.
+    """A request that waits to be routed; one request in flight has its id.
 
-    Attributes:
-        id: What `GatewayRouter.finished` and the others call it; one request in flight has it.
-        prompt_tokens: Tokens of the prompt: one number, or one for each expert.
-        scores: (N,) predicted scores of the experts' answers in [0, 1], or None: the train means.
-        output_tokens: (N,) predicted tokens of their answers, or None: the train means.
-        allowed: (N,) which experts may have it, or None: all.
+    Predicted scores of the experts' answers are in [0, 1]; None are the train means.
     """
 
     id: str
-    prompt_tokens: float | Sequence[float]
-    scores: ArrayLike | None = None
-    output_tokens: ArrayLike | None = None
-    allowed: ArrayLike | None = None
+    prompt_tokens: float | Sequence[float]  # one number, or (N,)
+    scores: ArrayLike | None = None  # (N,)
+    output_tokens: ArrayLike | None = None  # (N,)
+    allowed: ArrayLike | None = None  # (N,) which experts may have it, or None: all
 
 
 @dataclass(frozen=True)
 class Decision:
-    """Where a request goes.
+    """Where a request goes."""
 
-    Attributes:
-        expert: Number of the expert, 0 to N - 1, or -1: drop it (HTTP 429).
-        policy: Name of what decided: the policy's, or ``least_outstanding``.
-        elapsed_s: Seconds that it took.
-        reason: Why the policy did not decide, or empty.
-    """
-
-    expert: int
-    policy: str
-    elapsed_s: float
-    reason: str = ""
+    expert: int  # 0 to N - 1, or -1: drop it (HTTP 429)
+    policy: str  # name of what decided: the policy's, or ``least_outstanding``
+    elapsed_s: float  # seconds that it took
+    reason: str = ""  # why the policy did not decide, or empty
 
     @property
     def dropped(self) -> bool:
@@ -161,7 +149,7 @@ class GatewayRouter:
 
         if budget_s is not None and not budget_s > 0:
             raise ValueError(f"budget_s is {budget_s}; allowed are seconds above 0, or None")
-        self.problem = build_problem(view=kernel.GRAPH, **fleet)
+        self.problem = build_problem(view=layout.GRAPH, **fleet)
         if self.problem.fleets is not None:
             raise ValueError("fleet is drawn anew in every episode; describe one fleet")
         self.system = describe_system(self.problem)
@@ -177,11 +165,11 @@ class GatewayRouter:
         self.latency_requirement_s = float(np.mean(self.problem.latency_requirement_s))
         self.counters = Counters()
         self.off = ""
-        self._held_calls = 0
+        self._blocked_calls = 0
         self._logged: dict[tuple[str, type], float] = {}
         self._lock = threading.RLock()
-        self._held: OrderedDict[str, _InFlight] = OrderedDict()
-        self._told = False  # whether the engines tell what they run
+        self._requests: OrderedDict[str, _InFlight] = OrderedDict()
+        self._engines_tell = False  # whether the engines tell what they run
         self._arrivals, self._last_arrival = 0, 0.0
         self._load = np.zeros((len(LOAD_HORIZONS), 3))
         self._worker = None if budget_s is None else _Worker()
@@ -204,12 +192,11 @@ class GatewayRouter:
         """Choose an expert for a request; it counts as sent there until it has ended.
 
         Raises:
-            ValueError: If a request of that id is in flight, or a prediction is not (N,) finite
-                numbers.
+            ValueError: If a request of that id is in flight, or a prediction is not (N,) numbers.
         """
         begin = time.perf_counter()
         with self._lock:
-            if request.id in self._held:
+            if request.id in self._requests:
                 raise ValueError(f"request {request.id!r} is in flight already; ids must be unique")
             predictions, now = self._predictions(request), self.clock()
             action, mask = 0, np.ones((1, self.num_experts + 1), np.int8)
@@ -232,20 +219,20 @@ class GatewayRouter:
             if action == 0:
                 self.counters.drops += 1
             else:
-                self._held[request.id] = _InFlight(action - 1, predictions, now, now)
+                self._requests[request.id] = _InFlight(action - 1, predictions, now, now)
                 self.moved(request.id, action - 1)
         name = FALLBACK if reason else self.name
         return Decision(action - 1, name, time.perf_counter() - begin, reason)
 
     def _predictions(self, request: GatewayRequest) -> _Predictions:
-        found, n = [], self.num_experts
+        arrays, n = [], self.num_experts
         for name, mean, most in (
             ("prompt_tokens", None, MAX_TOKENS),
             ("scores", self.system.mean_score, 1),
             ("output_tokens", self.system.mean_output_tokens, self._longest),
         ):
-            given = getattr(request, name)
-            value = mean if given is None else given
+            value = getattr(request, name)
+            value = mean if value is None else value
             try:
                 array = np.array(value, np.float64)
             except (TypeError, ValueError, OverflowError):
@@ -256,8 +243,8 @@ class GatewayRouter:
                 raise ValueError(
                     f"{name} is {value!r:.100}; allowed are {n} finite numbers, one an expert"
                 )
-            found.append(array.clip(0, most).astype(np.float32))
-        return tuple(found)  # pyright: ignore[reportReturnType]
+            arrays.append(array.clip(0, most).astype(np.float32))
+        return tuple(arrays)  # pyright: ignore[reportReturnType]
 
     def queues(self) -> tuple[list[list[_InFlight]], list[list[_InFlight]]]:
         """The requests that run at each expert, in the order of their admission, and that wait.
@@ -266,11 +253,11 @@ class GatewayRouter:
         """
         running: list[list[_InFlight]] = [[] for _ in range(self.num_experts)]
         waiting: list[list[_InFlight]] = [[] for _ in range(self.num_experts)]
-        for r in self._held.values():
+        for r in self._requests.values():
             (running if r.admitted else waiting)[r.expert].append(r)
         for run, wait in zip(running, waiting, strict=True):
             wait.sort(key=lambda r: r.available)
-            if not self._told:
+            if not self._engines_tell:
                 run += wait[: self._slots]
                 del wait[: self._slots]
         return running, waiting
@@ -280,10 +267,7 @@ class GatewayRouter:
     ) -> tuple[dict[str, NDArray[Any]], NDArray[np.int8]]:
         """The observation of ``servegym/LLMRouting-v1`` with a leading axis of 1, and the mask.
 
-        Args:
-            predictions: Of the request to route.
-            load: Means of the load with this request.
-            now: Time of the decision, s.
+        ``load`` are the means of the load with the request to route.
         """
         prompt, scores, lengths = predictions
         n, r, w = self.num_experts, self._slots, self._room
@@ -316,8 +300,8 @@ class GatewayRouter:
             seen["experts"][0, k] = used * share, len(running[k][:r]), len(waiting[k])
             seen["running_mask"][0, k, : len(running[k])] = 1
             seen["waiting_mask"][0, k, : len(waiting[k])] = 1
-            held = -(-int(prompt[k] + self._longest) // self._block)
-            mask[0, k + 1] = len(waiting[k]) < w and held <= self._blocks[k]
+            blocks = -(-int(prompt[k] + self._longest) // self._block)
+            mask[0, k + 1] = len(waiting[k]) < w and blocks <= self._blocks[k]
         return seen, mask
 
     def _load_with(
@@ -326,8 +310,8 @@ class GatewayRouter:
         """The means of the load with one request more, see the environment's `load`."""
         gap = now - self._last_arrival if self._arrivals else 0.0
         new = np.array([gap, prompt.mean(dtype=np.float64), lengths.mean(dtype=np.float64)])
-        known = np.maximum([self._arrivals, self._arrivals + 1, self._arrivals + 1], 1)
-        share = np.maximum(1.0 / np.array(LOAD_HORIZONS)[:, None], 1.0 / known)
+        counts = np.maximum([self._arrivals, self._arrivals + 1, self._arrivals + 1], 1)
+        share = np.maximum(1.0 / np.array(LOAD_HORIZONS)[:, None], 1.0 / counts)
         return self._load + share * (new - self._load)
 
     @staticmethod
@@ -360,15 +344,15 @@ class GatewayRouter:
         if self._worker is not None and self.budget_s is not None:
             taken = self.clock() - begin
             # An answer that comes in time to a thread which could not run is late as well.
-            held = taken > HELD_BUDGETS * self.budget_s
-            if held or not late:
-                self._held_calls = self._held_calls + 1 if held else 0
-            if late or held:
+            blocked = taken > BLOCKED_BUDGETS * self.budget_s
+            if blocked or not late:
+                self._blocked_calls = self._blocked_calls + 1 if blocked else 0
+            if late or blocked:
                 self.counters.policy_timeouts += 1
                 self.counters.late_s = max(self.counters.late_s, taken)
-                if self._held_calls == HELD_CALLS:
+                if self._blocked_calls == BLOCKED_CALLS:
                     self.off = f"the policy is off: it kept the interpreter for {taken:.3g} s"
-                    _log.error("%s, %d times in a row", self.off, HELD_CALLS)
+                    _log.error("%s, %d times in a row", self.off, BLOCKED_CALLS)
                 return 0, f"the policy was too slow: {taken:.3g} s"
         if not 0 <= action <= self.num_experts or mask[0, action] == 0:
             self.counters.illegal_actions += 1
@@ -378,9 +362,7 @@ class GatewayRouter:
     def report(self, what: str, error: BaseException) -> str:
         """Log a failure and its cause, each kind once a minute, keep it and return its text.
 
-        Args:
-            what: What has failed: ``policy``, ``observation`` or ``prediction``.
-            error: The cause.
+        ``what`` has failed: ``policy``, ``observation`` or ``prediction``.
         """
         text = f"{type(error).__name__}: {error}"[:300]
         self.counters.last_error = f"{what}: {text}"
@@ -399,58 +381,56 @@ class GatewayRouter:
     def load(self) -> NDArray[np.int64]:
         """(N,) requests in flight."""
         with self._lock:
-            experts = [r.expert for r in self._held.values()]
+            experts = [r.expert for r in self._requests.values()]
             return np.bincount(experts, minlength=self.num_experts)
 
     def moved(self, request: str, expert: int) -> None:
         """The request is sent to another expert now, as after a failure; it has no token yet."""
         with self._lock:
-            held = self._held.get(request)
-            if held is not None:
-                prompt = float(held.predictions[0][expert])
-                held.expert, held.generated, held.admitted = expert, 0, False
-                held.available = self.clock() + self._delay[0] + self._delay[1] * prompt
+            one = self._requests.get(request)
+            if one is not None:
+                prompt = float(one.predictions[0][expert])
+                one.expert, one.generated, one.admitted = expert, 0, False
+                one.available = self.clock() + self._delay[0] + self._delay[1] * prompt
 
     def admitted(self, request: str) -> None:
         """An engine has told that it runs the request, which is now the last that it admitted."""
         with self._lock:
-            held = self._held.get(request)
-            self._told = True
-            if held is not None and not held.admitted:
-                held.admitted = True
-                self._held.move_to_end(request)
+            one = self._requests.get(request)
+            self._engines_tell = True
+            if one is not None and not one.admitted:
+                one.admitted = True
+                self._requests.move_to_end(request)
 
     def token(self, request: str, generated: int | None = None) -> None:
         """A token of the answer came; ``generated`` says how many there are by now."""
         with self._lock:
-            held = self._held.get(request)
-            if held is not None:
-                told = held.generated + 1 if generated is None else int(generated)
-                held.generated = min(max(told, 0), MAX_TOKENS)
+            one = self._requests.get(request)
+            if one is not None:
+                count = one.generated + 1 if generated is None else int(generated)
+                one.generated = min(max(count, 0), MAX_TOKENS)
 
     def finished(self, request: str) -> None:
         """The answer is complete; a second call changes nothing."""
         with self._lock:
-            if self._held.pop(request, None) is not None:
-                self.counters.finished += 1
+            self.counters.finished += self._requests.pop(request, None) is not None
 
     def failed(self, request: str) -> None:
         """The request has failed, or its client has hung up."""
         with self._lock:
-            if self._held.pop(request, None) is not None:
-                self.counters.failed += 1
+            self.counters.failed += self._requests.pop(request, None) is not None
 
     def warm(self) -> None:
         """Compile what the policy needs before the first request; nothing of it is counted."""
         with self._lock:
-            kept = ("_worker", "counters", "_load", "_arrivals", "_last_arrival")
-            before = {name: getattr(self, name) for name in kept}
+            state = ("_worker", "counters", "_load", "_arrivals", "_last_arrival")
+            before = {name: getattr(self, name) for name in state}
             self._worker, self.counters = None, Counters()
             names = [f"warm {k}" for k in range(30)]
             for name in names:
                 self.decide(GatewayRequest(name, 50))
             for name in names:
-                self._held.pop(name, None)
+                self._requests.pop(name, None)
             self.policy.reset(1, seed=0)
             for name, value in before.items():
                 setattr(self, name, value)
@@ -487,12 +467,7 @@ class _Worker:
                 future.set_exception(other)
 
     def run(self, function: Callable[[], int], limit_s: float | None) -> int:
-        """The function's result, or its error.
-
-        Raises:
-            _Late: It took longer, or an earlier call has not come back.
-            RuntimeError: The function has ended the thread's program, as SystemExit does.
-        """
+        """The function's result, or its error; `_Late` where no call has come back in time."""
         if self._last is not None and not self._last.done():
             raise _Late
         self._last = future = Future()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import importlib.util
 import json
 import os
 import shutil
@@ -20,12 +21,11 @@ import time
 import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
-from servegym._command_line import run_main
+from servegym._command_line import install_line, run_main
 from servegym._files import write_text
-from servegym.experiments.live import watchdog
-from servegym.experiments.live.engines import START_S, command
+from servegym.experiments.live import llama_server, watchdog
 from servegym.experiments.live.fleet_file import (
     Endpoint,
     ServerSpec,
@@ -34,9 +34,12 @@ from servegym.experiments.live.fleet_file import (
     write_endpoints,
 )
 from servegym.experiments.live.models import make_model
+from servegym.hardware_profiles import load
 
 __all__ = ["Fleet", "down", "healthy", "status", "up"]
 
+START_S = {"llama.cpp": 60.0, "vllm": 300.0, "simulated": 180.0}
+"""Seconds that an engine may take until it is healthy."""
 ENDPOINTS = "endpoints.json"
 _SUPERVISOR = "supervisor.json"
 _READY = b"\0"
@@ -68,9 +71,9 @@ def _port(spec: ServerSpec) -> int:
 
 def _tail(path: Path) -> str:
     text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-    told = " | ".join(line.strip() for line in text.splitlines()[-5:]) or "nothing"
+    end = " | ".join(line.strip() for line in text.splitlines()[-5:]) or "nothing"
     full = shutil.disk_usage(path.parent).free < 1 << 20
-    return f"{told}; the disk of {path.parent} is full" if full else told
+    return f"{end}; the disk of {path.parent} is full" if full else end
 
 
 def _lock(folder: Path) -> IO[bytes]:
@@ -107,13 +110,59 @@ def _wait(endpoint: Endpoint, keeper: subprocess.Popen[bytes]) -> None:
         )
 
 
+def command(spec: ServerSpec, model: Path, port: int) -> tuple[list[str], dict[str, str]]:
+    """The command of a server and its environment; ``model`` is its GGUF file or folder.
+
+    Raises:
+        ValueError: If the engine is not installed, or a simulated one's profile cannot be read.
+    """
+    python = spec.python or sys.executable
+    if spec.python and not os.access(spec.python, os.X_OK):
+        raise ValueError(f"server {spec.name!r}: python is {spec.python!r}; no program is there")
+    threads = max(1, len(spec.cores))
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    if spec.engine == "llama.cpp":
+        if not spec.python and importlib.util.find_spec("xllamacpp") is None:
+            raise ValueError(
+                f"server {spec.name!r}: xllamacpp is not installed; {install_line('real')}"
+            )
+        words = [python, str(Path(llama_server.__file__)), *_flags(model=model, name=spec.name)]
+        words += _flags(slots=spec.slots, context=spec.context, threads=threads)
+        words += _flags(host=spec.host, port=port, batched_tokens=spec.batched_tokens)
+    elif spec.engine == "vllm":
+        words = [python, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager"]
+        words += _flags(model=model, served_model_name=spec.name, dtype="bfloat16")
+        words += _flags(max_num_seqs=spec.slots, max_model_len=spec.context)
+        words += _flags(host=spec.host, port=port, max_num_batched_tokens=spec.batched_tokens)
+        environment |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+        environment |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, spec.cores)) or "auto"
+        # The tree that runs servegym is no part of the other interpreter's.
+        environment.pop("PYTHONPATH", None)
+    else:
+        try:
+            load(spec.profile)
+        except ValueError as error:
+            raise ValueError(f"server {spec.name!r}: {error}") from None
+        words = [python, "-m", "servegym.experiments.live.serve.command"]
+        words += _flags(name=spec.name, model=spec.model or spec.name, profile=spec.profile)
+        words += _flags(slots=spec.slots, context=spec.context, host=spec.host, port=port)
+        more = {"batched_tokens": spec.batched_tokens, **spec.options}
+        return words + _flags(**more), environment
+    more = [word for key, value in spec.options.items() for word in (f"--{key}", str(value))]
+    return words + more, environment
+
+
+def _flags(**values: Any) -> list[str]:
+    """Words of a command line, in which ``_`` of a name is ``-``."""
+    pairs = ((f"--{key.replace('_', '-')}", str(value)) for key, value in values.items())
+    return [word for pair in pairs for word in pair]
+
+
 class Fleet:
     """Servers that run as long as a ``with`` block, or until :meth:`stop`.
 
-    Args:
-        specs: The servers.
-        folder: Where logs, models and endpoints are kept; made if it is not there.
-        lock: Of the folder, if the caller holds it.
+    ``folder`` has their logs, models and endpoints; ``lock`` is its lock, if the caller holds it.
 
     Attributes:
         endpoints: The servers that run, in the order of ``specs``.
@@ -125,21 +174,17 @@ class Fleet:
     """
 
     def __init__(
-        self,
-        specs: Sequence[ServerSpec],
-        folder: str | os.PathLike[str],
-        *,
-        lock: IO[bytes] | None = None,
+        self, specs: Sequence[ServerSpec], folder: Path, lock: IO[bytes] | None = None
     ) -> None:
-        self.folder = Path(folder)
+        self.folder = folder
         self.endpoints: list[Endpoint] = []
-        self._kept: list[subprocess.Popen[bytes]] = []
+        self._keepers: list[subprocess.Popen[bytes]] = []
         self._lock = _lock(self.folder) if lock is None else lock
         (self.folder / ENDPOINTS).unlink(missing_ok=True)
         try:
             for spec in specs:
                 self._start(spec)
-            for endpoint, keeper in zip(self.endpoints, self._kept, strict=True):
+            for endpoint, keeper in zip(self.endpoints, self._keepers, strict=True):
                 _wait(endpoint, keeper)
             write_endpoints(self.folder / ENDPOINTS, self.endpoints)
         except BaseException:
@@ -148,11 +193,11 @@ class Fleet:
 
     def _start(self, spec: ServerSpec) -> None:
         port = _port(spec)
-        words, environment = command(spec, Path("-"), port)  # refused before a model is made
         model = Path("-")
+        words, environment = command(spec, model, port)  # refused before a model is made
         if spec.engine != "simulated":
             model = make_model(spec.model, spec.context, self.folder / "models")
-        words, environment = command(spec, model, port)
+            words, environment = command(spec, model, port)
         log = self.folder / f"{spec.name}.log"
         # The main thread of the watchdog starts the server, so the affinity is inherited.
         pinned = ["taskset", "-c", ",".join(map(str, spec.cores))] if spec.cores else []
@@ -165,27 +210,27 @@ class Fleet:
                 env=environment,
                 start_new_session=True,
             )
-        self._kept.append(keeper)
+        self._keepers.append(keeper)
         self.endpoints.append(spec.endpoint(port, keeper.pid, str(log)))
 
     def dead(self) -> list[str]:
         """Names of the servers that have ended."""
-        kept = zip(self.endpoints, self._kept, strict=True)
-        return [endpoint.name for endpoint, keeper in kept if keeper.poll() is not None]
+        pairs = zip(self.endpoints, self._keepers, strict=True)
+        return [endpoint.name for endpoint, keeper in pairs if keeper.poll() is not None]
 
     def stop(self) -> None:
         """End all servers; a second call does nothing."""
-        for keeper in self._kept:
+        for keeper in self._keepers:
             assert keeper.stdin is not None
             keeper.stdin.close()  # which the watchdog watches
-        for keeper in self._kept:
+        for keeper in self._keepers:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 keeper.wait(2 * watchdog.GRACE_S)
             # Also what a watchdog that was killed itself has left of its group.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(keeper.pid, signal.SIGKILL)
             keeper.wait()
-        self._kept = []
+        self._keepers = []
         if not self._lock.closed:
             (self.folder / ENDPOINTS).unlink(missing_ok=True)
             self._lock.close()
@@ -220,22 +265,14 @@ def _supervisor(folder: Path) -> int:
     return pid if started and _started(pid) == started else 0
 
 
-def up(fleet: str | os.PathLike[str], folder: str | os.PathLike[str]) -> list[Endpoint]:
-    """Start the servers of a fleet in the background.
-
-    Args:
-        fleet: FLEET.toml.
-        folder: Where logs, models and ``endpoints.json`` are kept.
-
-    Returns:
-        The servers, all healthy.
+def up(fleet: Path, folder: Path) -> list[Endpoint]:
+    """Start the servers of FLEET.toml in the background; they are all healthy.
 
     Raises:
         ValueError: If the file cannot be used, servers of the folder run already, or one does not
             start.
     """
-    specs, folder = read_fleet(fleet), Path(folder)
-    for spec in specs:
+    for spec in read_fleet(fleet):
         command(spec, Path("-"), spec.port)
     _lock(folder).close()
     with (folder / "supervisor.log").open("wb") as log:
@@ -248,8 +285,8 @@ def up(fleet: str | os.PathLike[str], folder: str | os.PathLike[str]) -> list[En
         )
     assert process.stdin is not None and process.stdout is not None
     try:
-        with process.stdout as told:
-            cause = told.read()  # until the supervisor closes it
+        with process.stdout as output:
+            cause = output.read()  # until the supervisor closes it
         if cause != _READY:
             # Not by a file: the disk may be full.
             raise ValueError(
@@ -257,23 +294,22 @@ def up(fleet: str | os.PathLike[str], folder: str | os.PathLike[str]) -> list[En
                 or f"it was ended before all servers ran; {folder / 'supervisor.log'}: "
                 f"{_tail(folder / 'supervisor.log')}"
             )
-        found = read_endpoints(folder / ENDPOINTS)
+        endpoints = read_endpoints(folder / ENDPOINTS)
         with process.stdin as heard:
             heard.write(_READY)  # from here on they run without this process
-        return found
+        return endpoints
     except BaseException:
         process.terminate()
         process.wait()
         raise
 
 
-def status(folder: str | os.PathLike[str]) -> list[tuple[Endpoint, str]]:
+def status(folder: Path) -> list[tuple[Endpoint, str]]:
     """The servers of a folder and how each is: ``healthy``, ``silent`` or ``ended``.
 
     Raises:
         ValueError: If no servers run there.
     """
-    folder = Path(folder)
     if not _supervisor(folder) or not (folder / ENDPOINTS).exists():
         raise ValueError(f"{folder}: no servers run there; `servegym real up` starts them")
     return [
@@ -282,13 +318,8 @@ def status(folder: str | os.PathLike[str]) -> list[tuple[Endpoint, str]]:
     ]
 
 
-def down(folder: str | os.PathLike[str]) -> bool:
-    """End the servers of a folder.
-
-    Returns:
-        Whether any ran.
-    """
-    folder = Path(folder)
+def down(folder: Path) -> bool:
+    """End the servers of a folder; whether any ran."""
     pid = _supervisor(folder)
     if pid:
         os.kill(pid, signal.SIGTERM)
@@ -309,17 +340,11 @@ def _follow() -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The supervisor: starts a fleet and holds it until a signal comes.
+    """The supervisor, of FLEET.toml and the folder: holds a fleet until a signal comes.
 
     Standard output tells `_READY`, or why the fleet does not start; input, that it was heard.
-
-    Args:
-        arguments: FLEET.toml and the folder.
-
-    Returns:
-        0, or 1 if a server did not start.
     """
-    fleet, folder = arguments or sys.argv[1:]
+    fleet, folder = map(Path, arguments or sys.argv[1:])
 
     def stop(*_: object) -> None:
         raise SystemExit(0)
@@ -328,10 +353,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         signal.signal(number, stop)
     threading.Thread(target=_follow, daemon=True).start()
     try:
-        lock = _lock(Path(folder))
+        lock = _lock(folder)
         entry = {"pid": os.getpid(), "started": _started(os.getpid())}
-        write_text(Path(folder) / _SUPERVISOR, json.dumps(entry))
-        with Fleet(read_fleet(fleet), folder, lock=lock):
+        write_text(folder / _SUPERVISOR, json.dumps(entry))
+        with Fleet(read_fleet(fleet), folder, lock):
             os.write(1, _READY)
             os.dup2(2, 1)
             while True:

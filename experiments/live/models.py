@@ -31,8 +31,8 @@ def parse_shape(model: str) -> tuple[int, int] | None:
     """
     if not model.startswith("random:"):
         return None
-    found = _SHAPE.fullmatch(model)
-    layers, width = map(int, found.groups()) if found else (0, 0)
+    shape = _SHAPE.fullmatch(model)
+    layers, width = map(int, shape.groups()) if shape else (0, 0)
     if layers < 1 or width < HEAD_SIZE or width % HEAD_SIZE:
         raise ValueError(
             f"model is {model!r}; write random:LAYERSxWIDTH with at least one layer and a width "
@@ -42,12 +42,9 @@ def parse_shape(model: str) -> tuple[int, int] | None:
 
 
 def make_model(model: str, context: int, folder: Path) -> Path:
-    """The file or folder of a model, made in ``folder`` if its weights are random.
+    """The path of a model; of ``random:LAYERSxWIDTH`` a file in ``folder``, for so long a context.
 
-    Args:
-        model: ``random:LAYERSxWIDTH``, else a path that is given back as it is.
-        context: Tokens that the model can hold.
-        folder: Where models are kept; one of the same shape is used again.
+    One of the same shape is used again.
 
     Raises:
         ValueError: If there is no such file, or the shape cannot be read.

@@ -9,25 +9,37 @@ arguments.
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import json
 import math
 import shlex
 import shutil
+import signal
+import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import optuna
+from optuna.distributions import (
+    BaseDistribution,
+    CategoricalDistribution,
+    FloatDistribution,
+    IntDistribution,
+)
+from optuna.trial import TrialState
 
 from servegym._files import naming
 from servegym.experiments.evaluation.output import print_table, write_csv, write_text
 from servegym.experiments.evaluation.tables import provenance, write_result
 from servegym.experiments.papers.plotting import Lines, as_png
-from servegym.experiments.sweeps.jobs import interrupt_on_sigterm, lock_sweep, run_process
-from servegym.experiments.sweeps.spec import Sweep
+from servegym.experiments.sweeps.spec import Parameter, Sweep
 
 __all__ = ["run_sweep"]
 
@@ -69,32 +81,56 @@ def run_sweep(
             holds another sweep.
         RuntimeError: If every run fails.
     """
-    import optuna
-
     for name, value in (("trials", trials), ("workers", workers)):
         if value < 1:
             raise ValueError(f"{name} is {value}; allowed is 1 or more")
     folder = out or Path("sweeps") / sweep.path.stem
     folder.mkdir(parents=True, exist_ok=True)
-    with lock_sweep(folder), interrupt_on_sigterm():
+    with _lock(folder), _interrupt_on_sigterm():
         mend_journal(folder / JOURNAL)
         save_definition(folder, sweep, fixed or {})
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        study = _study(optuna, sweep, folder, seed)
-        _requeue(optuna, study, sweep)
-        work = _Workers(optuna, study, sweep, folder, trials, dict(fixed or {}), echo)
+        runs = _Runs(sweep, folder, trials, seed, dict(fixed or {}), echo)
         with ThreadPoolExecutor(workers) as pool:
-            futures = [pool.submit(work.loop) for _ in range(workers)]
+            futures = [pool.submit(runs.loop) for _ in range(workers)]
             try:
                 for future in futures:
                     future.result()
             except BaseException:
-                work.stop.set()
+                runs.stop.set()
                 raise
-        report(optuna, study, sweep, folder, echo, {"seed": seed, "fixed": dict(fixed or {})})
-        if work.failed and not finished_trials(optuna, study):
+        runs.report(seed)
+        if runs.failed and not runs.finished():
             raise RuntimeError(f"every run failed; see {folder / 'runs'}")
     return folder
+
+
+@contextmanager
+def _lock(folder: Path) -> Iterator[None]:
+    """Hold the folder of a sweep; refuse one that another process holds."""
+    with (folder / "lock").open("ab") as file:  # unlocked when it is closed
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"out is {str(folder)!r}, whose sweep another process runs") from None
+        yield
+
+
+@contextmanager
+def _interrupt_on_sigterm() -> Iterator[None]:
+    """Raise KeyboardInterrupt on SIGTERM as on Ctrl-C, so that no child outlives its parent."""
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def save_definition(folder: Path, sweep: Sweep, fixed: Mapping[str, Any]) -> None:
@@ -127,9 +163,10 @@ def mend_journal(journal: Path) -> None:
             write_text(journal, whole + end)
 
 
-def _study(optuna: Any, sweep: Sweep, folder: Path, seed: int) -> Any:
+def _study(sweep: Sweep, folder: Path, seed: int) -> optuna.Study:
+    """The study in a folder, with the runs first in its queue that a stopped process left."""
     journal = folder / JOURNAL
-    backend = optuna.storages.journal.JournalFileBackend(str(journal))
+    backend: Any = optuna.storages.journal.JournalFileBackend(str(journal))
     append = backend.append_logs
 
     def append_logs(logs: list[dict[str, Any]]) -> None:
@@ -138,19 +175,16 @@ def _study(optuna: Any, sweep: Sweep, folder: Path, seed: int) -> Any:
 
     backend.append_logs = append_logs
     storage = optuna.storages.JournalStorage(backend)
-    known = optuna.study.get_all_study_names(storage)
-    done = len(optuna.load_study(study_name="sweep", storage=storage).trials) if known else 0
-    samplers = optuna.samplers
+    begun = optuna.study.get_all_study_names(storage)
+    done = len(optuna.load_study(study_name="sweep", storage=storage).trials) if begun else 0
     # A sampler begins anew with every process, so that its seed must not be the one of before.
+    sampler: Any = optuna.samplers.RandomSampler(seed=seed + done)
     if sweep.method == "bayes":
-        sampler = samplers.TPESampler(seed=seed + done, multivariate=True)
-    else:
-        sampler = samplers.RandomSampler(seed=seed + done)
-    pruner = optuna.pruners.NopPruner()
+        sampler = optuna.samplers.TPESampler(seed=seed + done, multivariate=True)
+    pruner: Any = optuna.pruners.NopPruner()
     if sweep.min_iter:
-        pruner = optuna.pruners.HyperbandPruner(
-            min_resource=sweep.min_iter, reduction_factor=sweep.eta
-        )
+        least, eta = sweep.min_iter, sweep.eta
+        pruner = optuna.pruners.HyperbandPruner(min_resource=least, reduction_factor=eta)
     study = optuna.create_study(
         storage=storage,
         study_name="sweep",
@@ -163,67 +197,48 @@ def _study(optuna: Any, sweep: Sweep, folder: Path, seed: int) -> Any:
         names = list(sweep.searched)
         for point in itertools.product(*(sweep.searched[name].values for name in names)):
             study.enqueue_trial(dict(zip(names, point, strict=True)))
+    for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
+        study.tell(trial.number, state=TrialState.FAIL)
+        if set(trial.params) == set(sweep.searched):
+            study.enqueue_trial(trial.params)
     return study
 
 
-def _requeue(optuna: Any, study: Any, sweep: Sweep) -> None:
-    """Put runs that a stopped process left behind first in the queue."""
-    states = optuna.trial.TrialState
-    for trial in study.get_trials(deepcopy=False, states=(states.RUNNING,)):
-        study.tell(trial.number, state=states.FAIL)
-        if set(trial.params) == set(sweep.searched):
-            study.enqueue_trial(trial.params)
+def _distribution(parameter: Parameter) -> BaseDistribution:
+    if parameter.values:
+        return CategoricalDistribution(parameter.values)
+    if parameter.whole:
+        return IntDistribution(int(parameter.low), int(parameter.high))
+    return FloatDistribution(float(parameter.low), float(parameter.high), log=parameter.log)
 
 
-def finished_trials(optuna: Any, study: Any) -> list[Any]:
-    """The runs that count: complete ones and those stopped early."""
-    states = optuna.trial.TrialState
-    return study.get_trials(deepcopy=False, states=(states.COMPLETE, states.PRUNED))
-
-
-def distributions(optuna: Any, sweep: Sweep) -> dict[str, Any]:
-    """Optuna's distribution of every parameter that is searched."""
-    found: dict[str, Any] = {}
-    for name, one in sweep.searched.items():
-        if one.values:
-            found[name] = optuna.distributions.CategoricalDistribution(one.values)
-        elif one.whole:
-            found[name] = optuna.distributions.IntDistribution(int(one.low), int(one.high))
-        else:
-            low, high = float(one.low), float(one.high)
-            found[name] = optuna.distributions.FloatDistribution(low, high, log=one.log)
-    return found
-
-
-class _Workers:
-    """The state that the worker threads of one sweep share."""
+class _Runs:
+    """The runs of a sweep, which worker threads share."""
 
     def __init__(
-        self,
-        optuna: Any,
-        study: Any,
-        sweep: Sweep,
-        folder: Path,
-        trials: int,
-        fixed: dict[str, Any],
-        echo: Echo,
+        self, sweep: Sweep, folder: Path, trials: int, seed: int, fixed: dict[str, Any], echo: Echo
     ) -> None:
-        self.states = optuna.trial.TrialState
-        self.optuna, self.study, self.sweep, self.folder = optuna, study, sweep, folder
+        self.sweep, self.folder, self.study = sweep, folder, _study(sweep, folder, seed)
         self.trials, self.fixed, self.echo = trials, fixed, echo
+        self.best = max if sweep.maximize else min
         self.lock, self.stop = threading.Lock(), threading.Event()
         self.running, self.failed = 0, 0
 
-    def next_trial(self) -> Any | None:
+    def finished(self) -> int:
+        """How many runs count: complete ones and those stopped early."""
+        states = (TrialState.COMPLETE, TrialState.PRUNED)
+        return len(self.study.get_trials(deepcopy=False, states=states))
+
+    def next_trial(self) -> optuna.Trial | None:
         """The next run with its arguments, or None when there is no more to begin."""
         with self.lock:
-            done = len(finished_trials(self.optuna, self.study))
-            if self.stop.is_set() or done + self.running >= self.trials:
+            if self.stop.is_set() or self.finished() + self.running >= self.trials:
                 return None
-            waiting = self.study.get_trials(deepcopy=False, states=(self.states.WAITING,))
+            waiting = self.study.get_trials(deepcopy=False, states=(TrialState.WAITING,))
             if self.sweep.method == "grid" and not waiting:
                 return None
-            trial = self.study.ask(distributions(self.optuna, self.sweep))
+            searched = self.sweep.searched.items()
+            trial = self.study.ask({name: _distribution(one) for name, one in searched})
             self.running += 1
             return trial
 
@@ -236,7 +251,7 @@ class _Workers:
                 with self.lock:
                     self.running -= 1
 
-    def run(self, trial: Any) -> None:
+    def run(self, trial: optuna.Trial) -> None:
         """One run: the agent's process, its evaluations to the pruner, its value to the study."""
         begin = time.monotonic()
         run = self.folder / "runs" / f"trial_{trial.number:04d}"
@@ -259,10 +274,7 @@ class _Workers:
 
         command = agent_command(self.sweep, {**trial.params, **self.fixed}, run)
         status = run_process(
-            command,
-            run / "output.log",
-            stop=lambda: self.stop.is_set() or report_evaluations(),
-            poll_s=POLL_S,
+            command, run / "output.log", lambda: self.stop.is_set() or report_evaluations()
         )
         if self.stop.is_set():
             return  # left as running: the next process runs it again
@@ -271,37 +283,115 @@ class _Workers:
         self.finish(trial, status, values, time.monotonic() - begin, run)
 
     def finish(
-        self, trial: Any, status: int | None, values: list[float], seconds: float, run: Path
+        self,
+        trial: optuna.Trial,
+        status: int | None,
+        values: list[float],
+        seconds: float,
+        run: Path,
     ) -> None:
         """Record how a run ended, and print a line."""
-        best = (max if self.sweep.maximize else min)(values) if values else math.nan
+        best = self.best(values) if values else math.nan
         with self.lock:
             trial.set_user_attr("seconds", round(seconds, 1))
             trial.set_user_attr("evaluations", len(values))
-            if status is None:
+            if status is None or (status == 0 and values):
                 trial.set_user_attr("best", best)
-                self.study.tell(trial, state=self.states.PRUNED)
+            if status is None:
+                self.study.tell(trial, state=TrialState.PRUNED)
                 outcome = f"stopped early at {best:.5g}"
             elif status == 0 and values:
-                trial.set_user_attr("best", best)
                 self.study.tell(trial, best)
                 outcome = f"{self.sweep.metric} {best:.5g}"
             else:
-                self.study.tell(trial, state=self.states.FAIL)
+                self.study.tell(trial, state=TrialState.FAIL)
                 self.failed += 1
                 outcome = f"failed with status {status}, see {run / 'output.log'}"
-                if self.failed >= MAX_FAILURES and not finished_trials(self.optuna, self.study):
+                if self.failed >= MAX_FAILURES and not self.finished():
                     self.stop.set()
-            write_csv(self.folder / "trials.csv", _rows(self.study, self.sweep))
-        self.echo(f"{run.name}: {outcome} ({seconds:.0f} s; {describe(trial.params)})")
+            write_csv(self.folder / "trials.csv", self.rows())
+        chosen = ", ".join(f"{key}={short(value)}" for key, value in trial.params.items())
+        self.echo(f"{run.name}: {outcome} ({seconds:.0f} s; {chosen})")
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A row a run, the best first."""
+        rows, metric = [], self.sweep.metric
+        for trial in self.study.get_trials(deepcopy=False):
+            if trial.state.is_finished():
+                row = {"trial": trial.number, "state": trial.state.name.lower()}
+                row[metric] = trial.user_attrs.get("best", math.nan)
+                row |= {key: trial.user_attrs.get(key, "") for key in ("evaluations", "seconds")}
+                rows.append(
+                    row | {name: trial.params.get(name, "") for name in self.sweep.searched}
+                )
+        sign = -1 if self.sweep.maximize else 1
+        return sorted(rows, key=lambda row: (math.isnan(row[metric]), sign * row[metric]))
+
+    def report(self, seed: int) -> None:
+        """Print the best runs, write the table, the importances and the plot."""
+        rows, metric, folder = self.rows(), self.sweep.metric, self.folder
+        command = shlex.join(["servegym", "sweep", str(self.sweep.path), "--out", str(folder)])
+        settings = {"seed": seed, "fixed": self.fixed}
+        made = provenance(command, packages=("optuna",), settings=settings)
+        write_result(folder / "trials", rows, made)
+        names = list(self.sweep.searched)
+        shown = []
+        for row in rows[:10]:
+            chosen = (short(row[name]) for name in names)
+            shown.append([str(row["trial"]), row["state"], f"{row[metric]:.5g}", *chosen])
+        print_table(f"Best runs of {len(rows)}", ["trial", "state", metric, *names], shown)
+        complete = [row for row in rows if row["state"] == "complete"]
+        files = ["trials.csv"]
+        varied = [name for name in names if len({row[name] for row in complete}) > 1]
+        if len(complete) >= MIN_FOR_IMPORTANCE and varied:
+            evaluator = optuna.importance.PedAnovaImportanceEvaluator()
+            importance = optuna.importance.get_param_importances(
+                self.study, evaluator=evaluator, params=varied
+            )
+            table = [{"parameter": k, "importance": round(v, 4)} for k, v in importance.items()]
+            write_csv(folder / "importance.csv", table)
+            files.append("importance.csv")
+        else:
+            least = f"{MIN_FOR_IMPORTANCE} are needed"
+            self.echo(f"no importances from {len(complete)} complete runs; {least}")
+        if complete:
+            done = sorted((r for r in rows if r["state"] != "fail"), key=lambda r: r["trial"])
+            best = itertools.accumulate((row[metric] for row in done), self.best)
+            done = [row | {"best so far": value} for row, value in zip(done, best, strict=True)]
+            picture = Lines(x="trial", y=(metric, "best so far"))
+            write_text(folder / "sweep.png", as_png(picture(done)))
+        self.echo(f"{folder}: {', '.join([*files, 'sweep.png'])}")
 
 
-def describe(parameters: Mapping[str, Any]) -> str:
-    """The chosen arguments in a line."""
-    return ", ".join(
-        f"{key}={value:.4g}" if isinstance(value, float) else f"{key}={value}"
-        for key, value in parameters.items()
-    )
+def short(value: Any) -> str:
+    """An argument as it is printed."""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def run_process(command: list[str], log: Path, stop: Callable[[], bool]) -> int | None:
+    """Run a command to its end and return its status, or None where it was told to ``stop``.
+
+    ``stop`` is called every `POLL_S` seconds; the output is appended to ``log``.
+    """
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # a Ctrl-C goes to this process alone, which ends the other
+        )
+        try:
+            while True:
+                try:
+                    return process.wait(POLL_S)
+                except subprocess.TimeoutExpired:
+                    if stop():
+                        return None
+        finally:
+            if process.poll() is None:
+                process.terminate()
+                process.wait()
 
 
 def new_evaluations(log: Path, offset: int, metric: str) -> tuple[list[float], int]:
@@ -322,71 +412,3 @@ def agent_command(sweep: Sweep, chosen: Mapping[str, Any], run: Path) -> list[st
     constants = {name: p.values[0] for name, p in sweep.parameters.items() if len(p.values) == 1}
     arguments = {**constants, **chosen, "track": False, "out_dir": run.parent, "run_name": run.name}
     return [sys.executable, "-m", sweep.module, *(f"--{k}={v}" for k, v in arguments.items())]
-
-
-def _rows(study: Any, sweep: Sweep) -> list[dict[str, Any]]:
-    """A row a run, the best first."""
-    rows = []
-    for trial in study.get_trials(deepcopy=False):
-        if trial.state.name in ("COMPLETE", "PRUNED", "FAIL"):
-            about = trial.user_attrs
-            row = {
-                "trial": trial.number,
-                "state": trial.state.name.lower(),
-                sweep.metric: about.get("best", math.nan),
-            }
-            row |= {key: about.get(key, "") for key in ("evaluations", "seconds")}
-            rows.append(row | {name: trial.params.get(name, "") for name in sweep.searched})
-    sign = -1 if sweep.maximize else 1
-    rows.sort(key=lambda row: (math.isnan(row[sweep.metric]), sign * row[sweep.metric]))
-    return rows
-
-
-def report(
-    optuna: Any,
-    study: Any,
-    sweep: Sweep,
-    folder: Path,
-    echo: Echo,
-    settings: Mapping[str, Any],
-) -> None:
-    """Print the best runs, write the table, the importances and the plot."""
-    rows = _rows(study, sweep)
-    command = shlex.join(["servegym", "sweep", str(sweep.path), "--out", str(folder)])
-    made = provenance(command, packages=("optuna",), settings=settings)
-    write_result(folder / "trials", rows, made)
-    shown = [
-        [
-            str(row["trial"]),
-            row["state"],
-            f"{row[sweep.metric]:.5g}",
-            *(
-                f"{row[n]:.4g}" if isinstance(row[n], float) else str(row[n])
-                for n in sweep.searched
-            ),
-        ]
-        for row in rows[:10]
-    ]
-    names = ["trial", "state", sweep.metric, *sweep.searched]
-    print_table(f"Best runs of {len(rows)}", names, shown)
-    complete = [row for row in rows if row["state"] == "complete"]
-    importance: dict[str, float] = {}
-    varied = [n for n in sweep.searched if len({row[n] for row in complete}) > 1]
-    if len(complete) >= MIN_FOR_IMPORTANCE and varied:
-        evaluator = optuna.importance.PedAnovaImportanceEvaluator()
-        importance = optuna.importance.get_param_importances(
-            study, evaluator=evaluator, params=varied
-        )
-        table = [{"parameter": k, "importance": round(v, 4)} for k, v in importance.items()]
-        write_csv(folder / "importance.csv", table)
-    else:
-        echo(f"no importances from {len(complete)} complete runs; {MIN_FOR_IMPORTANCE} are needed")
-    if complete:
-        done = sorted((row for row in rows if row["state"] != "fail"), key=lambda r: r["trial"])
-        best = itertools.accumulate(
-            (row[sweep.metric] for row in done), max if sweep.maximize else min
-        )
-        done = [row | {"best so far": value} for row, value in zip(done, best, strict=True)]
-        picture = Lines(x="trial", y=(sweep.metric, "best so far"))
-        write_text(folder / "sweep.png", as_png(picture(done)))
-    echo(f"{folder}: trials.csv" + (", importance.csv" if importance else "") + ", sweep.png")

@@ -22,64 +22,35 @@ __all__ = ["Parameter", "Sweep", "list_sweeps", "read_sweep"]
 METHODS = ("bayes", "random", "grid")
 GOALS = ("minimize", "maximize")
 DISTRIBUTIONS = ("uniform", "int_uniform", "log_uniform_values")
-KEYS = (
-    "program",
-    "name",
-    "description",
-    "method",
-    "metric",
-    "parameters",
-    "early_terminate",
-    "run_cap",
-    "command",
-)
+NEEDED = ("program", "method", "metric", "parameters")
+KEYS = (*NEEDED, "name", "description", "early_terminate", "run_cap", "command")
 FOLDER = Path(__file__).parent
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """One argument of the program.
-
-    Attributes:
-        name: Its name.
-        values: What it may be; one value is a constant. Empty for a range.
-        low: Low end of a range.
-        high: High end of a range, included.
-        whole: Whether a range is of whole numbers.
-        log: Whether a range is uniform in the logarithm.
-    """
+    """One argument of the program: values, or a range."""
 
     name: str
-    values: tuple[Any, ...] = ()
+    values: tuple[Any, ...] = ()  # what it may be; one value is a constant
     low: float = 0.0
-    high: float = 0.0
-    whole: bool = False
-    log: bool = False
+    high: float = 0.0  # included
+    whole: bool = False  # whether a range is of whole numbers
+    log: bool = False  # whether it is uniform in the logarithm
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """A checked sweep file.
-
-    Attributes:
-        path: The file.
-        program: Script of the agent, relative to the root of the repository.
-        method: How parameters are chosen.
-        metric: Name of the number in the run's log.
-        maximize: Whether more of it is better.
-        parameters: Arguments by name.
-        min_iter: Evaluations before hyperband may stop a run; 0 never stops one.
-        eta: Hyperband's reduction factor.
-    """
+    """A checked sweep file."""
 
     path: Path
-    program: str
-    method: str
-    metric: str
-    maximize: bool
+    program: str  # script of the agent, relative to the root of the repository
+    method: str  # how parameters are chosen
+    metric: str  # name of the number in the run's log
+    maximize: bool  # whether more of it is better
     parameters: Mapping[str, Parameter] = field(default_factory=dict)
-    min_iter: int = 0
-    eta: int = 3
+    min_iter: int = 0  # evaluations before hyperband may stop a run; 0 never stops one
+    eta: int = 3  # hyperband's reduction factor
 
     @property
     def module(self) -> str:
@@ -98,10 +69,7 @@ def list_sweeps() -> list[str]:
 
 
 def read_sweep(name: str | Path) -> Sweep:
-    """Read a sweep file, or a shipped sweep by name.
-
-    Args:
-        name: A path to a YAML file, or a name of `list_sweeps`.
+    """Read a sweep file (YAML), or a shipped sweep by name.
 
     Raises:
         ValueError: naming the file, the key, what was given and what is allowed.
@@ -128,7 +96,7 @@ def _checked(path: Path, content: Any) -> Sweep:
         raise ValueError("a sweep is a mapping")
     for key in content:
         choose("key", key, KEYS)
-    for key in ("program", "method", "metric", "parameters"):
+    for key in NEEDED:
         if key not in content:
             raise ValueError(f"{key} is missing")
     method = choose("method", content["method"], METHODS)
@@ -136,10 +104,10 @@ def _checked(path: Path, content: Any) -> Sweep:
     if not isinstance(metric, dict) or not isinstance(metric.get("name"), str):
         raise ValueError("metric must have a name and a goal")
     goal = choose("metric.goal", metric.get("goal", "minimize"), GOALS)
-    given = content["parameters"]
-    if not isinstance(given, dict) or not given:
+    abouts = content["parameters"]
+    if not isinstance(abouts, dict) or not abouts:
         raise ValueError("parameters must name at least one argument")
-    parameters = {name: _parameter(str(name), about) for name, about in given.items()}
+    parameters = {name: _parameter(str(name), about) for name, about in abouts.items()}
     if method == "grid":
         for parameter in parameters.values():
             if not parameter.values:
@@ -153,16 +121,8 @@ def _checked(path: Path, content: Any) -> Sweep:
     for key, value, low in (("min_iter", min_iter, 0), ("eta", eta, 2)):
         if not isinstance(value, int) or value < low:
             raise ValueError(f"early_terminate.{key} is {value!r}; allowed is {low} or more")
-    sweep = Sweep(
-        path,
-        str(content["program"]),
-        method,
-        metric["name"],
-        goal == "maximize",
-        parameters,
-        min_iter,
-        eta,
-    )
+    program, maximize = str(content["program"]), goal == "maximize"
+    sweep = Sweep(path, program, method, metric["name"], maximize, parameters, min_iter, eta)
     if not sweep.program.startswith("agents/") or importlib.util.find_spec(sweep.module) is None:
         raise ValueError(f"program is {sweep.program!r}; no agent of servegym has it")
     return sweep

@@ -9,8 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from servegym.envs.workloads.requests import read_columns
-from servegym.experiments.cli import app
-from servegym.experiments.replay import FIELDS
+from servegym.experiments.cli import REPLAYED, app
 
 ENV_ID = "servegym/LLMRouting-v1"
 REQUESTS = "arrival_s,prompt_tokens,output_tokens\n0.0,100,5\n0.5,2000,1\n0.5,30,20\n"
@@ -163,7 +162,7 @@ def test_replay(run, tmp_path):
         )
         assert 0 < float(row["ttft_s"]) <= float(row["e2e_s"])
     assert rows[1]["tpot_s"] == "nan" and rows[1]["ttft_s"] == rows[1]["e2e_s"]
-    again = read_columns(out, lambda _: FIELDS)
+    again = read_columns(out, lambda _: REPLAYED)
     assert again["prompt_tokens"].tolist() == [100, 2000, 30]
 
 

@@ -40,14 +40,14 @@ def test_trains_compares_and_saves(tmp_path, capsys):
 
 def test_a_training_that_fails_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "BASELINES", ())
-    display = run.Display(10)
+    progress = run.Progress(10)
     command = [
         run.sys.executable,
         "-c",
         "import time; time.sleep(0.2); raise SystemExit('it broke')",
     ]
     with pytest.raises(RuntimeError, match="it broke"):
-        run.measure(command, display, tmp_path / "training", [tmp_path], 1, True)
+        run.measure(command, progress, tmp_path / "training", [tmp_path], 1, True)
 
 
 def evaluation(step, qos):
@@ -105,14 +105,14 @@ def test_bad_arguments(argv, capsys):
     assert argv[0] in capsys.readouterr().err
 
 
-def test_a_pipe_gets_a_line_every_15_seconds(monkeypatch, capsys):
+def test_a_line_comes_every_ten_seconds(monkeypatch, capsys):
     now = SimpleNamespace(perf_counter=lambda: clock[0])
     monkeypatch.setattr(run, "time", now)
     clock = [100.0]
-    display = run.Display(1000)
+    progress = run.Progress(1000)
     metrics = [evaluation(0, 0.2), evaluation(400, 0.5)]
     for clock[0] in (100.0, 114.0, 115.5, 120.0, 131.0):
-        display.show(metrics, [{"policy": "random", "avg_qos": 0.4}], 7)
+        progress.show(metrics, [{"policy": "random", "avg_qos": 0.4}], 7)
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(",")[0] for line in lines] == ["0 s", "14 s", "31 s"]
     wanted = "0 s, 400 of 1,000 decisions; QoS 0.500, at first 0.200; random 0.400; 7 to measure"

@@ -29,9 +29,9 @@ from servegym.envs.workloads.build.activations import write_activations
 from servegym.envs.workloads.catalog import read_catalog
 from servegym.envs.workloads.requests import read_columns
 from servegym.envs.workloads.traces import load_trace
+from servegym.experiments.cli import REPLAYED as FIELDS
 from servegym.experiments.evaluation.leaderboard import read_board
 from servegym.experiments.evaluation.output import read_rows
-from servegym.experiments.replay import FIELDS
 from servegym.hardware_profiles.calibrate import check
 from servegym.hardware_profiles.load import data_path
 from servegym.hardware_profiles.measure.table import ResumableTable

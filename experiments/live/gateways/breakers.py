@@ -134,9 +134,9 @@ class Breakers:
     def judge(self, now: float, waiting: Sequence[tuple[int, int, float]]) -> None:
         """Open by runs; ``waiting`` are server, number and wait of requests without a token."""
         longest = max((wait for waits in self._waits for wait in waits), default=FIRST_WAIT_S)
-        limit, known = max(PATIENCE * longest, MIN_WAIT_S), np.maximum(self._last, self._since)
-        late = [k for k, number, wait in waiting if wait > limit and number > known[k]]
-        self._overdue = np.bincount(np.array(late, np.int64), minlength=len(known)) + 0.0
+        limit, judged = max(PATIENCE * longest, MIN_WAIT_S), np.maximum(self._last, self._since)
+        late = [k for k, number, wait in waiting if wait > limit and number > judged[k]]
+        self._overdue = np.bincount(np.array(late, np.int64), minlength=len(judged)) + 0.0
         self._failed_s[late] = now
         runs, every = self._runs(), self._outcomes + self._overdue
         for server in np.flatnonzero((runs >= RUN) & ~self.opened).tolist():

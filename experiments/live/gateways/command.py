@@ -39,17 +39,12 @@ strategy.show()
 
 
 def read_servers(path: Path) -> list[Endpoint]:
-    """The servers of a file of endpoints, or of FLEET.toml whose servers have fixed ports.
-
-    Raises:
-        ValueError: If the file cannot be used.
-        OSError: If it cannot be read.
-    """
+    """The servers of a file of endpoints, or of FLEET.toml whose servers have fixed ports."""
     if path.suffix != ".toml":
-        found = read_endpoints(path)
-        if not found:
+        endpoints = read_endpoints(path)
+        if not endpoints:
             raise ValueError(f"{path}: no server")
-        return found
+        return endpoints
     servers = []
     for one in read_fleet(path):
         if not one.port:
@@ -95,11 +90,7 @@ def _write_litellm(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line of ``servegym gateway litellm | endpoint-picker``.
-
-    Raises:
-        ValueError: If an argument or a file cannot be used.
-    """
+    """Command line of ``servegym gateway litellm | endpoint-picker``."""
     parser = argparse.ArgumentParser(
         prog="servegym gateway", description="A policy inside a gateway before your servers."
     )

@@ -42,6 +42,7 @@ from servegym.hardware_profiles.measure.openai_protocol import read_json
 
 __all__ = ["DESTINATION", "SERVICE", "EndpointPicker", "address", "run", "start"]
 
+Reply = ext_proc.ProcessingResponse
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 DESTINATION = "x-gateway-destination-endpoint"
 NAMESPACE, SUBSET = "envoy.lb", "envoy.lb.subset_hint"
@@ -56,11 +57,7 @@ _SERVING, _NOT_SERVING = b"\x08\x01", b"\x08\x02"
 
 
 def address(url: str) -> str:
-    """``ip:port`` of a server's URL.
-
-    Raises:
-        ValueError: If the URL has no host, or the host has no address.
-    """
+    """``ip:port`` of a server's URL; a ValueError names one that has none."""
     parts = urlsplit(url)
     if not parts.hostname:
         raise ValueError(f"url {url!r} has no host; write http://ADDRESS:PORT/v1")
@@ -81,8 +78,8 @@ def _text(headers: core.HeaderMap | None, name: str) -> str:
 
 def _entry(metadata: core.Metadata | None, space: str, key: str) -> Any:
     """An entry of a request's metadata, None without it."""
-    found = metadata.filter_metadata.get(space) if metadata is not None else None
-    return None if found is None else found.to_dict().get(key)
+    entries = metadata.filter_metadata.get(space) if metadata is not None else None
+    return None if entries is None else entries.to_dict().get(key)
 
 
 def _set(name: str, value: str) -> core.HeaderValueOption:
@@ -101,7 +98,7 @@ class _Refusal(Exception):
         headers = [_set("content-type", "application/json")]
         if retry_after_s is not None:
             headers.append(_set("retry-after", str(retry_after_s)))
-        self.response = ext_proc.ProcessingResponse(
+        self.response = Reply(
             immediate_response=ext_proc.ImmediateResponse(
                 status=HttpStatus(code=status),
                 headers=ext_proc.HeaderMutation(set_headers=headers),
@@ -126,19 +123,19 @@ def _route(endpoints: str) -> ext_proc.CommonResponse:
     return ext_proc.CommonResponse(header_mutation=mutation, clear_route_cache=True)
 
 
-def _headers(endpoints: str) -> ext_proc.ProcessingResponse:
-    return ext_proc.ProcessingResponse(
+def _headers(endpoints: str) -> Reply:
+    return Reply(
         request_headers=ext_proc.HeadersResponse(response=_route(endpoints)),
         dynamic_metadata=_metadata(endpoints),
     )
 
 
-def _duplex(endpoints: str, body: bytes, last: bool) -> Iterator[ext_proc.ProcessingResponse]:
+def _duplex(endpoints: str, body: bytes, last: bool) -> Iterator[Reply]:
     """The headers, then the whole body in pieces; ``last`` unless trailers follow it."""
     yield _headers(endpoints)
     for k in range(0, max(len(body), 1), CHUNK_BYTES):
         piece = _piece(body[k : k + CHUNK_BYTES], last and k + CHUNK_BYTES >= len(body))
-        yield ext_proc.ProcessingResponse(request_body=ext_proc.BodyResponse(response=piece))
+        yield Reply(request_body=ext_proc.BodyResponse(response=piece))
 
 
 class EndpointPicker:
@@ -149,10 +146,7 @@ class EndpointPicker:
 
     Args:
         gate: The gate.
-        endpoints: ``ip:port`` of the experts, in their order.
-
-    Raises:
-        ValueError: If there is not one endpoint for each expert, or one comes twice.
+        endpoints: ``ip:port`` of the experts, in their order, one for each and none twice.
     """
 
     def __init__(self, gate: Gate, endpoints: Sequence[str]) -> None:
@@ -171,7 +165,7 @@ class EndpointPicker:
 
     async def process(
         self, requests: AsyncIterator[ext_proc.ProcessingRequest], context: Any = None
-    ) -> AsyncIterator[ext_proc.ProcessingResponse]:
+    ) -> AsyncIterator[Reply]:
         """One request of a client, from its headers to the end of its answer."""
         ticket: Ticket | None = None
         answer: Answer | None = None
@@ -185,8 +179,8 @@ class EndpointPicker:
                 if message.protocol_config is not None:
                     request_mode = message.protocol_config.request_body_mode
                     response_mode = message.protocol_config.response_body_mode
-                found = _entry(message.metadata_context, SUBSET, f"{DESTINATION}-subset")
-                subset = subset if found is None else found
+                listed = _entry(message.metadata_context, SUBSET, f"{DESTINATION}-subset")
+                subset = subset if listed is None else listed
                 duplex = request_mode == BodyMode.FULL_DUPLEX_STREAMED
                 if message.request_headers is not None:
                     path = _text(message.request_headers.headers, ":path")
@@ -199,9 +193,7 @@ class EndpointPicker:
                         ticket, chosen = self._pick({}, subset, completion)
                         yield _headers(chosen)
                     elif not duplex:
-                        yield ext_proc.ProcessingResponse(
-                            request_headers=ext_proc.HeadersResponse()
-                        )
+                        yield Reply(request_headers=ext_proc.HeadersResponse())
                 elif message.request_body is not None:
                     body += message.request_body.body
                     if len(body) > MAX_BODY_BYTES:
@@ -215,20 +207,20 @@ class EndpointPicker:
                             for one in _duplex(chosen, bytes(body), last=True):
                                 yield one
                         else:
-                            yield ext_proc.ProcessingResponse(
+                            yield Reply(
                                 request_body=ext_proc.BodyResponse(response=_route(chosen)),
                                 dynamic_metadata=_metadata(chosen),
                             )
                     elif not duplex:
-                        yield ext_proc.ProcessingResponse(request_body=ext_proc.BodyResponse())
+                        yield Reply(request_body=ext_proc.BodyResponse())
                 elif message.request_trailers is not None:
-                    told = ext_proc.ProcessingResponse(request_trailers=ext_proc.TrailersResponse())
+                    end = Reply(request_trailers=ext_proc.TrailersResponse())
                     if ticket is None:
                         ticket, chosen = self._pick(_json(body), subset, completion)
-                        told.dynamic_metadata = _metadata(chosen)
+                        end.dynamic_metadata = _metadata(chosen)
                         for one in _duplex(chosen, bytes(body), last=False) if duplex else ():
                             yield one
-                    yield told
+                    yield end
                 elif message.response_headers is not None:
                     headers = message.response_headers.headers
                     served = _entry(message.metadata_context, NAMESPACE, f"{DESTINATION}-served")
@@ -242,7 +234,7 @@ class EndpointPicker:
                         )
                         if good and message.response_headers.end_of_stream:
                             answer.end()
-                    yield ext_proc.ProcessingResponse(response_headers=ext_proc.HeadersResponse())
+                    yield Reply(response_headers=ext_proc.HeadersResponse())
                 elif message.response_body is not None:
                     part = message.response_body
                     if answer is not None:
@@ -251,13 +243,11 @@ class EndpointPicker:
                             answer.end()
                     echoed = response_mode == BodyMode.FULL_DUPLEX_STREAMED
                     common = _piece(part.body, part.end_of_stream) if echoed else None
-                    yield ext_proc.ProcessingResponse(
-                        response_body=ext_proc.BodyResponse(response=common)
-                    )
+                    yield Reply(response_body=ext_proc.BodyResponse(response=common))
                 elif message.response_trailers is not None:
                     if answer is not None:
                         answer.end()
-                    yield ext_proc.ProcessingResponse(response_trailers=ext_proc.TrailersResponse())
+                    yield Reply(response_trailers=ext_proc.TrailersResponse())
             if ticket is not None and answer is not None and good:
                 if response_mode in (BodyMode.NONE, BodyMode.BUFFERED_PARTIAL):
                     ticket.end("finished")  # the gateway does not show the body, or not all of it
@@ -313,30 +303,19 @@ def _json(body: bytes | bytearray) -> Mapping[str, Any]:
     One of very many elements would hold the other streams while it is read: only its length counts.
     """
     try:
-        found = read_json(body)
+        request = read_json(body)
     except OverflowError:
         return {"prompt": "." * len(body)}
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return request if isinstance(request, dict) else {}
 
 
 async def start(picker: EndpointPicker, host: str, port: int) -> tuple[Any, int]:
-    """Serve a picker, and ``grpc.health.v1.Health/Check``.
+    """Serve a picker, and ``grpc.health.v1.Health/Check``; the server of ``grpc.aio`` and its port.
 
     The check says whether any server answers, and of the service ``liveness`` only that the process
-    does.
-
-    Args:
-        picker: The picker.
-        host: Address to listen on.
-        port: Port, or 0 for a free one.
-
-    Returns:
-        The server of ``grpc.aio`` and its port.
-
-    Raises:
-        ValueError: If it cannot listen there.
+    does. Port 0 takes a free one; a ValueError names one that cannot be used.
     """
 
     async def check(request: bytes, context: Any) -> bytes:
@@ -365,17 +344,7 @@ async def start(picker: EndpointPicker, host: str, port: int) -> tuple[Any, int]
 
 
 def run(gate: Gate, urls: Sequence[str], host: str, port: int) -> None:
-    """Serve until SIGINT or SIGTERM; the counters are logged every minute and at the end.
-
-    Args:
-        gate: The gate.
-        urls: Addresses of the servers.
-        host: Address to listen on.
-        port: Port.
-
-    Raises:
-        ValueError: If an address or the port cannot be used.
-    """
+    """Serve until SIGINT or SIGTERM; the counters are logged every minute and at the end."""
     picker = EndpointPicker(gate, [address(url) for url in urls])
     log = logging.getLogger("servegym.endpoint_picker")
     logging.basicConfig(format="%(message)s", level=logging.INFO)

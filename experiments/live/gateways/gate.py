@@ -29,16 +29,6 @@ from servegym.hardware_profiles.measure.openai_protocol import (
     read_json,
 )
 
-__all__ = [
-    "BYTES_PER_TOKEN",
-    "Answer",
-    "Gate",
-    "Ticket",
-    "fleet_arguments",
-    "from_metadata",
-    "prompt_tokens",
-]
-
 BYTES_PER_TOKEN = 4
 """Of a prompt's text, where no tokenizer counts."""
 DEPTH = 4
@@ -82,16 +72,14 @@ def from_metadata(body: Mapping[str, Any]) -> Mapping[str, Any]:
     Whoever writes them decides where the request goes.
     """
     metadata = body.get("metadata")
-    found = metadata.get("servegym") if isinstance(metadata, Mapping) else None
-    return found if isinstance(found, Mapping) else {}
+    ours = metadata.get("servegym") if isinstance(metadata, Mapping) else None
+    return ours if isinstance(ours, Mapping) else {}
 
 
 def fleet_arguments(servers: Sequence[Endpoint | ServerSpec], **more: Any) -> dict[str, Any]:
     """Arguments of ``servegym/LLMRouting-v1`` that describe servers with continuous batching.
 
-    Args:
-        servers: The servers, each with a profile.
-        **more: Further arguments, which win.
+    Further arguments win.
 
     Raises:
         ValueError: If a server has no profile.
@@ -116,31 +104,21 @@ def fleet_arguments(servers: Sequence[Endpoint | ServerSpec], **more: Any) -> di
 
 @dataclass(eq=False)
 class Ticket:
-    """A request that a gateway sends to an expert; every method may be called late or twice.
-
-    Attributes:
-        gate: Its gate.
-        id: The request's name at the router.
-        expert: Number of the expert, or -1: the request is refused.
-        heard_s: When it was sent or its last token came, by the router's clock.
-        completion: Whether its answer must have the form of completions and a token.
-        number: Of the request among all that were sent, for the breakers.
-        tokens: Tokens of its answer so far.
-    """
+    """A request that a gateway sends to an expert; every method may be called late or twice."""
 
     gate: Gate
-    id: str
-    expert: int
-    heard_s: float
-    completion: bool = True
-    number: int = 0
-    tokens: int = 0
+    id: str  # the request's name at the router
+    expert: int  # its number, or -1: the request is refused
+    heard_s: float  # when it was sent or its last token came, by the router's clock
+    completion: bool = True  # whether its answer must have the form of completions and a token
+    number: int = 0  # of the request among all that were sent, for the breakers
+    tokens: int = 0  # of its answer so far
 
     def token(self, generated: int | None = None) -> None:
         """A token of the answer came; ``generated`` says how many there are by now."""
         gate, first, now = self.gate, self.tokens == 0, self.gate.router.clock()
-        told = self.tokens + 1 if generated is None else int(generated)
-        self.tokens = min(max(told, 0), MAX_TOKENS)
+        count = self.tokens + 1 if generated is None else int(generated)
+        self.tokens = min(max(count, 0), MAX_TOKENS)
         gate.router.token(self.id, self.tokens)
         if first and self.tokens:
             with gate.lock:
@@ -195,9 +173,7 @@ class Gate:
             and all if it raises, is the train mean, lengths up to the body's ``max_tokens``.
 
     Attributes:
-        router: The router.
-        names: Names of the experts, for `status`.
-        routed: (N,) requests that were sent to each.
+        routed: (N,) requests that were sent to each expert.
         breakers: Of the experts.
         counters: What has happened that the router does not count.
         open: Tickets that have not ended, by name, under `lock`.
@@ -225,11 +201,7 @@ class Gate:
         router.warm()
 
     def enter(
-        self,
-        body: Mapping[str, Any],
-        *,
-        allowed: ArrayLike | None = None,
-        completion: bool = True,
+        self, body: Mapping[str, Any], *, allowed: ArrayLike | None = None, completion: bool = True
     ) -> Ticket:
         """Decide where a request goes; it counts as sent there until its ticket has ended.
 
@@ -237,9 +209,6 @@ class Gate:
             body: The request's body.
             allowed: (N,) experts that may have it, or None: all.
             completion: Whether it asks for a completion, so that an answer without a token fails.
-
-        Returns:
-            The ticket; its expert is -1 if the request is refused.
         """
         begin, now = time.perf_counter(), self.router.clock()
         name = str(next(self._numbers))
@@ -274,14 +243,13 @@ class Gate:
     def _request(
         self, name: str, body: Mapping[str, Any], able: NDArray[np.bool_]
     ) -> GatewayRequest:
-        found: Mapping[str, Any] = {}
+        fields: dict[str, Any] = {}
         if self._predict is not None:
             try:
-                given = self._predict(body)
-                found = {key: given[key] for key in PREDICTIONS if given.get(key) is not None}
+                predicted = self._predict(body)
+                fields = {k: predicted[k] for k in PREDICTIONS if predicted.get(k) is not None}
             except (Exception, SystemExit) as error:  # it may raise anything; the gateway goes on
                 self._mistaken(error)
-        fields = dict(found)
         if "prompt_tokens" not in fields:
             fields["prompt_tokens"] = prompt_tokens(body)
         most = body.get("max_completion_tokens") or body.get("max_tokens")
@@ -293,11 +261,7 @@ class Gate:
         return GatewayRequest(name, allowed=able, **fields)
 
     def able(self, allowed: ArrayLike | None = None) -> NDArray[np.bool_]:
-        """(N,) experts that may have a request: those whose breaker lets it, or all if none does.
-
-        Args:
-            allowed: (N,) experts that may have it, or None: all.
-        """
+        """(N,) which of the allowed experts a breaker lets have a request; all of them if none."""
         able = np.ones(self.router.num_experts, np.bool_)
         if allowed is not None:
             able &= np.asarray(allowed, np.bool_)
@@ -328,8 +292,15 @@ class Gate:
         """What has happened, for a page of the gateway: counters, experts and decision times."""
         counters = asdict(self.router.counters)
         with self.lock:
-            up = self.breakers.able(self.router.clock(), np.ones(len(self.names), np.bool_))
-            times = 1e3 * np.array(self._elapsed or [0.0])
+            columns = {
+                "name": self.names,
+                "routed": self.routed.tolist(),
+                "in_flight": self.router.load().tolist(),
+                "failed": self.breakers.failures.tolist(),
+                "up": self.able().tolist(),
+            }
+            times = np.quantile(1e3 * np.array(self._elapsed or [0.0]), [0.5, 0.99, 1.0])
+            names, rounded = ("median", "p99", "max"), times.round(3).tolist()
             return {
                 "policy": self.router.name,
                 "policy_off": self.router.off,
@@ -337,22 +308,10 @@ class Gate:
                 "fallbacks": self.router.counters.fallbacks,
                 **self.counters,
                 "in_flight": len(self.open),
-                "decision_ms": {
-                    "median": round(float(np.median(times)), 3),
-                    "p99": round(float(np.quantile(times, 0.99)), 3),
-                    "max": round(float(times.max()), 3),
-                },
+                "decision_ms": dict(zip(names, rounded, strict=True)),
                 "experts": [
-                    {
-                        "name": name,
-                        "routed": int(self.routed[k]),
-                        "in_flight": int(load),
-                        "failed": int(self.breakers.failures[k]),
-                        "up": bool(up[k]),
-                    }
-                    for k, (name, load) in enumerate(
-                        zip(self.names, self.router.load(), strict=True)
-                    )
+                    dict(zip(columns, row, strict=True))
+                    for row in zip(*columns.values(), strict=True)
                 ],
             }
 
@@ -363,10 +322,7 @@ class Answer:
     The answer to a completion has failed if it is neither JSON nor a stream of events, has an error
     in it, or ends before it says so. An answer without a token is empty if it says why it ends.
 
-    Args:
-        ticket: The request's ticket.
-        content_type: The header of that name.
-        encoded: Whether the body is compressed, so that it cannot be read.
+    A body that is ``encoded`` is compressed, so that it cannot be read.
 
     Attributes:
         done: Whether a stream's last event has come.
@@ -400,16 +356,16 @@ class Answer:
         try:
             event = read_json(data)
             self._wrong |= bool(error_of(event))
-            told = (event.get("usage") or {}).get("completion_tokens")
+            count = (event.get("usage") or {}).get("completion_tokens")
             brought = brings_token(event)
             self._said |= any(one.get("finish_reason") for one in event.get("choices") or ())
         except (ValueError, TypeError, AttributeError, OverflowError):
             return  # no event of OpenAI's protocol, so no token
-        if isinstance(told, int):
-            self._ticket.token(told)
+        if isinstance(count, int):
+            self._ticket.token(count)
         elif brought and self._streamed:
             self._ticket.token()
-        self._brought |= brought or (isinstance(told, int) and told > 0)
+        self._brought |= brought or (isinstance(count, int) and count > 0)
 
     def end(self) -> None:
         """The answer is over, as far as the gateway knows."""

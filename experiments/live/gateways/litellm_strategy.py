@@ -71,15 +71,12 @@ class LiteLLMStrategy(CustomRoutingStrategyBase, CustomLogger):
         """
         if router is self._router:
             return
-        found = [
-            one["model_info"]["id"]
-            for one in router.model_list
-            if one.get("model_name") == self.model
-        ]
-        wanted = found if self._wanted is None else self._wanted
-        if len(wanted) != len(self.gate.names) or not set(wanted) <= set(found):
+        models = [one for one in router.model_list if one.get("model_name") == self.model]
+        there = [one["model_info"]["id"] for one in models]
+        wanted = there if self._wanted is None else self._wanted
+        if len(wanted) != len(self.gate.names) or not set(wanted) <= set(there):
             raise ValueError(
-                f"model {self.model!r} has the deployments {found}; the fleet has "
+                f"model {self.model!r} has the deployments {there}; the fleet has "
                 f"{len(self.gate.names)} experts, {', '.join(wanted)}"
             )
         missing = [name for name in ATTEMPTS if not hasattr(router, name)]
@@ -89,14 +86,14 @@ class LiteLLMStrategy(CustomRoutingStrategyBase, CustomLogger):
             )
         self._ids, self._router = list(wanted), router
         for name in ATTEMPTS:
-            setattr(router, name, self._told(getattr(router, name)))
+            setattr(router, name, self._watched(getattr(router, name)))
         router.set_custom_routing_strategy(self)
 
-    def _told(self, attempt: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    def _watched(self, attempt: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
         """An attempt whose end the gate is told."""
 
         @functools.wraps(attempt)
-        async def told(*args: Any, **kwargs: Any) -> Any:
+        async def watched(*args: Any, **kwargs: Any) -> Any:
             tickets: list[Ticket] = []
             token = _attempt.set(tickets)
             try:
@@ -116,7 +113,7 @@ class LiteLLMStrategy(CustomRoutingStrategyBase, CustomLogger):
                     ticket.end("finished" if brought else "empty" if said else "failed")
             return response
 
-        return told
+        return watched
 
     async def async_get_available_deployment(
         self,

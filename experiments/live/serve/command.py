@@ -101,6 +101,7 @@ def _equal_servers(options: argparse.Namespace, host: str, folder: Path) -> list
     model = Path(options.model)
     name = options.name or options.card or "server"
     sizes = {"kv_tokens": options.kv_tokens, "block_size": options.block_size}
+    sizes = {key: value for key, value in sizes.items() if value is not None}
     return [
         ServerSpec(
             name if options.name and options.replicas == 1 else f"{name}-{k}",
@@ -112,7 +113,7 @@ def _equal_servers(options: argparse.Namespace, host: str, folder: Path) -> list
             host=host,
             port=options.port + k if options.port else 0,
             profile=profile,
-            options={key: value for key, value in sizes.items() if value is not None},
+            options=sizes,
         )
         for k in range(options.replicas)
     ]
@@ -187,11 +188,7 @@ async def _serve(options: argparse.Namespace, specs: Sequence[ServerSpec]) -> No
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line of ``servegym serve``; it ends with a signal.
-
-    Raises:
-        ValueError: If an argument, a file or a port cannot be used.
-    """
+    """Command line of ``servegym serve``; it ends with a signal."""
     from servegym.experiments.live.serve.server import new_loop
 
     options = _parser().parse_args(arguments)

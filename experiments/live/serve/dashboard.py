@@ -13,6 +13,7 @@ from typing import Any
 
 from aiohttp import web
 
+from servegym._checks import real
 from servegym.experiments.live.serve.server import Served, SimulatedFleet, SimulatedServer, bind
 
 __all__ = ["Dashboard", "listen"]
@@ -34,21 +35,12 @@ def _number(value: float) -> float | None:
 
 def _spread(values: Sequence[float]) -> list[float | None]:
     """Median, 95th and 99th percentile; None without a value."""
-    ordered = sorted(values)
-    last = len(ordered) - 1
-    return [_number(ordered[round(last * q)]) if ordered else None for q in (0.5, 0.95, 0.99)]
+    ordered = sorted(values) or [math.nan]
+    return [_number(ordered[round((len(ordered) - 1) * q)]) for q in (0.5, 0.95, 0.99)]
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket for the page.
-
-    Args:
-        host: Address.
-        port: Port, or 0 for a free one.
-
-    Raises:
-        ValueError: If the port cannot be used.
-    """
+    """A socket for the page; port 0 takes a free one, a ValueError names one that is in use."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family)
@@ -58,23 +50,16 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 class Dashboard:
-    """The page and its stream of events, on a port of its own.
+    """The page of a fleet and its stream of events, on a port of its own.
 
-    Args:
-        fleet: The fleet, which runs as long as the page.
-        ttft_s: Objective for the time to the first token, seconds.
-        tpot_s: Objective for the time per output token, seconds.
-
-    Raises:
-        ValueError: If an objective is not positive.
+    ``ttft_s`` and ``tpot_s`` are the objectives for the time to the first token and per output
+    token, seconds.
     """
 
     def __init__(self, fleet: SimulatedFleet, ttft_s: float = 0.5, tpot_s: float = 0.05) -> None:
-        for name, value in (("slo-ttft", ttft_s), ("slo-tpot", tpot_s)):
-            if not (math.isfinite(value) and value > 0.0):
-                raise ValueError(f"{name} is {value!r}; it must be above 0")
         self._fleet = fleet
-        self._ttft_s, self._tpot_s = ttft_s, tpot_s
+        self._ttft_s = real("slo-ttft", ttft_s, 0.0, open_low=True)
+        self._tpot_s = real("slo-tpot", tpot_s, 0.0, open_low=True)
         self._page = files("servegym.experiments.live.serve").joinpath("dashboard.html")
         self._runner: web.AppRunner | None = None
         self._site: asyncio.Server | None = None

@@ -21,37 +21,28 @@ _PER_REQUEST = ("error", "stall", "cut")
 
 @dataclass(frozen=True)
 class Fault:
-    """A failure.
+    """A failure; times are simulated seconds after the fleet's start."""
 
-    Attributes:
-        kind: One of :data:`KINDS`.
-        server: Name of the server; empty for all.
-        start_s: Begin, seconds of simulated time after the fleet's start.
-        end_s: End, seconds.
-        rate: Share of the requests that meet it; 1 for what is no failure of single requests.
-        status: HTTP status of an ``error``.
-    """
-
-    kind: str
-    server: str = ""
+    kind: str  # one of `KINDS`
+    server: str = ""  # its name; empty for all
     start_s: float = 0.0
     end_s: float = math.inf
-    rate: float = 1.0
-    status: int = 500
+    rate: float = 1.0  # share of the requests that meet it; 1 for what is none of single requests
+    status: int = 500  # of an error
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(f"--fail {self.kind!r} is unknown; there are {', '.join(KINDS)}")
         times = f"from={self.start_s:g} must be at least 0 and before to={self.end_s:g}"
         single, rate = self.kind in _PER_REQUEST, f"rate={self.rate:g} must be in (0, 1]"
-        for good, told in (
+        for good, rule in (
             (0.0 <= self.start_s < self.end_s, times),
             (0.0 < self.rate <= 1.0, rate),
             (single or self.rate == 1.0, f"rate is for {', '.join(_PER_REQUEST)} only"),
             (400 <= self.status <= 599, f"status={self.status} must be in 400..599"),
         ):
             if not good:
-                raise ValueError(f"--fail {self.kind}: {told}")
+                raise ValueError(f"--fail {self.kind}: {rule}")
 
     def at(self, now: float) -> bool:
         """Whether it lasts at a time, seconds."""
@@ -70,12 +61,7 @@ _FIELDS = {
 def parse_fault(text: str, servers: Sequence[str]) -> Fault:
     """Read a failure such as ``error,server=a,rate=0.1,from=5,to=20,status=503``.
 
-    Args:
-        text: Its kind and fields.
-        servers: Names of the fleet's servers.
-
-    Raises:
-        ValueError: Naming the field and what is allowed.
+    ``servers`` are the names of the fleet's. A ValueError names the field and what is allowed.
     """
     kind, *more = text.split(",")
     values: dict[str, str | float] = {}

@@ -85,29 +85,23 @@ class ServerMetrics:
             self._sums[name] += value
 
     def text(self, running: int, waiting: int, kv_usage: float) -> str:
-        """All of it.
-
-        Args:
-            running: Requests that run now.
-            waiting: Requests that wait now.
-            kv_usage: Share of the KV memory that requests hold.
-        """
+        """All of it; requests that run and wait now, and the share of the KV memory they hold."""
         labels = self._labels
         lines: list[str] = []
 
-        def told(name: str, kind: str, what: str, samples: Sequence[str]) -> None:
+        def add(name: str, kind: str, what: str, samples: Sequence[str]) -> None:
             lines.extend([f"# HELP vllm:{name} {what}", f"# TYPE vllm:{name} {kind}", *samples])
 
         for (name, what), value in zip(_GAUGES.items(), (running, waiting, kv_usage), strict=True):
-            told(name, "gauge", what, [f"vllm:{name}{{{labels}}} {float(value)!r}"])
+            add(name, "gauge", what, [f"vllm:{name}{{{labels}}} {float(value)!r}"])
         for name, what in _COUNTERS.items():
             sample = f"vllm:{name}_total{{{labels}}} {float(self.total[name])!r}"
-            told(f"{name}_total", "counter", what, [sample])
+            add(f"{name}_total", "counter", what, [sample])
         ended = [
             f'vllm:request_success_total{{{labels},finished_reason="{reason}"}} {float(n)!r}'
             for reason, n in self.ended.items()
         ]
-        told("request_success_total", "counter", "Requests that ended, by reason.", ended)
+        add("request_success_total", "counter", "Requests that ended, by reason.", ended)
         for name, (_, what) in _HISTOGRAMS.items():
             totals = [float(total) for total in accumulate(self._counts[name])]
             ends = [*map(repr, self._bounds[name]), "+Inf"]
@@ -117,10 +111,10 @@ class ServerMetrics:
             ]
             samples += [f"vllm:{name}_count{{{labels}}} {totals[-1]!r}"]
             samples += [f"vllm:{name}_sum{{{labels}}} {self._sums[name]!r}"]
-            told(name, "histogram", what, samples)
+            add(name, "histogram", what, samples)
         info = ",".join(f'{key}="{_escaped(str(value))}"' for key, value in self._info.items())
         sample = f'vllm:cache_config_info{{engine="0",{info}}} 1.0'
-        told("cache_config_info", "gauge", "Facts of the KV cache.", [sample])
+        add("cache_config_info", "gauge", "Facts of the KV cache.", [sample])
         return "\n".join(lines) + "\n"
 
 

@@ -63,29 +63,17 @@ class BadRequest(ValueError):
 
 @dataclass(frozen=True)
 class Ask:
-    """A request.
+    """A request."""
 
-    Attributes:
-        chat: Whether it is a chat completion.
-        prompt: Token ids.
-        max_tokens: Most tokens of the answer.
-        min_tokens: Fewest tokens of the answer.
-        ignore_eos: Whether the answer has exactly ``max_tokens`` tokens.
-        stream: Whether the answer comes token by token.
-        usage: Whether a stream ends with the counts of tokens.
-        seed: Of the answer.
-        cache_salt: Requests share cached blocks only with those of the same salt.
-    """
-
-    chat: bool
-    prompt: tuple[int, ...]
+    chat: bool  # whether it is a chat completion
+    prompt: tuple[int, ...]  # token ids
     max_tokens: int
     min_tokens: int
-    ignore_eos: bool
-    stream: bool
-    usage: bool
-    seed: int
-    cache_salt: str
+    ignore_eos: bool  # whether the answer has exactly ``max_tokens`` tokens
+    stream: bool  # whether the answer comes token by token
+    usage: bool  # whether a stream ends with the counts of tokens
+    seed: int  # of the answer
+    cache_salt: str  # requests share cached blocks only with those of the same salt
 
 
 def tokens_of(text: str, most: int | None = None) -> list[int]:
@@ -156,23 +144,23 @@ def _messages(body: Mapping[str, Any], most: int) -> list[int]:
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise BadRequest("messages must be a list of at least one message", "messages")
-    found: list[int] = []
+    tokens: list[int] = []
     for number, message in enumerate(messages):
         where = f"messages[{number}]"
         role = message.get("role") if isinstance(message, dict) else None
         if role not in ROLES:
             raise BadRequest(f"{where} must have a role of {', '.join(ROLES)}", "messages")
-        found.append(_mark(role))
+        tokens.append(_mark(role))
         for text in _content(message, where):
-            found += tokens_of(text, max(0, most - len(found)))
+            tokens += tokens_of(text, max(0, most - len(tokens)))
         if message.get("tool_calls"):
             calls = json.dumps(message["tool_calls"], sort_keys=True)
-            found += tokens_of(calls, max(0, most - len(found)))
-        found.append(_mark("end"))
-        if len(found) >= most:
+            tokens += tokens_of(calls, max(0, most - len(tokens)))
+        tokens.append(_mark("end"))
+        if len(tokens) >= most:
             break
-    found.append(_mark("assistant"))
-    return found
+    tokens.append(_mark("assistant"))
+    return tokens
 
 
 def read_json(data: bytes, context: int) -> Any:
@@ -207,16 +195,9 @@ def _check_forms(body: Mapping[str, Any]) -> None:
 
 
 def read_request(body: Any, chat: bool, names: Collection[str], context: int) -> Ask:
-    """Check a request.
+    """The request of a decoded body; `BadRequest` if it cannot be served, with the field.
 
-    Args:
-        body: The decoded JSON.
-        chat: Whether it is for chat completions.
-        names: Names of the server's model.
-        context: Most tokens of prompt and answer.
-
-    Raises:
-        BadRequest: If it cannot be served, with the field.
+    The server's model has these names, and prompt and answer up to ``context`` tokens.
     """
     if not isinstance(body, dict):
         raise BadRequest("the body must be a JSON object")
@@ -235,15 +216,15 @@ def read_request(body: Any, chat: bool, names: Collection[str], context: int) ->
     if not prompt:
         raise BadRequest("prompt must have at least one token", "prompt")
     room = context - len(prompt)
-    given = body.get("max_completion_tokens") is not None
-    name = "max_completion_tokens" if given else "max_tokens"
+    newer = body.get("max_completion_tokens") is not None
+    name = "max_completion_tokens" if newer else "max_tokens"
     default = max(room, 1) if chat else min(DEFAULT_TOKENS, max(room, 1))
     most = _whole(body, name, default, 1)
     if most > room:
-        found = f"{'at least ' * (room < 0)}{len(prompt)}"
+        size = f"{'at least ' * (room < 0)}{len(prompt)}"
         raise BadRequest(
             f"This model's maximum context length is {context} tokens. However, you requested "
-            f"{found} tokens in the {'messages' if chat else 'prompt'} and {str(most)[:20]} in the "
+            f"{size} tokens in the {'messages' if chat else 'prompt'} and {str(most)[:20]} in the "
             "completion. Please reduce the length of the input or of the completion.",
             name if room > 0 else ("messages" if chat else "prompt"),
         )
@@ -274,40 +255,24 @@ def _lengths() -> np.ndarray:
     return length_quantiles("sharegpt", "output_tokens")
 
 
-@cache
-def _vocabulary() -> tuple[list[str], np.ndarray]:
-    words = [f" {word}" for word in _WORDS]
-    return words, np.array([crc32(word.encode()) for word in words], dtype=np.uint32)
-
-
 def answer(ask: Ask, seed: int = 0) -> tuple[list[str], list[int], str]:
     """What is answered to a request: the same to the same prompt.
 
     Unless the end of the text is ignored the answer's length is drawn from the answers of ShareGPT
     (quantiles published with Helix), by a hash of the prompt and the seeds.
 
-    Args:
-        ask: The request.
-        seed: Of the server.
-
     Returns:
         The text of every token, their ids, and why the answer ends: ``stop`` or ``length``.
     """
     data = np.asarray(ask.prompt, dtype=np.uint32).tobytes()
-    given = f"{seed} {ask.seed}".encode()
-    draws = np.random.default_rng(
-        int.from_bytes(blake2b(data, digest_size=8, key=given[:64]).digest())
-    )
+    seeds = f"{seed} {ask.seed}".encode()[:64]
+    draws = np.random.default_rng(int.from_bytes(blake2b(data, digest_size=8, key=seeds).digest()))
     count, reason = ask.max_tokens, "length"
     if not ask.ignore_eos:
         drawn = max(int(sample_lengths(_lengths(), draws.random(1))[0]), ask.min_tokens, 1)
         if drawn < count:
             count, reason = drawn, "stop"
-    words, ids = _vocabulary()
-    chosen = draws.integers(0, len(words), count)
-    text = [words[k] for k in chosen]
-    out = ids[chosen]
+    text = [f" {_WORDS[k]}" for k in draws.integers(0, len(_WORDS), count)]
     if ask.chat:  # an answer begins without a space
         text[0] = text[0][1:]
-        out[0] = crc32(text[0].encode())
-    return text, out.tolist(), reason
+    return text, [crc32(piece.encode()) for piece in text], reason

@@ -24,7 +24,7 @@ from typing import Any, cast
 from aiohttp import web
 from aiohttp.http_exceptions import LineTooLong
 
-from servegym._checks import whole
+from servegym._checks import real, whole
 from servegym.envs.prefix_routing.live import LiveEngine
 from servegym.experiments.live.fleet_file import Endpoint, ServerSpec
 from servegym.experiments.live.serve.faults import Fault
@@ -111,29 +111,18 @@ async def bind(runner: web.AppRunner, **where: Any) -> asyncio.Server:
 
 @dataclass
 class Served:
-    """A request that a server took.
+    """A request that a server took; times are simulated seconds since the server's start."""
 
-    Attributes:
-        prompt: Tokens of its prompt.
-        output: Tokens of its answer.
-        arrived_s: Seconds of simulated time since the server's start.
-        first_s: Time of the first token.
-        last_s: Time of the last token so far.
-        count: Tokens so far.
-        hit: Tokens of the prompt found cached.
-        end: Empty, or why it ended: ``stop``, ``length``, ``abort`` or ``error``.
-    """
-
-    prompt: int
-    output: int
+    prompt: int  # tokens
+    output: int  # tokens of the whole answer
     arrived_s: float
     first_s: float = math.nan
-    last_s: float = math.nan
-    count: int = 0
-    hit: int = 0
-    end: str = ""
+    last_s: float = math.nan  # of the last token so far
+    count: int = 0  # tokens so far
+    hit: int = 0  # tokens of the prompt that were cached
+    end: str = ""  # why it ended: stop, length, abort or error
     slot: int = -1
-    reason: str = "length"
+    reason: str = "length"  # why its answer ends
     waiter: asyncio.Future[None] | None = field(default=None, repr=False)
 
     def wake(self) -> None:
@@ -143,33 +132,17 @@ class Served:
 
 
 class SimulatedServer:
-    """One server of a fleet.
+    """One server of a fleet, see `SimulatedFleet`.
 
-    Args:
-        spec: Its description; ``profile`` is its card, ``slots`` the most requests that run,
-            ``options`` may have ``kv_tokens`` and ``block_size``.
-        faults: Its failures.
-        speed: See `SimulatedFleet`, as the others.
-        seed: Of answers and failures.
-        body_bytes: Largest body of a request.
-
-    Raises:
-        ValueError: If the description cannot be used, with the server and the field.
+    The ``profile`` of its description is its card, ``slots`` are the most requests that run, and
+    ``options`` may have ``kv_tokens`` and ``block_size``.
     """
 
     def __init__(
-        self,
-        spec: ServerSpec,
-        faults: Sequence[Fault],
-        speed: float,
-        seed: int,
-        body_bytes: int,
+        self, spec: ServerSpec, faults: Sequence[Fault], speed: float, seed: int, body_bytes: int
     ) -> None:
-        self.spec = spec
-        self.model = spec.model or spec.name
-        self.faults = list(faults)
-        self.speed = speed
-        self.body_bytes = body_bytes
+        self.spec, self.model = spec, spec.model or spec.name
+        self.faults, self.speed, self.body_bytes = list(faults), speed, body_bytes
         self._seed = seed
         self._chance = random.Random(f"{seed} {spec.name}")
         try:
@@ -193,16 +166,13 @@ class SimulatedServer:
                 raise ValueError(f"context is {spec.context}; the KV memory has {room} tokens")
         except ValueError as error:
             raise ValueError(f"server {spec.name!r}: {error}") from None
-        self.metrics = ServerMetrics(
-            self.model,
-            spec.context,
-            {
-                "block_size": self.engine.block_size,
-                "num_gpu_blocks": self.engine.capacity,
-                "enable_prefix_caching": True,
-                "prefix_caching_hash_algo": "blake2b",
-            },
-        )
+        cache: dict[str, object] = {
+            "block_size": self.engine.block_size,
+            "num_gpu_blocks": self.engine.capacity,
+            "enable_prefix_caching": True,
+            "prefix_caching_hash_algo": "blake2b",
+        }
+        self.metrics = ServerMetrics(self.model, spec.context, cache)
         self.recent: deque[Served] = deque(maxlen=_KEPT)
         self.refused = 0
         self.lag_s = 0.0  # how late tokens leave, moving average of wall seconds
@@ -237,11 +207,11 @@ class SimulatedServer:
         """Let the engine work until now, and hand out its tokens."""
         now = self.now
         engine_now = now - self._frozen(now)[0]
-        found = self.engine.work(engine_now)
+        tokens = self.engine.work(engine_now)
         self._worked = engine_now
-        if found:
-            self._hand_out(found)
-            late = (engine_now - found[-1][0]) / self.speed
+        if tokens:
+            self._hand_out(tokens)
+            late = (engine_now - tokens[-1][0]) / self.speed
             self.lag_s += 0.02 * (late - self.lag_s)
 
     def _tick(self) -> None:
@@ -249,11 +219,14 @@ class SimulatedServer:
         self._work()
         self._schedule()
 
-    def _schedule(self) -> None:
-        """Call again when the iteration in flight ends."""
+    def _cancel_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+    def _schedule(self) -> None:
+        """Call again when the iteration in flight ends."""
+        self._cancel_timer()
         end = self.engine.next_s
         if end == math.inf:
             return
@@ -384,12 +357,7 @@ class SimulatedServer:
         await one.waiter
 
     async def _stream(
-        self,
-        request: web.Request,
-        writer: _Writer,
-        one: Served,
-        text: Sequence[str],
-        cut_after: int,
+        self, request: web.Request, writer: _Writer, one: Served, text: list[str], cut_after: int
     ) -> web.StreamResponse:
         response = await _open_stream(request, self.spec.name)
         sent = 0
@@ -453,14 +421,7 @@ class SimulatedServer:
         return app
 
     async def start(self, started: float) -> None:
-        """Listen.
-
-        Args:
-            started: When simulated time began, on the clock of the event loop.
-
-        Raises:
-            ValueError: If the port cannot be used.
-        """
+        """Listen; simulated time began at ``started``, on the clock of the event loop."""
         self._loop = asyncio.get_running_loop()
         self._started, self._created = started, time.time()
         self._runner = web.AppRunner(self._app(), handler_cancellation=True, shutdown_timeout=0.2)
@@ -500,8 +461,8 @@ class SimulatedServer:
         while True:
             await asyncio.sleep(SWEEP_S)
             now = self._loop.time()
-            found = {one.transport for one in self._runner.server.connections} - self._busy
-            since = {one: since.get(one, now) for one in found if one is not None}
+            idle = {one.transport for one in self._runner.server.connections} - self._busy
+            since = {one: since.get(one, now) for one in idle if one is not None}
             for one, begin in since.items():
                 if now - begin > HEADERS_S:
                     one.close()
@@ -542,9 +503,7 @@ class SimulatedServer:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        self._cancel_timer()
         if self._site is not None:
             self._site.close()
         if self._runner is not None:
@@ -588,20 +547,12 @@ class SimulatedFleet:
         seed: int = 0,
         body_bytes: int = 4 << 20,
     ) -> None:
-        if not (math.isfinite(speed) and 0.001 <= speed <= 1000.0):
-            raise ValueError(f"speed is {speed!r}; it must be in 0.001..1000")
+        self.speed = real("speed", speed, 0.001, 1000.0)
         whole("body_bytes", body_bytes, 1024)
-        self.speed = speed
-        self.servers = [
-            SimulatedServer(
-                spec,
-                [one for one in faults if one.server in ("", spec.name)],
-                speed,
-                seed,
-                body_bytes,
-            )
-            for spec in specs
-        ]
+        self.servers = []
+        for spec in specs:
+            met = [one for one in faults if one.server in ("", spec.name)]
+            self.servers.append(SimulatedServer(spec, met, speed, seed, body_bytes))
 
     @property
     def endpoints(self) -> list[Endpoint]:
@@ -687,13 +638,8 @@ def _usage(one: Served) -> dict[str, Any]:
 
 
 async def _open_stream(request: web.Request, name: str) -> web.StreamResponse:
-    response = web.StreamResponse(
-        headers={
-            "Content-Type": "text/event-stream; charset=utf-8",
-            "Cache-Control": "no-cache",
-            NAMED: name,
-        }
-    )
+    kind = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
+    response = web.StreamResponse(headers={**kind, NAMED: name})
     await response.prepare(request)
     return response
 

@@ -15,12 +15,16 @@ from servegym.baselines.expert_placement.heuristics import (
     whole_layer,
 )
 from servegym.baselines.expert_placement.linear_program import proxy_optimum
-from servegym.baselines.expert_placement.objectives import proxy
 from servegym.baselines.expert_placement.prism import prism, prism_printed
 
 ONE_TWO = np.array([0, 1, 2, 2])
 ALGORITHMS = [uniform, redundance, smartmoe, eplb, eplb_global, prism, whole_layer]
 ALGORITHMS += [layer_chains, proxy_optimum]
+
+
+def proxy(counts, held):
+    """Eq. 2: assignments whose expert is not on the server they arrived at."""
+    return float(np.sum(counts, where=~np.asarray(held, bool), dtype=np.float64))
 
 
 def skewed(rng, servers, layers, experts, tokens=20_000, sharpness=0.3):

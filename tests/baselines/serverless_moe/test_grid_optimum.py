@@ -29,12 +29,13 @@ def test_knapsack_against_enumeration():
             if one[at].sum() <= limits[0] and two[at].sum() <= limits[1]:
                 best = min(best, cost[at].sum())
         found = go.solve_knapsack(cost, one, two, *limits, gap=0.0)
-        assert found.cost == pytest.approx(best)
         if np.isfinite(best):
-            tight += found.cost > np.where(np.isfinite(cost), cost, 9).min(axis=1).sum()
-            assert found.gap <= 1e-6
+            at = (np.arange(4), found)
+            assert cost[at].sum() == pytest.approx(best)
+            assert one[at].sum() <= limits[0] and two[at].sum() <= limits[1]
+            tight += best > np.where(np.isfinite(cost), cost, 9).min(axis=1).sum()
         else:
-            assert (found.chosen == -1).all()
+            assert found is None
     assert tight > 5
 
 
@@ -63,7 +64,6 @@ def test_grid_optimum_against_enumeration(system, limits, bill, fees):
     # The plan is chosen without the rounding of the main function, which is below one step.
     step = main_usd_s(toy, 60, toy.main_specs_mb[-1]) * fees[1]
     assert best * (1 - 1e-9) <= found.cost_usd <= best * (1 + 1e-9) + step
-    assert best * (1 - 1e-6) - step <= found.bound_usd <= found.cost_usd
 
 
 def test_limits_are_checked_everywhere(system):

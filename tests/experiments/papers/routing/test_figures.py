@@ -71,10 +71,10 @@ def test_finds_trainings_without_controls(trained):
 
 
 def test_differences_to_the_heuristics_are_paired():
-    options = routing_measuring.Options()
-    options.requests, options.episodes = 60, 3
+    options = routing_measuring.Options(quick=False, episodes=3)
     names = ("shortest_queue", "greedy_qos", "priced_greedy")
-    found = routing_measuring.measure(options, {"point": "a"}, names, rate=8.0)
+    at = {"point": "a", "_env": {"rate": 8.0, "episode_requests": 60}}
+    found = routing_measuring.measure(options, at, names)
     by = {row["policy"]: row for row in found}
     for reference in ("greedy_qos", "priced_greedy"):
         assert by[reference][f"over_{reference}"] == by[reference][f"over_{reference}_high"] == 0
