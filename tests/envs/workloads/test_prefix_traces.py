@@ -48,7 +48,7 @@ def test_packaged_traces_are_consistent(name):
 @pytest.mark.parametrize("name", TRACES)
 def test_packaged_traces_are_the_builders(name, measured):
     path = measured(*build.SOURCES[name][0].split("/"))
-    raw = build.read_source(name, path.parent.parent)
+    raw = build.read_source(name, path)
     packaged = build.pack(load_prefix_trace(name))
     for field, array in build.pack(raw).items():
         assert np.array_equal(array, packaged[field]), field
