@@ -10,7 +10,6 @@ import importlib
 import math
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeVar
@@ -167,28 +166,6 @@ def _fit_error(profile: Any) -> str:
     )
 
 
-def _compile_more(family: str) -> None:
-    """What only some arguments need, replays and live engines."""
-    import gymnasium
-    import numpy as np
-
-    from servegym.envs.llm_routing import replay
-    from servegym.envs.prefix_routing.live import LiveEngine
-    from servegym.envs.prefix_routing.replay import replay_prefix
-    from servegym.envs.prefix_routing.workloads import Tenants
-    from servegym.hardware_profiles import load
-
-    card = "h100-llama-3.1-8b"
-    if family == "llm_routing":
-        gymnasium.make("servegym/LLMRouting-v1", staleness_s=0.1).close()
-        replay([0.0], [1], [1])
-    elif family == "expert_placement":
-        gymnasium.make("servegym/ExpertPlacement-v0", serving="offload").close()
-    elif family == "prefix_routing":
-        replay_prefix(card, Tenants().draw(np.random.default_rng(0), 1, 1.0, 16))
-        LiveEngine(load(card), max_num_seqs=8)
-
-
 @app.command()
 @_clear_errors
 def warm(
@@ -198,19 +175,11 @@ def warm(
     ] = None,
 ) -> None:
     """Compile environments and policies ahead, once per machine; each family's seconds."""
-    import gymnasium
-
     from servegym.envs.families import FAMILIES, family_named
+    from servegym.experiments.warm import warm_family
 
     for family in [family_named(name) for name in families or ()] or FAMILIES:
-        start = time.perf_counter()
-        for env_id in family.env_ids:  # environments compile when they are made
-            gymnasium.make(env_id).close()
-        _compile_more(family.name)
-        policies: Any = importlib.import_module(f"servegym.baselines.{family.name}")
-        if hasattr(policies, "compile_kernels"):
-            policies.compile_kernels()
-        typer.echo(f"{family.name}: {time.perf_counter() - start:.1f} s")
+        typer.echo(f"{family.name}: {warm_family(family):.1f} s")
 
 
 @app.command()
