@@ -47,9 +47,9 @@ from servegym.baselines.prefix_routing import features as prefix_features
 from servegym.baselines.prefix_routing.drawn_settings import problem_of, setting_of
 from servegym.baselines.prefix_routing.system import PrefixSystem
 from servegym.baselines.protocol import VALIDATION, BasePolicy
-from servegym.envs.llm_routing import kernel
 from servegym.envs.llm_routing.config import build_problem, setting_problem
 from servegym.envs.llm_routing.core import RoutingBatch
+from servegym.envs.llm_routing.kernel import layout
 from servegym.envs.prefix_routing.core import PrefixBatch
 
 Floats = NDArray[np.float32]
@@ -124,8 +124,8 @@ class Task:
 def of_split(stream: int, env_kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of a routing problem with the split and the requests of a stream."""
     own = {"split": "val", "episode_requests": EVAL_REQUESTS} if stream >= VALIDATION else {}
-    kept = {k: v for k, v in env_kwargs.items() if k not in ("fleet", "fleet_kwargs")}
-    return kept | {"reward": "completed_qos"} | own
+    arguments = {k: v for k, v in env_kwargs.items() if k not in ("fleet", "fleet_kwargs")}
+    return arguments | {"reward": "completed_qos"} | own
 
 
 class OneFleet(Task):
@@ -146,7 +146,7 @@ class OneFleet(Task):
 
     def problem(self, stream: int) -> Any:
         """See `Task`."""
-        return build_problem(view=kernel.EXPERTS, **of_split(stream, self.env_kwargs))
+        return build_problem(view=layout.EXPERTS, **of_split(stream, self.env_kwargs))
 
     def first_weights(self, system: Any) -> NDArray[np.float64]:
         """See `Task`."""
@@ -175,7 +175,7 @@ class DrawnFleets(Task):
         super().__init__(settings)
         options = settings.get("fleet_kwargs")
         self.source: Any = build_problem(
-            view=kernel.GRAPH, fleet="random", fleet_kwargs=options
+            view=layout.GRAPH, fleet="random", fleet_kwargs=options
         ).fleets
 
     def problem(self, stream: int) -> Any:
@@ -183,7 +183,7 @@ class DrawnFleets(Task):
         fleet = fleet_features.fleet_of(stream, self.source)
         given = of_split(stream, {"episode_requests": 300} | self.env_kwargs)
         make = setting_problem if "setting" in fleet else build_problem
-        return make(**fleet, **given, view=kernel.GRAPH)
+        return make(**fleet, **given, view=layout.GRAPH)
 
     def first_weights(self, system: Any) -> NDArray[np.float64]:
         """See `Task`."""
@@ -298,12 +298,6 @@ class Router(BasePolicy):
         return choose(self.scores(weights, observation), mask)
 
 
-def save_policy(agent: Agent, args: Args, path: Path) -> None:
-    """Weights and arguments in one safetensors file."""
-    meta = {"agent": "cem", "args": json.dumps(asdict(args))}
-    checkpoint.write_checkpoint(agent, meta, path)
-
-
 def load(meta: Mapping[str, str], weights: Mapping[str, Tensor], system: Any) -> CheckpointPolicy:
     """The policy of a checkpoint, see `servegym.agents.lib.checkpoint`."""
     args = checkpoint.saved_args(Args, checkpoint.json_field(meta, "args"))
@@ -352,7 +346,8 @@ def train(args: Args) -> Path:
     spread, step, best = np.full_like(mean, task.spread), 0, -np.inf
     rng = np.random.default_rng([args.seed, 5])
     log, where = RunLog(args, task.name, args.env_id, task.env_kwargs), (args.env_id, args.set)
-    write = log.save = partial(save_policy, agent, args)
+    meta = {"agent": "cem", "args": json.dumps(asdict(args))}
+    write = log.save = partial(checkpoint.write_checkpoint, agent, meta)
     if log.saved is not None:
         mean, spread, step, best = log.saved["state"]
         agent.weights.copy_(torch.as_tensor(mean))
@@ -380,8 +375,8 @@ def train(args: Args) -> Path:
             streams = [VALIDATION + k for k in range(args.eval_worlds)]
             jobs = [(one, *where, stream, seeds) for stream in streams]
             log.phase = "evaluating"
-            found = {at: float(paid.mean()) for at, (paid, _) in run_jobs(play, jobs, pool)}
-            result = {f"{task.logged[1]}_{k}": found[k] for k in range(len(jobs))}
+            means = {at: float(paid.mean()) for at, (paid, _) in run_jobs(play, jobs, pool)}
+            result = {f"{task.logged[1]}_{k}": means[k] for k in range(len(jobs))}
             result[task.logged[1]] = score = float(np.mean(list(result.values())))
             metrics |= result
             log.say_score(step, task.logged[1].partition("/")[2], score)

@@ -281,8 +281,6 @@ def train(args: Args) -> Path:
     write = log.save = partial(save_policy, judged, args)
     metric, rule = rule_score(args)
 
-    obs_buf = torch.zeros((steps, n, *box.shape))
-    mask_buf = torch.zeros((steps, n, actions), dtype=torch.int8)
     action_buf = torch.zeros((steps, n), dtype=torch.long)
     logp_buf, rewards, values, after, dones = (torch.zeros((steps, n)) for _ in range(5))
 
@@ -309,6 +307,8 @@ def train(args: Args) -> Path:
             if update:
                 x, mask = observe(*envs.reset())
             reader = outcome_reader(args, envs)
+        obs_buf = torch.zeros((steps, *x.shape))
+        mask_buf = torch.zeros((steps, *mask.shape), dtype=torch.int8)
         with torch.no_grad():
             for t in range(steps):
                 obs_buf[t], mask_buf[t] = x, mask

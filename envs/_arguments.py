@@ -97,7 +97,8 @@ def number(
 
 def span(default: Range, text: str, *, high: float = LARGEST) -> Any:
     """A positive number up to ``high``, or a range of them."""
-    check = partial(_checks.number_or_range, high=high)
+    one = partial(_checks.real, low=0.0, high=high, open_low=True)
+    check = partial(_checks.one_or_pair, check=one)
     return _field(Argument(default, text, check, "span", 0, high, open_low=True))
 
 

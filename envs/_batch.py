@@ -43,7 +43,14 @@ class Batch(Protocol):
         """Start the drawn episodes of the rows with ``which`` (int8 ``(B,)``) set."""
 
     def step(self, actions: Any, which: np.ndarray) -> int:
-        """Advance the rows with ``which`` set; returns how many episodes ended."""
+        """Apply an action to each row with ``which`` set, and go on to its next decision.
+
+        Returns:
+            How many episodes ended.
+
+        Raises:
+            ValueError: an action is out of range; nothing has changed then.
+        """
         ...
 
     def kpis(self, row: int) -> dict[str, float]:
@@ -58,7 +65,20 @@ class Batch(Protocol):
         """Copy one system; the copy has ``random`` and ``finished``."""
 
     def restore(self, row: int, state: Any) -> None:
-        """Put a copied system back."""
+        """Put a copied system back in a row and write its observation.
+
+        Raises:
+            ValueError: the state is of a system of other sizes.
+        """
+
+    @staticmethod
+    def check_state(name: str, mine: np.ndarray, theirs: np.ndarray, same: bool) -> None:
+        """ValueError unless an array of a copied state is the ``same`` in kind as the batch's."""
+        if not same:
+            raise ValueError(
+                f"state.{name} has shape {theirs.shape}, this environment needs {mine.shape}: "
+                "restore a state into an environment made with the same arguments."
+            )
 
     def fresh_observation(self) -> Any:
         """A copy of the observation."""

@@ -1,8 +1,7 @@
 """The part of a native vector environment that no family needs to write again.
 
 A family's batch advances B systems by one kernel call; this class gives it Gymnasium's three
-autoreset modes, seeds, time limits, masked resets, final observations and information layout, equal
-to `SyncVectorEnv` over the single environment.
+autoreset modes, seeds, time limits, masked resets, final observations and information layout.
 """
 
 from __future__ import annotations
@@ -20,7 +19,18 @@ from servegym.envs._batch import BatchEnv, check_options, need_episode, warn_of_
 
 
 class BatchVectorEnv(VectorEnv):
-    """B systems of a `BatchEnv` stepped together.
+    """B systems of a `BatchEnv` stepped together, equal to `SyncVectorEnv` bit for bit.
+
+    Besides the arguments of the single environment it takes
+
+    - `num_envs`: B;
+    - `autoreset_mode`: `"NextStep"` (default), `"SameStep"` (with `final_obs` and `final_info`) or
+      `"Disabled"` (with `reset(options={"reset_mask": ...})`);
+    - `copy`: False returns the buffers themselves, which the next call overwrites;
+    - `max_episode_steps`: truncates, without serving what is in the system.
+
+    With `reset(seed=s)` system i is seeded with s + i. Rewards are float64, the arrays of the
+    information carry their `_key` masks.
 
     Attributes:
         SINGLE: The single environment, whose parts and arguments these systems have.
@@ -113,10 +123,7 @@ class BatchVectorEnv(VectorEnv):
         return generator
 
     def reset(
-        self,
-        *,
-        seed: int | list[int | None] | None = None,
-        options: dict[str, Any] | None = None,
+        self, *, seed: int | list[int | None] | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Any, dict[str, Any]]:
         """Draw new episodes, in all systems or those of ``options["reset_mask"]``.
 
@@ -242,15 +249,9 @@ class BatchVectorEnv(VectorEnv):
                 terms[f"_{name}"] = stepped
             info["reward_terms"] = terms
             info["_reward_terms"] = stepped
-        if ended is not None and ended.any():
-            kpis: dict[str, Any] = {}
+        if ended is not None:
             for row in np.flatnonzero(ended).tolist():
-                for name, value in self.batch.kpis(row).items():
-                    kpis.setdefault(name, np.zeros(self.num_envs))[row] = value
-            for name in list(kpis):
-                kpis[f"_{name}"] = ended.copy()
-            info["episode_kpis"] = kpis
-            info["_episode_kpis"] = ended.copy()
+                self._add_info(info, {"episode_kpis": self.batch.kpis(row)}, row)
         return info
 
     def _mask_info(self, which: np.ndarray, mask: np.ndarray | None = None) -> dict[str, Any]:
@@ -266,11 +267,7 @@ class BatchVectorEnv(VectorEnv):
         """What the systems in ``which`` that were just reset tell besides the mask."""
         info: dict[str, Any] = {}
         for row in np.flatnonzero(which).tolist():
-            for name, value in self.SINGLE.reset_info(self.batch, row).items():
-                if name not in info:
-                    info[name] = np.full(self.num_envs, None, dtype=object)
-                    info[f"_{name}"] = np.zeros(self.num_envs, dtype=bool)
-                info[name][row], info[f"_{name}"][row] = value, True
+            self._add_info(info, self.SINGLE.reset_info(self.batch, row), row)
         return info
 
     def _final_observations(self, done: np.ndarray) -> np.ndarray:

@@ -1,5 +1,6 @@
 """Policies for the LLM routing environments; importing this registers them."""
 
+from servegym.baselines.llm_routing import fleet_features, latency
 from servegym.baselines.llm_routing.bandits import DelayedLinUcb, LinUcb, Thompson
 from servegym.baselines.llm_routing.fleets import per_fleet
 from servegym.baselines.llm_routing.greedy_qos import (
@@ -22,7 +23,6 @@ from servegym.baselines.llm_routing.heuristics import (
     TokenJsq,
     VllmDp,
 )
-from servegym.baselines.llm_routing.latency import compile_kernels
 from servegym.baselines.llm_routing.rollout import Rollout
 from servegym.baselines.llm_routing.route_balance import RouteBalance
 from servegym.baselines.llm_routing.system import RoutingSystem
@@ -31,14 +31,16 @@ from servegym.baselines.registry import register_policy
 __all__ = ["RoutingSystem", "compile_kernels"]
 
 
+def compile_kernels() -> None:
+    """Compile what the policies compile, or load it from the cache on disk."""
+    latency.compile_kernels()
+    fleet_features.compile_kernels()
+
+
 for _policy, _line, *_aliases in (
     (Random, "uniform over the experts that are not full"),
     (RoundRobin, "the next expert in turn, passing over full ones"),
-    (
-        LeastOutstanding,
-        "fewest requests, waiting and running; rotating ties",
-        "shortest_queue",
-    ),
+    (LeastOutstanding, "fewest requests, waiting and running; rotating ties", "shortest_queue"),
     (ShortestWaiting, "fewest waiting requests; rotating ties"),
     (LeastMemory, "least share of KV memory in use; rotating ties"),
     (PowerOfTwo, "of two random experts the one with fewer requests"),
@@ -49,10 +51,7 @@ for _policy, _line, *_aliases in (
         "highest predicted score, blind to load (argmax of the predictions; no trained classifier)",
     ),
     (LeastLatency, "least predicted latency per token, blind to scores"),
-    (
-        GreedyQos,
-        "best predicted score among the experts that keep everyone's latency, else drop",
-    ),
+    (GreedyQos, "best predicted score among the experts that keep everyone's latency, else drop"),
     (PricedGreedy, "greedy_qos less a price on busy capacity"),
     (
         ExpectedQosGreedy,
@@ -66,10 +65,7 @@ for _policy, _line, *_aliases in (
         "acceptance",
     ),
     (DelayedLinUcb, "linucb that learns a request's QoS when the request ends"),
-    (
-        Thompson,
-        "Thompson sampling of the same linear bandit, QoS learned when a request ends",
-    ),
+    (Thompson, "Thompson sampling of the same linear bandit, QoS learned when a request ends"),
     (DropAll, "control: drops every request"),
     (AlwaysBusiest, "control: most requests; must lose"),
     (

@@ -11,19 +11,20 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-from servegym.baselines.prefix_routing.aibrix import Aibrix
 from servegym.baselines.prefix_routing.dynamo import Dynamo
+from servegym.baselines.prefix_routing.gateways import (
+    Aibrix,
+    LMetric,
+    ProductionStackKvAware,
+    ProductionStackPrefix,
+    RayPrefixAware,
+    SglangCacheAware,
+)
 from servegym.baselines.prefix_routing.llm_d import LlmdAffinity, LlmdScorers
 from servegym.baselines.prefix_routing.llm_d_latency import LlmdPredicted
 from servegym.baselines.prefix_routing.papers import Mooncake, Preble
 from servegym.baselines.prefix_routing.policy import RulePolicy
-from servegym.baselines.prefix_routing.production_stack import (
-    ProductionStackKvAware,
-    ProductionStackPrefix,
-)
-from servegym.baselines.prefix_routing.ray_serve import RayPrefixAware
 from servegym.baselines.prefix_routing.rollout import Rollout
-from servegym.baselines.prefix_routing.sglang import LMetric, SglangCacheAware
 from servegym.baselines.prefix_routing.simple import (
     LeastLoad,
     Random,
@@ -67,10 +68,7 @@ RULES: MappingProxyType[str, tuple[Callable[..., Rule], str]] = MappingProxyType
             "production-stack's kvaware: nearly the whole prompt matched, else by session",
         ),
         "aibrix": (Aibrix, "AIBrix's prefix-cache: the best match not far above the mean load"),
-        "aibrix_documented": (
-            Aibrix.documented,
-            "AIBrix's prefix-cache, the chart's constants",
-        ),
+        "aibrix_documented": (Aibrix.documented, "AIBrix's prefix-cache, the chart's constants"),
         "preble": (Preble, "Preble's E2: exploit mostly cached prompts, else least load"),
         "mooncake": (Mooncake, "least estimated time to first token (Mooncake)"),
         "ray_prefix_aware": (RayPrefixAware, "Ray's prefix-aware router"),

@@ -31,8 +31,6 @@ from servegym.baselines.serverless_moe.base import Actions, Observed, Serverless
 from servegym.baselines.serverless_moe.system import ServerlessSystem
 from servegym.envs.serverless_moe.loads import Load
 
-__all__ = ["WarmPlanner", "relative_values", "regime_transitions", "train_requests"]
-
 Floats = NDArray[np.float64]
 MOST_CHANCE = 0.99
 """Chance of finding things warm is taken as no more, so that the iteration ends."""
@@ -103,12 +101,12 @@ def train_requests(system: ServerlessSystem, requests: int, seed: int) -> list[O
         requests: How many.
         seed: Seed of the draw.
     """
-    from servegym.envs.serverless_moe import kernel
     from servegym.envs.serverless_moe.config import build_problem
     from servegym.envs.serverless_moe.core import ServerlessBatch
+    from servegym.envs.serverless_moe.kernel import layout
 
     arguments = {**system.arguments, "split": "train", "episode_requests": requests}
-    problem = build_problem(view=kernel.DICT, **arguments)
+    problem = build_problem(view=layout.DICT, **arguments)
     batch = ServerlessBatch(problem, 1)
     batch.draw(0, np.random.default_rng(seed))
     return [

@@ -6,7 +6,7 @@ import difflib
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -91,16 +91,16 @@ def flag(argument: str, given: Any) -> bool:
     return bool(given)
 
 
-def number_or_range(argument: str, given: Any, high: float) -> float | tuple[float, float]:
-    """Return ``given``, a positive number or a range (low, high) of them, up to ``high``."""
+def one_or_pair(argument: str, given: Any, check: Callable[[str, Any], Any]) -> Any:
+    """Return ``given``, a number or a range (low, high) of them, as ``check`` gives each."""
     if not isinstance(given, (list, tuple)):
-        return real(argument, given, 0.0, high, open_low=True)
+        return check(argument, given)
     if len(given) != 2:
         raise ValueError(f"{argument}={given!r} must be a number or a pair (low, high).")
-    low, top = (real(argument, x, 0.0, high, open_low=True) for x in given)
-    if low > top:
+    low, high = (check(argument, x) for x in given)
+    if low > high:
         raise ValueError(f"{argument}={given!r}: the low end is above the high end.")
-    return low, top
+    return low, high
 
 
 def mapping(argument: str, given: Any, allowed: Iterable[str] | None = None) -> dict[str, Any]:

@@ -148,11 +148,7 @@ class Times:
     """
 
     def __init__(
-        self,
-        path: str | os.PathLike[str],
-        name: str,
-        kind: str | None = None,
-        per_second: int = 1,
+        self, path: str | os.PathLike[str], name: str, kind: str | None = None, per_second: int = 1
     ) -> None:
         self.path, self.name, self.kind, self.per_second = path, name, kind, per_second
         self.seconds: list[Decimal] = []

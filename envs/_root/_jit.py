@@ -149,9 +149,9 @@ def _inner(function: F, **options: Any) -> F:
     return found
 
 
-def record(fields: list[tuple[str, str]]) -> np.dtype:
+def record(*fields: tuple[str, str]) -> np.dtype:
     """A type of records, with access by attribute with the compilation switched off, too."""
-    return np.dtype((np.record, np.dtype(fields, align=True)))
+    return np.dtype((np.record, np.dtype(list(fields), align=True)))
 
 
 def _without_owner(context: Any, builder: Any, kind: Any, value: Any) -> Any:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from servegym._checks import whole
+from servegym._checks import one_or_pair, whole
 from servegym.envs import _arguments as arg
 from servegym.envs._arguments import Options
 from servegym.envs.expert_placement.cluster import LOAD_DEFAULTS, MODELS, list_scenarios, scenario
@@ -19,11 +20,7 @@ ACTION_MODES = ("layer_budget", "layer_height", "expert_score", "placement")
 
 
 def _tokens(name: str, given: Any) -> int | tuple[int, int]:
-    single = not isinstance(given, (list, tuple))
-    pair = tuple(whole(name, x, 1, 1 << 20) for x in ([given] * 2 if single else given))
-    if len(pair) != 2 or pair[0] > pair[1]:
-        raise ValueError(f"{name}={given!r} must be a number or a range (low, high).")
-    return pair[0] if single else (pair[0], pair[1])
+    return one_or_pair(name, given, partial(whole, low=1, high=1 << 20))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,11 +25,7 @@ from servegym.envs.expert_placement.simulator import (
     check_options,
     make_prompts,
 )
-from servegym.envs.workloads.activations import (
-    Activations,
-    load_activations,
-    make_toy_activations,
-)
+from servegym.envs.workloads.activations import Activations, load_activations, make_toy_activations
 
 LEARNING: dict[str, Any] = {"action_mode": "layer_height", "reward": "log_latency", "epochs": 1}
 """Arguments to learn with, see Learning in `ExpertPlacementEnv`."""

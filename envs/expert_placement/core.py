@@ -420,11 +420,8 @@ class PlacementBatch(Batch):
     Attributes:
         problem: what the systems share.
         episodes: the systems.
-        observation: `observation_space` with a leading axis of B; written by every call.
-        action_mask: int8 ``(B, 0)``, nothing is masked.
         out: float64 ``(B, T + 1)``: the servers' parts of the last reward, of more than
             `MAX_LISTED_SERVERS` their sum; then whether the episode ended.
-        terms: names of these parts.
         adopted: bool ``(B,)``, whether the last step adopted a change of placement.
     """
 
@@ -451,11 +448,7 @@ class PlacementBatch(Batch):
                 self.observation[name][row] = part
 
     def step(self, actions: list[tuple[bool, np.ndarray]], which: np.ndarray) -> int:
-        """Advance the rows with ``which`` set by an epoch; B actions, see `check_action`.
-
-        Returns:
-            How many episodes ended.
-        """
+        """Advance the rows with ``which`` set by an epoch; B actions, see `check_action`."""
         rows = np.flatnonzero(which).tolist()
         for row in rows:
             episode, (migrate, plan) = self.episodes[row], actions[row]

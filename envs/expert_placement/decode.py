@@ -102,7 +102,11 @@ def best_experts(score: np.ndarray, size: np.ndarray) -> np.ndarray:
 
 
 def assign_gpus(
-    cluster: Cluster, held: np.ndarray, weight: np.ndarray, current: np.ndarray
+    slots: np.ndarray,
+    gpu_server: np.ndarray,
+    held: np.ndarray,
+    weight: np.ndarray,
+    current: np.ndarray,
 ) -> np.ndarray:
     """Spread the experts of each server over its GPUs.
 
@@ -111,7 +115,8 @@ def assign_gpus(
     layer so far (ties: most free slots, then the lowest number).
 
     Args:
-        cluster: the cluster.
+        slots: ``(G,)``, for each server as many as it has experts, or more.
+        gpu_server: ``(G,)``.
         held: bool ``(N, L, E)``.
         weight: ``(L, E)`` load of an expert.
         current: ``(G, L, E)`` placement to stay close to.
@@ -119,15 +124,15 @@ def assign_gpus(
     Returns:
         uint8 ``(G, L, E)``.
     """
-    z = np.zeros((cluster.num_gpus, cluster.layers, cluster.experts), dtype=np.uint8)
-    for n in range(cluster.num_servers):
-        gpus = np.flatnonzero(cluster.gpu_server == n)
+    z = np.zeros(current.shape, dtype=np.uint8)
+    for n in range(len(held)):
+        gpus = np.flatnonzero(gpu_server == n)
         if len(gpus) == 1:
             z[gpus[0]] = held[n]
             continue
         open_ = held[n].copy()
-        free = cluster.slots[gpus].copy()
-        load = np.zeros((len(gpus), cluster.layers))
+        free = slots[gpus].copy()
+        load = np.zeros((len(gpus), held.shape[1]))
         for i, g in enumerate(gpus):
             stay = open_ & (current[g] > 0)
             z[g] = stay
@@ -167,7 +172,7 @@ def decode_budget(
     held = np.zeros(score.shape, dtype=bool)
     for layer in range(cluster.layers):
         held[:, layer] = best_experts(score[:, layer], size[:, layer])
-    return assign_gpus(cluster, held, counts.sum(axis=0), current)
+    return assign_gpus(cluster.slots, cluster.gpu_server, held, counts.sum(axis=0), current)
 
 
 def decode_scores(
@@ -176,7 +181,7 @@ def decode_scores(
     """A placement from a score of each expert at each server, ``(N, L, E)``."""
     flat = np.asarray(score, dtype=np.float64).reshape(cluster.num_servers, -1)
     held = best_experts(flat, np.minimum(cluster.cap, flat.shape[1])).reshape(score.shape)
-    return assign_gpus(cluster, held, counts.sum(axis=0), current)
+    return assign_gpus(cluster.slots, cluster.gpu_server, held, counts.sum(axis=0), current)
 
 
 def decode_heights(

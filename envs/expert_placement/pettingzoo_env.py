@@ -8,17 +8,10 @@ from typing import Any
 import numpy as np
 import pettingzoo
 from gymnasium import spaces
-from gymnasium.utils import seeding
-from pettingzoo import ParallelEnv
 
-from servegym._checks import check_render_mode, flag
-from servegym.envs._batch import need_episode, warn_of_no_mode
-from servegym.envs.expert_placement.core import (
-    PlacementEpisode,
-    action_space,
-    check_action,
-    observation_space,
-)
+from servegym.envs._batch import need_episode
+from servegym.envs._parallel import BatchParallelEnv
+from servegym.envs.expert_placement.core import action_space, check_action
 from servegym.envs.expert_placement.decode import repair_placement
 from servegym.envs.expert_placement.env import ExpertPlacementEnv
 
@@ -29,7 +22,7 @@ _OF_GPUS = ("gpu_backlog_s", "loads_left")
 _OF_ALL = ("progress", "window_s")
 
 
-class ExpertPlacementParallelEnv(ParallelEnv):
+class ExpertPlacementParallelEnv(BatchParallelEnv):
     """Every server decides which experts it holds; together they must hold them all.
 
     ## Description
@@ -81,6 +74,7 @@ class ExpertPlacementParallelEnv(ParallelEnv):
     `pettingzoo.make("parallel", "servegym/expert_placement-v0", ...)`.
     """
 
+    single = ExpertPlacementEnv
     metadata: dict[str, Any] = {
         "name": NAME,
         "render_modes": ["ansi", "rgb_array"],
@@ -90,22 +84,16 @@ class ExpertPlacementParallelEnv(ParallelEnv):
     def __init__(
         self, *, shared_reward: bool = False, render_mode: str | None = None, **kwargs: Any
     ) -> None:
-        self.render_mode = check_render_mode(render_mode, self.metadata["render_modes"])
         mode = kwargs.get("action_mode")
         if isinstance(mode, str) and mode == "placement":
             raise ValueError(
                 "action_mode='placement' is for the single environment; "
                 "choose 'layer_budget', 'layer_height' or 'expert_score'."
             )
-        self.shared_reward = flag("shared_reward", shared_reward)
-        self.problem = ExpertPlacementEnv.make_problem(kwargs)
-        self.system = PlacementEpisode(self.problem)
-        c = self.problem.cluster
+        super().__init__(kwargs, shared_reward, render_mode)
+        self.system = self.batch.episodes[0]
+        c, whole = self.problem.cluster, self._inner
         self.possible_agents = [f"server_{n}" for n in range(c.num_servers)]
-        self.agents: list[str] = []
-        whole: Any = observation_space(self.problem)
-        self._inner = whole
-        self.state_space = spaces.flatten_space(whole)
 
         def one(name: str, *shape: int) -> spaces.Space:
             return spaces.Box(0.0, float(whole[name].high.max()), shape, np.float32)
@@ -127,28 +115,6 @@ class ExpertPlacementParallelEnv(ParallelEnv):
                     "plan": spaces.Box(0.0, 1.0, plan.shape[1:], np.float32),
                 }
             )
-        self._random: np.random.Generator | None = None
-
-    def observation_space(self, agent: str) -> spaces.Space:
-        """The observation space of a server."""
-        return self.observation_spaces[agent]
-
-    def action_space(self, agent: str) -> spaces.Space:
-        """The action space of a server."""
-        return self.action_spaces[agent]
-
-    def reset(
-        self, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Draw an episode and return everyone's first observation.
-
-        There are no ``options``; those that PettingZoo's own tests give change nothing.
-        """
-        if seed is not None or self._random is None:
-            self._random, _ = seeding.np_random(seed)
-        self.system.begin(self._random)
-        self.agents = list(self.possible_agents)
-        return self._observations(), {agent: {} for agent in self.agents}
 
     def step(
         self, actions: dict[str, Any]
@@ -180,6 +146,7 @@ class ExpertPlacementParallelEnv(ParallelEnv):
             wanted[keeps] = self.system.simulator.target()[keeps]
             placement = repair_placement(self.problem.cluster, wanted, self.system.counts())
         area, adopted, ended = self.system.advance(placement)
+        self.batch.begin(self._which)
         rewards = self.system.rewards(area)
         if self.shared_reward:
             rewards = np.full(len(rewards), rewards.sum())
@@ -198,7 +165,7 @@ class ExpertPlacementParallelEnv(ParallelEnv):
         )
 
     def _observations(self) -> dict[str, Any]:
-        seen, cluster = self.system.observation(), self.problem.cluster
+        seen, cluster = self._seen(), self.problem.cluster
         held = cluster.server_view(seen["placement"]).astype(np.int8)
         cap = np.maximum(cluster.cap, 1)
         found = {}
@@ -216,25 +183,6 @@ class ExpertPlacementParallelEnv(ParallelEnv):
                 parts[name] = seen[name][n].copy()
             found[agent] = dict(sorted(parts.items()))  # in the order of the space
         return found
-
-    def state(self) -> np.ndarray:
-        """The flattened observation of `ExpertPlacementEnv`, for centralised critics."""
-        need_episode("tell the state", self._random is not None)
-        return np.asarray(spaces.flatten(self._inner, self.system.observation()))
-
-    def request_log(self) -> np.ndarray:
-        """One row per request that has arrived, see ``core.REQUEST_LOG``."""
-        need_episode("tell the log", self._random is not None)
-        return self.system.request_log()
-
-    def render(self) -> Any:
-        """The whole system, as `ExpertPlacementEnv.render`."""
-        if self.render_mode is None:
-            return warn_of_no_mode()
-        need_episode("render", self._random is not None)
-        from servegym.envs.expert_placement.render import render
-
-        return render(self.system, self.render_mode)
 
 
 def parallel_env(**kwargs: Any) -> ExpertPlacementParallelEnv:

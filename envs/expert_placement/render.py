@@ -7,16 +7,14 @@ of servers and layers.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 
-from servegym.envs._frames import blank_canvas, pixels
+from servegym.envs._frames import INK, SOFT, blank_canvas, panel, pixels
 from servegym.envs.expert_placement.core import PlacementEpisode
 
 MAPPED_SERVERS = 4
 
-_INK, _SOFT, _PAPER = "#1f2933", "#66788a", "#f5f7fa"
 _HELD = np.array([[216, 239, 236], [18, 104, 94]]) / 255.0  # little used, much used
 _MISSING = np.array([[255, 255, 255], [214, 69, 69]]) / 255.0
 _LOADING = np.array([233, 162, 59]) / 255.0
@@ -25,17 +23,10 @@ _BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
 def render(system: PlacementEpisode, mode: str) -> str | np.ndarray:
-    """Show one system.
-
-    Args:
-        system: the system, an episode begun.
-        mode: ``"ansi"`` or ``"rgb_array"``.
-
-    Returns:
-        Text, or uint8 pixels ``(540, 960, 3)``.
+    """A system as text (``ansi``) or uint8 ``(540, 960, 3)`` pixels (``rgb_array``).
 
     Raises:
-        DependencyNotInstalled: pixels were asked for and matplotlib is missing.
+        DependencyNotInstalled: pixels are asked for and matplotlib is missing.
     """
     return _text(system) if mode == "ansi" else _pixels(system)
 
@@ -107,27 +98,18 @@ def expert_colours(held: np.ndarray, coming: np.ndarray, counts: np.ndarray) -> 
 
 
 def _pixels(system: PlacementEpisode) -> np.ndarray:
-    canvas = blank_canvas(_PAPER)
+    canvas = blank_canvas()
     figure = canvas.figure
     place = (0.02, 0.27, 0.475, 0.66, 0.82)
     for x, words in zip(place, _words(system), strict=True):
         weight = "bold" if x == place[0] else "normal"
-        figure.text(x, 0.955, words, color=_INK, fontsize=8.5, weight=weight, va="center")
+        figure.text(x, 0.955, words, color=INK, fontsize=8.5, weight=weight, va="center")
     if system.problem.cluster.num_servers <= MAPPED_SERVERS:
         _maps(figure, system)
     else:
         _crowd(figure, system)
     _history(figure, system)
-    canvas.draw()
     return pixels(canvas)
-
-
-def _axes(figure, place: tuple[float, ...], title: str, xlabel: str, **look: Any) -> Any:
-    axis = figure.add_axes(place)
-    axis.set_title(title, loc="left", **{"fontsize": 8.5, "pad": 4} | look)
-    axis.tick_params(labelsize=7, colors=_SOFT, length=2)
-    axis.set_xlabel(xlabel, fontsize=7.5, color=_SOFT, labelpad=1)
-    return axis
 
 
 def _maps(figure, system: PlacementEpisode) -> None:
@@ -139,7 +121,7 @@ def _maps(figure, system: PlacementEpisode) -> None:
     width = 0.95 / servers
     for n in range(servers):
         colours = expert_colours(held[n], aims[n] & ~held[n], counts[n])
-        axis = _axes(
+        axis = panel(
             figure,
             (0.045 + n * width, 0.395, width - 0.035, 0.47),
             f"server {n}: {cluster.gpus[n]} GPU{'s' * (cluster.gpus[n] > 1)}, "
@@ -150,7 +132,7 @@ def _maps(figure, system: PlacementEpisode) -> None:
         )
         axis.imshow(colours, aspect="auto", interpolation="nearest")
         if n == 0:
-            axis.set_ylabel("layer", fontsize=7.5, color=_SOFT, labelpad=1)
+            axis.set_ylabel("layer", fontsize=7.5, color=SOFT, labelpad=1)
     _legend(
         figure,
         [
@@ -168,23 +150,23 @@ def _legend(figure, entries: list[tuple[str, np.ndarray]]) -> None:
     for i, (words, colour) in enumerate(entries):
         x = 0.98 - 0.13 * (len(entries) - i)
         figure.add_artist(Rectangle((x, 0.318), 0.010, 0.016, color=tuple(colour)))
-        figure.text(x + 0.014, 0.326, words, fontsize=7, color=_SOFT, va="center")
+        figure.text(x + 0.014, 0.326, words, fontsize=7, color=SOFT, va="center")
 
 
 def _crowd(figure, system: PlacementEpisode) -> None:
     cluster = system.problem.cluster
     share = cluster.server_view(system.simulator.placement()).mean(axis=2)
-    axis = _axes(
+    axis = panel(
         figure,
         (0.045, 0.395, 0.935, 0.47),
         f"{cluster.num_servers} servers with {cluster.num_gpus} GPUs, "
         f"{int(system.simulator.state.server['in_system'].sum())} requests in system",
         "layer",
-        color=_INK,
+        color=INK,
     )
     colours = np.where(share[..., None] > 0, _blend(_HELD, share), 1.0)
     axis.imshow(colours, aspect="auto", interpolation="nearest")
-    axis.set_ylabel("server", fontsize=7.5, color=_SOFT, labelpad=1)
+    axis.set_ylabel("server", fontsize=7.5, color=SOFT, labelpad=1)
     _legend(figure, [("no expert of the layer", np.ones(3)), ("all of them", _HELD[1])])
 
 
@@ -192,13 +174,13 @@ def _history(figure, system: PlacementEpisode) -> None:
     problem = system.problem
     past = 100 * system.local_ratio[: system.epoch]
     many = past.shape[1] > MAPPED_SERVERS
-    axis = _axes(
+    axis = panel(
         figure,
         (0.045, 0.085, 0.935, 0.19),
         "tokens served where they arrive, % of each epoch, "
         + ("median and 10–90 % of the servers" if many else "by server"),
         "epoch",
-        color=_SOFT,
+        color=SOFT,
         fontsize=8,
         pad=3,
     )

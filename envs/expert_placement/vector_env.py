@@ -15,18 +15,8 @@ from servegym.envs.expert_placement.env import ExpertPlacementEnv
 class ExpertPlacementVectorEnv(BatchVectorEnv):
     """B systems of `ExpertPlacementEnv` over one cluster and one set of prompts.
 
-    Equal to `SyncVectorEnv` bit for bit. A step of one system is millions of events in one kernel
-    call, so that systems are stepped one after the other; what they share is loaded once. Besides
-    the arguments of the single environment it takes
-
-    - `num_envs`: B;
-    - `autoreset_mode`: `"NextStep"` (default), `"SameStep"` (with `final_obs` and `final_info`) or
-      `"Disabled"` (with `reset(options={"reset_mask": ...})`);
-    - `copy`: False returns the buffers themselves, which the next call overwrites;
-    - `max_episode_steps`: truncates without serving what is in the system.
-
-    With `reset(seed=s)` system i is seeded with s + i. Rewards are float64, the arrays of the
-    information carry their `_key` masks.
+    A step of one system is millions of events in one kernel call, so that systems are stepped one
+    after the other; what they share is loaded once. `BatchVectorEnv` has the arguments.
 
     >>> from servegym.envs.expert_placement.vector_env import ExpertPlacementVectorEnv
     >>> envs = ExpertPlacementVectorEnv(2, model="toy")

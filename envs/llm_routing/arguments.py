@@ -10,22 +10,22 @@ from typing import Any
 from servegym._checks import choose
 from servegym.envs import _arguments as arg
 from servegym.envs._arguments import Arguments, Options, Range
-from servegym.envs.llm_routing import kernel
 from servegym.envs.llm_routing.deployments import DEPLOYMENTS
 from servegym.envs.llm_routing.fleets import DRAWN, MAX_LATENCY_REQUIREMENT_S
+from servegym.envs.llm_routing.kernel import layout
 from servegym.envs.workloads import list_arrivals, list_catalogs
 from servegym.envs.workloads.predictions import BUCKETS
 from servegym.hardware_profiles import list_fleets
 
-SCHEDULERS = {"orca": kernel.ORCA, "chunked_prefill": kernel.CHUNKED}
-MEMORY_POLICIES = {"reserve": kernel.RESERVE, "paged": kernel.PAGED}
+SCHEDULERS = {"orca": layout.ORCA, "chunked_prefill": layout.CHUNKED}
+MEMORY_POLICIES = {"reserve": layout.RESERVE, "paged": layout.PAGED}
 REWARDS = {
-    "qos_aware": kernel.QOS_AWARE,
-    "completed_qos": kernel.COMPLETED_QOS,
-    "paid_forward": kernel.PAID_FORWARD,
-    "dense": kernel.DENSE,
+    "qos_aware": layout.QOS_AWARE,
+    "completed_qos": layout.COMPLETED_QOS,
+    "paid_forward": layout.PAID_FORWARD,
+    "dense": layout.DENSE,
 }
-PENALTIES = {"new_violations": kernel.NEW_VIOLATIONS, "literal": kernel.LITERAL}
+PENALTIES = {"new_violations": layout.NEW_VIOLATIONS, "literal": layout.LITERAL}
 ESTIMATORS = {"true": 0, "predicted": 1}
 MAX_CAPACITY = 256
 """Requests that an expert may run, and that may wait at it, at most."""

@@ -10,7 +10,6 @@ import numpy as np
 
 from servegym._checks import nearest
 from servegym.envs._arguments import ends
-from servegym.envs.llm_routing import kernel
 from servegym.envs.llm_routing.arguments import (
     ESTIMATORS,
     IN_FILE,
@@ -26,6 +25,7 @@ from servegym.envs.llm_routing.fleets import (
     SETTING,
     FleetSource,
 )
+from servegym.envs.llm_routing.kernel import layout
 from servegym.envs.llm_routing.kernel.law import Law, pack_law
 from servegym.envs.llm_routing.tables import (
     check_failures,
@@ -112,7 +112,7 @@ class Problem:
     """A routing problem: what the environments, the replay and the baselines share.
 
     Attributes:
-        cfg: ``(1,)`` record of :data:`kernel.CONFIG`.
+        cfg: ``(1,)`` record of :data:`layout.CONFIG`.
         law: iteration times of ``profiles``.
         table: float32 ``(P, N, 5)``: prompt tokens, true score, true length, predicted score,
             predicted length of every catalog row at every expert.
@@ -189,7 +189,7 @@ def _config(arguments: RoutingArguments) -> np.ndarray:
     c["predicted_estimator"] = ESTIMATORS[arguments.estimator]
     c["layout"] = arguments.view
     if arguments.failures is not None:
-        delay_s = float(c["router_delay_s"] + c["delay_s_per_token"] * kernel.MAX_PROMPT_TOKENS)
+        delay_s = float(c["router_delay_s"] + c["delay_s_per_token"] * layout.MAX_PROMPT_TOKENS)
         episode_s = float(c["num_requests"] / ends(arguments.rate)[0] + delay_s)
         check_failures(arguments.failures, c, episode_s)
     return cfg

@@ -16,15 +16,16 @@ from servegym.envs._threads import RowThreads
 from servegym.envs.llm_routing import kernel
 from servegym.envs.llm_routing.config import Problem
 from servegym.envs.llm_routing.fleets import FLEET_FEATURES, MAX_LATENCY_REQUIREMENT_S
+from servegym.envs.llm_routing.kernel import layout
 from servegym.envs.llm_routing.tables import put_fleet
 from servegym.envs.workloads import make_arrivals
 from servegym.envs.workloads.arrivals import Arrivals
 
 REWARD_TERMS = {
-    kernel.COMPLETED_QOS: ("qos",),
-    kernel.QOS_AWARE: ("qos", "penalty"),
-    kernel.PAID_FORWARD: ("accepted_score", "late_score"),
-    kernel.DENSE: ("qos", "outlook"),
+    layout.COMPLETED_QOS: ("qos",),
+    layout.QOS_AWARE: ("qos", "penalty"),
+    layout.PAID_FORWARD: ("accepted_score", "late_score"),
+    layout.DENSE: ("qos", "outlook"),
 }
 
 REQUEST_LOG = np.dtype(
@@ -70,7 +71,7 @@ class RoutingState:
         env: record of clock and sums.
         expert: ``(N,)`` records.
         slot: ``(N, S)`` records of the requests in the system.
-        queue: ``(N, 3 S + K)`` lists, see `kernel.Queues`; K is the block size in tokens.
+        queue: ``(N, 3 S + K)`` lists, see `layout.Queues`; K is the block size in tokens.
         log: ``(J,)`` records of the requests.
         random: state of the generator that draws the next episodes, None in a bare batch.
         finished: whether the episode has ended.
@@ -97,19 +98,19 @@ def observation_space(problem: Problem) -> spaces.Space:
     """The observation space of one system, by the problem's view."""
     n, cap_r, cap_w = problem.num_experts, problem.running_capacity, problem.waiting_capacity
     view = int(problem.cfg["layout"][0])
-    if view == kernel.FLAT:
-        width = 1 + kernel.LOAD_WIDTH + n * (6 + 6 * (cap_r + cap_w))
+    if view == layout.FLAT:
+        width = 1 + layout.LOAD_WIDTH + n * (6 + 6 * (cap_r + cap_w))
         return spaces.Box(0.0, 1.0, (width,), np.float32)
-    if view == kernel.EXPERTS:
+    if view == layout.EXPERTS:
         return spaces.Box(0.0, 1.0, (3 * n,), np.float32)
-    if view == kernel.SUMMARY:
+    if view == layout.SUMMARY:
         low, high = summary_bounds(problem)
         return spaces.Box(np.tile(low, (n, 1)), np.tile(high, (n, 1)))
     longest = float(problem.max_output_tokens)
-    request = np.array([kernel.MAX_PROMPT_TOKENS, 1.0, longest], np.float32)
+    request = np.array([layout.MAX_PROMPT_TOKENS, 1.0, longest], np.float32)
     expert = np.array([1.0, cap_r, cap_r + cap_w], np.float32)
     row = np.array(
-        [kernel.MAX_PROMPT_TOKENS, 1.0, longest, 1.0, longest, kernel.MAX_LATENCY_S_PER_TOKEN],
+        [layout.MAX_PROMPT_TOKENS, 1.0, longest, 1.0, longest, layout.MAX_LATENCY_S_PER_TOKEN],
         np.float32,
     )
 
@@ -123,7 +124,7 @@ def observation_space(problem: Problem) -> spaces.Space:
         box(row, n, cap_r, 6),
         box(row, n, cap_w, 6),
         box(np.array([MAX_LATENCY_REQUIREMENT_S]), 1),
-        box(np.array(load_bounds(problem)), len(kernel.LOAD_HORIZONS), 3),
+        box(np.array(load_bounds(problem)), len(layout.LOAD_HORIZONS), 3),
         spaces.Box(0, 1, (n, cap_r), np.int8),
         spaces.Box(0, 1, (n, cap_w), np.int8),
     )
@@ -135,19 +136,19 @@ def observation_space(problem: Problem) -> spaces.Space:
 
 def load_bounds(problem: Problem) -> list[float]:
     """Upper bounds of the means of the load: gap (s), prompt and predicted output tokens."""
-    return [kernel.MAX_GAP_S, kernel.MAX_PROMPT_TOKENS, float(problem.max_output_tokens)]
+    return [layout.MAX_GAP_S, layout.MAX_PROMPT_TOKENS, float(problem.max_output_tokens)]
 
 
 def summary_bounds(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
-    """Lower and upper bounds of the columns `kernel.SUMMARY_FEATURES`, float32 (F,) each."""
+    """Lower and upper bounds of the columns `layout.SUMMARY_FEATURES`, float32 (F,) each."""
     cap_r, cap_w = problem.running_capacity, problem.waiting_capacity
     longest, prompt = float(problem.max_output_tokens), float(problem.table[..., 0].max())
     held = prompt + longest
-    second = kernel.MAX_LATENCY_S_PER_TOKEN
+    second = layout.MAX_LATENCY_S_PER_TOKEN
     capacity = max(p.kv_capacity_tokens for p in problem.profiles)
     if problem.fleets is not None:
         capacity = problem.fleets.largest_features()[3]
-    request = [1.0, kernel.MAX_PROMPT_TOKENS, 1.0, longest, MAX_LATENCY_REQUIREMENT_S]
+    request = [1.0, layout.MAX_PROMPT_TOKENS, 1.0, longest, MAX_LATENCY_REQUIREMENT_S]
     expert = [1.0, cap_r, cap_r + cap_w, cap_r, cap_w, capacity, *[second] * 5]
     running = [longest, held, held, longest, 1.0, 1.0, 1.0, longest / cap_r, *[1.0] * 5]
     waiting = [held, longest, 1.0, 1.0]
@@ -157,12 +158,12 @@ def summary_bounds(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
         *(cap_r * x for x in running),
         second,
         *((cap_r + cap_w) * x for x in waiting),
-        kernel.MAX_WAIT_S,
-        *load_bounds(problem) * len(kernel.LOAD_HORIZONS),
+        layout.MAX_WAIT_S,
+        *load_bounds(problem) * len(layout.LOAD_HORIZONS),
     ]
     # All columns are 0 for an expert that there is not.
     low, high = (
-        (x - kernel.SUMMARY_MEANS) / kernel.SUMMARY_SPREADS for x in (0.0, np.array(bounds))
+        (x - layout.SUMMARY_MEANS) / layout.SUMMARY_SPREADS for x in (0.0, np.array(bounds))
     )
     return np.minimum(low, 0.0).astype(np.float32), np.maximum(high, 0.0).astype(np.float32)
 
@@ -172,10 +173,8 @@ class RoutingBatch(Batch):
 
     Attributes:
         problem: what the systems share.
-        observation: views of the buffer that the kernel writes, with a leading axis of B; a dict
-            for the graph view, else one array. Overwritten by every call.
-        action_mask: int8 ``(B, N + 1)`` view, likewise.
-        out: float64 ``(B, 3)``: the two terms of the last reward and whether the episode ended.
+        observation: views of the buffer that the kernel writes: a dict for the graph view, else one
+            array. Overwritten by every call.
     """
 
     def __init__(self, problem: Problem, num_rows: int, num_threads: int = 1) -> None:
@@ -188,8 +187,8 @@ class RoutingBatch(Batch):
         self.arrivals = np.zeros((num_rows, length))
         self.rows = np.zeros((num_rows, length), dtype=np.int32)
         self.table = problem.table
-        self.env = np.zeros(num_rows, dtype=kernel.ENV)
-        self.expert = np.zeros((num_rows, n), dtype=kernel.EXPERT)
+        self.env = np.zeros(num_rows, dtype=layout.ENV)
+        self.expert = np.zeros((num_rows, n), dtype=layout.EXPERT)
         self.config = problem.cfg
         self.fleets: list[dict[str, Any] | None] = [None] * num_rows
         if problem.fleets is None:
@@ -198,15 +197,15 @@ class RoutingBatch(Batch):
             self.expert["capacity"] = blocks
         else:
             self.config = np.repeat(problem.cfg, num_rows)
-        self.slot = np.zeros((num_rows, n, slots), dtype=kernel.SLOT)
+        self.slot = np.zeros((num_rows, n, slots), dtype=layout.SLOT)
         entries = 3 * slots + int(c["block_size"])
         self.queue = np.zeros((num_rows, n, entries), dtype=np.int32)
-        self.log = np.zeros((num_rows, length), dtype=kernel.LOG)
+        self.log = np.zeros((num_rows, length), dtype=layout.LOG)
         self.out = np.zeros((num_rows, 3))
         space = observation_space(problem)
         self.observation: Any
         if isinstance(space, spaces.Dict):
-            load = (len(kernel.LOAD_HORIZONS), 3)
+            load = (len(layout.LOAD_HORIZONS), 3)
             shapes = [(n, 3), (n, 3), (n, cap_r, 6), (n, cap_w, 6), (1,), load]
             masks = [(n, cap_r), (n, cap_w), (n + 1,)]
         else:
@@ -234,9 +233,9 @@ class RoutingBatch(Batch):
                 np.zeros((num_rows, length), dtype=np.int16),
                 *(a.copy() for a in (self.env, self.expert, self.slot, self.queue)),
             )
-        tables = kernel.Tables(self.config, problem.law, self.table)
+        tables = layout.Tables(self.config, problem.law, self.table)
         systems = self._systems(self.env, self.expert, self.slot, self.queue, self.log)
-        buffers = kernel.Buffers(self._obs, self._masks, self.out)
+        buffers = layout.Buffers(self._obs, self._masks, self.out)
         self._arguments = tables, systems, buffers
         which, actions = np.zeros(num_rows, dtype=np.int8), np.zeros(num_rows, dtype=np.int64)
         calls: list[tuple[Any, tuple[Any, ...]]] = [
@@ -246,18 +245,18 @@ class RoutingBatch(Batch):
         ]
         if self.delayed:
             sent, *records = self.delayed
-            lagging = self._systems(*records, np.zeros(length, dtype=kernel.LOG))
+            lagging = self._systems(*records, np.zeros(length, dtype=layout.LOG))
             self._stale_arguments = tables, systems, lagging, buffers, sent
             calls.append((kernel.observe_stale, (*self._stale_arguments, which, 0, num_rows)))
         compiled = compile_kernels("LLM routing engine", calls)
         self._begin, self._observe, self._step = compiled[:3]
         self._observe_stale = compiled[-1]
 
-    def _systems(self, *records: np.ndarray) -> kernel.Systems:
+    def _systems(self, *records: np.ndarray) -> layout.Systems:
         """Systems of these env, expert, slot, queue and log records, with this batch's requests."""
         env, expert, *queues = records
-        flat = kernel.Queues(*(part.reshape(-1) for part in queues))
-        return kernel.Systems(self.arrivals, self.rows, env, expert, flat)
+        flat = layout.Queues(*(part.reshape(-1) for part in queues))
+        return layout.Systems(self.arrivals, self.rows, env, expert, flat)
 
     def _observe_rows(self, which: np.ndarray) -> None:
         """Write the whole observation of the rows with ``which`` (int8 ``(B,)``) set."""
@@ -323,14 +322,7 @@ class RoutingBatch(Batch):
         self._observe_rows(which)
 
     def step(self, actions: np.ndarray, which: np.ndarray) -> int:
-        """Route the current request of the rows with ``which`` set; ``actions`` int64 ``(B,)``.
-
-        Returns:
-            How many episodes ended.
-
-        Raises:
-            ValueError: an action is out of range; nothing has changed then.
-        """
+        """Route the current request of the rows with ``which`` set; ``actions`` int64 ``(B,)``."""
         return self._advance(actions, which, self._no_copy)
 
     def step_and_copy(self, actions: np.ndarray, which: np.ndarray) -> tuple[int, Any, np.ndarray]:
@@ -353,7 +345,7 @@ class RoutingBatch(Batch):
             mask,
         )
 
-    def _advance(self, actions: np.ndarray, which: np.ndarray, copy: kernel.Copy) -> int:
+    def _advance(self, actions: np.ndarray, which: np.ndarray, copy: layout.Copy) -> int:
         if self.delayed:
             request = np.minimum(self.env["index"], self.problem.episode_requests - 1)
             on = np.flatnonzero(which)
@@ -390,18 +382,11 @@ class RoutingBatch(Batch):
         )
 
     def restore(self, row: int, state: RoutingState) -> None:
-        """Put a copied system back in a row and write its observation.
-
-        Raises:
-            ValueError: the state is of a system of other sizes.
-        """
+        """Put a copied system back in a row and write its observation."""
         for name in _OF_A_ROW:
             mine, theirs = getattr(self, name)[row], getattr(state, name)
-            if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
-                raise ValueError(
-                    f"state.{name} has shape {theirs.shape}, this environment needs {mine.shape}: "
-                    "restore a state into an environment made with the same arguments."
-                )
+            same = mine.shape == theirs.shape and mine.dtype == theirs.dtype
+            self.check_state(name, mine, theirs, same)
         if len(self.delayed) != len(state.delayed):
             raise ValueError(
                 "state.delayed: restore a state into an environment made with the same staleness_s."
@@ -480,7 +465,7 @@ class RoutingBatch(Batch):
         log["arrival_s"] = self.arrivals[row, :count]
         log["catalog_row"] = self.rows[row, :count]
         log["best_score"] = self.table[log["catalog_row"][:, None], models, 1].max(axis=1)
-        pending = log["outcome"] == kernel.PENDING
+        pending = log["outcome"] == layout.PENDING
         for name, hidden in (("score", np.nan), ("best_score", np.nan), ("catalog_row", -1)):
             log[name][pending] = hidden
         return log
@@ -535,13 +520,13 @@ def draw_from(limits: tuple[float, float], random: np.random.Generator) -> float
     return low if low == high else float(random.uniform(low, high))
 
 
-def _copy_into(arrays: list[np.ndarray], values: int) -> kernel.Copy:
+def _copy_into(arrays: list[np.ndarray], values: int) -> layout.Copy:
     """The first so many arrays receive the values that are seen, the others the flags."""
     flat = [each.reshape(-1) for each in arrays]
     numbers, masks = flat[:values], flat[values:]
     numbers += [np.zeros(0, np.float32)] * (6 - len(numbers))
     masks += [np.zeros(0, np.int8)] * (3 - len(masks))
-    return kernel.Copy(tuple(numbers), tuple(masks))
+    return layout.Copy(tuple(numbers), tuple(masks))
 
 
 def _sections(

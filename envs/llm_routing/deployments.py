@@ -33,12 +33,7 @@ _ENGINE: dict[str, Any] = {
 }
 
 DEPLOYMENTS: dict[str, dict[str, Any]] = {
-    "a10-4-chat": {
-        **_ENGINE,
-        "profiles": [_A10] * 4,
-        "models": [_LLAMA_2] * 4,
-        "rate": 12.0,
-    },
+    "a10-4-chat": {**_ENGINE, "profiles": [_A10] * 4, "models": [_LLAMA_2] * 4, "rate": 12.0},
     "h100-8": {
         **_ENGINE,
         "profiles": [_H100] * 8,

@@ -7,10 +7,10 @@ from typing import Any
 from gymnasium import spaces
 
 from servegym.envs._batch import BatchEnv
-from servegym.envs.llm_routing import kernel
 from servegym.envs.llm_routing.arguments import RoutingArguments
 from servegym.envs.llm_routing.config import Problem, problem_of
 from servegym.envs.llm_routing.core import RoutingBatch, action_words, observation_space
+from servegym.envs.llm_routing.kernel import layout
 
 
 def action_space(problem: Problem) -> spaces.Discrete:
@@ -116,7 +116,7 @@ class LLMRoutingEnv(BatchEnv):
     """
 
     metadata: dict[str, Any] = {"render_modes": ["ansi", "rgb_array"], "render_fps": 8}
-    view = kernel.GRAPH
+    view = layout.GRAPH
     arguments = RoutingArguments
     problem_of = staticmethod(problem_of)
     make_batch = RoutingBatch
@@ -156,7 +156,7 @@ class LLMRoutingFlatEnv(LLMRoutingEnv):
     - v2: `reward="dense"` is the default
     """
 
-    view = kernel.FLAT
+    view = layout.FLAT
 
 
 class LLMRoutingExpertsEnv(LLMRoutingEnv):
@@ -173,16 +173,16 @@ class LLMRoutingExpertsEnv(LLMRoutingEnv):
     - v2: `reward="dense"` is the default
     """
 
-    view = kernel.EXPERTS
+    view = layout.EXPERTS
 
 
 class LLMRoutingSummaryEnv(LLMRoutingEnv):
     """`LLMRoutingEnv` with as many numbers an expert, whatever its queues hold: the id to start with.
 
     One network over the rows serves every expert and any fleet. The observation is a float32 `Box` of
-    shape (N, 44), zeros where a drawn fleet has no such expert. Its columns, `kernel.SUMMARY_FEATURES`
+    shape (N, 44), zeros where a drawn fleet has no such expert. Its columns, `layout.SUMMARY_FEATURES`
     (tokens are counts, times seconds), are standardised by constants, so that they are of unit size at
-    the default fleet: less `kernel.SUMMARY_MEANS`, over `kernel.SUMMARY_SPREADS`.
+    the default fleet: less `layout.SUMMARY_MEANS`, over `layout.SUMMARY_SPREADS`.
 
     | Columns | Content |
     |---|---|
@@ -214,4 +214,4 @@ class LLMRoutingSummaryEnv(LLMRoutingEnv):
     - v2: columns standardised by constants; `reward="dense"` is the default
     """
 
-    view = kernel.SUMMARY
+    view = layout.SUMMARY

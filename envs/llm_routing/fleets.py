@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from servegym._checks import choose, mapping, real, whole
+from servegym._checks import choose, mapping, one_or_pair, real, whole
+from servegym.envs._arguments import ends
 from servegym.envs.workloads import Catalog, make_arrivals
 from servegym.hardware_profiles import list_profiles, load
 from servegym.hardware_profiles.fleet import served_models
@@ -389,20 +391,11 @@ def _log_uniform(limits: tuple[float, float], random: np.random.Generator) -> fl
 
 def _range(name: str, given: Any) -> tuple[float, float]:
     """A number, or a pair (low, high), within the bounds."""
-    what = f"fleet_kwargs[{name!r}]"
-    pair = tuple(given) if isinstance(given, (list, tuple)) else (given, given)
-    if len(pair) != 2:
-        raise ValueError(
-            f"fleet_kwargs[{name!r}]={given!r} must be a number or a pair (low, high)."
-        )
-    what, (low, high) = f"fleet_kwargs[{name!r}]", _BOUNDS[name]
+    low, high = _BOUNDS[name]
+    check = partial(real, low=low, high=high)
     if name in _WHOLE:
-        ends = tuple(whole(what, x, int(low), int(high)) for x in pair)
-    else:
-        ends = tuple(real(what, x, low, high) for x in pair)
-    if ends[0] > ends[1]:
-        raise ValueError(f"{what}={given!r}: the low end is above the high end.")
-    return ends[0], ends[1]
+        check = partial(whole, low=int(low), high=int(high))
+    return ends(one_or_pair(f"fleet_kwargs[{name!r}]", given, check))
 
 
 def _some_of(name: str, given: Any, allowed: tuple[Any, ...]) -> tuple[Any, ...]:

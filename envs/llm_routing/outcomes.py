@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from servegym.envs.llm_routing import kernel
+from servegym.envs.llm_routing.kernel import layout
 
 OUTCOME = np.dtype(
     [
@@ -54,12 +54,12 @@ class OutcomeReader:
         unread = np.where(reported.all(axis=1), decided, reported.argmin(axis=1))
         first, last = int(unread.min()), int(decided.max())
         log = batch.log[:, first:last]
-        new = (log["outcome"] != kernel.PENDING) & ~reported[:, first:last]
+        new = (log["outcome"] != layout.PENDING) & ~reported[:, first:last]
         new &= np.arange(first, last) < decided[:, None]
         reported[:, first:last] |= new
         row, at = np.nonzero(new)
         ended = log[row, at]
-        completed = ended["outcome"] == kernel.COMPLETED
+        completed = ended["outcome"] == layout.COMPLETED
         out = np.zeros(row.size, dtype=OUTCOME)
         out["row"], out["decision"] = row, first + at
         for name in ("expert", "outcome"):

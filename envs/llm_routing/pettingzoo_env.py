@@ -6,25 +6,28 @@ from typing import Any
 
 import numpy as np
 from gymnasium import spaces
-from gymnasium.utils import seeding
-from pettingzoo import ParallelEnv
 
-from servegym._checks import check_render_mode, choose, flag, whole
-from servegym.envs._batch import need_episode, warn_of_no_mode
-from servegym.envs.llm_routing import kernel
-from servegym.envs.llm_routing.config import build_problem
-from servegym.envs.llm_routing.core import RoutingBatch, observation_space
-from servegym.envs.llm_routing.env import LLMRoutingEnv
+from servegym._checks import choose, whole
+from servegym.envs._batch import need_episode
+from servegym.envs._parallel import BatchParallelEnv
+from servegym.envs.llm_routing.env import (
+    LLMRoutingEnv,
+    LLMRoutingExpertsEnv,
+    LLMRoutingFlatEnv,
+    LLMRoutingSummaryEnv,
+)
+from servegym.envs.llm_routing.kernel import layout
+from servegym.envs.llm_routing.outcomes import OutcomeReader
 
-VIEWS = {
-    "graph": kernel.GRAPH,
-    "flat": kernel.FLAT,
-    "experts": kernel.EXPERTS,
-    "summary": kernel.SUMMARY,
+VIEWS: dict[str, type[LLMRoutingEnv]] = {
+    "graph": LLMRoutingEnv,
+    "flat": LLMRoutingFlatEnv,
+    "experts": LLMRoutingExpertsEnv,
+    "summary": LLMRoutingSummaryEnv,
 }
 
 
-class LLMRoutingParallelEnv(ParallelEnv):
+class LLMRoutingParallelEnv(BatchParallelEnv):
     """Several access points route their own requests to the same N experts.
 
     ## Description
@@ -101,23 +104,18 @@ class LLMRoutingParallelEnv(ParallelEnv):
         **kwargs: Any,
     ) -> None:
         count = whole("num_access_points", num_access_points, 1, 4096)
-        self.render_mode = check_render_mode(render_mode, self.metadata["render_modes"])
-        self.shared_reward = flag("shared_reward", shared_reward)
-        layout = VIEWS[choose("view", view, VIEWS)]
+        self.single = VIEWS[choose("view", view, VIEWS)]
         each = whole("episode_requests", kwargs.pop("episode_requests", 1000), 1, 10_000_000)
         if kwargs.get("requests_file") is not None:
             given = kwargs["requests_file"]
             raise ValueError(f"requests_file={given!r} is for a single access point.")
-        self.problem = build_problem(view=layout, **{**kwargs, "episode_requests": count * each})
-        self.batch = RoutingBatch(self.problem, 1)
+        super().__init__({**kwargs, "episode_requests": count * each}, shared_reward, render_mode)
         self.possible_agents = [f"access_point_{k}" for k in range(count)]
-        self.agents: list[str] = []
         actions = self.problem.num_experts + 1
-        inner = observation_space(self.problem)
         self.observation_spaces = {
             agent: spaces.Dict(
                 {
-                    "observation": inner,
+                    "observation": self._inner,
                     "action_mask": spaces.Box(0, 1, (actions,), np.int8),
                     "turn": spaces.Box(0, 1, (1,), np.int8),
                 }
@@ -125,43 +123,12 @@ class LLMRoutingParallelEnv(ParallelEnv):
             for agent in self.possible_agents
         }
         self.action_spaces = {agent: spaces.Discrete(actions) for agent in self.possible_agents}
-        self.state_space = spaces.flatten_space(inner)
-        self._inner = inner
         self._owner = np.zeros(count * each, dtype=np.int64)
-        self._under_way: list[int] = []
-        self._which = np.ones(1, dtype=np.int8)
-        self._random: np.random.Generator | None = None
-
-    def observation_space(self, agent: str) -> spaces.Space:
-        """The observation space of an access point."""
-        return self.observation_spaces[agent]
-
-    def action_space(self, agent: str) -> spaces.Space:
-        """The action space of an access point."""
-        return self.action_spaces[agent]
-
-    def reset(
-        self, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Draw an episode and return everyone's first observation.
-
-        There are no ``options``; those that PettingZoo's own tests give change nothing.
-        """
-        random = self._random
-        if seed is not None or random is None:
-            random, _ = seeding.np_random(seed)
-            self._random = random
-        self._draw(random)
-        self.batch.begin(self._which)
-        self._under_way = []
-        self.agents = list(self.possible_agents)
-        # Without keys, as in the placement environment: TorchRL takes those of the first reset for
-        # all there will ever be, and numbers only.
-        return self._observations(), {agent: self.batch.reset_info(0) for agent in self.agents}
 
     def _draw(self, random: np.random.Generator) -> None:
         """One episode: rates, L, and each access point's arrivals and requests, merged by time."""
         problem, batch = self.problem, self.batch
+        self._outcomes = OutcomeReader(self)
         count = len(self.possible_agents)
         each = problem.episode_requests // count
         process, rates = batch.draw_load(0, count, random)
@@ -199,8 +166,7 @@ class LLMRoutingParallelEnv(ParallelEnv):
             ValueError: the action of the one that has the turn is missing, or out of range.
         """
         need_episode("step", bool(self.agents))
-        index = self._index
-        actor = int(self._owner[index])
+        actor = self._turn()
         name = self.agents[actor]
         if not isinstance(actions, dict):
             raise ValueError(
@@ -212,7 +178,7 @@ class LLMRoutingParallelEnv(ParallelEnv):
         if action.shape != () or action.dtype.kind not in "iu":
             raise ValueError(f"actions[{name!r}]={actions[name]!r} must be one whole number.")
         self.batch.step(np.array([int(action)], dtype=np.int64), self._which)
-        rewards = self._rewards(index, actor)
+        rewards = self._rewards(actor)
         ended = bool(self.batch.out[0, 2])
         observations, infos = self._observations(), self._infos()
         if ended:
@@ -226,42 +192,29 @@ class LLMRoutingParallelEnv(ParallelEnv):
             self.agents = []
         return observations, given, terminations, truncations, infos
 
-    def _rewards(self, index: int, actor: int) -> np.ndarray:
+    def _rewards(self, actor: int) -> np.ndarray:
         """The last reward by access point, float64 (K,)."""
         gain, loss = self.batch.out[0, :2]
         if self.shared_reward:
             return np.full(len(self.agents), gain + loss)
-        log = self.batch.log[0]
-        self._under_way.append(index)
         rewards = np.zeros(len(self.agents))
-        paid_forward = int(self.problem.cfg["reward"][0]) == kernel.PAID_FORWARD
+        paid_forward = int(self.problem.cfg["reward"][0]) == layout.PAID_FORWARD
         # The other term goes to who has decided.
         rewards[actor] = gain if paid_forward else loss
-        limit = float(self.batch.env["latency_requirement"][0])
-        waiting = []
-        for j in self._under_way:
-            entry = log[j]
-            if entry["outcome"] == kernel.PENDING:
-                waiting.append(j)
-                continue
-            on_time = False
-            if entry["outcome"] == kernel.COMPLETED:
-                taken = entry["finish_s"] - self.batch.arrivals[0, j]
-                on_time = taken / entry["output_tokens"] <= limit
-            elif entry["outcome"] != kernel.FAILED:
-                continue
-            if paid_forward and not on_time:
-                rewards[self._owner[j]] -= entry["score"]
-            elif on_time and not paid_forward:
-                rewards[self._owner[j]] += entry["score"]
-        self._under_way = waiting
+        ended = self._outcomes.read()
+        earned = ended["qos"]
+        if paid_forward:
+            served = np.isin(ended["outcome"], (layout.COMPLETED, layout.FAILED))
+            lost = self.batch.log["score"][0, ended["decision"]]
+            earned = np.where(served & (earned == 0.0), -lost, 0.0)
+        np.add.at(rewards, self._owner[ended["decision"]], earned)
         return rewards
 
     def _own_qos(self) -> np.ndarray:
         log = self.batch.request_log(0)
         latency = (log["finish_s"] - log["arrival_s"]) / np.maximum(log["output_tokens"], 1)
         on_time = latency <= float(self.batch.env["latency_requirement"][0])
-        qos = np.where((log["outcome"] == kernel.COMPLETED) & on_time, log["score"], 0.0)
+        qos = np.where((log["outcome"] == layout.COMPLETED) & on_time, log["score"], 0.0)
         count = len(self.possible_agents)
         return np.bincount(self._owner, qos, count) / np.bincount(self._owner, minlength=count)
 
@@ -273,22 +226,16 @@ class LLMRoutingParallelEnv(ParallelEnv):
                 for name, part in seen.items()
             }
         seen = seen.copy()
-        if int(self.problem.cfg["layout"][0]) == kernel.FLAT:
-            of_experts = seen[1 + kernel.LOAD_WIDTH :].reshape(self.problem.num_experts, -1)
+        if int(self.problem.cfg["layout"][0]) == layout.FLAT:
+            of_experts = seen[1 + layout.LOAD_WIDTH :].reshape(self.problem.num_experts, -1)
             of_experts[:, :3] = 0.0
-        elif int(self.problem.cfg["layout"][0]) == kernel.SUMMARY:
-            seen[:, 1:4] = (-kernel.SUMMARY_MEANS / kernel.SUMMARY_SPREADS)[1:4]
+        elif int(self.problem.cfg["layout"][0]) == layout.SUMMARY:
+            seen[:, 1:4] = (-layout.SUMMARY_MEANS / layout.SUMMARY_SPREADS)[1:4]
         return seen
-
-    def _views(self) -> Any:
-        seen = self.batch.observation
-        if isinstance(seen, dict):
-            return {name: part[0] for name, part in seen.items()}
-        return seen[0]
 
     def _observations(self) -> dict[str, Any]:
         turn = self._turn()
-        seen, mask = self._views(), self.batch.action_mask[0]
+        seen, mask = self._seen(), self.batch.action_mask[0]
         observations = {}
         for k, agent in enumerate(self.agents):
             if k != turn:
@@ -314,32 +261,10 @@ class LLMRoutingParallelEnv(ParallelEnv):
         turn, now = self._turn(), float(self.batch.env["now"][0])
         return {agent: {"turn": k == turn, "time_s": now} for k, agent in enumerate(self.agents)}
 
-    def state(self) -> np.ndarray:
-        """What the access point that has the turn sees, flattened."""
-        need_episode("tell the state", self._random is not None)
-        return np.asarray(spaces.flatten(self._inner, self._views()))
-
-    def request_log(self) -> np.ndarray:
-        """One row per decided request of the current episode, see ``core.REQUEST_LOG``."""
-        need_episode("tell the log", self._random is not None)
-        return self.batch.request_log(0)
-
     def request_owners(self) -> np.ndarray:
         """Number of the access point of each row of `request_log`, int64."""
         need_episode("tell the owners", self._random is not None)
         return self._owner[: self._index].copy()
-
-    def render(self) -> Any:
-        """Queues, memory and latency of each expert, as `LLMRoutingEnv.render`."""
-        if self.render_mode is None:
-            return warn_of_no_mode()
-        need_episode("render", self._random is not None)
-        from servegym.envs.llm_routing.render import render
-
-        return render(self.batch, 0, self.render_mode)
-
-    def close(self) -> None:
-        """Nothing is held open."""
 
 
 def parallel_env(**kwargs: Any) -> LLMRoutingParallelEnv:

@@ -8,12 +8,7 @@ from typing import Any
 import numpy as np
 
 from servegym._checks import choose, mapping, real
-from servegym.envs.llm_routing import kernel
-from servegym.envs.llm_routing.arguments import (
-    MEMORY_POLICIES,
-    SCHEDULERS,
-    RoutingArguments,
-)
+from servegym.envs.llm_routing.arguments import MEMORY_POLICIES, SCHEDULERS, RoutingArguments
 from servegym.envs.llm_routing.fleets import FleetSource
 from servegym.envs.llm_routing.kernel import layout
 from servegym.envs.workloads import Catalog, predict
@@ -31,7 +26,7 @@ def engine_config(arguments: RoutingArguments, running_capacity: int) -> np.ndar
     Raises:
         ValueError: arguments do not go together; it names them.
     """
-    cfg = np.zeros(1, dtype=kernel.CONFIG)
+    cfg = np.zeros(1, dtype=layout.CONFIG)
     c, scheduler = cfg[0], arguments.scheduler
     for name in ("prefix_caching", "async_scheduling"):
         if getattr(arguments, name) and scheduler != "chunked_prefill":
@@ -120,9 +115,9 @@ def put_fleet(
     c["waiting_capacity"] = setting["waiting_capacity"]
     c["scheduler"] = SCHEDULERS[setting["scheduler"]]
     c["memory_policy"] = MEMORY_POLICIES[setting["memory_policy"]]
-    caching = shared["prefix_caching"] and c["scheduler"] == kernel.CHUNKED
-    c["prefix_caching"] = caching and c["memory_policy"] == kernel.PAGED
-    c["async_scheduling"] = shared["async_scheduling"] and c["scheduler"] == kernel.CHUNKED
+    caching = shared["prefix_caching"] and c["scheduler"] == layout.CHUNKED
+    c["prefix_caching"] = caching and c["memory_policy"] == layout.PAGED
+    c["async_scheduling"] = shared["async_scheduling"] and c["scheduler"] == layout.CHUNKED
     c["token_budget"] = setting["prefill_token_budget"]
     expert["capacity"][:count] = np.array(setting["kv_capacity_tokens"]) // int(c["block_size"])
     expert["profile"][:count] = source.laws(setting)

@@ -14,6 +14,7 @@ from servegym.envs import _arguments as arg
 from servegym.envs._arguments import Arguments
 from servegym.envs.llm_routing import kernel
 from servegym.envs.llm_routing.arguments import MEMORY_POLICIES, SCHEDULERS, RoutingArguments
+from servegym.envs.llm_routing.kernel import layout
 from servegym.envs.llm_routing.kernel.law import Law, pack_law
 from servegym.envs.llm_routing.tables import engine_config, set_sizes
 from servegym.hardware_profiles import Profile, load
@@ -82,7 +83,7 @@ def _check_requests_fit(
     prompts: np.ndarray, outputs: np.ndarray, profile: Profile, blocks: int, c: np.void
 ) -> None:
     """Refuse requests beyond the cache of ``blocks`` KV blocks or beyond the profile's laws."""
-    reserve = c["memory_policy"] == kernel.RESERVE
+    reserve = c["memory_policy"] == layout.RESERVE
     # The last token of an answer is never computed.
     longest = outputs.max() if reserve else outputs - 1
     needed = np.ceil((prompts + longest) / int(c["block_size"]))
@@ -94,7 +95,7 @@ def _check_requests_fit(
             f"{profile.name!r} has {blocks}: raise kv_tokens or drop the request."
         )
     tokens = min(int(c["token_budget"]), prompts.sum())
-    if c["scheduler"] == kernel.ORCA:
+    if c["scheduler"] == layout.ORCA:
         tokens = max(tokens, prompts.max())
     profile.check_domain(
         batch=min(int(c["running_capacity"]), len(prompts)),
@@ -116,21 +117,21 @@ def _run(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Log of the requests and ``(K, 3)`` state at ``times``; ``tokens``: prompts, outputs."""
     count = len(arrivals)
-    log = np.zeros(count, dtype=kernel.LOG)
+    log = np.zeros(count, dtype=layout.LOG)
     timeline = np.zeros((len(times), 3))
     entries = 3 * count + int(cfg["block_size"][0])
-    queues = kernel.Queues(
-        np.zeros(count, dtype=kernel.SLOT), np.zeros(entries, dtype=np.int32), log
+    queues = layout.Queues(
+        np.zeros(count, dtype=layout.SLOT), np.zeros(entries, dtype=np.int32), log
     )
-    systems = kernel.Systems(
+    systems = layout.Systems(
         arrivals[None],
         np.zeros((1, count), dtype=np.int32),
-        np.zeros(1, dtype=kernel.ENV),
-        np.zeros((1, 1), dtype=kernel.EXPERT),
+        np.zeros(1, dtype=layout.ENV),
+        np.zeros((1, 1), dtype=layout.EXPERT),
         queues,
     )
     systems.expert["capacity"] = blocks
-    tables = kernel.Tables(cfg, law, np.zeros((0, 1, 5), dtype=np.float32))
+    tables = layout.Tables(cfg, law, np.zeros((0, 1, 5), dtype=np.float32))
     arguments = (tables, systems, tokens, times, timeline)
     if not _engine:
         # Once: the arrays are of the same types in every call, and finding them takes long.

@@ -20,21 +20,11 @@ from servegym.envs.llm_routing.env import (
 
 
 class LLMRoutingVectorEnv(BatchVectorEnv):
-    """B systems of `LLMRoutingEnv` stepped together, equal to `SyncVectorEnv` bit for bit.
+    """B systems of `LLMRoutingEnv`; `BatchVectorEnv` has the arguments but for one.
 
-    Besides the arguments of the single environment it takes
-
-    - `num_envs`: B;
-    - `autoreset_mode`: `"NextStep"` (default), `"SameStep"` (with `final_obs` and `final_info`) or
-      `"Disabled"` (with `reset(options={"reset_mask": ...})`);
-    - `copy`: False returns the buffers themselves, which the next call overwrites;
-    - `max_episode_steps`: truncates without draining;
-    - `num_threads`: 1 (default) to 256 threads of the process that share the systems out; the
-      numbers do not depend on it. On two cores two threads are 1.8 times as fast as one with 1,024
-      systems, 1.5 times with 256, and slower with 64 (`servegym bench routing --threads`).
-
-    With `reset(seed=s)` system i is seeded with s + i. Rewards are float64, the arrays of the
-    information carry their `_key` masks.
+    `num_threads`: 1 (default) to 256 threads of the process that share the systems out; the numbers
+    do not depend on it. On two cores two threads are 1.8 times as fast as one with 1,024 systems,
+    1.5 times with 256, and slower with 64 (`servegym bench routing --threads`).
 
     >>> import gymnasium, servegym
     >>> envs = gymnasium.make_vec("servegym/LLMRouting-v1", num_envs=4)

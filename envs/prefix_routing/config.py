@@ -12,7 +12,6 @@ import numpy as np
 from servegym._checks import mapping, real, whole
 from servegym.envs._arguments import ends
 from servegym.envs.llm_routing.tables import check_failures
-from servegym.envs.prefix_routing import kernel
 from servegym.envs.prefix_routing.arguments import MAX_REPLICAS, REWARDS, PrefixArguments
 from servegym.envs.prefix_routing.gateway import (
     GATEWAY_OPTIONS,
@@ -20,7 +19,7 @@ from servegym.envs.prefix_routing.gateway import (
     LRU_ENTRIES,
     gateway_config,
 )
-from servegym.envs.prefix_routing.kernel import steps
+from servegym.envs.prefix_routing.kernel import layout, steps
 from servegym.envs.prefix_routing.requests import PrefixRequests
 from servegym.envs.prefix_routing.tables import engine_tables
 from servegym.envs.prefix_routing.workloads import (
@@ -66,7 +65,7 @@ class Problem:
     """
 
     view: int
-    tables: kernel.Tables
+    tables: layout.Tables
     settings: np.ndarray
     gateway: np.void
     profiles: tuple[Profile, ...]

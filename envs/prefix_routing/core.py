@@ -11,10 +11,9 @@ from gymnasium import spaces
 
 from servegym._jit import compile_kernels
 from servegym.envs._batch import Batch
-from servegym.envs.prefix_routing import kernel
 from servegym.envs.prefix_routing.config import DICT, FLAT, SUMMARY, Problem
 from servegym.envs.prefix_routing.gateway import GROWING, blank, load, prompts, sizes
-from servegym.envs.prefix_routing.kernel import steps
+from servegym.envs.prefix_routing.kernel import layout, steps
 from servegym.envs.prefix_routing.kernel.gateway import Gateway
 from servegym.envs.prefix_routing.kernel.observation import REPLICA_HIGH, REPLICA_LOW, REQUEST_HIGH
 from servegym.envs.prefix_routing.requests import PrefixRequests
@@ -63,7 +62,7 @@ class PrefixState:
 
     Attributes:
         env: record of the episode's sums.
-        engine: the engine's arrays of the row by the names of `kernel.Systems`.
+        engine: the engine's arrays of the row by the names of `layout.Systems`.
         gateway: the gateway's by the names of `kernel.gateway.Gateway`.
         episode: requests in the order of the decisions, which were decided on, last scrape of each
             replica, and session and tenant of each request.
@@ -116,11 +115,8 @@ class PrefixBatch(Batch):
 
     Attributes:
         problem: what the systems share.
-        observation: buffers that the kernel writes, with a leading axis of B; a dict, or one array
-            for the flat view. Overwritten by every call.
-        action_mask: int8 ``(B, A)``, likewise.
-        out: float64 ``(B, 2)``: the last reward and whether the episode ended.
-        terms: name of the reward.
+        observation: buffers that the kernel writes: a dict, or one array where the view is one.
+            Overwritten by every call.
     """
 
     def __init__(self, problem: Problem, num_rows: int) -> None:
@@ -129,7 +125,7 @@ class PrefixBatch(Batch):
         n, count = problem.num_replicas, problem.num_requests
         config = problem.tables.config[0]
         segments = np.zeros((num_rows * 4 * count, 2), dtype=np.int32)
-        self.systems = kernel.allocate(config, num_rows, segments, problem.events)
+        self.systems = layout.allocate(config, num_rows, segments, problem.events)
         put_replicas(self.systems, problem.profiles, problem.capacity)
         self.gateway = blank(problem.gateway, num_rows, n, count)
         self.episodes = steps.Episodes(
@@ -247,14 +243,7 @@ class PrefixBatch(Batch):
         self._begin(*self._arguments(), np.ascontiguousarray(which, np.int8))
 
     def step(self, actions: np.ndarray, which: np.ndarray) -> int:
-        """Route the current request of the rows with ``which`` set; ``actions`` int64 ``(B,)``.
-
-        Returns:
-            How many episodes ended.
-
-        Raises:
-            ValueError: an action is out of range; nothing has changed then.
-        """
+        """Route the current request of the rows with ``which`` set; ``actions`` int64 ``(B,)``."""
         actions = np.ascontiguousarray(actions, np.int64)
         ended = self._step(*self._arguments(), actions, np.ascontiguousarray(which, np.int8))
         if ended < 0:
@@ -290,22 +279,13 @@ class PrefixBatch(Batch):
         }
 
     def restore(self, row: int, state: PrefixState) -> None:
-        """Put a copied system back in a row and write its observation.
-
-        Raises:
-            ValueError: the state is of a system of other sizes.
-        """
+        """Put a copied system back in a row and write its observation."""
         mine = self._engine(row)
         for name, theirs in state.engine.items():
             same = theirs.shape == mine[name].shape
             if name in GROWN:  # the size of their longest axis goes by the episode
                 same = name == "segments" or len(theirs) == len(mine[name])
-            if not same:
-                raise ValueError(
-                    f"state.engine[{name!r}] has shape {theirs.shape}, this environment needs "
-                    f"{mine[name].shape}: restore a state into an environment made with the same "
-                    "arguments."
-                )
+            self.check_state(f"engine[{name!r}]", mine[name], theirs, same)
         wanted = {name: state.gateway[name].shape[-1] for name in GROWING}
         self._make_room(len(state.engine["segments"]), wanted)
         if len(state.engine["known"]):
@@ -348,7 +328,7 @@ class PrefixBatch(Batch):
         """
         o, log = self.episodes.row[row], self.request_log(row)
         decided = max(int(o["index"]), 1)
-        done = log[log["outcome"] == kernel.COMPLETED]
+        done = log[log["outcome"] == layout.COMPLETED]
         nan = float("nan")
         ttft, e2e = (done[name] - done["arrival_s"] for name in ("first_token_s", "finish_s"))
         several = done[done["output_tokens"] > 1]
@@ -370,7 +350,7 @@ class PrefixBatch(Batch):
         sent = np.bincount(log["replica"][log["replica"] >= 0], minlength=self.problem.num_replicas)
         span = float(o["last_finish"] - o["began"])
         if self.problem.tables.config["uptime_s"][0] > 0:
-            figures["failure_rate"] = int((log["outcome"] == kernel.FAILED).sum()) / decided
+            figures["failure_rate"] = int((log["outcome"] == layout.FAILED).sum()) / decided
         return figures | {
             "hit_rate": int(o["hit_tokens"]) / prompts,
             "claimed_rate": claimed / prompts,
@@ -393,7 +373,7 @@ class PrefixBatch(Batch):
 
     def finished(self, row: int) -> np.ndarray:
         """The completed requests, those of the warm-up too, as in `request_log`."""
-        done = self._engine(row)["request"]["outcome"] == kernel.COMPLETED
+        done = self._engine(row)["request"]["outcome"] == layout.COMPLETED
         return self._log(row, np.flatnonzero(done))
 
     def _log(self, row: int, order: np.ndarray) -> np.ndarray:
@@ -407,7 +387,7 @@ class PrefixBatch(Batch):
         log["turn"] = told["turn"]
         routed = told["replica"] >= 0
         log["match_tokens"][routed] = (told["prompt"] - told["uncached"])[routed]
-        log["output_tokens"][log["outcome"] != kernel.COMPLETED] = 0
+        log["output_tokens"][log["outcome"] != layout.COMPLETED] = 0
         return log
 
     def __getstate__(self) -> dict[str, Any]:
@@ -420,7 +400,7 @@ class PrefixBatch(Batch):
     def __setstate__(self, state: dict[str, Any]) -> None:
         # Rebuilt so that the observation stays a view of the buffers.
         PrefixBatch.__init__(self, state["problem"], state["num_rows"])
-        self.systems = kernel.Systems(**state["systems"])
+        self.systems = layout.Systems(**state["systems"])
         self.gateway = Gateway(**state["gateway"])
         self.episodes = steps.Episodes(**state["episodes"])
         for name, part in state["buffers"].items():

@@ -9,8 +9,7 @@ import numpy as np
 
 from servegym._checks import whole
 from servegym._jit import compile_kernels
-from servegym.envs.prefix_routing import kernel
-from servegym.envs.prefix_routing.kernel import live
+from servegym.envs.prefix_routing.kernel import layout, live
 from servegym.envs.prefix_routing.tables import EngineArguments, engine_tables, put_replicas
 from servegym.hardware_profiles import Profile
 
@@ -61,7 +60,7 @@ class LiveEngine:
         self.block_size = block_size
         self.capacity = int(capacity[0])
         self._tables = tables
-        self._systems = kernel.allocate(tables.config[0], 1, np.zeros((256, 2), np.int32))
+        self._systems = layout.allocate(tables.config[0], 1, np.zeros((256, 2), np.int32))
         put_replicas(self._systems, [profile], capacity)
         self._tokens = np.zeros(max(1024, max_num_seqs), dtype=live.TOKEN)
         arrays = (tables, self._systems)

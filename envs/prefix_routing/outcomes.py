@@ -8,8 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from servegym._jit import compile_kernels
-from servegym.envs.prefix_routing import kernel
-from servegym.envs.prefix_routing.kernel import steps
+from servegym.envs.prefix_routing.kernel import layout, steps
 
 OUTCOME = np.dtype(
     [
@@ -60,11 +59,11 @@ class OutcomeReader:
         for row in range(batch.num_rows):
             open_ = np.flatnonzero(~reported[row, : decided[row]])
             ended = requests[row, batch.episodes.order[row, open_]]
-            new = (ended["outcome"] != kernel.PENDING) & (ended["outcome"] != kernel.QUEUED)
+            new = (ended["outcome"] != layout.PENDING) & (ended["outcome"] != layout.QUEUED)
             reported[row, open_[new]] = True
             ended = ended[new]
             out = np.zeros(len(ended), dtype=OUTCOME)
-            completed = ended["outcome"] == kernel.COMPLETED
+            completed = ended["outcome"] == layout.COMPLETED
             out["row"], out["decision"] = row, open_[new]
             out["replica"], out["outcome"] = ended["replica"], ended["outcome"]
             out["finish_s"] = np.where(completed, ended["finish"], np.nan)

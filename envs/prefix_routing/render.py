@@ -12,29 +12,21 @@ from typing import Any
 
 import numpy as np
 
-from servegym.envs._frames import blank_canvas, pixels
-from servegym.envs.prefix_routing import kernel
+from servegym.envs._frames import INK, PAPER, SOFT, blank_canvas, panel, pixels
+from servegym.envs.prefix_routing.kernel import layout
 
 SHOWN, NAMED = 40, 25
-_INK, _SOFT, _PAPER, _EMPTY = "#1f2933", "#66788a", "#f5f7fa", "#e4e9ef"
+_EMPTY = "#e4e9ef"
 _RUNNING, _WAITING, _MEMORY, _MATCH = "#3f5e8c", "#d6963c", "#5a966e", "#8a5bb0"
 _MET = np.array([[186, 228, 223], [18, 104, 94]]) / 255.0  # nothing cached, all cached
 _MISSED = np.array([[247, 196, 192], [170, 35, 30]]) / 255.0
 
 
 def render(batch: Any, row: int, mode: str) -> Any:
-    """Draw one system.
-
-    Args:
-        batch: the systems.
-        row: which.
-        mode: ``ansi`` or ``rgb_array``.
-
-    Returns:
-        Text, or uint8 ``(540, 960, 3)`` pixels.
+    """A system as text (``ansi``) or uint8 ``(540, 960, 3)`` pixels (``rgb_array``).
 
     Raises:
-        DependencyNotInstalled: pixels were asked for and matplotlib is missing.
+        DependencyNotInstalled: pixels are asked for and matplotlib is missing.
     """
     return _text(batch, row) if mode == "ansi" else _pixels(batch, row)
 
@@ -64,7 +56,7 @@ def _text(batch: Any, row: int) -> str:
     log, problem = batch.request_log(row), batch.problem
     seen, engine = batch.gateway.replica[row], batch.systems.replica[row]
     lines = [
-        _words(batch, row, log[log["outcome"] == kernel.COMPLETED]),
+        _words(batch, row, log[log["outcome"] == layout.COMPLETED]),
         "replica                     running waiting  KV in use  in flight  prefill tokens  match",
     ]
     for n, card in enumerate(problem.profiles):
@@ -80,7 +72,7 @@ def _text(batch: Any, row: int) -> str:
 def _pixels(batch: Any, row: int) -> np.ndarray:
     log, problem = batch.request_log(row), batch.problem
     engine, seen = batch.systems.replica[row], batch.gateway.replica[row]
-    done = log[log["outcome"] == kernel.COMPLETED]
+    done = log[log["outcome"] == layout.COMPLETED]
     most = int(problem.tables.config["max_running"][0])
     index = int(batch.systems.env["index"][row])
     prompt = int(batch.gateway.request["prompt"][row, index]) if index >= 0 else 0
@@ -88,9 +80,9 @@ def _pixels(batch: Any, row: int) -> np.ndarray:
     used = 1.0 - engine["free"] / engine["capacity"]
     match = seen["match"] / prompt if prompt else np.zeros(len(seen))
 
-    canvas = blank_canvas(_PAPER)
+    canvas = blank_canvas()
     figure = canvas.figure
-    figure.text(0.02, 0.955, _words(batch, row, done), color=_INK, fontsize=8.5, va="center")
+    figure.text(0.02, 0.955, _words(batch, row, done), color=INK, fontsize=8.5, va="center")
     request = f"match, of {prompt:,} tokens" if prompt else "match: no request"
     panels = (
         ("requests: running, waiting", [(running, _RUNNING), (waiting, _WAITING)]),
@@ -99,43 +91,42 @@ def _pixels(batch: Any, row: int) -> np.ndarray:
     )
     places = np.arange(problem.num_replicas)
     for k, (title, parts) in enumerate(panels):
-        axis = figure.add_axes((0.15 + 0.2 * k, 0.10, 0.18, 0.77), facecolor=_EMPTY)
+        axis = _rows(figure, (0.15 + 0.2 * k, 0.10, 0.18, 0.77), title, "share", len(places))
+        axis.set_facecolor(_EMPTY)
         left = np.zeros(len(places))
         for share, colour in parts:
             axis.barh(places, share, left=left, color=colour, height=0.8)
             left = left + share
         axis.set_xlim(0, 1)
         axis.set_xticks([0, 0.5, 1], ["0", ".5", "1"])
-        _dress(axis, title, "share", len(places))
         if k == 0:
             names = [f"{n} {card.name}"[:22] for n, card in enumerate(problem.profiles)]
             some = slice(None, None, -(-len(places) // NAMED))
-            axis.set_yticks(places[some], names[some], fontsize=7, color=_INK)
+            axis.set_yticks(places[some], names[some], fontsize=7, color=INK)
             for left, word, colour in ((0.0, "running", _RUNNING), (0.5, "waiting", _WAITING)):
                 axis.text(
                     left, -0.085, f"■ {word}", color=colour, fontsize=7, transform=axis.transAxes
                 )
-    axis = figure.add_axes((0.745, 0.10, 0.235, 0.77), facecolor=_PAPER)
+    title = "completed requests, newest right"
+    axis = _rows(figure, (0.745, 0.10, 0.235, 0.77), title, "", len(places))
     finished = batch.finished(row)
     if not len(finished):
-        axis.text(SHOWN / 2, (len(places) - 1) / 2, "none yet", color=_SOFT, ha="center")
+        axis.text(SHOWN / 2, (len(places) - 1) / 2, "none yet", color=SOFT, ha="center")
     axis.imshow(
         _marks(batch, finished),
         aspect="auto",
         interpolation="nearest",
         extent=(0.0, float(SHOWN), len(places) - 0.5, -0.5),
     )
-    axis.vlines(np.arange(1, SHOWN), -0.5, len(places) - 0.5, color=_PAPER, lw=1)
-    axis.hlines(places[1:] - 0.5, 0, SHOWN, color=_PAPER, lw=min(2.0, 50 / len(places)))
+    axis.vlines(np.arange(1, SHOWN), -0.5, len(places) - 0.5, color=PAPER, lw=1)
+    axis.hlines(places[1:] - 0.5, 0, SHOWN, color=PAPER, lw=min(2.0, 50 / len(places)))
     axis.set_xticks([])
-    _dress(axis, "completed requests, newest right", "", len(places))
     for left, word, colour in (
         (0.0, "in time", _MET[1]),
         (0.27, "late", _MISSED[1]),
-        (0.47, "lighter: less cached", _SOFT),
+        (0.47, "lighter: less cached", SOFT),
     ):
         axis.text(left, -0.05, f"■ {word}", color=colour, fontsize=7, transform=axis.transAxes)
-    canvas.draw()
     return pixels(canvas)
 
 
@@ -152,10 +143,10 @@ def _marks(batch: Any, done: np.ndarray) -> np.ndarray:
     return colours
 
 
-def _dress(axis: Any, title: str, unit: str, replicas: int) -> None:
+def _rows(figure: Any, place: tuple[float, ...], title: str, unit: str, replicas: int) -> Any:
+    """A panel with a row a replica."""
+    axis = panel(figure, place, title, unit)
     axis.set_ylim(replicas - 0.5, -0.5)
     axis.set_yticks([])
-    axis.set_xlabel(unit, fontsize=7, color=_SOFT, labelpad=1)
-    axis.set_title(title, fontsize=8.5, color=_INK, loc="left", pad=4)
-    axis.tick_params(labelsize=7, colors=_SOFT, length=2)
     axis.spines[:].set_visible(False)
+    return axis

@@ -10,6 +10,7 @@ import numpy as np
 from servegym._checks import choose, whole
 from servegym._jit import compile_kernels
 from servegym.envs.prefix_routing import kernel
+from servegym.envs.prefix_routing.kernel import layout
 from servegym.envs.prefix_routing.requests import PrefixRequests
 from servegym.envs.prefix_routing.tables import (
     EngineArguments,
@@ -101,16 +102,13 @@ def replay_prefix(
             tokens=int(min(max_num_batched_tokens, requests.prompt_tokens.sum(dtype=np.int64))),
             context=int((requests.prompt_tokens + requests.output_tokens).max()),
         )
-    systems = kernel.allocate(tables.config[0], 1, requests.segments)
+    systems = layout.allocate(tables.config[0], 1, requests.segments)
     put_replicas(systems, cards, capacity)
     put_requests(systems, 0, requests)
     which = np.ones(1, dtype=np.int8)
     begin, run = compile_kernels(
         "prefix replay engine",
-        [
-            (kernel.begin, (tables, systems, which)),
-            (kernel.run_replay, (tables, systems, sent)),
-        ],
+        [(kernel.begin, (tables, systems, which)), (kernel.run_replay, (tables, systems, sent))],
     )
     begin(tables, systems, which)
     run(tables, systems, sent)

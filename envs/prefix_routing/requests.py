@@ -122,39 +122,23 @@ class PrefixRequests(NamedTuple):
 
     def _check_chains(self) -> None:
         """Refuse an id that follows two different ids, or begins one request and not another."""
-        if self._is_chain():
-            return  # the expanded ids, many more, only say which one is wrong
-        ids = _expand(self.segments).astype(np.int32)  # half the memory to go through
-        begins = np.concatenate([[0], np.cumsum(self.num_blocks())[:-1]])
-        before = np.empty_like(ids)
-        before[1:] = ids[:-1]
-        before[begins[begins < ids.size]] = -1
-        dense = _dense(ids)
-        known = np.empty(int(dense.max()) + 1, dtype=np.int32)
-        known[dense[::-1]] = before[::-1]  # where an id is met first
-        wrong = np.flatnonzero(known[dense] != before)
-        if wrong.size:
-            at = int(wrong[0])
-            j = int(np.searchsorted(np.cumsum(self.num_blocks()), at, side="right"))
-            raise ValueError(
-                f"segments of request {j}: block id {ids[at]} follows id {before[at]} there and "
-                f"id {known[dense[at]]} elsewhere (-1: it begins the prompt); block ids must be a "
-                "prefix chain."
-            )
-
-    def _is_chain(self) -> bool:
-        """Whether every id has one predecessor: that before it in its segment, or before that."""
         first, blocks = self.segments.T.astype(np.int64)
         last = first + blocks - 1
         before = np.roll(last, 1)
         before[self.first_segment[:-1][np.diff(self.first_segment) > 0]] = -1
-        order = np.lexsort((before, first))
-        first, before, last = first[order], before[order], last[order]
-        same = first[1:] == first[:-1]
+        order = np.argsort(first, kind="stable")
+        begins, follows = first[order], before[order]
+        same = begins[1:] == begins[:-1]
         # It begins within a segment that begins earlier.
-        inside = ~same & (first[1:] <= np.maximum.accumulate(last)[:-1])
-        wrong = (same & (before[1:] != before[:-1])) | (inside & (before[1:] != first[1:] - 1))
-        return not wrong.any()
+        inside = ~same & (begins[1:] <= np.maximum.accumulate(last[order])[:-1])
+        wrong = (same & (follows[1:] != follows[:-1])) | (inside & (follows[1:] != begins[1:] - 1))
+        if wrong.any():
+            at = int(order[1:][wrong].min())
+            j = int(np.searchsorted(self.first_segment, at, side="right")) - 1
+            raise ValueError(
+                f"segments of request {j}: block id {first[at]} follows id {before[at]} there and "
+                "another id elsewhere (-1: it begins the prompt); block ids must be a prefix chain."
+            )
 
 
 _TYPES = {"arrival_s": np.float64, "think_s": np.float64, "first_segment": np.int64}
@@ -172,10 +156,3 @@ def _expand(segments: np.ndarray) -> np.ndarray:
     ends = np.cumsum(blocks)
     total = int(ends[-1]) if ends.size else 0
     return np.repeat(first - ends + blocks, blocks) + np.arange(total)
-
-
-def _dense(ids: np.ndarray) -> np.ndarray:
-    """Ids, or numbers for them where a table by id would be large; a sort takes longer."""
-    if ids.size == 0 or ids.max() <= 8 * ids.size:
-        return ids
-    return np.unique(ids, return_inverse=True)[1]

@@ -11,12 +11,12 @@ from servegym.envs import _arguments as arg
 from servegym.envs._arguments import Arguments, Options
 from servegym.envs.llm_routing.kernel.law import pack_law
 from servegym.envs.llm_routing.tables import failure_times
-from servegym.envs.prefix_routing import kernel
+from servegym.envs.prefix_routing.kernel import layout
 from servegym.envs.prefix_routing.requests import PrefixRequests
 from servegym.hardware_profiles import Profile
 
 MAX_SEQS = 4096
-STORES = {"vllm": kernel.NO_STORE, "infinite": kernel.OWN_STORE, "pooled": kernel.POOLED_STORE}
+STORES = {"vllm": layout.NO_STORE, "infinite": layout.OWN_STORE, "pooled": layout.POOLED_STORE}
 MAX_BLOCKS = 1 << 22
 
 
@@ -34,7 +34,7 @@ class EngineArguments(Arguments):
 
 def engine_tables(
     profiles: Sequence[Profile], arguments: EngineArguments, num_requests: int
-) -> tuple[kernel.Tables, np.ndarray]:
+) -> tuple[layout.Tables, np.ndarray]:
     """What the systems share, and the capacity (N,) of the replicas in blocks.
 
     Args:
@@ -54,7 +54,7 @@ def engine_tables(
         )
     if len(profiles) == 0:
         raise ValueError("profiles is empty; at least one replica is needed.")
-    cfg = np.zeros(1, dtype=kernel.CONFIG)
+    cfg = np.zeros(1, dtype=layout.CONFIG)
     c = cfg[0]
     laws = list({id(profile): profile for profile in profiles}.values())
     law = pack_law(laws, running)
@@ -79,11 +79,11 @@ def engine_tables(
     c["store"] = STORES[arguments.prefix_cache]
     if arguments.failures is not None:
         c["uptime_s"], c["downtime_s"] = failure_times(arguments.failures)
-    return kernel.Tables(cfg, law), capacity
+    return layout.Tables(cfg, law), capacity
 
 
 def put_replicas(
-    systems: kernel.Systems, profiles: Sequence[Profile], capacity: np.ndarray
+    systems: layout.Systems, profiles: Sequence[Profile], capacity: np.ndarray
 ) -> None:
     """Write card and memory of the replicas of all rows."""
     laws = list(dict.fromkeys(id(profile) for profile in profiles))
@@ -92,7 +92,7 @@ def put_replicas(
 
 
 def put_requests(
-    systems: kernel.Systems, row: int, requests: PrefixRequests, first_segment: int = 0
+    systems: layout.Systems, row: int, requests: PrefixRequests, first_segment: int = 0
 ) -> None:
     """Write what is given of the requests of an episode; `kernel.begin` starts it.
 

@@ -13,18 +13,7 @@ from servegym.envs.prefix_routing.env import (
 
 
 class PrefixRoutingVectorEnv(BatchVectorEnv):
-    """B systems of `PrefixRoutingEnv` stepped together, equal to `SyncVectorEnv` bit for bit.
-
-    Besides the arguments of the single environment it takes
-
-    - `num_envs`: B;
-    - `autoreset_mode`: `"NextStep"` (default), `"SameStep"` (with `final_obs` and `final_info`) or
-      `"Disabled"` (with `reset(options={"reset_mask": ...})`);
-    - `copy`: False returns the buffers themselves, which the next call overwrites;
-    - `max_episode_steps`: truncates without draining.
-
-    With `reset(seed=s)` system i is seeded with s + i. Rewards are float64, the arrays of the
-    information carry their `_key` masks.
+    """B systems of `PrefixRoutingEnv`; `BatchVectorEnv` has the arguments.
 
     >>> import gymnasium, servegym
     >>> envs = gymnasium.make_vec("servegym/PrefixRouting-v1", num_envs=2, warmup_requests=0)

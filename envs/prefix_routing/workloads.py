@@ -21,11 +21,12 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from servegym._checks import LARGEST, choose, real, whole
+from servegym._checks import LARGEST, choose, one_or_pair, real, whole
 from servegym.envs import _arguments as arg
 from servegym.envs._arguments import Arguments
 from servegym.envs.prefix_routing.requests import PrefixRequests
@@ -95,14 +96,7 @@ def _tokens(name: str, given: Any) -> int | str | tuple[int, int]:
     """Check of a trace's name, of a number of tokens or of a pair (low, high)."""
     if isinstance(given, str):
         return choose(name, given, fitted_lengths()["traces"])
-    if not isinstance(given, list | tuple):
-        return whole(name, given, 1, MAX_TOKENS // 4)
-    if len(given) != 2:
-        raise ValueError(f"{name}={given!r} must be a whole number or a pair (low, high).")
-    low, high = (whole(name, value, 1, MAX_TOKENS // 4) for value in given)
-    if low > high:
-        raise ValueError(f"{name}={given!r}: the low end is above the high end.")
-    return low, high
+    return one_or_pair(name, given, partial(whole, low=1, high=MAX_TOKENS // 4))
 
 
 def _course(name: str, given: Any) -> tuple[tuple[float, float], ...]:
@@ -270,11 +264,7 @@ class _Content(NamedTuple):
     think_s: np.ndarray
 
     def episode(
-        self,
-        row: np.ndarray,
-        copy: np.ndarray,
-        arrival_s: np.ndarray,
-        episode: Episode,
+        self, row: np.ndarray, copy: np.ndarray, arrival_s: np.ndarray, episode: Episode
     ) -> PrefixRequests:
         """The first of the given requests in time, each a row of a copy."""
         num_requests, block_size, dispatch = episode

@@ -8,15 +8,14 @@ from typing import Any
 import numpy as np
 
 from servegym._checks import choose, whole
-from servegym.envs.serverless_moe import kernel
 from servegym.envs.serverless_moe.arguments import (
     DEFAULT_MODEL,
-    DEPLOYMENTS,
     GRANULARITIES,
     MAX_PROMPT_TOKENS,
     PRESETS,
     ServerlessArguments,
 )
+from servegym.envs.serverless_moe.kernel import layout
 from servegym.envs.serverless_moe.sets import remote_count
 from servegym.envs.serverless_moe.system import (
     SystemModel,
@@ -36,19 +35,6 @@ from servegym.envs.workloads.activations import (
     make_toy_activations,
 )
 from servegym.envs.workloads.lengths import length_quantiles
-
-__all__ = [
-    "DEFAULT_MODEL",
-    "DEPLOYMENTS",
-    "GRANULARITIES",
-    "PREDICTORS",
-    "PRESETS",
-    "Problem",
-    "build_problem",
-    "build_system",
-    "predict",
-    "slo_classes",
-]
 
 PREDICTORS = ("task_mean", "global_mean", "nearest")
 NEIGHBOURS = 15
@@ -121,7 +107,7 @@ class Problem:
     y_headroom_mb: np.ndarray
     z_headroom: np.ndarray
     nvec: np.ndarray
-    tables: kernel.Tables
+    tables: layout.Tables
     lengths: tuple[np.ndarray, np.ndarray]
     output_error: float
     idle_s: tuple[tuple[float, float], ...]

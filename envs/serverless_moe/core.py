@@ -12,6 +12,7 @@ from servegym._jit import compile_kernels
 from servegym.envs._batch import Batch
 from servegym.envs.serverless_moe import kernel
 from servegym.envs.serverless_moe.config import Problem
+from servegym.envs.serverless_moe.kernel import layout
 from servegym.envs.serverless_moe.records import Request
 from servegym.envs.serverless_moe.rivals import serve
 from servegym.envs.workloads.expert_sets import set_bits
@@ -34,11 +35,11 @@ _LOG_FIELDS: list[tuple[str, str]] = [
 ]
 _LOG_FIELDS += [
     (name, "f8" if kind[0].kind == "f" else "i8")
-    for name, kind in (kernel.LOG.fields or {}).items()
+    for name, kind in (layout.LOG.fields or {}).items()
 ]
 _STATE = ("requests", "trem", "functions", "action", "log", "deployment")
 REQUEST_LOG = np.dtype(_LOG_FIELDS)
-"""Columns of ``request_log``: the request, then those of :data:`kernel.LOG`.
+"""Columns of ``request_log``: the request, then those of :data:`layout.LOG`.
 
 ``remote_mb`` and ``replicas`` are sums over layers."""
 
@@ -73,7 +74,7 @@ class ServerlessState:
 def observation_space(problem: Problem) -> spaces.Space:
     """The observation space of one system, by the problem's view."""
     c = problem.tables.cfg[0]
-    if int(c["flat_view"]) == kernel.FLAT:
+    if int(c["flat_view"]) == layout.FLAT:
         return spaces.Box(0.0, 1.0, (flat_width(problem),), np.float32)
 
     def box(*high: float) -> spaces.Box:
@@ -86,12 +87,12 @@ def observation_space(problem: Problem) -> spaces.Space:
         {
             "activations": spaces.Box(0.0, 1.0, (layers, experts), np.float32),
             "lengths": box(float(c["max_in"]), float(c["max_out"])),
-            "slo": box(kernel.MAX_SLO_S, kernel.MAX_SLO_S),
-            "t_rem": box(kernel.MAX_TREM_S),
-            "idle_s": box(kernel.MAX_IDLE_S),
+            "slo": box(layout.MAX_SLO_S, layout.MAX_SLO_S),
+            "t_rem": box(layout.MAX_TREM_S),
+            "idle_s": box(layout.MAX_IDLE_S),
             "warm_main": box(1.0, 1.0, 1.0, 1.0, 1.0),
             "warm_remote": spaces.Box(0.0, 1.0, (layers, 2), np.float32),
-            "prices": box(kernel.MAX_PRICE, kernel.MAX_PRICE),
+            "prices": box(layout.MAX_PRICE, layout.MAX_PRICE),
         }
     )
 
@@ -116,11 +117,8 @@ class ServerlessBatch(Batch):
 
     Attributes:
         problem: what the systems share.
-        observation: views of the buffers that the kernel writes, with a leading axis of B; a dict,
-            or one array for the flat view. Overwritten by every call.
-        action_mask: int8 ``(B, sum of nvec)``, likewise.
-        out: float64 ``(B, 4)``: the terms of the last reward and whether the episode ended.
-        terms: names of the reward's terms.
+        observation: views of the buffers that the kernel writes: a dict, or one array for the flat
+            view. Overwritten by every call.
     """
 
     def __init__(self, problem: Problem, num_rows: int) -> None:
@@ -129,30 +127,30 @@ class ServerlessBatch(Batch):
         self.terms = REWARD_TERMS
         c = problem.tables.cfg[0]
         length, layers, experts = problem.episode_requests, int(c["layers"]), int(c["experts"])
-        is_flat = int(c["flat_view"]) == kernel.FLAT
-        self.arrays = kernel.Batch(
-            requests=np.zeros((num_rows, length), dtype=kernel.REQUEST),
+        is_flat = int(c["flat_view"]) == layout.FLAT
+        self.arrays = layout.Batch(
+            requests=np.zeros((num_rows, length), dtype=layout.REQUEST),
             trem=np.zeros((num_rows, length + 1, layers)),
-            env=np.zeros(num_rows, dtype=kernel.ENV),
-            functions=np.zeros((num_rows, layers), dtype=kernel.FUNCTION),
+            env=np.zeros(num_rows, dtype=layout.ENV),
+            functions=np.zeros((num_rows, layers), dtype=layout.FUNCTION),
             action=np.zeros((num_rows, len(problem.nvec)), dtype=np.int64),
             deployment=np.zeros(
-                (num_rows, length * int(c["by_deployment"])), dtype=kernel.DEPLOYMENT
+                (num_rows, length * int(c["by_deployment"])), dtype=layout.DEPLOYMENT
             ),
-            log=np.zeros((num_rows, length), dtype=kernel.LOG),
+            log=np.zeros((num_rows, length), dtype=layout.LOG),
             activations=np.zeros((num_rows, layers, experts), dtype=np.float32),
-            scalars=np.zeros(num_rows, dtype=kernel.SCALARS),
+            scalars=np.zeros(num_rows, dtype=layout.SCALARS),
             warm_remote=np.zeros((num_rows, layers, 2), dtype=np.float32),
             flat=np.zeros((num_rows, flat_width(problem) if is_flat else 0), dtype=np.float32),
             action_mask=np.ones((num_rows, int(c["width"])), dtype=np.int8),
             out=np.zeros((num_rows, 4)),
-            known=kernel.KnownPlans(
+            known=layout.KnownPlans(
                 key=np.full(KNOWN_PLANS, -1),
-                plan=np.zeros((KNOWN_PLANS, layers), dtype=kernel.PLAN),
+                plan=np.zeros((KNOWN_PLANS, layers), dtype=layout.PLAN),
                 replica=np.zeros((KNOWN_PLANS, layers, experts), dtype=np.int8),
             ),
-            scratch=kernel.Scratch(
-                plan=np.zeros(layers, dtype=kernel.PLAN),
+            scratch=layout.Scratch(
+                plan=np.zeros(layers, dtype=layout.PLAN),
                 replica=np.zeros((layers, experts), dtype=np.int64),
                 replica_s=np.zeros(int(c["z_max"])),
                 replica_tokens=np.zeros(int(c["z_max"])),
@@ -245,14 +243,7 @@ class ServerlessBatch(Batch):
         kernel.observe(self.problem.tables, a, which)
 
     def step(self, actions: np.ndarray, which: np.ndarray) -> int:
-        """Serve the current request of the rows with ``which`` set; int64 ``(B, n)`` actions.
-
-        Returns:
-            How many episodes ended.
-
-        Raises:
-            ValueError: an action is out of range; nothing has changed then.
-        """
+        """Serve the current request of the rows with ``which`` set; int64 ``(B, n)`` actions."""
         p = self.problem
         ended = kernel.step(p.tables, self.arrays, actions, p.nvec, which)
         if ended < 0:
@@ -279,18 +270,11 @@ class ServerlessBatch(Batch):
         return ServerlessState(env=self.env[row : row + 1].copy(), **parts)
 
     def restore(self, row: int, state: ServerlessState) -> None:
-        """Put a copied system back in a row and write its observation.
-
-        Raises:
-            ValueError: the state is of a system of other sizes.
-        """
+        """Put a copied system back in a row and write its observation."""
         for name in _STATE:
             here, saved = getattr(self.arrays, name)[row], getattr(state, name)
-            if here.shape != saved.shape or here.dtype != saved.dtype:
-                raise ValueError(
-                    f"state.{name} has shape {saved.shape}, this environment needs {here.shape}: "
-                    "restore a state into an environment made with the same arguments."
-                )
+            same = here.shape == saved.shape and here.dtype == saved.dtype
+            self.check_state(name, here, saved, same)
         for name in _STATE:
             getattr(self.arrays, name)[row] = getattr(state, name)
         self.env[row] = state.env[0]

@@ -8,7 +8,6 @@ import numpy as np
 from gymnasium import spaces
 
 from servegym.envs._batch import BatchEnv
-from servegym.envs.serverless_moe import kernel
 from servegym.envs.serverless_moe.arguments import ServerlessArguments
 from servegym.envs.serverless_moe.config import Problem, problem_of
 from servegym.envs.serverless_moe.core import (
@@ -17,6 +16,7 @@ from servegym.envs.serverless_moe.core import (
     ServerlessBatch,
     observation_space,
 )
+from servegym.envs.serverless_moe.kernel import layout
 
 
 def action_space(problem: Problem) -> spaces.MultiDiscrete:
@@ -128,7 +128,7 @@ class ServerlessMoEEnv(BatchEnv):
     """
 
     metadata: dict[str, Any] = {"render_modes": ["ansi", "rgb_array"], "render_fps": 4}
-    view = kernel.DICT
+    view = layout.DICT
     arguments = ServerlessArguments
     problem_of = staticmethod(problem_of)
     make_batch = ServerlessBatch
@@ -175,4 +175,4 @@ class ServerlessMoEFlatEnv(ServerlessMoEEnv):
     - v1: `keep_action=True` is the default
     """
 
-    view = kernel.FLAT
+    view = layout.FLAT

@@ -101,11 +101,7 @@ def prefill_layers(system: SystemModel, load: Load, plan: Plan) -> Phase:
 
 
 def remote_decode(
-    system: SystemModel,
-    load: Load,
-    histogram: Floats,
-    mb: ArrayLike,
-    trem_s: ArrayLike,
+    system: SystemModel, load: Load, histogram: Floats, mb: ArrayLike, trem_s: ArrayLike
 ) -> tuple[Floats, Phase]:
     """The remote functions in decoding (Eq. 5 and 9), rounded over the overheads to be expected.
 

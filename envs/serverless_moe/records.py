@@ -8,13 +8,7 @@ import numpy as np
 
 from servegym.envs.serverless_moe.kernel.cost import Bill
 
-CONSTRAINTS = (
-    "main_memory",
-    "remote_memory",
-    "payload",
-    "replicas",
-    "specification",
-)
+CONSTRAINTS = ("main_memory", "remote_memory", "payload", "replicas", "specification")
 """10f, 10e, 10g, 10i and 10d."""
 
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from servegym.envs._frames import blank_canvas, pixels
+from servegym.envs._frames import INK, PAPER, SOFT, blank_canvas, pixels
 
 SHOWN = 40
-_INK, _SOFT, _PAPER, _LATE = "#1f2933", "#66788a", "#f5f7fa", "#c83c32"
+_LATE = "#c83c32"
 _PARTS = (
     ("cost_main_usd", "main function", "#3f5e8c"),
     ("cost_prefill_usd", "remote experts, prefill", "#d6963c"),
@@ -25,18 +25,10 @@ _TOP = 2.0  # cost over that of MIX at the top edge
 
 
 def render(batch: Any, row: int, mode: str) -> Any:
-    """Draw one system.
-
-    Args:
-        batch: the systems.
-        row: which.
-        mode: ``ansi`` or ``rgb_array``.
-
-    Returns:
-        Text, or uint8 ``(540, 960, 3)`` pixels of the last 40 requests.
+    """A system as text (``ansi``) or uint8 ``(540, 960, 3)`` pixels (``rgb_array``).
 
     Raises:
-        DependencyNotInstalled: pixels were asked for and matplotlib is missing.
+        DependencyNotInstalled: pixels are asked for and matplotlib is missing.
     """
     log = batch.request_log(row)
     return _text(batch, log) if mode == "ansi" else _pixels(batch, log)
@@ -79,10 +71,10 @@ def _text(batch: Any, log: np.ndarray) -> str:
 
 
 def _pixels(batch: Any, log: np.ndarray) -> np.ndarray:
-    canvas = blank_canvas(_PAPER)
+    canvas = blank_canvas()
     figure = canvas.figure
-    figure.text(0.02, 0.955, _words(batch, log), color=_INK, fontsize=10, va="center")
-    axis = figure.add_axes((0.07, 0.11, 0.91, 0.73), facecolor=_PAPER)
+    figure.text(0.02, 0.955, _words(batch, log), color=INK, fontsize=10, va="center")
+    axis = figure.add_axes((0.07, 0.11, 0.91, 0.73), facecolor=PAPER)
     shown = log[-SHOWN:]
     places = len(log) - len(shown) + 1 + np.arange(len(shown))
     bottom = np.zeros(len(shown))
@@ -96,13 +88,13 @@ def _pixels(batch: Any, log: np.ndarray) -> np.ndarray:
     ):
         late = places[shown[name] != 0] + side
         axis.bar(late, 0.04 * _TOP, 0.4, 0.96 * _TOP, color=_LATE, label=label)
-    axis.axhline(1.0, color=_SOFT, lw=1, label="MIX, all experts there")
+    axis.axhline(1.0, color=SOFT, lw=1, label="MIX, all experts there")
     first = max(len(log) - SHOWN, 0)
     axis.set_xlim(first + 0.5, first + SHOWN + 0.5)
     axis.set_ylim(0, _TOP)
-    axis.set_xlabel("request", color=_INK, fontsize=9)
-    axis.set_ylabel("cost, times that of MIX", color=_INK, fontsize=9)
-    axis.tick_params(labelsize=8, colors=_SOFT)
+    axis.set_xlabel("request", color=INK, fontsize=9)
+    axis.set_ylabel("cost, times that of MIX", color=INK, fontsize=9)
+    axis.tick_params(labelsize=8, colors=SOFT)
     axis.spines[["top", "right"]].set_visible(False)
     figure.legend(
         loc="upper left",
@@ -113,5 +105,4 @@ def _pixels(batch: Any, log: np.ndarray) -> np.ndarray:
         columnspacing=1.2,
         handlelength=1.2,
     )
-    canvas.draw()
     return pixels(canvas)

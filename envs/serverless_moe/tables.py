@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from servegym.envs.serverless_moe import kernel
+from servegym.envs.serverless_moe.kernel import layout
 from servegym.envs.serverless_moe.plans import main_memory_mb, smallest_spec
 from servegym.envs.serverless_moe.sets import least_used
 from servegym.envs.serverless_moe.system import SystemModel
@@ -15,17 +15,17 @@ from servegym.envs.workloads.expert_sets import bit_sets, masks_to_ids, set_bits
 
 
 def make_config(system: SystemModel, **chosen: float) -> np.ndarray:
-    """The numbers of a problem, ``(1,)`` :data:`kernel.CONFIG`.
+    """The numbers of a problem, ``(1,)`` :data:`layout.CONFIG`.
 
     Args:
         system: the constants.
         **chosen: the fields that the constants do not decide.
     """
-    fields = kernel.CONFIG.names or ()
+    fields = layout.CONFIG.names or ()
     values = {name: getattr(system, name) for name in fields if hasattr(system, name)}
     values |= {"layers": system.moe_layers, "experts": system.num_experts, "blocks": system.layers}
     values |= {"largest_expert_mb": float(system.expert_mb.max()), **chosen}
-    cfg = np.zeros(1, dtype=kernel.CONFIG)
+    cfg = np.zeros(1, dtype=layout.CONFIG)
     for name in fields:
         cfg[0][name] = values.pop(name)  # a field that nobody sets is an error
     if values:
@@ -41,14 +41,14 @@ def make_tables(
     levels: np.ndarray,
     headroom: tuple[np.ndarray, np.ndarray, np.ndarray],
     cfg: np.ndarray,
-) -> kernel.Tables:
+) -> layout.Tables:
     """Lay out everything that the kernel reads."""
     table, prediction = _distinct(predicted)
     masks, share, worst_expert = _remote_sets(table, shared, levels)
     sums, sums_start = _cumulative_counts(activations, predicted.shape[2])
     bank = np.array(activations.bank)
     most_tokens = int(cfg["max_out"][0])
-    return kernel.Tables(
+    return layout.Tables(
         cfg=cfg,
         main_law=_laws(system, system.main_specs_mb),
         remote_law=_laws(system, system.remote_specs_mb),
@@ -64,7 +64,7 @@ def make_tables(
         worst_share=share.max(axis=3),
         worst_expert=worst_expert,
         prediction=prediction,
-        recorded=kernel.Recorded(
+        recorded=layout.Recorded(
             bank=bank,
             ids=masks_to_ids(bank, system.top_k),
             bank_start=np.array(activations.bank_start, dtype=np.int64),
@@ -85,7 +85,7 @@ def _distinct(predicted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def _remote_sets(
     table: np.ndarray, shared: np.ndarray, levels: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """``masks``, ``share`` and ``worst_expert`` of :class:`kernel.Tables`."""
+    """``masks``, ``share`` and ``worst_expert`` of :class:`layout.Tables`."""
     q, layers, _ = table.shape
     wide = table.astype(np.float64)
     masks = np.empty((q + 1, len(levels), layers), dtype=np.uint64)
@@ -105,8 +105,8 @@ def _remote_sets(
 
 
 def _laws(system: SystemModel, specs_mb: np.ndarray) -> np.ndarray:
-    """Memory specifications and the speed of experts in them, :data:`kernel.LAW`."""
-    law = np.zeros(len(specs_mb), dtype=kernel.LAW)
+    """Memory specifications and the speed of experts in them, :data:`layout.LAW`."""
+    law = np.zeros(len(specs_mb), dtype=layout.LAW)
     law["mb"] = specs_mb
     law["one_s"], law["more_s"] = system.expert_law(specs_mb)
     return law
@@ -131,7 +131,7 @@ def _main_choice(
 
 
 def _cumulative_counts(activations: Any, experts: int) -> tuple[np.ndarray, np.ndarray]:
-    """``sums`` and ``sums_start`` of :class:`kernel.Recorded`."""
+    """``sums`` and ``sums_start`` of :class:`layout.Recorded`."""
     bits = set_bits(np.array(activations.bank), experts)
     sums, starts = [], [0]
     for prompt, (first, last) in enumerate(pairwise(activations.bank_start)):
@@ -141,6 +141,6 @@ def _cumulative_counts(activations: Any, experts: int) -> tuple[np.ndarray, np.n
             )
         nothing = np.zeros((1, *bits.shape[1:]), np.uint16)
         until = np.concatenate([nothing, bits[first:last]]).cumsum(axis=0, dtype=np.uint16)
-        sums.append(np.concatenate([until[:: kernel.CHUNK], until[-1:]]))
+        sums.append(np.concatenate([until[:: layout.CHUNK], until[-1:]]))
         starts.append(starts[-1] + len(sums[-1]))
     return np.concatenate(sums), np.asarray(starts, dtype=np.int64)

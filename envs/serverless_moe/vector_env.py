@@ -13,18 +13,7 @@ from servegym.envs.serverless_moe.env import ServerlessMoEEnv, ServerlessMoEFlat
 
 
 class ServerlessMoEVectorEnv(BatchVectorEnv):
-    """B systems of `ServerlessMoEEnv` stepped together, equal to `SyncVectorEnv` bit for bit.
-
-    Besides the arguments of the single environment it takes
-
-    - `num_envs`: B;
-    - `autoreset_mode`: `"NextStep"` (default), `"SameStep"` (with `final_obs` and `final_info`) or
-      `"Disabled"` (with `reset(options={"reset_mask": ...})`);
-    - `copy`: False returns the buffers themselves, which the next call overwrites;
-    - `max_episode_steps`: truncates.
-
-    With `reset(seed=s)` system i is seeded with s + i. Rewards are float64, the arrays of the
-    information carry their `_key` masks.
+    """B systems of `ServerlessMoEEnv`; `BatchVectorEnv` has the arguments.
 
     >>> from servegym.envs.serverless_moe.vector_env import ServerlessMoEVectorEnv
     >>> envs = ServerlessMoEVectorEnv(4, model="toy")

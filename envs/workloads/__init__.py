@@ -13,19 +13,12 @@ from servegym.envs.workloads.activations import (
     load_activations,
     load_model,
     make_toy_activations,
-    masks_to_counts,
-    popcounts,
-    sample_tokens,
 )
 from servegym.envs.workloads.arrivals import Arrivals, list_arrivals, make_arrivals
 from servegym.envs.workloads.catalog import Catalog
 from servegym.envs.workloads.catalog_names import list_catalogs, load_catalog
 from servegym.envs.workloads.predictions import bucket_edges, predict
-from servegym.envs.workloads.prefix_traces import (
-    PrefixTrace,
-    list_prefix_traces,
-    load_prefix_trace,
-)
+from servegym.envs.workloads.prefix_traces import PrefixTrace, list_prefix_traces, load_prefix_trace
 from servegym.envs.workloads.traces import Trace, load_trace
 
 __all__ = [
@@ -48,8 +41,5 @@ __all__ = [
     "load_trace",
     "make_arrivals",
     "make_toy_activations",
-    "masks_to_counts",
-    "popcounts",
     "predict",
-    "sample_tokens",
 ]

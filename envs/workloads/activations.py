@@ -25,35 +25,16 @@ from servegym.envs.workloads.expert_sets import (
     MAX_EXPERTS,
     draw_top_k,
     masks_to_counts,
-    popcounts,
     unpack_sets,
 )
 from servegym.envs.workloads.files import DATA_DIR, checked, frozen, read_arrays, read_json
-from servegym.envs.workloads.moe_models import (
-    MoeModel,
-    list_models,
-    load_model,
-    rebuild,
-    values_of,
-)
+from servegym.envs.workloads.moe_models import MoeModel, list_models, load_model, rebuild, values_of
 from servegym.envs.workloads.synthetic_activations import (
     generate_tokens,
     lognormal_targets,
     mixtral_targets,
     sharpen,
 )
-
-__all__ = [
-    "Activations",
-    "MoeModel",
-    "group_split",
-    "list_models",
-    "load_activations",
-    "load_model",
-    "make_toy_activations",
-    "read_activations",
-    "sample_tokens",
-]
 
 SPLITS = ("train", "val", "eval")
 SPLIT_SHARES = (0.6, 0.1, 0.3)
@@ -142,7 +123,7 @@ class Activations:
                 f"bank_start must be ({size + 1},) ascending from 0 to {len(bank)}, at least one "
                 "token a prompt."
             )
-        bad = np.argwhere(popcounts(bank) != self.model.top_k)
+        bad = np.argwhere(np.bitwise_count(bank) != self.model.top_k)
         if len(bad) == 0 and experts < 64:
             bad = np.argwhere(bank >> np.uint64(experts) != 0)
         if len(bad):
@@ -199,37 +180,6 @@ def _names(argument: str, given: Any) -> tuple[str, ...]:
     if not names or len(set(names)) != len(names):
         raise ValueError(f"{argument}={names!r} must be at least one name, each once.")
     return names
-
-
-def sample_tokens(
-    activations: Activations, prompt: int, n: int, rng: np.random.Generator
-) -> np.ndarray:
-    """Draw the expert sets of n tokens of a prompt from its bank.
-
-    Up to the length of the bank, tokens are drawn without replacement; a longer request repeats
-    the whole bank and draws the rest, so that every banked token occurs as evenly as it can.
-
-    Args:
-        activations: The set.
-        prompt: Row of the prompt.
-        n: Tokens, >= 0.
-        rng: Source of randomness.
-
-    Returns:
-        uint64 (n, L), in random order.
-
-    Raises:
-        ValueError: ``prompt`` or ``n`` is out of range.
-    """
-    prompt = whole("prompt", prompt, 0, activations.num_prompts - 1)
-    n = whole("n", n, 0)
-    first, last = activations.bank_start[prompt : prompt + 2]
-    size = int(last - first)
-    rows = np.empty(n, dtype=np.int64)
-    for begin in range(0, n, size):
-        part = min(size, n - begin)
-        rows[begin : begin + part] = rng.permutation(size)[:part]
-    return activations.bank[first + rows]
 
 
 def group_split(task: np.ndarray, group: np.ndarray, seed: int) -> np.ndarray:
@@ -295,9 +245,7 @@ def make_toy_activations(
         moe_layers=tuple(range(layers)),
         experts=experts,
         top_k=top_k,
-        shared_experts=0,
         hidden=1024,
-        expert_intermediate=1408,
         bytes_per_value=2.0,
         expert_bytes=3 * 1024 * 1408 * 2,
         non_expert_mb=np.full(layers, 20.0),

@@ -11,22 +11,6 @@ from servegym._checks import whole
 MAX_EXPERTS = 64
 
 
-def popcounts(masks: np.ndarray) -> np.ndarray:
-    """Number of experts in each set.
-
-    Args:
-        masks: uint64, any shape, bit e for expert e.
-
-    Returns:
-        uint8, of the same shape.
-    """
-    masks = np.asarray(masks, dtype=np.uint64)
-    if hasattr(np, "bitwise_count"):
-        return np.bitwise_count(masks)
-    octets = np.ascontiguousarray(masks).view(np.uint8).reshape(*masks.shape, 8)
-    return np.unpackbits(octets, axis=-1).sum(axis=-1, dtype=np.uint8)
-
-
 def set_bits(sets: np.ndarray, experts: int) -> np.ndarray:
     """Bit masks uint64 ``(...,)`` as booleans ``(..., experts)``."""
     shifts = np.arange(experts, dtype=np.uint64)
@@ -94,7 +78,7 @@ def masks_to_ids(masks: np.ndarray, top_k: int) -> np.ndarray:
     rest = masks.copy()
     for j in range(top_k):
         lowest = rest & (~rest + np.uint64(1))
-        ids[..., j] = popcounts(lowest - np.uint64(1))
+        ids[..., j] = np.bitwise_count(lowest - np.uint64(1))
         rest ^= lowest
     return ids
 

@@ -35,10 +35,7 @@ class MoeModel:
         moe_layers: Indexes of the L blocks with routed experts, ascending.
         experts: E, routed experts of a MoE layer, at most 64.
         top_k: Routed experts a token takes in a MoE layer.
-        shared_experts: Experts of a MoE layer that every token takes; counted with the non-expert
-            weights.
         hidden: Width of a token vector, values.
-        expert_intermediate: Inner width of a routed expert, values.
         bytes_per_value: Mean bytes of one weight of a routed expert. Token vectors are float32 in
             ``gpt2-moe`` and 2 bytes a value in the others: see ``token_bytes``.
         expert_bytes: Bytes of one routed expert, biases and quantisation scales included.
@@ -57,9 +54,7 @@ class MoeModel:
     moe_layers: tuple[int, ...]
     experts: int
     top_k: int
-    shared_experts: int
     hidden: int
-    expert_intermediate: int
     bytes_per_value: float
     expert_bytes: int
     non_expert_mb: np.ndarray = field(repr=False)
@@ -71,8 +66,7 @@ class MoeModel:
         whole("layers", self.layers, 1)
         whole("experts", self.experts, 1, MAX_EXPERTS)
         whole("top_k", self.top_k, 1, self.experts)
-        whole("shared_experts", self.shared_experts, 0)
-        for name in ("hidden", "expert_intermediate", "expert_bytes", "kv_bytes_per_token_layer"):
+        for name in ("hidden", "expert_bytes", "kv_bytes_per_token_layer"):
             whole(name, getattr(self, name), 1)
         real("bytes_per_value", self.bytes_per_value, 0.0, open_low=True)
         real("embedding_mb", self.embedding_mb, 0.0)
@@ -98,11 +92,6 @@ class MoeModel:
         return len(self.moe_layers)
 
     @property
-    def expert_mb(self) -> float:
-        """Size of one routed expert, MB of 2**20 bytes."""
-        return self.expert_bytes / MB
-
-    @property
     def token_bytes(self) -> int:
         """Bytes of one token vector between layers (hidden x 4 in ``gpt2-moe``, else x 2)."""
         return self.hidden * (4 if self.bytes_per_value == 4 else 2)
@@ -126,9 +115,7 @@ def _deepseek_v2_lite() -> MoeModel:
         moe_layers=tuple(range(1, blocks)),
         experts=64,
         top_k=6,
-        shared_experts=2,
         hidden=hidden,
-        expert_intermediate=inner,
         bytes_per_value=2.0,
         expert_bytes=2 * expert,
         non_expert_mb=sizes,
@@ -155,9 +142,7 @@ def _gpt_oss_20b() -> MoeModel:
         moe_layers=tuple(range(blocks)),
         experts=32,
         top_k=4,
-        shared_experts=0,
         hidden=hidden,
-        expert_intermediate=inner,
         bytes_per_value=per_value,
         expert_bytes=weights + 2 * (2 * inner + hidden),
         non_expert_mb=np.full(blocks, block * 2 / MB),
@@ -181,9 +166,7 @@ def _mixtral_8x7b() -> MoeModel:
         moe_layers=tuple(range(blocks)),
         experts=8,
         top_k=2,
-        shared_experts=0,
         hidden=hidden,
-        expert_intermediate=inner,
         bytes_per_value=2.0,
         expert_bytes=3 * hidden * inner * 2,
         non_expert_mb=np.full(blocks, block * 2 / MB),
@@ -205,9 +188,7 @@ def _gpt2_moe() -> MoeModel:
         moe_layers=tuple(range(blocks)),
         experts=8,
         top_k=2,
-        shared_experts=0,
         hidden=hidden,
-        expert_intermediate=inner,
         bytes_per_value=4.0,
         expert_bytes=(2 * hidden * inner + inner + hidden) * 4,
         non_expert_mb=np.full(blocks, block * 4 / MB),

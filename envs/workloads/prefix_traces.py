@@ -27,9 +27,9 @@ from typing import Any
 import numpy as np
 
 from servegym._checks import choose
-from servegym._files import MalformedFileError, Times, json_rows, parse_time
+from servegym._files import MalformedFileError, Times, exact_number, json_rows, parse_time
 from servegym.envs.workloads.files import DATA_DIR, read_arrays, read_json
-from servegym.envs.workloads.traces import cell, token_count, whole_milliseconds
+from servegym.envs.workloads.traces import cell, whole_milliseconds
 
 MOONCAKE_BLOCK = 512
 MAX_TOKENS = 1 << 24
@@ -244,11 +244,12 @@ def _not_a_chain(path: Path, line: int | str, ids: list[int], place: int) -> Mal
 
 def _tokens(path: Path, line: int | str, name: str, row: dict, least: int = 1) -> int:
     """A number of tokens from ``least`` to `MAX_TOKENS`."""
-    number = token_count(path, line, name, cell(path, line, row, name))
-    if not least <= number <= MAX_TOKENS:
+    value = cell(path, line, row, name)
+    number = exact_number(value)
+    if number is None or not least <= number <= MAX_TOKENS or number != int(number):
         fix = f"write a whole number of tokens from {least} to {MAX_TOKENS}"
-        raise MalformedFileError(path, line, name, f"{number} is out of range", fix)
-    return number
+        raise MalformedFileError(path, line, name, f"{str(value)!r} is no token count", fix)
+    return int(number)
 
 
 def _seconds(path: Path, line: int | str, name: str, row: dict) -> float:

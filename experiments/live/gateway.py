@@ -25,8 +25,8 @@ from numpy.typing import ArrayLike, NDArray
 from servegym.baselines.protocol import Policy
 from servegym.baselines.registry import describe_system
 from servegym.envs.families import family_named
-from servegym.envs.llm_routing import kernel
 from servegym.envs.llm_routing.config import build_problem
+from servegym.envs.llm_routing.kernel import layout
 from servegym.envs.llm_routing.kernel.layout import (
     LOAD_HORIZONS,
     MAX_GAP_S,
@@ -149,7 +149,7 @@ class GatewayRouter:
 
         if budget_s is not None and not budget_s > 0:
             raise ValueError(f"budget_s is {budget_s}; allowed are seconds above 0, or None")
-        self.problem = build_problem(view=kernel.GRAPH, **fleet)
+        self.problem = build_problem(view=layout.GRAPH, **fleet)
         if self.problem.fleets is not None:
             raise ValueError("fleet is drawn anew in every episode; describe one fleet")
         self.system = describe_system(self.problem)

@@ -35,8 +35,6 @@ from servegym.experiments.papers.verdicts import (
     Finding,
 )
 
-__all__ = ["CLAIMS", "findings", "main"]
-
 RESULTS = Path(__file__).parents[1] / "results"
 VERDICTS = (AGREES, DIRECTION, IN_PART, DISAGREES, OPEN)
 CLAIMS: tuple[Claim, ...] = tuple(

@@ -11,8 +11,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Bars", "Curves", "Lines", "as_png", "error_bars", "label_ends", "legend", "pyplot"]
-
 UNITS = {"s": "s", "ms": "ms", "ms_per_token": "ms/token"}
 AXES = {
     "age_s": "age of the request, s",

@@ -26,22 +26,6 @@ from servegym.experiments.evaluation.output import read_rows, write_text
 from servegym.experiments.evaluation.tables import Note, Table, provenance, write_result
 from servegym.experiments.papers.plotting import as_png
 
-__all__ = [
-    "GROUPS",
-    "RESULTS",
-    "Module",
-    "Options",
-    "Study",
-    "command",
-    "draw",
-    "ends",
-    "interval_columns",
-    "list_modules",
-    "list_pictures",
-    "run_modules",
-    "run_studies",
-]
-
 GROUPS = tuple(family.group for family in FAMILIES)
 """Folders of the families, here and in ``studies``."""
 
@@ -81,7 +65,7 @@ class Study:
         name: Of the table and its picture.
         figure: Of the study on the command line.
         columns: The rows of a setting, given the command line, the setting and the policies. What
-            begins with an underscore in a row is for the notes and is not written.
+            begins with an underscore in a setting or row is for the program and is not written.
         settings: The settings, given the command line; one without columns by default.
         policies: What is compared in each setting, or a function of command line and setting.
         notes: The findings, given the command line and all rows.
@@ -123,9 +107,10 @@ class Study:
 
     def _rows(self, options: Any, setting: Any) -> list[Row]:
         if setting:
-            print(f"{self.name}: {setting}", flush=True)
-        given = self.policies
-        policies = given(options, setting) if callable(given) else given
+            print(f"{self.name}: {_written(setting)}", flush=True)
+        policies = self.policies
+        if callable(policies):
+            policies = policies(options, setting)
         return list(self.columns(options, setting, policies))
 
     def write(self, options: Any, rows: Sequence[Row]) -> set[str]:
@@ -136,10 +121,14 @@ class Study:
             print(one if isinstance(one, str) else one["text"])
         tables = {self.name: rows} | {name: part(rows) for name, part in self.beside.items()}
         for name, part in tables.items():
-            shown = [{k: v for k, v in row.items() if not k.startswith("_")} for row in part]
+            shown = [_written(row) for row in part]
             write_result(options.out / name, shown, made, notes if name == self.name else ())
             print(f"{options.out / name}.csv, .json")
         return set(tables)
+
+
+def _written(row: Mapping[str, Any]) -> Row:
+    return {column: value for column, value in row.items() if not column.startswith("_")}
 
 
 def draw(study: Study, *folders: Path) -> bytes | None:
@@ -184,8 +173,9 @@ def command(
             add(parser)
         options = _parsed(parser, argv, episodes)
         if options.draw:
+            shipped = RESULTS / module.split(".")[-2]
             for study in studies:
-                _draw_into(options, study, options.out, RESULTS / module.split(".")[-2])
+                _draw_into(options, study, options.out, shipped)
             return 0
         if prepare is not None:
             prepare(options)
@@ -247,13 +237,7 @@ def _draw_into(options: Options, study: Study, *folders: Path) -> None:
 
 
 class Module(NamedTuple):
-    """A module of studies.
-
-    Attributes:
-        name: Its own name.
-        module: Import name.
-        description: First line of its docstring.
-    """
+    """A module of studies: its own name, its import name, the first line of its docstring."""
 
     name: str
     module: str
@@ -267,23 +251,17 @@ def list_modules(family: str) -> list[Module]:
         ValueError: If the family is unknown.
     """
     family = family_named(family).group
-    found = []
+    modules = []
     roots = [Path(root) for root in importlib.import_module("servegym.experiments").__path__]
     paths = [*roots[0].glob(f"papers/{family}/*.py")]
     paths += [path for root in roots for path in root.glob(f"studies/{family}/*.py")]
     for path in sorted(paths, key=lambda path: path.stem):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        names = {
-            getattr(name, "id", "")
-            for node in tree.body
-            if isinstance(node, ast.Assign)
-            for name in node.targets
-        }
-        if "STUDIES" in names:
-            first = (ast.get_docstring(tree) or "").split("\n", 1)[0]
+        source = path.read_text(encoding="utf-8")
+        if "\nSTUDIES = " in source:
+            first = (ast.get_docstring(ast.parse(source)) or "").split("\n", 1)[0]
             inside = ".".join(path.with_suffix("").parts[-3:])
-            found.append(Module(path.stem, f"servegym.experiments.{inside}", first))
-    return found
+            modules.append(Module(path.stem, f"servegym.experiments.{inside}", first))
+    return modules
 
 
 def run_modules(
@@ -306,10 +284,9 @@ def run_modules(
     Raises:
         ValueError: If the family or a name is unknown, before anything runs.
     """
-    modules = list_modules(family)
-    known = {module.name: module for module in modules}
+    modules = {module.name: module for module in list_modules(family)}
     failed = 0
-    for module in [known[choose("only", name, known)] for name in only] or modules:
+    for module in [modules[choose("only", name, modules)] for name in only] or modules.values():
         echo(f"{module.name}: {module.description}")
         begin = time.perf_counter()
         status = importlib.import_module(module.module).main(list(arguments)) or 0
@@ -335,6 +312,6 @@ def ends(options: Options, values: Sequence[Any]) -> Sequence[Any]:
     return values[:: max(len(values) - 1, 1)] if options.quick else values
 
 
-def interval_columns(name: str, found: Sequence[float]) -> dict[str, float]:
+def interval_columns(name: str, values: Sequence[float]) -> dict[str, float]:
     """An estimate and its interval as the columns ``name``, ``name_low``, ``name_high``."""
-    return {f"{name}{end}": value for end, value in zip(("", "_low", "_high"), found, strict=True)}
+    return {f"{name}{end}": value for end, value in zip(("", "_low", "_high"), values, strict=True)}

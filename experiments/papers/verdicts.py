@@ -8,26 +8,6 @@ from typing import Any, NamedTuple
 
 from servegym.experiments.evaluation.tables import Note, note
 
-__all__ = [
-    "AGREES",
-    "DIRECTION",
-    "DISAGREES",
-    "IN_PART",
-    "OPEN",
-    "Claim",
-    "Finding",
-    "Reader",
-    "Rows",
-    "found_for",
-    "holds",
-    "judge",
-    "percent",
-    "pick",
-    "span",
-    "split",
-    "values",
-]
-
 AGREES, DIRECTION, DISAGREES, IN_PART, OPEN = (
     "agrees",
     "same direction",
@@ -74,15 +54,19 @@ class Claim(NamedTuple):
     family: str = ""
 
 
-def found_for(claims: Sequence[Claim], table: str) -> Callable[[Any, Rows], Iterator[Note]]:
+def found_for(
+    claims: Sequence[Claim], table: str, *first: str
+) -> Callable[[Any, Rows], Iterator[Note]]:
     """The notes of a study: what the claims that read its table find in its rows.
 
     Args:
         claims: Those of the family.
         table: Name of the table.
+        *first: Sentences before them.
     """
 
     def notes(options: Any, rows: Rows) -> Iterator[Note]:
+        yield from first
         for claim in (claim for claim in claims if claim.source == table):
             for one in claim.read(rows):
                 where = f"{one.setting}: " if one.setting else ""

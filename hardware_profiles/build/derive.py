@@ -18,7 +18,11 @@ import numpy as np
 
 from servegym._command_line import run_main
 from servegym.hardware_profiles.build.fit_cards import CARDS as FITTED_CARDS
-from servegym.hardware_profiles.build.published import REFERENCE_KERNELS, vidur_layer_s
+from servegym.hardware_profiles.build.published import (
+    REFERENCE_KERNELS,
+    read_layers,
+    vidur_layer_s,
+)
 from servegym.hardware_profiles.calibrate.csv_tables import CsvTable
 from servegym.hardware_profiles.calibrate.fitting import error_quantiles, fit_estimator, rounded
 from servegym.hardware_profiles.fleet import FORMAT as FLEET_FORMAT
@@ -114,12 +118,8 @@ def _gemm_s(data: Path, card: str) -> Callable[[int], float]:
 
 def _ops_s(data: Path, ops: Sequence[str]) -> Callable[[int], float]:
     """Seconds of some ops of one layer on the RTX 4090, by tokens."""
-    path = data / REFERENCE_KERNELS / "dense.csv"
-    times = {
-        (r["layer"], int(r["tokens"])): 1e-6 * float(r["time_us"])
-        for _, r in CsvTable(path, ("layer", "tokens", "time_us")).rows
-    }
-    return lambda m: sum(times[op, m] for op in ops)
+    times = read_layers(data / REFERENCE_KERNELS / "dense.csv", "tokens")
+    return lambda m: sum(times[op][m] for op in ops)
 
 
 _ALL_OPS = (

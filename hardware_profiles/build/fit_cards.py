@@ -132,45 +132,13 @@ _UNFILTERED: dict[str, str] = {
 # Step latencies of Llama-3.1-8B in milliseconds as another composition of the same kind of tables
 # predicts them (aiconfigurator 0.12.0, vLLM, static batch): decodes by (batch, context) and one
 # prompt by its tokens.
-_AICONFIGURATOR_DECODE_MS = {
-    "a100-80g": {
-        (1, 256): 11.79,
-        (1, 1024): 11.86,
-        (8, 256): 12.10,
-        (8, 1024): 12.64,
-        (32, 256): 13.07,
-        (32, 1024): 15.58,
-    },
-    "h100": {
-        (1, 256): 6.14,
-        (1, 1024): 6.18,
-        (8, 256): 6.45,
-        (8, 1024): 6.60,
-        (32, 256): 7.07,
-        (32, 1024): 8.32,
-    },
-    "l40s": {
-        (1, 256): 21.94,
-        (1, 1024): 21.98,
-        (8, 256): 22.71,
-        (8, 1024): 23.45,
-        (32, 256): 25.74,
-        (32, 1024): 31.43,
-    },
-    "rtxpro6000": {
-        (1, 256): 11.16,
-        (1, 1024): 11.23,
-        (8, 256): 11.39,
-        (8, 1024): 11.69,
-        (32, 256): 12.01,
-        (32, 1024): 13.67,
-    },
-}
-_AICONFIGURATOR_PREFILL_MS = {
-    "a100-80g": {128: 14.51, 512: 35.99, 1024: 64.73, 2048: 125.19},
-    "h100": {128: 7.62, 512: 12.02, 1024: 22.11, 2048: 43.51},
-    "l40s": {128: 26.92, 512: 38.27, 1024: 70.33, 2048: 144.89},
-    "rtxpro6000": {128: 13.19, 512: 25.52, 1024: 44.89, 2048: 87.61},
+_DECODES_BESIDE = ((1, 256), (1, 1024), (8, 256), (8, 1024), (32, 256), (32, 1024))
+_PROMPTS_BESIDE = (128, 512, 1024, 2048)
+_AICONFIGURATOR_MS: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
+    "a100-80g": ((11.79, 11.86, 12.10, 12.64, 13.07, 15.58), (14.51, 35.99, 64.73, 125.19)),
+    "h100": ((6.14, 6.18, 6.45, 6.60, 7.07, 8.32), (7.62, 12.02, 22.11, 43.51)),
+    "l40s": ((21.94, 21.98, 22.71, 23.45, 25.74, 31.43), (26.92, 38.27, 70.33, 144.89)),
+    "rtxpro6000": ((11.16, 11.23, 11.39, 11.69, 12.01, 13.67), (13.19, 25.52, 44.89, 87.61)),
 }
 
 
@@ -528,15 +496,12 @@ def errors_against_aiconfigurator(card: str, law: Profile) -> dict[str, Any]:
     Returns:
         Spreads of the relative difference, for decodes and for prefills.
     """
-    decode = _AICONFIGURATOR_DECODE_MS[card].items()
-    prefill = _AICONFIGURATOR_PREFILL_MS[card].items()
+    decodes, prefills = _AICONFIGURATOR_MS[card]
+    ours = [law.decode_s(b, b * x) for b, x in _DECODES_BESIDE]
+    prompts = [law.prefill_s(p) for p in _PROMPTS_BESIDE]
     return {
-        "decode_against_aiconfigurator": error_quantiles(
-            np.array([1e3 * law.decode_s(b, b * x) / ms - 1.0 for (b, x), ms in decode])
-        ),
-        "prefill_against_aiconfigurator": error_quantiles(
-            np.array([1e3 * law.prefill_s(p) / ms - 1.0 for p, ms in prefill])
-        ),
+        "decode_against_aiconfigurator": error_quantiles(1e3 * np.array(ours) / decodes - 1.0),
+        "prefill_against_aiconfigurator": error_quantiles(1e3 * np.array(prompts) / prefills - 1.0),
     }
 
 

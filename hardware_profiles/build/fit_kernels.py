@@ -32,7 +32,11 @@ from servegym._command_line import run_main
 from servegym.hardware_profiles.build.derive import CARDS as DERIVED_CARDS
 from servegym.hardware_profiles.build.fit_cards import CARDS
 from servegym.hardware_profiles.build.fit_mixed import fit_all, with_mixed
-from servegym.hardware_profiles.build.published import REFERENCE_BANDWIDTH, REFERENCE_KERNELS
+from servegym.hardware_profiles.build.published import (
+    REFERENCE_BANDWIDTH,
+    REFERENCE_KERNELS,
+    read_layers,
+)
 from servegym.hardware_profiles.build.timed_steps import (
     CARD,
     FOLDERS,
@@ -40,7 +44,6 @@ from servegym.hardware_profiles.build.timed_steps import (
     read_steps,
     spread,
 )
-from servegym.hardware_profiles.calibrate.csv_tables import CsvTable
 from servegym.hardware_profiles.calibrate.fitting import error_quantiles, isotonic_fit, thin
 from servegym.hardware_profiles.calibrate.kernel_tables import KernelTables
 from servegym.hardware_profiles.compose import Composer
@@ -54,7 +57,6 @@ from servegym.hardware_profiles.kernels import (
 from servegym.hardware_profiles.model_config import VALUE_BYTES, model_shape
 from servegym.hardware_profiles.schema import write_json
 
-_QWEN_KERNELS = "llmservingsim/profiler/perf/RTXPRO6000/Qwen/Qwen3-30B-A3B-Instruct-2507/bf16/tp1"
 _QWEN_BANDWIDTH = CARDS["rtxpro6000"]["memory_bandwidth_bytes_per_s"]
 # Cards that ship as kernel tables alone. Memory as nvidia-smi reports it; bandwidth, peak in 16
 # bits without sparsity and processors as in NVIDIA's data sheets of H200 and HGX B200.
@@ -512,23 +514,17 @@ def _links(comm: Path, name: str) -> dict[str, Any]:
 
 def _elementwise(data: Path, bandwidth: float) -> dict[str, Any]:
     """Elementwise ops on a card of this memory bandwidth."""
-    dense, heads = data / REFERENCE_KERNELS / "dense.csv", data / REFERENCE_KERNELS
-    sources = [(dense, op, "tokens", size, REFERENCE_BANDWIDTH) for op, size in
-               _ELEMENTWISE.items()]  # fmt: skip
-    sources += [
-        (heads / "per_sequence.csv", "sampler", "sequences", _SAMPLER_SIZE, REFERENCE_BANDWIDTH),
-        (data / _QWEN_KERNELS / "dense.csv", "qk_norm", "tokens", _QK_NORM_SIZE, _QWEN_BANDWIDTH),
-    ]
+    here, qwen = data / REFERENCE_KERNELS, data / FOLDERS["qwen3-30b-a3b"]
+    dense = read_layers(here / "dense.csv", "tokens")
+    timed = {op: (dense[op], size, REFERENCE_BANDWIDTH) for op, size in _ELEMENTWISE.items()}
+    sampler = read_layers(here / "per_sequence.csv", "sequences")["sampler"]
+    timed["sampler"] = sampler, _SAMPLER_SIZE, REFERENCE_BANDWIDTH
+    norm = read_layers(qwen / "dense.csv", "tokens")["qk_norm"]
+    timed["qk_norm"] = norm, _QK_NORM_SIZE, _QWEN_BANDWIDTH
     out = {}
-    for path, op, axis, size, source_bandwidth in sources:
-        rows = CsvTable(path, ("layer", axis, "time_us"), 8)
-        timed = {
-            rows.count(line, row, axis): rows.positive(line, row, "time_us", "microseconds")
-            for line, row in rows.rows
-            if row["layer"] == op
-        }
-        grid = np.array(sorted(timed), float)
-        time = isotonic_fit(np.array([timed[int(g)] for g in grid]))
+    for op, (seconds, size, source_bandwidth) in timed.items():
+        grid = np.array(sorted(seconds), float)
+        time = isotonic_fit(np.array([1e6 * seconds[int(g)] for g in grid]))
         time = time[0] + (time - time[0]) * source_bandwidth / bandwidth
         kept = thin(grid, time, 0.02)
         out[op] = {
@@ -646,12 +642,7 @@ def derive_rtx4090(base: Mapping[str, Any], data: Path) -> dict[str, Any]:
         The file's content; products of 16-bit weights only, no experts.
     """
     folder = data / REFERENCE_KERNELS
-    rows = CsvTable(folder / "dense.csv", ("layer", "tokens", "time_us"), 36)
-    timed: dict[str, dict[int, float]] = {}
-    for line, row in rows.rows:
-        timed.setdefault(row["layer"], {})[rows.count(line, row, "tokens")] = rows.positive(
-            line, row, "time_us", "microseconds"
-        )
+    timed = read_layers(folder / "dense.csv", "tokens")
     shapes = {
         "qkv_proj": (6144, 4096),
         "o_proj": (4096, 4096),
@@ -665,7 +656,7 @@ def derive_rtx4090(base: Mapping[str, Any], data: Path) -> dict[str, Any]:
         np.array(raw["us"]),
     )
     grid = [m for m in raw["rows"] if m in timed["qkv_proj"]]
-    own = np.array([[timed[op][int(m)] for m in grid] for op in shapes])
+    own = np.array([[1e6 * timed[op][int(m)] for m in grid] for op in shapes])
     theirs = np.array([[products.seconds(m, *nk) for m in grid] for nk in shapes.values()])
     # Sums, as the L40S's small weights came from its cache: those of the large ones count.
     middle = own.sum(axis=0) / theirs.sum(axis=0)

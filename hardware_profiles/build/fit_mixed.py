@@ -27,7 +27,7 @@ import numpy as np
 from servegym._command_line import run_main
 from servegym.hardware_profiles.build.derive import CARDS as DERIVED_CARDS
 from servegym.hardware_profiles.build.fit_cards import CARDS
-from servegym.hardware_profiles.build.timed_steps import MODEL_FOLDERS
+from servegym.hardware_profiles.build.published import MODEL_FOLDERS, read_attention
 from servegym.hardware_profiles.calibrate.csv_tables import CsvTable
 from servegym.hardware_profiles.calibrate.fitting import error_quantiles
 from servegym.hardware_profiles.compose import Composer
@@ -66,15 +66,9 @@ Attention = dict[tuple[int, int, int, int], float]
 
 
 @functools.cache
-def read_attention(data: Path, card: str, model: str) -> Attention:
-    """Seconds of one layer by (chunk, context before it, decodes, their context)."""
-    names = ("prefill_chunk", "kv_prefill", "n_decode", "kv_decode")
-    rows = CsvTable(data / MODEL_FOLDERS[card, model] / "attention.csv", (*names, "time_us"), 8)
-    return {
-        tuple(rows.count(line, row, name) for name in names): 1e-6
-        * rows.positive(line, row, "time_us", "microseconds")
-        for line, row in rows.rows
-    }  # type: ignore[misc]
+def timed_attention(data: Path, card: str, model: str) -> Attention:
+    """The timings of a card and model, see `read_attention`."""
+    return read_attention(data / MODEL_FOLDERS[card, model])
 
 
 def pair_s(timed: Mapping[Any, float], heads: int) -> float:
@@ -94,9 +88,9 @@ def mixed_rows(timed: Attention) -> list[tuple[int, int, int, float, float, floa
 
 def logs(law: MixedAttention, data: Path, card: str, model: str) -> np.ndarray:
     """Logarithms of the law's attention of mixed rows over the timed one."""
-    timed = read_attention(data, card, model)
+    timed = timed_attention(data, card, model)
     # A shard's chunks are too small to tell the card's rate.
-    whole = timed if "tp" not in model else read_attention(data, card, "llama-3.1-8b")
+    whole = timed if "tp" not in model else timed_attention(data, card, "llama-3.1-8b")
     heads, kv_heads = HEADS[model]
     pair = pair_s(whole, HEADS["llama-3.1-8b"][0])
     device = DEVICES[card]
@@ -154,7 +148,7 @@ def fit_longest(data: Path, law: MixedAttention, cards: Sequence[str]) -> dict[s
     heads, kv_heads = HEADS["llama-3.1-8b"]
     for card in cards:
         processors = DEVICES[card]["multiprocessors"]
-        pair = pair_s(read_attention(data, card, "llama-3.1-8b"), heads)
+        pair = pair_s(timed_attention(data, card, "llama-3.1-8b"), heads)
         token = law.token_s(pair, processors)
         for n, chunk, excess, mean_s, seconds in skew_rows(data, card):
             share = excess * token / mean_s
@@ -178,7 +172,7 @@ def skew_logs(law: MixedAttention, data: Path, card: str) -> dict[str, np.ndarra
     """Logarithms over the timed attention of unequal contexts: ``(K, 2)`` with and without."""
     heads, kv_heads = HEADS["llama-3.1-8b"]
     processors = DEVICES[card]["multiprocessors"]
-    pair = pair_s(read_attention(data, card, "llama-3.1-8b"), heads)
+    pair = pair_s(timed_attention(data, card, "llama-3.1-8b"), heads)
     found: dict[str, list[Any]] = {"decode": [], "mixed": []}
     for n, chunk, excess, mean_s, seconds in skew_rows(data, card):
         units = np.interp(n * kv_heads / processors, law.longest_blocks, law.longest)

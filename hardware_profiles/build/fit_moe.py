@@ -24,6 +24,7 @@ import numpy as np
 from servegym._command_line import run_main
 from servegym.hardware_profiles.build.fit_cards import CARDS
 from servegym.hardware_profiles.build.published import (
+    MODEL_FOLDERS,
     REFERENCE_KERNELS,
     MatrixProducts,
     scale_by_bandwidth,
@@ -46,9 +47,7 @@ from servegym.hardware_profiles.schema import write_json
 FORMAT = "servegym-moe-layer/1"
 L2_BYTES = {"a100-80g": 40e6, "l40s": 96e6, "h100": 50e6, "rtxpro6000": 128e6}
 ROUTING = {"a100-80g": "power_law_1.01"}
-PROFILED_KERNELS = (
-    "llmservingsim/profiler/perf/RTXPRO6000/Qwen/Qwen3-30B-A3B-Instruct-2507/bf16/tp1"
-)
+PROFILED_KERNELS = MODEL_FOLDERS["rtxpro6000", "qwen3-30b-a3b"]
 _DEVICE_FACTS = ("name", "memory_bytes", "memory_bandwidth_bytes_per_s", "tensor_flop_per_s")
 # The activation was timed with this width.
 _TIMED_WIDTH = 14336

@@ -1,4 +1,4 @@
-"""Published tables that several fits read: RTX 4090 kernels, matrix products, vidur's layers."""
+"""Published tables that several fits read: kernels of models, matrix products, vidur's layers."""
 
 from __future__ import annotations
 
@@ -11,11 +11,44 @@ import numpy as np
 from servegym.hardware_profiles.calibrate.csv_tables import CsvTable
 from servegym.hardware_profiles.interpolation import interpolate
 
-# LLMServingSim's kernel timings of the RTX 4090, below the folder of the published tables.
-REFERENCE_KERNELS = "llmservingsim/profiler/perf/RTX4090/meta-llama/Llama-3.1-8B/bf16/tp1"
+_PERF, _LLAMA = "llmservingsim/profiler/perf", "meta-llama/Llama-3.1-8B/bf16"
+_QWEN = "Qwen/Qwen3-30B-A3B-Instruct-2507/bf16"
+MODEL_FOLDERS = {
+    ("rtx4090", "llama-3.1-8b"): f"{_PERF}/RTX4090/{_LLAMA}/tp1",
+    ("rtxpro6000", "llama-3.1-8b"): f"{_PERF}/RTXPRO6000/{_LLAMA}/tp1",
+    ("rtxpro6000", "llama-3.1-8b tp 2"): f"{_PERF}/RTXPRO6000/{_LLAMA}/tp2",
+    (
+        "rtxpro6000",
+        "qwen3-30b-a3b",
+    ): f"{_PERF}/RTXPRO6000/{_QWEN}/tp1",
+}
+"""LLMServingSim's kernel timings by card and model, below the folder of the published tables."""
+REFERENCE_KERNELS = MODEL_FOLDERS["rtx4090", "llama-3.1-8b"]
 REFERENCE_BANDWIDTH = 1.008e12
 # How many timed products stand for one that was not: the median of these, by size.
 _NEAR = 3
+
+
+def read_layers(path: Path, axis: str) -> dict[str, dict[int, float]]:
+    """Seconds of every op of ``dense.csv`` or ``per_sequence.csv`` by its ``axis``."""
+    rows = CsvTable(path, ("layer", axis, "time_us"), 8)
+    out: dict[str, dict[int, float]] = {}
+    for line, row in rows.rows:
+        seconds = 1e-6 * rows.positive(line, row, "time_us", "microseconds")
+        out.setdefault(row["layer"], {})[rows.count(line, row, axis)] = seconds
+    return out
+
+
+def read_attention(folder: Path) -> dict[tuple[int, int, int, int], float]:
+    """Seconds of one layer's attention by (chunk, context before it, decodes, their context)."""
+    names = ("prefill_chunk", "kv_prefill", "n_decode", "kv_decode")
+    rows = CsvTable(folder / "attention.csv", (*names, "time_us"), 8)
+    out = {}
+    for line, row in rows.rows:
+        chunk, before, decodes, context = (rows.count(line, row, name) for name in names)
+        seconds = 1e-6 * rows.positive(line, row, "time_us", "microseconds")
+        out[chunk, before, decodes, context] = seconds
+    return out
 
 
 class MatrixProducts:

@@ -13,6 +13,11 @@ from typing import Any
 
 import numpy as np
 
+from servegym.hardware_profiles.build.published import (
+    MODEL_FOLDERS,
+    read_attention,
+    read_layers,
+)
 from servegym.hardware_profiles.calibrate.csv_tables import CsvTable
 from servegym.hardware_profiles.calibrate.fitting import error_quantiles
 from servegym.hardware_profiles.compose import Composer
@@ -20,29 +25,13 @@ from servegym.hardware_profiles.model_config import ModelShape
 
 # The card with kernels of two models, one of them a mixture of experts.
 CARD = "rtxpro6000"
-_PERF, _LLAMA = "llmservingsim/profiler/perf", "meta-llama/Llama-3.1-8B/bf16"
-MODEL_FOLDERS = {
-    ("rtx4090", "llama-3.1-8b"): f"{_PERF}/RTX4090/{_LLAMA}/tp1",
-    (CARD, "llama-3.1-8b"): f"{_PERF}/RTXPRO6000/{_LLAMA}/tp1",
-    (CARD, "llama-3.1-8b tp 2"): f"{_PERF}/RTXPRO6000/{_LLAMA}/tp2",
-    (CARD, "qwen3-30b-a3b"): f"{_PERF}/RTXPRO6000/Qwen/Qwen3-30B-A3B-Instruct-2507/bf16/tp1",
-}
 FOLDERS = {model: MODEL_FOLDERS[CARD, model] for model in ("llama-3.1-8b", "qwen3-30b-a3b")}
 _CHUNKS, _BEFORE = (16, 64, 256, 512, 1024, 2048), (0, 512, 2048, 8192)
 _DECODES, _CONTEXTS = (1, 4, 8, 16, 32, 64, 128, 256), (64, 256, 1024, 4096, 16384)
 _MOST_DECODE_TOKENS = 400_000
 
 
-def _curve(path: Path, axis: str) -> dict[str, dict[float, float]]:
-    rows = CsvTable(path, ("layer", axis, "time_us"), 8)
-    out: dict[str, dict[float, float]] = {}
-    for line, row in rows.rows:
-        seconds = 1e-6 * rows.positive(line, row, "time_us", "microseconds")
-        out.setdefault(row["layer"], {})[rows.count(line, row, axis)] = seconds
-    return out
-
-
-def _at(times: Mapping[float, float], size: float) -> float:
+def _at(times: Mapping[int, float], size: float) -> float:
     grid = sorted(times)
     return float(np.interp(size, grid, [times[g] for g in grid]))
 
@@ -96,11 +85,9 @@ def read_steps(folder: Path, shape: ModelShape) -> TimedSteps:
     Returns:
         The iterations.
     """
-    dense, head = (
-        _curve(folder / "dense.csv", "tokens"),
-        _curve(folder / "per_sequence.csv", "sequences"),
-    )
-    moe: dict[float, dict[float, float]] = {}
+    dense = read_layers(folder / "dense.csv", "tokens")
+    head = read_layers(folder / "per_sequence.csv", "sequences")
+    moe: dict[int, dict[int, float]] = {}
     if shape.experts:
         rows = CsvTable(folder / "moe.csv", ("tokens", "activated_experts", "time_us"), 8)
         for line, row in rows.rows:
@@ -120,15 +107,10 @@ def read_steps(folder: Path, shape: ModelShape) -> TimedSteps:
         layer += experts_s(tokens) if shape.experts else 0.0
         return shape.layers * layer + sum(_at(dense[op], tokens) for op in per_model)
 
-    names = ("prefill_chunk", "kv_prefill", "n_decode", "kv_decode")
-    rows = CsvTable(folder / "attention.csv", (*names, "time_us"), 8)
-    attention = {}
-    for line, row in rows.rows:
-        key = tuple(rows.count(line, row, name) for name in names)
-        attention[key] = 1e-6 * rows.positive(line, row, "time_us", "microseconds")
-    return TimedSteps(
-        dense_s, lambda b: sum(_at(times, b) for times in head.values()), attention, shape.layers
-    )
+    def head_s(sequences: float) -> float:
+        return sum(_at(times, sequences) for times in head.values())
+
+    return TimedSteps(dense_s, head_s, read_attention(folder), shape.layers)
 
 
 def compare(composer: Composer, steps: TimedSteps) -> list[dict[str, Any]]:

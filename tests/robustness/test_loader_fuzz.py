@@ -44,17 +44,11 @@ HUGE = 10**30
 
 @dataclass(frozen=True)
 class Loader:
-    """One loader.
-
-    Attributes:
-        write: Writes a good file, and what belongs to it, into a folder; returns the file.
-        read: Reads it.
-        free: Words of places where anything may stand (text, notes).
-    """
+    """What writes a good file, and what belongs to it, into a folder; and what reads it."""
 
     write: Callable[[Path], Path]
     read: Callable[[Path], Any]
-    free: tuple[str, ...] = ()
+    free: tuple[str, ...] = ()  # words of places where anything may stand (text, notes)
 
 
 # ----------------------------------------------------------------------------------- good files

@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from servegym._jit import record
+
 # Options of `CONFIG`.
 NIC, PAIRWISE = 0, 1
 PER_EXPERT, PER_SERVER = 0, 1
@@ -21,227 +23,188 @@ INDEX_BITS = 22
 MAX_INDEX = (1 << INDEX_BITS) - 1
 
 
-def _record(fields: list[tuple[str, str]]) -> np.dtype:
-    # np.record scalars give attribute access with the JIT switched off, too.
-    return np.dtype((np.record, np.dtype(fields, align=True)))
-
-
-CONFIG = _record(
-    [
-        ("num_servers", "i8"),  # N
-        ("num_gpus", "i8"),  # G
-        ("layers", "i8"),  # L
-        ("experts", "i8"),  # E
-        ("top_k", "i8"),  # experts of a token
-        ("link_model", "i8"),  # NIC: one sending queue a server; PAIRWISE: one for each pair
-        ("messages", "i8"),  # PER_EXPERT or PER_SERVER
-        ("choice", "i8"),  # which copy a remote call goes to: LEAST_FINISH, NEAREST, ...
-        ("candidates", "i8"),  # copies that the choice looks at
-        ("migration_source", "i8"),  # weights of a new placement: from HOST or over the NETWORK
-        ("cache", "i8"),  # what a cache gives up first: LRU, LFU, ACTIVATION
-        ("router", "i8"),  # which server takes a request: HOME, FEWEST_REQUESTS, ...
-        ("execution", "i8"),  # CALL experts of other servers, or FORWARD to whole layers
-        ("decode_steps", "f8"),  # mean decode steps of a request, as a controller expects them
-        ("message_cost", "f8"),  # s, fixed sending time of a message
-        ("stage_token", "f8"),  # s, staging of one token's activations
-        ("stage_base", "f8"),  # s, staging besides
-        ("load", "f8"),  # s, one expert of a placement from host memory to a GPU
-        ("fetch", "f8"),  # s, one expert from host memory into a cache
-        ("read", "f8"),  # s, one expert from the NVMe drive into host memory
-        ("host_limited", "i8"),  # whether host memory has room for some experts only
-        ("expert_bytes", "f8"),  # bytes of one expert
-        ("activation_bytes", "f8"),  # bytes of one token on a link
-    ]
+CONFIG = record(
+    ("num_servers", "i8"),  # N
+    ("num_gpus", "i8"),  # G
+    ("layers", "i8"),  # L
+    ("experts", "i8"),  # E
+    ("top_k", "i8"),  # experts of a token
+    ("link_model", "i8"),  # NIC: one sending queue a server; PAIRWISE: one for each pair
+    ("messages", "i8"),  # PER_EXPERT or PER_SERVER
+    ("choice", "i8"),  # which copy a remote call goes to: LEAST_FINISH, NEAREST, ...
+    ("candidates", "i8"),  # copies that the choice looks at
+    ("migration_source", "i8"),  # weights of a new placement: from HOST or over the NETWORK
+    ("cache", "i8"),  # what a cache gives up first: LRU, LFU, ACTIVATION
+    ("router", "i8"),  # which server takes a request: HOME, FEWEST_REQUESTS, ...
+    ("execution", "i8"),  # CALL experts of other servers, or FORWARD to whole layers
+    ("decode_steps", "f8"),  # mean decode steps of a request, as a controller expects them
+    ("message_cost", "f8"),  # s, fixed sending time of a message
+    ("stage_token", "f8"),  # s, staging of one token's activations
+    ("stage_base", "f8"),  # s, staging besides
+    ("load", "f8"),  # s, one expert of a placement from host memory to a GPU
+    ("fetch", "f8"),  # s, one expert from host memory into a cache
+    ("read", "f8"),  # s, one expert from the NVMe drive into host memory
+    ("host_limited", "i8"),  # whether host memory has room for some experts only
+    ("expert_bytes", "f8"),  # bytes of one expert
+    ("activation_bytes", "f8"),  # bytes of one token on a link
 )
 """Options and sizes of a system."""
-PLANT_GPU = _record(
-    [
-        ("server", "i8"),  # its server
-        ("slots", "i8"),  # experts that it can hold
-        # Not "base": numpy's records have an attribute of that name.
-        ("fixed", "f8"),  # s, an expert call with x tokens takes fixed + token x
-        ("token", "f8"),  # s
-    ]
+PLANT_GPU = record(
+    ("server", "i8"),  # its server
+    ("slots", "i8"),  # experts that it can hold
+    # Not "base": numpy's records have an attribute of that name.
+    ("fixed", "f8"),  # s, an expert call with x tokens takes fixed + token x
+    ("token", "f8"),  # s
 )
 """A GPU, what does not change."""
-PLANT_SERVER = _record(
-    [
-        ("first_gpu", "i8"),  # its GPUs are first_gpu to end_gpu - 1
-        ("end_gpu", "i8"),
-        ("dense_base", "f8"),  # s, the rest of a layer with x tokens takes base + token x
-        ("dense_token", "f8"),  # s
-        ("host_slots", "i8"),  # experts that its host memory holds
-    ]
+PLANT_SERVER = record(
+    ("first_gpu", "i8"),  # its GPUs are first_gpu to end_gpu - 1
+    ("end_gpu", "i8"),
+    ("dense_base", "f8"),  # s, the rest of a layer with x tokens takes base + token x
+    ("dense_token", "f8"),  # s
+    ("host_slots", "i8"),  # experts that its host memory holds
 )
 """A server, what does not change."""
-PAIR = _record(
-    [
-        ("byte_s", "f8"),  # s, sending time of one byte
-        ("latency", "f8"),  # s, delay of a message after it has left
-    ]
+PAIR = record(
+    ("byte_s", "f8"),  # s, sending time of one byte
+    ("latency", "f8"),  # s, delay of a message after it has left
 )
 """An ordered pair of servers."""
-HOP = _record(
-    [
-        ("out", "f8"),  # s, sending time of one token's activations there
-        ("back", "f8"),  # s, and back
-        ("there", "f8"),  # s, delay there
-        ("home", "f8"),  # s, delay back
-    ]
+HOP = record(
+    ("out", "f8"),  # s, sending time of one token's activations there
+    ("back", "f8"),  # s, and back
+    ("there", "f8"),  # s, delay there
+    ("home", "f8"),  # s, delay back
 )
 """What a remote call of one server at another takes; most clusters have few unlike ones."""
-REQUEST_GIVEN = _record(
-    [
-        ("arrival", "f8"),  # s
-        ("home", "i8"),  # server at which it arrives
-        ("prompt", "i8"),  # its prompt
-        ("outputs", "i8"),  # tokens of the answer
-        ("offset", "i8"),  # decode step s uses row (offset + s - 1) of the prompt's, in a ring
-    ]
+REQUEST_GIVEN = record(
+    ("arrival", "f8"),  # s
+    ("home", "i8"),  # server at which it arrives
+    ("prompt", "i8"),  # its prompt
+    ("outputs", "i8"),  # tokens of the answer
+    ("offset", "i8"),  # decode step s uses row (offset + s - 1) of the prompt's, in a ring
 )
 """A request as it arrives."""
-PROMPT = _record(
-    [
-        ("tokens", "i8"),  # its length
-        ("start", "i8"),  # its rows of the bank are start to end - 1
-        ("end", "i8"),
-    ]
+PROMPT = record(
+    ("tokens", "i8"),  # its length
+    ("start", "i8"),  # its rows of the bank are start to end - 1
+    ("end", "i8"),
 )
 """A prompt."""
 
-META = _record(
-    [
-        ("now", "f8"),  # s since the start
-        ("migration_end", "f8"),  # s, end of the last load of a new placement
-        ("network_bytes", "f8"),  # bytes sent over links so far
-        ("weight_bytes", "f8"),  # bytes of experts loaded so far
-        ("sequence", "i8"),  # events added so far, which orders events of one time
-        ("heap", "i8"),  # events to come, the one that is being handled included
-        ("handled", "i8"),  # whether the root of the heap is an event that is being handled
-        ("next_request", "i8"),  # the next request to arrive
-        ("free", "i8"),  # free places for messages
-        ("loads", "i8"),  # experts loaded so far
-        ("drops", "i8"),  # experts given up so far
-        ("fewest_copies", "i8"),  # least copies of any expert at any time
-        ("messages", "i8"),  # messages sent so far
-        ("calls", "i8"),  # expert calls so far
-        ("events", "i8"),  # events handled so far
-        ("settled", "i8"),  # requests before this one are in ``counts`` as a whole
-    ]
+META = record(
+    ("now", "f8"),  # s since the start
+    ("migration_end", "f8"),  # s, end of the last load of a new placement
+    ("network_bytes", "f8"),  # bytes sent over links so far
+    ("weight_bytes", "f8"),  # bytes of experts loaded so far
+    ("sequence", "i8"),  # events added so far, which orders events of one time
+    ("heap", "i8"),  # events to come, the one that is being handled included
+    ("handled", "i8"),  # whether the root of the heap is an event that is being handled
+    ("next_request", "i8"),  # the next request to arrive
+    ("free", "i8"),  # free places for messages
+    ("loads", "i8"),  # experts loaded so far
+    ("drops", "i8"),  # experts given up so far
+    ("fewest_copies", "i8"),  # least copies of any expert at any time
+    ("messages", "i8"),  # messages sent so far
+    ("calls", "i8"),  # expert calls so far
+    ("events", "i8"),  # events handled so far
+    ("settled", "i8"),  # requests before this one are in ``counts`` as a whole
 )
 """The clock and totals of the episode."""
-REQUEST = _record(
-    [
-        ("dispatched", "f8"),  # s, when the calls of the layer were made
-        ("end", "f8"),  # s, end of the slowest call of the layer so far
-        ("first", "f8"),  # s, first token, NaN before
-        ("finish", "f8"),  # s, last token, NaN before
-        ("step", "i4"),  # 0 is the prefill
-        ("layer", "i4"),
-        ("pending", "i4"),  # messages or fetches that the layer waits for
-        ("home", "i4"),  # server that runs its layer, -1 before it arrives
-        ("sent", "i4"),  # layers dispatched so far
-        ("counted", "i4"),  # those of them that ``counts`` has
-        # What the hot loop reads of the load, beside the rest.
-        ("prompt", "i4"),
-        ("tokens", "i4"),  # of the prompt
-        ("start", "i4"),  # first row of the bank
-        ("rows", "i4"),
-        ("shift", "i4"),  # the offset, modulo the rows
-        ("taken", "i4"),  # server that the router chose
-    ]
+REQUEST = record(
+    ("dispatched", "f8"),  # s, when the calls of the layer were made
+    ("end", "f8"),  # s, end of the slowest call of the layer so far
+    ("first", "f8"),  # s, first token, NaN before
+    ("finish", "f8"),  # s, last token, NaN before
+    ("step", "i4"),  # 0 is the prefill
+    ("layer", "i4"),
+    ("pending", "i4"),  # messages or fetches that the layer waits for
+    ("home", "i4"),  # server that runs its layer, -1 before it arrives
+    ("sent", "i4"),  # layers dispatched so far
+    ("counted", "i4"),  # those of them that ``counts`` has
+    # What the hot loop reads of the load, beside the rest.
+    ("prompt", "i4"),
+    ("tokens", "i4"),  # of the prompt
+    ("start", "i4"),  # first row of the bank
+    ("rows", "i4"),
+    ("shift", "i4"),  # the offset, modulo the rows
+    ("taken", "i4"),  # server that the router chose
 )
 """A request."""
-GPU = _record(
-    [
-        ("free", "f8"),  # s, when it has done all calls so far
-        ("promised", "f8"),  # s of calls that are on the way to it
-        ("promised_calls", "i8"),  # their number
-        ("used", "i8"),  # slots in use, loads in flight included
-        ("peak", "i8"),  # most slots in use so far
-        ("loading", "i8"),  # expert being loaded, -1 if none
-        ("next_load", "i8"),  # experts before this one need not be looked at for loads
-        ("source", "i8"),  # server that the weights come from, -1 for host memory
-        ("bytes_left", "f8"),  # bytes of the load not yet sent
-        ("channel_free", "f8"),  # s, when its host channel has done all fetches (caches)
-    ]
+GPU = record(
+    ("free", "f8"),  # s, when it has done all calls so far
+    ("promised", "f8"),  # s of calls that are on the way to it
+    ("promised_calls", "i8"),  # their number
+    ("used", "i8"),  # slots in use, loads in flight included
+    ("peak", "i8"),  # most slots in use so far
+    ("loading", "i8"),  # expert being loaded, -1 if none
+    ("next_load", "i8"),  # experts before this one need not be looked at for loads
+    ("source", "i8"),  # server that the weights come from, -1 for host memory
+    ("bytes_left", "f8"),  # bytes of the load not yet sent
+    ("channel_free", "f8"),  # s, when its host channel has done all fetches (caches)
 )
 """A GPU."""
-LINK = _record(
-    [
-        ("free", "f8"),  # s, when it has sent all messages so far
-        ("returning", "f8"),  # s of messages that will go back over it
-        ("returning_messages", "i8"),  # their number
-    ]
+LINK = record(
+    ("free", "f8"),  # s, when it has sent all messages so far
+    ("returning", "f8"),  # s of messages that will go back over it
+    ("returning_messages", "i8"),  # their number
 )
 """A sending queue: number n of a server (NIC), or n N + m of a pair (PAIRWISE)."""
-MESSAGE = _record(
-    [
-        ("sent", "f8"),  # s
-        ("request", "i4"),  # -1 for a fetch ahead
-        ("server", "i4"),  # receiver
-        ("tokens", "i4"),  # distinct tokens whose activations it carries
-        ("calls", "i4"),
-        ("assigned", "i4"),  # tokens of all its calls
-        ("expert", "i4"),  # of a fetch
-    ]
+MESSAGE = record(
+    ("sent", "f8"),  # s
+    ("request", "i4"),  # -1 for a fetch ahead
+    ("server", "i4"),  # receiver
+    ("tokens", "i4"),  # distinct tokens whose activations it carries
+    ("calls", "i4"),
+    ("assigned", "i4"),  # tokens of all its calls
+    ("expert", "i4"),  # of a fetch
 )
 """Activations on the way there and back, or a fetch into a cache."""
-SERVER = _record(
-    [
-        ("area", "f8"),  # request-seconds in the system
-        ("since", "f8"),  # s, up to when the area is known
-        ("drive_free", "f8"),  # s, when its NVMe drive has done all reads so far
-        # Since the last adopted change of placement: seconds and tokens of calls.
-        ("local_s", "f8"),
-        ("local_tokens", "f8"),
-        ("remote_s", "f8"),
-        ("remote_tokens", "f8"),
-        # Over the episode.
-        ("in_system", "i8"),  # requests that arrived here and are not done
-        ("serving", "i8"),  # requests that it has taken and that are not done
-        ("arrived", "i8"),
-        ("all_local_tokens", "i8"),
-        ("all_remote_tokens", "i8"),
-        ("all_local_calls", "i8"),
-        ("all_remote_calls", "i8"),
-        ("layer_steps", "i8"),
-        ("remote_layer_steps", "i8"),  # those with a remote call
-    ]
+SERVER = record(
+    ("area", "f8"),  # request-seconds in the system
+    ("since", "f8"),  # s, up to when the area is known
+    ("drive_free", "f8"),  # s, when its NVMe drive has done all reads so far
+    # Since the last adopted change of placement: seconds and tokens of calls.
+    ("local_s", "f8"),
+    ("local_tokens", "f8"),
+    ("remote_s", "f8"),
+    ("remote_tokens", "f8"),
+    # Over the episode.
+    ("in_system", "i8"),  # requests that arrived here and are not done
+    ("serving", "i8"),  # requests that it has taken and that are not done
+    ("arrived", "i8"),
+    ("all_local_tokens", "i8"),
+    ("all_remote_tokens", "i8"),
+    ("all_local_calls", "i8"),
+    ("all_remote_calls", "i8"),
+    ("layer_steps", "i8"),
+    ("remote_layer_steps", "i8"),  # those with a remote call
 )
 """Sums over the requests of a server."""
-OPEN_MESSAGE = _record(
-    [
-        ("message", "i8"),  # message being filled for this server, -1 if none
-        ("seconds", "f8"),  # s that it will hold the link
-        ("mask", "u8"),  # experts that it calls
-        ("order", "i8"),  # the i-th server for which one was opened
-        ("held", "u8"),  # experts of the layer that this i-th server holds
-    ]
+OPEN_MESSAGE = record(
+    ("message", "i8"),  # message being filled for this server, -1 if none
+    ("seconds", "f8"),  # s that it will hold the link
+    ("mask", "u8"),  # experts that it calls
+    ("order", "i8"),  # the i-th server for which one was opened
+    ("held", "u8"),  # experts of the layer that this i-th server holds
 )
 """The messages of one dispatch, by receiver."""
-SPLIT = _record(
-    [
-        ("local", "i8"),  # the i-th expert of the layer that is here
-        ("remote", "i8"),  # the i-th that is not
-        ("first", "i8"),  # number of the copy that is looked at first
-        ("holder", "i8"),  # its GPU
-    ]
+SPLIT = record(
+    ("local", "i8"),  # the i-th expert of the layer that is here
+    ("remote", "i8"),  # the i-th that is not
+    ("first", "i8"),  # number of the copy that is looked at first
+    ("holder", "i8"),  # its GPU
 )
 """The calls of one dispatch, E places."""
-CACHED_EXPERT = _record(
-    [
-        ("stamp", "i8"),  # number of the last call that used it
-        ("uses", "i8"),  # calls
-        ("volume", "i8"),  # tokens
-    ]
+CACHED_EXPERT = record(
+    ("stamp", "i8"),  # number of the last call that used it
+    ("uses", "i8"),  # calls
+    ("volume", "i8"),  # tokens
 )
 """What a GPU's cache knows of an expert."""
-HOST_EXPERT = _record(
-    [
-        ("ready", "f8"),  # s, when it is or was there, -1 if it is not
-        ("stamp", "i8"),  # number of the last load that read it
-    ]
+HOST_EXPERT = record(
+    ("ready", "f8"),  # s, when it is or was there, -1 if it is not
+    ("stamp", "i8"),  # number of the last load that read it
 )
 """What a server's host memory knows of an expert."""
 

@@ -32,7 +32,7 @@ _PARTS = (
     "y_longest",  # (N, n_sequences) s/token of the longest context beyond the mean
     "y_longest_mixed",  # the same beside prefill chunks
 )
-LAW = record([(name, "i8") for name in (*_LENGTHS, "longest", *_PARTS)])
+LAW = record(*((name, "i8") for name in (*_LENGTHS, "longest", *_PARTS)))
 """Lengths of the axes, whether some card has times by the longest context, and offsets."""
 
 

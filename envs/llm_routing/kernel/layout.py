@@ -98,161 +98,151 @@ SUMMARY_CONTEXT = 256.0  # tokens
 
 
 CONFIG = record(
-    [
-        ("num_experts", "i8"),  # N
-        ("running_capacity", "i8"),  # R, requests
-        ("waiting_capacity", "i8"),  # W, requests
-        ("slots", "i8"),  # requests that an expert can hold
-        # Sizes of the arrays: N, R and W, or the largest of any fleet that may be drawn.
-        ("max_experts", "i8"),
-        ("max_running", "i8"),
-        ("max_waiting", "i8"),
-        ("scheduler", "i8"),  # ORCA or CHUNKED
-        ("memory_policy", "i8"),  # RESERVE or PAGED
-        ("prefix_caching", "i8"),  # 1: a preempted request finds again what is left of its blocks
-        ("async_scheduling", "i8"),  # 1: an iteration is planned while the one before it runs
-        ("token_budget", "i8"),  # tokens of an iteration, at most
-        ("block_size", "i8"),  # tokens of a KV block
-        ("max_output_tokens", "i8"),  # longest answer
-        ("num_requests", "i8"),  # J
-        ("reward", "i8"),  # COMPLETED_QOS, QOS_AWARE, PAID_FORWARD or DENSE
-        ("penalty", "i8"),  # NEW_VIOLATIONS or LITERAL
-        ("predicted_estimator", "i8"),  # 1: Eq. 15 takes predicted scores and lengths
-        ("layout", "i8"),  # of the observation: GRAPH, FLAT, EXPERTS or SUMMARY
-        ("longest", "i8"),  # as the law has it; 0: `longest_key` is not kept
-        ("delay_s_per_token", "f8"),  # transfer time of a prompt token
-        ("router_delay_s", "f8"),  # constant delay of every request
-        ("blocks_per_token", "f8"),  # 1 / block_size
-        ("uptime_s", "f8"),  # mean time to failure of an expert; 0: none fails
-        ("downtime_s", "f8"),  # mean time to repair
-        ("staleness_s", "f8"),  # age of what the router sees of the experts
-    ]
+    ("num_experts", "i8"),  # N
+    ("running_capacity", "i8"),  # R, requests
+    ("waiting_capacity", "i8"),  # W, requests
+    ("slots", "i8"),  # requests that an expert can hold
+    # Sizes of the arrays: N, R and W, or the largest of any fleet that may be drawn.
+    ("max_experts", "i8"),
+    ("max_running", "i8"),
+    ("max_waiting", "i8"),
+    ("scheduler", "i8"),  # ORCA or CHUNKED
+    ("memory_policy", "i8"),  # RESERVE or PAGED
+    ("prefix_caching", "i8"),  # 1: a preempted request finds again what is left of its blocks
+    ("async_scheduling", "i8"),  # 1: an iteration is planned while the one before it runs
+    ("token_budget", "i8"),  # tokens of an iteration, at most
+    ("block_size", "i8"),  # tokens of a KV block
+    ("max_output_tokens", "i8"),  # longest answer
+    ("num_requests", "i8"),  # J
+    ("reward", "i8"),  # COMPLETED_QOS, QOS_AWARE, PAID_FORWARD or DENSE
+    ("penalty", "i8"),  # NEW_VIOLATIONS or LITERAL
+    ("predicted_estimator", "i8"),  # 1: Eq. 15 takes predicted scores and lengths
+    ("layout", "i8"),  # of the observation: GRAPH, FLAT, EXPERTS or SUMMARY
+    ("longest", "i8"),  # as the law has it; 0: `longest_key` is not kept
+    ("delay_s_per_token", "f8"),  # transfer time of a prompt token
+    ("router_delay_s", "f8"),  # constant delay of every request
+    ("blocks_per_token", "f8"),  # 1 / block_size
+    ("uptime_s", "f8"),  # mean time to failure of an expert; 0: none fails
+    ("downtime_s", "f8"),  # mean time to repair
+    ("staleness_s", "f8"),  # age of what the router sees of the experts
 )
 """The arguments of a system: of every system of a problem, unless its fleet is drawn."""
 
 ENV = record(
-    [
-        ("index", "i8"),  # of the request to route, 0 to J
-        ("first_log", "i8"),  # where the system's entries begin in the log
-        ("now", "f8"),  # s
-        ("latency_requirement", "f8"),  # L, s/token
-        # Requests of the episode so far.
-        ("completed", "i8"),
-        ("dropped", "i8"),
-        ("rejected", "i8"),
-        ("on_time", "i8"),  # completed within L
-        ("multi_token", "i8"),  # completed with more than one token
-        ("failed", "i8"),
-        ("failure_seed", "i8"),  # 32 bits that decide when experts fail
-        # Sums over the completed requests.
-        ("qos", "f8"),  # scores of those on time
-        ("latency", "f8"),  # s/token
-        ("ttft", "f8"),  # s
-        ("tpot", "f8"),  # s
-        ("e2e", "f8"),  # s
-        ("waiting", "f8"),  # s
-        ("inference", "f8"),  # s
-        ("communication", "f8"),  # s
-        ("memory", "f8"),  # share of the KV memory in use, mean of the experts, sum over decisions
-        ("last_finish", "f8"),  # s
-        ("step_qos", "f8"),  # scores of the requests completed on time in this step
-        ("step_late", "f8"),  # scores of those late or lost in this step
-        ("outlook", "f8"),  # scores of those held that can be on time, see `outlook`
-        # The load that the router has seen, for each of `LOAD_HORIZONS`: seconds between arrivals,
-        # prompt tokens and predicted output tokens of a request.
-        *((name, f"{len(LOAD_HORIZONS)}f8") for name in ("gap", "prompt", "length")),
-    ]
+    ("index", "i8"),  # of the request to route, 0 to J
+    ("first_log", "i8"),  # where the system's entries begin in the log
+    ("now", "f8"),  # s
+    ("latency_requirement", "f8"),  # L, s/token
+    # Requests of the episode so far.
+    ("completed", "i8"),
+    ("dropped", "i8"),
+    ("rejected", "i8"),
+    ("on_time", "i8"),  # completed within L
+    ("multi_token", "i8"),  # completed with more than one token
+    ("failed", "i8"),
+    ("failure_seed", "i8"),  # 32 bits that decide when experts fail
+    # Sums over the completed requests.
+    ("qos", "f8"),  # scores of those on time
+    ("latency", "f8"),  # s/token
+    ("ttft", "f8"),  # s
+    ("tpot", "f8"),  # s
+    ("e2e", "f8"),  # s
+    ("waiting", "f8"),  # s
+    ("inference", "f8"),  # s
+    ("communication", "f8"),  # s
+    ("memory", "f8"),  # share of the KV memory in use, mean of the experts, sum over decisions
+    ("last_finish", "f8"),  # s
+    ("step_qos", "f8"),  # scores of the requests completed on time in this step
+    ("step_late", "f8"),  # scores of those late or lost in this step
+    ("outlook", "f8"),  # scores of those held that can be on time, see `outlook`
+    # The load that the router has seen, for each of `LOAD_HORIZONS`: seconds between arrivals,
+    # prompt tokens and predicted output tokens of a request.
+    *((name, f"{len(LOAD_HORIZONS)}f8") for name in ("gap", "prompt", "length")),
 )
 """Clock and sums of a system."""
 
 EXPERT = record(
-    [
-        # The first 64 bytes are what every step reads.
-        ("start", "f8"),  # s, begin of the iteration in flight
-        ("end", "f8"),  # s, its end: the next boundary; inf: none
-        ("next_change", "f8"),  # s, when `down` changes next; inf: never
-        ("running", "i8"),  # requests
-        ("waiting", "i8"),  # requests
-        ("emitted", "i8"),  # decode iterations so far
-        ("settled", "i8"),  # value of `emitted` for which `free` holds, see `settle`
-        ("free", "i8"),  # blocks that the running requests leave
-        ("first_request", "i8"),  # where its requests begin
-        ("first_place", "i8"),  # where its lists begin
-        ("iteration", "i8"),  # in flight: IDLE, PREFILL, DECODE or MIXED
-        ("next_finish", "i8"),  # value of `emitted` at which the next running request is done
-        ("decoding", "i8"),  # running requests whose prefill is done
-        ("decoding_tokens", "i8"),  # prompt and generated tokens of those
-        ("phase", "i8"),  # `settled` modulo the block size
-        ("segment", "i8"),  # of the decode table in which the last run ended
-        # What stands behind it.
-        ("capacity", "i8"),  # KV blocks
-        ("profile", "i8"),  # index of its card among the latency laws
-        ("model", "i8"),  # index of its column in the request table
-        # Running list, waiting queue and vacant slots: -1 for none.
-        ("oldest", "i8"),  # admitted
-        ("newest", "i8"),  # admitted
-        ("prefill", "i8"),  # oldest whose prefill is under way; so are all after it
-        ("head", "i8"),  # of the waiting queue
-        ("tail", "i8"),
-        ("vacant", "i8"),  # the first slot without a request
-        ("admissions", "i8"),  # so far
-        ("reserved", "i8"),  # blocks for the longest answers of the running requests
-        # Prefix caching: ends of the queue of cached free blocks.
-        ("free_head", "i8"),
-        ("free_tail", "i8"),
-        # Rows of the observation that are not zero.
-        ("written_running", "i8"),
-        ("written_waiting", "i8"),
-        ("down", "i8"),  # 1: it has failed and is not back
-        ("changes", "i8"),  # how often that has changed
-        ("first_link", "i8"),  # where the links of its requests begin in the lists
-        ("longest_key", "i8"),  # most prompt tokens less `origin` of the decoding requests
-        ("number", "i8"),  # in its row
-    ]
+    # The first 64 bytes are what every step reads.
+    ("start", "f8"),  # s, begin of the iteration in flight
+    ("end", "f8"),  # s, its end: the next boundary; inf: none
+    ("next_change", "f8"),  # s, when `down` changes next; inf: never
+    ("running", "i8"),  # requests
+    ("waiting", "i8"),  # requests
+    ("emitted", "i8"),  # decode iterations so far
+    ("settled", "i8"),  # value of `emitted` for which `free` holds, see `settle`
+    ("free", "i8"),  # blocks that the running requests leave
+    ("first_request", "i8"),  # where its requests begin
+    ("first_place", "i8"),  # where its lists begin
+    ("iteration", "i8"),  # in flight: IDLE, PREFILL, DECODE or MIXED
+    ("next_finish", "i8"),  # value of `emitted` at which the next running request is done
+    ("decoding", "i8"),  # running requests whose prefill is done
+    ("decoding_tokens", "i8"),  # prompt and generated tokens of those
+    ("phase", "i8"),  # `settled` modulo the block size
+    ("segment", "i8"),  # of the decode table in which the last run ended
+    # What stands behind it.
+    ("capacity", "i8"),  # KV blocks
+    ("profile", "i8"),  # index of its card among the latency laws
+    ("model", "i8"),  # index of its column in the request table
+    # Running list, waiting queue and vacant slots: -1 for none.
+    ("oldest", "i8"),  # admitted
+    ("newest", "i8"),  # admitted
+    ("prefill", "i8"),  # oldest whose prefill is under way; so are all after it
+    ("head", "i8"),  # of the waiting queue
+    ("tail", "i8"),
+    ("vacant", "i8"),  # the first slot without a request
+    ("admissions", "i8"),  # so far
+    ("reserved", "i8"),  # blocks for the longest answers of the running requests
+    # Prefix caching: ends of the queue of cached free blocks.
+    ("free_head", "i8"),
+    ("free_tail", "i8"),
+    # Rows of the observation that are not zero.
+    ("written_running", "i8"),
+    ("written_waiting", "i8"),
+    ("down", "i8"),  # 1: it has failed and is not back
+    ("changes", "i8"),  # how often that has changed
+    ("first_link", "i8"),  # where the links of its requests begin in the lists
+    ("longest_key", "i8"),  # most prompt tokens less `origin` of the decoding requests
+    ("number", "i8"),  # in its row
 )
 """An expert: an iteration-level scheduler with its running list and its waiting queue."""
 
 SLOT = record(
-    [
-        # The first 48 bytes are what a sum over the running requests reads.
-        ("arrived", "f8"),  # s, at the router
-        ("origin", "i8"),  # value of the expert's `emitted` at which it had no token, if decoding
-        ("prompt", "i4"),  # tokens
-        ("output", "i4"),  # tokens
-        ("generated", "i4"),  # tokens, up to date unless decoding: see `generated_tokens`
-        ("decoding", "i4"),  # 1: its prefill is done
-        ("score", "f4"),
-        ("predicted_score", "f4"),
-        ("predicted_output", "f4"),  # tokens
-        ("request", "i4"),  # index in the episode
-        ("admission", "i4"),  # how many the expert had admitted before
-        ("place", "i4"),  # in the heap, if decoding
-        ("available", "f8"),  # s, at the expert
-        ("admitted", "f8"),  # s, NaN before
-        ("first", "f8"),  # s, first token; NaN before
-        ("chunk", "i4"),  # tokens of its prefill in this iteration
-        ("computed", "i4"),  # tokens whose prefill is done
-        # Prefix caching: where its blocks lie among the cached free ones.
-        ("segment", "i8"),
-        ("segment_blocks", "i4"),
-        ("preemptions", "i4"),
-    ]
+    # The first 48 bytes are what a sum over the running requests reads.
+    ("arrived", "f8"),  # s, at the router
+    ("origin", "i8"),  # value of the expert's `emitted` at which it had no token, if decoding
+    ("prompt", "i4"),  # tokens
+    ("output", "i4"),  # tokens
+    ("generated", "i4"),  # tokens, up to date unless decoding: see `generated_tokens`
+    ("decoding", "i4"),  # 1: its prefill is done
+    ("score", "f4"),
+    ("predicted_score", "f4"),
+    ("predicted_output", "f4"),  # tokens
+    ("request", "i4"),  # index in the episode
+    ("admission", "i4"),  # how many the expert had admitted before
+    ("place", "i4"),  # in the heap, if decoding
+    ("available", "f8"),  # s, at the expert
+    ("admitted", "f8"),  # s, NaN before
+    ("first", "f8"),  # s, first token; NaN before
+    ("chunk", "i4"),  # tokens of its prefill in this iteration
+    ("computed", "i4"),  # tokens whose prefill is done
+    # Prefix caching: where its blocks lie among the cached free ones.
+    ("segment", "i8"),
+    ("segment_blocks", "i4"),
+    ("preemptions", "i4"),
 )
 """A request at an expert."""
 
 LOG = record(
-    [
-        ("available_s", "f8"),
-        ("admitted_s", "f8"),
-        ("first_token_s", "f8"),
-        ("finish_s", "f8"),
-        ("score", "f4"),
-        ("prompt_tokens", "i4"),
-        ("output_tokens", "i4"),
-        ("expert", "i2"),
-        ("outcome", "i2"),
-        ("preemptions", "i4"),
-    ]
+    ("available_s", "f8"),
+    ("admitted_s", "f8"),
+    ("first_token_s", "f8"),
+    ("finish_s", "f8"),
+    ("score", "f4"),
+    ("prompt_tokens", "i4"),
+    ("output_tokens", "i4"),
+    ("expert", "i2"),
+    ("outcome", "i2"),
+    ("preemptions", "i4"),
 )
 """What became of a request."""
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import numpy as np
 
 from servegym._jit import borrowed, inner, jit
-from servegym.envs.prefix_routing.kernel.cache import used_blocks
 from servegym.envs.prefix_routing.kernel.events import (
     begin_row,
     next_to_work,
@@ -17,46 +16,6 @@ from servegym.envs.prefix_routing.kernel.events import (
     take_arrival,
 )
 from servegym.envs.prefix_routing.kernel.iterations import advance
-from servegym.envs.prefix_routing.kernel.layout import (
-    COMPLETED,
-    COMPLETION,
-    CONFIG,
-    FAILED,
-    FIRST_TOKEN,
-    LOSS,
-    NO_STORE,
-    OWN_STORE,
-    PENDING,
-    POOLED_STORE,
-    QUEUED,
-    REJECTED,
-    Systems,
-    Tables,
-    allocate,
-)
-
-__all__ = [
-    "COMPLETED",
-    "COMPLETION",
-    "CONFIG",
-    "FAILED",
-    "FIRST_TOKEN",
-    "LOSS",
-    "NO_STORE",
-    "OWN_STORE",
-    "PENDING",
-    "POOLED_STORE",
-    "QUEUED",
-    "REJECTED",
-    "Systems",
-    "Tables",
-    "allocate",
-    "begin",
-    "bring",
-    "route",
-    "run_replay",
-    "used_blocks",
-]
 
 
 @inner

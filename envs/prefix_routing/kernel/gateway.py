@@ -37,84 +37,76 @@ MAX_REPLICAS = 62  # bits of an entry of `Gateway.holders`
 
 
 CONFIG = record(
-    [
-        ("index", "i8"),  # NO_INDEX, APPROXIMATE or PRECISE
-        ("strict", "i8"),  # 1: a match ends at the first gap
-        ("entry_tokens", "i8"),  # tokens of an entry
-        ("block_size", "i8"),  # tokens of a KV block
-        ("delay_s", "f8"),  # of cache events
-        ("smoothing", "f8"),  # weight of a new measurement in the moving averages
-        ("heat_s", "f8"),  # time constant of the tenants' heat
-    ]
+    ("index", "i8"),  # NO_INDEX, APPROXIMATE or PRECISE
+    ("strict", "i8"),  # 1: a match ends at the first gap
+    ("entry_tokens", "i8"),  # tokens of an entry
+    ("block_size", "i8"),  # tokens of a KV block
+    ("delay_s", "f8"),  # of cache events
+    ("smoothing", "f8"),  # weight of a new measurement in the moving averages
+    ("heat_s", "f8"),  # time constant of the tenants' heat
 )
 """The arguments that all gateways share."""
 
 ROW = record(
-    [
-        ("replicas", "i8"),  # N of this row
-        ("requests", "i8"),  # J of this row
-        ("keys", "i8"),  # K of this row
-        ("news", "i8"),  # entries taken so far
-        ("scraped_s", "f8"),  # time of the last scrape
-        ("heat", "f8"),  # of all tenants, at `heat_s`
-        ("heat_s", "f8"),
-        ("missed", "i8"),  # how often cache events were overwritten before they were taken
-    ]
+    ("replicas", "i8"),  # N of this row
+    ("requests", "i8"),  # J of this row
+    ("keys", "i8"),  # K of this row
+    ("news", "i8"),  # entries taken so far
+    ("scraped_s", "f8"),  # time of the last scrape
+    ("heat", "f8"),  # of all tenants, at `heat_s`
+    ("heat_s", "f8"),
+    ("missed", "i8"),  # how often cache events were overwritten before they were taken
 )
 """A gateway."""
 
 REPLICA = record(
-    [
-        # Given.
-        ("speed", "f8"),  # prefill tokens/s
-        ("kv_tokens", "i8"),  # tokens of its KV memory
-        ("max_num_seqs", "i8"),  # requests that it runs, at most
-        ("capacity", "i8"),  # entries of its index, at most
-        ("up", "i8"),  # 1: it takes requests
-        # Scraped.
-        ("waiting", "i8"),  # requests
-        ("running", "i8"),  # requests
-        ("usage", "f8"),  # share of the KV blocks in use
-        # Own accounting of the requests in flight.
-        ("in_flight", "i8"),  # requests
-        ("prefill", "i8"),  # uncached prompt tokens of those without a first token
-        ("context", "i8"),  # prompt tokens
-        ("blocks", "i8"),  # KV blocks of their prompts, shared entries counted once
-        # Moving averages, NaN before the first measurement.
-        ("ttft", "f8"),  # s
-        ("ttft_error", "f8"),  # s, measured less expected at the routing
-        ("tpot", "f8"),  # s/token
-        # Index.
-        ("entries", "i8"),  # in use; of a precise index all cached blocks
-        ("oldest", "i8"),  # request in its history with the least recently used entry; -1: none
-        ("newest", "i8"),  # last request in its history
-        ("place", "i8"),  # entry of the oldest one's prompt from where eviction goes on
-        ("event", "i8"),  # events of the row looked at so far
-        ("forgotten_s", "f8"),  # events before are of a cache that is lost
-        # Of the request that is looked up.
-        ("match", "i8"),  # tokens
-        ("match_age", "f8"),  # s since the last matched entry was used, 0 without a match
-    ]
+    # Given.
+    ("speed", "f8"),  # prefill tokens/s
+    ("kv_tokens", "i8"),  # tokens of its KV memory
+    ("max_num_seqs", "i8"),  # requests that it runs, at most
+    ("capacity", "i8"),  # entries of its index, at most
+    ("up", "i8"),  # 1: it takes requests
+    # Scraped.
+    ("waiting", "i8"),  # requests
+    ("running", "i8"),  # requests
+    ("usage", "f8"),  # share of the KV blocks in use
+    # Own accounting of the requests in flight.
+    ("in_flight", "i8"),  # requests
+    ("prefill", "i8"),  # uncached prompt tokens of those without a first token
+    ("context", "i8"),  # prompt tokens
+    ("blocks", "i8"),  # KV blocks of their prompts, shared entries counted once
+    # Moving averages, NaN before the first measurement.
+    ("ttft", "f8"),  # s
+    ("ttft_error", "f8"),  # s, measured less expected at the routing
+    ("tpot", "f8"),  # s/token
+    # Index.
+    ("entries", "i8"),  # in use; of a precise index all cached blocks
+    ("oldest", "i8"),  # request in its history with the least recently used entry; -1: none
+    ("newest", "i8"),  # last request in its history
+    ("place", "i8"),  # entry of the oldest one's prompt from where eviction goes on
+    ("event", "i8"),  # events of the row looked at so far
+    ("forgotten_s", "f8"),  # events before are of a cache that is lost
+    # Of the request that is looked up.
+    ("match", "i8"),  # tokens
+    ("match_age", "f8"),  # s since the last matched entry was used, 0 without a match
 )
 """A replica, as the gateway knows it."""
 
 REQUEST = record(
-    [
-        ("prompt", "i8"),  # tokens
-        ("predicted", "f8"),  # tokens of the output
-        ("ttft_slo", "f8"),  # s
-        ("tpot_slo", "f8"),  # s/token
-        ("session", "i4"),
-        ("tenant", "i4"),
-        ("turn", "i4"),
-        ("replica", "i4"),  # -1: not routed, or rejected
-        ("in_flight", "i4"),  # 2: without a first token, 1: with one, 0: ended or not routed
-        ("next", "i4"),  # in the history of its replica, -1: the last
-        ("uncached", "i8"),  # prompt tokens that the index had not
-        ("expected", "f8"),  # s to the first token, when it was routed
-        ("routed", "f8"),  # s
-        ("first", "f8"),  # s, first token
-    ]
+    ("prompt", "i8"),  # tokens
+    ("predicted", "f8"),  # tokens of the output
+    ("ttft_slo", "f8"),  # s
+    ("tpot_slo", "f8"),  # s/token
+    ("session", "i4"),
+    ("tenant", "i4"),
+    ("turn", "i4"),
+    ("replica", "i4"),  # -1: not routed, or rejected
+    ("in_flight", "i4"),  # 2: without a first token, 1: with one, 0: ended or not routed
+    ("next", "i4"),  # in the history of its replica, -1: the last
+    ("uncached", "i8"),  # prompt tokens that the index had not
+    ("expected", "f8"),  # s to the first token, when it was routed
+    ("routed", "f8"),  # s
+    ("first", "f8"),  # s, first token
 )
 """A request."""
 

@@ -21,7 +21,7 @@ from servegym.envs.prefix_routing.kernel.iterations import advance
 from servegym.envs.prefix_routing.kernel.layout import COMPLETED, FAILED, MIXED, PENDING, QUEUED
 from servegym.envs.prefix_routing.kernel.queues import clear_replica, take_out
 
-TOKEN = record([("time", "f8"), ("request", "i4"), ("last", "i4")])
+TOKEN = record(("time", "f8"), ("request", "i4"), ("last", "i4"))
 """A token: seconds, the slot of its request, and 1 if it is the last one."""
 
 

@@ -38,44 +38,40 @@ MAX_SHARE = 32.0
 
 
 SETTINGS = record(
-    [
-        ("decisions", "i8"),  # of an episode
-        ("warmup", "i8"),  # requests before the first decision
-        ("admission", "i8"),  # 1: a request may be rejected
-        ("layout", "i8"),  # DICT, FLAT or SUMMARY
-        ("reward", "i8"),  # SLO, TTFT, SCORE or DENSE
-        ("scrape_s", "f8"),  # time between scrapes; 0: metrics are live
-        ("ttft_s", "f8"),  # TTFT objective: ttft_s + ttft_s_per_token x prompt
-        ("ttft_s_per_token", "f8"),
-        ("tpot_s", "f8"),  # TPOT objective
-    ]
+    ("decisions", "i8"),  # of an episode
+    ("warmup", "i8"),  # requests before the first decision
+    ("admission", "i8"),  # 1: a request may be rejected
+    ("layout", "i8"),  # DICT, FLAT or SUMMARY
+    ("reward", "i8"),  # SLO, TTFT, SCORE or DENSE
+    ("scrape_s", "f8"),  # time between scrapes; 0: metrics are live
+    ("ttft_s", "f8"),  # TTFT objective: ttft_s + ttft_s_per_token x prompt
+    ("ttft_s_per_token", "f8"),
+    ("tpot_s", "f8"),  # TPOT objective
 )
 """What all systems share besides engine and gateway."""
 
 EPISODE = record(
-    [
-        ("index", "i8"),  # decisions so far
-        ("news", "i8"),  # entries looked at
-        # Of the requests that were decided on:
-        ("completed", "i8"),
-        ("rejected", "i8"),
-        ("met", "i8"),  # completed within both objectives
-        ("met_ttft", "i8"),
-        ("met_tpot", "i8"),
-        ("preemptions", "i8"),
-        ("prompt_tokens", "i8"),  # of those completed
-        ("hit_tokens", "i8"),
-        ("claimed_tokens", "i8"),  # that the index named at their routing
-        ("false_tokens", "i8"),  # claimed and not hit
-        ("recomputed_tokens", "i8"),
-        ("step_met", "f8"),  # in this step
-        ("step_ttft", "f8"),  # s, sum over the first tokens in this step
-        ("step_score", "f8"),  # in this step, see `score`
-        ("step_early", "f8"),  # what of scores DENSE pays in this step before a request ends
-        ("step_work_s", "f8"),  # of this step's request, see `WORK_WEIGHT`
-        ("began", "f8"),  # s, first decision
-        ("last_finish", "f8"),  # s
-    ]
+    ("index", "i8"),  # decisions so far
+    ("news", "i8"),  # entries looked at
+    # Of the requests that were decided on:
+    ("completed", "i8"),
+    ("rejected", "i8"),
+    ("met", "i8"),  # completed within both objectives
+    ("met_ttft", "i8"),
+    ("met_tpot", "i8"),
+    ("preemptions", "i8"),
+    ("prompt_tokens", "i8"),  # of those completed
+    ("hit_tokens", "i8"),
+    ("claimed_tokens", "i8"),  # that the index named at their routing
+    ("false_tokens", "i8"),  # claimed and not hit
+    ("recomputed_tokens", "i8"),
+    ("step_met", "f8"),  # in this step
+    ("step_ttft", "f8"),  # s, sum over the first tokens in this step
+    ("step_score", "f8"),  # in this step, see `score`
+    ("step_early", "f8"),  # what of scores DENSE pays in this step before a request ends
+    ("step_work_s", "f8"),  # of this step's request, see `WORK_WEIGHT`
+    ("began", "f8"),  # s, first decision
+    ("last_finish", "f8"),  # s
 )
 """Sums of an episode."""
 

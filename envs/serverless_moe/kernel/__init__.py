@@ -9,60 +9,9 @@ next one. Units are seconds, MB, tokens and USD.
 from __future__ import annotations
 
 from servegym._jit import borrowed, jit
-from servegym.envs.serverless_moe.kernel.layout import (
-    CHUNK,
-    CONFIG,
-    DEPLOYMENT,
-    DICT,
-    ENV,
-    FLAT,
-    FUNCTION,
-    LAW,
-    LOG,
-    MAX_IDLE_S,
-    MAX_PRICE,
-    MAX_SLO_S,
-    MAX_TREM_S,
-    PLAN,
-    REQUEST,
-    SCALARS,
-    Batch,
-    KnownPlans,
-    Recorded,
-    Scratch,
-    Tables,
-)
 from servegym.envs.serverless_moe.kernel.observation import observe_row
 from servegym.envs.serverless_moe.kernel.planning import functions_are_warm
-from servegym.envs.serverless_moe.kernel.routing import popcount
 from servegym.envs.serverless_moe.kernel.service import serve
-
-__all__ = [
-    "CHUNK",
-    "CONFIG",
-    "DEPLOYMENT",
-    "DICT",
-    "ENV",
-    "FLAT",
-    "FUNCTION",
-    "LAW",
-    "LOG",
-    "MAX_IDLE_S",
-    "MAX_PRICE",
-    "MAX_SLO_S",
-    "MAX_TREM_S",
-    "PLAN",
-    "REQUEST",
-    "SCALARS",
-    "Batch",
-    "KnownPlans",
-    "Recorded",
-    "Scratch",
-    "Tables",
-    "observe",
-    "popcount",
-    "step",
-]
 
 
 @jit

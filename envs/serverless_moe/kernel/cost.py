@@ -21,25 +21,6 @@ import numpy as np
 
 from servegym._jit import formula
 
-__all__ = [
-    "Bill",
-    "Phase",
-    "Start",
-    "bill",
-    "bill_deployment",
-    "block_s",
-    "experts_s",
-    "gpu_mb",
-    "layer_s",
-    "main_usd_s",
-    "planned_job_s",
-    "remote_calls",
-    "rounding_s",
-    "start_s",
-    "swap_s",
-    "transfer_s",
-]
-
 
 class Phase(NamedTuple):
     """Prefill or decoding of a request.

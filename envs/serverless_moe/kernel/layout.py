@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import numpy as np
+from servegym._jit import record
 
 DICT, FLAT = 0, 1
 CHUNK = 8  # tokens between two of the cumulative counts in ``Tables.sums``
@@ -17,12 +17,7 @@ MAX_SLO_S = 1_000.0
 MAX_PRICE = 1_000.0
 
 
-def _record(*fields: tuple[str, str]) -> np.dtype:
-    # np.record scalars give attribute access with the JIT switched off, too.
-    return np.dtype((np.record, np.dtype(list(fields), align=True)))
-
-
-CONFIG = _record(
+CONFIG = record(
     ("layers", "i8"),  # L, MoE layers
     ("experts", "i8"),  # K, experts of a MoE layer
     ("top_k", "i8"),  # experts a token goes to
@@ -65,14 +60,14 @@ CONFIG = _record(
 )
 """The numbers of a problem."""
 
-LAW = _record(
+LAW = record(
     ("mb", "f8"),  # memory of the specification
     ("one_s", "f8"),  # expert call of one token
     ("more_s", "f8"),  # each further token of the call
 )
 """A memory specification of a function and how fast experts run in it."""
 
-REQUEST = _record(
+REQUEST = record(
     ("prompt", "i4"),  # index of the prompt
     ("offset", "i4"),  # first token of the request among the prompt's recorded ones
     ("n_in", "i4"),  # prompt tokens
@@ -84,7 +79,7 @@ REQUEST = _record(
 )
 """A drawn request."""
 
-ENV = _record(
+ENV = record(
     ("index", "i8"),  # requests served
     ("deployed", "i8"),  # 1 once functions are deployed
     ("level", "i8"),  # b of the functions deployed last
@@ -108,14 +103,14 @@ ENV = _record(
 )
 """Where a system is in its episode, what is deployed, and the sums of the key figures."""
 
-FUNCTION = _record(
+FUNCTION = record(
     ("mask", "u8"),  # remote experts of the layer
     ("mb", "f8"),  # memory
     ("replicas", "i8"),
 )
 """The remote function of a layer."""
 
-PLAN = _record(
+PLAN = record(
     ("mask", "u8"),  # remote experts of the layer
     ("mb", "f8"),  # Y, memory of its remote function; 0 if no expert is remote
     ("one_s", "f8"),  # expert call of one token there
@@ -124,7 +119,7 @@ PLAN = _record(
 )
 """The remote function of a layer as planned for the current request."""
 
-DEPLOYMENT = _record(
+DEPLOYMENT = record(
     ("rate_usd_s", "f8"),  # what a second of the main function costs
     ("main_mb", "f8"),  # memory of the main function
     ("remote", "f8"),  # remote ratio
@@ -141,7 +136,7 @@ DEPLOYMENT = _record(
 )
 """What a request takes of a deployment that is no plan."""
 
-LOG = _record(
+LOG = record(
     ("cost_usd", "f8"),
     ("mix_cost_usd", "f8"),
     ("cost_main_usd", "f8"),
@@ -171,7 +166,7 @@ LOG = _record(
 )
 """A served request."""
 
-SCALARS = _record(
+SCALARS = record(
     ("n_in", "f4"),  # prompt tokens
     ("n_out_predicted", "f4"),  # predicted generated tokens
     ("ttft_limit", "f4"),  # s

@@ -16,8 +16,6 @@ from servegym.envs.serverless_moe.kernel.layout import (
 )
 from servegym.envs.serverless_moe.kernel.planning import functions_are_warm
 
-__all__ = ["observe_row"]
-
 _TREM_SCALE_S = 0.001
 
 
@@ -25,14 +23,7 @@ _TREM_SCALE_S = 0.001
 def _mask_infeasible(c, members, worst_share, worst_expert, largest_mb, n_in, mask):
     """Mask each b that memory (10e) or payload (10g) rule out in both orders, as predicted.
 
-    Args:
-        c: :data:`CONFIG`.
-        members: int64 ``(levels,)`` remote experts of a layer.
-        worst_share: ``(2, levels)`` of the prompt.
-        worst_expert: ``(2, levels)`` of the prompt.
-        largest_mb: the largest remote function.
-        n_in: prompt tokens.
-        mask: int8 ``(A,)``, written.
+    ``worst_share`` and ``worst_expert`` are those of the prompt, ``(2, levels)``.
     """
     body_mb = c.token_mb * float(n_in * c.top_k)
     for level in range(c.levels):
@@ -70,14 +61,7 @@ def _mask_all_but_first(c, n_w, n_y, n_z, mask):
 def _observe_functions(c, e, functions, members, largest, s, warm_remote):
     """Write what is warm, and the prices.
 
-    Args:
-        c: :data:`CONFIG`.
-        e: :data:`ENV`.
-        functions: ``(L,)`` :data:`FUNCTION`.
-        members: int64 ``(levels,)`` remote experts of a layer.
-        largest: MB of the largest main and the largest remote function.
-        s: :data:`SCALARS`, written.
-        warm_remote: float32 ``(L, 2)``, written.
+    ``largest`` has the MB of the largest main and the largest remote function.
     """
     warm = functions_are_warm(c, e)
     s.idle_s = min(e.idle_s, MAX_IDLE_S) if e.deployed == 1 else 0.0
@@ -98,14 +82,7 @@ def _observe_functions(c, e, functions, members, largest, s, warm_remote):
 def _observe_request(c, e, request, last_trem, functions, masks, s):
     """Write a request, and whether the warm experts are those of its prompt.
 
-    Args:
-        c: :data:`CONFIG`.
-        e: :data:`ENV`.
-        request: :data:`REQUEST`.
-        last_trem: ``(L,)`` invocation overheads of the request before, s.
-        functions: ``(L,)`` :data:`FUNCTION`.
-        masks: uint64 ``(L,)`` remote experts of the warm b and order for this prompt.
-        s: :data:`SCALARS`, written.
+    ``last_trem`` is of the request before; ``masks`` are of the warm b and order for this prompt.
     """
     s.n_in = request.n_in
     s.n_out_predicted = request.n_out_predicted
@@ -135,16 +112,7 @@ def _observe_no_request(s, activations, flat):
 
 @inner
 def _observe_flat(c, s, warm_remote, share, worst_share, flat):
-    """Write the flat layout: 15 features and four for every b.
-
-    Args:
-        c: :data:`CONFIG`.
-        s: :data:`SCALARS`.
-        warm_remote: float32 ``(L, 2)``.
-        share: ``(2, levels, L)`` of the prompt.
-        worst_share: ``(2, levels)`` of the prompt.
-        flat: float32 ``(F,)``, written.
-    """
+    """Write the flat layout: 15 features and four for every b, of the shares of the prompt."""
     flat[0] = min(s.n_in / c.max_in, 1.0)
     flat[1] = min(s.n_out_predicted / c.max_out, 1.0)
     flat[2] = min(s.ttft_limit / 60.0, 1.0)

@@ -11,8 +11,6 @@ from servegym._jit import inner
 from servegym.envs.serverless_moe.kernel.cost import planned_job_s
 from servegym.envs.serverless_moe.kernel.routing import has_expert
 
-__all__ = ["Choice", "choose", "functions_are_warm", "plan_functions"]
-
 
 class Choice(NamedTuple):
     """The whole-model part of an action, and what of it is warm.
@@ -86,18 +84,8 @@ def _smallest_specification(law, need_mb):
 def _write_jobs(c, plan, falling, predicted, tokens, scratch):
     """Write a layer's remote experts, their expected tokens and times, in falling order.
 
-    Whatever number of replicas is tried, the jobs are the same.
-
-    Args:
-        c: :data:`CONFIG`.
-        plan: :data:`PLAN` of the layer.
-        falling: int16 ``(K,)`` experts by falling prediction.
-        predicted: float32 ``(K,)``.
-        tokens: prompt tokens times experts a token.
-        scratch: :class:`Scratch`.
-
-    Returns:
-        How many jobs there are.
+    Whatever number of replicas is tried, the jobs are the same. ``tokens`` are the prompt's times
+    the experts of each. Returns how many jobs there are.
     """
     mask, one, more = plan.mask, plan.one_s, plan.more_s
     job_expert, job_s, job_tokens = scratch.job_expert, scratch.job_s, scratch.job_tokens
@@ -115,16 +103,9 @@ def _write_jobs(c, plan, falling, predicted, tokens, scratch):
 
 @inner
 def _assign_by_lpt(count, z, replica, scratch):
-    """Assign a layer's jobs to z replicas, longest expected time first.
+    """Assign a layer's jobs to z replicas, longest expected time first: write ``replica`` ``(K,)``.
 
-    Args:
-        count: jobs of the layer.
-        z: replicas.
-        replica: int64 ``(K,)``, written.
-        scratch: :class:`Scratch` with the jobs.
-
-    Returns:
-        Expected tokens of the replica that gets most.
+    Returns the expected tokens of the replica that gets most.
     """
     job_expert, job_s, job_tokens = scratch.job_expert, scratch.job_s, scratch.job_tokens
     busy_s, assigned = scratch.replica_s, scratch.replica_tokens

@@ -12,8 +12,6 @@ import numpy as np
 from servegym._jit import inner, jit
 from servegym.envs.serverless_moe.kernel.layout import CHUNK
 
-__all__ = ["count_decoded", "count_prompt_tokens", "has_expert", "popcount"]
-
 _ONE = np.uint64(1)
 _M1 = np.uint64(0x5555555555555555)
 _M2 = np.uint64(0x3333333333333333)

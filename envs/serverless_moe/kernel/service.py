@@ -31,8 +31,6 @@ from servegym.envs.serverless_moe.kernel.routing import (
     has_expert,
 )
 
-__all__ = ["serve"]
-
 
 class Violations(NamedTuple):
     """Which constraints the true routing breaks: 10f, 10e and 10g."""
@@ -45,13 +43,6 @@ class Violations(NamedTuple):
 @inner
 def _prefill_layer(c, scratch, choice, layer, trem_s):
     """Prefill of a layer's experts by the true routing.
-
-    Args:
-        c: :data:`CONFIG`.
-        scratch: :class:`Scratch` with plan, replicas and prompt tokens.
-        choice: :class:`Choice`.
-        layer: index.
-        trem_s: invocation overhead.
 
     Returns:
         Seconds of the local experts; of the slowest replica; of all replicas; what rounding adds to
@@ -101,19 +92,9 @@ def _prefill_layer(c, scratch, choice, layer, trem_s):
 
 @inner
 def _prefill(c, expert_mb, mix, scratch, request, trem, choice):
-    """Prefill of a request (Eq. 1 and 8), and the constraints it breaks.
+    """Prefill of a request (Eq. 1 and 8), the constraints it breaks, and the seconds of MIX.
 
-    Args:
-        c: :data:`CONFIG`.
-        expert_mb: ``(L,)``.
-        mix: :data:`LAW` of the main function of MIX.
-        scratch: :class:`Scratch` with plan, replicas and prompt tokens.
-        request: :data:`REQUEST`.
-        trem: ``(L,)`` invocation overheads in s.
-        choice: :class:`Choice`.
-
-    Returns:
-        :class:`Phase`, :class:`Violations`, and the seconds that MIX takes.
+    ``mix`` is the :data:`LAW` of MIX's main function; ``scratch`` has plan and prompt tokens.
     """
     n_in, n_out = request.n_in, request.n_out
     seconds = c.blocks * block_s(c, n_in)
@@ -146,19 +127,9 @@ def _prefill(c, expert_mb, mix, scratch, request, trem, choice):
 
 @inner
 def _decode(c, mix, plan, decoded, request, trem, choice):
-    """Decoding of a request (Eq. 4, 5 and 9), by the remote experts of its tokens.
+    """Decoding of a request (Eq. 4, 5 and 9), and the seconds that MIX takes.
 
-    Args:
-        c: :data:`CONFIG`.
-        mix: :data:`LAW` of the main function of MIX.
-        plan: ``(L,)`` :data:`PLAN`.
-        decoded: int64 ``(L, top_k + 1)`` generated tokens by remote experts.
-        request: :data:`REQUEST`.
-        trem: ``(L,)`` invocation overheads in s.
-        choice: :class:`Choice`.
-
-    Returns:
-        :class:`Phase`, and the seconds that MIX takes.
+    ``decoded`` are the generated tokens by their number of remote experts.
     """
     n_out, top_k = np.int64(request.n_out), c.top_k
     wire_s = transfer_s(c)

@@ -21,10 +21,9 @@ from typing import Any
 import numpy as np
 
 from servegym._command_line import run_main
-from servegym._files import write_json
+from servegym._files import csv_rows, json_rows, write_json
 from servegym.envs.workloads.build.options import fit_arguments
 from servegym.envs.workloads.lengths import KINDS, sample_lengths
-from servegym.envs.workloads.traces import load_trace
 
 TRACES: dict[str, tuple[str, dict[str, str]]] = {
     "azure": (
@@ -51,6 +50,11 @@ TRACES: dict[str, tuple[str, dict[str, str]]] = {
             "licence": "Apache-2.0",
         },
     ),
+}
+COLUMNS = {
+    "azure": ("ContextTokens", "GeneratedTokens"),
+    "mooncake": ("input_length", "output_length"),
+    "sharegpt": ("input_tokens", "output_tokens"),
 }
 STEPS = 20
 CAPS = {
@@ -102,12 +106,9 @@ def read_lengths(path: Path, name: str) -> dict[str, np.ndarray]:
     Raises:
         MalformedFileError: A trace that cannot be used.
     """
-    if name == "sharegpt":  # lengths alone, without times
-        table = np.genfromtxt(path, delimiter=",", names=True)
-        return dict(zip(KINDS, (table["input_tokens"], table["output_tokens"]), strict=True))
-    trace = load_trace(path, name)
-    assert trace.prompt_tokens is not None and trace.output_tokens is not None
-    return dict(zip(KINDS, (trace.prompt_tokens, trace.output_tokens), strict=True))
+    rows = json_rows(path) if path.suffix == ".jsonl" else csv_rows(path, COLUMNS[name])
+    table = np.array([[float(row[column]) for column in COLUMNS[name]] for _, row in rows])
+    return dict(zip(KINDS, table.T, strict=True))
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -23,11 +23,7 @@ import numpy as np
 from servegym._command_line import run_main
 from servegym._files import csv_rows, measured_data, write_atomic, write_json
 from servegym.envs.workloads.files import DATA_DIR
-from servegym.envs.workloads.prefix_traces import (
-    PrefixTrace,
-    load_prefix_trace,
-    think_times,
-)
+from servegym.envs.workloads.prefix_traces import PrefixTrace, load_prefix_trace, think_times
 
 AGENTS_BLOCK = 64
 COMMAND = "python -m servegym.envs.workloads.build.prefix_traces --data FOLDER"

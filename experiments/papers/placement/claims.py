@@ -21,8 +21,6 @@ from servegym.experiments.papers.verdicts import (
     values,
 )
 
-__all__ = ["CLAIMS", "unpaired"]
-
 
 def sharing(rival: str, paper: float) -> Reader:
     """How much less latency sharing takes than fetching alone, by the speed of the host channel."""
@@ -198,20 +196,8 @@ CLAIMS = (
         "fig6_local_ratio",
         best_counts,
     ),
-    Claim(
-        "Fig. 7",
-        "migrating pays when the requests change",
-        "-10 %",
-        "fig7_summary",
-        migrating,
-    ),
-    Claim(
-        "Fig. 8a",
-        "latency falls from 4 to 256 GPUs",
-        "-19 % and -9 %",
-        "fig8a_gpus",
-        gpus,
-    ),
+    Claim("Fig. 7", "migrating pays when the requests change", "-10 %", "fig7_summary", migrating),
+    Claim("Fig. 8a", "latency falls from 4 to 256 GPUs", "-19 % and -9 %", "fig8a_gpus", gpus),
     Claim(
         "Fig. 8b",
         "latency falls from 100 to 1000 Mbps",

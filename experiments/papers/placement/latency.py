@@ -21,7 +21,7 @@ from servegym.experiments.evaluation.tables import Note, note
 from servegym.experiments.papers.placement.claims import CLAIMS
 from servegym.experiments.papers.placement.measuring import (
     SEED,
-    change,
+    add_change,
     drive,
     findings,
     interval,
@@ -30,10 +30,8 @@ from servegym.experiments.papers.placement.measuring import (
     setting,
 )
 from servegym.experiments.papers.plotting import Bars, Lines
-from servegym.experiments.papers.study import Options, Study, command, ends, interval_columns
+from servegym.experiments.papers.study import Options, Study, command, ends
 from servegym.experiments.papers.verdicts import found_for, split
-
-__all__ = ["PAPER", "STUDIES", "layer_times", "main"]
 
 Row = dict[str, Any]
 Rows = Sequence[Row]
@@ -96,10 +94,6 @@ def _skews(options: Options) -> tuple[str, ...]:
     return ("measured",) if options.quick else ("measured", "paper")
 
 
-def _policy(rows: Sequence[Mapping[str, Any]], name: str) -> Any:
-    return next(row for row in rows if row["policy"] == name)
-
-
 # -------------------------------------------------------------------------------------- Table I
 
 
@@ -127,22 +121,15 @@ def _table1(options: Options, at: Row, policies: Sequence[str]) -> Rows:
     kwargs |= {"epochs": 1 if options.quick else 7}
     kwargs |= {"cluster_kwargs": {"pcie_bytes_s": at["pcie_gb_s"] * 1e9}}
     rows = measure(at, policies, options.episodes, **kwargs)
-    sharing = _policy(rows, "uniform")
+    by = {row["policy"]: row for row in rows}
     for rival in ("moe_infinity", "moe_infinity_lb"):
-        found = change(sharing["_latency"], _policy(rows, rival)["_latency"])
-        sharing |= interval_columns(f"change_pct_{rival}", found)
+        add_change(by["uniform"], by[rival], rival)
     return rows
 
 
 def _draw_table1(rows: Sequence[Mapping[str, Any]]) -> Any:
-    picture = Bars(
-        x="policy",
-        y="mean_latency_s",
-        line="pcie_gb_s",
-        panels="skew",
-        log="y",
-        reference="paper_mean_s",
-    )
+    look: dict[str, Any] = {"log": "y", "reference": "paper_mean_s"}
+    picture = Bars(x="policy", y="mean_latency_s", line="pcie_gb_s", panels="skew", **look)
     return picture([{**row, "paper_mean_s": TABLE1[row["policy"]][3]} for row in rows])
 
 
@@ -168,9 +155,8 @@ def _table2(options: Options, at: Row, policies: Sequence[str]) -> Rows:
         names = (*(f"paper_server_{n}_s" for n in (1, 2, 3)), "paper_mean_s")
         row |= dict(zip(names, cells, strict=True))
         row["ratio_to_paper"] = row["mean_latency_s"] / cells[3]
-    prism, eplb = _policy(rows, "prism"), _policy(rows, "eplb_global")
-    found = change(prism["_latency"], eplb["_latency"])
-    prism |= interval_columns("change_pct_eplb_global", found)
+    by = {row["policy"]: row for row in rows}
+    add_change(by["prism"], by["eplb_global"], "eplb_global")
     return rows
 
 
@@ -186,15 +172,9 @@ def _table2_facts(options: Options) -> Row:
 
 
 def layer_times(share: float, seed: int, messages: str, count: int) -> dict[str, float]:
-    """Seconds of a layer where a share of each layer's experts is on another server.
+    """Seconds of a layer where a share of each layer's experts, 0 to 1, is on another server.
 
-    Requests of the first server's task come one at a time to it, so that none waits for another.
-
-    Args:
-        share: Remote share of the experts of each layer, 0..1.
-        seed: Of the experts and the requests.
-        messages: ``per_expert`` or ``per_server``.
-        count: Number of requests.
+    So many requests of the first server's task come to it one at a time: none waits for another.
 
     Returns:
         ``prefill_ms`` and ``decode_ms``, mean time of a layer; ``remote_calls``, share of calls.
@@ -242,7 +222,7 @@ def _fig5(options: Options, at: Row, _: Sequence[str]) -> Rows:
     runs = [layer_times(share, SEED + s, messages, 40) for s in range(options.episodes)]
     row = dict(at)
     for key in runs[0]:
-        row |= interval([found[key] for found in runs], key)
+        row |= interval([run[key] for run in runs], key)
     return [row]
 
 

@@ -15,7 +15,7 @@ from servegym.envs.expert_placement.config import Problem, build_problem
 from servegym.envs.expert_placement.core import PlacementEpisode
 from servegym.envs.expert_placement.simulator import Requests
 from servegym.experiments.evaluation.evaluate import evaluate
-from servegym.experiments.evaluation.play import DEFAULT_SEED as SEED
+from servegym.experiments.evaluation.play import DEFAULT_SEED
 from servegym.experiments.evaluation.stats import (
     Interval,
     mean,
@@ -27,28 +27,11 @@ from servegym.experiments.papers.placement.claims import CLAIMS
 from servegym.experiments.papers.study import interval_columns
 from servegym.experiments.papers.verdicts import Rows, found_for
 
-__all__ = [
-    "ENV_ID",
-    "SEED",
-    "change",
-    "drive",
-    "findings",
-    "growing",
-    "interval",
-    "local_shares",
-    "measure",
-    "setting",
-]
-
-ENV_ID = "servegym/ExpertPlacement-v0"
+ENV_ID, SEED = "servegym/ExpertPlacement-v0", DEFAULT_SEED
 
 
 def setting(**kwargs: Any) -> str:
-    """Link model, cost of a message and what else decides the size of latencies, in words.
-
-    Args:
-        **kwargs: Arguments of the environment.
-    """
+    """Link model, cost of a message and what else decides the size of latencies, in words."""
     problem = build_problem(**{"split": "eval", **kwargs})
     c, options = problem.cluster, problem.simulator
     rates = sorted({float(b) / 1e6 for b in c.nic_bps})
@@ -76,9 +59,8 @@ def interval(values: Any, name: str) -> dict[str, float]:
     array = np.asarray(values, dtype=np.float64)
     if array.size >= FEW:
         return interval_columns(name, stratified_bootstrap(array, mean))
-    found = student_interval(array)
-    low = max(found.low, 0.0) if found.low == found.low else found.low
-    return interval_columns(name, (found.value, low, found.high))
+    value, low, high = student_interval(array)
+    return interval_columns(name, (value, float(np.maximum(low, 0.0)), high))
 
 
 KEYS = (
@@ -113,10 +95,8 @@ def measure(
     for policy in policies:
         runs = evaluate(ENV_ID, [policy], episodes, env_kwargs=kwargs)
         row = dict(point) | {"policy": policy, "episodes": episodes}
-        for key in KEYS:
-            row |= interval([run[key] for run in runs], key)
         servers = [key for key in runs[0] if key.startswith("mean_latency_s_server_")]
-        for key in servers:
+        for key in (*KEYS, *servers):
             row |= interval([run[key] for run in runs], key)
         if servers:
             of_servers = [np.mean([run[key] for key in servers]) for run in runs]
@@ -164,8 +144,8 @@ def findings(table: str, *keys: str) -> Callable[[Any, Rows], list[Note]]:
         table: Name of the table.
         *keys: Columns that tell its points apart.
     """
-    found = found_for(CLAIMS, table)
-    return lambda options, rows: [*found(options, rows), growing(rows, *keys)]
+    of_claims = found_for(CLAIMS, table)
+    return lambda options, rows: [*of_claims(options, rows), growing(rows, *keys)]
 
 
 def change(one: np.ndarray, other: np.ndarray) -> Interval:
@@ -187,6 +167,12 @@ def change(one: np.ndarray, other: np.ndarray) -> Interval:
     left = 100 * ((one.sum() - one) / (other.sum() - other) - 1)
     half = t.ppf(0.975, n - 1) * np.sqrt((n - 1) * np.mean((left - left.mean()) ** 2))
     return Interval(float(value), float(value - half), float(value + half))
+
+
+def add_change(row: dict[str, Any], other: Mapping[str, Any], name: str) -> None:
+    """Put the `change` from another row of `measure` into a row, as ``change_pct_`` and a name."""
+    columns = change(row["_latency"], other["_latency"])
+    row |= interval_columns(f"change_pct_{name}", columns)
 
 
 def drive(

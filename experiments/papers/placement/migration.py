@@ -21,17 +21,15 @@ from servegym.envs.expert_placement.simulator import Requests
 from servegym.experiments.papers.placement.claims import CLAIMS
 from servegym.experiments.papers.placement.measuring import (
     SEED,
-    change,
+    add_change,
     drive,
     interval,
     local_shares,
     setting,
 )
 from servegym.experiments.papers.plotting import Lines
-from servegym.experiments.papers.study import Options, Study, command, interval_columns
+from servegym.experiments.papers.study import Options, Study, command
 from servegym.experiments.papers.verdicts import found_for
-
-__all__ = ["STUDIES", "main", "two_phases"]
 
 Row = dict[str, Any]
 EACH = 200
@@ -48,18 +46,14 @@ LOOKS = 2
 
 
 def two_phases(each: int) -> Any:
-    """A maker of requests: ``each`` per server of the first phase, then of the second.
-
-    Returns:
-        A function of a problem and a generator.
-    """
-    found = [build_problem(scenario=name, split="eval") for name, _, _ in PHASES]
+    """A maker of requests for `drive`: ``each`` per server of the first phase, then the second."""
+    phases = [build_problem(scenario=name, split="eval") for name, _, _ in PHASES]
 
     def make(problem: Problem, rng: np.random.Generator) -> Requests:
         parts = []
         for n in range(problem.cluster.num_servers):
             start = 0.0
-            for phase, (_, gap, outputs) in zip(found, PHASES, strict=True):
+            for phase, (_, gap, outputs) in zip(phases, PHASES, strict=True):
                 # Sorted uniform times are those of a Poisson process with this many arrivals.
                 at = start + np.sort(rng.uniform(0.0, each * gap, each))
                 rows = phase.rows[n % len(phase.rows)]
@@ -91,12 +85,12 @@ def _each(options: Options) -> int:
 
 def _run(options: Options, name: str) -> Row:
     """Latency of a variant across a change of the requests; ``_looks`` are its looks in time."""
-    given, each = VARIANTS[name], _each(options)
+    variant, each = VARIANTS[name], _each(options)
     moment = each * PHASES[0][1]
     epochs = int(np.ceil((moment + each * PHASES[1][1]) / 300.0))
     kwargs: Row = {"scenario": "paper_testbed_multi", "epochs": epochs}
-    kwargs |= {key: x for key, x in given.items() if key not in ("static", "known")}
-    history = both_phases() if given.get("known") else None
+    kwargs |= {key: x for key, x in variant.items() if key not in ("static", "known")}
+    history = both_phases() if variant.get("known") else None
     runs = []
     for seed in range(SEED, SEED + options.episodes):
         system, looks = drive(
@@ -106,7 +100,7 @@ def _run(options: Options, name: str) -> Row:
             LOOKS,
             two_phases(each),
             pooled_start=history is None,
-            static=bool(given.get("static")),
+            static=bool(variant.get("static")),
             history=history,
         )
         runs.append((system.request_log(), looks, system.kpis()))
@@ -140,8 +134,7 @@ def _fig7(options: Options, _: Row, variants: Sequence[str]) -> list[Row]:
     rows = [_run(options, name) for name in variants]
     for row in rows:
         for other in (other for other in rows if VARIANTS[other["variant"]].get("static")):
-            found = change(row["_latency"], other["_latency"])
-            row |= interval_columns(f"change_pct_{other['variant']}", found)
+            add_change(row, other, other["variant"])
     return rows
 
 

@@ -7,7 +7,7 @@ change in percent.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from servegym._command_line import run_main
@@ -15,24 +15,13 @@ from servegym.experiments.papers.placement.measuring import findings, measure, s
 from servegym.experiments.papers.plotting import Lines
 from servegym.experiments.papers.study import Options, Study, command, ends
 
-__all__ = ["STUDIES", "main"]
-
 Row = dict[str, Any]
-Rows = Sequence[Row]
 GPUS = (4, 8, 16, 32, 64, 128, 256)
 GAPS_S = (8.0, 15.0)
 MBPS = (100, 200, 300, 500, 750, 1000)
 LINKS = ("nic", "pairwise")
 CASES = (("nic", 0.2), ("nic", 1.5), ("pairwise", 1.5))
 """Link model and cost of a message, ms, of Fig. 8b."""
-
-
-def _episodes(options: Options, gpus: int) -> int:
-    """Fewer episodes of large clusters, which hold more requests each: 7,200 with 256 GPUs."""
-    return max(min(options.episodes, 2), options.episodes // (1 + gpus // 64))
-
-
-# --------------------------------------------------------------------------------------- Fig. 8a
 
 
 def _sizes(options: Options) -> list[Row]:
@@ -44,22 +33,6 @@ def _sizes(options: Options) -> list[Row]:
     ]
 
 
-def _fig8a(options: Options, at: Row, policies: Sequence[str]) -> Rows:
-    """Latency against the number of GPUs at a fixed rate per server."""
-    return measure(
-        at,
-        policies,
-        _episodes(options, at["gpus"]),
-        scenario=f"scale_{at['gpus']}",
-        mean_interarrival_s=at["gap_s"],
-        epochs=1,
-        cluster_kwargs={"link_model": at["link_model"]},
-    )
-
-
-# --------------------------------------------------------------------------------------- Fig. 8b
-
-
 def _bandwidths(options: Options) -> list[Row]:
     return [
         {"link_model": link, "h_ms": h, "gpus": gpus, "mbps": mbps}
@@ -69,51 +42,49 @@ def _bandwidths(options: Options) -> list[Row]:
     ]
 
 
-def _fig8b(options: Options, at: Row, policies: Sequence[str]) -> Rows:
-    """Latency of Prism against the bandwidth of the servers."""
+def _latencies(options: Options, at: Row, policies: Sequence[str]) -> Sequence[Row]:
+    """Fewer episodes of large clusters, which hold more requests each: 7,200 with 256 GPUs."""
+    episodes = max(min(options.episodes, 2), options.episodes // (1 + at["gpus"] // 64))
+    cluster = {"link_model": at["link_model"]}
+    if "mbps" in at:
+        cluster |= {"nic_bps": at["mbps"] * 1e6, "message_cost_s": at["h_ms"] * 1e-3}
     return measure(
         at,
         policies,
-        _episodes(options, at["gpus"]),
+        episodes,
         scenario=f"scale_{at['gpus']}",
-        mean_interarrival_s=15.0,
+        mean_interarrival_s=at.get("gap_s", 15.0),
         epochs=1,
-        cluster_kwargs={
-            "nic_bps": at["mbps"] * 1e6,
-            "message_cost_s": at["h_ms"] * 1e-3,
-            "link_model": at["link_model"],
-        },
+        cluster_kwargs=cluster,
     )
+
+
+def _largest(settings: Callable[[Options], list[Row]]) -> Callable[[Options], Row]:
+    return lambda options: {"setting": setting(scenario=f"scale_{settings(options)[-1]['gpus']}")}
 
 
 STUDIES = (
     Study(
         "fig8a_gpus",
         "fig8a",
-        _fig8a,
+        _latencies,
         _sizes,
         lambda options, at: ("redundance", "eplb", "prism")[at["link_model"] != "nic" :],
         findings("fig8a_gpus", "link_model", "gap_s", "gpus", "policy"),
         Lines(
-            x="gpus",
-            y="mean_latency_s",
-            line="policy",
-            panels=("link_model", "gap_s"),
-            log="xy",
+            x="gpus", y="mean_latency_s", line="policy", panels=("link_model", "gap_s"), log="xy"
         ),
-        facts=lambda options: {"setting": setting(scenario=f"scale_{_sizes(options)[-1]['gpus']}")},
+        facts=_largest(_sizes),
     ),
     Study(
         "fig8b_bandwidth",
         "fig8b",
-        _fig8b,
+        _latencies,
         _bandwidths,
         ("prism",),
         findings("fig8b_bandwidth", "link_model", "h_ms", "gpus", "mbps"),
         Lines(x="mbps", y="mean_latency_s", line="gpus", panels=("link_model", "h_ms"), log="y"),
-        facts=lambda options: {
-            "setting": setting(scenario=f"scale_{_bandwidths(options)[-1]['gpus']}")
-        },
+        facts=_largest(_bandwidths),
     ),
 )
 

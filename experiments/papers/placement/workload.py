@@ -24,8 +24,6 @@ from servegym.experiments.papers.plotting import Lines
 from servegym.experiments.papers.study import Options, Study, command, ends, interval_columns
 from servegym.experiments.papers.verdicts import pick, split
 
-__all__ = ["STUDIES", "covered", "main", "skew_of"]
-
 Row = dict[str, Any]
 MODELS = ("deepseek-v2-lite", "mixtral-8x7b", "gpt-oss-20b")
 FRACTIONS = (0.232, 0.24, 0.27, 0.30, 0.36, 0.45, 0.60)
@@ -54,12 +52,6 @@ def skew_of(shares: np.ndarray) -> dict[str, np.ndarray]:
     }
 
 
-def _shares(activations: Activations, rows: np.ndarray) -> np.ndarray:
-    """``(L, E)`` shares of the tokens of some prompts."""
-    counts = activations.counts[rows].sum(axis=0, dtype=np.float64)
-    return counts / counts.sum(axis=1, keepdims=True)
-
-
 def _resampled(activations: Activations, rows: np.ndarray, number: int) -> dict[str, np.ndarray]:
     """Skew by layer ``(number, L)`` of prompts drawn again with replacement."""
     rng = np.random.default_rng(0)
@@ -73,17 +65,17 @@ def _skew(options: Options, at: Row, _: Sequence[str]) -> Iterator[Row]:
     activations = load_activations(at["model"], skew=at["skew"])
     for t, task in enumerate(activations.tasks):
         own = np.flatnonzero(activations.task == t)
-        found = skew_of(_shares(activations, own))
+        counts = activations.counts[own].sum(axis=0, dtype=np.float64)
+        skew = skew_of(counts / counts.sum(axis=1, keepdims=True))
         drawn = _resampled(activations, own, 50 if options.quick else 500)
         tokens = int(activations.tokens[own].sum())
         point = at | {"kind": activations.kind, "task": task, "prompts": len(own), "tokens": tokens}
         for layer in ("mean", *range(activations.model.num_moe_layers)):
             row = point | {"layer": layer}
-            for key, values in found.items():
-                part = slice(None) if layer == "mean" else slice(layer, layer + 1)
+            part = slice(None) if layer == "mean" else slice(layer, layer + 1)
+            for key, values in skew.items():
                 low, high = np.percentile(drawn[key][:, part].mean(axis=1), [2.5, 97.5])
-                found_here = float(values[part].mean()), float(low), float(high)
-                row |= interval_columns(key, found_here)
+                row |= interval_columns(key, (float(values[part].mean()), float(low), float(high)))
             yield row
 
 

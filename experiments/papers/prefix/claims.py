@@ -25,8 +25,6 @@ from servegym.experiments.papers.verdicts import (
     values,
 )
 
-__all__ = ["CLAIMS"]
-
 COLLAPSED_S = 10.0
 """TTFT at 90 % from which a fleet counts as collapsed."""
 LLM_D = "llm-d, eight pods"

@@ -42,8 +42,6 @@ from servegym.experiments.papers.verdicts import found_for
 from servegym.hardware_profiles import Profile, load
 from servegym.hardware_profiles.load import data_path
 
-__all__ = ["STUDIES", "main"]
-
 PODS = 8
 KV_TOKENS = 307_328
 BLOCK = 64

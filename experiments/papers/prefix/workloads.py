@@ -18,8 +18,6 @@ from servegym.experiments.papers.prefix.claims import CLAIMS
 from servegym.experiments.papers.study import Study, command
 from servegym.experiments.papers.verdicts import found_for
 
-__all__ = ["STUDIES", "main"]
-
 KV_CACHE_TESTER = "kv-cache-tester, docs/trace_replay_tester.md @19c263b: 642 conversations"
 LLM_D = "llm-d, report of the benchmark with eight pods (inference-perf)"
 CARD = "dataset card valeriol29/mooncake-traces"

@@ -20,24 +20,6 @@ from servegym.experiments.papers.verdicts import (
     values,
 )
 
-__all__ = [
-    "AT_N",
-    "CLAIMS",
-    "EARLIER",
-    "METHOD",
-    "OVER_L",
-    "PAPER_HEURISTICS",
-    "PRINTED",
-    "RETRAINED",
-    "RIVALS",
-    "Change",
-    "ahead",
-    "base_of",
-    "columns_over",
-    "effects",
-    "strongest",
-]
-
 
 class Change(NamedTuple):
     """A change from one router to another as the routing paper prints it, percent.
@@ -101,15 +83,13 @@ def strongest(
 ) -> str | None:
     """The rival of a method with the most QoS at a point, None if there is none.
 
-    Args:
-        named: The rows of the point by policy.
-        method: The method, which is no rival of its own.
-        heuristics: Names that count besides `RIVALS`, however these are trained.
+    Of the rows of the point by policy; ``heuristics`` count besides `RIVALS`, however these are
+    trained.
     """
-    known = [
+    rivals = [
         name for name in named if name != method and (name in heuristics or base_of(name) in RIVALS)
     ]
-    return max(known, key=lambda name: named[name]["qos"], default=None)
+    return max(rivals, key=lambda name: named[name]["qos"], default=None)
 
 
 def interval_over(row: Mapping[str, Any], rival: str) -> tuple[float, float] | None:
@@ -122,8 +102,7 @@ def interval_over(row: Mapping[str, Any], rival: str) -> tuple[float, float] | N
 
 def _ends(row: Mapping[str, Any], columns: Sequence[str]) -> tuple[float, float] | None:
     low, high = (row[name] for name in columns[1:])
-    known = isinstance(low, float | int) and isinstance(high, float | int)
-    return (low, high) if known and math.isfinite(low) and math.isfinite(high) else None
+    return None if "" in (low, high) or not math.isfinite(low + high) else (low, high)
 
 
 def ahead(
@@ -150,20 +129,22 @@ def ahead(
                 for point in values(part, "point")
             ]
             method = next((name for name in methods if any(name in at for at in here)), "")
-            points = [at for at in here if method in at and strongest(at, method, heuristics)]
-            if not points:
+            counted, weak, rivals = [], [], []
+            for point in here:
+                rival = strongest(point, method, heuristics)
+                if method not in point or rival is None:
+                    continue
+                change = percent(point[method][key], point[rival][key])
+                interval = interval_over(point[method], rival) if key == "qos" else None
+                poor = point[rival]["qos"] < point["shortest_queue"]["qos"]
+                (weak if poor and change * paper > 0 else counted).append((change, interval))
+                rivals.append(rival)
+            if not rivals:
                 yield Finding(fleet, "not trained here", OPEN)
                 continue
-            counted, weak, rivals = [], [], []
-            for point in points:
-                rival = strongest(point, method, heuristics) or ""
-                change = percent(point[method][key], point[rival][key])
-                known = interval_over(point[method], rival) if key == "qos" else None
-                poor = point[rival]["qos"] < point["shortest_queue"]["qos"]
-                (weak if poor and change * paper > 0 else counted).append((change, known))
-                rivals.append(rival)
             parts = [
-                f"{span([change for change, _ in part])} at {_points(part)}{why}"
+                f"{span([change for change, _ in part])} at {len(part)} point"
+                f"{'s' if len(part) > 1 else ''}{why}"
                 for part, why in (
                     (counted, f" over {' or '.join(dict.fromkeys(rivals))}"),
                     (weak, " where the rival is below shortest_queue: undertrained"),
@@ -172,17 +153,14 @@ def ahead(
             ]
             verdict = OPEN
             if counted:
-                change, known = min(counted, key=lambda one: one[0] * math.copysign(1, paper))
-                verdict = judge(change, paper, least, known)
-                if known is not None:
-                    parts[0] += f", the least {change:+.1f} [{known[0]:+.1f}, {known[1]:+.1f}]"
+                change, interval = min(counted, key=lambda one: one[0] * math.copysign(1, paper))
+                verdict = judge(change, paper, least, interval)
+                if interval is not None:
+                    low, high = interval
+                    parts[0] += f", the least {change:+.1f} [{low:+.1f}, {high:+.1f}]"
             yield Finding(fleet, f"{method}: " * (method != METHOD) + "; ".join(parts), verdict)
 
     return read
-
-
-def _points(part: Sequence[Any]) -> str:
-    return f"{len(part)} point{'s'[: len(part) > 1]}"
 
 
 def changed(
@@ -201,24 +179,25 @@ def changed(
     return Claim(place, text, printed_as, source, read)
 
 
-def effects(factor: str, paper: Change) -> Reader:
-    """The effect of a factor of the `comparison` on QoS that the paper claims.
+def effect(factor: str, text: str) -> Claim:
+    """The claim on the effect of a factor of the `comparison` on QoS.
 
     A gain over a setting that is below shortest_queue is open, as in `ahead`.
     """
+    paper = PRINTED[f"Fig. 17, {factor}"]
 
     def read(rows: Rows) -> Iterable[Finding]:
         for row in pick(rows, factor=factor, claimed=True):
-            known = _ends(row, ("change_pct", "change_pct_low", "change_pct_high"))
+            interval = _ends(row, ("change_pct", "change_pct_low", "change_pct_high"))
             here = f"{row['change_pct']:+.1f} %"
-            if known is not None:
-                here += f" [{known[0]:+.1f}, {known[1]:+.1f}]"
-            verdict = judge(row["change_pct"], paper.qos, paper.least, known)
+            if interval is not None:
+                here += f" [{interval[0]:+.1f}, {interval[1]:+.1f}]"
+            verdict = judge(row["change_pct"], paper.qos, paper.least, interval)
             if row["undertrained"] and row["change_pct"] > 0:
                 here, verdict = f"{here} over what is below shortest_queue", OPEN
             yield Finding(f"{row['point']}, {row['level']}", here, verdict)
 
-    return read
+    return Claim("Fig. 17", text, f"{paper.qos:+} %", "comparison", read)
 
 
 def end_to_end(rows: Rows) -> Iterable[Finding]:
@@ -228,11 +207,9 @@ def end_to_end(rows: Rows) -> Iterable[Finding]:
         if "sac_han" not in seconds:
             yield Finding(point, "not trained here", OPEN)
             continue
-        own = seconds["sac_han"]
-        names = (*PAPER_HEURISTICS, *RIVALS)
-        others = {name: seconds[name] for name in names if name in seconds}
-        quickest = min(others, key=others.__getitem__)
-        change = percent(own, others[quickest])
+        others = [name for name in (*PAPER_HEURISTICS, *RIVALS) if name in seconds]
+        quickest = min(others, key=seconds.__getitem__)
+        change = percent(seconds["sac_han"], seconds[quickest])
         yield Finding(point, f"{change:+.1f} % against {quickest}", judge(change, -21.34, True))
 
 
@@ -325,21 +302,8 @@ CLAIMS = (
         best=True,
         methods=(f"{METHOD}{OVER_L}", f"ppo{OVER_L}", METHOD),
     ),
-    *(
-        Claim("Fig. 17", text, f"{paper.qos:+} %", "comparison", read)
-        for text, paper, read in (
-            (
-                "the graph as state adds to what the learner has on Baseline RL's",
-                PRINTED["Fig. 17, state"],
-                effects("state", PRINTED["Fig. 17, state"]),
-            ),
-            (
-                "the QoS-aware reward adds to that",
-                PRINTED["Fig. 17, reward"],
-                effects("reward", PRINTED["Fig. 17, reward"]),
-            ),
-        )
-    ),
+    effect("state", "the graph as state adds to what the learner has on Baseline RL's"),
+    effect("reward", "the QoS-aware reward adds to that"),
     Claim(
         "Fig. 18",
         "predicted scores and lengths add QoS",

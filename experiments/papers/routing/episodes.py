@@ -21,17 +21,17 @@ from servegym.experiments.papers.plotting import Bars, Lines
 from servegym.experiments.papers.routing.claims import CLAIMS
 from servegym.experiments.papers.routing.measuring import (
     ENV_ID,
+    LOADED,
     Options,
     Study,
     TrainedRun,
+    at_rates,
     chosen,
     command,
     compared,
     measure,
 )
-from servegym.experiments.papers.verdicts import Rows, found_for, split
-
-__all__ = ["STUDIES", "long_run", "main"]
+from servegym.experiments.papers.verdicts import found_for, split
 
 PARTS = ("communication_s", "routing_s", "waiting_s", "inference_s")
 LONG_RUN = ("round_robin", "shortest_queue", "bert_router", "greedy_qos", "priced_greedy")
@@ -41,36 +41,13 @@ WINDOW_S = 30.0
 def _fig10(options: Options, at: dict[str, Any], policies: Sequence[Any]) -> list[dict[str, Any]]:
     """End-to-end latency by its four parts."""
     keys = ("policy", "point", *PARTS, "e2e_s", "qos", "drop_rate", "reject_rate")
-    rows = measure(options, at, policies, profiles=at["profiles"], rate=at["rate"])
-    return [{key: row[key] for key in keys} for row in rows]
-
-
-def _fig10_notes(options: Options, rows: Rows) -> Iterator[Note]:
-    yield (
-        "The mean is over served requests, and a request is shorter on a model with short "
-        "answers: compare latencies together with the QoS and the share of refused requests."
-    )
-    yield from found_for(CLAIMS, "fig10_end_to_end")(options, rows)
-
-
-def _points(options: Options) -> list[dict[str, Any]]:
-    rates = {fleet: 8.0 if fleet == "edge-6-heterogeneous" else 5.0 for fleet in options.fleets}
-    return [
-        {"point": f"{fleet}, {rate:g}/s", "profiles": fleet, "rate": rate}
-        for fleet, rate in rates.items()
-    ]
+    return [{key: row[key] for key in keys} for row in measure(options, at, policies)]
 
 
 def long_run(
     policy: Any, env_kwargs: dict[str, Any], episodes: int, window_s: float = WINDOW_S
 ) -> dict[str, np.ndarray]:
-    """QoS and GPU memory use over the time of long episodes.
-
-    Args:
-        policy: Registered name or policy object.
-        env_kwargs: Arguments of the environment.
-        episodes: Episodes to average over; the same for every policy.
-        window_s: Length of a window.
+    """QoS and GPU memory use over the time of long episodes, the same for every policy.
 
     Returns:
         By window: ``time_s`` (its begin), ``requests`` that arrived in it a second, ``qos`` per
@@ -94,8 +71,7 @@ def long_run(
         latency = (log["finish_s"] - log["arrival_s"]) / np.maximum(log["output_tokens"], 1)
         qos = np.where(done & (latency <= limit), log["score"], 0.0)
         for key, values in (("requests", None), ("qos", qos), ("memory_use", use)):
-            part = np.bincount(window, values, last)
-            sums[key] = sums.get(key, 0) + part
+            sums[key] = sums.get(key, 0) + np.bincount(window, values, last)
     with np.errstate(invalid="ignore"):
         return {
             "time_s": window_s * np.arange(last),
@@ -117,10 +93,10 @@ def _fig14(options: Options, at: dict[str, Any], policies: Sequence[Any]) -> Ite
     }
     for one in policies:
         name = one if isinstance(one, str) else one.label
-        found = long_run(one if isinstance(one, str) else load_policy(one.path), kwargs, 1)
-        for k in range(len(found["time_s"])):
-            values = {key: round(float(value[k]), 5) for key, value in found.items()}
-            yield {**at, "policy": name} | values
+        columns = long_run(one if isinstance(one, str) else load_policy(one.path), kwargs, 1)
+        for values in zip(*columns.values(), strict=True):
+            numbers = [round(float(value), 5) for value in values]
+            yield {**at, "policy": name, **dict(zip(columns, numbers, strict=True))}
 
 
 def _kinds(options: Options, at: Mapping[str, Any]) -> list[Any]:
@@ -157,9 +133,14 @@ STUDIES = (
         "fig10_end_to_end",
         "fig10",
         _fig10,
-        _points,
+        at_rates(lambda options, fleet: (LOADED.get(fleet, 5.0),)),
         compared(),
-        _fig10_notes,
+        found_for(
+            CLAIMS,
+            "fig10_end_to_end",
+            "The mean is over served requests, and a request is shorter on a model with short "
+            "answers: compare latencies together with the QoS and the share of refused requests.",
+        ),
         Bars(x="policy", y=(*PARTS, "e2e_s"), panels="point"),
     ),
     Study(

@@ -8,14 +8,13 @@ the predictors of Fig. 18, and Table II.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
 from servegym._command_line import run_main
 from servegym.experiments.evaluation.play import DEFAULT_SEED, make_envs
-from servegym.experiments.evaluation.tables import Note
 from servegym.experiments.papers.plotting import Bars
 from servegym.experiments.papers.routing.claims import (
     CLAIMS,
@@ -26,6 +25,7 @@ from servegym.experiments.papers.routing.claims import (
 )
 from servegym.experiments.papers.routing.measuring import (
     ENV_ID,
+    LOADED,
     Options,
     Study,
     TrainedRun,
@@ -34,11 +34,8 @@ from servegym.experiments.papers.routing.measuring import (
     measure,
     shipped_runs,
 )
-from servegym.experiments.papers.verdicts import Rows, found_for
+from servegym.experiments.papers.verdicts import found_for
 
-__all__ = ["STUDIES", "main", "profile_router"]
-
-HET = "edge-6-heterogeneous"
 PREDICTORS = {
     "PS+PL": {},
     "ZS+PL": {"score_predictor": "zero"},
@@ -55,10 +52,11 @@ each expert's train means in their place; those of the predictor that was traine
 
 def _settings(options: Options) -> list[dict[str, Any]]:
     return [
-        {"point": f"{fleet}, {rate:g}/s", "predictors": name, "profiles": fleet, "_rate": rate}
-        for fleet, rate in ((HET, 8.0), ("paper-linear", 5.0))
+        {"point": f"{fleet}, {rate:g}/s", "predictors": name, "profiles": fleet}
+        | {"_env": {"profiles": fleet, "rate": rate, **predictors}}
+        for fleet, rate in LOADED.items()
         if fleet in options.fleets
-        for name in PREDICTORS
+        for name, predictors in PREDICTORS.items()
     ]
 
 
@@ -68,31 +66,15 @@ def _routers(options: Options, at: Mapping[str, Any]) -> list[str | TrainedRun]:
     Learners on Baseline RL's state read no prediction: one training serves all. Shipped routers
     were trained with predictions and are played without.
     """
-    found: list[str | TrainedRun] = [*PAPER_HEURISTICS, "least_latency", "greedy_qos"]
-    found.append("priced_greedy")
+    routers: list[str | TrainedRun] = [*PAPER_HEURISTICS, "least_latency", "greedy_qos"]
+    routers.append("priced_greedy")
     for one in chosen(options, at["profiles"], RETRAINED):
         so = {key: v for key, v in one.env.items() if key.endswith("_predictor")}
         if one.label == METHOD and at["predictors"] == "PS+PL":
-            found.append(one._replace(label=f"{METHOD}{RETRAINED}"))
+            routers.append(one._replace(label=f"{METHOD}{RETRAINED}"))
         elif one.shipped or one.name in RIVALS or (so and so == PREDICTORS[at["predictors"]]):
-            found.append(one)
-    return found
-
-
-def _fig18(options: Options, at: dict[str, Any], policies: Sequence[Any]) -> list[dict[str, Any]]:
-    """Predictors: none, one or both of score and length; heuristics and routers trained so."""
-    given = PREDICTORS[at["predictors"]]
-    return measure(options, at, policies, profiles=at["profiles"], rate=at["_rate"], **given)
-
-
-def _fig18_notes(options: Options, rows: Rows) -> Iterator[Note]:
-    yield (
-        "Predictions of the score (S) and the length (L) are as often right as the paper's (P), or "
-        "there are none (Z): a policy without them takes the same score and length for every "
-        "expert. 'mean' gives each expert's train means; 'learned' are those of the predictor that "
-        "is trained here; 'exact' ones are the truth, an upper bound."
-    )
-    yield from found_for(CLAIMS, "fig18_predictors")(options, rows)
+            routers.append(one)
+    return routers
 
 
 def _times(call: Callable[[int], Any], count: int) -> tuple[float, float, float]:
@@ -124,8 +106,7 @@ def _served_size(net: Any) -> int:
 def profile_router(decisions: int) -> list[dict[str, Any]]:
     """Parameters of the router's parts and the time of one decision on one core.
 
-    Args:
-        decisions: Decisions to time, on the observations of one evaluation episode.
+    Of so many decisions on the observations of one evaluation episode.
 
     Returns:
         Rows of ``component``, ``parameters`` and, in milliseconds, ``p50_ms``, ``p99_ms`` (wall)
@@ -152,34 +133,27 @@ def profile_router(decisions: int) -> list[dict[str, Any]]:
         seen.append(({k: v.copy() for k, v in observation.items()}, mask.copy()))
         observation, _, _, _, info = envs.step(priced.act(observation, mask))
     envs.close()
-    served = {run.label: load_policy(run.path, system) for run in shipped_runs()}
-    net = Agent("features", True, system)
-    parts: list[tuple[str, Any, Callable[[int], Any] | None, str]] = [
-        ("HAN", _size(net.first, net.second, net.skip), None, "19K, < 1 ms"),
-        ("actor", _size(net.actor.drop, net.actor.send, net.actor.price), None, "10K, < 1 ms"),
-        ("features", "", lambda i: net.rows(seen[i][0]), ""),
-        ("one decision", "", lambda i: net.act(*seen[i]), "< 1 ms"),
-    ]
-    for label, shipped in served.items():
-        parts.append(
-            (
-                f"{label}, one decision",
-                _served_size(shipped.net),
-                lambda i, shipped=shipped: shipped.act(*seen[i]),
-                "< 1 ms",
-            )
-        )
-    parts += [
-        ("priced_greedy", 0, lambda i: priced.act(*seen[i]), ""),
-        ("greedy_qos", 0, lambda i: greedy.act(*seen[i]), ""),
-    ]
     table = []
-    for name, parameters, call, paper in parts:
-        wall = _times(call, decisions) if call is not None else ("", "", "")
-        cells = [round(value, 4) if isinstance(value, float) else value for value in wall]
-        keys = ("p50_ms", "p99_ms", "cpu_p99_ms")
+
+    def add(name: str, parameters: Any, call: Callable[[int], Any] | None, paper: str) -> None:
+        times: list[Any] = ["", "", ""]
+        if call is not None:
+            times = [round(value, 4) for value in _times(call, decisions)]
         row = {"component": name, "parameters": parameters}
-        table.append(row | dict(zip(keys, cells, strict=True)) | {"paper": paper})
+        row |= dict(zip(("p50_ms", "p99_ms", "cpu_p99_ms"), times, strict=True))
+        table.append(row | {"paper": paper})
+
+    net = Agent("features", True, system)
+    add("HAN", _size(net.first, net.second, net.skip), None, "19K, < 1 ms")
+    add("actor", _size(net.actor.drop, net.actor.send, net.actor.price), None, "10K, < 1 ms")
+    add("features", "", lambda i: net.rows(seen[i][0]), "")
+    add("one decision", "", lambda i: net.act(*seen[i]), "< 1 ms")
+    for run in shipped_runs():
+        router = load_policy(run.path, system)
+        size = _served_size(router.net)
+        add(f"{run.label}, one decision", size, lambda i, r=router: r.act(*seen[i]), "< 1 ms")
+    add("priced_greedy", 0, lambda i: priced.act(*seen[i]), "")
+    add("greedy_qos", 0, lambda i: greedy.act(*seen[i]), "")
     return table
 
 
@@ -187,10 +161,17 @@ STUDIES = (
     Study(
         "fig18_predictors",
         "fig18",
-        _fig18,
+        measure,
         _settings,
         _routers,
-        _fig18_notes,
+        found_for(
+            CLAIMS,
+            "fig18_predictors",
+            "Predictions of the score (S) and the length (L) are as often right as the paper's "
+            "(P), or there are none (Z): a policy without them takes the same score and length for "
+            "every expert. 'mean' gives each expert's train means; 'learned' are those of the "
+            "predictor that is trained here; 'exact' ones are the truth, an upper bound.",
+        ),
         Bars(x="predictors", y="qos", line="policy", panels="point"),
     ),
     Study(

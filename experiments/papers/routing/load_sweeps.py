@@ -11,29 +11,27 @@ on one regime need not hold on another.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from servegym._command_line import run_main
-from servegym.experiments.evaluation.tables import Note
 from servegym.experiments.papers.plotting import Bars, Lines
 from servegym.experiments.papers.routing.claims import AT_N, CLAIMS, OVER_L
 from servegym.experiments.papers.routing.measuring import (
     BASELINES,
+    LOADED,
     Options,
     Study,
     TrainedRun,
+    at_rates,
     chosen,
     command,
     compared,
     measure,
 )
 from servegym.experiments.papers.study import ends
-from servegym.experiments.papers.verdicts import Rows, found_for
+from servegym.experiments.papers.verdicts import found_for
 from servegym.hardware_profiles import load_fleet
-
-__all__ = ["STUDIES", "main"]
 
 Row = dict[str, Any]
 RATES = (3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0, 11.0)
@@ -44,61 +42,33 @@ POINTS = {"edge-6-heterogeneous": (5.0, 8.0), "paper-linear": (3.0, 5.0)}
 SHOWN = ("qos", "latency_ms_per_token", "drop_rate")
 
 
-def _at_rates(rates: Callable[[Options, str], Sequence[float]]) -> Callable[[Options], list[Row]]:
-    """Settings of every fleet at some rates."""
-
-    def settings(options: Options) -> list[Row]:
-        return [
-            {"point": f"{fleet}, {rate:g}/s", "profiles": fleet, "rate": rate}
-            for fleet in options.fleets
-            for rate in rates(options, fleet)
-        ]
-
-    return settings
-
-
-def _columns(**more: Any) -> Callable[[Options, Row, Sequence[Any]], list[Row]]:
-    """Rows of a setting whose fleet and rate are columns.
-
-    Args:
-        **more: Further arguments of the environment; a smoke run keeps its own length of episodes.
-    """
-
-    def columns(options: Options, at: Row, policies: Sequence[Any]) -> list[Row]:
-        given = {"profiles": at["profiles"], "rate": at["rate"], **more}
-        if options.quick:
-            given.pop("episode_requests", None)
-        return measure(options, at, policies, **given)
-
-    return columns
-
-
-def _findings(table: str, *words: str) -> Callable[[Options, Rows], Iterator[Note]]:
-    """Words, and what the paper's claims come to."""
-    found = found_for(CLAIMS, table)
-    return lambda options, rows: itertools.chain(words, found(options, rows))
-
-
 def _comparison(name: str, figure: str, arrivals: str, requests: int) -> Any:
     """QoS and latency per token under an arrival process."""
     return Study(
         name,
         figure,
-        _columns(arrivals=arrivals, episode_requests=requests),
-        _at_rates(lambda options, fleet: POINTS.get(fleet, (5.0,))),
+        measure,
+        at_rates(
+            lambda options, fleet: POINTS.get(fleet, (5.0,)),
+            arrivals=arrivals,
+            episode_requests=requests,
+        ),
         compared(),
-        _findings(name),
+        found_for(CLAIMS, name),
         Bars(x="policy", y=SHOWN, panels="point", reference="ceiling"),
     )
 
 
 def _counts(options: Options) -> list[Row]:
+    """Settings of Fig. 11: numbers of experts that a fleet has."""
     settings = []
     for fleet in options.fleets:
         largest = len(load_fleet(fleet).profiles)
         counts = (3, 6, 9, 12) if largest >= 12 else (3, 4, 5, 6)
+        env = {"profiles": fleet, "rate": FIG11_RATE}
         settings += [
             {"point": f"{fleet}, N={count}", "profiles": fleet, "experts": count}
+            | {"_env": {**env, "num_experts": count}}
             for count in ends(options, [n for n in counts if n <= largest])
         ]
     return settings
@@ -111,36 +81,18 @@ def _made_for(options: Options, at: Mapping[str, Any]) -> Sequence[str | Trained
     return [*BASELINES, *chosen(options, at["profiles"]), *made]
 
 
-def _experts(options: Options, at: Row, policies: Sequence[Any]) -> list[Row]:
-    """QoS and latency per token against the number of experts."""
-    kwargs = {"profiles": at["profiles"], "rate": FIG11_RATE, "num_experts": at["experts"]}
-    return measure(options, at, policies, **kwargs)
-
-
 def _limits(options: Options) -> list[Row]:
+    """Settings of Fig. 13: latency requirements."""
     settings = []
     for fleet in options.fleets:
-        name = f"{fleet}, {_rate(fleet):g}/s"
+        rate = LOADED.get(fleet, 5.0)
+        name, env = f"{fleet}, {rate:g}/s", {"profiles": fleet, "rate": rate}
         settings += [
-            {
-                "point": f"{name}, L={limit:g} ms",
-                "panel": name,
-                "limit_ms": limit,
-                "_fleet": fleet,
-            }
+            {"point": f"{name}, L={limit:g} ms", "panel": name, "limit_ms": limit}
+            | {"_env": {**env, "latency_requirement_s": limit / 1e3}}
             for limit in ends(options, LIMITS_MS)
         ]
     return settings
-
-
-def _rate(fleet: str) -> float:
-    return 8.0 if fleet == "edge-6-heterogeneous" else 5.0
-
-
-def _requirement(options: Options, at: Row, policies: Sequence[Any]) -> list[Row]:
-    """QoS and latency per token against the latency requirement."""
-    kwargs = {"profiles": at["_fleet"], "rate": _rate(at["_fleet"])}
-    return measure(options, at, policies, **kwargs, latency_requirement_s=at["limit_ms"] / 1e3)
 
 
 STUDIES = (
@@ -149,10 +101,11 @@ STUDIES = (
     Study(
         "fig11_experts",
         "fig11",
-        _experts,
+        measure,
         _counts,
         _made_for,
-        _findings(
+        found_for(
+            CLAIMS,
             "fig11_experts",
             "A router that reads the graph serves any number of experts N. Routers labelled "
             "'trained at N' are trained for each N.",
@@ -162,19 +115,20 @@ STUDIES = (
     Study(
         "fig12_rate",
         "fig12",
-        _columns(),
-        _at_rates(lambda options, fleet: ends(options, RATES)),
+        measure,
+        at_rates(lambda options, fleet: ends(options, RATES)),
         compared(),
-        _findings("fig12_rate"),
+        found_for(CLAIMS, "fig12_rate"),
         Lines(x="rate", y=SHOWN, line="policy", panels="profiles", reference="ceiling"),
     ),
     Study(
         "fig13_requirement",
         "fig13",
-        _requirement,
+        measure,
         _limits,
         compared(OVER_L),
-        _findings(
+        found_for(
+            CLAIMS,
             "fig13_requirement",
             "Routers labelled 'trained over L' saw a range of L in training; the others saw 30 ms "
             "alone. The state of Baseline RL has no L.",

@@ -26,20 +26,6 @@ from servegym.experiments.papers.routing.claims import (
 )
 from servegym.experiments.papers.study import interval_columns
 
-__all__ = [
-    "BASELINES",
-    "FLEETS",
-    "Options",
-    "Study",
-    "TrainedRun",
-    "chosen",
-    "command",
-    "compared",
-    "find_runs",
-    "measure",
-    "play",
-]
-
 ENV_ID = "servegym/LLMRouting-v1"
 FLEETS = ("edge-6-heterogeneous", "paper-linear")
 BASELINES = (
@@ -56,6 +42,9 @@ BASELINES = (
 REFERENCES = ("greedy_qos", "priced_greedy")
 """Heuristics that everything is compared with episode by episode, where they are measured."""
 GRAPH_AGENTS = ("sac_han", "baseline_rl", "cem", "ppo_sets", "rpi")
+
+LOADED = {"edge-6-heterogeneous": 8.0, "paper-linear": 5.0}
+"""The rate at which a fleet is loaded but not lost."""
 
 COLUMNS = {
     "latency_ms_per_token": ("mean_latency_s_per_token", 1e3),
@@ -107,14 +96,12 @@ class Options(study.Options):
         checkpoints: Folder of the trainings, or None.
         routers: Names of the shipped routers to compare.
         fleets: Fleets to measure.
-        requests: Requests of an episode.
         trained: The finished trainings.
     """
 
     checkpoints: Path | None
     routers: Sequence[str]
     fleets: Sequence[str]
-    requests: int
     trained: Sequence[TrainedRun]
 
 
@@ -131,15 +118,13 @@ def find_runs(folder: Path) -> list[TrainedRun]:
         raise ValueError(f"checkpoints is {str(folder)!r}, which is no folder")
     from servegym.agents import load_policy
 
-    found = []
-    runs = {
-        path.parent for name in ("best", "last") for path in folder.rglob(f"{name}.safetensors")
-    }
-    for run in sorted(run for run in runs if "shuffled" not in run.name):
-        policy = load_policy(run)
-        if _has_a_rate(policy):
-            found.append(_trained(policy.name + _unusual(policy.training_env), policy, False))
-    return found
+    files = [*folder.rglob("best.safetensors"), *folder.rglob("last.safetensors")]
+    runs = sorted({path.parent for path in files if "shuffled" not in path.parent.name})
+    return [
+        _trained(policy.name + _unusual(policy.training_env), policy, False)
+        for policy in map(load_policy, runs)
+        if _has_a_rate(policy)
+    ]
 
 
 def _has_a_rate(policy: Any) -> bool:
@@ -192,20 +177,30 @@ def _trained(label: str, policy: Any, shipped: bool) -> TrainedRun:
 def play(
     policies: Sequence[Any], episodes: int, env_kwargs: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """Rows of every policy's episodes, see `evaluate`.
-
-    Up to 64 side by side: one call decides for all of them, far quicker than a few at a time.
-    """
+    """Rows of every policy's episodes, see `evaluate`; up to 64 of them side by side."""
     return evaluate(ENV_ID, policies, episodes, env_kwargs=env_kwargs, num_envs=min(episodes, 64))
 
 
+def at_rates(
+    rates: Callable[[Options, str], Sequence[float]], **env: Any
+) -> Callable[[Options], list[dict[str, Any]]]:
+    """Settings of every fleet at some rates, with further arguments of the environment."""
+
+    def settings(options: Options) -> list[dict[str, Any]]:
+        points = [(fleet, rate) for fleet in options.fleets for rate in rates(options, fleet)]
+        return [
+            {"point": f"{fleet}, {rate:g}/s", "profiles": fleet, "rate": rate}
+            | {"_env": {"profiles": fleet, "rate": rate, **env}}
+            for fleet, rate in points
+        ]
+
+    return settings
+
+
 def measure(
-    options: Options,
-    point: Mapping[str, Any],
-    policies: Sequence[str | TrainedRun],
-    **env_kwargs: Any,
+    options: Options, at: Mapping[str, Any], policies: Sequence[str | TrainedRun]
 ) -> list[dict[str, Any]]:
-    """Summaries of heuristics and trained routers at one point, on the same episodes.
+    """Summaries of heuristics and trained routers in one setting, on the same episodes.
 
     The interval of a heuristic, or of a router trained once, is over episodes; that of a router
     trained with several seeds is over trainings and episodes together. ``interval_over`` says
@@ -214,15 +209,17 @@ def measure(
 
     Args:
         options: The command line.
-        point: Columns that identify the point, put first in every row.
+        at: Columns that identify the setting, put first in every row; ``_env``, which is not
+            written, are the arguments of the environment.
         policies: Registered names and trained routers; those that cannot serve so many experts are
             left out.
-        **env_kwargs: Arguments of the environment.
     """
     from servegym.agents import load_policy
     from servegym.baselines.llm_routing.system import RoutingSystem
 
-    kwargs = {"episode_requests": options.requests, **env_kwargs}
+    kwargs = {"episode_requests": 1000, **at["_env"]}
+    if options.quick:
+        kwargs["episode_requests"] = 100
     system = RoutingSystem.from_kwargs(**kwargs)
     series: dict[str, dict[int, list[dict[str, Any]]]] = {}
     for one in policies:
@@ -234,33 +231,35 @@ def measure(
             rows = play([policy], options.episodes, kwargs)
             series.setdefault(one.label, {})[one.seed] = rows
     episodes = {name: list(parts.values()) for name, parts in series.items()}
-    found = {
-        name: {**point, "policy": name, "trainings": 0 if name in policies else len(parts)}
+    named = {
+        name: {**at, "policy": name, "trainings": 0 if name in policies else len(parts)}
         | summarise_parts(parts)
         for name, parts in episodes.items()
     }
+    qos = {
+        name: [[one["avg_qos"] for one in part] for part in parts]
+        for name, parts in episodes.items()
+    }
     for reference in (name for name in REFERENCES if name in policies):
-        theirs = [one["avg_qos"] for one in episodes[reference][0]]
-        for name, row in found.items():
-            own = [[one["avg_qos"] for one in part] for part in episodes[name]]
-            gain = [round(value, 6) for value in over_trainings(own, theirs)]
-            row |= interval_columns(f"over_{reference}", gain)
-    for name, row in found.items():
-        row |= over_rivals(name, found, episodes)
-    return list(found.values())
+        for name, row in named.items():
+            gain = over_trainings(qos[name], qos[reference][0])
+            row |= interval_columns(f"over_{reference}", [round(value, 6) for value in gain])
+    for name, row in named.items():
+        row |= over_rivals(name, named, qos)
+    return list(named.values())
 
 
 def over_rivals(
     name: str,
-    found: Mapping[str, Mapping[str, Any]],
-    series: Mapping[str, Sequence[Sequence[Mapping[str, Any]]]],
+    named: Mapping[str, Mapping[str, Any]],
+    qos: Mapping[str, Sequence[Sequence[float]]],
 ) -> dict[str, Any]:
-    """Changes of a policy's QoS over its strongest rivals at a point, percent.
+    """Changes of a policy's QoS over its strongest rivals in a setting, percent.
 
     Args:
         name: The policy.
-        found: The rows of the point by policy.
-        series: Its episodes by policy and training.
+        named: The rows of the setting by policy.
+        qos: Its QoS by policy, training and episode.
 
     Returns:
         ``rival`` and ``over_rival_pct`` with its interval (`relative_change`) for the strongest of
@@ -269,17 +268,15 @@ def over_rivals(
     """
     row: dict[str, Any] = {}
     for key, rival in (
-        ("rival", strongest(found, name)),
-        ("state_rival", strongest(found, name, heuristics=())),
+        ("rival", strongest(named, name)),
+        ("state_rival", strongest(named, name, heuristics=())),
     ):
         values = (math.nan, math.nan, math.nan)
-        if rival is not None and found[name]["trainings"] and base_of(name) not in RIVALS:
-            own, theirs = (
-                [[one["avg_qos"] for one in part] for part in series[x]] for x in (name, rival)
-            )
-            values = tuple(round(value, 4) for value in relative_change(own, theirs))
-        else:
+        if rival is None or not named[name]["trainings"] or base_of(name) in RIVALS:
             rival = "none"
+        else:
+            change = relative_change(qos[name], qos[rival])
+            values = tuple(round(value, 4) for value in change)
         row |= {key: rival, **dict(zip(columns_over(key), values, strict=True))}
     return row
 
@@ -309,25 +306,22 @@ def concentration(parts: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, flo
         ``share_entropy``, 1 for even shares and 0 for one expert; of the training where they are
         furthest from even. NaN without requests.
     """
-    found = []
+    spreads = []
     for part in parts:
         names = [key for key in part[0] if key.startswith("share_")]
         sent = np.array([np.mean([row[key] for row in part]) for key in names])
         if sent.sum() > 0:
             sent = sent / sent.sum()
             entropy = -(sent[sent > 0] * np.log(sent[sent > 0])).sum() / np.log(max(len(sent), 2))
-            found.append((float(sent.max()), float(entropy)))
-    top, entropy = max(found, default=(math.nan, math.nan))
+            spreads.append((float(sent.max()), float(entropy)))
+    top, entropy = max(spreads, default=(math.nan, math.nan))
     return {"top_share": top, "share_entropy": entropy}
 
 
 def chosen(options: Options, fleet: str, *unusual: str) -> list[TrainedRun]:
     """The trainings on a fleet, and what is shipped and can serve that fleet.
 
-    Args:
-        options: The command line.
-        fleet: The fleet.
-        *unusual: Endings of labels, such as `OVER_L`, of the unusual trainings that count.
+    ``unusual`` are endings of labels, such as `OVER_L`, of the unusual trainings that count.
     """
     return [
         run
@@ -342,7 +336,7 @@ def compared(*unusual: str) -> Callable[[Options, Mapping[str, Any]], list[str |
     """The policies of a setting: the heuristics and the routers for its fleet, see `chosen`."""
 
     def policies(options: Options, at: Mapping[str, Any]) -> list[str | TrainedRun]:
-        return [*BASELINES, *chosen(options, at.get("profiles", at.get("_fleet")), *unusual)]
+        return [*BASELINES, *chosen(options, at["_env"]["profiles"], *unusual)]
 
     return policies
 
@@ -374,7 +368,6 @@ def _prepare(options: Options) -> None:
         options.trained += tuple(find_runs(options.checkpoints))
     if options.routers or options.checkpoints is None:
         options.trained += tuple(shipped_runs(options.routers))
-    options.requests = 100 if options.quick else 1000
 
 
 def command(

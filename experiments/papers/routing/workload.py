@@ -18,8 +18,6 @@ from servegym.experiments.papers.routing.measuring import ENV_ID
 from servegym.experiments.papers.study import Options, Study, command
 from servegym.hardware_profiles import load_fleet
 
-__all__ = ["STUDIES", "first_request_latency", "main"]
-
 EXPERTS = {"RTX 4090": "rtx4090-llama-3.1-8b", "paper-linear": "paper-linear-01"}
 """Single experts of Fig. 5."""
 RATES = (0.5, 1.0, 2.0, 3.0)
@@ -31,13 +29,14 @@ def _fig4(*_: Any) -> Iterator[dict[str, Any]]:
     """Distributions of scores and lengths of the default fleet's models."""
     catalog = load_catalog("alpaca_eval_7b")
     models = load_fleet("edge-6-heterogeneous").models[:6]
+    quantities = {
+        "score": (catalog.scores, 1),
+        "output_tokens": (catalog.output_tokens, catalog.max_output_tokens),
+    }
     for model, column in zip(models, catalog.columns(list(models)), strict=True):
-        for quantity, found, most in (
-            ("score", catalog.scores, 1),
-            ("output_tokens", catalog.output_tokens, catalog.max_output_tokens),
-        ):
+        for quantity, (table, most) in quantities.items():
             grid = np.linspace(0, most, 21)
-            values = found[:, column].astype(np.float64)
+            values = table[:, column].astype(np.float64)
             share = np.histogram(np.clip(values, grid[0], grid[-1]), grid)[0] / len(values)
             for low, high, part in zip(grid[:-1], grid[1:], share, strict=True):
                 yield {
@@ -59,7 +58,7 @@ def first_request_latency(
 
     Args:
         profile: Latency profile of the expert.
-        rate: Rate of the requests that are sent to it, requests/s, at most `CLOCK`.
+        rate: Of the requests that are sent to it, requests/s, at most `CLOCK`.
         episodes: Episodes to average over.
         seconds: How long to follow the first request.
 
@@ -68,19 +67,9 @@ def first_request_latency(
         over the episodes whose first request is still served, ``share`` (K,) of these.
     """
     ticks = int(CLOCK * seconds)
-    envs = make_envs(
-        ENV_ID,
-        episodes,
-        {
-            "profiles": profile,
-            "num_experts": 1,
-            "rate": CLOCK,
-            "split": "eval",
-            "episode_requests": ticks,
-            "running_capacity": 16,
-            "waiting_capacity": 16,
-        },
-    )
+    kwargs = {"profiles": profile, "num_experts": 1, "rate": CLOCK, "split": "eval"}
+    kwargs |= {"episode_requests": ticks, "running_capacity": 16, "waiting_capacity": 16}
+    envs = make_envs(ENV_ID, episodes, kwargs)
     rng = np.random.default_rng(DEFAULT_SEED)
     observation, _ = envs.reset(seed=[DEFAULT_SEED + i for i in range(episodes)])
     first = observation["request"][:, 0].copy()  # prompt tokens, predicted score and length
@@ -110,11 +99,12 @@ def first_request_latency(
     count = np.bincount(index[seen], minlength=len(grid))
     alive = np.bincount(index[index < len(grid)], minlength=len(grid))
     with np.errstate(invalid="ignore", divide="ignore"):
-        return {
-            "age_s": grid,
-            "latency_s_per_token": total / count,
-            "share": count / np.maximum(alive, 1),
-        }
+        latency = total / count
+    return {
+        "age_s": grid,
+        "latency_s_per_token": latency,
+        "share": count / np.maximum(alive, 1),
+    }
 
 
 def _length(options: Options) -> tuple[float, int]:
@@ -125,10 +115,10 @@ def _length(options: Options) -> tuple[float, int]:
 def _fig5(options: Options, at: Mapping[str, Any], _: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Latency per token of the first request against time, by the rate at which others join it."""
     seconds, episodes = _length(options)
-    found = first_request_latency(EXPERTS[at["expert"]], at["rate"], episodes, seconds)
+    columns = first_request_latency(EXPERTS[at["expert"]], at["rate"], episodes, seconds)
     # A mean over the few requests that are served longest would be one over others.
-    shown = (found["share"] >= 0.3) & np.isfinite(found["latency_s_per_token"])
-    for t, value, share in zip(*(found[key][shown] for key in found), strict=True):
+    shown = (columns["share"] >= 0.3) & np.isfinite(columns["latency_s_per_token"])
+    for t, value, share in zip(*(column[shown] for column in columns.values()), strict=True):
         yield {
             **at,
             "age_s": round(float(t), 3),

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from servegym.envs.serverless_moe.config import PRESETS, build_system
+from servegym.envs.serverless_moe.loads import Load
 from servegym.envs.serverless_moe.records import Request
 from servegym.envs.serverless_moe.system import SystemModel
 from servegym.envs.workloads.activations import Activations
@@ -18,25 +19,6 @@ from servegym.experiments.papers.study import interval_columns
 from servegym.experiments.papers.verdicts import AGREES, DISAGREES
 from servegym.hardware_profiles.serverless import GPU_PROFILES, SERVING, load_constants
 
-__all__ = [
-    "BILLS",
-    "MODELS",
-    "N_IN",
-    "N_OUT",
-    "PROMPTS",
-    "SYNTHETIC",
-    "TPOT_S",
-    "TREM_S",
-    "TTFT_S",
-    "Bill",
-    "billed_system",
-    "gpu_kind",
-    "held_out",
-    "recorded_request",
-    "verdict",
-    "with_interval",
-]
-
 MODELS = ("deepseek-v2-lite", "gpt-oss-20b")
 """Models with recorded routing."""
 SYNTHETIC = "gpt2-moe"
@@ -45,6 +27,7 @@ N_IN, N_OUT = PRESETS["seed"]["prompt_tokens"], PRESETS["seed"]["output_tokens"]
 """Tokens of the paper's requests: 500 characters in, 200 tokens out (V-C)."""
 (TREM_S,) = PRESETS["seed"]["trem_s"]
 ((TTFT_S, TPOT_S),) = PRESETS["seed"]["slo"]
+LIMITS = {"ttft_limit_s": TTFT_S, "tpot_limit_s": TPOT_S}
 
 
 def gpu_kind(gpu: str) -> str:
@@ -110,8 +93,17 @@ def held_out(activations: Activations, most: int) -> NDArray[np.int64]:
     return activations.rows("eval")[:most]
 
 
+def seed_load(system: SystemModel, share: ArrayLike) -> Load:
+    """The expected load of a request of the paper's setting, from predicted shares ``(L, K)``."""
+    return Load.predicted(system, share, N_IN, N_OUT, TREM_S)
+
+
 def recorded_request(
-    activations: Activations, prompt: int, n_in: int, n_out: int, trem_s: ArrayLike
+    activations: Activations,
+    prompt: int,
+    n_in: int = N_IN,
+    n_out: int = N_OUT,
+    trem_s: ArrayLike = TREM_S,
 ) -> Request:
     """A request that walks through the recorded tokens of a prompt, from the first one on.
 
@@ -122,7 +114,7 @@ def recorded_request(
         prompt: Row of the prompt.
         n_in: Prompt tokens.
         n_out: Generated tokens after the first.
-        trem_s: Invocation overhead, a number or (L,).
+        trem_s: Invocation overhead in s, a number or (L,).
     """
     bank = activations.bank[activations.bank_start[prompt] : activations.bank_start[prompt + 1]]
     tokens = bank[np.arange(n_in + n_out) % len(bank)]
@@ -136,13 +128,7 @@ def with_interval(key: str, values: ArrayLike) -> dict[str, Any]:
     return interval_columns(key, stratified_bootstrap(values, mean))
 
 
-def verdict(claim: str, holds: bool, found: str) -> dict[str, Any]:
-    """A note on a claim of the paper: ``claim``, ``verdict`` and the sentence.
-
-    Args:
-        claim: What the paper says, as in "the divergence falls with the similarity".
-        holds: Whether it holds here.
-        found: The numbers that say so.
-    """
+def verdict(claim: str, holds: bool, numbers: str) -> dict[str, Any]:
+    """A note on a claim of the paper: ``claim``, ``verdict``, and the numbers as a sentence."""
     agrees = AGREES if holds else DISAGREES
-    return note(f"{found} ({agrees} with the paper: {claim}).", claim=claim, verdict=agrees)
+    return note(f"{numbers} ({agrees} with the paper: {claim}).", claim=claim, verdict=agrees)

@@ -22,8 +22,6 @@ from servegym.experiments.papers.verdicts import (
     values,
 )
 
-__all__ = ["CLAIMS"]
-
 
 def similarity(rows: Rows) -> Iterable[Finding]:
     """Divergence of prompts of one task against others."""

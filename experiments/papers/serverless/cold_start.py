@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 from servegym._command_line import run_main
 from servegym.baselines.serverless_moe.remoe import READINGS, remoe
 from servegym.envs.serverless_moe.config import predict
-from servegym.envs.serverless_moe.loads import Load
 from servegym.envs.serverless_moe.outcomes import plan_start
 from servegym.envs.serverless_moe.records import Cold, Plan
 from servegym.envs.serverless_moe.rivals import DEPLOYMENTS, deployment_cost
@@ -31,17 +30,14 @@ from servegym.envs.workloads.activations import load_activations
 from servegym.experiments.papers.plotting import Bars
 from servegym.experiments.papers.serverless.billing import (
     BILLS,
+    LIMITS,
     MODELS,
-    N_IN,
-    N_OUT,
     PROMPTS,
     SYNTHETIC,
-    TPOT_S,
-    TREM_S,
-    TTFT_S,
     billed_system,
     held_out,
     recorded_request,
+    seed_load,
     with_interval,
 )
 from servegym.experiments.papers.serverless.claims import CLAIMS
@@ -49,14 +45,10 @@ from servegym.experiments.papers.study import Study, command
 from servegym.experiments.papers.verdicts import found_for
 from servegym.hardware_profiles.serverless import load_constants
 
-__all__ = ["STUDIES", "cold_rows", "main", "starts"]
-
 STARTED = (*MODELS, SYNTHETIC)
 RATIOS = tuple(i / 16 for i in range(17))
 EXAMPLES = (0.5, 0.8)
 """Further remote ratios."""
-
-Array = NDArray[np.float64]
 
 
 def starts(
@@ -64,19 +56,13 @@ def starts(
 ) -> tuple[float, float]:
     """Start of the main function and of the slowest remote one when all are cold, s.
 
-    Args:
-        system: The system.
-        remote: (L, K) remote experts.
-        replicas: (L,) of each remote function; matters only if the storage link is shared.
+    ``remote`` (L, K) experts have ``replicas`` (L,), which matter only if the storage link is
+    shared.
     """
     used = np.asarray(remote.any(axis=1))
     plan = Plan(remote, 0.0, np.zeros(len(used)), replicas, np.where(remote, 0, -1))
     start = plan_start(system, plan, Cold(True, np.where(used, replicas, 0)))
     return start.main_s, start.remote_s
-
-
-def _load(system: SystemModel, frequency: NDArray[Any]) -> Load:
-    return Load.predicted(system, frequency, N_IN, N_OUT, TREM_S)
 
 
 def _start_row(
@@ -107,21 +93,14 @@ def cold_rows(name: str, prompts: int, ratios: Sequence[float]) -> list[dict[str
     activations, rows = load_activations(name), []
     predicted = predict(activations).astype(np.float64)
     queries = held_out(activations, prompts)
-    cases = [*((setting, "none") for setting in settings)]
-    cases += [("default", bill) for bill in BILLS if bill != "none"]
-    for setting, bill in cases:
+    cases = [(setting, "none") for setting in settings]
+    for setting, bill in cases + [("default", bill) for bill in BILLS if bill != "none"]:
         system = billed_system(name, bill, **settings[setting])
-        request = recorded_request(activations, int(queries[0]), N_IN, N_OUT, TREM_S)
+        request = recorded_request(activations, int(queries[0]))
         mix = deployment_cost("mix", system, request).bill.cold_s
         plans = {
             reading: [
-                remoe(
-                    system,
-                    _load(system, predicted[q]),
-                    ttft_limit_s=TTFT_S,
-                    tpot_limit_s=TPOT_S,
-                    reading=reading,
-                ).plan
+                remoe(system, seed_load(system, predicted[q]), reading=reading, **LIMITS).plan
                 for q in queries
             ]
             for reading in READINGS
@@ -142,8 +121,7 @@ def cold_rows(name: str, prompts: int, ratios: Sequence[float]) -> list[dict[str
             for b in sorted({*ratios, *EXAMPLES}) if bill == "none" else ():
                 count = int(remote_count(b, system.num_experts))
                 remote = least_used(predicted[queries[0]], count)
-                once = np.ones(system.moe_layers, dtype=np.int64)
-                part = starts(linked, remote, once)
+                part = starts(linked, remote, np.ones(system.moe_layers, dtype=np.int64))
                 kind = head | {"method": f"b = {b:g}", "b": count / system.num_experts}
                 rows.append(_start_row(system, kind, [part], mix))
     return rows

@@ -29,8 +29,6 @@ from servegym.experiments.papers.study import Options, Study, command, ends
 from servegym.experiments.papers.verdicts import found_for
 from servegym.hardware_profiles.serverless import GPUS
 
-__all__ = ["STUDIES", "main"]
-
 PROMPT_SHARES = (0.8, 2 / 3, 0.5, 1 / 3, 0.2)
 TOKENS = N_IN + N_OUT
 

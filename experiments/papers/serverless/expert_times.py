@@ -1,23 +1,20 @@
-"""Time of one mixture-of-experts expert on a CPU, through numpy.
+"""Time of one mixture-of-experts expert on one CPU, through numpy.
 
-Every number of threads gets a process of its own, because a BLAS library reads it when it is
-loaded; the process is pinned to as many processors. Weights are drawn at random, in float32, and
-enough copies are used in turn that they do not stay in the cache.
+It is taken in a process of its own, because a BLAS library reads its number of threads when it is
+loaded; the process is pinned to one processor. Weights are drawn at random, in float32, and enough
+copies are used in turn that they do not stay in the cache.
 
-Times are wall time: processor time adds up over the threads, and it is the wait for the slowest of
-them that more threads shorten. On a shared machine the least of many runs is what to fit.
+Times are wall time. On a shared machine the least of many runs is what to fit.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
 from multiprocessing import get_context
 
 import numpy as np
@@ -27,35 +24,16 @@ from servegym.hardware_profiles.measure.timing import repeat
 # Weights that are used in turn together exceed any cache.
 _WORKING_SET_BYTES = 512 * 2**20
 
-
-@dataclass(frozen=True)
-class ExpertShape:
-    """Shape of one expert.
-
-    Attributes:
-        hidden: Width of the model.
-        intermediate: Width inside the expert.
-        matrices: 3 for a gated expert (SwiGLU), 2 for a plain one (GELU).
-    """
-
-    hidden: int
-    intermediate: int
-    matrices: int = 3
-
-    @property
-    def parameters(self) -> int:
-        """Weights of one expert."""
-        return self.hidden * self.intermediate * self.matrices
-
-
 SHAPES = {
-    "deepseek-v2-lite": ExpertShape(2048, 1408),
-    "gpt-oss-20b": ExpertShape(2880, 2880),
-    "gpt2-moe": ExpertShape(768, 3072, 2),
-    "mixtral-8x7b": ExpertShape(4096, 14336),
-    "qwen3-30b-a3b": ExpertShape(2048, 768),
-    "tiny": ExpertShape(64, 128),
+    "deepseek-v2-lite": (2048, 1408, 3),
+    "gpt-oss-20b": (2880, 2880, 3),
+    "gpt2-moe": (768, 3072, 2),
+    "mixtral-8x7b": (4096, 14336, 3),
+    "qwen3-30b-a3b": (2048, 768, 3),
+    "tiny": (64, 128, 3),
 }
+"""Width of the model, width inside the expert, and the expert's matrices: 3 for a gated expert
+(SwiGLU), 2 for a plain one (GELU)."""
 
 
 def forward(x: np.ndarray, weights: Sequence[np.ndarray]) -> np.ndarray:
@@ -69,34 +47,20 @@ def forward(x: np.ndarray, weights: Sequence[np.ndarray]) -> np.ndarray:
 
 
 @functools.lru_cache(1)
-def _weights(name: str, memory_bytes: int) -> list[list[np.ndarray]]:
-    shape, rng = SHAPES[name], np.random.default_rng(0)
-    copies = min(_WORKING_SET_BYTES, memory_bytes) // (4 * shape.parameters)
-    wide = (shape.hidden, shape.intermediate)
+def _weights(name: str) -> list[list[np.ndarray]]:
+    hidden, inside, matrices = SHAPES[name]
+    shapes = [(hidden, inside)] * (matrices - 1) + [(inside, hidden)]
+    copies = _WORKING_SET_BYTES // (4 * hidden * inside * matrices)
+    rng, scale = np.random.default_rng(0), np.float32(0.02)
     return [
-        [
-            rng.standard_normal(wide if i < shape.matrices - 1 else wide[::-1], np.float32)
-            * np.float32(0.02)
-            for i in range(shape.matrices)
-        ]
+        [rng.standard_normal(shape, np.float32) * scale for shape in shapes]
         for _ in range(max(1, min(64, copies)))
     ]
 
 
-def time_expert(
-    name: str, tokens: int, repeats: int, seconds: float, memory_bytes: int = 2 * 2**30
-) -> np.ndarray:
-    """Sorted seconds of an expert's pass over so many tokens.
-
-    Args:
-        name: Name in `SHAPES`.
-        tokens: Tokens that the expert gets in one call.
-        repeats: Most runs, after 3 for warming up.
-        seconds: Time after which no further run starts.
-        memory_bytes: Most memory for weights.
-    """
-    x = np.random.default_rng(1).standard_normal((tokens, SHAPES[name].hidden), np.float32)
-    turns = itertools.cycle(_weights(name, memory_bytes))
+def _least_seconds(name: str, tokens: int, seconds: float) -> float:
+    x = np.random.default_rng(1).standard_normal((tokens, SHAPES[name][0]), np.float32)
+    turns = itertools.cycle(_weights(name))
 
     def once() -> float:
         weights = next(turns)
@@ -104,26 +68,29 @@ def time_expert(
         forward(x, weights)
         return time.perf_counter() - start
 
-    return repeat(once, warm_up=3, repeats=repeats, seconds=seconds)
+    return float(repeat(once, warm_up=3, repeats=10**6, seconds=seconds)[0])
 
 
-def _pin(threads: int) -> None:
+def _pin() -> None:
     if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, set(sorted(os.sched_getaffinity(0))[-threads:]))
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
 
 
-@contextlib.contextmanager
-def process_of(threads: int) -> Iterator[ProcessPoolExecutor]:
-    """A process whose linear algebra has so many threads, pinned to as many processors."""
-    names = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS")
-    before = {name: os.environ.get(name) for name in names}
-    os.environ.update(dict.fromkeys(names, str(threads)))  # read when the library is loaded
+def least_seconds(names: Sequence[str], tokens: Sequence[int], seconds: float) -> list[np.ndarray]:
+    """Least seconds of experts' passes over so many tokens on one processor, float32.
+
+    Args:
+        names: Names in `SHAPES`.
+        tokens: Tokens of a call, one number a point.
+        seconds: Time after which a point is not repeated any more; at least three runs.
+    """
+    before = dict(os.environ)
+    # Read when the library is loaded.
+    os.environ.update({f"{name}_NUM_THREADS": "1" for name in ("OPENBLAS", "OMP", "MKL", "BLIS")})
     try:
-        with ProcessPoolExecutor(
-            1, mp_context=get_context("spawn"), initializer=_pin, initargs=(threads,)
-        ) as pool:
-            yield pool
+        with ProcessPoolExecutor(1, get_context("spawn"), _pin) as pool:
+            jobs = [[pool.submit(_least_seconds, x, n, seconds) for n in tokens] for x in names]
+            return [np.array([job.result() for job in row]) for row in jobs]
     finally:
-        for name, value in before.items():
-            os.environ.pop(name, None)
-            os.environ.update({} if value is None else {name: value})
+        os.environ.clear()
+        os.environ.update(before)

@@ -25,7 +25,6 @@ from servegym._command_line import run_main
 from servegym.baselines.serverless_moe.remoe import remoe
 from servegym.envs.serverless_moe.config import build_system, predict
 from servegym.envs.serverless_moe.kernel.cost import main_usd_s
-from servegym.envs.serverless_moe.loads import Load
 from servegym.envs.serverless_moe.outcomes import evaluate_plan
 from servegym.envs.serverless_moe.rivals import deployment_cost
 from servegym.envs.serverless_moe.system import SystemModel
@@ -33,23 +32,20 @@ from servegym.envs.workloads.activations import load_activations
 from servegym.experiments.evaluation.tables import Note
 from servegym.experiments.papers.plotting import Lines
 from servegym.experiments.papers.serverless.billing import (
+    LIMITS,
     MODELS,
     N_IN,
     N_OUT,
     PROMPTS,
-    TPOT_S,
-    TREM_S,
-    TTFT_S,
     held_out,
     recorded_request,
+    seed_load,
     verdict,
     with_interval,
 )
-from servegym.experiments.papers.serverless.expert_times import process_of, time_expert
+from servegym.experiments.papers.serverless.expert_times import least_seconds
 from servegym.experiments.papers.study import Options, Study, command
 from servegym.hardware_profiles.serverless import ThetaLaw, load_constants
-
-__all__ = ["STUDIES", "derived_seconds", "fit_theta", "main", "saving"]
 
 FITTED = (*MODELS, "gpt2-moe")
 """Recorded models and the paper's other one."""
@@ -64,26 +60,10 @@ PAPER_THETA2 = "refitted, the paper's theta2"
 Array = NDArray[np.float64]
 
 
-def measure(names: Sequence[str], tokens: Sequence[int], seconds: float) -> list[Array]:
-    """Least seconds of experts' passes over so many tokens on one processor, float32.
-
-    Args:
-        names: Shapes of the experts.
-        tokens: Tokens of a call, one number a point.
-        seconds: Time after which a point is not repeated any more; at least three runs.
-    """
-    with process_of(1) as pool:
-        jobs = [[pool.submit(time_expert, x, n, 10**6, seconds) for n in tokens] for x in names]
-        return [np.array([job.result()[0] for job in row]) for row in jobs]
-
-
 def fit_theta(gb: ArrayLike, seconds: ArrayLike, theta2: float | None = None) -> ThetaLaw:
     """The law ``theta1 exp(-theta2 y) + theta3``, all > 0, of least relative squares.
 
-    Args:
-        gb: (N,) memory.
-        seconds: (N,) times.
-        theta2: Held at this value; None fits it, too.
+    Of times (N,) with ``gb`` (N,) of memory; ``theta2`` is fitted, too, where it is None.
     """
     y, t = np.asarray(gb, np.float64), np.asarray(seconds, np.float64)
 
@@ -109,14 +89,11 @@ def derived_seconds(one_token_s: float, gb: ArrayLike) -> Array:
 
 
 def batch_seconds(expert: Mapping[str, Any], tokens: Sequence[int]) -> Array:
-    """Time of calls of an expert on one vCPU, float32.
+    """Time of calls with so many tokens of an expert on one vCPU, float32.
 
     One token is a matrix-vector product, more are matrix products and take ``batch_floor_s + n
-    per_token_s``, no less than one token.
-
-    Args:
-        expert: Its entry of ``cpu_expert.shapes`` in the constants.
-        tokens: (N,) tokens of each call.
+    per_token_s``, no less than one token; ``expert`` is an entry of ``cpu_expert.shapes`` in the
+    constants.
     """
     one = float(derived_seconds(expert["one_token_s"], 1.0))
     floor = expert["batch_floor_s"] * one / expert["one_token_s"]
@@ -125,13 +102,9 @@ def batch_seconds(expert: Mapping[str, Any], tokens: Sequence[int]) -> Array:
 
 
 def saving(system: SystemModel, name: str, law: ThetaLaw, prompts: int) -> dict[str, Any]:
-    """Cost of Remoe (``remoe_cost``) over MIX's with another law of expert time, and its interval.
+    """Cost of Remoe (``remoe_cost``) over MIX's, and its interval, with another law of one token.
 
-    Args:
-        system: The system.
-        name: Its model.
-        law: Replaces the law of one token.
-        prompts: Most held-out prompts.
+    Over at most so many held-out prompts of the system's model.
     """
     system = replace(
         system,
@@ -142,11 +115,9 @@ def saving(system: SystemModel, name: str, law: ThetaLaw, prompts: int) -> dict[
     activations = load_activations(name)
     predicted, ratios = predict(activations), []
     for q in held_out(activations, prompts):
-        load = Load.predicted(system, predicted[q], N_IN, N_OUT, TREM_S)
-        plan = remoe(
-            system, load, ttft_limit_s=TTFT_S, tpot_limit_s=TPOT_S, reading="remoe_cost"
-        ).plan
-        request = recorded_request(activations, int(q), N_IN, N_OUT, TREM_S)
+        load = seed_load(system, predicted[q])
+        plan = remoe(system, load, reading="remoe_cost", **LIMITS).plan
+        request = recorded_request(activations, int(q))
         cost = evaluate_plan(system, request, plan).cost_usd
         ratios.append(cost / deployment_cost("mix", system, request).cost_usd)
     return with_interval("cost_over_mix", ratios)
@@ -157,10 +128,6 @@ def _errors(law: Array, points: Array) -> tuple[float, float]:
     rest = points - law
     spread = points - points.mean()
     return float(1 - rest @ rest / (spread @ spread)), float(np.abs(law / points - 1).max())
-
-
-def _seconds(law: ThetaLaw, gb: ArrayLike) -> Array:
-    return np.array([law.seconds(float(y)) for y in np.atleast_1d(gb)])
 
 
 def _fig6(options: Options, *_: Any) -> list[dict[str, Any]]:
@@ -175,21 +142,18 @@ def _fig6(options: Options, *_: Any) -> list[dict[str, Any]]:
 
     tokens = TOKENS[::4] if options.quick else TOKENS
     shapes, seconds = (("tiny",) * 3, 0.05) if options.quick else (FITTED, 1.5)
-    measured = measure(shapes, tokens, seconds)
+    measured = least_seconds(shapes, tokens, seconds)
     for name, taken in zip(FITTED, measured, strict=True):
         system = build_system(name)
-        fitted = batch_seconds(constants[name], tokens)
-        served = system.expert_cpu_s(1024.0, np.array(tokens))
         for series, values in (
             ("measured, float32", taken),
-            ("constants' law, float32", fitted),
-            ("environment", served),
+            ("constants' law, float32", batch_seconds(constants[name], tokens)),
+            ("environment", system.expert_cpu_s(1024.0, np.array(tokens))),
         ):
             for n, value in zip(tokens, values, strict=True):
                 add(name, "tokens on one vCPU", series, n, 1e3 * value)
-        scale = SERVED_BYTES[name] / 4
         gb = np.array(POINTS.get(name, DEFAULT_POINTS))
-        points = derived_seconds(scale * taken[0], gb)
+        points = derived_seconds(SERVED_BYTES[name] / 4 * taken[0], gb)
         theta2 = system.expert_theta2_per_gb
         laws = {
             "environment": ThetaLaw(system.expert_theta1_s, theta2, system.expert_theta3_s),
@@ -200,21 +164,18 @@ def _fig6(options: Options, *_: Any) -> list[dict[str, Any]]:
             add(name, "memory in GB", "derived", y, 1e3 * value)
         quality = {}
         for word, law in laws.items():
-            quality[word] = _errors(_seconds(law, gb), points)
-            for y in gb:
-                add(name, "memory in GB", word, y, 1e3 * law.seconds(y))
+            seconds_of = np.array([law.seconds(float(y)) for y in gb])
+            quality[word] = _errors(seconds_of, points)
+            for y, value in zip(gb, seconds_of, strict=True):
+                add(name, "memory in GB", word, y, 1e3 * value)
             for key in ("theta1_s", "theta2_per_gb", "theta3_s"):
                 add(name, "law", word, key, getattr(law, key), "s" if key[-1] == "s" else "1/GB")
             add(name, "law", word, "R2 to derived points", quality[word][0], "1")
             add(name, "law", word, "largest relative error", quality[word][1], "1")
         rows[-1]["_notes"] = _law_notes(system, laws, quality)
         if name in MODELS:
-            found = {
-                w: saving(system, name, laws[w], options.episodes)
-                for w in ("environment", "refitted")
-            }
-            for word, row in found.items():
-                for key, value in row.items():
+            for word in ("environment", "refitted"):
+                for key, value in saving(system, name, laws[word], options.episodes).items():
                     add(name, "cost", word, key, value, "1")
     return rows
 

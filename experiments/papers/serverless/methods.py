@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,7 @@ from servegym.envs.serverless_moe.outcomes import evaluate_plan
 from servegym.envs.serverless_moe.records import Outcome, Plan, Request
 from servegym.envs.serverless_moe.rivals import DEPLOYMENTS, deployment_cost
 from servegym.envs.serverless_moe.system import SystemModel
-from servegym.envs.workloads.activations import Activations, load_activations
+from servegym.envs.workloads.activations import load_activations
 from servegym.experiments.papers.serverless.billing import (
     BILLS,
     N_IN,
@@ -35,18 +34,8 @@ from servegym.experiments.papers.serverless.billing import (
     recorded_request,
     with_interval,
 )
-from servegym.experiments.papers.serverless.predictors import make_predictor
+from servegym.experiments.papers.serverless.predictors import fitted
 from servegym.experiments.papers.study import Options
-
-__all__ = [
-    "KEY",
-    "METHODS",
-    "Setting",
-    "measure",
-    "predictions",
-    "rows_of",
-    "serve",
-]
 
 METHODS = (*DEPLOYMENTS, *READINGS, "optimum")
 
@@ -86,23 +75,11 @@ class Setting:
             object.__setattr__(self, "price_ratio", BILLS[self.bill].price_ratio)
 
 
-@lru_cache(maxsize=4)
-def predictions(activations: Activations) -> NDArray[np.float64]:
-    """Activations ``(P, L, K)`` predicted from the train split: by SPS where there is text.
-
-    Prompts recorded without text get the mean of their task.
-    """
-    train, shares = activations.rows("train"), activations.frequencies()
-    vectors = activations.embeddings.get("output")
-    predictor = make_predictor("category" if vectors is None else "sps")
-    if vectors is None:
-        vectors = np.zeros((len(shares), 1))
-    predictor.fit(vectors[train], shares[train], tasks=activations.task[train])
-    return predictor.predict(vectors, task=activations.task)
-
-
 def measure(setting: Setting, prompts: int) -> dict[str, dict[str, NDArray[np.float64]]]:
     """Serve held-out prompts by every method.
+
+    Remoe plans from activations that SPS predicts from the train split, or from the mean of the
+    task where prompts were recorded without text.
 
     Args:
         setting: The point.
@@ -125,29 +102,25 @@ def measure(setting: Setting, prompts: int) -> dict[str, dict[str, NDArray[np.fl
         max_output_tokens=setting.n_out,
     )
     system = replace(system, per_call=setting.invocation == "per_call")
-    limits: dict[str, Any] = {
-        "ttft_limit_s": setting.ttft_limit_s,
-        "tpot_limit_s": setting.tpot_limit_s,
-    }
+    limits = {"ttft_limit_s": setting.ttft_limit_s, "tpot_limit_s": setting.tpot_limit_s}
     experts = system.num_experts
     steps = min(experts, 16)
     ratios = np.unique(np.ceil(np.arange(steps + 1) * experts / steps - 1e-9)) / experts
     rows = activations.rows("eval")
     rows = rows[np.unique(np.linspace(0, len(rows) - 1, min(prompts, len(rows))).astype(int))]
+    predict = fitted(activations, "output", "sps" if activations.embeddings else "category")
     results: dict[str, list[dict[str, float]]] = {name: [] for name in METHODS}
     trem = setting.trem_ms * 1e-3
-    for prompt in rows.tolist():
+    for prompt, share in zip(rows.tolist(), predict(rows), strict=True):
         request = recorded_request(activations, prompt, setting.n_in, setting.n_out, trem)
-        share = predictions(activations)[prompt]
         for name in DEPLOYMENTS:
             results[name].append(_numbers(deployment_cost(name, system, request, **limits)))
         expected = Load.predicted(system, share, setting.n_in, setting.n_out, trem)
-        known = Load.known(request)
         for name in READINGS:
             decision = remoe(system, expected, reading=name, **limits)
             outcome = evaluate_plan(system, request, decision.plan, **limits)
             results[name].append(_numbers(outcome, decision.ratio, decision.plan))
-        best = grid_optimum(system, known, ratios=ratios.tolist(), **limits)
+        best = grid_optimum(system, Load.known(request), ratios=ratios.tolist(), **limits)
         results["optimum"].append(_numbers(best.outcome, best.ratio, best.plan))
         for served in results.values():
             served[-1]["fetch_even_ms"] = _fetch_even_ms(system, request, served[-1]["cost"])
@@ -175,10 +148,9 @@ def _numbers(
     outcome: Outcome | None, ratio: float = np.nan, plan: Plan | None = None
 ) -> dict[str, float]:
     if outcome is None:  # no plan meets the limits
-        lost = ("late_ttft", "late_tpot", "late", "infeasible")
-        undefined = ("cost", "ttft_s", "tpot_ms", "remote", "main_mb")
-        undefined += ("invocations", "fees", "rounding")
-        return {**dict.fromkeys(lost, 1.0), **dict.fromkeys(undefined, np.nan)}
+        lost = dict.fromkeys(("late_ttft", "late_tpot", "late", "infeasible"), 1.0)
+        undefined = "cost ttft_s tpot_ms remote main_mb invocations fees rounding"
+        return lost | dict.fromkeys(undefined.split(), np.nan)
     broken = dict(outcome.violations)
     ttft, tpot = broken.pop("ttft"), broken.pop("tpot")
     return {

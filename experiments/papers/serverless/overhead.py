@@ -16,43 +16,28 @@ from servegym._command_line import run_main
 from servegym.baselines.serverless_moe.remoe import READINGS, remoe
 from servegym.baselines.serverless_moe.remoe.mmp import worst_cases
 from servegym.envs.serverless_moe.config import build_system, predict
-from servegym.envs.serverless_moe.loads import Load
 from servegym.envs.serverless_moe.outcomes import evaluate_plan
-from servegym.envs.workloads.activations import Activations, load_activations
+from servegym.envs.workloads.activations import load_activations
 from servegym.experiments.evaluation.tables import Note
 from servegym.experiments.papers.plotting import Bars
 from servegym.experiments.papers.serverless.billing import (
+    LIMITS,
     MODELS,
-    N_IN,
-    N_OUT,
     PROMPTS,
     TPOT_S,
-    TREM_S,
     TTFT_S,
     held_out,
     recorded_request,
+    seed_load,
     verdict,
     with_interval,
 )
-from servegym.experiments.papers.serverless.predictors import make_predictor
+from servegym.experiments.papers.serverless.predictors import fitted
 from servegym.experiments.papers.study import Options, Study, command
 from servegym.experiments.papers.verdicts import split
 
-__all__ = ["STUDIES", "decision_times", "main"]
-
 NEGLIGIBLE = 0.02
 """Share of a cold TTFT up to which a decision is called negligible."""
-
-
-def _fitted_search(activations: Activations) -> tuple[str, Callable[[int], object]]:
-    """The search that predicts one prompt: SPS, or the mean of its task without embeddings."""
-    train, shares, task = activations.rows("train"), activations.frequencies(), activations.task
-    vectors = activations.embeddings.get("token")
-    kind = "category" if vectors is None else "sps"
-    vectors = np.zeros((len(task), 1)) if vectors is None else vectors
-    predictor = make_predictor(kind)
-    predictor.fit(vectors[train], shares[train], tasks=task[train])
-    return kind, lambda q: predictor.predict(vectors[[q]], task=task[[q]])
 
 
 def _processor_s(work: Callable[[], object], repeats: int = 3) -> float:
@@ -67,40 +52,36 @@ def _processor_s(work: Callable[[], object], repeats: int = 3) -> float:
 def decision_times(name: str, prompts: int) -> list[dict[str, Any]]:
     """Processor time of each step of a decision and the request's own times, one row a step.
 
-    Args:
-        name: The model.
-        prompts: Most held-out prompts.
-
-    Returns:
-        Rows with ``ms``, its interval and 95 % quantile over prompts.
+    Over at most so many held-out prompts of a model; rows have ``ms``, its interval and its 95 %
+    quantile over prompts.
     """
     activations, system = load_activations(name), build_system(name)
     predicted = predict(activations).astype(np.float64)
     queries = [int(q) for q in held_out(activations, prompts)]
-    kind, search = _fitted_search(activations)
-    limits = {"ttft_limit_s": TTFT_S, "tpot_limit_s": TPOT_S}
+    kind = "sps" if activations.embeddings else "category"
+    search = fitted(activations, "token", kind)
     taken: dict[str, list[float]] = {}
     own: dict[str, float] = {}
     for i, q in enumerate([queries[0], *queries]):  # the first one compiles
-        load = Load.predicted(system, predicted[q], N_IN, N_OUT, TREM_S)
-        found = {
-            f"predict ({kind})": _processor_s(lambda q=q: search(q)),
+        load = seed_load(system, predicted[q])
+        timed = {
+            f"predict ({kind})": _processor_s(lambda q=q: search(np.array([q]))),
             "MMP": _processor_s(lambda load=load: worst_cases(system, load, TTFT_S, TPOT_S)),
         }
         for reading in READINGS:
-            found[f"decide ({reading})"] = _processor_s(
-                lambda load=load, r=reading: remoe(system, load, reading=r, **limits)
+            timed[f"decide ({reading})"] = _processor_s(
+                lambda load=load, r=reading: remoe(system, load, reading=r, **LIMITS)
             )
-        request = recorded_request(activations, q, N_IN, N_OUT, TREM_S)
+        request = recorded_request(activations, q)
         own = {"container start": system.container_start_main_s}
         for reading in READINGS:
-            plan = remoe(system, load, reading=reading, **limits).plan
+            plan = remoe(system, load, reading=reading, **LIMITS).plan
             outcome = evaluate_plan(system, request, plan)
             own[f"cold start ({reading})"] = outcome.bill.cold_s
             own[f"prefill ({reading})"] = outcome.bill.prefill_s
             own[f"decoding ({reading})"] = outcome.bill.decode_s
         if i:
-            for step, value in (found | own).items():
+            for step, value in (timed | own).items():
                 taken.setdefault(step, []).append(1e3 * value)
     return [
         {

@@ -16,8 +16,9 @@ says nothing about divergences.
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -30,18 +31,18 @@ from servegym.experiments.papers.plotting import Bars
 from servegym.experiments.papers.serverless.claims import CLAIMS
 from servegym.experiments.papers.serverless.predictors import (
     LARGE_DATA,
+    Predictor,
+    fitted,
     js_divergence,
-    make_predictor,
 )
 from servegym.experiments.papers.serverless.predictors.similar_prompts import (
     BruteForce,
     SimilarPromptsSearch,
+    VarPAM,
 )
-from servegym.experiments.papers.serverless.predictors.tree import unit_rows
+from servegym.experiments.papers.serverless.predictors.tree import FORK, unit_rows
 from servegym.experiments.papers.study import Options, Study, command, interval_columns
 from servegym.experiments.papers.verdicts import found_for
-
-__all__ = ["STUDIES", "divergences", "main", "times"]
 
 MODELS = ("gpt-oss-20b", "deepseek-v2-lite")
 # (predictor, settings, does chance enter)
@@ -84,59 +85,46 @@ def divergences(
         One row a case: ``js_bits`` with ``low`` and ``high``, and with an embedding the paired
         differences to brute force and to SPS in the paper's settings.
     """
-    train, held = activations.rows("train"), activations.rows("eval")
-    shares, task = activations.frequencies(), activations.task
-    blind = embedding == "none"
-    vectors = np.zeros((len(task), 1)) if blind else activations.embeddings[embedding]
-    found_scores: list[NDArray[np.float64]] = []
+    prompts = activations.rows("eval")
+    shares = activations.frequencies()[prompts]
+    scores: dict[tuple[str, str], NDArray[np.float64]] = {}
     rows: list[dict[str, Any]] = []
     for name, settings, chance in CASES:
-        if blind and name not in BLIND:
+        if embedding == "none" and name not in BLIND:
             continue
-        scores = []
-        for seed in range(seeds if chance else 1):
-            drawn = {"seed": seed} if chance else {}
-            predictor = make_predictor(name, **settings, **drawn)
-            predictor.fit(vectors[train], shares[train], tasks=task[train])
-            found = predictor.predict(vectors[held], task=task[held])
-            scores.append(js_divergence(found, shares[held]).mean(axis=1))
-        score = np.mean(scores, axis=0)
-        interval = stratified_bootstrap(score, mean, repetitions)
-        row = {
-            "model": activations.name,
-            "embedding": embedding,
-            "predictor": name,
-            "settings": " ".join(f"{key}={value}" for key, value in settings.items()),
-            "train_prompts": len(train),
-            "eval_prompts": len(held),
-            "trees": len(scores),
-            "js_bits": interval.value,
-            "low": interval.low,
-            "high": interval.high,
-            "sd_over_trees": float(np.std([s.mean() for s in scores], ddof=1))
-            if len(scores) > 1
-            else float("nan"),
-        }
+        drawn = [{"seed": seed} for seed in range(seeds)] if chance else [{}]
+        predictors = [fitted(activations, embedding, name, **settings, **one) for one in drawn]
+        of_trees = [js_divergence(each(prompts), shares).mean(axis=1) for each in predictors]
+        means = [values.mean() for values in of_trees]
+        words = " ".join(f"{key}={value}" for key, value in settings.items())
+        scores[name, words] = np.mean(of_trees, axis=0)
+        interval = stratified_bootstrap(scores[name, words], mean, repetitions)
+        row = {"model": activations.name, "embedding": embedding}
+        row |= {"predictor": name, "settings": words}
+        row |= {"train_prompts": len(activations.rows("train")), "eval_prompts": len(prompts)}
+        row |= {"trees": len(means)}
+        row |= dict(zip(("js_bits", "low", "high"), interval, strict=True))
+        row["sd_over_trees"] = float(np.std(means, ddof=1)) if len(means) > 1 else np.nan
         rows.append(row)
-        found_scores.append(score)
-    for key, settings in (("bf", "alpha=5"), ("sps", PAPER)):
-        names = [(row["predictor"], row["settings"]) for row in rows]
-        if (key, settings) not in names:
-            continue
-        reference = found_scores[names.index((key, settings))]
-        for row, score in zip(rows, found_scores, strict=True):
-            apart = paired_difference(score, reference, mean, repetitions)
-            row |= interval_columns(f"minus_{key}", apart)
+    for reference in (("bf", "alpha=5"), ("sps", PAPER)):
+        if reference in scores:
+            for row, score in zip(rows, scores.values(), strict=True):
+                apart = paired_difference(score, scores[reference], mean, repetitions)
+                row |= interval_columns(f"minus_{reference[0]}", apart)
     return rows
 
 
-def _least_s(task: Callable[[], object], repeats: int) -> float:
-    taken = []
-    for _ in range(repeats):
-        start = time.process_time()
-        task()
-        taken.append(time.process_time() - start)
-    return min(taken)  # disturbances only ever add time
+def _search_s(predictor: BruteForce, batches: Sequence[NDArray[np.float32]]) -> float:
+    start = time.process_time()
+    for queries in batches:
+        predictor.search_units(queries)
+    return time.process_time() - start
+
+
+def _build_s(predictor: Predictor, history: NDArray[np.floating]) -> float:
+    start = time.process_time()
+    predictor.fit(history, np.ones((len(history), 1, 2)))
+    return time.process_time() - start
 
 
 def times(
@@ -146,16 +134,7 @@ def times(
 
     Times are processor time: run with one BLAS thread (``OMP_NUM_THREADS=1``). Both searches get
     unit vectors and return the prompts with their similarities. "One" asks query by query, "batch"
-    all at once.
-
-    Args:
-        embeddings: Recorded embeddings.
-        prompts: Historical prompts.
-        repeats: Runs of which the fastest counts, in turns of tree and brute force.
-        pam: Also build VarPAM's tree, once.
-
-    Returns:
-        One row a setting of the search, times in seconds and microseconds.
+    all at once. The fastest of the repeats counts; ``pam`` also builds VarPAM's tree, once.
     """
     rng = np.random.default_rng(0)
     units = unit_rows(embeddings)
@@ -167,52 +146,26 @@ def times(
     for settings in ({"alpha": 5, "beta": 60}, dict(LARGE_DATA)):
         tree = SimilarPromptsSearch(**settings).fit(history, nothing)
         brute = BruteForce(settings["alpha"]).fit(history, nothing)
-        searches = (tree.search_units, brute.search_units)
+        asked = {"one": [queries[q : q + 1] for q in range(QUERIES)], "batch": [queries]}
+        least = dict.fromkeys(itertools.product(("sps", "bf"), asked), np.inf)
+        for search in (tree, brute):
+            search.search_units(queries[:1])  # compiles
         # Pairs in turn, so that a disturbance of the machine meets both.
-        one, batch = ([], []), ([], [])
-        for search in searches:
-            search(queries[:1])  # compiles
         for _ in range(repeats):
-            for i, search in enumerate(searches):
-
-                def each(search: Callable[[Any], object] = search) -> None:
-                    for q in range(QUERIES):
-                        search(queries[q : q + 1])
-
-                def whole(search: Callable[[Any], object] = search) -> None:
-                    search(queries)
-
-                one[i].append(_least_s(each, 1))
-                batch[i].append(_least_s(whole, 1))
-        per = 1e6 / QUERIES
-        tree_one, brute_one = (per * min(taken) for taken in one)
-        tree_batch, brute_batch = (per * min(taken) for taken in batch)
-        found, exact = tree.search_units(queries)[0], brute.search_units(queries)[0]
-        row: dict[str, Any] = {
-            "prompts": prompts,
-            "width": units.shape[1],
-            **settings,
-            "fork": tree.fork,
-            "build_s": _least_s(lambda tree=tree: tree.fit(history, nothing), repeats),
-            "leaves": len(tree.tree.leaves),
-            "depth": tree.tree.depth,
-            "sps_one_us": tree_one,
-            "bf_one_us": brute_one,
-            "speedup_one": brute_one / tree_one,
-            "sps_batch_us": tree_batch,
-            "bf_batch_us": brute_batch,
-            "speedup_batch": brute_batch / tree_batch,
-            "recall": float(
-                np.mean([len(set(a) & set(b)) for a, b in zip(found, exact, strict=True)])
-                / settings["alpha"]
-            ),
-            "varpam_build_s": float("nan"),
-        }
-        if pam:
-            variant = make_predictor("varpam", **settings)
-            row["varpam_build_s"] = _least_s(
-                lambda variant=variant: variant.fit(history, nothing), 1
-            )
+            for key in least:
+                search = tree if key[0] == "sps" else brute
+                least[key] = min(least[key], _search_s(search, asked[key[1]]))
+        row: dict[str, Any] = {"prompts": prompts, "width": units.shape[1], **settings}
+        build = min(_build_s(tree, history) for _ in range(repeats))
+        row |= {"fork": FORK, "build_s": build}
+        row |= {"leaves": len(tree.tree.leaves), "depth": tree.tree.depth}
+        for way in asked:
+            row |= {f"{name}_{way}_us": 1e6 / QUERIES * least[name, way] for name in ("sps", "bf")}
+            row[f"speedup_{way}"] = least["bf", way] / least["sps", way]
+        pairs = zip(tree.search_units(queries)[0], brute.search_units(queries)[0], strict=True)
+        both = np.mean([len(set(one) & set(exact)) for one, exact in pairs])
+        row["recall"] = float(both / settings["alpha"])
+        row["varpam_build_s"] = _build_s(VarPAM(**settings), history) if pam else np.nan
         rows.append(row)
     return rows
 

@@ -29,17 +29,6 @@ from servegym.experiments.papers.serverless.predictors import js_divergence
 from servegym.experiments.papers.study import Options, Study, command
 from servegym.experiments.papers.verdicts import found_for
 
-__all__ = [
-    "STUDIES",
-    "by_similarity",
-    "by_task",
-    "half_divergences",
-    "main",
-    "pair_divergences",
-    "rank_correlation",
-    "similarities",
-]
-
 FEW = 15
 """Training prompts that the paper's Fig. 3 compares one test prompt with."""
 DRAWS = 50
@@ -104,20 +93,13 @@ def _same_task(activations: Activations, queries: NDArray[np.int64]) -> NDArray[
 def by_similarity(
     activations: Activations, kind: str, queries: NDArray[np.int64]
 ) -> list[dict[str, Any]]:
-    """Divergence by tenths of similarity, and rank correlations: rows of the table.
-
-    Args:
-        activations: The recordings.
-        kind: Key of their embeddings.
-        queries: (Q,) held-out prompts.
-    """
+    """Divergence by tenths of similarity by an embedding, and rank correlations."""
     near, far = similarities(activations, kind, queries), pair_divergences(activations, queries)
     order, rows = np.argsort(near, axis=1, kind="stable"), []
     for k, part in enumerate(np.array_split(order, 10, axis=1), 1):
         values = np.take_along_axis(far, part, axis=1).mean(axis=1)
         at = float(np.take_along_axis(near, part, axis=1).mean())
         rows.append(_row(activations.name, kind, f"tenth {k}", values, similarity=at))
-    whole = rank_correlation(near, far)
     same = _same_task(activations, queries)
     inside = [
         rank_correlation(n[s][None], f[s][None])[0] for n, f, s in zip(near, far, same, strict=True)
@@ -125,13 +107,14 @@ def by_similarity(
     rng = np.random.default_rng(0)
     drawn = np.array([rng.permutation(far.shape[1])[:FEW] for _ in range(DRAWS)])
     few = np.array([rank_correlation(near[:, d], far[:, d]) for d in drawn])
-    for group, values in (
-        ("rank correlation", whole),
-        ("rank correlation within the task", np.array(inside)),
-        (f"samples of {FEW} with the opposite sign", (few > 0).mean(axis=0)),
-    ):
-        rows.append(_row(activations.name, kind, group, values, unit="1"))
-    return rows
+    groups = {
+        "rank correlation": rank_correlation(near, far),
+        "rank correlation within the task": np.array(inside),
+        f"samples of {FEW} with the opposite sign": (few > 0).mean(axis=0),
+    }
+    return rows + [
+        _row(activations.name, kind, group, values, unit="1") for group, values in groups.items()
+    ]
 
 
 def _fig3(options: Options, at: dict[str, Any], _: Sequence[str]) -> list[dict[str, Any]]:

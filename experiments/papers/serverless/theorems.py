@@ -1,12 +1,8 @@
 """Theorems 1 and 4 and Corollary 1, printed and corrected: how often they hold.
 
-Run it with::
-
-    python -m servegym.experiments.papers.serverless.theorems --out experiments/results/serverless
-
-It prints and writes ``theorems``: the share of cases in which a bound of Sec. IV-C holds, with
-95 % bootstrap intervals over trials or prompts. A bound that is claimed with probability 95 %
-should be met in 0.95 of them.
+``python -m servegym.experiments.papers.serverless.theorems`` writes ``theorems``: the share of
+cases in which a bound of Sec. IV-C holds, with 95 % bootstrap intervals over trials or prompts. A
+bound that is claimed with probability 95 % should be met in 0.95 of them.
 
 * ``uniform``: every token takes ``top_k`` of K experts at random, which is what Theorem 1 assumes.
 * ``recorded``: tokens of recorded prompts. n = 16, 64, 200 are drawn without replacement from all
@@ -52,19 +48,9 @@ from servegym.experiments.evaluation.stats import mean, stratified_bootstrap
 from servegym.experiments.papers.plotting import Lines
 from servegym.experiments.papers.serverless.billing import MODELS, PROMPTS
 from servegym.experiments.papers.serverless.claims import CLAIMS
-from servegym.experiments.papers.serverless.predictors import make_predictor
+from servegym.experiments.papers.serverless.predictors import fitted
 from servegym.experiments.papers.study import Options, Study, command
 from servegym.experiments.papers.verdicts import found_for
-
-__all__ = [
-    "STUDIES",
-    "main",
-    "recorded_conformal",
-    "recorded_corollary",
-    "recorded_theorem",
-    "recorded_theorem4",
-    "uniform",
-]
 
 CLAIMED = 0.95
 TOKENS = (16, 64, 200)
@@ -75,19 +61,15 @@ TRIALS = 400
 Array = NDArray[np.float64]
 
 
-def _row(
-    holds: Array, repetitions: int = 2_000, together: Array | None = None, **head: Any
-) -> dict[str, Any]:
-    """A row from the share of cases ``(P,)`` in which a bound holds, prompt by prompt."""
-    interval = stratified_bootstrap(holds, mean, repetitions)
-    row = head | {
-        "units": len(holds),
-        "holds": interval.value,
-        "low": interval.low,
-        "high": interval.high,
-    }
-    row["holds_for_all_experts"] = float("nan") if together is None else float(together.mean())
-    return row
+def _row(holds: Array, ratio: Any, together: Array | None = None, **head: Any) -> dict[str, Any]:
+    """A row from the share of cases ``(P,)`` in which a bound holds, prompt by prompt.
+
+    ``ratio`` is of the numbers to their bounds, and ``together`` says where it holds for all
+    experts.
+    """
+    columns = dict(zip(("holds", "low", "high"), stratified_bootstrap(holds, mean), strict=True))
+    columns["holds_for_all_experts"] = np.nan if together is None else float(together.mean())
+    return head | {"units": len(holds), "largest_ratio": float(ratio.max())} | columns
 
 
 def _theorem_rows(
@@ -96,22 +78,15 @@ def _theorem_rows(
     """Theorem 1 in both forms on counts ``(P, L, K)`` of ``tokens``, a number or (P,)."""
     experts = counts.shape[2]
     tokens = np.broadcast_to(np.asarray(tokens, np.float64), (len(counts),))[:, None, None]
+    head |= {"statement": "theorem 1", "ranking": ""}
     rows = []
     for form, bound in (
         ("printed", theorem1_printed(tokens, experts)),
         ("corrected", theorem1(tokens, experts, top_k)),
     ):
         met = counts <= bound
-        rows.append(
-            _row(
-                met.mean(axis=(1, 2)),
-                together=met.all(axis=2).mean(axis=1) if joint else None,
-                **head,
-                statement="theorem 1",
-                form=form,
-                largest_ratio=float((counts / bound).max()),
-            )
-        )
+        together = met.all(axis=2).mean(axis=1) if joint else None
+        rows.append(_row(met.mean(axis=(1, 2)), counts / bound, together, **head, form=form))
     return rows
 
 
@@ -122,103 +97,67 @@ def _corollary_rows(
     experts = counts.shape[2]
     tokens = np.broadcast_to(np.asarray(tokens, np.float64), (len(counts),))[:, None]
     calls = np.cumsum(np.take_along_axis(counts, rank, 2), axis=2)
+    head["statement"] = "corollary 1"
     rows = []
-    for ratio in RATIOS:
-        members = int(remote_count(ratio, [experts])[0])
+    for b in RATIOS:
+        members = int(remote_count(b, [experts])[0])
         mine = calls[:, :, members - 1]
         for form, bound in (
             ("printed", corollary1_printed(tokens, members, experts)),
             ("corrected", corollary1(tokens, members, experts, top_k)),
         ):
-            rows.append(
-                _row(
-                    (mine <= bound).mean(axis=1),
-                    **head,
-                    statement="corollary 1",
-                    form=form,
-                    b=ratio,
-                    largest_ratio=float((mine / bound).max()),
-                )
-            )
+            rows.append(_row((mine <= bound).mean(axis=1), mine / bound, **head, form=form, b=b))
     return rows
 
 
-def uniform(experts: int, top_k: int, n: int, trials: int, seed: int = 0) -> list[dict[str, Any]]:
-    """Both statements where every token takes ``top_k`` of ``experts`` uniformly at random.
+def uniform(experts: int, top_k: int, n: int, trials: int) -> list[dict[str, Any]]:
+    """Theorem 1, and Corollary 1 for a fixed set, where routing is uniformly random.
 
-    Args:
-        experts: K.
-        top_k: Experts a token goes to.
-        n: Tokens of a trial.
-        trials: Trials.
-        seed: Seed of the draws.
-
-    Returns:
-        Rows of Theorem 1 and of Corollary 1 for a fixed set of experts.
+    Each of the n tokens of a trial takes ``top_k`` of the experts.
     """
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     counts = np.empty((trials, 1, experts), np.int64)
     for trial in range(trials):
         taken = np.argpartition(rng.random((n, experts)), top_k - 1, axis=1)[:, :top_k]
         counts[trial, 0] = np.bincount(taken.ravel(), minlength=experts)
     head = {"source": "uniform", "model": f"top-{top_k} of {experts}", "n": n}
     fixed = np.broadcast_to(np.arange(experts), counts.shape)
-    return _theorem_rows(counts, n, top_k, True, **head, ranking="") + _corollary_rows(
-        counts, n, top_k, fixed, **head, ranking="fixed set"
-    )
+    rows = _theorem_rows(counts, n, top_k, True, **head)
+    return rows + _corollary_rows(counts, n, top_k, fixed, **head, ranking="fixed set")
 
 
 def recorded_theorem(activations: Activations) -> list[dict[str, Any]]:
     """Theorem 1 on recorded prompts, for drawn numbers of tokens and for all tokens."""
-    rng = np.random.default_rng(0)
-    top_k = activations.model.top_k
-    head = {"source": "recorded", "model": activations.name, "ranking": ""}
+    rng, top_k, every = np.random.default_rng(0), activations.model.top_k, activations.counts
+    head = {"source": "recorded", "model": activations.name}
     rows = []
     for n in TOKENS:
         long = activations.tokens >= n
-        counts = activations.counts[long]
-        rest = activations.tokens[long][:, None, None] - counts
-        drawn = rng.hypergeometric(counts, rest, n)
+        rest = activations.tokens[long][:, None, None] - every[long]
+        drawn = rng.hypergeometric(every[long], rest, n)
         rows += _theorem_rows(drawn, n, top_k, False, **head, n=n)
-    return rows + _theorem_rows(
-        activations.counts, activations.tokens, top_k, True, **head, n="all"
-    )
+    return rows + _theorem_rows(every, activations.tokens, top_k, True, **head, n="all")
 
 
 def _predicted(activations: Activations, rows: NDArray[np.integer]) -> dict[str, Array]:
     """Activations of ``rows`` predicted from the train split, by the way of predicting."""
-    train, shares = activations.rows("train"), activations.frequencies()
-    vectors = activations.embeddings.get("output")
-    ways = {"mean": "dop", "task mean": "category"}
-    if vectors is None:
-        vectors = np.zeros((len(shares), 1))
-    else:
-        ways["15 nearest"] = "bf"
-    found = {}
-    for way, name in ways.items():
-        predictor = make_predictor(name, **({"alpha": 15} if name == "bf" else {}))
-        predictor.fit(vectors[train], shares[train], tasks=activations.task[train])
-        found[way] = predictor.predict(vectors[rows], task=activations.task[rows])
-    return found
+    ways = {"mean": fitted(activations, None, "dop")}
+    ways["task mean"] = fitted(activations, None, "category")
+    if activations.embeddings:
+        ways["15 nearest"] = fitted(activations, "output", "bf", alpha=15)
+    return {way: predict(rows) for way, predict in ways.items()}
 
 
 def recorded_corollary(activations: Activations) -> list[dict[str, Any]]:
     """Corollary 1 on the eval split, all tokens, for every way of ranking the experts."""
-    held = activations.rows("eval")
+    held, top_k = activations.rows("eval"), activations.model.top_k
     counts, tokens = activations.counts[held], activations.tokens[held]
     scores = {"own counts": counts.astype(np.float64), **_predicted(activations, held)}
+    head = {"source": "recorded", "model": activations.name, "n": "all"}
     rows = []
-    for ranking, score in scores.items():
-        rows += _corollary_rows(
-            counts,
-            tokens,
-            activations.model.top_k,
-            least_used_first(score),
-            source="recorded",
-            model=activations.name,
-            n="all",
-            ranking=ranking,
-        )
+    for way, score in scores.items():
+        rank = least_used_first(score)
+        rows += _corollary_rows(counts, tokens, top_k, rank, **head, ranking=way)
     return rows
 
 
@@ -230,30 +169,20 @@ def recorded_conformal(activations: Activations) -> list[dict[str, Any]]:
     val, held = activations.rows("val"), activations.rows("eval")
     top_k = activations.model.top_k
     predicted = _predicted(activations, np.concatenate([val, held]))
-    tokens = activations.tokens[held][:, None, None]
+    tokens, counts = activations.tokens[held][:, None, None], activations.counts
+    head = {"source": "recorded", "model": activations.name, "n": "all", "statement": "conformal"}
     rows = []
     for way, shares in predicted.items():
-        for maximum in (False, True):
+        for form in ("single expert", "layer maximum"):
             bound = ConformalBound.fit(
-                activations.counts[val], shares[: len(val)], top_k, layer_maximum=maximum
+                counts[val], shares[: len(val)], top_k, layer_maximum=form == "layer maximum"
             )
             limit = bound(shares[len(val) :], tokens)
-            met = activations.counts[held] <= limit
-            ratio = activations.counts[held] / np.maximum(limit, 1e-9)
-            rows.append(
-                _row(
-                    met.mean(axis=(1, 2)),
-                    together=met.all(axis=2).mean(axis=1),
-                    source="recorded",
-                    model=activations.name,
-                    n="all",
-                    ranking=way,
-                    statement="conformal",
-                    form="layer maximum" if maximum else "single expert",
-                    largest_ratio=float(ratio[limit >= 1].max()),
-                    q=bound.q,
-                )
-            )
+            met = counts[held] <= limit
+            ratio = (counts[held] / np.maximum(limit, 1e-9))[limit >= 1]
+            together = met.all(axis=2).mean(axis=1)
+            more = {"ranking": way, "form": form, "q": bound.q}
+            rows.append(_row(met.mean(axis=(1, 2)), ratio, together, **head, **more))
     return rows
 
 
@@ -261,9 +190,6 @@ def recorded_theorem4(activations: Activations) -> list[dict[str, Any]]:
     """Theorem 4 on the eval split, all tokens, by the source of Nup and by what LPT goes by.
 
     Every remote function has the least memory that holds its experts (10e).
-
-    Args:
-        activations: The recordings.
     """
     system = build_system(activations.model)
     val, held = activations.rows("val"), activations.rows("eval")
@@ -276,20 +202,21 @@ def recorded_theorem4(activations: Activations) -> list[dict[str, Any]]:
         activations.counts[val], predicted[: len(val)], top_k, layer_maximum=True
     )
     expected = shares * top_k * tokens
+    head = {"source": "recorded", "model": activations.name, "n": "all", "statement": "theorem 4"}
     rows = []
-    for ratio in RATIOS:
-        members = int(remote_count(ratio, [experts])[0])
+    for b in RATIOS:
+        members = int(remote_count(b, [experts])[0])
         need = members * float(system.expert_mb.max()) + system.token_mb * counts.sum(axis=2)
         memory = smallest_specs(system.remote_specs_mb, need)[:, :, None]
 
         def seconds(load: Array, memory: Array = memory) -> Array:
             return np.asarray(system.expert_cpu_s(memory, load) + wire * load)
 
-        for way, known in (("own counts", counts), ("task mean", expected)):
+        for way, calls in (("own counts", counts), ("task mean", expected)):
             remote = np.zeros(counts.shape, bool)
-            np.put_along_axis(remote, least_used_first(known)[:, :, :members], True, 2)
+            np.put_along_axis(remote, least_used_first(calls)[:, :, :members], True, 2)
             jobs = np.where(remote, seconds(counts), 0.0)
-            planned = np.where(remote, seconds(known), 0.0).reshape(-1, experts)
+            planned = np.where(remote, seconds(calls), 0.0).reshape(-1, experts)
             replica = lpt_rows(np.ascontiguousarray(planned), max(REPLICAS))
             slowest = largest_replica_sums(replica.reshape(prompts, layers, -1, experts), jobs)
             own, whole = jobs.sum(axis=2), seconds(counts).sum(axis=2)
@@ -304,22 +231,11 @@ def recorded_theorem4(activations: Activations) -> list[dict[str, Any]]:
             for z in REPLICAS:
                 for form, (upper, total) in sources.items():
                     largest = seconds(upper[:, :, None])[:, :, 0]
-                    limit = theorem4(largest, total, z, 0.0)
-                    found = slowest[:, :, z - 1]
-                    rows.append(
-                        _row(
-                            (found <= limit * (1 + 1e-12)).mean(axis=1),
-                            source="recorded",
-                            model=activations.name,
-                            statement="theorem 4",
-                            form=form,
-                            n="all",
-                            b=ratio,
-                            z=z,
-                            ranking=way,
-                            largest_ratio=float((found / np.maximum(limit, 1e-12)).max()),
-                        )
-                    )
+                    limit, longest = theorem4(largest, total, z, 0.0), slowest[:, :, z - 1]
+                    met = (longest <= limit * (1 + 1e-12)).mean(axis=1)
+                    ratio = longest / np.maximum(limit, 1e-12)
+                    more = {"ranking": way, "form": form, "b": b, "z": z}
+                    rows.append(_row(met, ratio, **head, **more))
     return rows
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -34,13 +33,12 @@ from servegym.envs.workloads.activations import load_activations
 from servegym.experiments.evaluation.tables import Note
 from servegym.experiments.papers.plotting import Lines
 from servegym.experiments.papers.serverless.billing import (
+    LIMITS,
     MODELS,
     N_IN,
     N_OUT,
     PROMPTS,
-    TPOT_S,
     TREM_S,
-    TTFT_S,
     held_out,
     recorded_request,
     verdict,
@@ -49,8 +47,6 @@ from servegym.experiments.papers.serverless.billing import (
 from servegym.experiments.papers.study import Options, Study, command
 from servegym.experiments.papers.verdicts import Rows, pick, split
 
-__all__ = ["STUDIES", "expert_times", "line_r2", "main", "stage_times"]
-
 CORES = (5, 10)
 RATIOS = tuple(i / 16 for i in range(17))
 OVERHEADS_S = (TREM_S, 1e-3)
@@ -58,16 +54,8 @@ TOKENS = (16, 32, 64, 128, 256, 512, 1024)
 NEARLY_LINEAR = 0.95
 """R2 of a straight line from which on a curve is called nearly linear."""
 
-Array = NDArray[np.float64]
-
 
 # ----------------------------------------------------------------------- experts near and remote
-
-
-def _fixed_plan(remote: NDArray[np.bool_], mb: float) -> Plan:
-    """Every function with the same memory, one replica a layer."""
-    used = np.asarray(remote.any(axis=1))
-    return Plan(remote, mb, np.where(used, mb, 0.0), used.astype(np.int64), np.where(remote, 0, -1))
 
 
 def expert_times(
@@ -75,17 +63,15 @@ def expert_times(
 ) -> tuple[float, float, float]:
     """Expert part of a request with ``cores`` vCPUs in the main and in every remote function.
 
-    Args:
-        system: The system.
-        request: The request.
-        remote: (L, K) remote experts.
-        cores: vCPUs, which is GB of memory.
+    The ``remote`` experts (L, K) have one replica a layer; a vCPU is a GB of memory.
 
     Returns:
         Prefill in s (sum of Eq. 2 over layers), a decode token in s (Eq. 5 likewise, mean over
         tokens), and the share of (token, layer) in which the remote path is the longer one.
     """
-    plan, load = _fixed_plan(remote, 1024.0 * cores), Load.known(request)
+    mb, used, load = 1024.0 * cores, np.asarray(remote.any(axis=1)), Load.known(request)
+    memory, replica = np.where(used, mb, 0.0), np.where(remote, 0, -1)
+    plan = Plan(remote, mb, memory, used.astype(np.int64), replica)
     prefill = float(prefill_layers(system, load, plan).seconds.sum())
     decode = float(decode_layers(system, load, plan).seconds.sum())
     histogram = load.histogram(remote, system.top_k)
@@ -93,11 +79,6 @@ def expert_times(
     local = np.arange(system.top_k, -1, -1) * system.expert_cpu_s(plan.main_mb, 1)
     slower = float((histogram * (far > local)).sum() / histogram.sum())
     return prefill, decode / request.n_out, slower
-
-
-def line_r2(x: Sequence[float], y: Sequence[float]) -> float:
-    """R2 of the straight line of least squares."""
-    return float(np.corrcoef(x, y)[0, 1] ** 2)
 
 
 def remote_ratios(name: str, ratios: Sequence[float], prompts: int) -> list[dict[str, Any]]:
@@ -109,50 +90,36 @@ def remote_ratios(name: str, ratios: Sequence[float], prompts: int) -> list[dict
         "least used": predicted[queries],
         "random": np.random.default_rng(0).random((len(queries), *predicted.shape[1:])),
     }
-    requests = [recorded_request(activations, int(q), N_IN, N_OUT, 0.0) for q in queries]
+    requests = {
+        trem: [recorded_request(activations, int(q), trem_s=trem) for q in queries]
+        for trem in OVERHEADS_S
+    }
     rows = []
-    for order, score in scores.items():
-        for b in ratios:
-            count = int(remote_count(b, system.num_experts))
-            remote = [least_used(x, count) for x in score]
-            for trem in OVERHEADS_S:
-                overhead = np.full(system.moe_layers, trem)
-                asked = [replace(request, trem_s=overhead) for request in requests]
-                for cores in CORES:
-                    times = np.array(
-                        [
-                            expert_times(system, request, x, cores)
-                            for request, x in zip(asked, remote, strict=True)
-                        ]
-                    ).T
-                    rows.append(
-                        {
-                            "model": name,
-                            "remote_first": order,
-                            "cores": cores,
-                            "overhead_ms": 1e3 * trem,
-                            "b": b,
-                            "prompts": len(queries),
-                            **with_interval("prefill_ms", 1e3 * times[0]),
-                            **with_interval("decode_ms_per_token", 1e3 * times[1]),
-                            **with_interval("remote_is_slower", times[2]),
-                        }
-                    )
+    for order, b in itertools.product(scores, ratios):
+        count = int(remote_count(b, system.num_experts))
+        remote = [least_used(score, count) for score in scores[order]]
+        for trem, cores in itertools.product(OVERHEADS_S, CORES):
+            pairs = zip(requests[trem], remote, strict=True)
+            times = np.array([expert_times(system, *pair, cores) for pair in pairs]).T
+            head = {"model": name, "remote_first": order, "cores": cores, "overhead_ms": 1e3 * trem}
+            rows.append(
+                head
+                | {"b": b, "prompts": len(queries)}
+                | with_interval("prefill_ms", 1e3 * times[0])
+                | with_interval("decode_ms_per_token", 1e3 * times[1])
+                | with_interval("remote_is_slower", times[2])
+            )
     return rows
-
-
-def _part(rows: Rows, order: str, cores: int, trem_s: float) -> Rows:
-    """The rows of one curve, by rising b."""
-    return pick(rows, remote_first=order, cores=cores, overhead_ms=1e3 * trem_s)
 
 
 def _fig4_notes(name: str, rows: Rows) -> list[Note]:
     notes: list[Note] = []
     for trem in OVERHEADS_S:
-        curves = {order: _part(rows, order, CORES[0], trem) for order in ("random", "least used")}
+        own = pick(rows, cores=CORES[0], overhead_ms=1e3 * trem)  # by rising b
+        curves = {order: pick(own, remote_first=order) for order in ("random", "least used")}
         b = [r["b"] for r in curves["random"]]
         ms = {order: [r["decode_ms_per_token"] for r in part] for order, part in curves.items()}
-        fit = {order: line_r2(b, values) for order, values in ms.items()}
+        fit = {order: float(np.corrcoef(b, values)[0, 1] ** 2) for order, values in ms.items()}
         slow = [r["remote_is_slower"] for r in curves["least used"]]
         from_b = next((x for x, s in zip(b, slow, strict=True) if s >= 0.5), 1.0)
         half, least = len(b) // 2, ms["least used"]
@@ -180,29 +147,22 @@ def _fig4_notes(name: str, rows: Rows) -> list[Note]:
 
 
 def stage_times(
-    system: SystemModel, request: Request, frequency: Array, deployment: str
+    system: SystemModel, request: Request, frequency: NDArray[np.float64], deployment: str
 ) -> tuple[float, float]:
-    """PT and GT in s of a request.
-
-    Args:
-        system: The system.
-        request: The request.
-        frequency: (L, K) predicted activations.
-        deployment: ``mix``, ``half`` (b = 0.5, least memory, least replicas) or ``remoe``.
-    """
-    if deployment == "mix":
+    """PT and GT in s of a request, by predicted activations (L, K) and one of `DEPLOYMENTS`."""
+    if deployment == "MIX":
         plan = mix_plan(system, request.n_out)
-    elif deployment == "half":
+    elif deployment == "b = 0.5":  # with the least memory and the least replicas
         remote = least_used(frequency, int(remote_count(0.5, system.num_experts)))
         plan = make_plan(system, remote, request.n_in * system.top_k * frequency, request.n_out)
     else:
         load = Load.predicted(system, frequency, request.n_in, request.n_out, request.trem_s)
-        plan = remoe(system, load, ttft_limit_s=TTFT_S, tpot_limit_s=TPOT_S).plan
+        plan = remoe(system, load, **LIMITS).plan
     outcome = evaluate_plan(system, request, plan)
     return outcome.bill.prefill_s, outcome.bill.decode_s
 
 
-DEPLOYMENTS = {"mix": "MIX", "half": "b = 0.5", "remoe": "Remoe"}
+DEPLOYMENTS = ("MIX", "b = 0.5", "Remoe")
 
 
 def stage_rows(name: str, prompts: int, sizes: Sequence[tuple[int, int]]) -> list[dict[str, Any]]:
@@ -214,41 +174,36 @@ def stage_rows(name: str, prompts: int, sizes: Sequence[tuple[int, int]]) -> lis
     for gpu, (n_in, n_out) in itertools.product(("eager", "fused"), sizes):
         system = build_system(name, gpu, max_output_tokens=max(TOKENS))
         requests = [recorded_request(activations, int(q), n_in, n_out, TREM_S) for q in queries]
-        for deployment, word in DEPLOYMENTS.items():
+        for deployment in DEPLOYMENTS:
             prefill, decode = np.array(
                 [
                     stage_times(system, request, predicted[q], deployment)
                     for request, q in zip(requests, queries, strict=True)
                 ]
             ).T
+            head = {"model": name, "gpu": gpu, "deployment": deployment}
             rows.append(
-                {
-                    "model": name,
-                    "gpu": gpu,
-                    "deployment": word,
-                    "prompt_tokens": n_in,
-                    "output_tokens": n_out,
-                    "prompts": len(queries),
-                    **with_interval("prefill_s", prefill),
-                    **with_interval("decode_s", decode),
-                    **with_interval("prefill_over_decode", prefill / decode),
-                }
+                head
+                | {"prompt_tokens": n_in, "output_tokens": n_out, "prompts": len(queries)}
+                | with_interval("prefill_s", prefill)
+                | with_interval("decode_s", decode)
+                | with_interval("prefill_over_decode", prefill / decode)
             )
     return rows
 
 
 def _fig5_notes(name: str, rows: Rows) -> list[Note]:
     notes: list[Note] = []
-    for word in DEPLOYMENTS.values():
-        mine = [r for r in rows if r["deployment"] == word and r["gpu"] == "eager"]
-        paper, equal = mine[-1], mine[:-1]
+    for deployment in DEPLOYMENTS:
+        *equal, paper = pick(rows, deployment=deployment, gpu="eager")
         eta = [r["prefill_over_decode"] for r in equal]
         few, many = equal[0]["prompt_tokens"], equal[-1]["prompt_tokens"]
         notes.append(
             verdict(
                 "prefill takes at most 0.1 of decoding",
                 paper["prefill_over_decode_high"] <= 0.1,
-                f"{name}, {word}, {N_IN} and {N_OUT} tokens: {paper['prefill_over_decode']:.3f} "
+                f"{name}, {deployment}, {N_IN} and {N_OUT} tokens: "
+                f"{paper['prefill_over_decode']:.3f} "
                 f"[{paper['prefill_over_decode_low']:.3f}, "
                 f"{paper['prefill_over_decode_high']:.3f}]; with as many prompt as output tokens "
                 f"{eta[0]:.2f} at {few}, {eta[-1]:.2f} at {many}",
@@ -260,12 +215,12 @@ def _fig5_notes(name: str, rows: Rows) -> list[Note]:
 def _of_models(kind: str, notes: Callable[[str, Rows], Sequence[Note]]) -> Any:
     """The notes of a figure that is model output: those of each model."""
 
-    def found(options: Options, rows: Rows) -> Iterator[Note]:
+    def of_all(options: Options, rows: Rows) -> Iterator[Note]:
         yield f"Model output, not a measurement: {kind} on recorded routing."
         for at, own in split(rows, "model"):
             yield from notes(at["model"], own)
 
-    return found
+    return of_all
 
 
 def _models(options: Options) -> list[dict[str, Any]]:

@@ -24,9 +24,8 @@ from typing import Any
 import numpy as np
 
 from servegym._command_line import run_main
-from servegym.experiments.evaluation.output import check_writable, print_table, write_csv
+from servegym.experiments.evaluation.output import check_writable, print_table
 from servegym.experiments.evaluation.tables import provenance, write_result
-from servegym.experiments.studies.fidelity.markdown import Table, update_document
 from servegym.hardware_profiles import Profile, list_profiles, load
 from servegym.hardware_profiles.model_config import model_shape
 
@@ -129,55 +128,42 @@ def compare(profile: Profile, engine: Any) -> list[dict[str, Any]]:
         engine: An ``EngineHandle`` of aiconfigurator for the same device and model.
 
     Returns:
-        One row a step: ``kind``, ``batch``, ``tokens``, ``ours_ms``, ``theirs_ms``,
+        One row a step: ``step``, ``batch``, ``tokens``, ``ours_ms``, ``theirs_ms``,
         ``difference``.
     """
-    rows: list[dict[str, Any]] = []
-
-    def add(kind: str, batch: int, tokens: int, ours_s: float, theirs_ms: float) -> None:
-        ours_ms = 1e3 * ours_s
-        rows.append(
-            {
-                "kind": kind,
-                "batch": batch,
-                "tokens": tokens,
-                "ours_ms": ours_ms,
-                "theirs_ms": theirs_ms,
-                "difference": ours_ms / theirs_ms - 1.0,
-            }
-        )
-
-    for prompt in PROMPTS:
-        add(
-            "prefill",
-            1,
-            prompt,
-            profile.prefill_s(prompt),
-            engine.predict_prefill_latency(1, prompt),
-        )
+    steps = [
+        ("prefill", 1, n, profile.prefill_s(n), engine.predict_prefill_latency(1, n))
+        for n in PROMPTS
+    ]
     for batch in BATCHES:
         for context in CONTEXTS:
             # Generating 2 tokens after `context` prompt tokens is one decode step.
-            theirs = engine.predict_decode_latency(batch, context, 2)
-            add("decode", batch, context, profile.decode_s(batch, batch * (context + 1)), theirs)
+            theirs_ms = engine.predict_decode_latency(batch, context, 2)
+            ours_s = profile.decode_s(batch, batch * (context + 1))
+            steps.append(("decode", batch, context, ours_s, theirs_ms))
     for batch in (8, 32):
         for chunk in CHUNKS:
             # Their mixed step has decodes about as long as the prompt.
-            ours = profile.mixed_step_s([(chunk, 0)], batch, batch * (chunk + 1))
-            add("mixed", batch, chunk, ours, engine.mixed_step_latency(chunk, batch, chunk, 2))
-    return rows
+            ours_s = profile.mixed_step_s([(chunk, 0)], batch, batch * (chunk + 1))
+            theirs_ms = engine.mixed_step_latency(chunk, batch, chunk, 2)
+            steps.append(("mixed", batch, chunk, ours_s, theirs_ms))
+    return [
+        {"step": step, "batch": batch, "tokens": tokens, "ours_ms": 1e3 * ours_s}
+        | {"theirs_ms": theirs_ms, "difference": 1e3 * ours_s / theirs_ms - 1.0}
+        for step, batch, tokens, ours_s, theirs_ms in steps
+    ]
 
 
 def summary(profile: Profile, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Mean absolute, mean signed and largest difference of each kind of step."""
     out = []
-    for kind in dict.fromkeys(row["kind"] for row in rows):
-        difference = np.array([row["difference"] for row in rows if row["kind"] == kind])
+    for step in dict.fromkeys(row["step"] for row in rows):
+        difference = np.array([row["difference"] for row in rows if row["step"] == step])
         out.append(
             {
                 "profile": profile.name,
                 "kind_of_profile": profile.kind,
-                "step": kind,
+                "step": step,
                 "points": len(difference),
                 "mape": float(np.abs(difference).mean()),
                 "bias": float(difference.mean()),
@@ -186,26 +172,6 @@ def summary(profile: Profile, rows: Sequence[Mapping[str, Any]]) -> list[dict[st
             }
         )
     return out
-
-
-def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    return Table(
-        "aiconfigurator",
-        "Step latency against aiconfigurator-core",
-        ["profile", "step", "points", "MAPE", "bias", "largest", "same kernel timings"],
-        [
-            [
-                row["profile"],
-                row["step"],
-                str(row["points"]),
-                f"{100 * row['mape']:.1f} %",
-                f"{100 * row['bias']:+.1f} %",
-                f"{100 * row['largest']:.1f} %",
-                "yes" if row["source"] else "no",
-            ]
-            for row in rows
-        ],
-    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -220,42 +186,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog=f"python -m {MODULE}", description=(__doc__ or "").splitlines()[0]
     )
-    parser.add_argument("--profile", action="append", help="profile to check; repeatable")
     parser.add_argument("--out", type=Path, help="write the summary to FILE.csv")
-    parser.add_argument("--steps", type=Path, help="write every step to FILE.csv")
-    parser.add_argument("--document", type=Path, help="Markdown file whose table is replaced")
     words = sys.argv[1:] if arguments is None else list(arguments)
     options = parser.parse_args(words)
-    for path in (options.out, options.steps):
-        if path is not None:
-            check_writable(path, (".csv",))
+    if options.out is not None:
+        check_writable(options.out, (".csv",))
     try:
         from aiconfigurator_core.sdk.engine import EngineHandle  # type: ignore[import-not-found]
     except ImportError:
         print("aiconfigurator-core is not installed; pip install aiconfigurator-core")
         return 1
-    found: list[dict[str, Any]] = []
-    steps: list[dict[str, Any]] = []
-    for name in options.profile or list_profiles():
+    rows: list[dict[str, Any]] = []
+    for name in list_profiles():
         profile = load(name)
         system, model = system_of(profile), MODELS.get(profile.model["name"])
-        if system is None or model is None:
-            continue
-        engine = EngineHandle.compile(model, system, "vllm")
-        rows = compare(profile, engine)
-        steps += [{"profile": profile.name, **row} for row in rows]
-        found += summary(profile, rows)
-    table = _table(found)
-    print_table(table.title, table.columns, table.rows)
-    if options.document is not None:
-        update_document(options.document, [table])
+        if system is not None and model is not None:
+            engine = EngineHandle.compile(model, system, "vllm")
+            rows += summary(profile, compare(profile, engine))
+    shares = ("mape", "bias", "largest")
+    print_table(
+        "Step latency against aiconfigurator-core",
+        ["profile", "step", "points", *shares, "same kernel timings"],
+        [
+            [row["profile"], row["step"], str(row["points"])]
+            + [f"{100 * row[key]:.1f} %" for key in shares]
+            + ["yes" if row["source"] else "no"]
+            for row in rows
+        ],
+    )
     if options.out is not None:
-        made = provenance(
-            shlex.join([*parser.prog.split(), *words]), packages=("aiconfigurator-core",)
-        )
-        write_result(options.out, found, made)
-    if options.steps is not None:
-        write_csv(options.steps, steps)
+        command = shlex.join([*parser.prog.split(), *words])
+        write_result(options.out, rows, provenance(command, packages=("aiconfigurator-core",)))
     return 0
 
 

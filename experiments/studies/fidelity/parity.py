@@ -42,12 +42,10 @@ from numpy.typing import NDArray
 from servegym._command_line import run_main
 from servegym.envs.workloads.arrivals import make_arrivals
 from servegym.envs.workloads.lengths import length_quantiles, sample_lengths
-from servegym.experiments.evaluation.output import print_table
 from servegym.experiments.evaluation.tables import note, provenance, write_result
 from servegym.experiments.fidelity.comparison import METRICS, matching_profile
 from servegym.experiments.fidelity.measured_run import MeasuredRun, load_run
 from servegym.experiments.fidelity.report import RUN_FOLDER, data_folder
-from servegym.experiments.studies.fidelity.markdown import Table, update_document
 from servegym.hardware_profiles import Profile, load
 from servegym.hardware_profiles.schema import TABLE_AXES
 
@@ -396,13 +394,6 @@ def request_lists(requests: int, seed: int = 0) -> list[World]:
     return worlds
 
 
-_ABOUT = {
-    "parity_measured": "the measured run",
-    "parity": "drawn lists",
-}
-_RATIOS = ("median", "least", "most")
-
-
 def speed_notes(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """How many times as fast this engine is as each other simulator, over the worlds of a table."""
     own, ratios = math.nan, {}
@@ -425,18 +416,6 @@ def speed_notes(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def _speed_table(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Table]:
-    rows = [
-        [one["rival"], about, str(one["worlds"])]
-        + [f"{one[key]:.0f}" if one[key] >= 20 else f"{one[key]:.1f}" for key in _RATIOS]
-        for stem, about in _ABOUT.items()
-        for one in speed_notes(found.get(stem, ()))
-    ]
-    columns = ["simulator", "requests", "worlds", *_RATIOS]
-    title = "Requests per core-second of servegym over those of another simulator"
-    return [Table("parity-speed", title, columns, rows)] if rows else []
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m servegym.experiments.studies.fidelity.parity",
@@ -455,7 +434,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=0, help="seed of lengths and arrivals")
     add("--repeats", type=int, default=3, help="timed runs, of which the fastest counts")
     add("--out", type=Path, default=OUT, help=f"folder for the tables (default: {OUT})")
-    add("--document", type=Path, help="Markdown file whose marked tables are replaced")
     return parser
 
 
@@ -508,9 +486,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         stem: [row for world in some for row in rows_of(world, next(times))]
         for stem, some in worlds.items()
     }
-    shown = _speed_table(found)
-    for table in shown:
-        print_table(table.title, table.columns, table.rows)
     for name, wanted in RIVALS.items():
         if name not in rivals.pythons:
             print(f"{name}: not run; python -m venv FOLDER, {wanted}, --rival {name}=PYTHON")
@@ -522,9 +497,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     options.out.mkdir(parents=True, exist_ok=True)
     for stem, rows in found.items():
-        write_result(options.out / stem, rows, made, speed_notes(rows))
-    if options.document is not None:
-        update_document(options.document, shown)
+        notes = speed_notes(rows)
+        write_result(options.out / stem, rows, made, notes)
+        for one in notes:
+            print(f"{stem}: {one['text']}")
     print(f"written to {options.out}")
     return 0
 

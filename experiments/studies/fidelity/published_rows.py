@@ -46,7 +46,6 @@ from servegym.envs.llm_routing import replay
 from servegym.experiments.evaluation.output import print_table
 from servegym.experiments.evaluation.tables import provenance, write_result
 from servegym.experiments.studies.fidelity import aiconfigurator
-from servegym.experiments.studies.fidelity.markdown import Table
 from servegym.hardware_profiles import Profile
 from servegym.hardware_profiles.compose import Z80, compose
 from servegym.hardware_profiles.constants import constant
@@ -341,7 +340,7 @@ def summary(found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [dict(zip(names, key, strict=True)) | _measures(some) for key, some in lines]
 
 
-def _table(lines: Sequence[Mapping[str, Any]]) -> Table:
+def _print(lines: Sequence[Mapping[str, Any]]) -> None:
     names = [
         f"{key}_{what}"
         for key in ("ttft", "tpot")
@@ -358,7 +357,7 @@ def _table(lines: Sequence[Mapping[str, Any]]) -> Table:
         ]
         for line in lines
     ]
-    return Table("published", "Simulated over measured, minus 1", columns, body)
+    print_table("Simulated over measured, minus 1", columns, body)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -380,8 +379,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 measured = one["row"].ttft_s, one["row"].tpot_s
                 one["theirs"] = [e / m - 1.0 for e, m in zip(estimate, measured, strict=True)]
     lines = summary(found)
-    table = _table(lines)
-    print_table(table.title, table.columns, table.rows)
+    _print(lines)
     for cause, count in [*others.items(), *left_out.items()]:
         print(f"left out: {count} rows: {cause}")
     made = provenance(

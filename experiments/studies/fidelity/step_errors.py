@@ -47,9 +47,9 @@ from servegym.experiments.evaluation.output import print_table, read_rows
 from servegym.experiments.evaluation.tables import provenance, write_result
 from servegym.experiments.fidelity.comparison import errors, simulate
 from servegym.experiments.fidelity.measured_run import load_run
-from servegym.experiments.studies.fidelity.markdown import Table, update_document
 from servegym.hardware_profiles import Profile, list_profiles, load
-from servegym.hardware_profiles.build.timed_steps import CARD, MODEL_FOLDERS, compare, read_steps
+from servegym.hardware_profiles.build.published import MODEL_FOLDERS
+from servegym.hardware_profiles.build.timed_steps import CARD, compare, read_steps
 from servegym.hardware_profiles.compose import Z80, Composer, compose, step_class
 from servegym.hardware_profiles.constants import FILE
 from servegym.hardware_profiles.kernels import list_cards, load_kernels
@@ -269,8 +269,8 @@ def widths(made: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _interval_table(made: Sequence[Mapping[str, Any]]) -> Table:
-    """A line a kind and class of steps, card and model, over all numbers of cards."""
+def _print_intervals(made: Sequence[Mapping[str, Any]]) -> None:
+    """A line a kind and class of steps, card and model, over all numbers of cards; the shares."""
     groups: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
     for row in made:
         names = ("step", "class", "card", "model")
@@ -294,12 +294,15 @@ def _interval_table(made: Sequence[Mapping[str, Any]]) -> Table:
             ]
         )
     names = ["composed", "measured", "model", "cards", "rows", "error"]
-    return Table(
-        "intervals",
+    print_table(
         "Composed steps over measured, minus 1, and the interval of measured over composed",
         [*names, "80 % interval", "inside"],
         body,
     )
+    for kind in ("prefill", "decode"):
+        own = [row for row in made if row["step"] == kind and row["class"] != UNTIMED]
+        inside = np.mean([row["inside"] for row in own])
+        print(f"{kind}: {inside:.0%} of the rows left out are inside, sets weighted equally")
 
 
 def _mixed(profile: Profile, card: str, model: str) -> float:
@@ -379,44 +382,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m servegym.experiments.studies.fidelity.step_errors"
     )
     add = parser.add_argument
-    add("--document", type=Path, help="Markdown file whose table is replaced")
     add("--left-out", nargs=2, type=Path, metavar=("DATA", "WHEEL"), help="tables, engine runs")
     add("--write", action="store_true", help="with --left-out: write the constants' file, too")
     words = sys.argv[1:] if arguments is None else arguments
     options = parser.parse_args(words)
+    made = provenance(shlex.join([*parser.prog.split(), *map(str, words)]))
     if options.left_out is not None:
         data, wheel = options.left_out
         sets = left_out_sets(data, wheel, data / MEASURED_RUN)
-        made = intervals(sets)
+        rows = intervals(sets)
         if options.write:
             path = data_path(FILE)
             content = read_json(path)
-            content["constants"]["step_sd"]["value"] = widths(made)
+            content["constants"]["step_sd"]["value"] = widths(rows)
             content["constants"]["card_sd"]["value"] = card_deviations(sets)
             write_json(content, path)
-        table = _interval_table(made)
-        print_table(table.title, table.columns, table.rows)
-        for kind in ("prefill", "decode"):
-            own = [row for row in made if row["step"] == kind and row["class"] != "mxfp4 experts"]
-            inside = np.mean([row["inside"] for row in own])
-            print(f"{kind}: {inside:.0%} of the rows left out are inside, sets weighted equally")
-        write_result(
-            RESULTS / "fidelity" / "intervals",
-            made,
-            provenance(shlex.join([*parser.prog.split(), *map(str, words)])),
-        )
-        if options.document is not None:
-            update_document(options.document, [table])
+        _print_intervals(rows)
+        write_result(RESULTS / "fidelity" / "intervals", rows, made)
         return 0
     rows = step_errors()
     for name in dict.fromkeys(row["profile"] for row in rows):
         data = {**load(name).to_dict(), "step_error": stated(rows, name)}
         Profile.from_dict(data, name).save(data_path(f"{name}.json"))
-    made = provenance(shlex.join([*parser.prog.split(), *map(str, words)]))
     write_result(RESULTS / "fidelity" / "step_error", rows, made)
     parts = ("bias", "sd", "rows", "method", "engine", "mixed")
-    table = Table(
-        "step_error",
+    print_table(
         "Error of whole steps: log of true seconds over the law's, in per cent",
         ["profile", "step", *parts],
         [
@@ -424,10 +414,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for row in rows
         ],
     )
-    print_table(table.title, table.columns, table.rows)
-    if options.document is not None:
-        short = Table(table.key, table.title, table.columns[:4], [line[:4] for line in table.rows])
-        update_document(options.document, [short])
     return 0
 
 

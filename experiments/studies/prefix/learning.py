@@ -6,7 +6,9 @@
 
 trains ``agents/ppo.py`` into that folder, five seeds a scenario, at rates drawn from its ``train``;
 what is there is not trained again. The last policies then play the same episodes of
-the eval split as the rules, at the rates of `SCENARIOS`.
+the eval split as the rules, at the rates of `SCENARIOS`. So do two controls: the networks before
+they learn anything (``ppo untrained``), and one training whose payments go to other decisions than
+those that earned them (``ppo shuffled``).
 
 What a policy decides is in two columns: ``slow_share`` is the share of the requests that each of
 the cards that decode slowest gets, ``match_share`` that of the prompts' tokens that the gateway's
@@ -26,6 +28,7 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,8 +42,6 @@ from servegym.experiments.evaluation.stats import over_trainings
 from servegym.experiments.evaluation.tables import Note, note
 from servegym.experiments.papers import study
 from servegym.experiments.papers.study import Study, command, interval_columns
-
-__all__ = ["SCENARIOS", "STUDIES", "Options", "main", "training", "tuned_rule"]
 
 ENV_ID, SUMMARY_ID = "servegym/PrefixRouting-v1", "servegym/PrefixRoutingSummary-v2"
 SEEDS = range(1, 6)
@@ -78,28 +79,62 @@ class Options(study.Options):
     checkpoints: Path
 
 
-def training(folder: Path, name: str) -> list[Path]:
-    """The runs of a scenario in a folder, trained where they are missing."""
+class ShuffledOutcomes:
+    """Tells the rewards of requests at decisions that did not earn them.
+
+    Args:
+        outcome_reader: The agent's function that makes a reader of outcomes.
+        rng: Source of the wrong decisions.
+        arguments: Of that function.
+    """
+
+    def __init__(self, outcome_reader: Any, rng: np.random.Generator, *arguments: Any) -> None:
+        self._reader, self._rng = outcome_reader(*arguments), rng
+
+    def read(self) -> NDArray[Any]:
+        """The requests that have ended, each at a decision drawn from all of the rollout."""
+        ended = self._reader.read()
+        slots = self._rng.permutation(AGENT["num_steps"] * AGENT["num_envs"])[: len(ended)]
+        ended["decision"], ended["row"] = np.divmod(slots, AGENT["num_envs"])
+        return ended
+
+
+def trained(
+    folder: Path, name: str, arguments: Mapping[str, Any], seeds: Sequence[int] = SEEDS
+) -> list[Path]:
+    """The runs of ``name`` in a folder, trained where they are missing.
+
+    Args:
+        folder: Where they are.
+        name: What their own names begin with.
+        arguments: Of `servegym.agents.ppo.Args`.
+        seeds: A run for each.
+    """
     from servegym.agents import ppo
 
-    runs = []
-    for seed in SEEDS:
-        run = f"{name}_{seed}"
-        runs.append(folder / run)
-        if (folder / run / "last.safetensors").exists():
-            continue
-        scenario = SCENARIOS[name]
-        ppo.train(
-            ppo.Args(
-                **AGENT,
-                seed=seed,
-                set=(f'scenario="{name}"', f"rate={json.dumps(scenario['train'])}"),
-                total_timesteps=scenario["steps"],
-                out_dir=str(folder),
-                run_name=run,
-            )
-        )
+    runs = [folder / f"{name}_{seed}" for seed in seeds]
+    for seed, run in zip(seeds, runs, strict=True):
+        if not (run / "last.safetensors").exists():
+            ppo.train(ppo.Args(**arguments, seed=seed, out_dir=str(folder), run_name=run.name))
     return runs
+
+
+def training(folder: Path, name: str, control: str = "") -> list[Path]:
+    """The runs of a scenario, or those of a control: ``untrained`` or ``shuffled``."""
+    from servegym.agents import ppo
+
+    scenario = SCENARIOS[name]
+    settings = (f'scenario="{name}"', f"rate={json.dumps(scenario['train'])}")
+    arguments = AGENT | {"set": settings, "total_timesteps": scenario["steps"]}
+    if control == "untrained":
+        rollout = AGENT["num_envs"] * AGENT["num_steps"]  # it sets the scale of the observations
+        arguments |= {"learning_rate": 0.0, "total_timesteps": rollout}
+        return trained(folder, f"{name}_{control}", arguments)
+    if control == "shuffled":
+        shuffled = partial(ShuffledOutcomes, ppo.outcome_reader, np.random.default_rng(0))
+        with patch.object(ppo, "outcome_reader", shuffled):
+            return trained(folder, f"{name}_{control}", arguments, SEEDS[:1])
+    return trained(folder, name, arguments)
 
 
 def played(
@@ -138,8 +173,10 @@ def _rows(options: Options, at: Mapping[str, Any], _: Sequence[Any]) -> Iterator
     tuned = play(RulePolicy(system, partial(WeightedLoad, **constants), "weighted_load"))
     found = {rule: [play(rule)] for rule in (*RULES, *OURS)}
     found["weighted_load tuned"] = [tuned]
-    runs = training(options.checkpoints, name)
-    found["ppo"] = [play(load_policy(run / "last.safetensors", system)) for run in runs]
+    for control in ("", "untrained", "shuffled"):
+        runs = training(options.checkpoints, name, control)
+        policies = [load_policy(run / "last.safetensors", system) for run in runs]
+        found[f"ppo {control}".rstrip()] = [play(policy) for policy in policies]
     for policy, runs_of in found.items():
         each = [scores for scores, _ in runs_of]
         told = np.mean([decisions(requests, system) for _, requests in runs_of], axis=0)
@@ -149,11 +186,14 @@ def _rows(options: Options, at: Mapping[str, Any], _: Sequence[Any]) -> Iterator
         row |= dict(zip(("slow_share", "match_share"), told.round(4).tolist(), strict=True))
         row["each"] = json.dumps([round(float(values.mean()), 4) for values in each])
         row["constants"] = json.dumps(constants) if policy == "weighted_load tuned" else ""
-        row["cpu_s"] = json.dumps([_seconds(run) for run in runs]) if policy == "ppo" else ""
+        row["cpu_s"] = ""
+        if policy == "ppo":
+            runs = training(options.checkpoints, name)
+            row["cpu_s"] = json.dumps([seconds(run) for run in runs])
         yield row
 
 
-def _seconds(run: Path) -> float:
+def seconds(run: Path) -> float:
     """Processor seconds of a training."""
     *_, last = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return round(json.loads(last)["charts/cpu_s"], 1)
@@ -187,13 +227,14 @@ STUDIES = (
 )
 
 
-def _add(parser: argparse.ArgumentParser) -> None:
+def add_checkpoints(parser: argparse.ArgumentParser) -> None:
+    """Add the option of the training runs' folder."""
     parser.add_argument(
         "--checkpoints", type=Path, required=True, help="folder of the training runs"
     )
 
 
-main = command(__spec__.name, __doc__, STUDIES, 20, _add)
+main = command(__spec__.name, __doc__, STUDIES, 20, add_checkpoints)
 
 if __name__ == "__main__":
     run_main(main)

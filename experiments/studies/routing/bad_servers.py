@@ -43,43 +43,29 @@ BODY = {"messages": [{"role": "user", "content": "word " * 400}], "max_tokens": 
 
 Event = tuple[float, str]
 """Seconds after a request was sent, and what happens: ``token``, a status, or how it ends."""
+Answer = Callable[[bool, int, float], list[Event] | None]
 
 
-def _server(kind: str, refused: bool, sent: int, idle_s: float) -> list[Event] | None:
-    """What a bad server does with a request, refused by any or not; None: what any server does."""
-    if kind == "wrong model 404":
-        return None if refused else [(0.03, "404")]
-    if kind == "fails one in two":
-        return [(0.005, "500")] if sent % 2 else None
-    if kind == "flapper":  # well for the first one after a pause
-        return [(0.005, "500")] if idle_s < 0.5 else None
-    return {
-        "always 500": [(0.005, "500")],
-        "always 401": [(0.001, "401")],
-        "always 404": [(0.001, "404")],
-        "429 forever": [(0.002, "429")],
-        "never answers": [],
-        "resets": [(0.005, "broken")],
-        "slow 504": [(2.5, "504")],
-        "empty answers": [(0.005, "empty")],
-        "dies and returns": [(0.001, "failed")],
-    }[kind]
+def _always(*events: Event) -> Answer:
+    return lambda refused, sent, idle_s: list(events)
 
 
-SERVERS = (
-    "always 500",
-    "always 401",
-    "always 404",
-    "429 forever",
-    "never answers",
-    "resets",
-    "slow 504",
-    "fails one in two",
-    "empty answers",
-    "dies and returns",
-    "wrong model 404",
-    "flapper",
-)
+SERVERS: dict[str, Answer] = {
+    "always 500": _always((0.005, "500")),
+    "always 401": _always((0.001, "401")),
+    "always 404": _always((0.001, "404")),
+    "429 forever": _always((0.002, "429")),
+    "never answers": _always(),
+    "resets": _always((0.005, "broken")),
+    "slow 504": _always((2.5, "504")),
+    "fails one in two": lambda refused, sent, idle_s: [(0.005, "500")] if sent % 2 else None,
+    "empty answers": _always((0.005, "empty")),
+    "dies and returns": _always((0.001, "failed")),
+    "wrong model 404": lambda refused, sent, idle_s: None if refused else [(0.03, "404")],
+    "flapper": lambda refused, sent, idle_s: [(0.005, "500")] if idle_s < 0.5 else None,
+}
+"""A bad server -> what becomes of a request, by whether all refuse it, the requests that it got and
+the seconds since the last one; None: what any server does. A flapper is well after a pause."""
 CLIENTS: dict[str, tuple[float, Callable[[int], list[Event]]]] = {
     "none": (0.0, lambda k: []),
     "404, 10/s": (10.0, lambda k: [(0.003, "404")]),
@@ -149,7 +135,7 @@ def play(server: str, client: str, policy: str, *, seed: int = 0) -> dict[str, A
         if ticket.expert == BAD:
             if server != "none" and TURN_S <= now[0] < ends_s:
                 everywhere = bad and CLIENTS[client][1](k)[0][1].isdecimal()
-                events = _server(server, everywhere, int(gate.routed[BAD]), now[0] - last)
+                events = SERVERS[server](everywhere, int(gate.routed[BAD]), now[0] - last)
             last = now[0]
         if events is None and bad:
             events = CLIENTS[client][1](k)

@@ -9,19 +9,19 @@ from servegym.baselines.llm_routing.fleet_features import CONTEXT, INDEX, Fleet,
 from servegym.baselines.llm_routing.latency import ExpectedQos
 from servegym.baselines.llm_routing.system import RoutingSystem
 from servegym.baselines.protocol import VALIDATION
-from servegym.envs.llm_routing import kernel
 from servegym.envs.llm_routing.config import build_problem, setting_problem
 from servegym.envs.llm_routing.core import RoutingBatch
+from servegym.envs.llm_routing.kernel import layout
 
 from .test_lengths import at_mean_lengths
 
-SOURCE = build_problem(view=kernel.GRAPH, fleet="random").fleets
+SOURCE = build_problem(view=layout.GRAPH, fleet="random").fleets
 
 
 def played(stream, steps=80, rows=2):
     """Systems of a drawn fleet after some requests, routed by chance."""
     drawn = fleet_of(stream, SOURCE)["setting"]
-    problem = setting_problem(drawn, view=kernel.GRAPH, episode_requests=200)
+    problem = setting_problem(drawn, view=layout.GRAPH, episode_requests=200)
     batch, rng = RoutingBatch(problem, rows), np.random.default_rng(stream)
     for row in range(rows):
         batch.draw(row, np.random.default_rng([stream, row]))

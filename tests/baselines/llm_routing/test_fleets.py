@@ -10,8 +10,8 @@ import pytest
 
 from servegym.baselines.llm_routing.system import RoutingSystem
 from servegym.baselines.registry import describe_system, list_policies, make_policy
-from servegym.envs.llm_routing import kernel
 from servegym.envs.llm_routing.config import setting_problem
+from servegym.envs.llm_routing.kernel import layout
 
 ID = "servegym/LLMRouting-v1"
 SHORT = {"rollout": {"horizon": 2}, "linucb": {"prior_states": 32}}
@@ -62,7 +62,7 @@ def test_a_row_is_played_as_its_system_alone():
         observation, info = env.reset(seed=7 + row)
         setting = json.loads(info["fleet"])
         count = len(setting["profiles"])
-        system = RoutingSystem.from_problem(setting_problem(setting, view=kernel.GRAPH))
+        system = RoutingSystem.from_problem(setting_problem(setting, view=layout.GRAPH))
         policy = make_policy("priced_greedy", system)
         for action in taken[:, row]:
             seen = {

@@ -10,8 +10,8 @@ from servegym.baselines.registry import list_policies, make_policy
 from servegym.baselines.serverless_moe.action_table import ActionTable, WarmFunctions
 from servegym.baselines.serverless_moe.base import observed_row
 from servegym.baselines.serverless_moe.system import ServerlessSystem
-from servegym.envs.serverless_moe import kernel
 from servegym.envs.serverless_moe.config import build_problem, build_system
+from servegym.envs.serverless_moe.kernel import layout
 from servegym.envs.serverless_moe.kernel.cost import remote_calls, rounding_s, transfer_s
 from servegym.envs.serverless_moe.loads import Load
 from servegym.envs.serverless_moe.outcomes import evaluate_plan, remote_decode
@@ -54,7 +54,7 @@ def test_system_describes_the_problem():
     ],
 )
 def test_table_agrees_with_the_equations(model, changes):
-    problem = build_problem(view=kernel.DICT, model=model, **changes)
+    problem = build_problem(view=layout.DICT, model=model, **changes)
     system = ServerlessSystem.from_problem(problem)
     table, book, rng = ActionTable(system), problem.activations, np.random.default_rng(1)
     prompt, n_in, n_out = int(problem.rows[3]), 300, 60
@@ -116,7 +116,7 @@ def test_fees_change_what_is_chosen():
 
 
 def test_table_knows_what_is_warm():
-    problem = build_problem(view=kernel.DICT, model="toy")
+    problem = build_problem(view=layout.DICT, model="toy")
     system = ServerlessSystem.from_problem(problem)
     table, frequency = ActionTable(system), problem.predicted[0]
     load = Load.predicted(system.model, frequency, 100, 50, 3e-4)

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from servegym.envs.serverless_moe import rivals
-from servegym.envs.serverless_moe.config import DEPLOYMENTS, build_system
+from servegym.envs.serverless_moe.arguments import DEPLOYMENTS
+from servegym.envs.serverless_moe.config import build_system
 from servegym.envs.serverless_moe.kernel.cost import block_s, gpu_mb
 from servegym.envs.serverless_moe.outcomes import evaluate_plan
 from servegym.envs.serverless_moe.plans import mix_plan

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 import servegym  # noqa: F401 - registers the ids
-from servegym.envs.llm_routing import kernel
 from servegym.envs.llm_routing.config import setting_problem
 from servegym.envs.llm_routing.core import RoutingBatch
 from servegym.envs.llm_routing.deployments import DEPLOYMENTS
 from servegym.envs.llm_routing.fleets import CHOICES, RANGES, SETTING
+from servegym.envs.llm_routing.kernel import layout
 
 ID = "servegym/LLMRouting-v1"
 SHORT = {"fleet": "random", "episode_requests": 60}
@@ -54,7 +54,7 @@ def test_a_drawn_fleet_serves_as_the_same_fleet_given_by_arguments(seed):
     env, setting = drawn(seed, step_factors=factors)
     count = len(setting["profiles"])
     options = {"episode_requests": 60, "step_factors": factors}
-    batch = RoutingBatch(setting_problem(setting, view=kernel.GRAPH, **options), 1)
+    batch = RoutingBatch(setting_problem(setting, view=layout.GRAPH, **options), 1)
     batch.arrivals[:], batch.rows[:] = env.batch.arrivals, env.batch.rows
     batch.env["latency_requirement"] = setting["latency_requirement_s"]
     batch.begin(np.ones(1, np.int8))
@@ -80,7 +80,7 @@ def test_an_expert_that_does_not_exist_rejects():
     env, setting = drawn(1, fleet_kwargs={"num_experts": 2})
     _, _, _, _, info = env.step(16)
     assert info["action_mask"][3:].sum() == 0 and len(setting["profiles"]) == 2
-    assert env.request_log()["outcome"][0] == kernel.REJECTED
+    assert env.request_log()["outcome"][0] == layout.REJECTED
     with pytest.raises(ValueError, match="out of range"):
         env.step(17)
 

@@ -8,8 +8,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from servegym.envs.llm_routing import arguments, config, kernel
+from servegym.envs.llm_routing import arguments, config
 from servegym.envs.llm_routing.core import OUTCOMES, RoutingBatch
+from servegym.envs.llm_routing.kernel import layout
+from servegym.envs.llm_routing.kernel.iterations import sojourn_s
 from servegym.envs.llm_routing.kernel.law import pack_law
 from servegym.envs.llm_routing.tables import engine_config
 from servegym.hardware_profiles import LawTables
@@ -191,7 +193,7 @@ def make_case(seed: int, requests: int = 40, **choices):
 
 def outages(c, seed, n, count=300):
     """Times at which expert n goes down and comes back."""
-    changes = np.cumsum([kernel.sojourn_s(c, seed, n, k) for k in range(2 * count)])
+    changes = np.cumsum([sojourn_s(c, seed, n, k) for k in range(2 * count)])
     return tuple((float(down), float(up)) for down, up in changes.reshape(-1, 2))
 
 
@@ -199,7 +201,7 @@ def assert_same_observation(batch, reference, where):
     theirs, mask = reference.observe()
     for name, value in theirs.items():
         if name in ("running", "waiting"):
-            value = np.minimum(value, [8192, 1, 1e9, 1, 1e9, kernel.MAX_LATENCY_S_PER_TOKEN])
+            value = np.minimum(value, [8192, 1, 1e9, 1, 1e9, layout.MAX_LATENCY_S_PER_TOKEN])
         mine = batch.observation[name][0]
         np.testing.assert_allclose(mine, value, rtol=2e-6, atol=1e-7, err_msg=f"{where}: {name}")
     np.testing.assert_array_equal(batch.action_mask[0], mask, err_msg=where)
@@ -399,14 +401,10 @@ def test_equal_with_failing_experts(staleness_s):
 
 
 def test_times_between_failures_and_repairs_are_exponential():
-    cfg = np.zeros(1, kernel.CONFIG)
+    cfg = np.zeros(1, layout.CONFIG)
     cfg["uptime_s"], cfg["downtime_s"] = 50.0, 4.0
     stays = np.array(
-        [
-            [kernel.sojourn_s(cfg[0], s, n, k) for k in range(40)]
-            for s in range(50)
-            for n in range(5)
-        ]
+        [[sojourn_s(cfg[0], s, n, k) for k in range(40)] for s in range(50) for n in range(5)]
     )
     for part, mean in ((stays[:, ::2], 50.0), (stays[:, 1::2], 4.0)):
         assert part.mean() == pytest.approx(mean, rel=0.06)  # 5,000 draws: 4 standard errors

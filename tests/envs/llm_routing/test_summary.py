@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 import servegym  # noqa: F401 - registers the ids
-from servegym.envs.llm_routing import kernel
 from servegym.envs.llm_routing.core import held
+from servegym.envs.llm_routing.kernel import layout
 
-COLUMN = {name: k for k, name in enumerate(kernel.SUMMARY_FEATURES)}
+COLUMN = {name: k for k, name in enumerate(layout.SUMMARY_FEATURES)}
 
 
 def expected(graph, n, seen):
@@ -113,7 +113,7 @@ def test_summary_is_that_of_the_graph(kwargs):
             assert summary.observation_space.contains(mine)
             assert not mine[count:].any()
             for n in range(count if step % 4 == 0 else 0):
-                raw = mine[n] * kernel.SUMMARY_SPREADS + kernel.SUMMARY_MEANS
+                raw = mine[n] * layout.SUMMARY_SPREADS + layout.SUMMARY_MEANS
                 for name, value in expected(graph, n, seen).items():
                     got = raw[COLUMN[name]]
                     assert got == pytest.approx(value, rel=2e-4, abs=2e-4), (name, n)

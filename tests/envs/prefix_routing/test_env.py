@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from gymnasium.utils.seeding import np_random
 
-from servegym.envs.llm_routing.kernel import sojourn_s
-from servegym.envs.prefix_routing import kernel
+from servegym.envs.llm_routing.kernel.iterations import sojourn_s
 from servegym.envs.prefix_routing.config import DICT, build_problem
 from servegym.envs.prefix_routing.env import PrefixRoutingEnv, PrefixRoutingFlatEnv
+from servegym.envs.prefix_routing.kernel import layout
 from servegym.envs.prefix_routing.kernel.observation import REPLICA_FEATURES, REQUEST_FEATURES
 from servegym.envs.prefix_routing.outcomes import OutcomeReader
 from servegym.envs.prefix_routing.replay import replay_prefix
@@ -83,7 +83,7 @@ def test_requests_that_take_all_of_the_memory_are_served():
     env = PrefixRoutingEnv(**SMALL | system | {"workload_kwargs": tokens})
     _, masks, _, log, _ = play(env, 0, [0] * 4)
     assert all(mask[0] == 1 for mask in masks[:-1])
-    assert (log["outcome"] == kernel.COMPLETED).all()
+    assert (log["outcome"] == layout.COMPLETED).all()
 
 
 def test_metrics_are_those_of_the_last_scrape(played):
@@ -98,7 +98,7 @@ def test_metrics_are_those_of_the_last_scrape(played):
         replicas = observation["replicas"]
         assert replicas[:, COLUMN["metrics_age_s"]] == pytest.approx(now - tick, abs=1e-6)
         for n in range(env.problem.num_replicas):
-            mine = found[(found["replica"] == n) & (found["outcome"] == kernel.COMPLETED)]
+            mine = found[(found["replica"] == n) & (found["outcome"] == layout.COMPLETED)]
             unsure = (~steady[found["replica"] == n]).any()
             # Who was routed at this very time is not yet seen.
             there = mine["available"] <= tick if scrape > 0 else mine["available"] < tick
@@ -115,7 +115,7 @@ def test_own_accounting_is_that_of_the_requests_in_flight(played):
     for observation, entry in zip(seen, log, strict=False):
         now = entry["arrival_s"]
         for n in range(env.problem.num_replicas):
-            mine = found[(found["replica"] == n) & (found["outcome"] == kernel.COMPLETED)]
+            mine = found[(found["replica"] == n) & (found["outcome"] == layout.COMPLETED)]
             flying = mine[(mine["available"] < now) & (mine["finish"] > now)]
             assert observation["replicas"][n, COLUMN["in_flight"]] == len(flying)
             tokens = observation["replicas"][n, COLUMN["context_tokens"]]
@@ -126,7 +126,7 @@ def test_rewards_are_those_of_the_requests_that_end_in_a_step(played):
     kind, env, _, _, rewards, log, info = played
     p = env.problem.settings[0]
     ends = np.append(log["arrival_s"][1:], np.inf)
-    done = log["outcome"] == kernel.COMPLETED
+    done = log["outcome"] == layout.COMPLETED
     ttft = log["first_token_s"] - log["arrival_s"]
     spent = log["finish_s"] - log["first_token_s"]
     met = done & (ttft <= p["ttft_s"] + p["ttft_s_per_token"] * log["prompt_tokens"])
@@ -142,7 +142,7 @@ def test_rewards_are_those_of_the_requests_that_end_in_a_step(played):
     assert kpis["hit_rate"] == pytest.approx(
         log["hit_tokens"][done].sum() / log["prompt_tokens"][done].sum()
     )
-    assert kpis["reject_rate"] == pytest.approx((log["outcome"] == kernel.REJECTED).mean())
+    assert kpis["reject_rate"] == pytest.approx((log["outcome"] == layout.REJECTED).mean())
     claimed = log["match_tokens"][done]
     false = np.maximum(claimed - log["hit_tokens"][done], 0).sum() / max(claimed.sum(), 1)
     assert kpis["false_match_rate"] == pytest.approx(false)
@@ -152,7 +152,7 @@ def test_rewards_are_those_of_the_requests_that_end_in_a_step(played):
 def test_replicas_serve_as_in_a_replay_of_the_same_assignment(played):
     kind, env, *_ = played
     found = all_requests(env)
-    rejected = found["outcome"] == kernel.REJECTED
+    rejected = found["outcome"] == layout.REJECTED
     assert rejected.any() == (kind == "admission")
     if kind == "admission":  # a replay rejects nothing
         assert (found["replica"][rejected] == -1).all()
@@ -183,7 +183,7 @@ def test_observations_know_nothing_of_what_comes():
         twin.step(k % 3)
     # Nothing that has not happened is seen: other outputs of what still runs, other requests.
     found = twin.batch.systems.request
-    later = found["outcome"] == kernel.PENDING
+    later = found["outcome"] == layout.PENDING
     later[int(twin.batch.systems.env["index"][0])] = False
     found["output"][later] += 7
     found["prompt"][later] += 16
@@ -257,10 +257,8 @@ def test_scenarios_can_be_played(scenario):
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        ({"scenario": "llmd"}, "Did you mean 'llm-d-8'"),
         ({"workload_kwargs": {"group": 3}}, "Did you mean 'groups'"),
         ({"rate": 1e-4}, "rate"),
-        ({"workload": "mooncake", "rate": 2e3}, "rate"),
         ({"workload": "sessions", "rate": 1e3}, "rate"),
         ({"kv_tokens": 1 << 30}, "kv_tokens"),
         ({"profiles": {"card": "h100", "modle": "llama-3.1-8b"}}, "modle"),
@@ -283,7 +281,7 @@ def test_a_request_beyond_a_replicas_memory_is_rejected():
     env = PrefixRoutingEnv(**kwargs)
     _, masks, _, log, info = play(env, 0)
     need = -(-(log["prompt_tokens"] + 0) // 16)
-    assert (log["outcome"] == kernel.REJECTED).any()
+    assert (log["outcome"] == layout.REJECTED).any()
     assert 0.0 < info["episode_kpis"]["reject_rate"] < 1.0
     for mask, blocks in zip(masks, need, strict=False):
         assert (mask == (blocks <= 40)).all()
@@ -296,16 +294,16 @@ def test_replicas_that_fail_lose_requests_and_cache(kind):
     found = all_requests(env)
     c, seed = env.problem.tables.config[0], env.batch.systems.env["failure_seed"][0]
     changes = [np.cumsum([sojourn_s(c, seed, n, k) for k in range(99)]) for n in range(3)]
-    failed = found["outcome"] == kernel.FAILED
+    failed = found["outcome"] == layout.FAILED
     assert failed.any() and info["episode_kpis"]["failure_rate"] == pytest.approx(
-        (log["outcome"] == kernel.FAILED).mean()
+        (log["outcome"] == layout.FAILED).mean()
     )
     ends = found["finish"].copy()
     for j in np.flatnonzero(failed):  # with the first failure after its arrival
         down = changes[found["replica"][j]][::2]
         ends[j] = down[np.searchsorted(down, found["available"][j])]
     for n, times in enumerate(changes):
-        mine = (found["replica"] == n) & (found["outcome"] == kernel.COMPLETED)
+        mine = (found["replica"] == n) & (found["outcome"] == layout.COMPLETED)
         before, after = (np.searchsorted(times, found[t][mine]) for t in ("available", "finish"))
         assert (before == after).all() and (before % 2 == 0).all()
     dark = 0
@@ -315,7 +313,7 @@ def test_replicas_that_fail_lose_requests_and_cache(kind):
         assert (replicas[:, COLUMN["up"]] == up).all()
         assert (mask == (up if up.any() else 1)).all()
         dark += not up.all()
-        assert (entry["outcome"] == kernel.REJECTED) == (not up[entry["replica"]])
+        assert (entry["outcome"] == layout.REJECTED) == (not up[entry["replica"]])
         for n in range(3):
             mine = found[found["replica"] == n]
             there = (mine["available"] < now) & (ends[found["replica"] == n] > now)

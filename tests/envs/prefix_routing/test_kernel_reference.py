@@ -9,8 +9,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from servegym.envs.llm_routing.kernel import sojourn_s
+from servegym.envs.llm_routing.kernel.iterations import sojourn_s
 from servegym.envs.prefix_routing import kernel
+from servegym.envs.prefix_routing.kernel import layout
+from servegym.envs.prefix_routing.kernel.cache import used_blocks
 from servegym.envs.prefix_routing.requests import PrefixRequests
 from servegym.envs.prefix_routing.tables import (
     EngineArguments,
@@ -24,7 +26,7 @@ from ..llm_routing.reference import TableLaw
 from ..llm_routing.test_kernel_reference import linear_law, no_surplus, random_law, random_surplus
 from .reference import ReferenceSystem, Replica
 
-OUTCOMES = {kernel.COMPLETED: "completed", kernel.REJECTED: "rejected", kernel.FAILED: "failed"}
+OUTCOMES = {layout.COMPLETED: "completed", layout.REJECTED: "rejected", layout.FAILED: "failed"}
 
 
 def exact_law(rng: np.random.Generator) -> LawTables:
@@ -168,7 +170,7 @@ def assert_same_state(systems, b, reference, where):
         mine = memory_of(systems, b, n)
         assert mine[0] == order, where
         assert mine[1] == references, where
-        assert kernel.used_blocks(e) == replica.pool.capacity - len(order)
+        assert used_blocks(e) == replica.pool.capacity - len(order)
 
 
 def outages(tables, seed, n, count=400):
@@ -215,7 +217,7 @@ def run_case(seed: int, requests: int = 40, **choices) -> Counter:
     # The second of two rows, so that every offset counts.
     b = int(rng.integers(0, 2))
     events = 50_000 if rng.random() < 0.3 else 0
-    systems = kernel.allocate(tables.config[0], 2, given.segments, events)
+    systems = layout.allocate(tables.config[0], 2, given.segments, events)
     put_replicas(systems, profiles, capacity)
     put_requests(systems, b, given)
     systems.env["failure_seed"] = seed % 2**32
@@ -285,8 +287,8 @@ def run_case(seed: int, requests: int = 40, **choices) -> Counter:
     happened["recomputed"] = int(found["recomputed"].sum())
     happened["hits"] = int((found["hit"] > 0).sum())
     happened["children"] = int((given.parent >= 0).sum())
-    happened["rejected"] = int((found["outcome"] == kernel.REJECTED).sum())
-    happened["failed"] = int((found["outcome"] == kernel.FAILED).sum())
+    happened["rejected"] = int((found["outcome"] == layout.REJECTED).sum())
+    happened["failed"] = int((found["outcome"] == layout.FAILED).sum())
     return happened
 
 
@@ -298,9 +300,9 @@ def check_news(systems, b, found):
     """First tokens, ends and losses, each told once and with its time."""
     news = systems.news[b, : int(systems.env["news"][b])]
     for kind, outcome, name in (
-        (kernel.FIRST_TOKEN, None, "first"),
-        (kernel.COMPLETION, kernel.COMPLETED, "finish"),
-        (kernel.LOSS, kernel.FAILED, None),
+        (layout.FIRST_TOKEN, None, "first"),
+        (layout.COMPLETION, layout.COMPLETED, "finish"),
+        (layout.LOSS, layout.FAILED, None),
     ):
         entries = news[news["kind"] == kind]
         told = found["first"] > 0 if outcome is None else found["outcome"] == outcome

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from servegym.envs.serverless_moe import kernel
 from servegym.envs.serverless_moe.config import build_problem
 from servegym.envs.serverless_moe.core import ServerlessBatch
 from servegym.envs.serverless_moe.env import ServerlessMoEEnv
+from servegym.envs.serverless_moe.kernel import layout
 from servegym.envs.serverless_moe.kernel.cost import Bill
 from servegym.envs.serverless_moe.outcomes import evaluate_plan
 from servegym.envs.serverless_moe.plans import mix_plan
@@ -171,7 +171,7 @@ def test_known_plans_are_those_made_anew(monkeypatch):
     batches = []
     for room in (core.KNOWN_PLANS, 1):
         monkeypatch.setattr(core, "KNOWN_PLANS", room)
-        problem = build_problem(view=kernel.DICT, **(SMALL | {"payload_mb": 0.12, "z_max": 5}))
+        problem = build_problem(view=layout.DICT, **(SMALL | {"payload_mb": 0.12, "z_max": 5}))
         batches.append(ServerlessBatch(problem, 2))
     rng, which = np.random.default_rng(0), np.ones(2, np.int8)
     for episode in range(3):

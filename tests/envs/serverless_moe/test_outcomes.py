@@ -11,7 +11,7 @@ from servegym.envs.serverless_moe.plans import lpt, make_plan, mix_plan, violate
 from servegym.envs.serverless_moe.records import CONSTRAINTS, Cold, Plan, Request
 from servegym.envs.serverless_moe.sets import least_used, remote_count
 from servegym.envs.serverless_moe.system import best_tpot_s, best_ttft_s, build_system
-from servegym.envs.workloads.activations import load_model, make_toy_activations, sample_tokens
+from servegym.envs.workloads.activations import load_model, make_toy_activations
 from servegym.envs.workloads.expert_sets import bit_sets, set_bits
 from servegym.hardware_profiles.serverless import GPU_PROFILES
 
@@ -36,7 +36,7 @@ def toy_system(**kwargs):
 def toy_request(rng, n_in=None, n_out=None):
     n_in = int(rng.integers(1, 60)) if n_in is None else n_in
     n_out = int(rng.integers(1, 20)) if n_out is None else n_out
-    tokens = sample_tokens(TOY, int(rng.integers(12)), n_in + n_out, rng)
+    tokens = rng.choice(TOY.bank, n_in + n_out)
     counts = set_bits(tokens[:n_in], 8).sum(axis=0)
     return Request(counts, tokens[n_in:], rng.lognormal(-7.5, 0.5, 3), n_in)
 

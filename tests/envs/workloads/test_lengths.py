@@ -56,9 +56,9 @@ def test_the_shipped_law_is_that_of_the_trace(measured):
     for kind, cap in fit_lengths.CAPS["azure"].items():
         assert shipped[kind]["fit_error"][f"cut_at_{cap}"]["kolmogorov_smirnov"] < 0.04
     path = measured("azure_llm_2023", "AzureLLMInferenceTrace_conv.csv")
-    trace = fit_lengths.load_trace(path, "azure")
-    assert fit_lengths.fit(trace.prompt_tokens, 1024) == shipped["prompt_tokens"]
-    assert fit_lengths.fit(trace.output_tokens, 400) == shipped["output_tokens"]
+    lengths = fit_lengths.read_lengths(path, "azure")
+    assert fit_lengths.fit(lengths["prompt_tokens"], 1024) == shipped["prompt_tokens"]
+    assert fit_lengths.fit(lengths["output_tokens"], 400) == shipped["output_tokens"]
 
 
 @pytest.mark.slow

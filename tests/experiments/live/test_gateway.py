@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from servegym.baselines.registry import describe_system, from_callable, make_policy
-from servegym.envs.llm_routing import kernel
 from servegym.envs.llm_routing.config import build_problem
 from servegym.envs.llm_routing.core import RoutingBatch, held
+from servegym.envs.llm_routing.kernel import layout
 from servegym.experiments.live.gateway import GatewayRequest, GatewayRouter
 
 FLEET = {"rate": 9.0, "episode_requests": 300}
@@ -22,7 +22,7 @@ def replayed(policy, fleet, *, admitted=True, seed=0):
     Yields at each decision the observation, the mask and the action, the environment's and the
     router's.
     """
-    problem = build_problem(view=kernel.GRAPH, **fleet)
+    problem = build_problem(view=layout.GRAPH, **fleet)
     batch = RoutingBatch(problem, 1)
     batch.draw(0, np.random.default_rng(seed))
     every = np.ones(1, np.int8)

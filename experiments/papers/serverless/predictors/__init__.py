@@ -27,7 +27,15 @@ fitted to the history, which favours Fate.
 from collections.abc import Callable
 from typing import Any
 
-from servegym.experiments.papers.serverless.predictors.base import Predictor, js_divergence
+import numpy as np
+
+from servegym.envs.workloads.activations import Activations
+from servegym.experiments.papers.serverless.predictors.base import (
+    Array,
+    Indexes,
+    Predictor,
+    js_divergence,
+)
 from servegym.experiments.papers.serverless.predictors.similar_prompts import (
     LARGE_DATA,
     BruteForce,
@@ -43,7 +51,7 @@ from servegym.experiments.papers.serverless.predictors.without_search import (
     Ridge,
 )
 
-__all__ = ["LARGE_DATA", "PREDICTORS", "Predictor", "js_divergence", "make_predictor"]
+__all__ = ["LARGE_DATA", "PREDICTORS", "Predictor", "fitted", "js_divergence", "make_predictor"]
 
 PREDICTORS: dict[str, Callable[..., Predictor]] = {
     kind.name: kind
@@ -70,3 +78,21 @@ def make_predictor(name: str, **settings: Any) -> Predictor:
         settings: Arguments of its class.
     """
     return PREDICTORS[name](**settings)
+
+
+def fitted(
+    activations: Activations, embedding: str | None, name: str, **settings: Any
+) -> Callable[[Indexes], Array]:
+    """A predictor fitted to the train split: prompts ``(Q,)`` -> their shares ``(Q, L, K)``.
+
+    Args:
+        activations: The recordings.
+        embedding: Key of their embeddings; None or one that they lack: zeros.
+        name: As `make_predictor`.
+        settings: As `make_predictor`.
+    """
+    train, shares, task = activations.rows("train"), activations.frequencies(), activations.task
+    vectors = activations.embeddings.get(embedding or "", np.zeros((len(shares), 1)))
+    predictor = make_predictor(name, **settings)
+    predictor.fit(vectors[train], shares[train], tasks=task[train])
+    return lambda prompts: predictor.predict(vectors[prompts], task=task[prompts])

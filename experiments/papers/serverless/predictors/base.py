@@ -8,8 +8,6 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-__all__ = ["Array", "Indexes", "Predictor", "js_divergence"]
-
 Array = NDArray[np.float64]
 Indexes = NDArray[np.int64]
 
@@ -20,9 +18,6 @@ def js_divergence(p: ArrayLike, q: ArrayLike) -> Array:
     Args:
         p: Distributions ``(..., K)``.
         q: Distributions ``(..., K)``; leading axes broadcast against those of ``p``.
-
-    Returns:
-        ``(...)``.
     """
     first, second = np.asarray(p, np.float64), np.asarray(q, np.float64)
     middle = 0.5 * (first + second)
@@ -43,16 +38,13 @@ class Predictor(ABC):
     _shape: tuple[int, int] = (0, 0)
 
     def fit(self, embeddings: ArrayLike, activations: ArrayLike, tasks: Any = None) -> Self:
-        """Learn from historical prompts.
+        """Learn from historical prompts; returns the predictor.
 
         Args:
             embeddings: ``(P, d)``, one pooled vector a prompt; the sum of its normalised token
                 embeddings makes similarities those of Eq. 11.
             activations: ``(P, L, K)`` calls, or shares of calls, of each expert.
             tasks: ``(P,)`` task numbers, or None.
-
-        Returns:
-            The predictor.
         """
         calls = np.asarray(activations)
         shares = calls / calls.sum(axis=2, keepdims=True, dtype=np.float64)
@@ -61,14 +53,11 @@ class Predictor(ABC):
         return self
 
     def predict(self, embeddings: ArrayLike, task: Any = None) -> Array:
-        """Predicted share of each layer's calls.
+        """Predicted share of each layer's calls ``(Q, L, K)``, each layer summing to 1.
 
         Args:
             embeddings: ``(Q, d)``.
             task: ``(Q,)`` task numbers, or None.
-
-        Returns:
-            ``(Q, L, K)`` float64; each layer sums to 1.
         """
         return self._predict(np.asarray(embeddings, np.float64), task)
 

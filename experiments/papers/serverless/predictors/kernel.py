@@ -1,4 +1,4 @@
-"""Compiled tree of similar prompts: its search (Algorithm 1) and PAM's clustering.
+"""Compiled search in the tree of similar prompts (Algorithm 1).
 
 ``nodes`` is int64 ``(N, 6)`` with the columns below; the children of a node are the rows
 ``FIRST .. FIRST + COUNT - 1``, and the prompts below it the rows ``START .. STOP - 1`` of the
@@ -33,25 +33,25 @@ def descend(query, nodes, medoids, near):
 
 
 @jit
-def _rank(query, vectors, start, stop, near, prompts, similarity, held):
-    """Merge the rows ``start .. stop - 1`` into the ``held`` best so far, largest first."""
+def _rank(query, vectors, start, stop, near, prompts, similarity, ranked):
+    """Merge the rows ``start .. stop - 1`` into the ``ranked`` best so far, largest first."""
     np.dot(vectors[start:stop], query, near[: stop - start])
     alpha = prompts.shape[0]
     for i in range(stop - start):
         value = near[i]
-        if held == alpha:
+        if ranked == alpha:
             if value <= similarity[alpha - 1]:
                 continue
         else:
-            held += 1
-        at = held - 1
+            ranked += 1
+        at = ranked - 1
         while at > 0 and similarity[at - 1] < value:
             similarity[at] = similarity[at - 1]
             prompts[at] = prompts[at - 1]
             at -= 1
         similarity[at] = value
         prompts[at] = start + i
-    return held
+    return ranked
 
 
 @jit
@@ -79,7 +79,7 @@ def search(queries, nodes, medoids, vectors, alpha):
         query, p, s = queries[row], prompts[row], similarity[row]
         node = descend(query, nodes, medoids, near)
         observed = nodes[node, STOP] - nodes[node, START]
-        held = _rank(query, vectors, nodes[node, START], nodes[node, STOP], near, p, s, 0)
+        ranked = _rank(query, vectors, nodes[node, START], nodes[node, STOP], near, p, s, 0)
         while observed < alpha:
             parent = nodes[node, PARENT]
             first, count = nodes[parent, FIRST], nodes[parent, COUNT]
@@ -94,103 +94,7 @@ def search(queries, nodes, medoids, vectors, alpha):
                         best = child
                 order[best] = -np.inf
                 start, stop = nodes[first + best, START], nodes[first + best, STOP]
-                held = _rank(query, vectors, start, stop, near, p, s, held)
+                ranked = _rank(query, vectors, start, stop, near, p, s, ranked)
                 observed += stop - start
             node = parent
     return prompts, similarity
-
-
-@jit
-def _two_nearest(distance, medoids, nearest, first, second):
-    """Place in ``medoids`` of each row's nearest one, its distance and the second nearest's."""
-    for o in range(distance.shape[0]):
-        nearest[o] = 0
-        first[o] = np.inf
-        second[o] = np.inf
-        for place in range(medoids.shape[0]):
-            d = distance[medoids[place], o]
-            if d < first[o]:
-                second[o] = first[o]
-                first[o] = d
-                nearest[o] = place
-            elif d < second[o]:
-                second[o] = d
-
-
-@jit
-def pam(distance, k):
-    """Partitioning Around Medoids of Kaufman and Rousseeuw: BUILD, then SWAP to a local optimum.
-
-    SWAP makes the exchange of a medoid and a point that lowers the total distance most, until none
-    lowers it. One pass over the pairs values all exchanges of a point at once, by what a medoid's
-    removal costs and what the point changes (FastPAM1 of Schubert and Rousseeuw); the exchanges
-    are those of the original. Ties go to the lower index.
-
-    Args:
-        distance: ``(n, n)``, symmetric, 0 on the diagonal.
-        k: Medoids, from 1 to n.
-
-    Returns:
-        Medoids int64 ``(k,)``, the place of each point's nearest medoid int64 ``(n,)``, and the
-        total distance.
-    """
-    n = distance.shape[0]
-    medoids = np.empty(k, np.int64)
-    chosen = np.zeros(n, np.bool_)
-    nearest = np.zeros(n, np.int64)
-    first = np.full(n, np.inf)
-    second = np.full(n, np.inf)
-    for place in range(k):
-        best = -1
-        least = np.inf
-        for j in range(n):
-            if chosen[j]:
-                continue
-            total = 0.0
-            for o in range(n):
-                total += min(np.float64(distance[j, o]), first[o])
-            if total < least:
-                least = total
-                best = j
-        medoids[place] = best
-        chosen[best] = True
-        for o in range(n):
-            first[o] = min(np.float64(distance[best, o]), first[o])
-    removal = np.empty(k)
-    change = np.empty(k)
-    while True:
-        _two_nearest(distance, medoids, nearest, first, second)
-        loss = first.sum()
-        if k == 1 or k == n:
-            return medoids, nearest, loss
-        removal[:] = 0.0
-        for o in range(n):
-            removal[nearest[o]] += second[o] - first[o]
-        gain = -1e-12 * loss
-        place = -1
-        point = -1
-        for j in range(n):
-            if chosen[j]:
-                continue
-            change[:] = removal
-            all_of_them = 0.0
-            for o in range(n):
-                d = np.float64(distance[j, o])
-                if d < first[o]:
-                    all_of_them += d - first[o]
-                    change[nearest[o]] += first[o] - second[o]
-                elif d < second[o]:
-                    change[nearest[o]] += d - second[o]
-            least_at = 0
-            for m in range(1, k):
-                if change[m] < change[least_at]:
-                    least_at = m
-            if change[least_at] + all_of_them < gain:
-                gain = change[least_at] + all_of_them
-                place = least_at
-                point = j
-        if place < 0:
-            return medoids, nearest, loss
-        chosen[medoids[place]] = False
-        chosen[point] = True
-        medoids[place] = point

@@ -2,44 +2,44 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
-
 import numpy as np
-from numpy.typing import NDArray
 
 from servegym.experiments.papers.serverless.predictors.base import Array, Indexes, Predictor
 from servegym.experiments.papers.serverless.predictors.tree import (
-    EuclideanMedoids,
+    FORK,
+    Floats,
     MedoidTree,
-    PartitioningAroundMedoids,
-    SemanticMedoids,
-    Splitter,
     top,
     unit_rows,
 )
 
-__all__ = ["LARGE_DATA", "BruteForce", "SimilarPromptsSearch", "VarED", "VarPAM"]
-
 LARGE_DATA = {"alpha": 15, "beta": 150}
 """The paper's setting of the searches, for 5,000 historical prompts (Sec. V-B)."""
+MAX_ITERATIONS = 10
+# Below this a distance is rounding: the two prompts are the same.
+_SAME = 1e-6
 
 
-class _Neighbours(Predictor):
-    """Softmax-weighted mean over the most similar historical prompts.
+class BruteForce(Predictor):
+    """BF: softmax-weighted mean over the most similar historical prompts, by comparison with all.
 
     ``S = sum_j softmax_j(SCS_j) S_j``. The softmax has no temperature, so the weights lie close
     together.
+
+    Args:
+        alpha: Prompts that a prediction averages.
     """
 
-    def __init__(self, alpha: int):
+    name = "bf"
+
+    def __init__(self, alpha: int = 5):
         self.alpha = alpha
 
     def _fit(self, vectors: Array, shares: Array, tasks: Indexes | None) -> None:
         self._shares = shares
         self._units = unit_rows(vectors)
 
-    @abstractmethod
-    def search_units(self, units: NDArray[np.float32]) -> tuple[Indexes, NDArray[np.float32]]:
+    def search_units(self, units: Floats) -> tuple[Indexes, Floats]:
         """The most similar historical prompts.
 
         Args:
@@ -49,72 +49,132 @@ class _Neighbours(Predictor):
             Numbers ``(Q, alpha)`` of prompts, most similar first, and their similarities (Eq. 11);
             all prompts where the history is shorter than ``alpha``.
         """
+        similarity = units @ self._units.T
+        best = top(similarity, self.alpha)
+        return best, np.take_along_axis(similarity, best, 1)
 
     def _predict(self, vectors: Array, tasks: Indexes | None) -> Array:
         prompts, similarity = self.search_units(unit_rows(vectors))
         weight = np.exp(similarity.astype(np.float64))
         weight /= weight.sum(axis=1, keepdims=True)
         flat = self._shares.reshape(len(self._shares), -1)
-        found = np.empty((len(vectors), flat.shape[1]))
+        predicted = np.empty((len(vectors), flat.shape[1]))
         for row in range(len(vectors)):  # a batch at once would copy alpha matrices a prompt
-            found[row] = weight[row] @ flat[prompts[row]]
-        return found.reshape(len(vectors), *self._shape)
+            predicted[row] = weight[row] @ flat[prompts[row]]
+        return predicted.reshape(len(vectors), *self._shape)
 
 
-class BruteForce(_Neighbours):
-    """BF: the most similar prompts by comparison with all of the history.
-
-    Args:
-        alpha: Prompts that a prediction averages.
-    """
-
-    name = "bf"
-
-    def __init__(self, alpha: int = 5):
-        super().__init__(alpha)
-
-    def search_units(self, units: NDArray[np.float32]) -> tuple[Indexes, NDArray[np.float32]]:
-        """Compare with every historical prompt: one matrix product."""
-        similarity = units @ self._units.T
-        best = top(similarity, self.alpha)
-        return best, np.take_along_axis(similarity, best, 1)
-
-
-class SimilarPromptsSearch(_Neighbours):
+class SimilarPromptsSearch(BruteForce):
     """SPS: the similar prompts that Algorithm 1 finds in a multi-fork tree of k-medoids.
+
+    The clustering is k-medoids on 1 - SCS with roulette-wheel initialisation (Sec. IV-B).
 
     Args:
         alpha: Prompts that a prediction averages.
         beta: Most prompts of a leaf, above ``alpha``.
-        fork: Most children of a node.
         seed: Seed of the clustering.
     """
 
     name = "sps"
 
-    def __init__(self, alpha: int = 5, beta: int = 60, fork: int = 4, seed: int = 0):
+    def __init__(self, alpha: int = 5, beta: int = 60, seed: int = 0):
         super().__init__(alpha)
-        self.beta, self.fork, self.seed = beta, fork, seed
-
-    def _splitter(self) -> Splitter:
-        return SemanticMedoids(self._units)
+        self.beta, self.seed = beta, seed
 
     def _fit(self, vectors: Array, shares: Array, tasks: Indexes | None) -> None:
         super()._fit(vectors, shares, tasks)
-        self.tree = MedoidTree(self._units, self._splitter(), self.beta, self.fork, self.seed)
+        self.tree = MedoidTree(self._units, self._split, self.beta, self.seed)
 
-    def search_units(self, units: NDArray[np.float32]) -> tuple[Indexes, NDArray[np.float32]]:
+    def search_units(self, units: Floats) -> tuple[Indexes, Floats]:
         """Walk down the tree."""
         return self.tree.search(units, self.alpha)
 
+    def _distances(self, members: Indexes, medoids: Indexes) -> Floats:
+        """Distances ``(n, k)`` of members to medoids."""
+        return 1.0 - self._units[members] @ self._units[medoids].T
+
+    def _centre(self, members: Indexes) -> int:
+        """The member with the least total distance to the others.
+
+        The total of i is ``n - v_i . sum_j v_j``: no pair has to be formed.
+        """
+        rows = self._units[members]
+        return int(members[(rows @ rows.sum(axis=0, dtype=np.float64)).argmax()])
+
+    def _split(self, members: Indexes, rng: np.random.Generator) -> tuple[Indexes, Indexes]:
+        chosen = [int(members[rng.integers(len(members))])]
+        distance = self._distances(members, np.array(chosen))[:, 0].astype(np.float64)
+        while len(chosen) < FORK:
+            weight = np.where(distance < _SAME, 0.0, distance)
+            total = weight.sum()
+            if total == 0.0:
+                break
+            chosen.append(int(members[rng.choice(len(members), p=weight / total)]))
+            new = self._distances(members, np.array(chosen[-1:]))[:, 0]
+            distance = np.minimum(distance, new)
+        medoids = np.array(chosen, np.int64)
+        part = np.zeros(len(members), np.int64)
+        if len(medoids) < 2:
+            return medoids, part
+        for _ in range(MAX_ITERATIONS):
+            part = self._distances(members, medoids).argmin(axis=1)
+            nonempty, part = np.unique(part, return_inverse=True)
+            moved = [self._centre(members[part == c]) for c in range(len(nonempty))]
+            if np.array_equal(moved, medoids):
+                break
+            medoids = np.array(moved, np.int64)
+        return medoids, part
+
 
 class VarPAM(SimilarPromptsSearch):
-    """VarPAM: SPS with a tree of Partitioning Around Medoids (BUILD and SWAP)."""
+    """VarPAM: SPS with a tree of Partitioning Around Medoids (BUILD and SWAP) on 1 - SCS."""
 
     name = "varpam"
 
-    def _splitter(self) -> Splitter:
-        return PartitioningAroundMedoids(self._units)
+    def _split(self, members: Indexes, rng: np.random.Generator) -> tuple[Indexes, Indexes]:
+        rows = self._units[members]
+        distance = np.clip(1.0 - rows @ rows.T, 0.0, None)
+        distance[distance < _SAME] = 0.0
+        if not distance.any():
+            return members[:1], np.zeros(len(members), np.int64)
+        medoids, labels = pam(distance, min(FORK, len(members)))
+        nonempty, part = np.unique(labels, return_inverse=True)
+        return members[medoids[nonempty]], part
+
+
+def pam(distance: Floats, k: int) -> tuple[Indexes, Indexes]:
+    """Partitioning Around Medoids of Kaufman and Rousseeuw: BUILD, then SWAP to a local optimum.
+
+    SWAP makes the exchange of a medoid and a point that lowers the total distance most, until none
+    lowers it; ties go to the lower index.
+
+    Args:
+        distance: ``(n, n)``, symmetric, 0 on the diagonal.
+        k: Medoids, from 2 to n.
+
+    Returns:
+        Medoids int64 ``(k,)`` and the place among them of each point's nearest one ``(n,)``.
+    """
+    first, medoids = np.full(len(distance), np.inf), []
+    for _ in range(k):
+        total = np.minimum(distance, first).sum(axis=1)
+        total[medoids] = np.inf
+        medoids.append(int(total.argmin()))
+        first = np.minimum(distance[medoids[-1]], first)
+    while True:
+        far = distance[medoids].astype(np.float64)
+        place = far.argmin(axis=0)
+        first, second = np.partition(far, 1, axis=0)[:2]
+        # Of each point in the place of each medoid: what the members of all medoids gain by the
+        # point, and what those of the medoid lose by going to the point or to the next medoid.
+        closest = np.minimum(distance, first)
+        change = (np.minimum(distance, second) - closest) @ (place[:, None] == np.arange(k))
+        change += (closest - first).sum(axis=1)[:, None]
+        change[medoids] = np.inf
+        point, out = np.unravel_index(change.argmin(), change.shape)
+        if change[point, out] >= -1e-12 * first.sum():
+            return np.array(medoids), place
+        medoids[out] = int(point)
 
 
 class VarED(SimilarPromptsSearch):
@@ -125,5 +185,16 @@ class VarED(SimilarPromptsSearch):
 
     name = "vared"
 
-    def _splitter(self) -> Splitter:
-        return EuclideanMedoids(self._shares)
+    def _fit(self, vectors: Array, shares: Array, tasks: Indexes | None) -> None:
+        self._rows = np.ascontiguousarray(shares.reshape(len(shares), -1), np.float32)
+        self._squares = np.einsum("ij,ij->i", self._rows, self._rows)
+        super()._fit(vectors, shares, tasks)
+
+    def _distances(self, members: Indexes, medoids: Indexes) -> Floats:
+        scale = self._squares[members][:, None] + self._squares[medoids]
+        squared = scale - 2.0 * self._rows[members] @ self._rows[medoids].T
+        # The difference of equal numbers is rounding, which a square root would blow up.
+        return np.sqrt(np.where(squared < _SAME * scale, 0.0, squared))
+
+    def _centre(self, members: Indexes) -> int:
+        return int(members[self._distances(members, members).sum(axis=1).argmin()])

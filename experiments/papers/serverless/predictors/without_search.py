@@ -14,8 +14,6 @@ from servegym.experiments.papers.serverless.predictors.base import (
 )
 from servegym.experiments.papers.serverless.predictors.tree import unit_rows
 
-__all__ = ["CategoryMean", "DistributionOnly", "EqualFrequency", "Fate", "Ridge"]
-
 
 class EqualFrequency(Predictor):
     """EF: all experts of a layer are called equally often."""
@@ -65,37 +63,23 @@ class Ridge(Predictor):
     ``W = (X'X + lambda I)^-1 X'Y`` on centred X and Y. The regulariser is the one of ``grid`` with
     the least mean JS divergence over ``folds`` parts of the history, each predicted from the
     others. Predictions below 0 are cut to 0 and each layer is scaled to sum 1.
-
-    Args:
-        grid: Regularisers to choose from.
-        folds: Parts of the cross-validation; a history of fewer prompts is left out one by one.
-        seed: Seed of the parts.
     """
 
     name = "ridge"
-
-    def __init__(
-        self,
-        grid: tuple[float, ...] = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0),
-        folds: int = 5,
-        seed: int = 0,
-    ):
-        self.grid, self.folds, self.seed = grid, folds, seed
+    grid = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
+    folds = 5
 
     def _fit(self, vectors: Array, shares: Array, tasks: Indexes | None) -> None:
         units = unit_rows(vectors).astype(np.float64)
         targets = shares.reshape(len(shares), -1)
-        self.regulariser = self.grid[-1]
-        if len(self.grid) > 1 and len(units) > 1:
-            part = np.random.default_rng(self.seed).permutation(len(units)) % self.folds
-            loss = np.zeros(len(self.grid))
-            for fold in range(min(self.folds, len(units))):
-                held = part == fold
-                for i, law in enumerate(self._solve(units[~held], targets[~held], self.grid)):
-                    found = self._apply(law, units[held], shares.shape[1:])
-                    loss[i] += js_divergence(found, shares[held]).sum()
-            self.regulariser = self.grid[int(loss.argmin())]
-        (self._law,) = self._solve(units, targets, (self.regulariser,))
+        part = np.random.default_rng(0).permutation(len(units)) % self.folds
+        loss = np.zeros(len(self.grid))
+        for fold in range(self.folds):
+            left = part == fold
+            for i, law in enumerate(self._solve(units[~left], targets[~left], self.grid)):
+                predicted = self._apply(law, units[left], shares.shape[1:])
+                loss[i] += js_divergence(predicted, shares[left]).sum()
+        (self._law,) = self._solve(units, targets, (self.grid[int(loss.argmin())],))
 
     @staticmethod
     def _solve(
@@ -112,9 +96,9 @@ class Ridge(Predictor):
     @staticmethod
     def _apply(law: tuple[Array, Array, Array], units: Array, shape: tuple[int, ...]) -> Array:
         centre, mean, weights = law
-        found = np.maximum((units - centre) @ weights + mean, 0.0).reshape(len(units), *shape)
+        shares = np.maximum((units - centre) @ weights + mean, 0.0).reshape(len(units), *shape)
         # The law's layers sum to 1 before the cut, so a layer keeps a positive sum after it.
-        return found / found.sum(axis=2, keepdims=True)
+        return shares / shares.sum(axis=2, keepdims=True)
 
     def _predict(self, vectors: Array, tasks: Indexes | None) -> Array:
         return self._apply(self._law, unit_rows(vectors).astype(np.float64), self._shape)
@@ -125,17 +109,11 @@ class Fate(Predictor):
 
     Gate l is ``softmax(W_l e + b_l)`` over the layer's experts, with e the unit embedding. The
     weights minimise the mean cross-entropy to the historical shares plus ``decay/2 |W|^2``, by
-    L-BFGS.
-
-    Args:
-        decay: Weight of the penalty.
-        iterations: Most steps of L-BFGS.
+    at most ``iterations`` steps of L-BFGS.
     """
 
     name = "fate"
-
-    def __init__(self, decay: float = 1e-4, iterations: int = 100):
-        self.decay, self.iterations = decay, iterations
+    decay, iterations = 1e-4, 100
 
     def _fit(self, vectors: Array, shares: Array, tasks: Indexes | None) -> None:
         units = unit_rows(vectors).astype(np.float64)
@@ -155,10 +133,9 @@ class Fate(Predictor):
             slope = np.tensordot(inputs.T, np.exp(logits) - shares, 1) / prompts
             return value, (slope + penalty * weights).ravel()
 
-        found = minimize(
-            loss, start.ravel(), jac=True, method="L-BFGS-B", options={"maxiter": self.iterations}
-        )
-        self._weights = found.x.reshape(start.shape)
+        options = {"maxiter": self.iterations}
+        fitted = minimize(loss, start.ravel(), jac=True, method="L-BFGS-B", options=options)
+        self._weights = fitted.x.reshape(start.shape)
 
     def _predict(self, vectors: Array, tasks: Indexes | None) -> Array:
         units = unit_rows(vectors).astype(np.float64)

@@ -71,10 +71,10 @@ def test_finds_trainings_without_controls(trained):
 
 
 def test_differences_to_the_heuristics_are_paired():
-    options = routing_measuring.Options()
-    options.requests, options.episodes = 60, 3
+    options = routing_measuring.Options(quick=False, episodes=3)
     names = ("shortest_queue", "greedy_qos", "priced_greedy")
-    found = routing_measuring.measure(options, {"point": "a"}, names, rate=8.0)
+    at = {"point": "a", "_env": {"rate": 8.0, "episode_requests": 60}}
+    found = routing_measuring.measure(options, at, names)
     by = {row["policy"]: row for row in found}
     for reference in ("greedy_qos", "priced_greedy"):
         assert by[reference][f"over_{reference}"] == by[reference][f"over_{reference}_high"] == 0
@@ -172,15 +172,12 @@ def test_learning_figures(tmp_path, trained, monkeypatch):
 
 
 @pytest.mark.slow
-def test_comparison_and_parts_of_small_trainings(tmp_path):
+def test_comparison_of_small_trainings(tmp_path):
     argv = ["--quick", "--out", str(tmp_path), "--runs", str(tmp_path / "runs"), "--episodes", "2"]
-    assert routing_comparison.main([*argv, "--figure", "comparison", "parts"]) == 0
+    assert routing_comparison.main([*argv, "--figure", "comparison"]) == 0
     rows = rows_of(tmp_path / "comparison.csv")
     assert {row["factor"] for row in rows} == {"graph", "state", "reward", "both", "level"}
     levels = [row for row in rows if row["factor"] == "level"]
     assert len(levels) == len(routing_comparison.SETTINGS) + len(routing_comparison.BESIDE)
     told = " ".join(one["text"] for one in read_record(tmp_path / "comparison.csv")["notes"])
     assert "features, HAN, Eq. 16, shaped: QoS" in told and "shortest_queue: QoS" in told
-    parts = rows_of(tmp_path / "sac_parts.csv")
-    assert {row["without"] for row in parts} == set(routing_comparison.PARTS)
-    assert all(row["loss"] == "0.0" for row in parts if row["without"].startswith("all"))

@@ -1,9 +1,8 @@
-"""Cost figures and the table of policies of the serverless family: known answers, smoke runs."""
+"""Cost figures of the serverless family: known answers, smoke runs."""
 
 import numpy as np
 import pytest
 
-from servegym.baselines.registry import list_policies
 from servegym.envs.serverless_moe.config import build_system
 from servegym.envs.serverless_moe.rivals import deployment_cost
 from servegym.envs.workloads.activations import make_toy_activations
@@ -12,7 +11,6 @@ from servegym.experiments.papers.serverless import costs as serverless_costs
 from servegym.experiments.papers.serverless import methods as serverless_methods
 from servegym.experiments.papers.serverless.billing import BILLS, TREM_S, recorded_request
 from servegym.experiments.papers.serverless.methods import Setting, measure
-from servegym.experiments.studies.serverless import policies as serverless_policies
 
 from ..tables import rows_of as table_of
 
@@ -94,36 +92,6 @@ def test_each_figure_by_its_command(name, stem, toy, tmp_path):
         assert float(row["over_mix_low"]) <= float(row["over_mix"]) <= float(row["over_mix_high"])
     record = read_record(tmp_path / f"{stem}.csv")
     assert record["quick"] and record["notes"] and f"--figure {name}" in record["command"]
-
-
-@pytest.mark.slow
-def test_policy_table(monkeypatch, tmp_path):
-    monkeypatch.setattr(serverless_policies, "MODELS", ("toy",))
-    monkeypatch.setattr(serverless_policies, "SLOW_EPISODES", 1)
-    monkeypatch.setattr(serverless_policies, "_requests", lambda options: 6)
-    command = ["--episodes", "2", "--out", str(tmp_path), "--figure", "policies"]
-    assert serverless_policies.main(command) == 0
-    rows = table_of(tmp_path / "policies.csv")
-    by = {(row["preset"], row["policy"]): row for row in rows}
-    assert len(by) == 2 * len(list_policies("serverless_moe"))
-    for preset in serverless_policies.PRESETS:
-        mix, best = by[preset, "mix"], by[preset, "lookahead"]
-        assert (mix["episodes"], best["episodes"]) == ("2", "1")
-        assert float(mix["minus_mix"]) == 0.0
-        assert float(best["bound"]) >= float(best["mean_reward"]) - 1e-9
-        assert np.isnan(float(mix["bound"]))
-    assert float(by["seed", "mix"]["cold_rate"]) == 1.0
-    assert float(by["seed", "mix"]["cold_cost_share"]) == 0.0
-    assert float(by["dynamic", "mix"]["cold_cost_share"]) > 0.0
-    for row in rows:  # the reward is minus what was paid and the penalties
-        paid = -float(row["mean_reward"]) - float(row["penalty"])
-        assert paid > 0.0
-    # Deployments are in the table, but they decide nothing: a sentence of their own.
-    notes = read_record(tmp_path / "policies.csv")["notes"]
-    for one in (one for one in notes if "ranking" in one):
-        assert "greedy_warm" in one["ranking"] and "cpu" not in one["ranking"]
-        assert "cpu" in one["deployments"]
-    assert sum("ranking" in one for one in notes) == len(serverless_policies.PRESETS)
 
 
 @pytest.mark.slow
