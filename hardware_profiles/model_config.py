@@ -275,8 +275,8 @@ def _quantised(places: list[tuple[Fields, str]], kind: str) -> tuple[str | None,
     """Format of the experts, if they alone have one (gpt-oss), and of all weights."""
     wanted = "mxfp4" if kind == "GptOssForCausalLM" else "fp8"
     for part, key in places:
-        given = part.data[key]
-        method = given.get("quant_method", given) if isinstance(given, Mapping) else given
+        stated = part.data[key]
+        method = stated.get("quant_method", stated) if isinstance(stated, Mapping) else stated
         if method != wanted:
             message = f"got {method!r:.60}; must be {wanted!r}, or left out for weights in 16 bits"
             raise part.error(key, message)
@@ -302,13 +302,13 @@ def _with_defaults(top: Fields, kind: str) -> Fields:
                 key, f"got null, which not all versions of transformers take; {message}"
             )
     # A window of null is none; of every other field null is the default.
-    given = {k: v for k, v in config.items() if v is not None or k == "sliding_window"}
-    if "num_experts" in given and "num_local_experts" in defaults:  # two names for one field
-        result = given.setdefault("num_local_experts", given["num_experts"])
-        if result != given["num_experts"]:
-            message = f"got {given['num_experts']!r}, but num_local_experts is {result!r}"
+    stated = {k: v for k, v in config.items() if v is not None or k == "sliding_window"}
+    if "num_experts" in stated and "num_local_experts" in defaults:  # two names for one field
+        result = stated.setdefault("num_local_experts", stated["num_experts"])
+        if result != stated["num_experts"]:
+            message = f"got {stated['num_experts']!r}, but num_local_experts is {result!r}"
             raise top.error("num_experts", message)
-    return Fields({**defaults, **given}, top.where)
+    return Fields({**defaults, **stated}, top.where)
 
 
 def _shape(top: Fields, name: str, kind: str) -> ModelShape:
@@ -363,10 +363,10 @@ def _experts(top: Fields, kind: str, layers: int) -> tuple[int, int, int]:
     if kind == "Qwen3MoeForCausalLM":
         width = "moe_intermediate_size"
         _experts_everywhere(top, "decoder_sparse_step")
-        given = top.data.get("mlp_only_layers", [])
-        wrong = not isinstance(given, list) or any(type(row) is not int for row in given)
-        if wrong or any(row in range(layers) for row in given):
-            raise top.error("mlp_only_layers", f"got {given!r}: {_SOME_DENSE}")
+        stated = top.data.get("mlp_only_layers", [])
+        wrong = not isinstance(stated, list) or any(type(row) is not int for row in stated)
+        if wrong or any(row in range(layers) for row in stated):
+            raise top.error("mlp_only_layers", f"got {stated!r}: {_SOME_DENSE}")
     return top.integer("num_local_experts"), _top_k(top, "num_local_experts"), top.integer(width)
 
 
@@ -520,8 +520,8 @@ def model_shape(name_or_path: str | os.PathLike[str]) -> ModelShape:
         stem = os.path.splitext(os.path.basename(text))[0]
         if stem == "config":
             stem = os.path.basename(os.path.dirname(os.path.abspath(text))) or stem
-        given = config.get("_name_or_path") if isinstance(config, Mapping) else None
-        name = given if isinstance(given, str) and given.strip() else stem
+        stated = config.get("_name_or_path") if isinstance(config, Mapping) else None
+        name = stated if isinstance(stated, str) and stated.strip() else stem
         for other in _QUANTISED_FILES if os.path.basename(text) == "config.json" else ():
             if os.path.exists(os.path.join(os.path.dirname(text), other)):
                 message = "it quantises the weights; give a folder of the model in 16 bits or fp8"

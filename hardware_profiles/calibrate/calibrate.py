@@ -378,12 +378,12 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _fit_and_save(given: dict[str, Any]) -> Profile:
-    """Fit the folder of ``given``, whose arguments win over those that lie in the folder."""
-    if "folder" not in given:
+def _fit_and_save(chosen: dict[str, Any]) -> Profile:
+    """Fit the folder of ``chosen``, whose arguments win over those that lie in the folder."""
+    if "folder" not in chosen:
         raise ValueError("folder: missing; name a folder of kernel timings")
-    folder = given["folder"]
-    options = vars(_parser().parse_args([folder, *_settings(Path(folder))])) | given
+    folder = chosen["folder"]
+    options = vars(_parser().parse_args([folder, *_settings(Path(folder))])) | chosen
     out = options.pop("out", None)
     profile = calibrate_kernels(options.pop("folder"), KernelOptions(**options))
     out = out or f"{profile.name}.json"
@@ -412,15 +412,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from servegym.hardware_profiles.calibrate import calibrate_server
 
         return calibrate_server.main(words[1:])
-    given = vars(_parser().parse_args(words))
-    other, name = given.pop("check", None), given.pop("profile", None)
+    chosen = vars(_parser().parse_args(words))
+    other, name = chosen.pop("check", None), chosen.pop("profile", None)
     if name and not other:
         raise ValueError("--profile goes with --check OTHER")
     if other and not Path(other).exists():
         raise ValueError(f"--check: there is no {other!r}")
-    if name and given:
-        raise ValueError(f"--profile scores a profile that there is; leave out {', '.join(given)}")
-    profile = load(name) if name else _fit_and_save(given)
+    if name and chosen:
+        raise ValueError(f"--profile scores a profile that there is; leave out {', '.join(chosen)}")
+    profile = load(name) if name else _fit_and_save(chosen)
     if other:
         print("\n".join(score_lines(profile, other)))
     return 0

@@ -8,11 +8,11 @@ from servegym.experiments.papers.serverless.predictors import (
     js_divergence,
     make_predictor,
 )
+from servegym.experiments.papers.serverless.predictors.base import unit_rows
 from servegym.experiments.papers.serverless.predictors.similar_prompts import (
     BruteForce,
     SimilarPromptsSearch,
 )
-from servegym.experiments.papers.serverless.predictors.tree import unit_rows
 
 WIDTH = 12
 
