@@ -165,7 +165,7 @@ def replica_loads(jobs_s: Floats, body_mb: Floats, z_max: int) -> tuple[Floats, 
     """
     width = jobs_s.shape[-1]
     jobs = np.ascontiguousarray(jobs_s, np.float64).reshape(-1, width)
-    body = np.ascontiguousarray(np.broadcast_to(body_mb, jobs_s.shape), np.float64)
+    body = np.array(np.broadcast_to(body_mb, jobs_s.shape), np.float64, order="C")  # writable
     busy, largest = _replica_loads(jobs, body.reshape(-1, width), z_max)
     shape = jobs_s.shape[:-1]
     return busy.reshape(*shape, z_max, z_max), largest.reshape(*shape, z_max)

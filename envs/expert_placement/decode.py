@@ -16,16 +16,11 @@ LEAST_SHARE = 0.01
 
 
 def layer_sizes(share: np.ndarray, cap: np.ndarray, experts: int) -> np.ndarray:
-    """Experts of each layer on each server, from shares of the server's slots.
+    """Experts of each layer on each server, from shares (N, L) of the server's slots (N,).
 
     The shares of a server are normalised (all equal if they sum to 0), rounded down, clamped at E
     and filled up by the largest remainder. Layers with fewer than E places in all then take from
     those with most, at servers with many slots first.
-
-    Args:
-        share: ``(N, L)``, at least 0.
-        cap: ``(N,)`` slots.
-        experts: E.
 
     Returns:
         int64 ``(N, L)``: row n sums to ``min(cap[n], L E)``, every column to at least E.
@@ -66,15 +61,9 @@ def best_experts(score: np.ndarray, size: np.ndarray) -> np.ndarray:
     """The ``size[n]`` best-scored experts of each server, repaired so that each is somewhere.
 
     An expert that no server has chosen goes, in order of its number, to the server that scores it
-    highest among those with an expert that another server has too, in place of the lowest-scored
-    of these. Ties go to the lowest number.
-
-    Args:
-        score: ``(N, C)``.
-        size: ``(N,)`` at most C each and at least C in all.
-
-    Returns:
-        bool ``(N, C)``.
+    highest among those with an expert that another server has too, in place of the lowest-scored of
+    these. Ties go to the lowest number. Scores are ``(N, C)``, as is the bool result; sizes are at
+    most C each and at least C in all.
     """
     servers, count = score.shape
     chosen = np.zeros((servers, count), dtype=bool)
@@ -108,21 +97,12 @@ def assign_gpus(
     weight: np.ndarray,
     current: np.ndarray,
 ) -> np.ndarray:
-    """Spread the experts of each server over its GPUs.
+    """Spread the experts ``(N, L, E)`` of each server over its GPUs: uint8 ``(G, L, E)``.
 
-    An expert that is on a GPU of the server already stays there. The others follow layer by
-    layer, by falling weight, each to the GPU with a free slot that has the least weight of the
-    layer so far (ties: most free slots, then the lowest number).
-
-    Args:
-        slots: ``(G,)``, for each server as many as it has experts, or more.
-        gpu_server: ``(G,)``.
-        held: bool ``(N, L, E)``.
-        weight: ``(L, E)`` load of an expert.
-        current: ``(G, L, E)`` placement to stay close to.
-
-    Returns:
-        uint8 ``(G, L, E)``.
+    An expert that is on a GPU of the server already, by ``current``, stays there. The others follow
+    layer by layer, by falling weight ``(L, E)``, each to the GPU with a free slot that has the
+    least weight of the layer so far (ties: most free slots, then the lowest number). ``slots`` and
+    ``gpu_server`` are ``(G,)``; a GPU has as many slots as its server has experts, or more.
     """
     z = np.zeros(current.shape, dtype=np.uint8)
     for n in range(len(held)):

@@ -17,7 +17,6 @@ AXES = {
     "b": "b, share of remote MoE experts",
     "bin_low": "score, 0 to 1, or output tokens",
     "ceiling": "ceiling",
-    "cpu_s": "processor time, s",
     "drop_rate": "dropped, share of requests",
     "entropy": "entropy over its maximum",
     "experts": "number of experts",
@@ -49,8 +48,6 @@ AXES = {
     "share": "share of answers",
     "top_share": "most used expert, share of tokens",
     "usd_per_1000": "USD for 1,000 requests",
-    "val_latency_s": "latency on validation episodes, s",
-    "val_reward": "reward on validation, costs of MIX",
 }
 """Labels of the columns whose names do not end in a unit."""
 WIDE = 2
@@ -98,8 +95,8 @@ def error_bars(rows: Rows, key: str, ends: tuple[str, str] | None = None) -> Any
     low, high = ends or (f"{key}_low", f"{key}_high")
 
     def numbers(column: str) -> Any:
-        given = [row[column] if column in row else row[key] for row in rows]
-        return np.array([np.nan if x == "" else x for x in given], dtype=np.float64)
+        cells = [row.get(column, row[key]) for row in rows]
+        return np.array([np.nan if cell == "" else cell for cell in cells], dtype=np.float64)
 
     values = numbers(key)
     return values, np.maximum([values - numbers(low), numbers(high) - values], 0.0)
@@ -145,13 +142,13 @@ def words(column: str) -> str:
 
 def _at(row: Mapping[str, Any], names: Names) -> str:
     """What a row has in some columns, numbers with the names of theirs."""
-    found = []
+    parts = []
     for column in _columns(names):
         value, (name, comma, unit) = row[column], words(column).rpartition(", ")
         if not isinstance(value, str):
             value = f"{name} {value:g} {unit}" if comma else f"{unit} {value:g}"
-        found.append(value)
-    return ", ".join(one for one in found if one)
+        parts.append(value)
+    return ", ".join(part for part in parts if part)
 
 
 def _kinds(rows: Rows, names: Names) -> list[str]:
@@ -191,16 +188,16 @@ class Lines:
         """The matplotlib figure of a table's rows."""
         rows = [row for row in rows if self.where is None or self.where(row)]
         y, panels, lines = _columns(self.y), _kinds(rows, self.panels), _kinds(rows, self.line)
-        cells = [(panel, column) for column in y for panel in panels]
-        wide = min(WIDE, len(cells) if 1 in (len(y), len(panels)) else len(panels))
-        high = -(-len(cells) // wide)
+        pairs = [(panel, column) for column in y for panel in panels]
+        wide = min(WIDE, len(pairs) if 1 in (len(y), len(panels)) else len(panels))
+        high = -(-len(pairs) // wide)
         size = (max(4.2 * wide, 6.0), 3.2 * high + 0.25 * (1 + len(lines) // 3))
         figure, axes = pyplot().subplots(
             high, wide, figsize=size, squeeze=False, layout="constrained"
         )
-        for axis in axes.flat[len(cells) :]:
+        for axis in axes.flat[len(pairs) :]:
             axis.set_visible(False)
-        for axis, (panel, column) in zip(axes.flat, cells, strict=False):
+        for axis, (panel, column) in zip(axes.flat, pairs, strict=False):
             own = [row for row in rows if _at(row, self.panels) == panel]
             parts = [[row for row in own if _at(row, self.line) == one] for one in lines]
             self._draw(axis, own, dict(zip(lines, parts, strict=True)), column)
@@ -311,11 +308,11 @@ class Curves:
 
     def trainings(self, rows: Rows) -> dict[tuple[str, str], list[Mapping[str, Any]]]:
         """The evaluations of each training: (policy, training) -> rows."""
-        found: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+        runs: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
         for row in rows:
             if row["cpu_s"] != "" and (self.where is None or self.where(row)):
-                found.setdefault((self.policy(row), _at(row, self.run)), []).append(row)
-        return found
+                runs.setdefault((self.policy(row), _at(row, self.run)), []).append(row)
+        return runs
 
     def _draw(self, axis: Any, rows: Rows) -> None:
         rules = {self.policy(row): row[self.y] for row in rows if row["cpu_s"] == ""}

@@ -54,6 +54,11 @@ class Claim(NamedTuple):
     family: str = ""
 
 
+def claim(place: str, text: str, paper: str, source: str) -> Callable[[Reader], Claim]:
+    """A decorator: what reads the table becomes the claim that it judges."""
+    return lambda read: Claim(place, text, paper, source, read)
+
+
 def found_for(
     claims: Sequence[Claim], table: str, *first: str
 ) -> Callable[[Any, Rows], Iterator[Note]]:
@@ -77,10 +82,7 @@ def found_for(
 
 
 def judge(
-    ours: float,
-    paper: float,
-    least: bool = False,
-    interval: tuple[float, float] | None = None,
+    ours: float, paper: float, least: bool = False, interval: tuple[float, float] | None = None
 ) -> str:
     """The verdict on a change of ``ours`` percent where the paper has ``paper`` percent.
 

@@ -12,47 +12,58 @@ from servegym.experiments.papers.verdicts import (
     OPEN,
     Claim,
     Finding,
-    Reader,
     Rows,
+    claim,
     holds,
     judge,
     percent,
     pick,
+    split,
     values,
 )
 
 
-def sharing(rival: str, paper: float) -> Reader:
-    """How much less latency sharing takes than fetching alone, by the speed of the host channel."""
+def sharing(text: str, rival: str, paper: float) -> Claim:
+    """The claim on how much less latency sharing takes, by the speed of the host channel."""
 
     def read(rows: Rows) -> Iterable[Finding]:
+        for at, own in split(rows, "skew", "pcie_gb_s"):
+            setting = f"{at['skew']} skew, PCIe {at['pcie_gb_s']:g} GB/s"
+            yield _saved(setting, own, "uniform", rival, paper)
+
+    return Claim("Table I", text, f"-{paper} %", "table1_pcie", read)
+
+
+LESS = {
+    ("BigBench", "DeepSeek-V2-Lite"): 30.6,
+    ("BigBench", "Mixtral-8x7B"): 3.2,
+    ("MultiData", "DeepSeek-V2-Lite"): 10.9,
+    ("MultiData", "Mixtral-8x7B"): 2.0,
+}
+"""How much less latency Prism has than EPLB in Table II, percent, by workload and model."""
+
+
+@claim(
+    "Table II",
+    "Prism has less latency than EPLB (over all GPUs at once)",
+    ", ".join(f"-{figure}" for figure in LESS.values()) + " %",
+    "table2_latency",
+)
+def less_than_eplb(rows: Rows) -> Iterable[Finding]:
+    """How much less latency Prism has than EPLB, by workload and model."""
+    for (workload, model), figure in LESS.items():
         for skew in values(rows, "skew"):
-            for speed in values(rows, "pcie_gb_s"):
-                own = pick(rows, skew=skew, pcie_gb_s=speed)
-                setting = f"{skew} skew, PCIe {speed:g} GB/s"
-                yield _saved(setting, own, "uniform", rival, paper)
-
-    return read
-
-
-def less(method: str, reference: str, paper: Mapping[tuple[str, str], float]) -> Reader:
-    """How much less latency one policy has than another, by workload and model."""
-
-    def read(rows: Rows) -> Iterable[Finding]:
-        for (workload, model), figure in paper.items():
-            for skew in values(rows, "skew"):
-                own = pick(rows, workload=workload, model=model, skew=skew)
-                setting = f"{workload}, {model}, {skew} skew"
-                yield _saved(setting, own, method, reference, figure)
-
-    return read
+            own = pick(rows, workload=workload, model=model, skew=skew)
+            setting = f"{workload}, {model}, {skew} skew"
+            yield _saved(setting, own, "prism", "eplb_global", figure)
 
 
 def _saved(setting: str, rows: Rows, method: str, reference: str, paper: float) -> Finding:
     """How much less latency one policy has than another; by sign where one is overloaded."""
     by = {row["policy"]: row for row in rows}
-    ends = _paired(by[method], reference)
-    return _ends(setting, by[method], by[reference], -paper, (method, reference), ends)
+    names = (method, reference)
+    interval = _paired(by[method], reference)
+    return _ends(setting, (by[method], by[reference]), -paper, names, interval)
 
 
 def _paired(row: Mapping[str, Any], reference: str) -> tuple[float, float] | None:
@@ -82,6 +93,12 @@ def unpaired(new: Mapping[str, Any], old: Mapping[str, Any]) -> tuple[float, flo
     return low, high
 
 
+@claim(
+    "Fig. 6",
+    "Prism serves the largest share of tokens locally",
+    "above all others",
+    "fig6_local_ratio",
+)
 def best_counts(rows: Rows) -> Iterable[Finding]:
     """Whether Prism serves more locally than every other policy that goes by counts."""
     for model in values(rows, "model"):
@@ -98,6 +115,7 @@ def best_counts(rows: Rows) -> Iterable[Finding]:
             yield Finding(f"{workload}, {model}", here, ahead_of_all)
 
 
+@claim("Fig. 7", "migrating pays when the requests change", "-10 %", "fig7_summary")
 def migrating(rows: Rows) -> Iterable[Finding]:
     """What migrating saves when the requests change, against each placement that stays."""
     by = {row["variant"]: row for row in rows}
@@ -109,47 +127,43 @@ def migrating(rows: Rows) -> Iterable[Finding]:
             yield Finding(f"{name}, against {other}", f"{change:+.3g} %", verdict)
 
 
+@claim("Fig. 8a", "latency falls from 4 to 256 GPUs", "-19 % and -9 %", "fig8a_gpus")
 def gpus(rows: Rows) -> Iterable[Finding]:
     """Prism's latency with the most GPUs against the fewest."""
     few, many = min(values(rows, "gpus")), max(values(rows, "gpus"))
     for link in values(rows, "link_model"):
         for gap, paper in ((8.0, -19.0), (15.0, -9.0)):
-            own = {
-                row["gpus"]: row for row in pick(rows, link_model=link, gap_s=gap, policy="prism")
-            }
+            part = pick(rows, link_model=link, gap_s=gap, policy="prism")
+            own = {row["gpus"]: row for row in part}
             setting = f"links: {link}, {gap:g} s between requests"
-            ends = unpaired(own[many], own[few])
-            names = (f"{many} GPUs", f"{few} GPUs")
-            yield _ends(setting, own[many], own[few], paper, names, ends)
+            pair, names = (own[many], own[few]), (f"{many} GPUs", f"{few} GPUs")
+            yield _ends(setting, pair, paper, names, unpaired(*pair))
 
 
+@claim("Fig. 8b", "latency falls from 100 to 1000 Mbps", "-55 % and -35 %", "fig8b_bandwidth")
 def bandwidth(rows: Rows) -> Iterable[Finding]:
     """Prism's latency with the widest links against the narrowest, by few and by many GPUs."""
     counts, speeds = values(rows, "gpus"), values(rows, "mbps")
     slow, fast = min(speeds), max(speeds)
-    for link in values(rows, "link_model"):
-        for cost in values(pick(rows, link_model=link), "h_ms"):
-            for count, paper in ((min(counts), -55.0), (max(counts), -35.0)):
-                own = {
-                    row["mbps"]: row for row in pick(rows, link_model=link, h_ms=cost, gpus=count)
-                }
-                setting = f"links: {link}, {cost} ms a message, {count} GPUs"
-                ends = unpaired(own[fast], own[slow])
-                names = (f"{fast} Mbps", f"{slow} Mbps")
-                yield _ends(setting, own[fast], own[slow], paper, names, ends)
+    for at, part in split(rows, "link_model", "h_ms"):
+        for count, paper in ((min(counts), -55.0), (max(counts), -35.0)):
+            own = {row["mbps"]: row for row in pick(part, gpus=count)}
+            setting = f"links: {at['link_model']}, {at['h_ms']} ms a message, {count} GPUs"
+            names = (f"{fast} Mbps", f"{slow} Mbps")
+            pair = own[fast], own[slow]
+            yield _ends(setting, pair, paper, names, unpaired(*pair))
 
 
 def _ends(
     setting: str,
-    new: Mapping[str, Any],
-    old: Mapping[str, Any],
+    rows: tuple[Mapping[str, Any], Mapping[str, Any]],
     paper: float,
     names: tuple[str, str],
-    interval: tuple[float, float] | None = None,
+    interval: tuple[float, float] | None,
 ) -> Finding:
-    """A change of latency; of an overloaded queue only the sign counts."""
-    change = percent(new["mean_latency_s"], old["mean_latency_s"])
-    grow = [name for name, row in zip(names, (new, old), strict=True) if row["overloaded"]]
+    """A change of latency from the second row to the first; of an overloaded queue by its sign."""
+    change = percent(*(row["mean_latency_s"] for row in rows))
+    grow = [name for name, row in zip(names, rows, strict=True) if row["overloaded"]]
     if not grow:
         here = f"{change:+.3g} % (paper {paper:g} %)"
         return Finding(setting, here, judge(change, paper, interval=interval))
@@ -159,50 +173,13 @@ def _ends(
 
 
 CLAIMS = (
-    Claim(
-        "Table I",
-        "sharing experts beats servers that fetch them alone",
-        "-20.8 %",
-        "table1_pcie",
-        sharing("moe_infinity", 20.8),
+    sharing("sharing experts beats servers that fetch them alone", "moe_infinity", 20.8),
+    sharing(
+        "... and servers that fetch them alone and balance their requests", "moe_infinity_lb", 18.3
     ),
-    Claim(
-        "Table I",
-        "... and servers that fetch them alone and balance their requests",
-        "-18.3 %",
-        "table1_pcie",
-        sharing("moe_infinity_lb", 18.3),
-    ),
-    Claim(
-        "Table II",
-        "Prism has less latency than EPLB (over all GPUs at once)",
-        "-30.6, -3.2, -10.9, -2.0 %",
-        "table2_latency",
-        less(
-            "prism",
-            "eplb_global",
-            {
-                ("BigBench", "DeepSeek-V2-Lite"): 30.6,
-                ("BigBench", "Mixtral-8x7B"): 3.2,
-                ("MultiData", "DeepSeek-V2-Lite"): 10.9,
-                ("MultiData", "Mixtral-8x7B"): 2.0,
-            },
-        ),
-    ),
-    Claim(
-        "Fig. 6",
-        "Prism serves the largest share of tokens locally",
-        "above all others",
-        "fig6_local_ratio",
-        best_counts,
-    ),
-    Claim("Fig. 7", "migrating pays when the requests change", "-10 %", "fig7_summary", migrating),
-    Claim("Fig. 8a", "latency falls from 4 to 256 GPUs", "-19 % and -9 %", "fig8a_gpus", gpus),
-    Claim(
-        "Fig. 8b",
-        "latency falls from 100 to 1000 Mbps",
-        "-55 % and -35 %",
-        "fig8b_bandwidth",
-        bandwidth,
-    ),
+    less_than_eplb,
+    best_counts,
+    migrating,
+    gpus,
+    bandwidth,
 )

@@ -94,9 +94,6 @@ def _skews(options: Options) -> tuple[str, ...]:
     return ("measured",) if options.quick else ("measured", "paper")
 
 
-# -------------------------------------------------------------------------------------- Table I
-
-
 TABLE1 = {
     "moe_infinity": (9.14, 4.77, 3.18, 5.19),
     "moe_infinity_lb": (8.60, 4.77, 3.10, 5.03),
@@ -133,9 +130,6 @@ def _draw_table1(rows: Sequence[Mapping[str, Any]]) -> Any:
     return picture([{**row, "paper_mean_s": TABLE1[row["policy"]][3]} for row in rows])
 
 
-# ------------------------------------------------------------------------------------- Table II
-
-
 def _parts(options: Options) -> list[Row]:
     return [
         {"workload": workload, "model": model, "skew": skew}
@@ -166,9 +160,6 @@ def _table2_facts(options: Options) -> Row:
         for workload, (scenario, _) in WORKLOADS.items()
         for model, name in MODELS.items()
     }
-
-
-# --------------------------------------------------------------------------------------- Fig. 5
 
 
 def layer_times(share: float, seed: int, messages: str, count: int) -> dict[str, float]:
@@ -238,9 +229,6 @@ def _fig5_notes(options: Options, rows: Rows) -> Iterator[Note]:
         )
 
 
-# --------------------------------------------------------------------------------------- Fig. 6
-
-
 LOCAL_POLICIES = ("uniform", "redundance", "smartmoe", "eplb_global", "prism", "proxy_optimum")
 
 
@@ -269,9 +257,7 @@ STUDIES = (
         tuple(TABLE1),
         findings("table1_pcie", "skew", "pcie_gb_s", "policy"),
         _draw_table1,
-        facts=lambda options: {
-            "setting": setting(scenario="paper_testbed", model="mixtral-8x7b"),
-        },
+        facts=lambda options: {"setting": setting(scenario="paper_testbed", model="mixtral-8x7b")},
     ),
     Study(
         "table2_latency",

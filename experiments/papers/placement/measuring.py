@@ -14,7 +14,8 @@ from servegym.baselines.registry import make_policy
 from servegym.envs.expert_placement.config import Problem, build_problem
 from servegym.envs.expert_placement.core import PlacementEpisode
 from servegym.envs.expert_placement.simulator import Requests
-from servegym.experiments.evaluation.evaluate import DEFAULT_SEED, evaluate
+from servegym.experiments.evaluation.evaluate import evaluate
+from servegym.experiments.evaluation.play import DEFAULT_SEED
 from servegym.experiments.evaluation.stats import (
     Interval,
     mean,
@@ -77,18 +78,12 @@ KEYS = (
 def measure(
     point: Mapping[str, Any], policies: Sequence[str], episodes: int, **kwargs: Any
 ) -> list[dict[str, Any]]:
-    """Run policies on the same evaluation episodes.
-
-    Args:
-        point: Columns put before the others.
-        policies: Registered names.
-        episodes: Episodes of each.
-        **kwargs: Arguments of the environment.
+    """Run policies on the same evaluation episodes, with ``kwargs`` of the environment.
 
     Returns:
-        One row a policy with the mean over episodes and its interval of every figure, the mean
-        latency of each server (up to 16) and their mean included, and `_doubled`; ``_latency`` is
-        the mean latency of each episode ``(episodes,)``.
+        One row a policy: ``point``, the mean over episodes and its interval of every figure, the
+        mean latency of each server (up to 16) and their mean included, and `_doubled`;
+        ``_latency`` is the mean latency of each episode ``(episodes,)``.
     """
     rows = []
     for policy in policies:
@@ -139,9 +134,7 @@ def growing(rows: Sequence[Mapping[str, Any]], *keys: str) -> dict[str, Any]:
 def findings(table: str, *keys: str) -> Callable[[Any, Rows], list[Note]]:
     """The notes of a study: what the claims find in its table, and the points that are overloaded.
 
-    Args:
-        table: Name of the table.
-        *keys: Columns that tell its points apart.
+    ``keys`` are the columns that tell these apart.
     """
     of_claims = found_for(CLAIMS, table)
     return lambda options, rows: [*of_claims(options, rows), growing(rows, *keys)]
@@ -184,14 +177,14 @@ def drive(
     static: bool = False,
     history: np.ndarray | None = None,
 ) -> tuple[PlacementEpisode, list[dict[str, float]]]:
-    """Run one episode and look at it several times between decisions.
+    """Run one episode and look at it several times an epoch, between decisions.
 
     Without the last four arguments it is the episode that `evaluate` runs with this seed.
 
     Args:
         kwargs: Arguments of the environment.
         policy: A registered name.
-        seed: Of the episode.
+        seed: Seed of the episode.
         slices: Looks an epoch.
         requests: Makes other requests than the environment draws.
         pooled_start: Whether the counts before the start are those of all servers together, as

@@ -32,17 +32,10 @@ PLANNED = {"prism": prism, "proxy_optimum": proxy_optimum}
 """Placements whose coverage is compared."""
 
 
-# ---------------------------------------------------------------------------------- Fig. 2 and 3
-
-
 def skew_of(shares: np.ndarray) -> dict[str, np.ndarray]:
-    """How unevenly experts are used.
+    """How unevenly experts are used, from their shares ``(..., E)``, each summing to 1.
 
-    Args:
-        shares: ``(..., E)``, each summing to 1.
-
-    Returns:
-        ``top_share``, of the most used expert, and ``entropy``, as a share of log2 E, ``(...)``.
+    ``top_share``, of the most used expert, and ``entropy``, as a share of log2 E, ``(...)`` each.
     """
     with np.errstate(divide="ignore", invalid="ignore"):
         bits = np.where(shares > 0, shares * np.log2(shares), 0.0)
@@ -98,16 +91,10 @@ def _skew_notes(options: Options, rows: Sequence[Row]) -> Iterator[Note]:
     yield "intervals: prompts drawn again; 'mean' over layers"
 
 
-# --------------------------------------------------------------------------- Theorem 1, coverage
-
-
 def covered(counts: np.ndarray, view: np.ndarray, cap: np.ndarray) -> dict[str, np.ndarray]:
     """How much of each server's traffic its experts cover.
 
-    Args:
-        counts: ``(N, L, E)`` assignments of a server's requests.
-        view: bool ``(N, L, E)``, experts on the server.
-        cap: ``(N,)`` slots of the server.
+    Of ``(N, L, E)`` assignments of a server's requests, experts on the server, and ``(N,)`` slots.
 
     Returns:
         ``held``, U_n of Theorem 1: share of the server's assignments on experts it holds;

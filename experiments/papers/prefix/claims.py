@@ -16,12 +16,13 @@ from servegym.experiments.papers.verdicts import (
     DISAGREES,
     Claim,
     Finding,
-    Reader,
     Rows,
+    claim,
     holds,
     judge,
     percent,
     pick,
+    split,
     values,
 )
 
@@ -32,32 +33,38 @@ LLM_D = "llm-d, eight pods"
 
 def _collapse(rows: Rows, routing: str, column: str) -> float | None:
     """The lowest rate from which TTFT at 90 % stays above `COLLAPSED_S`; None: there is none."""
-    found = None
+    rate = None
     for row in pick(rows, routing=routing):
         if row[column] == "" or row[column] < COLLAPSED_S:
-            found = None
-        elif found is None:
-            found = row["rate"]
-    return found
+            rate = None
+        elif rate is None:
+            rate = row["rate"]
+    return rate
 
 
-def collapse(*routings: str) -> Reader:
-    """The rate at which ways of routing collapse, theirs beside ours."""
+def collapse(text: str, theirs: str, *routings: str) -> Claim:
+    """The claim on the rates at which ways of routing collapse, theirs beside ours."""
 
     def read(rows: Rows) -> Iterable[Finding]:
         for routing in routings:
-            theirs = _collapse(rows, routing, "report_ttft_p90_s")
+            reported = _collapse(rows, routing, "report_ttft_p90_s")
             ours = _collapse(rows, routing, "ttft_p90_s")
             words = "never" if ours is None else f"from {ours:g}/s on"
-            if theirs == ours:
+            if reported == ours:
                 verdict = AGREES
             else:
-                verdict = DISAGREES if None in (theirs, ours) else DIRECTION
+                verdict = DISAGREES if None in (reported, ours) else DIRECTION
             yield Finding(routing, words, verdict)
 
-    return read
+    return Claim(LLM_D, text, theirs, "llm_d", read)
 
 
+@claim(
+    LLM_D,
+    "true caches give more output tokens/s at 60/s than estimated, load, random",
+    "+45, +121, +117 %",
+    "llm_d",
+)
 def throughput(rows: Rows) -> Iterable[Finding]:
     """Output tokens/s at the highest rate, routing by true caches against each other way."""
     top = pick(rows, rate=max(row["rate"] for row in rows))
@@ -71,6 +78,7 @@ def throughput(rows: Rows) -> Iterable[Finding]:
         yield Finding(f"over {routing}", f"{ours:+.0f} %", judge(ours, theirs))
 
 
+@claim(LLM_D, "TTFT at 90 %: precise < estimated < blind", "at every load", "llm_d")
 def order(rows: Rows) -> Iterable[Finding]:
     """Whether TTFT at 90 % rises from precise over estimated to both blind ways, rate by rate."""
     for rate in values(rows, "rate"):
@@ -86,8 +94,8 @@ def order(rows: Rows) -> Iterable[Finding]:
         )
 
 
-def stated(workload: str) -> Reader:
-    """What is stated of a trace, as the table of facts has judged it."""
+def stated(place: str, text: str, workload: str) -> Claim:
+    """The claim on what is stated of a trace, as the table of facts has judged it."""
     verdicts = {"agrees": AGREES, "differs": DISAGREES}
 
     def read(rows: Rows) -> Iterable[Finding]:
@@ -103,13 +111,19 @@ def stated(workload: str) -> Reader:
                 here = f"{_number(row['here'])}; stated {_number(row['published'])}"
                 yield Finding(setting, here, verdicts[row["verdict"]])
 
-    return read
+    return Claim(place, text, "see the setting", "workload_facts", read)
 
 
 def _number(value: Any) -> str:
     return f"{float(value):,.4g}" if float(value) < 1e4 else f"{float(value):,.0f}"
 
 
+@claim(
+    "production-stack",
+    "the longest match, whatever the load, beats the least load",
+    "its prefix-aware routing",
+    "tuned_rules",
+)
 def longest_match(rows: Rows) -> Iterable[Finding]:
     """Attainment of the longest match, whatever the load, beside the least load's."""
     for setting in values(rows, "setting"):
@@ -119,92 +133,51 @@ def longest_match(rows: Rows) -> Iterable[Finding]:
         yield Finding(setting, f"{ours:.1f} % for {blind:.1f} %", holds([ours > blind]))
 
 
+@claim(
+    "BLIS, 8 instances",
+    "a queue weight of 3 in place of 2 to 4 of the prefix cuts the slowest TTFTs",
+    "3,570 to 132 ms",
+    "signals_weights",
+)
 def weights(rows: Rows) -> Iterable[Finding]:
     """The ratio of the slowest TTFTs between queue weights 3 and 2 to 4 of the prefix."""
-    for setting in values(rows, "setting"):
-        for rate in values(pick(rows, setting=setting), "rate"):
-            by = {row["queue"]: row for row in pick(rows, setting=setting, rate=rate)}
-            change = percent(by[3.0]["p99_ttft_s"], by[2.0]["p99_ttft_s"])
-            theirs = percent(132.0, 3570.0)
-            verdict = judge(change, theirs) if change < 0 else DISAGREES
-            yield Finding(f"{setting}, {rate:g} requests/s", f"{change:+.0f} %", verdict)
+    for at, own in split(rows, "setting", "rate"):
+        by = {row["queue"]: row for row in own}
+        change = percent(by[3.0]["p99_ttft_s"], by[2.0]["p99_ttft_s"])
+        verdict = judge(change, percent(132.0, 3570.0)) if change < 0 else DISAGREES
+        yield Finding(f"{at['setting']}, {at['rate']:g} requests/s", f"{change:+.0f} %", verdict)
 
 
+@claim(
+    "BLIS, 8 instances",
+    "metrics of 100 ms instead of live ones lengthen the slowest TTFTs",
+    "+354 %",
+    "signals_staleness",
+)
 def staleness(rows: Rows) -> Iterable[Finding]:
     """How much longer the slowest TTFTs are with metrics of 100 ms or more than with live ones."""
-    for setting in values(rows, "setting"):
-        for rate in values(pick(rows, setting=setting), "rate"):
-            own = pick(rows, setting=setting, rate=rate, rule="llm_d")
-            row = min(own, key=lambda row: abs(row["scrape_s"] - 0.2))
-            change = 100 * (row["p99_ratio"] - 1)
-            ends = 100 * (row["p99_low"] - 1), 100 * (row["p99_high"] - 1)
-            where = f"llm_d, {setting}, {rate:g} requests/s, {row['scrape_s']:g} s"
-            yield Finding(where, f"{change:+.0f} %", judge(change, 354.0, interval=ends))
+    for at, own in split(pick(rows, rule="llm_d"), "setting", "rate"):
+        row = min(own, key=lambda row: abs(row["scrape_s"] - 0.2))
+        change = 100 * (row["p99_ratio"] - 1)
+        ends = 100 * (row["p99_low"] - 1), 100 * (row["p99_high"] - 1)
+        where = f"llm_d, {at['setting']}, {at['rate']:g} requests/s, {row['scrape_s']:g} s"
+        yield Finding(where, f"{change:+.0f} %", judge(change, 354.0, interval=ends))
 
 
 CLAIMS: tuple[Claim, ...] = (
-    Claim(
-        LLM_D,
-        "routing that is blind to caches collapses",
-        "from 20/s on",
-        "llm_d",
-        collapse("load", "random"),
-    ),
-    Claim(
-        LLM_D,
+    collapse("routing that is blind to caches collapses", "from 20/s on", "load", "random"),
+    collapse(
         "routing by an estimated cache collapses later, by the true ones never",
         "from 40/s on; never",
-        "llm_d",
-        collapse("estimated", "precise"),
+        "estimated",
+        "precise",
     ),
-    Claim(LLM_D, "TTFT at 90 %: precise < estimated < blind", "at every load", "llm_d", order),
-    Claim(
-        LLM_D,
-        "true caches give more output tokens/s at 60/s than estimated, load, random",
-        "+45, +121, +117 %",
-        "llm_d",
-        throughput,
-    ),
-    Claim(
-        "Mooncake's traces",
-        "what their pages state",
-        "see the setting",
-        "workload_facts",
-        stated("mooncake"),
-    ),
-    Claim(
-        "kv-cache-tester",
-        "what its page states of 642 of the sessions",
-        "see the setting",
-        "workload_facts",
-        stated("agents"),
-    ),
-    Claim(
-        LLM_D,
-        "what its report states of the prompts",
-        "see the setting",
-        "workload_facts",
-        stated("tenants"),
-    ),
-    Claim(
-        "production-stack",
-        "the longest match, whatever the load, beats the least load",
-        "its prefix-aware routing",
-        "tuned_rules",
-        longest_match,
-    ),
-    Claim(
-        "BLIS, 8 instances",
-        "a queue weight of 3 in place of 2 to 4 of the prefix cuts the slowest TTFTs",
-        "3,570 to 132 ms",
-        "signals_weights",
-        weights,
-    ),
-    Claim(
-        "BLIS, 8 instances",
-        "metrics of 100 ms instead of live ones lengthen the slowest TTFTs",
-        "+354 %",
-        "signals_staleness",
-        staleness,
-    ),
+    order,
+    throughput,
+    stated("Mooncake's traces", "what their pages state", "mooncake"),
+    stated("kv-cache-tester", "what its page states of 642 of the sessions", "agents"),
+    stated(LLM_D, "what its report states of the prompts", "tenants"),
+    longest_match,
+    weights,
+    staleness,
 )

@@ -107,17 +107,13 @@ RULES: dict[str, tuple[Callable[[], Rule], str]] = {
 STAGES = (*(x for stage in LLM_D_STAGES for x in (stage, (0.0, PAUSE_S))), (0.5, 1.0))
 
 
-Stage = tuple[float, float, float, float]
-"""TTFT at 90 %, mean TTFT (s), output tokens/s and token hit rate."""
-
-
 def _count() -> int:
     """Requests of an episode; the stage after the last one takes those that are left."""
     expected = sum(rate * seconds for rate, seconds in LLM_D_STAGES)
     return int(expected + 6 * expected**0.5)
 
 
-def _pinned(card: Profile, seed: int) -> list[Stage]:
+def _pinned(card: Profile, seed: int) -> np.ndarray:
     """The stages where every group has a pod of its own, which needs no state of the system."""
     requests = Tenants(stages=STAGES).draw(
         np.random.default_rng(seed), _count(), 1.0, BLOCK, "trace"
@@ -133,32 +129,26 @@ def _pinned(card: Profile, seed: int) -> list[Stage]:
     return _stages(played, requests.prompt_tokens, requests.output_tokens)
 
 
-def _stages(played: np.ndarray, prompt: np.ndarray, output: np.ndarray) -> list[Stage]:
-    """What became of the requests (J,) of each stage.
+def _stages(played: np.ndarray, prompt: np.ndarray, output: np.ndarray) -> np.ndarray:
+    """What became of the requests (J,) of each stage, if it has drained before the next one.
 
-    Raises:
-        ValueError: If a stage has not drained before the next one.
+    ``(K, 4)``: TTFT at 90 %, mean TTFT (s), output tokens/s and token hit rate.
     """
     ttft = played["first_token_s"] - played["arrival_s"]
     begins = np.cumsum([0.0, *(seconds + PAUSE_S for _, seconds in LLM_D_STAGES)])
-    found = []
-    for k in range(len(LLM_D_STAGES)):
+    stages = np.empty((len(LLM_D_STAGES), 4))
+    for k, stage in enumerate(stages):
         own = (played["arrival_s"] >= begins[k]) & (played["arrival_s"] < begins[k + 1])
         end = played["finish_s"][own].max()
         if end > begins[k + 1]:
             raise ValueError(f"PAUSE_S={PAUSE_S}: stage {k} has not drained before the next one.")
-        found.append(
-            (
-                float(np.percentile(ttft[own], 90)),
-                float(ttft[own].mean()),
-                float(output[own].sum() / (end - begins[k])),
-                float(played["hit_tokens"][own].sum() / prompt[own].sum()),
-            )
-        )
-    return found
+        stage[:2] = np.percentile(ttft[own], 90), ttft[own].mean()
+        stage[2] = output[own].sum() / (end - begins[k])
+        stage[3] = played["hit_tokens"][own].sum() / prompt[own].sum()
+    return stages
 
 
-def _route(way: str, seeds: int) -> list[list[Stage]]:
+def _route(way: str, seeds: int) -> list[np.ndarray]:
     """As `_pinned` for several seeds, with a rule in the environment."""
     make, index = RULES[way]
     envs = PrefixRoutingVectorEnv(
@@ -186,12 +176,6 @@ def _route(way: str, seeds: int) -> list[list[Stage]]:
     return [_stages(log, log["prompt_tokens"], log["output_tokens"]) for log in logs]
 
 
-def _interval(values: np.ndarray) -> dict[str, float]:
-    """Student's interval over seeds as columns, with four digits."""
-    found = zip(("ttft_p90_s", "low", "high"), student_interval(values), strict=True)
-    return {key: float(f"{value:.4g}") for key, value in found}
-
-
 def _ways(options: Options, at: Mapping[str, Any], ways: Sequence[str]) -> Iterator[dict[str, Any]]:
     """TTFT and throughput of each stage beside the report's."""
     seeds = options.episodes
@@ -201,19 +185,17 @@ def _ways(options: Options, at: Mapping[str, Any], ways: Sequence[str]) -> Itera
             runs = np.array(_route(way, seeds))
         else:
             runs = np.array([_pinned(card, seed) for seed in range(seeds)])
-        report = PUBLISHED.get(way.removesuffix(", capped"))
-        for k, (rate, _) in enumerate(LLM_D_STAGES):
-            if k == 0:  # the warm-up
-                continue
+        ttfts, speeds = PUBLISHED.get(way.removesuffix(", capped"), ([""] * len(RATES),) * 2)
+        for k, (rate, _) in enumerate(LLM_D_STAGES[1:], 1):  # after the warm-up
             _, mean, speed, hit = runs[:, k].mean(axis=0)
-            stage = RATES.index(rate)
+            interval = [float(f"{value:.4g}") for value in student_interval(runs[:, k, 0])]
             yield {
                 "routing": way,
                 "rate": rate,
-                "report_ttft_p90_s": "" if report is None else report[0][stage],
-                **_interval(runs[:, k, 0]),
+                "report_ttft_p90_s": ttfts[RATES.index(rate)],
+                **dict(zip(("ttft_p90_s", "low", "high"), interval, strict=True)),
                 "ttft_mean_s": float(f"{mean:.4g}"),
-                "report_output_tokens_per_s": "" if report is None else report[1][stage],
+                "report_output_tokens_per_s": speeds[RATES.index(rate)],
                 "output_tokens_per_s": float(f"{speed:.5g}"),
                 "hit_percent": float(f"{100 * hit:.4g}"),
                 "seeds": seeds,

@@ -61,18 +61,14 @@ def _facts(*_: Any) -> list[dict[str, Any]]:
         hits, blocks = trace.recorded_hits()
         follow = trace.after >= 0
         gaps = trace.think_s[follow]
-        prompts = trace.prompt_tokens.astype(np.int64)
+        prompts, shared = trace.prompt_tokens.astype(np.int64), trace.shared_tokens.sum()
         rows += [
             _fact(name, "requests", trace.num_requests, CARD, count),
             _fact(name, "mean prompt, tokens", prompts.mean()),
             _fact(name, "mean output, tokens", trace.output_tokens.mean()),
             _fact(name, "different block ids", blocks - hits),
             _fact(name, "blocks an infinite cache holds, %", 100 * hits / blocks),
-            _fact(
-                name,
-                "tokens an infinite cache holds, %",
-                100 * trace.shared_tokens.sum() / prompts.sum(),
-            ),
+            _fact(name, "tokens an infinite cache holds, %", 100 * shared / prompts.sum()),
             _fact(name, "requests that extend an earlier one, %", 100 * follow.mean()),
             _fact(name, "time between them, median, s", float(np.median(gaps))),
             _fact(name, "time between them, 90 %, s", float(np.percentile(gaps, 90))),
@@ -85,6 +81,7 @@ def _facts(*_: Any) -> list[dict[str, Any]]:
     trace = load_prefix_trace("agents")
     hits, blocks = trace.recorded_hits()
     shares = 100 * per_session(trace)
+    low = float(np.percentile(shares, 25))
     rows += [
         _fact("agents", "sessions", float(trace.session.max() + 1)),
         _fact("agents", "requests", trace.num_requests),
@@ -92,34 +89,21 @@ def _facts(*_: Any) -> list[dict[str, Any]]:
         _fact("agents", "blocks a session's cache holds, %", 100 * hits / blocks),
         _fact("agents", "the same, median session, %", np.median(shares), KV_CACHE_TESTER, 96.9, 1),
         _fact("agents", "the same, mean of sessions, %", shares.mean(), KV_CACHE_TESTER, 93.6, 1),
-        _fact(
-            "agents",
-            "the same, 25 % of sessions are below, %",
-            float(np.percentile(shares, 25)),
-            KV_CACHE_TESTER,
-            91.1,
-            1,
-        ),
+        _fact("agents", "the same, 25 % of sessions are below, %", low, KV_CACHE_TESTER, 91.1, 1),
     ]
     for limit in (16_384, 32_768, 65_536, 131_072):
-        kept = trace.prompt_tokens + trace.output_tokens <= limit
-        rows.append(_fact("agents", f"requests of at most {limit:,} tokens, %", 100 * kept.mean()))
+        short = trace.prompt_tokens + trace.output_tokens <= limit
+        rows.append(_fact("agents", f"requests of at most {limit:,} tokens, %", 100 * short.mean()))
     requests = Tenants(stages=LLM_D_STAGES).draw(np.random.default_rng(0), 1500, 1.0, 16, "trace")
     prompts = {tuple(requests.block_ids(j)[:450].tolist()) for j in range(1500)}
     resident = 16 * len({i for prompt in prompts for i in prompt})
-    rows += [
+    share = 100 * resident / (8 * 307_328)
+    return [
+        *rows,
         _fact("tenants", "different prompts", len(prompts), LLM_D, 750),
         _fact("tenants", "tokens of all prompts, prefixes once", resident, LLM_D, 1_800_000),
-        _fact(
-            "tenants",
-            "the same, % of eight pods' 307,328 tokens",
-            100 * resident / (8 * 307_328),
-            LLM_D,
-            73.2,
-            0.05,
-        ),
+        _fact("tenants", "the same, % of eight pods' 307,328 tokens", share, LLM_D, 73.2, 0.05),
     ]
-    return rows
 
 
 STUDIES = (Study("workload_facts", "facts", _facts, notes=found_for(CLAIMS, "workload_facts")),)

@@ -250,16 +250,11 @@ def measure(
 
 
 def over_rivals(
-    name: str,
-    named: Mapping[str, Mapping[str, Any]],
-    qos: Mapping[str, Sequence[Sequence[float]]],
+    name: str, named: Mapping[str, Mapping[str, Any]], qos: Mapping[str, Sequence[Sequence[float]]]
 ) -> dict[str, Any]:
     """Changes of a policy's QoS over its strongest rivals in a setting, percent.
 
-    Args:
-        name: The policy.
-        named: The rows of the setting by policy.
-        qos: Its QoS by policy, training and episode.
+    From the rows of the setting by policy, and its QoS by policy, training and episode.
 
     Returns:
         ``rival`` and ``over_rival_pct`` with its interval (`relative_change`) for the strongest of

@@ -58,7 +58,7 @@ def first_request_latency(
 
     Args:
         profile: Latency profile of the expert.
-        rate: Of the requests that are sent to it, requests/s, at most `CLOCK`.
+        rate: Rate of the requests that are sent to it, requests/s, at most `CLOCK`.
         episodes: Episodes to average over.
         seconds: How long to follow the first request.
 
@@ -100,11 +100,7 @@ def first_request_latency(
     alive = np.bincount(index[index < len(grid)], minlength=len(grid))
     with np.errstate(invalid="ignore", divide="ignore"):
         latency = total / count
-    return {
-        "age_s": grid,
-        "latency_s_per_token": latency,
-        "share": count / np.maximum(alive, 1),
-    }
+    return {"age_s": grid, "latency_s_per_token": latency, "share": count / np.maximum(alive, 1)}
 
 
 def _length(options: Options) -> tuple[float, int]:

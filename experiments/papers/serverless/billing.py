@@ -36,34 +36,26 @@ def gpu_kind(gpu: str) -> str:
 
 
 class Bill(NamedTuple):
-    """What a platform charges.
-
-    Attributes:
-        words: In words.
-        fees: Its fee for an invocation and its rounding, the environment's ``fees``.
-        price_cpu: c_c in USD per MB s.
-        price_ratio: c_g / c_c.
-    """
+    """What a platform charges: in words, c_c in USD per MB s, and c_g / c_c."""
 
     words: str
-    fees: str
     price_cpu: float
     price_ratio: float
 
 
 _PRICES = load_constants()["prices"]["values"]
 BILLS = {
-    "none": Bill("no fees", "none", SERVING.price_cpu_usd_mb_s, SERVING.price_ratio),
-    "aws_lambda": Bill("AWS fees", "aws_lambda", SERVING.price_cpu_usd_mb_s, SERVING.price_ratio),
+    "none": Bill("no fees", SERVING.price_cpu_usd_mb_s, SERVING.price_ratio),
+    "aws_lambda": Bill("AWS fees", SERVING.price_cpu_usd_mb_s, SERVING.price_ratio),
     "alibaba_fc": Bill(
         "Alibaba's fees and prices",
-        "alibaba_fc",
         _PRICES["alibaba_cpu_usd_per_mb_s"],
         round(_PRICES["alibaba_gpu_tesla_over_cpu"], 2),
     ),
 }
-"""The paper's bill, without fees or rounding; with those of AWS Lambda, whose list has no GPU; and
-all of Alibaba Function Compute's list prices. Without fees only the ratio of the prices matters."""
+"""By the environment's ``fees``: the paper's bill, without fees or rounding; with those of AWS
+Lambda, whose list has no GPU; and all of Alibaba Function Compute's list prices. Without fees only
+the ratio of the prices matters."""
 
 PROMPTS = 1_000
 """Default of ``--episodes``: held-out prompts of a model, at most."""
@@ -72,19 +64,12 @@ PROMPTS = 1_000
 def billed_system(
     model: Any, bill: str = "none", gpu: str = "eager", **changes: Any
 ) -> SystemModel:
-    """The system of a model as a bill of `BILLS` charges it.
+    """The system of a model as a bill of `BILLS` charges it, see `build_system`.
 
-    Args:
-        model: As `build_system`.
-        bill: A key of `BILLS`.
-        gpu: GPU profile.
-        **changes: Further arguments of `build_system`, ``price_ratio`` in the bill's place.
+    ``changes`` are its further arguments, with ``price_ratio`` in the bill's place.
     """
-    prices: dict[str, Any] = {
-        "fees": BILLS[bill].fees,
-        "price_cpu_usd_mb_s": BILLS[bill].price_cpu,
-        "price_ratio": BILLS[bill].price_ratio,
-    }
+    _, price_cpu, price_ratio = BILLS[bill]
+    prices = {"fees": bill, "price_cpu_usd_mb_s": price_cpu, "price_ratio": price_ratio}
     return build_system(model, gpu, **(prices | changes))
 
 
@@ -107,14 +92,8 @@ def recorded_request(
 ) -> Request:
     """A request that walks through the recorded tokens of a prompt, from the first one on.
 
-    Where it is longer than the recording, the walk begins anew.
-
-    Args:
-        activations: The recordings.
-        prompt: Row of the prompt.
-        n_in: Prompt tokens.
-        n_out: Generated tokens after the first.
-        trem_s: Invocation overhead in s, a number or (L,).
+    Where it is longer than the recording, the walk begins anew. It has ``n_in`` prompt tokens,
+    ``n_out`` after the first generated one, and an invocation overhead, a number or (L,).
     """
     bank = activations.bank[activations.bank_start[prompt] : activations.bank_start[prompt + 1]]
     tokens = bank[np.arange(n_in + n_out) % len(bank)]

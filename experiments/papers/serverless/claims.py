@@ -14,15 +14,18 @@ from servegym.experiments.papers.verdicts import (
     Finding,
     Reader,
     Rows,
+    claim,
     holds,
     judge,
     percent,
     pick,
     span,
+    split,
     values,
 )
 
 
+@claim("Fig. 3", "similar prompts activate similar experts", "less divergence", "fig03_similarity")
 def similarity(rows: Rows) -> Iterable[Finding]:
     """Divergence of prompts of one task against others."""
     for model in values(rows, "model"):
@@ -32,6 +35,9 @@ def similarity(rows: Rows) -> Iterable[Finding]:
         yield Finding(model, here, holds([same["value_high"] < other["value_low"]]))
 
 
+@claim(
+    "Fig. 8", "SPS predicts best after brute force and VarPAM", "third of all", "fig08_prediction"
+)
 def prediction(rows: Rows) -> Iterable[Finding]:
     """Whether SPS comes next after brute force and VarPAM."""
     for embedding in ("output", "token"):
@@ -46,6 +52,9 @@ def prediction(rows: Rows) -> Iterable[Finding]:
         yield Finding(f"gpt-oss-20b, {embedding} embeddings", f"{here} bit", holds([not better]))
 
 
+@claim(
+    "Fig. 8", "its tree is fast to search and to build", "> 10 x brute force, 0.5 s", "fig08_search"
+)
 def search_speed(rows: Rows) -> Iterable[Finding]:
     """Speed of the tree search over brute force, and the time to build it."""
     for row in rows:
@@ -73,125 +82,94 @@ def _cards(rows: Rows) -> Iterable[tuple[str, Rows]]:
         yield f"{', '.join(values(derived, 'gpu'))} (derived)", derived
 
 
-def _against(rows: Rows, rivals: Sequence[str]) -> tuple[dict[str, list[float]], list[str], bool]:
+def _against(rows: Rows, rivals: Sequence[str]) -> tuple[str, str, bool]:
     """Change of the bill against the cheapest rival, by reading, at every point of the rows.
 
     Returns:
-        Percent by reading; for the better reading at each point ``less``, ``more`` or ``equal``,
-        which is that the intervals overlap; whether its largest saving over a rival agrees with the
-        paper's.
+        The changes by reading; the verdict on the better reading at each point, open where the
+        intervals overlap; whether its largest saving over a rival agrees with the paper's.
     """
     changes: dict[str, list[float]] = {name: [] for name in READINGS}
-    found, most = [], 0.0
-    points = dict.fromkeys((row["gpu"], row["n_out"]) for row in rows)
-    for gpu, tokens in points:
-        by = {row["method"]: row for row in pick(rows, gpu=gpu, n_out=tokens)}
+    verdicts, most = [], 0.0
+    for _, own in split(rows, "gpu", "n_out"):
+        by = {row["method"]: row for row in own}
         first = min((by[name] for name in rivals), key=lambda row: row["usd_per_1000"])
         ours = min((by[name] for name in READINGS), key=lambda row: row["usd_per_1000"])
         for name in READINGS:
             changes[name].append(percent(by[name]["usd_per_1000"], first["usd_per_1000"]))
         less = ours["usd_per_1000_high"] < first["usd_per_1000_low"]
         more = ours["usd_per_1000_low"] > first["usd_per_1000_high"]
-        found.append("less" if less else "more" if more else "equal")
+        verdicts.append(AGREES if less else DISAGREES if more else OPEN)
         most = min(most, *(percent(ours["usd_per_1000"], by[n]["usd_per_1000"]) for n in rivals))
-    return changes, found, judge(most, -57.14) == AGREES
+    here = ", ".join(f"{name} {span(of, '+.0f')}" for name, of in changes.items())
+    worst = next((one for one in (DISAGREES, OPEN) if one in verdicts), AGREES)
+    return here, worst, judge(most, -57.14) == AGREES
 
 
 def cheapest(largest: bool) -> Reader:
     """The better of Remoe's readings against the cheapest of the paper's four deployments.
 
     It disagrees where one costs less than Remoe at any point, and is open where one is not
-    distinguished from it.
-
-    Args:
-        largest: Whether the largest saving has to agree with the paper's, too.
+    distinguished from it; ``largest``: the largest saving has to agree with the paper's, too.
     """
 
     def read(rows: Rows) -> Iterable[Finding]:
-        for model in values(rows, "model"):
-            for bill in values(rows, "bill"):
-                for card, own in _cards(pick(rows, model=model, bill=bill)):
-                    changes, found, as_much = _against(own, ("cpu", "gpu", "fetch", "mix"))
-                    shown = (f"{name} {span(of, '+.0f')}" for name, of in changes.items())
-                    verdict = _verdict(found)
-                    if largest and verdict == AGREES and not as_much:
-                        verdict = DIRECTION
-                    here = f"{', '.join(shown)} against the cheapest"
-                    yield Finding(_where(model, bill, card), here, verdict)
+        for at, part in split(rows, "model", "bill"):
+            for card, own in _cards(part):
+                here, verdict, as_much = _against(own, ("cpu", "gpu", "fetch", "mix"))
+                if largest and verdict == AGREES and not as_much:
+                    verdict = DIRECTION
+                yield Finding(_where(**at, rest=card), f"{here} against the cheapest", verdict)
 
     return read
 
 
-def _verdict(found: Sequence[str]) -> str:
-    return DISAGREES if "more" in found else OPEN if "equal" in found else AGREES
-
-
+@claim("Fig. 9", "and less than a function for each expert", "not compared", "fig09_cost")
 def function_an_expert(rows: Rows) -> Iterable[Finding]:
     """The better of Remoe's readings against a function for each expert, with all GPUs."""
-    for model in values(rows, "model"):
-        for bill in values(rows, "bill"):
-            own = pick(rows, model=model, bill=bill)
-            changes, found, _ = _against(own, ("per_expert",))
-            here = ", ".join(f"{name} {span(of, '+.0f')}" for name, of in changes.items())
-            yield Finding(_where(model, bill), here, _verdict(found))
+    for at, own in split(rows, "model", "bill"):
+        here, verdict, _ = _against(own, ("per_expert",))
+        yield Finding(_where(**at), here, verdict)
 
 
+@claim(
+    "Fig. 11", "Remoe's cold start is shorter than MIX's", "up to 47 % shorter", "fig11_cold_start"
+)
 def cold_start(rows: Rows) -> Iterable[Finding]:
     """Remoe's cold start against MIX's, judged by the reading that has the lower bill."""
-    for model in values(rows, "model"):
-        for bill in values(rows, "bill"):
-            for link in ("separate", "shared"):
-                own = pick(rows, model=model, bill=bill, link=link, setting="default")
-                by = {row["method"]: percent(row["over_mix"], 1.0) for row in own}
-                links = "a link each" if link == "separate" else "one link for all"
-                here = ", ".join(f"{name} {by[name]:+.0f} %" for name in READINGS)
-                verdict = judge(by["remoe_cost"], -47.0)
-                yield Finding(_where(model, bill, links), here, verdict)
+    for at, own in split(pick(rows, setting="default"), "model", "bill", "link"):
+        by = {row["method"]: percent(row["over_mix"], 1.0) for row in own}
+        links = "a link each" if at.pop("link") == "separate" else "one link for all"
+        here = ", ".join(f"{name} {by[name]:+.0f} %" for name in READINGS)
+        yield Finding(_where(**at, rest=links), here, judge(by["remoe_cost"], -47.0))
 
 
-def guarantee(statement: str, known: Mapping[str, str]) -> Reader:
-    """How often a bound holds on recorded activations, as printed and corrected.
+def guarantee(statement: str, text: str, rankings: Mapping[str, str]) -> Claim:
+    """The claim on how often a bound holds, by recorded activations, as printed and corrected.
 
     Args:
-        statement: The statement in the table.
-        known: Ranking in the table -> what it is in words; empty: the worst of all.
+        statement: The statement of the paper.
+        text: What is claimed.
+        rankings: Ranking in the table -> what it is in words; one without name: the worst of all.
     """
 
     def read(rows: Rows) -> Iterable[Finding]:
-        recorded = pick(rows, source="recorded", statement=statement, n="all")
+        recorded = pick(rows, source="recorded", statement=statement.lower(), n="all")
         for model in values(recorded, "model"):
-            for ranking, words in (known or {"": ""}).items():
+            for ranking, words in rankings.items():
                 for form in ("printed", "corrected"):
                     own = pick(recorded, model=model, form=form)
                     worst = min(r["holds"] for r in own if ranking in ("", r["ranking"]))
                     where = ", ".join(part for part in (model, words, form) if part)
                     yield Finding(where, f"{worst:.3f}", holds([worst >= 0.95]))
 
-    return read
+    return Claim(statement, text, "probability 0.95", "theorems", read)
 
 
 CLAIMS = (
-    Claim(
-        "Fig. 3",
-        "similar prompts activate similar experts",
-        "less divergence",
-        "fig03_similarity",
-        similarity,
-    ),
-    Claim(
-        "Fig. 8",
-        "SPS predicts best after brute force and VarPAM",
-        "third of all",
-        "fig08_prediction",
-        prediction,
-    ),
-    Claim(
-        "Fig. 8",
-        "its tree is fast to search and to build",
-        "> 10 x brute force, 0.5 s",
-        "fig08_search",
-        search_speed,
-    ),
+    similarity,
+    prediction,
+    search_speed,
     Claim(
         "Fig. 9",
         "Remoe, in the better of two readings, costs less than CPU, GPU, Fetch and MIX",
@@ -199,13 +177,7 @@ CLAIMS = (
         "fig09_cost",
         cheapest(largest=True),
     ),
-    Claim(
-        "Fig. 9",
-        "and less than a function for each expert",
-        "not compared",
-        "fig09_cost",
-        function_an_expert,
-    ),
+    function_an_expert,
     Claim(
         "Fig. 10",
         "the same whatever the share of output tokens",
@@ -213,35 +185,12 @@ CLAIMS = (
         "fig10_ratio",
         cheapest(largest=False),
     ),
-    Claim(
-        "Fig. 11",
-        "Remoe's cold start is shorter than MIX's",
-        "up to 47 % shorter",
-        "fig11_cold_start",
-        cold_start,
-    ),
-    Claim(
-        "Theorem 1",
-        "the bound on an expert's use holds",
-        "probability 0.95",
-        "theorems",
-        guarantee("theorem 1", {}),
-    ),
-    Claim(
-        "Corollary 1",
-        "the bound on the remote experts' use holds",
-        "probability 0.95",
-        "theorems",
-        guarantee("corollary 1", {}),
-    ),
-    Claim(
+    cold_start,
+    guarantee("Theorem 1", "the bound on an expert's use holds", {"": ""}),
+    guarantee("Corollary 1", "the bound on the remote experts' use holds", {"": ""}),
+    guarantee(
         "Theorem 4",
         "the bound on the slowest replica holds",
-        "probability 0.95",
-        "theorems",
-        guarantee(
-            "theorem 4",
-            {"own counts": "LPT by true counts", "task mean": "LPT by predicted counts"},
-        ),
+        {"own counts": "LPT by true counts", "task mean": "LPT by predicted counts"},
     ),
 )

@@ -45,7 +45,6 @@ from servegym.experiments.papers.study import Study, command
 from servegym.experiments.papers.verdicts import found_for
 from servegym.hardware_profiles.serverless import load_constants
 
-STARTED = (*MODELS, SYNTHETIC)
 RATIOS = tuple(i / 16 for i in range(17))
 EXAMPLES = (0.5, 0.8)
 """Further remote ratios."""
@@ -134,12 +133,13 @@ STUDIES = (
         lambda options, at, _: cold_rows(
             at["model"], options.episodes, RATIOS[::4] if options.quick else RATIOS
         ),
-        lambda options: [{"model": model} for model in STARTED],
-        notes=lambda options, rows: [
+        lambda options: [{"model": model} for model in (*MODELS, SYNTHETIC)],
+        notes=found_for(
+            CLAIMS,
+            "fig11_cold_start",
             "Model output, not a measurement: Tcold of containers and weights read.",
             "What is remote is read all the same, so the gain needs links of their own.",
-            *found_for(CLAIMS, "fig11_cold_start")(options, rows),
-        ],
+        ),
         picture=Bars(
             x="method",
             y=("main_s", "remote_s"),

@@ -17,7 +17,9 @@ The optimum is over 17 remote ratios, as in the environments.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import product
 from typing import Any
 
 from servegym._command_line import run_main
@@ -29,27 +31,19 @@ from servegym.experiments.papers.study import Options, Study, command, ends
 from servegym.experiments.papers.verdicts import found_for
 from servegym.hardware_profiles.serverless import GPUS
 
-PROMPT_SHARES = (0.8, 2 / 3, 0.5, 1 / 3, 0.2)
 TOKENS = N_IN + N_OUT
+PROMPT_TOKENS = tuple(round(TOKENS * share) for share in (0.8, 2 / 3, 0.5, 1 / 3, 0.2))
 
 
-def _costs(options: Options) -> list[dict[str, Any]]:
+def _settings(
+    options: Options, gpus: Sequence[str], prompt_tokens: Sequence[int]
+) -> list[dict[str, Any]]:
+    models = ends(options, (*MODELS, SYNTHETIC))
     return [
-        asdict(Setting(model, gpu, bill))
-        for model in ends(options, (*MODELS, SYNTHETIC))
-        for bill in ends(options, tuple(BILLS))
-        for gpu in ends(options, GPUS)
-    ]
-
-
-def _ratios(options: Options) -> list[dict[str, Any]]:
-    sizes = [(round(TOKENS * share), TOKENS - round(TOKENS * share)) for share in PROMPT_SHARES]
-    return [
-        asdict(Setting(model, gpu, bill, n_in=n_in, n_out=n_out))
-        for model in ends(options, (*MODELS, SYNTHETIC))
-        for bill in ends(options, tuple(BILLS))
-        for gpu in (GPUS[0], GPUS[-1])
-        for n_in, n_out in ends(options, sizes)
+        asdict(Setting(model, gpu, bill, n_in=n_in, n_out=TOKENS - n_in))
+        for model, bill, gpu, n_in in product(
+            models, ends(options, tuple(BILLS)), gpus, prompt_tokens
+        )
     ]
 
 
@@ -58,16 +52,17 @@ STUDIES = (
         "fig09_cost",
         "fig9",
         serve,
-        _costs,
-        notes=lambda options, rows: [
+        lambda options: _settings(options, ends(options, GPUS), (N_IN,)),
+        notes=found_for(
+            CLAIMS,
+            "fig09_cost",
             "The paper (Fig. 9) has Remoe cheapest on both models, 'up to 57.14 %' cheaper on "
             "deepseek-v2-lite; on gpt2-moe differences are minor and Fetch is sometimes cheaper",
             "Algorithm 2 as printed takes the largest b that meets the limits however dear its "
             "calls, and keeps W at the largest remote specification (its line 8) even with no "
             "expert local; where per_expert is below the optimum, it is because the calls of a "
             "token run side by side there and one after another in Eq. 5",
-            *found_for(CLAIMS, "fig09_cost")(options, rows),
-        ],
+        ),
         picture=Bars(
             x="method", y="over_mix", line="gpu", panels=("model", "bill"), log="y", level=1.0
         ),
@@ -77,13 +72,14 @@ STUDIES = (
         "fig10_ratio",
         "fig10",
         serve,
-        _ratios,
-        notes=lambda options, rows: [
+        lambda options: _settings(options, (GPUS[0], GPUS[-1]), ends(options, PROMPT_TOKENS)),
+        notes=found_for(
+            CLAIMS,
+            "fig10_ratio",
             "The paper (Fig. 10) has Remoe stable over all proportions; on gpt2-moe CPU becomes "
             "dearer than the others as decoding grows, on deepseek-v2-lite GPU is far dearer "
             "throughout",
-            *found_for(CLAIMS, "fig10_ratio")(options, rows),
-        ],
+        ),
         picture=Lines(x="n_out", y="usd_per_1000", line="method", panels=("model", "gpu", "bill")),
         key=KEY,
     ),

@@ -13,7 +13,7 @@ the served ones.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -80,12 +80,9 @@ def fit_theta(gb: ArrayLike, seconds: ArrayLike, theta2: float | None = None) ->
 
 def derived_seconds(one_token_s: float, gb: ArrayLike) -> Array:
     """Time of one token with ``gb`` of memory from that on one vCPU; see the top of the module."""
-    scaling = load_constants()["thread_scaling"]
-    theta1, theta2, theta3 = (
-        scaling[key] for key in ("theta1_relative", "theta2_per_vcpu", "theta3_relative")
-    )
-    y = np.asarray(gb, np.float64)
-    return one_token_s * np.where(y < 1.0, 1.0 / y, theta1 * np.exp(-theta2 * y) + theta3)
+    law, y = load_constants()["thread_scaling"], np.asarray(gb, np.float64)
+    threads = law["theta1_relative"] * np.exp(-law["theta2_per_vcpu"] * y) + law["theta3_relative"]
+    return one_token_s * np.where(y < 1.0, 1.0 / y, threads)
 
 
 def batch_seconds(expert: Mapping[str, Any], tokens: Sequence[int]) -> Array:
@@ -123,21 +120,16 @@ def saving(system: SystemModel, name: str, law: ThetaLaw, prompts: int) -> dict[
     return with_interval("cost_over_mix", ratios)
 
 
-def _errors(law: Array, points: Array) -> tuple[float, float]:
-    """R2 and largest relative error."""
-    rest = points - law
-    spread = points - points.mean()
-    return float(1 - rest @ rest / (spread @ spread)), float(np.abs(law / points - 1).max())
-
-
 def _fig6(options: Options, *_: Any) -> list[dict[str, Any]]:
     """Expert time against memory and tokens: laws against measured and derived points."""
     constants = load_constants()["cpu_expert"]["shapes"]
     rows: list[dict[str, Any]] = []
 
-    def add(model: str, part: str, series: str, x: Any, value: float, unit: str = "ms") -> None:
-        rows.append(
-            {"model": model, "part": part, "series": series, "x": x, "value": value, "unit": unit}
+    def add(part: str, series: str, xs: Iterable[Any], values: Any, unit: str = "ms") -> None:
+        head = {"model": name, "part": part, "series": series}
+        rows.extend(
+            {**head, "x": x, "value": value, "unit": unit}
+            for x, value in zip(xs, values, strict=True)
         )
 
     tokens = TOKENS[::4] if options.quick else TOKENS
@@ -150,8 +142,7 @@ def _fig6(options: Options, *_: Any) -> list[dict[str, Any]]:
             ("constants' law, float32", batch_seconds(constants[name], tokens)),
             ("environment", system.expert_cpu_s(1024.0, np.array(tokens))),
         ):
-            for n, value in zip(tokens, values, strict=True):
-                add(name, "tokens on one vCPU", series, n, 1e3 * value)
+            add("tokens on one vCPU", series, tokens, 1e3 * values)
         gb = np.array(POINTS.get(name, DEFAULT_POINTS))
         points = derived_seconds(SERVED_BYTES[name] / 4 * taken[0], gb)
         theta2 = system.expert_theta2_per_gb
@@ -160,23 +151,28 @@ def _fig6(options: Options, *_: Any) -> list[dict[str, Any]]:
             PAPER_THETA2: fit_theta(gb, points, theta2),
             "refitted": fit_theta(gb, points),
         }
-        for y, value in zip(gb, points, strict=True):
-            add(name, "memory in GB", "derived", y, 1e3 * value)
-        quality = {}
+        add("memory in GB", "derived", gb, 1e3 * points)
+        largest = {}
         for word, law in laws.items():
-            seconds_of = np.array([law.seconds(float(y)) for y in gb])
-            quality[word] = _errors(seconds_of, points)
-            for y, value in zip(gb, seconds_of, strict=True):
-                add(name, "memory in GB", word, y, 1e3 * value)
-            for key in ("theta1_s", "theta2_per_gb", "theta3_s"):
-                add(name, "law", word, key, getattr(law, key), "s" if key[-1] == "s" else "1/GB")
-            add(name, "law", word, "R2 to derived points", quality[word][0], "1")
-            add(name, "law", word, "largest relative error", quality[word][1], "1")
-        rows[-1]["_notes"] = _law_notes(system, laws, quality)
+            at_points = np.array([law.seconds(float(y)) for y in gb])
+            rest, spread = points - at_points, points - points.mean()
+            r2 = float(1 - rest @ rest / (spread @ spread))
+            largest[word] = float(np.abs(at_points / points - 1).max())
+            add("memory in GB", word, gb, 1e3 * at_points)
+            for key, unit in (("theta1_s", "s"), ("theta2_per_gb", "1/GB"), ("theta3_s", "s")):
+                add("law", word, [key], [getattr(law, key)], unit)
+            add(
+                "law",
+                word,
+                ["R2 to derived points", "largest relative error"],
+                [r2, largest[word]],
+                "1",
+            )
+        rows[-1]["_notes"] = _law_notes(system, laws, largest)
         if name in MODELS:
             for word in ("environment", "refitted"):
-                for key, value in saving(system, name, laws[word], options.episodes).items():
-                    add(name, "cost", word, key, value, "1")
+                cost = saving(system, name, laws[word], options.episodes)
+                add("cost", word, cost, cost.values(), "1")
     return rows
 
 
@@ -201,12 +197,10 @@ def _notes(options: Options, rows: Sequence[dict[str, Any]]) -> Iterator[Note]:
 
 
 def _law_notes(
-    system: SystemModel,
-    laws: dict[str, ThetaLaw],
-    quality: dict[str, tuple[float, float]],
+    system: SystemModel, laws: Mapping[str, ThetaLaw], largest: Mapping[str, float]
 ) -> list[Note]:
     doubt = load_constants()["thread_scaling"]["fit_error"]["left_out_one_by_one"]["max"]
-    name, free, held = system.name, laws["refitted"], laws[PAPER_THETA2]
+    name, free, fixed = system.name, laws["refitted"], laws[PAPER_THETA2]
     least = float(system.main_specs_mb[0])
     rate = main_usd_s(system, N_IN + N_OUT, least) / (1024.0 * system.price_cpu)
     edge = 2.0 / rate
@@ -214,12 +208,12 @@ def _law_notes(
     return [
         verdict(
             f"theta2 = {system.expert_theta2_per_gb:g} per GB",
-            quality[PAPER_THETA2][1] <= doubt,
+            largest[PAPER_THETA2] <= doubt,
             f"{name} ({source}): with theta2 held the largest error to the derived points is "
-            f"{100 * quality[PAPER_THETA2][1]:.0f} % (theta1 {1e3 * held.theta1_s:.2f} ms, theta3 "
-            f"{1e3 * held.theta3_s:.2f} ms), where the scaling behind the points is itself in "
+            f"{100 * largest[PAPER_THETA2]:.0f} % (theta1 {1e3 * fixed.theta1_s:.2f} ms, theta3 "
+            f"{1e3 * fixed.theta3_s:.2f} ms), where the scaling behind the points is itself in "
             f"doubt by {100 * doubt:.0f} %; fitted it is {free.theta2_per_gb:.2f} (largest error "
-            f"{100 * quality['refitted'][1]:.0f} %)",
+            f"{100 * largest['refitted']:.0f} %)",
         ),
         verdict(
             "theta2 >= 2 c_c / H_w, so P2 is convex",

@@ -42,11 +42,9 @@ METHODS = (*DEPLOYMENTS, *READINGS, "optimum")
 
 @dataclass(frozen=True)
 class Setting:
-    """One point of a figure.
+    """One setting of a figure.
 
     Attributes:
-        model: Name of the model.
-        gpu: GPU profile.
         bill: A key of `BILLS`.
         trem_ms: Overhead of a remote invocation.
         price_ratio: c_g / c_c; the bill's own if it is 0.
@@ -78,12 +76,8 @@ class Setting:
 def measure(setting: Setting, prompts: int) -> dict[str, dict[str, NDArray[np.float64]]]:
     """Serve held-out prompts by every method.
 
-    Remoe plans from activations that SPS predicts from the train split, or from the mean of the
-    task where prompts were recorded without text.
-
-    Args:
-        setting: The point.
-        prompts: Prompts, spread evenly over the held-out ones.
+    So many prompts, spread evenly over them. Remoe plans from activations that SPS predicts from
+    the train split, or from the mean of the task where prompts were recorded without text.
 
     Returns:
         Method -> name of a number -> array ``(prompts,)``: ``cost`` (USD), ``ttft_s``, ``tpot_ms``,
@@ -183,11 +177,11 @@ def rows_of(
         cost = numbers["cost"]
         row = asdict(setting) | {"gpu_kind": gpu_kind(setting.gpu), "method": name}
         row["prompts"] = len(cost)
-        ours = with_interval("usd_per_1000", 1e3 * cost)
-        ours |= with_interval("over_mix", cost / results["mix"]["cost"])
-        ours |= with_interval("over_optimum", cost / results["optimum"]["cost"])
-        ours |= {key: float(np.mean(numbers[key])) for key in numbers if key != "cost"}
-        rows.append(row | {key: float(f"{value:.6g}") for key, value in ours.items()})
+        columns = with_interval("usd_per_1000", 1e3 * cost)
+        columns |= with_interval("over_mix", cost / results["mix"]["cost"])
+        columns |= with_interval("over_optimum", cost / results["optimum"]["cost"])
+        columns |= {key: float(np.mean(numbers[key])) for key in numbers if key != "cost"}
+        rows.append(row | {key: float(f"{value:.6g}") for key, value in columns.items()})
     return rows
 
 

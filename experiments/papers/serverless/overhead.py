@@ -40,13 +40,14 @@ NEGLIGIBLE = 0.02
 """Share of a cold TTFT up to which a decision is called negligible."""
 
 
-def _processor_s(work: Callable[[], object], repeats: int = 3) -> float:
-    least = np.inf
-    for _ in range(repeats):
+def _timed(work: Callable[[], Any]) -> tuple[float, Any]:
+    """The least of three runs' processor time, ms, and the result."""
+    least, result = np.inf, None
+    for _ in range(3):
         start = time.thread_time()
-        work()
+        result = work()
         least = min(least, time.thread_time() - start)
-    return float(least)
+    return 1e3 * float(least), result
 
 
 def decision_times(name: str, prompts: int) -> list[dict[str, Any]]:
@@ -63,26 +64,21 @@ def decision_times(name: str, prompts: int) -> list[dict[str, Any]]:
     taken: dict[str, list[float]] = {}
     own: dict[str, float] = {}
     for i, q in enumerate([queries[0], *queries]):  # the first one compiles
-        load = seed_load(system, predicted[q])
-        timed = {
-            f"predict ({kind})": _processor_s(lambda q=q: search(np.array([q]))),
-            "MMP": _processor_s(lambda load=load: worst_cases(system, load, TTFT_S, TPOT_S)),
-        }
+        load, request = seed_load(system, predicted[q]), recorded_request(activations, q)
+        timed = {f"predict ({kind})": _timed(lambda q=q: search(np.array([q])))[0]}
+        timed["MMP"], _ = _timed(lambda load=load: worst_cases(system, load, TTFT_S, TPOT_S))
+        own = {"container start": 1e3 * system.container_start_main_s}
         for reading in READINGS:
-            timed[f"decide ({reading})"] = _processor_s(
+            timed[f"decide ({reading})"], decision = _timed(
                 lambda load=load, r=reading: remoe(system, load, reading=r, **LIMITS)
             )
-        request = recorded_request(activations, q)
-        own = {"container start": system.container_start_main_s}
-        for reading in READINGS:
-            plan = remoe(system, load, reading=reading, **LIMITS).plan
-            outcome = evaluate_plan(system, request, plan)
-            own[f"cold start ({reading})"] = outcome.bill.cold_s
-            own[f"prefill ({reading})"] = outcome.bill.prefill_s
-            own[f"decoding ({reading})"] = outcome.bill.decode_s
+            bill = evaluate_plan(system, request, decision.plan).bill
+            own[f"cold start ({reading})"] = 1e3 * bill.cold_s
+            own[f"prefill ({reading})"] = 1e3 * bill.prefill_s
+            own[f"decoding ({reading})"] = 1e3 * bill.decode_s
         if i:
-            for step, value in (timed | own).items():
-                taken.setdefault(step, []).append(1e3 * value)
+            for step, ms in (timed | own).items():
+                taken.setdefault(step, []).append(ms)
     return [
         {
             "model": name,

@@ -35,12 +35,13 @@ from servegym.experiments.papers.serverless.predictors import (
     fitted,
     js_divergence,
 )
+from servegym.experiments.papers.serverless.predictors.base import unit_rows
 from servegym.experiments.papers.serverless.predictors.similar_prompts import (
+    FORK,
     BruteForce,
     SimilarPromptsSearch,
     VarPAM,
 )
-from servegym.experiments.papers.serverless.predictors.tree import FORK, unit_rows
 from servegym.experiments.papers.study import Options, Study, command, interval_columns
 from servegym.experiments.papers.verdicts import found_for
 
@@ -75,11 +76,8 @@ def divergences(
 ) -> list[dict[str, Any]]:
     """Mean divergence of every predictor on the eval split.
 
-    Args:
-        activations: Recorded prompts.
-        embedding: Key of ``activations.embeddings``, or ``"none"``.
-        repetitions: Bootstrap replicates.
-        seeds: Trees whose divergences are averaged prompt by prompt.
+    With an embedding of the prompts or ``"none"``; the divergences of ``seeds`` trees are averaged
+    prompt by prompt.
 
     Returns:
         One row a case: ``js_bits`` with ``low`` and ``high``, and with an embedding the paired
@@ -204,11 +202,12 @@ STUDIES = (
         "fig08_search",
         "search",
         _search,
-        notes=lambda options, rows: [
+        notes=found_for(
+            CLAIMS,
+            "fig08_search",
             "processor time of one thread; embeddings resampled from the recorded prompts, with "
             "noise",
-            *found_for(CLAIMS, "fig08_search")(options, rows),
-        ],
+        ),
     ),
 )
 

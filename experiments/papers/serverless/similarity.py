@@ -18,12 +18,7 @@ from scipy.stats import rankdata
 from servegym._command_line import run_main
 from servegym.envs.workloads.activations import Activations, load_activations
 from servegym.experiments.papers.plotting import Bars
-from servegym.experiments.papers.serverless.billing import (
-    MODELS,
-    PROMPTS,
-    held_out,
-    with_interval,
-)
+from servegym.experiments.papers.serverless.billing import MODELS, PROMPTS, held_out, with_interval
 from servegym.experiments.papers.serverless.claims import CLAIMS
 from servegym.experiments.papers.serverless.predictors import js_divergence
 from servegym.experiments.papers.study import Options, Study, command
@@ -133,10 +128,11 @@ STUDIES = (
         "fig3",
         _fig3,
         lambda options: [{"model": model} for model in MODELS],
-        notes=lambda options, rows: [
+        notes=found_for(
+            CLAIMS,
+            "fig03_similarity",
             "'Halves of one prompt' are random halves of its tokens, the noise of short recordings",
-            *found_for(CLAIMS, "fig03_similarity")(options, rows),
-        ],
+        ),
         picture=Bars(
             x=("embedding", "group"),
             y="value",

@@ -120,7 +120,7 @@ def uniform(experts: int, top_k: int, n: int, trials: int) -> list[dict[str, Any
     for trial in range(trials):
         taken = np.argpartition(rng.random((n, experts)), top_k - 1, axis=1)[:, :top_k]
         counts[trial, 0] = np.bincount(taken.ravel(), minlength=experts)
-    head = {"source": "uniform", "model": f"top-{top_k} of {experts}", "n": n}
+    head = {"model": f"top-{top_k} of {experts}", "n": n}
     fixed = np.broadcast_to(np.arange(experts), counts.shape)
     rows = _theorem_rows(counts, n, top_k, True, **head)
     return rows + _corollary_rows(counts, n, top_k, fixed, **head, ranking="fixed set")
@@ -129,14 +129,13 @@ def uniform(experts: int, top_k: int, n: int, trials: int) -> list[dict[str, Any
 def recorded_theorem(activations: Activations) -> list[dict[str, Any]]:
     """Theorem 1 on recorded prompts, for drawn numbers of tokens and for all tokens."""
     rng, top_k, every = np.random.default_rng(0), activations.model.top_k, activations.counts
-    head = {"source": "recorded", "model": activations.name}
     rows = []
     for n in TOKENS:
         long = activations.tokens >= n
         rest = activations.tokens[long][:, None, None] - every[long]
         drawn = rng.hypergeometric(every[long], rest, n)
-        rows += _theorem_rows(drawn, n, top_k, False, **head, n=n)
-    return rows + _theorem_rows(every, activations.tokens, top_k, True, **head, n="all")
+        rows += _theorem_rows(drawn, n, top_k, False, n=n)
+    return rows + _theorem_rows(every, activations.tokens, top_k, True)
 
 
 def _predicted(activations: Activations, rows: NDArray[np.integer]) -> dict[str, Array]:
@@ -153,11 +152,9 @@ def recorded_corollary(activations: Activations) -> list[dict[str, Any]]:
     held, top_k = activations.rows("eval"), activations.model.top_k
     counts, tokens = activations.counts[held], activations.tokens[held]
     scores = {"own counts": counts.astype(np.float64), **_predicted(activations, held)}
-    head = {"source": "recorded", "model": activations.name, "n": "all"}
     rows = []
     for way, score in scores.items():
-        rank = least_used_first(score)
-        rows += _corollary_rows(counts, tokens, top_k, rank, **head, ranking=way)
+        rows += _corollary_rows(counts, tokens, top_k, least_used_first(score), ranking=way)
     return rows
 
 
@@ -170,7 +167,6 @@ def recorded_conformal(activations: Activations) -> list[dict[str, Any]]:
     top_k = activations.model.top_k
     predicted = _predicted(activations, np.concatenate([val, held]))
     tokens, counts = activations.tokens[held][:, None, None], activations.counts
-    head = {"source": "recorded", "model": activations.name, "n": "all", "statement": "conformal"}
     rows = []
     for way, shares in predicted.items():
         for form in ("single expert", "layer maximum"):
@@ -181,8 +177,8 @@ def recorded_conformal(activations: Activations) -> list[dict[str, Any]]:
             met = counts[held] <= limit
             ratio = (counts[held] / np.maximum(limit, 1e-9))[limit >= 1]
             together = met.all(axis=2).mean(axis=1)
-            more = {"ranking": way, "form": form, "q": bound.q}
-            rows.append(_row(met.mean(axis=(1, 2)), ratio, together, **head, **more))
+            head = {"statement": "conformal", "ranking": way, "form": form, "q": bound.q}
+            rows.append(_row(met.mean(axis=(1, 2)), ratio, together, **head))
     return rows
 
 
@@ -202,7 +198,6 @@ def recorded_theorem4(activations: Activations) -> list[dict[str, Any]]:
         activations.counts[val], predicted[: len(val)], top_k, layer_maximum=True
     )
     expected = shares * top_k * tokens
-    head = {"source": "recorded", "model": activations.name, "n": "all", "statement": "theorem 4"}
     rows = []
     for b in RATIOS:
         members = int(remote_count(b, [experts])[0])
@@ -234,8 +229,8 @@ def recorded_theorem4(activations: Activations) -> list[dict[str, Any]]:
                     limit, longest = theorem4(largest, total, z, 0.0), slowest[:, :, z - 1]
                     met = (longest <= limit * (1 + 1e-12)).mean(axis=1)
                     ratio = longest / np.maximum(limit, 1e-12)
-                    more = {"ranking": way, "form": form, "b": b, "z": z}
-                    rows.append(_row(met, ratio, **head, **more))
+                    head = {"statement": "theorem 4", "ranking": way, "form": form}
+                    rows.append(_row(met, ratio, **head, b=b, z=z))
     return rows
 
 
@@ -253,7 +248,7 @@ def _theorems(options: Options, at: dict[str, Any], _: Sequence[str]) -> list[di
         activations = load_activations(name)
         rows = recorded_theorem(activations) + recorded_corollary(activations)
         rows += recorded_conformal(activations) + recorded_theorem4(activations)
-    return [{key: row.get(key, "") for key in ORDER} for row in rows]
+    return [{key: ({**at, "n": "all"} | row).get(key, "") for key in ORDER} for row in rows]
 
 
 STUDIES = (

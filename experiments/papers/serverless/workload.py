@@ -55,9 +55,6 @@ NEARLY_LINEAR = 0.95
 """R2 of a straight line from which on a curve is called nearly linear."""
 
 
-# ----------------------------------------------------------------------- experts near and remote
-
-
 def expert_times(
     system: SystemModel, request: Request, remote: NDArray[np.bool_], cores: int
 ) -> tuple[float, float, float]:
@@ -143,9 +140,6 @@ def _fig4_notes(name: str, rows: Rows) -> list[Note]:
     return notes
 
 
-# ---------------------------------------------------------------------------- prefill and decode
-
-
 def stage_times(
     system: SystemModel, request: Request, frequency: NDArray[np.float64], deployment: str
 ) -> tuple[float, float]:
@@ -223,10 +217,6 @@ def _of_models(kind: str, notes: Callable[[str, Rows], Sequence[Note]]) -> Any:
     return of_all
 
 
-def _models(options: Options) -> list[dict[str, Any]]:
-    return [{"model": model} for model in MODELS]
-
-
 STUDIES = (
     Study(
         "fig04_expert_time",
@@ -234,7 +224,7 @@ STUDIES = (
         lambda options, at, _: remote_ratios(
             at["model"], RATIOS[::4] if options.quick else RATIOS, options.episodes
         ),
-        _models,
+        lambda options: [{"model": model} for model in MODELS],
         notes=_of_models("Eq. 2, 3 and 5", _fig4_notes),
         picture=Lines(
             x="b",
@@ -251,7 +241,7 @@ STUDIES = (
             options.episodes,
             [*((n, n) for n in (TOKENS[::3] if options.quick else TOKENS)), (N_IN, N_OUT)],
         ),
-        _models,
+        lambda options: [{"model": model} for model in MODELS],
         notes=_of_models("Eq. 1 and 4", _fig5_notes),
         picture=Lines(
             x="prompt_tokens",

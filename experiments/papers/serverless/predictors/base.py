@@ -1,4 +1,4 @@
-"""What all predictors of expert activations share: the interface and the measure."""
+"""What all predictors of expert activations share: the interface, the measure, unit vectors."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 Array = NDArray[np.float64]
+Floats = NDArray[np.float32]
 Indexes = NDArray[np.int64]
 
 
@@ -27,6 +28,14 @@ def js_divergence(p: ArrayLike, q: ArrayLike) -> Array:
         ratio = np.divide(side, middle, out=np.ones_like(middle), where=side > 0)
         total += 0.5 * (side * np.log2(ratio)).sum(axis=-1)
     return np.clip(total, 0.0, 1.0)
+
+
+def unit_rows(vectors: ArrayLike) -> Floats:
+    """Rows divided by their length, float32; a zero row stays zero, so its similarities are 0."""
+    rows = np.asarray(vectors, np.float64)
+    return np.ascontiguousarray(
+        rows / (np.linalg.norm(rows, axis=1, keepdims=True) + 1e-12), np.float32
+    )
 
 
 class Predictor(ABC):

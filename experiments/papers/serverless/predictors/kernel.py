@@ -59,14 +59,8 @@ def search(queries, nodes, medoids, vectors, alpha):
     """The ``alpha`` most similar prompts of each query's leaf, filled up from its siblings.
 
     A leaf with fewer than ``alpha`` prompts is joined by its siblings, nearest medoid first, then
-    by its parent's siblings; all of them are ranked before the list is cut.
-
-    Args:
-        queries: float32 ``(Q, d)``.
-        nodes: int64 ``(N, 6)``.
-        medoids: float32 ``(N, d)``.
-        vectors: float32 ``(P, d)``, leaf by leaf.
-        alpha: At most P.
+    by its parent's siblings; all of them are ranked before the list is cut. Queries ``(Q, d)``,
+    medoids ``(N, d)`` and vectors ``(P, d)``, leaf by leaf, are float32; ``alpha`` is at most P.
 
     Returns:
         Rows of ``vectors`` int64 ``(Q, alpha)``, most similar first, and the similarities.

@@ -11,8 +11,8 @@ from servegym.experiments.papers.serverless.predictors.base import (
     Indexes,
     Predictor,
     js_divergence,
+    unit_rows,
 )
-from servegym.experiments.papers.serverless.predictors.tree import unit_rows
 
 
 class EqualFrequency(Predictor):
