@@ -230,19 +230,10 @@ _NEAREST = 4
 def other_moe_shape(
     timed: MoeShape, wanted: MoeShape, seconds: np.ndarray, tokens: np.ndarray
 ) -> np.ndarray:
-    """Times of a layer that was not timed, from one that was.
+    """Times ``(G,)`` of a layer that was not timed, at the tokens of one that was.
 
     Reading the weights of the active experts scales with their bytes (taken from the call of one
-    token, all of which is reading); what more tokens add scales with the arithmetic.
-
-    Args:
-        timed: the timed layer.
-        wanted: the other.
-        seconds: ``(G,)`` times of the timed layer, the first of one token.
-        tokens: ``(G,)``.
-
-    Returns:
-        ``(G,)`` seconds of the other layer at the same tokens.
+    token, the first, all of which is reading); what more tokens add scales with the arithmetic.
     """
     size = wanted.expert_values / timed.expert_values
     work = size * wanted.top_k / timed.top_k
@@ -254,15 +245,10 @@ def other_moe_shape(
 
 
 def layer_from_others(wanted: MoeShape, timed: Sequence[Layer]) -> Layer:
-    """Times of a layer that was not timed, from the four nearest that were.
+    """Times of a layer that was not timed, from the four nearest of the same format that were.
 
-    Args:
-        wanted: the layer.
-        timed: others of the same format.
-
-    Returns:
-        The shape of the nearest, its tokens, and the mean of the logarithms of the seconds that
-        `other_moe_shape` makes of each, by the inverse cube of how far they are `MoeShape.apart`.
+    They are the shape of the nearest, its tokens, and the mean of the logarithms of the seconds
+    that `other_moe_shape` makes of each, by the inverse cube of how far they are `MoeShape.apart`.
     """
     near = sorted(timed, key=lambda layer: wanted.apart(layer[0]))[:_NEAREST]
     tokens = near[0][1]

@@ -180,19 +180,9 @@ def climb(
 ) -> Bools:
     """Exchange layers of a placement two by two where that is faster in the simulator.
 
-    Two layers change places at all servers: who holds how many experts of them, the most used
-    first.
-
-    Args:
-        objective: The requests, the same for all proposals.
-        system: The cluster.
-        held: Bool (N, L, E), covered.
-        counts: (N, L, E) assignments, by which experts are ordered.
-        swaps: Exchanges to try.
-        seed: Of the exchanges.
-
-    Returns:
-        The placement (N, L, E).
+    Two layers change places at all servers: who holds how many experts of them, the most used first
+    by ``counts`` (N, L, E). ``swaps`` exchanges of ``held`` (N, L, E), covered, are tried on the
+    same requests.
     """
     layers = held.shape[1]
     if swaps < 1 or layers < 2:

@@ -99,12 +99,10 @@ class Layout:
 
 
 def load_scores(weights: NDArray[np.float32], experts: NDArray[Any]) -> NDArray[np.float32]:
-    """Linear scores (B, N + 1) of the actions from Eq. 7 alone, of a drop first.
+    """Linear scores (B, N + 1) of the actions from Eq. 7 (B, N, 3) alone, of a drop first.
 
-    Args:
-        weights: (B, 3 N + 2): a constant, a weight of the running and one of the waiting requests
-            for each expert, then the weight of the memory, common to all, and the drop's constant.
-        experts: (B, N, 3), memory in use, running and waiting requests.
+    Weights (B, 3 N + 2): a constant, a weight of the running and one of the waiting requests for
+    each expert, then the weight of the memory, common to all, and the drop's constant.
 
     Raises:
         ValueError: If the weights are for another number of experts.

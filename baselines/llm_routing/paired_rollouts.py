@@ -26,18 +26,12 @@ JOB_STATES = 16
 
 
 def common_actions(values: NDArray[np.floating[Any]], near: float) -> NDArray[np.int64]:
-    """Actions of the copies of each state: the same one, where that costs none more than ``near``.
+    """Actions (B, copies) of the copies of each state: the same one, where that costs little.
 
     Copies that differ little would part for good at the first near tie, and the noise of two
     futures would drown the first action's effect. So a copy takes the action that is best on
-    average over the copies if that is within ``near`` of its own best, else its own best.
-
-    Args:
-        values: Values (B, copies, actions); NaN everywhere where a copy is at its end.
-        near: What a decision may cost, in scores.
-
-    Returns:
-        (B, copies).
+    average over the copies if that is within ``near``, in scores, of its own best, else its own
+    best. Values (B, copies, actions) are NaN everywhere where a copy is at its end.
     """
     known = np.where(np.isnan(values[..., :1]), 0.0, values)
     common = known.sum(1).argmax(-1)[:, None]

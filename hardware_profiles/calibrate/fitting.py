@@ -114,13 +114,7 @@ def interpolate_missing(grid: np.ndarray, values: np.ndarray, missing: np.ndarra
 def interpolate_without(
     grid: np.ndarray, values: np.ndarray, axis: int, at: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Interpolate all of a table's entries at one point of an axis from the others.
-
-    Args:
-        grid: the points of the axis.
-        values: the table.
-        axis: the axis of ``values`` that ``grid`` belongs to.
-        at: the point that is left out; an inner one.
+    """Interpolate a table's entries at an inner point of an axis's grid from the others.
 
     Returns:
         The table with these entries interpolated, and which they are (bool).
