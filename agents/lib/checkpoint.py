@@ -91,12 +91,8 @@ def save_best_and_last(
 ) -> float:
     """Write ``last.safetensors``, and ``best.safetensors`` for a new best; returns the best score.
 
-    Args:
-        write: Writes the policy to a file.
-        args: Arguments of the agent; without ``save_model`` nothing is written.
-        run: Folder of the run.
-        score: Score of the policy, the higher the better.
-        best: The best score before.
+    ``write`` writes the policy to a file in the folder of the run, if the agent's ``args`` have
+    ``save_model``; the higher the score, the better.
     """
     if args.save_model:
         write(run / "last.safetensors")

@@ -126,16 +126,9 @@ def best_start(
 ) -> Bools:
     """The fastest of the heuristics and of the annealed placements on recorded requests.
 
-    Args:
-        system: The cluster, its recorded prompts and its load.
-        tries: Annealed placements of each of `WAITS`.
-        steps: Proposals of one annealing; by default `STEPS_EACH` for every expert of every
-            server, `MOST_STEPS` at most.
-        swaps: Exchanges of two layers to try at last.
-        seed: Of everything drawn.
-
-    Returns:
-        bool (N, L, E), the experts of each server.
+    ``tries`` placements are annealed for each of `WAITS`, by ``steps`` proposals (by default
+    `STEPS_EACH` for every expert of every server, `MOST_STEPS` at most), and ``swaps`` exchanges of
+    two layers tried at last. Returns bool (N, L, E), the experts of each server.
     """
     c = system.cluster
     if steps is None:

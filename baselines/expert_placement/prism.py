@@ -91,12 +91,7 @@ def layer_counts(counts: Floats, cap: Ints, *, fill: bool = True) -> Ints:
 def assign_experts(c: Ints, counts: Floats) -> Bools:
     """Algorithm 2: each server's most frequent experts, then every expert somewhere.
 
-    Args:
-        c: (N, L) experts of each layer on each server, each layer's sum at least E.
-        counts: (N, L, E).
-
-    Returns:
-        held, bool (N, L, E), with c[n, l] experts in (n, l) and every expert on a server.
+    Returns bool (N, L, E) with c[n, l] experts in (n, l); a layer's sum of c (N, L) is E or more.
     """
     servers, layers, experts = counts.shape
     rank = np.argsort(np.argsort(-counts, axis=2, kind="stable"), axis=2, kind="stable")

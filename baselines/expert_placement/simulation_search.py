@@ -170,17 +170,9 @@ def latency_local_search(
 ) -> Bools:
     """Improve the best of some placements by `exchange`, every step measured by the engine.
 
-    Random exchanges are tried one after another and accepted if the simulated latency falls, so
-    that the result is never worse in it than any of ``starts``.
-
-    Args:
-        objective: Requests to measure on.
-        counts: (N, L, E), by which the experts of a layer are ordered.
-        slots: (G,).
-        gpu_server: (G,).
-        starts: Feasible placements (G, L, E), at least one.
-        steps: Exchanges to try.
-        seed: Of the proposals.
+    ``steps`` random exchanges are tried one after another and accepted if the simulated latency
+    falls, so that the result is never worse in it than any of ``starts``, feasible (G, L, E). By
+    ``counts`` (N, L, E) the experts of a layer are ordered.
 
     Returns:
         z, bool (G, L, E). Experts of the best start that stay on a server stay on their GPU.

@@ -23,10 +23,6 @@ def impact_features(
 ) -> tuple[NDArray[np.floating[Any]], NDArray[np.floating[Any]]]:
     """Predicted effect of sending the new request to each expert (Eq. 13-15).
 
-    Args:
-        obs: A batch of Dict observations.
-        model: The estimator of the system, from predictions and mean latency laws.
-
     Returns:
         (B, N, 4) of an expert: the new request's distance from L, its score if it is answered
         within L, the scores it pushes over L, the seconds of the expert's time it takes;
@@ -262,16 +258,9 @@ def node_rows(obs: Observation, model: ExpectedQos) -> NDArray[np.float16]:
     Those of `expert_rows`, then the queued requests: Eq. 6 and the distances from L without and
     with the new one.
 
-    Args:
-        obs: A batch of Dict observations.
-        model: The estimator of the system.
-
     Returns:
         (B, 11 + 17 N + 8 N S + N S) with S = R + W: the nodes by kind, then 1 for each slot that
         holds a request.
-
-    Raises:
-        ValueError: If the number of experts is not that of the system.
     """
     arrived, expert, of_queued = _expert_parts(obs, model)
     parts = [

@@ -73,13 +73,8 @@ def solve_knapsack(
 ) -> NDArray[np.int64] | None:
     """Choose one option in each layer at least cost within two budgets.
 
-    Args:
-        cost: (L, O), inf where an option is not allowed.
-        first: (L, O) use of the first budget.
-        second: (L, O) use of the second budget.
-        first_limit: First budget.
-        second_limit: Second budget.
-        gap: Relative gap at which the search may stop.
+    Costs (L, O), inf where an option is not allowed, and the uses (L, O) of both budgets; the
+    search may stop at a relative ``gap``.
 
     Returns:
         int (L,), or None if there is no feasible choice.

@@ -95,11 +95,7 @@ def regime_transitions(system: ServerlessSystem) -> Floats:
 def train_requests(system: ServerlessSystem, requests: int, seed: int) -> list[Observed]:
     """Requests of the train split as a policy would see them, nothing warm.
 
-    Args:
-        system: The system; its ``arguments`` make the environment they are drawn from, whatever
-            split these name.
-        requests: How many.
-        seed: Seed of the draw.
+    They are drawn from the environment of ``system.arguments``, whatever split these name.
     """
     from servegym.envs.serverless_moe.config import build_problem
     from servegym.envs.serverless_moe.core import ServerlessBatch

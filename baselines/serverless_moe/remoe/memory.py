@@ -102,9 +102,6 @@ def _inner(p: MemoryProblem, multiplier: float) -> Floats:
 def solve_memory(p: MemoryProblem) -> tuple[Floats, float]:
     """Solve the relaxed P2 by its dual (Eq. 14): one TPOT multiplier, found by bisection.
 
-    Args:
-        p: The problem.
-
     Returns:
         (L,) memory and the multiplier in USD/s; where even the largest memory misses the time
         limit, that and 0.
