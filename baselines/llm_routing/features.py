@@ -294,17 +294,13 @@ def privileged_inputs(envs: Any, horizons: Sequence[int]) -> NDArray[np.float32]
 
     Arrivals and requests are drawn at reset, whatever the router does. A critic that knows them has
     less variance and no bias, as no action changes them (input-dependent baselines, Mao et al.,
-    ICLR 2019).
-
-    Args:
-        envs: The native vector environment of a routing id, whose episodes are not truncated: the
-            arrivals after a truncation are lost when the final state's value is needed.
-        horizons: Numbers of coming requests to describe, ascending.
+    ICLR 2019). The native vector environment must not truncate episodes: the arrivals after a
+    truncation are lost when the final state's value is needed.
 
     Returns:
-        (B, 4 * len(horizons)): for every horizon the log of its mean rate, the share of its
-        requests that the episode still has, their mean output length over the experts and their
-        mean best score, scaled to order one.
+        (B, 4 * len(horizons)): for every horizon, a number of coming requests, ascending, the log
+        of its mean rate, the share of its requests that the episode still has, their mean output
+        length over the experts and their mean best score, scaled to order one.
 
     Raises:
         ValueError: If the environment truncates episodes.

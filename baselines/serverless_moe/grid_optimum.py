@@ -265,17 +265,17 @@ def grid_optimum(
     """The cheapest feasible plan over b, W, Y and z of a cold request.
 
     Candidates (b, W) are taken by rising lower bound, so most need no integer program; a W whose
-    price alone is above the cost of a known plan is no candidate.
+    price alone is above the cost of a known plan is no candidate. Every starting function is taken
+    to have its own storage link. A load that is known gives the clairvoyant optimum.
 
     Args:
-        system: The system; every starting function is taken to have its own storage link.
-        load: The load; a known one gives the clairvoyant optimum.
+        system: The system.
+        load: The load.
         score: (L, K) utility by which remote sets are formed; default the load's frequencies.
         ttft_limit_s: Limit of 10b.
         tpot_limit_s: Limit of 10c.
         ratios: b to try; default every ``m / K``.
-        main_specs_mb: W to try; default all. Those that cannot hold the local experts are passed
-            over.
+        main_specs_mb: W to try, but for those that cannot hold the local experts; default all.
         gap: Relative gap of the integer programs.
 
     Raises:
