@@ -69,7 +69,7 @@ train: $(BIN)/.trainable
 # Run from an empty folder: what is tested is the installed package and nothing of the tree but tests/.
 TESTS ?= tests
 PYTEST = away=$$(mktemp -d) && trap 'rm -rf "$$away"' EXIT && cd "$$away" && \
-	$(BIN)/pytest -c $(ROOT)/setup.cfg --rootdir=$(ROOT) -n $(WORKERS)
+	$(BIN)/pytest -c $(ROOT)/setup.cfg --rootdir=$(ROOT) -n $(WORKERS) --dist worksteal
 
 # The engines are compiled once, before the workers start.
 test: install

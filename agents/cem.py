@@ -124,8 +124,8 @@ class Task:
 def of_split(stream: int, env_kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of a routing problem with the split and the requests of a stream."""
     own = {"split": "val", "episode_requests": EVAL_REQUESTS} if stream >= VALIDATION else {}
-    kept = {k: v for k, v in env_kwargs.items() if k not in ("fleet", "fleet_kwargs")}
-    return kept | {"reward": "completed_qos"} | own
+    arguments = {k: v for k, v in env_kwargs.items() if k not in ("fleet", "fleet_kwargs")}
+    return arguments | {"reward": "completed_qos"} | own
 
 
 class OneFleet(Task):
@@ -298,12 +298,6 @@ class Router(BasePolicy):
         return choose(self.scores(weights, observation), mask)
 
 
-def save_policy(agent: Agent, args: Args, path: Path) -> None:
-    """Weights and arguments in one safetensors file."""
-    meta = {"agent": "cem", "args": json.dumps(asdict(args))}
-    checkpoint.write_checkpoint(agent, meta, path)
-
-
 def load(meta: Mapping[str, str], weights: Mapping[str, Tensor], system: Any) -> CheckpointPolicy:
     """The policy of a checkpoint, see `servegym.agents.lib.checkpoint`."""
     args = checkpoint.saved_args(Args, checkpoint.json_field(meta, "args"))
@@ -352,7 +346,8 @@ def train(args: Args) -> Path:
     spread, step, best = np.full_like(mean, task.spread), 0, -np.inf
     rng = np.random.default_rng([args.seed, 5])
     log, where = RunLog(args, task.name, args.env_id, task.env_kwargs), (args.env_id, args.set)
-    write = log.save = partial(save_policy, agent, args)
+    meta = {"agent": "cem", "args": json.dumps(asdict(args))}
+    write = log.save = partial(checkpoint.write_checkpoint, agent, meta)
     if log.saved is not None:
         mean, spread, step, best = log.saved["state"]
         agent.weights.copy_(torch.as_tensor(mean))
@@ -380,8 +375,8 @@ def train(args: Args) -> Path:
             streams = [VALIDATION + k for k in range(args.eval_worlds)]
             jobs = [(one, *where, stream, seeds) for stream in streams]
             log.phase = "evaluating"
-            found = {at: float(paid.mean()) for at, (paid, _) in run_jobs(play, jobs, pool)}
-            result = {f"{task.logged[1]}_{k}": found[k] for k in range(len(jobs))}
+            means = {at: float(paid.mean()) for at, (paid, _) in run_jobs(play, jobs, pool)}
+            result = {f"{task.logged[1]}_{k}": means[k] for k in range(len(jobs))}
             result[task.logged[1]] = score = float(np.mean(list(result.values())))
             metrics |= result
             log.say_score(step, task.logged[1].partition("/")[2], score)

@@ -30,8 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from servegym._command_line import parse_settings
-from servegym.agents.lib.arguments import RunArgs, at_least, run_agent
+from servegym.agents.lib.arguments import RunArgs, grouped_settings, run_agent
 from servegym.agents.lib.checkpoint import (
     CheckpointPolicy,
     json_field,
@@ -102,16 +101,16 @@ def features(counts: Any) -> Tensor:
     at = [max(round(part * experts), 1) - 1 for part in MASS_AT]
     entropy = -(share * np.log(np.maximum(share, 1e-12))).sum(axis=-1) / np.log(max(experts, 2))
     layer = np.broadcast_to(np.linspace(-1, 1, entropy.shape[-1]), entropy.shape)
-    found = np.concatenate([mass[..., at], np.stack([entropy, layer], axis=-1)], axis=-1)
-    return torch.from_numpy(found.astype(np.float32))
+    result = np.concatenate([mass[..., at], np.stack([entropy, layer], axis=-1)], axis=-1)
+    return torch.from_numpy(result.astype(np.float32))
 
 
 def linear(inputs: int, outputs: int, std: float = 2**0.5) -> nn.Linear:
     """A linear layer with orthogonal weights and no bias at first."""
-    found = nn.Linear(inputs, outputs)
-    nn.init.orthogonal_(found.weight, std)
-    nn.init.zeros_(found.bias)
-    return found
+    result = nn.Linear(inputs, outputs)
+    nn.init.orthogonal_(result.weight, std)
+    nn.init.zeros_(result.bias)
+    return result
 
 
 class Agent(nn.Module):
@@ -142,9 +141,9 @@ def plan(output: Tensor, args: Args) -> np.ndarray:
 def greedy(agent: Agent, args: Args, observation: Mapping[str, Any]) -> dict[str, Any]:
     """The mean outputs as actions of the single environment, at an episode's first decision."""
     with torch.no_grad():
-        found = plan(agent(features(observation["counts"])), args)
+        result = plan(agent(features(observation["counts"])), args)
     first = np.asarray(observation["progress"])[:, 0] <= 0
-    return {"migrate": first.astype(np.int64), "plan": found}
+    return {"migrate": first.astype(np.int64), "plan": result}
 
 
 def play(
@@ -183,13 +182,7 @@ def train(args: Args) -> Path:
     Raises:
         ValueError: If an argument is out of range.
     """
-    at_least("group_size", args.group_size, 2)
-    if args.batch_size % args.group_size:
-        raise ValueError(f"batch_size is {args.batch_size}; allowed are multiples of group_size")
-    settings = parse_settings(args.set)
-    fixed = [name for name in ("action_mode", "reward", "free_start") if name in settings]
-    if fixed:
-        raise ValueError(f"set: {fixed[0]} belongs to the agent; leave it out")
+    settings = grouped_settings(args, "batch_size")
     start = time.process_time()
     torch.set_num_threads(args.torch_threads)
     torch.manual_seed(args.seed)
@@ -215,11 +208,8 @@ def train(args: Args) -> Path:
         "shape": json.dumps({"width": args.width, "servers": servers, "layers": layers}),
         "setting": PlacementSystem.from_problem(env.problem).setting,
     }
-    n, num_updates, best_score = (
-        args.batch_size,
-        -(-args.total_timesteps // args.batch_size),
-        -np.inf,
-    )
+    n, best_score = args.batch_size, -np.inf
+    num_updates = -(-args.total_timesteps // n)
 
     # Buffers.
     obs = torch.zeros(n, servers, layers, COLUMNS)
@@ -236,9 +226,9 @@ def train(args: Args) -> Path:
         if interval_passed(args.eval_every, step - n, step) or update in (0, num_updates):
             log.phase = "evaluating"
             metrics = evaluate(agent, args, validation)
-            found = metrics["eval/mean_latency_s"]
-            log.say_score(step, "mean latency in seconds", found, rule)
-            best_score = save_best_and_last(log.save, args, log.run, -found, best_score)
+            result = metrics["eval/mean_latency_s"]
+            log.say_score(step, "mean latency in seconds", result, rule)
+            best_score = save_best_and_last(log.save, args, log.run, -result, best_score)
         metrics |= {"charts/SPS": log.advance(step), "charts/cpu_s": time.process_time() - start}
         if update == num_updates:
             log.write(step, metrics)

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from servegym._command_line import parse_settings
-from servegym.agents.lib.arguments import RunArgs, at_least, run_agent
+from servegym.agents.lib.arguments import RunArgs, grouped_settings, run_agent
 from servegym.agents.lib.checkpoint import (
     CheckpointPolicy,
     json_field,
@@ -119,10 +119,10 @@ def features(observation: Mapping[str, Any]) -> Tensor:
 
 def linear(inputs: int, outputs: int, std: float = 2**0.5) -> nn.Linear:
     """A linear layer with orthogonal weights and no bias at first."""
-    found = nn.Linear(inputs, outputs)
-    nn.init.orthogonal_(found.weight, std)
-    nn.init.zeros_(found.bias)
-    return found
+    result = nn.Linear(inputs, outputs)
+    nn.init.orthogonal_(result.weight, std)
+    nn.init.zeros_(result.bias)
+    return result
 
 
 class Agent(nn.Module):
@@ -154,9 +154,9 @@ def action(output: Tensor, args: Args) -> dict[str, Any]:
 def greedy(agent: Agent, args: Args, observation: Mapping[str, Any]) -> dict[str, Any]:
     """The mean outputs of every row, carried out at the first decision of an episode alone."""
     with torch.no_grad():
-        found = action(agent(features(observation)), args)
+        result = action(agent(features(observation)), args)
     first = np.asarray(observation["progress"])[:, 0] <= 0
-    return found | {"migrate": first.astype(np.int64)}
+    return result | {"migrate": first.astype(np.int64)}
 
 
 def make_envs(args: Args, num_envs: int, **overrides: Any) -> Any:
@@ -189,13 +189,7 @@ def train(args: Args) -> Path:
     Raises:
         ValueError: If an argument is out of range.
     """
-    at_least("group_size", args.group_size, 2)
-    if args.num_envs % args.group_size:
-        raise ValueError(f"num_envs is {args.num_envs}; allowed are multiples of group_size")
-    settings = parse_settings(args.set)
-    fixed = [name for name in ("action_mode", "reward", "free_start") if name in settings]
-    if fixed:
-        raise ValueError(f"set: {fixed[0]} belongs to the agent; leave it out")
+    settings = grouped_settings(args, "num_envs")
     start = time.process_time()
     torch.set_num_threads(args.torch_threads)
     torch.manual_seed(args.seed)

@@ -199,6 +199,38 @@ def evaluate(agent: Agent, envs: gym.vector.VectorEnv) -> dict[str, float]:
     return {"eval/score": reward_sum / steps, "eval/kept_share": kept / steps}
 
 
+def advantages_of(
+    rewards: Tensor, dones: Tensor, values: Tensor, next_value: Tensor, gamma: float, lam: float
+) -> Tensor:
+    """Generalised advantage estimate (T, B); ``next_value`` (B,) is that after the last step."""
+    advantages, last_advantage = torch.zeros_like(rewards), 0.0
+    for t in reversed(range(len(rewards))):
+        alive = 1 - dones[t]
+        delta = rewards[t] + gamma * alive * next_value - values[t]
+        last_advantage = delta + gamma * lam * alive * last_advantage
+        advantages[t], next_value = last_advantage, values[t]
+    return advantages
+
+
+def open_envs(args: Args) -> tuple[gym.vector.VectorEnv, gym.vector.VectorEnv]:
+    """Environments for training and for evaluation.
+
+    Raises:
+        ValueError: If an argument is out of range.
+    """
+    batch_size = args.num_envs * args.num_steps
+    if not 1 <= args.num_minibatches <= batch_size // 2:
+        raise ValueError(
+            f"num_minibatches={args.num_minibatches} must be from 1 to half of "
+            f"num_envs * num_steps={batch_size}"
+        )
+    envs = make_envs(args.env_id, args.num_envs, **env_kwargs(args))
+    box, multi = envs.single_observation_space, envs.single_action_space
+    if not isinstance(box, gym.spaces.Box) or not isinstance(multi, gym.spaces.MultiDiscrete):
+        raise ValueError(f"env_id: {args.env_id!r} has no single Box with MultiDiscrete actions")
+    return envs, make_envs(args.env_id, args.eval_episodes, **env_kwargs(args) | {"split": "val"})
+
+
 @saves_when_interrupted
 def train(args: Args) -> Path:
     """Train and return the run's folder (metrics.jsonl, best.safetensors, last.safetensors).
@@ -209,20 +241,12 @@ def train(args: Args) -> Path:
     begin = time.process_time()
     n, num_steps, batch_size = args.num_envs, args.num_steps, args.num_envs * args.num_steps
     num_updates = -(-args.total_timesteps // batch_size)
-    if not 1 <= args.num_minibatches <= batch_size // 2:
-        raise ValueError(
-            f"num_minibatches={args.num_minibatches} must be from 1 to half of "
-            f"num_envs * num_steps={batch_size}"
-        )
     torch.set_num_threads(args.torch_threads)
     torch.manual_seed(args.seed)
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
-    envs = make_envs(args.env_id, n, **env_kwargs(args))
-    box, multi = envs.single_observation_space, envs.single_action_space
-    if not isinstance(box, gym.spaces.Box) or not isinstance(multi, gym.spaces.MultiDiscrete):
-        raise ValueError(f"env_id: {args.env_id!r} has no single Box with MultiDiscrete actions")
-    eval_envs = make_envs(args.env_id, args.eval_episodes, **env_kwargs(args) | {"split": "val"})
-    (columns,), choices = box.shape, [int(k) for k in multi.nvec]
+    envs, eval_envs = open_envs(args)
+    spaces: Any = envs.single_observation_space, envs.single_action_space
+    (columns,), choices = spaces[0].shape, [int(k) for k in spaces[1].nvec]
     keep = bool(env_kwargs(args).get("keep_action"))
     agent = Agent(columns, choices, keep, args.width).to(device)
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5)
@@ -234,8 +258,7 @@ def train(args: Args) -> Path:
         "setting": ServerlessSystem.from_env(envs).setting,
     }
     log = RunLog(args, "ppo_serverless", args.env_id, parse_settings(args.set))
-    save_policy, best_score = partial(write_checkpoint, agent, meta), -np.inf
-    log.save = save_policy
+    save_policy = log.save = partial(write_checkpoint, agent, meta)
     settings = parse_settings(args.set) | {"split": "val"}
     played = play_rule(args.env_id, args.eval_episodes, 10_000, **settings)
     rule = played and (played.rule, played.returns.sum() / played.decisions)
@@ -250,7 +273,7 @@ def train(args: Args) -> Path:
     next_obs = torch.as_tensor(next_obs, device=device)
     agent.update_statistics(next_obs)
     metrics: dict[str, float] = {}
-    mean_reward = 0.0
+    mean_reward, best_score = 0.0, -np.inf
     for update in range(num_updates + 1):
         step = update * batch_size
         # Evaluate: the random weights first, the last policy at the end.
@@ -287,13 +310,9 @@ def train(args: Args) -> Path:
             # Generalised advantage estimate of rewards less their running mean: an episode's end
             # after so many requests, which the observation does not announce, is then no gain.
             mean_reward += max(0.02, 1 / (update + 1)) * (rewards.mean().item() - mean_reward)
-            next_value, last_advantage = agent.value(next_obs), 0.0
-            advantages = torch.zeros_like(rewards)
-            for t in reversed(range(num_steps)):
-                alive = 1 - dones[t]
-                delta = rewards[t] - mean_reward + args.gamma * alive * next_value - values[t]
-                last_advantage = delta + args.gamma * args.gae_lambda * alive * last_advantage
-                advantages[t], next_value = last_advantage, values[t]
+            paid, last_value = rewards - mean_reward, agent.value(next_obs)
+            decay = args.gamma, args.gae_lambda
+            advantages = advantages_of(paid, dones, values, last_value, *decay)
 
         # Update the policy and the value network.
         buffers = (obs, masks, actions, logprobs, advantages, advantages + values)
@@ -317,16 +336,14 @@ def train(args: Args) -> Path:
                 nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
                 optimizer.step()
         agent.update_statistics(batch[0])
+        outside = torch.as_tensor(ratio - 1).abs() > args.clip_coef
         metrics = {
             "charts/reward": rewards.mean().item(),
             "losses/policy_loss": policy_loss.item(),
             "losses/value_loss": value_loss.item(),
             "losses/entropy": entropy.mean().item(),
             "losses/approx_kl": torch.expm1(logratio).sub(logratio).mean().item(),
-            "losses/clipfrac": (torch.as_tensor(ratio - 1).abs() > args.clip_coef)
-            .float()
-            .mean()
-            .item(),
+            "losses/clipfrac": outside.float().mean().item(),
         }
     envs.close()
     eval_envs.close()

@@ -17,7 +17,7 @@ from copy import deepcopy
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -220,10 +220,71 @@ def advantages(
     return out
 
 
-def save_policy(agent: Agent, args: Args, path: Path) -> None:
-    """Weights and arguments in one safetensors file."""
-    meta = {"agent": "ppo_sets", "args": json.dumps(asdict(args))}
-    checkpoint.write_checkpoint(agent, meta, path)
+class Rollout(NamedTuple):
+    """What is collected: (T, B, ...) of T steps of B environments."""
+
+    rows: Tensor
+    mask: Tensor
+    inputs: Tensor
+    action: Tensor
+    logp: Tensor
+    reward: Tensor
+    value: Tensor
+    next: Tensor  # values after the steps, 0 after an episode's end
+    done: Tensor
+
+
+def empty_rollout(agent: Agent, steps: int, num_envs: int, columns: int) -> Rollout:
+    """Room for steps with flat rows of so many columns."""
+    shape, device = (steps, num_envs), agent.law.device
+    return Rollout(
+        torch.zeros((*shape, columns), dtype=torch.float16),
+        torch.zeros((*shape, agent.layout.experts + 1), dtype=torch.int8, device=device),
+        torch.zeros((*shape, INPUTS), device=device),
+        torch.zeros(shape, dtype=torch.long, device=device),
+        *torch.zeros((5, *shape), device=device),
+    )
+
+
+@torch.no_grad()
+def collect(
+    agent: Agent, envs: Any, obs: Observation, mask: NDArray[Any], data: Rollout, untimely: float
+) -> tuple[Observation, NDArray[Any], list[float]]:
+    """Fill ``data`` with steps by the policy; returns where they end, and ended episodes' QoS.
+
+    ``untimely`` is the share of `queued_score` that is taken off a reward.
+    """
+    episodic_qos, device = [], agent.law.device
+    for t in range(len(data.rows) + 1):
+        rows = torch.as_tensor(agent.rows(obs))
+        legal = torch.as_tensor(mask, device=device)
+        inputs = torch.as_tensor(privileged_inputs(envs, HORIZONS), device=device)
+        log_pi, value = agent(rows.to(device).float(), legal, inputs)
+        if t:
+            data.next[t - 1] = (1 - data.done[t - 1]) * value
+        if t == len(data.rows):
+            break
+        data.rows[t], data.mask[t], data.value[t], data.inputs[t] = rows, legal, value, inputs
+        data.action[t] = torch.multinomial(log_pi.exp(), 1).squeeze(1)
+        data.logp[t] = log_pi.gather(1, data.action[t][:, None]).squeeze(1)
+        obs, reward, done, _, info = envs.step(data.action[t].cpu().numpy())
+        mask = info["action_mask"]
+        if untimely:
+            reward = reward - np.where(done, 0, untimely * queued_score(obs))
+        data.reward[t], data.done[t] = torch.as_tensor(reward), torch.as_tensor(done)
+        if done.any():
+            episodic_qos += info["final_info"]["episode_kpis"]["avg_qos"][done].tolist()
+    return obs, mask, episodic_qos
+
+
+def evaluate(agent: Agent, log: RunLog, step: int) -> dict[str, float]:
+    """`evaluate_router` of a policy, told in the log."""
+    args, log.phase = log.args, "evaluating"
+    numbers = (args.eval_rates, EVAL_EPISODES, EVAL_REQUESTS)
+    env_kwargs = ENV | parse_settings(args.set)
+    result = evaluate_router(agent.act, ENV_ID, env_kwargs, *numbers)
+    log.say_qos(step, result)
+    return result
 
 
 def load(meta: Mapping[str, str], weights: Mapping[str, Tensor], system: Any) -> CheckpointPolicy:
@@ -256,7 +317,8 @@ def train(args: Args) -> Path:
     size: Tensor | None = None  # of the advantages, by environment
     learned = {"agent": agent, "averaged": averaged, "optimizer": optimizer}
     log = RunLog(args, "ppo_sets", ENV_ID, env_kwargs)
-    write = log.save = partial(save_policy, averaged, args)
+    meta = {"agent": "ppo_sets", "args": json.dumps(asdict(args))}
+    write = log.save = partial(checkpoint.write_checkpoint, averaged, meta)
     if log.saved is not None:
         for key, part in learned.items():
             part.load_state_dict(log.saved[key])
@@ -265,69 +327,31 @@ def train(args: Args) -> Path:
         step, best, mean_reward, saved_size = log.saved["state"]
         size = saved_size.to(device)
 
-    def evaluate() -> dict[str, float]:
-        numbers = (args.eval_rates, EVAL_EPISODES, EVAL_REQUESTS)
-        log.phase = "evaluating"
-        result = evaluate_router(averaged.act, ENV_ID, env_kwargs, *numbers)
-        log.say_qos(step, result)
-        return result
-
     if not step:
-        log.write(0, evaluate())  # the start, measured
+        log.write(0, evaluate(averaged, log, 0))  # the start, measured
 
-    shape, batch_size = (args.num_steps, n), args.num_steps * n
-    b_rows = torch.zeros((*shape, agent.rows(obs).shape[1]), dtype=torch.float16)
-    b_inputs = torch.zeros((*shape, INPUTS), device=device)
-    b_mask = torch.zeros((*shape, actions), dtype=torch.int8, device=device)
-    b_action = torch.zeros(shape, dtype=torch.long, device=device)
-    b_logp, b_reward, b_value, b_next, b_done = torch.zeros((5, *shape), device=device)
-
+    batch_size = args.num_steps * n
+    data = empty_rollout(agent, args.num_steps, n, agent.rows(obs).shape[1])
+    # What ``paid_forward`` pays for queued requests is exact without a discount.
+    untimely = (1 - args.gamma) * (env_kwargs["reward"] == "paid_forward")
     while step < args.total_timesteps:
-        share_done, shares, episodic_qos = step / args.total_timesteps, np.zeros(actions), []
+        share_done = step / args.total_timesteps
         optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - share_done)
-
-        # Collect num_steps of every environment.
-        with torch.no_grad():
-            for t in range(args.num_steps + 1):
-                rows = torch.as_tensor(agent.rows(obs))
-                legal = torch.as_tensor(mask, device=device)
-                inputs = torch.as_tensor(privileged_inputs(envs, HORIZONS), device=device)
-                log_pi, value = agent(rows.to(device).float(), legal, inputs)
-                if t:
-                    b_next[t - 1] = (1 - b_done[t - 1]) * value  # after the step; 0 after the end
-                if t == args.num_steps:
-                    break
-                b_rows[t], b_mask[t], b_value[t], b_inputs[t] = rows, legal, value, inputs
-                b_action[t] = torch.multinomial(log_pi.exp(), 1).squeeze(1)
-                b_logp[t] = log_pi.gather(1, b_action[t][:, None]).squeeze(1)
-                action = b_action[t].cpu().numpy()
-                shares += np.bincount(action, minlength=actions)
-                obs, reward, done, _, info = envs.step(action)
-                mask = info["action_mask"]
-                if env_kwargs["reward"] == "paid_forward":
-                    reward = reward - np.where(done, 0, (1 - args.gamma) * queued_score(obs))
-                b_reward[t], b_done[t] = torch.as_tensor(reward), torch.as_tensor(done)
-                if done.any():
-                    kpis = info["final_info"]["episode_kpis"]
-                    episodic_qos += kpis["avg_qos"][done].tolist()
+        obs, mask, episodic_qos = collect(agent, envs, obs, mask, data, untimely)
 
         # Advantages of the rewards relative to their running mean.
         if not step:
-            mean_reward = float(b_reward.mean())
-        gain = advantages(
-            b_reward - mean_reward, b_done, b_value, b_next, args.gamma, args.gae_lambda
-        )
+            mean_reward = float(data.reward.mean())
+        decay = args.gamma, args.gae_lambda
+        gain = advantages(data.reward - mean_reward, data.done, data.value, data.next, *decay)
         size_now = gain.square().mean(0).sqrt()
         size = size_now if size is None else torch.lerp(size, size_now, 0.1)
-        mean_reward += 0.1 * (float(b_reward.mean()) - mean_reward)
+        mean_reward += 0.1 * (float(data.reward.mean()) - mean_reward)
         step += batch_size
-        target = gain + b_value
+        target = gain + data.value
         # By their size in each environment, or rates at which much can be lost have all the say.
         weighted = gain / (size + 1e-3)
-        flat = [
-            x.reshape(batch_size, *x.shape[2:])
-            for x in (b_rows, b_mask, b_inputs, b_action, b_logp, weighted, target)
-        ]
+        flat = [x.reshape(batch_size, *x.shape[2:]) for x in (*data[:5], weighted, target)]
 
         # Optimise policy and value.
         train_actor, spread = share_done >= CRITIC_WARMUP, float(target.var())
@@ -360,12 +384,13 @@ def train(args: Args) -> Path:
             "losses/approx_kl": torch.expm1(log_ratio).sub(log_ratio).mean().item(),
             "losses/explained_variance": 1 - float(gain.var()) / spread,
         }
-        metrics |= {f"charts/share_{k}": v for k, v in enumerate(shares / shares.sum())}
+        shares = np.bincount(data.action.flatten().cpu().numpy(), minlength=actions) / batch_size
+        metrics |= {f"charts/share_{k}": v for k, v in enumerate(shares)}
         if episodic_qos:
             metrics["charts/avg_qos"] = float(np.mean(episodic_qos))
         before, last = step - batch_size, step >= args.total_timesteps
         if interval_passed(args.eval_every, before, step) or last:
-            result = evaluate()
+            result = evaluate(averaged, log, step)
             metrics |= result
             best = checkpoint.save_best_and_last(write, args, log.run, result["eval/avg_qos"], best)
         log.write(step, metrics)

@@ -204,7 +204,7 @@ class Configuration:
         self.model = LatencyModel(RoutingSystem.from_env(self.envs))
         self.heuristic: Values = partial(priced_actions, self.model)
         runner = None if pool is None else partial(run_jobs, pool=pool)
-        self.rollouts = Rollouts(self.envs, args.candidates, runner)
+        self.rollouts = Rollouts(self.envs, runner)
         self.obs, info = self.envs.reset(seed=environments.episode_seeds(seed, num_envs))
         self.mask = info["action_mask"]
         self.labels: list[tuple[NDArray[Any], ...]] = []

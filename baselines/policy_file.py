@@ -31,7 +31,7 @@ class FilePolicy(BasePolicy):
         self.policy, self.file, self.name = policy, file, policy.name
         self.clairvoyant, self.needs_env = policy.clairvoyant, policy.needs_env
         self.env_view, self.env_kwargs = policy.env_view, policy.env_kwargs
-        self.needs_outcomes = getattr(policy, "needs_outcomes", False)
+        self.needs_outcomes = policy.needs_outcomes
 
     @contextmanager
     def _locating_errors(self) -> Iterator[None]:
@@ -66,14 +66,14 @@ class FilePolicy(BasePolicy):
             self.policy.feedback(reward)
 
     def outcomes(self, ended: Any) -> None:
-        """See `BasePolicy.outcomes`."""
+        """See `Policy.outcomes`."""
         with self._locating_errors():
-            self.policy.outcomes(ended)  # pyright: ignore[reportAttributeAccessIssue]
+            self.policy.outcomes(ended)
 
     def bind(self, env: Any) -> None:
-        """See `BasePolicy.bind`."""
+        """See `Policy.bind`."""
         with self._locating_errors():
-            self.policy.bind(env)  # pyright: ignore[reportAttributeAccessIssue]
+            self.policy.bind(env)
 
 
 def _line_of(error: BaseException, file: Path) -> int | None:
@@ -117,8 +117,8 @@ def policy_from_file(
     if content is None and not file.is_file():
         raise ValueError(f"path={str(file)!r} is not a file")
     try:
-        found = runpy.run_path(str(file)) if content is None else _run(content, file)
-        policy = found["Policy"](system) if "Policy" in found else None
+        names = runpy.run_path(str(file)) if content is None else _run(content, file)
+        policy = names["Policy"](system) if "Policy" in names else None
     except (Exception, SystemExit) as error:  # whatever the file raises
         kind, line = type(error).__name__, _line_of(error, file)
         where = f" (line {line})" if line else ""
@@ -133,8 +133,8 @@ def policy_from_file(
             )
         if policy.name == BasePolicy.name:
             policy.name = file.stem
-    elif callable(found.get("act")):
-        policy = CallablePolicy(found["act"], file.stem, batched=False)
+    elif callable(names.get("act")):
+        policy = CallablePolicy(names["act"], file.stem, batched=False)
     else:
         raise ValueError(
             f"{str(file)!r} defines neither act(observation, action_mask) nor a class Policy"

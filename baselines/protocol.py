@@ -8,13 +8,15 @@ episodes that never influence one another.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from types import MappingProxyType
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from servegym._checks import choose, whole
+from servegym.envs.families import family_named
 
 Observation = Mapping[str, NDArray[Any]]
 
@@ -22,9 +24,53 @@ VALIDATION = 1_000_000
 """Least number of a drawn fleet or setting for validation; those of a training lie below."""
 
 
-@runtime_checkable
-class Policy(Protocol):
-    """A policy for a batch of B environments.
+class SystemDescription:
+    """What an operator knows of a system before any request arrives; policies are made from it.
+
+    It holds nothing about the requests of an episode; policies get those by observation only.
+    """
+
+    family: ClassVar[str]
+
+    @classmethod
+    def from_problem(cls, problem: Any) -> Self:
+        """Describe the system of an environment's ``env.unwrapped.problem``."""
+        raise NotImplementedError
+
+    @classmethod
+    def from_env(cls, env: Any) -> Self:
+        """Describe the system of an environment of the family, single or vector, wrapped or not.
+
+        Raises:
+            ValueError: If it is none.
+        """
+        problem = getattr(getattr(env, "unwrapped", env), "problem", None)
+        if type(problem).__module__ != f"servegym.envs.{cls.family}.config":
+            given = type(env).__name__
+            raise ValueError(f"env must be a {cls.family} environment, got {given}")
+        return cls.from_problem(problem)
+
+    @classmethod
+    def from_kwargs(cls, **kwargs: Any) -> Self:
+        """Describe the system that ``gymnasium.make(id, **kwargs)`` would build.
+
+        Arguments that concern episodes alone (rate, split, reward, ...) make no difference.
+
+        Raises:
+            ValueError: As the environment does for an unknown or bad argument.
+        """
+        module = import_module(f"servegym.envs.{cls.family}.env")
+        name = family_named(cls.family).views["graph"].partition("-")[0]
+        return cls.from_problem(getattr(module, f"{name}Env").make_problem(kwargs))
+
+
+class Policy:
+    """A policy for a batch of B environments; by default without state or learning.
+
+    Args:
+        system: Description of the system that it serves, as `registry.make_policy` and
+            `policy_file.policy_from_file` pass it. A subclass without ``__init__`` of its own
+            finds it as ``self.system``.
 
     Attributes:
         name: The name shown in tables.
@@ -34,24 +80,38 @@ class Policy(Protocol):
         env_view: The observation it reads: ``"graph"`` is the Dict id, ``"flat"`` and
             ``"experts"`` and ``"summary"`` are the Box ids (some trained checkpoints).
         needs_env: True if `bind` must be called with the vector environment before `reset`.
+        needs_outcomes: True if `outcomes` is to be told which requests have ended (LLM routing and
+            prefix routing only).
         env_kwargs: Environment arguments that the policy asks for, for instance
             ``{"action_mode": "placement"}``. They change the interface, never the world: an
             evaluation refuses others from all but the package's own policies.
     """
 
-    name: str
-    clairvoyant: bool
-    env_view: str
-    needs_env: bool
-    env_kwargs: Mapping[str, Any]
+    name: str = "policy"
+    clairvoyant: bool = False
+    env_view: str = "graph"
+    needs_env: bool = False
+    needs_outcomes: bool = False
+    env_kwargs: Mapping[str, Any] = MappingProxyType({})
+
+    num_envs: int = 0
+    rng: np.random.Generator
+
+    def __init__(self, system: Any = None) -> None:
+        self.system = system
 
     def reset(self, num_envs: int, seed: int | None = None) -> None:
         """Forget everything and prepare for ``num_envs`` rows, all at an episode's start."""
-        ...
+        self._size(num_envs, seed)
+        self.episode_start(np.ones(self.num_envs, dtype=np.bool_))
+
+    def _size(self, num_envs: int, seed: int | None) -> None:
+        self.num_envs = whole("num_envs", num_envs, 1)
+        # A stream of its own: environments seeded alike must not draw the same numbers.
+        self.rng = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(1,)))
 
     def episode_start(self, mask: NDArray[np.bool_]) -> None:
         """Reset the state of the rows in ``mask`` (B,), whose next observation is a first one."""
-        ...
 
     def act(self, observation: Observation, action_mask: Any) -> Any:
         """Choose one action a row.
@@ -68,58 +128,10 @@ class Policy(Protocol):
             ``granularity="per_layer"`` (B, 3 + 2 L)). Placement (`Dict`): ``{"migrate": int64 (B,),
             "plan": (B, ...)}``, where the plan's shape goes by ``action_mode``.
         """
-        ...
-
-    def feedback(self, reward: NDArray[np.float64]) -> None:
-        """Learn from the rewards (B,) of the actions returned by the last `act`, or ignore them."""
-        ...
-
-
-class BasePolicy:
-    """The defaults of a policy: no state, no learning, the Dict observation.
-
-    Args:
-        system: Description of the system that it serves, as `registry.make_policy` and
-            `policy_file.policy_from_file` pass it. A subclass without ``__init__`` of its own
-            finds it as ``self.system``.
-
-    Attributes:
-        needs_outcomes: True if `outcomes` is to be told which requests have ended (LLM routing and
-            prefix routing only).
-    """
-
-    name: str = "policy"
-    clairvoyant: bool = False
-    env_view: str = "graph"
-    needs_env: bool = False
-    env_kwargs: Mapping[str, Any] = MappingProxyType({})
-    needs_outcomes: bool = False
-
-    num_envs: int = 0
-    rng: np.random.Generator
-
-    def __init__(self, system: Any = None) -> None:
-        self.system = system
-
-    def reset(self, num_envs: int, seed: int | None = None) -> None:
-        """See `Policy.reset`; also seeds ``self.rng``."""
-        self._size(num_envs, seed)
-        self.episode_start(np.ones(self.num_envs, dtype=np.bool_))
-
-    def _size(self, num_envs: int, seed: int | None) -> None:
-        self.num_envs = whole("num_envs", num_envs, 1)
-        # A stream of its own: environments seeded alike must not draw the same numbers.
-        self.rng = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(1,)))
-
-    def episode_start(self, mask: NDArray[np.bool_]) -> None:
-        """See `Policy.episode_start`; nothing to do for a policy without state."""
-
-    def act(self, observation: Observation, action_mask: Any) -> Any:
-        """See `Policy.act`."""
         raise NotImplementedError
 
     def feedback(self, reward: NDArray[np.float64]) -> None:
-        """See `Policy.feedback`; ignored."""
+        """Learn from the rewards (B,) of the actions returned by the last `act`; ignored."""
 
     def outcomes(self, ended: NDArray[Any]) -> None:
         """Learn what became of the requests that ended since the last decision; ignored.
@@ -133,6 +145,10 @@ class BasePolicy:
         """Take the vector environment; only policies with ``needs_env`` have a use for it."""
         if self.needs_env:
             raise NotImplementedError(f"{self.name} needs an environment and must define bind()")
+
+
+BasePolicy = Policy
+"""The name by which policies, those of users' files too, derive from it."""
 
 
 class CallablePolicy(BasePolicy):
@@ -151,7 +167,7 @@ class CallablePolicy(BasePolicy):
     def __init__(
         self,
         fn: Callable[[Observation, Any], Any],
-        name: str,
+        name: str = "callable",
         *,
         batched: bool = True,
         clairvoyant: bool = False,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from servegym._checks import mapping, nearest
-from servegym.baselines.protocol import CallablePolicy, Observation, Policy
+from servegym.baselines.protocol import CallablePolicy, Policy
 from servegym.envs.families import FAMILIES, family_named
 
 
@@ -143,17 +143,5 @@ def _parameters(factory: Callable[..., Any]) -> list[str] | None:
     return None
 
 
-def from_callable(
-    fn: Callable[[Observation, Any], Any], name: str = "callable", **options: Any
-) -> Policy:
-    """Wrap ``fn(observation, action_mask) -> actions`` as a stateless policy.
-
-    Args:
-        fn: See `CallablePolicy`.
-        name: Name in tables.
-        **options: Keywords of `CallablePolicy`.
-
-    Raises:
-        ValueError: If ``fn`` is not callable or ``env_view`` is unknown.
-    """
-    return CallablePolicy(fn, name, **options)
+from_callable = CallablePolicy
+"""A stateless policy of ``fn(observation, action_mask) -> actions``."""

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import ast
 import importlib
-import importlib.util
 import inspect
 import json
 import re
 import tempfile
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -56,6 +56,13 @@ def write(path: str, text: str) -> None:
     ]
     with mkdocs_gen_files.open(path, "w") as stream:
         stream.write("\n".join(lines) + "\n")
+
+
+def table(headings: Sequence[str], rows: Iterable[Sequence[Any]], right: int = 0) -> list[str]:
+    """A Markdown table whose last ``right`` columns are right aligned."""
+    rules = ["---"] * (len(headings) - right) + ["---:"] * right
+    cells = [[str(cell).replace("|", "\\|") for cell in row] for row in rows]
+    return [f"| {' | '.join(line)} |" for line in (headings, rules, *cells)]
 
 
 def fenced(text: str) -> str:
@@ -127,7 +134,7 @@ def environments() -> list[dict[str, str]]:
 
 def options(path: Path) -> list[str]:
     """The table of an agent's `Args`, its own options first: option, default, meaning."""
-    found: dict[str, str] = {}
+    rows: dict[str, tuple[str, ...]] = {}
     classes: dict[str, ast.ClassDef] = {}
     for file in (*sorted((path.parent / "lib").glob("*.py")), path):
         tree = ast.parse(file.read_text(encoding="utf-8"))
@@ -137,12 +144,12 @@ def options(path: Path) -> list[str]:
         args = classes[name]
         for field, text in zip(args.body, args.body[1:], strict=False):
             if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
-                meaning = " ".join(str(ast.literal_eval(text.value)).split()).replace("|", "\\|")
+                meaning = " ".join(str(ast.literal_eval(text.value)).split())
                 default = ast.unparse(field.value) if field.value else ""
                 option = ast.unparse(field.target)
-                found.setdefault(option, f"| `--{option}` | `{default}` | {meaning} |")
+                rows.setdefault(option, (f"`--{option}`", f"`{default}`", meaning))
         name = ast.unparse(args.bases[0]) if args.bases else ""
-    return ["| option | default | meaning |", "| --- | --- | --- |", *found.values()]
+    return table(("option", "default", "meaning"), rows.values())
 
 
 _PLACEMENT = {
@@ -230,21 +237,19 @@ def results_of(name: str, rows: list[dict[str, Any]]) -> list[str]:
     if value is None:
         return []
     ends = ("low", "high") if "low" in rows[0] else (f"{value}_low", f"{value}_high")
-    found: dict[str, dict[str, str]] = {name: {}}
+    results: dict[str, dict[str, str]] = {name: {}}
     for row in rows:
         if row[ends[0]] != "" and not row["policy"].startswith(f"{name}, "):
             at = f"{row['rate']:g} requests/s" if "rate" in row else "evaluation episodes"
             at = f"`{row['scenario']}`, {at}" if "scenario" in row else at
-            found.setdefault(row["policy"], {})[at] = interval(*(row[k] for k in (value, *ends)))
-    lines = [
-        f"{METRICS[value]} on evaluation episodes [95 % interval]; of {name} the last policies:"
+            results.setdefault(row["policy"], {})[at] = interval(*(row[k] for k in (value, *ends)))
+    body = [
+        [f"**{policy}**" if policy == name else policy, *cells.values()]
+        for policy, cells in results.items()
     ]
-    lines += ["", "| policy | " + " | ".join(found[name]) + " |"]
-    lines.append("| --- |" + " ---: |" * len(found[name]))
-    for policy, cells in found.items():
-        shown = f"**{policy}**" if policy == name else policy
-        lines.append(f"| {shown} | " + " | ".join(cells.values()) + " |")
-    return [*lines, ""]
+    text = f"{METRICS[value]} on evaluation episodes [95 % interval]; of {name} the last policies:"
+    points = tuple(results[name])
+    return [text, "", *table(("policy", *points), body, right=len(points)), ""]
 
 
 def standings(name: str) -> list[str]:
@@ -252,18 +257,18 @@ def standings(name: str) -> list[str]:
     rows = read_board(RESULTS / "leaderboard.csv")
     lines = ["No learning curve of several seeds is kept for this agent. Its checkpoints on the"]
     lines += ["[leaderboard](../leaderboard.md), beside the best rule of each point:", ""]
-    lines += ["| point | measure | checkpoint | | best rule | |", "| --- |" + " --- |" * 5]
+    body = []
     for point in POINTS:
         own = ranked(rows, point)
         rules = [row for row in own if row["kind"] == "baseline"]
         for file in (one for one in shipped(point.family.name).values() if written_by(one) == name):
             for row in (one for one in own if one["policy"] == file.stem):
-                pair = [
-                    f"`{one['policy']}` | {interval(one['value'], one['low'], one['high'])}"
-                    for one in (row, rules[0])
-                ]
-                lines.append(f"| {point.name} | {row['measure']} | {' | '.join(pair)} |")
-    return [*lines, ""]
+                cells = [point.name, row["measure"]]
+                for one in (row, rules[0]):
+                    cells += [f"`{one['policy']}`", interval(one["value"], one["low"], one["high"])]
+                body.append(cells)
+    headings = ("point", "measure", "checkpoint", "", "best rule", "")
+    return [*lines, *table(headings, body), ""]
 
 
 def agents() -> list[dict[str, str]]:
@@ -314,15 +319,15 @@ def baselines() -> list[dict[str, str]]:
     """A page a family of baselines."""
     nav = []
     for family, title in ((one.name, one.title) for one in FAMILIES):
-        lines = [f"# Baselines: {title}", "", "| name | what it does | clairvoyant |"]
-        lines += ["| --- | --- | --- |"]
-        for info in list_policies(family):
-            text = info.description.replace("|", "\\|")
-            lines.append(f"| `{info.name}` | {text} | {'yes' if info.clairvoyant else ''} |")
+        body = [
+            (f"`{info.name}`", info.description, "yes" if info.clairvoyant else "")
+            for info in list_policies(family)
+        ]
         for name, file in shipped(family).items():
             agent = written_by(file)
-            lines.append(f"| `{name}` | trained by [{agent}](../agents/{agent}.md) | |")
-        lines += ["", "## Modules", ""]
+            body.append((f"`{name}`", f"trained by [{agent}](../agents/{agent}.md)", ""))
+        lines = [f"# Baselines: {title}", ""]
+        lines += [*table(("name", "what it does", "clairvoyant"), body), "", "## Modules", ""]
         for path in sorted((ROOT / "baselines" / family).glob("*.py")):
             doc = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
             if path.stem != "__init__":
@@ -379,13 +384,10 @@ def claims(family: str, title: str) -> list[dict[str, str]]:
         "in some. A change of a "
         f"percentage is judged by this rule.\n\n{rule.strip()}"
     )
-    table = [f"# Claims: {title}", "", rule, ""]
-    table += ["| " + " | ".join(HEADINGS) + " |", "|" + " --- |" * len(HEADINGS)]
     bold = {"disagrees": "**disagrees**", "in part": "**in part**"}
-    for *cells, verdict in claim_lines(family):
-        cells = [cell.replace("|", "\\|") for cell in (*cells, bold.get(verdict, verdict))]
-        table.append("| " + " | ".join(cells) + " |")
-    write(f"results/{family}-claims.md", "\n".join(table))
+    body = [(*cells, bold.get(verdict, verdict)) for *cells, verdict in claim_lines(family)]
+    lines = [f"# Claims: {title}", "", rule, "", *table(HEADINGS, body)]
+    write(f"results/{family}-claims.md", "\n".join(lines))
     return [{f"{title}: claims": f"results/{family}-claims.md"}]
 
 
@@ -398,13 +400,7 @@ def result_picture(record: Path, study: Study | None) -> bytes | None:
 
 def shown(command: str, made: bool) -> list[str]:
     """A result's command, or, where no study of the tree makes it, that the table is kept alone."""
-    module = re.match(r"python -m (servegym\.[\w.]+)", command)
-    try:
-        there = module is None or importlib.util.find_spec(module[1]) is not None
-        there = there and (made or module is None or ".train_and_compare" in module[1])
-    except ModuleNotFoundError:
-        there = False
-    if there:
+    if made or command.startswith("servegym ") or command.endswith(".train_and_compare"):
         return ["```sh", command, "```"]
     return ["The table is kept, the study that made it is not: its code is in the history."]
 
@@ -471,13 +467,12 @@ def benchmarks() -> None:
     path = RESULTS / "bench.csv"
     record = read_record(path)
     lines += [origin(record), "", "```sh", record["command"], "```", ""]
-    lines += ["| what | value | reference | ratio |", "| --- | ---: | --- | ---: |"]
+    body = []
     for row in read_rows(path):
         value, of_it = short(row["value"]), short(row["reference_value"])
         against = f"{row['reference']}: {of_it}" if row["reference"] else ""
-        lines.append(
-            f"| {row['what']} | {value} {row['unit']} | {against} | {short(row['ratio'])} |"
-        )
+        body.append((row["what"], f"{value} {row['unit']}", against, short(row["ratio"])))
+    lines += table(("what", "value", "reference", "ratio"), body, right=3)
     write("benchmarks.md", "\n".join(lines))
 
 
@@ -520,16 +515,15 @@ def hardware() -> None:
 def prefix_routing() -> None:
     """The page of this folder with its tables."""
 
-    def table(match: re.Match[str]) -> str:
+    def rows_of(match: re.Match[str]) -> str:
         rows = read_rows(RESULTS / "prefix" / f"{match[1]}.csv")
-        lines = ["| " + " | ".join(rows[0]) + " |", "|" + " --- |" * len(rows[0])]
-        for row in rows:
-            cells = (f"{x:,.10g}" if isinstance(x, float) else f"{x}" for x in row.values())
-            lines.append("| " + " | ".join(cells) + " |")
-        return "\n".join(lines)
+        cells = [
+            [f"{x:,.10g}" if isinstance(x, float) else x for x in row.values()] for row in rows
+        ]
+        return "\n".join(table(tuple(rows[0]), cells))
 
     text = (ROOT / "docs" / "prefix-routing.md").read_text(encoding="utf-8")
-    write("prefix-routing.md", re.sub(r"<!-- table: (\w+) -->", table, text))
+    write("prefix-routing.md", re.sub(r"<!-- table: (\w+) -->", rows_of, text))
 
 
 def leaderboard() -> bool:

@@ -10,7 +10,6 @@ import importlib
 import math
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeVar
@@ -176,18 +175,11 @@ def warm(
     ] = None,
 ) -> None:
     """Compile environments and policies ahead, once per machine; each family's seconds."""
-    import gymnasium
-
     from servegym.envs.families import FAMILIES, family_named
+    from servegym.experiments.warm import warm_family
 
     for family in [family_named(name) for name in families or ()] or FAMILIES:
-        start = time.perf_counter()
-        for env_id in family.env_ids:  # environments compile when they are made
-            gymnasium.make(env_id).close()
-        policies: Any = importlib.import_module(f"servegym.baselines.{family.name}")
-        if hasattr(policies, "compile_kernels"):
-            policies.compile_kernels()
-        typer.echo(f"{family.name}: {time.perf_counter() - start:.1f} s")
+        typer.echo(f"{family.name}: {warm_family(family):.1f} s")
 
 
 @app.command()

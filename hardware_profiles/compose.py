@@ -118,8 +118,10 @@ class Composer:
             )
         group = tp * self.dp
         if self.dp > 1 and (self.ep != group or not s.experts):
-            told = f"needs experts that are spread over all {group} cards (--ep {group})"
-            raise ValueError(f"dp: got {self.dp}; {told}; other replicas are engines of their own")
+            message = f"needs experts that are spread over all {group} cards (--ep {group})"
+            raise ValueError(
+                f"dp: got {self.dp}; {message}; other replicas are engines of their own"
+            )
         if self.ep not in (1, group) or (self.ep > 1 and not s.experts):
             allowed = f"1 or tp = {tp}" if s.experts else f"1: {s.name} has no experts"
             raise ValueError(f"ep: got {self.ep}; must be {allowed}")
@@ -441,7 +443,7 @@ def _tables(c: Composer) -> dict[str, Any]:
     chunks = np.array([*fresh, *(p for p in _LONG_PROMPTS if p > fresh[-1])])
     attention = np.array([[c.chunk_attention_s(n, x) for x in _CONTEXTS] for n in chunks])
     decode = np.array([[c.decode_attention_s(b, x) for x in _DECODE_CONTEXTS] for b in _DECODES])
-    kept, kept_head = thin(tokens, dense, _TOLERANCE), thin(sequences, head, _TOLERANCE)
+    points, kept_head = thin(tokens, dense, _TOLERANCE), thin(sequences, head, _TOLERANCE)
     mixed = {}
     if c.mixed is not None:
         beside = np.array(
@@ -450,8 +452,8 @@ def _tables(c: Composer) -> dict[str, Any]:
         mixed["mixed_decode_attention_s"] = rounded(np.maximum.accumulate(beside, axis=0))
     return {
         "kind": "tabulated",
-        "dense_tokens": as_integers(tokens[kept]),
-        "dense_s": rounded(dense[kept]),
+        "dense_tokens": as_integers(tokens[points]),
+        "dense_s": rounded(dense[points]),
         "chunk_tokens": as_integers(chunks),
         "context_tokens": list(_CONTEXTS),
         "chunk_attention_s": rounded(np.maximum.accumulate(attention, axis=0)),
@@ -487,13 +489,13 @@ def _notes(c: Composer) -> list[str]:
         notes.append("decodes beside chunks take the time of decodes alone; contexts taken equal")
     if c.tp * c.dp > 1:
         link = k.links[0] if k.link is None else k.link
-        told = (
+        message = (
             f"{link:g} us an all-reduce of 2**20 bytes"
             if isinstance(link, float)
             else (f"{link}, {k.data['links'][link]['host']}")
         )
         notes.append(
-            f"link: {told}" + (" (the card's default)" if k.link is None else "")
+            f"link: {message}" + (" (the card's default)" if k.link is None else "")
             + "; two all-reduces a layer and one after the embedding; the gather of the logits is "
             "derived, half an all-reduce of their bytes"
         )  # fmt: skip
@@ -544,7 +546,6 @@ def compose(
     dtype: str = "bf16",
     kv_dtype: str = "bf16",
     link: str | float | None = None,
-    kernels: CardKernels | None = None,
 ) -> Profile:
     """Compose the profile of a model on a card, or on ``tp`` cards with tensor parallelism.
 
@@ -559,7 +560,6 @@ def compose(
         link: what connects the cards: a name of :attr:`CardKernels.links`, or the microseconds of
             an all-reduce of 2**20 bytes over ``tp x dp`` cards as measured (``servegym measure
             link``); None for the card's default, with all its links in the interval.
-        kernels: tables to use in place of the shipped ones.
 
     Returns:
         The profile: ``"fitted"``, or ``"derived"`` where the card's tables are, an expert layer was
@@ -576,15 +576,15 @@ def compose(
     for option, value in (("tp", tp), ("dp", dp)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{option}: got {value!r}; must be a whole number >= 1")
-    tables = load_kernels(card) if kernels is None else kernels
+    tables = load_kernels(card)
     tables = replace(tables, kv_dtype=kv_dtype, link=_checked_link(link, tables, tp * dp))
     if kv_dtype not in tables.kv_dtypes:
         timed = ", ".join(tables.kv_dtypes)
         raise ValueError(f"kv_dtype: got {kv_dtype!r}; {tables.card} was timed with {timed}")
     shape = model if isinstance(model, ModelShape) else model_shape(model)
     if shape.quantised not in (None, dtype):
-        told = f"the config of {shape.name} says {shape.quantised!r}: --dtype {shape.quantised}"
-        raise ValueError(f"dtype: got {dtype!r}; {told}")
+        message = f"the config of {shape.name} says {shape.quantised!r}: --dtype {shape.quantised}"
+        raise ValueError(f"dtype: got {dtype!r}; {message}")
     c = Composer(tables, shape, tp, dtype, ep, dp)
     _check_memory(c)
     law = _tables(c)

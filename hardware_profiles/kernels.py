@@ -48,10 +48,7 @@ class LogTable:
     """
 
     def __init__(
-        self,
-        what: str,
-        axes: Sequence[tuple[str, np.ndarray]],
-        seconds: np.ndarray,
+        self, what: str, axes: Sequence[tuple[str, np.ndarray]], seconds: np.ndarray
     ) -> None:
         self.what = what
         self.names = [name for name, _ in axes]
@@ -61,10 +58,10 @@ class LogTable:
 
     def beyond(self, *sizes: float) -> tuple[float, str]:
         """How many times a shape lies beyond the grid (1 inside), and on which axis."""
-        found = (1.0, "")
+        worst = (1.0, "")
         for name, grid, size in zip(self.names, self.grids, sizes, strict=True):
-            found = max(found, (max(size / grid[-1], grid[0] / size), name))
-        return found
+            worst = max(worst, (max(size / grid[-1], grid[0] / size), name))
+        return worst
 
     def seconds(self, *sizes: float) -> float:
         """The time of a shape.
@@ -569,10 +566,10 @@ def load_kernels(card: str) -> CardKernels:
     """
     names = list_cards()
     if card not in names:
-        told = unknown_name("card", card, names)
+        message = unknown_name("card", card, names)
         ships = [name for name in list_profiles() if name.startswith(f"{card}-")]
         if ships:
-            told += f"; it has no kernel tables, but ships as the profile {ships[0]!r}"
-        raise ValueError(told)
+            message += f"; it has no kernel tables, but ships as the profile {ships[0]!r}"
+        raise ValueError(message)
     # The tables are shared; what is asked of them is recorded for each caller.
     return replace(_read(card), extrapolated={})

@@ -356,18 +356,15 @@ class Profile:
             The times, with a value for each of ``sequences``.
         """
         at = np.asarray(sequences, dtype=np.float64)
-        found = []
+        result = []
         for key in LONGEST:
             known = key in self.law
             grid = np.array(self.law["decode_sequences"] if known else [0.0])
-            found.append(np.interp(at, grid, self.law.get(key, [0.0])))
-        return Surplus(float(self.law.get(MIXED_CHUNK, 0.0)), *found)
+            result.append(np.interp(at, grid, self.law.get(key, [0.0])))
+        return Surplus(float(self.law.get(MIXED_CHUNK, 0.0)), *result)
 
     def mixed_step_s(
-        self,
-        chunks: Iterable[tuple[float, float]],
-        sequences: float,
-        context_tokens: float,
+        self, chunks: Iterable[tuple[float, float]], sequences: float, context_tokens: float
     ) -> float:
         """:meth:`step_s` with the decodes' attention as it is together with prefill chunks.
 
@@ -447,8 +444,8 @@ def headline_error(fit_error: Mapping[str, Any]) -> tuple[str, dict[str, Any]] |
         for key, value in entries.items()
         if "_iteration" in key and not key.startswith("mixed")
     }
-    found = whole or entries
-    if not found:
+    result = whole or entries
+    if not result:
         return None
-    key = max(found, key=lambda name: found[name]["p90"])
-    return key, copy_json(found[key])
+    key = max(result, key=lambda name: result[name]["p90"])
+    return key, copy_json(result[key])

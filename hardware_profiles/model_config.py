@@ -237,11 +237,11 @@ def parse_config(config: Mapping[str, Any], name: str, where: str) -> ModelShape
 
 def _nested(top: Fields) -> list[Fields]:
     """The config and the objects in it, at any depth, each with its place."""
-    found = [top]
-    for part in found:  # which grows
+    result = [top]
+    for part in result:  # which grows
         inner = (key for key, value in part.data.items() if isinstance(value, Mapping))
-        found += [part.child(key) for key in inner]
-    return found
+        result += [part.child(key) for key in inner]
+    return result
 
 
 def _flat(top: Fields) -> tuple[Fields, list[tuple[Fields, str]]]:
@@ -259,8 +259,8 @@ def _flat(top: Fields) -> tuple[Fields, list[tuple[Fields, str]]]:
         if part.path and sizes & part.data.keys():
             name = part.path.rpartition(".")[2]
             if name not in _LANGUAGE:
-                told = f"has sizes of its own; only {', '.join(_LANGUAGE)} are read"
-                raise top.error(part.path, f"{told}: write the language model's at the top")
+                message = f"has sizes of its own; only {', '.join(_LANGUAGE)} are read"
+                raise top.error(part.path, f"{message}: write the language model's at the top")
             for key, value in part.data.items():
                 known = data.setdefault(key, value)
                 own = key in _ABOUT or key.endswith("_token_id") or isinstance(value, Mapping)
@@ -275,13 +275,13 @@ def _quantised(places: list[tuple[Fields, str]], kind: str) -> tuple[str | None,
     """Format of the experts, if they alone have one (gpt-oss), and of all weights."""
     wanted = "mxfp4" if kind == "GptOssForCausalLM" else "fp8"
     for part, key in places:
-        given = part.data[key]
-        method = given.get("quant_method", given) if isinstance(given, Mapping) else given
+        stated = part.data[key]
+        method = stated.get("quant_method", stated) if isinstance(stated, Mapping) else stated
         if method != wanted:
-            told = f"got {method!r:.60}; must be {wanted!r}, or left out for weights in 16 bits"
-            raise part.error(key, told)
-    found = wanted if places else None
-    return (found, None) if wanted == "mxfp4" else (None, found)
+            message = f"got {method!r:.60}; must be {wanted!r}, or left out for weights in 16 bits"
+            raise part.error(key, message)
+    result = wanted if places else None
+    return (result, None) if wanted == "mxfp4" else (None, result)
 
 
 def _with_defaults(top: Fields, kind: str) -> Fields:
@@ -297,16 +297,18 @@ def _with_defaults(top: Fields, kind: str) -> Fields:
     if key in config and config[key] is None:
         default = defaults.pop(key, None)
         if default is not None and kind not in _KV_MAY_BE_NULL:
-            told = f"leave it out for {default}, the default of {kind}, or write the number"
-            raise top.error(key, f"got null, which not all versions of transformers take; {told}")
+            message = f"leave it out for {default}, the default of {kind}, or write the number"
+            raise top.error(
+                key, f"got null, which not all versions of transformers take; {message}"
+            )
     # A window of null is none; of every other field null is the default.
-    given = {k: v for k, v in config.items() if v is not None or k == "sliding_window"}
-    if "num_experts" in given and "num_local_experts" in defaults:  # two names for one field
-        found = given.setdefault("num_local_experts", given["num_experts"])
-        if found != given["num_experts"]:
-            told = f"got {given['num_experts']!r}, but num_local_experts is {found!r}"
-            raise top.error("num_experts", told)
-    return Fields({**defaults, **given}, top.where)
+    stated = {k: v for k, v in config.items() if v is not None or k == "sliding_window"}
+    if "num_experts" in stated and "num_local_experts" in defaults:  # two names for one field
+        result = stated.setdefault("num_local_experts", stated["num_experts"])
+        if result != stated["num_experts"]:
+            message = f"got {stated['num_experts']!r}, but num_local_experts is {result!r}"
+            raise top.error("num_experts", message)
+    return Fields({**defaults, **stated}, top.where)
 
 
 def _shape(top: Fields, name: str, kind: str) -> ModelShape:
@@ -361,10 +363,10 @@ def _experts(top: Fields, kind: str, layers: int) -> tuple[int, int, int]:
     if kind == "Qwen3MoeForCausalLM":
         width = "moe_intermediate_size"
         _experts_everywhere(top, "decoder_sparse_step")
-        given = top.data.get("mlp_only_layers", [])
-        wrong = not isinstance(given, list) or any(type(row) is not int for row in given)
-        if wrong or any(row in range(layers) for row in given):
-            raise top.error("mlp_only_layers", f"got {given!r}: {_SOME_DENSE}")
+        stated = top.data.get("mlp_only_layers", [])
+        wrong = not isinstance(stated, list) or any(type(row) is not int for row in stated)
+        if wrong or any(row in range(layers) for row in stated):
+            raise top.error("mlp_only_layers", f"got {stated!r}: {_SOME_DENSE}")
     return top.integer("num_local_experts"), _top_k(top, "num_local_experts"), top.integer(width)
 
 
@@ -449,8 +451,10 @@ def _falcon(top: Fields, common: dict[str, Any]) -> ModelShape:
         ("bias", False),
     ):
         if top.flag(field, value) is not value:
-            told = "only the multi-query form with parallel attention and without biases is known"
-            raise top.error(field, f"got {not value}; {told}")
+            message = (
+                "only the multi-query form with parallel attention and without biases is known"
+            )
+            raise top.error(field, f"got {not value}; {message}")
     wide = "ffn_hidden_size" in top.data
     return ModelShape(
         **common,
@@ -516,12 +520,12 @@ def model_shape(name_or_path: str | os.PathLike[str]) -> ModelShape:
         stem = os.path.splitext(os.path.basename(text))[0]
         if stem == "config":
             stem = os.path.basename(os.path.dirname(os.path.abspath(text))) or stem
-        given = config.get("_name_or_path") if isinstance(config, Mapping) else None
-        name = given if isinstance(given, str) and given.strip() else stem
+        stated = config.get("_name_or_path") if isinstance(config, Mapping) else None
+        name = stated if isinstance(stated, str) and stated.strip() else stem
         for other in _QUANTISED_FILES if os.path.basename(text) == "config.json" else ():
             if os.path.exists(os.path.join(os.path.dirname(text), other)):
-                told = "it quantises the weights; give a folder of the model in 16 bits or fp8"
-                raise ValueError(f"{text}: {other} lies beside it: {told}")
+                message = "it quantises the weights; give a folder of the model in 16 bits or fp8"
+                raise ValueError(f"{text}: {other} lies beside it: {message}")
         return parse_config(config, name.rpartition("/")[2], os.path.basename(text))
     known = _shipped()
     if text.lower() not in known:

@@ -205,11 +205,11 @@ def check_model(fields: Fields, *, shape: bool = True) -> dict[str, Any]:
             if key not in ("name", "source"):
                 fields.check_number(key, value, 1.0, math.inf, strict=False, hint="")
         return copy_json(fields.data)
-    given = {
+    stated = {
         key: fields.integer(key) for key in MODEL_FACTS if key != "parameters" or key in fields.data
     }
     sizes = ("layers", "kv_heads", "head_size", "bytes_per_value")
-    kv, expected = given["kv_bytes_per_token"], 2 * math.prod(given[key] for key in sizes)
+    kv, expected = stated["kv_bytes_per_token"], 2 * math.prod(stated[key] for key in sizes)
     if kv != expected:
         raise fields.error(
             "kv_bytes_per_token",
@@ -348,19 +348,19 @@ def check_profile(data: Any, where: str) -> dict[str, Any]:
     if outside:
         engine.integer("kv_capacity_tokens", BLOCK_SIZE)
 
-    def given(fields: Fields, key: str) -> bool:
+    def stated(fields: Fields, key: str) -> bool:
         return not outside or key in fields.data
 
     for key in ("name", "version"):
         engine.text(key)
     device.text("name")
-    if given(engine, "dtype"):
+    if stated(engine, "dtype"):
         engine.text("dtype")
-    if given(engine, "activation_reserve_bytes"):
+    if stated(engine, "activation_reserve_bytes"):
         engine.number("activation_reserve_bytes")
-    if given(device, "memory_bytes"):
+    if stated(device, "memory_bytes"):
         device.number("memory_bytes", 1e8, 1e13, hint=" (bytes)")
-    if given(device, "usable_memory_fraction"):
+    if stated(device, "usable_memory_fraction"):
         device.number("usable_memory_fraction", 0.0, 1.0, strict=True)
 
     estimator = top.child("estimator")

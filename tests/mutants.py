@@ -20,22 +20,13 @@ FOLDERS = ("envs", "hardware_profiles", "baselines", "agents", "experiments", "t
 
 
 class Mutant(NamedTuple):
-    """A change of an engine.
-
-    Attributes:
-        family: folder in ``envs``.
-        file: in its ``kernel``.
-        old: text that is there once.
-        new: what takes its place.
-        test: the test that fails then, in the family's folder of tests; without a file it is in
-            ``test_kernel_reference.py``.
-    """
+    """A change of an engine, and the test of its family that fails then."""
 
     family: str
-    file: str
-    old: str
+    file: str  # in its ``kernel``
+    old: str  # is there once
     new: str
-    test: str
+    test: str  # without a file: in ``test_kernel_reference.py``
 
     @property
     def path(self) -> Path:

@@ -12,7 +12,7 @@ from typing import Any, NoReturn, get_type_hints
 import tyro
 
 from servegym._checks import real
-from servegym._command_line import run_main
+from servegym._command_line import parse_settings, run_main
 
 SHARE, ABOVE_ZERO = (0.0, 1.0, False), (0.0, 1e6, True)
 BOUNDS: dict[str, tuple[float, float, bool]] = {
@@ -93,6 +93,27 @@ class ResumableRunArgs(RunArgs):
     resume: bool = False
     """continue from the snapshot in the run's folder, or the last of that default name; the
     arguments must be as before, the log goes on as if uninterrupted"""
+
+
+def grouped_settings(args: Any, size: str) -> dict[str, Any]:
+    """The environment arguments ``set`` of a placement agent, whose rewards are paid by groups.
+
+    Args:
+        args: Its arguments.
+        size: The flag that must be a multiple of ``group_size``.
+
+    Raises:
+        ValueError: If it is none, or ``set`` has an argument that belongs to the agent.
+    """
+    at_least("group_size", args.group_size, 2)
+    if getattr(args, size) % args.group_size:
+        given = getattr(args, size)
+        raise ValueError(f"{size} is {given}; allowed are multiples of group_size")
+    settings = parse_settings(args.set)
+    fixed = [name for name in ("action_mode", "reward", "free_start") if name in settings]
+    if fixed:
+        raise ValueError(f"set: {fixed[0]} belongs to the agent; leave it out")
+    return settings
 
 
 def run_agent(train: Callable[[Any], Any], args: type[RunArgs]) -> NoReturn:

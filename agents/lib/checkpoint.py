@@ -37,12 +37,18 @@ SHIPPED = Path(__file__).resolve().parent.parent / "checkpoints"
 class CheckpointPolicy(BasePolicy):
     """The greedy policy of a checkpoint.
 
+    Args:
+        name: Name shown in tables.
+        env_view: ``graph``, ``flat`` or ``experts``, see `servegym.baselines.protocol.Policy`.
+        args: Arguments of the training run.
+        net: The network.
+        decide: Actions for a batch of observations and their action masks; None in a subclass
+            with an `act` of its own.
+        training_env: Arguments of the training environment.
+
     Attributes:
         path: The file.
         agent: The file in ``agents`` that reads it, one of `AGENTS`.
-        args: The arguments of its training run.
-        net: The network.
-        training_env: The arguments of its training environment.
     """
 
     path: Path = Path()
@@ -57,17 +63,6 @@ class CheckpointPolicy(BasePolicy):
         decide: Callable[[Any, Any], Any] | None = None,
         training_env: Mapping[str, Any] | None = None,
     ) -> None:
-        """Take the parts.
-
-        Args:
-            name: Name shown in tables.
-            env_view: ``graph``, ``flat`` or ``experts``, see `servegym.baselines.protocol.Policy`.
-            args: Arguments of the training run.
-            net: The network.
-            decide: Actions for a batch of observations and their action masks; None in a subclass
-                with an `act` of its own.
-            training_env: Arguments of the training environment.
-        """
         self.name, self.env_view = name, env_view
         self.args, self.net, self.decide = args, net.eval(), decide
         self.training_env = dict(training_env or {})
@@ -141,9 +136,7 @@ def shipped_for(family: str, name: str, system: Any) -> Path | None:
     return files[name]
 
 
-def load_policy(
-    path: str | os.PathLike[str], system: Any = None, torch_threads: int | None = 1
-) -> CheckpointPolicy:
+def load_policy(path: str | os.PathLike[str], system: Any = None) -> CheckpointPolicy:
     """Read a checkpoint written by an agent.
 
     Args:
@@ -152,7 +145,6 @@ def load_policy(
         system: A `RoutingSystem`; its estimators replace those of the training fleet, so that the
             policy can serve other experts. Or a `PlacementSystem`: the cluster to place on.
             Default: that of the training.
-        torch_threads: Threads of torch from now on (None: leave them).
 
     Returns:
         A greedy policy; its name says what was trained: ``sac_han``, ``sac_rows``,
@@ -170,8 +162,7 @@ def load_policy(
     import torch
     from safetensors import SafetensorError
 
-    if torch_threads is not None:
-        torch.set_num_threads(torch_threads)
+    torch.set_num_threads(1)
     try:
         meta, weights = read_content(file)
     except (SafetensorError, OSError, UnicodeDecodeError) as error:
@@ -211,12 +202,12 @@ def json_field(meta: Mapping[str, str], field: str) -> dict[str, Any]:
         ValueError: If it is no JSON mapping.
     """
     try:
-        found = json.loads(meta[field])
+        value = json.loads(meta[field])
     except (ValueError, RecursionError) as error:
         raise ValueError(f"field {field!r}: not JSON ({error})") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"field {field!r}: got {found!r}; it must be a mapping")
-    return found
+    if not isinstance(value, dict):
+        raise ValueError(f"field {field!r}: got {value!r}; it must be a mapping")
+    return value
 
 
 def saved_args(cls: type, given: Mapping[str, Any]) -> Any:

@@ -13,18 +13,17 @@ from servegym.agents.lib import ray_cluster
 
 
 class RayPool:
-    """A Ray cluster for `run_jobs`, joined or started when made, and left by `shutdown`."""
+    """A Ray cluster for `run_jobs`, joined or started when made, and left by `shutdown`.
+
+    Args:
+        where: ``"auto"``, ``"local"`` or ``"local:N"``, as in ``servegym evaluate --ray``.
+
+    Raises:
+        ValueError: If ``where`` is none of these, or there is no such cluster.
+        ModuleNotFoundError: If Ray is missing; says what to install.
+    """
 
     def __init__(self, where: str) -> None:
-        """Join or start the cluster.
-
-        Args:
-            where: ``"auto"``, ``"local"`` or ``"local:N"``, as in ``servegym evaluate --ray``.
-
-        Raises:
-            ValueError: If ``where`` is none of these, or there is no such cluster.
-            ModuleNotFoundError: If Ray is missing; says what to install.
-        """
         self._stack = ExitStack()
         self._stack.enter_context(ray_cluster.cluster(where))
 

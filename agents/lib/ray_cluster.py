@@ -71,13 +71,12 @@ def check_ray(where: str, *modules: str) -> int | None:
 
 
 @contextmanager
-def cluster(where: str, workers: int | None = None) -> Iterator[Any]:
+def cluster(where: str) -> Iterator[Any]:
     """Ray, connected; a cluster that was started here ends with the block.
 
     Args:
         where: See `check_ray`. In a process that is connected already, that cluster is taken by
             ``"auto"``.
-        workers: Workers of ``"local"`` where it names none; by default one a processor.
 
     Raises:
         ValueError: If ``where`` is not valid, or there is no such cluster.
@@ -108,7 +107,7 @@ def cluster(where: str, workers: int | None = None) -> Iterator[Any]:
     else:
         ray.init(
             address="local",
-            num_cpus=requested or workers,
+            num_cpus=requested,
             include_dashboard=False,
             object_store_memory=STORE_BYTES,
             **common,
@@ -133,10 +132,7 @@ def _check_address(address: str) -> None:
 
 
 def run_jobs(
-    function: Callable[..., Any],
-    jobs: Sequence[Sequence[Any]],
-    names: Sequence[str],
-    retries: int = RETRIES,
+    function: Callable[..., Any], jobs: Sequence[Sequence[Any]], names: Sequence[str]
 ) -> Iterator[tuple[int, Any]]:
     """Run ``function(*job)`` for every job on the connected cluster, one processor each.
 
@@ -148,7 +144,6 @@ def run_jobs(
         function: An importable function, the same on all machines.
         jobs: Arguments of each job. An object that several jobs have is sent to a machine once.
         names: A name for each job, for errors.
-        retries: Times that a job is run again after its worker was lost.
 
     Yields:
         Index of a job and its result, in the order in which they end; every index once.
@@ -159,7 +154,7 @@ def run_jobs(
     """
     import ray
 
-    task = ray.remote(_call).options(num_cpus=1, max_retries=retries)
+    task = ray.remote(_call).options(num_cpus=1, max_retries=RETRIES)
     driver = (os.getcwd(), versions(COMPARED))
     uses = Counter(id(argument) for job in jobs for argument in job)
     stored: dict[int, Any] = {}
@@ -185,7 +180,7 @@ def run_jobs(
                 raise cause from error
             except ray.exceptions.RayError as error:
                 raise RuntimeError(
-                    f"{names[running[done]]}: its worker was lost {retries + 1} times "
+                    f"{names[running[done]]}: its worker was lost {RETRIES + 1} times "
                     f"({' '.join(str(error).split())[:300]})"
                 ) from error
             yield running.pop(done), result
@@ -197,8 +192,10 @@ def run_jobs(
 def _call(driver: tuple[str, dict[str, str]], function: Callable[..., Any], *job: Any) -> Any:
     """A job on its worker, in the driver's working folder where the machine has one so named."""
     folder, expected = driver
-    found = versions(COMPARED)
-    differ = [f"{k} {found[k]} and not {expected[k]}" for k in expected if found[k] != expected[k]]
+    installed = versions(COMPARED)
+    differ = [
+        f"{k} {installed[k]} and not {expected[k]}" for k in expected if installed[k] != expected[k]
+    ]
     if differ:
         raise RuntimeError(f"machine {os.uname().nodename} of the cluster has {', '.join(differ)}")
     if os.path.isdir(folder):

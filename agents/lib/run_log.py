@@ -68,10 +68,10 @@ class RunLog:
         self.args, self.title, self.env_id = args, name, env_id
         self.env_kwargs = {k: v for k, v in (env_kwargs or {}).items() if k not in OF_TRAINING}
         self.saved: dict[str, Any] | None = None
-        found = _resumed(args, name) if getattr(args, "resume", False) else None
-        self.run, self.file = _new(args, name) if found is None else found
+        resumed = _resumed(args, name) if getattr(args, "resume", False) else None
+        self.run, self.file = _new(args, name) if resumed is None else resumed
         self.first = 0
-        if found is not None:
+        if resumed is not None:
             self.saved = load_snapshot(self.run / SNAPSHOT, name, args)
             self.first, size = self.saved["log"]
             if self.file.seek(0, 2) < size:

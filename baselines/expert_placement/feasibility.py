@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from servegym.envs.expert_placement import decode
+
 Bools = NDArray[np.bool_]
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -135,41 +137,17 @@ def assign_gpus(
         ValueError: If a server holds more experts than its GPUs have slots.
     """
     view = np.asarray(held).astype(np.bool_)
-    room = np.asarray(slots, dtype=np.int64)
-    home = np.asarray(gpu_server, dtype=np.int64)
+    room, home = np.asarray(slots, dtype=np.int64), np.asarray(gpu_server, dtype=np.int64)
     total = np.asarray(counts, dtype=np.float64).sum(axis=0)
-    rank = np.argsort(-total, axis=1, kind="stable")
-    z = np.zeros((room.size, *view.shape[1:]), dtype=np.bool_)
-    for n in range(view.shape[0]):
-        gpus = np.flatnonzero(home == n)
-        if view[n].sum() > room[gpus].sum():
-            raise ValueError(
-                f"held: server {n} holds {view[n].sum()} experts in {room[gpus].sum()} slots"
-            )
-        if gpus.size == 1:
-            z[gpus[0]] = view[n]
-            continue
-        free = room[gpus].tolist()
-        for layer in range(view.shape[1]):
-            load = [0.0] * gpus.size
-            for e in rank[layer]:
-                if not view[n, layer, e]:
-                    continue
-                best = min(
-                    (g for g in range(gpus.size) if free[g]), key=lambda g: (load[g], -free[g], g)
-                )
-                z[gpus[best], layer, e] = True
-                load[best] += total[layer, e]
-                free[best] -= 1
-    return z
+    for n, has in enumerate(view.sum(axis=(1, 2))):
+        if has > (most := room[home == n].sum()):
+            raise ValueError(f"held: server {n} holds {has} experts in {most} slots")
+    nothing = np.zeros((room.size, *view.shape[1:]), dtype=np.bool_)
+    return decode.assign_gpus(room, home, view, total, nothing).astype(np.bool_)
 
 
 def reassign_gpus(
-    held: ArrayLike,
-    old: ArrayLike,
-    counts: ArrayLike,
-    slots: ArrayLike,
-    gpu_server: ArrayLike,
+    held: ArrayLike, old: ArrayLike, counts: ArrayLike, slots: ArrayLike, gpu_server: ArrayLike
 ) -> Bools:
     """Place a server view on GPUs with the fewest loads: what stays on a server stays put.
 

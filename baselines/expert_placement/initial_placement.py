@@ -1,9 +1,10 @@
 """One placement for all times: annealed by estimated latency, chosen and refined by simulation.
 
-The candidates are simple placements and some annealed by the estimate of `link_queues`, with
-several factors on what links wait. Each serves the same recorded requests in the simulator, and the
-fastest is taken. Then layers of it are exchanged two by two, as long as that gains. Nothing of the
-episode to come is used: prompts and task shares are those that an operator has recorded.
+The candidates are simple placements and some annealed by an estimate with a queue at every link and
+several factors on what messages wait there. Each serves the same recorded requests in the
+simulator, and the fastest is taken. Then layers of it are exchanged two by two, as long as that
+gains. Nothing of the episode to come is used: prompts and task shares are those that an operator
+has recorded.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ import numpy as np
 
 from servegym.baselines.expert_placement.feasibility import Bools, assign_gpus, server_view
 from servegym.baselines.expert_placement.heuristics import whole_layer
+from servegym.baselines.expert_placement.kernel import link_queues as kernel
 from servegym.baselines.expert_placement.linear_program import proxy_optimum
-from servegym.baselines.expert_placement.link_queues import LinkQueueModel
 from servegym.baselines.expert_placement.prism import prism
 from servegym.baselines.expert_placement.simulation_search import SimulatedLatency
+from servegym.envs.workloads.expert_sets import bit_sets, set_bits
 
 if TYPE_CHECKING:
     from servegym.baselines.expert_placement.system import PlacementSystem
@@ -33,6 +35,85 @@ REQUESTS, SHORT = 2000, 300
 """Requests that every candidate serves, and those of every exchange; more for many servers."""
 MOST_SERVERS = 8
 """Larger clusters start from a heuristic: their estimate takes too long."""
+HOT, COLD = 0.1, 3e-4
+"""First and last temperature of the annealing, seconds."""
+
+
+class LinkQueueModel:
+    """An estimate of the latency of a cluster that serves its usual tasks.
+
+    Where `layer_costs` adds up over servers and layers, here each missing expert is called at the
+    nearest server that holds it, and every link is a queue: the activations of a long prompt hold
+    up the short messages of all decode steps behind them. How much is a factor that the estimate
+    cannot know; `best_start` tries several by simulation.
+
+    Args:
+        system: Cluster, recorded prompts and load.
+        tokens: Tokens of each server to look at.
+        seed: Of their draw.
+
+    Attributes:
+        counts: (N, L, E) mean assignments of a request of each server.
+    """
+
+    def __init__(self, system: PlacementSystem, *, tokens: int = 256, seed: int = 0) -> None:
+        if tokens < 1:
+            raise ValueError(f"tokens must be at least 1, got {tokens!r}")
+        c, prompts, shares = system.cluster, system.prompts, system.long_run_shares
+        random = np.random.default_rng(seed)
+        decodes = max(system.output_tokens - 1.0, 0.0)
+        tables = [prompts.counts[of_task] for of_task in system.task_prompts]
+        lengths = [prompts.tokens[of_task].astype(np.float64) for of_task in system.task_prompts]
+        length = np.array([[x.mean(), (x**2).mean()] for x in lengths])
+        rows, counts = [], []
+        for own in shares:
+            drawn = []
+            for t in random.choice(len(own), tokens, p=own):
+                prompt = random.choice(system.task_prompts[t])
+                drawn.append(random.integers(*prompts.bank_start[prompt : prompt + 2]))
+            rows.append(prompts.bank[drawn].T)
+            of_prompt = sum(x * table.mean(axis=0) for x, table in zip(own, tables, strict=True))
+            counts.append(of_prompt + decodes * set_bits(rows[-1], c.experts).mean(axis=1))
+        some = np.array([(table > 0).mean(axis=0) for table in tables])
+        work = 2.0 * c.pcie_latency_s + float(c.expert_base_s.mean())
+        token, delay = c.activation_bytes / c.link_bytes_s, c.latency_s + c.latency_s.T + work
+        trip = delay + token + token.T
+        np.fill_diagonal(trip, -1.0)
+        self.counts, self.experts = np.array(counts), c.experts
+        load = np.zeros(len(shares), kernel.LOAD)
+        load["rate"] = 1.0 / system.interarrival_s
+        load["tokens"], load["tokens_squared"] = (shares @ length).T
+        load["decode_steps"] = decodes
+        self.tables = kernel.Tables(
+            rows=np.ascontiguousarray(np.array(rows)),
+            hit=np.ascontiguousarray(np.einsum("nk,kle->nle", shares, some)),
+            near=np.argsort(trip, axis=1, kind="stable"),
+            load=load,
+            token=token,
+            delay=delay,
+            cost=float(c.message_cost_s),
+            per_expert=c.messages == "per_expert",
+        )
+
+    def cost(self, held: Bools, wait: float) -> float:
+        """Estimated seconds that remote experts add to a request.
+
+        Args:
+            held: (N, L, E), covered.
+            wait: Factor on the waiting time of a queue with random arrivals.
+        """
+        masks = bit_sets(held)
+        servers, layers = masks.shape
+        calls = np.zeros((servers, layers, servers), kernel.CALLS)
+        for n, layer in np.ndindex(servers, layers):
+            kernel.remote_calls(self.tables, n, layer, masks, calls[n, layer])
+        return float(kernel.estimate(self.tables, calls, wait))
+
+    def anneal(self, start: Bools, wait: float, steps: int, seed: int) -> Bools:
+        """Improve a covered server view (N, L, E), see `kernel.link_queues.anneal`."""
+        masks = bit_sets(start)
+        kernel.anneal(self.tables, masks, wait, steps, HOT, COLD, seed)
+        return set_bits(masks, self.experts)
 
 
 def best_start(
@@ -75,7 +156,7 @@ def best_start(
         ]
         best = min(starts, key=seconds)
     short = _objective(system, SHORT, int(draw[1]))
-    return climb(short, system, best, model.counts, swaps, seed)[0]
+    return climb(short, system, best, model.counts, swaps, seed)
 
 
 def _objective(system: PlacementSystem, requests: int, seed: int) -> SimulatedLatency:
@@ -96,7 +177,7 @@ def climb(
     counts: Any,
     swaps: int,
     seed: int,
-) -> tuple[Bools, int]:
+) -> Bools:
     """Exchange layers of a placement two by two where that is faster in the simulator.
 
     Two layers change places at all servers: who holds how many experts of them, the most used
@@ -111,14 +192,14 @@ def climb(
         seed: Of the exchanges.
 
     Returns:
-        The placement (N, L, E) and the number of exchanges accepted.
+        The placement (N, L, E).
     """
     layers = held.shape[1]
     if swaps < 1 or layers < 2:
-        return held, 0
+        return held
     random = np.random.default_rng([seed, 2])
     order = np.argsort(-counts.sum(axis=0), axis=1, kind="stable")
-    least, gained = _simulate(objective, system, counts, held), 0
+    least = _simulate(objective, system, counts, held)
     for _ in range(swaps):
         a, b = random.choice(layers, 2, replace=False)
         new = held.copy()
@@ -126,5 +207,5 @@ def climb(
         new[:, b, order[b]] = held[:, a, order[a]]
         seconds = _simulate(objective, system, counts, new)
         if seconds < least:
-            held, least, gained = new, seconds, gained + 1
-    return held, gained
+            held, least = new, seconds
+    return held

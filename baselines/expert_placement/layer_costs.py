@@ -68,63 +68,16 @@ class LayerCostModel:
     links: Links | None = None
 
     @classmethod
-    def build(
-        cls,
-        rows: Sequence[ArrayLike],
-        experts: int,
-        *,
-        prompt_tokens: ArrayLike,
-        output_tokens: ArrayLike,
-        round_trip_s: ArrayLike,
-        token_s: ArrayLike,
-        message_s: ArrayLike = 0.0,
-        weight: ArrayLike = 1.0,
-        max_messages: float = np.inf,
-    ) -> LayerCostModel:
-        """Check the arguments and tabulate them.
+    def build(cls, rows: Sequence[ArrayLike], experts: int, cost: NDArray[Any]) -> LayerCostModel:
+        """Tabulate recorded tokens and costs.
 
         Args:
             rows: N arrays uint64 (T, L), T >= 1: recorded tokens like those of server n.
             experts: E, at most 64.
-            prompt_tokens: Mean tokens of a prompt, one number or (N,).
-            output_tokens: Mean tokens of an answer.
-            round_trip_s: Seconds of one remote call and its answer, without its volume.
-            token_s: Seconds that a token there and back occupies links and devices.
-            message_s: Seconds that one more message and its answer take.
-            weight: Requests per time, to weigh servers against each other.
-            max_messages: Most messages of a step (N - 1 with one message a server).
-
-        Raises:
-            ValueError: If rows are missing or an argument is out of range.
+            cost: `LAYER_COST` (N,), the same in every layer.
         """
-        if not 1 <= experts <= 64:
-            raise ValueError(f"experts must be between 1 and 64, got {experts!r}")
         tables = [np.asarray(table, dtype=np.uint64) for table in rows]
-        if len({t.shape for t in tables}) != 1 or tables[0].ndim != 2 or 0 in tables[0].shape:
-            raise ValueError("rows must hold arrays (tokens, layers) of one shape, none empty")
-        if experts < 64 and any((t >> np.uint64(experts)).any() for t in tables):
-            raise ValueError(f"rows: a set names an expert above {experts - 1}")
         stacked = np.ascontiguousarray(np.stack(tables).transpose(0, 2, 1))
-        cost = np.zeros(len(tables), kernel.LAYER_COST)
-        columns = {
-            "weight": weight,
-            "prompt_tokens": prompt_tokens,
-            "output_tokens": output_tokens,
-            "round_trip_s": round_trip_s,
-            "token_s": token_s,
-            "message_s": message_s,
-        }
-        for name, given in columns.items():
-            value = np.asarray(given, dtype=np.float64)
-            if value.shape not in ((), (len(tables),)) or not np.isfinite(value).all():
-                raise ValueError(f"{name} must be a finite number or one a server, got {given!r}")
-            if (value < 0).any():
-                raise ValueError(f"{name} must not be negative, got {given!r}")
-            if name == "output_tokens":  # the prefill gives the first one
-                cost["decode_steps"] = np.maximum(value - 1.0, 0.0)
-            else:
-                cost[name] = value
-        cost["max_messages"] = max_messages
         share = np.stack([set_bits(t, experts).mean(axis=0) for t in tables])
         hit = 1.0 - (1.0 - share) ** cost["prompt_tokens"][:, None, None]
         layered = np.repeat(cost[:, None], stacked.shape[1], axis=1)
@@ -137,12 +90,17 @@ class LayerCostModel:
         rows: Sequence[ArrayLike],
         *,
         prompt_tokens: ArrayLike,
-        output_tokens: ArrayLike,
-        weight: ArrayLike = 1.0,
+        output_tokens: float,
+        weight: ArrayLike,
     ) -> LayerCostModel:
-        """The model of a cluster's links and GPUs; the other arguments as `build`.
+        """The model of a cluster's links and GPUs; those to other servers count by the slots there.
 
-        Links to the other servers count by the slots there.
+        Args:
+            cluster: Servers, links, times and sizes.
+            rows: As `build`.
+            prompt_tokens: (N,) mean tokens of a prompt.
+            output_tokens: Mean tokens of an answer, of which the prefill gives the first one.
+            weight: (N,) requests per time, to weigh servers against each other.
         """
         servers = cluster.num_servers
         near = np.where(np.eye(servers, dtype=bool), 0.0, cluster.cap[None, :].astype(np.float64))
@@ -163,19 +121,15 @@ class LayerCostModel:
             layer_s=cluster.dense_base_s + cluster.dense_token_s,
             message_s=float(cluster.message_cost_s),
         )
-        model = cls.build(
-            rows,
-            cluster.experts,
-            prompt_tokens=prompt_tokens,
-            output_tokens=output_tokens,
-            round_trip_s=(near * (delay + base)).sum(axis=1)
-            + message
-            + 2.0 * cluster.pcie_latency_s,
-            token_s=(near * (both * cluster.activation_bytes + slope)).sum(axis=1) + staging,
-            message_s=message,
-            weight=weight,
-            max_messages=servers - 1 if cluster.messages == "per_server" else np.inf,
-        )
+        cost = np.zeros(servers, kernel.LAYER_COST)
+        cost["weight"], cost["prompt_tokens"] = weight, prompt_tokens
+        cost["decode_steps"] = max(output_tokens - 1.0, 0.0)
+        trip = (near * (delay + base)).sum(axis=1)
+        cost["round_trip_s"] = trip + message + 2.0 * cluster.pcie_latency_s
+        token = (near * (both * cluster.activation_bytes + slope)).sum(axis=1)
+        cost["token_s"], cost["message_s"] = token + staging, message
+        cost["max_messages"] = servers - 1 if cluster.messages == "per_server" else np.inf
+        model = cls.build(rows, cluster.experts, cost)
         return replace(model, links=links)
 
     def loaded(self, held: ArrayLike, counts: ArrayLike) -> LayerCostModel:

@@ -14,19 +14,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from servegym._checks import choose, whole
-from servegym.baselines.expert_placement.eplb import eplb, eplb_global
-from servegym.baselines.expert_placement.feasibility import Bools, Floats, assign_gpus, server_view
-from servegym.baselines.expert_placement.heuristics import (
-    layer_chains,
-    redundance,
-    smartmoe,
-    uniform,
-    whole_layer,
+from servegym.baselines.expert_placement.feasibility import (
+    Bools,
+    Floats,
+    Ints,
+    assign_gpus,
+    server_view,
 )
+from servegym.baselines.expert_placement.heuristics import whole_layer
 from servegym.baselines.expert_placement.initial_placement import SWAPS, TRIES, best_start
 from servegym.baselines.expert_placement.latency_search import latency_dp
 from servegym.baselines.expert_placement.linear_program import proxy_optimum
-from servegym.baselines.expert_placement.objectives import adopts, expected_cost, migration_time
 from servegym.baselines.expert_placement.prism import prism, prism_printed
 from servegym.baselines.expert_placement.simulation_search import (
     SimulatedLatency,
@@ -74,30 +72,30 @@ class PlacementPolicy(BasePolicy):
         """
         raise NotImplementedError
 
+    def cost(self, counts: Floats, placement: Bools, inputs: MigrationInputs) -> float:
+        """C of Eq. 4: seconds that remote calls will cost until the next decision; 0 if unknown.
+
+        Slots are counted by GPU and then added, and an expert on another GPU of the same server is
+        local.
+        """
+        if inputs.window_s <= 0:
+            return 0.0
+        system = self.system
+        held = server_view(placement, system.gpu_server, system.cluster.num_servers)
+        remote = np.sum(counts, where=~held, axis=(1, 2), dtype=np.float64)
+        return float(system.epoch_s / inputs.window_s * (inputs.extra_s * remote).sum())
+
+    def migration_s(self, current: Bools, plan: Bools) -> float:
+        """Eq. 3: seconds of loading, added over all GPUs; experts that go cost nothing."""
+        loads = (plan & ~current).sum(axis=(1, 2)) * float(self.system.cluster.expert_bytes)
+        return float((loads / self.system.load_bytes_s()).sum())
+
     def migration_pays(
         self, counts: Floats, current: Bools, plan: Bools, inputs: MigrationInputs
     ) -> bool:
-        """Eq. 4 with the proxy: whether the plan's remote calls and loads cost less."""
-        system = self.system
-        if inputs.window_s <= 0:
-            return False
-        home, servers = system.gpu_server, system.cluster.num_servers
-        old, new = (
-            expected_cost(
-                counts,
-                server_view(z, home, servers),
-                inputs.extra_s,
-                system.epoch_s,
-                inputs.window_s,
-            )
-            for z in (current, plan)
-        )
-        return adopts(new, self.migration_s(current, plan), old)
-
-    def migration_s(self, current: Bools, plan: Bools) -> float:
-        """Eq. 3."""
-        system = self.system
-        return migration_time(current, plan, system.cluster.expert_bytes, system.load_bytes_s())
+        """Eq. 4: whether the plan's remote calls and loads cost less."""
+        old, new = (self.cost(counts, z, inputs) for z in (current, plan))
+        return new + self.migration_s(current, plan) < old
 
     def act(self, observation: Observation, action_mask: Any = None) -> Any:
         """See `Policy.act`.
@@ -115,16 +113,16 @@ class PlacementPolicy(BasePolicy):
             counts = np.asarray(observation["counts"][b], dtype=np.float64)
             current = wished[b] > 0
             free = first and self.system.free_start
-            found = self.plan(b, counts, current, free)
-            if found is None:
+            wish = self.plan(b, counts, current, free)
+            if wish is None:
                 continue
             seconds = np.asarray(observation["seconds_per_token"][b], dtype=np.float64)
             inputs = MigrationInputs(
                 seconds[:, 1] - seconds[:, 0], float(observation["window_s"][b, 0])
             )
-            if free or self.static or self.migration_pays(counts, current, found, inputs):
+            if free or self.static or self.migration_pays(counts, current, wish, inputs):
                 migrate[b] = 1
-                wished[b] = found
+                wished[b] = wish
         return {"migrate": migrate, "plan": wished}
 
 
@@ -148,88 +146,48 @@ class MoeInfinity(KeepPlacement):
 
     Args:
         system: Not used.
-        cache: ``activation_aware``, ``lru`` or ``lfu``, see `SimulatorArguments`; default: that of
-            the class.
-        router: Which server takes a request, see there; default: that of the class, or the
-            environment's if it has none.
+        cache: ``activation_aware``, ``lru`` or ``lfu``, see `SimulatorArguments`.
+        router: Which server takes a request, see there; default: the environment's.
     """
 
     name = "moe_infinity"
-    cache = "activation_aware"
-    router: str | None = None
 
     def __init__(
-        self, system: PlacementSystem, *, cache: str | None = None, router: str | None = None
+        self, system: Any, *, cache: str = "activation_aware", router: str | None = None
     ) -> None:
         super().__init__(system)
-        cache = choose("cache", self.cache if cache is None else cache, CACHES)
+        cache = choose("cache", cache, CACHES)
         asked = {"action_mode": "placement", "serving": "offload", "cache": cache}
-        router = self.router if router is None else router
         if router is not None:
             asked["router"] = choose("router", router, ROUTERS)
         self.env_kwargs: Mapping[str, Any] = MappingProxyType(asked)
 
 
-class MoeInfinityLb(MoeInfinity):
-    """`MoeInfinity` with requests sent, as a whole, to the server that serves fewest."""
+class RandomPlacement(PlacementPolicy):
+    """A random placement, drawn for each row on its own.
 
-    name = "moe_infinity_lb"
-    router = "fewest_requests"
+    Args:
+        system: The cluster.
+        draw: Makes it of counts, slots, GPUs and a seed.
+        static: Whether it stays for an episode; else another one comes every epoch, whatever the
+            loads cost.
+    """
 
-
-class LfuCaches(MoeInfinity):
-    """Caches that give up the expert least often used; requests go by the load of a GPU."""
-
-    name = "lfu_caches"
-    cache = "lfu"
-    router = "least_load_per_gpu"
-
-
-class LruCaches(LfuCaches):
-    """`LfuCaches` that give up the expert least recently used."""
-
-    name = "lru_caches"
-    cache = "lru"
-
-
-class _RandomPolicy(PlacementPolicy):
-    """A random placement, drawn for each row on its own."""
-
-    draw: Callable[..., Bools]
+    def __init__(
+        self, system: PlacementSystem, draw: Callable[..., Bools], static: bool = True
+    ) -> None:
+        super().__init__(system)
+        self.draw, self.static = draw, static
 
     def reset(self, num_envs: int, seed: int | None = None) -> None:
         """See `Policy.reset`."""
         super().reset(num_envs, seed)
-        streams = np.random.SeedSequence(seed, spawn_key=(1,)).spawn(num_envs)
-        self._rows = [np.random.default_rng(stream) for stream in streams]
+        self._rows = row_streams(num_envs, seed)
 
     def plan(self, row: int, counts: Floats, current: Bools, first: bool) -> Bools | None:
         """See `PlacementPolicy.plan`."""
         seed = int(self._rows[row].integers(1 << 31))
-        return type(self).draw(counts, self.system.slots, self.system.gpu_server, seed=seed)
-
-
-class Uniform(_RandomPolicy):
-    """Every expert once, evenly over the GPUs; never moves."""
-
-    name = "uniform"
-    static = True
-    draw = staticmethod(uniform)
-
-
-class Redundance(_RandomPolicy):
-    """`Uniform` with the free slots filled at random; never moves."""
-
-    name = "redundance"
-    static = True
-    draw = staticmethod(redundance)
-
-
-class RandomPlacement(_RandomPolicy):
-    """Control: another `Redundance` every epoch, whatever the loads cost."""
-
-    name = "random"
-    draw = staticmethod(redundance)
+        return self.draw(counts, self.system.slots, self.system.gpu_server, seed=seed)
 
     def migration_pays(
         self, counts: Floats, current: Bools, plan: Bools, inputs: MigrationInputs
@@ -238,84 +196,45 @@ class RandomPlacement(_RandomPolicy):
         return True
 
 
-class _CountsPolicy(PlacementPolicy):
-    """A function of counts, slots and GPUs."""
+class CountsPlacement(PlacementPolicy):
+    """A placement algorithm: a function of counts, slots and GPUs, under Eq. 4 unless static.
 
-    place: Callable[..., Bools]
-
-    def plan(self, row: int, counts: Floats, current: Bools, first: bool) -> Bools | None:
-        """See `PlacementPolicy.plan`."""
-        return type(self).place(counts, self.system.slots, self.system.gpu_server)
-
-
-class WholeLayer(_CountsPolicy):
-    """Whole layers on each server; never moves."""
-
-    name = "whole_layer"
-    static = True
-    place = staticmethod(whole_layer)
-
-
-class Forward(_CountsPolicy):
-    """Chains of whole layers over which the hidden states of requests are forwarded; never moves.
-
-    It asks the environment for ``execution="forward"``.
+    Args:
+        system: The cluster.
+        place: The algorithm, see `feasibility`; None keeps the placement in use.
+        static: Whether it plans once an episode and never moves.
+        execution: Where layers run, if not where the environment says.
     """
 
-    name = "forward"
-    static = True
-    env_kwargs: Mapping[str, Any] = MappingProxyType(
-        {"action_mode": "placement", "execution": "forward"}
-    )
-    place = staticmethod(layer_chains)
-
-
-class SmartMoe(_CountsPolicy):
-    """SmartMoE's balance under Eq. 4."""
-
-    name = "smartmoe"
-    place = staticmethod(smartmoe)
-
-
-class Eplb(_CountsPolicy):
-    """Hierarchical EPLB under Eq. 4."""
-
-    name = "eplb"
-    place = staticmethod(eplb)
-
-
-class EplbGlobal(_CountsPolicy):
-    """Global EPLB under Eq. 4."""
-
-    name = "eplb_global"
-    place = staticmethod(eplb_global)
-
-
-class Prism(_CountsPolicy):
-    """Prism, corrected."""
-
-    name = "prism"
-    place = staticmethod(prism)
-
-
-class PrismPrinted(_CountsPolicy):
-    """Prism as printed; keeps the placement where that cannot cover every expert."""
-
-    name = "prism_printed"
+    def __init__(
+        self,
+        system: PlacementSystem,
+        place: Callable[..., Bools | None],
+        static: bool = False,
+        execution: str | None = None,
+    ) -> None:
+        super().__init__(system)
+        self.place, self.static = place, static
+        if execution is not None:
+            self.env_kwargs = MappingProxyType({**self.env_kwargs, "execution": execution})
 
     def plan(self, row: int, counts: Floats, current: Bools, first: bool) -> Bools | None:
         """See `PlacementPolicy.plan`."""
-        try:
-            return prism_printed(counts, self.system.slots, self.system.gpu_server)
-        except ValueError:
-            return None
+        return self.place(counts, self.system.slots, self.system.gpu_server)
 
 
-class ProxyOptimum(_CountsPolicy):
-    """The optimum of Eq. 2 for the counts seen."""
+def printed_or_none(counts: Floats, slots: Ints, gpu_server: Ints) -> Bools | None:
+    """Prism as printed; None where that cannot cover every expert."""
+    try:
+        return prism_printed(counts, slots, gpu_server)
+    except ValueError:
+        return None
 
-    name = "proxy_optimum"
-    place = staticmethod(proxy_optimum)
+
+def row_streams(num_envs: int, seed: int | None) -> list[np.random.Generator]:
+    """A source of chance for each row, apart from those of environments seeded alike."""
+    streams = np.random.SeedSequence(seed, spawn_key=(1,)).spawn(num_envs)
+    return [np.random.default_rng(stream) for stream in streams]
 
 
 class LatencyDp(PlacementPolicy):
@@ -328,17 +247,11 @@ class LatencyDp(PlacementPolicy):
         self._model = self.system.layer_cost_model(counts)
         return latency_dp(self._model, counts, self.system.slots, self.system.gpu_server)
 
-    def migration_pays(
-        self, counts: Floats, current: Bools, plan: Bools, inputs: MigrationInputs
-    ) -> bool:
-        """Eq. 4 with the estimate of the plan just made."""
+    def cost(self, counts: Floats, placement: Bools, inputs: MigrationInputs) -> float:
+        """C of Eq. 4 by the estimate that the plan was made with."""
         system = self.system
-        home, servers = system.gpu_server, system.cluster.num_servers
-        old, new = (
-            system.epoch_s * float(self._model.cost(server_view(z, home, servers)).sum())
-            for z in (current, plan)
-        )
-        return adopts(new, self.migration_s(current, plan), old)
+        held = server_view(placement, system.gpu_server, system.cluster.num_servers)
+        return system.epoch_s * float(self._model.cost(held).sum())
 
 
 class BestStart(PlacementPolicy):
@@ -396,32 +309,22 @@ class LatencyLocalSearch(PlacementPolicy):
         steps: Exchanges tried by a search.
         requests: Requests simulated for each placement, at least two a server.
         shift: Largest change of a server's task shares that starts no new search.
-
-    Attributes:
-        calls: Expert calls simulated since the policy was made.
     """
 
     name = "latency_local_search"
 
     def __init__(
-        self,
-        system: PlacementSystem,
-        *,
-        steps: int = 200,
-        requests: int = 40,
-        shift: float = 0.25,
+        self, system: PlacementSystem, *, steps: int = 200, requests: int = 40, shift: float = 0.25
     ) -> None:
         super().__init__(system)
         self.steps = whole("steps", steps, 0)
         self.requests = max(whole("requests", requests, 1), 2 * system.cluster.num_servers)
         self.shift = float(shift)
-        self.calls = 0
 
     def reset(self, num_envs: int, seed: int | None = None) -> None:
         """See `Policy.reset`."""
         super().reset(num_envs, seed)
-        streams = np.random.SeedSequence(seed, spawn_key=(1,)).spawn(num_envs)
-        self._rows = [np.random.default_rng(stream) for stream in streams]
+        self._rows = row_streams(num_envs, seed)
         self._seen: list[Floats | None] = [None] * num_envs
         self._tasks: list[Floats | None] = [None] * num_envs
 
@@ -455,17 +358,9 @@ class LatencyLocalSearch(PlacementPolicy):
             latency_dp(model, self._latest, slots, home),
         ]
         objective = SimulatedLatency.of_counts(system, self._latest, self.requests, seed=self._seed)
-        found = latency_local_search(
-            objective,
-            self._latest,
-            slots,
-            home,
-            starts,
-            steps=self.steps,
-            seed=self._seed,
-        )
-        self.calls += objective.calls
-        return None if (found == current).all() else found
+        search = {"steps": self.steps, "seed": self._seed}
+        wish = latency_local_search(objective, self._latest, slots, home, starts, **search)
+        return None if (wish == current).all() else wish
 
     def migration_pays(
         self, counts: Floats, current: Bools, plan: Bools, inputs: MigrationInputs
@@ -475,6 +370,4 @@ class LatencyLocalSearch(PlacementPolicy):
         epoch = SimulatedLatency.of_counts(
             self.system, self._latest, max(round(arrivals), 1), seed=self._seed + 1
         )
-        better = epoch.latency_s(current, then=plan) < epoch.latency_s(current)
-        self.calls += epoch.calls
-        return better
+        return epoch.latency_s(current, then=plan) < epoch.latency_s(current)

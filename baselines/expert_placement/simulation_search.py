@@ -29,25 +29,22 @@ _SHARES = (1.0, 0.5, 0.25, 0.125, 0.0)
 class SimulatedLatency:
     """The engine on one fixed list of requests, the same for every placement.
 
+    Args:
+        system: Cluster, recorded prompts and rates.
+        shares: (N, K) task shares of each server's requests, as `PlacementSystem.task_shares`.
+        number: Requests of all servers.
+        seed: Of the draw.
+
+    Raises:
+        ValueError: If number is below 1 or shares has the wrong shape.
+
     Attributes:
         requests: The requests, from an empty system.
-        calls: Expert calls simulated so far.
     """
 
     def __init__(
         self, system: PlacementSystem, shares: Floats, number: int, *, seed: int = 0
     ) -> None:
-        """Draw the requests.
-
-        Args:
-            system: Cluster, recorded prompts and rates.
-            shares: (N, K) task shares of each server's requests, as `PlacementSystem.task_shares`.
-            number: Requests of all servers.
-            seed: Of the draw.
-
-        Raises:
-            ValueError: If number is below 1 or shares has the wrong shape.
-        """
         servers, tasks = system.cluster.num_servers, len(system.task_prompts)
         if number < 1:
             raise ValueError(f"number must be at least 1, got {number!r}")
@@ -74,7 +71,6 @@ class SimulatedLatency:
             outputs=rng.integers(low, high + 1, number),
             offset=rng.integers(0, 1 << 16, number),
         )
-        self.calls = 0
         self._simulator = Simulator(system.cluster, system.prompts, **system.simulator_options)
 
     @classmethod
@@ -97,7 +93,6 @@ class SimulatedLatency:
         if then is not None:
             simulator.adopt(np.asarray(then, dtype=np.uint8))
         simulator.run()
-        self.calls += int(simulator.state.meta["calls"][0])
         return float(simulator.latencies().mean())
 
 
@@ -221,7 +216,7 @@ def latency_local_search(
         if new is None:
             continue
         z = reassign_gpus(new, start, f, room, home)
-        found = objective.latency_s(z)
-        if found < least:
-            held, best, least = new, z, found
+        seconds = objective.latency_s(z)
+        if seconds < least:
+            held, best, least = new, z, seconds
     return best

@@ -13,6 +13,7 @@ from scipy.optimize import nnls
 
 from servegym.baselines.expert_placement.feasibility import Floats, Ints
 from servegym.baselines.expert_placement.layer_costs import LayerCostModel
+from servegym.baselines.protocol import SystemDescription
 from servegym.envs.workloads.expert_sets import set_bits
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
-class PlacementSystem:
+class PlacementSystem(SystemDescription):
     """Static description of a cluster, its load and routing recorded before.
 
     It holds nothing of an episode: the token rows are of prompts that no episode draws.
@@ -45,6 +46,8 @@ class PlacementSystem:
         tasks: Names of the tasks.
     """
 
+    family = "expert_placement"
+
     cluster: Cluster
     interarrival_s: Floats
     output_tokens: float
@@ -62,15 +65,9 @@ class PlacementSystem:
     tasks: tuple[str, ...]
 
     @classmethod
-    def from_problem(cls, problem: Problem, *, own: bool = False) -> PlacementSystem:
-        """The description of an environment's problem (``env.unwrapped.problem``).
-
-        Args:
-            problem: The problem.
-            own: Whether the recorded prompts are those that its episodes draw, as an agent in
-                training knows them.
-        """
-        prompts, of_tasks = problem.prompts, problem.rows if own else problem.history_rows
+    def from_problem(cls, problem: Problem) -> PlacementSystem:
+        """The description of an environment's problem (``env.unwrapped.problem``)."""
+        prompts, of_tasks = problem.prompts, problem.history_rows
         mean_output = float(np.mean(problem.output_tokens))
         rows, counts, tokens = [], [], []
         for of_task in of_tasks:
@@ -165,12 +162,12 @@ class PlacementSystem:
         basis = self.task_counts.reshape(tasks, -1).T
         shares = np.full((counts.shape[0], tasks), 1.0 / tasks)
         for n in range(counts.shape[0]):
-            found = nnls(basis, counts[n].reshape(-1))[0]
-            if found.sum() > 0:
-                shares[n] = found / found.sum()
+            weights = nnls(basis, counts[n].reshape(-1))[0]
+            if weights.sum() > 0:
+                shares[n] = weights / weights.sum()
         return shares
 
-    def layer_cost_model(self, counts: Floats, *, rows: int = 512, seed: int = 0) -> LayerCostModel:
+    def layer_cost_model(self, counts: Floats, *, rows: int = 512) -> LayerCostModel:
         """The latency estimate for servers that see these counts.
 
         Rows of a task are taken by its share of a server's tokens.
@@ -178,13 +175,12 @@ class PlacementSystem:
         Args:
             counts: (N, L, E).
             rows: Tokens of each server.
-            seed: Of their draw.
 
         Returns:
             The model; its cost is in seconds a second of wall time.
         """
         shares = self.task_shares(np.asarray(counts, dtype=np.float64))
-        rng = np.random.default_rng(seed)
+        rng = np.random.default_rng(0)
         tokens = shares * (self.task_prompt_tokens + self.output_tokens - 1.0)
         chosen = []
         for n in range(len(shares)):

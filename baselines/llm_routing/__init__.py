@@ -1,28 +1,13 @@
 """Policies for the LLM routing environments; importing this registers them."""
 
-from servegym.baselines.llm_routing.bandits import DelayedLinUcb, LinUcb, Thompson
+from servegym.baselines.llm_routing import (
+    bandits,
+    fleet_features,
+    greedy_qos,
+    heuristics,
+    latency,
+)
 from servegym.baselines.llm_routing.fleets import per_fleet
-from servegym.baselines.llm_routing.greedy_qos import (
-    ExpectedQosGreedy,
-    GreedyQos,
-    LeastLatency,
-    PricedGreedy,
-)
-from servegym.baselines.llm_routing.heuristics import (
-    AlwaysBest,
-    AlwaysBusiest,
-    BertRouter,
-    DropAll,
-    LeastMemory,
-    LeastOutstanding,
-    PowerOfTwo,
-    Random,
-    RoundRobin,
-    ShortestWaiting,
-    TokenJsq,
-    VllmDp,
-)
-from servegym.baselines.llm_routing.latency import compile_kernels
 from servegym.baselines.llm_routing.rollout import Rollout
 from servegym.baselines.llm_routing.route_balance import RouteBalance
 from servegym.baselines.llm_routing.system import RoutingSystem
@@ -31,47 +16,53 @@ from servegym.baselines.registry import register_policy
 __all__ = ["RoutingSystem", "compile_kernels"]
 
 
+def compile_kernels() -> None:
+    """Compile what the policies compile, or load it from the cache on disk."""
+    latency.compile_kernels()
+    fleet_features.compile_kernels()
+
+
 for _policy, _line, *_aliases in (
-    (Random, "uniform over the experts that are not full"),
-    (RoundRobin, "the next expert in turn, passing over full ones"),
+    (heuristics.Random, "uniform over the experts that are not full"),
+    (heuristics.RoundRobin, "the next expert in turn, passing over full ones"),
     (
-        LeastOutstanding,
+        heuristics.LeastOutstanding,
         "fewest requests, waiting and running; rotating ties",
         "shortest_queue",
     ),
-    (ShortestWaiting, "fewest waiting requests; rotating ties"),
-    (LeastMemory, "least share of KV memory in use; rotating ties"),
-    (PowerOfTwo, "of two random experts the one with fewer requests"),
-    (VllmDp, "least 4 x waiting + running (vLLM's data-parallel score)"),
-    (TokenJsq, "fewest tokens of predicted work left; rotating ties"),
+    (heuristics.ShortestWaiting, "fewest waiting requests; rotating ties"),
+    (heuristics.LeastMemory, "least share of KV memory in use; rotating ties"),
+    (heuristics.PowerOfTwo, "of two random experts the one with fewer requests"),
+    (heuristics.VllmDp, "least 4 x waiting + running (vLLM's data-parallel score)"),
+    (heuristics.TokenJsq, "fewest tokens of predicted work left; rotating ties"),
     (
-        BertRouter,
+        heuristics.BertRouter,
         "highest predicted score, blind to load (argmax of the predictions; no trained classifier)",
     ),
-    (LeastLatency, "least predicted latency per token, blind to scores"),
+    (greedy_qos.LeastLatency, "least predicted latency per token, blind to scores"),
     (
-        GreedyQos,
+        greedy_qos.GreedyQos,
         "best predicted score among the experts that keep everyone's latency, else drop",
     ),
-    (PricedGreedy, "greedy_qos less a price on busy capacity"),
+    (greedy_qos.PricedGreedy, "greedy_qos less a price on busy capacity"),
     (
-        ExpectedQosGreedy,
+        greedy_qos.ExpectedQosGreedy,
         "priced_greedy on expected QoS: lengths as distributions; the strongest heuristic",
     ),
     (RouteBalance, "RouteBalance's weighted score of predicted quality, cost and latency"),
-    (AlwaysBest, "best train mean score, the next best while it is full"),
+    (heuristics.AlwaysBest, "best train mean score, the next best while it is full"),
     (
-        LinUcb,
+        bandits.LinUcb,
         "linear bandit an expert, learns online from a train-split prior; sees scores at "
         "acceptance",
     ),
-    (DelayedLinUcb, "linucb that learns a request's QoS when the request ends"),
+    (bandits.DelayedLinUcb, "linucb that learns a request's QoS when the request ends"),
     (
-        Thompson,
+        bandits.Thompson,
         "Thompson sampling of the same linear bandit, QoS learned when a request ends",
     ),
-    (DropAll, "control: drops every request"),
-    (AlwaysBusiest, "control: most requests; must lose"),
+    (heuristics.DropAll, "control: drops every request"),
+    (heuristics.AlwaysBusiest, "control: most requests; must lose"),
     (
         Rollout,
         "clairvoyant: every action simulated on a copy of the true state, then priced_greedy",

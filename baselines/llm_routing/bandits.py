@@ -28,6 +28,17 @@ class LinearBandit(RoutingPolicy):
 
     Features: 1, predicted score, predicted length, prompt, running, waiting, "no slot free" and
     memory use, each in [0, 1].
+
+    The prior is fitted when the latency requirement is first seen.
+
+    Args:
+        system: The system; without ``system.train`` the prior is the ridge alone.
+        ridge: Strength of the pull to zero.
+        prior_weight: Observations of each expert that the prior counts for.
+        prior_states: Synthetic states that the prior is fitted on.
+
+    Raises:
+        ValueError: If a parameter is out of range.
     """
 
     def __init__(
@@ -38,17 +49,6 @@ class LinearBandit(RoutingPolicy):
         prior_weight: float = 500.0,
         prior_states: int = 1024,
     ) -> None:
-        """Build it; the prior is fitted when the latency requirement is first seen.
-
-        Args:
-            system: The system; without ``system.train`` the prior is the ridge alone.
-            ridge: Strength of the pull to zero.
-            prior_weight: Observations of each expert that the prior counts for.
-            prior_states: Synthetic states that the prior is fitted on.
-
-        Raises:
-            ValueError: If a parameter is out of range.
-        """
         super().__init__(system)
         self.ridge = real("ridge", ridge, 0.0, open_low=True)
         self.prior_weight = real("prior_weight", prior_weight, 0.0)
@@ -106,11 +106,7 @@ class LinearBandit(RoutingPolicy):
         return action
 
     def credit(
-        self,
-        rows: NDArray[np.int64],
-        arm: NDArray[np.int64],
-        context: Floats,
-        reward: Floats,
+        self, rows: NDArray[np.int64], arm: NDArray[np.int64], context: Floats, reward: Floats
     ) -> None:
         """Add one observation a row to the posterior (Sherman-Morrison).
 
@@ -199,19 +195,18 @@ class LinearBandit(RoutingPolicy):
 
 
 class UpperBound(LinearBandit):
-    """The expert with the highest upper confidence bound."""
+    """The expert with the highest upper confidence bound.
+
+    Args:
+        system: The system.
+        alpha: Width of the confidence bound.
+        **prior: Parameters of `LinearBandit`.
+
+    Raises:
+        ValueError: If a parameter is out of range.
+    """
 
     def __init__(self, system: RoutingSystem, *, alpha: float = 0.1, **prior: Any) -> None:
-        """Build it.
-
-        Args:
-            system: The system.
-            alpha: Width of the confidence bound.
-            **prior: Parameters of `LinearBandit`.
-
-        Raises:
-            ValueError: If a parameter is out of range.
-        """
         super().__init__(system, **prior)
         self.alpha = real("alpha", alpha, 0.0)
 
@@ -312,21 +307,19 @@ class Thompson(DelayedBandit):
     An expert's weights are normal around the ridge estimate with covariance ``scale**2`` times the
     inverse Gram matrix. Experts are independent and one context is asked a decision, so that a
     draw of the weights is a draw of the reward, normal with that mean and spread.
+
+    Args:
+        system: The system.
+        scale: Standard deviation of the reward's noise that the posterior assumes.
+        **prior: Parameters of `LinearBandit`.
+
+    Raises:
+        ValueError: If a parameter is out of range.
     """
 
     name = "thompson"
 
     def __init__(self, system: RoutingSystem, *, scale: float = 0.1, **prior: Any) -> None:
-        """Build it.
-
-        Args:
-            system: The system.
-            scale: Standard deviation of the reward's noise that the posterior assumes.
-            **prior: Parameters of `LinearBandit`.
-
-        Raises:
-            ValueError: If a parameter is out of range.
-        """
         super().__init__(system, **prior)
         self.scale = real("scale", scale, 0.0)
 

@@ -75,7 +75,7 @@ class Fleet:
         """
         allowed = self.fits & (self.latency <= limit[:, None, None])
         served = np.where(allowed, self.served, 0.0)
-        feasible = allowed[..., 0]
+        feasible = allowed[..., 0].copy()  # contiguous, as `compile_kernels` has it
         best = np.where(feasible, served.argmax(-1), 0)
         rate = np.where(feasible, served.max(-1), self.served[:, 0])
         return best + 1.0, rate, feasible

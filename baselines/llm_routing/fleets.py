@@ -24,21 +24,19 @@ class PerFleet(BasePolicy):
 
     A row's policy is made anew when its fleet changes. Where all episodes have the same fleet, one
     policy decides for all rows.
+
+    Args:
+        factory: Makes a policy of a `RoutingSystem`.
+        system: The systems.
+        kwargs: Parameters of the policy.
+
+    Raises:
+        ValueError: As ``factory`` does for a bad parameter.
     """
 
     def __init__(
         self, factory: Callable[..., Policy], system: FleetSystem, kwargs: Mapping[str, Any]
     ) -> None:
-        """Take over what the policy says of itself.
-
-        Args:
-            factory: Makes a policy of a `RoutingSystem`.
-            system: The systems.
-            kwargs: Parameters of the policy.
-
-        Raises:
-            ValueError: As ``factory`` does for a bad parameter.
-        """
         super().__init__(system)
         self._factory, self._kwargs = factory, dict(kwargs)
         # Of any fleet, so that parameters are checked before one is seen.
@@ -47,7 +45,7 @@ class PerFleet(BasePolicy):
         sample = factory(system.of(features), **self._kwargs)
         self.name, self.clairvoyant = sample.name, sample.clairvoyant
         self.env_view, self.env_kwargs = sample.env_view, sample.env_kwargs
-        self.needs_outcomes = getattr(sample, "needs_outcomes", False)
+        self.needs_outcomes = sample.needs_outcomes
 
     def reset(self, num_envs: int, seed: int | None = None) -> None:
         """See `Policy.reset`."""
@@ -90,13 +88,13 @@ class PerFleet(BasePolicy):
                 inner.feedback(reward[rows])
 
     def outcomes(self, ended: NDArray[Any]) -> None:
-        """See `BasePolicy.outcomes`."""
+        """See `Policy.outcomes`."""
         for rows, inner in zip(self._groups, self._inner, strict=True):
             mine = ended[np.isin(ended["row"], rows)]
             if inner is not None and len(mine):
                 mine = mine.copy()
                 mine["row"] -= rows[0]
-                inner.outcomes(mine)  # pyright: ignore[reportAttributeAccessIssue]
+                inner.outcomes(mine)
 
 
 def _without_padding(

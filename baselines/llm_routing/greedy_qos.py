@@ -48,6 +48,21 @@ class GreedyQos(RoutingPolicy):
     With ``lengths="survival"`` lengths are distributions (`ExpectedQos`): no expert is ruled out,
     and in the place of s_n stands the score times the probability that the answer is in time, less
     the scores of the others times what their probabilities lose.
+
+    Args:
+        system: The system.
+        price: Score that a second of a full expert's time is worth.
+        power: How late the price rises with the load.
+        share: Weight of the fleet's mean load against the expert's own.
+        margin: Share of the latency requirement that predictions may use.
+        overrun: See `LatencyModel`; for predicted lengths alone.
+        fallback: What to do where no expert qualifies, or has a positive value,
+            ``"drop"`` or ``"least_harm"``.
+        lengths: ``"predicted"``, each taken to come true, or ``"survival"``, the distribution
+            given the prediction and the tokens so far.
+
+    Raises:
+        ValueError: If a parameter is out of range.
     """
 
     name = "greedy_qos"
@@ -64,23 +79,6 @@ class GreedyQos(RoutingPolicy):
         fallback: str = "drop",
         lengths: str = "predicted",
     ) -> None:
-        """Build it.
-
-        Args:
-            system: The system.
-            price: Score that a second of a full expert's time is worth.
-            power: How late the price rises with the load.
-            share: Weight of the fleet's mean load against the expert's own.
-            margin: Share of the latency requirement that predictions may use.
-            overrun: See `LatencyModel`; for predicted lengths alone.
-            fallback: What to do where no expert qualifies, or has a positive value,
-                ``"drop"`` or ``"least_harm"``.
-            lengths: ``"predicted"``, each taken to come true, or ``"survival"``, the distribution
-                given the prediction and the tokens so far.
-
-        Raises:
-            ValueError: If a parameter is out of range.
-        """
         super().__init__(system)
         self.price = real("price", price, 0.0)
         self.power = real("power", power, 0.0, open_low=True)
@@ -139,7 +137,6 @@ class PricedGreedy(GreedyQos):
     name = "priced_greedy"
 
     def __init__(self, system: RoutingSystem, *, price: float = 1.0, **kwargs: Any) -> None:
-        """Build it; the parameters are those of `GreedyQos`."""
         super().__init__(system, price=price, **kwargs)
 
 
@@ -162,7 +159,6 @@ class ExpectedQosGreedy(GreedyQos):
         lengths: str = "survival",
         **kwargs: Any,
     ) -> None:
-        """Build it; the parameters are those of `GreedyQos`."""
         super().__init__(system, price=price, power=power, share=share, lengths=lengths, **kwargs)
 
 

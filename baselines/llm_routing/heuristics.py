@@ -41,9 +41,15 @@ def pick(cost: Floats, action_mask: Mask) -> NDArray[np.int64]:
 class RotatingPolicy(RoutingPolicy):
     """Least cost, ties to the first expert after the last one chosen (per row, cyclic)."""
 
+    weights = (0.0, 0.0, 0.0)
+    """What the cost counts of an expert: the share of its KV cache in use, its running and its
+    waiting requests."""
+
     def cost(self, observation: Observation) -> Floats:
         """(B, N); the least is chosen."""
-        raise NotImplementedError
+        memory, running, waiting = np.moveaxis(observation["experts"], -1, 0)
+        of_memory, of_running, of_waiting = self.weights
+        return of_memory * memory + of_running * running + of_waiting * waiting
 
     def reset(self, num_envs: int, seed: int | None = None) -> None:
         """See `Policy.reset`."""
@@ -68,53 +74,37 @@ class RotatingPolicy(RoutingPolicy):
 
 
 class RoundRobin(RotatingPolicy):
-    """The next expert in turn, passing over full ones."""
+    """The next expert in turn, passing over full ones: all cost alike."""
 
     name = "round_robin"
-
-    def cost(self, observation: Observation) -> Floats:
-        """All alike: the turn decides."""
-        return np.zeros(observation["experts"].shape[:2])
 
 
 class LeastOutstanding(RotatingPolicy):
     """Fewest requests, waiting and running."""
 
     name = "least_outstanding"
-
-    def cost(self, observation: Observation) -> Floats:
-        """Running + waiting."""
-        return observation["experts"][..., 1] + observation["experts"][..., 2]
+    weights = (0.0, 1.0, 1.0)
 
 
 class ShortestWaiting(RotatingPolicy):
     """Fewest waiting requests; blind to those running."""
 
     name = "shortest_waiting"
-
-    def cost(self, observation: Observation) -> Floats:
-        """Waiting."""
-        return observation["experts"][..., 2]
+    weights = (0.0, 0.0, 1.0)
 
 
 class VllmDp(RotatingPolicy):
-    """vLLM's data-parallel score."""
+    """vLLM's data-parallel score, 4 x waiting + running."""
 
     name = "vllm_dp"
-
-    def cost(self, observation: Observation) -> Floats:
-        """4 x waiting + running."""
-        return 4.0 * observation["experts"][..., 2] + observation["experts"][..., 1]
+    weights = (0.0, 1.0, 4.0)
 
 
 class LeastMemory(RotatingPolicy):
     """Least share of its KV cache in use."""
 
     name = "least_memory"
-
-    def cost(self, observation: Observation) -> Floats:
-        """Memory use in [0, 1]."""
-        return observation["experts"][..., 0]
+    weights = (1.0, 0.0, 0.0)
 
 
 class TokenJsq(RotatingPolicy):
@@ -201,12 +191,7 @@ class Random(RoutingPolicy):
 
 
 class PowerOfTwo(RoutingPolicy):
-    """Two distinct legal experts at random, the one with fewer requests of them.
-
-    Attributes:
-        sampled: (B, 2) expert indexes of the last `act`; a lone legal expert stands twice, and
-            -1 where none was legal.
-    """
+    """Two distinct legal experts at random, the one with fewer requests of them."""
 
     name = "power_of_two"
 
@@ -223,5 +208,4 @@ class PowerOfTwo(RoutingPolicy):
         any_legal = legal[rows, first]
         load = experts[..., 1] + experts[..., 2]
         chosen = np.where(load[rows, second] < load[rows, first], second, first)
-        self.sampled = np.where(any_legal[:, None], np.stack([first, second], axis=1), -1)
         return np.where(any_legal, chosen + 1, 0).astype(np.int64)

@@ -96,6 +96,7 @@ class Requests(NamedTuple):
         done: Tokens so far of the requests ``live`` as the queues are played forward.
         total: Predicted tokens.
         elapsed: Seconds since arrival.
+        latency: Seconds per token at their ends, as the queues are played forward.
         slot: Their slots in the estimate.
         live: The first of them are the requests in the batch as the queues are played forward.
     """
@@ -105,6 +106,7 @@ class Requests(NamedTuple):
     done: Floats
     total: Floats
     elapsed: Floats
+    latency: Floats
     slot: NDArray[np.int64]
     live: NDArray[np.int64]
 
@@ -161,7 +163,7 @@ def _begin(r, running, laws, n):
 
 
 @inner
-def _play_forward(r, count, start, offset, laws, n, chunked, whole, latency):
+def _play_forward(r, count, start, offset, laws, n, chunked, whole):
     """Play one expert forward and write the latency per token of its requests.
 
     Requests 0..count-1 are in service order. ``start`` is where the play stands: its time (s), the
@@ -203,7 +205,7 @@ def _play_forward(r, count, start, offset, laws, n, chunked, whole, latency):
             rest = r.total[i] - done
             if rest <= 0.0:
                 delay = offset if i == count - 1 else 0.0
-                latency[i] = (r.elapsed[i] + time + delay) / r.total[i]
+                r.latency[i] = (r.elapsed[i] + time + delay) / r.total[i]
             else:
                 context += r.prompt[i] + done
                 r.live[staying] = i
@@ -252,10 +254,11 @@ def _estimate(seen, laws, overrun, chunked, out):
         np.empty(size),
         np.empty(size),
         np.empty(size),
+        np.empty(size),
         np.empty(size, dtype=np.int64),
         np.empty(size, dtype=np.int64),
     )
-    latency, done, live = np.empty(size), np.empty(size), np.empty(size, dtype=np.int64)
+    done, live = np.empty(size), np.empty(size, dtype=np.int64)
     for b in range(batch):
         for n in range(experts):
             mean = laws.mean_output_tokens[n]
@@ -266,12 +269,12 @@ def _estimate(seen, laws, overrun, chunked, out):
             out.without[b, n, :] = np.nan
             out.with_new[b, n, :] = np.nan
             start = _begin(r, running, laws, n), running, running, 0.0
-            start = _play_forward(r, count, start, 0.0, laws, n, chunked, False, latency)
+            start = _play_forward(r, count, start, 0.0, laws, n, chunked, False)
             held = start[2]
             live[:held], done[:held] = r.live[:held], r.done[:held]
-            _play_forward(r, count, start, 0.0, laws, n, chunked, True, latency)
+            _play_forward(r, count, start, 0.0, laws, n, chunked, True)
             for i in range(count):
-                out.without[b, n, r.slot[i]] = latency[i]
+                out.without[b, n, r.slot[i]] = r.latency[i]
             r.live[:held], r.done[:held] = live[:held], done[:held]
             prompt, length = seen.request[b, n, 0], seen.request[b, n, 2]
             r.prompt[count] = prompt
@@ -280,12 +283,12 @@ def _estimate(seen, laws, overrun, chunked, out):
             r.elapsed[count] = 0.0
             r.slot[count] = size - 1
             delay = laws.network[0] + laws.network[1] * prompt
-            _play_forward(r, count + 1, start, delay, laws, n, chunked, True, latency)
+            _play_forward(r, count + 1, start, delay, laws, n, chunked, True)
             full = laws.batch_limit[n]
             decode_s = _decode_s(laws, n, full, prompt + 0.5 * r.total[count])
             out.work_s[b, n] = _prefill_s(laws, n, prompt) + r.total[count] * decode_s / full
             for i in range(count + 1):
-                out.with_new[b, n, r.slot[i]] = latency[i]
+                out.with_new[b, n, r.slot[i]] = r.latency[i]
 
 
 @inner
@@ -337,12 +340,13 @@ def _expect_lengths(edges, left, seen, bucket):
 
 
 @jit
-def _expected(laws, survival, estimate, seen, bucket, limit, gain, harm, held):
-    """Fill the expected scores of `ExpectedQos` for all rows and experts.
+def _expected(laws, survival, estimate, seen, bucket, limit, scores_in_time):
+    """Fill the expected scores (gain, harm, held) of `ExpectedQos` for all rows and experts.
 
     ``seen`` has mean lengths in the place of the predicted ones.
     """
     laws, estimate, seen = borrowed(laws), borrowed(estimate), borrowed(seen)
+    gain, harm, held = borrowed(scores_in_time)
     batch, experts, size = estimate.without.shape
     capacity, slots = laws.decode_s.shape[1] - 1, seen.running.shape[2]
     for b in range(batch):
@@ -384,7 +388,7 @@ def compile_kernels() -> None:
     calls = [
         (_estimate, (seen, laws, 0.3, False, estimate)),
         (_expect_lengths, (one, three, seen, bucket)),
-        (_expected, (laws, three, estimate, seen, bucket, one, two, two, two)),
+        (_expected, (laws, three, estimate, seen, bucket, one, (two, two, two))),
     ]
     _jit.compile_kernels("latency estimate of the routing policies", calls)
 
@@ -402,21 +406,19 @@ def _seen(observation: Observation, copy: bool = False) -> Seen:
 class LatencyModel:
     """Predicts latency per token from observations of a `RoutingSystem`.
 
+    Args:
+        system: The system.
+        overrun: A request that runs is taken to need at least this share of its predicted
+            length more (and one token), however many it has: predictions err.
+
+    Raises:
+        ValueError: If ``overrun`` is negative.
+
     Attributes:
         laws: The laws of the system, as the compiled estimate reads them.
     """
 
     def __init__(self, system: RoutingSystem, *, overrun: float = 0.3) -> None:
-        """Prepare the tables.
-
-        Args:
-            system: The system.
-            overrun: A request that runs is taken to need at least this share of its predicted
-                length more (and one token), however many it has: predictions err.
-
-        Raises:
-            ValueError: If ``overrun`` is negative.
-        """
         compile_kernels()
         self.system = system
         self.overrun = real("overrun", overrun, 0.0)
@@ -456,10 +458,10 @@ class LatencyModel:
         now = np.concatenate(
             [seen.running[..., 5], seen.waiting[..., 5], np.zeros((*shape[:2], 1))], axis=-1
         )
-        found = Estimate(np.empty(shape), np.empty(shape), scores, now, np.empty(shape[:2]))
+        result = Estimate(np.empty(shape), np.empty(shape), scores, now, np.empty(shape[:2]))
         chunked = self.system.scheduler == "chunked_prefill"
-        _estimate(seen, self.laws, self.overrun, chunked, found)
-        return found
+        _estimate(seen, self.laws, self.overrun, chunked, result)
+        return result
 
 
 class LengthModel:
@@ -552,10 +554,10 @@ class ExpectedQos:
         _expect_lengths(lengths.edges, lengths.left, seen, bucket)
         estimate = self.model.of(seen)
         limit = margin * np.asarray(observation["latency_requirement"], dtype=np.float64)
-        gain, harm, held = (np.empty(shape) for _ in range(3))
+        effect = np.empty(shape), np.empty(shape), np.empty(shape)
         tables = self.model.laws, lengths.survival
-        _expected(*tables, estimate, seen, bucket, limit[:, 0].copy(), gain, harm, held)
-        return ExpectedEffect(gain, harm, held, estimate)
+        _expected(*tables, estimate, seen, bucket, limit[:, 0].copy(), effect)
+        return ExpectedEffect(*effect, estimate)
 
 
 def _array(values: Any) -> Floats:

@@ -85,24 +85,19 @@ def noise_weights(load: NDArray[np.float64], gain: NDArray[np.float32]) -> NDArr
 class Rollouts:
     """Copies of the environments' states on which actions are tried.
 
+    Args:
+        envs: The native vector environment.
+        runner: Runs the rollouts, in jobs of `JOB_STATES` states; None: this process does. The
+            returns are the same if ``values`` of a state do not go by the others of its batch,
+            bit for bit; those of a network may.
+
     Attributes:
         decisions: Decisions of all copies so far.
     """
 
-    def __init__(
-        self, envs: gym.vector.VectorEnv, tries: int, runner: Runner | None = None
-    ) -> None:
-        """Make room for ``tries`` copies of every environment of a native vector environment.
-
-        Args:
-            envs: The native vector environment.
-            tries: Actions to try in a state.
-            runner: Runs the rollouts, in jobs of `JOB_STATES` states; None: this process does. The
-                returns are the same if ``values`` of a state do not go by the others of its batch,
-                bit for bit; those of a network may.
-        """
+    def __init__(self, envs: gym.vector.VectorEnv, runner: Runner | None = None) -> None:
         self.envs: Any = envs.unwrapped
-        self.tries, self.runner, self.decisions = tries, runner, 0
+        self.runner, self.decisions = runner, 0
         self._problem = pickle.dumps(self.envs.problem.arguments)
 
     def returns(
@@ -138,8 +133,8 @@ class Rollouts:
         total = np.empty(actions.shape, dtype=np.float32)
         here = ((at, _roll_out(*job)) for at, job in enumerate(jobs))
         done = here if self.runner is None else self.runner(_roll_out, jobs)
-        for at, (found, decisions) in done:
-            total[parts[at]] = found
+        for at, (result, decisions) in done:
+            total[parts[at]] = result
             self.decisions += decisions
         return total
 
@@ -178,9 +173,9 @@ def _roll_out(
         live &= (batch.out[:, 2] == 0.0) & (now() < end)
         left = np.flatnonzero(live)
         seen = {key: value[left] for key, value in batch.observation.items()}
-        found = np.full(batch.action_mask.shape, np.nan)
+        result = np.full(batch.action_mask.shape, np.nan)
         if left.size:
-            found[left] = np.where(batch.action_mask[left] > 0, values(seen), -1e4)
-        choice = common_actions(found.reshape(*legal.shape, -1), near).reshape(-1)
+            result[left] = np.where(batch.action_mask[left] > 0, values(seen), -1e4)
+        choice = common_actions(result.reshape(*legal.shape, -1), near).reshape(-1)
     returns = np.where(legal, total.reshape(actions.shape), np.nan)
     return returns.astype(np.float32), decisions

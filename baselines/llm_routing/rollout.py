@@ -20,29 +20,28 @@ class Rollout(RoutingPolicy):
 
     Every legal action of every row is taken on a clone of the environment's state: true scores
     and lengths, and the arrivals that are really to come. `PricedGreedy` decides the next
-    ``horizon`` requests, then ``drain`` more are dropped while those in service finish. The sum of
-    the "paid_forward" rewards, the true score of what was let in less that of what ended late,
-    ranks the actions; equal ones go to the greedy action if it is among them. It improves on
-    priced_greedy by one step of policy iteration with a perfect model and is no bound.
+    ``horizon`` requests. The sum of the "paid_forward" rewards, the true score of what was let in
+    less that of what ended late, ranks the actions; equal ones go to the greedy action if it is
+    among them. It improves on priced_greedy by one step of policy iteration with a perfect model
+    and is no bound.
+
+    `bind` has to be called before `act`.
+
+    Args:
+        system: The system.
+        horizon: Requests that priced_greedy decides after the first action.
+
+    Raises:
+        ValueError: If ``horizon`` is negative.
     """
 
     name = "rollout"
     clairvoyant = True
     needs_env = True
 
-    def __init__(self, system: RoutingSystem, *, horizon: int = 100, drain: int = 0) -> None:
-        """Build it; `bind` has to be called before `act`.
-
-        Args:
-            system: The system.
-            horizon: Requests that priced_greedy decides after the first action.
-            drain: Requests that are dropped after those.
-
-        Raises:
-            ValueError: If a parameter is out of range.
-        """
+    def __init__(self, system: RoutingSystem, *, horizon: int = 100) -> None:
         super().__init__(system)
-        self.horizon, self.drain = whole("horizon", horizon, 0), whole("drain", drain, 0)
+        self.horizon = whole("horizon", horizon, 0)
         self.greedy = per_fleet(PricedGreedy, system)
         self._ahead = per_fleet(PricedGreedy, system)
         self._env: Any = None
@@ -97,9 +96,8 @@ class Rollout(RoutingPolicy):
         while live.any():
             scratch.step(choice, live)
             total += np.where(live > 0, scratch.out[:, 0] + scratch.out[:, 1], 0.0)
-            live &= (scratch.out[:, 2] == 0.0) & (decided < last + self.drain)
-            ahead = self._ahead.act(scratch.observation, scratch.action_mask)
-            choice = np.where(decided < last, ahead, 0)
+            live &= (scratch.out[:, 2] == 0.0) & (decided < last)
+            choice = self._ahead.act(scratch.observation, scratch.action_mask)
         value = np.where(tried, total.reshape(batch, actions), -np.inf)
         rows = np.arange(batch)
         best = value.argmax(axis=1)

@@ -32,16 +32,30 @@ class RouteBalance(RoutingPolicy):
     latency, use the share of KV memory in use with the request's own tokens. Equal scores go to
     the fewest outstanding requests, then to the expert chosen longest ago.
 
-    A candidate's predicted latency per token meets the latency requirement, and its cost the
-    budget. Where none does, the filters are relaxed: with a budget to the cheapest expert, else
-    to all of them. As in the original, nothing is dropped by choice; ``fallback="drop"`` drops
+    A candidate's predicted latency per token meets the latency requirement. Where none does, all of
+    them are candidates. As in the original, nothing is dropped by choice; ``fallback="drop"`` drops
     here instead.
 
     What differs from the original: one request at a time, where batches are assigned longest
     first (each request is routed at its arrival here); the estimate of `LatencyModel` for the
     boosted trees' latency; seconds of the expert's time for the cost in USD, as these
-    environments have no prices; the filter compares point predictions, as theirs does without
-    residuals of a validation set.
+    environments have no prices; no budget for a request; the filter compares point predictions, as
+    theirs does without residuals of a validation set.
+
+    The default weights are the original's "Balance".
+
+    Args:
+        system: The system.
+        w_quality: Weight of the predicted score.
+        w_cost: Weight of the cost.
+        w_latency: Weight of the latency.
+        w_balance: Weight of the memory in use.
+        latency_filter: Whether candidates must meet the latency requirement.
+        fallback: What to do where no expert passes, ``"relax"`` or ``"drop"``.
+        overrun: See `LatencyModel`.
+
+    Raises:
+        ValueError: If a parameter is out of range, or the weights do not add up to 1.
     """
 
     name = "route_balance"
@@ -55,26 +69,9 @@ class RouteBalance(RoutingPolicy):
         w_latency: float = 1 / 3,
         w_balance: float = 0.0,
         latency_filter: bool = True,
-        budget_s: float = float("inf"),
         fallback: str = "relax",
         overrun: float = 0.3,
     ) -> None:
-        """Build it; the default weights are the original's "Balance".
-
-        Args:
-            system: The system.
-            w_quality: Weight of the predicted score.
-            w_cost: Weight of the cost.
-            w_latency: Weight of the latency.
-            w_balance: Weight of the memory in use.
-            latency_filter: Whether candidates must meet the latency requirement.
-            budget_s: Seconds of an expert's time that a request may cost.
-            fallback: What to do where no expert passes, ``"relax"`` or ``"drop"``.
-            overrun: See `LatencyModel`.
-
-        Raises:
-            ValueError: If a parameter is out of range, or the weights do not add up to 1.
-        """
         super().__init__(system)
         weights = {
             "w_quality": w_quality,
@@ -86,11 +83,9 @@ class RouteBalance(RoutingPolicy):
             real(argument, given, 0.0)
         if abs(sum(weights.values()) - 1) > 1e-6:
             raise ValueError(f"the weights {', '.join(weights)} must add up to 1, got {weights}")
-        if not budget_s > 0:
-            raise ValueError(f"budget_s must be > 0, got {budget_s}")
         self.model = LatencyModel(system, overrun=overrun)
         self.weights = np.array(list(weights.values()), dtype=np.float64)
-        self.latency_filter, self.budget_s = bool(latency_filter), float(budget_s)
+        self.latency_filter = bool(latency_filter)
         self.fallback = choose("fallback", fallback, ("relax", "drop"))
 
     def reset(self, num_envs: int, seed: int | None = None) -> None:
@@ -119,17 +114,12 @@ class RouteBalance(RoutingPolicy):
             own = (request[..., 0] + length) / self.system.kv_capacity_tokens
             use = experts[..., 0] + own
 
-        passing = legal & (cost <= self.budget_s)
+        passing = legal
         if self.latency_filter:
             limit = np.asarray(observation["latency_requirement"], dtype=np.float64)
-            passing &= per_token <= limit
-        found = passing.any(axis=1, keepdims=True)
+            passing = legal & (per_token <= limit)
         if self.fallback == "relax":
-            relaxed = legal
-            if np.isfinite(self.budget_s):
-                cheapest = np.where(legal, cost, np.inf).min(axis=1, keepdims=True)
-                relaxed = legal & (cost <= cheapest)
-            passing = np.where(found, passing, relaxed)
+            passing = np.where(passing.any(axis=1, keepdims=True), passing, legal)
         score = weighted_score(
             self.weights, request[..., 1], cost, per_token * length, use, passing
         )

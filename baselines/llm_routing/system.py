@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from servegym.baselines.protocol import SystemDescription
 from servegym.hardware_profiles.interpolation import along, union
 
 if TYPE_CHECKING:
@@ -48,10 +49,8 @@ NO_SCORE = 0.5
 
 
 @dataclass(frozen=True, eq=False)
-class RoutingSystem:
+class RoutingSystem(SystemDescription):
     """Static description of N experts, their laws and the network.
-
-    It holds nothing about the requests of an episode; policies get those by observation only.
 
     Attributes:
         experts: Names (N,), for messages.
@@ -74,6 +73,8 @@ class RoutingSystem:
         kv_capacity_tokens: (N,) tokens of KV cache.
         train: The train split, or None if only its means are known.
     """
+
+    family = "llm_routing"
 
     experts: tuple[str, ...]
     running_capacity: int
@@ -113,36 +114,6 @@ class RoutingSystem:
             answer = np.full(self.num_experts, float(self.max_output_tokens))
         held = float(np.mean(self.train.prompt_tokens)) + answer
         return np.clip((self.kv_capacity_tokens / held).astype(np.int64), 1, most)
-
-    @classmethod
-    def from_env(cls, env: Any) -> RoutingSystem:
-        """Describe the system of a routing environment, single or vector.
-
-        Args:
-            env: Any of the routing environments, wrapped or not.
-
-        Raises:
-            ValueError: If it is no routing environment.
-        """
-        problem = getattr(getattr(env, "unwrapped", env), "problem", None)
-        if problem is None:
-            raise ValueError(f"env must be a routing environment, got {type(env).__name__}")
-        return cls.from_problem(problem)
-
-    @classmethod
-    def from_kwargs(cls, **kwargs: Any) -> RoutingSystem:
-        """Describe the system that ``gymnasium.make(id, **kwargs)`` would build.
-
-        Args:
-            **kwargs: Arguments of the routing environment. Those that concern episodes (rate,
-                split, reward, ...) make no difference.
-
-        Raises:
-            ValueError: As the environment does for an unknown or bad argument.
-        """
-        from servegym.envs.llm_routing.env import LLMRoutingEnv
-
-        return cls.from_problem(LLMRoutingEnv.make_problem(kwargs))
 
     @classmethod
     def from_problem(cls, problem: Problem) -> RoutingSystem:
@@ -237,16 +208,14 @@ class FleetSystem(RoutingSystem):
     It has the sizes that observations are padded to, and describes the system of each fleet by
     what ``observation["fleet"]`` shows of it (`of`). Other fields of `RoutingSystem` are refused.
 
+    Args:
+        problem: A routing problem with `Problem.fleets`.
+
     Attributes:
         fixed: Whether all episodes have the same fleet.
     """
 
     def __init__(self, problem: Problem) -> None:
-        """Prepare the library of cards and models.
-
-        Args:
-            problem: A routing problem with `Problem.fleets`.
-        """
         assert problem.fleets is not None
         cfg = problem.cfg[0]
         tokens, prefill, contexts, decode = laws(

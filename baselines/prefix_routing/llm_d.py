@@ -103,7 +103,7 @@ class LlmdAffinity(Rule):
 
     def choose_of(self, view: View, replicas: NDArray[np.intp]) -> int:
         """See `Rule.choose_of`."""
-        kept = sticky(
+        passing = sticky(
             view,
             replicas,
             view.prefill_tokens / self.prefill_rate,
@@ -112,4 +112,4 @@ class LlmdAffinity(Rule):
             exploration=self.exploration,
         )
         load = np.minimum((view.prefill_tokens + view.new_tokens()) / self.queue_tokens, 1.0)
-        return least(load, kept, view.rng)
+        return least(load, passing, view.rng)

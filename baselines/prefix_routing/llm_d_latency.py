@@ -213,22 +213,22 @@ class LlmdPredicted(Rule):
             tpot_s: (N,) predicted.
         """
         gate = {"max_penalty_s": self.max_penalty_s, "exploration": 0.0}
-        kept = sticky(view, replicas, ttft_s, threshold=self.strict, **gate)
+        passing = sticky(view, replicas, ttft_s, threshold=self.strict, **gate)
         # Without an objective it counts as 0.
         ttft = (view.ttft_slo_s if np.isfinite(view.ttft_slo_s) else 0.0) - ttft_s
         tpot = (view.tpot_slo_s if np.isfinite(view.tpot_slo_s) else 0.0) - tpot_s
-        good = (ttft[kept] >= 0.0) & (tpot[kept] >= 0.0)
-        if len(kept) > 1 and good.any() and not good.all():
-            kept = kept[~good if view.rng.random() < self.explore else good]
-        kept = sticky(view, kept, ttft_s, threshold=self.loose, **gate)
-        late, slow = ttft[kept] < 0.0, tpot[kept] < 0.0
-        idle = np.asarray(view.in_flight)[kept] == 0
-        scores = np.zeros(len(kept))
+        good = (ttft[passing] >= 0.0) & (tpot[passing] >= 0.0)
+        if len(passing) > 1 and good.any() and not good.all():
+            passing = passing[~good if view.rng.random() < self.explore else good]
+        passing = sticky(view, passing, ttft_s, threshold=self.loose, **gate)
+        late, slow = ttft[passing] < 0.0, tpot[passing] < 0.0
+        idle = np.asarray(view.in_flight)[passing] == 0
+        scores = np.zeros(len(passing))
         for members in (~late & ~slow, idle, ~late & slow, late & ~slow, late & slow):
             if members.any():
-                scores[members] = self._bucket(ttft[kept][members], tpot[kept][members])
+                scores[members] = self._bucket(ttft[passing][members], tpot[passing][members])
                 break
-        return kept, scores
+        return passing, scores
 
     def _bucket(self, ttft: Floats, tpot: Floats) -> Floats:
         """Scores in hundredths, 1 to 101, of headrooms of one class."""

@@ -110,7 +110,7 @@ class RulePolicy(BasePolicy):
         return actions
 
     def outcomes(self, ended: NDArray[Any]) -> None:
-        """See `BasePolicy.outcomes`; the records are `envs.prefix_routing.outcomes.OUTCOME`."""
+        """See `Policy.outcomes`; the records are `envs.prefix_routing.outcomes.OUTCOME`."""
         for each in ended[np.isfinite(ended["finish_s"])]:
             latencies = float(each["ttft_s"]), float(each["tpot_s"])
             self._rules[each["row"]].outcome(int(each["decision"]), *latencies)

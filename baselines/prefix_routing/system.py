@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
+
+from servegym.baselines.protocol import SystemDescription
 
 if TYPE_CHECKING:
     from servegym.envs.prefix_routing.config import Problem
 
 
 @dataclass(frozen=True, eq=False)
-class PrefixSystem:
+class PrefixSystem(SystemDescription):
     """Static description of a prefix-routing problem.
-
-    It holds nothing about the requests of an episode; policies get those by observation only.
 
     Attributes:
         num_replicas: N.
@@ -29,6 +29,8 @@ class PrefixSystem:
         kv_tokens: (N,) tokens of the KV memories.
         max_num_seqs: Requests that a replica runs, at most.
     """
+
+    family = "prefix_routing"
 
     num_replicas: int
     admission: bool
@@ -59,26 +61,3 @@ class PrefixSystem:
             kv_tokens=kv_tokens,
             max_num_seqs=running,
         )
-
-    @classmethod
-    def from_env(cls, env: Any) -> PrefixSystem:
-        """Describe the system of a prefix-routing environment, single or vector.
-
-        Raises:
-            ValueError: If it is no prefix-routing environment.
-        """
-        problem = getattr(getattr(env, "unwrapped", env), "problem", None)
-        if problem is None or not hasattr(problem, "index_entries"):
-            raise ValueError(f"env must be a prefix-routing environment, got {type(env).__name__}")
-        return cls.from_problem(problem)
-
-    @classmethod
-    def from_kwargs(cls, **kwargs: Any) -> PrefixSystem:
-        """Describe the system that ``gymnasium.make(id, **kwargs)`` would build.
-
-        Raises:
-            ValueError: As the environment does for an unknown or bad argument.
-        """
-        from servegym.envs.prefix_routing.env import PrefixRoutingEnv
-
-        return cls.from_problem(PrefixRoutingEnv.make_problem(kwargs))

@@ -37,8 +37,6 @@ from servegym.envs.serverless_moe.outcomes import remote_decode, start_times
 from servegym.envs.serverless_moe.plans import smallest_specs
 from servegym.envs.serverless_moe.sets import least_used_first
 
-__all__ = ["ActionTable", "CandidateActions", "ActionValues", "WarmFunctions", "evaluate_actions"]
-
 Floats = NDArray[np.float64]
 CACHED_PREDICTIONS = 512
 
@@ -180,10 +178,6 @@ class ActionTable:
             self._cache.popitem(last=False)
         return sets
 
-    def clear_cache(self) -> None:
-        """Drop what is cached of predictions, so that the next decision takes its full time."""
-        self._cache.clear()
-
     def memory_mb(self, sets: RemoteSets, n_in: float) -> Floats:
         """Y of each layer and headroom, (S, L, Y); of no meaning where nothing is remote."""
         model, specs = self.system.model, self.system.model.remote_specs_mb
@@ -324,13 +318,7 @@ def evaluate_actions(
         model, model.container_start_main_s, model.all_non_expert_mb + model.all_experts_mb
     )
     mix_phases = Phase(planned.prefill_s[0, 0, 0, 0], invocations=1), Phase(decode_s[0, 0, 0])
-    mix = bill(
-        model,
-        rate[0, 0, 0, 0],
-        rounding[0, 0, 0, 0],
-        *mix_phases,
-        Start(mix_start),
-    )
+    mix = bill(model, rate[0, 0, 0, 0], rounding[0, 0, 0, 0], *mix_phases, Start(mix_start))
     cost, mix_usd = planned.cost_usd, float(mix.cost_usd)
     ttft = planned.prefill_s + planned.cold_s
     tpot = np.broadcast_to(planned.decode_s / max(n_out, 1), ttft.shape)

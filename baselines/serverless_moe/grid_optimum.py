@@ -1,7 +1,7 @@
 """The best plan on the grid of specifications for utility-ordered remote sets.
 
 Given b and W each layer chooses (Y, z) and the two SLOs are budgets over sums of layer times: a
-multiple-choice knapsack with two budgets, solved as an integer program with its proven gap.
+multiple-choice knapsack with two budgets, solved as an integer program.
 Replicas hold their experts by LPT. For a known load this is the clairvoyant optimum.
 """
 
@@ -48,26 +48,6 @@ TOLERANCE = 1e-6
 """Relative distance from a limit within which the solver calls it met."""
 
 
-@dataclass(frozen=True, eq=False)
-class Knapsack:
-    """A choice of one option a layer.
-
-    Attributes:
-        chosen: int (L,), -1 each if there is no feasible choice.
-        cost: Its cost, inf if there is none.
-        bound: Proven lower bound on the cost.
-    """
-
-    chosen: NDArray[np.int64]
-    cost: float
-    bound: float
-
-    @property
-    def gap(self) -> float:
-        """Relative duality gap."""
-        return 0.0 if self.cost == self.bound else (self.cost - self.bound) / abs(self.cost)
-
-
 def _efficient(cost: Floats, one: Floats, two: Floats) -> NDArray[np.int64]:
     """Options that no other one beats or equals in cost and both times."""
     order = np.lexsort((two, one, cost))
@@ -90,7 +70,7 @@ def solve_knapsack(
     second_limit: float = np.inf,
     *,
     gap: float = 1e-6,
-) -> Knapsack:
+) -> NDArray[np.int64] | None:
     """Choose one option in each layer at least cost within two budgets.
 
     Args:
@@ -100,29 +80,30 @@ def solve_knapsack(
         first_limit: First budget.
         second_limit: Second budget.
         gap: Relative gap at which the search may stop.
+
+    Returns:
+        int (L,), or None if there is no feasible choice.
     """
     price = np.asarray(cost, np.float64)
     times = [np.broadcast_to(np.asarray(t, np.float64), price.shape) for t in (first, second)]
     limits = (float(first_limit), float(second_limit))
     layers = price.shape[0]
-    none = Knapsack(np.full(layers, -1, dtype=np.int64), np.inf, np.inf)
     if not np.isfinite(price).any(axis=1).all():
-        return none
+        return None
     at = np.arange(layers)
     chosen = price.argmin(axis=1)
-    bound = float(price[at, chosen].sum())
     if all(t[at, chosen].sum() <= b for t, b in zip(times, limits, strict=True)):
-        return Knapsack(chosen, bound, bound)
+        return chosen
     usable = np.isfinite(price)
     if any(
         np.where(usable, t, np.inf).min(axis=1).sum() > b
         for t, b in zip(times, limits, strict=True)
     ):
-        return none
+        return None
     efficient = [_efficient(price[k], times[0][k], times[1][k]) for k in range(layers)]
     layer = np.repeat(at, [k.size for k in efficient])
     option = np.concatenate(efficient)
-    scale = max(abs(bound), 1e-300) / layers
+    scale = max(abs(float(price[at, chosen].sum())), 1e-300) / layers
     rows = [sparse.csr_array((np.ones(layer.size), (layer, np.arange(layer.size))))]
     low, high = [np.ones(layers)], [np.ones(layers)]
     for t, b in zip(times, limits, strict=True):
@@ -130,7 +111,6 @@ def solve_knapsack(
             rows.append(sparse.csr_array((t[layer, option] / b)[None]))
             low.append(np.array([-np.inf]))
             high.append(np.array([1.0]))
-    proven = bound
     # The solver may pass a limit by its tolerance; then once more with limits that much lower.
     for room in (0.0, TOLERANCE):
         # SciPy's annotations know numbers only as limits, its documentation arrays too.
@@ -143,18 +123,14 @@ def solve_knapsack(
             bounds=optimize.Bounds(0.0, 1.0),
             options={"mip_rel_gap": gap, "time_limit": TIME_LIMIT_S},
         )
-        dual = result.mip_dual_bound
-        if room == 0.0 and dual is not None and np.isfinite(dual):
-            proven = max(bound, float(dual) * scale)
         if result.x is None:
-            return Knapsack(none.chosen, np.inf, np.inf if result.status == 2 else proven)
+            return None
         taken = np.flatnonzero(result.x > 0.5)
-        selected = np.full(layers, -1, dtype=np.int64)
-        selected[layer[taken]] = option[taken]
-        if all(t[at, selected].sum() <= b for t, b in zip(times, limits, strict=True)):
+        chosen = np.full(layers, -1, dtype=np.int64)
+        chosen[layer[taken]] = option[taken]
+        if all(t[at, chosen].sum() <= b for t, b in zip(times, limits, strict=True)):
             break
-    total = float(price[at, selected].sum())
-    return Knapsack(selected, total, min(proven, total))
+    return chosen
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,24 +140,14 @@ class OptimalPlan:
     Attributes:
         plan: The plan, or None if none meets the constraints.
         ratio: b.
-        cost_usd: Its cost under the load it was made for.
-        bound_usd: Proven lower bound over all b and W tried, which leaves the rounding of the main
-            function out.
+        cost_usd: Its cost under the load it was made for, inf if there is none.
         outcome: Its outcome under that load.
     """
 
     plan: Plan | None
     ratio: float
     cost_usd: float
-    bound_usd: float
     outcome: Outcome | None
-
-    @property
-    def gap(self) -> float:
-        """Relative gap between the cost and the proven bound."""
-        if not np.isfinite(self.cost_usd):
-            return 0.0
-        return (self.cost_usd - self.bound_usd) / self.cost_usd
 
 
 @dataclass(frozen=True, eq=False)
@@ -215,11 +181,7 @@ class Options:
     main_start: Start
 
 
-def layer_options(
-    system: SystemModel,
-    load: Load,
-    remote: NDArray[np.bool_],
-) -> Options:
+def layer_options(system: SystemModel, load: Load, remote: NDArray[np.bool_]) -> Options:
     """Tabulate the choices of each layer."""
     specs, members = system.remote_specs_mb, remote.sum(axis=1)
     jobs = np.where(remote[:, None], job_s(system, load, specs[None]), 0.0)
@@ -363,29 +325,23 @@ def grid_optimum(
                     # The main function's own bill may be rounded up by less than one step.
                     best_known_usd = min(best_known_usd, bound + rate * system.granularity_s)
     candidates.sort(key=lambda c: c[0])
-    best, lowest = OptimalPlan(None, 0.0, np.inf, np.inf, None), np.inf
+    best = OptimalPlan(None, 0.0, np.inf, None)
     for bound, b, w, options, whole in candidates:
         if bound >= best.cost_usd:
-            lowest = min(lowest, bound)
             break
         prefill, decode, cost = option_terms(system, load, options, w)
         most = limits[0] - whole.cold_s
-        choice = solve_knapsack(cost, prefill, decode, most, limits[1], gap=gap)
-        lowest = min(lowest, whole.cost_usd + choice.bound)
-        if whole.cost_usd + choice.cost < best.cost_usd and (choice.chosen >= 0).all():
-            plan = _assemble_plan(system, load, options, choice.chosen, w)
+        chosen = solve_knapsack(cost, prefill, decode, most, limits[1], gap=gap)
+        if chosen is None:
+            continue
+        cost_usd = whole.cost_usd + float(cost[layers, chosen].sum())
+        if cost_usd < best.cost_usd:
+            plan = _assemble_plan(system, load, options, chosen, w)
             outcome = expected_outcome(
-                system,
-                load,
-                plan,
-                ttft_limit_s=ttft_limit_s,
-                tpot_limit_s=tpot_limit_s,
+                system, load, plan, ttft_limit_s=ttft_limit_s, tpot_limit_s=tpot_limit_s
             )
             rate = main_usd_s(system, load.n_in + load.n_out, w)
-            more = rate * rounding_s(system, outcome.bill.prefill_s + outcome.bill.decode_s)
-            cost_usd = whole.cost_usd + choice.cost + more
+            cost_usd += rate * rounding_s(system, outcome.bill.prefill_s + outcome.bill.decode_s)
             if cost_usd < best.cost_usd:
-                best = OptimalPlan(plan, b, cost_usd, np.inf, outcome)
-    return OptimalPlan(
-        best.plan, best.ratio, best.cost_usd, min(lowest, best.cost_usd), best.outcome
-    )
+                best = OptimalPlan(plan, b, cost_usd, outcome)
+    return best

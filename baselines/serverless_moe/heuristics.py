@@ -21,21 +21,6 @@ from servegym.baselines.serverless_moe.base import (
 from servegym.baselines.serverless_moe.system import ServerlessSystem
 from servegym.envs.serverless_moe.loads import Load
 
-__all__ = [
-    "BestConstant",
-    "Constant",
-    "Cpu",
-    "Deployment",
-    "Fetch",
-    "Gpu",
-    "GreedyWarm",
-    "KeepAlive",
-    "Mix",
-    "PerExpert",
-    "Random",
-    "search_constant",
-]
-
 
 class Random(ServerlessPolicy):
     """Uniform over the legal values of each action."""
@@ -64,11 +49,11 @@ class Mix(ServerlessPolicy):
 
 
 class Deployment(BasePolicy):
-    """A deployment that takes no decision; a subclass names it."""
+    """A deployment, of the environment's, that takes no decision."""
 
-    def __init__(self, system: ServerlessSystem) -> None:
-        self.parts = len(system.nvec)
-        self.env_kwargs: Mapping[str, Any] = {"deployment": self.name}
+    def __init__(self, system: ServerlessSystem, name: str) -> None:
+        self.name, self.parts = name, len(system.nvec)
+        self.env_kwargs: Mapping[str, Any] = {"deployment": name}
 
     def act(self, observation: Observation, action_mask: Mask) -> Actions:
         """See `Policy.act`; zeros, which the environment ignores.
@@ -83,30 +68,6 @@ class Deployment(BasePolicy):
                 f"policy {self.name!r} needs an environment made with deployment={self.name!r}"
             )
         return np.zeros((len(mask), self.parts), dtype=np.int64)
-
-
-class Cpu(Deployment):
-    """The whole model on one CPU function."""
-
-    name = "cpu"
-
-
-class Gpu(Deployment):
-    """The whole model in GPU memory."""
-
-    name = "gpu"
-
-
-class Fetch(Deployment):
-    """Experts in CPU memory, copied to the GPU when they are needed."""
-
-    name = "fetch"
-
-
-class PerExpert(Deployment):
-    """A function for every expert."""
-
-    name = "per_expert"
 
 
 def mean_request_rewards(

@@ -8,15 +8,6 @@ from numpy.typing import ArrayLike, NDArray
 from servegym import _jit
 from servegym._jit import jit
 
-__all__ = [
-    "assign",
-    "compile_kernels",
-    "largest_replica_sums",
-    "lpt",
-    "lpt_rows",
-    "replica_loads",
-]
-
 Floats = NDArray[np.float64]
 
 
@@ -37,23 +28,11 @@ def _place(jobs, order, z, load, replica):
 
 
 @jit
-def _lpt(jobs, z):
-    """Replica of each job, int64 ``(K,)``: jobs by falling time, each to the least loaded.
+def lpt_rows(jobs, z_max):
+    """LPT of rows of jobs ``(N, K)`` on 1..z_max replicas: int8 ``(N, z_max, K)``.
 
     Ties go to the lower index; jobs of 0 are put on replica 0.
-
-    Args:
-        jobs: float64 ``(K,)``.
-        z: Replicas.
     """
-    replica = np.zeros(jobs.shape[0], np.int64)
-    _place(jobs, np.argsort(-jobs, kind="mergesort"), z, np.empty(z), replica)
-    return replica
-
-
-@jit
-def lpt_rows(jobs, z_max):
-    """LPT of rows of jobs ``(N, K)`` on 1..z_max replicas: int8 ``(N, z_max, K)``."""
     replica = np.zeros((jobs.shape[0], z_max, jobs.shape[1]), np.int8)
     load = np.empty(z_max)
     for row in range(jobs.shape[0]):
@@ -65,17 +44,7 @@ def lpt_rows(jobs, z_max):
 
 @jit
 def _replica_loads(jobs, body, z_max):
-    """Rows of jobs on 1..z_max replicas by LPT.
-
-    Args:
-        jobs: float64 ``(N, K)`` seconds, 0 for what is no job.
-        body: float64 ``(N, K)`` MB that go with each job.
-        z_max: Most replicas.
-
-    Returns:
-        Busy seconds of each replica ``(N, z_max, z_max)``, and MB of the largest body
-        ``(N, z_max)``.
-    """
+    """`replica_loads` of rows (N, K): (N, Z, Z) and (N, Z)."""
     busy = np.zeros((jobs.shape[0], z_max, z_max))
     largest = np.zeros((jobs.shape[0], z_max))
     carried = np.empty(z_max)
@@ -95,15 +64,7 @@ def _replica_loads(jobs, body, z_max):
 
 @jit
 def _largest_replica_sums(replica, weight):
-    """Largest sum of weights on a replica.
-
-    Args:
-        replica: int8 ``(N, Z, K)`` of :func:`lpt_rows`.
-        weight: float64 ``(N, K)``.
-
-    Returns:
-        float64 ``(N, Z)``.
-    """
+    """`largest_replica_sums` of rows (N, Z, K) of replicas and (N, K) of weights: (N, Z)."""
     rows, z_max, width = replica.shape
     largest = np.zeros((rows, z_max))
     total = np.empty(z_max)
@@ -132,9 +93,7 @@ def lpt(jobs_s: ArrayLike, replicas: int) -> NDArray[np.int64]:
     jobs = np.ascontiguousarray(jobs_s, dtype=np.float64)
     if replicas < 1:
         raise ValueError(f"replicas must be at least 1, got {replicas}")
-    if jobs.ndim != 1 or (jobs < 0).any():
-        raise ValueError("jobs_s must be a row of times that are not negative")
-    return _lpt(jobs, replicas)
+    return lpt_rows(jobs[None], replicas)[0, -1].astype(np.int64)
 
 
 def assign(
@@ -206,7 +165,7 @@ def replica_loads(jobs_s: Floats, body_mb: Floats, z_max: int) -> tuple[Floats, 
     """
     width = jobs_s.shape[-1]
     jobs = np.ascontiguousarray(jobs_s, np.float64).reshape(-1, width)
-    body = np.ascontiguousarray(np.broadcast_to(body_mb, jobs_s.shape), np.float64)
+    body = np.array(np.broadcast_to(body_mb, jobs_s.shape), np.float64, order="C")  # writable
     busy, largest = _replica_loads(jobs, body.reshape(-1, width), z_max)
     shape = jobs_s.shape[:-1]
     return busy.reshape(*shape, z_max, z_max), largest.reshape(*shape, z_max)
@@ -226,7 +185,6 @@ def compile_kernels() -> None:
     _jit.compile_kernels(
         "serverless MoE policies",
         [
-            (_lpt, (rows[0], 1)),
             (lpt_rows, (rows, 1)),
             (_replica_loads, (rows, rows, 1)),
             (_largest_replica_sums, (replica, rows)),

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from servegym.baselines.protocol import SystemDescription
 from servegym.envs.serverless_moe.system import SystemModel
 
 if TYPE_CHECKING:
@@ -23,10 +24,8 @@ validation prompts, if its paired 95 % interval over the default lies above 0
 
 
 @dataclass(frozen=True, eq=False)
-class ServerlessSystem:
+class ServerlessSystem(SystemDescription):
     """Static description of a serverless MoE problem and its actions.
-
-    It holds nothing about the requests of an episode; policies get those by observation only.
 
     Attributes:
         model: Constants of the model and its functions.
@@ -52,6 +51,8 @@ class ServerlessSystem:
         time_spread: The same of a request's true times.
         arguments: Arguments of the environment, for policies that rehearse on the train split.
     """
+
+    family = "serverless_moe"
 
     model: SystemModel
     levels: NDArray[np.int64]
@@ -99,29 +100,6 @@ class ServerlessSystem:
             time_spread=spreads[1],
             arguments=dict(problem.arguments),
         )
-
-    @classmethod
-    def from_env(cls, env: Any) -> ServerlessSystem:
-        """Describe the system of a serverless environment, single or vector.
-
-        Raises:
-            ValueError: If it is no serverless environment.
-        """
-        problem = getattr(getattr(env, "unwrapped", env), "problem", None)
-        if problem is None or not hasattr(problem, "w_headroom_mb"):
-            raise ValueError(f"env must be a serverless environment, got {type(env).__name__}")
-        return cls.from_problem(problem)
-
-    @classmethod
-    def from_kwargs(cls, **kwargs: Any) -> ServerlessSystem:
-        """Describe the system that ``gymnasium.make(id, **kwargs)`` would build.
-
-        Raises:
-            ValueError: As the environment does for an unknown or bad argument.
-        """
-        from servegym.envs.serverless_moe.env import ServerlessMoEEnv
-
-        return cls.from_problem(ServerlessMoEEnv.make_problem(kwargs))
 
     @property
     def setting(self) -> str:

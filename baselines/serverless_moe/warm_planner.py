@@ -31,8 +31,6 @@ from servegym.baselines.serverless_moe.base import Actions, Observed, Serverless
 from servegym.baselines.serverless_moe.system import ServerlessSystem
 from servegym.envs.serverless_moe.loads import Load
 
-__all__ = ["WarmPlanner", "relative_values", "regime_transitions", "train_requests"]
-
 Floats = NDArray[np.float64]
 MOST_CHANCE = 0.99
 """Chance of finding things warm is taken as no more, so that the iteration ends."""

@@ -1,4 +1,7 @@
-"""Checks of environment arguments that every family shares."""
+"""Checks of arguments that everybody shares.
+
+Each raises ValueError naming the argument, what was given and what is allowed.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +28,7 @@ def nearest(given: str, names: Iterable[str]) -> str | None:
 
 
 def choose(argument: str, given: Any, allowed: Iterable[str]) -> str:
-    """Return ``given`` if it is one of ``allowed``.
-
-    Raises:
-        ValueError: naming the argument, what was given, what is allowed and the nearest of it.
-    """
+    """Return ``given`` if it is one of ``allowed``; the message has the nearest of it, too."""
     names = list(allowed)
     if isinstance(given, str) and given in names:
         return given
@@ -49,11 +48,7 @@ def missing_file(given: Any) -> bool:
 
 
 def whole(argument: str, given: Any, low: int, high: int = 1 << 31) -> int:
-    """Return ``given`` as an integer in [low, high].
-
-    Raises:
-        ValueError: naming the argument, what was given and what is allowed.
-    """
+    """Return ``given`` as an integer in [low, high]."""
     ok = isinstance(given, (int, np.integer)) and not isinstance(given, bool)
     if not ok or not low <= given <= high:
         limit = f"at least {low}" if high == 1 << 31 else f"between {low} and {high}"
@@ -66,11 +61,7 @@ TINY, LARGEST = 1e-50, 1e50
 
 
 def real(argument: str, given: Any, low: float, high: float = LARGEST, open_low=False) -> float:
-    """Return ``given`` as a float in [low, high], or at least `TINY` above low if ``open_low``.
-
-    Raises:
-        ValueError: naming the argument, what was given and what is allowed.
-    """
+    """Return ``given`` as a float in [low, high], or at least `TINY` above low if ``open_low``."""
     ok = isinstance(given, (int, float, np.integer, np.floating)) and not isinstance(given, bool)
     try:
         value = float(given) if ok else math.nan
@@ -85,7 +76,7 @@ def real(argument: str, given: Any, low: float, high: float = LARGEST, open_low=
 
 
 def flag(argument: str, given: Any) -> bool:
-    """Return ``given`` as a bool; ValueError naming the argument if it is none."""
+    """Return ``given``, True or False, as a bool."""
     if not isinstance(given, (bool, np.bool_)):
         raise ValueError(f"{argument}={given!r} must be True or False.")
     return bool(given)
@@ -104,11 +95,7 @@ def one_or_pair(argument: str, given: Any, check: Callable[[str, Any], Any]) -> 
 
 
 def mapping(argument: str, given: Any, allowed: Iterable[str] | None = None) -> dict[str, Any]:
-    """Return ``given``, a mapping or None, as a dict with keys among ``allowed``.
-
-    Raises:
-        ValueError: naming the argument, what was given and what is allowed.
-    """
+    """Return ``given``, a mapping or None, as a dict with keys among ``allowed``."""
     if given is not None and not isinstance(given, Mapping):
         raise ValueError(f"{argument}={given!r} must be a mapping of keyword to value, or None.")
     found = {} if given is None else dict(given)
@@ -149,7 +136,7 @@ def keywords(known: Iterable[str], given: Iterable[str]) -> None:
 
 
 def check_render_mode(given: str | None, allowed: Iterable[str]) -> str | None:
-    """Return ``given`` if it is None or one of ``allowed``, else raise ValueError."""
+    """Return ``given`` if it is None or one of ``allowed``."""
     modes = list(allowed)
     if given is not None and not (isinstance(given, str) and given in modes):
         window = ""

@@ -16,16 +16,11 @@ LEAST_SHARE = 0.01
 
 
 def layer_sizes(share: np.ndarray, cap: np.ndarray, experts: int) -> np.ndarray:
-    """Experts of each layer on each server, from shares of the server's slots.
+    """Experts of each layer on each server, from shares (N, L) of the server's slots (N,).
 
     The shares of a server are normalised (all equal if they sum to 0), rounded down, clamped at E
     and filled up by the largest remainder. Layers with fewer than E places in all then take from
     those with most, at servers with many slots first.
-
-    Args:
-        share: ``(N, L)``, at least 0.
-        cap: ``(N,)`` slots.
-        experts: E.
 
     Returns:
         int64 ``(N, L)``: row n sums to ``min(cap[n], L E)``, every column to at least E.
@@ -66,15 +61,9 @@ def best_experts(score: np.ndarray, size: np.ndarray) -> np.ndarray:
     """The ``size[n]`` best-scored experts of each server, repaired so that each is somewhere.
 
     An expert that no server has chosen goes, in order of its number, to the server that scores it
-    highest among those with an expert that another server has too, in place of the lowest-scored
-    of these. Ties go to the lowest number.
-
-    Args:
-        score: ``(N, C)``.
-        size: ``(N,)`` at most C each and at least C in all.
-
-    Returns:
-        bool ``(N, C)``.
+    highest among those with an expert that another server has too, in place of the lowest-scored of
+    these. Ties go to the lowest number. Scores are ``(N, C)``, as is the bool result; sizes are at
+    most C each and at least C in all.
     """
     servers, count = score.shape
     chosen = np.zeros((servers, count), dtype=bool)
@@ -102,32 +91,28 @@ def best_experts(score: np.ndarray, size: np.ndarray) -> np.ndarray:
 
 
 def assign_gpus(
-    cluster: Cluster, held: np.ndarray, weight: np.ndarray, current: np.ndarray
+    slots: np.ndarray,
+    gpu_server: np.ndarray,
+    held: np.ndarray,
+    weight: np.ndarray,
+    current: np.ndarray,
 ) -> np.ndarray:
-    """Spread the experts of each server over its GPUs.
+    """Spread the experts ``(N, L, E)`` of each server over its GPUs: uint8 ``(G, L, E)``.
 
-    An expert that is on a GPU of the server already stays there. The others follow layer by
-    layer, by falling weight, each to the GPU with a free slot that has the least weight of the
-    layer so far (ties: most free slots, then the lowest number).
-
-    Args:
-        cluster: the cluster.
-        held: bool ``(N, L, E)``.
-        weight: ``(L, E)`` load of an expert.
-        current: ``(G, L, E)`` placement to stay close to.
-
-    Returns:
-        uint8 ``(G, L, E)``.
+    An expert that is on a GPU of the server already, by ``current``, stays there. The others follow
+    layer by layer, by falling weight ``(L, E)``, each to the GPU with a free slot that has the
+    least weight of the layer so far (ties: most free slots, then the lowest number). ``slots`` and
+    ``gpu_server`` are ``(G,)``; a GPU has as many slots as its server has experts, or more.
     """
-    z = np.zeros((cluster.num_gpus, cluster.layers, cluster.experts), dtype=np.uint8)
-    for n in range(cluster.num_servers):
-        gpus = np.flatnonzero(cluster.gpu_server == n)
+    z = np.zeros(current.shape, dtype=np.uint8)
+    for n in range(len(held)):
+        gpus = np.flatnonzero(gpu_server == n)
         if len(gpus) == 1:
             z[gpus[0]] = held[n]
             continue
         open_ = held[n].copy()
-        free = cluster.slots[gpus].copy()
-        load = np.zeros((len(gpus), cluster.layers))
+        free = slots[gpus].copy()
+        load = np.zeros((len(gpus), held.shape[1]))
         for i, g in enumerate(gpus):
             stay = open_ & (current[g] > 0)
             z[g] = stay
@@ -167,7 +152,7 @@ def decode_budget(
     held = np.zeros(score.shape, dtype=bool)
     for layer in range(cluster.layers):
         held[:, layer] = best_experts(score[:, layer], size[:, layer])
-    return assign_gpus(cluster, held, counts.sum(axis=0), current)
+    return assign_gpus(cluster.slots, cluster.gpu_server, held, counts.sum(axis=0), current)
 
 
 def decode_scores(
@@ -176,7 +161,7 @@ def decode_scores(
     """A placement from a score of each expert at each server, ``(N, L, E)``."""
     flat = np.asarray(score, dtype=np.float64).reshape(cluster.num_servers, -1)
     held = best_experts(flat, np.minimum(cluster.cap, flat.shape[1])).reshape(score.shape)
-    return assign_gpus(cluster, held, counts.sum(axis=0), current)
+    return assign_gpus(cluster.slots, cluster.gpu_server, held, counts.sum(axis=0), current)
 
 
 def decode_heights(

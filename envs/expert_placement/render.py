@@ -83,13 +83,8 @@ def _blend(ends: np.ndarray, share: np.ndarray) -> np.ndarray:
 def expert_colours(held: np.ndarray, coming: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """Colours ``(L, E, 3)`` in [0, 1] of a server's map.
 
-    Green is held, red is missing, both deeper the more the server's requests use the expert;
-    yellow is being loaded.
-
-    Args:
-        held: bool ``(L, E)``.
-        coming: bool ``(L, E)``.
-        counts: ``(L, E)`` assignments of the server's requests.
+    Green is held, red is missing, both deeper the more the server's requests use the expert by
+    ``counts``; yellow is being loaded.
     """
     share = np.sqrt(counts / max(float(counts.max()), 1.0))
     colours = np.where(held[..., None], _blend(_HELD, share), _blend(_MISSING, share))

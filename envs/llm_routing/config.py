@@ -312,15 +312,8 @@ def build_problem(*, view: int, **arguments: Any) -> Problem:
 def setting_problem(setting: Mapping[str, Any], *, view: int, **arguments: Any) -> Problem:
     """The problem that ``fleet=setting`` builds, with arrays of the setting's own sizes.
 
-    A small fleet is played several times faster without the padding; the dynamics are the same.
-
-    Args:
-        setting: As ``info["fleet"]`` has it, see `servegym.envs.llm_routing.fleets.SETTING`.
-        view: As for `build_problem`.
-        **arguments: The others of `build_problem`.
-
-    Raises:
-        ValueError: naming the argument, what was given and what is allowed.
+    A small fleet is played several times faster without the padding; the dynamics are the same. The
+    other arguments are those of `build_problem`.
     """
     own = ("profiles", "models", "kv_capacity_tokens", "predictor")
     fixed = build_problem(

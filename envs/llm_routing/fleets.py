@@ -132,18 +132,9 @@ class FleetSource:
         block_size: int,
         max_output_tokens: int,
     ) -> None:
-        """Check the arguments and prepare the tables that a draw reads.
+        """Check a setting or ``"random"`` with its keywords; prepare the tables that a draw reads.
 
-        Args:
-            fleet: ``"random"`` or a setting.
-            fleet_kwargs: Keys of `RANGES` and `CHOICES`, ``cards`` and ``models``: what to draw
-                from instead.
-            catalog: The requests.
-            block_size: Tokens of a KV block.
-            max_output_tokens: Longest answer.
-
-        Raises:
-            ValueError: naming the argument, what was given and what is allowed.
+        The keywords, of `RANGES` and `CHOICES`, ``cards`` and ``models``, say what to draw from.
         """
         known = served_models()
         models = tuple(m for m in catalog.models if m in known) or tuple(catalog.models)
@@ -254,17 +245,11 @@ class FleetSource:
     ) -> float:
         """Requests/s that the experts serve within ``limit`` s/token, if kept evenly busy.
 
-        Expert n runs the batch b that serves most of those that R, its memory and L allow; a
-        request then takes ``decode_s(b) + b prefill_s / length`` seconds per token. An expert too
-        slow for a lone request counts for nothing, unless all are.
-
-        Args:
-            card: (N,) indexes of the profiles.
-            model: (N,) indexes of the models.
-            tokens: (N,) KV tokens.
-            running: R.
-            memory_policy: decides what a request takes: its longest answer, or its mean.
-            limit: L in seconds per token.
+        Expert n runs the batch b that serves most of those that R (``running``), its memory and L
+        allow; a request then takes ``decode_s(b) + b prefill_s / length`` seconds per token. An
+        expert too slow for a lone request counts for nothing, unless all are. Of the memory a
+        request takes its longest answer, or its mean, by ``memory_policy``. ``card``, ``model`` and
+        ``tokens`` are (N,) indexes and KV tokens.
         """
         latency, rate = self._latency[card, model], self._throughput[card, model]
         room = np.minimum(running, np.maximum(tokens / self._held[memory_policy], 1.0))

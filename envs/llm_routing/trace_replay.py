@@ -15,7 +15,7 @@ from servegym.envs._arguments import Arguments
 from servegym.envs.llm_routing import kernel
 from servegym.envs.llm_routing.arguments import MEMORY_POLICIES, SCHEDULERS, RoutingArguments
 from servegym.envs.llm_routing.kernel import layout
-from servegym.envs.llm_routing.kernel.law import Law, pack_law
+from servegym.envs.llm_routing.kernel.law import pack_law
 from servegym.envs.llm_routing.tables import engine_config, set_sizes
 from servegym.hardware_profiles import Profile, load
 
@@ -104,42 +104,6 @@ def _check_requests_fit(
     )
 
 
-_engine: list[Callable[..., None]] = []
-
-
-def _run(
-    cfg: np.ndarray,
-    law: Law,
-    blocks: int,
-    arrivals: np.ndarray,
-    tokens: np.ndarray,
-    times: np.ndarray,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Log of the requests and ``(K, 3)`` state at ``times``; ``tokens``: prompts, outputs."""
-    count = len(arrivals)
-    log = np.zeros(count, dtype=layout.LOG)
-    timeline = np.zeros((len(times), 3))
-    entries = 3 * count + int(cfg["block_size"][0])
-    queues = layout.Queues(
-        np.zeros(count, dtype=layout.SLOT), np.zeros(entries, dtype=np.int32), log
-    )
-    systems = layout.Systems(
-        arrivals[None],
-        np.zeros((1, count), dtype=np.int32),
-        np.zeros(1, dtype=layout.ENV),
-        np.zeros((1, 1), dtype=layout.EXPERT),
-        queues,
-    )
-    systems.expert["capacity"] = blocks
-    tables = layout.Tables(cfg, law, np.zeros((0, 1, 5), dtype=np.float32))
-    arguments = (tables, systems, tokens, times, timeline)
-    if not _engine:
-        # Once: the arrays are of the same types in every call, and finding them takes long.
-        _engine.extend(compile_kernels("replay engine", [(kernel.run_replay, arguments)]))
-    _engine[0](*arguments)
-    return log, timeline
-
-
 @dataclass(frozen=True, kw_only=True)
 class ReplayArguments(Arguments):
     """The replica of a replay.
@@ -158,6 +122,9 @@ class ReplayArguments(Arguments):
     prefix_caching: bool = arg.switch(False, "preempted requests find what is left of their blocks")
     async_scheduling: bool = arg.switch(False, "iterations are planned one ahead")
     memory_policy: str = arg.choice("paged", MEMORY_POLICIES, "or room for the longest answer")
+
+
+_engine: list[Callable[..., None]] = []
 
 
 def _serve(
@@ -186,7 +153,22 @@ def _serve(
     blocks = (arguments.kv_tokens or expert.kv_capacity_tokens) // arguments.block_size
     _check_requests_fit(prompts, outputs, expert, blocks, c)
     tokens = np.ascontiguousarray(np.stack([prompts, outputs], axis=1).astype(np.int64))
-    log, timeline = _run(cfg, law, blocks, arrivals, tokens, times)
+    log, timeline = np.zeros(count, dtype=layout.LOG), np.zeros((len(times), 3))
+    lists = np.zeros(3 * count + arguments.block_size, dtype=np.int32)
+    systems = layout.Systems(
+        arrivals[None],
+        np.zeros((1, count), dtype=np.int32),
+        np.zeros(1, dtype=layout.ENV),
+        np.zeros((1, 1), dtype=layout.EXPERT),
+        layout.Queues(np.zeros(count, dtype=layout.SLOT), lists, log),
+    )
+    systems.expert["capacity"] = blocks
+    tables = layout.Tables(cfg, law, np.zeros((0, 1, 5), dtype=np.float32))
+    call = (tables, systems, tokens, times, timeline)
+    if not _engine:
+        # Once: the arrays are of the same types in every call, and finding them takes long.
+        _engine.extend(compile_kernels("replay engine", [(kernel.run_replay, call)]))
+    _engine[0](*call)
     return arrivals, outputs, log, timeline
 
 

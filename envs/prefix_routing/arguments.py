@@ -13,7 +13,7 @@ from servegym.envs.prefix_routing.gateway import INDEXES
 from servegym.envs.prefix_routing.kernel import steps
 from servegym.envs.prefix_routing.scenarios import SCENARIOS
 from servegym.envs.prefix_routing.tables import EngineArguments
-from servegym.envs.prefix_routing.workloads import DISPATCHES, SPLITS, list_prefix_workloads
+from servegym.envs.prefix_routing.workloads import DISPATCHES, SPLITS, WORKLOADS
 
 REWARDS = {"slo": steps.SLO, "ttft": steps.TTFT, "score": steps.SCORE, "dense": steps.DENSE}
 MAX_REPLICAS = 62
@@ -38,7 +38,7 @@ class PrefixArguments(EngineArguments):
         None, 1, "N; 8, or one a profile of a list", high=MAX_REPLICAS
     )
     scenario: str | None = arg.choice(None, SCENARIOS, "named; other arguments override its own")
-    workload: str = arg.choice("tenants", list_prefix_workloads(), "what draws the requests")
+    workload: str = arg.choice("tenants", WORKLOADS, "what draws the requests")
     workload_kwargs: Options = arg.options("of its class in `prefix_routing.workloads`")
     split: str = arg.choice("train", SPLITS, "sessions of a recorded workload")
     dispatch: str = arg.choice("think", DISPATCHES, "a session's next request: see below")

@@ -246,9 +246,7 @@ def _profile(given: Any) -> Profile:
     return _loaded(given)
 
 
-@cache
-def _loaded(name: Any) -> Profile:
-    return load(name)
+_loaded = cache(load)
 
 
 @cache

@@ -17,7 +17,7 @@ from servegym.envs.prefix_routing.kernel import layout, steps
 from servegym.envs.prefix_routing.kernel.gateway import Gateway
 from servegym.envs.prefix_routing.kernel.observation import REPLICA_HIGH, REPLICA_LOW, REQUEST_HIGH
 from servegym.envs.prefix_routing.requests import PrefixRequests
-from servegym.envs.prefix_routing.tables import put_replicas, put_requests
+from servegym.envs.prefix_routing.tables import LOG_SOURCES, put_replicas, put_requests
 
 REWARD_TERMS = {
     steps.SLO: ("met",),
@@ -380,7 +380,7 @@ class PrefixBatch(Batch):
         x = self.episodes
         found = self._engine(row)["request"][order]
         log = np.zeros(len(order), dtype=REQUEST_LOG)
-        for name, source in _LOG_SOURCES.items():
+        for name, source in LOG_SOURCES.items():
             log[name] = found[source]
         log["session"], log["tenant"] = x.ids[row, order].T
         told = self.gateway.request[row, order]
@@ -412,18 +412,3 @@ def action_words(problem: Problem) -> str:
     most = problem.num_replicas - 1
     words = f"0 to {most} name a replica"
     return f"{words}, {most + 1} rejects the request" if problem.admission else words
-
-
-_LOG_SOURCES = {
-    "arrival_s": "arrived",
-    "admitted_s": "admitted",
-    "first_token_s": "first",
-    "finish_s": "finish",
-    "prompt_tokens": "prompt",
-    "output_tokens": "output",
-    "hit_tokens": "hit",
-    "recomputed_tokens": "recomputed",
-    "preemptions": "preemptions",
-    "replica": "replica",
-    "outcome": "outcome",
-}

@@ -13,6 +13,7 @@ from servegym.envs.prefix_routing import kernel
 from servegym.envs.prefix_routing.kernel import layout
 from servegym.envs.prefix_routing.requests import PrefixRequests
 from servegym.envs.prefix_routing.tables import (
+    LOG_SOURCES,
     EngineArguments,
     engine_tables,
     put_replicas,
@@ -114,17 +115,8 @@ def replay_prefix(
     run(tables, systems, sent)
     found = systems.request
     result = np.empty(count, dtype=PREFIX_REPLAY)
-    for name, source in (
-        ("replica", "replica"),
-        ("arrival_s", "arrived"),
-        ("admitted_s", "admitted"),
-        ("first_token_s", "first"),
-        ("finish_s", "finish"),
-        ("hit_tokens", "hit"),
-        ("recomputed_tokens", "recomputed"),
-        ("preemptions", "preemptions"),
-    ):
-        result[name] = found[source]
+    for name in PREFIX_REPLAY.names or ():
+        result[name] = found[LOG_SOURCES[name]]
     return result
 
 

@@ -18,6 +18,20 @@ from servegym.hardware_profiles import Profile
 MAX_SEQS = 4096
 STORES = {"vllm": layout.NO_STORE, "infinite": layout.OWN_STORE, "pooled": layout.POOLED_STORE}
 MAX_BLOCKS = 1 << 22
+LOG_SOURCES = {
+    "arrival_s": "arrived",
+    "admitted_s": "admitted",
+    "first_token_s": "first",
+    "finish_s": "finish",
+    "prompt_tokens": "prompt",
+    "output_tokens": "output",
+    "hit_tokens": "hit",
+    "recomputed_tokens": "recomputed",
+    "preemptions": "preemptions",
+    "replica": "replica",
+    "outcome": "outcome",
+}
+"""Column of a log -> field of the engine's record of a request."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,12 +49,7 @@ class EngineArguments(Arguments):
 def engine_tables(
     profiles: Sequence[Profile], arguments: EngineArguments, num_requests: int
 ) -> tuple[layout.Tables, np.ndarray]:
-    """What the systems share, and the capacity (N,) of the replicas in blocks.
-
-    Args:
-        profiles: Profile of each replica.
-        arguments: Of their engine.
-        num_requests: Most requests of an episode.
+    """What systems with these replicas share, and the capacity (N,) of the replicas in blocks.
 
     Raises:
         ValueError: arguments do not go together; it names them.
@@ -96,11 +105,8 @@ def put_requests(
 ) -> None:
     """Write what is given of the requests of an episode; `kernel.begin` starts it.
 
-    Args:
-        systems: The systems.
-        row: Which of them.
-        requests: At most J of them, checked, with blocks of the engine's size.
-        first_segment: Where in ``systems.segments`` their segments begin.
+    There are at most J, checked, with blocks of the engine's size; their segments begin at
+    ``first_segment`` of ``systems.segments``.
     """
     count = requests.num_requests
     most = systems.expected.shape[1]

@@ -454,13 +454,6 @@ class RecordedSessions(PrefixWorkload):
             span *= 1.5
 
 
-class _Sessions(NamedTuple):
-    """Requests and when each is sent if nothing is waited for: float64 (R,)."""
-
-    content: _Content
-    sent_s: np.ndarray
-
-
 class ChatSessions(PrefixWorkload):
     """Conversations whose turns repeat all before them; sessions start by a Poisson process.
 
@@ -489,8 +482,8 @@ class ChatSessions(PrefixWorkload):
             raise ContextTooShortError(
                 f"max_context={a.max_context!r} leaves no session; at least {least}."
             )
-        sample = self._sessions(np.random.default_rng(0), np.zeros(20_000))
-        self._mean_turns = len(sample.sent_s) / len(np.unique(sample.content.session))
+        sample, sent_s = self._sessions(np.random.default_rng(0), np.zeros(20_000))
+        self._mean_turns = len(sent_s) / len(np.unique(sample.session))
 
     def _draw(
         self, rng: np.random.Generator, num_requests: int, rate: float, episode: Episode
@@ -506,8 +499,13 @@ class ChatSessions(PrefixWorkload):
                 return content.episode(shown, copy, sent_s[shown], episode)
             span *= 1.5
 
-    def _sessions(self, rng: np.random.Generator, start_s: np.ndarray) -> _Sessions:
-        """Whole sessions that start at ``start_s`` (n,), the turns of each in one run."""
+    def _sessions(
+        self, rng: np.random.Generator, start_s: np.ndarray
+    ) -> tuple[_Content, np.ndarray]:
+        """Whole sessions that start at ``start_s`` (n,), the turns of each in one run.
+
+        And when each request is sent if nothing is waited for: float64 (R,).
+        """
 
         def sample(law: str, count: int) -> np.ndarray:
             return sample_lengths(self._laws[law], rng.random(count)).astype(np.int64)
@@ -559,7 +557,7 @@ class ChatSessions(PrefixWorkload):
             after=np.where(first, -1, before),
             think_s=gap_s[order].astype(np.float64),
         )
-        return _Sessions(content, sent_s[order])
+        return content, sent_s[order]
 
 
 class Tenants(PrefixWorkload):
@@ -691,7 +689,7 @@ def _draw_lengths(rng: np.random.Generator, lengths: np.ndarray, size: int) -> n
     return sample_lengths(lengths, rng.random(size)).astype(np.int64)
 
 
-_MAKERS: Mapping[str, type[PrefixWorkload]] = {
+WORKLOADS: Mapping[str, type[PrefixWorkload]] = {
     "mooncake": SuperposedTrace,
     "agents": RecordedSessions,
     "sessions": ChatSessions,
@@ -699,11 +697,6 @@ _MAKERS: Mapping[str, type[PrefixWorkload]] = {
 }
 RECORDED = ("mooncake", "agents")
 """Those that have splits."""
-
-
-def list_prefix_workloads() -> list[str]:
-    """Names that :func:`make_prefix_workload` knows."""
-    return list(_MAKERS)
 
 
 def make_prefix_workload(name: str, /, **kwargs: Any) -> PrefixWorkload:
@@ -718,4 +711,4 @@ def make_prefix_workload(name: str, /, **kwargs: Any) -> PrefixWorkload:
         ValueError: An unknown name or argument, or one out of range.
         MalformedFileError: A trace that cannot be used.
     """
-    return _MAKERS[choose("workload", name, _MAKERS)](**kwargs)
+    return WORKLOADS[choose("workload", name, WORKLOADS)](**kwargs)

@@ -49,13 +49,8 @@ def local_s(system: SystemModel, load: Load, remote: NDArray[np.bool_], main_mb:
 def job_s(system: SystemModel, load: Load, mb: ArrayLike) -> Floats:
     """Seconds that each expert would add to its replica in prefill, transfer included (Eq. 3).
 
-    Args:
-        system: the system.
-        load: the load.
-        mb: ``(L,)`` memory of each layer, or ``(1, V)`` specifications for all of them.
-
-    Returns:
-        ``(L, K)``, or ``(L, V, K)``.
+    ``mb`` is the memory of each layer ``(L,)``, for ``(L, K)`` seconds; or specifications ``(1,
+    V)`` for all of them, for ``(L, V, K)``.
     """
     one, more = (x[..., None] for x in system.expert_law(mb))
     called, tokens = load.active, load.tokens

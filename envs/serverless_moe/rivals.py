@@ -123,7 +123,7 @@ def _start(system: SystemModel, mb: float) -> float:
 
 
 def _cpu(system: SystemModel, request: Request) -> Served:
-    weights = system.all_non_expert_mb + system.mem_pre_post_mb + system.all_experts_mb
+    weights = system.all_non_expert_mb + system.all_experts_mb
     need = weights + (request.n_in + request.n_out) * system.gpu_token_mb
     # Above the largest specification the bill still grows: the weights have to be somewhere.
     memory = max(smallest_spec(system.main_specs_mb, need), need)
@@ -132,7 +132,7 @@ def _cpu(system: SystemModel, request: Request) -> Served:
     prefill = size * float(system.expert_cpu_s(memory, request.n_in)) + experts
     one = float(system.expert_cpu_s(memory, 1))
     decode = request.n_out * one * (size + system.moe_layers * system.top_k)
-    rate = system.price_cpu * (memory + system.runtime_cpu_mb)
+    rate = system.price_cpu * memory
     return Served(rate, memory, prefill, decode, _start(system, weights))
 
 

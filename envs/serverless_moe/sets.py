@@ -7,14 +7,7 @@ from numpy.typing import ArrayLike, NDArray
 
 
 def remote_count(ratio: float, experts: ArrayLike) -> NDArray[np.int64]:
-    """|R_l| = ceil(b K_l), guarded against the float error of b.
-
-    Args:
-        ratio: b in [0, 1].
-        experts: K_l, a number or (L,), 0 for a dense layer.
-
-    Returns:
-        int64 in the shape of ``experts``.
+    """|R_l| = ceil(b K_l), guarded against the float error of b: int64 in the shape of ``experts``.
 
     Raises:
         ValueError: If b is outside [0, 1].
@@ -31,15 +24,7 @@ def least_used_first(score: ArrayLike) -> NDArray[np.int64]:
 
 
 def least_used(activations: np.ndarray, count: int) -> np.ndarray:
-    """R_l of every layer: the ``count`` experts of least activation, ties to the lower index.
-
-    Args:
-        activations: ``(L, K)`` frequencies, by which utility is ordered.
-        count: remote experts of each layer.
-
-    Returns:
-        bool ``(L, K)``.
-    """
+    """R_l of every layer, bool ``(L, K)``: the ``count`` least activated, ties to the lower."""
     remote = np.zeros(activations.shape, dtype=bool)
     np.put_along_axis(remote, least_used_first(activations)[..., :count], True, axis=-1)
     return remote

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -69,9 +69,6 @@ class SystemModel:
         gpu_experts_table: tokens and seconds, which go before the two terms; None: there is none.
         swap_base_s: GPU-CPU move of token vectors, one way: latency.
         swap_mb_s: its rate.
-        mem_pre_post_mb: GPU memory of embeddings and head; 0 in the paper's Eq. 7.
-        runtime_gpu_mb: GPU memory of the runtime; 0 in the paper.
-        runtime_cpu_mb: CPU memory of the main function's runtime; 0 in the paper.
         invocation_usd: fee of one invocation; 0 in the paper.
         granularity_s: billed durations are rounded up to its multiples; 0 in the paper: they are
             not rounded.
@@ -80,7 +77,6 @@ class SystemModel:
         bill_cold_start: whether starting functions are billed; in Eq. 6 they are not.
         load_shared: whether the weights of all starting functions, each replica's own, share one
             storage link; else every function has its own.
-        provenance: for every constant whether it is measured, derived or chosen.
     """
 
     name: str
@@ -113,16 +109,12 @@ class SystemModel:
     gpu_experts_token_s: float
     swap_base_s: float
     swap_mb_s: float
-    mem_pre_post_mb: float = 0.0
-    runtime_gpu_mb: float = 0.0
-    runtime_cpu_mb: float = 0.0
     invocation_usd: float = 0.0
     granularity_s: float = 0.0
     per_call: bool = True
     bill_cold_start: bool = False
     load_shared: bool = False
     gpu_experts_table: tuple[np.ndarray, np.ndarray] | None = None
-    provenance: dict[str, Any] = field(default_factory=dict)
 
     @property
     def moe_layers(self) -> int:
@@ -148,11 +140,6 @@ class SystemModel:
     def gpu_token_mb(self) -> float:
         """GPU memory of a token: its vector and its KV cache."""
         return self.token_mb + float(self.kv_mb_per_token.sum())
-
-    @property
-    def gpu_fixed_mb(self) -> float:
-        """GPU memory whatever the request."""
-        return self.all_non_expert_mb + self.mem_pre_post_mb + self.runtime_gpu_mb
 
     def expert_law(self, mb: Any) -> tuple[Any, Any]:
         """tau^c: expert call of one token and each further token, seconds in the shape of ``mb``.
@@ -241,7 +228,7 @@ def system_of(model: MoeModel, arguments: SystemArguments, max_output_tokens: in
     Raises:
         ValueError: memory grids that cannot hold the model.
     """
-    default_main, default_remote, grid_source = memory_grids(model.name)
+    default_main, default_remote, _ = memory_grids(model.name)
     bill = _fees(arguments.fees)
     card = _card(arguments.gpu, model)
     system = SystemModel(
@@ -261,13 +248,6 @@ def system_of(model: MoeModel, arguments: SystemArguments, max_output_tokens: in
         **_speeds(model, card),
         invocation_usd=bill.invocation_usd,
         granularity_s=bill.granularity_s,
-        provenance={
-            **SERVING.provenance(model.name),
-            "gpu": f"{card.kind}: {card.source}",
-            "main_specs_mb": grid_source,
-            "remote_specs_mb": grid_source,
-            "fees": f"{bill.kind}: {bill.source}",
-        },
     )
     _check_memory(system, max_output_tokens)
     return system
@@ -375,13 +355,9 @@ def local_tpot_s(system: SystemModel) -> float:
 
 
 def best_tpot_s(system: SystemModel, trem_s: float = 0.0) -> float:
-    """Bound on the TPOT of every plan, in seconds.
+    """Bound on the TPOT of every plan, in seconds, with at least this invocation overhead.
 
     The largest functions and, in every layer, the number of remote experts that suits best.
-
-    Args:
-        system: the system.
-        trem_s: least invocation overhead.
     """
     r = np.arange(system.top_k + 1)
     together = replace(system, per_call=False)  # the least that calls can take
@@ -395,14 +371,10 @@ def best_tpot_s(system: SystemModel, trem_s: float = 0.0) -> float:
 def check_slo(
     system: SystemModel, slo: np.ndarray, n_in: int, cold: bool, trem_s: float = 0.0
 ) -> None:
-    """Refuse limits that no plan can meet, even for the shortest prompt.
+    """Refuse limits that no plan can meet, even for the shortest prompt, of ``n_in`` tokens.
 
-    Args:
-        system: the system.
-        slo: (C, 2) TTFT and TPOT limits in seconds.
-        n_in: tokens of the shortest prompt.
-        cold: whether every request starts cold.
-        trem_s: least invocation overhead.
+    ``slo`` (C, 2) has the limits of TTFT and TPOT in seconds, ``trem_s`` is the least overhead;
+    with ``cold`` every request starts cold.
 
     Raises:
         ValueError: naming the limit and the best achievable.

@@ -15,12 +15,7 @@ from servegym.envs.workloads.expert_sets import bit_sets, masks_to_ids, set_bits
 
 
 def make_config(system: SystemModel, **chosen: float) -> np.ndarray:
-    """The numbers of a problem, ``(1,)`` :data:`layout.CONFIG`.
-
-    Args:
-        system: the constants.
-        **chosen: the fields that the constants do not decide.
-    """
+    """The numbers of a problem, ``(1,)`` `CONFIG`: those chosen, and else the system's."""
     fields = layout.CONFIG.names or ()
     values = {name: getattr(system, name) for name in fields if hasattr(system, name)}
     values |= {"layers": system.moe_layers, "experts": system.num_experts, "blocks": system.layers}

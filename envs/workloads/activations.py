@@ -24,11 +24,11 @@ from servegym._files import MalformedFileError
 from servegym.envs.workloads.expert_sets import (
     MAX_EXPERTS,
     draw_top_k,
-    masks_to_counts,
+    set_bits,
     unpack_sets,
 )
 from servegym.envs.workloads.files import DATA_DIR, checked, frozen, read_arrays, read_json
-from servegym.envs.workloads.moe_models import MoeModel, list_models, load_model, rebuild, values_of
+from servegym.envs.workloads.moe_models import MoeModel, list_models, load_model
 from servegym.envs.workloads.synthetic_activations import (
     generate_tokens,
     lognormal_targets,
@@ -145,26 +145,13 @@ class Activations:
         for key, value in values.items():
             object.__setattr__(self, key, value)
 
-    def __reduce__(self):
-        return rebuild, (type(self), values_of(self))
-
     @property
     def num_prompts(self) -> int:
         """P, the number of prompts."""
         return len(self.tokens)
 
     def rows(self, split: str) -> np.ndarray:
-        """Prompts of a split.
-
-        Args:
-            split: ``"train"``, ``"val"``, ``"eval"`` or ``"all"``.
-
-        Returns:
-            int64 (n,), ascending.
-
-        Raises:
-            ValueError: Another name.
-        """
+        """Prompts of ``train``, ``val``, ``eval`` or ``all``, int64 (n,); else ValueError."""
         choose("split", split, (*SPLITS, "all"))
         if split == "all":
             return np.arange(self.num_prompts)
@@ -185,13 +172,8 @@ def _names(argument: str, given: Any) -> tuple[str, ...]:
 def group_split(task: np.ndarray, group: np.ndarray, seed: int) -> np.ndarray:
     """Split prompts 60/10/30 into train, val and eval, stratified by task, groups whole.
 
-    Args:
-        task: (P,) whole numbers. A group counts as of its first member's task.
-        group: (P,) whole numbers: prompts of one group, near-duplicates, share a split.
-        seed: Decides the order within a task.
-
-    Returns:
-        int8 (P,), 0 train, 1 val, 2 eval.
+    Prompts of one group (P,), near-duplicates, share a split; a group counts as of its first
+    member's task (P,). The seed decides the order within a task. int8 (P,), 0 train, 1 val, 2 eval.
     """
     task, group = np.asarray(task), np.asarray(group)
     names, first, index, sizes = np.unique(
@@ -275,7 +257,7 @@ def make_toy_activations(
         task=task,
         split=group_split(task, np.arange(prompts), seed),
         tokens=tokens,
-        counts=np.array([masks_to_counts(sets, experts) for sets in bank]),
+        counts=np.array([set_bits(sets, experts).sum(axis=0) for sets in bank]),
         bank=np.concatenate(bank),
         bank_start=np.concatenate([[0], np.cumsum(tokens)]),
         embeddings={"output": output, "token": token},
@@ -356,7 +338,7 @@ def read_law(path: Path, model: MoeModel, seed: int) -> Activations:
         tokens, task, bank = generate_tokens(law, targets, seed)
         ends = np.concatenate([[0], np.cumsum(tokens)])
         pairs = zip(ends[:-1], ends[1:], strict=True)
-        counts = np.array([masks_to_counts(bank[a:b], model.experts) for a, b in pairs])
+        counts = np.array([set_bits(bank[a:b], model.experts).sum(axis=0) for a, b in pairs])
         return Activations(
             name=model.name,
             model=model,
@@ -378,12 +360,8 @@ def read_law(path: Path, model: MoeModel, seed: int) -> Activations:
 def sharpened(source: Activations, seed: int) -> Activations:
     """Activations of narrow tasks made of ``source``: what ``skew="paper"`` gives.
 
-    Args:
-        source: The activations as measured.
-        seed: Decides which layers are sharpened and which tokens change.
-
-    Returns:
-        Synthetic activations with the same prompts, tokens and splits.
+    The seed decides which layers are sharpened and which tokens change; prompts, tokens and splits
+    stay.
     """
     model = source.model
     sizes = np.diff(source.bank_start)
@@ -400,8 +378,8 @@ def sharpened(source: Activations, seed: int) -> Activations:
     for p, (tokens, size) in enumerate(zip(source.tokens, sizes, strict=True)):
         sets = bank[source.bank_start[p] : source.bank_start[p + 1]]
         times, rest = divmod(int(tokens), int(size))
-        counts[p] = times * masks_to_counts(sets, model.experts)
-        counts[p] += masks_to_counts(sets[:rest], model.experts)
+        members = set_bits(sets, model.experts)
+        counts[p] = times * members.sum(axis=0) + members[:rest].sum(axis=0)
     return replace(
         source,
         name=f"{source.name} (paper skew)",

@@ -88,29 +88,13 @@ class Catalog:
         return len(self.models)
 
     def rows(self, split: str) -> np.ndarray:
-        """Row indexes of a split.
-
-        Args:
-            split: ``"train"``, ``"val"``, ``"eval"`` or ``"all"``.
-
-        Returns:
-            int32 (n,), ascending.
-
-        Raises:
-            ValueError: An unknown split.
-        """
+        """Rows of ``train``, ``val``, ``eval`` or ``all``, int32 (n,); ValueError for another."""
         if choose("split", split, (*SPLITS, "all")) == "all":
             return np.arange(self.num_prompts, dtype=np.int32)
         return np.flatnonzero(self.split == SPLITS.index(split)).astype(np.int32)
 
     def columns(self, models: Sequence[str]) -> np.ndarray:
-        """Column indexes of LLM names; a name may occur more than once (replicas).
-
-        Args:
-            models: N names.
-
-        Returns:
-            intp (N,).
+        """Columns intp (N,) of LLMs by name; a name may occur more than once (replicas).
 
         Raises:
             ValueError: A name that the catalog does not have, with the nearest one it has.
@@ -123,17 +107,10 @@ class Catalog:
 
 
 def make_split(groups: np.ndarray, seed: int) -> np.ndarray:
-    """Assign prompts to train/val/eval, 60/10/30, stratified by group.
+    """Assign prompts to train/val/eval, 60/10/30, stratified by group: int8 (P,), 0, 1 or 2.
 
     The prompts are ordered by (group, random key) and dealt out along that order, so that the
     totals are exact to one prompt and each group has its shares to within two prompts.
-
-    Args:
-        groups: int (P,), the stratum of each prompt.
-        seed: Seed of the permutation.
-
-    Returns:
-        int8 (P,), 0 train, 1 val, 2 eval.
     """
     groups = np.asarray(groups)
     keys = np.random.default_rng(seed).random(len(groups))

@@ -6,8 +6,6 @@ from math import comb
 
 import numpy as np
 
-from servegym._checks import whole
-
 MAX_EXPERTS = 64
 
 
@@ -23,50 +21,16 @@ def bit_sets(members: np.ndarray) -> np.ndarray:
     return np.where(members, weights, np.uint64(0)).sum(axis=-1, dtype=np.uint64)
 
 
-def masks_to_counts(masks: np.ndarray, experts: int) -> np.ndarray:
-    """Count the tokens that took each expert.
-
-    Args:
-        masks: uint64 (n, L), expert sets of n tokens.
-        experts: E, at most 64; bits from E on are not counted.
-
-    Returns:
-        int64 (L, E).
-    """
-    masks = np.asarray(masks, dtype=np.uint64)
-    if masks.ndim != 2:
-        raise ValueError(f"masks has shape {masks.shape}, it must be (n, L).")
-    experts = whole("experts", experts, 1, MAX_EXPERTS)
-    counts = np.empty((masks.shape[1], experts), dtype=np.int64)
-    for expert in range(experts):
-        counts[:, expert] = ((masks >> np.uint64(expert)) & np.uint64(1)).sum(axis=0)
-    return counts
-
-
 def ids_to_masks(ids: np.ndarray) -> np.ndarray:
-    """Expert sets of expert indexes.
-
-    Args:
-        ids: Whole numbers in 0..63, (..., k), different from each other in the last axis.
-
-    Returns:
-        uint64 (...).
-    """
+    """Expert sets uint64 (...) of distinct expert indexes in 0..63, (..., k)."""
     return np.bitwise_or.reduce(np.uint64(1) << np.asarray(ids).astype(np.uint64), axis=-1)
 
 
 def draw_top_k(utilities: np.ndarray, top_k: int, rng: np.random.Generator) -> np.ndarray:
     """Draw sets of ``top_k`` experts one after another, each in proportion to exp(utility).
 
-    Adding Gumbel noise and keeping the largest draws without replacement from the softmax.
-
-    Args:
-        utilities: float (..., E).
-        top_k: Experts to draw.
-        rng: Source of randomness.
-
-    Returns:
-        uint64 (...), the sets.
+    Adding Gumbel noise to the utilities (..., E) and keeping the largest draws without replacement
+    from the softmax: uint64 (...).
     """
     noisy = utilities + rng.gumbel(size=utilities.shape)
     return ids_to_masks(np.argpartition(noisy, -top_k, axis=-1)[..., -top_k:])
@@ -84,17 +48,10 @@ def masks_to_ids(masks: np.ndarray, top_k: int) -> np.ndarray:
 
 
 def unpack_sets(planes: np.ndarray, experts: int, top_k: int) -> np.ndarray:
-    """Sets of ``top_k`` experts from ranks of combinations.
+    """Sets of ``top_k`` of E experts, uint64 (T, L), from ranks of combinations.
 
     The set c_1 < ... < c_k has the rank sum_j C(c_j, j) (the combinatorial number system).
-
-    Args:
-        planes: uint8 (bytes, T, L), the lowest byte of the ranks first.
-        experts: E.
-        top_k: Experts in each set.
-
-    Returns:
-        uint64 (T, L).
+    ``planes``, uint8 (bytes, T, L), have the lowest byte of the ranks first.
 
     Raises:
         ValueError: A rank is not below C(E, top_k).

@@ -22,15 +22,7 @@ class FieldError(ValueError):
 
 
 def read_json(path: str | os.PathLike[str], fix: str) -> Any:
-    """Contents of a JSON file.
-
-    Args:
-        path: The file.
-        fix: What the message advises.
-
-    Raises:
-        MalformedFileError: If it cannot be read.
-    """
+    """Contents of a JSON file; MalformedFileError with the advice ``fix`` if it cannot be read."""
     try:
         return json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -40,12 +32,8 @@ def read_json(path: str | os.PathLike[str], fix: str) -> Any:
 def read_arrays(path: str | os.PathLike[str], fix: str) -> dict[str, np.ndarray]:
     """Arrays of an ``.npz`` file, none of them pickled.
 
-    Args:
-        path: The file.
-        fix: What the message advises.
-
     Raises:
-        MalformedFileError: If it cannot be read.
+        MalformedFileError: With the advice ``fix``, if it cannot be read.
     """
     try:
         with np.load(path, allow_pickle=False) as archive:
@@ -55,11 +43,7 @@ def read_arrays(path: str | os.PathLike[str], fix: str) -> dict[str, np.ndarray]
 
 
 def read_fitted(name: str, script: str) -> Any:
-    """Contents of a fitted file of the package.
-
-    Args:
-        name: The file in ``data``.
-        script: Module of ``servegym.envs.workloads.build`` that makes it.
+    """Contents of a fitted file in ``data``, which the module ``script`` of ``build`` makes.
 
     Raises:
         MalformedFileError: If it cannot be read; says what to run.

@@ -40,10 +40,5 @@ def length_quantiles(trace: str, kind: str, cap: float = np.inf) -> np.ndarray:
 
 
 def sample_lengths(quantiles: np.ndarray, uniform: np.ndarray) -> np.ndarray:
-    """Lengths of uniform draws in [0, 1): float64, whole, in the shape of ``uniform``.
-
-    Args:
-        quantiles: (n,) of :func:`length_quantiles`, or one length.
-        uniform: the draws.
-    """
+    """Lengths of uniform draws in [0, 1), by quantiles (n,) or one length: float64, whole."""
     return np.rint(np.interp(uniform, np.linspace(0.0, 1.0, len(quantiles)), quantiles))

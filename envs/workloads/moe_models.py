@@ -15,16 +15,6 @@ from servegym.envs.workloads.files import frozen
 MB = 2**20
 
 
-def rebuild(cls: type, values: dict[str, Any]) -> Any:
-    """A record of ``values_of``: what pickle calls, so that a copy is checked as well."""
-    return cls(**values)
-
-
-def values_of(record: Any) -> dict[str, Any]:
-    """The fields of a dataclass as they are."""
-    return {name: getattr(record, name) for name in record.__dataclass_fields__}
-
-
 @dataclass(frozen=True, eq=False)
 class MoeModel:
     """Sizes of a mixture-of-experts transformer. The arrays are read-only.
@@ -83,9 +73,6 @@ class MoeModel:
             raise ValueError(f"non_expert_mb must be ({self.layers},) finite sizes >= 0.")
         object.__setattr__(self, "non_expert_mb", sizes)
 
-    def __reduce__(self):
-        return rebuild, (type(self), values_of(self))
-
     @property
     def num_moe_layers(self) -> int:
         """L, the number of MoE layers."""
@@ -97,7 +84,9 @@ class MoeModel:
         return self.hidden * (4 if self.bytes_per_value == 4 else 2)
 
 
-_SOURCE = "computed from the published architecture; "
+def _derived(source: str, **sizes: Any) -> MoeModel:
+    source = f"computed from the published architecture; {source}"
+    return MoeModel(**sizes, provenance={"kind": "derived", "source": source})
 
 
 def _deepseek_v2_lite() -> MoeModel:
@@ -109,7 +98,7 @@ def _deepseek_v2_lite() -> MoeModel:
     expert = 3 * hidden * inner
     sizes = np.full(blocks, (block + 64 * hidden + 2 * expert) * 2 / MB)
     sizes[0] = (block + 3 * hidden * 10944) * 2 / MB
-    return MoeModel(
+    return _derived(
         name="deepseek-v2-lite",
         layers=blocks,
         moe_layers=tuple(range(1, blocks)),
@@ -121,10 +110,7 @@ def _deepseek_v2_lite() -> MoeModel:
         non_expert_mb=sizes,
         embedding_mb=(2 * 102400 * hidden + hidden) * 2 / MB,
         kv_bytes_per_token_layer=(512 + 64) * 2,
-        provenance={
-            "kind": "derived",
-            "source": _SOURCE + "bfloat16; first block dense (10,944); 102,400 words, head apart",
-        },
+        source="bfloat16; first block dense (10,944); 102,400 words, head apart",
     )
 
 
@@ -136,7 +122,7 @@ def _gpt_oss_20b() -> MoeModel:
     # MXFP4: blocks of 32 values of 4 bits share a scale of 8 bits; biases are bfloat16.
     per_value = 4.25 / 8
     weights = int(3 * hidden * inner * per_value)
-    return MoeModel(
+    return _derived(
         name="gpt-oss-20b",
         layers=blocks,
         moe_layers=tuple(range(blocks)),
@@ -148,19 +134,16 @@ def _gpt_oss_20b() -> MoeModel:
         non_expert_mb=np.full(blocks, block * 2 / MB),
         embedding_mb=(2 * 201088 * hidden + hidden) * 2 / MB,
         kv_bytes_per_token_layer=2 * 8 * 64 * 2,
-        provenance={
-            "kind": "derived",
-            "source": _SOURCE + "experts MXFP4 with bfloat16 biases, the rest bfloat16; 201,088 "
-            "words, head apart; every other block attends to the last 128 tokens only, which the "
-            "KV size does not use",
-        },
+        source="experts MXFP4 with bfloat16 biases, the rest bfloat16; 201,088 "
+        "words, head apart; every other block attends to the last 128 tokens only, which the "
+        "KV size does not use",
     )
 
 
 def _mixtral_8x7b() -> MoeModel:
     hidden, inner, blocks = 4096, 14336, 32
     block = 2 * hidden * hidden + 2 * hidden * 1024 + 2 * hidden + 8 * hidden
-    return MoeModel(
+    return _derived(
         name="mixtral-8x7b",
         layers=blocks,
         moe_layers=tuple(range(blocks)),
@@ -172,17 +155,14 @@ def _mixtral_8x7b() -> MoeModel:
         non_expert_mb=np.full(blocks, block * 2 / MB),
         embedding_mb=(2 * 32000 * hidden + hidden) * 2 / MB,
         kv_bytes_per_token_layer=2 * 8 * 128 * 2,
-        provenance={
-            "kind": "derived",
-            "source": _SOURCE + "bfloat16; 32 query, 8 KV heads of 128; 32,000 words, head apart",
-        },
+        source="bfloat16; 32 query, 8 KV heads of 128; 32,000 words, head apart",
     )
 
 
 def _gpt2_moe() -> MoeModel:
     hidden, inner, blocks = 768, 3072, 12
     block = 4 * hidden * hidden + 4 * hidden + 4 * hidden + 8 * hidden
-    return MoeModel(
+    return _derived(
         name="gpt2-moe",
         layers=blocks,
         moe_layers=tuple(range(blocks)),
@@ -194,11 +174,8 @@ def _gpt2_moe() -> MoeModel:
         non_expert_mb=np.full(blocks, block * 4 / MB),
         embedding_mb=(50257 * hidden + 1024 * hidden + 2 * hidden) * 4 / MB,
         kv_bytes_per_token_layer=2 * hidden * 4,
-        provenance={
-            "kind": "derived",
-            "source": _SOURCE + "GPT-2 (124M) with each FFN made 8 experts and a router without "
-            "bias; float32 chosen, as GPT-2 is published; head tied to the embedding",
-        },
+        source="GPT-2 (124M) with each FFN made 8 experts and a router without "
+        "bias; float32 chosen, as GPT-2 is published; head tied to the embedding",
     )
 
 

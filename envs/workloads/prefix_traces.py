@@ -112,11 +112,6 @@ class PrefixTrace:
         return shared
 
 
-def list_prefix_traces() -> list[str]:
-    """Names that :func:`load_prefix_trace` knows."""
-    return list(TRACES)
-
-
 def load_prefix_trace(name: str | os.PathLike[str]) -> PrefixTrace:
     """A packaged trace by its name, or one in a published format by its path.
 
@@ -242,7 +237,7 @@ def _not_a_chain(path: Path, line: int | str, ids: list[int], place: int) -> Mal
     return MalformedFileError(path, line, "hash_ids", problem, _CHAIN)
 
 
-def _tokens(path: Path, line: int | str, name: str, row: dict, least: int = 1) -> int:
+def read_tokens(path: Path, line: int | str, name: str, row: dict, least: int = 1) -> int:
     """A number of tokens from ``least`` to `MAX_TOKENS`."""
     value = cell(path, line, row, name)
     number = exact_number(value)
@@ -269,9 +264,9 @@ def _read_mooncake(path: Path) -> PrefixTrace:
         value = cell(path, line, row, "timestamp")
         whole_milliseconds(path, line, "timestamp", value)
         times.add(line, value)
-        prompt = _tokens(path, line, "input_length", row)
+        prompt = read_tokens(path, line, "input_length", row)
         # A request that was recorded without an output still gives its first token.
-        output = max(_tokens(path, line, "output_length", row, 0), 1)
+        output = max(read_tokens(path, line, "output_length", row, 0), 1)
         wanted = -(-prompt // MOONCAKE_BLOCK)
         ids = _ids(path, line, cell(path, line, row, "hash_ids"), wanted)
         try:
@@ -344,13 +339,13 @@ def _read_kvcache(paths: Sequence[Path]) -> PrefixTrace:
         trace = read_json(path, "give a JSON file of kv-cache-tester")
         if not isinstance(trace, dict):
             raise MalformedFileError(path, None, None, "is not a JSON object", "give a session")
-        size = _tokens(path, "head", "block_size", {"block_size": 64} | trace)
+        size = read_tokens(path, "head", "block_size", {"block_size": 64} | trace)
         if block_size not in (0, size):
             problem = f"{size} differs from the other files' {block_size}"
             raise MalformedFileError(path, "head", "block_size", problem, "read them apart")
         block_size = size
         system = sum(
-            _tokens(path, "head", name, {name: 0} | trace, 0)
+            read_tokens(path, "head", name, {name: 0} | trace, 0)
             for name in ("tool_tokens", "system_tokens")
         )
         # Ids are numbered for the whole collection, or anew in each session and sub-agent.
@@ -403,8 +398,8 @@ def _read_context(
             problem = f"{row['t']!r} is earlier than the request before it"
             raise MalformedFileError(path, place, "t", problem, "sort the requests by time")
         last = at
-        prompt = _tokens(path, place, "in", row)
-        output = max(_tokens(path, place, "out", row, 0), 1)
+        prompt = read_tokens(path, place, "in", row)
+        output = max(read_tokens(path, place, "out", row, 0), 1)
         full = prompt // size
         given = row.get("hash_ids")
         partial = isinstance(given, list) and len(given) == full + 1 and prompt % size > 0

@@ -24,11 +24,8 @@ SHARPEST = 0.95
 def top_two_frequencies(utilities: np.ndarray) -> np.ndarray:
     """Share of the choices that each expert gets if two are drawn without replacement.
 
-    Args:
-        utilities: float (..., E); drawn in proportion to their exponentials.
-
-    Returns:
-        float64 (..., E), sums to 1: (P(first) + P(second)) / 2.
+    They are drawn in proportion to the exponentials of the utilities (..., E): float64 (..., E) of
+    (P(first) + P(second)) / 2.
     """
     p = np.exp(utilities - utilities.max(axis=-1, keepdims=True))
     p /= p.sum(axis=-1, keepdims=True)
@@ -39,12 +36,8 @@ def top_two_frequencies(utilities: np.ndarray) -> np.ndarray:
 def solve_base(target: np.ndarray, shifts: np.ndarray) -> np.ndarray:
     """Base utilities with which the mean top-2 frequencies over ``shifts`` are ``target``.
 
-    Args:
-        target: float (L, E), positive, each layer sums to 1, none above 1/2.
-        shifts: float (n, L, E), utilities of prompts and kinds of tokens.
-
-    Returns:
-        float64 (L, E).
+    ``target`` (L, E) is positive, each layer sums to 1, none above 1/2; ``shifts`` (n, L, E) are
+    the utilities of prompts and kinds of tokens.
     """
     base = np.log(target)
     for _ in range(20):  # each step about halves the error or better
@@ -53,20 +46,14 @@ def solve_base(target: np.ndarray, shifts: np.ndarray) -> np.ndarray:
 
 
 def mixtral_targets(law: Mapping[str, Any], layers: int, experts: int) -> np.ndarray:
-    """Frequencies of each task in all layers: measured where they are, else generated.
+    """Frequencies (tasks, L, E) of each task: measured where they are, else generated.
 
     A layer that was not measured gets values by the popularity order of all (layer, expert) pairs
     – the quantile function of the measured mean frequencies at the pair's rank, normalised in the
     layer – times exp(sd * G) for each task, with the sd of the measured layers interpolated.
 
-    Args:
-        law: ``tasks``, ``measured`` (layer -> (tasks, E)), ``order`` (layer, expert from the most
-            popular on) and ``seed``.
-        layers: L.
-        experts: E.
-
-    Returns:
-        float64 (tasks, L, E), sums to 1 over experts.
+    The law has ``tasks``, ``measured`` (layer -> (tasks, E)), ``order`` (layer, expert from the
+    most popular on) and ``seed``.
     """
     measured = {int(layer): np.array(rows) for layer, rows in law["measured"].items()}
     known = sorted(measured)
@@ -85,15 +72,9 @@ def mixtral_targets(law: Mapping[str, Any], layers: int, experts: int) -> np.nda
 
 
 def lognormal_targets(law: Mapping[str, Any], layers: int, experts: int) -> np.ndarray:
-    """Frequencies of each task, exp(base_sd * G + task_sd * G), normalised.
+    """Frequencies of each task (tasks, L, E), exp(base_sd * G + task_sd * G), normalised.
 
-    Args:
-        law: ``tasks``, ``base_sd``, ``task_sd`` and ``seed``.
-        layers: L.
-        experts: E.
-
-    Returns:
-        float64 (tasks, L, E), sums to 1 over experts, none above 0.45.
+    None is above 0.45. The law has ``tasks``, ``base_sd``, ``task_sd`` and ``seed``.
     """
     rng = np.random.default_rng([law["seed"], 1])
     base = law["base_sd"] * rng.normal(size=(layers, experts))
@@ -112,8 +93,8 @@ def generate_tokens(
 
     Args:
         law: ``prompts_per_task``, ``tokens`` (low, high), ``kinds``, ``kind_sd``, ``prompt_sd``.
-        targets: float (tasks, L, E).
-        seed: Seed of prompts and tokens; the targets do not depend on it.
+        targets: float (tasks, L, E); they do not depend on the seed.
+        seed: Seed of prompts and tokens.
 
     Returns:
         Tokens of each prompt, int64 (P,); the task of each, int64 (P,); expert sets of all tokens
@@ -151,15 +132,8 @@ def sharpen(
     task uses least leave for it. The top expert's share so becomes
     (m + rho * (1 - m)) / top_k, where m is the part of the tokens that took it before.
 
-    Args:
-        bank: uint64 (T, L).
-        task: (T,), the task of each token.
-        frequencies: float (tasks, L, E).
-        top_k: Experts of a token.
-        rng: Source of randomness.
-
-    Returns:
-        uint64 (T, L).
+    ``bank`` uint64 (T, L) has the tokens' sets, ``task`` (T,) the task of each and ``frequencies``
+    (tasks, L, E) how often tasks use experts.
     """
     tasks, layers, experts = frequencies.shape
     strength = rng.uniform(0, SHARPEST, size=(tasks, layers))

@@ -35,13 +35,7 @@ def _pair(rng: np.random.Generator, size: int, correlation: float) -> np.ndarray
 def draw_values(
     fit: dict[str, Any], num_models: int, num_prompts: int, seed: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Draw a catalog's values.
-
-    Args:
-        fit: ``parameters`` and ``quantiles``, as in ``data/synthetic.json``.
-        num_models: M.
-        num_prompts: P.
-        seed: Seed of all draws.
+    """Draw a catalog's values by ``parameters`` and ``quantiles``, as in ``data/synthetic.json``.
 
     Returns:
         Prompt tokens (P,), scores (P, M) and output tokens (P, M), float64, not yet rounded.

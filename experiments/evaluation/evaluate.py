@@ -37,16 +37,6 @@ from servegym.experiments.evaluation.reporting import number, report_of
 from servegym.experiments.evaluation.resolve import resolve
 from servegym.experiments.evaluation.stats import Interval, iqm, stratified_bootstrap
 
-__all__ = [
-    "DEFAULT_SEED",
-    "Results",
-    "derived_seed",
-    "evaluate",
-    "fresh_seed",
-    "print_summary",
-    "summarise",
-]
-
 
 def fresh_seed() -> int:
     """A seed that nobody knew before, below 2**62."""

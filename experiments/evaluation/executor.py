@@ -44,9 +44,7 @@ def ray_executor(where: str | None) -> Executor:
         return run_serially
     check_ray(where)
 
-    def run(
-        function: Callable[..., Any], jobs: Sequence[Sequence[Any]], names: Sequence[str]
-    ) -> Iterator[tuple[int, Any]]:
+    def run(function: Any, jobs: Any, names: Any) -> Iterator[tuple[int, Any]]:
         if jobs:
             with cluster(where):
                 yield from run_jobs(function, jobs, names)

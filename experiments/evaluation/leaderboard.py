@@ -37,17 +37,11 @@ from servegym.agents.lib.checkpoint import AGENTS, shipped
 from servegym.baselines.protocol import Policy
 from servegym.baselines.registry import list_policies
 from servegym.envs.families import Family, family_named
-from servegym.experiments.evaluation.evaluate import (
-    DEFAULT_SEED,
-    derived_seed,
-    evaluate,
-    fresh_seed,
-    summarise,
-)
+from servegym.experiments.evaluation.evaluate import derived_seed, evaluate, fresh_seed, summarise
 from servegym.experiments.evaluation.executor import ray_executor
 from servegym.experiments.evaluation.guest import TIME_LIMIT_S
 from servegym.experiments.evaluation.output import print_table, read_rows
-from servegym.experiments.evaluation.play import PACKAGE, EvaluatedPolicy, problem_of
+from servegym.experiments.evaluation.play import DEFAULT_SEED, PACKAGE, EvaluatedPolicy, problem_of
 from servegym.experiments.evaluation.reporting import report_of
 from servegym.experiments.evaluation.resolve import resolve
 from servegym.experiments.evaluation.stats import ENOUGH, noninferiority
@@ -303,7 +297,8 @@ def _print(rows: Sequence[Mapping[str, Any]], points: Sequence[Point], every: bo
 def _parser() -> argparse.ArgumentParser:
     description = (__doc__ or "").partition("\n")[0]
     parser = argparse.ArgumentParser(prog="servegym leaderboard", description=description)
-    add, several = parser.add_argument, {"nargs": "+", "action": "extend"}
+    several: dict[str, Any] = {"nargs": "+", "action": "extend"}
+    add = parser.add_argument
     add("--run", action="store_true", help="evaluate what has no row yet")
     add("--again", action="store_true", help="evaluate what has a row, too")
     add("--all", action="store_true", help="print every metric")

@@ -16,16 +16,6 @@ from servegym.baselines.policy_file import PolicyError
 from servegym.baselines.protocol import BasePolicy, Observation, Policy
 from servegym.envs.families import Family, family_of
 
-__all__ = [
-    "DEFAULT_SEED",
-    "EvaluatedPolicy",
-    "Step",
-    "make_envs",
-    "open_envs",
-    "play",
-    "problem_of",
-]
-
 DEFAULT_SEED = 100_000
 """Far from the seeds 0, 1, ... that training runs use."""
 

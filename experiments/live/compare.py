@@ -36,7 +36,7 @@ from servegym.experiments.live.gateway import GatewayRequest, GatewayRouter
 from servegym.experiments.live.gateways.gate import fleet_arguments
 from servegym.experiments.live.models import FIRST_WORD, VOCABULARY
 from servegym.hardware_profiles import Profile
-from servegym.hardware_profiles.calibrate.calibrate_server import calibrate_server
+from servegym.hardware_profiles.calibrate.calibrate_server import ServerOptions, calibrate_server
 from servegym.hardware_profiles.measure import server
 
 __all__ = ["Plan", "analyse", "main", "run"]
@@ -95,17 +95,17 @@ def calibrate(endpoints: Sequence[Endpoint], plan: Plan, folder: Path) -> list[P
 
     def measure(one: Endpoint) -> Profile:
         out = folder / f"{one.name}.csv"
-        target = server.Endpoint(one.url, one.name, output_tokens=24)
+        ids = (FIRST_WORD, VOCABULARY)
+        target = server.Endpoint(one.url, one.name, output_tokens=24, token_ids=ids)
         # The first requests of a server are slow: they are sent, and not used.
         for loads, words, requests, seed in (
             ((1,), (16,), 2, 99),
             (range(1, one.slots + 1), lengths, plan.sweep, 0),
         ):
             out.unlink(missing_ok=True)
-            more = {"requests": requests, "seed": seed, "token_ids": (FIRST_WORD, VOCABULARY)}
+            more = {"requests": requests, "seed": seed}
             server.measure(target, out, loads=loads, prompt_words=words, **more)
-        profile = calibrate_server(
-            out,
+        options = ServerOptions(
             slots=one.slots,
             kv_tokens=one.slots * one.context,
             name=one.name,
@@ -114,6 +114,7 @@ def calibrate(endpoints: Sequence[Endpoint], plan: Plan, folder: Path) -> list[P
             device=str(tables.machine()["cpu"]),
             model=one.name,
         )
+        profile = calibrate_server(out, options)
         profile.save(folder / f"{one.name}.json")
         return profile
 

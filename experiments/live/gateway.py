@@ -273,7 +273,7 @@ class GatewayRouter:
         n, r, w = self.num_experts, self._slots, self._room
         shown_load = np.minimum(load, (MAX_GAP_S, MAX_PROMPT_TOKENS, np.inf))
         seen: dict[str, NDArray[Any]] = {
-            "request": np.zeros((1, n, 3), np.float32),
+            "request": np.stack([np.minimum(prompt, MAX_PROMPT_TOKENS), scores, lengths], 1)[None],
             "experts": np.zeros((1, n, 3), np.float32),
             "running": np.zeros((1, n, r, 6), np.float32),
             "waiting": np.zeros((1, n, w, 6), np.float32),
@@ -283,9 +283,6 @@ class GatewayRouter:
             "waiting_mask": np.zeros((1, n, w), np.int8),
         }
         mask = np.ones((1, n + 1), np.int8)
-        seen["request"][0, :, 0] = np.minimum(prompt, MAX_PROMPT_TOKENS)
-        seen["request"][0, :, 1] = scores
-        seen["request"][0, :, 2] = lengths
         running, waiting = self.queues()
         for k in range(n):
             share = 1.0 / self._blocks[k]

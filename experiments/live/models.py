@@ -119,20 +119,13 @@ def _write_gguf(path: Path, layers: int, width: int, context: int) -> None:
     output = matrix(VOCABULARY, width)
     output[:FIRST_WORD] = 0.0
     add("output.weight", output)
+    shapes = dict.fromkeys(("attn_q", "attn_k", "attn_v", "attn_output"), (width, width))
+    shapes |= {"ffn_gate": (inner, width), "ffn_up": (inner, width), "ffn_down": (width, inner)}
     for layer in range(layers):
-        at = f"blk.{layer}."
         for name in ("attn_norm", "ffn_norm"):
-            writer.add_tensor(f"{at}{name}.weight", np.ones(width, np.float32))
-        for name, shape in (
-            ("attn_q", (width, width)),
-            ("attn_k", (width, width)),
-            ("attn_v", (width, width)),
-            ("attn_output", (width, width)),
-            ("ffn_gate", (inner, width)),
-            ("ffn_up", (inner, width)),
-            ("ffn_down", (width, inner)),
-        ):
-            add(f"{at}{name}.weight", matrix(*shape))
+            writer.add_tensor(f"blk.{layer}.{name}.weight", np.ones(width, np.float32))
+        for name, shape in shapes.items():
+            add(f"blk.{layer}.{name}.weight", matrix(*shape))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -33,6 +33,7 @@ from optuna.distributions import (
     FloatDistribution,
     IntDistribution,
 )
+from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState
 
 from servegym._files import naming
@@ -166,7 +167,7 @@ def mend_journal(journal: Path) -> None:
 def _study(sweep: Sweep, folder: Path, seed: int) -> optuna.Study:
     """The study in a folder, with the runs first in its queue that a stopped process left."""
     journal = folder / JOURNAL
-    backend: Any = optuna.storages.journal.JournalFileBackend(str(journal))
+    backend: Any = JournalFileBackend(str(journal))
     append = backend.append_logs
 
     def append_logs(logs: list[dict[str, Any]]) -> None:
@@ -185,14 +186,9 @@ def _study(sweep: Sweep, folder: Path, seed: int) -> optuna.Study:
     if sweep.min_iter:
         least, eta = sweep.min_iter, sweep.eta
         pruner = optuna.pruners.HyperbandPruner(min_resource=least, reduction_factor=eta)
-    study = optuna.create_study(
-        storage=storage,
-        study_name="sweep",
-        sampler=sampler,
-        pruner=pruner,
-        load_if_exists=True,
-        direction="maximize" if sweep.maximize else "minimize",
-    )
+    settings: dict[str, Any] = {"storage": storage, "sampler": sampler, "pruner": pruner}
+    settings["direction"] = "maximize" if sweep.maximize else "minimize"
+    study = optuna.create_study(study_name="sweep", load_if_exists=True, **settings)
     if sweep.method == "grid" and not study.trials:
         names = list(sweep.searched)
         for point in itertools.product(*(sweep.searched[name].values for name in names)):

@@ -18,13 +18,10 @@ import numpy as np
 
 from servegym._command_line import run_main
 from servegym.hardware_profiles.build.fit_cards import CARDS as FITTED_CARDS
-from servegym.hardware_profiles.build.published import (
-    REFERENCE_KERNELS,
-    read_layers,
-    vidur_layer_s,
-)
+from servegym.hardware_profiles.build.published import REFERENCE_KERNELS, read_layers, vidur_layer_s
 from servegym.hardware_profiles.calibrate.csv_tables import CsvTable
 from servegym.hardware_profiles.calibrate.fitting import error_quantiles, fit_estimator, rounded
+from servegym.hardware_profiles.calibrate.kernel_tables import OPS_PER_LAYER
 from servegym.hardware_profiles.fleet import FORMAT as FLEET_FORMAT
 from servegym.hardware_profiles.fleet import served_models
 from servegym.hardware_profiles.law import Profile
@@ -122,16 +119,7 @@ def _ops_s(data: Path, ops: Sequence[str]) -> Callable[[int], float]:
     return lambda m: sum(times[op][m] for op in ops)
 
 
-_ALL_OPS = (
-    "layernorm",
-    "layernorm",
-    "qkv_proj",
-    "rotary_emb",
-    "o_proj",
-    "gate_up_proj",
-    "act_fn",
-    "down_proj",
-)
+_ALL_OPS = [op for op, times in OPS_PER_LAYER.items() for _ in range(times)]
 _GEMM_OPS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 
 
@@ -310,8 +298,8 @@ def derive_cards(data: Path, base: Profile) -> dict[str, Profile]:
             "prefill_ratio": float(f"{prefill:.4g}"),
             "prefill_ratio_reason": why_prefill,
             "published_ratios": {
-                bound: {source: float(f"{ratio:.4g}") for source, ratio in found.items()}
-                for bound, found in published[card].items()
+                bound: {source: float(f"{ratio:.4g}") for source, ratio in ratios.items()}
+                for bound, ratios in published[card].items()
             },
             "notes": [
                 "time ratios to the RTX 4090; above 1 is slower",

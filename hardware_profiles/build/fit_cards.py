@@ -250,12 +250,12 @@ def context_increment(
     if chunk > longest:
         return rate * chunk * context
     far = float(reference.tables().context_tokens[-1])
-    own = reference.chunk_attention_s(longest, far) - reference.chunk_attention_s(longest, 0)
-    own_rate = own / layers / (longest * far)
+    here = reference.chunk_attention_s(longest, far) - reference.chunk_attention_s(longest, 0)
+    here_rate = here / layers / (longest * far)
     added = reference.chunk_attention_s(chunk, context) - reference.chunk_attention_s(chunk, 0)
     blocks = heads * math.ceil(chunk / _QUERY_TILE)
     fill = [math.ceil(blocks / p) * p for p in (processors, _REFERENCE_PROCESSORS)]
-    return max(added, 0.0) / layers * (rate / own_rate) * (fill[0] / fill[1])
+    return max(added, 0.0) / layers * (rate / here_rate) * (fill[0] / fill[1])
 
 
 def uncached_decode(
@@ -419,12 +419,12 @@ def _held_out_errors(k: Composed, law: Profile, seed: int) -> dict[str, Any]:
     out: dict[str, Any] = {}
     # The isotonic fit is made again without the rows that are held out.
     gone = random_third(k.dense.shape, rng)
-    kept = isotonic_fit(k.timed_dense[~gone])
-    guess = np.array([interpolate(k.tokens[~gone], kept, t) for t in k.tokens[gone]])
+    fit = isotonic_fit(k.timed_dense[~gone])
+    guess = np.array([interpolate(k.tokens[~gone], fit, t) for t in k.tokens[gone]])
     out["dense_random_third"] = error_quantiles(guess / k.timed_dense[gone] - 1.0)
     gone = random_third(k.head.shape, rng)
-    kept = isotonic_fit(k.timed_head[~gone])
-    guess = np.array([interpolate(k.sequences[~gone], kept, s) for s in k.sequences[gone]])
+    fit = isotonic_fit(k.timed_head[~gone])
+    guess = np.array([interpolate(k.sequences[~gone], fit, s) for s in k.sequences[gone]])
     out["head_random_third"] = error_quantiles(guess / k.timed_head[gone] - 1.0)
 
     fresh = k.chunk_attention[:, 0]
@@ -616,11 +616,11 @@ def _check_units(k: Composed, card: str, model: Mapping[str, Any], folder: Path)
 
 def _tabulated_law(k: Composed) -> dict[str, Any]:
     """The ``law`` field."""
-    kept, head = thin(k.tokens, k.dense, _TOLERANCE), thin(k.sequences, k.head, _TOLERANCE)
+    points, head = thin(k.tokens, k.dense, _TOLERANCE), thin(k.sequences, k.head, _TOLERANCE)
     return {
         "kind": "tabulated",
-        "dense_tokens": as_integers(k.tokens[kept]),
-        "dense_s": rounded(k.dense[kept]),
+        "dense_tokens": as_integers(k.tokens[points]),
+        "dense_s": rounded(k.dense[points]),
         "chunk_tokens": as_integers(k.chunks),
         "context_tokens": as_integers(k.before),
         "chunk_attention_s": rounded(k.chunk_attention),

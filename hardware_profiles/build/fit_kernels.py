@@ -37,13 +37,7 @@ from servegym.hardware_profiles.build.published import (
     REFERENCE_KERNELS,
     read_layers,
 )
-from servegym.hardware_profiles.build.timed_steps import (
-    CARD,
-    FOLDERS,
-    compare,
-    read_steps,
-    spread,
-)
+from servegym.hardware_profiles.build.timed_steps import CARD, FOLDERS, compare, read_steps, spread
 from servegym.hardware_profiles.calibrate.fitting import error_quantiles, isotonic_fit, thin
 from servegym.hardware_profiles.calibrate.kernel_tables import KernelTables
 from servegym.hardware_profiles.compose import Composer
@@ -116,8 +110,8 @@ def _frame(path: Path) -> Any:
 
 def _medians(frame: Any, columns: Sequence[str]) -> Nodes:
     """``{sizes: microseconds}``, the median over rows of equal sizes."""
-    found = frame.groupby(list(columns))["latency"].median()
-    return {tuple(float(v) for v in key): 1e3 * float(t) for key, t in found.items()}
+    medians = frame.groupby(list(columns))["latency"].median()
+    return {tuple(float(v) for v in key): 1e3 * float(t) for key, t in medians.items()}
 
 
 def _microseconds(values: np.ndarray) -> Any:
@@ -146,12 +140,12 @@ def fill_holes(values: np.ndarray, grids: Sequence[Sequence[float]]) -> np.ndarr
             where: list[Any] = list(index)
             where[axis] = slice(None)
             line, logs = values[tuple(where)], np.log(grid)
-            known = np.flatnonzero(~np.isnan(line))
-            below, above = known[known < index[axis]], known[known > index[axis]]
+            timed = np.flatnonzero(~np.isnan(line))
+            below, above = timed[timed < index[axis]], timed[timed > index[axis]]
             if below.size and above.size:
                 pair = [below[-1], above[0]]
                 inside.append(np.interp(logs[index[axis]], logs[pair], line[pair]))
-            elif known.size:
+            elif timed.size:
                 near = below[-1] if below.size else above[0]
                 outside.append(line[near] + logs[index[axis]] - logs[near])
         if inside or outside:
@@ -185,16 +179,16 @@ def _gemm(frame: Any, seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
     bytes_ = size * np.outer(out, inner)
     floor = np.maximum(raw, 0.9 * (launch + bytes_ / bandwidth)[..., None])
     for i, j in np.ndindex(floor.shape[:2]):
-        known = ~np.isnan(floor[i, j])
-        floor[i, j][known] = isotonic_fit(floor[i, j][known])
+        timed = ~np.isnan(floor[i, j])
+        floor[i, j][timed] = isotonic_fit(floor[i, j][timed])
     raised = int(np.sum(floor[..., 0] > 1.05 * raw[..., 0]))
     logs = np.maximum.accumulate(fill_holes(np.log(floor), (out, inner)), axis=2)
 
     rng = np.random.default_rng(seed)
     gone = rng.random(logs.shape[:2]) < _HELD_OUT
     gone[[0, -1], :] = gone[:, [0, -1]] = False
-    kept = np.where(gone[..., None], np.nan, np.log(floor))
-    guess = fill_holes(kept, (out, inner))
+    holed = np.where(gone[..., None], np.nan, np.log(floor))
+    guess = fill_holes(holed, (out, inner))
     shapes = (guess - np.log(floor))[gone]
     wide = np.array([n >= 512 and k >= 512 for n in out for k in inner]).reshape(gone.shape)
     axes = [("out", np.array(out)), ("inner", np.array(inner)), ("rows", np.array(grid))]
@@ -236,8 +230,8 @@ def _prompt_attention(frame: Any, seed: int) -> tuple[dict[str, Any], dict[str, 
     tokens = sorted({x for _, x in nodes})
     raw = np.array([[nodes.get((h, x), np.nan) for x in tokens] for h in heads])
     for line in raw:
-        known = ~np.isnan(line)
-        line[known] = isotonic_fit(line[known])
+        timed = ~np.isnan(line)
+        line[timed] = isotonic_fit(line[timed])
     logs = fill_holes(np.log(raw), (heads, tokens))
     rng = np.random.default_rng(seed)
     gone = rng.random(raw.shape) < _HELD_OUT
@@ -349,12 +343,12 @@ def _attention(
                 continue
             key, limit = f"{size}w{window}" if window else f"{size}", [window] if window else []
             full = [1e-6 * decode[f"{size}"]["bandwidth_bytes_per_s"]] if window else []
-            prompt[key], found = _prompt_attention(rows, seed)
+            prompt[key], spreads = _prompt_attention(rows, seed)
             decode[key], more = _decode_attention(
                 ends, size, seed, *limit, *full, value_bytes=value_bytes
             )
             if not window:
-                errors |= {f"prompt_attention_{key}_{name}": v for name, v in found.items()}
+                errors |= {f"prompt_attention_{key}_{name}": v for name, v in spreads.items()}
             errors |= {f"decode_attention_{key}_{name}": v for name, v in more.items()}
     return {"prompt_attention": prompt, "decode_attention": decode}, errors
 
@@ -386,8 +380,8 @@ def _latent(
         for axis in range(raw.ndim):
             np.moveaxis(gone, axis, 0)[[0, -1]] = False
         guess = fill_holes(np.where(gone, np.nan, np.log(raw)), grids)
-        found = np.expm1((guess - np.log(raw))[gone])
-        errors[f"latent_{kernel}_held_out"] = error_quantiles(found)
+        error = np.expm1((guess - np.log(raw))[gone])
+        errors[f"latent_{kernel}_held_out"] = error_quantiles(error)
         us = np.maximum.accumulate(np.exp(fill_holes(np.log(raw), grids)), axis=-1)
         sizes = dict(zip(names, grids, strict=True))
         tables[f"latent_{kernel}"] = {"fp8": sizes | {"us": _microseconds(us)}}
@@ -421,8 +415,8 @@ def _experts(
     between, across = [], []
     for shape, (tokens, times) in smooth.items():
         inner = np.arange(1, len(tokens) - 1, 2)
-        kept = np.setdiff1d(np.arange(len(tokens)), inner)
-        guess = np.interp(np.log(tokens[inner]), np.log(tokens[kept]), np.log(times[kept]))
+        rest = np.setdiff1d(np.arange(len(tokens)), inner)
+        guess = np.interp(np.log(tokens[inner]), np.log(tokens[rest]), np.log(times[rest]))
         between += list(np.exp(guess) / times[inner] - 1.0)
         if shape.ep > 1:
             continue
@@ -495,9 +489,9 @@ def _all_reduce(frames: Sequence[Any]) -> dict[str, Any]:
     ]
     out = {}
     for cards in sorted({int(c) for nodes in timed for c, _ in nodes}):
-        known = [nodes for nodes in timed if any(c == cards for c, _ in nodes)]
-        sizes = sorted(set.intersection(*({s for c, s in nodes if c == cards} for nodes in known)))
-        logs = np.log([isotonic_fit(np.array([n[cards, s] for s in sizes])) for n in known])
+        tables = [nodes for nodes in timed if any(c == cards for c, _ in nodes)]
+        sizes = sorted(set.intersection(*({s for c, s in nodes if c == cards} for nodes in tables)))
+        logs = np.log([isotonic_fit(np.array([n[cards, s] for s in sizes])) for n in tables])
         us = _microseconds(np.exp(logs.mean(axis=0)))
         out[str(cards)] = {"bytes": [2 * s for s in sizes], "us": us}
     return out
@@ -526,11 +520,11 @@ def _elementwise(data: Path, bandwidth: float) -> dict[str, Any]:
         grid = np.array(sorted(seconds), float)
         time = isotonic_fit(np.array([1e6 * seconds[int(g)] for g in grid]))
         time = time[0] + (time - time[0]) * source_bandwidth / bandwidth
-        kept = thin(grid, time, 0.02)
+        points = thin(grid, time, 0.02)
         out[op] = {
             "size": size,
-            "tokens": [int(g) for g in grid[kept]],
-            "us": _microseconds(time[kept]),
+            "tokens": [int(g) for g in grid[points]],
+            "us": _microseconds(time[points]),
         }
     return out
 
@@ -564,31 +558,31 @@ def fit_card(card: str, data: Path, systems: Path, *, seed: int = 0) -> dict[str
     for theirs, ours in _GEMM_DTYPES.items():
         rows = products[products["gemm_dtype"] == theirs]
         if len(rows):
-            gemm[ours], found = _gemm(rows, seed)
-            errors |= {f"gemm_{ours}_{key}": value for key, value in found.items()}
+            gemm[ours], spreads = _gemm(rows, seed)
+            errors |= {f"gemm_{ours}_{key}": value for key, value in spreads.items()}
     prompts, decodes = (
         table("attention", "context_attention"),
         table("attention", "generation_attention"),
     )
     attention: dict[str, Any] = {}
     for kv, (theirs, value_bytes) in _KV_DTYPES.items():
-        made, found = _attention(prompts, decodes, theirs, value_bytes, seed)
+        made, spreads = _attention(prompts, decodes, theirs, value_bytes, seed)
         if (systems / name / "mla" / "vllm" / version).is_dir():
             latent = [table("mla", f"mla_{kind}_module") for kind in ("context", "generation")]
             more, errors_of = _latent(*latent, theirs, seed)
-            made, found = made | more, found | errors_of
+            made, spreads = made | more, spreads | errors_of
         if made["decode_attention"]:
             end = "" if kv == "bf16" else f"_{kv}"
             attention |= {f"{key}{end}": tables for key, tables in made.items()}
-            errors |= {f"{key}{end}": error for key, error in found.items()}
+            errors |= {f"{key}{end}": error for key, error in spreads.items()}
     layers = table("moe", "moe")
     moe = {}
     for ours, formats in _MOE_DTYPES.items():
         timed = [name for name in formats if (layers["moe_dtype"] == name).any()]
         if timed:
             rows = layers[layers["moe_dtype"] == timed[0]]
-            moe[ours], found = _experts(rows, VALUE_BYTES[ours], gemm["bf16"])
-            errors |= {f"moe_{ours}_{key}": value for key, value in found.items()}
+            moe[ours], spreads = _experts(rows, VALUE_BYTES[ours], gemm["bf16"])
+            errors |= {f"moe_{ours}_{key}": value for key, value in spreads.items()}
     return {
         "format": FORMAT,
         "card": card,
@@ -656,17 +650,17 @@ def derive_rtx4090(base: Mapping[str, Any], data: Path) -> dict[str, Any]:
         np.array(raw["us"]),
     )
     grid = [m for m in raw["rows"] if m in timed["qkv_proj"]]
-    own = np.array([[1e6 * timed[op][int(m)] for m in grid] for op in shapes])
+    ours = np.array([[1e6 * timed[op][int(m)] for m in grid] for op in shapes])
     theirs = np.array([[products.seconds(m, *nk) for m in grid] for nk in shapes.values()])
     # Sums, as the L40S's small weights came from its cache: those of the large ones count.
-    middle = own.sum(axis=0) / theirs.sum(axis=0)
+    middle = ours.sum(axis=0) / theirs.sum(axis=0)
     left_out = [
-        np.delete(own, i, axis=0).sum(axis=0)
+        np.delete(ours, i, axis=0).sum(axis=0)
         / np.delete(theirs, i, axis=0).sum(axis=0)
         * theirs[i]
-        / own[i]
+        / ours[i]
         - 1.0
-        for i in range(len(own))
+        for i in range(len(ours))
     ]
     by_rows = np.interp(np.log(raw["rows"]), np.log(grid), middle)
 
@@ -677,7 +671,7 @@ def derive_rtx4090(base: Mapping[str, Any], data: Path) -> dict[str, Any]:
     fresh = {int(c): 1e6 * kernels.chunk_attention[i, 0] for i, c in enumerate(kernels.chunks)}
     tokens = prompt_base["tokens"]
     line = np.array(prompt_base["us"][prompt_base["heads"].index(32)])
-    own = np.interp(
+    by_tokens = np.interp(
         np.log(tokens), np.log(sorted(fresh)), [fresh[c] / line[tokens.index(c)] for c in
                                                 sorted(fresh)],
     )  # fmt: skip
@@ -705,7 +699,7 @@ def derive_rtx4090(base: Mapping[str, Any], data: Path) -> dict[str, Any]:
         "engine": {"name": "vLLM", "version": "0.19.0"},
         "gemm": {"bf16": dict(raw) | {"us": _microseconds(products_us)}},
         "prompt_attention": {
-            size: dict(t) | {"us": _microseconds(np.array(t["us"]) * own)}
+            size: dict(t) | {"us": _microseconds(np.array(t["us"]) * by_tokens)}
             for size, t in base["prompt_attention"].items()
         },
         "decode_attention": {

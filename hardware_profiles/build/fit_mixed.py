@@ -28,6 +28,7 @@ from servegym._command_line import run_main
 from servegym.hardware_profiles.build.derive import CARDS as DERIVED_CARDS
 from servegym.hardware_profiles.build.fit_cards import CARDS
 from servegym.hardware_profiles.build.published import MODEL_FOLDERS, read_attention
+from servegym.hardware_profiles.build.timed_steps import MOST_DECODE_TOKENS
 from servegym.hardware_profiles.calibrate.csv_tables import CsvTable
 from servegym.hardware_profiles.calibrate.fitting import error_quantiles
 from servegym.hardware_profiles.compose import Composer
@@ -55,7 +56,6 @@ HEAD_SIZE = 128
 FITTED = (("rtx4090", "llama-3.1-8b"), ("rtxpro6000", "llama-3.1-8b"))
 UNSEEN = (("rtxpro6000", "qwen3-30b-a3b"), ("rtxpro6000", "llama-3.1-8b tp 2"))
 _NAMES = ("block_s", "rate", "latency", "cache", "power", "empty_s")
-_MOST_DECODE_TOKENS = 400_000
 # From 0.8 x 2 blocks a multiprocessor on, FlashAttention 2 no longer splits contexts.
 _BLOCKS = (0.5, 1.59, 1.6, 4.0, 8.0, 16.0)
 # The times of skew.csv are sums over three runs: at equal contexts they are 3.0 times those of
@@ -81,7 +81,7 @@ def mixed_rows(timed: Attention) -> list[tuple[int, int, int, float, float, floa
     return [
         (chunk, b, x, t, timed[chunk, 0, 0, 0], timed[0, 0, b, x])
         for (chunk, before, b, x), t in timed.items()
-        if chunk and b and not before and b * x <= _MOST_DECODE_TOKENS
+        if chunk and b and not before and b * x <= MOST_DECODE_TOKENS
         if (chunk, 0, 0, 0) in timed and (0, 0, b, x) in timed
     ]
 
@@ -117,8 +117,8 @@ def fit(data: Path, timings: Sequence[tuple[str, str]] = FITTED) -> MixedAttenti
         return MixedAttention(l2_bytes=L2_BYTES[card], **values)
 
     def residuals(x: np.ndarray) -> np.ndarray:
-        found = [logs(law(x, card), data, card, model) for card, model in timings]
-        return np.concatenate([r / np.sqrt(len(r)) for r in found])
+        parts = [logs(law(x, card), data, card, model) for card, model in timings]
+        return np.concatenate([r / np.sqrt(len(r)) for r in parts])
 
     best = least_squares(residuals, np.ones(len(start)), bounds=(0.1, 4.0), diff_step=1e-3)
     return law(best.x, timings[0][0])
@@ -159,11 +159,11 @@ def fit_longest(data: Path, law: MixedAttention, cards: Sequence[str]) -> dict[s
             hats = [np.interp(at, _BLOCKS, np.eye(len(_BLOCKS))[k]) for k in range(len(_BLOCKS))]
             design.append(share * np.array(hats))
             target.append(seconds / mean_s - 1.0)
-    found = np.linalg.lstsq(np.array(design), np.array(target), rcond=None)[0]
+    units = np.linalg.lstsq(np.array(design), np.array(target), rcond=None)[0]
     x, y = np.array(mixed).T
     return {
         "longest_blocks": _BLOCKS,
-        "longest": tuple(float(f"{max(v, 0.0):.3g}") for v in found),
+        "longest": tuple(float(f"{max(v, 0.0):.3g}") for v in units),
         "longest_mixed": float(f"{np.median(y[x > 0.1] / x[x > 0.1]):.3g}"),
     }
 
@@ -173,13 +173,13 @@ def skew_logs(law: MixedAttention, data: Path, card: str) -> dict[str, np.ndarra
     heads, kv_heads = HEADS["llama-3.1-8b"]
     processors = DEVICES[card]["multiprocessors"]
     pair = pair_s(timed_attention(data, card, "llama-3.1-8b"), heads)
-    found: dict[str, list[Any]] = {"decode": [], "mixed": []}
+    by_kind: dict[str, list[Any]] = {"decode": [], "mixed": []}
     for n, chunk, excess, mean_s, seconds in skew_rows(data, card):
         units = np.interp(n * kv_heads / processors, law.longest_blocks, law.longest)
         more = excess * law.token_s(pair, processors) * (law.longest_mixed if chunk else units)
         pairs = (np.log((mean_s + more) / seconds), np.log(mean_s / seconds))
-        found["mixed" if chunk else "decode"].append(pairs)
-    return {kind: np.array(rows) for kind, rows in found.items()}
+        by_kind["mixed" if chunk else "decode"].append(pairs)
+    return {kind: np.array(rows) for kind, rows in by_kind.items()}
 
 
 def fit_all(data: Path) -> dict[str, dict[str, Any]]:
@@ -200,12 +200,12 @@ def fit_all(data: Path) -> dict[str, dict[str, Any]]:
         other = MixedAttention(**asdict(other) | {"l2_bytes": L2_BYTES[card]})
         errors[f"{card}_{model}_from_the_other_card"] = logs(other, data, card, model)
         skew = MixedAttention(**asdict(other) | fit_longest(data, other, [FITTED[1 - k][0]]))
-        for kind, found in skew_logs(skew, data, card).items():
-            errors[f"{card}_unequal_{kind}_from_the_other_card"] = found[:, 0]
+        for kind, logarithms in skew_logs(skew, data, card).items():
+            errors[f"{card}_unequal_{kind}_from_the_other_card"] = logarithms[:, 0]
     for card, model in UNSEEN:
         seen = MixedAttention(l2_bytes=L2_BYTES[card], **values)
         errors[f"{card}_{model}"] = logs(seen, data, card, model)
-    spreads = {key: error_quantiles(np.expm1(found)) for key, found in errors.items()}
+    spreads = {key: error_quantiles(np.expm1(logarithms)) for key, logarithms in errors.items()}
     return {
         card: {"l2_bytes": size, **values, "errors": spreads} for card, size in L2_BYTES.items()
     }
@@ -226,8 +226,8 @@ def with_mixed(content: Mapping[str, Any], mixed: Mapping[str, Any]) -> dict[str
     """A card's kernel tables with a law of :func:`fit_all` in place of the one that they have."""
     content, values = dict(content), dict(mixed)
     content.pop("mixed", None)
-    kept = {k: v for k, v in content["held_out"].items() if not k.startswith("mixed_attention")}
-    content["held_out"] = kept | {
+    rest = {k: v for k, v in content["held_out"].items() if not k.startswith("mixed_attention")}
+    content["held_out"] = rest | {
         f"mixed_attention_{key}": error for key, error in values.pop("errors").items()
     }
     at = list(content).index("held_out")

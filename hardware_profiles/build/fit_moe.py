@@ -93,9 +93,9 @@ def _read_layer(path: Path, model: Mapping[str, Any], routing: str) -> dict[int,
     )
     out: dict[int, float] = {}
     for line, row in rows.rows:
-        tokens, *found = (rows.count(line, row, name) for name in names)
+        tokens, *sizes = (rows.count(line, row, name) for name in names)
         whole = (row["moe_tp_size"], row["moe_ep_size"], row["distribution"]) == ("1", "1", routing)
-        if whole and tuple(found) == shape:
+        if whole and tuple(sizes) == shape:
             if tokens < 1 or tokens in out:
                 raise rows.error(line, "num_tokens", f"got {tokens}", "give every size once, >= 1")
             out[tokens] = 1e-3 * rows.positive(line, row, "latency", "milliseconds")
@@ -130,9 +130,9 @@ def small_call_law(
     fastest: dict[float, float] = {}
     for tokens, seconds in times.items():
         active = _active(model, tokens)
-        known = tokens <= 4 * full if even else tokens == 1 or tokens == 8 * full
+        certain = tokens <= 4 * full if even else tokens == 1 or tokens == 8 * full
         # Up to twice the cache a part of the weights is still found there.
-        if known and active * model["expert_bytes"] > 2.0 * cache_bytes:
+        if certain and active * model["expert_bytes"] > 2.0 * cache_bytes:
             # More tokens on the same experts only add to the time, and so does scatter.
             fastest[active] = min(seconds, fastest.get(active, seconds))
     if not even:
@@ -303,8 +303,8 @@ def _layer_error(
 def _expert_error(tokens: np.ndarray, unsmoothed: np.ndarray, seed: int) -> dict[str, float | int]:
     """Errors of an expert alone at a third of its rows, fitted without them."""
     gone = random_third(unsmoothed.shape, np.random.default_rng(seed))
-    kept = isotonic_fit(unsmoothed[~gone])
-    guess = np.array([interpolate(tokens[~gone], kept, t) for t in tokens[gone]])
+    fit = isotonic_fit(unsmoothed[~gone])
+    guess = np.array([interpolate(tokens[~gone], fit, t) for t in tokens[gone]])
     return error_quantiles(guess / unsmoothed[gone] - 1.0)
 
 

@@ -154,15 +154,15 @@ def fit_threads(path: str | os.PathLike[str]) -> dict[str, Any]:
         return least_squares(lambda x: law(x, n[points]) / t[points] - 1.0, start).x
 
     everything = np.ones(len(n), bool)
-    found = solve(everything)
+    solution = solve(everything)
     left_out = []
     for i in range(1, len(n)):
         found_without = solve(np.arange(len(n)) != i)
         left_out.append(float(law(found_without, n[i : i + 1])[0] / t[i] - 1.0))
-    guess = law(found, n)
+    guess = law(solution, n)
     # The law is scaled so that one vCPU takes exactly the measured one-token time.
-    theta1, theta2, theta3 = np.exp(found)
-    one = float(law(found, np.ones(1))[0])
+    theta1, theta2, theta3 = np.exp(solution)
+    one = float(law(solution, np.ones(1))[0])
     return {
         "theta1_relative": float(f"{theta1 / one:.5g}"),
         "theta2_per_vcpu": float(f"{theta2:.5g}"),
@@ -211,22 +211,18 @@ def fit_starts(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 def _start_law(path: Path, name: str, rows: list[tuple[bool, int, list[float]]]) -> dict[str, Any]:
     """One lognormal law of ``(held out, memory in MB, seconds)`` rows, and its errors."""
-    from scipy.special import ndtr, ndtri
+    from scipy.special import ndtri
+    from scipy.stats import kstest
 
-    fitted = np.array([s for held, _, samples in rows if not held for s in samples])
-    held = np.sort([s for gone, _, samples in rows if gone for s in samples])
-    if len(fitted) < 30 or len(held) < 10:
+    fitted = np.array([s for left_out, _, samples in rows if not left_out for s in samples])
+    left_out = np.array([s for gone, _, samples in rows if gone for s in samples])
+    if len(fitted) < 30 or len(left_out) < 10:
         raise ValueError(
             f"{path}: field 'init_ms_samples': {name} has {len(fitted)} samples to fit "
-            f"and {len(held)} left out; at least 30 and 10 are required"
+            f"and {len(left_out)} left out; at least 30 and 10 are required"
         )
     centre, sigma = float(np.log(fitted).mean()), float(np.log(fitted).std())
-    share = ndtr((np.log(held) - centre) / sigma)
-    count = len(held)
-    distance = max(
-        np.abs(share - np.arange(count) / count).max(),
-        np.abs(share - np.arange(1, count + 1) / count).max(),
-    )
+    distance = float(kstest(np.log(left_out), "norm", args=(centre, sigma)).statistic)
     if distance > 0.3:
         raise ValueError(
             f"{path}: {name}: the lognormal law is {distance:.2f} away from the days "
@@ -240,7 +236,7 @@ def _start_law(path: Path, name: str, rows: list[tuple[bool, int, list[float]]])
     effect = np.abs(np.array(by_memory) / np.median(fitted) - 1).max()
     errors = {
         f"p{q:g}": float(f"{math.exp(centre + sigma * ndtri(q / 100)) / v - 1:.3g}")
-        for q, v in zip((50, 90, 99), np.percentile(held, (50, 90, 99)), strict=True)
+        for q, v in zip((50, 90, 99), np.percentile(left_out, (50, 90, 99)), strict=True)
     }
     return {
         "median_s": float(f"{math.exp(centre):.4g}"),
@@ -249,7 +245,7 @@ def _start_law(path: Path, name: str, rows: list[tuple[bool, int, list[float]]])
         "largest_effect_of_memory": float(f"{effect:.3g}"),
         "memory_mb": sizes,
         "fit_error": {
-            "held_out_samples": count,
+            "held_out_samples": len(left_out),
             "kolmogorov_smirnov": float(f"{distance:.3g}"),
             "relative_error_of_quantile": errors,
         },

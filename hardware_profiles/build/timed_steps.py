@@ -7,17 +7,12 @@ shapes, and so judge what :mod:`servegym.hardware_profiles.compose` makes of tab
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from servegym.hardware_profiles.build.published import (
-    MODEL_FOLDERS,
-    read_attention,
-    read_layers,
-)
+from servegym.hardware_profiles.build.published import MODEL_FOLDERS, read_attention, read_layers
 from servegym.hardware_profiles.calibrate.csv_tables import CsvTable
 from servegym.hardware_profiles.calibrate.fitting import error_quantiles
 from servegym.hardware_profiles.compose import Composer
@@ -28,7 +23,7 @@ CARD = "rtxpro6000"
 FOLDERS = {model: MODEL_FOLDERS[CARD, model] for model in ("llama-3.1-8b", "qwen3-30b-a3b")}
 _CHUNKS, _BEFORE = (16, 64, 256, 512, 1024, 2048), (0, 512, 2048, 8192)
 _DECODES, _CONTEXTS = (1, 4, 8, 16, 32, 64, 128, 256), (64, 256, 1024, 4096, 16384)
-_MOST_DECODE_TOKENS = 400_000
+MOST_DECODE_TOKENS = 400_000
 
 
 def _at(times: Mapping[int, float], size: float) -> float:
@@ -36,46 +31,12 @@ def _at(times: Mapping[int, float], size: float) -> float:
     return float(np.interp(size, grid, [times[g] for g in grid]))
 
 
-@dataclass(frozen=True)
-class TimedSteps:
-    """Seconds of a model's iterations from its own timed kernels.
-
-    Attributes:
-        dense_s: by scheduled tokens.
-        head_s: by sequences.
-        attention_s: one layer, by (chunk, context before it, decodes, their context).
-        layers: transformer layers.
-    """
-
-    dense_s: Callable[[float], float]
-    head_s: Callable[[float], float]
-    attention_s: Mapping[tuple[int, int, int, int], float]
-    layers: int
-
-    def prefill_s(self, chunk: int, context: int) -> float | None:
-        """An iteration of one chunk, or None where its attention was not timed."""
-        attention = self.attention_s.get((chunk, context, 0, 0))
-        if attention is None:
-            return None
-        return self.dense_s(chunk) + self.layers * attention + self.head_s(1)
-
-    def decode_s(self, sequences: int, context: int) -> float | None:
-        """An iteration of decodes of equal contexts, or None where it was not timed."""
-        attention = self.attention_s.get((0, 0, sequences, context))
-        if attention is None:
-            return None
-        return self.dense_s(sequences) + self.layers * attention + self.head_s(sequences)
-
-    def mixed_s(self, chunk: int, sequences: int, context: int) -> float | None:
-        """An iteration of decodes of equal contexts beside a chunk of a fresh prompt."""
-        attention = self.attention_s.get((chunk, 0, sequences, context))
-        if attention is None:
-            return None
-        dense = self.dense_s(chunk + sequences)
-        return dense + self.layers * attention + self.head_s(sequences + 1)
+Steps = Callable[[int, int, int, int], float | None]
+"""(chunk, context before it, decodes, context of each) -> seconds of an iteration, None where its
+attention was not timed."""
 
 
-def read_steps(folder: Path, shape: ModelShape) -> TimedSteps:
+def read_steps(folder: Path, shape: ModelShape) -> Steps:
     """Read a model's kernel timings.
 
     Args:
@@ -110,10 +71,18 @@ def read_steps(folder: Path, shape: ModelShape) -> TimedSteps:
     def head_s(sequences: float) -> float:
         return sum(_at(times, sequences) for times in head.values())
 
-    return TimedSteps(dense_s, head_s, read_attention(folder), shape.layers)
+    attention = read_attention(folder)
+
+    def iteration_s(chunk: int, before: int, decodes: int, context: int) -> float | None:
+        layer_s = attention.get((chunk, before, decodes, context))
+        if layer_s is None:
+            return None
+        return dense_s(chunk + decodes) + shape.layers * layer_s + head_s(decodes + (chunk > 0))
+
+    return iteration_s
 
 
-def compare(composer: Composer, steps: TimedSteps) -> list[dict[str, Any]]:
+def compare(composer: Composer, steps: Steps) -> list[dict[str, Any]]:
     """Composed iterations against timed ones.
 
     Args:
@@ -122,39 +91,31 @@ def compare(composer: Composer, steps: TimedSteps) -> list[dict[str, Any]]:
 
     Returns:
         One row an iteration: ``step`` (``prefill``, ``decode``, or ``mixed`` where the composer has
-        a law for it), ``sequences``, ``tokens`` (of the chunk, or the context of each decode),
-        ``before`` (context before the chunk, or beside it that of each decode), ``timed_s``,
-        ``composed_s``.
+        a law for it), ``timed_s``, ``composed_s``.
     """
     rows: list[dict[str, Any]] = []
 
-    def add(step: str, at: tuple[int, int, int], timed: float | None, composed: float) -> None:
+    def add(step: str, at: tuple[int, int, int, int], attention_s: float) -> None:
+        chunk, _, decodes, _ = at
+        timed = steps(*at)
         if timed is not None:
-            names = ("sequences", "tokens", "before")
-            rows.append({"step": step, **dict(zip(names, at, strict=True)), "timed_s": timed,
-                         "composed_s": composed})  # fmt: skip
+            made = composer.dense_s(chunk + decodes) + attention_s
+            made += composer.head_s(decodes + (chunk > 0))
+            rows.append({"step": step, "timed_s": timed, "composed_s": made})
 
     for chunk in _CHUNKS:
         for before in _BEFORE:
-            made = composer.dense_s(chunk) + composer.chunk_attention_s(chunk, before)
-            timed = steps.prefill_s(chunk, before)
-            add("prefill", (1, chunk, before), timed, made + composer.head_s(1))
-    for b in _DECODES:
-        for x in _CONTEXTS:
-            if b * x <= _MOST_DECODE_TOKENS:
-                made = composer.dense_s(b) + composer.decode_attention_s(b, x)
-                add("decode", (b, x, 0), steps.decode_s(b, x), made + composer.head_s(b))
-    if composer.mixed is None:
-        return rows
-    for chunk in _CHUNKS:
-        alone = composer.chunk_attention_s(chunk, 0)
-        for b in _DECODES:
-            beside = alone + composer.surplus()["mixed_chunk_s"] * b * chunk
-            for x in _CONTEXTS:
-                if b * x <= _MOST_DECODE_TOKENS:
-                    made = composer.dense_s(chunk + b) + composer.head_s(b + 1) + beside
-                    made += composer.mixed_decode_attention_s(b, x)
-                    add("mixed", (b, chunk, x), steps.mixed_s(chunk, b, x), made)
+            add("prefill", (chunk, before, 0, 0), composer.chunk_attention_s(chunk, before))
+    batches = [(b, x) for b in _DECODES for x in _CONTEXTS if b * x <= MOST_DECODE_TOKENS]
+    for b, x in batches:
+        add("decode", (0, 0, b, x), composer.decode_attention_s(b, x))
+    if composer.mixed is not None:
+        beside = composer.surplus()["mixed_chunk_s"]
+        for chunk in _CHUNKS:
+            alone = composer.chunk_attention_s(chunk, 0)
+            for b, x in batches:
+                both = alone + beside * b * chunk + composer.mixed_decode_attention_s(b, x)
+                add("mixed", (chunk, 0, b, x), both)
     return rows
 
 

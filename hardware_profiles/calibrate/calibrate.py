@@ -10,6 +10,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from servegym.hardware_profiles.calibrate.kernel_tables import (
     KernelTables,
     read_meta,
 )
+from servegym.hardware_profiles.calibrate.options import add_options, option
 from servegym.hardware_profiles.interpolation import interpolate, interpolate_2d
 from servegym.hardware_profiles.law import Profile
 from servegym.hardware_profiles.load import load
@@ -49,39 +51,31 @@ _FASTEST_BYTES_PER_S = 3e13
 _SLOWEST_BYTES_PER_S = 5e9
 
 
-def calibrate_kernels(
-    folder: str | os.PathLike[str],
-    *,
-    name: str = "rtx4090-llama-3.1-8b",
-    model: str = "Llama-3.1-8B",
-    device_name: str | None = None,
-    memory_bytes: int = 25_250_627_584,
-    usable_memory_fraction: float = 0.9,
-    activation_reserve_bytes: int = 1_237_000_000,
-    tolerance: float = 0.003,
-    seed: int = 0,
-    source: str | None = None,
-    licence: str = "not stated",
-    commit: str | None = None,
-    notes: Sequence[str] = (),
-) -> Profile:
+@dataclass(frozen=True)
+class KernelOptions:
+    """What `calibrate_kernels` is told besides the timings."""
+
+    name: str = option("name of the profile", "rtx4090-llama-3.1-8b")
+    model: str = option("model name, or a JSON file of model facts", "Llama-3.1-8B")
+    device_name: str | None = option("device (default: from meta.yaml)", None)
+    memory_bytes: int = option("memory of the device", 25_250_627_584)
+    usable_memory_fraction: float = option("part the engine may use", 0.9)
+    activation_reserve_bytes: int = option("memory set aside for activations", 1_237_000_000)
+    tolerance: float = option("largest relative thinning error", 0.003)
+    seed: int = option("chooses the rows held out", 0)
+    source: str | None = option("where the timings come from", None)
+    licence: str = option("licence of the timings", "not stated")
+    commit: str | None = option("commit of the source", None)
+    notes: Sequence[str] = option("remark; repeatable", ())
+
+
+def calibrate_kernels(folder: str | os.PathLike[str], options: KernelOptions) -> Profile:
     """Build a tabulated profile from a folder of kernel timings.
 
     Args:
         folder: holds ``dense.csv``, ``attention.csv`` and ``per_sequence.csv`` (times in
             microseconds), and ``meta.yaml`` there or one level up (optional).
-        name: the profile's name.
-        model: a model of ``served-models.json``, or a JSON file of model facts.
-        device_name: the device; by default as ``meta.yaml`` names it.
-        memory_bytes: the device's memory.
-        usable_memory_fraction: the part of it that the engine may use.
-        activation_reserve_bytes: memory set aside for activations and workspace.
-        tolerance: largest relative interpolation error at a measured point left out.
-        seed: chooses the rows that are held out.
-        source: where the timings come from; by default the folder's last parts.
-        licence: the timings' licence.
-        commit: the source's commit; by default the date in ``meta.yaml``.
-        notes: further remarks for the provenance.
+        options: name, model and device, and where the timings come from.
 
     Returns:
         The profile; ``profile.save(path)`` writes its JSON file.
@@ -90,25 +84,25 @@ def calibrate_kernels(
         ValueError: naming the file, line and field of a bad input, and what to do.
     """
     root = Path(folder)
-    facts = model_facts(model)
+    name, facts = options.name, model_facts(options.model)
     kernels = KernelTables(root, int(facts["layers"]))
     _check_times(kernels, root, float(facts["weight_bytes"]))
     meta = read_meta(root / "meta.yaml") or read_meta(root.parent / "meta.yaml")
-    device = device_name or meta.get("gpu", "device")
+    device = options.device_name or meta.get("gpu", "device")
     origin: dict[str, Any] = {
-        "source": source or "/".join(root.resolve().parts[-4:]),
-        "licence": licence,
-        **({"commit": commit} if commit else {}),
+        "source": options.source or "/".join(root.resolve().parts[-4:]),
+        "licence": options.licence,
+        **({"commit": options.commit} if options.commit else {}),
         "date": meta.get("profiled_at", "unknown"),
         "command": "python -m servegym.hardware_profiles.calibrate.calibrate FOLDER "
-        f"--name {name} --model {model}",
+        f"--name {name} --model {options.model}",
         "notes": [
             f"whole model = {kernels.layers} x (dense ops + attention), layernorm twice a layer; "
             "embedding, final layernorm, lm_head and sampler once",
             "below the smallest measured chunk and context the time of the smallest holds",
             f"beyond {kernels.tokens[-1]:g} tokens: dense on the mean slope of the upper half, "
             f"prefill attention composed of pieces of {kernels.chunks[-1]:g} tokens",
-            *notes,
+            *options.notes,
         ],
     }
     data: dict[str, Any] = {
@@ -118,17 +112,17 @@ def calibrate_kernels(
         "kind": "fitted",
         "device": {
             "name": device,
-            "memory_bytes": memory_bytes,
-            "usable_memory_fraction": usable_memory_fraction,
+            "memory_bytes": options.memory_bytes,
+            "usable_memory_fraction": options.usable_memory_fraction,
         },
         "model": dict(facts),
         "engine": {
             "name": "vLLM" if "vllm_version" in meta else "unknown",
             "version": meta.get("vllm_version", "unknown"),
             "dtype": meta.get("variant", "bf16"),
-            "activation_reserve_bytes": activation_reserve_bytes,
+            "activation_reserve_bytes": options.activation_reserve_bytes,
         },
-        "law": _tabulated_law(kernels, tolerance),
+        "law": _tabulated_law(kernels, options.tolerance),
         "estimator": NO_ESTIMATE,
         "domain": {
             "max_decode_sequences": int(kernels.decodes[-1]),
@@ -144,7 +138,7 @@ def calibrate_kernels(
     data["fit_error"] = {
         "measure": "absolute relative error; held-out rows unless said otherwise",
         "dense_thinned_at_measured_points": error_quantiles(guess / kernels.dense - 1.0),
-        **_held_out_errors(kernels, tolerance, seed),
+        **_held_out_errors(kernels, options.tolerance, options.seed),
         **_second_grid_errors(kernels, draft),
         **_mixed_errors(kernels, draft),
         "linear_estimator_against_law": estimator_error,
@@ -360,15 +354,15 @@ def _settings(folder: Path) -> list[str]:
     if not isinstance(settings, dict):
         raise ValueError(f"{path}: must be an object of arguments")
     words: list[str] = []
-    for option, value in settings.items():
-        if not option.startswith("--") or not isinstance(value, str | int | float):
-            raise ValueError(f"{path}: field {option!r}: got {value!r}")
-        words += [option, str(folder / str(value)) if option == "--model" else str(value)]
+    for flag, value in settings.items():
+        if not flag.startswith("--") or not isinstance(value, str | int | float):
+            raise ValueError(f"{path}: field {flag!r}: got {value!r}")
+        words += [flag, str(folder / str(value)) if flag == "--model" else str(value)]
     return words
 
 
 def _parser() -> argparse.ArgumentParser:
-    """The arguments; what is not given is left to :func:`calibrate_kernels`."""
+    """The arguments; what is not given is left to `KernelOptions`."""
     parser = argparse.ArgumentParser(
         prog="servegym calibrate",
         description="Fit a hardware profile (JSON) to kernel timings (CSV), or score one; "
@@ -380,29 +374,18 @@ def _parser() -> argparse.ArgumentParser:
     add("-o", "--out", help="file to write (default: NAME.json)")
     add("--check", metavar="OTHER", help="score on a folder, or a CSV file of whole iterations")
     add("--profile", metavar="NAME", help="with --check: score this profile, fit none")
-    add("--name", help="name of the profile")
-    add("--model", help="model name, or a JSON file of model facts")
-    add("--device-name", help="device (default: from meta.yaml)")
-    add("--memory-bytes", type=int, help="memory of the device")
-    add("--usable-memory-fraction", type=float, help="part the engine may use")
-    add("--activation-reserve-bytes", type=int, help="memory set aside for activations")
-    add("--tolerance", type=float, help="largest relative thinning error")
-    add("--seed", type=int, help="chooses the rows held out")
-    add("--source", help="where the timings come from")
-    add("--licence", help="licence of the timings")
-    add("--commit", help="commit of the source")
-    add("--note", dest="notes", action="append", help="remark; repeatable")
+    add_options(parser, KernelOptions)
     return parser
 
 
-def _fit_and_save(given: dict[str, Any]) -> Profile:
-    """Fit the folder of ``given``, whose arguments win over those that lie in the folder."""
-    if "folder" not in given:
+def _fit_and_save(chosen: dict[str, Any]) -> Profile:
+    """Fit the folder of ``chosen``, whose arguments win over those that lie in the folder."""
+    if "folder" not in chosen:
         raise ValueError("folder: missing; name a folder of kernel timings")
-    folder = given["folder"]
-    options = vars(_parser().parse_args([folder, *_settings(Path(folder))])) | given
+    folder = chosen["folder"]
+    options = vars(_parser().parse_args([folder, *_settings(Path(folder))])) | chosen
     out = options.pop("out", None)
-    profile = calibrate_kernels(options.pop("folder"), **options)
+    profile = calibrate_kernels(options.pop("folder"), KernelOptions(**options))
     out = out or f"{profile.name}.json"
     profile.save(out)
     e = profile.estimator
@@ -429,15 +412,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from servegym.hardware_profiles.calibrate import calibrate_server
 
         return calibrate_server.main(words[1:])
-    given = vars(_parser().parse_args(words))
-    other, name = given.pop("check", None), given.pop("profile", None)
+    chosen = vars(_parser().parse_args(words))
+    other, name = chosen.pop("check", None), chosen.pop("profile", None)
     if name and not other:
         raise ValueError("--profile goes with --check OTHER")
     if other and not Path(other).exists():
         raise ValueError(f"--check: there is no {other!r}")
-    if name and given:
-        raise ValueError(f"--profile scores a profile that there is; leave out {', '.join(given)}")
-    profile = load(name) if name else _fit_and_save(given)
+    if name and chosen:
+        raise ValueError(f"--profile scores a profile that there is; leave out {', '.join(chosen)}")
+    profile = load(name) if name else _fit_and_save(chosen)
     if other:
         print("\n".join(score_lines(profile, other)))
     return 0

@@ -28,10 +28,8 @@ from scipy.optimize import nnls
 
 from servegym._command_line import run_main
 from servegym._files import MalformedFileError, csv_rows, parse_number, parse_time
-from servegym.hardware_profiles.calibrate.fitting import (
-    error_quantiles,
-    rounded,
-)
+from servegym.hardware_profiles.calibrate.fitting import error_quantiles, rounded
+from servegym.hardware_profiles.calibrate.options import add_options, option
 from servegym.hardware_profiles.law import Profile
 from servegym.hardware_profiles.measure.server import COLUMNS
 from servegym.hardware_profiles.schema import FORMAT
@@ -111,7 +109,7 @@ def sums_of(rows: Sequence[dict[str, Any]], slots: int) -> Sums:
     for i, row in enumerate(rows):
         group = (row["load"], row["rate_rps"], row["prompt_words"])
         groups.setdefault(group, []).append(i)
-    found: list[tuple[float, np.ndarray, float, float, int]] = []
+    result: list[tuple[float, np.ndarray, float, float, int]] = []
     for number, members in enumerate(groups.values()):
         start = np.array([rows[i]["started_s"] for i in members])
         first = start + [rows[i]["ttft_s"] for i in members]
@@ -121,12 +119,10 @@ def sums_of(rows: Sequence[dict[str, Any]], slots: int) -> Sums:
             inside = (start < end[k]) & (end > start[k])
             if inside.sum() > slots and _most_at_once(start[inside], end[inside]) > slots:
                 continue
-            if (
-                inside.sum() == 1 and first[k] > start[k]
-            ):  # alone from its start: the iteration of its prompt
+            if inside.sum() == 1 and first[k] > start[k]:  # alone: the iteration of its prompt
                 lone = np.zeros(slots + 1)
                 lone[1] = 1.0
-                found.append((rows[i]["ttft_s"], lone, 0.0, prompts[k], number))
+                result.append((rows[i]["ttft_s"], lone, 0.0, prompts[k], number))
             after = rows[i]["token_s"]
             if len(after) < 3:
                 continue
@@ -145,23 +141,19 @@ def sums_of(rows: Sequence[dict[str, Any]], slots: int) -> Sums:
                     prompt += prompts[j]
                     running[begun - 1] += 1
                 running[begun:ended] += 1
-                past = (
-                    begun if begun > 0 else -_tokens_before(rows[members[j]], times[0] - first[j])
-                )
+                past = begun
+                if begun == 0:
+                    other = rows[members[j]]["token_s"]
+                    past = -int(np.searchsorted(other, times[0] - first[j], side="right"))
                 held[begun:ended] += prompts[j] + steps[begun:ended] - past
             batches = np.bincount(running.astype(int), minlength=slots + 1)
             if len(batches) == slots + 1:
-                found.append((after[-1], batches, held.sum(), prompt, number))
-    if not found:
+                result.append((after[-1], batches, held.sum(), prompt, number))
+    if not result:
         raise ValueError(
             "no request has a time for each of its tokens: the server sends several at a time"
         )
-    return Sums(*(np.array(column) for column in zip(*found, strict=True)))
-
-
-def _tokens_before(row: dict[str, Any], seconds: float) -> int:
-    """Tokens that a request had so long after its first one."""
-    return int(np.searchsorted(row["token_s"], seconds, side="right"))
+    return Sums(*(np.array(column) for column in zip(*result, strict=True)))
 
 
 def _most_at_once(start: np.ndarray, end: np.ndarray) -> int:
@@ -193,16 +185,16 @@ def fit(sums: Sums, sizes: np.ndarray) -> Law:
     scale = np.array([*[1.0] * len(sizes), 1e3, 1e2])
     design = np.column_stack([sums.batches @ hats.T, sums.context, sums.prompt]) / scale
     weight = 1.0 / sums.seconds
-    found = np.zeros(len(scale))
+    result = np.zeros(len(scale))
     for _ in range(10):
-        found = nnls(design * weight[:, None], sums.seconds * weight)[0]
-        guess = np.maximum(design @ found, _LEAST_S)
+        result = nnls(design * weight[:, None], sums.seconds * weight)[0]
+        guess = np.maximum(design @ result, _LEAST_S)
         # Times have a long tail, the machine's pauses: a row counts less the farther off it is.
         weight = 1.0 / (guess * np.sqrt(1.0 + ((sums.seconds / guess - 1.0) / 0.3) ** 2))
-    found *= sums.seconds.sum() / (design @ found).sum()
-    found /= scale
-    table = np.maximum(found[: len(sizes)], _LEAST_S)
-    return Law(sizes, table, float(found[-2]), float(found[-1]))
+    result *= sums.seconds.sum() / (design @ result).sum()
+    result /= scale
+    table = np.maximum(result[: len(sizes)], _LEAST_S)
+    return Law(sizes, table, float(result[-2]), float(result[-1]))
 
 
 def _errors(sums: Sums, law: Law) -> np.ndarray:
@@ -228,50 +220,49 @@ def _estimator(law: Law, slots: int, longest: int) -> dict[str, float]:
     }
 
 
-def calibrate_server(
-    path: str | os.PathLike[str],
-    *,
-    slots: int,
-    kv_tokens: int,
-    name: str,
-    context: int = 0,
-    batched_tokens: int = 2048,
-    engine: str = "unknown",
-    version: str = "unknown",
-    model: str = "unknown",
-    device: str = "unknown",
-    seed: int = 0,
-) -> Profile:
+@dataclass(frozen=True)
+class ServerOptions:
+    """What `calibrate_server` is told of the server besides what was measured."""
+
+    slots: int = option("requests that the server runs at a time")
+    kv_tokens: int = option("tokens that its KV memory holds")
+    name: str = option("name of the profile")
+    context: int = option("longest request in tokens (default: the longest measured)", 0)
+    batched_tokens: int = option("tokens of an iteration, at most (2048)", 2048)
+    engine: str = option("engine, for the file", "unknown")
+    version: str = option("version, for the file", "unknown")
+    model: str = option("model, for the file", "unknown")
+    device: str = option("device, for the file", "unknown")
+    seed: int = option("chooses the requests held out", 0)
+
+    def __post_init__(self) -> None:
+        for key, value in (("slots", self.slots), ("kv-tokens", self.kv_tokens // 16)):
+            if value < 1:
+                raise ValueError(f"{key} must be larger (slots >= 1, kv-tokens >= 16)")
+        if not self.name:
+            raise ValueError("name must not be empty")
+
+
+def calibrate_server(path: str | os.PathLike[str], server: ServerOptions) -> Profile:
     """Fit the profile of a server to what was measured from outside.
 
     Args:
         path: CSV file of ``servegym measure server``, closed loop.
-        slots: Requests that the server runs at a time.
-        kv_tokens: Tokens that its KV memory holds.
-        name: The profile's name.
-        context: Longest request in tokens; by default the longest measured.
-        batched_tokens: Largest number of tokens of an iteration.
-        engine: Name of the engine.
-        version: Its version.
-        model: Name of the model.
-        device: Name of the machine.
-        seed: Chooses the requests that are held out.
+        server: Its slots and memory, and names.
 
     Returns:
         The profile, kind ``"measured"``.
 
     Raises:
-        ValueError: Naming the file, line and field of a bad input, or an argument.
+        ValueError: Naming the file, line and field of a bad input.
     """
-    for key, value in (("slots", slots), ("kv-tokens", kv_tokens // 16), ("name", len(name))):
-        if value < 1:
-            raise ValueError(f"{key} must be larger (slots >= 1, kv-tokens >= 16, a name)")
     rows = read_rows(path)
+    slots, name = server.slots, server.name
     sums = sums_of(rows, slots)
     counts = sums.batches.sum(0)
     sizes = np.flatnonzero(counts >= min(MIN_ITERATIONS, counts.max())).astype(float)
     law = fit(sums, sizes)
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(server.seed)
     out = np.zeros(len(sums.seconds), bool)
     out[random.choice(len(out), max(len(out) // 3, 1), replace=False)] = True
     errors: dict[str, Any] = {
@@ -289,28 +280,24 @@ def calibrate_server(
         errors["request_load_left_out"] = error_quantiles(np.concatenate(left))
 
     base = float(law.table.min())
-    # One more point, so that the last slope does not fall: a batch beyond the slots never comes.
-    heads = [int(s) for s in law.sizes]
-    extra = [law.table[-1] - base]
+    heads, table = [int(s) for s in law.sizes], law.table
     if heads[0] > 1:
-        heads, extra = [1, *heads], [law.table[0] - base, *extra]
-        table = np.concatenate([[law.table[0]], law.table])
-    else:
-        table = law.table
+        heads, table = [1, *heads], np.append(table[0], table)
     longest = int(max(row["prompt_tokens"] + row["output_tokens"] for row in rows))
     data: dict[str, Any] = {
         "format": FORMAT,
         "name": name,
-        "description": f"{model} by {engine} on {device}, measured from outside",
+        "description": f"{server.model} by {server.engine} on {server.device}, measured from "
+        "outside",
         "kind": "measured",
-        "device": {"name": device},
-        "model": {"name": model},
+        "device": {"name": server.device},
+        "model": {"name": server.model},
         "engine": {
-            "name": engine,
-            "version": version,
-            "kv_capacity_tokens": kv_tokens,
+            "name": server.engine,
+            "version": server.version,
+            "kv_capacity_tokens": server.kv_tokens,
             "slots": slots,
-            "batched_tokens": batched_tokens,
+            "batched_tokens": server.batched_tokens,
             "scheduler": "chunked_prefill",
             "memory_policy": "paged",
         },
@@ -326,13 +313,14 @@ def calibrate_server(
             "decode_sequences": [1, 2],
             "decode_context_tokens": [1, 2],
             "decode_attention_s": rounded(law.context_s * np.array([[1.0, 2.0], [2.0, 4.0]])),
+            # One more point, so that the last slope does not fall: such a batch never comes.
             "head_sequences": [*heads, heads[-1] + 1],
-            "head_s": rounded(np.append(table - base, extra[-1])),
+            "head_s": rounded(np.append(table, table[-1]) - base),
         },
         "domain": {
             "max_decode_sequences": slots,
-            "max_iteration_tokens": batched_tokens,
-            "max_context_tokens": max(context, longest),
+            "max_iteration_tokens": server.batched_tokens,
+            "max_context_tokens": max(server.context, longest),
         },
         "fit_error": errors,
         "provenance": {
@@ -340,10 +328,10 @@ def calibrate_server(
             "licence": "measured by the user",
             "date": date.today().isoformat(),
             "command": f"servegym calibrate server {Path(path).name} --slots {slots} "
-            f"--kv-tokens {kv_tokens} --name {name}",
+            f"--kv-tokens {server.kv_tokens} --name {name}",
             "notes": [
                 f"iteration = table(running) + {law.context_s:.4g} s x context + "
-                f"{law.prompt_s:.4g} s x prompt tokens",
+                f"{law.prompt_s:.4g} s x prompt tokens"
             ],
         },
     }
@@ -358,20 +346,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description="Fit a hardware profile (JSON) to timings of a running server (CSV).",
         argument_default=argparse.SUPPRESS,
     )
-    add = parser.add_argument
-    add("path", metavar="SERVER.csv", help="what `servegym measure server` wrote")
-    add("--slots", type=int, required=True, help="requests that the server runs at a time")
-    add("--kv-tokens", type=int, required=True, help="tokens that its KV memory holds")
-    add("--name", required=True, help="name of the profile")
-    add("--context", type=int, help="longest request in tokens (default: the longest measured)")
-    add("--batched-tokens", type=int, help="tokens of an iteration, at most (2048)")
-    for word in ("engine", "version", "model", "device"):
-        add(f"--{word}", help=f"its name, for the file: {word}")
-    add("--seed", type=int, help="chooses the requests held out")
-    add("-o", "--out", help="file to write (default: NAME.json)")
+    parser.add_argument("path", metavar="SERVER.csv", help="what `servegym measure server` wrote")
+    add_options(parser, ServerOptions)
+    parser.add_argument("-o", "--out", help="file to write (default: NAME.json)")
     options = vars(parser.parse_args(arguments))
     out = options.pop("out", f"{options['name']}.json")
-    profile = calibrate_server(options.pop("path"), **options)
+    profile = calibrate_server(options.pop("path"), ServerOptions(**options))
     profile.save(out)
     sizes, seconds = profile.law["head_sequences"], profile.law["head_s"]
     base = profile.law["dense_s"][0]

@@ -49,14 +49,14 @@ def _steps(path: Path) -> Iterator[Row]:
     """Whole iterations of a CSV file."""
     table = CsvTable(path, COLUMNS, 0)
     for line, row in table.rows:
-        found: list[float] = []
+        numbers: list[float] = []
         for column in COLUMNS:
             value = parse_number(row[column])
             if value is None or value < 0.0 or (column == "time_us" and not value):
                 fix = "write a finite number, above 0 for a time"
                 raise table.error(line, column, f"got {row[column]!r}", fix)
-            found.append(value)
-        chunk, before, sequences, context, time_us = found
+            numbers.append(value)
+        chunk, before, sequences, context, time_us = numbers
         if chunk < 1 and sequences < 1:
             raise table.error(line, "prefill_chunk", "no work in this row", "leave it out")
         yield chunk, before, sequences, context, 1e-6 * time_us

@@ -36,13 +36,13 @@ def thin(grid: np.ndarray, values: np.ndarray, tolerance: float) -> np.ndarray:
     Returns:
         Sorted indexes; the first and the last point always stay.
     """
-    kept = [0, len(grid) - 1]
+    points = [0, len(grid) - 1]
     while True:
-        error = np.abs(np.interp(grid, grid[kept], values[kept]) / values - 1.0)
+        error = np.abs(np.interp(grid, grid[points], values[points]) / values - 1.0)
         worst = int(np.argmax(error))
         if error[worst] <= tolerance:
-            return np.array(kept)
-        kept = sorted({*kept, worst})
+            return np.array(points)
+        points = sorted({*points, worst})
 
 
 def isotonic_fit(values: np.ndarray) -> np.ndarray:

@@ -104,7 +104,7 @@ def _full_grid(
     grids: dict[tuple[int, ...], list[int]] = {}
     for columns in columns_of.values():
         key = tuple(sorted(columns))
-        grids[key] = sorted(row for row, found in columns_of.items() if found.issuperset(key))
+        grids[key] = sorted(row for row, has in columns_of.items() if has.issuperset(key))
     whole = {key: rows for key, rows in grids.items() if len(rows) >= 3 and len(key) >= 3}
     if not whole:
         raise ValueError(
@@ -114,7 +114,7 @@ def _full_grid(
         )
     columns = max(whole, key=lambda key: (len(key), len(whole[key])))
     rows = whole[columns]
-    second = [row for key, found in whole.items() if key != columns for row in found]
+    second = [row for key, more in whole.items() if key != columns for row in more]
     for row, column in points:
         stray = row not in rows and row not in second
         if stray or (row in rows and column not in columns and row not in second):
@@ -136,8 +136,8 @@ def read_meta(path: Path) -> dict[str, str]:
     """The top-level ``key: value`` lines of a YAML file, as text."""
     if not path.is_file():
         return {}
-    found = re.findall(r"^(\w+): *['\"]?([^'\"\n]+?)['\"]? *$", path.read_text("utf-8"), re.M)
-    return dict(found)
+    result = re.findall(r"^(\w+): *['\"]?([^'\"\n]+?)['\"]? *$", path.read_text("utf-8"), re.M)
+    return dict(result)
 
 
 class KernelTables:

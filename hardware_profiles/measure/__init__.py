@@ -1,1 +1,1 @@
-"""Measure a machine: GPU kernels, CPU experts, a running server."""
+"""Measure a machine: GPU kernels, the link of cards, a running server."""

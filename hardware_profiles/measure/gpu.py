@@ -2,27 +2,27 @@
 
 For a dense shape this writes ``dense.csv``, ``attention.csv`` and ``per_sequence.csv`` in the
 layout that ``servegym calibrate`` reads, with ``model.json``, ``meta.yaml`` and ``calibrate.json``
-in the same folder; for a mixture-of-experts shape ``moe_eager.csv`` (one expert after another) and
-``moe_grouped.csv`` (all in grouped matrix products): one layer's router, experts and shared
-experts.
+in the same folder.
 
 The kernels are torch's own (matrix products, scaled-dot-product attention over contiguous keys and
 values), so a serving engine's fused or paged kernels can be faster or slower. On a GPU every point
-is a CUDA graph replayed between two events where the operation allows it, which leaves out launch
-gaps as an engine's graphs do; weights and caches in turn exceed the L2 cache.
+is a CUDA graph replayed between two events, which leaves out launch gaps as an engine's graphs do;
+weights and caches in turn exceed the L2 cache.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import itertools
 import math
 import os
 import platform
 import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,12 +56,7 @@ class Grid:
 
 
 _POWERS = tuple(2**k for k in range(12))
-_FINE = (
-    *range(1, 9),
-    *range(16, 513, 16),
-    *range(544, 1025, 32),
-    *range(1088, 2049, 64),
-)
+_FINE = (*range(1, 9), *range(16, 513, 16), *range(544, 1025, 32), *range(1088, 2049, 64))
 GRID = Grid(
     tokens=_FINE,
     chunks=_POWERS[4:],
@@ -88,27 +83,6 @@ MODELS = {
     "tiny": ModelShape("tiny", "LlamaForCausalLM", 2, 1024, 8, 4, 64, 4096, 4096, tied=False),
 }
 """Dense shapes; their own biases are not timed."""
-
-
-@dataclass(frozen=True)
-class MoeShape:
-    """Shape of one mixture-of-experts layer of gated experts."""
-
-    hidden: int
-    intermediate: int
-    experts: int
-    top_k: int
-    shared: int = 0
-    tokens: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
-
-
-MOE_MODELS = {
-    "deepseek-v2-lite": MoeShape(2048, 1408, 64, 6, 2),
-    "gpt-oss-20b": MoeShape(2880, 2880, 32, 4),
-    "mixtral-8x7b": MoeShape(4096, 14336, 8, 2),
-    "qwen3-30b-a3b": MoeShape(2048, 768, 128, 8),
-    "tiny-moe": MoeShape(32, 48, 8, 2, 1, (1, 4, 32)),
-}
 
 
 # ----------------------------------------------------------------------------------------- timing
@@ -149,12 +123,12 @@ class Clock:
         wanted = 1 if not self.cuda else math.ceil(2 * self.cache_bytes / max(size, 1))
         return max(1, min(wanted, 16, int(self.memory_bytes // (2 * max(size, 1)))))
 
-    def time_s(self, steps: Sequence[Step], *, graph: bool = True) -> float:
+    def time_s(self, steps: Sequence[Step]) -> float:
         """Seconds of one step: the median on a GPU, the fastest on a CPU.
 
         Args:
-            steps: The same operation on different tensors, run one after another.
-            graph: Whether the steps may be captured (no copy to the host, no shape of data).
+            steps: The same operation on different tensors, run one after another; no copy to the
+                host, no shape that goes by data.
         """
         if not self.cuda:
             turn = 0
@@ -172,7 +146,7 @@ class Clock:
             for step in steps:
                 step()
 
-        run = self._capture(plain) if graph else plain
+        run = self._capture(plain)
 
         def timed() -> float:
             begin = torch.cuda.Event(enable_timing=True)
@@ -318,7 +292,7 @@ def _cut(clock: Clock, shape: ModelShape, grid: Grid) -> Grid:
             f"{2 * token * grid.decodes[-1] * grid.contexts[2] / 2**30:.3g}"
         )
     before = tuple(x for x in grid.before if x <= contexts[-1])
-    return Grid(grid.tokens, grid.chunks, before, grid.decodes, contexts, grid.sequences)
+    return replace(grid, before=before, contexts=contexts)
 
 
 # ------------------------------------------------------------------------------------------ dense
@@ -352,19 +326,13 @@ def measure_dense(name: str, folder: str | os.PathLike[str], clock: Clock) -> in
 
     work: list[tuple[ResumableTable, tuple[Any, ...], Callable[[], list[Step]]]] = []
     for op, make in _dense_steps(clock, shape).items():
-        work += [(dense, (op, n), lambda make=make, n=n: make(n)) for n in grid.tokens]
+        work += [(dense, (op, n), partial(make, n)) for n in grid.tokens]
     for op, make in _head_steps(clock, shape).items():
-        work += [(heads, (op, n), lambda make=make, n=n: make(n)) for n in grid.sequences]
-    for c in grid.chunks:
-        for k in grid.before:
-            work.append(
-                (attention, (c, k, 0, 0), lambda c=c, k=k: _chunk_steps(clock, shape, c, k))
-            )
-    for b in grid.decodes:
-        for x in grid.contexts:
-            work.append(
-                (attention, (0, 0, b, x), lambda b=b, x=x: _decode_steps(clock, shape, b, x))
-            )
+        work += [(heads, (op, n), partial(make, n)) for n in grid.sequences]
+    for c, k in itertools.product(grid.chunks, grid.before):
+        work.append((attention, (c, k, 0, 0), partial(_chunk_steps, clock, shape, c, k)))
+    for b, x in itertools.product(grid.decodes, grid.contexts):
+        work.append((attention, (0, 0, b, x), partial(_decode_steps, clock, shape, b, x)))
     missing = [item for item in work if item[1] not in item[0]]
     with progress(len(missing), f"gpu {name}") as step, torch.inference_mode():
         for table, key, make in missing:
@@ -421,135 +389,6 @@ def _describe(root: Path, name: str, shape: ModelShape, clock: Clock) -> None:
     write_text(meta, f"{mark}torch: {torch.__version__}\nprofiled_at: {when}\n")
 
 
-# -------------------------------------------------------------------------------------------- MoE
-
-
-class MoeLayer:
-    """One mixture-of-experts layer with random weights.
-
-    Args:
-        clock: Gives the device and the working type.
-        shape: The layer's shape.
-    """
-
-    def __init__(self, clock: Clock, shape: MoeShape) -> None:
-        h, f, e = shape.hidden, shape.intermediate, shape.experts
-        size = torch.finfo(clock.dtype).bits // 8
-        needed = 3 * size * h * f * (e + shape.shared)
-        if 1.5 * needed > clock.memory_bytes:
-            raise ValueError(
-                f"memory-gb is {clock.memory_bytes / 2**30:.3g}; the layer takes "
-                f"{1.5 * needed / 2**30:.3g} with room to work"
-            )
-        self.shape = shape
-        self.router = clock.random(e, h, scale=1.0)
-        self.gate_up = clock.random(e, 2 * f, h)
-        self.down = clock.random(e, h, f)
-        width = f * shape.shared
-        self.shared_gate_up = clock.random(2 * width, h) if width else None
-        self.shared_down = clock.random(h, width) if width else None
-        self.grouped_mm = getattr(functional, "grouped_mm", None)
-        if self.grouped_mm is None and clock.cuda:
-            self.grouped_mm = getattr(torch, "_grouped_mm", None)
-
-    def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Gates ``(n, k)`` and experts ``(n, k)`` of the tokens ``(n, hidden)``."""
-        gates = functional.linear(x, self.router).softmax(-1)
-        return gates.topk(self.shape.top_k, -1)
-
-    def _shared(self, x: torch.Tensor) -> torch.Tensor:
-        if self.shared_gate_up is None or self.shared_down is None:
-            return torch.zeros_like(x)
-        gate, up = functional.linear(x, self.shared_gate_up).chunk(2, -1)
-        return functional.linear(functional.silu(gate) * up, self.shared_down)
-
-    def eager(self, x: torch.Tensor) -> torch.Tensor:
-        """One expert after another, each over the tokens that chose it."""
-        gates, chosen = self.route(x)
-        out = self._shared(x)
-        for e in chosen.unique().tolist():
-            rows, place = (chosen == e).nonzero(as_tuple=True)
-            gate, up = functional.linear(x[rows], self.gate_up[e]).chunk(2, -1)
-            y = functional.linear(functional.silu(gate) * up, self.down[e])
-            out.index_add_(0, rows, y * gates[rows, place, None])
-        return out
-
-    def grouped(self, x: torch.Tensor) -> torch.Tensor:
-        """All experts in two grouped matrix products; padded batches where torch has none."""
-        gates, chosen = self.route(x)
-        flat = chosen.flatten()
-        order = flat.argsort(stable=True)
-        rows = order // self.shape.top_k
-        counts = torch.zeros(self.shape.experts, dtype=torch.int64, device=x.device)
-        counts.scatter_add_(0, flat, torch.ones_like(flat))
-        ends = counts.cumsum(0)
-        sorted_x = x[rows]
-        if self.grouped_mm is not None:
-            offsets = ends.to(torch.int32)
-            inner = self.grouped_mm(sorted_x, self.gate_up.transpose(-2, -1), offs=offsets)
-            gate, up = inner.chunk(2, -1)
-            y = self.grouped_mm(
-                functional.silu(gate) * up, self.down.transpose(-2, -1), offs=offsets
-            )
-        else:
-            experts = flat[order]
-            place = torch.arange(len(order), device=x.device) - (ends - counts)[experts]
-            # The widest group is at most all tokens, a bound that needs no look at the data.
-            padded = x.new_zeros(self.shape.experts, len(x), self.shape.hidden)
-            padded[experts, place] = sorted_x
-            gate, up = torch.bmm(padded, self.gate_up.transpose(1, 2)).chunk(2, -1)
-            y = torch.bmm(functional.silu(gate) * up, self.down.transpose(1, 2))[experts, place]
-        weights = gates.flatten()[order, None].to(y.dtype)
-        return self._shared(x).index_add_(0, rows, y * weights)
-
-
-def measure_moe(name: str, folder: str | os.PathLike[str], clock: Clock) -> int:
-    """Measure one mixture-of-experts layer; points that are in the tables are left out.
-
-    Args:
-        name: A key of ``MOE_MODELS``.
-        folder: Where the tables are written; made if missing.
-        clock: Times the kernels.
-
-    Returns:
-        Points measured now.
-
-    Raises:
-        ValueError: For too little memory, or tables of something else.
-    """
-    shape = MOE_MODELS[name]
-    root = Path(folder)
-    root.mkdir(parents=True, exist_ok=True)
-    columns = ("tokens", "activated_experts", "time_us")
-    tables = {
-        way: ResumableTable(root / f"moe_{way}.csv", columns, ("tokens",))
-        for way in ("eager", "grouped")
-    }
-    missing = [(way, n) for way in tables for n in shape.tokens if (n,) not in tables[way]]
-    if not missing:
-        return 0
-    layer = MoeLayer(clock, shape)
-    with progress(len(missing), f"gpu {name}") as step, torch.inference_mode():
-        for way, n in missing:
-            inputs = [clock.random(n, shape.hidden, scale=1.0) for _ in range(4)]
-            active = np.mean([len(layer.route(x)[1].unique()) for x in inputs])
-            run = getattr(layer, way)
-            # One token touches few experts: different inputs keep the cache from holding them.
-            steps: list[Step] = [lambda x=x, run=run: run(x) for x in inputs]
-            seconds = clock.time_s(steps, graph=way == "grouped" and layer.grouped_mm is not None)
-            tables[way].add(
-                {
-                    "tokens": n,
-                    "activated_experts": f"{active:.4g}",
-                    "time_us": f"{1e6 * seconds:.6g}",
-                }
-            )
-            step(f"{way}, {n} tokens: {1e6 * seconds:.0f} us")
-    for table in tables.values():
-        table.sort()
-    return len(missing)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; `ValueError` names what cannot be used."""
     parser = argparse.ArgumentParser(
@@ -557,16 +396,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description="Time the kernels of a model shape with random weights through torch.",
     )
     add = parser.add_argument
-    add("--model", required=True, help=f"shape: {', '.join((*MODELS, *MOE_MODELS))}")
+    add("--model", required=True, help=f"shape: {', '.join(MODELS)}")
     add("--out", type=Path, help="folder of the tables (default: measured/MODEL)")
     add("--device", default="cuda", choices=("cuda", "cpu"), help="cpu is for trying it out")
     add("--repeats", type=int, default=30, help="most runs of a point, after 3 for warming up")
     add("--seconds", type=float, default=0.5, help="longest time for the runs of a point")
     add("--memory-gb", type=float, help="most memory for tensors (default: 0.8 of what is free)")
     options = parser.parse_args(arguments)
-    names = [*MODELS, *MOE_MODELS]
-    if options.model not in names:
-        raise ValueError(unknown_name("model", options.model, names))
+    if options.model not in MODELS:
+        raise ValueError(unknown_name("model", options.model, list(MODELS)))
     if options.repeats < 1:
         raise ValueError(f"repeats is {options.repeats}; it must be >= 1")
     real("seconds", options.seconds, 0.0, open_low=True)
@@ -580,10 +418,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         memory = 2.0 * 2**30
     clock = Clock(options.device, options.repeats, options.seconds, memory)
     folder = options.out or Path("measured", options.model)
-    if options.model in MOE_MODELS:
-        count = measure_moe(options.model, folder, clock)
-        print(f"{count} points measured, {folder}")
-        return 0
     count = measure_dense(options.model, folder, clock)
     print(f"{count} points measured; now: servegym calibrate {folder} -o profile.json")
     return 0

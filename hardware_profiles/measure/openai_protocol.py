@@ -8,8 +8,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["EventStream", "brings_token", "error_of", "read_json"]
-
 MAX_ELEMENTS, DEPTH, MAX_EVENT_BYTES = 1 << 17, 64, 1 << 20
 """Of JSON that is read, and of the data of an event."""
 PART_BYTES, LONG_BYTES, DIGITS = 1 << 16, 1 << 20, 400

@@ -69,6 +69,7 @@ class Endpoint:
         output_tokens: Tokens to generate.
         timeout_s: Longest silence of the server, seconds.
         api_key: Bearer token, or empty.
+        token_ids: Send prompts as token ids from this range, last excluded, in place of words.
     """
 
     url: str
@@ -77,6 +78,7 @@ class Endpoint:
     output_tokens: int = 64
     timeout_s: float = 60.0
     api_key: str = field(default="", repr=False)
+    token_ids: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         parts = urlsplit(self.url)
@@ -89,6 +91,12 @@ class Endpoint:
         real("timeout", self.timeout_s, 0.0, 1e6, open_low=True)
         if not (self.api_key.isascii() and self.api_key.isprintable()):
             raise ValueError("api-key has a character that no header may have")
+        low, high = self.token_ids or (0, 1)
+        if not 0 <= low < high or (self.token_ids and self.api != "completions"):
+            raise ValueError(
+                f"token-ids is {self.token_ids}; it must be two rising numbers >= 0, with api "
+                "completions"
+            )
 
 
 @dataclass(frozen=True)
@@ -115,8 +123,8 @@ class Reply:
 
 def _count(usage: Mapping[str, Any], key: str, other: int) -> int:
     """The server's count of tokens, or another where it has none or one that none can be."""
-    told = usage.get(key)
-    return told if isinstance(told, int) and 0 < told < 1 << 31 else other
+    count = usage.get(key)
+    return count if isinstance(count, int) and 0 < count < 1 << 31 else other
 
 
 def ask(
@@ -219,9 +227,9 @@ def _timed(endpoint: Endpoint, prompt: str | list[int]) -> dict[str, Any]:
     try:
         reply = ask(endpoint, prompt)
     except (OSError, ValueError) as error:
-        told = f"{type(error).__name__}: {error}"  # some servers repeat the key
-        told = told.replace(endpoint.api_key or "\0", "(the key)")
-        row["error"] = " ".join(told.split())[:200]
+        message = f"{type(error).__name__}: {error}"  # some servers repeat the key
+        message = message.replace(endpoint.api_key or "\0", "(the key)")
+        row["error"] = " ".join(message.split())[:200]
     else:
         row.update(
             ttft_s=f"{reply.ttft_s:.6f}",
@@ -279,7 +287,6 @@ def measure(
     requests: int = 16,
     seconds: float = 300.0,
     seed: int = 0,
-    token_ids: tuple[int, int] | None = None,
 ) -> ResumableTable:
     """Profile a server; requests that are in the file are not sent again, unless they failed.
 
@@ -292,7 +299,6 @@ def measure(
         requests: Requests a load or rate, and length.
         seconds: Time after which no further request is sent.
         seed: Of the words, the gaps and the order.
-        token_ids: Send prompts as token ids from this range, last excluded, in place of words.
 
     Raises:
         ValueError: For a bad argument, or if no request succeeds (with the first reason).
@@ -305,11 +311,6 @@ def measure(
             f"requests is {requests}; it must be >= 1, and at most {MAX_REQUESTS} over all loads"
         )
     real("seconds", seconds, 0.0, open_low=True)
-    low, high = (0, 1) if token_ids is None else token_ids
-    if not 0 <= low < high or (token_ids is not None and endpoint.api != "completions"):
-        raise ValueError(
-            f"token-ids is {token_ids}; it must be two rising numbers >= 0, with api completions"
-        )
     table = ResumableTable(out, COLUMNS, ("load", "rate_rps", "prompt_words", "request"))
     stop = time.monotonic() + seconds
     # A table that is gone on with has times of an earlier clock: this one begins after them.
@@ -338,7 +339,7 @@ def measure(
             if time.monotonic() >= stop:
                 return
             load, rate, words = case
-            prompt = _prompt(words, f"{seed}/{load or rate}/{words}/{number}", token_ids)
+            prompt = _prompt(words, f"{seed}/{load or rate}/{words}/{number}", endpoint.token_ids)
             started = time.perf_counter() - began
             times = _timed(endpoint, prompt)
             key = {"load": load, "rate_rps": rate, "prompt_words": words, "request": number}
@@ -422,14 +423,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not key:
             raise ValueError(f"api-key-env is {options.api_key_env!r}, which is not set")
     endpoint = Endpoint(
-        options.url, options.model, options.api, options.output_tokens, options.timeout, key
+        options.url,
+        options.model,
+        options.api,
+        options.output_tokens,
+        options.timeout,
+        key,
+        _pair(options.token_ids) if options.token_ids else None,
     )
     table = measure(
         endpoint,
         options.out,
         loads=() if options.rates else whole_numbers("loads", options.loads),
         rates=_numbers("rates", options.rates) if options.rates else (),
-        token_ids=_pair(options.token_ids) if options.token_ids else None,
         prompt_words=whole_numbers("prompt-words", options.prompt_words),
         requests=options.requests,
         seconds=options.seconds,

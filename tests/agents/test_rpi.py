@@ -41,7 +41,7 @@ def test_the_best_label_is_the_choice_of_the_rollout_policy():
     """Up to the end of the episode both try the same on the same copies."""
     envs, system, obs, mask = played(9.0, 6, 30)
     actions = np.tile(np.arange(4), (6, 1))
-    copies, greedy = rpi.Rollouts(envs, 4), values_of(PricedGreedy(system))
+    copies, greedy = rpi.Rollouts(envs), values_of(PricedGreedy(system))
     got = copies.returns(actions, mask > 0, 1e9, greedy)
     assert np.isnan(got[mask == 0]).all() and np.isfinite(got[mask > 0]).all()
     rollout = Rollout(system, horizon=100)

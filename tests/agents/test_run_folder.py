@@ -44,8 +44,14 @@ def ctrl_c():
     signal.signal(signal.SIGINT, before)
 
 
-@pytest.mark.parametrize("while_evaluating", [True, False])
-@pytest.mark.parametrize("policy", POLICIES)
+TIMES = [  # every agent at one of the two times, or with the slow tests at both
+    pytest.param(policy, at, marks=[pytest.mark.slow] * ((k + at) % 2))
+    for k, policy in enumerate(POLICIES)
+    for at in (True, False)
+]
+
+
+@pytest.mark.parametrize(("policy", "while_evaluating"), TIMES)
 def test_ctrl_c_ends_with_one_line_a_checkpoint_and_its_command(
     policy, while_evaluating, ctrl_c, tmp_path, monkeypatch, capsys
 ):

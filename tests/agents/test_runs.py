@@ -78,7 +78,7 @@ def test_one_seed_has_one_log_though_the_run_be_cut(policy, run_of, tmp_path, mo
 
 
 @every_policy
-def test_a_checkpoint_is_a_policy_that_acts_for_each_row_alone(policy, run_of, tmp_path):
+def test_a_checkpoint_is_a_policy_that_acts_for_each_row_alone(policy, run_of):
     run = run_of(policy)
     found = load_policy(run)
     assert isinstance(found, Policy) and not found.clairvoyant

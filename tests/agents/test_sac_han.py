@@ -136,7 +136,7 @@ def test_targets_are_mixtures_of_all_n_step_returns(agent):
 
 
 @both
-def test_the_losses_of_a_critic_are_of_what_was_done_and_has_targets(agent, random_obs):
+def test_the_losses_of_a_critic_are_of_what_was_done_and_has_targets(agent):
     net, rng, size = an_agent(agent), np.random.default_rng(0), 7
     parts = torch.as_tensor(rng.random((2, size, 5)))
     action, done = torch.as_tensor(rng.integers(0, 5, size)), torch.arange(size) == 3

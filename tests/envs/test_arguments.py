@@ -17,6 +17,10 @@ OTHER = {  # arguments that stand for others, by id
 }
 
 
+def env_class(family):
+    return gym.envs.registration.load_env_creator(gym.spec(family.env_id).entry_point)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Made(Arguments):
     """Two groups of made-up arguments."""
@@ -55,6 +59,16 @@ def test_an_unknown_argument_is_refused_with_the_nearest(name):
     assert isinstance(caught.value, TypeError)
 
 
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_a_misspelt_choice_is_refused_with_the_nearest(family):
+    described = env_class(family).arguments.described()
+    for name, argument in described.items():
+        if argument.choices:
+            meant = max(argument.choices, key=len)
+            with pytest.raises(ValueError, match=f"{name}='{meant[:-1]}'.* Did you mean '{meant}'"):
+                argument.check(name, meant[:-1])
+
+
 def test_the_table_says_defaults_and_bounds():
     assert Made.table()[2:] == [
         "| engine | `size` | `5` | from 1 to 9 | experts |",
@@ -77,8 +91,7 @@ def test_the_arguments_of_a_problem_make_it_again(env_id):
 
 def test_every_family_writes_its_arguments_in_its_docstring():
     for family in FAMILIES:
-        spec = gym.spec(family.env_id)
-        cls = gym.envs.registration.load_env_creator(spec.entry_point)
+        cls = env_class(family)
         assert set(cls.arguments.headings) <= set(cls.arguments.described())
         for name in (*cls.arguments.described(), "render_mode"):
             assert f"| `{name}` |" in (cls.__doc__ or "")

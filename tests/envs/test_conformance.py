@@ -541,6 +541,7 @@ def test_bad_actions_move_no_system(env_id):
         bad = [None, "1", 1j, [[]], 0.5, {}, np.full(99, 0), np.full(np.shape(action), 0.5)]
         if not isinstance(action, dict):
             bad += [np.full(np.shape(action), x, t) for x in (-1, 99) for t in (int, np.int8)]
+            bad += [np.full(np.shape(action), x) for x in (10**30, 2**63, np.uint64(2**64 - 1))]
         for wrong in bad:
             with pytest.raises(ValueError, match="action"):
                 some.step(wrong)

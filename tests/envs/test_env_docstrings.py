@@ -41,7 +41,7 @@ def test_serverless_states_the_values_of_actions_and_the_slo_classes(root):
     harder = config.slo_classes(config.load_model("mixtral-8x7b"))
     assert f"({harder[0][0]:g} s, {harder[0][1]:g} s)" in doc
     assert f"({harder[-1][0]:g} s, {harder[-1][1]:g} s)" in doc
-    problem = config.build_problem(view=module("serverless_moe", "kernel").DICT)
+    problem = config.build_problem(view=module("serverless_moe", "kernel.layout").DICT)
     assert f"`{problem.nvec.tolist()}`" in doc and f"{problem.nvec.sum()} entries" in doc
     for name in ("main", "remote"):
         specs = getattr(problem.system, f"{name}_specs_mb")

@@ -239,41 +239,6 @@ def test_measure_then_calibrate_gives_a_profile(tmp_path, monkeypatch):
         measure_gpu.measure_dense("tiny", folder, clock)
 
 
-def test_expert_layers(tmp_path):
-    torch = pytest.importorskip("torch")
-    from servegym.hardware_profiles.measure import gpu as measure_gpu
-
-    clock = measure_gpu.Clock("cpu", 3, 0.05, 2**30)
-    assert measure_gpu.measure_moe("tiny-moe", tmp_path, clock) == 6
-    assert measure_gpu.measure_moe("tiny-moe", tmp_path, clock) == 0
-    for way in ("eager", "grouped"):
-        rows = rows_of(tmp_path / f"moe_{way}.csv")
-        assert [int(row["tokens"]) for row in rows] == [1, 4, 32]
-        assert float(rows[0]["activated_experts"]) == 2.0
-        assert all(float(row["time_us"]) > 0 for row in rows)
-
-    # All three ways compute the sum over chosen experts of gate x expert, plus the shared expert.
-    layer = measure_gpu.MoeLayer(clock, measure_gpu.MoeShape(32, 48, 8, 2, 1))
-    for name in ("gate_up", "down", "shared_gate_up", "shared_down"):
-        setattr(layer, name, 10 * getattr(layer, name))
-    x = clock.random(20, 32, scale=1.0)
-    gates, chosen = layer.route(x)
-    expected = []
-    for i, row in enumerate(x):
-        gate, up = (layer.shared_gate_up @ row).chunk(2)
-        total = layer.shared_down @ (torch.nn.functional.silu(gate) * up)
-        for g, e in zip(gates[i], chosen[i], strict=True):
-            gate, up = (layer.gate_up[e] @ row).chunk(2)
-            total = total + g * (layer.down[e] @ (torch.nn.functional.silu(gate) * up))
-        expected.append(total)
-    expected = torch.stack(expected)
-    close = {"rtol": 1e-4, "atol": 1e-4 * expected.abs().max().item()}
-    torch.testing.assert_close(layer.eager(x), expected, **close)
-    torch.testing.assert_close(layer.grouped(x), expected, **close)
-    layer.grouped_mm = None
-    torch.testing.assert_close(layer.grouped(x), expected, **close)
-
-
 GPU = ["gpu", "--device", "cpu", "--model"]
 SERVER = ["server", "--model", "m", "--url"]
 
@@ -285,7 +250,6 @@ SERVER = ["server", "--model", "m", "--url"]
         ([*GPU, "tinny"], "did you mean 'tiny'"),
         ([*GPU, "tiny", "--seconds", "-1"], "seconds"),
         ([*GPU, "tiny", "--memory-gb", "0.01"], "memory-gb is 0.01"),
-        ([*GPU, "tiny-moe", "--memory-gb", "1e-6"], "the layer takes"),
         ([*SERVER, "127.0.0.1:8000"], "url"),
         ([*SERVER, "http://x/v1", "--output-tokens", "1"], "output-tokens"),
         ([*SERVER, "http://x/v1", "--requests", "1000000"], "requests"),
@@ -311,8 +275,6 @@ def test_kernels_on_a_gpu(tmp_path):
     out = tmp_path / "p.json"
     assert calibrate.main([str(tmp_path / "dense"), "-o", str(out)]) == 0
     assert load(out).decode_s(1, 16) > 0
-    arguments = ["gpu", "--model", "tiny-moe", "--out", str(tmp_path / "moe"), "--repeats", "3"]
-    assert measure.main(arguments) == 0
 
 
 @pytest.mark.slow

@@ -1,12 +1,41 @@
-"""The script for Stable-Baselines3 trains and measures; with every default PPO learns to route."""
+"""Stable-Baselines3 on the environments as they are; the script trains, measures and learns."""
 
+import gymnasium as gym
+import numpy as np
 import pytest
 
 pytest.importorskip("stable_baselines3", reason="Stable-Baselines3 is not installed")
 
-from . import sb3_defaults
+import stable_baselines3 as sb3
+from stable_baselines3.common.env_checker import check_env
+from stable_baselines3.common.env_util import make_vec_env
 
+from . import sb3_defaults
+from .settings import SMALL
+
+GRAPH, FLAT = "servegym/LLMRouting-v1", "servegym/LLMRoutingFlat-v2"
 SUMMARY = "servegym/LLMRoutingSummary-v2"
+
+
+def test_its_checker_finds_nothing_wrong(recwarn):
+    check_env(gym.make(FLAT), warn=True)
+    assert not [str(w.message) for w in recwarn if w.category is UserWarning]
+
+
+@pytest.mark.slow
+def test_ppo_takes_the_dict_observation():
+    how = {"n_steps": 100, "batch_size": 50, "n_epochs": 1, "policy_kwargs": {"net_arch": [32]}}
+    model = sb3.PPO("MultiInputPolicy", gym.make(GRAPH, **SMALL[GRAPH]), **how, device="cpu")
+    model.learn(200)
+    weights = [part.detach().numpy() for part in model.policy.parameters()]
+    assert all(np.isfinite(part).all() for part in weights)
+
+
+def test_maskable_ppo_finds_the_masks_itself():
+    maskable = pytest.importorskip("sb3_contrib.common.maskable.utils")
+    envs = make_vec_env(FLAT, n_envs=2, env_kwargs=SMALL[FLAT])
+    envs.reset()
+    assert maskable.is_masking_supported(envs) and maskable.get_action_masks(envs).shape == (2, 4)
 
 
 def test_it_makes_a_row_of_the_table(capsys):

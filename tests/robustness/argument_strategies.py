@@ -70,19 +70,12 @@ def junk(*allowed: str) -> st.SearchStrategy[Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Argument:
-    """One argument.
-
-    Attributes:
-        valid: values with which an episode must run.
-        bad: values that must be refused.
-        needs: other arguments that it goes with.
-        called: what a message may call it besides its name.
-    """
+    """Values of an argument with which an episode must run, and values that must be refused."""
 
     valid: st.SearchStrategy[Any]
     bad: st.SearchStrategy[Any]
-    needs: dict[str, Any] = dataclasses.field(default_factory=dict)
-    called: tuple[str, ...] = ()
+    needs: dict[str, Any] = dataclasses.field(default_factory=dict)  # arguments that it goes with
+    called: tuple[str, ...] = ()  # what a message may call it besides its name
 
 
 def _optional(valid: Any, allowed: list[str], optional: bool) -> tuple[Any, list[str]]:
@@ -194,11 +187,9 @@ def grid(low: float, **more: Any):
 
 
 def from_record(record: type[Arguments], hints: dict[str, Any]) -> dict[str, Argument]:
-    """A strategy for each argument of a record.
+    """A strategy for each argument of a record, by its kind, its bounds and names.
 
-    Args:
-        record: What says the kind of an argument, its bounds and names.
-        hints: What it does not say of some: keywords of the helpers above, or the whole strategy.
+    Hints say what the record does not: keywords of the helpers above, or the whole strategy.
     """
     makers: dict[str, Any] = {
         "whole": lambda a, **hint: whole(int(a.low), int(a.high), **hint),

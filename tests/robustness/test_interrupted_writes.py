@@ -29,17 +29,11 @@ ROWS = 3000
 
 @dataclass(frozen=True)
 class Writer:
-    """A file that is written in versions.
-
-    Attributes:
-        name: The file.
-        write: Writes a version.
-        read: The version that a file holds, having read all of it.
-    """
+    """A file that is written in versions."""
 
     name: str
     write: Callable[[Path, int], object]
-    read: Callable[[Path], int]
+    read: Callable[[Path], int]  # the version, having read all of it
 
 
 def _one(values: Any) -> int:
@@ -150,7 +144,7 @@ def test_a_full_disk(writer, tmp_path):
     assert os.listdir(tmp_path) == [writer.name], "the temporary file is gone"
 
 
-def test_a_full_disk_is_named_by_what_grows_line_by_line(tmp_path, monkeypatch):
+def test_a_full_disk_is_named_by_what_grows_line_by_line(tmp_path):
     from servegym.hardware_profiles.measure.table import ResumableTable
 
     for name in ("table.csv", "metrics.jsonl"):

@@ -44,17 +44,11 @@ HUGE = 10**30
 
 @dataclass(frozen=True)
 class Loader:
-    """One loader.
-
-    Attributes:
-        write: Writes a good file, and what belongs to it, into a folder; returns the file.
-        read: Reads it.
-        free: Words of places where anything may stand (text, notes).
-    """
+    """What writes a good file, and what belongs to it, into a folder; and what reads it."""
 
     write: Callable[[Path], Path]
     read: Callable[[Path], Any]
-    free: tuple[str, ...] = ()
+    free: tuple[str, ...] = ()  # words of places where anything may stand (text, notes)
 
 
 # ----------------------------------------------------------------------------------- good files
@@ -146,7 +140,7 @@ LOADERS: dict[str, Loader] = {
     "fleet": Loader(_shipped("fleet-edge-6-heterogeneous.json"), hardware_profiles.load_fleet),
     "catalog": Loader(_catalog, read_catalog),
     "catalog notes": Loader(_catalog_notes, lambda path: read_catalog(path.with_suffix(".npz"))),
-    "trace": Loader(_text("trace.csv", TRACE), load_trace),
+    "trace": Loader(_text("trace.csv", TRACE), load_trace, free=("tokens",)),
     "trace lines": Loader(_text("trace.jsonl", JSONL), load_trace),
     "requests": Loader(
         _text("requests.csv", REQUESTS), lambda path: read_columns(path, lambda _: FIELDS)

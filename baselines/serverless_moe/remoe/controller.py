@@ -10,11 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from servegym._checks import choose, whole
 from servegym.baselines.serverless_moe.remoe.bounds import corollary1
-from servegym.baselines.serverless_moe.remoe.memory import (
-    MemoryProblem,
-    round_memory,
-    solve_memory,
-)
+from servegym.baselines.serverless_moe.remoe.memory import MemoryProblem, round_memory, solve_memory
 from servegym.baselines.serverless_moe.remoe.mmp import WorstCases, worst_cases
 from servegym.baselines.serverless_moe.remoe.replicas import choose_replicas
 from servegym.envs.serverless_moe.kernel.cost import block_s, layer_s, main_usd_s
@@ -36,21 +32,15 @@ class Decision:
         plan: The plan.
         ratio: b.
         expected: Outcome under the load that the plan was made for.
-        worst_case_met: Algorithm 2 found that b meets both limits in its worst case.
     """
 
     plan: Plan
     ratio: float
     expected: Outcome
-    worst_case_met: bool
 
 
 def memory_problem(
-    system: SystemModel,
-    load: Load,
-    remote: NDArray[np.bool_],
-    main_mb: float,
-    tpot_limit_s: float,
+    system: SystemModel, load: Load, remote: NDArray[np.bool_], main_mb: float, tpot_limit_s: float
 ) -> tuple[MemoryProblem, NDArray[np.intp]]:
     """P2 for one remote set, and the layers that are in it (those with remote calls).
 
@@ -166,6 +156,6 @@ def remoe(
         remote = least_used(order, int(cases.members[at]))
         plan = plan_for(system, load, remote, float(cases.main_mb[at]), **limits)
         expected = expected_outcome(system, load, plan, **limits)
-        decisions.append(Decision(plan, float(cases.ratio[at]), expected, bool(cases.feasible[at])))
+        decisions.append(Decision(plan, float(cases.ratio[at]), expected))
     # Fewest violations first, then least cost.
     return min(decisions, key=lambda d: (sum(d.expected.violations.values()), d.expected.cost_usd))

@@ -13,8 +13,6 @@ from servegym.baselines.serverless_moe.remoe.controller import remoe
 from servegym.baselines.serverless_moe.remoe.mmp import worst_cases
 from servegym.envs.serverless_moe.records import Plan
 
-__all__ = ["Remoe", "RemoeCost", "RemoeSticky"]
-
 
 class Remoe(ServerlessPolicy):
     """The paper's controller: Algorithm 2, utility, P2 and Eq. 15, put on the action grid."""

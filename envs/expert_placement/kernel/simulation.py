@@ -18,13 +18,7 @@ from servegym.envs.expert_placement.kernel.tables import DONE, FORWARD, HOME, PO
 def run(plant, load, st, scratch, cache, until):
     """Process every arrival and event up to the time ``until`` (inf: until nothing is left).
 
-    Args:
-        plant: `Plant`.
-        load: `Load`.
-        st: `State`.
-        scratch: `Scratch` if servers help each other, None if their GPUs are caches.
-        cache: `Cache` if the GPUs are caches of host memory, None if servers help each other.
-        until: Seconds.
+    If servers help each other, ``cache`` is None; if their GPUs are caches, ``scratch`` is.
 
     Returns:
         ``DONE``, or ``POOL_FULL`` if the places for messages may not last for the next event:
@@ -201,15 +195,7 @@ def _settle_counts(c, load, st):
 
 @jit
 def count_assignments(home, prompt, outputs, load, counts):
-    """Add to ``counts`` the assignments of requests that are not simulated.
-
-    Args:
-        home: int64 (R,) server of each request.
-        prompt: int64 (R,) its prompt.
-        outputs: int64 (R,) tokens of its answer.
-        load: `Load`, of which the prompts are read.
-        counts: int64 (N, L, E), changed in place.
-    """
+    """Add to ``counts`` (N, L, E) the assignments of requests (R,) that are not simulated."""
     for r in range(home.shape[0]):
         n = home[r]
         p = prompt[r]

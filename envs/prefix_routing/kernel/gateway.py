@@ -259,13 +259,9 @@ def _evict(gateways, row, number, replica):
 def take_events(gateways, row, events, count, now):
     """Apply the cache events that are at least ``delay_s`` old to the precise index.
 
-    Args:
-        gateways: The gateways.
-        row: Row.
-        events: (E,) ring of records with time, replica, id and change: 1 where a block of that
-            content was stored, -1 where one was removed; in order of time for each replica.
-        count: Events written so far.
-        now: Seconds.
+    ``count`` of them were written to the ring ``events`` (E,) so far, in order of time for each
+    replica: records with time, replica, id and change, 1 where a block of that content was stored,
+    -1 where one was removed.
     """
     config, gateway = gateways.config[0], gateways.row[row]
     if config.index != PRECISE:
@@ -383,13 +379,9 @@ def release(gateways, row, index):
 def take_news(gateways, row, news, count, requests):
     """Take note of first tokens, completions and losses.
 
-    Args:
-        gateways: The gateways.
-        row: Row.
-        news: Records with time, request and kind, `FIRST_TOKEN`, `COMPLETION` or `LOSS`, none later
-            than now; in order of time for each replica.
-        count: Entries written so far.
-        requests: (J,) records of the row with ``output``, the tokens of a completed request.
+    ``count`` of the ``news`` were written so far, none later than now, in order of time for each
+    replica: records with time, request and kind, `FIRST_TOKEN`, `COMPLETION` or `LOSS`. Of the
+    ``requests`` (J,) of the row the ``output`` is read, the tokens of a completed one.
     """
     config, gateway = gateways.config[0], gateways.row[row]
     while gateway.news < count:

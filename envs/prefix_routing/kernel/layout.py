@@ -212,13 +212,9 @@ class Systems(NamedTuple):
 
 
 def allocate(config: np.void, rows: int, segments: np.ndarray, events: int = 0) -> Systems:
-    """Arrays of ``rows`` systems, nothing in them.
+    """Arrays of so many systems, nothing in them.
 
-    Args:
-        config: The `CONFIG`.
-        rows: B.
-        segments: int32 (S, 2), of the requests of all rows.
-        events: E, cache events that a row keeps.
+    ``segments`` (S, 2) are those of the requests of all rows; a row keeps ``events`` cache events.
     """
     replicas = rows * int(config["num_replicas"])
     owned = int(config["entries"] + config["max_running"] + 2 * config["block_size"])

@@ -86,13 +86,7 @@ REQUEST_HIGH = tuple(_high(name) for name in REQUEST_FEATURES)
 def observe(gateways, row, index, now, replica_columns, request_columns):
     """Write what the router sees of the request, which was looked up; -1 after the last.
 
-    Args:
-        gateways: The gateways.
-        row: Row.
-        index: Request.
-        now: Seconds.
-        replica_columns: float32 (N, F), the columns `REPLICA_FEATURES`.
-        request_columns: float32 (K,), the columns `REQUEST_FEATURES`.
+    The columns are `REPLICA_FEATURES` (N, F) and `REQUEST_FEATURES` (K,).
     """
     config, gateway = gateways.config[0], gateways.row[row]
     replica_columns[:] = 0.0

@@ -25,18 +25,10 @@ def observe(t, b, which):
 
 @jit
 def step(t, b, actions, nvec, which):
-    """Serve the current request of the rows with ``which`` set.
+    """Serve the current request of the rows with ``which`` set, by ``actions`` int64 ``(B, n)``.
 
-    Args:
-        t: tables.
-        b: batch.
-        actions: int64 ``(B, n)``.
-        nvec: int64 ``(n,)`` how many values each action has.
-        which: int8 ``(B,)``.
-
-    Returns:
-        How many episodes ended; -1 - i if the action of system i is out of range, and then
-        nothing has changed.
+    Returns how many episodes ended; -1 - i if the action of system i is out of range, which is from
+    0 to below ``nvec`` ``(n,)``, and then nothing has changed.
     """
     t, b = borrowed(t), borrowed(b)
     for row in range(len(which)):

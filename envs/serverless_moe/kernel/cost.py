@@ -119,14 +119,8 @@ def transfer_s(c):
 def experts_s(one_s, more_s, wire_s, called, tokens):
     """Eq. 3 without the overhead: experts one after another, each a call of all its tokens.
 
-    It is linear from one token on, so that expectations enter it exactly.
-
-    Args:
-        one_s: expert call of one token, tau^c.
-        more_s: each further token of the call.
-        wire_s: transfer of a token; 0 for local experts.
-        called: experts that get a token, or the chance that one does.
-        tokens: tokens of all of them.
+    It is linear from one token on, so that expectations enter it exactly: ``called`` experts, or
+    the chance that one is, get ``tokens`` in all, each of which takes ``wire_s`` to a remote one.
     """
     return one_s * called + more_s * (tokens - called) + tokens * wire_s
 
@@ -143,13 +137,9 @@ def planned_job_s(c, one_s, more_s, tokens):
 
 @formula
 def remote_calls(c, remote, call_s, trem_s):
-    """Invocations of a layer for a decode token, and seconds of each.
+    """Invocations of a layer for a decode token with so many remote experts, and seconds of each.
 
-    Args:
-        c: the constants.
-        remote: remote experts of the token.
-        call_s: expert call of one token with its transfer.
-        trem_s: invocation overhead.
+    ``call_s`` is an expert call of one token with its transfer, ``trem_s`` the overhead.
     """
     if c.per_call:
         return remote, call_s + trem_s
@@ -170,30 +160,21 @@ def start_s(c, container_s, load_mb):
 
 @formula
 def gpu_mb(c, tokens):
-    """Mg of Eq. 7: GPU memory of the non-expert modules with the tokens of prompt and answer.
-
-    The embeddings and the runtime, which the paper leaves out, are in it.
-    """
-    return tokens * c.gpu_token_mb + c.gpu_fixed_mb
+    """Mg of Eq. 7: GPU memory of the non-expert modules with the tokens of prompt and answer."""
+    return tokens * c.gpu_token_mb + c.all_non_expert_mb
 
 
 @formula
 def main_usd_s(c, tokens, main_mb):
     """What a second of the main function costs, GPU memory and CPU memory as specified."""
-    return c.price_gpu * gpu_mb(c, tokens) + c.price_cpu * (main_mb + c.runtime_cpu_mb)
+    return c.price_gpu * gpu_mb(c, tokens) + c.price_cpu * main_mb
 
 
 @formula
 def bill(c, rate_usd_s, main_rounding_s, prefill, decode, start):
     """Times and costs of a request: Eq. 6, 8 and 9, its cold starts, fees and rounding.
 
-    Args:
-        c: the constants.
-        rate_usd_s: what a second of the main function costs.
-        main_rounding_s: what rounding adds to the main function's prefill and decoding.
-        prefill: :class:`Phase`.
-        decode: :class:`Phase`.
-        start: :class:`Start`.
+    ``main_rounding_s`` is what rounding adds to the main function's prefill and decoding.
     """
     main_usd = (prefill.seconds + decode.seconds) * rate_usd_s
     rounding_mb_s = prefill.rounding_mb_s + decode.rounding_mb_s

@@ -44,9 +44,7 @@ CONFIG = record(
     ("price_cpu", "f8"),  # c_c, USD per MB s
     ("price_gpu", "f8"),  # c_g, USD per MB s
     ("gpu_token_mb", "f8"),  # GPU memory of a token: its vector and its KV cache
-    ("gpu_fixed_mb", "f8"),  # GPU memory whatever the request
     ("all_non_expert_mb", "f8"),  # all non-expert modules
-    ("runtime_cpu_mb", "f8"),  # CPU memory of the main function's runtime
     ("load_mb_s", "f8"),  # MB/s at which a starting function reads its weights
     ("container_start_main_s", "f8"),  # start of the main function's container
     ("container_start_remote_s", "f8"),  # start of a remote function's container

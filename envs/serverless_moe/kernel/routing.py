@@ -68,14 +68,9 @@ def count_prompt_tokens(recorded, request, tokens):
 
 @inner
 def count_decoded(recorded, request, masks, members, decoded):
-    """Write a request's generated tokens by their number of remote experts.
+    """Write a request's generated tokens by their number of remote experts, ``(L, top_k + 1)``.
 
-    Args:
-        recorded: :class:`Recorded`.
-        request: :data:`REQUEST`.
-        masks: uint64 ``(L,)`` remote experts.
-        members: how many these are in a layer.
-        decoded: int64 ``(L, top_k + 1)``, written.
+    ``masks`` (L,) are the remote experts, ``members`` of them in a layer.
     """
     decoded[:] = 0
     if members == 0:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from scipy.sparse.csgraph import connected_components
 
 from servegym._command_line import run_main
 from servegym._files import MalformedFileError, csv_rows, measured_data, write_atomic, write_json
@@ -98,8 +99,8 @@ def _routing(folder: Path, chosen: np.ndarray, experts: int) -> tuple[np.ndarray
         )
     layers = ids.shape[1]
     for p in chosen:
-        own = ids[prompt == p].astype(np.int64)
-        flat = (np.arange(layers)[None, :, None] * experts + own).ravel()
+        tokens = ids[prompt == p].astype(np.int64)
+        flat = (np.arange(layers)[None, :, None] * experts + tokens).ravel()
         sums = np.bincount(flat, minlength=layers * experts).reshape(layers, experts)
         if not np.array_equal(sums, counts[p]):
             problem = f"prompt {p} differs from the sums of token_routing.npz"
@@ -112,11 +113,11 @@ def _bank(prompt: np.ndarray, chosen: np.ndarray, most: int) -> tuple[np.ndarray
     rng = np.random.default_rng(BANK_SEED)
     rows = []
     for p in chosen:
-        own = np.flatnonzero(prompt == p)
-        if len(own) > most:
-            own = np.sort(rng.permutation(own)[:most])
-        rows.append(own)
-    return np.concatenate(rows), np.concatenate([[0], np.cumsum([len(own) for own in rows])])
+        tokens = np.flatnonzero(prompt == p)
+        if len(tokens) > most:
+            tokens = np.sort(rng.permutation(tokens)[:most])
+        rows.append(tokens)
+    return np.concatenate(rows), np.concatenate([[0], np.cumsum([len(tokens) for tokens in rows])])
 
 
 def build_deepseek(data: Path) -> Activations:
@@ -165,11 +166,8 @@ def near_duplicates(vectors: np.ndarray, cosine: float) -> np.ndarray:
         int64 (P,), the least index of each one's group.
     """
     unit = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
-    group = np.arange(len(unit))
-    for i, j in np.argwhere(np.triu(unit @ unit.T > cosine, 1)):
-        low, high = sorted((group[i], group[j]))
-        group[group == high] = low
-    return group
+    _, group = connected_components(unit @ unit.T > cosine, directed=False)
+    return np.unique(group, return_index=True)[1][group]
 
 
 def token_sums(texts: list[str], folder: Path) -> np.ndarray:
@@ -283,12 +281,12 @@ def prompt_spread(activations: Activations) -> dict[str, float]:
     mean = np.mean([rows.mean(axis=0) for rows in of], axis=0)
     task_sd, prompt_sd = [], []
     for t, rows in enumerate(of):
-        own = rows.mean(axis=0)
-        used = own > 0.5 / activations.model.experts
-        task_sd.append(np.std(np.log(own[used] / mean[used])))
+        share = rows.mean(axis=0)
+        used = share > 0.5 / activations.model.experts
+        task_sd.append(np.std(np.log(share[used] / mean[used])))
         shrink = np.mean(1 / (k * activations.tokens[activations.task == t]))
-        noise = own * (1 - np.minimum(k * own, 1)) * shrink
-        excess = np.maximum(rows.var(axis=0, ddof=1) - noise, 0)[used] / own[used] ** 2
+        noise = share * (1 - np.minimum(k * share, 1)) * shrink
+        excess = np.maximum(rows.var(axis=0, ddof=1) - noise, 0)[used] / share[used] ** 2
         prompt_sd.append(np.sqrt(np.log1p(excess.mean())))
     return {
         "base_sd": round(float(np.log(np.maximum(mean, 1e-4)).std(axis=1).mean()), 4),
@@ -314,7 +312,7 @@ def _drawn_information(
     by_prompt = prompt_sd * rng.normal(size=(40, 1, len(layers), experts))
     by_kind = kind_sd * rng.normal(size=(1, kinds, len(layers), experts))
     shifts = (by_prompt + by_kind).reshape(-1, len(layers), experts)
-    found = []
+    bits = []
     for target in targets[:, layers]:
         base = solve_base(target, shifts)
         utilities = np.repeat(base + shifts, 40, axis=0)
@@ -322,8 +320,8 @@ def _drawn_information(
         for a, b in pairs:
             first, second = order[:, layers.index(a)].ravel(), order[:, layers.index(b)].ravel()
             table = np.bincount(first * experts + second, minlength=experts**2)
-            found.append(mutual_information(table.reshape(experts, experts)))
-    return float(np.mean(found))
+            bits.append(mutual_information(table.reshape(experts, experts)))
+    return float(np.mean(bits))
 
 
 def mixtral_law(data: Path, deepseek: Activations) -> dict[str, Any]:

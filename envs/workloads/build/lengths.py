@@ -19,11 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from scipy.stats import ks_2samp
 
 from servegym._command_line import run_main
 from servegym._files import csv_rows, json_rows, write_json
 from servegym.envs.workloads.build.options import fit_arguments
 from servegym.envs.workloads.lengths import KINDS, sample_lengths
+from servegym.envs.workloads.prefix_traces import read_tokens
 
 TRACES: dict[str, tuple[str, dict[str, str]]] = {
     "azure": (
@@ -67,10 +69,7 @@ _GRID = (np.arange(100_000) + 0.5) / 100_000
 
 def distance(lengths: np.ndarray, quantiles: np.ndarray) -> float:
     """Kolmogorov-Smirnov distance between lengths ``(n,)`` and their law ``(m,)``."""
-    model = np.sort(sample_lengths(quantiles, _GRID))
-    at = np.unique(np.concatenate([lengths, model]))
-    real = np.searchsorted(np.sort(lengths), at, side="right") / len(lengths)
-    return float(np.abs(real - np.searchsorted(model, at, side="right") / len(model)).max())
+    return float(ks_2samp(lengths, sample_lengths(quantiles, _GRID), method="asymp").statistic)
 
 
 def fit(lengths: np.ndarray, cap: int, steps: int = STEPS) -> dict[str, Any]:
@@ -107,7 +106,12 @@ def read_lengths(path: Path, name: str) -> dict[str, np.ndarray]:
         MalformedFileError: A trace that cannot be used.
     """
     rows = json_rows(path) if path.suffix == ".jsonl" else csv_rows(path, COLUMNS[name])
-    table = np.array([[float(row[column]) for column in COLUMNS[name]] for _, row in rows])
+    table = np.array(
+        [
+            [read_tokens(path, line, column, row, 0) for column in COLUMNS[name]]
+            for line, row in rows
+        ]
+    )
     return dict(zip(KINDS, table.T, strict=True))
 
 

@@ -17,12 +17,12 @@ def fit_arguments(
 
     Args:
         doc: The script's docstring.
-        name: The file in ``data`` that it writes by default.
+        name: The file in ``data`` that it writes by default; the folder itself if empty.
         traces: The traces, below the folder that ``--data`` or ``$SERVEGYM_DATA`` names.
         argv: Arguments; those of the process if None.
 
     Returns:
-        The traces' paths and the file to write; the process ends where a trace is missing.
+        The traces' paths and what to write; the process ends where a trace is missing.
     """
     parser = argparse.ArgumentParser(description=(doc or "").split("\n")[0])
     parser.add_argument("--data", type=Path, default=measured_data(), help="folder of the traces")

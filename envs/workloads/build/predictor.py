@@ -62,12 +62,12 @@ def read_texts(path: Path, catalog: Catalog) -> list[str]:
     if not path.is_file():
         raise ValueError(f"prompts={str(path)!r} is not a file.")
     rows = csv_rows(path, ("prompt_id", "instruction"))
-    found = {row["prompt_id"]: row["instruction"] for _, row in rows}
+    by_id = {row["prompt_id"]: row["instruction"] for _, row in rows}
     ids = [str(k) for k in np.asarray(catalog.prompt_ids)]
-    missing = [k for k in ids if k not in found]
+    missing = [k for k in ids if k not in by_id]
     if missing:
         raise ValueError(f"{path} lacks {len(missing)} prompts of {catalog.name!r}: {missing[:5]}")
-    return [found[k] for k in ids]
+    return [by_id[k] for k in ids]
 
 
 def near_duplicates(
@@ -84,12 +84,12 @@ def near_duplicates(
         return {tuple(words[k : k + GRAM]) for k in range(max(1, len(words) - GRAM + 1))}
 
     others = [grams(texts[k]) for k in held_out]
-    found = []
+    repeats = []
     for row in rows:
-        own = grams(texts[row])
-        if any(len(own & other) >= SHARE * min(len(own), len(other)) for other in others):
-            found.append(row)
-    return np.array(found, dtype=np.int64)
+        these = grams(texts[row])
+        if any(len(these & other) >= SHARE * min(len(these), len(other)) for other in others):
+            repeats.append(row)
+    return np.array(repeats, dtype=np.int64)
 
 
 @torch.no_grad()
@@ -104,9 +104,9 @@ def read_states(
     from transformers import AutoModel, AutoTokenizer  # pyright: ignore[reportMissingImports]
 
     path = Path(name)
-    where, given = (path.parent, {"gguf_file": path.name}) if path.suffix == ".gguf" else (name, {})
-    tokenizer = AutoTokenizer.from_pretrained(where, **given)
-    model = AutoModel.from_pretrained(where, **given, dtype=torch.float32).eval().to(device)
+    where, file = (path.parent, {"gguf_file": path.name}) if path.suffix == ".gguf" else (name, {})
+    tokenizer = AutoTokenizer.from_pretrained(where, **file)
+    model = AutoModel.from_pretrained(where, **file, dtype=torch.float32).eval().to(device)
     total = int(model.config.num_hidden_layers)
     if not layers or not all(1 <= layer <= total for layer in layers):
         raise ValueError(f"state_layers={layers} must be layers from 1 to {total}.")

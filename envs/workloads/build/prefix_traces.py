@@ -10,7 +10,6 @@ length: no id is lost by it. ``sessions.csv.gz`` has that already for the record
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import gzip
 import io
@@ -21,8 +20,8 @@ from typing import Any
 import numpy as np
 
 from servegym._command_line import run_main
-from servegym._files import csv_rows, measured_data, write_atomic, write_json
-from servegym.envs.workloads.files import DATA_DIR
+from servegym._files import csv_rows, write_atomic, write_json
+from servegym.envs.workloads.build.options import fit_arguments
 from servegym.envs.workloads.prefix_traces import PrefixTrace, load_prefix_trace, think_times
 
 AGENTS_BLOCK = 64
@@ -102,9 +101,8 @@ def read_sessions(path: Path) -> PrefixTrace:
     )
 
 
-def read_source(name: str, folder: Path) -> PrefixTrace:
-    """The trace of a packaged name from the raw files in ``folder``."""
-    path = folder / SOURCES[name][0]
+def read_source(name: str, path: Path) -> PrefixTrace:
+    """The trace of a packaged name from its raw file."""
     return read_sessions(path) if name == "agents" else load_prefix_trace(path)
 
 
@@ -151,17 +149,10 @@ def write_packed(name: str, trace: PrefixTrace, out: Path) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     """Command line entry; see the module's docstring."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--data", type=Path, default=measured_data(), help="folder of the traces")
-    parser.add_argument("--out", type=Path, default=DATA_DIR, help="folder to write to")
-    args = parser.parse_args(argv)
-    if args.data is None:
-        parser.error("give --data FOLDER, or set SERVEGYM_DATA to it")
-    for name, (path, _) in SOURCES.items():
-        if not (args.data / path).is_file():
-            parser.error(f"{args.data / path} is missing")
-        write_packed(name, read_source(name, args.data), args.out)
-        print(args.out / f"prefixes-{name}.npz")
+    paths, out = fit_arguments(__doc__, "", [path for path, _ in SOURCES.values()], argv)
+    for name, path in zip(SOURCES, paths, strict=True):
+        write_packed(name, read_source(name, path), out)
+        print(out / f"prefixes-{name}.npz")
 
 
 if __name__ == "__main__":

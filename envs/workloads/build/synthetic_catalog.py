@@ -52,7 +52,7 @@ def moments(
         correlation of two LLMs over prompts, and correlations of score and length between LLM
         means, between prompt means (with log prompt tokens too) and between what is left.
     """
-    found = {
+    out = {
         "prompt_log_tokens_mean": np.log(prompt_tokens).mean(),
         "prompt_log_tokens_std": np.log(prompt_tokens).std(),
     }
@@ -60,21 +60,21 @@ def moments(
     rest, per_model, per_prompt = [], [], [np.log(prompt_tokens)]
     for name, values in (("score", scores), ("length", output_tokens)):
         values = np.asarray(values, dtype=np.float64)
-        found[f"{name}_mean"] = values.mean()
-        found[f"{name}_std"] = values.std()
-        found[f"{name}_model_std"] = values.mean(axis=0).std(ddof=1)
-        found[f"{name}_correlation"] = np.asarray(np.corrcoef(values.T))[upper].mean()
+        out[f"{name}_mean"] = values.mean()
+        out[f"{name}_std"] = values.std()
+        out[f"{name}_model_std"] = values.mean(axis=0).std(ddof=1)
+        out[f"{name}_correlation"] = np.asarray(np.corrcoef(values.T))[upper].mean()
         rows, columns = values.mean(axis=1), values.mean(axis=0)
         per_prompt.append(rows)
         per_model.append(columns)
         rest.append((values - rows[:, None] - columns + values.mean()).ravel())
     between = np.corrcoef(per_prompt)
-    found["model_score_length"] = np.corrcoef(per_model)[0, 1]
-    found["residual_score_length"] = np.corrcoef(rest)[0, 1]
-    found["prompt_score_length"] = between[1, 2]
-    found["prompt_score_tokens"] = between[0, 1]
-    found["prompt_length_tokens"] = between[0, 2]
-    return {key: float(value) for key, value in found.items()}
+    out["model_score_length"] = np.corrcoef(per_model)[0, 1]
+    out["residual_score_length"] = np.corrcoef(rest)[0, 1]
+    out["prompt_score_length"] = between[1, 2]
+    out["prompt_score_tokens"] = between[0, 1]
+    out["prompt_length_tokens"] = between[0, 2]
+    return {key: float(value) for key, value in out.items()}
 
 
 def fit(catalog: Catalog) -> dict[str, Any]:

@@ -168,7 +168,7 @@ class Gate:
 
     Args:
         router: The router; its policy is called here, so that it is compiled.
-        names: Names of the experts, for `status`.
+        names: Of the experts, for `status`.
         predict: Predictions for a request's body, as `from_metadata` makes them; what is missing,
             and all if it raises, is the train mean, lengths up to the body's ``max_tokens``.
 

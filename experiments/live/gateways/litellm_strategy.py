@@ -183,13 +183,9 @@ class LiteLLMStrategy(CustomRoutingStrategyBase, CustomLogger):
 
 def _refused(model: str) -> Exception:
     """Status 429; LiteLLM does not try again by itself."""
-    return litellm.RateLimitError(
-        f"the router refuses the request; try again in {RETRY_AFTER_S} s",
-        llm_provider="servegym",
-        model=model,
-        num_retries=0,
-        headers={"retry-after": str(RETRY_AFTER_S)},
-    )
+    why = f"the router refuses the request; try again in {RETRY_AFTER_S} s"
+    about = {"llm_provider": "servegym", "model": model, "num_retries": 0}
+    return litellm.RateLimitError(why, headers={"retry-after": str(RETRY_AFTER_S)}, **about)
 
 
 def _end(ticket: Ticket, error: BaseException) -> None:

@@ -97,8 +97,8 @@ class _Connection(web.RequestHandler):
     async def finish_response(self, request: Any, resp: Any, start_time: Any) -> Any:
         """Send an answer."""
         if isinstance(resp, web.HTTPException):
-            too_long = resp.status == 413
-            resp = _error(resp.status, "The body is larger than the server takes." * too_long)
+            too_long = "The body is larger than the server takes."
+            resp = _error(resp.status, too_long if resp.status == 413 else "")
         return await super().finish_response(request, resp, start_time)
 
 
@@ -398,15 +398,11 @@ class SimulatedServer:
 
     async def _metrics(self, _: web.Request) -> web.Response:
         self._work()
-        engine = self.engine
+        engine, kind = self.engine, {"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
         text = self.metrics.text(engine.running, engine.waiting, engine.kv_usage)
-        text += (
-            "# HELP servegym:lag_seconds How late tokens leave, moving average.\n"
-            f"# TYPE servegym:lag_seconds gauge\nservegym:lag_seconds {self.lag_s!r}\n"
-        )
-        return web.Response(
-            body=text.encode(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
-        )
+        text += "# HELP servegym:lag_seconds How late tokens leave, moving average.\n"
+        text += f"# TYPE servegym:lag_seconds gauge\nservegym:lag_seconds {self.lag_s!r}\n"
+        return web.Response(body=text.encode(), headers=kind)
 
     # -- life -----------------------------------------------------------------------------------
 

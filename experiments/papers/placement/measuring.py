@@ -14,7 +14,8 @@ from servegym.baselines.registry import make_policy
 from servegym.envs.expert_placement.config import Problem, build_problem
 from servegym.envs.expert_placement.core import PlacementEpisode
 from servegym.envs.expert_placement.simulator import Requests
-from servegym.experiments.evaluation.evaluate import DEFAULT_SEED, evaluate
+from servegym.experiments.evaluation.evaluate import evaluate
+from servegym.experiments.evaluation.play import DEFAULT_SEED
 from servegym.experiments.evaluation.stats import (
     Interval,
     mean,

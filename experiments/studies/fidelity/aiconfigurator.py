@@ -110,8 +110,8 @@ def estimate(row: Any) -> tuple[float, float] | None:
         row.card, row.model, row.tp, row.ep, row.dtype, row.kv_dtype
     )
     load = RuntimeConfig(batch_size=row.clients, isl=row.prompt, osl=row.output)
-    found = backend.run_agg(model, database, load, ctx_tokens=row.prompt).get_summary_df().iloc[0]
-    return 1e-3 * float(found["ttft"]), 1e-3 * float(found["tpot"])
+    totals = backend.run_agg(model, database, load, ctx_tokens=row.prompt).get_summary_df().iloc[0]
+    return 1e-3 * float(totals["ttft"]), 1e-3 * float(totals["tpot"])
 
 
 def system_of(profile: Profile) -> str | None:

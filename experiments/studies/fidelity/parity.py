@@ -40,9 +40,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from servegym._command_line import run_main
+from servegym.envs.llm_routing import replay
 from servegym.envs.workloads.arrivals import make_arrivals
 from servegym.envs.workloads.lengths import length_quantiles, sample_lengths
-from servegym.experiments.evaluation.tables import note, provenance, write_result
+from servegym.experiments.evaluation.tables import note, provenance, versions, write_result
 from servegym.experiments.fidelity.comparison import METRICS, matching_profile
 from servegym.experiments.fidelity.measured_run import MeasuredRun, load_run
 from servegym.experiments.fidelity.report import RUN_FOLDER, data_folder
@@ -69,12 +70,10 @@ LOADS = {"light": 0.5, "at capacity": 0.95, "overload": 1.5}
 """Arrival rate as a share of what the engine serves when all requests wait from the beginning."""
 
 _SAME = "servegym, inputs of ai-dynamo"
-_TABLES = "context of chunks, attention of mixed iterations, planning ahead"
-_LACKS = {
-    _SAME: _TABLES,
-    "ai-dynamo": _TABLES,
-    "ai-dynamo, marginal prefill": _TABLES,
-}
+_LACKS = dict.fromkeys(
+    (_SAME, "ai-dynamo", "ai-dynamo, marginal prefill"),
+    "context of chunks, attention of mixed iterations, planning ahead",
+)
 # Prompts and answers are cut so that a request stays inside the range of the profiles' laws.
 _CAPS = {"prompt_tokens": 15_360, "output_tokens": 1_024}
 # Lengths -> the profile that serves them, arrival processes.
@@ -205,8 +204,6 @@ def rival_tables(
 
 def run_own(world: World, repeats: int = 3) -> Times:
     """This engine's times, and the seconds of the fastest of ``repeats`` runs."""
-    from servegym.envs.llm_routing import replay
-
     settings, seconds = {**world.engine, "profile": world.profile or constant_profile()}, []
     requests = (world.arrival_s, world.prompt_tokens, world.output_tokens)
     result = replay(*requests, **settings)
@@ -214,21 +211,19 @@ def run_own(world: World, repeats: int = 3) -> Times:
         began = time.process_time()
         result = replay(*requests, **settings)
         seconds.append(time.process_time() - began)
-    from servegym.experiments.evaluation.tables import versions
-
     columns = (result[key].copy() for key in METRICS)
     return Times("servegym", versions()["serve-gym"], *columns, seconds=min(seconds))
 
 
 def run_rival(
-    name: str, python: str, given: Sequence[tuple[World, bool]], repeats: int = 3
+    name: str, python: str, worlds: Sequence[tuple[World, bool]], repeats: int = 3
 ) -> list[Times]:
     """A rival's times, under its own Python.
 
     Args:
         name: One of `RIVALS`.
         python: Its interpreter.
-        given: The worlds, each with ``marginal`` of `rival_tables`.
+        worlds: The worlds, each with ``marginal`` of `rival_tables`.
         repeats: Runs whose fastest gives the speed.
 
     Returns:
@@ -250,7 +245,7 @@ def run_rival(
             else rival_tables(world.profile, world.engine, marginal),
             "repeats": repeats,
         }
-        for world, marginal in given
+        for world, marginal in worlds
     ]
     with tempfile.TemporaryDirectory() as folder:
         source, out = Path(folder, "jobs.json"), Path(folder, "out.json")
@@ -259,9 +254,9 @@ def run_rival(
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise RuntimeError(" ".join(done.stderr.split())[-300:] or f"exit {done.returncode}")
-        found = json.loads(out.read_text(encoding="utf-8"))
+        answers = json.loads(out.read_text(encoding="utf-8"))
     times = []
-    for (world, marginal), one in zip(given, found, strict=True):
+    for (world, marginal), one in zip(worlds, answers, strict=True):
         first = np.array(one["first_token_s"], dtype=np.float64)
         finish = np.array(one["finish_s"], dtype=np.float64)
         more = np.where(world.output_tokens > 1, world.output_tokens - 1, np.nan)
@@ -284,8 +279,8 @@ def simulate(worlds: Sequence[World], rivals: _Rivals) -> list[list[Times]]:
     Under a profile the engine serves once more by the inputs of ai-dynamo, which says what of its
     difference is due to them.
     """
-    found = [[run_own(world, rivals.repeats)] for world in worlds]
-    for world, times in zip(worlds, found, strict=True):
+    results = [[run_own(world, rivals.repeats)] for world in worlds]
+    for world, times in zip(worlds, results, strict=True):
         if world.profile is not None:
             same = run_own(told_rivals(world), rivals.repeats)
             times.append(same._replace(simulator=_SAME))
@@ -296,15 +291,15 @@ def simulate(worlds: Sequence[World], rivals: _Rivals) -> list[list[Times]]:
             for marginal in (False, True)
             if (name == "ai-dynamo" or world.profile is None) and (world.profile or not marginal)
         ]
-        given = [(worlds[row], marginal) for row, marginal in jobs]
+        chosen = [(worlds[row], marginal) for row, marginal in jobs]
         try:
-            times = run_rival(name, python, given, rivals.repeats)
+            times = run_rival(name, python, chosen, rivals.repeats)
         except (RuntimeError, OSError) as error:
             rivals.failed[name] = str(error)
             continue
         for (row, _), one in zip(jobs, times, strict=True):
-            found[row].append(one)
-    return found
+            results[row].append(one)
+    return results
 
 
 def _about(world: World, one: Times) -> dict[str, Any]:
@@ -312,18 +307,18 @@ def _about(world: World, one: Times) -> dict[str, Any]:
     return {**world.about, "simulator": one.simulator, "version": one.version, "lacks": lacks}
 
 
-def rows_of(world: World, found: Sequence[Times]) -> list[dict[str, Any]]:
+def rows_of(world: World, results: Sequence[Times]) -> list[dict[str, Any]]:
     """One row a simulator; differences are to the measured run or, without one, to this engine.
 
     ``*_difference`` is that of the means, relative. ``median_e2e_difference`` and
     ``largest_e2e_difference`` are of the requests' absolute relative differences.
     """
-    truth, rows = found[0], []
+    truth, rows = results[0], []
     if world.measured is not None:
         run = world.measured
         truth = Times("measured", run.name, run.ttft_s, run.tpot_s, run.e2e_s)
-        found = [truth, *found]
-    for one in found:
+        results = [truth, *results]
+    for one in results:
         served = np.isfinite(one.e2e_s)
         count = int(served.sum())
         row = _about(world, one) | {"requests": len(served), "coverage": count / len(served)}
@@ -396,23 +391,23 @@ def request_lists(requests: int, seed: int = 0) -> list[World]:
 
 def speed_notes(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """How many times as fast this engine is as each other simulator, over the worlds of a table."""
-    own, ratios = math.nan, {}
+    ours, ratios = math.nan, {}
     for row in rows:
         if row["simulator"] == "servegym":
-            own = row["requests_per_core_s"]
+            ours = row["requests_per_core_s"]
         elif row["requests_per_core_s"] is not None and row["simulator"] != _SAME:
-            ratios.setdefault(row["simulator"], []).append(own / row["requests_per_core_s"])
+            ratios.setdefault(row["simulator"], []).append(ours / row["requests_per_core_s"])
     return [
         note(
-            f"servegym simulates {np.median(found):.1f} times the requests per core-second of "
-            f"{name} (median of {len(found)} worlds, {min(found):.1f} to {max(found):.1f})",
+            f"servegym simulates {np.median(each):.1f} times the requests per core-second of "
+            f"{name} (median of {len(each)} worlds, {min(each):.1f} to {max(each):.1f})",
             rival=name,
-            worlds=len(found),
-            median=float(np.median(found)),
-            least=float(min(found)),
-            most=float(max(found)),
+            worlds=len(each),
+            median=float(np.median(each)),
+            least=float(min(each)),
+            most=float(max(each)),
         )
-        for name, found in ratios.items()
+        for name, each in ratios.items()
     ]
 
 
@@ -437,9 +432,9 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _rival_pythons(given: Sequence[str]) -> dict[str, str]:
-    found = {}
-    for text in given:
+def _rival_pythons(texts: Sequence[str]) -> dict[str, str]:
+    pythons = {}
+    for text in texts:
         name, _, python = text.partition("=")
         if name not in RIVALS or not python:
             raise ValueError(
@@ -447,8 +442,8 @@ def _rival_pythons(given: Sequence[str]) -> dict[str, str]:
             )
         if not Path(python).is_file():
             raise ValueError(f"--rival is {text!r}, but there is no file {python!r}")
-        found[name] = python
-    return found
+        pythons[name] = python
+    return pythons
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -482,7 +477,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"no measured run in {str(folder)!r}: name the data's folder with --data")
     every = [world for some in worlds.values() for world in some]
     times = iter(simulate(every, rivals))
-    found = {
+    tables = {
         stem: [row for world in some for row in rows_of(world, next(times))]
         for stem, some in worlds.items()
     }
@@ -496,7 +491,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         settings={"constant_step_s": STEP_S, "failed": rivals.failed},
     )
     options.out.mkdir(parents=True, exist_ok=True)
-    for stem, rows in found.items():
+    for stem, rows in tables.items():
         notes = speed_notes(rows)
         write_result(options.out / stem, rows, made, notes)
         for one in notes:

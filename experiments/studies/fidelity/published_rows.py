@@ -112,8 +112,8 @@ class Row:
             return 8192
         if self.engine == "sglang":
             return 32_768
-        own = {"gpt-oss-120b": 20_000, "deepseek-v3": self.clients + self.prompt + 64}
-        return own.get(self.model, 16_384)
+        limits = {"gpt-oss-120b": 20_000, "deepseek-v3": self.clients + self.prompt + 64}
+        return limits.get(self.model, 16_384)
 
     @property
     def kv_dtype(self) -> str:
@@ -126,8 +126,8 @@ class Row:
     @property
     def plans_ahead(self) -> bool:
         """Whether the engine overlaps its host with the device: vLLM since 0.14, by default."""
-        known = self.engine == "vllm" and not self.drawn
-        return not known or plans_ahead("vLLM", self.version) is not False
+        stated = self.engine == "vllm" and not self.drawn
+        return not stated or plans_ahead("vLLM", self.version) is not False
 
 
 def is_test(row: Row) -> bool:
@@ -281,7 +281,7 @@ def _inside(profile: Profile, step: str, error: float) -> bool:
 
 def results(rows: Sequence[Row]) -> tuple[list[dict[str, Any]], dict[str, int]]:
     """Errors (simulated over measured, minus 1) of every row that can be, and what was left out."""
-    found: list[dict[str, Any]] = []
+    judged: list[dict[str, Any]] = []
     left_out: dict[str, int] = {}
     for row in rows:
         profile = _profile(row.card, row.model, row.tp, row.ep, row.dtype, row.kv_dtype)
@@ -295,8 +295,8 @@ def results(rows: Sequence[Row]) -> tuple[list[dict[str, Any]], dict[str, int]]:
         errors = {"ttft": ttft / row.ttft_s - 1.0, "tpot": tpot / row.tpot_s - 1.0}
         steps = {"ttft": "prefill", "tpot": "decode"}
         covered = {f"{key}_in": _inside(profile, steps[key], errors[key]) for key in errors}
-        found.append({"row": row, **errors, **covered})
-    return found, left_out
+        judged.append({"row": row, **errors, **covered})
+    return judged, left_out
 
 
 def _measures(some: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -316,14 +316,14 @@ def _measures(some: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return line
 
 
-def summary(found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def summary(judged: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """One line for each part, card, model, version, format, TP and engine.
 
     Then, of vLLM, one for each card and TP, each part and both, and one for each other engine.
     """
     groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     totals: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
-    for one in found:
+    for one in judged:
         row, part = one["row"], "test" if is_test(one["row"]) else "fit"
         dtype = model_shape(row.model).expert_dtype or row.dtype
         tp = f"{row.tp}, EP" if row.ep > 1 else f"{row.tp}"
@@ -371,14 +371,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else list(arguments)
     options = parser.parse_args(words)
     rows, others = read_rows(options.wheel)
-    found, left_out = results(rows)
+    judged, left_out = results(rows)
     with contextlib.suppress(ImportError):
-        for one in found:
+        for one in judged:
             estimate = aiconfigurator.estimate(one["row"])
             if estimate is not None:
                 measured = one["row"].ttft_s, one["row"].tpot_s
                 one["theirs"] = [e / m - 1.0 for e, m in zip(estimate, measured, strict=True)]
-    lines = summary(found)
+    lines = summary(judged)
     _print(lines)
     for cause, count in [*others.items(), *left_out.items()]:
         print(f"left out: {count} rows: {cause}")

@@ -95,12 +95,12 @@ def ai_dynamo(job, folder):
             report.per_request or (),
             key=lambda one: (one["arrival_time_ms"], one["input_length"], one["output_length"]),
         )
-        found = []
+        times = []
         for row, one in zip(order, ordered, strict=False):
             # The trace's clock begins at its first request.
             shift = 1e3 * rows[row][0] - one["arrival_time_ms"]
-            found.append((row, shift + one["first_token_ms"], shift + one["last_token_ms"]))
-        return found, 1e-3 * report.summary["wall_time_ms"]
+            times.append((row, shift + one["first_token_ms"], shift + one["last_token_ms"]))
+        return times, 1e-3 * report.summary["wall_time_ms"]
 
     return run, version("ai-dynamo")
 
@@ -140,11 +140,11 @@ def aisimulate(job, folder):
     def run(records):
         text = json.dumps({**spec, "record_per_request": records})
         report = json.loads(_runtime.run_replay_json(text))
-        found = [
+        times = [
             (int(one["request_id"]), one["first_token_ms"], one["last_token_ms"])
             for one in report.get("per_request") or ()
         ]
-        return found, 1e-3 * report["wall_time_ms"]
+        return times, 1e-3 * report["wall_time_ms"]
 
     return run, version("aisimulate")
 
@@ -163,9 +163,9 @@ def serve(name, job):
         seconds = []
         for _ in range(job["repeats"]):
             wall, core = time.perf_counter(), time.process_time()
-            _, own = run(False)
+            _, wall_s = run(False)
             core = time.process_time() - core
-            seconds.append(own * core / (time.perf_counter() - wall))
+            seconds.append(wall_s * core / (time.perf_counter() - wall))
     first, finish = [None] * count, [None] * count
     for row, first_ms, last_ms in records:
         first[row], finish[row] = 1e-3 * first_ms, 1e-3 * last_ms
@@ -181,9 +181,9 @@ def main(name, jobs_path, out_path):
     """Read the jobs, run them one after another, write what came of each."""
     with open(jobs_path, encoding="utf-8") as stream:
         jobs = json.load(stream)
-    found = [serve(name, job) for job in jobs]
+    results = [serve(name, job) for job in jobs]
     with open(out_path, "w", encoding="utf-8") as stream:
-        json.dump(found, stream)
+        json.dump(results, stream)
 
 
 if __name__ == "__main__":

@@ -115,8 +115,8 @@ def _rms(values: Sequence[float]) -> float:
 
 
 def _rows(profile: Profile, kind: str) -> float:
-    found = [profile.fit_error[key]["p90"] for key in ROWS[kind] if key in profile.fit_error]
-    return found[0] / P90_OF_SD if found else 0.0
+    spreads = [profile.fit_error[key]["p90"] for key in ROWS[kind] if key in profile.fit_error]
+    return spreads[0] / P90_OF_SD if spreads else 0.0
 
 
 def _ratios(profile: Profile, kind: str) -> list[float]:
@@ -179,9 +179,9 @@ def left_out_sets(data: Path, wheel: Path, run: Path | None = None) -> list[dict
             add(at, 1.0, 1.0 + one[key])
     if run is not None:
         measured = load_run(run)
-        found = errors(measured, simulate(measured, compose(*_RUN)))
+        whole = errors(measured, simulate(measured, compose(*_RUN)))
         for kind, metric in (("prefill", "TTFT"), ("decode", "TPOT")):
-            error = next(row["error_of_mean"] for row in found if row["metric"] == metric)
+            error = next(row["error_of_mean"] for row in whole if row["metric"] == metric)
             add((kind, *_RUN, 1, "bf16", f"vllm, {metric.lower()}"), 1.0, 1.0 + error)
     names = ("step", "card", "model", "tp", "dtype", "against")
     return [
@@ -191,10 +191,10 @@ def left_out_sets(data: Path, wheel: Path, run: Path | None = None) -> list[dict
 
 def _means(sets: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Mean of the sets' medians by card."""
-    found: dict[str, list[float]] = {}
+    by_card: dict[str, list[float]] = {}
     for one in sets:
-        found.setdefault(one["card"], []).append(float(np.median(one["logs"])))
-    return {card: float(np.mean(medians)) for card, medians in found.items()}
+        by_card.setdefault(one["card"], []).append(float(np.median(one["logs"])))
+    return {card: float(np.mean(medians)) for card, medians in by_card.items()}
 
 
 def _width(sets: Sequence[Mapping[str, Any]], means: Mapping[str, float]) -> float:
@@ -203,13 +203,13 @@ def _width(sets: Sequence[Mapping[str, Any]], means: Mapping[str, float]) -> flo
 
 def card_deviations(sets: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Root mean square of the cards' means by kind of step, classes whose kernels were timed."""
-    found = {}
+    deviations = {}
     for kind in ("prefill", "decode"):
-        own = [s for s in sets if error_class(s)[0] == kind and error_class(s)[1] != UNTIMED]
-        classes = {error_class(one) for one in own}
-        means = [_means([s for s in own if error_class(s) == name]) for name in classes]
-        found[kind] = round(_rms([value for each in means for value in each.values()]), 3)
-    return found
+        timed = [s for s in sets if error_class(s)[0] == kind and error_class(s)[1] != UNTIMED]
+        classes = {error_class(one) for one in timed}
+        means = [_means([s for s in timed if error_class(s) == name]) for name in classes]
+        deviations[kind] = round(_rms([value for each in means for value in each.values()]), 3)
+    return deviations
 
 
 def intervals(sets: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -233,24 +233,26 @@ def intervals(sets: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     others = card_deviations(sets)
     classes = [error_class(one) for one in sets]
     made: list[dict[str, Any]] = []
-    for one, own in zip(sets, classes, strict=True):
-        same = [s for s, kind in zip(sets, classes, strict=True) if kind == own]
+    for one, group in zip(sets, classes, strict=True):
+        same = [s for s, kind in zip(sets, classes, strict=True) if kind == group]
         means = _means(same)
         rest = [s for s in same if (s["card"], s["model"]) != (one["card"], one["model"])]
         rest = rest or [s for s in same if s is not one] or same
         without = _means(rest)
         width = _width(rest, without)
         if one["card"] not in without:
-            width = math.hypot(width, Z80 * others[own[0]])
+            width = math.hypot(width, Z80 * others[group[0]])
         distance = np.abs(one["logs"] - without.get(one["card"], 0.0)) / width
-        made.append({"class": own[1], "logs": distance, "sd_without": width / Z80}
+        made.append({"class": group[1], "logs": distance, "sd_without": width / Z80}
                     | {"bias": means[one["card"]], "sd": _width(same, means) / Z80})  # fmt: skip
     factor = {}
     for kind in others:
-        known = zip(made, classes, strict=True)
-        factor[kind] = _quantile([m for m, own in known if own[0] == kind and own[1] != UNTIMED])
-    for row, one, own in zip(made, sets, classes, strict=True):
-        k = 1.0 if own[1] == UNTIMED else factor[own[0]]
+        pairs = zip(made, classes, strict=True)
+        factor[kind] = _quantile(
+            [m for m, group in pairs if group[0] == kind and group[1] != UNTIMED]
+        )
+    for row, one, group in zip(made, sets, classes, strict=True):
+        k = 1.0 if group[1] == UNTIMED else factor[group[0]]
         logs, distance = one["logs"], row.pop("logs")
         row |= {"rows": len(logs), "mean": logs.mean(), "deviation": logs.std()}
         row |= {"inside": (distance <= k).mean(), "sd": k * row["sd"]}
@@ -262,11 +264,13 @@ def intervals(sets: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def widths(made: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The constant ``step_sd`` of rows of :func:`intervals`."""
-    found: dict[str, Any] = {"prefill": {}, "decode": {}}
+    constants: dict[str, Any] = {"prefill": {}, "decode": {}}
     for row in sorted(made, key=lambda row: (row["class"], row["card"])):
-        own = found[row["step"]].setdefault(row["class"], {"sd": round(row["sd"], 3), "cards": {}})
-        own["cards"][row["card"]] = round(row["bias"], 3)
-    return found
+        entry = constants[row["step"]].setdefault(
+            row["class"], {"sd": round(row["sd"], 3), "cards": {}}
+        )
+        entry["cards"][row["card"]] = round(row["bias"], 3)
+    return constants
 
 
 def _print_intervals(made: Sequence[Mapping[str, Any]]) -> None:
@@ -300,8 +304,8 @@ def _print_intervals(made: Sequence[Mapping[str, Any]]) -> None:
         body,
     )
     for kind in ("prefill", "decode"):
-        own = [row for row in made if row["step"] == kind and row["class"] != UNTIMED]
-        inside = np.mean([row["inside"] for row in own])
+        timed = [row for row in made if row["step"] == kind and row["class"] != UNTIMED]
+        inside = np.mean([row["inside"] for row in timed])
         print(f"{kind}: {inside:.0%} of the rows left out are inside, sets weighted equally")
 
 
@@ -371,8 +375,8 @@ def step_errors(results: Path = RESULTS) -> list[dict[str, Any]]:
 
 def stated(rows: Sequence[Mapping[str, Any]], name: str) -> dict[str, Any]:
     """The field ``step_error`` of a profile."""
-    own = {row["step"]: row for row in rows if row["profile"] == name}
-    field = {kind: {"bias": row["bias"], "sd": row["sd"]} for kind, row in own.items()}
+    by_step = {row["step"]: row for row in rows if row["profile"] == name}
+    field = {kind: {"bias": row["bias"], "sd": row["sd"]} for kind, row in by_step.items()}
     return {**field, "source": "experiments/results/fidelity/step_error.csv"}
 
 

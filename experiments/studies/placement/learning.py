@@ -36,7 +36,8 @@ import numpy as np
 from servegym._command_line import run_main
 from servegym.agents.lib.checkpoint import json_field, load_policy, read_content
 from servegym.baselines.protocol import BasePolicy
-from servegym.experiments.evaluation.evaluate import DEFAULT_SEED, evaluate
+from servegym.experiments.evaluation.evaluate import evaluate
+from servegym.experiments.evaluation.play import DEFAULT_SEED
 from servegym.experiments.evaluation.stats import mean, over_trainings, relative_change
 from servegym.experiments.evaluation.tables import Note, note
 from servegym.experiments.papers import study
@@ -93,7 +94,7 @@ class Control(BasePolicy):
 
 def commands(scenario: str) -> list[str]:
     """The command of each training of a scenario."""
-    found = []
+    lines = []
     for agent in AGENTS:
         plain = agent.removesuffix("_shuffled")
         control = "" if agent == plain else "--shuffle_rewards True"
@@ -101,8 +102,8 @@ def commands(scenario: str) -> list[str]:
             command = f"python -m servegym.agents.{plain}"
             parts = [command, FLAGS.get((plain, scenario), ""), control]
             name = f"--seed {seed} --run_name {agent}_{scenario}_{seed}"
-            found.append(" ".join([part for part in parts if part] + [name]))
-    return found
+            lines.append(" ".join([part for part in parts if part] + [name]))
+    return lines
 
 
 def random_weights(file: Path) -> Any:
@@ -120,17 +121,17 @@ def random_weights(file: Path) -> Any:
 
 def _files(options: Options, scenario: str) -> dict[str, list[Path]]:
     """The last weights of the trainings by agent, in the order of the seeds."""
-    found: dict[str, list[Path]] = {}
+    files: dict[str, list[Path]] = {}
     for agent in AGENTS:
         paths = sorted(options.runs.glob(f"{agent}_{scenario}_[0-9]*/last.safetensors"))
         if paths:
-            found[agent] = paths
-    if not found:
+            files[agent] = paths
+    if not files:
         raise ValueError(
             f"runs is {str(options.runs)!r}, which holds no training of {scenario}; make one by "
             f"{commands(scenario)[0]}"
         )
-    return found
+    return files
 
 
 def _played(policy: Any, scenario: str, split: str, episodes: int) -> np.ndarray:
@@ -212,10 +213,10 @@ def _notes(options: Options, rows: Sequence[dict[str, Any]]) -> Iterator[Note]:
     by = {row["policy"]: row for row in rows}
     for agent in (row for row in rows if row["trainings"]):
         for name in (name for name in (SEARCH, *RULES, "own_share") if name in by):
-            found = relative_change(agent["_scores"], by[name]["_scores"], mean)
+            difference = relative_change(agent["_scores"], by[name]["_scores"], mean)
             text = "{} against {}: {:+.1f} % [{:+.1f}, {:+.1f}]."
-            text = text.format(agent["policy"], name, *found)
-            yield note(text, policy=agent["policy"], against=name, change_pct=list(found))
+            text = text.format(agent["policy"], name, *difference)
+            yield note(text, policy=agent["policy"], against=name, change_pct=list(difference))
 
 
 def _studies(scenario: str) -> tuple[Study, Study]:
@@ -225,7 +226,7 @@ def _studies(scenario: str) -> tuple[Study, Study]:
         made = [words for words in commands(scenario) if words.split()[-1] in played]
         return {"setting": setting(scenario=scenario), "trainings": made}
 
-    given: Any = {"settings": lambda options: ({"scenario": scenario},), "facts": facts}
+    shared: Any = {"settings": lambda options: ({"scenario": scenario},), "facts": facts}
     curves = f"learning_curves_{scenario}"
     picture = Curves(
         y="val_latency_s",
@@ -233,8 +234,8 @@ def _studies(scenario: str) -> tuple[Study, Study]:
         run=("policy", "seed"),
     )
     return (
-        Study(curves, scenario, _curves, notes=_curve_notes, picture=picture, **given),
-        Study(f"learning_{scenario}", scenario, _evaluated, notes=_notes, **given),
+        Study(curves, scenario, _curves, notes=_curve_notes, picture=picture, **shared),
+        Study(f"learning_{scenario}", scenario, _evaluated, notes=_notes, **shared),
     )
 
 

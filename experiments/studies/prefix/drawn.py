@@ -42,8 +42,8 @@ from servegym.baselines.prefix_routing.drawn_settings import (
 )
 from servegym.baselines.prefix_routing.simple import WeightedLoad
 from servegym.envs.prefix_routing.core import PrefixBatch
-from servegym.experiments.evaluation.evaluate import DEFAULT_SEED
 from servegym.experiments.evaluation.output import read_rows
+from servegym.experiments.evaluation.play import DEFAULT_SEED
 from servegym.experiments.evaluation.stats import mean, over_trainings
 from servegym.experiments.evaluation.tables import Note, note
 from servegym.experiments.papers.study import RESULTS, Study, command, interval_columns

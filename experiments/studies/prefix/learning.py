@@ -37,7 +37,8 @@ from servegym._command_line import run_main
 from servegym.agents import load_policy
 from servegym.baselines.prefix_routing import PrefixSystem, RulePolicy
 from servegym.baselines.prefix_routing.simple import WeightedLoad
-from servegym.experiments.evaluation.evaluate import DEFAULT_SEED, evaluate
+from servegym.experiments.evaluation.evaluate import evaluate
+from servegym.experiments.evaluation.play import DEFAULT_SEED
 from servegym.experiments.evaluation.stats import over_trainings
 from servegym.experiments.evaluation.tables import Note, note
 from servegym.experiments.papers import study

@@ -51,7 +51,6 @@ class Training(NamedTuple):
         agent: Name of a module of ``servegym.agents``.
         flags: The agent's own.
         rates: Arrival rates of the evaluations, requests/s.
-        control: Whether there is a training with shuffled rewards.
         validation: Episodes of the agent's evaluations and requests of each, which the heuristics
             play, too; those of its module by default.
     """
@@ -59,7 +58,6 @@ class Training(NamedTuple):
     agent: str
     flags: str
     rates: tuple[float, ...] = (8.0,)
-    control: bool = True
     validation: tuple[int, int] | None = None
 
 
@@ -192,7 +190,7 @@ def _measured(options: Options, at: dict[str, str], _: Sequence[str]) -> list[di
     folder = options.runs / at["table"]
     made = {
         seed: train(given.agent, flags, seed or 1, folder, shuffled=not seed)
-        for seed in options.seeds or (*seeds, *([0] if given.control else []))
+        for seed in options.seeds or (*seeds, 0)
     }
     if options.seeds:
         return []
@@ -265,23 +263,18 @@ def findings(options: Any, rows: Rows) -> Iterator[Note]:
             )
         first, last = (student_interval([c[k]["qos"] for c in trained]) for k in (0, -1))
         fall = max(max(r["qos"] for r in c) - c[-1]["qos"] for c in trained)
-        text, ended = "", None
-        if control := curves.get((SHUFFLED, 1)):
-            ended = control[-1]["qos"]
-            text = (
-                f"; with shuffled rewards from {control[0]['qos']:.3f} to {ended:.3f}, at most "
-                f"{max(r['qos'] for r in control):.3f}"
-            )
+        control = [row["qos"] for row in curves[SHUFFLED, 1]]
         yield note(
             f"{rate:g} requests/s, validation episodes: random weights {first.value:.3f} "
             f"[{first.low:.3f}, {first.high:.3f}] (Student's interval over trainings), at the end "
             f"{last.value:.3f} [{last.low:.3f}, {last.high:.3f}], at most {fall:.3f} below the "
-            f"best point of its curve{text}.",
+            f"best point of its curve; with shuffled rewards from {control[0]:.3f} to "
+            f"{control[-1]:.3f}, at most {max(control):.3f}.",
             rate=rate,
             random=first.value,
             last=last.value,
             fall=fall,
-            shuffled=ended,
+            shuffled=control[-1],
         )
 
 

@@ -29,7 +29,8 @@ from numpy.typing import NDArray
 
 from servegym._command_line import run_main
 from servegym.agents import load_policy
-from servegym.experiments.evaluation.evaluate import DEFAULT_SEED, evaluate
+from servegym.experiments.evaluation.evaluate import evaluate
+from servegym.experiments.evaluation.play import DEFAULT_SEED
 from servegym.experiments.evaluation.stats import over_trainings
 from servegym.experiments.evaluation.tables import Note, note
 from servegym.experiments.papers import study

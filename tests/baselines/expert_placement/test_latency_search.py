@@ -31,20 +31,15 @@ def make_rows(rng, servers=3, layers=6, experts=16, top_k=3, tokens=300):
     return rows
 
 
-def make_case(seed=0, **changes):
+def make_case(seed=0):
     rng = np.random.default_rng(seed)
     rows = make_rows(rng)
     counts = np.stack([set_bits(r, 16).sum(axis=0) for r in rows])
-    arguments = {
-        "prompt_tokens": 30.0,
-        "output_tokens": 20.0,
-        "round_trip_s": [0.006, 0.006, 0.02],
-        "token_s": 1e-4,
-        "message_s": 4e-4,
-        "max_messages": 2,
-    }
-    model = LayerCostModel.build(rows, 16, **(arguments | changes))
-    return model, rows, counts, np.array([30, 34, 22, 28])
+    cost = np.zeros(3, kernel.LAYER_COST)
+    cost["weight"], cost["prompt_tokens"], cost["decode_steps"] = 1.0, 30.0, 19.0
+    cost["round_trip_s"], cost["token_s"] = [0.006, 0.006, 0.02], 1e-4
+    cost["message_s"], cost["max_messages"] = 4e-4, 2
+    return LayerCostModel.build(rows, 16, cost), rows, counts, np.array([30, 34, 22, 28])
 
 
 def literal_cost(model, rows, held, n, layer):

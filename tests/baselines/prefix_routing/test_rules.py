@@ -7,17 +7,18 @@ import numpy as np
 import pytest
 
 from servegym.baselines.prefix_routing import NOWHERE, RULES, View
-from servegym.baselines.prefix_routing.aibrix import Aibrix
 from servegym.baselines.prefix_routing.dynamo import Dynamo
+from servegym.baselines.prefix_routing.gateways import (
+    Aibrix,
+    LMetric,
+    ProductionStackKvAware,
+    ProductionStackPrefix,
+    RayPrefixAware,
+    SglangCacheAware,
+)
 from servegym.baselines.prefix_routing.llm_d import LlmdAffinity, LlmdScorers, sticky
 from servegym.baselines.prefix_routing.llm_d_latency import FEATURES, LlmdPredicted, OnlineTrees
 from servegym.baselines.prefix_routing.papers import Mooncake, Preble
-from servegym.baselines.prefix_routing.production_stack import (
-    ProductionStackKvAware,
-    ProductionStackPrefix,
-)
-from servegym.baselines.prefix_routing.ray_serve import RayPrefixAware
-from servegym.baselines.prefix_routing.sglang import LMetric, SglangCacheAware
 from servegym.baselines.prefix_routing.simple import (
     HashRing,
     LeastLoad,

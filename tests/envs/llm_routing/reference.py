@@ -19,9 +19,7 @@ import numpy as np
 NAN = math.nan
 
 
-# --------------------------------------------------------------------------------------------
-# Latency laws
-# --------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------- Latency laws
 
 
 def segment_and_weight(axis: Sequence[float], x: float) -> tuple[int, float]:
@@ -145,9 +143,7 @@ def step_s(law: Any, chunks: Sequence[tuple[int, int]], contexts: Sequence[int])
     return seconds + law.head(sequences + len(chunks))
 
 
-# --------------------------------------------------------------------------------------------
-# Configuration and records
-# --------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------ Configuration and records
 
 
 @dataclass(frozen=True)
@@ -289,9 +285,7 @@ class Iteration(NamedTuple):
     blocks: int  # that the running requests hold
 
 
-# --------------------------------------------------------------------------------------------
-# One expert
-# --------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------- One expert
 
 
 class ReferenceExpert:
@@ -595,22 +589,13 @@ class ReferenceExpert:
         return decodes, chunks, step_s(self.law, pairs, contexts)
 
 
-# --------------------------------------------------------------------------------------------
-# The router's view
-# --------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------- The router's view
 
 
 class ReferenceSimulator:
-    """An episode: observe at each arrival, act, go on to the next arrival.
+    """An episode: observe at each arrival (s), act, go on to the next arrival.
 
-    Args:
-        config: Everything but the episode.
-        arrivals: Arrival times in seconds, non-decreasing.
-        prompt_tokens: Prompt length of each request.
-        scores: True score of each request on each expert.
-        output_tokens: True output length of each request on each expert.
-        predicted_scores: What the router is told of the scores.
-        predicted_lengths: What the router is told of the output lengths.
+    Scores and lengths are true ones of each request on each expert, and what the router is told.
     """
 
     def __init__(
@@ -780,11 +765,7 @@ class ReferenceSimulator:
         return total
 
     def step(self, action: int) -> tuple[float, dict[str, float], bool]:
-        """Take `action` for the current request and go on to the next arrival, or drain.
-
-        Returns:
-            The reward, its terms (they sum to it) and whether the episode ended.
-        """
+        """Act and go on to the next arrival, or drain: the reward, its terms, whether it ended."""
         config = self.config
         penalty = 0.0
         if config.reward == "qos_aware":
@@ -902,9 +883,7 @@ def simulate(
     return [sim.step(action)[0] for action in actions], sim.log
 
 
-# --------------------------------------------------------------------------------------------
-# Replay of one expert
-# --------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------- Replay of one expert
 
 
 def replay_reference(

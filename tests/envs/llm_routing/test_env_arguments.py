@@ -21,14 +21,9 @@ BAD = [
     ({"profiles": "/nowhere/card.json"}, ["profiles='/nowhere/card.json'", "cannot be read"]),
     ({"models": ["gemma-7b-it"]}, ["models=", "at least 6"]),
     ({"models": ["vicuna-7b"] * 6}, ["'vicuna-7b'", "Did you mean 'vicuna-7b-v1.5'"]),
-    ({"catalog_kwargs": {"pth": "x"}}, ["alpaca_eval_7b", "'pth'"]),
-    ({"split": "evl"}, ["split='evl'", "Did you mean 'eval'"]),
-    ({"scheduler": "chunked"}, ["scheduler='chunked'", "Did you mean 'chunked_prefill'"]),
     ({"score_predictor": "learned", "catalog": "synthetic"}, ["learned", "table="]),
     ({"predictor_kwargs": {"score": {"tabel": 1}}}, ["predictor_kwargs['score']", "'table'"]),
     ({"arrivals": "trace", "arrivals_kwargs": {"path": "/nowhere.csv"}}, ["path='/nowhere.csv'"]),
-    ({"arrivals_kwargs": {"cv": 2.0}}, ["poisson", "'cv'"]),
-    ({"num_expert": 3}, ["'num_expert'", "Did you mean 'num_experts'"]),
     ({"num_experts": 13}, ["num_experts=13", "12 experts"]),
     ({"num_experts": 3, "profiles": [A100, A100]}, ["num_experts=3", "2 experts"]),
     ({"num_experts": 40, "profiles": A100}, ["num_experts=40", "16 models"]),
@@ -89,16 +84,6 @@ def test_a_prompt_that_never_fits_an_expert_is_masked_there(tmp_path):
         if len(env.request_log()) == 300:
             break
     assert seen == {True, False}
-
-
-@pytest.mark.parametrize(
-    "action", [-1, 4, 10**30, -(10**30), 2**63, np.int64(4), np.uint64(2**64 - 1)], ids=repr
-)
-def test_actions_out_of_range(action):
-    env = LLMRoutingEnv(num_experts=3)
-    env.reset(seed=0)
-    with pytest.raises(ValueError, match="out of range.*1 to 3"):
-        env.step(action)
 
 
 def test_ranges_are_drawn_anew_for_every_episode():

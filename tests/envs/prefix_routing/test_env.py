@@ -257,10 +257,8 @@ def test_scenarios_can_be_played(scenario):
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        ({"scenario": "llmd"}, "Did you mean 'llm-d-8'"),
         ({"workload_kwargs": {"group": 3}}, "Did you mean 'groups'"),
         ({"rate": 1e-4}, "rate"),
-        ({"workload": "mooncake", "rate": 2e3}, "rate"),
         ({"workload": "sessions", "rate": 1e3}, "rate"),
         ({"kv_tokens": 1 << 30}, "kv_tokens"),
         ({"profiles": {"card": "h100", "modle": "llama-3.1-8b"}}, "modle"),

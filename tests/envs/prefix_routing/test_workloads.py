@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from servegym.envs.prefix_routing.replay import replay_prefix
 from servegym.envs.prefix_routing.workloads import (
     LLM_D_STAGES,
+    WORKLOADS,
     RecordedArguments,
     Tenants,
     _recorded,
     _Tree,
-    list_prefix_workloads,
     make_prefix_workload,
 )
 from servegym.envs.workloads.prefix_traces import load_prefix_trace
@@ -52,7 +52,7 @@ def same(left, right):
 
 
 def test_every_workload_is_drawn_here():
-    assert {name for name, _, _ in VARIANTS.values()} == set(list_prefix_workloads())
+    assert {name for name, _, _ in VARIANTS.values()} == set(WORKLOADS)
 
 
 @pytest.mark.parametrize("dispatch", ["think", "trace"])
@@ -210,7 +210,7 @@ def test_llm_d_benchmark():
 
 
 @pytest.mark.parametrize("dispatch", ["think", "trace"])
-@pytest.mark.parametrize("name", list_prefix_workloads())
+@pytest.mark.parametrize("name", WORKLOADS)
 def test_the_engine_plays_every_workload(name, dispatch):
     """With memory for all it hits what a set of ids holds, but for what is still being computed."""
     kwargs = {"output_tokens": 90} if name == "tenants" else {}

@@ -144,11 +144,11 @@ def serve(s, request, plan, cold_main=True, cold_replicas=None):
     Tcold = max([main_start, *starts])
 
     # Eq. 6 and 7.
-    Mg = s.mem_pre_post_mb + s.runtime_gpu_mb
+    Mg = 0.0
     for block in range(s.layers):
         Mg += s.non_expert_mb[block] + (n_in + n_out) * s.kv_mb_per_token[block]
     Mg += (n_in + n_out) * D
-    rate = s.price_gpu * Mg + s.price_cpu * (W + s.runtime_cpu_mb)
+    rate = s.price_gpu * Mg + s.price_cpu * W
     Cloc = (PT + GT) * rate
     rounding += round_up(s, PT + GT) * rate
     cold_cost = 0.0

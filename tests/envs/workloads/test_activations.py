@@ -11,13 +11,12 @@ from servegym.envs.workloads.activations import (
     load_activations,
     load_model,
     make_toy_activations,
-    masks_to_counts,
     read_activations,
     read_law,
 )
 from servegym.envs.workloads.build.activations import main as build
 from servegym.envs.workloads.build.activations import pack_sets, top_expert_share, write_activations
-from servegym.envs.workloads.expert_sets import ids_to_masks, masks_to_ids, unpack_sets
+from servegym.envs.workloads.expert_sets import ids_to_masks, masks_to_ids, set_bits, unpack_sets
 from servegym.envs.workloads.files import DATA_DIR
 
 
@@ -92,7 +91,7 @@ def check(activations):
     for p in range(prompts):
         sets = a.bank[a.bank_start[p] : a.bank_start[p + 1]]
         assert 1 <= len(sets) <= a.tokens[p]
-        assert (masks_to_counts(sets, model.experts) <= a.counts[p]).all()
+        assert (set_bits(sets, model.experts).sum(axis=0) <= a.counts[p]).all()
     np.testing.assert_allclose(a.frequencies().sum(axis=2), 1)
     parts = [a.rows(name) for name in ("train", "val", "eval")]
     assert sorted(np.concatenate(parts)) == list(a.rows("all")) == list(range(prompts))
@@ -107,7 +106,7 @@ def test_toy_holds_the_invariants(toy):
     check(toy)
     for p in range(toy.num_prompts):
         sets = toy.bank[toy.bank_start[p] : toy.bank_start[p + 1]]
-        np.testing.assert_array_equal(masks_to_counts(sets, 8), toy.counts[p])
+        np.testing.assert_array_equal(set_bits(sets, 8).sum(axis=0), toy.counts[p])
 
 
 def test_toy_takes_other_sizes_and_refuses_bad_ones():
@@ -184,7 +183,7 @@ def test_bank_agrees_with_the_full_counts_within_sampling_error(name):
     a = load_activations(name)
     experts = a.model.experts
     pairs = zip(a.bank_start[:-1], a.bank_start[1:], strict=True)
-    banked = np.array([masks_to_counts(a.bank[b:e], experts) for b, e in pairs])
+    banked = np.array([set_bits(a.bank[b:e], experts).sum(axis=0) for b, e in pairs])
     n = np.diff(a.bank_start)[:, None, None]
     total = a.tokens[:, None, None]
     q = a.counts / total

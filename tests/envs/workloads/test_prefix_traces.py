@@ -9,7 +9,7 @@ from servegym._files import MalformedFileError
 from servegym.envs.workloads.build import chat_sessions
 from servegym.envs.workloads.build import prefix_traces as build
 from servegym.envs.workloads.files import read_fitted
-from servegym.envs.workloads.prefix_traces import list_prefix_traces, load_prefix_trace
+from servegym.envs.workloads.prefix_traces import TRACES, load_prefix_trace
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ def test_infinite_cache_hits_of_the_recorded_ids(name, requests, share, differen
     assert different in (None, blocks - hits)
 
 
-@pytest.mark.parametrize("name", list_prefix_traces())
+@pytest.mark.parametrize("name", TRACES)
 def test_packaged_traces_are_consistent(name):
     trace = load_prefix_trace(name)
     index = np.arange(trace.num_requests)
@@ -45,10 +45,10 @@ def test_packaged_traces_are_consistent(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", list_prefix_traces())
+@pytest.mark.parametrize("name", TRACES)
 def test_packaged_traces_are_the_builders(name, measured):
     path = measured(*build.SOURCES[name][0].split("/"))
-    raw = build.read_source(name, path.parent.parent)
+    raw = build.read_source(name, path)
     packaged = build.pack(load_prefix_trace(name))
     for field, array in build.pack(raw).items():
         assert np.array_equal(array, packaged[field]), field

@@ -16,9 +16,9 @@ from servegym.envs.expert_placement import parallel_env as placement_agents
 from servegym.envs.families import family_named, family_of
 from servegym.envs.llm_routing import parallel_env as routing_agents
 from servegym.experiments.evaluation import leaderboard
-from servegym.experiments.evaluation.evaluate import DEFAULT_SEED, evaluate
+from servegym.experiments.evaluation.evaluate import evaluate
 from servegym.experiments.evaluation.guest import GuestPolicy
-from servegym.experiments.evaluation.play import problem_of
+from servegym.experiments.evaluation.play import DEFAULT_SEED, problem_of
 from servegym.experiments.evaluation.reporting import report_of
 from servegym.experiments.evaluation.resolve import resolve
 from servegym.experiments.render import render_episode
@@ -88,14 +88,15 @@ class Same(BasePolicy):
 
 def test_a_cheat_in_a_process_of_its_own_plays_as_without_its_tricks(tmp_path: Path) -> None:
     file = write(tmp_path, CHEAT)
-    rows = evaluate(ENV_ID, [file, Same(), "greedy_qos"], 2, None, SMALL)
-    assert rows[0]["seed"] not in range(1_000_000), "nobody knew it"
-    assert [row["source"] for row in rows[::2]] == ["guest", "guest", "servegym"]
+    rows = evaluate(ENV_ID, [file, "greedy_qos"], 1, None, SMALL)
+    seed = rows[0]["seed"]
+    assert seed not in range(1_000_000), "nobody knew it"
+    assert [row["source"] for row in rows] == ["guest", "servegym"]
+    honest = evaluate(ENV_ID, [Same()], 1, seed, SMALL, in_process=True)
     for name in ("arrival_s", "expert", "catalog_row"):
-        for mine, honest in zip(rows.logs["cheat"], rows.logs["same"], strict=True):
-            assert np.array_equal(mine[name], honest[name])
-    again = evaluate(ENV_ID, ["greedy_qos"], 2, rows[0]["seed"], SMALL)
-    assert repr(again) == repr(rows[4:]), "nothing is left in this process"
+        assert np.array_equal(rows.logs["cheat"][0][name], honest.logs["same"][0][name])
+    again = evaluate(ENV_ID, ["greedy_qos"], 1, seed, SMALL)
+    assert repr(again) == repr(rows[1:]), "nothing is left in this process"
     # With the seed that everyone knows the same file rebuilds the episode: hence the other one.
     known = evaluate(ENV_ID, [file, "greedy_qos"], 1, DEFAULT_SEED, SMALL)
     first, second, *_ = (key for key in known[0] if key.startswith("share_"))
@@ -179,7 +180,7 @@ class Policy(First):
     sent = {}
     for asked in ("True", "False"):
         file = write(tmp_path, HEAD + told.replace("ASKED", asked), f"{asked}.py")
-        sent[asked] = evaluate(ENV_ID, [file], 2, 7, SMALL).logs["told"]
+        sent[asked] = evaluate(ENV_ID, [file], 1, 7, SMALL).logs["told"]
     for log in sent["True"]:
         first = np.flatnonzero(log["expert"] == 1)[0]
         assert (log["expert"][:first] == 0).all() and (log["expert"][first:] == 1).all()

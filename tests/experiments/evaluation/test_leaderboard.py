@@ -10,8 +10,9 @@ from servegym.baselines.protocol import Policy
 from servegym.baselines.registry import from_callable, list_policies
 from servegym.envs.families import FAMILIES, family_named
 from servegym.experiments.evaluation import leaderboard, stats
-from servegym.experiments.evaluation.evaluate import DEFAULT_SEED, evaluate
+from servegym.experiments.evaluation.evaluate import evaluate
 from servegym.experiments.evaluation.leaderboard import POINTS, Point, main, ranked, read_board
+from servegym.experiments.evaluation.play import DEFAULT_SEED
 
 SMALL = Point("small", family_named("routing"), {"rate": 8.0, "episode_requests": 40}, 3, {})
 
@@ -124,7 +125,7 @@ def test_a_presubmit_tells_a_good_router_from_a_bad_one(
 ) -> None:
     monkeypatch.setattr(leaderboard, "policies_for", lambda *_: ["random", "least_outstanding"])
     monkeypatch.setattr(leaderboard, "ENOUGH", 16)
-    quick = ["--quick", "--seed", "7", "--at-least"]
+    quick = ["--in-process", "--quick", "--seed", "7", "--at-least"]
     assert main([*quick, "least_outstanding", "--policy", "mine.py"]) == 3  # too few to pass
     assert "mine is not told to be as good as least_outstanding (16 epi" in capsys.readouterr().out
     monkeypatch.setattr(stats, "ENOUGH", 16)
@@ -132,7 +133,7 @@ def test_a_presubmit_tells_a_good_router_from_a_bad_one(
     assert "small: mine is not below random (16 episodes, +" in capsys.readouterr().out
     (small / "bad.py").write_text("def act(observation, action_mask):\n    return 1\n")
     bad = ["least_outstanding", "--policy", "bad.py"]
-    assert main(["--in-process", *quick, *bad]) == 1
+    assert main([*quick, *bad]) == 1
     assert not (small / "experiments").exists()
 
 

@@ -8,7 +8,7 @@ import pytest
 from servegym.envs.llm_routing import replay
 from servegym.hardware_profiles import load
 from servegym.hardware_profiles.calibrate import calibrate
-from servegym.hardware_profiles.calibrate.calibrate_server import calibrate_server
+from servegym.hardware_profiles.calibrate.calibrate_server import ServerOptions, calibrate_server
 from servegym.hardware_profiles.measure.server import COLUMNS
 
 SLOTS = 4
@@ -120,4 +120,4 @@ def test_a_bad_file_is_refused_by_line_and_field(file, tmp_path, old, new, what)
         new = later(old, new)
     path.write_text(text.replace(old, new))
     with pytest.raises(ValueError, match=what):
-        calibrate_server(path, slots=SLOTS, kv_tokens=4096, name="x")
+        calibrate_server(path, ServerOptions(SLOTS, 4096, "x"))

@@ -19,7 +19,6 @@ from servegym.experiments.papers.routing import measuring as routing_measuring
 from servegym.experiments.papers.routing import workload as routing_workload
 from servegym.experiments.papers.routing.claims import RETRAINED
 from servegym.experiments.papers.routing.measuring import find_runs
-from servegym.experiments.studies.routing import comparison as routing_comparison
 
 from ..tables import rows_of
 
@@ -169,15 +168,3 @@ def test_learning_figures(tmp_path, trained, monkeypatch):
     assert 10_000 < int(table["HAN"]["parameters"]) < 60_000
     one = table["one decision"]
     assert 0 < float(one["p50_ms"]) <= float(one["p99_ms"])
-
-
-@pytest.mark.slow
-def test_comparison_of_small_trainings(tmp_path):
-    argv = ["--quick", "--out", str(tmp_path), "--runs", str(tmp_path / "runs"), "--episodes", "2"]
-    assert routing_comparison.main([*argv, "--figure", "comparison"]) == 0
-    rows = rows_of(tmp_path / "comparison.csv")
-    assert {row["factor"] for row in rows} == {"graph", "state", "reward", "both", "level"}
-    levels = [row for row in rows if row["factor"] == "level"]
-    assert len(levels) == len(routing_comparison.SETTINGS) + len(routing_comparison.BESIDE)
-    told = " ".join(one["text"] for one in read_record(tmp_path / "comparison.csv")["notes"])
-    assert "features, HAN, Eq. 16, shaped: QoS" in told and "shortest_queue: QoS" in told

@@ -1,0 +1,48 @@
+"""Compilation of everything that environments and policies compile, ahead of their first use."""
+
+from __future__ import annotations
+
+import importlib
+import time
+
+import gymnasium
+import numpy as np
+
+from servegym.envs.families import Family
+from servegym.envs.llm_routing import replay
+from servegym.envs.prefix_routing.live import LiveEngine
+from servegym.envs.prefix_routing.replay import replay_prefix
+from servegym.envs.prefix_routing.workloads import make_prefix_workload
+from servegym.hardware_profiles import load
+
+__all__ = ["warm_family"]
+
+MORE = {"llm_routing": {"staleness_s": 0.1}, "expert_placement": {"serving": "offload"}}
+"""Arguments with which an environment compiles more."""
+
+
+def warm_family(family: Family) -> float:
+    """Compile the engine and the policies of a family, or load them from the cache on disk.
+
+    Environments compile when they are made, replays and live engines likewise; the compiled parts
+    of ``baselines/<family>`` are those of its function ``compile_kernels``, if it has one.
+
+    Returns:
+        Seconds that it took.
+    """
+    start = time.perf_counter()
+    for env_id in family.env_ids:
+        gymnasium.make(env_id).close()
+    gymnasium.make(family.env_id, **MORE.get(family.name, {})).close()
+    if family.name == "llm_routing":
+        replay([0.0], [1], [1])
+    if family.name == "prefix_routing":
+        requests = make_prefix_workload("tenants").draw(np.random.default_rng(0), 1, 1.0, 16)
+        replay_prefix("h100-llama-3.1-8b", requests)
+        LiveEngine(load("h100-llama-3.1-8b"), max_num_seqs=8)
+    compile_policies = getattr(
+        importlib.import_module(f"servegym.baselines.{family.name}"), "compile_kernels", None
+    )
+    if compile_policies is not None:
+        compile_policies()
+    return time.perf_counter() - start
