@@ -227,6 +227,42 @@ def outcome_reader(args: Args, envs: Any) -> Any:
     return importlib.import_module(module).OutcomeReader(envs)
 
 
+def sizes(envs: gym.vector.VectorEnv, env_id: str) -> tuple[tuple[int, ...], int]:
+    """Shape of an observation and number of actions.
+
+    Raises:
+        ValueError: If the environment has no single Box of one or two axes, or no Discrete actions.
+    """
+    box, discrete = envs.single_observation_space, envs.single_action_space
+    if not isinstance(box, gym.spaces.Box) or not isinstance(discrete, gym.spaces.Discrete):
+        raise ValueError(f"env_id: {env_id!r} has no single Box with Discrete actions")
+    actions = int(discrete.n)
+    if len(box.shape) > 2 or (len(box.shape) == 2 and actions < box.shape[0]):
+        raise ValueError(f"env_id: {env_id!r} has a Box {box.shape}; flatten it first")
+    return box.shape, actions
+
+
+def estimate_advantages(
+    rewards: Tensor, values: Tensor, following: Tensor, after: Tensor, dones: Tensor, args: Args
+) -> Tensor:
+    """Generalised advantages (T, B) (Schulman et al., 2016).
+
+    Args:
+        rewards: (T, B), as all others.
+        values: Of the observations.
+        following: Of those one step later.
+        after: The same where an episode ended, 0 but at a time limit.
+        dones: Whether an episode ended.
+        args: gamma and gae_lambda.
+    """
+    delta = rewards + args.gamma * torch.where(dones > 0, after, following) - values
+    advantages, trace = torch.zeros_like(rewards), torch.zeros(rewards.shape[1])
+    for t in reversed(range(len(rewards))):
+        trace = delta[t] + args.gamma * args.gae_lambda * (1 - dones[t]) * trace
+        advantages[t] = trace
+    return advantages
+
+
 def save_policy(agent: Agent, args: Args, path: Path) -> None:
     """Weights, arguments and shape in one safetensors file."""
     shape = {k: getattr(agent, k) for k in ("shape", "actions", "width", "first")}
@@ -268,13 +304,8 @@ def train(args: Args) -> Path:
     steps = min(args.num_steps, -(-args.total_timesteps // n))
     resets = AutoresetMode.DISABLED if args.own_requests else AutoresetMode.SAME_STEP
     envs = make_envs(args.env_id, n, autoreset_mode=resets, **env_kwargs(args))
-    box, discrete = envs.single_observation_space, envs.single_action_space
-    if not isinstance(box, gym.spaces.Box) or not isinstance(discrete, gym.spaces.Discrete):
-        raise ValueError(f"env_id: {args.env_id!r} has no single Box with Discrete actions")
-    actions = int(discrete.n)
-    if len(box.shape) > 2 or (len(box.shape) == 2 and actions < box.shape[0]):
-        raise ValueError(f"env_id: {args.env_id!r} has a Box {box.shape}; flatten it first")
-    agent = Agent(box.shape, actions, args.width, first=int(family_name(args) == "llm_routing"))
+    shape, actions = sizes(envs, args.env_id)
+    agent = Agent(shape, actions, args.width, first=int(family_name(args) == "llm_routing"))
     judged = copy.deepcopy(agent) if args.average else agent  # evaluated and saved
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5)
     log = RunLog(args, "ppo", args.env_id, env_kwargs(args))
@@ -329,11 +360,7 @@ def train(args: Args) -> Path:
                 rewards.zero_()
                 rewards[ended["decision"], ended["row"]] = torch.as_tensor(ended["reward"]).float()
             following = torch.cat([values[1:], agent(x, mask)[1][None]])
-            delta = rewards + args.gamma * torch.where(dones > 0, after, following) - values
-            advantages, trace = torch.zeros((steps, n)), torch.zeros(n)
-            for t in reversed(range(steps)):
-                trace = delta[t] + args.gamma * args.gae_lambda * (1 - dones[t]) * trace
-                advantages[t] = trace
+            advantages = estimate_advantages(rewards, values, following, after, dones, args)
         buffers = (obs_buf, mask_buf, action_buf, logp_buf, advantages, advantages + values)
         flat = [part.flatten(0, 1) for part in buffers]
         for _ in range(args.update_epochs):
