@@ -54,6 +54,15 @@ OBJECTIVE = "test_env.py::test_a_request_exactly_at_its_objective_keeps_it"
 NEAREST = "test_weights_come_from_the_nearest_server_and_of_equals_from_the_first"
 MOVES = "test_a_migration_moves_the_bytes_of_its_loads"
 INSTANT = "test_what_arrives_at_an_instant_comes_before_what_ends_then"
+IN_ORDER = "test_requests_file.py::test_requests_of_one_instant_are_served_in_order"
+FAILING = "test_equal_with_failing_experts"
+ON_TIME = "test_requests_file.py::test_an_answer_exactly_at_the_requirement_is_on_time"
+WARM = "test_env.py::test_warm_functions_save_the_start"
+IDLE = "test_env.py::test_a_function_idle_for_exactly_the_keep_alive_time_is_warm"
+BY_TIME = "test_events_come_by_time_and_then_in_order_of_arrival"
+DOWN = "test_equal_with_failing_replicas"
+EQUAL = "test_equal_to_the_reference"
+WHOLE = "test_env.py::test_requests_that_take_all_of_the_memory_are_served"
 
 CHANGES = {
     (ROUTING, "scheduler.py"): [
@@ -62,11 +71,7 @@ CHANGES = {
         # A request taken from the middle of the heap leaves one that ends sooner below a later one.
         ("        if place > 0 and _comes", "        if place < 0 and _comes", BINDS),
         # Of requests that become available at one instant the last goes first.
-        (
-            "ahead).available > request.available",
-            "ahead).available >= request.available",
-            "test_requests_file.py::test_requests_of_one_instant_are_served_in_order",
-        ),
+        ("ahead).available > request.available", "ahead).available >= request.available", IN_ORDER),
         # The next chunk of a prompt has the tokens of the decodes, too.
         ("config.token_budget - replica.decoding)", "config.token_budget)", AHEAD),
     ],
@@ -76,16 +81,8 @@ CHANGES = {
         # A cached block stays although its memory is taken.
         ("max(expert.free_head, expert.free_tail - expert.free)", "expert.free_head", BINDS),
         # A cached block that was given to another request is found again.
-        (
-            "expert.free_head - request.segment, 0)",
-            "expert.free_head - request.segment - 1, 0)",
-            BINDS,
-        ),
-        (
-            ">= config.waiting_capacity or expert.down != 0",
-            ">= config.waiting_capacity",
-            "test_equal_with_failing_experts",
-        ),
+        ("free_head - request.segment, 0)", "free_head - request.segment - 1, 0)", BINDS),
+        (">= config.waiting_capacity or expert.down != 0", ">= config.waiting_capacity", FAILING),
     ],
     (ROUTING, "iterations.py"): [
         # Nobody gets the last block.
@@ -96,17 +93,9 @@ CHANGES = {
         ("request.available > planned", "request.available > now", AHEAD),
         ("expert.running + left < c", "expert.running < c", AHEAD),
         # Decode iterations run past the one in which the next request has its last token.
-        (
-            "limit = expert.next_finish - expert.emitted - 1\n",
-            "limit = expert.next_finish - expert.emitted\n",
-            BINDS,
-        ),
+        ("next_finish - expert.emitted - 1\n", "next_finish - expert.emitted\n", BINDS),
         # What is exactly on the limit, or fills it exactly, is beyond it.
-        (
-            "latency <= env.latency_requirement",
-            "latency < env.latency_requirement",
-            "test_requests_file.py::test_an_answer_exactly_at_the_requirement_is_on_time",
-        ),
+        ("latency <= env.latency_requirement", "latency < env.latency_requirement", ON_TIME),
     ],
     (ROUTING, "__init__.py"): [
         ("loss -= _late_scores(", "loss += _late_scores(", "test_equal_in_every_mode")
@@ -120,16 +109,8 @@ CHANGES = {
         # Two plans under one key.
         ("(q * 2 + choice.order)", "(q + choice.order)", "test_known_plans_are_those_made_anew"),
         # Functions of another memory count as warm.
-        (
-            "warm and e.main_mb == main.mb",
-            "warm and e.main_mb >= main.mb",
-            "test_env.py::test_warm_functions_save_the_start",
-        ),
-        (
-            "e.idle_s <= c.keep_alive_s",
-            "e.idle_s < c.keep_alive_s",
-            "test_env.py::test_a_function_idle_for_exactly_the_keep_alive_time_is_warm",
-        ),
+        ("warm and e.main_mb == main.mb", "warm and e.main_mb >= main.mb", WARM),
+        ("e.idle_s <= c.keep_alive_s", "e.idle_s < c.keep_alive_s", IDLE),
     ],
     (SERVERLESS, "service.py"): [
         # Some warm replicas spare all others the start.
@@ -148,11 +129,7 @@ CHANGES = {
     ],
     (SERVERLESS, "routing.py"): [
         # Decoding begins with the prompt's tokens.
-        (
-            "(np.int64(request.offset) + request.n_in) % size",
-            "np.int64(request.offset) % size",
-            PLAY,
-        )
+        ("(np.int64(request.offset) + request.n_in)", "np.int64(request.offset)", PLAY),
     ],
     (PLACEMENT, "routing.py"): [
         # Of servers of equal value the farthest takes the request.
@@ -186,11 +163,7 @@ CHANGES = {
     ],
     (PLACEMENT, "events.py"): [
         # Events of one time go by the last made.
-        (
-            "event_key[up] < key",
-            "event_key[up] > key",
-            "test_events_come_by_time_and_then_in_order_of_arrival",
-        )
+        ("event_key[up] < key", "event_key[up] > key", BY_TIME),
     ],
     (PLACEMENT, "calls.py"): [
         # Ties, and the choice at random, go to the first holder.
@@ -204,11 +177,7 @@ CHANGES = {
         # Of the hits only those that two others reference take no free block.
         ("index).references > 0\n", "index).references > 1\n", BINDS),
         # Blocks without id are the last to be taken.
-        (
-            "    if block.id >= 0:\n        block.before",
-            "    if block.id >= -1:\n        block.before",
-            BINDS,
-        ),
+        ("    if block.id >= 0:\n        block.", "    if block.id >= -1:\n        block.", BINDS),
         # The beginning of a prefix is freed, and so evicted, before its end.
         ("range(left - 1, -1, -1)", "range(left)", BINDS),
         # Of twins the one that got the id last is found.
@@ -222,49 +191,25 @@ CHANGES = {
     ],
     (PREFIX, "queues.py"): [
         # The token that a preempted request was about to put in counts as lost.
-        (
-            "    request.lost = request.computed\n",
-            "    request.lost = request.computed + 1\n",
-            BINDS,
-        )
+        ("    request.lost = request.computed", "    request.lost = request.computed + 1", BINDS),
     ],
     (PREFIX, "events.py"): [
         # The first of two that arrive at one moment is admitted alone.
-        ("safe >= request_of", "safe > request_of", "test_equal_to_the_reference"),
+        ("safe >= request_of", "safe > request_of", EQUAL),
         # Replicas that are down take requests.
-        (
-            "if replica.down == 0 and need",
-            "if replica.down >= 0 and need",
-            "test_equal_with_failing_replicas",
-        ),
-        (
-            "replica.safe = min(replica.safe, replica.end)",
-            "replica.safe = min(replica.safe, np.inf)",
-            "test_equal_to_the_reference",
-        ),
-        (
-            "need <= replica.capacity",
-            "need < replica.capacity",
-            "test_env.py::test_requests_that_take_all_of_the_memory_are_served",
-        ),
+        ("if replica.down == 0 and need", "if replica.down >= 0 and need", DOWN),
+        ("safe = min(replica.safe, replica.end)", "safe = min(replica.safe, np.inf)", EQUAL),
+        ("need <= replica.capacity", "need < replica.capacity", WHOLE),
     ],
     (PREFIX, "gateway.py"): [
         # An entry that was used again goes as early as if it had not been.
-        (
-            "elif gateways.stamp[row, number, key] == oldest:",
-            "elif gateways.holders[row, key] & bit:",
-            INDEXED,
-        ),
+        ("gateways.stamp[row, number, key] == oldest", "gateways.holders[row, key] & bit", INDEXED),
         # A match goes on behind a gap.
         ("if config.strict == 1:", "if config.strict == 2:", INDEXED),
         # Cache events are known at once.
         ("event.time + config.delay_s > now", "event.time > now", INDEXED),
         # A request that is lost before its first token leaves its prefill behind.
-        (
-            "    if request.in_flight == 2:\n        r",
-            "    if request.in_flight == 3:\n        r",
-            INDEXED,
-        ),
+        ("if request.in_flight == 2:\n        r", "if request.in_flight == 3:\n        r", INDEXED),
         # Shared blocks are given up with the first request that has them.
         (
             "key < 0 or gateways.references[row, number, key] == 0:",

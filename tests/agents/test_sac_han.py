@@ -1,4 +1,4 @@
-"""Discrete SAC over the graph and over the experts' rows: returns, losses, shaping."""
+"""Discrete SAC over the graph and over the experts' rows: network, returns, losses, shaping."""
 
 import numpy as np
 import pytest
@@ -8,16 +8,21 @@ from servegym.agents import baseline_rl, sac_han
 from servegym.baselines.llm_routing import features
 from servegym.baselines.llm_routing.latency import ExpectedQos
 from servegym.baselines.llm_routing.system import RoutingSystem
+from servegym.envs.llm_routing.graph import EDGE_TYPES, NODE_TYPES, to_hetero_data
 
+from ..routing_systems import moved, permuted
 from .runs import lines, tiny
 
 both = pytest.mark.parametrize("agent", [sac_han, baseline_rl])
 
 
+def a_system():
+    return RoutingSystem.from_kwargs(num_experts=4, running_capacity=3, waiting_capacity=2)
+
+
 def an_agent(module, state="features", shaping=True):
     torch.manual_seed(0)
-    kwargs = {"num_experts": 4, "running_capacity": 3, "waiting_capacity": 2}
-    return module.Agent(state, shaping, RoutingSystem.from_kwargs(**kwargs))
+    return module.Agent(state, shaping, a_system())
 
 
 def tensor_rows(net, obs):
@@ -29,8 +34,7 @@ def tensor_rows(net, obs):
 
 def test_rows_hold_what_the_estimator_says(random_obs):
     obs = random_obs(6, 4, 3, 2, seed=5)
-    system = RoutingSystem.from_kwargs(num_experts=4, running_capacity=3, waiting_capacity=2)
-    model = ExpectedQos(system)
+    model = ExpectedQos(a_system())
     gain, harm, held, estimate = model(obs)
     rows = features.node_rows(obs, model)
     np.testing.assert_array_equal(rows[:, : 11 + 4 * 17], features.expert_rows(obs, model))
@@ -171,39 +175,43 @@ def test_illegal_actions_have_no_probability(agent, random_obs):
 
 
 def kept(agent, monkeypatch, name, folder, **changes):
-    """The environments, the steps that the buffer was given and the networks of a tiny run."""
-    made, steps, nets = [], [], []
-    make, copy = agent.environments.make_envs, agent.deepcopy
+    """The steps that the buffer was given and the networks of a tiny run."""
+    steps, nets = [], []
+    copy = agent.deepcopy
 
     class Kept(agent.ReplayBuffer):
         def add(self, **step):
             steps.append({key: np.array(value) for key, value in step.items()})
             super().add(**step)
 
-    def make_kept(*args, **kwargs):
-        made.append(make(*args, **kwargs))
-        return made[-1]
-
     def copy_kept(net):
         nets.extend([net, copy(net)])
         return nets[-1]
 
     monkeypatch.setattr(agent, "ReplayBuffer", Kept)
-    monkeypatch.setattr(agent.environments, "make_envs", make_kept)
     monkeypatch.setattr(agent, "deepcopy", copy_kept)
     agent.train(tiny(name, folder, save_model=False, **changes)[1])
-    return made[0], {key: np.array([step[key] for step in steps]) for key in steps[0]}, nets
+    return {key: np.array([step[key] for step in steps]) for key in steps[0]}, nets
 
 
-@both
-def test_shaped_rewards_are_those_paid_and_the_change_of_what_is_held(agent, tmp_path, monkeypatch):
+ENV = ("episode_requests=60", "rate=[11,12]", "num_experts=3", "max_episode_steps=59")
+RUN = {"set": (*ENV, 'reward="completed_qos"'), "total_timesteps": 320}
+
+
+@pytest.fixture(scope="module", params=[sac_han, baseline_rl], ids=["sac_han", "sac_rows"])
+def trained(request, tmp_path_factory):
+    """What `kept` gives of a run without shaping and without an average, and of one with both."""
+    agent, folder = request.param, tmp_path_factory.mktemp("runs")
     name = "sac_han" if agent is sac_han else "sac_rows"
-    env = ("episode_requests=60", "rate=[11,12]", "num_experts=3")
-    env += ("max_episode_steps=59", 'reward="completed_qos"')
-    changes = {"set": env, "total_timesteps": 320}
-    with monkeypatch.context() as patch:
-        _, paid, _ = kept(agent, patch, name, tmp_path / "a", shaping=False, **changes)
-    _, shaped, _ = kept(agent, monkeypatch, name, tmp_path / "b", **changes)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(agent, "AVERAGED", 1e12)
+        plain = kept(agent, patch, name, folder / "a", shaping=False, **RUN)
+    with pytest.MonkeyPatch.context() as patch:
+        return plain, kept(agent, patch, name, folder / "b", **RUN)
+
+
+def test_shaped_rewards_are_those_paid_and_the_change_of_what_is_held(trained):
+    (paid, _), (shaped, _) = trained
     same = 65  # steps of uniform actions, before anything is learnt
     for key in ("rows", "action", "done"):
         np.testing.assert_array_equal(paid[key][:same], shaped[key][:same])
@@ -216,17 +224,12 @@ def test_shaped_rewards_are_those_paid_and_the_change_of_what_is_held(agent, tmp
     assert (np.take_along_axis(paid["mask"], paid["action"][..., None], -1) == 1).all()
 
 
-@both
-def test_the_evaluated_weights_are_an_average_of_the_learnt_ones(agent, tmp_path, monkeypatch):
-    name = "sac_han" if agent is sac_han else "sac_rows"
-    _, _, (net, averaged) = kept(agent, monkeypatch, name, tmp_path)
-    pairs = list(zip(net.parameters(), averaged.parameters(), strict=True))
-    assert any(not torch.equal(fast, slow) for fast, slow in pairs)
-    with monkeypatch.context() as patch:
-        patch.setattr(agent, "AVERAGED", 1e12)
-        _, _, (net, averaged) = kept(agent, patch, name, tmp_path / "last")
-    for fast, slow in zip(net.parameters(), averaged.parameters(), strict=True):
-        torch.testing.assert_close(fast, slow)
+def test_the_evaluated_weights_are_an_average_of_the_learnt_ones(trained):
+    (_, (fast, last)), (_, (net, averaged)) = trained
+    pairs = zip(net.parameters(), averaged.parameters(), strict=True)
+    assert any(not torch.equal(learnt, slow) for learnt, slow in pairs)
+    for learnt, slow in zip(fast.parameters(), last.parameters(), strict=True):
+        torch.testing.assert_close(learnt, slow)
 
 
 @pytest.mark.slow
@@ -236,3 +239,85 @@ def test_a_short_training_rises_far_above_random_weights(agent, tmp_path):
     args.set, args.eval_rates = ("rate=8",), (8.0,)
     rows = [row for row in lines(agent.train(args)) if "eval/avg_qos" in row]
     assert rows[-1]["eval/avg_qos"] > rows[0]["eval/avg_qos"] + 0.1
+
+
+# ------------------------------------------------ the dense HAN, beside PyG's on each graph alone
+
+
+def node_features(row):
+    """The features of one graph, as `to_hetero_data` takes them."""
+    sizes = (sac_han.ARRIVED, 4 * sac_han.EXPERT, 4 * 5 * sac_han.REQUEST, 20)
+    arrived, expert, held, _ = row.split(sizes)
+    held = held.view(4, 5, -1).numpy()
+    return {
+        "arrived": arrived.numpy(),
+        "expert": expert.view(4, -1).numpy(),
+        "running": held[:, :3],
+        "waiting": held[:, 3:],
+    }
+
+
+def hanconv_like(layer, dims):
+    """A HANConv with the layer's weights; attention of one-neighbour edge types stays random."""
+    conv = pytest.importorskip("torch_geometric.nn").HANConv(
+        dims, sac_han.WIDTH, (list(NODE_TYPES), list(EDGE_TYPES)), heads=sac_han.HEADS
+    )
+    with torch.no_grad():
+        for kind in NODE_TYPES:
+            conv.proj[kind].load_state_dict(layer.proj[kind].state_dict())
+        ends = {"arrived": "expert__to__arrived"}
+        ends |= {k: f"{k}__to__expert" for k in ("running", "waiting")}
+        for name, edge in ends.items():
+            conv.lin_src[edge].copy_(layer.src[name][None])
+            conv.lin_dst[edge].copy_(layer.dst[name][None])
+        conv.k_lin.load_state_dict(layer.k_lin.state_dict())
+        conv.q.copy_(layer.q[None])
+    return conv
+
+
+@pytest.mark.parametrize("empty", [(), (1, 3), (0, 1, 2, 3, 4)])
+def test_dense_han_equals_hanconv_on_each_graph(empty, random_obs):
+    agent, obs = an_agent(sac_han), random_obs(5, empty=empty)
+    first = hanconv_like(agent.first, {k: p.in_features for k, p in agent.first.proj.items()})
+    second = hanconv_like(agent.second, dict.fromkeys(NODE_TYPES, sac_han.WIDTH))
+    rows = tensor_rows(agent, obs)
+    with torch.no_grad():
+        *nodes, queued, index = agent.nodes(rows)
+        h_a, h_e, *h_q = agent.first(*nodes, queued, index)
+        request, experts = agent.second(h_a, h_e, dict(zip(queued, h_q, strict=True)), index)
+    h_q = torch.cat(h_q)
+    assert request.abs().max() > 0.01 and experts.abs().max() > 0.01
+    seen = 0
+    for i in range(5):
+        graph = to_hetero_data({k: v[i] for k, v in obs.items()}, node_features(rows[i]))
+        with torch.no_grad():
+            hidden = first(graph.x_dict, graph.edge_index_dict)
+            out = second(hidden, graph.edge_index_dict)
+        of_graph = index % 20 // 4 == i
+        theirs = torch.cat([hidden["running"], hidden["waiting"]])
+        torch.testing.assert_close(h_q[of_graph], theirs, atol=1e-5, rtol=0)
+        torch.testing.assert_close(request[i], out["arrived"][0], atol=1e-5, rtol=0)
+        torch.testing.assert_close(experts.view(5, 4, -1)[i], out["expert"], atol=1e-5, rtol=0)
+        seen += len(theirs)
+    assert seen == len(index)
+
+
+def test_permuting_experts_permutes_policy_and_values(random_obs):
+    order, system = np.array([2, 0, 3, 1]), a_system()
+    agent = an_agent(sac_han)
+    other = sac_han.Agent("features", True, permuted(system, order))
+    other.load_state_dict(agent.state_dict())
+    obs = random_obs(3)
+    mask = torch.tensor([[1, 1, 0, 1, 1]] * 3)
+    there = torch.cat([mask[:, :1], mask[:, 1:][:, order]], -1)
+    with torch.no_grad():
+        states = (
+            agent.encode(tensor_rows(agent, obs)),
+            other.encode(tensor_rows(other, moved(obs, order))),
+        )
+        one, two = agent.qf1(states[0]), other.qf1(states[1])
+        assert (one[..., 1:] - one[..., 1:].mean(-1, keepdim=True)).abs().amax((1, 2)).min() > 1e-3
+        policies = (agent.log_policy(states[0], mask, 0.1), other.log_policy(states[1], there, 0.1))
+        for a, b in (policies, (one, two)):
+            torch.testing.assert_close(a[..., 1:][..., order], b[..., 1:], atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(a[..., 0], b[..., 0], atol=1e-5, rtol=1e-5)

@@ -36,7 +36,7 @@ class Policy(BasePolicy):
 
 def test_a_class_agrees_with_the_same_baseline(tmp_path: Path) -> None:
     (tmp_path / "turns.py").write_text(STATEFUL)
-    ours = evaluate(ENV_ID, [str(tmp_path / "turns.py")], 3, 5, SMALL)
+    ours = evaluate(ENV_ID, [str(tmp_path / "turns.py")], 3, 5, SMALL, in_process=True)
     theirs = evaluate(ENV_ID, ["round_robin"], 3, 5, SMALL)
     assert [r["avg_qos"] for r in ours] == [r["avg_qos"] for r in theirs]
     assert ours[0]["policy"] == "turns"
@@ -54,7 +54,7 @@ def test_a_class_without_init_finds_the_system(
         "class Policy(BasePolicy):\n    def act(self, observation, action_mask):\n"
         "        return np.full(len(action_mask), self.system.num_experts)\n"
     )
-    rows = evaluate(ENV_ID, ["last.py"], 2, env_kwargs=SMALL)
+    rows = evaluate(ENV_ID, ["last.py"], 2, env_kwargs=SMALL, in_process=True)
     (used,) = (key for key in rows[0] if key.startswith("share_") and rows[0][key] > 0)
     assert used == [key for key in rows[0] if key.startswith("share_")][-1]
     assert rows[0]["policy"] == "last"
@@ -107,4 +107,4 @@ def test_an_error_in_a_policys_file_names_its_line(
 def test_a_fraction_is_no_action(tmp_path: Path) -> None:
     (tmp_path / "float.py").write_text("def act(observation, action_mask):\n    return 0.5\n")
     with pytest.raises(ValueError, match="^policy 'float' must return integers"):
-        evaluate(ENV_ID, [str(tmp_path / "float.py")], 1, env_kwargs=SMALL)
+        evaluate(ENV_ID, [str(tmp_path / "float.py")], 1, env_kwargs=SMALL, in_process=True)

@@ -4,7 +4,8 @@ import numpy as np
 
 from servegym.envs.llm_routing.trace_replay import replay
 from servegym.envs.prefix_routing.replay import replay_prefix
-from servegym.envs.prefix_routing.requests import PrefixRequests
+
+from .prefix_routing.reference import requests_with
 
 TRACES = 150
 
@@ -30,21 +31,8 @@ def unshared(arrivals, prompts, outputs, size):
     """The requests for the prefix engine, every block of its own content."""
     full = (prompts + outputs) // size
     first = np.concatenate([[0], np.cumsum(full)])
-    some = np.flatnonzero(full)
-    nobody = np.zeros(len(prompts), dtype=np.int32)
-    return PrefixRequests(
-        arrival_s=arrivals,
-        parent=nobody - 1,
-        think_s=np.zeros(len(prompts)),
-        prompt_tokens=prompts.astype(np.int32),
-        output_tokens=outputs.astype(np.int32),
-        session=nobody,
-        tenant=nobody,
-        turn=nobody,
-        first_segment=np.concatenate([[0], np.cumsum(full > 0)]).astype(np.int64),
-        segments=np.stack([first[some], full[some]], axis=1).astype(np.int32).reshape(-1, 2),
-        block_size=size,
-    )
+    segments = [[(i, n)] if n else [] for i, n in zip(first, full, strict=False)]
+    return requests_with(prompts, outputs, segments, size, arrival_s=arrivals)
 
 
 def test_both_engines_give_the_same_times():

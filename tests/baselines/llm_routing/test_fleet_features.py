@@ -88,6 +88,7 @@ def test_the_features_of_loads_prices_and_the_fleet_are_the_slow_formulas(stream
     found = fleet.features(seen)
     for again, part in zip(fleet.features(seen), found, strict=True):
         assert (again == part).all()
+    assert len(getattr(fleet_features._features, "signatures", [1])) == 1
     experts, context = (part.astype(np.float64) for part in found)
     model = ExpectedQos(system)
     gain, *_, estimate = model(seen)

@@ -80,6 +80,8 @@ def test_replica_loads_are_those_of_lpt():
     jobs = rng.exponential(size=(3, 5, 9)) * (rng.random((3, 5, 9)) < 0.8)
     body = rng.random((3, 5, 9))  # of all experts: those that are no job must not count
     busy, largest = lpt.replica_loads(jobs, body, 4)
+    lpt.replica_loads(jobs, np.float64(0.5), 4)  # one compiled version takes both
+    assert len(getattr(lpt._replica_loads, "signatures", [1])) == 1
     for i, j, z in itertools.product(range(3), range(5), range(1, 5)):
         replica = lpt.lpt(jobs[i, j], z)
         assert busy[i, j, z - 1, :z] == pytest.approx(np.bincount(replica, jobs[i, j], z))

@@ -1,4 +1,4 @@
-"""What the expert placement environment owes to Gymnasium and to its users."""
+"""What the expert placement environment owes to Gymnasium and to its users, and shows them."""
 
 import copy
 
@@ -8,6 +8,8 @@ import pytest
 from gymnasium.envs.registration import EnvSpec
 
 import servegym  # noqa: F401 - registers the ids
+from servegym.envs._frames import HEIGHT, WIDTH
+from servegym.envs.expert_placement import parallel_env
 from servegym.envs.expert_placement.cluster import build_cluster
 from servegym.envs.expert_placement.config import LEARNING
 from servegym.envs.expert_placement.decode import (
@@ -223,3 +225,54 @@ def test_every_action_decodes_to_a_feasible_placement(spare):
             ):
                 cluster.check_placement(z)
             np.testing.assert_array_equal(repair_placement(cluster, now, counts), now)
+
+
+# -------------------------------------------------------------------------------- text and pixels
+
+
+SHOWN = {"model": "toy", "epochs": 4, "epoch_s": 20.0, "mean_interarrival_s": 1.0}
+
+
+def played(steps=2, mode="rgb_array", **kwargs):
+    env = ExpertPlacementEnv(**SHOWN, action_mode="placement", render_mode=mode, **kwargs)
+    env.reset(seed=0)
+    rng = np.random.default_rng(0)
+    for i in range(steps):
+        shape = env.action_space["plan"].shape
+        env.step({"migrate": int(i == 0), "plan": rng.integers(0, 2, shape).astype(np.int8)})
+    return env
+
+
+@pytest.fixture
+def pixels():
+    pytest.importorskip("matplotlib")
+
+
+def test_the_text_says_who_holds_what():
+    env = played(mode="ansi")
+    text = env.render()
+    cluster, sim = env.problem.cluster, env.batch.episodes[0].simulator
+    lines = text.splitlines()
+    assert "edge_hetero, toy" in lines[0] and "decision 2 of 4" in lines[0]
+    assert "1 changes" in lines[0] and f"{env.episode_kpis()['mean_latency_s']:.2f} s" in lines[0]
+    assert len(lines) == 2 + cluster.num_servers
+    view = cluster.server_view(sim.placement())
+    for n, line in enumerate(lines[2:]):
+        assert f"{view[n].sum()}/{cluster.cap[n]}" in line or cluster.gpus[n] > 1
+        column = lines[1].index("experts of each layer")
+        drawn = line[column : column + cluster.layers]
+        for layer, mark in enumerate(drawn):
+            share = view[n, layer].mean()
+            assert (mark == "█") == (share == 1.0) and (mark == " ") == (share == 0.0)
+
+
+def test_all_kinds_of_environments_render(pixels):
+    env = ExpertPlacementEnv(**SHOWN, render_mode="ansi")
+    envs = ExpertPlacementVectorEnv(2, **SHOWN, render_mode="ansi")
+    every = parallel_env(**SHOWN, render_mode="ansi")
+    for each in (env, envs, every):
+        each.reset(seed=0)
+    assert len(envs.render()) == 2
+    assert env.render() == envs.render()[0] == every.render()
+    every.render_mode = "rgb_array"
+    assert every.render().shape == (HEIGHT, WIDTH, 3)

@@ -73,6 +73,17 @@ def random_surplus(rng: np.random.Generator):
     return lambda b: Surplus(chunk, decode / (1.0 + np.asarray(b)), mixed + 0.0 * np.asarray(b))
 
 
+def profile_of(tables, capacity, mixed=1.0, surplus=no_surplus, slopes=None) -> SimpleNamespace:
+    """What the engines read of a profile."""
+    return SimpleNamespace(
+        tables=lambda: tables,
+        mixed_decode_attention_s=lambda: tables.decode_attention_s * mixed,
+        surplus=surplus,
+        kv_capacity_tokens=capacity,
+        estimator=slopes or SimpleNamespace(k1=0.0, k2=0.0),
+    )
+
+
 def make_case(seed: int, requests: int = 40, **choices):
     """One random system, its episode, and the reference of the same."""
     rng = np.random.default_rng(seed)
@@ -105,20 +116,12 @@ def make_case(seed: int, requests: int = 40, **choices):
     profiles = []
     for _ in range(n):
         tables = linear_law(rng) if rng.random() < 0.3 else random_law(rng)
-        mixed = tables.decode_attention_s * rng.choice([1.0, 1.7])
+        mixed = rng.choice([1.0, 1.7])
         # From "one request and a bit" to "never full", so that memory binds in some systems.
         capacity = int(need * rng.choice(choices.get("memory", [0.7, 1.1, 2.0, 6.0]))) + block
         surplus = random_surplus(np.random.default_rng([seed, len(profiles)]))
         slopes = SimpleNamespace(k1=rng.uniform(0, 1e-3), k2=rng.uniform(0, 1e-4))
-        profiles.append(
-            SimpleNamespace(
-                tables=lambda t=tables: t,
-                mixed_decode_attention_s=lambda m=mixed: m,
-                surplus=surplus,
-                kv_capacity_tokens=capacity,
-                estimator=slopes,
-            )
-        )
+        profiles.append(profile_of(tables, capacity, mixed, surplus, slopes))
 
     engine = {
         "scheduler": scheduler,

@@ -17,6 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from servegym.envs.prefix_routing.requests import PrefixRequests
+
 from ..llm_routing.reference import step_s
 
 NAN = math.nan
@@ -360,6 +362,21 @@ class ReferenceSystem:
                 self.spawn(j, self.now)
             else:
                 target.enqueue(request, self.now)
+
+
+def requests_with(prompt, output, segments, block_size=4, **columns) -> PrefixRequests:
+    """Requests with their segments (first id, blocks), all at once but for ``columns``."""
+    count = len(prompt)
+    zeros = ("arrival_s", "think_s", "session", "tenant", "turn")
+    columns = dict.fromkeys(zeros, np.zeros(count)) | {"parent": np.full(count, -1)} | columns
+    columns |= {"prompt_tokens": prompt, "output_tokens": output}
+    kinds = {"arrival_s": np.float64, "think_s": np.float64}
+    return PrefixRequests(
+        **{name: np.array(part, kinds.get(name, np.int32)) for name, part in columns.items()},
+        first_segment=np.cumsum([0, *map(len, segments)]),
+        segments=np.array([x for own in segments for x in own], np.int32).reshape(-1, 2),
+        block_size=block_size,
+    )
 
 
 def infinite_hits(requests, replica=None, recompute_last=True):

@@ -33,9 +33,9 @@ from servegym.envs.prefix_routing.kernel.observation import (
     REQUEST_HIGH,
     observe,
 )
-from servegym.envs.prefix_routing.requests import PrefixRequests
 
 from . import reference_gateway as twin
+from .reference import requests_with
 
 DECIDE, SEND, NEWS, EVENTS, SCRAPE, DOWN, UP = range(7)
 NEWS_RECORD = np.dtype((np.record, [("time", "f8"), ("request", "i4"), ("kind", "i4")]))
@@ -103,30 +103,18 @@ def allocate(config, replicas, episodes):
     return g._replace(**grown)
 
 
-def requests_of(ids, prompt, output, block_size, session=None, tenant=None):
+def requests_of(ids, prompt, output, block_size, **columns):
     """Requests with the given block ids, as segments of consecutive ones."""
-    segments, first = [], [0]
+    segments = []
     for blocks in ids:
+        segments.append([])
         for block in blocks:
-            if len(segments) > first[-1] and sum(segments[-1]) == block:
-                segments[-1][1] += 1
+            if segments[-1] and sum(segments[-1][-1]) == block:
+                segments[-1][-1][1] += 1
             else:
-                segments.append([block, 1])
-        first.append(len(segments))
-    count = len(ids)
-    return PrefixRequests(
-        np.zeros(count),
-        np.full(count, -1, np.int32),
-        np.zeros(count),
-        np.array(prompt, np.int32),
-        np.array(output, np.int32),
-        np.array(session if session is not None else [0] * count, np.int32),
-        np.array(tenant if tenant is not None else [0] * count, np.int32),
-        np.arange(count, dtype=np.int32),
-        np.array(first, np.int64),
-        np.array(segments, np.int32).reshape(-1, 2),
-        block_size,
-    ).check()
+                segments[-1].append([block, 1])
+    columns["turn"] = np.arange(len(ids))
+    return requests_with(prompt, output, segments, block_size, **columns).check()
 
 
 def random_requests(rng, count, block_size):
@@ -143,7 +131,7 @@ def random_requests(rng, count, block_size):
         prompt.append(int(rng.integers(max(tokens - 2 * block_size, 1), tokens)))
         output.append(tokens - prompt[-1])
     session, tenant = 3 * rng.integers(0, 5, count), 7 * rng.integers(0, 3, count)
-    return requests_of(ids, prompt, output, block_size, session, tenant)
+    return requests_of(ids, prompt, output, block_size, session=session, tenant=tenant)
 
 
 @settings(deadline=None, max_examples=30)

@@ -2,7 +2,6 @@
 
 import math
 from collections import Counter
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,8 +22,14 @@ from servegym.envs.prefix_routing.tables import (
 from servegym.hardware_profiles import LawTables
 
 from ..llm_routing.reference import TableLaw
-from ..llm_routing.test_kernel_reference import linear_law, no_surplus, random_law, random_surplus
-from .reference import ReferenceSystem, Replica
+from ..llm_routing.test_kernel_reference import (
+    linear_law,
+    no_surplus,
+    profile_of,
+    random_law,
+    random_surplus,
+)
+from .reference import ReferenceSystem, Replica, requests_with
 
 OUTCOMES = {layout.COMPLETED: "completed", layout.REJECTED: "rejected", layout.FAILED: "failed"}
 
@@ -86,40 +91,16 @@ def make_requests(rng: np.random.Generator, count: int, size: int, **choices) ->
     tick = 2.0**-10
     arrivals = np.floor(np.cumsum(rng.exponential(1 / rate, count)) / tick) * tick
     thinks = np.floor(rng.exponential(1 / rate, count) / tick) * tick
-    first, segments = [0], []
+    segments = []
     for chain in chains:
+        segments.append([])
         start = 0
         for k in range(1, len(chain) + 1):
             if k == len(chain) or chain[k] != chain[k - 1] + 1 or rng.random() < 0.1:
-                segments.append((chain[start], k - start))
+                segments[-1].append((chain[start], k - start))
                 start = k
-        first.append(len(segments))
-    return PrefixRequests(
-        arrival_s=arrivals,
-        parent=np.array(parents, dtype=np.int32),
-        think_s=thinks,
-        prompt_tokens=np.array(prompts, dtype=np.int32),
-        output_tokens=np.array(outputs, dtype=np.int32),
-        session=np.zeros(count, dtype=np.int32),
-        tenant=np.zeros(count, dtype=np.int32),
-        turn=np.zeros(count, dtype=np.int32),
-        first_segment=np.array(first, dtype=np.int64),
-        segments=np.array(segments, dtype=np.int32).reshape(-1, 2),
-        block_size=size,
-    )
-
-
-def profile_of(
-    tables: LawTables, capacity: int, mixed: float = 1.0, surplus=no_surplus
-) -> SimpleNamespace:
-    """What the engine reads of a profile."""
-    return SimpleNamespace(
-        tables=lambda: tables,
-        mixed_decode_attention_s=lambda: tables.decode_attention_s * mixed,
-        surplus=surplus,
-        kv_capacity_tokens=capacity,
-        estimator=SimpleNamespace(k1=0.0, k2=0.0),
-    )
+    times = {"arrival_s": arrivals, "think_s": thinks}
+    return requests_with(prompts, outputs, segments, size, parent=parents, **times)
 
 
 def memory_of(systems, b, n):

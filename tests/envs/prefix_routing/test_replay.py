@@ -4,30 +4,17 @@ import numpy as np
 import pytest
 
 from servegym.envs.prefix_routing.replay import replay_prefix
-from servegym.envs.prefix_routing.requests import PrefixRequests
 
 from ..llm_routing.reference import TableLaw, step_s
+from .reference import requests_with
 from .test_kernel_reference import exact_law, profile_of
 
 
-def requests_of(*rows, size=4) -> PrefixRequests:
+def requests_of(*rows):
     """Rows of arrival, parent, think time, prompt and output tokens, and (first id, blocks)."""
-    columns = list(zip(*(row[:5] for row in rows), strict=True))
-    segments = [pair for row in rows for pair in row[5]]
-    zeros = np.zeros(len(rows), dtype=np.int32)
-    return PrefixRequests(
-        arrival_s=np.array(columns[0], dtype=np.float64),
-        parent=np.array(columns[1], dtype=np.int32),
-        think_s=np.array(columns[2], dtype=np.float64),
-        prompt_tokens=np.array(columns[3], dtype=np.int32),
-        output_tokens=np.array(columns[4], dtype=np.int32),
-        session=zeros,
-        tenant=zeros,
-        turn=zeros,
-        first_segment=np.cumsum([0] + [len(row[5]) for row in rows]),
-        segments=np.array(segments, dtype=np.int32).reshape(-1, 2),
-        block_size=size,
-    )
+    arrival, parent, think, prompt, output, segments = zip(*rows, strict=True)
+    times = {"arrival_s": arrival, "think_s": think}
+    return requests_with(prompt, output, segments, parent=parent, **times)
 
 
 def make_profile(capacity, seed=0):

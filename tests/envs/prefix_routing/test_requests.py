@@ -3,26 +3,14 @@
 import numpy as np
 import pytest
 
-from servegym.envs.prefix_routing.requests import PrefixRequests
+from .reference import requests_with
 
 
-def make(prompt, output, chains, size=4, **changes):
-    """Requests whose block ids are given one by one, each id a segment of its own."""
-    count = len(prompt)
-    fields = {
-        "arrival_s": np.arange(count, dtype=np.float64),
-        "parent": np.full(count, -1, dtype=np.int32),
-        "think_s": np.zeros(count),
-        "prompt_tokens": np.array(prompt, dtype=np.int32),
-        "output_tokens": np.array(output, dtype=np.int32),
-        "session": np.arange(count, dtype=np.int32),
-        "tenant": np.zeros(count, dtype=np.int32),
-        "turn": np.zeros(count, dtype=np.int32),
-        "first_segment": np.cumsum([0] + [len(chain) for chain in chains]).astype(np.int64),
-        "segments": np.array([[i, 1] for chain in chains for i in chain], dtype=np.int32),
-        "block_size": size,
-    }
-    return PrefixRequests(**fields | changes)
+def make(prompt, output, chains):
+    """Requests a second apart whose block ids are given one by one, each id a segment."""
+    segments = [[(i, 1) for i in chain] for chain in chains]
+    seconds = np.arange(len(prompt))
+    return requests_with(prompt, output, segments, arrival_s=seconds, session=seconds)
 
 
 def example():
