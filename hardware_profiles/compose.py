@@ -316,13 +316,9 @@ class Composer:
         return full + s.windowed_layers * layer_s(min(context, self.window))
 
     def surplus(self, sequences: Sequence[float] = _DECODES) -> dict[str, Any]:
-        """What the law adds in mixed iterations and for unequal contexts.
+        """What the law adds in mixed iterations and for unequal contexts, at its decodes.
 
-        Args:
-            sequences: the law's ``decode_sequences``.
-
-        Returns:
-            Its fields; none where the card runs decodes in a kernel of their own.
+        No fields where the card runs decodes in a kernel of their own.
         """
         s, mixed = self.shape, self.mixed
         if mixed is None:

@@ -26,16 +26,12 @@ def check_instance(
 ) -> tuple[Floats, Ints, Ints, Ints]:
     """Check the inputs of a placement algorithm and that all experts fit somewhere.
 
-    Args:
-        counts: (N, L, E), finite and not negative.
-        slots: (G,) expert slots of each GPU, not negative.
-        gpu_server: (G,) server of each GPU, 0..N-1; every server has at least one.
-
     Returns:
         counts as float64, slots and gpu_server as int64, and cap (N,) = slots of each server.
 
     Raises:
-        ValueError: If a shape or a value is wrong or sum_n min(cap_n, L E) < L E.
+        ValueError: If a shape or a value is wrong, a server has no GPU, or
+            sum_n min(cap_n, L E) < L E.
     """
     f = np.asarray(counts, dtype=np.float64)
     if f.ndim != 3 or 0 in f.shape:

@@ -95,12 +95,8 @@ class LayerCostModel:
     ) -> LayerCostModel:
         """The model of a cluster's links and GPUs; those to other servers count by the slots there.
 
-        Args:
-            cluster: Servers, links, times and sizes.
-            rows: As `build`.
-            prompt_tokens: (N,) mean tokens of a prompt.
-            output_tokens: Mean tokens of an answer, of which the prefill gives the first one.
-            weight: (N,) requests per time, to weigh servers against each other.
+        The rows are those of `build`; ``prompt_tokens`` and ``weight``, requests a time, are (N,),
+        and of the tokens of an answer the prefill gives the first one.
         """
         servers = cluster.num_servers
         near = np.where(np.eye(servers, dtype=bool), 0.0, cluster.cap[None, :].astype(np.float64))

@@ -23,13 +23,9 @@ from servegym.baselines.expert_placement.feasibility import (
 
 
 def activation_entropy(counts: Floats) -> Floats:
-    """Entropy v of Algorithm 1: the Shannon entropy in bits of each server's layers.
+    """Entropy v (N, L) of Algorithm 1: the Shannon entropy in bits of each server's layers.
 
-    Args:
-        counts: (N, L, E).
-
-    Returns:
-        (N, L); log2 E for a layer without counts, 1 everywhere for a server with no entropy at all.
+    It is log2 E for a layer without counts, 1 everywhere for a server with no entropy at all.
     """
     total = counts.sum(axis=2, keepdims=True)
     p = np.divide(counts, total, out=np.full_like(counts, 1.0 / counts.shape[2]), where=total > 0)

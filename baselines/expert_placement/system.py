@@ -150,13 +150,9 @@ class PlacementSystem(SystemDescription):
         return speed
 
     def task_shares(self, counts: Floats) -> Floats:
-        """Which tasks a server's requests have, by its counts.
+        """Which tasks a server's requests have, by its counts: shares (N, K) of requests.
 
-        Args:
-            counts: (N, L, E).
-
-        Returns:
-            (N, K) shares of requests; equal for a server without counts.
+        They are equal for a server without counts.
         """
         tasks = len(self.task_counts)
         basis = self.task_counts.reshape(tasks, -1).T

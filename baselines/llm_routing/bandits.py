@@ -110,11 +110,8 @@ class LinearBandit(RoutingPolicy):
     ) -> None:
         """Add one observation a row to the posterior (Sherman-Morrison).
 
-        Args:
-            rows: (K,) distinct rows.
-            arm: (K,) experts from 0.
-            context: (K, 8) features of the arm when it was chosen.
-            reward: (K,).
+        The rows (K,) are distinct; arms count from 0, and contexts (K, 8) are the features of the
+        arm when it was chosen.
         """
         inverse = self._inverse[rows, arm]
         pull = np.einsum("kij,kj->ki", inverse, context)

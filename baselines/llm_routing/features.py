@@ -202,7 +202,7 @@ def _expert_parts(
 
 
 def expert_rows(obs: Observation, model: ExpectedQos) -> NDArray[np.float16]:
-    """The arrived request and the experts as flat rows of scaled features.
+    """The arrived request and the experts as flat rows (B, 11 + 17 N) of scaled features.
 
     The arrived request, by `ARRIVED_COLUMNS`: prompt tokens, L, the load. An expert, by
     `EXPERT_COLUMNS`: Eq. 7; the request as it would serve it; what the action impact estimator says
@@ -212,13 +212,6 @@ def expert_rows(obs: Observation, model: ExpectedQos) -> NDArray[np.float16]:
     (base_s, k1, k2 and seconds a sequence of Eq. 13 and 14); the predicted tokens left to its
     running and its waiting requests, 7.5 each at least. A distance is tanh(3 (l / L - 1)), negative
     in time. Tokens of prompts and gaps are logs.
-
-    Args:
-        obs: A batch of Dict observations.
-        model: The estimator of the system.
-
-    Returns:
-        (B, 11 + 17 N).
 
     Raises:
         ValueError: If the number of experts is not that of the system.

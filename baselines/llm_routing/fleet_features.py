@@ -186,11 +186,9 @@ def _steeper(x):
 def index_values(weights: Floats, experts: Floats, context: Floats) -> Floats:
     """Values (B, N + 1) in scores of the linear index, of a drop first.
 
-    Args:
-        weights: (B, 2 x 24 + 3): of the features, of the features times the fleet's load; of the
-            drop a constant and weights of that load and of the recent arrivals.
-        experts: (B, N, 24).
-        context: (B, 8).
+    Weights (B, 2 x 24 + 3): of the features (B, N, 24), of these times the fleet's load; of the
+    drop a constant and weights of that load and of the recent arrivals, which stand in the context
+    (B, 8).
     """
     load = context[:, 0] / 2
     own = weights[:, :INDEX] + weights[:, INDEX : 2 * INDEX] * load[:, None]

@@ -24,15 +24,7 @@ class RoutingPolicy(BasePolicy):
 
 
 def pick(cost: Floats, action_mask: Mask) -> NDArray[np.int64]:
-    """The legal expert of least cost, the lowest index among equals; 0 if none is legal.
-
-    Args:
-        cost: (B, N).
-        action_mask: int8 (B, N + 1).
-
-    Returns:
-        int64 (B,) actions.
-    """
+    """The legal expert of least cost (B, N), the lowest index among equals; 0 if none is legal."""
     legal = np.asarray(action_mask)[:, 1:] > 0
     chosen = np.where(legal, cost, np.inf).argmin(axis=1)
     return np.where(legal.any(axis=1), chosen + 1, 0).astype(np.int64)

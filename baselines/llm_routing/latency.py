@@ -433,14 +433,7 @@ class LatencyModel:
         self.laws = Laws._make([*map(_array, floats), system.batch_limit()])
 
     def estimate(self, observation: Observation) -> Estimate:
-        """Predict the latency per token of all requests with and without the new one.
-
-        Args:
-            observation: The batched Dict observation.
-
-        Returns:
-            Predictions of shape (B, N, R + W + 1).
-        """
+        """Predict the latency per token of all requests with and without the new one."""
         return self.of(_seen(observation))
 
     def of(self, seen: Seen) -> Estimate:

@@ -204,14 +204,7 @@ class LlmdPredicted(Rule):
     def scored(
         self, view: View, replicas: NDArray[np.intp], ttft_s: Floats, tpot_s: Floats
     ) -> tuple[NDArray[np.intp], Floats]:
-        """The replicas that pass the filters (K,) and their scores (K,).
-
-        Args:
-            view: The decision.
-            replicas: Those that are up.
-            ttft_s: (N,) predicted.
-            tpot_s: (N,) predicted.
-        """
+        """The replicas that pass the filters (K,) and their scores (K,), by predictions (N,)."""
         gate = {"max_penalty_s": self.max_penalty_s, "exploration": 0.0}
         passing = sticky(view, replicas, ttft_s, threshold=self.strict, **gate)
         # Without an objective it counts as 0.

@@ -75,10 +75,7 @@ def mean_request_rewards(
 ) -> list[NDArray[np.float64]]:
     """Rewards of all actions for the mean request, one array for each SLO class.
 
-    Args:
-        table: The actions.
-        regime: Regime of the invocation overhead.
-        starts: False if everything is warm.
+    Without ``starts`` everything is warm.
     """
     system = table.system
     trem = float(system.trem_s[regime]) * float(np.exp(0.5 * system.trem_sigma**2))

@@ -79,16 +79,9 @@ def _largest_replica_sums(replica, weight):
 
 
 def lpt(jobs_s: ArrayLike, replicas: int) -> NDArray[np.int64]:
-    """Longest processing time first: jobs by falling time, each to the least loaded replica.
+    """Longest processing time first: jobs (K,) by falling time, each to the least loaded replica.
 
     The makespan is at most ``4/3 - 1/(3 z)`` times the optimum. Ties go to the lower index.
-
-    Args:
-        jobs_s: (K,) times, not negative.
-        replicas: z >= 1.
-
-    Returns:
-        int (K,).
     """
     jobs = np.ascontiguousarray(jobs_s, dtype=np.float64)
     if replicas < 1:

@@ -53,12 +53,7 @@ def repeat(
 def progress(total: int, label: str) -> Iterator[Callable[[str], None]]:
     """Lines on standard error with the time left, every few seconds.
 
-    Args:
-        total: Steps to come.
-        label: What is being measured.
-
-    Yields:
-        A function to call after each step with a short text on what was done.
+    Yields a function to call after each of ``total`` steps with a short text on what was done.
     """
     start = shown = time.monotonic()
     done = 0

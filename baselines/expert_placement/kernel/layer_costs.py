@@ -119,14 +119,10 @@ def prefix_costs(tables, n, order):
 
 @jit
 def knapsack(costs, cap):
-    """Choose c_l with sum c_l = cap and the least sum of costs[l, c_l], exactly.
+    """Choose c_l with sum c_l = cap and the least sum of costs[l, c_l], exactly: int64 (L,).
 
-    Args:
-        costs: float64 (L, C + 1).
-        cap: 0 <= cap <= L C.
-
-    Returns:
-        int64 (L,); of equal solutions the one with the smallest last entries.
+    Costs are (L, C + 1) and 0 <= cap <= L C; of equal solutions it is the one with the smallest
+    last entries.
     """
     layers, most = costs.shape[0], costs.shape[1] - 1
     best = np.full(cap + 1, np.inf)

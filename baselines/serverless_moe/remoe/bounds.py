@@ -27,12 +27,7 @@ def _checked(n: ArrayLike, experts: ArrayLike) -> tuple[Floats, Floats]:
 
 
 def theorem1_printed(n: ArrayLike, experts: ArrayLike) -> Floats:
-    """Theorem 1 as printed: ``sqrt(3 n) / 2 + n / K`` calls of one expert.
-
-    Args:
-        n: Tokens.
-        experts: K, experts of the layer.
-    """
+    """Theorem 1 as printed: ``sqrt(3 n) / 2 + n / K`` calls of one of K experts by n tokens."""
     tokens, count = _checked(n, experts)
     return np.sqrt(3.0 * tokens) / 2.0 + tokens / count
 
@@ -53,15 +48,9 @@ def corollary1_printed(n: ArrayLike, members: ArrayLike, experts: ArrayLike) -> 
 
 
 def corollary1(n: ArrayLike, members: ArrayLike, experts: ArrayLike, top_k: int) -> Floats:
-    """Corollary 1 corrected, C1c: calls of a set of m experts by n tokens.
+    """Corollary 1 corrected, C1c: calls of a set of m experts, of K in the layer, by n tokens.
 
     ``min(n min(m, top_k), m top_k n / K + min(m, top_k) sqrt(3 n / 2))``.
-
-    Args:
-        n: Tokens.
-        members: m, size of the set.
-        experts: K, experts of the layer.
-        top_k: Experts a token goes to.
     """
     tokens, count = _checked(n, experts)
     m = np.asarray(members, dtype=np.float64)
