@@ -14,7 +14,7 @@ import inspect
 import json
 import re
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -58,9 +58,11 @@ def write(path: str, text: str) -> None:
         stream.write("\n".join(lines) + "\n")
 
 
-def table(headings: Sequence[str], rows: Iterable[Sequence[Any]], right: int = 0) -> list[str]:
-    """A Markdown table whose last ``right`` columns are right aligned."""
-    rules = ["---"] * (len(headings) - right) + ["---:"] * right
+def table(
+    headings: Sequence[str], rows: Iterable[Sequence[Any]], right: Collection[int] = ()
+) -> list[str]:
+    """A Markdown table; the columns of the indexes ``right`` are right aligned."""
+    rules = ["---:" if k in right else "---" for k in range(len(headings))]
     cells = [[str(cell).replace("|", "\\|") for cell in row] for row in rows]
     return [f"| {' | '.join(line)} |" for line in (headings, rules, *cells)]
 
@@ -249,7 +251,7 @@ def results_of(name: str, rows: list[dict[str, Any]]) -> list[str]:
     ]
     text = f"{METRICS[value]} on evaluation episodes [95 % interval]; of {name} the last policies:"
     points = tuple(results[name])
-    return [text, "", *table(("policy", *points), body, right=len(points)), ""]
+    return [text, "", *table(("policy", *points), body, right=range(1, len(points) + 1)), ""]
 
 
 def standings(name: str) -> list[str]:
@@ -472,7 +474,7 @@ def benchmarks() -> None:
         value, of_it = short(row["value"]), short(row["reference_value"])
         against = f"{row['reference']}: {of_it}" if row["reference"] else ""
         body.append((row["what"], f"{value} {row['unit']}", against, short(row["ratio"])))
-    lines += table(("what", "value", "reference", "ratio"), body, right=3)
+    lines += table(("what", "value", "reference", "ratio"), body, right=(1, 3))
     write("benchmarks.md", "\n".join(lines))
 
 

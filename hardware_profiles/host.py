@@ -56,12 +56,7 @@ def engine_host(name: str, version: str) -> dict[str, Any]:
 
 
 def fold_host(tables: Any, host: Mapping[str, Any]) -> Any:
-    """The tables of a law with the host's share in them.
-
-    Args:
-        tables: `servegym.hardware_profiles.LawTables` of the kernels alone.
-        host: the field ``host`` of a profile: ``step_s``, ``sequence_s`` and ``token_s``.
-    """
+    """The tables of a law with the host's share, the field ``host`` of a profile, in them."""
     dense_s = tables.dense_s + (host["step_s"] + host["token_s"] * tables.dense_tokens)
     head_s = tables.head_s + host["sequence_s"] * tables.head_sequences
     for array in (dense_s, head_s):

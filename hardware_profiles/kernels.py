@@ -64,13 +64,7 @@ class LogTable:
         return worst
 
     def seconds(self, *sizes: float) -> float:
-        """The time of a shape.
-
-        Args:
-            sizes: one size > 0 for every axis.
-
-        Returns:
-            Seconds.
+        """The time of a shape in seconds, at one size > 0 for every axis.
 
         Raises:
             ValueError: naming the shape, if it lies too far beyond the grid.
@@ -150,17 +144,9 @@ class MixedAttention:
     ) -> float:
         """Seconds that the decodes add to the smallest chunk.
 
-        Args:
-            sequences: decodes.
-            context: tokens of each.
-            heads: query heads.
-            kv_heads: KV heads.
-            head_size: values a head.
-            pair_s: seconds a (query, key) pair of one head takes in long prompts.
-            device: ``multiprocessors`` and ``memory_bandwidth_bytes_per_s``.
-
-        Returns:
-            Seconds.
+        ``context`` is the tokens of each, ``pair_s`` the seconds that a (query, key) pair of one
+        head takes in long prompts; of the device ``multiprocessors`` and
+        ``memory_bandwidth_bytes_per_s`` are read.
         """
         processors, group = device["multiprocessors"], heads / kv_heads
         tile_s = self.TILE * pair_s * processors
@@ -230,19 +216,10 @@ _NEAREST = 4
 def other_moe_shape(
     timed: MoeShape, wanted: MoeShape, seconds: np.ndarray, tokens: np.ndarray
 ) -> np.ndarray:
-    """Times of a layer that was not timed, from one that was.
+    """Times ``(G,)`` of a layer that was not timed, at the tokens of one that was.
 
     Reading the weights of the active experts scales with their bytes (taken from the call of one
-    token, all of which is reading); what more tokens add scales with the arithmetic.
-
-    Args:
-        timed: the timed layer.
-        wanted: the other.
-        seconds: ``(G,)`` times of the timed layer, the first of one token.
-        tokens: ``(G,)``.
-
-    Returns:
-        ``(G,)`` seconds of the other layer at the same tokens.
+    token, the first, all of which is reading); what more tokens add scales with the arithmetic.
     """
     size = wanted.expert_values / timed.expert_values
     work = size * wanted.top_k / timed.top_k
@@ -254,15 +231,10 @@ def other_moe_shape(
 
 
 def layer_from_others(wanted: MoeShape, timed: Sequence[Layer]) -> Layer:
-    """Times of a layer that was not timed, from the four nearest that were.
+    """Times of a layer that was not timed, from the four nearest of the same format that were.
 
-    Args:
-        wanted: the layer.
-        timed: others of the same format.
-
-    Returns:
-        The shape of the nearest, its tokens, and the mean of the logarithms of the seconds that
-        `other_moe_shape` makes of each, by the inverse cube of how far they are `MoeShape.apart`.
+    They are the shape of the nearest, its tokens, and the mean of the logarithms of the seconds
+    that `other_moe_shape` makes of each, by the inverse cube of how far they are `MoeShape.apart`.
     """
     near = sorted(timed, key=lambda layer: wanted.apart(layer[0]))[:_NEAREST]
     tokens = near[0][1]
@@ -369,11 +341,8 @@ class CardKernels:
     ) -> float:
         """Seconds of one layer's attention over a prompt without earlier context.
 
-        Args:
-            tokens: of the prompt.
-            heads: query heads on this card.
-            head_size: values a head.
-            window: one of :meth:`windows`, or None for all earlier tokens.
+        The query heads are those on this card, and the window one of :meth:`windows` or None for
+        all earlier tokens.
         """
         axes = ("heads", "tokens")
         return self._attention("prompt_attention", axes, head_size, window, heads, tokens)
@@ -404,11 +373,8 @@ class CardKernels:
     def latent_s(self, kernel: str, dtype: str, heads: float, *at: float) -> float:
         """Seconds of one layer's latent attention with its products, of ``dtype`` weights.
 
-        Args:
-            kernel: ``"prompt"``, at its tokens, or ``"decode"``, at sequences and their context.
-            dtype: format of the weights.
-            heads: query heads on this card.
-            at: the sizes.
+        ``kernel`` is ``"prompt"``, at its tokens, or ``"decode"``, at sequences and their context;
+        the query heads are those on this card.
         """
         name = f"latent_{kernel}" + ("" if self.kv_dtype == "bf16" else f"_{self.kv_dtype}")
         if dtype not in self.data.get(name, {}):

@@ -91,12 +91,8 @@ def save_best_and_last(
 ) -> float:
     """Write ``last.safetensors``, and ``best.safetensors`` for a new best; returns the best score.
 
-    Args:
-        write: Writes the policy to a file.
-        args: Arguments of the agent; without ``save_model`` nothing is written.
-        run: Folder of the run.
-        score: Score of the policy, the higher the better.
-        best: The best score before.
+    ``write`` writes the policy to a file in the folder of the run, if the agent's ``args`` have
+    ``save_model``; the higher the score, the better.
     """
     if args.save_model:
         write(run / "last.safetensors")
@@ -114,16 +110,11 @@ def shipped(family: str) -> dict[str, Path]:
 
 
 def shipped_for(family: str, name: str, system: Any) -> Path | None:
-    """The shipped file that a name means for a system; None if none has the name.
+    """The shipped file that a name means for a system, if there is one; None if none has the name.
 
     An agent's own name means its file for the system at hand where one was trained for it, as
     ``ppo_placement`` means ``ppo_placement_paper_testbed`` on the cluster of that scenario. Every
     other name means the file of that name.
-
-    Args:
-        family: The environment family.
-        name: Name of a file of `shipped`.
-        system: Description of the system, or None.
     """
     files = shipped(family)
     if name not in files or name not in AGENTS or system is None:

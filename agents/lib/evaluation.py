@@ -35,16 +35,10 @@ class Played(NamedTuple):
 
 
 def play_rule(env_id: str, episodes: int, seed: int, **env_kwargs: Any) -> Played | None:
-    """Play the rule of a family in the first episodes of so many environments.
+    """Play the rule of a family in the first episodes of so many environments, side by side.
 
-    Args:
-        env_id: The environment of a learner; the rule reads the view that it needs.
-        episodes: Episodes, side by side.
-        seed: Of the environments.
-        **env_kwargs: Their arguments, without those of the learner's own interface.
-
-    Returns:
-        None for an environment of another package, and where the rule does not play.
+    ``env_kwargs`` are those of a learner, without its own interface; the rule reads the view that
+    it needs. None for an environment of another package, and where the rule does not play.
     """
     family = find_family(env_id)
     try:
@@ -102,24 +96,17 @@ def evaluate_router(
 ) -> dict[str, float]:
     """Average QoS of a router on the same validation episodes each time, and its actions' shares.
 
-    The rule plays the same episodes, once in a process.
-
-    Args:
-        act: Actions (B,) for a batch of observations and their action masks (B, N + 1).
-        env_id: A routing environment.
-        env_kwargs: Arguments of the training environment; split, rate and reward are replaced, and
-            episodes are not cut.
-        rates: Mean arrival rates, requests/s.
-        episodes: Episodes a rate.
-        requests: Requests an episode.
-        trained: Whether anything was learnt so far, so that a collapse is worth a warning.
+    ``act`` gives actions (B,) for a batch of observations and their masks (B, N + 1).
+    ``env_kwargs`` are those of the training: split, rate and reward are replaced, and episodes are
+    not cut. The rule plays the same episodes, once in a process: so many a rate, of so many
+    requests.
 
     Returns:
         ``eval/avg_qos`` over all rates, ``eval/avg_qos_rate_R`` of every rate, ``eval/share_A`` of
         every action and ``eval/rule_qos``, the first number of the rule.
 
     Warns:
-        If one action of a trained router takes more than 90 %.
+        If one action of a ``trained`` router takes more than 90 %, a collapse.
     """
     given = dict(env_kwargs) | {"split": "val", "reward": "completed_qos"}
     given |= {"episode_requests": requests, "max_episode_steps": None}

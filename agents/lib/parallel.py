@@ -48,10 +48,7 @@ def run_jobs(
 ) -> Iterator[tuple[int, Any]]:
     """Run ``function(*job)`` for every job; yields index and result in the order of their ends.
 
-    Args:
-        function: An importable function that changes nothing outside.
-        jobs: Arguments of each job.
-        pool: Of `open_pool`.
+    The function is importable and changes nothing outside; the pool is of `open_pool`.
     """
     if pool is None:
         for index, job in enumerate(jobs):

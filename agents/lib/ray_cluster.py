@@ -138,12 +138,8 @@ def run_jobs(
 
     A job whose worker is lost runs again, so that it must give the same result every time and
     change nothing outside. A job that raises is not run again: the others are stopped and the
-    error is raised here.
-
-    Args:
-        function: An importable function, the same on all machines.
-        jobs: Arguments of each job. An object that several jobs have is sent to a machine once.
-        names: A name for each job, for errors.
+    error is raised here. ``names`` of the jobs stand in errors; an object that several jobs have is
+    sent to a machine once.
 
     Yields:
         Index of a job and its result, in the order in which they end; every index once.

@@ -29,11 +29,7 @@ MAY_DIFFER = (
 def save_snapshot(path: Path, agent: str, args: Any, content: Mapping[str, Any]) -> None:
     """Write the state of a run atomically.
 
-    Args:
-        path: The file.
-        agent: Name of the agent.
-        args: Its arguments.
-        content: Tensors, arrays, numbers, text and None, in mappings, lists and tuples.
+    The content is tensors, arrays, numbers, text and None, in mappings, lists and tuples.
     """
     tensors: dict[str, torch.Tensor] = {}
     tree = json.dumps(_pack(content, tensors))
@@ -74,11 +70,9 @@ def env_states(envs: Any) -> list[dict[str, Any]]:
 
 
 def restore_envs(envs: Any, states: list[dict[str, Any]]) -> tuple[Any, Any]:
-    """Put saved states back; returns observation and action mask.
+    """Put back what `env_states` gave; returns observation and action mask.
 
-    Args:
-        envs: A native vector environment with the same arguments, after a reset.
-        states: What `env_states` gave.
+    The native vector environment has the same arguments, and was reset.
     """
     for row, values in enumerate(states):
         state = envs.unwrapped.clone_state(row)

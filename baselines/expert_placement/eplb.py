@@ -17,15 +17,9 @@ from servegym.baselines.expert_placement.kernel import balancing
 
 
 def layer_quotas(slots: ArrayLike, layers: int, experts: int) -> Ints:
-    """Split each GPU's slots evenly over the layers.
+    """Split each GPU's slots evenly over the layers: int64 (L, G), at most E each.
 
-    Args:
-        slots: (G,), with sum_g min(slots_g, L E) >= L E.
-        layers: L.
-        experts: E.
-
-    Returns:
-        int64 (L, G), at most E each; every layer has at least E slots in all.
+    Every layer has at least E slots in all, as sum_g min(slots_g, L E) >= L E.
     """
     room = np.minimum(np.asarray(slots, dtype=np.int64), layers * experts)
     quota = np.repeat((room // layers)[None], layers, axis=0)

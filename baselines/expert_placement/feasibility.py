@@ -68,15 +68,9 @@ def check_instance(
 
 
 def server_view(z: ArrayLike, gpu_server: ArrayLike, servers: int | None = None) -> Bools:
-    """Which experts a server holds on any of its GPUs.
+    """Which experts a server holds on any of its GPUs: bool (N, L, E) of z (G, L, E).
 
-    Args:
-        z: (G, L, E).
-        gpu_server: (G,).
-        servers: N; default the largest server + 1.
-
-    Returns:
-        bool (N, L, E).
+    Without ``servers`` N is the largest server + 1.
     """
     plan = np.asarray(z).astype(np.bool_)
     home = np.asarray(gpu_server, dtype=np.int64)
@@ -87,14 +81,7 @@ def server_view(z: ArrayLike, gpu_server: ArrayLike, servers: int | None = None)
 
 
 def check_placement(z: ArrayLike, slots: ArrayLike) -> Bools:
-    """Check a placement's memory and coverage.
-
-    Args:
-        z: (G, L, E).
-        slots: (G,).
-
-    Returns:
-        z as bool.
+    """A placement z (G, L, E) as bool, if it keeps ``slots`` (G,) and covers all experts.
 
     Raises:
         ValueError: If a GPU holds more experts than it has slots or an expert is nowhere.
@@ -124,12 +111,6 @@ def assign_gpus(
     Layer by layer, experts by falling total count go to the GPU with free slots and the least
     load so far in that layer (ties: most free slots, then the lowest GPU).
 
-    Args:
-        held: (N, L, E) bool; at most cap_n experts a server.
-        counts: (N, L, E).
-        slots: (G,).
-        gpu_server: (G,).
-
     Returns:
         bool (G, L, E) with at most one copy of an expert a server.
 
@@ -151,15 +132,7 @@ def reassign_gpus(
 ) -> Bools:
     """Place a server view on GPUs with the fewest loads: what stays on a server stays put.
 
-    Args:
-        held: (N, L, E) bool, at most cap_n a server.
-        old: z (G, L, E) in use.
-        counts: (N, L, E).
-        slots: (G,).
-        gpu_server: (G,).
-
-    Returns:
-        z, bool (G, L, E) with one copy of an expert a server.
+    ``old`` is the z in use; the result, bool (G, L, E), has one copy of an expert a server.
     """
     view, before = np.asarray(held).astype(np.bool_), np.asarray(old).astype(np.bool_)
     home = np.asarray(gpu_server, dtype=np.int64)
@@ -182,15 +155,9 @@ def reassign_gpus(
 
 
 def fill_slots(held: Any, counts: Floats, cap: Ints) -> Bools:
-    """Use up free slots: each server takes its most frequent experts not yet held.
+    """Use up free slots: each server takes its most frequent experts not yet there.
 
-    Args:
-        held: (N, L, E) bool, at most cap_n a server.
-        counts: (N, L, E).
-        cap: (N,).
-
-    Returns:
-        bool (N, L, E), a superset of ``held``.
+    The result is a superset of ``held`` (N, L, E), which has at most cap_n experts a server.
     """
     view = np.array(held, dtype=np.bool_)
     for n in range(view.shape[0]):

@@ -21,13 +21,7 @@ from servegym.baselines.expert_placement.feasibility import (
 def even_quotas(layers: int, experts: int, slots: Ints) -> Ints:
     """Deal every layer's experts evenly over the GPUs, passing over full ones.
 
-    Args:
-        layers: L.
-        experts: E.
-        slots: (G,), at least L E in all.
-
-    Returns:
-        (G, L) experts of a layer on a GPU; each layer sums to E.
+    Returns (G, L) experts of a layer on a GPU, E a layer; ``slots`` (G,) are at least L E in all.
     """
     quota = np.zeros((slots.size, layers), dtype=np.int64)
     used = np.zeros(slots.size, dtype=np.int64)

@@ -126,16 +126,9 @@ def best_start(
 ) -> Bools:
     """The fastest of the heuristics and of the annealed placements on recorded requests.
 
-    Args:
-        system: The cluster, its recorded prompts and its load.
-        tries: Annealed placements of each of `WAITS`.
-        steps: Proposals of one annealing; by default `STEPS_EACH` for every expert of every
-            server, `MOST_STEPS` at most.
-        swaps: Exchanges of two layers to try at last.
-        seed: Of everything drawn.
-
-    Returns:
-        bool (N, L, E), the experts of each server.
+    ``tries`` placements are annealed for each of `WAITS`, by ``steps`` proposals (by default
+    `STEPS_EACH` for every expert of every server, `MOST_STEPS` at most), and ``swaps`` exchanges of
+    two layers tried at last. Returns bool (N, L, E), the experts of each server.
     """
     c = system.cluster
     if steps is None:
@@ -180,19 +173,9 @@ def climb(
 ) -> Bools:
     """Exchange layers of a placement two by two where that is faster in the simulator.
 
-    Two layers change places at all servers: who holds how many experts of them, the most used
-    first.
-
-    Args:
-        objective: The requests, the same for all proposals.
-        system: The cluster.
-        held: Bool (N, L, E), covered.
-        counts: (N, L, E) assignments, by which experts are ordered.
-        swaps: Exchanges to try.
-        seed: Of the exchanges.
-
-    Returns:
-        The placement (N, L, E).
+    Two layers change places at all servers: who holds how many experts of them, the most used first
+    by ``counts`` (N, L, E). ``swaps`` exchanges of ``held`` (N, L, E), covered, are tried on the
+    same requests.
     """
     layers = held.shape[1]
     if swaps < 1 or layers < 2:

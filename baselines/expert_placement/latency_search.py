@@ -34,7 +34,8 @@ def latency_dp(
 
     Whom a server asks and how long its messages wait depend on all placements. So then one server
     after another (of more than `TURNS` an eighth at a time) is planned anew against the placement
-    of the others, under the load that all of them cause, until none gains: a fixed point.
+    of the others, under the load that all of them cause, until none gains: a fixed point. There are
+    ``rounds`` turns at most; 0 plans for idle links, as does a model without links.
 
     Coverage by layers (one that nobody would hold whole gets an owner, by another knapsack) and by
     single experts (a missing one replaces a duplicate) are both tried; the better one is taken.
@@ -43,21 +44,8 @@ def latency_dp(
     greedy choice would be wrong.
 
     Invariants: every server's slots used up, one copy of an expert a server; a server's budgets are
-    optimal for the estimate before coverage is seen to.
-
-    Args:
-        model: Estimated latency.
-        counts: (N, L, E); a server's most frequent experts of a layer come first.
-        slots: (G,).
-        gpu_server: (G,).
-        rounds: Most times that each server is planned anew; 0 plans for idle links, as does a model
-            without links.
-
-    Returns:
-        z, bool (G, L, E).
-
-    Raises:
-        ValueError: On a wrong shape or value, or too little memory.
+    optimal for the estimate before coverage is seen to; its most frequent experts of a layer come
+    first. Other arguments, the result and errors are those of `feasibility`.
     """
     if rounds < 0:
         raise ValueError(f"rounds must not be negative, got {rounds!r}")

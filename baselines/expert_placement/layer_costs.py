@@ -143,12 +143,8 @@ class LayerCostModel:
         rho / (1 - rho), as if the link slowed it down by the part that others use. With pairwise
         links, where every pair has its own, the wait is too long.
 
-        Args:
-            held: (N, L, E), every expert somewhere.
-            counts: (N, L, E), by which servers use the experts.
-
-        Returns:
-            The model; itself if it has no links.
+        ``held`` (N, L, E) has every expert somewhere, and ``counts`` (N, L, E) say how servers use
+        them. A model without links is itself.
         """
         links = self.links
         if links is None:
@@ -199,11 +195,8 @@ class LayerCostModel:
 def _link_waits(tables: kernel.Tables, masks: Masks, near: Floats, links: Links) -> Floats:
     """Mean seconds (N, L) that the two messages of a round trip wait in all.
 
-    Args:
-        tables: With the round trips (N, L) apart from waiting.
-        masks: uint64 (N, L) experts of each server.
-        near: (N, L, M) share of the remote calls of a server that go to each other server.
-        links: Of the cluster.
+    ``near`` (N, L, M) are the shares of a server's remote calls that go to each other server; the
+    tables have the round trips apart from waiting.
     """
     servers, layers = masks.shape
     # Of the jobs at a link: share of time that they take, rate times squared size.

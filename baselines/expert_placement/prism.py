@@ -40,16 +40,11 @@ def activation_entropy(counts: Floats) -> Floats:
 
 
 def layer_counts(counts: Floats, cap: Ints, *, fill: bool = True) -> Ints:
-    """Algorithm 1: experts of each layer on each server.
+    """Algorithm 1: experts (N, L) of each layer on each server, 0 to E each.
 
-    Args:
-        counts: (N, L, E).
-        cap: (N,) slots, sum_n min(cap_n, L E) >= L E.
-        fill: Spend what floor and clamp leave over; the printed algorithm does not.
-
-    Returns:
-        C (N, L), 0 <= C <= E, each layer's sum at least E and, if filled, each server's sum
-        min(cap_n, L E).
+    Each layer's sum is at least E, for ``cap`` (N,) slots that hold all experts. With ``fill`` what
+    floor and clamp leave over is spent, so that each server's sum is min(cap_n, L E); the printed
+    algorithm does not.
 
     Raises:
         ValueError: If the slots left by ``fill=False`` cannot cover every expert.
@@ -96,12 +91,7 @@ def layer_counts(counts: Floats, cap: Ints, *, fill: bool = True) -> Ints:
 def assign_experts(c: Ints, counts: Floats) -> Bools:
     """Algorithm 2: each server's most frequent experts, then every expert somewhere.
 
-    Args:
-        c: (N, L) experts of each layer on each server, each layer's sum at least E.
-        counts: (N, L, E).
-
-    Returns:
-        held, bool (N, L, E), with c[n, l] experts in (n, l) and every expert on a server.
+    Returns bool (N, L, E) with c[n, l] experts in (n, l); a layer's sum of c (N, L) is E or more.
     """
     servers, layers, experts = counts.shape
     rank = np.argsort(np.argsort(-counts, axis=2, kind="stable"), axis=2, kind="stable")

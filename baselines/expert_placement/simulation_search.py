@@ -101,22 +101,14 @@ def exchange(
 ) -> Bools | None:
     """One server takes experts of one layer in place of experts of another.
 
-    It takes its most frequent missing experts of layer ``gains``; where it has no free slot it
-    gives up its least frequent ones of layer ``gives``. An expert that would then be nowhere goes
-    to another server, to a free slot or in place of an expert held elsewhere too: of layer
-    ``gains`` first, so that two servers swap layers, then the least frequent.
-
-    Args:
-        held: (N, L, E) covered and within ``cap``.
-        counts: (N, L, E).
-        cap: (N,) slots.
-        n: The server.
-        gains: Layer it takes experts of.
-        gives: Another layer.
-        number: Experts to take, at most.
+    It takes up to ``number`` of its most frequent missing experts of layer ``gains``; where it has
+    no free slot it gives up its least frequent ones of layer ``gives``. An expert that would then
+    be nowhere goes to another server, to a free slot or in place of an expert that others have too:
+    of layer ``gains`` first, so that two servers swap layers, then the least frequent.
 
     Returns:
-        The new view, covered and within ``cap``; None if there is nothing to exchange.
+        The new view (N, L, E), covered and within ``cap`` (N,) as ``held``; None if there is
+        nothing to exchange.
     """
     missing, local = np.flatnonzero(~held[n, gains]), np.flatnonzero(held[n, gives])
     free = int(cap[n] - held[n].sum())
@@ -178,17 +170,9 @@ def latency_local_search(
 ) -> Bools:
     """Improve the best of some placements by `exchange`, every step measured by the engine.
 
-    Random exchanges are tried one after another and accepted if the simulated latency falls, so
-    that the result is never worse in it than any of ``starts``.
-
-    Args:
-        objective: Requests to measure on.
-        counts: (N, L, E), by which the experts of a layer are ordered.
-        slots: (G,).
-        gpu_server: (G,).
-        starts: Feasible placements (G, L, E), at least one.
-        steps: Exchanges to try.
-        seed: Of the proposals.
+    ``steps`` random exchanges are tried one after another and accepted if the simulated latency
+    falls, so that the result is never worse in it than any of ``starts``, feasible (G, L, E). By
+    ``counts`` (N, L, E) the experts of a layer are ordered.
 
     Returns:
         z, bool (G, L, E). Experts of the best start that stay on a server stay on their GPU.

@@ -168,16 +168,10 @@ class PlacementSystem(SystemDescription):
         return shares
 
     def layer_cost_model(self, counts: Floats, *, rows: int = 512) -> LayerCostModel:
-        """The latency estimate for servers that see these counts.
+        """The latency estimate for servers that see these counts (N, L, E).
 
-        Rows of a task are taken by its share of a server's tokens.
-
-        Args:
-            counts: (N, L, E).
-            rows: Tokens of each server.
-
-        Returns:
-            The model; its cost is in seconds a second of wall time.
+        ``rows`` tokens of each server are drawn of its tasks, by their shares of its tokens. The
+        cost of the model is in seconds a second of wall time.
         """
         shares = self.task_shares(np.asarray(counts, dtype=np.float64))
         rng = np.random.default_rng(0)

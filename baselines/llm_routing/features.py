@@ -23,10 +23,6 @@ def impact_features(
 ) -> tuple[NDArray[np.floating[Any]], NDArray[np.floating[Any]]]:
     """Predicted effect of sending the new request to each expert (Eq. 13-15).
 
-    Args:
-        obs: A batch of Dict observations.
-        model: The estimator of the system, from predictions and mean latency laws.
-
     Returns:
         (B, N, 4) of an expert: the new request's distance from L, its score if it is answered
         within L, the scores it pushes over L, the seconds of the expert's time it takes;
@@ -99,12 +95,10 @@ class Layout:
 
 
 def load_scores(weights: NDArray[np.float32], experts: NDArray[Any]) -> NDArray[np.float32]:
-    """Linear scores (B, N + 1) of the actions from Eq. 7 alone, of a drop first.
+    """Linear scores (B, N + 1) of the actions from Eq. 7 (B, N, 3) alone, of a drop first.
 
-    Args:
-        weights: (B, 3 N + 2): a constant, a weight of the running and one of the waiting requests
-            for each expert, then the weight of the memory, common to all, and the drop's constant.
-        experts: (B, N, 3), memory in use, running and waiting requests.
+    Weights (B, 3 N + 2): a constant, a weight of the running and one of the waiting requests for
+    each expert, then the weight of the memory, common to all, and the drop's constant.
 
     Raises:
         ValueError: If the weights are for another number of experts.
@@ -264,16 +258,9 @@ def node_rows(obs: Observation, model: ExpectedQos) -> NDArray[np.float16]:
     Those of `expert_rows`, then the queued requests: Eq. 6 and the distances from L without and
     with the new one.
 
-    Args:
-        obs: A batch of Dict observations.
-        model: The estimator of the system.
-
     Returns:
         (B, 11 + 17 N + 8 N S + N S) with S = R + W: the nodes by kind, then 1 for each slot that
         holds a request.
-
-    Raises:
-        ValueError: If the number of experts is not that of the system.
     """
     arrived, expert, of_queued = _expert_parts(obs, model)
     parts = [
@@ -307,17 +294,13 @@ def privileged_inputs(envs: Any, horizons: Sequence[int]) -> NDArray[np.float32]
 
     Arrivals and requests are drawn at reset, whatever the router does. A critic that knows them has
     less variance and no bias, as no action changes them (input-dependent baselines, Mao et al.,
-    ICLR 2019).
-
-    Args:
-        envs: The native vector environment of a routing id, whose episodes are not truncated: the
-            arrivals after a truncation are lost when the final state's value is needed.
-        horizons: Numbers of coming requests to describe, ascending.
+    ICLR 2019). The native vector environment must not truncate episodes: the arrivals after a
+    truncation are lost when the final state's value is needed.
 
     Returns:
-        (B, 4 * len(horizons)): for every horizon the log of its mean rate, the share of its
-        requests that the episode still has, their mean output length over the experts and their
-        mean best score, scaled to order one.
+        (B, 4 * len(horizons)): for every horizon, a number of coming requests, ascending, the log
+        of its mean rate, the share of its requests that the episode still has, their mean output
+        length over the experts and their mean best score, scaled to order one.
 
     Raises:
         ValueError: If the environment truncates episodes.

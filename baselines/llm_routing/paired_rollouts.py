@@ -26,18 +26,12 @@ JOB_STATES = 16
 
 
 def common_actions(values: NDArray[np.floating[Any]], near: float) -> NDArray[np.int64]:
-    """Actions of the copies of each state: the same one, where that costs none more than ``near``.
+    """Actions (B, copies) of the copies of each state: the same one, where that costs little.
 
     Copies that differ little would part for good at the first near tie, and the noise of two
     futures would drown the first action's effect. So a copy takes the action that is best on
-    average over the copies if that is within ``near`` of its own best, else its own best.
-
-    Args:
-        values: Values (B, copies, actions); NaN everywhere where a copy is at its end.
-        near: What a decision may cost, in scores.
-
-    Returns:
-        (B, copies).
+    average over the copies if that is within ``near``, in scores, of its own best, else its own
+    best. Values (B, copies, actions) are NaN everywhere where a copy is at its end.
     """
     known = np.where(np.isnan(values[..., :1]), 0.0, values)
     common = known.sum(1).argmax(-1)[:, None]
@@ -113,16 +107,11 @@ class Rollouts:
         There is no discount: a score is paid when the request is let in and taken back when it ends
         late, and a discounted bill would make late answers look good.
 
-        Args:
-            actions: First actions (B, tries), of every environment in its present state.
-            legal: Which of them to try (B, tries).
-            horizon_s: No request that arrives so many seconds later is decided; a rollout also
-                stops where its episode ends.
-            values: By what the later requests are decided; with a runner one that can be pickled.
-            near: See `common_actions`.
-
-        Returns:
-            (B, tries), NaN where not tried.
+        ``actions`` (B, tries) are the first ones, ``legal`` which of them to try. ``values`` decide
+        the later requests, all copies alike where that costs no more than ``near``
+        (`common_actions`); with a runner they can be pickled. No request that arrives ``horizon_s``
+        later is decided; a rollout also stops where its episode ends. Returns (B, tries), NaN where
+        not tried.
         """
         states = [self.envs.clone_state(row) for row in range(len(actions))]
         legal = legal & ~np.array([state.finished for state in states])[:, None]

@@ -144,13 +144,8 @@ def weighted_score(
 ) -> Floats:
     """The score (B, N) of `RouteBalance`, whose maxima are those of the candidates.
 
-    Args:
-        weights: (4,) of quality, cost, latency and balance.
-        quality: (B, N) in [0, 1].
-        cost: (B, N).
-        latency_s: (B, N) seconds.
-        use: (B, N) share of the memory.
-        candidates: (B, N); what others score means nothing.
+    Weights (4,) are of quality, cost, latency and balance; what others than candidates score means
+    nothing.
     """
     score = weights[0] * quality
     for weight, part in zip(weights[1:], (cost, latency_s, use), strict=True):

@@ -170,10 +170,6 @@ def laws(tables: Sequence[Any], running_capacity: int) -> tuple[Floats, Floats, 
     ``prefill_s(P) = dense(P) + chunk_attention(P, 0) + head(1)`` and
     ``decode_s(b, x) = dense(b) + decode_attention(b, x) + head(b)`` with mean context x.
 
-    Args:
-        tables: N objects with the fields of `servegym.hardware_profiles.LawTables`.
-        running_capacity: R.
-
     Returns:
         Prompt tokens (G,), prefill seconds (N, G), context tokens (X,), decode seconds
         (N, R + 1, X).

@@ -24,14 +24,10 @@ def view_of(
     system: PrefixSystem,
     rng: np.random.Generator,
 ) -> View:
-    """What a rule reads, from the Dict observation of a row.
+    """What a rule reads, from the Dict observation (B, ...) of a row and its mask int8 (A,).
 
-    Args:
-        observation: With a leading axis of B.
-        row: Which of them.
-        mask: int8 (A,), the row's mask; its first N entries say which replicas take the request.
-        system: The system.
-        rng: Source of the rule's chance.
+    The first N entries of the mask say which replicas take the request; ``rng`` is the source of
+    the rule's chance.
     """
     seen = observation["replicas"][row].astype(np.float64)
     asked = observation["request"][row].astype(np.float64)

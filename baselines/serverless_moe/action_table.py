@@ -247,17 +247,10 @@ def evaluate_actions(
 ) -> ActionValues:
     """Expected reward of every action.
 
-    Args:
-        system: The system.
-        choices: The actions.
-        load: What is expected, or the true load (then the values are clairvoyant).
-        ttft_limit_s: Limit of 10b.
-        tpot_limit_s: Limit of 10c.
-        warm: What is warm; None if nothing is.
-        spread: Relative standard deviation of the times about their expectation; the chance of a
-            missed SLO is normal, and so is that of a plan which the true routing makes infeasible.
-            0: as expected.
-        starts: False: everything is warm whatever the action.
+    With a true load the values are clairvoyant. The limits are those of 10b and 10c; ``warm`` is
+    None if nothing is, and without ``starts`` everything is, whatever the action. ``spread`` is the
+    relative standard deviation of the times about their expectation: the chance of a missed SLO is
+    normal, and so is that of a plan which the true routing makes infeasible; 0 means as expected.
     """
     model, c = system.model, choices
     used = c.members > 0

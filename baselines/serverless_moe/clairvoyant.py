@@ -70,8 +70,7 @@ class Lookahead(Clairvoyant):
     ``configurations`` most wanted shared ones (warm if the same was used last and the gap is short)
     or takes the best action for a cold start. Reuse between different actions is not counted, and
     other configurations are not tried: a policy that does either can get more, so that its reward
-    is no bound. `reward_bound` gives one for actions that are the same in all layers, up to the
-    approximations of `ActionTable`.
+    is no bound.
     """
 
     name = "lookahead"
@@ -85,33 +84,26 @@ class Lookahead(Clairvoyant):
     def reset(self, num_envs: int, seed: int | None = None) -> None:
         """See `Policy.reset`."""
         self._plan: dict[int, Actions] = {}
-        self._bound: dict[int, float] = {}
         super().reset(num_envs, seed)
 
     def episode_start(self, mask: NDArray[np.bool_]) -> None:
         """Plan anew at the next action."""
         for row in np.flatnonzero(mask).tolist():
             self._plan.pop(row, None)
-            self._bound.pop(row, None)
-
-    def reward_bound(self, row: int) -> float:
-        """Sum of the best rewards of the row's planned episode if nothing were ever cold."""
-        return self._bound[row]
 
     def decide(self, row: int, observed: Observed, legal: NDArray[np.bool_]) -> Actions:
         """See `ServerlessPolicy.decide`."""
         if row not in self._plan:
-            self._plan[row], self._bound[row] = self._search(row)
+            self._plan[row] = self._search(row)
         action = self._plan[row][self.position(row)].copy()
         if not legal[action[0]]:
             action = np.zeros(5, dtype=np.int64)
         return action
 
-    def _search(self, row: int) -> tuple[Actions, float]:
+    def _search(self, row: int) -> Actions:
         requests = self._batch.arrays.requests[row]
         count, keep_alive_s = len(requests), self.system.keep_alive_s
         cold, warm, free, free_at = [], [], np.empty(count), np.empty(count, dtype=np.int64)
-        bound = 0.0
         for i in range(count):
             load, observed = self.true_load(row, i)
             started = self.rewards(observed, load, spread=0.0)
@@ -122,7 +114,6 @@ class Lookahead(Clairvoyant):
             free[i] = started.flat[free_at[i]]
             cold.append(started[:, 1].ravel().astype(np.float32))
             warm.append(warm_rewards[:, 1].ravel().astype(np.float32))
-            bound += float(warm_rewards.max())
         shape = started.shape
         wanted = np.bincount([int(w.argmax()) for w in warm], minlength=warm[0].size)
         mean = np.mean(warm, axis=0)
@@ -153,4 +144,4 @@ class Lookahead(Clairvoyant):
             else:
                 level, w, y, z = np.unravel_index(int(some[state]), inner)
                 plan[i] = level, 1, w, y, z
-        return plan, bound
+        return plan

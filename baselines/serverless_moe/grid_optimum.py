@@ -73,13 +73,8 @@ def solve_knapsack(
 ) -> NDArray[np.int64] | None:
     """Choose one option in each layer at least cost within two budgets.
 
-    Args:
-        cost: (L, O), inf where an option is not allowed.
-        first: (L, O) use of the first budget.
-        second: (L, O) use of the second budget.
-        first_limit: First budget.
-        second_limit: Second budget.
-        gap: Relative gap at which the search may stop.
+    Costs (L, O), inf where an option is not allowed, and the uses (L, O) of both budgets; the
+    search may stop at a relative ``gap``.
 
     Returns:
         int (L,), or None if there is no feasible choice.
@@ -270,17 +265,17 @@ def grid_optimum(
     """The cheapest feasible plan over b, W, Y and z of a cold request.
 
     Candidates (b, W) are taken by rising lower bound, so most need no integer program; a W whose
-    price alone is above the cost of a known plan is no candidate.
+    price alone is above the cost of a known plan is no candidate. Every starting function is taken
+    to have its own storage link. A load that is known gives the clairvoyant optimum.
 
     Args:
-        system: The system; every starting function is taken to have its own storage link.
-        load: The load; a known one gives the clairvoyant optimum.
+        system: The system.
+        load: The load.
         score: (L, K) utility by which remote sets are formed; default the load's frequencies.
         ttft_limit_s: Limit of 10b.
         tpot_limit_s: Limit of 10c.
         ratios: b to try; default every ``m / K``.
-        main_specs_mb: W to try; default all. Those that cannot hold the local experts are passed
-            over.
+        main_specs_mb: W to try, but for those that cannot hold the local experts; default all.
         gap: Relative gap of the integer programs.
 
     Raises:

@@ -182,14 +182,8 @@ class BestConstant(Constant):
 def search_constant(system: ServerlessSystem, rows: int, requests: int, seed: int) -> Actions:
     """Rehearse on the train split: from keep_alive's action, one coordinate after the other.
 
-    Args:
-        system: The system; its ``arguments`` make the rehearsals' environment.
-        rows: Parallel episodes.
-        requests: Requests of an episode.
-        seed: Seed of the episodes.
-
-    Returns:
-        (5,), the action that no change of one coordinate improves.
+    ``rows`` parallel episodes of ``requests`` requests rehearse in the environment of
+    ``system.arguments``. Returns the action (5,) that no change of one coordinate improves.
     """
     from servegym.envs.serverless_moe.config import build_problem
     from servegym.envs.serverless_moe.core import ServerlessBatch

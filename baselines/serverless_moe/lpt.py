@@ -101,12 +101,8 @@ def assign(
 ) -> tuple[NDArray[np.int64], int]:
     """LPT, then moves and, if these do not help, more replicas until 10g holds.
 
-    Args:
-        jobs_s: (K,) seconds of each job.
-        replicas: z to begin with, at most ``max_replicas``.
-        payload_mb: (K,) MB of each job.
-        limit_mb: U_payload.
-        max_replicas: z_max, which is taken if even so many do not do.
+    Jobs (K,) of seconds and MB begin on ``replicas``; ``max_replicas`` are taken if even so many
+    do not do.
 
     Returns:
         int (K,) replica of each job, and how many there are.
@@ -154,10 +150,7 @@ def _repair(
 def replica_loads(jobs_s: Floats, body_mb: Floats, z_max: int) -> tuple[Floats, Floats]:
     """LPT of many rows of jobs at once, for each number of replicas up to z_max.
 
-    Args:
-        jobs_s: (..., K), 0 for what is no job.
-        body_mb: (..., K), broadcast against the jobs.
-        z_max: Most replicas.
+    Jobs (..., K) are 0 for what is no job; the bodies are broadcast against them.
 
     Returns:
         By z - 1: busy seconds of each replica (..., Z, Z), without overhead; and the largest

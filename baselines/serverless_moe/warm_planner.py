@@ -47,13 +47,10 @@ def relative_values(
 ) -> tuple[Floats, Floats]:
     """Value iteration over what is warm; the equations are at the top of the file.
 
-    Args:
-        free: (n, R) best reward of each request with a cold start that leaves nothing of use.
-        cold: (n, R, A) reward with a cold start of each configuration.
-        warm: (n, R, A) reward with each configuration if it is warm.
-        chance: Probability in [0, 1) that a request finds warm what served the last one.
-        switching: (R, R) probabilities of the next regime, rows of the last.
-        tolerance: Largest error of a worth, in units of the reward.
+    ``free`` (n, R) is the best reward of each request with a cold start that leaves nothing of use,
+    ``cold`` and ``warm`` (n, R, A) that with each configuration started and warm, ``chance`` in [0,
+    1) that a request finds warm what served the last one, ``switching`` (R, R) the probabilities of
+    the next regime, and ``tolerance`` the largest error of a worth.
 
     Returns:
         ``worth`` (R, A): how much more all later requests bring if the configuration has served
@@ -95,11 +92,7 @@ def regime_transitions(system: ServerlessSystem) -> Floats:
 def train_requests(system: ServerlessSystem, requests: int, seed: int) -> list[Observed]:
     """Requests of the train split as a policy would see them, nothing warm.
 
-    Args:
-        system: The system; its ``arguments`` make the environment they are drawn from, whatever
-            split these name.
-        requests: How many.
-        seed: Seed of the draw.
+    They are drawn from the environment of ``system.arguments``, whatever split these name.
     """
     from servegym.envs.serverless_moe.config import build_problem
     from servegym.envs.serverless_moe.core import ServerlessBatch

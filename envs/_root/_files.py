@@ -102,15 +102,8 @@ def parse_time(
 ) -> tuple[Decimal, str]:
     """A time in seconds, at least 0, and whether it is a "number" or a "date".
 
-    A date and time is told in seconds since 1970.
-
-    Args:
-        path: The file.
-        line: Its line or place.
-        name: The field.
-        value: What it holds: text or a number.
-        kind: What it must be; None: either.
-        per_second: The field's units in a second.
+    A date and time is told in seconds since 1970. ``kind`` is what it must be, None: either;
+    ``per_second`` are the field's units in a second.
 
     Raises:
         MalformedFileError: It is none, negative, not finite, of the other kind, or beyond
@@ -191,10 +184,8 @@ def csv_rows(
 ) -> Iterator[tuple[int, dict[str, str]]]:
     """Line numbers and rows of a CSV file, UTF-8, whose first line names the columns.
 
-    Args:
-        path: The file.
-        columns: Columns that must be there; others may be.
-        stream: Its text where it lies in an archive; closed at the end.
+    The ``columns`` must be there; others may be. ``stream`` is its text where it lies in an
+    archive; it is closed at the end.
 
     Raises:
         MalformedFileError: The file is empty or no CSV, a column is missing or there twice, or a
@@ -250,9 +241,7 @@ def json_rows(
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """Line numbers and objects of a JSONL file, UTF-8; blank lines are left out.
 
-    Args:
-        path: The file.
-        parse_float: Makes a value of the text of a number with a fraction or an exponent.
+    ``parse_float`` makes a value of the text of a number with a fraction or an exponent.
 
     Raises:
         MalformedFileError: A line is no JSON object, or has a key twice.
@@ -309,9 +298,7 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
 def write_atomic(path: str | os.PathLike[str], write: Callable[[BinaryIO], object]) -> None:
     """Write a file through a temporary one in the same folder, so that none is ever half there.
 
-    Args:
-        path: The file to write; its folder must exist.
-        write: Writes the content to the binary stream that it is given.
+    ``write`` writes the content to the binary stream that it is given; the folder must exist.
 
     Raises:
         OSError: With the file's name, as where the disk is full.

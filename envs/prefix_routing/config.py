@@ -58,9 +58,6 @@ class Problem:
         index_entries: int64 ``(N,)``, most entries of each replica's approximate index.
         workload: What draws the requests.
         rate: Range of the mean requests/s.
-        dispatch: ``"think"`` or ``"trace"``.
-        length_noise: Standard deviation of the logarithm of predicted over true output tokens;
-            None: all have the mean as prediction.
         arguments: The arguments by name.
     """
 
@@ -74,8 +71,6 @@ class Problem:
     index_entries: np.ndarray
     workload: PrefixWorkload
     rate: tuple[float, float]
-    dispatch: str
-    length_noise: float | None
     arguments: Mapping[str, Any]
 
     @property
@@ -112,14 +107,13 @@ class Problem:
         """The requests of an episode, and the predicted tokens of their outputs (J,)."""
         low, high = self.rate
         rate = low if low == high else float(random.uniform(low, high))
-        requests = self.workload.draw(
-            random, self.num_requests, rate, self.block_size, self.dispatch
-        )
+        dispatch, noise = (self.arguments[name] for name in ("dispatch", "length_noise"))
+        requests = self.workload.draw(random, self.num_requests, rate, self.block_size, dispatch)
         lengths = requests.output_tokens.astype(np.float64)
-        if self.length_noise is None:
+        if noise is None:
             return requests, np.full(len(lengths), lengths.mean())
         errors = random.standard_normal(len(lengths))
-        return requests, np.maximum(lengths * np.exp(self.length_noise * errors), 1.0)
+        return requests, np.maximum(lengths * np.exp(noise * errors), 1.0)
 
     def ttft_slo_s(self, prompt_tokens: np.ndarray) -> np.ndarray:
         """Objective of the time to first token (J,), seconds."""
@@ -157,8 +151,6 @@ def problem_of(arguments: PrefixArguments) -> Problem:
         index_entries=capacity if entries == "kv_blocks" else _entries(entries, len(cards)),
         workload=_workload(arguments, cards, capacity),
         rate=rates,
-        dispatch=arguments.dispatch,
-        length_noise=arguments.length_noise,
         arguments={**arguments.values(), "num_replicas": len(cards)},
     )
 

@@ -49,6 +49,8 @@ MODELS = ("falcon-7b-instruct", "Meta-Llama-3-8B-Instruct")
 """Models of the catalog whose scores the servers earn, the first for the fastest server."""
 QUANTITIES = ("ttft_s", "tpot_s", "e2e_s")
 WORLDS = ("real", "simulated")
+IDS = (FIRST_WORD, VOCABULARY)
+"""Token ids that are words."""
 START_S = 0.5
 """Seconds before the first request."""
 
@@ -95,16 +97,16 @@ def calibrate(endpoints: Sequence[Endpoint], plan: Plan, folder: Path) -> list[P
 
     def measure(one: Endpoint) -> Profile:
         out = folder / f"{one.name}.csv"
-        ids = (FIRST_WORD, VOCABULARY)
-        target = server.Endpoint(one.url, one.name, output_tokens=24, token_ids=ids)
+        target = server.Endpoint(one.url, one.name, output_tokens=24, token_ids=IDS)
         # The first requests of a server are slow: they are sent, and not used.
         for loads, words, requests, seed in (
             ((1,), (16,), 2, 99),
             (range(1, one.slots + 1), lengths, plan.sweep, 0),
         ):
             out.unlink(missing_ok=True)
-            more = {"requests": requests, "seed": seed}
-            server.measure(target, out, loads=loads, prompt_words=words, **more)
+            server.measure(
+                target, out, loads=loads, prompt_words=words, requests=requests, seed=seed
+            )
         options = ServerOptions(
             slots=one.slots,
             kv_tokens=one.slots * one.context,
@@ -175,7 +177,7 @@ def _serve(
 
     with ThreadPoolExecutor(len(requests)) as pool:
         for j, request in enumerate(requests):
-            prompt = random.integers(FIRST_WORD, VOCABULARY, request["prompt_tokens"]).tolist()
+            prompt = random.integers(*IDS, request["prompt_tokens"]).tolist()
             time.sleep(max(0.0, request["arrival_s"] - router.clock()))
             scores = [request[f"predicted_score_{name}"] for name in names]
             lengths = [request[f"predicted_tokens_{name}"] for name in names]

@@ -78,9 +78,9 @@ def lines(family: str, folder: Path = RESULTS) -> list[list[str]]:
 
 def tally(family: str, folder: Path = RESULTS) -> str:
     """How many findings of a family have each verdict, in words."""
-    found = Counter(verdict for *_, verdict in lines(family, folder))
-    counts = [f"{found[verdict]} {verdict}" for verdict in VERDICTS if found[verdict]]
-    return f"{found.total()} findings: {', '.join(counts)}"
+    number = Counter(verdict for *_, verdict in lines(family, folder))
+    counts = [f"{number[verdict]} {verdict}" for verdict in VERDICTS if number[verdict]]
+    return f"{number.total()} findings: {', '.join(counts)}"
 
 
 HEADINGS = ("where", "claim", "the paper", "setting", "here", "verdict")

@@ -111,14 +111,14 @@ def judge(
     lowest, highest = (1.0, math.inf) if least else (0.5, 2.0)
     if interval is not None and interval[0] <= 0 <= interval[1]:
         return DISAGREES if max(map(ratio, interval)) < lowest else OPEN
-    found = ratio(ours)
-    return AGREES if lowest <= found <= highest else DIRECTION if found > 0 else DISAGREES
+    r = ratio(ours)
+    return AGREES if lowest <= r <= highest else DIRECTION if r > 0 else DISAGREES
 
 
 def holds(cases: Iterable[bool]) -> str:
     """The verdict on a claim that is true or false case by case."""
-    found = list(cases)
-    return AGREES if all(found) else IN_PART if any(found) else DISAGREES
+    true = list(cases)
+    return AGREES if all(true) else IN_PART if any(true) else DISAGREES
 
 
 def percent(new: float, old: float) -> float:
@@ -138,10 +138,10 @@ def values(rows: Rows, key: str) -> list[Any]:
 
 def split(rows: Rows, *columns: str) -> list[tuple[dict[str, Any], list[Mapping[str, Any]]]]:
     """The rows apart by the values of some columns, in their order: these values, these rows."""
-    found: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    parts: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for row in rows:
-        found.setdefault(tuple(row[column] for column in columns), []).append(row)
-    return [(dict(zip(columns, at, strict=True)), own) for at, own in found.items()]
+        parts.setdefault(tuple(row[column] for column in columns), []).append(row)
+    return [(dict(zip(columns, at, strict=True)), part) for at, part in parts.items()]
 
 
 def span(numbers: Sequence[float], form: str = "+.1f", unit: str = " %") -> str:

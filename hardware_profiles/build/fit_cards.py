@@ -216,13 +216,9 @@ class Composed:
 
 
 def long_prefill_rate(fresh: Mapping[int, float]) -> float:
-    """Seconds of attention a layer takes per (query, key) pair in long prefills.
+    """Seconds of attention of a layer per (query, key) pair from prompts of 2,048 to 8,192 tokens.
 
-    Args:
-        fresh: seconds by prompt length, no context before; 2,048 and 8,192 must be there.
-
-    Returns:
-        Seconds per pair.
+    ``fresh`` has the seconds by prompt length, no context before.
     """
     return (fresh[8192] - fresh[2048]) / (0.5 * (8192**2 - 2048**2))
 
@@ -487,15 +483,7 @@ def errors_against(guess: Profile, truth: Profile) -> dict[str, Any]:
 
 
 def errors_against_aiconfigurator(card: str, law: Profile) -> dict[str, Any]:
-    """Distance of a card's step latencies from those that aiconfigurator 0.12.0 predicts.
-
-    Args:
-        card: a key of :data:`CARDS`.
-        law: its profile with Llama-3.1-8B.
-
-    Returns:
-        Spreads of the relative difference, for decodes and for prefills.
-    """
+    """Distance of the steps of Llama-3.1-8B on a card from those that aiconfigurator predicts."""
     decodes, prefills = _AICONFIGURATOR_MS[card]
     ours = [law.decode_s(b, b * x) for b, x in _DECODES_BESIDE]
     prompts = [law.prefill_s(p) for p in _PROMPTS_BESIDE]
@@ -668,14 +656,9 @@ def _provenance(k: Composed, card: str) -> dict[str, Any]:
 
 
 def method_error(data: str | Path, truth: Profile) -> dict[str, Any]:
-    """Error of the method on the one card that has both kinds of tables.
+    """:func:`errors_against` of the method on the one card that has both kinds of tables.
 
-    Args:
-        data: folder of the published tables.
-        truth: the RTX PRO 6000's profile from its own whole-model kernel timings.
-
-    Returns:
-        As :func:`errors_against` returns it.
+    ``truth`` is the RTX PRO 6000's profile from timings of whole models' kernels on it.
     """
     return errors_against(fit_card(CHECK, data), truth)
 

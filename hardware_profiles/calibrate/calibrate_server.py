@@ -95,12 +95,10 @@ def read_rows(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def sums_of(rows: Sequence[dict[str, Any]], slots: int) -> Sums:
-    """What the iterations of measured requests held.
+    """What the iterations of measured requests held, by the rows of :func:`read_rows`.
 
-    Args:
-        rows: As :func:`read_rows` gives them; those of a load and length overlap with one another.
-        slots: Requests that the server runs at a time; those that had to wait for one are left
-            out.
+    Rows of one load and length overlap with one another. Requests that had to wait for one of the
+    server's ``slots`` are left out.
 
     Raises:
         ValueError: If no request has a time for each of its tokens.

@@ -28,13 +28,8 @@ NO_ESTIMATE = {f.name: 0.0 for f in fields(Estimator)}
 def thin(grid: np.ndarray, values: np.ndarray, tolerance: float) -> np.ndarray:
     """Indexes of the points that remain so that linear interpolation stays within ``tolerance``.
 
-    Args:
-        grid: ``(G,)`` strictly increasing.
-        values: ``(G,)`` positive.
-        tolerance: largest relative error allowed at a point that is dropped.
-
-    Returns:
-        Sorted indexes; the first and the last point always stay.
+    The grid ``(G,)`` increases and the values ``(G,)`` are positive; the tolerance is the largest
+    relative error at a point that is dropped. The first and the last point always stay.
     """
     points = [0, len(grid) - 1]
     while True:
@@ -54,17 +49,13 @@ def isotonic_fit(values: np.ndarray) -> np.ndarray:
 
 
 def check_explains(values: np.ndarray, at: str) -> float:
-    """Refuse times that the size of the work does not explain.
-
-    Args:
-        values: ``(G,)`` times, sizes isotonic_fit.
-        at: the file and field, for the error message.
+    """Refuse times ``(G,)`` that the size of the work does not explain.
 
     Returns:
         R² of the best fit that never falls (:func:`isotonic_fit`).
 
     Raises:
-        ValueError: if R² is below 0.5.
+        ValueError: if R² is below 0.5; ``at`` is the file and field.
     """
     values = np.asarray(values, float)
     total = float(np.sum((values - values.mean()) ** 2))
@@ -114,13 +105,7 @@ def interpolate_missing(grid: np.ndarray, values: np.ndarray, missing: np.ndarra
 def interpolate_without(
     grid: np.ndarray, values: np.ndarray, axis: int, at: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Interpolate all of a table's entries at one point of an axis from the others.
-
-    Args:
-        grid: the points of the axis.
-        values: the table.
-        axis: the axis of ``values`` that ``grid`` belongs to.
-        at: the point that is left out; an inner one.
+    """Interpolate a table's entries at an inner point of an axis's grid from the others.
 
     Returns:
         The table with these entries interpolated, and which they are (bool).
@@ -144,13 +129,10 @@ def fit_estimator(profile: Profile) -> tuple[dict[str, float], dict[str, Any]]:
     """Least-squares linear law over batches of 1 to 8, prompts to 1,024, contexts to 1,500.
 
     The constant and the decode terms come from decodes; the prefill slope is then fitted with
-    that constant held, as one constant serves both (Eq. 13 and 14 have none).
-
-    Args:
-        profile: the profile whose law is to be approximated.
+    that constant, as one constant serves both (Eq. 13 and 14 have none).
 
     Returns:
-        The estimator's fields (seconds), and its relative errors against the law.
+        The estimator's fields (seconds), and its relative errors against the profile's law.
     """
     batches = np.arange(1, ESTIMATOR_MAX_SEQUENCES + 1)
     contexts = np.arange(10, ESTIMATOR_MAX_CONTEXT + 1, 10)

@@ -299,18 +299,13 @@ def _cut(clock: Clock, shape: ModelShape, grid: Grid) -> Grid:
 
 
 def measure_dense(name: str, folder: str | os.PathLike[str], clock: Clock) -> int:
-    """Measure a dense shape; points that are in the folder's tables are left out.
-
-    Args:
-        name: A key of ``MODELS``.
-        folder: Where the tables are written; made if missing.
-        clock: Times the kernels.
+    """Measure a shape of ``MODELS``; points that are in the folder's tables are left out.
 
     Returns:
         Points measured now.
 
     Raises:
-        ValueError: For an unknown shape, too little memory, or tables of something else.
+        ValueError: For too little memory, or tables of something else.
     """
     shape = MODELS[name]
     grid = _cut(clock, shape, SMALL_GRID if name == "tiny" else GRID)

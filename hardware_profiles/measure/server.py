@@ -250,15 +250,10 @@ def _make(
     seed: str,
     stop: float,
 ) -> None:
-    """Make requests, ``load`` of them at a time, or at exponential gaps without a load.
+    """Make requests, ``load`` of them at a time, or at exponential gaps of ``rate`` without a load.
 
-    Args:
-        numbers: The requests; at least one.
-        make: Makes one, in a thread; what it raises ends the measurement.
-        load: Requests in flight, or 0.
-        rate: Requests/s without a load.
-        seed: Of the gaps.
-        stop: Monotonic time after which no further request is made.
+    ``make`` makes one of ``numbers``, in a thread; what it raises ends the measurement. None is
+    made after ``stop``, a monotonic time.
     """
     gaps, at = random.Random(seed), time.monotonic()
     pool = ThreadPoolExecutor(load or len(numbers))

@@ -32,13 +32,10 @@ def whole_numbers(name: str, text: str) -> list[int]:
 def repeat(
     once: Callable[[], float], *, warm_up: int = 3, repeats: int = 20, seconds: float = 2.0
 ) -> np.ndarray:
-    """Time something again and again.
+    """Time something again and again; ``once`` runs it and returns the seconds that it took.
 
-    Args:
-        once: Runs it once and returns the seconds that it took.
-        warm_up: Runs that are thrown away.
-        repeats: Most runs that count.
-        seconds: Time after which no further run starts, once three have been made.
+    After ``warm_up`` runs that are thrown away come ``repeats`` at most; none starts after so many
+    ``seconds``, once three have been made.
 
     Returns:
         Sorted times in seconds.

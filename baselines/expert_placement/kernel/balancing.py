@@ -19,15 +19,10 @@ NO_CHANGE, SWAP, MOVE, COPY, REPLACE = range(5)
 
 @jit
 def replicate(weight, extra, limit):
-    """Give each extra slot to the expert with the heaviest replicas.
+    """Copies int64 (E,): each of ``extra`` slots goes to the expert with the heaviest replicas.
 
-    Args:
-        weight: float64 (E,).
-        extra: Slots beyond one an expert.
-        limit: Most copies of an expert.
-
-    Returns:
-        int64 (E,) copies; fewer than E + extra in all if every expert is at the limit.
+    No expert of ``weight`` (E,) gets more than ``limit``; if all have so many, there are fewer than
+    E + extra in all.
     """
     copies = np.ones(weight.size, np.int64)
     for _ in range(extra):
@@ -62,13 +57,8 @@ def place_replicas(weight, quota, slot, used, on, copies):
     Copies that find no GPU are given up; their slots go to the expert with the heaviest replicas
     that fits.
 
-    Args:
-        weight: float64 (E,).
-        quota: int64 (G,), at most E each, at least E in all.
-        slot: int64 (G, S), changed in place.
-        used: int64 (G,), changed in place; zeros.
-        on: bool (G, E), changed in place; all False.
-        copies: int64 (E,), changed in place; wanted copies on entry, placed ones on return.
+    ``quota`` (G,) is at most E each and at least E in all. ``slot`` (G, S), ``used`` (G,), zeros,
+    ``on`` (G, E), all False, and ``copies`` (E,), the wanted ones, are changed in place.
     """
     gpus = quota.size
     load = np.zeros(gpus)
@@ -128,16 +118,8 @@ def refine(weight, quota, slot, used, on, copies, budget):
     Changes: two GPUs swap an expert (2 loads), an expert moves to a free slot, or gets one more
     copy in a free slot or in place of another expert's replica (1 load each). A change counts by
     the highest load among the GPUs it touches, so the sorted loads fall lexicographically and the
-    search ends.
-
-    Args:
-        weight: float64 (E,).
-        quota: int64 (G,).
-        slot: int64 (G, S), changed in place.
-        used: int64 (G,), changed in place.
-        on: bool (G, E), changed in place.
-        copies: int64 (E,), changed in place.
-        budget: Most loads, a bound for what rounding might never end.
+    search ends; ``budget`` loads at most, for what rounding might never end. The other arguments
+    are those of `place_replicas`.
     """
     gpus = quota.size
     moves = 0
@@ -218,16 +200,10 @@ def _apply_change(slot, used, on, copies, kind, a, i, b, j):
 
 @jit
 def balance_layers(loads, quota, node, home):
-    """Balance every layer on its own.
+    """Balance every layer on its own: the placement, bool (L, G, E).
 
-    Args:
-        loads: float64 (L, E).
-        quota: int64 (L, G) slots of a layer on a GPU.
-        node: int64 (G,) node of each GPU, 0..M-1.
-        home: int64 (L, E) node whose GPUs hold the expert.
-
-    Returns:
-        bool (L, G, E), the placement.
+    An expert of ``loads`` (L, E) is on the GPUs of the node ``home`` (L, E) alone; ``node`` (G,) is
+    that of each GPU and ``quota`` (L, G) its slots of a layer.
     """
     layers, experts = loads.shape
     on = np.zeros((layers, node.size, experts), np.bool_)
@@ -251,12 +227,9 @@ def balance_layers(loads, quota, node, home):
 
 @jit
 def fill_layers(loads, quota, on):
-    """`fill_free` over all GPUs of every layer.
+    """`fill_free` over all GPUs of every layer; ``on`` (L, G, E), covered, is changed in place.
 
-    Args:
-        loads: float64 (L, E).
-        quota: int64 (L, G), at most E each.
-        on: bool (L, G, E), changed in place; every expert is on a GPU.
+    ``loads`` is (L, E) and ``quota`` (L, G), at most E each.
     """
     layers, gpus, experts = on.shape
     for layer in range(layers):

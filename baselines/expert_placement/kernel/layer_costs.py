@@ -60,13 +60,7 @@ def remote_messages(row, held, limit):
 
 @jit
 def remote_calls(tables, n, layer, held):
-    """What the tokens of a server need in a layer that is not there.
-
-    Args:
-        tables: `Tables`, T >= 1.
-        n: Server.
-        layer: Layer.
-        held: uint64 mask of the experts that are local.
+    """What the tokens of a server need in a layer that is not there, if a mask of experts is.
 
     Returns:
         Share of tokens with a remote expert, mean remote messages of a token, expected remote
@@ -91,14 +85,7 @@ def remote_calls(tables, n, layer, held):
 def layer_cost(tables, n, layer, held):
     """Estimated seconds that the remote calls of a layer add to a server's requests.
 
-    Args:
-        tables: `Tables`.
-        n: Server.
-        layer: Layer.
-        held: uint64 mask of the experts that are local.
-
-    Returns:
-        Seconds, times the server's weight.
+    They are times the server's weight; ``held`` is the mask of the experts that are local.
     """
     cost = tables.cost[n, layer]
     share, volume, hits = remote_calls(tables, n, layer, held)
@@ -115,15 +102,9 @@ def layer_cost(tables, n, layer, held):
 
 @jit
 def prefix_costs(tables, n, order):
-    """Cost of each layer of a server if it holds its c first experts, c = 0..E.
+    """Cost (L, E + 1) of each layer of a server if it holds its c first experts, c = 0..E.
 
-    Args:
-        tables: `Tables`.
-        n: Server.
-        order: int64 (L, E) experts, first those to hold first.
-
-    Returns:
-        float64 (L, E + 1).
+    ``order`` is int64 (L, E), those to hold first first.
     """
     layers, experts = order.shape
     costs = np.zeros((layers, experts + 1))

@@ -82,14 +82,7 @@ def count_bits(word):
 def remote_calls(tables, server, layer, held, out):
     """What tokens of a server do at the others in a layer; changes ``out``, `CALLS` (N,).
 
-    A missing expert is called at the nearest server that holds it.
-
-    Args:
-        tables: `Tables`.
-        server: The server.
-        layer: The layer.
-        held: uint64 (N, L) experts of each server.
-        out: Calls at each server.
+    A missing expert is called at the nearest server that holds it, by ``held`` uint64 (N, L).
     """
     rows, hit, near = tables.rows[server, layer], tables.hit[server, layer], tables.near[server]
     per_expert = tables.per_expert
@@ -179,10 +172,8 @@ def _queues(tables, calls, wait):
 def estimate(tables, calls, wait):
     """Estimated seconds of a request that remote experts add.
 
-    Args:
-        tables: `Tables`.
-        calls: `CALLS` (N, L, N), `remote_calls` of every server and layer.
-        wait: Factor on the waiting time of an M/G/1 queue.
+    ``calls`` (N, L, N) is `remote_calls` of every server and layer, ``wait`` a factor on the
+    waiting time of an M/G/1 queue.
     """
     token, delay, cost = tables.token, tables.delay, tables.cost
     servers, layers = calls.shape[:2]
@@ -255,17 +246,9 @@ def _exchange(held, experts, n, m, layer, other, number, trade):
 def anneal(tables, held, wait, steps, hot, cold, seed):
     """Simulated annealing of `estimate` by exchanges of experts and layers; changes ``held``.
 
-    Args:
-        tables: `Tables`.
-        held: uint64 (N, L), covered; the number of experts of each server stays.
-        wait: As `estimate`.
-        steps: Proposals.
-        hot: First temperature, seconds.
-        cold: Last temperature.
-        seed: Of the proposals.
-
-    Returns:
-        The estimate of the best placement, which ``held`` then is.
+    Of ``held`` uint64 (N, L), covered, the number of experts of each server stays. There are
+    ``steps`` proposals, drawn by ``seed``, at temperatures from ``hot`` to ``cold`` seconds.
+    Returns the estimate of the best placement, which ``held`` then is.
     """
     np.random.seed(seed)
     servers, layers = held.shape

@@ -138,13 +138,8 @@ def theorem4(
     """Theorem 4: what the slowest of z replicas takes at most in prefill, seconds.
 
     ``(z - 1) / z * largest job + total / z + trem``: the list-scheduling bound. It holds for LPT
-    if no job is longer than ``largest_job_s``.
-
-    Args:
-        largest_job_s: Time of the largest job, compute and transfer.
-        total_s: Sum of the times of all jobs (Trem_l).
-        replicas: z.
-        trem_s: Overhead of the invocation.
+    if no job, compute and transfer, is longer than ``largest_job_s``; ``total_s`` is the sum of all
+    jobs (Trem_l) and ``trem_s`` the overhead of the invocation.
     """
     z = np.asarray(replicas, dtype=np.float64)
     if (z < 1).any():

@@ -102,9 +102,6 @@ def _inner(p: MemoryProblem, multiplier: float) -> Floats:
 def solve_memory(p: MemoryProblem) -> tuple[Floats, float]:
     """Solve the relaxed P2 by its dual (Eq. 14): one TPOT multiplier, found by bisection.
 
-    Args:
-        p: The problem.
-
     Returns:
         (L,) memory and the multiplier in USD/s; where even the largest memory misses the time
         limit, that and 0.
@@ -136,14 +133,9 @@ def round_memory(p: MemoryProblem, gb: ArrayLike, grid_gb: ArrayLike) -> Floats:
     Each layer takes the cheaper of its two neighbours that is large enough. While the time limit
     is missed, the layer with the least extra cost per second saved goes one step up.
 
-    Args:
-        p: The problem.
-        gb: (L,) relaxed memory.
-        grid_gb: (M,) rising specifications.
-
     Returns:
-        (L,) memory on the grid, the largest where the limit cannot hold. A layer whose lower bound
-        lies above the grid takes the largest specification.
+        (L,) memory on the rising grid (M,), the largest where the limit cannot hold. A layer whose
+        lower bound lies above the grid takes the largest specification.
     """
     grid = np.asarray(grid_gb, np.float64)
     y = np.asarray(gb, np.float64)

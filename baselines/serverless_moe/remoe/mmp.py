@@ -76,14 +76,8 @@ def worst_cases(
     Remote calls follow the corrected Corollary 1 in prefill and, over all steps, in decoding; the
     other calls are local. Remote functions have their largest memory and z_max replicas, the
     slowest of which is bounded by Theorem 4 with the corrected Theorem 1 for the largest job; the
-    overhead is its 95 % quantile.
-
-    Args:
-        system: The system.
-        load: What is expected.
-        ttft_limit_s: Limit of 10b.
-        tpot_limit_s: Limit of 10c.
-        max_tokens: Nmax of line 1, tokens that the main function must hold; default n_out.
+    overhead is its 95 % quantile. The limits are those of 10b and 10c; ``max_tokens`` is Nmax of
+    line 1, tokens that the main function must hold, by default n_out.
     """
     experts, top_k = system.num_experts, system.top_k
     m = np.arange(experts, -1, -1)

@@ -48,14 +48,8 @@ def choose_replicas(
     whose increment lowers the prefill time, the greatest potential (fall of the cost) goes up.
     3. While a potential is positive: the best goes up. Nowhere above z_max.
 
-    Args:
-        system: The system.
-        load: The load, expected as a rule.
-        remote: (L, K).
-        main_mb: W.
-        remote_mb: (L,) Y.
-        ttft_limit_s: Limit of 10b.
-        cold_s: Cold start in the TTFT.
+    ``remote`` is (L, K), ``main_mb`` W, ``remote_mb`` (L,) Y, and ``cold_s`` the cold start in the
+    TTFT.
 
     Returns:
         Replicas int (L,), 0 for a layer without remote experts; and the replica of each expert int

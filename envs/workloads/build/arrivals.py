@@ -237,11 +237,8 @@ def read_hourly(path: Path) -> np.ndarray:
             raise MalformedFileError(
                 path, line, "hour_start_s/requests", f"unreadable ({error})", fix
             ) from error
-    filled = np.zeros((max(counts) + 1) // 24 * 24)
-    for hour, count in counts.items():
-        if hour < filled.size:
-            filled[hour] = count
-    days = filled.reshape(-1, 24)
+    hours = range((max(counts) + 1) // 24 * 24)
+    days = np.array([counts.get(hour, 0.0) for hour in hours]).reshape(-1, 24)
     return days[days.mean(axis=1) > 100]
 
 

@@ -147,14 +147,14 @@ class LiteLLMStrategy(CustomRoutingStrategyBase, CustomLogger):
             # LiteLLM's own way raises its own error, or takes a deployment that is none of ours.
             return await type(router).async_get_available_deployment(router, **asked)
         body = {**asked["request_kwargs"], "messages": messages}
-        kept = body.get("litellm_metadata", body.get("metadata")) or {}
+        metadata = body.get("litellm_metadata", body.get("metadata")) or {}
         # An attempt after the first goes to a server that the request has not been to, if any.
-        tried = kept.get(_TRIED, ()) if kept.get("attempted_retries") else ()
+        tried = metadata.get(_TRIED, ()) if metadata.get("attempted_retries") else ()
         rest = [name for name in self._ids if name in by_id and name not in tried] or by_id
         ticket = self.gate.enter(body, allowed=[name in rest for name in self._ids])
         if ticket.expert < 0:
             raise _refused(model)
-        kept[_TRIED] = (*tried, self._ids[ticket.expert])
+        metadata[_TRIED] = (*tried, self._ids[ticket.expert])
         tickets.append(ticket)
         return by_id[self._ids[ticket.expert]]
 
@@ -199,7 +199,7 @@ def _end(ticket: Ticket, error: BaseException) -> None:
 
 
 async def _chunks(
-    stream: AsyncIterator[Any], ticket: Ticket, kept: list[Any] | None
+    stream: AsyncIterator[Any], ticket: Ticket, chunks: list[Any] | None
 ) -> AsyncIterator[Any]:
     """The chunks of a stream, of which the ticket is told.
 
@@ -211,8 +211,8 @@ async def _chunks(
             if brings_token(chunk.model_dump()):
                 ticket.token()
             yield chunk
-        told = any(choice.finish_reason for one in kept or () for choice in one.choices)
-        good = told or (kept is None and ticket.tokens)
+        said = any(choice.finish_reason for one in chunks or () for choice in one.choices)
+        good = said or (chunks is None and ticket.tokens)
         ticket.end("failed" if not good else "finished" if ticket.tokens else "empty")
     except BaseException as error:
         _end(ticket, error)
@@ -228,9 +228,9 @@ def _watch(response: Any, ticket: Ticket) -> None:
     # A stream that nobody reads to its end, or from its beginning, ends with the object.
     weakref.finalize(response, ticket.end, "left").atexit = False
     if hasattr(response, "_async_generator"):
-        kept = getattr(response, "chunks", None)
-        response._async_generator = _chunks(response._async_generator, ticket, kept)
+        chunks = getattr(response, "chunks", None)
+        response._async_generator = _chunks(response._async_generator, ticket, chunks)
         response.completion_stream = response._async_generator
     else:
-        kept = getattr(response.completion_stream, "chunks", None)
-        response.completion_stream = _chunks(response.completion_stream, ticket, kept)
+        chunks = getattr(response.completion_stream, "chunks", None)
+        response.completion_stream = _chunks(response.completion_stream, ticket, chunks)

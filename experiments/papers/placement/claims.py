@@ -119,7 +119,8 @@ def best_counts(rows: Rows) -> Iterable[Finding]:
 def migrating(rows: Rows) -> Iterable[Finding]:
     """What migrating saves when the requests change, against each placement that stays."""
     by = {row["variant"]: row for row in rows}
-    moving, still = ([n for n in by if n.startswith("kept") == kept] for kept in (False, True))
+    still = [name for name in by if name.startswith("kept")]
+    moving = [name for name in by if name not in still]
     for name in moving:
         for other in still:
             change = percent(by[name]["mean_latency_s"], by[other]["mean_latency_s"])

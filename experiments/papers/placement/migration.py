@@ -38,7 +38,7 @@ PHASES = (("paper_testbed_multi", 20.0, 20), ("paper_testbed", 10.0, 5))
 
 VARIANTS = {
     "kept": {"static": True},
-    "kept, planned for both phases": {"static": True, "known": True},
+    "kept, planned for both phases": {"static": True, "both_phases": True},
     "migrating": {},
     "migrating, weights over the network": {"migration_source": "network"},
 }
@@ -89,8 +89,8 @@ def _run(options: Options, name: str) -> Row:
     moment = each * PHASES[0][1]
     epochs = int(np.ceil((moment + each * PHASES[1][1]) / 300.0))
     kwargs: Row = {"scenario": "paper_testbed_multi", "epochs": epochs}
-    kwargs |= {key: x for key, x in variant.items() if key not in ("static", "known")}
-    history = both_phases() if variant.get("known") else None
+    kwargs |= {key: x for key, x in variant.items() if key not in ("static", "both_phases")}
+    history = both_phases() if variant.get("both_phases") else None
     runs = []
     for seed in range(SEED, SEED + options.episodes):
         system, looks = drive(
