@@ -67,6 +67,7 @@ train: $(BIN)/.trainable
 	$(BIN)/python -m servegym.experiments.train_and_compare $(ARGS)
 
 # Run from an empty folder: what is tested is the installed package and nothing of the tree but tests/.
+# A worker goes through its half in order, so that modules make what their tests share once.
 TESTS ?= tests
 PYTEST = away=$$(mktemp -d) && trap 'rm -rf "$$away"' EXIT && cd "$$away" && \
 	$(BIN)/pytest -c $(ROOT)/setup.cfg --rootdir=$(ROOT) -n $(WORKERS) --dist worksteal

@@ -6,6 +6,7 @@ import pytest
 
 
 @pytest.fixture(autouse=True)
-def nothing_to_look_through():
-    """A simulated fleet looks for garbage at its start, and thaws all that is there at its end."""
+def frozen_again():
+    """A simulated fleet looks for garbage at its start, and thaws what is there at its end."""
+    yield
     gc.freeze()
