@@ -159,7 +159,7 @@ class ExpertPlacementParallelEnv(BatchParallelEnv):
         return (
             observations,
             dict(zip(agents, rewards.tolist(), strict=True)),
-            dict.fromkeys(agents, ended),
+            dict.fromkeys(agents, bool(ended)),
             dict.fromkeys(agents, False),
             infos,
         )

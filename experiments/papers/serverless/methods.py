@@ -96,7 +96,10 @@ def measure(setting: Setting, prompts: int) -> dict[str, dict[str, NDArray[np.fl
         max_output_tokens=setting.n_out,
     )
     system = replace(system, per_call=setting.invocation == "per_call")
-    limits = {"ttft_limit_s": setting.ttft_limit_s, "tpot_limit_s": setting.tpot_limit_s}
+    limits: dict[str, Any] = {
+        "ttft_limit_s": setting.ttft_limit_s,
+        "tpot_limit_s": setting.tpot_limit_s,
+    }
     experts = system.num_experts
     steps = min(experts, 16)
     ratios = np.unique(np.ceil(np.arange(steps + 1) * experts / steps - 1e-9)) / experts
@@ -142,7 +145,9 @@ def _numbers(
     outcome: Outcome | None, ratio: float = np.nan, plan: Plan | None = None
 ) -> dict[str, float]:
     if outcome is None:  # no plan meets the limits
-        lost = dict.fromkeys(("late_ttft", "late_tpot", "late", "infeasible"), 1.0)
+        lost: dict[str, float] = dict.fromkeys(
+            ("late_ttft", "late_tpot", "late", "infeasible"), 1.0
+        )
         undefined = "cost ttft_s tpot_ms remote main_mb invocations fees rounding"
         return lost | dict.fromkeys(undefined.split(), np.nan)
     broken = dict(outcome.violations)

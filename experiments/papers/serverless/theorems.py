@@ -67,7 +67,9 @@ def _row(holds: Array, ratio: Any, together: Array | None = None, **head: Any) -
     ``ratio`` is of the numbers to their bounds, and ``together`` says where it holds for all
     experts.
     """
-    columns = dict(zip(("holds", "low", "high"), stratified_bootstrap(holds, mean), strict=True))
+    columns: dict[str, float] = dict(
+        zip(("holds", "low", "high"), stratified_bootstrap(holds, mean), strict=True)
+    )
     columns["holds_for_all_experts"] = np.nan if together is None else float(together.mean())
     return head | {"units": len(holds), "largest_ratio": float(ratio.max())} | columns
 
@@ -138,7 +140,7 @@ def recorded_theorem(activations: Activations) -> list[dict[str, Any]]:
     return rows + _theorem_rows(every, activations.tokens, top_k, True)
 
 
-def _predicted(activations: Activations, rows: NDArray[np.integer]) -> dict[str, Array]:
+def _predicted(activations: Activations, rows: NDArray[np.int64]) -> dict[str, Array]:
     """Activations of ``rows`` predicted from the train split, by the way of predicting."""
     ways = {"mean": fitted(activations, None, "dop")}
     ways["task mean"] = fitted(activations, None, "category")
@@ -229,8 +231,8 @@ def recorded_theorem4(activations: Activations) -> list[dict[str, Any]]:
                     limit, longest = theorem4(largest, total, z, 0.0), slowest[:, :, z - 1]
                     met = (longest <= limit * (1 + 1e-12)).mean(axis=1)
                     ratio = longest / np.maximum(limit, 1e-12)
-                    head = {"statement": "theorem 4", "ranking": way, "form": form}
-                    rows.append(_row(met, ratio, **head, b=b, z=z))
+                    head = {"statement": "theorem 4", "ranking": way, "form": form, "b": b, "z": z}
+                    rows.append(head | _row(met, ratio))
     return rows
 
 
