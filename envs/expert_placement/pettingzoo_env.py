@@ -11,7 +11,7 @@ from gymnasium import spaces
 
 from servegym.envs._batch import need_episode
 from servegym.envs._parallel import BatchParallelEnv
-from servegym.envs.expert_placement.core import action_space, check_action
+from servegym.envs.expert_placement.core import PlacementEpisode, action_space, check_action
 from servegym.envs.expert_placement.decode import repair_placement
 from servegym.envs.expert_placement.env import ExpertPlacementEnv
 
@@ -91,7 +91,7 @@ class ExpertPlacementParallelEnv(BatchParallelEnv):
                 "choose 'layer_budget', 'layer_height' or 'expert_score'."
             )
         super().__init__(kwargs, shared_reward, render_mode)
-        self.system = self.batch.episodes[0]
+        self.system: PlacementEpisode = self.batch.episodes[0]
         c, whole = self.problem.cluster, self._inner
         self.possible_agents = [f"server_{n}" for n in range(c.num_servers)]
 
