@@ -7,8 +7,6 @@ import threading
 import weakref
 from collections.abc import Callable
 
-__all__ = ["MAX_THREADS", "RowThreads"]
-
 MAX_THREADS = 256
 
 Call = Callable[[int, int], int]

@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["FAMILIES", "Family", "family_named", "family_of", "find_family"]
-
 
 @dataclass(frozen=True)
 class Family:

@@ -37,8 +37,6 @@ from servegym.envs.prefix_routing.workloads import make_prefix_workload
 from servegym.experiments.evaluation.output import print_table
 from servegym.experiments.evaluation.tables import provenance, write_result
 
-__all__ = ["interleave", "main", "row"]
-
 SYSTEMS, FEW = 64, 8
 TURN_S = 0.2
 """Processor time of a timing, about."""

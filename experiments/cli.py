@@ -18,8 +18,6 @@ import typer
 
 from servegym._command_line import in_words, parse_settings
 
-__all__ = ["app"]
-
 app = typer.Typer(
     name="servegym",
     help="Environments, policies and replay for LLM serving control.",

@@ -16,8 +16,6 @@ from servegym.experiments.evaluation.play import DEFAULT_SEED, open_envs, play, 
 from servegym.experiments.evaluation.reporting import report_of
 from servegym.experiments.evaluation.resolve import resolve
 
-__all__ = ["render_episode"]
-
 STEPS = 100
 
 

@@ -37,8 +37,6 @@ from servegym.experiments.evaluation.stats import over_trainings
 from servegym.experiments.evaluation.tables import note, provenance, write_result
 from servegym.experiments.papers.plotting import as_png, label_ends, pyplot
 
-__all__ = ["main"]
-
 ENV_ID, AGENT = "servegym/LLMRouting-v1", "servegym.agents.baseline_rl"
 TABLE, CURVE, TRAINED = "first_command", "first_command_curve", "trained"
 RATES = (5.0, 8.0, 10.0)

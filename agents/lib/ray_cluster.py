@@ -23,8 +23,6 @@ from typing import Any
 from servegym._command_line import install_line
 from servegym._versions import versions
 
-__all__ = ["RETRIES", "check_ray", "cluster", "run_jobs"]
-
 RETRIES = 3
 """Times that a job is run again after its worker was lost."""
 

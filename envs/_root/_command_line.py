@@ -9,8 +9,6 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-__all__ = ["in_words", "install_line", "parse_settings", "run_main"]
-
 EXTRAS = {
     "matplotlib": "plots",
     "pandas": "plots",

@@ -32,8 +32,6 @@ from numba.core.caching import IndexDataCacheFile
 from numba.core.registry import CPUDispatcher
 from numba.extending import intrinsic, register_jitable
 
-__all__ = ["borrowed", "compile_kernels", "formula", "inline", "inner", "jit", "record"]
-
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 

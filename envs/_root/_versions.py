@@ -6,8 +6,6 @@ import platform
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
-__all__ = ["versions"]
-
 
 def versions(packages: Sequence[str] = ("numpy", "numba", "gymnasium")) -> dict[str, str]:
     """Versions of this package, of ``packages`` and of Python, by name."""

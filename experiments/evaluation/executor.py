@@ -7,9 +7,6 @@ from typing import Any
 
 from servegym.agents.lib.ray_cluster import check_ray, cluster, run_jobs
 
-__all__ = ["Executor", "ray_executor", "run_serially"]
-
-
 Executor = Callable[
     [Callable[..., Any], Sequence[Sequence[Any]], Sequence[str]], Iterator[tuple[int, Any]]
 ]

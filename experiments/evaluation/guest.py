@@ -33,8 +33,6 @@ from servegym.baselines.policy_file import PolicyError, policy_from_file
 from servegym.baselines.protocol import Observation, Policy
 from servegym.experiments.evaluation.play import GUEST, EvaluatedPolicy
 
-__all__ = ["SLOW_S", "TIME_LIMIT_S", "GuestPolicy"]
-
 TIME_LIMIT_S = 60.0
 """Seconds that a guest may take for one answer: to be made, or to decide for a batch."""
 

@@ -53,8 +53,6 @@ from servegym.experiments.evaluation.tables import (
     write_record,
 )
 
-__all__ = ["POINTS", "Point", "main", "markdown", "measure", "ranked", "read_board"]
-
 BOARD = Path("experiments/results/leaderboard.csv")
 SHIPPED_BOARD = Path(__file__).parents[1] / "results" / "leaderboard.csv"
 

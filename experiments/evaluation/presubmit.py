@@ -46,8 +46,6 @@ from servegym.experiments.evaluation.play import EvaluatedPolicy, open_envs, pla
 from servegym.experiments.evaluation.resolve import resolve
 from servegym.experiments.evaluation.stats import ENOUGH, noninferiority
 
-__all__ = ["RATES", "Played", "Rules", "episodes_of", "main", "presubmit"]
-
 ENV_ID = "servegym/PrefixRouting-v1"
 GIE = "gie-709"
 KV_RATES = {50: 225.0, 60: 260.0, 70: 290.0, 80: 315.0, 90: 345.0, 100: 385.0}

@@ -21,8 +21,6 @@ from servegym.experiments.evaluation.play import problem_of
 from servegym.experiments.evaluation.reporting import report_of
 from servegym.hardware_profiles import Profile
 
-__all__ = ["draw_factors", "evaluate_draws", "print_draws", "ranking"]
-
 
 def draw_factors(
     profiles: Sequence[Profile], draws: int, seed: int = 0

@@ -17,8 +17,6 @@ from numpy.typing import NDArray
 from servegym.envs.families import Family
 from servegym.experiments.evaluation.stats import Interval, two_way_bootstrap_mean
 
-__all__ = ["Column", "Report", "expert_names", "number", "report_of"]
-
 
 def number(value: float, digits: int, scale: float = 1.0) -> str:
     """A number as a cell of a table has it; a dash where it is undefined."""

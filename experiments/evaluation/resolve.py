@@ -22,8 +22,6 @@ from servegym.experiments.evaluation.guest import TIME_LIMIT_S, GuestPolicy
 from servegym.experiments.evaluation.play import GUEST_IN_PROCESS, EvaluatedPolicy
 from servegym.experiments.evaluation.reporting import report_of
 
-__all__ = ["resolve"]
-
 
 def resolve(
     policy: str | os.PathLike[str] | Policy,

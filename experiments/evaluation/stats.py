@@ -16,21 +16,6 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.special import stdtrit
 
-__all__ = [
-    "ENOUGH",
-    "Interval",
-    "contrast",
-    "iqm",
-    "mean",
-    "noninferiority",
-    "over_trainings",
-    "paired_difference",
-    "relative_change",
-    "stratified_bootstrap",
-    "student_interval",
-    "two_way_bootstrap_mean",
-]
-
 Statistic = Callable[[NDArray[np.float64]], float]
 
 ENOUGH = 64

@@ -33,8 +33,6 @@ from servegym.experiments.evaluation.play import problem_of
 from servegym.experiments.evaluation.stats import Interval, mean, paired_difference
 from servegym.experiments.evaluation.tables import provenance
 
-__all__ = ["Budget", "Tuned", "heuristics", "main", "tune"]
-
 ENV_ID = "servegym/LLMRouting-v1"
 SEARCH_SEED, CHOICE_SEED = 300_000, 400_000
 """Seeds of the first episode of the search and of the choice, apart from those of evaluations."""

@@ -31,8 +31,6 @@ from servegym._files import (
 from servegym.hardware_profiles.host import plans_ahead
 from servegym.hardware_profiles.schema import Fields, read_json
 
-__all__ = ["MeasuredRun", "load_run"]
-
 Array = NDArray[np.float64]
 
 _FIELDS = (

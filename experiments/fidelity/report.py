@@ -36,8 +36,6 @@ from servegym.experiments.fidelity.measured_run import MeasuredRun, load_run
 from servegym.experiments.papers.plotting import as_png, pyplot
 from servegym.hardware_profiles import Profile, load
 
-__all__ = ["data_folder", "draw", "main"]
-
 RUN_FOLDER = ("llmservingsim", "bench", "examples", "RTX4090", "Llama-3.1-8B", "vllm")
 """Where the measured run lies below the data folder."""
 

@@ -39,8 +39,6 @@ from servegym.hardware_profiles import Profile
 from servegym.hardware_profiles.calibrate.calibrate_server import ServerOptions, calibrate_server
 from servegym.hardware_profiles.measure import server
 
-__all__ = ["Plan", "analyse", "main", "run"]
-
 POLICIES = ("random", "least_outstanding", "greedy_qos", "priced_greedy", "fleet_search")
 LOADS = (0.5, 0.8, 1.1)
 PROMPTS, OUTPUTS = (24, 72), (16, 56)

@@ -35,8 +35,6 @@ from typing import Any
 
 from servegym._files import write_json
 
-__all__ = ["ENGINES", "Endpoint", "ServerSpec", "read_endpoints", "read_fleet", "write_endpoints"]
-
 ENGINES = ("llama.cpp", "vllm", "simulated")
 LOOPBACK = "127.0.0.1"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")

@@ -34,8 +34,6 @@ from servegym.envs.llm_routing.kernel.layout import (
     MAX_PROMPT_TOKENS,
 )
 
-__all__ = ["Decision", "GatewayRequest", "GatewayRouter"]
-
 FALLBACK = "least_outstanding"
 MAX_TOKENS = 1 << 20
 """Of a prompt or an answer: what is told of more counts as so many."""

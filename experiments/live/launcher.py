@@ -36,8 +36,6 @@ from servegym.experiments.live.fleet_file import (
 from servegym.experiments.live.models import make_model
 from servegym.hardware_profiles import load
 
-__all__ = ["Fleet", "down", "healthy", "status", "up"]
-
 START_S = {"llama.cpp": 60.0, "vllm": 300.0, "simulated": 180.0}
 """Seconds that an engine may take until it is healthy."""
 ENDPOINTS = "endpoints.json"

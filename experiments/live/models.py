@@ -13,8 +13,6 @@ from pathlib import Path
 
 import numpy as np
 
-__all__ = ["FIRST_WORD", "VOCABULARY", "make_model", "parse_shape"]
-
 VOCABULARY = 2048
 SPECIALS = ("<unk>", "<s>", "</s>")
 FIRST_WORD = len(SPECIALS) + 256

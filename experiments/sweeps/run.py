@@ -42,8 +42,6 @@ from servegym.experiments.evaluation.tables import provenance, write_result
 from servegym.experiments.papers.plotting import Lines, as_png
 from servegym.experiments.sweeps.spec import Parameter, Sweep
 
-__all__ = ["run_sweep"]
-
 JOURNAL = "study.journal"
 POLL_S = 0.5
 MIN_FOR_IMPORTANCE = 4

@@ -17,8 +17,6 @@ from typing import Any
 
 from servegym._checks import choose
 
-__all__ = ["Parameter", "Sweep", "list_sweeps", "read_sweep"]
-
 METHODS = ("bayes", "random", "grid")
 GOALS = ("minimize", "maximize")
 DISTRIBUTIONS = ("uniform", "int_uniform", "log_uniform_values")

@@ -9,8 +9,6 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Breakers"]
-
 CHANCE, BEST = 1e-5, 0.8
 """Of a run as bad at a server like the others, whose regular share is taken for at most .8, since a
 client may be at fault wherever it goes; so 8 in a row are the fewest that tell."""

@@ -15,8 +15,6 @@ from servegym.experiments.live.fleet_file import LOOPBACK, Endpoint, read_endpoi
 from servegym.experiments.live.gateway import GatewayRouter
 from servegym.experiments.live.gateways.gate import Gate, fleet_arguments, from_metadata
 
-__all__ = ["main", "read_servers"]
-
 FOLDER = Path("servegym-gateway")
 POLICY = "fleet_search"
 """Trained on drawn fleets, so it takes any."""

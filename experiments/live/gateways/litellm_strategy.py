@@ -35,8 +35,6 @@ except ModuleNotFoundError as error:
 from servegym.experiments.live.gateways.gate import RETRY_AFTER_S, Gate, Ticket
 from servegym.hardware_profiles.measure.openai_protocol import brings_token
 
-__all__ = ["STATUS_PATH", "LiteLLMStrategy"]
-
 ATTEMPTS = ("_acompletion", "_atext_completion")
 """Methods of ``litellm.Router`` that make one attempt: choose a deployment and call it."""
 STATUS_PATH = "/servegym"

@@ -27,8 +27,6 @@ from servegym.experiments.live.fleet_file import (
 from servegym.experiments.live.serve.faults import KINDS, parse_fault
 from servegym.hardware_profiles import list_profiles
 
-__all__ = ["main"]
-
 
 def _profile(options: argparse.Namespace, folder: Path) -> str:
     """The profile of the servers: the one given, one that ships, or one composed in ``folder``."""

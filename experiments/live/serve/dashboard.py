@@ -16,8 +16,6 @@ from aiohttp import web
 from servegym._checks import real
 from servegym.experiments.live.serve.server import Served, SimulatedFleet, SimulatedServer, bind
 
-__all__ = ["Dashboard", "listen"]
-
 PERIOD_S = 0.5
 WINDOW_S = 30.0
 """Rates and shares are over so many seconds of simulated time."""

@@ -6,8 +6,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["KINDS", "Fault", "parse_fault"]
-
 KINDS = {
     "error": "new requests are answered with an error (status=500)",
     "stall": "the answer of new requests begins and never goes on",

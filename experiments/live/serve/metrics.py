@@ -10,8 +10,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
-__all__ = ["ServerMetrics"]
-
 _TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5)
 _TTFT += (10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0)
 _ITL = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5)

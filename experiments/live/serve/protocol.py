@@ -22,8 +22,6 @@ import numpy as np
 from servegym.envs.workloads.lengths import length_quantiles, sample_lengths
 from servegym.hardware_profiles.measure.openai_protocol import read_json as decode
 
-__all__ = ["Ask", "BadRequest", "answer", "read_json", "read_request", "tokens_of"]
-
 _PIECE = re.compile(
     r" ?[^\W\d_]{1,8}| ?\d{1,3}|\s+(?!\S)|\s| ?[^\w\s]{1,3}|.", re.DOTALL | re.UNICODE
 )
