@@ -28,7 +28,6 @@ class Random(ServerlessPolicy):
     name = "random"
 
     def act(self, observation: Observation, action_mask: Mask) -> Actions:
-        """See `Policy.act`."""
         mask = np.asarray(action_mask) > 0
         ends = np.cumsum(self.system.nvec)
         columns = []
@@ -44,7 +43,6 @@ class Mix(ServerlessPolicy):
     name = "mix"
 
     def decide(self, row: int, observed: Observed, legal: NDArray[np.bool_]) -> Actions:
-        """See `ServerlessPolicy.decide`."""
         return np.zeros(5, dtype=np.int64)
 
 
@@ -122,7 +120,6 @@ class GreedyWarm(ServerlessPolicy):
             self._worth.append(chance / (1.0 - chance) * saved)
 
     def decide(self, row: int, observed: Observed, legal: NDArray[np.bool_]) -> Actions:
-        """See `ServerlessPolicy.decide`."""
         worth = self._worth[self.system.regime(observed.last_trem_s)]
         return best_action(self.rewards(observed) + worth, legal)
 
@@ -133,7 +130,6 @@ class Constant(ServerlessPolicy):
     action: Actions
 
     def decide(self, row: int, observed: Observed, legal: NDArray[np.bool_]) -> Actions:
-        """See `ServerlessPolicy.decide`."""
         action = self.action.copy()
         lower = np.flatnonzero(legal[: action[0] + 1])
         action[0] = lower[-1] if lower.size else np.flatnonzero(legal)[0]
