@@ -16,6 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 from scipy import optimize, sparse
 
 from servegym.baselines.serverless_moe.lpt import lpt, replica_loads
+from servegym.envs.serverless_moe import outcomes
 from servegym.envs.serverless_moe.kernel.cost import (
     Phase,
     Start,
@@ -27,15 +28,6 @@ from servegym.envs.serverless_moe.kernel.cost import (
     start_s,
 )
 from servegym.envs.serverless_moe.loads import Load
-from servegym.envs.serverless_moe.outcomes import (
-    check_limits,
-    expected_outcome,
-    job_s,
-    local_s,
-    remote_decode,
-    remote_prefill,
-    start_times,
-)
 from servegym.envs.serverless_moe.plans import main_memory_mb, remote_memory_mb
 from servegym.envs.serverless_moe.records import Outcome, Plan
 from servegym.envs.serverless_moe.sets import least_used, remote_count
@@ -179,19 +171,21 @@ class Options:
 def layer_options(system: SystemModel, load: Load, remote: NDArray[np.bool_]) -> Options:
     """Tabulate the choices of each layer."""
     specs, members = system.remote_specs_mb, remote.sum(axis=1)
-    jobs = np.where(remote[:, None], job_s(system, load, specs[None]), 0.0)
+    jobs = np.where(remote[:, None], outcomes.job_s(system, load, specs[None]), 0.0)
     body = (load.tokens * system.token_mb)[:, None]
     busy, payload_mb = replica_loads(jobs, body, system.z_max)
     used, mb = members > 0, specs[:, None]
-    slowest, prefill = remote_prefill(system, busy, load.trem_s[:, None, None], mb)
+    slowest, prefill = outcomes.remote_prefill(system, busy, load.trem_s[:, None, None], mb)
     need = remote_memory_mb(system, load.tokens, remote)
     allowed = (need[:, None] <= specs)[..., None] & (payload_mb <= system.payload_mb)
     histogram = load.histogram(remote, system.top_k)
-    calls, decode = remote_decode(system, load, histogram[:, None], specs, load.trem_s[:, None])
+    calls, decode = outcomes.remote_decode(
+        system, load, histogram[:, None], specs, load.trem_s[:, None]
+    )
     one = start_s(system, system.container_start_remote_s, members * system.expert_mb)
     one = np.where(used, one, 0.0)[:, None, None]
     started_mb = mb * np.arange(1, system.z_max + 1)
-    main, others, *_ = start_times(system, members, [1.0], used[:, None, None], 1.0)
+    main, others, *_ = outcomes.start_times(system, members, [1.0], used[:, None, None], 1.0)
     return Options(
         remote,
         used,
@@ -216,7 +210,7 @@ def option_terms(
         Prefill and decode seconds of the expert parts; and USD with the main function's rate on
         those seconds, inf where 10e or 10g forbids the option.
     """
-    local = local_s(system, load, options.remote, main_mb)[:, None, None]
+    local = outcomes.local_s(system, load, options.remote, main_mb)[:, None, None]
     prefill = layer_s(system, local, options.slowest_s, load.n_in)
     near = np.arange(system.top_k, -1, -1) * system.expert_law(main_mb)[0]
     step = layer_s(system, near, options.calls_s, system.top_k)
@@ -244,7 +238,7 @@ def _assemble_plan(
     remote_mb = np.where(used, options.spec_mb[at], 0.0)
     replicas = np.where(used, z + 1, 0)
     assignment = np.full(remote.shape, -1, dtype=np.int64)
-    jobs = job_s(system, load, np.where(used, remote_mb, 1024.0))
+    jobs = outcomes.job_s(system, load, np.where(used, remote_mb, 1024.0))
     for layer in np.flatnonzero(used):
         members = np.flatnonzero(remote[layer])
         assignment[layer, members] = lpt(jobs[layer, members], int(replicas[layer]))
@@ -281,7 +275,7 @@ def grid_optimum(
     Raises:
         ValueError: If a limit is not above 0.
     """
-    check_limits(ttft_limit_s, tpot_limit_s)
+    outcomes.check_limits(ttft_limit_s, tpot_limit_s)
     system = replace(system, load_shared=False)
     order = load.frequency if score is None else np.asarray(score, np.float64)
     experts = system.num_experts
@@ -332,7 +326,7 @@ def grid_optimum(
         cost_usd = whole.cost_usd + float(cost[layers, chosen].sum())
         if cost_usd < best.cost_usd:
             plan = _assemble_plan(system, load, options, chosen, w)
-            outcome = expected_outcome(
+            outcome = outcomes.expected_outcome(
                 system, load, plan, ttft_limit_s=ttft_limit_s, tpot_limit_s=tpot_limit_s
             )
             rate = main_usd_s(system, load.n_in + load.n_out, w)

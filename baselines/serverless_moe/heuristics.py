@@ -10,24 +10,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from servegym.baselines.protocol import BasePolicy, Observation
+from servegym.baselines.serverless_moe import base
 from servegym.baselines.serverless_moe.action_table import ActionTable
-from servegym.baselines.serverless_moe.base import (
-    Actions,
-    Mask,
-    Observed,
-    ServerlessPolicy,
-    best_action,
-)
 from servegym.baselines.serverless_moe.system import ServerlessSystem
 from servegym.envs.serverless_moe.loads import Load
 
 
-class Random(ServerlessPolicy):
+class Random(base.ServerlessPolicy):
     """Uniform over the legal values of each action."""
 
     name = "random"
 
-    def act(self, observation: Observation, action_mask: Mask) -> Actions:
+    def act(self, observation: Observation, action_mask: base.Mask) -> base.Actions:
         mask = np.asarray(action_mask) > 0
         ends = np.cumsum(self.system.nvec)
         columns = []
@@ -37,12 +31,12 @@ class Random(ServerlessPolicy):
         return np.stack(columns, axis=1).astype(np.int64)
 
 
-class Mix(ServerlessPolicy):
+class Mix(base.ServerlessPolicy):
     """Every expert local in the smallest main function (b = 0)."""
 
     name = "mix"
 
-    def decide(self, row: int, observed: Observed, legal: NDArray[np.bool_]) -> Actions:
+    def decide(self, row: int, observed: base.Observed, legal: NDArray[np.bool_]) -> base.Actions:
         return np.zeros(5, dtype=np.int64)
 
 
@@ -53,7 +47,7 @@ class Deployment(BasePolicy):
         self.name, self.parts = name, len(system.nvec)
         self.env_kwargs: Mapping[str, Any] = {"deployment": name}
 
-    def act(self, observation: Observation, action_mask: Mask) -> Actions:
+    def act(self, observation: Observation, action_mask: base.Mask) -> base.Actions:
         """See `Policy.act`; zeros, which the environment ignores.
 
         Raises:
@@ -98,7 +92,7 @@ def mean_request_rewards(
     ]
 
 
-class GreedyWarm(ServerlessPolicy):
+class GreedyWarm(base.ServerlessPolicy):
     """Greatest expected reward now, and what the configuration is worth if it stays warm.
 
     That worth is ``p / (1 - p)`` (the expected number of requests that find it warm) times what
@@ -119,17 +113,17 @@ class GreedyWarm(ServerlessPolicy):
             saved[:, 0] = 0.0
             self._worth.append(chance / (1.0 - chance) * saved)
 
-    def decide(self, row: int, observed: Observed, legal: NDArray[np.bool_]) -> Actions:
+    def decide(self, row: int, observed: base.Observed, legal: NDArray[np.bool_]) -> base.Actions:
         worth = self._worth[self.system.regime(observed.last_trem_s)]
-        return best_action(self.rewards(observed) + worth, legal)
+        return base.best_action(self.rewards(observed) + worth, legal)
 
 
-class Constant(ServerlessPolicy):
+class Constant(base.ServerlessPolicy):
     """One action (5,) for all requests, the next smaller legal b where its own is not legal."""
 
-    action: Actions
+    action: base.Actions
 
-    def decide(self, row: int, observed: Observed, legal: NDArray[np.bool_]) -> Actions:
+    def decide(self, row: int, observed: base.Observed, legal: NDArray[np.bool_]) -> base.Actions:
         action = self.action.copy()
         lower = np.flatnonzero(legal[: action[0] + 1])
         action[0] = lower[-1] if lower.size else np.flatnonzero(legal)[0]
@@ -149,10 +143,10 @@ class KeepAlive(Constant):
             axis=(0, 1),
         )
         total[:, 0] = -np.inf  # only the shared order stays warm from prompt to prompt
-        self.action = best_action(total, np.ones(total.shape[0], dtype=np.bool_))
+        self.action = base.best_action(total, np.ones(total.shape[0], dtype=np.bool_))
 
 
-_FOUND: dict[str, Actions] = {}
+_FOUND: dict[str, base.Actions] = {}
 
 
 class BestConstant(Constant):
@@ -172,7 +166,7 @@ class BestConstant(Constant):
         self.action = _FOUND[key]
 
 
-def search_constant(system: ServerlessSystem, rows: int, requests: int, seed: int) -> Actions:
+def search_constant(system: ServerlessSystem, rows: int, requests: int, seed: int) -> base.Actions:
     """Rehearse on the train split: from keep_alive's action, one coordinate after the other.
 
     ``rows`` parallel episodes of ``requests`` requests rehearse in the environment of
@@ -190,7 +184,7 @@ def search_constant(system: ServerlessSystem, rows: int, requests: int, seed: in
     which = np.ones(rows, dtype=np.int8)
     scores: dict[tuple[int, ...], float] = {}
 
-    def score(action: Actions) -> float:
+    def score(action: base.Actions) -> float:
         key = tuple(int(x) for x in action)
         if key not in scores:
             everywhere = np.repeat(system.full_action(action)[None], rows, axis=0)

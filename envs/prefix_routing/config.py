@@ -12,6 +12,7 @@ import numpy as np
 from servegym._checks import mapping, real, whole
 from servegym.envs._arguments import ends
 from servegym.envs.llm_routing.tables import check_failures
+from servegym.envs.prefix_routing import workloads
 from servegym.envs.prefix_routing.arguments import MAX_REPLICAS, REWARDS, PrefixArguments
 from servegym.envs.prefix_routing.gateway import (
     GATEWAY_OPTIONS,
@@ -22,14 +23,6 @@ from servegym.envs.prefix_routing.gateway import (
 from servegym.envs.prefix_routing.kernel import layout, steps
 from servegym.envs.prefix_routing.requests import PrefixRequests
 from servegym.envs.prefix_routing.tables import engine_tables
-from servegym.envs.prefix_routing.workloads import (
-    MAX_RATES,
-    MIN_RATE,
-    RECORDED,
-    ContextTooShortError,
-    PrefixWorkload,
-    make_prefix_workload,
-)
 from servegym.hardware_profiles import Profile, load
 from servegym.hardware_profiles.load import data_path
 
@@ -69,7 +62,7 @@ class Problem:
     capacity: np.ndarray
     speed: np.ndarray
     index_entries: np.ndarray
-    workload: PrefixWorkload
+    workload: workloads.PrefixWorkload
     rate: tuple[float, float]
     arguments: Mapping[str, Any]
 
@@ -132,7 +125,7 @@ def problem_of(arguments: PrefixArguments) -> Problem:
     tables, capacity = engine_tables(cards, arguments, requests)
     rates = ends(arguments.rate)
     for rate in rates:
-        real("rate", rate, MIN_RATE, MAX_RATES[arguments.workload])
+        real("rate", rate, workloads.MIN_RATE, workloads.MAX_RATES[arguments.workload])
     if arguments.failures is not None:
         check_failures(arguments.failures, tables.config[0], requests / rates[0])
     given = mapping("index_kwargs", arguments.index_kwargs, ("index_entries", *GATEWAY_OPTIONS))
@@ -178,16 +171,16 @@ def _settings(arguments: PrefixArguments) -> np.ndarray:
 
 def _workload(
     arguments: PrefixArguments, cards: tuple[Profile, ...], capacity: np.ndarray
-) -> PrefixWorkload:
+) -> workloads.PrefixWorkload:
     """What draws the requests, none longer than a replica's memory and law allow."""
     given = arguments.workload_kwargs or {}
     law = min(card.domain["max_context_tokens"] for card in cards)
     options: dict[str, Any] = {"max_context": int(min(law, capacity.min() * arguments.block_size))}
-    if arguments.workload in RECORDED:
+    if arguments.workload in workloads.RECORDED:
         options["split"] = arguments.split
     try:
-        return make_prefix_workload(arguments.workload, **{**options, **given})
-    except ContextTooShortError as error:
+        return workloads.make_prefix_workload(arguments.workload, **{**options, **given})
+    except workloads.ContextTooShortError as error:
         if "max_context" in given:
             raise
         raise ValueError(

@@ -9,15 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from servegym._checks import choose, flag, real, whole
-from servegym.envs.prefix_routing.kernel.gateway import (
-    CONFIG,
-    MAX_REPLICAS,
-    PRECISE,
-    REPLICA,
-    REQUEST,
-    ROW,
-    Gateway,
-)
+from servegym.envs.prefix_routing.kernel import gateway
 from servegym.envs.prefix_routing.requests import PrefixRequests
 
 INDEXES = ("none", "approximate", "precise")
@@ -57,10 +49,10 @@ def gateway_config(
     Raises:
         ValueError: naming the argument, what was given and what is allowed.
     """
-    config = np.zeros(1, CONFIG)[0]
+    config = np.zeros(1, gateway.CONFIG)[0]
     config["index"] = INDEXES.index(choose("index", index, INDEXES))
     config["block_size"] = size = whole("block_size", block_size, 1)
-    precise = config["index"] == PRECISE
+    precise = config["index"] == gateway.PRECISE
     blocks = 1 if precise else -(-MIN_ENTRY_TOKENS // size)
     if entry_tokens is not None:
         blocks, rest = divmod(whole("entry_tokens", entry_tokens, size), size)
@@ -128,7 +120,7 @@ def prompts(config: np.void, requests: PrefixRequests) -> Prompts:
     last = np.repeat(first_block, entries) + (place + 1) * (entry // size) - 1
     named = ids[last]
     # The blocks of an output can be found by the session's next turn in a precise index only.
-    precise = config["index"] == PRECISE
+    precise = config["index"] == gateway.PRECISE
     shared = np.bincount(ids if precise else named, minlength=int(ids.max(initial=-1)) + 1) > 1
     wanted = np.zeros(len(shared), np.bool_)
     wanted[named] = True
@@ -169,20 +161,20 @@ def sizes(episode: Prompts) -> dict[str, int]:
     return {name: x if isinstance(x, int) else len(x) for name, x in found.items()}
 
 
-def blank(config: np.void, num_rows: int, num_replicas: int, num_requests: int) -> Gateway:
+def blank(config: np.void, num_rows: int, num_replicas: int, num_requests: int) -> gateway.Gateway:
     """Arrays of gateways; those in `GROWING` have no room yet for what goes with an episode.
 
     Raises:
         ValueError: If there are more replicas than `MAX_REPLICAS`.
     """
-    rows, replicas = num_rows, whole("num_replicas", num_replicas, 1, MAX_REPLICAS)
-    shared = np.zeros(1, CONFIG)
+    rows, replicas = num_rows, whole("num_replicas", num_replicas, 1, gateway.MAX_REPLICAS)
+    shared = np.zeros(1, gateway.CONFIG)
     shared[0] = config
-    return Gateway(
+    return gateway.Gateway(
         config=shared,
-        row=np.zeros(rows, ROW),
-        replica=np.zeros((rows, replicas), REPLICA),
-        request=np.zeros((rows, num_requests), REQUEST),
+        row=np.zeros(rows, gateway.ROW),
+        replica=np.zeros((rows, replicas), gateway.REPLICA),
+        request=np.zeros((rows, num_requests), gateway.REQUEST),
         first_key=np.zeros((rows, num_requests + 1), np.int64),
         keys=np.zeros((rows, 0), np.int32),
         key_of_id=np.zeros((rows, 0), np.int32),
@@ -197,7 +189,7 @@ def blank(config: np.void, num_rows: int, num_replicas: int, num_requests: int) 
 
 
 def load(
-    g: Gateway,
+    g: gateway.Gateway,
     row: int,
     episode: Prompts,
     *,

@@ -19,19 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from servegym.envs.serverless_moe.kernel.cost import (
-    Phase,
-    Start,
-    bill,
-    block_s,
-    experts_s,
-    layer_s,
-    main_usd_s,
-    remote_calls,
-    rounding_s,
-    start_s,
-    transfer_s,
-)
+from servegym.envs.serverless_moe.kernel import cost
 from servegym.envs.serverless_moe.loads import Load
 from servegym.envs.serverless_moe.plans import replica_sums, violated
 from servegym.envs.serverless_moe.records import Cold, Outcome, Plan, Request
@@ -42,7 +30,7 @@ Floats = NDArray[np.float64]
 
 def local_s(system: SystemModel, load: Load, remote: NDArray[np.bool_], main_mb: float) -> Floats:
     """Local experts in prefill, one after another (first argument of Eq. 2's max): s ``(L,)``."""
-    each = experts_s(*system.expert_law(main_mb), 0.0, load.active, load.tokens)
+    each = cost.experts_s(*system.expert_law(main_mb), 0.0, load.active, load.tokens)
     return np.where(remote, 0.0, each).sum(axis=1)
 
 
@@ -56,7 +44,7 @@ def job_s(system: SystemModel, load: Load, mb: ArrayLike) -> Floats:
     called, tokens = load.active, load.tokens
     if one.ndim == 3:
         called, tokens = called[:, None], tokens[:, None]
-    return experts_s(one, more, transfer_s(system), called, tokens)
+    return cost.experts_s(one, more, cost.transfer_s(system), called, tokens)
 
 
 def _remote_mb(plan: Plan) -> Floats:
@@ -66,7 +54,7 @@ def _remote_mb(plan: Plan) -> Floats:
 
 def remote_prefill(
     system: SystemModel, busy_s: Floats, trem_s: ArrayLike, mb: ArrayLike
-) -> tuple[Floats, Phase]:
+) -> tuple[Floats, cost.Phase]:
     """The remote functions in prefill (Eq. 3 and 8).
 
     A replica that gets no token is not invoked: it takes no time and costs nothing.
@@ -81,23 +69,23 @@ def remote_prefill(
         ``(...)`` seconds of the slowest replica; and what all take, ``(...)`` each, seconds apart.
     """
     seconds = np.where(busy_s > 0, busy_s + np.asarray(trem_s)[..., None], 0.0)
-    added = rounding_s(system, seconds).sum(axis=-1)
+    added = cost.rounding_s(system, seconds).sum(axis=-1)
     invoked = (seconds > 0).sum(axis=-1)
-    return seconds.max(axis=-1), Phase(0.0, mb * seconds.sum(axis=-1), mb * added, invoked)
+    return seconds.max(axis=-1), cost.Phase(0.0, mb * seconds.sum(axis=-1), mb * added, invoked)
 
 
-def prefill_layers(system: SystemModel, load: Load, plan: Plan) -> Phase:
+def prefill_layers(system: SystemModel, load: Load, plan: Plan) -> cost.Phase:
     """The experts of each layer in prefill (Eq. 2, 3 and 8), ``(L,)`` each."""
     mb = _remote_mb(plan)
     busy = replica_sums(plan, job_s(system, load, mb))
     slowest, remote = remote_prefill(system, busy, load.trem_s, mb)
     local = local_s(system, load, plan.remote, plan.main_mb)
-    return remote._replace(seconds=layer_s(system, local, slowest, load.n_in))
+    return remote._replace(seconds=cost.layer_s(system, local, slowest, load.n_in))
 
 
 def remote_decode(
     system: SystemModel, load: Load, histogram: Floats, mb: ArrayLike, trem_s: ArrayLike
-) -> tuple[Floats, Phase]:
+) -> tuple[Floats, cost.Phase]:
     """The remote functions in decoding (Eq. 5 and 9), rounded over the overheads to be expected.
 
     Args:
@@ -111,25 +99,25 @@ def remote_decode(
         ``(..., R)`` seconds of a token; and what all tokens take, ``(...)`` each, seconds apart.
     """
     r, trem = np.arange(system.top_k + 1), np.asarray(trem_s)[..., None]
-    call = (system.expert_law(mb)[0] + transfer_s(system))[..., None]
-    invoked, each = remote_calls(system, r, call, trem)
+    call = (system.expert_law(mb)[0] + cost.transfer_s(system))[..., None]
+    invoked, each = cost.remote_calls(system, r, call, trem)
     rounding = [
-        rounding_s(system, remote_calls(system, r, call, trem * factor)[1])
+        cost.rounding_s(system, cost.remote_calls(system, r, call, trem * factor)[1])
         for factor in load.trem_factors
     ]
     remote, added, calls = (
         (histogram * of_token).sum(axis=-1)
         for of_token in (invoked * each, invoked * np.mean(rounding, axis=0), invoked)
     )
-    return invoked * each, Phase(0.0, mb * remote, mb * added, calls)
+    return invoked * each, cost.Phase(0.0, mb * remote, mb * added, calls)
 
 
-def decode_layers(system: SystemModel, load: Load, plan: Plan) -> Phase:
+def decode_layers(system: SystemModel, load: Load, plan: Plan) -> cost.Phase:
     """The experts of each layer in decoding (Eq. 5 and 9), ``(L,)`` each: of all tokens."""
     histogram = load.histogram(plan.remote, system.top_k)
     remote, calls = remote_decode(system, load, histogram, _remote_mb(plan), load.trem_s)
     local = np.arange(system.top_k, -1, -1) * system.expert_law(plan.main_mb)[0]
-    step = layer_s(system, local, remote, system.top_k)
+    step = cost.layer_s(system, local, remote, system.top_k)
     return calls._replace(seconds=(histogram * step).sum(axis=1))
 
 
@@ -139,7 +127,7 @@ def start_times(
     main_cold: ArrayLike,
     fresh: ArrayLike,
     memory_mb: ArrayLike,
-) -> Start:
+) -> cost.Start:
     """Cold starts of many plans: W main functions, each with Y memories and Z numbers of replicas.
 
     They start side by side, by one storage link or by one each.
@@ -164,25 +152,28 @@ def start_times(
     main_mb = (system.all_non_expert_mb + local_mb)[..., None, None, None]
     if system.load_shared:
         main_mb = main_cold * main_mb + over_layers(fresh * remote_mb)
-        one = start_s(system, system.container_start_remote_s, main_mb)
+        one = cost.start_s(system, system.container_start_remote_s, main_mb)
         starting_mb = over_layers(fresh * memory_mb)
         slowest = (starting_mb > 0) * one
-        started = starting_mb * one, starting_mb * rounding_s(system, one)
+        started = starting_mb * one, starting_mb * cost.rounding_s(system, one)
     else:
-        one = start_s(system, system.container_start_remote_s, remote_mb)
+        one = cost.start_s(system, system.container_start_remote_s, remote_mb)
         starting_mb = fresh * memory_mb
         slowest = ((fresh > 0) * one).max(axis=-3)[..., None, :, :]
-        started = over_layers(starting_mb * one), over_layers(starting_mb * rounding_s(system, one))
-    main = main_cold * start_s(system, system.container_start_main_s, main_mb)
-    return Start(main, slowest, *started)
+        started = (
+            over_layers(starting_mb * one),
+            over_layers(starting_mb * cost.rounding_s(system, one)),
+        )
+    main = main_cold * cost.start_s(system, system.container_start_main_s, main_mb)
+    return cost.Start(main, slowest, *started)
 
 
-def plan_start(system: SystemModel, plan: Plan, cold: Cold) -> Start:
+def plan_start(system: SystemModel, plan: Plan, cold: Cold) -> cost.Start:
     """Cold start of a plan's functions, of which ``cold`` says which start."""
     fresh, mb = (x[:, None, None] for x in (cold.replicas, _remote_mb(plan)))
     members = plan.remote.sum(axis=1)
     start = start_times(system, members, [float(cold.main)], fresh, mb)
-    return Start(*(float(x.item()) for x in start))
+    return cost.Start(*(float(x.item()) for x in start))
 
 
 def check_limits(ttft_limit_s: float, tpot_limit_s: float) -> None:
@@ -236,19 +227,22 @@ def expected_outcome(
     if cold is None:
         cold = Cold(True, np.where(plan.remote.any(axis=1), plan.replicas, 0))
     prefill, decode = (
-        Phase(*(float(x.sum()) for x in layers(system, load, plan)))
+        cost.Phase(*(float(x.sum()) for x in layers(system, load, plan)))
         for layers in (prefill_layers, decode_layers)
     )
-    blocks_s = system.layers * block_s(system, load.n_in), system.layers * block_s(system, 1)
+    blocks_s = (
+        system.layers * cost.block_s(system, load.n_in),
+        system.layers * cost.block_s(system, 1),
+    )
     prefill = prefill._replace(
         seconds=prefill.seconds + blocks_s[0], invocations=prefill.invocations + 1.0
     )
     decode = decode._replace(seconds=decode.seconds + load.n_out * blocks_s[1])
-    rate = main_usd_s(system, load.n_in + load.n_out, plan.main_mb)
-    rounding = rounding_s(system, prefill.seconds + decode.seconds)
+    rate = cost.main_usd_s(system, load.n_in + load.n_out, plan.main_mb)
+    rounding = cost.rounding_s(system, prefill.seconds + decode.seconds)
     start = plan_start(system, plan, cold)
     return Outcome(
-        bill=bill(system, rate, rounding, prefill, decode, start),
+        bill=cost.bill(system, rate, rounding, prefill, decode, start),
         n_out=load.n_out,
         broken=violated(system, load.tokens, load.n_out, plan),
         ttft_limit_s=ttft_limit_s,

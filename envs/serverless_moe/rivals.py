@@ -20,17 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from servegym._checks import choose
-from servegym.envs.serverless_moe.kernel.cost import (
-    bill_deployment,
-    block_s,
-    experts_s,
-    gpu_mb,
-    layer_s,
-    main_usd_s,
-    rounding_s,
-    start_s,
-    transfer_s,
-)
+from servegym.envs.serverless_moe.kernel import cost
 from servegym.envs.serverless_moe.outcomes import check_limits, evaluate_plan
 from servegym.envs.serverless_moe.plans import mix_plan, smallest_spec, smallest_specs
 from servegym.envs.serverless_moe.records import Cold, Outcome, Request
@@ -99,7 +89,7 @@ def deployment_cost(
         )
     served = serve(name, system, request)
     return Outcome(
-        bill=bill_deployment(system, served, cold),
+        bill=cost.bill_deployment(system, served, cold),
         n_out=request.n_out,
         broken={},
         ttft_limit_s=ttft_limit_s,
@@ -119,7 +109,7 @@ def serve(name: str, system: SystemModel, request: Request) -> Served:
 
 
 def _start(system: SystemModel, mb: float) -> float:
-    return start_s(system, system.container_start_main_s, mb)
+    return cost.start_s(system, system.container_start_main_s, mb)
 
 
 def _cpu(system: SystemModel, request: Request) -> Served:
@@ -138,7 +128,7 @@ def _cpu(system: SystemModel, request: Request) -> Served:
 
 def _on_gpu(system: SystemModel, request: Request, rate_usd_s: float, main_mb: float) -> Served:
     def step(tokens: int) -> float:
-        blocks = system.layers * block_s(system, tokens)
+        blocks = system.layers * cost.block_s(system, tokens)
         return blocks + system.moe_layers * system.gpu_experts_s(tokens)
 
     start = _start(system, system.all_non_expert_mb + system.all_experts_mb)
@@ -146,14 +136,14 @@ def _on_gpu(system: SystemModel, request: Request, rate_usd_s: float, main_mb: f
 
 
 def _gpu(system: SystemModel, request: Request) -> Served:
-    memory = gpu_mb(system, request.n_in + request.n_out) + system.all_experts_mb
+    memory = cost.gpu_mb(system, request.n_in + request.n_out) + system.all_experts_mb
     return _on_gpu(system, request, system.price_gpu * memory, 0.0)
 
 
 def _fetch(system: SystemModel, request: Request) -> Served:
     room = system.top_k * float(system.expert_mb.sum())
     memory = smallest_spec(system.main_specs_mb, system.all_experts_mb)
-    rate = main_usd_s(system, request.n_in + request.n_out, memory) + system.price_gpu * room
+    rate = cost.main_usd_s(system, request.n_in + request.n_out, memory) + system.price_gpu * room
     return _on_gpu(system, request, rate, memory)
 
 
@@ -162,33 +152,33 @@ def _per_expert(system: SystemModel, request: Request) -> Served:
     need = system.expert_mb[:, None] + system.token_mb * n
     memory = smallest_specs(system.remote_specs_mb, need)
     one, more = system.expert_law(memory)
-    wire = transfer_s(system)
+    wire = cost.transfer_s(system)
     # Bodies above the payload limit take several invocations, each with its overhead.
     calls = np.maximum(np.ceil(n * system.token_mb / system.payload_mb), 1.0)
-    jobs = experts_s(one, more, wire, 1.0, n) + calls * request.trem_s[:, None]
+    jobs = cost.experts_s(one, more, wire, 1.0, n) + calls * request.trem_s[:, None]
     jobs = np.where(n > 0, jobs, 0.0)
     invoked = 1 + int(calls[n > 0].sum())
     # The bodies of an expert are alike, and so are the invocations that carry them.
-    rounding = calls * rounding_s(system, jobs / calls)
-    prefill = system.layers * block_s(system, request.n_in)
-    prefill += float(layer_s(system, jobs.max(axis=1), 0.0, request.n_in).sum())
+    rounding = calls * cost.rounding_s(system, jobs / calls)
+    prefill = system.layers * cost.block_s(system, request.n_in)
+    prefill += float(cost.layer_s(system, jobs.max(axis=1), 0.0, request.n_in).sum())
 
     # A function keeps the memory it was made with, so a step lasts as long as its slowest call.
     each = one + wire + request.trem_s[:, None]
-    decode, decode_mb_s = request.n_out * system.layers * block_s(system, 1), 0.0
-    one_more = rounding_s(system, each)
+    decode, decode_mb_s = request.n_out * system.layers * cost.block_s(system, 1), 0.0
+    one_more = cost.rounding_s(system, each)
     for layer in range(system.moe_layers):
         chosen = set_bits(request.decode_sets[:, layer], system.num_experts)
         slowest = np.where(chosen, each[layer], 0.0).max(axis=1, initial=0.0)
-        decode += float(layer_s(system, slowest, 0.0, system.top_k).sum())
+        decode += float(cost.layer_s(system, slowest, 0.0, system.top_k).sum())
         decode_mb_s += float((chosen * (each * memory)[layer]).sum())
         times = chosen.sum(axis=0)
         invoked += int(times.sum())
         rounding[layer] += times * one_more[layer]
     main_mb = smallest_spec(system.main_specs_mb, system.token_mb * request.n_out)
-    start = start_s(system, system.container_start_remote_s, system.expert_mb)[:, None]
+    start = cost.start_s(system, system.container_start_remote_s, system.expert_mb)[:, None]
     return Served(
-        main_usd_s(system, request.n_in + request.n_out, main_mb),
+        cost.main_usd_s(system, request.n_in + request.n_out, main_mb),
         main_mb,
         prefill,
         decode,
@@ -200,7 +190,7 @@ def _per_expert(system: SystemModel, request: Request) -> Served:
         invocations=invoked,
         start_remote_s=float(start.max()),
         start_mb_s=float((memory * start).sum()),
-        start_rounding_mb_s=float((memory * rounding_s(system, start)).sum()),
+        start_rounding_mb_s=float((memory * cost.rounding_s(system, start)).sum()),
     )
 
 

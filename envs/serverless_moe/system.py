@@ -10,25 +10,9 @@ import numpy as np
 
 from servegym._checks import choose, real, whole
 from servegym.envs.serverless_moe.arguments import SystemArguments
-from servegym.envs.serverless_moe.kernel.cost import (
-    block_s,
-    experts_s,
-    layer_s,
-    remote_calls,
-    start_s,
-    transfer_s,
-)
+from servegym.envs.serverless_moe.kernel import cost
 from servegym.envs.workloads.moe_models import MoeModel, load_model
-from servegym.hardware_profiles.serverless import (
-    FEES,
-    MB,
-    SERVING,
-    Fees,
-    GpuProfile,
-    Grid,
-    gpu_profile,
-    memory_grids,
-)
+from servegym.hardware_profiles import serverless
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,7 +143,7 @@ class SystemModel:
             tokens: tokens routed to the expert, broadcast against ``mb``.
         """
         n = np.asarray(tokens, dtype=np.float64)
-        return np.where(n > 0, experts_s(*self.expert_law(mb), 0.0, 1.0, n), 0.0)
+        return np.where(n > 0, cost.experts_s(*self.expert_law(mb), 0.0, 1.0, n), 0.0)
 
     def gpu_experts_s(self, tokens: int) -> float:
         """Routed experts of one MoE layer on the GPU, in seconds (for GPU deployments)."""
@@ -168,7 +152,7 @@ class SystemModel:
         return self.gpu_experts_base_s + self.gpu_experts_token_s * (tokens - 1)
 
 
-def _specs(argument: str, setting: Any, default: Grid) -> np.ndarray:
+def _specs(argument: str, setting: Any, default: serverless.Grid) -> np.ndarray:
     """A grid of memory specifications: ``(low, high, step)`` as an increasing array."""
     if setting is None:
         setting = default
@@ -183,19 +167,19 @@ def _specs(argument: str, setting: Any, default: Grid) -> np.ndarray:
     return low + step * np.arange(count)
 
 
-def _fees(setting: Any) -> Fees:
+def _fees(setting: Any) -> serverless.Fees:
     """A platform's fees by name, or those of (USD an invocation, granularity in seconds)."""
     if isinstance(setting, str):
-        return FEES[choose("fees", setting, FEES)]
+        return serverless.FEES[choose("fees", setting, serverless.FEES)]
     if not isinstance(setting, (list, tuple)) or len(setting) != 2:
         raise ValueError(
-            f"fees={setting!r} must be one of {list(FEES)} or two numbers (USD an invocation, "
-            "granularity in seconds)."
+            f"fees={setting!r} must be one of {list(serverless.FEES)} or two numbers (USD an "
+            "invocation, granularity in seconds)."
         )
     usd, step = real("fees", setting[0], 0.0, 1.0), real("fees", setting[1], 0.0, 60.0)
     if 0.0 < step < 1e-6:
         raise ValueError(f"fees={setting!r}: the granularity must be 0 or at least 1e-6 seconds.")
-    return Fees(usd, step, "chosen", "given")
+    return serverless.Fees(usd, step, "chosen", "given")
 
 
 def build_system(
@@ -228,7 +212,7 @@ def system_of(model: MoeModel, arguments: SystemArguments, max_output_tokens: in
     Raises:
         ValueError: memory grids that cannot hold the model.
     """
-    default_main, default_remote, _ = memory_grids(model.name)
+    default_main, default_remote, _ = serverless.memory_grids(model.name)
     bill = _fees(arguments.fees)
     card = _card(arguments.gpu, model)
     system = SystemModel(
@@ -261,43 +245,44 @@ def _sizes(model: MoeModel) -> dict[str, Any]:
         "layers": model.layers,
         "experts": experts,
         "top_k": model.top_k,
-        "expert_mb": np.full(len(model.moe_layers), model.expert_bytes / MB),
+        "expert_mb": np.full(len(model.moe_layers), model.expert_bytes / serverless.MB),
         "non_expert_mb": np.asarray(model.non_expert_mb, dtype=np.float64),
-        "kv_mb_per_token": np.full(model.layers, model.kv_bytes_per_token_layer / MB),
-        "token_mb": model.token_bytes / MB,
+        "kv_mb_per_token": np.full(model.layers, model.kv_bytes_per_token_layer / serverless.MB),
+        "token_mb": model.token_bytes / serverless.MB,
     }
 
 
-def _card(name: str, model: MoeModel) -> GpuProfile:
+def _card(name: str, model: MoeModel) -> serverless.GpuProfile:
     """The GPU profile of that name for a model."""
-    return gpu_profile(
+    return serverless.gpu_profile(
         name,
         model.name,
         non_expert_mb=float(model.non_expert_mb.mean()),
-        expert_mb=model.expert_bytes / MB,
+        expert_mb=model.expert_bytes / serverless.MB,
         parameters=model.expert_bytes / model.bytes_per_value,
         experts=model.experts,
         top_k=model.top_k,
     )
 
 
-def _speeds(model: MoeModel, card: GpuProfile) -> dict[str, Any]:
+def _speeds(model: MoeModel, card: serverless.GpuProfile) -> dict[str, Any]:
     """Times of experts, GPU layers and swaps, by the names of `SystemModel`'s fields."""
     parameters = model.expert_bytes / model.bytes_per_value
-    theta1, theta3 = SERVING.expert_thetas_s(model.name, parameters)
+    theta1, theta3 = serverless.SERVING.expert_thetas_s(model.name, parameters)
     return {
         "expert_theta1_s": theta1,
-        "expert_theta2_per_gb": SERVING.theta2_per_gb(model.name),
+        "expert_theta2_per_gb": serverless.SERVING.theta2_per_gb(model.name),
         "expert_theta3_s": theta3,
-        "expert_token_s": SERVING.expert_token_s * (parameters / SERVING.expert_parameters),
-        "max_vcpus": SERVING.max_vcpus,
+        "expert_token_s": serverless.SERVING.expert_token_s
+        * (parameters / serverless.SERVING.expert_parameters),
+        "max_vcpus": serverless.SERVING.max_vcpus,
         "gpu_layer_base_s": card.layer_base_s,
         "gpu_layer_token_s": card.layer_token_s,
         "gpu_experts_base_s": card.experts_base_s,
         "gpu_experts_token_s": card.experts_token_s,
         "gpu_experts_table": card.experts_table,
-        "swap_base_s": SERVING.swap_base_s,
-        "swap_mb_s": SERVING.swap_mb_s,
+        "swap_base_s": serverless.SERVING.swap_base_s,
+        "swap_mb_s": serverless.SERVING.swap_mb_s,
     }
 
 
@@ -332,26 +317,26 @@ def best_ttft_s(system: SystemModel, n_in: int, cold: bool) -> float:
     Prefill with the experts' tokens shared out at will over the largest functions and ``z_max``
     replicas, without the base time of a call; if cold, the start of the functions for the best b.
     """
-    prefill = system.layers * block_s(system, n_in)
-    prefill += system.moe_layers * layer_s(system, 0.0, 0.0, n_in)
+    prefill = system.layers * cost.block_s(system, n_in)
+    prefill += system.moe_layers * cost.layer_s(system, 0.0, 0.0, n_in)
     main = system.expert_law(system.main_specs_mb[-1])[1]
-    remote = system.expert_law(system.remote_specs_mb[-1])[1] + transfer_s(system)
+    remote = system.expert_law(system.remote_specs_mb[-1])[1] + cost.transfer_s(system)
     more = (n_in - 1) * system.top_k
     prefill += system.moe_layers * more / (1.0 / main + system.z_max / remote)
     if not cold:
         return float(prefill)
     m = np.arange(system.num_experts + 1)
     local = system.all_non_expert_mb + (system.num_experts - m) * float(system.expert_mb.sum())
-    main_start = start_s(system, system.container_start_main_s, local)
-    far = start_s(system, system.container_start_remote_s, m * float(system.expert_mb.max()))
+    main_start = cost.start_s(system, system.container_start_main_s, local)
+    far = cost.start_s(system, system.container_start_remote_s, m * float(system.expert_mb.max()))
     return float(prefill + np.maximum(main_start, np.where(m > 0, far, 0.0)).min())
 
 
 def local_tpot_s(system: SystemModel) -> float:
     """TPOT with every expert in a main function of the largest memory, in seconds."""
     one = system.expert_law(system.main_specs_mb[-1])[0]
-    layer = layer_s(system, system.top_k * one, 0.0, system.top_k)
-    return float(system.layers * block_s(system, 1) + system.moe_layers * layer)
+    layer = cost.layer_s(system, system.top_k * one, 0.0, system.top_k)
+    return float(system.layers * cost.block_s(system, 1) + system.moe_layers * layer)
 
 
 def best_tpot_s(system: SystemModel, trem_s: float = 0.0) -> float:
@@ -362,10 +347,10 @@ def best_tpot_s(system: SystemModel, trem_s: float = 0.0) -> float:
     r = np.arange(system.top_k + 1)
     together = replace(system, per_call=False)  # the least that calls can take
     one = system.expert_law(system.main_specs_mb[-1])[0]
-    call = system.expert_law(system.remote_specs_mb[-1])[0] + transfer_s(system)
-    invoked, each = remote_calls(together, r, call, trem_s)
-    layer = layer_s(system, (system.top_k - r) * one, invoked * each, system.top_k).min()
-    return float(system.layers * block_s(system, 1) + system.moe_layers * layer)
+    call = system.expert_law(system.remote_specs_mb[-1])[0] + cost.transfer_s(system)
+    invoked, each = cost.remote_calls(together, r, call, trem_s)
+    layer = cost.layer_s(system, (system.top_k - r) * one, invoked * each, system.top_k).min()
+    return float(system.layers * cost.block_s(system, 1) + system.moe_layers * layer)
 
 
 def check_slo(

@@ -37,6 +37,7 @@ from servegym.agents.lib.checkpoint import AGENTS, shipped
 from servegym.baselines.protocol import Policy
 from servegym.baselines.registry import list_policies
 from servegym.envs.families import Family, family_named
+from servegym.experiments.evaluation import tables
 from servegym.experiments.evaluation.evaluate import derived_seed, evaluate, fresh_seed, summarise
 from servegym.experiments.evaluation.executor import ray_executor
 from servegym.experiments.evaluation.guest import TIME_LIMIT_S
@@ -45,13 +46,6 @@ from servegym.experiments.evaluation.play import DEFAULT_SEED, PACKAGE, Evaluate
 from servegym.experiments.evaluation.reporting import report_of
 from servegym.experiments.evaluation.resolve import resolve
 from servegym.experiments.evaluation.stats import ENOUGH, noninferiority
-from servegym.experiments.evaluation.tables import (
-    Table,
-    machine,
-    provenance,
-    versions,
-    write_record,
-)
 
 BOARD = Path("experiments/results/leaderboard.csv")
 SHIPPED_BOARD = Path(__file__).parents[1] / "results" / "leaderboard.csv"
@@ -167,7 +161,7 @@ def measure(
     row |= {column.key: summary.get(column.key, math.nan) for column in report.columns}
     row |= {
         "cpu_s": round(spent, 1),
-        "servegym": versions()["serve-gym"],
+        "servegym": tables.versions()["serve-gym"],
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
         "scores": [episode[report.headline] for episode in rows],
     }
@@ -334,7 +328,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ValueError(f"there are no results in {board}; --run makes them")
         _print(saved, points, args.all)
         return 0
-    table, on_board = Table(board, ("point", "policy"), load=False), saved
+    table, on_board = tables.Table(board, ("point", "policy"), load=False), saved
     saved = [] if args.quick else saved
     jobs = _missing_jobs(args, points, saved)
     titles = [f"{getattr(job[1], 'name', job[1])} at {job[0].name}" for job in jobs]
@@ -356,8 +350,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             words = sys.argv[1:] if argv is None else argv
             command = shlex.join(["servegym", "leaderboard", *words])
             settings = {} if args.seed is None else {"seed": args.seed}
-            write_record(board, provenance(command, settings=settings))
-        print(f"{board} ({machine()['cpu']})")
+            tables.write_record(board, tables.provenance(command, settings=settings))
+        print(f"{board} ({tables.machine()['cpu']})")
     _print(measured if args.quick else table.rows or saved, points, args.all)
     if not args.at_least:
         return 0

@@ -20,18 +20,7 @@ from typing import Any
 from servegym._command_line import run_main
 from servegym.experiments.evaluation.output import print_table, read_rows, write_text
 from servegym.experiments.evaluation.tables import provenance, write_result
-from servegym.experiments.fidelity.comparison import (
-    METRICS,
-    check_devices,
-    compare_series,
-    course_means,
-    errors,
-    latency_quantiles,
-    matching_profile,
-    sensitivity,
-    simulate,
-    trajectory,
-)
+from servegym.experiments.fidelity import comparison
 from servegym.experiments.fidelity.measured_run import MeasuredRun, load_run
 from servegym.experiments.papers.plotting import as_png, pyplot
 from servegym.hardware_profiles import Profile, load
@@ -104,7 +93,7 @@ _ERRORS: Columns = {
 }
 _SENSITIVITY: Columns = {
     "variant": ("variant", str),
-    **{metric: (metric, _signed) for metric in METRICS.values()},
+    **{metric: (metric, _signed) for metric in comparison.METRICS.values()},
     "preemptions": ("preemptions", str),
 }
 _COURSE: Columns = {
@@ -164,17 +153,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "data's with --data or SERVEGYM_DATA"
         )
     run = load_run(folder)
-    profile = load(options.profile) if options.profile else matching_profile(run)
-    check_devices(run, profile)
-    simulated = simulate(run, profile)
+    profile = load(options.profile) if options.profile else comparison.matching_profile(run)
+    comparison.check_devices(run, profile)
+    simulated = comparison.simulate(run, profile)
     late = run.arrival_s - run.arrival_s[0] >= START_UP_S
-    by_start = {"all": errors(run, simulated), "later": errors(run, simulated, late)}
+    by_start = {
+        "all": comparison.errors(run, simulated),
+        "later": comparison.errors(run, simulated, late),
+    }
     tables = {
         "errors": [
             {"requests_from": start, **row} for start, rows in by_start.items() for row in rows
         ],
-        "sensitivity": sensitivity(run, profile),
-        "latencies": latency_quantiles(run, simulated),
+        "sensitivity": comparison.sensitivity(run, profile),
+        "latencies": comparison.latency_quantiles(run, simulated),
     }
     first = [float(times[0]) for times in (run.ttft_s, simulated["ttft_s"])]
     print(f"run {run.name}, profile {profile.name} ({profile.kind})")
@@ -185,9 +177,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     title = "Sensitivity: error of the mean with one part replaced"
     _show(title, _SENSITIVITY, tables["sensitivity"])
     if run.series is not None and len(run.series) > 1:
-        course = trajectory(run, profile, run.series["t_s"])
-        _show("Course over time", _COURSE, compare_series(run.series, course))
-        tables["course"] = course_means(run.series, course)
+        course = comparison.trajectory(run, profile, run.series["t_s"])
+        _show("Course over time", _COURSE, comparison.compare_series(run.series, course))
+        tables["course"] = comparison.course_means(run.series, course)
 
     options.out.mkdir(parents=True, exist_ok=True)
     about = {

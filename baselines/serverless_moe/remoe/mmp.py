@@ -8,13 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from servegym.baselines.serverless_moe.remoe.bounds import corollary1, theorem1
-from servegym.envs.serverless_moe.kernel.cost import (
-    block_s,
-    experts_s,
-    layer_s,
-    start_s,
-    transfer_s,
-)
+from servegym.envs.serverless_moe.kernel import cost
 from servegym.envs.serverless_moe.loads import Load
 from servegym.envs.serverless_moe.plans import smallest_specs
 from servegym.envs.serverless_moe.system import SystemModel
@@ -87,36 +81,36 @@ def worst_cases(
     need = np.maximum(need, float(system.remote_specs_mb[-1]))
     main_mb = smallest_specs(system.main_specs_mb, need - 1e-9)
 
-    big, wire = system.expert_law(system.remote_specs_mb[-1]), transfer_s(system)
+    big, wire = system.expert_law(system.remote_specs_mb[-1]), cost.transfer_s(system)
     near = system.expert_law(main_mb)
     trem = load.trem_worst_s
 
     calls = corollary1(load.n_in, m, experts, top_k)
-    total = experts_s(*big, wire, np.minimum(m, calls), calls)
+    total = cost.experts_s(*big, wire, np.minimum(m, calls), calls)
     single = np.minimum(theorem1(load.n_in, experts, top_k), load.n_in)
-    largest = np.where(calls > 0, experts_s(*big, wire, 1.0, np.minimum(single, calls)), 0.0)
+    largest = np.where(calls > 0, cost.experts_s(*big, wire, 1.0, np.minimum(single, calls)), 0.0)
     z = np.clip(m, 1, system.z_max)
     slowest = (z - 1.0) / z * largest + total / z
     local_calls = load.n_in * top_k - calls
-    local = experts_s(*near, 0.0, np.minimum(experts - m, local_calls), local_calls)
+    local = cost.experts_s(*near, 0.0, np.minimum(experts - m, local_calls), local_calls)
     remote = np.where(m > 0, slowest, 0.0)[:, None] + np.where(m > 0, 1.0, 0.0)[:, None] * trem
-    prefill = layer_s(system, local[:, None], remote, load.n_in).sum(axis=1)
-    prefill = prefill + system.layers * block_s(system, load.n_in)
+    prefill = cost.layer_s(system, local[:, None], remote, load.n_in).sum(axis=1)
+    prefill = prefill + system.layers * cost.block_s(system, load.n_in)
 
     steps = max(load.n_out, 1)
     r = corollary1(load.n_out, m, experts, top_k) / steps
     # Of a fraction of a call: not what a token takes, but what tokens take in the mean.
     invoked = r if system.per_call else np.minimum(r, 1.0)
     remote = (r * (big[0] + wire))[:, None] + invoked[:, None] * trem
-    decode = layer_s(system, ((top_k - r) * near[0])[:, None], remote, top_k).sum(axis=1)
-    tpot = decode + load.n_out * system.layers * block_s(system, 1) / steps
+    decode = cost.layer_s(system, ((top_k - r) * near[0])[:, None], remote, top_k).sum(axis=1)
+    tpot = decode + load.n_out * system.layers * cost.block_s(system, 1) / steps
 
     main_load = system.all_non_expert_mb + (experts - m) * float(system.expert_mb.sum())
     remote_load = m * float(system.expert_mb.max())
     if system.load_shared:
         main_load = remote_load = main_load + m * float(system.expert_mb.sum())
-    main = start_s(system, system.container_start_main_s, main_load)
-    other = start_s(system, system.container_start_remote_s, remote_load)
+    main = cost.start_s(system, system.container_start_main_s, main_load)
+    other = cost.start_s(system, system.container_start_remote_s, remote_load)
     ttft = prefill + np.maximum(main, np.where(m > 0, other, 0.0))
     excess = np.maximum(ttft / ttft_limit_s, tpot / tpot_limit_s) - 1.0
     return WorstCases(m, m / experts, main_mb, ttft, tpot, excess)

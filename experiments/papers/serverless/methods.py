@@ -22,18 +22,7 @@ from servegym.envs.serverless_moe.records import Outcome, Plan, Request
 from servegym.envs.serverless_moe.rivals import DEPLOYMENTS, deployment_cost
 from servegym.envs.serverless_moe.system import SystemModel
 from servegym.envs.workloads.activations import load_activations
-from servegym.experiments.papers.serverless.billing import (
-    BILLS,
-    N_IN,
-    N_OUT,
-    TPOT_S,
-    TREM_S,
-    TTFT_S,
-    billed_system,
-    gpu_kind,
-    recorded_request,
-    with_interval,
-)
+from servegym.experiments.papers.serverless import billing
 from servegym.experiments.papers.serverless.predictors import fitted
 from servegym.experiments.papers.study import Options
 
@@ -59,18 +48,18 @@ class Setting:
     model: str
     gpu: str = "eager"
     bill: str = "none"
-    trem_ms: float = 1e3 * TREM_S
+    trem_ms: float = 1e3 * billing.TREM_S
     price_ratio: float = 0.0
     bandwidth_mb_s: float = 1250.0
     invocation: str = "per_call"
-    n_in: int = N_IN
-    n_out: int = N_OUT
-    ttft_limit_s: float = TTFT_S
-    tpot_limit_s: float = TPOT_S
+    n_in: int = billing.N_IN
+    n_out: int = billing.N_OUT
+    ttft_limit_s: float = billing.TTFT_S
+    tpot_limit_s: float = billing.TPOT_S
 
     def __post_init__(self) -> None:
         if not self.price_ratio:
-            object.__setattr__(self, "price_ratio", BILLS[self.bill].price_ratio)
+            object.__setattr__(self, "price_ratio", billing.BILLS[self.bill].price_ratio)
 
 
 def measure(setting: Setting, prompts: int) -> dict[str, dict[str, NDArray[np.float64]]]:
@@ -87,7 +76,7 @@ def measure(setting: Setting, prompts: int) -> dict[str, dict[str, NDArray[np.fl
         ``late_ttft``, ``late_tpot``, ``late`` (either) and ``infeasible`` (10d-10g).
     """
     activations = load_activations(setting.model)
-    system = billed_system(
+    system = billing.billed_system(
         activations.model,
         setting.bill,
         setting.gpu,
@@ -109,7 +98,7 @@ def measure(setting: Setting, prompts: int) -> dict[str, dict[str, NDArray[np.fl
     results: dict[str, list[dict[str, float]]] = {name: [] for name in METHODS}
     trem = setting.trem_ms * 1e-3
     for prompt, share in zip(rows.tolist(), predict(rows), strict=True):
-        request = recorded_request(activations, prompt, setting.n_in, setting.n_out, trem)
+        request = billing.recorded_request(activations, prompt, setting.n_in, setting.n_out, trem)
         for name in DEPLOYMENTS:
             results[name].append(_numbers(deployment_cost(name, system, request, **limits)))
         expected = Load.predicted(system, share, setting.n_in, setting.n_out, trem)
@@ -180,11 +169,11 @@ def rows_of(
     rows = []
     for name, numbers in results.items():
         cost = numbers["cost"]
-        row = asdict(setting) | {"gpu_kind": gpu_kind(setting.gpu), "method": name}
+        row = asdict(setting) | {"gpu_kind": billing.gpu_kind(setting.gpu), "method": name}
         row["prompts"] = len(cost)
-        columns = with_interval("usd_per_1000", 1e3 * cost)
-        columns |= with_interval("over_mix", cost / results["mix"]["cost"])
-        columns |= with_interval("over_optimum", cost / results["optimum"]["cost"])
+        columns = billing.with_interval("usd_per_1000", 1e3 * cost)
+        columns |= billing.with_interval("over_mix", cost / results["mix"]["cost"])
+        columns |= billing.with_interval("over_optimum", cost / results["optimum"]["cost"])
         columns |= {key: float(np.mean(numbers[key])) for key in numbers if key != "cost"}
         rows.append(row | {key: float(f"{value:.6g}") for key, value in columns.items()})
     return rows

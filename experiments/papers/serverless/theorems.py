@@ -31,14 +31,7 @@ from numpy.typing import NDArray
 
 from servegym._command_line import run_main
 from servegym.baselines.serverless_moe.lpt import largest_replica_sums, lpt_rows
-from servegym.baselines.serverless_moe.remoe.bounds import (
-    ConformalBound,
-    corollary1,
-    corollary1_printed,
-    theorem1,
-    theorem1_printed,
-    theorem4,
-)
+from servegym.baselines.serverless_moe.remoe import bounds
 from servegym.envs.serverless_moe.config import build_system
 from servegym.envs.serverless_moe.kernel.cost import transfer_s
 from servegym.envs.serverless_moe.plans import smallest_specs
@@ -83,8 +76,8 @@ def _theorem_rows(
     head |= {"statement": "theorem 1", "ranking": ""}
     rows = []
     for form, bound in (
-        ("printed", theorem1_printed(tokens, experts)),
-        ("corrected", theorem1(tokens, experts, top_k)),
+        ("printed", bounds.theorem1_printed(tokens, experts)),
+        ("corrected", bounds.theorem1(tokens, experts, top_k)),
     ):
         met = counts <= bound
         together = met.all(axis=2).mean(axis=1) if joint else None
@@ -105,8 +98,8 @@ def _corollary_rows(
         members = int(remote_count(b, [experts])[0])
         mine = calls[:, :, members - 1]
         for form, bound in (
-            ("printed", corollary1_printed(tokens, members, experts)),
-            ("corrected", corollary1(tokens, members, experts, top_k)),
+            ("printed", bounds.corollary1_printed(tokens, members, experts)),
+            ("corrected", bounds.corollary1(tokens, members, experts, top_k)),
         ):
             rows.append(_row((mine <= bound).mean(axis=1), mine / bound, **head, form=form, b=b))
     return rows
@@ -172,7 +165,7 @@ def recorded_conformal(activations: Activations) -> list[dict[str, Any]]:
     rows = []
     for way, shares in predicted.items():
         for form in ("single expert", "layer maximum"):
-            bound = ConformalBound.fit(
+            bound = bounds.ConformalBound.fit(
                 counts[val], shares[: len(val)], top_k, layer_maximum=form == "layer maximum"
             )
             limit = bound(shares[len(val) :], tokens)
@@ -196,7 +189,7 @@ def recorded_theorem4(activations: Activations) -> list[dict[str, Any]]:
     (prompts, layers, experts), wire = counts.shape, transfer_s(system)
     predicted = _predicted(activations, np.concatenate([val, held]))["task mean"]
     shares = predicted[len(val) :]
-    bound = ConformalBound.fit(
+    bound = bounds.ConformalBound.fit(
         activations.counts[val], predicted[: len(val)], top_k, layer_maximum=True
     )
     expected = shares * top_k * tokens
@@ -220,15 +213,15 @@ def recorded_theorem4(activations: Activations) -> list[dict[str, Any]]:
             most = np.where(remote, bound(shares, tokens), 0.0).max(axis=2)
             layer = np.broadcast_to(tokens[:, :, 0], own.shape)
             sources = {
-                "printed": (theorem1_printed(layer, experts), whole),
-                "corrected": (theorem1(layer, experts, top_k), own),
+                "printed": (bounds.theorem1_printed(layer, experts), whole),
+                "corrected": (bounds.theorem1(layer, experts, top_k), own),
                 "conformal": (most, own),
                 "largest count": (np.where(remote, counts, 0.0).max(axis=2), own),
             }
             for z in REPLICAS:
                 for form, (upper, total) in sources.items():
                     largest = seconds(upper[:, :, None])[:, :, 0]
-                    limit, longest = theorem4(largest, total, z, 0.0), slowest[:, :, z - 1]
+                    limit, longest = bounds.theorem4(largest, total, z, 0.0), slowest[:, :, z - 1]
                     met = (longest <= limit * (1 + 1e-12)).mean(axis=1)
                     ratio = longest / np.maximum(limit, 1e-12)
                     head = {"statement": "theorem 4", "ranking": way, "form": form, "b": b, "z": z}

@@ -11,21 +11,13 @@ from collections.abc import Callable
 
 import numpy as np
 
+from servegym.experiments.papers.serverless.predictors import kernel
 from servegym.experiments.papers.serverless.predictors.base import (
     Array,
     Floats,
     Indexes,
     Predictor,
     unit_rows,
-)
-from servegym.experiments.papers.serverless.predictors.kernel import (
-    COUNT,
-    FIRST,
-    MEDOID,
-    PARENT,
-    START,
-    STOP,
-    search,
 )
 
 LARGE_DATA = {"alpha": 15, "beta": 150}
@@ -118,14 +110,14 @@ class MedoidTree:
         nodes, waiting = [[-1, -1, 0, 0, 0, len(units)]], [0]
         while waiting:
             node = waiting.pop()
-            start, stop = nodes[node][START], nodes[node][STOP]
+            start, stop = nodes[node][kernel.START], nodes[node][kernel.STOP]
             if stop - start <= beta:
                 continue
             members = self.order[start:stop].copy()
             medoids, part = split(members, rng)
             if len(medoids) < 2:
                 continue
-            nodes[node][FIRST], nodes[node][COUNT] = len(nodes), len(medoids)
+            nodes[node][kernel.FIRST], nodes[node][kernel.COUNT] = len(nodes), len(medoids)
             for child, medoid in enumerate(medoids):
                 below = members[part == child]
                 stop = start + len(below)
@@ -136,12 +128,14 @@ class MedoidTree:
         self.nodes: Indexes = np.array(nodes, np.int64)
         self._leaf_units = units[self.order]
         # The root has no medoid; its row is never read.
-        self._medoid_units = units[np.maximum(self.nodes[:, MEDOID], 0)]
+        self._medoid_units = units[np.maximum(self.nodes[:, kernel.MEDOID], 0)]
 
     @property
     def leaves(self) -> list[Indexes]:
         """The prompts of each leaf, from left to right."""
-        ends = sorted(self.nodes[self.nodes[:, COUNT] == 0][:, [START, STOP]].tolist())
+        ends = sorted(
+            self.nodes[self.nodes[:, kernel.COUNT] == 0][:, [kernel.START, kernel.STOP]].tolist()
+        )
         return [self.order[start:stop] for start, stop in ends]
 
     @property
@@ -149,7 +143,7 @@ class MedoidTree:
         """Steps from the root to the deepest leaf."""
         depth = np.zeros(len(self.nodes), int)
         for i in range(1, len(self.nodes)):
-            depth[i] = depth[self.nodes[i, PARENT]] + 1
+            depth[i] = depth[self.nodes[i, kernel.PARENT]] + 1
         return int(depth.max())
 
     def search(self, queries: Floats, alpha: int) -> tuple[Indexes, Floats]:
@@ -158,7 +152,7 @@ class MedoidTree:
         Their numbers ``(Q, alpha)``, most similar first, and their similarities; all prompts if
         the tree holds fewer than ``alpha``.
         """
-        rows, similarity = search(
+        rows, similarity = kernel.search(
             queries, self.nodes, self._medoid_units, self._leaf_units, min(alpha, len(self.order))
         )
         return self.order[rows], similarity
