@@ -25,14 +25,7 @@ from typing import IO, Any
 
 from servegym._command_line import install_line, run_main
 from servegym._files import write_text
-from servegym.experiments.live import llama_server, watchdog
-from servegym.experiments.live.fleet_file import (
-    Endpoint,
-    ServerSpec,
-    read_endpoints,
-    read_fleet,
-    write_endpoints,
-)
+from servegym.experiments.live import fleet_file, llama_server, watchdog
 from servegym.experiments.live.models import make_model
 from servegym.hardware_profiles import load
 
@@ -43,7 +36,7 @@ _SUPERVISOR = "supervisor.json"
 _READY = b"\0"
 
 
-def healthy(endpoint: Endpoint, timeout_s: float = 2.0) -> bool:
+def healthy(endpoint: fleet_file.Endpoint, timeout_s: float = 2.0) -> bool:
     """Whether ``/health`` of a server answers with status 200."""
     url = endpoint.url.removesuffix("/v1") + "/health"
     try:
@@ -53,7 +46,7 @@ def healthy(endpoint: Endpoint, timeout_s: float = 2.0) -> bool:
         return False
 
 
-def _port(spec: ServerSpec) -> int:
+def _port(spec: fleet_file.ServerSpec) -> int:
     """The server's port, or a free one; one that is in use is refused."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -90,7 +83,7 @@ def _lock(folder: Path) -> IO[bytes]:
     return file
 
 
-def _wait(endpoint: Endpoint, keeper: subprocess.Popen[bytes]) -> None:
+def _wait(endpoint: fleet_file.Endpoint, keeper: subprocess.Popen[bytes]) -> None:
     """Wait until a server is healthy; refuse one that ends or takes too long."""
     limit_s = START_S[endpoint.engine]
     stop = time.monotonic() + limit_s
@@ -108,7 +101,9 @@ def _wait(endpoint: Endpoint, keeper: subprocess.Popen[bytes]) -> None:
         )
 
 
-def command(spec: ServerSpec, model: Path, port: int) -> tuple[list[str], dict[str, str]]:
+def command(
+    spec: fleet_file.ServerSpec, model: Path, port: int
+) -> tuple[list[str], dict[str, str]]:
     """The command of a server and its environment; ``model`` is its GGUF file or folder.
 
     Raises:
@@ -172,10 +167,10 @@ class Fleet:
     """
 
     def __init__(
-        self, specs: Sequence[ServerSpec], folder: Path, lock: IO[bytes] | None = None
+        self, specs: Sequence[fleet_file.ServerSpec], folder: Path, lock: IO[bytes] | None = None
     ) -> None:
         self.folder = folder
-        self.endpoints: list[Endpoint] = []
+        self.endpoints: list[fleet_file.Endpoint] = []
         self._keepers: list[subprocess.Popen[bytes]] = []
         self._lock = _lock(self.folder) if lock is None else lock
         (self.folder / ENDPOINTS).unlink(missing_ok=True)
@@ -184,12 +179,12 @@ class Fleet:
                 self._start(spec)
             for endpoint, keeper in zip(self.endpoints, self._keepers, strict=True):
                 _wait(endpoint, keeper)
-            write_endpoints(self.folder / ENDPOINTS, self.endpoints)
+            fleet_file.write_endpoints(self.folder / ENDPOINTS, self.endpoints)
         except BaseException:
             self.stop()
             raise
 
-    def _start(self, spec: ServerSpec) -> None:
+    def _start(self, spec: fleet_file.ServerSpec) -> None:
         port = _port(spec)
         model = Path("-")
         words, environment = command(spec, model, port)  # refused before a model is made
@@ -263,14 +258,14 @@ def _supervisor(folder: Path) -> int:
     return pid if started and _started(pid) == started else 0
 
 
-def up(fleet: Path, folder: Path) -> list[Endpoint]:
+def up(fleet: Path, folder: Path) -> list[fleet_file.Endpoint]:
     """Start the servers of FLEET.toml in the background; they are all healthy.
 
     Raises:
         ValueError: If the file cannot be used, servers of the folder run already, or one does not
             start.
     """
-    for spec in read_fleet(fleet):
+    for spec in fleet_file.read_fleet(fleet):
         command(spec, Path("-"), spec.port)
     _lock(folder).close()
     with (folder / "supervisor.log").open("wb") as log:
@@ -292,7 +287,7 @@ def up(fleet: Path, folder: Path) -> list[Endpoint]:
                 or f"it was ended before all servers ran; {folder / 'supervisor.log'}: "
                 f"{_tail(folder / 'supervisor.log')}"
             )
-        endpoints = read_endpoints(folder / ENDPOINTS)
+        endpoints = fleet_file.read_endpoints(folder / ENDPOINTS)
         with process.stdin as heard:
             heard.write(_READY)  # from here on they run without this process
         return endpoints
@@ -302,7 +297,7 @@ def up(fleet: Path, folder: Path) -> list[Endpoint]:
         raise
 
 
-def status(folder: Path) -> list[tuple[Endpoint, str]]:
+def status(folder: Path) -> list[tuple[fleet_file.Endpoint, str]]:
     """The servers of a folder and how each is: ``healthy``, ``silent`` or ``ended``.
 
     Raises:
@@ -312,7 +307,7 @@ def status(folder: Path) -> list[tuple[Endpoint, str]]:
         raise ValueError(f"{folder}: no servers run there; `servegym real up` starts them")
     return [
         (one, "ended" if not _started(one.pid) else "healthy" if healthy(one) else "silent")
-        for one in read_endpoints(folder / ENDPOINTS)
+        for one in fleet_file.read_endpoints(folder / ENDPOINTS)
     ]
 
 
@@ -354,7 +349,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         lock = _lock(folder)
         entry = {"pid": os.getpid(), "started": _started(os.getpid())}
         write_text(folder / _SUPERVISOR, json.dumps(entry))
-        with Fleet(read_fleet(fleet), folder, lock):
+        with Fleet(fleet_file.read_fleet(fleet), folder, lock):
             os.write(1, _READY)
             os.dup2(2, 1)
             while True:

@@ -16,14 +16,7 @@ from pathlib import Path
 
 from servegym._checks import real
 from servegym._command_line import run_main
-from servegym.experiments.live.fleet_file import (
-    LOOPBACK,
-    Endpoint,
-    ServerSpec,
-    read_endpoints,
-    read_fleet,
-    write_endpoints,
-)
+from servegym.experiments.live import fleet_file
 from servegym.experiments.live.serve.faults import KINDS, parse_fault
 from servegym.hardware_profiles import list_profiles
 
@@ -64,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--batched-tokens", type=int, default=2048, help="tokens of an iteration (2048)")
     add("--kv-tokens", type=int, help="room of the KV cache (the profile's)")
     add("--block-size", type=int, help="tokens of a KV block (16)")
-    add("--host", help=f"address to listen on ({LOOPBACK})")
+    add("--host", help=f"address to listen on ({fleet_file.LOOPBACK})")
     add("--port", type=int, default=0, help="of the first server, the others follow (free ones)")
     add("--speed", type=float, default=1.0, help="simulated seconds a second (1)")
     add("--seed", type=int, default=0, help="of answers and failures (0)")
@@ -90,7 +83,9 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _equal_servers(options: argparse.Namespace, host: str, folder: Path) -> list[ServerSpec]:
+def _equal_servers(
+    options: argparse.Namespace, host: str, folder: Path
+) -> list[fleet_file.ServerSpec]:
     if not options.model or bool(options.card) == bool(options.profile):
         raise ValueError("give FLEET.toml, or --card and --model, or --profile and --model")
     if not 1 <= options.replicas <= 256:
@@ -101,7 +96,7 @@ def _equal_servers(options: argparse.Namespace, host: str, folder: Path) -> list
     sizes = {"kv_tokens": options.kv_tokens, "block_size": options.block_size}
     sizes = {key: value for key, value in sizes.items() if value is not None}
     return [
-        ServerSpec(
+        fleet_file.ServerSpec(
             name if options.name and options.replicas == 1 else f"{name}-{k}",
             "simulated",
             model.parent.name if model.suffix == ".json" else options.model,
@@ -117,13 +112,13 @@ def _equal_servers(options: argparse.Namespace, host: str, folder: Path) -> list
     ]
 
 
-def _specs(options: argparse.Namespace, folder: Path) -> list[ServerSpec]:
-    host = options.host or LOOPBACK
+def _specs(options: argparse.Namespace, folder: Path) -> list[fleet_file.ServerSpec]:
+    host = options.host or fleet_file.LOOPBACK
     if options.fleet is None:
         return _equal_servers(options, host, folder)
     if options.card or options.model or options.profile:
         raise ValueError("give FLEET.toml, or --card and --model, not both")
-    specs = read_fleet(options.fleet)
+    specs = fleet_file.read_fleet(options.fleet)
     if options.host:
         specs = [replace(one, host=host) for one in specs]
     if options.port:
@@ -141,14 +136,14 @@ def _no_endpoints(path: Path) -> None:
         raise ValueError(f"--endpoints {path}: {error.strerror or error}") from None
 
 
-def _remove(path: Path, endpoints: Sequence[Endpoint]) -> None:
+def _remove(path: Path, endpoints: Sequence[fleet_file.Endpoint]) -> None:
     """Remove the file of endpoints unless another fleet has written it since."""
     with contextlib.suppress(OSError, ValueError):
-        if read_endpoints(path) == list(endpoints):
+        if fleet_file.read_endpoints(path) == list(endpoints):
             path.unlink()
 
 
-async def _serve(options: argparse.Namespace, specs: Sequence[ServerSpec]) -> None:
+async def _serve(options: argparse.Namespace, specs: Sequence[fleet_file.ServerSpec]) -> None:
     from servegym.experiments.live.serve.dashboard import Dashboard, listen
     from servegym.experiments.live.serve.server import SimulatedFleet
 
@@ -165,7 +160,7 @@ async def _serve(options: argparse.Namespace, specs: Sequence[ServerSpec]) -> No
         _no_endpoints(options.endpoints)
     if options.dashboard is not None:
         page = Dashboard(fleet, options.slo_ttft, options.slo_tpot)
-        listener = listen(options.host or LOOPBACK, options.dashboard)
+        listener = listen(options.host or fleet_file.LOOPBACK, options.dashboard)
     ended = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -179,7 +174,7 @@ async def _serve(options: argparse.Namespace, specs: Sequence[ServerSpec]) -> No
             stack.push_async_callback(page.stop)
             print(f"dashboard: {await page.start(listener)}")
         if options.endpoints is not None:
-            write_endpoints(options.endpoints, fleet.endpoints)
+            fleet_file.write_endpoints(options.endpoints, fleet.endpoints)
             stack.callback(_remove, options.endpoints, fleet.endpoints)
         sys.stdout.flush()
         await ended.wait()

@@ -18,15 +18,8 @@ from servegym._command_line import run_main
 from servegym.baselines.expert_placement.system import PlacementSystem
 from servegym.envs.expert_placement.config import Problem, build_problem
 from servegym.envs.expert_placement.simulator import Requests
+from servegym.experiments.papers.placement import measuring
 from servegym.experiments.papers.placement.claims import CLAIMS
-from servegym.experiments.papers.placement.measuring import (
-    SEED,
-    add_change,
-    drive,
-    interval,
-    local_shares,
-    setting,
-)
 from servegym.experiments.papers.plotting import Lines
 from servegym.experiments.papers.study import Options, Study, command
 from servegym.experiments.papers.verdicts import found_for
@@ -92,8 +85,8 @@ def _run(options: Options, name: str) -> Row:
     kwargs |= {key: x for key, x in variant.items() if key not in ("static", "both_phases")}
     history = both_phases() if variant.get("both_phases") else None
     runs = []
-    for seed in range(SEED, SEED + options.episodes):
-        system, looks = drive(
+    for seed in range(measuring.SEED, measuring.SEED + options.episodes):
+        system, looks = measuring.drive(
             kwargs,
             "prism",
             seed,
@@ -108,12 +101,12 @@ def _run(options: Options, name: str) -> Row:
     arrivals = [log["arrival_s"] for log, _, _ in runs]
     seconds = [log["finish_s"] - log["arrival_s"] for log, _, _ in runs]
     row["_latency"] = np.array([x.mean() for x in seconds])
-    row |= interval(row["_latency"], "mean_latency_s")
+    row |= measuring.interval(row["_latency"], "mean_latency_s")
     for phase, after in (("first", False), ("second", True)):
         part = [x[(at >= moment) == after].mean() for x, at in zip(seconds, arrivals, strict=True)]
-        row |= interval(part, f"{phase}_phase_s")
+        row |= measuring.interval(part, f"{phase}_phase_s")
     for key in ("migrations", "expert_loads"):
-        row |= interval([kpis[key] for _, _, kpis in runs], key)
+        row |= measuring.interval([kpis[key] for _, _, kpis in runs], key)
     row["_looks"] = []
     for looks in zip(*(looks for _, looks, _ in runs), strict=True):
         begin, end = looks[0]["start_s"], looks[0]["end_s"]
@@ -122,8 +115,8 @@ def _run(options: Options, name: str) -> Row:
             for x, at in zip(seconds, arrivals, strict=True)
             if ((at >= begin) & (at < end)).any()
         ]
-        point = {"variant": name, "minute": end / 60} | local_shares(looks)
-        point |= interval(means or [np.nan], "latency_s")
+        point = {"variant": name, "minute": end / 60} | measuring.local_shares(looks)
+        point |= measuring.interval(means or [np.nan], "latency_s")
         point["adopted"] = float(np.mean([look["adopted"] for look in looks]))
         row["_looks"].append(point)
     return row
@@ -134,7 +127,7 @@ def _fig7(options: Options, _: Row, variants: Sequence[str]) -> list[Row]:
     rows = [_run(options, name) for name in variants]
     for row in rows:
         for other in (other for other in rows if VARIANTS[other["variant"]].get("static")):
-            add_change(row, other, other["variant"])
+            measuring.add_change(row, other, other["variant"])
     return rows
 
 
@@ -149,7 +142,7 @@ STUDIES = (
         drawn=("fig7_migration",),
         beside={"fig7_migration": lambda rows: [look for row in rows for look in row["_looks"]]},
         facts=lambda options: {
-            "setting": setting(scenario="paper_testbed_multi"),
+            "setting": measuring.setting(scenario="paper_testbed_multi"),
             "requests of a server": f"{_each(options)} + {_each(options)}",
         },
     ),

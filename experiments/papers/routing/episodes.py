@@ -18,19 +18,8 @@ from servegym.experiments.evaluation.play import open_envs, play, problem_of
 from servegym.experiments.evaluation.resolve import resolve
 from servegym.experiments.evaluation.tables import Note, note
 from servegym.experiments.papers.plotting import Bars, Lines
+from servegym.experiments.papers.routing import measuring
 from servegym.experiments.papers.routing.claims import CLAIMS
-from servegym.experiments.papers.routing.measuring import (
-    ENV_ID,
-    LOADED,
-    Options,
-    Study,
-    TrainedRun,
-    at_rates,
-    chosen,
-    command,
-    compared,
-    measure,
-)
 from servegym.experiments.papers.verdicts import found_for, split
 
 PARTS = ("communication_s", "routing_s", "waiting_s", "inference_s")
@@ -38,10 +27,12 @@ LONG_RUN = ("round_robin", "shortest_queue", "bert_router", "greedy_qos", "price
 WINDOW_S = 30.0
 
 
-def _fig10(options: Options, at: dict[str, Any], policies: Sequence[Any]) -> list[dict[str, Any]]:
+def _fig10(
+    options: measuring.Options, at: dict[str, Any], policies: Sequence[Any]
+) -> list[dict[str, Any]]:
     """End-to-end latency by its four parts."""
     keys = ("policy", "point", *PARTS, "e2e_s", "qos", "drop_rate", "reject_rate")
-    return [{key: row[key] for key in keys} for row in measure(options, at, policies)]
+    return [{key: row[key] for key in keys} for row in measuring.measure(options, at, policies)]
 
 
 def long_run(
@@ -54,8 +45,8 @@ def long_run(
         request that arrived in it and ``memory_use``, the mean share of the experts' KV memory
         seen at these arrivals; NaN without arrivals. Means over the episodes' requests.
     """
-    kwargs, family = {"split": "eval", **env_kwargs}, family_of(ENV_ID)
-    policy = resolve(policy, problem_of(ENV_ID, kwargs), family)
+    kwargs, family = {"split": "eval", **env_kwargs}, family_of(measuring.ENV_ID)
+    policy = resolve(policy, problem_of(measuring.ENV_ID, kwargs), family)
     if policy.env_view != "graph":
         raise ValueError(f"policy is {policy.name!r}, which does not read the graph observation")
     envs = open_envs(family, policy, episodes, kwargs)
@@ -81,7 +72,9 @@ def long_run(
         }
 
 
-def _fig14(options: Options, at: dict[str, Any], policies: Sequence[Any]) -> Iterator[Any]:
+def _fig14(
+    options: measuring.Options, at: dict[str, Any], policies: Sequence[Any]
+) -> Iterator[Any]:
     """QoS and GPU memory use over one long run of bursty arrivals (Fig. 14 and 15)."""
     from servegym.agents import load_policy
 
@@ -99,16 +92,16 @@ def _fig14(options: Options, at: dict[str, Any], policies: Sequence[Any]) -> Ite
             yield {**at, "policy": name, **dict(zip(columns, numbers, strict=True))}
 
 
-def _kinds(options: Options, at: Mapping[str, Any]) -> list[Any]:
+def _kinds(options: measuring.Options, at: Mapping[str, Any]) -> list[Any]:
     """Heuristics, and one training of each kind for six experts: a run, not a mean."""
-    kinds: dict[str, TrainedRun] = {}
-    for run in chosen(options, at["profiles"]):
+    kinds: dict[str, measuring.TrainedRun] = {}
+    for run in measuring.chosen(options, at["profiles"]):
         if run.any_experts or run.experts == 6:
             kinds.setdefault(run.label, run)
     return [*LONG_RUN, *kinds.values()]
 
 
-def _fig14_notes(options: Options, rows: Sequence[dict[str, Any]]) -> Iterator[Note]:
+def _fig14_notes(options: measuring.Options, rows: Sequence[dict[str, Any]]) -> Iterator[Note]:
     yield (
         f"One episode in windows of {WINDOW_S:g} s; arrivals with bursts fitted to BurstGPT, 5 "
         "requests/s on average."
@@ -129,12 +122,12 @@ def _fig14_notes(options: Options, rows: Sequence[dict[str, Any]]) -> Iterator[N
 
 
 STUDIES = (
-    Study(
+    measuring.Study(
         "fig10_end_to_end",
         "fig10",
         _fig10,
-        at_rates(lambda options, fleet: (LOADED.get(fleet, 5.0),)),
-        compared(),
+        measuring.at_rates(lambda options, fleet: (measuring.LOADED.get(fleet, 5.0),)),
+        measuring.compared(),
         found_for(
             CLAIMS,
             "fig10_end_to_end",
@@ -143,7 +136,7 @@ STUDIES = (
         ),
         Bars(x="policy", y=(*PARTS, "e2e_s"), panels="point"),
     ),
-    Study(
+    measuring.Study(
         "fig14_15_long_run",
         "fig14",
         _fig14,
@@ -154,7 +147,7 @@ STUDIES = (
     ),
 )
 
-main = command(__spec__.name, __doc__, STUDIES, episodes=50)
+main = measuring.command(__spec__.name, __doc__, STUDIES, episodes=50)
 
 if __name__ == "__main__":
     run_main(main)

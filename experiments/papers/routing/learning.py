@@ -16,23 +16,13 @@ import numpy as np
 from servegym._command_line import run_main
 from servegym.experiments.evaluation.play import DEFAULT_SEED, make_envs
 from servegym.experiments.papers.plotting import Bars
+from servegym.experiments.papers.routing import measuring
 from servegym.experiments.papers.routing.claims import (
     CLAIMS,
     METHOD,
     PAPER_HEURISTICS,
     RETRAINED,
     RIVALS,
-)
-from servegym.experiments.papers.routing.measuring import (
-    ENV_ID,
-    LOADED,
-    Options,
-    Study,
-    TrainedRun,
-    chosen,
-    command,
-    measure,
-    shipped_runs,
 )
 from servegym.experiments.papers.verdicts import found_for
 
@@ -50,25 +40,25 @@ each expert's train means in their place; those of the predictor that was traine
 (`envs/workloads/build/predictor.py`); the truth, an upper bound."""
 
 
-def _settings(options: Options) -> list[dict[str, Any]]:
+def _settings(options: measuring.Options) -> list[dict[str, Any]]:
     return [
         {"point": f"{fleet}, {rate:g}/s", "predictors": name, "profiles": fleet}
         | {"_env": {"profiles": fleet, "rate": rate, **predictors}}
-        for fleet, rate in LOADED.items()
+        for fleet, rate in measuring.LOADED.items()
         if fleet in options.fleets
         for name, predictors in PREDICTORS.items()
     ]
 
 
-def _routers(options: Options, at: Mapping[str, Any]) -> list[str | TrainedRun]:
+def _routers(options: measuring.Options, at: Mapping[str, Any]) -> list[str | measuring.TrainedRun]:
     """Heuristics and routers trained with these predictors.
 
     Learners on Baseline RL's state read no prediction: one training serves all. Shipped routers
     were trained with predictions and are played without.
     """
-    routers: list[str | TrainedRun] = [*PAPER_HEURISTICS, "least_latency", "greedy_qos"]
+    routers: list[str | measuring.TrainedRun] = [*PAPER_HEURISTICS, "least_latency", "greedy_qos"]
     routers.append("priced_greedy")
-    for one in chosen(options, at["profiles"], RETRAINED):
+    for one in measuring.chosen(options, at["profiles"], RETRAINED):
         so = {key: v for key, v in one.env.items() if key.endswith("_predictor")}
         if one.label == METHOD and at["predictors"] == "PS+PL":
             routers.append(one._replace(label=f"{METHOD}{RETRAINED}"))
@@ -122,7 +112,7 @@ def profile_router(decisions: int) -> list[dict[str, Any]]:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     kwargs = {"split": "eval", "rate": 8.0, "episode_requests": decisions}
-    envs = make_envs(ENV_ID, 1, kwargs)
+    envs = make_envs(measuring.ENV_ID, 1, kwargs)
     system = RoutingSystem.from_env(envs)
     greedy = make_policy("greedy_qos", system)
     priced = make_policy("priced_greedy", system)
@@ -148,7 +138,7 @@ def profile_router(decisions: int) -> list[dict[str, Any]]:
     add("actor", _size(net.actor.drop, net.actor.send, net.actor.price), None, "10K, < 1 ms")
     add("features", "", lambda i: net.rows(seen[i][0]), "")
     add("one decision", "", lambda i: net.act(*seen[i]), "< 1 ms")
-    for run in shipped_runs():
+    for run in measuring.shipped_runs():
         router = load_policy(run.path, system)
         size = _served_size(router.net)
         add(f"{run.label}, one decision", size, lambda i, r=router: r.act(*seen[i]), "< 1 ms")
@@ -158,10 +148,10 @@ def profile_router(decisions: int) -> list[dict[str, Any]]:
 
 
 STUDIES = (
-    Study(
+    measuring.Study(
         "fig18_predictors",
         "fig18",
-        measure,
+        measuring.measure,
         _settings,
         _routers,
         found_for(
@@ -174,7 +164,7 @@ STUDIES = (
         ),
         Bars(x="predictors", y="qos", line="policy", panels="point"),
     ),
-    Study(
+    measuring.Study(
         "table2_router",
         "table2",
         lambda options, *_: profile_router(100 if options.quick else 1000),
@@ -188,7 +178,7 @@ STUDIES = (
     ),
 )
 
-main = command(__spec__.name, __doc__, STUDIES, episodes=50)
+main = measuring.command(__spec__.name, __doc__, STUDIES, episodes=50)
 
 if __name__ == "__main__":
     run_main(main)

@@ -15,15 +15,7 @@ from servegym._checks import choose
 from servegym.experiments.evaluation.evaluate import evaluate
 from servegym.experiments.evaluation.stats import over_trainings, relative_change
 from servegym.experiments.papers import study
-from servegym.experiments.papers.routing.claims import (
-    AT_N,
-    OVER_L,
-    RETRAINED,
-    RIVALS,
-    base_of,
-    columns_over,
-    strongest,
-)
+from servegym.experiments.papers.routing import claims
 from servegym.experiments.papers.study import interval_columns
 
 ENV_ID = "servegym/LLMRouting-v1"
@@ -134,10 +126,10 @@ def _has_a_rate(policy: Any) -> bool:
 
 def _unusual(env: Mapping[str, Any]) -> str:
     if {"score_predictor", "length_predictor"} & env.keys():
-        return RETRAINED
+        return claims.RETRAINED
     if isinstance(env.get("latency_requirement_s"), Sequence):
-        return OVER_L
-    return AT_N if "num_experts" in env else ""
+        return claims.OVER_L
+    return claims.AT_N if "num_experts" in env else ""
 
 
 def shipped_runs(names: Sequence[str] = ()) -> list[TrainedRun]:
@@ -263,16 +255,16 @@ def over_rivals(
     """
     row: dict[str, Any] = {}
     for key, rival in (
-        ("rival", strongest(named, name)),
-        ("state_rival", strongest(named, name, heuristics=())),
+        ("rival", claims.strongest(named, name)),
+        ("state_rival", claims.strongest(named, name, heuristics=())),
     ):
         values = (math.nan, math.nan, math.nan)
-        if rival is None or not named[name]["trainings"] or base_of(name) in RIVALS:
+        if rival is None or not named[name]["trainings"] or claims.base_of(name) in claims.RIVALS:
             rival = "none"
         else:
             change = relative_change(qos[name], qos[rival])
             values = tuple(round(value, 4) for value in change)
-        row |= {key: rival, **dict(zip(columns_over(key), values, strict=True))}
+        row |= {key: rival, **dict(zip(claims.columns_over(key), values, strict=True))}
     return row
 
 

@@ -28,18 +28,7 @@ from servegym.envs.serverless_moe.sets import least_used, remote_count
 from servegym.envs.serverless_moe.system import SystemModel
 from servegym.envs.workloads.activations import load_activations
 from servegym.experiments.papers.plotting import Bars
-from servegym.experiments.papers.serverless.billing import (
-    BILLS,
-    LIMITS,
-    MODELS,
-    PROMPTS,
-    SYNTHETIC,
-    billed_system,
-    held_out,
-    recorded_request,
-    seed_load,
-    with_interval,
-)
+from servegym.experiments.papers.serverless import billing
 from servegym.experiments.papers.serverless.claims import CLAIMS
 from servegym.experiments.papers.study import Study, command
 from servegym.experiments.papers.verdicts import found_for
@@ -75,8 +64,8 @@ def _start_row(
         "container_s": system.container_start_main_s,
         "main_s": float(main.mean()),
         "remote_s": float(remote.mean()),
-        **with_interval("cold_s", cold),
-        **with_interval("over_mix", cold / mix),
+        **billing.with_interval("cold_s", cold),
+        **billing.with_interval("over_mix", cold / mix),
     }
 
 
@@ -91,15 +80,20 @@ def cold_rows(name: str, prompts: int, ratios: Sequence[float]) -> list[dict[str
     }
     activations, rows = load_activations(name), []
     predicted = predict(activations).astype(np.float64)
-    queries = held_out(activations, prompts)
+    queries = billing.held_out(activations, prompts)
     cases = [(setting, "none") for setting in settings]
-    for setting, bill in cases + [("default", bill) for bill in BILLS if bill != "none"]:
-        system = billed_system(name, bill, **settings[setting])
-        request = recorded_request(activations, int(queries[0]))
+    for setting, bill in cases + [("default", bill) for bill in billing.BILLS if bill != "none"]:
+        system = billing.billed_system(name, bill, **settings[setting])
+        request = billing.recorded_request(activations, int(queries[0]))
         mix = deployment_cost("mix", system, request).bill.cold_s
         plans = {
             reading: [
-                remoe(system, seed_load(system, predicted[q]), reading=reading, **LIMITS).plan
+                remoe(
+                    system,
+                    billing.seed_load(system, predicted[q]),
+                    reading=reading,
+                    **billing.LIMITS,
+                ).plan
                 for q in queries
             ]
             for reading in READINGS
@@ -133,7 +127,7 @@ STUDIES = (
         lambda options, at, _: cold_rows(
             at["model"], options.episodes, RATIOS[::4] if options.quick else RATIOS
         ),
-        lambda options: [{"model": model} for model in (*MODELS, SYNTHETIC)],
+        lambda options: [{"model": model} for model in (*billing.MODELS, billing.SYNTHETIC)],
         notes=found_for(
             CLAIMS,
             "fig11_cold_start",
@@ -150,7 +144,7 @@ STUDIES = (
     ),
 )
 
-main = command(__spec__.name, __doc__, STUDIES, PROMPTS)
+main = command(__spec__.name, __doc__, STUDIES, billing.PROMPTS)
 
 if __name__ == "__main__":
     run_main(main)

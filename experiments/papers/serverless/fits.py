@@ -31,23 +31,12 @@ from servegym.envs.serverless_moe.system import SystemModel
 from servegym.envs.workloads.activations import load_activations
 from servegym.experiments.evaluation.tables import Note
 from servegym.experiments.papers.plotting import Lines
-from servegym.experiments.papers.serverless.billing import (
-    LIMITS,
-    MODELS,
-    N_IN,
-    N_OUT,
-    PROMPTS,
-    held_out,
-    recorded_request,
-    seed_load,
-    verdict,
-    with_interval,
-)
+from servegym.experiments.papers.serverless import billing
 from servegym.experiments.papers.serverless.expert_times import least_seconds
 from servegym.experiments.papers.study import Options, Study, command
 from servegym.hardware_profiles.serverless import ThetaLaw, load_constants
 
-FITTED = (*MODELS, "gpt2-moe")
+FITTED = (*billing.MODELS, "gpt2-moe")
 """Recorded models and the paper's other one."""
 SERVED_BYTES = {"deepseek-v2-lite": 2, "gpt-oss-20b": 2, "gpt2-moe": 4}
 """Bytes of a weight that the environment's times are for."""
@@ -111,13 +100,13 @@ def saving(system: SystemModel, name: str, law: ThetaLaw, prompts: int) -> dict[
     )
     activations = load_activations(name)
     predicted, ratios = predict(activations), []
-    for q in held_out(activations, prompts):
-        load = seed_load(system, predicted[q])
-        plan = remoe(system, load, reading="remoe_cost", **LIMITS).plan
-        request = recorded_request(activations, int(q))
+    for q in billing.held_out(activations, prompts):
+        load = billing.seed_load(system, predicted[q])
+        plan = remoe(system, load, reading="remoe_cost", **billing.LIMITS).plan
+        request = billing.recorded_request(activations, int(q))
         cost = evaluate_plan(system, request, plan).cost_usd
         ratios.append(cost / deployment_cost("mix", system, request).cost_usd)
-    return with_interval("cost_over_mix", ratios)
+    return billing.with_interval("cost_over_mix", ratios)
 
 
 def _fig6(options: Options, *_: Any) -> list[dict[str, Any]]:
@@ -169,7 +158,7 @@ def _fig6(options: Options, *_: Any) -> list[dict[str, Any]]:
                 "1",
             )
         rows[-1]["_notes"] = _law_notes(system, laws, largest)
-        if name in MODELS:
+        if name in billing.MODELS:
             for word in ("environment", "refitted"):
                 cost = saving(system, name, laws[word], options.episodes)
                 add("cost", word, cost, cost.values(), "1")
@@ -187,7 +176,7 @@ def _notes(options: Options, rows: Sequence[dict[str, Any]]) -> Iterator[Note]:
     for row in rows:
         yield from row.get("_notes", ())
     scaling = load_constants()["thread_scaling"]
-    yield verdict(
+    yield billing.verdict(
         "theta1 exp(-theta2 y) + theta3 describes expert time",
         scaling["fit_error"]["r2"] >= 0.95,
         f"published scaling over 1 to {scaling['max_vcpus']} threads: R2 "
@@ -202,11 +191,11 @@ def _law_notes(
     doubt = load_constants()["thread_scaling"]["fit_error"]["left_out_one_by_one"]["max"]
     name, free, fixed = system.name, laws["refitted"], laws[PAPER_THETA2]
     least = float(system.main_specs_mb[0])
-    rate = main_usd_s(system, N_IN + N_OUT, least) / (1024.0 * system.price_cpu)
+    rate = main_usd_s(system, billing.N_IN + billing.N_OUT, least) / (1024.0 * system.price_cpu)
     edge = 2.0 / rate
     source = "its own" if name != "gpt-oss-20b" else "that of DeepSeek-V2-Lite, the paper has none"
     return [
-        verdict(
+        billing.verdict(
             f"theta2 = {system.expert_theta2_per_gb:g} per GB",
             largest[PAPER_THETA2] <= doubt,
             f"{name} ({source}): with theta2 held the largest error to the derived points is "
@@ -215,7 +204,7 @@ def _law_notes(
             f"doubt by {100 * doubt:.0f} %; fitted it is {free.theta2_per_gb:.2f} (largest error "
             f"{100 * largest['refitted']:.0f} %)",
         ),
-        verdict(
+        billing.verdict(
             "theta2 >= 2 c_c / H_w, so P2 is convex",
             system.expert_theta2_per_gb >= edge,
             f"{name}: 2 c_c / H_w is {edge:.2f} per GB with the smallest main function, theta2 "
@@ -244,7 +233,7 @@ STUDIES = (
     ),
 )
 
-main = command(__spec__.name, __doc__, STUDIES, PROMPTS)
+main = command(__spec__.name, __doc__, STUDIES, billing.PROMPTS)
 
 if __name__ == "__main__":
     run_main(main)

@@ -20,18 +20,7 @@ from servegym.envs.serverless_moe.outcomes import evaluate_plan
 from servegym.envs.workloads.activations import load_activations
 from servegym.experiments.evaluation.tables import Note
 from servegym.experiments.papers.plotting import Bars
-from servegym.experiments.papers.serverless.billing import (
-    LIMITS,
-    MODELS,
-    PROMPTS,
-    TPOT_S,
-    TTFT_S,
-    held_out,
-    recorded_request,
-    seed_load,
-    verdict,
-    with_interval,
-)
+from servegym.experiments.papers.serverless import billing
 from servegym.experiments.papers.serverless.predictors import fitted
 from servegym.experiments.papers.study import Options, Study, command
 from servegym.experiments.papers.verdicts import split
@@ -58,19 +47,24 @@ def decision_times(name: str, prompts: int) -> list[dict[str, Any]]:
     """
     activations, system = load_activations(name), build_system(name)
     predicted = predict(activations).astype(np.float64)
-    queries = [int(q) for q in held_out(activations, prompts)]
+    queries = [int(q) for q in billing.held_out(activations, prompts)]
     kind = "sps" if activations.embeddings else "category"
     search = fitted(activations, "token", kind)
     taken: dict[str, list[float]] = {}
     own: dict[str, float] = {}
     for i, q in enumerate([queries[0], *queries]):  # the first one compiles
-        load, request = seed_load(system, predicted[q]), recorded_request(activations, q)
+        load, request = (
+            billing.seed_load(system, predicted[q]),
+            billing.recorded_request(activations, q),
+        )
         timed = {f"predict ({kind})": _timed(lambda q=q: search(np.array([q])))[0]}
-        timed["MMP"], _ = _timed(lambda load=load: worst_cases(system, load, TTFT_S, TPOT_S))
+        timed["MMP"], _ = _timed(
+            lambda load=load: worst_cases(system, load, billing.TTFT_S, billing.TPOT_S)
+        )
         own = {"container start": 1e3 * system.container_start_main_s}
         for reading in READINGS:
             timed[f"decide ({reading})"], decision = _timed(
-                lambda load=load, r=reading: remoe(system, load, reading=r, **LIMITS)
+                lambda load=load, r=reading: remoe(system, load, reading=r, **billing.LIMITS)
             )
             bill = evaluate_plan(system, request, decision.plan).bill
             own[f"cold start ({reading})"] = 1e3 * bill.cold_s
@@ -85,7 +79,7 @@ def decision_times(name: str, prompts: int) -> list[dict[str, Any]]:
             "step": step,
             "measured": step not in own,
             "prompts": len(values),
-            **with_interval("ms", values),
+            **billing.with_interval("ms", values),
             "ms_p95": float(np.percentile(values, 95)),
         }
         for step, values in taken.items()
@@ -108,7 +102,7 @@ def _notes(options: Options, rows: Sequence[dict[str, Any]]) -> Iterator[Note]:
             )
             ttft = cold + prefill
             whole = step["ms_p95"] + search["ms_p95"]
-            yield verdict(
+            yield billing.verdict(
                 "CALCULATE is negligible and adds no waiting",
                 whole < by["container start"]["ms"] and whole / ttft <= NEGLIGIBLE,
                 f"{at['model']}, {reading}: {step['ms']:.1f} ms [{step['ms_low']:.1f}, "
@@ -126,13 +120,13 @@ STUDIES = (
         "fig11_calculate",
         "calculate",
         lambda options, at, _: decision_times(at["model"], options.episodes),
-        lambda options: [{"model": model} for model in MODELS],
+        lambda options: [{"model": model} for model in billing.MODELS],
         notes=_notes,
         picture=Bars(x="step", y="ms", panels="model", log="y"),
     ),
 )
 
-main = command(__spec__.name, __doc__, STUDIES, PROMPTS)
+main = command(__spec__.name, __doc__, STUDIES, billing.PROMPTS)
 
 if __name__ == "__main__":
     run_main(main)
