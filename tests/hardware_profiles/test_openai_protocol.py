@@ -82,9 +82,6 @@ def test_nothing_takes_long_to_refuse(data):
     assert spent < 0.5 + 2.0 * (time.process_time() - begin)
 
 
-# -- streams of events -----------------------------------------------------------------------------
-
-
 def read_literally(text):
     """The data of a whole stream's events, after the words of the WHATWG's standard."""
     text = text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")

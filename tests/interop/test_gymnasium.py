@@ -5,9 +5,8 @@ import subprocess
 import sys
 
 import gymnasium as gym
-import numpy as np
 import pytest
-from gymnasium import spaces, wrappers
+from gymnasium import wrappers
 
 import servegym
 
@@ -17,40 +16,25 @@ every_id = pytest.mark.parametrize("env_id", servegym.ENV_IDS)
 
 
 def play(env, seed=0):
-    """One episode of random actions: its observations and rewards, and the last info."""
-    observation, _ = env.reset(seed=seed)
-    seen, rewards, ended = [observation], [], False
+    """One episode of random actions: its rewards and the last info."""
+    env.reset(seed=seed)
+    rewards, ended = [], False
     while not ended:
         observation, reward, terminated, truncated, info = env.step(env.action_space.sample())
-        seen.append(observation)
+        assert env.observation_space.contains(observation)
         rewards.append(reward)
         ended = terminated or truncated
-    return seen, rewards, info
+    return rewards, info
 
 
 @every_id
-def test_record_episode_statistics(env_id):
-    env = wrappers.RecordEpisodeStatistics(make(env_id))
-    _, rewards, info = play(env)
+def test_record_episode_statistics_and_flatten_observation(env_id):
+    env = wrappers.RecordEpisodeStatistics(wrappers.FlattenObservation(make(env_id)))
+    assert len(env.observation_space.shape) == 1
+    rewards, info = play(env)
     assert info["episode"]["l"] == len(rewards) == STEPS[env_id]
     assert info["episode"]["r"] == pytest.approx(sum(rewards), abs=1e-5)
     assert "episode_kpis" in info
-
-
-@every_id
-def test_flatten_observation(env_id):
-    env = wrappers.FlattenObservation(make(env_id))
-    flat, rewards, _ = play(env)
-    plain, same_rewards, _ = play(make(env_id))
-    assert rewards == same_rewards
-    for mine, theirs in zip(flat, plain, strict=True):
-        assert mine.ndim == 1 and env.observation_space.contains(mine)
-        back = spaces.unflatten(env.unwrapped.observation_space, mine)
-        pairs = (
-            [(back[k], theirs[k]) for k in theirs] if isinstance(theirs, dict) else [(back, theirs)]
-        )
-        for one, two in pairs:
-            np.testing.assert_array_equal(one, two)
 
 
 @every_id

@@ -96,9 +96,6 @@ def test_every_argument_has_a_strategy():
         assert parameters(env) == set(PARALLEL[family]), family
 
 
-# ---------------------------------------------------------------------------- what must go well
-
-
 def check_rewards(reward: float, info: dict[str, Any]) -> None:
     assert np.isfinite(reward)
     terms = info["reward_terms"]
@@ -320,9 +317,6 @@ def test_arguments_together_run_or_are_refused(family, effort):
     check()
 
 
-# --------------------------------------------------------------------------- what must not go on
-
-
 @pytest.fixture
 def nothing_runs(monkeypatch):
     """A system that is built is an error."""
@@ -361,8 +355,6 @@ def test_everything_else_is_refused_by_name(case, nothing_runs, effort):
 
     check()
 
-
-# ------------------------------------------------------------------------- parameters of arrivals
 
 PARAMETERS = [(process, name) for process, table in PROCESSES.items() for name in table]
 

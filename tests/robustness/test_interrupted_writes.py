@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from servegym import _files
 from servegym.envs.workloads import load_catalog
 from servegym.envs.workloads.predictions import write_table
 from servegym.experiments.evaluation.output import read_rows, write_csv
@@ -104,11 +103,6 @@ WRITERS = [
         "rows.csv",
         lambda path, version: write_csv(path, [{"a": version, "b": "text"}] * ROWS),
         lambda path: _one([row["a"] for row in read_rows(path)]),
-    ),
-    Writer(
-        "fit.json",
-        lambda path, version: _files.write_json(path, [version] * ROWS),
-        lambda path: _one(json.loads(path.read_text())),
     ),
     Writer("card.json", _profile, _read_profile),
     Writer("table.npz", _table, _read_table),

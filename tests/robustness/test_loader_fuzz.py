@@ -51,9 +51,6 @@ class Loader:
     free: tuple[str, ...] = ()  # words of places where anything may stand (text, notes)
 
 
-# ----------------------------------------------------------------------------------- good files
-
-
 def _text(name: str, text: str) -> Callable[[Path], Path]:
     def write(folder: Path) -> Path:
         (folder / name).write_text(text, encoding="utf-8")
@@ -172,8 +169,6 @@ LOADERS: dict[str, Loader] = {
     ),
 }
 
-
-# -------------------------------------------------------------------------------------- damages
 
 Damage = tuple[str, Callable[[Path], object]]
 
@@ -335,9 +330,6 @@ def npz_damages(content: bytes) -> Iterator[tuple[str, bytes, bool]]:
 
 
 DAMAGES = {".json": json_damages, ".csv": csv_damages, ".npz": npz_damages}
-
-
-# ---------------------------------------------------------------------------------------- tests
 
 
 def refusal(read: Callable[[Path], Any], path: Path) -> str | None:

@@ -186,9 +186,6 @@ def test_bad_input_is_refused():
             call()
 
 
-# --------------------------------------------------------------------- load balancing by replicas
-
-
 def balancedness(loads, copies):
     """Mean over layers of mean GPU load / highest, of loads (L, E) and copies (G, L, E)."""
     load = (copies * loads / copies.sum(axis=0)).sum(axis=2)

@@ -66,9 +66,6 @@ def chosen(rule, count=60, **given):
     return {rule.choose(view(seed=seed, **given)) for seed in range(count)}
 
 
-# ------------------------------------------------------------------------------- all of the rules
-
-
 @pytest.mark.parametrize("name", RULES)
 def test_every_rule_keeps_to_the_replicas_that_are_up(name):
     rule = RULES[name][0]()
@@ -99,9 +96,6 @@ def test_every_rule_forgets_at_an_episodes_start(name):
     fresh = RULES[name][0]()
     assert runs[0] == runs[1]
     assert runs[0] == [fresh.choose(view(seed=j, **given)) for j, given in enumerate(episode)]
-
-
-# ------------------------------------------------------------------------- turn, chance, load, hash
 
 
 def test_round_robin_takes_turns_and_passes_over_what_is_down():
@@ -157,9 +151,6 @@ def test_session_hash_holds_a_session_and_counts_rates_without_one():
     # At 11.5 s replicas 0 and 1 have one request each, 2 has one; at 13.5 s only 1 has one.
     assert rule.choose(view(session=-1, now_s=11.5)) == 0
     assert rule.choose(view(session=-1, now_s=13.5)) == 2
-
-
-# ------------------------------------------------------------------------------------------ llm-d
 
 
 def test_llm_d_scores():
@@ -271,9 +262,6 @@ def test_llm_d_predicted_learns_what_it_saw_of_the_chosen_replica():
     assert rule.predictor.learned == []
 
 
-# ---------------------------------------------------------------------------- SGLang and LMetric
-
-
 @pytest.mark.parametrize(
     ("rule", "load", "match", "expected"),
     [
@@ -308,9 +296,6 @@ def test_lmetric(load, match, expected):
     assert LMetric().choose(view(in_flight=load, match_tokens=match)) == expected
 
 
-# ----------------------------------------------------------------------------------------- Dynamo
-
-
 def test_dynamo_costs():
     v = view(match_tokens=[160, 80, 0], prefill_tokens=[320, 0, 0], decode_blocks=[3, 4, 5])
     # (320 + 160 - 160) / 16 + 3, (160 - 80) / 16 + 4, 160 / 16 + 5
@@ -322,9 +307,6 @@ def test_dynamo_costs():
     assert rule.costs(v).tolist() == [10 + 3 + 2, 15 + 4 + 0, 20 + 5 + 1]
     assert Dynamo(credit=2.0).costs(v)[0] == 3  # prefill is at least 0
     assert chosen(Dynamo(), decode_blocks=[2, 2, 9]) == {0, 1}
-
-
-# ------------------------------------------------------------------------------- production-stack
 
 
 def test_production_stack_prefix_is_blind_to_load():
@@ -347,9 +329,6 @@ def test_production_stack_kv_needs_nearly_the_whole_prompt():
     rule = ProductionStackKvAware()
     assert rule.choose(view(prompt_tokens=1999, match_tokens=match, session=5)) == other
     assert rule.choose(view(prompt_tokens=1999, session=5)) == home
-
-
-# ----------------------------------------------------------------------------------------- AIBrix
 
 
 @pytest.mark.parametrize(
@@ -381,9 +360,6 @@ def test_aibrix(rule, load, match, expected):
     assert chosen(rule, in_flight=load, match_tokens=match) == expected
 
 
-# ------------------------------------------------------------------------------------------- Ray
-
-
 def test_ray_takes_the_best_match_or_the_smallest_tree():
     rule = RayPrefixAware()
     assert chosen(rule, match_tokens=[16, 0, 0], in_flight=[9, 0, 0]) == {0}  # 10 % is enough
@@ -391,9 +367,6 @@ def test_ray_takes_the_best_match_or_the_smallest_tree():
     assert chosen(rule, match_tokens=[15, 0, 0], **tree) == {2}
     assert chosen(rule, match_tokens=[15, 0, 0], in_flight=[1, 1, 2]) == {0, 1}
     assert chosen(rule, match_tokens=[80, 80, 0], in_flight=[5, 4, 0]) == {1}
-
-
-# --------------------------------------------------------------------------- Preble and Mooncake
 
 
 def test_preble_exploits_what_is_mostly_cached():
@@ -413,9 +386,6 @@ def test_mooncake_takes_the_least_time_to_first_token():
     assert Mooncake().choose(view(**given)) == 2  # .300, .260 and .160 s
     assert Mooncake().choose(view(speed=[2000.0, 1000.0, 500.0], **given)) == 0  # .15, .26, .32
     assert Mooncake().choose(view()) == 0
-
-
-# ---------------------------------------------------------------------------------------- refused
 
 
 @pytest.mark.parametrize(

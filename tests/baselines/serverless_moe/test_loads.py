@@ -41,9 +41,6 @@ def test_predicted_load_is_the_mean_of_known_ones(system):
         Load.predicted(system, frequency[:1], 20, 30, 2e-4)
 
 
-# ------------------------------------------------------------------ longest processing time first
-
-
 def test_lpt_against_brute_force():
     rng = np.random.default_rng(3)
     worst = 0.0
@@ -96,9 +93,6 @@ def test_lpt_rows_is_lpt():
     found = lpt.lpt_rows(jobs, 4)
     for row, z in itertools.product(range(7), range(1, 5)):
         assert found[row, z - 1].tolist() == lpt.lpt(jobs[row], z).tolist()
-
-
-# ---------------------------------- the knapsack and the optimum of the grid, against enumeration
 
 
 def test_knapsack_against_enumeration():

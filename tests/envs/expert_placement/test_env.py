@@ -2,10 +2,8 @@
 
 import copy
 
-import gymnasium as gym
 import numpy as np
 import pytest
-from gymnasium.envs.registration import EnvSpec
 
 import servegym  # noqa: F401 - registers the ids
 from servegym.envs._frames import HEIGHT, WIDTH
@@ -27,7 +25,6 @@ from .test_kernel_reference import random_placement
 
 MODES = ("layer_budget", "layer_height", "expert_score", "placement")
 SHORT = {"model": "toy", "epochs": 3, "epoch_s": 20.0, "mean_interarrival_s": 2.0}
-NAME = "servegym/ExpertPlacement-v0"
 
 
 def make(mode="layer_budget", **kwargs):
@@ -71,8 +68,6 @@ def test_rewards_sum_to_minus_the_total_latency():
         total = 0.0
         for move in actions(env, 5, seed):
             _, reward, ended, _, info = env.step(move)
-            assert isinstance(reward, float)
-            assert reward == pytest.approx(sum(info["reward_terms"].values()))
             total += reward
         assert ended
         log = env.request_log()
@@ -174,12 +169,9 @@ def test_the_models_serve_recorded_prompts(model):
 
 def test_the_arguments_to_learn_with_pay_the_logarithm_of_each_servers_latency():
     env = ExpertPlacementEnv(**(SHORT | LEARNING))
-    again = gym.make(EnvSpec.from_json(gym.make(NAME, **(SHORT | LEARNING)).spec.to_json()))
     moves = actions(env, 1)
-    for each in (again, env):
-        each.reset(seed=2)
+    env.reset(seed=2)
     _, reward, ended, _, info = env.step(moves[0])
-    assert_same((reward, info), again.step(moves[0])[1::3])
     assert ended and reward == sum(info["reward_terms"].values())
     log, own = env.request_log(), env.problem.epoch_s / 2.0  # expected arrivals of a server
     for n in range(3):
@@ -192,9 +184,6 @@ def test_the_arguments_to_learn_with_pay_the_logarithm_of_each_servers_latency()
     alone.reset(seed=0)
     terms = alone.step(moves[0])[4]["reward_terms"]
     assert terms["log_latency_server_0"] == pytest.approx(-np.log(1e-3) * 1e-9 / 2, rel=1e-3)
-
-
-# ----------------------------------------------------------------------------------- decoders
 
 
 @pytest.mark.parametrize("spare", [0, 1, 7])
@@ -225,9 +214,6 @@ def test_every_action_decodes_to_a_feasible_placement(spare):
             ):
                 cluster.check_placement(z)
             np.testing.assert_array_equal(repair_placement(cluster, now, counts), now)
-
-
-# -------------------------------------------------------------------------------- text and pixels
 
 
 SHOWN = {"model": "toy", "epochs": 4, "epoch_s": 20.0, "mean_interarrival_s": 1.0}

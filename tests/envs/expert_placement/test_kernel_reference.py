@@ -293,9 +293,6 @@ def test_a_copied_state_goes_on_alike(options):
     np.testing.assert_array_equal(first, sim.latencies())
 
 
-# ----------------------------------------------------------------------------------- by hand
-
-
 def one_prompt(cluster, tokens, sets):
     """One prompt whose tokens all take the experts ``sets[layer]``."""
     counts = np.zeros((1, cluster.layers, cluster.experts), np.int32)

@@ -67,8 +67,6 @@ def test_equal_to_the_reference_at_every_look(seed, link_model, cache, router, t
         assert sim.state.meta["messages"][0] == 0, "servers have nothing to say to each other"
 
 
-# ----------------------------------------------------------------------------------- by hand
-
 DENSE, CALL = 1e-3 + 1e-5, 2e-3 + 1e-4
 
 

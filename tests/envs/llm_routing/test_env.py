@@ -117,18 +117,9 @@ def test_every_request_has_one_fate_whatever_is_chosen(engine):
         kpis = info["episode_kpis"]
         assert kpis["drop_rate"] == np.mean(actions == 0)
         assert kpis["reject_rate"] == np.mean(log["outcome"] == REJECTED)
-        e2e = log["finish_s"] - log["arrival_s"]
-        assert kpis["mean_e2e_s"] == pytest.approx(np.mean(e2e[done]), rel=1e-9)
-        latency = e2e[done] / log["output_tokens"][done]
-        assert kpis["violation_rate"] == np.mean(np.append(latency > 0.03, [False] * (~done).sum()))
-        parts = ("communication", "routing", "waiting", "inference")
-        assert sum(kpis[f"mean_{x}_s"] for x in parts) == pytest.approx(kpis["mean_e2e_s"])
 
 
 REQUEST_TIMES = ("arrival_s", "available_s", "admitted_s", "first_token_s", "finish_s")
-
-
-# ------------------------------------------------------------------------------------ no peeking
 
 
 def in_system(state):
@@ -214,9 +205,6 @@ def test_other_arrivals_to_come_do_not_show(env_id, engine):
         changed.arrivals[index + 2 :] += 5.0
         twin.restore_state(changed)
         assert_same(twin.step(action), env.step(action))
-
-
-# -------------------------------------------------------------------------------------- arguments
 
 
 A100 = "a100-80g-llama-3.1-8b"

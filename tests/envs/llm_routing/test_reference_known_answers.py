@@ -61,8 +61,6 @@ def one_expert(law, requests, *, capacity_tokens=1600, k1=0.0, k2=0.0, predicted
     )
 
 
-# -- orca ------------------------------------------------------------------------------------
-
 # prefill(P) = 1 + P/8; decode(b, T) = 1 + b/2 + T/16. Two slots.
 #   A: t=0, p=8, d=3, s=0.5; B: t=1, p=16, d=2, s=0.75; C: t=2.5, p=4, d=1, s=0.25;
 #   D: t=9, dropped.
@@ -190,9 +188,6 @@ def test_boundary_at_the_arrival_time_is_to_come():
     assert slow.step(DROP)[0] == 1.0  # l = 1.5 = L is in time
 
 
-# -- chunked prefill -------------------------------------------------------------------------
-
-
 def test_chunked_prefill_splits_a_prompt():
     # step = 1 + tokens/8 + sum(c/16 + c*ctx/128) + T/32 + n/8; budget 8.
     #   A: t=0, p=4, d=3; B: t=0.5, p=12, d=2.
@@ -236,8 +231,6 @@ def test_chunked_prefill_serves_older_prefills_before_admission():
     assert [r.finish for r in log] == [3.0, 5.0]
     assert log[1].admitted == 3.0
 
-
-# -- paged memory ----------------------------------------------------------------------------
 
 PAGED = {
     "capacity_tokens": 16,  # 4 blocks of 4
@@ -293,8 +286,6 @@ def test_a_preempted_request_goes_ahead_of_a_full_queue():
     assert [r.finish for r in sim.log[:3]] == [7.375, 9.5, 9.5]
 
 
-# -- prefix caching --------------------------------------------------------------------------
-
 # step = 1 + tokens/8 exactly (kb = k1). Chunked, paged, 4 blocks of 4.
 CACHED_LAW = linear_law(1.0, k1=1 / 8, kb=1 / 8)
 
@@ -323,9 +314,6 @@ def test_prefix_cached_readmission(caching):
     assert recompute == ([(1, 3, 4)] if caching else [(1, 7, 0)])
 
 
-# -- rejection and mask ----------------------------------------------------------------------
-
-
 def test_a_full_queue_rejects_and_the_mask_says_so():
     # One slot, one waiting place: A runs, B waits, C is rejected, D finds A done (t = 2.5) and
     # takes the place that B left.
@@ -348,9 +336,6 @@ def test_a_full_queue_rejects_and_the_mask_says_so():
     assert [r.finish for r in sim.log[:2]] == [2.0, 3.0]
     assert sim.log[2].expert == 0 and math.isnan(sim.log[2].available)
     assert rewards == [1.0, 1.0, 0.0, 1.0]  # nothing is paid for the rejected one
-
-
-# -- rewards (the orca example) --------------------------------------------------------------
 
 
 def test_completed_qos_falls_into_the_interval_of_the_completion():

@@ -119,11 +119,10 @@ def test_first_come_first_served_waits(law, load_factor):
 
 
 @pytest.mark.filterwarnings("ignore:.*outside its domain")
-@pytest.mark.parametrize("load_factor", [0.6])
-def test_decode_time_in_proportion_to_the_batch_is_processor_sharing(load_factor):
+def test_decode_time_in_proportion_to_the_batch_is_processor_sharing():
     """M/G/1-PS: the mean time in the system is E[S] / (1 - rho), whatever the lengths' law."""
     rng = np.random.default_rng(11)
-    count, step = 200_000, 0.0005
+    count, step, load_factor = 200_000, 0.0005, 0.6
     outputs = np.where(rng.random(count) < 0.8, 50, 800)
     service = (outputs - 1) * step
     rate = load_factor / service.mean()

@@ -4,15 +4,13 @@ import json
 import numpy as np
 import pytest
 
-from servegym.envs.workloads import Catalog, MalformedFileError, list_catalogs, load_catalog
+from servegym.envs.workloads import Catalog, list_catalogs, load_catalog
 from servegym.envs.workloads.build.catalog import main as build
-from servegym.envs.workloads.build.catalog import read_table
 from servegym.envs.workloads.build.synthetic_catalog import moments
 from servegym.envs.workloads.catalog import read_catalog
 from servegym.envs.workloads.files import DATA_DIR
 from servegym.envs.workloads.synthetic_catalog import fitted, synthetic_catalog
 
-HEADER = "prompt_id,dataset,prompt_tokens,model,output_tokens_max300,bertscore_f1_minilm\n"
 SPLIT_SHA256 = "d45f80a514597f1525273e94ff310ec536bd585eab221064beb80ac517a17c51"
 
 
@@ -49,12 +47,11 @@ def test_splits_are_disjoint_complete_and_fixed(catalog):
     assert hashlib.sha256(catalog.split.tobytes()).hexdigest() == SPLIT_SHA256
 
 
-def test_packaged_data_is_small_and_numbers_only():
+def test_packaged_data_is_numbers_only():
     for path in DATA_DIR.iterdir():
         if path.name.startswith("__"):
             continue
         assert path.suffix in (".npz", ".json"), path
-        assert path.stat().st_size < 1_000_000, path
     with np.load(DATA_DIR / "alpaca_eval_7b.npz") as archive:
         assert all(archive[k].dtype.kind in "iuf" for k in archive.files if k != "models")
     notes = json.loads((DATA_DIR / "alpaca_eval_7b.json").read_text())
@@ -94,24 +91,6 @@ def test_load_catalog_refuses_unknown_names_and_arguments():
 def test_catalog_refuses_bad_arrays(changes, message):
     with pytest.raises(ValueError, match=message):
         tiny(**changes)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (HEADER.replace("prompt_tokens,", ""), r":1: field 'prompt_tokens': is missing"),
-        (HEADER, "has no rows"),
-        (HEADER + "0,d,5,m,301,.2\n", r":2: field 'output_tokens_max300'"),
-        (HEADER + "0,d,5,m,3,.2\n0,d,5,m,3,.2\n", r":3: field 'prompt_id'.*twice"),
-        (HEADER + "0,d,5,m,3,.2\n0,d,6,k,3,.2\n", r":3: field 'prompt_tokens'.*differs"),
-        (HEADER + "0,d,5,m,3,.2\n1,d,5,k,3,.2\n", r"no row for prompt 0 of 'k'"),
-    ],
-)
-def test_build_refuses_bad_tables(tmp_path, text, message):
-    path = tmp_path / "table.csv"
-    path.write_text(text)
-    with pytest.raises(MalformedFileError, match=message):
-        read_table(path)
 
 
 @pytest.mark.slow

@@ -5,7 +5,6 @@ import json
 import numpy as np
 import pytest
 
-from servegym._files import MalformedFileError
 from servegym.envs.workloads.build import lengths as fit_lengths
 from servegym.envs.workloads.lengths import fitted_lengths, length_quantiles, sample_lengths
 
@@ -82,19 +81,8 @@ def test_draws_follow_the_quantiles_and_the_cap():
     assert sample_lengths(np.array([7.0]), np.array([0.1, 0.9])).tolist() == [7.0, 7.0]
 
 
-def test_bad_input_is_refused(tmp_path, capsys):
+def test_bad_input_is_refused():
     with pytest.raises(ValueError, match="azure"):
         length_quantiles("azur", "prompt_tokens")
     with pytest.raises(ValueError, match="output_tokens"):
         length_quantiles("azure", "outputs")
-    with pytest.raises(ValueError, match="more than 20"):
-        fit_lengths.fit(np.arange(1, 10), 1024)
-    with pytest.raises(ValueError, match="at least 1 token"):
-        fit_lengths.fit(np.arange(100), 1024)
-    with pytest.raises(SystemExit):
-        fit_lengths.main(["--data", str(tmp_path), "--out", str(tmp_path / "x.json")])
-    assert "missing" in capsys.readouterr().err
-    write(tmp_path, [(3, "many")] * 3)
-    with pytest.raises(MalformedFileError, match="GeneratedTokens"):
-        fit_lengths.main(["--data", str(tmp_path), "--out", str(tmp_path / "x.json")])
-    assert not (tmp_path / "x.json").exists()

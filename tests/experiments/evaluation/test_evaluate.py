@@ -81,13 +81,6 @@ def test_policies_get_the_same_episodes(result):
     assert not np.array_equal(logs["first"][0]["arrival_s"], logs["first"][1]["arrival_s"])
 
 
-def test_rows_do_not_depend_on_num_envs(result):
-    rows, _ = result
-    for num_envs in (1, 3):
-        other = ev.evaluate(ENV_ID, [First()], 4, 7, SMALL, num_envs, in_process=True)
-        assert other == rows[:4]
-
-
 def test_rows_and_logs_do_not_depend_on_where_blocks_run_and_when_they_end(result):
     def elsewhere(function, jobs, names):
         for index in reversed(range(len(jobs))):

@@ -170,25 +170,6 @@ def test_an_equal_policy_passes_after_64_episodes_and_a_failure_ends_a_rate(monk
     assert [row["verdict"] for row in rows] == ["not told", "failed"] and len(asked) == 1
 
 
-def test_a_policy_that_is_bad_in_one_episode_of_ten_does_not_pass(monkeypatch):
-    """Its true loss of .04 is twice the margin; most of its runs begin with equal episodes."""
-    rng, verdicts = np.random.default_rng(0), []
-    for _ in range(300):
-        stub(monkeypatch, np.where(rng.random(64) < 0.1, -0.4, 0.0))
-        verdicts.append(presubmit("least_load", **BOUND)[0]["verdict"])
-    assert verdicts.count("passed") <= 3 and verdicts.count("failed") > 150
-
-
-def test_each_episode_of_a_guest_has_a_process_of_its_own(tmp_path):
-    """What is drawn when it starts is independent from episode to episode."""
-    trace = tmp_path / "started"
-    file = tmp_path / "mine.py"
-    file.write_text(f"open({str(trace)!r}, 'a').write('x')\n" + LEAST_LOAD)
-    arguments = {"scenario": "hot-tenant", "rate": 48.0, "episode_requests": 20}
-    presubmission.episodes_of([str(file), "least_load"], arguments, 1, 2)
-    assert len(trace.read_text()) == 2
-
-
 def test_time_per_token_is_the_mean_over_completed_requests():
     log = np.zeros(3, [("arrival_s", "f8"), ("finish_s", "f8"), ("output_tokens", "i4")])
     log["arrival_s"] = 1.0

@@ -45,8 +45,7 @@ def test_certain_profiles_give_the_plain_evaluation_bit_for_bit(tmp_path):
         file = tmp_path / f"{name}.json"
         card(name, (0.0, 0.0), (0.0, 0.0)).save(file)
         sure.append(str(file))
-    kwargs = {**SMALL, "profiles": sure, "models": None}
-    del kwargs["models"]
+    kwargs = {**SMALL, "profiles": sure}
     policies = ["random", "greedy_qos"]
     plain = evaluate(ENV, policies, episodes=2, seed=5, env_kwargs=kwargs)
     drawn = evaluate_draws(ENV, policies, 2, episodes=2, seed=5, env_kwargs=kwargs)

@@ -146,12 +146,7 @@ def test_normal_gains_pass_where_equal_and_fail_early_where_bad():
             assert np.mean([count for _, count in found]) < 4.5
 
 
-def test_coverage_of_the_student_interval():
-    rng = np.random.default_rng(0)
-    for count in (2, 3, 5):
-        found = [stats.student_interval(rng.normal(1.0, 2.0, count)) for _ in range(1_000)]
-        covered = np.mean([one.low <= 1.0 <= one.high for one in found])
-        assert covered == pytest.approx(0.95, abs=0.02)
+def test_student_interval_by_hand():
     # t of two degrees of freedom is 4.303.
     one = stats.student_interval([1.0, 2.0, 3.0])
     assert one == pytest.approx((2.0, 2.0 - 4.302653 / np.sqrt(3), 2.0 + 4.302653 / np.sqrt(3)))

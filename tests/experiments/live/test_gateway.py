@@ -197,12 +197,3 @@ def test_what_no_gateway_can_serve_is_refused():
     ):
         with pytest.raises(ValueError, match=message):
             GatewayRouter(fleet, policy)
-
-
-def test_an_expert_that_the_request_may_not_have_is_not_taken():
-    two = [False, False, True, True, False, False]
-    router = router_with(lambda observation, mask: 1 + mask[:, 1:].argmax(axis=1))
-    assert ask(router, allowed=two).expert == 2
-    router = router_with(lambda observation, mask: mask.argmax(axis=1))
-    assert ask(router, allowed=two).dropped
-    assert router.load().sum() == 0 and router.counters.drops == 1

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from servegym.envs.llm_routing import replay
-from servegym.experiments.evaluation.output import read_rows
 from servegym.experiments.studies.fidelity import published_rows as study
 from servegym.hardware_profiles.compose import compose
 from servegym.hardware_profiles.constants import constant
@@ -62,19 +61,3 @@ def test_a_closed_loop_sends_when_a_request_ends(tmp_path):
     expected = constant("request_s") + times["ttft_s"].mean(), times["tpot_s"].mean()
     assert study.simulate(row, options["profile"]) == pytest.approx(expected)
     assert not row.plans_ahead
-
-
-def test_table_of_a_part(tmp_path, capsys):
-    words = [str(wheel(tmp_path, RUN + ",30,6.5")), "--out", str(tmp_path)]
-    assert study.main(words) == 0
-    line, *totals = read_rows(tmp_path / "published.csv")
-    assert [(total["part"], total["card"]) for total in totals] == [
-        ("both", "all"),
-        ("both", "h100"),
-        ("test", "all"),
-    ]
-    (row,), _ = study.read_rows(tmp_path / "aiconfigurator_core.whl")
-    _, tpot = study.simulate(row, compose("h100", "llama-3.1-8b"))
-    assert line["rows"] == 1 and line["tpot_median"] == pytest.approx(tpot / 0.0065 - 1, abs=1e-4)
-    assert line["tpot_in_80"] in (0.0, 1.0)
-    assert "llama-3.1-8b" in capsys.readouterr().out

@@ -161,9 +161,6 @@ def test_linear_profiles_and_fleets_are_as_shipped(tmp_path, capsys):
     assert "paper-linear-12" in capsys.readouterr().out
 
 
-# -- bad input ------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("file", "line", "fields", "message"),
     [

@@ -19,9 +19,7 @@ from servegym.experiments.live.gateway import GatewayRouter  # noqa: E402
 from servegym.experiments.live.gateways.gate import Gate  # noqa: E402
 from servegym.experiments.live.gateways.litellm_strategy import LiteLLMStrategy  # noqa: E402
 from servegym.experiments.live.serve.faults import Fault  # noqa: E402
-from servegym.experiments.live.serve.server import (  # noqa: E402
-    SimulatedFleet,
-)
+from servegym.experiments.live.serve.server import SimulatedFleet  # noqa: E402
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 NAMES = [f"e{k}" for k in range(6)]

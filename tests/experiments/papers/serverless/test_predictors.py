@@ -90,9 +90,6 @@ def test_js_divergence_has_known_values():
     np.testing.assert_allclose(js_divergence(p, q), js_divergence(q, p))
 
 
-# --------------------------------------------------------- the tree of k-medoids, and algorithm 1
-
-
 @pytest.mark.parametrize("name", TREES)
 def test_the_tree_holds_every_prompt_once_below_its_medoids(name):
     embeddings, shares, _ = made_up(400)

@@ -1,7 +1,5 @@
 """The check of the load bounds: uniform routing, recorded routing by a loop, the command."""
 
-import csv
-
 import numpy as np
 import pytest
 
@@ -12,6 +10,8 @@ from servegym.envs.workloads.activations import make_toy_activations
 from servegym.experiments.evaluation.tables import read_record
 from servegym.experiments.papers.serverless import theorems as serverless_theorems
 from servegym.experiments.papers.serverless.predictors import make_predictor
+
+from ..tables import rows_of
 
 
 def of(rows, statement, form):
@@ -33,8 +33,7 @@ def test_the_command_writes_every_statement(tmp_path, monkeypatch):
     monkeypatch.setattr(serverless_theorems, "load_activations", lambda name: toy)
     monkeypatch.setattr(serverless_theorems, "TOKENS", (4,))
     assert serverless_theorems.main(["--quick", "--out", str(tmp_path)]) == 0
-    with (tmp_path / "theorems.csv").open() as stream:
-        rows = list(csv.DictReader(stream))
+    rows = rows_of(tmp_path / "theorems.csv")
     statements = {"theorem 1", "theorem 4", "corollary 1", "conformal"}
     assert {row["statement"] for row in rows} == statements
     for row in rows:
