@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from servegym.baselines.registry import register_policy
 from servegym.baselines.serverless_moe import clairvoyant, heuristics
+from servegym.baselines.serverless_moe.base import ServerlessPolicy
 from servegym.baselines.serverless_moe.lpt import compile_kernels
 from servegym.baselines.serverless_moe.remoe.policies import Remoe, RemoeCost, RemoeSticky
 from servegym.baselines.serverless_moe.system import ServerlessSystem
@@ -12,7 +13,7 @@ from servegym.baselines.serverless_moe.warm_planner import WarmPlanner
 __all__ = ["ServerlessSystem", "compile_kernels"]
 
 
-def _register(policy: type[heuristics.ServerlessPolicy], line: str) -> None:
+def _register(policy: type[ServerlessPolicy], line: str) -> None:
     clairvoyant = policy.clairvoyant
     register_policy(policy.name, policy, line, family="serverless_moe", clairvoyant=clairvoyant)
 
