@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+import servegym.baselines.serverless_moe.base as base
 from servegym.baselines.protocol import BasePolicy, Observation
-from servegym.baselines.serverless_moe import base
 from servegym.baselines.serverless_moe.action_table import ActionTable
 from servegym.baselines.serverless_moe.system import ServerlessSystem
 from servegym.envs.serverless_moe.loads import Load
