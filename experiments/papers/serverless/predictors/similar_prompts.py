@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from servegym.experiments.papers.serverless.predictors import kernel
+import servegym.experiments.papers.serverless.predictors.kernel as kernel
 from servegym.experiments.papers.serverless.predictors.base import (
     Array,
     Floats,
