@@ -170,6 +170,15 @@ def test_an_equal_policy_passes_after_64_episodes_and_a_failure_ends_a_rate(monk
     assert [row["verdict"] for row in rows] == ["not told", "failed"] and len(asked) == 1
 
 
+def test_a_policy_that_is_bad_in_one_episode_of_ten_does_not_pass(monkeypatch):
+    """Its true loss of .04 is twice the margin; most of its runs begin with equal episodes."""
+    rng, verdicts = np.random.default_rng(0), []
+    for _ in range(300):
+        stub(monkeypatch, np.where(rng.random(64) < 0.1, -0.4, 0.0))
+        verdicts.append(presubmit("least_load", **BOUND)[0]["verdict"])
+    assert verdicts.count("passed") <= 3 and verdicts.count("failed") > 150
+
+
 def test_time_per_token_is_the_mean_over_completed_requests():
     log = np.zeros(3, [("arrival_s", "f8"), ("finish_s", "f8"), ("output_tokens", "i4")])
     log["arrival_s"] = 1.0
