@@ -174,10 +174,13 @@ def _rows(options: Options, at: Mapping[str, Any], _: Sequence[Any]) -> Iterator
     tuned = play(RulePolicy(system, partial(WeightedLoad, **constants), "weighted_load"))
     found = {rule: [play(rule)] for rule in (*RULES, *OURS)}
     found["weighted_load tuned"] = [tuned]
-    for control in ("", "untrained", "shuffled"):
-        runs = training(options.checkpoints, name, control)
-        policies = [load_policy(run / "last.safetensors", system) for run in runs]
-        found[f"ppo {control}".rstrip()] = [play(policy) for policy in policies]
+    runs = {
+        f"ppo {control}".rstrip(): training(options.checkpoints, name, control)
+        for control in ("", "untrained", "shuffled")
+    }
+    for policy, folders in runs.items():
+        policies = [load_policy(folder / "last.safetensors", system) for folder in folders]
+        found[policy] = [play(one) for one in policies]
     for policy, runs_of in found.items():
         each = [scores for scores, _ in runs_of]
         told = np.mean([decisions(requests, system) for _, requests in runs_of], axis=0)
@@ -187,10 +190,7 @@ def _rows(options: Options, at: Mapping[str, Any], _: Sequence[Any]) -> Iterator
         row |= dict(zip(("slow_share", "match_share"), told.round(4).tolist(), strict=True))
         row["each"] = json.dumps([round(float(values.mean()), 4) for values in each])
         row["constants"] = json.dumps(constants) if policy == "weighted_load tuned" else ""
-        row["cpu_s"] = ""
-        if policy == "ppo":
-            runs = training(options.checkpoints, name)
-            row["cpu_s"] = json.dumps([seconds(run) for run in runs])
+        row["cpu_s"] = json.dumps([seconds(run) for run in runs["ppo"]]) if policy == "ppo" else ""
         yield row
 
 
