@@ -145,12 +145,15 @@ class OneFleet(Task):
         } | self.env_kwargs
 
     def problem(self, stream: int) -> Any:
+        """See `Task`."""
         return build_problem(view=layout.EXPERTS, **of_split(stream, self.env_kwargs))
 
     def first_weights(self, system: Any) -> NDArray[np.float64]:
+        """See `Task`."""
         return np.zeros(3 * system.num_experts + 2)
 
     def scores(self, system: Any) -> Scores:
+        """See `Task`."""
         running, waiting = system.running_capacity, system.waiting_capacity
 
         def of(weights: Floats, seen: Any) -> Floats:
@@ -176,15 +179,18 @@ class DrawnFleets(Task):
         ).fleets
 
     def problem(self, stream: int) -> Any:
+        """See `Task`."""
         fleet = fleet_features.fleet_of(stream, self.source)
         given = of_split(stream, {"episode_requests": 300} | self.env_kwargs)
         make = setting_problem if "setting" in fleet else build_problem
         return make(**fleet, **given, view=layout.GRAPH)
 
     def first_weights(self, system: Any) -> NDArray[np.float64]:
+        """See `Task`."""
         return fleet_features.first_weights()
 
     def scores(self, system: Any) -> Scores:
+        """See `Task`."""
         fleet = fleet_features.Fleet(system)
         return lambda w, seen: fleet_features.index_values(w, *fleet.features(seen))
 
@@ -198,12 +204,15 @@ class DrawnSettings(Task):
     Batch, System = PrefixBatch, PrefixSystem
 
     def problem(self, stream: int) -> Any:
+        """See `Task`."""
         return problem_of(setting_of(stream), **self.env_kwargs)
 
     def first_weights(self, system: Any) -> NDArray[np.float64]:
+        """See `Task`."""
         return prefix_features.first_weights()
 
     def scores(self, system: Any) -> Scores:
+        """See `Task`."""
         return partial(prefix_features.index_values, block_size=system.block_size)
 
 

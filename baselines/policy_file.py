@@ -45,27 +45,33 @@ class FilePolicy(BasePolicy):
             raise PolicyError(f"{where}: {type(error).__name__}: {error}") from error
 
     def reset(self, num_envs: int, seed: int | None = None) -> None:
+        """See `Policy.reset`."""
         with self._locating_errors():
             self._size(num_envs, seed)
             self.policy.reset(num_envs, seed)
 
     def episode_start(self, mask: Any) -> None:
+        """See `Policy.episode_start`."""
         with self._locating_errors():
             self.policy.episode_start(mask)
 
     def act(self, observation: Observation, action_mask: Any) -> Any:
+        """See `Policy.act`."""
         with self._locating_errors():
             return self.policy.act(observation, action_mask)
 
     def feedback(self, reward: Any) -> None:
+        """See `Policy.feedback`."""
         with self._locating_errors():
             self.policy.feedback(reward)
 
     def outcomes(self, ended: Any) -> None:
+        """See `Policy.outcomes`."""
         with self._locating_errors():
             self.policy.outcomes(ended)
 
     def bind(self, env: Any) -> None:
+        """See `Policy.bind`."""
         with self._locating_errors():
             self.policy.bind(env)
 

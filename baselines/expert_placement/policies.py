@@ -132,6 +132,7 @@ class KeepPlacement(PlacementPolicy):
     name = "keep"
 
     def act(self, observation: Observation, action_mask: Any = None) -> Any:
+        """See `PlacementPolicy.act`."""
         plan = np.array(observation["placement"], dtype=np.int8)
         return {"migrate": np.zeros(len(plan), dtype=np.int64), "plan": plan}
 
@@ -179,10 +180,12 @@ class RandomPlacement(PlacementPolicy):
         self.draw, self.static = draw, static
 
     def reset(self, num_envs: int, seed: int | None = None) -> None:
+        """See `Policy.reset`."""
         super().reset(num_envs, seed)
         self._rows = row_streams(num_envs, seed)
 
     def plan(self, row: int, counts: Floats, current: Bools, first: bool) -> Bools | None:
+        """See `PlacementPolicy.plan`."""
         seed = int(self._rows[row].integers(1 << 31))
         return self.draw(counts, self.system.slots, self.system.gpu_server, seed=seed)
 
@@ -216,6 +219,7 @@ class CountsPlacement(PlacementPolicy):
             self.env_kwargs = MappingProxyType({**self.env_kwargs, "execution": execution})
 
     def plan(self, row: int, counts: Floats, current: Bools, first: bool) -> Bools | None:
+        """See `PlacementPolicy.plan`."""
         return self.place(counts, self.system.slots, self.system.gpu_server)
 
 
@@ -239,6 +243,7 @@ class LatencyDp(PlacementPolicy):
     name = "latency_dp"
 
     def plan(self, row: int, counts: Floats, current: Bools, first: bool) -> Bools | None:
+        """See `PlacementPolicy.plan`."""
         self._model = self.system.layer_cost_model(counts)
         return latency_dp(self._model, counts, self.system.slots, self.system.gpu_server)
 
@@ -283,6 +288,7 @@ class BestStart(PlacementPolicy):
         self._found: Bools | None = None
 
     def plan(self, row: int, counts: Floats, current: Bools, first: bool) -> Bools | None:
+        """See `PlacementPolicy.plan`."""
         if self._found is None:
             system = self.system
             held = best_start(system, **self._search)
@@ -316,12 +322,14 @@ class LatencyLocalSearch(PlacementPolicy):
         self.shift = float(shift)
 
     def reset(self, num_envs: int, seed: int | None = None) -> None:
+        """See `Policy.reset`."""
         super().reset(num_envs, seed)
         self._rows = row_streams(num_envs, seed)
         self._seen: list[Floats | None] = [None] * num_envs
         self._tasks: list[Floats | None] = [None] * num_envs
 
     def act(self, observation: Observation, action_mask: Any = None) -> Any:
+        """See `PlacementPolicy.act`."""
         begins = np.asarray(observation["progress"])[:, 0] <= 0.0
         for b in np.flatnonzero(begins):
             self._seen[b] = self._tasks[b] = None
@@ -333,6 +341,7 @@ class LatencyLocalSearch(PlacementPolicy):
         return action
 
     def plan(self, row: int, counts: Floats, current: Bools, first: bool) -> Bools | None:
+        """See `PlacementPolicy.plan`."""
         system, seen = self.system, self._seen[row]
         new = counts if seen is None else np.maximum(counts - seen, 0.0)
         self._latest = counts if new.sum() <= 0 else new

@@ -79,6 +79,7 @@ class LinearBandit(RoutingPolicy):
         return x
 
     def reset(self, num_envs: int, seed: int | None = None) -> None:
+        """See `Policy.reset`."""
         experts = self.system.num_experts
         self._inverse = np.zeros((num_envs, experts, _FEATURES, _FEATURES))
         self._target = np.zeros((num_envs, experts, _FEATURES))
@@ -90,6 +91,7 @@ class LinearBandit(RoutingPolicy):
         self._fresh |= mask
 
     def act(self, observation: Observation, action_mask: Mask) -> NDArray[np.int64]:
+        """See `Policy.act`."""
         if self._fresh.any():
             limits = np.asarray(observation["latency_requirement"], dtype=np.float64).reshape(-1)
             for row in np.flatnonzero(self._fresh):
@@ -228,6 +230,7 @@ class LinUcb(UpperBound):
         self._chosen = (action, x)
 
     def reset(self, num_envs: int, seed: int | None = None) -> None:
+        """See `Policy.reset`."""
         self._chosen = None
         super().reset(num_envs, seed)
 
@@ -252,6 +255,7 @@ class DelayedBandit(LinearBandit):
     needs_outcomes = True
 
     def reset(self, num_envs: int, seed: int | None = None) -> None:
+        """See `Policy.reset`."""
         self._rows = np.arange(num_envs)
         self._decisions = np.zeros(num_envs, dtype=np.int64)
         # By row and decision: expert from 0, -1 for none to be credited, and its features.

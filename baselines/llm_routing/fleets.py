@@ -48,6 +48,7 @@ class PerFleet(BasePolicy):
         self.needs_outcomes = sample.needs_outcomes
 
     def reset(self, num_envs: int, seed: int | None = None) -> None:
+        """See `Policy.reset`."""
         self._size(num_envs, seed)
         every = np.arange(self.num_envs)
         self._groups = [every] if self.system.fixed else list(every[:, None])
@@ -56,11 +57,13 @@ class PerFleet(BasePolicy):
         self._seeds = self.rng.integers(1 << 31, size=len(self._groups)).tolist()
 
     def episode_start(self, mask: NDArray[np.bool_]) -> None:
+        """See `Policy.episode_start`."""
         for rows, inner in zip(self._groups, self._inner, strict=True):
             if inner is not None and mask[rows].any():
                 inner.episode_start(mask[rows])
 
     def act(self, observation: Observation, action_mask: Any) -> NDArray[np.int64]:
+        """See `Policy.act`."""
         if len(action_mask) != self.num_envs:
             self.reset(len(action_mask))
         actions = np.zeros(self.num_envs, dtype=np.int64)
@@ -79,11 +82,13 @@ class PerFleet(BasePolicy):
         return actions
 
     def feedback(self, reward: NDArray[np.float64]) -> None:
+        """See `Policy.feedback`."""
         for rows, inner in zip(self._groups, self._inner, strict=True):
             if inner is not None:
                 inner.feedback(reward[rows])
 
     def outcomes(self, ended: NDArray[Any]) -> None:
+        """See `Policy.outcomes`."""
         for rows, inner in zip(self._groups, self._inner, strict=True):
             mine = ended[np.isin(ended["row"], rows)]
             if inner is not None and len(mine):

@@ -24,6 +24,7 @@ class LeastLatency(RoutingPolicy):
         self.model = LatencyModel(system, overrun=overrun)
 
     def act(self, observation: Observation, action_mask: Mask) -> NDArray[np.int64]:
+        """See `Policy.act`."""
         return pick(self.model.estimate(observation).with_new[..., -1], action_mask)
 
 
@@ -97,6 +98,7 @@ class GreedyQos(RoutingPolicy):
         return self.price * load**self.power
 
     def act(self, observation: Observation, action_mask: Mask) -> NDArray[np.int64]:
+        """See `Policy.act`."""
         observation = with_mean_scores(observation, self.system)
         requirement = np.asarray(observation["latency_requirement"], dtype=np.float64)
         legal = np.asarray(action_mask)[:, 1:] > 0

@@ -44,6 +44,7 @@ class RotatingPolicy(RoutingPolicy):
         return of_memory * memory + of_running * running + of_waiting * waiting
 
     def reset(self, num_envs: int, seed: int | None = None) -> None:
+        """See `Policy.reset`."""
         self._next = np.zeros(num_envs, dtype=np.int64)
         super().reset(num_envs, seed)
 
@@ -52,6 +53,7 @@ class RotatingPolicy(RoutingPolicy):
         self._next[mask] = 0
 
     def act(self, observation: Observation, action_mask: Mask) -> NDArray[np.int64]:
+        """See `Policy.act`."""
         cost = self.cost(observation)
         legal = np.asarray(action_mask)[:, 1:] > 0
         experts = cost.shape[1]
@@ -132,6 +134,7 @@ class BertRouter(RoutingPolicy):
     name = "bert_router"
 
     def act(self, observation: Observation, action_mask: Mask) -> NDArray[np.int64]:
+        """See `Policy.act`."""
         # Scores are bucket centres, so equal ones are common; the mean only orders those.
         score = observation["request"][..., 1].astype(np.float64)
         return pick(-(score + 1e-6 * self.system.mean_score), action_mask)
@@ -143,6 +146,7 @@ class AlwaysBest(RoutingPolicy):
     name = "always_best"
 
     def act(self, observation: Observation, action_mask: Mask) -> NDArray[np.int64]:
+        """See `Policy.act`."""
         shape = observation["experts"].shape[:2]
         return pick(np.broadcast_to(-self.system.mean_score, shape), action_mask)
 
@@ -153,6 +157,7 @@ class AlwaysBusiest(RoutingPolicy):
     name = "always_busiest"
 
     def act(self, observation: Observation, action_mask: Mask) -> NDArray[np.int64]:
+        """See `Policy.act`."""
         experts = observation["experts"].astype(np.float64)
         return pick(-(experts[..., 1] + experts[..., 2]), action_mask)
 
@@ -163,6 +168,7 @@ class DropAll(RoutingPolicy):
     name = "drop_all"
 
     def act(self, observation: Observation, action_mask: Mask) -> NDArray[np.int64]:
+        """See `Policy.act`."""
         return np.zeros(np.asarray(action_mask).shape[0], dtype=np.int64)
 
 
@@ -172,6 +178,7 @@ class Random(RoutingPolicy):
     name = "random"
 
     def act(self, observation: Observation, action_mask: Mask) -> NDArray[np.int64]:
+        """See `Policy.act`."""
         return pick(self.rng.random(observation["experts"].shape[:2]), action_mask)
 
 
@@ -181,6 +188,7 @@ class PowerOfTwo(RoutingPolicy):
     name = "power_of_two"
 
     def act(self, observation: Observation, action_mask: Mask) -> NDArray[np.int64]:
+        """See `Policy.act`."""
         experts = observation["experts"]
         legal = np.asarray(action_mask)[:, 1:] > 0
         key = np.where(legal, self.rng.random(legal.shape), 2.0)

@@ -89,6 +89,7 @@ class RouteBalance(RoutingPolicy):
         self.fallback = choose("fallback", fallback, ("relax", "drop"))
 
     def reset(self, num_envs: int, seed: int | None = None) -> None:
+        """See `Policy.reset`."""
         self._chosen_at = np.zeros((num_envs, self.system.num_experts), dtype=np.int64)
         super().reset(num_envs, seed)
 
@@ -97,6 +98,7 @@ class RouteBalance(RoutingPolicy):
         self._chosen_at[mask] = 0
 
     def act(self, observation: Observation, action_mask: Mask) -> NDArray[np.int64]:
+        """See `Policy.act`."""
         observation = with_mean_scores(observation, self.system)
         request = np.asarray(observation["request"], dtype=np.float64)
         experts = np.asarray(observation["experts"], dtype=np.float64)

@@ -53,6 +53,7 @@ class Dynamo(Rule):
         return self.prefill_scale * prefill + view.decode_blocks + requests
 
     def choose_of(self, view: View, replicas: NDArray[np.intp]) -> int:
+        """See `Rule.choose_of`."""
         cost = self.costs(view)
         if self.temperature == 0.0:
             return least(cost, replicas, view.rng)

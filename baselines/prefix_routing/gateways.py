@@ -43,6 +43,7 @@ class Aibrix(Rule):
         return cls(0.0, 17.0, 2.0)
 
     def choose_of(self, view: View, replicas: NDArray[np.intp]) -> int:
+        """See `Rule.choose_of`."""
         load = np.asarray(view.in_flight, dtype=np.float64)[replicas]
         low, high, mean = load.min(), load.max(), load.mean()
         entry = view.index_block or view.block_size
@@ -70,6 +71,7 @@ class ProductionStackPrefix(Rule):
     name = "production_stack_prefix"
 
     def choose_of(self, view: View, replicas: NDArray[np.intp]) -> int:
+        """See `Rule.choose_of`."""
         best = best_match(view, replicas)
         return int(best[0] if len(best) == 1 else best[view.rng.integers(len(best))])
 
@@ -94,6 +96,7 @@ class ProductionStackKvAware(SessionHash):
         self.threshold_tokens = real("threshold_tokens", threshold_tokens, 0.0)
 
     def choose_of(self, view: View, replicas: NDArray[np.intp]) -> int:
+        """See `Rule.choose_of`."""
         best = int(best_match(view, replicas)[0])
         matched = view.match_tokens[best]
         if matched == 0 or matched < view.prompt_tokens - self.threshold_tokens:
@@ -128,6 +131,7 @@ class RayPrefixAware(Rule):
         self.match_rate_threshold = float(match_rate_threshold)
 
     def choose_of(self, view: View, replicas: NDArray[np.intp]) -> int:
+        """See `Rule.choose_of`."""
         load = view.in_flight[replicas]
         best = best_match(view, replicas)
         if load.max() - load.min() > self.imbalanced_threshold:
@@ -170,6 +174,7 @@ class SglangCacheAware(Rule):
         return cls(0.3, 64.0, 1.5)
 
     def choose_of(self, view: View, replicas: NDArray[np.intp]) -> int:
+        """See `Rule.choose_of`."""
         load = view.in_flight[replicas]
         low, high = load.min(), load.max()
         unbalanced = high - low > self.balance_abs and high > self.balance_rel * low
@@ -191,6 +196,7 @@ class LMetric(Rule):
     name = "lmetric"
 
     def choose_of(self, view: View, replicas: NDArray[np.intp]) -> int:
+        """See `Rule.choose_of`."""
         new = np.maximum(view.new_tokens(), 0)[replicas]
         load = view.in_flight[replicas]
         return int(replicas[np.lexsort((new, load, new * (load + 1)))[0]])

@@ -37,6 +37,7 @@ class LlmdScorers(Rule):
         return self.queue * queue + self.kv * (1.0 - view.kv) + self.prefix * view.match_share()
 
     def choose_of(self, view: View, replicas: NDArray[np.intp]) -> int:
+        """See `Rule.choose_of`."""
         return least(-self.scores(view, replicas), replicas, view.rng)
 
 
@@ -101,6 +102,7 @@ class LlmdAffinity(Rule):
         self.exploration = real("exploration", exploration, 0.0, 1.0)
 
     def choose_of(self, view: View, replicas: NDArray[np.intp]) -> int:
+        """See `Rule.choose_of`."""
         passing = sticky(
             view,
             replicas,

@@ -150,6 +150,7 @@ class LlmdPredicted(Rule):
         self._count = 0
 
     def outcome(self, decision: int, ttft_s: float, tpot_s: float) -> None:
+        """See `Rule.outcome`."""
         features = self._routed.pop(decision, None)
         if features is not None:
             self.predictor.learn(features, ttft_s, tpot_s)
@@ -173,11 +174,13 @@ class LlmdPredicted(Rule):
         return np.stack(columns, axis=1).astype(np.float64)
 
     def choose(self, view: View) -> int:
+        """See `Rule.choose`."""
         chosen = super().choose(view)
         self._count += 1
         return chosen
 
     def choose_of(self, view: View, replicas: NDArray[np.intp]) -> int:
+        """See `Rule.choose_of`."""
         features = self.features(view)
         predicted = self.predictor.predict(features)
         if predicted is None:

@@ -34,6 +34,7 @@ class Preble(Rule):
         self._tokens = np.zeros((2, 0), np.int64)  # of prefill and of output, by replica
 
     def reset(self) -> None:
+        """See `Rule.reset`."""
         self._recent.clear()
         self._tokens = np.zeros((2, 0), np.int64)
 
@@ -48,6 +49,7 @@ class Preble(Rule):
         return self._tokens[0] / view.speed + self._tokens[1] * tpot
 
     def choose_of(self, view: View, replicas: NDArray[np.intp]) -> int:
+        """See `Rule.choose_of`."""
         load = self.loads(view)
         best = best_match(view, replicas)
         matched = view.match_tokens[best[0]]
@@ -72,4 +74,5 @@ class Mooncake(Rule):
     name = "mooncake"
 
     def choose_of(self, view: View, replicas: NDArray[np.intp]) -> int:
+        """See `Rule.choose_of`."""
         return least((view.prefill_tokens + view.new_tokens()) / view.speed, replicas)

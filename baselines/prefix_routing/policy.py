@@ -84,11 +84,13 @@ class RulePolicy(BasePolicy):
         self.needs_outcomes = make().learns  # arguments out of range are refused here
 
     def reset(self, num_envs: int, seed: int | None = None) -> None:
+        """See `Policy.reset`."""
         self._size(num_envs, seed)
         self._rules = [self._make() for _ in range(num_envs)]
         self._chances = self.rng.spawn(num_envs)
 
     def episode_start(self, mask: NDArray[np.bool_]) -> None:
+        """See `Policy.episode_start`."""
         for row in np.flatnonzero(mask):
             self._rules[row].reset()
 

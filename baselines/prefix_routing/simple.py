@@ -19,6 +19,7 @@ class Random(Rule):
     name = "random"
 
     def choose_of(self, view: View, replicas: NDArray[np.intp]) -> int:
+        """See `Rule.choose_of`."""
         return int(replicas[view.rng.integers(len(replicas))])
 
 
@@ -35,6 +36,7 @@ class RoundRobin(Rule):
         self._next = 0
 
     def choose_of(self, view: View, replicas: NDArray[np.intp]) -> int:
+        """See `Rule.choose_of`."""
         chosen = int(replicas[np.searchsorted(replicas, self._next) % len(replicas)])
         self._next = (chosen + 1) % len(view.up)
         return chosen
@@ -46,6 +48,7 @@ class LeastLoad(Rule):
     name = "least_load"
 
     def choose_of(self, view: View, replicas: NDArray[np.intp]) -> int:
+        """See `Rule.choose_of`."""
         return least(view.in_flight, replicas, view.rng)
 
 
@@ -68,6 +71,7 @@ class WeightedLoad(Rule):
         self.power = real("power", power, 0.0, 10.0)
 
     def choose_of(self, view: View, replicas: NDArray[np.intp]) -> int:
+        """See `Rule.choose_of`."""
         ttft_s = (view.prefill_tokens + view.new_tokens()) / view.speed
         weight = (view.decode_speed / view.decode_speed.max()) ** self.power
         return least(ttft_s + self.load_s * (view.in_flight + 1) / weight, replicas)
@@ -87,9 +91,11 @@ class VllmDp(Rule):
         self._routed: deque[tuple[float, int]] = deque()
 
     def reset(self) -> None:
+        """See `Rule.reset`."""
         self._routed.clear()
 
     def choose_of(self, view: View, replicas: NDArray[np.intp]) -> int:
+        """See `Rule.choose_of`."""
         scraped = view.now_s - view.scrape_age_s
         while self._routed and self._routed[0][0] <= scraped:
             self._routed.popleft()
@@ -151,9 +157,11 @@ class SessionHash(Rule):
         self._recent: deque[tuple[float, int]] = deque()
 
     def reset(self) -> None:
+        """See `Rule.reset`."""
         self._recent.clear()
 
     def choose_of(self, view: View, replicas: NDArray[np.intp]) -> int:
+        """See `Rule.choose_of`."""
         return self.noted(view, self.owner_of(view, replicas))
 
     def owner_of(self, view: View, replicas: NDArray[np.intp]) -> int:

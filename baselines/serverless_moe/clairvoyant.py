@@ -58,6 +58,7 @@ class GridOptimum(Clairvoyant):
     name = "grid_optimum"
 
     def decide(self, row: int, observed: Observed, legal: NDArray[np.bool_]) -> Actions:
+        """See `ServerlessPolicy.decide`."""
         load, _ = self.true_load(row, self.position(row))
         return best_action(self.rewards(observed, load, spread=0.0), legal)
 
@@ -81,6 +82,7 @@ class Lookahead(Clairvoyant):
         self.configurations = configurations
 
     def reset(self, num_envs: int, seed: int | None = None) -> None:
+        """See `Policy.reset`."""
         self._plan: dict[int, Actions] = {}
         super().reset(num_envs, seed)
 
@@ -90,6 +92,7 @@ class Lookahead(Clairvoyant):
             self._plan.pop(row, None)
 
     def decide(self, row: int, observed: Observed, legal: NDArray[np.bool_]) -> Actions:
+        """See `ServerlessPolicy.decide`."""
         if row not in self._plan:
             self._plan[row] = self._search(row)
         action = self._plan[row][self.position(row)].copy()

@@ -22,6 +22,7 @@ class Random(base.ServerlessPolicy):
     name = "random"
 
     def act(self, observation: Observation, action_mask: base.Mask) -> base.Actions:
+        """See `Policy.act`."""
         mask = np.asarray(action_mask) > 0
         ends = np.cumsum(self.system.nvec)
         columns = []
@@ -37,6 +38,7 @@ class Mix(base.ServerlessPolicy):
     name = "mix"
 
     def decide(self, row: int, observed: base.Observed, legal: NDArray[np.bool_]) -> base.Actions:
+        """See `ServerlessPolicy.decide`."""
         return np.zeros(5, dtype=np.int64)
 
 
@@ -114,6 +116,7 @@ class GreedyWarm(base.ServerlessPolicy):
             self._worth.append(chance / (1.0 - chance) * saved)
 
     def decide(self, row: int, observed: base.Observed, legal: NDArray[np.bool_]) -> base.Actions:
+        """See `ServerlessPolicy.decide`."""
         worth = self._worth[self.system.regime(observed.last_trem_s)]
         return base.best_action(self.rewards(observed) + worth, legal)
 
@@ -124,6 +127,7 @@ class Constant(base.ServerlessPolicy):
     action: base.Actions
 
     def decide(self, row: int, observed: base.Observed, legal: NDArray[np.bool_]) -> base.Actions:
+        """See `ServerlessPolicy.decide`."""
         action = self.action.copy()
         lower = np.flatnonzero(legal[: action[0] + 1])
         action[0] = lower[-1] if lower.size else np.flatnonzero(legal)[0]

@@ -178,6 +178,7 @@ class WarmPlanner(ServerlessPolicy):
         return [Load.predicted(model, *request, float(trem), trem_sigma=sigma) for trem in mean]
 
     def decide(self, row: int, observed: Observed, legal: NDArray[np.bool_]) -> Actions:
+        """See `ServerlessPolicy.decide`."""
         chance = self._switching[self.system.regime(observed.last_trem_s)]
         now = np.array([self.rewards(observed, load) for load in self._loads(observed)])
         return best_action(np.einsum("r,r...->...", chance, now + self.worth), legal)

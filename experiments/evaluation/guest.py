@@ -111,6 +111,7 @@ class GuestPolicy(EvaluatedPolicy):
         self._batch = None if self._delay_s is None else env.unwrapped.batch
 
     def reset(self, num_envs: int, seed: int | None = None) -> None:
+        """See `Policy.reset`."""
         if self._used or self._process is None:
             self.close()
             self._start()
@@ -134,9 +135,11 @@ class GuestPolicy(EvaluatedPolicy):
         return actions[""] if list(actions) == [""] else actions
 
     def feedback(self, reward: NDArray[np.float64]) -> None:
+        """See `Policy.feedback`."""
         self._news = self._news[0], reward
 
     def outcomes(self, ended: NDArray[Any]) -> None:
+        """See `BasePolicy.outcomes`."""
         self._news = ended, None
 
     def times(self) -> dict[str, float]:

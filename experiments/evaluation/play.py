@@ -50,15 +50,19 @@ class EvaluatedPolicy(BasePolicy):
             self.policy.bind(env)  # pyright: ignore[reportAttributeAccessIssue]
 
     def reset(self, num_envs: int, seed: int | None = None) -> None:
+        """See `Policy.reset`."""
         self.policy.reset(num_envs, seed=seed)
 
     def act(self, observation: Observation, action_mask: Any) -> Any:
+        """See `Policy.act`."""
         return self.policy.act(observation, action_mask)
 
     def feedback(self, reward: NDArray[np.float64]) -> None:
+        """See `Policy.feedback`."""
         self.policy.feedback(reward)
 
     def outcomes(self, ended: NDArray[Any]) -> None:
+        """See `BasePolicy.outcomes`."""
         self.policy.outcomes(ended)  # pyright: ignore[reportAttributeAccessIssue]
 
     def times(self) -> dict[str, float]:

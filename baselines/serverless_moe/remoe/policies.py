@@ -23,6 +23,7 @@ class Remoe(ServerlessPolicy):
     """Experts are ordered by the prompt's prediction (0) or by the shared mean (1)."""
 
     def decide(self, row: int, observed: Observed, legal: NDArray[np.bool_]) -> Actions:
+        """See `ServerlessPolicy.decide`."""
         system, load = self.system, self.expected(observed)
         limits = {"ttft_limit_s": observed.ttft_limit_s, "tpot_limit_s": observed.tpot_limit_s}
         cases = worst_cases(system.model, load, **limits, max_tokens=system.max_output_tokens)
@@ -78,6 +79,7 @@ class RemoeSticky(RemoeCost):
     order = 1
 
     def reset(self, num_envs: int, seed: int | None = None) -> None:
+        """See `Policy.reset`."""
         self._last = np.zeros((num_envs, self.system.plan_parts), dtype=np.int64)
         self._known = np.zeros(num_envs, dtype=np.bool_)
         super().reset(num_envs, seed)
@@ -87,6 +89,7 @@ class RemoeSticky(RemoeCost):
         self._known[mask] = False
 
     def decide(self, row: int, observed: Observed, legal: NDArray[np.bool_]) -> Actions:
+        """See `ServerlessPolicy.decide`."""
         action = super().decide(row, observed, legal)
         last = self._last[row]
         if self._known[row] and observed.warm is not None and legal[last[0]]:
