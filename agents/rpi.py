@@ -8,8 +8,6 @@ approximate policy iteration by rollouts (Lagoudakis, Parr, ICML 2003).
 
 The network values one expert at a time and reads its latency law and the requirement L, so that one
 set of weights serves any fleet; ``--mixture`` trains on several together.
-
-Neighbour: `ppo_sets`, the same network, learns from the rewards of the actions taken.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ from torch import Tensor, nn
 
 from servegym._command_line import parse_settings
 from servegym.agents.lib import checkpoint, environments
-from servegym.agents.lib.arguments import ResumableRunArgs, at_least, run_agent
+from servegym.agents.lib.arguments import RunArgs, at_least, run_agent
 from servegym.agents.lib.checkpoint import CheckpointPolicy
 from servegym.agents.lib.evaluation import evaluate_router
 from servegym.agents.lib.parallel import Pool, open_pool, run_jobs
@@ -67,9 +65,16 @@ EVAL_REQUESTS = 500  # per episode of an evaluation
 
 
 @dataclass
-class Args(ResumableRunArgs):
+class Args(RunArgs):
     """Command line of the agent."""
 
+    cuda: bool = False
+    """run the networks on a GPU"""
+    checkpoint_every: int = 0
+    """steps between snapshots to resume from (0: none); a snapshot holds the collected steps"""
+    resume: bool = False
+    """continue from the snapshot in the run's folder, or the last of that default name; the
+    arguments must be as before, the log goes on as if uninterrupted"""
     set: tuple[str, ...] = ()
     """environment arguments, key=value with a JSON value, as in rate=[5,5] num_experts=3"""
     mixture: tuple[str, ...] = ()

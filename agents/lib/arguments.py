@@ -82,19 +82,6 @@ class RunArgs:
                     real(name, number, low, high, open_low=above)
 
 
-@dataclass
-class ResumableRunArgs(RunArgs):
-    """Flags of a run that may be stopped and resumed."""
-
-    cuda: bool = False
-    """run the networks on a GPU"""
-    checkpoint_every: int = 0
-    """steps between snapshots to resume from (0: none); a snapshot holds the collected steps"""
-    resume: bool = False
-    """continue from the snapshot in the run's folder, or the last of that default name; the
-    arguments must be as before, the log goes on as if uninterrupted"""
-
-
 def grouped_settings(args: Any, size: str) -> dict[str, Any]:
     """The environment arguments ``set`` of a placement agent, whose rewards are paid by groups.
 

@@ -24,7 +24,6 @@ AGENTS = (
     "sac_han",
     "baseline_rl",
     "ppo",
-    "ppo_sets",
     "rpi",
     "cem",
     "ppo_serverless",

@@ -1,12 +1,11 @@
-"""Inputs of learned routers that the estimator (Eq. 13-15) or the simulator computes.
+"""Inputs of learned routers that the estimator (Eq. 13-15) computes.
 
 Learned routers scale observations themselves. From here they take what the action impact estimator
-predicts, and, for critics in training alone, the arrivals that are still to come.
+predicts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -280,37 +279,3 @@ def exogenous(obs: Observation) -> NDArray[np.float32]:
     parts += [obs["latency_requirement"] / 0.03]
     new = np.stack([scores.mean(1), scores.max(1), tokens.mean(1)], -1)
     return np.concatenate([*parts, new], -1, dtype=np.float32)
-
-
-def privileged_inputs(envs: Any, horizons: Sequence[int]) -> NDArray[np.float32]:
-    """The coming arrivals, for critics in training; no policy may read them.
-
-    Arrivals and requests are drawn at reset, whatever the router does. A critic that knows them has
-    less variance and no bias, as no action changes them (input-dependent baselines, Mao et al.,
-    ICLR 2019). The native vector environment must not truncate episodes: the arrivals after a
-    truncation are lost when the final state's value is needed.
-
-    Returns:
-        (B, 4 * len(horizons)): for every horizon, a number of coming requests, ascending, the log
-        of its mean rate, the share of its requests that the episode still has, their mean output
-        length over the experts and their mean best score, scaled to order one.
-
-    Raises:
-        ValueError: If the environment truncates episodes.
-    """
-    if envs.unwrapped.max_episode_steps is not None:
-        raise ValueError("privileged_critic: must be False with max_episode_steps")
-    batch, ahead = envs.unwrapped.batch, np.array(horizons)
-    total = batch.arrivals.shape[1]
-    now = np.minimum(batch.env["index"].astype(np.int64), total - 1)
-    at = now[:, None] + np.arange(horizons[-1] + 1)
-    left, at = at < total, np.minimum(at, total - 1)
-    time = np.take_along_axis(batch.arrivals, at, 1)
-    row = np.take_along_axis(batch.rows, at, 1)[:, :-1]
-    count = np.cumsum(left[:, :-1], 1)
-    of_row = (batch.table[:, :, 2].mean(1) / 150 - 1, 4 * batch.table[:, :, 1].max(1) - 3)
-    length, score = (np.cumsum(of[row] * left[:, :-1], 1) / count for of in of_row)
-    gap = (time[:, ahead] - time[:, :1] + 0.1) / (np.minimum(ahead, count[:, ahead - 1]) + 0.5)
-    share = count[:, ahead - 1] / ahead
-    parts = [-np.log(gap) - 2, share, length[:, ahead - 1], score[:, ahead - 1]]
-    return np.concatenate(parts, 1).astype(np.float32)

@@ -23,8 +23,7 @@ class LLMRoutingVectorEnv(BatchVectorEnv):
     """B systems of `LLMRoutingEnv`; `BatchVectorEnv` has the arguments but for one.
 
     `num_threads`: 1 (default) to 256 threads of the process that share the systems out; the numbers
-    do not depend on it. On two cores two threads are 1.8 times as fast as one with 1,024 systems,
-    1.5 times with 256, and slower with 64 (`servegym bench routing --threads`).
+    do not depend on it. Threads pay with many hundreds of systems and cost with fewer than 256.
 
     >>> import gymnasium, servegym
     >>> envs = gymnasium.make_vec("servegym/LLMRouting-v1", num_envs=4)

@@ -26,7 +26,6 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "sac_rows": ("baseline_rl", OFF_POLICY),
     "baseline_rl": ("baseline_rl", OFF_POLICY | {"rows": "experts"}),
     "ppo": ("ppo", ON_POLICY | {"eval_episodes": 2}),
-    "ppo_sets": ("ppo_sets", ON_POLICY | {"eval_rates": (8.0,), "checkpoint_every": 128}),
     "rpi": ("rpi", LABELS),
     "direct_search": ("cem", SEARCH | {"set": ("num_experts=2", "episode_requests=30", "rate=4")}),
     "fleet_search": ("cem", SEARCH | {"set": ("fleet=random", DRAWN, "episode_requests=20")}),

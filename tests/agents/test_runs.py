@@ -115,12 +115,11 @@ def test_a_run_of_one_step_ends_and_another_seed_has_other_weights(agent, tmp_pa
     ("policy", "changes", "named"),
     [
         *((policy, {"total_timesteps": -1}, "total_timesteps") for policy in TINY),
-        ("ppo_sets", {"num_steps": -1}, "num_steps: got -1; it must be 1 or more"),
+        ("ppo", {"num_steps": -1}, "num_steps: got -1; it must be 1 or more"),
         ("rpi", {"fit_every": 0}, "fit_every: got 0"),
         ("sac_han", {"eval_every": 0}, "eval_every: got 0; it must be 1 or more"),
         ("sac_han", {"batch_size": 0}, "batch_size: got 0; it must be 1 or more"),
         ("ppo", {"env_id": ROUTING}, "no single Box"),
-        ("ppo_sets", {"set": ("max_episode_steps=20",)}, "max_episode_steps must be left out"),
         ("rpi", {"horizon_s": 0.0}, "horizon_s"),
         ("rpi", {"candidates": 1}, "candidates"),
         ("direct_search", {"population": 5}, "population"),

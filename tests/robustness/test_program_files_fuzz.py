@@ -65,7 +65,7 @@ def checkpoint_damages(path: Path):
     yield "other shape", rebuilt(tensors | {name: other}, meta)
 
 
-QUICK = ("ppo_sets", "ppo_placement")
+QUICK = ("rpi", "ppo_placement")
 """Of the ways in which checkpoints are read."""
 
 

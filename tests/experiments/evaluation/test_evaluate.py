@@ -195,7 +195,7 @@ def test_printed_table(result, capsys):
         ({"policies": []}, "policies"),
         ({"policies": ["gredy_qos"]}, "did you mean 'greedy_qos'"),
         ({"policies": ["gredy"]}, "did you mean 'greedy_qos'"),
-        ({"policies": ["ppo_stes"]}, "did you mean 'ppo_sets'"),
+        ({"policies": ["sac_rwos"]}, "did you mean 'sac_rows'"),
         ({"policies": ["lfu_cachs"]}, "did you mean 'lfu_caches', a policy for expert_placement"),
         ({"policies": ["mappo_placement"]}, "is a policy for expert_placement"),
         ({"policies": ["runs/none.safetensors"]}, "runs/none.safetensors"),

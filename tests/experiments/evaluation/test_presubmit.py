@@ -196,7 +196,7 @@ def test_time_per_token_is_the_mean_over_completed_requests():
         ({"rates": [-1.0]}, "rates"),
         ({"policy": "no_such"}, "no_such"),
         ({"policy": "greedy_qos"}, "is a policy for llm_routing, not for prefix_routing"),
-        ({"policy": "ppo_sets"}, "is a policy for llm_routing, not for prefix_routing"),
+        ({"policy": "sac_rows"}, "is a policy for llm_routing, not for prefix_routing"),
     ],
 )
 def test_bad_input_is_refused_by_name(arguments, message):

@@ -61,8 +61,8 @@ def test_finds_trainings_without_controls(trained):
     ]
     serve = {run.label: run.any_experts for run in found}
     assert serve == {"baseline_rl": False, "sac_han": True, f"sac_han{RETRAINED}": True}
-    shipped = routing_measuring.shipped_runs(("rpi", "ppo_sets"))
-    assert {run.label for run in shipped} == {"rpi (shipped)", "ppo_sets (shipped)"}
+    shipped = routing_measuring.shipped_runs(("rpi", "sac_rows"))
+    assert {run.label for run in shipped} == {"rpi (shipped)", "sac_rows (shipped)"}
     with pytest.raises(ValueError, match="routers"):
         routing_measuring.shipped_runs(("rip",))
     with pytest.raises(ValueError, match="checkpoints"):
