@@ -1,10 +1,16 @@
-"""Learning curves of the agents: the control, and the flags of the trainings."""
+"""Learning curves of the agents: trainings, the control, the table and its findings."""
 
 import gymnasium as gym
 import numpy as np
 import pytest
 
+from servegym.agents import ppo
+from servegym.experiments.evaluation.output import read_rows
+from servegym.experiments.evaluation.tables import read_record
 from servegym.experiments.studies.routing import learning_curves
+
+TINY = "--total_timesteps=256 --num_envs=4 --num_steps=32 --eval_every=128 --eval_episodes=2"
+SHORT = f'{TINY} --set "episode_requests=50"'
 
 
 def test_shuffled_rewards_are_those_of_any_system_and_step_but_in_evaluations():
@@ -19,6 +25,34 @@ def test_shuffled_rewards_are_those_of_any_system_and_step_but_in_evaluations():
     assert (plain != shuffled).any() and set(shuffled.ravel()) <= set(plain.ravel())
     np.testing.assert_array_equal(evaluation, rewards(split="val"))
     np.testing.assert_array_equal(plain, rewards())
+
+
+@pytest.mark.slow
+def test_a_smoke_run_writes_a_table_and_makes_no_training_twice(tmp_path, monkeypatch, capsys):
+    words = ["--quick", "--flags", SHORT, "--out", str(tmp_path), "--runs", str(tmp_path / "runs")]
+    words += ["--figure", "learning_ppo"]
+    assert learning_curves.main([*words, "--seeds", "2", "0"]) == 0
+    assert not (tmp_path / "learning_ppo.csv").exists()
+    runs = tmp_path / "runs" / "learning_ppo"
+    assert {path.name for path in runs.iterdir()} == {"ppo_seed_2", "ppo_shuffled_1"}
+    assert learning_curves.main(words) == 0
+    rows = read_rows(tmp_path / "learning_ppo.csv")
+    mine = [row for row in rows if row["policy"] == "ppo" and row["split"] == "val"]
+    assert [row["decisions"] for row in mine] == 2 * [0, 128, 256]
+    assert all(row["cpu_s"] > 0.0 for row in mine)
+    whole = [row for row in rows if row["training"] == "all"]
+    assert len(whole) == 1 and whole[0]["low"] <= whole[0]["qos"] <= whole[0]["high"]
+    lines = {row["policy"] for row in rows if row["training"] in (None, "")}
+    assert lines == set(learning_curves.HEURISTICS)
+    record = read_record(tmp_path / "learning_ppo.csv")
+    texts = " ".join(one["text"] for one in record["notes"])
+    assert record["quick"] is True and record["settings"]["agent"] == "ppo"
+    assert "of 2 trainings" in texts and "with shuffled rewards" in texts
+    assert (tmp_path / "learning_ppo.png").stat().st_size > 1000
+
+    monkeypatch.setattr(ppo, "train", lambda args: pytest.fail("trained again"))
+    assert learning_curves.main(words) == 0
+    assert "rewards shuffled" not in capsys.readouterr().out.split("learning_ppo.csv")[-1]
 
 
 @pytest.mark.parametrize("table", learning_curves.TRAININGS)
