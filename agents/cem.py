@@ -37,7 +37,7 @@ from servegym._command_line import parse_settings
 from servegym.agents.lib import checkpoint
 from servegym.agents.lib.arguments import RunArgs, at_least, run_agent
 from servegym.agents.lib.checkpoint import CheckpointPolicy
-from servegym.agents.lib.parallel import open_pool, run_jobs
+from servegym.agents.lib.parallel import Workers
 from servegym.agents.lib.run_log import RunLog, interval_passed, saves_when_interrupted
 from servegym.baselines.llm_routing import fleet_features
 from servegym.baselines.llm_routing.features import load_scores
@@ -340,7 +340,7 @@ def train(args: Args) -> Path:
     args = complete(args, task)
     size, total = args.population, args.total_timesteps
     torch.set_num_threads(args.torch_threads)
-    pool = open_pool(args.workers, args.ray)
+    workers = Workers(args.workers, args.ray or None)
     mean = task.first_weights(task.System.from_kwargs(**task.env_kwargs))
     agent = Agent(mean, isinstance(task, OneFleet))
     spread, step, best = np.full_like(mean, task.spread), 0, -np.inf
@@ -359,7 +359,7 @@ def train(args: Args) -> Path:
         seed, candidates = int(rng.integers(1 << 31)), drawn.astype(np.float32)
         jobs = [(candidates, *where, int(stream), [seed]) for stream in streams]
         each, before = np.zeros((size, args.episodes)), step
-        for at, (paid, decisions) in run_jobs(play, jobs, pool):
+        for at, (paid, decisions) in workers(play, jobs):
             each[:, at], step = paid[:, 0], step + decisions
         elite = drawn[np.argsort(-fitness(each))[: int(size * ELITE)]]
         mean = mean + STEP * (elite.mean(0) - mean)
@@ -375,7 +375,7 @@ def train(args: Args) -> Path:
             streams = [VALIDATION + k for k in range(args.eval_worlds)]
             jobs = [(one, *where, stream, seeds) for stream in streams]
             log.phase = "evaluating"
-            means = {at: float(paid.mean()) for at, (paid, _) in run_jobs(play, jobs, pool)}
+            means = {at: float(paid.mean()) for at, (paid, _) in workers(play, jobs)}
             result = {f"{task.logged[1]}_{k}": means[k] for k in range(len(jobs))}
             result[task.logged[1]] = score = float(np.mean(list(result.values())))
             metrics |= result
@@ -384,8 +384,7 @@ def train(args: Args) -> Path:
         log.write(step, metrics)
         state = (mean, spread, step, best)
         log.save_snapshot(step, state=state, rng=rng.bit_generator.state)
-    if pool is not None:
-        pool.shutdown()
+    workers.close()
     return log.run
 
 

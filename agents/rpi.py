@@ -30,7 +30,7 @@ from servegym.agents.lib import checkpoint, environments
 from servegym.agents.lib.arguments import RunArgs, at_least, run_agent
 from servegym.agents.lib.checkpoint import CheckpointPolicy
 from servegym.agents.lib.evaluation import evaluate_router
-from servegym.agents.lib.parallel import Pool, open_pool, run_jobs
+from servegym.agents.lib.parallel import SERIAL, Workers
 from servegym.agents.lib.run_log import RunLog, interval_passed, saves_when_interrupted
 from servegym.agents.lib.snapshots import env_states, restore_envs
 from servegym.baselines.llm_routing.features import Layout, priced_actions, priced_values
@@ -203,13 +203,12 @@ class Agent(nn.Module):
 class Configuration:
     """One configuration of the environment: its systems as they stand, and the labels from them."""
 
-    def __init__(self, args: Args, num_envs: int, seed: int, pool: Pool = None) -> None:
+    def __init__(self, args: Args, num_envs: int, seed: int, workers: Workers = SERIAL) -> None:
         self.args, self.env_kwargs = args, ENV | parse_settings(args.set)
         self.envs = environments.make_envs(ENV_ID, num_envs, **self.env_kwargs)
         self.model = LatencyModel(RoutingSystem.from_env(self.envs))
         self.heuristic: Values = partial(priced_actions, self.model)
-        runner = None if pool is None else partial(run_jobs, pool=pool)
-        self.rollouts = Rollouts(self.envs, runner)
+        self.rollouts = Rollouts(self.envs, workers if args.ray else None)
         self.obs, info = self.envs.reset(seed=environments.episode_seeds(seed, num_envs))
         self.mask = info["action_mask"]
         self.labels: list[tuple[NDArray[Any], ...]] = []
@@ -338,9 +337,9 @@ def train(args: Args) -> Path:
     sets = [tuple(f"{key}={json.dumps(v)}" for key, v in settings.items()) for settings in each]
     mixture = [replace(args, set=settings) for settings in sets]
     n = max(args.num_envs // len(mixture), 1)
-    pool = open_pool(ray=args.ray)
+    workers = Workers(ray=args.ray or None)
     seeds = [args.seed + 1000 * k for k in range(len(mixture))]
-    sources = [Configuration(own, n, seed, pool) for own, seed in zip(mixture, seeds, strict=True)]
+    sources = [Configuration(own, n, s, workers) for own, s in zip(mixture, seeds, strict=True)]
 
     first_system = sources[0].model.system
     agent = Agent(first_system).to(device)
@@ -388,8 +387,7 @@ def train(args: Args) -> Path:
                 rng=rng.bit_generator.state,
                 torch_rng=torch.get_rng_state(),
             )
-    if pool is not None:
-        pool.shutdown()
+    workers.close()
     for source in sources:
         source.envs.close()
     return log.run

@@ -226,14 +226,14 @@ def evaluate(
     if out is not None:
         check_writable(out, (".json", ".csv"))
 
+    from servegym.agents.lib.parallel import Workers
     from servegym.envs.families import family_of
     from servegym.experiments.evaluation import evaluate as evaluation
-    from servegym.experiments.evaluation.executor import ray_executor
     from servegym.experiments.evaluation.play import problem_of
     from servegym.experiments.evaluation.profile_draws import evaluate_draws, print_draws
     from servegym.experiments.evaluation.resolve import resolve
 
-    executor, family = ray_executor(ray), family_of(env_id)
+    workers, family = Workers(ray=ray), family_of(env_id)
     problem = problem_of(family.env_id, {"split": "eval", **settings})
     guests: dict[str, Any] = {"in_process": in_process}
     if time_limit is not None:
@@ -243,7 +243,7 @@ def evaluate(
         "episodes": episodes,
         "num_envs": num_envs,
         "env_kwargs": settings,
-        "executor": _with_progress(executor) if sys.stderr.isatty() else executor,
+        "executor": _with_progress(workers) if sys.stderr.isatty() else workers,
     }
     rows = evaluation.evaluate(env_id, policies, seed=seed, **options)
     drawn: list[dict[str, Any]] = []
@@ -252,6 +252,7 @@ def evaluate(
         first = min(row["seed"] for row in rows)
         apart = any(row["source"] == "guest" for row in rows)
         drawn = evaluate_draws(env_id, policies, profile_draws, seed=first, apart=apart, **options)
+    workers.close()
     if out is not None:
         write_rows(
             out, [{"profile_draw": "none", **row} for row in rows] + drawn if drawn else rows

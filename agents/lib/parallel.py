@@ -1,4 +1,4 @@
-"""Where a training's independent jobs run: in this process, in several, or on a Ray cluster."""
+"""Where independent jobs run: in this process, in several of this machine, or on a Ray cluster."""
 
 from __future__ import annotations
 
@@ -11,55 +11,78 @@ from typing import Any
 
 from servegym.agents.lib import ray_cluster
 
+Executor = Callable[
+    [Callable[..., Any], Sequence[Sequence[Any]], Sequence[str]], Iterator[tuple[int, Any]]
+]
+"""Called as ``executor(function, jobs, names)``: see `Workers.__call__`."""
 
-class RayPool:
-    """A Ray cluster for `run_jobs`, joined or started when made, and left by `shutdown`.
+
+class Workers:
+    """The `Executor` of this process, of several, or of a Ray cluster, until it is closed.
+
+    Processes or a cluster start with the first job, after all checks of the caller.
 
     Args:
-        where: ``"auto"``, ``"local"`` or ``"local:N"``, as in ``servegym evaluate --ray``.
+        workers: Processes of this machine.
+        ray: A Ray cluster in their place, see `ray_cluster.check_ray`.
 
     Raises:
-        ValueError: If ``where`` is none of these, or there is no such cluster.
-        ModuleNotFoundError: If Ray is missing; says what to install.
+        ValueError: If ``workers`` is below 1, ``ray`` is not valid, or both are asked for.
+        ModuleNotFoundError: If Ray is asked for and missing; says what to install.
     """
 
-    def __init__(self, where: str) -> None:
+    def __init__(self, workers: int = 1, ray: str | None = None) -> None:
+        if workers < 1:
+            raise ValueError(f"workers is {workers}; allowed is 1 or more")
+        if ray is not None:
+            if workers > 1:
+                raise ValueError(f"workers is {workers} and ray {ray!r}; give one (ray='local:N')")
+            ray_cluster.check_ray(ray)
+        self.workers, self.ray = workers, ray
         self._stack = ExitStack()
-        self._stack.enter_context(ray_cluster.cluster(where))
+        self._pool: ProcessPoolExecutor | None = None
+        self._joined = False
 
-    def run(
+    def __call__(
+        self,
+        function: Callable[..., Any],
+        jobs: Sequence[Sequence[Any]],
+        names: Sequence[str] = (),
+    ) -> Iterator[tuple[int, Any]]:
+        """Run ``function(*job)`` for every job.
+
+        Args:
+            function: Importable; changes nothing outside. On a cluster a job whose worker is lost
+                runs again.
+            jobs: The arguments of each call.
+            names: Of the jobs, for errors; by default the function's and a number.
+
+        Yields:
+            The index of a job and its result, in the order in which the jobs end.
+        """
+        if self.ray is not None and jobs:
+            if not self._joined:
+                self._stack.enter_context(ray_cluster.cluster(self.ray))
+                self._joined = True
+            names = names or [f"{function.__name__}, job {k}" for k in range(len(jobs))]
+            yield from ray_cluster.run_jobs(function, jobs, names)
+        elif self.workers > 1:
+            yield from self._in_processes(function, jobs)
+        else:
+            for index, job in enumerate(jobs):
+                yield index, function(*job)
+
+    def _in_processes(
         self, function: Callable[..., Any], jobs: Sequence[Sequence[Any]]
     ) -> Iterator[tuple[int, Any]]:
-        """See `run_jobs`; a job whose worker is lost runs again."""
-        names = [f"{function.__name__}, job {index}" for index in range(len(jobs))]
-        yield from ray_cluster.run_jobs(function, jobs, names)
-
-    def shutdown(self) -> None:
-        """Leave the cluster; one that was started here ends."""
-        self._stack.close()
-
-
-Pool = ProcessPoolExecutor | RayPool | None
-"""Of `open_pool`."""
-
-
-def run_jobs(
-    function: Callable[..., Any], jobs: Sequence[Sequence[Any]], pool: Pool
-) -> Iterator[tuple[int, Any]]:
-    """Run ``function(*job)`` for every job; yields index and result in the order of their ends.
-
-    The function is importable and changes nothing outside; the pool is of `open_pool`.
-    """
-    if pool is None:
-        for index, job in enumerate(jobs):
-            yield index, function(*job)
-    elif isinstance(pool, RayPool):
-        yield from pool.run(function, jobs)
-    else:
+        if self._pool is None:
+            # Spawned: a forked child would inherit the locks of the compiled kernels' threads.
+            self._pool = ProcessPoolExecutor(self.workers, get_context("spawn"))
+            self._stack.enter_context(self._pool)
         # Ctrl-C is for this process alone: one that starts with the signal blocked never sees it.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
-            running = {pool.submit(function, *job): index for index, job in enumerate(jobs)}
+            running = {self._pool.submit(function, *job): k for k, job in enumerate(jobs)}
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         try:
@@ -69,23 +92,11 @@ def run_jobs(
             for future in running:
                 future.cancel()
 
+    def close(self) -> None:
+        """End the processes, or leave the cluster; one that was started here ends."""
+        self._stack.close()
+        self._pool, self._joined = None, False
 
-def open_pool(workers: int = 1, ray: str = "") -> Pool:
-    """A pool for `run_jobs`; None for one worker.
 
-    Args:
-        workers: Processes of this machine.
-        ray: A Ray cluster in their place, see `RayPool`; none if empty.
-
-    Raises:
-        ValueError: If ``workers`` is below 1, or both are asked for.
-        ModuleNotFoundError: If Ray is asked for and missing.
-    """
-    if workers < 1:
-        raise ValueError(f"workers is {workers}; allowed is 1 or more")
-    if ray:
-        if workers > 1:
-            raise ValueError(f"workers is {workers} and ray {ray!r}; give one (ray='local:N')")
-        return RayPool(ray)
-    # Spawned: a forked child would inherit the locks of the compiled kernels' threads.
-    return None if workers == 1 else ProcessPoolExecutor(workers, get_context("spawn"))
+SERIAL = Workers()
+"""Runs jobs one after another in this process."""

@@ -21,9 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from servegym._checks import whole
+from servegym.agents.lib.parallel import SERIAL, Executor
 from servegym.baselines.protocol import Policy
 from servegym.envs.families import Family, family_of
-from servegym.experiments.evaluation.executor import Executor, run_serially
 from servegym.experiments.evaluation.output import print_table
 from servegym.experiments.evaluation.play import (
     DEFAULT_SEED,
@@ -74,7 +74,7 @@ def evaluate(
     seed: int | None = None,
     env_kwargs: Mapping[str, Any] | None = None,
     num_envs: int | None = None,
-    executor: Executor = run_serially,
+    executor: Executor = SERIAL,
     in_process: bool = False,
 ) -> Results:
     """Run every policy on the same episodes.

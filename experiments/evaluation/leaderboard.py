@@ -34,12 +34,12 @@ from servegym._checks import choose
 from servegym._command_line import run_main
 from servegym._files import MalformedFileError
 from servegym.agents.lib.checkpoint import AGENTS, shipped
+from servegym.agents.lib.parallel import Workers
 from servegym.baselines.protocol import Policy
 from servegym.baselines.registry import list_policies
 from servegym.envs.families import Family, family_named
 from servegym.experiments.evaluation import tables
 from servegym.experiments.evaluation.evaluate import derived_seed, evaluate, fresh_seed, summarise
-from servegym.experiments.evaluation.executor import ray_executor
 from servegym.experiments.evaluation.guest import TIME_LIMIT_S
 from servegym.experiments.evaluation.output import print_table, read_rows
 from servegym.experiments.evaluation.play import DEFAULT_SEED, PACKAGE, EvaluatedPolicy, problem_of
@@ -319,7 +319,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         0; 1 if a guest is below ``--at-least`` at a point, or clairvoyant; 3 if that is not told.
     """
     args = _parser().parse_args(argv)
-    executor = ray_executor(args.ray)
+    workers = Workers(ray=args.ray)
     points = _chosen_points(args)
     board = args.out or BOARD
     saved = read_board(board if board.is_file() else SHIPPED_BOARD)
@@ -334,7 +334,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     titles = [f"{getattr(job[1], 'name', job[1])} at {job[0].name}" for job in jobs]
     by_job: dict[int, dict[str, Any]] = {}
     measured: list[dict[str, Any]] = []
-    for index, row in executor(measure, jobs, titles):
+    for index, row in workers(measure, jobs, titles):
         by_job[index] = row
         measured = [row for _, row in sorted(by_job.items())]
         print(f"{row['point']} {row['policy']}: {row['value']:.4f} ({row['cpu_s']:.0f} s)")
@@ -345,6 +345,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 for row in measured
                 if _is_for_the_board(row)
             )
+    workers.close()
     if not args.quick:
         if measured:
             words = sys.argv[1:] if argv is None else argv

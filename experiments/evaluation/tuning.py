@@ -25,9 +25,9 @@ from numpy.typing import NDArray
 
 from servegym._checks import choose
 from servegym._command_line import parse_settings, run_main
+from servegym.agents.lib.parallel import SERIAL, Executor, Workers
 from servegym.baselines.registry import describe_system, list_policies, make_policy
 from servegym.experiments.evaluation.evaluate import evaluate
-from servegym.experiments.evaluation.executor import Executor, ray_executor, run_serially
 from servegym.experiments.evaluation.output import check_writable, print_table, write_json
 from servegym.experiments.evaluation.play import problem_of
 from servegym.experiments.evaluation.stats import Interval, mean, paired_difference
@@ -183,7 +183,7 @@ def tune(
     budget: Budget | None = None,
     *,
     seed: int = 0,
-    executor: Executor = run_serially,
+    executor: Executor = SERIAL,
 ) -> Tuned:
     """Search a heuristic's parameters for a setting, on the validation split.
 
@@ -303,13 +303,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(words)
     out = check_writable(args.out, (".json",))
     budget = Budget(**{name: getattr(args, name) for name in asdict(Budget())})
-    executor = ray_executor(args.ray)
+    workers = Workers(ray=args.ray)
     kwargs = parse_settings(args.set)
     tuned = []
     for name in [choose("policy", name, heuristics()) for name in args.policy or heuristics()]:
-        rule = tune(name, kwargs, budget, seed=args.seed, executor=executor)
+        rule = tune(name, kwargs, budget, seed=args.seed, executor=workers)
         print(f"{name}: {rule.default_qos:.4f} as registered, {rule.qos:.4f} tuned")
         tuned.append(rule)
+    workers.close()
     tuned.sort(key=lambda rule: -rule.qos)
     settings = {
         "env_kwargs": _validation(kwargs, budget),

@@ -10,9 +10,9 @@ pytest.importorskip("ray.exceptions", reason="Ray is not installed: pip install 
 import ray
 from ray.cluster_utils import Cluster
 
+from servegym.agents.lib.parallel import Workers
 from servegym.baselines.protocol import BasePolicy
 from servegym.experiments.evaluation.evaluate import evaluate
-from servegym.experiments.evaluation.executor import ray_executor
 
 from .settings import ROUTING
 
@@ -57,7 +57,7 @@ def test_an_evaluation_outlives_a_lost_machine(tmp_path):
 
         def losing(function, jobs, names):
             """Ends the other machine when a job has ended on the first, while it is in one."""
-            for job in ray_executor("auto")(function, jobs, names):
+            for job in Workers(ray="auto")(function, jobs, names):
                 if not lost:
                     lost.append(job)
                     cluster.remove_node(second, allow_graceful=False)

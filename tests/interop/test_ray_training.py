@@ -9,7 +9,7 @@ pytest.importorskip("safetensors")
 pytest.importorskip("rich")
 
 from servegym.agents import cem, rpi  # noqa: E402
-from servegym.agents.lib.parallel import RayPool, open_pool, run_jobs  # noqa: E402
+from servegym.agents.lib.parallel import Workers  # noqa: E402
 
 from ..agents.runs import lines  # noqa: E402
 
@@ -46,11 +46,10 @@ def test_labels_of_rollouts_are_the_same(tmp_path):
 
 
 def test_an_error_of_a_job_is_raised_here_and_both_kinds_of_workers_are_refused():
-    pool = open_pool(ray="auto")
-    assert isinstance(pool, RayPool)
-    assert dict(run_jobs(pow, [(2, 3), (3, 2)], pool)) == {0: 8, 1: 9}
+    workers = Workers(ray="auto")
+    assert dict(workers(pow, [(2, 3), (3, 2)])) == {0: 8, 1: 9}
     with pytest.raises(ZeroDivisionError):
-        list(run_jobs(divmod, [(1, 0)], pool))
-    pool.shutdown()
+        list(workers(divmod, [(1, 0)]))
+    workers.close()
     with pytest.raises(ValueError, match="workers is 2 and ray 'auto'"):
-        open_pool(2, "auto")
+        Workers(2, "auto")
