@@ -26,8 +26,9 @@ OUTCOME = np.dtype(
 """A request that has ended: its system in the batch, how many decisions of the episode came before
 its own, its replica (-1 if it was rejected), the index of its outcome in `core.OUTCOMES`, when it
 was completed, its output, the time to its first token and the seconds per token after that (NaN for
-an output of one token), what the environment's reward counts for it. Who completed no answer has
-NaN, 0, NaN, NaN and `steps.LOST` or, with the other rewards, 0."""
+an output of one token), what the environment's reward counts for it (of `"dense"`
+the score, without the charge for work). Who completed no answer has NaN, 0, NaN, NaN and
+`steps.LOST` or, with the other rewards, 0."""
 
 
 class OutcomeReader:

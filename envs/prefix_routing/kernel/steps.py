@@ -239,7 +239,7 @@ def _met(settings, request):
 def rewards_of(settings, requests, rewards):
     """What the reward of `SETTINGS` (1,) counts in all for requests (K,) that have ended.
 
-    Written into ``rewards`` (K,).
+    Written into ``rewards`` (K,); of DENSE the score, without the charge for work.
     """
     reward = settings[0].reward
     for k in range(len(requests)):
