@@ -90,11 +90,11 @@ class PerFleet(BasePolicy):
     def outcomes(self, ended: NDArray[Any]) -> None:
         """See `Policy.outcomes`."""
         for rows, inner in zip(self._groups, self._inner, strict=True):
-            mine = ended[np.isin(ended["row"], rows)]
-            if inner is not None and len(mine):
-                mine = mine.copy()
-                mine["row"] -= rows[0]
-                inner.outcomes(mine)
+            part = ended[np.isin(ended["row"], rows)]
+            if inner is not None and len(part):
+                part = part.copy()
+                part["row"] -= rows[0]
+                inner.outcomes(part)
 
 
 def _without_padding(
@@ -105,8 +105,8 @@ def _without_padding(
     sizes = {"running": system.running_capacity, "waiting": system.waiting_capacity}
     sizes |= {f"{name}_mask": size for name, size in sizes.items()}
     whole = ("latency_requirement", "load")
-    seen = {name: np.asarray(observation[name])[rows] for name in whole if name in observation}
+    obs = {name: np.asarray(observation[name])[rows] for name in whole if name in observation}
     for name in ("request", "experts", *sizes):
         part = np.asarray(observation[name])[rows, :count]
-        seen[name] = part[:, :, : sizes[name]] if name in sizes else part
-    return seen
+        obs[name] = part[:, :, : sizes[name]] if name in sizes else part
+    return obs
