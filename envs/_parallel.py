@@ -80,8 +80,8 @@ class BatchParallelEnv(ParallelEnv):
 
     def _seen(self) -> Any:
         """Views of what the single environment would see."""
-        seen = self.batch.observation
-        return {name: part[0] for name, part in seen.items()} if isinstance(seen, dict) else seen[0]
+        obs = self.batch.observation
+        return {name: part[0] for name, part in obs.items()} if isinstance(obs, dict) else obs[0]
 
     def state(self) -> np.ndarray:
         """What the single environment would see, flattened, for centralised critics."""

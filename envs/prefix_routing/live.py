@@ -166,11 +166,11 @@ class LiveEngine:
         Returns:
             The tokens since the last call as ``(seconds, slot, 1 if it is the last)``, in order.
         """
-        found: list[tuple[float, int, int]] = []
+        tokens: list[tuple[float, int, int]] = []
         while self.next_s <= until:
             count = self._work(self._tables, self._systems, float(until), self._tokens)
-            found += self._tokens[:count].tolist()
-        return found
+            tokens += self._tokens[:count].tolist()
+        return tokens
 
     def abort(self, slot: int) -> None:
         """Take a request out, as when its client hangs up, and give back its slot."""
@@ -201,17 +201,17 @@ class LiveEngine:
         chain = blake2b(salt.encode("utf-8", "replace"), digest_size=16).digest() if salt else b""
         for end in range(4 * size, len(data) + 1, 4 * size):
             chain = blake2b(data[end - 4 * size : end], digest_size=16, key=chain).digest()
-            known = ids.get(chain)
-            if known is None:
-                known = self._next_id
-                while known in self._taken:
-                    known += 1
-                ids[chain] = known
-                self._next_id = known + 1
-            if runs and known == runs[-1][0] + runs[-1][1]:
+            block = ids.get(chain)
+            if block is None:
+                block = self._next_id
+                while block in self._taken:
+                    block += 1
+                ids[chain] = block
+                self._next_id = block + 1
+            if runs and block == runs[-1][0] + runs[-1][1]:
                 runs[-1] = runs[-1][0], runs[-1][1] + 1
             else:
-                runs.append((known, 1))
+                runs.append((block, 1))
         return runs
 
     def _forget(self) -> None:
