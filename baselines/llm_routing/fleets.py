@@ -52,7 +52,7 @@ class PerFleet(BasePolicy):
         self._size(num_envs, seed)
         every = np.arange(self.num_envs)
         self._groups = [every] if self.system.fixed else list(every[:, None])
-        self._seen: list[bytes | None] = [None] * len(self._groups)
+        self._keys: list[bytes | None] = [None] * len(self._groups)
         self._inner: list[Policy | None] = [None] * len(self._groups)
         self._seeds = self.rng.integers(1 << 31, size=len(self._groups)).tolist()
 
@@ -73,10 +73,10 @@ class PerFleet(BasePolicy):
                 continue
             system, key = self.system.of(fleet), fleet.tobytes()
             inner = self._inner[k]
-            if inner is None or key != self._seen[k]:
+            if inner is None or key != self._keys[k]:
                 inner = self._factory(system, **self._kwargs)
                 inner.reset(len(rows), self._seeds[k])
-                self._inner[k], self._seen[k] = inner, key
+                self._inner[k], self._keys[k] = inner, key
             mask = np.asarray(action_mask)[rows, : system.num_experts + 1]
             actions[rows] = inner.act(_without_padding(observation, rows, system), mask)
         return actions

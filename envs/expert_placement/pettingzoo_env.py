@@ -165,7 +165,7 @@ class ExpertPlacementParallelEnv(BatchParallelEnv):
         )
 
     def _observations(self) -> dict[str, Any]:
-        obs, cluster = self._seen(), self.problem.cluster
+        obs, cluster = self._views(), self.problem.cluster
         view = cluster.server_view(obs["placement"]).astype(np.int8)
         cap = np.maximum(cluster.cap, 1)
         observations = {}

@@ -194,7 +194,7 @@ class FleetSource:
         self._latency = decode[:, None, :] + waits
         self._throughput = batch / (length[:, None] * self._latency)
         self._k1 = np.array([p.estimator.k1 for p in self.profiles])
-        self._held = {"paged": context, "reserve": prompt + max_output_tokens}
+        self._need = {"paged": context, "reserve": prompt + max_output_tokens}
 
     # ------------------------------------------------------------------------------------ drawing
 
@@ -209,7 +209,7 @@ class FleetSource:
             self._capacity(name, random) for name in ("running_capacity", "waiting_capacity")
         )
         policy = self._one("memory_policy", random)
-        target = int(_log_uniform(self._ranges["memory"], random) * running * self._held["paged"])
+        target = int(_log_uniform(self._ranges["memory"], random) * running * self._need["paged"])
         tokens = np.clip(target, self._least, self._room[card, model])
         alone = float(np.median(self._latency[card, model, 0]))
         limit = alone * _log_uniform(self._ranges["latency"], random)
@@ -252,7 +252,7 @@ class FleetSource:
         ``tokens`` are (N,) indexes and KV tokens.
         """
         latency, rate = self._latency[card, model], self._throughput[card, model]
-        room = np.minimum(running, np.maximum(tokens / self._held[memory_policy], 1.0))
+        room = np.minimum(running, np.maximum(tokens / self._need[memory_policy], 1.0))
         batch = np.arange(1, MAX_RUNNING + 1)
         allowed = (batch <= room[:, None]) & (latency <= limit)
         total = float(np.where(allowed, rate, 0.0).max(axis=1).sum())

@@ -235,7 +235,7 @@ class LLMRoutingParallelEnv(BatchParallelEnv):
 
     def _observations(self) -> dict[str, Any]:
         turn = self._turn()
-        obs, mask = self._seen(), self.batch.action_mask[0]
+        obs, mask = self._views(), self.batch.action_mask[0]
         observations = {}
         for k, agent in enumerate(self.agents):
             if k != turn:
