@@ -46,8 +46,8 @@ class SystemDescription:
         """
         problem = getattr(getattr(env, "unwrapped", env), "problem", None)
         if type(problem).__module__ != f"servegym.envs.{cls.family}.config":
-            given = type(env).__name__
-            raise ValueError(f"env must be a {cls.family} environment, got {given}")
+            kind = type(env).__name__
+            raise ValueError(f"env must be a {cls.family} environment, got {kind}")
         return cls.from_problem(problem)
 
     @classmethod

@@ -72,17 +72,17 @@ def register_policy(
 
 
 def _load(family: str) -> None:
-    families = [known.name for known in FAMILIES]
+    families = [record.name for record in FAMILIES]
     if family in families:
         importlib.import_module(f"servegym.baselines.{family}")
     elif not any(registered == family for registered, _ in _FACTORY):
         raise ValueError(_unknown("family", family, families))
 
 
-def _unknown(argument: str, given: str, allowed: list[str]) -> str:
-    near = nearest(given, allowed)
+def _unknown(argument: str, value: str, allowed: list[str]) -> str:
+    near = nearest(value, allowed)
     hint = f" (did you mean {near!r}?)" if near else ""
-    return f"{argument} must be one of {', '.join(sorted(allowed))}, got {given!r}{hint}"
+    return f"{argument} must be one of {', '.join(sorted(allowed))}, got {value!r}{hint}"
 
 
 def list_policies(family: str = "llm_routing") -> list[PolicyInfo]:
@@ -120,7 +120,7 @@ def make_policy(name: str, system: Any, *, family: str = "llm_routing", **kwargs
     """
     _load(family)
     if (family, name) not in _FACTORY:
-        allowed = [known for registered, known in _FACTORY if registered == family]
+        allowed = [policy for registered, policy in _FACTORY if registered == family]
         raise ValueError(_unknown("policy", name, allowed))
     factory, wrapper = _FACTORY[family, name]
     mapping(f"policy {name!r}", kwargs, _parameters(factory))

@@ -126,7 +126,7 @@ def options(text: str) -> Any:
 
 def other(default: Any, text: str, check: Callable[[str, Any], Any] | None = None) -> Any:
     """A value that ``check`` checks; by default who reads it does."""
-    return _field(Argument(default, text, check or (lambda _, given: given), "other"))
+    return _field(Argument(default, text, check or (lambda _, value: value), "other"))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -157,19 +157,19 @@ class Arguments:
         return {name: a.box if self.view else a.default for name, a in boxes.items()}
 
     @classmethod
-    def fill(cls, given: Mapping[str, Any], view: int = 0) -> Self:
+    def fill(cls, arguments: Mapping[str, Any], view: int = 0) -> Self:
         """The record of what ``gymnasium.make`` was given.
 
         Raises:
             ValueError: naming the argument, what was given and what is allowed.
         """
-        _checks.keywords(cls.described(), given)
-        return cls(view=view, **cls.named(given))
+        _checks.keywords(cls.described(), arguments)
+        return cls(view=view, **cls.named(arguments))
 
     @classmethod
-    def named(cls, given: Mapping[str, Any]) -> Mapping[str, Any]:
+    def named(cls, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         """What was given, with all that an argument stands for which names a whole setting."""
-        return given
+        return arguments
 
     @classmethod
     def described(cls) -> dict[str, Argument]:

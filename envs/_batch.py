@@ -72,11 +72,11 @@ class Batch(Protocol):
         """
 
     @staticmethod
-    def check_state(name: str, mine: np.ndarray, theirs: np.ndarray, same: bool) -> None:
+    def check_state(name: str, current: np.ndarray, copied: np.ndarray, same: bool) -> None:
         """ValueError unless an array of a copied state is the ``same`` in kind as the batch's."""
         if not same:
             raise ValueError(
-                f"state.{name} has shape {theirs.shape}, this environment needs {mine.shape}: "
+                f"state.{name} has shape {copied.shape}, this environment needs {current.shape}: "
                 "restore a state into an environment made with the same arguments."
             )
 
@@ -93,21 +93,21 @@ def need_episode(what: str, begun: bool) -> None:
         raise ResetNeeded(f"Cannot {what}: call reset() to begin an episode first.")
 
 
-def check_options(given: Any, known: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The ``options`` of a reset, all of them ``known``.
+def check_options(options: Any, allowed: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The ``options`` of a reset, whose keys are all ``allowed``.
 
     Raises:
-        ValueError: Naming the key and those that are known.
+        ValueError: Naming the key and those that are allowed.
     """
-    found = mapping("options", given)
-    for key in found:
-        if key not in known:
-            takes = f"known are {', '.join(known)}" if known else "a reset takes no options"
+    result = mapping("options", options)
+    for key in result:
+        if key not in allowed:
+            takes = f"known are {', '.join(allowed)}" if allowed else "a reset takes no options"
             raise ValueError(
                 f"options has the key {key!r}, but {takes}; what describes the system is an "
                 "argument of gymnasium.make."
             )
-    return found
+    return result
 
 
 def warn_of_no_mode() -> None:

@@ -130,7 +130,7 @@ class BatchVectorEnv(VectorEnv):
         Raises:
             ValueError: seeds or mask have the wrong length or type, or another option is given.
         """
-        given = check_options(options, ("reset_mask",))
+        settings = check_options(options, ("reset_mask",))
         if seed is None:
             seeds: list[int | None] = [None] * self.num_envs
         elif isinstance(seed, (int, np.integer)):
@@ -140,12 +140,12 @@ class BatchVectorEnv(VectorEnv):
             if len(seeds) != self.num_envs:
                 raise ValueError(f"seed lists {len(seeds)} seeds for num_envs={self.num_envs}.")
         which = np.ones(self.num_envs, dtype=bool)
-        if "reset_mask" in given:
-            which = np.asarray(given["reset_mask"])
+        if "reset_mask" in settings:
+            which = np.asarray(settings["reset_mask"])
             if which.shape != (self.num_envs,) or which.dtype != np.bool_ or not which.any():
                 raise ValueError(
                     f"options['reset_mask'] must be a boolean array of shape ({self.num_envs},) "
-                    f"with at least one True, got {given['reset_mask']!r}."
+                    f"with at least one True, got {settings['reset_mask']!r}."
                 )
         for row in np.flatnonzero(which):
             if seeds[row] is not None:
@@ -324,14 +324,14 @@ class BatchVectorEnv(VectorEnv):
         return self._observation(), self.batch.action_mask.copy()
 
 
-def autoreset(given: AutoresetMode | str) -> AutoresetMode:
+def autoreset(value: AutoresetMode | str) -> AutoresetMode:
     """The mode of a member, or of its name or value as in ``"SameStep"``.
 
     Raises:
         ValueError: naming the modes.
     """
-    if isinstance(given, AutoresetMode):
-        return given
+    if isinstance(value, AutoresetMode):
+        return value
     modes = {mode.value: mode for mode in AutoresetMode}
     modes.update({mode.name: mode for mode in AutoresetMode})
-    return modes[choose("autoreset_mode", given, modes)]
+    return modes[choose("autoreset_mode", value, modes)]

@@ -122,15 +122,15 @@ def family_of(env_id: str) -> Family:
     Raises:
         ValueError: If it is none of this package's.
     """
-    known = {env_id: family for family in FAMILIES for env_id in family.env_ids}
+    by_id = {env_id: family for family in FAMILIES for env_id in family.env_ids}
     env_id = env_id.removeprefix("servegym:")
-    if env_id not in known:
+    if env_id not in by_id:
         from servegym._checks import nearest
 
-        near = nearest(env_id, known)
+        near = nearest(env_id, by_id)
         hint = f" (did you mean {near!r}?)" if near else ""
-        raise ValueError(f"env_id is {env_id!r}; known are {', '.join(sorted(known))}{hint}")
-    return known[env_id]
+        raise ValueError(f"env_id is {env_id!r}; known are {', '.join(sorted(by_id))}{hint}")
+    return by_id[env_id]
 
 
 def find_family(env_id: str) -> Family | None:
@@ -150,5 +150,5 @@ def family_named(name: str) -> Family:
     """
     from servegym._checks import choose
 
-    known = {name: family for family in FAMILIES for name in (family.name, family.group)}
-    return known[choose("family", name, known)]
+    by_name = {name: family for family in FAMILIES for name in (family.name, family.group)}
+    return by_name[choose("family", name, by_name)]

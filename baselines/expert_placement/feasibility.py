@@ -3,7 +3,7 @@
 Shapes everywhere: N servers, G GPUs of all servers, L MoE layers, E routed experts a layer.
 ``counts`` (N, L, E) are token-to-expert assignments of the requests that arrived at a server,
 ``slots`` (G,) expert slots of a GPU, ``gpu_server`` (G,) its server, ``z`` (G, L, E) bool the
-placement, ``held`` (N, L, E) bool its server view. A *placement algorithm* takes ``counts``,
+placement, ``resident`` (N, L, E) bool its server view. A *placement algorithm* takes ``counts``,
 ``slots`` and ``gpu_server``, returns ``z``, and raises what `check_instance` raises.
 """
 
@@ -70,10 +70,10 @@ def server_view(z: ArrayLike, gpu_server: ArrayLike, servers: int | None = None)
     """
     plan = np.asarray(z).astype(np.bool_)
     home = np.asarray(gpu_server, dtype=np.int64)
-    held = np.zeros((int(home.max()) + 1 if servers is None else servers, *plan.shape[1:]), bool)
+    view = np.zeros((int(home.max()) + 1 if servers is None else servers, *plan.shape[1:]), bool)
     for g, n in enumerate(home):
-        held[n] |= plan[g]
-    return held
+        view[n] |= plan[g]
+    return view
 
 
 def check_placement(z: ArrayLike, slots: ArrayLike) -> Bools:
@@ -100,7 +100,7 @@ def check_placement(z: ArrayLike, slots: ArrayLike) -> Bools:
 
 
 def assign_gpus(
-    held: ArrayLike, counts: ArrayLike, slots: ArrayLike, gpu_server: ArrayLike
+    resident: ArrayLike, counts: ArrayLike, slots: ArrayLike, gpu_server: ArrayLike
 ) -> Bools:
     """Spread each server's experts over its GPUs so that every layer's load is even.
 
@@ -113,24 +113,24 @@ def assign_gpus(
     Raises:
         ValueError: If a server holds more experts than its GPUs have slots.
     """
-    view = np.asarray(held).astype(np.bool_)
+    view = np.asarray(resident).astype(np.bool_)
     room, home = np.asarray(slots, dtype=np.int64), np.asarray(gpu_server, dtype=np.int64)
     total = np.asarray(counts, dtype=np.float64).sum(axis=0)
     for n, has in enumerate(view.sum(axis=(1, 2))):
         if has > (most := room[home == n].sum()):
-            raise ValueError(f"held: server {n} holds {has} experts in {most} slots")
+            raise ValueError(f"resident: server {n} holds {has} experts in {most} slots")
     nothing = np.zeros((room.size, *view.shape[1:]), dtype=np.bool_)
     return decode.assign_gpus(room, home, view, total, nothing).astype(np.bool_)
 
 
 def reassign_gpus(
-    held: ArrayLike, old: ArrayLike, counts: ArrayLike, slots: ArrayLike, gpu_server: ArrayLike
+    resident: ArrayLike, old: ArrayLike, counts: ArrayLike, slots: ArrayLike, gpu_server: ArrayLike
 ) -> Bools:
     """Place a server view on GPUs with the fewest loads: what stays on a server stays put.
 
     ``old`` is the z in use; the result, bool (G, L, E), has one copy of an expert a server.
     """
-    view, before = np.asarray(held).astype(np.bool_), np.asarray(old).astype(np.bool_)
+    view, before = np.asarray(resident).astype(np.bool_), np.asarray(old).astype(np.bool_)
     home = np.asarray(gpu_server, dtype=np.int64)
     total = np.asarray(counts, dtype=np.float64).sum(axis=0)
     z = np.zeros(before.shape, dtype=np.bool_)
@@ -150,12 +150,12 @@ def reassign_gpus(
     return z
 
 
-def fill_slots(held: Any, counts: Floats, cap: Ints) -> Bools:
+def fill_slots(resident: Any, counts: Floats, cap: Ints) -> Bools:
     """Use up free slots: each server takes its most frequent experts not yet there.
 
-    The result is a superset of ``held`` (N, L, E), which has at most cap_n experts a server.
+    The result is a superset of ``resident`` (N, L, E), which has at most cap_n experts a server.
     """
-    view = np.array(held, dtype=np.bool_)
+    view = np.array(resident, dtype=np.bool_)
     for n in range(view.shape[0]):
         flat = view[n].reshape(-1)
         free = min(int(cap[n]), flat.size) - int(flat.sum())

@@ -112,21 +112,21 @@ def whole_layer(counts: ArrayLike, slots: ArrayLike, gpu_server: ArrayLike) -> B
     """
     f, room, home, cap = check_instance(counts, slots, gpu_server)
     _, layers, experts = f.shape
-    held = np.zeros(f.shape, dtype=np.bool_)
+    view = np.zeros(f.shape, dtype=np.bool_)
     turn = 0
     for n in np.argsort(-cap, kind="stable"):
         whole = min(int(cap[n]) // experts, layers)
-        held[n, np.arange(turn, turn + whole) % layers] = True
+        view[n, np.arange(turn, turn + whole) % layers] = True
         turn += whole
-    return assign_gpus(_use_up_slots(held, f, cap), f, room, home)
+    return assign_gpus(_use_up_slots(view, f, cap), f, room, home)
 
 
-def _use_up_slots(held: Bools, f: Floats, cap: Ints) -> Bools:
+def _use_up_slots(view: Bools, f: Floats, cap: Ints) -> Bools:
     """Place the experts that are nowhere, each where it is most frequent, then fill the slots."""
-    for layer, e in np.argwhere(~held.any(axis=0)):
-        free = held.sum(axis=(1, 2)) < cap
-        held[np.argmax(np.where(free, f[:, layer, e], -1.0)), layer, e] = True
-    return fill_slots(held, f, cap)
+    for layer, e in np.argwhere(~view.any(axis=0)):
+        free = view.sum(axis=(1, 2)) < cap
+        view[np.argmax(np.where(free, f[:, layer, e], -1.0)), layer, e] = True
+    return fill_slots(view, f, cap)
 
 
 def layer_chains(counts: ArrayLike, slots: ArrayLike, gpu_server: ArrayLike) -> Bools:
@@ -143,7 +143,7 @@ def layer_chains(counts: ArrayLike, slots: ArrayLike, gpu_server: ArrayLike) -> 
     f, room, home, cap = check_instance(counts, slots, gpu_server)
     _, layers, experts = f.shape
     size = np.minimum(cap // experts, layers)
-    held = np.zeros(f.shape, dtype=np.bool_)
+    view = np.zeros(f.shape, dtype=np.bool_)
     left = [int(n) for n in np.argsort(-size, kind="stable")]
     stages: list[tuple[int, int]] = []
     while not stages or size[left].sum() >= layers:
@@ -153,13 +153,13 @@ def layer_chains(counts: ArrayLike, slots: ArrayLike, gpu_server: ArrayLike) -> 
             n = ends[-1] if ends else left[0]
             left.remove(n)
             end = min(begin + int(size[n]), layers)
-            held[n, end - size[n] : end] = True
+            view[n, end - size[n] : end] = True
             stages.append((begin, end))
             begin = end
     for n in left:
         starts = {min(begin, layers - size[n]) for begin, _ in stages}
         starts |= {max(end - size[n], 0) for _, end in stages}
-        copies = held.all(axis=2).sum(axis=0)
+        copies = view.all(axis=2).sum(axis=0)
 
         def rank(start: int, n: int = n, copies: Ints = copies) -> tuple[bool, int, int]:
             end = start + size[n]
@@ -167,5 +167,5 @@ def layer_chains(counts: ArrayLike, slots: ArrayLike, gpu_server: ArrayLike) -> 
             return not repeats, int(copies[start:end].sum()), start
 
         best = min(starts, key=rank)
-        held[n, best : best + size[n]] = True
-    return assign_gpus(_use_up_slots(held, f, cap), f, room, home)
+        view[n, best : best + size[n]] = True
+    return assign_gpus(_use_up_slots(view, f, cap), f, room, home)

@@ -66,13 +66,13 @@ class LinkQueueModel:
         lengths = [prompts.tokens[of_task].astype(np.float64) for of_task in system.task_prompts]
         length = np.array([[x.mean(), (x**2).mean()] for x in lengths])
         rows, counts = [], []
-        for own in shares:
+        for share in shares:
             drawn = []
-            for t in random.choice(len(own), tokens, p=own):
+            for t in random.choice(len(share), tokens, p=share):
                 prompt = random.choice(system.task_prompts[t])
                 drawn.append(random.integers(*prompts.bank_start[prompt : prompt + 2]))
             rows.append(prompts.bank[drawn].T)
-            of_prompt = sum(x * table.mean(axis=0) for x, table in zip(own, tables, strict=True))
+            of_prompt = sum(x * table.mean(axis=0) for x, table in zip(share, tables, strict=True))
             counts.append(of_prompt + decodes * set_bits(rows[-1], c.experts).mean(axis=1))
         some = np.array([(table > 0).mean(axis=0) for table in tables])
         work = 2.0 * c.pcie_latency_s + float(c.expert_base_s.mean())
@@ -95,14 +95,14 @@ class LinkQueueModel:
             per_expert=c.messages == "per_expert",
         )
 
-    def cost(self, held: Bools, wait: float) -> float:
+    def cost(self, view: Bools, wait: float) -> float:
         """Estimated seconds that remote experts add to a request.
 
         Args:
-            held: (N, L, E), covered.
+            view: (N, L, E), covered.
             wait: Factor on the waiting time of a queue with random arrivals.
         """
-        masks = bit_sets(held)
+        masks = bit_sets(view)
         servers, layers = masks.shape
         calls = np.zeros((servers, layers, servers), kernel.CALLS)
         for n, layer in np.ndindex(servers, layers):
@@ -137,8 +137,8 @@ def best_start(
     draw = np.random.default_rng([seed, 1]).integers(1 << 31, size=2)
     objective = _objective(system, REQUESTS, int(draw[0]))
 
-    def seconds(held: Bools) -> float:
-        return _simulate(objective, system, model.counts, held)
+    def seconds(view: Bools) -> float:
+        return _simulate(objective, system, model.counts, view)
 
     views = [server_view(f(model.counts, c.slots, c.gpu_server), c.gpu_server) for f in HEURISTICS]
     best = min(views, key=seconds)
@@ -158,15 +158,15 @@ def _objective(system: PlacementSystem, requests: int, seed: int) -> SimulatedLa
 
 
 def _simulate(
-    objective: SimulatedLatency, system: PlacementSystem, counts: Any, held: Bools
+    objective: SimulatedLatency, system: PlacementSystem, counts: Any, view: Bools
 ) -> float:
-    return objective.latency_s(assign_gpus(held, counts, system.slots, system.gpu_server))
+    return objective.latency_s(assign_gpus(view, counts, system.slots, system.gpu_server))
 
 
 def climb(
     objective: SimulatedLatency,
     system: PlacementSystem,
-    held: Bools,
+    view: Bools,
     counts: Any,
     swaps: int,
     seed: int,
@@ -174,21 +174,21 @@ def climb(
     """Exchange layers of a placement two by two where that is faster in the simulator.
 
     Two layers change places at all servers: who holds how many experts of them, the most used first
-    by ``counts`` (N, L, E). ``swaps`` exchanges of ``held`` (N, L, E), covered, are tried on the
+    by ``counts`` (N, L, E). ``swaps`` exchanges of ``view`` (N, L, E), covered, are tried on the
     same requests.
     """
-    layers = held.shape[1]
+    layers = view.shape[1]
     if swaps < 1 or layers < 2:
-        return held
+        return view
     random = np.random.default_rng([seed, 2])
     order = np.argsort(-counts.sum(axis=0), axis=1, kind="stable")
-    least = _simulate(objective, system, counts, held)
+    least = _simulate(objective, system, counts, view)
     for _ in range(swaps):
         a, b = random.choice(layers, 2, replace=False)
-        new = held.copy()
-        new[:, a, order[a]] = held[:, b, order[b]]
-        new[:, b, order[b]] = held[:, a, order[a]]
+        new = view.copy()
+        new[:, a, order[a]] = view[:, b, order[b]]
+        new[:, b, order[b]] = view[:, a, order[a]]
         seconds = _simulate(objective, system, counts, new)
         if seconds < least:
-            held, least = new, seconds
-    return held
+            view, least = new, seconds
+    return view

@@ -50,28 +50,28 @@ def latency_dp(
     if rounds < 0:
         raise ValueError(f"rounds must not be negative, got {rounds!r}")
     f, room, home, cap = check_instance(counts, slots, gpu_server)
-    held = _budgets(model, f, cap)
+    view = _budgets(model, f, cap)
     if model.links is not None:
-        held = _settle_servers(model, held, f, cap, rounds)
-    return assign_gpus(held, f, room, home)
+        view = _settle_servers(model, view, f, cap, rounds)
+    return assign_gpus(view, f, room, home)
 
 
-def _settle_servers(model: LayerCostModel, held: Bools, f: Floats, cap: Ints, rounds: int) -> Bools:
+def _settle_servers(model: LayerCostModel, view: Bools, f: Floats, cap: Ints, rounds: int) -> Bools:
     """Plan one server after another against the placement of the others, while that pays."""
     servers, layers, experts = f.shape
     order = np.argsort(-f, axis=2, kind="stable")
     rank = np.argsort(order, axis=2)
-    now = model.loaded(held, f)
-    cheapest = float(now.cost(held).sum())
+    now = model.loaded(view, f)
+    cheapest = float(now.cost(view).sum())
     for _ in range(rounds):
         before = cheapest
         for part in np.array_split(np.arange(servers), min(servers, TURNS)):
             costs = np.stack([now.prefix_costs(m, order[m]) for m in range(servers)])
-            full = held.all(axis=2)
+            full = view.all(axis=2)
             bound = costs.copy()
             bound[full & (full.sum(axis=0) == 1), :experts] = np.inf
             for table in (costs, bound):
-                trial = held.copy()
+                trial = view.copy()
                 for n in part:
                     number = kernel.knapsack(table[n], int(min(cap[n], layers * experts)))
                     trial[n] = rank[n] < number[:, None]
@@ -79,10 +79,10 @@ def _settle_servers(model: LayerCostModel, held: Bools, f: Floats, cap: Ints, ro
                 loaded = model.loaded(trial, f)
                 cost = float(loaded.cost(trial).sum())
                 if cost < cheapest:
-                    held, now, cheapest = trial, loaded, cost
+                    view, now, cheapest = trial, loaded, cost
         if cheapest == before:
             break
-    return held
+    return view
 
 
 def _budgets(model: LayerCostModel, f: Floats, cap: Ints) -> Bools:
@@ -96,11 +96,11 @@ def _budgets(model: LayerCostModel, f: Floats, cap: Ints) -> Bools:
     _own_layers(owned, costs, room)
     best, cheapest = np.zeros(f.shape, dtype=np.bool_), np.inf
     for budgets in (owned, number):
-        held = np.argsort(order, axis=2) < budgets[:, :, None]
-        _cover(held, f, costs)
-        cost = float(model.cost(held).sum())
+        view = np.argsort(order, axis=2) < budgets[:, :, None]
+        _cover(view, f, costs)
+        cost = float(model.cost(view).sum())
         if cost < cheapest:
-            best, cheapest = held, cost
+            best, cheapest = view, cost
     return best
 
 
@@ -126,22 +126,22 @@ def _own_layers(number: Ints, costs: Floats, room: Ints) -> None:
                 continue
             bound = costs[n].copy()
             bound[forced, :whole] = np.inf
-            found = kernel.knapsack(bound, int(room[n]))
-            more = costs[n, every, found].sum() - costs[n, every, number[n]].sum()
+            sizes = kernel.knapsack(bound, int(room[n]))
+            more = costs[n, every, sizes].sum() - costs[n, every, number[n]].sum()
             if more < best:
-                best, owner, chosen = more, n, found
+                best, owner, chosen = more, n, sizes
         if owner >= 0:
             number[owner] = chosen
 
 
-def _cover(held: Bools, f: Floats, costs: Floats) -> None:
-    """Place missing experts for duplicates, the least loss first; changes ``held``.
+def _cover(view: Bools, f: Floats, costs: Floats) -> None:
+    """Place missing experts for duplicates, the least loss first; changes ``view``.
 
     The loss of a layer that gives up its least frequent duplicate is taken as that of holding one
     expert less.
     """
-    copies = held.sum(axis=0)
-    number = held.sum(axis=2)
+    copies = view.sum(axis=0)
+    number = view.sum(axis=2)
     missing = np.argwhere(copies == 0)
     for layer, e in missing[np.argsort(-f.sum(axis=0)[tuple(missing.T)], kind="stable")]:
         c = np.maximum(number, 1)
@@ -149,14 +149,14 @@ def _cover(held: Bools, f: Floats, costs: Floats) -> None:
             np.take_along_axis(costs, (c - 1)[:, :, None], axis=2)[:, :, 0]
             - (np.take_along_axis(costs, c[:, :, None], axis=2)[:, :, 0])
         )
-        loss = np.where((held & (copies > 1)).any(axis=2), loss, np.inf)
+        loss = np.where((view & (copies > 1)).any(axis=2), loss, np.inf)
         # Of equal losses the server that uses the missing expert most.
         n, x_layer = np.unravel_index(
             np.lexsort((np.repeat(-f[:, layer, e], f.shape[1]), loss.ravel()))[0], loss.shape
         )
-        spare = held[n, x_layer] & (copies[x_layer] > 1)
+        spare = view[n, x_layer] & (copies[x_layer] > 1)
         x = int(np.argmin(np.where(spare, f[n, x_layer], np.inf)))
-        held[n, x_layer, x], held[n, layer, e] = False, True
+        view[n, x_layer, x], view[n, layer, e] = False, True
         copies[x_layer, x] -= 1
         copies[layer, e] += 1
         number[n, x_layer] -= 1

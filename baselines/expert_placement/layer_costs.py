@@ -128,7 +128,7 @@ class LayerCostModel:
         model = cls.build(rows, cluster.experts, cost)
         return replace(model, links=links)
 
-    def loaded(self, held: ArrayLike, counts: ArrayLike) -> LayerCostModel:
+    def loaded(self, resident: ArrayLike, counts: ArrayLike) -> LayerCostModel:
         """The model as the others' placement and the load that it causes make it.
 
         A missing expert is called at the holder that takes least time without load; of equal ones
@@ -139,13 +139,13 @@ class LayerCostModel:
         rho / (1 - rho), as if the link slowed it down by the part that others use. With pairwise
         links, where every pair has its own, the wait is too long.
 
-        ``held`` (N, L, E) has every expert somewhere, and ``counts`` (N, L, E) say how servers use
+        ``resident`` (N, L, E) has every expert somewhere; ``counts`` (N, L, E) say how servers use
         them. A model without links is itself.
         """
         links = self.links
         if links is None:
             return self
-        view, f = np.asarray(held, dtype=np.bool_), np.asarray(counts, dtype=np.float64)
+        view, f = np.asarray(resident, dtype=np.bool_), np.asarray(counts, dtype=np.float64)
         servers, layers, _ = view.shape
         token = links.token_s + links.token_s.T + links.call_s[None, :]
         trip = links.delay_s + token
@@ -153,9 +153,9 @@ class LayerCostModel:
         for n in range(servers):
             others = view & (np.arange(servers) != n)[:, None, None]
             time = np.where(others, trip[n][:, None, None], np.inf)
-            asked = others & (time <= time.min(axis=0))
-            need = np.where(view[n], 0.0, f[n] + 1e-9) / np.maximum(asked.sum(axis=0), 1)
-            near[n] = (asked * need).sum(axis=2).T
+            nearest = others & (time <= time.min(axis=0))
+            need = np.where(view[n], 0.0, f[n] + 1e-9) / np.maximum(nearest.sum(axis=0), 1)
+            near[n] = (nearest * need).sum(axis=2).T
         near /= np.maximum(near.sum(axis=2, keepdims=True), 1e-300)
         cost = self.tables.cost.copy()
         cost["token_s"] = np.einsum("nlm,nm->nl", near, token)
@@ -164,9 +164,9 @@ class LayerCostModel:
         cost["round_trip_s"] += _link_waits(tables, bit_sets(view), near, links)
         return replace(self, tables=tables)
 
-    def cost(self, held: ArrayLike) -> Floats:
-        """Estimated seconds (N, L) that remote experts add, weighted, for held (N, L, E)."""
-        masks = bit_sets(np.asarray(held))
+    def cost(self, resident: ArrayLike) -> Floats:
+        """Weighted estimated seconds (N, L) that remote experts add for ``resident`` (N, L, E)."""
+        masks = bit_sets(np.asarray(resident))
         out = np.empty(masks.shape)
         for n, layer in np.ndindex(*masks.shape):
             out[n, layer] = kernel.layer_cost(self.tables, n, layer, masks[n, layer])
@@ -223,6 +223,6 @@ def _link_waits(tables: kernel.Tables, masks: Masks, near: Floats, links: Links)
             square += times * back**2
     idle = 1.0 - np.minimum(busy, BUSIEST)
     open_wait, slowed = square / (2.0 * idle), (1.0 - idle) / idle
-    own = np.minimum(open_wait, step / np.maximum(calls.sum(axis=1), 1e-9) * slowed)
-    theirs = np.minimum(open_wait, step[:, None] / np.maximum(calls, 1e-9) * slowed)
-    return own[:, None] + np.einsum("nlm,nm->nl", near, theirs)
+    home = np.minimum(open_wait, step / np.maximum(calls.sum(axis=1), 1e-9) * slowed)
+    away = np.minimum(open_wait, step[:, None] / np.maximum(calls, 1e-9) * slowed)
+    return home[:, None] + np.einsum("nlm,nm->nl", near, away)

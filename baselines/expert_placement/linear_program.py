@@ -45,8 +45,8 @@ def proxy_optimum(counts: ArrayLike, slots: ArrayLike, gpu_server: ArrayLike) ->
     )
     if not solution.success:
         raise RuntimeError(f"the linear program of Eq. 2 was not solved: {solution.message}")
-    held = solution.x > 0.5
-    if np.abs(solution.x - held).max() > 1e-6:
+    chosen = solution.x > 0.5
+    if np.abs(solution.x - chosen).max() > 1e-6:
         raise RuntimeError("the linear program of Eq. 2 has no integral vertex")
-    view = fill_slots(held.reshape(f.shape), f, cap)
+    view = fill_slots(chosen.reshape(f.shape), f, cap)
     return assign_gpus(view, f, room, home)

@@ -81,8 +81,8 @@ class PlacementPolicy(BasePolicy):
         if inputs.window_s <= 0:
             return 0.0
         system = self.system
-        held = server_view(placement, system.gpu_server, system.cluster.num_servers)
-        remote = np.sum(counts, where=~held, axis=(1, 2), dtype=np.float64)
+        view = server_view(placement, system.gpu_server, system.cluster.num_servers)
+        remote = np.sum(counts, where=~view, axis=(1, 2), dtype=np.float64)
         return float(system.epoch_s / inputs.window_s * (inputs.extra_s * remote).sum())
 
     def migration_s(self, current: Bools, plan: Bools) -> float:
@@ -157,10 +157,10 @@ class MoeInfinity(KeepPlacement):
     ) -> None:
         super().__init__(system)
         cache = choose("cache", cache, CACHES)
-        asked = {"action_mode": "placement", "serving": "offload", "cache": cache}
+        arguments = {"action_mode": "placement", "serving": "offload", "cache": cache}
         if router is not None:
-            asked["router"] = choose("router", router, ROUTERS)
-        self.env_kwargs: Mapping[str, Any] = MappingProxyType(asked)
+            arguments["router"] = choose("router", router, ROUTERS)
+        self.env_kwargs: Mapping[str, Any] = MappingProxyType(arguments)
 
 
 class RandomPlacement(PlacementPolicy):
@@ -250,8 +250,8 @@ class LatencyDp(PlacementPolicy):
     def cost(self, counts: Floats, placement: Bools, inputs: MigrationInputs) -> float:
         """C of Eq. 4 by the estimate that the plan was made with."""
         system = self.system
-        held = server_view(placement, system.gpu_server, system.cluster.num_servers)
-        return system.epoch_s * float(self._model.cost(held).sum())
+        view = server_view(placement, system.gpu_server, system.cluster.num_servers)
+        return system.epoch_s * float(self._model.cost(view).sum())
 
 
 class BestStart(PlacementPolicy):
@@ -285,16 +285,16 @@ class BestStart(PlacementPolicy):
         for name, value in self._search.items():
             if value is not None:
                 whole(name, value, 0)
-        self._found: Bools | None = None
+        self._placement: Bools | None = None
 
     def plan(self, row: int, counts: Floats, current: Bools, first: bool) -> Bools | None:
         """See `PlacementPolicy.plan`."""
-        if self._found is None:
+        if self._placement is None:
             system = self.system
-            held = best_start(system, **self._search)
+            view = best_start(system, **self._search)
             long_run_counts = np.einsum("nk,kle->nle", system.long_run_shares, system.task_counts)
-            self._found = assign_gpus(held, long_run_counts, system.slots, system.gpu_server)
-        return self._found
+            self._placement = assign_gpus(view, long_run_counts, system.slots, system.gpu_server)
+        return self._placement
 
 
 class LatencyLocalSearch(PlacementPolicy):
@@ -325,25 +325,25 @@ class LatencyLocalSearch(PlacementPolicy):
         """See `Policy.reset`."""
         super().reset(num_envs, seed)
         self._rows = row_streams(num_envs, seed)
-        self._seen: list[Floats | None] = [None] * num_envs
+        self._previous: list[Floats | None] = [None] * num_envs
         self._tasks: list[Floats | None] = [None] * num_envs
 
     def act(self, observation: Observation, action_mask: Any = None) -> Any:
         """See `PlacementPolicy.act`."""
         begins = np.asarray(observation["progress"])[:, 0] <= 0.0
         for b in np.flatnonzero(begins):
-            self._seen[b] = self._tasks[b] = None
+            self._previous[b] = self._tasks[b] = None
         action = super().act(observation, action_mask)
         for b, moved in enumerate(action["migrate"]):
             # The counts start anew with a change, not otherwise.
             counts = np.asarray(observation["counts"][b], dtype=np.float64)
-            self._seen[b] = None if moved else counts
+            self._previous[b] = None if moved else counts
         return action
 
     def plan(self, row: int, counts: Floats, current: Bools, first: bool) -> Bools | None:
         """See `PlacementPolicy.plan`."""
-        system, seen = self.system, self._seen[row]
-        new = counts if seen is None else np.maximum(counts - seen, 0.0)
+        system, previous = self.system, self._previous[row]
+        new = counts if previous is None else np.maximum(counts - previous, 0.0)
         self._latest = counts if new.sum() <= 0 else new
         shares, searched = system.task_shares(self._latest), self._tasks[row]
         if searched is not None and np.abs(shares - searched).max() <= self.shift:

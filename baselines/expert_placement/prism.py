@@ -91,9 +91,9 @@ def assign_experts(c: Ints, counts: Floats) -> Bools:
     """
     servers, layers, experts = counts.shape
     rank = np.argsort(np.argsort(-counts, axis=2, kind="stable"), axis=2, kind="stable")
-    held = rank < c[:, :, None]
+    resident = rank < c[:, :, None]
     for layer in range(layers):
-        view, f = held[:, layer], counts[:, layer]
+        view, f = resident[:, layer], counts[:, layer]
         copies = view.sum(axis=0)
         while (copies == 0).any():
             placed = False
@@ -113,7 +113,7 @@ def assign_experts(c: Ints, counts: Floats) -> Bools:
                 placed = True
             if not placed:
                 raise RuntimeError("Algorithm 2 found no duplicate although places suffice")
-    return held
+    return resident
 
 
 def prism(counts: ArrayLike, slots: ArrayLike, gpu_server: ArrayLike) -> Bools:

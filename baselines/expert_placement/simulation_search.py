@@ -97,7 +97,7 @@ class SimulatedLatency:
 
 
 def exchange(
-    held: Bools, counts: Floats, cap: Ints, n: int, gains: int, gives: int, number: int
+    view: Bools, counts: Floats, cap: Ints, n: int, gains: int, gives: int, number: int
 ) -> Bools | None:
     """One server takes experts of one layer in place of experts of another.
 
@@ -107,15 +107,15 @@ def exchange(
     of layer ``gains`` first, so that two servers swap layers, then the least frequent.
 
     Returns:
-        The new view (N, L, E), covered and within ``cap`` (N,) as ``held``; None if there is
+        The new view (N, L, E), covered and within ``cap`` (N,) as ``view``; None if there is
         nothing to exchange.
     """
-    missing, local = np.flatnonzero(~held[n, gains]), np.flatnonzero(held[n, gives])
-    free = int(cap[n] - held[n].sum())
+    missing, local = np.flatnonzero(~view[n, gains]), np.flatnonzero(view[n, gives])
+    free = int(cap[n] - view[n].sum())
     number = min(number, missing.size, local.size + free)
     if number < 1:
         return None
-    new = held.copy()
+    new = view.copy()
     take = missing[np.argsort(-counts[n, gains, missing], kind="stable")[:number]]
     drop = local[np.argsort(counts[n, gives, local], kind="stable")[: max(number - free, 0)]]
     new[n, gives, drop] = False
@@ -144,14 +144,14 @@ def exchange(
     return new
 
 
-def _proposal(held: Bools, rng: np.random.Generator) -> tuple[int, int, int, int]:
+def _proposal(view: Bools, rng: np.random.Generator) -> tuple[int, int, int, int]:
     """A server, the layer it gains, the layer it gives and the number of experts."""
-    servers, layers, experts = held.shape
+    servers, layers, experts = view.shape
     n = int(rng.integers(servers))
     gains, gives = rng.choice(layers, 2, replace=False)
     number = max(int(experts * rng.choice(_SHARES)), 1)
     if rng.random() < 0.5:
-        most = 2 * held[n].sum(axis=1) >= experts
+        most = 2 * view[n].sum(axis=1) >= experts
         if most.any() and not most.all():
             gives = rng.choice(np.flatnonzero(most))
             gains, number = rng.choice(np.flatnonzero(~most)), experts
@@ -193,14 +193,14 @@ def latency_local_search(
     best = start = plans[measured.index(least)]
     if f.shape[1] < 2:
         return best
-    held = server_view(best, home, f.shape[0])
+    view = server_view(best, home, f.shape[0])
     rng = np.random.default_rng(seed)
     for _ in range(steps):
-        new = exchange(held, f, cap, *_proposal(held, rng))
+        new = exchange(view, f, cap, *_proposal(view, rng))
         if new is None:
             continue
         z = reassign_gpus(new, start, f, room, home)
         seconds = objective.latency_s(z)
         if seconds < least:
-            held, best, least = new, z, seconds
+            view, best, least = new, z, seconds
     return best

@@ -284,11 +284,11 @@ class DelayedBandit(LinearBandit):
             # One of each row at a time, in their order: the posterior goes by one after another.
             rows, first = np.unique(ended["row"], return_index=True)
             now, ended = ended[first], np.delete(ended, first)
-            known = now["decision"] < self._decisions[rows]
-            at = rows[known], now["decision"][known]
+            recorded = now["decision"] < self._decisions[rows]
+            at = rows[recorded], now["decision"][recorded]
             sent = self._arm[at] >= 0
             at = at[0][sent], at[1][sent]
-            self.credit(at[0], self._arm[at], self._context[at], now["qos"][known][sent])
+            self.credit(at[0], self._arm[at], self._context[at], now["qos"][recorded][sent])
             self._arm[at] = -1
 
 

@@ -53,8 +53,8 @@ def _queued_features(
     mask = np.concatenate([obs["running_mask"], obs["waiting_mask"]], 2)
     p, s, d, e, t, late = np.moveaxis(np.concatenate([obs["running"], obs["waiting"]], 2), -1, 0)
     late = np.log1p(late / obs["latency_requirement"][:, :, None]) / 2
-    held = np.stack([np.log1p(p) / 6, 4 * s - 2, d / 150, 8 * e, t / 150, late], -1)
-    return np.concatenate([held, of_queued], -1) * mask[..., None], mask
+    queued = np.stack([np.log1p(p) / 6, 4 * s - 2, d / 150, 8 * e, t / 150, late], -1)
+    return np.concatenate([queued, of_queued], -1) * mask[..., None], mask
 
 
 @dataclass(frozen=True)
@@ -85,9 +85,9 @@ class Layout:
         limit, prompt = obs["latency_requirement"], obs["request"][:, 0, :1]
         of_expert, of_queued = impact_features(obs, model)
         expert = np.concatenate([*_expert_features(obs), of_expert], -1)
-        held, mask = _queued_features(obs, of_queued)
+        queued, mask = _queued_features(obs, of_queued)
         r = self.running
-        parts = [expert, held[:, :, :r], held[:, :, r:], mask[:, :, :r], mask[:, :, r:]]
+        parts = [expert, queued[:, :, :r], queued[:, :, r:], mask[:, :, :r], mask[:, :, r:]]
         rows = [np.log1p(prompt) / 6, limit / 0.03]
         rows += [part.reshape(len(limit), -1) for part in parts]
         return np.concatenate(rows, -1, dtype=np.float16, casting="unsafe")
@@ -106,8 +106,8 @@ def load_scores(weights: NDArray[np.float32], experts: NDArray[Any]) -> NDArray[
     if weights.shape[1] != 3 * n + 2:
         raise ValueError(f"made for {(weights.shape[1] - 2) // 3} experts, got {n}")
     features = np.asarray(experts * (2, 1 / 3, 1 / 3), np.float32)
-    own = weights[:, : 3 * n].reshape(batch, n, 3)
-    linear = own[..., 0] + (own[..., 1:] * features[..., 1:]).sum(-1)
+    of_expert = weights[:, : 3 * n].reshape(batch, n, 3)
+    linear = of_expert[..., 0] + (of_expert[..., 1:] * features[..., 1:]).sum(-1)
     linear = linear + weights[:, -2, None] * features[..., 0]
     return np.concatenate([weights[:, -1:], linear], -1)
 
@@ -173,14 +173,14 @@ def _expert_parts(
     obs: Observation, model: ExpectedQos
 ) -> tuple[list[NDArray[Any]], NDArray[Any], NDArray[Any]]:
     """The arrived request (B, 11) in parts, the experts (B, N, 17), and distances of the queued."""
-    count, known = obs["experts"].shape[1], model.system.num_experts
-    if count != known:
+    count, expected = obs["experts"].shape[1], model.system.num_experts
+    if count != expected:
         raise ValueError(
-            f"made for {known} experts, got {count}; "
+            f"made for {expected} experts, got {count}; "
             "a policy over the graph takes another fleet with load_policy(path, system)"
         )
     limit, prompt = obs["latency_requirement"], obs["request"][:, 0, :1]
-    gain, harm, held, estimate = model(with_mean_scores(obs, model.system))
+    gain, harm, promised, estimate = model(with_mean_scores(obs, model.system))
     slots = np.stack([estimate.without, estimate.with_new], -1)
     distance = np.tanh(3 * (np.nan_to_num(slots, nan=1.0) / limit[:, :, None, None] - 1))
     new, of_queued = distance[:, :, -1, 1], distance[:, :, :-1]
@@ -193,7 +193,7 @@ def _expert_parts(
     ]
     law = model.system.estimator / (0.02, 1e-4, 5e-6, 1e-3)
     law = np.broadcast_to(law, (*obs["experts"].shape[:2], 4))
-    expert = [*_expert_features(obs), impact, held[..., None] / 3, law, np.stack(left, -1)]
+    expert = [*_expert_features(obs), impact, promised[..., None] / 3, law, np.stack(left, -1)]
 
     _, prompts, length = np.moveaxis(obs["load"], -1, 0)
     load = _log_gaps(obs), np.log1p(prompts) / 6, length / 150
@@ -231,10 +231,10 @@ def split_rows(rows: Any, experts: int, slots: tuple[int, int] = (0, 0)) -> tupl
     at = ARRIVED + EXPERT * experts
     there = at + REQUEST * experts * (running + waiting)
     expert = rows[:, ARRIVED:at].reshape(batch, experts, EXPERT)
-    held = rows[:, at:there].reshape(batch, experts, running + waiting, REQUEST)
+    queue = rows[:, at:there].reshape(batch, experts, running + waiting, REQUEST)
     mask = rows[:, there : there + experts * (running + waiting)]
     mask = mask.reshape(batch, experts, running + waiting)
-    queues = held[:, :, :running], held[:, :, running:], mask[..., :running], mask[..., running:]
+    queues = queue[:, :, :running], queue[:, :, running:], mask[..., :running], mask[..., running:]
     return rows[:, :ARRIVED], expert, *queues
 
 

@@ -80,7 +80,7 @@ class Fleet:
         rate = np.where(feasible, served.max(-1), self.served[:, 0])
         return best + 1.0, rate, feasible
 
-    def features(self, seen: Mapping[str, NDArray[Any]]) -> tuple[Floats, Floats]:
+    def features(self, obs: Mapping[str, NDArray[Any]]) -> tuple[Floats, Floats]:
         """Features (B, N, 24) of the experts and (B, 8) of the fleet.
 
         Of the new request at the expert: expected score in time, expected scores it makes late
@@ -89,28 +89,28 @@ class Fleet:
         times four powers of loads. Of the expert: load, waiting load, memory in use and asked for,
         whether it keeps L, its mean score, speed, predicted length and the slack of L.
         """
-        seen = with_mean_scores(seen, self.system)
-        gain, harm, _, estimate = self.model(seen)
-        limit = np.asarray(seen["latency_requirement"], dtype=np.float64)[:, 0].copy()
-        emitted = np.concatenate([seen[key][..., 4] for key in ("running", "waiting")], -1)
+        obs = with_mean_scores(obs, self.system)
+        gain, harm, _, estimate = self.model(obs)
+        limit = np.asarray(obs["latency_requirement"], dtype=np.float64)[:, 0].copy()
+        emitted = np.concatenate([obs[key][..., 4] for key in ("running", "waiting")], -1)
         if limit.tobytes() != self._limit:  # the same in all of an episode
             self._limit, self._within = limit.tobytes(), self.within(limit)
-        request, held, emitted = (
+        request, load, emitted = (
             np.ascontiguousarray(part, dtype=np.float64)
-            for part in (seen["request"], seen["experts"], emitted)
+            for part in (obs["request"], obs["experts"], emitted)
         )
         experts = np.empty((*gain.shape, INDEX), dtype=np.float32)
         context = np.empty((len(gain), CONTEXT), dtype=np.float32)
         slots = estimate.without, estimate.with_new, estimate.scores, estimate.now
-        own = gain, harm, estimate.work_s
+        sums = gain, harm, estimate.work_s
         _features(
-            slots, own, (request, held, emitted), limit, self._within, self._laws, experts, context
+            slots, sums, (request, load, emitted), limit, self._within, self._laws, experts, context
         )
         return experts, context
 
 
 @jit
-def _features(slots, own, seen, limit, within, laws, experts, context):
+def _features(slots, sums, obs, limit, within, laws, experts, context):
     """Fill the features of `Fleet.features` from an estimate and the observation.
 
     Of the requests at an expert it sums over: the scores that the new one pushes over L; the scores
@@ -118,8 +118,8 @@ def _features(slots, own, seen, limit, within, laws, experts, context):
     requests that arrived within the last 60 L seconds.
     """
     without, with_new, scores, now = borrowed(slots)
-    gains, harms, works = borrowed(own)
-    request, held, emitted = borrowed(seen)
+    gains, harms, works = borrowed(sums)
+    request, state, emitted = borrowed(obs)
     batch, rate, feasible = borrowed(within)
     latency, length, kv, level, sizes, longest = borrowed(laws)
     rows, count, size = without.shape
@@ -129,7 +129,7 @@ def _features(slots, own, seen, limit, within, laws, experts, context):
         for n in range(count):
             if feasible[b, n]:
                 total += rate[b, n]
-                busy += held[b, n, 1] + held[b, n, 2]
+                busy += state[b, n, 1] + state[b, n, 2]
                 room += batch[b, n]
             best = max(best, gains[b, n])
         total = max(total, 1e-9)
@@ -148,7 +148,7 @@ def _features(slots, own, seen, limit, within, laws, experts, context):
                 likelier += score * (_steeper(after) - _steeper(before))
                 arrived += now[b, n, i] * max(emitted[b, n, i], 1.0) < 60 * most
             distance = math.tanh(3 * (with_new[b, n, size - 1] / most - 1))
-            loads = held[b, n, 1] + held[b, n, 2]
+            loads = state[b, n, 1] + state[b, n, 2]
             load = 2 * loads / (batch[b, n] + loads)  # 1 at a full batch, 2 at most
             work = min(works[b, n] * rate[b, n], 5.0)
             x = experts[b, n]
@@ -162,8 +162,8 @@ def _features(slots, own, seen, limit, within, laws, experts, context):
             x[12] = 4 * work * load**4
             x[13], x[14] = 5 * work * fleet**2, 4 * work * fleet**4
             x[15] = 3 * load
-            x[16] = 3 * held[b, n, 2] / (batch[b, n] + held[b, n, 2])
-            x[17] = 3 * held[b, n, 0]
+            x[16] = 3 * state[b, n, 2] / (batch[b, n] + state[b, n, 2])
+            x[17] = 3 * state[b, n, 0]
             x[18] = 2 * (request[b, n, 0] + longest[0]) / kv[n]
             x[19] = 0.0 if feasible[b, n] else -6.0
             x[20] = level[n]
@@ -191,8 +191,8 @@ def index_values(weights: Floats, experts: Floats, context: Floats) -> Floats:
     (B, 8).
     """
     load = context[:, 0] / 2
-    own = weights[:, :INDEX] + weights[:, INDEX : 2 * INDEX] * load[:, None]
-    linear = np.einsum("bnk,bk->bn", experts, own)
+    index = weights[:, :INDEX] + weights[:, INDEX : 2 * INDEX] * load[:, None]
+    linear = np.einsum("bnk,bk->bn", experts, index)
     drop = weights[:, -3] * 5 + weights[:, -2] * 2 * load + weights[:, -1] * context[:, 1]
     scale = 10 * np.maximum(np.abs(weights[:, :1]), 0.05)
     values = np.concatenate([drop[:, None] - 6.5 * weights[:, :1], linear], -1) / scale
@@ -227,6 +227,6 @@ def compile_kernels() -> None:
     within = two, two, np.ones((1, 1), dtype=np.bool_)
     laws = two, one, one, one, np.zeros(CONTEXT - 4, dtype=np.float32), one
     out = np.zeros((1, 1, INDEX), dtype=np.float32), np.zeros((1, CONTEXT), dtype=np.float32)
-    seen = np.zeros((1, 1, 3)), np.zeros((1, 1, 3)), three
-    arguments = (three, three, three, three), (two, two, two), seen, one, within, laws, *out
+    obs = np.zeros((1, 1, 3)), np.zeros((1, 1, 3)), three
+    arguments = (three, three, three, three), (two, two, two), obs, one, within, laws, *out
     _jit.compile_kernels("features of the router of drawn fleets", [(_features, arguments)])

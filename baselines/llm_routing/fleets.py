@@ -52,7 +52,7 @@ class PerFleet(BasePolicy):
         self._size(num_envs, seed)
         every = np.arange(self.num_envs)
         self._groups = [every] if self.system.fixed else list(every[:, None])
-        self._seen: list[bytes | None] = [None] * len(self._groups)
+        self._keys: list[bytes | None] = [None] * len(self._groups)
         self._inner: list[Policy | None] = [None] * len(self._groups)
         self._seeds = self.rng.integers(1 << 31, size=len(self._groups)).tolist()
 
@@ -73,10 +73,10 @@ class PerFleet(BasePolicy):
                 continue
             system, key = self.system.of(fleet), fleet.tobytes()
             inner = self._inner[k]
-            if inner is None or key != self._seen[k]:
+            if inner is None or key != self._keys[k]:
                 inner = self._factory(system, **self._kwargs)
                 inner.reset(len(rows), self._seeds[k])
-                self._inner[k], self._seen[k] = inner, key
+                self._inner[k], self._keys[k] = inner, key
             mask = np.asarray(action_mask)[rows, : system.num_experts + 1]
             actions[rows] = inner.act(_without_padding(observation, rows, system), mask)
         return actions
@@ -90,11 +90,11 @@ class PerFleet(BasePolicy):
     def outcomes(self, ended: NDArray[Any]) -> None:
         """See `Policy.outcomes`."""
         for rows, inner in zip(self._groups, self._inner, strict=True):
-            mine = ended[np.isin(ended["row"], rows)]
-            if inner is not None and len(mine):
-                mine = mine.copy()
-                mine["row"] -= rows[0]
-                inner.outcomes(mine)
+            part = ended[np.isin(ended["row"], rows)]
+            if inner is not None and len(part):
+                part = part.copy()
+                part["row"] -= rows[0]
+                inner.outcomes(part)
 
 
 def _without_padding(
@@ -105,8 +105,8 @@ def _without_padding(
     sizes = {"running": system.running_capacity, "waiting": system.waiting_capacity}
     sizes |= {f"{name}_mask": size for name, size in sizes.items()}
     whole = ("latency_requirement", "load")
-    seen = {name: np.asarray(observation[name])[rows] for name in whole if name in observation}
+    obs = {name: np.asarray(observation[name])[rows] for name in whole if name in observation}
     for name in ("request", "experts", *sizes):
         part = np.asarray(observation[name])[rows, :count]
-        seen[name] = part[:, :, : sizes[name]] if name in sizes else part
-    return seen
+        obs[name] = part[:, :, : sizes[name]] if name in sizes else part
+    return obs

@@ -243,10 +243,10 @@ def _read_queue(r, count, rows, mask, first_slot, mean_length, overrun):
 
 
 @jit
-def _estimate(seen, laws, overrun, chunked, out):
+def _estimate(obs, laws, overrun, chunked, out):
     """Fill the predictions of `LatencyModel.estimate` for all rows and experts."""
-    seen, laws, out = borrowed(seen), borrowed(laws), borrowed(out)
-    batch, experts, capacity, _ = seen.running.shape
+    obs, laws, out = borrowed(obs), borrowed(laws), borrowed(out)
+    batch, experts, capacity, _ = obs.running.shape
     size = out.without.shape[2]
     r = Requests(
         np.empty(size),
@@ -262,21 +262,21 @@ def _estimate(seen, laws, overrun, chunked, out):
     for b in range(batch):
         for n in range(experts):
             mean = laws.mean_output_tokens[n]
-            rows, mask = seen.running[b, n], seen.running_mask[b, n]
+            rows, mask = obs.running[b, n], obs.running_mask[b, n]
             running = _read_queue(r, 0, rows, mask, 0, mean, overrun)
-            rows, mask = seen.waiting[b, n], seen.waiting_mask[b, n]
+            rows, mask = obs.waiting[b, n], obs.waiting_mask[b, n]
             count = _read_queue(r, running, rows, mask, capacity, mean, overrun)
             out.without[b, n, :] = np.nan
             out.with_new[b, n, :] = np.nan
             start = _begin(r, running, laws, n), running, running, 0.0
             start = _play_forward(r, count, start, 0.0, laws, n, chunked, False)
-            held = start[2]
-            live[:held], done[:held] = r.live[:held], r.done[:held]
+            active = start[2]
+            live[:active], done[:active] = r.live[:active], r.done[:active]
             _play_forward(r, count, start, 0.0, laws, n, chunked, True)
             for i in range(count):
                 out.without[b, n, r.slot[i]] = r.latency[i]
-            r.live[:held], r.done[:held] = live[:held], done[:held]
-            prompt, length = seen.request[b, n, 0], seen.request[b, n, 2]
+            r.live[:active], r.done[:active] = live[:active], done[:active]
+            prompt, length = obs.request[b, n, 0], obs.request[b, n, 2]
             r.prompt[count] = prompt
             r.generated[count] = 0.0
             r.total[count] = max(length if length > 0.0 else mean, 1.0)
@@ -322,33 +322,33 @@ def _mean_length(edges, left, n, predicted, emitted):
 
 
 @jit
-def _expect_lengths(edges, left, seen, bucket):
+def _expect_lengths(edges, left, obs, bucket):
     """Put mean lengths in the place of the predicted ones, and fill the buckets of these."""
-    seen = borrowed(seen)
-    batch, experts, slots, _ = seen.running.shape
+    obs = borrowed(obs)
+    batch, experts, slots, _ = obs.running.shape
     for b in range(batch):
         for n in range(experts):
             for i in range(bucket.shape[2] - 1):
                 if i < slots:
-                    row, held = seen.running[b, n, i], seen.running_mask[b, n, i]
+                    row, valid = obs.running[b, n, i], obs.running_mask[b, n, i]
                 else:
-                    row, held = seen.waiting[b, n, i - slots], seen.waiting_mask[b, n, i - slots]
-                if held:
+                    row, valid = obs.waiting[b, n, i - slots], obs.waiting_mask[b, n, i - slots]
+                if valid:
                     bucket[b, n, i], row[2] = _mean_length(edges, left, n, row[2], row[4])
-            row = seen.request[b, n]
+            row = obs.request[b, n]
             bucket[b, n, bucket.shape[2] - 1], row[2] = _mean_length(edges, left, n, row[2], 0.0)
 
 
 @jit
-def _expected(laws, survival, estimate, seen, bucket, limit, scores_in_time):
+def _expected(laws, survival, estimate, obs, bucket, limit, scores_in_time):
     """Fill the expected scores (gain, harm, held) of `ExpectedQos` for all rows and experts.
 
-    ``seen`` has mean lengths in the place of the predicted ones.
+    ``obs`` has mean lengths in the place of the predicted ones.
     """
-    laws, estimate, seen = borrowed(laws), borrowed(estimate), borrowed(seen)
-    gain, harm, held = borrowed(scores_in_time)
+    laws, estimate, obs = borrowed(laws), borrowed(estimate), borrowed(obs)
+    gain, harm, promises = borrowed(scores_in_time)
     batch, experts, size = estimate.without.shape
-    capacity, slots = laws.decode_s.shape[1] - 1, seen.running.shape[2]
+    capacity, slots = laws.decode_s.shape[1] - 1, obs.running.shape[2]
     for b in range(batch):
         for n in range(experts):
             early, late = estimate.without[b, n], estimate.with_new[b, n]
@@ -357,8 +357,8 @@ def _expected(laws, survival, estimate, seen, bucket, limit, scores_in_time):
             for i in range(size - 1):
                 if not np.isnan(early[i]):
                     count += 1
-            mean = seen.request[b, n, 2]
-            at = seen.request[b, n, 0] + 0.5 * mean
+            mean = obs.request[b, n, 2]
+            at = obs.request[b, n, 0] + 0.5 * mean
             before = _decode_s(laws, n, min(count, capacity), at)
             after = _decode_s(laws, n, min(count + 1, capacity), at)
             curve = survival[n, bucket[b, n, size - 1]]
@@ -368,27 +368,27 @@ def _expected(laws, survival, estimate, seen, bucket, limit, scores_in_time):
             for i in range(size - 1):
                 if np.isnan(early[i]):
                     continue
-                row = seen.running[b, n, i] if i < slots else seen.waiting[b, n, i - slots]
+                row = obs.running[b, n, i] if i < slots else obs.waiting[b, n, i - slots]
                 curve = survival[n, bucket[b, n, i]]
                 elapsed = row[5] * max(row[4], 1.0)
                 in_time = _chance(curve, late[i], row[2], row[4], elapsed, after, limit[b])
                 was = _chance(curve, early[i], row[2], row[4], elapsed, before, limit[b])
                 cost += scores[i] * max(was - in_time, 0.0)
                 promised += scores[i] * was
-            harm[b, n], held[b, n] = cost, promised
+            harm[b, n], promises[b, n] = cost, promised
 
 
 def compile_kernels() -> None:
     """Compile the estimate and the expected QoS, or load them from the cache on disk."""
     one, two, three = np.zeros(1), np.zeros((1, 1)), np.zeros((1, 1, 1))
     queue, mask = np.zeros((1, 1, 1, 6)), np.zeros((1, 1, 1), dtype=np.int8)
-    seen = Seen(np.zeros((1, 1, 3)), queue, mask, queue, mask)
+    obs = Seen(np.zeros((1, 1, 3)), queue, mask, queue, mask)
     laws = Laws(one, two, one, three, one, one, np.ones(1, dtype=np.int64))
     estimate, bucket = Estimate(three, three, three, three, two), np.zeros((1, 1, 1), np.int64)
     calls = [
-        (_estimate, (seen, laws, 0.3, False, estimate)),
-        (_expect_lengths, (one, three, seen, bucket)),
-        (_expected, (laws, three, estimate, seen, bucket, one, (two, two, two))),
+        (_estimate, (obs, laws, 0.3, False, estimate)),
+        (_expect_lengths, (one, three, obs, bucket)),
+        (_expected, (laws, three, estimate, obs, bucket, one, (two, two, two))),
     ]
     _jit.compile_kernels("latency estimate of the routing policies", calls)
 
@@ -436,24 +436,24 @@ class LatencyModel:
         """Predict the latency per token of all requests with and without the new one."""
         return self.of(_seen(observation))
 
-    def of(self, seen: Seen) -> Estimate:
+    def of(self, obs: Seen) -> Estimate:
         """See `estimate`."""
-        batch, experts, slots, _ = seen.running.shape
-        shape = (batch, experts, slots + seen.waiting.shape[2] + 1)
+        batch, experts, slots, _ = obs.running.shape
+        shape = (batch, experts, slots + obs.waiting.shape[2] + 1)
         scores = np.concatenate(
             [
-                seen.running[..., 1] * (seen.running_mask > 0),
-                seen.waiting[..., 1] * (seen.waiting_mask > 0),
-                seen.request[..., 1][..., None],
+                obs.running[..., 1] * (obs.running_mask > 0),
+                obs.waiting[..., 1] * (obs.waiting_mask > 0),
+                obs.request[..., 1][..., None],
             ],
             axis=-1,
         )
         now = np.concatenate(
-            [seen.running[..., 5], seen.waiting[..., 5], np.zeros((*shape[:2], 1))], axis=-1
+            [obs.running[..., 5], obs.waiting[..., 5], np.zeros((*shape[:2], 1))], axis=-1
         )
         result = Estimate(np.empty(shape), np.empty(shape), scores, now, np.empty(shape[:2]))
         chunked = self.system.scheduler == "chunked_prefill"
-        _estimate(seen, self.laws, self.overrun, chunked, result)
+        _estimate(obs, self.laws, self.overrun, chunked, result)
         return result
 
 
@@ -540,16 +540,16 @@ class ExpectedQos:
             observation: The batched Dict observation.
             margin: Share of the latency requirement that answers may use.
         """
-        seen, lengths = _seen(observation, copy=True), self.lengths
-        shape = seen.request.shape[:2]
-        slots = seen.running.shape[2] + seen.waiting.shape[2] + 1
+        obs, lengths = _seen(observation, copy=True), self.lengths
+        shape = obs.request.shape[:2]
+        slots = obs.running.shape[2] + obs.waiting.shape[2] + 1
         bucket = np.empty((*shape, slots), dtype=np.int64)
-        _expect_lengths(lengths.edges, lengths.left, seen, bucket)
-        estimate = self.model.of(seen)
+        _expect_lengths(lengths.edges, lengths.left, obs, bucket)
+        estimate = self.model.of(obs)
         limit = margin * np.asarray(observation["latency_requirement"], dtype=np.float64)
         effect = np.empty(shape), np.empty(shape), np.empty(shape)
         tables = self.model.laws, lengths.survival
-        _expected(*tables, estimate, seen, bucket, limit[:, 0].copy(), effect)
+        _expected(*tables, estimate, obs, bucket, limit[:, 0].copy(), effect)
         return ExpectedEffect(*effect, estimate)
 
 

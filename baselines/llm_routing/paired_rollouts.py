@@ -33,11 +33,11 @@ def common_actions(values: NDArray[np.floating[Any]], near: float) -> NDArray[np
     average over the copies if that is within ``near``, in scores, of its own best, else its own
     best. Values (B, copies, actions) are NaN everywhere where a copy is at its end.
     """
-    known = np.where(np.isnan(values[..., :1]), 0.0, values)
-    common = known.sum(1).argmax(-1)[:, None]
-    own = known.argmax(-1)
-    price = known.max(-1) - np.take_along_axis(known, common[..., None], -1)[..., 0]
-    return np.where(price <= near, common, own)
+    finite = np.where(np.isnan(values[..., :1]), 0.0, values)
+    common = finite.sum(1).argmax(-1)[:, None]
+    best = finite.argmax(-1)
+    price = finite.max(-1) - np.take_along_axis(finite, common[..., None], -1)[..., 0]
+    return np.where(price <= near, common, best)
 
 
 def choose_candidates(
@@ -161,10 +161,10 @@ def _roll_out(
         total += np.where(live > 0, batch.out[:, 0] + batch.out[:, 1], 0.0)
         live &= (batch.out[:, 2] == 0.0) & (now() < end)
         left = np.flatnonzero(live)
-        seen = {key: value[left] for key, value in batch.observation.items()}
+        obs = {key: value[left] for key, value in batch.observation.items()}
         result = np.full(batch.action_mask.shape, np.nan)
         if left.size:
-            result[left] = np.where(batch.action_mask[left] > 0, values(seen), -1e4)
+            result[left] = np.where(batch.action_mask[left] > 0, values(obs), -1e4)
         choice = common_actions(result.reshape(*legal.shape, -1), near).reshape(-1)
     returns = np.where(legal, total.reshape(actions.shape), np.nan)
     return returns.astype(np.float32), decisions

@@ -79,8 +79,8 @@ class RouteBalance(RoutingPolicy):
             "w_latency": w_latency,
             "w_balance": w_balance,
         }
-        for argument, given in weights.items():
-            real(argument, given, 0.0)
+        for argument, value in weights.items():
+            real(argument, value, 0.0)
         if abs(sum(weights.values()) - 1) > 1e-6:
             raise ValueError(f"the weights {', '.join(weights)} must add up to 1, got {weights}")
         self.model = LatencyModel(system, overrun=overrun)
@@ -107,12 +107,12 @@ class RouteBalance(RoutingPolicy):
         per_token, cost = estimate.with_new[..., -1], estimate.work_s
         length = np.where(request[..., 2] > 0, request[..., 2], self.system.mean_output_tokens)
         length = np.maximum(length, 1.0)
-        held = experts[..., 1] + experts[..., 2]
+        outstanding = experts[..., 1] + experts[..., 2]
         if self.system.kv_capacity_tokens is None:
-            use = held / self.system.running_capacity
+            use = outstanding / self.system.running_capacity
         else:
-            own = (request[..., 0] + length) / self.system.kv_capacity_tokens
-            use = experts[..., 0] + own
+            added = (request[..., 0] + length) / self.system.kv_capacity_tokens
+            use = experts[..., 0] + added
 
         passing = legal
         if self.latency_filter:
@@ -124,7 +124,7 @@ class RouteBalance(RoutingPolicy):
             self.weights, request[..., 1], cost, per_token * length, use, passing
         )
         # The least of (-score, outstanding requests, time of the last choice), in this order.
-        for key in (-score, held, self._chosen_at):
+        for key in (-score, outstanding, self._chosen_at):
             among = np.where(passing, key, np.inf)
             passing &= among <= among.min(axis=1, keepdims=True)
         sent = passing.any(axis=1)

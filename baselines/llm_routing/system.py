@@ -112,8 +112,8 @@ class RoutingSystem(SystemDescription):
         answer = 0.5 * self.mean_output_tokens
         if self.memory_policy == "reserve":
             answer = np.full(self.num_experts, float(self.max_output_tokens))
-        held = float(np.mean(self.train.prompt_tokens)) + answer
-        return np.clip((self.kv_capacity_tokens / held).astype(np.int64), 1, most)
+        tokens = float(np.mean(self.train.prompt_tokens)) + answer
+        return np.clip((self.kv_capacity_tokens / tokens).astype(np.int64), 1, most)
 
     @classmethod
     def from_problem(cls, problem: Problem) -> RoutingSystem:
@@ -217,7 +217,7 @@ class FleetSystem(RoutingSystem):
         tokens, prefill, contexts, decode = laws(
             [p.tables() for p in problem.profiles], problem.running_capacity
         )
-        known = {
+        values = {
             "experts": tuple(f"expert {n + 1}" for n in range(problem.num_experts)),
             "running_capacity": problem.running_capacity,
             "waiting_capacity": problem.waiting_capacity,
@@ -232,7 +232,7 @@ class FleetSystem(RoutingSystem):
             "_models": problem.models,
             "_systems": {},
         }
-        for name, value in known.items():
+        for name, value in values.items():
             object.__setattr__(self, name, value)
 
     def __getattr__(self, name: str) -> Any:

@@ -84,7 +84,7 @@ def draw_setting(kind: str, rng: np.random.Generator) -> Setting:
 
 
 def _tenants(kind: str, replicas: int, rng: np.random.Generator) -> dict[str, Any]:
-    found: dict[str, Any] = {
+    tenants: dict[str, Any] = {
         "groups": int(rng.uniform(6, 25) * replicas),
         "users": 20,
         "prefix_tokens": int(rng.uniform(1000, 8000)),
@@ -94,12 +94,12 @@ def _tenants(kind: str, replicas: int, rng: np.random.Generator) -> dict[str, An
         "order": "random",
     }
     if kind == "hot":
-        found["hot_factor"] = float(rng.uniform(4, 20))
+        tenants["hot_factor"] = float(rng.uniform(4, 20))
     elif kind == "drift":
-        found |= {"skew": float(rng.uniform(0.6, 1.3)), "drift_s": float(rng.uniform(20, 90))}
+        tenants |= {"skew": float(rng.uniform(0.6, 1.3)), "drift_s": float(rng.uniform(20, 90))}
     elif kind == "benchmark":
-        found |= {"users": 5, "question_tokens": 1200, "questions": "repeated", "order": "cycle"}
-    return found
+        tenants |= {"users": 5, "question_tokens": 1200, "questions": "repeated", "order": "cycle"}
+    return tenants
 
 
 @lru_cache(maxsize=128)
@@ -140,10 +140,10 @@ def rules_decide(rules: Sequence[Rule], system: PrefixSystem, seed: int) -> Deci
     for rule in rules:
         rule.reset()
 
-    def decide(seen: Observation, mask: NDArray[np.int8]) -> NDArray[np.int64]:
+    def decide(obs: Observation, mask: NDArray[np.int8]) -> NDArray[np.int64]:
         actions = np.zeros(len(rules), np.int64)
         for row, rule in enumerate(rules):
-            chosen = rule.choose(view_of(seen, row, mask[row], system, chances[row]))
+            chosen = rule.choose(view_of(obs, row, mask[row], system, chances[row]))
             actions[row] = 0 if chosen == NOWHERE else chosen
         return actions
 
@@ -167,9 +167,9 @@ def with_rate(setting: Setting, share: float, seed: int) -> Setting:
     """
     low, high = 0.0, np.inf
     rate = BASE_RATE[setting["workload"]] * len(setting["profiles"])
-    wanted = share * best_reference(setting, rate / IDLE, seed)
+    target = share * best_reference(setting, rate / IDLE, seed)
     for _ in range(12):
-        if best_reference(setting, rate, seed) >= wanted:
+        if best_reference(setting, rate, seed) >= target:
             low = rate
         else:
             high = rate

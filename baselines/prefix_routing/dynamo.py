@@ -86,8 +86,8 @@ class DynamoRows:
             observation: Dict observation of the environment, with a leading axis of B.
             mask: int8 (B, A).
         """
-        seen = observation["replicas"].astype(np.float64)
-        prefill, match, blocks, in_flight = (seen[:, :, _AT[name]] for name in _READ)
+        replicas = observation["replicas"].astype(np.float64)
+        prefill, match, blocks, in_flight = (replicas[:, :, _AT[name]] for name in _READ)
         tokens = prefill + observation["request"][:, :1] - self.credit * match
         cost = self.scale * np.maximum(tokens / self.block_size, 0.0) + blocks
         cost += self.weight * in_flight + 1e-9 * self.rng.random(cost.shape)

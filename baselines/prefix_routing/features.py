@@ -50,18 +50,18 @@ _AT = {name: k for k, name in enumerate(REPLICA_FEATURES)}
 _ASKED = {name: k for k, name in enumerate(REQUEST_FEATURES)}
 
 
-def features(seen: Observation, block_size: int) -> tuple[Floats, Floats]:
+def features(obs: Observation, block_size: int) -> tuple[Floats, Floats]:
     """What the index reads: of the replicas (B, N, 23), and the load (B,) of all together.
 
     Args:
-        seen: Dict observation of the environment, with a leading axis of B.
+        obs: Dict observation of the environment, with a leading axis of B.
         block_size: Tokens of a KV block.
     """
-    of, asked = seen["replicas"], seen["request"]
-    prompt = asked[:, _ASKED["prompt_tokens"], None]
-    heat = asked[:, _ASKED["tenant_heat"], None]
-    ttft = np.maximum(asked[:, _ASKED["ttft_slo_s"], None], 1e-3)
-    tpot = np.maximum(asked[:, _ASKED["tpot_slo_s"], None], 1e-4)
+    of, request = obs["replicas"], obs["request"]
+    prompt = request[:, _ASKED["prompt_tokens"], None]
+    heat = request[:, _ASKED["tenant_heat"], None]
+    ttft = np.maximum(request[:, _ASKED["ttft_slo_s"], None], 1e-3)
+    tpot = np.maximum(request[:, _ASKED["tpot_slo_s"], None], 1e-4)
     speed = np.maximum(of[:, :, _AT["prefill_tokens_per_s"]], 1.0) * ttft  # tokens an objective
     memory = np.maximum(of[:, :, _AT["kv_tokens"]], 1.0)
     match, share = of[:, :, _AT["match_tokens"]], of[:, :, _AT["match_share"]]
@@ -111,11 +111,11 @@ def first_weights() -> NDArray[np.float64]:
     return weights
 
 
-def index_values(weights: Floats, seen: Observation, block_size: int) -> Floats:
+def index_values(weights: Floats, obs: Observation, block_size: int) -> Floats:
     """Values (B, N) of the replicas for the next request by an index (B, 46) a row.
 
     A weight of each feature, then one of each feature times the load of all replicas.
     """
-    x, load = features(seen, block_size)
-    own = weights[:, :F] + weights[:, F:] * load[:, None]
-    return np.einsum("bnf,bf->bn", x, own)
+    x, load = features(obs, block_size)
+    index = weights[:, :F] + weights[:, F:] * load[:, None]
+    return np.einsum("bnf,bf->bn", x, index)

@@ -83,9 +83,9 @@ class OnlineTrees:
             raise ImportError(
                 f"llm_d_predicted needs LightGBM; {install_line('gateways')}"
             ) from error
-        known = np.isfinite(target)
-        if not known.any():
-            known, target = np.ones(len(target), np.bool_), np.zeros(len(target))
+        finite = np.isfinite(target)
+        if not finite.any():
+            finite, target = np.ones(len(target), np.bool_), np.zeros(len(target))
         options = {
             "objective": "quantile",
             "alpha": self.quantile,
@@ -96,7 +96,7 @@ class OnlineTrees:
             "seed": 0,
             "verbose": -1,
         }
-        data = lightgbm.Dataset(features[known], target[known])
+        data = lightgbm.Dataset(features[finite], target[finite])
         return lightgbm.train(options, data, num_boost_round=100)
 
 

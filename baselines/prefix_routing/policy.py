@@ -29,16 +29,16 @@ def view_of(
     The first N entries of the mask say which replicas take the request; ``rng`` is the source of
     the rule's chance.
     """
-    seen = observation["replicas"][row].astype(np.float64)
-    asked = observation["request"][row].astype(np.float64)
+    replicas = observation["replicas"][row].astype(np.float64)
+    request = observation["request"][row].astype(np.float64)
 
     def of(name: str) -> NDArray[Any]:
-        return seen[:, _COLUMN[name]]
+        return replicas[:, _COLUMN[name]]
 
     last = np.flatnonzero(of("session_replica"))
     return View(
-        prompt_tokens=int(asked[_OF_REQUEST["prompt_tokens"]]),
-        predicted_output=float(asked[_OF_REQUEST["predicted_tokens"]]),
+        prompt_tokens=int(request[_OF_REQUEST["prompt_tokens"]]),
+        predicted_output=float(request[_OF_REQUEST["predicted_tokens"]]),
         block_size=system.block_size,
         match_tokens=of("match_tokens").astype(np.int64),
         in_flight=of("in_flight").astype(np.int64),
@@ -59,10 +59,10 @@ def view_of(
         rng=rng,
         index_block=system.index_block,
         index_tokens=of("index_tokens").astype(np.int64),
-        scrape_age_s=float(seen[0, _COLUMN["metrics_age_s"]]),
+        scrape_age_s=float(replicas[0, _COLUMN["metrics_age_s"]]),
         tpot_s=of("tpot_s") if of("tpot_s").any() else None,
-        ttft_slo_s=float(asked[_OF_REQUEST["ttft_slo_s"]]),
-        tpot_slo_s=float(asked[_OF_REQUEST["tpot_slo_s"]]),
+        ttft_slo_s=float(request[_OF_REQUEST["ttft_slo_s"]]),
+        tpot_slo_s=float(request[_OF_REQUEST["tpot_slo_s"]]),
     )
 
 

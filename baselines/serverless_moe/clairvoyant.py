@@ -38,14 +38,14 @@ class Clairvoyant(ServerlessPolicy):
 
     def true_load(self, row: int, index: int) -> tuple[Load, Observed]:
         """A request of the row's episode as it is, and what is observed of it (nothing warm)."""
-        asked = self._batch.arrays.requests[row, index]
+        drawn = self._batch.arrays.requests[row, index]
         request = self._batch.request(row, index)
         observed = Observed(
-            self._problem.predicted[int(asked["prompt"])],
+            self._problem.predicted[int(drawn["prompt"])],
             request.n_in,
             request.n_out,
-            float(asked["ttft_limit"]),
-            float(asked["tpot_limit"]),
+            float(drawn["ttft_limit"]),
+            float(drawn["tpot_limit"]),
             0.0,
             None,
         )
@@ -115,10 +115,10 @@ class Lookahead(Clairvoyant):
             cold.append(started[:, 1].ravel().astype(np.float32))
             warm.append(warm_rewards[:, 1].ravel().astype(np.float32))
         shape = started.shape
-        wanted = np.bincount([int(w.argmax()) for w in warm], minlength=warm[0].size)
+        votes = np.bincount([int(w.argmax()) for w in warm], minlength=warm[0].size)
         mean = np.mean(warm, axis=0)
-        # The most wanted ones, and the best on average among equals.
-        some = np.lexsort((-mean, -wanted))[: self.configurations - 1]
+        # Those with the most votes, and the best on average among equals.
+        some = np.lexsort((-mean, -votes))[: self.configurations - 1]
         some = np.unique(np.append(some, int(mean.argmax())))
         cold_some = np.array(cold)[:, some].astype(np.float64)
         warm_some = np.array(warm)[:, some].astype(np.float64)

@@ -112,9 +112,9 @@ def solve_knapsack(
         )
         if result.x is None:
             return None
-        taken = np.flatnonzero(result.x > 0.5)
+        selected = np.flatnonzero(result.x > 0.5)
         chosen = np.full(layers, -1, dtype=np.int64)
-        chosen[layer[taken]] = option[taken]
+        chosen[layer[selected]] = option[selected]
         if all(t[at, chosen].sum() <= b for t, b in zip(times, limits, strict=True)):
             break
     return chosen

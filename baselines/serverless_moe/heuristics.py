@@ -180,8 +180,8 @@ def search_constant(system: ServerlessSystem, rows: int, requests: int, seed: in
     from servegym.envs.serverless_moe.core import ServerlessBatch
     from servegym.envs.serverless_moe.kernel import layout
 
-    own = {"split": "train", "episode_requests": requests, "keep_action": False}
-    arguments = {**system.arguments, **own}
+    options = {"split": "train", "episode_requests": requests, "keep_action": False}
+    arguments = {**system.arguments, **options}
     batch = ServerlessBatch(build_problem(view=layout.DICT, **arguments), rows)
     for row in range(rows):
         batch.draw(row, np.random.default_rng((seed, row)))

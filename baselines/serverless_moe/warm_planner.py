@@ -104,15 +104,15 @@ def train_requests(system: ServerlessSystem, requests: int, seed: int) -> list[O
     batch.draw(0, np.random.default_rng(seed))
     return [
         Observed(
-            frequency=problem.predicted[int(asked["prompt"])],
-            n_in=int(asked["n_in"]),
-            n_out=max(1, round(float(asked["n_out_predicted"]))),
-            ttft_limit_s=float(asked["ttft_limit"]),
-            tpot_limit_s=float(asked["tpot_limit"]),
+            frequency=problem.predicted[int(drawn["prompt"])],
+            n_in=int(drawn["n_in"]),
+            n_out=max(1, round(float(drawn["n_out_predicted"]))),
+            ttft_limit_s=float(drawn["ttft_limit"]),
+            tpot_limit_s=float(drawn["tpot_limit"]),
             last_trem_s=0.0,
             warm=None,
         )
-        for asked in batch.arrays.requests[0]
+        for drawn in batch.arrays.requests[0]
     ]
 
 

@@ -19,8 +19,8 @@ SPLITS = {"train": "val", "val": "train", "eval": "train"}
 ACTION_MODES = ("layer_budget", "layer_height", "expert_score", "placement")
 
 
-def _tokens(name: str, given: Any) -> int | tuple[int, int]:
-    return one_or_pair(name, given, partial(whole, low=1, high=1 << 20))
+def _tokens(name: str, value: Any) -> int | tuple[int, int]:
+    return one_or_pair(name, value, partial(whole, low=1, high=1 << 20))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -251,17 +251,17 @@ class Cluster:
         return z.astype(np.uint8)
 
 
-def _per(argument: str, given: Any, shape: tuple[int, ...], low: float, open_low: bool):
-    """``given``, a number or an array, as finite float64 of ``shape``."""
+def _per(argument: str, value: Any, shape: tuple[int, ...], low: float, open_low: bool):
+    """``value``, a number or an array, as finite float64 of ``shape``."""
     try:
-        array = np.array(given)
+        array = np.array(value)
         if array.dtype.kind not in "iuf":
             raise ValueError
         array = array.astype(np.float64)
     except ValueError:  # text, nested lists of several lengths
         array = np.array(np.nan)
     if array.shape == ():
-        array = np.full(shape, real(argument, given, low, open_low=open_low))
+        array = np.full(shape, real(argument, value, low, open_low=open_low))
     if array.shape != shape:
         raise ValueError(f"{argument} has shape {array.shape}; give one number or shape {shape}.")
     bad = ~np.isfinite(array) | (array < low) | (open_low & (array == low))
@@ -281,11 +281,11 @@ def _model_times(model: str, sizes: ModelTimes | None) -> ModelTimes:
     return sizes if sizes is not None else MODELS[choose("model", model, MODELS)]
 
 
-def _gpu_counts(name: str, given: Any) -> tuple[int, ...]:
+def _gpu_counts(name: str, value: Any) -> tuple[int, ...]:
     """GPUs of each server."""
-    if not isinstance(given, (list, tuple)) or not given:
-        raise ValueError(f"{name}={given!r} must list the GPUs of each server, as (1, 1, 2).")
-    return tuple(whole(f"{name}[{n}]", g, 1, 64) for n, g in enumerate(given))
+    if not isinstance(value, (list, tuple)) or not value:
+        raise ValueError(f"{name}={value!r} must list the GPUs of each server, as (1, 1, 2).")
+    return tuple(whole(f"{name}[{n}]", g, 1, 64) for n, g in enumerate(value))
 
 
 def _slots_in_memory(times: ModelTimes, model: str, memory: np.ndarray) -> np.ndarray:
@@ -407,13 +407,13 @@ def cluster_of(model: str, arguments: ClusterArguments) -> Cluster:
 
     host_slots = np.full(servers, times.layers * times.experts)
     if arguments.host_bytes is not None:
-        held = arguments.host_bytes // times.expert_bytes
-        if held < 1:
+        experts = arguments.host_bytes // times.expert_bytes
+        if experts < 1:
             raise ValueError(
                 f"host_bytes={arguments.host_bytes!r} must hold an expert of {model!r}, "
                 f"{times.expert_bytes} bytes."
             )
-        host_slots = np.minimum(host_slots, held).astype(np.int64)
+        host_slots = np.minimum(host_slots, experts).astype(np.int64)
     nic = _per("nic_bps", arguments.nic_bps, (servers,), 0.0, True)
     bandwidth = _pair_bandwidth(arguments.bandwidth_bps, nic)
     delay = _per("latency_s", arguments.latency_s, (servers, servers), 0.0, False)

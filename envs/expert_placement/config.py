@@ -100,30 +100,30 @@ class Problem:
 @lru_cache(maxsize=8)
 def _load(model: str, skew: str, seed: int) -> tuple[Activations, Prompts]:
     if model == "toy":
-        found = make_toy_activations(prompts=60, seed=seed)
+        activations = make_toy_activations(prompts=60, seed=seed)
     else:
-        found = load_activations(model, skew=skew, seed=seed)
-    arrays = found.tokens, found.counts, found.bank, found.bank_start
-    return found, make_prompts(*arrays, found.model.top_k)
+        activations = load_activations(model, skew=skew, seed=seed)
+    arrays = activations.tokens, activations.counts, activations.bank, activations.bank_start
+    return activations, make_prompts(*arrays, activations.model.top_k)
 
 
-def _tasks(given: Any, activations: Activations) -> tuple[str, ...]:
+def _tasks(value: Any, activations: Activations) -> tuple[str, ...]:
     """Names of the tasks that requests have, in the order of the servers."""
-    if given is None:
+    if value is None:
         return activations.tasks
-    if not isinstance(given, (list, tuple)) or not given:
-        raise ValueError(f"tasks={given!r} must list at least one of {list(activations.tasks)}.")
-    return tuple(choose(f"tasks[{i}]", name, activations.tasks) for i, name in enumerate(given))
+    if not isinstance(value, (list, tuple)) or not value:
+        raise ValueError(f"tasks={value!r} must list at least one of {list(activations.tasks)}.")
+    return tuple(choose(f"tasks[{i}]", name, activations.tasks) for i, name in enumerate(value))
 
 
 def _rows(activations: Activations, split: str, tasks: tuple[str, ...]) -> tuple[np.ndarray, ...]:
     rows = np.asarray(activations.rows(split))
     numbers = [activations.tasks.index(name) for name in tasks]
-    found = tuple(rows[activations.task[rows] == t] for t in numbers)
-    for name, of_task in zip(tasks, found, strict=True):
+    prompts = tuple(rows[activations.task[rows] == t] for t in numbers)
+    for name, of_task in zip(tasks, prompts, strict=True):
         if not len(of_task):
             raise ValueError(f"split {split!r} of {activations.name!r} has no prompt of {name!r}.")
-    return found
+    return prompts
 
 
 def _forecast(
@@ -140,23 +140,23 @@ def _forecast(
 def _cluster(arguments: PlacementArguments) -> Cluster:
     """The cluster of the scenario, with ``cluster_kwargs`` in place of some of its arguments."""
     of_scenario = scenario(arguments.scenario)
-    given = {name: x for name, x in of_scenario.items() if name not in LOAD_DEFAULTS}
-    given |= arguments.cluster_kwargs or {}
-    if arguments.model == "toy" and given.get("sizes") is None:
-        given["sizes"] = _TOY
+    settings = {name: x for name, x in of_scenario.items() if name not in LOAD_DEFAULTS}
+    settings |= arguments.cluster_kwargs or {}
+    if arguments.model == "toy" and settings.get("sizes") is None:
+        settings["sizes"] = _TOY
     try:
-        chosen = ClusterArguments.fill(given)
+        chosen = ClusterArguments.fill(settings)
     except TypeError as error:
         raise ValueError(f"cluster_kwargs={arguments.cluster_kwargs!r}: {error}") from None
     return cluster_of(arguments.model, chosen)
 
 
-def _interarrival_s(given: Any, servers: int) -> list[float]:
+def _interarrival_s(value: Any, servers: int) -> list[float]:
     """Mean seconds between the requests of each server."""
-    gaps = list(given) if isinstance(given, (list, tuple, np.ndarray)) else [given] * servers
+    gaps = list(value) if isinstance(value, (list, tuple, np.ndarray)) else [value] * servers
     if len(gaps) != servers:
         raise ValueError(
-            f"mean_interarrival_s={given!r} must be one number or one for each of "
+            f"mean_interarrival_s={value!r} must be one number or one for each of "
             f"the {servers} servers."
         )
     return [real(f"mean_interarrival_s[{n}]", g, 0.0, open_low=True) for n, g in enumerate(gaps)]

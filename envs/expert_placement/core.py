@@ -256,9 +256,9 @@ class PlacementEpisode:
         problem = self.problem
         if problem.reward == "latency":
             return -area / problem.expected_arrivals
-        own = problem.epoch_s / problem.interarrival_s  # expected arrivals of each server
-        log_latency = np.log(np.maximum(area / own, LEAST_LATENCY_S))
-        return -log_latency * own / problem.expected_arrivals
+        arrivals = problem.epoch_s / problem.interarrival_s  # expected arrivals of each server
+        log_latency = np.log(np.maximum(area / arrivals, LEAST_LATENCY_S))
+        return -log_latency * arrivals / problem.expected_arrivals
 
     # ---------------------------------------------------------------------------- looking at it
 

@@ -93,7 +93,7 @@ def best_experts(score: np.ndarray, size: np.ndarray) -> np.ndarray:
 def assign_gpus(
     slots: np.ndarray,
     gpu_server: np.ndarray,
-    held: np.ndarray,
+    view: np.ndarray,
     weight: np.ndarray,
     current: np.ndarray,
 ) -> np.ndarray:
@@ -105,14 +105,14 @@ def assign_gpus(
     ``gpu_server`` are ``(G,)``; a GPU has as many slots as its server has experts, or more.
     """
     z = np.zeros(current.shape, dtype=np.uint8)
-    for n in range(len(held)):
+    for n in range(len(view)):
         gpus = np.flatnonzero(gpu_server == n)
         if len(gpus) == 1:
-            z[gpus[0]] = held[n]
+            z[gpus[0]] = view[n]
             continue
-        open_ = held[n].copy()
+        open_ = view[n].copy()
         free = slots[gpus].copy()
-        load = np.zeros((len(gpus), held.shape[1]))
+        load = np.zeros((len(gpus), view.shape[1]))
         for i, g in enumerate(gpus):
             stay = open_ & (current[g] > 0)
             z[g] = stay
@@ -149,10 +149,10 @@ def decode_budget(
     """
     size = layer_sizes(share, cluster.cap, cluster.experts)
     score = counts + 0.5 * cluster.server_view(current)
-    held = np.zeros(score.shape, dtype=bool)
+    view = np.zeros(score.shape, dtype=bool)
     for layer in range(cluster.layers):
-        held[:, layer] = best_experts(score[:, layer], size[:, layer])
-    return assign_gpus(cluster.slots, cluster.gpu_server, held, counts.sum(axis=0), current)
+        view[:, layer] = best_experts(score[:, layer], size[:, layer])
+    return assign_gpus(cluster.slots, cluster.gpu_server, view, counts.sum(axis=0), current)
 
 
 def decode_scores(
@@ -160,8 +160,8 @@ def decode_scores(
 ) -> np.ndarray:
     """A placement from a score of each expert at each server, ``(N, L, E)``."""
     flat = np.asarray(score, dtype=np.float64).reshape(cluster.num_servers, -1)
-    held = best_experts(flat, np.minimum(cluster.cap, flat.shape[1])).reshape(score.shape)
-    return assign_gpus(cluster.slots, cluster.gpu_server, held, counts.sum(axis=0), current)
+    view = best_experts(flat, np.minimum(cluster.cap, flat.shape[1])).reshape(score.shape)
+    return assign_gpus(cluster.slots, cluster.gpu_server, view, counts.sum(axis=0), current)
 
 
 def decode_heights(
@@ -182,15 +182,15 @@ def decode_heights(
     return decode_scores(cluster, score, counts, current)
 
 
-def repair_placement(cluster: Cluster, wanted: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """The placement ``wanted`` ``(G, L, E)``, unchanged if it is feasible.
+def repair_placement(cluster: Cluster, placement: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """The ``placement`` ``(G, L, E)``, unchanged if it is feasible.
 
     A GPU beyond its slots gives up experts that another GPU has too, the least used first, then
     the least used of the others. An expert on no GPU goes to the GPU with most free slots, and
     when none has any in place of the least used second copy.
     """
     use = counts.sum(axis=0).reshape(-1)
-    z = (np.asarray(wanted).reshape(cluster.num_gpus, -1) > 0).astype(np.uint8)
+    z = (np.asarray(placement).reshape(cluster.num_gpus, -1) > 0).astype(np.uint8)
     copies = z.sum(axis=0, dtype=np.int64)
     for g in range(cluster.num_gpus):
         here = np.flatnonzero(z[g])

@@ -141,10 +141,10 @@ class ExpertPlacementParallelEnv(BatchParallelEnv):
         migrate = np.array([part[0] for part in parts])
         placement = None
         if migrate.any():
-            wanted = self.system.decode(np.stack([part[1] for part in parts]))
+            target = self.system.decode(np.stack([part[1] for part in parts]))
             keeps = ~migrate[self.problem.cluster.gpu_server]
-            wanted[keeps] = self.system.simulator.target()[keeps]
-            placement = repair_placement(self.problem.cluster, wanted, self.system.counts())
+            target[keeps] = self.system.simulator.target()[keeps]
+            placement = repair_placement(self.problem.cluster, target, self.system.counts())
         area, adopted, ended = self.system.advance(placement)
         self.batch.begin(self._which)
         rewards = self.system.rewards(area)
@@ -165,24 +165,24 @@ class ExpertPlacementParallelEnv(BatchParallelEnv):
         )
 
     def _observations(self) -> dict[str, Any]:
-        seen, cluster = self._seen(), self.problem.cluster
-        held = cluster.server_view(seen["placement"]).astype(np.int8)
+        obs, cluster = self._views(), self.problem.cluster
+        view = cluster.server_view(obs["placement"]).astype(np.int8)
         cap = np.maximum(cluster.cap, 1)
-        found = {}
+        observations = {}
         for n, agent in enumerate(self.agents):
-            mine = cluster.gpu_server == n
-            used = float((seen["memory"][mine] * cluster.slots[mine]).sum()) / cap[n]
+            gpus = cluster.gpu_server == n
+            used = float((obs["memory"][gpus] * cluster.slots[gpus]).sum()) / cap[n]
             order = [n, *(m for m in range(cluster.num_servers) if m != n)]
-            numbers = {name: seen[name][n] for name in _OF_SERVER}
-            numbers |= {name: seen[name][mine].max() for name in _OF_GPUS}
-            numbers |= {name: seen[name][0] for name in _OF_ALL}
+            numbers = {name: obs[name][n] for name in _OF_SERVER}
+            numbers |= {name: obs[name][gpus].max() for name in _OF_GPUS}
+            numbers |= {name: obs[name][0] for name in _OF_ALL}
             parts = {name: np.array([value], np.float32) for name, value in numbers.items()}
             parts["memory"] = np.array([min(used, 2.0)], np.float32)
-            parts["held"] = held[order]
+            parts["held"] = view[order]
             for name in ("counts", "seconds_per_token"):
-                parts[name] = seen[name][n].copy()
-            found[agent] = dict(sorted(parts.items()))  # in the order of the space
-        return found
+                parts[name] = obs[name][n].copy()
+            observations[agent] = dict(sorted(parts.items()))  # in the order of the space
+        return observations
 
 
 def parallel_env(**kwargs: Any) -> ExpertPlacementParallelEnv:

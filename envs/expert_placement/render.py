@@ -56,7 +56,7 @@ def _blocks(values: np.ndarray) -> str:
 
 def _text(system: PlacementEpisode) -> str:
     cluster, sim = system.problem.cluster, system.simulator
-    held = cluster.server_view(sim.placement())
+    view = cluster.server_view(sim.placement())
     used = np.bincount(cluster.gpu_server, sim.state.gpu["used"], cluster.num_servers)
     past = system.local_ratio[: system.epoch]
     lines = [
@@ -67,7 +67,7 @@ def _text(system: PlacementEpisode) -> str:
     for n in range(cluster.num_servers):
         lines.append(
             f"{n:6d}  {cluster.gpus[n]:4d}  {int(used[n]):4d}/{int(cluster.cap[n]):<5d}  "
-            f"{int(sim.state.server['in_system'][n]):9d}  {_blocks(held[n].mean(axis=1))}  "
+            f"{int(sim.state.server['in_system'][n]):9d}  {_blocks(view[n].mean(axis=1))}  "
             f"{_blocks(past[:, n])}"
         )
     return "\n".join(lines) + "\n"
@@ -80,15 +80,15 @@ def _blend(ends: np.ndarray, share: np.ndarray) -> np.ndarray:
     return ends[0] + share[..., None] * (ends[1] - ends[0])
 
 
-def expert_colours(held: np.ndarray, coming: np.ndarray, counts: np.ndarray) -> np.ndarray:
+def expert_colours(resident: np.ndarray, coming: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """Colours ``(L, E, 3)`` in [0, 1] of a server's map.
 
     Green is held, red is missing, both deeper the more the server's requests use the expert by
     ``counts``; yellow is being loaded.
     """
     share = np.sqrt(counts / max(float(counts.max()), 1.0))
-    colours = np.where(held[..., None], _blend(_HELD, share), _blend(_MISSING, share))
-    colours[coming & ~held] = _LOADING
+    colours = np.where(resident[..., None], _blend(_HELD, share), _blend(_MISSING, share))
+    colours[coming & ~resident] = _LOADING
     return colours
 
 
@@ -109,13 +109,13 @@ def _pixels(system: PlacementEpisode) -> np.ndarray:
 
 def _maps(figure, system: PlacementEpisode) -> None:
     cluster, sim = system.problem.cluster, system.simulator
-    held, aims = cluster.server_view(sim.placement()), cluster.server_view(sim.target())
+    view, aims = cluster.server_view(sim.placement()), cluster.server_view(sim.target())
     counts = system.counts()
     servers = cluster.num_servers
     used = np.bincount(cluster.gpu_server, sim.state.gpu["used"], servers)
     width = 0.95 / servers
     for n in range(servers):
-        colours = expert_colours(held[n], aims[n] & ~held[n], counts[n])
+        colours = expert_colours(view[n], aims[n] & ~view[n], counts[n])
         axis = panel(
             figure,
             (0.045 + n * width, 0.395, width - 0.035, 0.47),

@@ -251,10 +251,10 @@ class Simulator:
         **options: Any,
     ) -> None:
         sizes = cluster.layers, cluster.experts, cluster.top_k
-        found = (*prompts.counts.shape[1:], prompts.chosen.shape[2])
-        if found != sizes:
+        shape = (*prompts.counts.shape[1:], prompts.chosen.shape[2])
+        if shape != sizes:
             raise ValueError(
-                f"prompts of (layers, experts, top_k)={found} do not fit the model's {sizes}."
+                f"prompts of (layers, experts, top_k)={shape} do not fit the model's {sizes}."
             )
         if cluster.num_gpus > np.iinfo(np.int16).max:
             raise ValueError(f"{cluster.num_gpus} GPUs: the simulator numbers up to 32767.")
@@ -344,8 +344,8 @@ class Simulator:
                 (n if self.plant.cfg["host_limited"][0] else 0, total), tables.HOST_EXPERT
             ),
         )
-        for held, number in zip(state.host, cluster.host_slots, strict=False):
-            held["ready"] = np.where(np.arange(total) < number, 0.0, -1.0)
+        for memory, number in zip(state.host, cluster.host_slots, strict=False):
+            memory["ready"] = np.where(np.arange(total) < number, 0.0, -1.0)
         state.meta["free"] = places
         state.meta["fewest_copies"] = gpus
         state.request["first"] = state.request["finish"] = np.nan
@@ -390,8 +390,8 @@ class Simulator:
         new = self._new_state(len(old.request))
         free = int(old.meta["free"][0])
         for name in tables.State._fields:
-            mine, theirs = getattr(new, name), getattr(old, name)
-            mine[tuple(slice(0, s) for s in theirs.shape)] = theirs
+            larger, array = getattr(new, name), getattr(old, name)
+            larger[tuple(slice(0, s) for s in array.shape)] = array
         new.free[:count] = np.arange(2 * count - 1, count - 1, -1)
         new.free[count : count + free] = old.free[:free]
         new.meta["free"] = count + free

@@ -38,9 +38,9 @@ class ExpertPlacementVectorEnv(BatchVectorEnv):
                 "'plan', arrays with a row for each system."
             )
         parts = {}
-        for name, given in actions.items():
+        for name, value in actions.items():
             try:
-                parts[name] = np.asarray(given)
+                parts[name] = np.asarray(value)
             except ValueError:  # rows of unlike shapes
                 raise ValueError(f"actions[{name!r}] must be an array, got rows unlike.") from None
             if parts[name].shape[:1] != (self.num_envs,):
@@ -48,14 +48,14 @@ class ExpertPlacementVectorEnv(BatchVectorEnv):
                     f"actions[{name!r}] has shape {parts[name].shape}; it must have "
                     f"{self.num_envs} rows, one for each system."
                 )
-        found = []
+        checked = []
         for row in range(self.num_envs):
             action = {name: part[row] for name, part in parts.items()}
             try:
-                found.append(check_action(action, self.single_action_space))
+                checked.append(check_action(action, self.single_action_space))
             except ValueError as error:
                 raise ValueError(f"system {row}: {error}") from None
-        return found
+        return checked
 
     def _info(self, stepped: np.ndarray, *args: Any, **kwargs: Any) -> dict[str, Any]:
         info = super()._info(stepped, *args, **kwargs)

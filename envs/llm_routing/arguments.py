@@ -34,12 +34,12 @@ IN_FILE = ("catalog", "catalog_kwargs", "arrivals", "arrivals_kwargs", "rate")
 """Arguments that a file of requests takes the place of."""
 
 
-def _file(name: str, given: Any) -> str:
-    if not isinstance(given, (str, os.PathLike)):
-        raise ValueError(f"{name}={given!r} must be the path of a CSV file.")
-    if not os.path.isfile(given):
-        raise ValueError(f"{name}={given!r} is not there; give a CSV file's path.")
-    return os.fspath(given)
+def _file(name: str, path: Any) -> str:
+    if not isinstance(path, (str, os.PathLike)):
+        raise ValueError(f"{name}={path!r} must be the path of a CSV file.")
+    if not os.path.isfile(path):
+        raise ValueError(f"{name}={path!r} is not there; give a CSV file's path.")
+    return os.fspath(path)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,15 +98,15 @@ class RoutingArguments(Arguments):
     estimator: str = arg.choice("true", ESTIMATORS, "of Eq. 15: lengths are known, or predicted")
 
     @classmethod
-    def named(cls, given: Mapping[str, Any]) -> Mapping[str, Any]:
+    def named(cls, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         """A fleet's or deployment's arguments below those given; what a file or a fleet says alone.
 
         Raises:
             ValueError: an argument is given twice, by itself and by a file of requests or a fleet.
         """
-        fleet, file = given.get("fleet"), given.get("requests_file")
+        fleet, file = arguments.get("fleet"), arguments.get("requests_file")
         drawn = isinstance(fleet, Mapping) or (isinstance(fleet, str) and fleet == "random")
-        for name, value in given.items():
+        for name, value in arguments.items():
             if file is not None and name in IN_FILE and value is not None:
                 raise ValueError(
                     f"{name}={value!r} is part of what requests_file={file!r} says; leave one of "
@@ -119,10 +119,10 @@ class RoutingArguments(Arguments):
                 )
         if drawn and file is not None:
             raise ValueError(f"requests_file={file!r} needs a fleet that stays the same.")
-        if not drawn and given.get("fleet_kwargs") is not None:
-            raise ValueError(f"fleet_kwargs={given['fleet_kwargs']!r} needs fleet='random'.")
+        if not drawn and arguments.get("fleet_kwargs") is not None:
+            raise ValueError(f"fleet_kwargs={arguments['fleet_kwargs']!r} needs fleet='random'.")
         if drawn or fleet is None:
-            return given
+            return arguments
         named = {**{name: {"profiles": name} for name in list_fleets()}, **DEPLOYMENTS}
         chosen = named[choose("fleet", fleet, ("random", *named))]
-        return {**chosen, **given, "fleet": None}
+        return {**chosen, **arguments, "fleet": None}

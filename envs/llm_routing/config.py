@@ -268,11 +268,11 @@ def problem_of(arguments: RoutingArguments) -> Problem:
         ValueError: arguments do not go together; it names them.
     """
     arguments, file = _requests(arguments)
-    taken = ("fleet", "fleet_kwargs", *(() if file is None else IN_FILE))
+    without = ("fleet", "fleet_kwargs", *(() if file is None else IN_FILE))
     if arguments.fleet is not None:
         sizes = {"running_capacity": MAX_RUNNING, "waiting_capacity": MAX_WAITING}
         engine = {"scheduler": "chunked_prefill", "memory_policy": "paged"}
-        arguments, taken = replace(arguments, **sizes, **engine), DRAWN
+        arguments, without = replace(arguments, **sizes, **engine), DRAWN
     cfg = _config(arguments)
     c, split = cfg[0], arguments.split
     if file is None:
@@ -298,7 +298,7 @@ def problem_of(arguments: RoutingArguments) -> Problem:
         arrivals=arrivals,
         rate=rate,
         latency_requirement_s=ends(arguments.latency_requirement_s),
-        arguments=arguments.values(without=taken),
+        arguments=arguments.values(without=without),
         in_order=file is not None,
         **fleet,
     )
@@ -315,14 +315,14 @@ def setting_problem(setting: Mapping[str, Any], *, view: int, **arguments: Any) 
     A small fleet is played several times faster without the padding; the dynamics are the same. The
     other arguments are those of `build_problem`.
     """
-    own = ("profiles", "models", "kv_capacity_tokens", "predictor")
+    apart = ("profiles", "models", "kv_capacity_tokens", "predictor")
     fixed = build_problem(
         view=view,
         profiles=setting["profiles"],
         models=setting["models"],
         score_predictor=setting["predictor"],
         length_predictor=setting["predictor"],
-        **{name: setting[name] for name in SETTING if name not in own},
+        **{name: setting[name] for name in SETTING if name not in apart},
         **arguments,
     )
     tokens = setting["kv_capacity_tokens"]

@@ -143,15 +143,15 @@ def summary_bounds(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
     """Lower and upper bounds of the columns `layout.SUMMARY_FEATURES`, float32 (F,) each."""
     cap_r, cap_w = problem.running_capacity, problem.waiting_capacity
     longest, prompt = float(problem.max_output_tokens), float(problem.table[..., 0].max())
-    held = prompt + longest
+    tokens = prompt + longest
     second = layout.MAX_LATENCY_S_PER_TOKEN
     capacity = max(p.kv_capacity_tokens for p in problem.profiles)
     if problem.fleets is not None:
         capacity = problem.fleets.largest_features()[3]
     request = [1.0, layout.MAX_PROMPT_TOKENS, 1.0, longest, MAX_LATENCY_REQUIREMENT_S]
     expert = [1.0, cap_r, cap_r + cap_w, cap_r, cap_w, capacity, *[second] * 5]
-    running = [longest, held, held, longest, 1.0, 1.0, 1.0, longest / cap_r, *[1.0] * 5]
-    waiting = [held, longest, 1.0, 1.0]
+    running = [longest, tokens, tokens, longest, 1.0, 1.0, 1.0, longest / cap_r, *[1.0] * 5]
+    waiting = [tokens, longest, 1.0, 1.0]
     bounds = [
         *request,
         *expert,
@@ -305,9 +305,9 @@ class RoutingBatch(Batch):
         put_fleet(source, setting, self.config[row], self.expert[row], shared)
         if isinstance(self.observation, dict):
             count = len(setting["profiles"])
-            seen = self.observation["fleet"][row]
-            seen[count:] = 0.0
-            seen[:count] = source.features(setting)
+            fleet = self.observation["fleet"][row]
+            fleet[count:] = 0.0
+            fleet[:count] = source.features(setting)
 
     def reset_info(self, row: int) -> dict[str, Any]:
         """What `reset` tells of a row besides the mask: the fleet that was drawn, as JSON."""
@@ -384,9 +384,9 @@ class RoutingBatch(Batch):
     def restore(self, row: int, state: RoutingState) -> None:
         """Put a copied system back in a row and write its observation."""
         for name in _OF_A_ROW:
-            mine, theirs = getattr(self, name)[row], getattr(state, name)
-            same = mine.shape == theirs.shape and mine.dtype == theirs.dtype
-            self.check_state(name, mine, theirs, same)
+            current, copied = getattr(self, name)[row], getattr(state, name)
+            same = current.shape == copied.shape and current.dtype == copied.dtype
+            self.check_state(name, current, copied, same)
         if len(self.delayed) != len(state.delayed):
             raise ValueError(
                 "state.delayed: restore a state into an environment made with the same staleness_s."
@@ -395,8 +395,8 @@ class RoutingBatch(Batch):
             self._put_fleet(row, state.fleet)
         for name in _OF_A_ROW:
             getattr(self, name)[row] = getattr(state, name)
-        for mine, theirs in zip(self.delayed, state.delayed, strict=True):
-            mine[row] = theirs[0]
+        for current, copied in zip(self.delayed, state.delayed, strict=True):
+            current[row] = copied[0]
         self.env[row] = state.env[0]
         which = np.zeros(self.num_rows, dtype=np.int8)
         which[row] = 1
@@ -483,8 +483,8 @@ class RoutingBatch(Batch):
                 self._put_fleet(row, setting)
         for name in _STATE_ARRAYS:
             getattr(self, name)[...] = state[name]
-        for mine, theirs in zip(self.delayed, state["delayed"], strict=True):
-            mine[...] = theirs
+        for current, saved in zip(self.delayed, state["delayed"], strict=True):
+            current[...] = saved
 
 
 _OF_A_ROW = ("arrivals", "rows", "expert", "slot", "queue", "log")
@@ -506,11 +506,11 @@ def held(expert: np.void, queue: np.ndarray) -> tuple[list[int], list[int]]:
     links = queue[int(expert["first_link"] - expert["first_place"]) :]
     queues: list[list[int]] = []
     for first, count in (("oldest", "running"), ("head", "waiting")):
-        found, i = [], int(expert[first])
+        slots, i = [], int(expert[first])
         for _ in range(int(expert[count])):
-            found.append(i)
+            slots.append(i)
             i = int(links[2 * i])
-        queues.append(found)
+        queues.append(slots)
     return queues[0], queues[1]
 
 

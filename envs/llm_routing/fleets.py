@@ -136,8 +136,8 @@ class FleetSource:
 
         The keywords, of `RANGES` and `CHOICES`, ``cards`` and ``models``, say what to draw from.
         """
-        known = served_models()
-        models = tuple(m for m in catalog.models if m in known) or tuple(catalog.models)
+        served = served_models()
+        models = tuple(m for m in catalog.models if m in served) or tuple(catalog.models)
         names = tuple(name for name in list_profiles() if not name.startswith("paper-linear"))
         learned = catalog.name == "alpaca_eval_7b"
         self.predictors = PREDICTORS if learned else ("confusion", "mean")
@@ -159,8 +159,8 @@ class FleetSource:
         self._room = np.array(
             [
                 [
-                    profile.with_model(known[m], m).kv_capacity_tokens
-                    if m in known
+                    profile.with_model(served[m], m).kv_capacity_tokens
+                    if m in served
                     else profile.kv_capacity_tokens
                     for m in models
                 ]
@@ -194,7 +194,7 @@ class FleetSource:
         self._latency = decode[:, None, :] + waits
         self._throughput = batch / (length[:, None] * self._latency)
         self._k1 = np.array([p.estimator.k1 for p in self.profiles])
-        self._held = {"paged": context, "reserve": prompt + max_output_tokens}
+        self._need = {"paged": context, "reserve": prompt + max_output_tokens}
 
     # ------------------------------------------------------------------------------------ drawing
 
@@ -209,8 +209,8 @@ class FleetSource:
             self._capacity(name, random) for name in ("running_capacity", "waiting_capacity")
         )
         policy = self._one("memory_policy", random)
-        wanted = int(_log_uniform(self._ranges["memory"], random) * running * self._held["paged"])
-        tokens = np.clip(wanted, self._least, self._room[card, model])
+        target = int(_log_uniform(self._ranges["memory"], random) * running * self._need["paged"])
+        tokens = np.clip(target, self._least, self._room[card, model])
         alone = float(np.median(self._latency[card, model, 0]))
         limit = alone * _log_uniform(self._ranges["latency"], random)
         limit = min(limit, MAX_LATENCY_REQUIREMENT_S)
@@ -252,7 +252,7 @@ class FleetSource:
         ``tokens`` are (N,) indexes and KV tokens.
         """
         latency, rate = self._latency[card, model], self._throughput[card, model]
-        room = np.minimum(running, np.maximum(tokens / self._held[memory_policy], 1.0))
+        room = np.minimum(running, np.maximum(tokens / self._need[memory_policy], 1.0))
         batch = np.arange(1, MAX_RUNNING + 1)
         allowed = (batch <= room[:, None]) & (latency <= limit)
         total = float(np.where(allowed, rate, 0.0).max(axis=1).sum())
@@ -274,8 +274,8 @@ class FleetSource:
         self, choices: np.ndarray, number: str, count: int, random: np.random.Generator
     ) -> np.ndarray:
         """(count,) of the choices, as many different ones as the ``number`` drawn at most."""
-        kept = random.permutation(choices)[: self._number(number, random)]
-        return kept[random.integers(len(kept), size=count)]
+        subset = random.permutation(choices)[: self._number(number, random)]
+        return subset[random.integers(len(subset), size=count)]
 
     # ------------------------------------------------------------------------------------- reading
 
@@ -287,15 +287,15 @@ class FleetSource:
     def features(self, setting: Mapping[str, Any]) -> np.ndarray:
         """(N, F) of `FLEET_FEATURES`."""
         card, running = self.laws(setting), setting["running_capacity"]
-        found = np.ones((len(card), len(FLEET_FEATURES)))
-        found[:, 1], found[:, 2] = card, self.columns(setting)
-        found[:, 3] = setting["kv_capacity_tokens"]
-        found[:, 4], found[:, 5] = running, setting["waiting_capacity"]
-        found[:, 6] = setting["scheduler"] == "chunked_prefill"
-        found[:, 7] = setting["memory_policy"] == "paged"
-        found[:, 8], found[:, 9] = self._decode[card, 0], self._decode[card, running - 1]
-        found[:, 10] = self._k1[card]
-        return found
+        rows = np.ones((len(card), len(FLEET_FEATURES)))
+        rows[:, 1], rows[:, 2] = card, self.columns(setting)
+        rows[:, 3] = setting["kv_capacity_tokens"]
+        rows[:, 4], rows[:, 5] = running, setting["waiting_capacity"]
+        rows[:, 6] = setting["scheduler"] == "chunked_prefill"
+        rows[:, 7] = setting["memory_policy"] == "paged"
+        rows[:, 8], rows[:, 9] = self._decode[card, 0], self._decode[card, running - 1]
+        rows[:, 10] = self._k1[card]
+        return rows
 
     def largest_features(self) -> np.ndarray:
         """(F,) upper bounds of `features`."""
@@ -327,70 +327,70 @@ class FleetSource:
         names = [profile.name for profile in self.profiles]
         room = int(self._room[names.index(card), self.models.index(model)])
         if room < self._least or (tokens is not None and not self._least <= tokens <= room):
-            given = "" if tokens is None else f"{tokens} KV tokens at "
+            label = "" if tokens is None else f"{tokens} KV tokens at "
             raise ValueError(
-                f"{what}: {given}{card!r} with the weights of {model!r}: it has room for {room} KV "
+                f"{what}: {label}{card!r} with the weights of {model!r}: it has room for {room} KV "
                 f"tokens, and the longest request of the catalog needs {self._least}; take other "
                 "cards or models, or fewer max_output_tokens."
             )
 
-    def _checked(self, given: dict[str, Any]) -> dict[str, Any]:
+    def _checked(self, fleet: dict[str, Any]) -> dict[str, Any]:
         """A setting with every value checked."""
         for name in SETTING:
-            if name not in given:
-                raise ValueError(f"fleet={given!r} lacks {name!r}; a setting has {SETTING}.")
+            if name not in fleet:
+                raise ValueError(f"fleet={fleet!r} lacks {name!r}; a setting has {SETTING}.")
         names = tuple(profile.name for profile in self.profiles)
         lists = ("profiles", "models", "kv_capacity_tokens")
         sizes = set()
         for name in lists:
-            if not isinstance(given[name], (list, tuple)):
-                raise ValueError(f"fleet[{name!r}]={given[name]!r} must be a list, one an expert.")
-            sizes.add(len(given[name]))
+            if not isinstance(fleet[name], (list, tuple)):
+                raise ValueError(f"fleet[{name!r}]={fleet[name]!r} must be a list, one an expert.")
+            sizes.add(len(fleet[name]))
         if len(sizes) > 1 or not 1 <= min(sizes) <= MAX_EXPERTS:
             raise ValueError(
-                f"fleet: {lists} have {[len(given[name]) for name in lists]} experts; it must be "
+                f"fleet: {lists} have {[len(fleet[name]) for name in lists]} experts; it must be "
                 f"one number, from 1 to {MAX_EXPERTS}."
             )
-        for card, model, tokens in zip(*(given[name] for name in lists), strict=True):
+        for card, model, tokens in zip(*(fleet[name] for name in lists), strict=True):
             choose("fleet['profiles']", card, names)
             choose("fleet['models']", model, self.models)
             whole("fleet['kv_capacity_tokens']", tokens, 1)
             self._check_room("fleet['kv_capacity_tokens']", card, model, tokens)
-        running = whole("fleet['running_capacity']", given["running_capacity"], 1, MAX_RUNNING)
-        whole("fleet['waiting_capacity']", given["waiting_capacity"], 1, MAX_WAITING)
-        whole("fleet['prefill_token_budget']", given["prefill_token_budget"], running)
+        running = whole("fleet['running_capacity']", fleet["running_capacity"], 1, MAX_RUNNING)
+        whole("fleet['waiting_capacity']", fleet["waiting_capacity"], 1, MAX_WAITING)
+        whole("fleet['prefill_token_budget']", fleet["prefill_token_budget"], running)
         for name in ("scheduler", "memory_policy"):
-            choose(f"fleet[{name!r}]", given[name], CHOICES[name])
-        choose("fleet['predictor']", given["predictor"], self.predictors)
+            choose(f"fleet[{name!r}]", fleet[name], CHOICES[name])
+        choose("fleet['predictor']", fleet["predictor"], self.predictors)
         top = MAX_LATENCY_REQUIREMENT_S
-        real("fleet['latency_requirement_s']", given["latency_requirement_s"], 0.0, top, True)
-        rate = real("fleet['rate']", given["rate"], 0.0, open_low=True)
-        options = mapping("fleet['arrivals_kwargs']", given["arrivals_kwargs"])
-        make_arrivals(given["arrivals"], rate, **options)
-        return {**given, **{name: list(given[name]) for name in lists}, "arrivals_kwargs": options}
+        real("fleet['latency_requirement_s']", fleet["latency_requirement_s"], 0.0, top, True)
+        rate = real("fleet['rate']", fleet["rate"], 0.0, open_low=True)
+        options = mapping("fleet['arrivals_kwargs']", fleet["arrivals_kwargs"])
+        make_arrivals(fleet["arrivals"], rate, **options)
+        return {**fleet, **{name: list(fleet[name]) for name in lists}, "arrivals_kwargs": options}
 
 
 def _log_uniform(limits: tuple[float, float], random: np.random.Generator) -> float:
     return math.exp(random.uniform(math.log(limits[0]), math.log(limits[1])))
 
 
-def _range(name: str, given: Any) -> tuple[float, float]:
+def _range(name: str, value: Any) -> tuple[float, float]:
     """A number, or a pair (low, high), within the bounds."""
     low, high = _BOUNDS[name]
     check = partial(real, low=low, high=high)
     if name in _WHOLE:
         check = partial(whole, low=int(low), high=int(high))
-    return ends(one_or_pair(f"fleet_kwargs[{name!r}]", given, check))
+    return ends(one_or_pair(f"fleet_kwargs[{name!r}]", value, check))
 
 
-def _some_of(name: str, given: Any, allowed: tuple[Any, ...]) -> tuple[Any, ...]:
+def _some_of(name: str, value: Any, allowed: tuple[Any, ...]) -> tuple[Any, ...]:
     """One of ``allowed``, or a list of some of them."""
-    listed = tuple(given) if isinstance(given, (list, tuple)) else (given,)
+    listed = tuple(value) if isinstance(value, (list, tuple)) else (value,)
     if not listed:
-        raise ValueError(f"fleet_kwargs[{name!r}]={given!r} is empty; choose of {list(allowed)}.")
+        raise ValueError(f"fleet_kwargs[{name!r}]={value!r} is empty; choose of {list(allowed)}.")
     for one in listed:
         if one not in allowed:
             raise ValueError(
-                f"fleet_kwargs[{name!r}]={given!r}: {one!r} is unknown; choose of {list(allowed)}."
+                f"fleet_kwargs[{name!r}]={value!r}: {one!r} is unknown; choose of {list(allowed)}."
             )
     return listed

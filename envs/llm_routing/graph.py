@@ -77,10 +77,10 @@ def to_hetero_data(
     link("expert", "self", "expert", (experts, experts))
     link("arrived", "to", "expert", (0 * experts, experts))
     for queue in ("running", "waiting"):
-        held = np.asarray(obs[f"{queue}_mask"]) == 1
-        data[queue].x = torch.as_tensor(features[queue][held], dtype=torch.float32)
-        owner, own = np.nonzero(held)[0], np.arange(held.sum())
-        link(queue, "to", "expert", (own, owner))
-        link(queue, "self", queue, (own, own))
-        link("expert", "to", queue, (owner, own))
+        mask = np.asarray(obs[f"{queue}_mask"]) == 1
+        data[queue].x = torch.as_tensor(features[queue][mask], dtype=torch.float32)
+        owner, node = np.nonzero(mask)[0], np.arange(mask.sum())
+        link(queue, "to", "expert", (node, owner))
+        link(queue, "self", queue, (node, node))
+        link("expert", "to", queue, (owner, node))
     return data

@@ -107,8 +107,8 @@ class LLMRoutingParallelEnv(BatchParallelEnv):
         self.single = VIEWS[choose("view", view, VIEWS)]
         each = whole("episode_requests", kwargs.pop("episode_requests", 1000), 1, 10_000_000)
         if kwargs.get("requests_file") is not None:
-            given = kwargs["requests_file"]
-            raise ValueError(f"requests_file={given!r} is for a single access point.")
+            path = kwargs["requests_file"]
+            raise ValueError(f"requests_file={path!r} is for a single access point.")
         super().__init__({**kwargs, "episode_requests": count * each}, shared_reward, render_mode)
         self.possible_agents = [f"access_point_{k}" for k in range(count)]
         actions = self.problem.num_experts + 1
@@ -187,10 +187,10 @@ class LLMRoutingParallelEnv(BatchParallelEnv):
                 infos[agent]["episode_kpis"] = {**kpis, "own_qos": float(qos[k])}
         terminations = dict.fromkeys(self.agents, ended)
         truncations = dict.fromkeys(self.agents, False)
-        given = {agent: float(rewards[k]) for k, agent in enumerate(self.agents)}
+        by_agent = {agent: float(rewards[k]) for k, agent in enumerate(self.agents)}
         if ended:
             self.agents = []
-        return observations, given, terminations, truncations, infos
+        return observations, by_agent, terminations, truncations, infos
 
     def _rewards(self, actor: int) -> np.ndarray:
         """The last reward by access point, float64 (K,)."""
@@ -218,36 +218,36 @@ class LLMRoutingParallelEnv(BatchParallelEnv):
         count = len(self.possible_agents)
         return np.bincount(self._owner, qos, count) / np.bincount(self._owner, minlength=count)
 
-    def _request_blanked(self, seen: Any) -> Any:
+    def _request_blanked(self, obs: Any) -> Any:
         """A copy of an observation whose features of the request are 0."""
-        if isinstance(seen, dict):
+        if isinstance(obs, dict):
             return {
                 name: np.zeros_like(part) if name == "request" else part.copy()
-                for name, part in seen.items()
+                for name, part in obs.items()
             }
-        seen = seen.copy()
+        obs = obs.copy()
         if int(self.problem.cfg["layout"][0]) == layout.FLAT:
-            of_experts = seen[1 + layout.LOAD_WIDTH :].reshape(self.problem.num_experts, -1)
+            of_experts = obs[1 + layout.LOAD_WIDTH :].reshape(self.problem.num_experts, -1)
             of_experts[:, :3] = 0.0
         elif int(self.problem.cfg["layout"][0]) == layout.SUMMARY:
-            seen[:, 1:4] = (-layout.SUMMARY_MEANS / layout.SUMMARY_SPREADS)[1:4]
-        return seen
+            obs[:, 1:4] = (-layout.SUMMARY_MEANS / layout.SUMMARY_SPREADS)[1:4]
+        return obs
 
     def _observations(self) -> dict[str, Any]:
         turn = self._turn()
-        seen, mask = self._seen(), self.batch.action_mask[0]
+        obs, mask = self._views(), self.batch.action_mask[0]
         observations = {}
         for k, agent in enumerate(self.agents):
             if k != turn:
-                mine, legal = self._request_blanked(seen), np.zeros_like(mask)
+                view, legal = self._request_blanked(obs), np.zeros_like(mask)
                 legal[0] = 1
-            elif isinstance(seen, dict):
-                mine, legal = {name: part.copy() for name, part in seen.items()}, mask.copy()
+            elif isinstance(obs, dict):
+                view, legal = {name: part.copy() for name, part in obs.items()}, mask.copy()
             else:
-                mine, legal = seen.copy(), mask.copy()
+                view, legal = obs.copy(), mask.copy()
             observations[agent] = {
                 "action_mask": legal,
-                "observation": mine,
+                "observation": view,
                 "turn": np.array([k == turn], dtype=np.int8),
             }
         return observations

@@ -381,8 +381,8 @@ def _row(sheet: _Sheet, scene: _Scene, n: int, x: _Expert, top: float, height: f
     left, width = _COUNTS
     sheet.word(left, middle - up, str(x.sent), 8.5, weight="bold")
     if x.rejected:
-        told = f"{x.rejected} rejected"
-        sheet.word(left + width, middle - up, told, 7, "#b7791f", ha="right")
+        label = f"{x.rejected} rejected"
+        sheet.word(left + width, middle - up, label, 7, "#b7791f", ha="right")
     if up:
         ended = x.on_time + x.late
         sheet.box(left, middle + 1, width, 4, _BAD if ended else _EMPTY)

@@ -70,10 +70,10 @@ def failure_times(failures: Mapping[str, Any]) -> tuple[float, float]:
     return uptime, downtime
 
 
-def checked_factors(given: Any, profiles: Sequence[Profile]) -> dict[str, list[float]]:
+def checked_factors(value: Any, profiles: Sequence[Profile]) -> dict[str, list[float]]:
     """``step_factors`` checked: factors of prefill and decode iterations by profile."""
-    found = mapping("step_factors", given, [profile.name for profile in profiles])
-    for name, pair in found.items():
+    factors = mapping("step_factors", value, [profile.name for profile in profiles])
+    for name, pair in factors.items():
         if not isinstance(pair, (list, tuple)) or len(pair) != 2:
             raise ValueError(
                 f"step_factors[{name!r}]={pair!r} must be a pair: the factors of iterations with "
@@ -81,7 +81,7 @@ def checked_factors(given: Any, profiles: Sequence[Profile]) -> dict[str, list[f
             )
     return {
         name: [real(f"step_factors[{name!r}][{k}]", x, 0.1, 10.0) for k, x in enumerate(pair)]
-        for name, pair in found.items()
+        for name, pair in factors.items()
     }
 
 

@@ -56,8 +56,8 @@ class PrefixArguments(EngineArguments):
     reward: str = arg.choice("slo", REWARDS, "see Rewards", box="dense")
 
     @classmethod
-    def named(cls, given: Mapping[str, Any]) -> Mapping[str, Any]:
+    def named(cls, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         """The scenario's arguments below those given."""
-        if given.get("scenario") is None:
-            return given
-        return {**SCENARIOS[choose("scenario", given["scenario"], SCENARIOS)], **given}
+        if arguments.get("scenario") is None:
+            return arguments
+        return {**SCENARIOS[choose("scenario", arguments["scenario"], SCENARIOS)], **arguments}

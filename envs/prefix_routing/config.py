@@ -128,8 +128,8 @@ def problem_of(arguments: PrefixArguments) -> Problem:
         real("rate", rate, workloads.MIN_RATE, workloads.MAX_RATES[arguments.workload])
     if arguments.failures is not None:
         check_failures(arguments.failures, tables.config[0], requests / rates[0])
-    given = mapping("index_kwargs", arguments.index_kwargs, ("index_entries", *GATEWAY_OPTIONS))
-    entries = given.pop("index_entries", LRU_ENTRIES)
+    options = mapping("index_kwargs", arguments.index_kwargs, ("index_entries", *GATEWAY_OPTIONS))
+    entries = options.pop("index_entries", LRU_ENTRIES)
     budget = arguments.max_num_batched_tokens
     for card in {id(card): card for card in cards}.values():
         card.check_domain(batch=arguments.max_num_seqs, tokens=budget)
@@ -137,7 +137,7 @@ def problem_of(arguments: PrefixArguments) -> Problem:
         view=arguments.view,
         tables=tables,
         settings=_settings(arguments),
-        gateway=gateway_config(index=arguments.index, block_size=arguments.block_size, **given),
+        gateway=gateway_config(index=arguments.index, block_size=arguments.block_size, **options),
         profiles=cards,
         capacity=capacity,
         speed=np.array([budget / card.prefill_s(budget) for card in cards]),
@@ -173,24 +173,24 @@ def _workload(
     arguments: PrefixArguments, cards: tuple[Profile, ...], capacity: np.ndarray
 ) -> workloads.PrefixWorkload:
     """What draws the requests, none longer than a replica's memory and law allow."""
-    given = arguments.workload_kwargs or {}
+    kwargs = arguments.workload_kwargs or {}
     law = min(card.domain["max_context_tokens"] for card in cards)
     options: dict[str, Any] = {"max_context": int(min(law, capacity.min() * arguments.block_size))}
     if arguments.workload in workloads.RECORDED:
         options["split"] = arguments.split
     try:
-        return workloads.make_prefix_workload(arguments.workload, **{**options, **given})
+        return workloads.make_prefix_workload(arguments.workload, **{**options, **kwargs})
     except workloads.ContextTooShortError as error:
-        if "max_context" in given:
+        if "max_context" in kwargs:
             raise
         raise ValueError(
             f"{error} kv_tokens and the laws of the profiles allow no longer max_context."
         ) from None
 
 
-def _entries(given: Any, replicas: int) -> np.ndarray:
+def _entries(value: Any, replicas: int) -> np.ndarray:
     try:
-        return np.full(replicas, whole("index_kwargs['index_entries']", given, 1))
+        return np.full(replicas, whole("index_kwargs['index_entries']", value, 1))
     except ValueError as error:
         raise ValueError(f"{error} Or 'kv_blocks': as many as the replica has blocks.") from None
 
@@ -203,10 +203,10 @@ def _replicas(profiles: Any, num_replicas: int | None) -> tuple[Profile, ...]:
             f"profiles={profiles!r} must be a profile, its name or file, what to compose, or a "
             "list of these."
         )
-    given = [profiles] if single else list(profiles)
-    if not given:
+    listed = [profiles] if single else list(profiles)
+    if not listed:
         raise ValueError("profiles is empty; at least one replica is needed.")
-    cards = [_profile(each) for each in given]
+    cards = [_profile(each) for each in listed]
     if single:
         cards *= num_replicas or NUM_REPLICAS
     elif num_replicas not in (None, len(cards)):
@@ -216,19 +216,19 @@ def _replicas(profiles: Any, num_replicas: int | None) -> tuple[Profile, ...]:
     return tuple(cards)
 
 
-def _profile(given: Any) -> Profile:
-    if isinstance(given, Profile):
-        return given
-    if isinstance(given, Mapping):
-        named = mapping("profiles", given, COMPOSED)
+def _profile(value: Any) -> Profile:
+    if isinstance(value, Profile):
+        return value
+    if isinstance(value, Mapping):
+        named = mapping("profiles", value, COMPOSED)
         for name in ("card", "model"):
             if name not in named:
-                raise ValueError(f"profiles={given!r} lacks {name!r}: it is to be composed.")
+                raise ValueError(f"profiles={value!r} lacks {name!r}: it is to be composed.")
         for name in ("card", "model", "dtype", "kv_dtype"):
             if not isinstance(named.get(name, ""), str):
-                raise ValueError(f"profiles={given!r}: {name} must be a name.")
+                raise ValueError(f"profiles={value!r}: {name} must be a name.")
         return _composed(tuple(sorted(named.items())))
-    return _loaded(given)
+    return _loaded(value)
 
 
 _loaded = cache(load)
@@ -241,8 +241,8 @@ def _composed(arguments: tuple[tuple[str, Any], ...]) -> Profile:
     named = dict(arguments)
     card, model = named.pop("card"), named.pop("model")
     # Replicas that an id, a scenario or a drawn setting names stay as they were composed for it.
-    kept = {file.stem: file for file in data_path("registered").glob("*.json")}
+    registered = {file.stem: file for file in data_path("registered").glob("*.json")}
     name = f"{card}-{model}" + (f"-tp{named['tp']}" if named.get("tp", 1) != 1 else "")
-    if name in kept and named.keys() <= {"tp"}:
-        return load(kept[name])
+    if name in registered and named.keys() <= {"tp"}:
+        return load(registered[name])
     return compose(card, model, **named)

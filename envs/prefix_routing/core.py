@@ -203,7 +203,7 @@ class PrefixBatch(Batch):
     def _first_segment(self, row: int) -> int:
         return row * (len(self.systems.segments) // self.num_rows)
 
-    def _make_room(self, segments: int, wanted: Mapping[str, int]) -> None:
+    def _make_room(self, segments: int, lengths: Mapping[str, int]) -> None:
         """Enlarge what an episode with so many segments and such arrays does not fit in."""
         old = len(self.systems.segments) // self.num_rows
         if segments > old:
@@ -215,7 +215,7 @@ class PrefixBatch(Batch):
                 self.systems.request[name] += shift
             self.systems = self.systems._replace(segments=parts.reshape(-1, 2))
         grown = {}
-        for name, size in wanted.items():
+        for name, size in lengths.items():
             array = getattr(self.gateway, name)
             unused = name == "key_of_id" and self.problem.events == 0
             if array.shape[-1] < size and not unused:
@@ -226,17 +226,17 @@ class PrefixBatch(Batch):
 
     def _empty_store(self, row: int, requests: PrefixRequests) -> None:
         """Forget what the infinite cache of a row holds, and give it room for the ids to come."""
-        known = self.systems.known
-        if known.shape[1] == 0:
+        store = self.systems.known
+        if store.shape[1] == 0:
             return
         self._enlarge_store(int(requests.segments.sum(axis=1).max(initial=1)))
         self.systems.known[row] = 0
 
     def _enlarge_store(self, ids: int) -> None:
-        known = self.systems.known
-        if ids > known.shape[2]:
-            more = ids + ids // 2 - known.shape[2]
-            self.systems = self.systems._replace(known=np.pad(known, ((0, 0), (0, 0), (0, more))))
+        store = self.systems.known
+        if ids > store.shape[2]:
+            more = ids + ids // 2 - store.shape[2]
+            self.systems = self.systems._replace(known=np.pad(store, ((0, 0), (0, 0), (0, more))))
 
     def begin(self, which: np.ndarray) -> None:
         """Start the drawn episodes of the rows with ``which`` (int8 ``(B,)``) set."""
@@ -280,41 +280,41 @@ class PrefixBatch(Batch):
 
     def restore(self, row: int, state: PrefixState) -> None:
         """Put a copied system back in a row and write its observation."""
-        mine = self._engine(row)
-        for name, theirs in state.engine.items():
-            same = theirs.shape == mine[name].shape
+        current = self._engine(row)
+        for name, copied in state.engine.items():
+            same = copied.shape == current[name].shape
             if name in GROWN:  # the size of their longest axis goes by the episode
-                same = name == "segments" or len(theirs) == len(mine[name])
-            self.check_state(f"engine[{name!r}]", mine[name], theirs, same)
-        wanted = {name: state.gateway[name].shape[-1] for name in GROWING}
-        self._make_room(len(state.engine["segments"]), wanted)
+                same = name == "segments" or len(copied) == len(current[name])
+            self.check_state(f"engine[{name!r}]", current[name], copied, same)
+        lengths = {name: state.gateway[name].shape[-1] for name in GROWING}
+        self._make_room(len(state.engine["segments"]), lengths)
         if len(state.engine["known"]):
             self._enlarge_store(state.engine["known"].shape[1])
         for name, part in self._engine(row).items():
-            theirs = state.engine[name]
+            copied = state.engine[name]
             if name == "segments":
-                part[: len(theirs)] = theirs
+                part[: len(copied)] = copied
             elif name == "known":
                 part[...] = 0
-                part[:, : theirs.shape[1]] = theirs
+                part[:, : copied.shape[1]] = copied
             elif part.ndim == 0:
-                getattr(self.systems, name)[row] = theirs
+                getattr(self.systems, name)[row] = copied
             else:
-                part[...] = theirs
+                part[...] = copied
         moved = self._first_segment(row) - state.first_segment
-        given = self._engine(row)["request"]
-        given["first_segment"] += moved
-        given["segment"] += moved
-        for name, theirs in state.gateway.items():
+        requests = self._engine(row)["request"]
+        requests["first_segment"] += moved
+        requests["segment"] += moved
+        for name, copied in state.gateway.items():
             part = getattr(self.gateway, name)
-            if theirs.ndim == 0:
-                part[row] = theirs
+            if copied.ndim == 0:
+                part[row] = copied
             else:
-                part[row][tuple(slice(size) for size in theirs.shape)] = theirs
+                part[row][tuple(slice(size) for size in copied.shape)] = copied
         x = self.episodes
         x.row[row] = state.env[0]
-        for part, theirs in zip((x.order, x.counted, x.scraped, x.ids), state.episode, strict=True):
-            part[row] = theirs
+        for part, copied in zip((x.order, x.counted, x.scraped, x.ids), state.episode, strict=True):
+            part[row] = copied
         which = np.zeros(self.num_rows, dtype=np.int8)
         which[row] = 1
         self._observe(*self._arguments(), which)
@@ -342,8 +342,8 @@ class PrefixBatch(Batch):
             "mean_e2e_s": float(e2e.mean()) if len(done) else nan,
         }
         for name, values in (("ttft", ttft), ("tpot", pace)):
-            found = np.percentile(values, PERCENTILES) if len(values) else (nan,) * 3
-            for share, value in zip(PERCENTILES, found, strict=True):
+            quantiles = np.percentile(values, PERCENTILES) if len(values) else (nan,) * 3
+            for share, value in zip(PERCENTILES, quantiles, strict=True):
                 figures[f"p{share}_{name}_s"] = float(value)
         prompts = max(int(o["prompt_tokens"]), 1)
         claimed = int(o["claimed_tokens"])
@@ -378,15 +378,15 @@ class PrefixBatch(Batch):
 
     def _log(self, row: int, order: np.ndarray) -> np.ndarray:
         x = self.episodes
-        found = self._engine(row)["request"][order]
+        engine = self._engine(row)["request"][order]
         log = np.zeros(len(order), dtype=REQUEST_LOG)
         for name, source in LOG_SOURCES.items():
-            log[name] = found[source]
+            log[name] = engine[source]
         log["session"], log["tenant"] = x.ids[row, order].T
-        told = self.gateway.request[row, order]
-        log["turn"] = told["turn"]
-        routed = told["replica"] >= 0
-        log["match_tokens"][routed] = (told["prompt"] - told["uncached"])[routed]
+        gateway = self.gateway.request[row, order]
+        log["turn"] = gateway["turn"]
+        routed = gateway["replica"] >= 0
+        log["match_tokens"][routed] = (gateway["prompt"] - gateway["uncached"])[routed]
         log["output_tokens"][log["outcome"] != layout.COMPLETED] = 0
         return log
 

@@ -122,9 +122,9 @@ def prompts(config: np.void, requests: PrefixRequests) -> Prompts:
     # The blocks of an output can be found by the session's next turn in a precise index only.
     precise = config["index"] == gateway.PRECISE
     shared = np.bincount(ids if precise else named, minlength=int(ids.max(initial=-1)) + 1) > 1
-    wanted = np.zeros(len(shared), np.bool_)
-    wanted[named] = True
-    shared &= wanted
+    mask = np.zeros(len(shared), np.bool_)
+    mask[named] = True
+    shared &= mask
     number = np.where(shared, np.cumsum(shared, dtype=np.int32) - 1, -1).astype(np.int32)
     sessions, session = np.unique(requests.session, return_inverse=True)
     tenants, tenant = np.unique(requests.tenant, return_inverse=True)
@@ -157,8 +157,8 @@ GROWING = {
 
 def sizes(episode: Prompts) -> dict[str, int]:
     """How long the last axes of the arrays `GROWING` must be for an episode."""
-    found = {name: getattr(episode, source) for name, source in GROWING.items()}
-    return {name: x if isinstance(x, int) else len(x) for name, x in found.items()}
+    arrays = {name: getattr(episode, source) for name, source in GROWING.items()}
+    return {name: x if isinstance(x, int) else len(x) for name, x in arrays.items()}
 
 
 def blank(config: np.void, num_rows: int, num_replicas: int, num_requests: int) -> gateway.Gateway:

@@ -79,7 +79,7 @@ class LiveEngine:
         """Forget all requests and what is cached, as a server that starts again."""
         self._start(self._tables, self._systems)
         self._free = list(range(len(self._systems.request) - 1, -1, -1))
-        self._held: dict[int, tuple[int, int, int]] = {}  # slot: first segment, segments, class
+        self._slots: dict[int, tuple[int, int, int]] = {}  # slot: first segment, segments, class
         self._room: dict[int, list[int]] = {}  # places for 2^k segments
         self._used = 0  # segments beyond the last place
         self._ids: dict[bytes, int] = {}
@@ -144,14 +144,14 @@ class LiveEngine:
                 f"{self.capacity}"
             )
         if self.full:
-            raise ValueError(f"the engine holds {len(self._held)} requests and takes no more")
+            raise ValueError(f"the engine holds {len(self._slots)} requests and takes no more")
         content = np.concatenate([np.asarray(prompt, np.uint32), np.asarray(output, np.uint32)])
         runs = self.runs(content, salt)
         slot = self._free.pop()
         place, kind = self._place(len(runs))
         if runs:
             self._systems.segments[place : place + len(runs)] = runs
-        self._held[slot] = place, len(runs), kind
+        self._slots[slot] = place, len(runs), kind
         r = self._systems.request[slot]
         r["prompt"], r["output"], r["first_segment"] = len(prompt), len(output), place
         self._submit(self._tables, self._systems, slot, float(now))
@@ -166,11 +166,11 @@ class LiveEngine:
         Returns:
             The tokens since the last call as ``(seconds, slot, 1 if it is the last)``, in order.
         """
-        found: list[tuple[float, int, int]] = []
+        tokens: list[tuple[float, int, int]] = []
         while self.next_s <= until:
             count = self._work(self._tables, self._systems, float(until), self._tokens)
-            found += self._tokens[:count].tolist()
-        return found
+            tokens += self._tokens[:count].tolist()
+        return tokens
 
     def abort(self, slot: int) -> None:
         """Take a request out, as when its client hangs up, and give back its slot."""
@@ -179,7 +179,7 @@ class LiveEngine:
 
     def release(self, slot: int) -> None:
         """Give back the slot of a request that has ended."""
-        place, count, kind = self._held.pop(slot)
+        place, count, kind = self._slots.pop(slot)
         if count:
             self._room.setdefault(kind, []).append(place)
         self._free.append(slot)
@@ -201,24 +201,24 @@ class LiveEngine:
         chain = blake2b(salt.encode("utf-8", "replace"), digest_size=16).digest() if salt else b""
         for end in range(4 * size, len(data) + 1, 4 * size):
             chain = blake2b(data[end - 4 * size : end], digest_size=16, key=chain).digest()
-            known = ids.get(chain)
-            if known is None:
-                known = self._next_id
-                while known in self._taken:
-                    known += 1
-                ids[chain] = known
-                self._next_id = known + 1
-            if runs and known == runs[-1][0] + runs[-1][1]:
+            block = ids.get(chain)
+            if block is None:
+                block = self._next_id
+                while block in self._taken:
+                    block += 1
+                ids[chain] = block
+                self._next_id = block + 1
+            if runs and block == runs[-1][0] + runs[-1][1]:
                 runs[-1] = runs[-1][0], runs[-1][1] + 1
             else:
-                runs.append((known, 1))
+                runs.append((block, 1))
         return runs
 
     def _forget(self) -> None:
         """Forget the contents that neither a block nor a request of the engine has."""
         segments = self._systems.segments
         parts = [self._systems.block["id"]]
-        for place, count, _ in self._held.values():
+        for place, count, _ in self._slots.values():
             for first, blocks in segments[place : place + count].tolist():
                 parts.append(np.arange(first, first + blocks, dtype=np.int32))
         live_ids = frozenset(np.concatenate(parts).tolist())

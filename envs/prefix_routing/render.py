@@ -54,13 +54,13 @@ def _words(batch: Any, row: int, done: np.ndarray) -> str:
 
 def _text(batch: Any, row: int) -> str:
     log, problem = batch.request_log(row), batch.problem
-    seen, engine = batch.gateway.replica[row], batch.systems.replica[row]
+    gateway, engine = batch.gateway.replica[row], batch.systems.replica[row]
     lines = [
         _words(batch, row, log[log["outcome"] == layout.COMPLETED]),
         "replica                     running waiting  KV in use  in flight  prefill tokens  match",
     ]
     for n, card in enumerate(problem.profiles):
-        e, p = engine[n], seen[n]
+        e, p = engine[n], gateway[n]
         usage = 1.0 - e["free"] / e["capacity"]
         lines.append(
             f"{n:2d} {card.name[:22]:22s} {e['running']:9d} {e['waiting']:7d} {usage:10.1%} "
@@ -71,14 +71,14 @@ def _text(batch: Any, row: int) -> str:
 
 def _pixels(batch: Any, row: int) -> np.ndarray:
     log, problem = batch.request_log(row), batch.problem
-    engine, seen = batch.systems.replica[row], batch.gateway.replica[row]
+    engine, gateway = batch.systems.replica[row], batch.gateway.replica[row]
     done = log[log["outcome"] == layout.COMPLETED]
     most = int(problem.tables.config["max_running"][0])
     index = int(batch.systems.env["index"][row])
     prompt = int(batch.gateway.request["prompt"][row, index]) if index >= 0 else 0
     running, waiting = engine["running"] / most, engine["waiting"] / most
     used = 1.0 - engine["free"] / engine["capacity"]
-    match = seen["match"] / prompt if prompt else np.zeros(len(seen))
+    match = gateway["match"] / prompt if prompt else np.zeros(len(gateway))
 
     canvas = blank_canvas()
     figure = canvas.figure
@@ -136,10 +136,10 @@ def _marks(batch: Any, done: np.ndarray) -> np.ndarray:
     done = done[np.argsort(done["finish_s"], kind="stable")]
     met, share = _met(batch, done), done["hit_tokens"] / np.maximum(done["prompt_tokens"], 1)
     for n in range(len(colours)):
-        mine = np.flatnonzero(done["replica"] == n)[-SHOWN:]
-        scale = np.where(met[mine, None, None], _MET, _MISSED)  # (K, 2, 3)
-        part = share[mine, None]
-        colours[n, : len(mine)] = (1.0 - part) * scale[:, 0] + part * scale[:, 1]
+        latest = np.flatnonzero(done["replica"] == n)[-SHOWN:]
+        scale = np.where(met[latest, None, None], _MET, _MISSED)  # (K, 2, 3)
+        part = share[latest, None]
+        colours[n, : len(latest)] = (1.0 - part) * scale[:, 0] + part * scale[:, 1]
     return colours
 
 

@@ -85,8 +85,8 @@ def replay_prefix(
         names = [profiles] * whole(
             "num_replicas", 1 if num_replicas is None else num_replicas, 1, 4096
         )
-    known = {name: load(name) for name in names if isinstance(name, str)}
-    cards = [known[name] if isinstance(name, str) else name for name in names]
+    loaded = {name: load(name) for name in names if isinstance(name, str)}
+    cards = [loaded[name] if isinstance(name, str) else name for name in names]
     count = requests.num_requests
     engine = EngineArguments(
         max_num_seqs=max_num_seqs,
@@ -97,7 +97,7 @@ def replay_prefix(
     tables, capacity = engine_tables(cards, engine, count)
     sent = _assignment(assignment, count, len(cards))
     _check_fit(requests, sent, capacity)
-    for card in known.values():
+    for card in loaded.values():
         card.check_domain(
             batch=min(max_num_seqs, count),
             tokens=int(min(max_num_batched_tokens, requests.prompt_tokens.sum(dtype=np.int64))),
@@ -113,19 +113,19 @@ def replay_prefix(
     )
     begin(tables, systems, which)
     run(tables, systems, sent)
-    found = systems.request
+    log = systems.request
     result = np.empty(count, dtype=PREFIX_REPLAY)
     for name in PREFIX_REPLAY.names or ():
-        result[name] = found[LOG_SOURCES[name]]
+        result[name] = log[LOG_SOURCES[name]]
     return result
 
 
-def _assignment(given: Any, count: int, replicas: int) -> np.ndarray:
+def _assignment(value: Any, count: int, replicas: int) -> np.ndarray:
     """The replica of each request, int64 (J,); empty for round robin."""
-    if isinstance(given, str):
-        choose("assignment", given, ("round_robin",))
+    if isinstance(value, str):
+        choose("assignment", value, ("round_robin",))
         return np.empty(0, dtype=np.int64)
-    array = np.asarray(given)
+    array = np.asarray(value)
     if array.shape != (count,) or array.dtype.kind not in "iu":
         raise ValueError(
             f"assignment must be 'round_robin' or {count} whole numbers, got shape {array.shape} "

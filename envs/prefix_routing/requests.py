@@ -60,8 +60,8 @@ class PrefixRequests(NamedTuple):
 
     def block_ids(self, j: int) -> np.ndarray:
         """Ids of the full blocks of request ``j``, prompt and output: int32 (blocks,)."""
-        own = self.segments[self.first_segment[j] : self.first_segment[j + 1]]
-        return _expand(own).astype(np.int32)
+        segments = self.segments[self.first_segment[j] : self.first_segment[j + 1]]
+        return _expand(segments).astype(np.int32)
 
     def num_blocks(self) -> np.ndarray:
         """Full blocks of prompt and output: int64 (J,)."""

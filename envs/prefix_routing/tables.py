@@ -110,11 +110,11 @@ def put_requests(
     """
     count = requests.num_requests
     most = systems.expected.shape[1]
-    given = systems.request[row * most : row * most + count]
-    given["arrived"] = requests.arrival_s
-    given["think"] = requests.think_s
-    given["parent"] = requests.parent
-    given["prompt"] = requests.prompt_tokens
-    given["output"] = requests.output_tokens
-    given["first_segment"] = first_segment + requests.first_segment[:-1]
+    records = systems.request[row * most : row * most + count]
+    records["arrived"] = requests.arrival_s
+    records["think"] = requests.think_s
+    records["parent"] = requests.parent
+    records["prompt"] = requests.prompt_tokens
+    records["output"] = requests.output_tokens
+    records["first_segment"] = first_segment + requests.first_segment[:-1]
     systems.env["requests"][row] = count

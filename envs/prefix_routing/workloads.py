@@ -92,21 +92,21 @@ class ChatArguments(Arguments):
     )
 
 
-def _tokens(name: str, given: Any) -> int | str | tuple[int, int]:
+def _tokens(name: str, value: Any) -> int | str | tuple[int, int]:
     """Check of a trace's name, of a number of tokens or of a pair (low, high)."""
-    if isinstance(given, str):
-        return choose(name, given, fitted_lengths()["traces"])
-    return one_or_pair(name, given, partial(whole, low=1, high=MAX_TOKENS // 4))
+    if isinstance(value, str):
+        return choose(name, value, fitted_lengths()["traces"])
+    return one_or_pair(name, value, partial(whole, low=1, high=MAX_TOKENS // 4))
 
 
-def _course(name: str, given: Any) -> tuple[tuple[float, float], ...]:
+def _course(name: str, value: Any) -> tuple[tuple[float, float], ...]:
     """Check of the stages of a load."""
-    stages = list(given)
+    stages = list(value)
     for stage in stages:
         if len(stage) != 2:
             raise ValueError(f"{name} has {stage!r}; a stage is a pair (factor, seconds).")
     if not stages or stages[-1][0] == 0:
-        raise ValueError(f"{name}={given!r} must end with a stage of a factor above 0.")
+        raise ValueError(f"{name}={value!r} must end with a stage of a factor above 0.")
     return tuple((real(name, x, 0.0), real(name, s, 0.0, open_low=True)) for x, s in stages)
 
 
@@ -275,10 +275,10 @@ class _Content(NamedTuple):
         if dispatch == "think":
             name = copy * rows + row
             by_name = np.argsort(name)
-            wanted = np.where(self.after[row] < 0, -1, copy * rows + self.after[row])
-            at = np.minimum(np.searchsorted(name[by_name], wanted), len(row) - 1)
-            found = name[by_name[at]] == wanted
-            parent[found] = by_name[at[found]]
+            before = np.where(self.after[row] < 0, -1, copy * rows + self.after[row])
+            at = np.minimum(np.searchsorted(name[by_name], before), len(row) - 1)
+            present = name[by_name[at]] == before
+            parent[present] = by_name[at[present]]
         sessions = int(self.session.max()) + 1
         _, session = np.unique(copy * sessions + self.session[row], return_inverse=True)
         first_segment, segments = self.tree.segments(row, copy, block_size)
@@ -314,18 +314,18 @@ def _recorded(
     """The content of a trace, and the rows of it that a longest context and a split leave."""
     length = trace.prompt_tokens.astype(np.int64) + trace.output_tokens
     longest = arguments.max_context or MAX_TOKENS
-    kept = (length <= longest) & _of_split(trace, arguments.split)
-    if not kept.any():
+    usable = (length <= longest) & _of_split(trace, arguments.split)
+    if not usable.any():
         raise ContextTooShortError(
             f"max_context={arguments.max_context!r} leaves no request; the shortest has "
             f"{length.min()} tokens."
         )
-    # A request waits for the last one before it that is kept.
+    # A request waits for the last usable one before it.
     after = trace.after.astype(np.int64)
-    while (lost := (after >= 0) & ~kept[after]).any():
+    while (lost := (after >= 0) & ~usable[after]).any():
         after[lost] = after[after[lost]]
     turn = np.zeros(trace.num_requests, dtype=np.int32)
-    for j in np.flatnonzero(kept & (after >= 0)):
+    for j in np.flatnonzero(usable & (after >= 0)):
         turn[j] = turn[after[j]] + 1
     source, shared = trace.source.astype(np.int64), trace.stream_shared(arguments.output_reuse)
     # One more row has what all prompts begin with.
@@ -354,7 +354,7 @@ def _recorded(
         after=after,
         think_s=trace.think_s,
     )
-    return content, np.flatnonzero(kept)
+    return content, np.flatnonzero(usable)
 
 
 class SuperposedTrace(PrefixWorkload):
@@ -675,11 +675,11 @@ class Tenants(PrefixWorkload):
         return group, rng.integers(self._users, size=len(arrival_s))
 
 
-def _lengths(given: int | str | tuple[int, int], kind: str) -> np.ndarray:
+def _lengths(tokens: int | str | tuple[int, int], kind: str) -> np.ndarray:
     """Quantiles of a trace's lengths, or the lowest and the highest of an even range."""
-    if isinstance(given, str):
-        return np.maximum(length_quantiles(given, kind), 1.0)
-    return np.array(given if isinstance(given, tuple) else (given, given))
+    if isinstance(tokens, str):
+        return np.maximum(length_quantiles(tokens, kind), 1.0)
+    return np.array(tokens if isinstance(tokens, tuple) else (tokens, tokens))
 
 
 def _draw_lengths(rng: np.random.Generator, lengths: np.ndarray, size: int) -> np.ndarray:

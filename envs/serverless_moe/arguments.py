@@ -49,42 +49,42 @@ PRESETS: dict[str, dict[str, Any]] = {
 are those of the default model; `slo_classes` has the other models'."""
 
 
-def _tokens(name: str, given: Any) -> int | str:
-    if isinstance(given, str):
-        return choose(name, given, ("azure",))
-    return whole(name, given, 1, MAX_TOKENS)
+def _tokens(name: str, value: Any) -> int | str:
+    if isinstance(value, str):
+        return choose(name, value, ("azure",))
+    return whole(name, value, 1, MAX_TOKENS)
 
 
-def _pairs(name: str, given: Any) -> Pairs:
-    ok = isinstance(given, (list, tuple)) and len(given) > 0
-    if not ok or any(not isinstance(x, (list, tuple)) or len(x) != 2 for x in given):
-        raise ValueError(f"{name}={given!r} must be a list of pairs.")
-    first, second = ([real(name, x[k], 0.0, open_low=True) for x in given] for k in (0, 1))
+def _pairs(name: str, value: Any) -> Pairs:
+    ok = isinstance(value, (list, tuple)) and len(value) > 0
+    if not ok or any(not isinstance(x, (list, tuple)) or len(x) != 2 for x in value):
+        raise ValueError(f"{name}={value!r} must be a list of pairs.")
+    first, second = ([real(name, x[k], 0.0, open_low=True) for x in value] for k in (0, 1))
     return tuple(zip(first, second, strict=True))
 
 
-def _idle_classes(name: str, given: Any) -> Pairs:
-    classes = _pairs(name, given)
+def _idle_classes(name: str, value: Any) -> Pairs:
+    classes = _pairs(name, value)
     if abs(sum(p for p, _ in classes) - 1.0) > 1e-6:
-        raise ValueError(f"{name}={given!r}: the probabilities must sum to 1.")
+        raise ValueError(f"{name}={value!r}: the probabilities must sum to 1.")
     return classes
 
 
-def _overheads(name: str, given: Any) -> tuple[float, ...]:
-    if not isinstance(given, (list, tuple)) or not given:
-        raise ValueError(f"{name}={given!r} must be a list of seconds, one a regime.")
-    return tuple(real(name, x, 0.0, open_low=True) for x in given)
+def _overheads(name: str, value: Any) -> tuple[float, ...]:
+    if not isinstance(value, (list, tuple)) or not value:
+        raise ValueError(f"{name}={value!r} must be a list of seconds, one a regime.")
+    return tuple(real(name, x, 0.0, open_low=True) for x in value)
 
 
 def _steps(high: float, each: Callable[..., Any] = real) -> Callable[[str, Any], Any]:
     """Check of increasing numbers up to ``high`` that begin with 0."""
 
-    def check(name: str, given: Any) -> tuple[Any, ...]:
-        if not isinstance(given, (list, tuple)) or not 0 < len(given) <= 64:
-            raise ValueError(f"{name}={given!r} must be a list of 1 to 64 numbers.")
-        values = tuple(each(name, x, 0, high) for x in given)
+    def check(name: str, value: Any) -> tuple[Any, ...]:
+        if not isinstance(value, (list, tuple)) or not 0 < len(value) <= 64:
+            raise ValueError(f"{name}={value!r} must be a list of 1 to 64 numbers.")
+        values = tuple(each(name, x, 0, high) for x in value)
         if values[0] != 0 or any(b <= a for a, b in zip(values, values[1:], strict=False)):
-            raise ValueError(f"{name}={given!r} must be increasing numbers that begin with 0.")
+            raise ValueError(f"{name}={value!r} must be increasing numbers that begin with 0.")
         return values
 
     return check

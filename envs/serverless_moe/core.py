@@ -215,11 +215,11 @@ class ServerlessBatch(Batch):
 
     def request(self, row: int, index: int) -> Request:
         """A drawn request of a row with its true routing."""
-        asked = self.arrays.requests[row, index]
-        prompt, n_in, n_out = (int(asked[name]) for name in ("prompt", "n_in", "n_out"))
+        drawn = self.arrays.requests[row, index]
+        prompt, n_in, n_out = (int(drawn[name]) for name in ("prompt", "n_in", "n_out"))
         start, end = self.problem.activations.bank_start[prompt : prompt + 2]
         bank = self.problem.activations.bank[start:end]
-        places = (int(asked["offset"]) + np.arange(n_in + n_out)) % len(bank)
+        places = (int(drawn["offset"]) + np.arange(n_in + n_out)) % len(bank)
         members = set_bits(bank, self.problem.system.num_experts)
         times = np.bincount(places[:n_in], minlength=len(bank))
         counts = np.tensordot(times, members, axes=(0, 0)).astype(np.int64)
@@ -314,11 +314,11 @@ class ServerlessBatch(Batch):
         """One row per served request of the current episode, see :data:`REQUEST_LOG`."""
         count = int(self.env[row]["index"])
         log = np.zeros(count, dtype=REQUEST_LOG)
-        served, asked = self.arrays.log[row, :count], self.arrays.requests[row, :count]
+        served, drawn = self.arrays.log[row, :count], self.arrays.requests[row, :count]
         for name in served.dtype.names or ():
             log[name] = served[name]
-        log["prompt"], log["gap_s"] = asked["prompt"], asked["gap"]
-        log["prompt_tokens"], log["output_tokens"] = asked["n_in"], asked["n_out"]
+        log["prompt"], log["gap_s"] = drawn["prompt"], drawn["gap"]
+        log["prompt_tokens"], log["output_tokens"] = drawn["n_in"], drawn["n_out"]
         return log
 
     def __getstate__(self) -> dict[str, Any]:

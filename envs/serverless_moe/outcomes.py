@@ -192,11 +192,11 @@ def _check_routing(system: SystemModel, request: Request) -> None:
             f"request.prefill_counts of layer {layer} sums to {counts[layer].sum()} (smallest "
             f"{counts[layer].min()}); it must be n_in * top_k = {want} of counts from 0 on."
         )
-    taken = np.bitwise_count(request.decode_sets)
-    if (taken != system.top_k).any():
-        token, layer = np.argwhere(taken != system.top_k)[0]
+    sizes = np.bitwise_count(request.decode_sets)
+    if (sizes != system.top_k).any():
+        token, layer = np.argwhere(sizes != system.top_k)[0]
         raise ValueError(
-            f"request.decode_sets[{token}, {layer}] has {taken[token, layer]} experts; it must "
+            f"request.decode_sets[{token}, {layer}] has {sizes[token, layer]} experts; it must "
             f"have top_k = {system.top_k}."
         )
 

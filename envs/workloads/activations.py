@@ -162,8 +162,8 @@ class Activations:
         return self.counts / self.counts.sum(axis=2, keepdims=True)
 
 
-def _names(argument: str, given: Any) -> tuple[str, ...]:
-    names = tuple(str(name) for name in given)
+def _names(argument: str, values: Any) -> tuple[str, ...]:
+    names = tuple(str(name) for name in values)
     if not names or len(set(names)) != len(names):
         raise ValueError(f"{argument}={names!r} must be at least one name, each once.")
     return names
@@ -180,12 +180,12 @@ def group_split(task: np.ndarray, group: np.ndarray, seed: int) -> np.ndarray:
         group, return_index=True, return_inverse=True, return_counts=True
     )
     keys = np.random.default_rng(seed).random(len(names))
-    given = np.zeros(len(SPLITS))
+    filled = np.zeros(len(SPLITS))
     choice = np.zeros(len(names), dtype=np.int8)
     for g in np.lexsort((keys, task[first])):
-        lack = np.array(SPLIT_SHARES) * (given.sum() + sizes[g]) - given
+        lack = np.array(SPLIT_SHARES) * (filled.sum() + sizes[g]) - filled
         choice[g] = np.argmax(lack)
-        given[choice[g]] += sizes[g]
+        filled[choice[g]] += sizes[g]
     return choice[index.reshape(task.shape)]
 
 
@@ -392,16 +392,16 @@ def sharpened(source: Activations, seed: int) -> Activations:
 
 def _arrays(path: Path, fields: Mapping[str, str]) -> dict[str, np.ndarray]:
     """Read an ``.npz`` with exactly ``fields``; each value names the allowed dtype kinds."""
-    found = read_arrays(path, _FIX)
+    arrays = read_arrays(path, _FIX)
     for name, kinds in fields.items():
-        if name not in found:
+        if name not in arrays:
             raise MalformedFileError(path, None, name, "is missing", _FIX)
-        if found[name].dtype.kind not in kinds:
-            problem = f"has dtype {found[name].dtype}"
+        if arrays[name].dtype.kind not in kinds:
+            problem = f"has dtype {arrays[name].dtype}"
             raise MalformedFileError(path, None, name, problem, _FIX)
-        if kinds == "U" and found[name].ndim != 1:
+        if kinds == "U" and arrays[name].ndim != 1:
             raise MalformedFileError(path, None, name, "must be a list of names", _FIX)
-    return found
+    return arrays
 
 
 def read_activations(path: str | Path, model: MoeModel) -> Activations:
@@ -444,23 +444,23 @@ def read_activations(path: str | Path, model: MoeModel) -> Activations:
             raise MalformedFileError(path, None, "files", f"{name!r} is unknown", _FIX)
     whole_numbers = ("task", "category", "split", "tokens", "counts", "bank_start")
     fields = dict.fromkeys(whole_numbers, "iu") | {"tasks": "U", "categories": "U"}
-    found = _arrays(main, fields)
+    arrays = _arrays(main, fields)
     try:
         return Activations(
             name=model.name,
             model=model,
             kind="recorded",
-            tasks=tuple(found["tasks"].tolist()),
-            task=found["task"],
-            split=found["split"],
-            tokens=found["tokens"],
-            counts=found["counts"],
+            tasks=tuple(arrays["tasks"].tolist()),
+            task=arrays["task"],
+            split=arrays["split"],
+            tokens=arrays["tokens"],
+            counts=arrays["counts"],
             bank=np.concatenate(banks),
-            bank_start=found["bank_start"],
+            bank_start=arrays["bank_start"],
             embeddings=vectors,
             provenance=provenance | {"skew": "measured"},
-            categories=tuple(found["categories"].tolist()),
-            category=found["category"],
+            categories=tuple(arrays["categories"].tolist()),
+            category=arrays["category"],
         )
     except (ValueError, TypeError) as error:
         raise MalformedFileError(main, None, None, str(error), _FIX) from error

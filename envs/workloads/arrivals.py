@@ -216,8 +216,8 @@ class TraceArrivals:
     def __post_init__(self) -> None:
         times = np.asarray(self.timestamps_s, dtype=np.float64)
         if (times >= LATEST_S).any():
-            told = f"timestamps_s has {times.max()!r}; it must have seconds, below {LATEST_S:g}."
-            raise ValueError(told)
+            message = f"timestamps_s has {times.max()!r}; it must have seconds, below {LATEST_S:g}."
+            raise ValueError(message)
         times = times - (times[0] if times.size else 0.0)
         if self.start_s is not None or self.window_s is None:
             start = self.start_s or 0.0

@@ -193,21 +193,21 @@ class _Chains:
             if self.before.setdefault(name, (last, place)) != (last, place):
                 raise LookupError(place)
             last = name
-        known = next((k for k, name in enumerate(ids) if name not in self.holder), len(ids))
-        source = self.holder[ids[known - 1]] if known else -1
+        prefix = next((k for k, name in enumerate(ids) if name not in self.holder), len(ids))
+        source = self.holder[ids[prefix - 1]] if prefix else -1
         extended = -1
-        for blocks in range(known, EXTENDED_BLOCKS - 1, -1):
+        for blocks in range(prefix, EXTENDED_BLOCKS - 1, -1):
             if ids[blocks - 1] in self.whole:
                 extended = self.whole[ids[blocks - 1]]
-                source = extended if blocks == known else source
+                source = extended if blocks == prefix else source
                 break
-        shared = min(known * self.block_size, prompt)
+        shared = min(prefix * self.block_size, prompt)
         if source >= 0:
             shared = min(shared, self.prompt[source])
         repeats = (
             extended >= 0
             and source == extended
-            and known == self.prompt[source] // self.block_size
+            and prefix == self.prompt[source] // self.block_size
             and prompt >= self.prompt[source] + self.output[source]
             and source not in self.repeated
         )
@@ -222,12 +222,12 @@ class _Chains:
         return source, shared, repeats, extended
 
 
-def _ids(path: Path, line: int | str, value: object, wanted: int) -> list[int]:
+def _ids(path: Path, line: int | str, value: object, blocks: int) -> list[int]:
     if not isinstance(value, list) or any(type(name) is not int or name < 0 for name in value):
         problem = "is not a list of whole numbers of at least 0"
         raise MalformedFileError(path, line, "hash_ids", problem, _CHAIN)
-    if len(value) != wanted:
-        problem = f"has {len(value)} ids; the prompt has {wanted} blocks"
+    if len(value) != blocks:
+        problem = f"has {len(value)} ids; the prompt has {blocks} blocks"
         raise MalformedFileError(path, line, "hash_ids", problem, _CHAIN)
     return value
 
@@ -267,8 +267,8 @@ def _read_mooncake(path: Path) -> PrefixTrace:
         prompt = read_tokens(path, line, "input_length", row)
         # A request that was recorded without an output still gives its first token.
         output = max(read_tokens(path, line, "output_length", row, 0), 1)
-        wanted = -(-prompt // MOONCAKE_BLOCK)
-        ids = _ids(path, line, cell(path, line, row, "hash_ids"), wanted)
+        blocks = -(-prompt // MOONCAKE_BLOCK)
+        ids = _ids(path, line, cell(path, line, row, "hash_ids"), blocks)
         try:
             source, shared, repeats, extended = chains.add(ids, prompt, output)
         except LookupError as error:
@@ -401,9 +401,9 @@ def _read_context(
         prompt = read_tokens(path, place, "in", row)
         output = max(read_tokens(path, place, "out", row, 0), 1)
         full = prompt // size
-        given = row.get("hash_ids")
-        partial = isinstance(given, list) and len(given) == full + 1 and prompt % size > 0
-        ids = _ids(path, place, given, full + partial)[:full]
+        value = row.get("hash_ids")
+        partial = isinstance(value, list) and len(value) == full + 1 and prompt % size > 0
+        ids = _ids(path, place, value, full + partial)[:full]
         think = row.get("think_time")
         if think is not None:
             think = _seconds(path, place, "think_time", row)

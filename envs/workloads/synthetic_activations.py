@@ -56,17 +56,17 @@ def mixtral_targets(law: Mapping[str, Any], layers: int, experts: int) -> np.nda
     most popular on) and ``seed``.
     """
     measured = {int(layer): np.array(rows) for layer, rows in law["measured"].items()}
-    known = sorted(measured)
-    pooled = np.sort(np.concatenate([measured[layer].mean(axis=0) for layer in known]))
+    knots = sorted(measured)
+    pooled = np.sort(np.concatenate([measured[layer].mean(axis=0) for layer in knots]))
     place = np.empty((layers, experts))
     for rank, (layer, expert) in enumerate(law["order"]):
         place[layer, expert] = 1 - rank / (layers * experts - 1)
     mean = np.interp(place, np.linspace(0, 1, len(pooled)), pooled)
-    spread = [np.std(np.log(measured[x] / measured[x].mean(axis=0))) for x in known]
+    spread = [np.std(np.log(measured[x] / measured[x].mean(axis=0))) for x in knots]
     rng = np.random.default_rng([law["seed"], 1])
     noise = rng.normal(size=(len(law["tasks"]), layers, experts))
-    targets = mean * np.exp(np.interp(np.arange(layers), known, spread)[:, None] * noise)
-    for layer in known:
+    targets = mean * np.exp(np.interp(np.arange(layers), knots, spread)[:, None] * noise)
+    for layer in knots:
         targets[:, layer] = measured[layer]
     return targets / targets.sum(axis=2, keepdims=True)
 

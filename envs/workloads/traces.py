@@ -100,7 +100,7 @@ def load_trace(path: str | os.PathLike[str], fmt: str | None = None) -> Trace:
     if not row:
         fix = "add at least one request"
         raise MalformedFileError(path, None, None, "has no requests", fix)
-    told = fmt is not None
+    explicit = fmt is not None
     if fmt is None:
         fmt = _detect(path, names, is_json)
     column = _time_column(path, fmt, names, line if is_json else 1)
@@ -109,7 +109,7 @@ def load_trace(path: str | os.PathLike[str], fmt: str | None = None) -> Trace:
     times = Times(path, column, kind, 1000 if in_ms else 1)
     while row:
         value = cell(path, line, row, column)
-        if fmt == "mooncake" and not told:
+        if fmt == "mooncake" and not explicit:
             whole_milliseconds(path, line, column, value, f"; or {_WHICH_UNIT}")
         times.add(line, value)
         line, row = next(rows, (None, {}))

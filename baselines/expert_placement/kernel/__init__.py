@@ -17,7 +17,7 @@ def compile_kernels() -> None:
     table, cube = np.zeros((1, 1)), np.zeros((1, 1, 1))
     masks, rows = np.zeros((1, 1), np.uint64), np.zeros((1, 1, 1), np.uint64)
     whole, wholes = np.zeros(1, np.int64), np.zeros((1, 1), np.int64)
-    held = np.zeros((1, 1, 1), np.bool_)
+    mask = np.zeros((1, 1, 1), np.bool_)
     costs = layer_costs.Tables(np.zeros((1, 1), layer_costs.LAYER_COST), rows, cube)
     load = np.zeros(1, link_queues.LOAD)
     queues = link_queues.Tables(rows, cube, wholes, load, table, table, 0.0, False)
@@ -25,7 +25,7 @@ def compile_kernels() -> None:
         "expert placement policies",
         [
             (balancing.balance_layers, (table, wholes, whole, wholes)),
-            (balancing.fill_layers, (table, wholes, held)),
+            (balancing.fill_layers, (table, wholes, mask)),
             (layer_costs.layer_cost, (costs, 1, 1, np.uint64(1))),
             (layer_costs.remote_calls, (costs, 1, 1, np.uint64(1))),
             (layer_costs.prefix_costs, (costs, 1, wholes)),

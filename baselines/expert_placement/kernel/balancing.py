@@ -58,15 +58,15 @@ def place_replicas(weight, quota, slot, used, on, copies):
     that fits.
 
     ``quota`` (G,) is at most E each and at least E in all. ``slot`` (G, S), ``used`` (G,), zeros,
-    ``on`` (G, E), all False, and ``copies`` (E,), the wanted ones, are changed in place.
+    ``on`` (G, E), all False, and ``copies`` (E,), the number of each, are changed in place.
     """
     gpus = quota.size
     load = np.zeros(gpus)
     for e in np.argsort(-(weight / copies), kind="mergesort"):
         share = weight[e] / copies[e]
-        wanted = copies[e]
+        number = copies[e]
         copies[e] = 0
-        for _ in range(wanted):
+        for _ in range(number):
             best = -1
             for g in range(gpus):
                 if used[g] < quota[g] and not on[g, e] and (best < 0 or load[g] < load[best]):
@@ -146,16 +146,16 @@ def refine(weight, quota, slot, used, on, copies, budget):
                         best, kind, at, b = gain, COPY, i, g
                 for j in range(used[g]):
                     y = slot[g, j]
-                    theirs = weight[y] / copies[y]
-                    if not on[a, y] and moves + 2 <= budget and theirs < share:
-                        step = share - theirs
+                    share_y = weight[y] / copies[y]
+                    if not on[a, y] and moves + 2 <= budget and share_y < share:
+                        step = share - share_y
                         gain = 0.5 * (top - max(top - step, load[g] + step))
                         if gain > best:
                             best, kind, at, b, other = gain, SWAP, i, g, j
                     if copies[y] > 1:
-                        rise = weight[y] / (copies[y] - 1) - theirs
+                        rise = weight[y] / (copies[y] - 1) - share_y
                         high = max(
-                            top - relief + (rise if on[a, y] else 0.0), load[g] + thinner - theirs
+                            top - relief + (rise if on[a, y] else 0.0), load[g] + thinner - share_y
                         )
                         if top - high <= best:
                             continue

@@ -1,6 +1,6 @@
 """Estimated latency by server and layer from recorded tokens, and the knapsack over it.
 
-Sets of experts are masks of 64 bits: ``held`` uint64 (N, L) has a bit for each expert that a server
+Sets of experts are masks of 64 bits: ``masks`` uint64 (N, L) has a bit for each expert a server
 holds of a layer. The estimate adds up over servers and layers.
 """
 
@@ -48,9 +48,9 @@ class Tables(NamedTuple):
 
 
 @jit
-def remote_messages(row, held, limit):
-    """Messages of a token with the experts ``row`` where ``held`` are local, at most ``limit``."""
-    left = row & ~held
+def remote_messages(row, local, limit):
+    """Messages of a token with the experts ``row`` where ``local`` are local, at most ``limit``."""
+    left = row & ~local
     number = 0
     while left != np.uint64(0) and number < limit:
         left &= left - _ONE
@@ -59,7 +59,7 @@ def remote_messages(row, held, limit):
 
 
 @jit
-def remote_calls(tables, n, layer, held):
+def remote_calls(tables, n, layer, local):
     """What the tokens of a server need in a layer that is not there, if a mask of experts is.
 
     Returns:
@@ -70,25 +70,25 @@ def remote_calls(tables, n, layer, held):
     limit = tables.cost[n, layer].max_messages
     some, total = 0, 0
     for t in range(rows.size):
-        number = remote_messages(rows[t], held, limit)
+        number = remote_messages(rows[t], local, limit)
         total += number
         if number:
             some += 1
     hits = 0.0
     for e in range(hit.size):
-        if not (held >> np.uint64(e)) & _ONE:
+        if not (local >> np.uint64(e)) & _ONE:
             hits += hit[e]
     return some / rows.size, total / rows.size, hits
 
 
 @jit
-def layer_cost(tables, n, layer, held):
+def layer_cost(tables, n, layer, local):
     """Estimated seconds that the remote calls of a layer add to a server's requests.
 
-    They are times the server's weight; ``held`` is the mask of the experts that are local.
+    They are times the server's weight; ``local`` is the mask of the experts that are local.
     """
     cost = tables.cost[n, layer]
-    share, volume, hits = remote_calls(tables, n, layer, held)
+    share, volume, hits = remote_calls(tables, n, layer, local)
     touched = 1.0 - (1.0 - share) ** cost.prompt_tokens
     messages = min(hits, cost.max_messages)
     prefill = (
@@ -109,11 +109,11 @@ def prefix_costs(tables, n, order):
     layers, experts = order.shape
     costs = np.zeros((layers, experts + 1))
     for layer in range(layers):
-        held = np.uint64(0)
+        local = np.uint64(0)
         for c in range(experts + 1):
             if c:
-                held |= _ONE << np.uint64(order[layer, c - 1])
-            costs[layer, c] = layer_cost(tables, n, layer, held)
+                local |= _ONE << np.uint64(order[layer, c - 1])
+            costs[layer, c] = layer_cost(tables, n, layer, local)
     return costs
 
 
@@ -132,9 +132,9 @@ def knapsack(costs, cap):
         value = np.full(cap + 1, np.inf)
         for total in range(cap + 1):
             for c in range(min(most, total) + 1):
-                found = best[total - c] + costs[layer, c]
-                if found < value[total]:
-                    value[total] = found
+                cost = best[total - c] + costs[layer, c]
+                if cost < value[total]:
+                    value[total] = cost
                     choice[layer, total] = c
         best = value
     out = np.zeros(layers, np.int64)

@@ -79,10 +79,10 @@ def count_bits(word):
 
 
 @jit
-def remote_calls(tables, server, layer, held, out):
+def remote_calls(tables, server, layer, masks, out):
     """What tokens of a server do at the others in a layer; changes ``out``, `CALLS` (N,).
 
-    A missing expert is called at the nearest server that holds it, by ``held`` uint64 (N, L).
+    A missing expert is called at the nearest server that holds it, by ``masks`` uint64 (N, L).
     """
     rows, hit, near = tables.rows[server, layer], tables.hit[server, layer], tables.near[server]
     per_expert = tables.per_expert
@@ -92,15 +92,15 @@ def remote_calls(tables, server, layer, held, out):
         x.messages = 0.0
         x.farthest = 0.0
         x.prompt_messages = 0.0
-    own = near[0]
+    home = near[0]
     for i in range(rows.size):
-        left = rows[i] & ~held[own, layer]
+        left = rows[i] & ~masks[home, layer]
         last = -1
         for k in range(1, near.size):
             if left == 0:
                 break
             m = near[k]
-            there = left & held[m, layer]
+            there = left & masks[m, layer]
             if there != 0:
                 left &= ~there
                 last = m
@@ -113,10 +113,10 @@ def remote_calls(tables, server, layer, held, out):
         x.share /= rows.size
         x.messages /= rows.size
         x.farthest /= rows.size
-    left = ~held[own, layer]
+    left = ~masks[home, layer]
     for k in range(1, near.size):
         m = near[k]
-        there = left & held[m, layer]
+        there = left & masks[m, layer]
         left &= ~there
         if not per_expert:
             out[m].prompt_messages = 1.0 if out[m].share > 0 else 0.0
@@ -210,7 +210,7 @@ def _next_bit(word, start):
 
 
 @jit
-def _exchange(held, experts, n, m, layer, other, number, trade):
+def _exchange(masks, experts, n, m, layer, other, number, trade):
     """Server n gives experts of a layer for experts of another; True if anything changed.
 
     With ``trade`` it gives to server m and takes from it, else it drops copies that another server
@@ -218,14 +218,14 @@ def _exchange(held, experts, n, m, layer, other, number, trade):
     """
     full = _FULL >> np.uint64(64 - experts)
     if trade:
-        give = held[n, layer] & ~held[m, layer]
-        take = held[m, other] & ~held[n, other]
+        give = masks[n, layer] & ~masks[m, layer]
+        take = masks[m, other] & ~masks[n, other]
     else:
         copies = np.uint64(0)
-        for k in range(held.shape[0]):
+        for k in range(masks.shape[0]):
             if k != n:
-                copies |= held[k, layer]
-        give, take = held[n, layer] & copies, full & ~held[n, other]
+                copies |= masks[k, layer]
+        give, take = masks[n, layer] & copies, full & ~masks[n, other]
     moved = False
     for _ in range(number):
         if give == 0 or take == 0:
@@ -233,31 +233,31 @@ def _exchange(held, experts, n, m, layer, other, number, trade):
         e, f = _next_bit(give, np.random.randint(64)), _next_bit(take, np.random.randint(64))
         give &= ~(_ONE << e)
         take &= ~(_ONE << f)
-        held[n, layer] &= ~(_ONE << e)
-        held[n, other] |= _ONE << f
+        masks[n, layer] &= ~(_ONE << e)
+        masks[n, other] |= _ONE << f
         if trade:
-            held[m, layer] |= _ONE << e
-            held[m, other] &= ~(_ONE << f)
+            masks[m, layer] |= _ONE << e
+            masks[m, other] &= ~(_ONE << f)
         moved = True
     return moved
 
 
 @jit
-def anneal(tables, held, wait, steps, hot, cold, seed):
-    """Simulated annealing of `estimate` by exchanges of experts and layers; changes ``held``.
+def anneal(tables, masks, wait, steps, hot, cold, seed):
+    """Simulated annealing of `estimate` by exchanges of experts and layers; changes ``masks``.
 
-    Of ``held`` uint64 (N, L), covered, the number of experts of each server stays. There are
+    Of ``masks`` uint64 (N, L), covered, the number of experts of each server stays. There are
     ``steps`` proposals, drawn by ``seed``, at temperatures from ``hot`` to ``cold`` seconds.
-    Returns the estimate of the best placement, which ``held`` then is.
+    Returns the estimate of the best placement, which ``masks`` then is.
     """
     np.random.seed(seed)
-    servers, layers = held.shape
+    servers, layers = masks.shape
     calls = np.zeros((servers, layers, servers), CALLS)
     for n in range(servers):
         for layer in range(layers):
-            remote_calls(tables, n, layer, held, calls[n, layer])
+            remote_calls(tables, n, layer, masks, calls[n, layer])
     now = estimate(tables, calls, wait)
-    least, best, old = now, held.copy(), held.copy()
+    least, best, old = now, masks.copy(), masks.copy()
     old_calls = np.zeros((2, servers, servers), CALLS)
     for step in range(steps if servers > 1 and layers > 1 else 0):
         temperature = hot * (cold / hot) ** (step / steps)
@@ -268,22 +268,22 @@ def anneal(tables, held, wait, steps, hot, cold, seed):
         size = np.random.random()
         number = 1 if size < 0.6 else (np.random.randint(1, 9) if size < 0.8 else 64)
         trade = np.random.random() < 0.5
-        old[:, layer], old[:, other] = held[:, layer], held[:, other]
-        if not _exchange(held, tables.hit.shape[2], n, m, layer, other, number, trade):
+        old[:, layer], old[:, other] = masks[:, layer], masks[:, other]
+        if not _exchange(masks, tables.hit.shape[2], n, m, layer, other, number, trade):
             continue
         for i, at in enumerate((layer, other)):
             for k in range(servers):
                 old_calls[i, k] = calls[k, at]
-                remote_calls(tables, k, at, held, calls[k, at])
+                remote_calls(tables, k, at, masks, calls[k, at])
         new = estimate(tables, calls, wait)
         if new <= now or np.random.random() < np.exp((now - new) / temperature):
             now = new
             if now < least:
                 least = now
-                best[:] = held
+                best[:] = masks
         else:
-            held[:, layer], held[:, other] = old[:, layer], old[:, other]
+            masks[:, layer], masks[:, other] = old[:, layer], old[:, other]
             for k in range(servers):
                 calls[k, layer], calls[k, other] = old_calls[0, k], old_calls[1, k]
-    held[:] = best
+    masks[:] = best
     return least

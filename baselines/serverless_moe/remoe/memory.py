@@ -55,9 +55,9 @@ class MemoryProblem:
     def __post_init__(self) -> None:
         shape = np.shape(self.share)
         for name in ("theta1", "theta2", "theta3", "overhead_s", "lower_gb", "upper_gb"):
-            given = np.shape(getattr(self, name))
-            if given != shape:
-                raise ValueError(f"{name} must have shape {shape}, got {given}")
+            actual = np.shape(getattr(self, name))
+            if actual != shape:
+                raise ValueError(f"{name} must have shape {shape}, got {actual}")
         if (np.asarray(self.share) <= 0).any():
             raise ValueError("share must be above 0: leave out layers without remote calls")
         if (np.asarray(self.lower_gb) > np.asarray(self.upper_gb)).any():

@@ -63,10 +63,10 @@ def holds(st, g, layer, e):
 @inline
 def held_by(plant, st, n, layer):
     """The experts of a layer that the GPUs of a server hold."""
-    held = np.uint64(0)
+    resident = np.uint64(0)
     for g in range(plant.server[n].first_gpu, plant.server[n].end_gpu):
-        held |= st.held[layer, g]
-    return held
+        resident |= st.held[layer, g]
+    return resident
 
 
 # Functions on the hot path have one way out and use their tables on all ways through them: else
@@ -105,14 +105,14 @@ def _split_calls(c, plant, load, st, scratch, q):
     Apart, as local and remote calls do not wait for each other, and without a branch on what no
     processor could foresee.
     """
-    held = held_by(plant, st, q.home, q.layer)
+    resident = held_by(plant, st, q.home, q.layer)
     row, places = places_of_step(c, q)
     local = 0
     remote = 0
     for i in range(places):
         e, x = expert_at(load, q, row, i)
         used = np.int64(x > 0)
-        here = np.int64((held >> np.uint64(e)) & np.uint64(1))
+        here = np.int64((resident >> np.uint64(e)) & np.uint64(1))
         scratch.expert[local].local = e
         local += used & here
         scratch.expert[remote].remote = e

@@ -61,18 +61,18 @@ def choose_path(c, plant, load, st, r, now):
 @jit
 def _servers_of_layer(c, plant, st, layer, first):
     """The servers that hold a layer whole, all of them if none does, in a ring from ``first``."""
-    found = np.empty(c.num_servers, np.int64)
+    servers = np.empty(c.num_servers, np.int64)
     every = np.uint64(0xFFFFFFFFFFFFFFFF) >> np.uint64(64 - c.experts)
     for missing in (False, True):
         number = 0
         for i in range(c.num_servers):
             n = (first + i) % c.num_servers
             if missing or held_by(plant, st, n, layer) == every:
-                found[number] = n
+                servers[number] = n
                 number += 1
         if number > 0:
             break
-    return found[:number]
+    return servers[:number]
 
 
 @jit

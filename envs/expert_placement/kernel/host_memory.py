@@ -28,15 +28,15 @@ def in_host_memory(c, plant, st, n, expert, now):
 @jit
 def _make_room(c, plant, st, n, now):
     """Give up an expert if a server's host memory is full; returns whether there is room."""
-    held = 0
+    used = 0
     oldest = -1
     for i in range(c.layers * c.experts):
         if st.host[n, i].ready >= 0.0:
-            held += 1
+            used += 1
             there = st.host[n, i].ready <= now
             if there and (oldest < 0 or st.host[n, i].stamp < st.host[n, oldest].stamp):
                 oldest = i
-    if held < plant.server[n].host_slots:
+    if used < plant.server[n].host_slots:
         return True
     if oldest >= 0:
         st.host[n, oldest].ready = -1.0

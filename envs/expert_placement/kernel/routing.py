@@ -55,21 +55,21 @@ def _value(c, plant, load, st, r, m):
 def predicted_share(plant, load, st, r, m):
     """Share of a request's predicted assignments whose experts a server's GPUs hold now."""
     profile = load.profile[load.task[load.request[r].prompt]]
-    held = 0.0
+    share = 0.0
     for i in range(profile.shape[0]):
         for g in range(plant.server[m].first_gpu, plant.server[m].end_gpu):
             if st.resident[g, i]:
-                held += profile[i]
+                share += profile[i]
                 break
-    return held
+    return share
 
 
 @jit
 def send_answer(c, plant, load, st, r, now):
     """Send the answer of a request that ends elsewhere to where the request arrived."""
-    given = load.request[r]
+    request = load.request[r]
     n = st.request[r].home
-    travel(c, plant, st, r, n, given.home, TOKEN_BYTES * given.outputs, 0.0, now)
+    travel(c, plant, st, r, n, request.home, TOKEN_BYTES * request.outputs, 0.0, now)
 
 
 @jit

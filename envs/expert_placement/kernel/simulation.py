@@ -95,17 +95,17 @@ def run(plant, load, st, scratch, cache, until):
 @inline
 def _arrive(c, plant, load, st, r, now):
     """A request arrives; returns it if it begins here, -1 if it is sent to another server."""
-    given = load.request[r]
-    prompt = load.prompt[given.prompt]
-    n = given.home
+    request = load.request[r]
+    prompt = load.prompt[request.prompt]
+    n = request.home
     q = st.request[r]
     q.home = n
     q.taken = n
-    q.prompt = given.prompt
+    q.prompt = request.prompt
     q.tokens = prompt.tokens
     q.start = prompt.start
     q.rows = prompt.end - prompt.start
-    q.shift = given.offset % q.rows
+    q.shift = request.offset % q.rows
     v = st.server[n]
     _count_area(v, now)
     v.in_system += 1
@@ -136,9 +136,9 @@ def _end_layer(c, plant, load, st, r, now):
     """All calls of a layer are back; returns whether it was the last one of the last token."""
     # Records are taken out of the tables before the first branch: see the note in `calls`.
     q = st.request[r]
-    given = load.request[r]
+    request = load.request[r]
     serves = st.server[q.taken]
-    way = plant.pair[q.home, given.home]
+    way = plant.pair[q.home, request.home]
     q.layer += 1
     last = False
     if q.layer == c.layers:
@@ -146,7 +146,7 @@ def _end_layer(c, plant, load, st, r, now):
         q.step += 1
         if q.step == 1:
             q.first = now + way.latency  # none where it arrived
-        last = q.step == given.outputs
+        last = q.step == request.outputs
         serves.serving -= np.int64(last)
     return last
 

@@ -238,7 +238,7 @@ def put_in_store(config, systems, replica, request):
 
     It takes a request whole when that is routed, so that it bounds every cache from above.
     """
-    known = systems.known[replica.row, replica.number if config.store == OWN_STORE else 0]
+    store = systems.known[replica.row, replica.number if config.store == OWN_STORE else 0]
     most = full_blocks(config, request.prompt - 1)
     left = full_blocks(config, request.prompt + request.output)
     hits = 0
@@ -248,9 +248,9 @@ def put_in_store(config, systems, replica, request):
         first = systems.segments[segment, 0]
         count = min(systems.segments[segment, 1], left)
         for content in range(first, first + count):
-            unbroken = unbroken and known[content] != 0
+            unbroken = unbroken and store[content] != 0
             hits += unbroken and hits < most
-            known[content] = 1
+            store[content] = 1
         left -= count
         segment += 1
     return hits

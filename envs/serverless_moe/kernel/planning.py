@@ -151,7 +151,7 @@ def _plan_key(t, q, request, choice, action):
 
 
 @inner
-def plan_functions(t, scratch, known, request, choice, action):
+def plan_functions(t, scratch, cache, request, choice, action):
     """Write memory, replicas and experts of each layer's remote function, ``scratch.plan``.
 
     Memory: the least that holds the experts and the tokens predicted for them (10e), and the
@@ -164,9 +164,9 @@ def plan_functions(t, scratch, known, request, choice, action):
     key, slot = np.int64(-1), np.int64(0)
     if choice.members > 0 and c.per_layer == 0:
         key = _plan_key(t, q, request, choice, action)
-        slot = key % len(known.key)
-        if known.key[slot] == key:
-            _copy_plan(known.plan[slot], known.replica[slot], scratch.plan, scratch.replica)
+        slot = key % len(cache.key)
+        if cache.key[slot] == key:
+            _copy_plan(cache.plan[slot], cache.replica[slot], scratch.plan, scratch.replica)
             return
     for layer in range(c.layers):
         plan = scratch.plan[layer]
@@ -179,8 +179,8 @@ def plan_functions(t, scratch, known, request, choice, action):
         expected = tokens * t.share[q, choice.order, choice.level, layer]
         need = t.expert_mb[layer] * choice.members + c.token_mb * expected
         least = t.remote_law[_smallest_specification(t.remote_law, need)].mb
-        wanted = least + t.y_headroom[step_y]
-        law = t.remote_law[_smallest_specification(t.remote_law, wanted)]
+        target = least + t.y_headroom[step_y]
+        law = t.remote_law[_smallest_specification(t.remote_law, target)]
         plan.mb, plan.one_s, plan.more_s = law.mb, law.one_s, law.more_s
         falling, predicted = t.falling[q, layer], t.predicted[q, layer]
         replica = scratch.replica[layer]
@@ -195,5 +195,5 @@ def plan_functions(t, scratch, known, request, choice, action):
         if plan.replicas != z:
             _assign_by_lpt(count, plan.replicas, replica, scratch)
     if key >= 0:
-        known.key[slot] = key
-        _copy_plan(scratch.plan, scratch.replica, known.plan[slot], known.replica[slot])
+        cache.key[slot] = key
+        _copy_plan(scratch.plan, scratch.replica, cache.plan[slot], cache.replica[slot])
