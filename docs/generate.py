@@ -205,7 +205,7 @@ def trained(name: str, path: Path) -> list[str]:
             stream.write(as_png(curves[0](rows)))
         lines += [f"![Learning curves of {name}]({picture})", ""]
         runs = curves[0].trainings(rows)
-        seconds = [max(r["cpu_s"] for r in own) for (one, _), own in runs.items() if one == name]
+        seconds = [max(r["cpu_s"] for r in run) for (one, _), run in runs.items() if one == name]
     elif "cpu_s" in rows[0]:  # the seconds of all trainings in a cell
         cells = dict.fromkeys(row["cpu_s"] for row in rows if row["policy"] == name)
         seconds = [second for cell in cells for second in json.loads(cell)]
@@ -261,10 +261,10 @@ def standings(name: str) -> list[str]:
     lines += ["[leaderboard](../leaderboard.md), beside the best rule of each point:", ""]
     body = []
     for point in POINTS:
-        own = ranked(rows, point)
-        rules = [row for row in own if row["kind"] == "baseline"]
+        ranking = ranked(rows, point)
+        rules = [row for row in ranking if row["kind"] == "baseline"]
         for file in (one for one in shipped(point.family.name).values() if written_by(one) == name):
-            for row in (one for one in own if one["policy"] == file.stem):
+            for row in (one for one in ranking if one["policy"] == file.stem):
                 cells = [point.name, row["measure"]]
                 for one in (row, rules[0]):
                     cells += [f"`{one['policy']}`", interval(one["value"], one["low"], one["high"])]
@@ -369,10 +369,10 @@ def place(path: Path) -> tuple[int, int, str]:
 
 def shortened(notes: list[str]) -> list[str]:
     """The first of a result's notes."""
-    kept = 1
-    while kept < len(notes) and len(" ".join(notes[: kept + 1]).split()) <= NOTE_WORDS:
-        kept += 1
-    return notes[:kept]
+    count = 1
+    while count < len(notes) and len(" ".join(notes[: count + 1]).split()) <= NOTE_WORDS:
+        count += 1
+    return notes[:count]
 
 
 def claims(family: str, title: str) -> list[dict[str, str]]:
@@ -415,9 +415,9 @@ def results() -> list[dict[str, str]]:
         studies = [study for module in modules for study in module.STUDIES]
         made = {name for study in studies for name in (study.name, *study.beside)}
         pictures = list_pictures(family)
-        found = [path for path in (RESULTS / family).glob("*.json") if path.stem[:5] != "bench"]
+        paths = [path for path in (RESULTS / family).glob("*.json") if path.stem[:5] != "bench"]
         lines = [f"# Results: {title}", ""]
-        for path in sorted(found, key=place):
+        for path in sorted(paths, key=place):
             record = read_record(path)
             notes = [note["text"] for note in record["notes"]]
             if not notes:  # a table that only the picture of another one shows

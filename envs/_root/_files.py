@@ -69,14 +69,14 @@ def parse_number(text: str) -> float | None:
 
 def parse_moment(text: str) -> Decimal | None:
     """Seconds since 1970 of a date and time of ISO 8601, in UTC unless it names a zone."""
-    found = _MOMENT.fullmatch(text.strip())
-    if found is None:
+    match = _MOMENT.fullmatch(text.strip())
+    if match is None:
         return None
     try:
-        moment = datetime.datetime.fromisoformat(found[1] + (found[3] or "Z"))
+        moment = datetime.datetime.fromisoformat(match[1] + (match[3] or "Z"))
     except ValueError:
         return None
-    return Decimal((moment - _EPOCH) // datetime.timedelta(seconds=1)) + Decimal(found[2] or 0)
+    return Decimal((moment - _EPOCH) // datetime.timedelta(seconds=1)) + Decimal(match[2] or 0)
 
 
 def exact_number(value: object) -> Decimal | None:
@@ -109,9 +109,9 @@ def parse_time(
         MalformedFileError: It is none, negative, not finite, of the other kind, or beyond
             `LATEST_S`.
     """
-    number, found = exact_number(value), "number"
+    number, form = exact_number(value), "number"
     if number is None and isinstance(value, str):
-        number, found = parse_moment(value), "date"
+        number, form = parse_moment(value), "date"
     unit = "milliseconds" if per_second == 1000 else "seconds"
     dated = "" if kind == "number" else " or an ISO date and time (2023-11-16 18:15:46.68)"
     problem, fix = "", f"write {unit}{dated}"
@@ -121,13 +121,13 @@ def parse_time(
         problem, fix = "is not finite", "drop the row or fill in its time"
     elif number < 0:
         problem, fix = "is negative", "shift the times so that the first is 0 or later"
-    elif kind not in (None, found):
-        problem, fix = f"is a {found}, where a {kind} is wanted", "write all times alike"
+    elif kind not in (None, form):
+        problem, fix = f"is a {form}, where a {kind} is wanted", "write all times alike"
     elif number >= LATEST_S * per_second:
         problem = f"cannot be {unit}, not even since 1970 (are they smaller units?)"
     if number is None or problem:
         raise MalformedFileError(path, line, name, f"{str(value)!r} {problem}", fix)
-    return number / per_second, found
+    return number / per_second, form
 
 
 class Times:
@@ -268,10 +268,10 @@ def json_rows(
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    result = dict(pairs)
+    if len(result) < len(pairs):
         raise ValueError("a key is there twice")
-    return found
+    return result
 
 
 def _refuse_pointer(path: str | os.PathLike[str], text: str) -> None:

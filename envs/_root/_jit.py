@@ -48,22 +48,22 @@ class _LabelledFile(IndexDataCacheFile):
     """
 
     def save(self, key: Any, data: Any) -> None:
-        held = self._dump(data)
-        label = self._source_stamp, key, hashlib.sha256(held).digest()
+        payload = self._dump(data)
+        label = self._source_stamp, key, hashlib.sha256(payload).digest()
         try:
-            super().save(key, (*label, held))
+            super().save(key, (*label, payload))
         except OSError as error:
-            told = f"servegym: {self._cache_path}: compiled code cannot be kept: {error.strerror}"
-            warnings.warn(told, stacklevel=2)
+            text = f"servegym: {self._cache_path}: compiled code cannot be kept: {error.strerror}"
+            warnings.warn(text, stacklevel=2)
 
     def load(self, key: Any) -> Any:
         try:
-            kept: Any = super().load(key)
-            stamp, of, digest, held = kept
+            entry: Any = super().load(key)
+            stamp, of, digest, payload = entry
         except Exception:  # unpickling raises anything; there may be nothing
             return None
-        right = (stamp, of, digest) == (self._source_stamp, key, hashlib.sha256(held).digest())
-        return pickle.loads(held) if right else None
+        right = (stamp, of, digest) == (self._source_stamp, key, hashlib.sha256(payload).digest())
+        return pickle.loads(payload) if right else None
 
     def _load_index(self) -> Any:
         try:
@@ -140,11 +140,11 @@ def formula(function: F) -> F:
 
 
 def _inner(function: F, **options: Any) -> F:
-    found = _compiled(function, no_cpython_wrapper=True, no_cfunc_wrapper=True, **options)
-    dispatcher: Any = found
+    compiled = _compiled(function, no_cpython_wrapper=True, no_cfunc_wrapper=True, **options)
+    dispatcher: Any = compiled
     if type(dispatcher) is CPUDispatcher:  # not so under NUMBA_DISABLE_JIT
         dispatcher.__class__ = _InnerDispatcher
-    return found
+    return compiled
 
 
 def record(*fields: tuple[str, str]) -> np.dtype:

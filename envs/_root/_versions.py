@@ -9,10 +9,10 @@ from importlib.metadata import PackageNotFoundError, version
 
 def versions(packages: Sequence[str] = ("numpy", "numba", "gymnasium")) -> dict[str, str]:
     """Versions of this package, of ``packages`` and of Python, by name."""
-    found = {}
+    result = {}
     for name in ("serve-gym", *packages):
         try:
-            found[name] = version(name)
+            result[name] = version(name)
         except PackageNotFoundError:
-            found[name] = "not installed"
-    return found | {"python": platform.python_version()}
+            result[name] = "not installed"
+    return result | {"python": platform.python_version()}

@@ -281,9 +281,9 @@ def uncached_decode(
         floor = times[b, _DECODE_CONTEXTS[0]]
         for j, x in enumerate(_DECODE_CONTEXTS):
             least = floor + b * x * kv_bytes / bandwidth
-            seen = times.get((b, x), 0.0)
-            as_timed[i, j] = seen >= 0.9 * least
-            table[i, j] = seen if as_timed[i, j] else least
+            measured = times.get((b, x), 0.0)
+            as_timed[i, j] = measured >= 0.9 * least
+            table[i, j] = measured if as_timed[i, j] else least
     return table, as_timed, bandwidth
 
 
