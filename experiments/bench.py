@@ -147,13 +147,13 @@ def replays(requests: int, repeats: int) -> list[dict[str, Any]]:
         draw = rng.lognormal(np.log(mean) - sigma**2 / 2, sigma, requests)
         return np.clip(np.rint(draw), 1, 2048).astype(np.int64)
 
-    asked = np.cumsum(rng.exponential(0.25, requests)), tokens(511, 1.0), tokens(124, 0.8)
+    inputs = np.cumsum(rng.exponential(0.25, requests)), tokens(511, 1.0), tokens(124, 0.8)
     workload = make_prefix_workload("mooncake")
     drawn = workload.draw(np.random.default_rng(0), requests, 3.4, 512, dispatch="trace")
     numbers = rng.random(1_000_000)
     works: dict[str, tuple[int, Callable[[], object]]] = {
-        "replay, chunked prefill": (requests, lambda: replay(*asked)),
-        "replay, orca": (requests, lambda: replay(*asked, scheduler="orca")),
+        "replay, chunked prefill": (requests, lambda: replay(*inputs)),
+        "replay, orca": (requests, lambda: replay(*inputs, scheduler="orca")),
         "replay_prefix, Mooncake": (
             requests,
             lambda: replay_prefix("h100-llama-3.1-8b", drawn, num_replicas=8, kv_tokens=450_000),

@@ -152,10 +152,10 @@ class Table:
         """The values of the key columns; a missing one is empty text."""
         return tuple(row.get(column, "") for column in self.key)
 
-    def missing(self, wanted: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-        """The wanted keys that have no row yet, in their order."""
+    def missing(self, keys: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+        """The keys that have no row yet, in their order."""
         present = {self.key_of(row) for row in self.rows}
-        return [key for key in wanted if key not in present]
+        return [key for key in keys if key not in present]
 
     def discard(self, condition: Callable[[Mapping[str, Any]], bool]) -> None:
         """Drop the rows that meet a condition; the file changes with the next `update`."""

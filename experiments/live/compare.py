@@ -179,8 +179,8 @@ def _serve(
             time.sleep(max(0.0, request["arrival_s"] - router.clock()))
             scores = [request[f"predicted_score_{name}"] for name in names]
             lengths = [request[f"predicted_tokens_{name}"] for name in names]
-            asked = GatewayRequest(str(j), request["prompt_tokens"], scores, lengths)
-            decision = router.decide(asked)
+            arrival = GatewayRequest(str(j), request["prompt_tokens"], scores, lengths)
+            decision = router.decide(arrival)
             k = decision.expert
             record: Row = {
                 "request": j,
@@ -232,8 +232,8 @@ def run(
         rates = [rate for rate, _ in able]
         latency_s = max(seconds for _, seconds in able)
         speeds = ", ".join(f"{name} {rate:.1f}/s" for name, rate in zip(names, rates, strict=True))
-        taken, limit = f"{time.monotonic() - began:.0f} s", f"L {1e3 * latency_s:.1f} ms a token"
-        print(f"calibrated in {taken}: {speeds}; {limit}")
+        duration, limit = f"{time.monotonic() - began:.0f} s", f"L {1e3 * latency_s:.1f} ms a token"
+        print(f"calibrated in {duration}: {speeds}; {limit}")
         arguments = {}
         for load in plan.loads:
             for repetition in range(plan.repetitions):

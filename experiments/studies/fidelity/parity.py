@@ -481,9 +481,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         stem: [row for world in some for row in rows_of(world, next(times))]
         for stem, some in worlds.items()
     }
-    for name, wanted in RIVALS.items():
+    for name, install in RIVALS.items():
         if name not in rivals.pythons:
-            print(f"{name}: not run; python -m venv FOLDER, {wanted}, --rival {name}=PYTHON")
+            print(f"{name}: not run; python -m venv FOLDER, {install}, --rival {name}=PYTHON")
     for name, error in rivals.failed.items():
         print(f"{name}: failed: {error}")
     made = provenance(
