@@ -226,9 +226,9 @@ def commands(name: str, record: dict[str, Any], curves: bool) -> list[str]:
     """One training of a table of curves, and the whole table."""
     settings, table = record["settings"], record["command"]
     flags = settings.get("flags", "")
-    made = [one for one in settings.get("trainings", ()) if f".{name} " in one]
-    if made:
-        flags = made[0].split(f".{name} ")[1].partition("--seed ")[0]
+    runs = [one for one in settings.get("trainings", ()) if f".{name} " in one]
+    if runs:
+        flags = runs[0].split(f".{name} ")[1].partition("--seed ")[0]
     words = f"python agents/{name}.py {flags}".strip()
     return [f"{words} --seed 1"] * curves + [f"{table}  # all trainings and the table"]
 
@@ -400,9 +400,9 @@ def result_picture(record: Path, study: Study | None) -> bytes | None:
     return None if study is None else draw(study, record.parent)
 
 
-def shown(command: str, made: bool) -> list[str]:
+def shown(command: str, current: bool) -> list[str]:
     """A result's command, or, where no study of the tree makes it, that the table is kept alone."""
-    if made or command.startswith("servegym ") or command.endswith(".train_and_compare"):
+    if current or command.startswith("servegym ") or command.endswith(".train_and_compare"):
         return ["```sh", command, "```"]
     return ["The table is kept, the study that made it is not: its code is in the history."]
 
@@ -413,7 +413,7 @@ def results() -> list[dict[str, str]]:
     for family, title in ((one.group, one.title) for one in FAMILIES):
         modules = [importlib.import_module(one.module) for one in list_modules(family)]
         studies = [study for module in modules for study in module.STUDIES]
-        made = {name for study in studies for name in (study.name, *study.beside)}
+        current = {name for study in studies for name in (study.name, *study.beside)}
         pictures = list_pictures(family)
         paths = [path for path in (RESULTS / family).glob("*.json") if path.stem[:5] != "bench"]
         lines = [f"# Results: {title}", ""]
@@ -430,7 +430,7 @@ def results() -> list[dict[str, str]]:
                 link = f"{family}/{path.stem}.png"  # a narrow page links to its full size
                 lines += [f"[![{path.stem}]({link})]({link})", ""]
             lines += [f"- {note}" for note in shortened(notes)]
-            lines += ["", *shown(record["command"], path.stem in made)]
+            lines += ["", *shown(record["command"], path.stem in current)]
             left = len(notes) - len(shortened(notes))
             rows = f"`experiments/results/{family}/{path.stem}.csv`"
             rows += f", {left} more findings in `{path.stem}.json`" if left else ""

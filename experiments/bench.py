@@ -115,15 +115,15 @@ def _timer(envs: Any, turn_s: float) -> Callable[[], float]:
 def environment(env_id: str, turn_s: float, repeats: int) -> list[dict[str, Any]]:
     """Rows: the native vector and the single environment beside their references."""
     native = gymnasium.VectorizeMode.VECTOR_ENTRY_POINT
-    made = {
+    variants = {
         "native": gymnasium.make_vec(env_id, SYSTEMS, vectorization_mode=native),
         "sync": gymnasium.vector.SyncVectorEnv([lambda: gymnasium.make(env_id)] * FEW),
         "cartpoles": CartPoleVectorEnv(SYSTEMS),
         "one": gymnasium.make(env_id),
         "cartpole": gymnasium.make("CartPole-v1"),
     }
-    rates = interleave({name: _timer(envs, turn_s) for name, envs in made.items()}, repeats)
-    for envs in made.values():
+    rates = interleave({name: _timer(envs, turn_s) for name, envs in variants.items()}, repeats)
+    for envs in variants.values():
         envs.close()
     many, name = f"{SYSTEMS} of {env_id}, steps", env_id.split("/")[1]
     return [

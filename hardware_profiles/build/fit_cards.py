@@ -673,8 +673,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", default=".", help="folder to write to")
     options = parser.parse_args(arguments)
     method = method_error(options.data, load(CHECK_PROFILE))
-    made = [fit_card(card, options.data, method=method) for card in CARDS if card != CHECK]
-    for profile in made:
+    profiles = [fit_card(card, options.data, method=method) for card in CARDS if card != CHECK]
+    for profile in profiles:
         profile.save(Path(options.out) / f"{profile.name}.json")
         print(
             f"{profile.name}: decode {1e3 * profile.decode_s(1, 256):.2f} ms, prefill of 1,024 "

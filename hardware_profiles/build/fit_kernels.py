@@ -424,9 +424,9 @@ def _experts(
             shape, [(s, *other) for s, other in smooth.items() if s != shape and s.ep == 1]
         )
         if shape.distance(near) <= 4.0:
-            made = np.interp(np.log(tokens), np.log(grid), np.log(seconds))
-            across += list(np.exp(made) / times - 1.0)
-    made = [
+            scaled = np.interp(np.log(tokens), np.log(grid), np.log(seconds))
+            across += list(np.exp(scaled) / times - 1.0)
+    tables = [
         {
             "hidden": s.hidden,
             "width": s.width,
@@ -441,7 +441,7 @@ def _experts(
     errors = {"half_of_the_token_counts": error_quantiles(np.array(between))}
     if across:
         errors["layers_from_the_nearest_others"] = error_quantiles(np.array(across))
-    return made, errors
+    return tables, errors
 
 
 # Hosts on which all-reduces of a card were timed: link, what is known of it, and the tables below
@@ -566,14 +566,14 @@ def fit_card(card: str, data: Path, systems: Path, *, seed: int = 0) -> dict[str
     )
     attention: dict[str, Any] = {}
     for kv, (dtype, value_bytes) in _KV_DTYPES.items():
-        made, spreads = _attention(prompts, decodes, dtype, value_bytes, seed)
+        fitted, spreads = _attention(prompts, decodes, dtype, value_bytes, seed)
         if (systems / name / "mla" / "vllm" / version).is_dir():
             latent = [table("mla", f"mla_{kind}_module") for kind in ("context", "generation")]
             more, errors_of = _latent(*latent, dtype, seed)
-            made, spreads = made | more, spreads | errors_of
-        if made["decode_attention"]:
+            fitted, spreads = fitted | more, spreads | errors_of
+        if fitted["decode_attention"]:
             end = "" if kv == "bf16" else f"_{kv}"
-            attention |= {f"{key}{end}": tables for key, tables in made.items()}
+            attention |= {f"{key}{end}": tables for key, tables in fitted.items()}
             errors |= {f"{key}{end}": error for key, error in spreads.items()}
     layers = table("moe", "moe")
     moe = {}
@@ -797,15 +797,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", default=".", help="folder to write to")
     options = parser.parse_args(arguments)
     data, systems = Path(options.data), Path(options.systems)
-    made = {card: fit_card(card, data, systems) for card in (*CARDS, *TABLES_ONLY)}
-    made[CARD] = with_timed_decodes(made[CARD], data)
-    made["rtx4090"] = derive_rtx4090(made["l40s"], data)
+    fitted = {card: fit_card(card, data, systems) for card in (*CARDS, *TABLES_ONLY)}
+    fitted[CARD] = with_timed_decodes(fitted[CARD], data)
+    fitted["rtx4090"] = derive_rtx4090(fitted["l40s"], data)
     for card, mixed in fit_all(data).items():
-        made[card] = with_mixed(made[card], mixed)
-    spreads = method_error(made[CARD], data)
-    for content in made.values():
+        fitted[card] = with_mixed(fitted[card], mixed)
+    spreads = method_error(fitted[CARD], data)
+    for content in fitted.values():
         content["held_out"] |= spreads
-    for card, content in made.items():
+    for card, content in fitted.items():
         path = Path(options.out) / f"{card}.json"
         write_json(content, path)
         print(f"{card}: {path.stat().st_size / 1e3:.0f} kB")

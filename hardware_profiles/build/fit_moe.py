@@ -411,8 +411,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("data", help="folder of the published tables")
     parser.add_argument("--out", default=".", help="folder to write to")
     options = parser.parse_args(arguments)
-    made = [fit_layer(card, model, options.data) for card in L2_BYTES for model in MODELS]
-    for layer in made:
+    layers = [fit_layer(card, model, options.data) for card in L2_BYTES for model in MODELS]
+    for layer in layers:
         write_json(layer, Path(options.out) / f"moe-{layer['name']}.json")
         law = layer["law"]
         print(

@@ -468,8 +468,8 @@ def shares(activations: Activations) -> dict[str, dict[str, float]]:
     """Top-expert shares as measured and with ``skew="paper"`` (seed 0), 4 digits."""
     both = {"measured": activations, "paper": sharpened(activations, 0)}
     return {
-        skew: {name: round(share, 4) for name, share in top_expert_share(made).items()}
-        for skew, made in both.items()
+        skew: {name: round(share, 4) for name, share in top_expert_share(variant).items()}
+        for skew, variant in both.items()
     }
 
 
@@ -600,8 +600,8 @@ def share_table() -> str:
 def write_law(path: Path, law: dict[str, Any]) -> None:
     """Write a synthetic model's law, then its shares, which are those of what the law gives."""
     write_json(path, law)
-    made = read_law(path, load_model(law["name"]), 0)
-    write_json(path, _finish(law | {"top_expert_share": shares(made)}, None))
+    drawn = read_law(path, load_model(law["name"]), 0)
+    write_json(path, _finish(law | {"top_expert_share": shares(drawn)}, None))
 
 
 if __name__ == "__main__":

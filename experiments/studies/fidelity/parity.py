@@ -486,14 +486,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{name}: not run; python -m venv FOLDER, {install}, --rival {name}=PYTHON")
     for name, error in rivals.failed.items():
         print(f"{name}: failed: {error}")
-    made = provenance(
+    origin = provenance(
         shlex.join([*parser.prog.split(), *map(str, words)]),
         settings={"constant_step_s": STEP_S, "failed": rivals.failed},
     )
     options.out.mkdir(parents=True, exist_ok=True)
     for stem, rows in tables.items():
         notes = speed_notes(rows)
-        write_result(options.out / stem, rows, made, notes)
+        write_result(options.out / stem, rows, origin, notes)
         for one in notes:
             print(f"{stem}: {one['text']}")
     print(f"written to {options.out}")

@@ -382,13 +382,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _print(lines)
     for cause, count in [*others.items(), *left_out.items()]:
         print(f"left out: {count} rows: {cause}")
-    made = provenance(
+    origin = provenance(
         shlex.join([*parser.prog.split(), *words]),
         packages=("aiconfigurator-core",),
         settings={"left_out_of_the_table": others, "left_out_of_the_rows": left_out},
     )
     options.out.mkdir(parents=True, exist_ok=True)
-    write_result(options.out / "published", lines, made)
+    write_result(options.out / "published", lines, origin)
     return 0
 
 

@@ -223,8 +223,8 @@ def _studies(scenario: str) -> tuple[Study, Study]:
     def facts(options: Options) -> dict[str, Any]:
         paths = _files(options, scenario).values()
         played = {path.parent.name for group in paths for path in group}
-        made = [words for words in commands(scenario) if words.split()[-1] in played]
-        return {"setting": setting(scenario=scenario), "trainings": made}
+        runs = [words for words in commands(scenario) if words.split()[-1] in played]
+        return {"setting": setting(scenario=scenario), "trainings": runs}
 
     shared: Any = {"settings": lambda options: ({"scenario": scenario},), "facts": facts}
     curves = f"learning_curves_{scenario}"

@@ -120,11 +120,11 @@ def training(folder: Path, model: str, **changes: Any) -> None:
             continue
         shutil.rmtree(folder / name, ignore_errors=True)
 
-        def made(*args: Any, name: str = name, **kwargs: Any) -> gym.vector.VectorEnv:
+        def make_envs(*args: Any, name: str = name, **kwargs: Any) -> gym.vector.VectorEnv:
             envs = plain(*args, **kwargs)
             return Shuffled(envs) if name.startswith("shuffled") else envs
 
-        with patch.object(ppo_serverless, "make_envs", made):
+        with patch.object(ppo_serverless, "make_envs", make_envs):
             ppo_serverless.train(ppo_serverless.Args(**arguments, seed=seed, run_name=name))
 
 
