@@ -194,7 +194,7 @@ class ReplayBuffer:
     """Time-major ring of steps of all environments; rows of scaled features in float16."""
 
     def __init__(self, length: int) -> None:
-        self.length, self.count, self.known = length, 0, 0  # steps: added, of them with targets
+        self.length, self.count, self.targets = length, 0, 0  # steps: added, of them with targets
         self.data: dict[str, NDArray[Any]] = {}
         self.squares, self.products = np.eye(features.EXOGENOUS), np.zeros(features.EXOGENOUS)
 
@@ -214,7 +214,7 @@ class ReplayBuffer:
         lambda-return is G_t = r_t + gamma ((1 - lam) V(s_t+1) + lam G_t+1), at an episode's end
         V(s_t).
         """
-        at = (self.known + np.arange(2 * LENGTH + 1)) % self.length
+        at = (self.targets + np.arange(2 * LENGTH + 1)) % self.length
         reward, done, exogenous = (self.data[key][at] for key in ("reward", "done", "exogenous"))
         x, y = exogenous[:LENGTH][~done[:LENGTH]], reward[:LENGTH][~done[:LENGTH]]
         self.squares = 0.7 * self.squares + x.T @ x
@@ -233,14 +233,14 @@ class ReplayBuffer:
             if t < LENGTH:
                 self.data["later"][at[t]] = later
         self.data["residual"][at[:LENGTH]] = reward[:LENGTH]
-        self.known += LENGTH
+        self.targets += LENGTH
 
     def sample(self, size: int, rng: np.random.Generator) -> dict[str, Tensor]:
         """A batch of the latest steps that have targets."""
         envs = self.data["action"].shape[1]
-        latest = int(max(RECENT * self.known, LATEST // envs, LENGTH))
-        first = max(self.known - latest, self.count - self.length, 0)
-        at = rng.integers(first, self.known, size) % self.length
+        latest = int(max(RECENT * self.targets, LATEST // envs, LENGTH))
+        first = max(self.targets - latest, self.count - self.length, 0)
+        at = rng.integers(first, self.targets, size) % self.length
         env = rng.integers(0, envs, size)
         return {key: torch.as_tensor(values[at, env]) for key, values in self.data.items()}
 
@@ -305,7 +305,7 @@ def train(args: Args) -> Path:
         begin = time.process_time()
         alpha = float(agent.log_alpha.detach().exp())
         score, value = rng.gumbel(size=mask.shape), np.zeros(n, np.float32)
-        if buffer.known:
+        if buffer.targets:
             with torch.no_grad():
                 state = agent.encode(torch.as_tensor(rows).float())
                 log_pi = agent.log_policy(state, torch.as_tensor(mask), alpha)
@@ -313,23 +313,23 @@ def train(args: Args) -> Path:
                 value = (log_pi.exp() * (min_q - alpha * log_pi)).sum(-1).numpy()
             score += log_pi.numpy()
         action = np.where(mask, score, -1e30).argmax(-1)
-        seen = {"rows": rows, "mask": mask, "exogenous": features.exogenous(obs)}
+        inputs = {"rows": rows, "mask": mask, "exogenous": features.exogenous(obs)}
         obs, reward, terminated, truncated, info = envs.step(action)
         done, next_rows, paid = terminated | truncated, agent.rows(obs), reward
         if args.shaping:  # the held requests' expected QoS is a potential (Ng et al., 1999)
-            held, next_held = (features.held_qos(x, agent.experts) for x in (rows, next_rows))
-            paid = reward + args.gamma * next_held - held
-        buffer.add(action=action, value=value, reward=paid.astype(np.float32), done=done, **seen)
+            phi, next_phi = (features.held_qos(x, agent.experts) for x in (rows, next_rows))
+            paid = reward + args.gamma * next_phi - phi
+        buffer.add(action=action, value=value, reward=paid.astype(np.float32), done=done, **inputs)
         mask, rows = info["action_mask"], next_rows
         before, step = step, step + n
         log.add_rewards(reward, done)
 
         # Learn.
-        if buffer.count > buffer.known + 2 * LENGTH:
+        if buffer.count > buffer.targets + 2 * LENGTH:
             buffer.add_targets(agent, args.gamma, args.lam)
         for optimizer in (q_optimizer, actor_optimizer):
             optimizer.param_groups[0]["lr"] = args.lr * (1 - 0.99 * step / args.total_timesteps)
-        for _ in range(args.updates_per_step if buffer.known else 0):
+        for _ in range(args.updates_per_step if buffer.targets else 0):
             batch = buffer.sample(args.batch_size, rng)
             state = agent.encode(batch["rows"].float())
             q1, q2 = agent.qf1(state), agent.qf2(state)

@@ -123,9 +123,9 @@ class Task:
 
 def of_split(stream: int, env_kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of a routing problem with the split and the requests of a stream."""
-    own = {"split": "val", "episode_requests": EVAL_REQUESTS} if stream >= VALIDATION else {}
+    split = {"split": "val", "episode_requests": EVAL_REQUESTS} if stream >= VALIDATION else {}
     arguments = {k: v for k, v in env_kwargs.items() if k not in ("fleet", "fleet_kwargs")}
-    return arguments | {"reward": "completed_qos"} | own
+    return arguments | {"reward": "completed_qos"} | split
 
 
 class OneFleet(Task):
@@ -156,10 +156,10 @@ class OneFleet(Task):
         """See `Task`."""
         running, waiting = system.running_capacity, system.waiting_capacity
 
-        def of(weights: Floats, seen: Any) -> Floats:
-            if isinstance(seen, Mapping):
-                return load_scores(weights, seen["experts"])
-            shares = seen.reshape(len(seen), -1, 3)  # of the slots, in the flat observation
+        def of(weights: Floats, obs: Any) -> Floats:
+            if isinstance(obs, Mapping):
+                return load_scores(weights, obs["experts"])
+            shares = obs.reshape(len(obs), -1, 3)  # of the slots, in the flat observation
             return load_scores(weights, shares * (1, running, running + waiting))
 
         return of
@@ -181,9 +181,9 @@ class DrawnFleets(Task):
     def problem(self, stream: int) -> Any:
         """See `Task`."""
         fleet = fleet_features.fleet_of(stream, self.source)
-        given = of_split(stream, {"episode_requests": 300} | self.env_kwargs)
+        arguments = of_split(stream, {"episode_requests": 300} | self.env_kwargs)
         make = setting_problem if "setting" in fleet else build_problem
-        return make(**fleet, **given, view=layout.GRAPH)
+        return make(**fleet, **arguments, view=layout.GRAPH)
 
     def first_weights(self, system: Any) -> NDArray[np.float64]:
         """See `Task`."""
@@ -192,7 +192,7 @@ class DrawnFleets(Task):
     def scores(self, system: Any) -> Scores:
         """See `Task`."""
         fleet = fleet_features.Fleet(system)
-        return lambda w, seen: fleet_features.index_values(w, *fleet.features(seen))
+        return lambda w, obs: fleet_features.index_values(w, *fleet.features(obs))
 
 
 class DrawnSettings(Task):
@@ -219,10 +219,10 @@ class DrawnSettings(Task):
 @lru_cache(maxsize=8)
 def task_of(env_id: str, settings: tuple[str, ...]) -> Task:
     """The task of an environment and its arguments."""
-    given = parse_settings(settings)
+    arguments = parse_settings(settings)
     if env_id == PREFIX_ID:
-        return DrawnSettings(given)
-    return DrawnFleets(given) if given.get("fleet") == "random" else OneFleet(given)
+        return DrawnSettings(arguments)
+    return DrawnFleets(arguments) if arguments.get("fleet") == "random" else OneFleet(arguments)
 
 
 @lru_cache(maxsize=128)
@@ -310,8 +310,8 @@ def load(meta: Mapping[str, str], weights: Mapping[str, Tensor], system: Any) ->
         raise ValueError(f"made for {experts} experts, got {system.num_experts}")
     agent = Agent(first, fixed)
     checkpoint.load_weights(agent, weights)
-    drawn, given = isinstance(system, FleetSystem), {"task": task, "agent": agent}
-    router = PerFleet(Router, system, given) if drawn else Router(system, **given)
+    drawn, arguments = isinstance(system, FleetSystem), {"task": task, "agent": agent}
+    router = PerFleet(Router, system, arguments) if drawn else Router(system, **arguments)
     return CheckpointPolicy(task.name, "graph", args, agent, router.act, task.env_kwargs)
 
 

@@ -157,7 +157,7 @@ def play(
 
 def own_counts(observations: Mapping[str, Any]) -> np.ndarray:
     """The counts (N, L, E) that the servers see, each its own."""
-    return np.stack([seen["counts"] for seen in observations.values()])
+    return np.stack([obs["counts"] for obs in observations.values()])
 
 
 def evaluate(agent: Agent, args: Args, env: ExpertPlacementParallelEnv) -> dict[str, float]:

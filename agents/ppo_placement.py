@@ -250,13 +250,13 @@ def train(args: Args) -> Path:
             logprobs = policy.log_prob(outputs).sum(2)  # (B, N): each server's layers
             _, reward, _, _, info = envs.step(action(outputs, args))
         terms = info["reward_terms"]
-        own = np.stack([terms[f"log_latency_server_{k}"] for k in range(servers)], axis=1)
+        local = np.stack([terms[f"log_latency_server_{k}"] for k in range(servers)], axis=1)
         common = -np.log(info["episode_kpis"]["mean_latency_s"])[:, None]
         if args.shuffle_rewards:
             order = rng.permutation(n)
-            own, common = own[order], common[order]
+            local, common = local[order], common[order]
         advantages = torch.zeros(n, servers)
-        for credit, part in ((own, 1 - args.common_credit), (common, args.common_credit)):
+        for credit, part in ((local, 1 - args.common_credit), (common, args.common_credit)):
             grouped = torch.as_tensor(credit, dtype=torch.float32).view(groups, args.group_size, -1)
             grouped = grouped - grouped.mean(1, keepdim=True)
             advantages += part * (grouped / (grouped.std() + 1e-8)).view(n, -1)

@@ -187,16 +187,16 @@ def evaluate(agent: Agent, envs: gym.vector.VectorEnv) -> dict[str, float]:
     """
     n, device = envs.num_envs, agent.mean.device
     obs, info = envs.reset(seed=10_000)
-    reward_sum, kept, steps, alive = 0.0, 0, 0, np.ones(n, bool)
+    reward_sum, keeps, steps, alive = 0.0, 0, 0, np.ones(n, bool)
     while alive.any():
         mask = torch.as_tensor(action_masks(info, n, sum(agent.choices)), device=device)
         with torch.no_grad():
             action = agent.act(torch.as_tensor(obs, device=device), mask).cpu().numpy()
         obs, reward, terminated, truncated, info = envs.step(action)
         reward_sum, steps = reward_sum + float(reward[alive].sum()), steps + int(alive.sum())
-        kept += int(action[alive, -1].sum()) if agent.keep else 0
+        keeps += int(action[alive, -1].sum()) if agent.keep else 0
         alive &= ~(terminated | truncated)
-    return {"eval/score": reward_sum / steps, "eval/kept_share": kept / steps}
+    return {"eval/score": reward_sum / steps, "eval/kept_share": keeps / steps}
 
 
 def advantages_of(

@@ -124,10 +124,10 @@ class Sets(nn.Module):
         """Embed a batch of flat rows; law (N, 4)."""
         batch, n = len(rows), layout.experts
         arrived, expert, running, waiting, mr, mw = rows.split(layout.sizes, -1)
-        held = torch.cat([x.view(batch, n, -1, Layout.REQUEST) for x in (running, waiting)], 2)
+        requests = torch.cat([x.view(batch, n, -1, Layout.REQUEST) for x in (running, waiting)], 2)
         mask = torch.cat([x.view(batch, n, -1) for x in (mr, mw)], 2)
-        mean = held.sum(2) / mask.sum(2, keepdim=True).clamp(min=1)
-        top = held.masked_fill(mask[..., None] == 0, -2.0).amax(2)
+        mean = requests.sum(2) / mask.sum(2, keepdim=True).clamp(min=1)
+        top = requests.masked_fill(mask[..., None] == 0, -2.0).amax(2)
         parts = [arrived[:, None].expand(batch, n, 2), expert.view(batch, n, -1), mean, top]
         experts = self.each(torch.cat([*parts, law.expand(batch, *law.shape)], -1))
         return self.all(experts.mean(1)), experts
@@ -241,11 +241,11 @@ class Labels:
         gain, system = returns[:, 1:] - returns[:, :1], source.model.system
         # Requests per running slot of the whole fleet, from the scaled rows.
         expert = self.rows[:, 2 : 2 + Layout.EXPERT * system.num_experts].astype(np.float64)
-        held = 3 * expert.reshape(len(gain), -1, Layout.EXPERT)[..., 1:3].sum((1, 2))
-        load = held / (system.num_experts * system.running_capacity)
+        requests = 3 * expert.reshape(len(gain), -1, Layout.EXPERT)[..., 1:3].sum((1, 2))
+        load = requests / (system.num_experts * system.running_capacity)
         self.tried = torch.as_tensor(tried.astype(np.int64), device=device)
         self.weight = torch.as_tensor(noise_weights(load, gain), device=device)
-        self.known = torch.as_tensor(np.isfinite(gain), device=device)
+        self.valid = torch.as_tensor(np.isfinite(gain), device=device)
         self.gain = torch.as_tensor(np.nan_to_num(gain), device=device)
         self.train = max(int(len(gain) * (1 - HOLDOUT)), 1)  # labels to fit, the earliest
 
@@ -256,7 +256,7 @@ class Labels:
         rows = torch.as_tensor(self.rows[index.numpy()], device=self.device).float()
         value, added = agent(rows)
         value = value.gather(1, self.tried[i])
-        error = (value[:, 1:] - value[:, :1] - self.gain[i]).square() * self.known[i]
+        error = (value[:, 1:] - value[:, :1] - self.gain[i]).square() * self.valid[i]
         added = added - added.gather(1, self.tried[i][:, :1])
         untried = torch.ones_like(added).scatter(1, self.tried[i], 0.0)
         weight = self.weight[i]
@@ -293,7 +293,7 @@ def fit(agent: Agent, sources: Sequence[Configuration], args: Args) -> dict[str,
             nn.utils.clip_grad_norm_(agent.parameters(), 1.0)
             optimizer.step()
             schedule.step()
-    squares = [(x.weight[:, None] * x.known * x.gain.square()).sum(1) for x in every]
+    squares = [(x.weight[:, None] * x.valid * x.gain.square()).sum(1) for x in every]
     nothing = [of[part] for of, x in zip(squares, every, strict=True) for part in x.held_out()]
     metrics = {"losses/held_out": held_out(), "losses/held_out_heuristic": start}
     return metrics | {"losses/held_out_nothing": float(torch.cat(nothing).mean())}
@@ -339,7 +339,7 @@ def train(args: Args) -> Path:
     n = max(args.num_envs // len(mixture), 1)
     workers = Workers(ray=args.ray or None)
     seeds = [args.seed + 1000 * k for k in range(len(mixture))]
-    sources = [Configuration(own, n, s, workers) for own, s in zip(mixture, seeds, strict=True)]
+    sources = [Configuration(part, n, s, workers) for part, s in zip(mixture, seeds, strict=True)]
 
     first_system = sources[0].model.system
     agent = Agent(first_system).to(device)

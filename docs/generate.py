@@ -205,7 +205,7 @@ def trained(name: str, path: Path) -> list[str]:
             stream.write(as_png(curves[0](rows)))
         lines += [f"![Learning curves of {name}]({picture})", ""]
         runs = curves[0].trainings(rows)
-        seconds = [max(r["cpu_s"] for r in own) for (one, _), own in runs.items() if one == name]
+        seconds = [max(r["cpu_s"] for r in run) for (one, _), run in runs.items() if one == name]
     elif "cpu_s" in rows[0]:  # the seconds of all trainings in a cell
         cells = dict.fromkeys(row["cpu_s"] for row in rows if row["policy"] == name)
         seconds = [second for cell in cells for second in json.loads(cell)]
@@ -226,9 +226,9 @@ def commands(name: str, record: dict[str, Any], curves: bool) -> list[str]:
     """One training of a table of curves, and the whole table."""
     settings, table = record["settings"], record["command"]
     flags = settings.get("flags", "")
-    made = [one for one in settings.get("trainings", ()) if f".{name} " in one]
-    if made:
-        flags = made[0].split(f".{name} ")[1].partition("--seed ")[0]
+    runs = [one for one in settings.get("trainings", ()) if f".{name} " in one]
+    if runs:
+        flags = runs[0].split(f".{name} ")[1].partition("--seed ")[0]
     words = f"python agents/{name}.py {flags}".strip()
     return [f"{words} --seed 1"] * curves + [f"{table}  # all trainings and the table"]
 
@@ -261,10 +261,10 @@ def standings(name: str) -> list[str]:
     lines += ["[leaderboard](../leaderboard.md), beside the best rule of each point:", ""]
     body = []
     for point in POINTS:
-        own = ranked(rows, point)
-        rules = [row for row in own if row["kind"] == "baseline"]
+        ranking = ranked(rows, point)
+        rules = [row for row in ranking if row["kind"] == "baseline"]
         for file in (one for one in shipped(point.family.name).values() if written_by(one) == name):
-            for row in (one for one in own if one["policy"] == file.stem):
+            for row in (one for one in ranking if one["policy"] == file.stem):
                 cells = [point.name, row["measure"]]
                 for one in (row, rules[0]):
                     cells += [f"`{one['policy']}`", interval(one["value"], one["low"], one["high"])]
@@ -369,10 +369,10 @@ def place(path: Path) -> tuple[int, int, str]:
 
 def shortened(notes: list[str]) -> list[str]:
     """The first of a result's notes."""
-    kept = 1
-    while kept < len(notes) and len(" ".join(notes[: kept + 1]).split()) <= NOTE_WORDS:
-        kept += 1
-    return notes[:kept]
+    count = 1
+    while count < len(notes) and len(" ".join(notes[: count + 1]).split()) <= NOTE_WORDS:
+        count += 1
+    return notes[:count]
 
 
 def claims(family: str, title: str) -> list[dict[str, str]]:
@@ -400,9 +400,9 @@ def result_picture(record: Path, study: Study | None) -> bytes | None:
     return None if study is None else draw(study, record.parent)
 
 
-def shown(command: str, made: bool) -> list[str]:
+def shown(command: str, current: bool) -> list[str]:
     """A result's command, or, where no study of the tree makes it, that the table is kept alone."""
-    if made or command.startswith("servegym ") or command.endswith(".train_and_compare"):
+    if current or command.startswith("servegym ") or command.endswith(".train_and_compare"):
         return ["```sh", command, "```"]
     return ["The table is kept, the study that made it is not: its code is in the history."]
 
@@ -413,11 +413,11 @@ def results() -> list[dict[str, str]]:
     for family, title in ((one.group, one.title) for one in FAMILIES):
         modules = [importlib.import_module(one.module) for one in list_modules(family)]
         studies = [study for module in modules for study in module.STUDIES]
-        made = {name for study in studies for name in (study.name, *study.beside)}
+        current = {name for study in studies for name in (study.name, *study.beside)}
         pictures = list_pictures(family)
-        found = [path for path in (RESULTS / family).glob("*.json") if path.stem[:5] != "bench"]
+        paths = [path for path in (RESULTS / family).glob("*.json") if path.stem[:5] != "bench"]
         lines = [f"# Results: {title}", ""]
-        for path in sorted(found, key=place):
+        for path in sorted(paths, key=place):
             record = read_record(path)
             notes = [note["text"] for note in record["notes"]]
             if not notes:  # a table that only the picture of another one shows
@@ -430,7 +430,7 @@ def results() -> list[dict[str, str]]:
                 link = f"{family}/{path.stem}.png"  # a narrow page links to its full size
                 lines += [f"[![{path.stem}]({link})]({link})", ""]
             lines += [f"- {note}" for note in shortened(notes)]
-            lines += ["", *shown(record["command"], path.stem in made)]
+            lines += ["", *shown(record["command"], path.stem in current)]
             left = len(notes) - len(shortened(notes))
             rows = f"`experiments/results/{family}/{path.stem}.csv`"
             rows += f", {left} more findings in `{path.stem}.json`" if left else ""

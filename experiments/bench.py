@@ -115,15 +115,15 @@ def _timer(envs: Any, turn_s: float) -> Callable[[], float]:
 def environment(env_id: str, turn_s: float, repeats: int) -> list[dict[str, Any]]:
     """Rows: the native vector and the single environment beside their references."""
     native = gymnasium.VectorizeMode.VECTOR_ENTRY_POINT
-    made = {
+    variants = {
         "native": gymnasium.make_vec(env_id, SYSTEMS, vectorization_mode=native),
         "sync": gymnasium.vector.SyncVectorEnv([lambda: gymnasium.make(env_id)] * FEW),
         "cartpoles": CartPoleVectorEnv(SYSTEMS),
         "one": gymnasium.make(env_id),
         "cartpole": gymnasium.make("CartPole-v1"),
     }
-    rates = interleave({name: _timer(envs, turn_s) for name, envs in made.items()}, repeats)
-    for envs in made.values():
+    rates = interleave({name: _timer(envs, turn_s) for name, envs in variants.items()}, repeats)
+    for envs in variants.values():
         envs.close()
     many, name = f"{SYSTEMS} of {env_id}, steps", env_id.split("/")[1]
     return [
@@ -147,13 +147,13 @@ def replays(requests: int, repeats: int) -> list[dict[str, Any]]:
         draw = rng.lognormal(np.log(mean) - sigma**2 / 2, sigma, requests)
         return np.clip(np.rint(draw), 1, 2048).astype(np.int64)
 
-    asked = np.cumsum(rng.exponential(0.25, requests)), tokens(511, 1.0), tokens(124, 0.8)
+    inputs = np.cumsum(rng.exponential(0.25, requests)), tokens(511, 1.0), tokens(124, 0.8)
     workload = make_prefix_workload("mooncake")
     drawn = workload.draw(np.random.default_rng(0), requests, 3.4, 512, dispatch="trace")
     numbers = rng.random(1_000_000)
     works: dict[str, tuple[int, Callable[[], object]]] = {
-        "replay, chunked prefill": (requests, lambda: replay(*asked)),
-        "replay, orca": (requests, lambda: replay(*asked, scheduler="orca")),
+        "replay, chunked prefill": (requests, lambda: replay(*inputs)),
+        "replay, orca": (requests, lambda: replay(*inputs, scheduler="orca")),
         "replay_prefix, Mooncake": (
             requests,
             lambda: replay_prefix("h100-llama-3.1-8b", drawn, num_replicas=8, kv_tokens=450_000),

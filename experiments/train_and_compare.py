@@ -314,7 +314,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         command = training_command(steps, args.seed, args.out)
         settings = {"seed": args.seed, "steps": steps}
     this = shlex.join(["python", "-m", "servegym.experiments.train_and_compare", *words])
-    made = provenance(this, args.quick, packages=("torch",), settings=settings)
+    origin = provenance(this, args.quick, packages=("torch",), settings=settings)
     progress = Progress(steps)
     checkpoints = args.checkpoint or [run / "last.safetensors"]
     episodes = min(args.episodes, 3) if args.quick else args.episodes
@@ -323,9 +323,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     notes = findings(table, curve)
     ceiling = [float(np.mean([r["ceiling"] for r in rows if r["rate"] == rate])) for rate in RATES]
     print_comparison(table, ceiling, notes)
-    write_result(args.out / TABLE, table, made, notes)
+    write_result(args.out / TABLE, table, origin, notes)
     if curve:
-        write_result(args.out / CURVE, curve, made)
+        write_result(args.out / CURVE, curve, origin)
         write_text(args.out / f"{TABLE}.png", plot(curve, table))
     print(f"{time.perf_counter() - progress.begin:.0f} s; all that was made is in {args.out}")
 

@@ -256,13 +256,13 @@ class Composer:
         layers, heads = reference.model["layers"], reference.model["attention_heads"]
         far = float(reference.tables().context_tokens[-1])
         longest = _REFERENCE_LONGEST_CHUNK
-        own = reference.chunk_attention_s(longest, far) - reference.chunk_attention_s(longest, 0)
-        own_rate = own / layers / (longest * far)
+        base = reference.chunk_attention_s(longest, far) - reference.chunk_attention_s(longest, 0)
+        base_rate = base / layers / (longest * far)
         added = reference.chunk_attention_s(chunk, context) - reference.chunk_attention_s(chunk, 0)
         processors = self.kernels.data["device"]["multiprocessors"]
         waste = self._waste(self.heads, processors, chunk)
         waste /= self._waste(heads, _REFERENCE_PROCESSORS, chunk)
-        return max(added, 0.0) / layers * (self.rate / own_rate) * waste
+        return max(added, 0.0) / layers * (self.rate / base_rate) * waste
 
     def chunk_attention_s(self, chunk: float, context: float) -> float:
         """Seconds of all layers' attention of a prompt's chunk after ``context`` tokens."""
@@ -270,15 +270,15 @@ class Composer:
         full = self.prompt_attention_s(chunk) + self.context_s(chunk, context)
         # One replica has the whole chunk, of which `dense_s` gives it a share.
         share = max(chunk / self.dp, 1.0)
-        own = self.replica_s(chunk) - self.replica_s(share) if self.dp > 1 else 0.0
+        extra = self.replica_s(chunk) - self.replica_s(share) if self.dp > 1 else 0.0
         if self.window is None:
-            return s.layers * full + max(own, 0.0)
+            return s.layers * full + max(extra, 0.0)
         # Every query sees at most the window: as a prompt that begins a window earlier.
-        seen = chunk + min(context, self.window)
-        scale = max(seen / self._longest, 1.0)
-        windowed = scale * self._prompt(seen / scale, self.window)
+        span = chunk + min(context, self.window)
+        scale = max(span / self._longest, 1.0)
+        windowed = scale * self._prompt(span / scale, self.window)
         full *= s.layers - s.windowed_layers
-        return s.windowed_layers * windowed + full + max(own, 0.0)
+        return s.windowed_layers * windowed + full + max(extra, 0.0)
 
     def decode_attention_s(self, sequences: float, context: float) -> float:
         """Seconds of all layers' attention of ``sequences`` decodes of ``context`` tokens each."""
@@ -353,7 +353,7 @@ class Composer:
         replicas = kv_heads // s.kv_heads - 1
         copied = 2 * replicas * s.kv_heads * s.head_size * s.hidden * s.layers
         value_bytes = 1 if self.kernels.kv_dtype == "fp8" else 2
-        own = s.weight_bytes(self.dtype) + round(VALUE_BYTES[self.dtype] * copied)
+        weights = s.weight_bytes(self.dtype) + round(VALUE_BYTES[self.dtype] * copied)
         routed = (s.layers - s.dense_layers) * s.experts * s.expert_parameters
         routed = round(routed * VALUE_BYTES[s.expert_dtype or self.dtype])
         model = {
@@ -365,7 +365,7 @@ class Composer:
             "head_size": s.head_size,
             "bytes_per_value": value_bytes,
             "parameters": s.parameters,
-            "weight_bytes": own + (self.dp - 1) * (own - routed),
+            "weight_bytes": weights + (self.dp - 1) * (weights - routed),
             "kv_bytes_per_token": 2 * value_bytes * s.layers * kv_heads * s.head_size,
             "source": f"{s.architecture}; KV cache in {8 * value_bytes} bits"
             + (f", {kv_heads // s.kv_heads} copies of each KV head" if replicas else ""),
@@ -385,8 +385,8 @@ def activation_reserve_bytes(shape: ModelShape, tp: int) -> int:
         return 2 * _RESERVE_TOKENS * 3 * (hidden + features) + 10 * _RESERVE_LOGITS * vocabulary
 
     features = shape.intermediate * max(shape.top_k, 1) / tp
-    own = _RECORDED_RESERVE - parts(4096, 14336, 128256)
-    return round(tp * (own + parts(shape.hidden, features, shape.vocabulary)))
+    fixed = _RECORDED_RESERVE - parts(4096, 14336, 128256)
+    return round(tp * (fixed + parts(shape.hidden, features, shape.vocabulary)))
 
 
 def _fits(composer: Composer) -> bool:
@@ -674,16 +674,16 @@ def step_class(kind: str, shape: ModelShape, dtype: str) -> str:
 def _step_error(c: Composer) -> dict[str, Any]:
     """The ``step_error`` field: the deviations of all causes, as they are known apart."""
     k, s = c.kernels, c.shape
-    own = {kind: step_class(kind, s, c.dtype) for kind in STEP_SD}
-    causes = [f"{kind} of {name}" for kind, name in own.items()]
+    classes = {kind: step_class(kind, s, c.dtype) for kind in STEP_SD}
+    causes = [f"{kind} of {name}" for kind, name in classes.items()]
     shares = {"prefill": (2048, 1), "decode": (32, 32)}
     out: dict[str, Any] = {}
-    for kind, name in own.items():
-        seen = STEP_SD[kind][name]["cards"]
+    for kind, name in classes.items():
+        cards = STEP_SD[kind][name]["cards"]
         parts = [STEP_SD[kind][name]["sd"]]
-        if k.card not in seen:
+        if k.card not in cards:
             parts.append(CARD_SD[kind])
-            causes[-1 if kind == "decode" else 0] += f", seen on {' and '.join(seen)}"
+            causes[-1 if kind == "decode" else 0] += f", seen on {' and '.join(cards)}"
         if c.moe_source != c.moe_wanted:
             experts = f"moe_{s.expert_dtype or c.dtype}_layers_from"
             spreads = [v["p90"] for key, v in k.data["held_out"].items() if key.startswith(experts)]
@@ -693,7 +693,7 @@ def _step_error(c: Composer) -> dict[str, Any]:
         low, high = _over_links(c, tokens, sequences)
         parts.append((high - low) / 2.0 / Z80)
         sd = float(f"{math.hypot(*parts):.3g}")
-        bias = seen.get(k.card, 0.0) + (low + high) / 2.0
+        bias = cards.get(k.card, 0.0) + (low + high) / 2.0
         out[kind] = {"bias": float(f"{bias:.3g}"), "sd": sd}
     if len(k.links) > 1 and k.link is None and c.tp * c.dp > 1:
         causes.append(f"links {' and '.join(k.links)}")

@@ -70,10 +70,10 @@ def _build(data: Any, where: str) -> Fleet:
         except ValueError as error:
             raise fields.error("profile", str(error)) from error
         if memory == "served_model":
-            known = served_models()
-            if model not in known:
-                raise fields.error("model", unknown_name("served model", model, list(known)))
-            profile = profile.with_model(known[model], f"served-models.json: {model}")
+            served = served_models()
+            if model not in served:
+                raise fields.error("model", unknown_name("served model", model, list(served)))
+            profile = profile.with_model(served[model], f"served-models.json: {model}")
         profiles.append(profile)
         models.append(model)
     return Fleet(top.text("name"), top.text("description"), tuple(profiles), tuple(models))

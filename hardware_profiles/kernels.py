@@ -214,35 +214,35 @@ _NEAREST = 4
 
 
 def other_moe_shape(
-    timed: MoeShape, wanted: MoeShape, seconds: np.ndarray, tokens: np.ndarray
+    timed: MoeShape, shape: MoeShape, seconds: np.ndarray, tokens: np.ndarray
 ) -> np.ndarray:
     """Times ``(G,)`` of a layer that was not timed, at the tokens of one that was.
 
     Reading the weights of the active experts scales with their bytes (taken from the call of one
     token, the first, all of which is reading); what more tokens add scales with the arithmetic.
     """
-    size = wanted.expert_values / timed.expert_values
-    work = size * wanted.top_k / timed.top_k
+    size = shape.expert_values / timed.expert_values
+    work = size * shape.top_k / timed.top_k
     read = seconds[0] / timed.active(1)
     reading = np.minimum([read * timed.active(t) for t in tokens], seconds)
     rest = np.maximum(seconds - reading, 0.0)
-    share = np.array([wanted.active(t) / timed.active(t) for t in tokens])
+    share = np.array([shape.active(t) / timed.active(t) for t in tokens])
     return reading * share * size + rest * work
 
 
-def layer_from_others(wanted: MoeShape, timed: Sequence[Layer]) -> Layer:
+def layer_from_others(shape: MoeShape, timed: Sequence[Layer]) -> Layer:
     """Times of a layer that was not timed, from the four nearest of the same format that were.
 
     They are the shape of the nearest, its tokens, and the mean of the logarithms of the seconds
     that `other_moe_shape` makes of each, by the inverse cube of how far they are `MoeShape.apart`.
     """
-    near = sorted(timed, key=lambda layer: wanted.apart(layer[0]))[:_NEAREST]
+    near = sorted(timed, key=lambda layer: shape.apart(layer[0]))[:_NEAREST]
     tokens = near[0][1]
     logs = [
-        np.interp(np.log(tokens), np.log(grid), np.log(other_moe_shape(s, wanted, seconds, grid)))
+        np.interp(np.log(tokens), np.log(grid), np.log(other_moe_shape(s, shape, seconds, grid)))
         for s, grid, seconds in near
     ]
-    weights = [1.0 / max(wanted.apart(layer[0]), 1e-3) ** 3 for layer in near]
+    weights = [1.0 / max(shape.apart(layer[0]), 1e-3) ** 3 for layer in near]
     return near[0][0], tokens, np.exp(np.average(logs, axis=0, weights=weights))
 
 
@@ -399,31 +399,31 @@ class CardKernels:
             shape = MoeShape(*sizes)
             yield shape, np.array(raw["tokens"], float), _MICROSECOND * np.array(raw["us"])
 
-    def moe_table(self, wanted: MoeShape, dtype: str) -> tuple[LogTable, MoeShape]:
+    def moe_table(self, shape: MoeShape, dtype: str) -> tuple[LogTable, MoeShape]:
         """Times of a routed layer by tokens, and the timed layer nearest to it.
 
         Raises:
             ValueError: if no layer with such weights was timed, or none near in shape.
         """
-        timed = [layer for layer in self.moe_shapes(dtype) if layer[0].ep == wanted.ep]
-        if wanted.ep > 1:
-            timed = [layer for layer in timed if layer[0] == wanted]
+        timed = [layer for layer in self.moe_shapes(dtype) if layer[0].ep == shape.ep]
+        if shape.ep > 1:
+            timed = [layer for layer in timed if layer[0] == shape]
         if not timed:
             formats = ", ".join(self.data["moe"]) or "none"
             raise ValueError(
                 f"experts: got {dtype} weights"
-                + (f" of {wanted}" if wanted.ep > 1 else "")
+                + (f" of {shape}" if shape.ep > 1 else "")
                 + f"; no such mixture-of-experts kernel was timed on {self.card} (timed: {formats})"
             )
-        near, tokens, seconds = min(timed, key=lambda layer: wanted.apart(layer[0]))
-        factor = wanted.distance(near)
+        near, tokens, seconds = min(timed, key=lambda layer: shape.apart(layer[0]))
+        factor = shape.distance(near)
         if factor > LARGEST_EXTRAPOLATION:
             raise ValueError(
-                f"experts: got {wanted} on {self.card}; the nearest timed layer is {near}, "
+                f"experts: got {shape} on {self.card}; the nearest timed layer is {near}, "
                 f"{factor:.3g} times off; at most {LARGEST_EXTRAPOLATION:g} times"
             )
-        if near != wanted:
-            near, tokens, seconds = layer_from_others(wanted, timed)
+        if near != shape:
+            near, tokens, seconds = layer_from_others(shape, timed)
             self.extrapolated[f"experts on {self.card}: shape"] = factor
         return LogTable(f"experts on {self.card}", [("tokens", tokens)], seconds), near
 
@@ -477,8 +477,8 @@ class CardKernels:
             return self._over(self.link or self.links[0], message_bytes, cards)
         mega = {name: self._over(name, _MB, cards) for name in self.links}
         slow, fast = max(mega, key=mega.__getitem__), min(mega, key=mega.__getitem__)
-        wanted = _MICROSECOND * self.link
-        share = math.log(wanted / mega[fast]) / (math.log(mega[slow] / mega[fast]) or 1.0)
+        target = _MICROSECOND * self.link
+        share = math.log(target / mega[fast]) / (math.log(mega[slow] / mega[fast]) or 1.0)
         share = min(max(share, 0.0), 1.0)
 
         def between(size: float) -> float:
@@ -486,14 +486,14 @@ class CardKernels:
             return next(ends) ** share * next(ends) ** (1.0 - share)
 
         least = between(1.0)
-        scale = max(wanted - least, 0.0) / (between(_MB) - least)
+        scale = max(target - least, 0.0) / (between(_MB) - least)
         return least + scale * (between(message_bytes) - least)
 
     def stream_s(self, moved: float) -> float:
         """Seconds to move so many bytes but for those that the L2 cache holds."""
         device = self.data["device"]
-        held = self.data.get("mixed", {}).get("l2_bytes", _L2_BYTES)
-        return max(moved - held, 0.0) / (_STREAMED * device["memory_bandwidth_bytes_per_s"])
+        cached = self.data.get("mixed", {}).get("l2_bytes", _L2_BYTES)
+        return max(moved - cached, 0.0) / (_STREAMED * device["memory_bandwidth_bytes_per_s"])
 
     def elementwise_s(self, op: str, tokens: float, size: float) -> float:
         """Seconds of an elementwise op over ``tokens`` rows of ``size`` values.

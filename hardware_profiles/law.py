@@ -358,8 +358,8 @@ class Profile:
         at = np.asarray(sequences, dtype=np.float64)
         result = []
         for key in LONGEST:
-            known = key in self.law
-            grid = np.array(self.law["decode_sequences"] if known else [0.0])
+            present = key in self.law
+            grid = np.array(self.law["decode_sequences"] if present else [0.0])
             result.append(np.interp(at, grid, self.law.get(key, [0.0])))
         return Surplus(float(self.law.get(MIXED_CHUNK, 0.0)), *result)
 
@@ -403,9 +403,9 @@ class Profile:
         Returns:
             Whether the setting is inside the domain.
         """
-        asked = {"decode_sequences": batch, "iteration_tokens": tokens, "context_tokens": context}
-        limits = {what: self.domain[f"max_{what}"] for what in asked}
-        outside = [f"{w} {given} > {limits[w]}" for w, given in asked.items() if given > limits[w]]
+        setting = {"decode_sequences": batch, "iteration_tokens": tokens, "context_tokens": context}
+        limits = {what: self.domain[f"max_{what}"] for what in setting}
+        outside = [f"{w} {v} > {limits[w]}" for w, v in setting.items() if v > limits[w]]
         if outside and self.name not in WARNED_PROFILES:
             WARNED_PROFILES.add(self.name)
             domain = ", ".join(f"{what} <= {limit}" for what, limit in limits.items())

@@ -47,7 +47,7 @@ def load(name_or_path: str | os.PathLike[str]) -> Profile:
     return load_named(name_or_path, "profile", list_profiles(), "", Profile.from_dict)
 
 
-def unknown_name(what: str, given: str, names: list[str]) -> str:
+def unknown_name(what: str, text: str, names: list[str]) -> str:
     """Message for a name that does not exist, with the nearest that does.
 
     A name with other numbers is another thing (H20 is no H200), not a misspelling.
@@ -56,14 +56,14 @@ def unknown_name(what: str, given: str, names: list[str]) -> str:
     def numbers(name: str) -> set[int]:
         return {int(number) for number in re.findall(r"\d+", name)}
 
-    alike = [name for name in names if numbers(given) <= numbers(name)]
-    low = given.lower()
-    near = [name for name in alike if given and name.lower().startswith(low)]
+    alike = [name for name in names if numbers(text) <= numbers(name)]
+    low = text.lower()
+    near = [name for name in alike if text and name.lower().startswith(low)]
     if not near:
         lower = {name.lower(): name for name in alike}
         near = [lower[name] for name in difflib.get_close_matches(low, lower, 1, cutoff=0.8)]
     hint = f"; did you mean {near[0]!r}?" if near else ""
-    return f"{what}: got {given!r}{hint} (allowed: {', '.join(names)})"
+    return f"{what}: got {text!r}{hint} (allowed: {', '.join(names)})"
 
 
 def load_named(

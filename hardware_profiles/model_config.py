@@ -262,26 +262,26 @@ def _flat(top: Fields) -> tuple[Fields, list[tuple[Fields, str]]]:
                 message = f"has sizes of its own; only {', '.join(_LANGUAGE)} are read"
                 raise top.error(part.path, f"{message}: write the language model's at the top")
             for key, value in part.data.items():
-                known = data.setdefault(key, value)
-                own = key in _ABOUT or key.endswith("_token_id") or isinstance(value, Mapping)
-                if known is None:
+                outer = data.setdefault(key, value)
+                exempt = key in _ABOUT or key.endswith("_token_id") or isinstance(value, Mapping)
+                if outer is None:
                     data[key] = value
-                elif value is not None and known != value and not own:
-                    raise part.error(key, f"got {value!r}, but {known!r} outside of {name}")
+                elif value is not None and outer != value and not exempt:
+                    raise part.error(key, f"got {value!r}, but {outer!r} outside of {name}")
     return Fields(data, top.where), places
 
 
 def _quantised(places: list[tuple[Fields, str]], kind: str) -> tuple[str | None, str | None]:
     """Format of the experts, if they alone have one (gpt-oss), and of all weights."""
-    wanted = "mxfp4" if kind == "GptOssForCausalLM" else "fp8"
+    scheme = "mxfp4" if kind == "GptOssForCausalLM" else "fp8"
     for part, key in places:
         stated = part.data[key]
         method = stated.get("quant_method", stated) if isinstance(stated, Mapping) else stated
-        if method != wanted:
-            message = f"got {method!r:.60}; must be {wanted!r}, or left out for weights in 16 bits"
+        if method != scheme:
+            message = f"got {method!r:.60}; must be {scheme!r}, or left out for weights in 16 bits"
             raise part.error(key, message)
-    result = wanted if places else None
-    return (result, None) if wanted == "mxfp4" else (None, result)
+    result = scheme if places else None
+    return (result, None) if scheme == "mxfp4" else (None, result)
 
 
 def _with_defaults(top: Fields, kind: str) -> Fields:
@@ -387,13 +387,13 @@ def _top_k(top: Fields, key: str) -> int:
 def _window(top: Fields, kind: str, layers: int) -> tuple[int | None, int]:
     """Sliding window and the number of layers that have it."""
     kinds = top.data.get("layer_types")
-    known = ("sliding_attention", "full_attention")
+    allowed = ("sliding_attention", "full_attention")
     if kinds is not None:
         if not isinstance(kinds, list) or len(kinds) != layers:
             raise top.error("layer_types", f"must be a list of {layers} names")
         for one in kinds:
-            if one not in known:
-                raise top.error("layer_types", f"got {one!r}; must be {' or '.join(known)}")
+            if one not in allowed:
+                raise top.error("layer_types", f"got {one!r}; must be {' or '.join(allowed)}")
     # Qwen's configs name a window that the models do not use unless they say so.
     used = not kind.startswith("Qwen") or top.flag("use_sliding_window", False)
     windowed = 0
@@ -527,8 +527,8 @@ def model_shape(name_or_path: str | os.PathLike[str]) -> ModelShape:
                 message = "it quantises the weights; give a folder of the model in 16 bits or fp8"
                 raise ValueError(f"{text}: {other} lies beside it: {message}")
         return parse_config(config, name.rpartition("/")[2], os.path.basename(text))
-    known = _shipped()
-    if text.lower() not in known:
+    shipped = _shipped()
+    if text.lower() not in shipped:
         raise ValueError(unknown_name("model", text, list_models()))
-    stem = known[text.lower()]
+    stem = shipped[text.lower()]
     return parse_config(read_json(data_path("models") / f"{stem}.json"), stem, f"{stem}.json")

@@ -167,8 +167,8 @@ class ServingConstants:
         """``kind: source`` of every constant by name, those of a model's own law for its own."""
         sources = {f.name: f"{f.metadata['kind']}: {f.metadata['source']}" for f in fields(self)}
         if model in self.expert_own_s:
-            own = sources["expert_own_s"]
-            sources |= dict.fromkeys(("expert_theta1_s", "expert_theta3_s"), own)
+            source = sources["expert_own_s"]
+            sources |= dict.fromkeys(("expert_theta1_s", "expert_theta3_s"), source)
         return sources
 
 
@@ -265,10 +265,10 @@ def gpu_profile(
     if name not in CARDS:
         raise ValueError(unknown_name("gpu", name, list(GPUS)))
     card = CARDS[name]
-    own = f"{card}-{model}" in list_moe_layers()
-    law = load_moe(f"{card}-{model if own else 'deepseek-v2-lite'}")
+    listed = f"{card}-{model}" in list_moe_layers()
+    law = load_moe(f"{card}-{model if listed else 'deepseek-v2-lite'}")
     tokens, seconds = law.layer_tokens, law.layer_times_s
-    if not own:
+    if not listed:
         active = experts * (1.0 - (1.0 - top_k / experts) ** tokens)
         read = active * law.expert_read_s * expert_mb * MB / law.model["expert_bytes"]
         work = top_k * parameters / (law.model["top_k"] * SERVING.expert_parameters)
@@ -280,7 +280,7 @@ def gpu_profile(
     attention = llama.chunk_attention_s(_LONG, 0) / layers / _LONG
     source = (
         f"vLLM's fused kernels on {law.device['name']}, no launches: routed experts by the law "
-        f"{law.name}{'' if own else ', scaled to the size of the expert'}; other weights and "
+        f"{law.name}{'' if listed else ', scaled to the size of the expert'}; other weights and "
         f"attention by {llama.name}"
     )
     return GpuProfile(

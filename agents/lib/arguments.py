@@ -94,8 +94,8 @@ def grouped_settings(args: Any, size: str) -> dict[str, Any]:
     """
     at_least("group_size", args.group_size, 2)
     if getattr(args, size) % args.group_size:
-        given = getattr(args, size)
-        raise ValueError(f"{size} is {given}; allowed are multiples of group_size")
+        value = getattr(args, size)
+        raise ValueError(f"{size} is {value}; allowed are multiples of group_size")
     settings = parse_settings(args.set)
     fixed = [name for name in ("action_mode", "reward", "free_start") if name in settings]
     if fixed:

@@ -200,16 +200,16 @@ def json_field(meta: Mapping[str, str], field: str) -> dict[str, Any]:
     return value
 
 
-def saved_args(cls: type, given: Mapping[str, Any]) -> Any:
+def saved_args(cls: type, saved: Mapping[str, Any]) -> Any:
     """Arguments of a training run.
 
     Args:
         cls: The agent's `Args`.
-        given: The metadata field ``args``.
+        saved: The metadata field ``args``.
     """
-    known = {f.name for f in fields(cls)}
+    names = {f.name for f in fields(cls)}
     return cls(
-        **{k: tuple(v) if isinstance(v, list) else v for k, v in given.items() if k in known}
+        **{k: tuple(v) if isinstance(v, list) else v for k, v in saved.items() if k in names}
     )
 
 
@@ -219,8 +219,8 @@ def load_weights(net: Any, weights: Mapping[str, Any], recomputed: tuple[str, ..
     Raises:
         ValueError: If weights are missing or unknown.
     """
-    given = {name: values for name, values in weights.items() if name not in recomputed}
-    missing, unknown = net.load_state_dict(given, strict=False)
+    loaded = {name: values for name, values in weights.items() if name not in recomputed}
+    missing, unknown = net.load_state_dict(loaded, strict=False)
     wrong = [name for name in missing if name not in recomputed] + list(unknown)
     if wrong:
         raise ValueError(f"the weights {', '.join(wrong)} are missing or unknown")

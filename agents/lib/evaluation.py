@@ -77,9 +77,9 @@ def rule_qos(env_id: str, env_kwargs: str, rates: tuple[float, ...], episodes: i
 
     It plays the options of every routing environment.
     """
-    given = json.loads(env_kwargs)
+    arguments = json.loads(env_kwargs)
     played = [
-        play_rule(env_id, episodes, 10_000 + i, **(given | {"rate": rate}))
+        play_rule(env_id, episodes, 10_000 + i, **(arguments | {"rate": rate}))
         for i, rate in enumerate(rates)
     ]
     return float(np.mean([each.returns.sum() / each.decisions for each in played if each]))
@@ -108,9 +108,9 @@ def evaluate_router(
     Warns:
         If one action of a ``trained`` router takes more than 90 %, a collapse.
     """
-    given = dict(env_kwargs) | {"split": "val", "reward": "completed_qos"}
-    given |= {"episode_requests": requests, "max_episode_steps": None}
-    envs = [make_envs(env_id, episodes, **(given | {"rate": rate})) for rate in rates]
+    arguments = dict(env_kwargs) | {"split": "val", "reward": "completed_qos"}
+    arguments |= {"episode_requests": requests, "max_episode_steps": None}
+    envs = [make_envs(env_id, episodes, **(arguments | {"rate": rate})) for rate in rates]
     outs = [env.reset(seed=10_000 + i) for i, env in enumerate(envs)]
     shares = np.zeros(outs[0][1]["action_mask"].shape[1])
     qos = np.zeros(len(envs))
@@ -126,5 +126,5 @@ def evaluate_router(
         warnings.warn(f"collapse: action {shares.argmax()} takes {shares.max():.0%}", stacklevel=3)
     result = {f"eval/avg_qos_rate_{r:g}": float(q) for r, q in zip(rates, qos, strict=True)}
     result |= {f"eval/share_{k}": float(s) for k, s in enumerate(shares)}
-    rule = rule_qos(env_id, json.dumps(given), tuple(rates), episodes)
+    rule = rule_qos(env_id, json.dumps(arguments), tuple(rates), episodes)
     return result | {"eval/avg_qos": float(qos.mean()), "eval/rule_qos": rule}

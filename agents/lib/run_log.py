@@ -45,7 +45,7 @@ class RunLog:
             sets it.
         sps: Environment steps a second since the start or the resumption.
         phase: What the agent does now, until the next `advance`.
-        said: Lines printed so far.
+        printed: Lines printed so far.
     """
 
     current: ClassVar[ContextVar[RunLog | None]] = ContextVar("current", default=None)
@@ -92,7 +92,7 @@ class RunLog:
             )
         self.bar = Progress(TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
         self.task = self.bar.add_task(name, total=args.total_timesteps, completed=self.first)
-        self.phase, self.step, self.said = "running", self.first, 0
+        self.phase, self.step, self.printed = "running", self.first, 0
         self.returns: Any = 0.0
         self.ended: list[float] = []
         self.save: Callable[[Path], None] | None = None
@@ -112,7 +112,7 @@ class RunLog:
 
     def say(self, text: str) -> None:
         """Print a line above the bar."""
-        self.said += 1
+        self.printed += 1
         self.bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def say_score(
@@ -282,7 +282,7 @@ def keep_telling(log: RunLog, stop: threading.Event, every_s: float = 5.0) -> No
     """Say what a run does, until ``stop``, once nothing was printed between two looks."""
     before = -1
     while not stop.wait(every_s):
-        if log.said == before:
+        if log.printed == before:
             text = f"{log.title}: {log.phase}, step {log.step}, {log.sps:.1f} SPS"
             log.bar.console.print(text, markup=False, highlight=False)
-        before = log.said
+        before = log.printed

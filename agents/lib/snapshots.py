@@ -85,12 +85,12 @@ def restore_envs(envs: Any, states: list[dict[str, Any]]) -> tuple[Any, Any]:
     return envs.unwrapped.observe()
 
 
-def _like(mine: Any, saved: Any) -> Any:
-    """Saved values in the form of one's own: bytes become records again."""
-    if isinstance(mine, tuple):
-        return tuple(_like(*pair) for pair in zip(mine, saved, strict=True))
-    if isinstance(mine, np.ndarray) and mine.dtype.names is not None:
-        return saved.view(mine.dtype).reshape(mine.shape)
+def _like(current: Any, saved: Any) -> Any:
+    """Saved values in the form of the current ones: bytes become records again."""
+    if isinstance(current, tuple):
+        return tuple(_like(*pair) for pair in zip(current, saved, strict=True))
+    if isinstance(current, np.ndarray) and current.dtype.names is not None:
+        return saved.view(current.dtype).reshape(current.shape)
     return saved
 
 

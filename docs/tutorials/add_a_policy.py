@@ -67,10 +67,10 @@ def act(observation: dict[str, np.ndarray], action_mask: np.ndarray) -> int:
 
 
 if __name__ == "__main__":  # the file may itself be given to --policy
-    mine = from_callable(act, "score_per_load", batched=False)
+    policy = from_callable(act, "score_per_load", batched=False)
     rows = evaluate(
         "servegym/LLMRouting-v1",
-        [mine, "greedy_qos", "least_outstanding"],
+        [policy, "greedy_qos", "least_outstanding"],
         episodes=4,
         env_kwargs={"rate": 8.0, "episode_requests": 200},
     )

@@ -32,13 +32,13 @@ class StandIn(BaseHTTPRequestHandler):
 
     def do_POST(self):
         """Answer one request."""
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.send_response(200)
         self.end_headers()
-        for _ in range(asked["max_tokens"]):
+        for _ in range(request["max_tokens"]):
             time.sleep(0.002)
             self.wfile.write(b'data: {"choices": [{"text": "word "}]}\n\n')
-        usage = {"prompt_tokens": 8, "completion_tokens": asked["max_tokens"]}
+        usage = {"prompt_tokens": 8, "completion_tokens": request["max_tokens"]}
         self.wfile.write(b"data: " + json.dumps({"choices": [], "usage": usage}).encode() + b"\n\n")
         self.wfile.write(b"data: [DONE]\n\n")
 
@@ -72,14 +72,14 @@ with tempfile.TemporaryDirectory() as folder:
     prompt, output = rng.integers(10, 200, 80), rng.integers(10, 60, 80)
     host = {"step_s": 0.2 * decode_s, "sequence_s": 0.0, "token_s": 0.0}
     settings = {"max_num_seqs": 16, "max_num_batched_tokens": 512}
-    taken = replay(arrival, prompt, output, profile=profile.with_host(host), **settings)
+    replayed = replay(arrival, prompt, output, profile=profile.with_host(host), **settings)
     run = Path(folder, "run")
     run.mkdir()
     with (run / "requests.jsonl").open("w") as stream:
         for i, came in enumerate(arrival.tolist()):
-            first = came + float(taken["ttft_s"][i])
+            first = came + float(replayed["ttft_s"][i])
             times = {"arrival_time": came, "queued_ts": came, "first_token_ts": first}
-            times["last_token_ts"] = came + float(taken["e2e_s"][i])
+            times["last_token_ts"] = came + float(replayed["e2e_s"][i])
             lengths = {"input_toks": int(prompt[i]), "output_toks": int(output[i])}
             stream.write(json.dumps({**lengths, **times}) + "\n")
     meta = {"engine_kwargs": settings, "kv_cache": {"enable_prefix_caching": False}}

@@ -20,10 +20,10 @@ from servegym._command_line import install_line
 def nearest(text: str, names: Iterable[str]) -> str | None:
     """The name that is probably meant: equal but for case and signs, alike, or one that has it."""
     plain = {re.sub(r"[^a-z0-9]", "", name.lower()): name for name in reversed([*names])}
-    query = re.sub(r"[^a-z0-9]", "", text.lower())
-    having = sorted((name for name in plain if len(query) > 2 and query in name), key=len)
-    alike = difflib.get_close_matches(query, plain, n=1, cutoff=0.75)
-    near = alike or having or difflib.get_close_matches(query, plain, n=1, cutoff=0.6)
+    bare = re.sub(r"[^a-z0-9]", "", text.lower())
+    having = sorted((name for name in plain if len(bare) > 2 and bare in name), key=len)
+    alike = difflib.get_close_matches(bare, plain, n=1, cutoff=0.75)
+    near = alike or having or difflib.get_close_matches(bare, plain, n=1, cutoff=0.6)
     return plain[near[0]] if near else None
 
 
@@ -120,18 +120,18 @@ class UnexpectedArgumentError(TypeError, ValueError):
 
 
 def keywords(allowed: Iterable[str], arguments: Iterable[str]) -> None:
-    """Check that the names of ``arguments`` are all among ``allowed``.
+    """Check that all ``arguments`` are among the ``allowed`` ones.
 
     Raises:
         UnexpectedArgumentError: naming the argument, the nearest of the allowed and all of them.
     """
-    names = list(allowed)
+    allowed = list(allowed)
     for name in arguments:
-        if name not in names:
-            near = nearest(name, names)
+        if name not in allowed:
+            near = nearest(name, allowed)
             hint = f" Did you mean {near!r}?" if near else ""
             raise UnexpectedArgumentError(
-                f"unexpected keyword argument {name!r}.{hint} Known are {names}."
+                f"unexpected keyword argument {name!r}.{hint} Known are {allowed}."
             )
 
 

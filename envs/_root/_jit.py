@@ -48,10 +48,10 @@ class _LabelledFile(IndexDataCacheFile):
     """
 
     def save(self, key: Any, data: Any) -> None:
-        code = self._dump(data)
-        label = self._source_stamp, key, hashlib.sha256(code).digest()
+        payload = self._dump(data)
+        label = self._source_stamp, key, hashlib.sha256(payload).digest()
         try:
-            super().save(key, (*label, code))
+            super().save(key, (*label, payload))
         except OSError as error:
             text = f"servegym: {self._cache_path}: compiled code cannot be kept: {error.strerror}"
             warnings.warn(text, stacklevel=2)
@@ -59,11 +59,11 @@ class _LabelledFile(IndexDataCacheFile):
     def load(self, key: Any) -> Any:
         try:
             entry: Any = super().load(key)
-            stamp, of, digest, code = entry
+            stamp, of, digest, payload = entry
         except Exception:  # unpickling raises anything; there may be nothing
             return None
-        right = (stamp, of, digest) == (self._source_stamp, key, hashlib.sha256(code).digest())
-        return pickle.loads(code) if right else None
+        right = (stamp, of, digest) == (self._source_stamp, key, hashlib.sha256(payload).digest())
+        return pickle.loads(payload) if right else None
 
     def _load_index(self) -> Any:
         try:

@@ -68,7 +68,7 @@ class GuestPolicy(EvaluatedPolicy):
         if not (math.isfinite(time_limit_s) and time_limit_s > 0):
             raise ValueError(f"time_limit_s is {time_limit_s}; allowed are seconds above 0")
         self.time_limit_s = float(time_limit_s)
-        self._taken_s: list[float] = []
+        self._times_s: list[float] = []
         self._delays_s: list[float] = []
         if isinstance(policy, Path):
             self.name = str(policy)
@@ -91,15 +91,15 @@ class GuestPolicy(EvaluatedPolicy):
 
     def _start(self) -> dict[str, Any]:
         """Start the process and have the policy made; what it says of itself."""
-        self._pipe, theirs = Pipe()
+        self._pipe, child = Pipe()
         self._used, self._news = False, (None, None)
-        with theirs:
+        with child:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", _START.format(theirs.fileno())],
+                [sys.executable, "-P", "-c", _START.format(child.fileno())],
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # what a guest prints is no part of the results
-                pass_fds=[theirs.fileno()],
+                pass_fds=[child.fileno()],
                 start_new_session=True,
             )
         self._finalizer = weakref.finalize(self, _end, self._process, self._pipe)
@@ -115,18 +115,18 @@ class GuestPolicy(EvaluatedPolicy):
         if self._used or self._process is None:
             self.close()
             self._start()
-        self._used, self._taken_s, self._delays_s = True, [], []
+        self._used, self._times_s, self._delays_s = True, [], []
         self._ask("reset", (num_envs, seed))
 
     def act(self, observation: Observation, action_mask: Any) -> Any:
         """See `Policy.act`; rewards and outcomes reach the guest with the next decision."""
         begin = time.perf_counter()
         answer = self._ask("act", (*self._news, observation, action_mask))
-        taken = time.perf_counter() - begin
-        self._taken_s.append(taken)
+        seconds = time.perf_counter() - begin
+        self._times_s.append(seconds)
         self._news = None, None
         if self._batch is not None:
-            self._delays_s.append(self._delay_s + (taken if taken >= SLOW_S else 0.0))
+            self._delays_s.append(self._delay_s + (seconds if seconds >= SLOW_S else 0.0))
             self._batch.config["router_delay_s"] = self._delays_s[-1]
         try:
             actions = {name: np.array(part, kind) for name, (kind, part) in answer.items()}
@@ -145,8 +145,8 @@ class GuestPolicy(EvaluatedPolicy):
     def times(self) -> dict[str, float]:
         """Mean and longest seconds of its decisions, with the way to the other process."""
         times = {
-            "decision_s": float(np.mean(self._taken_s)),
-            "slowest_decision_s": max(self._taken_s),
+            "decision_s": float(np.mean(self._times_s)),
+            "slowest_decision_s": max(self._times_s),
         }
         if self._delays_s:
             times["mean_routing_s"] = float(np.mean(self._delays_s))
@@ -247,12 +247,12 @@ def _answer(policy: Any, request: str, argument: Any) -> dict[str, Any]:
     if request == "reset":
         policy.reset(*argument)
         return {}
-    ended, reward, *seen = argument
+    ended, reward, *inputs = argument
     if ended is not None:
         policy.outcomes(ended)
     if reward is not None:
         policy.feedback(reward)
-    actions = policy.act(*seen)
+    actions = policy.act(*inputs)
     parts = actions if isinstance(actions, Mapping) else {"": actions}
     arrays = {str(name): np.asarray(part) for name, part in parts.items()}
     return {name: (part.dtype.str, part.tolist()) for name, part in arrays.items()}

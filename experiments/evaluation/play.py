@@ -150,7 +150,7 @@ def play(
     policy.reset(count, seed=seed if policy.knows_seed else episode)
     ended = np.zeros(count, dtype=bool)
     while not ended.any():
-        seen, actions = observation, policy.act(observation, info.get("action_mask"))
+        previous, actions = observation, policy.act(observation, info.get("action_mask"))
         try:
             observation, reward, ended, _, info = envs.step(actions)
         except ValueError as error:
@@ -162,6 +162,6 @@ def play(
             terms = [info["reward_terms"].get(term, 0.0) for term in policy.feedback_terms]
             feedback = sum(terms, np.zeros(count))
         policy.feedback(feedback)
-        yield Step(seen, actions, reward, ended, info)
+        yield Step(previous, actions, reward, ended, info)
     if not ended.all():
         raise RuntimeError("episodes of one environment differ in length")

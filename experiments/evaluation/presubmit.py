@@ -106,8 +106,8 @@ class Played(NamedTuple):
 def time_per_token(log: NDArray[Any]) -> float:
     """Mean of end-to-end seconds over output tokens of the completed requests; NaN if none was."""
     done = np.isfinite(log["finish_s"]) & (log["output_tokens"] > 0)
-    taken = log["finish_s"][done] - log["arrival_s"][done]
-    return float(np.mean(taken / log["output_tokens"][done])) if done.any() else float("nan")
+    latency = log["finish_s"][done] - log["arrival_s"][done]
+    return float(np.mean(latency / log["output_tokens"][done])) if done.any() else float("nan")
 
 
 def episodes_of(
@@ -266,19 +266,19 @@ def _print(policy: str, scenario: str, rows: Sequence[Row]) -> None:
     kv = {rate: f" ({share} % KV)" for share, rate in KV_RATES.items()} if scenario == GIE else {}
     cells = []
     for row in rows:
-        taken, ratio = row["time_per_token_s"], "too little completed"
+        latency, ratio = row["time_per_token_s"], "too little completed"
         if row["ratio"] is not None:
             ratio = f"{row['ratio']:.2f} [{row['ratio_low']:.2f}, {row['ratio_high']:.2f}]"
         line = [f"{row['rate']:g}{kv.get(row['rate'], '')}", row["baseline"]]
         line += [f"{row['attainment']:.3f}", _gain(row)]
-        line += ["" if taken is None else f"{1e3 * taken:.1f}", ratio, str(row["episodes"])]
+        line += ["" if latency is None else f"{1e3 * latency:.1f}", ratio, str(row["episodes"])]
         cells.append([*line, row["verdict"].replace("failed", "FAILED")])
     notes = sorted({row["remark"] for row in rows} - {""})
     timed = [row for row in rows if "decision_s" in row]
     if timed:
-        taken = 1e3 * np.mean([row["decision_s"] for row in timed])
+        mean = 1e3 * np.mean([row["decision_s"] for row in timed])
         slowest = 1e3 * max(row["slowest_decision_s"] for row in timed)
-        notes.append(f"A decision took {taken:.2f} ms, the slowest {slowest:.1f} ms.")
+        notes.append(f"A decision took {mean:.2f} ms, the slowest {slowest:.1f} ms.")
     heads = ["requests/s", "against", "attainment", "gain", "ms/token", "its ratio", "n", "verdict"]
     print_table(f"{policy}, scenario {scenario}", heads, cells, notes, left=2)
 

@@ -376,8 +376,8 @@ def two_way_bootstrap_mean(
     value = float(total.sum() / number.sum())
     if np.isnan(value):
         return Interval(value, float("nan"), float("nan"))
-    asked = number.sum(axis=0) > 0  # a prompt that no request asked carries no information
-    total, number = total[:, asked], number[:, asked]
+    mask = number.sum(axis=0) > 0  # a prompt that no request asked carries no information
+    total, number = total[:, mask], number[:, mask]
     episodes, prompts = total.shape
     rng = np.random.default_rng(0)
     by_episode = rng.multinomial(episodes, np.full(episodes, 1 / episodes), size=repetitions)

@@ -97,22 +97,22 @@ def read_record(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def write_record(
-    path: str | os.PathLike[str], made: Mapping[str, Any], notes: Iterable[Note] = ()
+    path: str | os.PathLike[str], origin: Mapping[str, Any], notes: Iterable[Note] = ()
 ) -> None:
     """Write the JSON beside a table: its `provenance` and the findings."""
     records = [note(text) if isinstance(text, str) else dict(text) for text in notes]
-    write_json(Path(path).with_suffix(".json"), {**made, "notes": records})
+    write_json(Path(path).with_suffix(".json"), {**origin, "notes": records})
 
 
 def write_result(
     path: str | os.PathLike[str],
     rows: Sequence[Mapping[str, Any]],
-    made: Mapping[str, Any],
+    origin: Mapping[str, Any],
     notes: Iterable[Note] = (),
 ) -> None:
     """Write the rows as CSV and the JSON of `write_record`."""
     write_csv(Path(path).with_suffix(".csv"), rows)
-    write_record(path, made, notes)
+    write_record(path, origin, notes)
 
 
 class Table:
@@ -152,10 +152,10 @@ class Table:
         """The values of the key columns; a missing one is empty text."""
         return tuple(row.get(column, "") for column in self.key)
 
-    def missing(self, wanted: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-        """The wanted keys that have no row yet, in their order."""
+    def missing(self, keys: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+        """The keys that have no row yet, in their order."""
         present = {self.key_of(row) for row in self.rows}
-        return [key for key in wanted if key not in present]
+        return [key for key in keys if key not in present]
 
     def discard(self, condition: Callable[[Mapping[str, Any]], bool]) -> None:
         """Drop the rows that meet a condition; the file changes with the next `update`."""

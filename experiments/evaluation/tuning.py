@@ -206,8 +206,8 @@ def tune(
         candidates: Sequence[Mapping[str, Any]], episodes: int, first: int
     ) -> NDArray[np.float64]:
         """Average QoS (candidates, episodes)."""
-        made = [make_policy(policy, system, **parameters) for parameters in candidates]
-        rows = evaluate(ENV_ID, made, episodes, first, kwargs, executor=executor)
+        policies = [make_policy(policy, system, **parameters) for parameters in candidates]
+        rows = evaluate(ENV_ID, policies, episodes, first, kwargs, executor=executor)
         return np.array([row["avg_qos"] for row in rows]).reshape(len(candidates), episodes)
 
     search = _search(axes, default, budget, seed, played) if axes else []
@@ -319,9 +319,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "search_seed": SEARCH_SEED,
         "choice_seed": CHOICE_SEED,
     }
-    made = provenance(f"servegym tune {shlex.join(words)}", settings=settings)
+    origin = provenance(f"servegym tune {shlex.join(words)}", settings=settings)
     results = {rule.policy: {**rule._asdict(), "gain": list(rule.gain)} for rule in tuned}
-    write_json(out, {**made, "tuned": results})
+    write_json(out, {**origin, "tuned": results})
     body = []
     for rule in tuned:
         chosen = ", ".join(f"{key}={value}" for key, value in rule.parameters.items())

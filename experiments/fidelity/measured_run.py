@@ -98,18 +98,18 @@ def _read_requests(path: Path) -> dict[str, Array]:
     """Columns of the file: its fields, and ``scheduled_ts``, NaN where that was not written."""
     columns: dict[str, list[float]] = {field: [] for field in (*_FIELDS, "scheduled_ts")}
     for line, row in json_rows(path):
-        got = {f: _number(path, line, row, f) for f in _FIELDS}
-        if not got["queued_ts"] <= got["first_token_ts"] <= got["last_token_ts"]:
+        record = {f: _number(path, line, row, f) for f in _FIELDS}
+        if not record["queued_ts"] <= record["first_token_ts"] <= record["last_token_ts"]:
             problem = "queued_ts, first_token_ts and last_token_ts are not in this order"
             fix = "take the three from one clock"
             raise MalformedFileError(path, line, "first_token_ts", problem, fix)
-        taken = got["last_token_ts"] - got["queued_ts"]
-        if taken > _LONGEST_S:
-            problem, fix = f"the request takes {taken:.6g} s", "write seconds, not milliseconds"
+        seconds = record["last_token_ts"] - record["queued_ts"]
+        if seconds > _LONGEST_S:
+            problem, fix = f"the request takes {seconds:.6g} s", "write seconds, not milliseconds"
             raise MalformedFileError(path, line, "last_token_ts", problem, fix)
         written = row.get("scheduled_ts") is not None
-        got["scheduled_ts"] = _number(path, line, row, "scheduled_ts") if written else math.nan
-        for name, value in got.items():
+        record["scheduled_ts"] = _number(path, line, row, "scheduled_ts") if written else math.nan
+        for name, value in record.items():
             columns[name].append(value)
     if len(columns["queued_ts"]) < 2:
         raise MalformedFileError(path, None, None, "fewer than two requests", "measure more")

@@ -190,9 +190,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "first_ttft_measured_s": first[0],
         "first_ttft_simulated_s": first[1],
     }
-    made = provenance(shlex.join([*parser.prog.split(), *map(str, words)]), settings=about)
+    origin = provenance(shlex.join([*parser.prog.split(), *map(str, words)]), settings=about)
     for stem, rows in tables.items():
-        write_result(options.out / stem, rows, made)
+        write_result(options.out / stem, rows, origin)
     if not options.no_plot:
         write_text(options.out / "fidelity.png", draw(options.out))
     print(f"written to {options.out}")

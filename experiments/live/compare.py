@@ -179,8 +179,8 @@ def _serve(
             time.sleep(max(0.0, request["arrival_s"] - router.clock()))
             scores = [request[f"predicted_score_{name}"] for name in names]
             lengths = [request[f"predicted_tokens_{name}"] for name in names]
-            asked = GatewayRequest(str(j), request["prompt_tokens"], scores, lengths)
-            decision = router.decide(asked)
+            arrival = GatewayRequest(str(j), request["prompt_tokens"], scores, lengths)
+            decision = router.decide(arrival)
             k = decision.expert
             record: Row = {
                 "request": j,
@@ -232,8 +232,8 @@ def run(
         rates = [rate for rate, _ in able]
         latency_s = max(seconds for _, seconds in able)
         speeds = ", ".join(f"{name} {rate:.1f}/s" for name, rate in zip(names, rates, strict=True))
-        taken, limit = f"{time.monotonic() - began:.0f} s", f"L {1e3 * latency_s:.1f} ms a token"
-        print(f"calibrated in {taken}: {speeds}; {limit}")
+        duration, limit = f"{time.monotonic() - began:.0f} s", f"L {1e3 * latency_s:.1f} ms a token"
+        print(f"calibrated in {duration}: {speeds}; {limit}")
         arguments = {}
         for load in plan.loads:
             for repetition in range(plan.repetitions):
@@ -262,9 +262,9 @@ def run(
             gc.disable()
             records = _serve(servers, routers[policy], requests, repetition)
             gc.enable()
-            made = Run(policy, load, repetition, arguments[load, repetition], requests, records)
-            runs.append(made)
-            write_json(raw / f"{number:03d}.json", asdict(made))
+            result = Run(policy, load, repetition, arguments[load, repetition], requests, records)
+            runs.append(result)
+            write_json(raw / f"{number:03d}.json", asdict(result))
             failed = [r["error"] for r in records if r.get("error")]
             print(
                 f"{number + 1}/{len(order)} {policy} {load:g}: {len(records)} requests, "
@@ -331,7 +331,7 @@ def analyse(
     runs: Sequence[Run],
     plan: Plan,
     out: Path,
-    made: Mapping[str, Any],
+    origin: Mapping[str, Any],
 ) -> None:
     """Simulate what `run` has returned; write and print tables of the runs, errors and QoS."""
     names = [one.name for one in servers]
@@ -355,7 +355,7 @@ def analyse(
         "latency_requirement_s": latency_s,
         "servers": [{key: getattr(one, key) for key in facts} for one in servers],
     }
-    full = {**made, "settings": settings}
+    full = {**origin, "settings": settings}
     out.mkdir(parents=True, exist_ok=True)
     tables.write_result(out / "runs", [_rounded(row, 6) for row in rows], full)
     tables.write_result(out / "errors", errors, full)
@@ -472,8 +472,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     plan = _plan(options)
     specs = read_fleet(options.fleet) if options.fleet else default_fleet(os.cpu_count() or 1)
     command = shlex.join([*parser.prog.split(), *map(str, words)])
-    made = tables.provenance(command, options.quick, ("xllamacpp", "aiohttp"))
-    analyse(*run(specs, plan, options.folder), plan, options.folder / "tables", made)
+    origin = tables.provenance(command, options.quick, ("xllamacpp", "aiohttp"))
+    analyse(*run(specs, plan, options.folder), plan, options.folder / "tables", origin)
     return 0
 
 

@@ -270,7 +270,7 @@ class GatewayRouter:
         prompt, scores, lengths = predictions
         n, r, w = self.num_experts, self._slots, self._room
         shown_load = np.minimum(load, (MAX_GAP_S, MAX_PROMPT_TOKENS, np.inf))
-        seen: dict[str, NDArray[Any]] = {
+        observation: dict[str, NDArray[Any]] = {
             "request": np.stack([np.minimum(prompt, MAX_PROMPT_TOKENS), scores, lengths], 1)[None],
             "experts": np.zeros((1, n, 3), np.float32),
             "running": np.zeros((1, n, r, 6), np.float32),
@@ -289,15 +289,15 @@ class GatewayRouter:
                 prompt_tokens = int(one.predictions[0][k])
                 blocks = -(-(prompt_tokens + one.generated) // self._block)
                 used += blocks
-                seen["running"][0, k, i] = self._features(one, now, blocks * share)
+                observation["running"][0, k, i] = self._features(one, now, blocks * share)
             for i, one in enumerate(waiting[k][:w]):
-                seen["waiting"][0, k, i] = self._features(one, now, 0.0)
-            seen["experts"][0, k] = used * share, len(running[k][:r]), len(waiting[k])
-            seen["running_mask"][0, k, : len(running[k])] = 1
-            seen["waiting_mask"][0, k, : len(waiting[k])] = 1
+                observation["waiting"][0, k, i] = self._features(one, now, 0.0)
+            observation["experts"][0, k] = used * share, len(running[k][:r]), len(waiting[k])
+            observation["running_mask"][0, k, : len(running[k])] = 1
+            observation["waiting_mask"][0, k, : len(waiting[k])] = 1
             blocks = -(-int(prompt[k] + self._longest) // self._block)
             mask[0, k + 1] = len(waiting[k]) < w and blocks <= self._blocks[k]
-        return seen, mask
+        return observation, mask
 
     def _load_with(
         self, prompt: NDArray[np.float32], lengths: NDArray[np.float32], now: float
@@ -337,18 +337,18 @@ class GatewayRouter:
             self.counters.policy_errors += 1
             return 0, self.report("policy", error)
         if self._worker is not None and self.budget_s is not None:
-            taken = self.clock() - begin
+            seconds = self.clock() - begin
             # An answer that comes in time to a thread which could not run is late as well.
-            blocked = taken > BLOCKED_BUDGETS * self.budget_s
+            blocked = seconds > BLOCKED_BUDGETS * self.budget_s
             if blocked or not late:
                 self._blocked_calls = self._blocked_calls + 1 if blocked else 0
             if late or blocked:
                 self.counters.policy_timeouts += 1
-                self.counters.late_s = max(self.counters.late_s, taken)
+                self.counters.late_s = max(self.counters.late_s, seconds)
                 if self._blocked_calls == BLOCKED_CALLS:
-                    self.off = f"the policy is off: it kept the interpreter for {taken:.3g} s"
+                    self.off = f"the policy is off: it kept the interpreter for {seconds:.3g} s"
                     _log.error("%s, %d times in a row", self.off, BLOCKED_CALLS)
-                return 0, f"the policy was too slow: {taken:.3g} s"
+                return 0, f"the policy was too slow: {seconds:.3g} s"
         if not 0 <= action <= self.num_experts or mask[0, action] == 0:
             self.counters.illegal_actions += 1
             return 0, f"the policy chose action {action}, which is not allowed"

@@ -288,8 +288,8 @@ def up(fleet: Path, folder: Path) -> list[fleet_file.Endpoint]:
                 f"{_tail(folder / 'supervisor.log')}"
             )
         endpoints = fleet_file.read_endpoints(folder / ENDPOINTS)
-        with process.stdin as heard:
-            heard.write(_READY)  # from here on they run without this process
+        with process.stdin as stdin:
+            stdin.write(_READY)  # from here on they run without this process
         return endpoints
     except BaseException:
         process.terminate()

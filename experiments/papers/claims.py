@@ -96,8 +96,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="servegym claims", description=(__doc__ or "").partition("\n")[0]
     )
     parser.add_argument("family", nargs="*", help=f"which families ({', '.join(TITLES)}; all)")
-    asked = parser.parse_args(argv).family
-    chosen = [choose("family", family_named(name).group, TITLES) for name in asked]
+    names = parser.parse_args(argv).family
+    chosen = [choose("family", family_named(name).group, TITLES) for name in names]
     for family in chosen or TITLES:
         print(f"{TITLES[family]}: {tally(family)}")
     for family in chosen or TITLES:

@@ -198,9 +198,9 @@ class Lines:
         for axis in axes.flat[len(pairs) :]:
             axis.set_visible(False)
         for axis, (panel, column) in zip(axes.flat, pairs, strict=False):
-            own = [row for row in rows if _at(row, self.panels) == panel]
-            parts = [[row for row in own if _at(row, self.line) == one] for one in lines]
-            self._draw(axis, own, dict(zip(lines, parts, strict=True)), column)
+            shown = [row for row in rows if _at(row, self.panels) == panel]
+            parts = [[row for row in shown if _at(row, self.line) == one] for one in lines]
+            self._draw(axis, shown, dict(zip(lines, parts, strict=True)), column)
             axis.set_title(panel, fontsize=10)
             axis.set_ylabel(self._label(column))
             if "y" in self.log:
@@ -325,19 +325,19 @@ class Curves:
         for name, colour in zip(agents, ("black", "tab:blue"), strict=False):
             label = f"{name}, {count[name]} trainings"
             look[name] = {"color": colour, "marker": ".", "markersize": 3, "label": label}
-        for (name, _), own in runs.items():
+        for (name, _), run in runs.items():
             axis.plot(
-                [r["cpu_s"] for r in own], [r[self.y] for r in own], linewidth=1, **look[name]
+                [r["cpu_s"] for r in run], [r[self.y] for r in run], linewidth=1, **look[name]
             )
             look[name]["label"] = None  # once in the legend
-        after = [own[1:] or own for (name, _), own in runs.items() if name in agents]
-        reached = [row[self.y] for own in after for row in own]
+        after = [run[1:] or run for (name, _), run in runs.items() if name in agents]
+        reached = [row[self.y] for run in after for row in run]
         low, high = min(reached), max(reached)
         room = 3 * (high - low) or np.inf
         near = {k: v for k, v in rules.items() if low - room <= v <= high + room}
         low, high = min([low, *near.values()]), max([high, *near.values()])
         levels = [*rules.items()]
-        levels += [(SHUFFLED, own[-1][self.y]) for (k, _), own in runs.items() if k not in agents]
+        levels += [(SHUFFLED, run[-1][self.y]) for (k, _), run in runs.items() if k not in agents]
         far = [f"{name} {level:.3g}" for name, level in levels if not low <= level <= high]
         beyond = f"\nbeyond the axis: {', '.join(far)}" if far else ""
         margin = 0.06 * (high - low) or 1.0

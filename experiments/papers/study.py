@@ -116,13 +116,13 @@ class Study:
     def write(self, options: Any, rows: Sequence[Row]) -> set[str]:
         """Print the notes and write the tables; returns the names of these."""
         notes = list(self.notes(options, rows))
-        made = provenance(options.command, options.quick, self.packages, self.facts(options))
+        origin = provenance(options.command, options.quick, self.packages, self.facts(options))
         for one in notes:
             print(one if isinstance(one, str) else one["text"])
         tables = {self.name: rows} | {name: part(rows) for name, part in self.beside.items()}
         for name, part in tables.items():
             shown = [_written(row) for row in part]
-            write_result(options.out / name, shown, made, notes if name == self.name else ())
+            write_result(options.out / name, shown, origin, notes if name == self.name else ())
             print(f"{options.out / name}.csv, .json")
         return set(tables)
 

@@ -126,9 +126,9 @@ def percent(new: float, old: float) -> float:
     return 100 * (new / old - 1)
 
 
-def pick(rows: Rows, **wanted: Any) -> list[Mapping[str, Any]]:
+def pick(rows: Rows, **columns: Any) -> list[Mapping[str, Any]]:
     """The rows with these values."""
-    return [row for row in rows if all(row[key] == value for key, value in wanted.items())]
+    return [row for row in rows if all(row[key] == value for key, value in columns.items())]
 
 
 def values(rows: Rows, key: str) -> list[Any]:

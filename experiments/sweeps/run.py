@@ -326,8 +326,8 @@ class _Runs:
         rows, metric, folder = self.rows(), self.sweep.metric, self.folder
         command = shlex.join(["servegym", "sweep", str(self.sweep.path), "--out", str(folder)])
         settings = {"seed": seed, "fixed": self.fixed}
-        made = provenance(command, packages=("optuna",), settings=settings)
-        write_result(folder / "trials", rows, made)
+        origin = provenance(command, packages=("optuna",), settings=settings)
+        write_result(folder / "trials", rows, origin)
         names = list(self.sweep.searched)
         shown = []
         for row in rows[:10]:

@@ -435,10 +435,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", default=".", help="folder to write to")
     options = parser.parse_args(arguments)
     out = Path(options.out)
-    made = [paper_linear(i) for i in range(1, 13)]
+    profiles = [paper_linear(i) for i in range(1, 13)]
     if options.data:
-        made += derive_cards(Path(options.data), load(BASE)).values()
-    for profile in made:
+        profiles += derive_cards(Path(options.data), load(BASE)).values()
+    for profile in profiles:
         profile.save(out / f"{profile.name}.json")
         print(
             f"{profile.name}: decode {1e3 * profile.decode_s(1, 256):.2f} ms, prefill of 1,024 "

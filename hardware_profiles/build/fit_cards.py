@@ -281,9 +281,9 @@ def uncached_decode(
         floor = times[b, _DECODE_CONTEXTS[0]]
         for j, x in enumerate(_DECODE_CONTEXTS):
             least = floor + b * x * kv_bytes / bandwidth
-            seen = times.get((b, x), 0.0)
-            as_timed[i, j] = seen >= 0.9 * least
-            table[i, j] = seen if as_timed[i, j] else least
+            measured = times.get((b, x), 0.0)
+            as_timed[i, j] = measured >= 0.9 * least
+            table[i, j] = measured if as_timed[i, j] else least
     return table, as_timed, bandwidth
 
 
@@ -673,8 +673,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", default=".", help="folder to write to")
     options = parser.parse_args(arguments)
     method = method_error(options.data, load(CHECK_PROFILE))
-    made = [fit_card(card, options.data, method=method) for card in CARDS if card != CHECK]
-    for profile in made:
+    profiles = [fit_card(card, options.data, method=method) for card in CARDS if card != CHECK]
+    for profile in profiles:
         profile.save(Path(options.out) / f"{profile.name}.json")
         print(
             f"{profile.name}: decode {1e3 * profile.decode_s(1, 256):.2f} ms, prefill of 1,024 "

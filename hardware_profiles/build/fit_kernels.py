@@ -424,9 +424,9 @@ def _experts(
             shape, [(s, *other) for s, other in smooth.items() if s != shape and s.ep == 1]
         )
         if shape.distance(near) <= 4.0:
-            made = np.interp(np.log(tokens), np.log(grid), np.log(seconds))
-            across += list(np.exp(made) / times - 1.0)
-    made = [
+            scaled = np.interp(np.log(tokens), np.log(grid), np.log(seconds))
+            across += list(np.exp(scaled) / times - 1.0)
+    tables = [
         {
             "hidden": s.hidden,
             "width": s.width,
@@ -441,7 +441,7 @@ def _experts(
     errors = {"half_of_the_token_counts": error_quantiles(np.array(between))}
     if across:
         errors["layers_from_the_nearest_others"] = error_quantiles(np.array(across))
-    return made, errors
+    return tables, errors
 
 
 # Hosts on which all-reduces of a card were timed: link, what is known of it, and the tables below
@@ -555,8 +555,8 @@ def fit_card(card: str, data: Path, systems: Path, *, seed: int = 0) -> dict[str
 
     products = table("gemm", "gemm")
     gemm = {}
-    for theirs, ours in _GEMM_DTYPES.items():
-        rows = products[products["gemm_dtype"] == theirs]
+    for dtype, ours in _GEMM_DTYPES.items():
+        rows = products[products["gemm_dtype"] == dtype]
         if len(rows):
             gemm[ours], spreads = _gemm(rows, seed)
             errors |= {f"gemm_{ours}_{key}": value for key, value in spreads.items()}
@@ -565,15 +565,15 @@ def fit_card(card: str, data: Path, systems: Path, *, seed: int = 0) -> dict[str
         table("attention", "generation_attention"),
     )
     attention: dict[str, Any] = {}
-    for kv, (theirs, value_bytes) in _KV_DTYPES.items():
-        made, spreads = _attention(prompts, decodes, theirs, value_bytes, seed)
+    for kv, (dtype, value_bytes) in _KV_DTYPES.items():
+        fitted, spreads = _attention(prompts, decodes, dtype, value_bytes, seed)
         if (systems / name / "mla" / "vllm" / version).is_dir():
             latent = [table("mla", f"mla_{kind}_module") for kind in ("context", "generation")]
-            more, errors_of = _latent(*latent, theirs, seed)
-            made, spreads = made | more, spreads | errors_of
-        if made["decode_attention"]:
+            more, errors_of = _latent(*latent, dtype, seed)
+            fitted, spreads = fitted | more, spreads | errors_of
+        if fitted["decode_attention"]:
             end = "" if kv == "bf16" else f"_{kv}"
-            attention |= {f"{key}{end}": tables for key, tables in made.items()}
+            attention |= {f"{key}{end}": tables for key, tables in fitted.items()}
             errors |= {f"{key}{end}": error for key, error in spreads.items()}
     layers = table("moe", "moe")
     moe = {}
@@ -651,13 +651,13 @@ def derive_rtx4090(base: Mapping[str, Any], data: Path) -> dict[str, Any]:
     )
     grid = [m for m in raw["rows"] if m in timed["qkv_proj"]]
     ours = np.array([[1e6 * timed[op][int(m)] for m in grid] for op in shapes])
-    theirs = np.array([[products.seconds(m, *nk) for m in grid] for nk in shapes.values()])
+    tabled = np.array([[products.seconds(m, *nk) for m in grid] for nk in shapes.values()])
     # Sums, as the L40S's small weights came from its cache: those of the large ones count.
-    middle = ours.sum(axis=0) / theirs.sum(axis=0)
+    middle = ours.sum(axis=0) / tabled.sum(axis=0)
     left_out = [
         np.delete(ours, i, axis=0).sum(axis=0)
-        / np.delete(theirs, i, axis=0).sum(axis=0)
-        * theirs[i]
+        / np.delete(tabled, i, axis=0).sum(axis=0)
+        * tabled[i]
         / ours[i]
         - 1.0
         for i in range(len(ours))
@@ -724,7 +724,7 @@ def decode_ratio(base: Mapping[str, Any], kernels: KernelTables) -> np.ndarray:
     grids = [(k, np.array(base[k])) for k in ("group", "pairs", "context")]
     table = LogTable("decodes", grids, np.array(base["us"]))
     pairs = 8.0 * kernels.decodes
-    seen = np.array(
+    ratios = np.array(
         [
             [
                 1e6 * kernels.decode_attention[i, j] / table.seconds(4, u, x)
@@ -735,7 +735,7 @@ def decode_ratio(base: Mapping[str, Any], kernels: KernelTables) -> np.ndarray:
     )
 
     def ratio(u: float, x: float) -> float:
-        columns = [np.interp(np.log(x), np.log(kernels.contexts), row) for row in seen]
+        columns = [np.interp(np.log(x), np.log(kernels.contexts), row) for row in ratios]
         return float(np.interp(np.log(u), np.log(pairs), columns))
 
     return np.array([[ratio(u, x) for x in base["context"]] for u in base["pairs"]])
@@ -797,15 +797,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", default=".", help="folder to write to")
     options = parser.parse_args(arguments)
     data, systems = Path(options.data), Path(options.systems)
-    made = {card: fit_card(card, data, systems) for card in (*CARDS, *TABLES_ONLY)}
-    made[CARD] = with_timed_decodes(made[CARD], data)
-    made["rtx4090"] = derive_rtx4090(made["l40s"], data)
+    fitted = {card: fit_card(card, data, systems) for card in (*CARDS, *TABLES_ONLY)}
+    fitted[CARD] = with_timed_decodes(fitted[CARD], data)
+    fitted["rtx4090"] = derive_rtx4090(fitted["l40s"], data)
     for card, mixed in fit_all(data).items():
-        made[card] = with_mixed(made[card], mixed)
-    spreads = method_error(made[CARD], data)
-    for content in made.values():
+        fitted[card] = with_mixed(fitted[card], mixed)
+    spreads = method_error(fitted[CARD], data)
+    for content in fitted.values():
         content["held_out"] |= spreads
-    for card, content in made.items():
+    for card, content in fitted.items():
         path = Path(options.out) / f"{card}.json"
         write_json(content, path)
         print(f"{card}: {path.stat().st_size / 1e3:.0f} kB")

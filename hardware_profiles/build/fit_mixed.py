@@ -203,8 +203,8 @@ def fit_all(data: Path) -> dict[str, dict[str, Any]]:
         for kind, logarithms in skew_logs(skew, data, card).items():
             errors[f"{card}_unequal_{kind}_from_the_other_card"] = logarithms[:, 0]
     for card, model in UNSEEN:
-        seen = MixedAttention(l2_bytes=L2_BYTES[card], **values)
-        errors[f"{card}_{model}"] = logs(seen, data, card, model)
+        mixed = MixedAttention(l2_bytes=L2_BYTES[card], **values)
+        errors[f"{card}_{model}"] = logs(mixed, data, card, model)
     spreads = {key: error_quantiles(np.expm1(logarithms)) for key, logarithms in errors.items()}
     return {
         card: {"l2_bytes": size, **values, "errors": spreads} for card, size in L2_BYTES.items()

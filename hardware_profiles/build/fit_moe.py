@@ -197,7 +197,7 @@ def other_shape(
     seconds: np.ndarray,
     timed: Mapping[str, Any],
     law: tuple[float, float],
-    wanted: Mapping[str, Any],
+    other: Mapping[str, Any],
 ) -> tuple[np.ndarray, tuple[float, float]]:
     """A layer of another shape from a timed one.
 
@@ -206,17 +206,17 @@ def other_shape(
         seconds: ``(G,)`` its seconds.
         timed: its facts.
         law: its ``(base_s, expert_read_s)``.
-        wanted: the facts of the other layer.
+        other: the facts of the other layer.
 
     Returns:
         ``(G,)`` seconds, and ``(base_s, expert_read_s)`` of the other layer.
     """
     base, read = law
-    size = wanted["expert_bytes"] / timed["expert_bytes"]
-    work = size * wanted["top_k"] / timed["top_k"]
+    size = other["expert_bytes"] / timed["expert_bytes"]
+    work = size * other["top_k"] / timed["top_k"]
     rest = seconds - base - np.array([_active(timed, t) for t in tokens]) * read
     rest = np.maximum(rest, 0.0)
-    reading = base + np.array([_active(wanted, t) for t in tokens]) * read * size
+    reading = base + np.array([_active(other, t) for t in tokens]) * read * size
     return reading + [interpolate(tokens, rest, t * work) for t in tokens], (base, read * size)
 
 
@@ -239,9 +239,9 @@ def fit_layer(card: str, model: str, data: str | Path, *, seed: int = 0) -> dict
         raise ValueError(unknown_name("card", card, list(L2_BYTES)))
     if model not in MODELS:
         raise ValueError(unknown_name("model", model, list(MODELS)))
-    root, wanted = Path(data), MODELS[model]
+    root, facts = Path(data), MODELS[model]
     derived = model == "deepseek-v2-lite"
-    timed = MODELS["qwen3-30b-a3b"] if derived else wanted
+    timed = MODELS["qwen3-30b-a3b"] if derived else facts
     routing = ROUTING.get(card, "balanced")
     path = root / "aiconfigurator" / f"{CARDS[card]['file']}_vllm_moe_perf.csv"
     times = _read_layer(path, timed, routing)
@@ -256,16 +256,16 @@ def fit_layer(card: str, model: str, data: str | Path, *, seed: int = 0) -> dict
     }
     if derived:
         error |= _other_shape_errors(path, routing, tokens, seconds, timed, law, card)
-        seconds, law = other_shape(tokens, seconds, timed, law, wanted)
-    alone_tokens, alone, unsmoothed = _expert_alone(root, card, wanted, law[1])
+        seconds, law = other_shape(tokens, seconds, timed, law, facts)
+    alone_tokens, alone, unsmoothed = _expert_alone(root, card, facts, law[1])
     error["expert_random_third"] = _expert_error(alone_tokens, unsmoothed, seed)
     result = {
         "format": FORMAT,
         "name": f"{card}-{model}",
-        "description": f"{CARDS[card]['name']}, one layer of {wanted['name']}",
+        "description": f"{CARDS[card]['name']}, one layer of {facts['name']}",
         "kind": "derived" if derived else "fitted",
         "device": {key: CARDS[card][key] for key in _DEVICE_FACTS} | {"l2_bytes": L2_BYTES[card]},
-        "model": wanted,
+        "model": facts,
         "engine": {
             "name": "vLLM fused MoE; dense products",
             "version": f"{CARDS[card]['version']} (kernels)",
@@ -411,8 +411,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("data", help="folder of the published tables")
     parser.add_argument("--out", default=".", help="folder to write to")
     options = parser.parse_args(arguments)
-    made = [fit_layer(card, model, options.data) for card in L2_BYTES for model in MODELS]
-    for layer in made:
+    layers = [fit_layer(card, model, options.data) for card in L2_BYTES for model in MODELS]
+    for layer in layers:
         write_json(layer, Path(options.out) / f"moe-{layer['name']}.json")
         law = layer["law"]
         print(

@@ -114,7 +114,7 @@ class MatrixProducts:
 
 
 def scale_by_bandwidth(
-    grid: np.ndarray, time: np.ndarray, bandwidth: float, wanted: Sequence[int]
+    grid: np.ndarray, time: np.ndarray, bandwidth: float, tokens: Sequence[int]
 ) -> np.ndarray:
     """Times of a memory-bound op of the RTX 4090 on another card.
 
@@ -124,12 +124,12 @@ def scale_by_bandwidth(
         grid: ``(G,)`` sizes at which the op was timed.
         time: ``(G,)`` seconds on the RTX 4090.
         bandwidth: memory bandwidth of the other card, bytes/s.
-        wanted: sizes to evaluate.
+        tokens: sizes to evaluate.
 
     Returns:
-        ``(len(wanted),)`` seconds.
+        ``(len(tokens),)`` seconds.
     """
-    here = np.array([interpolate(grid, time, t) for t in wanted])
+    here = np.array([interpolate(grid, time, t) for t in tokens])
     return time[0] + (here - time[0]) * (REFERENCE_BANDWIDTH / bandwidth)
 
 

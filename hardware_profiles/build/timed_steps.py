@@ -99,9 +99,9 @@ def compare(composer: Composer, steps: Steps) -> list[dict[str, Any]]:
         chunk, _, decodes, _ = at
         timed = steps(*at)
         if timed is not None:
-            made = composer.dense_s(chunk + decodes) + attention_s
-            made += composer.head_s(decodes + (chunk > 0))
-            rows.append({"step": step, "timed_s": timed, "composed_s": made})
+            composed = composer.dense_s(chunk + decodes) + attention_s
+            composed += composer.head_s(decodes + (chunk > 0))
+            rows.append({"step": step, "timed_s": timed, "composed_s": composed})
 
     for chunk in _CHUNKS:
         for before in _BEFORE:

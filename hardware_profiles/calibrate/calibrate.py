@@ -200,7 +200,7 @@ def _with_start(grid: np.ndarray, values: np.ndarray, axis: int) -> tuple[np.nda
 
 
 def _extend_dense(
-    grid: np.ndarray, values: np.ndarray, kept: np.ndarray
+    grid: np.ndarray, values: np.ndarray, chosen: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Add points at 2 and 4 times the largest iteration, on the mean slope of its upper half.
 
@@ -213,7 +213,7 @@ def _extend_dense(
     slope = float(x @ values[upper] / (x @ x))
     more = last * np.array([2.0, 4.0])
     longer = values[-1] + slope * (more - last)
-    return np.append(grid[kept], more), np.append(values[kept], longer)
+    return np.append(grid[chosen], more), np.append(values[chosen], longer)
 
 
 def _extend_chunks(
@@ -250,8 +250,8 @@ def _held_out_errors(k: KernelTables, tolerance: float, seed: int) -> dict[str, 
 
     gone = random_third(k.dense.shape, rng)
     grid, values = k.tokens[~gone], k.dense[~gone]
-    kept = thin(grid, values, tolerance)
-    guess = np.array([interpolate(grid[kept], values[kept], t) for t in k.tokens[gone]])
+    chosen = thin(grid, values, tolerance)
+    guess = np.array([interpolate(grid[chosen], values[chosen], t) for t in k.tokens[gone]])
     out["dense_random_third"] = error_quantiles(guess / k.dense[gone] - 1.0)
 
     gone = random_third(k.head.shape, rng)
@@ -277,12 +277,12 @@ def _held_out_errors(k: KernelTables, tolerance: float, seed: int) -> dict[str, 
     out["decode_attention_random_third"] = error_quantiles((guess / k.decode_attention - 1.0)[gone])
     out["decode_iteration_random_third"] = error_quantiles(((guess + rest) / total - 1.0)[gone])
 
-    for axis, grid, wanted, label in (
+    for axis, grid, target, label in (
         (0, k.decodes, 8, "decode_iteration_all_of_batch"),
         (1, k.contexts, 1024, "decode_iteration_all_of_context"),
     ):
         inner = grid[1:-1]
-        at = float(inner[np.argmin(np.abs(inner - wanted))])
+        at = float(inner[np.argmin(np.abs(inner - target))])
         guess, gone = interpolate_without(grid, k.decode_attention, axis, at)
         out[f"{label}_{at:g}"] = error_quantiles(((guess + rest) / total - 1.0)[gone])
     return out

@@ -127,7 +127,7 @@ def sums_of(rows: Sequence[dict[str, Any]], slots: int) -> Sums:
             times = first[k] + after
             steps = np.arange(1, len(times))
             running = np.ones(len(steps))
-            held = prompts[k] + steps
+            context = prompts[k] + steps
             prompt = 0.0
             inside[k] = False
             for j in np.flatnonzero(inside):
@@ -143,10 +143,10 @@ def sums_of(rows: Sequence[dict[str, Any]], slots: int) -> Sums:
                 if begun == 0:
                     other = rows[members[j]]["token_s"]
                     past = -int(np.searchsorted(other, times[0] - first[j], side="right"))
-                held[begun:ended] += prompts[j] + steps[begun:ended] - past
+                context[begun:ended] += prompts[j] + steps[begun:ended] - past
             batches = np.bincount(running.astype(int), minlength=slots + 1)
             if len(batches) == slots + 1:
-                result.append((after[-1], batches, held.sum(), prompt, number))
+                result.append((after[-1], batches, context.sum(), prompt, number))
     if not result:
         raise ValueError(
             "no request has a time for each of its tokens: the server sends several at a time"

@@ -96,9 +96,9 @@ def interpolate_missing(grid: np.ndarray, values: np.ndarray, missing: np.ndarra
     """Values at ``missing`` (bool, along the last axis) interpolated from the others."""
     out = values.copy()
     for index in np.ndindex(values.shape[:-1]):
-        known = ~missing[index]
+        present = ~missing[index]
         for j in np.flatnonzero(missing[index]):
-            out[index][j] = interpolate(grid[known], values[index][known], grid[j])
+            out[index][j] = interpolate(grid[present], values[index][present], grid[j])
     return out
 
 
@@ -179,7 +179,7 @@ def model_facts(name_or_path: str) -> dict[str, Any]:
     """
     if name_or_path.endswith(".json"):
         return read_json(name_or_path)
-    known = served_models()
-    if name_or_path not in known:
-        raise ValueError(unknown_name("model", name_or_path, list(known)))
-    return known[name_or_path]
+    models = served_models()
+    if name_or_path not in models:
+        raise ValueError(unknown_name("model", name_or_path, list(models)))
+    return models[name_or_path]

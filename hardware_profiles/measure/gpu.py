@@ -120,8 +120,8 @@ class Clock:
 
     def copies(self, size: float) -> int:
         """Tensors of ``size`` bytes to use in turn so that the cache does not hold them all."""
-        wanted = 1 if not self.cuda else math.ceil(2 * self.cache_bytes / max(size, 1))
-        return max(1, min(wanted, 16, int(self.memory_bytes // (2 * max(size, 1)))))
+        count = 1 if not self.cuda else math.ceil(2 * self.cache_bytes / max(size, 1))
+        return max(1, min(count, 16, int(self.memory_bytes // (2 * max(size, 1)))))
 
     def time_s(self, steps: Sequence[Step]) -> float:
         """Seconds of one step: the median on a GPU, the fastest on a CPU.

@@ -22,7 +22,7 @@ BYTES = 2**20
 WARM_UP, BLOCKS, CALLS = 50, 20, 50
 
 
-def _card(rank: int, cards: int, port: int, backend: str, found: Any) -> None:
+def _card(rank: int, cards: int, port: int, backend: str, queue: Any) -> None:
     """One card's process: reduce, and let the first one tell the microseconds of a call."""
     import torch
     import torch.distributed as dist
@@ -44,7 +44,7 @@ def _card(rank: int, cards: int, port: int, backend: str, found: Any) -> None:
     times = [calls(CALLS) for _ in range(BLOCKS)]
     dist.destroy_process_group()
     if rank == 0:
-        found.put(times)
+        queue.put(times)
 
 
 def all_reduce_us(cards: int, backend: str) -> list[float]:
@@ -64,12 +64,12 @@ def all_reduce_us(cards: int, backend: str) -> list[float]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    found = multiprocessing.get_context("spawn").SimpleQueue()
+    queue = multiprocessing.get_context("spawn").SimpleQueue()
     try:
-        spawn(_card, (cards, port, backend, found), nprocs=cards)
+        spawn(_card, (cards, port, backend, queue), nprocs=cards)
     except ProcessRaisedException as error:
         raise ValueError(f"the cards could not be timed: {str(error).splitlines()[-1]}") from error
-    return found.get()
+    return queue.get()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

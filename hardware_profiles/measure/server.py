@@ -257,16 +257,16 @@ def _make(
     """
     gaps, at = random.Random(seed), time.monotonic()
     pool = ThreadPoolExecutor(load or len(numbers))
-    made: list[Future[None]] = []
+    futures: list[Future[None]] = []
     try:
         for number in numbers:
             if not load:
                 at += gaps.expovariate(rate)
                 time.sleep(max(0.0, min(at, stop) - time.monotonic()))
                 # Raises at once what one has raised; `make` returns nothing.
-                made = [one for one in made if not one.done() or one.result()]
-            made.append(pool.submit(make, number))
-        for one in as_completed(made):  # a full disk must not pass unseen
+                futures = [one for one in futures if not one.done() or one.result()]
+            futures.append(pool.submit(make, number))
+        for one in as_completed(futures):  # a full disk must not pass unseen
             one.result()
     finally:
         pool.shutdown(cancel_futures=True)

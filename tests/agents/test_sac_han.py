@@ -91,7 +91,7 @@ def a_full_ring(agent, net, steps, width=3):
         step["done"] = rng.random(width) < 0.05
         added.append(step)
         buffer.add(**step)
-        if buffer.count > buffer.known + 2 * agent.LENGTH:
+        if buffer.count > buffer.targets + 2 * agent.LENGTH:
             buffer.add_targets(net, 0.9, 0.7)
     return buffer, {key: np.array([step[key] for step in added]) for key in added[0]}
 
@@ -100,9 +100,9 @@ def a_full_ring(agent, net, steps, width=3):
 def test_targets_are_mixtures_of_all_n_step_returns(agent):
     net = an_agent(agent)
     buffer, steps = a_full_ring(agent, net, 2 * agent.LENGTH + 1)
-    size, known = 2 * agent.LENGTH, agent.LENGTH
-    x, y = steps["exogenous"][:known], steps["reward"][:known]
-    there = ~steps["done"][:known]
+    size, targets = 2 * agent.LENGTH, agent.LENGTH
+    x, y = steps["exogenous"][:targets], steps["reward"][:targets]
+    there = ~steps["done"][:targets]
     squares = 0.7 * np.eye(x.shape[-1]) + x[there].T @ x[there]
     fit = np.linalg.solve(squares, x[there].T @ y[there])
     reward = steps["reward"] - steps["exogenous"] @ fit
@@ -120,8 +120,8 @@ def test_targets_are_mixtures_of_all_n_step_returns(agent):
             discount *= 0.9
         return total + discount * value[t + n, env]
 
-    assert done.any() and buffer.known == known
-    for t in range(known):
+    assert done.any() and buffer.targets == targets
+    for t in range(targets):
         for env in range(3):
             if done[t, env]:
                 continue

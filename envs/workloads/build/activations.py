@@ -191,7 +191,7 @@ def token_sums(texts: list[str], folder: Path) -> np.ndarray:
     words = weights[name].astype(np.float64)
     words /= np.maximum(np.linalg.norm(words, axis=1, keepdims=True), 1e-12)
     ids = [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
-    return np.array([words[own].sum(axis=0) for own in ids], dtype=np.float32)
+    return np.array([words[tokens].sum(axis=0) for tokens in ids], dtype=np.float32)
 
 
 def _oss_task(row: dict[str, Any]) -> str:
@@ -353,7 +353,7 @@ def mixtral_law(data: Path, deepseek: Activations) -> dict[str, Any]:
         key = row["domain"], int(row["layer_a"]), int(row["layer_b"])
         table = tables.setdefault(key, np.zeros((model.experts, model.experts)))
         table[int(row["expert_a"]), int(row["expert_b"])] = float(row["count"])
-    wanted = float(np.mean([mutual_information(table) for table in tables.values()]))
+    target = float(np.mean([mutual_information(table) for table in tables.values()]))
     pairs = sorted({(a, b) for _, a, b in tables})
 
     source = prompt_spread(deepseek)
@@ -374,12 +374,12 @@ def mixtral_law(data: Path, deepseek: Activations) -> dict[str, Any]:
     low, high = 0.0, 3.0
     for _ in range(9):
         middle = (low + high) / 2
-        if _drawn_information(targets, prompt_sd, middle, law["kinds"], pairs) < wanted:
+        if _drawn_information(targets, prompt_sd, middle, law["kinds"], pairs) < target:
             low = middle
         else:
             high = middle
     law["kind_sd"] = round((low + high) / 2, 3)
-    got = _drawn_information(targets, prompt_sd, law["kind_sd"], law["kinds"], pairs)
+    drawn = _drawn_information(targets, prompt_sd, law["kind_sd"], law["kinds"], pairs)
     return {
         "name": model.name,
         "kind": "synthetic",
@@ -390,7 +390,7 @@ def mixtral_law(data: Path, deepseek: Activations) -> dict[str, Any]:
         "measured": "frequencies of 5 domains in layers 0, 7 and 15 of 32; popularity order",
         "generated": "frequencies of the other 29 layers, prompts, tokens, joint choices",
         "fit": {
-            "mutual_information_bit": {"measured": round(wanted, 4), "law": round(got, 4)},
+            "mutual_information_bit": {"measured": round(target, 4), "law": round(drawn, 4)},
             "task_sd": round(task_sd, 4),
             "prompt_sd": "that of deepseek-v2-lite times the ratio of the tasks' spreads",
         },
@@ -468,8 +468,8 @@ def shares(activations: Activations) -> dict[str, dict[str, float]]:
     """Top-expert shares as measured and with ``skew="paper"`` (seed 0), 4 digits."""
     both = {"measured": activations, "paper": sharpened(activations, 0)}
     return {
-        skew: {name: round(share, 4) for name, share in top_expert_share(made).items()}
-        for skew, made in both.items()
+        skew: {name: round(share, 4) for name, share in top_expert_share(variant).items()}
+        for skew, variant in both.items()
     }
 
 
@@ -600,8 +600,8 @@ def share_table() -> str:
 def write_law(path: Path, law: dict[str, Any]) -> None:
     """Write a synthetic model's law, then its shares, which are those of what the law gives."""
     write_json(path, law)
-    made = read_law(path, load_model(law["name"]), 0)
-    write_json(path, _finish(law | {"top_expert_share": shares(made)}, None))
+    drawn = read_law(path, load_model(law["name"]), 0)
+    write_json(path, _finish(law | {"top_expert_share": shares(drawn)}, None))
 
 
 if __name__ == "__main__":

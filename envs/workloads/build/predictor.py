@@ -112,8 +112,8 @@ def read_states(
         raise ValueError(f"state_layers={layers} must be layers from 1 to {total}.")
     states = []
     for text in texts:
-        asked = [{"role": "user", "content": text[:MAX_CHARACTERS]}]
-        prompt = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+        messages = [{"role": "user", "content": text[:MAX_CHARACTERS]}]
+        prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         part = tokenizer(prompt, add_special_tokens=False, return_tensors="pt").to(device)
         hidden = model(**part, output_hidden_states=True, use_cache=False).hidden_states
         states.append(torch.cat([hidden[layer][0, -1] for layer in layers]))

@@ -138,10 +138,10 @@ class Breakers:
         self._failed_s[late] = now
         runs, every = self._runs(), self._outcomes + self._overdue
         for server in np.flatnonzero((runs >= RUN) & ~self.opened).tolist():
-            seen = self._others(server) & (every[server] > 0.0)
-            if seen.any():
-                total = every[server, seen]
-                share = (self._regular[server, seen] / total).mean()
+            mask = self._others(server) & (every[server] > 0.0)
+            if mask.any():
+                total = every[server, mask]
+                share = (self._regular[server, mask] / total).mean()
                 share = min(share * total.sum() / (total.sum() + 1.0), BEST)
                 if runs[server] * math.log1p(-share) <= math.log(CHANCE):
                     self._open(server, now)

@@ -334,7 +334,7 @@ class Answer:
         self.done = False
         self._ticket, self._encoded = ticket, encoded
         self._wrong = not (self._streamed or kind == "application/json")
-        self._brought = self._said = False  # a token; why the answer ends
+        self._has_token = self._has_reason = False  # a token; why the answer ends
         self._events = EventStream()
         self._rest, self._long = bytearray(), False
 
@@ -357,15 +357,15 @@ class Answer:
             event = read_json(data)
             self._wrong |= bool(error_of(event))
             count = (event.get("usage") or {}).get("completion_tokens")
-            brought = brings_token(event)
-            self._said |= any(one.get("finish_reason") for one in event.get("choices") or ())
+            has_token = brings_token(event)
+            self._has_reason |= any(one.get("finish_reason") for one in event.get("choices") or ())
         except (ValueError, TypeError, AttributeError, OverflowError):
             return  # no event of OpenAI's protocol, so no token
         if isinstance(count, int):
             self._ticket.token(count)
-        elif brought and self._streamed:
+        elif has_token and self._streamed:
             self._ticket.token()
-        self._brought |= brought or (isinstance(count, int) and count > 0)
+        self._has_token |= has_token or (isinstance(count, int) and count > 0)
 
     def end(self) -> None:
         """The answer is over, as far as the gateway knows."""
@@ -373,7 +373,7 @@ class Answer:
         if whole and not self._long:
             self._event(bytes(self._rest))
         read = self._encoded or (whole and self._long)
-        good = read or self._said or (self._brought and (whole or self.done))
+        good = read or self._has_reason or (self._has_token and (whole or self.done))
         failed = self._ticket.completion and (self._wrong or not good)
-        empty = self._ticket.completion and not (read or self._brought)
+        empty = self._ticket.completion and not (read or self._has_token)
         self._ticket.end("failed" if failed else "empty" if empty else "finished")

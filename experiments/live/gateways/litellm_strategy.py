@@ -57,7 +57,7 @@ class LiteLLMStrategy(CustomRoutingStrategyBase, CustomLogger):
     def __init__(self, gate: Gate, model: str, deployments: Sequence[str] | None = None) -> None:
         super().__init__()
         self.gate, self.model = gate, model
-        self._wanted = None if deployments is None else list(deployments)
+        self._deployments = None if deployments is None else list(deployments)
         self._ids: list[str] = []
         self._router: Any = None
 
@@ -71,18 +71,18 @@ class LiteLLMStrategy(CustomRoutingStrategyBase, CustomLogger):
             return
         models = [one for one in router.model_list if one.get("model_name") == self.model]
         there = [one["model_info"]["id"] for one in models]
-        wanted = there if self._wanted is None else self._wanted
-        if len(wanted) != len(self.gate.names) or not set(wanted) <= set(there):
+        ids = there if self._deployments is None else self._deployments
+        if len(ids) != len(self.gate.names) or not set(ids) <= set(there):
             raise ValueError(
                 f"model {self.model!r} has the deployments {there}; the fleet has "
-                f"{len(self.gate.names)} experts, {', '.join(wanted)}"
+                f"{len(self.gate.names)} experts, {', '.join(ids)}"
             )
         missing = [name for name in ATTEMPTS if not hasattr(router, name)]
         if missing:
             raise ValueError(
                 f"this version of litellm has no Router.{missing[0]}; pip install 'litellm<1.109'"
             )
-        self._ids, self._router = list(wanted), router
+        self._ids, self._router = list(ids), router
         for name in ATTEMPTS:
             setattr(router, name, self._watched(getattr(router, name)))
         router.set_custom_routing_strategy(self)
@@ -106,9 +106,9 @@ class LiteLLMStrategy(CustomRoutingStrategyBase, CustomLogger):
                 if hasattr(response, "__anext__"):
                     _watch(response, ticket)
                 else:  # one that has nothing in it and does not say why has failed
-                    said = any(choice.finish_reason for choice in response.choices)
-                    brought = brings_token(response.model_dump())
-                    ticket.end("finished" if brought else "empty" if said else "failed")
+                    finished = any(choice.finish_reason for choice in response.choices)
+                    has_token = brings_token(response.model_dump())
+                    ticket.end("finished" if has_token else "empty" if finished else "failed")
             return response
 
         return watched
@@ -127,7 +127,7 @@ class LiteLLMStrategy(CustomRoutingStrategyBase, CustomLogger):
             litellm.RateLimitError: The policy drops the request.
         """
         router = self._router
-        asked = {
+        kwargs = {
             "model": model,
             "messages": messages,
             "input": input,
@@ -136,15 +136,15 @@ class LiteLLMStrategy(CustomRoutingStrategyBase, CustomLogger):
         }
         tickets = _attempt.get()
         if model != self.model or tickets is None:
-            return await type(router).async_get_available_deployment(router, **asked)
-        healthy = await router.async_get_healthy_deployments(**asked)
+            return await type(router).async_get_available_deployment(router, **kwargs)
+        healthy = await router.async_get_healthy_deployments(**kwargs)
         if isinstance(healthy, dict):  # the request names its deployment
             return healthy
         by_id = {one["model_info"]["id"]: one for one in healthy}
         if not any(name in by_id for name in self._ids):
             # LiteLLM's own way raises its own error, or takes a deployment that is none of ours.
-            return await type(router).async_get_available_deployment(router, **asked)
-        body = {**asked["request_kwargs"], "messages": messages}
+            return await type(router).async_get_available_deployment(router, **kwargs)
+        body = {**kwargs["request_kwargs"], "messages": messages}
         metadata = body.get("litellm_metadata", body.get("metadata")) or {}
         # An attempt after the first goes to a server that the request has not been to, if any.
         tried = metadata.get(_TRIED, ()) if metadata.get("attempted_retries") else ()
@@ -209,8 +209,8 @@ async def _chunks(
             if brings_token(chunk.model_dump()):
                 ticket.token()
             yield chunk
-        said = any(choice.finish_reason for one in chunks or () for choice in one.choices)
-        good = said or (chunks is None and ticket.tokens)
+        finished = any(choice.finish_reason for one in chunks or () for choice in one.choices)
+        good = finished or (chunks is None and ticket.tokens)
         ticket.end("failed" if not good else "finished" if ticket.tokens else "empty")
     except BaseException as error:
         _end(ticket, error)

@@ -199,9 +199,9 @@ def read_request(body: Any, chat: bool, names: Collection[str], context: int) ->
     """
     if not isinstance(body, dict):
         raise BadRequest("the body must be a JSON object")
-    asked = body.get("model")
-    if asked is not None and asked not in names:
-        raise BadRequest(f"The model `{asked!s:.100}` does not exist.", "model", 404)
+    model = body.get("model")
+    if model is not None and model not in names:
+        raise BadRequest(f"The model `{model!s:.100}` does not exist.", "model", 404)
     _check_forms(body)
     for name in ("n", "best_of"):
         if body.get(name) not in (None, 1) or body.get(name) is True:

@@ -27,9 +27,9 @@ def sharing(text: str, rival: str, paper: float) -> Claim:
     """The claim on how much less latency sharing takes, by the speed of the host channel."""
 
     def read(rows: Rows) -> Iterable[Finding]:
-        for at, own in split(rows, "skew", "pcie_gb_s"):
+        for at, part in split(rows, "skew", "pcie_gb_s"):
             setting = f"{at['skew']} skew, PCIe {at['pcie_gb_s']:g} GB/s"
-            yield _saved(setting, own, "uniform", rival, paper)
+            yield _saved(setting, part, "uniform", rival, paper)
 
     return Claim("Table I", text, f"-{paper} %", "table1_pcie", read)
 
@@ -53,9 +53,9 @@ def less_than_eplb(rows: Rows) -> Iterable[Finding]:
     """How much less latency Prism has than EPLB, by workload and model."""
     for (workload, model), figure in LESS.items():
         for skew in values(rows, "skew"):
-            own = pick(rows, workload=workload, model=model, skew=skew)
+            part = pick(rows, workload=workload, model=model, skew=skew)
             setting = f"{workload}, {model}, {skew} skew"
-            yield _saved(setting, own, "prism", "eplb_global", figure)
+            yield _saved(setting, part, "prism", "eplb_global", figure)
 
 
 def _saved(setting: str, rows: Rows, method: str, reference: str, paper: float) -> Finding:
@@ -103,11 +103,11 @@ def best_counts(rows: Rows) -> Iterable[Finding]:
     """Whether Prism serves more locally than every other policy that goes by counts."""
     for model in values(rows, "model"):
         for workload in values(rows, "workload"):
-            own = pick(rows, model=model, workload=workload)
+            part = pick(rows, model=model, workload=workload)
             mean = {
-                name: sum(row["local_tokens"] for row in pick(own, policy=name))
-                / len(pick(own, policy=name))
-                for name in values(own, "policy")
+                name: sum(row["local_tokens"] for row in pick(part, policy=name))
+                / len(pick(part, policy=name))
+                for name in values(part, "policy")
             }
             rivals = [mean[name] for name in mean if name not in ("prism", "proxy_optimum")]
             here = f"{mean['prism']:.3f}, the next {max(rivals):.3f}"
@@ -135,9 +135,9 @@ def gpus(rows: Rows) -> Iterable[Finding]:
     for link in values(rows, "link_model"):
         for gap, paper in ((8.0, -19.0), (15.0, -9.0)):
             part = pick(rows, link_model=link, gap_s=gap, policy="prism")
-            own = {row["gpus"]: row for row in part}
+            by = {row["gpus"]: row for row in part}
             setting = f"links: {link}, {gap:g} s between requests"
-            pair, names = (own[many], own[few]), (f"{many} GPUs", f"{few} GPUs")
+            pair, names = (by[many], by[few]), (f"{many} GPUs", f"{few} GPUs")
             yield _ends(setting, pair, paper, names, unpaired(*pair))
 
 
@@ -148,10 +148,10 @@ def bandwidth(rows: Rows) -> Iterable[Finding]:
     slow, fast = min(speeds), max(speeds)
     for at, part in split(rows, "link_model", "h_ms"):
         for count, paper in ((min(counts), -55.0), (max(counts), -35.0)):
-            own = {row["mbps"]: row for row in pick(part, gpus=count)}
+            by = {row["mbps"]: row for row in pick(part, gpus=count)}
             setting = f"links: {at['link_model']}, {at['h_ms']} ms a message, {count} GPUs"
             names = (f"{fast} Mbps", f"{slow} Mbps")
-            pair = own[fast], own[slow]
+            pair = by[fast], by[slow]
             yield _ends(setting, pair, paper, names, unpaired(*pair))
 
 

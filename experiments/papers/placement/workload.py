@@ -57,12 +57,12 @@ def _skew(options: Options, at: Row, _: Sequence[str]) -> Iterator[Row]:
     """Share of the most used expert and entropy, by task and layer."""
     activations = load_activations(at["model"], skew=at["skew"])
     for t, task in enumerate(activations.tasks):
-        own = np.flatnonzero(activations.task == t)
-        counts = activations.counts[own].sum(axis=0, dtype=np.float64)
+        ids = np.flatnonzero(activations.task == t)
+        counts = activations.counts[ids].sum(axis=0, dtype=np.float64)
         skew = skew_of(counts / counts.sum(axis=1, keepdims=True))
-        drawn = _resampled(activations, own, 50 if options.quick else 500)
-        tokens = int(activations.tokens[own].sum())
-        point = at | {"kind": activations.kind, "task": task, "prompts": len(own), "tokens": tokens}
+        drawn = _resampled(activations, ids, 50 if options.quick else 500)
+        tokens = int(activations.tokens[ids].sum())
+        point = at | {"kind": activations.kind, "task": task, "prompts": len(ids), "tokens": tokens}
         for layer in ("mean", *range(activations.model.num_moe_layers)):
             row = point | {"layer": layer}
             part = slice(None) if layer == "mean" else slice(layer, layer + 1)
@@ -73,10 +73,10 @@ def _skew(options: Options, at: Row, _: Sequence[str]) -> Iterator[Row]:
 
 
 def _skew_notes(options: Options, rows: Sequence[Row]) -> Iterator[Note]:
-    for at, own in split(rows, "model", "skew"):
+    for at, part in split(rows, "model", "skew"):
         sizes = load_activations(at["model"]).model
-        means = pick(own, layer="mean")
-        top = [row["top_share"] for row in own if row["layer"] != "mean"]
+        means = pick(part, layer="mean")
+        top = [row["top_share"] for row in part if row["layer"] != "mean"]
         yield (
             f"{at['model']}, {at['skew']} skew ({means[0]['kind']}): the most used expert of a "
             f"layer takes {100 * np.mean([row['top_share'] for row in means]):.1f} % of a task's "
@@ -102,10 +102,10 @@ def covered(counts: np.ndarray, view: np.ndarray, cap: np.ndarray) -> dict[str, 
     """
     flat = counts.reshape(len(counts), -1).astype(np.float64)
     total = flat.sum(axis=1)
-    held = (flat * view.reshape(flat.shape)).sum(axis=1)
+    local = (flat * view.reshape(flat.shape)).sum(axis=1)
     order = -np.sort(-flat, axis=1)
     top = np.array([row[:size].sum() for row, size in zip(order, cap, strict=True)])
-    return {"held": held / total, "ratio": held / top}
+    return {"held": local / total, "ratio": local / top}
 
 
 def _coverage(options: Options, at: Row, policies: Sequence[str]) -> Iterator[Row]:
@@ -134,9 +134,9 @@ def _coverage(options: Options, at: Row, policies: Sequence[str]) -> Iterator[Ro
 
 
 def _coverage_notes(options: Options, rows: Sequence[Row]) -> Iterator[Note]:
-    own = pick(rows, policy="prism")
-    worst = min(row[f"ratio_server_{n}"] for row in own for n in (1, 2, 3))
-    default = min(own, key=lambda row: abs(row["memory_fraction"] - 0.3))
+    prism = pick(rows, policy="prism")
+    worst = min(row[f"ratio_server_{n}"] for row in prism for n in (1, 2, 3))
+    default = min(prism, key=lambda row: abs(row["memory_fraction"] - 0.3))
     shares = [f"{default[f'ratio_server_{n}']:.3f}" for n in (1, 2, 3)]
     yield (
         f"at {default['memory_fraction']:g} of the memory Prism covers {', '.join(shares)} of what "

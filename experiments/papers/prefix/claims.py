@@ -42,8 +42,8 @@ def _collapse(rows: Rows, routing: str, column: str) -> float | None:
     return rate
 
 
-def collapse(text: str, theirs: str, *routings: str) -> Claim:
-    """The claim on the rates at which ways of routing collapse, theirs beside ours."""
+def collapse(text: str, paper: str, *routings: str) -> Claim:
+    """The claim on the rates at which ways of routing collapse, the paper's beside ours."""
 
     def read(rows: Rows) -> Iterable[Finding]:
         for routing in routings:
@@ -56,7 +56,7 @@ def collapse(text: str, theirs: str, *routings: str) -> Claim:
                 verdict = DISAGREES if None in (reported, ours) else DIRECTION
             yield Finding(routing, words, verdict)
 
-    return Claim(LLM_D, text, theirs, "llm_d", read)
+    return Claim(LLM_D, text, paper, "llm_d", read)
 
 
 @claim(
@@ -71,11 +71,11 @@ def throughput(rows: Rows) -> Iterable[Finding]:
     by = {row["routing"]: row for row in top}
     best = by["precise"]
     for routing in ("estimated", "load", "random"):
-        ours, theirs = (
+        ours, report = (
             percent(best[name], by[routing][name])
             for name in ("output_tokens_per_s", "report_output_tokens_per_s")
         )
-        yield Finding(f"over {routing}", f"{ours:+.0f} %", judge(ours, theirs))
+        yield Finding(f"over {routing}", f"{ours:+.0f} %", judge(ours, report))
 
 
 @claim(LLM_D, "TTFT at 90 %: precise < estimated < blind", "at every load", "llm_d")
@@ -127,8 +127,8 @@ def _number(value: Any) -> str:
 def longest_match(rows: Rows) -> Iterable[Finding]:
     """Attainment of the longest match, whatever the load, beside the least load's."""
     for setting in values(rows, "setting"):
-        own = pick(rows, setting=setting, constants="published")
-        by = {row["rule"]: row["attainment"] for row in own}
+        part = pick(rows, setting=setting, constants="published")
+        by = {row["rule"]: row["attainment"] for row in part}
         ours, blind = by["production_stack_prefix"], by["least_load"]
         yield Finding(setting, f"{ours:.1f} % for {blind:.1f} %", holds([ours > blind]))
 
@@ -141,8 +141,8 @@ def longest_match(rows: Rows) -> Iterable[Finding]:
 )
 def weights(rows: Rows) -> Iterable[Finding]:
     """The ratio of the slowest TTFTs between queue weights 3 and 2 to 4 of the prefix."""
-    for at, own in split(rows, "setting", "rate"):
-        by = {row["queue"]: row for row in own}
+    for at, part in split(rows, "setting", "rate"):
+        by = {row["queue"]: row for row in part}
         change = percent(by[3.0]["p99_ttft_s"], by[2.0]["p99_ttft_s"])
         verdict = judge(change, percent(132.0, 3570.0)) if change < 0 else DISAGREES
         yield Finding(f"{at['setting']}, {at['rate']:g} requests/s", f"{change:+.0f} %", verdict)
@@ -156,8 +156,8 @@ def weights(rows: Rows) -> Iterable[Finding]:
 )
 def staleness(rows: Rows) -> Iterable[Finding]:
     """How much longer the slowest TTFTs are with metrics of 100 ms or more than with live ones."""
-    for at, own in split(pick(rows, rule="llm_d"), "setting", "rate"):
-        row = min(own, key=lambda row: abs(row["scrape_s"] - 0.2))
+    for at, part in split(pick(rows, rule="llm_d"), "setting", "rate"):
+        row = min(part, key=lambda row: abs(row["scrape_s"] - 0.2))
         change = 100 * (row["p99_ratio"] - 1)
         ends = 100 * (row["p99_low"] - 1), 100 * (row["p99_high"] - 1)
         where = f"llm_d, {at['setting']}, {at['rate']:g} requests/s, {row['scrape_s']:g} s"

@@ -87,12 +87,12 @@ class CappedScorers(LlmdScorers):
 
     def scores(self, view: View, replicas: NDArray[np.intp]) -> NDArray[np.float64]:
         """See `LlmdScorers.scores`."""
-        seen = replace(
+        capped = replace(
             view,
             prompt_tokens=min(view.prompt_tokens, CAP_TOKENS),
             match_tokens=np.minimum(view.match_tokens, CAP_TOKENS),
         )
-        return super().scores(seen, replicas)
+        return super().scores(capped, replicas)
 
 
 RULES: dict[str, tuple[Callable[[], Rule], str]] = {
@@ -138,13 +138,13 @@ def _stages(played: np.ndarray, prompt: np.ndarray, output: np.ndarray) -> np.nd
     begins = np.cumsum([0.0, *(seconds + PAUSE_S for _, seconds in LLM_D_STAGES)])
     stages = np.empty((len(LLM_D_STAGES), 4))
     for k, stage in enumerate(stages):
-        own = (played["arrival_s"] >= begins[k]) & (played["arrival_s"] < begins[k + 1])
-        end = played["finish_s"][own].max()
+        mask = (played["arrival_s"] >= begins[k]) & (played["arrival_s"] < begins[k + 1])
+        end = played["finish_s"][mask].max()
         if end > begins[k + 1]:
             raise ValueError(f"PAUSE_S={PAUSE_S}: stage {k} has not drained before the next one.")
-        stage[:2] = np.percentile(ttft[own], 90), ttft[own].mean()
-        stage[2] = output[own].sum() / (end - begins[k])
-        stage[3] = played["hit_tokens"][own].sum() / prompt[own].sum()
+        stage[:2] = np.percentile(ttft[mask], 90), ttft[mask].mean()
+        stage[2] = output[mask].sum() / (end - begins[k])
+        stage[3] = played["hit_tokens"][mask].sum() / prompt[mask].sum()
     return stages
 
 

@@ -225,9 +225,9 @@ def end_to_end(rows: Rows) -> Iterable[Finding]:
 def with_predictors(rows: Rows) -> Iterable[Finding]:
     """QoS with predicted scores and lengths over that with none."""
     for point in values(rows, "point"):
-        own = pick(rows, point=point)
-        for policy in ("priced_greedy", *_retrained(own)):
-            qos = {row["predictors"]: row["qos"] for row in pick(own, policy=policy)}
+        part = pick(rows, point=point)
+        for policy in ("priced_greedy", *_retrained(part)):
+            qos = {row["predictors"]: row["qos"] for row in pick(part, policy=policy)}
             if {"PS+PL", "ZS+ZL"} <= set(qos):
                 change = percent(qos["PS+PL"], qos["ZS+ZL"])
                 yield Finding(
@@ -248,10 +248,10 @@ def _retrained(rows: Rows) -> list[str]:
 def without_predictors(rows: Rows) -> Iterable[Finding]:
     """QoS of SAC-HAN with no predictions over the strongest of the paper's baselines with them."""
     for point in values(rows, "point"):
-        own = pick(rows, point=point)
-        named = {row["policy"]: row for row in pick(own, predictors="PS+PL")}
+        part = pick(rows, point=point)
+        named = {row["policy"]: row for row in pick(part, predictors="PS+PL")}
         none = [
-            row for name in _retrained(own) for row in pick(own, predictors="ZS+ZL", policy=name)
+            row for name in _retrained(part) for row in pick(part, predictors="ZS+ZL", policy=name)
         ]
         if not none:
             yield Finding(point, "not trained here", OPEN)
@@ -279,8 +279,8 @@ def predictor(quantity: str, top1: float, top3: float) -> Claim:
 
     def read(rows: Rows) -> Iterable[Finding]:
         for buckets in values(rows, "buckets"):
-            own = pick(rows, quantity=quantity, split="eval", buckets=buckets)
-            (tuned,), (common,) = (pick(own, predictor=p) for p in ("probe", "most common"))
+            part = pick(rows, quantity=quantity, split="eval", buckets=buckets)
+            (tuned,), (common,) = (pick(part, predictor=p) for p in ("probe", "most common"))
             ours, blind = (
                 "/".join(f"{100 * row[key]:.1f}" for key in ("top1", "top3"))
                 for row in (tuned, common)

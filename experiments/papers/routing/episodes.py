@@ -106,10 +106,10 @@ def _fig14_notes(options: measuring.Options, rows: Sequence[dict[str, Any]]) -> 
         f"One episode in windows of {WINDOW_S:g} s; arrivals with bursts fitted to BurstGPT, 5 "
         "requests/s on average."
     )
-    for at, own in split(rows, "profiles", "policy"):
-        weight = np.array([row["requests"] for row in own])
+    for at, part in split(rows, "profiles", "policy"):
+        weight = np.array([row["requests"] for row in part])
         qos, use = (
-            np.nansum(weight * [row[key] for row in own]) / weight.sum()
+            np.nansum(weight * [row[key] for row in part]) / weight.sum()
             for key in ("qos", "memory_use")
         )
         yield note(

@@ -117,10 +117,10 @@ def profile_router(decisions: int) -> list[dict[str, Any]]:
     greedy = make_policy("greedy_qos", system)
     priced = make_policy("priced_greedy", system)
     observation, info = envs.reset(seed=[DEFAULT_SEED])
-    seen = []
+    inputs = []
     for _ in range(decisions):
         mask = info["action_mask"]
-        seen.append(({k: v.copy() for k, v in observation.items()}, mask.copy()))
+        inputs.append(({k: v.copy() for k, v in observation.items()}, mask.copy()))
         observation, _, _, _, info = envs.step(priced.act(observation, mask))
     envs.close()
     table = []
@@ -136,14 +136,14 @@ def profile_router(decisions: int) -> list[dict[str, Any]]:
     net = Agent("features", True, system)
     add("HAN", _size(net.first, net.second, net.skip), None, "19K, < 1 ms")
     add("actor", _size(net.actor.drop, net.actor.send, net.actor.price), None, "10K, < 1 ms")
-    add("features", "", lambda i: net.rows(seen[i][0]), "")
-    add("one decision", "", lambda i: net.act(*seen[i]), "< 1 ms")
+    add("features", "", lambda i: net.rows(inputs[i][0]), "")
+    add("one decision", "", lambda i: net.act(*inputs[i]), "< 1 ms")
     for run in measuring.shipped_runs():
         router = load_policy(run.path, system)
         size = _served_size(router.net)
-        add(f"{run.label}, one decision", size, lambda i, r=router: r.act(*seen[i]), "< 1 ms")
-    add("priced_greedy", 0, lambda i: priced.act(*seen[i]), "")
-    add("greedy_qos", 0, lambda i: greedy.act(*seen[i]), "")
+        add(f"{run.label}, one decision", size, lambda i, r=router: r.act(*inputs[i]), "< 1 ms")
+    add("priced_greedy", 0, lambda i: priced.act(*inputs[i]), "")
+    add("greedy_qos", 0, lambda i: greedy.act(*inputs[i]), "")
     return table
 
 

@@ -77,8 +77,8 @@ def _counts(options: Options) -> list[Row]:
 def _made_for(options: Options, at: Mapping[str, Any]) -> Sequence[str | TrainedRun]:
     """Heuristics, the fleet's routers, and those that were trained for this number of experts."""
     every = chosen(options, at["profiles"], AT_N)
-    made = [run for run in every if run.label.endswith(AT_N) and run.experts == at["experts"]]
-    return [*BASELINES, *chosen(options, at["profiles"]), *made]
+    trained = [run for run in every if run.label.endswith(AT_N) and run.experts == at["experts"]]
+    return [*BASELINES, *chosen(options, at["profiles"]), *trained]
 
 
 def _limits(options: Options) -> list[Row]:

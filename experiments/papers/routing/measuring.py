@@ -144,8 +144,8 @@ def shipped_runs(names: Sequence[str] = ()) -> list[TrainedRun]:
     from servegym.agents.lib.checkpoint import shipped
 
     files = shipped("llm_routing")
-    wanted = [choose("routers", name, files) for name in names] or files
-    policies = {name: load_policy(path) for name, path in files.items() if name in wanted}
+    chosen = [choose("routers", name, files) for name in names] or files
+    policies = {name: load_policy(path) for name, path in files.items() if name in chosen}
     return [
         _trained(f"{name} (shipped)", policy, True)._replace(name=name)
         for name, policy in policies.items()

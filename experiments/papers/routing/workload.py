@@ -85,18 +85,18 @@ def first_request_latency(
             waits = (observation["waiting_mask"][:, 0, 0] != 0) & (tokens < 0)
             # Another request may look the same; the first one's tokens never go back.
             served &= (is_first & (head[:, 4] >= tokens)) | waits
-            seen = served & is_first
-            tokens[seen] = head[seen, 4]
-            latency[seen, tick] = head[seen, 5]
+            valid = served & is_first
+            tokens[valid] = head[valid, 4]
+            latency[valid, tick] = head[valid, 5]
         observation, _, ended, _, info = envs.step(action)
     log = [envs.unwrapped.request_log(row)["arrival_s"] for row in range(episodes)]
     envs.close()
     age = np.array(log) - np.array([arrivals[0] for arrivals in log])[:, None]
     grid = np.arange(0.05, seconds, 0.1)
     index = np.floor(age / 0.1).astype(int)
-    seen = np.isfinite(latency) & (index < len(grid))
-    total = np.bincount(index[seen], latency[seen], len(grid))
-    count = np.bincount(index[seen], minlength=len(grid))
+    valid = np.isfinite(latency) & (index < len(grid))
+    total = np.bincount(index[valid], latency[valid], len(grid))
+    count = np.bincount(index[valid], minlength=len(grid))
     alive = np.bincount(index[index < len(grid)], minlength=len(grid))
     with np.errstate(invalid="ignore", divide="ignore"):
         latency = total / count

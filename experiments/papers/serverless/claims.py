@@ -41,10 +41,10 @@ def similarity(rows: Rows) -> Iterable[Finding]:
 def prediction(rows: Rows) -> Iterable[Finding]:
     """Whether SPS comes next after brute force and VarPAM."""
     for embedding in ("output", "token"):
-        own = pick(rows, embedding=embedding)
+        part = pick(rows, embedding=embedding)
         best = {
-            name: min(row["js_bits"] for row in pick(own, predictor=name))
-            for name in values(own, "predictor")
+            name: min(row["js_bits"] for row in pick(part, predictor=name))
+            for name in values(part, "predictor")
         }
         order = sorted(best, key=best.__getitem__)
         better = [name for name in order[: order.index("sps")] if name not in ("bf", "varpam")]
@@ -91,8 +91,8 @@ def _against(rows: Rows, rivals: Sequence[str]) -> tuple[str, str, bool]:
     """
     changes: dict[str, list[float]] = {name: [] for name in READINGS}
     verdicts, most = [], 0.0
-    for _, own in split(rows, "gpu", "n_out"):
-        by = {row["method"]: row for row in own}
+    for _, part in split(rows, "gpu", "n_out"):
+        by = {row["method"]: row for row in part}
         first = min((by[name] for name in rivals), key=lambda row: row["usd_per_1000"])
         ours = min((by[name] for name in READINGS), key=lambda row: row["usd_per_1000"])
         for name in READINGS:
@@ -115,8 +115,8 @@ def cheapest(largest: bool) -> Reader:
 
     def read(rows: Rows) -> Iterable[Finding]:
         for at, part in split(rows, "model", "bill"):
-            for card, own in _cards(part):
-                here, verdict, as_much = _against(own, ("cpu", "gpu", "fetch", "mix"))
+            for card, group in _cards(part):
+                here, verdict, as_much = _against(group, ("cpu", "gpu", "fetch", "mix"))
                 if largest and verdict == AGREES and not as_much:
                     verdict = DIRECTION
                 yield Finding(_where(**at, rest=card), f"{here} against the cheapest", verdict)
@@ -127,8 +127,8 @@ def cheapest(largest: bool) -> Reader:
 @claim("Fig. 9", "and less than a function for each expert", "not compared", "fig09_cost")
 def function_an_expert(rows: Rows) -> Iterable[Finding]:
     """The better of Remoe's readings against a function for each expert, with all GPUs."""
-    for at, own in split(rows, "model", "bill"):
-        here, verdict, _ = _against(own, ("per_expert",))
+    for at, part in split(rows, "model", "bill"):
+        here, verdict, _ = _against(part, ("per_expert",))
         yield Finding(_where(**at), here, verdict)
 
 
@@ -137,8 +137,8 @@ def function_an_expert(rows: Rows) -> Iterable[Finding]:
 )
 def cold_start(rows: Rows) -> Iterable[Finding]:
     """Remoe's cold start against MIX's, judged by the reading that has the lower bill."""
-    for at, own in split(pick(rows, setting="default"), "model", "bill", "link"):
-        by = {row["method"]: percent(row["over_mix"], 1.0) for row in own}
+    for at, part in split(pick(rows, setting="default"), "model", "bill", "link"):
+        by = {row["method"]: percent(row["over_mix"], 1.0) for row in part}
         links = "a link each" if at.pop("link") == "separate" else "one link for all"
         here = ", ".join(f"{name} {by[name]:+.0f} %" for name in READINGS)
         yield Finding(_where(**at, rest=links), here, judge(by["remoe_cost"], -47.0))
@@ -158,8 +158,8 @@ def guarantee(statement: str, text: str, rankings: Mapping[str, str]) -> Claim:
         for model in values(recorded, "model"):
             for ranking, words in rankings.items():
                 for form in ("printed", "corrected"):
-                    own = pick(recorded, model=model, form=form)
-                    worst = min(r["holds"] for r in own if ranking in ("", r["ranking"]))
+                    group = pick(recorded, model=model, form=form)
+                    worst = min(r["holds"] for r in group if ranking in ("", r["ranking"]))
                     where = ", ".join(part for part in (model, words, form) if part)
                     yield Finding(where, f"{worst:.3f}", holds([worst >= 0.95]))
 

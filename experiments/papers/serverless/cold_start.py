@@ -107,9 +107,9 @@ def cold_rows(name: str, prompts: int, ratios: Sequence[float]) -> list[dict[str
                     cold = deployment_cost(method, system, request).bill.cold_s
                     kind = head | {"method": method, "b": ""}
                     rows.append(_start_row(system, kind, [(cold, 0.0)], mix))
-            for reading, made in plans.items():
-                parts = [starts(linked, p.remote, p.replicas) for p in made]
-                b = float(np.mean([p.remote.mean() for p in made]))
+            for reading, group in plans.items():
+                parts = [starts(linked, p.remote, p.replicas) for p in group]
+                b = float(np.mean([p.remote.mean() for p in group]))
                 rows.append(_start_row(system, head | {"method": reading, "b": b}, parts, mix))
             for b in sorted({*ratios, *EXAMPLES}) if bill == "none" else ():
                 count = int(remote_count(b, system.num_experts))

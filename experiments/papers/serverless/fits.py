@@ -124,16 +124,16 @@ def _fig6(options: Options, *_: Any) -> list[dict[str, Any]]:
     tokens = TOKENS[::4] if options.quick else TOKENS
     shapes, seconds = (("tiny",) * 3, 0.05) if options.quick else (FITTED, 1.5)
     measured = least_seconds(shapes, tokens, seconds)
-    for name, taken in zip(FITTED, measured, strict=True):
+    for name, timed in zip(FITTED, measured, strict=True):
         system = build_system(name)
         for series, values in (
-            ("measured, float32", taken),
+            ("measured, float32", timed),
             ("constants' law, float32", batch_seconds(constants[name], tokens)),
             ("environment", system.expert_cpu_s(1024.0, np.array(tokens))),
         ):
             add("tokens on one vCPU", series, tokens, 1e3 * values)
         gb = np.array(POINTS.get(name, DEFAULT_POINTS))
-        points = derived_seconds(SERVED_BYTES[name] / 4 * taken[0], gb)
+        points = derived_seconds(SERVED_BYTES[name] / 4 * timed[0], gb)
         theta2 = system.expert_theta2_per_gb
         laws = {
             "environment": ThetaLaw(system.expert_theta1_s, theta2, system.expert_theta3_s),

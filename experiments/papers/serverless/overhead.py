@@ -50,8 +50,8 @@ def decision_times(name: str, prompts: int) -> list[dict[str, Any]]:
     queries = [int(q) for q in billing.held_out(activations, prompts)]
     kind = "sps" if activations.embeddings else "category"
     search = fitted(activations, "token", kind)
-    taken: dict[str, list[float]] = {}
-    own: dict[str, float] = {}
+    times: dict[str, list[float]] = {}
+    modelled: dict[str, float] = {}
     for i, q in enumerate([queries[0], *queries]):  # the first one compiles
         load, request = (
             billing.seed_load(system, predicted[q]),
@@ -61,28 +61,28 @@ def decision_times(name: str, prompts: int) -> list[dict[str, Any]]:
         timed["MMP"], _ = _timed(
             lambda load=load: worst_cases(system, load, billing.TTFT_S, billing.TPOT_S)
         )
-        own = {"container start": 1e3 * system.container_start_main_s}
+        modelled = {"container start": 1e3 * system.container_start_main_s}
         for reading in READINGS:
             timed[f"decide ({reading})"], decision = _timed(
                 lambda load=load, r=reading: remoe(system, load, reading=r, **billing.LIMITS)
             )
             bill = evaluate_plan(system, request, decision.plan).bill
-            own[f"cold start ({reading})"] = 1e3 * bill.cold_s
-            own[f"prefill ({reading})"] = 1e3 * bill.prefill_s
-            own[f"decoding ({reading})"] = 1e3 * bill.decode_s
+            modelled[f"cold start ({reading})"] = 1e3 * bill.cold_s
+            modelled[f"prefill ({reading})"] = 1e3 * bill.prefill_s
+            modelled[f"decoding ({reading})"] = 1e3 * bill.decode_s
         if i:
-            for step, ms in (timed | own).items():
-                taken.setdefault(step, []).append(ms)
+            for step, ms in (timed | modelled).items():
+                times.setdefault(step, []).append(ms)
     return [
         {
             "model": name,
             "step": step,
-            "measured": step not in own,
+            "measured": step not in modelled,
             "prompts": len(values),
             **billing.with_interval("ms", values),
             "ms_p95": float(np.percentile(values, 95)),
         }
-        for step, values in taken.items()
+        for step, values in times.items()
     ]
 
 
@@ -92,9 +92,9 @@ def _notes(options: Options, rows: Sequence[dict[str, Any]]) -> Iterator[Note]:
         "other times are model output. The embedding of the prompt is not timed: for Eq. 11 it "
         "is a sum of table rows."
     )
-    for at, own in split(rows, "model"):
-        by = {row["step"]: row for row in own}
-        search = next(row for row in own if row["step"].startswith("predict"))
+    for at, group in split(rows, "model"):
+        by = {row["step"]: row for row in group}
+        search = next(row for row in group if row["step"].startswith("predict"))
         for reading in READINGS:
             step = by[f"decide ({reading})"]
             cold, prefill, decoding = (

@@ -144,20 +144,20 @@ def times(
     for settings in ({"alpha": 5, "beta": 60}, dict(LARGE_DATA)):
         tree = SimilarPromptsSearch(**settings).fit(history, nothing)
         brute = BruteForce(settings["alpha"]).fit(history, nothing)
-        asked = {"one": [queries[q : q + 1] for q in range(QUERIES)], "batch": [queries]}
-        least = dict.fromkeys(itertools.product(("sps", "bf"), asked), np.inf)
+        calls = {"one": [queries[q : q + 1] for q in range(QUERIES)], "batch": [queries]}
+        least = dict.fromkeys(itertools.product(("sps", "bf"), calls), np.inf)
         for search in (tree, brute):
             search.search_units(queries[:1])  # compiles
         # Pairs in turn, so that a disturbance of the machine meets both.
         for _ in range(repeats):
             for key in least:
                 search = tree if key[0] == "sps" else brute
-                least[key] = min(least[key], _search_s(search, asked[key[1]]))
+                least[key] = min(least[key], _search_s(search, calls[key[1]]))
         row: dict[str, Any] = {"prompts": prompts, "width": units.shape[1], **settings}
         build = min(_build_s(tree, history) for _ in range(repeats))
         row |= {"fork": FORK, "build_s": build}
         row |= {"leaves": len(tree.tree.leaves), "depth": tree.tree.depth}
-        for way in asked:
+        for way in calls:
             row |= {f"{name}_{way}_us": 1e6 / QUERIES * least[name, way] for name in ("sps", "bf")}
             row[f"speedup_{way}"] = least["bf", way] / least["sps", way]
         pairs = zip(tree.search_units(queries)[0], brute.search_units(queries)[0], strict=True)

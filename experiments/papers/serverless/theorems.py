@@ -96,12 +96,12 @@ def _corollary_rows(
     rows = []
     for b in RATIOS:
         members = int(remote_count(b, [experts])[0])
-        mine = calls[:, :, members - 1]
+        total = calls[:, :, members - 1]
         for form, bound in (
             ("printed", bounds.corollary1_printed(tokens, members, experts)),
             ("corrected", bounds.corollary1(tokens, members, experts, top_k)),
         ):
-            rows.append(_row((mine <= bound).mean(axis=1), mine / bound, **head, form=form, b=b))
+            rows.append(_row((total <= bound).mean(axis=1), total / bound, **head, form=form, b=b))
     return rows
 
 
@@ -113,8 +113,8 @@ def uniform(experts: int, top_k: int, n: int, trials: int) -> list[dict[str, Any
     rng = np.random.default_rng(0)
     counts = np.empty((trials, 1, experts), np.int64)
     for trial in range(trials):
-        taken = np.argpartition(rng.random((n, experts)), top_k - 1, axis=1)[:, :top_k]
-        counts[trial, 0] = np.bincount(taken.ravel(), minlength=experts)
+        chosen = np.argpartition(rng.random((n, experts)), top_k - 1, axis=1)[:, :top_k]
+        counts[trial, 0] = np.bincount(chosen.ravel(), minlength=experts)
     head = {"model": f"top-{top_k} of {experts}", "n": n}
     fixed = np.broadcast_to(np.arange(experts), counts.shape)
     rows = _theorem_rows(counts, n, top_k, True, **head)
@@ -144,9 +144,9 @@ def _predicted(activations: Activations, rows: NDArray[np.int64]) -> dict[str, A
 
 def recorded_corollary(activations: Activations) -> list[dict[str, Any]]:
     """Corollary 1 on the eval split, all tokens, for every way of ranking the experts."""
-    held, top_k = activations.rows("eval"), activations.model.top_k
-    counts, tokens = activations.counts[held], activations.tokens[held]
-    scores = {"own counts": counts.astype(np.float64), **_predicted(activations, held)}
+    test, top_k = activations.rows("eval"), activations.model.top_k
+    counts, tokens = activations.counts[test], activations.tokens[test]
+    scores = {"own counts": counts.astype(np.float64), **_predicted(activations, test)}
     rows = []
     for way, score in scores.items():
         rows += _corollary_rows(counts, tokens, top_k, least_used_first(score), ranking=way)
@@ -158,10 +158,10 @@ def recorded_conformal(activations: Activations) -> list[dict[str, Any]]:
 
     The bound that covers a layer's maximum is judged by ``holds_for_all_experts``.
     """
-    val, held = activations.rows("val"), activations.rows("eval")
+    val, test = activations.rows("val"), activations.rows("eval")
     top_k = activations.model.top_k
-    predicted = _predicted(activations, np.concatenate([val, held]))
-    tokens, counts = activations.tokens[held][:, None, None], activations.counts
+    predicted = _predicted(activations, np.concatenate([val, test]))
+    tokens, counts = activations.tokens[test][:, None, None], activations.counts
     rows = []
     for way, shares in predicted.items():
         for form in ("single expert", "layer maximum"):
@@ -169,8 +169,8 @@ def recorded_conformal(activations: Activations) -> list[dict[str, Any]]:
                 counts[val], shares[: len(val)], top_k, layer_maximum=form == "layer maximum"
             )
             limit = bound(shares[len(val) :], tokens)
-            met = counts[held] <= limit
-            ratio = (counts[held] / np.maximum(limit, 1e-9))[limit >= 1]
+            met = counts[test] <= limit
+            ratio = (counts[test] / np.maximum(limit, 1e-9))[limit >= 1]
             together = met.all(axis=2).mean(axis=1)
             head = {"statement": "conformal", "ranking": way, "form": form, "q": bound.q}
             rows.append(_row(met.mean(axis=(1, 2)), ratio, together, **head))
@@ -183,11 +183,11 @@ def recorded_theorem4(activations: Activations) -> list[dict[str, Any]]:
     Every remote function has the least memory that holds its experts (10e).
     """
     system = build_system(activations.model)
-    val, held = activations.rows("val"), activations.rows("eval")
-    counts, n = activations.counts[held].astype(np.float64), activations.tokens[held]
+    val, test = activations.rows("val"), activations.rows("eval")
+    counts, n = activations.counts[test].astype(np.float64), activations.tokens[test]
     tokens, top_k = n[:, None, None].astype(np.float64), activations.model.top_k
     (prompts, layers, experts), wire = counts.shape, transfer_s(system)
-    predicted = _predicted(activations, np.concatenate([val, held]))["task mean"]
+    predicted = _predicted(activations, np.concatenate([val, test]))["task mean"]
     shares = predicted[len(val) :]
     bound = bounds.ConformalBound.fit(
         activations.counts[val], predicted[: len(val)], top_k, layer_maximum=True
@@ -209,14 +209,14 @@ def recorded_theorem4(activations: Activations) -> list[dict[str, Any]]:
             planned = np.where(remote, seconds(calls), 0.0).reshape(-1, experts)
             replica = lpt_rows(np.ascontiguousarray(planned), max(REPLICAS))
             slowest = largest_replica_sums(replica.reshape(prompts, layers, -1, experts), jobs)
-            own, whole = jobs.sum(axis=2), seconds(counts).sum(axis=2)
+            part, whole = jobs.sum(axis=2), seconds(counts).sum(axis=2)
             most = np.where(remote, bound(shares, tokens), 0.0).max(axis=2)
-            layer = np.broadcast_to(tokens[:, :, 0], own.shape)
+            layer = np.broadcast_to(tokens[:, :, 0], part.shape)
             sources = {
                 "printed": (bounds.theorem1_printed(layer, experts), whole),
-                "corrected": (bounds.theorem1(layer, experts, top_k), own),
-                "conformal": (most, own),
-                "largest count": (np.where(remote, counts, 0.0).max(axis=2), own),
+                "corrected": (bounds.theorem1(layer, experts, top_k), part),
+                "conformal": (most, part),
+                "largest count": (np.where(remote, counts, 0.0).max(axis=2), part),
             }
             for z in REPLICAS:
                 for form, (upper, total) in sources.items():

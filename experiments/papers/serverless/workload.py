@@ -112,8 +112,8 @@ def remote_ratios(name: str, ratios: Sequence[float], prompts: int) -> list[dict
 def _fig4_notes(name: str, rows: Rows) -> list[Note]:
     notes: list[Note] = []
     for trem in OVERHEADS_S:
-        own = pick(rows, cores=CORES[0], overhead_ms=1e3 * trem)  # by rising b
-        curves = {order: pick(own, remote_first=order) for order in ("random", "least used")}
+        group = pick(rows, cores=CORES[0], overhead_ms=1e3 * trem)  # by rising b
+        curves = {order: pick(group, remote_first=order) for order in ("random", "least used")}
         b = [r["b"] for r in curves["random"]]
         ms = {order: [r["decode_ms_per_token"] for r in part] for order, part in curves.items()}
         fit = {order: float(np.corrcoef(b, values)[0, 1] ** 2) for order, values in ms.items()}
@@ -211,8 +211,8 @@ def _of_models(kind: str, notes: Callable[[str, Rows], Sequence[Note]]) -> Any:
 
     def of_all(options: Options, rows: Rows) -> Iterator[Note]:
         yield f"Model output, not a measurement: {kind} on recorded routing."
-        for at, own in split(rows, "model"):
-            yield from notes(at["model"], own)
+        for at, part in split(rows, "model"):
+            yield from notes(at["model"], part)
 
     return of_all
 

@@ -481,19 +481,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         stem: [row for world in some for row in rows_of(world, next(times))]
         for stem, some in worlds.items()
     }
-    for name, wanted in RIVALS.items():
+    for name, install in RIVALS.items():
         if name not in rivals.pythons:
-            print(f"{name}: not run; python -m venv FOLDER, {wanted}, --rival {name}=PYTHON")
+            print(f"{name}: not run; python -m venv FOLDER, {install}, --rival {name}=PYTHON")
     for name, error in rivals.failed.items():
         print(f"{name}: failed: {error}")
-    made = provenance(
+    origin = provenance(
         shlex.join([*parser.prog.split(), *map(str, words)]),
         settings={"constant_step_s": STEP_S, "failed": rivals.failed},
     )
     options.out.mkdir(parents=True, exist_ok=True)
     for stem, rows in tables.items():
         notes = speed_notes(rows)
-        write_result(options.out / stem, rows, made, notes)
+        write_result(options.out / stem, rows, origin, notes)
         for one in notes:
             print(f"{stem}: {one['text']}")
     print(f"written to {options.out}")

@@ -302,14 +302,14 @@ def results(rows: Sequence[Row]) -> tuple[list[dict[str, Any]], dict[str, int]]:
 def _measures(some: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Errors of some rows, ours and where known aiconfigurator-core's."""
     line: dict[str, Any] = {"rows": len(some)}
-    theirs = [one for one in some if "theirs" in one]
-    line["rows_aiconfigurator"] = len(theirs)
+    compared = [one for one in some if "theirs" in one]
+    line["rows_aiconfigurator"] = len(compared)
     for index, name in enumerate(("ttft", "tpot")):
         error = np.array([one[name] for one in some])
         line[f"{name}_median"] = round(float(np.median(error)), 4)
         line[f"{name}_mape"] = round(float(np.abs(error).mean()), 4)
         line[f"{name}_in_80"] = round(float(np.mean([one[f"{name}_in"] for one in some])), 3)
-        other = np.array([one["theirs"][index] for one in theirs])
+        other = np.array([one["theirs"][index] for one in compared])
         line[f"{name}_mape_aiconfigurator"] = (
             round(float(np.abs(other).mean()), 4) if len(other) else ""
         )
@@ -382,13 +382,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _print(lines)
     for cause, count in [*others.items(), *left_out.items()]:
         print(f"left out: {count} rows: {cause}")
-    made = provenance(
+    origin = provenance(
         shlex.join([*parser.prog.split(), *words]),
         packages=("aiconfigurator-core",),
         settings={"left_out_of_the_table": others, "left_out_of_the_rows": left_out},
     )
     options.out.mkdir(parents=True, exist_ok=True)
-    write_result(options.out / "published", lines, made)
+    write_result(options.out / "published", lines, origin)
     return 0
 
 

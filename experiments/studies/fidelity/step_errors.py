@@ -232,7 +232,7 @@ def intervals(sets: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """
     others = card_deviations(sets)
     classes = [error_class(one) for one in sets]
-    made: list[dict[str, Any]] = []
+    table: list[dict[str, Any]] = []
     for one, group in zip(sets, classes, strict=True):
         same = [s for s, kind in zip(sets, classes, strict=True) if kind == group]
         means = _means(same)
@@ -243,15 +243,15 @@ def intervals(sets: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         if one["card"] not in without:
             width = math.hypot(width, Z80 * others[group[0]])
         distance = np.abs(one["logs"] - without.get(one["card"], 0.0)) / width
-        made.append({"class": group[1], "logs": distance, "sd_without": width / Z80}
+        table.append({"class": group[1], "logs": distance, "sd_without": width / Z80}
                     | {"bias": means[one["card"]], "sd": _width(same, means) / Z80})  # fmt: skip
     factor = {}
     for kind in others:
-        pairs = zip(made, classes, strict=True)
+        pairs = zip(table, classes, strict=True)
         factor[kind] = _quantile(
             [m for m, group in pairs if group[0] == kind and group[1] != UNTIMED]
         )
-    for row, one, group in zip(made, sets, classes, strict=True):
+    for row, one, group in zip(table, sets, classes, strict=True):
         k = 1.0 if group[1] == UNTIMED else factor[group[0]]
         logs, distance = one["logs"], row.pop("logs")
         row |= {"rows": len(logs), "mean": logs.mean(), "deviation": logs.std()}
@@ -259,13 +259,13 @@ def intervals(sets: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         row["sd_without"] *= k
         row |= {key: round(float(v), 4) for key, v in row.items() if key not in ("class", "rows")}
     facts = [{key: value for key, value in one.items() if key != "logs"} for one in sets]
-    return [fact | row for fact, row in zip(facts, made, strict=True)]
+    return [fact | row for fact, row in zip(facts, table, strict=True)]
 
 
-def widths(made: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def widths(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The constant ``step_sd`` of rows of :func:`intervals`."""
     constants: dict[str, Any] = {"prefill": {}, "decode": {}}
-    for row in sorted(made, key=lambda row: (row["class"], row["card"])):
+    for row in sorted(rows, key=lambda row: (row["class"], row["card"])):
         entry = constants[row["step"]].setdefault(
             row["class"], {"sd": round(row["sd"], 3), "cards": {}}
         )
@@ -273,10 +273,10 @@ def widths(made: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return constants
 
 
-def _print_intervals(made: Sequence[Mapping[str, Any]]) -> None:
+def _print_intervals(table: Sequence[Mapping[str, Any]]) -> None:
     """A line a kind and class of steps, card and model, over all numbers of cards; the shares."""
     groups: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
-    for row in made:
+    for row in table:
         names = ("step", "class", "card", "model")
         groups.setdefault(tuple(row[name] for name in names), []).append(row)
     body = []
@@ -304,7 +304,7 @@ def _print_intervals(made: Sequence[Mapping[str, Any]]) -> None:
         body,
     )
     for kind in ("prefill", "decode"):
-        timed = [row for row in made if row["step"] == kind and row["class"] != UNTIMED]
+        timed = [row for row in table if row["step"] == kind and row["class"] != UNTIMED]
         inside = np.mean([row["inside"] for row in timed])
         print(f"{kind}: {inside:.0%} of the rows left out are inside, sets weighted equally")
 
@@ -390,7 +390,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--write", action="store_true", help="with --left-out: write the constants' file, too")
     words = sys.argv[1:] if arguments is None else arguments
     options = parser.parse_args(words)
-    made = provenance(shlex.join([*parser.prog.split(), *map(str, words)]))
+    origin = provenance(shlex.join([*parser.prog.split(), *map(str, words)]))
     if options.left_out is not None:
         data, wheel = options.left_out
         sets = left_out_sets(data, wheel, data / MEASURED_RUN)
@@ -402,13 +402,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             content["constants"]["card_sd"]["value"] = card_deviations(sets)
             write_json(content, path)
         _print_intervals(rows)
-        write_result(RESULTS / "fidelity" / "intervals", rows, made)
+        write_result(RESULTS / "fidelity" / "intervals", rows, origin)
         return 0
     rows = step_errors()
     for name in dict.fromkeys(row["profile"] for row in rows):
         data = {**load(name).to_dict(), "step_error": stated(rows, name)}
         Profile.from_dict(data, name).save(data_path(f"{name}.json"))
-    write_result(RESULTS / "fidelity" / "step_error", rows, made)
+    write_result(RESULTS / "fidelity" / "step_error", rows, origin)
     parts = ("bias", "sd", "rows", "method", "engine", "mixed")
     print_table(
         "Error of whole steps: log of true seconds over the law's, in per cent",

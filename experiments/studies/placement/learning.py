@@ -184,9 +184,9 @@ def _curves(options: Options, at: dict[str, str], _: Sequence[str]) -> Iterator[
 
 def _curve_notes(options: Options, rows: Sequence[dict[str, Any]]) -> Iterator[Note]:
     levels = {row["policy"]: row["val_latency_s"] for row in rows if "step" not in row}
-    for agent, own in split([row for row in rows if "step" in row], "policy"):
+    for agent, curve in split([row for row in rows if "step" in row], "policy"):
         for name, level in levels.items():
-            each = [seconds_to(part, level) for _, part in split(own, "seed")]
+            each = [seconds_to(part, level) for _, part in split(curve, "seed")]
             shown = ", ".join("never" if math.isnan(x) else f"{x:.0f}" for x in each)
             text = f"processor seconds of {agent['policy']} to {name} ({level:.2f} s): {shown}."
             yield note(text, **agent, level=name, cpu_s=each)
@@ -222,9 +222,9 @@ def _notes(options: Options, rows: Sequence[dict[str, Any]]) -> Iterator[Note]:
 def _studies(scenario: str) -> tuple[Study, Study]:
     def facts(options: Options) -> dict[str, Any]:
         paths = _files(options, scenario).values()
-        played = {path.parent.name for own in paths for path in own}
-        made = [words for words in commands(scenario) if words.split()[-1] in played]
-        return {"setting": setting(scenario=scenario), "trainings": made}
+        played = {path.parent.name for group in paths for path in group}
+        runs = [words for words in commands(scenario) if words.split()[-1] in played]
+        return {"setting": setting(scenario=scenario), "trainings": runs}
 
     shared: Any = {"settings": lambda options: ({"scenario": scenario},), "facts": facts}
     curves = f"learning_curves_{scenario}"

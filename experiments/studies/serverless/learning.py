@@ -110,22 +110,22 @@ def training(folder: Path, model: str, **changes: Any) -> None:
     """
     from servegym.agents import ppo_serverless
 
-    own = {"set": (f"model={model}",), "out_dir": str(folder)} | changes
-    still = own | {"learning_rate": 0.0, "total_timesteps": 1}
-    jobs = [(f"seed_{seed}", seed, own) for seed in SEEDS]
-    jobs += [("shuffled_1", 1, own)] + [(f"random_{seed}", seed, still) for seed in SEEDS]
+    settings = {"set": (f"model={model}",), "out_dir": str(folder)} | changes
+    still = settings | {"learning_rate": 0.0, "total_timesteps": 1}
+    jobs = [(f"seed_{seed}", seed, settings) for seed in SEEDS]
+    jobs += [("shuffled_1", 1, settings)] + [(f"random_{seed}", seed, still) for seed in SEEDS]
     plain = vars(ppo_serverless)["make_envs"]
-    for name, seed, given in jobs:
+    for name, seed, arguments in jobs:
         if (folder / name / "last.safetensors").exists():
             continue
         shutil.rmtree(folder / name, ignore_errors=True)
 
-        def made(*args: Any, name: str = name, **kwargs: Any) -> gym.vector.VectorEnv:
+        def make_envs(*args: Any, name: str = name, **kwargs: Any) -> gym.vector.VectorEnv:
             envs = plain(*args, **kwargs)
             return Shuffled(envs) if name.startswith("shuffled") else envs
 
-        with patch.object(ppo_serverless, "make_envs", made):
-            ppo_serverless.train(ppo_serverless.Args(**given, seed=seed, run_name=name))
+        with patch.object(ppo_serverless, "make_envs", make_envs):
+            ppo_serverless.train(ppo_serverless.Args(**arguments, seed=seed, run_name=name))
 
 
 def curves(folder: Path) -> list[dict[str, Any]]:
@@ -169,8 +169,8 @@ def measure(policy: Any, seed: int, episodes: int, **kwargs: Any) -> list[dict[s
 
 def levels(model: str) -> dict[str, float]:
     """Mean reward a request of each of `LINES` on the validation episodes of the curves."""
-    given: dict[str, Any] = {"model": model, "split": "val"}
-    played = {name: measure(name, VALIDATION_SEED, VALIDATION_EPISODES, **given) for name in LINES}
+    kwargs: dict[str, Any] = {"model": model, "split": "val"}
+    played = {name: measure(name, VALIDATION_SEED, VALIDATION_EPISODES, **kwargs) for name in LINES}
     return {name: float(np.mean([r["mean_reward"] for r in rows])) for name, rows in played.items()}
 
 
@@ -181,13 +181,13 @@ def _summary(
 ) -> dict[str, Any]:
     """A row of the table: of the same episodes after each training, or of one policy."""
     each = [np.array([row["mean_reward"] for row in rows]) for rows in trainings]
-    found: dict[str, Any] = {"policy": name, "trainings": len(each), "episodes": len(each[0])}
-    found |= interval_columns("reward", over_trainings(each))
+    result: dict[str, Any] = {"policy": name, "trainings": len(each), "episodes": len(each[0])}
+    result |= interval_columns("reward", over_trainings(each))
     for key in KEYS[1:]:
-        found[key] = float(np.mean([row[key] for rows in trainings for row in rows]))
+        result[key] = float(np.mean([row[key] for rows in trainings for row in rows]))
     for rival, scores in rivals.items():
-        found |= interval_columns(f"minus_{rival}", over_trainings(each, scores))
-    return found
+        result |= interval_columns(f"minus_{rival}", over_trainings(each, scores))
+    return result
 
 
 def _learning(options: Options, at: dict[str, str], _: Sequence[str]) -> list[dict[str, Any]]:
@@ -199,7 +199,7 @@ def _learning(options: Options, at: dict[str, str], _: Sequence[str]) -> list[di
     training(folder, model)
     rules = {name: measure(name, DEFAULT_SEED, episodes, model=model) for name in BASELINES}
     rivals = {name: np.array([row["mean_reward"] for row in rules[name]]) for name in RIVALS}
-    rows = [_summary([own], name, rivals) for name, own in rules.items()]
+    rows = [_summary([played], name, rivals) for name, played in rules.items()]
     points, goals = curves(folder), levels(model)
     rows[0]["_curves"] = points + [
         {"run": name, "step": "", "cpu_s": "", "val_reward": value} for name, value in goals.items()
@@ -208,13 +208,13 @@ def _learning(options: Options, at: dict[str, str], _: Sequence[str]) -> list[di
         paths = sorted(folder.glob(f"{kind}*/last.safetensors"))
         learnt = [measure(load_policy(path), DEFAULT_SEED, episodes, model=model) for path in paths]
         rows.append(_summary(learnt, name, rivals))
-        for path, found in zip(paths, learnt, strict=True):
+        for path, played in zip(paths, learnt, strict=True):
             if kind == "seed":
                 run = path.parent.name
                 times = {f"cpu_s_to_{k}": seconds_to(points, run, v) for k, v in goals.items()}
                 last = [point for point in points if point["run"] == run][-1]
-                told = {"_run": run, "_last": last, "_times": times}
-                rows.append(_summary([found], f"{name}, {run}", rivals) | times | told)
+                extra = {"_run": run, "_last": last, "_times": times}
+                rows.append(_summary([played], f"{name}, {run}", rivals) | times | extra)
     keys = list(dict.fromkeys(key for row in rows for key in row))
     return [{key: row.get(key, "") for key in keys} for row in rows]
 
