@@ -82,7 +82,7 @@ def test_threads_end_with_the_environment():
     assert threads() == others, "threads before the first step"
     envs.step(np.ones(7, int))
     mine = threads() - others
-    assert len(mine) == 2
+    assert 1 <= len(mine) <= 2  # one thread may take both shares
     envs.close()
     assert not any(each.is_alive() for each in mine)
     dropped = make_vec(num_threads=2)
