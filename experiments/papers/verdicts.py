@@ -122,8 +122,8 @@ def holds(cases: Iterable[bool]) -> str:
 
 
 def percent(new: float, old: float) -> float:
-    """Change from old to new, percent."""
-    return 100 * (new / old - 1)
+    """Change from old to new, percent; NaN from 0."""
+    return 100 * (new / old - 1) if old else float("nan")
 
 
 def pick(rows: Rows, **columns: Any) -> list[Mapping[str, Any]]:
