@@ -77,7 +77,7 @@ class Laws(NamedTuple):
     batch_limit: NDArray[np.int64]
 
 
-class Seen(NamedTuple):
+class Inputs(NamedTuple):
     """The parts of the Dict observation that the estimate reads, float64 and int8."""
 
     request: Floats
@@ -382,7 +382,7 @@ def compile_kernels() -> None:
     """Compile the estimate and the expected QoS, or load them from the cache on disk."""
     one, two, three = np.zeros(1), np.zeros((1, 1)), np.zeros((1, 1, 1))
     queue, mask = np.zeros((1, 1, 1, 6)), np.zeros((1, 1, 1), dtype=np.int8)
-    obs = Seen(np.zeros((1, 1, 3)), queue, mask, queue, mask)
+    obs = Inputs(np.zeros((1, 1, 3)), queue, mask, queue, mask)
     laws = Laws(one, two, one, three, one, one, np.ones(1, dtype=np.int64))
     estimate, bucket = Estimate(three, three, three, three, two), np.zeros((1, 1, 1), np.int64)
     calls = [
@@ -393,14 +393,14 @@ def compile_kernels() -> None:
     _jit.compile_kernels("latency estimate of the routing policies", calls)
 
 
-def _seen(observation: Observation, copy: bool = False) -> Seen:
+def _inputs(observation: Observation, copy: bool = False) -> Inputs:
     """What the compiled functions read of an observation; as a copy, its rows may be changed."""
     make = np.array if copy else np.asarray
     parts: Any = (
         make(observation[name], dtype=np.int8 if "mask" in name else np.float64, order="C")
-        for name in Seen._fields
+        for name in Inputs._fields
     )
-    return Seen(*parts)
+    return Inputs(*parts)
 
 
 class LatencyModel:
@@ -434,9 +434,9 @@ class LatencyModel:
 
     def estimate(self, observation: Observation) -> Estimate:
         """Predict the latency per token of all requests with and without the new one."""
-        return self.of(_seen(observation))
+        return self.of(_inputs(observation))
 
-    def of(self, obs: Seen) -> Estimate:
+    def of(self, obs: Inputs) -> Estimate:
         """See `estimate`."""
         batch, experts, slots, _ = obs.running.shape
         shape = (batch, experts, slots + obs.waiting.shape[2] + 1)
@@ -540,7 +540,7 @@ class ExpectedQos:
             observation: The batched Dict observation.
             margin: Share of the latency requirement that answers may use.
         """
-        obs, lengths = _seen(observation, copy=True), self.lengths
+        obs, lengths = _inputs(observation, copy=True), self.lengths
         shape = obs.request.shape[:2]
         slots = obs.running.shape[2] + obs.waiting.shape[2] + 1
         bucket = np.empty((*shape, slots), dtype=np.int64)

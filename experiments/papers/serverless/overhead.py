@@ -53,10 +53,8 @@ def decision_times(name: str, prompts: int) -> list[dict[str, Any]]:
     times: dict[str, list[float]] = {}
     modelled: dict[str, float] = {}
     for i, q in enumerate([queries[0], *queries]):  # the first one compiles
-        load, request = (
-            billing.seed_load(system, predicted[q]),
-            billing.recorded_request(activations, q),
-        )
+        load = billing.seed_load(system, predicted[q])
+        request = billing.recorded_request(activations, q)
         timed = {f"predict ({kind})": _timed(lambda q=q: search(np.array([q])))[0]}
         timed["MMP"], _ = _timed(
             lambda load=load: worst_cases(system, load, billing.TTFT_S, billing.TPOT_S)
