@@ -42,10 +42,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from servegym._command_line import parse_settings
-from servegym.agents.lib import checkpoint, environments
+from servegym.agents.lib import checkpoint, environments, run_log
 from servegym.agents.lib.arguments import RunArgs, run_agent
 from servegym.agents.lib.evaluation import evaluate_router
-from servegym.agents.lib.run_log import RunLog, interval_passed, saves_when_interrupted
 from servegym.baselines.llm_routing import features
 from servegym.baselines.llm_routing.features import ARRIVED, EXPERT, LOAD, STATE, WORK
 from servegym.baselines.llm_routing.latency import ExpectedQos
@@ -267,9 +266,9 @@ def load(meta: Mapping[str, str], weights: Mapping[str, Tensor], system: Any) ->
     return checkpoint.CheckpointPolicy(name, "graph", args, agent, agent.act, env_kwargs)
 
 
-@saves_when_interrupted
+@run_log.saves_when_interrupted
 def train(args: Args) -> Path:
-    """Train and return the run's folder (metrics.jsonl, last.safetensors)."""
+    """Train and return the run's folder (metrics.jsonl, best.safetensors, last.safetensors)."""
     env_kwargs = ENV | parse_settings(args.set)
     torch.set_num_threads(args.torch_threads)
     torch.manual_seed(args.seed)
@@ -283,22 +282,28 @@ def train(args: Args) -> Path:
     actor_optimizer = torch.optim.Adam(agent.actor.parameters(), fused=True)
     alpha_optimizer = torch.optim.Adam([agent.log_alpha], lr=1e-3)
 
-    obs, info = envs.reset(seed=environments.episode_seeds(args.seed, n))
-    mask, rows = info["action_mask"], agent.rows(obs)
+    envs.reset(seed=environments.episode_seeds(args.seed, n))
     buffer = ReplayBuffer(max(int(RECENT * args.total_timesteps), LATEST) // n + 4 * LENGTH)
-    step, updates, cpu_s, evaluated, losses = 0, 0, 0.0, -1, {}
-    log = RunLog(args, "baseline_rl", ENV_ID, env_kwargs)
+    log = run_log.RunLog(args, "baseline_rl", ENV_ID, env_kwargs)
     meta = {"agent": "baseline_rl", "args": json.dumps(asdict(args))}
-    log.save = partial(checkpoint.write_checkpoint, averaged, meta)
+    write = log.save = partial(checkpoint.write_checkpoint, averaged, meta)
+    parts = {"agent": agent, "averaged": averaged, "buffer": buffer, "envs": envs, "rng": rng}
+    parts |= {"q": q_optimizer, "actor": actor_optimizer, "alpha": alpha_optimizer}
+    before, step, updates, cpu_s, best = log.restore(parts, (-1, 0, 0, 0.0, -np.inf))
+    obs, mask = envs.unwrapped.observe()  # pyright: ignore
+    rows = agent.rows(obs)
     while True:
+        log.snapshot(step, parts, (before, step, updates, cpu_s, best))
         # Evaluate the averaged policy, at first that of random weights.
-        if step // args.eval_every > evaluated or step >= args.total_timesteps:
-            evaluated, log.phase = step // args.eval_every, "evaluating"
-            size = args.eval_rates, EVAL_EPISODES, EVAL_REQUESTS
+        ended = step >= args.total_timesteps
+        if ended or run_log.evaluation_due(args.eval_every, before, step):
+            log.phase, size = "evaluating", (args.eval_rates, EVAL_EPISODES, EVAL_REQUESTS)
             result = evaluate_router(averaged.act, ENV_ID, env_kwargs, *size, trained=step > 0)
-            log.write(step, result | {"charts/cpu_s": cpu_s})
             log.say_qos(step, result)
-        if step >= args.total_timesteps:
+            log.write(step, result | {"charts/cpu_s": cpu_s})
+            qos = result["eval/avg_qos"]
+            best = checkpoint.save_best_and_last(write, args, log.run, qos, best)
+        if ended:
             break
 
         # Act: uniformly at first, then by the policy; the soft value of the state is kept.
@@ -325,6 +330,7 @@ def train(args: Args) -> Path:
         log.add_rewards(reward, done)
 
         # Learn.
+        losses = {}
         if buffer.count > buffer.targets + 2 * LENGTH:
             buffer.add_targets(agent, args.gamma, args.lam)
         for optimizer in (q_optimizer, actor_optimizer):
@@ -365,11 +371,9 @@ def train(args: Args) -> Path:
             losses |= {"losses/entropy": entropy, "losses/alpha": agent.log_alpha.exp()}
         cpu_s += time.process_time() - begin
 
-        if interval_passed(LOG_EVERY, before, step) or step >= args.total_timesteps:
+        if run_log.interval_passed(LOG_EVERY, before, step) or step >= args.total_timesteps:
             metrics = {"charts/SPS": log.advance(step), "charts/cpu_s": cpu_s}
             log.write(step, metrics | {key: float(x.detach()) for key, x in losses.items()})
-    if args.save_model:
-        log.save(log.run / "last.safetensors")
     envs.close()
     return log.run
 

@@ -88,8 +88,6 @@ class Args(RunArgs):
     """processes that play episodes; the result is the same for every number"""
     ray: str = ""
     """Ray cluster that plays them in their place: auto, local or local:N; none if empty"""
-    resume: bool = False
-    """continue from the last generation in the run's folder"""
 
 
 class Task:
@@ -348,11 +346,12 @@ def train(args: Args) -> Path:
     log, where = RunLog(args, task.name, args.env_id, task.env_kwargs), (args.env_id, args.set)
     meta = {"agent": "cem", "args": json.dumps(asdict(args))}
     write = log.save = partial(checkpoint.write_checkpoint, agent, meta)
-    if log.saved is not None:
-        mean, spread, step, best = log.saved["state"]
-        agent.weights.copy_(torch.as_tensor(mean))
-        rng.bit_generator.state = log.saved["rng"]
-    while step < total:
+    parts = {"agent": agent, "rng": rng}
+    mean, spread, step, best = log.restore(parts, (mean, spread, step, best))
+    while True:
+        log.snapshot(step, parts, (mean, spread, step, best))
+        if step >= total:
+            break
         # Draw, play the same episodes, and move to the best.
         drawn = mean + spread * rng.standard_normal((size, len(mean)))
         streams = rng.choice(args.worlds, args.episodes, replace=False)
@@ -382,8 +381,6 @@ def train(args: Args) -> Path:
             log.say_score(step, task.logged[1].partition("/")[2], score)
             best = checkpoint.save_best_and_last(write, args, log.run, score, best)
         log.write(step, metrics)
-        state = (mean, spread, step, best)
-        log.save_snapshot(step, state=state, rng=rng.bit_generator.state)
     workers.close()
     return log.run
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 import copy
 import importlib
 import json
-import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -38,7 +37,7 @@ from servegym.agents.lib.arguments import RunArgs, run_agent
 from servegym.agents.lib.checkpoint import CheckpointPolicy
 from servegym.agents.lib.environments import action_masks, episode_seeds, make_envs
 from servegym.agents.lib.evaluation import play_rule
-from servegym.agents.lib.run_log import RunLog, interval_passed, saves_when_interrupted
+from servegym.agents.lib.run_log import RunLog, evaluation_due, saves_when_interrupted
 from servegym.envs.families import find_family
 
 SETTINGS = {"llm_routing": {"rate": 8.0, "reward": "completed_qos"}}
@@ -294,7 +293,6 @@ def load(meta: Mapping[str, str], weights: Mapping[str, Tensor], system: Any) ->
 @saves_when_interrupted
 def train(args: Args) -> Path:
     """Train and return the run's folder (metrics.jsonl, best.safetensors, last.safetensors)."""
-    begin = time.process_time()
     torch.set_num_threads(args.torch_threads)
     torch.manual_seed(args.seed)
     family = find_family(args.env_id)
@@ -320,19 +318,27 @@ def train(args: Args) -> Path:
         agent.moments.update(x)
         return agent.moments(x), torch.as_tensor(action_masks(info, n, actions))
 
-    def report(step: int, metrics: dict[str, float], best: float) -> float:
+    def report(step: int, best: float) -> float:
         log.phase = "evaluating"
-        metrics["eval/score"] = score = evaluate(judged, args)
+        score = evaluate(judged, args)
         log.say_score(step, metric, score, rule)
         return checkpoint.save_best_and_last(write, args, log.run, score, best)
 
     x, mask = observe(*envs.reset(seed=episode_seeds(args.seed, n)))
-    metrics: dict[str, float] = {}
-    best = report(0, metrics, -np.inf)
-    log.write(0, {"charts/cpu_s": time.process_time() - begin, **metrics})
-    step = 0
+    parts = {"agent": agent, "optimizer": optimizer, "envs": envs}
+    parts |= {"judged": judged} if args.average else {}
+    update, best = log.restore(parts, (0, -np.inf))
+    if update and family:  # the environments of other packages begin anew
+        obs, mask = envs.unwrapped.observe()  # pyright: ignore
+        x, mask = agent.moments(torch.as_tensor(obs).float()), torch.as_tensor(mask)
+    if not update:
+        best = report(0, best)
+        log.write(0, {})
     updates = -(-args.total_timesteps // (steps * n))
-    for update in range(updates):
+    while True:
+        log.snapshot(update * steps * n, parts, (update, best))
+        if update == updates:
+            break
         optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - update / updates)
         if args.own_requests:
             if update:
@@ -383,7 +389,8 @@ def train(args: Args) -> Path:
                     for mean, new in zip(judged.parameters(), agent.parameters(), strict=True):
                         mean.data.lerp_(new.data, args.average)
         judged.moments.load_state_dict(agent.moments.state_dict())
-        step += steps * n
+        update += 1
+        before, step = (update - 1) * steps * n, update * steps * n
         metrics = {
             "charts/SPS": log.advance(step),
             "losses/policy_loss": policy_loss.item(),
@@ -391,9 +398,9 @@ def train(args: Args) -> Path:
             "losses/entropy": entropy.item(),
             "losses/approx_kl": torch.expm1(log_ratio).sub(log_ratio).mean().item(),
         }
-        if interval_passed(args.eval_every, step - steps * n, step) or update + 1 == updates:
-            best = report(step, metrics, best)
-        log.write(step, {"charts/cpu_s": time.process_time() - begin, **metrics})
+        if evaluation_due(args.eval_every, before, step) or update == updates:
+            best = report(step, best)
+        log.write(step, metrics)
     envs.close()
     return log.run
 

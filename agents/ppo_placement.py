@@ -20,7 +20,6 @@ observation and its own credit. ``python agents/ppo_placement.py --help`` lists 
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -190,7 +189,6 @@ def train(args: Args) -> Path:
         ValueError: If an argument is out of range.
     """
     settings = grouped_settings(args, "num_envs")
-    start = time.process_time()
     torch.set_num_threads(args.torch_threads)
     torch.manual_seed(args.seed)
     rng = np.random.default_rng(args.seed)
@@ -217,12 +215,15 @@ def train(args: Args) -> Path:
         "setting": PlacementSystem.from_problem(problem).setting,
     }
     n, groups = args.num_envs, args.num_envs // args.group_size
-    num_updates, best_score = -(-args.total_timesteps // n), -np.inf
+    num_updates = -(-args.total_timesteps // n)
     log = RunLog(args, "ppo_placement", args.env_id, settings)
+    parts = {"agent": agent, "optimizer": optimizer, "rng": rng}
+    update, best_score = log.restore(parts, (0, -np.inf))
 
-    for update in range(num_updates + 1):
+    while True:
         # Evaluate, first of all the random weights.
         step = update * n
+        log.snapshot(step, parts, (update, best_score))
         log.save = partial(write_checkpoint, agent, meta | {"step": str(step)})
         metrics: dict[str, float] = {}
         if interval_passed(args.eval_every, step - n, step) or update in (0, num_updates):
@@ -231,7 +232,7 @@ def train(args: Args) -> Path:
             latency = metrics["eval/mean_latency_s"]
             log.say_score(step, "mean latency in seconds", latency, rule)
             best_score = save_best_and_last(log.save, args, log.run, -latency, best_score)
-        metrics |= {"charts/SPS": log.advance(step), "charts/cpu_s": time.process_time() - start}
+        metrics["charts/SPS"] = log.advance(step)
         if update == num_updates:
             log.write(step, metrics)
             break
@@ -276,6 +277,7 @@ def train(args: Args) -> Path:
                 optimizer.step()
                 policy_loss = loss.item()
                 approx_kl = (ratio - 1 - logratio).mean().item()
+        update += 1
         log.write(
             step,
             metrics

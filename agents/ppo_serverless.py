@@ -16,7 +16,6 @@ remote ones, replicas), so the action is MultiDiscrete. What differs from ``ppo`
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -238,7 +237,6 @@ def train(args: Args) -> Path:
     Raises:
         ValueError: If an argument is out of range.
     """
-    begin = time.process_time()
     n, num_steps, batch_size = args.num_envs, args.num_steps, args.num_envs * args.num_steps
     num_updates = -(-args.total_timesteps // batch_size)
     torch.set_num_threads(args.torch_threads)
@@ -272,10 +270,14 @@ def train(args: Args) -> Path:
     next_obs, info = envs.reset(seed=episode_seeds(args.seed, n))
     next_obs = torch.as_tensor(next_obs, device=device)
     agent.update_statistics(next_obs)
-    metrics: dict[str, float] = {}
-    mean_reward, best_score = 0.0, -np.inf
-    for update in range(num_updates + 1):
+    parts = {"agent": agent, "optimizer": optimizer, "envs": envs}
+    update, mean_reward, best_score, metrics = log.restore(parts, (0, 0.0, -np.inf, {}))
+    if log.saved is not None:
+        observed, mask = envs.unwrapped.observe()  # pyright: ignore
+        next_obs, info = torch.as_tensor(observed, device=device), {"action_mask": mask}
+    while True:
         step = update * batch_size
+        log.snapshot(step, parts, (update, mean_reward, best_score, metrics))
         # Evaluate: the random weights first, the last policy at the end.
         metrics |= {"charts/SPS": log.advance(step)}
         last = update == num_updates
@@ -286,7 +288,6 @@ def train(args: Args) -> Path:
             score = result["eval/score"]
             log.say_score(step, "mean reward", score, rule)
             best_score = save_best_and_last(save_policy, args, log.run, score, best_score)
-        metrics["charts/cpu_s"] = time.process_time() - begin
         log.write(step, metrics)
         if last:
             break
@@ -336,6 +337,7 @@ def train(args: Args) -> Path:
                 nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
                 optimizer.step()
         agent.update_statistics(batch[0])
+        update += 1
         outside = torch.as_tensor(ratio - 1).abs() > args.clip_coef
         metrics = {
             "charts/reward": rewards.mean().item(),

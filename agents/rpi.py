@@ -32,7 +32,7 @@ from servegym.agents.lib.checkpoint import CheckpointPolicy
 from servegym.agents.lib.evaluation import evaluate_router
 from servegym.agents.lib.parallel import SERIAL, Workers
 from servegym.agents.lib.run_log import RunLog, interval_passed, saves_when_interrupted
-from servegym.agents.lib.snapshots import env_states, restore_envs
+from servegym.agents.lib.snapshots import restore_state, state_of
 from servegym.baselines.llm_routing.features import Layout, priced_actions, priced_values
 from servegym.baselines.llm_routing.latency import LatencyModel
 from servegym.baselines.llm_routing.paired_rollouts import (
@@ -70,11 +70,6 @@ class Args(RunArgs):
 
     cuda: bool = False
     """run the networks on a GPU"""
-    checkpoint_every: int = 0
-    """steps between snapshots to resume from (0: none); a snapshot holds the collected steps"""
-    resume: bool = False
-    """continue from the snapshot in the run's folder, or the last of that default name; the
-    arguments must be as before, the log goes on as if uninterrupted"""
     set: tuple[str, ...] = ()
     """environment arguments, key=value with a JSON value, as in rate=[5,5] num_experts=3"""
     mixture: tuple[str, ...] = ()
@@ -213,6 +208,17 @@ class Configuration:
         self.mask = info["action_mask"]
         self.labels: list[tuple[NDArray[Any], ...]] = []
 
+    def state_dict(self) -> dict[str, Any]:
+        """The systems, the labels and the decisions of the rollouts, for a snapshot."""
+        counts = {"decisions": self.rollouts.decisions}
+        return counts | {"envs": state_of(self.envs), "labels": self.labels}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Put back what `state_dict` gave."""
+        self.rollouts.decisions, self.labels = state["decisions"], state["labels"]
+        restore_state(self.envs, state["envs"])
+        self.obs, self.mask = self.envs.unwrapped.observe()  # pyright: ignore
+
     def label(self, agent: Agent, improve: bool, rng: np.random.Generator) -> None:
         """Label the present states with the returns of some of their actions."""
         args, mask = self.args, self.mask
@@ -343,19 +349,15 @@ def train(args: Args) -> Path:
 
     first_system = sources[0].model.system
     agent = Agent(first_system).to(device)
-    step, labels, best, fitted = 0, 0, -np.inf, False
     log = RunLog(args, "rpi", ENV_ID, sources[0].env_kwargs)
     meta = {"agent": "rpi", "args": json.dumps(asdict(args))}
     log.save = lambda path: checkpoint.write_checkpoint(agent, meta, path)
-    if log.saved is not None:
-        agent.load_state_dict(log.saved["agent"])
-        step, labels, best, fitted = log.saved["state"]
-        for source, state in zip(sources, log.saved["sources"], strict=True):
-            systems, source.labels, source.rollouts.decisions = state
-            source.obs, source.mask = restore_envs(source.envs, systems)
-        torch.set_rng_state(log.saved["torch_rng"])
-        rng.bit_generator.state = log.saved["rng"]
-    while labels < args.total_timesteps:
+    parts = {"agent": agent, "rng": rng} | {str(k): each for k, each in enumerate(sources)}
+    step, labels, best, fitted = log.restore(parts, (0, 0, -np.inf, False))
+    while True:
+        log.snapshot(labels, parts | {"agent": agent}, (step, labels, best, fitted))
+        if labels >= args.total_timesteps:
+            break
         before = labels
         improve = fitted and 0 < args.improve_from <= before
         for source in sources:
@@ -373,20 +375,11 @@ def train(args: Args) -> Path:
             result = evaluate(agent, sources, args)
             log.say_qos(labels, result)
             decisions = n * len(sources) * step + sum(one.rollouts.decisions for one in sources)
-            metrics |= {"charts/SPS": log.sps, "charts/decisions": decisions}
+            metrics |= {"charts/SPS": log.status.sps, "charts/decisions": decisions}
             log.write(labels, metrics | result)
             agent.set_system(sources[0].model)
             score = result["eval/avg_qos"]
             best = checkpoint.save_best_and_last(log.save, args, log.run, score, best)
-        if interval_passed(args.checkpoint_every, before, labels):
-            log.save_snapshot(
-                labels,
-                agent=agent.state_dict(),
-                state=(step, labels, best, fitted),
-                sources=[(env_states(s.envs), s.labels, s.rollouts.decisions) for s in sources],
-                rng=rng.bit_generator.state,
-                torch_rng=torch.get_rng_state(),
-            )
     workers.close()
     for source in sources:
         source.envs.close()

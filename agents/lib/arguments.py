@@ -7,12 +7,14 @@ import multiprocessing
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, NoReturn, get_type_hints
 
 import tyro
 
 from servegym._checks import real
 from servegym._command_line import parse_settings, run_main
+from servegym.agents.lib.run_log import STOPS
 
 SHARE, ABOVE_ZERO = (0.0, 1.0, False), (0.0, 1e6, True)
 BOUNDS: dict[str, tuple[float, float, bool]] = {
@@ -60,6 +62,9 @@ class RunArgs:
     """folder of the runs"""
     run_name: str = ""
     """folder of this run, a new one (default: agent and seed, numbered where there is one)"""
+    resume: bool = False
+    """go on from the snapshot in the run's folder, or the last of that default name, with the
+    same arguments; the log is that of a run without the stop"""
 
     def check(self) -> None:
         """Refuse a number that is out of bounds, as a training does before it begins.
@@ -67,6 +72,8 @@ class RunArgs:
         Raises:
             ValueError: Naming the flag.
         """
+        if self.run_name and (self.run_name == ".." or Path(self.run_name).name != self.run_name):
+            raise ValueError(f"run_name: got {self.run_name!r}; it must name one folder in out_dir")
         types = get_type_hints(type(self))
         for field in fields(self):
             name, value = field.name, getattr(self, field.name)
@@ -106,17 +113,19 @@ def grouped_settings(args: Any, size: str) -> dict[str, Any]:
 def run_agent(train: Callable[[Any], Any], args: type[RunArgs]) -> NoReturn:
     """Train with the flags of the command line.
 
-    A mistake in them is one line and status 2, Ctrl-C one line and status 130.
+    A mistake in them is one line and status 2; Ctrl-C, or a SIGTERM, is one line and status 130, or
+    143.
     """
 
     def run() -> int:
         try:
             train(tyro.cli(args, config=(tyro.conf.FlagConversionOff,)))
-        except KeyboardInterrupt:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second one ends what is left at once
+        except KeyboardInterrupt as stop:
+            for number in STOPS:
+                signal.signal(number, signal.SIG_DFL)  # another one ends what is left at once
             for child in multiprocessing.active_children():
                 child.kill()
-            return 130
+            return 128 + getattr(stop, "number", signal.SIGINT)
         return 0
 
     run_main(run)

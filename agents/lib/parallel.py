@@ -79,8 +79,9 @@ class Workers:
             # Spawned: a forked child would inherit the locks of the compiled kernels' threads.
             self._pool = ProcessPoolExecutor(self.workers, get_context("spawn"))
             self._stack.enter_context(self._pool)
-        # Ctrl-C is for this process alone: one that starts with the signal blocked never sees it.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        # Signals are for this process alone: one that starts with them blocked never sees them.
+        stops = {signal.SIGINT, signal.SIGTERM}
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, stops)
         try:
             running = {self._pool.submit(function, *job): k for k, job in enumerate(jobs)}
         finally:

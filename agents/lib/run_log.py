@@ -1,4 +1,4 @@
-"""A run's folder: its log ``metrics.jsonl``, its lock, wandb, the progress bar, how it ends."""
+"""A run's folder: arguments, log, lock, snapshots, wandb, the progress bar, how it ends."""
 
 from __future__ import annotations
 
@@ -6,28 +6,49 @@ import fcntl
 import functools
 import itertools
 import json
+import math
 import shlex
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar, TypeVar
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from servegym._files import naming
+from servegym._files import naming, write_text
 from servegym.agents.lib.evaluation import RULES
-from servegym.agents.lib.snapshots import load_snapshot, save_snapshot
+from servegym.agents.lib.snapshots import load_snapshot, restore_state, save_snapshot, state_of
 from servegym.envs.families import find_family
 
-LOG, SNAPSHOT = "metrics.jsonl", "snapshot.safetensors"
+LOG, SNAPSHOT, ARGUMENTS = "metrics.jsonl", "snapshot.safetensors", "args.json"
 OF_TRAINING = ("reward", "max_episode_steps", "split")  # not of an evaluation's environment
+STOPS = (signal.SIGINT, signal.SIGTERM)
+SNAPSHOT_EVERY_S = 60.0
+PATIENCE_S = 5.0  # from a signal to the next moment at which a run can be saved exactly
+EARLY = (2_000, 5_000, 10_000, 20_000)
+"""Decisions at which routers are evaluated besides: most of what they learn is learned here."""
 Args = TypeVar("Args", bound=Any)
+
+
+class Interrupted(KeyboardInterrupt):
+    """A signal has ended the run.
+
+    Attributes:
+        number: Of the signal.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
 
 
 def interval_passed(every: int, before: int, now: int) -> bool:
@@ -35,17 +56,22 @@ def interval_passed(every: int, before: int, now: int) -> bool:
     return every > 0 and now // every > before // every
 
 
+def evaluation_due(every: int, before: int, now: int) -> bool:
+    """Whether a multiple of ``every``, or one of `EARLY` below it, lies between two counts."""
+    early = any(before < at <= now for at in EARLY if at < every)
+    return early or interval_passed(every, before, now)
+
+
 class RunLog:
     """The folder of a run, locked; metrics to its log, to wandb with ``--track``, a progress bar.
 
     Attributes:
         run: The folder: a new one, or with ``--resume`` that of the run that goes on.
-        saved: What `save_snapshot` wrote, in a run that goes on; else None.
+        saved: The content of the snapshot, in a run that goes on; else None.
         save: Writes the policy as it is to a file, also in a run that is interrupted; the agent
             sets it.
-        sps: Environment steps a second since the start or the resumption.
-        phase: What the agent does now, until the next `advance`.
-        printed: Lines printed so far.
+        status: What the run does, as the lines tell it where no bar can move.
+        stop: The signal that told the run to end, 0 if none did.
     """
 
     current: ClassVar[ContextVar[RunLog | None]] = ContextVar("current", default=None)
@@ -68,7 +94,7 @@ class RunLog:
         self.args, self.title, self.env_id = args, name, env_id
         self.env_kwargs = {k: v for k, v in (env_kwargs or {}).items() if k not in OF_TRAINING}
         self.saved: dict[str, Any] | None = None
-        resumed = _resumed(args, name) if getattr(args, "resume", False) else None
+        resumed = _resumed(args, name) if args.resume else None
         self.run, self.file = _new(args, name) if resumed is None else resumed
         self.first = 0
         if resumed is not None:
@@ -78,7 +104,8 @@ class RunLog:
                 raise ValueError(f"resume: {self.run / LOG} is shorter than at the snapshot")
             self.file.truncate(size)
             self.file.seek(size)
-        self.begin, self.sps = time.perf_counter(), 0.0
+        write_text(self.run / ARGUMENTS, json.dumps(self._arguments(), indent=1) + "\n")
+        self.begin, self.begin_cpu = time.perf_counter(), time.process_time()
         self.wandb: Any = None
         if args.track:
             import wandb
@@ -90,38 +117,67 @@ class RunLog:
                 name=self.run.name,
                 dir=str(self.run),
             )
-        self.bar = Progress(TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
-        self.task = self.bar.add_task(name, total=args.total_timesteps, completed=self.first)
-        self.phase, self.step, self.printed = "running", self.first, 0
+        self.events = _tensorboard(self.run, self.first)
         self.returns: Any = 0.0
         self.ended: list[float] = []
+        self.scored: dict[str, float] = {}
         self.save: Callable[[Path], None] | None = None
+        self.stop, self.hurry, self.written = 0, threading.Timer(PATIENCE_S, _hurry), -math.inf
         print(f"{name} writes to {self.run}", flush=True)
+        console = Console()
+        columns = TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn()
+        # Without a terminal no bar moves: a thread tells lines, and rich needs none of its own.
+        self.bar = Progress(*columns, console=console, auto_refresh=console.is_terminal)
+        self.task = self.bar.add_task(name, total=args.total_timesteps, completed=self.first)
         self.bar.start()
-        self.closing = threading.Event()
-        if not self.bar.console.is_terminal:  # where it is one, the bar moves
-            threading.Thread(target=keep_telling, args=(self, self.closing), daemon=True).start()
+        self.status = Status(name, console, self.first)
+        if not console.is_terminal:
+            self.status.start()
         RunLog.current.set(self)
 
+    def _arguments(self) -> dict[str, Any]:
+        """What `ARGUMENTS` holds: the agent's file, the title, the environment, every flag."""
+        agent = type(self.args).__module__.rpartition(".")[2]
+        environment = {"env_id": self.env_id, "env_kwargs": self.env_kwargs}
+        return {"agent": agent, "name": self.title, **environment, "args": asdict(self.args)}
+
+    @property
+    def phase(self) -> str:
+        """What the agent does, until the next `advance`."""
+        return self.status.phase
+
+    @phase.setter
+    def phase(self, phase: str) -> None:
+        self.status.phase = phase
+
+    @property
+    def cpu_s(self) -> float:
+        """Processor seconds of the run, without those before its folder was made."""
+        before = self.saved["cpu_s"] if self.saved else 0.0
+        return before + time.process_time() - self.begin_cpu
+
     def advance(self, step: int) -> float:
-        """Show the step on the bar; returns `sps`."""
-        self.sps = (step - self.first) / (time.perf_counter() - self.begin)
-        self.phase, self.step = "running", step
-        self.bar.update(self.task, completed=step, description=f"{self.title} {self.sps:.1f} SPS")
-        return self.sps
+        """Show the step on the bar; returns environment steps a second since the (re)start."""
+        sps = (step - self.first) / (time.perf_counter() - self.begin)
+        self.status.phase, self.status.step, self.status.sps = "running", step, sps
+        self.bar.update(self.task, completed=step, description=f"{self.title} {sps:.1f} SPS")
+        return sps
 
     def say(self, text: str) -> None:
         """Print a line above the bar."""
-        self.printed += 1
+        self.status.printed += 1
         self.bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def say_score(
         self, step: int, metric: str, score: float, rule: tuple[str, float] | None = None
     ) -> None:
-        """Print an evaluation above the bar, and what a rule has in the same episodes."""
-        self.step = step
+        """Print an evaluation, and what a rule has in the same episodes; the next row has both."""
+        self.status.step = step
         beside = f" ({rule[0]} {rule[1]:.4f})" if rule is not None else ""
         self.say(f"step {step}: evaluation, {metric} {score:.4f}{beside}")
+        self.scored = {"eval/score": score}
+        if rule is not None:
+            self.scored["eval/rule_score"] = rule[1]
 
     def say_qos(self, step: int, evaluation: Mapping[str, float]) -> None:
         """Print an evaluation of `evaluate_router`."""
@@ -136,7 +192,8 @@ class RunLog:
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log numbers by name."""
-        row = {"global_step": step, **metrics}
+        row = {"global_step": step, "charts/cpu_s": self.cpu_s, **self.scored, **metrics}
+        self.scored = {}
         if self.ended:
             row["charts/episodic_return"], self.ended = float(np.mean(self.ended)), []
         with naming(self.run / LOG):
@@ -144,36 +201,81 @@ class RunLog:
             self.file.flush()
         if self.wandb is not None:
             self.wandb.log(row, step=step)
+        if self.events is not None:
+            for key, value in row.items():
+                self.events.add_scalar(key, value, step)
 
-    def save_snapshot(self, step: int, **content: Any) -> None:
-        """Write the state of the run, from which it goes on exactly; see `save_snapshot`."""
-        content["log"] = [step, self.file.tell()]
-        save_snapshot(self.run / SNAPSHOT, self.title, self.args, content)
+    def restore(self, parts: Mapping[str, Any], numbers: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Put the state of the run that goes on into its parts; returns its numbers.
+
+        Args:
+            parts: Name -> network, optimizer, generator, vector environment or other object that
+                `state_of` takes; they were made with the same arguments.
+            numbers: Counts, scores and arrays besides, as they are in a run that begins.
+        """
+        if self.saved is None:
+            return numbers
+        for name, part in parts.items():
+            restore_state(part, self.saved["parts"][name])
+        torch.set_rng_state(self.saved["torch_rng"])
+        self.returns, self.ended = self.saved["returns"], self.saved["ended"]
+        return tuple(self.saved["numbers"])
+
+    def snapshot(self, step: int, parts: Mapping[str, Any], numbers: tuple[Any, ...]) -> None:
+        """Save what `restore` takes if it is time, and end a run that a signal told to stop.
+
+        Agents call this where all their state is in parts and numbers. A snapshot is due every
+        minute, at first and last and after a signal; there is none without ``--save_model``.
+
+        Raises:
+            Interrupted: If a signal came.
+        """
+        self.status.step = step
+        ended = self.stop or step >= self.args.total_timesteps
+        if self.args.save_model and (
+            ended or self.written + SNAPSHOT_EVERY_S < time.perf_counter()
+        ):
+            content = {
+                "parts": {name: state_of(part) for name, part in parts.items()},
+                "numbers": numbers,
+                "torch_rng": torch.get_rng_state(),
+                "returns": self.returns,
+                "ended": self.ended,
+                "cpu_s": self.cpu_s,
+                "log": [step, self.file.tell()],
+            }
+            save_snapshot(self.run / SNAPSHOT, self.title, self.args, content)
+            self.written = time.perf_counter()
+        if self.stop:
+            raise Interrupted(self.stop)
 
     def close(self, ended: str = "") -> None:
-        """Close the log, the bar and wandb's run, once; says how it ended, and what there is."""
+        """Close the log, the bar, wandb's run and the threads, once; says how it ended."""
         if self.file.closed:
             return
-        self.closing.set()
+        self.hurry.cancel()
+        self.status.close()
         self.bar.stop()
         with naming(self.run / LOG):
             self.file.close()
         if self.wandb is not None:
             self.wandb.finish()
+        if self.events is not None:
+            self.events.close()
         RunLog.current.set(None)
         if ended:
             print(f"{self.title} {ended}{self._what_there_is()}", flush=True)
 
     def interrupted(self) -> None:
         """Save the policy as it is, and close."""
-        with _no_interrupts():
+        with _no_signals():
             if self.args.save_model and self.save is not None:
                 self.save(self.run / "last.safetensors")
             again = ""
             if (self.run / SNAPSHOT).exists():
                 name = shlex.quote(self.args.run_name or self.run.name)
                 again = f" (it goes on with the same flags, --resume True --run_name {name})"
-            self.close(f"interrupted after step {self.step}{again}; ")
+            self.close(f"interrupted after step {self.status.step}{again}; ")
 
     def _what_there_is(self) -> str:
         """The checkpoint, and the command that evaluates it."""
@@ -190,15 +292,49 @@ class RunLog:
         return f"checkpoint {path}, evaluate it with: {command}"
 
 
+class Status(threading.Thread):
+    """What a run does, and the thread that prints it every few seconds if nothing else was.
+
+    It holds nothing of the run: what a thread drops while the interpreter ends, such as the last
+    reference to a tensor, ends the process. It ends with `close`, or with the main thread.
+    """
+
+    def __init__(self, title: str, console: Console, step: int) -> None:
+        super().__init__(name="servegym-status")
+        self.title, self.console = title, console
+        self.phase, self.step, self.sps, self.printed = "running", step, 0.0, 0
+        self.closing = threading.Event()
+
+    def run(self, every_s: float = 5.0) -> None:
+        """Print until `close`."""
+        before = -1
+        while not self.closing.wait(every_s) and threading.main_thread().is_alive():
+            if self.printed == before:
+                text = f"{self.title}: {self.phase}, step {self.step}, {self.sps:.1f} SPS"
+                self.console.print(text, markup=False, highlight=False)
+            before = self.printed
+
+    def close(self) -> None:
+        """End the thread and wait for its end."""
+        self.closing.set()
+        if self.is_alive():
+            self.join()
+
+
 def saves_when_interrupted(train: Callable[[Args], Path]) -> Callable[[Args], Path]:
-    """A training that checks its arguments, closes its log however it ends, and on Ctrl-C saves."""
+    """A training that checks its arguments, closes its log however it ends, and saves on a signal.
+
+    SIGINT (Ctrl-C) and SIGTERM end it at the next `RunLog.snapshot`, or at once where that is more
+    than `PATIENCE_S` away or a second one comes.
+    """
 
     @functools.wraps(train)
     def run(args: Args) -> Path:
         RunLog.current.set(None)
         args.check()
         try:
-            folder = train(args)
+            with _handling(_stop):
+                folder = train(args)
             if (log := RunLog.current.get()) is not None:
                 log.close("ended\n")
             return folder
@@ -215,16 +351,44 @@ def saves_when_interrupted(train: Callable[[Args], Path]) -> Callable[[Args], Pa
     return run
 
 
-class _no_interrupts:  # noqa: N801 - used as a function
-    """Ctrl-C is ignored meanwhile, where this thread may say so."""
+@contextmanager
+def _handling(handler: Any) -> Iterator[None]:
+    """Another handler of `STOPS` meanwhile, where this thread may set it."""
+    main = threading.current_thread() is threading.main_thread()
+    before = [signal.signal(number, handler) for number in STOPS if main]
+    try:
+        yield
+    finally:
+        for number, other in zip(STOPS, before, strict=False):
+            signal.signal(number, other)
 
-    def __enter__(self) -> None:
-        self.main = threading.current_thread() is threading.main_thread()
-        self.before = signal.signal(signal.SIGINT, signal.SIG_IGN) if self.main else None
 
-    def __exit__(self, *_: Any) -> None:
-        if self.main:
-            signal.signal(signal.SIGINT, self.before)
+def _no_signals() -> Any:
+    """The signals are ignored meanwhile."""
+    return _handling(signal.SIG_IGN)
+
+
+def _stop(number: int, _: Any) -> None:
+    """Tell the run to end where it can be saved exactly, in `PATIENCE_S` at most."""
+    log = RunLog.current.get()
+    if log is None or log.stop:
+        raise Interrupted(log.stop if log else number)
+    log.stop = number
+    log.hurry.start()
+
+
+def _hurry() -> None:
+    """What `_stop` does at a second signal."""
+    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+
+def _tensorboard(run: Path, first: int) -> Any:
+    """A writer of TensorBoard's events into the folder, from step ``first`` on, if it is there."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        return None
+    return SummaryWriter(str(run), purge_step=first or None)
 
 
 def _folders(args: Any, name: str) -> Any:
@@ -245,8 +409,9 @@ def _new(args: Any, name: str) -> tuple[Path, BinaryIO]:
                 return run, _lock(open(run / LOG, "xb"), run)  # noqa: SIM115
             except FileExistsError:
                 pass
-    go_on = " or continue it with --resume True" if hasattr(args, "resume") else ""
-    raise ValueError(f"run_name: {run} holds a run; give another name{go_on}")
+    raise ValueError(
+        f"run_name: {run} holds a run; give another name or continue it with --resume True"
+    )
 
 
 def _resumed(args: Any, name: str) -> tuple[Path, BinaryIO] | None:
@@ -261,7 +426,7 @@ def _resumed(args: Any, name: str) -> tuple[Path, BinaryIO] | None:
     if not (run / SNAPSHOT).exists():
         raise ValueError(
             f"resume: {run} has no snapshot; begin anew without --resume, under another name, and "
-            "have snapshots (--checkpoint_every, where the agent has it)"
+            "leave --save_model True"
         )
     return run, file
 
@@ -276,13 +441,3 @@ def _lock(file: BinaryIO, run: Path) -> BinaryIO:
             f"run_name: another process writes to {run}; give another name or wait for its end"
         ) from None
     return file
-
-
-def keep_telling(log: RunLog, stop: threading.Event, every_s: float = 5.0) -> None:
-    """Say what a run does, until ``stop``, once nothing was printed between two looks."""
-    before = -1
-    while not stop.wait(every_s):
-        if log.printed == before:
-            text = f"{log.title}: {log.phase}, step {log.step}, {log.sps:.1f} SPS"
-            log.bar.console.print(text, markup=False, highlight=False)
-        before = log.printed

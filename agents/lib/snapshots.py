@@ -12,15 +12,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from servegym._files import write_atomic
+from servegym.envs._vector import BatchVectorEnv
 
 MAY_DIFFER = (
-    *("total_timesteps", "resume", "checkpoint_every", "workers", "ray"),
+    *("total_timesteps", "resume", "workers", "ray"),
     *("out_dir", "run_name", "save_model", "track", "wandb_project_name"),
 )
 """Arguments that do not change what a run does, but for its length."""
@@ -64,16 +66,42 @@ def load_snapshot(path: Path, agent: str, args: Any) -> dict[str, Any]:
     return content
 
 
-def env_states(envs: Any) -> list[dict[str, Any]]:
-    """The state of every system of a native vector environment, for `save_snapshot`."""
-    return [vars(envs.unwrapped.clone_state(row)) for row in range(envs.num_envs)]
+def state_of(part: Any) -> Any:
+    """What a part of a run is made of, for `save_snapshot`.
 
-
-def restore_envs(envs: Any, states: list[dict[str, Any]]) -> tuple[Any, Any]:
-    """Put back what `env_states` gave; returns observation and action mask.
-
-    The native vector environment has the same arguments, and was reset.
+    Args:
+        part: What has a ``state_dict``, a generator of numpy, a native vector environment, or an
+            object whose attributes are all of its state. Other vector environments have none: their
+            episodes begin anew in a run that goes on.
     """
+    if hasattr(part, "state_dict"):
+        return part.state_dict()
+    if isinstance(part, np.random.Generator):
+        return part.bit_generator.state
+    if isinstance(part, gym.vector.VectorEnv):
+        native = isinstance(part.unwrapped, BatchVectorEnv)
+        rows = range(part.num_envs if native else 0)
+        return [vars(part.unwrapped.clone_state(row)) for row in rows]
+    return vars(part)
+
+
+def restore_state(part: Any, state: Any) -> None:
+    """Put back what `state_of` gave of a part made with the same arguments; environments are reset.
+
+    Raises:
+        ValueError: If the state is of another version.
+    """
+    if hasattr(part, "load_state_dict"):
+        part.load_state_dict(state)
+    elif isinstance(part, np.random.Generator):
+        part.bit_generator.state = state
+    elif isinstance(part, gym.vector.VectorEnv):
+        _restore_envs(part, state)
+    else:
+        vars(part).update(state)
+
+
+def _restore_envs(envs: Any, states: list[dict[str, Any]]) -> None:
     for row, values in enumerate(states):
         state = envs.unwrapped.clone_state(row)
         try:
@@ -82,7 +110,6 @@ def restore_envs(envs: Any, states: list[dict[str, Any]]) -> tuple[Any, Any]:
             envs.unwrapped.restore_state(row, state)
         except (AttributeError, TypeError, ValueError) as error:
             raise ValueError(f"resume: system {row} is not of this version ({error})") from None
-    return envs.unwrapped.observe()
 
 
 def _like(current: Any, saved: Any) -> Any:

@@ -11,7 +11,7 @@ OFF_POLICY |= {"set": ("num_experts=3", "episode_requests=120", "max_episode_ste
 ON_POLICY = {"total_timesteps": 300, "num_envs": 4, "num_steps": 32, "eval_every": 128}
 ON_POLICY |= {"set": ("num_experts=3", "episode_requests=50")}
 LABELS = {"total_timesteps": 64, "num_envs": 8, "horizon_s": 1.5, "fit_every": 32}
-LABELS |= {"eval_episodes": 2, "eval_rates": (8.0,), "checkpoint_every": 32, "improve_from": 32}
+LABELS |= {"eval_episodes": 2, "eval_rates": (8.0,), "improve_from": 32}
 LABELS |= {"set": ON_POLICY["set"], "mixture": ("rate=[2,6]", "num_experts=4")}
 PLANS = {"total_timesteps": 300, "num_envs": 8, "num_steps": 16, "width": 16, "eval_every": 128}
 PLANS |= {"set": ("model=toy", "episode_requests=20", "max_episode_steps=17"), "eval_episodes": 2}

@@ -4,6 +4,7 @@ import pickle
 import re
 import shlex
 import signal
+import time
 from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 from typer.testing import CliRunner
 
 from servegym.agents import load_policy, ppo, rpi
-from servegym.agents.lib import evaluation
+from servegym.agents.lib import evaluation, run_log
 from servegym.agents.lib.arguments import run_agent
 from servegym.agents.lib.checkpoint import AGENTS
 from servegym.agents.lib.run_log import RunLog
@@ -37,11 +38,13 @@ def command_line(policy, folder):
 
 
 @pytest.fixture
-def ctrl_c():
-    """Sends the signal to this process, whose handler is the usual one before and after."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield lambda: signal.raise_signal(signal.SIGINT)
-    signal.signal(signal.SIGINT, before)
+def handlers():
+    """The usual handlers of the signals, before and after."""
+    usual = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    before = {number: signal.signal(number, one) for number, one in usual.items()}
+    yield
+    for number, one in before.items():
+        signal.signal(number, one)
 
 
 TIMES = [  # every agent at one of the two times, or with the slow tests at both
@@ -52,23 +55,24 @@ TIMES = [  # every agent at one of the two times, or with the slow tests at both
 
 
 @pytest.mark.parametrize(("policy", "while_evaluating"), TIMES)
-def test_ctrl_c_ends_with_one_line_a_checkpoint_and_its_command(
-    policy, while_evaluating, ctrl_c, tmp_path, monkeypatch, capsys
+def test_a_signal_ends_with_one_line_a_checkpoint_and_its_command(
+    policy, while_evaluating, handlers, tmp_path, monkeypatch, capsys
 ):
     module = import_module(f"servegym.agents.{TINY[policy][0]}")
+    number = signal.SIGTERM if while_evaluating else signal.SIGINT
     seen = []
 
     def look(log, value):
         vars(log)["now"] = value
         seen.append(value)
-        if while_evaluating and value == "evaluating":
-            ctrl_c()
+        if while_evaluating and value == "evaluating" and seen.count(value) == 1:
+            signal.raise_signal(number)
 
     def write(log, step, metrics):
         plain(log, step, metrics)
         seen.append("written")
         if not while_evaluating and seen.count("written") == 2:
-            ctrl_c()
+            signal.raise_signal(number)
 
     plain = RunLog.write
     monkeypatch.setattr(RunLog, "phase", property(lambda log: vars(log)["now"], look), False)
@@ -77,11 +81,14 @@ def test_ctrl_c_ends_with_one_line_a_checkpoint_and_its_command(
     with pytest.raises(SystemExit) as end:
         run_agent(module.train, module.Args)
     out, err = capsys.readouterr()
-    assert end.value.code == 130 and "Traceback" not in out + err and "evaluating" in seen
+    assert end.value.code == 128 + number and "Traceback" not in out + err
+    assert "evaluating" in seen
     (run,) = tmp_path.iterdir()
     told = out.splitlines()
     assert told[0].endswith(f"writes to {run}")
-    assert re.fullmatch(rf"\w+ interrupted after step \d+.*; checkpoint {run}.*", told[-1])
+    again = rf"\(it goes on with the same flags, --resume True --run_name {run.name}\)"
+    ended = rf"\w+ interrupted after step \d+ {again}; checkpoint {run}.*"
+    assert re.fullmatch(ended, told[-1])
     assert load_policy(run / "last.safetensors").agent == TINY[policy][0]
     command = shlex.split(told[-1].partition("evaluate it with: ")[2])
     assert command[0] == "servegym" and command[-1].startswith(str(run))
@@ -92,6 +99,30 @@ def test_ctrl_c_ends_with_one_line_a_checkpoint_and_its_command(
         rule = "" if "search" in policy else r" \((priced_greedy|keep_alive|prism) -?\d+\.\d+\)"
         line = rf"step \d+: evaluation, [\w ]+ -?\d+\.\d+{rule}"
         assert any(re.fullmatch(line, text.strip()) for text in told)
+
+
+def test_a_signal_where_nothing_can_be_saved_exactly_ends_at_once(
+    handlers, tmp_path, monkeypatch, capsys
+):
+    """The second signal, or the first one some seconds later."""
+    module, args = tiny("ppo", tmp_path)
+    for patience_s in (0.05, 1e3):
+        monkeypatch.setattr(run_log, "PATIENCE_S", patience_s)
+
+        def hang(*_, patience_s=patience_s):
+            signal.raise_signal(signal.SIGTERM)
+            if patience_s > 1:
+                signal.raise_signal(signal.SIGINT)
+            time.sleep(60)
+
+        monkeypatch.setattr(module, "estimate_advantages", hang)
+        args.run_name = f"run_{patience_s:g}"
+        with pytest.raises(run_log.Interrupted) as stop:
+            module.train(args)
+        assert stop.value.number == signal.SIGTERM
+        told = capsys.readouterr().out.splitlines()[-1]
+        assert told.startswith("ppo interrupted after step 0; checkpoint ")
+        assert load_policy(tmp_path / args.run_name / "last.safetensors").agent == "ppo"
 
 
 def test_a_training_names_its_checkpoint_and_how_to_evaluate_it(tmp_path, capsys):
@@ -161,7 +192,7 @@ def test_a_run_goes_on_with_the_same_arguments_alone(tmp_path):
     with pytest.raises(ValueError, match=r"set: \['rate=3'\] given"):
         again(set=("rate=3",))
     assert (first / "metrics.jsonl").read_bytes() == before
-    assert again(checkpoint_every=64) == first
+    assert again() == first
     assert (first / "metrics.jsonl").read_bytes().startswith(before)
     assert lines(first)[-1]["global_step"] == 96
 

@@ -2,17 +2,21 @@
 
 import json
 import re
+import signal
 import sys
+import threading
 from dataclasses import asdict
 from functools import cache
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
 import tyro
+from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 import servegym.agents
@@ -20,7 +24,7 @@ from servegym.agents import load_policy
 from servegym.agents.lib.arguments import run_agent
 from servegym.agents.lib.checkpoint import AGENTS
 from servegym.agents.lib.evaluation import evaluate_router
-from servegym.agents.lib.run_log import RunLog
+from servegym.agents.lib.run_log import Interrupted, RunLog, Status, evaluation_due
 from servegym.baselines.protocol import Policy
 from servegym.envs.families import family_of
 from servegym.experiments.evaluation.evaluate import evaluate
@@ -45,22 +49,23 @@ def run_of(tmp_path_factory):
 
 
 def trained_in_two(policy, folder, monkeypatch):
-    """A run that is killed after its first snapshot and goes on; in one where it has none."""
+    """A run that a signal ends on its way and that goes on."""
     module, args = tiny(policy, folder)
-    if hasattr(args, "resume"):
-        save = RunLog.save_snapshot
+    plain = RunLog.snapshot
+    share = 0.8 if "batch_size" in vars(args) and "eval_rates" in vars(args) else 0.5  # it learns
 
-        def killed(log, step, **content):
-            save(log, step, **content)
-            raise KeyboardInterrupt
+    def told_to_stop(log, step, *state):
+        log.stop = signal.SIGTERM * (step >= share * args.total_timesteps)
+        plain(log, step, *state)
 
-        monkeypatch.setattr(RunLog, "save_snapshot", killed)
-        with pytest.raises(KeyboardInterrupt):
-            module.train(args)
-        monkeypatch.setattr(RunLog, "save_snapshot", save)
-        with open(folder / "run" / "metrics.jsonl", "a") as file:
-            file.write('{"global_step": 99999}\n')  # written after the snapshot, before the end
-        args.resume = True
+    monkeypatch.setattr(RunLog, "snapshot", told_to_stop)
+    with pytest.raises(Interrupted) as stop:
+        module.train(args)
+    assert stop.value.number == signal.SIGTERM
+    monkeypatch.setattr(RunLog, "snapshot", plain)
+    with open(folder / "run" / "metrics.jsonl", "a") as file:
+        file.write('{"global_step": 99999}\n')  # written after the snapshot, before the end
+    args.resume = True
     return module.train(args)
 
 
@@ -71,10 +76,17 @@ def test_one_seed_has_one_log_though_the_run_be_cut(policy, run_of, tmp_path, mo
     assert log == lines(again)
     one, other = (load_file(each / "last.safetensors") for each in (run, again))
     assert all(torch.equal(one[key], other[key]) for key in one)
-    assert not list(run.glob("*.tmp"))
+    assert not list(run.glob("*.tmp")) and (run / "best.safetensors").exists()
+    assert not [one for one in threading.enumerate() if one.name == "servegym-status"]
     assert all(np.isfinite(list(row.values())).all() for row in log)
     assert log[-1]["global_step"] >= TINY[policy][1]["total_timesteps"]
-    assert sum(any(key.startswith("eval/") for key in row) for row in log) > 1
+    assert sum("eval/score" in row for row in log) > 1
+    assert ("search" not in policy) == ("eval/rule_score" in log[0])
+    stored = json.loads((run / "args.json").read_text())
+    args = tiny(policy, run.parent, run_name=policy)[1]
+    assert stored["agent"] == TINY[policy][0]
+    assert stored["args"] == json.loads(json.dumps(asdict(args)))
+    gym.make(stored["env_id"], **stored["env_kwargs"])
 
 
 @every_policy
@@ -140,6 +152,10 @@ def test_a_run_of_one_step_ends_and_another_seed_has_other_weights(agent, tmp_pa
         ("ppo_placement", {"common_credit": 1.5}, "common_credit=1.5 must be .* at most 1"),
         ("ppo_placement", {"set": ("model=toy", "scenario=scale_32")}, "up to 16"),
         ("mappo_placement", {"batch_size": 12}, "batch_size is 12"),
+        *(
+            ("ppo", {"run_name": name}, "run_name: got '.*must name one folder")
+            for name in ("../../x", "..", ".", "a/b", "/tmp/x", "a/")
+        ),
     ],
 )
 def test_a_run_that_could_not_begin_is_refused_by_name(policy, changes, named, tmp_path):
@@ -233,3 +249,58 @@ def test_wandb_is_told_every_argument_and_every_number(tmp_path, monkeypatch):
     first, last = begun
     assert first["config"] == asdict(args) and first["dir"] == str(run) and last == "finished"
     assert (first["project"], first["name"]) == ("servegym", "run")
+
+
+def test_tensorboard_has_every_number_where_it_is_installed(tmp_path, monkeypatch):
+    made, told = [], {}
+
+    class SummaryWriter:
+        def __init__(self, folder, purge_step):
+            made.append((folder, purge_step))
+
+        def add_scalar(self, key, value, step):
+            told.setdefault(step, {})[key] = value
+
+        def close(self):
+            made.append("closed")
+
+    module = SimpleNamespace(SummaryWriter=SummaryWriter)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    agent, args = tiny("ppo", tmp_path)
+    run = agent.train(args)
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert made == [(str(run), None), "closed"]
+    assert list(told) == [row["global_step"] for row in rows] and told[0] == rows[0]
+    args.total_timesteps, args.resume = 500, True
+    agent.train(args)
+    assert made[2:] == [(str(run), rows[-1]["global_step"]), "closed"]
+
+
+def test_routers_are_evaluated_early():
+    steps = [k for k in range(0, 120_000, 256) if evaluation_due(50_000, k - 256, k)]
+    assert steps == [0, 2048, 5120, 10_240, 20_224, 50_176, 100_096]
+    assert [k for k in range(9_000) if evaluation_due(3_000, k - 1, k)] == [0, 2000, 3000, 6000]
+
+
+def test_the_thread_that_tells_a_run_ends_with_it(capsys):
+    status = Status("ppo", Console(), 7)
+    kept = {type(value).__name__ for value in vars(status).values()}
+    assert not {"Tensor", "RunLog", "Progress"} & kept
+    run, status.phase, told = status.run, "evaluating", ""
+    status.run = lambda: run(0.01)
+    status.start()
+    while "ppo: evaluating, step 7" not in told:
+        told += capsys.readouterr().out
+    assert not status.daemon
+    status.close()
+    assert not status.is_alive()
+
+
+def test_a_run_in_an_environment_of_another_package_goes_on(tmp_path):
+    settings = {"env_id": "CartPole-v1", "set": ()}
+    module, args = tiny("ppo", tmp_path, **settings)
+    run = module.train(args)
+    before = lines(run)
+    _, args = tiny("ppo", tmp_path, **settings, resume=True, total_timesteps=600)
+    assert lines(module.train(args))[: len(before)] == before
+    assert lines(run)[-1]["global_step"] >= 600

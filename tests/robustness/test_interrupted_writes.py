@@ -150,7 +150,8 @@ def test_a_full_disk_is_named_by_what_grows_line_by_line(tmp_path):
     from servegym.agents.lib.run_log import RunLog
 
     log = RunLog.__new__(RunLog)
-    log.run, log.ended, log.wandb = tmp_path, [], None
+    log.run, log.ended, log.scored, log.wandb, log.events = tmp_path, [], {}, None, None
+    log.saved, log.begin_cpu = None, 0.0
     with open(tmp_path / "metrics.jsonl", "wb", buffering=0) as log.file:
         with pytest.raises(OSError, match="No space left on device: '.*metrics.jsonl'"):
             log.write(1, {"a": 2.0})
