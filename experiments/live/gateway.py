@@ -12,6 +12,7 @@ import logging
 import os
 import threading
 import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -40,6 +41,7 @@ MAX_TOKENS = 1 << 20
 BLOCKED_BUDGETS, BLOCKED_CALLS = 10, 3
 """A policy is switched off that keeps the interpreter for ten budgets, three times in a row."""
 LOG_EVERY_S = 60.0
+PATIENCE_S = 1.0  # with a policy that is in a call where its thread is to end
 _log = logging.getLogger("servegym.gateway")
 
 
@@ -440,26 +442,23 @@ class _Late(Exception):
     """A call has not come back in time."""
 
 
+Calls = SimpleQueue[tuple[Callable[[], int], Future[int]] | None]
+
+
 class _Worker:
-    """One daemon thread that calls the policy; while a call is late no other begins."""
+    """One thread that calls the policy; while a call is late no other begins.
+
+    It is joined by `close`, and where the process ends. A policy that hangs cannot be: the thread
+    is a daemon, so that the process ends all the same.
+    """
 
     def __init__(self) -> None:
-        self._calls: SimpleQueue[tuple[Callable[[], int], Future[int]] | None] = SimpleQueue()
+        self._calls: Calls = SimpleQueue()
         self._last: Future[int] | None = None
-        self._thread = threading.Thread(target=self._serve, name="servegym-policy", daemon=True)
-        self._thread.start()
-
-    def _serve(self) -> None:
-        while (call := self._calls.get()) is not None:
-            function, future = call
-            try:
-                future.set_result(function())
-            except Exception as error:
-                future.set_exception(error)
-            except BaseException as error:  # as of SystemExit
-                other = RuntimeError(f"the policy raised {type(error).__name__}")
-                other.__cause__ = error
-                future.set_exception(other)
+        name = "servegym-policy"
+        thread = threading.Thread(target=_serve, args=(self._calls,), name=name, daemon=True)
+        thread.start()
+        self._end = weakref.finalize(self, _end, self._calls, thread)
 
     def run(self, function: Callable[[], int], limit_s: float | None) -> int:
         """The function's result, or its error; `_Late` where no call has come back in time."""
@@ -476,4 +475,25 @@ class _Worker:
 
     def close(self) -> None:
         """End the thread after the call that it is in."""
-        self._calls.put(None)
+        self._end()
+
+
+def _serve(calls: Calls) -> None:
+    """Run what comes until None does; nothing of a call is held until the next comes."""
+    while (call := calls.get()) is not None:
+        function, future = call
+        try:
+            future.set_result(function())
+        except Exception as error:
+            future.set_exception(error)
+        except BaseException as error:  # as of SystemExit
+            other = RuntimeError(f"the policy raised {type(error).__name__}")
+            other.__cause__ = error
+            future.set_exception(other)
+        del call, function, future
+
+
+def _end(calls: Calls, thread: threading.Thread) -> None:
+    """End and join the thread; a policy that has hung for so long is left behind."""
+    calls.put(None)
+    thread.join(PATIENCE_S)

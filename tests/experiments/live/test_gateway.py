@@ -110,7 +110,10 @@ def test_a_policy_that_hangs_does_not_hold_the_gateway():
     hang.set()
     while ask(router, "later").policy != "mine":
         router.finished("later")
+    names = [thread.name for thread in threading.enumerate()]
     router.close()
+    left = [thread.name for thread in threading.enumerate()]
+    assert names.count("servegym-policy") == left.count("servegym-policy") + 1
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), TimeoutError("mine")])
