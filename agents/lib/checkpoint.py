@@ -130,8 +130,7 @@ def load_policy(path: str | os.PathLike[str], system: Any = None) -> CheckpointP
     """Read a checkpoint written by an agent.
 
     Args:
-        path: The safetensors file, or a run's folder (its
-            ``best.safetensors``, or the last where the last policy counts).
+        path: The safetensors file, or a run's folder (its ``best.safetensors``, or its last).
         system: A `RoutingSystem`; its estimators replace those of the training fleet, so that the
             policy can serve other experts. Or a `PlacementSystem`: the cluster to place on.
             Default: that of the training.
