@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import functools
+import inspect
 import itertools
 import json
 import math
@@ -137,7 +138,7 @@ class RunLog:
 
     def _arguments(self) -> dict[str, Any]:
         """What `ARGUMENTS` holds: the agent's file, the title, the environment, every flag."""
-        agent = type(self.args).__module__.rpartition(".")[2]
+        agent = Path(inspect.getfile(type(self.args))).stem  # the module's name may be __main__
         environment = {"env_id": self.env_id, "env_kwargs": self.env_kwargs}
         return {"agent": agent, "name": self.title, **environment, "args": asdict(self.args)}
 
