@@ -288,8 +288,8 @@ def agents() -> list[dict[str, str]]:
         lines += [] if name in TRAININGS else standings(name)
         lines += ["## Description", "", fenced(ast.get_docstring(tree) or ""), "", "## Usage", ""]
         lines += ["```sh", f"python agents/{name}.py --help", f"python agents/{name}.py --seed 1"]
-        lines += ["```", "", "What it logs is explained in [Metrics](../metrics.md), which also tells"]
-        lines += ["how `servegym plot` draws it and `servegym render` shows its policy.", ""]
+        lines += ["```", "", "[Metrics](../metrics.md) explains what it logs, how `servegym plot`"]
+        lines += ["draws it, and how `servegym render` shows its policy.", ""]
         lines += ["## Implementation", ""]
         for node in tree.body:
             if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name != "Args":

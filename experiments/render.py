@@ -60,6 +60,8 @@ def render_episode(
     envs = open_envs(family, resolved, 1, kwargs, "ansi" if out is None else "rgb_array")
     frames: list[Any] = []
     state: Any = None
+    if out is not None:
+        echo(f"{resolved.name} plays {steps} decisions at most ...")
     try:
         episode = play(envs, resolved, DEFAULT_SEED if seed is None else seed)
         for number, step in enumerate(islice(episode, steps), 1):

@@ -55,7 +55,7 @@ BASELINES = NAMED + tuple(
     and one.name not in (*NAMED, "drop_all", "always_busiest")
 )
 """Every heuristic and bandit that is no control and knows no more than a router can."""
-STEPS, POINTS = 600_000, 12  # decisions of the training; evaluations at equal distances
+STEPS, POINTS = 600_000, 15  # decisions of the training; evaluations at equal distances
 EVERY_S = 10.0  # between two lines at least
 SIGNALS = signal.SIGINT, signal.SIGTERM
 SAVES_WITHIN_S = 60.0  # after a signal a training that has not ended is killed
@@ -141,7 +141,7 @@ class Progress:
         if heuristics:
             best = max(heuristics, key=lambda row: row["avg_qos"])
             text += f"; best heuristic {best['policy']} {best['avg_qos']:.3f}"
-        print(f"{text}; {to_come} measurements to come", flush=True)
+        print(f"{text}; {to_come} left to measure", flush=True)
 
 
 def measure(
@@ -246,9 +246,9 @@ def findings(table: Rows, curve: Rows) -> Rows:
             ends = points[max(at - 1, 0)], points[at]
             about |= {key: [one[key] for one in ends] for key in ("decisions", "cpu_s")}
             when = "between {:,} and {:,} decisions".format(*about["decisions"])
-            when += " ({:.1f} to {:.1f} s of a core)".format(*about["cpu_s"])
+            when += " ({:.1f} to {:.1f} CPU s)".format(*about["cpu_s"])
             when = when if at else "from the first evaluation on"
-        text = f"the curve reaches {row['policy']} ({short('.3f', row['avg_qos'])[0]}) {when}"
+        text = f"curve reaches {row['policy']} ({short('.3f', row['avg_qos'])[0]}) {when}"
         notes.append(note(text, **about))
     return notes
 
@@ -302,8 +302,8 @@ def plot(curve: Rows, table: Rows) -> bytes:
         right.errorbar(RATES, qos[0], bars, capsize=2, **look)
         if name in colours:
             ends[0][name], ends[1][name] = points[-1]["avg_qos"], qos[0][-1]
-    left.set_ylabel("average QoS, mean of 5, 8 and 10 requests/s")
-    left.set_title(f"Training from random weights, {took}: validation episodes")
+    left.set_ylabel("validation QoS, mean of 5, 8 and 10 requests/s")
+    left.set_title(f"Training from random weights, {took}")
     right.set(xlabel="arrival rate, requests/s", ylabel="average QoS", xticks=RATES)
     right.set(title=f"{table[0]['episodes']} evaluation episodes a point")
     for axis, names in zip((left, right), ends, strict=True):
@@ -347,10 +347,11 @@ def announce(steps: int, out: Path) -> None:
 
 def say_what_is_next(out: Path, seconds: float) -> None:
     """Name the picture, the tables and the commands that go on from here."""
-    tables = f"{out / TABLE}.csv, {CURVE}.csv"
-    print(f"{seconds:.0f} s. Picture: {out / TABLE}.png; tables: {tables}. Next:")
-    if shutil.which("servegym") is None:
-        print(f"  source {shlex.quote(str(Path(sys.prefix, 'bin', 'activate')))}")
+    print(f"{seconds:.0f} s. Picture: {out / TABLE}.png; tables: {TABLE}.csv, {CURVE}.csv there.")
+    print("Next:")
+    activate = Path(sys.prefix, "bin", "activate")
+    if shutil.which("servegym") is None and activate.exists():
+        print(f"  source {shlex.quote(str(activate))}")
     folder = shlex.quote(str(out))
     print(f"  servegym evaluate {ENV_ID} --policy {folder}/last.safetensors --set rate=8")
     print(f"  servegym plot {folder}")

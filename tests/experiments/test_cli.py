@@ -40,7 +40,8 @@ def fails(result, *named):
 def test_help_lists_the_commands(run):
     result = run("--help")
     assert result.exit_code == 0
-    for command in ("list", "profiles", "evaluate", "replay", "render", "plot", "calibrate", "bench"):
+    commands = ("list", "profiles", "evaluate", "replay", "render", "plot", "calibrate", "bench")
+    for command in commands:
         assert command in result.output
 
 

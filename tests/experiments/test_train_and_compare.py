@@ -141,7 +141,7 @@ def test_the_table_fits_100_columns_and_the_picture_is_drawn(capsys):
     curve = run.learning_curve([evaluation(0, 0.2), evaluation(400, 0.7)])
     curve += [{"policy": n, "cpu_s": None, "avg_qos": 0.4} for n in OTHERS]
     notes = run.findings(table, curve)
-    assert notes[-1]["text"].endswith("(.400) between 0 and 400 decisions (0.0 to 4.0 s of a core)")
+    assert notes[-1]["text"].endswith("(.400) between 0 and 400 decisions (0.0 to 4.0 CPU s)")
     run.print_comparison(table, [0.75] * 3, notes)
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 100
@@ -167,8 +167,8 @@ def test_gains_are_over_the_best_heuristic_by_its_interval():
     ("level", "when"),
     [
         (0.1, "from the first evaluation on"),
-        (0.3, "between 0 and 200 decisions (0.0 to 2.0 s of a core)"),
-        (0.6, "between 200 and 500 decisions (2.0 to 5.0 s of a core)"),
+        (0.3, "between 0 and 200 decisions (0.0 to 2.0 CPU s)"),
+        (0.6, "between 200 and 500 decisions (2.0 to 5.0 CPU s)"),
         (0.8, "never"),
     ],
 )
@@ -201,4 +201,4 @@ def test_a_line_comes_every_ten_seconds(monkeypatch, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(",")[0] for line in lines] == ["0 s", "14 s", "31 s"]
     wanted = "0 s, 400 of 1,000 decisions; QoS 0.500, at first 0.200; best heuristic random 0.400; "
-    assert lines[0] == f"{wanted}7 measurements to come"
+    assert lines[0] == f"{wanted}7 left to measure"
