@@ -44,6 +44,7 @@ help:
 # and a resolver that has not seen it installed prefers the latest build with CUDA libraries.
 $(BIN)/.torch: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v < (3, 14) else "Python 3.11, 3.12 or 3.13 is needed; $(PYTHON) is %d.%d (set PYTHON=)" % v)'
+	@echo "Installing torch in $(VENV): some minutes, once, by the network ..."
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet $(PINS) setuptools torch==2.13.0
 	touch $@
@@ -52,12 +53,13 @@ $(BIN)/.torch: pyproject.toml constraints.txt
 $(BIN)/.installed: EXTRA = $(EXTRAS)
 $(BIN)/.trainable: EXTRA = $(TRAIN_EXTRAS)
 $(BIN)/.installed $(BIN)/.trainable: $(BIN)/.torch
+	@echo "Installing servegym with the extras $(EXTRA): some minutes, once, by the network ..."
 	rm -rf build
 	$(PIP) install --quiet $(PINS) torch==2.13.0 "$(INSTALL)[$(EXTRA)]"
 	touch $@
 
 # The package itself is installed anew every time, so that the checks never see an older tree.
-REINSTALL = rm -rf build && $(PIP) install --quiet --no-deps --no-build-isolation --force-reinstall "$(INSTALL)"
+REINSTALL = echo "Installing servegym anew: seconds ..." && rm -rf build && $(PIP) install --quiet --no-deps --no-build-isolation --force-reinstall "$(INSTALL)"
 
 install: $(BIN)/.installed
 	@$(REINSTALL)
@@ -73,11 +75,15 @@ PYTEST = away=$$(mktemp -d) && trap 'rm -rf "$$away"' EXIT && cd "$$away" && \
 	$(BIN)/pytest -c $(ROOT)/setup.cfg --rootdir=$(ROOT) -n $(WORKERS) --dist worksteal
 
 # The engines are compiled once, before the workers start.
+WARM = echo "Compiling the engines: minutes, once a machine, later seconds ..." && $(BIN)/servegym warm
 test: install
-	@$(BIN)/servegym warm && $(PYTEST) -m "not slow" $(ARGS) $(addprefix $(ROOT)/,$(TESTS))
+	@$(WARM)
+	@echo "Running the quick tests on $(WORKERS) processes: some minutes ..."
+	@$(PYTEST) -m "not slow" $(ARGS) $(addprefix $(ROOT)/,$(TESTS))
 
 test-all: install
-	@$(BIN)/servegym warm && $(PYTEST) $(ARGS) $(addprefix $(ROOT)/,$(TESTS))
+	@$(WARM)
+	@$(PYTEST) $(ARGS) $(addprefix $(ROOT)/,$(TESTS))
 
 coverage:
 	@export COVERAGE_FILE=$${COVERAGE_FILE:-$(ROOT)/.coverage} && \
@@ -124,6 +130,7 @@ bench: install
 
 # Strict: a warning or a dead link fails. The two variables silence advertisements of the tools.
 docs: install
+	@echo "Building the documentation in site/: minutes ..."
 	NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true $(BIN)/mkdocs build --quiet $(ARGS)
 
 constraints:

@@ -56,6 +56,7 @@ def write(path: str, text: str) -> None:
     ]
     with mkdocs_gen_files.open(path, "w") as stream:
         stream.write("\n".join(lines) + "\n")
+    print(f"docs: {path}", flush=True)
 
 
 def table(
@@ -287,7 +288,8 @@ def agents() -> list[dict[str, str]]:
         lines += [] if name in TRAININGS else standings(name)
         lines += ["## Description", "", fenced(ast.get_docstring(tree) or ""), "", "## Usage", ""]
         lines += ["```sh", f"python agents/{name}.py --help", f"python agents/{name}.py --seed 1"]
-        lines += ["```", "", "What it logs is explained in [Metrics](../metrics.md).", ""]
+        lines += ["```", "", "[Metrics](../metrics.md) explains what it logs, how `servegym plot`"]
+        lines += ["draws it, and how `servegym render` shows its policy.", ""]
         lines += ["## Implementation", ""]
         for node in tree.body:
             if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name != "Args":

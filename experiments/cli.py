@@ -343,21 +343,30 @@ def replay(
 @app.command()
 @_clear_errors
 def render(
-    env_id: EnvId,
+    env_id: Annotated[
+        str | None,
+        typer.Argument(
+            help="Id of an environment, see `servegym list`; by default that of the run, with its "
+            "arguments.",
+            metavar="[ENV_ID]",
+        ),
+    ] = None,
     policy: Annotated[
-        str | None, typer.Option(help="Policy by name, or a checkpoint's path (one that fits).")
+        str | None,
+        typer.Option(help="Policy by name, or the path of a checkpoint or of a run's folder."),
     ] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Seed of the episode.")] = None,
     steps: Annotated[
         int | None,
         typer.Option(min=1, help="Decisions to show (100; before a PNG as many as fill it)."),
     ] = None,
-    fps: Annotated[int, typer.Option(min=1, help="Frames a second of a GIF.")] = 10,
+    fps: Annotated[int, typer.Option(min=1, help="Frames a second of a GIF or MP4.")] = 10,
     set_: Settings = None,
     out: Annotated[
         Path | None,
         typer.Option(
-            help="FILE.gif for all steps, FILE.png for the last; text on the terminal without it.",
+            help="FILE.gif or .mp4 for all steps, FILE.png for the last. Default: RUN/NAME.gif of "
+            "a run's folder, else text on the terminal.",
             metavar="FILE",
         ),
     ] = None,
@@ -366,12 +375,45 @@ def render(
     from servegym.experiments.evaluation.output import check_writable
 
     settings = parse_settings(set_ or [])
+    run = Path(policy) if policy is not None and Path(policy).is_dir() else None
+    if run is not None and out is None:
+        out = run / f"{run.resolve().name}.gif"
     if out is not None:
-        check_writable(out, (".gif", ".png"))
+        check_writable(out, (".gif", ".png", ".mp4"))
+    if env_id is None:
+        if run is None:
+            raise ValueError("ENV_ID is missing: it is found in the folder of a run alone")
+        from servegym.experiments.runs import read_args
+
+        trained = read_args(run)
+        env_id, settings = trained["env_id"], trained["env_kwargs"] | settings
 
     from servegym.experiments.render import render_episode
 
     render_episode(env_id, policy, steps, settings, seed=seed, fps=fps, out=out, echo=typer.echo)
+
+
+@app.command()
+@_clear_errors
+def plot(
+    runs: Annotated[
+        list[Path], typer.Argument(help="Folders of trainings of one family.", metavar="RUN...")
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(help="FILE.png (curve.png in the first folder).", metavar="FILE"),
+    ] = None,
+) -> None:
+    """Draw the learning curves of trainings, beside the level of the family's rule."""
+    from servegym.experiments.evaluation.output import check_writable, write_text
+    from servegym.experiments.runs import draw_runs
+
+    if out is not None:
+        check_writable(out, (".png",))
+    picture = draw_runs(runs)
+    out = out or runs[0] / "curve.png"
+    write_text(out, picture)
+    typer.echo(f"written to {out}")
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})

@@ -1,7 +1,8 @@
-"""Show a policy at work: text on the terminal, a picture or an animation."""
+"""Show a policy at work: text on the terminal, a picture, an animation or a video."""
 
 from __future__ import annotations
 
+import importlib
 import io
 from collections.abc import Callable, Mapping
 from itertools import islice
@@ -34,14 +35,21 @@ def render_episode(
 
     Args:
         env_id: An id of one of the families.
-        policy: Registered name or checkpoint path; the family's example by default.
+        policy: Registered name, or path of a checkpoint or of a run's folder; the family's example
+            by default.
         steps: Decisions to show; None: `STEPS`, before a picture those of `Report.pictured`.
         env_kwargs: Arguments of the environment; ``split`` is "eval" by default.
         seed: Seed of the episode, by default the first one of an evaluation.
-        fps: Frames a second of a GIF.
-        out: ``.gif`` for all states, ``.png`` for the last one before the end; None prints text.
+        fps: Frames a second of a GIF or video.
+        out: ``.gif`` or ``.mp4`` for all states, ``.png`` for the last one before the end; None
+            prints text.
         echo: Prints text.
+
+    Raises:
+        ModuleNotFoundError: If moviepy, which writes videos, is not installed.
     """
+    if out is not None and out.suffix.lower() == ".mp4":
+        importlib.import_module("moviepy")  # before any work
     family = family_of(env_id)
     report = report_of(family)
     kwargs = {"split": "eval", **env_kwargs}
@@ -52,6 +60,8 @@ def render_episode(
     envs = open_envs(family, resolved, 1, kwargs, "ansi" if out is None else "rgb_array")
     frames: list[Any] = []
     state: Any = None
+    if out is not None:
+        echo(f"{resolved.name} plays {steps} decisions at most ...")
     try:
         episode = play(envs, resolved, DEFAULT_SEED if seed is None else seed)
         for number, step in enumerate(islice(episode, steps), 1):
@@ -69,7 +79,10 @@ def render_episode(
     finally:
         envs.close()
     if out is not None:
-        write_text(out, _picture(frames, out.suffix.lower(), fps))
+        if out.suffix.lower() == ".mp4":
+            _write_video(frames, fps, out)
+        else:
+            write_text(out, _picture(frames, out.suffix.lower(), fps))
         echo(f"{len(frames)} frame{'s' if len(frames) > 1 else ''} written to {out}")
 
 
@@ -96,3 +109,11 @@ def _picture(frames: list[Any], suffix: str, fps: int) -> bytes:
             loop=0,
         )
     return stream.getvalue()
+
+
+def _write_video(frames: list[Any], fps: int, out: Path) -> None:
+    """H.264 with an even number of rows and columns, which every player shows."""
+    high, wide = (size // 2 * 2 for size in frames[0].shape[:2])
+    moviepy: Any = importlib.import_module("moviepy")
+    clip = moviepy.ImageSequenceClip([frame[:high, :wide] for frame in frames], fps=fps)
+    clip.write_videofile(str(out), logger=None, pixel_format="yuv420p")

@@ -1,23 +1,26 @@
 """Train a router from random weights, draw how it learns, and compare it with the heuristics.
 
-``make train`` runs this, about three minutes of two cores. `servegym.agents.baseline_rl`, SAC over
-the experts' rows, learns in a process of its own; this one follows its log and measures the
-heuristics meanwhile: on the episodes of the learning curve, then on those of the evaluation split,
-which the last policy of the training plays in the end. A line tells every 10 s how far it is. One
-folder holds
+``make train`` runs this, about three minutes of two cores. The agent `AGENT` learns in a process of
+its own; this one follows its log and measures the heuristics meanwhile: on the episodes of the
+learning curve, then on those of the evaluation split, which the last policy of the training plays
+in the end. A line tells every 10 s how far it is. The folder, a new one each time, is the run of
+the agent, which ``servegym evaluate``, ``plot`` and ``render`` take, and has besides
 
 - ``first_command.csv``, ``.json``: QoS of each policy at each rate, and what the trained one gains;
 - ``first_command_curve.csv``, ``.json``: QoS on validation episodes from random weights on, by
   decisions and seconds of a core, and that of the heuristics; ``first_command.png`` shows both;
-- ``training``: the run with ``last.safetensors``, which ``servegym evaluate --policy`` takes.
+- ``training.log``: what the training printed.
+
+Ctrl-C and SIGTERM are passed on to the training, which saves its policy.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import importlib
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -25,7 +28,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -35,7 +38,8 @@ from servegym.experiments.evaluation.evaluate import evaluate
 from servegym.experiments.evaluation.output import print_table, write_text
 from servegym.experiments.evaluation.stats import over_trainings
 from servegym.experiments.evaluation.tables import note, provenance, write_result
-from servegym.experiments.papers.plotting import as_png, label_ends, pyplot
+from servegym.experiments.papers.plotting import as_png, decisions_axis, label_ends, pyplot
+from servegym.experiments.runs import read_metrics
 
 ENV_ID, AGENT = "servegym/LLMRouting-v1", "servegym.agents.baseline_rl"
 TABLE, CURVE, TRAINED = "first_command", "first_command_curve", "trained"
@@ -51,24 +55,20 @@ BASELINES = NAMED + tuple(
     and one.name not in (*NAMED, "drop_all", "always_busiest")
 )
 """Every heuristic and bandit that is no control and knows no more than a router can."""
-STEPS, POINTS = 600_000, 15  # decisions of the training; evaluations after that of step 0
+STEPS, POINTS = 600_000, 15  # decisions of the training; evaluations at equal distances
 EVERY_S = 10.0  # between two lines at least
+SIGNALS = signal.SIGINT, signal.SIGTERM
+SAVES_WITHIN_S = 60.0  # after a signal a training that has not ended is killed
 Rows = list[dict[str, Any]]
 
 
 def training_command(steps: int, seed: int, folder: Path) -> list[str]:
     """The command line of the training, which a user may run as well."""
-    flags = {"out_dir": folder, "run_name": "training", "total_timesteps": steps, "seed": seed}
-    flags |= {"eval_every": max(steps // POINTS, 1_280)}
+    folder = folder.resolve()  # "." has no name
+    flags = {"out_dir": folder.parent, "run_name": folder.name}
+    flags |= {"total_timesteps": steps, "seed": seed, "eval_every": max(steps // POINTS, 1_280)}
     words = [str(word) for key, value in flags.items() for word in (f"--{key}", value)]
     return [sys.executable, "-m", AGENT, *words, "--eval_rates", *(f"{r:g}" for r in RATES)]
-
-
-def read_metrics(run: Path) -> Rows:
-    """Rows of a run's log, none before it begins; its last line may be half written."""
-    file = run / "metrics.jsonl"
-    text = file.read_text(encoding="utf-8") if file.exists() else ""
-    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
 def learning_curve(metrics: Rows) -> Rows:
@@ -83,12 +83,11 @@ def learning_curve(metrics: Rows) -> Rows:
 
 def validate(policy: str) -> Rows:
     """A heuristic's row in the curve's table, on the episodes that the training evaluates on."""
-    from servegym.agents.baseline_rl import EVAL_EPISODES, EVAL_REQUESTS
-
-    qos = []
+    agent, qos = importlib.import_module(AGENT), []
     for k, rate in enumerate(RATES):
-        env_kwargs = {"rate": rate, "split": "val", "episode_requests": EVAL_REQUESTS}
-        rows = evaluate(ENV_ID, [policy], EVAL_EPISODES, 10_000 + k, env_kwargs, EVAL_EPISODES)
+        env_kwargs = {"rate": rate, "split": "val", "episode_requests": agent.EVAL_REQUESTS}
+        n = agent.EVAL_EPISODES
+        rows = evaluate(ENV_ID, [policy], n, 10_000 + k, env_kwargs, n)
         qos.append(float(np.mean([row["avg_qos"] for row in rows])))
     values = dict(zip(KEYS, [float(np.mean(qos)), *qos], strict=True))
     return [{"policy": policy, "decisions": None, "cpu_s": None, **values}]
@@ -101,6 +100,24 @@ def play(policy: str, training: int | None, rate: float, episodes: int, quick: b
     rows = evaluate(ENV_ID, [policy], episodes, None, env_kwargs, block)
     names = {"policy": TRAINED} if training else {}
     return [{**row, **names, "rate": rate, "training": training} for row in rows]
+
+
+def end_training(child: subprocess.Popen[bytes], _: object, error: object, *__: object) -> None:
+    """End a training by the signal that ended this program, and wait until its policy is saved."""
+    number = error.args[0] if isinstance(error, KeyboardInterrupt) and error.args else SIGNALS[-1]
+    child.send_signal(number)  # does nothing if it has ended
+    try:
+        child.wait(SAVES_WITHIN_S)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        child.wait()
+
+
+def stop(number: int, _: object) -> NoReturn:
+    """Raise KeyboardInterrupt with the number of a signal; those that follow are ignored."""
+    for each in SIGNALS:
+        signal.signal(each, signal.SIG_IGN)
+    raise KeyboardInterrupt(number)
 
 
 class Progress:
@@ -123,8 +140,8 @@ class Progress:
             text += f"; QoS {qos[-1]:.3f}, at first {qos[0]:.3f}"
         if heuristics:
             best = max(heuristics, key=lambda row: row["avg_qos"])
-            text += f"; {best['policy']} {best['avg_qos']:.3f}"
-        print(f"{text}; {to_come} to measure", flush=True)
+            text += f"; best heuristic {best['policy']} {best['avg_qos']:.3f}"
+        print(f"{text}; {to_come} left to measure", flush=True)
 
 
 def measure(
@@ -145,14 +162,15 @@ def measure(
     jobs += [(compared, partial(play, name, None, r, *how)) for name in names for r in RATES]
     paths = list(enumerate(map(str, checkpoints), 1))
     after = [(compared, partial(play, path, k, r, *how)) for k, path in paths for r in RATES]
-    child, log, metrics = None, run.with_suffix(".log"), []
+    child, log, metrics = None, run / "training.log", []
     with ExitStack() as stack:
         if command:
-            shutil.rmtree(run, ignore_errors=True)
             output = stack.enter_context(log.open("wb"))
-            child = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
-            stack.callback(child.wait)
-            stack.callback(child.terminate)
+            # A group of its own: a terminal's Ctrl-C comes once, from here.
+            child = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, process_group=0
+            )
+            stack.push(partial(end_training, child))
         while jobs or after:
             ended = child is None or child.poll() is not None
             if child is not None:
@@ -221,10 +239,17 @@ def findings(table: Rows, curve: Rows) -> Rows:
         notes.append(note(f"{text}{gain} [{low}, {high}]", **about, **numbers))
     points = [row for row in curve if row["policy"] == TRAINED]
     for row in [row for row in curve if row["policy"] in NAMED]:
-        reached = [p["cpu_s"] for p in points if p["avg_qos"] >= row["avg_qos"]]
-        when = f"after {reached[0]:.0f} s of a core" if reached else "never"
-        text = f"the curve reaches {row['policy']} ({short('.3f', row['avg_qos'])[0]}) {when}"
-        notes.append(note(text, policy=row["policy"], cpu_s=reached[0] if reached else None))
+        at = next((k for k, p in enumerate(points) if p["avg_qos"] >= row["avg_qos"]), None)
+        about: dict[str, Any] = {"policy": row["policy"], "decisions": None, "cpu_s": None}
+        when = "never"
+        if at is not None:
+            ends = points[max(at - 1, 0)], points[at]
+            about |= {key: [one[key] for one in ends] for key in ("decisions", "cpu_s")}
+            when = "between {:,} and {:,} decisions".format(*about["decisions"])
+            when += " ({:.1f} to {:.1f} CPU s)".format(*about["cpu_s"])
+            when = when if at else "from the first evaluation on"
+        text = f"curve reaches {row['policy']} ({short('.3f', row['avg_qos'])[0]}) {when}"
+        notes.append(note(text, **about))
     return notes
 
 
@@ -265,7 +290,10 @@ def plot(curve: Rows, table: Rows) -> bytes:
         look["linewidth"] = 2.4 if name == TRAINED else 1.4 if name in colours else 0.8
         points = [row for row in curve if row["policy"] == name]
         if name == TRAINED:
-            left.plot([r["cpu_s"] for r in points], [r["avg_qos"] for r in points], ".-", **look)
+            decisions = [r["decisions"] for r in points]
+            left.plot(decisions, [r["avg_qos"] for r in points], ".-", **look)
+            decisions_axis(left, decisions)
+            took = f"{points[-1]['cpu_s']:.0f} s of a core"
         else:
             left.axhline(points[0]["avg_qos"], **look)
         rows = [row for row in table if row["policy"] == name]
@@ -274,8 +302,8 @@ def plot(curve: Rows, table: Rows) -> bytes:
         right.errorbar(RATES, qos[0], bars, capsize=2, **look)
         if name in colours:
             ends[0][name], ends[1][name] = points[-1]["avg_qos"], qos[0][-1]
-    left.set(xlabel="seconds of one core", ylabel="average QoS, mean of 5, 8 and 10 requests/s")
-    left.set(title="Training from random weights: validation", xlim=(0, None))
+    left.set_ylabel("validation QoS, mean of 5, 8 and 10 requests/s")
+    left.set_title(f"Training from random weights, {took}")
     right.set(xlabel="arrival rate, requests/s", ylabel="average QoS", xticks=RATES)
     right.set(title=f"{table[0]['episodes']} evaluation episodes a point")
     for axis, names in zip((left, right), ends, strict=True):
@@ -283,51 +311,129 @@ def plot(curve: Rows, table: Rows) -> bytes:
     return as_png(figure)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Train, evaluate, print and save; see ``--help``."""
+def take_folder(out: Path | None, name: str, trains: bool) -> Path:
+    """The folder of this run: ``out``, or the first of runs/NAME, runs/NAME_2, ... that is free.
+
+    Raises:
+        ValueError: If ``out`` has a training already, where this run ``trains``, or a comparison.
+        OSError: If the folder cannot be made.
+    """
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        trained = [*out.glob("metrics.jsonl"), *out.glob("*.safetensors")] if trains else []
+        for file in [*trained, *out.glob(f"{TABLE}*")]:
+            raise ValueError(f"{out} holds a run already ({file.name}); name another folder")
+        return out
+    number = 1
+    while True:
+        folder = Path("runs", name if number == 1 else f"{name}_{number}")
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError:
+            number += 1
+
+
+def announce(steps: int, out: Path) -> None:
+    """Say what is trained, by which file, what is measured and where it is written."""
+    file = f"agents/{AGENT.rpartition('.')[2]}.py"
+    print(f"{file} learns to route requests on {ENV_ID}, from random weights: {steps:,} decisions.")
+    print("Its number is QoS, the quality of an answer from 0 to 1, or 0 where it comes too late:")
+    print("the mean over 5, 8 and 10 requests/s on validation prompts. Heuristics play the same")
+    print("episodes; in the end all play others, on evaluation prompts, for a table.")
+    print(f"All is written to {out}, what the training prints to {out / 'training.log'}.")
+    print(f"A line every {EVERY_S:.0f} s; Ctrl-C saves the policy as it is.", flush=True)
+
+
+def say_what_is_next(out: Path, seconds: float) -> None:
+    """Name the picture, the tables and the commands that go on from here."""
+    print(f"{seconds:.0f} s. Picture: {out / TABLE}.png; tables: {TABLE}.csv, {CURVE}.csv there.")
+    print("Next:")
+    activate = Path(sys.prefix, "bin", "activate")
+    if shutil.which("servegym") is None and activate.exists():
+        print(f"  source {shlex.quote(str(activate))}")
+    folder = shlex.quote(str(out))
+    print(f"  servegym evaluate {ENV_ID} --policy {folder}/last.safetensors --set rate=8")
+    print(f"  servegym plot {folder}")
+    print(f"  servegym render --policy {folder}")
+
+
+def say_what_is_left(out: Path, trains: bool) -> None:
+    """Say after a signal what the folder has."""
+    policy = out / "last.safetensors"
+    if not trains:
+        print(f"interrupted: {out} has no comparison")
+    elif not policy.exists():
+        print(f"interrupted: {out} has no policy yet")
+    else:
+        words = ["python", "-m", "servegym.experiments.train_and_compare"]
+        command = shlex.join([*words, "--checkpoint", str(policy), "--out", str(out)])
+        print(f"interrupted: the policy so far is {policy}, compare it with: {command}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train, evaluate, print and save; see ``--help``. Returns the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--steps", type=int, help=f"decisions of the training ({STEPS})")
     parser.add_argument("--seed", type=int, default=1, help="seed of the training (1)")
     parser.add_argument("--episodes", type=int, default=50, help="episodes a policy and rate (50)")
-    parser.add_argument("--out", type=Path, help="folder (runs/train; runs/train-quick if quick)")
+    parser.add_argument("--out", type=Path, help="folder (runs/train, runs/train_2, ...)")
     parser.add_argument("--checkpoint", type=Path, nargs="+", help="compare these, train nothing")
     parser.add_argument("--quick", action="store_true", help="a smoke run, numbers not to quote")
     words = sys.argv[1:] if argv is None else list(argv)
     args = parser.parse_args(words)
-    steps = (2_560 if args.quick else STEPS) if args.steps is None else args.steps
-    if min(steps, args.episodes) < 1:
+    args.steps = (2_560 if args.quick else STEPS) if args.steps is None else args.steps
+    if min(args.steps, args.episodes) < 1:
         parser.error("--steps and --episodes must be 1 or more")
     for checkpoint in args.checkpoint or ():
         if not checkpoint.exists():
             parser.error(f"--checkpoint {checkpoint} does not exist")
-    if args.out is None:
-        args.out = Path("runs", "train-quick" if args.quick else "train")
+    trains = args.checkpoint is None
     try:
-        args.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        parser.error(f"--out {args.out} cannot be made: {error}")
+        args.out = take_folder(args.out, "train-quick" if args.quick else "train", trains)
+    except (OSError, ValueError) as error:
+        parser.error(f"--out: {error}")
 
+    before = {number: signal.signal(number, stop) for number in SIGNALS}
+    try:
+        train_and_compare(args, words)
+    except KeyboardInterrupt as signalled:
+        say_what_is_left(args.out, trains)
+        return 128 + signalled.args[0]
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return 0
+
+
+def train_and_compare(args: argparse.Namespace, words: Sequence[str]) -> None:
+    """Do what the command line, in its ``words``, asks for."""
+    trains = args.checkpoint is None
     if args.quick:
         print("Smoke run: it shows that everything works; its numbers are not to be quoted.")
-    run, command, settings = args.out / "training", [], {}
-    if args.checkpoint is None:
-        command = training_command(steps, args.seed, args.out)
-        settings = {"seed": args.seed, "steps": steps}
+    command, settings = [], {}
+    if trains:
+        command = training_command(args.steps, args.seed, args.out)
+        settings = {"seed": args.seed, "steps": args.steps}
+        announce(args.steps, args.out)
     this = shlex.join(["python", "-m", "servegym.experiments.train_and_compare", *words])
     origin = provenance(this, args.quick, packages=("torch",), settings=settings)
-    progress = Progress(steps)
-    checkpoints = args.checkpoint or [run / "last.safetensors"]
+    progress = Progress(args.steps)
+    checkpoints = args.checkpoint or [args.out / "last.safetensors"]
     episodes = min(args.episodes, 3) if args.quick else args.episodes
-    curve, rows = measure(command, progress, run, checkpoints, episodes, args.quick)
+    curve, rows = measure(command, progress, args.out, checkpoints, episodes, args.quick)
     table = summarise_comparison(rows)
     notes = findings(table, curve)
     ceiling = [float(np.mean([r["ceiling"] for r in rows if r["rate"] == rate])) for rate in RATES]
     print_comparison(table, ceiling, notes)
     write_result(args.out / TABLE, table, origin, notes)
-    if curve:
+    seconds = time.perf_counter() - progress.begin
+    if trains:
         write_result(args.out / CURVE, curve, origin)
         write_text(args.out / f"{TABLE}.png", plot(curve, table))
-    print(f"{time.perf_counter() - progress.begin:.0f} s; all that was made is in {args.out}")
+        say_what_is_next(args.out, seconds)
+    else:
+        print(f"{seconds:.0f} s; all that was made is in {args.out}")
 
 
 if __name__ == "__main__":

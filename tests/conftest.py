@@ -28,6 +28,7 @@ NEEDS = {
     "experiments/papers": f"{LEARNING} matplotlib",
     "experiments/studies": f"{LEARNING} matplotlib",
     "experiments/sweeps": f"{LEARNING} matplotlib optuna yaml",
+    "experiments/test_runs.py": f"{LEARNING} matplotlib",
     "experiments/test_train_and_compare.py": f"{LEARNING} matplotlib",
 }
 collect_ignore = [path for path, names in NEEDS.items() if not all(map(find_spec, names.split()))]

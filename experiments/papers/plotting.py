@@ -14,6 +14,7 @@ import numpy as np
 UNITS = {"s": "s", "ms": "ms", "ms_per_token": "ms/token"}
 AXES = {
     "age_s": "age of the request, s",
+    "avg_qos": "average QoS, 0 to 1",
     "b": "b, share of remote MoE experts",
     "bin_low": "score, 0 to 1, or output tokens",
     "ceiling": "ceiling",
@@ -123,6 +124,21 @@ def label_ends(axis: Any, ends: Mapping[str, float], colours: Mapping[str, str])
         at: dict[str, Any] = {"xycoords": place, "textcoords": place, "arrowprops": arrow}
         axis.annotate(name, (1, ends[name]), (1.06, height), color=colour, va="center", **at)
     axis.spines[["top", "right"]].set_visible(False)
+
+
+def decisions_axis(axis: Any, decisions: Sequence[int]) -> None:
+    """Decisions from 0 on as the x axis, on a log scale where the first points lie close together.
+
+    Args:
+        axis: The axes, with or without lines.
+        decisions: Of all points.
+    """
+    first, scale = min((count for count in decisions if count > 0), default=1), ""
+    if max(decisions, default=0) > 50 * first:
+        axis.set_xscale("symlog", linthresh=first, linscale=0.5)
+        scale = f" (log scale from {first:,} on)"
+    axis.set(xlabel=f"decisions of the training{scale}", xlim=(0, None))
+    axis.xaxis.set_major_formatter("{x:,.0f}")
 
 
 def _columns(names: Names) -> tuple[str, ...]:

@@ -40,7 +40,8 @@ def fails(result, *named):
 def test_help_lists_the_commands(run):
     result = run("--help")
     assert result.exit_code == 0
-    for command in ("list", "profiles", "evaluate", "replay", "render", "calibrate", "bench"):
+    commands = ("list", "profiles", "evaluate", "replay", "render", "plot", "calibrate", "bench")
+    for command in commands:
         assert command in result.output
 
 
@@ -131,7 +132,7 @@ EVALUATE = f"evaluate {ENV_ID} --policy"
         (f"{EVALUATE} random --out no/such/folder/x.csv", ("no/such/folder",)),
         (f"{EVALUATE} random --out rows.txt", (".json", ".csv")),
         (f"render {ENV_ID} --policy greedy", ("greedy_qos",)),
-        (f"render {ENV_ID} --out x.mp4", (".gif", ".png")),
+        (f"render {ENV_ID} --out x.avi", (".gif", ".png", ".mp4")),
     ],
 )
 def test_bad_words_are_told_in_one_line(run, words, named):

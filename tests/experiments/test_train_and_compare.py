@@ -1,6 +1,11 @@
 """The run behind make train, at smoke size, and what it reads, prints and draws."""
 
 import csv
+import os
+import signal
+import sys
+import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,9 +19,15 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 @pytest.mark.slow
 def test_trains_compares_and_saves(tmp_path, capsys):
-    run.main(["--quick", "--steps", "1300", "--episodes", "2", "--out", str(tmp_path)])
+    words = ["--quick", "--steps", "1300", "--episodes", "2", "--out", str(tmp_path)]
+    assert run.main(words) == 0
     printed = capsys.readouterr().out
     assert "of 1,300 decisions" in printed and "gains at 5/8/10" in printed
+    assert f"{run.ENV_ID}, from random weights: 1,300 decisions" in printed
+    assert f"agents/{run.AGENT.rpartition('.')[2]}.py" in printed.splitlines()[1]
+    assert f"Picture: {tmp_path}/first_command.png" in printed
+    for command in ("evaluate", "plot", "render"):
+        assert any(line.startswith(f"  servegym {command} ") for line in printed.splitlines())
     curve = list(csv.DictReader((tmp_path / "first_command_curve.csv").open()))
     drawn = [row for row in curve if row["policy"] == "trained"]
     steps = [int(row["decisions"]) for row in drawn]
@@ -25,7 +36,8 @@ def test_trains_compares_and_saves(tmp_path, capsys):
     table = list(csv.DictReader((tmp_path / "first_command.csv").open()))
     assert len(table) == 3 * 7 and {row["rate"] for row in table} == {"5.0", "8.0", "10.0"}
     assert (tmp_path / "first_command.png").read_bytes()[:8] == PNG
-    checkpoint = tmp_path / "training" / "last.safetensors"
+    assert (tmp_path / "training.log").stat().st_size > 0
+    checkpoint = tmp_path / "last.safetensors"
     arguments = ["evaluate", "servegym/LLMRouting-v1", "--policy", str(checkpoint)]
     arguments += ["--episodes", "2", "--set", "episode_requests=30"]
     result = CliRunner().invoke(app, arguments)
@@ -33,7 +45,7 @@ def test_trains_compares_and_saves(tmp_path, capsys):
     # Two trainings of one setting are compared without another training.
     paths = [str(checkpoint)] * 2
     run.main(["--quick", "--episodes", "2", "--out", str(tmp_path / "two"), "--checkpoint", *paths])
-    assert not (tmp_path / "two" / "training").exists()
+    assert not (tmp_path / "two" / "training.log").exists()
     table = list(csv.DictReader((tmp_path / "two" / "first_command.csv").open()))
     assert {row["trainings"] for row in table if row["policy"] == "trained"} == {"2"}
 
@@ -42,12 +54,69 @@ def test_a_training_that_fails_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "BASELINES", ())
     progress = run.Progress(10)
     command = [
-        run.sys.executable,
+        sys.executable,
         "-c",
         "import time; time.sleep(0.2); raise SystemExit('it broke')",
     ]
     with pytest.raises(RuntimeError, match="it broke"):
-        run.measure(command, progress, tmp_path / "training", [tmp_path], 1, True)
+        run.measure(command, progress, tmp_path, [tmp_path], 1, True)
+
+
+WAITS = """
+import signal, sys, time
+def end(number, _):
+    open("saved", "w").write(str(number))
+    sys.exit(128 + number)
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, end)
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_training_by_itself_and_is_told(tmp_path, monkeypatch, capsys, number):
+    """As often as it comes: `timeout` sends one to a program and one to its group."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(run, "BASELINES", ("random",))
+    monkeypatch.setattr(run, "training_command", lambda *_: [sys.executable, "-c", WAITS])
+
+    def interrupted(policy):
+        log = tmp_path / "runs" / "train" / "training.log"
+        while "ready" not in log.read_text():
+            time.sleep(0.01)
+        (log.parent / "last.safetensors").touch()
+        os.kill(os.getpid(), number)
+        os.kill(os.getpid(), number)
+        time.sleep(60)
+
+    monkeypatch.setattr(run, "validate", interrupted)
+    before = signal.getsignal(number)
+    assert run.main([]) == 128 + number
+    assert (tmp_path / "saved").read_text() == str(int(number))
+    told = capsys.readouterr().out.splitlines()[-1]
+    folder = Path("runs", "train")
+    assert told.startswith(f"interrupted: the policy so far is {folder}/last.safetensors")
+    assert told.endswith(f"--checkpoint {folder}/last.safetensors --out {folder}")
+    assert signal.getsignal(number) is before
+    assert run.take_folder(None, "train", True) == Path("runs", "train_2")
+    assert run.take_folder(folder, "train", False) == folder  # to compare what it has
+
+
+def test_no_run_is_written_over(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    names = [str(run.take_folder(None, "train", True)) for _ in range(3)]
+    assert names == ["runs/train", "runs/train_2", "runs/train_3"]
+    monkeypatch.setattr(run, "train_and_compare", lambda *_: pytest.fail("work was done"))
+    for folder, file, words in (
+        ("runs/train", "metrics.jsonl", []),
+        ("runs/train_2", "best.safetensors", []),
+        ("runs/train_3", "first_command.csv", ["--checkpoint", "runs/train_2"]),
+    ):
+        Path(folder, file).touch()
+        with pytest.raises(SystemExit):
+            run.main([*words, "--out", folder])
+        assert f"{folder} holds a run already ({file})" in capsys.readouterr().err
 
 
 def evaluation(step, qos):
@@ -72,7 +141,7 @@ def test_the_table_fits_100_columns_and_the_picture_is_drawn(capsys):
     curve = run.learning_curve([evaluation(0, 0.2), evaluation(400, 0.7)])
     curve += [{"policy": n, "cpu_s": None, "avg_qos": 0.4} for n in OTHERS]
     notes = run.findings(table, curve)
-    assert notes[-1]["text"].endswith("(.400) after 4 s of a core")
+    assert notes[-1]["text"].endswith("(.400) between 0 and 400 decisions (0.0 to 4.0 CPU s)")
     run.print_comparison(table, [0.75] * 3, notes)
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 100
@@ -92,6 +161,22 @@ def test_gains_are_over_the_best_heuristic_by_its_interval():
     found = run.findings(run.summarise_comparison(rows + trained), [])[0]
     assert found["gain"] == pytest.approx(-0.005) and found["gain_low"] < -0.01
     assert found["verdict"] == "not distinguished from"
+
+
+@pytest.mark.parametrize(
+    ("level", "when"),
+    [
+        (0.1, "from the first evaluation on"),
+        (0.3, "between 0 and 200 decisions (0.0 to 2.0 CPU s)"),
+        (0.6, "between 200 and 500 decisions (2.0 to 5.0 CPU s)"),
+        (0.8, "never"),
+    ],
+)
+def test_when_the_curve_reaches_a_level(level, when):
+    table = run.summarise_comparison(rows_of({"trained": [0.6], "good": [0.5]}))
+    curve = run.learning_curve([evaluation(0, 0.2), evaluation(200, 0.5), evaluation(500, 0.7)])
+    told = run.findings(table, [*curve, {"policy": run.NAMED[0], "avg_qos": level}])[-1]["text"]
+    assert told.endswith(f") {when}")
 
 
 @pytest.mark.parametrize(
@@ -115,5 +200,5 @@ def test_a_line_comes_every_ten_seconds(monkeypatch, capsys):
         progress.show(metrics, [{"policy": "random", "avg_qos": 0.4}], 7)
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(",")[0] for line in lines] == ["0 s", "14 s", "31 s"]
-    wanted = "0 s, 400 of 1,000 decisions; QoS 0.500, at first 0.200; random 0.400; 7 to measure"
-    assert lines[0] == wanted
+    wanted = "0 s, 400 of 1,000 decisions; QoS 0.500, at first 0.200; best heuristic random 0.400; "
+    assert lines[0] == f"{wanted}7 left to measure"
