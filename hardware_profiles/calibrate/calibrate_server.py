@@ -10,8 +10,9 @@ top it learns, as far as the loads tell:
  - a factor on what prompts add to a step, and a constant before the first token.
 
 What the profile says of its own errors (``step_error``) is the prior: far from the measured loads
-the profile holds, and a single load moves it little if it is known well. From three loads on each
-is left out once, and the fit is kept only if it is nearer to them than the profile alone.
+the profile holds, and a single load moves it little if it is known well, unless it contradicts it;
+then the machine is another, and all batches move. From three loads on each is left out once, and
+the fit is kept only if it is nearer to them than the profile alone.
 """
 
 from __future__ import annotations
@@ -215,14 +216,16 @@ class Steps:
     Attributes:
         points: the loads that it was fitted to.
         bias: mean of the prior.
-        sd: its deviation, half of it common to all batches.
+        sd: its deviation at a batch.
         least_s: the lowest time a sequence, seconds: what takes away the host's.
+        common: deviation of a part that all batches have in common.
     """
 
     points: tuple[Point, ...]
     bias: float
     sd: float
     least_s: float
+    common: float = 0.0
 
     @property
     def ratios(self) -> np.ndarray:
@@ -231,7 +234,7 @@ class Steps:
 
     def _smooth(self, one: np.ndarray, other: np.ndarray) -> np.ndarray:
         gap = np.log(one)[:, None] - np.log(other)[None]
-        return 0.5 * self.sd**2 * (1.0 + np.exp(-0.5 * (gap / LENGTH) ** 2))
+        return self.common**2 + self.sd**2 * np.exp(-0.5 * (gap / LENGTH) ** 2)
 
     def _solved(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         batch, law, noise = (
@@ -265,8 +268,9 @@ class Steps:
         rest = self.ratios - self.bias - self.sequence_s[0] / SEQUENCE_SD_S * slope
         noise = np.diag([p.sd**2 for p in self.points])
         mean = cross @ np.linalg.solve(self._smooth(at, at) + noise, rest)
-        variance = self.sd**2 - np.einsum("bi,ij,bj->b", cross, inverse, cross)
-        limit = _BOUND * self.sd
+        prior = self.sd**2 + self.common**2
+        variance = prior - np.einsum("bi,ij,bj->b", cross, inverse, cross)
+        limit = _BOUND * math.sqrt(prior)
         return self.bias + np.clip(mean, -limit, limit), np.sqrt(np.maximum(variance, 0.0))
 
 
@@ -275,9 +279,10 @@ def fit_steps(points: Sequence[Point], profile: Profile) -> Steps:
     stated = _stated(profile)["decode"]
     least = -float(profile.host.get("sequence_s", 0.0))
     steps = Steps(tuple(points), stated["bias"], stated["sd"], least)
-    # Loads further off than the profile says of itself make its own errors so much larger.
+    # Loads further off than the profile says of itself are of a machine that is slower or faster.
     misfit = float((steps.ratios - steps.bias) @ steps._solved()[3]) / len(points)
-    return replace(steps, sd=min(steps.sd * math.sqrt(max(misfit, 1.0)), _LARGEST_SD))
+    common = steps.sd * math.sqrt(max(misfit - 1.0, 0.0))
+    return replace(steps, common=min(common, _LARGEST_SD))
 
 
 def fit_first_token(

@@ -150,6 +150,21 @@ def test_a_server_is_timed(server, tmp_path, api, capsys, monkeypatch):
     assert len(server.seen) == 6
 
 
+def test_tokens_a_second_are_of_a_loads_own_time(tmp_path, capsys):
+    """Two loads take turns of one second; each turn makes as many requests of ten tokens."""
+    table = ResumableTable(tmp_path / "s.csv", measure_server.COLUMNS, ("load", "request"))
+    row = dict.fromkeys(measure_server.COLUMNS, "") | {"rate_rps": 0.0, "prompt_words": 8}
+    row |= {"ttft_s": 0.1, "tpot_s": 0.1, "e2e_s": 1.0, "output_tokens": 10}
+    for turn in range(4):
+        load = 1 + turn % 2
+        for k in range(load):
+            place = {"load": load, "request": 2 * turn + k, "started_s": turn + 0.01 * k}
+            table.add(row | place)
+    measure_server._print(table)
+    speeds = [float(line.split()[-1]) for line in capsys.readouterr().out.splitlines()[1:]]
+    assert speeds == [10.0, pytest.approx(19.8)]
+
+
 @pytest.mark.parametrize(
     ("mode", "words"),
     [
