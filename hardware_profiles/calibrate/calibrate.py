@@ -37,6 +37,7 @@ from servegym.hardware_profiles.calibrate.fitting import (
 from servegym.hardware_profiles.calibrate.kernel_tables import (
     SETTINGS_FILE,
     KernelTables,
+    layer_lines,
     read_meta,
 )
 from servegym.hardware_profiles.calibrate.options import add_options, option
@@ -102,6 +103,7 @@ def calibrate_kernels(folder: str | os.PathLike[str], options: KernelOptions) ->
             "below the smallest measured chunk and context the time of the smallest holds",
             f"beyond {kernels.tokens[-1]:g} tokens: dense on the mean slope of the upper half, "
             f"prefill attention composed of pieces of {kernels.chunks[-1]:g} tokens",
+            *layer_lines(root),
             *options.notes,
         ],
     }
