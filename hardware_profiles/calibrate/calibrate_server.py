@@ -256,7 +256,7 @@ class Steps:
         _, slope, inverse, weights = self._solved()
         mean = SEQUENCE_SD_S * float(slope @ weights)
         sd = SEQUENCE_SD_S * math.sqrt(max(1.0 - float(slope @ inverse @ slope), 0.0))
-        return min(max(mean, self.least_s), _BOUND * SEQUENCE_SD_S), sd
+        return min(max(mean, self.least_s + 0.0), _BOUND * SEQUENCE_SD_S), sd
 
     def factor(self, batch: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Logarithm of the factor at batches ``(B,)`` and its deviation, the time a sequence apart.
@@ -433,7 +433,7 @@ def calibrate_server(
     for p, log, deviation in zip(points, value, sd, strict=True):
         low, high = np.exp(log + np.array([-Z80, Z80]) * deviation)
         lines.append(f"  {p.name}: batch {p.batch:.3g}, a step {1e3 * p.step_s:.3g} ms, "
-                     f"composed {1e3 * p.law_s:.3g}; factor {math.exp(log):.3f} "
+                     f"predicted {1e3 * p.law_s:.3g}; factor {math.exp(log):.3f} "
                      f"({low:.3f} to {high:.3f})")  # fmt: skip
     sequence, sequence_sd = steps.sequence_s
     lines.append(f"  time a sequence: {_between(1e6 * sequence, 1e6 * sequence_sd)} us more")
