@@ -72,16 +72,22 @@ def curve(folder: Path) -> list[dict[str, Any]]:
             steps += off(profile, used)
             alone += off(base, used)
             runs.append(run_errors(profile, requests))
-        errors, row = np.array(runs), {"loads": count, "sets": len(runs)}
-        row["kept"] = round(float(np.mean(kept)), 3) if kept else ""
-        for name, some in (("composed", alone), ("corrected", steps)):
-            row[f"steps_left_out_{name}"] = round(float(np.mean(some)), 4) if some else ""
-        for k, name in enumerate(("tpot", "e2e", "ttft")):
-            for what in ("mean", "min", "max"):
-                row[f"{name}_{what}"] = round(float(getattr(errors, what)(0)[k]), 4)
-        first, worst = np.abs(errors[:, :2]).max(1), np.abs(run_errors(base, requests)[:2]).max()
-        row["within_4_percent"] = round(float(np.mean(first <= 0.04)), 3)
-        row["worse_by_1_percent"] = round(float(np.mean(first > worst + 0.01)), 3)
+        errors, worst = np.array(runs), np.abs(run_errors(base, requests)[:2]).max()
+        row: dict[str, Any] = {"loads": count, "sets": len(runs)}
+
+        def add(name: str, some: Any, row: dict[str, Any] = row) -> None:
+            row[name] = round(100.0 * float(np.mean(some)), 1) if len(some) else ""
+
+        add("kept %", kept)
+        add("steps left out, composed %", alone)
+        add("steps left out, corrected %", steps)
+        for k, name in enumerate(("TPOT", "end to end", "TTFT")):
+            add(f"{name} %", errors[:, k])
+            if k < 2:
+                add(f"worst {name} %", [errors[np.abs(errors[:, k]).argmax(), k]])
+        either = np.abs(errors[:, :2]).max(1)
+        add("within 4 %", either <= 0.04)
+        add("worse by 1 %", either > worst + 0.01)
         rows.append(row)
     return rows
 
