@@ -256,7 +256,7 @@ class Steps:
         _, slope, inverse, weights = self._solved()
         mean = SEQUENCE_SD_S * float(slope @ weights)
         sd = SEQUENCE_SD_S * math.sqrt(max(1.0 - float(slope @ inverse @ slope), 0.0))
-        return min(max(mean, self.least_s + 0.0), _BOUND * SEQUENCE_SD_S), sd
+        return min(max(mean, self.least_s), _BOUND * SEQUENCE_SD_S), sd
 
     def factor(self, batch: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Logarithm of the factor at batches ``(B,)`` and its deviation, the time a sequence apart.
@@ -277,7 +277,7 @@ class Steps:
 def fit_steps(points: Sequence[Point], profile: Profile) -> Steps:
     """The correction of a profile's decode steps by what loads say of them."""
     stated = _stated(profile)["decode"]
-    least = -float(profile.host.get("sequence_s", 0.0))
+    least = 0.0 - float(profile.host.get("sequence_s", 0.0))
     steps = Steps(tuple(points), stated["bias"], stated["sd"], least)
     # Loads further off than the profile says of itself are of a machine that is slower or faster.
     misfit = float((steps.ratios - steps.bias) @ steps._solved()[3]) / len(points)
@@ -438,16 +438,16 @@ def calibrate_server(
     sequence, sequence_sd = steps.sequence_s
     lines.append(f"  time a sequence: {_between(1e6 * sequence, 1e6 * sequence_sd)} us more")
     lengths, ttft = lone_prompts(loads)
-    first, prompts = None, math.exp(_stated(profile)["prefill"]["bias"])
+    first, prompts, prefill = None, 1.0, _stated(profile)["prefill"]
     if len(lengths):
         at_one = math.exp(float(steps.factor(np.ones(1))[0][0]))
         (first, prompts), spread = fit_first_token(lengths, ttft, profile, at_one)
         lines += [f"  constant before the first token: {_between(1e3 * first, 1e3 * spread[0])} ms",
                   f"  factor on what prompts add: {_between(prompts, spread[1])}"]  # fmt: skip
         prompt_sd = math.hypot(spread[1] / prompts, LOAD_SD)
+        prefill = {"bias": 0.0, "sd": float(f"{prompt_sd:.3g}")}
     else:
         lines.append("  no request was alone: nothing is learned of prompts and the first token")
-        prompt_sd = _stated(profile)["prefill"]["sd"]
     data["law"] = corrected_law(profile, steps, prompts)
     host = dict.fromkeys(HOST_TIMES, 0.0) | profile.host
     host["sequence_s"] = float(f"{host['sequence_s'] + sequence:.6g}")
@@ -461,7 +461,7 @@ def calibrate_server(
         "kind": "measured",
         "description": f"{profile.description}; corrected by {count} measured loads",
         "step_error": {
-            "prefill": {"bias": 0.0, "sd": float(f"{prompt_sd:.3g}")},
+            "prefill": prefill,
             "decode": {"bias": 0.0, "sd": float(f"{decode_sd:.3g}"), "points": count},
         },
     }

@@ -105,6 +105,8 @@ def test_few_loads_move_the_profile_to_them_and_not_elsewhere(batches):
     base = load(BASE)
     mine = calibrate_server(steps(base, batches, lambda b: 1.05), base, "mine").profile
     near = batches[0]
+    assert mine.step_error["prefill"] == base.step_error["prefill"]  # no prompt was alone
+    assert mine.prefill_s(1024) == pytest.approx(base.prefill_s(1024), rel=0.02)
     moved = mine.decode_s(near, near * 600) / base.decode_s(near, near * 600)
     # The profile is known to 2.7 %, a load to 4 %.
     assert 1.005 < moved < 1.05
