@@ -306,7 +306,7 @@ def check_step_error(fields: Fields) -> dict[str, Any]:
 
 
 def check_host(fields: Fields) -> dict[str, Any]:
-    """A copy of the host's share of an iteration."""
+    """A copy of the host's share of an iteration and of a request."""
     fields.only((*HOST_TIMES, *API_TIMES, "source"))
     for key in (*HOST_TIMES, *(key for key in API_TIMES if key in fields.data)):
         fields.number(key, high=1.0, hint=" seconds (is it in milliseconds?)")
