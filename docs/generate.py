@@ -506,28 +506,33 @@ def findings() -> list[dict[str, str]]:
     return nav
 
 
-def hardware() -> None:
-    """The page of this folder, with the picture of the measured run against its replay."""
-    with mkdocs_gen_files.open("fidelity.png", "wb") as stream:
-        stream.write(draw_fidelity(RESULTS / "fidelity"))
-    text = (ROOT / "docs" / "hardware.md").read_text(encoding="utf-8")
-    alternative = "Running and waiting requests, KV use and latencies, measured and simulated"
-    picture = f"![{alternative}](fidelity.png)"
-    write("hardware.md", text.replace("<!-- picture of the measured run -->", picture))
-
-
-def prefix_routing() -> None:
-    """The page of this folder with its tables."""
+def with_tables(page: str, group: str) -> str:
+    """A page of this folder with its tables, which are results of a group."""
 
     def rows_of(match: re.Match[str]) -> str:
-        rows = read_rows(RESULTS / "prefix" / f"{match[1]}.csv")
+        rows = read_rows(RESULTS / group / f"{match[1]}.csv")
         cells = [
             [f"{x:,.10g}" if isinstance(x, float) else x for x in row.values()] for row in rows
         ]
         return "\n".join(table(tuple(rows[0]), cells))
 
-    text = (ROOT / "docs" / "prefix-routing.md").read_text(encoding="utf-8")
-    write("prefix-routing.md", re.sub(r"<!-- table: (\w+) -->", rows_of, text))
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    return re.sub(r"<!-- table: (\w+) -->", rows_of, text)
+
+
+def hardware() -> None:
+    """The page of this folder, with the picture of the measured run against its replay."""
+    with mkdocs_gen_files.open("fidelity.png", "wb") as stream:
+        stream.write(draw_fidelity(RESULTS / "fidelity"))
+    alternative = "Running and waiting requests, KV use and latencies, measured and simulated"
+    picture = f"![{alternative}](fidelity.png)"
+    text = with_tables("hardware.md", "fidelity")
+    write("hardware.md", text.replace("<!-- picture of the measured run -->", picture))
+
+
+def prefix_routing() -> None:
+    """The page of this folder with its tables."""
+    write("prefix-routing.md", with_tables("prefix-routing.md", "prefix"))
 
 
 def leaderboard() -> bool:

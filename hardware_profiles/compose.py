@@ -712,23 +712,38 @@ def _over_links(c: Composer, tokens: int, sequences: int) -> tuple[float, float]
     return min(steps) - steps[0], max(steps) - steps[0]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line of ``servegym profile``; `ValueError` names what cannot be used."""
-    parser = argparse.ArgumentParser(
-        prog="servegym profile",
-        description="A serving profile of any decoder model on any card with kernel tables.",
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of :func:`compose` to a command line."""
     add = parser.add_argument
-    add("--list", action="store_true", help="name the cards and models, stop")
-    add("--card", help="a card of --list")
-    add("--model", help="a model of --list, or the path of a config.json")
+    add("--card", help="a card of servegym profile --list")
+    add("--model", help="a model of servegym profile --list, or the path of a config.json")
     add("--tp", type=int, default=1, help="cards with tensor parallelism")
     add("--dp", type=int, default=1, help="replicas that share the experts (--ep TP x DP)")
     add("--ep", type=int, default=1, help="TP x DP, to spread the experts over the cards")
     add("--link", help="what connects the cards: a link of --list, or us of an all-reduce of 1 MiB")
     add("--dtype", default="bf16", help="format of the weights: " + ", ".join(DTYPES))
     add("--kv-dtype", default="bf16", help="format of the KV cache: bf16 or fp8")
-    add("--out", help="the profile's file (NAME.json)")
+
+
+def compose_chosen(options: argparse.Namespace) -> Profile:
+    """The profile of the arguments of :func:`add_arguments`; `ValueError` if one is missing."""
+    for what in ("card", "model"):
+        if getattr(options, what) is None:
+            raise ValueError(f"--{what}: missing (see servegym profile --list)")
+    names = ("tp", "ep", "dp", "dtype", "kv_dtype", "link")
+    named = {name: getattr(options, name) for name in names}
+    return compose(options.card, options.model, **named)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line of ``servegym profile``; `ValueError` names what cannot be used."""
+    parser = argparse.ArgumentParser(
+        prog="servegym profile",
+        description="A serving profile of any decoder model on any card with kernel tables.",
+    )
+    parser.add_argument("--list", action="store_true", help="name the cards and models, stop")
+    add_arguments(parser)
+    parser.add_argument("--out", help="the profile's file (NAME.json)")
     options = parser.parse_args(arguments)
     if options.list:
         for card in list_cards():
@@ -741,14 +756,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             s = model_shape(name)
             print(f"model {name}: {s.parameters / 1e9:.2f} B parameters, {s.architecture}")
         return 0
-    for what in ("card", "model"):
-        if getattr(options, what) is None:
-            raise ValueError(f"--{what}: missing (see servegym profile --list)")
     if options.out and not Path(options.out).absolute().parent.is_dir():
         raise ValueError(f"--out: got {options.out!r}; its folder does not exist")
-    names = ("tp", "ep", "dp", "dtype", "kv_dtype", "link")
-    named = {name: getattr(options, name) for name in names}
-    profile = compose(options.card, options.model, **named)
+    profile = compose_chosen(options)
     path = Path(options.out or f"{profile.name}.json")
     profile.save(path)
     print(f"{path}: {profile.name}, {profile.kind}, KV {profile.kv_capacity_tokens} tokens of "

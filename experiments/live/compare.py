@@ -36,8 +36,11 @@ from servegym.experiments.live.gateway import GatewayRequest, GatewayRouter
 from servegym.experiments.live.gateways.gate import fleet_arguments
 from servegym.experiments.live.models import FIRST_WORD, VOCABULARY
 from servegym.hardware_profiles import Profile
-from servegym.hardware_profiles.calibrate.calibrate_server import ServerOptions, calibrate_server
+from servegym.hardware_profiles.calibrate.calibrate_server import calibrate_server
+from servegym.hardware_profiles.calibrate.server_loads import read_loads
 from servegym.hardware_profiles.measure import server
+from servegym.hardware_profiles.model_config import model_shape
+from servegym.hardware_profiles.roofline import roofline
 
 POLICIES = ("random", "least_outstanding", "greedy_qos", "priced_greedy", "fleet_search")
 LOADS = (0.5, 0.8, 1.1)
@@ -85,13 +88,19 @@ def capacity(profile: Profile, slots: int) -> tuple[float, float]:
     """Requests/s of a server with all slots busy, and seconds a token of a request in it."""
     prompt, output = float(np.mean(PROMPTS)), float(np.mean(OUTPUTS))
     seconds = output * profile.decode_s(slots, slots * (prompt + 0.5 * output))
-    seconds += slots * profile.chunk_attention_s(prompt, 0)
+    seconds += slots * (profile.prefill_s(prompt) - profile.prefill_s(1))
     return slots / seconds, 1.3 * seconds / output
 
 
 def calibrate(endpoints: Sequence[Endpoint], plan: Plan, folder: Path) -> list[Profile]:
     """Measure all servers at the same time, as they will be used, and fit their profiles."""
     lengths = (PROMPTS[0] // 2, sum(PROMPTS) // 2, PROMPTS[1])
+
+    # Some processor and some small model: the loads tell what they are.
+    start = replace(
+        roofline(model_shape("llama-3.2-1b"), 2e10, 2e11, 2.0**35),
+        step_error={kind: {"bias": 0.0, "sd": 2.0} for kind in ("prefill", "decode")},
+    )
 
     def measure(one: Endpoint) -> Profile:
         out = folder / f"{one.name}.csv"
@@ -105,16 +114,8 @@ def calibrate(endpoints: Sequence[Endpoint], plan: Plan, folder: Path) -> list[P
             server.measure(
                 target, out, loads=loads, prompt_words=words, requests=requests, seed=seed
             )
-        options = ServerOptions(
-            slots=one.slots,
-            kv_tokens=one.slots * one.context,
-            name=one.name,
-            context=one.context,
-            engine=one.engine,
-            device=str(tables.machine()["cpu"]),
-            model=one.name,
-        )
-        profile = calibrate_server(out, options)
+        room = one.slots * one.context
+        profile = calibrate_server(read_loads(out), start, one.name, room).profile
         profile.save(folder / f"{one.name}.json")
         return profile
 

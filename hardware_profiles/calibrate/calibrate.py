@@ -37,6 +37,7 @@ from servegym.hardware_profiles.calibrate.fitting import (
 from servegym.hardware_profiles.calibrate.kernel_tables import (
     SETTINGS_FILE,
     KernelTables,
+    layer_lines,
     read_meta,
 )
 from servegym.hardware_profiles.calibrate.options import add_options, option
@@ -102,6 +103,7 @@ def calibrate_kernels(folder: str | os.PathLike[str], options: KernelOptions) ->
             "below the smallest measured chunk and context the time of the smallest holds",
             f"beyond {kernels.tokens[-1]:g} tokens: dense on the mean slope of the upper half, "
             f"prefill attention composed of pieces of {kernels.chunks[-1]:g} tokens",
+            *layer_lines(root),
             *options.notes,
         ],
     }
@@ -366,7 +368,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="servegym calibrate",
         description="Fit a hardware profile (JSON) to kernel timings (CSV), or score one; "
-        "`servegym calibrate server` fits one to a running server.",
+        "`servegym calibrate server` corrects one by loads of a running server.",
         argument_default=argparse.SUPPRESS,
     )
     add = parser.add_argument
@@ -402,7 +404,7 @@ def _fit_and_save(chosen: dict[str, Any]) -> Profile:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line of ``servegym calibrate``: fit a profile, score one, or both.
 
-    ``server`` as the first word fits timings of a running server, see ``calibrate_server``.
+    ``server`` as the first word corrects a profile by a running server, see ``calibrate_server``.
 
     Raises:
         ValueError: if an argument or a file cannot be used.

@@ -1,363 +1,540 @@
-"""Timings of a running server (CSV) to a profile (JSON): ``servegym calibrate server``.
+"""Corrections of a profile by a few loads of a running server: ``servegym calibrate server``.
 
-What ``servegym measure server`` wrote is taken apart into iterations: a request's tokens come at
-the ends of the iterations that it is in, the requests in flight tell who else is in them. An
-iteration of n running requests takes
+It begins with a profile that nothing of the server was measured for: one composed of kernel tables
+(``--card --model --tp``), any other (``--profile``), or a roofline (``--bandwidth --tflops``). On
+top it learns, as far as the loads tell:
 
-    table(n) + c_context x (tokens in KV memory of the decodes) + c_prompt x (prompt tokens)
+ - a factor on the step by the number of sequences: the logarithm of measured over predicted,
+   interpolated over the logarithm of the batch (a Gaussian process);
+ - a time a sequence, which may take away the host's share of the profile but no more;
+ - a factor on what prompts add to a step, and a constant before the first token.
 
-and a request from its first token to its last the sum over its iterations. Non-negative least
-squares on the relative errors of those sums give table and coefficients, scaled so that the total
-time is kept; the time of a single token is not used, as the client may have been late to see it.
-The table need not rise: a batch of 8 may take less time than one of 7. Nothing of the server is
-needed but its address, its slots and its KV memory in tokens.
+What the profile says of its own errors (``step_error``) is the prior: far from the measured loads
+the profile holds, and a single load moves it little if it is known well, unless it contradicts it;
+then the machine is another, and all batches move. From three loads on each is left out once, and
+the fit is kept only if it is nearer to them than the profile alone.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from scipy.optimize import nnls
 
 from servegym._command_line import run_main
-from servegym._files import MalformedFileError, csv_rows, parse_number, parse_time
-from servegym.hardware_profiles.calibrate.fitting import error_quantiles, rounded
-from servegym.hardware_profiles.calibrate.options import add_options, option
+from servegym.hardware_profiles.calibrate.fitting import error_quantiles, fit_estimator, rounded
+from servegym.hardware_profiles.calibrate.server_loads import Load, read_all
+from servegym.hardware_profiles.compose import Z80, add_arguments, compose_chosen
+from servegym.hardware_profiles.constants import constant
 from servegym.hardware_profiles.law import Profile
-from servegym.hardware_profiles.measure.server import COLUMNS
-from servegym.hardware_profiles.schema import FORMAT
+from servegym.hardware_profiles.load import load as load_profile
+from servegym.hardware_profiles.model_config import model_shape
+from servegym.hardware_profiles.roofline import roofline
+from servegym.hardware_profiles.schema import (
+    HOST_TIMES,
+    LONGEST,
+    MIXED_CHUNK,
+    MIXED_TABLE,
+    TABLE_AXES,
+)
 
-MIN_ITERATIONS = 20
-"""Iterations that a size of batch needs to have an entry of its own in the table."""
-# A table must not have an entry of no time.
-_LEAST_S = 1e-6
+# Chosen on llm-d's and ML.ENERGY's runs (experiments/results/fidelity/judges.csv) and on the part
+# `fit` of aiconfigurator-core's, each load left out once; the errors are flat around them.
+LOAD_SD = 0.04
+"""Deviation of the logarithm of a load's time over what the server's law would give."""
+LENGTH = 1.5
+"""Batches whose logarithms differ by this much have much of their correction in common."""
+STATED = {"prefill": {"bias": 0.0, "sd": 0.2}, "decode": {"bias": 0.0, "sd": 0.1}}
+"""Errors of a profile that states none."""
+SEQUENCE_SD_S = 14e-6
+"""Deviation of the time a sequence: twice the share of a host that plans ahead."""
+FIRST_TOKEN_SD_S = 0.01
+_LEAST_FIRST_TOKEN_S = 2e-4
+_LEAST_STEPS = 100
+# First tokens are seen late; the step after one is not used.
+_SKIPPED, _LEAST_TOKENS = 2, 3
+# Loads whose steps are mostly prefill say nothing of decodes.
+_LEAST_SHARE = 0.2
+_BOUND = 3.0
+_LEAST_JUDGED, _LARGEST_SD = 3, 2.0
+# Whether equal requests of a closed loop stay in step, or meet the prompts of all others, is not
+# known where nobody noted when they were sent.
+_IN_STEP_SD = 0.3
 
 
 @dataclass(frozen=True)
-class Sums:
-    """Times of requests and what their iterations held, one row a request (or a first token).
+class Point:
+    """What a load says of a decode step.
 
     Attributes:
-        seconds: ``(K,)`` from the first token to the last, or of a lone prompt.
-        batches: ``(K, slots + 1)`` iterations by the requests that ran in them.
-        context: ``(K,)`` tokens in KV memory of the decodes, summed over the iterations.
-        prompt: ``(K,)`` prompt tokens computed in them.
-        group: ``(K,)`` number of the load and prompt length that it belongs to.
+        name: the load's.
+        batch: mean number of sequences.
+        context: mean tokens in KV memory of each.
+        step_s: seconds of a step, prompts left out.
+        law_s: the profile's.
+        sd: deviation of the logarithm of their ratio, the load's own scatter.
     """
 
-    seconds: np.ndarray
-    batches: np.ndarray
-    context: np.ndarray
-    prompt: np.ndarray
-    group: np.ndarray
-
-    def take(self, rows: np.ndarray) -> Sums:
-        """Some of the rows."""
-        return Sums(*(getattr(self, name)[rows] for name in self.__dataclass_fields__))
+    name: str
+    batch: float
+    context: float
+    step_s: float
+    law_s: float
+    sd: float
 
 
-def read_rows(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Requests of ``servegym measure server`` that succeeded, with numbers in place of text.
+def _steady(load: Load, profile: Profile) -> Point | None:
+    """From stretches of tokens in which no request came or went; None where there are few."""
+    if not any(map(len, load.token_s)):
+        return None
+    first = load.start_s + load.ttft_s
+    end = first + load.decode_s
+    pace = (load.output - 1.0) / np.maximum(load.decode_s, 1e-9)
+    events = np.sort(np.concatenate([first, end]))
 
-    Raises:
-        ValueError: Naming the file, line and field.
-        OSError: If the file cannot be read.
+    def before(at: np.ndarray, when: np.ndarray, what: np.ndarray) -> np.ndarray:
+        order = np.argsort(when)
+        sums = np.concatenate([[0.0], np.cumsum(what[order])])
+        return sums[np.searchsorted(when[order], at)]
+
+    parts = []
+    for k, after in enumerate(load.token_s):
+        times = first[k] + after
+        stretch = np.searchsorted(events, times)
+        for number in np.unique(stretch):
+            inside = np.flatnonzero(stretch == number)[_SKIPPED:]
+            if len(inside) > _LEAST_TOKENS:
+                parts.append((times[inside[0]], times[inside[-1]], len(inside) - 1))
+    if not parts:
+        return None
+    begun, ended, steps = np.array(parts).T
+    middle = (begun + ended) / 2.0
+    batch, base, grown = (
+        before(middle, first, what) - before(middle, end, what)
+        for what in (np.ones(len(first)), load.prompt - first * pace, pace)
+    )
+    good = batch >= 1.0
+    if steps[good].sum() < _LEAST_STEPS:
+        return None
+    begun, ended, steps, batch = begun[good], ended[good], steps[good], batch[good]
+    context = (base + grown * middle)[good] / batch
+    law = [profile.decode_s(b, b * x) for b, x in zip(batch, context, strict=True)]
+    total = steps.sum()
+    return Point(
+        load.name,
+        float(np.exp(steps @ np.log(batch) / total)),
+        float(steps @ context / total),
+        float((ended - begun).sum() / total),
+        float(steps @ np.array(law) / total),
+        LOAD_SD,
+    )
+
+
+def _mean(load: Load, profile: Profile) -> Point | None:
+    """From the mean time of a token, less what the prompts of others take; None if nothing is left.
+
+    Requests in flight are counted, or come by Little's law from the number of clients.
     """
-    rows: list[dict[str, Any]] = []
-    for line, row in csv_rows(path, COLUMNS):
-        if row["error"]:
-            continue
-        entry: dict[str, Any] = {}
-        for name in COLUMNS[:-1]:
-            parts = row[name].split() if name == "token_s" else [row[name]]
-            values = [parse_number(part) for part in parts]
-            if None in values:
-                problem, fix = f"{row[name]!r} is no number", "measure it again"
-                raise MalformedFileError(path, line, name, problem, fix)
-            entry[name] = np.array(values, np.float64) if name == "token_s" else values[0]
-        for name in ("started_s", "ttft_s", "e2e_s"):
-            parse_time(path, line, name, row[name], "number")
-        if not entry["prompt_tokens"] >= 1:
-            problem = "the server did not count them"
-            fix = "it must send usage with the last event of a stream"
-            raise MalformedFileError(path, line, "prompt_tokens", problem, fix)
-        rows.append(entry)
-    if not rows:
-        raise ValueError(f"{path}: holds no request that succeeded")
-    return rows
+    steps = load.output - 1.0
+    known = np.isfinite(load.ttft_s)
+    if not steps.sum() > 0.0:
+        return None
+    share = load.decode_s / (load.decode_s + np.where(known, load.ttft_s, 0.0))
+    batch = load.clients if load.static else max(load.clients * float(share.mean()), 1.0)
+    own = load.prompt + load.output / 2.0
+    context, prompts = float(own.mean()), float((batch - share.mean()) * len(steps))
+    if len(load.start_s):
+        first = load.start_s + load.ttft_s
+        end = first + load.decode_s
+        times = np.concatenate([first, end])
+        order = np.argsort(times)
+        gaps = np.diff(times[order], append=times[order[-1]])
+        ones = np.concatenate([np.ones(len(first)), -np.ones(len(first))])[order]
+        running = np.cumsum(ones)
+        tokens = np.cumsum(ones * np.concatenate([own, own])[order])
+        # What a request sees while it decodes: integrals over its time, summed over the requests.
+        seen = running * gaps
+        batch = max(float(running @ seen / seen.sum()), 1.0) if seen.sum() > 0.0 else 1.0
+        context = float(tokens @ seen / max(running @ seen, 1e-9))
+    law = profile.decode_s(batch, batch * context)
+    if len(load.start_s):
+        # First tokens within a step of its own are of the same step.
+        came = np.sort(first)
+        inside = np.searchsorted(came, end, "right") - np.searchsorted(came, first + law, "right")
+        prompts = float(np.maximum(inside, 0).sum())
+    lengths, counts = np.unique(load.prompt, return_counts=True)
+    beside = [profile.mixed_step_s([(p, 0.0)], batch, batch * context) - law for p in lengths]
+    prefill = prompts * float(counts @ np.array(beside)) / len(steps)
+    if load.static:
+        prefill = 0.0
+    seconds, total = float(load.decode_s.sum()), float(steps.sum())
+    if seconds - prefill < _LEAST_SHARE * seconds:
+        return None
+    doubt = math.hypot(_stated(profile)["prefill"]["sd"], 0.0 if len(load.start_s) else _IN_STEP_SD)
+    spread = doubt * prefill / (seconds - prefill)
+    step = (seconds - prefill) / total
+    return Point(load.name, batch, context, step, law, math.hypot(LOAD_SD, spread))
 
 
-def sums_of(rows: Sequence[dict[str, Any]], slots: int) -> Sums:
-    """What the iterations of measured requests held, by the rows of :func:`read_rows`.
+def _stated(profile: Profile) -> dict[str, Any]:
+    return profile.step_error or STATED
 
-    Rows of one load and length overlap with one another. Requests that had to wait for one of the
-    server's ``slots`` are left out.
 
-    Raises:
-        ValueError: If no request has a time for each of its tokens.
+def points_of(loads: Sequence[Load], profile: Profile) -> list[Point]:
+    """What each load says of a decode step; loads that say nothing are left out."""
+    points = [_steady(load, profile) or _mean(load, profile) for load in loads]
+    return [point for point in points if point is not None]
+
+
+def lone_prompts(loads: Sequence[Load]) -> tuple[np.ndarray, np.ndarray]:
+    """Lengths of prompts that met no other request, and the median seconds to their first token."""
+    found: dict[float, list[float]] = {}
+    for load in loads:
+        if len(load.start_s):
+            end = load.start_s + load.ttft_s + load.decode_s
+            before = np.concatenate([[-np.inf], np.maximum.accumulate(end)[:-1]])
+            after = np.append(load.start_s[1:], np.inf)
+            alone = (before <= load.start_s) & (after >= load.start_s + load.ttft_s)
+        else:
+            alone = np.full(len(load.prompt), load.clients == 1)
+        for i in np.flatnonzero(alone & np.isfinite(load.ttft_s)):
+            found.setdefault(float(load.prompt[i]), []).append(float(load.ttft_s[i]))
+    lengths = sorted(found)
+    return np.array(lengths), np.array([np.median(found[length]) for length in lengths])
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The correction of decode steps: a Gaussian process on the logarithm of the ratio.
+
+    Attributes:
+        points: the loads that it was fitted to.
+        bias: mean of the prior.
+        sd: its deviation at a batch.
+        least_s: the lowest time a sequence, seconds: what takes away the host's.
+        common: deviation of a part that all batches have in common.
     """
-    groups: dict[tuple[float, ...], list[int]] = {}
-    for i, row in enumerate(rows):
-        group = (row["load"], row["rate_rps"], row["prompt_words"])
-        groups.setdefault(group, []).append(i)
-    result: list[tuple[float, np.ndarray, float, float, int]] = []
-    for number, members in enumerate(groups.values()):
-        start = np.array([rows[i]["started_s"] for i in members])
-        first = start + [rows[i]["ttft_s"] for i in members]
-        end = start + [rows[i]["e2e_s"] for i in members]
-        prompts = np.array([rows[i]["prompt_tokens"] for i in members])
-        for k, i in enumerate(members):
-            inside = (start < end[k]) & (end > start[k])
-            if inside.sum() > slots and _most_at_once(start[inside], end[inside]) > slots:
-                continue
-            if inside.sum() == 1 and first[k] > start[k]:  # alone: the iteration of its prompt
-                lone = np.zeros(slots + 1)
-                lone[1] = 1.0
-                result.append((rows[i]["ttft_s"], lone, 0.0, prompts[k], number))
-            after = rows[i]["token_s"]
-            if len(after) < 3:
-                continue
-            times = first[k] + after
-            steps = np.arange(1, len(times))
-            running = np.ones(len(steps))
-            context = prompts[k] + steps
-            prompt = 0.0
-            inside[k] = False
-            for j in np.flatnonzero(inside):
-                # The iterations whose ends are nearest to its first token and to its last.
-                begun, ended = (int(np.abs(times - t[j]).argmin()) for t in (first, end))
-                if first[j] > times[-1] + 0.5 * (times[-1] - times[-2]):
-                    continue
-                if begun > 0:
-                    prompt += prompts[j]
-                    running[begun - 1] += 1
-                running[begun:ended] += 1
-                past = begun
-                if begun == 0:
-                    other = rows[members[j]]["token_s"]
-                    past = -int(np.searchsorted(other, times[0] - first[j], side="right"))
-                context[begun:ended] += prompts[j] + steps[begun:ended] - past
-            batches = np.bincount(running.astype(int), minlength=slots + 1)
-            if len(batches) == slots + 1:
-                result.append((after[-1], batches, context.sum(), prompt, number))
-    if not result:
-        raise ValueError(
-            "no request has a time for each of its tokens: the server sends several at a time"
+
+    points: tuple[Point, ...]
+    bias: float
+    sd: float
+    least_s: float
+    common: float = 0.0
+
+    @property
+    def ratios(self) -> np.ndarray:
+        """``(P,)`` logarithms of measured over predicted steps."""
+        return np.log([p.step_s / p.law_s for p in self.points])
+
+    def _smooth(self, one: np.ndarray, other: np.ndarray) -> np.ndarray:
+        gap = np.log(one)[:, None] - np.log(other)[None]
+        return self.common**2 + self.sd**2 * np.exp(-0.5 * (gap / LENGTH) ** 2)
+
+    def _solved(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        batch, law, noise = (
+            np.array([getattr(p, key) for p in self.points]) for key in ("batch", "law_s", "sd")
         )
-    return Sums(*(np.array(column) for column in zip(*result, strict=True)))
+        slope = SEQUENCE_SD_S * batch / law
+        kernel = self._smooth(batch, batch) + np.outer(slope, slope)
+        inverse = np.linalg.inv(kernel + np.diag(noise**2))
+        return batch, slope, inverse, inverse @ (self.ratios - self.bias)
+
+    def left_out(self) -> np.ndarray:
+        """``(P,)`` errors of the logarithm at each load, by the fit to the others."""
+        _, _, inverse, weights = self._solved()
+        return weights / np.diag(inverse)
+
+    @property
+    def sequence_s(self) -> tuple[float, float]:
+        """The time a sequence, seconds, and its deviation."""
+        _, slope, inverse, weights = self._solved()
+        mean = SEQUENCE_SD_S * float(slope @ weights)
+        sd = SEQUENCE_SD_S * math.sqrt(max(1.0 - float(slope @ inverse @ slope), 0.0))
+        return min(max(mean, self.least_s), _BOUND * SEQUENCE_SD_S), sd
+
+    def factor(self, batch: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Logarithm of the factor at batches ``(B,)`` and its deviation, the time a sequence apart.
+
+        At the bound of the time a sequence the factor takes up the rest.
+        """
+        at, slope, inverse, weights = self._solved()
+        cross = self._smooth(batch, at)
+        rest = self.ratios - self.bias - self.sequence_s[0] / SEQUENCE_SD_S * slope
+        noise = np.diag([p.sd**2 for p in self.points])
+        mean = cross @ np.linalg.solve(self._smooth(at, at) + noise, rest)
+        prior = self.sd**2 + self.common**2
+        variance = prior - np.einsum("bi,ij,bj->b", cross, inverse, cross)
+        limit = _BOUND * math.sqrt(prior)
+        return self.bias + np.clip(mean, -limit, limit), np.sqrt(np.maximum(variance, 0.0))
 
 
-def _most_at_once(start: np.ndarray, end: np.ndarray) -> int:
-    """Most intervals that overlap."""
-    times = np.concatenate([start, end])
-    order = np.lexsort((np.repeat([1, 0], len(start)), times))
-    return int(np.cumsum(np.repeat([1, -1], len(start))[order]).max())
+def fit_steps(points: Sequence[Point], profile: Profile) -> Steps:
+    """The correction of a profile's decode steps by what loads say of them."""
+    stated = _stated(profile)["decode"]
+    least = 0.0 - float(profile.host.get("sequence_s", 0.0))
+    steps = Steps(tuple(points), stated["bias"], stated["sd"], least)
+    # Loads further off than the profile says of itself are of a machine that is slower or faster.
+    misfit = float((steps.ratios - steps.bias) @ steps._solved()[3]) / len(points)
+    common = steps.sd * math.sqrt(max(misfit - 1.0, 0.0))
+    return replace(steps, common=min(common, _LARGEST_SD))
 
 
-@dataclass(frozen=True)
-class Law:
-    """Fitted seconds: ``table`` at batches ``sizes``, a context token, a prompt token."""
-
-    sizes: np.ndarray
-    table: np.ndarray
-    context_s: float
-    prompt_s: float
-
-    def seconds(self, sums: Sums) -> np.ndarray:
-        """Seconds of each row."""
-        batch = np.interp(np.arange(sums.batches.shape[1]), self.sizes, self.table)
-        return sums.batches @ batch + self.context_s * sums.context + self.prompt_s * sums.prompt
-
-
-def fit(sums: Sums, sizes: np.ndarray) -> Law:
-    """Non-negative least squares on relative errors, reweighted; the total time is kept."""
-    every = np.arange(sums.batches.shape[1])
-    hats = np.array([np.interp(every, sizes, row) for row in np.eye(len(sizes))])
-    scale = np.array([*[1.0] * len(sizes), 1e3, 1e2])
-    design = np.column_stack([sums.batches @ hats.T, sums.context, sums.prompt]) / scale
-    weight = 1.0 / sums.seconds
-    result = np.zeros(len(scale))
-    for _ in range(10):
-        result = nnls(design * weight[:, None], sums.seconds * weight)[0]
-        guess = np.maximum(design @ result, _LEAST_S)
-        # Times have a long tail, the machine's pauses: a row counts less the farther off it is.
-        weight = 1.0 / (guess * np.sqrt(1.0 + ((sums.seconds / guess - 1.0) / 0.3) ** 2))
-    result *= sums.seconds.sum() / (design @ result).sum()
-    result /= scale
-    table = np.maximum(result[: len(sizes)], _LEAST_S)
-    return Law(sizes, table, float(result[-2]), float(result[-1]))
-
-
-def _errors(sums: Sums, law: Law) -> np.ndarray:
-    """Relative errors of the rows."""
-    return law.seconds(sums) / sums.seconds - 1.0
-
-
-def _estimator(law: Law, slots: int, longest: int) -> dict[str, float]:
-    """The linear law nearest to this one, with no negative coefficient."""
-    b = np.repeat(np.arange(1.0, slots + 1), 8)
-    total = b * np.tile(np.linspace(1.0, longest, 8), slots)
-    seconds = np.interp(b, law.sizes, law.table) + law.context_s * total
-    scale = np.array([1.0, 1.0, 1e3])
-    design = np.column_stack([np.ones_like(b), b, total]) / scale
-    base, per_sequence, per_context = nnls(design, seconds)[0] / scale
-    prompts = np.arange(1.0, longest + 1)
-    rest = law.table[0] - base + law.prompt_s * prompts
-    return {
-        "base_s": float(f"{base:.6g}"),
-        "prefill_s_per_token": float(f"{max(prompts @ rest / (prompts @ prompts), 0.0):.6g}"),
-        "decode_s_per_context_token": float(f"{per_context:.6g}"),
-        "decode_s_per_sequence": float(f"{per_sequence:.6g}"),
-    }
-
-
-@dataclass(frozen=True)
-class ServerOptions:
-    """What `calibrate_server` is told of the server besides what was measured."""
-
-    slots: int = option("requests that the server runs at a time")
-    kv_tokens: int = option("tokens that its KV memory holds")
-    name: str = option("name of the profile")
-    context: int = option("longest request in tokens (default: the longest measured)", 0)
-    batched_tokens: int = option("tokens of an iteration, at most (2048)", 2048)
-    engine: str = option("engine, for the file", "unknown")
-    version: str = option("version, for the file", "unknown")
-    model: str = option("model, for the file", "unknown")
-    device: str = option("device, for the file", "unknown")
-    seed: int = option("chooses the requests held out", 0)
-
-    def __post_init__(self) -> None:
-        for key, value in (("slots", self.slots), ("kv-tokens", self.kv_tokens // 16)):
-            if value < 1:
-                raise ValueError(f"{key} must be larger (slots >= 1, kv-tokens >= 16)")
-        if not self.name:
-            raise ValueError("name must not be empty")
-
-
-def calibrate_server(path: str | os.PathLike[str], server: ServerOptions) -> Profile:
-    """Fit the profile of a server to what was measured from outside.
+def fit_first_token(
+    lengths: np.ndarray, ttft_s: np.ndarray, profile: Profile, factor: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """A constant before the first token (seconds) and a factor on what prompts add to a step.
 
     Args:
-        path: CSV file of ``servegym measure server``, closed loop.
-        server: Its slots and memory, and names.
+        lengths: ``(K,)`` tokens of lone prompts.
+        ttft_s: ``(K,)`` their seconds to the first token.
+        profile: the profile.
+        factor: of a step of one sequence.
 
     Returns:
-        The profile, kind ``"measured"``.
+        Both numbers, and their deviations.
+    """
+    stated = _stated(profile)["prefill"]
+    least = factor * (profile.dense_s(1) + profile.head_s(1))
+    added = np.array([profile.prefill_s(p) for p in lengths]) - least / factor
+    scale = np.array([FIRST_TOKEN_SD_S, math.exp(stated["bias"]) * stated["sd"]])
+    known = profile.host.get("api_in_s", 0.0) + profile.host.get("api_out_s", 0.0)
+    prior = np.array([known or constant("request_s"), math.exp(stated["bias"])])
+    noise = np.hypot(_LEAST_FIRST_TOKEN_S, LOAD_SD * ttft_s)
+    design = np.column_stack([np.ones_like(added), added]) * scale / noise[:, None]
+    rest = (ttft_s - least - prior[0] - prior[1] * added) / noise
+    covariance = np.linalg.inv(design.T @ design + np.eye(2))
+    value = prior + scale * (covariance @ design.T @ rest)
+    low, high = prior[1] * np.exp(np.array([-1.0, 1.0]) * _BOUND * stated["sd"])
+    return np.array([max(value[0], 0.0), min(max(value[1], low), high)]), scale * np.sqrt(
+        np.diag(covariance)
+    )
+
+
+def corrected_law(profile: Profile, steps: Steps, prompts: float) -> dict[str, Any]:
+    """The ``law`` of a profile with the factor by batch and one on what prompts add.
+
+    All decodes take the factor of the middle of the batches; what others differ by is a time by the
+    number of sequences, at the mean context of the loads.
+    """
+    tables = profile.with_host({}).tables()._asdict()
+    law = {"kind": "tabulated"} | {key: np.array(tables[key]) for key in TABLE_AXES}
+    extra = (MIXED_TABLE, MIXED_CHUNK, *LONGEST)
+    law |= {key: np.array(profile.law[key]) for key in extra if key in profile.law}
+    if profile.law["kind"] == "linear":
+        # Two points far apart, as they are rounded.
+        law["dense_tokens"] = np.array([1.0, profile.domain["max_iteration_tokens"]])
+        law["dense_s"] = np.array([profile.with_host({}).dense_s(t) for t in law["dense_tokens"]])
+    batches = np.array([p.batch for p in steps.points])
+    common = math.exp(float(steps.factor(batches)[0].mean()))
+    dense = law["dense_s"] + (common - prompts) * (profile.with_host({}).dense_s(1) / prompts)
+    law["dense_s"] = prompts * dense
+    for key, factor in (
+        ("chunk_attention_s", prompts),
+        (MIXED_CHUNK, prompts),
+        *((key, common) for key in ("decode_attention_s", "head_s", MIXED_TABLE, *LONGEST)),
+    ):
+        if key in law:
+            law[key] = factor * law[key]
+    last = profile.domain["max_decode_sequences"]
+    knots = np.unique([1.0, *(2.0 ** np.arange(math.log2(last) + 1)), *np.rint(batches)])
+    knots = np.unique([*law["head_sequences"], *knots])
+    head = np.interp(knots, law["head_sequences"], law["head_s"])
+    law["head_sequences"], law["head_s"] = knots, head
+    draft = replace(profile, law=_as_lists(law), _tables=None)
+    context = float(np.exp(np.mean(np.log([p.context for p in steps.points]))))
+    factors = np.exp(steps.factor(np.maximum(knots, 1.0))[0])
+    at = [(n, n * context) for n in np.maximum(knots, 1.0)]
+    head = head + [
+        f * profile.decode_s(*one) - draft.decode_s(*one)
+        for f, one in zip(factors, at, strict=True)
+    ]
+    # Every step has both parts, so a constant may go from one to the other: none is negative.
+    moved = max(-float(head.min()), 0.0)
+    head[-1] = max(head[-1], head[-2])
+    law["head_s"], law["dense_s"] = head + moved, law["dense_s"] - moved
+    if law["dense_s"].min() <= 0.0:
+        raise ValueError("the loads contradict the profile: is it of the same model and cards?")
+    return _as_lists(law)
+
+
+def _as_lists(law: dict[str, Any]) -> dict[str, Any]:
+    def plain(value: Any) -> Any:
+        if isinstance(value, str):
+            return value
+        return float(f"{float(value):.6g}") if np.ndim(value) == 0 else rounded(value)
+
+    return {key: plain(value) for key, value in law.items()}
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """A calibrated profile and what is to be said of it.
+
+    Attributes:
+        profile: the profile to use: the corrected one, or the one it began with.
+        kept: whether the fit was kept.
+        lines: for people.
+    """
+
+    profile: Profile
+    kept: bool
+    lines: tuple[str, ...]
+
+
+def _between(value: float, sd: float, shown: str = ".3g") -> str:
+    """A value and its 80 % interval."""
+    return f"{value:{shown}} ({value - Z80 * sd:{shown}} to {value + Z80 * sd:{shown}})"
+
+
+def calibrate_server(
+    loads: Sequence[Load], profile: Profile, name: str, kv_tokens: int = 0
+) -> Calibration:
+    """Correct a profile by measured loads of the server that it is of.
+
+    Args:
+        loads: of :func:`read_all`.
+        profile: what to begin with.
+        name: of the result.
+        kv_tokens: tokens that the server's KV memory holds, 0: the profile's.
 
     Raises:
-        ValueError: Naming the file, line and field of a bad input.
+        ValueError: If no load says anything of a step, or they contradict the profile.
     """
-    rows = read_rows(path)
-    slots, name = server.slots, server.name
-    sums = sums_of(rows, slots)
-    counts = sums.batches.sum(0)
-    sizes = np.flatnonzero(counts >= min(MIN_ITERATIONS, counts.max())).astype(float)
-    law = fit(sums, sizes)
-    random = np.random.default_rng(server.seed)
-    out = np.zeros(len(sums.seconds), bool)
-    out[random.choice(len(out), max(len(out) // 3, 1), replace=False)] = True
-    errors: dict[str, Any] = {
-        "measure": "absolute relative error of a request's seconds as seen from outside",
-        "request_fitted": error_quantiles(_errors(sums, law)),
-        "request_random_third": error_quantiles(
-            _errors(sums.take(out), fit(sums.take(~out), sizes))
-        ),
-    }
-    groups = np.unique(sums.group)
-    if len(groups) > 2:
-        # Without one load and length at a time: what the law says where nothing was measured.
-        parts = [sums.group == group for group in groups]
-        left = [_errors(sums.take(part), fit(sums.take(~part), sizes)) for part in parts]
-        errors["request_load_left_out"] = error_quantiles(np.concatenate(left))
+    points = points_of(loads, profile)
+    if not points:
+        raise ValueError("no load has decode steps to learn from: measure more output tokens")
+    steps = fit_steps(points, profile)
+    ratios, count = steps.ratios, len(points)
+    alone = np.expm1(np.abs(ratios))
+    lines = [f"{profile.name} alone: a step is off by {alone.mean():.1%} on average over {count} "
+             f"load{'s' * (count > 1)}, {alone.max():.1%} at most"]  # fmt: skip
+    kept, errors = True, {"loads_fitted_to": error_quantiles(alone)}
+    if count >= _LEAST_JUDGED:
+        left = np.expm1(np.abs(steps.left_out()))
+        kept = float(left.mean()) < float(alone.mean())
+        errors = {"loads_left_out": error_quantiles(left)}
+        lines.append(f"each load left out of the fit once: off by {left.mean():.1%} on average"
+                     + ("" if kept else ", which is no better: keep the composed one"))  # fmt: skip
+    else:
+        lines.append(f"fewer than {_LEAST_JUDGED} loads: too few to leave one out")
+    data = profile.to_dict() | {"name": name}
+    if kv_tokens:
+        data["engine"] |= {"kv_capacity_tokens": kv_tokens}
+    if not kept:
+        return Calibration(Profile.from_dict(data, name), False, tuple(lines))
 
-    base = float(law.table.min())
-    heads, table = [int(s) for s in law.sizes], law.table
-    if heads[0] > 1:
-        heads, table = [1, *heads], np.append(table[0], table)
-    longest = int(max(row["prompt_tokens"] + row["output_tokens"] for row in rows))
-    data: dict[str, Any] = {
-        "format": FORMAT,
-        "name": name,
-        "description": f"{server.model} by {server.engine} on {server.device}, measured from "
-        "outside",
+    value, sd = steps.factor(np.array([p.batch for p in points]))
+    for p, log, deviation in zip(points, value, sd, strict=True):
+        low, high = np.exp(log + np.array([-Z80, Z80]) * deviation)
+        lines.append(f"  {p.name}: batch {p.batch:.3g}, a step {1e3 * p.step_s:.3g} ms, "
+                     f"predicted {1e3 * p.law_s:.3g}; factor {math.exp(log):.3f} "
+                     f"({low:.3f} to {high:.3f})")  # fmt: skip
+    sequence, sequence_sd = steps.sequence_s
+    lines.append(f"  time a sequence: {_between(1e6 * sequence, 1e6 * sequence_sd)} us more")
+    lengths, ttft = lone_prompts(loads)
+    first, prompts, prefill = None, 1.0, _stated(profile)["prefill"]
+    if len(lengths):
+        at_one = math.exp(float(steps.factor(np.ones(1))[0][0]))
+        (first, prompts), spread = fit_first_token(lengths, ttft, profile, at_one)
+        lines += [f"  constant before the first token: {_between(1e3 * first, 1e3 * spread[0])} ms",
+                  f"  factor on what prompts add: {_between(prompts, spread[1])}"]  # fmt: skip
+        prompt_sd = math.hypot(spread[1] / prompts, LOAD_SD)
+        prefill = {"bias": 0.0, "sd": float(f"{prompt_sd:.3g}")}
+    else:
+        lines.append("  no request was alone: nothing is learned of prompts and the first token")
+    data["law"] = corrected_law(profile, steps, prompts)
+    host = dict.fromkeys(HOST_TIMES, 0.0) | profile.host
+    host["sequence_s"] = float(f"{host['sequence_s'] + sequence:.6g}")
+    if first is not None:  # half of it before the scheduler, half behind the engine
+        half = float(f"{first / 2.0:.6g}")
+        shared = min(half, host.get("api_request_s", 0.0))
+        host |= {"api_in_s": half, "api_request_s": shared, "api_out_s": half}
+    data["host"] = host
+    decode_sd = math.hypot(float(sd.mean()), LOAD_SD)
+    data |= {
         "kind": "measured",
-        "device": {"name": server.device},
-        "model": {"name": server.model},
-        "engine": {
-            "name": server.engine,
-            "version": server.version,
-            "kv_capacity_tokens": server.kv_tokens,
-            "slots": slots,
-            "batched_tokens": server.batched_tokens,
-            "scheduler": "chunked_prefill",
-            "memory_policy": "paged",
-        },
-        "law": {
-            "kind": "tabulated",
-            "dense_tokens": [1, 2],
-            "dense_s": rounded(np.array([base, base])),
-            "chunk_tokens": [1, 2],
-            "context_tokens": [0, 1],
-            "chunk_attention_s": rounded(
-                law.prompt_s * np.array([[1.0], [2.0]]) + law.context_s * np.array([[0.0, 1.0]])
-            ),
-            "decode_sequences": [1, 2],
-            "decode_context_tokens": [1, 2],
-            "decode_attention_s": rounded(law.context_s * np.array([[1.0, 2.0], [2.0, 4.0]])),
-            # One more point, so that the last slope does not fall: such a batch never comes.
-            "head_sequences": [*heads, heads[-1] + 1],
-            "head_s": rounded(np.append(table, table[-1]) - base),
-        },
-        "domain": {
-            "max_decode_sequences": slots,
-            "max_iteration_tokens": server.batched_tokens,
-            "max_context_tokens": max(server.context, longest),
-        },
-        "fit_error": errors,
-        "provenance": {
-            "source": f"{len(rows)} requests to the running server",
-            "licence": "measured by the user",
-            "date": date.today().isoformat(),
-            "command": f"servegym calibrate server {Path(path).name} --slots {slots} "
-            f"--kv-tokens {server.kv_tokens} --name {name}",
-            "notes": [
-                f"iteration = table(running) + {law.context_s:.4g} s x context + "
-                f"{law.prompt_s:.4g} s x prompt tokens"
-            ],
+        "description": f"{profile.description}; corrected by {count} measured loads",
+        "step_error": {
+            "prefill": prefill,
+            "decode": {"bias": 0.0, "sd": float(f"{decode_sd:.3g}"), "points": count},
         },
     }
-    data["estimator"] = _estimator(law, slots, longest)
-    return Profile.from_dict(data, name)
+    draft = Profile.from_dict(data, name)
+    data["estimator"], estimator = fit_estimator(draft)
+    data["fit_error"] = {
+        "measure": "absolute relative error of a decode step",
+        **errors,
+        "linear_estimator_against_law": estimator,
+    }
+    data["provenance"] = {
+        "source": f"{count} measured loads on top of {profile.name}: "
+        f"{profile.provenance['source']}",
+        "licence": f"measured by the user; {profile.provenance['licence']}",
+        "date": date.today().isoformat(),
+        "command": "servegym calibrate server",
+        "notes": [*lines, *profile.provenance.get("notes", ())],
+    }
+    return Calibration(Profile.from_dict(data, name), True, tuple(lines))
+
+
+def _begun_with(options: argparse.Namespace) -> Profile:
+    """The profile that the command line names."""
+    rooflined = options.bandwidth or options.tflops or options.memory_gb
+    ways = {"--profile": options.profile, "--card": options.card, "--bandwidth": rooflined}
+    if sum(bool(way) for way in ways.values()) != 1:
+        raise ValueError(
+            "name what to begin with: --card and --model, --profile, or --bandwidth, --tflops, "
+            "--memory-gb and --model"
+        )
+    if options.profile:
+        return load_profile(options.profile)
+    if options.card:
+        return compose_chosen(options)
+    for flag in ("model", "bandwidth", "tflops", "memory_gb"):
+        if not getattr(options, flag):
+            raise ValueError(f"--{flag.replace('_', '-')}: missing; a roofline needs it")
+    return roofline(
+        model_shape(options.model),
+        1e9 * options.bandwidth,
+        1e12 * options.tflops,
+        2**30 * options.memory_gb,
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line of ``servegym calibrate server``; `ValueError` names what cannot be used."""
     parser = argparse.ArgumentParser(
         prog="servegym calibrate server",
-        description="Fit a hardware profile (JSON) to timings of a running server (CSV).",
-        argument_default=argparse.SUPPRESS,
+        description="Correct a hardware profile by a few measured loads of a running server.",
     )
-    parser.add_argument("path", metavar="SERVER.csv", help="what `servegym measure server` wrote")
-    add_options(parser, ServerOptions)
-    parser.add_argument("-o", "--out", help="file to write (default: NAME.json)")
-    options = vars(parser.parse_args(arguments))
-    out = options.pop("out", f"{options['name']}.json")
-    profile = calibrate_server(options.pop("path"), ServerOptions(**options))
-    profile.save(out)
-    sizes, seconds = profile.law["head_sequences"], profile.law["head_s"]
-    base = profile.law["dense_s"][0]
-    print(f"{out}: {profile.provenance['notes'][0]}")
-    table = zip(sizes[:-1], seconds[:-1], strict=True)
-    print("  table, ms: " + " ".join(f"{n}: {1e3 * (base + s):.2f}" for n, s in table))
-    for label, spread in profile.fit_error.items():
-        print(f"  {label}: {spread}")
+    add = parser.add_argument
+    add("files", nargs="+", help="of servegym measure server, vllm bench serve, GuideLLM, AIPerf, "
+        "or a CSV of clients, prompt_tokens, output_tokens, tpot_ms, ttft_ms")  # fmt: skip
+    add_arguments(parser)
+    add("--profile", help="begin with this profile in place of a composed one")
+    add("--bandwidth", type=float, help="of the memory in GB/s, where the card is not known")
+    add("--tflops", type=float, help="of the card in 16 bits, where it is not known")
+    add("--memory-gb", type=float, help="of the card, where it is not known")
+    add("--kv-tokens", type=int, default=0, help="tokens of the KV memory (the profile's)")
+    add("--name", default="calibrated", help="name of the profile")
+    add("-o", "--out", help="file to write (default: NAME.json)")
+    options = parser.parse_args(arguments)
+    if options.kv_tokens < 0:
+        raise ValueError(f"--kv-tokens: got {options.kv_tokens}; must be >= 16")
+    out = options.out or f"{options.name}.json"
+    if not Path(out).absolute().parent.is_dir():
+        raise ValueError(f"--out: got {out!r}; its folder does not exist")
+    base = _begun_with(options)
+    result = calibrate_server(read_all(options.files), base, options.name, options.kv_tokens)
+    result.profile.save(out)
+    print("\n".join(result.lines))
+    print(f"{out}: " + (result.profile.name if result.kept else f"{base.name} as it was"))
     return 0
 
 

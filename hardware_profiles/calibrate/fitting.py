@@ -6,7 +6,7 @@ from dataclasses import fields
 from typing import Any
 
 import numpy as np
-from scipy.optimize import isotonic_regression
+from scipy.optimize import isotonic_regression, nnls
 
 from servegym.hardware_profiles.fleet import served_models
 from servegym.hardware_profiles.interpolation import interpolate
@@ -140,16 +140,10 @@ def fit_estimator(profile: Profile) -> tuple[dict[str, float], dict[str, Any]]:
     decode = np.array([profile.decode_s(n, n * c) for n, c in zip(b, x, strict=True)])
     design = np.column_stack([np.ones_like(b), b, b * x])
     scale = np.array([1.0, 1.0, 1e3])
-    base, per_sequence, per_context = np.linalg.lstsq(design / scale, decode, rcond=None)[0] / scale
-    if per_sequence < 0.0:
-        per_sequence = 0.0
-        base, per_context = (
-            np.linalg.lstsq(design[:, [0, 2]] / scale[[0, 2]], decode, rcond=None)[0]
-            / scale[[0, 2]]
-        )
+    base, per_sequence, per_context = nnls(design / scale, decode)[0] / scale
     prompts = np.arange(1, ESTIMATOR_MAX_PROMPT + 1).astype(float)
     prefill = np.array([profile.prefill_s(p) for p in prompts])
-    per_token = float(prompts @ (prefill - base) / (prompts @ prompts))
+    per_token = max(float(prompts @ (prefill - base) / (prompts @ prompts)), 0.0)
     fields = {
         "base_s": base,
         "prefill_s_per_token": per_token,

@@ -19,8 +19,10 @@ import numpy as np
 
 from servegym.hardware_profiles.calibrate.csv_tables import CsvTable
 
-# Written with GPU measurements: arguments of `servegym calibrate` for the folder.
-SETTINGS_FILE = "calibrate.json"
+# Written with GPU measurements: arguments of `servegym calibrate` for the folder, and whole layers.
+SETTINGS_FILE, LAYER_FILE = "calibrate.json", "layer.csv"
+MOST_OFF = 0.1
+"""A table whose parts add up to a layer that is further off than this is refused."""
 
 # How often each op runs: per transformer layer, and per model.
 OPS_PER_LAYER = {
@@ -138,6 +140,33 @@ def read_meta(path: Path) -> dict[str, str]:
         return {}
     result = re.findall(r"^(\w+): *['\"]?([^'\"\n]+?)['\"]? *$", path.read_text("utf-8"), re.M)
     return dict(result)
+
+
+def layer_lines(folder: Path) -> list[str]:
+    """Whole layers of ``layer.csv`` beside the sums of their parts, for people.
+
+    Raises:
+        ValueError: If they differ by more than 10 %, unless a processor was timed, whose times
+            scatter.
+    """
+    path = folder / LAYER_FILE
+    if not path.is_file():
+        return [f"no {LAYER_FILE}: no whole layer was timed beside the sum of its parts"]
+    table = CsvTable(path, ("prefill_chunk", "n_decode", "kv_decode", "layer_us", "parts_us"))
+    timed_cpu = read_meta(folder / "meta.yaml").get("gpu", "").startswith("CPU")
+    lines = []
+    for line, row in table.rows:
+        chunk, decodes, context = (table.count(line, row, name) for name in list(row)[:3])
+        layer, parts = (
+            table.positive(line, row, name, "microseconds") for name in ("layer_us", "parts_us")
+        )
+        what = f"{decodes} decodes of {context} tokens" if decodes else f"a chunk of {chunk} tokens"
+        off = parts / layer - 1.0
+        lines.append(f"layer, {what}: {layer:.4g} us as one, {parts:.4g} in parts ({off:+.1%})")
+        if abs(off) > MOST_OFF and not timed_cpu:
+            fix = "the kernels timed are not those that run together: measure again on an idle card"
+            raise table.error(line, "parts_us", f"{lines[-1]}, more than {MOST_OFF:.0%} off", fix)
+    return lines
 
 
 class KernelTables:

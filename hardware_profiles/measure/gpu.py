@@ -4,10 +4,12 @@ For a dense shape this writes ``dense.csv``, ``attention.csv`` and ``per_sequenc
 layout that ``servegym calibrate`` reads, with ``model.json``, ``meta.yaml`` and ``calibrate.json``
 in the same folder.
 
-The kernels are torch's own (matrix products, scaled-dot-product attention over contiguous keys and
-values), so a serving engine's fused or paged kernels can be faster or slower. On a GPU every point
-is a CUDA graph replayed between two events, which leaves out launch gaps as an engine's graphs do;
-weights and caches in turn exceed the L2 cache.
+Matrix products and scaled-dot-product attention, over contiguous keys and values, are torch's own;
+element-wise operations are fused by `torch.compile` on a GPU, as engines fuse them. On a GPU every
+point is a CUDA graph replayed between two events, which leaves out launch gaps as an engine's
+graphs do; weights and caches in turn exceed the L2 cache. Whole layers run as one graph stand
+beside the sums of their parts (``layer.csv``), which tells whether the parts are what an engine
+runs. On a processor nothing is fused, and a layer is run as one.
 """
 
 from __future__ import annotations
@@ -32,8 +34,13 @@ from torch.nn import functional
 
 from servegym._checks import real
 from servegym._command_line import run_main
-from servegym._files import write_text
-from servegym.hardware_profiles.calibrate.kernel_tables import SETTINGS_FILE
+from servegym._files import write_csv, write_text
+from servegym.hardware_profiles.calibrate.kernel_tables import (
+    LAYER_FILE,
+    OPS_PER_LAYER,
+    SETTINGS_FILE,
+    layer_lines,
+)
 from servegym.hardware_profiles.load import unknown_name
 from servegym.hardware_profiles.measure.table import ResumableTable
 from servegym.hardware_profiles.measure.timing import progress, repeat
@@ -53,6 +60,8 @@ class Grid:
     decodes: tuple[int, ...]
     contexts: tuple[int, ...]
     sequences: tuple[int, ...]
+    layers: tuple[tuple[int, int, int], ...]
+    """Whole layers: tokens of a chunk alone, or decodes and their context."""
 
 
 _POWERS = tuple(2**k for k in range(12))
@@ -64,6 +73,7 @@ GRID = Grid(
     decodes=_POWERS[:9],
     contexts=(*_POWERS[4:], 4096, 8192, 16384),
     sequences=(*range(1, 9), *range(16, 257, 16)),
+    layers=((0, 1, 1024), (0, 16, 1024), (0, 64, 1024), (512, 0, 0)),
 )
 SMALL_GRID = Grid(
     tokens=(1, 2, 4, 16, 64, 256),
@@ -72,6 +82,7 @@ SMALL_GRID = Grid(
     decodes=(1, 4, 16),
     contexts=(16, 128, 1024),
     sequences=(1, 4, 16, 64),
+    layers=((0, 1, 128), (0, 16, 128), (64, 0, 0)),
 )
 
 
@@ -112,6 +123,10 @@ class Clock:
             self.cache_bytes = int(getattr(facts, "L2_cache_size", 64 * 2**20))
             self.device_name, self.device_bytes = facts.name, int(facts.total_memory)
         self.generator = torch.Generator(self.device).manual_seed(0)
+
+    def fused(self, operation: Callable[..., Any]) -> Callable[..., Any]:
+        """An element-wise operation as one kernel on a GPU, for any number of tokens."""
+        return torch.compile(operation, dynamic=True) if self.cuda else operation
 
     def random(self, *shape: int, scale: float = 0.02) -> torch.Tensor:
         """Normal numbers of the device's working type."""
@@ -176,14 +191,27 @@ class Clock:
 # -------------------------------------------------------------------------------------- operations
 
 
+def _norm(
+    x: torch.Tensor, residual: torch.Tensor, gain: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    total = x + residual
+    return functional.rms_norm(total, gain.shape, gain), total
+
+
 def _rotate(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
     first, second = x.chunk(2, -1)
     return torch.cat((first * cosine - second * sine, second * cosine + first * sine), -1)
 
 
+def _activate(x: torch.Tensor) -> torch.Tensor:
+    gate, up = x.chunk(2, -1)
+    return functional.silu(gate) * up
+
+
 def _dense_steps(clock: Clock, shape: ModelShape) -> dict[str, Callable[[int], list[Step]]]:
     """For every op of ``dense.csv``: tokens to the steps to time."""
     h, f, d = shape.hidden, shape.intermediate, shape.head_size
+    norm_, rotate, activate = (clock.fused(op) for op in (_norm, _rotate, _activate))
     size = torch.finfo(clock.dtype).bits // 8
 
     def linear(inner: int, outer: int) -> Callable[[int], list[Step]]:
@@ -200,17 +228,17 @@ def _dense_steps(clock: Clock, shape: ModelShape) -> dict[str, Callable[[int], l
 
     def norm(tokens: int) -> list[Step]:
         x, residual = clock.random(tokens, h, scale=1.0), clock.random(tokens, h, scale=1.0)
-        return [lambda: functional.rms_norm(x + residual, (h,), gain)]
+        return [lambda: norm_(x, residual, gain)]
 
     def rotary(tokens: int) -> list[Step]:
         x = clock.random(tokens, shape.heads + shape.kv_heads, d, scale=1.0)
         angles = clock.random(tokens, 1, d // 2, scale=1.0)
         cosine, sine = angles.cos(), angles.sin()
-        return [lambda: _rotate(x, cosine, sine)]
+        return [lambda: rotate(x, cosine, sine)]
 
     def activation(tokens: int) -> list[Step]:
         x = clock.random(tokens, 2 * f, scale=1.0)
-        return [lambda: functional.silu(x[:, :f]) * x[:, f:]]
+        return [lambda: activate(x)]
 
     table = clock.random(shape.vocabulary, h)
 
@@ -273,6 +301,45 @@ def _decode_steps(clock: Clock, shape: ModelShape, decodes: int, context: int) -
     return [lambda k=k, v=v: attend(q, k, v) for k, v in caches]
 
 
+def _layer_steps(
+    clock: Clock, shape: ModelShape, chunk: int, decodes: int, context: int
+) -> list[Step]:
+    """A whole layer, of a prompt's chunk alone or of decodes: what the tables have in parts."""
+    h, f, d, tokens = shape.hidden, shape.intermediate, shape.head_size, chunk or decodes
+    rows, group = shape.heads + shape.kv_heads, shape.heads // shape.kv_heads
+    norm, rotate, activate = (clock.fused(op) for op in (_norm, _rotate, _activate))
+    x, residual = (clock.random(tokens, h, scale=1.0) for _ in range(2))
+    angles, gain = clock.random(tokens, 1, d // 2, scale=1.0), torch.ones_like(x[0])
+    cosine, sine = angles.cos(), angles.sin()
+    outer = {"qkv": (d * (rows + shape.kv_heads), h), "o": (h, d * shape.heads)}
+    outer |= {"gate_up": (2 * f, h), "down": (h, f)}
+    size = x.element_size() * sum(a * b for a, b in outer.values())
+    size += 2 * x.element_size() * decodes * shape.kv_heads * context * d
+
+    def step(w: dict[str, torch.Tensor], cache: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        normed, total = norm(x, residual, gain)
+        mixed = functional.linear(normed, w["qkv"]).view(tokens, -1, d)
+        rotated, v = rotate(mixed[:, :rows], cosine, sine), mixed[:, rows:]
+        q, k = rotated[:, : shape.heads], rotated[:, shape.heads :]
+        attend = functional.scaled_dot_product_attention
+        if chunk:
+            q, k, v = (part.transpose(0, 1)[None] for part in (q, k, v))
+            out = attend(q, k, v, is_causal=True, enable_gqa=group > 1)[0].transpose(0, 1)
+        else:
+            out = attend(q.reshape(decodes, shape.kv_heads, group, d), *cache)
+        after = functional.linear(out.reshape(tokens, -1), w["o"])
+        normed, total = norm(after, total, gain)
+        wide = activate(functional.linear(normed, w["gate_up"]))
+        return functional.linear(wide, w["down"]), total
+
+    steps = []
+    for _ in range(clock.copies(size)):
+        weights = {name: clock.random(*shape_) for name, shape_ in outer.items()}
+        cache = [clock.random(decodes, shape.kv_heads, context, d) for _ in range(2)]
+        steps.append(partial(step, weights, cache))
+    return steps
+
+
 def _cut(clock: Clock, shape: ModelShape, grid: Grid) -> Grid:
     """The grid without the longest contexts that the memory cap does not allow."""
     size = torch.finfo(clock.dtype).bits // 8
@@ -292,7 +359,8 @@ def _cut(clock: Clock, shape: ModelShape, grid: Grid) -> Grid:
             f"{2 * token * grid.decodes[-1] * grid.contexts[2] / 2**30:.3g}"
         )
     before = tuple(x for x in grid.before if x <= contexts[-1])
-    return replace(grid, before=before, contexts=contexts)
+    layers = tuple(layer for layer in grid.layers if layer[2] <= contexts[-1])
+    return replace(grid, before=before, contexts=contexts, layers=layers)
 
 
 # ------------------------------------------------------------------------------------------ dense
@@ -329,14 +397,23 @@ def measure_dense(name: str, folder: str | os.PathLike[str], clock: Clock) -> in
     for b, x in itertools.product(grid.decodes, grid.contexts):
         work.append((attention, (0, 0, b, x), partial(_decode_steps, clock, shape, b, x)))
     missing = [item for item in work if item[1] not in item[0]]
+    rows: list[dict[str, Any]] = []
     with progress(len(missing), f"gpu {name}") as step, torch.inference_mode():
         for table, key, make in missing:
             seconds = clock.time_s(make())
             row = dict(zip(table.key, key, strict=True))
             table.add({**row, "time_us": f"{1e6 * seconds:.6g}"})
             step(f"{key[0] if table is not attention else 'attention'}: {1e6 * seconds:.1f} us")
+        for chunk, decodes, context in grid.layers:
+            key = {"prefill_chunk": chunk, "n_decode": decodes, "kv_decode": context}
+            whole = clock.time_s(_layer_steps(clock, shape, chunk, decodes, context))
+            parts = float(attention.rows[tuple(map(str, (chunk, 0, decodes, context)))]["time_us"])
+            for op, times in OPS_PER_LAYER.items():
+                parts += times * float(dense.rows[op, str(chunk or decodes)]["time_us"])
+            rows.append({**key, "layer_us": f"{1e6 * whole:.6g}", "parts_us": f"{parts:.6g}"})
     for table in (dense, heads, attention):
         table.sort()
+    write_csv(root / LAYER_FILE, rows)
     return len(missing)
 
 
@@ -358,12 +435,14 @@ def _describe(root: Path, name: str, shape: ModelShape, clock: Clock) -> None:
         "source": "the model's published configuration; random weights",
     }
     meta = root / "meta.yaml"
+    fused = "fused by torch.compile" if clock.cuda else "one by one"
     mark = f"gpu: {device}\nmodel: {name}\nvariant: {str(clock.dtype).removeprefix('torch.')}\n"
+    mark += f"elementwise: {fused}\nkeys: contiguous\n"
     if meta.is_file():
         if not meta.read_text(encoding="utf-8").startswith(mark):
             raise ValueError(
-                f"out is {str(root)!r}, which holds measurements of another device or model: name "
-                "another folder"
+                f"out is {str(root)!r}, which holds measurements of another device or model, or of "
+                "other kernels: name another folder"
             )
         return
     slug = re.sub(r"[^a-z0-9.]+", "-", device.lower()).strip("-")
@@ -376,7 +455,8 @@ def _describe(root: Path, name: str, shape: ModelShape, clock: Clock) -> None:
             "--memory-bytes": clock.device_bytes,
             "--source": f"own measurement on {device}: torch {torch.__version__} kernels",
             "--licence": "own measurement",
-            "--note": "torch kernels with random weights, not those of a serving engine",
+            "--note": f"torch kernels with random weights; element-wise operations {fused}; "
+            "decode attention over contiguous keys, where engines have pages",
         },
         root / SETTINGS_FILE,
     )
@@ -414,6 +494,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     clock = Clock(options.device, options.repeats, options.seconds, memory)
     folder = options.out or Path("measured", options.model)
     count = measure_dense(options.model, folder, clock)
+    print("decode attention over contiguous keys; element-wise operations "
+          + ("fused by torch.compile" if clock.cuda else "one by one"))  # fmt: skip
+    print("\n".join(layer_lines(folder)))
     print(f"{count} points measured; now: servegym calibrate {folder} -o profile.json")
     return 0
 

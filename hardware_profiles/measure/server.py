@@ -353,6 +353,23 @@ def measure(
     return table
 
 
+def _own_seconds(rows: Sequence[Mapping[str, str]]) -> dict[tuple[float, ...], float]:
+    """Seconds that each load or rate and prompt length had to itself, over all its turns."""
+    seconds: dict[tuple[float, ...], float] = {}
+    last, ended = None, 0.0
+    for row in sorted(rows, key=lambda row: float(row["started_s"])):
+        case, start = _case(row), float(row["started_s"])
+        if case != last:
+            last, ended = case, start
+        before, ended = ended, max(ended, start + float(row["e2e_s"]))
+        seconds[case] = seconds.get(case, 0.0) + ended - before
+    return seconds
+
+
+def _case(row: Mapping[str, str]) -> tuple[float, ...]:
+    return tuple(float(row[key]) for key in ("load", "rate_rps", "prompt_words"))
+
+
 def _print(table: ResumableTable) -> None:
     """Quantiles of TTFT and TPOT by load or rate and prompt length, and the throughput."""
     print(
@@ -361,8 +378,8 @@ def _print(table: ResumableTable) -> None:
     )
     groups: dict[tuple[float, ...], list[Mapping[str, str]]] = {}
     for row in table.rows.values():
-        case = tuple(float(row[key]) for key in ("load", "rate_rps", "prompt_words"))
-        groups.setdefault(case, []).append(row)
+        groups.setdefault(_case(row), []).append(row)
+    own = _own_seconds([row for row in table.rows.values() if row["ttft_s"]])
     for (load, rate, words), rows in sorted(groups.items()):
         good = [row for row in rows if row["ttft_s"]]
         shown = f"{load:g}" if load else f"{rate:g}/s"
@@ -371,9 +388,7 @@ def _print(table: ResumableTable) -> None:
             values = [float(row[name]) for row in good if math.isfinite(float(row[name]))]
             for q in (0.5, 0.9):
                 line += f"{1e3 * np.quantile(values, q) if values else math.nan:9.2f} "
-        begun = [float(row["started_s"]) for row in good]
-        ended = [float(row["started_s"]) + float(row["e2e_s"]) for row in good]
-        span = max(ended) - min(begun) if good else math.nan
+        span = own.get((load, rate, words), math.nan)
         print(f"{line}{sum(int(row['output_tokens']) for row in good) / span:9.1f}")
 
 

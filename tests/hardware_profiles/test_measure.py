@@ -150,6 +150,21 @@ def test_a_server_is_timed(server, tmp_path, api, capsys, monkeypatch):
     assert len(server.seen) == 6
 
 
+def test_tokens_a_second_are_of_a_loads_own_time(tmp_path, capsys):
+    """Two loads take turns of one second; each turn makes as many requests of ten tokens."""
+    table = ResumableTable(tmp_path / "s.csv", measure_server.COLUMNS, ("load", "request"))
+    row = dict.fromkeys(measure_server.COLUMNS, "") | {"rate_rps": 0.0, "prompt_words": 8}
+    row |= {"ttft_s": 0.1, "tpot_s": 0.1, "e2e_s": 1.0, "output_tokens": 10}
+    for turn in range(4):
+        load = 1 + turn % 2
+        for k in range(load):
+            place = {"load": load, "request": 2 * turn + k, "started_s": turn + 0.01 * k}
+            table.add(row | place)
+    measure_server._print(table)
+    speeds = [float(line.split()[-1]) for line in capsys.readouterr().out.splitlines()[1:]]
+    assert speeds == [10.0, pytest.approx(19.8)]
+
+
 @pytest.mark.parametrize(
     ("mode", "words"),
     [
@@ -175,7 +190,7 @@ def test_a_failing_server_is_reported(server, tmp_path, mode, words):
 
 
 def time_by_memory_traffic(monkeypatch):
-    """Let an operation take a microsecond, and one more for a million values read and written.
+    """Let an operation take 10 ns, and a microsecond for a million values read and written.
 
     How long it takes in truth depends on what else the machine does.
     """
@@ -197,12 +212,12 @@ def time_by_memory_traffic(monkeypatch):
     def time_s(clock, steps, *, graph=True):
         with Traffic() as traffic:
             steps[0]()
-        return 1e-6 + 1e-12 * traffic.values
+        return 1e-8 + 1e-12 * traffic.values
 
     monkeypatch.setattr(measure_gpu.Clock, "time_s", time_s)
 
 
-def test_measure_then_calibrate_gives_a_profile(tmp_path, monkeypatch):
+def test_measure_then_calibrate_gives_a_profile(tmp_path, monkeypatch, capsys):
     time_by_memory_traffic(monkeypatch)
     folder = tmp_path / "tiny"
     arguments = ["gpu", "--model", "tiny", "--device", "cpu", "--out", str(folder)]
@@ -217,6 +232,32 @@ def test_measure_then_calibrate_gives_a_profile(tmp_path, monkeypatch):
     assert profile.prefill_s(256) > profile.prefill_s(16) > 0
     assert profile.decode_s(16, 16 * 1024) > profile.decode_s(1, 16) > 0
     assert "own measurement" in profile.provenance["source"]
+    assert any("contiguous keys" in note for note in profile.provenance["notes"])
+
+    # A whole layer moves the values that its parts move.
+    layers = rows_of(folder / "layer.csv")
+    assert [tuple(row.values())[:3] for row in layers] == [
+        ("0", "1", "128"),
+        ("0", "16", "128"),
+        ("64", "0", "0"),
+    ]
+    for row in layers:
+        assert float(row["parts_us"]) == pytest.approx(float(row["layer_us"]), rel=0.05)
+    assert "16 decodes of 128 tokens" in capsys.readouterr().out
+
+    # On a GPU a table whose parts add up to something else is refused.
+    meta, text = folder / "meta.yaml", (folder / "layer.csv").read_text()
+    half = text.replace(layers[1]["layer_us"], str(0.5 * float(layers[1]["layer_us"])))
+    (folder / "layer.csv").write_text(half)
+    assert calibrate.main([str(folder), "-o", str(out)]) == 0
+    card = meta.read_text()
+    meta.write_text(card.replace("gpu: CPU", "gpu: H200"))
+    with pytest.raises(ValueError, match="layer.csv:3: field 'parts_us'.*more than 10% off"):
+        calibrate.main([str(folder), "-o", str(out)])
+    (folder / "layer.csv").unlink()  # tables without whole layers stay readable
+    assert calibrate.main([str(folder), "-o", str(out)]) == 0
+    assert "no layer.csv" in load(out).provenance["notes"][3]
+    meta.write_text(card)
 
     # Interrupted: only what is missing is measured again.
     lines = (folder / "dense.csv").read_text().splitlines(keepends=True)
