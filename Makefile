@@ -3,6 +3,7 @@
 # make test-all run the long ones as well
 # make coverage the same, and 90 % of the Python lines must have run
 # make test-nojit, test-boundscheck   the engines without numba, and with its check of every index
+# make test-processors   golden and checkpoint tests with the arithmetic of other processors
 # make test-mutants   the engines with errors in them, each of which a quick test must notice
 # make test-interop   Ray, RLlib, TorchRL, Tianshou and Minari, in an environment of their own
 # make lint    ruff and pyright
@@ -35,7 +36,7 @@ TRAIN_EXTRAS := agents,plots
 # One thread a process: two torch threads on two busy cores are many times slower than one.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help train test test-all coverage test-nojit test-boundscheck test-mutants test-interop lint ruff pyright bench docs install constraints clean
+.PHONY: help train test test-all coverage test-nojit test-boundscheck test-processors test-mutants test-interop lint ruff pyright bench docs install constraints clean
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -103,6 +104,10 @@ test-boundscheck: TESTS = tests/envs tests/robustness tests/baselines
 test-boundscheck: install
 	@export NUMBA_BOUNDSCHECK=1 NUMBA_CACHE_DIR=$$(mktemp -d) && \
 	$(PYTEST) $(ARGS) $(addprefix $(ROOT)/,$(TESTS))
+
+test-processors: install
+	@$(BIN)/servegym warm && \
+	$(BIN)/python tests/processors.py -n $(WORKERS) --dist worksteal $(ARGS)
 
 # Each in a copy of the tree, with the one test that is named with it in the list.
 test-mutants: $(BIN)/.installed
