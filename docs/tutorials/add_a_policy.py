@@ -8,8 +8,8 @@ runs wherever a name does. The command line takes a `.py` file, too, if it has o
 - a class `Policy(BasePolicy)` whose `act` gets a batch of B decisions and returns B actions, for
   what has a state: `self.system` is what an operator knows of the system, `episode_start(mask)`
   says which rows begin an episode. [The next page](add_a_placement_policy.md) has two;
-- in the place of `act`, `predict(observation)`, which gets a batch and returns the actions, or as in
-  Stable-Baselines3 the actions and a state. By their names it gets `state`, `episode_start`,
+- in the place of `act`, `predict(observation)`, which gets a batch and returns the actions, or as
+  in Stable-Baselines3 the actions and a state. By their names it gets `state`, `episode_start`,
   `deterministic` and `action_masks`.
 
 It reads the observation of the id that it is evaluated on; `env_view = "flat"` (or `"graph"`,
