@@ -204,6 +204,8 @@ def saved(folder: Path, name: str, env_id: str, **kwargs: Any) -> Any:
         sb3 = pytest.importorskip("sb3_contrib")
     kinds = {"A2C": "MultiInputPolicy", "RecurrentPPO": "MlpLstmPolicy"}
     more = {"buffer_size": 10} if "DQN" in name else {"n_steps": 8}
+    if "PPO" in name:
+        more["batch_size"] = 8
     env = gymnasium.make(env_id, **kwargs)
     model = getattr(sb3, name)(kinds.get(name, "MlpPolicy"), env, seed=1, device="cpu", **more)
     model.save(folder / name.lower())
