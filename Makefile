@@ -5,7 +5,7 @@
 # make test-nojit, test-boundscheck   the engines without numba, and with its check of every index
 # make test-processors   golden and checkpoint tests with the arithmetic of other processors
 # make test-mutants   the engines with errors in them, each of which a quick test must notice
-# make test-interop   Ray, RLlib, TorchRL, Tianshou and Minari, in an environment of their own
+# make test-interop   Ray, RLlib, TorchRL, skrl, Tianshou, d3rlpy and Minari, in an environment of their own
 # make lint    ruff and pyright
 # make bench   speed of the environments beside references
 # make docs    the documentation as a web site, in site/

@@ -7,12 +7,14 @@ episodes that never influence one another.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from types import MappingProxyType
 from typing import Any, ClassVar, Self
 
 import numpy as np
+from gymnasium import spaces
 from numpy.typing import NDArray
 
 from servegym._checks import choose, whole
@@ -78,7 +80,10 @@ class Policy:
             future arrivals). Such a policy is marked in every table, and so is every policy with
             ``needs_env``.
         env_view: The observation it reads: ``"graph"`` is the Dict id, ``"flat"`` and
-            ``"experts"`` and ``"summary"`` are the Box ids (some trained checkpoints).
+            ``"experts"`` and ``"summary"`` are the Box ids (some trained checkpoints), ``""`` is
+            that of the id that it is evaluated on.
+        observation_shapes: Shape of each part of the observation that it was trained on, ``""`` for
+            that of a Box; without an ``env_view`` it gets the view that has them. Empty: any.
         needs_env: True if `bind` must be called with the vector environment before `reset`.
         needs_outcomes: True if `outcomes` is to be told which requests have ended (LLM routing and
             prefix routing only).
@@ -89,7 +94,8 @@ class Policy:
 
     name: str = "policy"
     clairvoyant: bool = False
-    env_view: str = "graph"
+    env_view: str = ""
+    observation_shapes: Mapping[str, list[int]] = MappingProxyType({})
     needs_env: bool = False
     needs_outcomes: bool = False
     env_kwargs: Mapping[str, Any] = MappingProxyType({})
@@ -171,7 +177,7 @@ class CallablePolicy(BasePolicy):
         *,
         batched: bool = True,
         clairvoyant: bool = False,
-        env_view: str = "graph",
+        env_view: str = "",
         env_kwargs: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         if not callable(fn):
@@ -180,7 +186,7 @@ class CallablePolicy(BasePolicy):
         self.name = name
         self.batched = batched
         self.clairvoyant = clairvoyant
-        self.env_view = choose("env_view", env_view, ("graph", "flat", "experts", "summary"))
+        self.env_view = choose("env_view", env_view, ("", "graph", "flat", "experts", "summary"))
         self.env_kwargs: Mapping[str, Any] = dict(env_kwargs)
 
     def act(self, observation: Observation, action_mask: Any) -> Any:
@@ -191,6 +197,9 @@ class CallablePolicy(BasePolicy):
             chosen = _stacked(
                 [self._fn(*_row(observation, action_mask, row)) for row in range(self.num_envs)]
             )
+        return self._checked(chosen, action_mask)
+
+    def _checked(self, chosen: Any, action_mask: Any) -> Any:
         if isinstance(chosen, Mapping) or action_mask is None:
             return chosen
         chosen = np.asarray(chosen)
@@ -206,6 +215,52 @@ class CallablePolicy(BasePolicy):
                 f"got {chosen.min()}..{chosen.max()}"
             )
         return chosen.astype(np.int64)
+
+
+class PredictPolicy(CallablePolicy):
+    """A policy around ``predict(observation, ...) -> (actions, state)``, as of Stable-Baselines3.
+
+    It gets batches, and by their names what it takes of ``state`` (what it returned before),
+    ``episode_start`` (bool (B,)), ``deterministic`` (True) and ``action_masks`` (bool). It may
+    return the actions alone.
+
+    Args:
+        predict: The function; an ``observation_space`` of its object tells what it reads.
+        name: Name in tables.
+        env_view: Observation that it reads, see `Policy`.
+    """
+
+    def __init__(self, predict: Callable[..., Any], name: str, env_view: str = "") -> None:
+        super().__init__(predict, name, env_view=env_view)
+        self._takes = set(inspect.signature(predict).parameters)
+        space = getattr(getattr(predict, "__self__", None), "observation_space", None)
+        self.observation_shapes = {} if space is None else shapes_of(space)
+
+    def reset(self, num_envs: int, seed: int | None = None) -> None:
+        """See `Policy.reset`."""
+        self._state = None
+        super().reset(num_envs, seed)
+
+    def episode_start(self, mask: NDArray[np.bool_]) -> None:
+        """See `Policy.episode_start`."""
+        self._starts = np.array(mask, dtype=np.bool_)
+
+    def act(self, observation: Observation, action_mask: Any) -> Any:
+        """Call ``predict`` and check its whole numbers as `CallablePolicy` does."""
+        known = {"state": self._state, "episode_start": self._starts, "deterministic": True}
+        if action_mask is not None:
+            known["action_masks"] = action_mask.astype(np.bool_)
+        told = {name: value for name, value in known.items() if name in self._takes}
+        answer = self._fn(observation, **told)
+        chosen, self._state = answer if isinstance(answer, tuple) else (answer, None)
+        self._starts = np.zeros_like(self._starts)
+        return self._checked(chosen, action_mask)
+
+
+def shapes_of(space: spaces.Space) -> dict[str, list[int]]:
+    """The shape of each part of a Dict space, that of another one as ``""``."""
+    parts = space.spaces if isinstance(space, spaces.Dict) else {"": space}
+    return {name: list(part.shape or ()) for name, part in parts.items()}
 
 
 def _row(observation: Any, action_mask: Any, row: int) -> tuple[Any, Any]:

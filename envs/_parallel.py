@@ -18,7 +18,8 @@ from servegym.envs._batch import BatchEnv, need_episode, warn_of_no_mode
 class BatchParallelEnv(ParallelEnv):
     """Several agents in one system of a `Batch`, the one that a `BatchEnv` has.
 
-    A family sets `possible_agents` and their spaces, and writes `step` and `_observations`.
+    A family sets `possible_agents` and their spaces, writes `step` and `_observations`, and names
+    `ParallelEnv` among its bases for skrl, as subclasses of `BatchVectorEnv` do `VectorEnv`.
 
     Attributes:
         single: The single environment, whose arguments and observation it has.

@@ -32,6 +32,8 @@ class BatchVectorEnv(VectorEnv):
     With `reset(seed=s)` system i is seeded with s + i. Rewards are float64, the arrays of the
     information carry their `_key` masks.
 
+    Every subclass names `VectorEnv` among its bases itself: skrl's `wrap_env` looks at those alone.
+
     Attributes:
         SINGLE: The single environment, whose parts and arguments these systems have.
     """

@@ -187,7 +187,7 @@ def evaluate(
     policy: Annotated[
         list[str],
         typer.Option(
-            help="Policy by name, or the path of a checkpoint or .py file; repeatable.",
+            help="Policy by name, or the path of a checkpoint, .py or SB3 .zip file; repeatable.",
             metavar="NAME_OR_FILE",
         ),
     ],
@@ -197,7 +197,7 @@ def evaluate(
         typer.Option(
             min=0,
             help="Seed of the first episode; episode i has seed + i. Default: 100000, or with a "
-            ".py file one that nobody knew before.",
+            ".py or .zip file one that nobody knew before.",
         ),
     ] = None,
     set_: Settings = None,
@@ -213,10 +213,10 @@ def evaluate(
     all_: Annotated[bool, typer.Option("--all", help="Print every metric.")] = False,
     ray: Ray = None,
     in_process: Annotated[
-        bool, typer.Option("--in-process", help="Trust .py files: no process of their own.")
+        bool, typer.Option("--in-process", help="Trust policy files: no process of their own.")
     ] = False,
     time_limit: Annotated[
-        float | None, typer.Option(help="Seconds that a .py file may take for an answer (60).")
+        float | None, typer.Option(help="Seconds that such a file may take for an answer (60).")
     ] = None,
 ) -> None:
     """Compare policies on the same episodes (split eval unless --set split=...)."""
@@ -235,7 +235,7 @@ def evaluate(
 
     workers, family = Workers(ray=ray), family_of(env_id)
     problem = problem_of(family.env_id, {"split": "eval", **settings})
-    guests: dict[str, Any] = {"in_process": in_process}
+    guests: dict[str, Any] = {"view": family.view_of(env_id), "in_process": in_process}
     if time_limit is not None:
         guests["time_limit_s"] = time_limit
     policies = [resolve(name, problem, family, **guests) for name in policy]

@@ -55,6 +55,7 @@ class PlacementPolicy(BasePolicy):
         static: Whether it plans once an episode and never moves.
     """
 
+    env_view = "graph"
     env_kwargs: Mapping[str, Any] = MappingProxyType({"action_mode": "placement"})
     static = False
 

@@ -20,6 +20,7 @@ Mask = NDArray[np.integer[Any]]
 class RoutingPolicy(BasePolicy):
     """A policy of a routing system."""
 
+    env_view = "graph"
     system: RoutingSystem
 
 

@@ -75,6 +75,8 @@ class RulePolicy(BasePolicy):
         name: The rule's name.
     """
 
+    env_view = "graph"
+
     def __init__(self, system: PrefixSystem, make: Callable[[], Rule], name: str) -> None:
         self.system = system
         self.name = name

@@ -34,6 +34,7 @@ class Rollout(BasePolicy):
     """
 
     name = "rollout"
+    env_view = "graph"
     clairvoyant = True
     needs_env = True
 

@@ -80,6 +80,8 @@ def observed_row(system: ServerlessSystem, observation: Observation, row: int) -
 class ServerlessPolicy(BasePolicy):
     """A policy of a serverless system that decides row by row."""
 
+    env_view = "graph"
+
     def __init__(self, system: ServerlessSystem) -> None:
         self.system = system
         self.table = ActionTable(system)

@@ -45,6 +45,8 @@ class Mix(base.ServerlessPolicy):
 class Deployment(BasePolicy):
     """A deployment, of the environment's, that takes no decision."""
 
+    env_view = "graph"
+
     def __init__(self, system: ServerlessSystem, name: str) -> None:
         self.name, self.parts = name, len(system.nvec)
         self.env_kwargs: Mapping[str, Any] = {"deployment": name}

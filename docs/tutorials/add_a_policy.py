@@ -7,7 +7,14 @@ runs wherever a name does. The command line takes a `.py` file, too, if it has o
   below;
 - a class `Policy(BasePolicy)` whose `act` gets a batch of B decisions and returns B actions, for
   what has a state: `self.system` is what an operator knows of the system, `episode_start(mask)`
-  says which rows begin an episode. [The next page](add_a_placement_policy.md) has two.
+  says which rows begin an episode. [The next page](add_a_placement_policy.md) has two;
+- in the place of `act`, `predict(observation)`, which gets a batch and returns the actions, or as
+  in Stable-Baselines3 the actions and a state. By their names it gets `state`, `episode_start`,
+  `deterministic` and `action_masks`.
+
+It reads the observation of the id that it is evaluated on; `env_view = "flat"` (or `"graph"`,
+`"experts"`, `"summary"`), in the class or beside the function, names another. A model that
+Stable-Baselines3 saved is [a policy by its `.zip`](../interop.md#your-model-beside-the-rules).
 
 Then `servegym evaluate servegym/LLMRouting-v1 --policy my_router.py --policy greedy_qos` compares
 it with another, and `servegym leaderboard --quick --policy my_router.py --at-least greedy_qos` is

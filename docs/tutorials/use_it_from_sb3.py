@@ -2,7 +2,8 @@
 
 The Flat ids have one Box and plain discrete actions, so an off-the-shelf agent takes them as they
 are. The masks of illegal actions come from `action_masks()`, which sb3-contrib's MaskablePPO finds
-by itself. Training is cut short here.
+by itself. Training is cut short here. After `model.save("mine")` the file `mine.zip` is a policy:
+`servegym evaluate servegym/LLMRouting-v1 --policy mine.zip --set num_experts=3`.
 """
 
 import gymnasium

@@ -39,7 +39,7 @@ def choose(argument: str, value: Any, allowed: Iterable[str]) -> str:
     raise ValueError(f"{argument}={value!r} is unknown; choose one of {names}.{hint}")
 
 
-_FILE = re.compile(r"^[.~]{0,2}/|\.(csv|gz|json|jsonl|npz|parquet|pt|py|safetensors|toml|ya?ml)$")
+_FILE = re.compile(r"^[.~]{0,2}/|\.(csv|gz|jsonl?|npz|parquet|pt|py|safetensors|toml|ya?ml|zip)$")
 
 
 def missing_file(value: Any) -> bool:

@@ -22,7 +22,7 @@ _OF_GPUS = ("gpu_backlog_s", "loads_left")
 _OF_ALL = ("progress", "window_s")
 
 
-class ExpertPlacementParallelEnv(BatchParallelEnv):
+class ExpertPlacementParallelEnv(BatchParallelEnv, pettingzoo.ParallelEnv):
     """Every server decides which experts it holds; together they must hold them all.
 
     ## Description

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from gymnasium.vector import VectorEnv
 
 from servegym.envs._vector import BatchVectorEnv
 from servegym.envs.expert_placement.config import Problem
@@ -12,7 +13,7 @@ from servegym.envs.expert_placement.core import PlacementBatch, check_action
 from servegym.envs.expert_placement.env import ExpertPlacementEnv
 
 
-class ExpertPlacementVectorEnv(BatchVectorEnv):
+class ExpertPlacementVectorEnv(BatchVectorEnv, VectorEnv):
     """B systems of `ExpertPlacementEnv` over one cluster and one set of prompts.
 
     A step of one system is millions of events in one kernel call, so that systems are stepped one

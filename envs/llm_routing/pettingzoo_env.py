@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 from gymnasium import spaces
+from pettingzoo import ParallelEnv
 
 from servegym._checks import choose, whole
 from servegym.envs._batch import need_episode
@@ -27,7 +28,7 @@ VIEWS: dict[str, type[LLMRoutingEnv]] = {
 }
 
 
-class LLMRoutingParallelEnv(BatchParallelEnv):
+class LLMRoutingParallelEnv(BatchParallelEnv, ParallelEnv):
     """Several access points route their own requests to the same N experts.
 
     ## Description

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from gymnasium.vector import VectorEnv
 
 from servegym._checks import whole
 from servegym.envs._threads import MAX_THREADS
@@ -19,7 +20,7 @@ from servegym.envs.llm_routing.env import (
 )
 
 
-class LLMRoutingVectorEnv(BatchVectorEnv):
+class LLMRoutingVectorEnv(BatchVectorEnv, VectorEnv):
     """B systems of `LLMRoutingEnv`; `BatchVectorEnv` has the arguments but for one.
 
     `num_threads`: 1 (default) to 256 threads of the process that share the systems out; the numbers
@@ -53,19 +54,19 @@ class LLMRoutingVectorEnv(BatchVectorEnv):
         self.batch.close()
 
 
-class LLMRoutingFlatVectorEnv(LLMRoutingVectorEnv):
+class LLMRoutingFlatVectorEnv(LLMRoutingVectorEnv, VectorEnv):
     """B systems of `LLMRoutingFlatEnv`."""
 
     SINGLE = LLMRoutingFlatEnv
 
 
-class LLMRoutingExpertsVectorEnv(LLMRoutingVectorEnv):
+class LLMRoutingExpertsVectorEnv(LLMRoutingVectorEnv, VectorEnv):
     """B systems of `LLMRoutingExpertsEnv`."""
 
     SINGLE = LLMRoutingExpertsEnv
 
 
-class LLMRoutingSummaryVectorEnv(LLMRoutingVectorEnv):
+class LLMRoutingSummaryVectorEnv(LLMRoutingVectorEnv, VectorEnv):
     """B systems of `LLMRoutingSummaryEnv`."""
 
     SINGLE = LLMRoutingSummaryEnv

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from gymnasium.vector import VectorEnv
+
 from servegym.envs._vector import BatchVectorEnv
 from servegym.envs.prefix_routing.config import Problem
 from servegym.envs.prefix_routing.core import PrefixBatch
@@ -12,7 +14,7 @@ from servegym.envs.prefix_routing.env import (
 )
 
 
-class PrefixRoutingVectorEnv(BatchVectorEnv):
+class PrefixRoutingVectorEnv(BatchVectorEnv, VectorEnv):
     """B systems of `PrefixRoutingEnv`; `BatchVectorEnv` has the arguments.
 
     >>> import gymnasium, servegym
@@ -27,13 +29,13 @@ class PrefixRoutingVectorEnv(BatchVectorEnv):
     batch: PrefixBatch
 
 
-class PrefixRoutingFlatVectorEnv(PrefixRoutingVectorEnv):
+class PrefixRoutingFlatVectorEnv(PrefixRoutingVectorEnv, VectorEnv):
     """B systems of `PrefixRoutingFlatEnv`."""
 
     SINGLE = PrefixRoutingFlatEnv
 
 
-class PrefixRoutingSummaryVectorEnv(PrefixRoutingVectorEnv):
+class PrefixRoutingSummaryVectorEnv(PrefixRoutingVectorEnv, VectorEnv):
     """B systems of `PrefixRoutingSummaryEnv`."""
 
     SINGLE = PrefixRoutingSummaryEnv

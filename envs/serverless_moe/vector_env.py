@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from gymnasium.vector import VectorEnv
 
 from servegym.envs._vector import BatchVectorEnv
 from servegym.envs.serverless_moe.config import Problem
@@ -12,7 +13,7 @@ from servegym.envs.serverless_moe.core import ServerlessBatch
 from servegym.envs.serverless_moe.env import ServerlessMoEEnv, ServerlessMoEFlatEnv
 
 
-class ServerlessMoEVectorEnv(BatchVectorEnv):
+class ServerlessMoEVectorEnv(BatchVectorEnv, VectorEnv):
     """B systems of `ServerlessMoEEnv`; `BatchVectorEnv` has the arguments.
 
     >>> from servegym.envs.serverless_moe.vector_env import ServerlessMoEVectorEnv
@@ -47,7 +48,7 @@ class ServerlessMoEVectorEnv(BatchVectorEnv):
         return info
 
 
-class ServerlessMoEFlatVectorEnv(ServerlessMoEVectorEnv):
+class ServerlessMoEFlatVectorEnv(ServerlessMoEVectorEnv, VectorEnv):
     """B systems of `ServerlessMoEFlatEnv`."""
 
     SINGLE = ServerlessMoEFlatEnv

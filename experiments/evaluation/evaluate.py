@@ -79,9 +79,10 @@ def evaluate(
 ) -> Results:
     """Run every policy on the same episodes.
 
-    Policies whose code is not the package's (``.py`` files, objects of other classes, functions)
-    are guests. Each runs in a process of its own, a new one for every block of episodes, and gets
-    no number that they are drawn from.
+    Policies whose code is not the package's (``.py`` files, ``.zip`` files that Stable-Baselines3
+    saved, objects of other classes or with its ``predict``, functions) are guests. Each runs in a
+    process of its own, a new one for every block of episodes, and gets no number that they are
+    drawn from.
 
     A job of the executor is one policy's block. The chance in an episode is drawn from its own seed
     and a policy starts afresh with every block, so that the rows are equal wherever the blocks run.
@@ -89,9 +90,10 @@ def evaluate(
     must lie where the blocks run.
 
     Args:
-        env_id: An id of one of the families; a policy that reads another view gets that one.
-        policies: Registered names, checkpoint paths, policy files, policy objects, or what
-            `servegym.experiments.evaluation.resolve.resolve` made of one.
+        env_id: An id of one of the families; a policy that reads another view gets that one, and
+            one that does not say which gets that of the id.
+        policies: Registered names, checkpoint paths, policy files, policy objects, objects with
+            ``predict``, or what `servegym.experiments.evaluation.resolve.resolve` made of one.
         episodes: Episodes a policy; episode i is drawn with ``seed + i``.
         seed: Seed of the first episode; by default `DEFAULT_SEED`, and with a guest, whose author
             knows that one, a `fresh_seed` that the rows tell.
@@ -126,7 +128,8 @@ def evaluate(
     family, kwargs = family_of(env_id), {"split": "eval", **(env_kwargs or {})}
     problem = problem_of(family.env_id, kwargs)
     # All names are looked up before the first episode: a typo must not cost the others' work.
-    resolved = [resolve(policy, problem, family, in_process=in_process) for policy in policies]
+    how: dict[str, Any] = {"view": family.view_of(env_id), "in_process": in_process}
+    resolved = [resolve(policy, problem, family, **how) for policy in policies]
     if seed is None:
         seed = DEFAULT_SEED if all(policy.knows_seed for policy in resolved) else fresh_seed()
     # Every row names its system and load, set or default; what an episode draws is no argument.

@@ -49,7 +49,7 @@ class GuestPolicy(EvaluatedPolicy):
     in a fresh one, so that what it remembered is gone. Pickled, the policy leaves its process
     behind and starts another where it is used next.
 
-    The policy is a ``.py`` file as `policy_from_file` takes it, with the description of the system,
+    The policy is a file as `policy_from_file` takes it, with the description of the system,
     or a policy that can be pickled; one answer may take ``time_limit_s``.
 
     Raises:
@@ -243,6 +243,7 @@ def _answer(policy: Any, request: str, argument: Any) -> dict[str, Any]:
         return {
             **{name: getattr(policy, name, False) for name in names},
             "env_kwargs": dict(policy.env_kwargs),
+            "observation_shapes": dict(policy.observation_shapes),
         }
     if request == "reset":
         policy.reset(*argument)

@@ -298,13 +298,13 @@ def _parser() -> argparse.ArgumentParser:
     text = f"which tables (all: {' '.join(point.name for point in POINTS)}; those of the family "
     text += "that knows the names of --policy and --at-least)"
     add("--point", metavar="NAME", help=text, **several)
-    text = "only these: names, checkpoints, or .py files with act()"
+    text = "only these: names, checkpoints, .py files with act(), or .zip files that SB3 saved"
     add("--policy", default=[], metavar="NAME_OR_FILE", help=text, **several)
     add("--at-least", metavar="NAME", help="a baseline that guests must not be below")
     text = f"seed of the episodes ({DEFAULT_SEED}; with guests one that nobody knew before)"
     add("--seed", type=int, help=text)
-    add("--in-process", action="store_true", help="trust .py files: no process of their own")
-    text = f"seconds that a .py file may take for an answer ({TIME_LIMIT_S:g})"
+    add("--in-process", action="store_true", help="trust policy files: no process of their own")
+    text = f"seconds that such a file may take for an answer ({TIME_LIMIT_S:g})"
     add("--time-limit", type=float, default=TIME_LIMIT_S, help=text)
     add("--out", type=Path, help=f"the table ({BOARD})")
     text = "use a Ray cluster: auto (one that runs), local or local:N (this machine, N workers)"

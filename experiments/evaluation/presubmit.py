@@ -292,7 +292,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "told after --max-episodes or --total-time, 4: the policy failed to run.",
     )
     parser.add_argument(
-        "policy", help=f"a policy of {ENV_ID}: its .py file, a checkpoint or a name"
+        "policy", help=f"a policy of {ENV_ID}: its .py or SB3 .zip file, a checkpoint or a name"
     )
     parser.add_argument("--scenario", default=GIE, help=f"{', '.join(RATES)} ({GIE})")
     parser.add_argument("--rates", type=float, nargs="+", help="requests/s (the scenario's)")

@@ -9,13 +9,14 @@ from __future__ import annotations
 import os
 import re
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from servegym._checks import missing_file, nearest
 from servegym.agents.lib.checkpoint import shipped, shipped_for
-from servegym.baselines.policy_file import FilePolicy, policy_from_file
-from servegym.baselines.protocol import CallablePolicy, Policy
+from servegym.baselines.policy_file import SUFFIXES, FilePolicy, policy_from_file
+from servegym.baselines.protocol import CallablePolicy, Policy, PredictPolicy, shapes_of
 from servegym.baselines.registry import describe_system, list_policies, make_policy
 from servegym.envs.families import FAMILIES, Family
 from servegym.experiments.evaluation.guest import TIME_LIMIT_S, GuestPolicy
@@ -28,6 +29,7 @@ def resolve(
     problem: Any,
     family: Family,
     *,
+    view: str = "graph",
     in_process: bool = False,
     time_limit_s: float = TIME_LIMIT_S,
 ) -> EvaluatedPolicy:
@@ -41,6 +43,7 @@ def resolve(
         problem: The environment's ``unwrapped.problem``, which is described to policies made by
             name; None where only the name is checked.
         family: The environment family.
+        view: Of the id that it is evaluated on: what it reads if nothing says otherwise.
         in_process: Run a guest in this process.
         time_limit_s: Seconds that a guest may take for one answer.
 
@@ -55,8 +58,11 @@ def resolve(
     report, label = report_of(family), None
     if isinstance(policy, str | os.PathLike):
         policy, label = _load(os.fspath(policy), system, family)
+    elif not isinstance(policy, Policy) and callable(getattr(policy, "predict", None)):
+        policy = PredictPolicy(policy.predict, type(policy).__name__)
     if not isinstance(policy, Path) and _is_of_the_package(policy):
         resolved = EvaluatedPolicy(policy, label or policy.name)
+        resolved.env_view = resolved.env_view or view
         _check_requests(resolved, family, report.interface + report.serving)
     else:
         if not in_process:
@@ -65,6 +71,7 @@ def resolve(
             policy = policy_from_file(policy, system) if isinstance(policy, Path) else policy
             resolved = EvaluatedPolicy(policy, policy.name, GUEST_IN_PROCESS)
         resolved.name = label or _plain_name(resolved.name, family)
+        resolved.env_view = resolved.env_view or _fitting_view(resolved, problem, family, view)
         _check_requests(resolved, family, report.interface)
         resolved.feedback_terms = report.feedback_terms
     early = any(resolved.env_kwargs.get(key) == value for key, value in report.early.items())
@@ -79,13 +86,13 @@ def _load(
 ) -> tuple[Policy, str] | tuple[Policy | Path, str | None]:
     """The policy of a name or path, and its name unless it is the policy's to choose.
 
-    What a ``.py`` file defines is not made here: its code has not run yet.
+    What a user's file defines is not made here: its code has not run yet.
     """
     if name in (info.name for info in list_policies(family.name)):
         return make_policy(name, system, family=family.name), name
     trained = shipped(family.name)
     file = shipped_for(family.name, name, system) or Path(name)
-    if file.suffix == ".py" and file.exists():
+    if file.suffix in SUFFIXES and file.exists():
         return file, None
     if file.exists():
         from servegym.agents import load_policy
@@ -110,8 +117,8 @@ def _load(
         place = f", a policy for {others[near].name}"
     hint = f" (did you mean {near!r}{place}?)" if near else ""
     raise ValueError(
-        f"policy is {name!r}, which is neither the path of a checkpoint or .py file nor one of "
-        f"{', '.join(names)}{hint}"
+        f"policy is {name!r}, which is neither the path of a checkpoint, .py or .zip file nor one "
+        f"of {', '.join(names)}{hint}"
     )
 
 
@@ -122,7 +129,8 @@ def _names(family: Family) -> list[str]:
 
 def _is_of_the_package(policy: Policy) -> bool:
     """Whether a module of the package has the policy's class, or the function that it wraps."""
-    code: Any = policy._fn if type(policy) is CallablePolicy else type(policy)
+    wraps = type(policy) in (CallablePolicy, PredictPolicy)
+    code: Any = vars(policy)["_fn"] if wraps else type(policy)
     module = sys.modules.get(getattr(code, "__module__", None) or "")
     # A module that runs as a program is called otherwise, but its spec tells.
     name = getattr(getattr(module, "__spec__", None), "name", "")
@@ -139,6 +147,28 @@ def _plain_name(name: Any, family: Family) -> str:
     if name in _names(family):
         raise ValueError(f"a policy's name is {name!r}, which servegym has itself; take another")
     return name
+
+
+def _fitting_view(policy: EvaluatedPolicy, problem: Any, family: Family, view: str) -> str:
+    """The view with the shapes that a policy was trained on, ``view`` if it knows none.
+
+    Raises:
+        ValueError: If no view of the system has them.
+    """
+    if not policy.observation_shapes or problem is None:
+        return view
+    module, known = import_module(f"servegym.envs.{family.name}.env"), {}
+    for other in dict.fromkeys((view, *family.views)):
+        env = getattr(module, f"{family.views[other].partition('-')[0]}Env")
+        known[other] = shapes_of(env.make_observation_space(env.make_problem(problem.arguments)))
+        if known[other] == policy.observation_shapes:
+            return other
+    has = "; ".join(f"{name} {shapes.get('', 'Dict')}" for name, shapes in known.items())
+    shapes = policy.observation_shapes
+    raise ValueError(
+        f"policy {policy.name!r} was trained on observations of shape {shapes.get('', shapes)}; "
+        f"those of this system are {has}: evaluate it with the arguments of its training"
+    )
 
 
 def _check_requests(policy: EvaluatedPolicy, family: Family, allowed: tuple[str, ...]) -> None:

@@ -1,15 +1,23 @@
 """Policies that a user's file defines, in the evaluator."""
 
+import sys
+import zipfile
 from pathlib import Path
+from typing import Any
 
+import gymnasium
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from servegym.baselines.policy_file import policy_from_file
+from servegym.baselines.registry import from_callable
+from servegym.envs.families import FAMILIES, family_of
 from servegym.experiments.cli import app
+from servegym.experiments.evaluation import leaderboard
 from servegym.experiments.evaluation.evaluate import evaluate
 
-ENV_ID = "servegym/LLMRouting-v1"
+ENV_ID, FLAT = "servegym/LLMRouting-v1", "servegym/LLMRoutingFlat-v2"
 SMALL = {"rate": 8.0, "episode_requests": 40}
 
 STATEFUL = """
@@ -108,3 +116,162 @@ def test_a_fraction_is_no_action(tmp_path: Path) -> None:
     (tmp_path / "float.py").write_text("def act(observation, action_mask):\n    return 0.5\n")
     with pytest.raises(ValueError, match="^policy 'float' must return integers"):
         evaluate(ENV_ID, [str(tmp_path / "float.py")], 1, env_kwargs=SMALL, in_process=True)
+
+
+HEAD = "import numpy as np\nfrom servegym.baselines.protocol import BasePolicy\n"
+ACT = "def act(observation, action_mask):\n    assert observation.shape == ({}), 'shape'\n"
+CLASS = "class Policy(BasePolicy):\n    {}\n    def act(self, observation, action_mask):\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "env_id"),
+    [
+        (ACT.format("406,") + "    return 1", FLAT),
+        (ACT.format("18,") + "    return 1", "servegym:servegym/LLMRoutingExperts-v2"),
+        ("env_view = 'summary'\n" + ACT.format("6, 44") + "    return 1", FLAT),
+        ("env_view = 'summary'\n" + ACT.format("6, 44") + "    return 1", ENV_ID),
+        (CLASS.format("") + "        return np.full(len(observation[:, 405]), 1)", FLAT),
+        (
+            CLASS.format("env_view = 'graph'")
+            + "        return np.full(len(observation['load']), 1)",
+            FLAT,
+        ),
+    ],
+)
+@pytest.mark.parametrize("words", [[], ["--in-process"]])
+def test_a_file_gets_the_observation_of_the_id_unless_it_names_another(
+    tmp_path: Path, text: str, env_id: str, words: list[str]
+) -> None:
+    (tmp_path / "mine.py").write_text(HEAD + text + "\n")
+    words = [*words, "--set", "episode_requests=5", "--episodes", "1"]
+    result = CliRunner().invoke(
+        app, ["evaluate", env_id, "--policy", str(tmp_path / "mine.py"), *words]
+    )
+    assert result.exit_code == 0, result.output
+
+
+def test_objects_get_it_as_well_and_the_packages_rules_read_the_dict() -> None:
+    def act(observation: np.ndarray, _: Any) -> np.ndarray:
+        return np.ones(len(observation[:, 405]), dtype=int)
+
+    policies = [from_callable(act, "mine"), "least_outstanding"]
+    rows = evaluate(FLAT, policies, 1, 5, SMALL, in_process=True)
+    assert rows[1]["avg_qos"] == evaluate(ENV_ID, policies[1:], 1, 5, SMALL)[0]["avg_qos"]
+
+
+PREDICT = """
+import numpy as np
+calls = []
+
+def predict(observation, state=None, episode_start=None, deterministic=False, action_masks=None):
+    assert observation.shape == (1, 406) and deterministic
+    assert action_masks.shape == (1, 7) and action_masks.dtype == bool
+    assert episode_start.tolist() == [state is None]
+    return np.array([state + 1 if state else 1]), 0 if state == 5 else (state or 0) + 1
+"""
+
+
+def test_predict_is_a_policy_too(tmp_path: Path) -> None:
+    """State, starts and masks by the names that Stable-Baselines3 has for them."""
+    (tmp_path / "turns.py").write_text(PREDICT)
+    (tmp_path / "object.py").write_text(
+        PREDICT + "\nclass Policy:\n    env_view = 'flat'\n\n"
+        "    def __init__(self, system):\n        self.predict = predict\n"
+    )
+    files = [str(tmp_path / name) for name in ("turns.py", "object.py")]
+    rows = evaluate(FLAT, [*files, "round_robin"], 1, 5, SMALL)
+    assert [row["source"] for row in rows] == ["guest", "guest", "servegym"]
+    assert len({row["avg_qos"] for row in rows}) == 1
+
+    class Model:
+        def predict(self, observation: np.ndarray) -> np.ndarray:
+            return np.ones(len(observation), dtype=int)
+
+    (row,) = evaluate(FLAT, [Model()], 1, 5, SMALL)  # pyright: ignore[reportArgumentType]
+    assert row["policy"] == "Model" and row["source"] == "guest"
+
+
+# ------------------------------------------------------- what Stable-Baselines3 saved
+
+
+CROWDED = {"rate": 60.0, "waiting_capacity": 1, "running_capacity": 1, "episode_requests": 60}
+
+
+def saved(folder: Path, name: str, env_id: str, **kwargs: Any) -> Any:
+    """An untrained model, saved in a folder."""
+    sb3: Any = pytest.importorskip("stable_baselines3")
+    if not hasattr(sb3, name):
+        sb3 = pytest.importorskip("sb3_contrib")
+    kinds = {"A2C": "MultiInputPolicy", "RecurrentPPO": "MlpLstmPolicy"}
+    more = {"buffer_size": 10} if "DQN" in name else {"n_steps": 8}
+    if "PPO" in name:
+        more["batch_size"] = 8
+    env = gymnasium.make(env_id, **kwargs)
+    model = getattr(sb3, name)(kinds.get(name, "MlpPolicy"), env, seed=1, device="cpu", **more)
+    model.save(folder / name.lower())
+    return model
+
+
+@pytest.mark.parametrize(
+    ("name", "env_id"),
+    [
+        ("PPO", "servegym/LLMRoutingSummary-v2"),
+        ("DQN", FLAT),
+        ("A2C", ENV_ID),
+        ("QRDQN", "servegym/LLMRoutingExperts-v2"),
+        ("RecurrentPPO", FLAT),
+        ("PPO", "servegym/ServerlessMoEFlat-v1"),
+    ],
+)
+def test_a_saved_model_plays_as_in_its_library(tmp_path: Path, name: str, env_id: str) -> None:
+    """Whatever id is asked for: its space tells which observation it was trained on."""
+    family = family_of(env_id)
+    small = SMALL if family is FAMILIES[0] else {"model": "toy", "episode_requests": 10}
+    model, state = saved(tmp_path, name, env_id, **small), None
+    env = gymnasium.make(env_id, **small, split="eval")
+    (observation, _), starts, paid, ended = env.reset(seed=7), np.ones(1, bool), 0.0, False
+    while not ended:
+        action, state = model.predict(observation, state, starts, deterministic=True)
+        observation, reward, ended, _, info = env.step(action)
+        starts, paid = np.zeros(1, bool), paid + float(reward)
+    file = tmp_path / f"{name.lower()}.zip"
+    (row,) = evaluate(family.env_id, [file], 1, 7, small, in_process=True)
+    assert row["policy"] == name.lower() and row["source"] == "guest in process"
+    kpis = {key: value for key, value in info["episode_kpis"].items() if value == value}
+    assert {key: row[key] for key in kpis} == kpis
+
+
+def test_a_saved_model_that_takes_masks_gets_them_in_a_process_of_its_own(tmp_path: Path) -> None:
+    saved(tmp_path, "MaskablePPO", FLAT, **CROWDED)
+    file = tmp_path / "maskableppo.zip"
+    (row,) = evaluate(ENV_ID, [file], 1, 7, CROWDED)
+    assert row["source"] == "guest" and row["reject_rate"] == 0.0
+    with pytest.raises(ValueError, match="trained on observations of shape .118.; .* flat .406."):
+        evaluate(ENV_ID, [file], 1, 7, SMALL, in_process=True)
+    (point,) = (point for point in leaderboard.POINTS if point.name == "routing-5")
+    quick = point._replace(episodes=1, quick={"episode_requests": 20})
+    saved(tmp_path, "PPO", FLAT)
+    measured = leaderboard.measure(quick, str(tmp_path / "ppo.zip"), quick=True)
+    assert measured["policy"] == "ppo" and measured["kind"] == "guest"
+
+
+def test_what_is_no_saved_model_or_cannot_be_read_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="'gone.zip': no such file"):
+        evaluate(FLAT, ["gone.zip"], 1, 7, SMALL)
+    Path("bad.zip").write_bytes(b"no zip")
+    with pytest.raises(ValueError, match="'bad.zip' is no model that Stable-Baselines3 saved"):
+        policy_from_file("bad.zip", None)
+    with zipfile.ZipFile("bad.zip", "w") as archive:
+        archive.writestr("mine.py", "")
+    result = CliRunner().invoke(app, ["evaluate", FLAT, "--policy", "bad.zip"])
+    assert result.exit_code == 2 and "no model that Stable-Baselines3 saved" in result.stderr
+    saved(tmp_path, "QRDQN", FLAT)
+    for library in ("sb3_contrib", "stable_baselines3"):
+        for name in [name for name in sys.modules if name.startswith(library)]:
+            monkeypatch.delitem(sys.modules, name)
+        monkeypatch.setitem(sys.modules, library, None)
+        with pytest.raises(ValueError, match=f"'qrdqn.zip' needs {library}: pip install"):
+            policy_from_file("qrdqn.zip", None)

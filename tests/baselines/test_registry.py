@@ -36,7 +36,8 @@ def test_every_family_describes_its_system_and_makes_policies(family):
     infos = {info.name: info for info in list_policies(family.name)}
     assert len(infos) == len(list_policies(family.name))
     policy = make_policy("random", described, family=family.name)
-    assert isinstance(policy, Policy) and policy.clairvoyant == infos["random"].clairvoyant
+    assert isinstance(policy, Policy) and policy.env_view == "graph"
+    assert policy.clairvoyant == infos["random"].clairvoyant
     assert {info.family for info in infos.values()} == {family.name}
 
 

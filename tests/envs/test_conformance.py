@@ -10,8 +10,9 @@ from functools import partial
 
 import gymnasium as gym
 import numpy as np
+import pettingzoo
 import pytest
-from gymnasium.envs.registration import EnvSpec
+from gymnasium.envs.registration import EnvSpec, load_env_creator
 from gymnasium.error import ResetNeeded
 from gymnasium.utils.env_checker import check_env
 from gymnasium.vector import AutoresetMode
@@ -193,6 +194,15 @@ def test_observations_of_agents_have_the_order_of_their_spaces(family):
     env = family.parallel_env()
     for agent, observation in env.reset(seed=0)[0].items():
         assert list(observation) == list(env.observation_space(agent))
+
+
+def test_classes_of_several_systems_or_agents_name_the_librarys_base_themselves():
+    """Who looks for the right wrapper, as skrl does, may go by the direct bases alone."""
+    for env_id in servegym.ENV_IDS:
+        made = load_env_creator(gym.spec(env_id).vector_entry_point)
+        assert gym.vector.VectorEnv in made.__bases__, made
+    for family in (llm_routing, expert_placement):
+        assert pettingzoo.ParallelEnv in type(family.parallel_env()).__bases__
 
 
 def test_packages_export_plain_functions_whatever_was_imported_before():

@@ -1,5 +1,6 @@
 """TorchRL's own wrappers and checks on the environments as they are."""
 
+import gymnasium as gym
 import pytest
 from gymnasium import spaces
 
@@ -7,7 +8,7 @@ pytest.importorskip("torch", reason="TorchRL needs torch")
 pytest.importorskip("torchrl", reason="TorchRL is not installed")
 
 import torch
-from torchrl.envs import GymEnv, PettingZooWrapper
+from torchrl.envs import GymEnv, GymWrapper, PettingZooWrapper
 from torchrl.envs.utils import check_env_specs
 
 from servegym.envs.expert_placement import parallel_env as placement
@@ -37,6 +38,17 @@ def test_gym_env_passes_the_checks_and_pays_what_gymnasium_pays(env_id):
         else:
             action = step["action"].numpy()
         assert twin.step(action)[1] == pytest.approx(float(step["next", "reward"]), abs=1e-6)
+
+
+@pytest.mark.parametrize("env_id", [env_id for env_id in SMALL if "Placement" not in env_id])
+def test_a_native_vector_environment_resets_what_has_ended(env_id):
+    """Its ``num_envs`` stands outside TorchRL, and TorchRL resets; it batches no Dict actions."""
+    envs = gym.make_vec(env_id, num_envs=3, autoreset_mode="Disabled", **SMALL[env_id])
+    env = GymWrapper(envs, categorical_action_encoding=True)
+    check_env_specs(env)
+    paid = env.rollout(2 * STEPS[env_id] + 1, break_when_any_done=False)
+    assert paid.shape == (3, 2 * STEPS[env_id] + 1)
+    assert paid["next", "done"].sum(dim=1).flatten().tolist() == [2, 2, 2]
 
 
 @pytest.mark.parametrize("shared", [False, True])

@@ -338,7 +338,8 @@ def test_a_policy_of_the_package_stays_in_process(tmp_path: Path) -> None:
     problem, family = problem_of(ENV_ID, SMALL), family_of(ENV_ID)
     system = describe_system(problem)
     for info in list_policies(family.name):
-        assert resolve(info.name, problem, family).source == "servegym", info.name
+        policy = resolve(info.name, problem, family, view="flat")
+        assert policy.source == "servegym" and policy.env_view == "graph", info.name
     assert resolve(RoundRobin(system), problem, family).source == "servegym"
     file = write(tmp_path, "def act(observation, action_mask):\n    return 1\n")
     for guest in (from_callable(lambda o, m: 1, "mine"), file, policy_from_file(file, system)):
