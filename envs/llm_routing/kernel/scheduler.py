@@ -119,6 +119,38 @@ def enqueue(queues, replica, request, slot):
 
 
 @inline
+def arrive(queues, replica, now):
+    """When a request that comes to the API now is in the waiting queue.
+
+    One event loop serves all requests that are in the API, in turns of equal shares: each needs
+    ``api_request_s`` of it. A request alone takes ``api_in_s`` in all. Those that are still in the
+    API, behind all others of the queue, come later by what this one takes of their shares.
+    """
+    if replica.api_in_s == 0.0:
+        return now
+    passed = now + (replica.api_in_s - replica.api_request_s)  # who leaves the API now is there
+    slot, sharing = replica.tail, 0
+    while slot >= 0 and request_of(queues, replica, slot).available > passed:
+        slot = _older(queues, replica, slot)
+        sharing += 1
+    slot = replica.head if slot < 0 else newer(queues, replica, slot)
+    work, left, last = replica.api_request_s, 0.0, passed
+    came = -np.inf  # the last one of them
+    while sharing > 0:
+        request = request_of(queues, replica, slot)
+        left += (request.available - last) / sharing  # of its own work
+        last = request.available
+        request.available += left
+        came = request.arrived
+        work += left
+        sharing -= 1
+        slot = newer(queues, replica, slot)
+    if came == now:  # they go through the API together
+        return request_of(queues, replica, replica.tail).available
+    return passed + work
+
+
+@inline
 def _insert_waiting(queues, replica, slot, ahead, behind):
     _chain(queues, replica, ahead, slot)
     _chain(queues, replica, slot, behind)

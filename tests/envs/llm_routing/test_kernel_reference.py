@@ -73,7 +73,9 @@ def random_surplus(rng: np.random.Generator):
     return lambda b: Surplus(chunk, decode / (1.0 + np.asarray(b)), mixed + 0.0 * np.asarray(b))
 
 
-def profile_of(tables, capacity, mixed=1.0, surplus=no_surplus, slopes=None) -> SimpleNamespace:
+def profile_of(
+    tables, capacity, mixed=1.0, surplus=no_surplus, slopes=None, host=None
+) -> SimpleNamespace:
     """What the engines read of a profile."""
     return SimpleNamespace(
         tables=lambda: tables,
@@ -81,6 +83,8 @@ def profile_of(tables, capacity, mixed=1.0, surplus=no_surplus, slopes=None) -> 
         surplus=surplus,
         kv_capacity_tokens=capacity,
         estimator=slopes or SimpleNamespace(k1=0.0, k2=0.0),
+        plans_ahead=False,
+        host=host or {},
     )
 
 
