@@ -628,7 +628,8 @@ def compose(
             "notes": [*tables.data["provenance"]["notes"], *_notes(c)],
         },
     }
-    if host := engine_host(tables.data["engine"]["name"], tables.data["engine"]["version"]):
+    stated = tables.data["engine"]
+    if host := engine_host(stated["name"], stated["version"], shape.layers):
         data["host"] = host
     data["step_error"] = _step_error(c)
     draft = Profile.from_dict(data, name)

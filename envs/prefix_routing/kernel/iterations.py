@@ -214,10 +214,11 @@ def _start_iteration(config, law, systems, replica, until):
         _let_leave(config, systems, replica, now)
         if tokens == 0 and replica.running == 0:
             # Nothing was planned: the next plan is made now, and starts at once.
-            tokens = _plan(config, systems, replica, now, now)
+            planned = now
+            tokens = _plan(config, systems, replica, now, planned)
     if tokens > 0:
         replica.iteration = MIXED
-        replica.end = mixed_end_s(law, systems, replica, now, tokens)
+        replica.end = mixed_end_s(law, systems, replica, now, planned, tokens)
     elif replica.running > 0:
         replica.iteration = DECODE
         _start_decodes(config, law, systems, replica, now, until)

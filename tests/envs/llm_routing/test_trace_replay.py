@@ -23,6 +23,7 @@ def linear(base=0.0, k1=0.0, kb=0.0, k2=0.0) -> Profile:
 
 
 API = {"api_in_s": 0.0045, "api_request_s": 0.0011, "api_out_s": 0.003}
+LAUNCH = {"launch_s": 0.06, "graph_tokens": 256}
 HOST = {"step_s": 0.0, "sequence_s": 0.0, "token_s": 0.0}
 
 
@@ -33,7 +34,7 @@ HOST = {"step_s": 0.0, "sequence_s": 0.0, "token_s": 0.0}
         ("chunked_prefill", False, False, {}),
         ("chunked_prefill", True, False, API),
         ("chunked_prefill", True, True, {}),
-        ("chunked_prefill", True, True, API),
+        ("chunked_prefill", True, True, API | LAUNCH),
     ],
 )
 @pytest.mark.parametrize("memory_policy", ["reserve", "paged"])
@@ -56,7 +57,8 @@ def test_equals_the_reference(scheduler, memory_policy, caching, ahead, times):
             running_capacity=16,
             prefill_token_budget=512,
             max_output_tokens=int(outputs.max()) if memory_policy == "reserve" else None,
-            api=Api(**{name.removeprefix("api_"): seconds for name, seconds in times.items()}),
+            api=Api(*(times.get(name, 0.0) for name in API)),
+            launch=(times.get("graph_tokens", 0), times.get("launch_s", 0.0)),
             **options,
         )
         for name in ("ttft", "tpot", "e2e", "finish"):

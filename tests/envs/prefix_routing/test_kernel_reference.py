@@ -20,7 +20,7 @@ from servegym.envs.prefix_routing.tables import (
     put_requests,
 )
 from servegym.hardware_profiles import LawTables
-from servegym.hardware_profiles.host import put_api
+from servegym.hardware_profiles.host import put_host
 
 from ..llm_routing.reference import Api, TableLaw
 from ..llm_routing.test_kernel_reference import (
@@ -174,7 +174,7 @@ def run_case(seed: int, requests: int = 40, **choices) -> Counter:
     budget = int(pick("budget", [running, running + 5, 4 * size + running, 500]))
     law = pick("law", ["exact", "exact", "linear", "random"])
     ahead = bool(choices.get("async_scheduling", False))
-    api = choices.get("api", {})
+    host = choices.get("host", {})
     given = make_requests(rng, requests, size, **choices).check()
     need = -(-(given.prompt_tokens + given.output_tokens - 1) // size)
     profiles, laws, capacities = [], [], []
@@ -188,7 +188,7 @@ def run_case(seed: int, requests: int = 40, **choices) -> Counter:
         if law != "exact":
             surplus = random_surplus(np.random.default_rng([seed, len(laws)]))
         room = capacity * size + int(rng.integers(0, size))
-        profiles.append(profile_of(tables, room, mixed, surplus, host=api))
+        profiles.append(profile_of(tables, room, mixed, surplus, host=host))
         laws.append(TableLaw(tables, tables.decode_attention_s * mixed, surplus))
         capacities.append(capacity)
     engine = EngineArguments(
@@ -205,14 +205,14 @@ def run_case(seed: int, requests: int = 40, **choices) -> Counter:
     events = 50_000 if rng.random() < 0.3 else 0
     systems = layout.allocate(tables.config[0], 2, given.segments, events)
     put_replicas(systems, profiles, capacity)
-    put_api(systems.replica, profiles)
+    put_host(systems.replica, profiles)
     put_requests(systems, b, given)
     systems.env["failure_seed"] = seed % 2**32
     which = np.zeros(2, dtype=np.int8)
     which[b] = 1
     actions = rng.integers(-1 if rng.random() < 0.3 else 0, n, requests)
     watch = rng.random(requests) < rng.choice([0.0, 0.3, 1.0])
-    exact = law == "exact" and not api
+    exact = law == "exact" and not host
     states = []
     kernel.begin(tables, systems, which)
 
@@ -223,7 +223,7 @@ def run_case(seed: int, requests: int = 40, **choices) -> Counter:
         assert v["now"] == system.now if exact else math.isclose(v["now"], system.now)
         if watch[j]:
             kernel.bring(tables, systems, b, np.nextafter(v["now"], -np.inf))
-            if not ahead and not api:  # the reference's lists are those of the next step
+            if not ahead and not host:  # the reference's lists are those of the next step
                 assert_same_state(systems, b, system, (seed, j))
             states.append(j)
         n = int(actions[j])
@@ -240,7 +240,8 @@ def run_case(seed: int, requests: int = 40, **choices) -> Counter:
             budget,
             outages(tables, seed, k),
             ahead,
-            Api(**{name.removeprefix("api_"): seconds for name, seconds in api.items()}),
+            Api(*(host.get(name, 0.0) for name in API)),
+            (host.get("graph_tokens", 0), host.get("launch_s", 0.0)),
         )
         for k in range(n)
     ]
@@ -339,6 +340,7 @@ def test_equal_with_failing_replicas(seed):
 
 AHEAD = {"async_scheduling": True}
 API = {"api_in_s": 0.0045, "api_request_s": 0.0011, "api_out_s": 0.003}
+LAUNCH = {"launch_s": 0.01, "graph_tokens": 8}
 
 
 @rounds(60)
@@ -358,13 +360,14 @@ def test_equal_when_memory_binds_and_iterations_are_planned_ahead(seed):
 @rounds(25)
 @given(seed=SEEDS)
 def test_equal_with_an_api(ahead, seed):
-    run_case(seed, api=API, **ahead)
+    run_case(seed, host=API, **ahead)
+    run_case(seed, host=API | LAUNCH, **ahead)
 
 
 @rounds(25)
 @given(SEEDS)
 def test_equal_with_failing_replicas_behind_an_api(seed):
-    run_case(seed, failures=FAILING, api=API, **AHEAD)
+    run_case(seed, failures=FAILING, host=API, **AHEAD)
 
 
 @pytest.mark.slow
@@ -373,7 +376,7 @@ def test_equal_with_failing_replicas_behind_an_api(seed):
 def test_equal_to_the_reference_at_length(seed):
     count = int(np.random.default_rng(seed).integers(1, 120))
     run_case(seed, requests=count)
-    run_case(seed, requests=count, api=API if seed % 2 else {}, **AHEAD)
+    run_case(seed, requests=count, host=API | LAUNCH if seed % 2 else {}, **AHEAD)
 
 
 def test_random_systems_reach_what_they_are_made_for():
