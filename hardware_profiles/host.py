@@ -83,6 +83,7 @@ def put_host(replicas: Any, profiles: Sequence[Any]) -> None:
         replicas[name] = [profile.host.get(name, 0.0) for profile in profiles]
 
 
-def on_engine_clock(host: Mapping[str, Any]) -> dict[str, Any]:
-    """The field ``host`` of a profile without the API's times, as an engine's own clock has it."""
-    return {key: value for key, value in host.items() if not key.startswith("api_")}
+def without_api(profile: Any) -> Any:
+    """A profile whose host has no times of the API: what the engine's own clock sees."""
+    kept = {key: value for key, value in profile.host.items() if not key.startswith("api_")}
+    return profile if kept == profile.host else profile.with_host(kept)

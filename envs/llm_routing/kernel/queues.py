@@ -25,7 +25,6 @@ from servegym.envs.llm_routing.kernel.scheduler import (
     stop_decoding,
 )
 
-
 HAS_LEFT = -1  # chunk of a request that has given back its blocks and has its last token
 
 
