@@ -628,8 +628,7 @@ def compose(
             "notes": [*tables.data["provenance"]["notes"], *_notes(c)],
         },
     }
-    stated = tables.data["engine"]
-    if host := engine_host(stated["name"], stated["version"], shape.layers):
+    if host := engine_host(tables.data["engine"]["name"], tables.data["engine"]["version"]):
         data["host"] = host
     data["step_error"] = _step_error(c)
     draft = Profile.from_dict(data, name)

@@ -8,9 +8,7 @@ need to know nothing of it.
 A client sees more than the engine's clock. HTTP, checks and the queue between the processes take
 ``api_in_s`` until a request is with the scheduler; ``api_request_s`` of them are work of the API's
 event loop, which the requests that are in it share. A token is with the client ``api_out_s`` after
-its iteration. An iteration of more than ``graph_tokens`` tokens has no CUDA graph and cannot end
-before the host has launched its kernels one by one, ``launch_s`` after it was planned. Replays and
-simulated servers add these times, environments do not.
+its iteration. Replays and simulated servers add these times, environments do not.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from servegym.hardware_profiles.constants import constant
-from servegym.hardware_profiles.schema import REQUEST_TIMES
+from servegym.hardware_profiles.schema import API_TIMES
 
 _AHEAD_SINCE = {"vLLM": (0, 14)}
 
@@ -38,13 +36,12 @@ def plans_ahead(name: str, version: str) -> bool | None:
     return (int(numbers[1]), int(numbers[2])) >= _AHEAD_SINCE[name]
 
 
-def engine_host(name: str, version: str, layers: int = 0) -> dict[str, Any]:
+def engine_host(name: str, version: str) -> dict[str, Any]:
     """The host's share of an engine, as the field ``host`` of a profile.
 
     Args:
         name: the engine's; vLLM is known.
         version: its version, of at least two numbers.
-        layers: the model's; 0 leaves out the times of a request and of a launch.
 
     Returns:
         The field; empty where nothing is known of the engine.
@@ -53,16 +50,14 @@ def engine_host(name: str, version: str, layers: int = 0) -> dict[str, Any]:
     if ahead is None:
         return {}
     fitted = constant("host_ahead" if ahead else "host_waiting")
-    request = dict(constant("request")) if ahead and layers else {}
-    if request:
-        request["launch_s"] = round(layers * request.pop("launch_s_per_layer"), 5)
+    api = constant("api") if ahead else {}
     since = ".".join(map(str, _AHEAD_SINCE[name]))
     how = "plans iterations ahead" if ahead else "plans an iteration when it starts"
     return {
         "step_s": fitted["step_s"],
         "sequence_s": fitted["sequence_s"],
         "token_s": 0.0,
-        **request,
+        **api,
         "source": f"{name} {'from' if ahead else 'before'} {since} {how}: published engine "
         "measurements less composed kernels (data/constants.json)",
     }
@@ -77,13 +72,13 @@ def fold_host(tables: Any, host: Mapping[str, Any]) -> Any:
     return tables._replace(dense_s=dense_s, head_s=head_s)
 
 
-def put_host(replicas: Any, profiles: Sequence[Any]) -> None:
-    """Write the host's share of a request in an engine's records of replicas ``(..., N)``."""
-    for name in (*REQUEST_TIMES, "graph_tokens"):
+def put_api(replicas: Any, profiles: Sequence[Any]) -> None:
+    """Write the API's times of the profiles in an engine's records of replicas ``(..., N)``."""
+    for name in API_TIMES:
         replicas[name] = [profile.host.get(name, 0.0) for profile in profiles]
 
 
 def without_api(profile: Any) -> Any:
     """A profile whose host has no times of the API: what the engine's own clock sees."""
-    kept = {key: value for key, value in profile.host.items() if not key.startswith("api_")}
+    kept = {key: value for key, value in profile.host.items() if key not in API_TIMES}
     return profile if kept == profile.host else profile.with_host(kept)

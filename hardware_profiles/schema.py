@@ -60,7 +60,7 @@ MODEL_FACTS = (
 )
 STEP_KINDS = ("prefill", "decode")
 HOST_TIMES = ("step_s", "sequence_s", "token_s")
-REQUEST_TIMES = ("api_in_s", "api_request_s", "api_out_s", "launch_s")
+API_TIMES = ("api_in_s", "api_request_s", "api_out_s")
 DOMAIN_LIMITS = ("max_decode_sequences", "max_iteration_tokens", "max_context_tokens")
 
 
@@ -307,11 +307,9 @@ def check_step_error(fields: Fields) -> dict[str, Any]:
 
 def check_host(fields: Fields) -> dict[str, Any]:
     """A copy of the host's share of an iteration and of a request."""
-    fields.only((*HOST_TIMES, *REQUEST_TIMES, "graph_tokens", "source"))
-    for key in (*HOST_TIMES, *(key for key in REQUEST_TIMES if key in fields.data)):
+    fields.only((*HOST_TIMES, *API_TIMES, "source"))
+    for key in (*HOST_TIMES, *(key for key in API_TIMES if key in fields.data)):
         fields.number(key, high=1.0, hint=" seconds (is it in milliseconds?)")
-    if "graph_tokens" in fields.data:
-        fields.integer("graph_tokens", 0)
     if fields.data.get("api_request_s", 0.0) > fields.data.get("api_in_s", 0.0):
         raise fields.error("api_request_s", "is part of api_in_s and must not be above it")
     if "source" in fields.data:

@@ -18,7 +18,7 @@ from servegym.envs.llm_routing.kernel import layout
 from servegym.envs.llm_routing.kernel.law import pack_law
 from servegym.envs.llm_routing.tables import engine_config, set_sizes
 from servegym.hardware_profiles import Profile, load
-from servegym.hardware_profiles.host import put_host
+from servegym.hardware_profiles.host import put_api
 
 MAX_SEQS = 4096
 REPLAY = np.dtype(
@@ -170,7 +170,7 @@ def _serve(
         layout.Queues(np.zeros(count, dtype=layout.SLOT), lists, log),
     )
     systems.expert["capacity"] = blocks
-    put_host(systems.expert, [expert])
+    put_api(systems.expert, [expert])
     tables = layout.Tables(cfg, law, np.zeros((0, 1, 5), dtype=np.float32))
     call = (tables, systems, tokens, times, timeline)
     if not _engine:

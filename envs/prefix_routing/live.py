@@ -12,7 +12,7 @@ from servegym._jit import compile_kernels
 from servegym.envs.prefix_routing.kernel import layout, live
 from servegym.envs.prefix_routing.tables import EngineArguments, engine_tables, put_replicas
 from servegym.hardware_profiles import Profile
-from servegym.hardware_profiles.host import put_host
+from servegym.hardware_profiles.host import put_api
 
 _LAST_ID = (1 << 31) - (1 << 24)
 
@@ -67,7 +67,7 @@ class LiveEngine:
         self._tables = tables
         self._systems = layout.allocate(tables.config[0], 1, np.zeros((256, 2), np.int32))
         put_replicas(self._systems, [profile], capacity)
-        put_host(self._systems.replica, [profile])
+        put_api(self._systems.replica, [profile])
         self._out_s = float(profile.host.get("api_out_s", 0.0))
         self._tokens = np.zeros(max(1024, max_num_seqs), dtype=live.TOKEN)
         arrays = (tables, self._systems)

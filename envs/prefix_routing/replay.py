@@ -20,7 +20,7 @@ from servegym.envs.prefix_routing.tables import (
     put_requests,
 )
 from servegym.hardware_profiles import Profile, load
-from servegym.hardware_profiles.host import put_host
+from servegym.hardware_profiles.host import put_api
 
 PREFIX_REPLAY = np.dtype(
     [
@@ -113,7 +113,7 @@ def replay_prefix(
         )
     systems = layout.allocate(tables.config[0], 1, requests.segments)
     put_replicas(systems, cards, capacity)
-    put_host(systems.replica, cards)
+    put_api(systems.replica, cards)
     put_requests(systems, 0, requests)
     which = np.ones(1, dtype=np.int8)
     begin, run = compile_kernels(

@@ -12,7 +12,6 @@ from .prefix_routing.reference import requests_with
 TRACES = 150
 HOST = {"step_s": 0.0, "sequence_s": 0.0, "token_s": 0.0}
 API = {"api_in_s": 0.0045, "api_request_s": 0.0011, "api_out_s": 0.003}
-API |= {"launch_s": 0.05, "graph_tokens": 300}
 
 
 def random_trace(rng):

@@ -258,15 +258,14 @@ def _start_iteration(config, law, env, queues, expert, now, until):
     if config.async_scheduling:
         _let_leave(config, env, queues, expert, now)
         if expert.running == 0:
-            planned = now
-            tokens, preempted = _plan(config, queues, expert, now, planned)
+            tokens, preempted = _plan(config, queues, expert, now, now)
     prefills = expert.running > expert.decoding
     if prefills and config.scheduler == ORCA:
         expert.iteration = PREFILL
         expert.end = now + prefill_s(law, expert.profile, float(tokens))
     elif prefills:
         expert.iteration = MIXED
-        expert.end = mixed_end_s(law, queues, expert, now, planned, tokens)
+        expert.end = mixed_end_s(law, queues, expert, now, tokens)
     elif expert.running > 0:
         expert.iteration = DECODE
         _start_decodes(config, law, queues, expert, now, until, preempted, planned, left)

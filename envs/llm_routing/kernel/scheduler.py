@@ -392,12 +392,8 @@ def requeue(queues, replica, request, slot):
 
 
 @inline
-def mixed_end_s(law, queues, replica, now, planned, tokens):
-    """When an iteration of ``tokens`` tokens of prefill chunks and all decodes ends.
-
-    One of more than ``graph_tokens`` in all has no CUDA graph: the host launches its kernels one by
-    one, from when it was ``planned``, which takes ``launch_s``.
-    """
+def mixed_end_s(law, queues, replica, now, tokens):
+    """When an iteration of ``tokens`` tokens of prefill chunks and all decodes ends."""
     time = dense_s(law, replica.profile, float(tokens + replica.decoding))
     chunks, longest = 0, 0
     slot = replica.prefill
@@ -410,7 +406,4 @@ def mixed_end_s(law, queues, replica, now, planned, tokens):
         slot = newer(queues, replica, slot)
     if replica.decoding > 0:
         time += decode_attention_s(law, replica, longest)
-    end = now + time + head_s(law, replica.profile, replica.decoding + chunks)
-    if tokens + replica.decoding > replica.graph_tokens:
-        end = max(end, planned + replica.launch_s)
-    return end
+    return now + time + head_s(law, replica.profile, replica.decoding + chunks)

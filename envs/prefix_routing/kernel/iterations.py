@@ -139,8 +139,9 @@ def _grow_decodes(config, systems, replica):
 def _schedule_prefills(config, systems, replica, now, planned, preempted):
     """Step 3: the chunk of the prefill under way, then the head of the waiting queue, and so on.
 
-    Only those are admitted that were there when the iteration was ``planned``. Returns the prefill tokens of the iteration and how many requests were preempted at this
-    boundary, ``preempted`` being those so far.
+    Only those are admitted that were there when the iteration was ``planned``. Returns the prefill
+    tokens of the iteration and how many requests were preempted at this boundary, ``preempted``
+    being those so far.
     """
     tokens = next_chunk(config, systems, replica)
     if tokens > 0:
@@ -214,11 +215,10 @@ def _start_iteration(config, law, systems, replica, until):
         _let_leave(config, systems, replica, now)
         if tokens == 0 and replica.running == 0:
             # Nothing was planned: the next plan is made now, and starts at once.
-            planned = now
-            tokens = _plan(config, systems, replica, now, planned)
+            tokens = _plan(config, systems, replica, now, now)
     if tokens > 0:
         replica.iteration = MIXED
-        replica.end = mixed_end_s(law, systems, replica, now, planned, tokens)
+        replica.end = mixed_end_s(law, systems, replica, now, tokens)
     elif replica.running > 0:
         replica.iteration = DECODE
         _start_decodes(config, law, systems, replica, now, until)

@@ -94,12 +94,10 @@ REPLICA = record(
     ("first_link", "i8"),
     ("longest_key", "i8"),  # most prompt tokens less `origin` of the decoding requests
     ("leaving", "i8"),  # first that has completed and waits for the next plan, -1 for none
-    # The host's times: in the API, see `arrive`, and of a launch, see `mixed_end_s`; 0: none.
+    # Time in the API, as `arrive` has it; all 0: none.
     ("api_in_s", "f8"),
     ("api_request_s", "f8"),
     ("api_out_s", "f8"),
-    ("launch_s", "f8"),
-    ("graph_tokens", "f8"),
 )
 """A replica: a scheduler with its running list, its waiting queue and its paged KV memory."""
 

@@ -49,9 +49,8 @@ from servegym.experiments.studies.fidelity import aiconfigurator
 from servegym.hardware_profiles import Profile
 from servegym.hardware_profiles.compose import Z80, compose
 from servegym.hardware_profiles.constants import constant
-from servegym.hardware_profiles.host import engine_host, plans_ahead
+from servegym.hardware_profiles.host import engine_host, plans_ahead, without_api
 from servegym.hardware_profiles.model_config import VALUE_BYTES, ModelShape, model_shape
-from servegym.hardware_profiles.schema import HOST_TIMES
 
 __all__ = ["Row", "is_test", "main", "read_rows", "simulate", "summary", "why_not"]
 
@@ -290,9 +289,9 @@ def results(rows: Sequence[Row]) -> tuple[list[dict[str, Any]], dict[str, int]]:
         if cause is not None or isinstance(profile, str):
             left_out[str(cause)] = left_out.get(str(cause), 0) + 1
             continue
-        host = profile.host if row.plans_ahead else engine_host("vLLM", row.version)
-        # Of an iteration alone: what the client's clock adds is the constant `request_s`.
-        profile = profile.with_host({key: host[key] for key in HOST_TIMES if key in host})
+        if not row.plans_ahead:
+            profile = profile.with_host(engine_host("vLLM", row.version))
+        profile = without_api(profile)  # what the client's clock adds is the constant `request_s`
         ttft, tpot = simulate(row, profile)
         errors = {"ttft": ttft / row.ttft_s - 1.0, "tpot": tpot / row.tpot_s - 1.0}
         steps = {"ttft": "prefill", "tpot": "decode"}

@@ -143,7 +143,7 @@ def step_s(law: Any, chunks: Sequence[tuple[int, int]], contexts: Sequence[int])
     return seconds + law.head(sequences + len(chunks))
 
 
-# ---------------------------------------------------------------------------------- The engine's API
+# --------------------------------------------------------------------------------- The engine's API
 
 
 class Api:
@@ -222,7 +222,6 @@ class ExpertConfig:
     k1: float = 0.0
     k2: float = 0.0
     outages: tuple[tuple[float, float], ...] = ()
-    launch: tuple[float, float] = (0.0, 0.0)  # tokens of the largest CUDA graph, seconds beyond it
 
 
 @dataclass(frozen=True)
@@ -372,7 +371,6 @@ class ReferenceExpert:
         self.now = -math.inf  # time of the last boundary
         self.planned = -math.inf  # when the iteration that starts then was planned
         self.outages = list(expert.outages)
-        self.graph_tokens, self.launch_s = expert.launch
         self.down = False
         self.lost: list[Request] = []  # by failures
         self.history: list[Iteration] = []
@@ -473,8 +471,6 @@ class ReferenceExpert:
         if decodes or chunks:
             if not duration > 0:
                 raise ValueError(f"the law gives an iteration of {duration} s")
-            if chunks and len(decodes) + sum(n for _, n, _ in chunks) > self.graph_tokens:
-                duration = max(duration, self.planned + self.launch_s - now)
             blocks = self.allocated_blocks()
             self.iteration = Iteration(now, now + duration, decodes, chunks, preempted, blocks)
             if self.config.record_iterations:
@@ -983,7 +979,6 @@ def replay_reference(
     law: Any,
     kv_capacity_tokens: int,
     api: Api | None = None,
-    launch: tuple[float, float] = (0.0, 0.0),
     **options: Any,
 ) -> list[RequestLog]:
     """Serve (arrival, prompt, output) triples, sorted by arrival, on one expert without a router.
@@ -996,7 +991,7 @@ def replay_reference(
         api.put(number, float(arrival))
     api._go_on(math.inf)
     available = {number: time for time, number in api.passing}
-    alone = ExpertConfig(law, kv_capacity_tokens, launch=launch)
+    alone = ExpertConfig(law, kv_capacity_tokens)
     config = ReferenceConfig(experts=(alone,), waiting_capacity=None, **options)
     expert = ReferenceExpert(config, alone)
     finished: list[Request] = []

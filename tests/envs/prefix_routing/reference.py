@@ -65,7 +65,6 @@ class Request:
 class Step:
     """What is scheduled for an iteration; ``effects`` are seen of requests when it begins."""
 
-    planned: float
     parts: list[tuple[Request, int, int, bool]] = field(default_factory=list)
     """Request, tokens, context before them, and whether a token is sampled."""
     decodes: list[int] = field(default_factory=list)  # their contexts
@@ -134,7 +133,6 @@ class Replica:
         changes: Sequence[float] = (),
         ahead: bool = False,
         api: Api | None = None,
-        launch: tuple[float, float] = (0.0, 0.0),
     ) -> None:
         self.number = number
         self.changes = [*changes, math.inf]
@@ -146,7 +144,6 @@ class Replica:
         self.budget = budget
         self.ahead = ahead
         self.api = api or Api()
-        self.graph_tokens, self.launch_s = launch
         self.running: list[Request] = []
         self.waiting: list[Request] = []
         self.steps: list[Step] = []  # the one under way, and the next one
@@ -219,9 +216,9 @@ class Replica:
         self.full_hits += request.computed >= request.tokens - self.block_size
         return True
 
-    def schedule(self, now: float) -> Step:
+    def schedule(self) -> Step:
         """The next step: the running requests, then the head of the waiting queue."""
-        step = Step(now)
+        step = Step()
         budget = self.budget
         preempted = False
         place = 0
@@ -280,8 +277,6 @@ class Replica:
                 request.recomputed += max(request.lost - count, 0)
         self.began = now
         self.end = now + step_s(self.law, step.chunks, step.decodes)
-        if step.chunks and sum(n for _, n, *_ in step.parts) > self.graph_tokens:
-            self.end = max(self.end, step.planned + self.launch_s)
 
     def update(self, step: Step, now: float) -> None:
         """A step has run: tokens are known; requests complete."""
@@ -310,7 +305,7 @@ class Replica:
         """Schedule the step after the one under way, with all who had come when that began."""
         if self.ahead and len(self.steps) == 1:
             self.waiting += self.api.take(self.began)
-            self.steps.append(self.schedule(self.began))
+            self.steps.append(self.schedule())
 
     def boundary(self) -> None:
         """A step ends, and the next one begins."""
@@ -321,7 +316,7 @@ class Replica:
             self.update(self.steps.pop(0), now)
         if not self.steps or not self.steps[0].parts:
             told = self.steps[0].effects if self.steps else []
-            self.steps = [self.schedule(now)]
+            self.steps = [self.schedule()]
             self.steps[0].effects[:0] = told
         self.publish(now)
         if not self.steps[0].parts:

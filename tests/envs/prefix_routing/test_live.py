@@ -7,7 +7,7 @@ from servegym.envs.prefix_routing.live import LiveEngine
 from servegym.envs.prefix_routing.replay import replay_prefix
 from servegym.hardware_profiles import LawTables
 
-from .test_kernel_reference import API, LAUNCH, exact_law, make_requests, profile_of
+from .test_kernel_reference import API, exact_law, make_requests, profile_of
 
 
 def contents(requests, j):
@@ -42,7 +42,7 @@ def serve(engine, requests):
     return times, ended
 
 
-@pytest.mark.parametrize(("ahead", "host"), [(False, {}), (True, {}), (True, API | LAUNCH)])
+@pytest.mark.parametrize(("ahead", "host"), [(False, {}), (True, {}), (True, API)])
 def test_it_serves_as_the_offline_engine(ahead, host):
     hits = lost = 0
     for seed in range(12):
