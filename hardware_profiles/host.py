@@ -7,7 +7,7 @@ need to know nothing of it.
 
 A client sees more than the engine's clock. HTTP, checks and the queue between the processes take
 ``api_in_s`` until a request is with the scheduler; ``api_request_s`` of them are work of the API's
-event loop, which the requests that are in it share. A token is with the client ``api_out_s`` after
+event loop, which takes one request after another. A token is with the client ``api_out_s`` after
 its iteration. Replays and simulated servers add these times, environments do not.
 """
 

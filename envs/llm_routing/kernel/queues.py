@@ -73,7 +73,7 @@ def put(config, queues, expert, index, arrived, prompt, output):
     expert.vacant = newer(queues, expert, slot)
     request.request = index
     request.arrived = arrived
-    request.available = arrive(queues, expert, arrived)
+    request.available = arrive(expert, arrived)
     request.available += config.router_delay_s + prompt * config.delay_s_per_token
     request.prompt = prompt
     request.output = output

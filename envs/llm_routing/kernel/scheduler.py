@@ -81,6 +81,7 @@ def clear_scheduler(replica):
     replica.running = replica.waiting = replica.decoding = replica.decoding_tokens = 0
     replica.longest_key = -NEVER
     replica.next_finish = NEVER
+    replica.api_done = 0.0
     replica.oldest = replica.newest = replica.prefill = replica.head = replica.tail = -1
 
 
@@ -119,35 +120,16 @@ def enqueue(queues, replica, request, slot):
 
 
 @inline
-def arrive(queues, replica, now):
+def arrive(replica, now):
     """When a request that comes to the API now is in the waiting queue.
 
-    One event loop serves all requests that are in the API, in turns of equal shares: each needs
-    ``api_request_s`` of it. A request alone takes ``api_in_s`` in all. Those that are still in the
-    API, behind all others of the queue, come later by what this one takes of their shares.
+    The API's event loop takes ``api_request_s`` for each, one after another; the rest of
+    ``api_in_s`` passes beside it.
     """
     if replica.api_in_s == 0.0:
         return now
-    passed = now + (replica.api_in_s - replica.api_request_s)  # who leaves the API now is there
-    slot, sharing = replica.tail, 0
-    while slot >= 0 and request_of(queues, replica, slot).available > passed:
-        slot = _older(queues, replica, slot)
-        sharing += 1
-    slot = replica.head if slot < 0 else newer(queues, replica, slot)
-    work, left, last = replica.api_request_s, 0.0, passed
-    came = -np.inf  # the last one of them
-    while sharing > 0:
-        request = request_of(queues, replica, slot)
-        left += (request.available - last) / sharing  # of its own work
-        last = request.available
-        request.available += left
-        came = request.arrived
-        work += left
-        sharing -= 1
-        slot = newer(queues, replica, slot)
-    if came == now:  # they go through the API together
-        return request_of(queues, replica, replica.tail).available
-    return passed + work
+    replica.api_done = max(now, replica.api_done) + replica.api_request_s
+    return replica.api_done + (replica.api_in_s - replica.api_request_s)
 
 
 @inline

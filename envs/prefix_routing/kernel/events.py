@@ -104,7 +104,7 @@ def route_request(config, law, systems, row, number):
             advance(config, law, systems, replica, until)
         need = blocks_of(config, request.prompt + request.output - 1)
         if replica.down == 0 and need <= replica.capacity:
-            request.available = arrive(systems, replica, env.now)
+            request.available = arrive(replica, env.now)
             request.outcome = QUEUED
             if config.store != NO_STORE:
                 request.stored = put_in_store(config, systems, replica, request)

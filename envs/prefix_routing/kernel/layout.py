@@ -94,10 +94,11 @@ REPLICA = record(
     ("first_link", "i8"),
     ("longest_key", "i8"),  # most prompt tokens less `origin` of the decoding requests
     ("leaving", "i8"),  # first that has completed and waits for the next plan, -1 for none
-    # Time in the API, as `arrive` has it; all 0: none.
+    # Time in the API, see `arrive`; 0: none.
     ("api_in_s", "f8"),
     ("api_request_s", "f8"),
     ("api_out_s", "f8"),
+    ("api_done", "f8"),  # s, when its event loop has done what it has
 )
 """A replica: a scheduler with its running list, its waiting queue and its paged KV memory."""
 

@@ -52,7 +52,7 @@ def submit(tables, systems, slot, now):
     clear_request(request)
     request.replica = 0
     request.arrived = now
-    request.available = arrive(systems, replica, now)
+    request.available = arrive(replica, now)
     request.parent = request.first_child = request.next_child = -1
     request.outcome = QUEUED
     enqueue(systems, replica, request, slot)

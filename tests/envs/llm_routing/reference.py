@@ -149,61 +149,35 @@ def step_s(law: Any, chunks: Sequence[tuple[int, int]], contexts: Sequence[int])
 class Api:
     """Requests between a client and the waiting queue.
 
-    All that are in the event loop get equal shares of it, until each has had `request_s` seconds;
-    the rest of `in_s` passes after that. Tokens take `out_s` back.
+    Its event loop takes them one after another, `request_s` seconds each; the rest of `in_s` passes
+    after that. Tokens take `out_s` back.
     """
 
     def __init__(self, in_s: float = 0.0, request_s: float = 0.0, out_s: float = 0.0) -> None:
         self.pass_s, self.request_s, self.out_s = in_s - request_s, request_s, out_s
-        self.loop: list[list[Any]] = []  # seconds of work left, request
+        self.done = 0.0
         self.passing: list[tuple[float, Any]] = []  # when it is in the waiting queue, request
-        self.now = 0.0
-
-    def _go_on(self, until: float) -> None:
-        """Share the time until then."""
-        while self.loop:
-            done = self.now + len(self.loop) * self.loop[0][0]
-            if done > until:
-                break
-            self._work(self.loop[0][0])
-            self.passing.append((done + self.pass_s, self.loop.pop(0)[1]))
-            self.now = done
-        if self.loop:
-            self._work((until - self.now) / len(self.loop))
-        self.now = until
-
-    def _work(self, each_s: float) -> None:
-        for entry in self.loop:
-            entry[0] -= each_s
 
     def put(self, request: Any, now: float) -> None:
         """A request comes."""
-        self._go_on(now)
-        if self.request_s > 0:
-            self.loop.append([self.request_s, request])
-        else:
-            self.passing.append((now + self.pass_s, request))
+        self.done = max(now, self.done) + self.request_s
+        self.passing.append((self.done + self.pass_s, request))
 
     def next(self) -> float:
-        """When the next one is in the waiting queue if no other comes, inf if there is none."""
-        if self.passing:
-            return self.passing[0][0]
-        if self.loop:
-            return self.now + len(self.loop) * self.loop[0][0] + self.pass_s
-        return math.inf
+        """When the next one is in the waiting queue, inf if there is none."""
+        return self.passing[0][0] if self.passing else math.inf
 
     def take(self, now: float) -> list[Any]:
         """Those that are in the waiting queue by now."""
-        self._go_on(now)
         taken = []
-        while self.passing and self.passing[0][0] <= now:
+        while self.next() <= now:
             taken.append(self.passing.pop(0)[1])
         return taken
 
     def empty(self) -> list[Any]:
-        """All that are in it; then there are none."""
-        found = [each[1] for each in self.passing + self.loop]
-        self.passing, self.loop = [], []
+        """It dies with all that are in it."""
+        found = [request for _, request in self.passing]
+        self.passing, self.done = [], 0.0
         return found
 
 
@@ -989,7 +963,6 @@ def replay_reference(
     api = api or Api()
     for number, (arrival, *_) in enumerate(requests):
         api.put(number, float(arrival))
-    api._go_on(math.inf)
     available = {number: time for time, number in api.passing}
     alone = ExpertConfig(law, kv_capacity_tokens)
     config = ReferenceConfig(experts=(alone,), waiting_capacity=None, **options)

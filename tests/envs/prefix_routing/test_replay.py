@@ -46,7 +46,7 @@ def test_three_requests_by_hand():
 
 
 def test_the_engine_decides_whether_iterations_are_planned_ahead():
-    requests = requests_of(*((0.01 * j, -1, 0.0, 40, 9, [(9 * j, 9)]) for j in range(4)))
+    requests = requests_of(*((0.01 * j, -1, 0.0, 40, 9, [(12 * j, 12)]) for j in range(4)))
     by_default, ahead, at_once = (
         replay_prefix("rtx4090-llama-3.1-8b", requests, async_scheduling=value)["first_token_s"]
         for value in (None, True, False)
