@@ -262,7 +262,7 @@ def simulate(row: Row, profile: Profile) -> tuple[float, float]:
         np.zeros(count),
         prompts,
         outputs,
-        profile=profile,
+        profile=without_api(profile),  # `request_s` is what a client's clock adds
         max_num_seqs=row.clients,
         max_num_batched_tokens=row.batched_tokens,
         async_scheduling=row.plans_ahead,
@@ -291,7 +291,6 @@ def results(rows: Sequence[Row]) -> tuple[list[dict[str, Any]], dict[str, int]]:
             continue
         if not row.plans_ahead:
             profile = profile.with_host(engine_host("vLLM", row.version))
-        profile = without_api(profile)  # what the client's clock adds is the constant `request_s`
         ttft, tpot = simulate(row, profile)
         errors = {"ttft": ttft / row.ttft_s - 1.0, "tpot": tpot / row.tpot_s - 1.0}
         steps = {"ttft": "prefill", "tpot": "decode"}
