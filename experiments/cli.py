@@ -301,8 +301,9 @@ def replay(
         bool, typer.Option(help="Keep freed blocks reusable (chunked_prefill only).")
     ] = False,
     async_scheduling: Annotated[
-        bool, typer.Option(help="Plan an iteration while one runs (chunked_prefill only).")
-    ] = False,
+        bool | None,
+        typer.Option(help="Plan an iteration while one runs (default: as the profile's engine)."),
+    ] = None,
 ) -> None:
     """Replay a trace of requests on one expert and write each request's times."""
     from servegym._files import write_columns

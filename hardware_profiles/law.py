@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from servegym.hardware_profiles.host import fold_host
+from servegym.hardware_profiles.host import fold_host, plans_ahead
 from servegym.hardware_profiles.interpolation import interpolate, interpolate_2d
 from servegym.hardware_profiles.schema import (
     ESTIMATOR_FIELDS,
@@ -225,13 +225,19 @@ class Profile:
         assert self._tables is not None
         return self._tables
 
+    @property
+    def plans_ahead(self) -> bool:
+        """Whether its engine plans an iteration while another runs, by default."""
+        name, version = (str(self.engine.get(key, "")) for key in ("name", "version"))
+        return bool(plans_ahead(name, version))
+
     def with_host(self, host: Mapping[str, Any]) -> Profile:
         """Return this profile with a host's share of an iteration in place of its own.
 
         Args:
             host: as the ``host`` field of a profile file: seconds ``step_s`` an iteration,
-                ``sequence_s`` a sequence and ``token_s`` a token of it; an empty mapping leaves the
-                kernels alone.
+                ``sequence_s`` a sequence and ``token_s`` a token of it, and times in the API; an
+                empty mapping leaves the kernels alone.
 
         Raises:
             ValueError: naming the field, what was given and what is allowed.

@@ -18,6 +18,7 @@ from servegym.envs.llm_routing.kernel import layout
 from servegym.envs.llm_routing.kernel.law import pack_law
 from servegym.envs.llm_routing.tables import engine_config, set_sizes
 from servegym.hardware_profiles import Profile, load
+from servegym.hardware_profiles.host import put_api
 
 MAX_SEQS = 4096
 REPLAY = np.dtype(
@@ -110,7 +111,9 @@ class ReplayArguments(Arguments):
 
     With ``async_scheduling`` an iteration is planned while the one before it runs, as vLLM does by
     default since 0.14: who arrives meanwhile, or needs the slot or memory of a request that ends
-    meanwhile, joins one iteration later. It needs ``"chunked_prefill"``.
+    meanwhile, joins one iteration later. It needs ``"chunked_prefill"``, and by default goes with
+    it where the profile's engine does so. Times are those of a client where the profile's host has
+    times of the API, else the engine's.
     """
 
     profile: str | Profile = arg.other("rtx4090-llama-3.1-8b", "a profile, its name or its file")
@@ -120,7 +123,7 @@ class ReplayArguments(Arguments):
     kv_tokens: int | None = arg.whole(None, 1, "room in the KV cache; by default the profile's")
     block_size: int = arg.whole(16, 1, "tokens in a KV block", high=4096)
     prefix_caching: bool = arg.switch(False, "preempted requests find what is left of their blocks")
-    async_scheduling: bool = arg.switch(False, "iterations are planned one ahead")
+    async_scheduling: bool | None = arg.switch(None, "iterations are planned one ahead; see above")
     memory_policy: str = arg.choice("paged", MEMORY_POLICIES, "or room for the longest answer")
 
 
@@ -139,8 +142,12 @@ def _serve(
     count, running_capacity = len(arrivals), arguments.max_num_seqs
     expert = arguments.profile
     expert = expert if isinstance(expert, Profile) else load(expert)
-    same = ("scheduler", "memory_policy", "prefix_caching", "async_scheduling", "block_size")
+    same = ("scheduler", "memory_policy", "prefix_caching", "block_size")
     engine = {name: getattr(arguments, name) for name in same}
+    ahead = arguments.async_scheduling
+    if ahead is None:
+        ahead = expert.plans_ahead and arguments.scheduler == "chunked_prefill"
+    engine["async_scheduling"] = ahead
     engine |= {"bytes_per_token": 0.0, "router_delay_s": 0.0}
     engine["prefill_token_budget"] = arguments.max_num_batched_tokens
     cfg = engine_config(RoutingArguments.fill(engine), running_capacity)
@@ -163,12 +170,15 @@ def _serve(
         layout.Queues(np.zeros(count, dtype=layout.SLOT), lists, log),
     )
     systems.expert["capacity"] = blocks
+    put_api(systems.expert, [expert])
     tables = layout.Tables(cfg, law, np.zeros((0, 1, 5), dtype=np.float32))
     call = (tables, systems, tokens, times, timeline)
     if not _engine:
         # Once: the arrays are of the same types in every call, and finding them takes long.
         _engine.extend(compile_kernels("replay engine", [(kernel.run_replay, call)]))
     _engine[0](*call)
+    for name in ("first_token_s", "finish_s"):
+        log[name] += expert.host.get("api_out_s", 0.0)
     return arrivals, outputs, log, timeline
 
 

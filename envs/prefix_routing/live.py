@@ -12,6 +12,7 @@ from servegym._jit import compile_kernels
 from servegym.envs.prefix_routing.kernel import layout, live
 from servegym.envs.prefix_routing.tables import EngineArguments, engine_tables, put_replicas
 from servegym.hardware_profiles import Profile
+from servegym.hardware_profiles.host import put_api
 
 _LAST_ID = (1 << 31) - (1 << 24)
 
@@ -29,6 +30,8 @@ class LiveEngine:
         max_num_batched_tokens: Most tokens in one iteration, at least ``max_num_seqs``.
         block_size: Tokens of a KV block.
         kv_tokens: Room of the KV cache in tokens; None takes the profile's.
+        async_scheduling: Whether an iteration is planned while the one before it runs; None: if the
+            profile's engine does by default.
         max_requests: Most requests that it holds at a time, waiting ones included.
 
     Attributes:
@@ -47,6 +50,7 @@ class LiveEngine:
         max_num_batched_tokens: int = 2048,
         block_size: int = 16,
         kv_tokens: int | None = None,
+        async_scheduling: bool | None = None,
         max_requests: int = 16384,
     ) -> None:
         whole("max_requests", max_requests, 1)
@@ -55,6 +59,7 @@ class LiveEngine:
             max_num_batched_tokens=max_num_batched_tokens,
             block_size=block_size,
             kv_tokens=kv_tokens,
+            async_scheduling=profile.plans_ahead if async_scheduling is None else async_scheduling,
         )
         tables, capacity = engine_tables([profile], engine, max_requests)
         self.block_size = block_size
@@ -62,6 +67,8 @@ class LiveEngine:
         self._tables = tables
         self._systems = layout.allocate(tables.config[0], 1, np.zeros((256, 2), np.int32))
         put_replicas(self._systems, [profile], capacity)
+        put_api(self._systems.replica, [profile])
+        self._out_s = float(profile.host.get("api_out_s", 0.0))
         self._tokens = np.zeros(max(1024, max_num_seqs), dtype=live.TOKEN)
         arrays = (tables, self._systems)
         self._start, self._submit, self._abort, self._work = compile_kernels(
@@ -90,8 +97,8 @@ class LiveEngine:
 
     @property
     def next_s(self) -> float:
-        """End of the iteration in flight in seconds; inf if there is none."""
-        return float(self._systems.replica["end"][0, 0])
+        """When the tokens of the iteration in flight are told, in seconds; inf if there is none."""
+        return float(self._systems.replica["end"][0, 0]) + self._out_s
 
     @property
     def running(self) -> int:
@@ -168,7 +175,8 @@ class LiveEngine:
         """
         tokens: list[tuple[float, int, int]] = []
         while self.next_s <= until:
-            count = self._work(self._tables, self._systems, float(until), self._tokens)
+            count = self._work(self._tables, self._systems, until - self._out_s, self._tokens)
+            self._tokens["time"][:count] += self._out_s
             tokens += self._tokens[:count].tolist()
         return tokens
 

@@ -20,6 +20,7 @@ from servegym.envs.prefix_routing.tables import (
     put_requests,
 )
 from servegym.hardware_profiles import Profile, load
+from servegym.hardware_profiles.host import put_api
 
 PREFIX_REPLAY = np.dtype(
     [
@@ -44,6 +45,7 @@ def replay_prefix(
     max_num_seqs: int = 256,
     max_num_batched_tokens: int = 2048,
     kv_tokens: int | None = None,
+    async_scheduling: bool | None = None,
 ) -> np.ndarray:
     """Serve requests on replicas with vLLM's scheduler and automatic prefix cache.
 
@@ -64,10 +66,13 @@ def replay_prefix(
         max_num_seqs: Most requests in one iteration, 1 to 4,096.
         max_num_batched_tokens: Most tokens in one iteration, at least ``max_num_seqs``.
         kv_tokens: Room of each replica's KV cache in tokens; None takes the profile's.
+        async_scheduling: Whether an iteration is planned while the one before it runs; None: if the
+            engines of all profiles do by default.
 
     Returns:
         ``(J,)`` structured array `PREFIX_REPLAY`: the replica; the times of arrival, first
-        admission, first token and end in seconds; ``hit_tokens`` found cached at the first
+        admission, first token and end in seconds, as a client sees them where the profile's host
+        has times of the API; ``hit_tokens`` found cached at the first
         admission; ``recomputed_tokens`` that preemptions cost; ``preemptions``.
 
     Raises:
@@ -88,11 +93,14 @@ def replay_prefix(
     loaded = {name: load(name) for name in names if isinstance(name, str)}
     cards = [loaded[name] if isinstance(name, str) else name for name in names]
     count = requests.num_requests
+    if async_scheduling is None:
+        async_scheduling = all(card.plans_ahead for card in cards)
     engine = EngineArguments(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         block_size=size,
         kv_tokens=kv_tokens,
+        async_scheduling=async_scheduling,
     )
     tables, capacity = engine_tables(cards, engine, count)
     sent = _assignment(assignment, count, len(cards))
@@ -105,6 +113,7 @@ def replay_prefix(
         )
     systems = layout.allocate(tables.config[0], 1, requests.segments)
     put_replicas(systems, cards, capacity)
+    put_api(systems.replica, cards)
     put_requests(systems, 0, requests)
     which = np.ones(1, dtype=np.int8)
     begin, run = compile_kernels(
@@ -117,6 +126,9 @@ def replay_prefix(
     result = np.empty(count, dtype=PREFIX_REPLAY)
     for name in PREFIX_REPLAY.names or ():
         result[name] = log[LOG_SOURCES[name]]
+    out = systems.replica["api_out_s"][0][result["replica"]]
+    result["first_token_s"] += out
+    result["finish_s"] += out
     return result
 
 

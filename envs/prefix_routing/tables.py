@@ -42,6 +42,7 @@ class EngineArguments(Arguments):
     max_num_batched_tokens: int = arg.whole(2048, 1, "most tokens of an iteration")
     block_size: int = arg.whole(16, 1, "tokens of a KV block", high=1 << 20)
     kv_tokens: int | None = arg.whole(None, 1, "of a replica's KV memory; the profile's")
+    async_scheduling: bool = arg.switch(False, "iterations are planned one ahead")
     prefix_cache: str = arg.choice("vllm", STORES, "what a replica finds again: see below")
     failures: Options = arg.options("`mean_time_to_failure_s`, `mean_time_to_repair_s`")
 
@@ -85,6 +86,7 @@ def engine_tables(
     c["block_size"], c["blocks_per_token"] = size, 1.0 / size
     c["blocks"], c["entries"], c["shift"] = capacity.max(), 1 << bits, 36 - bits
     c["num_requests"] = num_requests
+    c["async_scheduling"] = arguments.async_scheduling
     c["store"] = STORES[arguments.prefix_cache]
     if arguments.failures is not None:
         c["uptime_s"], c["downtime_s"] = failure_times(arguments.failures)

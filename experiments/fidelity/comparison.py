@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from servegym.experiments.fidelity.measured_run import MeasuredRun
 from servegym.hardware_profiles import Profile, list_profiles, load
+from servegym.hardware_profiles.host import without_api
 from servegym.hardware_profiles.schema import KINDS
 
 METRICS = {"ttft_s": "TTFT", "tpot_s": "TPOT", "e2e_s": "end to end"}
@@ -78,12 +79,13 @@ def check_devices(run: MeasuredRun, profile: Profile) -> None:
 def simulate(run: MeasuredRun, profile: Profile, **changes: Any) -> np.ndarray:
     """Replay the run: ``(J,)`` structured array of ``servegym.envs.llm_routing.replay``.
 
-    ``changes`` are arguments of the replay that differ from the run's engine.
+    Times are on the engine's clock, as those of a run. ``changes`` are arguments of the replay that
+    differ from the run's engine.
     """
     from servegym.envs.llm_routing import replay
 
-    settings = {**run.engine, **changes}
-    return replay(run.arrival_s, run.prompt_tokens, run.output_tokens, profile=profile, **settings)
+    settings = {**run.engine, "profile": without_api(profile), **changes}
+    return replay(run.arrival_s, run.prompt_tokens, run.output_tokens, **settings)
 
 
 def errors(
@@ -186,7 +188,7 @@ def trajectory(run: MeasuredRun, profile: Profile, times_s: Any, **changes: Any)
     from servegym.envs.llm_routing import replay_timeline
 
     requests, settings = (run.arrival_s, run.prompt_tokens, run.output_tokens), run.engine | changes
-    return replay_timeline(*requests, times_s, profile=profile, **settings)
+    return replay_timeline(*requests, times_s, profile=without_api(profile), **settings)
 
 
 def compare_series(measured: np.ndarray, simulated: np.ndarray) -> list[dict[str, Any]]:

@@ -87,7 +87,7 @@ KINDS = {
         "pooled": PREFIX | {"prefix_cache": "pooled"},
         "chats": PREFIX | CHATS | {"index": "precise", "index_kwargs": {"index_delay_s": 0.1}},
         "live": PREFIX | {"scrape_s": 0.0, "reward": "ttft", "length_noise": 0.5},
-        "admission": PREFIX | {"admission": True, "index": "none"},
+        "admission": PREFIX | {"admission": True, "index": "none", "async_scheduling": True},
         "failing": PREFIX | {"index": "precise", "failures": OUTAGES},
     },
 }

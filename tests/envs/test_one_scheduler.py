@@ -1,13 +1,17 @@
 """Both engines simulate one vLLM: where no prefix is shared, every request has the same times."""
 
 import numpy as np
+import pytest
 
 from servegym.envs.llm_routing.trace_replay import replay
 from servegym.envs.prefix_routing.replay import replay_prefix
+from servegym.hardware_profiles import load
 
 from .prefix_routing.reference import requests_with
 
 TRACES = 150
+HOST = {"step_s": 0.0, "sequence_s": 0.0, "token_s": 0.0}
+API = {"api_in_s": 0.0045, "api_request_s": 0.0011, "api_out_s": 0.003}
 
 
 def random_trace(rng):
@@ -35,14 +39,18 @@ def unshared(arrivals, prompts, outputs, size):
     return requests_with(prompts, outputs, segments, size, arrival_s=arrivals)
 
 
-def test_both_engines_give_the_same_times():
+@pytest.mark.parametrize(("ahead", "api"), [(False, {}), (True, {}), (True, API)])
+def test_both_engines_give_the_same_times(ahead, api):
     rng = np.random.default_rng(0)
+    profile = load("rtx4090-llama-3.1-8b").with_host(HOST | api)
     preempted, together, split = 0, 0, 0
     for trace in range(TRACES):
         arrivals, prompts, outputs, size, options = random_trace(rng)
-        one = replay(arrivals, prompts, outputs, block_size=size, prefix_caching=True, **options)
+        options |= {"async_scheduling": ahead}
+        here = {"profile": profile, "block_size": size, "prefix_caching": True}
+        one = replay(arrivals, prompts, outputs, **here, **options)
         requests = unshared(arrivals, prompts, outputs, size)
-        other = replay_prefix("rtx4090-llama-3.1-8b", requests, **options)
+        other = replay_prefix(profile, requests, **options)
         for mine, theirs in (
             (one["queue_s"] + arrivals, other["admitted_s"]),
             (one["ttft_s"] + arrivals, other["first_token_s"]),

@@ -167,6 +167,18 @@ def test_replay(run, tmp_path):
     assert again["prompt_tokens"].tolist() == [100, 2000, 30]
 
 
+def test_replay_plans_ahead_where_the_profiles_engine_does(run, tmp_path):
+    requests = tmp_path / "requests.csv"
+    requests.write_text("arrival_s,prompt_tokens,output_tokens\n0.0,100,50\n0.1,200,5\n")
+    found = []
+    for option in ("", "--async-scheduling", "--no-async-scheduling"):
+        out = tmp_path / "out.csv"
+        words = "replay --profile rtx4090-llama-3.1-8b --requests", requests, "--out", out, option
+        assert run(*words).exit_code == 0
+        found.append(out.read_text())
+    assert found[0] == found[1] != found[2]
+
+
 @pytest.mark.parametrize(
     ("args", "named"),
     [

@@ -6,7 +6,12 @@ iterations in which nothing else can happen is one closed-form update.
 
 With asynchronous scheduling an iteration is planned when the one before it starts, so that the
 host's work hides behind the device's: who arrives later, or needs the slot or memory of a request
-that the iteration before it completes, joins one iteration later.
+that the iteration before it completes, joins one iteration later. This is vLLM's loop with two
+batches in flight (``step_with_batch_queue`` in ``vllm/v1/engine/core.py`` at commit 00080ee and
+``vllm/v1/core/sched/async_scheduler.py`` at 014b235): a plan that has nobody to serve starts none,
+and the next one is made, and starts, when the iteration under way ends. Nothing but arrivals
+happens between the plan and that end, so both are one boundary here: tokens are emitted, steps 2
+and 3 follow with those who had arrived when the iteration started, then the completed ones leave.
 """
 
 from __future__ import annotations
@@ -29,8 +34,10 @@ from servegym.envs.llm_routing.kernel.layout import (
     RESERVE,
 )
 from servegym.envs.llm_routing.kernel.queues import (
+    HAS_LEFT,
     begin_decoding,
     clear_expert,
+    complete_decoding,
     evict,
     leave,
     make_room,
@@ -73,10 +80,7 @@ def _log_request(env, queues, expert, request, outcome, finish_s):
 
 @inline
 def _complete(config, env, queues, expert, slot, now):
-    """A request has its last token at ``now``: record it and free its slot.
-
-    Returns the KV blocks that its admission took, or that it held, by the memory policy.
-    """
+    """A request has its last token at ``now``: record it and free its slot."""
     request = request_of(queues, expert, slot)
     _log_request(env, queues, expert, request, COMPLETED, now)
     e2e = now - request.arrived
@@ -98,27 +102,26 @@ def _complete(config, env, queues, expert, slot, now):
         env.step_qos += request.score
     else:
         env.step_late += request.score
-    leave(config, queues, expert, request, slot)
+    if request.chunk != HAS_LEFT:
+        leave(config, queues, expert, request, slot, 0)
     vacate(queues, expert, slot)
-    tokens = config.max_output_tokens if config.memory_policy == RESERVE else request.output
-    return blocks_of(config, request.prompt + tokens)
 
 
 @inline
 def _end_iteration(config, env, queues, expert):
     """Step 1 of a boundary: tokens of the iteration that ends now, completions.
 
-    Returns how many requests complete, and their KV blocks.
+    Returns how many requests have completed and wait for the next plan to leave.
     """
     now = expert.end
-    left, freed = 0, 0
+    left = 0
     if expert.iteration == IDLE:
-        return left, freed
+        return left
     if expert.iteration != PREFILL:
         expert.emitted += 1
         expert.decoding_tokens += expert.decoding
         if expert.iteration == DECODE and expert.emitted < expert.next_finish:
-            return left, freed
+            return left
     if expert.iteration != DECODE:
         slot = next_prefilled(queues, expert)
         while slot >= 0:
@@ -128,26 +131,47 @@ def _end_iteration(config, env, queues, expert):
                 request.first = now
             slot = next_prefilled(queues, expert)
     find_next_finish(queues, expert)
+    last = -1
     while expert.next_finish <= expert.emitted:
-        freed += _complete(config, env, queues, expert, first_to_finish(queues, expert), now)
-        left += 1
+        slot = first_to_finish(queues, expert)
+        if config.async_scheduling:
+            request = request_of(queues, expert, slot)
+            complete_decoding(config, queues, expert, request)
+            request.place = -1
+            if last < 0:
+                expert.leaving = slot
+            else:
+                request_of(queues, expert, last).place = slot
+            last = slot
+            left += 1
+        else:
+            _complete(config, env, queues, expert, slot, now)
         find_next_finish(queues, expert)
-    return left, freed
+    return left
+
+
+@inline
+def _let_leave(config, env, queues, expert, now):
+    """Those whose last token came while the next iteration was planned leave."""
+    while expert.leaving >= 0:
+        slot = expert.leaving
+        expert.leaving = request_of(queues, expert, slot).place
+        _complete(config, env, queues, expert, slot, now)
 
 
 # ---------------------------------------------------------------------------------------- admission
 
 
 @inline
-def _admit(config, queues, expert, now, planned, left, freed, tokens):
+def _admit(config, queues, expert, now, planned, tokens):
     """Step 3 of a boundary: admit from the head of the waiting queue, first come first served.
 
-    The iteration was ``planned`` when ``left`` slots and ``freed`` blocks that are free by now were
-    still taken. Returns its prefill tokens; there were ``tokens``, of the prefill under way.
+    Only those who were there when the iteration was ``planned``. Returns its prefill tokens; there
+    were ``tokens``, of the prefill under way.
     """
     chunked = config.scheduler == CHUNKED
     budget = config.token_budget - expert.decoding if chunked else config.token_budget
-    while expert.waiting > 0 and expert.running + left < config.running_capacity:
+    while expert.waiting > 0 and expert.running < config.running_capacity:
         request = request_of(queues, expert, expert.head)
         need = request.prompt + request.generated
         # Prompts are admitted whole without chunks, and one may exceed the budget alone.
@@ -155,9 +179,9 @@ def _admit(config, queues, expert, now, planned, left, freed, tokens):
             break
         longest = blocks_of(config, request.prompt + config.max_output_tokens)
         if config.memory_policy == RESERVE:
-            fits = expert.reserved + freed + longest <= expert.capacity
+            fits = expert.reserved + longest <= expert.capacity
         else:
-            fits = freed + blocks_of(config, need) <= expert.free
+            fits = blocks_of(config, need) <= expert.free
         if request.available > planned or not fits:
             break
         admit_head(queues, expert, request, now)
@@ -206,17 +230,8 @@ def _start_decodes(config, law, queues, expert, now, until, preempted, planned, 
 
 
 @inline
-def _start_iteration(config, law, queues, expert, now, until, left, freed):
-    """Steps 2-4 of a boundary at ``now``; decodes run on up to ``until``.
-
-    ``left`` requests have just completed and ``freed`` blocks have become free.
-    """
-    planned = now
-    if config.async_scheduling and expert.iteration != IDLE and expert.running > 0:
-        planned = expert.start
-    else:
-        left, freed = 0, 0
-    expert.start = now
+def _plan(config, queues, expert, now, planned):
+    """Steps 2 and 3 of a boundary: prefill tokens of the iteration, how many were preempted."""
     tokens = 0
     preempted = 0
     if expert.prefill >= 0:
@@ -225,10 +240,25 @@ def _start_iteration(config, law, queues, expert, now, until, left, freed):
     if config.memory_policy == PAGED:
         preempted = make_room(config, queues, expert)
     if preempted == 0:
-        tokens = _admit(config, queues, expert, now, planned, left, freed, tokens)
+        tokens = _admit(config, queues, expert, now, planned, tokens)
     elif expert.prefill < 0:
         tokens = 0
+    return tokens, preempted
 
+
+@inline
+def _start_iteration(config, law, env, queues, expert, now, until):
+    """Steps 2-4 of a boundary at ``now``, after step 1; decodes run on up to ``until``."""
+    planned = now
+    if config.async_scheduling and expert.iteration != IDLE:
+        planned = expert.start
+    left = _end_iteration(config, env, queues, expert)
+    expert.start = now
+    tokens, preempted = _plan(config, queues, expert, now, planned)
+    if config.async_scheduling:
+        _let_leave(config, env, queues, expert, now)
+        if expert.running == 0:
+            tokens, preempted = _plan(config, queues, expert, now, now)
     prefills = expert.running > expert.decoding
     if prefills and config.scheduler == ORCA:
         expert.iteration = PREFILL
@@ -328,8 +358,7 @@ def advance(config, law, env, queues, expert, until):
                 expert.decoding_tokens += expert.decoding
                 _run_decodes(law, expert, expert.next_finish - expert.emitted - 1, now, end, np.inf)
                 continue
-            left, freed = _end_iteration(config, env, queues, expert)
-            _start_iteration(config, law, queues, expert, now, end, left, freed)
+            _start_iteration(config, law, env, queues, expert, now, end)
         if not changes:
             return
         if expert.down == 0:

@@ -203,6 +203,12 @@ EXPERT = record(
     ("first_link", "i8"),  # where the links of its requests begin in the lists
     ("longest_key", "i8"),  # most prompt tokens less `origin` of the decoding requests
     ("number", "i8"),  # in its row
+    ("leaving", "i8"),  # first that has completed and waits for the next plan, -1 for none
+    # Time in the API, see `arrive`; 0: none.
+    ("api_in_s", "f8"),
+    ("api_request_s", "f8"),
+    ("api_out_s", "f8"),
+    ("api_done", "f8"),  # s, when its event loop has done what it has
 )
 """An expert: an iteration-level scheduler with its running list and its waiting queue."""
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from servegym._jit import inline, inner
 from servegym.envs.llm_routing.kernel.scheduler import (
+    arrive,
     blocks_of,
     clear_scheduler,
     enqueue,
@@ -23,6 +24,8 @@ from servegym.envs.llm_routing.kernel.scheduler import (
     start_decoding,
     stop_decoding,
 )
+
+HAS_LEFT = -1  # chunk of a request that has given back its blocks and has its last token
 
 
 @inline
@@ -54,7 +57,7 @@ def clear_expert(config, queues, expert):
     clear_scheduler(expert)
     expert.reserved = expert.settled = expert.free_head = expert.free_tail = 0
     expert.free = expert.capacity
-    expert.vacant = -1
+    expert.vacant = expert.leaving = -1
     for slot in range(config.slots - 1, -1, -1):
         vacate(queues, expert, slot)
     first = _residues(config, expert)
@@ -70,7 +73,8 @@ def put(config, queues, expert, index, arrived, prompt, output):
     expert.vacant = newer(queues, expert, slot)
     request.request = index
     request.arrived = arrived
-    request.available = arrived + (config.router_delay_s + prompt * config.delay_s_per_token)
+    request.available = arrive(expert, arrived)
+    request.available += config.router_delay_s + prompt * config.delay_s_per_token
     request.prompt = prompt
     request.output = output
     request.score = request.predicted_score = request.predicted_output = 0.0
@@ -154,19 +158,49 @@ def reuse_cached_blocks(config, expert, request):
 
 
 @inline
-def leave(config, queues, expert, request, slot):
-    """A request leaves the running list, and its blocks are free."""
+def _end_decoding(config, queues, expert, request):
+    """A decoding request decodes no more; it keeps its blocks."""
+    settle(config, queues, expert)
+    tokens = scheduled_tokens(expert, request)
+    _count_residue(config, queues, expert, tokens, blocks_of(config, tokens), -1)
+    stop_decoding(config, queues, expert, request)
+
+
+@inline
+def _unknown_tokens(config, expert, request):
+    """Computed tokens of a running request that were not known when their iteration was planned.
+
+    With asynchronous scheduling that is the last one, unless a chunk of its prefill ended there.
+    """
+    if request.decoding == 0 or not config.async_scheduling:
+        return 0
+    return 1 if request.computed + 1 < scheduled_tokens(expert, request) else 0
+
+
+@inline
+def complete_decoding(config, queues, expert, request):
+    """A request has its last token, which takes no block, and stays in the running list."""
+    request.segment_blocks = _unknown_tokens(config, expert, request)
+    _end_decoding(config, queues, expert, request)
+    blocks = blocks_of(config, request.computed + 1)
+    request.chunk = 0
+    expert.free += blocks - blocks_of(config, request.computed)
+
+
+@inline
+def leave(config, queues, expert, request, slot, unknown):
+    """A request leaves the running list, and its blocks are free.
+
+    The last ``unknown`` of its computed tokens fill no block that is found again.
+    """
     if request.decoding:
-        settle(config, queues, expert)
-        tokens = scheduled_tokens(expert, request)
-        _count_residue(config, queues, expert, tokens, blocks_of(config, tokens), -1)
-        stop_decoding(config, queues, expert, request)
+        _end_decoding(config, queues, expert, request)
     leave_running(queues, expert, slot)
     expert.free += blocks_of(config, request.computed + request.chunk)
     expert.reserved -= blocks_of(config, request.prompt + config.max_output_tokens)
     if config.prefix_caching:
         request.segment = expert.free_tail
-        request.segment_blocks = full_blocks(config, request.computed)
+        request.segment_blocks = full_blocks(config, request.computed - unknown)
         expert.free_tail += request.segment_blocks
 
 
@@ -186,8 +220,15 @@ def make_room(config, queues, expert):
     while expert.free < 0:
         slot = expert.newest
         request = request_of(queues, expert, slot)
-        leave(config, queues, expert, request, slot)
-        requeue(queues, expert, request, slot)
+        if request.decoding == 0 and request.generated == request.output:
+            # It has completed while this iteration was planned, and gives back its blocks alone.
+            leave(config, queues, expert, request, slot, request.segment_blocks)
+            request.preemptions += 1
+            request.chunk = HAS_LEFT
+        else:
+            unknown = _unknown_tokens(config, expert, request)
+            leave(config, queues, expert, request, slot, unknown)
+            requeue(queues, expert, request, slot)
     if expert.running < before:
         find_next_finish(queues, expert)
     evict(config, expert)

@@ -81,6 +81,7 @@ def clear_scheduler(replica):
     replica.running = replica.waiting = replica.decoding = replica.decoding_tokens = 0
     replica.longest_key = -NEVER
     replica.next_finish = NEVER
+    replica.api_done = 0.0
     replica.oldest = replica.newest = replica.prefill = replica.head = replica.tail = -1
 
 
@@ -116,6 +117,19 @@ def enqueue(queues, replica, request, slot):
     _insert_waiting(queues, replica, slot, ahead, behind)
     if replica.iteration == IDLE:
         replica.end = max(replica.start, request_of(queues, replica, replica.head).available)
+
+
+@inline
+def arrive(replica, now):
+    """When a request that comes to the API now is in the waiting queue.
+
+    The API's event loop takes ``api_request_s`` for each, one after another; the rest of
+    ``api_in_s`` passes beside it.
+    """
+    if replica.api_in_s == 0.0:
+        return now
+    replica.api_done = max(now, replica.api_done) + replica.api_request_s
+    return replica.api_done + (replica.api_in_s - replica.api_request_s)
 
 
 @inline

@@ -177,13 +177,14 @@ def _name_next(config, systems, replica, request):
 
 
 @inner
-def grow(config, systems, replica, request, tokens):
-    """Blocks for the first ``tokens`` tokens of a request; those that are full get their ids.
+def grow(config, systems, replica, request, tokens, known):
+    """Blocks for the first ``tokens`` tokens of a request; those full of ``known`` ones get ids.
 
     There must be as many free ones. Blocks get their ids when the iteration that fills them is
-    scheduled: the next request of the same iteration finds them.
+    scheduled: the next request of the same iteration finds them. A token that the iteration under
+    way is still to sample is not known.
     """
-    full = full_blocks(config, tokens)
+    full = full_blocks(config, known)
     if request.named < request.blocks and request.named < full:
         _name_next(config, systems, replica, request)
     need = blocks_of(config, tokens)
@@ -199,6 +200,13 @@ def grow(config, systems, replica, request, tokens):
         request.blocks += 1
         if request.blocks <= full:
             _name_next(config, systems, replica, request)
+
+
+@inline
+def name_last(config, systems, replica, request):
+    """The last token of a completed request is known: its last block may be full."""
+    if request.named < full_blocks(config, request.prompt + request.output - 1):
+        _name_next(config, systems, replica, request)
 
 
 @inline

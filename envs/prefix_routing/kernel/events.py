@@ -6,7 +6,13 @@ import numpy as np
 
 from servegym._jit import inner
 from servegym.envs.llm_routing.kernel.iterations import start_up
-from servegym.envs.llm_routing.kernel.scheduler import before, blocks_of, enqueue, request_of
+from servegym.envs.llm_routing.kernel.scheduler import (
+    arrive,
+    before,
+    blocks_of,
+    enqueue,
+    request_of,
+)
 from servegym.envs.prefix_routing.kernel.cache import put_in_store
 from servegym.envs.prefix_routing.kernel.iterations import advance
 from servegym.envs.prefix_routing.kernel.layout import NO_STORE, PENDING, QUEUED, REJECTED
@@ -98,7 +104,7 @@ def route_request(config, law, systems, row, number):
             advance(config, law, systems, replica, until)
         need = blocks_of(config, request.prompt + request.output - 1)
         if replica.down == 0 and need <= replica.capacity:
-            request.available = env.now
+            request.available = arrive(replica, env.now)
             request.outcome = QUEUED
             if config.store != NO_STORE:
                 request.stored = put_in_store(config, systems, replica, request)

@@ -4,6 +4,11 @@ A boundary is the end of an iteration: tokens are emitted and requests complete 
 requests get their blocks (2), requests are admitted (3), and the next iteration starts (4), see
 `servegym.envs.llm_routing.kernel.scheduler`. The times of a run of decode iterations in which
 nothing else can happen are one closed-form update; blocks are taken one by one.
+
+With asynchronous scheduling iteration k + 2 is planned when k has ended and k + 1 starts. Nothing
+but arrivals happens until k + 1 ends, so the plan is made then, before the completions (1), from
+those who had arrived when k + 1 started: who has its last token in k + 1 still holds its slot and
+its blocks, and the token that k + 1 samples is not known yet.
 """
 
 from __future__ import annotations
@@ -30,6 +35,7 @@ from servegym.envs.prefix_routing.kernel.layout import COMPLETED, DECODE, FIRST_
 from servegym.envs.prefix_routing.kernel.queues import (
     add_news,
     begin_decoding,
+    end_decoding,
     fail,
     leave,
     preempt_newest,
@@ -62,11 +68,31 @@ def _end_iteration(config, systems, replica):
                 add_news(systems, replica, slot, FIRST_TOKEN, now)
             slot = next_prefilled(systems, replica)
         find_next_finish(systems, replica)
+    last = -1
     while replica.next_finish <= replica.emitted:
         slot = first_to_finish(systems, replica)
-        request_of(systems, replica, slot).outcome = COMPLETED
-        leave(config, systems, replica, slot, now)
+        request = request_of(systems, replica, slot)
+        request.outcome = COMPLETED
+        if config.async_scheduling:
+            end_decoding(config, systems, replica, request)
+            request.grow_after = -1
+            if last < 0:
+                replica.leaving = slot
+            else:
+                request_of(systems, replica, last).grow_after = slot
+            last = slot
+        else:
+            leave(config, systems, replica, slot, now)
         find_next_finish(systems, replica)
+
+
+@inner
+def _let_leave(config, systems, replica, now):
+    """Those whose last token came while the next iteration was planned leave."""
+    while replica.leaving >= 0:
+        slot = replica.leaving
+        replica.leaving = request_of(systems, replica, slot).grow_after
+        leave(config, systems, replica, slot, now)
 
 
 # ------------------------------------------------------------------------------------------ memory
@@ -76,7 +102,8 @@ def _end_iteration(config, systems, replica):
 def _grow_decode(config, systems, replica, slot):
     """Blocks for the next token of a decoding request; returns the next one that grows with it."""
     request = request_of(systems, replica, slot)
-    grow(config, systems, replica, request, request.prompt + (replica.emitted - request.origin))
+    tokens = request.prompt + (replica.emitted - request.origin)
+    grow(config, systems, replica, request, tokens, tokens - config.async_scheduling)
     return request.grow_after
 
 
@@ -97,7 +124,8 @@ def _grow_decodes(config, systems, replica):
             preempted += 1
             break
         slot = _grow_decode(config, systems, replica, slot)
-    if config.block_size > 1:
+    # A block that is full of known tokens gets its id with the next one that is taken.
+    if config.block_size > 1 and not config.async_scheduling:
         slot = systems.lists[replica.first_bucket + _next_phase(config, replica)]
         while slot >= 0:
             slot = _grow_decode(config, systems, replica, slot)
@@ -108,11 +136,12 @@ def _grow_decodes(config, systems, replica):
 
 
 @inner
-def _schedule_prefills(config, systems, replica, now, preempted):
+def _schedule_prefills(config, systems, replica, now, planned, preempted):
     """Step 3: the chunk of the prefill under way, then the head of the waiting queue, and so on.
 
-    Returns the prefill tokens of the iteration and how many requests were preempted at this
-    boundary, ``preempted`` being those so far.
+    Only those are admitted that were there when the iteration was ``planned``. Returns the prefill
+    tokens of the iteration and how many requests were preempted at this boundary, ``preempted``
+    being those so far.
     """
     tokens = next_chunk(config, systems, replica)
     if tokens > 0:
@@ -120,13 +149,16 @@ def _schedule_prefills(config, systems, replica, now, preempted):
         if blocks_of(config, request.computed + tokens) - request.blocks > replica.free:
             preempt_newest(config, systems, replica)
             return 0, preempted + 1
-        grow(config, systems, replica, request, request.computed + tokens)
+        computed = request.computed + tokens
+        grow(config, systems, replica, request, computed, computed)
     if preempted > 0:
         return tokens, preempted
     budget = config.token_budget - replica.decoding
     while replica.waiting > 0 and replica.running < config.max_running and tokens < budget:
         request = request_of(systems, replica, replica.head)
-        if replica.blocked != 0 or not admit_blocks(config, systems, replica, request):
+        if request.available > planned or replica.blocked != 0:
+            break
+        if not admit_blocks(config, systems, replica, request):
             break
         admit_head(systems, replica, request, now)
         if request.preemptions == 0:
@@ -134,7 +166,8 @@ def _schedule_prefills(config, systems, replica, now, preempted):
         else:
             request.recomputed += max(request.lost - request.computed, 0)
         request.chunk = min(request.prompt + request.generated - request.computed, budget - tokens)
-        grow(config, systems, replica, request, request.computed + request.chunk)
+        computed = request.computed + request.chunk
+        grow(config, systems, replica, request, computed, computed)
         tokens += request.chunk
     return tokens, 0
 
@@ -160,14 +193,29 @@ def _start_decodes(config, law, systems, replica, now, until):
 
 
 @inner
+def _plan(config, systems, replica, now, planned):
+    """Steps 2 and 3 of a boundary; returns the prefill tokens of the iteration."""
+    preempted = _grow_decodes(config, systems, replica)
+    tokens, preempted = _schedule_prefills(config, systems, replica, now, planned, preempted)
+    if preempted > 0:
+        find_next_finish(systems, replica)
+    return tokens
+
+
+@inner
 def _start_iteration(config, law, systems, replica, until):
     """Steps 2-4 of a boundary; decodes run on up to ``until``."""
     now = replica.end
+    planned = now
+    if config.async_scheduling and replica.iteration != IDLE:
+        planned = replica.start
     replica.start = now
-    preempted = _grow_decodes(config, systems, replica)
-    tokens, preempted = _schedule_prefills(config, systems, replica, now, preempted)
-    if preempted > 0:
-        find_next_finish(systems, replica)
+    tokens = _plan(config, systems, replica, now, planned)
+    if config.async_scheduling:
+        _let_leave(config, systems, replica, now)
+        if tokens == 0 and replica.running == 0:
+            # Nothing was planned: the next plan is made now, and starts at once.
+            tokens = _plan(config, systems, replica, now, now)
     if tokens > 0:
         replica.iteration = MIXED
         replica.end = mixed_end_s(law, systems, replica, now, tokens)
@@ -177,6 +225,8 @@ def _start_iteration(config, law, systems, replica, until):
     else:
         replica.iteration = IDLE
         replica.end = np.inf
+        if replica.waiting > 0:  # it is still in the API
+            replica.end = request_of(systems, replica, replica.head).available
 
 
 @inner

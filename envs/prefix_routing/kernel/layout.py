@@ -31,6 +31,7 @@ CONFIG = record(
     ("shift", "i8"),  # 36 less the logarithm of that
     ("num_requests", "i8"),  # J
     ("longest", "i8"),  # as the law has it; 0: `longest_key` is not kept
+    ("async_scheduling", "i8"),  # 1: an iteration is planned while the one before it runs
     ("blocks_per_token", "f8"),  # 1 / K
     ("uptime_s", "f8"),  # mean time to failure of a replica; 0: none fails
     ("downtime_s", "f8"),  # mean time to repair
@@ -92,6 +93,12 @@ REPLICA = record(
     ("first_bucket", "i8"),
     ("first_link", "i8"),
     ("longest_key", "i8"),  # most prompt tokens less `origin` of the decoding requests
+    ("leaving", "i8"),  # first that has completed and waits for the next plan, -1 for none
+    # Time in the API, see `arrive`; 0: none.
+    ("api_in_s", "f8"),
+    ("api_request_s", "f8"),
+    ("api_out_s", "f8"),
+    ("api_done", "f8"),  # s, when its event loop has done what it has
 )
 """A replica: a scheduler with its running list, its waiting queue and its paged KV memory."""
 

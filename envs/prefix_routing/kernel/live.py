@@ -11,6 +11,7 @@ import numpy as np
 
 from servegym._jit import borrowed, jit, record
 from servegym.envs.llm_routing.kernel.scheduler import (
+    arrive,
     enqueue,
     find_next_finish,
     leave_waiting,
@@ -50,7 +51,8 @@ def submit(tables, systems, slot, now):
     request = systems.request[slot]
     clear_request(request)
     request.replica = 0
-    request.arrived = request.available = now
+    request.arrived = now
+    request.available = arrive(replica, now)
     request.parent = request.first_child = request.next_child = -1
     request.outcome = QUEUED
     enqueue(systems, replica, request, slot)

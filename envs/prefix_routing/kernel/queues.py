@@ -21,8 +21,8 @@ from servegym.envs.llm_routing.kernel.scheduler import (
     start_decoding,
     stop_decoding,
 )
-from servegym.envs.prefix_routing.kernel.cache import clear_cache, release_blocks
-from servegym.envs.prefix_routing.kernel.layout import COMPLETION, FAILED, LOSS
+from servegym.envs.prefix_routing.kernel.cache import clear_cache, name_last, release_blocks
+from servegym.envs.prefix_routing.kernel.layout import COMPLETED, COMPLETION, FAILED, LOSS
 
 
 @inner
@@ -30,6 +30,7 @@ def clear_replica(config, systems, replica):
     """An idle replica with empty queues and an empty cache."""
     clear_scheduler(replica)
     replica.safe = np.inf
+    replica.leaving = -1
     clear_cache(config, systems, replica)
     for k in range(replica.first_bucket, replica.first_bucket + 2 * config.block_size):
         systems.lists[k] = -1
@@ -104,8 +105,8 @@ def begin_decoding(config, systems, replica, request, slot):
 
 
 @inner
-def take_out(config, systems, replica, request, slot):
-    """A request leaves the running list and gives back its blocks."""
+def end_decoding(config, systems, replica, request):
+    """A decoding request decodes no more; it is still in the running list and has its blocks."""
     if request.decoding:
         oldest = _bucket(config, replica, request)
         if request.grow_before < 0:
@@ -117,6 +118,12 @@ def take_out(config, systems, replica, request, slot):
         else:
             request_of(systems, replica, request.grow_after).grow_before = request.grow_before
         stop_decoding(config, systems, replica, request)
+
+
+@inner
+def take_out(config, systems, replica, request, slot):
+    """A request leaves the running list and gives back its blocks."""
+    end_decoding(config, systems, replica, request)
     leave_running(systems, replica, slot)
     release_blocks(config, systems, replica, request)
 
@@ -125,18 +132,26 @@ def take_out(config, systems, replica, request, slot):
 def leave(config, systems, replica, slot, now):
     """A request has its last token: it gives back its blocks, and who waits for it may come."""
     request = request_of(systems, replica, slot)
-    take_out(config, systems, replica, request, slot)
+    if request.blocks > 0:
+        name_last(config, systems, replica, request)
+        take_out(config, systems, replica, request, slot)
     request.finish = now
     add_news(systems, replica, slot, COMPLETION, now)
-    expect_children(systems, replica.row, request, now)
+    expect_children(systems, replica.row, request, now + replica.api_out_s)
 
 
 @inner
 def preempt_newest(config, systems, replica):
-    """Send the newest admitted request back to the head of the waiting queue."""
+    """Send the newest admitted request back to the head of the waiting queue.
+
+    One that has completed and not left yet gives back its blocks alone.
+    """
     slot = replica.newest
     request = request_of(systems, replica, slot)
     take_out(config, systems, replica, request, slot)
+    if request.outcome == COMPLETED:
+        request.preemptions += 1
+        return
     request.lost = request.computed
     requeue(systems, replica, request, slot)
 

@@ -45,7 +45,7 @@ HEADERS_S = 30.0
 """A connection without a whole request for so long is closed; looked at every `SWEEP_S`."""
 SWEEP_S = 1.0
 NAMED = "X-Servegym-Server"
-_OPTIONS = ("kv_tokens", "block_size")
+_OPTIONS = ("kv_tokens", "block_size", "async_scheduling")
 _KEPT = 512  # requests that ended, for the page
 
 
@@ -135,7 +135,7 @@ class SimulatedServer:
     """One server of a fleet, see `SimulatedFleet`.
 
     The ``profile`` of its description is its card, ``slots`` are the most requests that run, and
-    ``options`` may have ``kv_tokens`` and ``block_size``.
+    ``options`` may have ``kv_tokens``, ``block_size`` and ``async_scheduling``.
     """
 
     def __init__(
@@ -160,6 +160,7 @@ class SimulatedServer:
                 max_num_batched_tokens=spec.batched_tokens,
                 block_size=whole("block_size", options.get("block_size", 16), 1, 4096),
                 kv_tokens=options.get("kv_tokens"),
+                async_scheduling=options.get("async_scheduling"),
             )
             room = self.engine.capacity * self.engine.block_size
             if spec.context > room:

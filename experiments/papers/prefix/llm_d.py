@@ -125,6 +125,7 @@ def _pinned(card: Profile, seed: int) -> np.ndarray:
         num_replicas=PODS,
         max_num_batched_tokens=8192,
         kv_tokens=KV_TOKENS,
+        async_scheduling=False,
     )
     return _stages(played, requests.prompt_tokens, requests.output_tokens)
 

@@ -48,6 +48,7 @@ from servegym.experiments.fidelity.comparison import METRICS, matching_profile
 from servegym.experiments.fidelity.measured_run import MeasuredRun, load_run
 from servegym.experiments.fidelity.report import RUN_FOLDER, data_folder
 from servegym.hardware_profiles import Profile, load
+from servegym.hardware_profiles.host import without_api
 from servegym.hardware_profiles.schema import TABLE_AXES
 
 __all__ = ["RIVALS", "Times", "World", "constant_profile", "main", "rival_tables", "run_rival"]
@@ -204,7 +205,9 @@ def rival_tables(
 
 def run_own(world: World, repeats: int = 3) -> Times:
     """This engine's times, and the seconds of the fastest of ``repeats`` runs."""
-    settings, seconds = {**world.engine, "profile": world.profile or constant_profile()}, []
+    profile = without_api(world.profile or constant_profile())
+    settings = {"async_scheduling": False, **world.engine, "profile": profile}
+    seconds = []
     requests = (world.arrival_s, world.prompt_tokens, world.output_tokens)
     result = replay(*requests, **settings)
     for _ in range(repeats):

@@ -49,7 +49,7 @@ from servegym.experiments.studies.fidelity import aiconfigurator
 from servegym.hardware_profiles import Profile
 from servegym.hardware_profiles.compose import Z80, compose
 from servegym.hardware_profiles.constants import constant
-from servegym.hardware_profiles.host import engine_host, plans_ahead
+from servegym.hardware_profiles.host import engine_host, plans_ahead, without_api
 from servegym.hardware_profiles.model_config import VALUE_BYTES, ModelShape, model_shape
 
 __all__ = ["Row", "is_test", "main", "read_rows", "simulate", "summary", "why_not"]
@@ -262,7 +262,7 @@ def simulate(row: Row, profile: Profile) -> tuple[float, float]:
         np.zeros(count),
         prompts,
         outputs,
-        profile=profile,
+        profile=without_api(profile),  # `request_s` is what a client's clock adds
         max_num_seqs=row.clients,
         max_num_batched_tokens=row.batched_tokens,
         async_scheduling=row.plans_ahead,

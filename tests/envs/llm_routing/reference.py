@@ -143,6 +143,44 @@ def step_s(law: Any, chunks: Sequence[tuple[int, int]], contexts: Sequence[int])
     return seconds + law.head(sequences + len(chunks))
 
 
+# --------------------------------------------------------------------------------- The engine's API
+
+
+class Api:
+    """Requests between a client and the waiting queue.
+
+    Its event loop takes them one after another, `request_s` seconds each; the rest of `in_s` passes
+    after that. Tokens take `out_s` back.
+    """
+
+    def __init__(self, in_s: float = 0.0, request_s: float = 0.0, out_s: float = 0.0) -> None:
+        self.pass_s, self.request_s, self.out_s = in_s - request_s, request_s, out_s
+        self.done = 0.0
+        self.passing: list[tuple[float, Any]] = []  # when it is in the waiting queue, request
+
+    def put(self, request: Any, now: float) -> None:
+        """A request comes."""
+        self.done = max(now, self.done) + self.request_s
+        self.passing.append((self.done + self.pass_s, request))
+
+    def next(self) -> float:
+        """When the next one is in the waiting queue, inf if there is none."""
+        return self.passing[0][0] if self.passing else math.inf
+
+    def take(self, now: float) -> list[Any]:
+        """Those that are in the waiting queue by now."""
+        taken = []
+        while self.next() <= now:
+            taken.append(self.passing.pop(0)[1])
+        return taken
+
+    def empty(self) -> list[Any]:
+        """It dies with all that are in it."""
+        found = [request for _, request in self.passing]
+        self.passing, self.done = [], 0.0
+        return found
+
+
 # ------------------------------------------------------------------------ Configuration and records
 
 
@@ -261,6 +299,8 @@ class Request:
     predicted_length: float = 0.0
     generated: int = 0  # g, tokens emitted so far
     computed: int = 0  # tokens whose KV exists
+    known: int = 0  # tokens that were known when the next iteration was planned
+    cached: int = 0  # tokens whose full blocks can be found again
     target: int = 0  # computed tokens at which the current prefill is complete
     preempted: bool = False  # waits after a preemption
     preemptions: int = 0
@@ -304,7 +344,6 @@ class ReferenceExpert:
         self.iteration: Iteration | None = None
         self.now = -math.inf  # time of the last boundary
         self.planned = -math.inf  # when the iteration that starts then was planned
-        self.leaving: list[Request] = []  # completed since
         self.outages = list(expert.outages)
         self.down = False
         self.lost: list[Request] = []  # by failures
@@ -386,16 +425,23 @@ class ReferenceExpert:
         self.now = now
         began = self.iteration.start if self.iteration is not None else now
         finished = self._end_iteration(now)
-        # Planned one iteration ahead: with what had arrived, and was free, when the one that ends
-        # now began. An expert that has run empty plans afresh.
-        self.planned, self.leaving = now, []
-        if self.config.async_scheduling and self.running:
-            self.planned, self.leaving = began, finished
-        preempted = self._schedule_running()
-        if self.config.scheduler == "orca":
-            decodes, chunks, duration = self._plan_orca(now, bool(preempted))
-        else:
+        self.planned, preempted = now, []
+        decodes: list = []
+        chunks: list = []
+        duration = 0.0
+        if self.config.async_scheduling:
+            # Planned one iteration ahead: with what had arrived, and was free and known, when the
+            # one that ends now began.
+            self.planned = began
+            preempted = self._schedule_running()
             decodes, chunks, duration = self._plan_chunked(now, bool(preempted))
+            self._let_leave(finished)
+        if not decodes and not chunks:
+            self.planned = now
+            self._let_leave(finished)
+            preempted += (again := self._schedule_running())
+            plan = self._plan_orca if self.config.scheduler == "orca" else self._plan_chunked
+            decodes, chunks, duration = plan(now, bool(again))
         if decodes or chunks:
             if not duration > 0:
                 raise ValueError(f"the law gives an iteration of {duration} s")
@@ -415,6 +461,9 @@ class ReferenceExpert:
         return finished
 
     def _end_iteration(self, now: float) -> list[Request]:
+        """Tokens are emitted; who has its last one, and is still in the running list."""
+        for request in self.running + self.waiting:
+            request.known = request.prompt + request.generated
         if self.iteration is None:
             return []
         emitting: list[Request] = []
@@ -430,14 +479,21 @@ class ReferenceExpert:
             request.generated += 1
             if request.generated == 1:
                 request.first_token = now
-        finished: list[Request] = []
-        for request in list(self.running):
-            if request.generated == request.output:
-                request.finish = now
-                self.running.remove(request)
-                self._free_blocks(request)
-                finished.append(request)
+        finished = [request for request in self.running if request.generated == request.output]
+        for request in finished:
+            request.finish = now
+        if not self.config.async_scheduling:
+            for request in emitting:
+                request.known = request.prompt + request.generated
         return finished
+
+    def _let_leave(self, finished: list[Request]) -> None:
+        """Those who have their last token give back what they have."""
+        for request in finished:
+            if request in self.running:
+                self.running.remove(request)
+                request.cached = request.computed
+                self._free_blocks(request)
 
     # -- memory ------------------------------------------------------------------------------
 
@@ -460,7 +516,7 @@ class ReferenceExpert:
         """Free the blocks of `request`, the last first: full ones at the tail, else at the head."""
         for index in reversed(range(len(request.blocks))):
             block = request.blocks[index]
-            full = (index + 1) * self.config.block_size <= request.computed
+            full = (index + 1) * self.config.block_size <= request.cached
             if self.config.prefix_caching and full:
                 block.owner, block.index = request.request, index
                 self.free.append(block)
@@ -486,13 +542,15 @@ class ReferenceExpert:
         return tokens
 
     def _preempt(self) -> Request:
-        """The newest admitted goes back to the head of the queue."""
+        """The newest admitted goes back to the head of the queue, unless it has its last token."""
         request = self.running.pop()
         self._free_blocks(request)
+        request.preemptions += 1
+        if request.generated == request.output:
+            return request
         request.computed = 0
         request.target = 0
         request.preempted = True
-        request.preemptions += 1
         self.waiting.insert(0, request)
         return request
 
@@ -504,6 +562,9 @@ class ReferenceExpert:
         place = 0
         while place < len(self.running):
             request = self.running[place]
+            if request.generated == request.output:  # it is about to leave
+                place += 1
+                continue
             tokens = 1
             if not request.prefilled:
                 tokens = min(request.target - request.computed, left)
@@ -512,6 +573,7 @@ class ReferenceExpert:
                 if preempted[-1] is request:
                     break
             else:
+                request.cached = min(request.computed + tokens, request.known)
                 self.scheduled[request.request] = tokens
                 left -= tokens
                 place += 1
@@ -523,16 +585,15 @@ class ReferenceExpert:
         """Availability, slot and memory; the token budgets differ and stand with the callers."""
         if request.available > self.planned:
             return False
-        if len(self.running) + len(self.leaving) >= self.config.running_capacity:
+        if len(self.running) >= self.config.running_capacity:
             return False
         if self.config.memory_policy == "reserve":
             cap = self.config.max_output_tokens
             assert cap is not None
-            held = sum(self.blocks_for(r.prompt + cap) for r in self.running + self.leaving)
+            held = sum(self.blocks_for(r.prompt + cap) for r in self.running)
             own = self.blocks_for(request.prompt + cap)
         else:
             held = self.capacity_blocks - len(self.free)
-            held += sum(self.blocks_for(r.prompt + r.output) for r in self.leaving)
             own = self.blocks_for(request.prompt + request.generated)
         return held + own <= self.capacity_blocks
 
@@ -559,6 +620,7 @@ class ReferenceExpert:
                 break
             admitted.append(self._admit(now))
             assert self._allocate(admitted[-1], tokens)
+            admitted[-1].cached = tokens
             prefill_tokens += tokens
         if admitted:
             chunks = [(request, request.target, 0) for request in admitted]
@@ -569,10 +631,9 @@ class ReferenceExpert:
         return [], [], 0.0
 
     def _plan_chunked(self, now: float, preempted: bool) -> tuple[list, list, float]:
-        decodes = [r for r in self.running if r.prefilled]
-        chunks = [
-            (r, self.scheduled[r.request], r.computed) for r in self.running if not r.prefilled
-        ]
+        running = [r for r in self.running if r.request in self.scheduled]
+        decodes = [r for r in running if r.prefilled]
+        chunks = [(r, self.scheduled[r.request], r.computed) for r in running if not r.prefilled]
         left = self.config.prefill_token_budget - sum(self.scheduled.values())
         while self.waiting and not preempted and left > 0:
             if not self._may_admit(self.waiting[0], now):
@@ -580,6 +641,7 @@ class ReferenceExpert:
             request = self._admit(now)
             tokens = min(request.target - request.computed, left)
             assert self._allocate(request, request.computed + tokens)
+            request.cached = request.computed + tokens
             chunks.append((request, tokens, request.computed))
             left -= tokens
         if not decodes and not chunks:
@@ -887,24 +949,39 @@ def simulate(
 
 
 def replay_reference(
-    requests: Sequence[tuple[float, int, int]], law: Any, kv_capacity_tokens: int, **options: Any
+    requests: Sequence[tuple[float, int, int]],
+    law: Any,
+    kv_capacity_tokens: int,
+    api: Api | None = None,
+    **options: Any,
 ) -> list[RequestLog]:
     """Serve (arrival, prompt, output) triples, sorted by arrival, on one expert without a router.
 
     The waiting list is unbounded, nothing is rejected and there is no network delay. `options` are
-    those of the configuration.
+    those of the configuration; times are those of a client of the `api`.
     """
+    api = api or Api()
+    for number, (arrival, *_) in enumerate(requests):
+        api.put(number, float(arrival))
+    available = {number: time for time, number in api.passing}
     alone = ExpertConfig(law, kv_capacity_tokens)
     config = ReferenceConfig(experts=(alone,), waiting_capacity=None, **options)
     expert = ReferenceExpert(config, alone)
     finished: list[Request] = []
     for number, (arrival, prompt, output) in enumerate(requests):
         finished.extend(expert.advance(before(arrival)))
-        expert.dispatch(Request(number, float(arrival), int(prompt), int(output), float(arrival)))
+        expert.dispatch(
+            Request(number, float(arrival), int(prompt), int(output), available[number])
+        )
     finished.extend(expert.advance(math.inf))
     return [
         RequestLog(
-            r.request, r.arrival, r.prompt, r.output, first_token=r.first_token, finish=r.finish
+            r.request,
+            r.arrival,
+            r.prompt,
+            r.output,
+            first_token=r.first_token + api.out_s,
+            finish=r.finish + api.out_s,
         )
         for r in sorted(finished, key=lambda r: r.request)
     ]

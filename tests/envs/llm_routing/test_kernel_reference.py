@@ -73,7 +73,9 @@ def random_surplus(rng: np.random.Generator):
     return lambda b: Surplus(chunk, decode / (1.0 + np.asarray(b)), mixed + 0.0 * np.asarray(b))
 
 
-def profile_of(tables, capacity, mixed=1.0, surplus=no_surplus, slopes=None) -> SimpleNamespace:
+def profile_of(
+    tables, capacity, mixed=1.0, surplus=no_surplus, slopes=None, host=None
+) -> SimpleNamespace:
     """What the engines read of a profile."""
     return SimpleNamespace(
         tables=lambda: tables,
@@ -81,6 +83,8 @@ def profile_of(tables, capacity, mixed=1.0, surplus=no_surplus, slopes=None) -> 
         surplus=surplus,
         kv_capacity_tokens=capacity,
         estimator=slopes or SimpleNamespace(k1=0.0, k2=0.0),
+        plans_ahead=False,
+        host=host or {},
     )
 
 
@@ -319,7 +323,7 @@ def under_pressure(draw, most):
     }
 
 
-def assert_equal_under_pressure(examples: int, most: int, **options) -> None:
+def assert_equal_under_pressure(examples: int, most: int, ahead: bool, **options) -> None:
     """The kernel equals the reference in systems most of which preempt, fill up and reject."""
     seen = []
 
@@ -328,14 +332,15 @@ def assert_equal_under_pressure(examples: int, most: int, **options) -> None:
     )
     @given(under_pressure(most))
     def compare(choices):
-        seen.append(run_case(**choices))
+        chunked = choices["scheduler"] == "chunked_prefill"
+        seen.append(run_case(**choices, async_scheduling=ahead and chunked))
 
     compare()
     share = {name: np.mean([each[name] > 0 for each in seen]) for name in seen[0]}
     assert share["preemptions"] >= 0.5, share
     assert share["several"] >= 0.2, share
     assert share["reused"] >= 0.05, share
-    assert share["full"] >= 0.5, share
+    assert share["full"] >= 0.4, share
     assert share["rejected"] >= 0.5, share
     assert max(each["running"] for each in seen) > 64
 
@@ -375,13 +380,15 @@ def test_equal_when_iterations_are_planned_ahead():
     assert preempted > 20
 
 
-def test_equal_when_memory_binds():
-    assert_equal_under_pressure(20, most=16, derandomize=True)
+@pytest.mark.parametrize("ahead", [False, True])
+def test_equal_when_memory_binds(ahead):
+    assert_equal_under_pressure(20, most=16, ahead=ahead, derandomize=True)
 
 
 @pytest.mark.slow
-def test_equal_when_memory_binds_in_more_systems():
-    assert_equal_under_pressure(300, most=256)
+@pytest.mark.parametrize("ahead", [False, True])
+def test_equal_when_memory_binds_in_more_systems(ahead):
+    assert_equal_under_pressure(300, most=256, ahead=ahead)
 
 
 FAILURES = {"mean_time_to_failure_s": 0.6, "mean_time_to_repair_s": 0.3}

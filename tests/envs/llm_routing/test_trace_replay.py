@@ -6,7 +6,7 @@ import pytest
 from servegym.envs.llm_routing import replay
 from servegym.hardware_profiles import Profile, load
 
-from .reference import TableLaw, replay_reference
+from .reference import Api, TableLaw, replay_reference
 
 
 def linear(base=0.0, k1=0.0, kb=0.0, k2=0.0) -> Profile:
@@ -22,18 +22,23 @@ def linear(base=0.0, k1=0.0, kb=0.0, k2=0.0) -> Profile:
     return Profile.from_dict(data)
 
 
+API = {"api_in_s": 0.0045, "api_request_s": 0.0011, "api_out_s": 0.003}
+HOST = {"step_s": 0.0, "sequence_s": 0.0, "token_s": 0.0}
+
+
 @pytest.mark.parametrize(
-    ("scheduler", "caching", "ahead"),
+    ("scheduler", "caching", "ahead", "times"),
     [
-        ("orca", False, False),
-        ("chunked_prefill", False, False),
-        ("chunked_prefill", True, False),
-        ("chunked_prefill", True, True),
+        ("orca", False, False, {}),
+        ("chunked_prefill", False, False, {}),
+        ("chunked_prefill", True, False, API),
+        ("chunked_prefill", True, True, {}),
+        ("chunked_prefill", True, True, API),
     ],
 )
 @pytest.mark.parametrize("memory_policy", ["reserve", "paged"])
-def test_equals_the_reference(scheduler, memory_policy, caching, ahead):
-    profile = load("rtx4090-llama-3.1-8b")
+def test_equals_the_reference(scheduler, memory_policy, caching, ahead, times):
+    profile = load("rtx4090-llama-3.1-8b").with_host(HOST | times)
     preempted = 0
     for seed in range(3):
         rng = np.random.default_rng(seed)
@@ -51,6 +56,7 @@ def test_equals_the_reference(scheduler, memory_policy, caching, ahead):
             running_capacity=16,
             prefill_token_budget=512,
             max_output_tokens=int(outputs.max()) if memory_policy == "reserve" else None,
+            api=Api(*(times.get(name, 0.0) for name in API)),
             **options,
         )
         for name in ("ttft", "tpot", "e2e", "finish"):
@@ -76,6 +82,18 @@ def test_three_requests_by_hand():
     np.testing.assert_allclose(result["finish_s"], [7.3, 6.2, 12.0])
     np.testing.assert_allclose(result["tpot_s"], [2.15, 1.2, np.nan])
     np.testing.assert_allclose(result["queue_s"], [0.0, 2.0, 0.0])
+
+
+def test_by_default_iterations_are_planned_as_the_engine_does():
+    requests = ([0.0, 0.02, 0.03], [200, 200, 200], [9, 9, 9])
+    for name, ahead in (("rtx4090-llama-3.1-8b", True), ("paper-linear-01", False)):
+        by_default = replay(*requests, profile=name)
+        here, other = (
+            replay(*requests, profile=name, async_scheduling=value) for value in (ahead, not ahead)
+        )
+        np.testing.assert_array_equal(by_default, here)
+        assert (by_default["ttft_s"] != other["ttft_s"]).any()
+    replay(*requests, profile="rtx4090-llama-3.1-8b", scheduler="orca")
 
 
 def test_iterations_planned_ahead_by_hand():

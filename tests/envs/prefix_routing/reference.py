@@ -2,8 +2,11 @@
 
 vLLM's scheduler (v1) and its KV cache manager with automatic prefix caching (``schedule`` in
 ``vllm/v1/core/sched/scheduler.py`` and ``allocate_slots`` in ``vllm/v1/core/kv_cache_manager.py``,
-commit 003df29), written from their rules with objects and lists. It exists to be compared with the
-fast kernel, so it shares no code with it and takes no shortcut. Seconds and tokens throughout.
+commit 003df29), written from their rules with objects and lists, and its loop with two batches in
+flight (``step_with_batch_queue`` in ``vllm/v1/engine/core.py``, commit 00080ee, and
+``vllm/v1/core/sched/async_scheduler.py``, 014b235), in which a step is scheduled when the one
+before it begins. It exists to be compared with the fast kernel, so it shares no code with it and
+takes no shortcut. Seconds and tokens throughout.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import numpy as np
 
 from servegym.envs.prefix_routing.requests import PrefixRequests
 
-from ..llm_routing.reference import step_s
+from ..llm_routing.reference import Api, step_s
 
 NAN = math.nan
 
@@ -41,7 +44,8 @@ class Request:
     output: int
     ids: list[int]
     tokens: int = 0  # prompt and generated so far
-    computed: int = 0  # tokens whose KV exists
+    sampled: int = 0  # tokens that scheduled steps will add
+    computed: int = 0  # tokens whose KV exists once the scheduled steps have run
     prefilling: bool = False
     blocks: list[Block] = field(default_factory=list)
     named: int = 0
@@ -55,6 +59,17 @@ class Request:
     hit: int = 0
     recomputed: int = 0
     preemptions: int = 0
+
+
+@dataclass
+class Step:
+    """What is scheduled for an iteration; ``effects`` are seen of requests when it begins."""
+
+    parts: list[tuple[Request, int, int, bool]] = field(default_factory=list)
+    """Request, tokens, context before them, and whether a token is sampled."""
+    decodes: list[int] = field(default_factory=list)  # their contexts
+    chunks: list[tuple[int, int]] = field(default_factory=list)
+    effects: list[tuple[Request, str, int]] = field(default_factory=list)
 
 
 class BlockPool:
@@ -116,6 +131,8 @@ class Replica:
         max_seqs: int,
         budget: int,
         changes: Sequence[float] = (),
+        ahead: bool = False,
+        api: Api | None = None,
     ) -> None:
         self.number = number
         self.changes = [*changes, math.inf]
@@ -125,11 +142,13 @@ class Replica:
         self.block_size = block_size
         self.max_seqs = max_seqs
         self.budget = budget
+        self.ahead = ahead
+        self.api = api or Api()
         self.running: list[Request] = []
         self.waiting: list[Request] = []
-        self.scheduled: list[tuple[Request, int]] = []
+        self.steps: list[Step] = []  # the one under way, and the next one
+        self.began = -math.inf  # the step under way
         self.end = math.inf
-        self.now = 0.0
         self.done: list[Request] = []
         self.events: list[tuple[float, int, int]] = []
         self.blocked = 0
@@ -148,16 +167,20 @@ class Replica:
         return found
 
     def allocate(self, request: Request, tokens: int) -> bool:
-        """Blocks for the first ``tokens`` tokens; full ones are cached at once."""
+        """Blocks for the first ``tokens`` tokens; those full of known ones are cached at once."""
         need = math.ceil(tokens / self.block_size) - len(request.blocks)
         if need > len(self.pool.free):
             return False
         for _ in range(need):
             request.blocks.append(self.pool.take())
+        self.cache(request, min(tokens, request.tokens))
+        return True
+
+    def cache(self, request: Request, tokens: int) -> None:
+        """Cache the blocks that the first ``tokens`` tokens fill."""
         while request.named < tokens // self.block_size:
             self.pool.name(request.blocks[request.named], request.ids[request.named])
             request.named += 1
-        return True
 
     def release(self, request: Request) -> None:
         self.pool.release(request.blocks)
@@ -166,16 +189,16 @@ class Replica:
 
     # -- scheduler ---------------------------------------------------------------------------
 
-    def preempt(self) -> Request:
+    def preempt(self, step: Step) -> Request:
         """The newest running request goes back to the head of the queue."""
         request = self.running.pop()
         self.release(request)
         request.lost, request.computed = request.computed, 0
-        request.preemptions += 1
+        step.effects.append((request, "preemptions", 1))
         self.waiting.insert(0, request)
         return request
 
-    def admit(self, request: Request) -> bool:
+    def admit(self, request: Request, step: Step) -> bool:
         """Whether the memory takes all tokens of the head of the queue; its hits are touched."""
         hits = self.cached_prefix(request)
         need = math.ceil(request.tokens / self.block_size) - len(hits)
@@ -183,7 +206,7 @@ class Replica:
         if need > len(self.pool.free):
             self.blocked += 1
             return False
-        fresh = {id(b) for other, _ in self.scheduled for b in other.blocks}
+        fresh = {id(b) for other, *_ in step.parts for b in other.blocks}
         self.same_step_hits += any(id(block) in fresh for block in hits)
         for block in hits:
             self.pool.touch(block)
@@ -193,71 +216,115 @@ class Replica:
         self.full_hits += request.computed >= request.tokens - self.block_size
         return True
 
-    def schedule(self, now: float) -> None:
-        """The next iteration begins."""
-        self.now = now
-        self.scheduled = []
+    def schedule(self) -> Step:
+        """The next step: the running requests, then the head of the waiting queue."""
+        step = Step()
         budget = self.budget
         preempted = False
         place = 0
         while place < len(self.running) and budget > 0:
             request = self.running[place]
-            count = min(request.tokens - request.computed, budget)
+            total = request.tokens + request.sampled
+            if total == request.prompt + request.output:  # its last token is under way
+                place += 1
+                continue
+            count = min(total - request.computed, budget)
             while not self.allocate(request, request.computed + count):
                 preempted = True
-                if self.preempt() is request:
+                if self.preempt(step) is request:
                     break
             else:
-                self.scheduled.append((request, count))
+                self.add(step, request, count)
                 budget -= count
                 place += 1
         while self.waiting and not preempted and budget > 0:
             request = self.waiting[0]
-            if len(self.running) == self.max_seqs or not self.admit(request):
+            if len(self.running) == self.max_seqs or not self.admit(request, step):
                 break
             self.waiting.pop(0)
             self.running.append(request)
             request.prefilling = True
-            if math.isnan(request.admitted):
-                request.admitted, request.hit = now, request.computed
-            else:
-                request.recomputed += max(request.lost - request.computed, 0)
+            step.effects.append((request, "hit", request.computed))
             count = min(request.tokens - request.computed, budget)
             assert self.allocate(request, request.computed + count)
-            self.scheduled.append((request, count))
+            self.add(step, request, count)
             budget -= count
-        self.events += [(now, *event) for event in self.pool.events]
-        self.pool.events = []
-        if not self.scheduled:
-            assert not self.waiting
-            self.end = math.inf
-            return
-        decodes = [request for request, _ in self.scheduled if not request.prefilling]
-        chunks = [(n, request.computed) for request, n in self.scheduled if request.prefilling]
-        contexts = [request.tokens for request in decodes]
-        self.end = now + step_s(self.law, chunks, contexts)
+        return step
 
-    def finish_iteration(self, now: float) -> None:
-        """Tokens are emitted; requests complete."""
-        for request, count in self.scheduled:
-            request.computed += count
-            if request.computed < request.tokens:
-                continue
+    def add(self, step: Step, request: Request, count: int) -> None:
+        """Put tokens of a request into a step."""
+        before = request.computed
+        request.computed += count
+        ends = request.computed == request.tokens + request.sampled
+        step.parts.append((request, count, before, ends))
+        if request.prefilling:
+            step.chunks.append((count, before))
+        else:
+            step.decodes.append(request.computed)
+        if ends:
+            request.sampled += 1
             request.prefilling = False
+
+    def begin(self, now: float) -> None:
+        """The first of the scheduled steps begins; what it has changed becomes known."""
+        step = self.steps[0]
+        for request, what, count in step.effects:
+            if what == "preemptions":
+                request.preemptions += 1
+            elif math.isnan(request.admitted):
+                request.admitted, request.hit = now, count
+            else:
+                request.recomputed += max(request.lost - count, 0)
+        self.began = now
+        self.end = now + step_s(self.law, step.chunks, step.decodes)
+
+    def update(self, step: Step, now: float) -> None:
+        """A step has run: tokens are known; requests complete."""
+        for request, *_, sampled in step.parts:
+            if not sampled:
+                continue
+            request.sampled -= 1
             request.tokens += 1
+            if request in self.running:
+                self.cache(request, request.computed - request.sampled)
             generated = request.tokens - request.prompt
             if generated == 1:
                 request.first = now
             if generated == request.output:
-                self.running.remove(request)
+                (self.running if request in self.running else self.waiting).remove(request)
                 self.release(request)
                 request.outcome, request.finish = "completed", now
                 self.done.append(request)
 
+    def publish(self, now: float) -> None:
+        """Tell what has changed in the cache."""
+        self.events += [(now, *event) for event in self.pool.events]
+        self.pool.events = []
+
+    def plan_ahead(self) -> None:
+        """Schedule the step after the one under way, with all who had come when that began."""
+        if self.ahead and len(self.steps) == 1:
+            self.waiting += self.api.take(self.began)
+            self.steps.append(self.schedule())
+
     def boundary(self) -> None:
+        """A step ends, and the next one begins."""
         now = self.end
-        self.finish_iteration(now)
-        self.schedule(now)
+        self.plan_ahead()
+        self.waiting += self.api.take(now)
+        if self.steps:
+            self.update(self.steps.pop(0), now)
+        if not self.steps or not self.steps[0].parts:
+            told = self.steps[0].effects if self.steps else []
+            self.steps = [self.schedule()]
+            self.steps[0].effects[:0] = told
+        self.publish(now)
+        if not self.steps[0].parts:
+            assert not self.waiting
+            self.steps = []
+            self.end = self.api.next()
+            return
+        self.begin(now)
 
     def change(self) -> None:
         """It fails, and loses all that it has, or it comes back."""
@@ -265,19 +332,25 @@ class Replica:
         self.down = not self.down
         if not self.down:
             return
-        for request in self.running + self.waiting:
+        for request in self.running + self.waiting + self.api.empty():
             request.outcome = "failed"
             self.done.append(request)
-        self.running, self.waiting, self.scheduled = [], [], []
+        self.running, self.waiting, self.steps = [], [], []
         self.pool = BlockPool(self.pool.capacity)
         self.end = math.inf
 
     def enqueue(self, request: Request, now: float) -> None:
         request.replica = self.number
         request.tokens = request.prompt
-        self.waiting.append(request)
-        if math.isinf(self.end):
-            self.end = now
+        if now > self.began:
+            self.plan_ahead()
+        self.api.put(request, now)
+        if not self.steps:
+            self.end = self.api.next()
+
+    def busy(self) -> bool:
+        """Whether it has any request."""
+        return bool(self.running or self.waiting or self.api.next() < math.inf)
 
     # -- what can be compared ----------------------------------------------------------------
 
@@ -334,7 +407,7 @@ class ReferenceSystem:
 
     def run(self) -> None:
         """Everything to its end; arrivals come before boundaries and failures at the same time."""
-        while self.arrivals or any(replica.running + replica.waiting for replica in self.replicas):
+        while self.arrivals or any(replica.busy() for replica in self.replicas):
             arrival = self.arrivals[0][0] if self.arrivals else math.inf
             replica = min(self.replicas, key=lambda replica: min(replica.end, replica.changes[0]))
             time = min(replica.end, replica.changes[0])
@@ -344,7 +417,8 @@ class ReferenceSystem:
                 else:
                     replica.change()
                 for request in replica.done:
-                    self.spawn(request.index, time)
+                    told = time + replica.api.out_s if request.outcome == "completed" else time
+                    self.spawn(request.index, told)
                 replica.done = []
                 continue
             self.now, j = heapq.heappop(self.arrivals)

@@ -25,6 +25,7 @@ KINDS = {
     "chats": CHATS,
     "precise": {**CHATS, "index": "precise", "index_kwargs": {"index_delay_s": 0.1}},
     "live": {**SMALL, "scrape_s": 0.0, "reward": "ttft", "length_noise": 0.5},
+    "ahead": {**SMALL, "async_scheduling": True},
     "admission": {**SMALL, "admission": True, "index": "none"},
 }
 FAILURES = {"mean_time_to_failure_s": 0.6, "mean_time_to_repair_s": 0.2}
@@ -166,6 +167,7 @@ def test_replicas_serve_as_in_a_replay_of_the_same_assignment(played):
         max_num_seqs=8,
         max_num_batched_tokens=256,
         kv_tokens=6000,
+        async_scheduling=problem.arguments["async_scheduling"],
     )
     for name, source in (("first_token_s", "first"), ("finish_s", "finish")):
         assert found[source] == pytest.approx(replayed[name], rel=1e-9)

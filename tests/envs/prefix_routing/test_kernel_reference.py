@@ -20,8 +20,9 @@ from servegym.envs.prefix_routing.tables import (
     put_requests,
 )
 from servegym.hardware_profiles import LawTables
+from servegym.hardware_profiles.host import put_api
 
-from ..llm_routing.reference import TableLaw
+from ..llm_routing.reference import Api, TableLaw
 from ..llm_routing.test_kernel_reference import (
     linear_law,
     no_surplus,
@@ -144,7 +145,8 @@ def assert_same_state(systems, b, reference, where):
         running = members(systems, b, e["oldest"], e)
         waiting = members(systems, b, e["head"], e)
         assert running == [r.index for r in replica.running], where
-        assert waiting == [r.index for r in replica.waiting], where
+        arrived = replica.waiting + [request for _, request in replica.api.passing]
+        assert waiting == [r.index for r in arrived], where
         assert (e["running"], e["waiting"]) == (len(running), len(waiting)), where
         assert e["down"] == replica.down, where
         order, references = replica.memory()
@@ -171,6 +173,8 @@ def run_case(seed: int, requests: int = 40, **choices) -> Counter:
     running = int(pick("max_num_seqs", [1, 2, 4, 8]))
     budget = int(pick("budget", [running, running + 5, 4 * size + running, 500]))
     law = pick("law", ["exact", "exact", "linear", "random"])
+    ahead = bool(choices.get("async_scheduling", False))
+    host = choices.get("host", {})
     given = make_requests(rng, requests, size, **choices).check()
     need = -(-(given.prompt_tokens + given.output_tokens - 1) // size)
     profiles, laws, capacities = [], [], []
@@ -184,13 +188,14 @@ def run_case(seed: int, requests: int = 40, **choices) -> Counter:
         if law != "exact":
             surplus = random_surplus(np.random.default_rng([seed, len(laws)]))
         room = capacity * size + int(rng.integers(0, size))
-        profiles.append(profile_of(tables, room, mixed, surplus))
+        profiles.append(profile_of(tables, room, mixed, surplus, host=host))
         laws.append(TableLaw(tables, tables.decode_attention_s * mixed, surplus))
         capacities.append(capacity)
     engine = EngineArguments(
         max_num_seqs=running,
         max_num_batched_tokens=budget,
         block_size=size,
+        async_scheduling=ahead,
         failures=choices.get("failures"),
     )
     tables, capacity = engine_tables(profiles, engine, requests)
@@ -200,12 +205,14 @@ def run_case(seed: int, requests: int = 40, **choices) -> Counter:
     events = 50_000 if rng.random() < 0.3 else 0
     systems = layout.allocate(tables.config[0], 2, given.segments, events)
     put_replicas(systems, profiles, capacity)
+    put_api(systems.replica, profiles)
     put_requests(systems, b, given)
     systems.env["failure_seed"] = seed % 2**32
     which = np.zeros(2, dtype=np.int8)
     which[b] = 1
     actions = rng.integers(-1 if rng.random() < 0.3 else 0, n, requests)
     watch = rng.random(requests) < rng.choice([0.0, 0.3, 1.0])
+    exact = law == "exact" and not host
     states = []
     kernel.begin(tables, systems, which)
 
@@ -213,17 +220,28 @@ def run_case(seed: int, requests: int = 40, **choices) -> Counter:
         """The reference is about to route request j: so is the kernel."""
         v = systems.env[b]
         assert int(v["index"]) == j, (seed, j)
-        assert v["now"] == system.now if law == "exact" else math.isclose(v["now"], system.now)
+        assert v["now"] == system.now if exact else math.isclose(v["now"], system.now)
         if watch[j]:
             kernel.bring(tables, systems, b, np.nextafter(v["now"], -np.inf))
-            assert_same_state(systems, b, system, (seed, j))
+            if not ahead and not host:  # the reference's lists are those of the next step
+                assert_same_state(systems, b, system, (seed, j))
             states.append(j)
         n = int(actions[j])
         sent = kernel.route(tables, systems, b, n)
         assert sent == (n >= 0 and need[j] <= capacities[n] and not replicas[n].down)
 
     replicas = [
-        Replica(k, laws[k], capacities[k], size, running, budget, outages(tables, seed, k))
+        Replica(
+            k,
+            laws[k],
+            capacities[k],
+            size,
+            running,
+            budget,
+            outages(tables, seed, k),
+            ahead,
+            Api(*(host.get(name, 0.0) for name in API)),
+        )
         for k in range(n)
     ]
     reference = ReferenceSystem(replicas, given, lambda system, j: int(actions[j]), look)
@@ -234,7 +252,7 @@ def run_case(seed: int, requests: int = 40, **choices) -> Counter:
         assert_same_state(systems, b, reference, (seed, "end"))
     found = systems.request[b * requests : (b + 1) * requests]
     # The times of a run in one piece differ in their last digits, save where sums are exact.
-    compare = np.testing.assert_array_equal if law == "exact" else close
+    compare = np.testing.assert_array_equal if exact else close
     for mine, theirs in (
         ("arrived", "arrival"),
         ("admitted", "admitted"),
@@ -319,11 +337,43 @@ def test_equal_with_failing_replicas(seed):
     run_case(seed, failures=FAILING)
 
 
+AHEAD = {"async_scheduling": True}
+API = {"api_in_s": 0.0045, "api_request_s": 0.0011, "api_out_s": 0.003}
+
+
+@rounds(60)
+@given(SEEDS)
+def test_equal_when_iterations_are_planned_ahead(seed):
+    """Times, hits and the caches that are left: of vLLM's loop with two batches in flight."""
+    run_case(seed, **AHEAD)
+
+
+@rounds(60)
+@given(SEEDS)
+def test_equal_when_memory_binds_and_iterations_are_planned_ahead(seed):
+    run_case(seed, **BINDING, **AHEAD)
+
+
+@pytest.mark.parametrize("ahead", [{}, AHEAD])
+@rounds(25)
+@given(seed=SEEDS)
+def test_equal_with_an_api(ahead, seed):
+    run_case(seed, host=API, **ahead)
+
+
+@rounds(25)
+@given(SEEDS)
+def test_equal_with_failing_replicas_behind_an_api(seed):
+    run_case(seed, failures=FAILING, host=API, **AHEAD)
+
+
 @pytest.mark.slow
 @rounds(1500)
 @given(SEEDS)
 def test_equal_to_the_reference_at_length(seed):
-    run_case(seed, requests=int(np.random.default_rng(seed).integers(1, 120)))
+    count = int(np.random.default_rng(seed).integers(1, 120))
+    run_case(seed, requests=count)
+    run_case(seed, requests=count, host=API if seed % 2 else {}, **AHEAD)
 
 
 def test_random_systems_reach_what_they_are_made_for():

@@ -7,7 +7,7 @@ from servegym.envs.prefix_routing.live import LiveEngine
 from servegym.envs.prefix_routing.replay import replay_prefix
 from servegym.hardware_profiles import LawTables
 
-from .test_kernel_reference import exact_law, make_requests, profile_of
+from .test_kernel_reference import API, exact_law, make_requests, profile_of
 
 
 def contents(requests, j):
@@ -42,7 +42,8 @@ def serve(engine, requests):
     return times, ended
 
 
-def test_it_serves_as_the_offline_engine():
+@pytest.mark.parametrize(("ahead", "host"), [(False, {}), (True, {}), (True, API)])
+def test_it_serves_as_the_offline_engine(ahead, host):
     hits = lost = 0
     for seed in range(12):
         rng = np.random.default_rng(seed)
@@ -50,9 +51,10 @@ def test_it_serves_as_the_offline_engine():
         requests = make_requests(rng, 60, size, closed=False)
         longest = int((requests.prompt_tokens + requests.output_tokens).max())
         capacity = -(-longest // size) * size * int(rng.integers(1, 4))
-        profile = profile_of(exact_law(rng), capacity)
+        profile = profile_of(exact_law(rng), capacity, host=host)
         running, budget = int(rng.integers(1, 9)), int(rng.integers(9, 64))
         given = {"max_num_seqs": running, "max_num_batched_tokens": budget, "kv_tokens": capacity}
+        given["async_scheduling"] = ahead
         found = replay_prefix([profile], requests, **given)
         engine = LiveEngine(profile, block_size=size, max_requests=64, **given)
         for _ in range(2):  # as new after `clear`

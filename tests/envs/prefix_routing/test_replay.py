@@ -45,6 +45,16 @@ def test_three_requests_by_hand():
     assert found["finish_s"][2] == second + step_s(law, [], [9])
 
 
+def test_the_engine_decides_whether_iterations_are_planned_ahead():
+    requests = requests_of(*((0.01 * j, -1, 0.0, 40, 9, [(12 * j, 12)]) for j in range(4)))
+    by_default, ahead, at_once = (
+        replay_prefix("rtx4090-llama-3.1-8b", requests, async_scheduling=value)["first_token_s"]
+        for value in (None, True, False)
+    )
+    np.testing.assert_array_equal(by_default, ahead)
+    assert (ahead > at_once).any()
+
+
 def test_bad_input_is_refused():
     profile, _ = make_profile(16)
     requests = requests_of((0.0, -1, 0.0, 8, 2, [(0, 2)]), (1.0, -1, 0.0, 15, 2, [(0, 4)]))

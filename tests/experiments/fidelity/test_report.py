@@ -30,6 +30,7 @@ def made_up_run(folder, factor=1.0, count=40):
         "kv_tokens": 8000,
         "block_size": 16,
         "prefix_caching": True,
+        "async_scheduling": False,
     }
     run = MeasuredRun("made-up", arrival, prompt, output, arrival, arrival, arrival, engine)
     replay = comparison.simulate(run, load(PROFILE))

@@ -572,6 +572,9 @@ def test_a_bad_fleet_is_refused_by_server_and_field(tmp_path):
     path.write_text(simulated + "options = {kv_token = 4}\n")
     with pytest.raises(ValueError, match="server 'a': option 'kv_token'"):
         command.main([str(path)])
+    path.write_text(simulated + "options = {async_scheduling = 1}\n")
+    with pytest.raises(ValueError, match="server 'a': async_scheduling=1"):
+        command.main([str(path)])
 
 
 def test_real_up_starts_simulated_servers_too(tmp_path):

@@ -15,6 +15,7 @@ def test_the_constant_law_counts_a_mixed_iteration_twice():
         profile=parity.constant_profile(0.01),
         max_num_batched_tokens=2048,
         kv_tokens=41_408,
+        async_scheduling=False,
     )
     assert result["ttft_s"] == pytest.approx([0.010, 0.065])
     assert result["e2e_s"] == pytest.approx([0.110, 0.095])

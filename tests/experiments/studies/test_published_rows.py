@@ -10,6 +10,7 @@ from servegym.envs.llm_routing import replay
 from servegym.experiments.studies.fidelity import published_rows as study
 from servegym.hardware_profiles.compose import compose
 from servegym.hardware_profiles.constants import constant
+from servegym.hardware_profiles.host import without_api
 
 COLUMNS = (
     "silicon_data_source,backend,backend_version,model_path,system,precision,mode,isl,osl,"
@@ -49,7 +50,9 @@ def test_rows_of_one_instance_on_a_known_card_are_kept(tmp_path):
 def test_a_closed_loop_sends_when_a_request_ends(tmp_path):
     (row,), _ = study.read_rows(wheel(tmp_path, RUN + ",30,6.5"))
     row = replace(row, version="0.12.0", drawn=False)
-    options = {"profile": compose("h100", "llama-3.1-8b"), "max_num_batched_tokens": 8192}
+    profile = compose("h100", "llama-3.1-8b")
+    options = {"profile": without_api(profile), "max_num_batched_tokens": 8192}
+    options["async_scheduling"] = False
     loop = constant("closed_loop")
     count = 4 * loop["requests_per_client"]
     spread = np.random.default_rng(0).uniform(1 - loop["spread"], 1 + loop["spread"], count)
@@ -59,5 +62,5 @@ def test_a_closed_loop_sends_when_a_request_ends(tmp_path):
     # Requests that arrive when they were sent find room, and take the same times.
     times = replay(sent, *lists, max_num_seqs=64, **options)
     expected = constant("request_s") + times["ttft_s"].mean(), times["tpot_s"].mean()
-    assert study.simulate(row, options["profile"]) == pytest.approx(expected)
+    assert study.simulate(row, profile) == pytest.approx(expected)
     assert not row.plans_ahead
