@@ -76,10 +76,10 @@ PYTEST = away=$$(mktemp -d) && trap 'rm -rf "$$away"' EXIT && cd "$$away" && \
 	$(BIN)/pytest -c $(ROOT)/setup.cfg --rootdir=$(ROOT) -n $(WORKERS) --dist worksteal
 
 # The engines are compiled once, before the workers start.
-WARM = echo "Compiling the engines: minutes, once a machine, later seconds ..." && $(BIN)/servegym warm
+WARM = echo "Compiling the engines: about four minutes, once a machine; later seconds ..." && $(BIN)/servegym warm
 test: install
 	@$(WARM)
-	@echo "Running the quick tests on $(WORKERS) processes: some minutes ..."
+	@echo "Running the quick tests on $(WORKERS) processes: about five minutes ..."
 	@$(PYTEST) -m "not slow" $(ARGS) $(addprefix $(ROOT)/,$(TESTS))
 
 test-all: install
@@ -135,7 +135,7 @@ bench: install
 
 # Strict: a warning or a dead link fails. The two variables silence advertisements of the tools.
 docs: install
-	@echo "Building the documentation in site/: minutes ..."
+	@echo "Building the documentation in site/: one or two minutes ..."
 	NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true $(BIN)/mkdocs build --quiet $(ARGS)
 
 constraints:
