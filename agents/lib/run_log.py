@@ -35,7 +35,7 @@ OF_TRAINING = ("reward", "max_episode_steps", "split")  # not of an evaluation's
 STOPS = (signal.SIGINT, signal.SIGTERM)
 SNAPSHOT_EVERY_S = 60.0
 PATIENCE_S = 5.0  # from a signal to the next moment at which a run can be saved exactly
-EARLY = (2_000, 5_000, 10_000, 20_000)
+EARLY = (2_000, 5_000, 10_000, 20_000, 30_000)
 """Decisions at which routers are evaluated besides: most of what they learn is learned here."""
 Args = TypeVar("Args", bound=Any)
 
