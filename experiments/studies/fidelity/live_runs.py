@@ -22,7 +22,8 @@ import numpy as np
 
 from servegym._command_line import run_main
 from servegym.envs.llm_routing import replay
-from servegym.envs.prefix_routing import PrefixRequests, replay_prefix
+from servegym.envs.prefix_routing.replay import replay_prefix
+from servegym.envs.prefix_routing.requests import PrefixRequests
 from servegym.experiments.evaluation.output import print_table
 from servegym.experiments.evaluation.tables import provenance, write_result
 from servegym.hardware_profiles import Profile
@@ -108,7 +109,7 @@ def simulated(run: Run, profile: Profile, **engine: Any) -> tuple[dict[str, floa
     """`errors` of a run on a profile, and its cached tokens."""
     settings = ENGINE | engine
     if "parts" in run.rows[0]:
-        got = replay_prefix(profile, prefix_requests(run), block_size=BLOCK, **settings)
+        got = replay_prefix(profile, prefix_requests(run), **settings)
         ttft, e2e = (got[name] - got["arrival_s"] for name in ("first_token_s", "finish_s"))
         return errors(run, ttft, e2e), int(got["hit_tokens"].sum())
     got = replay(run.sent, run.prompt, run.output, profile=profile, **settings)
