@@ -87,11 +87,15 @@ CHANGES = {
     (ROUTING, "iterations.py"): [
         # Nobody gets the last block.
         ("blocks_of(config, need) <= expert.free", "blocks_of(config, need) < expert.free", BINDS),
-        ("expert.reserved + freed + longest", "expert.reserved + freed", BINDS),
+        ("expert.reserved + longest", "expert.reserved", BINDS),
         ("budget = config.token_budget - expert.decoding", "budget = config.token_budget", AHEAD),
-        # Planned ahead, an iteration takes who arrived since, and the slots that have become free.
+        # Planned ahead, an iteration takes who arrived since, and slots that have become free.
         ("request.available > planned", "request.available > now", AHEAD),
-        ("expert.running + left < c", "expert.running < c", AHEAD),
+        (
+            "if config.async_scheduling:\n            request =",
+            "if False:\n            request =",
+            AHEAD,
+        ),
         # Decode iterations run past the one in which the next request has its last token.
         ("next_finish - expert.emitted - 1\n", "next_finish - expert.emitted\n", BINDS),
         # What is exactly on the limit, or fills it exactly, is beyond it.
@@ -187,7 +191,9 @@ CHANGES = {
     ],
     (PREFIX, "iterations.py"): [
         # Prefills take the budget as if nobody decoded.
-        ("config.token_budget - replica.decoding\n", "config.token_budget\n", BINDS)
+        ("config.token_budget - replica.decoding\n", "config.token_budget\n", BINDS),
+        # Planned ahead, a block is cached before its last token is known.
+        ("tokens - config.async_scheduling", "tokens", AHEAD),
     ],
     (PREFIX, "queues.py"): [
         # The token that a preempted request was about to put in counts as lost.

@@ -57,6 +57,7 @@ def test_an_episode_is_the_file_and_equals_its_replay(file):
         columns["output_tokens_b"].astype(int),
         profile=PROFILE,
         max_num_seqs=4,
+        async_scheduling=False,
     )
     assert np.allclose(log["finish_s"], alone["finish_s"], rtol=1e-12)
     again, _ = _play(_make(file), seed=7)
