@@ -182,7 +182,7 @@ def _saved_by_sb3(file: Path, content: bytes) -> Any:
             weights, saved = archive.read("policy.pth"), json.loads(archive.read("data"))
         saved = {name: saved[name] for name in parts}
         library = saved["policy_class"]["__module__"].partition(".")[0]
-    except (zipfile.BadZipFile, KeyError, TypeError, ValueError) as error:
+    except Exception as error:  # whatever a damaged archive raises
         raise ValueError(
             f"{str(file)!r} is no model that Stable-Baselines3 saved by model.save: {error}"
         ) from None

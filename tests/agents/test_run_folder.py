@@ -121,7 +121,8 @@ def test_a_signal_where_nothing_can_be_saved_exactly_ends_at_once(
             module.train(args)
         assert stop.value.number == signal.SIGTERM
         told = capsys.readouterr().out.splitlines()[-1]
-        assert told.startswith("ppo interrupted after step 0; checkpoint ")
+        again = f"(it goes on with the same flags, --resume True --run_name {args.run_name})"
+        assert told.startswith(f"ppo interrupted after step 0 {again}; checkpoint ")
         assert load_policy(tmp_path / args.run_name / "last.safetensors").agent == "ppo"
 
 

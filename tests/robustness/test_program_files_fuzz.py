@@ -175,9 +175,15 @@ def test_broken_policy_files(word, tmp_path):
         policy_from_file(path, None)
 
 
-def test_damaged_policy_files(tmp_path):
-    path = tmp_path / "mine.py"
+@pytest.mark.parametrize("name", ["mine.py", "mine.zip"])
+def test_damaged_policy_files(name, tmp_path):
+    path = tmp_path / name
     path.write_text(POLICY)
+    if path.suffix == ".zip":
+        sb3 = pytest.importorskip("stable_baselines3")
+        small = {"n_steps": 8, "policy_kwargs": {"net_arch": [2]}}
+        sb3.A2C("MlpPolicy", "CartPole-v1", device="cpu", **small).save(path)
+    assert policy_from_file(path, None).name == "mine"
     read = lambda p: policy_from_file(p, None)  # noqa: E731
     always = ("missing", "a folder", "empty", "zeros")
     damages = byte_damages(path.read_bytes(), path.suffix)
