@@ -7,15 +7,20 @@ and keeps its id until it is taken, so the list of free blocks is the cache in t
 
 from __future__ import annotations
 
+import numpy as np
+
 from servegym._jit import inline, inner
 from servegym.envs.llm_routing.kernel.scheduler import blocks_of, full_blocks
 from servegym.envs.prefix_routing.kernel.layout import OWN_STORE
+
+LATER_TWIN = -2
 
 
 @inline
 def block_of(systems, replica, index):
     """A block of a replica."""
-    return systems.block[replica.first_block + index]
+    # An index that may be negative counts from the end: half of the instructions of an access.
+    return systems.block[np.uint64(replica.first_block + index)]
 
 
 # ------------------------------------------------------------------------------------------- table
@@ -26,7 +31,7 @@ def _home(config, replica, content):
     """Where the lists hold the first block of an id's chain; ids that follow are neighbours."""
     # Knuth's multiplicative hash.
     group = (((int(content) >> 4) * 2654435769) & 0xFFFFFFFF) >> config.shift
-    return replica.first_entry + (group << 4) + (int(content) & 15)
+    return np.uint64(replica.first_entry + (group << 4) + (int(content) & 15))
 
 
 @inline
@@ -50,7 +55,7 @@ def _add_event(systems, replica, content, change):
         env.events += 1
 
 
-@inner
+@inline
 def _name(config, systems, replica, index, content):
     """Give a block its id; it is the last of its twins."""
     block = block_of(systems, replica, index)
@@ -59,6 +64,9 @@ def _name(config, systems, replica, index, content):
     if first < 0:
         home = _home(config, replica, content)
         block.chained = systems.lists[home]
+        block.chained_before = -1
+        if block.chained >= 0:
+            block_of(systems, replica, block.chained).chained_before = index
         systems.lists[home] = index
         block.twin_before = index
         block.twin_after = index
@@ -66,6 +74,7 @@ def _name(config, systems, replica, index, content):
         other = block_of(systems, replica, first)
         last = other.twin_before
         block_of(systems, replica, last).twin_after = index
+        block.chained_before = LATER_TWIN
         block.twin_before = last
         block.twin_after = first
         other.twin_before = index
@@ -74,32 +83,29 @@ def _name(config, systems, replica, index, content):
     _add_event(systems, replica, content, 1)
 
 
-@inner
+@inline
 def _forget(config, systems, replica, index):
     """Take its id from a block."""
     block = block_of(systems, replica, index)
-    content = block.id
+    content, before, after = block.id, block.chained_before, block.chained
     _add_event(systems, replica, content, -1)
-    home = _home(config, replica, content)
-    first = systems.lists[home]
-    before = -1
-    while block_of(systems, replica, first).id != content:
-        before = first
-        first = block_of(systems, replica, first).chained
     block.id = -1
-    after = block.chained
     if block.twin_after != index:
         twin = block_of(systems, replica, block.twin_after)
         block_of(systems, replica, block.twin_before).twin_after = block.twin_after
         twin.twin_before = block.twin_before
-        if first == index:
-            twin.chained = after
-            after = block.twin_after
-    if first == index:
-        if before < 0:
-            systems.lists[home] = after
-        else:
-            block_of(systems, replica, before).chained = after
+        if before == LATER_TWIN:
+            return
+        twin.chained, twin.chained_before = after, before
+        if after >= 0:
+            block_of(systems, replica, after).chained_before = block.twin_after
+        after = block.twin_after
+    elif after >= 0:
+        block_of(systems, replica, after).chained_before = before
+    if before < 0:
+        systems.lists[_home(config, replica, content)] = after
+    else:
+        block_of(systems, replica, before).chained = after
 
 
 # ------------------------------------------------------------------------------------------ blocks
@@ -183,22 +189,25 @@ def grow(config, systems, replica, request, tokens):
     There must be as many free ones. Blocks get their ids when the iteration that fills them is
     scheduled: the next request of the same iteration finds them.
     """
-    full = full_blocks(config, tokens)
-    if request.named < request.blocks and request.named < full:
-        _name_next(config, systems, replica, request)
-    need = blocks_of(config, tokens)
-    while request.blocks < need:
-        index = block_of(systems, replica, replica.capacity).after
+    full, need = full_blocks(config, tokens), blocks_of(config, tokens)
+    ring = block_of(systems, replica, replica.capacity)
+    index = ring.after
+    replica.free -= max(need - request.blocks, 0)
+    while True:
+        if request.named < request.blocks and request.named < full:
+            _name_next(config, systems, replica, request)
+        if request.blocks >= need:
+            break
         block = block_of(systems, replica, index)
-        _unlink(systems, replica, block)
         if block.id >= 0:
             _forget(config, systems, replica, index)
         block.references = 1
-        block.after = request.own
+        following, block.after = block.after, request.own
         request.own = index
         request.blocks += 1
-        if request.blocks <= full:
-            _name_next(config, systems, replica, request)
+        index = following
+    ring.after = index
+    block_of(systems, replica, index).before = replica.capacity
 
 
 @inline

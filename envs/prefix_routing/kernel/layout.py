@@ -145,7 +145,10 @@ BLOCK = record(
     # the stack of the request that took it.
     ("before", "i4"),
     ("after", "i4"),
-    ("chained", "i4"),  # the next block of another id at the same place of the table
+    # The next block of another id at the same place of the table and the one before, -1 for none;
+    # -2 before a block that is not the first of its id, which no table leads to.
+    ("chained", "i4"),
+    ("chained_before", "i4"),
     # Ring of the blocks of one id, in the order in which they got it.
     ("twin_before", "i4"),
     ("twin_after", "i4"),
