@@ -192,6 +192,8 @@ def grow(config, systems, replica, request, tokens):
     full, need = full_blocks(config, tokens), blocks_of(config, tokens)
     ring = block_of(systems, replica, replica.capacity)
     index = ring.after
+    content = block_of(systems, replica, index).id
+    under = block_of(systems, replica, request.own).after if request.own >= 0 else -1
     replica.free -= max(need - request.blocks, 0)
     while True:
         if request.named < request.blocks and request.named < full:
@@ -199,13 +201,16 @@ def grow(config, systems, replica, request, tokens):
         if request.blocks >= need:
             break
         block = block_of(systems, replica, index)
-        if block.id >= 0:
+        following = block.after
+        # The next block is read here so that its way from memory is no wait.
+        ahead = block_of(systems, replica, following).id
+        if content >= 0:
             _forget(config, systems, replica, index)
         block.references = 1
-        following, block.after = block.after, request.own
-        request.own = index
+        block.after, block.before = request.own, under
+        under, request.own = request.own, index
         request.blocks += 1
-        index = following
+        index, content = following, ahead
     ring.after = index
     block_of(systems, replica, index).before = replica.capacity
 
@@ -301,10 +306,12 @@ def release_blocks(config, systems, replica, request):
     A block that was found cached is still the first of its id: nobody could take it since.
     """
     index = request.own
+    below = block_of(systems, replica, index).after if index >= 0 else -1
     while index >= 0:
-        below = block_of(systems, replica, index).after
+        # Two on, so that two blocks are on their way from memory.
+        further = block_of(systems, replica, index).before
         _release(systems, replica, index)
-        index = below
+        index, below = below, further
     segment = request.first_segment
     left = request.hits
     while left > 0 and systems.segments[segment, 1] < left:

@@ -142,7 +142,7 @@ BLOCK = record(
     ("id", "i4"),  # of the content, -1 for none
     ("references", "i4"),
     # Free: neighbours in the list of free blocks. In use: `after` is the block below it in
-    # the stack of the request that took it.
+    # the stack of the request that took it, `before` the one below that, -1 for none.
     ("before", "i4"),
     ("after", "i4"),
     # The next block of another id at the same place of the table and the one before, -1 for none;
