@@ -56,11 +56,14 @@ def _add_event(systems, replica, content, change):
 
 
 @inline
-def _name(config, systems, replica, index, content):
-    """Give a block its id; it is the last of its twins."""
+def _name(config, systems, replica, index, content, new):
+    """Give a block its id, which is known to be ``new`` or not; it is the last of its twins.
+
+    Returns whether no other block has the id.
+    """
     block = block_of(systems, replica, index)
     block.id = content
-    first = find(config, systems, replica, content)
+    first = -1 if new else find(config, systems, replica, content)
     if first < 0:
         home = _home(config, replica, content)
         block.chained = systems.lists[home]
@@ -81,6 +84,7 @@ def _name(config, systems, replica, index, content):
     if replica.blocked_id == content:
         replica.blocked = 0
     _add_event(systems, replica, content, 1)
+    return first < 0
 
 
 @inline
@@ -174,14 +178,6 @@ def _pass_id(config, systems, request, named):
         _begin_segment(config, systems, request, named)
 
 
-@inline
-def _name_next(config, systems, replica, request):
-    """The last block of a request is full: give it the request's next id."""
-    _name(config, systems, replica, request.own, request.next_id)
-    request.named += 1
-    _pass_id(config, systems, request, request.named)
-
-
 @inner
 def grow(config, systems, replica, request, tokens):
     """Blocks for the first ``tokens`` tokens of a request; those that are full get their ids.
@@ -193,12 +189,18 @@ def grow(config, systems, replica, request, tokens):
     ring = block_of(systems, replica, replica.capacity)
     index = ring.after
     content = block_of(systems, replica, index).id
-    under = block_of(systems, replica, request.own).after if request.own >= 0 else -1
-    replica.free -= max(need - request.blocks, 0)
+    own, blocks, named = request.own, request.blocks, request.named
+    under = block_of(systems, replica, own).after if own >= 0 else -1
+    replica.free -= max(need - blocks, 0)
+    new = False
     while True:
-        if request.named < request.blocks and request.named < full:
-            _name_next(config, systems, replica, request)
-        if request.blocks >= need:
+        if named < min(blocks, full):
+            # Blocks are freed, and so evicted, after those behind them: behind an id that no block
+            # had, none has the ids that follow.
+            new = _name(config, systems, replica, own, request.next_id, new)
+            named += 1
+            _pass_id(config, systems, request, named)
+        if blocks >= need:
             break
         block = block_of(systems, replica, index)
         following = block.after
@@ -207,10 +209,11 @@ def grow(config, systems, replica, request, tokens):
         if content >= 0:
             _forget(config, systems, replica, index)
         block.references = 1
-        block.after, block.before = request.own, under
-        under, request.own = request.own, index
-        request.blocks += 1
+        block.after, block.before = own, under
+        under, own = own, index
+        blocks += 1
         index, content = following, ahead
+    request.own, request.blocks, request.named = own, blocks, named
     ring.after = index
     block_of(systems, replica, index).before = replica.capacity
 
