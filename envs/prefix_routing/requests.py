@@ -8,7 +8,7 @@ import numpy as np
 
 from servegym._checks import whole
 from servegym._files import LATEST_S
-from servegym.envs.workloads.prefix_traces import MAX_TOKENS
+from servegym.envs.workloads.traces import MAX_TOKENS
 
 _MOST_IDS = 1 << 31
 
