@@ -133,62 +133,6 @@ def parse_time(
     return number / per_second, form
 
 
-class Times:
-    """The times of a file's rows, which may not decrease and are all of one kind.
-
-    Args:
-        path: The file.
-        name: Name of their field.
-        kind: See `parse_time`, as ``per_second``.
-        per_second: The field's units in a second.
-        whole: A time with a fraction is refused: it may be in another unit.
-    """
-
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        name: str,
-        kind: str | None = None,
-        per_second: int = 1,
-        whole: bool = False,
-    ) -> None:
-        self.path, self.name, self.kind, self.per_second = path, name, kind, per_second
-        self.whole = whole
-        self.seconds: list[Decimal] = []
-
-    @property
-    def unusual(self) -> bool:
-        """Whether they are no numbers of seconds."""
-        return self.kind == "date" or self.per_second != 1
-
-    def add(self, line: int | str | None, value: object) -> None:
-        """Take the time of the next row.
-
-        Raises:
-            MalformedFileError: See `parse_time`; or it is earlier than that of the row before.
-        """
-        number = exact_number(value) if self.whole else None
-        if number is not None and number.is_finite() and number != int(number):
-            problem = f"{str(value)!r} has a fraction (is it in milliseconds or in seconds?)"
-            fix = "write whole milliseconds, or name it timestamp_ms or timestamp_s"
-            raise MalformedFileError(self.path, line, self.name, problem, fix)
-        at, self.kind = parse_time(self.path, line, self.name, value, self.kind, self.per_second)
-        if self.seconds and at < self.seconds[-1]:
-            problem = f"{str(value)!r} is earlier than the request before it"
-            raise MalformedFileError(self.path, line, self.name, problem, "sort the rows by time")
-        self.seconds.append(at)
-
-    def after_first(self) -> list[float]:
-        """Seconds after the first one, subtracted exactly."""
-        return [float(at - self.seconds[0]) for at in self.seconds]
-
-    def elapsed(self) -> list[float]:
-        """The times as they are, or after the first one where they count from an epoch."""
-        if self.seconds and self.seconds[0] >= EPOCH_S:
-            return self.after_first()
-        return [float(at) for at in self.seconds]
-
-
 def csv_header(path: str | os.PathLike[str]) -> list[str]:
     """The names in the first line of a CSV file.
 

@@ -33,7 +33,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -41,7 +41,6 @@ from servegym._checks import choose
 from servegym._files import (
     EPOCH_S,
     MalformedFileError,
-    Times,
     csv_header,
     csv_rows,
     exact_number,
@@ -85,6 +84,8 @@ _LIMITS = {
 }
 _UNTOLD = {"input_length", "output_length", "text", "messages", "payload", "delay", "session_id"}
 """Fields of AIPerf, whose ``timestamp`` is in milliseconds, that others have with seconds."""
+
+_NAME_IT = "name it timestamp_ms or timestamp_s"
 
 Kinds = Mapping[str, str]
 """What columns hold, by name: ``"time"`` (at least 0, non-decreasing), ``"seconds"`` (at least 0),
@@ -181,31 +182,29 @@ def read_requests(
         for name, (lines, _, columns) in _PUBLISHED.items()
         if lines == is_json and not (columns and columns.isdisjoint(names))
     )
-    times = {
-        name: _times(path, first, found[name], format_, fmt is None)
-        for name, kind in kinds.items()
-        if kind == "time"
-    }
+    clock = next((found[name] for name, kind in kinds.items() if kind == "time"), "")
+    unit = _unit(path, first, clock, format_, fmt is None)
     turns = found.get("prompt_tokens") == "input_length" and (is_json or "session_id" in names)
-    plain = None
-    if not (is_json or from_first or turns or any(each.unusual for each in times.values())):
-        plain = _plain_columns(path, names, {found[name]: kind for name, kind in kinds.items()})
-    if plain is not None:
-        return RequestFile({name: plain[found[name]] for name in kinds}, format_)
+    if not (is_json or from_first or turns) and unit in (_Unit(), _Unit("number")):
+        wanted = {found[name]: kind for name, kind in kinds.items()}
+        if (plain := _plain_columns(path, names, wanted)) is not None:
+            return RequestFile(dict(zip(kinds, plain.values(), strict=True)), format_)
     columns: dict[str, Any] = {name: [] for name in kinds}
     lines, sessions = [], []
     for line, row in itertools.chain([(at, first)], rows):
         for name, kind in kinds.items():
             if kind == "time":
-                times[name].add(line, cell(path, line, row, found[name]))
+                unit = _take_time(path, line, row, clock, unit, columns[name])
             else:
                 columns[name].append(_value(path, line, row, found[name], kind, is_json))
         lines.append(line)
         sessions.append(row.get("session_id"))
-    for name, each in times.items():
-        columns[name] = each.after_first() if from_first else each.elapsed()
     before = _join_turns(path, lines, sessions, columns) if turns else [-1] * len(lines)
     for name, kind in kinds.items():
+        if kind == "time":
+            times = columns[name]
+            begin = times[0] if from_first or times[0] >= EPOCH_S else 0
+            columns[name] = [float(at - begin) for at in times]
         if kind != "any":
             whole = kind in ("tokens", "outputs")
             columns[name] = np.array(columns[name], np.int64 if whole else np.float64)
@@ -236,18 +235,42 @@ def _find(path: Path, line: int | None, names: Sequence[str], name: str, kind: s
     return here[0] if here else name
 
 
-def _times(path: Path, row: Mapping[str, Any], column: str, fmt: str, detected: bool) -> Times:
-    """The times in a column of a file whose first row this is."""
+class _Unit(NamedTuple):
+    """Of times: their kind as in `parse_time`, units in a second, and whether all are whole."""
+
+    kind: str | None = None
+    per_second: int = 1
+    whole: bool = False
+
+
+def _unit(path: Path, row: Mapping[str, Any], column: str, fmt: str, detected: bool) -> _Unit:
+    """Of the times in a column of a file whose first row this is."""
     name = column.strip().lower()
     bare, kind = name == "timestamp", _PUBLISHED[fmt][1]
     asked = bare and detected and kind is None and not _UNTOLD.isdisjoint(row)
     if asked and parse_moment(str(row[column])) is None:
         problem = "is in milliseconds in traces of Mooncake and AIPerf and in seconds in others"
-        fix = "name it timestamp_ms or timestamp_s"
-        raise MalformedFileError(path, None, column, problem, fix)
+        raise MalformedFileError(path, None, column, problem, _NAME_IT)
     if bare and fmt == "mooncake":
-        return Times(path, column, kind, 1000, whole=detected)
-    return Times(path, column, kind, 1000 if name.endswith("_ms") else 1)
+        return _Unit(kind, 1000, detected)
+    return _Unit(kind, 1000 if name.endswith("_ms") else 1)
+
+
+def _take_time(
+    path: Path, line: int, row: Mapping[str, Any], name: str, unit: _Unit, times: list[Decimal]
+) -> _Unit:
+    """Add the time of the next row; the unit with the kind that the others must be of."""
+    value = cell(path, line, row, name)
+    number = exact_number(value) if unit.whole else None
+    if number is not None and number.is_finite() and number != int(number):
+        problem = f"{str(value)!r} has a fraction (is it in milliseconds or in seconds?)"
+        raise MalformedFileError(path, line, name, problem, f"write whole numbers, or {_NAME_IT}")
+    at, kind = parse_time(path, line, name, value, unit.kind, unit.per_second)
+    if times and at < times[-1]:
+        problem = f"{str(value)!r} is earlier than the request before it"
+        raise MalformedFileError(path, line, name, problem, "sort the rows by time")
+    times.append(at)
+    return unit._replace(kind=kind)
 
 
 def _join_turns(
