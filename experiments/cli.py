@@ -27,8 +27,8 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-REPLAYED = {"arrival_s": "time", "prompt_tokens": "tokens", "output_tokens": "tokens"}
-"""Columns of a file of requests, see `read_columns`; an output of a replay has them, too."""
+REPLAYED = {"arrival_s": "time", "prompt_tokens": "tokens", "output_tokens": "outputs"}
+"""Columns of a file of requests, see `read_requests`; an output of a replay has them, too."""
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
@@ -281,11 +281,12 @@ def replay(
     requests: Annotated[
         Path,
         typer.Option(
-            help="CSV with the columns arrival_s, prompt_tokens, output_tokens.", metavar="FILE.csv"
+            help="CSV or JSONL: arrival_s, prompt_tokens, output_tokens, or a published trace.",
+            metavar="FILE",
         ),
     ],
     out: Annotated[
-        Path, typer.Option(help="CSV of the times of every request.", metavar="OUT.csv")
+        Path, typer.Option(help="CSV of the times of every request, to 1 ns.", metavar="OUT.csv")
     ],
     scheduler: Annotated[str, typer.Option(help="orca or chunked_prefill.")] = "chunked_prefill",
     memory_policy: Annotated[str, typer.Option(help="paged or reserve.")] = "paged",
@@ -307,11 +308,11 @@ def replay(
 ) -> None:
     """Replay a trace of requests on one expert and write each request's times."""
     from servegym._files import write_columns
-    from servegym.envs.workloads.requests import read_columns
+    from servegym.envs.workloads.traces import read_requests
     from servegym.experiments.evaluation.output import check_writable
 
     check_writable(out, (".csv",))
-    columns: dict[str, Any] = {**read_columns(requests, lambda _: REPLAYED)}
+    columns = read_requests(requests, lambda _: REPLAYED).columns
 
     import numpy as np
 
@@ -330,7 +331,8 @@ def replay(
         memory_policy=memory_policy,
     )
     columns |= {name: result[name] for name in result.dtype.names or ()}
-    write_columns(out, {name: np.asarray(values).tolist() for name, values in columns.items()})
+    lists = {name: np.asarray(values).tolist() for name, values in columns.items()}
+    write_columns(out, lists, decimals=9)
     rejected = int((~np.isfinite(result["finish_s"])).sum())
     typer.echo(f"{len(result)} requests, {rejected} rejected; written to {out}")
     for name, unit in (("ttft_s", "s"), ("tpot_s", "s/token"), ("e2e_s", "s")):

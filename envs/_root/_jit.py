@@ -28,8 +28,9 @@ import numba
 import numpy as np
 from numba import njit
 from numba.core import cgutils, config, event, types
-from numba.core.caching import IndexDataCacheFile
+from numba.core.caching import FunctionCache, IndexDataCacheFile
 from numba.core.registry import CPUDispatcher
+from numba.core.runtime import rtsys
 from numba.extending import intrinsic, register_jitable
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -38,6 +39,19 @@ T = TypeVar("T")
 NOTICE_AFTER_S = 2.0
 _OTHER_KERNEL = re.compile(r"^from servegym\.envs\.(\w+)\.kernel", re.MULTILINE)
 _OPTIONS: dict[str, Any] = {"cache": True, "nogil": True, "error_model": "numpy"}
+
+
+class _QuickCache(FunctionCache):
+    """numba's cache of a function, which takes code from the disk without numba's declarations.
+
+    numba imports those of all of numpy and scipy before it looks, longer than all the rest takes;
+    compiling needs them and imports them itself.
+    """
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        rtsys.initialize(target_context)  # part of what is left out: the code allocates arrays
+        with self._guard_against_spurious_io_errors():
+            return self._load_overload(sig, target_context)
 
 
 class _LabelledFile(IndexDataCacheFile):
@@ -93,9 +107,10 @@ def _source_digest(path: Path) -> str:
 def _compiled(function: F, **options: Any) -> F:
     dispatcher: Any = njit(**_OPTIONS, **options)(function)
     # Absent without compilation (NUMBA_DISABLE_JIT) or where no folder can be written.
-    files: Any = getattr(getattr(dispatcher, "_cache", None), "_cache_file", None)
+    cached: Any = getattr(dispatcher, "_cache", None)
+    files: Any = getattr(cached, "_cache_file", None)
     if type(files) is IndexDataCacheFile:
-        files.__class__ = _LabelledFile
+        cached.__class__, files.__class__ = _QuickCache, _LabelledFile
         files._source_stamp = _source_digest(Path(function.__code__.co_filename))
     return dispatcher
 

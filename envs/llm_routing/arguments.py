@@ -59,7 +59,7 @@ class RoutingArguments(Arguments):
     arrivals: str = arg.choice("poisson", list_arrivals(), "arrival process")
     arrivals_kwargs: Options = arg.options("keywords of the process")
     rate: Range = arg.span(5.0, "mean requests/s, or a range drawn from for each episode")
-    requests_file: str | None = arg.other(None, "CSV of an episode's requests", _file)
+    requests_file: str | None = arg.other(None, "file of an episode's requests", _file)
     episode_requests: int | None = arg.whole(None, 1, "1000, or those of the file", high=10_000_000)
     latency_requirement_s: Range = arg.span(
         0.030, "L in s per token, or a range", high=MAX_LATENCY_REQUIREMENT_S

@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from servegym._checks import choose, flag, real, whole
 from servegym.envs.prefix_routing.kernel import gateway
-from servegym.envs.prefix_routing.requests import PrefixRequests
+from servegym.envs.prefix_routing.requests import PrefixRequests, expand
 
 INDEXES = ("none", "approximate", "precise")
 GATEWAY_OPTIONS = ("entry_tokens", "strict", "index_delay_s", "smoothing", "heat_s")
@@ -113,19 +113,20 @@ def prompts(config: np.void, requests: PrefixRequests) -> Prompts:
     first_key = np.concatenate([[0], np.cumsum(entries, dtype=np.int64)])
     place = np.arange(first_key[-1]) - np.repeat(first_key[:-1], entries)
     blocks = requests.num_blocks()
-    first_block = np.cumsum(blocks) - blocks
-    starts, counts = requests.segments[:, 0].astype(np.int64), requests.segments[:, 1]
-    begin = np.cumsum(counts, dtype=np.int64) - counts
-    ids = np.arange(counts.sum(dtype=np.int64)) + np.repeat(starts - begin, counts)
-    last = np.repeat(first_block, entries) + (place + 1) * (entry // size) - 1
-    named = ids[last]
-    # The blocks of an output can be found by the session's next turn in a precise index only.
-    precise = config["index"] == gateway.PRECISE
-    shared = np.bincount(ids if precise else named, minlength=int(ids.max(initial=-1)) + 1) > 1
-    mask = np.zeros(len(shared), np.bool_)
-    mask[named] = True
-    shared &= mask
-    number = np.where(shared, np.cumsum(shared, dtype=np.int32) - 1, -1).astype(np.int32)
+    last = np.repeat(np.cumsum(blocks) - blocks, entries) + (place + 1) * (entry // size) - 1
+    starts, counts = requests.segments.T.astype(np.int64)
+    begin = np.cumsum(counts) - counts
+    in_segment = np.diff(np.searchsorted(last, begin), append=len(last))
+    named = last + np.repeat(starts - begin, in_segment)
+    num_ids = int((starts + counts).max(initial=0))
+    if config["index"] == gateway.PRECISE:
+        # The blocks of an output can be found by the session's next turn.
+        mask = np.zeros(num_ids, np.bool_)
+        mask[named] = True
+        shared = (np.bincount(expand(requests.segments), minlength=num_ids) > 1) & mask
+    else:
+        shared = np.bincount(named, minlength=num_ids) > 1
+    number = np.where(shared, np.cumsum(shared, dtype=np.int32) - 1, np.int32(-1))
     sessions, session = np.unique(requests.session, return_inverse=True)
     tenants, tenant = np.unique(requests.tenant, return_inverse=True)
     return Prompts(
@@ -133,7 +134,7 @@ def prompts(config: np.void, requests: PrefixRequests) -> Prompts:
         first_key,
         number[named],
         int(shared.sum()),
-        number if precise else np.zeros(0, np.int32),
+        number if config["index"] == gateway.PRECISE else np.zeros(0, np.int32),
         session.astype(np.int32),
         tenant.astype(np.int32),
         len(sessions),

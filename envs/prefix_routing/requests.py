@@ -8,7 +8,7 @@ import numpy as np
 
 from servegym._checks import whole
 from servegym._files import LATEST_S
-from servegym.envs.workloads.prefix_traces import MAX_TOKENS
+from servegym.envs.workloads.traces import MAX_TOKENS
 
 _MOST_IDS = 1 << 31
 
@@ -61,7 +61,7 @@ class PrefixRequests(NamedTuple):
     def block_ids(self, j: int) -> np.ndarray:
         """Ids of the full blocks of request ``j``, prompt and output: int32 (blocks,)."""
         segments = self.segments[self.first_segment[j] : self.first_segment[j + 1]]
-        return _expand(segments).astype(np.int32)
+        return expand(segments).astype(np.int32)
 
     def num_blocks(self) -> np.ndarray:
         """Full blocks of prompt and output: int64 (J,)."""
@@ -150,7 +150,7 @@ def _refuse(name: str, array: np.ndarray, wrong: np.ndarray, allowed: str) -> No
         raise ValueError(f"{name}[{at[0]}] is {array[at[0]]}; it must be {allowed}.")
 
 
-def _expand(segments: np.ndarray) -> np.ndarray:
+def expand(segments: np.ndarray) -> np.ndarray:
     """Ids of segments (S, 2), one after the other: int64."""
     first, blocks = segments[:, 0].astype(np.int64), segments[:, 1].astype(np.int64)
     ends = np.cumsum(blocks)

@@ -32,7 +32,8 @@ from servegym.envs._arguments import Arguments
 from servegym.envs.prefix_routing.requests import PrefixRequests
 from servegym.envs.workloads.files import read_fitted
 from servegym.envs.workloads.lengths import fitted_lengths, length_quantiles, sample_lengths
-from servegym.envs.workloads.prefix_traces import MAX_TOKENS, PrefixTrace, load_prefix_trace
+from servegym.envs.workloads.prefix_traces import PrefixTrace, load_prefix_trace
+from servegym.envs.workloads.traces import MAX_TOKENS
 
 DISPATCHES = ("think", "trace")
 """When a session's next request comes: some time after the last one ended, or when recorded."""

@@ -1,13 +1,14 @@
 """Recorded requests with the prefixes that their prompts share.
 
 A recorded request is described by the earlier request whose tokens it begins with, and how many of
-them: a tree of prefixes that holds for blocks of any size. Two published formats are read:
+them: a tree of prefixes that holds for blocks of any size. Two kinds of files are read:
 
 ========= =======================================================================================
-format    content
+files     content
 ========= =======================================================================================
-mooncake  JSONL ``timestamp`` (whole ms), ``input_length``, ``output_length``, ``hash_ids``: a
-          chain of ids of 512-token blocks, the last one covering what is left of the prompt
+requests  those of `traces` with ``hash_ids``: a chain of ids of blocks of 512 tokens, in Bailian's
+          format of 16, the last one covering what is left of the prompt; of a later turn of a
+          session they cover its ``input_length``
 kvcache   JSON files of kv-cache-tester, one a session: ``block_size``, ``tool_tokens``,
           ``system_tokens``, ``requests`` of ``t`` (s), ``in``, ``out``, ``hash_ids`` (full blocks)
           and perhaps ``think_time``; an entry of type ``subagent`` has ``requests`` of its own,
@@ -27,12 +28,12 @@ from typing import Any
 import numpy as np
 
 from servegym._checks import choose
-from servegym._files import MalformedFileError, Times, exact_number, json_rows, parse_time
+from servegym._files import MalformedFileError, parse_time
 from servegym.envs.workloads.files import DATA_DIR, read_arrays, read_json
-from servegym.envs.workloads.traces import cell, whole_milliseconds
+from servegym.envs.workloads.traces import Kinds, cell, read_requests, read_tokens
 
+BLOCKS = {"bailian": 16}
 MOONCAKE_BLOCK = 512
-MAX_TOKENS = 1 << 24
 EXTENDED_BLOCKS = 2
 """Full blocks that a request must have for another to count as its next turn: in Mooncake's
 conversations the first block is common to all requests."""
@@ -117,8 +118,8 @@ def load_prefix_trace(name: str | os.PathLike[str]) -> PrefixTrace:
 
     Args:
         name: ``"mooncake-conversation"``, ``"mooncake-synthetic"`` or ``"agents"``; else a path:
-            a ``.jsonl`` file is read as Mooncake's format, a ``.json`` file or a folder of them as
-            kv-cache-tester's.
+            a ``.json`` file or a folder of them is read as kv-cache-tester's, any other file as
+            one of requests.
 
     Raises:
         ValueError: An unknown name that is no path either.
@@ -132,7 +133,7 @@ def load_prefix_trace(name: str | os.PathLike[str]) -> PrefixTrace:
         if not files:
             raise ValueError(f"trace={os.fspath(path)!r} is a folder without .json files.")
         return _read_kvcache(files)
-    return _read_kvcache([path]) if path.suffix == ".json" else _read_mooncake(path)
+    return _read_kvcache([path]) if path.suffix == ".json" else _read_requests(path)
 
 
 @lru_cache(maxsize=len(TRACES))
@@ -182,12 +183,21 @@ class _Chains:
         self.output: list[int] = []
         self.row: list[int] = []  # of the request in the trace
 
-    def add(self, ids: Sequence[int], prompt: int, output: int) -> tuple[int, int, bool, int]:
+    def add(
+        self, ids: Sequence[int], prompt: int, output: int, turn_before: int = -1
+    ) -> tuple[int, int, bool, int]:
         """Source, shared tokens, whether it repeats the output, and the request it extends.
+
+        After a ``turn_before`` the ids are those of the new tokens, which nobody shares.
 
         Raises:
             LookupError: With the place of the first id that another id preceded elsewhere.
         """
+        if turn_before >= 0:
+            self.repeated.add(turn_before)
+            self.prompt.append(prompt)
+            self.output.append(output)
+            return turn_before, self.prompt[turn_before], True, turn_before
         last = -1
         for place, name in enumerate(ids):
             if self.before.setdefault(name, (last, place)) != (last, place):
@@ -237,59 +247,49 @@ def _not_a_chain(path: Path, line: int | str, ids: list[int], place: int) -> Mal
     return MalformedFileError(path, line, "hash_ids", problem, _CHAIN)
 
 
-def read_tokens(path: Path, line: int | str, name: str, row: dict, least: int = 1) -> int:
-    """A number of tokens from ``least`` to `MAX_TOKENS`."""
-    value = cell(path, line, row, name)
-    number = exact_number(value)
-    if number is None or not least <= number <= MAX_TOKENS or number != int(number):
-        fix = f"write a whole number of tokens from {least} to {MAX_TOKENS}"
-        raise MalformedFileError(path, line, name, f"{str(value)!r} is no token count", fix)
-    return int(number)
-
-
 def _seconds(path: Path, line: int | str, name: str, row: dict) -> float:
     """Seconds of at least 0; a date is refused."""
     return float(parse_time(path, line, name, cell(path, line, row, name), "number")[0])
 
 
-def _read_mooncake(path: Path) -> PrefixTrace:
-    chains = _Chains(MOONCAKE_BLOCK)
-    rows: list[tuple[int, bool, int, int]] = []
-    times = Times(path, "timestamp", "number", 1000)
+def _read_requests(path: Path) -> PrefixTrace:
+    def kinds(names: Sequence[str]) -> Kinds:
+        wanted = {"arrival_s": "time", "prompt_tokens": "tokens", "output_tokens": "outputs"}
+        parents = ("chat_id", "parent_chat_id") if "parent_chat_id" in names else ()
+        return wanted | dict.fromkeys(("hash_ids", *parents), "any")
+
+    file = read_requests(path, kinds, from_first=True)
+    time_s, prompt, output, hash_ids = (file.columns.pop(name) for name in list(file.columns)[:4])
+    size = BLOCKS.get(file.fmt, MOONCAKE_BLOCK)
+    chains = _Chains(size)
+    rows: list[tuple[int, int, bool, int]] = []
     first: set[int] = set()
-    for line, row in json_rows(path):
-        if "chat_id" in row:
-            problem = "is of Alibaba's traces, whose times are seconds and blocks of 16 tokens"
-            raise MalformedFileError(path, line, "chat_id", problem, "give Mooncake's format")
-        value = cell(path, line, row, "timestamp")
-        whole_milliseconds(path, line, "timestamp", value)
-        times.add(line, value)
-        prompt = read_tokens(path, line, "input_length", row)
-        # A request that was recorded without an output still gives its first token.
-        output = max(read_tokens(path, line, "output_length", row, 0), 1)
-        blocks = -(-prompt // MOONCAKE_BLOCK)
-        ids = _ids(path, line, cell(path, line, row, "hash_ids"), blocks)
+    requests = zip(file.lines, prompt.tolist(), output.tolist(), hash_ids, file.before, strict=True)
+    for line, tokens, answer, value, turn_before in requests:
+        old = int(prompt[turn_before] + output[turn_before]) if turn_before >= 0 else 0
+        ids = _ids(path, line, value, -(-(tokens - old) // size))
         try:
-            source, shared, repeats, extended = chains.add(ids, prompt, output)
+            rows.append(chains.add(ids, tokens, answer, turn_before))
         except LookupError as error:
             raise _not_a_chain(path, line, ids, error.args[0]) from None
-        rows.append((source, repeats, shared, extended))
-        first.add(ids[0])
-    if not rows:
-        fix = "give a file with one request a line"
-        raise MalformedFileError(path, None, None, "has no requests", fix)
-    source, repeats, shared, after = (np.array(column) for column in zip(*rows, strict=True))
-    time_s = np.array(times.after_first())
+        if turn_before < 0:
+            first.add(ids[0])
+    source, shared, repeats, after = (np.array(column) for column in zip(*rows, strict=True))
+    if file.columns:  # it says what each goes on from
+        chats: dict[str, int] = {}
+        for j, (chat, parent) in enumerate(zip(*file.columns.values(), strict=True)):
+            after[j] = -1 if str(parent) == "-1" else chats.get(str(parent), -1)
+            chats[str(chat)] = j
     session = np.empty(len(rows), dtype=np.int32)
     count = 0
     for j, before in enumerate(after):
         session[j] = count if before < 0 else session[before]
         count += before < 0
     return PrefixTrace(
-        block_size=MOONCAKE_BLOCK,
+        block_size=size,
         time_s=time_s,
-        prompt_tokens=np.array(chains.prompt, dtype=np.int32),
-        output_tokens=np.array(chains.output, dtype=np.int32),
+        prompt_tokens=prompt.astype(np.int32),
+        output_tokens=output.astype(np.int32),
         source=source.astype(np.int32),
         shared_tokens=shared.astype(np.int32),
         repeats_output=repeats,
@@ -297,7 +297,7 @@ def _read_mooncake(path: Path) -> PrefixTrace:
         after=after.astype(np.int32),
         think_s=np.where(after < 0, 0.0, time_s - time_s[after]),
         system_tokens=np.zeros(len(rows), dtype=np.int32),
-        common_tokens=MOONCAKE_BLOCK if len(first) == 1 and len(rows) > 1 else 0,
+        common_tokens=size if len(first) == 1 and len(rows) > 1 else 0,
         partial_blocks=True,
     )
 
@@ -338,7 +338,9 @@ def _read_kvcache(paths: Sequence[Path]) -> PrefixTrace:
     for session, path in enumerate(paths):
         trace = read_json(path, "give a JSON file of kv-cache-tester")
         if not isinstance(trace, dict):
-            raise MalformedFileError(path, None, None, "is not a JSON object", "give a session")
+            problem = "is a JSON array" if isinstance(trace, list) else "is not a JSON object"
+            fix = "give a session of kv-cache-tester, or one JSON object on each line of a .jsonl"
+            raise MalformedFileError(path, None, None, problem, fix)
         size = read_tokens(path, "head", "block_size", {"block_size": 64} | trace)
         if block_size not in (0, size):
             problem = f"{size} differs from the other files' {block_size}"

@@ -1,17 +1,15 @@
 """A measured run of a serving engine, read from its folder.
 
 A run is a folder with ``requests.jsonl`` (one object a request: ``input_toks``, ``output_toks``,
-``arrival_time``, ``queued_ts``, ``first_token_ts``, ``last_token_ts``, in tokens and seconds, and
-``scheduled_ts`` if it was written), ``meta.json`` (the engine's settings) and, if there is one,
-``timeseries.csv`` (``t``, ``running``, ``waiting``, ``kv_cache_pct``): the layout of
-LLMServingSim's benchmark of vLLM.
+``arrival_time``, or other `NAMES` of these, ``queued_ts``, ``first_token_ts``, ``last_token_ts``,
+in tokens and seconds, and ``scheduled_ts`` if it was written), ``meta.json`` (the engine's
+settings) and, if there is one, ``timeseries.csv`` (``t``, ``running``, ``waiting``,
+``kv_cache_pct``): the layout of LLMServingSim's benchmark of vLLM.
 """
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,24 +21,18 @@ from servegym._files import (
     EPOCH_S,
     MalformedFileError,
     csv_rows,
-    json_rows,
     parse_moment,
     parse_number,
-    parse_time,
 )
+from servegym.envs.workloads.traces import read_requests
 from servegym.hardware_profiles.host import plans_ahead
 from servegym.hardware_profiles.schema import Fields, read_json
 
 Array = NDArray[np.float64]
 
-_FIELDS = (
-    "input_toks",
-    "output_toks",
-    "arrival_time",
-    "queued_ts",
-    "first_token_ts",
-    "last_token_ts",
-)
+_FIELDS = {"arrival_s": "seconds", "prompt_tokens": "tokens", "output_tokens": "tokens"}
+_FIELDS |= dict.fromkeys(("queued_ts", "first_token_ts", "last_token_ts"), "seconds")
+_FIELDS["scheduled_ts"] = "seconds?"
 _ONE_ENGINE = "measure one engine, or replicas that share their experts (enable_expert_parallel)"
 # Nobody waits an hour for a request; a file with such times counts milliseconds.
 _LONGEST_S = 3600.0
@@ -80,40 +72,30 @@ class MeasuredRun:
     series: np.ndarray | None = None
 
 
-def _number(path: Path, line: int, row: Mapping[str, Any], field: str) -> float:
-    value: Any = row.get(field)
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not field.endswith("_toks"):
-        if number:
-            return float(parse_time(path, line, field, value, "number")[0])
-        fix = "write a number of seconds"
-    else:
-        if number and math.isfinite(value) and value >= 1 and value == int(value):
-            return float(value)
-        fix = "write a whole number, 1 or more"
-    raise MalformedFileError(path, line, field, f"got {value!r}", fix)
-
-
 def _read_requests(path: Path) -> dict[str, Array]:
     """Columns of the file: its fields, and ``scheduled_ts``, NaN where that was not written."""
-    columns: dict[str, list[float]] = {field: [] for field in (*_FIELDS, "scheduled_ts")}
-    for line, row in json_rows(path):
-        record = {f: _number(path, line, row, f) for f in _FIELDS}
-        if not record["queued_ts"] <= record["first_token_ts"] <= record["last_token_ts"]:
-            problem = "queued_ts, first_token_ts and last_token_ts are not in this order"
-            fix = "take the three from one clock"
-            raise MalformedFileError(path, line, "first_token_ts", problem, fix)
-        seconds = record["last_token_ts"] - record["queued_ts"]
-        if seconds > _LONGEST_S:
-            problem, fix = f"the request takes {seconds:.6g} s", "write seconds, not milliseconds"
-            raise MalformedFileError(path, line, "last_token_ts", problem, fix)
-        written = row.get("scheduled_ts") is not None
-        record["scheduled_ts"] = _number(path, line, row, "scheduled_ts") if written else math.nan
-        for name, value in record.items():
-            columns[name].append(value)
-    if len(columns["queued_ts"]) < 2:
+    file = read_requests(path, lambda _: _FIELDS)
+    rows = file.columns
+    if len(file.lines) < 2:
         raise MalformedFileError(path, None, None, "fewer than two requests", "measure more")
-    return {field: np.array(values) for field, values in columns.items()}
+    queued, first, last = (rows[name] for name in ("queued_ts", "first_token_ts", "last_token_ts"))
+    for name, wrong, problem, fix in (
+        (
+            "first_token_ts",
+            ~((queued <= first) & (first <= last)),
+            "queued_ts, first_token_ts and last_token_ts are not in this order",
+            "take the three from one clock",
+        ),
+        (
+            "last_token_ts",
+            last - queued > _LONGEST_S,
+            f"the request takes more than {_LONGEST_S:g} s",
+            "write seconds, not milliseconds",
+        ),
+    ):
+        if wrong.any():
+            raise MalformedFileError(path, file.lines[int(np.argmax(wrong))], name, problem, fix)
+    return rows
 
 
 def _read_series(path: Path) -> np.ndarray:
@@ -201,9 +183,9 @@ def load_run(folder: str | os.PathLike[str]) -> MeasuredRun:
     rows = _read_requests(root / "requests.jsonl")
     meta = Fields(read_json(root / "meta.json"), str(root / "meta.json"))
     engine, devices, assumed = _settings(meta)
-    order = np.argsort(rows["arrival_time"], kind="stable")
+    order = np.argsort(rows["arrival_s"], kind="stable")
     rows = {field: values[order] for field, values in rows.items()}
-    client = rows["arrival_time"]
+    client = rows["arrival_s"]
     offset = float(np.min(rows["queued_ts"] - client))
     arrival = client + offset
     start = client[0]
@@ -214,14 +196,14 @@ def load_run(folder: str | os.PathLike[str]) -> MeasuredRun:
             fix = "write an ISO date and time (2023-11-14T22:13:20Z), or leave it out"
             raise meta.error("started_at", f"got {started!r:.60}; {fix}")
         start = min(start, float(moment))
-    output = rows["output_toks"]
+    output = rows["output_tokens"]
     decoded = np.where(output > 1, output - 1, np.nan)
     series = root / "timeseries.csv"
     return MeasuredRun(
         name=Path(*root.resolve().parts[-4:]).as_posix(),
         arrival_s=client - start,
-        prompt_tokens=rows["input_toks"].astype(np.int64),
-        output_tokens=output.astype(np.int64),
+        prompt_tokens=rows["prompt_tokens"],
+        output_tokens=output,
         ttft_s=rows["first_token_ts"] - arrival,
         tpot_s=(rows["last_token_ts"] - rows["first_token_ts"]) / decoded,
         e2e_s=rows["last_token_ts"] - arrival,

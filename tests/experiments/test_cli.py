@@ -8,7 +8,7 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from servegym.envs.workloads.requests import read_columns
+from servegym.envs.workloads.traces import read_requests
 from servegym.experiments.cli import REPLAYED, app
 
 ENV_ID = "servegym/LLMRouting-v1"
@@ -163,8 +163,17 @@ def test_replay(run, tmp_path):
         )
         assert 0 < float(row["ttft_s"]) <= float(row["e2e_s"])
     assert rows[1]["tpot_s"] == "nan" and rows[1]["ttft_s"] == rows[1]["e2e_s"]
-    again = read_columns(out, lambda _: REPLAYED)
+    again = read_requests(out, lambda _: REPLAYED).columns
     assert again["prompt_tokens"].tolist() == [100, 2000, 30]
+    lines = tmp_path / "requests.jsonl"
+    names = ("timestamp_s", "input_length", "output_length")
+    table = zip(*(again[name].tolist() for name in REPLAYED), strict=True)
+    lines.write_text(
+        "".join(json.dumps(dict(zip(names, row, strict=True))) + "\n" for row in table)
+    )
+    words = "replay --profile rtx4090-llama-3.1-8b --scheduler orca --requests"
+    assert run(words, lines, "--out", tmp_path / "same.csv").exit_code == 0
+    assert (tmp_path / "same.csv").read_text() == out.read_text()
 
 
 def test_replay_plans_ahead_where_the_profiles_engine_does(run, tmp_path):

@@ -27,8 +27,7 @@ from servegym.envs.workloads import load_catalog, predictions
 from servegym.envs.workloads.activations import make_toy_activations, read_activations
 from servegym.envs.workloads.build.activations import write_activations
 from servegym.envs.workloads.catalog import read_catalog
-from servegym.envs.workloads.requests import read_columns
-from servegym.envs.workloads.traces import load_trace
+from servegym.envs.workloads.traces import load_trace, read_requests
 from servegym.experiments.cli import REPLAYED as FIELDS
 from servegym.experiments.evaluation.leaderboard import read_board
 from servegym.experiments.evaluation.output import read_rows
@@ -140,7 +139,7 @@ LOADERS: dict[str, Loader] = {
     "trace": Loader(_text("trace.csv", TRACE), load_trace, free=("tokens",)),
     "trace lines": Loader(_text("trace.jsonl", JSONL), load_trace),
     "requests": Loader(
-        _text("requests.csv", REQUESTS), lambda path: read_columns(path, lambda _: FIELDS)
+        _text("requests.csv", REQUESTS), lambda path: read_requests(path, lambda _: FIELDS)
     ),
     "activations": Loader(
         _activations(".npz"), lambda p: read_activations(p.with_suffix(".json"), TOY.model)

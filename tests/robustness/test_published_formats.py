@@ -16,7 +16,8 @@ import pytest
 from servegym._files import MalformedFileError
 from servegym.envs.workloads.prefix_traces import load_prefix_trace
 from servegym.envs.workloads.requests import load_requests
-from servegym.envs.workloads.traces import load_trace
+from servegym.envs.workloads.traces import load_trace, read_requests
+from servegym.experiments.cli import REPLAYED
 from servegym.experiments.fidelity.measured_run import load_run
 
 Rows = list[list[tuple[str, Any]]]  # the fields of each row, in their order
@@ -60,6 +61,10 @@ def _requests(path: Path) -> list[np.ndarray]:
     return [found.arrival_s, *_arrays(found.catalog)]
 
 
+def _replayed(path: Path) -> list[np.ndarray]:
+    return list(read_requests(path, lambda _: REPLAYED).columns.values())
+
+
 def _run(path: Path) -> list[np.ndarray]:
     (path.parent / "meta.json").write_text(json.dumps(META))
     return _arrays(load_run(path.parent))
@@ -71,6 +76,11 @@ FORMATS: dict[str, tuple[str, Rows, Callable[[Path], list[np.ndarray]]]] = {
     "mooncake": ("m.jsonl", MOONCAKE, lambda path: _arrays(load_trace(path))),
     "mooncake prefixes": ("m.jsonl", MOONCAKE, lambda path: _arrays(load_prefix_trace(path))),
     "bailian": ("q.jsonl", BAILIAN, lambda path: _arrays(load_trace(path))),
+    "bailian prefixes": ("q.jsonl", BAILIAN, lambda path: _arrays(load_prefix_trace(path))),
+    "burstgpt replayed": ("b.csv", BURSTGPT, _replayed),
+    "azure replayed": ("a.csv", AZURE, _replayed),
+    "mooncake replayed": ("m.jsonl", MOONCAKE, _replayed),
+    "bailian replayed": ("q.jsonl", BAILIAN, _replayed),
     "requests": ("r.csv", REQUESTS, _requests),
     "measured run": ("requests.jsonl", RUN, _run),
 }

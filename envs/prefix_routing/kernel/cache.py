@@ -7,15 +7,20 @@ and keeps its id until it is taken, so the list of free blocks is the cache in t
 
 from __future__ import annotations
 
+import numpy as np
+
 from servegym._jit import inline, inner
 from servegym.envs.llm_routing.kernel.scheduler import blocks_of, full_blocks
 from servegym.envs.prefix_routing.kernel.layout import OWN_STORE
+
+LATER_TWIN = -2
 
 
 @inline
 def block_of(systems, replica, index):
     """A block of a replica."""
-    return systems.block[replica.first_block + index]
+    # An index that may be negative counts from the end: half of the instructions of an access.
+    return systems.block[np.uint64(replica.first_block + index)]
 
 
 # ------------------------------------------------------------------------------------------- table
@@ -26,7 +31,7 @@ def _home(config, replica, content):
     """Where the lists hold the first block of an id's chain; ids that follow are neighbours."""
     # Knuth's multiplicative hash.
     group = (((int(content) >> 4) * 2654435769) & 0xFFFFFFFF) >> config.shift
-    return replica.first_entry + (group << 4) + (int(content) & 15)
+    return np.uint64(replica.first_entry + (group << 4) + (int(content) & 15))
 
 
 @inline
@@ -50,15 +55,21 @@ def _add_event(systems, replica, content, change):
         env.events += 1
 
 
-@inner
-def _name(config, systems, replica, index, content):
-    """Give a block its id; it is the last of its twins."""
+@inline
+def _name(config, systems, replica, index, content, new):
+    """Give a block its id, which is known to be ``new`` or not; it is the last of its twins.
+
+    Returns whether no other block has the id.
+    """
     block = block_of(systems, replica, index)
     block.id = content
-    first = find(config, systems, replica, content)
+    first = -1 if new else find(config, systems, replica, content)
     if first < 0:
         home = _home(config, replica, content)
         block.chained = systems.lists[home]
+        block.chained_before = -1
+        if block.chained >= 0:
+            block_of(systems, replica, block.chained).chained_before = index
         systems.lists[home] = index
         block.twin_before = index
         block.twin_after = index
@@ -66,40 +77,39 @@ def _name(config, systems, replica, index, content):
         other = block_of(systems, replica, first)
         last = other.twin_before
         block_of(systems, replica, last).twin_after = index
+        block.chained_before = LATER_TWIN
         block.twin_before = last
         block.twin_after = first
         other.twin_before = index
     if replica.blocked_id == content:
         replica.blocked = 0
     _add_event(systems, replica, content, 1)
+    return first < 0
 
 
-@inner
+@inline
 def _forget(config, systems, replica, index):
     """Take its id from a block."""
     block = block_of(systems, replica, index)
-    content = block.id
+    content, before, after = block.id, block.chained_before, block.chained
     _add_event(systems, replica, content, -1)
-    home = _home(config, replica, content)
-    first = systems.lists[home]
-    before = -1
-    while block_of(systems, replica, first).id != content:
-        before = first
-        first = block_of(systems, replica, first).chained
     block.id = -1
-    after = block.chained
     if block.twin_after != index:
         twin = block_of(systems, replica, block.twin_after)
         block_of(systems, replica, block.twin_before).twin_after = block.twin_after
         twin.twin_before = block.twin_before
-        if first == index:
-            twin.chained = after
-            after = block.twin_after
-    if first == index:
-        if before < 0:
-            systems.lists[home] = after
-        else:
-            block_of(systems, replica, before).chained = after
+        if before == LATER_TWIN:
+            return
+        twin.chained, twin.chained_before = after, before
+        if after >= 0:
+            block_of(systems, replica, after).chained_before = block.twin_after
+        after = block.twin_after
+    elif after >= 0:
+        block_of(systems, replica, after).chained_before = before
+    if before < 0:
+        systems.lists[_home(config, replica, content)] = after
+    else:
+        block_of(systems, replica, before).chained = after
 
 
 # ------------------------------------------------------------------------------------------ blocks
@@ -168,14 +178,6 @@ def _pass_id(config, systems, request, named):
         _begin_segment(config, systems, request, named)
 
 
-@inline
-def _name_next(config, systems, replica, request):
-    """The last block of a request is full: give it the request's next id."""
-    _name(config, systems, replica, request.own, request.next_id)
-    request.named += 1
-    _pass_id(config, systems, request, request.named)
-
-
 @inner
 def grow(config, systems, replica, request, tokens, known):
     """Blocks for the first ``tokens`` tokens of a request; those full of ``known`` ones get ids.
@@ -184,29 +186,46 @@ def grow(config, systems, replica, request, tokens, known):
     scheduled: the next request of the same iteration finds them. A token that the iteration under
     way is still to sample is not known.
     """
-    full = full_blocks(config, known)
-    if request.named < request.blocks and request.named < full:
-        _name_next(config, systems, replica, request)
-    need = blocks_of(config, tokens)
-    while request.blocks < need:
-        index = block_of(systems, replica, replica.capacity).after
+    full, need = full_blocks(config, known), blocks_of(config, tokens)
+    ring = block_of(systems, replica, replica.capacity)
+    index = ring.after
+    content = block_of(systems, replica, index).id
+    own, blocks, named = request.own, request.blocks, request.named
+    under = block_of(systems, replica, own).after if own >= 0 else -1
+    replica.free -= max(need - blocks, 0)
+    new = False
+    while True:
+        if named < min(blocks, full):
+            # Blocks are freed, and so evicted, after those behind them: behind an id that no block
+            # had, none has the ids that follow.
+            new = _name(config, systems, replica, own, request.next_id, new)
+            named += 1
+            _pass_id(config, systems, request, named)
+        if blocks >= need:
+            break
         block = block_of(systems, replica, index)
-        _unlink(systems, replica, block)
-        if block.id >= 0:
+        following = block.after
+        # The next block is read here so that its way from memory is no wait.
+        ahead = block_of(systems, replica, following).id
+        if content >= 0:
             _forget(config, systems, replica, index)
         block.references = 1
-        block.after = request.own
-        request.own = index
-        request.blocks += 1
-        if request.blocks <= full:
-            _name_next(config, systems, replica, request)
+        block.after, block.before = own, under
+        under, own = own, index
+        blocks += 1
+        index, content = following, ahead
+    request.own, request.blocks, request.named = own, blocks, named
+    ring.after = index
+    block_of(systems, replica, index).before = replica.capacity
 
 
 @inline
 def name_last(config, systems, replica, request):
     """The last token of a completed request is known: its last block may be full."""
     if request.named < full_blocks(config, request.prompt + request.output - 1):
-        _name_next(config, systems, replica, request)
+        _name(config, systems, replica, request.own, request.next_id, False)
+        request.named += 1
+        _pass_id(config, systems, request, request.named)
 
 
 @inline
@@ -300,10 +319,12 @@ def release_blocks(config, systems, replica, request):
     A block that was found cached is still the first of its id: nobody could take it since.
     """
     index = request.own
+    below = block_of(systems, replica, index).after if index >= 0 else -1
     while index >= 0:
-        below = block_of(systems, replica, index).after
+        # Two on, so that two blocks are on their way from memory.
+        further = block_of(systems, replica, index).before
         _release(systems, replica, index)
-        index = below
+        index, below = below, further
     segment = request.first_segment
     left = request.hits
     while left > 0 and systems.segments[segment, 1] < left:

@@ -149,10 +149,13 @@ BLOCK = record(
     ("id", "i4"),  # of the content, -1 for none
     ("references", "i4"),
     # Free: neighbours in the list of free blocks. In use: `after` is the block below it in
-    # the stack of the request that took it.
+    # the stack of the request that took it, `before` the one below that, -1 for none.
     ("before", "i4"),
     ("after", "i4"),
-    ("chained", "i4"),  # the next block of another id at the same place of the table
+    # The next block of another id at the same place of the table and the one before, -1 for none;
+    # -2 before a block that is not the first of its id, which no table leads to.
+    ("chained", "i4"),
+    ("chained_before", "i4"),
     # Ring of the blocks of one id, in the order in which they got it.
     ("twin_before", "i4"),
     ("twin_after", "i4"),

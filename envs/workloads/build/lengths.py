@@ -22,10 +22,10 @@ import numpy as np
 from scipy.stats import ks_2samp
 
 from servegym._command_line import run_main
-from servegym._files import csv_rows, json_rows, write_json
+from servegym._files import write_json
 from servegym.envs.workloads.build.options import fit_arguments
 from servegym.envs.workloads.lengths import KINDS, sample_lengths
-from servegym.envs.workloads.prefix_traces import read_tokens
+from servegym.envs.workloads.traces import read_requests
 
 TRACES: dict[str, tuple[str, dict[str, str]]] = {
     "azure": (
@@ -52,11 +52,6 @@ TRACES: dict[str, tuple[str, dict[str, str]]] = {
             "licence": "Apache-2.0",
         },
     ),
-}
-COLUMNS = {
-    "azure": ("ContextTokens", "GeneratedTokens"),
-    "mooncake": ("input_length", "output_length"),
-    "sharegpt": ("input_tokens", "output_tokens"),
 }
 STEPS = 20
 CAPS = {
@@ -99,20 +94,13 @@ def fit(lengths: np.ndarray, cap: int, steps: int = STEPS) -> dict[str, Any]:
     }
 
 
-def read_lengths(path: Path, name: str) -> dict[str, np.ndarray]:
+def read_lengths(path: Path) -> dict[str, np.ndarray]:
     """Prompt and output tokens of a trace, float64 (n,) each.
 
     Raises:
         MalformedFileError: A trace that cannot be used.
     """
-    rows = json_rows(path) if path.suffix == ".jsonl" else csv_rows(path, COLUMNS[name])
-    table = np.array(
-        [
-            [read_tokens(path, line, column, row, 0) for column in COLUMNS[name]]
-            for line, row in rows
-        ]
-    )
-    return dict(zip(KINDS, table.T, strict=True))
+    return read_requests(path, lambda _: dict.fromkeys(KINDS, "tokens")).columns
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -120,7 +108,7 @@ def main(argv: list[str] | None = None) -> None:
     paths, out = fit_arguments(__doc__, "lengths.json", [path for path, _ in TRACES.values()], argv)
     traces = {}
     for (name, (_, about)), path in zip(TRACES.items(), paths, strict=True):
-        lengths = read_lengths(path, name)
+        lengths = read_lengths(path)
         prompt, output = lengths.values()
         correlation = np.corrcoef(np.log(prompt), np.log(output))[0, 1]
         traces[name] = {

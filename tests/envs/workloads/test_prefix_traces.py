@@ -140,6 +140,45 @@ def test_a_malformed_mooncake_trace_is_refused(tmp_path, rows, line, field):
     assert (caught.value.line, caught.value.field) == (line, field)
 
 
+def test_the_turns_of_a_session_share_prompts_and_answers(tmp_path):
+    """B goes on from A; C begins as A does and is no turn of its session."""
+    rows = [
+        ("a", 0, 1024, 100, [1, 2]),
+        ("a", 9000, 512, 50, [3]),
+        ("b", 9500, 1500, 50, [1, 2, 4]),
+    ]
+    names = ("session_id", "timestamp", "input_length", "output_length", "hash_ids")
+    path = tmp_path / "trace.jsonl"
+    path.write_text("\n".join(json.dumps(dict(zip(names, row, strict=True))) for row in rows))
+    trace = load_prefix_trace(path)
+    assert trace.prompt_tokens.tolist() == [1024, 1636, 1500]
+    assert trace.stream_shared().tolist() == [0, 1124, 1024]
+    assert trace.after.tolist() == [-1, 0, 0]
+    assert trace.think_s.tolist() == [0, 9, 9.5]
+    assert trace.repeats_output.tolist() == [False, True, False]
+    path.write_text(path.read_text().replace("[3]", "[3, 5]"))
+    with pytest.raises(MalformedFileError, match=":2: field 'hash_ids': has 2 ids; .* 1 blocks"):
+        load_prefix_trace(path)
+
+
+def test_bailian_by_hand(tmp_path):
+    """Blocks of 16 tokens, seconds, and each request says which one it goes on from."""
+    names = ("chat_id", "parent_chat_id", "timestamp", "input_length", "output_length", "hash_ids")
+    rows = [
+        (7, -1, 61.25, 40, 8, [1, 2, 3]),
+        (8, 99, 62, 33, 0, [1, 2, 4]),
+        (9, 7, 63, 50, 1, [1, 2, 5, 6]),
+    ]
+    path = tmp_path / "trace.jsonl"
+    path.write_text("\n".join(json.dumps(dict(zip(names, row, strict=True))) for row in rows))
+    trace = load_prefix_trace(path)
+    assert trace.block_size == 16 and trace.common_tokens == 16
+    assert trace.time_s.tolist() == [0, 0.75, 1.75]
+    assert trace.shared_tokens.tolist() == [0, 32, 32]
+    assert trace.after.tolist() == [-1, -1, 0]
+    assert trace.session.tolist() == [0, 1, 0]
+
+
 def session(*requests, **head):
     names = ("t", "in", "out", "hash_ids", "think_time")
     rows = [r if isinstance(r, dict) else dict(zip(names, r, strict=False)) for r in requests]

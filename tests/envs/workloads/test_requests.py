@@ -1,7 +1,9 @@
+import json
+
 import numpy as np
 import pytest
 
-from servegym.envs.workloads import MalformedFileError, requests
+from servegym.envs.workloads import MalformedFileError
 from servegym.envs.workloads.requests import load_requests
 
 HEADER = "arrival_s,prompt_tokens,output_tokens_a,output_tokens_b,score_a,score_b\n"
@@ -27,6 +29,20 @@ def test_a_file_becomes_a_catalog_in_its_order(tmp_path):
     assert requests.catalog.models == ("b", "a")
     assert requests.catalog.output_tokens.tolist() == [[3, 3]]
     assert np.array_equal(requests.predicted_tokens, [[8, 7]])
+
+
+def test_json_lines_with_other_names_become_the_same_catalog(tmp_path):
+    table, lines = tmp_path / "requests.csv", tmp_path / "requests.jsonl"
+    table.write_text(HEADER + ROWS)
+    names = HEADER.strip().split(",")
+    names[:2] = "timestamp_ms", "input_tokens"
+    rows = [[float(cell) for cell in row.split(",")] for row in ROWS.split()]
+    rows = [[1000 * row[0], *row[1:]] for row in rows]
+    lines.write_text("".join(json.dumps(dict(zip(names, row, strict=True))) + "\n" for row in rows))
+    first, second = load_requests(table), load_requests(lines)
+    assert first.arrival_s.tolist() == second.arrival_s.tolist()
+    for name in ("models", "prompt_tokens", "output_tokens", "scores"):
+        assert np.array_equal(getattr(first.catalog, name), getattr(second.catalog, name))
 
 
 @pytest.mark.parametrize(
@@ -68,34 +84,3 @@ def test_a_bad_file_is_refused_by_line_and_field(tmp_path, old, new, line, field
     with pytest.raises(MalformedFileError) as error:
         load_requests(path)
     assert (error.value.line, error.value.field) == (line, field)
-
-
-def test_the_quick_reader_and_the_careful_one_agree(tmp_path):
-    """Quoted cells are read line by line, plain ones by numpy: the same columns."""
-    rng = np.random.default_rng(0)
-    times = np.cumsum(rng.exponential(1e-3, 200))
-    rows = [f"{t!r},{n},a{n},{n}.0" for t, n in zip(times.tolist(), range(1, 201), strict=True)]
-    fields = {"n": "tokens", "t": "time", "m": "tokens"}
-    plain, quoted = tmp_path / "plain.csv", tmp_path / "quoted.csv"
-    plain.write_text("t,n,id,m\r\n" + "\r\n".join(rows) + "\r\n\r\n", newline="")
-    quoted.write_text('"t",n,id,m\n' + "\n".join(rows))
-    assert requests._plain_columns(quoted, ["t", "n", "id", "m"], fields) is None
-    quick = requests._plain_columns(plain, ["t", "n", "id", "m"], fields)
-    careful = requests.read_columns(quoted, lambda _: fields)
-    assert list(quick) == list(careful) == ["n", "t", "m"]
-    for name, values in careful.items():
-        assert quick[name].dtype == values.dtype and (quick[name] == values).all()
-    assert quick["t"].tolist() == times.tolist()
-    for bad in (
-        "1.0,2",
-        "9,1,x,2,3",
-        "0.1,1,x,1",
-        "9,1.5,x,1",
-        "9,0,x,1",
-        "nan,1,x,1",
-        "inf,1,x,1",
-    ):
-        plain.write_text("t,n,id,m\n5.0,1,x,1\n" + bad + "\n")
-        assert requests._plain_columns(plain, ["t", "n", "id", "m"], fields) is None
-        with pytest.raises(MalformedFileError, match=r"plain\.csv:3"):
-            requests.read_columns(plain, lambda _: fields)

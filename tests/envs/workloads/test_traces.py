@@ -1,7 +1,12 @@
+import json
+
 import numpy as np
 import pytest
 
-from servegym.envs.workloads import MalformedFileError, load_trace
+from servegym.envs.workloads import MalformedFileError, load_trace, traces
+from servegym.envs.workloads.prefix_traces import load_prefix_trace
+from servegym.envs.workloads.requests import load_requests
+from servegym.envs.workloads.traces import read_requests
 
 BURST = "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
@@ -79,18 +84,22 @@ ROW = '{"timestamp": 1, "input_length": 4, "output_length": 5, "hash_ids": [1]}\
     ("text", "fmt", "where", "words"),
     [
         (BURST, None, "", "no requests"),
-        ("a,b\n1,2\n", None, ":1: field 'timestamp'", "name the time column"),
-        ("Time,Model\n1,x\n", "burstgpt", ":1: field 'Timestamp'", "is missing"),
+        ("a,b\n1,2\n", None, ":1: field 'arrival_s'", "name it one of arrival_s, timestamp"),
+        ("When,Model\n1,x\n", "burstgpt", ":1: field 'arrival_s'", "is missing"),
         (BURST + "5,m,1,1,2,L\nnan,m,1,1,2,L\n", None, ":3: field 'Timestamp'", "not finite"),
         (BURST + "-5,m,1,1,2,L\n", None, ":2: field 'Timestamp'", "negative"),
         (BURST + "5,m,1,1,2,L\n4,m,1,1,2,L\n", None, ":3: field 'Timestamp'", "earlier"),
         (BURST + "5,m,1\n", None, ":2", "has 3 values, the header 6"),
-        (ROW.replace(', "hash_ids": [1]', ""), None, ": field 'timestamp'", "pass fmt='mooncake'"),
+        (ROW.replace(', "hash_ids": [1]', ""), None, ": field 'timestamp'", "name it timestamp_ms"),
         (AZURE + "2023-11-16 18.17,1,2\n", None, ":2: field 'TIMESTAMP'", "not a time"),
         (AZURE + "5,1,2\n", None, ":2: field 'TIMESTAMP'", "is a number, where a date"),
         ("time\n1\n2024-01-01 00:00:02\n", None, ":3: field 'time'", "is a date, where a number"),
         ("time,Time\n1,2\n", None, ":1: field 'Time'", "is there as 'time', too"),
-        ("time,timestamp\n1,2\n", None, ":1: field 'timestamp'", "may be each of timestamp, time"),
+        ("time,timestamp\n1,2\n", None, ":1: field 'timestamp'", "is there as 'time', too"),
+        ("timestamp,input_length\n1,2\n", None, ": field 'timestamp'", "name it timestamp_ms"),
+        ('{"timestamp": 0, "messages": []}\n', None, ": field 'timestamp'", "name it timestamp_ms"),
+        ('[{"timestamp": 0}]\n', None, ":1", "is a JSON array; write one JSON object on each line"),
+        ("[\n {\n", None, ":1", "is a JSON array"),
         (BURST + "1_0,m,1,1,2,L\n", None, ":2: field 'Timestamp'", "not a time"),
         (ROW.replace("{", '{"timestamp": 0, '), None, ":1", "a key is there twice"),
         (AZURE + "2023-13-16 18:15:46,1,2\n", None, ":2: field 'TIMESTAMP'", "not a time"),
@@ -104,7 +113,12 @@ ROW = '{"timestamp": 1, "input_length": 4, "output_length": 5, "hash_ids": [1]}\
         ("timestamp\n1700000000000\n", None, ":2: field 'timestamp'", "not even since 1970"),
         ("timestamp_ms\n1700000000000000\n", None, ":2: field 'timestamp_ms'", "be milliseconds"),
         (BURST + "1700000000000,m,1,1,2,L\n", None, ":2: field 'Timestamp'", "cannot be seconds"),
-        (ROW + ROW.replace(": 1,", ": 1.25,"), None, ":2: field 'timestamp'", "or 'jsonl' for sec"),
+        (
+            ROW + ROW.replace(": 1,", ": 1.25,"),
+            None,
+            ":2: field 'timestamp'",
+            "name it timestamp_ms or timestamp_s",
+        ),
         ("version https://git-lfs.github.com/spec/v1\noid sha256:0\n", None, ":1", "git lfs pull"),
     ],
 )
@@ -116,6 +130,128 @@ def test_malformed_files_are_refused_with_place_and_field(tmp_path, text, fmt, w
     assert message.startswith(f"{path}{where}"), message
     assert words in message
     assert "; " in message  # what, then how to fix it
+
+
+FIELDS = {"arrival_s": "time", "prompt_tokens": "tokens", "output_tokens": "outputs"}
+
+
+def columns_of(path, kinds=FIELDS):
+    return [values.tolist() for values in read_requests(path, lambda _: kinds).columns.values()]
+
+
+ONE = {"prompt_tokens": 600, "output_tokens": 7, "hash_ids": [1, 2], "score_a": 0.5}
+NAMED = {  # a row of each format, and when it came
+    "own": ({"arrival_s": 1.5, **ONE}, 1.5),
+    "ms": ({"timestamp_ms": 1500, **ONE}, 1.5),
+    "mooncake": ({"timestamp": 1500, "input_length": 600, "output_length": 7, **ONE}, 1.5),
+    "measured": ({"sent_s": 1.5, "input_toks": 600, "output_toks": 7, **ONE}, 1.5),
+}
+for row, _ in list(NAMED.values())[2:]:
+    del row["prompt_tokens"], row["output_tokens"]
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_what_one_reader_takes_all_take(tmp_path, name):
+    row, at = NAMED[name]
+    path = write(tmp_path, json.dumps(row) + "\n" + json.dumps(row) + "\n", "rows.jsonl")
+    assert load_trace(path).timestamps_s.tolist() == [0, 0]
+    assert columns_of(path) == [[at, at], [600, 600], [7, 7]]
+    requests = load_requests(path)
+    assert requests.arrival_s.tolist() == [at, at]
+    assert requests.catalog.output_tokens.tolist() == [[7], [7]]
+    trace = load_prefix_trace(path)
+    assert trace.prompt_tokens.tolist() == [600, 600]
+    assert trace.shared_tokens.tolist() == [0, 600]
+    for field, read in (("hash_ids", load_prefix_trace), ("score_NAME", load_requests)):
+        less = {k: v for k, v in row.items() if k != field.replace("NAME", "a")}
+        less = {"timestamp_ms" if k == "timestamp" else k: v for k, v in less.items()}
+        with pytest.raises(MalformedFileError) as caught:
+            read(write(tmp_path, json.dumps(less) + "\n", "less.jsonl"))
+        assert caught.value.field == field
+
+
+def test_tables_as_published_are_requests(tmp_path):
+    azure = AZURE + "2023-11-16 23:59:59.9000000,472,18\n2023-11-17 00:00:00.15,10,0\n"
+    assert columns_of(write(tmp_path, azure)) == [[0, 0.25], [472, 10], [18, 1]]
+    burst = BURST + "5,ChatGPT,472,18,490,Log\n45,GPT-4,10,2,12,Log\n"
+    assert columns_of(write(tmp_path, burst)) == [[5, 45], [472, 10], [18, 2]]
+
+
+def test_the_first_name_wins(tmp_path):
+    text = "arrival_s,timestamp,prompt_tokens,input_length,output_tokens\n1,2,3,4,5\n"
+    assert columns_of(write(tmp_path, text)) == [[1], [3], [5]]
+    assert load_trace(write(tmp_path, text)).timestamps_s.tolist() == [0]
+
+
+def test_the_timestamps_of_aiperf_are_milliseconds(tmp_path):
+    rows = [{"timestamp": t, "text_input": "one two", "output_length": 4} for t in (0, 500)]
+    path = write(tmp_path, "".join(json.dumps(row) + "\n" for row in rows), "aiperf.jsonl")
+    assert load_trace(path).timestamps_s.tolist() == [0, 0.5]
+    with pytest.raises(MalformedFileError, match="field 'prompt_tokens': is missing"):
+        columns_of(path)
+
+
+TURNS = [
+    ("a", 0, 1024, 100),
+    (0, 1, 3, 0),
+    ("a", 9000, 512, 50),
+    (None, 9100, 5, 6),
+    (0, 9500, 2, 1),
+]
+
+
+def turns(rows, **more):
+    names = ("session_id", "timestamp", "input_length", "output_length")
+    each = [dict(zip(names, row, strict=True)) for row in rows]
+    return "".join(
+        json.dumps({k: v for k, v in row.items() if v is not None} | more) + "\n" for row in each
+    )
+
+
+def test_a_turn_comes_after_the_turns_before_it(tmp_path):
+    path = write(tmp_path, turns(TURNS, text_input=""), "turns.jsonl")
+    assert columns_of(path)[1] == [1024, 3, 1636, 5, 6]
+    table = "timestamp_s,session_id,input_length,output_length\n0,a,10,2\n1,,5,5\n2,a,3,1\n3,,1,1\n"
+    assert columns_of(write(tmp_path, table))[1] == [10, 5, 15, 1]
+
+
+@pytest.mark.parametrize(
+    ("rows", "kinds", "line", "field"),
+    [
+        ([([], 0, 1, 1)], FIELDS, 1, "session_id"),
+        ([("a", 0, 1, 1)], {"prompt_tokens": "tokens"}, 1, "session_id"),
+        ([("a", 0, 1 << 24, 1), ("a", 0, 1, 1)], FIELDS, 2, "input_length"),
+    ],
+)
+def test_turns_that_make_no_prompt_are_refused(tmp_path, rows, kinds, line, field):
+    path = write(tmp_path, turns(rows, hash_ids=[]), "turns.jsonl")
+    with pytest.raises(MalformedFileError) as caught:
+        columns_of(path, kinds)
+    assert (caught.value.line, caught.value.field) == (line, field)
+
+
+def test_the_quick_reader_and_the_careful_one_agree(tmp_path):
+    """Quoted cells are read line by line, plain ones by numpy: the same columns."""
+    rng = np.random.default_rng(0)
+    times = np.cumsum(rng.exponential(1e-3, 200))
+    rows = [f"{t!r},{n},a{n},{n - 1}.0" for t, n in zip(times.tolist(), range(1, 201), strict=True)]
+    fields = {"n": "tokens", "t": "time", "m": "outputs"}
+    plain, quoted = tmp_path / "plain.csv", tmp_path / "quoted.csv"
+    plain.write_text("t,n,id,m\r\n" + "\r\n".join(rows) + "\r\n\r\n", newline="")
+    quoted.write_text('"t",n,id,m\n' + "\n".join(rows))
+    assert traces._plain_columns(quoted, ["t", "n", "id", "m"], fields) is None
+    quick = traces._plain_columns(plain, ["t", "n", "id", "m"], fields)
+    careful = read_requests(quoted, lambda _: fields).columns
+    assert list(quick) == list(careful) == ["n", "t", "m"]
+    for name, values in careful.items():
+        assert quick[name].dtype == values.dtype and (quick[name] == values).all()
+    assert quick["t"].tolist() == times.tolist()
+    bad = ("1.0,2", "9,1,x,2,3", "0.1,1,x,1", "9,1.5,x,1", "9,0,x,1", "nan,1,x,1", "inf,1,x,1")
+    for row in bad:
+        plain.write_text("t,n,id,m\n5.0,1,x,1\n" + row + "\n")
+        assert traces._plain_columns(plain, ["t", "n", "id", "m"], fields) is None
+        with pytest.raises(MalformedFileError, match=r"plain\.csv:3"):
+            read_requests(plain, lambda _: fields)
 
 
 def test_epochs_and_units_that_are_told(tmp_path):
