@@ -251,7 +251,8 @@ class PredictPolicy(CallablePolicy):
         if action_mask is not None:
             known["action_masks"] = action_mask.astype(np.bool_)
         told = {name: value for name, value in known.items() if name in self._takes}
-        answer = self._fn(observation, **told)
+        predict: Any = self._fn
+        answer = predict(observation, **told)
         chosen, self._state = answer if isinstance(answer, tuple) else (answer, None)
         self._starts = np.zeros_like(self._starts)
         return self._checked(chosen, action_mask)

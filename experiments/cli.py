@@ -389,7 +389,8 @@ def render(
         from servegym.experiments.runs import read_args
 
         trained = read_args(run)
-        env_id, settings = trained["env_id"], trained["env_kwargs"] | settings
+        settings = trained["env_kwargs"] | settings
+        env_id = str(trained["env_id"])
 
     from servegym.experiments.render import render_episode
 

@@ -79,9 +79,9 @@ def state_of(part: Any) -> Any:
     if isinstance(part, np.random.Generator):
         return part.bit_generator.state
     if isinstance(part, gym.vector.VectorEnv):
-        native = isinstance(part.unwrapped, BatchVectorEnv)
-        rows = range(part.num_envs if native else 0)
-        return [vars(part.unwrapped.clone_state(row)) for row in rows]
+        envs: Any = part.unwrapped
+        rows = range(part.num_envs if isinstance(envs, BatchVectorEnv) else 0)
+        return [vars(envs.clone_state(row)) for row in rows]
     return vars(part)
 
 

@@ -30,7 +30,7 @@ from numba import njit
 from numba.core import cgutils, config, event, types
 from numba.core.caching import FunctionCache, IndexDataCacheFile
 from numba.core.registry import CPUDispatcher
-from numba.core.runtime import rtsys
+from numba.core.runtime.nrt import rtsys
 from numba.extending import intrinsic, register_jitable
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -202,8 +202,8 @@ def load_run(folder: str | os.PathLike[str]) -> MeasuredRun:
     return MeasuredRun(
         name=Path(*root.resolve().parts[-4:]).as_posix(),
         arrival_s=client - start,
-        prompt_tokens=rows["prompt_tokens"],
-        output_tokens=output,
+        prompt_tokens=rows["prompt_tokens"].astype(np.int64),
+        output_tokens=output.astype(np.int64),
         ttft_s=rows["first_token_ts"] - arrival,
         tpot_s=(rows["last_token_ts"] - rows["first_token_ts"]) / decoded,
         e2e_s=rows["last_token_ts"] - arrival,

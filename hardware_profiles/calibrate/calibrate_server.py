@@ -323,7 +323,7 @@ def corrected_law(profile: Profile, steps: Steps, prompts: float) -> dict[str, A
     number of sequences, at the mean context of the loads.
     """
     tables = profile.with_host({}).tables()._asdict()
-    law = {"kind": "tabulated"} | {key: np.array(tables[key]) for key in TABLE_AXES}
+    law: dict[str, Any] = {"kind": "tabulated"} | {key: np.array(tables[key]) for key in TABLE_AXES}
     extra = (MIXED_TABLE, MIXED_CHUNK, *LONGEST)
     law |= {key: np.array(profile.law[key]) for key in extra if key in profile.law}
     if profile.law["kind"] == "linear":
@@ -423,7 +423,7 @@ def calibrate_server(
                      + ("" if kept else ", which is no better: keep the composed one"))  # fmt: skip
     else:
         lines.append(f"fewer than {_LEAST_JUDGED} loads: too few to leave one out")
-    data = profile.to_dict() | {"name": name}
+    data: dict[str, Any] = profile.to_dict() | {"name": name}
     if kv_tokens:
         data["engine"] |= {"kv_capacity_tokens": kv_tokens}
     if not kept:

@@ -146,7 +146,7 @@ def _summaries(path: str | os.PathLike[str]) -> list[Load]:
         if row.get(f"ttft_{unit}"):
             ttft = scale * table.positive(line, row, f"ttft_{unit}", "a time")
         columns = (prompt, output, ttft, (output - 1) * tpot)
-        one = [np.array([value], float) for value in columns]
+        one: Any = [np.array([value], float) for value in columns]
         name = f"{clients} {'decodes' if many == 'batch' else 'clients'}, {prompt} tokens"
         loads.append(Load(name, *one, _NO_TIMES, (), clients, many == "batch"))
     return loads
@@ -173,8 +173,9 @@ def _vllm(path: str | os.PathLike[str], data: Mapping[str, Any]) -> Load:
     if "start_times" in data:
         start = top.array("start_times", shape, math.inf, "")
         times = [np.concatenate([[0.0], np.cumsum(gap)]) for gap in itls]
-        columns = (start, ttft, decode, prompt, output, times)
-        return _load(name, [tuple(column[i] for column in columns) for i in good], path)
+        columns: Any = (start, ttft, decode, prompt, output, times)
+        requests: Any = [tuple(column[i] for column in columns) for i in good]
+        return _load(name, requests, path)
     if data.get("max_concurrency") is None:
         reason = "missing, and so are 'start_times': nobody knows what was in flight"
         raise top.error("max_concurrency", f"{reason}; bench with --max-concurrency")

@@ -321,7 +321,7 @@ def _layer_steps(
         mixed = functional.linear(normed, w["qkv"]).view(tokens, -1, d)
         rotated, v = rotate(mixed[:, :rows], cosine, sine), mixed[:, rows:]
         q, k = rotated[:, : shape.heads], rotated[:, shape.heads :]
-        attend = functional.scaled_dot_product_attention
+        attend: Any = functional.scaled_dot_product_attention
         if chunk:
             q, k, v = (part.transpose(0, 1)[None] for part in (q, k, v))
             out = attend(q, k, v, is_causal=True, enable_gqa=group > 1)[0].transpose(0, 1)
