@@ -56,7 +56,8 @@ def render_episode(
     picture = out is not None and out.suffix.lower() == ".png"
     if steps is None:
         steps = report.pictured if picture else STEPS
-    resolved = resolve(policy or report.example_policy, problem_of(family.env_id, kwargs), family)
+    problem, view = problem_of(family.env_id, kwargs), family.view_of(env_id)
+    resolved = resolve(policy or report.example_policy, problem, family, view=view)
     envs = open_envs(family, resolved, 1, kwargs, "ansi" if out is None else "rgb_array")
     frames: list[Any] = []
     state: Any = None
