@@ -126,7 +126,10 @@ ruff: $(BIN)/.installed
 	$(BIN)/ruff check $(ROOT)
 	$(BIN)/ruff format --check $(ROOT)
 
+# From an empty folder: below its project's root pyright looks into no folder whose name begins with a
+# dot, as that of the environment does.
 pyright: install
+	away=$$(mktemp -d) && trap 'rm -rf "$$away"' EXIT && cp pyproject.toml "$$away" && cd "$$away" && \
 	$(BIN)/pyright --pythonpath $(BIN)/python \
 	  "$$(cd / && $(BIN)/python -c 'import importlib.util as u; print(*u.find_spec("servegym").submodule_search_locations)')"
 

@@ -145,10 +145,10 @@ def _summaries(path: str | os.PathLike[str]) -> list[Load]:
         ttft = math.nan
         if row.get(f"ttft_{unit}"):
             ttft = scale * table.positive(line, row, f"ttft_{unit}", "a time")
-        columns = (prompt, output, ttft, (output - 1) * tpot)
-        one: Any = [np.array([value], float) for value in columns]
+        lengths = np.array([prompt], float), np.array([output], float)
+        seconds = np.array([ttft]), np.array([(output - 1) * tpot])
         name = f"{clients} {'decodes' if many == 'batch' else 'clients'}, {prompt} tokens"
-        loads.append(Load(name, *one, _NO_TIMES, (), clients, many == "batch"))
+        loads.append(Load(name, *lengths, *seconds, _NO_TIMES, (), clients, many == "batch"))
     return loads
 
 
