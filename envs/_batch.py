@@ -261,7 +261,10 @@ class BatchEnv(gym.Env):
         if terminated:
             self._finished = True
             info["episode_kpis"] = self.batch.kpis(0)
-        return self._observation(), sum(parts), terminated, False, info
+        reward = 0.0
+        for part in parts:  # in turn, as the vector environment; Python 3.12's sum of floats is not
+            reward += part
+        return self._observation(), reward, terminated, False, info
 
     def _mask_info(self) -> dict[str, Any]:
         return {"action_mask": self._mask.copy()} if self._mask.size else {}

@@ -222,7 +222,7 @@ def _start_law(path: Path, name: str, rows: list[tuple[bool, int, list[float]]])
             f"and {len(left_out)} left out; at least 30 and 10 are required"
         )
     centre, sigma = float(np.log(fitted).mean()), float(np.log(fitted).std())
-    distance = float(kstest(np.log(left_out), "norm", args=(centre, sigma)).statistic)
+    distance = float(kstest((np.log(left_out) - centre) / sigma, "norm").statistic)
     if distance > 0.3:
         raise ValueError(
             f"{path}: {name}: the lognormal law is {distance:.2f} away from the days "
