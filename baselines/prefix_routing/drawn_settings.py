@@ -112,15 +112,18 @@ def problem_of(setting: Setting, **arguments: Any) -> Problem:
     return _problem(json.dumps({**setting, **arguments}, sort_keys=True))
 
 
-def begin_alike(batch: PrefixBatch, random: np.random.Generator) -> None:
-    """Start the same drawn episode, warmed up, in all rows."""
+def begin_alike(batch: PrefixBatch, *randoms: np.random.Generator) -> None:
+    """Start drawn episodes, warmed up, each in as many rows: of two, in a half and in the other."""
+    rows = batch.num_rows // len(randoms)
     first = np.zeros(batch.num_rows, np.int8)
-    first[0] = 1
-    batch.draw(0, random)
+    first[::rows] = 1
+    for k, random in enumerate(randoms):
+        batch.draw(k * rows, random)
     batch.begin(first)
-    state = batch.clone(0)
-    for row in range(1, batch.num_rows):
-        batch.restore(row, state)
+    for k in range(len(randoms)):
+        state = batch.clone(k * rows)
+        for row in range(k * rows + 1, (k + 1) * rows):
+            batch.restore(row, state)
 
 
 def attainment(batch: PrefixBatch, decide: Decide) -> NDArray[np.float64]:

@@ -1,12 +1,12 @@
-"""Rules of gateways, each with its published constants: AIBrix, production-stack, Ray, SGLang.
+"""Rules of gateways that have no file of numbers here: production-stack, Ray, LMetric, AIBrix.
 
-Those of llm-d and Dynamo are in files of their own; production-stack's session rule is
-`simple.SessionHash`.
+The others are in `plugins`; production-stack's session rule is `simple.SessionHash`.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,48 +16,45 @@ from servegym.baselines.prefix_routing.simple import SessionHash
 from servegym.baselines.prefix_routing.view import Rule, View, best_match, least
 
 
-class Aibrix(Rule):
-    """AIBrix's ``prefix-cache``: the best match whose load is not far above the mean.
+class AibrixLoadBalance(Rule):
+    """AIBrix's ``load-balance``: least requests in flight over requests/s that ended lately.
 
-    With the load in requests in flight: if max > ``factor`` * (mean + 1) and max - min >=
-    ``min_gap``, only the least loaded replicas may match. Replicas with a match are taken by
-    falling match, in whole percent, then by rising load, then at random; the first whose load is at
-    most mean + ``sigma`` * standard deviation (of the sample, over all replicas) is chosen. Without
-    one, the least load of all, random ties.
+    A replica of which none ended in the last ``window_s`` counts as one a second. Random ties.
 
-    Project vllm-project/aibrix, ``pkg/plugins/gateway/algorithms/prefix_cache.go`` @01de8a5 (factor
-    2, gap 8, 1 sigma) and ``util.go`` @2ed45e4. Versions before have no factor and ask for a gap of
-    more than 8; the Helm chart and the documentation set 16 and 2 sigma, `documented`.
+    Project vllm-project/aibrix, ``pkg/plugins/gateway/algorithms/load_balance.go`` @01de8a5 (#2365,
+    June 2026). Later versions divide by output tokens/s and weigh the KV memory.
     """
 
-    name = "aibrix"
+    name = "aibrix_load_balance"
+    learns = True
 
-    def __init__(self, factor: float = 2.0, min_gap: float = 8.0, sigma: float = 1.0) -> None:
-        self.factor = real("factor", factor, 0.0)
-        self.min_gap = real("min_gap", min_gap, 0.0)
-        self.sigma = real("sigma", sigma, 0.0)
+    def __init__(self, window_s: float = 60.0) -> None:
+        self.window_s = real("window_s", window_s, 0.0, open_low=True)
+        self.reset()
 
-    @classmethod
-    def documented(cls) -> Aibrix:
-        """The rule with the constants of the Helm chart: a gap of more than 16, 2 sigma."""
-        return cls(0.0, 17.0, 2.0)
+    def reset(self) -> None:
+        """See `Rule.reset`."""
+        self._chosen: list[int] = []
+        self._ended: list[int] = []
+        self._recent: deque[tuple[float, int]] = deque()
+
+    def outcome(self, decision: int, ttft_s: float, tpot_s: float) -> None:
+        """See `Rule.outcome`."""
+        self._ended.append(self._chosen[decision])
+
+    def choose(self, view: View) -> int:
+        """See `Rule.choose`."""
+        self._chosen.append(super().choose(view))
+        return self._chosen[-1]
 
     def choose_of(self, view: View, replicas: NDArray[np.intp]) -> int:
         """See `Rule.choose_of`."""
-        load = np.asarray(view.in_flight, dtype=np.float64)[replicas]
-        low, high, mean = load.min(), load.max(), load.mean()
-        entry = view.index_block or view.block_size
-        entries = view.match_tokens[replicas] // entry
-        percent = 100 * entries // max(view.prompt_tokens // entry, 1)
-        matched = entries > 0
-        if high > self.factor * (mean + 1.0) and high - low >= self.min_gap:
-            matched &= load == low
-        spread = load.std(ddof=1) if len(load) > 1 else 0.0
-        fit = np.flatnonzero(matched & (load <= mean + self.sigma * spread))
-        if len(fit) == 0:
-            return least(view.in_flight, replicas, view.rng)
-        chance = view.rng.random(len(fit))
-        return int(replicas[fit[np.lexsort((chance, load[fit], -percent[fit]))[0]]])
+        self._recent.extend((view.now_s, replica) for replica in self._ended)
+        self._ended.clear()
+        while self._recent and self._recent[0][0] < view.now_s - self.window_s:
+            self._recent.popleft()
+        drain = np.bincount([n for _, n in self._recent], minlength=len(view.up)) / self.window_s
+        return least(view.in_flight / np.where(drain > 0.0, drain, 1.0), replicas, view.rng)
 
 
 class ProductionStackPrefix(Rule):
@@ -143,46 +140,6 @@ class RayPrefixAware(Rule):
                 tree = view.index_tokens[replicas]
                 best = replicas[tree == tree.min()]
         return least(view.in_flight, best, view.rng)
-
-
-class SglangCacheAware(Rule):
-    """SGLang's ``cache_aware``: the best match, unless the load is out of balance.
-
-    With the load in requests in flight: if max - min > ``balance_abs`` and max > ``balance_rel`` x
-    min, the least load; else if m / L > ``cache_threshold``, the best match; else the least load.
-    Ties to the lowest index.
-
-    Project sgl-project/sglang, ``sgl-model-gateway/src/policies/cache_aware.rs`` @053b63f. The
-    defaults are those of the Rust configuration; `python_cli` has those of the Python launcher. The
-    original matches characters in one radix tree, of which it evicts every 30 s (60 s) down to
-    10,000 (2^26) characters; here all rules share the index of the environment. Older versions
-    fall back to the replica with the smallest tree.
-    """
-
-    name = "sglang_cache_aware"
-
-    def __init__(
-        self, cache_threshold: float = 0.5, balance_abs: float = 32.0, balance_rel: float = 1.1
-    ) -> None:
-        self.cache_threshold = real("cache_threshold", cache_threshold, 0.0, 1.0)
-        self.balance_abs = real("balance_abs", balance_abs, 0.0)
-        self.balance_rel = real("balance_rel", balance_rel, 0.0)
-
-    @classmethod
-    def python_cli(cls) -> SglangCacheAware:
-        """The rule with the defaults of ``python -m sglang_router.launch_router``."""
-        return cls(0.3, 64.0, 1.5)
-
-    def choose_of(self, view: View, replicas: NDArray[np.intp]) -> int:
-        """See `Rule.choose_of`."""
-        load = view.in_flight[replicas]
-        low, high = load.min(), load.max()
-        unbalanced = high - low > self.balance_abs and high > self.balance_rel * low
-        if not unbalanced:
-            best = best_match(view, replicas)[0]
-            if view.match_tokens[best] > self.cache_threshold * view.prompt_tokens:
-                return int(best)
-        return least(view.in_flight, replicas)
 
 
 class LMetric(Rule):

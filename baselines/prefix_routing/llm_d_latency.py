@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from servegym._checks import real, whole
 from servegym._command_line import install_line
-from servegym.baselines.prefix_routing.llm_d import sticky
+from servegym.baselines.prefix_routing.plugins import sticky
 from servegym.baselines.prefix_routing.view import Rule, View
 
 Floats = NDArray[np.float64]
@@ -205,15 +205,14 @@ class LlmdPredicted(Rule):
         self, view: View, replicas: NDArray[np.intp], ttft_s: Floats, tpot_s: Floats
     ) -> tuple[NDArray[np.intp], Floats]:
         """The replicas that pass the filters (K,) and their scores (K,), by predictions (N,)."""
-        gate = {"max_penalty_s": self.max_penalty_s, "exploration": 0.0}
-        passing = sticky(view, replicas, ttft_s, threshold=self.strict, **gate)
+        passing = self._sticky(view, replicas, ttft_s, self.strict)
         # Without an objective it counts as 0.
         ttft = (view.ttft_slo_s if np.isfinite(view.ttft_slo_s) else 0.0) - ttft_s
         tpot = (view.tpot_slo_s if np.isfinite(view.tpot_slo_s) else 0.0) - tpot_s
         good = (ttft[passing] >= 0.0) & (tpot[passing] >= 0.0)
         if len(passing) > 1 and good.any() and not good.all():
             passing = passing[~good if view.rng.random() < self.explore else good]
-        passing = sticky(view, passing, ttft_s, threshold=self.loose, **gate)
+        passing = self._sticky(view, passing, ttft_s, self.loose)
         late, slow = ttft[passing] < 0.0, tpot[passing] < 0.0
         idle = np.asarray(view.in_flight)[passing] == 0
         scores = np.zeros(len(passing))
@@ -222,6 +221,14 @@ class LlmdPredicted(Rule):
                 scores[members] = self._bucket(ttft[passing][members], tpot[passing][members])
                 break
         return passing, scores
+
+    def _sticky(
+        self, view: View, replicas: NDArray[np.intp], ttft_s: Floats, threshold: float
+    ) -> NDArray[np.intp]:
+        keep = np.zeros(len(ttft_s), np.bool_)
+        keep[replicas] = True
+        limits = {"threshold": threshold, "max_penalty_s": self.max_penalty_s}
+        return np.flatnonzero(sticky(view, keep, ttft_s, **limits))
 
     def _bucket(self, ttft: Floats, tpot: Floats) -> Floats:
         """Scores in hundredths, 1 to 101, of headrooms of one class."""

@@ -63,7 +63,51 @@ def view_of(
         tpot_s=of("tpot_s") if of("tpot_s").any() else None,
         ttft_slo_s=float(request[_OF_REQUEST["ttft_slo_s"]]),
         tpot_slo_s=float(request[_OF_REQUEST["tpot_slo_s"]]),
+        cards=system.cards,
     )
+
+
+class BatchView:
+    """Of all rows of an observation what the functions of `plugins` read of a `View`.
+
+    Arrays are (B, N) and numbers (B, 1), made when they are asked for.
+
+    Args:
+        observation: Dict observation of the environment, with a leading axis of B.
+        mask: int8 (B, A).
+        system: The system.
+        rng: Source of chance: ``random(shape)``.
+    """
+
+    def __init__(
+        self, observation: Observation, mask: NDArray[Any], system: PrefixSystem, rng: Any
+    ) -> None:
+        self._replicas, self._request = observation["replicas"], observation["request"]
+        self.block_size, self.index_block = system.block_size, system.index_block
+        self.cards, self.rng = system.cards, rng
+        self.up = np.asarray(mask)[:, : system.num_replicas] == 1
+
+    def __getattr__(self, name: str) -> NDArray[np.float64]:
+        if name in _OF_REQUEST:
+            value = self._request[:, _OF_REQUEST[name], None].astype(np.float64)
+        elif name in _COLUMN:
+            value = self._replicas[:, :, _COLUMN[name]].astype(np.float64)
+        else:
+            raise AttributeError(name)
+        setattr(self, name, value)  # asked for again, it is there
+        return value
+
+    @property
+    def kv(self) -> NDArray[np.float64]:
+        """See `View`."""
+        return self.kv_usage
+
+    @property
+    def last_replica(self) -> NDArray[np.int64]:
+        """See `View`."""
+        return np.where(self.session_replica.any(-1), self.session_replica.argmax(-1), -1)[:, None]
+
+    match_share, new_tokens = View.match_share, View.new_tokens
 
 
 class RulePolicy(BasePolicy):

@@ -8,11 +8,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from servegym._checks import whole
-from servegym.baselines.prefix_routing.dynamo import DynamoRows
+from servegym.baselines.prefix_routing.plugins import GatewayPolicy
 from servegym.baselines.prefix_routing.system import PrefixSystem
 from servegym.baselines.protocol import BasePolicy, Observation
 
-CONSTANTS = (5.4, 2.6, 0.2)
+CONSTANTS = {
+    "prefill_load_scale": 5.4,
+    "overlap_score_credit": 2.6,
+    "decode_active_request_weight": 0.2,
+}
 """Of Dynamo's cost: the best single set of ``experiments/results/prefix/tuned_rules``."""
 
 
@@ -41,7 +45,8 @@ class Rollout(BasePolicy):
     def __init__(self, system: PrefixSystem, horizon: int = 60) -> None:
         super().__init__(system)
         self.horizon = whole("horizon", horizon, 1, 1 << 20)
-        self._rule = DynamoRows(np.array([CONSTANTS]), system.block_size)
+        self._rule = GatewayPolicy(system, "dynamo", CONSTANTS)
+        self._rule.reset(1, 0)
         self._env: Any = None
         self._scratch: Any = None
 
@@ -72,7 +77,9 @@ class Rollout(BasePolicy):
             raise ValueError("rollout needs bind(env) before act")
         if batch != self._env.num_envs:
             raise ValueError(f"rollout is bound to {self._env.num_envs} systems, got {batch} rows")
-        usual = self._rule(observation, action_mask)
+        if self._rule.num_envs < max(batch, actions):
+            self._rule.reset(max(batch, actions), 0)  # a source of chance for each row
+        usual = self._rule.act(observation, action_mask)
         if self._scratch is None or self._scratch.num_rows != actions:
             self._scratch = PrefixBatch(self._env.problem, actions)
         chosen = np.zeros(batch, np.int64)
@@ -99,5 +106,5 @@ class Rollout(BasePolicy):
             live &= (scratch.out[:, 1] == 0.0).astype(np.int8)
             if not live.any():
                 break
-            choice = self._rule(scratch.observation, scratch.action_mask)
+            choice = self._rule.act(scratch.observation, scratch.action_mask)
         return np.where(tried, met, -np.inf)

@@ -28,6 +28,7 @@ class PrefixSystem(SystemDescription):
             profile: ``max_num_seqs`` requests that fill the smallest KV memory.
         kv_tokens: (N,) tokens of the KV memories.
         max_num_seqs: Requests that a replica runs, at most.
+        cards: (N,) names of the replicas' hardware profiles.
     """
 
     family = "prefix_routing"
@@ -40,6 +41,7 @@ class PrefixSystem(SystemDescription):
     decode_speed: NDArray[np.float64]
     kv_tokens: NDArray[np.int64]
     max_num_seqs: int
+    cards: tuple[str, ...] = ()
 
     @classmethod
     def from_problem(cls, problem: Problem) -> PrefixSystem:
@@ -60,4 +62,5 @@ class PrefixSystem(SystemDescription):
             decode_speed=running / np.array(full),
             kv_tokens=kv_tokens,
             max_num_seqs=running,
+            cards=tuple(profile.name for profile in problem.profiles),
         )

@@ -48,6 +48,7 @@ class View:
         tpot_s: (N,) measured seconds per output token, or None before any.
         ttft_slo_s: Time to first token that the request must keep.
         tpot_slo_s: Seconds per output token that the request must keep.
+        cards: (N,) names of the replicas' profiles, where they are known.
     """
 
     prompt_tokens: int
@@ -76,14 +77,12 @@ class View:
     tpot_s: Numbers | None = None
     ttft_slo_s: float = np.inf
     tpot_slo_s: float = np.inf
+    cards: tuple[str, ...] = ()
 
     def match_share(self) -> NDArray[np.float64]:
         """Matched entries of the index over the prompt's full entries (N,); 0 if it has none."""
         entry = self.index_block or self.block_size
-        total = self.prompt_tokens // entry
-        if total == 0:
-            return np.zeros(len(self.up))
-        return (self.match_tokens // entry) / total
+        return (self.match_tokens // entry) / np.maximum(self.prompt_tokens // entry, 1)
 
     def new_tokens(self) -> NDArray[Any]:
         """Prompt tokens that the index has not for the replica (N,), L - m."""

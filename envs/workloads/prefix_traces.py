@@ -6,9 +6,9 @@ them: a tree of prefixes that holds for blocks of any size. Two kinds of files a
 ========= =======================================================================================
 files     content
 ========= =======================================================================================
-requests  those of `traces` with ``hash_ids``: a chain of ids of blocks of 512 tokens, in Bailian's
+requests  those of `traces`; ``hash_ids`` are a chain of ids of blocks of 512 tokens, in Bailian's
           format of 16, the last one covering what is left of the prompt; of a later turn of a
-          session they cover its ``input_length``
+          session they cover its ``input_length``. Without them only a session's turns share
 kvcache   JSON files of kv-cache-tester, one a session: ``block_size``, ``tool_tokens``,
           ``system_tokens``, ``requests`` of ``t`` (s), ``in``, ``out``, ``hash_ids`` (full blocks)
           and perhaps ``think_time``; an entry of type ``subagent`` has ``requests`` of its own,
@@ -18,6 +18,7 @@ kvcache   JSON files of kv-cache-tester, one a session: ``block_size``, ``tool_t
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -256,18 +257,25 @@ def _read_requests(path: Path) -> PrefixTrace:
     def kinds(names: Sequence[str]) -> Kinds:
         wanted = {"arrival_s": "time", "prompt_tokens": "tokens", "output_tokens": "outputs"}
         parents = ("chat_id", "parent_chat_id") if "parent_chat_id" in names else ()
-        return wanted | dict.fromkeys(("hash_ids", *parents), "any")
+        ids = ("hash_ids",) if parents or "hash_ids" in names else ()
+        return wanted | dict.fromkeys((*ids, *parents), "any")
 
     file = read_requests(path, kinds, from_first=True)
-    time_s, prompt, output, hash_ids = (file.columns.pop(name) for name in list(file.columns)[:4])
+    time_s, prompt, output = (file.columns.pop(name) for name in list(file.columns)[:3])
+    given = file.columns.pop("hash_ids", None)
     size = BLOCKS.get(file.fmt, MOONCAKE_BLOCK)
     chains = _Chains(size)
     rows: list[tuple[int, int, bool, int]] = []
     first: set[int] = set()
-    requests = zip(file.lines, prompt.tolist(), output.tolist(), hash_ids, file.before, strict=True)
-    for line, tokens, answer, value, turn_before in requests:
+    fresh = itertools.count()  # ids of blocks that nobody shares
+    requests = zip(file.lines, prompt.tolist(), output.tolist(), file.before, strict=True)
+    for j, (line, tokens, answer, turn_before) in enumerate(requests):
         old = int(prompt[turn_before] + output[turn_before]) if turn_before >= 0 else 0
-        ids = _ids(path, line, value, -(-(tokens - old) // size))
+        blocks = -(-(tokens - old) // size)
+        if given is None:
+            ids = list(itertools.islice(fresh, blocks))
+        else:
+            ids = _ids(path, line, given[j], blocks)
         try:
             rows.append(chains.add(ids, tokens, answer, turn_before))
         except LookupError as error:

@@ -35,7 +35,7 @@ class EvaluatedPolicy(BasePolicy):
     def __init__(self, policy: Policy, name: str, source: str = PACKAGE) -> None:
         self.policy, self.name, self.source = policy, name, source
         self.clairvoyant, self.needs_env = bool(policy.clairvoyant), bool(policy.needs_env)
-        self.env_view, self.observation_shapes = policy.env_view, policy.observation_shapes
+        self.env_view, self.observation_shapes = policy.env_view, dict(policy.observation_shapes)
         self.env_kwargs: Mapping[str, Any] = copy.deepcopy(dict(policy.env_kwargs))
         self.needs_outcomes = bool(getattr(policy, "needs_outcomes", False))
 

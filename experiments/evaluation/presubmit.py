@@ -1,5 +1,10 @@
 """A prefix-aware router's pull request against published rules, in minutes and without a GPU.
 
+``servegym presubmit old.yaml new.yaml --trace requests.jsonl --cards h100,l40s --model NAME`` says
+of a gateway's new file whether it is better than the old one, not worse, or worse, on the fleet and
+the trace that are given, below, at and above the knee (`targets.knee`). Better is what is worse at
+no rate and above the old one at one at least, with its interval.
+
 ``servegym presubmit my_policy.py --scenario gie-709`` plays a policy of
 ``servegym/PrefixRouting-v1`` and the baselines of published gateways on the same episodes at
 several rates. ``gie-709`` is the simulation that issue 709 of the Gateway API inference extension
@@ -35,7 +40,9 @@ from numpy.typing import NDArray
 
 from servegym._checks import choose, real, whole
 from servegym._command_line import run_main
+from servegym.agents.lib.parallel import SERIAL, Executor, Workers
 from servegym.baselines.policy_file import PolicyError
+from servegym.baselines.prefix_routing.gateway_files import SUFFIXES, read_gateway_file
 from servegym.baselines.protocol import Policy
 from servegym.envs.families import FAMILIES, Family, family_of
 from servegym.envs.prefix_routing.scenarios import SCENARIOS
@@ -45,6 +52,14 @@ from servegym.experiments.evaluation.output import check_writable, print_table, 
 from servegym.experiments.evaluation.play import EvaluatedPolicy, open_envs, play, problem_of
 from servegym.experiments.evaluation.resolve import resolve
 from servegym.experiments.evaluation.stats import ENOUGH, noninferiority
+from servegym.experiments.evaluation.targets import (
+    LOADS,
+    GatewayTarget,
+    Player,
+    add_fleet_options,
+    fleet_arguments,
+    knee,
+)
 
 ENV_ID = "servegym/PrefixRouting-v1"
 GIE = "gie-709"
@@ -111,10 +126,14 @@ def time_per_token(log: NDArray[Any]) -> float:
 
 
 def episodes_of(
-    policies: Sequence[str | Policy], arguments: Mapping[str, Any], first: int, episodes: int
+    policies: Sequence[str | Policy],
+    arguments: Mapping[str, Any],
+    first: int,
+    episodes: int,
+    executor: Executor = SERIAL,
 ) -> list[Played]:
     """Play each policy on the episodes from seed ``first`` on."""
-    rows = evaluate(ENV_ID, policies, episodes, first, arguments)
+    rows = evaluate(ENV_ID, policies, episodes, first, arguments, executor=executor)
     played = []
     for name, logs in rows.logs.items():
         numbers = [
@@ -159,11 +178,13 @@ def presubmit(
     policy: str,
     scenario: str = GIE,
     *,
+    fleet: Mapping[str, Any] | None = None,
     rates: Sequence[float] | None = None,
     against: Sequence[str] = AGAINST,
     seed: int | None = None,
     rules: Rules | None = None,
     time_limit_s: float = TIME_LIMIT_S,
+    executor: Executor = SERIAL,
     echo: Callable[[str], object] = lambda line: None,
 ) -> list[Row]:
     """Play a policy and baselines on the same episodes.
@@ -172,11 +193,13 @@ def presubmit(
         policy: What `servegym.experiments.evaluation.evaluate.evaluate` takes; a file runs in a
             process of its own.
         scenario: One of `RATES`.
+        fleet: Arguments of the environment in place of the scenario's, with ``rates``.
         rates: Requests/s; None: those of the scenario.
         against: Baselines.
         seed: Seed that those of every rate are derived from; None: one that nobody knew before.
         rules: How long is played, and what passes.
         time_limit_s: Seconds that one answer of the policy may take.
+        executor: Where policies play.
         echo: Prints a line of progress.
 
     Returns:
@@ -198,8 +221,10 @@ def presubmit(
     deadline = time.monotonic() + rules.total_time_s
     rows: list[Row] = []
     for rate in chosen:
-        requests = REQUESTS.get(scenario, 1000)
-        arguments = {"scenario": scenario, "rate": rate, "episode_requests": requests}
+        arguments: dict[str, Any] = {"rate": rate, "episode_requests": 1000, **(fleet or {})}
+        if fleet is None:
+            requests = REQUESTS.get(scenario, 1000)
+            arguments |= {"scenario": scenario, "episode_requests": requests}
         first = derived_seed(root, scenario, f"{rate:g}")
         at_rate: list[Row] = []
         try:
@@ -208,7 +233,7 @@ def presubmit(
             count, more = 0, rules.episodes
             while not at_rate or (more > 0 and time.monotonic() < deadline):
                 echo(f"{rate:g} requests/s: episodes {count + 1} to {count + more}")
-                new = episodes_of([resolved, *against], arguments, first + count, more)
+                new = episodes_of([resolved, *against], arguments, first + count, more, executor)
                 played = [
                     Played(*map(np.append, old, further))
                     for old, further in zip(played, new, strict=True)
@@ -225,7 +250,7 @@ def presubmit(
         except PolicyError:
             _refuse_others(policy, time_limit_s)
             raise
-        full = KV_RATES[100] if scenario == GIE else math.inf
+        full = KV_RATES[100] if scenario == GIE and fleet is None else math.inf
         for row in at_rate:
             row["remark"] = FULL if rate >= full and row["gain_low"] > rules.margin else ""
             if played[0].decision_s.size:
@@ -262,8 +287,35 @@ def _gain(row: Row) -> str:
     return f"{row['gain']:+.3f} [{row['gain_low']:+.3f}, {row['gain_high']:+.3f}]"
 
 
+def _answer(rows: Sequence[Row]) -> str:
+    """What the rows against one file say of another."""
+    verdicts = {row["verdict"] for row in rows}
+    if verdicts != {"passed"}:
+        return "worse than" if "failed" in verdicts else "not told from"
+    return "better than" if any(row["gain_low"] > 0.0 for row in rows) else "not worse than"
+
+
+def _rates_of(files: Sequence[str], fleet: Mapping[str, Any], workers: Workers) -> list[float]:
+    """Rates below, at and above the knee of a fleet for gateways' files.
+
+    Raises:
+        ValueError: If there is no such file.
+    """
+    targets = [GatewayTarget(read_gateway_file(file), fleet) for file in files]
+    if not targets:
+        raise ValueError("--rates: give requests/s; the knee is found for gateways' files only")
+    player = Player(workers, workers.workers)
+    at = knee(targets, player, float(np.mean(fleet.get("rate", 20.0))))
+    print(f"knee: {at:g} requests/s", file=sys.stderr, flush=True)
+    return [float(f"{at * load:.3g}") for load in LOADS]
+
+
 def _print(policy: str, scenario: str, rows: Sequence[Row]) -> None:
-    kv = {rate: f" ({share} % KV)" for share, rate in KV_RATES.items()} if scenario == GIE else {}
+    kv = (
+        {rate: f" ({share} % KV)" for share, rate in KV_RATES.items()}
+        if scenario.endswith(GIE)
+        else {}
+    )
     cells = []
     for row in rows:
         latency, ratio = row["time_per_token_s"], "too little completed"
@@ -280,7 +332,7 @@ def _print(policy: str, scenario: str, rows: Sequence[Row]) -> None:
         slowest = 1e3 * max(row["slowest_decision_s"] for row in timed)
         notes.append(f"A decision took {mean:.2f} ms, the slowest {slowest:.1f} ms.")
     heads = ["requests/s", "against", "attainment", "gain", "ms/token", "its ratio", "n", "verdict"]
-    print_table(f"{policy}, scenario {scenario}", heads, cells, notes, left=2)
+    print_table(f"{policy}, {scenario}", heads, cells, notes, left=2)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -291,14 +343,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         epilog="Exit status 0: passed, 1: worse than a baseline at some rate, 2: bad input, 3: not "
         "told after --max-episodes or --total-time, 4: the policy failed to run.",
     )
+    text = f"a policy of {ENV_ID}: a gateway's file, a .py or SB3 .zip file, a checkpoint, a name"
+    parser.add_argument("policy", nargs="+", help=f"{text}; two: the old one and the new one")
+    parser.add_argument("--scenario", help=f"{', '.join(RATES)} ({GIE}); or a fleet and its load:")
+    add_fleet_options(parser)
     parser.add_argument(
-        "policy", help=f"a policy of {ENV_ID}: its .py or SB3 .zip file, a checkpoint or a name"
+        "--rates",
+        type=float,
+        nargs="+",
+        help="requests/s (the scenario's, or .9, 1, 1.1 and 1.25 of the knee)",
     )
-    parser.add_argument("--scenario", default=GIE, help=f"{', '.join(RATES)} ({GIE})")
-    parser.add_argument("--rates", type=float, nargs="+", help="requests/s (the scenario's)")
-    parser.add_argument(
-        "--against", nargs="+", default=list(AGAINST), help=f"baselines ({' '.join(AGAINST)})"
-    )
+    parser.add_argument("--against", nargs="+", help=f"baselines ({' '.join(AGAINST)})")
     parser.add_argument(
         "--seed", type=int, help="that all episodes are drawn from (one that nobody knew before)"
     )
@@ -309,41 +364,62 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.add_argument(flag, dest=name, type=type(default), default=default, help=text)
     text = f"seconds that one answer of the policy may take ({TIME_LIMIT_S:g})"
     parser.add_argument("--time-limit", type=float, default=TIME_LIMIT_S, help=text)
+    text = "policies that play at a time (1)"
+    parser.add_argument("--workers", type=int, default=1, help=text)
     parser.add_argument("--json", type=Path, help="file for the rows")
     args = parser.parse_args(argv)
+    policy, against = args.policy[-1], args.against or list(AGAINST)
+    if len(args.policy) > 2 or (len(args.policy) == 2 and args.against):
+        raise ValueError("policy: give one, with --against if you like, or the old and the new one")
+    if len(args.policy) == 2:
+        against = args.policy[:1]
+    fleet, scenario, rates = fleet_arguments(args), args.scenario or GIE, args.rates
+    if fleet and args.scenario:
+        raise ValueError("--scenario has a fleet and a load: leave out --trace, --cards and --set")
     seed = fresh_seed() if args.seed is None else args.seed
     out = None if args.json is None else check_writable(args.json)
     rules = Rules(**{name: getattr(args, name) for name in asdict(defaults)})
+    workers = Workers(args.workers)
+    if fleet and not rates:
+        files = [name for name in args.policy if Path(name).suffix in SUFFIXES]
+        rates = _rates_of(files, fleet, workers)
+    where = "the given fleet" if fleet else f"scenario {scenario}"
     rows: list[Row] = []
     error = ""
     try:
         rows = presubmit(
-            args.policy,
-            args.scenario,
-            rates=args.rates,
-            against=args.against,
+            policy,
+            scenario,
+            fleet=fleet or None,
+            rates=rates,
+            against=against,
             seed=seed,
             rules=rules,
             time_limit_s=args.time_limit,
+            executor=workers,
             echo=lambda line: print(line, file=sys.stderr, flush=True),
         )
         verdicts = {row["verdict"] for row in rows}
         status = 1 if "failed" in verdicts else 3 if "not told" in verdicts else 0
     except PolicyError as failure:
         error, status = str(failure), 4
+    finally:
+        workers.close()
     if out is not None:
-        head = {"policy": args.policy, "scenario": args.scenario, "seed": seed}
+        head = {"policy": policy, "scenario": where, "against": against, "seed": seed}
         head |= {"passed": status == 0, "margin": rules.margin, "margin_time": rules.margin_time}
         write_json(out, head | {"status": status, "error": error, "rows": rows})
     if error:
         print(f"the policy failed to run: {error}")
         return status
-    _print(args.policy, args.scenario, rows)
+    _print(policy, where, rows)
     for verdict in ("failed", "not told"):
         for row in rows:
             if row["verdict"] == verdict:
                 where = f"{row['rate']:g} requests/s against {row['baseline']}"
                 print(f"{verdict} at {where}: {_gain(row)}")
+    if len(args.policy) == 2:
+        print(f"{policy} is {_answer(rows)} {against[0]}")
     if status == 0:
         print(f"passed with margins of {rules.margin:g} attainment, {rules.margin_time:g} time")
     return status

@@ -16,6 +16,9 @@ from typing import Any
 from servegym._checks import missing_file, nearest
 from servegym.agents.lib.checkpoint import shipped, shipped_for
 from servegym.baselines.policy_file import SUFFIXES, FilePolicy, policy_from_file
+from servegym.baselines.prefix_routing.gateway_files import SUFFIXES as GATEWAY_SUFFIXES
+from servegym.baselines.prefix_routing.gateway_files import read_gateway_file
+from servegym.baselines.prefix_routing.plugins import GatewayPolicy
 from servegym.baselines.protocol import CallablePolicy, Policy, PredictPolicy, shapes_of
 from servegym.baselines.registry import describe_system, list_policies, make_policy
 from servegym.envs.families import FAMILIES, Family
@@ -94,6 +97,9 @@ def _load(
     file = shipped_for(family.name, name, system) or Path(name)
     if file.suffix in SUFFIXES and file.exists():
         return file, None
+    if file.suffix in GATEWAY_SUFFIXES and file.exists() and family.name == "prefix_routing":
+        read = read_gateway_file(file)
+        return GatewayPolicy(system, read.gateway, read.setting, name=name), name
     if file.exists():
         from servegym.agents import load_policy
 
@@ -117,8 +123,8 @@ def _load(
         place = f", a policy for {others[near].name}"
     hint = f" (did you mean {near!r}{place}?)" if near else ""
     raise ValueError(
-        f"policy is {name!r}, which is neither the path of a checkpoint, .py or .zip file nor one "
-        f"of {', '.join(names)}{hint}"
+        f"policy is {name!r}, which is neither the path of a checkpoint, .py, .zip or gateway file "
+        f"nor one of {', '.join(names)}{hint}"
     )
 
 

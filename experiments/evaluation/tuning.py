@@ -1,287 +1,433 @@
-"""Tune the routing heuristics' own parameters to a setting, on validation prompts.
+"""Tune what a router is set by: a gateway's file on a fleet and a trace, or a rule's parameters.
 
-``servegym tune --set rate=8 --out tuned.json`` searches the parameters of every heuristic that has
-some: a cross-entropy search (Rubinstein 1999) in which all candidates of a heuristic play the same
-episodes, so that they differ by what they do and not by what they meet. The best candidates and
-the default then play further episodes, the same for all heuristics, and the best of these is
-chosen; nothing is chosen by the episodes of an evaluation, which are of the eval split. The file
-has the chosen parameters, what they gain, and the whole search.
+``servegym tune epp.yaml --trace requests.jsonl --cards h100,a100,l40s,l40s --model llama-3.1-8b``
+finds the knee of the fleet on the trace, the highest rate at which one of the gateway's defaults
+keeps 95 % of what it keeps idle, and searches the numbers of the file at rates below, at and above
+it. `Search` is Optuna's tree-structured Parzen estimator with successive halving: candidates play
+the same episodes side by side, and the best third of them further ones. The finalists and the file
+as it was are compared on another part of the trace, numbers that give nothing go back, and what is
+left is judged on a third part: at the rates of the search and 15 % below and above them, beside
+published rules, on the profiles as they are and in worlds drawn from their errors. All requests
+after the warm-up count; beyond the knee queues grow with the length of an episode, and so does what
+is lost.
+
+Without a file each gateway begins with its default. The name of a rule of LLM routing in its place,
+``servegym tune expected_qos --set rate=8``, searches that rule's parameters on validation prompts.
 """
 
 from __future__ import annotations
 
 import argparse
-import inspect
+import json
 import math
+import os
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
+import optuna
 from numpy.typing import NDArray
+from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution
+from optuna.storages.journal import JournalFileBackend
+from optuna.trial import TrialState
 
-from servegym._checks import choose
-from servegym._command_line import parse_settings, run_main
-from servegym.agents.lib.parallel import SERIAL, Executor, Workers
-from servegym.baselines.registry import describe_system, list_policies, make_policy
+from servegym._checks import real, whole
+from servegym._command_line import run_main
+from servegym.agents.lib.parallel import Executor, Workers
+from servegym.baselines.prefix_routing.gateway_files import default_file, read_gateway_file
+from servegym.baselines.prefix_routing.plugins import GATEWAYS
 from servegym.experiments.evaluation.evaluate import evaluate
-from servegym.experiments.evaluation.output import check_writable, print_table, write_json
-from servegym.experiments.evaluation.play import problem_of
+from servegym.experiments.evaluation.output import print_table, write_csv, write_json, write_text
 from servegym.experiments.evaluation.stats import Interval, mean, paired_difference
 from servegym.experiments.evaluation.tables import provenance
-
-ENV_ID = "servegym/LLMRouting-v1"
-SEARCH_SEED, CHOICE_SEED = 300_000, 400_000
-"""Seeds of the first episode of the search and of the choice, apart from those of evaluations."""
-ELITE = 5  # best candidates so far, which the next generation is drawn around
-LEAST_SPREAD = 0.05  # standard deviation of a generation, in the unit cube
-NEAR = 0.2  # that of the candidates around the default, half of the first generation
-
-
-class Real(NamedTuple):
-    """A parameter between two numbers, on a logarithmic scale if ``log``."""
-
-    name: str
-    low: float
-    high: float
-    log: bool = False
-
-    size = 1
-
-    def decode(self, unit: NDArray[np.float64]) -> dict[str, Any]:
-        """The parameter at a point of the unit interval."""
-        low, high = (math.log(x) if self.log else x for x in (self.low, self.high))
-        value = low + float(unit[0]) * (high - low)
-        return {self.name: round(math.exp(value) if self.log else value, 4)}
-
-    def encode(self, parameters: Mapping[str, Any]) -> list[float]:
-        """The point of a parameter, the nearest one beyond the ends."""
-        low, high, value = (
-            math.log(x) if self.log else x
-            for x in (self.low, self.high, min(max(parameters[self.name], self.low), self.high))
-        )
-        return [(value - low) / (high - low)]
-
-
-class Choice(NamedTuple):
-    """A parameter that is one of these values."""
-
-    name: str
-    values: tuple[Any, ...]
-
-    size = 1
-
-    def decode(self, unit: NDArray[np.float64]) -> dict[str, Any]:
-        """The value of the part of the unit interval that a point is in."""
-        at = min(int(float(unit[0]) * len(self.values)), len(self.values) - 1)
-        return {self.name: self.values[at]}
-
-    def encode(self, parameters: Mapping[str, Any]) -> list[float]:
-        """The middle of the value's part."""
-        return [(self.values.index(parameters[self.name]) + 0.5) / len(self.values)]
-
-
-class Weights(NamedTuple):
-    """Parameters that are at least 0 and add up to 1, uniform over the simplex."""
-
-    names: tuple[str, ...]
-
-    @property
-    def size(self) -> int:
-        """One dimension each: shares of exponential draws are uniform over the simplex."""
-        return len(self.names)
-
-    def decode(self, unit: NDArray[np.float64]) -> dict[str, Any]:
-        """The shares."""
-        part = -np.log(np.clip(unit, 1e-9, 1.0 - 1e-9))
-        share = np.round(part / part.sum(), 4)
-        share[share.argmax()] += 1.0 - share.sum()
-        return {name: float(x) for name, x in zip(self.names, share, strict=True)}
-
-    def encode(self, parameters: Mapping[str, Any]) -> list[float]:
-        """A point of these shares."""
-        return [math.exp(-2.0 * parameters[name]) for name in self.names]
-
-
-Axis = Real | Choice | Weights
-
-_PRICE = (
-    Real("price", 0.05, 5.0, log=True),
-    Real("power", 0.5, 12.0, log=True),
-    Real("share", 0.0, 1.0),
+from servegym.experiments.evaluation.targets import (
+    LOADS,
+    PREFIX_ID,
+    SPACES,
+    GatewayTarget,
+    Player,
+    Range,
+    RuleTarget,
+    Setting,
+    Target,
+    add_fleet_options,
+    fleet_arguments,
+    knee,
 )
-_OVERRUN = Real("overrun", 0.0, 1.0)
-_MARGIN = Real("margin", 0.85, 1.15)
-_FALLBACK = Choice("fallback", ("drop", "least_harm"))
-_PRIOR = Real("prior_weight", 1.0, 5000.0, log=True)
-SPACES: dict[str, tuple[Axis, ...]] = {
-    "least_latency": (_OVERRUN,),
-    "greedy_qos": (_MARGIN, _OVERRUN, _FALLBACK),
-    "priced_greedy": (*_PRICE, _MARGIN, _OVERRUN),
-    "expected_qos": (*_PRICE, _MARGIN),
-    "route_balance": (
-        Weights(("w_quality", "w_cost", "w_latency", "w_balance")),
-        Choice("latency_filter", (False, True)),
-        Choice("fallback", ("relax", "drop")),
-        _OVERRUN,
-    ),
-    "linucb_delayed": (Real("alpha", 0.001, 2.0, log=True), _PRIOR),
-    "thompson": (Real("scale", 0.001, 2.0, log=True), _PRIOR),
+from servegym.experiments.sweeps.run import JOURNAL, mend_journal
+
+GENERATION = 32  # candidates that are asked for together
+RUNGS = {1: 1, 3: 2, 9: 4}
+"""Of the halving: Optuna's resource -> episodes at every rate that a candidate has played then."""
+FINALISTS = 6
+SEARCH_SEED = 300_000
+CHOICE_SEEDS = range(400_000, 400_006)
+VERDICT_SEEDS = range(500_000, 500_010)
+SEARCHED = 0.75  # of the budget; the rest is for choice and verdict
+BEYOND = 0.15  # how far beyond the rates of the search the verdict goes
+WORTH = 0.005
+"""The least gain that is told as one; numbers that give less than half of it go back."""
+RIVALS = {
+    True: ("llm_d", "llm_d_affinity", "sglang_cache_aware_cli", "dynamo", "aibrix", "mooncake")
+    + ("lmetric", "weighted_load", "prefix_search"),
+    False: ("least_outstanding", "greedy_qos", "priced_greedy", "expected_qos"),
 }
-"""Parameters that are searched, by heuristic; the others have none."""
-
-CONTROLS = ("drop_all", "always_busiest")
+"""Published rules and our own beside a gateway's file (True), and beside a rule."""
 
 
-@dataclass(frozen=True)
-class Budget:
-    """What a search of one heuristic may cost."""
+class Search:
+    """The search of one target, which its journal lets go on after a stop.
 
-    population: int = 24  # candidates of a generation, at least 4
-    generations: int = 5
-    episodes: int = 8  # that every candidate plays
-    finalists: int = 6  # best candidates that go on to the choice, the default besides
-    choice_episodes: int = 16  # that each of those plays
-    requests: int = 500  # of an episode
-
-    def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            low = 4 if name == "population" else 1
-            if value < low:
-                raise ValueError(f"{name} is {value}; allowed is {low} or more")
-
-
-class Tuned(NamedTuple):
-    """A heuristic with the parameters that were chosen for a setting.
-
-    ``gain`` is an optimistic one: the best of a few is chosen by the episodes that it is of.
+    Args:
+        target: What is tuned.
+        rates: Requests/s of the episodes.
+        player: Plays.
+        folder: Where the journal lies.
+        seed: Of candidates and episodes.
     """
 
-    policy: str
-    parameters: dict[str, Any]  # empty for a heuristic without
-    qos: float  # average with these in the episodes of the choice
-    default_qos: float  # with those that it is registered with
-    gain: Interval  # mean difference over the same episodes, bootstrap 95 % interval
-    search: list[dict[str, Any]]  # ``generation``, ``parameters`` and ``qos`` of each candidate
+    def __init__(
+        self, target: Target, rates: Sequence[float], player: Player, folder: Path, seed: int
+    ) -> None:
+        self.target, self.rates, self.player, self.seed = target, list(rates), player, seed
+        self.space = {name: _distribution(ends) for name, ends in target.space().items()}
+        optuna.logging.set_verbosity(optuna.logging.ERROR)
+        mend_journal(folder / JOURNAL)
+        backend = JournalFileBackend(str(folder / JOURNAL))
+        self.study = optuna.create_study(
+            study_name=target.name,
+            storage=optuna.storages.JournalStorage(backend),
+            load_if_exists=True,
+            direction="maximize",
+            pruner=optuna.pruners.SuccessiveHalvingPruner(min_resource=1, reduction_factor=3),
+        )
+        begun = len(self.study.trials)
+        self.study.sampler = optuna.samplers.TPESampler(
+            seed=seed + 1000 * begun, multivariate=True, constant_liar=True, n_startup_trials=64
+        )
+        for trial in self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
+            self.study.tell(trial.number, state=TrialState.FAIL)
+        for start in [] if begun else target.starts():
+            self.study.enqueue_trial(target.point(start))
+        self.spent = float(self.study.user_attrs.get("seconds", 0.0))
+
+    def generations(self, seconds: float) -> Iterator[tuple[float, int, float]]:
+        """Search until so many seconds are spent, and a generation at least.
+
+        Yields:
+            After every generation seconds spent, candidates so far and the best one's value.
+        """
+        while self.spent < seconds or not self.best(1):
+            begin = time.monotonic()
+            self._generation()
+            self.spent += time.monotonic() - begin
+            self.study.set_user_attr("seconds", self.spent)
+            yield self.spent, len(self.study.trials), self.best(1)[0][0]
+
+    def _generation(self) -> None:
+        trials = [self.study.ask(self.space) for _ in range(GENERATION)]
+        settings = [self.target.setting(trial.params) for trial in trials]
+        first, played = SEARCH_SEED + 1000 * self.seed, 0
+        live, sums = list(range(GENERATION)), np.zeros(GENERATION)
+        for resource, count in RUNGS.items():
+            if not live:
+                break
+            seeds = range(first + played, first + count)
+            some = [settings[k] for k in live]
+            sums[live] += self.player(self.target, some, self.rates, "train", seeds).mean(1).sum(1)
+            played = count
+            for k in live:
+                trials[k].report(sums[k] / played, resource)
+            pruned = [k for k in live if resource < max(RUNGS) and trials[k].should_prune()]
+            for k in pruned:
+                self.study.tell(trials[k], state=TrialState.PRUNED)
+            live = [k for k in live if k not in pruned]
+        for k in live:
+            self.study.tell(trials[k], sums[k] / played)
+
+    def best(self, count: int) -> list[tuple[float, Setting]]:
+        """The best candidates that played all episodes, with their values."""
+        done = self.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+        done.sort(key=lambda trial: -trial.values[0])
+        return [(t.values[0], self.target.setting(t.params)) for t in done[:count]]
 
 
-def heuristics() -> list[str]:
-    """Registered routing policies that a tuning measures: neither clairvoyant nor controls."""
-    return [
-        info.name
-        for info in list_policies("llm_routing")
-        if info.alias_of is None and not info.clairvoyant and info.name not in CONTROLS
-    ]
+def _distribution(ends: Range) -> BaseDistribution:
+    if isinstance(ends, list):
+        return CategoricalDistribution(ends)
+    low, high, log = ends
+    return FloatDistribution(low, high, log=log)
+
+
+def chosen(
+    target: Target, finalists: Sequence[Setting], rates: Sequence[float], player: Player
+) -> Setting:
+    """The best of the starts and the finalists on the choice's episodes, as simple as it can be.
+
+    Numbers go back to the file's, or to nothing, one after the other, as long as not more than half
+    of `WORTH` is lost on these episodes.
+    """
+
+    def values(settings: Sequence[Setting]) -> NDArray[np.float64]:
+        return player(target, settings, rates, "val", CHOICE_SEEDS).mean((1, 2))
+
+    settings = [*target.starts(), *finalists]
+    found = values(settings)
+    best, least = settings[int(found.argmax())], found.max() - WORTH / 2
+    backs = target.resets(best)
+    if not backs:
+        return best
+    kept = values([{**best, name: back} for name, back in backs])
+    path = [best]
+    for k in np.argsort(-kept):
+        if kept[k] >= least:
+            path.append({**path[-1], backs[k][0]: backs[k][1]})
+    return path[int(np.flatnonzero(values(path) >= least)[-1])]
+
+
+def numbers_and_worlds(
+    target: Target, tuned: Setting, rates: Sequence[float], player: Player
+) -> tuple[dict[str, Interval], Interval | None]:
+    """What each number gives over the file's, and the gain where the profiles err.
+
+    Both are means over the rates, on the verdict's episodes. The worlds are drawn from the
+    profiles' errors; there are none where these state none.
+    """
+    backs = target.resets(tuned)
+    every = [tuned, *({**tuned, name: back} for name, back in backs)]
+    found = player(target, every, rates, "eval", VERDICT_SEEDS[::2]).mean(1)
+    gives = {
+        name: paired_difference(found[0], back, mean)
+        for (name, _), back in zip(backs, found[1:], strict=True)
+    }
+    both = [target.starts()[0], tuned]
+    try:
+        worlds = player(target, both, rates, "eval", VERDICT_SEEDS, draws=True).mean(1)
+    except ValueError as error:
+        if "step_error" not in str(error):
+            raise
+        return gives, None
+    return gives, paired_difference(worlds[1], worlds[0], mean)
+
+
+def compared(
+    settings: Mapping[str, tuple[Target, Setting]], rates: Sequence[float], executor: Executor
+) -> dict[str, NDArray[np.float64]]:
+    """Values (rates, episodes) of settings and of `RIVALS` on the verdict's episodes.
+
+    Args:
+        settings: By the name that they get.
+        rates: Requests/s.
+        executor: Where they play.
+    """
+    target = next(iter(settings.values()))[0]
+    key = "attainment" if target.env_id == PREFIX_ID else "avg_qos"
+    values: dict[str, list[list[float]]] = {}
+    for rate in rates:
+        own = [of.policy(setting, name, rate) for name, (of, setting) in settings.items()]
+        policies = [*own, *RIVALS[target.env_id == PREFIX_ID]]
+        arguments = {**target.arguments, "rate": rate}
+        count, first = len(VERDICT_SEEDS), VERDICT_SEEDS[0]
+        rows = evaluate(target.env_id, policies, count, first, arguments, executor=executor)
+        for name in dict.fromkeys(row["policy"] for row in rows):
+            mine = [row[key] for row in rows if row["policy"] == name]
+            values.setdefault(name, []).append(mine)
+    return {name: np.array(of) for name, of in values.items()}
 
 
 def tune(
-    policy: str,
-    env_kwargs: Mapping[str, Any],
-    budget: Budget | None = None,
+    targets: Sequence[Target],
+    folder: Path,
+    player: Player,
     *,
+    rates: Sequence[float] | None = None,
+    budget: float = 300.0,
     seed: int = 0,
-    executor: Executor = SERIAL,
-) -> Tuned:
-    """Search a heuristic's parameters for a setting, on the validation split.
+) -> dict[str, Any]:
+    """Search every target, judge the best settings, and write the folder.
 
-    The seed is that of the candidates; the episodes are always the same.
+    Args:
+        targets: What is tuned, on one system.
+        folder: For journal, files, table and picture.
+        player: Plays.
+        rates: Requests/s; None: `LOADS` of the knee, or a rule's own rate.
+        budget: Seconds of the knee and the searches together, a quarter of them left out.
+        seed: Of candidates and episodes.
+
+    Returns:
+        What ``result.json`` has: ``knee``, ``rates``, ``judged`` (rates of the verdict),
+        ``shares`` (means by policy and rate), ``seconds``, and by target ``setting``, ``gain``,
+        ``gains`` (by rate), ``drawn`` and ``numbers`` as `Interval`.
+    """
+    begin, at = time.monotonic(), None
+    own: Any = targets[0].arguments.get("rate")
+    if rates is None and isinstance(targets[0], GatewayTarget):
+        at = knee(targets, player, float(np.mean(own or _usual_rate(targets[0]))))
+        rates = [float(f"{at * load:.3g}") for load in LOADS]
+        print(f"knee: {at:g} requests/s", flush=True)
+    rates = list(rates or [float(np.mean(own or 5.0))])
+    each = max(SEARCHED * budget - (time.monotonic() - begin), 1.0) / len(targets)
+    found: dict[str, tuple[Target, Setting]] = {}
+    for target in targets:
+        search, last = Search(target, rates, player, folder, seed), -math.inf
+        for spent, candidates, best in search.generations(each):
+            last = _show(
+                target.name, spent, each, f"{candidates} candidates, best {best:.4f}", last
+            )
+        finalists = [setting for _, setting in search.best(FINALISTS)]
+        found[target.name] = target, chosen(target, finalists, rates, player)
+    shown = {}
+    for name, (target, setting) in found.items():
+        several = f"{name} " * (len(targets) > 1)
+        shown[f"{several}before"] = target, target.starts()[0]
+        shown[f"{several}tuned"] = target, setting
+    around = [min(rates) * (1 - BEYOND), *rates, max(rates) * (1 + BEYOND)]
+    judged = [float(f"{rate:.3g}") for rate in around]
+    values = compared(shown, judged, player.executor)
+    result: dict[str, Any] = {"knee": at, "rates": rates, "judged": judged, "targets": {}}
+    for (name, (target, setting)), k in zip(found.items(), range(0, len(shown), 2), strict=True):
+        old, new = (values[key] for key in list(shown)[k : k + 2])
+        gain = paired_difference(new[1:-1].mean(0), old[1:-1].mean(0), mean)
+        gives, drawn = numbers_and_worlds(target, setting, rates, player)
+        better = gain.value >= WORTH and gain.low > 0.0
+        text = target.text(setting if better else target.starts()[0])
+        suffix = target.file.suffix if isinstance(target, GatewayTarget) else ".py"
+        write_text(folder / f"{name}{suffix}", text)
+        print(f"\n{name}: {words_of(gain)}\n\n{text}", flush=True)
+        gains = [paired_difference(n, o, mean) for n, o in zip(new, old, strict=True)]
+        facts = {"setting": setting, "gain": gain, "gains": gains, "drawn": drawn}
+        result["targets"][name] = {**facts, "numbers": gives}
+    result["shares"] = {name: of.mean(1).tolist() for name, of in values.items()}
+    result["seconds"] = time.monotonic() - begin
+    _report(folder, values, result)
+    return result
+
+
+def _usual_rate(target: GatewayTarget) -> Any:
+    return target.problem(1.0, "train").arguments["rate"]
+
+
+def words_of(gain: Interval) -> str:
+    """A verdict on a file by what the best found gains over it."""
+    text = f"{gain.value:+.3f} [{gain.low:+.3f}, {gain.high:+.3f}]"
+    if gain.value < WORTH:
+        return f"nothing to gain: yours is within {WORTH} of the best found ({text})"
+    if gain.low <= 0.0:
+        return f"keep yours: that the best found is above it ({text}) is not told"
+    return f"the best found is {text} above yours"
+
+
+def _show(name: str, spent: float, budget: float, text: str, last: float) -> float:
+    """Print how far a search is, in a terminal as a bar; returns when that was, by its seconds."""
+    text = f"{name}: {min(spent, budget):3.0f} of {budget:.0f} s, {text}"
+    done = spent >= budget
+    if sys.stderr.isatty():
+        bar = "=" * min(int(30 * spent / budget), 30)
+        print(f"\r\033[K[{bar:<30}] {text}", end="\n" * done, file=sys.stderr, flush=True)
+    elif done or spent - last >= 10.0:
+        print(text, file=sys.stderr, flush=True)
+        return spent
+    return last
+
+
+def _with_interval(gain: Interval, digits: int = 3) -> str:
+    return f"{gain.value:+.{digits}f} [{gain.low:+.{digits}f}, {gain.high:+.{digits}f}]"
+
+
+def _report(
+    folder: Path, values: Mapping[str, NDArray[np.float64]], result: dict[str, Any]
+) -> None:
+    """Print tables of policies and of numbers; write table, picture and result."""
+    judged = result["judged"]
+    means = {name: float(of[1:-1].mean()) for name, of in values.items()}
+    order = sorted(values, key=lambda name: -means[name])
+    tuned = next(name for name in order if name.endswith("tuned"))
+    rows: list[dict[str, Any]] = []
+    cells = []
+    for name in order:
+        shares = [float(x) for x in values[name].mean(1)]
+        gap = paired_difference(values[tuned][1:-1].mean(0), values[name][1:-1].mean(0), mean)
+        rows.append(
+            {"policy": name, **{f"{r:g}/s": x for r, x in zip(judged, shares, strict=True)}}
+        )
+        rows[-1] |= {"mean": means[name], "below": gap.value, "low": gap.low, "high": gap.high}
+        below = "" if name == tuned else _with_interval(gap)
+        cells.append([name, *(f"{x:.3f}" for x in (*shares, means[name])), below])
+    heads = ["policy", *(f"{rate:g}/s" for rate in judged), "mean", f"below {tuned}"]
+    note = "mean and difference: over the rates of the search, all but the first and the last; "
+    note += "95 % intervals over episodes, the same for all."
+    what = "Share of requests within their objectives"
+    title = what if result["knee"] is not None else "Values"
+    print_table(f"{title}, episodes that nothing was chosen by", heads, cells, [note])
+    for name, each in result["targets"].items():
+        numbers = sorted(each["numbers"].items(), key=lambda item: -item[1].value)
+        lines = [[key, str(each["setting"][key]), _with_interval(x, 4)] for key, x in numbers]
+        notes = []
+        if each["drawn"] is not None:
+            gain = _with_interval(each["drawn"])
+            notes = [f"All together, in worlds drawn from the profiles' errors: {gain}."]
+        if lines:
+            print_table(f"{name}: what each number gives", ["number", "is", "gives"], lines, notes)
+    write_csv(folder / "table.csv", rows)
+    write_json(folder / "result.json", result)
+    _draw(folder / "share.png", values, judged, result["knee"], what)
+
+
+def _draw(
+    path: Path,
+    values: Mapping[str, NDArray[np.float64]],
+    rates: Sequence[float],
+    at: float | None,
+    label: str,
+) -> None:
+    """A line a policy over the rate, the knee marked."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
+    for name, found in values.items():
+        wide = 3 if name.endswith(("before", "tuned")) else 1
+        axes.plot(rates, found.mean(1), label=name, lw=wide, marker="o", ms=2 + wide)
+    if at is not None:
+        axes.axvline(at, color="0.6", ls="--", label="knee")
+    axes.set(xlabel="requests/s", ylabel=label)
+    axes.legend(fontsize=8)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def _targets(name: str | None, arguments: Mapping[str, Any]) -> list[Target]:
+    """What the command's argument names.
 
     Raises:
-        ValueError: If an argument is not valid.
+        ValueError: If it is no file and no rule, or the file cannot be used.
     """
-    budget = budget or Budget()
-    choose("policy", policy, heuristics())
-    kwargs = _validation(env_kwargs, budget)
-    system = describe_system(problem_of(ENV_ID, kwargs))
-    axes, kinds = SPACES.get(policy, ()), type(make_policy(policy, system)).__mro__
-    default = {}  # as the heuristic is registered
-    for name in (str(n) for axis in axes for n in getattr(axis, "names", axis[:1])):
-        owner = next(kind for kind in kinds if name in inspect.signature(kind).parameters)
-        default[name] = inspect.signature(owner).parameters[name].default
-
-    def played(
-        candidates: Sequence[Mapping[str, Any]], episodes: int, first: int
-    ) -> NDArray[np.float64]:
-        """Average QoS (candidates, episodes)."""
-        policies = [make_policy(policy, system, **parameters) for parameters in candidates]
-        rows = evaluate(ENV_ID, policies, episodes, first, kwargs, executor=executor)
-        return np.array([row["avg_qos"] for row in rows]).reshape(len(candidates), episodes)
-
-    search = _search(axes, default, budget, seed, played) if axes else []
-    finalists = [default]
-    for candidate in sorted(search, key=lambda candidate: -candidate["qos"]):
-        if len(finalists) <= budget.finalists and candidate["parameters"] not in finalists:
-            finalists.append(candidate["parameters"])
-    qos = played(finalists, budget.choice_episodes, CHOICE_SEED)
-    best = int(qos.mean(axis=1).argmax())
-    return Tuned(
-        policy,
-        finalists[best],
-        float(qos[best].mean()),
-        float(qos[0].mean()),
-        paired_difference(qos[best], qos[0], mean),
-        search,
-    )
+    if name is None:
+        return [GatewayTarget(default_file(gateway), arguments) for gateway in GATEWAYS]
+    if name in SPACES:
+        return [RuleTarget(name, arguments)]
+    if not Path(name).exists():
+        raise ValueError(f"file is {name!r}: no such file, and no rule of {', '.join(SPACES)}")
+    return [GatewayTarget(read_gateway_file(name), arguments)]
 
 
-def _search(
-    axes: Sequence[Axis],
-    default: dict[str, Any],
-    budget: Budget,
-    seed: int,
-    played: Callable[[Sequence[Mapping[str, Any]], int, int], NDArray[np.float64]],
-) -> list[dict[str, Any]]:
-    """Every candidate with its QoS.
-
-    The first generation is the default, half of it near the default and half anywhere, with any
-    choice as likely as another; the next ones are drawn around the best of all so far.
-    """
-    rng = np.random.default_rng(seed)
-    ends = np.cumsum([axis.size for axis in axes])
-
-    def decoded(unit: NDArray[np.float64]) -> dict[str, Any]:
-        parameters = dict(default)
-        for axis, part in zip(axes, np.split(unit, ends[:-1]), strict=True):
-            parameters |= axis.decode(part)
-        return parameters
-
-    start = np.concatenate([axis.encode(default) for axis in axes])
-    chosen = np.repeat([isinstance(axis, Choice) for axis in axes], [axis.size for axis in axes])
-    points, values, search = np.empty((0, ends[-1])), np.empty(0), []
-    for generation in range(budget.generations):
-        if generation == 0:
-            # One point in each of as many equal parts of every axis.
-            drawn = np.stack([rng.permutation(budget.population) for _ in start], axis=1)
-            drawn = (drawn + rng.random(drawn.shape)) / budget.population
-            near = start + NEAR * rng.standard_normal(drawn.shape)
-            near = np.where(chosen, drawn, np.clip(near, 0.0, 1.0))
-            drawn[: budget.population // 2] = near[: budget.population // 2]
-            drawn[0] = start
-        else:
-            elite = points[np.argsort(-values, kind="stable")[:ELITE]]
-            spread = np.maximum(elite.std(axis=0), LEAST_SPREAD)
-            drawn = elite.mean(axis=0) + spread * rng.standard_normal((budget.population, ends[-1]))
-            drawn = np.clip(drawn, 0.0, 1.0)
-        candidates = [decoded(unit) for unit in drawn]
-        if generation == 0:
-            candidates[0] = default
-        qos = played(candidates, budget.episodes, SEARCH_SEED).mean(axis=1)
-        points, values = np.concatenate([points, drawn]), np.concatenate([values, qos])
-        search += [
-            {"generation": generation, "parameters": candidate, "qos": round(float(value), 6)}
-            for candidate, value in zip(candidates, qos, strict=True)
-        ]
-    return search
-
-
-def _validation(env_kwargs: Mapping[str, Any], budget: Budget) -> dict[str, Any]:
-    """The arguments of the environment on the validation split."""
-    if env_kwargs.get("split", "val") != "val":
-        raise ValueError(f"split is {env_kwargs['split']!r}; parameters are tuned on 'val' alone")
-    return {**env_kwargs, "split": "val", "episode_requests": budget.requests}
+def _claim(folder: Path, asked: dict[str, Any]) -> None:
+    """Make the folder, or go on in one that the same command has made."""
+    folder.mkdir(parents=True, exist_ok=True)
+    record = folder / "asked.json"
+    if record.exists():
+        if json.loads(record.read_text("utf-8")) != asked:
+            raise ValueError(f"out is {str(folder)!r}, which holds another tuning: name another")
+    elif any(folder.iterdir()):
+        raise ValueError(f"out is {str(folder)!r}, which is not empty: name another folder")
+    else:
+        write_json(record, asked)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -289,46 +435,43 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="servegym tune", description=(__doc__ or "").partition("\n")[0]
     )
-    parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE")
-    parser.add_argument(
-        "--policy", nargs="+", action="extend", metavar="NAME", help="only these heuristics"
+    add = parser.add_argument
+    text = (
+        "EndpointPickerConfig, or flags of SGLang's, Dynamo's or AIBrix's router (each default); "
     )
-    for name, value in asdict(Budget()).items():
-        flag = f"--{name.replace('_', '-')}"
-        parser.add_argument(flag, type=int, default=value, help=f"see Budget ({value})")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the candidates (0)")
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE.json")
-    parser.add_argument("--ray", metavar="WHERE", help="use a Ray cluster: auto, local or local:N")
+    add("file", nargs="?", help=f"{text}or a rule of LLM routing: {', '.join(SPACES)}")
+    add_fleet_options(parser)
+    add("--rates", type=float, nargs="+", help="requests/s (.9, 1, 1.1 and 1.25 of the knee)")
+    add("--budget", type=float, default=300.0, metavar="S", help="seconds (300)")
+    add("--seed", type=int, default=0, help="of candidates and episodes (0)")
+    add("--workers", type=int, default=os.cpu_count() or 1, help="episodes at a time (the cores)")
+    add("--ray", metavar="WHERE", help="use a Ray cluster: auto, local or local:N")
+    add("--out", type=Path, default=Path("tuned"), metavar="FOLDER", help="for the results (tuned)")
     words = list(sys.argv[1:] if argv is None else argv)
     args = parser.parse_args(words)
-    out = check_writable(args.out, (".json",))
-    budget = Budget(**{name: getattr(args, name) for name in asdict(Budget())})
-    workers = Workers(ray=args.ray)
-    kwargs = parse_settings(args.set)
-    tuned = []
-    for name in [choose("policy", name, heuristics()) for name in args.policy or heuristics()]:
-        rule = tune(name, kwargs, budget, seed=args.seed, executor=workers)
-        print(f"{name}: {rule.default_qos:.4f} as registered, {rule.qos:.4f} tuned")
-        tuned.append(rule)
-    workers.close()
-    tuned.sort(key=lambda rule: -rule.qos)
-    settings = {
-        "env_kwargs": _validation(kwargs, budget),
-        "budget": asdict(budget),
-        "seed": args.seed,
-        "search_seed": SEARCH_SEED,
-        "choice_seed": CHOICE_SEED,
+    real("--budget", args.budget, 0.0, open_low=True)
+    whole("--seed", args.seed, 0)
+    rates = args.rates and sorted(real("--rates", rate, 1e-3, 1e5) for rate in args.rates)
+    targets = _targets(args.file, fleet_arguments(args))
+    for target in targets:  # what cannot be played is told before any work
+        target.play(target.starts()[:1], (rates or [1.0])[0], "train", [0])
+    asked = {
+        key: str(x) for key, x in vars(args).items() if key not in ("budget", "workers", "ray")
     }
-    origin = provenance(f"servegym tune {shlex.join(words)}", settings=settings)
-    results = {rule.policy: {**rule._asdict(), "gain": list(rule.gain)} for rule in tuned}
-    write_json(out, {**origin, "tuned": results})
-    body = []
-    for rule in tuned:
-        chosen = ", ".join(f"{key}={value}" for key, value in rule.parameters.items())
-        gain = "{:+.4f} [{:+.4f}, {:+.4f}]".format(*rule.gain)
-        body.append([rule.policy, f"{rule.default_qos:.4f}", f"{rule.qos:.4f}", gain, chosen])
-    heads = ["policy", "as registered", "tuned", "gain", "parameters"]
-    print_table("Heuristics tuned on validation prompts", heads, body)
+    _claim(args.out, asked)
+    workers = Workers(1 if args.ray else args.workers, ray=args.ray)
+    player = Player(workers, args.workers)
+    chosen_by = {"rates": rates, "budget": args.budget, "seed": args.seed}
+    try:
+        result = tune(targets, args.out, player, **chosen_by)
+    except KeyboardInterrupt:
+        print(f"\nstopped; the same command goes on from {args.out}", file=sys.stderr)
+        return 130
+    finally:
+        workers.close()
+    origin = provenance(f"servegym tune {shlex.join(words)}", packages=("optuna",))
+    write_json(args.out / "result.json", {**origin, **result})
+    print(f"{result['seconds']:.0f} s; in {args.out}: the file, table.csv, share.png, result.json")
     return 0
 
 

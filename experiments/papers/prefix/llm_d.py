@@ -4,7 +4,7 @@ Eight pods of Qwen3-32B on two H100 each, 307,328 tokens of KV cache a pod, 750 
 groups over and over, stages of 3 to 60 requests/s. The report's four ways to choose a pod play in
 the environment, with its weights: ``precise`` and ``estimated`` weigh prefix, KV use and queue
 3:2:2 and 1:1:1, ``load`` looks at the latter two, and ``random`` at none. ``estimated, capped``
-looks at the first 4,096 tokens of a prompt (`CappedScorers`). ``pinned`` is none of the report's
+looks at the first 4,096 tokens of a prompt (`Capped`). ``pinned`` is none of the report's
 ways: every group has a pod of its own::
 
     python -m servegym.experiments.papers.prefix.llm_d
@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from servegym._command_line import run_main
 from servegym.baselines.prefix_routing import Rule, View
-from servegym.baselines.prefix_routing.llm_d import LlmdScorers
+from servegym.baselines.prefix_routing.plugins import GatewayRule
 from servegym.baselines.prefix_routing.policy import RulePolicy
 from servegym.baselines.prefix_routing.simple import Random
 from servegym.baselines.prefix_routing.system import PrefixSystem
@@ -78,28 +78,37 @@ PUBLISHED: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
 CAP_TOKENS = 4096
 
 
-class CappedScorers(LlmdScorers):
-    """llm-d's scorers with the part of a prompt that the report's ``estimated`` may have looked at.
+def weighted(queue: float, kv: float, prefix: float) -> GatewayRule:
+    """llm-d's rule with these weights."""
+    weights = {"queue-scorer": queue, "kv-cache-utilization-scorer": kv}
+    return GatewayRule("llm-d", weights | {"prefix-cache-scorer": prefix})
+
+
+class Capped(GatewayRule):
+    """llm-d's rule with the part of a prompt that the report's ``estimated`` may have looked at.
 
     Its 256 blocks of 64 are characters in the inference extension's v1.0, about `CAP_TOKENS`
     tokens, which is less than a group's prefix: the users of a group look alike to it.
     """
 
-    def scores(self, view: View, replicas: NDArray[np.intp]) -> NDArray[np.float64]:
-        """See `LlmdScorers.scores`."""
+    def choose_of(self, view: View, replicas: NDArray[np.intp]) -> int:
+        """See `GatewayRule.choose_of`."""
         capped = replace(
             view,
             prompt_tokens=min(view.prompt_tokens, CAP_TOKENS),
             match_tokens=np.minimum(view.match_tokens, CAP_TOKENS),
         )
-        return super().scores(capped, replicas)
+        return super().choose_of(capped, replicas)
 
 
 RULES: dict[str, tuple[Callable[[], Rule], str]] = {
-    "precise": (lambda: LlmdScorers(queue=2.0, kv=2.0, prefix=3.0), "precise"),
-    "estimated": (lambda: LlmdScorers(queue=1.0, kv=1.0, prefix=1.0), "approximate"),
-    "estimated, capped": (lambda: CappedScorers(queue=1.0, kv=1.0, prefix=1.0), "approximate"),
-    "load": (lambda: LlmdScorers(queue=1.0, kv=1.0, prefix=0.0), "none"),
+    "precise": (lambda: weighted(2.0, 2.0, 3.0), "precise"),
+    "estimated": (lambda: weighted(1.0, 1.0, 1.0), "approximate"),
+    "estimated, capped": (
+        lambda: Capped("llm-d", weighted(1.0, 1.0, 1.0).setting),
+        "approximate",
+    ),
+    "load": (lambda: weighted(1.0, 1.0, 0.0), "none"),
     "random": (Random, "none"),
 }
 """Way of routing -> its rule and the gateway's index."""

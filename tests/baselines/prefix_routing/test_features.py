@@ -10,8 +10,8 @@ from servegym.baselines.prefix_routing.drawn_settings import (
     draw_setting,
     problem_of,
 )
-from servegym.baselines.prefix_routing.dynamo import Dynamo, DynamoRows
-from servegym.baselines.prefix_routing.policy import view_of
+from servegym.baselines.prefix_routing.plugins import GatewayPolicy
+from servegym.baselines.prefix_routing.rollout import CONSTANTS
 from servegym.baselines.prefix_routing.system import PrefixSystem
 from servegym.envs.prefix_routing.core import PrefixBatch
 from servegym.envs.prefix_routing.kernel.observation import REPLICA_FEATURES, REQUEST_FEATURES
@@ -99,22 +99,6 @@ def test_features_are_what_they_say():
     assert (met > 0).all(), dict(zip(features.FEATURES, met, strict=True))
 
 
-def test_dynamos_cost_by_rows_is_the_rule():
-    batch, every = batch_of(), np.ones(3, np.int8)
-    constants = np.array([[1.0, 1.0, 0.0], [5.4, 2.6, 0.2], [20.0, 2.0, 100.0]])
-    system = PrefixSystem.from_problem(batch.problem)
-    rows = DynamoRows(constants, system.block_size)
-    rules = [Dynamo(a, b, request_weight=c) for a, b, c in constants]
-    for _ in range(60):
-        seen, mask = batch.observation, batch.action_mask
-        action = rows(seen, mask)
-        for row, rule in enumerate(rules):
-            view = view_of(seen, row, mask[row], system, np.random.default_rng(0))
-            cost = rule.costs(view)
-            assert cost[action[row]] == cost.min()
-        batch.step(action, every)
-
-
 def test_cells_are_drawn_of_every_kind_and_are_environments():
     for kind in KINDS:
         first, again, other = (
@@ -128,10 +112,11 @@ def test_the_first_index_is_dynamos_cost_where_cards_are_alike():
     cards = [{"card": "h100", "model": "llama-3.1-8b"}] * 3
     batch, every = batch_of(profiles=cards, kv_tokens=455_000), np.ones(3, np.int8)
     index = np.float32(features.first_weights())[None]
-    dynamo = DynamoRows(np.array([[5.4, 2.6, 0.2]]), 16)
+    dynamo = GatewayPolicy(PrefixSystem.from_problem(batch.problem), "dynamo", CONSTANTS)
+    dynamo.reset(3, 0)
     same = []
     for _ in range(60):
-        action = dynamo(batch.observation, batch.action_mask)
+        action = dynamo.act(batch.observation, batch.action_mask)
         same += (features.index_values(index, batch.observation, 16).argmax(1) == action).tolist()
         batch.step(action, every)
     assert np.mean(same) > 0.9

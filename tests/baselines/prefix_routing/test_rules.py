@@ -1,24 +1,22 @@
 """Every rule against examples worked by hand, on both sides of its thresholds."""
 
-import math
+import dataclasses
 from typing import Any
 
 import numpy as np
 import pytest
 
 from servegym.baselines.prefix_routing import NOWHERE, RULES, View
-from servegym.baselines.prefix_routing.dynamo import Dynamo
 from servegym.baselines.prefix_routing.gateways import (
-    Aibrix,
+    AibrixLoadBalance,
     LMetric,
     ProductionStackKvAware,
     ProductionStackPrefix,
     RayPrefixAware,
-    SglangCacheAware,
 )
-from servegym.baselines.prefix_routing.llm_d import LlmdAffinity, LlmdScorers, sticky
 from servegym.baselines.prefix_routing.llm_d_latency import FEATURES, LlmdPredicted, OnlineTrees
 from servegym.baselines.prefix_routing.papers import Mooncake, Preble
+from servegym.baselines.prefix_routing.plugins import AIBRIX, GatewayRule, sticky
 from servegym.baselines.prefix_routing.simple import (
     HashRing,
     LeastLoad,
@@ -59,6 +57,11 @@ def view(replicas: int = 3, seed: int = 0, **given: Any):
     for name, value in given.items():
         fields[name] = np.asarray(value) if isinstance(value, (list, tuple)) else value
     return View(**fields)
+
+
+def costs(rule, v):
+    """The cost of every replica by a gateway's rule, which looks at those that are up."""
+    return rule.gateway.decide(v, v.up, rule.setting)[0]
 
 
 def chosen(rule, count=60, **given):
@@ -154,19 +157,60 @@ def test_session_hash_holds_a_session_and_counts_rates_without_one():
 
 
 def test_llm_d_scores():
+    rule = RULES["llm_d"][0]()
     v = view(waiting=[0, 2, 4], kv=[0.9, 0.5, 0.0], match_tokens=[80, 160, 0])
     # queue 1, .5, 0; kv .1, .5, 1; prefix .5, 1, 0, with the weights 2, 2 and 3.
-    scores = LlmdScorers().scores(v, np.arange(3))
-    np.testing.assert_allclose(scores, [2 + 0.2 + 1.5, 1 + 1 + 3, 0 + 2 + 0])
-    assert LlmdScorers().choose(v) == 1
+    np.testing.assert_allclose(costs(rule, v), [-(2 + 0.2 + 1.5), -(1 + 1 + 3), -(0 + 2 + 0)])
+    assert rule.choose(v) == 1
     # Without replica 2 the queues range from 0 to 2 only.
-    scores = LlmdScorers().scores(v, np.array([0, 1]))
-    np.testing.assert_allclose(scores[:2], [2 + 0.2 + 1.5, 0 + 1 + 3])
+    v = dataclasses.replace(v, up=np.array([True, True, False]))
+    np.testing.assert_allclose(costs(rule, v)[:2], [-(2 + 0.2 + 1.5), -(0 + 1 + 3)])
 
 
 def test_llm_d_equal_queues_score_one_and_ties_are_drawn():
-    assert LlmdScorers(2, 0, 0).scores(view(waiting=[3, 3, 3]), np.arange(3)).tolist() == [2, 2, 2]
-    assert chosen(LlmdScorers(), match_tokens=[160, 160, 0], waiting=[3, 3, 3]) == {0, 1}
+    queue = GatewayRule("llm-d", {"queue-scorer": 2.0})
+    assert costs(queue, view(waiting=[3, 3, 3])).tolist() == [-2, -2, -2]
+    given = {"match_tokens": [160, 160, 0], "waiting": [3, 3, 3]}
+    assert chosen(RULES["llm_d"][0](), **given) == {0, 1}
+
+
+@pytest.mark.parametrize(
+    ("kind", "parameters", "given", "scores"),
+    [
+        ("running-requests-size-scorer", {}, {"running": [2, 4, 6]}, [1, 0.5, 0]),
+        # The largest of any replica stands for 0; the least is not subtracted.
+        ("active-request-scorer", {}, {"in_flight": [0, 3, 4]}, [1, 0.25, 0]),
+        ("active-request-scorer", {}, {"in_flight": [2, 3, 4]}, [0.5, 0.25, 0]),
+        (
+            "active-request-scorer",
+            {"idleThreshold": 2, "maxBusyScore": 0.5},
+            {"in_flight": [2, 3, 4]},
+            [1, 0.125, 0],
+        ),
+        ("load-aware-scorer", {}, {"waiting": [0, 64, 200]}, [0.5, 0.25, 0]),
+        ("load-aware-scorer", {"threshold": 8}, {"waiting": [0, 2, 8]}, [0.5, 0.375, 0]),
+        (
+            "token-load-scorer",
+            {"queueThresholdTokens": 640},
+            {"prefill_tokens": [0, 320, 600], "match_tokens": [160, 0, 0]},
+            [1, 0.25, 0],  # 0, 480 and 760 of 640 tokens
+        ),
+        ("session-affinity-scorer", {}, {"last_replica": 2}, [0, 0, 1]),
+        ("session-affinity-scorer", {}, {"last_replica": -1}, [0, 0, 0]),
+        # The largest weight is 1; a card without a weight has the least.
+        (
+            "endpoint-attribute-weight-scorer",
+            {"h100": 4.0, "l40s": 1.0},
+            {"cards": ("l40s", "h100", "a100")},
+            [0.25, 1, 0.25],
+        ),
+    ],
+)
+def test_llm_d_scorers(kind, parameters, given, scores):
+    setting = {kind: 1.0} | {f"{kind}.{name}": value for name, value in parameters.items()}
+    given = {n: x if n == "cards" else np.asarray(x) for n, x in given.items()}
+    v = dataclasses.replace(view(), **given)
+    assert (-costs(GatewayRule("llm-d", setting), v)).tolist() == scores
 
 
 @pytest.mark.parametrize(
@@ -181,23 +225,23 @@ def test_llm_d_equal_queues_score_one_and_ties_are_drawn():
 )
 def test_llm_d_affinity_filter(match, prefill, kept):
     v = view(match_tokens=match, prefill_tokens=prefill)
-    options = {"threshold": 0.8, "max_penalty_s": 18.0, "exploration": 0.0}
-    found = sticky(v, np.arange(3), v.prefill_tokens / 1000, **options)
-    assert found.tolist() == kept
+    found = sticky(v, v.up, v.prefill_tokens / 1000, threshold=0.8, max_penalty_s=18.0)
+    assert np.flatnonzero(found).tolist() == kept
 
 
 def test_llm_d_affinity_takes_the_least_token_load_of_what_is_kept():
+    rule = RULES["llm_d_affinity"][0]()
     # 18 s at 15,928 tokens/s are 286,704 tokens.
     keep = {"match_tokens": [160, 144, 0], "prefill_tokens": [286_704, 286_705, 0]}
-    assert LlmdAffinity().choose(view(**keep)) == 0
+    assert rule.choose(view(**keep)) == 0
     # One token more and all are kept: 286,705 + 0 against 0 + 160 uncached.
     keep["prefill_tokens"] = [286_705, 286_705, 0]
-    assert LlmdAffinity().choose(view(**keep)) == 2
+    assert rule.choose(view(**keep)) == 2
     # Both have it; 40 in flight + 16 uncached are less than 60 + 0.
-    assert LlmdAffinity().choose(view(match_tokens=[160, 144, 0], prefill_tokens=[60, 40, 0])) == 1
+    assert rule.choose(view(match_tokens=[160, 144, 0], prefill_tokens=[60, 40, 0])) == 1
     # Loads above the limit are alike.
     full = {"match_tokens": [0, 0, 0], "prefill_tokens": [10**7, 9 * 10**6, 10**8]}
-    assert chosen(LlmdAffinity(), **full) == {0, 1, 2}
+    assert chosen(rule, **full) == {0, 1, 2}
 
 
 class Fixed:
@@ -262,23 +306,27 @@ def test_llm_d_predicted_learns_what_it_saw_of_the_chosen_replica():
     assert rule.predictor.learned == []
 
 
+RUST = {"cache-threshold": 0.5, "balance-abs-threshold": 32, "balance-rel-threshold": 1.1}
+
+
 @pytest.mark.parametrize(
-    ("rule", "load", "match", "expected"),
+    ("setting", "load", "match", "expected"),
     [
-        (SglangCacheAware(), [40, 8, 9], [96, 0, 0], 0),  # 40 - 8 = 32 is in balance
-        (SglangCacheAware(), [41, 8, 9], [96, 0, 0], 1),
-        (SglangCacheAware(), [440, 400, 401], [96, 0, 0], 0),  # 440 is not above 1.1 x 400
-        (SglangCacheAware(), [441, 400, 401], [96, 0, 0], 1),
-        (SglangCacheAware(), [9, 8, 8], [80, 0, 0], 1),  # 80 of 160 is not above half
-        (SglangCacheAware(), [9, 8, 8], [81, 0, 0], 0),
-        (SglangCacheAware(), [9, 8, 8], [96, 96, 0], 0),  # equal matches: the lowest index
-        (SglangCacheAware.python_cli(), [72, 8, 9], [49, 0, 0], 0),
-        (SglangCacheAware.python_cli(), [73, 8, 9], [49, 0, 0], 1),
-        (SglangCacheAware.python_cli(), [9, 8, 8], [48, 0, 0], 1),
-        (SglangCacheAware.python_cli(), [600, 401, 400], [160, 0, 0], 0),
+        (RUST, [40, 8, 9], [96, 0, 0], 0),  # 40 - 8 = 32 is in balance
+        (RUST, [41, 8, 9], [96, 0, 0], 1),
+        (RUST, [440, 400, 401], [96, 0, 0], 0),  # 440 is not above 1.1 x 400
+        (RUST, [441, 400, 401], [96, 0, 0], 1),
+        (RUST, [9, 8, 8], [80, 0, 0], 1),  # 80 of 160 is not above half
+        (RUST, [9, 8, 8], [81, 0, 0], 0),
+        (RUST, [9, 8, 8], [96, 96, 0], 0),  # equal matches: the lowest index
+        ({}, [72, 8, 9], [49, 0, 0], 0),
+        ({}, [73, 8, 9], [49, 0, 0], 1),
+        ({}, [9, 8, 8], [48, 0, 0], 1),
+        ({}, [600, 401, 400], [160, 0, 0], 0),
     ],
 )
-def test_sglang_cache_aware(rule, load, match, expected):
+def test_sglang_cache_aware(setting, load, match, expected):
+    rule = GatewayRule("sglang", setting)
     assert rule.choose(view(in_flight=load, match_tokens=match)) == expected
 
 
@@ -297,16 +345,23 @@ def test_lmetric(load, match, expected):
 
 
 def test_dynamo_costs():
+    rule = GatewayRule("dynamo", {})
     v = view(match_tokens=[160, 80, 0], prefill_tokens=[320, 0, 0], decode_blocks=[3, 4, 5])
     # (320 + 160 - 160) / 16 + 3, (160 - 80) / 16 + 4, 160 / 16 + 5
-    assert Dynamo().costs(v).tolist() == [23, 9, 15]
-    assert Dynamo().choose(v) == 1
+    assert costs(rule, v).tolist() == [23, 9, 15]
+    assert rule.choose(v) == 1
+    assert chosen(rule, decode_blocks=[2, 2, 9]) == {0, 1}
     # Half the credit, prefill twice as dear, a block a request in flight.
     v = view(match_tokens=[160, 80, 0], decode_blocks=[3, 4, 5], in_flight=[2, 0, 1])
-    rule = Dynamo(prefill_scale=2, credit=0.5, request_weight=1)
-    assert rule.costs(v).tolist() == [10 + 3 + 2, 15 + 4 + 0, 20 + 5 + 1]
-    assert Dynamo(credit=2.0).costs(v)[0] == 3  # prefill is at least 0
-    assert chosen(Dynamo(), decode_blocks=[2, 2, 9]) == {0, 1}
+    half = {"prefill_load_scale": 2, "overlap_score_credit": 0.5, "decode_active_request_weight": 1}
+    found = costs(GatewayRule("dynamo", half), v)
+    assert found.tolist() == [10 + 3 + 2, 15 + 4 + 0, 20 + 5 + 1]
+    twice = GatewayRule("dynamo", {"overlap_score_credit": 2.0})
+    assert costs(twice, v)[0] == 3  # prefill is at least 0
+    # Ten blocks of prefill more than the least are the prompt's ten: the credit is half of 1.
+    v = view(match_tokens=[160, 80, 0], prefill_tokens=[160, 0, 0])
+    decay = GatewayRule("dynamo", {"overlap_score_credit_decay": 1.0})
+    assert costs(decay, v).tolist() == [10 + 10 - 5, 10 - 5, 10]
 
 
 def test_production_stack_prefix_is_blind_to_load():
@@ -331,33 +386,60 @@ def test_production_stack_kv_needs_nearly_the_whole_prompt():
     assert rule.choose(view(prompt_tokens=1999, session=5)) == home
 
 
+SIGMA = f"{AIBRIX}STANDARD_DEVIATION_FACTOR"
+CHART = {
+    f"{AIBRIX}LOAD_IMBALANCE_FACTOR": 0,
+    f"{AIBRIX}LOAD_IMBALANCE_MIN_GAP": 17,
+    SIGMA: 2,
+}
+
+
 @pytest.mark.parametrize(
-    ("rule", "load", "match", "expected"),
+    ("setting", "load", "match", "expected"),
     [
         # Mean 2, deviation 1: a load of 3 is within one deviation, so the best match stands.
-        (Aibrix(), [3, 2, 1], [160, 80, 0], {0}),
+        ({}, [3, 2, 1], [160, 80, 0], {0}),
         # Mean 2, deviation 1.73: 4 is beyond 3.73, so the next match is taken.
-        (Aibrix(), [4, 1, 1], [160, 80, 0], {1}),
-        (Aibrix(sigma=2), [4, 1, 1], [160, 80, 0], {0}),
+        ({}, [4, 1, 1], [160, 80, 0], {1}),
+        ({SIGMA: 2}, [4, 1, 1], [160, 80, 0], {0}),
         # The only match is overloaded: the least load of all.
-        (Aibrix(), [4, 1, 1], [160, 0, 0], {1, 2}),
-        (Aibrix(), [4, 1, 2], [0, 0, 0], {1}),
+        ({}, [4, 1, 1], [160, 0, 0], {1, 2}),
+        ({}, [4, 1, 2], [0, 0, 0], {1}),
         # Equal percentages: the lower load, then chance. 112 of 160 are 70 %.
-        (Aibrix(), [2, 1, 2], [112, 112, 112], {1}),
-        (Aibrix(), [1, 1, 2], [112, 112, 112], {0, 1}),
+        ({}, [2, 1, 2], [112, 112, 112], {1}),
+        ({}, [1, 1, 2], [112, 112, 112], {0, 1}),
         # Out of balance: only the least loaded may match. 10 > 2 (3.67 + 1), 10 - 0 >= 8.
-        (Aibrix(sigma=9), [10, 1, 0], [160, 80, 16], {2}),
+        ({SIGMA: 9}, [10, 1, 0], [160, 80, 16], {2}),
         # 10 is not above 2 (4 + 1); 9 - 2 is below 8.
-        (Aibrix(sigma=9), [10, 1, 1], [160, 80, 16], {0}),
-        (Aibrix(sigma=9), [7, 0, 0], [160, 80, 16], {0}),
-        (Aibrix.documented(), [16, 16, 0], [160, 80, 16], {0}),
-        (Aibrix.documented(), [17, 17, 0], [160, 80, 16], {2}),
+        ({SIGMA: 9}, [10, 1, 1], [160, 80, 16], {0}),
+        ({SIGMA: 9}, [7, 0, 0], [160, 80, 16], {0}),
+        (CHART, [16, 16, 0], [160, 80, 16], {0}),
+        (CHART, [17, 17, 0], [160, 80, 16], {2}),
         # Out of balance and no match among the least loaded.
-        (Aibrix(), [40, 0, 0], [160, 0, 0], {1, 2}),
+        ({}, [40, 0, 0], [160, 0, 0], {1, 2}),
     ],
 )
-def test_aibrix(rule, load, match, expected):
+def test_aibrix(setting, load, match, expected):
+    rule = GatewayRule("aibrix", setting)
     assert chosen(rule, in_flight=load, match_tokens=match) == expected
+
+
+def test_aibrix_load_balance_divides_by_what_ended_in_the_last_minute():
+    rule = AibrixLoadBalance()
+    # One by one to the least of 0, 1 and 2 requests in flight, with a rate of 1/s each.
+    first = [rule.choose(view(in_flight=load)) for load in ([0, 1, 1], [1, 0, 1], [1, 1, 0])]
+    assert first == [0, 1, 2]
+    for decision in (0, 1, 1):
+        rule.outcome(decision, 0.1, 0.01)
+    # From now on 1 and 2 a minute ended at replicas 0 and 1, none at 2, which counts as 1 a second:
+    # 1 / (1/60) = 60, 3 / (2/60) = 90 and 61.
+    assert rule.choose(view(in_flight=[1, 3, 61], now_s=10.0)) == 0
+    assert rule.choose(view(in_flight=[2, 3, 91], now_s=70.0)) == 1  # 120, 90, 91
+    assert rule.choose(view(in_flight=[2, 3, 89], now_s=70.0)) == 2
+    # After that minute all count as 1 a second: 2, 3 and 1.
+    assert rule.choose(view(in_flight=[2, 3, 1], now_s=70.1)) == 2
+    rule.reset()
+    assert chosen(AibrixLoadBalance(), in_flight=[1, 1, 2]) == {0, 1}
 
 
 def test_ray_takes_the_best_match_or_the_smallest_tree():
@@ -391,12 +473,7 @@ def test_mooncake_takes_the_least_time_to_first_token():
 @pytest.mark.parametrize(
     ("rule", "argument", "value"),
     [
-        (LlmdScorers, "queue", -1.0),
-        (LlmdAffinity, "threshold", 1.1),
-        (LlmdAffinity, "prefill_rate", 0.0),
-        (SglangCacheAware, "cache_threshold", math.nan),
-        (Dynamo, "temperature", -0.1),
-        (Aibrix, "sigma", -1),
+        (AibrixLoadBalance, "window_s", 0.0),
         (Preble, "window_s", 0),
         (RayPrefixAware, "match_rate_threshold", 2.0),
         (SessionHash, "points", 0),

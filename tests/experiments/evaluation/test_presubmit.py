@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -129,7 +130,7 @@ def stub(monkeypatch, *gains):
     """The episodes of a policy with these gains over each baseline; returns what was asked for."""
     asked, begin = [], 0
 
-    def played(policies, arguments, first, more):
+    def played(policies, arguments, first, more, executor=None):
         nonlocal begin
         goes_on = asked and asked[-1][:2] == (arguments["rate"], first - asked[-1][2])
         begin = begin if goes_on else first
@@ -177,6 +178,39 @@ def test_a_policy_that_is_bad_in_one_episode_of_ten_does_not_pass(monkeypatch):
         stub(monkeypatch, np.where(rng.random(64) < 0.1, -0.4, 0.0))
         verdicts.append(presubmit("least_load", **BOUND)[0]["verdict"])
     assert verdicts.count("passed") <= 3 and verdicts.count("failed") > 150
+
+
+def test_two_files_of_a_gateway_are_better_not_worse_or_worse(tmp_path, capsys, monkeypatch):
+    old = "--policy cache_aware --cache-threshold .9 --balance-abs-threshold "
+    ways = {"old": f"{old} 2", "same": f"{old} 2.0", "new": "--policy cache_aware"}
+    files = {name: str(tmp_path / f"{name}.flags") for name in ways}
+    for name, text in ways.items():
+        Path(files[name]).write_text(text)
+    fleet = ["--cards", "h100,h100,h100", "--model", "llama-3.1-8b", "--seed", "3", "--set"]
+    fleet += ["episode_requests=80", "warmup_requests=20"]
+    answers = {}
+    for name in ("same", "new"):
+        status = presubmission.main([files["old"], files[name], *fleet, "--rates", "24"])
+        printed = capsys.readouterr().out
+        answers[name] = status, printed[printed.index(f"{files[name]} is ") :].splitlines()[0]
+    assert answers["same"] == (0, f"{files['same']} is not worse than {files['old']}")
+    assert answers["new"] == (0, f"{files['new']} is better than {files['old']}")
+    status = presubmission.main([files["new"], files["old"], *fleet, "--rates", "24"])
+    assert status == 1 and "old.flags is worse than" in capsys.readouterr().out
+    # Without rates they are those around the knee.
+    monkeypatch.setattr(
+        presubmission, "presubmit", lambda *a, rates, **kw: asked.append(rates) or []
+    )
+    asked = []
+    presubmission.main([files["old"], files["new"], *fleet])
+    assert len(asked[0]) == 4 and asked[0][0] < asked[0][3]
+    for words in ([*files.values(), *fleet], [files["old"], files["new"], "--against", "llm_d"]):
+        with pytest.raises(ValueError, match="policy: give one"):
+            presubmission.main(words)
+    with pytest.raises(ValueError, match="--scenario"):
+        presubmission.main([files["old"], "--scenario", "drift", *fleet])
+    with pytest.raises(ValueError, match="--rates"):
+        presubmission.main(["llm_d", *fleet])
 
 
 def test_time_per_token_is_the_mean_over_completed_requests():

@@ -1,144 +1,245 @@
-"""The tuning of the routing heuristics: spaces, search, choice, and its file."""
+"""Tuning: the search and its journal, the choice, the verdict, and the command's folder."""
 
 import inspect
 import json
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
 
-from servegym.baselines import llm_routing
+from servegym.agents.lib.parallel import SERIAL
+from servegym.baselines.prefix_routing.gateway_files import default_file, read_gateway_file
+from servegym.baselines.prefix_routing.plugins import CARDS
 from servegym.baselines.registry import make_policy
-from servegym.experiments.evaluation import tuning
+from servegym.experiments.evaluation import targets, tuning
 from servegym.experiments.evaluation.evaluate import evaluate
-from servegym.experiments.evaluation.tuning import (
-    CHOICE_SEED,
+from servegym.experiments.evaluation.stats import Interval
+from servegym.experiments.evaluation.targets import (
     SPACES,
-    Budget,
-    Choice,
-    Real,
-    Weights,
-    heuristics,
-    main,
-    tune,
+    GatewayTarget,
+    Player,
+    RuleTarget,
+    fleet_arguments,
+    knee,
 )
 
 from ...routing_systems import linear_system
 
-SMALL = Budget(6, 2, 2, 2, 3, 60)
+PLAYER = Player(SERIAL, 1)
+SMALL = {"num_replicas": 3, "episode_requests": 60, "warmup_requests": 20}
 
 
-def test_every_space_is_of_a_heuristic_and_starts_at_its_defaults():
-    assert set(SPACES) <= set(heuristics()) and {"random", "token_jsq"} <= set(heuristics())
-    assert not {"linucb", "rollout", "drop_all", "shortest_queue"} & set(heuristics())
-    system = linear_system([[0.01, 1e-4, 1e-6, 0.0]])
-    for name, axes in SPACES.items():
-        named = [n for axis in axes for n in (getattr(axis, "names", None) or (axis.name,))]
-        kinds = type(make_policy(name, system)).__mro__
-        for parameter in named:
-            assert any(parameter in inspect.signature(kind).parameters for kind in kinds)
-        rng = np.random.default_rng(0)
-        for _ in range(20):  # every point of a space is a policy
-            drawn = {}
-            for axis in axes:
-                drawn |= axis.decode(rng.random(axis.size))
-            make_policy(name, system, **drawn)
+@dataclass(frozen=True)
+class Hill:
+    """A target whose values are known, and which notes what it is asked."""
+
+    asked: list
+    name = "hill"
+
+    def starts(self):
+        return [{"x": 1.0, "kind": "bad"}]
+
+    def space(self):
+        return {"x": (0.0, 10.0, False), "kind": ["bad", "good"]}
+
+    def setting(self, point):
+        return dict(point)
+
+    def point(self, setting):
+        return dict(setting)
+
+    def resets(self, setting):
+        return [(name, x) for name, x in self.starts()[0].items() if setting[name] != x]
+
+    def play(self, settings, rate, split, seeds, draw=-1):
+        self.asked.extend((len(settings), rate, split, seed) for seed in seeds)
+        noise = [0.01 * np.random.default_rng(seed).standard_normal() for seed in seeds]
+        values = [-abs(s["x"] - 7.3) + 2.0 * (s["kind"] == "good") for s in settings]
+        return np.add.outer(values, noise)
 
 
-def test_axes_come_back_from_the_unit_cube():
-    rng = np.random.default_rng(1)
-    for axis in (
-        Real("a", -2.0, 3.0),
-        Real("a", 0.01, 100.0, log=True),
-        Choice("a", ("x", "y", "z")),
-        Weights(("a", "b", "c")),
-    ):
-        for _ in range(10):
-            given = axis.decode(rng.random(axis.size))
-            again = axis.decode(np.array(axis.encode(given)))
-            assert again == (given if isinstance(axis, Choice) else pytest.approx(given, rel=1e-2))
-    assert Real("a", 0.01, 100.0, log=True).decode(np.array([0.5])) == {"a": 1.0}
-    assert Real("a", 0.0, 1.0).encode({"a": 7.0}) == [1.0]
-    drawn = np.array(
-        [list(Weights(("a", "b", "c")).decode(u).values()) for u in rng.random((4000, 3))]
-    )
-    assert (drawn >= 0).all() and np.allclose(drawn.sum(1), 1)
-    # Uniform over the simplex: means of a third, variances of 1 / 18.
-    assert np.allclose(drawn.mean(0), 1 / 3, atol=0.02)
-    assert np.allclose(drawn.var(0), 1 / 18, atol=0.005)
+def searched(folder, generations, asked):
+    search = tuning.Search(Hill(asked), [3.0, 5.0], PLAYER, folder, 0)
+    states = search.generations(1e9)
+    for _ in range(generations):
+        next(states)
+    return search
 
 
-def test_the_search_finds_an_optimum_and_asks_for_the_same_episodes():
-    axes = (Real("x", 0.0, 10.0), Choice("kind", ("bad", "good")), Real("y", 0.01, 1.0, log=True))
+def test_the_search_climbs_halves_and_goes_on(tmp_path):
     asked = []
-
-    def played(candidates, episodes, first):
-        asked.append((len(candidates), episodes, first))
-        value = [
-            -abs(one["x"] - 7.3) - abs(np.log(one["y"] / 0.2)) + 2.0 * (one["kind"] == "good")
-            for one in candidates
-        ]
-        return np.tile(value, (episodes, 1)).T
-
-    default = {"x": 1.0, "kind": "bad", "y": 1.0, "fixed": 5}
-    search = tuning._search(axes, default, Budget(24, 6, 3), 0, played)
-    assert asked == [(24, 3, tuning.SEARCH_SEED)] * 6
-    assert search[0]["parameters"] == default
-    assert all(one["parameters"]["fixed"] == 5 for one in search)
-    best = max(search, key=lambda one: one["qos"])
-    assert best["parameters"]["kind"] == "good" and best["qos"] > 1.6
-    late = [one["qos"] for one in search if one["generation"] == 5]
-    early = [one["qos"] for one in search if one["generation"] == 0]
-    assert np.median(late) > np.max(early) - 0.5 > np.median(early)
+    first = searched(tmp_path, 3, asked)
+    trials = first.study.trials
+    assert len(trials) == 3 * tuning.GENERATION
+    assert trials[0].params == {"x": 1.0, "kind": "bad"}  # begins with the start
+    # All candidates of a generation play the same first episodes, at both rates.
+    begins = [seed for count, _, split, seed in asked if count == tuning.GENERATION]
+    assert begins == [tuning.SEARCH_SEED] * 6
+    assert {split for _, _, split, _ in asked} == {"train"}
+    # Fewer and fewer play on: 1, 2 and 4 episodes.
+    by_seed = {seed: sum(n for n, _, _, s in asked if s == seed) for _, _, _, seed in asked}
+    counts = [by_seed[tuning.SEARCH_SEED + k] for k in range(4)]
+    assert counts[0] > 1.5 * counts[1] and counts[1] > 1.2 * counts[2] and counts[2] == counts[3]
+    spent = first.spent
+    again = searched(tmp_path, 5, asked)
+    assert len(again.study.trials) == 8 * tuning.GENERATION and again.spent > spent > 0.0
+    value, best = again.best(1)[0]
+    assert best["kind"] == "good" and abs(best["x"] - 7.3) < 0.3 and value > 1.7
 
 
-def test_tuning_chooses_by_other_episodes_and_repeats():
-    setting = {"rate": 9.0}
-    found = tune("priced_greedy", setting, SMALL)
-    assert len(found.search) == 12
-    assert (
-        found.qos - found.default_qos == pytest.approx(found.gain.value) and found.gain.value >= 0
-    )
-    system = llm_routing.RoutingSystem.from_kwargs()
-    rows = evaluate(
-        tuning.ENV_ID,
-        [make_policy("priced_greedy", system, **p) for p in (found.parameters, {})],
-        3,
-        CHOICE_SEED,
-        {**setting, "split": "val", "episode_requests": 60},
-    )
-    qos = [np.mean([row["avg_qos"] for row in rows[i : i + 3]]) for i in (0, 3)]
-    assert qos == pytest.approx([found.qos, found.default_qos])
-    assert tune("priced_greedy", setting, SMALL) == found
-    plain = tune("random", setting, SMALL)
-    assert plain.parameters == {} and plain.search == [] and plain.gain.value == 0.0
+def test_a_stop_within_a_generation_costs_that_generation_only(tmp_path):
+    search = searched(tmp_path, 1, [])
+    search.study.ask(search.space)  # left as running
+    again = searched(tmp_path, 1, [])
+    states = [trial.state.name for trial in again.study.trials]
+    assert states.count("FAIL") == 1 and "RUNNING" not in states
 
 
-def test_the_command_writes_what_policies_are_made_from(tmp_path, capsys):
-    out = tmp_path / "tuned.json"
-    words = "--set rate=9 num_experts=3 --policy route_balance round_robin --population 4"
-    words += " --generations 1 --episodes 2 --finalists 1 --choice-episodes 2 --requests 40"
-    assert main([*words.split(), "--out", str(out)]) == 0
-    record = json.loads(out.read_text())
-    parameters = {name: one["parameters"] for name, one in record["tuned"].items()}
-    assert set(parameters) == {"route_balance", "round_robin"} and parameters["round_robin"] == {}
-    make_policy(
-        "route_balance", llm_routing.RoutingSystem.from_kwargs(), **parameters["route_balance"]
-    )
-    assert len(record["tuned"]["route_balance"]["search"]) == 4
-    assert record["settings"]["env_kwargs"] == {
-        "rate": 9,
-        "num_experts": 3,
-        "split": "val",
-        "episode_requests": 40,
+def test_the_choice_is_made_elsewhere_and_takes_back_what_gives_nothing():
+    asked = []
+    target = Hill(asked)
+    found = tuning.chosen(target, [{"x": 1.001, "kind": "good"}], [3.0], PLAYER)
+    assert found == {"x": 1.0, "kind": "good"}
+    assert {(split, seed) for _, _, split, seed in asked} == {
+        ("val", seed) for seed in tuning.CHOICE_SEEDS
     }
-    assert "route_balance" in capsys.readouterr().out
+    gives, drawn = tuning.numbers_and_worlds(target, {"x": 7.3, "kind": "good"}, [3.0], PLAYER)
+    assert gives["x"].value == pytest.approx(6.3) and gives["kind"].value == pytest.approx(2.0)
+    assert drawn.value == pytest.approx(8.3)
 
 
-def test_what_must_not_be_tuned_on_is_refused():
-    with pytest.raises(ValueError, match="split is 'eval'"):
-        tune("priced_greedy", {"split": "eval"}, SMALL)
-    for name in ("linucb", "priced_gredy"):
-        with pytest.raises(ValueError, match="policy"):
-            tune(name, {}, SMALL)
-    with pytest.raises(ValueError, match="population is 3"):
-        Budget(population=3)
+def test_words_of_a_verdict():
+    assert "nothing to gain" in tuning.words_of(Interval(0.004, 0.001, 0.01))
+    assert "keep yours" in tuning.words_of(Interval(0.02, -0.001, 0.05))
+    assert tuning.words_of(Interval(0.02, 0.01, 0.05)).startswith("the best found is +0.020")
+
+
+def test_the_knee_is_where_the_best_start_begins_to_lose():
+    target = GatewayTarget(default_file("llm-d"), SMALL)
+    at = knee([target], PLAYER, 7.0)
+
+    def best(rate):
+        return max(
+            PLAYER(target, target.starts(), [rate], "train", targets.KNEE_SEEDS).mean((1, 2))
+        )
+
+    idle = best(7.0 / 16)
+    assert best(at) >= targets.KNEE * idle > best(at * 1.05)
+
+
+@pytest.mark.parametrize("gateway", ["llm-d", "sglang", "dynamo", "aibrix"])
+def test_a_gateways_settings_play_as_the_evaluator_plays_its_file(gateway, tmp_path):
+    cards = [{"card": card, "model": "llama-3.1-8b"} for card in ("h100", "l40s", "l40s")]
+    target = GatewayTarget(default_file(gateway), {**SMALL, "num_replicas": 3, "profiles": cards})
+    rng = np.random.default_rng(0)
+    point = {name: rng.uniform(low, high) for name, (low, high, _) in target.space().items()}
+    setting = target.setting(point)
+    assert all(low <= 0.0 or setting[name] for name, (low, _, _) in target.space().items())
+    assert (f"{CARDS}.l40s-llama-3.1-8b" in setting) == (gateway == "llm-d")
+    file = tmp_path / f"{gateway}{target.file.suffix}"
+    file.write_text(target.text(setting))
+    again = read_gateway_file(file)
+    assert {name: again.setting.get(name, 0.0) for name, x in setting.items() if x} == {
+        name: pytest.approx(x) for name, x in setting.items() if x
+    }
+    arguments = {**target.arguments, "rate": 12.0}
+    row = evaluate(targets.PREFIX_ID, [str(file)], 1, 7, arguments)[0]
+    one = evaluate(targets.PREFIX_ID, [target.policy(setting, "x", 12.0)], 1, 7, arguments)[0]
+    assert row["policy"] == str(file) and row["attainment"] == one["attainment"]
+    alone = [target.play([setting], 12.0, "eval", [seed])[0, 0] for seed in (3, 4)]
+    beside = target.play([*target.starts(), setting], 12.0, "eval", [3, 4])
+    assert alone == beside[-1].tolist()
+    # Worlds that are drawn from the profiles' errors are the same again.
+    worlds = [target.play([setting], 12.0, "eval", [3], draw)[0, 0] for draw in (0, 0)]
+    assert worlds[0] == worlds[1]
+
+
+@pytest.mark.parametrize("count", [1, 7, 100])
+def test_jobs_are_cut_for_many_workers_and_put_together_again(count):
+    settings = [{"x": float(k), "kind": "bad"} for k in range(count)]
+    one = PLAYER(Hill([]), settings, [1.0, 2.0], "val", [5, 6, 7])
+    assert one.shape == (count, 2, 3)
+    alone = Hill([]).play(settings, 1.0, "val", [5, 6, 7])
+    assert (one == alone[:, None]).all()
+    for workers in (2, 4, 16, 200):
+        asked = []
+        assert (
+            Player(SERIAL, workers)(Hill(asked), settings, [1.0, 2.0], "val", [5, 6, 7]) == one
+        ).all()
+        assert sum(n for n, *_ in asked) == count * 6
+    drawn = PLAYER(Hill([]), settings, [1.0], "val", [5, 6, 7], draws=True)
+    assert (drawn == one[:, :1]).all()
+
+
+def test_every_space_is_of_a_rule_and_starts_at_its_defaults():
+    system = linear_system([[0.01, 1e-4, 1e-6, 0.0]])
+    rng = np.random.default_rng(0)
+    for name, space in SPACES.items():
+        target = RuleTarget(name, {})
+        assert target.starts()[0].keys() == space.keys()
+        kinds = type(make_policy(name, system)).__mro__
+        for parameter in space:
+            assert any(parameter in inspect.signature(kind).parameters for kind in kinds)
+        for _ in range(5):  # every point of a space is a policy
+            point = {
+                key: ends[rng.integers(len(ends))]
+                if isinstance(ends, list)
+                else rng.uniform(*ends[:2])
+                for key, ends in space.items()
+            }
+            make_policy(
+                name,
+                system,
+                **target.setting(
+                    {k: getattr(x, "item", lambda x=x: x)() for k, x in point.items()}
+                ),
+            )
+
+
+def options(words):
+    parser = tuning.argparse.ArgumentParser()
+    targets.add_fleet_options(parser)
+    return parser.parse_args(words)
+
+
+def test_a_fleet_is_read_from_the_command_line(tmp_path):
+    words = "--cards h100,A100,l40s --model qwen3-8b --slo-ttft 0.4 --set rate=3".split()
+    found = fleet_arguments(options(words))
+    assert [one["card"] for one in found["profiles"]] == ["h100", "a100-80g", "l40s"]
+    assert found["slo"] == {"ttft_s": 0.4, "ttft_s_per_token": 0.0} and found["rate"] == 3
+    trace = tmp_path / "requests.jsonl"
+    found = fleet_arguments(options(["--trace", str(trace), "--set", "warmup_requests=5"]))
+    assert found["workload_kwargs"] == {"trace": str(trace)} and found["warmup_requests"] == 5
+    for words, name in (("--cards h100", "--model"), ("--cards h900 --model x", "h900")):
+        with pytest.raises(ValueError, match=name):
+            fleet_arguments(options(words.split()))
+
+
+def test_the_command_makes_a_folder_and_goes_on_in_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(tuning, "GENERATION", 6)
+    monkeypatch.setattr(tuning, "CHOICE_SEEDS", range(2))
+    monkeypatch.setattr(tuning, "VERDICT_SEEDS", range(5, 8))
+    monkeypatch.setattr(tuning, "RIVALS", {True: ("lmetric",), False: ("greedy_qos",)})
+    file, out = tmp_path / "epp.yaml", tmp_path / "out"
+    file.write_text(default_file("llm-d").text(default_file("llm-d").setting))
+    words = [str(file), "--out", str(out), "--budget", "0.01", "--workers", "1", "--rates", "40"]
+    words += ["--set", *(f"{key}={value}" for key, value in SMALL.items())]
+    assert tuning.main(words) == 0
+    assert {path.name for path in out.iterdir()} >= {
+        *("asked.json", "llm-d.yaml", "share.png", "table.csv", "result.json")
+    }
+    result = json.loads((out / "result.json").read_text())
+    assert result["judged"] == [34.0, 40.0, 46.0] and len(result["shares"]["tuned"]) == 3
+    assert "llm-d: " in capsys.readouterr().out
+    read_gateway_file(out / "llm-d.yaml")
+    assert tuning.main([*words, "--budget", "0.02"]) == 0  # the same folder goes on
+    with pytest.raises(ValueError, match="another tuning"):
+        tuning.main([*words, "--seed", "1"])
+    with pytest.raises(ValueError, match="not empty"):
+        tuning.main([*words, "--out", str(tmp_path)])
+    with pytest.raises(ValueError, match="no such file"):
+        tuning.main(["nowhere.yaml"])
+    # A rule of LLM routing.
+    words = "greedy_qos --set episode_requests=30 rate=5 num_experts=3 --budget .01 --workers 1"
+    assert tuning.main([*words.split(), "--out", str(tmp_path / "rule")]) == 0
+    assert "make_policy('greedy_qos', system" in (tmp_path / "rule" / "greedy_qos.py").read_text()
