@@ -172,7 +172,7 @@ def test_the_arguments_to_learn_with_pay_the_logarithm_of_each_servers_latency()
     moves = actions(env, 1)
     env.reset(seed=2)
     _, reward, ended, _, info = env.step(moves[0])
-    assert ended and reward == sum(info["reward_terms"].values())
+    assert ended and reward == pytest.approx(sum(info["reward_terms"].values()), rel=1e-14)
     log, own = env.request_log(), env.problem.epoch_s / 2.0  # expected arrivals of a server
     for n in range(3):
         mine = log[log["server"] == n]
