@@ -554,6 +554,7 @@ mkdocs_gen_files.config["nav"] = [
     {
         "Tutorials": [
             *tutorials(),
+            {"Tune your gateway's file": "tune.md"},
             {"Put a trained router before your servers": "tutorials/gateway.md"},
             {"Other libraries": "interop.md"},
             {"More than one machine": "scaling.md"},
