@@ -39,6 +39,7 @@ PREFIX_ID, ROUTING_ID = "servegym/PrefixRouting-v1", "servegym/LLMRouting-v1"
 KNEE = 0.95
 LOADS = (0.9, 1.0, 1.1, 1.25)
 """Rates below, at and above the knee, by that of the knee."""
+KNEE_RULES = ("weighted_load", "mooncake")
 KNEE_SEEDS = (200_000, 200_001)
 ROWS = 64  # that are played together, unless there are more settings
 
@@ -289,11 +290,11 @@ class Player:
         return values
 
 
-def knee(targets: Sequence[Target], player: Player, rate: float) -> float:
-    """The highest rate, within 4 %, at which the best start keeps `KNEE` of what it keeps idle.
+def knee(targets: Sequence[GatewayTarget], player: Player, rate: float) -> float:
+    """The highest rate, within 4 %, at which the best rule keeps `KNEE` of what it keeps idle.
 
     Args:
-        targets: Whose starts are tried.
+        targets: Gateways' files, whose starts are tried beside `KNEE_RULES`.
         player: Plays.
         rate: Where the search begins, requests/s.
 
@@ -303,7 +304,11 @@ def knee(targets: Sequence[Target], player: Player, rate: float) -> float:
 
     def best(at: float) -> float:
         found = [player(t, t.starts(), [at], "train", KNEE_SEEDS) for t in targets]
-        return max(values.mean((1, 2)).max() for values in found)
+        arguments = {**targets[0].arguments, "rate": at, "split": "train"}
+        count, first = len(KNEE_SEEDS), KNEE_SEEDS[0]
+        rows = evaluate(PREFIX_ID, KNEE_RULES, count, first, arguments, executor=player.executor)
+        rules = np.array([row["attainment"] for row in rows]).reshape(len(KNEE_RULES), count)
+        return max(rules.mean(1).max(), *(values.mean((1, 2)).max() for values in found))
 
     wanted, low, high = KNEE * best(rate / 16), 0.0, math.inf
     while low == 0.0 or high / low > 1.04:

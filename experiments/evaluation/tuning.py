@@ -1,9 +1,9 @@
 """Tune what a router is set by: a gateway's file on a fleet and a trace, or a rule's parameters.
 
 ``servegym tune epp.yaml --trace requests.jsonl --cards h100,a100,l40s,l40s --model llama-3.1-8b``
-finds the knee of the fleet on the trace, the highest rate at which one of the gateway's defaults
-keeps 95 % of what it keeps idle, and searches the numbers of the file at rates below, at and above
-it. `Search` is Optuna's tree-structured Parzen estimator with successive halving: candidates play
+finds the knee of the fleet on the trace, the highest rate at which the best of the file, defaults
+and two rules that know the cards keeps 95 % of what it keeps idle, and searches the numbers of the
+file at rates below, at and above it. `Search` is Optuna's tree-structured Parzen estimator with successive halving: candidates play
 the same episodes side by side, and the best third of them further ones. The finalists and the file
 as it was are compared on another part of the trace, numbers that give nothing go back, and what is
 left is judged on a third part: at the rates of the search and 15 % below and above them, beside
@@ -265,8 +265,9 @@ def tune(
     """
     begin, at = time.monotonic(), None
     own: Any = targets[0].arguments.get("rate")
-    if rates is None and isinstance(targets[0], GatewayTarget):
-        at = knee(targets, player, float(np.mean(own or _usual_rate(targets[0]))))
+    gateways = [target for target in targets if isinstance(target, GatewayTarget)]
+    if rates is None and gateways:
+        at = knee(gateways, player, float(np.mean(own or _usual_rate(gateways[0]))))
         rates = [float(f"{at * load:.3g}") for load in LOADS]
         print(f"knee: {at:g} requests/s", flush=True)
     rates = list(rates or [float(np.mean(own or 5.0))])
@@ -297,8 +298,12 @@ def tune(
         text = target.text(setting if better else target.starts()[0])
         suffix = target.file.suffix if isinstance(target, GatewayTarget) else ".py"
         write_text(folder / f"{name}{suffix}", text)
-        print(f"\n{name}: {words_of(gain)}\n\n{text}", flush=True)
         gains = [paired_difference(n, o, mean) for n, o in zip(new, old, strict=True)]
+        print(f"\n{name}: {words_of(gain)}", flush=True)
+        for rate, at_rate in zip(judged, gains, strict=True):
+            if better and at_rate.high < 0.0:
+                print(f"but at {rate:g} requests/s it is {_with_interval(at_rate)}")
+        print(f"\n{text}", flush=True)
         facts = {"setting": setting, "gain": gain, "gains": gains, "drawn": drawn}
         result["targets"][name] = {**facts, "numbers": gives}
     result["shares"] = {name: of.mean(1).tolist() for name, of in values.items()}
@@ -391,6 +396,7 @@ def _draw(
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
+    axes.set_prop_cycle(color=pyplot.get_cmap("tab20").colors)
     for name, found in values.items():
         wide = 3 if name.endswith(("before", "tuned")) else 1
         axes.plot(rates, found.mean(1), label=name, lw=wide, marker="o", ms=2 + wide)

@@ -114,14 +114,16 @@ def test_words_of_a_verdict():
     assert tuning.words_of(Interval(0.02, 0.01, 0.05)).startswith("the best found is +0.020")
 
 
-def test_the_knee_is_where_the_best_start_begins_to_lose():
+def test_the_knee_is_where_the_best_rule_begins_to_lose():
     target = GatewayTarget(default_file("llm-d"), SMALL)
     at = knee([target], PLAYER, 7.0)
 
     def best(rate):
-        return max(
-            PLAYER(target, target.starts(), [rate], "train", targets.KNEE_SEEDS).mean((1, 2))
-        )
+        own = PLAYER(target, target.starts(), [rate], "train", targets.KNEE_SEEDS).mean((1, 2))
+        arguments = {**SMALL, "rate": rate, "split": "train"}
+        rows = evaluate(targets.PREFIX_ID, ["weighted_load", "mooncake"], 2, 200_000, arguments)
+        kept = [row["attainment"] for row in rows]
+        return max(*own, np.mean(kept[:2]), np.mean(kept[2:]))
 
     idle = best(7.0 / 16)
     assert best(at) >= targets.KNEE * idle > best(at * 1.05)
