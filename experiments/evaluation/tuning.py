@@ -3,13 +3,13 @@
 ``servegym tune epp.yaml --trace requests.jsonl --cards h100,a100,l40s,l40s --model llama-3.1-8b``
 finds the knee of the fleet on the trace, the highest rate at which the best of the file, defaults
 and two rules that know the cards keeps 95 % of what it keeps idle, and searches the numbers of the
-file at rates below, at and above it. `Search` is Optuna's tree-structured Parzen estimator with successive halving: candidates play
-the same episodes side by side, and the best third of them further ones. The finalists and the file
-as it was are compared on another part of the trace, numbers that give nothing go back, and what is
-left is judged on a third part: at the rates of the search and 15 % below and above them, beside
-published rules, on the profiles as they are and in worlds drawn from their errors. All requests
-after the warm-up count; beyond the knee queues grow with the length of an episode, and so does what
-is lost.
+file at rates below, at and above it. `Search` is Optuna's NSGA-II with successive halving:
+candidates play the same episodes side by side, and the best third of them further ones. The
+finalists and the file as it was are compared on another part of the trace, numbers that give
+nothing go back, and what is left is judged on a third part: at the rates of the search and 15 %
+below and above them, beside published rules, on the profiles as they are and in worlds drawn from
+their errors. All requests after the warm-up count; beyond the knee queues grow with the length of
+an episode, and so does what is lost.
 
 Without a file each gateway begins with its default. The name of a rule of LLM routing in its place,
 ``servegym tune expected_qos --set rate=8``, searches that rule's parameters on validation prompts.
@@ -106,8 +106,8 @@ class Search:
             pruner=optuna.pruners.SuccessiveHalvingPruner(min_resource=1, reduction_factor=3),
         )
         begun = len(self.study.trials)
-        self.study.sampler = optuna.samplers.TPESampler(
-            seed=seed + 1000 * begun, multivariate=True, constant_liar=True, n_startup_trials=64
+        self.study.sampler = optuna.samplers.NSGAIISampler(
+            population_size=GENERATION, seed=seed + 1000 * begun
         )
         for trial in self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
             self.study.tell(trial.number, state=TrialState.FAIL)
@@ -142,16 +142,15 @@ class Search:
             played = count
             for k in live:
                 trials[k].report(sums[k] / played, resource)
-            pruned = [k for k in live if resource < max(RUNGS) and trials[k].should_prune()]
-            for k in pruned:
-                self.study.tell(trials[k], state=TrialState.PRUNED)
-            live = [k for k in live if k not in pruned]
-        for k in live:
-            self.study.tell(trials[k], sums[k] / played)
+            ended = [k for k in live if resource == max(RUNGS) or trials[k].should_prune()]
+            for k in ended:  # who plays no further is a parent, too, by what it has shown
+                self.study.tell(trials[k], sums[k] / played)
+            live = [k for k in live if k not in ended]
 
     def best(self, count: int) -> list[tuple[float, Setting]]:
         """The best candidates that played all episodes, with their values."""
         done = self.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+        done = [trial for trial in done if len(trial.intermediate_values) == len(RUNGS)]
         done.sort(key=lambda trial: -trial.values[0])
         return [(t.values[0], self.target.setting(t.params)) for t in done[:count]]
 
