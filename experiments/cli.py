@@ -533,7 +533,7 @@ for _command in (
     (
         "tune",
         "experiments.evaluation.tuning",
-        "Tune the routing heuristics' parameters to a setting, on validation prompts.",
+        "Tune a gateway's file on your cards and trace, or the parameters of a routing rule.",
     ),
     (
         "presubmit",

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import ExitStack
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from typing import Any
 
 from servegym.agents.lib import ray_cluster
@@ -77,7 +79,8 @@ class Workers:
     ) -> Iterator[tuple[int, Any]]:
         if self._pool is None:
             # Spawned: a forked child would inherit the locks of the compiled kernels' threads.
-            self._pool = ProcessPoolExecutor(self.workers, get_context("spawn"))
+            spawn = get_context("spawn")
+            self._pool = ProcessPoolExecutor(self.workers, spawn, initializer=_end_with_parent)
             self._stack.enter_context(self._pool)
         # Signals are for this process alone: one that starts with them blocked never sees them.
         stops = {signal.SIGINT, signal.SIGTERM}
@@ -89,6 +92,10 @@ class Workers:
         try:
             for future in as_completed(running):
                 yield running[future], future.result()
+        except KeyboardInterrupt:  # nobody waits for what runs
+            for process in list(vars(self._pool)["_processes"].values()):
+                process.kill()
+            raise
         finally:
             for future in running:
                 future.cancel()
@@ -97,6 +104,17 @@ class Workers:
         """End the processes, or leave the cluster; one that was started here ends."""
         self._stack.close()
         self._pool, self._joined = None, False
+
+
+def _end_with_parent() -> None:
+    """In a process of the pool: end when the parent does, which a signal may have ended."""
+
+    def wait() -> None:
+        if (parent := parent_process()) is not None:
+            parent.join()
+            os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 SERIAL = Workers()

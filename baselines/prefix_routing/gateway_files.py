@@ -148,6 +148,9 @@ def _parsed(text: str) -> GatewayFile:
     if "EndpointPickerConfig" in text or "worker_selection" in text:
         content = load_yaml(text)
         gateway = "llm-d" if content.get("kind") == "EndpointPickerConfig" else "dynamo"
+        if gateway == "dynamo" and "worker_selection" not in content:
+            fix = "give the EndpointPickerConfig or worker_selection alone, as the router reads it"
+            refuse("kind", f"is {content.get('kind')!r}", fix)
         setting = (read_profile if gateway == "llm-d" else read_instance)(content)
     else:
         gateway = _gateway_of(text)
@@ -158,7 +161,7 @@ def _parsed(text: str) -> GatewayFile:
 # Flags and variables.
 
 _PAIR = re.compile(
-    r"""(?<!\S)(?P<name>--[\w-]+|\w+(?==))(?:(?:=|\s+(?!--))["']?(?P<value>[^\s"']+)["']?)?"""
+    r"""(?<![^\s"'])(?P<name>--[\w-]+|\w+(?==))(?:(?:=|\s+(?!--))["']?(?P<value>[^\s"']+)["']?)?"""
 )
 
 

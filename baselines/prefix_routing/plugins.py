@@ -9,7 +9,6 @@ with arrays (B, N) and numbers and parameters (B, 1). Costs and scores of replic
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -17,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from servegym._checks import choose, real
+from servegym._checks import LARGEST, choose, real
 from servegym.baselines.prefix_routing.policy import BatchView
 from servegym.baselines.prefix_routing.system import PrefixSystem
 from servegym.baselines.prefix_routing.view import Numbers, Rule, View, least
@@ -45,7 +44,7 @@ class Knob(NamedTuple):
     high: float
     log: bool = False
     whole: bool = False
-    most: float = math.inf
+    most: float = LARGEST
     positive: bool = False
 
 

@@ -315,7 +315,11 @@ def _recorded(
     """The content of a trace, and the rows of it that a longest context and a split leave."""
     length = trace.prompt_tokens.astype(np.int64) + trace.output_tokens
     longest = arguments.max_context or MAX_TOKENS
-    usable = (length <= longest) & _of_split(trace, arguments.split)
+    of_split = _of_split(trace, arguments.split)
+    if not of_split.any():
+        sessions = f"none of the trace's {trace.session.max() + 1} sessions"
+        raise ValueError(f"split={arguments.split!r} has {sessions}: give a longer trace.")
+    usable = (length <= longest) & of_split
     if not usable.any():
         raise ContextTooShortError(
             f"max_context={arguments.max_context!r} leaves no request; the shortest has "
@@ -389,6 +393,8 @@ class SuperposedTrace(PrefixWorkload):
         sessions = int(self._content.session.max()) + 1
         keep = rng.random((copies, sessions)) * copies < share
         session = self._content.session[self._rows]
+        if not any(each[session].any() for each in keep):  # or no request would ever come
+            keep[0, session[rng.integers(len(session))]] = True
         span = 1.2 * num_requests / rate
         while True:
             parts = []

@@ -19,8 +19,10 @@ kvcache   JSON files of kv-cache-tester, one a session: ``block_size``, ``tool_t
 from __future__ import annotations
 
 import itertools
+import json
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -234,6 +236,9 @@ class _Chains:
 
 
 def _ids(path: Path, line: int | str, value: object, blocks: int) -> list[int]:
+    if isinstance(value, str):  # a cell of a CSV
+        with suppress(ValueError):
+            value = json.loads(value)
     if not isinstance(value, list) or any(type(name) is not int or name < 0 for name in value):
         problem = "is not a list of whole numbers of at least 0"
         raise MalformedFileError(path, line, "hash_ids", problem, _CHAIN)
@@ -258,6 +263,10 @@ def _read_requests(path: Path) -> PrefixTrace:
         wanted = {"arrival_s": "time", "prompt_tokens": "tokens", "output_tokens": "outputs"}
         parents = ("chat_id", "parent_chat_id") if "parent_chat_id" in names else ()
         ids = ("hash_ids",) if parents or "hash_ids" in names else ()
+        for name in names if not ids else ():
+            if "hash" in name.lower():
+                fix = "name it hash_ids, or leave it out"
+                raise MalformedFileError(path, None, name, "is not known", fix)
         return wanted | dict.fromkeys((*ids, *parents), "any")
 
     file = read_requests(path, kinds, from_first=True)

@@ -322,16 +322,17 @@ def _print(policy: str, scenario: str, rows: Sequence[Row]) -> None:
         if row["ratio"] is not None:
             ratio = f"{row['ratio']:.2f} [{row['ratio_low']:.2f}, {row['ratio_high']:.2f}]"
         line = [f"{row['rate']:g}{kv.get(row['rate'], '')}", row["baseline"]]
+        line.append(row["verdict"].replace("failed", "FAILED"))
         line += [f"{row['attainment']:.3f}", _gain(row)]
         line += ["" if latency is None else f"{1e3 * latency:.1f}", ratio, str(row["episodes"])]
-        cells.append([*line, row["verdict"].replace("failed", "FAILED")])
+        cells.append(line)
     notes = sorted({row["remark"] for row in rows} - {""})
     timed = [row for row in rows if "decision_s" in row]
     if timed:
         mean = 1e3 * np.mean([row["decision_s"] for row in timed])
         slowest = 1e3 * max(row["slowest_decision_s"] for row in timed)
         notes.append(f"A decision took {mean:.2f} ms, the slowest {slowest:.1f} ms.")
-    heads = ["requests/s", "against", "attainment", "gain", "ms/token", "its ratio", "n", "verdict"]
+    heads = ["requests/s", "against", "verdict", "attainment", "gain", "ms/token", "its ratio", "n"]
     print_table(f"{policy}, {scenario}", heads, cells, notes, left=2)
 
 
@@ -379,6 +380,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     seed = fresh_seed() if args.seed is None else args.seed
     out = None if args.json is None else check_writable(args.json)
     rules = Rules(**{name: getattr(args, name) for name in asdict(defaults)})
+    real("--time-limit", args.time_limit, 0.0, open_low=True)
     workers = Workers(args.workers)
     if fleet and not rates:
         files = [name for name in args.policy if Path(name).suffix in SUFFIXES]

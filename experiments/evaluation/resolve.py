@@ -97,7 +97,9 @@ def _load(
     file = shipped_for(family.name, name, system) or Path(name)
     if file.suffix in SUFFIXES and file.exists():
         return file, None
-    if file.suffix in GATEWAY_SUFFIXES and file.exists() and family.name == "prefix_routing":
+    if file.suffix in GATEWAY_SUFFIXES and file.exists():
+        if family.name != "prefix_routing":
+            raise ValueError(f"policy is {name!r}, a gateway's file; {family.env_id} takes none")
         read = read_gateway_file(file)
         return GatewayPolicy(system, read.gateway, read.setting, name=name), name
     if file.exists():

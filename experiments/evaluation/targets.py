@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from servegym._checks import choose, real
+from servegym._checks import choose, mapping, real
 from servegym._command_line import parse_settings
 from servegym.agents.lib.parallel import Executor
 from servegym.baselines.prefix_routing.drawn_settings import attainment, begin_alike, problem_of
@@ -342,19 +342,27 @@ def fleet_arguments(options: argparse.Namespace) -> dict[str, Any]:
     arguments = parse_settings(options.set)
     if bool(options.cards) != bool(options.model):
         raise ValueError("give --cards and --model together")
+    for option, key in (("cards", "profiles"), ("trace", "workload")):
+        if getattr(options, option) and key in arguments:
+            raise ValueError(f"give --{option} or --set {key}, not both")
     if options.cards:
         cards = [_card(name.strip().lower()) for name in options.cards.split(",")]
         arguments["profiles"] = [{"card": card, "model": options.model} for card in cards]
     if options.trace is not None:
         trace = os.fspath(options.trace.resolve())
-        arguments |= {"workload": "mooncake", "workload_kwargs": {"trace": trace}}
+        kept = mapping("workload_kwargs", arguments.get("workload_kwargs"))
+        arguments |= {"workload": "mooncake", "workload_kwargs": {**kept, "trace": trace}}
         arguments.setdefault("warmup_requests", 2000)
-    slo = dict(arguments.get("slo", {}))
+    slo = mapping("slo", arguments.get("slo"))
     if options.slo_ttft is not None:
-        slo |= {"ttft_s": real("--slo-ttft", options.slo_ttft, 0.0), "ttft_s_per_token": 0.0}
+        slo |= {"ttft_s": _seconds("--slo-ttft", options.slo_ttft), "ttft_s_per_token": 0.0}
     if options.slo_tpot is not None:
-        slo["tpot_s"] = real("--slo-tpot", options.slo_tpot, 0.0)
+        slo["tpot_s"] = _seconds("--slo-tpot", options.slo_tpot)
     return arguments | ({"slo": slo} if slo else {})
+
+
+def _seconds(name: str, value: float) -> float:
+    return real(name, value, 0.0, open_low=True)
 
 
 def _card(name: str) -> str:

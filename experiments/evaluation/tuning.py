@@ -22,9 +22,11 @@ import json
 import math
 import os
 import shlex
+import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +37,7 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, Floa
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState
 
-from servegym._checks import real, whole
+from servegym._checks import one_or_pair, real, whole
 from servegym._command_line import run_main
 from servegym.agents.lib.parallel import Executor, Workers
 from servegym.baselines.prefix_routing.gateway_files import default_file, read_gateway_file
@@ -58,7 +60,7 @@ from servegym.experiments.evaluation.targets import (
     fleet_arguments,
     knee,
 )
-from servegym.experiments.sweeps.run import JOURNAL, mend_journal
+from servegym.experiments.sweeps.run import JOURNAL, interrupt_on_sigterm, lock, mend_journal
 
 GENERATION = 32  # candidates that are asked for together
 RUNGS = {1: 1, 3: 2, 9: 4}
@@ -305,7 +307,7 @@ def tune(
         print(f"\n{text}", flush=True)
         facts = {"setting": setting, "gain": gain, "gains": gains, "drawn": drawn}
         result["targets"][name] = {**facts, "numbers": gives}
-    result["shares"] = {name: of.mean(1).tolist() for name, of in values.items()}
+    result["shares"] = {name: of.mean(1).round(6).tolist() for name, of in values.items()}
     result["seconds"] = time.monotonic() - begin
     _report(folder, values, result)
     return result
@@ -347,13 +349,13 @@ def _report(
 ) -> None:
     """Print tables of policies and of numbers; write table, picture and result."""
     judged = result["judged"]
-    means = {name: float(of[1:-1].mean()) for name, of in values.items()}
+    means = {name: round(float(of[1:-1].mean()), 6) for name, of in values.items()}
     order = sorted(values, key=lambda name: -means[name])
     tuned = next(name for name in order if name.endswith("tuned"))
     rows: list[dict[str, Any]] = []
     cells = []
     for name in order:
-        shares = [float(x) for x in values[name].mean(1)]
+        shares = result["shares"][name]
         gap = paired_difference(values[tuned][1:-1].mean(0), values[name][1:-1].mean(0), mean)
         rows.append(
             {"policy": name, **{f"{r:g}/s": x for r, x in zip(judged, shares, strict=True)}}
@@ -365,8 +367,8 @@ def _report(
     note = "mean and difference: over the rates of the search, all but the first and the last; "
     note += "95 % intervals over episodes, the same for all."
     what = "Share of requests within their objectives"
-    title = what if result["knee"] is not None else "Values"
-    print_table(f"{title}, episodes that nothing was chosen by", heads, cells, [note])
+    what = what if next(iter(result["targets"])) in GATEWAYS else "Average QoS"
+    print_table(f"{what}, episodes that nothing was chosen by", heads, cells, [note])
     for name, each in result["targets"].items():
         numbers = sorted(each["numbers"].items(), key=lambda item: -item[1].value)
         lines = [[key, str(each["setting"][key]), _with_interval(x, 4)] for key, x in numbers]
@@ -407,15 +409,22 @@ def _draw(
     pyplot.close(figure)
 
 
-def _targets(name: str | None, arguments: Mapping[str, Any]) -> list[Target]:
+def _targets(name: str | None, options: argparse.Namespace) -> list[Target]:
     """What the command's argument names.
 
     Raises:
         ValueError: If it is no file and no rule, or the file cannot be used.
     """
+    arguments = fleet_arguments(options)
+    if "split" in arguments:
+        raise ValueError("--set split: each step plays a part of its own; leave it out")
+    own = one_or_pair("--set rate", arguments.get("rate", 1.0), partial(real, low=1e-3, high=1e5))
+    arguments |= {"rate": own} if "rate" in arguments else {}
     if name is None:
         return [GatewayTarget(default_file(gateway), arguments) for gateway in GATEWAYS]
     if name in SPACES:
+        if options.cards or options.trace or options.slo_ttft or options.slo_tpot:
+            raise ValueError(f"file is {name!r}, a rule of LLM routing: give its system by --set")
         return [RuleTarget(name, arguments)]
     if not Path(name).exists():
         raise ValueError(f"file is {name!r}: no such file, and no rule of {', '.join(SPACES)}")
@@ -424,7 +433,11 @@ def _targets(name: str | None, arguments: Mapping[str, Any]) -> list[Target]:
 
 def _claim(folder: Path, asked: dict[str, Any]) -> None:
     """Make the folder, or go on in one that the same command has made."""
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        problem = f"is no folder ({error.strerror}): name another"
+        raise ValueError(f"out is {str(folder)!r}, which {problem}") from None
     record = folder / "asked.json"
     if record.exists():
         if json.loads(record.read_text("utf-8")) != asked:
@@ -456,22 +469,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(words)
     real("--budget", args.budget, 0.0, open_low=True)
     whole("--seed", args.seed, 0)
-    rates = args.rates and sorted(real("--rates", rate, 1e-3, 1e5) for rate in args.rates)
-    targets = _targets(args.file, fleet_arguments(args))
-    for target in targets:  # what cannot be played is told before any work
-        target.play(target.starts()[:1], (rates or [1.0])[0], "train", [0])
+    rates = args.rates and sorted({real("--rates", rate, 1e-3, 1e5) for rate in args.rates})
+    targets = _targets(args.file, args)
+    workers = Workers(1 if args.ray else args.workers, ray=args.ray)
+    every = [*((each, "train") for each in targets), (targets[0], "val"), (targets[0], "eval")]
+    for target, split in every:  # what cannot be played is told before any work
+        target.play(target.starts()[:1], (rates or [1.0])[0], split, [0])
     asked = {
         key: str(x) for key, x in vars(args).items() if key not in ("budget", "workers", "ray")
     }
     _claim(args.out, asked)
-    workers = Workers(1 if args.ray else args.workers, ray=args.ray)
     player = Player(workers, args.workers)
     chosen_by = {"rates": rates, "budget": args.budget, "seed": args.seed}
     try:
-        result = tune(targets, args.out, player, **chosen_by)
-    except KeyboardInterrupt:
+        with lock(args.out), interrupt_on_sigterm():
+            result = tune(targets, args.out, player, **chosen_by)
+    except KeyboardInterrupt as stop:
         print(f"\nstopped; the same command goes on from {args.out}", file=sys.stderr)
-        return 130
+        return 128 + (stop.args or (signal.SIGINT,))[0]
     finally:
         workers.close()
     origin = provenance(f"servegym tune {shlex.join(words)}", packages=("optuna",))

@@ -85,7 +85,7 @@ def run_sweep(
             raise ValueError(f"{name} is {value}; allowed is 1 or more")
     folder = out or Path("sweeps") / sweep.path.stem
     folder.mkdir(parents=True, exist_ok=True)
-    with _lock(folder), _interrupt_on_sigterm():
+    with lock(folder), interrupt_on_sigterm():
         mend_journal(folder / JOURNAL)
         save_definition(folder, sweep, fixed or {})
         optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -105,22 +105,22 @@ def run_sweep(
 
 
 @contextmanager
-def _lock(folder: Path) -> Iterator[None]:
-    """Hold the folder of a sweep; refuse one that another process holds."""
+def lock(folder: Path) -> Iterator[None]:
+    """Hold the folder of a sweep or a tuning; refuse one that another process holds."""
     with (folder / "lock").open("ab") as file:  # unlocked when it is closed
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ValueError(f"out is {str(folder)!r}, whose sweep another process runs") from None
+            raise ValueError(f"out is {str(folder)!r}, where another process is at work") from None
         yield
 
 
 @contextmanager
-def _interrupt_on_sigterm() -> Iterator[None]:
+def interrupt_on_sigterm() -> Iterator[None]:
     """Raise KeyboardInterrupt on SIGTERM as on Ctrl-C, so that no child outlives its parent."""
 
-    def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
+    def interrupt(number: int, _: Any) -> None:
+        raise KeyboardInterrupt(number)
 
     if threading.current_thread() is not threading.main_thread():
         yield

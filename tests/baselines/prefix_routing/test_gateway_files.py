@@ -351,7 +351,20 @@ REFUSED = {
     "a card's weight in words": (changed(LLM_D, "l40s: 1", "l40s: low"), "weights: l40s.*'low'"),
     "no YAML": (f"{LLM_D} - {{", "'file'.*is no YAML"),
     "a list": ("- EndpointPickerConfig", "'file'"),
-    "another kind": ("kind: EndpointPickerConfigs", "worker_selection"),
+    "another kind": ("kind: EndpointPickerConfigs", "'kind'.*alone"),
+    "within a ConfigMap": (
+        "kind: ConfigMap\ndata:\n  epp.yaml: |\n    kind: EndpointPickerConfig\n",
+        "'kind'.*'ConfigMap'.*alone",
+    ),
+    "a weight below 0": (
+        "kind: EndpointPickerConfig\nplugins: [{type: queue-scorer}]\nschedulingProfiles:\n"
+        "- plugins: [{pluginRef: queue-scorer, weight: -1}]",
+        r"queue-scorer=-1.0 must be a finite number at least 0\.$",
+    ),
+    "flags of a container": (
+        '- "--policy=cache_aware"\n- "--cache-threshold=high"',
+        "--cache-threshold.*'high'",
+    ),
     "another function": (
         changed(DYNAMO, "aggregated: mine", "aggregated: other"),
         "instances: other.*dynamo-two-tier-cost-fn",

@@ -211,6 +211,10 @@ def test_two_files_of_a_gateway_are_better_not_worse_or_worse(tmp_path, capsys, 
         presubmission.main([files["old"], "--scenario", "drift", *fleet])
     with pytest.raises(ValueError, match="--rates"):
         presubmission.main(["llm_d", *fleet])
+    with pytest.raises(ValueError, match="--time-limit"):
+        presubmission.main(["llm_d", "--time-limit", "nan"])
+    with pytest.raises(ValueError, match=r"old.flags', a gateway's file; servegym/LLMRouting-v1"):
+        presubmission.evaluate("servegym/LLMRouting-v1", [files["old"]], 1, 0, {})
 
 
 def test_time_per_token_is_the_mean_over_completed_requests():

@@ -2,6 +2,8 @@
 
 import inspect
 import json
+import subprocess
+import sys
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +13,7 @@ from servegym.agents.lib.parallel import SERIAL
 from servegym.baselines.prefix_routing.gateway_files import default_file, read_gateway_file
 from servegym.baselines.prefix_routing.plugins import CARDS
 from servegym.baselines.registry import make_policy
+from servegym.envs.workloads.prefix_traces import load_prefix_trace
 from servegym.experiments.evaluation import targets, tuning
 from servegym.experiments.evaluation.evaluate import evaluate
 from servegym.experiments.evaluation.stats import Interval
@@ -173,6 +176,15 @@ def test_jobs_are_cut_for_many_workers_and_put_together_again(count):
     assert (drawn == one[:, :1]).all()
 
 
+def test_processes_end_with_a_parent_that_is_killed():
+    code = "import time; from servegym.agents.lib.parallel import Workers; work = Workers(2)\n"
+    code += "print(*work(time.sleep, [(0,)]), flush=True); list(work(time.sleep, [(90,)] * 2))"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as parent:
+        parent.stdout.readline()
+        parent.kill()
+        parent.communicate(timeout=30)  # ends when nobody has the pipe
+
+
 def test_every_space_is_of_a_rule_and_starts_at_its_defaults():
     system = linear_system([[0.01, 1e-4, 1e-6, 0.0]])
     rng = np.random.default_rng(0)
@@ -212,9 +224,43 @@ def test_a_fleet_is_read_from_the_command_line(tmp_path):
     trace = tmp_path / "requests.jsonl"
     found = fleet_arguments(options(["--trace", str(trace), "--set", "warmup_requests=5"]))
     assert found["workload_kwargs"] == {"trace": str(trace)} and found["warmup_requests"] == 5
-    for words, name in (("--cards h100", "--model"), ("--cards h900 --model x", "h900")):
+    words = ["--trace", "t", "--set", 'workload_kwargs={"max_context": 9}']
+    assert fleet_arguments(options(words))["workload_kwargs"].keys() == {"max_context", "trace"}
+    for words, name in (
+        ("--cards h100", "--model"),
+        ("--cards h900 --model x", "h900"),
+        ("--slo-ttft 0", "--slo-ttft"),
+        ("--slo-tpot nan", "--slo-tpot"),
+        ("--slo-ttft 1 --set slo=3", "slo=3"),
+        ("--trace t --set workload=tenants", "--set workload"),
+        ("--cards h100 --model x --set profiles=y", "--set profiles"),
+    ):
         with pytest.raises(ValueError, match=name):
             fleet_arguments(options(words.split()))
+
+
+def stopped(*_, **__):
+    raise KeyboardInterrupt(tuning.signal.SIGTERM)
+
+
+def test_a_trace_of_few_sessions_or_with_a_misspelt_column_is_refused(tmp_path):
+    trace = tmp_path / "with a blank.jsonl"
+    row = '{"timestamp_ms": %d000, "input_length": 700, "output_length": 9, "hash_id": [1, 2]}\n'
+    words = ["--trace", str(trace), "--out", str(tmp_path / "out"), "--workers", "1", "--rates"]
+    trace.write_text("".join(row % at for at in (1, 9, 20)))
+    with pytest.raises(ValueError, match="'hash_id': is not known; name it hash_ids"):
+        tuning.main([*words, "4"])
+    trace.write_text("".join(row.replace(', "hash_id": [1, 2]', "") % at for at in (1, 9, 20)))
+    with pytest.raises(ValueError, match="split='eval' has none of the trace's 3 sessions"):
+        tuning.main([*words, "4", "--set", "episode_requests=5", "warmup_requests=1"])
+    # A rate at which all sessions would be left out has one.
+    arguments = {**SMALL, "workload": "mooncake", "workload_kwargs": {"trace": str(trace)}}
+    target = GatewayTarget(default_file("sglang"), {**arguments, "episode_requests": 3})
+    assert target.play(target.starts()[:1], 1e-3, "all", [0, 1]).shape == (1, 2)
+    # A CSV may have the ids, too.
+    rows = "".join(f'{at},700,9,"[1, {at}]"\n' for at in (2, 3))
+    trace.write_text(f"timestamp_ms,input_length,output_length,hash_ids\n{rows}")
+    assert load_prefix_trace(trace).shared_tokens.tolist() == [0, 512]
 
 
 def test_the_command_makes_a_folder_and_goes_on_in_it(tmp_path, monkeypatch, capsys):
@@ -239,6 +285,26 @@ def test_the_command_makes_a_folder_and_goes_on_in_it(tmp_path, monkeypatch, cap
         tuning.main([*words, "--seed", "1"])
     with pytest.raises(ValueError, match="not empty"):
         tuning.main([*words, "--out", str(tmp_path)])
+    assert "Share of requests within" in capsys.readouterr().out
+    with tuning.lock(out), pytest.raises(ValueError, match="another process"):
+        tuning.main(words)
+    monkeypatch.setattr(tuning, "tune", stopped)
+    assert tuning.main(words) == 143  # as SIGTERM does
+    monkeypatch.undo()
+    # What cannot be is told before there is a folder.
+    none = tmp_path / "none"
+    for more, name in (
+        ("--workers 0", "workers"),
+        ("--ray x", "ray"),
+        ("--set split=eval", "--set split"),
+        ("--set rate=x", "--set rate"),
+        (f"--out {file}", "no folder"),
+    ):
+        with pytest.raises(ValueError, match=name):
+            tuning.main([str(file), "--out", str(none), *more.split()])
+    with pytest.raises(ValueError, match="rule of LLM routing"):
+        tuning.main(["expected_qos", "--cards", "h100", "--model", "llama-3.1-8b"])
+    assert not none.exists()
     with pytest.raises(ValueError, match="no such file"):
         tuning.main(["nowhere.yaml"])
     # A rule of LLM routing.
