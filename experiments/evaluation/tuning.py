@@ -397,7 +397,7 @@ def _draw(
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
-    axes.set_prop_cycle(color=[f"C{k}" for k in range(10)] + [str(k / 10) for k in range(8)])
+    axes.set_prop_cycle(color=pyplot.get_cmap("tab20")(range(20)))
     for name, found in values.items():
         wide = 3 if name.endswith(("before", "tuned")) else 1
         axes.plot(rates, found.mean(1), label=name, lw=wide, marker="o", ms=2 + wide)
