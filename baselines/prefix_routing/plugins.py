@@ -436,10 +436,17 @@ def _drawn(cost: Numbers, kept: NDArray[np.intp], heat: float, rng: np.random.Ge
     return int(rng.choice(kept, p=weight / weight.sum()))
 
 
-def _for_cards(setting: Setting, cards: Sequence[str]) -> Setting:
+def _for_cards(setting: Setting, system: PrefixSystem | None) -> Setting:
     """The setting with the least weight of any card for those that have none, if it has any."""
-    given = [weight for name, weight in setting.items() if name.startswith(f"{CARDS}.")]
-    return ({f"{CARDS}.{card}": min(given) for card in cards} if given else {}) | setting
+    given = [name for name in setting if name.startswith(f"{CARDS}.")]
+    if system is None or not given:
+        return setting
+    known = dict.fromkeys(f"{CARDS}.{card}" for card in system.cards)
+    for name in given:
+        if name not in known:
+            cards = ", ".join(dict.fromkeys(system.cards))
+            raise ValueError(f"{name}: weights are of cards of the fleet, {cards}")
+    return dict.fromkeys(known, min(setting[name] for name in given)) | setting
 
 
 class _ByRow:
@@ -494,12 +501,8 @@ class GatewayPolicy(BasePolicy):
     ) -> None:
         self.gateway = GATEWAYS[choose("gateway", gateway, GATEWAYS)]
         self.system, self.name = system, name or gateway
-        checked = [_for_cards(self.gateway.check(setting), system.cards) for setting in settings]
+        checked = [_for_cards(self.gateway.check(setting), system) for setting in settings]
         names = dict.fromkeys(name for setting in checked for name in setting)
-        for key in names if system is not None else ():
-            if key.startswith(f"{CARDS}.") and key.removeprefix(f"{CARDS}.") not in system.cards:
-                cards = ", ".join(dict.fromkeys(system.cards))
-                raise ValueError(f"{key}: weights are of cards of the fleet, {cards}")
         self.setting: dict[str, Any] = {}
         for key in names:
             values = [setting.get(key, absent(key)) for setting in checked]

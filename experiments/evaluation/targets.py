@@ -124,11 +124,9 @@ class GatewayTarget:
 
     def resets(self, setting: Mapping[str, Any]) -> list[tuple[str, Any]]:
         """The numbers that are not the file's, with the file's or that of nothing."""
-        start = {**dict.fromkeys(setting, None), **self.file.setting}
         backs = []
         for name, value in setting.items():
-            kind, back = name.rpartition(".")[0], start[name]
-            back = absent(name) if back is None else back
+            kind, back = name.rpartition(".")[0], self.file.setting.get(name, absent(name))
             if value != back and setting.get(kind, 1.0) != 0.0:
                 backs.append((name, back))
         return backs

@@ -18,7 +18,9 @@ from servegym.baselines.prefix_routing.plugins import (
 )
 from servegym.baselines.prefix_routing.policy import view_of
 from servegym.baselines.prefix_routing.system import PrefixSystem
+from servegym.envs.families import family_named
 from servegym.envs.prefix_routing.kernel.observation import REPLICA_FEATURES, REQUEST_FEATURES
+from servegym.experiments.evaluation.resolve import resolve
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -401,3 +403,8 @@ def test_unknown_cards_and_gateways_are_refused():
     for make in (GatewayRule, lambda *given: GatewayPolicy(system(), *given)):
         with pytest.raises(ValueError, match="llmd.*'llm-d'"):
             make("llmd", {})
+
+
+def test_a_name_is_looked_up_without_a_system():
+    family = family_named("prefix_routing")
+    assert [resolve(name, None, family).name for name in SETTINGS] == list(SETTINGS)
