@@ -41,16 +41,16 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from servegym._command_line import parse_settings
 from servegym.agents.lib import checkpoint, environments, run_log
 from servegym.agents.lib.arguments import RunArgs, run_agent
 from servegym.agents.lib.evaluation import evaluate_router
 from servegym.baselines.llm_routing import features
-from servegym.baselines.llm_routing.features import ARRIVED, EXPERT, LOAD, STATE, WORK
 from servegym.baselines.llm_routing.latency import ExpectedQos
 from servegym.baselines.llm_routing.system import RoutingSystem
 
 ENV_ID = "servegym/LLMRouting-v1"
+ARRIVED, EXPERT = features.ARRIVED, features.EXPERT
+EXISTS, LOAD, STATE, WORK = features.EXISTS, features.LOAD, features.STATE, features.WORK
 
 # Each episode draws its rate, requests/s, and is cut off before the drain, which nothing announces.
 ENV = {"rate": (4.0, 11.0), "reward": "completed_qos"}
@@ -104,8 +104,9 @@ class State(NamedTuple):
 
     hidden: Tensor  # (B, N, WIDTH): encoded experts
     context: Tensor  # (B, WIDTH): the request among them
-    experts: Tensor  # (B, N, S): columns of `STATE`, L and the load
-    work: Tensor  # (B, N): seconds of an expert's time that the request takes; 1 if not read
+    experts: Tensor  # (B, N, S): columns of `STATE` and of `LOAD`
+    work: Tensor  # (B, N): requests' worth of an expert's time that this one takes; 1 if not read
+    there: Tensor  # (B, N, 1): 1 for an expert that exists
 
 
 def mlp(*sizes: int) -> nn.Sequential:
@@ -137,12 +138,12 @@ class Critic(nn.Module):
         context = state.context[:, None].expand_as(state.hidden)
         pair = torch.cat([state.hidden, context], -1)
         reward = torch.cat([self.drop(state.context), self.send(pair).squeeze(-1)], -1)
-        fleet = state.experts.mean(1, keepdim=True).expand_as(state.experts)
+        fleet = features.mean_over(state.experts, state.there)[:, None].expand_as(state.experts)
         price = F.softplus(self.price(torch.cat([state.experts, fleet], -1)).squeeze(-1) - 1)
         effect = -price * state.work
         if self.paid_later is not None:
             effect = effect + self.paid_later(pair).squeeze(-1)
-        value = self.expert_value(state.experts).sum(1)
+        value = (self.expert_value(state.experts) * state.there).sum(1)
         return torch.stack([reward, value + F.pad(effect, (1, 0))])
 
 
@@ -161,21 +162,22 @@ class Agent(nn.Module):
         self.qf1, self.qf2, self.actor = (Critic(*sizes) for _ in range(3))
         self.log_alpha = nn.Parameter(torch.tensor(-3.5))  # of the temperature at first
 
-    def rows(self, obs: Mapping[str, Any]) -> NDArray[np.float16]:
+    def rows(self, obs: Mapping[str, Any]) -> features.Rows:
         """Scaled features of a batch of observations, see `expert_rows`."""
         return features.expert_rows(obs, self.model)
 
     def encode(self, rows: Tensor) -> State:
         """What actor and critics read of a batch of `rows`; what is not read is 0."""
         batch, n = len(rows), self.experts
-        parts = zip(features.split_rows(rows, n)[:2], self.read, strict=True)
+        arrived, x = features.split_rows(rows, n)[:2]
+        there, parts = x[..., EXISTS:][..., :1], zip((arrived, x), self.read, strict=True)
         arrived, x = (part * (torch.arange(part.shape[-1]) < count) for part, count in parts)
         arrived = arrived[:, None].expand(-1, n, -1)
         who = self.who.expand(batch, -1, -1)
         hidden = self.encoder(torch.cat([arrived, x, who], -1)).relu()
         experts = torch.cat([x[..., STATE], arrived[..., LOAD], who], -1)
         work = x[..., WORK] if self.read[1] == EXPERT else torch.ones_like(x[..., WORK])
-        return State(hidden, hidden.mean(1), experts, work)
+        return State(hidden, features.mean_over(hidden, there), experts, work, there)
 
     def log_policy(self, state: State, mask: Tensor, alpha: float) -> Tensor:
         """Log-probabilities (B, N+1); illegal actions get a large finite negative logit."""
@@ -185,7 +187,7 @@ class Agent(nn.Module):
     @torch.no_grad()
     def act(self, obs: Mapping[str, Any], mask: NDArray[Any]) -> NDArray[np.int64]:
         """The likeliest legal action of every observation."""
-        state = self.encode(torch.as_tensor(self.rows(obs)).float())
+        state = self.encode(torch.as_tensor(self.rows(obs).rows).float())
         return self.log_policy(state, torch.as_tensor(np.asarray(mask)), 1.0).argmax(-1).numpy()
 
 
@@ -255,7 +257,7 @@ def critic_loss(qf: Critic, parts: Tensor, batch: Mapping[str, Tensor]) -> Tenso
 def load(meta: Mapping[str, str], weights: Mapping[str, Tensor], system: Any) -> Any:
     """The policy of a checkpoint, see `servegym.agents.lib.checkpoint`."""
     args = checkpoint.saved_args(Args, checkpoint.json_field(meta, "args"))
-    env_kwargs = ENV | parse_settings(args.set)
+    env_kwargs = environments.routing_arguments(ENV, args.set)
     env_kwargs.pop("max_episode_steps", None)  # cuts off the training alone
     trained = RoutingSystem.from_kwargs(**env_kwargs)
     agent = Agent(args.rows, args.shaping, system or trained)
@@ -269,7 +271,7 @@ def load(meta: Mapping[str, str], weights: Mapping[str, Tensor], system: Any) ->
 @run_log.saves_when_interrupted
 def train(args: Args) -> Path:
     """Train and return the run's folder (metrics.jsonl, best.safetensors, last.safetensors)."""
-    env_kwargs = ENV | parse_settings(args.set)
+    env_kwargs = environments.routing_arguments(ENV, args.set)
     torch.set_num_threads(args.torch_threads)
     torch.manual_seed(args.seed)
     rng = np.random.default_rng(args.seed)
@@ -291,7 +293,7 @@ def train(args: Args) -> Path:
     parts |= {"q": q_optimizer, "actor": actor_optimizer, "alpha": alpha_optimizer}
     before, step, updates, cpu_s, best = log.restore(parts, (-1, 0, 0, 0.0, -np.inf))
     obs, mask = envs.unwrapped.observe()  # pyright: ignore
-    rows = agent.rows(obs)
+    rows, held, exogenous = agent.rows(obs)
     while True:
         log.snapshot(step, parts, (before, step, updates, cpu_s, best))
         # Evaluate the averaged policy, at first that of random weights.
@@ -301,8 +303,7 @@ def train(args: Args) -> Path:
             result = evaluate_router(averaged.act, ENV_ID, env_kwargs, *size, trained=step > 0)
             log.say_qos(step, result)
             log.write(step, result | {"charts/cpu_s": cpu_s})
-            qos = result["eval/avg_qos"]
-            best = checkpoint.save_best_and_last(write, args, log.run, qos, best)
+            best = checkpoint.save_best_and_last(write, args, log.run, result["eval/avg_qos"], best)
         if ended:
             break
 
@@ -318,14 +319,13 @@ def train(args: Args) -> Path:
                 value = (log_pi.exp() * (min_q - alpha * log_pi)).sum(-1).numpy()
             score += log_pi.numpy()
         action = np.where(mask, score, -1e30).argmax(-1)
-        inputs = {"rows": rows, "mask": mask, "exogenous": features.exogenous(obs)}
+        inputs, before_held = {"rows": rows, "mask": mask, "exogenous": exogenous}, held
         obs, reward, terminated, truncated, info = envs.step(action)
-        done, next_rows, paid = terminated | truncated, agent.rows(obs), reward
+        done, mask, paid = terminated | truncated, info["action_mask"], reward
+        rows, held, exogenous = agent.rows(obs)
         if args.shaping:  # the held requests' expected QoS is a potential (Ng et al., 1999)
-            phi, next_phi = (features.held_qos(x, agent.experts) for x in (rows, next_rows))
-            paid = reward + args.gamma * next_phi - phi
+            paid = reward + args.gamma * held - before_held
         buffer.add(action=action, value=value, reward=paid.astype(np.float32), done=done, **inputs)
-        mask, rows = info["action_mask"], next_rows
         before, step = step, step + n
         log.add_rewards(reward, done)
 

@@ -31,11 +31,15 @@ from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from servegym._command_line import parse_settings
 from servegym.agents.lib import checkpoint
 from servegym.agents.lib.arguments import RunArgs, run_agent
 from servegym.agents.lib.checkpoint import CheckpointPolicy
-from servegym.agents.lib.environments import action_masks, episode_seeds, make_envs
+from servegym.agents.lib.environments import (
+    action_masks,
+    episode_seeds,
+    make_envs,
+    routing_arguments,
+)
 from servegym.agents.lib.evaluation import play_rule
 from servegym.agents.lib.run_log import RunLog, evaluation_due, saves_when_interrupted
 from servegym.envs.families import find_family
@@ -181,13 +185,14 @@ def family_name(args: Args) -> str:
 def eval_kwargs(args: Args) -> dict[str, Any]:
     """Arguments of the environment of an evaluation."""
     family = family_name(args)
-    return SETTINGS.get(family, {}) | parse_settings(args.set) | MEASURES.get(family, {})
+    usual = routing_arguments(SETTINGS.get(family, {}), args.set)
+    return usual | MEASURES.get(family, {})
 
 
 def env_kwargs(args: Args) -> dict[str, Any]:
     """Arguments of the training environment."""
     family = family_name(args)
-    kwargs = SETTINGS.get(family, {}) | parse_settings(args.set)
+    kwargs = routing_arguments(SETTINGS.get(family, {}), args.set)
     if args.own_requests:
         return kwargs | {"episode_requests": args.num_steps}
     return (CUT if family == "llm_routing" else {}) | kwargs

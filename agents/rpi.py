@@ -7,7 +7,8 @@ than a return has. A network regresses on the labels; the policy takes the best 
 approximate policy iteration by rollouts (Lagoudakis, Parr, ICML 2003).
 
 The network values one expert at a time and reads its latency law and the requirement L, so that one
-set of weights serves any fleet; ``--mixture`` trains on several together.
+set of weights takes any fleet and serves those that are like the ones it was trained on;
+``--mixture`` trains on several together, ``--set fleet=random`` on drawn ones.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from servegym.agents.lib.evaluation import evaluate_router
 from servegym.agents.lib.parallel import SERIAL, Workers
 from servegym.agents.lib.run_log import RunLog, interval_passed, saves_when_interrupted
 from servegym.agents.lib.snapshots import restore_state, state_of
-from servegym.baselines.llm_routing.features import Layout, priced_actions, priced_values
+from servegym.baselines.llm_routing.features import Layout, mean_over, priced_actions, priced_values
 from servegym.baselines.llm_routing.latency import LatencyModel
 from servegym.baselines.llm_routing.paired_rollouts import (
     Rollouts,
@@ -109,23 +110,24 @@ class Sets(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        inputs = 2 + Layout.EXPERT + 4 + 2 * Layout.REQUEST
+        inputs = 2 + Layout.READ + Layout.LAW + 2 * Layout.REQUEST
         self.each = nn.Sequential(
             nn.Linear(inputs, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU()
         )
         self.all = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU())
 
-    def forward(self, rows: Tensor, layout: Layout, law: Tensor) -> tuple[Tensor, Tensor]:
-        """Embed a batch of flat rows; law (N, 4)."""
+    def forward(self, rows: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
+        """Embed a batch of flat rows: all, the experts, and which of them there are (B, N, 1)."""
         batch, n = len(rows), layout.experts
-        arrived, expert, running, waiting, mr, mw = rows.split(layout.sizes, -1)
+        arrived, _, running, waiting, mr, mw = rows.split(layout.sizes, -1)
+        expert, law, _, there = layout.expert(rows).split((Layout.READ, Layout.LAW, 1, 1), -1)
         requests = torch.cat([x.view(batch, n, -1, Layout.REQUEST) for x in (running, waiting)], 2)
         mask = torch.cat([x.view(batch, n, -1) for x in (mr, mw)], 2)
         mean = requests.sum(2) / mask.sum(2, keepdim=True).clamp(min=1)
         top = requests.masked_fill(mask[..., None] == 0, -2.0).amax(2)
-        parts = [arrived[:, None].expand(batch, n, 2), expert.view(batch, n, -1), mean, top]
-        experts = self.each(torch.cat([*parts, law.expand(batch, *law.shape)], -1))
-        return self.all(experts.mean(1)), experts
+        parts = [arrived[:, None].expand(batch, n, 2), expert, mean, top, law]
+        experts = self.each(torch.cat(parts, -1)) * there
+        return self.all(mean_over(experts, there)), experts, there
 
 
 class Head(nn.Module):
@@ -141,9 +143,10 @@ class Head(nn.Module):
                 for weight in linear.parameters():
                     weight.mul_(0.1 if weight.ndim > 1 else 0.0)  # no bias
 
-    def forward(self, request: Tensor, experts: Tensor) -> Tensor:
+    def forward(self, request: Tensor, experts: Tensor, there: Tensor) -> Tensor:
         """Embeddings -> (B, N+1); a value common to all actions is added (dueling)."""
-        drop, common = self.request(torch.cat([request, experts.mean(1)], -1)).split(1, -1)
+        everyone = torch.cat([request, mean_over(experts, there)], -1)
+        drop, common = self.request(everyone).split(1, -1)
         hidden = (self.by_request(request)[:, None] + self.by_expert(experts)).relu()
         return torch.cat([drop, self.out(hidden).squeeze(-1)], -1) + common
 
@@ -151,11 +154,8 @@ class Head(nn.Module):
 class Agent(nn.Module):
     """Values of the actions: the heuristic's, and what the network adds, little at first."""
 
-    law: Tensor
-
     def __init__(self, system: RoutingSystem) -> None:
         super().__init__()
-        self.register_buffer("law", torch.zeros(system.num_experts, 4), persistent=False)
         self.encoder, self.actor = Sets(), Head()
         self.set_system(LatencyModel(system))
 
@@ -164,15 +164,13 @@ class Agent(nn.Module):
         self.model, system = model, model.system
         capacities = (system.running_capacity, system.waiting_capacity)
         self.layout = Layout(system.num_experts, *capacities)
-        law = (system.estimator / (0.02, 1e-4, 5e-6, 1e-3)).astype(np.float32)
-        self.law = torch.as_tensor(law, device=self.law.device)
 
     def rows(self, obs: Observation) -> NDArray[np.float16]:
         """Flat rows of a batch of observations; ValueError for another number of experts."""
         experts, running = obs["running"].shape[1:3]
-        if experts != len(self.law):
+        if experts != self.layout.experts:
             raise ValueError(
-                f"made for {len(self.law)} experts, got {experts}; "
+                f"made for {self.layout.experts} experts, got {experts}; "
                 "a policy over the graph takes another fleet with load_policy(path, system)"
             )
         self.layout = Layout(experts, running, obs["waiting"].shape[2])
@@ -180,14 +178,14 @@ class Agent(nn.Module):
 
     def forward(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Values (B, N + 1) in scores, and what the network added to the heuristic's."""
-        added = self.actor(*self.encoder(rows, self.layout, self.law))
-        priced = priced_values(self.layout.expert(rows), self.layout.running)
+        added = self.actor(*self.encoder(rows, self.layout))
+        priced = priced_values(self.layout.expert(rows))
         return added + F.pad(priced, (1, 0)), added  # a drop is worth 0
 
     @torch.no_grad()
     def values(self, obs: Observation) -> NDArray[np.float32]:
         """Values (B, N + 1) of the actions, legal or not."""
-        rows = torch.as_tensor(self.rows(obs), device=self.law.device)
+        rows = torch.as_tensor(self.rows(obs), device=self.actor.out.weight.device)
         return self(rows.float())[0].cpu().numpy()
 
     def act(self, obs: Observation, mask: NDArray[Any]) -> NDArray[np.int64]:
@@ -199,7 +197,7 @@ class Configuration:
     """One configuration of the environment: its systems as they stand, and the labels from them."""
 
     def __init__(self, args: Args, num_envs: int, seed: int, workers: Workers = SERIAL) -> None:
-        self.args, self.env_kwargs = args, ENV | parse_settings(args.set)
+        self.args, self.env_kwargs = args, environments.routing_arguments(ENV, args.set)
         self.envs = environments.make_envs(ENV_ID, num_envs, **self.env_kwargs)
         self.model = LatencyModel(RoutingSystem.from_env(self.envs))
         self.heuristic: Values = partial(priced_actions, self.model)
@@ -245,10 +243,9 @@ class Labels:
         self.model, self.device = source.model, device
         self.rows, tried, returns = (np.concatenate(x) for x in zip(*source.labels, strict=True))
         gain, system = returns[:, 1:] - returns[:, :1], source.model.system
-        # Requests per running slot of the whole fleet, from the scaled rows.
-        expert = self.rows[:, 2 : 2 + Layout.EXPERT * system.num_experts].astype(np.float64)
-        requests = 3 * expert.reshape(len(gain), -1, Layout.EXPERT)[..., 1:3].sum((1, 2))
-        load = requests / (system.num_experts * system.running_capacity)
+        layout = Layout(system.num_experts, system.running_capacity, system.waiting_capacity)
+        *_, slots, there = np.moveaxis(layout.expert(self.rows).astype(np.float64), -1, 0)
+        load = slots.sum(1) / there.sum(1)  # requests per running slot of the whole fleet
         self.tried = torch.as_tensor(tried.astype(np.int64), device=device)
         self.weight = torch.as_tensor(noise_weights(load, gain), device=device)
         self.valid = torch.as_tensor(np.isfinite(gain), device=device)
@@ -279,7 +276,8 @@ def fit(agent: Agent, sources: Sequence[Configuration], args: Args) -> dict[str,
     Returns weighted mean squared errors on the held-out labels, after the fit, of the heuristic's
     values, and of no difference at all. A minibatch is of one configuration.
     """
-    every = [Labels(source, agent.law.device) for source in sources]
+    device = agent.actor.out.weight.device
+    every = [Labels(source, device) for source in sources]
 
     @torch.no_grad()
     def held_out() -> float:
@@ -322,7 +320,7 @@ def evaluate(agent: Agent, sources: Sequence[Configuration], args: Args) -> dict
 def load(meta: Mapping[str, str], weights: Mapping[str, Tensor], system: Any) -> CheckpointPolicy:
     """The policy of a checkpoint, see `servegym.agents.lib.checkpoint`."""
     args = checkpoint.saved_args(Args, checkpoint.json_field(meta, "args"))
-    env_kwargs = ENV | parse_settings(args.set)
+    env_kwargs = environments.routing_arguments(ENV, args.set)
     env_kwargs.pop("max_episode_steps", None)  # truncates the training alone
     agent = Agent(system or RoutingSystem.from_kwargs(**env_kwargs))
     checkpoint.load_weights(agent, weights)

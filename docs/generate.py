@@ -166,6 +166,7 @@ TRAININGS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "baseline_rl": {"LLM routing": ("routing/learning_sac_rows",)},
     "sac_han": {"LLM routing": ("routing/learning_sac_han",)},
+    "td_afterstates": {"LLM routing": ("routing/learning_td_afterstates",)},
     "ppo_serverless": {
         "Serverless partitioning": ("serverless/learning_curves", "serverless/learning")
     },

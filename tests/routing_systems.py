@@ -73,6 +73,7 @@ def make_observation(rng, batch=16, num_experts=6, limit=0.03, least_running=0, 
         "request": np.stack([prompt, rng.random(shape), rng.integers(2, 300, shape)], axis=-1),
         "experts": np.stack([rng.random(shape), running, waiting], axis=-1),
         "latency_requirement": np.full((batch, 1), limit),
+        "load": np.tile([0.125, 60.0, 150.0], (batch, 3, 1)),
     }
     observation = {key: value.astype(np.float32) for key, value in observation.items()}
     observation["running"], observation["running_mask"] = rows(running, most, True)

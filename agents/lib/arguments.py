@@ -19,6 +19,8 @@ from servegym.agents.lib.run_log import STOPS
 SHARE, ABOVE_ZERO = (0.0, 1.0, False), (0.0, 1e6, True)
 BOUNDS: dict[str, tuple[float, float, bool]] = {
     **dict.fromkeys(("gamma", "lam", "gae_lambda", "common_credit"), SHARE),
+    **dict.fromkeys(("explore", "rent", "rent_rises"), SHARE),
+    "temperature": ABOVE_ZERO,
     **dict.fromkeys(("lr", "learning_rate", "table_learning_rate"), SHARE),
     "clip_coef": (0.0, 1.0, True),
     **dict.fromkeys(("max_grad_norm", "std_first", "std_last", "height_unit"), ABOVE_ZERO),

@@ -23,6 +23,7 @@ from servegym.baselines.protocol import BasePolicy
 AGENTS = (
     "sac_han",
     "baseline_rl",
+    "td_afterstates",
     "ppo",
     "rpi",
     "cem",

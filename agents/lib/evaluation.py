@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from servegym.agents.lib.environments import make_envs
+from servegym.agents.lib.environments import draws_fleets, make_envs
 from servegym.baselines.registry import describe_system, make_policy
 from servegym.envs.families import Family, find_family
 
@@ -71,6 +71,15 @@ def _play(family: Family, episodes: int, seed: int, env_kwargs: Mapping[str, Any
     return Played(name, returns, decisions, kpis)
 
 
+def _points(
+    arguments: Mapping[str, Any], rates: Sequence[float], episodes: int
+) -> list[tuple[dict[str, float], int]]:
+    """Rates and so many episodes of each; drawn fleets have rates of their own."""
+    if draws_fleets(arguments):
+        return [({}, episodes * len(rates))]
+    return [({"rate": rate}, episodes) for rate in rates]
+
+
 @cache
 def rule_qos(env_id: str, env_kwargs: str, rates: tuple[float, ...], episodes: int) -> float:
     """Average QoS of the rule in the episodes of `evaluate_router`; ``env_kwargs`` are JSON.
@@ -79,8 +88,8 @@ def rule_qos(env_id: str, env_kwargs: str, rates: tuple[float, ...], episodes: i
     """
     arguments = json.loads(env_kwargs)
     played = [
-        play_rule(env_id, episodes, 10_000 + i, **(arguments | {"rate": rate}))
-        for i, rate in enumerate(rates)
+        play_rule(env_id, count, 10_000 + i, **(arguments | point))
+        for i, (point, count) in enumerate(_points(arguments, rates, episodes))
     ]
     return float(np.mean([each.returns.sum() / each.decisions for each in played if each]))
 
@@ -99,18 +108,19 @@ def evaluate_router(
     ``act`` gives actions (B,) for a batch of observations and their masks (B, N + 1).
     ``env_kwargs`` are those of the training: split, rate and reward are replaced, and episodes are
     not cut. The rule plays the same episodes, once in a process: so many a rate, of so many
-    requests.
+    requests. Where fleets are drawn, so are their rates, and each of as many episodes has its own.
 
     Returns:
-        ``eval/avg_qos`` over all rates, ``eval/avg_qos_rate_R`` of every rate, ``eval/share_A`` of
-        every action and ``eval/rule_qos``, the first number of the rule.
+        ``eval/avg_qos`` over all rates, ``eval/avg_qos_rate_R`` of every given rate,
+        ``eval/share_A`` of every action and ``eval/rule_qos``, the first number of the rule.
 
     Warns:
         If one action of a ``trained`` router takes more than 90 %, a collapse.
     """
     arguments = dict(env_kwargs) | {"split": "val", "reward": "completed_qos"}
     arguments |= {"episode_requests": requests, "max_episode_steps": None}
-    envs = [make_envs(env_id, episodes, **(arguments | {"rate": rate})) for rate in rates]
+    points = _points(arguments, rates, episodes)
+    envs = [make_envs(env_id, count, **(arguments | point)) for point, count in points]
     outs = [env.reset(seed=10_000 + i) for i, env in enumerate(envs)]
     shares = np.zeros(outs[0][1]["action_mask"].shape[1])
     qos = np.zeros(len(envs))
@@ -118,13 +128,14 @@ def evaluate_router(
         obs = {key: np.concatenate([out[0][key] for out in outs]) for key in outs[0][0]}
         action = act(obs, np.concatenate([out[-1]["action_mask"] for out in outs]))
         shares += np.bincount(action, minlength=len(shares))
-        parts = action.reshape(len(envs), episodes)
+        parts = np.split(action, len(envs))
         outs = [env.step(part) for env, part in zip(envs, parts, strict=True)]
         qos += [out[1].sum() for out in outs]
-    shares, qos = shares / shares.sum(), qos / (episodes * requests)
+    shares, qos = shares / shares.sum(), qos / (points[0][1] * requests)
     if trained and shares.max() > 0.9:
         warnings.warn(f"collapse: action {shares.argmax()} takes {shares.max():.0%}", stacklevel=3)
-    result = {f"eval/avg_qos_rate_{r:g}": float(q) for r, q in zip(rates, qos, strict=True)}
+    each = zip(points, qos, strict=True)
+    result = {f"eval/avg_qos_rate_{p['rate']:g}": float(q) for (p, _), q in each if p}
     result |= {f"eval/share_{k}": float(s) for k, s in enumerate(shares)}
     rule = rule_qos(env_id, json.dumps(arguments), tuple(rates), episodes)
     return result | {"eval/avg_qos": float(qos.mean()), "eval/rule_qos": rule}

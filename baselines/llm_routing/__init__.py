@@ -47,7 +47,7 @@ for _policy, _line, *_aliases in (
     (greedy_qos.PricedGreedy, "greedy_qos less a price on busy capacity"),
     (
         greedy_qos.ExpectedQosGreedy,
-        "priced_greedy on expected QoS: lengths as distributions; the strongest heuristic",
+        "expected QoS less a price that follows the arrival rate; the strongest heuristic",
     ),
     (RouteBalance, "RouteBalance's weighted score of predicted quality, cost and latency"),
     (heuristics.AlwaysBest, "best train mean score, the next best while it is full"),
@@ -75,5 +75,5 @@ for _policy, _line, *_aliases in (
         clairvoyant=_policy.clairvoyant,
         aliases=tuple(_aliases),
         # A policy that takes the environment meets all of its fleets there.
-        wrapper=None if _policy.needs_env else per_fleet,
+        wrapper=None if _policy.needs_env or _policy.any_fleet else per_fleet,
     )

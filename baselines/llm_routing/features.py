@@ -7,7 +7,7 @@ predicts.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -67,7 +67,8 @@ class Layout:
     experts: int
     running: int
     waiting: int
-    EXPERT, REQUEST = 10, 8  # features of an expert and of a queued request
+    READ, LAW, EXPERT, REQUEST = 10, 4, 16, 8
+    """Features of an expert that are read, those of its law, all of them, of a queued request."""
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -77,14 +78,22 @@ class Layout:
         return (2, self.EXPERT * n, *queues, n * r, n * w)
 
     def expert(self, rows: Any) -> Any:
-        """The experts' features (B, N, 10) in a batch of rows, a tensor."""
-        return rows.split(self.sizes, -1)[1].view(len(rows), self.experts, -1)
+        """The experts' features (B, N, 16) in a batch of rows.
+
+        Eq. 7, the request as it would serve it and what the estimator says of that (10 that are
+        read), the law (Eq. 13 and 14), requests over the slots, and 1 if the expert exists.
+        """
+        return rows[:, 2 : 2 + self.EXPERT * self.experts].reshape(len(rows), self.experts, -1)
 
     def rows(self, obs: Observation, model: LatencyModel) -> NDArray[np.float16]:
         """Scale a batch of observations into float16 (B, sum(sizes)); log for p and l_t/L."""
-        limit, prompt = obs["latency_requirement"], obs["request"][:, 0, :1]
+        limit, prompt = obs["latency_requirement"], obs["request"][:, :, :1].max(1)
         of_expert, of_queued = impact_features(obs, model)
-        expert = np.concatenate([*_expert_features(obs), of_expert], -1)
+        placed = model.system.placed(obs)
+        law = model.system.library.estimator[placed.card] / (0.02, 1e-4, 5e-6, 1e-3)
+        load = slot_load(obs, model)[..., None]
+        parts = [*_expert_features(obs), of_expert, law, load, (placed.card >= 0)[..., None]]
+        expert = np.concatenate(parts, -1) * (placed.card >= 0)[..., None]
         queued, mask = _queued_features(obs, of_queued)
         r = self.running
         parts = [expert, queued[:, :, :r], queued[:, :, r:], mask[:, :, :r], mask[:, :, r:]]
@@ -112,34 +121,34 @@ def load_scores(weights: NDArray[np.float32], experts: NDArray[Any]) -> NDArray[
     return np.concatenate([weights[:, -1:], linear], -1)
 
 
-def priced_values(expert: Any, running_slots: int) -> Any:
-    """Value (B, N), in scores, that `PricedGreedy` gives to each expert with features (B, N, 10).
+def slot_load(obs: Observation, model: LatencyModel) -> NDArray[Any]:
+    """Requests (B, N) that run and wait at each expert over its running slots."""
+    slots = np.maximum(model.system.placed(obs).running_capacity, 1)
+    return (obs["experts"][..., 1] + obs["experts"][..., 2]) / slots[:, None]
+
+
+def priced_values(expert: Any) -> Any:
+    """Value (B, N), in scores, that `PricedGreedy` gives to each expert with features (B, N, 16).
 
     The new request's score if it is answered within L, less the scores it pushes over L and the
     price of the expert's time, which rises with the fourth power of the load; a drop is worth 0.
     """
-    load = 3 * (expert[..., 1] + expert[..., 2]) / running_slots
-    load = (load + load.mean(-1)[..., None]) / 2
+    load, exists = expert[..., -2], expert[..., -1]
+    fleet = load.sum(-1)[..., None] / exists.sum(-1)[..., None].clip(1)
     score, lost, work = expert[..., 7], expert[..., 8], expert[..., 9]
-    return score - lost - load**4 * work
+    return score - lost - ((load + fleet) / 2) ** 4 * work
 
 
 def priced_actions(model: LatencyModel, obs: Observation) -> NDArray[np.floating[Any]]:
     """`priced_values` of all actions (B, N + 1) for a batch of observations, of a drop first."""
     expert = np.zeros((*obs["experts"].shape[:2], Layout.EXPERT))
-    expert[..., 1:3] = obs["experts"][..., 1:3] / 3
-    expert[..., 6:] = impact_features(obs, model)[0]
-    values = priced_values(expert, model.system.running_capacity)
-    return np.pad(values, ((0, 0), (1, 0)))
+    expert[..., 6:10] = impact_features(obs, model)[0]
+    expert[..., -2], expert[..., -1] = slot_load(obs, model), model.system.placed(obs).card >= 0
+    return np.pad(priced_values(expert), ((0, 0), (1, 0)))
 
 
-ARRIVED_COLUMNS = (
-    *("prompt", "limit"),
-    *("gap_8", "gap_32", "gap_128"),
-    *("prompts_8", "prompts_32", "prompts_128"),
-    *("lengths_8", "lengths_32", "lengths_128"),
-)
-"""Numbers of the arrived request in `expert_rows`, by name."""
+ARRIVED_COLUMNS = ("prompt", "limit", "rate_8", "rate_32", "rate_128", "load", "count")
+"""Numbers of the arrived request and of the fleet in `expert_rows`, by name."""
 
 PAPER = ("memory", "running", "waiting", "prompt", "score", "length")
 """Those of `EXPERT_COLUMNS` that the paper's state has (Eq. 6, 7 and 12), Eq. 7 first."""
@@ -147,84 +156,119 @@ PAPER = ("memory", "running", "waiting", "prompt", "score", "length")
 EXPERT_COLUMNS = (
     *PAPER,
     *("distance", "gain", "harm", "work", "held"),
-    *("base_s", "k1", "k2", "sequence_s"),
-    *("tokens_running", "tokens_waiting"),
+    *("outstanding", "queued", "left_running", "left_waiting"),
+    *("slack", "batch", "share", "exists"),
 )
 """Numbers of an expert in `expert_rows`, by name."""
 
 ARRIVED, EXPERT, REQUEST = len(ARRIVED_COLUMNS), len(EXPERT_COLUMNS), 8
 """Numbers of the arrived request, of an expert and of a queued request in `node_rows`."""
 
-WORK, HELD = EXPERT_COLUMNS.index("work"), EXPERT_COLUMNS.index("held")
+WORK, HELD, EXISTS = map(EXPERT_COLUMNS.index, ("work", "held", "exists"))
 STATE = [0, 1, 2, *range(HELD, EXPERT)]
 """Columns of an expert that say nothing of the arrived request: Eq. 7 and from ``held`` on."""
 
-LOAD = [ARRIVED_COLUMNS.index(name) for name in ("limit", "gap_8", "gap_32", "gap_128")]
-"""Columns of the arrived request that say nothing of it: L and the mean gaps."""
+LOAD = list(range(1, ARRIVED))
+"""Columns of the arrived request that say nothing of it: L, rates, load and size of the fleet."""
 
 
-def _log_gaps(obs: Observation) -> NDArray[Any]:
-    """Logs (B, 3) of the mean gaps of the load in eighths of a second; 0 where none is known."""
-    gap = obs["load"][..., 0]
-    return np.log(np.where(gap > 0, gap, 0.125).clip(0.001) / 0.125)
+class Rows(NamedTuple):
+    """What learned routers read of a batch of observations.
+
+    Attributes:
+        rows: float16, see `expert_rows` and `node_rows`.
+        held: (B,) expected QoS of the requests that the experts hold.
+        exogenous: (B, 12) what no action changes, see `expert_rows`.
+    """
+
+    rows: NDArray[np.float16]
+    held: NDArray[np.float64]
+    exogenous: NDArray[np.float32]
 
 
-def _expert_parts(
-    obs: Observation, model: ExpectedQos
-) -> tuple[list[NDArray[Any]], NDArray[Any], NDArray[Any]]:
-    """The arrived request (B, 11) in parts, the experts (B, N, 17), and distances of the queued."""
-    count, expected = obs["experts"].shape[1], model.system.num_experts
-    if count != expected:
-        raise ValueError(
-            f"made for {expected} experts, got {count}; "
-            "a policy over the graph takes another fleet with load_policy(path, system)"
-        )
-    limit, prompt = obs["latency_requirement"], obs["request"][:, 0, :1]
-    gain, harm, promised, estimate = model(with_mean_scores(obs, model.system))
-    slots = np.stack([estimate.without, estimate.with_new], -1)
-    distance = np.tanh(3 * (np.nan_to_num(slots, nan=1.0) / limit[:, :, None, None] - 1))
-    new, of_queued = distance[:, :, -1, 1], distance[:, :, :-1]
-    impact = np.stack([new, gain, harm, estimate.work_s], -1)
-
-    queues = [(obs[name], obs[f"{name}_mask"]) for name in ("running", "waiting")]
-    left = [
-        (np.maximum(queue[..., 2] - queue[..., 4], 7.5) * mask).sum(-1) / 150
-        for queue, mask in queues
-    ]
-    law = model.system.estimator / (0.02, 1e-4, 5e-6, 1e-3)
-    law = np.broadcast_to(law, (*obs["experts"].shape[:2], 4))
-    expert = [*_expert_features(obs), impact, promised[..., None] / 3, law, np.stack(left, -1)]
-
-    _, prompts, length = np.moveaxis(obs["load"], -1, 0)
-    load = _log_gaps(obs), np.log1p(prompts) / 6, length / 150
-    return [np.log1p(prompt) / 6, limit / 0.03, *load], np.concatenate(expert, -1), of_queued
+EXOGENOUS = 12
+"""Numbers of `Rows.exogenous`."""
 
 
-def expert_rows(obs: Observation, model: ExpectedQos) -> NDArray[np.float16]:
-    """The arrived request and the experts as flat rows (B, 11 + 17 N) of scaled features.
+def _squashed(ratio: NDArray[Any]) -> NDArray[Any]:
+    """0 at none, 1 at a whole, 2 at most."""
+    return 2 * ratio / (1 + ratio)
 
-    The arrived request, by `ARRIVED_COLUMNS`: prompt tokens, L, the load. An expert, by
-    `EXPERT_COLUMNS`: Eq. 7; the request as it would serve it; what the action impact estimator says
-    of sending the request there (Eq. 13-15, over distributions of output lengths, see
-    `ExpectedQos`): distance from L, expected QoS, expected QoS that it costs the others, seconds of
-    the expert's time; the expected QoS of the requests that it holds, over 3; its latency law
-    (base_s, k1, k2 and seconds a sequence of Eq. 13 and 14); the predicted tokens left to its
-    running and its waiting requests, 7.5 each at least. A distance is tanh(3 (l / L - 1)), negative
-    in time. Tokens of prompts and gaps are logs.
+
+def _parts(obs: Observation, model: ExpectedQos, whole: bool = False) -> tuple[Any, ...]:
+    """Arrived (B, 7) in parts, experts (B, N, 19), estimate, held (B,) and exogenous (B, 12)."""
+    limit = np.asarray(obs["latency_requirement"], dtype=np.float64)  # (B, 1)
+    gain, harm, held, estimate = model(with_mean_scores(obs, model.system), whole=whole)
+    fleet, placed = model.fleet(obs), model.system.placed(obs)
+    new = np.tanh(3 * (np.where(fleet.exists, estimate.latency, 0.0) / limit - 1))
+
+    gap = np.asarray(obs["load"][..., 0], dtype=np.float64)
+    rate = np.where(gap > 0, np.log(1 / (np.maximum(gap, 1e-3) * fleet.total)), 0.0).clip(-3, 3)
+    prompt, number = np.log1p(obs["request"][..., 0].max(1)) / 6, fleet.number[:, 0]
+    sizes = _squashed(fleet.load[:, 0]), np.log(number) - 1.8
+    arrived = [prompt, np.log(limit[:, 0]) + 3.5, *rate.T, *sizes]
+
+    room, served = np.maximum(fleet.batch, 1), fleet.served
+    left = estimate.running_tokens, estimate.waiting_tokens
+    length = np.maximum(model.system.library.mean_output_tokens[placed.model], 1)
+    impact = new, gain, harm, (estimate.work_s * served).clip(0, 5), held / room
+    queues = (
+        fleet.outstanding / room,
+        obs["experts"][..., 2] / room,
+        *(x / length / room for x in left),
+    )
+    # What a lone request has to spare beyond e times its latency is of no use to a router.
+    slack = np.log(limit / fleet.lone_s.clip(1e-6, 1e3)).clip(-2, 1)
+    share = np.log((served / fleet.total * fleet.number).clip(0.02, 50))
+    columns = [*impact, *map(_squashed, queues), slack, np.log(room) - 1.6, share, fleet.exists]
+    memory, queues_now, *request = _expert_features(obs)
+    queues_now = 5 * queues_now / np.maximum(placed.running_capacity, 1)[:, None, None]
+    expert = np.concatenate([memory, queues_now, *request, np.stack(columns, -1)], -1)
+    expert = expert * fleet.exists[..., None]
+
+    # What no action changes.
+    score, tokens = expert[..., 4], expert[..., 5]
+    best, mean = np.where(fleet.exists, score, -2).max(1), 1 / number
+    exogenous = [np.ones_like(prompt), *rate.T, *(rate.T**2), prompt, slack.max(1)]
+    exogenous += [score.sum(1) * mean, best, tokens.sum(1) * mean]
+    return arrived, expert, estimate, held.sum(1), np.stack(exogenous, -1)
+
+
+def expert_rows(obs: Observation, model: ExpectedQos) -> Rows:
+    """The arrived request and the experts as flat rows (B, 7 + 19 N) of scaled features.
+
+    They mean the same for two cards and for sixteen, whatever they serve: loads are counted in the
+    largest batch that an expert keeps within L, rates and work in what it then serves.
+
+    The arrived request, by `ARRIVED_COLUMNS`: log of the prompt tokens, of L, of the mean rates of
+    the last 8, 32 and 128 arrivals over what the fleet serves within L; the fleet's load; log of
+    its number of experts. An expert, by `EXPERT_COLUMNS`: Eq. 7, in shares of the slots; the
+    request as it would serve it; what the action impact estimator says of sending the request there
+    (Eq. 13-15, over distributions of output lengths, see `ExpectedQos`): distance from L, expected
+    QoS, expected QoS that it costs the others, requests' worth of the expert's time; expected QoS
+    that it holds a place; requests and waiting requests a place; mean answers left to its running
+    and its waiting requests a place; logs of L over a lone request's latency, at most 1, of the
+    places, and of what it serves over the mean expert's; 1, as it exists. A distance is
+    tanh(3 (l / L - 1)), negative in time.
 
     Raises:
         ValueError: If the number of experts is not that of the system.
     """
-    arrived, expert, _ = _expert_parts(obs, model)
-    parts = [*arrived, expert.reshape(len(expert), -1)]
-    return np.concatenate(parts, -1, dtype=np.float16, casting="unsafe")
+    arrived, expert, _, held, exogenous = _parts(obs, model)
+    rows = np.concatenate([np.stack(arrived, -1), expert.reshape(len(expert), -1)], -1)
+    return Rows(rows.astype(np.float16), held, exogenous.astype(np.float32))
+
+
+def mean_over(experts: Any, exists: Any) -> Any:
+    """Mean (B, ...) over the experts (B, N, ...) that exist (B, N, 1); arrays or tensors."""
+    return (experts * exists).sum(1) / exists.sum(1).clip(1)
 
 
 def split_rows(rows: Any, experts: int, slots: tuple[int, int] = (0, 0)) -> tuple[Any, ...]:
     """The parts of `expert_rows` or, with the slots R and W, of `node_rows`; arrays or tensors.
 
     Returns:
-        Arrived (B, 11), experts (B, N, 17), running (B, N, R, 8) and waiting (B, N, W, 8) requests
+        Arrived (B, 7), experts (B, N, 19), running (B, N, R, 8) and waiting (B, N, W, 8) requests
         and which of them there are, (B, N, R) and (B, N, W).
     """
     (running, waiting), batch = slots, len(rows)
@@ -238,44 +282,21 @@ def split_rows(rows: Any, experts: int, slots: tuple[int, int] = (0, 0)) -> tupl
     return rows[:, :ARRIVED], expert, *queues
 
 
-def held_qos(rows: NDArray[np.float16], experts: int) -> NDArray[np.float32]:
-    """Expected QoS (B,) of the requests that the experts hold, by `expert_rows` or `node_rows`."""
-    _, expert, *_ = split_rows(rows, experts)
-    return 3 * expert[..., HELD].sum(1, dtype=np.float32)
-
-
-def node_rows(obs: Observation, model: ExpectedQos) -> NDArray[np.float16]:
+def node_rows(obs: Observation, model: ExpectedQos) -> Rows:
     """The routing graph's nodes as flat rows of scaled features, as a replay buffer holds them.
 
     Those of `expert_rows`, then the queued requests: Eq. 6 and the distances from L without and
     with the new one.
 
     Returns:
-        (B, 11 + 17 N + 8 N S + N S) with S = R + W: the nodes by kind, then 1 for each slot that
-        holds a request.
+        Rows (B, 7 + 19 N + 8 N S + N S) with S = R + W: the nodes by kind, then 1 for each slot
+        that holds a request.
     """
-    arrived, expert, of_queued = _expert_parts(obs, model)
-    parts = [
-        *arrived,
-        *(x.reshape(len(x), -1) for x in (expert, *_queued_features(obs, of_queued))),
-    ]
-    return np.concatenate(parts, -1, dtype=np.float16, casting="unsafe")
-
-
-EXOGENOUS = 12
-"""Numbers of `exogenous`."""
-
-
-def exogenous(obs: Observation) -> NDArray[np.float32]:
-    """What an observation tells that no action changes, scaled, (B, 12).
-
-    A one; the logs of the mean gaps of the last 8, 32 and 128 requests, and their squares; of the
-    new request prompt tokens, L, the mean and the best score and the mean output tokens that the
-    experts are predicted.
-    """
-    request, gaps = obs["request"], _log_gaps(obs)
-    scores, tokens = 4 * request[..., 1] - 2, request[..., 2] / 150
-    parts = [np.ones_like(gaps[:, :1]), gaps, gaps**2, np.log1p(request[:, 0, :1]) / 6]
-    parts += [obs["latency_requirement"] / 0.03]
-    new = np.stack([scores.mean(1), scores.max(1), tokens.mean(1)], -1)
-    return np.concatenate([*parts, new], -1, dtype=np.float32)
+    arrived, expert, estimate, held, exogenous = _parts(obs, model, whole=True)
+    slots = np.stack([estimate.without, estimate.with_new], -1)[:, :, :-1]
+    limit = obs["latency_requirement"][:, :, None, None]
+    of_queued = np.tanh(3 * (np.nan_to_num(slots, nan=1.0) / limit - 1))
+    parts = [np.stack(arrived, -1)]
+    parts += [x.reshape(len(x), -1) for x in (expert, *_queued_features(obs, of_queued))]
+    rows = np.concatenate(parts, -1, dtype=np.float16, casting="unsafe")
+    return Rows(rows, held, exogenous.astype(np.float32))

@@ -10,8 +10,11 @@ from numpy.typing import NDArray
 from servegym._checks import choose, real
 from servegym.baselines.llm_routing.heuristics import Mask, RoutingPolicy, pick
 from servegym.baselines.llm_routing.latency import ExpectedQos, LatencyModel
-from servegym.baselines.llm_routing.system import RoutingSystem
+from servegym.baselines.llm_routing.system import FleetSystem, RoutingSystem
 from servegym.baselines.protocol import Observation
+
+RATES = (0.2, 2.0)
+"""Arrival rates, over what a fleet serves within L, beyond which prices stay as they are."""
 
 
 class LeastLatency(RoutingPolicy):
@@ -45,10 +48,6 @@ class GreedyQos(RoutingPolicy):
     work_n (`Estimate.work_s`; long answers and slow cards cost more), and the best value is taken
     if it is positive: see `PricedGreedy`.
 
-    With ``lengths="survival"`` lengths are distributions (`ExpectedQos`): no expert is ruled out,
-    and in the place of s_n stands the score times the probability that the answer is in time, less
-    the scores of the others times what their probabilities lose.
-
     Args:
         system: The system.
         price: Score that a second of a full expert's time is worth.
@@ -58,8 +57,6 @@ class GreedyQos(RoutingPolicy):
         overrun: See `LatencyModel`; for predicted lengths alone.
         fallback: What to do where no expert qualifies, or has a positive value,
             ``"drop"`` or ``"least_harm"``.
-        lengths: ``"predicted"``, each taken to come true, or ``"survival"``, the distribution
-            given the prediction and the tokens so far.
 
     Raises:
         ValueError: If a parameter is out of range.
@@ -77,7 +74,6 @@ class GreedyQos(RoutingPolicy):
         margin: float = 1.0,
         overrun: float = 0.3,
         fallback: str = "drop",
-        lengths: str = "predicted",
     ) -> None:
         super().__init__(system)
         self.price = real("price", price, 0.0)
@@ -85,9 +81,7 @@ class GreedyQos(RoutingPolicy):
         self.share = real("share", share, 0.0, 1.0)
         self.margin = real("margin", margin, 0.0, open_low=True)
         self.fallback = choose("fallback", fallback, ("drop", "least_harm"))
-        choose("lengths", lengths, ("predicted", "survival"))
         self.model = LatencyModel(system, overrun=overrun)
-        self.expected = ExpectedQos(system) if lengths == "survival" else None
 
     def charge(self, observation: Observation) -> NDArray[np.float64]:
         """(B, N) price of a second of each expert's time."""
@@ -102,24 +96,19 @@ class GreedyQos(RoutingPolicy):
         observation = with_mean_scores(observation, self.system)
         requirement = np.asarray(observation["latency_requirement"], dtype=np.float64)
         legal = np.asarray(action_mask)[:, 1:] > 0
-        if self.expected is not None:
-            gain, harm, _, estimate = self.expected(observation, self.margin)
-            value = gain - harm - self.charge(observation) * estimate.work_s
-        else:
-            estimate = self.model.estimate(observation)
-            value = estimate.scores[..., -1] - self.charge(observation) * estimate.work_s
+        estimate = self.model.estimate(observation)
+        value = estimate.scores[..., -1] - self.charge(observation) * estimate.work_s
         # Scores are bucket centres: among equal ones the fastest is taken.
-        fastest = 1e-3 * estimate.with_new[..., -1] / requirement
+        fastest = 1e-3 * estimate.latency / requirement
         value -= fastest
-        if self.expected is None:
-            limit = self.margin * requirement[:, :, None]
-            in_time = estimate.with_new <= limit
-            made_late = (estimate.without <= limit) & ~in_time
-            value[~in_time[..., -1] | made_late.any(axis=-1)] = -np.inf
-            if self.fallback == "least_harm":
-                gain = estimate.scores[..., -1] * in_time[..., -1]
-                gain = gain - (estimate.scores * made_late).sum(axis=-1)
-                value = np.where(np.isfinite(value), value, gain - fastest - 1e3)
+        limit = self.margin * requirement[:, :, None]
+        in_time = estimate.with_new <= limit
+        made_late = (estimate.without <= limit) & ~in_time
+        value[~in_time[..., -1] | made_late.any(axis=-1)] = -np.inf
+        if self.fallback == "least_harm":
+            gain = estimate.scores[..., -1] * in_time[..., -1]
+            gain = gain - (estimate.scores * made_late).sum(axis=-1)
+            value = np.where(np.isfinite(value), value, gain - fastest - 1e3)
         action = pick(-value, action_mask)
         if self.fallback == "least_harm":
             return action
@@ -140,26 +129,77 @@ class PricedGreedy(GreedyQos):
         super().__init__(system, price=price, **kwargs)
 
 
-class ExpectedQosGreedy(GreedyQos):
-    """`PricedGreedy` on distributions of the output lengths, ``lengths="survival"``.
+class ExpectedQosGreedy(RoutingPolicy):
+    """Best expected QoS less a price of the expert's time that follows the arrival rate.
 
-    Its numbers were chosen on the val split, over the same rates for two fleets and both kinds of
-    predictions (`servegym.experiments.evaluation.tuning`).
+    Lengths are distributions (`ExpectedQos`), so that no expert is ruled out. The value of expert n
+    is::
+
+        gain_n - harm_n - price(rho) * load_n**power(rho) * work_n * served_n,
+        load_n = (1 - share) * outstanding_n / batch_n + share * sum outstanding / sum batch
+
+    with the expected score in time of the new request, gain_n, the expected scores that it makes
+    late, harm_n, and the seconds of the expert's time that it takes, work_n. The requests/s that
+    expert n serves within L, served_n, and the batch in which it does, batch_n, make loads, work
+    and rates mean the same on any fleet (`LatencyModel.within`): rho is the rate of the last 128
+    arrivals over the sum of served_n. Price and power lie on a line in their logarithms through
+    their values at rho = 1/2 and at rho = 1. The best value is taken if it is positive, else the
+    request is dropped.
+
+    Its numbers were chosen on validation prompts over drawn fleets and three named ones
+    (`servegym tune expected_qos --set fleet=random`).
+
+    Args:
+        system: The system; a `FleetSystem` too.
+        price_half: Score that a request's worth of a full expert's time costs at rho = 1/2.
+        price_full: The same at rho = 1.
+        power_half: How late the price rises with the load at rho = 1/2.
+        power_full: The same at rho = 1.
+        share: Weight of the fleet's load against the expert's own.
+        margin: Share of the latency requirement that answers may use.
+
+    Raises:
+        ValueError: If a parameter is out of range.
     """
 
     name = "expected_qos"
+    any_fleet = True
 
     def __init__(
         self,
         system: RoutingSystem,
         *,
-        price: float = 0.65,
-        power: float = 2.5,
-        share: float = 0.6,
-        lengths: str = "survival",
-        **kwargs: Any,
+        price_half: float = 0.2,
+        price_full: float = 0.35,
+        power_half: float = 2.5,
+        power_full: float = 1.8,
+        share: float = 0.45,
+        margin: float = 1.0,
     ) -> None:
-        super().__init__(system, price=price, power=power, share=share, lengths=lengths, **kwargs)
+        super().__init__(system)
+        self.price = _positive(price_half=price_half, price_full=price_full)
+        self.power = _positive(power_half=power_half, power_full=power_full)
+        self.share = real("share", share, 0.0, 1.0)
+        self.margin = real("margin", margin, 0.0, open_low=True)
+        self.expected = ExpectedQos(system)
+
+    def act(self, observation: Observation, action_mask: Mask) -> NDArray[np.int64]:
+        """See `Policy.act`."""
+        observation = with_mean_scores(observation, self.system)
+        limit = np.asarray(observation["latency_requirement"], dtype=np.float64)
+        gain, harm, _, estimate = self.expected(observation, self.margin, whole=False)
+        fleet = self.expected.fleet(observation)
+        own = fleet.outstanding / np.maximum(fleet.batch, 1)
+        load = (1 - self.share) * own + self.share * fleet.load
+        price, power = (
+            half * (full / half) ** (2 * fleet.rate.clip(*RATES) - 1)
+            for half, full in (self.price, self.power)
+        )
+        value = gain - harm - price * load**power * estimate.work_s * fleet.served
+        # Scores are bucket centres: among equal ones the fastest is taken.
+        value -= 1e-3 * estimate.latency / limit
+        best = np.where(np.asarray(action_mask)[:, 1:] > 0, value, -np.inf).max(axis=1)
+        return np.where(best > 0, pick(-value, action_mask), 0)
 
 
 def with_mean_scores(observation: Observation, system: RoutingSystem) -> dict[str, NDArray[Any]]:
@@ -170,7 +210,7 @@ def with_mean_scores(observation: Observation, system: RoutingSystem) -> dict[st
     """
     changed: dict[str, NDArray[Any]] = dict(observation)
     blank = (observation["request"][..., 1] == 0).all(axis=1)
-    if blank.any():
+    if blank.any() and not isinstance(system, FleetSystem):  # whose predictors tell scores
         for key in ("request", "running", "waiting"):
             rows = np.array(observation[key], dtype=np.float64)
             mean = system.mean_score.reshape((1, -1) + (1,) * (rows.ndim - 3))
@@ -178,3 +218,7 @@ def with_mean_scores(observation: Observation, system: RoutingSystem) -> dict[st
             rows[..., 1] = np.where(where, mean, rows[..., 1])
             changed[key] = rows
     return changed
+
+
+def _positive(**numbers: float) -> tuple[float, ...]:
+    return tuple(real(name, value, 0.0, open_low=True) for name, value in numbers.items())

@@ -22,6 +22,8 @@ class RoutingPolicy(BasePolicy):
 
     env_view = "graph"
     system: RoutingSystem
+    any_fleet = False
+    """Whether it serves drawn fleets itself, as `FleetSystem` describes them."""
 
 
 def pick(cost: Floats, action_mask: Mask) -> NDArray[np.int64]:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from servegym import _jit
 from servegym._checks import real
 from servegym._jit import borrowed, inline, inner, jit
-from servegym.baselines.llm_routing.system import RoutingSystem
+from servegym.baselines.llm_routing.system import Library, Placed, RoutingSystem
 from servegym.baselines.protocol import Observation
 
 Floats = NDArray[np.float64]
@@ -31,6 +31,8 @@ POOLING = 300.0
 """Train rows of an expert that the other experts' rows of its bucket count for."""
 BUCKETS = 10
 """Of predictions that are not in buckets themselves."""
+MEAN_PROMPT = 50.0
+"""Prompt tokens of a request where the train split is unknown."""
 FEW = 32
 """Predictions of more different values than these are put in `BUCKETS` of equal counts."""
 
@@ -44,28 +46,33 @@ class Estimate(NamedTuple):
         with_new: (B, N, S) latency per token (s) if it comes here.
         scores: (B, N, S) predicted score, 0 = no request.
         now: (B, N, S) latency per token so far (s).
+        latency: (B, N) latency per token (s) of the new request, the last of ``with_new``.
         work_s: (B, N) seconds of the expert's time that the new request takes: its prefill and its
             share of full decode iterations.
+        running_tokens: (B, N) tokens left to the running requests.
+        waiting_tokens: (B, N) tokens left to the waiting requests.
     """
 
     without: Floats
     with_new: Floats
     scores: Floats
     now: Floats
+    latency: Floats
     work_s: Floats
+    running_tokens: Floats
+    waiting_tokens: Floats
 
 
 class Laws(NamedTuple):
-    """The laws of a `RoutingSystem`, as its fields describe them, for the compiled estimate.
+    """The laws of C cards and the answers of K models, for the compiled estimate.
 
     Attributes:
         prefill_tokens: (G,).
-        prefill_s: (N, G).
+        prefill_s: (C, G).
         context_tokens: (X,).
-        decode_s: (N, R + 1, X).
-        mean_output_tokens: (N,).
+        decode_s: (C, R + 1, X).
+        mean_output_tokens: (K,).
         network: (2,) constant delay (s) and transfer time of a prompt token (s).
-        batch_limit: (N,) requests that run together at most, see `RoutingSystem.batch_limit`.
     """
 
     prefill_tokens: Floats
@@ -74,17 +81,32 @@ class Laws(NamedTuple):
     decode_s: Floats
     mean_output_tokens: Floats
     network: Floats
-    batch_limit: NDArray[np.int64]
 
 
 class Inputs(NamedTuple):
-    """The parts of the Dict observation that the estimate reads, float64 and int8."""
+    """The parts of the Dict observation that the estimate reads, float32 and int8."""
 
-    request: Floats
-    running: Floats
+    request: NDArray[np.float32]
+    running: NDArray[np.float32]
     running_mask: NDArray[np.int8]
-    waiting: Floats
+    waiting: NDArray[np.float32]
     waiting_mask: NDArray[np.int8]
+
+
+class Curves(NamedTuple):
+    """The tables of a `LengthModel`; none, (0, 0) and (0, 0, 0), where predictions come true."""
+
+    edges: Floats
+    survival: Floats
+    left: Floats
+
+
+class Effects(NamedTuple):
+    """Arrays (B, N) of `ExpectedEffect`."""
+
+    gain: Floats
+    harm: Floats
+    held: Floats
 
 
 class Requests(NamedTuple):
@@ -96,7 +118,11 @@ class Requests(NamedTuple):
         done: Tokens so far of the requests ``live`` as the queues are played forward.
         total: Predicted tokens.
         elapsed: Seconds since arrival.
+        score: Predicted score.
+        mean: Tokens of the mean whole answer.
+        early: Seconds per token at their ends, if the new request goes elsewhere.
         latency: Seconds per token at their ends, as the queues are played forward.
+        bucket: Of the predicted lengths.
         slot: Their slots in the estimate.
         live: The first of them are the requests in the batch as the queues are played forward.
     """
@@ -106,7 +132,11 @@ class Requests(NamedTuple):
     done: Floats
     total: Floats
     elapsed: Floats
+    score: Floats
+    mean: Floats
+    early: Floats
     latency: Floats
+    bucket: NDArray[np.int64]
     slot: NDArray[np.int64]
     live: NDArray[np.int64]
 
@@ -126,17 +156,17 @@ def interpolate(x, grid, values):
 
 
 @inline
-def _prefill_s(laws, n, tokens):
-    return interpolate(tokens, laws.prefill_tokens, laws.prefill_s[n])
+def _prefill_s(laws, c, tokens):
+    return interpolate(tokens, laws.prefill_tokens, laws.prefill_s[c])
 
 
 @inline
-def _decode_s(laws, n, sequences, context):
-    return interpolate(context, laws.context_tokens, laws.decode_s[n, sequences])
+def _decode_s(laws, c, sequences, context):
+    return interpolate(context, laws.context_tokens, laws.decode_s[c, sequences])
 
 
 @inline
-def _rest_of_iteration(r, running, laws, n):
+def _rest_of_iteration(r, running, laws, c):
     """Seconds left of the iteration in flight, of which half is over on average."""
     prefill = 0.0
     for i in range(running):
@@ -146,34 +176,33 @@ def _rest_of_iteration(r, running, laws, n):
         for i in range(running):
             if r.done[i] < 1.0:
                 r.done[i] = 1.0
-        return 0.5 * _prefill_s(laws, n, prefill)
+        return 0.5 * _prefill_s(laws, c, prefill)
     mean = 0.0
     for i in range(running):
         mean += (r.prompt[i] + r.done[i]) / running
-    return 0.5 * _decode_s(laws, n, running, mean)
+    return 0.5 * _decode_s(laws, c, running, mean)
 
 
 @inline
-def _begin(r, running, laws, n):
+def _begin(r, running, laws, c):
     """Put the requests that run into the batch; returns the seconds left of their iteration."""
     for k in range(running):
         r.live[k] = k
         r.done[k] = r.generated[k]
-    return _rest_of_iteration(r, running, laws, n) if running > 0 else 0.0
+    return _rest_of_iteration(r, running, laws, c) if running > 0 else 0.0
 
 
 @inner
-def _play_forward(r, count, start, offset, laws, n, chunked, whole):
+def _play_forward(r, count, start, offset, laws, c, capacity, chunked, whole):
     """Play one expert forward and write the latency per token of its requests.
 
     Requests 0..count-1 are in service order. ``start`` is where the play stands: its time (s), the
     requests admitted, those of them in the batch, and the tokens decoded that ``done`` lacks, which
     one pass a phase adds. Unless ``whole``, it ends before the batch has room for the rest of the
     queue: one more request at its end has changed nothing until then. ``offset`` (s) is the network
-    delay of the last request. Returns where it ended.
+    delay of the last request, ``c`` the index of the laws. Returns where it ended.
     """
     time, admitted, active, steps = start
-    capacity = laws.batch_limit[n]
     while active > 0 or admitted < count:
         if not whole and count - admitted <= max(capacity - active, 0):
             break
@@ -188,7 +217,7 @@ def _play_forward(r, count, start, offset, laws, n, chunked, whole):
             active += 1
         token = 0.0
         if admitted > first:
-            time += _prefill_s(laws, n, prefill)
+            time += _prefill_s(laws, c, prefill)
             if chunked:
                 # Decodes ride along with the chunk, for next to nothing.
                 token = 1.0
@@ -221,74 +250,31 @@ def _play_forward(r, count, start, offset, laws, n, chunked, whole):
         if active > 0:
             steps = least
             mean = context / active + 0.5 * (steps - 1.0)
-            time += steps * _decode_s(laws, n, active, mean)
+            time += steps * _decode_s(laws, c, active, mean)
     return time, admitted, active, steps
 
 
-@inner
-def _read_queue(r, count, rows, mask, first_slot, mean_length, overrun):
-    """Append the requests of one queue of an expert; returns how many there are then."""
-    for i in range(rows.shape[0]):
-        if mask[i] == 0:
-            continue
-        length = rows[i, 2] if rows[i, 2] > 0.0 else mean_length
-        r.prompt[count] = rows[i, 0]
-        r.generated[count] = rows[i, 4]
-        # Predictions err: nothing is taken to be about to finish.
-        r.total[count] = max(length, rows[i, 4] + max(1.0, overrun * length))
-        r.elapsed[count] = rows[i, 5] * max(rows[i, 4], 1.0)
-        r.slot[count] = first_slot + i
-        count += 1
-    return count
+@inline
+def _read(r, k, row, slot, mean, m, curves, overrun):
+    """Put a request, in a row of a queue or as it arrives, in place ``k``.
 
-
-@jit
-def _estimate(obs, laws, overrun, chunked, out):
-    """Fill the predictions of `LatencyModel.estimate` for all rows and experts."""
-    obs, laws, out = borrowed(obs), borrowed(laws), borrowed(out)
-    batch, experts, capacity, _ = obs.running.shape
-    size = out.without.shape[2]
-    r = Requests(
-        np.empty(size),
-        np.empty(size),
-        np.empty(size),
-        np.empty(size),
-        np.empty(size),
-        np.empty(size),
-        np.empty(size, dtype=np.int64),
-        np.empty(size, dtype=np.int64),
-    )
-    done, live = np.empty(size), np.empty(size, dtype=np.int64)
-    for b in range(batch):
-        for n in range(experts):
-            mean = laws.mean_output_tokens[n]
-            rows, mask = obs.running[b, n], obs.running_mask[b, n]
-            running = _read_queue(r, 0, rows, mask, 0, mean, overrun)
-            rows, mask = obs.waiting[b, n], obs.waiting_mask[b, n]
-            count = _read_queue(r, running, rows, mask, capacity, mean, overrun)
-            out.without[b, n, :] = np.nan
-            out.with_new[b, n, :] = np.nan
-            start = _begin(r, running, laws, n), running, running, 0.0
-            start = _play_forward(r, count, start, 0.0, laws, n, chunked, False)
-            active = start[2]
-            live[:active], done[:active] = r.live[:active], r.done[:active]
-            _play_forward(r, count, start, 0.0, laws, n, chunked, True)
-            for i in range(count):
-                out.without[b, n, r.slot[i]] = r.latency[i]
-            r.live[:active], r.done[:active] = live[:active], done[:active]
-            prompt, length = obs.request[b, n, 0], obs.request[b, n, 2]
-            r.prompt[count] = prompt
-            r.generated[count] = 0.0
-            r.total[count] = max(length if length > 0.0 else mean, 1.0)
-            r.elapsed[count] = 0.0
-            r.slot[count] = size - 1
-            delay = laws.network[0] + laws.network[1] * prompt
-            _play_forward(r, count + 1, start, delay, laws, n, chunked, True)
-            full = laws.batch_limit[n]
-            decode_s = _decode_s(laws, n, full, prompt + 0.5 * r.total[count])
-            out.work_s[b, n] = _prefill_s(laws, n, prompt) + r.total[count] * decode_s / full
-            for i in range(count + 1):
-                out.with_new[b, n, r.slot[i]] = r.latency[i]
+    Its length is the mean one of its bucket given its tokens so far, as `LengthModel` has it, or
+    the predicted one, and the mean of model ``m`` where nothing is predicted.
+    """
+    generated = row[4] if slot >= 0 else np.float32(0.0)
+    r.prompt[k], r.score[k], r.generated[k] = row[0], row[1], generated
+    r.elapsed[k] = row[5] * max(generated, 1.0) if slot >= 0 else 0.0
+    if curves.survival.shape[0] > 0:
+        bucket = 0
+        while bucket < curves.edges.shape[1] and curves.edges[m, bucket] <= row[2]:
+            bucket += 1
+        now = min(max(int(generated), 0), curves.left.shape[2] - 1)
+        r.bucket[k], r.mean[k] = bucket, generated + curves.left[m, bucket, now]
+    else:
+        r.mean[k] = row[2] if row[2] > 0.0 else mean
+    # Predictions err: nothing is taken to be about to finish.
+    r.total[k] = max(r.mean[k], generated + max(1.0, overrun * r.mean[k]))
+    r.slot[k] = slot
 
 
 @inner
@@ -311,93 +297,122 @@ def _chance(survival, latency, mean, emitted, elapsed, decode, limit):
     return 1.0 - survival[min(now + tokens, survival.size - 1)] / alive
 
 
-@inline
-def _mean_length(edges, left, n, predicted, emitted):
-    """Bucket of a predicted length, and the mean whole length, as `LengthModel` has them."""
-    k = 0
-    while k < edges.size and edges[k] <= predicted:
-        k += 1
-    now = min(max(int(emitted), 0), left.shape[2] - 1)
-    return k, emitted + left[n, k, now]
-
-
 @jit
-def _expect_lengths(edges, left, obs, bucket):
-    """Put mean lengths in the place of the predicted ones, and fill the buckets of these."""
-    obs = borrowed(obs)
-    batch, experts, slots, _ = obs.running.shape
-    for b in range(batch):
-        for n in range(experts):
-            for i in range(bucket.shape[2] - 1):
-                if i < slots:
-                    row, valid = obs.running[b, n, i], obs.running_mask[b, n, i]
-                else:
-                    row, valid = obs.waiting[b, n, i - slots], obs.waiting_mask[b, n, i - slots]
-                if valid:
-                    bucket[b, n, i], row[2] = _mean_length(edges, left, n, row[2], row[4])
-            row = obs.request[b, n]
-            bucket[b, n, bucket.shape[2] - 1], row[2] = _mean_length(edges, left, n, row[2], 0.0)
+def _estimate(obs, laws, placed, curves, overrun, limit, whole, out, effects):
+    """Fill the predictions of `LatencyModel.estimate`, and of `ExpectedQos` if there are curves.
 
-
-@jit
-def _expected(laws, survival, estimate, obs, bucket, limit, scores_in_time):
-    """Fill the expected scores (gain, harm, held) of `ExpectedQos` for all rows and experts.
-
-    ``obs`` has mean lengths in the place of the predicted ones.
+    Unless ``whole``, the arrays of all slots are not filled.
     """
-    laws, estimate, obs = borrowed(laws), borrowed(estimate), borrowed(obs)
-    gain, harm, promises = borrowed(scores_in_time)
-    batch, experts, size = estimate.without.shape
-    capacity, slots = laws.decode_s.shape[1] - 1, obs.running.shape[2]
+    obs, laws, placed, curves = borrowed(obs), borrowed(laws), borrowed(placed), borrowed(curves)
+    out, effects = borrowed(out), borrowed(effects)
+    batch, experts, capacity, _ = obs.running.shape
+    size = capacity + obs.waiting.shape[2] + 1
+    f, k = np.empty((9, size)), np.empty((3, size), dtype=np.int64)
+    r = Requests(f[0], f[1], f[2], f[3], f[4], f[5], f[6], f[7], f[8], k[0], k[1], k[2])
+    done_then, live_then = np.empty(size), np.empty(size, dtype=np.int64)
     for b in range(batch):
+        chunked, most = placed.chunked[b] > 0, placed.running_capacity[b]
         for n in range(experts):
-            early, late = estimate.without[b, n], estimate.with_new[b, n]
-            scores = estimate.scores[b, n]
-            count = 0
-            for i in range(size - 1):
-                if not np.isnan(early[i]):
+            if whole:
+                out.without[b, n, :] = np.nan
+                out.with_new[b, n, :] = np.nan
+            out.latency[b, n], out.work_s[b, n] = np.nan, 0.0
+            out.running_tokens[b, n], out.waiting_tokens[b, n] = 0.0, 0.0
+            effects.gain[b, n], effects.harm[b, n], effects.held[b, n] = 0.0, 0.0, 0.0
+            c, m, full = placed.card[b, n], placed.model[b, n], placed.batch_limit[b, n]
+            if c < 0:  # no expert
+                continue
+            usual, count = laws.mean_output_tokens[m], 0
+            for i in range(capacity):
+                if obs.running_mask[b, n, i] != 0:
+                    _read(r, count, obs.running[b, n, i], i, usual, m, curves, overrun)
+                    out.running_tokens[b, n] += r.total[count] - r.generated[count]
                     count += 1
-            mean = obs.request[b, n, 2]
-            at = obs.request[b, n, 0] + 0.5 * mean
-            before = _decode_s(laws, n, min(count, capacity), at)
-            after = _decode_s(laws, n, min(count + 1, capacity), at)
-            curve = survival[n, bucket[b, n, size - 1]]
-            in_time = _chance(curve, late[size - 1], mean, 0.0, 0.0, after, limit[b])
-            gain[b, n] = scores[size - 1] * in_time
-            cost, promised = 0.0, 0.0
-            for i in range(size - 1):
-                if np.isnan(early[i]):
-                    continue
-                row = obs.running[b, n, i] if i < slots else obs.waiting[b, n, i - slots]
-                curve = survival[n, bucket[b, n, i]]
-                elapsed = row[5] * max(row[4], 1.0)
-                in_time = _chance(curve, late[i], row[2], row[4], elapsed, after, limit[b])
-                was = _chance(curve, early[i], row[2], row[4], elapsed, before, limit[b])
-                cost += scores[i] * max(was - in_time, 0.0)
-                promised += scores[i] * was
-            harm[b, n], promises[b, n] = cost, promised
+            running = count
+            for i in range(size - 1 - capacity):
+                if obs.waiting_mask[b, n, i] != 0:
+                    row = obs.waiting[b, n, i]
+                    _read(r, count, row, capacity + i, usual, m, curves, overrun)
+                    out.waiting_tokens[b, n] += r.total[count] - r.generated[count]
+                    count += 1
+            start = _begin(r, running, laws, c), running, running, 0.0
+            start = _play_forward(r, count, start, 0.0, laws, c, full, chunked, False)
+            active = start[2]
+            live_then[:active], done_then[:active] = r.live[:active], r.done[:active]
+            _play_forward(r, count, start, 0.0, laws, c, full, chunked, True)
+            r.early[:count] = r.latency[:count]
+            r.live[:active], r.done[:active] = live_then[:active], done_then[:active]
+            _read(r, count, obs.request[b, n], -1, usual, m, curves, 0.0)
+            tokens, length = r.prompt[count], r.total[count]
+            delay = laws.network[0] + laws.network[1] * tokens
+            _play_forward(r, count + 1, start, delay, laws, c, full, chunked, True)
+            decode_s = _decode_s(laws, c, full, tokens + 0.5 * length)
+            out.work_s[b, n] = _prefill_s(laws, c, tokens) + length * decode_s / full
+            out.latency[b, n] = r.latency[count]
+            if whole:
+                for i in range(count):
+                    out.without[b, n, r.slot[i]] = r.early[i]
+                    out.with_new[b, n, r.slot[i]] = r.latency[i]
+                out.with_new[b, n, size - 1] = r.latency[count]
+            if curves.survival.shape[0] == 0:
+                continue
+            at = tokens + 0.5 * r.mean[count]
+            before = _decode_s(laws, c, min(count, most), at)
+            after = _decode_s(laws, c, min(count + 1, most), at)
+            curve = curves.survival[m, r.bucket[count]]
+            in_time = _chance(curve, r.latency[count], r.mean[count], 0.0, 0.0, after, limit[b])
+            effects.gain[b, n] = r.score[count] * in_time
+            for i in range(count):
+                curve, given = curves.survival[m, r.bucket[i]], (r.generated[i], r.elapsed[i])
+                in_time = _chance(curve, r.latency[i], r.mean[i], *given, after, limit[b])
+                was = _chance(curve, r.early[i], r.mean[i], *given, before, limit[b])
+                effects.harm[b, n] += r.score[i] * max(was - in_time, 0.0)
+                effects.held[b, n] += r.score[i] * was
+
+
+@jit
+def _serve_within(laws, placed, prompt, limit, out):
+    """Fill what `LatencyModel.within` returns for all rows and experts."""
+    laws, placed, (most, served_rps, lone_s) = borrowed(laws), borrowed(placed), borrowed(out)
+    for b in range(placed.card.shape[0]):
+        for n in range(placed.card.shape[1]):
+            c = placed.card[b, n]
+            most[b, n], served_rps[b, n], lone_s[b, n] = 0.0, 0.0, np.inf
+            if c < 0:  # no expert
+                continue
+            length = max(laws.mean_output_tokens[placed.model[b, n]], 1.0)
+            prefill = _prefill_s(laws, c, prompt)
+            for size in range(1, placed.batch_limit[b, n] + 1):
+                latency = _decode_s(laws, c, size, prompt + 0.5 * length) + size * prefill / length
+                if size == 1:
+                    lone_s[b, n] = latency
+                elif latency > limit[b]:
+                    break
+                most[b, n] = size
+                served_rps[b, n] = max(served_rps[b, n], size / (length * latency))
 
 
 def compile_kernels() -> None:
     """Compile the estimate and the expected QoS, or load them from the cache on disk."""
     one, two, three = np.zeros(1), np.zeros((1, 1)), np.zeros((1, 1, 1))
-    queue, mask = np.zeros((1, 1, 1, 6)), np.zeros((1, 1, 1), dtype=np.int8)
-    obs = Inputs(np.zeros((1, 1, 3)), queue, mask, queue, mask)
-    laws = Laws(one, two, one, three, one, one, np.ones(1, dtype=np.int64))
-    estimate, bucket = Estimate(three, three, three, three, two), np.zeros((1, 1, 1), np.int64)
+    index = np.zeros((1, 1), dtype=np.int64)
+    mask = np.zeros((1, 1, 1), dtype=np.int8)
+    queue, request = np.zeros((1, 1, 1, 6), np.float32), np.zeros((1, 1, 3), np.float32)
+    obs, curves = Inputs(request, queue, mask, queue, mask), Curves(two, three, three)
+    laws, placed = Laws(one, two, one, three, one, one), Placed(index, index, index, *index, *index)
+    effects = Effects(two, two, two)
+    out = Estimate(three, three, three, three, two, two, two, two)
     calls = [
-        (_estimate, (obs, laws, 0.3, False, estimate)),
-        (_expect_lengths, (one, three, obs, bucket)),
-        (_expected, (laws, three, estimate, obs, bucket, one, (two, two, two))),
+        (_estimate, (obs, laws, placed, curves, 0.3, one, False, out, effects)),
+        (_serve_within, (laws, placed, 1.0, one, (two, two, two))),
     ]
     _jit.compile_kernels("latency estimate of the routing policies", calls)
 
 
-def _inputs(observation: Observation, copy: bool = False) -> Inputs:
-    """What the compiled functions read of an observation; as a copy, its rows may be changed."""
-    make = np.array if copy else np.asarray
+def _inputs(observation: Observation) -> Inputs:
+    """What the compiled functions read of an observation."""
     parts: Any = (
-        make(observation[name], dtype=np.int8 if "mask" in name else np.float64, order="C")
+        np.ascontiguousarray(observation[name], dtype=np.int8 if "mask" in name else np.float32)
         for name in Inputs._fields
     )
     return Inputs(*parts)
@@ -420,41 +435,71 @@ class LatencyModel:
 
     def __init__(self, system: RoutingSystem, *, overrun: float = 0.3) -> None:
         compile_kernels()
-        self.system = system
+        self.system, library = system, system.library
         self.overrun = real("overrun", overrun, 0.0)
         floats = (
-            system.prefill_tokens,
-            system.prefill_s,
-            system.context_tokens,
-            system.decode_s,
-            system.mean_output_tokens,
+            library.prefill_tokens,
+            library.prefill_s,
+            library.context_tokens,
+            library.decode_s,
+            library.mean_output_tokens,
             np.array([system.router_delay_s, system.transfer_s_per_token]),
         )
-        self.laws = Laws._make([*map(_array, floats), system.batch_limit()])
+        self.laws = Laws._make(map(_array, floats))
 
     def estimate(self, observation: Observation) -> Estimate:
         """Predict the latency per token of all requests with and without the new one."""
-        return self.of(_inputs(observation))
+        limit = np.zeros(len(observation["request"]))
+        return self.of(_inputs(observation), self.system.placed(observation), NO_CURVES, limit)[0]
 
-    def of(self, obs: Inputs) -> Estimate:
-        """See `estimate`."""
+    def of(
+        self, obs: Inputs, placed: Placed, curves: Curves, limit: Floats, whole: bool = True
+    ) -> tuple[Estimate, Effects]:
+        """`estimate` at the mean lengths of the curves, and by them the effects within L (B,).
+
+        Unless ``whole``, the arrays of all slots are empty, (B, N, 0).
+        """
         batch, experts, slots, _ = obs.running.shape
-        shape = (batch, experts, slots + obs.waiting.shape[2] + 1)
-        scores = np.concatenate(
-            [
-                obs.running[..., 1] * (obs.running_mask > 0),
-                obs.waiting[..., 1] * (obs.waiting_mask > 0),
-                obs.request[..., 1][..., None],
-            ],
-            axis=-1,
-        )
-        now = np.concatenate(
-            [obs.running[..., 5], obs.waiting[..., 5], np.zeros((*shape[:2], 1))], axis=-1
-        )
-        result = Estimate(np.empty(shape), np.empty(shape), scores, now, np.empty(shape[:2]))
-        chunked = self.system.scheduler == "chunked_prefill"
-        _estimate(obs, self.laws, self.overrun, chunked, result)
+        shape = batch, experts
+        if shape != placed.card.shape:
+            raise ValueError(
+                f"made for {placed.card.shape[1]} experts, got {experts}; "
+                "a policy over the graph takes another fleet with load_policy(path, system)"
+            )
+        every = (*shape, slots + obs.waiting.shape[2] + 1 if whole else 0)
+        scores, now = np.empty((2, *every))
+        if whole:
+            masked = [
+                obs.running[..., 1] * obs.running_mask,
+                obs.waiting[..., 1] * obs.waiting_mask,
+            ]
+            np.concatenate([*masked, obs.request[..., 1, None]], axis=-1, out=scores)
+            zero = np.zeros((*shape, 1))
+            np.concatenate([obs.running[..., 5], obs.waiting[..., 5], zero], axis=-1, out=now)
+        out = Estimate(np.empty(every), np.empty(every), scores, now, *np.empty((4, *shape)))
+        effects = Effects(*np.empty((3, *shape)))
+        _estimate(obs, self.laws, placed, curves, self.overrun, limit, whole, out, effects)
+        return out, effects
+
+    def within(self, limit: Floats, placed: Placed) -> tuple[Floats, Floats, Floats]:
+        """What the experts serve within L (B,), (B, N) each.
+
+        A request of mean lengths takes ``decode_s(b) + b prefill_s / length`` seconds a token in a
+        batch of b.
+
+        Returns:
+            The largest batch within L, one if a lone request is late already, the most requests/s
+            that batches up to it serve, and the seconds a token of a lone request. 0, 0 and
+            infinity where no expert is.
+        """
+        shape, train = placed.card.shape, self.system.library.train
+        prompt = MEAN_PROMPT if train is None else float(train.prompt_tokens.mean())
+        result = np.empty(shape), np.empty(shape), np.empty(shape)
+        _serve_within(self.laws, placed, prompt, _array(limit), result)
         return result
+
+
+NO_CURVES = Curves(np.empty((0, 0)), np.empty((0, 0, 0)), np.empty((0, 0, 0)))
 
 
 class LengthModel:
@@ -467,39 +512,50 @@ class LengthModel:
     experts' lengths either.
 
     Attributes:
-        edges: (K - 1,) predicted lengths between the buckets.
+        edges: (N, K - 1) predicted lengths between the buckets, infinite where there are fewer.
         survival: (N, K, T + 1) probability of more than t tokens, T = ``max_output_tokens``.
         left: (N, K, T + 1) mean tokens left of an answer of more than t tokens; 1 from T on.
     """
 
     def __init__(self, system: RoutingSystem) -> None:
-        experts, longest = system.num_experts, system.max_output_tokens
-        train = system.train
-        if train is None or not train.predicted_lengths.any():
-            self.edges: Floats = np.zeros(0)
-            mass = np.zeros((experts, 1, longest + 1))
-            mass[:, :, 1:] = 1.0 / longest
-        else:
-            predicted = train.predicted_lengths
-            values = np.unique(predicted)
-            if len(values) <= FEW:
-                self.edges = (values[1:] + values[:-1]) / 2
-            else:
-                steps = np.arange(1, BUCKETS) / BUCKETS
-                self.edges = np.unique(np.quantile(predicted, steps))
-            bucket = np.searchsorted(self.edges, predicted, side="right")
-            length = np.clip(train.output_tokens, 1, longest).astype(np.int64)
-            count = np.zeros((experts, len(self.edges) + 1, longest + 1))
-            np.add.at(count, (np.arange(experts), bucket, length), 1.0)
-            of_bucket = count.sum(axis=0)
-            of_bucket = _shares(of_bucket + _shares(of_bucket.sum(axis=0)))
-            mass = _shares(count + POOLING * of_bucket)
+        library, longest = system.library, system.max_output_tokens
+        kinds = [_by_prediction(library, kind, longest) for kind in range(library.predictors)]
+        buckets = max(mass.shape[1] for _, mass in kinds)
+        count = library.mean_output_tokens.size
+        self.edges: Floats = np.full((count, buckets - 1), np.inf)
+        mass, models = np.zeros((count, buckets, longest + 1)), count // library.predictors
+        for kind, (edges, of) in enumerate(kinds):
+            rows = slice(kind * models, (kind + 1) * models)
+            self.edges[rows, : edges.size], mass[rows, : of.shape[1]] = edges, of
         # From the end, so that what is left of nearly nothing is not a difference of large sums.
         after = np.zeros_like(mass)
         after[..., :-1] = mass[..., :0:-1].cumsum(-1)[..., ::-1]
         self.survival = after
         area = after[..., ::-1].cumsum(-1)[..., ::-1]
         self.left = np.where(after > 0, area / np.where(after > 0, after, 1.0), 1.0)
+
+
+def _by_prediction(library: Library, kind: int, longest: int) -> tuple[Floats, Floats]:
+    """Edges (K - 1,) of one predictor's buckets, and the lengths' shares (N, K, T + 1)."""
+    models = library.mean_output_tokens.size // library.predictors
+    columns, train = slice(kind * models, (kind + 1) * models), library.train
+    if train is None or not train.predicted_lengths[:, columns].any():
+        mass = np.zeros((models, 1, longest + 1))
+        mass[:, :, 1:] = 1.0 / longest
+        return np.zeros(0), mass
+    predicted = train.predicted_lengths[:, columns]
+    values = np.unique(predicted)
+    if len(values) <= FEW:
+        edges = (values[1:] + values[:-1]) / 2
+    else:
+        edges = np.unique(np.quantile(predicted, np.arange(1, BUCKETS) / BUCKETS))
+    bucket = np.searchsorted(edges, predicted, side="right")
+    length = np.clip(train.output_tokens[:, columns], 1, longest).astype(np.int64)
+    count = np.zeros((models, len(edges) + 1, longest + 1))
+    np.add.at(count, (np.arange(models), bucket, length), 1.0)
+    of_bucket = count.sum(axis=0)
+    of_bucket = _shares(of_bucket + _shares(of_bucket.sum(axis=0)))
+    return edges, _shares(count + POOLING * of_bucket)
 
 
 class ExpectedEffect(NamedTuple):
@@ -518,6 +574,32 @@ class ExpectedEffect(NamedTuple):
     estimate: Estimate
 
 
+class FleetLoad(NamedTuple):
+    """What the experts of a fleet serve within L, and how busy they are.
+
+    Attributes:
+        exists: (B, N) whether an expert is.
+        batch: (B, N), see `LatencyModel.within`.
+        served: (B, N) requests/s, see there.
+        lone_s: (B, N), see there.
+        outstanding: (B, N) requests that run or wait.
+        number: (B, 1) experts.
+        total: (B, 1) requests/s of the experts that keep L, of all if none does.
+        load: (B, 1) their requests over their batches.
+        rate: (B, 1) rate of the last 128 arrivals over ``total``; 1 until a gap is known.
+    """
+
+    exists: NDArray[np.bool_]
+    batch: Floats
+    served: Floats
+    lone_s: Floats
+    outstanding: Floats
+    number: NDArray[np.int64]
+    total: Floats
+    load: Floats
+    rate: Floats
+
+
 class ExpectedQos:
     """What a new request adds to the expected QoS of the requests at each expert.
 
@@ -531,26 +613,41 @@ class ExpectedQos:
     def __init__(self, system: RoutingSystem) -> None:
         self.system = system
         self.lengths = LengthModel(system)
+        self.curves = Curves(self.lengths.edges, self.lengths.survival, self.lengths.left)
         self.model = LatencyModel(system, overrun=0.0)
 
-    def __call__(self, observation: Observation, margin: float = 1.0) -> ExpectedEffect:
+    def __call__(
+        self, observation: Observation, margin: float = 1.0, whole: bool = True
+    ) -> ExpectedEffect:
         """Expected QoS of the new request, of the others, and what it costs them.
 
         Args:
             observation: The batched Dict observation.
             margin: Share of the latency requirement that answers may use.
+            whole: Whether the estimate is to have all slots.
         """
-        obs, lengths = _inputs(observation, copy=True), self.lengths
-        shape = obs.request.shape[:2]
-        slots = obs.running.shape[2] + obs.waiting.shape[2] + 1
-        bucket = np.empty((*shape, slots), dtype=np.int64)
-        _expect_lengths(lengths.edges, lengths.left, obs, bucket)
-        estimate = self.model.of(obs)
-        limit = margin * np.asarray(observation["latency_requirement"], dtype=np.float64)
-        effect = np.empty(shape), np.empty(shape), np.empty(shape)
-        tables = self.model.laws, lengths.survival
-        _expected(*tables, estimate, obs, bucket, limit[:, 0].copy(), effect)
-        return ExpectedEffect(*effect, estimate)
+        limit = margin * np.asarray(observation["latency_requirement"], dtype=np.float64)[:, 0]
+        obs, placed = _inputs(observation), self.system.placed(observation)
+        estimate, effects = self.model.of(obs, placed, self.curves, _array(limit), whole)
+        return ExpectedEffect(*effects, estimate)
+
+    def fleet(self, observation: Observation) -> FleetLoad:
+        """How busy a fleet is, in what it serves within L."""
+        limit = np.asarray(observation["latency_requirement"], dtype=np.float64)
+        placed = self.system.placed(observation)
+        batch, served, lone_s = self.model.within(limit[:, 0], placed)
+        exists = placed.card >= 0
+        able = exists & (lone_s <= limit)
+        able |= exists & ~able.any(1, keepdims=True)
+        number, total, places = (
+            np.maximum(part.sum(1, keepdims=True), least)
+            for part, least in ((exists, 1), (served * able, 1e-9), (batch * able, 1e-9))
+        )
+        outstanding = np.asarray(observation["experts"][..., 1:], dtype=np.float64).sum(-1)
+        load = (outstanding * able).sum(1, keepdims=True) / places
+        gap = np.asarray(observation["load"][:, 2:, 0], dtype=np.float64)
+        rate = np.where(gap > 0, 1 / (np.where(gap > 0, gap, 1.0) * total), 1.0)
+        return FleetLoad(exists, batch, served, lone_s, outstanding, number, total, load, rate)
 
 
 def _array(values: Any) -> Floats:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from servegym.baselines.protocol import SystemDescription
+from servegym.baselines.protocol import Observation, SystemDescription
 from servegym.hardware_profiles.interpolation import along, union
 
 if TYPE_CHECKING:
@@ -41,6 +42,50 @@ class TrainRequests:
         """The train rows (P, N, 5) of `servegym.envs.llm_routing.config.Problem.table`."""
         scores, lengths, predicted_scores, predicted_lengths = np.moveaxis(rows[..., 1:], -1, 0)
         return cls(rows[:, 0, 0], predicted_scores, predicted_lengths, scores, lengths)
+
+
+class Library(NamedTuple):
+    """What experts are made of: laws of C cards, and answers of K models as predicted.
+
+    Attributes:
+        estimator: (C, 4), see `RoutingSystem`.
+        prefill_tokens: (G,).
+        prefill_s: (C, G).
+        context_tokens: (X,).
+        decode_s: (C, R + 1, X).
+        mean_score: (K,).
+        mean_output_tokens: (K,) train means.
+        train: The train split's requests with all K, or None.
+        predictors: Kinds of predictions; all models under the first one come first.
+    """
+
+    estimator: Floats
+    prefill_tokens: Floats
+    prefill_s: Floats
+    context_tokens: Floats
+    decode_s: Floats
+    mean_score: Floats
+    mean_output_tokens: Floats
+    train: TrainRequests | None
+    predictors: int = 1
+
+
+class Placed(NamedTuple):
+    """Which parts of a `Library` the experts of a batch of observations are made of.
+
+    Attributes:
+        card: (B, N) indexes of the laws, -1 where no expert is.
+        model: (B, N) indexes of the model's answers.
+        batch_limit: (B, N) requests that run together at most, see `RoutingSystem.batch_limit`.
+        chunked: (B,) 1 for the scheduler ``chunked_prefill``.
+        running_capacity: (B,) running slots of an expert.
+    """
+
+    card: NDArray[np.int64]
+    model: NDArray[np.int64]
+    batch_limit: NDArray[np.int64]
+    chunked: NDArray[np.int64]
+    running_capacity: NDArray[np.int64]
 
 
 FLEETS_HELD = 64  # descriptions that a `FleetSystem` keeps
@@ -114,6 +159,20 @@ class RoutingSystem(SystemDescription):
             answer = np.full(self.num_experts, float(self.max_output_tokens))
         tokens = float(np.mean(self.train.prompt_tokens)) + answer
         return np.clip((self.kv_capacity_tokens / tokens).astype(np.int64), 1, most)
+
+    @cached_property
+    def library(self) -> Library:
+        """The laws and answers of the experts, each one's own."""
+        return Library(**{name: getattr(self, name) for name in Library._fields[:-1]})
+
+    def placed(self, observation: Observation) -> Placed:
+        """The parts of `library` that the experts of a batch of observations are made of."""
+        batch = len(observation["request"])
+        each = np.tile(np.arange(self.num_experts), (batch, 1))
+        chunked, running = np.ones((2, batch), dtype=np.int64)
+        chunked *= self.scheduler == "chunked_prefill"
+        running *= self.running_capacity
+        return Placed(each, each, np.tile(self.batch_limit(), (batch, 1)), chunked, running)
 
     @classmethod
     def from_problem(cls, problem: Problem) -> RoutingSystem:
@@ -214,9 +273,7 @@ class FleetSystem(RoutingSystem):
     def __init__(self, problem: Problem) -> None:
         assert problem.fleets is not None
         cfg = problem.cfg[0]
-        tokens, prefill, contexts, decode = laws(
-            [p.tables() for p in problem.profiles], problem.running_capacity
-        )
+        train = TrainRequests.of(problem.table[problem.catalog.rows("train")].astype(np.float64))
         values = {
             "experts": tuple(f"expert {n + 1}" for n in range(problem.num_experts)),
             "running_capacity": problem.running_capacity,
@@ -225,9 +282,14 @@ class FleetSystem(RoutingSystem):
             "router_delay_s": float(cfg["router_delay_s"]),
             "transfer_s_per_token": float(cfg["delay_s_per_token"]),
             "fixed": problem.fleets.setting is not None,
-            "_estimator": coefficients([p.estimator for p in problem.profiles]),
-            "_laws": (tokens, prefill, contexts, decode),
-            "_train": problem.table[problem.catalog.rows("train")].astype(np.float64),
+            "library": Library(
+                coefficients([p.estimator for p in problem.profiles]),
+                *laws([p.tables() for p in problem.profiles], problem.running_capacity),
+                train.scores.mean(axis=0),
+                train.output_tokens.mean(axis=0),
+                train,
+                len(problem.fleets.predictors),
+            ),
             "_cards": tuple(p.name for p in problem.profiles),
             "_models": problem.models,
             "_systems": {},
@@ -258,11 +320,29 @@ class FleetSystem(RoutingSystem):
             self._systems[key] = self._describe(fleet[fleet[:, 0] > 0])
         return self._systems[key]
 
+    def placed(self, observation: Observation) -> Placed:
+        """See `RoutingSystem.placed`; the fleets are those of ``observation["fleet"]``."""
+        fleet, train = observation["fleet"], self.library.train
+        assert train is not None
+        there, running = fleet[..., 0] > 0, fleet[..., 4].astype(np.int64)
+        card, model = (np.where(there, fleet[..., k], 0).astype(np.int64) for k in (1, 2))
+        paged = fleet[..., 7] > 0
+        answer = np.where(
+            paged, 0.5 * self.library.mean_output_tokens[model], self.max_output_tokens
+        )
+        tokens = float(np.mean(train.prompt_tokens)) + answer
+        limit = np.clip((fleet[..., 3] / tokens).astype(np.int64), 1, np.maximum(running, 1))
+        chunked = np.asarray((fleet[..., 6] > 0).any(-1), dtype=np.int64)
+        return Placed(np.where(there, card, -1), model, limit, chunked, running.max(-1))
+
     def _describe(self, fleet: NDArray[Any]) -> RoutingSystem:
         card, column = fleet[:, 1].astype(np.intp), fleet[:, 2].astype(np.intp)
-        running = int(fleet[0, 4])
-        tokens, prefill, contexts, decode = self._laws
-        train = TrainRequests.of(self._train[:, column])
+        running, library = int(fleet[0, 4]), self.library
+        assert library.train is not None
+        train = TrainRequests(
+            library.train.prompt_tokens,
+            *(getattr(library.train, each.name)[:, column] for each in fields(TrainRequests)[1:]),
+        )
         return RoutingSystem(
             experts=tuple(
                 f"{self._cards[c]}:{self._models[m % len(self._models)]}"
@@ -270,11 +350,11 @@ class FleetSystem(RoutingSystem):
             ),
             running_capacity=running,
             waiting_capacity=int(fleet[0, 5]),
-            estimator=self._estimator[card],
-            prefill_tokens=tokens,
-            prefill_s=prefill[card],
-            context_tokens=contexts,
-            decode_s=decode[card, : running + 1],
+            estimator=library.estimator[card],
+            prefill_tokens=library.prefill_tokens,
+            prefill_s=library.prefill_s[card],
+            context_tokens=library.context_tokens,
+            decode_s=library.decode_s[card, : running + 1],
             mean_score=train.scores.mean(axis=0),
             mean_output_tokens=train.output_tokens.mean(axis=0),
             max_output_tokens=self.max_output_tokens,

@@ -63,7 +63,11 @@ SPACES: dict[str, dict[str, Range]] = {
         "fallback": ["drop", "least_harm"],
     },
     "priced_greedy": {**_PRICE, **_OVERRUN},
-    "expected_qos": _PRICE,
+    "expected_qos": {
+        **dict.fromkeys(("price_half", "price_full"), (0.02, 2.0, True)),
+        **dict.fromkeys(("power_half", "power_full"), (0.5, 8.0, True)),
+        **{name: _PRICE[name] for name in ("share", "margin")},
+    },
     "route_balance": {
         **dict.fromkeys(_WEIGHTS, (0.0, 1.0, False)),
         **_OVERRUN,
@@ -89,9 +93,13 @@ class GatewayTarget:
         """The gateway."""
         return self.file.gateway
 
+    def at(self, rate: float) -> dict[str, Any]:
+        """The environment's arguments at a rate."""
+        return {**self.arguments, "rate": rate}
+
     def problem(self, rate: float, split: str) -> Any:
         """The problem at a rate, on a part of the recording."""
-        return problem_of(dict(self.arguments), rate=rate, split=split)
+        return problem_of(self.at(rate), split=split)
 
     def _knobs(self) -> dict[str, Knob]:
         profiles = self.problem(1.0, "train").profiles
@@ -145,7 +153,7 @@ class GatewayTarget:
             settings: C of them.
             rate: Requests/s.
             split: Part of the recording.
-            seeds: Of the E episodes.
+            seeds: Of the E episodes, one after another.
             draw: World that is drawn from the profiles' errors, -1: the profiles as they are.
         """
         problem = self.problem(rate, split)
@@ -179,9 +187,16 @@ class RuleTarget:
     arguments: Mapping[str, Any]
     env_id = ROUTING_ID
 
+    def at(self, rate: float) -> dict[str, Any]:
+        """See `GatewayTarget.at`; rates of drawn fleets are in what these serve within L."""
+        if self.arguments.get("fleet") == "random":
+            load = {"load": rate}
+            return {**self.arguments, "fleet_kwargs": self.arguments.get("fleet_kwargs", {}) | load}
+        return {**self.arguments, "rate": rate}
+
     def _arguments(self, rate: float, split: str) -> dict[str, Any]:
         # The prompts of the train split are for trainings.
-        return {**self.arguments, "rate": rate, "split": "eval" if split == "eval" else "val"}
+        return {**self.at(rate), "split": "eval" if split == "eval" else "val"}
 
     def starts(self) -> list[Setting]:
         """The parameters that the rule is registered with."""
@@ -225,11 +240,8 @@ class RuleTarget:
             profiles = episodes.problem_of(ROUTING_ID, arguments).profiles
             arguments["step_factors"] = draw_factors(profiles, draw + 1)[draw]
         policies = [self.policy(setting, str(k), rate) for k, setting in enumerate(settings)]
-        found = []
-        for seed in seeds:
-            rows = evaluate(ROUTING_ID, policies, 1, seed, arguments)
-            found.append([row["avg_qos"] for row in rows])
-        return np.array(found).T
+        rows = evaluate(ROUTING_ID, policies, len(seeds), seeds[0], arguments)
+        return np.array([row["avg_qos"] for row in rows]).reshape(len(settings), len(seeds))
 
     def policy(self, setting: Setting, name: str, rate: float) -> Policy:
         """See `GatewayTarget.policy`."""

@@ -12,7 +12,8 @@ their errors. All requests after the warm-up count; beyond the knee queues grow 
 an episode, and so does what is lost.
 
 Without a file each gateway begins with its default. The name of a rule of LLM routing in its place,
-``servegym tune expected_qos --set rate=8``, searches that rule's parameters on validation prompts.
+``servegym tune expected_qos --set rate=8``, searches that rule's parameters on validation prompts;
+with ``--set fleet=random`` over drawn fleets, whose ``--rates`` are in what each serves within L.
 """
 
 from __future__ import annotations
@@ -231,7 +232,7 @@ def compared(
     for rate in rates:
         own = [of.policy(setting, name, rate) for name, (of, setting) in settings.items()]
         policies = [*own, *RIVALS[target.env_id == PREFIX_ID]]
-        arguments = {**target.arguments, "rate": rate}
+        arguments = target.at(rate)
         count, first = len(VERDICT_SEEDS), VERDICT_SEEDS[0]
         rows = evaluate(target.env_id, policies, count, first, arguments, executor=executor)
         for name in dict.fromkeys(row["policy"] for row in rows):
@@ -271,7 +272,8 @@ def tune(
         at = knee(gateways, player, float(np.mean(own or _usual_rate(gateways[0]))))
         rates = [float(f"{at * load:.3g}") for load in LOADS]
         print(f"knee: {at:g} requests/s", flush=True)
-    rates = list(rates or [float(np.mean(own or 5.0))])
+    usual = 1.0 if targets[0].arguments.get("fleet") == "random" else 5.0
+    rates = list(rates or [float(np.mean(own or usual))])
     each = max(SEARCHED * budget - (time.monotonic() - begin), 1.0) / len(targets)
     found: dict[str, tuple[Target, Setting]] = {}
     for target in targets:

@@ -10,6 +10,9 @@ OFF_POLICY |= {"eval_rates": (8.0,)}
 OFF_POLICY |= {"set": ("num_experts=3", "episode_requests=120", "max_episode_steps=119")}
 ON_POLICY = {"total_timesteps": 300, "num_envs": 4, "num_steps": 32, "eval_every": 128}
 ON_POLICY |= {"set": ("num_experts=3", "episode_requests=50")}
+EPISODES = {"total_timesteps": 720, "num_envs": 4, "updates": 3, "batch_size": 64}
+EPISODES |= {"eval_every": 240, "eval_rates": (8.0,)}
+EPISODES |= {"set": ("num_experts=3", "episode_requests=60")}
 LABELS = {"total_timesteps": 64, "num_envs": 8, "horizon_s": 1.5, "fit_every": 32}
 LABELS |= {"eval_episodes": 2, "eval_rates": (8.0,), "improve_from": 32}
 LABELS |= {"set": ON_POLICY["set"], "mixture": ("rate=[2,6]", "num_experts=4")}
@@ -25,6 +28,7 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "sac_han": ("sac_han", OFF_POLICY),
     "sac_rows": ("baseline_rl", OFF_POLICY),
     "baseline_rl": ("baseline_rl", OFF_POLICY | {"rows": "experts"}),
+    "td_afterstates": ("td_afterstates", EPISODES),
     "ppo": ("ppo", ON_POLICY | {"eval_episodes": 2}),
     "rpi": ("rpi", LABELS),
     "direct_search": ("cem", SEARCH | {"set": ("num_experts=2", "episode_requests=30", "rate=4")}),

@@ -5,8 +5,9 @@ import pytest
 import torch
 
 from servegym.agents import baseline_rl, sac_han
+from servegym.agents.lib.environments import make_envs
 from servegym.baselines.llm_routing import features
-from servegym.baselines.llm_routing.latency import ExpectedQos
+from servegym.baselines.llm_routing.latency import Curves, ExpectedQos
 from servegym.baselines.llm_routing.system import RoutingSystem
 from servegym.envs.llm_routing.graph import EDGE_TYPES, NODE_TYPES, to_hetero_data
 
@@ -26,36 +27,38 @@ def an_agent(module, state="features", shaping=True):
 
 
 def tensor_rows(net, obs):
-    return torch.as_tensor(net.rows(obs)).float()
+    return torch.as_tensor(net.rows(obs).rows).float()
 
 
 def test_rows_hold_what_the_estimator_says(random_obs):
     obs = random_obs(6, 4, 3, 2, seed=5)
     model = ExpectedQos(a_system())
     gain, harm, held, estimate = model(obs)
-    rows = features.node_rows(obs, model)
-    np.testing.assert_array_equal(rows[:, : 11 + 4 * 17], features.expert_rows(obs, model))
+    rows, expected_held, _ = features.node_rows(obs, model)
+    of_experts = rows[:, : features.ARRIVED + 4 * features.EXPERT]
+    np.testing.assert_array_equal(of_experts, features.expert_rows(obs, model).rows)
     arrived, expert, running, waiting, runs, waits = features.split_rows(rows, 4, (3, 2))
     column = dict(zip(features.EXPERT_COLUMNS, np.moveaxis(expert, -1, 0), strict=True))
-    limit = obs["latency_requirement"]
-    tokens = [
-        (np.maximum(obs[k][..., 2] - obs[k][..., 4], 7.5) * obs[f"{k}_mask"]).sum(-1) / 150
-        for k in ("running", "waiting")
-    ]
-    wanted = {"gain": gain, "harm": harm, "work": estimate.work_s, "held": held / 3}
-    wanted |= {"tokens_running": tokens[0], "tokens_waiting": tokens[1]}
+    limit, fleet = obs["latency_requirement"], model.fleet(obs)
+    ratio = (obs["experts"][..., 1] + obs["experts"][..., 2]) / fleet.batch
+    left = estimate.running_tokens / model.system.mean_output_tokens / fleet.batch
+    wanted = {"gain": gain, "harm": harm, "work": estimate.work_s * fleet.served}
+    wanted |= {"held": held / fleet.batch, "exists": np.ones_like(gain)}
+    wanted |= {"outstanding": 2 * ratio / (1 + ratio), "left_running": 2 * left / (1 + left)}
     wanted |= {"distance": np.tanh(3 * (estimate.with_new[..., -1] / limit - 1))}
-    wanted |= {"running": obs["experts"][..., 1] / 3, "length": obs["request"][..., 2] / 150}
+    wanted |= {"running": 5 / 9 * obs["experts"][..., 1], "length": obs["request"][..., 2] / 150}
     for name, values in wanted.items():
         np.testing.assert_allclose(column[name], values, atol=2e-3, rtol=2e-3, err_msg=name)
     assert np.ptp(held) > 0.1 and harm.max() > 0
-    np.testing.assert_allclose(features.held_qos(rows, 4), held.sum(1), atol=0.02)
+    np.testing.assert_allclose(expected_held, held.sum(1))
     np.testing.assert_array_equal(runs, obs["running_mask"])
     np.testing.assert_array_equal(waits, obs["waiting_mask"])
     without = np.tanh(3 * (estimate.without / limit[:, :, None] - 1))
     there = obs["waiting_mask"] > 0
     np.testing.assert_allclose(waiting[there][:, 6], without[:, :, 3:5][there], atol=2e-3)
-    np.testing.assert_allclose(arrived[:, 1], limit[:, 0] / 0.03, rtol=1e-3)
+    rate = np.log(1 / obs["load"][:, 2, 0] / fleet.total[:, 0]).clip(-3, 3)
+    np.testing.assert_allclose(arrived[:, 1], np.log(limit[:, 0]) + 3.5, atol=2e-3)
+    np.testing.assert_allclose(arrived[:, 4], rate, atol=2e-3)
     assert (running[obs["running_mask"] == 0] == 0).all()
 
 
@@ -207,11 +210,17 @@ def test_shaped_rewards_are_those_paid_and_the_change_of_what_is_held(trained):
     for key in ("rows", "action", "done"):
         np.testing.assert_array_equal(paid[key][:same], shaped[key][:same])
     assert (paid["done"][58] & ~paid["done"][57]).all() and paid["reward"].max() > 0
-    held = [features.held_qos(rows, 3) for rows in paid["rows"][:same]]
-    change = [0.995 * after - before for before, after in zip(held, held[1:], strict=False)]
-    wanted = paid["reward"][: same - 1] + np.array(change)
-    np.testing.assert_allclose(shaped["reward"][: same - 1], wanted, atol=1e-4)
-    assert np.abs(np.array(change)).max() > 0.1
+    wanted = paid["reward"][: same - 1].astype(float)
+    # The columns have what is held a place; all experts of this fleet have five.
+    held = [
+        5 * features.split_rows(rows, 3)[1][..., features.HELD].astype(float).sum(1)
+        for rows in paid["rows"][:same]
+    ]
+    change = np.array([0.995 * new - old for old, new in zip(held, held[1:], strict=False)])
+    live = ~paid["done"][: same - 1]
+    wanted = (wanted + change)[live]
+    np.testing.assert_allclose(shaped["reward"][: same - 1][live], wanted, atol=0.02)
+    assert np.abs(change).max() > 0.1
     assert (np.take_along_axis(paid["mask"], paid["action"][..., None], -1) == 1).all()
 
 
@@ -270,9 +279,10 @@ def test_dense_han_equals_hanconv_on_each_graph(empty, random_obs):
     second = hanconv_like(agent.second, dict.fromkeys(NODE_TYPES, sac_han.WIDTH))
     rows = tensor_rows(agent, obs)
     with torch.no_grad():
-        *nodes, queued, index = agent.nodes(rows)
-        h_a, h_e, *h_q = agent.first(*nodes, queued, index)
-        request, experts = agent.second(h_a, h_e, dict(zip(queued, h_q, strict=True)), index)
+        *nodes, queued, index, there = agent.nodes(rows)
+        h_a, h_e, *h_q = agent.first(*nodes, queued, index, there)
+        held = dict(zip(queued, h_q, strict=True))
+        request, experts = agent.second(h_a, h_e, held, index, there)
     h_q = torch.cat(h_q)
     assert request.abs().max() > 0.01 and experts.abs().max() > 0.01
     seen = 0
@@ -309,3 +319,37 @@ def test_permuting_experts_permutes_policy_and_values(random_obs):
         for a, b in (policies, (one, two)):
             torch.testing.assert_close(a[..., 1:][..., order], b[..., 1:], atol=1e-5, rtol=1e-5)
             torch.testing.assert_close(a[..., 0], b[..., 0], atol=1e-5, rtol=1e-5)
+
+
+@both
+def test_one_set_of_weights_reads_drawn_fleets_as_each_alone(agent):
+    """Padding changes nothing, whatever the sizes of the other rows' fleets."""
+    envs = make_envs("servegym/LLMRouting-v1", 4, fleet="random", episode_requests=100)
+    drawn = RoutingSystem.from_env(envs)
+    obs, info = envs.reset(seed=[3, 4, 5, 6])
+    rng = np.random.default_rng(0)
+    for _ in range(40):
+        chance = np.where(info["action_mask"] > 0, rng.random(info["action_mask"].shape), -1.0)
+        obs, *_, info = envs.step(chance.argmax(1))
+    torch.manual_seed(0)
+    together = agent.Agent("features", True, drawn)
+    with torch.no_grad():
+        whole = together.qf1(together.encode(tensor_rows(together, obs)))
+    for row in range(4):
+        system = drawn.of(obs["fleet"][row])
+        count, slots = system.num_experts, (system.running_capacity, system.waiting_capacity)
+        own = {key: value[row : row + 1] for key, value in obs.items() if key != "fleet"}
+        for key in ("experts", "request", "running", "waiting", "running_mask", "waiting_mask"):
+            own[key] = own[key][:, :count]
+        for key, size in zip(("running", "waiting"), slots, strict=True):
+            own |= {key: own[key][:, :, :size], f"{key}_mask": own[f"{key}_mask"][:, :, :size]}
+        alone = agent.Agent("features", True, system)
+        alone.load_state_dict(together.state_dict())
+        # Lengths are pooled over the catalog's models there, over the fleet's here.
+        models = obs["fleet"][row, :count, 2].astype(int)
+        alone.model.curves = Curves(*(table[models] for table in together.model.curves))
+        with torch.no_grad():
+            found = alone.qf1(alone.encode(tensor_rows(alone, own)))
+        wanted = whole[:, row : row + 1, : count + 1]
+        assert wanted.std() > 1e-3
+        torch.testing.assert_close(found, wanted, atol=2e-3, rtol=1e-3)

@@ -67,7 +67,7 @@ def test_unknown_names_and_parameters_are_refused(system):
     for name in ("greedy_qos", "expected_qos", "rollout", "linucb"):  # by ``**``, too
         with pytest.raises(ValueError, match="policy.*no_such_parameter"):
             make_policy(name, system, no_such_parameter=1)
-    assert make_policy("expected_qos", system, price=0.5, share=0.3).name == "expected_qos"
+    assert make_policy("expected_qos", system, price_full=0.5, share=0.3).name == "expected_qos"
     with pytest.raises(ValueError, match="already registered"):
         register_policy("random", lambda system: None, "again")
     with pytest.raises(ValueError, match="num_envs"):

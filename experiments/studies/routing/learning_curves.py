@@ -65,6 +65,7 @@ TRAININGS = {
     "learning_ppo": Training("ppo", "--eval_episodes 10", validation=(10, 1000)),
     "learning_sac_rows": Training("baseline_rl", "", (5.0, 8.0, 10.0)),
     "learning_sac_han": Training("sac_han", "", (5.0, 8.0, 10.0)),
+    "learning_td_afterstates": Training("td_afterstates", "", (5.0, 8.0, 10.0)),
 }
 """Table -> its trainings."""
 
@@ -95,7 +96,8 @@ def shuffled_rewards(seed: int, agent: Any = None) -> Iterator[None]:
 
     A permutation within a step would not do: its mean tells how well the policy does that all
     systems share, and a critic learns from that which actions were taken in better times. A module
-    with a ``ReplayBuffer`` gets them there, after it has added to the environment's rewards.
+    with a ``ReplayBuffer`` gets them there, after it has added to the environment's rewards; one
+    that reads what became of requests is told another one's.
     """
     make_vec, rng = gym.make_vec, np.random.default_rng(seed)
     earned: list[float] = []
@@ -125,6 +127,15 @@ def shuffled_rewards(seed: int, agent: Any = None) -> Iterator[None]:
             plain(self, **step | {"reward": shuffle(step["reward"])})
 
         replaced = patch.object(buffer, "add", add)
+    elif reader := getattr(agent, "OutcomeReader", None):
+        told = reader.read
+
+        def read(self: Any) -> Any:
+            ended = told(self)
+            ended["qos"] = shuffle(ended["qos"])
+            return ended
+
+        replaced = patch.object(reader, "read", read)
     else:
         replaced = patch.object(gym, "make_vec", make_shuffled)
     with replaced:

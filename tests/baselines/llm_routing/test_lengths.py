@@ -7,8 +7,11 @@ import pytest
 
 from servegym.baselines.llm_routing import latency
 from servegym.baselines.llm_routing.latency import ExpectedQos, LatencyModel, LengthModel
-from servegym.baselines.llm_routing.system import TrainRequests
+from servegym.baselines.llm_routing.system import RoutingSystem, TrainRequests
 from servegym.baselines.registry import make_policy
+from servegym.envs.llm_routing.config import build_problem
+from servegym.envs.llm_routing.core import RoutingBatch
+from servegym.envs.llm_routing.kernel import layout
 from servegym.hardware_profiles.interpolation import along
 
 from ...routing_systems import linear_system, make_observation
@@ -26,7 +29,7 @@ def system_of(predicted, output, longest=10):
 
 def rest(model, expert, predicted, emitted):
     """Mean tokens left of an expert's answer of so many tokens."""
-    bucket = np.searchsorted(model.edges, predicted, side="right")
+    bucket = np.searchsorted(model.edges[expert], predicted, side="right")
     return model.left[expert, bucket, min(int(emitted), model.left.shape[2] - 1)]
 
 
@@ -72,10 +75,11 @@ def test_expected_qos_is_the_sum_over_all_lengths(limit):
     observation["running"][..., 4] = np.floor(observation["running"][..., 4])
     gain, harm, promised, estimate = expected(observation)
     seen = at_mean_lengths(expected.lengths, observation)
-    assert np.array_equal(estimate.with_new, estimates.estimate(seen).with_new, equal_nan=True)
+    wanted = estimates.estimate(seen).with_new  # from lengths in single precision
+    np.testing.assert_allclose(estimate.with_new, wanted, rtol=1e-6)
 
     def chance(n, latency, predicted, mean, g, elapsed, decode):
-        bucket = np.searchsorted(expected.lengths.edges, predicted, side="right")
+        bucket = np.searchsorted(expected.lengths.edges[n], predicted, side="right")
         mass = -np.diff(expected.lengths.survival[n, bucket], prepend=1.0)
         length = np.arange(mass.size)
         mass[length <= g] = 0.0
@@ -115,20 +119,45 @@ def test_expected_qos_is_the_sum_over_all_lengths(limit):
     assert undecided > 10
 
 
-def test_priced_greedy_by_survival_sends_where_more_is_expected():
+@pytest.mark.parametrize("rate", [2.0, 6.0, 9.0])
+def test_the_rule_asks_a_price_that_follows_the_arrival_rate(rate):
     system = make_system()
     observation, mask = make_observation(np.random.default_rng(9), 64)
-    policy = make_policy("priced_greedy", system, lengths="survival", price=0.4)
+    observation["load"][:, 2, 0] = 1 / rate
+    policy = make_policy("expected_qos", system, price_half=0.2, price_full=0.8, power_half=3.0)
     policy.reset(64)
-    gain, harm, _, estimate = ExpectedQos(system)(observation)
-    load = observation["experts"][..., 1:].sum(-1) / 5
-    load = load / 2 + load.mean(1, keepdims=True) / 2
-    value = gain - harm - 0.4 * load**4 * estimate.work_s
-    value = np.where(mask[:, 1:] > 0, value - estimate.with_new[..., -1] / 30, -np.inf)
+    expected = ExpectedQos(system)
+    gain, harm, _, estimate = expected(observation)
+    batch, served, _ = LatencyModel(system).within(np.full(64, 0.03), system.placed(observation))
+    rho = np.clip(rate / served[0].sum(), 0.2, 2.0)
+    assert expected.fleet(observation).rate == pytest.approx(rate / served[0].sum(), rel=1e-5)
+    price = 0.2 * (0.8 / 0.2) ** ((rho - 0.5) / 0.5)
+    power = 3.0 * (policy.power[1] / 3.0) ** ((rho - 0.5) / 0.5)
+    held = observation["experts"][..., 1:].sum(-1).astype(float)
+    fleet = held.sum(1, keepdims=True) / batch.sum(1, keepdims=True)
+    load = (1 - policy.share) * held / batch + policy.share * fleet
+    value = gain - harm - price * load**power * estimate.work_s * served
+    value -= estimate.latency / 30
+    value = np.where(mask[:, 1:] > 0, value, -np.inf)
     action = policy.act(observation, mask)
     assert np.array_equal(action, np.where(value.max(1) > 0, value.argmax(1) + 1, 0))
     assert 0 < (action == 0).sum() < 64
-    keeps = make_policy("greedy_qos", system, lengths="survival", fallback="least_harm")
-    assert ((keeps.act(observation, mask) > 0) == (mask[:, 1:] > 0).any(1)).all()
-    with pytest.raises(ValueError, match="lengths"):
-        make_policy("greedy_qos", system, lengths="exact")
+
+
+def test_the_rule_serves_drawn_fleets_and_refuses_a_price_of_nothing():
+    problem = build_problem(view=layout.GRAPH, fleet="random", episode_requests=30)
+    policy = make_policy("expected_qos", RoutingSystem.from_problem(problem))
+    assert type(policy).__name__ == "ExpectedQosGreedy"
+    batch = RoutingBatch(problem, 3)
+    for row in range(3):
+        batch.draw(row, np.random.default_rng(row))
+    batch.begin(np.ones(3, np.int8))
+    policy.reset(3)
+    ended = 0
+    while not ended:
+        action = policy.act(batch.observation, batch.action_mask)
+        assert (np.take_along_axis(batch.action_mask, action[:, None], 1) == 1).all()
+        ended = batch.step(action, np.ones(3, np.int8))
+    assert batch.kpis(0)["avg_qos"] > 0.2
+    with pytest.raises(ValueError, match="price_half"):
+        make_policy("expected_qos", make_system(), price_half=0.0)
