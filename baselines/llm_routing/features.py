@@ -178,7 +178,9 @@ class Rows(NamedTuple):
     Attributes:
         rows: float16, see `expert_rows` and `node_rows`.
         held: (B,) expected QoS of the requests that the experts hold.
-        exogenous: (B, 12) what no action changes, see `expert_rows`.
+        exogenous: (B, 12) what no action changes: a one, the logs of the rates and their squares,
+            of the new request prompt tokens, the most slack, and mean and best score and the mean
+            output tokens that the experts are predicted.
     """
 
     rows: NDArray[np.float16]

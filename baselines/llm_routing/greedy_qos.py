@@ -146,8 +146,8 @@ class ExpectedQosGreedy(RoutingPolicy):
     their values at rho = 1/2 and at rho = 1. The best value is taken if it is positive, else the
     request is dropped.
 
-    Its numbers were chosen on validation prompts over drawn fleets and three named ones
-    (`servegym tune expected_qos --set fleet=random`).
+    Its numbers were chosen on validation prompts between those that do best on drawn fleets and at
+    home; ``servegym tune expected_qos`` finds the ones of another system.
 
     Args:
         system: The system; a `FleetSystem` too.
