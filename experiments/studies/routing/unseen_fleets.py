@@ -4,7 +4,8 @@
 five seeds each, unless ``--runs`` holds them, and plays their last policies beside the rules: on
 forty drawn fleets of 3 to 16 experts with 1 to 64 slots, bursts and requirements, and in the
 settings of `SETTINGS`. The fleets are drawn from numbers of their own, and no number, width or
-choice of a learner or a rule was made on them. Every policy plays the same episodes.
+choice of a learner or a rule was made on them; `SETTINGS` were looked at while the inputs of the
+learners were chosen. Every policy plays the same episodes.
 """
 
 from __future__ import annotations
