@@ -16,7 +16,7 @@ The environment says what the scores read and where episodes come from, see `Tas
 
 ``--workers`` plays the episodes in as many processes, ``--ray`` on a Ray cluster; the result is the
 same.
-Neighbour: `baseline_rl` learns a network over Eq. 7 with soft actor-critic.
+Neighbour: `sac_rows` learns a network over Eq. 7 with soft actor-critic.
 """
 
 from __future__ import annotations

@@ -164,7 +164,7 @@ TRAININGS: dict[str, dict[str, tuple[str, ...]]] = {
         "LLM routing": ("routing/learning_ppo",),
         "Prefix routing": ("prefix/learning",),
     },
-    "baseline_rl": {"LLM routing": ("routing/learning_sac_rows",)},
+    "sac_rows": {"LLM routing": ("routing/learning_sac_rows",)},
     "sac_han": {"LLM routing": ("routing/learning_sac_han",)},
     "td_afterstates": {"LLM routing": ("routing/learning_td_afterstates",)},
     "ppo_serverless": {

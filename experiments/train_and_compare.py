@@ -41,7 +41,7 @@ from servegym.experiments.evaluation.tables import note, provenance, write_resul
 from servegym.experiments.papers.plotting import as_png, decisions_axis, label_ends, pyplot
 from servegym.experiments.runs import read_metrics
 
-ENV_ID, AGENT = "servegym/LLMRouting-v1", "servegym.agents.baseline_rl"
+ENV_ID, AGENT = "servegym/LLMRouting-v1", "servegym.agents.sac_rows"
 TABLE, CURVE, TRAINED = "first_command", "first_command_curve", "trained"
 RATES = (5.0, 8.0, 10.0)
 KEYS = ("avg_qos", *(f"avg_qos_rate_{rate:g}" for rate in RATES))

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 AGENTS = {
-    "baseline_rl": ("--eval_every", "3000"),
+    "sac_rows": ("--eval_every", "3000"),
     "ppo": ("--eval_every", "3000"),
     "cem": ("--population", "10", "--set", "num_experts=3", "episode_requests=30"),
 }

@@ -22,7 +22,7 @@ from servegym.baselines.protocol import BasePolicy
 
 AGENTS = (
     "sac_han",
-    "baseline_rl",
+    "sac_rows",
     "td_afterstates",
     "ppo",
     "rpi",

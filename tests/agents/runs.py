@@ -26,8 +26,8 @@ PLACING = {"set": TOY, "width": 16, "traffic_s": 40.0, "total_timesteps": 40, "e
 
 TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "sac_han": ("sac_han", OFF_POLICY),
-    "sac_rows": ("baseline_rl", OFF_POLICY),
-    "baseline_rl": ("baseline_rl", OFF_POLICY | {"rows": "experts"}),
+    "sac_rows": ("sac_rows", OFF_POLICY),
+    "baseline_rl": ("sac_rows", OFF_POLICY | {"rows": "experts", "shaping": False}),
     "td_afterstates": ("td_afterstates", EPISODES),
     "ppo": ("ppo", ON_POLICY | {"eval_episodes": 2}),
     "rpi": ("rpi", LABELS),

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from servegym.agents import baseline_rl, sac_han
+from servegym.agents import sac_han, sac_rows
 from servegym.agents.lib.environments import make_envs
 from servegym.baselines.llm_routing import features
 from servegym.baselines.llm_routing.latency import Curves, ExpectedQos
@@ -14,7 +14,7 @@ from servegym.envs.llm_routing.graph import EDGE_TYPES, NODE_TYPES, to_hetero_da
 from ..routing_systems import moved, permuted
 from .runs import lines, tiny
 
-both = pytest.mark.parametrize("agent", [sac_han, baseline_rl])
+both = pytest.mark.parametrize("agent", [sac_han, sac_rows])
 
 
 def a_system():
@@ -192,7 +192,7 @@ ENV = ("episode_requests=60", "rate=[11,12]", "num_experts=3", "max_episode_step
 RUN = {"set": (*ENV, 'reward="completed_qos"'), "total_timesteps": 320}
 
 
-@pytest.fixture(scope="module", params=[sac_han, baseline_rl], ids=["sac_han", "sac_rows"])
+@pytest.fixture(scope="module", params=[sac_han, sac_rows], ids=["sac_han", "sac_rows"])
 def trained(request, tmp_path_factory):
     """What `kept` gives of a run without shaping and without an average, and of one with both."""
     agent, folder = request.param, tmp_path_factory.mktemp("runs")

@@ -63,7 +63,7 @@ class Training(NamedTuple):
 
 TRAININGS = {
     "learning_ppo": Training("ppo", "--eval_episodes 10", validation=(10, 1000)),
-    "learning_sac_rows": Training("baseline_rl", "", (5.0, 8.0, 10.0)),
+    "learning_sac_rows": Training("sac_rows", "", (5.0, 8.0, 10.0)),
     "learning_sac_han": Training("sac_han", "", (5.0, 8.0, 10.0)),
     "learning_td_afterstates": Training("td_afterstates", "", (5.0, 8.0, 10.0)),
 }

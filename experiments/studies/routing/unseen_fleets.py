@@ -53,8 +53,8 @@ class Learner(NamedTuple):
 
 
 LEARNERS = {
-    "sac_rows": Learner("baseline_rl", ""),
-    "sac_rows, drawn fleets": Learner("baseline_rl", f"{DRAWN} --total_timesteps 300000"),
+    "sac_rows": Learner("sac_rows", ""),
+    "sac_rows, drawn fleets": Learner("sac_rows", f"{DRAWN} --total_timesteps 300000"),
     "sac_han": Learner("sac_han", None),
     "fleet_search": Learner("fleet_search", None),
     "rpi": Learner("rpi", None),

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from servegym.agents import baseline_rl, sac_han
+from servegym.agents import sac_han, sac_rows
 from servegym.agents.lib.checkpoint import write_checkpoint
 from servegym.baselines.llm_routing.system import RoutingSystem
 from servegym.experiments.evaluation.stats import paired_difference
@@ -29,7 +29,7 @@ def checkpoint(run, agent, *given, seed=1):
     """An untrained checkpoint as a training leaves one, in a folder with its arguments."""
     torch.manual_seed(seed)
     args = agent.Args(set=("rate=8", *given), seed=seed)
-    if agent is baseline_rl:
+    if agent is sac_rows:
         args.rows = "experts"
     state = args.nodes if agent is sac_han else args.rows
     net = agent.Agent(state, True, RoutingSystem.from_kwargs())
@@ -45,7 +45,7 @@ def trained(tmp_path_factory):
     for seed in (1, 2):
         checkpoint(folder / "graph" / f"sac_han_seed_{seed}", sac_han, seed=seed)
     checkpoint(folder / "graph" / "sac_han_shuffled_1", sac_han)
-    checkpoint(folder / "rows" / "baseline_rl_seed_1", baseline_rl)
+    checkpoint(folder / "rows" / "sac_rows_seed_1", sac_rows)
     blind = ('score_predictor="zero"', 'length_predictor="zero"')
     checkpoint(folder / "blind" / "sac_han_seed_1", sac_han, *blind)
     return folder

@@ -1,17 +1,17 @@
 """Discrete soft actor-critic (SAC) over the experts' rows.
 
-``--rows features`` reads of every expert all that `sac_han` reads but the queued requests: its
-load, the request as it would serve it, what the action impact estimator says of sending it there
-(Eq. 13-15 of arXiv:2508.00234), its latency law. ``--rows paper`` leaves the estimator out, and
-``--rows experts`` is the paper's Baseline RL, which sees memory, running and waiting requests of
-each expert (Eq. 7) alone::
+The action impact estimator (Eq. 13-15 of arXiv:2508.00234) is in the inputs, in the potential that
+shapes the reward and in the form of actor and critics, reward less price times work: what is
+learned is the price. Targets are lambda-returns over nearly on-policy data, and there is no target
+network.
+``--rows paper`` leaves the estimator out of the inputs, ``--shaping False`` out of the reward. The
+paper's Baseline RL has neither; it sees memory, running and waiting requests of an expert (Eq. 7)::
 
-    python agents/baseline_rl.py --rows experts --set rate=8
+    python agents/sac_rows.py --rows experts --shaping False --set rate=8
 
 The losses are those of CleanRL's ``sac_atari.py``: an actor, two critics of which the lesser
-counts, entropy in the value, a learned temperature. An average of the weights is evaluated, and
-targets take the values that the critics gave when acting. Beyond the textbook, with the level lost
-at 5, 8 and 10 requests/s without it (table ``sac_parts``):
+counts, entropy in the value, a learned temperature. Beyond the textbook, with the level lost at 5,
+8 and 10 requests/s without it (table ``sac_parts``):
 
 - the change of the expected QoS of the requests held is added to the reward: .031/.025/.069;
 - what follows an action is a value less the time that the request takes at a learned price above
@@ -19,7 +19,7 @@ at 5, 8 and 10 requests/s without it (table ``sac_parts``):
 - lambda-returns, computed once for each step: -.007/.138/.280;
 - batches come from the latest quarter of the steps, whose values are not old: .007/.005/.022;
 - rewards less a running fit to arrivals and requests, not less their mean: -.003/.003/.000; and the
-  average of the weights, which is worth nothing in the last policy.
+  average of the weights that is evaluated, which is worth nothing in the last policy.
 
 Neighbour: `sac_han`, the same learner with a graph network as its encoder.
 """
@@ -74,7 +74,7 @@ class Args(RunArgs):
     rows: Literal["features", "paper", "experts"] = "features"
     """what is read of an expert: all but its queue, the paper's Eq. 7 and 12, or Eq. 7 alone"""
     shaping: bool = True
-    """add the change of the expected QoS of the requests that the experts hold to the reward"""
+    """add a potential's change to the reward (Ng et al., 1999): the held requests' expected QoS"""
     set: tuple[str, ...] = ()
     """environment arguments, key=value with a JSON value, as in rate=8 num_experts=3"""
     total_timesteps: int = 600_000
@@ -115,23 +115,18 @@ def mlp(*sizes: int) -> nn.Sequential:
     return nn.Sequential(*sum(pairs, ())[:-1])
 
 
-class Critic(nn.Module):
-    """Reward of every action and what follows it, (2, B, N+1); their sum is Q, or the logits.
+class Actor(nn.Module):
+    """Reward of every action and its effect on what follows, (2, B, N+1); their sum are the logits.
 
-    The reward is MLP[c] of a drop and MLP[h_n | c] of an expert. What follows is the value of the
-    state, a sum over the experts, less the time that the request takes of the chosen expert at a
-    price above zero, by the load of the expert and of the fleet; without shaping the request's own
-    QoS follows as well. The value of what no action changes is apart.
+    The effect is the expert's time at a price above zero, and without shaping the request's QoS.
     """
 
-    def __init__(self, state_columns: int, shaping: bool) -> None:
+    def __init__(self, columns: int, shaping: bool) -> None:
         super().__init__()
         self.drop = mlp(WIDTH, WIDTH, 1)
         self.send = mlp(2 * WIDTH, WIDTH, 1)
-        self.expert_value = mlp(state_columns, WIDTH, WIDTH, 1)
-        self.price = mlp(2 * state_columns, WIDTH, 1)
+        self.price = mlp(2 * columns, WIDTH, 1)
         self.paid_later = None if shaping else mlp(2 * WIDTH, WIDTH, 1)
-        self.exogenous_value = mlp(features.EXOGENOUS, WIDTH, 1)
 
     def forward(self, state: State) -> Tensor:
         """See the class."""
@@ -140,11 +135,23 @@ class Critic(nn.Module):
         reward = torch.cat([self.drop(state.context), self.send(pair).squeeze(-1)], -1)
         fleet = features.mean_over(state.experts, state.there)[:, None].expand_as(state.experts)
         price = F.softplus(self.price(torch.cat([state.experts, fleet], -1)).squeeze(-1) - 1)
-        effect = -price * state.work
-        if self.paid_later is not None:
-            effect = effect + self.paid_later(pair).squeeze(-1)
+        later = 0.0 if self.paid_later is None else self.paid_later(pair).squeeze(-1)
+        return torch.stack([reward, F.pad(later - price * state.work, (1, 0))])
+
+
+class Critic(Actor):
+    """Scores as an actor's and the state's value (2, B, N+1): Q in two parts."""
+
+    def __init__(self, columns: int, shaping: bool) -> None:
+        super().__init__(columns, shaping)
+        self.expert_value = mlp(columns, WIDTH, WIDTH, 1)
+        self.exogenous_value = mlp(features.EXOGENOUS, WIDTH, 1)
+
+    def forward(self, state: State) -> Tensor:
+        """See the class."""
+        reward, effect = super().forward(state)
         value = (self.expert_value(state.experts) * state.there).sum(1)
-        return torch.stack([reward, value + F.pad(effect, (1, 0))])
+        return torch.stack([reward, value + effect])
 
 
 class Agent(nn.Module):
@@ -159,7 +166,7 @@ class Agent(nn.Module):
         who = self.who.shape[1]
         sizes = len(STATE) + len(LOAD) + who, shaping
         self.encoder = mlp(ARRIVED + EXPERT + who, WIDTH, WIDTH)
-        self.qf1, self.qf2, self.actor = (Critic(*sizes) for _ in range(3))
+        self.actor, self.qf1, self.qf2 = Actor(*sizes), Critic(*sizes), Critic(*sizes)
         self.log_alpha = nn.Parameter(torch.tensor(-3.5))  # of the temperature at first
 
     def rows(self, obs: Mapping[str, Any]) -> features.Rows:
@@ -209,11 +216,9 @@ class ReplayBuffer:
         self.count += 1
 
     def add_targets(self, agent: Agent, gamma: float, lam: float) -> None:
-        """Compute what LENGTH steps more are to predict: their rewards and what followed.
+        """Compute what LENGTH steps more are to predict: their rewards and Peng's lambda-returns.
 
-        Rewards are less what a running linear fit to what no action changes tells of them. Peng's
-        lambda-return is G_t = r_t + gamma ((1 - lam) V(s_t+1) + lam G_t+1), at an episode's end
-        V(s_t).
+        G_t = r_t + gamma ((1 - lam) V_t+1 + lam G_t+1), at an end V_t; r_t less a fit to exogenous.
         """
         at = (self.targets + np.arange(2 * LENGTH + 1)) % self.length
         reward, done, exogenous = (self.data[key][at] for key in ("reward", "done", "exogenous"))
@@ -286,8 +291,8 @@ def train(args: Args) -> Path:
 
     envs.reset(seed=environments.episode_seeds(args.seed, n))
     buffer = ReplayBuffer(max(int(RECENT * args.total_timesteps), LATEST) // n + 4 * LENGTH)
-    log = run_log.RunLog(args, "baseline_rl", ENV_ID, env_kwargs)
-    meta = {"agent": "baseline_rl", "args": json.dumps(asdict(args))}
+    log = run_log.RunLog(args, "sac_rows", ENV_ID, env_kwargs)
+    meta = {"agent": "sac_rows", "args": json.dumps(asdict(args))}
     write = log.save = partial(checkpoint.write_checkpoint, averaged, meta)
     parts = {"agent": agent, "averaged": averaged, "buffer": buffer, "envs": envs, "rng": rng}
     parts |= {"q": q_optimizer, "actor": actor_optimizer, "alpha": alpha_optimizer}
@@ -321,10 +326,9 @@ def train(args: Args) -> Path:
         action = np.where(mask, score, -1e30).argmax(-1)
         inputs, before_held = {"rows": rows, "mask": mask, "exogenous": exogenous}, held
         obs, reward, terminated, truncated, info = envs.step(action)
-        done, mask, paid = terminated | truncated, info["action_mask"], reward
+        done, mask = terminated | truncated, info["action_mask"]
         rows, held, exogenous = agent.rows(obs)
-        if args.shaping:  # the held requests' expected QoS is a potential (Ng et al., 1999)
-            paid = reward + args.gamma * held - before_held
+        paid = reward + (args.gamma * held - before_held if args.shaping else 0)
         buffer.add(action=action, value=value, reward=paid.astype(np.float32), done=done, **inputs)
         before, step = step, step + n
         log.add_rewards(reward, done)
