@@ -163,10 +163,7 @@ def ahead(
                 (weak if poor and change * paper > 0 else counted).append((change, interval))
                 met.append(rival)
             where = fleet if rate is None or "/s" in fleet else f"{fleet}, {rate:g}/s"
-            if not met:
-                yield Finding(where, "not trained here", OPEN)
-                continue
-            verdict, parts = OPEN, []
+            verdict, parts = OPEN, [] if met else ["not trained here"]
             if counted:
                 change, interval = min(counted, key=lambda one: one[0] * math.copysign(1, paper))
                 verdict = judge(change, paper, least, interval)
@@ -178,7 +175,8 @@ def ahead(
                 parts.append(f"{here} where the rival is below shortest_queue: undertrained")
             if not fleet.startswith(FLEET):
                 verdict = ELSEWHERE
-            yield Finding(where, f"{method}: " * (method != METHOD) + "; ".join(parts), verdict)
+            who = f"{method}: " * (method not in ("", METHOD))
+            yield Finding(where, who + "; ".join(parts), verdict)
 
     return read
 
@@ -229,7 +227,7 @@ def end_to_end(rows: Rows) -> Iterable[Finding]:
     for point in values(rows, "point"):
         seconds = {row["policy"]: row["e2e_s"] for row in pick(rows, point=point)}
         if "sac_han" not in seconds:
-            yield Finding(point, "not trained here", OPEN)
+            yield Finding(point, "not trained here", OPEN if point == HOME else ELSEWHERE)
             continue
         others = [name for name in PAPER_BASELINES if name in seconds]
         quickest = min(others, key=seconds.__getitem__)
@@ -275,7 +273,7 @@ def without_predictors(rows: Rows) -> Iterable[Finding]:
             row for name in _retrained(part) for row in pick(part, predictors="ZS+ZL", policy=name)
         ]
         if not none:
-            yield Finding(point, "not trained here", OPEN)
+            yield Finding(point, "not trained here", OPEN if point == HOME else ELSEWHERE)
             continue
         paper = PRINTED["Fig. 18, none"]
         rival = max(PAPER_BASELINES, key=lambda name: named[name]["qos"])

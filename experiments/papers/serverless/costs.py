@@ -72,7 +72,7 @@ STUDIES = (
         "fig10_ratio",
         "fig10",
         serve,
-        lambda options: _settings(options, TESTBED, ends(options, PROMPT_TOKENS)),
+        lambda options: _settings(options, tuple(TESTBED), ends(options, PROMPT_TOKENS)),
         notes=found_for(
             CLAIMS,
             "fig10_ratio",
