@@ -109,10 +109,11 @@ def interval_over(row: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[flo
     for key in ("rival", "state_rival"):
         if row.get(key) == other["policy"]:
             return _ends(row, columns_over(key))
-    ends = [_ends(one, ("qos", "qos_low", "qos_high")) for one in (row, other)]
-    if None in ends:
+    found = (_ends(one, ("qos", "qos_low", "qos_high")) for one in (row, other))
+    halves = [math.log(ends[1] / ends[0]) / 2 for ends in found if ends is not None]
+    if len(halves) < 2:
         return None
-    half = math.hypot(*(math.log(high / low) / 2 for low, high in ends))
+    half = math.hypot(*halves)
     low, high = (100 * (row["qos"] / other["qos"] * math.exp(x) - 1) for x in (-half, half))
     return low, high
 
