@@ -386,7 +386,8 @@ def claims(family: str, title: str) -> list[dict[str, str]]:
     rule = (
         f"**{tally(family)}.** From the [results]({family}.md) (`servegym claims`). A claim "
         "without a figure agrees where it holds in every case looked at, *in part* where it holds "
-        "in some. A change of a "
+        "in some. *Elsewhere* is no verdict: the paper does not name these models, fees, cards, "
+        "fleets or rates. A change of a "
         f"percentage is judged by this rule.\n\n{rule.strip()}"
     )
     bold = {"disagrees": "**disagrees**", "in part": "**in part**"}
@@ -403,20 +404,16 @@ def result_picture(record: Path, study: Study | None) -> bytes | None:
     return None if study is None else draw(study, record.parent)
 
 
-def shown(command: str, current: bool) -> list[str]:
-    """A result's command, or, where no study of the tree makes it, that the table is kept alone."""
-    if current or command.startswith("servegym ") or command.endswith(".train_and_compare"):
-        return ["```sh", command, "```"]
-    return ["The table is kept, the study that made it is not: its code is in the history."]
+def shown(command: str) -> list[str]:
+    """A result's command, and the commit that has its code where the tree does not."""
+    line, _, code = command.partition(" (code: ")
+    return ["```sh", line, "```", *(["", f"Code: {code.rstrip(')')}."] if code else [])]
 
 
 def results() -> list[dict[str, str]]:
     """A page a family of results: picture, first findings, command; and one of claims."""
     nav = []
     for family, title in ((one.group, one.title) for one in FAMILIES):
-        modules = [importlib.import_module(one.module) for one in list_modules(family)]
-        studies = [study for module in modules for study in module.STUDIES]
-        current = {name for study in studies for name in (study.name, *study.beside)}
         pictures = list_pictures(family)
         paths = [path for path in (RESULTS / family).glob("*.json") if path.stem[:5] != "bench"]
         lines = [f"# Results: {title}", ""]
@@ -433,7 +430,7 @@ def results() -> list[dict[str, str]]:
                 link = f"{family}/{path.stem}.png"  # a narrow page links to its full size
                 lines += [f"[![{path.stem}]({link})]({link})", ""]
             lines += [f"- {note}" for note in shortened(notes)]
-            lines += ["", *shown(record["command"], path.stem in current)]
+            lines += ["", *shown(record["command"])]
             left = len(notes) - len(shortened(notes))
             rows = f"`experiments/results/{family}/{path.stem}.csv`"
             rows += f", {left} more findings in `{path.stem}.json`" if left else ""

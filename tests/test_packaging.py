@@ -6,7 +6,9 @@ import functools
 import importlib
 import importlib.metadata
 import importlib.resources
+import json
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -318,6 +320,24 @@ def test_every_table_is_named(root):
     tables = list((root / "experiments" / "results").rglob("*.csv"))
     assert [table for table in tables if not is_named(table)] == []
     assert len(tables) <= 112
+
+
+def test_the_command_of_a_table_names_code_and_options_of_the_tree_or_a_commit(root):
+    sources = "\n".join(
+        path.read_text(encoding="utf-8") for path in (root / "experiments").rglob("*.py")
+    )
+    for path in (root / "experiments" / "results").rglob("*.json"):
+        record = json.loads(path.read_text(encoding="utf-8"))
+        for made in (record, *record.get("merged", ())):
+            words = shlex.split(made["command"])
+            if "(code:" in words:
+                assert re.search(r" \(code: commit [0-9a-f]{8}\)$", made["command"]), path
+                continue
+            if words[0] != "servegym":
+                module = words[words.index("-m") + 1].removeprefix("servegym.")
+                assert (root / f"{module.replace('.', '/')}.py").exists(), (path, module)
+            for option in (word for word in words if word.startswith("--")):
+                assert f'"{option}"' in sources, (path, option)
 
 
 def test_no_shipped_file_names_a_path_of_a_machine(root):

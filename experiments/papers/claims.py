@@ -7,7 +7,8 @@ the same sign it is the *same direction*, else it *disagrees*. A change whose in
 *disagrees* if the interval excludes agreement and is *open* if not; so is a gain over a reference
 that learnt too little.
 Claims without a figure agree where they hold in every setting looked at, *in part* where they hold
-in some.
+in some. A paper is judged at the settings that it names: *elsewhere* marks findings with other
+models, fees, cards, fleets or rates, which are no verdicts and are not counted.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from servegym.experiments.papers.verdicts import (
     AGREES,
     DIRECTION,
     DISAGREES,
+    ELSEWHERE,
     IN_PART,
     OPEN,
     Claim,
@@ -78,7 +80,7 @@ def lines(family: str, folder: Path = RESULTS) -> list[list[str]]:
 
 def tally(family: str, folder: Path = RESULTS) -> str:
     """How many findings of a family have each verdict, in words."""
-    number = Counter(verdict for *_, verdict in lines(family, folder))
+    number = Counter(verdict for *_, verdict in lines(family, folder) if verdict != ELSEWHERE)
     counts = [f"{number[verdict]} {verdict}" for verdict in VERDICTS if number[verdict]]
     return f"{number.total()} findings: {', '.join(counts)}"
 

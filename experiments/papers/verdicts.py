@@ -8,13 +8,15 @@ from typing import Any, NamedTuple
 
 from servegym.experiments.evaluation.tables import Note, note
 
-AGREES, DIRECTION, DISAGREES, IN_PART, OPEN = (
+AGREES, DIRECTION, DISAGREES, IN_PART, OPEN, ELSEWHERE = (
     "agrees",
     "same direction",
     "disagrees",
     "in part",
     "open",
+    "elsewhere",
 )
+"""``elsewhere`` is no verdict: the finding is at a setting that the paper does not name."""
 
 Rows = Sequence[Mapping[str, Any]]
 Reader = Callable[[Rows], Iterable["Finding"]]
@@ -26,7 +28,8 @@ class Finding(NamedTuple):
     Attributes:
         setting: Fleet, model, workload and so on.
         here: Our figure.
-        verdict: ``agrees``, ``same direction``, ``disagrees``, ``in part`` or ``open``.
+        verdict: ``agrees``, ``same direction``, ``disagrees``, ``in part``, ``open`` or
+            ``elsewhere``.
     """
 
     setting: str

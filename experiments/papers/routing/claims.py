@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from servegym.experiments.papers.verdicts import (
+    ELSEWHERE,
     OPEN,
     Claim,
     Finding,
@@ -52,8 +53,8 @@ METHOD = "sac_han"
 AT_N, OVER_L = " (trained at N)", " (trained over L)"
 """What follows the name of a router trained anew for each N, or over all requirements L."""
 EARLIER = (
-    "The trained routers of Fig. 7 to 13, Fig. 18 and Table II are of the learner of revision "
-    "8509fcd, which no command here makes again; those of Fig. 17 are of this one."
+    "The trained routers of Fig. 7 to 18 and Table II are of the learner of revision 8509fcd, "
+    "which no command here makes again; the comparison of Fig. 17 at 8/s is of this one."
 )
 """What the table of the claims says below itself."""
 
@@ -61,6 +62,13 @@ RIVALS = ("baseline_rl", "baseline_rl_ppo", "direct_search")
 """Learners on Baseline RL's state: SAC, PPO and a direct search over linear policies."""
 PAPER_HEURISTICS = ("bert_router", "round_robin", "shortest_queue")
 """The paper's baselines other than Baseline RL."""
+BASELINE_RL = "baseline_rl"
+PAPER_BASELINES = (*PAPER_HEURISTICS, BASELINE_RL)
+
+FLEET, RATE = "paper-linear", 5.0
+"""The fleet that obeys the paper's latency laws (Eq. 13 and 14), and the paper's arrival rate: its
+verdicts are those of this fleet and, but for Fig. 12, of this rate."""
+HOME = f"{FLEET}, {RATE:g}/s"
 
 RETRAINED = " (trained so)"
 """What follows the name of a router trained anew for the predictors that it is measured with (Fig.
@@ -93,108 +101,120 @@ def strongest(
     return max(rivals, key=lambda name: named[name]["qos"], default=None)
 
 
-def interval_over(row: Mapping[str, Any], rival: str) -> tuple[float, float] | None:
-    """The interval of a policy's change of QoS over a rival, percent, where the row has it."""
+def interval_over(row: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[float, float] | None:
+    """The interval of a policy's change of QoS over another, percent.
+
+    The one that the row has, over the same episodes; else that of independent rows.
+    """
     for key in ("rival", "state_rival"):
-        if row.get(key) == rival:
+        if row.get(key) == other["policy"]:
             return _ends(row, columns_over(key))
-    return None
+    found = (_ends(one, ("qos", "qos_low", "qos_high")) for one in (row, other))
+    halves = [math.log(ends[1] / ends[0]) / 2 for ends in found if ends is not None]
+    if len(halves) < 2:
+        return None
+    half = math.hypot(*halves)
+    low, high = (100 * (row["qos"] / other["qos"] * math.exp(x) - 1) for x in (-half, half))
+    return low, high
 
 
 def _ends(row: Mapping[str, Any], columns: Sequence[str]) -> tuple[float, float] | None:
-    low, high = (row[name] for name in columns[1:])
+    low, high = (row.get(name, "") for name in columns[1:])
     return None if "" in (low, high) or not math.isfinite(low + high) else (low, high)
 
 
-def ahead(
-    methods: Sequence[str], paper: float, least: bool = False, key: str = "qos", best: bool = False
-) -> Reader:
-    """QoS (or another column) of a trained router over its `strongest` rival at every point.
+def _bracket(interval: tuple[float, float] | None) -> str:
+    return "" if interval is None else f" [{interval[0]:+.1f}, {interval[1]:+.1f}]"
 
-    The first of ``methods`` that a fleet has counts. Its rivals read Baseline RL's state; with
-    ``best`` the paper's heuristics are rivals too. The worst point decides. Where the rival is
+
+def ahead(
+    methods: Sequence[str],
+    paper: float,
+    least: bool = False,
+    key: str = "qos",
+    rivals: Sequence[str] = PAPER_BASELINES,
+    rate: float | None = RATE,
+) -> Reader:
+    """QoS (or another column) of a trained router over the strongest of ``rivals`` at every point.
+
+    The first of ``methods`` that a fleet has counts. The worst point decides. Where the rival is
     below shortest_queue it has learnt too little: a gain over it does not count, a loss does.
+    Points are those of a ``rate``, if one is given; fleets other than `FLEET` are elsewhere.
     """
 
     def read(rows: Rows) -> Iterable[Finding]:
         column = "panel" if "panel" in rows[0] else "profiles"
-        heuristics = PAPER_HEURISTICS if best else ()
-        for fleet in values(rows, column):
-            part = pick(rows, **{column: fleet})
+        at_rate = [row for row in rows if rate is None or row.get("rate", rate) == rate]
+        for fleet in sorted(values(rows, column), key=lambda name: not name.startswith(FLEET)):
+            part = pick(at_rate, **{column: fleet})
             here = [
                 {row["policy"]: row for row in pick(part, point=point)}
                 for point in values(part, "point")
             ]
             method = next((name for name in methods if any(name in at for at in here)), "")
-            counted, weak, rivals = [], [], []
+            counted, weak, met = [], [], []
             for point in here:
-                rival = strongest(point, method, heuristics)
-                if method not in point or rival is None:
+                named = {n: point[n] for n in point if n == method or base_of(n) in rivals}
+                rival = strongest(named, method, rivals)
+                if method not in named or rival is None:
                     continue
-                change = percent(point[method][key], point[rival][key])
-                interval = interval_over(point[method], rival) if key == "qos" else None
-                poor = point[rival]["qos"] < point["shortest_queue"]["qos"]
+                change = percent(named[method][key], named[rival][key])
+                interval = interval_over(named[method], named[rival]) if key == "qos" else None
+                poor = named[rival]["qos"] < point["shortest_queue"]["qos"]
                 (weak if poor and change * paper > 0 else counted).append((change, interval))
-                rivals.append(rival)
-            if not rivals:
-                yield Finding(fleet, "not trained here", OPEN)
-                continue
-            parts = [
-                f"{span([change for change, _ in part])} at {len(part)} point"
-                f"{'s' if len(part) > 1 else ''}{why}"
-                for part, why in (
-                    (counted, f" over {' or '.join(dict.fromkeys(rivals))}"),
-                    (weak, " where the rival is below shortest_queue: undertrained"),
-                )
-                if part
-            ]
-            verdict = OPEN
+                met.append(rival)
+            where = fleet if rate is None or "/s" in fleet else f"{fleet}, {rate:g}/s"
+            verdict, parts = OPEN, [] if met else ["not trained here"]
             if counted:
                 change, interval = min(counted, key=lambda one: one[0] * math.copysign(1, paper))
                 verdict = judge(change, paper, least, interval)
-                if interval is not None:
-                    low, high = interval
-                    parts[0] += f", the least {change:+.1f} [{low:+.1f}, {high:+.1f}]"
-            yield Finding(fleet, f"{method}: " * (method != METHOD) + "; ".join(parts), verdict)
+                at_points = f" at {len(counted)} points, the least {change:+.1f} %"
+                here = span([change for change, _ in counted]) + at_points * (len(counted) > 1)
+                parts.append(f"{here}{_bracket(interval)} over {' or '.join(dict.fromkeys(met))}")
+            if weak:
+                here = span([change for change, _ in weak])
+                parts.append(f"{here} where the rival is below shortest_queue: undertrained")
+            if not fleet.startswith(FLEET):
+                verdict = ELSEWHERE
+            who = f"{method}: " * (method not in ("", METHOD))
+            yield Finding(where, who + "; ".join(parts), verdict)
 
     return read
 
 
-def changed(
-    place: str,
-    text: str,
-    source: str,
-    key: str = "qos",
-    best: bool = False,
-    methods: Sequence[str] = (METHOD,),
-) -> Claim:
+def changed(place: str, text: str, source: str, key: str = "qos", **settings: Any) -> Claim:
     """The claim that a change over the rivals is the one of `PRINTED`, see `ahead`."""
     printed = PRINTED[place]
     figure, least = (printed.qos, printed.least) if key == "qos" else (printed.latency, False)
     printed_as = f"{'at least ' * least}{figure:+.2f} %"
-    read = ahead(methods, figure, least, key, best)
-    return Claim(place, text, printed_as, source, read)
+    methods = settings.pop("methods", (METHOD,))
+    return Claim(place, text, printed_as, source, ahead(methods, figure, least, key, **settings))
 
 
-def effect(factor: str, text: str) -> Claim:
-    """The claim on the effect of a factor of the `comparison` on QoS.
-
-    A gain over a setting that is below shortest_queue is open, as in `ahead`.
-    """
+def effect(factor: str, text: str, new: str, old: str) -> Claim:
+    """The claim on what a part adds to QoS at the paper's rate: one trained router over another."""
     paper = PRINTED[f"Fig. 17, {factor}"]
 
     def read(rows: Rows) -> Iterable[Finding]:
-        for row in pick(rows, factor=factor, claimed=True):
-            interval = _ends(row, ("change_pct", "change_pct_low", "change_pct_high"))
-            here = f"{row['change_pct']:+.1f} %"
-            if interval is not None:
-                here += f" [{interval[0]:+.1f}, {interval[1]:+.1f}]"
-            verdict = judge(row["change_pct"], paper.qos, paper.least, interval)
-            if row["undertrained"] and row["change_pct"] > 0:
-                here, verdict = f"{here} over what is below shortest_queue", OPEN
-            yield Finding(f"{row['point']}, {row['level']}", here, verdict)
+        by = {row["policy"]: row for row in pick(rows, point=HOME)}
+        if not {new, old} <= set(by):
+            yield Finding(HOME, "not trained here", OPEN)
+            return
+        change, interval = percent(by[new]["qos"], by[old]["qos"]), interval_over(by[new], by[old])
+        verdict = judge(change, paper.qos, interval=interval)
+        yield Finding(HOME, f"{new} {change:+.1f} %{_bracket(interval)} over {old}", verdict)
 
-    return Claim("Fig. 17", text, f"{paper.qos:+} %", "comparison", read)
+    return Claim("Fig. 17", text, f"{paper.qos:+} %", "fig7_poisson", read)
+
+
+@claim("Fig. 17", "both with one plain learner", "+17.27 and +22.37 %", "comparison")
+def compared(rows: Rows) -> Iterable[Finding]:
+    """The effects of state and reward in the `comparison`, which is not at the paper's rate."""
+    for row in pick(rows, claimed=True):
+        interval = _ends(row, ("change_pct", "change_pct_low", "change_pct_high"))
+        below = " over what is below shortest_queue" if row["undertrained"] else ""
+        here = f"{row['change_pct']:+.1f} %{_bracket(interval)}{below}"
+        yield Finding(f"{row['point']}, {row['level']}", here, ELSEWHERE)
 
 
 @claim(
@@ -208,12 +228,13 @@ def end_to_end(rows: Rows) -> Iterable[Finding]:
     for point in values(rows, "point"):
         seconds = {row["policy"]: row["e2e_s"] for row in pick(rows, point=point)}
         if "sac_han" not in seconds:
-            yield Finding(point, "not trained here", OPEN)
+            yield Finding(point, "not trained here", OPEN if point == HOME else ELSEWHERE)
             continue
-        others = [name for name in (*PAPER_HEURISTICS, *RIVALS) if name in seconds]
+        others = [name for name in PAPER_BASELINES if name in seconds]
         quickest = min(others, key=seconds.__getitem__)
         change = percent(seconds["sac_han"], seconds[quickest])
-        yield Finding(point, f"{change:+.1f} % against {quickest}", judge(change, -21.34, True))
+        verdict = judge(change, -21.34, True) if point == HOME else ELSEWHERE
+        yield Finding(point, f"{change:+.1f} % against {quickest}", verdict)
 
 
 @claim(
@@ -230,9 +251,8 @@ def with_predictors(rows: Rows) -> Iterable[Finding]:
             qos = {row["predictors"]: row["qos"] for row in pick(part, policy=policy)}
             if {"PS+PL", "ZS+ZL"} <= set(qos):
                 change = percent(qos["PS+PL"], qos["ZS+ZL"])
-                yield Finding(
-                    f"{point}, {policy}", f"{change:+.1f} %", judge(change, PRINTED["Fig. 18"].qos)
-                )
+                verdict = judge(change, PRINTED["Fig. 18"].qos) if point == HOME else ELSEWHERE
+                yield Finding(f"{point}, {policy}", f"{change:+.1f} %", verdict)
 
 
 def _retrained(rows: Rows) -> list[str]:
@@ -254,13 +274,14 @@ def without_predictors(rows: Rows) -> Iterable[Finding]:
             row for name in _retrained(part) for row in pick(part, predictors="ZS+ZL", policy=name)
         ]
         if not none:
-            yield Finding(point, "not trained here", OPEN)
+            yield Finding(point, "not trained here", OPEN if point == HOME else ELSEWHERE)
             continue
-        rival = strongest(named, none[0]["policy"]) or ""
-        change = percent(none[0]["qos"], named[rival]["qos"])
         paper = PRINTED["Fig. 18, none"]
+        rival = max(PAPER_BASELINES, key=lambda name: named[name]["qos"])
+        change = percent(none[0]["qos"], named[rival]["qos"])
         here = f"{none[0]['policy']} {change:+.1f} % over {rival}"
-        yield Finding(point, here, judge(change, paper.qos, paper.least))
+        verdict = judge(change, paper.qos, paper.least) if point == HOME else ELSEWHERE
+        yield Finding(point, here, verdict)
 
 
 @claim(
@@ -269,9 +290,12 @@ def without_predictors(rows: Rows) -> Iterable[Finding]:
 def decision_time(rows: Rows) -> Iterable[Finding]:
     """Latency of one decision on a processor core."""
     for row in rows:
-        if "one decision" in row["component"] and "torch" not in row["component"]:
+        name = row["component"]
+        if "one decision" in name and "torch" not in name:
             ms = row["p99_ms"]
-            yield Finding(row["component"], f"P99 {ms:.2f} ms", holds([ms < 1]))
+            ours = "(shipped)" in name and not name.startswith(METHOD)
+            verdict = ELSEWHERE if ours else holds([ms < 1])
+            yield Finding(name, f"P99 {ms:.2f} ms", verdict)
 
 
 def predictor(quantity: str, top1: float, top3: float) -> Claim:
@@ -286,37 +310,49 @@ def predictor(quantity: str, top1: float, top3: float) -> Claim:
                 for row in (tuned, common)
             )
             met = holds([100 * tuned["top1"] >= top1, 100 * tuned["top3"] >= top3])
-            yield Finding(f"{buckets} buckets", f"{ours} % (the commonest alone {blind} %)", met)
+            here = f"{ours} % (the commonest alone {blind} %)"
+            # The paper's buckets are of equal width.
+            yield Finding(f"{buckets} buckets", here, met if buckets == "width" else ELSEWHERE)
 
     text = f"the {quantity}'s bucket is predicted, top 1 and top 3"
     return Claim("Section V", text, f"{top1}/{top3} %", "learned_predictors", read)
 
 
 CLAIMS = (
-    changed("Fig. 7", "SAC-HAN earns more QoS than Baseline RL, Poisson arrivals", "fig7_poisson"),
-    changed("Fig. 7", "and takes less time a token", "fig7_poisson", "latency_ms_per_token"),
-    changed("Fig. 7", "more QoS than the best of the paper's baselines", "fig7_poisson", best=True),
-    changed("Fig. 9", "the same under BurstGPT's arrivals", "fig9_burstgpt", best=True),
+    changed(
+        "Fig. 7",
+        "SAC-HAN earns more QoS than Baseline RL, Poisson arrivals",
+        "fig7_poisson",
+        rivals=(BASELINE_RL,),
+    ),
+    changed(
+        "Fig. 7",
+        "and takes less time a token",
+        "fig7_poisson",
+        "latency_ms_per_token",
+        rivals=(BASELINE_RL,),
+    ),
+    changed("Fig. 9", "more QoS than the baselines under BurstGPT's arrivals", "fig9_burstgpt"),
     end_to_end,
     Claim(
         "Fig. 11",
         "more QoS than the baselines with 3 to 12 experts",
         "above them everywhere",
         "fig11_experts",
-        ahead((f"{METHOD}{AT_N}",), 1e-9, True, best=True),
+        ahead((f"{METHOD}{AT_N}",), 1e-9, True),
     ),
     changed(
-        "Fig. 12", "more QoS than the baselines over the arrival rate", "fig12_rate", best=True
+        "Fig. 12", "more QoS than the baselines over the arrival rate", "fig12_rate", rate=None
     ),
     changed(
         "Fig. 13",
         "more QoS than the baselines over the latency requirement",
         "fig13_requirement",
-        best=True,
-        methods=(f"{METHOD}{OVER_L}", f"ppo{OVER_L}", METHOD),
+        methods=(f"{METHOD}{OVER_L}", METHOD),
     ),
-    effect("state", "the graph as state adds to what the learner has on Baseline RL's"),
-    effect("reward", "the QoS-aware reward adds to that"),
+    effect("state", "the graph adds to Baseline RL", "baseline_rl_dsa", BASELINE_RL),
+    effect("reward", "the QoS-aware reward adds to that", METHOD, "baseline_rl_dsa"),
+    compared,
     with_predictors,
     without_predictors,
     decision_time,

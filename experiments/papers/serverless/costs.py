@@ -12,7 +12,7 @@ AWS Lambda and Alibaba Function Compute; and with GPUs whose times are chosen (`
 The optimum is over 17 remote ratios, as in the environments.
 
 * ``fig9``: all deployments.
-* ``fig10``: prompt and output tokens in other proportions; a chosen and a derived GPU.
+* ``fig10``: prompt and output tokens in other proportions, on the readings of the paper's testbed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 from servegym._command_line import run_main
 from servegym.experiments.papers.plotting import Bars, Lines
 from servegym.experiments.papers.serverless.billing import BILLS, MODELS, N_IN, N_OUT, SYNTHETIC
-from servegym.experiments.papers.serverless.claims import CLAIMS
+from servegym.experiments.papers.serverless.claims import CLAIMS, TESTBED
 from servegym.experiments.papers.serverless.methods import KEY, Setting, serve
 from servegym.experiments.papers.study import Options, Study, command, ends
 from servegym.experiments.papers.verdicts import found_for
@@ -72,7 +72,7 @@ STUDIES = (
         "fig10_ratio",
         "fig10",
         serve,
-        lambda options: _settings(options, (GPUS[0], GPUS[-1]), ends(options, PROMPT_TOKENS)),
+        lambda options: _settings(options, tuple(TESTBED), ends(options, PROMPT_TOKENS)),
         notes=found_for(
             CLAIMS,
             "fig10_ratio",

@@ -8,8 +8,8 @@ from servegym.experiments.evaluation.output import read_rows, write_csv
 from servegym.experiments.papers.claims import CLAIMS, TITLES, findings, lines, main
 from servegym.experiments.papers.placement.claims import unpaired
 from servegym.experiments.papers.placement.measuring import interval
-from servegym.experiments.papers.routing.claims import ahead
-from servegym.experiments.papers.verdicts import OPEN, Claim, judge
+from servegym.experiments.papers.routing.claims import HOME, ahead, interval_over
+from servegym.experiments.papers.verdicts import ELSEWHERE, OPEN, Claim, judge
 
 
 @pytest.mark.parametrize(
@@ -52,8 +52,8 @@ def rows(policies: dict[str, float], point: str, fleet: str) -> list[dict]:
     ]
 
 
-def claim(place: str, source: str) -> Claim:
-    return next(c for c in CLAIMS if c.place == place and c.source == source)
+def claim(place: str, source: str, text: str = "") -> Claim:
+    return next(c for c in CLAIMS if c.place == place and c.source == source and text in c.text)
 
 
 FAIR = {"shortest_queue": 0.4, "baseline_rl": 0.5, "sac_han": 0.68}
@@ -63,87 +63,129 @@ LOST = {"shortest_queue": 0.6, "baseline_rl": 0.5, "sac_han": 0.45}
 
 
 def test_the_worst_point_decides_and_a_gain_over_an_undertrained_reference_does_not_count() -> None:
-    table = rows(FAIR, "a", "one") + rows(POOR, "b", "one")
-    table += rows(FAIR, "c", "two") + rows(WEAK, "d", "two") + rows({"random": 0.1}, "e", "three")
-    table += rows(FAIR, "f", "four") + rows(LOST, "g", "four") + rows(WEAK, "h", "five")
-    one, two, three, four, five = ahead(("sac_han",), 34.11, True)(table)
+    def found(*points: dict[str, float], fleet: str = "paper-linear"):
+        table = [row for i, policies in enumerate(points) for row in rows(policies, str(i), fleet)]
+        (one,) = ahead(("sac_han",), 34.11, True, rivals=("baseline_rl",))(table)
+        assert one.setting == f"{fleet}, 5/s"
+        return one.here, one.verdict
+
     over = "over baseline_rl"
-    assert one == ("one", f"+10.0 to +36.0 % at 2 points {over}", "same direction")
-    poor = "+40.0 % at 1 point where the rival is below shortest_queue: undertrained"
-    assert two == ("two", f"+36.0 % at 1 point {over}; {poor}", "agrees")
-    assert five == ("five", poor, OPEN)
-    assert three == ("three", "not trained here", OPEN)
-    assert four == ("four", f"-10.0 to +36.0 % at 2 points {over}", "disagrees")
+    worst = f"+10.0 to +36.0 % at 2 points, the least +10.0 % {over}"
+    assert found(FAIR, POOR) == (worst, "same direction")
+    poor = "+40.0 % where the rival is below shortest_queue: undertrained"
+    assert found(FAIR, WEAK) == (f"+36.0 % {over}; {poor}", "agrees")
+    assert found(WEAK) == (poor, OPEN)
+    assert found({"random": 0.1}) == ("not trained here", OPEN)
+    lost = f"-10.0 to +36.0 % at 2 points, the least -10.0 % {over}"
+    assert found(FAIR, LOST) == (lost, "disagrees")
+    assert found(FAIR, LOST, fleet="edge-6-heterogeneous") == (lost, ELSEWHERE)
 
 
-def test_the_strongest_learner_on_baseline_rls_state_is_the_rival() -> None:
-    table = rows(FAIR | {"direct_search": 0.66, "baseline_rl_ppo": 0.6}, "a", "one")
+def test_a_claim_is_judged_at_the_papers_rate_by_its_baselines() -> None:
+    others = FAIR | {"direct_search": 0.67, "round_robin": 0.55}
+    table = [
+        row | {"rate": rate}
+        for rate in (5.0, 8.0)
+        for row in rows(others, f"{rate:g}", "paper-linear")
+    ]
+    for row in table[5:]:
+        row["qos"] = 0.5
     (found,) = ahead(("sac_han",), 35.78)(table)
-    assert found == ("one", "+3.0 % at 1 point over direct_search", "same direction")
+    assert found == (HOME, "+23.6 % over round_robin", "agrees")
+    (found,) = ahead(("sac_han",), 35.78, rivals=("baseline_rl",))(table)
+    assert found.here == "+36.0 % over baseline_rl"
     own = next(row for row in table if row["policy"] == "sac_han")
-    own |= {"rival": "direct_search", "over_rival_pct": 3.0}
-    for low, high, verdict in ((1.0, 5.0, "same direction"), (-1.0, 7.0, "disagrees")):
+    own |= {"rival": "round_robin", "over_rival_pct": 23.6}
+    for low, high, verdict in ((20.0, 27.0, "agrees"), (-1.0, 10.0, "disagrees")):
         own |= {"over_rival_pct_low": low, "over_rival_pct_high": high}
         (found,) = ahead(("sac_han",), 35.78)(table)
         assert found.verdict == verdict and f"[{low:+.1f}, {high:+.1f}]" in found.here
-    own["rival"] = "baseline_rl"  # the interval is not of this comparison
-    (found,) = ahead(("sac_han",), 35.78)(table)
-    assert found.verdict == "same direction" and "[" not in found.here
+    (found,) = ahead(("sac_han",), 35.78, rivals=("baseline_rl",))(table)
+    assert "[" not in found.here  # the interval is not of this comparison
 
 
-def test_effects_of_the_comparison_are_judged_with_their_intervals(tmp_path) -> None:
+def test_rows_without_an_interval_of_their_change_have_that_of_independent_rows() -> None:
+    new, old = (
+        {"policy": name, "qos": qos, "qos_low": qos / by, "qos_high": qos * by}
+        for name, qos, by in (("new", 0.6, np.exp(0.03)), ("old", 0.5, np.exp(0.04)))
+    )
+    wanted = [100 * (1.2 * np.exp(half) - 1) for half in (-0.05, 0.05)]
+    assert interval_over(new, old) == pytest.approx(wanted)
+    assert interval_over(new, {"policy": "old", "qos": 0.5}) is None
+
+
+def test_parts_of_the_method_are_judged_at_the_papers_rate(tmp_path) -> None:
     (tmp_path / "routing").mkdir()
-    common = {"point": "a", "claimed": True, "undertrained": False}
-    table = [
-        {**common, "factor": factor, "level": level, "claimed": claimed, "change_pct": change}
-        | {"change_pct_low": change - 1, "change_pct_high": change + 1}
-        for factor, level, claimed, change in (
-            ("state", "completed_qos", True, 3.0),
-            ("reward", "graph", True, -0.5),
-            ("reward", "rows", False, 20.0),
-        )
-    ]
-    write_csv(tmp_path / "routing" / "comparison.csv", table)
-    state, reward = (one for one in CLAIMS if one.place == "Fig. 17")
-    wanted = ("a, completed_qos", "+3.0 % [+2.0, +4.0]", "same direction")
-    assert findings(state, tmp_path) == [wanted]
-    assert findings(reward, tmp_path) == [("a, graph", "-0.5 % [-1.5, +0.5]", "disagrees")]
-    table[0]["undertrained"] = True
-    write_csv(tmp_path / "routing" / "comparison.csv", table)
-    assert [one.verdict for one in findings(state, tmp_path)] == ["open"]
+    table = rows({"baseline_rl": 0.6, "baseline_rl_dsa": 0.7, "sac_han": 0.699}, HOME, "one")
+    table = [row | {"qos_low": row["qos"] - 0.01, "qos_high": row["qos"] + 0.01} for row in table]
+    write_csv(tmp_path / "routing" / "fig7_poisson.csv", table)
+    state, reward, compared = (one for one in CLAIMS if one.place == "Fig. 17")
+    ((where, here, verdict),) = findings(state, tmp_path)
+    assert (where, verdict) == (HOME, "agrees") and here.startswith("baseline_rl_dsa +16.7 % [")
+    assert [one.verdict for one in findings(reward, tmp_path)] == ["disagrees"]
+    write_csv(tmp_path / "routing" / "fig7_poisson.csv", table[:2])
+    assert findings(reward, tmp_path) == [(HOME, "not trained here", OPEN)]
+    row = {"point": "a", "level": "b", "claimed": True, "undertrained": True, "change_pct": 3.0}
+    row |= {"change_pct_low": 2.0, "change_pct_high": 4.0}
+    write_csv(tmp_path / "routing" / "comparison.csv", [row, row | {"claimed": False}])
+    wanted = "+3.0 % [+2.0, +4.0] over what is below shortest_queue"
+    assert findings(compared, tmp_path) == [("a, b", wanted, ELSEWHERE)]
 
 
-def test_the_better_reading_is_held_against_the_cheapest_rival_with_all_derived_gpus(
+def test_the_better_reading_is_held_against_the_cheapest_rival_on_the_papers_testbed(
     tmp_path,
 ) -> None:
     (tmp_path / "serverless").mkdir()
-    bills = {"cpu": 10, "gpu": 9, "fetch": 8, "mix": 6, "per_expert": 4, "remoe": 7}
-    cases = {  # remoe_cost, half of its interval
-        ("none", "eager"): (5, 0.1),  # 50 % below the dearest
-        ("none", "h100"): (5, 0.1),
-        ("none", "l40s"): (6.5, 0.1),  # above mix
-        ("aws_lambda", "eager"): (5.5, 0.6),  # not distinguished
-        ("alibaba_fc", "eager"): (1, 0.1),  # 90 % below: more than twice as far as the paper
+    bills = {"cpu": 10, "gpu": 9, "fetch": 8, "mix": 6, "remoe": 7}
+    large, small = "deepseek-v2-lite", "gpt2-moe"
+    costs = {  # remoe_cost, half of its interval
+        (large, "none", "eager"): (5, 0.1),  # 50 % below the dearest
+        (large, "none", "a100"): (6.5, 0.1),  # above mix
+        (large, "none", "l40s"): (5, 0.1),
+        (large, "aws_lambda", "eager"): (6.5, 0.1),
+        (small, "none", "eager"): (5.5, 0.6),  # not distinguished
+        ("gpt-oss-20b", "none", "a100"): (6.5, 0.1),
     }
-    table = [
-        {"model": "m", "gpu": gpu, "gpu_kind": "chosen" if gpu == "eager" else "derived"}
-        | {"bill": bill, "n_out": 200, "method": name, "usd_per_1000": usd}
-        | {"usd_per_1000_low": usd - half, "usd_per_1000_high": usd + half}
-        for (bill, gpu), ours in cases.items()
-        for name, (usd, half) in {
-            **{rival: (usd, 0.1) for rival, usd in bills.items()},
-            "remoe_cost": ours,
-        }.items()
-    ]
-    write_csv(tmp_path / "serverless" / "fig09_cost.csv", table)
-    cheapest, expert = (c for c in CLAIMS if c.source == "fig09_cost")
-    found = findings(cheapest, tmp_path)
-    verdicts = ["agrees", "disagrees", "open", "same direction"]
-    assert [one.verdict for one in found] == verdicts
-    assert found[1].setting == "m, no fees, h100, l40s (derived)"
-    assert found[1].here == "remoe +17 %, remoe_cost -17 to +8 % against the cheapest"
-    verdicts = ["disagrees", "disagrees", "agrees"]
-    assert [one.verdict for one in findings(expert, tmp_path)] == verdicts
+
+    def found(cases):
+        table = [
+            {"model": model, "gpu": gpu, "bill": bill, "n_out": 200, "method": name}
+            | {"usd_per_1000": usd, "usd_per_1000_low": usd - half, "usd_per_1000_high": usd + half}
+            for (model, bill, gpu), ours in cases.items()
+            for name, (usd, half) in {
+                **{rival: (usd, 0.1) for rival, usd in bills.items()},
+                "remoe_cost": ours,
+            }.items()
+        ]
+        write_csv(tmp_path / "serverless" / "fig09_cost.csv", table)
+        return findings(claim("Fig. 9", "fig09_cost"), tmp_path)
+
+    first, second, rest = found(costs)
+    assert first.verdict == "in part" and "one by one (chosen): remoe +17 %, remoe_cost -17 %" in (
+        first.here
+    )
+    assert second.verdict == OPEN
+    assert rest == ("3 settings with other models, fees or GPUs", "cheapest in 1", ELSEWHERE)
+    costs = {(large, "none", "a100"): (1, 0.1), (small, "none", "a100"): (1, 0.1)}
+    # 90 % below is more than twice as far as the paper, which has a figure for the large model.
+    assert [one.verdict for one in found(costs)] == ["same direction", "agrees"]
+
+
+def test_a_load_is_judged_by_the_order_that_the_report_has_there() -> None:
+    read = claim("llm-d, eight pods", "llm_d", "precise, estimated").read
+    ways = ("precise", "estimated", "load", "random")
+
+    def verdict(ours, report):
+        rows = [
+            {"rate": 3.0, "routing": way, "ttft_p90_s": a, "report_ttft_p90_s": b}
+            for way, a, b in zip(ways, ours, report, strict=True)
+        ]
+        (one,) = read(rows)
+        return one.verdict
+
+    assert verdict((1, 2, 4, 3), (1, 1, 3, 4)) == "agrees"  # two are level in the report
+    assert verdict((1, 2, 4, 3), (2, 1, 3, 4)) == "in part"
+    assert verdict((2, 3, 1, 4), (2, 1, 3, 4)) == "disagrees"
 
 
 def test_without_results_every_claim_is_open(tmp_path) -> None:
@@ -156,7 +198,7 @@ def test_kept_results_answer_every_claim(family: str, capsys) -> None:
         assert findings(one), one
     assert main([family]) == 0
     printed = capsys.readouterr().out
-    verdicts = [line[-1] for line in lines(family)]
+    verdicts = [line[-1] for line in lines(family) if line[-1] != ELSEWHERE]
     count = verdicts.count("agrees")
     tally = f"{TITLES[family]}: {len(verdicts)} findings: {count} agrees, "
     assert printed.startswith(tally)
