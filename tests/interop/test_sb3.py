@@ -16,8 +16,8 @@ from stable_baselines3.common.env_util import make_vec_env
 from . import sb3_defaults
 from .settings import SMALL
 
-GRAPH, FLAT = "servegym/LLMRouting-v1", "servegym/LLMRoutingFlat-v2"
-SUMMARY = "servegym/LLMRoutingSummary-v2"
+GRAPH, FLAT = "servegym/LLMRouting-v1", "servegym/LLMRoutingFlat-v3"
+SUMMARY = "servegym/LLMRoutingSummary-v3"
 
 
 def test_its_checker_finds_nothing_wrong(recwarn):
@@ -47,7 +47,7 @@ def test_it_makes_a_row_of_the_table():
     words = [sys.executable, sb3_defaults.__file__, *words]
     *_, row = subprocess.check_output(words, text=True).splitlines()
     cells = row.split(" | ")
-    assert cells[0].endswith("LLMRoutingExperts-v2`") and cells[1].startswith("`least_outstanding`")
+    assert cells[0].endswith("LLMRoutingExperts-v3`") and cells[1].startswith("`least_outstanding`")
     assert len(cells[3].split(",")) == 6  # an interval and five trainings
 
 
