@@ -270,7 +270,7 @@ def test_dense_pays_the_change_of_what_requests_hold(kind):
         smooth = log["finish_s"] - log["first_token_s"] <= 0.04 * (log["output_tokens"] - 1)
         met = int((in_time & smooth & (log["outcome"] == layout.COMPLETED)).sum())
         before, held = held, 0.0
-        for k in np.flatnonzero((log["outcome"] == layout.QUEUED)):
+        for k in np.flatnonzero(log["outcome"] == layout.QUEUED):
             held += early[k] if np.isnan(log["first_token_s"][k]) else float(in_time[k])
         assert reward == pytest.approx(met - ended - 0.8 + held - before, abs=1e-4)
         ended = met
