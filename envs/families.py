@@ -74,9 +74,9 @@ FAMILIES: tuple[Family, ...] = (
         group="routing",
         views={
             "graph": "LLMRouting-v1",
-            "flat": "LLMRoutingFlat-v2",
-            "experts": "LLMRoutingExperts-v2",
-            "summary": "LLMRoutingSummary-v2",
+            "flat": "LLMRoutingFlat-v3",
+            "experts": "LLMRoutingExperts-v3",
+            "summary": "LLMRoutingSummary-v3",
         },
         system="RoutingSystem",
         outcomes=True,
@@ -106,8 +106,8 @@ FAMILIES: tuple[Family, ...] = (
         group="prefix",
         views={
             "graph": "PrefixRouting-v1",
-            "flat": "PrefixRoutingFlat-v2",
-            "summary": "PrefixRoutingSummary-v2",
+            "flat": "PrefixRoutingFlat-v3",
+            "summary": "PrefixRoutingSummary-v3",
         },
         system="PrefixSystem",
         outcomes=True,
@@ -140,6 +140,13 @@ def find_family(env_id: str) -> Family | None:
         ValueError: If it looks like one of this package's and is none.
     """
     return family_of(env_id) if "servegym/" in env_id else None
+
+
+def current_id(env_id: str) -> str:
+    """The id that took the place of one and differs in the reward alone; else the id itself."""
+    later = f"{env_id.removesuffix('-v2')}-v3"
+    known = {env_id for family in FAMILIES for env_id in family.env_ids}
+    return later if later.removeprefix("servegym:") in known else env_id
 
 
 def family_named(name: str) -> Family:

@@ -14,13 +14,13 @@ from stable_baselines3.common.monitor import Monitor
 import servegym
 
 torch.set_num_threads(1)
-assert "servegym/LLMRoutingFlat-v2" in servegym.ENV_IDS
+assert "servegym/LLMRoutingFlat-v3" in servegym.ENV_IDS
 
 
 def make(split: str) -> gymnasium.Env:
     """Training prompts to learn from, evaluation prompts to be judged on."""
     return gymnasium.make(
-        "servegym/LLMRoutingFlat-v2",
+        "servegym/LLMRoutingFlat-v3",
         num_experts=3,
         rate=4.0,
         episode_requests=200,

@@ -66,8 +66,12 @@ class LLMRoutingEnv(BatchEnv):
       also charges those already late.
     - `"completed_qos"`: the first term alone.
     - `"paid_forward"`: the score at acceptance, taken back if the request ends late, with the same sum.
-    - `"dense"` (default of the ids with one Box): `completed_qos`, -0.6 a decision, and .99 P' - P with the
+    - `"dense"` (default of the ids with one Box): `completed_qos`, -0.6 a decision, and P' - P with the
       potential P [2], the predicted scores of the requests held that can still be on time.
+
+    P is 0 at the reset and after the drain: over an episode `"dense"` adds up to the sum of QoS less 0.6 a
+    decision. All but `"qos_aware"` order policies as the sum of QoS does. What a time limit cuts off keeps
+    its last P, and lacks what is held.
 
     ## Starting State
 
@@ -150,9 +154,10 @@ class LLMRoutingFlatEnv(LLMRoutingEnv):
     everything else is as in `LLMRoutingEnv`.
 
     >>> import gymnasium, servegym
-    >>> gymnasium.make("servegym/LLMRoutingFlat-v2").observation_space.shape
+    >>> gymnasium.make("servegym/LLMRoutingFlat-v3").observation_space.shape
     (406,)
 
+    - v3: `"dense"` adds up to the sum of QoS
     - v2: `reward="dense"` is the default
     """
 
@@ -167,9 +172,10 @@ class LLMRoutingExpertsEnv(LLMRoutingEnv):
     everything else is as in `LLMRoutingEnv`.
 
     >>> import gymnasium, servegym
-    >>> gymnasium.make("servegym/LLMRoutingExperts-v2").observation_space.shape
+    >>> gymnasium.make("servegym/LLMRoutingExperts-v3").observation_space.shape
     (18,)
 
+    - v3: `"dense"` adds up to the sum of QoS
     - v2: `reward="dense"` is the default
     """
 
@@ -208,9 +214,10 @@ class LLMRoutingSummaryEnv(LLMRoutingEnv):
     `LLMRoutingEnv`.
 
     >>> import gymnasium, servegym
-    >>> gymnasium.make("servegym/LLMRoutingSummary-v2", fleet="random").observation_space.shape
+    >>> gymnasium.make("servegym/LLMRoutingSummary-v3", fleet="random").observation_space.shape
     (16, 44)
 
+    - v3: `"dense"` adds up to the sum of QoS
     - v2: columns standardised by constants; `reward="dense"` is the default
     """
 

@@ -64,10 +64,14 @@ class PrefixRoutingEnv(BatchEnv):
     `"slo"` (default here): 1 for a request completed within both objectives, in the step in which it ends.
     `"ttft"`: minus the seconds to the first token, in its step. `"score"`: as `"slo"`, less .3 log2(1 + x),
     x the larger share of its objective that TTFT or TPOT took; -2 if it is lost. `"dense"` (default of the
-    ids with one Box): as `"score"`, but paid at the decision for the TTFT that the gateway expects and
-    corrected at the first token and the end; and less 2 a second of work on the prompt's tokens that the
-    index does not have there. An answer lives some 800 decisions at 20/s. The last step drains the
-    replicas. `info["reward_terms"]` has the term by its name.
+    ids with one Box): `"slo"`, -0.8 a decision, and P' - P, where P is what the requests in flight hold:
+    before its first token 1 / (1 + x), x the share of its objective that the TTFT takes as the gateway
+    expects it, less 5 a second of work on the prompt's tokens that the index does not have there; then 1 if
+    the token was in time. An answer lives some 800 decisions at 20/s. The last step drains the replicas.
+    `info["reward_terms"]` has the term by its name.
+
+    Over an episode `"dense"` adds up to the sum of `"slo"` less 0.8 a decision: both order policies as SLO
+    attainment does, `"ttft"` and `"score"` need not. What a time limit cuts off keeps its last P.
 
     ## Starting State
 
@@ -150,9 +154,10 @@ class PrefixRoutingFlatEnv(PrefixRoutingEnv):
     the default; everything else is as in `PrefixRoutingEnv`.
 
     >>> import gymnasium, servegym
-    >>> gymnasium.make("servegym/PrefixRoutingFlat-v2").observation_space.shape
+    >>> gymnasium.make("servegym/PrefixRoutingFlat-v3").observation_space.shape
     (191,)
 
+    - v3: `"dense"` adds up to what `"slo"` does
     - v2: the expected TTFT; `reward="dense"` is the default
     """
 
@@ -167,9 +172,10 @@ class PrefixRoutingSummaryEnv(PrefixRoutingEnv):
     `reward="dense"` is the default; everything else is as in `PrefixRoutingEnv`.
 
     >>> import gymnasium, servegym
-    >>> gymnasium.make("servegym/PrefixRoutingSummary-v2").observation_space.shape
+    >>> gymnasium.make("servegym/PrefixRoutingSummary-v3").observation_space.shape
     (8, 29)
 
+    - v3: `"dense"` adds up to what `"slo"` does
     - v2: `reward="dense"` is the default
     """
 

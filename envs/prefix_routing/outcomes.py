@@ -27,7 +27,7 @@ OUTCOME = np.dtype(
 its own, its replica (-1 if it was rejected), the index of its outcome in `core.OUTCOMES`, when it
 was completed, its output, the time to its first token and the seconds per token after that (NaN for
 an output of one token), what the environment's reward counts for it (of `"dense"`
-the score, without the charge for work). Who completed no answer has NaN, 0, NaN, NaN and
+what `"score"` counts). Who completed no answer has NaN, 0, NaN, NaN and
 `steps.LOST` or, with the other rewards, 0."""
 
 

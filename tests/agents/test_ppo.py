@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from servegym.agents import load_policy, ppo
+from servegym.agents.lib.checkpoint import read_content
 from servegym.envs.prefix_routing.outcomes import OutcomeReader
 
 from .runs import lines, tiny
@@ -44,15 +45,15 @@ SHORT = ("episode_requests=20", "warmup_requests=5")
     ("env_id", "settings", "view", "own"),
     [
         ("CartPole-v1", (), None, False),
-        ("servegym/PrefixRoutingFlat-v2", ("num_replicas=2", *SHORT), "flat", False),
-        ("servegym/PrefixRoutingSummary-v2", ("num_replicas=2", *SHORT), "summary", True),
+        ("servegym/PrefixRoutingFlat-v3", ("num_replicas=2", *SHORT), "flat", False),
+        ("servegym/PrefixRoutingSummary-v3", ("num_replicas=2", *SHORT), "summary", True),
         (
-            "servegym/LLMRoutingExperts-v2",
+            "servegym/LLMRoutingExperts-v3",
             ("episode_requests=20", "num_experts=3"),
             "experts",
             False,
         ),
-        ("servegym/LLMRoutingSummary-v2", ("num_experts=3", SHORT[0]), "summary", True),
+        ("servegym/LLMRoutingSummary-v3", ("num_experts=3", SHORT[0]), "summary", True),
     ],
 )
 def test_other_ids_train(tmp_path, env_id, settings, view, own):
@@ -67,6 +68,9 @@ def test_other_ids_train(tmp_path, env_id, settings, view, own):
         assert policy.env_view == view
         with pytest.raises(ValueError, match="trained on"):
             policy.act(np.zeros((1, 3, 1), np.float32), np.ones((1, 4)))
+        meta, weights = read_content(run / "last.safetensors")
+        meta["args"] = meta["args"].replace("-v3", "-v2")  # another reward, the same observation
+        assert ppo.load(meta, weights, None).env_view == view
 
 
 def test_a_decision_is_paid_for_its_own_request(tmp_path, monkeypatch):
@@ -78,7 +82,7 @@ def test_a_decision_is_paid_for_its_own_request(tmp_path, monkeypatch):
         tiny(
             "ppo",
             tmp_path,
-            env_id="servegym/PrefixRoutingSummary-v2",
+            env_id="servegym/PrefixRoutingSummary-v3",
             set=("num_replicas=2", *SHORT),
             own_requests=True,
         )[1]

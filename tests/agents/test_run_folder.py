@@ -131,7 +131,7 @@ def test_a_training_names_its_checkpoint_and_how_to_evaluate_it(tmp_path, capsys
     run = tmp_path / "ppo_1"
     command = (
         f"checkpoint {run}/best.safetensors, evaluate it with: "
-        "servegym evaluate servegym/LLMRoutingSummary-v2 --set 'rate=[2,9]' --set num_experts=3 "
+        "servegym evaluate servegym/LLMRoutingSummary-v3 --set 'rate=[2,9]' --set num_experts=3 "
         f"--policy {run}/best.safetensors"
     )
     assert capsys.readouterr().out.splitlines()[-2:] == ["ppo ended", command]
@@ -252,10 +252,10 @@ def test_every_number_of_every_agent_has_bounds(agent):
 
 
 def test_an_id_is_looked_up_among_the_families(tmp_path):
-    with pytest.raises(ValueError, match="did you mean 'servegym/LLMRoutingSummary-v2'"):
+    with pytest.raises(ValueError, match="did you mean 'servegym/LLMRoutingSummary-v3'"):
         ppo.train(tiny("ppo", tmp_path, env_id="servegym/LLMRoutingSummery-v1")[1])
     assert not list(tmp_path.iterdir())
-    prefixed = "servegym:servegym/LLMRoutingExperts-v2"
+    prefixed = "servegym:servegym/LLMRoutingExperts-v3"
     policy = load_policy(ppo.train(tiny("ppo", tmp_path, env_id=prefixed)[1]))
     assert policy.env_view == "experts"
     assert policy.training_env["reward"] == "completed_qos"
@@ -266,7 +266,7 @@ def test_an_id_is_looked_up_among_the_families(tmp_path):
     [
         (ROUTING, {"num_experts": 3, "episode_requests": 40}, "avg_qos"),
         ("servegym/ServerlessMoEFlat-v1", {"model": "toy", "episode_requests": 12}, "mean_reward"),
-        ("servegym/PrefixRoutingFlat-v2", {"num_replicas": 2, "episode_requests": 20}, "return"),
+        ("servegym/PrefixRoutingFlat-v3", {"num_replicas": 2, "episode_requests": 20}, "return"),
         (
             "servegym/ExpertPlacement-v0",
             {"model": "toy", "epochs": 2, "epoch_s": 40.0, "mean_interarrival_s": 4},

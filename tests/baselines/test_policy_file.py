@@ -17,7 +17,7 @@ from servegym.experiments.cli import app
 from servegym.experiments.evaluation import leaderboard
 from servegym.experiments.evaluation.evaluate import evaluate
 
-ENV_ID, FLAT = "servegym/LLMRouting-v1", "servegym/LLMRoutingFlat-v2"
+ENV_ID, FLAT = "servegym/LLMRouting-v1", "servegym/LLMRoutingFlat-v3"
 SMALL = {"rate": 8.0, "episode_requests": 40}
 
 STATEFUL = """
@@ -127,7 +127,7 @@ CLASS = "class Policy(BasePolicy):\n    {}\n    def act(self, observation, actio
     ("text", "env_id"),
     [
         (ACT.format("406,") + "    return 1", FLAT),
-        (ACT.format("18,") + "    return 1", "servegym:servegym/LLMRoutingExperts-v2"),
+        (ACT.format("18,") + "    return 1", "servegym:servegym/LLMRoutingExperts-v3"),
         ("env_view = 'summary'\n" + ACT.format("6, 44") + "    return 1", FLAT),
         ("env_view = 'summary'\n" + ACT.format("6, 44") + "    return 1", ENV_ID),
         (CLASS.format("") + "        return np.full(len(observation[:, 405]), 1)", FLAT),
@@ -215,10 +215,10 @@ def saved(folder: Path, name: str, env_id: str, **kwargs: Any) -> Any:
 @pytest.mark.parametrize(
     ("name", "env_id"),
     [
-        ("PPO", "servegym/LLMRoutingSummary-v2"),
+        ("PPO", "servegym/LLMRoutingSummary-v3"),
         ("DQN", FLAT),
         ("A2C", ENV_ID),
-        ("QRDQN", "servegym/LLMRoutingExperts-v2"),
+        ("QRDQN", "servegym/LLMRoutingExperts-v3"),
         ("RecurrentPPO", FLAT),
         ("PPO", "servegym/ServerlessMoEFlat-v1"),
     ],

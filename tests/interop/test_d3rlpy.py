@@ -15,7 +15,7 @@ from servegym.experiments.evaluation.evaluate import evaluate
 from .settings import ROUTING, make
 
 torch.set_num_threads(1)
-FLAT = "servegym/LLMRoutingFlat-v2"
+FLAT = "servegym/LLMRoutingFlat-v3"
 
 
 def test_dqn_trains_and_is_evaluated():

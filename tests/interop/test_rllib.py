@@ -70,7 +70,7 @@ def train(config, iterations, module="default_policy"):
 
 def test_ppo_learns_from_a_registered_id():
     tune.register_env(
-        "servegym-routing", lambda config: gym.make("servegym/LLMRoutingFlat-v2", **config)
+        "servegym-routing", lambda config: gym.make("servegym/LLMRoutingFlat-v3", **config)
     )
     results = train(ppo("servegym-routing", ROUTING, 120), 2)
     for result in results:

@@ -13,11 +13,13 @@ import stable_baselines3 as sb3
 from stable_baselines3.common.env_checker import check_env
 from stable_baselines3.common.env_util import make_vec_env
 
+from servegym.envs.families import family_of
+
 from . import sb3_defaults
 from .settings import SMALL
 
-GRAPH, FLAT = "servegym/LLMRouting-v1", "servegym/LLMRoutingFlat-v2"
-SUMMARY = "servegym/LLMRoutingSummary-v2"
+GRAPH, FLAT = "servegym/LLMRouting-v1", "servegym/LLMRoutingFlat-v3"
+SUMMARY, PREFIX = "servegym/LLMRoutingSummary-v3", "servegym/PrefixRoutingSummary-v3"
 
 
 def test_its_checker_finds_nothing_wrong(recwarn):
@@ -47,13 +49,15 @@ def test_it_makes_a_row_of_the_table():
     words = [sys.executable, sb3_defaults.__file__, *words]
     *_, row = subprocess.check_output(words, text=True).splitlines()
     cells = row.split(" | ")
-    assert cells[0].endswith("LLMRoutingExperts-v2`") and cells[1].startswith("`least_outstanding`")
+    assert cells[0].endswith("LLMRoutingExperts-v3`") and cells[1].startswith("`least_outstanding`")
     assert len(cells[3].split(",")) == 6  # an interval and five trainings
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1600)
-def test_it_learns_to_route():
-    """Two minutes of one core."""
-    scores, _ = sb3_defaults.trained("PPO", SUMMARY, 1, 100_000, 20)
-    assert scores.mean() > sb3_defaults.reached(SUMMARY, "least_outstanding", 20).mean()
+@pytest.mark.parametrize(("env_id", "steps"), [(SUMMARY, 100_000), (PREFIX, 50_000)])
+def test_it_learns_to_route(env_id, steps):
+    """Two minutes of one core each."""
+    scores, _ = sb3_defaults.trained("PPO", env_id, 1, steps, 20)
+    rule = sb3_defaults.FIRST_RULES[family_of(env_id).name]
+    assert scores.mean() > sb3_defaults.reached(env_id, rule, 20).mean()

@@ -19,7 +19,7 @@ from servegym.envs.llm_routing import parallel_env as routing
 from .settings import PLACEMENT, ROUTING, SMALL, STEPS
 
 torch.set_num_threads(1)
-SUMMARY = "servegym/LLMRoutingSummary-v2"
+SUMMARY = "servegym/LLMRoutingSummary-v3"
 
 
 @pytest.mark.parametrize("env_id", SMALL)

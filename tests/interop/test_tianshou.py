@@ -20,7 +20,7 @@ from tianshou.utils.torch_utils import policy_within_training_step
 from .settings import ROUTING, make
 
 torch.set_num_threads(1)
-FLAT = "servegym/LLMRoutingFlat-v2"
+FLAT = "servegym/LLMRoutingFlat-v3"
 CROWDED = {**ROUTING, "rate": 60.0, "waiting_capacity": 1, "running_capacity": 1}
 
 

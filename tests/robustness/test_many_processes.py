@@ -26,7 +26,7 @@ CASES = [
     for context in ("spawn", "forkserver")
     if ALL
     or (env_id, context)
-    in (("servegym/LLMRoutingFlat-v2", "spawn"), ("servegym/ServerlessMoEFlat-v1", "forkserver"))
+    in (("servegym/LLMRoutingFlat-v3", "spawn"), ("servegym/ServerlessMoEFlat-v1", "forkserver"))
 ]
 
 

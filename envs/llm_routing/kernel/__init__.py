@@ -15,7 +15,6 @@ from servegym.envs.llm_routing.kernel.iterations import advance, change_availabi
 from servegym.envs.llm_routing.kernel.law import estimator_slopes
 from servegym.envs.llm_routing.kernel.layout import (
     DENSE,
-    DISCOUNT,
     DROPPED,
     LITERAL,
     OUTPUT,
@@ -247,7 +246,7 @@ def step(tables, systems, out, copy, actions, which, start, stop):
             env.memory += observe_row(tables, systems, out, row, systems.rows[row, env.index])
         if config.reward == DENSE:
             potential = outlook(config, tables.law, systems, row)
-            loss += DISCOUNT * potential - env.outlook - USUAL_QOS
+            loss += potential - env.outlook - USUAL_QOS
             env.outlook = potential
         out.reward[row, 0] = gain
         out.reward[row, 1] = loss

@@ -18,7 +18,6 @@ ORCA, CHUNKED = 0, 1  # config.scheduler
 RESERVE, PAGED = 0, 1  # config.memory_policy
 COMPLETED_QOS, QOS_AWARE, PAID_FORWARD, DENSE = 0, 1, 2, 3  # config.reward
 USUAL_QOS = 0.6  # that the reward DENSE takes off for each decision
-DISCOUNT = 0.99  # of its potential, a decision
 NEW_VIOLATIONS, LITERAL = 0, 1  # config.penalty
 GRAPH, FLAT, EXPERTS, SUMMARY = 0, 1, 2, 3  # config.layout
 PENDING, COMPLETED, DROPPED, REJECTED, FAILED = 0, 1, 2, 3, 4  # log.outcome

@@ -29,10 +29,9 @@ from servegym.envs.prefix_routing.kernel.observation import observe as see
 SLO, TTFT, SCORE, DENSE = 0, 1, 2, 3  # settings.reward
 DICT, FLAT, SUMMARY = 0, 1, 2  # settings.layout
 SCORE_WEIGHT, LOST = 0.3, -2.0
-"""Of the rewards SCORE and DENSE: see `score`; what a request counts that a replica loses or cannot
-take."""
-WORK_WEIGHT = 2.0
-"""Of the reward DENSE, for a second of a replica's work on the uncached tokens of a prompt."""
+"""Of the reward SCORE: see `score`; what a request counts that a replica loses or cannot take."""
+USUAL_MET, WORK_WEIGHT = 0.8, 5.0
+"""Of the reward DENSE: taken off for each decision; see `_held`, 1/s."""
 MAX_SHARE = 32.0
 """Bound of the last column of a replica in the FLAT view, see `_expected`."""
 
@@ -68,8 +67,7 @@ EPISODE = record(
     ("step_met", "f8"),  # in this step
     ("step_ttft", "f8"),  # s, sum over the first tokens in this step
     ("step_score", "f8"),  # in this step, see `score`
-    ("step_early", "f8"),  # what of scores DENSE pays in this step before a request ends
-    ("step_work_s", "f8"),  # of this step's request, see `WORK_WEIGHT`
+    ("step_held", "f8"),  # change of what the requests in flight hold of DENSE, see `_held`
     ("began", "f8"),  # s, first decision
     ("last_finish", "f8"),  # s
 )
@@ -180,18 +178,15 @@ def _hear(config, systems, gateways, episodes, row):
             continue
         request = request_of(systems, env, entry.request)
         view = gateways.request[row, entry.request]
-        ttft = request.first - request.arrived
-        expected = _in_advance(settings, request.prompt, view.expected)
-        if entry.kind == FIRST_TOKEN:
-            episode.step_ttft += ttft
-            episode.step_early += _in_advance(settings, request.prompt, ttft) - expected
+        first = entry.kind == FIRST_TOKEN
+        episode.step_held -= _held(settings, gateways, row, view, request, first)
+        if first:
+            episode.step_ttft += request.first - request.arrived
+            episode.step_held += _held(settings, gateways, row, view, request, False)
         elif entry.kind == COMPLETION:
             _count(settings, episode, request, view.uncached)
-            episode.step_early -= _in_advance(settings, request.prompt, ttft)
         else:
             episode.step_score += LOST
-            paid = expected if math.isnan(ttft) else _in_advance(settings, request.prompt, ttft)
-            episode.step_early -= paid
     requests = systems.request[env.first_request : env.first_request + config.num_requests]
     gateway.take_news(gateways, row, news, env.news, requests)
 
@@ -204,13 +199,18 @@ def _doublings(settings, prompt, ttft):
 
 
 @inline
-def _in_advance(settings, prompt, ttft):
-    """What DENSE pays of the score before a request ends, as if TPOT took nothing.
+def _held(settings, gateways, row, view, request, unanswered):
+    """What a request in flight holds of DENSE; it gives that back when it ends.
 
-    At the decision for the TTFT that the gateway expects, from the first token on for the true one.
+    From its first token on 1 if that was in time. Before (or if ``unanswered``) 1 / (1 + x), x the
+    share of its objective that the TTFT takes as the gateway expected it, less `WORK_WEIGHT` times
+    the seconds of work on the tokens of its prompt that the index does not have there.
     """
-    doublings = _doublings(settings, prompt, ttft)
-    return (1.0 if doublings <= 1.0 else 0.0) - SCORE_WEIGHT * doublings
+    if unanswered or math.isnan(request.first):
+        work_s = view.uncached / gateways.replica[row, request.replica].speed
+        early = 2.0 ** -_doublings(settings, request.prompt, view.expected)
+        return early - WORK_WEIGHT * work_s
+    return 1.0 if _met(settings, request)[0] else 0.0
 
 
 @inline
@@ -239,7 +239,7 @@ def _met(settings, request):
 def rewards_of(settings, requests, rewards):
     """What the reward of `SETTINGS` (1,) counts in all for requests (K,) that have ended.
 
-    Written into ``rewards`` (K,); of DENSE the score, without the charge for work.
+    Written into ``rewards`` (K,); of DENSE the score.
     """
     reward = settings[0].reward
     for k in range(len(requests)):
@@ -438,17 +438,15 @@ def step(tables, systems, gateways, episodes, out, actions, which):
         if which[row] == 0:
             continue
         env, episode = systems.env[row], episodes.row[row]
-        episode.step_met = episode.step_ttft = episode.step_score = 0.0
-        episode.step_early = episode.step_work_s = 0.0
+        episode.step_met = episode.step_ttft = episode.step_score = episode.step_held = 0.0
         episodes.order[row, episode.index] = env.index
         episodes.counted[row, env.index] = 1
         episode.index += 1
         number = actions[row] if actions[row] < config.num_replicas else -1
         view = gateways.request[row, env.index]
-        prompt = request_of(systems, env, env.index).prompt
+        request = request_of(systems, env, env.index)
         if _send(tables, systems, gateways, row, number):
-            episode.step_early += _in_advance(settings, prompt, view.expected)
-            episode.step_work_s = view.uncached / gateways.replica[row, number].speed
+            episode.step_held += _held(settings, gateways, row, view, request, True)
         else:
             episode.rejected += 1
             episode.step_score += LOST if number >= 0 else 0.0
@@ -467,7 +465,7 @@ def step(tables, systems, gateways, episodes, out, actions, which):
         elif settings.reward == TTFT:
             reward = -episode.step_ttft
         elif settings.reward == DENSE:
-            reward = reward + episode.step_early - WORK_WEIGHT * episode.step_work_s
+            reward = episode.step_met + episode.step_held - USUAL_MET
         out.reward[row, 0] = reward
         out.reward[row, 1] = 1.0 if last else 0.0
     return ended

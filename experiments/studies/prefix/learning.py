@@ -44,7 +44,7 @@ from servegym.experiments.evaluation.tables import Note, note
 from servegym.experiments.papers import study
 from servegym.experiments.papers.study import Study, command, interval_columns
 
-ENV_ID, SUMMARY_ID = "servegym/PrefixRouting-v1", "servegym/PrefixRoutingSummary-v2"
+ENV_ID, SUMMARY_ID = "servegym/PrefixRouting-v1", "servegym/PrefixRoutingSummary-v3"
 SEEDS = range(1, 6)
 TUNING_SEED, TUNING_EPISODES = 50_000, 12
 POINTS = tuple(product((0.0, 0.001, 0.002, 0.005, 0.01, 0.02), (0.0, 0.5, 0.75, 1.0, 1.25, 1.5)))

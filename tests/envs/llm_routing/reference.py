@@ -847,7 +847,7 @@ class ReferenceSimulator:
             terms = {"paid": paid, "taken_back": -late}
         elif config.reward == "dense":
             before, self.last_outlook = self.last_outlook, self.outlook()
-            change = 0.99 * self.last_outlook - before
+            change = self.last_outlook - before
             terms = {"completed_qos": completed_qos, "outlook": change - 0.6}
         else:
             terms = {"completed_qos": completed_qos, "penalty": -penalty}

@@ -71,7 +71,8 @@ def test_the_final_observation_is_empty(env_id):
 
 @pytest.mark.parametrize("engine", [*ENGINES, FAILING], ids=lambda e: "-".join(map(str, e)))
 def test_rewards_of_an_episode_sum_to_its_quality_of_service(engine):
-    for seed, reward in enumerate(("completed_qos", "paid_forward")):
+    rewards = {"completed_qos": 0.0, "paid_forward": 0.0, "dense": 0.6}
+    for seed, (reward, usual) in enumerate(rewards.items()):
         env = make(reward=reward, rate=20.0, episode_requests=150, **engine)
         env.reset(seed=seed)
         steps = [env.step(a) for a in random_actions(150, seed=seed)]
@@ -80,7 +81,7 @@ def test_rewards_of_an_episode_sum_to_its_quality_of_service(engine):
         late = log["finish_s"] - log["arrival_s"] > 0.03 * np.maximum(log["output_tokens"], 1)
         total = float(np.sum(log["score"][done & ~late], dtype=np.float64))
         assert 0.0 < total < float(log["score"][done].sum())
-        assert sum(step[1] for step in steps) == pytest.approx(total, rel=1e-9)
+        assert sum(step[1] for step in steps) == pytest.approx(total - usual * 150, abs=1e-9)
         kpis = steps[-1][4]["episode_kpis"]
         assert kpis["avg_qos"] == pytest.approx(total / 150, rel=1e-9)
         assert kpis.get("failure_rate", 0.0) == (log["outcome"] == FAILED).mean()

@@ -34,8 +34,8 @@ def test_pettingzoos_tests_have_nothing_to_say(view):
     [("graph", "qos_aware"), ("flat", "completed_qos"), ("experts", "paid_forward")],
 )
 def test_one_access_point_is_the_single_environment(view, reward):
-    names = {"graph": "LLMRouting-v1", "flat": "LLMRoutingFlat-v2"}
-    names["experts"] = "LLMRoutingExperts-v2"
+    names = {"graph": "LLMRouting-v1", "flat": "LLMRoutingFlat-v3"}
+    names["experts"] = "LLMRoutingExperts-v3"
     kwargs = {**BASE, **HARD, "reward": reward, "rate": (2.0, 12.0)}
     kwargs["latency_requirement_s"] = (0.02, 0.06)
     del kwargs["num_access_points"]

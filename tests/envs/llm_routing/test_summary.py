@@ -102,7 +102,7 @@ def expected(graph, n, seen):
 def test_summary_is_that_of_the_graph(kwargs):
     kwargs = {**kwargs, "episode_requests": 110}
     graph = gymnasium.make("servegym/LLMRouting-v1", **kwargs).unwrapped
-    summary = gymnasium.make("servegym/LLMRoutingSummary-v2", **kwargs).unwrapped
+    summary = gymnasium.make("servegym/LLMRoutingSummary-v3", **kwargs).unwrapped
     covered = np.zeros(len(COLUMN))
     rng = np.random.default_rng(3)
     for seed in range(2):

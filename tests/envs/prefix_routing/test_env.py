@@ -247,6 +247,37 @@ def test_score_counts_what_each_request_took_of_its_objectives(failures):
     assert len(np.unique(paid)) == 3
 
 
+@pytest.mark.parametrize("kind", ["tenants", "live", "admission", "failing"])
+def test_dense_pays_the_change_of_what_requests_hold(kind):
+    """By the observations at the decisions and the log after each step."""
+    env = PrefixRoutingEnv(**({**KINDS, **FAILING}[kind] | {"reward": "dense", "rate": 300.0}))
+    replicas, chance = env.problem.num_replicas, np.random.default_rng(0)
+    observation, _ = env.reset(seed=0)
+    slo = env.problem.ttft_slo_s
+    early, held, ended, done, total = [], 0.0, 0, False, 0.0
+    while not done:
+        action = int(chance.integers(env.action_space.n))
+        prompt = observation["request"][0].astype(float)
+        told = observation["replicas"][min(action, replicas - 1)].astype(float)
+        speed = told[COLUMN["prefill_tokens_per_s"]]
+        uncached = max(prompt - told[COLUMN["match_tokens"]], 0)
+        share = (told[COLUMN["prefill_tokens"]] + uncached) / speed / slo(prompt)
+        early.append(1 / (1 + share) - 5 * uncached / speed)
+        observation, reward, done, _, _ = env.step(action)
+        total += reward
+        log = env.request_log()
+        in_time = log["first_token_s"] - log["arrival_s"] <= slo(log["prompt_tokens"])
+        smooth = log["finish_s"] - log["first_token_s"] <= 0.04 * (log["output_tokens"] - 1)
+        met = int((in_time & smooth & (log["outcome"] == layout.COMPLETED)).sum())
+        before, held = held, 0.0
+        for k in np.flatnonzero(log["outcome"] == layout.QUEUED):
+            held += early[k] if np.isnan(log["first_token_s"][k]) else float(in_time[k])
+        assert reward == pytest.approx(met - ended - 0.8 + held - before, abs=1e-4)
+        ended = met
+    assert held == 0.0 and 0 < met < len(log)
+    assert total == pytest.approx(met - 0.8 * len(log), abs=1e-9)
+
+
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_scenarios_can_be_played(scenario):
     problem = build_problem(view=DICT, scenario=scenario, episode_requests=40, warmup_requests=10)

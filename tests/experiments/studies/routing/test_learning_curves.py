@@ -15,7 +15,7 @@ SHORT = f'{TINY} --set "episode_requests=50"'
 
 def test_shuffled_rewards_are_those_of_any_system_and_step_but_in_evaluations():
     def rewards(**more):
-        envs = gym.make_vec("servegym/LLMRoutingSummary-v2", 8, reward="completed_qos", **more)
+        envs = gym.make_vec("servegym/LLMRoutingSummary-v3", 8, reward="completed_qos", **more)
         envs.reset(seed=0)
         return np.array([envs.step(np.ones(8, np.int64))[1] for _ in range(40)])
 
