@@ -65,7 +65,10 @@ RULES: MappingProxyType[str, tuple[Callable[..., Rule], str]] = MappingProxyType
             simple.SessionHash,
             "hash ring over sessions (production-stack's session)",
         ),
-        "llm_d": (_set("llm_d"), "llm-d's router without a file: queue 2, KV 2, prefix 3"),
+        "llm_d": (
+            _set("llm_d"),
+            "llm-d's router without a file, its guides until August 2026: queue 2, KV 2, prefix 3",
+        ),
         "llm_d_affinity": (
             _set("llm_d_affinity"),
             "llm-d's guides since August 2026: affinity filter, then the least token load",
@@ -102,14 +105,14 @@ RULES: MappingProxyType[str, tuple[Callable[..., Rule], str]] = MappingProxyType
         ),
         "aibrix_load_balance": (
             gateways.AibrixLoadBalance,
-            "AIBrix's load-balance: least requests in flight over those that ended lately",
+            "AIBrix's load-balance (June 2026): least requests in flight over those ended lately",
         ),
         "preble": (Preble, "Preble's E2: exploit mostly cached prompts, else least load"),
         "mooncake": (Mooncake, "least estimated time to first token (Mooncake)"),
         "ray_prefix_aware": (gateways.RayPrefixAware, "Ray's prefix-aware router"),
         "weighted_load": (
             simple.WeightedLoad,
-            "least TTFT estimate plus load by the card's weight",
+            "least TTFT estimate plus load by the card's weight, for loads below the knee",
         ),
     }
 )

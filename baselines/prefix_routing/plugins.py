@@ -115,9 +115,9 @@ def session(view: View, keep: Keep) -> Numbers:
 
 
 def card_weight(view: View, keep: Keep, **weights: Any) -> Numbers:
-    """``scorer/endpointattributeweight`` @04fc442 (#2204): a card's weight / the largest of all.
+    """``scorer/endpointattributeweight`` @04fc442: a card's weight / the largest of all.
 
-    The attribute is the card; one without a weight has the least.
+    The attribute is the card; one without a weight has the least. Merged in 2026 (#2204).
     """
     least_of_all = np.minimum.reduce([np.asarray(w, float) for w in weights.values()])
     most = np.maximum.reduce([np.asarray(w, float) for w in weights.values()])
@@ -254,6 +254,7 @@ def sglang(view: View, keep: Keep, setting: Mapping[str, Any]) -> tuple[Numbers,
 
     Project sgl-project/sglang, ``sgl-model-gateway/src/policies/cache_aware.rs`` @053b63f. Its one
     radix tree of characters evicts by characters; here all rules share the environment's index.
+    Load over a worker's weight is proposed (#28933, open since June 2026).
     """
     low, high = _extremes(view.in_flight, keep)
     spread, ratio = setting["balance-abs-threshold"], setting["balance-rel-threshold"]

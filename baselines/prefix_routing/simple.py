@@ -58,6 +58,7 @@ class WeightedLoad(Rule):
     argmin (prefill tokens in flight + L - m) / speed + load_s x (requests in flight + 1) / weight,
     the weight being how fast the replica decodes beside the fastest one, by its hardware profile,
     to the power of ``power``. A slow card's requests lose their TPOT before their TTFT shows it.
+    Below the knee it keeps the TPOT of all cards; beyond it all cards lose theirs together.
 
     Args:
         load_s: Seconds that a request in flight counts at the fastest card.
