@@ -193,16 +193,18 @@ def _of(rows: Sequence[Mapping[str, Any]], scenario: str, policy: str) -> np.nda
     return np.array([[r["share"] for r in mine if r["seed"] == seed] for seed in seeds])
 
 
+def _by_rate(values: np.ndarray, rates: Sequence[float]) -> str:
+    """Means of searches (searches, rates) with their intervals, in words."""
+    each = zip(map(student_interval, values.T), rates, strict=True)
+    return ", ".join(f"{x.value:.3f} [{x.low:.3f}, {x.high:.3f}] at {r:g}/s" for x, r in each)
+
+
 def _notes(options: Options, rows: Sequence[Mapping[str, Any]]) -> Iterator[Note]:
     for scenario, case in CASES.items():
         tuned = _of(rows, scenario, "tuned")
         if len(tuned) < 2:
             continue
-        each = [student_interval(shares) for shares in tuned.T]
-        text = ", ".join(
-            f"{x.value:.3f} [{x.low:.3f}, {x.high:.3f}] at {rate:g}/s"
-            for x, rate in zip(each, case.judged, strict=True)
-        )
+        text = _by_rate(tuned, case.judged)
         facts = [r for r in rows if r["scenario"] == scenario and r["policy"] == "tuned"]
         facts = facts[:: len(case.judged)]
         kept = " and ".join(
@@ -214,6 +216,11 @@ def _notes(options: Options, rows: Sequence[Mapping[str, Any]]) -> Iterator[Note
             )
         )
         yield note(f"{scenario}: {text}; over {len(tuned)} searches. Gain over the file: {kept}.")
+        if case.decisions:
+            gains = _of(rows, scenario, "ppo") - tuned
+            whole, text = student_interval(gains.mean(1)), _by_rate(gains, case.judged)
+            text = f"{whole.value:+.3f} [{whole.low:+.3f}, {whole.high:+.3f}] in the mean, {text}"
+            yield note(f"{scenario}: PPO that begins at the files gains {text}.")
 
 
 STUDIES = (
@@ -224,7 +231,7 @@ STUDIES = (
         columns=_rows,
         notes=_notes,
         key=("scenario", "seed"),
-        packages=("optuna",),
+        packages=("optuna", "torch"),
     ),
 )
 
