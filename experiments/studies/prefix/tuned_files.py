@@ -174,11 +174,12 @@ def learned(
     system = PrefixSystem.from_problem(target.problem(case.rates[0], "train"))
     ends = f"rate=[{min(case.rates)},{max(case.rates)}]"
     settings = (f'scenario="{target.arguments["scenario"]}"', ends)
-    arguments = AGENT | {"num_steps": 1000, "num_minibatches": 16, "eval_every": 10**9}
+    arguments = {**AGENT, "num_steps": 1000, "num_minibatches": 16, "eval_every": 10**9}
     agent = partial(FromFile, system, tuned)
     with tempfile.TemporaryDirectory() as folder, patch.object(ppo, "Agent", agent):
-        args = {"set": settings, "total_timesteps": decisions, "seed": seed + 1, "out_dir": folder}
-        policy = load_policy(ppo.train(ppo.Args(**arguments | args)) / "last.safetensors", system)
+        arguments |= {"set": settings, "total_timesteps": decisions, "seed": seed + 1}
+        run = ppo.train(ppo.Args(**arguments, out_dir=folder))
+        policy = load_policy(run / "last.safetensors", system)
     seeds, values = tuning.VERDICT_SEEDS, []
     for rate in case.judged:
         rows = evaluate(target.env_id, [policy], len(seeds), seeds[0], target.at(rate))
