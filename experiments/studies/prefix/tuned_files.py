@@ -174,11 +174,12 @@ def learned(
     system = PrefixSystem.from_problem(target.problem(case.rates[0], "train"))
     ends = f"rate=[{min(case.rates)},{max(case.rates)}]"
     settings = (f'scenario="{target.arguments["scenario"]}"', ends)
-    arguments = AGENT | {"num_steps": 1000, "num_minibatches": 16, "eval_every": 10**9}
+    arguments = {**AGENT, "num_steps": 1000, "num_minibatches": 16, "eval_every": 10**9}
     agent = partial(FromFile, system, tuned)
     with tempfile.TemporaryDirectory() as folder, patch.object(ppo, "Agent", agent):
-        args = {"set": settings, "total_timesteps": decisions, "seed": seed + 1, "out_dir": folder}
-        policy = load_policy(ppo.train(ppo.Args(**arguments | args)) / "last.safetensors", system)
+        arguments |= {"set": settings, "total_timesteps": decisions, "seed": seed + 1}
+        run = ppo.train(ppo.Args(**arguments, out_dir=folder))
+        policy = load_policy(run / "last.safetensors", system)
     seeds, values = tuning.VERDICT_SEEDS, []
     for rate in case.judged:
         rows = evaluate(target.env_id, [policy], len(seeds), seeds[0], target.at(rate))
@@ -193,16 +194,18 @@ def _of(rows: Sequence[Mapping[str, Any]], scenario: str, policy: str) -> np.nda
     return np.array([[r["share"] for r in mine if r["seed"] == seed] for seed in seeds])
 
 
+def _by_rate(values: np.ndarray, rates: Sequence[float]) -> str:
+    """Means of searches (searches, rates) with their intervals, in words."""
+    each = zip(map(student_interval, values.T), rates, strict=True)
+    return ", ".join(f"{x.value:.3f} [{x.low:.3f}, {x.high:.3f}] at {r:g}/s" for x, r in each)
+
+
 def _notes(options: Options, rows: Sequence[Mapping[str, Any]]) -> Iterator[Note]:
     for scenario, case in CASES.items():
         tuned = _of(rows, scenario, "tuned")
         if len(tuned) < 2:
             continue
-        each = [student_interval(shares) for shares in tuned.T]
-        text = ", ".join(
-            f"{x.value:.3f} [{x.low:.3f}, {x.high:.3f}] at {rate:g}/s"
-            for x, rate in zip(each, case.judged, strict=True)
-        )
+        text = _by_rate(tuned, case.judged)
         facts = [r for r in rows if r["scenario"] == scenario and r["policy"] == "tuned"]
         facts = facts[:: len(case.judged)]
         kept = " and ".join(
@@ -214,6 +217,11 @@ def _notes(options: Options, rows: Sequence[Mapping[str, Any]]) -> Iterator[Note
             )
         )
         yield note(f"{scenario}: {text}; over {len(tuned)} searches. Gain over the file: {kept}.")
+        if case.decisions:
+            gains = _of(rows, scenario, "ppo") - tuned
+            whole, text = student_interval(gains.mean(1)), _by_rate(gains, case.judged)
+            text = f"{whole.value:+.3f} [{whole.low:+.3f}, {whole.high:+.3f}] in the mean, {text}"
+            yield note(f"{scenario}: PPO that begins at the files gains {text}.")
 
 
 STUDIES = (
@@ -224,7 +232,7 @@ STUDIES = (
         columns=_rows,
         notes=_notes,
         key=("scenario", "seed"),
-        packages=("optuna",),
+        packages=("optuna", "torch"),
     ),
 )
 
