@@ -42,7 +42,7 @@ from servegym.agents.lib.environments import (
 )
 from servegym.agents.lib.evaluation import play_rule
 from servegym.agents.lib.run_log import RunLog, evaluation_due, saves_when_interrupted
-from servegym.envs.families import current_id, find_family
+from servegym.envs.families import find_family
 
 SETTINGS = {"llm_routing": {"rate": 8.0, "reward": "completed_qos"}}
 """Arguments of the ids of a family; ``--set`` changes them and adds others."""
@@ -279,7 +279,6 @@ def load(meta: Mapping[str, str], weights: Mapping[str, Tensor], system: Any) ->
     net = Agent(**checkpoint.json_field(meta, "shape"))
     net.load_state_dict(weights)
     args = checkpoint.saved_args(Args, checkpoint.json_field(meta, "args"))
-    args.env_id = current_id(args.env_id)
 
     def decide(observation: Any, action_mask: Any) -> NDArray[np.int64]:
         x, mask = torch.as_tensor(observation).float(), torch.as_tensor(action_mask)

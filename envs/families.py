@@ -142,13 +142,6 @@ def find_family(env_id: str) -> Family | None:
     return family_of(env_id) if "servegym/" in env_id else None
 
 
-def current_id(env_id: str) -> str:
-    """The id that took the place of one and differs in the reward alone; else the id itself."""
-    later = f"{env_id.removesuffix('-v2')}-v3"
-    known = {env_id for family in FAMILIES for env_id in family.env_ids}
-    return later if later.removeprefix("servegym:") in known else env_id
-
-
 def family_named(name: str) -> Family:
     """The family with this name or group.
 

@@ -5,7 +5,6 @@ import pytest
 import torch
 
 from servegym.agents import load_policy, ppo
-from servegym.agents.lib.checkpoint import read_content
 from servegym.envs.prefix_routing.outcomes import OutcomeReader
 
 from .runs import lines, tiny
@@ -68,9 +67,6 @@ def test_other_ids_train(tmp_path, env_id, settings, view, own):
         assert policy.env_view == view
         with pytest.raises(ValueError, match="trained on"):
             policy.act(np.zeros((1, 3, 1), np.float32), np.ones((1, 4)))
-        meta, weights = read_content(run / "last.safetensors")
-        meta["args"] = meta["args"].replace("-v3", "-v2")  # another reward, the same observation
-        assert ppo.load(meta, weights, None).env_view == view
 
 
 def test_a_decision_is_paid_for_its_own_request(tmp_path, monkeypatch):
