@@ -1,9 +1,8 @@
-"""Discrete soft actor-critic (SAC) over the experts' rows.
+"""Discrete soft actor-critic (SAC) over rows, given an estimator: what is learned is a price.
 
 The action impact estimator (Eq. 13-15 of arXiv:2508.00234) is in the inputs, in the potential that
-shapes the reward and in the form of actor and critics, reward less price times work: what is
-learned is the price. Targets are lambda-returns over nearly on-policy data, and there is no target
-network.
+shapes the reward and in the form of actor and critics, reward less a learned price times work.
+Targets are lambda-returns over nearly on-policy data, and there is no target network.
 ``--rows paper`` leaves the estimator out of the inputs, ``--shaping False`` out of the reward. The
 paper's Baseline RL has neither; it sees memory, running and waiting requests of an expert (Eq. 7)::
 
