@@ -69,7 +69,7 @@ def table(
 
 
 def fenced(text: str) -> str:
-    """Doctest examples as code blocks, so that Markdown does not take them for quotations."""
+    """A docstring as Markdown: doctest examples as code blocks, which it takes for quotations."""
     out, block = [], []
     for line in [*text.splitlines(), ""]:
         if line.startswith((">>>", "...")) or (block and line.strip()):
@@ -78,7 +78,7 @@ def fenced(text: str) -> str:
         if block:
             out += ["```pycon", *block, "```"]
             block = []
-        out.append(line)
+        out.append(line.removesuffix(":") if line.endswith("::") else line)
     return "\n".join(out)
 
 
