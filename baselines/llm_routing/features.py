@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from servegym.baselines.llm_routing.greedy_qos import with_mean_scores
 from servegym.baselines.llm_routing.latency import ExpectedQos, LatencyModel
+from servegym.baselines.llm_routing.system import Placed
 from servegym.baselines.protocol import Observation
 
 
@@ -91,9 +92,8 @@ class Layout:
         of_expert, of_queued = impact_features(obs, model)
         placed = model.system.placed(obs)
         law = model.system.library.estimator[placed.card] / (0.02, 1e-4, 5e-6, 1e-3)
-        load = slot_load(obs, model)[..., None]
-        parts = [*_expert_features(obs), of_expert, law, load, (placed.card >= 0)[..., None]]
-        expert = np.concatenate(parts, -1) * (placed.card >= 0)[..., None]
+        load, exists = slot_load(obs, placed)[..., None], (placed.card >= 0)[..., None]
+        expert = np.concatenate([*_expert_features(obs), of_expert, law, load, exists], -1) * exists
         queued, mask = _queued_features(obs, of_queued)
         r = self.running
         parts = [expert, queued[:, :, :r], queued[:, :, r:], mask[:, :, :r], mask[:, :, r:]]
@@ -121,9 +121,9 @@ def load_scores(weights: NDArray[np.float32], experts: NDArray[Any]) -> NDArray[
     return np.concatenate([weights[:, -1:], linear], -1)
 
 
-def slot_load(obs: Observation, model: LatencyModel) -> NDArray[Any]:
+def slot_load(obs: Observation, placed: Placed) -> NDArray[Any]:
     """Requests (B, N) that run and wait at each expert over its running slots."""
-    slots = np.maximum(model.system.placed(obs).running_capacity, 1)
+    slots = np.maximum(placed.running_capacity, 1)
     return (obs["experts"][..., 1] + obs["experts"][..., 2]) / slots[:, None]
 
 
@@ -143,7 +143,8 @@ def priced_actions(model: LatencyModel, obs: Observation) -> NDArray[np.floating
     """`priced_values` of all actions (B, N + 1) for a batch of observations, of a drop first."""
     expert = np.zeros((*obs["experts"].shape[:2], Layout.EXPERT))
     expert[..., 6:10] = impact_features(obs, model)[0]
-    expert[..., -2], expert[..., -1] = slot_load(obs, model), model.system.placed(obs).card >= 0
+    placed = model.system.placed(obs)
+    expert[..., -2], expert[..., -1] = slot_load(obs, placed), placed.card >= 0
     return np.pad(priced_values(expert), ((0, 0), (1, 0)))
 
 
@@ -201,7 +202,7 @@ def _parts(obs: Observation, model: ExpectedQos, whole: bool = False) -> tuple[A
     """Arrived (B, 7) in parts, experts (B, N, 19), estimate, held (B,) and exogenous (B, 12)."""
     limit = np.asarray(obs["latency_requirement"], dtype=np.float64)  # (B, 1)
     gain, harm, held, estimate = model(with_mean_scores(obs, model.system), whole=whole)
-    fleet, placed = model.fleet(obs), model.system.placed(obs)
+    fleet = model.fleet(obs)
     new = np.tanh(3 * (np.where(fleet.exists, estimate.latency, 0.0) / limit - 1))
 
     gap = np.asarray(obs["load"][..., 0], dtype=np.float64)
@@ -212,7 +213,7 @@ def _parts(obs: Observation, model: ExpectedQos, whole: bool = False) -> tuple[A
 
     room, served = np.maximum(fleet.batch, 1), fleet.served
     left = estimate.running_tokens, estimate.waiting_tokens
-    length = np.maximum(model.system.library.mean_output_tokens[placed.model], 1)
+    length = np.maximum(model.system.library.mean_output_tokens[fleet.placed.model], 1)
     impact = new, gain, harm, (estimate.work_s * served).clip(0, 5), held / room
     queues = (
         fleet.outstanding / room,
@@ -224,7 +225,7 @@ def _parts(obs: Observation, model: ExpectedQos, whole: bool = False) -> tuple[A
     share = np.log((served / fleet.total * fleet.number).clip(0.02, 50))
     columns = [*impact, *map(_squashed, queues), slack, np.log(room) - 1.6, share, fleet.exists]
     memory, queues_now, *request = _expert_features(obs)
-    queues_now = 5 * queues_now / np.maximum(placed.running_capacity, 1)[:, None, None]
+    queues_now = 5 * queues_now / np.maximum(fleet.placed.running_capacity, 1)[:, None, None]
     expert = np.concatenate([memory, queues_now, *request, np.stack(columns, -1)], -1)
     expert = expert * fleet.exists[..., None]
 

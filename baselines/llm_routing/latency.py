@@ -578,6 +578,7 @@ class FleetLoad(NamedTuple):
     """What the experts of a fleet serve within L, and how busy they are.
 
     Attributes:
+        placed: What the experts are made of.
         exists: (B, N) whether an expert is.
         batch: (B, N), see `LatencyModel.within`.
         served: (B, N) requests/s, see there.
@@ -589,6 +590,7 @@ class FleetLoad(NamedTuple):
         rate: (B, 1) rate of the last 128 arrivals over ``total``; 1 until a gap is known.
     """
 
+    placed: Placed
     exists: NDArray[np.bool_]
     batch: Floats
     served: Floats
@@ -647,7 +649,8 @@ class ExpectedQos:
         load = (outstanding * able).sum(1, keepdims=True) / places
         gap = np.asarray(observation["load"][:, 2:, 0], dtype=np.float64)
         rate = np.where(gap > 0, 1 / (np.where(gap > 0, gap, 1.0) * total), 1.0)
-        return FleetLoad(exists, batch, served, lone_s, outstanding, number, total, load, rate)
+        busy = outstanding, number, total, load, rate
+        return FleetLoad(placed, exists, batch, served, lone_s, *busy)
 
 
 def _array(values: Any) -> Floats:

@@ -88,6 +88,15 @@ class Placed(NamedTuple):
     running_capacity: NDArray[np.int64]
 
 
+def _fitting(
+    train: TrainRequests, paged: Any, mean_output: Floats, longest: int, kv: Floats, most: Any
+) -> NDArray[np.int64]:
+    """Requests that KV memories let run together, see `RoutingSystem.batch_limit`."""
+    answer = np.where(paged, 0.5 * mean_output, float(longest))
+    tokens = float(np.mean(train.prompt_tokens)) + answer
+    return np.clip((kv / tokens).astype(np.int64), 1, most)
+
+
 FLEETS_HELD = 64  # descriptions that a `FleetSystem` keeps
 NO_SCORE = 0.5
 """What a score is taken to be by who knows nothing of it: the middle of its range."""
@@ -154,11 +163,9 @@ class RoutingSystem(SystemDescription):
         most = np.full(self.num_experts, self.running_capacity, dtype=np.int64)
         if self.kv_capacity_tokens is None or self.train is None:
             return most
-        answer = 0.5 * self.mean_output_tokens
-        if self.memory_policy == "reserve":
-            answer = np.full(self.num_experts, float(self.max_output_tokens))
-        tokens = float(np.mean(self.train.prompt_tokens)) + answer
-        return np.clip((self.kv_capacity_tokens / tokens).astype(np.int64), 1, most)
+        paged = self.memory_policy == "paged"
+        sizes = self.mean_output_tokens, self.max_output_tokens, self.kv_capacity_tokens
+        return _fitting(self.train, paged, *sizes, most)
 
     @cached_property
     def library(self) -> Library:
@@ -326,12 +333,8 @@ class FleetSystem(RoutingSystem):
         assert train is not None
         there, running = fleet[..., 0] > 0, fleet[..., 4].astype(np.int64)
         card, model = (np.where(there, fleet[..., k], 0).astype(np.int64) for k in (1, 2))
-        paged = fleet[..., 7] > 0
-        answer = np.where(
-            paged, 0.5 * self.library.mean_output_tokens[model], self.max_output_tokens
-        )
-        tokens = float(np.mean(train.prompt_tokens)) + answer
-        limit = np.clip((fleet[..., 3] / tokens).astype(np.int64), 1, np.maximum(running, 1))
+        sizes = self.library.mean_output_tokens[model], self.max_output_tokens, fleet[..., 3]
+        limit = _fitting(train, fleet[..., 7] > 0, *sizes, np.maximum(running, 1))
         chunked = np.asarray((fleet[..., 6] > 0).any(-1), dtype=np.int64)
         return Placed(np.where(there, card, -1), model, limit, chunked, running.max(-1))
 
