@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 import servegym  # noqa: F401  (registers the environments)
 from servegym._command_line import parse_settings
 from servegym.envs.families import find_family
-from servegym.envs.llm_routing.fleets import DRAWN
+from servegym.envs.llm_routing.fleets import DRAWN, is_drawn
 
 
 def make_envs(env_id: str, num_envs: int, **env_kwargs: Any) -> gym.vector.VectorEnv:
@@ -27,16 +27,10 @@ def make_envs(env_id: str, num_envs: int, **env_kwargs: Any) -> gym.vector.Vecto
     return gym.make_vec(env_id, num_envs, "vector_entry_point", **how, **env_kwargs)
 
 
-def draws_fleets(env_kwargs: Mapping[str, Any]) -> bool:
-    """Whether arguments of a routing environment draw fleets, or name one with all its load."""
-    fleet = env_kwargs.get("fleet")
-    return fleet == "random" or isinstance(fleet, Mapping)
-
-
 def routing_arguments(usual: Mapping[str, Any], settings: Sequence[str]) -> dict[str, Any]:
     """An agent's usual arguments with ``--set``'s; those that a drawn fleet has are left out."""
     given = parse_settings(settings)
-    drawn = DRAWN if draws_fleets(given) else ()
+    drawn = DRAWN if is_drawn(given.get("fleet")) else ()
     return {name: value for name, value in usual.items() if name not in drawn} | given
 
 

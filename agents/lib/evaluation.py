@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from servegym.agents.lib.environments import draws_fleets, make_envs
+from servegym.agents.lib.environments import make_envs
 from servegym.baselines.registry import describe_system, make_policy
 from servegym.envs.families import Family, find_family
+from servegym.envs.llm_routing.fleets import is_drawn
 
 Observation = Mapping[str, NDArray[Any]]
 RULES = {
@@ -75,7 +76,7 @@ def _points(
     arguments: Mapping[str, Any], rates: Sequence[float], episodes: int
 ) -> list[tuple[dict[str, float], int]]:
     """Rates and so many episodes of each; drawn fleets have rates of their own."""
-    if draws_fleets(arguments):
+    if is_drawn(arguments.get("fleet")):
         return [({}, episodes * len(rates))]
     return [({"rate": rate}, episodes) for rate in rates]
 

@@ -11,7 +11,7 @@ from servegym._checks import choose
 from servegym.envs import _arguments as arg
 from servegym.envs._arguments import Arguments, Options, Range
 from servegym.envs.llm_routing.deployments import DEPLOYMENTS
-from servegym.envs.llm_routing.fleets import DRAWN, MAX_LATENCY_REQUIREMENT_S
+from servegym.envs.llm_routing.fleets import DRAWN, MAX_LATENCY_REQUIREMENT_S, is_drawn
 from servegym.envs.llm_routing.kernel import layout
 from servegym.envs.workloads import list_arrivals, list_catalogs
 from servegym.envs.workloads.predictions import BUCKETS
@@ -105,7 +105,7 @@ class RoutingArguments(Arguments):
             ValueError: an argument is given twice, by itself and by a file of requests or a fleet.
         """
         fleet, file = arguments.get("fleet"), arguments.get("requests_file")
-        drawn = isinstance(fleet, Mapping) or (isinstance(fleet, str) and fleet == "random")
+        drawn = is_drawn(fleet)
         for name, value in arguments.items():
             if file is not None and name in IN_FILE and value is not None:
                 raise ValueError(

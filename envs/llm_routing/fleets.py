@@ -113,6 +113,11 @@ DRAWN = (*SETTING, "num_experts", "score_predictor", "length_predictor")
 """Arguments of the environment that a setting takes the place of."""
 
 
+def is_drawn(fleet: Any) -> bool:
+    """Whether an argument ``fleet`` has all of `DRAWN`: ``"random"`` or a setting."""
+    return isinstance(fleet, Mapping) or (isinstance(fleet, str) and fleet == "random")
+
+
 class FleetSource:
     """Draws settings, or gives one setting again and again.
 
