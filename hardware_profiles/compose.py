@@ -20,6 +20,7 @@ To the kernels' time comes the host's share of the engine (:func:`engine_host`).
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import os
 from collections.abc import Sequence
@@ -31,7 +32,7 @@ import numpy as np
 
 from servegym._command_line import run_main
 from servegym.hardware_profiles.constants import constant
-from servegym.hardware_profiles.host import engine_host
+from servegym.hardware_profiles.host import engine_host, parse_engine, version_numbers
 from servegym.hardware_profiles.kernels import CardKernels, MoeShape, list_cards, load_kernels
 from servegym.hardware_profiles.law import Profile
 from servegym.hardware_profiles.load import load, unknown_name
@@ -43,7 +44,7 @@ from servegym.hardware_profiles.model_config import (
 )
 from servegym.hardware_profiles.schema import FORMAT, kv_capacity_tokens
 
-DTYPES = ("bf16", "fp8", "nvfp4")
+DTYPES = ("bf16", "fp8", "fp8_block", "nvfp4")
 USABLE_MEMORY = 0.9
 
 # The card and model whose chunks after earlier context were timed, and its multiprocessors.
@@ -55,22 +56,28 @@ _QUERY_TILE = 128
 # What vLLM sets aside was recorded once, for Llama-3.1-8B on one RTX 4090: 1.237e9 bytes. The
 # parts that depend on the model are activations of 2,048 tokens and 256 rows of logits.
 _RECORDED_RESERVE, _RESERVE_TOKENS, _RESERVE_LOGITS = 1_237_000_000, 2048, 256
+# Rows that an expert has at least where its kernel aligns them.
+_PADDED_ROWS, _NO_PADDING = 128, (0, 14)
+# An engine that a user may have who does not tell which: it plans an iteration when it starts.
+_WAITING = "0.13"
 
-# The logarithm of measured over composed steps by kind (with prefill chunks, decodes alone) and
-# class: its mean on the cards that it was seen on, and its deviation from it: 80 % intervals hold
-# 80 % of the rows of cards and models left out (table `intervals` of experiments/results/fidelity).
-# Experts in MXFP4 ran in other kernels than were timed.
-STEP_SD: dict[str, dict[str, dict[str, Any]]] = constant("step_sd")
+# The logarithm of measured over composed steps by kind (with prefill chunks, decodes alone), class
+# and place (`interval_places`): its middle, and the deviation that 80 % intervals have, such that
+# they hold 80 % of the rows left out (table `intervals` of experiments/results/fidelity); and the
+# models that were seen there. Another model's interval is wider by `OTHER_MODEL_SD`.
+STEP_ERROR: dict[str, dict[str, dict[str, Any]]] = constant("step_error")
+OTHER_MODEL_SD: float = constant("other_model_sd")
+EVERYWHERE = "everywhere"
 # An 80 % interval of a normal variable of deviation 1 has its ends so far from the mean.
 Z80 = 1.2816
-# What another card adds: the deviation of the cards' means.
-CARD_SD: dict[str, float] = constant("card_sd")
 
 _CONTEXTS = (0, *(2**n for n in range(4, 18)))
 _DECODE_CONTEXTS = (1, *(2**n for n in range(4, 18)))
 _DECODES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 _LONG_PROMPTS = (32768, 65536, 131072)
 _TOLERANCE = 0.003
+# How many times a measured link may be faster or slower than all that are known.
+_LINK_BEYOND = 20.0
 # Fewer output features take no less time.
 _NARROWEST_PRODUCT = 32
 # Longer iterations are left to the last slope of the table.
@@ -139,9 +146,14 @@ class Composer:
         self._longest = k.longest_prompt(s.latent)
         half, full = self._prompt(self._longest / 2), self._prompt(self._longest)
         self.rate = (full - half) / (0.375 * self._longest**2)
-        # The law is of FlashAttention 2, which has neither latent attention nor 8-bit KV caches.
-        plain = not s.latent and k.kv_dtype == "bf16"
-        self.mixed = k.mixed if plain else None
+        # The law is of FlashAttention 2, which has no latent attention; with a KV cache in 8 bits
+        # other kernels run, of which no mixed iteration was timed: fewer bytes, the same tiles.
+        self.mixed = None if s.latent else k.mixed
+        self.value_bytes = 1 if k.kv_dtype == "fp8" else 2
+        # vLLM ran block-scaled experts in DeepGEMM until 0.13, from 0.12 on for fewer than 8 cards.
+        version = k.version or _NO_PADDING
+        padded = version < _NO_PADDING and not (version >= (0, 12) and tp >= 8)
+        self.padded = padded and self.dtype == "fp8_block" and s.experts > 0
 
     # -- products and elementwise ops -----------------------------------------------------------
 
@@ -180,7 +192,19 @@ class Composer:
             return 0.0
         gathered = 2.0 * tokens * self.shape.hidden if self.dp > 1 else 0.0
         shared = self.kernels.all_reduce_s(gathered, self.tp * self.dp) if gathered else 0.0
-        return self.moe.seconds(tokens) + shared
+        return self.moe.seconds(tokens) + shared + (self.padding_s(tokens) if self.padded else 0.0)
+
+    def padding_s(self, tokens: float) -> float:
+        """Seconds of the rows that fill every expert's up to 128, in one layer.
+
+        That is how DeepGEMM's contiguous layout aligns them (deepseek-ai/DeepGEMM issue 85;
+        vllm-project/vllm pull requests 28422, 29346 and 39331).
+        """
+        s = self.shape
+        rows = max(_PADDED_ROWS * s.experts - tokens * s.top_k, 0.0)
+        flop = 6.0 * s.hidden * s.intermediate * rows / (self.tp * self.dp)
+        peak = 2.0 * self.kernels.data["device"]["tensor_flop_per_s"]
+        return flop / (constant("padded_experts")["share_of_peak"] * peak)
 
     def _products_s(self, tokens: float, features: int) -> float:
         s, k, width = self.shape, self.kernels, features // self.tp
@@ -198,6 +222,10 @@ class Composer:
             return 0.0
         width = 0 if s.experts else s.intermediate // self.tp
         inputs = (s.hidden, self.heads * s.head_size, s.hidden, width)
+        if self.dtype == "fp8_block":
+            # A launch of its own for each product: as many bytes as half an activation moves.
+            k = self.kernels
+            return sum(k.elementwise_s("act_fn", tokens, v / 2.0) for v in inputs if v)
         return sum(self.kernels.stream_s(3.0 * tokens * values) for values in inputs)
 
     def dense_s(self, tokens: float) -> float:
@@ -304,16 +332,18 @@ class Composer:
         """:meth:`decode_attention_s` beside prefill chunks, in the kernel that runs both."""
         assert self.mixed is not None
         s, device = self.shape, self.kernels.data["device"]
-        sequences = max(sequences / self.dp, 1.0)
+        each = max(sequences / self.dp, 1.0)
 
         def layer_s(tokens: float) -> float:
-            at = (sequences, tokens, self.heads, self.kv_heads, s.head_size, self._pair_s)
-            return self.mixed.decode_s(*at, device)  # type: ignore[union-attr]
+            at = (each, tokens, self.heads, self.kv_heads, s.head_size, self._pair_s)
+            return self.mixed.decode_s(*at, device, self.value_bytes)  # type: ignore[union-attr]
 
-        if self.window is None:
-            return s.layers * layer_s(context)
-        full = (s.layers - s.windowed_layers) * layer_s(context)
-        return full + s.windowed_layers * layer_s(min(context, self.window))
+        windowed = 0 if self.window is None else s.windowed_layers
+        beside = (s.layers - windowed) * layer_s(context)
+        if self.window is not None:
+            beside += windowed * layer_s(min(context, self.window))
+        # A chunk never makes the decodes faster.
+        return max(beside, self.decode_attention_s(sequences, context))
 
     def surplus(self, sequences: Sequence[float] = _DECODES) -> dict[str, Any]:
         """What the law adds in mixed iterations and for unequal contexts, at its decodes.
@@ -352,7 +382,7 @@ class Composer:
         kv_heads = max(s.kv_heads, tp)
         replicas = kv_heads // s.kv_heads - 1
         copied = 2 * replicas * s.kv_heads * s.head_size * s.hidden * s.layers
-        value_bytes = 1 if self.kernels.kv_dtype == "fp8" else 2
+        value_bytes = self.value_bytes
         weights = s.weight_bytes(self.dtype) + round(VALUE_BYTES[self.dtype] * copied)
         routed = (s.layers - s.dense_layers) * s.experts * s.expert_parameters
         routed = round(routed * VALUE_BYTES[s.expert_dtype or self.dtype])
@@ -408,7 +438,7 @@ def _check_memory(composer: Composer) -> None:
         if tp > composer.tp:
             try:
                 ep = tp * composer.dp if composer.ep > 1 else 1
-                other = Composer(k, s, tp, composer.dtype, ep, composer.dp)
+                other = replace(composer, tp=tp, ep=ep)
             except ValueError:
                 continue
             if _fits(other):
@@ -465,9 +495,14 @@ def _tables(c: Composer) -> dict[str, Any]:
 
 def _notes(c: Composer) -> list[str]:
     s, k = c.shape, c.kernels
+    engine = (
+        f"engine: not told; that of the kernels' version {k.data['engine']['version']}, earlier "
+        "ones in the interval (--engine vllm@VERSION)"
+        if k.version is None
+        else "engine: as told"
+    )
     notes = [
-        "kernel time and the host's share of an engine that plans iterations ahead; another's: "
-        "Profile.with_host(engine_host(name, version))",
+        engine,
         f"activation_reserve_bytes: vLLM's for Llama-3.1-8B on one RTX 4090 "
         f"({_RECORDED_RESERVE} B) with this model's activations and logits in place of that one's; "
         f"KV memory: {USABLE_MEMORY:g} of the memory less weights and reserve",
@@ -500,11 +535,18 @@ def _notes(c: Composer) -> list[str]:
             f"{c.dp} replicas with equal shares of the decodes, in step; a prompt's chunk is of "
             "one of them and all wait for it; one all-reduce of all tokens a layer for the experts"
         )
-    if c.dtype != "bf16":
+    if c.dtype == "fp8_block":
+        notes.append(
+            "fp8_block: products with a scale a block as SGLang and TensorRT-LLM timed them, as "
+            "vLLM's own timing is bound by launches; quantising is a launch of its own"
+        )
+    elif c.dtype != "bf16":
         notes.append(
             f"{c.dtype}: products and experts as timed in this format; head, router and attention "
             "in 16 bits; quantising the activations is counted where they exceed the L2 cache"
         )
+    if c.padded:
+        notes.append(f"experts: every one takes {_PADDED_ROWS} rows at least, as DeepGEMM aligns")
     if c.ep > 1:
         notes.append("experts spread over the cards: those of the busiest card as timed")
     if s.latent:
@@ -513,7 +555,10 @@ def _notes(c: Composer) -> list[str]:
             "after earlier context by (query, key) pairs; no multi-token prediction"
         )
     if k.kv_dtype != "bf16":
-        notes.append(f"KV cache in {k.kv_dtype}: attention as timed; its scales are not counted")
+        mixed = "; beside chunks by the law of 16 bits with half the bytes" if c.mixed else ""
+        notes.append(
+            f"KV cache in {k.kv_dtype}: attention as timed{mixed}; its scales are not counted"
+        )
     if s.window is not None:
         rule = "as timed" if c.window else "composed as full attention, an upper bound"
         notes.append(
@@ -542,6 +587,7 @@ def compose(
     dtype: str = "bf16",
     kv_dtype: str = "bf16",
     link: str | float | None = None,
+    engine: str | None = None,
 ) -> Profile:
     """Compose the profile of a model on a card, or on ``tp`` cards with tensor parallelism.
 
@@ -551,11 +597,14 @@ def compose(
         tp: cards that share every layer; one of those whose all-reduce is known.
         ep: 1, or ``tp x dp`` to spread the experts over the cards whole.
         dp: replicas of ``tp`` cards that share the experts; the profile is of all of them.
-        dtype: format of the products' weights: ``"bf16"`` or, where timed, ``"fp8"``, ``"nvfp4"``.
+        dtype: format of the products' weights: ``"bf16"`` or, where timed, ``"fp8"``,
+            ``"fp8_block"`` (a scale for every 128 x 128 weights), ``"nvfp4"``.
         kv_dtype: format of the KV cache, ``"bf16"`` or, where timed, ``"fp8"``.
         link: what connects the cards: a name of :attr:`CardKernels.links`, or the microseconds of
             an all-reduce of 2**20 bytes over ``tp x dp`` cards as measured (``servegym measure
             link``); None for the card's default, with all its links in the interval.
+        engine: ``"vllm@0.11"``, or another version; None for the one whose kernels were timed,
+            with earlier ones in the interval.
 
     Returns:
         The profile: ``"fitted"``, or ``"derived"`` where the card's tables are, an expert layer was
@@ -573,16 +622,22 @@ def compose(
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{option}: got {value!r}; must be a whole number >= 1")
     tables = load_kernels(card)
+    told = parse_engine(engine) if engine else None
     tables = replace(tables, kv_dtype=kv_dtype, link=_checked_link(link, tables, tp * dp))
+    tables = replace(tables, version=version_numbers(told[1]) if told else None)
     if kv_dtype not in tables.kv_dtypes:
-        timed = ", ".join(tables.kv_dtypes)
-        raise ValueError(f"kv_dtype: got {kv_dtype!r}; {tables.card} was timed with {timed}")
+        formats = ", ".join(tables.kv_dtypes)
+        raise ValueError(f"kv_dtype: got {kv_dtype!r}; {tables.card} was timed with {formats}")
     shape = model if isinstance(model, ModelShape) else model_shape(model)
+    if (shape.quantised, dtype) == ("fp8_block", "fp8"):
+        dtype = "fp8_block"
     if shape.quantised not in (None, dtype):
         message = f"the config of {shape.name} says {shape.quantised!r}: --dtype {shape.quantised}"
         raise ValueError(f"dtype: got {dtype!r}; {message}")
     c = Composer(tables, shape, tp, dtype, ep, dp)
     _check_memory(c)
+    engines = [told] if told else possible_engines(card)
+    engine_name, version = engines[0]
     law = _tables(c)
     device, facts, reserve = c.memory()
     far = any(factor > 2.0 for factor in tables.extrapolated.values())
@@ -595,6 +650,7 @@ def compose(
         ("link", tables.link, None, "link-"),
         ("dtype", dtype, "bf16", ""),
         ("kv-dtype", kv_dtype, "bf16", "kv-"),
+        ("engine", engine, None, ""),
     ):
         if value != default:
             name, command = f"{name}-{label}{value}", f"{command} --{option} {value}"
@@ -606,8 +662,8 @@ def compose(
         "device": device,
         "model": facts,
         "engine": {
-            "name": tables.data["engine"]["name"],
-            "version": f"{tables.data['engine']['version']} (kernels)",
+            "name": engine_name,
+            "version": version if told else f"{version} (kernels)",
             "dtype": dtype,
             "activation_reserve_bytes": reserve,
             "tensor_parallel": tp,
@@ -628,11 +684,12 @@ def compose(
             "notes": [*tables.data["provenance"]["notes"], *_notes(c)],
         },
     }
-    if host := engine_host(tables.data["engine"]["name"], tables.data["engine"]["version"]):
+    if host := engine_host(engine_name, version):
         data["host"] = host
-    data["step_error"] = _step_error(c)
+    data["step_error"] = _step_error(c, engines)
     draft = Profile.from_dict(data, name)
-    data["estimator"], estimator = fit_estimator(draft)
+    share = shape.top_k / shape.experts if shape.experts else 0.0
+    data["estimator"], estimator = fit_estimator(draft, share)
     data["fit_error"] = {
         "measure": "absolute relative error; kernels: rows that the tables were made without",
         **tables.data["held_out"],
@@ -641,29 +698,45 @@ def compose(
     return Profile.from_dict(data, name)
 
 
+def possible_engines(card: str) -> list[tuple[str, str]]:
+    """Names and versions of engines that differ, the one whose kernels were timed first."""
+    timed = load_kernels(card).data["engine"]
+    return [(timed["name"], timed["version"]), ("vLLM", _WAITING)]
+
+
 def _checked_link(link: str | float | None, tables: CardKernels, cards: int) -> Any:
-    """The link as `CardKernels` takes it."""
+    """The link as `CardKernels` takes it; the beginning of one name is that name."""
     if link is None:
         return None
     names = ", ".join(tables.links)
     if cards == 1:
         raise ValueError(f"link: got {link!r}, but one card has no link; leave it out, or --tp 2")
-    if isinstance(link, str) and link in tables.links:
-        return link
+    named = [name for name in tables.links if isinstance(link, str) and name.startswith(link)]
+    if len(named) == 1 or link in named:
+        return link if link in named else named[0]
     try:
         measured = float(link)
     except (TypeError, ValueError):
         measured = math.nan
-    if not 0.0 < measured < math.inf or isinstance(link, bool):
+    if not math.isfinite(measured) or isinstance(link, bool):
         raise ValueError(
             f"link: got {link!r}; must be one of {tables.card}'s ({names}), or the microseconds of "
             "an all-reduce of 2**20 bytes (servegym measure link)"
         )
+    if cards in tables.tensor_parallel:
+        known = [1e6 * replace(tables, link=name).all_reduce_s(2.0**20, cards)
+                 for name in tables.links]  # fmt: skip
+        least, most = min(known) / _LINK_BEYOND, max(known) * _LINK_BEYOND
+        if not least <= measured <= most:
+            raise ValueError(
+                f"link: got {link!r}; must be from {least:.3g} to {most:.3g} microseconds for an "
+                f"all-reduce of 2**20 bytes over {cards} {tables.card} (servegym measure link)"
+            )
     return measured
 
 
 def step_class(kind: str, shape: ModelShape, dtype: str) -> str:
-    """The class of :data:`STEP_SD` of a model's steps with prefill chunks, or of decodes alone."""
+    """The class in :data:`STEP_ERROR` of a model's steps with prefill chunks, or of decodes."""
     if shape.experts and "mxfp4" in (dtype, shape.expert_dtype):
         return "mxfp4 experts"
     if kind == "prefill" and dtype != "bf16":
@@ -671,44 +744,65 @@ def step_class(kind: str, shape: ModelShape, dtype: str) -> str:
     return "experts" if shape.experts else "dense"
 
 
-def _step_error(c: Composer) -> dict[str, Any]:
-    """The ``step_error`` field: the deviations of all causes, as they are known apart."""
+def interval_places(card: str, engine: str, tp: int) -> tuple[str, ...]:
+    """Places of :data:`STEP_ERROR`, the nearest first.
+
+    ``engine`` is ``"ahead"`` or ``"waiting"``: whether it plans an iteration while another runs.
+    """
+    return f"{card} {engine} tp {tp}", f"{card} {engine}", EVERYWHERE
+
+
+def _step_error(c: Composer, engines: Sequence[tuple[str, str]]) -> dict[str, Any]:
+    """The ``step_error`` field: the deviations of all causes, as they are known apart.
+
+    ``engines`` are names and versions of the told engine, or of all that it may be.
+    """
     k, s = c.kernels, c.shape
-    classes = {kind: step_class(kind, s, c.dtype) for kind in STEP_SD}
-    causes = [f"{kind} of {name}" for kind, name in classes.items()]
-    shares = {"prefill": (2048, 1), "decode": (32, 32)}
-    out: dict[str, Any] = {}
-    for kind, name in classes.items():
-        cards = STEP_SD[kind][name]["cards"]
-        parts = [STEP_SD[kind][name]["sd"]]
-        if k.card not in cards:
-            parts.append(CARD_SD[kind])
-            causes[-1 if kind == "decode" else 0] += f", seen on {' and '.join(cards)}"
+    waits = engine_host(*engines[0]) == engine_host("vLLM", _WAITING)
+    causes, result = [], {}
+    for kind, classes in STEP_ERROR.items():
+        name = step_class(kind, s, c.dtype)
+        places = interval_places(k.card, "waiting" if waits else "ahead", c.tp)
+        place = next(one for one in places if one in classes[name])
+        seen = classes[name][place]
+        causes.append(f"{kind} of {name}, {place}")
+        parts = [seen["sd"]]
+        if place != EVERYWHERE and s.name not in seen["models"]:
+            parts.append(OTHER_MODEL_SD)
+            causes[-1] += " with other models"
         if c.moe_source != c.moe_wanted:
             experts = f"moe_{s.expert_dtype or c.dtype}_layers_from"
             spreads = [v["p90"] for key, v in k.data["held_out"].items() if key.startswith(experts)]
             parts.append(max(spreads, default=0.3) / 1.645)
-        tokens, sequences = shares[kind]
-        # Links that nobody told apart are the ends of an 80 % interval.
-        low, high = _over_links(c, tokens, sequences)
+        # What nobody told apart are the ends of an 80 % interval.
+        low, high = _untold(c, kind, engines)
         parts.append((high - low) / 2.0 / Z80)
-        sd = float(f"{math.hypot(*parts):.3g}")
-        bias = cards.get(k.card, 0.0) + (low + high) / 2.0
-        out[kind] = {"bias": float(f"{bias:.3g}"), "sd": sd}
+        bias, sd = seen["bias"] + (low + high) / 2.0, math.hypot(*parts)
+        result[kind] = {"bias": float(f"{bias:.3g}"), "sd": float(f"{sd:.3g}")}
     if len(k.links) > 1 and k.link is None and c.tp * c.dp > 1:
         causes.append(f"links {' and '.join(k.links)}")
-    return out | {"source": f"experiments/results/fidelity/intervals.csv: {', '.join(causes)}"}
+    if len(engines) > 1:
+        causes.append("engines " + " and ".join(f"{name} {version}" for name, version in engines))
+    return result | {"source": f"experiments/results/fidelity/intervals.csv: {'; '.join(causes)}"}
 
 
-def _over_links(c: Composer, tokens: int, sequences: int) -> tuple[float, float]:
-    """Least and largest logarithm of a step over every link over the step over the default one."""
+def _untold(c: Composer, kind: str, engines: Sequence[tuple[str, str]]) -> tuple[float, float]:
+    """Least and largest logarithm of a step over links and engines over that of the first ones."""
     k = c.kernels
-    if k.link is not None or c.tp * c.dp == 1:
-        return 0.0, 0.0
+    links = [k.link] if k.link is not None or c.tp * c.dp == 1 else k.links
     steps = []
-    for name in k.links:
-        at = replace(c, kernels=replace(k, link=name))
-        steps.append(math.log(at.dense_s(tokens) + at.head_s(sequences)))
+    for link, (name, version) in itertools.product(links, engines):
+        numbers = version_numbers(version) if len(engines) > 1 else k.version
+        at = replace(c, kernels=replace(k, link=link, version=numbers))
+        tokens, sequences = (2048, 1) if kind == "prefill" else (32, 32)
+        seconds = at.dense_s(tokens) + at.head_s(sequences)
+        seconds += (
+            at.chunk_attention_s(tokens, 0)
+            if kind == "prefill"
+            else at.decode_attention_s(sequences, 1024)
+        )
+        host = engine_host(name, version)
+        steps.append(math.log(seconds + host["step_s"] + host["sequence_s"] * sequences))
     return min(steps) - steps[0], max(steps) - steps[0]
 
 
@@ -723,6 +817,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--link", help="what connects the cards: a link of --list, or us of an all-reduce of 1 MiB")
     add("--dtype", default="bf16", help="format of the weights: " + ", ".join(DTYPES))
     add("--kv-dtype", default="bf16", help="format of the KV cache: bf16 or fp8")
+    add("--engine", help="vllm@VERSION; untold: the kernels' version, earlier ones in the interval")
 
 
 def compose_chosen(options: argparse.Namespace) -> Profile:
@@ -730,7 +825,7 @@ def compose_chosen(options: argparse.Namespace) -> Profile:
     for what in ("card", "model"):
         if getattr(options, what) is None:
             raise ValueError(f"--{what}: missing (see servegym profile --list)")
-    names = ("tp", "ep", "dp", "dtype", "kv_dtype", "link")
+    names = ("tp", "ep", "dp", "dtype", "kv_dtype", "link", "engine")
     named = {name: getattr(options, name) for name in names}
     return compose(options.card, options.model, **named)
 
@@ -751,7 +846,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             tps = ", ".join(map(str, k.tensor_parallel))
             print(f"card {card}: {', '.join(k.dtypes)}; KV {', '.join(k.kv_dtypes)}; tp {tps}; "
                   f"links {', '.join(k.links)}; "
-                  f"experts in {', '.join(k.data['moe']) or 'no format'}")  # fmt: skip
+                  f"experts in {', '.join(k.moe_dtypes) or 'no format'}")  # fmt: skip
         for name in list_models():
             s = model_shape(name)
             print(f"model {name}: {s.parameters / 1e9:.2f} B parameters, {s.architecture}")
@@ -772,7 +867,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         low, high = (math.expm1(error["bias"] + z * error["sd"]) for z in (-Z80, Z80))
         print(f"{kind} steps: true time {low:+.1%} to {high:+.1%} of the law's, 80 % interval")
     for note in profile.provenance["notes"]:
-        if note.startswith("link") or "beyond" in note or "not timed" in note:
+        if note.startswith(("link", "engine")) or "beyond" in note or "not timed" in note:
             print(f"note: {note}")
     return 0
 

@@ -2,8 +2,9 @@
 
 Between two iterations the host takes up the sampled tokens, schedules, prepares inputs and launches
 kernels. That takes ``step_s + sequence_s * sequences + token_s * tokens`` seconds, which add to the
-device's. They are folded into the tables of the law when a profile gives them, so that the engines
-need to know nothing of it.
+device's; a sequence beyond the 256th takes ``beyond_256_s`` where that is given. They are folded
+into the tables of the law when a profile gives them, so that the engines need to know nothing of
+it.
 
 A client sees more than the engine's clock. HTTP, checks and the queue between the processes take
 ``api_in_s`` until a request is with the scheduler; ``api_request_s`` of them are work of the API's
@@ -15,12 +16,24 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from servegym.hardware_profiles.constants import constant
+from servegym.hardware_profiles.interpolation import along, union
 from servegym.hardware_profiles.schema import API_TIMES
 
 _AHEAD_SINCE = {"vLLM": (0, 14)}
+# Sequences from which on `beyond_256_s` counts, and a point that shows the slope behind it.
+_KNEE = np.array([256.0, 512.0])
+
+
+def version_numbers(version: str) -> tuple[int, int] | None:
+    """The first two numbers of a version; None where it has not as many."""
+    numbers = re.match(r"v?(\d+)\.(\d+)", version)
+    return numbers and (int(numbers[1]), int(numbers[2]))
 
 
 def plans_ahead(name: str, version: str) -> bool | None:
@@ -30,10 +43,26 @@ def plans_ahead(name: str, version: str) -> bool | None:
         name: the engine's; vLLM is known.
         version: its version, of at least two numbers.
     """
-    numbers = re.match(r"v?(\d+)\.(\d+)", version)
+    numbers = version_numbers(version)
     if name not in _AHEAD_SINCE or numbers is None:
         return None
-    return (int(numbers[1]), int(numbers[2])) >= _AHEAD_SINCE[name]
+    return numbers >= _AHEAD_SINCE[name]
+
+
+def parse_engine(text: str) -> tuple[str, str]:
+    """Name and version of an engine as a command takes them, such as ``vllm@0.11``.
+
+    Raises:
+        ValueError: for an engine that is not known or a version that is no number.
+    """
+    name, _, version = text.partition("@")
+    known = next((one for one in _AHEAD_SINCE if one.lower() == name.lower()), name)
+    if plans_ahead(known, version) is None:
+        raise ValueError(
+            f"engine: got {text!r}; must be vllm@VERSION with a version of two numbers, such as "
+            "vllm@0.11"
+        )
+    return known, version
 
 
 def engine_host(name: str, version: str) -> dict[str, Any]:
@@ -54,8 +83,7 @@ def engine_host(name: str, version: str) -> dict[str, Any]:
     since = ".".join(map(str, _AHEAD_SINCE[name]))
     how = "plans iterations ahead" if ahead else "plans an iteration when it starts"
     return {
-        "step_s": fitted["step_s"],
-        "sequence_s": fitted["sequence_s"],
+        **fitted,
         "token_s": 0.0,
         **api,
         "source": f"{name} {'from' if ahead else 'before'} {since} {how}: published engine "
@@ -66,10 +94,22 @@ def engine_host(name: str, version: str) -> dict[str, Any]:
 def fold_host(tables: Any, host: Mapping[str, Any]) -> Any:
     """The tables of a law with the host's share, the field ``host`` of a profile, in them."""
     dense_s = tables.dense_s + (host["step_s"] + host["token_s"] * tables.dense_tokens)
-    head_s = tables.head_s + host["sequence_s"] * tables.head_sequences
-    for array in (dense_s, head_s):
+    sequences, head_s, each = tables.head_sequences, tables.head_s, host["sequence_s"]
+    if "beyond_256_s" in host:
+        sequences = union([sequences, _KNEE])
+        head_s = along(tables.head_sequences, head_s, sequences)
+    beyond = np.maximum(sequences - _KNEE[0], 0.0) * (host.get("beyond_256_s", each) - each)
+    head_s = head_s + each * sequences + beyond
+    for array in (dense_s, sequences, head_s):
         array.setflags(write=False)
-    return tables._replace(dense_s=dense_s, head_s=head_s)
+    return tables._replace(dense_s=dense_s, head_sequences=sequences, head_s=head_s)
+
+
+def with_engine(profile: Any, engine: str) -> Any:
+    """A profile with the host's share of a told engine, as in :func:`parse_engine`."""
+    name, version = parse_engine(engine)
+    told = replace(profile, engine=profile.engine | {"name": name, "version": version})
+    return told.with_host(engine_host(name, version))
 
 
 def put_api(replicas: Any, profiles: Sequence[Any]) -> None:

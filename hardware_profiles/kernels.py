@@ -141,18 +141,19 @@ class MixedAttention:
         head_size: int,
         pair_s: float,
         device: Mapping[str, Any],
+        value_bytes: int = 2,
     ) -> float:
         """Seconds that the decodes add to the smallest chunk.
 
         ``context`` is the tokens of each, ``pair_s`` the seconds that a (query, key) pair of one
-        head takes in long prompts; of the device ``multiprocessors`` and
-        ``memory_bandwidth_bytes_per_s`` are read.
+        head takes in long prompts, ``value_bytes`` those of a value of the KV cache; of the device
+        ``multiprocessors`` and ``memory_bandwidth_bytes_per_s`` are read.
         """
         processors, group = device["multiprocessors"], heads / kv_heads
         tile_s = self.TILE * pair_s * processors
         work = heads * sequences / processors
         work *= self.block_s + self.rate * tile_s * max(context, self.TILE)
-        kv_bytes = 4.0 * head_size * sequences * context
+        kv_bytes = 2.0 * value_bytes * head_size * sequences * context
         lost = min(max(kv_bytes / (self.cache * self.l2_bytes) - 1.0, 0.0), 1.0)
         times = 1.0 + (min(group, max(1.0, group * sequences / processors)) - 1.0) * lost
         read = times * kv_bytes * kv_heads
@@ -208,6 +209,14 @@ class MoeShape:
         return math.hypot(*(math.log(a / b) for a, b in pairs))
 
 
+_BEFORE = " before "
+
+
+def _timed_as(dtype: str) -> str:
+    """The key of kernels that were timed in one format of 8 bits alone: with block scales."""
+    return "fp8" if dtype == "fp8_block" else dtype
+
+
 Layer = tuple[MoeShape, np.ndarray, np.ndarray]
 """A timed layer: its shape, ``(G,)`` tokens and ``(G,)`` seconds."""
 _NEAREST = 4
@@ -256,6 +265,7 @@ class CardKernels:
         kv_dtype: format of the KV cache, one of :attr:`kv_dtypes`.
         link: what connects the cards: one of :attr:`links`, or the measured microseconds of an
             all-reduce of 2**20 bytes; None for the card's default, the first of them.
+        version: of the engine, whose kernels may have changed; None for the timed one's.
         extrapolated: largest extrapolation factor that was asked for, by kernel and axis.
     """
 
@@ -263,6 +273,7 @@ class CardKernels:
     data: dict[str, Any]
     kv_dtype: str = "bf16"
     link: str | float | None = None
+    version: tuple[int, int] | None = None
     extrapolated: dict[str, float] = field(default_factory=dict)
     _tables: dict[tuple[str, ...], LogTable] = field(default_factory=dict, repr=False)
 
@@ -377,6 +388,7 @@ class CardKernels:
         the query heads are those on this card.
         """
         name = f"latent_{kernel}" + ("" if self.kv_dtype == "bf16" else f"_{self.kv_dtype}")
+        dtype = _timed_as(dtype)
         if dtype not in self.data.get(name, {}):
             raise ValueError(
                 f"dtype: got {dtype!r}; latent attention was timed on {self.card} with "
@@ -392,9 +404,19 @@ class CardKernels:
         near = min(sizes, key=lambda s: abs(math.log(s / head_size)))
         return int(tables[str(near)]["context"][-1])
 
+    @property
+    def moe_dtypes(self) -> list[str]:
+        """Number formats of experts' weights that were timed."""
+        return [dtype for dtype in self.data["moe"] if _BEFORE not in dtype]
+
     def moe_shapes(self, dtype: str) -> Iterator[Layer]:
-        """Timed layers with weights of ``dtype``."""
-        for raw in self.data["moe"].get(dtype, ()):
+        """Timed layers with weights of ``dtype``, in the kernels of the engine's version."""
+        tables, key = self.data["moe"], _timed_as(dtype)
+        for earlier in tables:
+            until = earlier.partition(f"{key}{_BEFORE}")[2]
+            if until and self.version and self.version < tuple(map(int, until.split("."))):
+                key = earlier
+        for raw in tables.get(key, ()):
             sizes = raw["hidden"], raw["width"], raw["top_k"], raw["experts"], raw.get("ep", 1)
             shape = MoeShape(*sizes)
             yield shape, np.array(raw["tokens"], float), _MICROSECOND * np.array(raw["us"])
@@ -409,7 +431,7 @@ class CardKernels:
         if shape.ep > 1:
             timed = [layer for layer in timed if layer[0] == shape]
         if not timed:
-            formats = ", ".join(self.data["moe"]) or "none"
+            formats = ", ".join(self.moe_dtypes) or "none"
             raise ValueError(
                 f"experts: got {dtype} weights"
                 + (f" of {shape}" if shape.ep > 1 else "")

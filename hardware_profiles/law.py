@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -92,20 +92,38 @@ class Surplus(NamedTuple):
 class Estimator:
     """Linear estimate of the law (Eq. 13 and 14 of the routing paper, with a constant).
 
-    ``prefill(P) = base_s + prefill_s_per_token * P`` and
-    ``decode(b, T) = base_s + decode_s_per_sequence * b + decode_s_per_context_token * T``.
+    ``prefill(P) = base_s + prefill_s_per_token * P + experts(P)`` and ``decode(b, T) = base_s +
+    decode_s_per_sequence * b + decode_s_per_context_token * T + experts(b)``, where ``experts(n) =
+    experts_s * (1 - (1 - expert_share) ** n)`` is the reading of the experts that n tokens meet.
 
     Attributes:
         base_s: seconds of an iteration that does nothing.
         prefill_s_per_token: the paper's k1, seconds per prompt token.
         decode_s_per_context_token: the paper's k2, seconds per token held in KV memory.
         decode_s_per_sequence: seconds per decoding sequence.
+        experts_s: seconds of reading all experts; 0 for a dense model.
+        expert_share: the share of the experts that one token meets.
     """
 
     base_s: float
     prefill_s_per_token: float
     decode_s_per_context_token: float
     decode_s_per_sequence: float = 0.0
+    experts_s: float = 0.0
+    expert_share: float = 0.0
+
+    def prefill_s(self, tokens: Any) -> Any:
+        """Seconds of a prefill iteration of so many tokens, a number or an array."""
+        return self.base_s + self.prefill_s_per_token * tokens + self._experts_read_s(tokens)
+
+    def decode_s(self, sequences: Any, context_tokens: Any) -> Any:
+        """Seconds of a decode iteration; ``context_tokens`` are those of all sequences."""
+        linear = self.decode_s_per_sequence * sequences
+        linear = linear + self.decode_s_per_context_token * context_tokens
+        return self.base_s + linear + self._experts_read_s(sequences)
+
+    def _experts_read_s(self, tokens: Any) -> Any:
+        return self.experts_s * (1.0 - (1.0 - self.expert_share) ** tokens)
 
     @property
     def k1(self) -> float:
@@ -201,7 +219,10 @@ class Profile:
         """Return the JSON object; ``Profile.from_dict(p.to_dict())`` is the same profile."""
         facts = ("name", "description", "kind", "device", "model", "engine", "law")
         parts = {key: getattr(self, key) for key in (*facts, "estimator", "domain", "fit_error")}
-        parts["estimator"] = {key: getattr(self.estimator, key) for key in ESTIMATOR_FIELDS}
+        estimator = asdict(self.estimator)
+        parts["estimator"] = {
+            key: estimator[key] for key in estimator if key in ESTIMATOR_FIELDS or estimator[key]
+        }
         stated = {key: getattr(self, key) for key in ("step_error", "host") if getattr(self, key)}
         return copy_json({"format": FORMAT, **parts, **stated, "provenance": self.provenance})
 

@@ -35,7 +35,7 @@ ARCHITECTURES = (
 _QKV_BIAS = ("Qwen2ForCausalLM", "ChatGLMModel")
 _QK_NORM = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 # Bytes of a weight: 4-bit formats have a scale for every 32 (mxfp4) or 16 (nvfp4) of them.
-VALUE_BYTES = {"bf16": 2.0, "fp8": 1.0, "mxfp4": 4.25 / 8.0, "nvfp4": 4.5 / 8.0}
+VALUE_BYTES = {"bf16": 2.0, "fp8": 1.0, "fp8_block": 1.0, "mxfp4": 4.25 / 8.0, "nvfp4": 4.5 / 8.0}
 # DeepSeek-V3's multi-head latent attention, which was timed as a whole with its products.
 _LATENT = {"hidden_size": 7168, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
            "qk_rope_head_dim": 64, "v_head_dim": 128}  # fmt: skip
@@ -63,6 +63,7 @@ _DEFAULTS = {
 # Where a config holds its language model apart, and where it says that weights are quantised.
 _LANGUAGE = ("text_config", "llm_config", "language_config")
 _QUANTISED = ("quantization_config", "compression_config", "quantization_bit")
+_BLOCK = [128, 128]
 _DTYPES, _UNQUANTISED = ("dtype", "torch_dtype"), (None, "auto", "bfloat16", "float16", "float32")
 # Files beside a ``config.json`` that say so: of ModelOpt, GPTQ and AWQ.
 _QUANTISED_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
@@ -107,7 +108,8 @@ class ModelShape:
         expert_dtype: format of the experts' weights if not that of the rest (``"mxfp4"``), or None.
         window: sliding window in tokens, or None.
         windowed_layers: layers that have it.
-        quantised: ``"fp8"`` if the config says that the weights are in 8 bits, or None.
+        quantised: ``"fp8"`` if the config says that the weights are in 8 bits, ``"fp8_block"`` with
+            a scale for every block of them, or None.
         latent: whether it has DeepSeek-V3's multi-head latent attention; keys and values of a token
             then are those of one KV head of ``head_size``.
         shared: experts a layer that every token goes to.
@@ -273,14 +275,18 @@ def _flat(top: Fields) -> tuple[Fields, list[tuple[Fields, str]]]:
 
 def _quantised(places: list[tuple[Fields, str]], kind: str) -> tuple[str | None, str | None]:
     """Format of the experts, if they alone have one (gpt-oss), and of all weights."""
-    scheme = "mxfp4" if kind == "GptOssForCausalLM" else "fp8"
+    scheme, result = "mxfp4" if kind == "GptOssForCausalLM" else "fp8", None
     for part, key in places:
         stated = part.data[key]
         method = stated.get("quant_method", stated) if isinstance(stated, Mapping) else stated
         if method != scheme:
             message = f"got {method!r:.60}; must be {scheme!r}, or left out for weights in 16 bits"
             raise part.error(key, message)
-    result = scheme if places else None
+        block = stated.get("weight_block_size") if isinstance(stated, Mapping) else None
+        if block not in (None, _BLOCK):
+            message = f"got {block!r:.60}; products were timed with a scale for every {_BLOCK}"
+            raise part.error(f"{key}.weight_block_size", message)
+        result = f"{scheme}_block" if block else result or scheme
     return (result, None) if scheme == "mxfp4" else (None, result)
 
 

@@ -54,12 +54,14 @@ LINEAR_FIELDS = (
     "decode_s_per_context_token",
 )
 ESTIMATOR_FIELDS = (*LINEAR_FIELDS[:2], LINEAR_FIELDS[3], LINEAR_FIELDS[2])
+_EXPERT_FIELDS = ("experts_s", "expert_share")
 MODEL_FACTS = (
     *("layers", "hidden_size", "attention_heads", "kv_heads", "head_size", "bytes_per_value"),
     *("parameters", "weight_bytes", "kv_bytes_per_token"),
 )
 STEP_KINDS = ("prefill", "decode")
 HOST_TIMES = ("step_s", "sequence_s", "token_s")
+_OPTIONAL_HOST_TIMES = ("beyond_256_s",)
 API_TIMES = ("api_in_s", "api_request_s", "api_out_s")
 DOMAIN_LIMITS = ("max_decode_sequences", "max_iteration_tokens", "max_context_tokens")
 
@@ -307,8 +309,9 @@ def check_step_error(fields: Fields) -> dict[str, Any]:
 
 def check_host(fields: Fields) -> dict[str, Any]:
     """A copy of the host's share of an iteration and of a request."""
-    fields.only((*HOST_TIMES, *API_TIMES, "source"))
-    for key in (*HOST_TIMES, *(key for key in API_TIMES if key in fields.data)):
+    optional = (*_OPTIONAL_HOST_TIMES, *API_TIMES)
+    fields.only((*HOST_TIMES, *optional, "source"))
+    for key in (*HOST_TIMES, *(key for key in optional if key in fields.data)):
         fields.number(key, high=1.0, hint=" seconds (is it in milliseconds?)")
     if fields.data.get("api_request_s", 0.0) > fields.data.get("api_in_s", 0.0):
         raise fields.error("api_request_s", "is part of api_in_s and must not be above it")
@@ -367,7 +370,8 @@ def check_profile(data: Any, where: str) -> dict[str, Any]:
         device.number("usable_memory_fraction", 0.0, 1.0, strict=True)
 
     estimator = top.child("estimator")
-    estimator.only(ESTIMATOR_FIELDS)
+    estimator.only((*ESTIMATOR_FIELDS, *_EXPERT_FIELDS))
+    stated_of_estimator = (*ESTIMATOR_FIELDS, *(k for k in _EXPERT_FIELDS if k in estimator.data))
     unit = " seconds (is it in milliseconds?)"
 
     domain = top.child("domain")
@@ -381,7 +385,7 @@ def check_profile(data: Any, where: str) -> dict[str, Any]:
         "model": check_model(top.child("model"), shape=not outside),
         "engine": copy_json(engine.data),
         "law": check_law(top.child("law")),
-        "estimator": {k: estimator.number(k, high=1.0, hint=unit) for k in ESTIMATOR_FIELDS},
+        "estimator": {k: estimator.number(k, high=1.0, hint=unit) for k in stated_of_estimator},
         "domain": {key: domain.integer(key) for key in DOMAIN_LIMITS},
         "fit_error": copy_json(top.child("fit_error").data),
         "step_error": check_step_error(top.child("step_error")) if "step_error" in data else {},

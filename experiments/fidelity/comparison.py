@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from servegym.experiments.fidelity.measured_run import MeasuredRun
 from servegym.hardware_profiles import Profile, list_profiles, load
-from servegym.hardware_profiles.host import without_api
+from servegym.hardware_profiles.host import plans_ahead, with_engine, without_api
 from servegym.hardware_profiles.schema import KINDS
 
 METRICS = {"ttft_s": "TTFT", "tpot_s": "TPOT", "e2e_s": "end to end"}
@@ -40,14 +40,27 @@ def matching_profile(run: MeasuredRun) -> Profile:
         same = profile.device["name"] == run.device and profile.model["name"] == run.model
         if same and _devices(profile) == run.devices:
             return profile
+    if not run.device:
+        raise ValueError(
+            f"run {run.name!r}: meta.json has no hardware.device_name; write the card's name there "
+            "as nvidia-smi gives it, or name a profile with --profile"
+        )
     tensor, data, _ = run.devices
     count = tensor * data
     cards, make = f"{count} x " if count > 1 else "", _options(run)
     raise ValueError(
-        f"no profile of {run.model or 'the model'} on {cards}{run.device or 'the device'}: "
+        f"no profile of {run.model or 'the model'} on {cards}{run.device}: "
         f"name one with --profile (shipped: {', '.join(list_profiles())}), or compose it with "
         f"`servegym profile{make}`"
     )
+
+
+def of_engine(profile: Profile, run: MeasuredRun, engine: str | None) -> Profile:
+    """A profile with the host's share of a named engine, or, if it has one, of the run's."""
+    if engine:
+        return with_engine(profile, engine)
+    known = plans_ahead("vLLM", run.version) is not None and profile.engine["name"] == "vLLM"
+    return with_engine(profile, f"vllm@{run.version}") if profile.host and known else profile
 
 
 def _devices(profile: Profile) -> tuple[int, int, bool]:

@@ -66,6 +66,7 @@ class MeasuredRun:
     engine: dict[str, Any]
     device: str = ""
     model: str = ""
+    version: str = ""  # of vLLM; empty where meta.json does not tell it
     devices: tuple[int, int, bool] = (1, 1, False)
     assumed: dict[str, str] = field(default_factory=dict)
     scheduled_s: Array | None = None
@@ -210,6 +211,7 @@ def load_run(folder: str | os.PathLike[str]) -> MeasuredRun:
         engine=engine,
         device=_text(_part(meta, "hardware"), "device_name"),
         model=_text(meta, "model").rpartition("/")[2],
+        version=str(meta.data.get("vllm_version") or ""),
         devices=devices,
         assumed=assumed,
         scheduled_s=rows["scheduled_ts"] - offset - start,

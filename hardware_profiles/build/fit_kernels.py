@@ -12,6 +12,10 @@ pyarrow. ``DATA`` holds the kernel timings of LLMServingSim. No row is copied:
  * Decode attention: every (sequence, KV head) pair is a problem of its own; medians by query heads
    a pair, pairs and context. No time is below floor + bytes / bandwidth of the longest contexts, as
    the loop found small ones in the L2 cache. That also fills what was not timed.
+ * Products with a scale a block of weights: the least time of a size in SGLang's and
+   TensorRT-LLM's loops around the kernel that vLLM runs, too (DeepGEMM). vLLM's own loop is bound
+   by launches, which an engine's CUDA graphs hide (H100: 59 us for one row of 4,096 x 4,096 and
+   155 us for 64 x 256, where the others take 12).
  * Experts: each timed layer as one card holds it (a layer split over cards is a narrower one).
  * Elementwise ops: those of the RTX 4090, what grows by memory bandwidth.
  * Decodes on the RTX PRO 6000: times the ratio of Llama-3.1-8B's own timings, by pairs and context.
@@ -75,7 +79,10 @@ TABLES_ONLY: dict[str, dict[str, Any]] = {
     },
 }
 _MIN_OUT, _MIN_INNER, _DISTURBED = 32, 256, 1.5
-_GEMM_DTYPES = {"bfloat16": "bf16", "fp8": "fp8", "nvfp4": "nvfp4"}
+_GEMM_DTYPES = {"bfloat16": "bf16", "fp8": "fp8", "fp8_block": "fp8_block", "nvfp4": "nvfp4"}
+_BLOCK_SCALED, _LAUNCHED = "fp8_block", ("sglang", "trtllm")
+# Other kernels of experts in 16 bits, which vLLM had before: the version that timed them.
+_EARLIER_EXPERTS = {"b200_sxm": "0.19.0"}
 # The 8-bit experts with one scale a block come first: those with one a tensor ran in a kernel that
 # is slower than 16 bits on most cards, and stand only where nothing else was timed.
 _MOE_DTYPES = {
@@ -182,7 +189,9 @@ def _gemm(frame: Any, seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
         timed = ~np.isnan(floor[i, j])
         floor[i, j][timed] = isotonic_fit(floor[i, j][timed])
     raised = int(np.sum(floor[..., 0] > 1.05 * raw[..., 0]))
-    logs = np.maximum.accumulate(fill_holes(np.log(floor), (out, inner)), axis=2)
+    # Twice: a corner's neighbours may be holes themselves.
+    filled = fill_holes(fill_holes(np.log(floor), (out, inner)), (out, inner))
+    logs = np.maximum.accumulate(filled, axis=2)
 
     rng = np.random.default_rng(seed)
     gone = rng.random(logs.shape[:2]) < _HELD_OUT
@@ -211,6 +220,15 @@ def _gemm(frame: Any, seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
         "raised_shapes": raised,
         "us": _microseconds(np.exp(logs).transpose(2, 0, 1)),
     }, errors
+
+
+def _launched_from_graphs(gemm: Path, dtype: str) -> Any:
+    """Rows of one format from the tables of SGLang and TensorRT-LLM, the least time of a size."""
+    import pandas as pd
+
+    files = [f for engine in _LAUNCHED for f in sorted(gemm.glob(f"{engine}/*/gemm_perf.parquet"))]
+    rows = pd.concat([frame[frame["gemm_dtype"] == dtype] for frame in map(_frame, files)])
+    return rows.groupby(["gemm_dtype", "n", "k", "m"], as_index=False)["latency"].min()
 
 
 # -- attention ------------------------------------------------------------------------------
@@ -444,34 +462,41 @@ def _experts(
     return tables, errors
 
 
-# Hosts on which all-reduces of a card were timed: link, what is known of it, and the tables below
-# ``comm``. The first is the default: of two hosts over PCIe the slower one, so that what is planned
-# for it holds on either.
+# Hosts on which all-reduces of a card were timed: the link's name by topology and host, what is
+# known of it, and the tables below ``comm``. The first is the default.
 _STAGED = "taken to go through the host's memory, as their speed says"
 _LINKS: dict[str, list[tuple[str, str, tuple[str, ...]]]] = {
-    "a100_sxm": [("nvlink", "NVIDIA's SXM host", ("vllm/0.14.0",))],
+    "a100_sxm": [("nvlink-a100", "NVIDIA's SXM host", ("vllm/0.14.0",))],
     "h100_sxm": [
-        ("nvlink", "NVIDIA's SXM hosts", ("vllm/0.14.0", "vllm/0.19.0", "vllm/0.24.0")),
+        ("nvlink-h100", "NVIDIA's SXM hosts", ("vllm/0.14.0", "vllm/0.19.0", "vllm/0.24.0")),
     ],
     "h200_sxm": [
         (
-            "nvlink",
+            "nvlink-h200",
             "NVIDIA's SXM hosts",
             ("vllm/0.14.0", "vllm/0.18.0", "vllm/0.19.0", "vllm/0.24.0"),
         ),
     ],
-    "b200_sxm": [("nvlink", "NVIDIA's SXM hosts", ("vllm/0.19.0", "vllm/0.24.0"))],
+    "b200_sxm": [("nvlink-b200", "NVIDIA's SXM hosts", ("vllm/0.19.0", "vllm/0.24.0"))],
     "l40s": [
-        ("pcie-host", f"8 cards of NVIDIA's host for vLLM, {_STAGED}", ("vllm/0.14.0",)),
+        ("pcie-8xl40s-vllm", f"8 L40S of NVIDIA's host for vLLM, {_STAGED}", ("vllm/0.14.0",)),
         (
-            "pcie-peer",
-            "8 cards of NVIDIA's host for SGLang 0.5.12, peer to peer",
+            "pcie-8xl40s-sglang",
+            "8 L40S of NVIDIA's host for SGLang 0.5.12, peer to peer",
             ("sglang/0.5.12",),
         ),
     ],
     "rtx_pro_6000_server": [
-        ("pcie-host", f"2 cards of NVIDIA's host for vLLM 0.19, {_STAGED}", ("vllm/0.19.0",)),
-        ("pcie-peer", "8 cards of NVIDIA's host for vLLM 0.24, peer to peer", ("vllm/0.24.0",)),
+        (
+            "pcie-2xrtxpro6000",
+            f"2 cards of NVIDIA's host for vLLM 0.19, {_STAGED}; more are scaled from the other's",
+            ("vllm/0.19.0",),
+        ),
+        (
+            "pcie-8xrtxpro6000",
+            "8 cards of NVIDIA's host for vLLM 0.24, peer to peer",
+            ("vllm/0.24.0",),
+        ),
     ],
 }
 
@@ -557,6 +582,8 @@ def fit_card(card: str, data: Path, systems: Path, *, seed: int = 0) -> dict[str
     gemm = {}
     for dtype, ours in _GEMM_DTYPES.items():
         rows = products[products["gemm_dtype"] == dtype]
+        if dtype == _BLOCK_SCALED:
+            rows = _launched_from_graphs(systems / name / "gemm", dtype)
         if len(rows):
             gemm[ours], spreads = _gemm(rows, seed)
             errors |= {f"gemm_{ours}_{key}": value for key, value in spreads.items()}
@@ -583,6 +610,10 @@ def fit_card(card: str, data: Path, systems: Path, *, seed: int = 0) -> dict[str
             rows = layers[layers["moe_dtype"] == timed[0]]
             moe[ours], spreads = _experts(rows, VALUE_BYTES[ours], gemm["bf16"])
             errors |= {f"moe_{ours}_{key}": value for key, value in spreads.items()}
+    if name in _EARLIER_EXPERTS:
+        rows = table("moe", "moe", _EARLIER_EXPERTS[name])
+        rows = rows[rows["moe_dtype"] == "bfloat16"]
+        moe["bf16 before 0.24"], _ = _experts(rows, VALUE_BYTES["bf16"], gemm["bf16"])
     return {
         "format": FORMAT,
         "card": card,

@@ -41,6 +41,7 @@ from servegym.hardware_profiles.calibrate.kernel_tables import (
     read_meta,
 )
 from servegym.hardware_profiles.calibrate.options import add_options, option
+from servegym.hardware_profiles.host import parse_engine, with_engine
 from servegym.hardware_profiles.interpolation import interpolate, interpolate_2d
 from servegym.hardware_profiles.law import Profile
 from servegym.hardware_profiles.load import load
@@ -62,6 +63,7 @@ class KernelOptions:
     memory_bytes: int = option("memory of the device", 25_250_627_584)
     usable_memory_fraction: float = option("part the engine may use", 0.9)
     activation_reserve_bytes: int = option("memory set aside for activations", 1_237_000_000)
+    engine: str | None = option("vllm@VERSION, whose host takes its share of an iteration", None)
     tolerance: float = option("largest relative thinning error", 0.003)
     seed: int = option("chooses the rows held out", 0)
     source: str | None = option("where the timings come from", None)
@@ -85,6 +87,8 @@ def calibrate_kernels(folder: str | os.PathLike[str], options: KernelOptions) ->
         ValueError: naming the file, line and field of a bad input, and what to do.
     """
     root = Path(folder)
+    if options.engine:
+        parse_engine(options.engine)
     name, facts = options.name, model_facts(options.model)
     kernels = KernelTables(root, int(facts["layers"]))
     _check_times(kernels, root, float(facts["weight_bytes"]))
@@ -145,7 +149,8 @@ def calibrate_kernels(folder: str | os.PathLike[str], options: KernelOptions) ->
         **_mixed_errors(kernels, draft),
         "linear_estimator_against_law": estimator_error,
     }
-    return Profile.from_dict(data, name)
+    profile = Profile.from_dict(data, name)
+    return with_engine(profile, options.engine) if options.engine else profile
 
 
 def _tabulated_law(k: KernelTables, tolerance: float) -> dict[str, Any]:

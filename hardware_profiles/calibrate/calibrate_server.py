@@ -30,8 +30,14 @@ import numpy as np
 from servegym._command_line import run_main
 from servegym.hardware_profiles.calibrate.fitting import error_quantiles, fit_estimator, rounded
 from servegym.hardware_profiles.calibrate.server_loads import Load, read_all
-from servegym.hardware_profiles.compose import Z80, add_arguments, compose_chosen
+from servegym.hardware_profiles.compose import (
+    Z80,
+    add_arguments,
+    compose_chosen,
+    possible_engines,
+)
 from servegym.hardware_profiles.constants import constant
+from servegym.hardware_profiles.host import with_engine
 from servegym.hardware_profiles.law import Profile
 from servegym.hardware_profiles.load import load as load_profile
 from servegym.hardware_profiles.model_config import model_shape
@@ -53,7 +59,7 @@ LENGTH = 1.5
 STATED = {"prefill": {"bias": 0.0, "sd": 0.2}, "decode": {"bias": 0.0, "sd": 0.1}}
 """Errors of a profile that states none."""
 SEQUENCE_SD_S = 14e-6
-"""Deviation of the time a sequence: twice the share of a host that plans ahead."""
+"""Deviation of the time a sequence; an engine that does not plan ahead takes 50 us."""
 FIRST_TOKEN_SD_S = 0.01
 _LEAST_FIRST_TOKEN_S = 2e-4
 _LEAST_STEPS = 100
@@ -483,7 +489,25 @@ def calibrate_server(
     return Calibration(Profile.from_dict(data, name), True, tuple(lines))
 
 
-def _begun_with(options: argparse.Namespace) -> Profile:
+def _of_an_engine(options: argparse.Namespace, loads: Sequence[Load]) -> Profile:
+    """The composed profile; of the engine that is nearest to the loads where none is told."""
+    if options.engine:
+        return compose_chosen(options)
+    best, least = None, math.inf
+    for name, version in possible_engines(options.card):
+        told = argparse.Namespace(**vars(options) | {"engine": f"{name.lower()}@{version}"})
+        profile = compose_chosen(told)
+        points = points_of(loads, profile)
+        off = np.mean([abs(math.log(p.step_s / p.law_s)) for p in points]) if points else 0.0
+        print(f"as of vLLM {version}: a step is off by {math.expm1(off):.1%} on average")
+        if off < least:
+            best, least = profile, off
+    assert best is not None
+    print(f"engine not told: taken as {best.engine['name']} {best.engine['version']}")
+    return best
+
+
+def _begun_with(options: argparse.Namespace, loads: Sequence[Load]) -> Profile:
     """The profile that the command line names."""
     rooflined = options.bandwidth or options.tflops or options.memory_gb
     ways = {"--profile": options.profile, "--card": options.card, "--bandwidth": rooflined}
@@ -493,9 +517,10 @@ def _begun_with(options: argparse.Namespace) -> Profile:
             "--memory-gb and --model"
         )
     if options.profile:
-        return load_profile(options.profile)
+        profile = load_profile(options.profile)
+        return with_engine(profile, options.engine) if options.engine else profile
     if options.card:
-        return compose_chosen(options)
+        return _of_an_engine(options, loads)
     for flag in ("model", "bandwidth", "tflops", "memory_gb"):
         if not getattr(options, flag):
             raise ValueError(f"--{flag.replace('_', '-')}: missing; a roofline needs it")
@@ -530,8 +555,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     out = options.out or f"{options.name}.json"
     if not Path(out).absolute().parent.is_dir():
         raise ValueError(f"--out: got {out!r}; its folder does not exist")
-    base = _begun_with(options)
-    result = calibrate_server(read_all(options.files), base, options.name, options.kv_tokens)
+    loads = read_all(options.files)
+    base = _begun_with(options, loads)
+    result = calibrate_server(loads, base, options.name, options.kv_tokens)
     result.profile.save(out)
     print("\n".join(result.lines))
     print(f"{out}: " + (result.profile.name if result.kept else f"{base.name} as it was"))

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import Any
 
 import numpy as np
-from scipy.optimize import isotonic_regression, nnls
+from scipy.optimize import isotonic_regression, linprog, nnls
 
 from servegym.hardware_profiles.fleet import served_models
 from servegym.hardware_profiles.interpolation import interpolate
 from servegym.hardware_profiles.law import Estimator, Profile
 from servegym.hardware_profiles.load import unknown_name
-from servegym.hardware_profiles.schema import read_json
+from servegym.hardware_profiles.schema import ESTIMATOR_FIELDS, read_json
 
 # Times of growing work whose best non-falling fit explains less than this are no law.
 EXPLAINED_FLOOR = 0.5
@@ -21,8 +20,12 @@ EXPLAINED_FLOOR = 0.5
 ESTIMATOR_MAX_SEQUENCES = 8
 ESTIMATOR_MAX_PROMPT = 1024
 ESTIMATOR_MAX_CONTEXT = 1500
+# And of experts, whose reading fills up with the batch; shares of them by that of even routing.
+EXPERT_BATCHES = np.array([1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256])
+EXPERT_SHARES = np.geomspace(0.35, 2.0, 13)
+_FEW_PROMPTS = np.unique(np.geomspace(1, ESTIMATOR_MAX_PROMPT, 40).astype(int)) - 1
 # Stands in a draft until the estimator is fitted to its law.
-NO_ESTIMATE = {f.name: 0.0 for f in fields(Estimator)}
+NO_ESTIMATE = dict.fromkeys(ESTIMATOR_FIELDS, 0.0)
 
 
 def thin(grid: np.ndarray, values: np.ndarray, tolerance: float) -> np.ndarray:
@@ -125,41 +128,73 @@ def random_third(shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray
     return missing
 
 
-def fit_estimator(profile: Profile) -> tuple[dict[str, float], dict[str, Any]]:
-    """Least-squares linear law over batches of 1 to 8, prompts to 1,024, contexts to 1,500.
+def fit_estimator(
+    profile: Profile, expert_share: float = 0.0
+) -> tuple[dict[str, float], dict[str, Any]]:
+    """The linear law over prompts to 1,024 and contexts to 1,500.
 
-    The constant and the decode terms come from decodes; the prefill slope is then fitted with
-    that constant, as one constant serves both (Eq. 13 and 14 have none).
+    Of a dense model least squares over batches of 1 to 8: the constant and the decode terms come
+    from decodes; the prefill slope is then fitted with that constant, as one constant serves both
+    (Eq. 13 and 14 have none). Of experts, whose reading grows with the batch until all are met, the
+    least largest relative error over batches of 1 to 256 and prompts together.
+
+    Args:
+        profile: with the law.
+        expert_share: of the experts that a token meets; 0 for that of the profile's estimator.
 
     Returns:
         The estimator's fields (seconds), and its relative errors against the profile's law.
     """
-    batches = np.arange(1, ESTIMATOR_MAX_SEQUENCES + 1)
-    contexts = np.arange(10, ESTIMATOR_MAX_CONTEXT + 1, 10)
+    share = expert_share or profile.estimator.expert_share
+    batches = EXPERT_BATCHES if share else np.arange(1, ESTIMATOR_MAX_SEQUENCES + 1)
+    contexts = np.arange(10, ESTIMATOR_MAX_CONTEXT + 1, 100 if share else 10)
     b, x = (a.ravel().astype(float) for a in np.meshgrid(batches, contexts, indexing="ij"))
     decode = np.array([profile.decode_s(n, n * c) for n, c in zip(b, x, strict=True)])
-    design = np.column_stack([np.ones_like(b), b, b * x])
-    scale = np.array([1.0, 1.0, 1e3])
-    base, per_sequence, per_context = nnls(design / scale, decode)[0] / scale
     prompts = np.arange(1, ESTIMATOR_MAX_PROMPT + 1).astype(float)
     prefill = np.array([profile.prefill_s(p) for p in prompts])
-    per_token = max(float(prompts @ (prefill - base) / (prompts @ prompts)), 0.0)
-    fields = {
-        "base_s": base,
-        "prefill_s_per_token": per_token,
-        "decode_s_per_context_token": per_context,
-        "decode_s_per_sequence": per_sequence,
-    }
-    fields = {key: float(f"{value:.6g}") for key, value in fields.items()}
-    guess = fields["base_s"] + fields["prefill_s_per_token"] * prompts
-    coefficients = [
-        fields[key] for key in ("base_s", "decode_s_per_sequence", "decode_s_per_context_token")
-    ]
+    if share:
+        values = min(
+            (_fit_experts(one, b, x, decode, prompts, prefill)
+             for one in share * EXPERT_SHARES if one <= 1.0), key=lambda fit: fit[0]
+        )[1]  # fmt: skip
+    else:
+        design = np.column_stack([np.ones_like(b), b, b * x])
+        scale = np.array([1.0, 1.0, 1e3])
+        base, per_sequence, per_context = nnls(design / scale, decode)[0] / scale
+        slope = float(prompts @ (prefill - base) / (prompts @ prompts))
+        values = dict(zip(ESTIMATOR_FIELDS, (base, max(slope, 0.0), per_context, per_sequence),
+                          strict=True))  # fmt: skip
+    values = {key: float(f"{value:.6g}") for key, value in values.items()}
+    estimator = Estimator(**values)
     errors = {
-        "prefill": error_quantiles(guess / prefill - 1.0),
-        "decode": error_quantiles(design @ np.array(coefficients) / decode - 1.0),
+        "prefill": error_quantiles(estimator.prefill_s(prompts) / prefill - 1.0),
+        "decode": error_quantiles(estimator.decode_s(b, b * x) / decode - 1.0),
     }
-    return fields, errors
+    return values, errors
+
+
+def _fit_experts(
+    share: float,
+    b: np.ndarray,
+    x: np.ndarray,
+    decode: np.ndarray,
+    prompts: np.ndarray,
+    prefill: np.ndarray,
+) -> tuple[float, dict[str, float]]:
+    """The largest relative error and the fields with this share of the experts a token."""
+    met, none = 1.0 - (1.0 - share) ** b, np.zeros_like(b)
+    rows = [np.column_stack([np.ones_like(b), none, b * x, b, met]) / decode[:, None]]
+    none, met = np.zeros_like(prompts), 1.0 - (1.0 - share) ** prompts
+    prompt_rows = np.column_stack([np.ones_like(prompts), prompts, none, none, met])
+    rows.append(prompt_rows[_FEW_PROMPTS] / prefill[_FEW_PROMPTS, None])
+    design = np.concatenate(rows)
+    scale, one = design.max(axis=0), np.ones((len(design), 1))
+    unequal = np.block([[design / scale, -one], [-design / scale, -one]])
+    bounds = np.concatenate([one, -one])[:, 0]
+    best = linprog(np.eye(6)[5], A_ub=unequal, b_ub=bounds).x
+    fields_of = (*ESTIMATOR_FIELDS, "experts_s")
+    values = dict(zip(fields_of, best[:5] / scale, strict=True)) | {"expert_share": share}
+    return float(best[5]), values
 
 
 def model_facts(name_or_path: str) -> dict[str, Any]:

@@ -7,7 +7,12 @@ import pytest
 from servegym.envs.llm_routing import replay
 from servegym.hardware_profiles import Profile, load
 from servegym.hardware_profiles.compose import compose
-from servegym.hardware_profiles.host import engine_host, without_api
+from servegym.hardware_profiles.host import (
+    engine_host,
+    parse_engine,
+    with_engine,
+    without_api,
+)
 
 RTX = "rtx4090-llama-3.1-8b"
 HOST = {"step_s": 0.003, "sequence_s": 2e-5, "token_s": 1e-6}
@@ -89,6 +94,25 @@ def test_the_engine_sees_the_host():
     assert then["e2e_s"] - first["e2e_s"] == pytest.approx(0.04)
 
 
+def test_sequences_beyond_256_take_less():
+    profile = load(RTX)
+    slow = profile.with_host(HOST | {"beyond_256_s": 5e-6})
+    for b, share in ((100, 100 * 2e-5), (256, 256 * 2e-5), (700, 256 * 2e-5 + 444 * 5e-6)):
+        more = slow.decode_s(b, 900 * b) - profile.decode_s(b, 900 * b)
+        assert more == pytest.approx(0.003 + share + 1e-6 * b)
+
+
+def test_a_told_engine_takes_its_share():
+    profile = with_engine(compose("h100", "llama-3.1-8b"), "vllm@0.11")
+    assert profile.host == engine_host("vLLM", "0.11") and not profile.plans_ahead
+    told = compose("h100", "llama-3.1-8b", engine="vllm@0.11")
+    assert told.name == "h100-llama-3.1-8b-vllm@0.11" and told.host == profile.host
+    assert told.decode_s(300, 300_000) == profile.decode_s(300, 300_000)
+    for wrong in ("vllm", "vllm@", "trtllm@1.0", "0.11"):
+        with pytest.raises(ValueError, match="must be vllm@VERSION"):
+            parse_engine(wrong)
+
+
 def test_an_engine_that_plans_ahead_hides_most_of_its_host():
     old, new = engine_host("vLLM", "0.13.2"), engine_host("vLLM", "v0.14")
     assert engine_host("vLLM", "unknown") == engine_host("other", "1.0") == {}
@@ -96,5 +120,5 @@ def test_an_engine_that_plans_ahead_hides_most_of_its_host():
     assert profile.host == new
     kernels = profile.with_host({})
     slow = kernels.with_host(old)
-    for law, share_s in ((profile, 0.000274), (slow, 0.003)):
+    for law, share_s in ((profile, 0.00005), (slow, 0.003)):
         assert law.decode_s(32, 32000) - kernels.decode_s(32, 32000) == pytest.approx(share_s)

@@ -111,6 +111,10 @@ DEEPSEEK, CHATGLM = (
         ({**CHATGLM, "quantization_bit": 4}, "field 'quantization_bit': got 4; must be 'fp8'"),
         ({**FALCON, "hidden_size": None, "n_embd": 64}, "field 'n_embd': is not read.*hidden_size"),
         ({"quantization_config": {"quant_method": "awq"}}, "got 'awq'; must be 'fp8', or left out"),
+        (
+            {"quantization_config": {"quant_method": "fp8", "weight_block_size": [1, 32]}},
+            "weight_block_size': got .1, 32.; products were timed",
+        ),
         ({"quantization_config": {"load_in_4bit": True}}, "got {'load_in_4bit': True}; must be"),
         ({"compression_config": {"quant_method": "x"}}, "field 'compression_config': got 'x'"),
         ({"torch_dtype": "float8_e4m3fn"}, "field 'torch_dtype': got 'float8_e4m3fn'; must be"),

@@ -18,20 +18,25 @@ from servegym._checks import real
 from servegym._command_line import run_main
 from servegym.experiments.live import fleet_file
 from servegym.experiments.live.serve.faults import KINDS, parse_fault
-from servegym.hardware_profiles import list_profiles
+from servegym.hardware_profiles import list_profiles, load
+from servegym.hardware_profiles.host import with_engine
 
 
 def _profile(options: argparse.Namespace, folder: Path) -> str:
     """The profile of the servers: the one given, one that ships, or one composed in ``folder``."""
-    if options.profile:
-        return options.profile
-    name = f"{options.card}-{options.model}"
-    if name in list_profiles() and options.tp == 1 and options.dtype == "bf16":
+    name = options.profile or f"{options.card}-{options.model}"
+    plain = options.tp == 1 and options.dtype == "bf16"
+    if not options.engine and (options.profile or (name in list_profiles() and plain)):
         return name
     from servegym.hardware_profiles.compose import compose
 
+    if options.profile:
+        profile = with_engine(load(name), options.engine)
+    else:
+        sizes = {"tp": options.tp, "dtype": options.dtype}
+        profile = compose(options.card, options.model, engine=options.engine, **sizes)
     path = folder / "profile.json"
-    compose(options.card, options.model, tp=options.tp, dtype=options.dtype).save(path)
+    profile.save(path)
     return str(path)
 
 
@@ -51,7 +56,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--name", help="of the servers: NAME-0, NAME-1 ..., or NAME if there is one")
     add("--replicas", type=int, default=1, help="how many of them (1)")
     add("--tp", type=int, default=1, help="cards of a server")
-    add("--dtype", default="bf16", help="bf16, or fp8 or nvfp4 where timed")
+    add("--dtype", default="bf16", help="bf16, or fp8, fp8_block or nvfp4 where timed")
+    add("--engine", help="vllm@VERSION, whose host takes its share of an iteration")
     add("--slots", type=int, default=256, help="requests that a server runs at a time (256)")
     add("--context", type=int, default=16384, help="tokens of a request (16384)")
     add("--batched-tokens", type=int, default=2048, help="tokens of an iteration (2048)")

@@ -60,7 +60,7 @@ PATHS = {
     "qwen3-235b-a22b": "Qwen/Qwen3-235B-A22B",
     "gpt-oss-120b": "openai/gpt-oss-120b",
 }
-FORMATS = {"bf16": "bfloat16", "fp8": "fp8", "nvfp4": "nvfp4"}
+FORMATS = {"bf16": "bfloat16", "fp8": "fp8", "fp8_block": "fp8_block", "nvfp4": "nvfp4"}
 
 
 @functools.cache
@@ -81,8 +81,8 @@ def _backend(card: str, model: str, tp: int, ep: int, dtype: str, kv_dtype: str)
     options = {"gemm_quant_mode": FORMATS[dtype], "kvcache_quant_mode": FORMATS[kv_dtype]}
     if model == "gpt-oss-120b":
         del options["gemm_quant_mode"]  # as its checkpoint says
-    elif experts and dtype == "fp8":
-        options |= {"gemm_quant_mode": "fp8_block", "moe_quant_mode": "fp8_block"}
+    elif experts and dtype == "fp8_block":
+        options["moe_quant_mode"] = "fp8_block"
     shares = {"moe_tp_size": tp // ep if experts else 1, "moe_ep_size": ep}
     config = build_model_config(tp_size=tp, pp_size=1, attention_dp_size=1, **shares, **options)
     system = next(name for key, name in SYSTEMS.items() if card.startswith(key))

@@ -121,7 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Live runs beside their simulation.")
     parser.add_argument("--out", type=Path, default=OUT, help="the table, without its ending")
     options = parser.parse_args(arguments)
-    profile = compose("h200", "llama-3.1-8b")
+    profile = compose("h200", "llama-3.1-8b", engine="vllm@0.25")
     kinds: dict[str, tuple[Profile, dict[str, Any]]] = {
         "planned at its start, engine's clock": (without_api(profile), {"async_scheduling": False}),
         "planned ahead, engine's clock": (without_api(profile), {}),

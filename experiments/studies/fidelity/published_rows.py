@@ -49,7 +49,7 @@ from servegym.experiments.studies.fidelity import aiconfigurator
 from servegym.hardware_profiles import Profile
 from servegym.hardware_profiles.compose import Z80, compose
 from servegym.hardware_profiles.constants import constant
-from servegym.hardware_profiles.host import engine_host, plans_ahead, without_api
+from servegym.hardware_profiles.host import plans_ahead, without_api
 from servegym.hardware_profiles.model_config import VALUE_BYTES, ModelShape, model_shape
 
 __all__ = ["Row", "is_test", "main", "read_rows", "simulate", "summary", "why_not"]
@@ -124,6 +124,11 @@ class Row:
         return "fp8" if self.drawn and set_there else "bf16"
 
     @property
+    def told(self) -> str | None:
+        """Its version of vLLM, as `compose` takes it: one that plans ahead where none is stated."""
+        return f"vllm@{self.version or '0.14'}" if self.engine == "vllm" else None
+
+    @property
     def plans_ahead(self) -> bool:
         """Whether the engine overlaps its host with the device: vLLM since 0.14, by default."""
         stated = self.engine == "vllm" and not self.drawn
@@ -168,6 +173,8 @@ def read_rows(wheel: Path) -> tuple[list[Row], dict[str, int]]:
         else:
             model = MODELS[name]
             dtype = "bf16" if model == "gpt-oss-120b" else DTYPES[raw["precision"]]
+            # Qwen's own weights in 8 bits have a scale a block, NVIDIA's one a tensor.
+            dtype += "_block" if raw["model_path"].startswith("Qwen/") and dtype == "fp8" else ""
             row = Row(
                 CARDS[raw["system"]],
                 model,
@@ -186,11 +193,18 @@ def read_rows(wheel: Path) -> tuple[list[Row], dict[str, int]]:
 
 
 @functools.cache
-def _profile(card: str, model: str, tp: int, ep: int, dtype: str, kv_dtype: str) -> Profile | str:
+def _composed(card: str, model: str, **options: Any) -> Profile | str:
     try:
-        return compose(card, model, tp=tp, ep=ep, dtype=dtype, kv_dtype=kv_dtype)
+        return compose(card, model, **options)
     except ValueError as error:
         return str(error)
+
+
+def _profile(row: Row) -> Profile | str:
+    """The profile of a row's cards, model and engine, or why there is none."""
+    names = ("tp", "ep", "dtype", "kv_dtype")
+    options = {name: getattr(row, name) for name in names}
+    return _composed(row.card, row.model, engine=row.told, **options)
 
 
 def least_s(row: Row, shape: ModelShape, profile: Profile) -> tuple[float, float]:
@@ -273,7 +287,7 @@ def simulate(row: Row, profile: Profile) -> tuple[float, float]:
     return ttft, float(np.nanmean(times["tpot_s"]))
 
 
-def _inside(profile: Profile, step: str, error: float) -> bool:
+def inside(profile: Profile, step: str, error: float) -> bool:
     """Whether the 80 % interval of a kind of step holds a relative error of the simulation."""
     stated = profile.step_error[step]
     return bool(abs(-math.log1p(error) - stated["bias"]) <= Z80 * stated["sd"])
@@ -284,17 +298,15 @@ def results(rows: Sequence[Row]) -> tuple[list[dict[str, Any]], dict[str, int]]:
     judged: list[dict[str, Any]] = []
     left_out: dict[str, int] = {}
     for row in rows:
-        profile = _profile(row.card, row.model, row.tp, row.ep, row.dtype, row.kv_dtype)
+        profile = _profile(row)
         cause = why_not(row, profile, [o for o in rows if o.run == row.run])
         if cause is not None or isinstance(profile, str):
             left_out[str(cause)] = left_out.get(str(cause), 0) + 1
             continue
-        if not row.plans_ahead:
-            profile = profile.with_host(engine_host("vLLM", row.version))
         ttft, tpot = simulate(row, profile)
         errors = {"ttft": ttft / row.ttft_s - 1.0, "tpot": tpot / row.tpot_s - 1.0}
         steps = {"ttft": "prefill", "tpot": "decode"}
-        covered = {f"{key}_in": _inside(profile, steps[key], errors[key]) for key in errors}
+        covered = {f"{key}_in": inside(profile, steps[key], errors[key]) for key in errors}
         judged.append({"row": row, **errors, **covered})
     return judged, left_out
 

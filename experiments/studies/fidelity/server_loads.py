@@ -41,7 +41,7 @@ def run_errors(profile: Profile, run: Run) -> np.ndarray:
 def curve() -> list[dict[str, Any]]:
     """A row for each number of loads; the first is of the composed profile alone."""
     loads, run = read_loads(FOLDER / "server.csv"), read_run(FOLDER / "azure5.csv")
-    base = compose("h200", "llama-3.1-8b")
+    base = compose("h200", "llama-3.1-8b", engine="vllm@0.25")
 
     def off(profile: Profile, used: Sequence[int] = ()) -> list[float]:
         rest = [load for k, load in enumerate(loads) if k not in used]
