@@ -158,9 +158,6 @@ def sensitivity(run: MeasuredRun, profile: Profile) -> list[dict[str, Any]]:
         One row a variant: ``variant``, the signed relative error of each mean, ``preemptions``;
         None where the variant cannot serve the run.
     """
-    data = profile.to_dict()
-    data["law"] = {"kind": "linear", **data["estimator"]}
-    linear = Profile.from_dict(data, profile.name)
     orca = {"scheduler": "orca", "prefix_caching": False, "async_scheduling": False}
     variants: dict[str, tuple[Profile, dict[str, Any]]] = {
         "as the engine is set": (profile, {}),
@@ -169,8 +166,11 @@ def sensitivity(run: MeasuredRun, profile: Profile) -> list[dict[str, Any]]:
         "Orca scheduler": (profile, orca),
         "reserve instead of paged": (profile, {"memory_policy": "reserve"}),
         "KV memory of the profile": (profile, {"kv_tokens": None}),
-        "linear law instead of tables": (linear, {}),
     }
+    data = profile.to_dict()
+    if not profile.estimator.experts_s:  # whose reading is no linear law
+        data["law"] = {"kind": "linear", **data["estimator"]}
+        variants["linear law instead of tables"] = Profile.from_dict(data, profile.name), {}
     rows = []
     for name, (used, changes) in variants.items():
         row: dict[str, Any] = {"variant": name}

@@ -14,6 +14,8 @@ from servegym.experiments.fidelity import comparison, report
 from servegym.experiments.fidelity.comparison import check_devices, matching_profile
 from servegym.experiments.fidelity.measured_run import MeasuredRun, load_run
 from servegym.hardware_profiles import load
+from servegym.hardware_profiles.compose import compose
+from servegym.hardware_profiles.host import engine_host
 
 PROFILE = "rtx4090-llama-3.1-8b"
 CLOCK = 1.7e9  # the client's clock runs far ahead of the engine's
@@ -291,3 +293,21 @@ def test_errors_of_the_published_run_stay_small(measured):
         assert found[metric]["median_error"] <= median, metric
     course = comparison.trajectory(run, profile, run.series["t_s"])
     assert all(row["correlation"] > 0.9 for row in comparison.compare_series(run.series, course))
+
+
+def test_engines_cards_and_experts_of_a_run(tmp_path):
+    """A composed profile takes the run's engine; one that is named goes before it."""
+    made_up_run(tmp_path)
+    run = load_run(tmp_path)
+    shipped, composed = load(PROFILE), compose("h100", "qwen3-30b-a3b")
+    assert comparison.of_engine(shipped, run, None) is shipped  # which has no host
+    assert comparison.of_engine(composed, run, None) is composed  # of a run without a version
+    told = comparison.of_engine(composed, replace(run, version="0.11.2"), None)
+    assert told.host == engine_host("vLLM", "0.11") != composed.host
+    assert comparison.of_engine(composed, run, "vllm@0.11").host == told.host
+    variants = [row["variant"] for row in comparison.sensitivity(run, composed)]
+    assert "linear law instead of tables" not in variants and len(variants) == 6
+    meta = json.loads((tmp_path / "meta.json").read_text())
+    (tmp_path / "meta.json").write_text(json.dumps({**meta, "hardware": {}}))
+    with pytest.raises(ValueError, match=r"meta.json has no hardware.device_name"):
+        matching_profile(load_run(tmp_path))

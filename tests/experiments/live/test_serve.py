@@ -19,6 +19,7 @@ from servegym.experiments.live.serve.faults import Fault, parse_fault
 from servegym.experiments.live.serve.protocol import answer, read_request, tokens_of
 from servegym.experiments.live.serve.server import SimulatedFleet, new_loop
 from servegym.hardware_profiles import load
+from servegym.hardware_profiles.host import engine_host
 
 from .streaming import completion_body, new_session, stream
 
@@ -594,3 +595,10 @@ def test_real_up_starts_simulated_servers_too(tmp_path):
     assert reply.error == "" and reply.tokens == 3
     assert 'block_size="32",num_gpu_blocks="256"' in metrics
     assert 'model_name="llama"' in metrics
+
+
+@pytest.mark.parametrize("named", [["--card", "h100"], ["--profile", "h100-llama-3.1-8b"]])
+def test_servers_of_a_told_engine(named, tmp_path):
+    words = [*named, "--model", "llama-3.1-8b", "--engine", "vllm@0.11"]
+    (spec,) = command._specs(command._parser().parse_args(words), tmp_path)
+    assert load(spec.profile).host == engine_host("vLLM", "0.11")
