@@ -32,7 +32,7 @@ import numpy as np
 
 from servegym._command_line import run_main
 from servegym.hardware_profiles.constants import constant
-from servegym.hardware_profiles.host import engine_host, parse_engine, version_numbers
+from servegym.hardware_profiles.host import engine_host, parse_engine, plans_ahead, version_numbers
 from servegym.hardware_profiles.kernels import CardKernels, MoeShape, list_cards, load_kernels
 from servegym.hardware_profiles.law import Profile
 from servegym.hardware_profiles.load import load, unknown_name
@@ -758,11 +758,11 @@ def _step_error(c: Composer, engines: Sequence[tuple[str, str]]) -> dict[str, An
     ``engines`` are names and versions of the told engine, or of all that it may be.
     """
     k, s = c.kernels, c.shape
-    waits = engine_host(*engines[0]) == engine_host("vLLM", _WAITING)
+    engine = "ahead" if plans_ahead(*engines[0]) else "waiting"
     causes, result = [], {}
     for kind, classes in STEP_ERROR.items():
         name = step_class(kind, s, c.dtype)
-        places = interval_places(k.card, "waiting" if waits else "ahead", c.tp)
+        places = interval_places(k.card, engine, c.tp)
         place = next(one for one in places if one in classes[name])
         seen = classes[name][place]
         causes.append(f"{kind} of {name}, {place}")
