@@ -62,7 +62,10 @@ _DEFAULTS = {
 }
 # Where a config holds its language model apart, and where it says that weights are quantised.
 _LANGUAGE = ("text_config", "llm_config", "language_config")
-_QUANTISED = ("quantization_config", "compression_config", "quantization_bit")
+_QUANTISED = (
+    *("quantization_config", "compression_config", "quantization", "quant_config"),
+    *("quantize_config", "quantization_bit"),
+)
 _BLOCK = [128, 128]
 _DTYPES, _UNQUANTISED = ("dtype", "torch_dtype"), (None, "auto", "bfloat16", "float16", "float32")
 # Files beside a ``config.json`` that say so: of ModelOpt, GPTQ and AWQ.

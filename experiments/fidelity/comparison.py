@@ -79,7 +79,18 @@ def _options(run: MeasuredRun) -> str:
 
 
 def check_devices(run: MeasuredRun, profile: Profile) -> None:
-    """Refuse a profile of another number of devices than the run's, with a ValueError."""
+    """Refuse a profile of other devices or formats than the run's, with a ValueError."""
+    weights, cache = run.formats
+    wide = profile.engine.get("dtype") == "bf16", profile.model.get("bytes_per_value", 2) == 2
+    for name, value, other, option in (
+        ("quantization", weights, wide[0], "--dtype"),
+        ("kv_cache_dtype", cache if cache.startswith("fp8") else "", wide[1], "--kv-dtype fp8"),
+    ):
+        if value and other:
+            raise ValueError(
+                f"run {run.name!r} has {name} {value!r}, but profile {profile.name!r} is of 16 "
+                f"bits: compose one with {option}"
+            )
     if _devices(profile) != run.devices:
         words = "tensor_parallel_size {}, data_parallel_size {}, experts spread: {}"
         raise ValueError(

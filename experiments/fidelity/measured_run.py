@@ -21,6 +21,7 @@ from servegym._files import (
     EPOCH_S,
     MalformedFileError,
     csv_rows,
+    json_rows,
     parse_moment,
     parse_number,
 )
@@ -33,6 +34,22 @@ Array = NDArray[np.float64]
 _FIELDS = {"arrival_s": "seconds", "prompt_tokens": "tokens", "output_tokens": "tokens"}
 _FIELDS |= dict.fromkeys(("queued_ts", "first_token_ts", "last_token_ts"), "seconds")
 _FIELDS["scheduled_ts"] = "seconds?"
+# Settings that the replay does not have, and the values that change nothing.
+_PLAIN: dict[str, tuple[Any, ...]] = {
+    "speculative_config": (None,),
+    "enforce_eager": (None, False),
+    "cpu_offload_gb": (None, 0),
+    "scheduling_policy": (None, "fcfs"),
+    "policy": (None, "fcfs"),
+    "enable_chunked_prefill": (None, True),
+    "kv_transfer_config": (None,),
+}
+# Signs of a request that failed, and their values in one that did not.
+_GOOD: dict[str, tuple[Any, ...]] = {
+    "error": (None, "", False),
+    "success": (None, True),
+    "finish_reason": (None, "", "stop", "length"),
+}
 _ONE_ENGINE = "measure one engine, or replicas that share their experts (enable_expert_parallel)"
 # Nobody waits an hour for a request; a file with such times counts milliseconds.
 _LONGEST_S = 3600.0
@@ -66,6 +83,7 @@ class MeasuredRun:
     engine: dict[str, Any]
     device: str = ""
     model: str = ""
+    formats: tuple[str, str] = ("", "")  # of weights and KV cache, as vLLM names them
     version: str = ""  # of vLLM; empty where meta.json does not tell it
     devices: tuple[int, int, bool] = (1, 1, False)
     assumed: dict[str, str] = field(default_factory=dict)
@@ -75,6 +93,11 @@ class MeasuredRun:
 
 def _read_requests(path: Path) -> dict[str, Array]:
     """Columns of the file: its fields, and ``scheduled_ts``, NaN where that was not written."""
+    for line, row in json_rows(path):
+        for name, good in _GOOD.items():
+            if row.get(name) not in good:
+                fix = "leave out the requests that failed"
+                raise MalformedFileError(path, line, name, f"got {row[name]!r:.60}", fix)
     file = read_requests(path, lambda _: _FIELDS)
     rows = file.columns
     if len(file.lines) < 2:
@@ -133,6 +156,11 @@ def _settings(meta: Fields) -> tuple[dict[str, Any], tuple[int, int, bool], dict
     """Arguments of the replay, how the devices share the model, and what was assumed."""
     engine, cache = _part(meta, "engine_kwargs"), _part(meta, "kv_cache")
     scheduler = _part(_part(meta, "resolved_config"), "scheduler_config")
+    for place in (engine, scheduler, _part(meta, "resolved_config")):
+        for name, plain in _PLAIN.items():
+            if place.data.get(name) not in plain:
+                problem = f"got {place.data[name]!r:.60}, which the replay does not have"
+                raise place.error(name, f"{problem}; measure without it")
     version = str(meta.data.get("vllm_version", ""))
     ahead = plans_ahead("vLLM", version)
     usual = "no vllm_version given" if ahead is None else f"the default of vLLM {version}"
@@ -211,6 +239,10 @@ def load_run(folder: str | os.PathLike[str]) -> MeasuredRun:
         engine=engine,
         device=_text(_part(meta, "hardware"), "device_name"),
         model=_text(meta, "model").rpartition("/")[2],
+        formats=(
+            _text(_part(meta, "engine_kwargs"), "quantization"),
+            _text(_part(meta, "engine_kwargs"), "kv_cache_dtype"),
+        ),
         version=str(meta.data.get("vllm_version") or ""),
         devices=devices,
         assumed=assumed,

@@ -78,11 +78,12 @@ def run_sweep(
     Raises:
         ValueError: If an argument is out of range, another process runs the sweep, or its folder
             holds another sweep.
-        RuntimeError: If every run fails.
+        RuntimeError: If every run fails, or the first one logs no such metric.
     """
     for name, value in (("trials", trials), ("workers", workers)):
         if value < 1:
             raise ValueError(f"{name} is {value}; allowed is 1 or more")
+    trials = min(trials, sweep.run_cap or trials)
     folder = out or Path("sweeps") / sweep.path.stem
     folder.mkdir(parents=True, exist_ok=True)
     with lock(folder), interrupt_on_sigterm():
@@ -100,7 +101,7 @@ def run_sweep(
                 raise
         runs.report(seed)
         if runs.failed and not runs.finished():
-            raise RuntimeError(f"every run failed; see {folder / 'runs'}")
+            raise RuntimeError(runs.lacks or f"every run failed; see {folder / 'runs'}")
     return folder
 
 
@@ -216,7 +217,7 @@ class _Runs:
         self.trials, self.fixed, self.echo = trials, fixed, echo
         self.best = max if sweep.maximize else min
         self.lock, self.stop = threading.Lock(), threading.Event()
-        self.running, self.failed = 0, 0
+        self.running, self.failed, self.lacks = 0, 0, ""
 
     def finished(self) -> int:
         """How many runs count: complete ones and those stopped early."""
@@ -301,7 +302,13 @@ class _Runs:
                 self.study.tell(trial, state=TrialState.FAIL)
                 self.failed += 1
                 outcome = f"failed with status {status}, see {run / 'output.log'}"
-                if self.failed >= MAX_FAILURES and not self.finished():
+                if status == 0:
+                    there = ", ".join(sorted(logged_names(run / "metrics.jsonl"))) or "nothing"
+                    outcome = self.lacks = (
+                        f"metric {self.sweep.metric!r} is not in the log of {run.name}; in it are: "
+                        f"{there}"
+                    )
+                if (self.failed >= MAX_FAILURES or self.lacks) and not self.finished():
                     self.stop.set()
             write_csv(self.folder / "trials.csv", self.rows())
         chosen = ", ".join(f"{key}={short(value)}" for key, value in trial.params.items())
@@ -399,6 +406,12 @@ def new_evaluations(log: Path, offset: int, metric: str) -> tuple[list[float], i
     end = text.rfind(b"\n") + 1
     values = (json.loads(line).get(metric) for line in text[:end].splitlines())
     return [float(value) for value in values if value is not None], offset + end
+
+
+def logged_names(log: Path) -> set[str]:
+    """Names of the numbers in a log."""
+    lines = log.read_text(encoding="utf-8").splitlines() if log.exists() else []
+    return {name for line in lines for name in json.loads(line)}
 
 
 def agent_command(sweep: Sweep, chosen: Mapping[str, Any], run: Path) -> list[str]:

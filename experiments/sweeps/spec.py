@@ -2,8 +2,9 @@
 
 What is supported is what the sweeps of this package need: ``method`` bayes, random or grid; a
 ``metric`` with ``name`` and ``goal``; parameters by ``value``, by ``values``, or by ``min`` and
-``max`` with the distributions uniform, int_uniform and log_uniform_values; and early termination by
-hyperband. See wandb's documentation, "Sweep configuration".
+``max`` with the distributions uniform, int_uniform and log_uniform_values; ``run_cap``; and early
+termination by hyperband with ``min_iter`` and ``eta``. Every other key is refused by its name. See
+wandb's documentation, "Sweep configuration".
 """
 
 from __future__ import annotations
@@ -21,7 +22,15 @@ METHODS = ("bayes", "random", "grid")
 GOALS = ("minimize", "maximize")
 DISTRIBUTIONS = ("uniform", "int_uniform", "log_uniform_values")
 NEEDED = ("program", "method", "metric", "parameters")
-KEYS = (*NEEDED, "name", "description", "early_terminate", "run_cap", "command")
+KEYS = (*NEEDED, "name", "description", "early_terminate", "run_cap")
+# Of wandb's keys those that are not carried out, and what to write.
+_LEFT_OUT = {
+    "command": "arguments beside the parameters are parameters with one value",
+    "metric.target": "runs go on to their ends; leave it out",
+    "early_terminate.max_iter": "write min_iter, which is max_iter / eta ** s",
+    "early_terminate.s": "write min_iter, which is max_iter / eta ** s",
+    "early_terminate.strict": "leave it out",
+}
 FOLDER = Path(__file__).parent
 
 
@@ -49,6 +58,7 @@ class Sweep:
     parameters: Mapping[str, Parameter] = field(default_factory=dict)
     min_iter: int = 0  # evaluations before hyperband may stop a run; 0 never stops one
     eta: int = 3  # hyperband's reduction factor
+    run_cap: int | None = None  # most runs, whatever is asked for
 
     @property
     def module(self) -> str:
@@ -92,8 +102,7 @@ def read_sweep(name: str | Path) -> Sweep:
 def _checked(path: Path, content: Any) -> Sweep:
     if not isinstance(content, dict):
         raise ValueError("a sweep is a mapping")
-    for key in content:
-        choose("key", key, KEYS)
+    _only(content, "", KEYS)
     for key in NEEDED:
         if key not in content:
             raise ValueError(f"{key} is missing")
@@ -101,6 +110,9 @@ def _checked(path: Path, content: Any) -> Sweep:
     metric = content["metric"]
     if not isinstance(metric, dict) or not isinstance(metric.get("name"), str):
         raise ValueError("metric must have a name and a goal")
+    _only(metric, "metric.", ("name", "goal"))
+    if metric["name"] != metric["name"].strip() or not metric["name"]:
+        raise ValueError(f"metric.name is {metric['name']!r}; write it without blanks at its ends")
     goal = choose("metric.goal", metric.get("goal", "minimize"), GOALS)
     abouts = content["parameters"]
     if not isinstance(abouts, dict) or not abouts:
@@ -113,25 +125,38 @@ def _checked(path: Path, content: Any) -> Sweep:
     early = content.get("early_terminate") or {}
     if not isinstance(early, dict):
         raise ValueError(f"early_terminate is {early!r}; it is a mapping with a type")
+    _only(early, "early_terminate.", ("type", "min_iter", "eta"))
     if early and early.get("type") != "hyperband":
         raise ValueError(f"early_terminate.type is {early.get('type')!r}; allowed is 'hyperband'")
     min_iter, eta = early.get("min_iter", 1) if early else 0, early.get("eta", 3)
-    for key, value, low in (("min_iter", min_iter, 0), ("eta", eta, 2)):
-        if not isinstance(value, int) or value < low:
-            raise ValueError(f"early_terminate.{key} is {value!r}; allowed is {low} or more")
+    cap = content.get("run_cap")
+    for key, value, low in (
+        ("early_terminate.min_iter", min_iter, 0),
+        ("early_terminate.eta", eta, 2),
+        ("run_cap", 1 if cap is None else cap, 1),
+    ):
+        if type(value) is not int or value < low:
+            raise ValueError(f"{key} is {value!r}; allowed is {low} or more")
     program, maximize = str(content["program"]), goal == "maximize"
-    sweep = Sweep(path, program, method, metric["name"], maximize, parameters, min_iter, eta)
+    sweep = Sweep(path, program, method, metric["name"], maximize, parameters, min_iter, eta, cap)
     if not sweep.program.startswith("agents/") or importlib.util.find_spec(sweep.module) is None:
         raise ValueError(f"program is {sweep.program!r}; no agent of servegym has it")
     return sweep
+
+
+def _only(about: Mapping[str, Any], where: str, keys: tuple[str, ...]) -> None:
+    """Refuse keys that are not carried out."""
+    for key in about:
+        if why := _LEFT_OUT.get(f"{where}{key}"):
+            raise ValueError(f"{where}{key} is not carried out: {why}")
+        choose(f"{where}key", key, keys)
 
 
 def _parameter(name: str, about: Any) -> Parameter:
     where = f"parameters.{name}"
     if not isinstance(about, dict):
         raise ValueError(f"{where} must be a mapping, as in {{value: 1}} or {{values: [1, 2]}}")
-    for key in about:
-        choose(f"{where}, key", key, ("value", "values", "min", "max", "distribution"))
+    _only(about, f"{where}.", ("value", "values", "min", "max", "distribution"))
     if "value" in about or "values" in about:
         values = [about["value"]] if "value" in about else about["values"]
         if not isinstance(values, list) or not values:

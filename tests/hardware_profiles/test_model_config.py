@@ -112,6 +112,12 @@ DEEPSEEK, CHATGLM = (
         ({**FALCON, "hidden_size": None, "n_embd": 64}, "field 'n_embd': is not read.*hidden_size"),
         ({"quantization_config": {"quant_method": "awq"}}, "got 'awq'; must be 'fp8', or left out"),
         (
+            {"quantization": {"group_size": 64, "bits": 4}},
+            "field 'quantization': got {'group_size'",
+        ),
+        ({"quant_config": "int4"}, "field 'quant_config': got 'int4'"),
+        ({"quantize_config": {"bits": 4}}, "field 'quantize_config'"),
+        (
             {"quantization_config": {"quant_method": "fp8", "weight_block_size": [1, 32]}},
             "weight_block_size': got .1, 32.; products were timed",
         ),

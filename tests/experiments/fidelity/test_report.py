@@ -311,3 +311,41 @@ def test_engines_cards_and_experts_of_a_run(tmp_path):
     (tmp_path / "meta.json").write_text(json.dumps({**meta, "hardware": {}}))
     with pytest.raises(ValueError, match=r"meta.json has no hardware.device_name"):
         matching_profile(load_run(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "words"),
+    [
+        ("engine_kwargs.speculative_config", {"method": "eagle3"}, "speculative_config.*replay"),
+        ("engine_kwargs.enforce_eager", True, "enforce_eager.*got True"),
+        ("engine_kwargs.cpu_offload_gb", 4, "cpu_offload_gb"),
+        ("engine_kwargs.scheduling_policy", "priority", "scheduling_policy"),
+        ("engine_kwargs.enable_chunked_prefill", False, "enable_chunked_prefill"),
+        ("resolved_config.speculative_config", {"method": "ngram"}, "speculative_config"),
+    ],
+)
+def test_settings_that_the_replay_does_not_have_are_refused(tmp_path, path, value, words):
+    made_up_run(tmp_path)
+    part, name = path.split(".")
+    meta = json.loads((tmp_path / "meta.json").read_text())
+    meta.setdefault(part, {})[name] = value
+    (tmp_path / "meta.json").write_text(json.dumps(meta))
+    with pytest.raises(ValueError, match=words):
+        load_run(tmp_path)
+
+
+def test_other_formats_and_failed_requests_are_refused(tmp_path):
+    made_up_run(tmp_path)
+    run = load_run(tmp_path)
+    eight = compose("h100", "llama-3.1-8b", dtype="fp8", kv_dtype="fp8")
+    check_devices(replace(run, formats=("fp8", "fp8_e4m3")), eight)
+    for formats, words in ((("fp8", ""), "quantization 'fp8'"), (("", "fp8"), "kv_cache_dtype")):
+        with pytest.raises(ValueError, match=words):
+            check_devices(replace(run, formats=formats), load(PROFILE))
+    requests = tmp_path / "requests.jsonl"
+    rows = [json.loads(line) for line in requests.read_text().splitlines()]
+    for sign in ({"error": "timed out"}, {"success": False}, {"finish_reason": "abort"}):
+        lines = [json.dumps(row | (sign if n == 3 else {})) for n, row in enumerate(rows)]
+        requests.write_text("\n".join(lines))
+        with pytest.raises(ValueError, match=rf"requests.jsonl:4: field '{next(iter(sign))}'"):
+            load_run(tmp_path)

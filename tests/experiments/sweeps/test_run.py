@@ -109,6 +109,21 @@ def test_every_argument_of_a_shipped_sweep_is_one_of_its_agent(name: str) -> Non
         ("method: bayes", "method: bayes\nmethods: 1", "key='methods' is unknown"),
         ("method: bayes", "method: bayes\nearly_terminate: {type: envelope}", "hyperband"),
         ("method: bayes", "method: [bayes", "mine.yaml"),
+        ("method: bayes", "method: bayes\ncommand: [x]", "command is not carried out: arguments"),
+        ("goal: minimize", "goal: minimize, target: 1", "metric.target is not carried out"),
+        ("eval/score,", "'eval/score ',", "metric.name is 'eval/score '; write it without blanks"),
+        (
+            "method: bayes",
+            "method: bayes\nearly_terminate: {type: hyperband, s: 2, eta: 3, max_iter: 27}",
+            "early_terminate.s is not carried out: write min_iter",
+        ),
+        (
+            "method: bayes",
+            "method: bayes\nearly_terminate: {type: hyperband, strict: true}",
+            "early_terminate.strict is not carried out",
+        ),
+        ("method: bayes", "method: bayes\nrun_cap: 0", "run_cap is 0; allowed is 1 or more"),
+        ("{min: 1, max: 9}", "{min: 1, max: 9, q: 2}", "parameters.num_steps.key='q' is unknown"),
     ],
 )
 def test_a_bad_file_is_refused_with_its_name(
@@ -160,6 +175,17 @@ def test_runs_are_chosen_in_range_the_best_evaluation_counts_and_a_sweep_goes_on
     for changed, fixed in ((other, {}), (sweep, {"width": 8})):
         with pytest.raises(ValueError, match="holds another sweep"):
             run_sweep(changed, 7, 1, out, fixed=fixed)
+
+
+def test_a_cap_ends_a_sweep_and_a_metric_that_no_run_logs_is_named(
+    tmp_path: Path, agent: Path
+) -> None:
+    capped = read_sweep(written(tmp_path, GOOD.replace("method:", "run_cap: 2\nmethod:")))
+    assert len(table(run_sweep(capped, 9, 1, tmp_path / "out"))) == 2
+    absent = read_sweep(written(tmp_path, GOOD.replace("eval/score", "eval/scores")))
+    with pytest.raises(RuntimeError, match="'eval/scores' is not in the log .*: eval/score, glob"):
+        run_sweep(absent, 9, 1, tmp_path / "other")
+    assert len(table(tmp_path / "other")) == 1
 
 
 def test_a_grid_runs_every_point_once(tmp_path: Path, agent: Path) -> None:
