@@ -39,6 +39,7 @@ class BatchVectorEnv(VectorEnv):
     """
 
     SINGLE: ClassVar[type[BatchEnv]]
+    closed = True  # until it is made: what an argument refused holds nothing to close
     batch: Any
     problem: Any
 
@@ -79,6 +80,7 @@ class BatchVectorEnv(VectorEnv):
         self._all = np.ones(self.num_envs, dtype=bool)
         self._all.flags.writeable = False
         self._which = np.ones(self.num_envs, dtype=np.int8)
+        self.closed = False
 
     def _make_batch(self) -> Any:
         return self.SINGLE.make_batch(self.problem, self.num_envs)

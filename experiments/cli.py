@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import importlib
 import math
-import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Annotated, Any, NoReturn, TypeVar
 
 import typer
 
-from servegym._command_line import in_words, parse_settings
+from servegym._command_line import in_words, leave_pipe, parse_settings
 
 app = typer.Typer(
     name="servegym",
@@ -25,6 +24,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 REPLAYED = {"arrival_s": "time", "prompt_tokens": "tokens", "output_tokens": "outputs"}
@@ -43,10 +43,11 @@ def _clear_errors(command: Command) -> Command:
     @functools.wraps(command)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         try:
-            return command(*args, **kwargs)
-        except BrokenPipeError:  # the reader of a pipe, such as head, has seen enough
-            # What is still buffered must not be flushed into the closed pipe at exit.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            result = command(*args, **kwargs)
+            sys.stdout.flush()
+            return result
+        except BrokenPipeError:
+            leave_pipe()
             raise typer.Exit(0) from None
         except (ValueError, OSError, ModuleNotFoundError) as error:
             _fail(in_words(error))
@@ -79,7 +80,7 @@ def list_command() -> None:
     import gymnasium
 
     import servegym  # noqa: F401
-    from servegym.agents.lib.checkpoint import shipped
+    from servegym.agents.lib.checkpoint import card_sentence, shipped
     from servegym.baselines.registry import list_policies
     from servegym.envs.families import FAMILIES
     from servegym.envs.workloads import list_catalogs
@@ -96,7 +97,7 @@ def list_command() -> None:
             info.name: info.description + " (clairvoyant)" * info.clairvoyant
             for info in list_policies(family.name)
         }
-        policies |= dict.fromkeys(shipped(family.name), "shipped checkpoint")
+        policies |= {name: card_sentence(path) for name, path in shipped(family.name).items()}
         width = max(map(len, policies), default=0)
         lines = [f"{name:<{width}}  {description}" for name, description in policies.items()]
         block(f"policies for {family.name}", lines)
@@ -506,6 +507,16 @@ def _add_command(name: str, module: str, summary: str) -> None:
     def command(context: typer.Context) -> None:
         main = importlib.import_module(f"servegym.{module}").main
         raise typer.Exit(main(context.args) or 0)
+
+
+def main() -> None:
+    """The command; ``--version`` is answered wherever it stands."""
+    if "--version" in sys.argv[1:]:
+        from importlib.metadata import version
+
+        print(f"servegym {version('serve-gym')}")
+        return
+    app()
 
 
 for _command in (

@@ -35,7 +35,7 @@ from servegym.hardware_profiles.constants import constant
 from servegym.hardware_profiles.host import engine_host, parse_engine, plans_ahead, version_numbers
 from servegym.hardware_profiles.kernels import CardKernels, MoeShape, list_cards, load_kernels
 from servegym.hardware_profiles.law import Profile
-from servegym.hardware_profiles.load import load, unknown_name
+from servegym.hardware_profiles.load import list_profiles, load, unknown_name
 from servegym.hardware_profiles.model_config import (
     VALUE_BYTES,
     ModelShape,
@@ -642,6 +642,7 @@ def compose(
     device, facts, reserve = c.memory()
     far = any(factor > 2.0 for factor in tables.extrapolated.values())
     derived = tables.data["kind"] == "derived" or far or c.moe_source != c.moe_wanted
+    card = tables.card
     name, command = f"{card}-{shape.name.lower()}", f"--card {card} --model {shape.name}"
     for option, value, default, label in (
         ("tp", tp, 1, "tp"),
@@ -654,6 +655,8 @@ def compose(
     ):
         if value != default:
             name, command = f"{name}-{label}{value}", f"{command} --{option} {value}"
+    # One name is never two profiles.
+    name += "-composed" * (name in list_profiles())
     data: dict[str, Any] = {
         "format": FORMAT,
         "name": name,

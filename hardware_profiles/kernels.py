@@ -547,12 +547,12 @@ def load_kernels(card: str) -> CardKernels:
     """The kernel tables of a card.
 
     Args:
-        card: a name of :func:`list_cards`.
+        card: a name of :func:`list_cards`, in any case.
 
     Raises:
         ValueError: for an unknown card, with the nearest valid name.
     """
-    names = list_cards()
+    names, card = list_cards(), card.lower()
     if card not in names:
         message = unknown_name("card", card, names)
         ships = [name for name in list_profiles() if name.startswith(f"{card}-")]

@@ -518,13 +518,18 @@ def model_shape(name_or_path: str | os.PathLike[str]) -> ModelShape:
 
     Args:
         name_or_path: a name of :func:`list_models`, the name of a model card that a shipped config
-            answers to, or a path (anything that ends in ``.json`` or holds a separator).
+            answers to, with its owner or without, in any case, or a path (anything else that ends
+            in ``.json`` or holds a separator).
 
     Raises:
         ValueError: for an unknown name, or naming the file and field that is wrong.
     """
-    text = os.fspath(name_or_path)
-    if text.endswith(".json") or "/" in text or os.sep in text:
+    text, shipped = os.fspath(name_or_path), _shipped()
+    path = text.endswith(".json") or "/" in text or os.sep in text
+    owner, _, card = text.lower().rpartition("/")
+    if path and card in shipped and "/" not in owner and not os.path.exists(text):
+        text, path = card, False
+    if path:
         config = read_json(text)
         stem = os.path.splitext(os.path.basename(text))[0]
         if stem == "config":
@@ -536,7 +541,6 @@ def model_shape(name_or_path: str | os.PathLike[str]) -> ModelShape:
                 message = "it quantises the weights; give a folder of the model in 16 bits or fp8"
                 raise ValueError(f"{text}: {other} lies beside it: {message}")
         return parse_config(config, name.rpartition("/")[2], os.path.basename(text))
-    shipped = _shipped()
     if text.lower() not in shipped:
         raise ValueError(unknown_name("model", text, list_models()))
     stem = shipped[text.lower()]

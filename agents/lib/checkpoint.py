@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from importlib import import_module
@@ -107,6 +108,13 @@ def shipped(family: str) -> dict[str, Path]:
     Next to each file lies its model card, ``NAME.md``.
     """
     return {path.stem: path for path in sorted((SHIPPED / family).glob("*.safetensors"))}
+
+
+def card_sentence(path: Path) -> str:
+    """The first sentence of a shipped file's card: what made it, what it sees, for which loads."""
+    text = path.with_suffix(".md").read_text(encoding="utf-8").split("\n# ", 1)[1]
+    first = " ".join(text.split("\n\n")[1].split()).replace("`", "")
+    return re.split(r"(?<=[.]) (?=[A-Z])", first)[0]
 
 
 def shipped_for(family: str, name: str, system: Any) -> Path | None:

@@ -23,6 +23,10 @@ def make_envs(env_id: str, num_envs: int, **env_kwargs: Any) -> gym.vector.Vecto
     """
     how = {"autoreset_mode": env_kwargs.pop("autoreset_mode", gym.vector.AutoresetMode.SAME_STEP)}
     if find_family(env_id) is None:
+        try:
+            gym.spec(env_id)
+        except (gym.error.Error, ModuleNotFoundError) as mistake:
+            raise ValueError(f"env_id: {mistake}") from None
         return gym.make_vec(env_id, num_envs, "sync", vector_kwargs=how, **env_kwargs)
     return gym.make_vec(env_id, num_envs, "vector_entry_point", **how, **env_kwargs)
 

@@ -134,6 +134,7 @@ def print_table(
     if not console.is_terminal:
         console = Console(highlight=False, width=100)  # a file or a pipe has none
     wide = [max(len(line[i]) for line in [columns, *rows]) for i in range(len(columns))]
+    parts = []
     for shown in _parts(wide, left, console.width):
         table = Table(
             title=title and Text(title), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False
@@ -145,10 +146,11 @@ def print_table(
             table.add_column(Text(columns[i]), **how)
         for row in rows:
             table.add_row(*(Text(row[i]) for i in shown))
-        console.print(table)
+        parts.append(table)
         title = ""
-    for note in notes:
-        console.print(Text(note))
+    with console.capture() as printed:  # printing itself, it ends a closed pipe with status 1
+        console.print(*parts, *map(Text, notes), sep="\n")
+    print(printed.get(), end="")
 
 
 def _parts(wide: Sequence[int], left: int, room: int) -> list[list[int]]:

@@ -60,6 +60,12 @@ def test_an_unknown_argument_is_refused_with_the_nearest(name):
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_what_an_argument_refused_closes_without_a_word(family):
+    creator = gym.envs.registration.load_env_creator(gym.spec(family.env_id).vector_entry_point)
+    creator.__new__(creator).close()
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_a_misspelt_choice_is_refused_with_the_nearest(family):
     described = env_class(family).arguments.described()
     for name, argument in described.items():

@@ -2,14 +2,18 @@
 
 import csv
 import json
+import re
 import subprocess
 import sys
+from importlib.metadata import version
 
 import pytest
 from typer.testing import CliRunner
 
+from servegym.agents.lib.checkpoint import shipped
+from servegym.envs.families import FAMILIES
 from servegym.envs.workloads.traces import read_requests
-from servegym.experiments.cli import REPLAYED, app
+from servegym.experiments.cli import REPLAYED, app, main
 
 ENV_ID = "servegym/LLMRouting-v1"
 REQUESTS = "arrival_s,prompt_tokens,output_tokens\n0.0,100,5\n0.5,2000,1\n0.5,30,20\n"
@@ -43,6 +47,21 @@ def test_help_lists_the_commands(run):
     commands = ("list", "profiles", "evaluate", "replay", "render", "plot", "calibrate", "bench")
     for command in commands:
         assert command in result.output
+
+
+def test_short_help_and_the_version_are_answered_everywhere(run, monkeypatch, capsys):
+    for command in ("", "evaluate", "profile", "leaderboard", "measure server"):
+        assert "usage: " in run(command, "-h").output.lower()
+        monkeypatch.setattr(sys, "argv", ["servegym", *command.split(), "--version"])
+        main()
+        assert capsys.readouterr().out == f"servegym {version('serve-gym')}\n"
+
+
+def test_a_learned_policy_says_what_made_it(run):
+    lines = {line.split(maxsplit=1)[0]: line for line in run("list").output.splitlines() if line}
+    for family in FAMILIES:
+        for name in shipped(family.name):
+            assert re.search(r"agents/\w+[.]py", lines[name]), lines[name]
 
 
 def test_help_profiles_catalogs_and_measuring_import_nothing_heavy():
@@ -82,8 +101,9 @@ def test_profiles_put_the_name_first(run):
         assert "fit error" in line
 
 
-def test_a_closed_pipe_is_no_error():
-    code = "from servegym.experiments.cli import app; app(['profiles'])"
+@pytest.mark.parametrize("words", ["profiles", "list", "claims", "leaderboard", "profile --list"])
+def test_a_closed_pipe_is_no_error(words):
+    code = f"from servegym.experiments.cli import app; app({words.split()})"
     command = [sys.executable, "-u", "-c", code]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     process.stdout.close()  # before anything is written

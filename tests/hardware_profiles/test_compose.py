@@ -444,6 +444,8 @@ def test_command(tmp_path):
     assert result.exit_code == 0, result.output
     profile = load(out)
     assert profile.to_dict() == compose("h100", "qwen3-8b", tp=2).to_dict()
+    assert load("h100-llama-3.1-8b").name == "h100-llama-3.1-8b"
+    assert compose("H100", "Llama-3.1-8B").name == "h100-llama-3.1-8b-composed"
     listed = run(app, ["profile", "--list"]).output
     assert "card h100" in listed and "model gpt-oss-20b" in listed
     assert run(app, ["profile", "--card", "h100"]).exit_code == 2

@@ -234,6 +234,8 @@ def test_a_config_from_a_path(tmp_path):
     path.write_text(json.dumps(_config(num_key_value_heads=_config, num_hidden_layers=3)))
     shape = model_shape(path)
     assert (shape.name, shape.kv_heads, shape.layers) == ("MyModel", 32, 3)
+    for same in ("Qwen/Qwen3-8B", "QWEN3-8B", "qwen/qwen3-8b"):
+        assert model_shape(same) == model_shape("qwen3-8b")
     with pytest.raises(ValueError, match="model: got 'lama-3.1-8b'; did you mean 'llama-3.1-8b'"):
         model_shape("lama-3.1-8b")
     with pytest.raises(ValueError, match=r"nowhere\.json: cannot be read"):
