@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
+from urllib.parse import SplitResult, urlsplit
 
 import numpy as np
 
@@ -54,6 +55,24 @@ def whole(argument: str, value: Any, low: int, high: int = 1 << 31) -> int:
         limit = f"at least {low}" if high == 1 << 31 else f"between {low} and {high}"
         raise ValueError(f"{argument}={value!r} must be a whole number, {limit}.")
     return int(value)
+
+
+def http_url(argument: str, text: str) -> SplitResult:
+    """The parts of an http(s) URL that names a host and, at most, a port, a path and a query.
+
+    What stands before or after an ``@``, a user or a rank of a router, is no part of an address.
+    """
+    try:
+        parts = urlsplit(text)
+        named = bool(parts.hostname) and (parts.port is None or parts.port > 0)
+    except ValueError as error:
+        raise ValueError(f"{argument} is {text!r}: {error}") from None
+    if parts.scheme not in ("http", "https") or not named:
+        raise ValueError(f"{argument} is {text!r}; give one such as http://127.0.0.1:8000/v1")
+    for what, there in (("a user or rank (@)", "@" in parts.netloc), ("a #", "#" in text)):
+        if there:
+            raise ValueError(f"{argument} is {text!r}; write it without {what}")
+    return parts
 
 
 # Beyond these, products of a few arguments are not finite.

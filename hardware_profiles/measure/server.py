@@ -24,11 +24,10 @@ from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import numpy as np
 
-from servegym._checks import real
+from servegym._checks import http_url, real
 from servegym._command_line import run_main
 from servegym.hardware_profiles.measure.openai_protocol import EventStream, brings_token, error_of
 from servegym.hardware_profiles.measure.table import ResumableTable
@@ -81,9 +80,7 @@ class Endpoint:
     token_ids: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
-        parts = urlsplit(self.url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"url is {self.url!r}; give one such as http://127.0.0.1:8000/v1")
+        http_url("url", self.url)
         if self.api not in APIS:
             raise ValueError(f"api is {self.api!r}; it must be one of {', '.join(APIS)}")
         if self.output_tokens < 2:
@@ -141,7 +138,7 @@ def ask(
         OSError: If the server cannot be reached or falls silent.
         ValueError: If it answers with an error or not in the protocol, or ends the stream early.
     """
-    parts = urlsplit(endpoint.url)
+    parts = http_url("url", endpoint.url)
     kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
     body: dict[str, Any] = {
         "model": endpoint.model,
@@ -166,7 +163,7 @@ def ask(
     ended, reason = False, ""
     try:
         start = time.perf_counter()
-        path = parts.path.rstrip("/") + APIS[endpoint.api]
+        path = parts.path.rstrip("/") + APIS[endpoint.api] + f"?{parts.query}" * bool(parts.query)
         connection.request("POST", path, json.dumps(body), headers)
         response = connection.getresponse()
         if response.status != 200:

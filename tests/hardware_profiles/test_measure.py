@@ -150,6 +150,12 @@ def test_a_server_is_timed(server, tmp_path, api, capsys, monkeypatch):
     assert len(server.seen) == 6
 
 
+def test_a_query_of_the_address_is_sent(server):
+    url = server.url + "/deployments/m/?api-version=1"
+    measure_server.ask(measure_server.Endpoint(url, "m", output_tokens=2), "some words")
+    assert server.seen[0][0] == "/v1/deployments/m/completions?api-version=1"
+
+
 def test_tokens_a_second_are_of_a_loads_own_time(tmp_path, capsys):
     """Two loads take turns of one second; each turn makes as many requests of ten tokens."""
     table = ResumableTable(tmp_path / "s.csv", measure_server.COLUMNS, ("load", "request"))

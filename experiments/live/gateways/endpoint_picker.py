@@ -19,8 +19,8 @@ import signal
 import socket
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Any
-from urllib.parse import urlsplit
 
+from servegym._checks import http_url
 from servegym._command_line import install_line
 
 try:
@@ -58,9 +58,7 @@ _SERVING, _NOT_SERVING = b"\x08\x01", b"\x08\x02"
 
 def address(url: str) -> str:
     """``ip:port`` of a server's URL; a ValueError names one that has none."""
-    parts = urlsplit(url)
-    if not parts.hostname:
-        raise ValueError(f"url {url!r} has no host; write http://ADDRESS:PORT/v1")
+    parts = http_url("url", url)
     port = parts.port or (443 if parts.scheme == "https" else 80)
     try:
         host = socket.getaddrinfo(parts.hostname, port, type=socket.SOCK_STREAM)[0][4][0]

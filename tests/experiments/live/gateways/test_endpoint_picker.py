@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 
 import numpy as np
 import pytest
@@ -284,5 +285,12 @@ def test_health_and_addresses():
     picking(scenario)
     assert address("http://127.0.0.1:8001/v1") == "127.0.0.1:8001"
     assert address("http://[::1]:8001/v1") == "[::1]:8001"
-    with pytest.raises(ValueError, match="'nothing' has no host"):
-        address("nothing")
+    for wrong, why in (
+        ("nothing", "such as http"),
+        ("http://[fd00::1]:8000@2/v1", "without a user or rank"),
+        ("http://me:secret@127.0.0.1:8000/v1", "without a user or rank"),
+        ("http://127.0.0.1:99999/v1", "0-65535"),
+        ("http://[::1:8000/v1", "Invalid IPv6"),
+    ):
+        with pytest.raises(ValueError, match=f"url is '{re.escape(wrong)}'.*{why}"):
+            address(wrong)
