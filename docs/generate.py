@@ -1,9 +1,9 @@
 """Writes the pages that come from the code; mkdocs runs it (`mkdocs build`).
 
-Environments: the docstring and a rendered frame. Agents: curves and results of their trainings, the
-module's docstring, the options and the model cards. Baselines: the registry. Results: the tables in
-``experiments/results`` and the pictures drawn from them. The home page is the README, and so on:
-nothing is written twice.
+A page a family of environments: a rendered frame, the docstrings, then what this folder's page says
+of its data. Agents: curves and results of their trainings, the module's docstring and the model
+cards. Baselines: the registry. Results: the pictures drawn from the tables in
+``experiments/results``. The home page is the README, and so on: nothing is written twice.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import inspect
 import json
 import re
 import tempfile
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -25,7 +25,7 @@ from safetensors import safe_open
 import servegym
 from servegym.agents.lib.checkpoint import AGENTS, shipped
 from servegym.baselines.registry import list_policies
-from servegym.envs.families import FAMILIES, family_of
+from servegym.envs.families import FAMILIES
 from servegym.experiments.bench import short
 from servegym.experiments.evaluation.leaderboard import POINTS, ranked, read_board
 from servegym.experiments.evaluation.leaderboard import markdown as leaderboard_page
@@ -90,69 +90,61 @@ def picture(env_id: str) -> bytes:
         return file.read_bytes()
 
 
-def documented(cls: type) -> str:
-    """A class's docstring as Markdown, the pages that it names as links."""
-    text = fenced(inspect.cleandoc(cls.__doc__ or ""))
-    return re.sub(r"`docs/([\w-]+)\.md`", r"[\1](../\1.md)", text)
+def documented(cls: type, anchors: Mapping[str, str]) -> str:
+    """A class's docstring as Markdown, its headings a level down, the pages it names as links."""
+    text = demoted(fenced(inspect.cleandoc(cls.__doc__ or "")))
+    text = re.sub(r"`docs/([\w-]+)\.md`", r"[\1](\1.md)", text)
+    for name, anchor in anchors.items():
+        if name != cls.__name__:
+            text = text.replace(f"`{name}`", f"[`{name}`](#{anchor})")
+    return text
+
+
+PAGES = {"routing": "routing", "prefix": "prefix-routing"}
+"""Group of a family -> its page, where that has another name."""
+VIEWS = ("summary", "flat", "graph")
+"""The first of these that a family has is the id to start with."""
 
 
 def environments() -> list[dict[str, str]]:
-    """A page an id in Gymnasium's form."""
+    """A page a family: problem, picture, an id a section, the first to start with; the data."""
     nav = []
-    drawn: dict[str, str] = {}
-    pages: dict[type, str] = {}
-    for env_id in servegym.ENV_IDS:
-        name = env_id.partition("/")[2]
-        cls = gymnasium.make(env_id).unwrapped.__class__
-        pages[cls] = name
-        family = family_of(env_id).name
-        if family not in drawn:
-            drawn[family] = f"{family}.png"
-            with mkdocs_gen_files.open(f"environments/{family}.png", "wb") as stream:
-                stream.write(picture(env_id))
-        drawing = importlib.import_module(f"servegym.envs.{family}.render").__doc__ or ""
-        lines = [
-            f"# {env_id}",
-            "",
-            f"![A rendered frame of {env_id}]({drawn[family]})",
-            "",
-            f"*{' '.join(drawing.split())}*",
-            "",
-        ]
-        text = documented(cls)
-        for other, page in pages.items():  # an id that refers to another's class links its page
-            if other is not cls:
-                text = text.replace(f"`{other.__name__}`", f"[`{other.__name__}`]({page}.md)")
-        write(f"environments/{name}.md", "\n".join([*lines, text]))
-        nav.append({name: f"environments/{name}.md"})
-    for title in (family.name for family in FAMILIES if family.parallel):
-        function = importlib.import_module(f"servegym.envs.{title}").parallel_env
-        cls = get_type_hints(function)["return"]
-        text = f"# {title} (PettingZoo)\n\n`servegym.envs.{title}.parallel_env`\n\n"
-        text += documented(cls)
-        write(f"environments/{title}_parallel.md", text)
-        nav.append({f"{title} (PettingZoo)": f"environments/{title}_parallel.md"})
+    for family in sorted(
+        FAMILIES, key=lambda one: [*PAGES].index(one.group) if one.group in PAGES else 9
+    ):
+        start = next(view for view in VIEWS if view in family.views)
+        order = dict.fromkeys([start, "graph", *family.views])
+        classes = {
+            env_id: gymnasium.make(env_id).unwrapped.__class__
+            for env_id in map(family.view_id, order)
+        }
+        if family.parallel:
+            function = importlib.import_module(f"servegym.envs.{family.name}").parallel_env
+            classes[f"PettingZoo: servegym.envs.{family.name}.parallel_env"] = get_type_hints(
+                function
+            )["return"]
+        anchors = {
+            cls.__name__: re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
+            for title, cls in classes.items()
+        }
+        page = PAGES.get(family.group, family.group)
+        with mkdocs_gen_files.open(f"{page}.png", "wb") as stream:
+            stream.write(picture(family.view_id(start)))
+        render = importlib.import_module(f"servegym.envs.{family.name}.render")
+        caption = " ".join((render.__doc__ or "").split())
+        lines = [f"# {family.heading}", ""]
+        for title, cls in classes.items():
+            text = documented(cls, anchors)
+            if len(lines) == 2:
+                problem, _, text = text.partition("\n\n")
+                lines += [problem, "", "<figure markdown>", f"![A rendered frame]({page}.png)"]
+                lines += [f"<figcaption>{caption}</figcaption>", "</figure>", ""]
+            lines += [f"## {title}", "", text, ""]
+        world = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
+        lines += ["## The data", "", demoted(with_tables(world, family.group))]
+        write(f"{page}.md", "\n".join(lines))
+        nav.append({family.title: f"{page}.md"})
     return nav
-
-
-def options(path: Path) -> list[str]:
-    """The table of an agent's `Args`, its own options first: option, default, meaning."""
-    rows: dict[str, tuple[str, ...]] = {}
-    classes: dict[str, ast.ClassDef] = {}
-    for file in (*sorted((path.parent / "lib").glob("*.py")), path):
-        tree = ast.parse(file.read_text(encoding="utf-8"))
-        classes |= {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
-    name = "Args"
-    while name:
-        args = classes[name]
-        for field, text in zip(args.body, args.body[1:], strict=False):
-            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
-                meaning = " ".join(str(ast.literal_eval(text.value)).split())
-                default = ast.unparse(field.value) if field.value else ""
-                option = ast.unparse(field.target)
-                rows.setdefault(option, (f"`--{option}`", f"`{default}`", meaning))
-        name = ast.unparse(args.bases[0]) if args.bases else ""
-    return table(("option", "default", "meaning"), rows.values())
 
 
 _PLACEMENT = {
@@ -291,12 +283,6 @@ def agents() -> list[dict[str, str]]:
         lines += ["```sh", f"python agents/{name}.py --help", f"python agents/{name}.py --seed 1"]
         lines += ["```", "", "[Metrics](../metrics.md) explains what it logs, how `servegym plot`"]
         lines += ["draws it, and how `servegym render` shows its policy.", ""]
-        lines += ["## Implementation", ""]
-        for node in tree.body:
-            if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name != "Args":
-                first = (ast.get_docstring(node) or "").partition("\n\n")[0].replace("\n", " ")
-                lines.append(f"- `{node.name}`: {first}")
-        lines += ["", "## Options", "", *options(path), ""]
         for family in FAMILIES:
             for checkpoint, file in shipped(family.name).items():
                 if written_by(file) == name:
@@ -320,26 +306,23 @@ def demoted(markdown: str) -> str:
     return "\n".join(f"#{line}" if re.match(r"#+ ", line) else line for line in lines)
 
 
-def baselines() -> list[dict[str, str]]:
-    """A page a family of baselines."""
-    nav = []
+def baselines() -> None:
+    """A table a family, from the registry and the shipped checkpoints."""
+    lines = [
+        "# Baselines",
+        "",
+        "The code of a family is in `baselines/FAMILY`, with the equations.",
+    ]
     for family, title in ((one.name, one.title) for one in FAMILIES):
         body = [
-            (f"`{info.name}`", info.description, "yes" if info.clairvoyant else "")
+            (f"`{info.name}`", info.description + " (clairvoyant)" * info.clairvoyant)
             for info in list_policies(family)
         ]
         for name, file in shipped(family).items():
             agent = written_by(file)
-            body.append((f"`{name}`", f"trained by [{agent}](../agents/{agent}.md)", ""))
-        lines = [f"# Baselines: {title}", ""]
-        lines += [*table(("name", "what it does", "clairvoyant"), body), "", "## Modules", ""]
-        for path in sorted((ROOT / "baselines" / family).glob("*.py")):
-            doc = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-            if path.stem != "__init__":
-                lines += [f"### baselines/{family}/{path.name}", "", fenced(doc), ""]
-        write(f"baselines/{family}.md", "\n".join(lines))
-        nav.append({title: f"baselines/{family}.md"})
-    return nav
+            body.append((f"`{name}`", f"trained by [{agent}](agents/{agent}.md)"))
+        lines += ["", f"## {title}", "", *table(("name", "what it does"), body)]
+    write("baselines.md", "\n".join(lines))
 
 
 def origin(record: dict[str, Any]) -> str:
@@ -348,8 +331,8 @@ def origin(record: dict[str, Any]) -> str:
     return ", ".join(str(one) for one in (*machine, record.get("date")) if one)
 
 
-NOTE_WORDS, ROWS = 40, 6
-"""Words of a result's findings and rows of a point of the leaderboard on a page."""
+ROWS = 4
+"""Rows of a point of the leaderboard on a page, besides the plain ones."""
 
 
 def named(stem: str) -> str:
@@ -370,31 +353,29 @@ def place(path: Path) -> tuple[int, int, str]:
     return int(match[1] == "table"), int(match[2]), path.stem
 
 
-def shortened(notes: list[str]) -> list[str]:
-    """The first of a result's notes."""
-    count = 1
-    while count < len(notes) and len(" ".join(notes[: count + 1]).split()) <= NOTE_WORDS:
-        count += 1
-    return notes[:count]
-
-
-def claims(family: str, title: str) -> list[dict[str, str]]:
-    """A page of the paper's claims beside ours; none for a family without a paper."""
-    if family not in TITLES:
-        return []
+def claims() -> None:
+    """The counts and the rule of the papers' claims; what differs on demand."""
     rule = inspect.cleandoc(judge.__doc__ or "").partition("\n\n")[2].partition("Args:")[0]
-    rule = (
-        f"**{tally(family)}.** From the [results]({family}.md) (`servegym claims`). A claim "
-        "without a figure agrees where it holds in every case looked at, *in part* where it holds "
-        "in some. *Elsewhere* is no verdict: the paper does not name these models, fees, cards, "
-        "fleets or rates. A change of a "
-        f"percentage is judged by this rule.\n\n{rule.strip()}"
-    )
-    bold = {"disagrees": "**disagrees**", "in part": "**in part**"}
-    body = [(*cells, bold.get(verdict, verdict)) for *cells, verdict in claim_lines(family)]
-    lines = [f"# Claims: {title}", "", rule, "", *table(HEADINGS, body)]
-    write(f"results/{family}-claims.md", "\n".join(lines))
-    return [{f"{title}: claims": f"results/{family}-claims.md"}]
+    lines = [
+        "# The papers' claims",
+        "",
+        "`servegym claims` prints every claim beside what was measured. A claim without a figure",
+        "agrees where it holds in every case looked at, *in part* where it holds in some.",
+        "*Elsewhere* is no verdict: the paper does not name these models, fees, cards, fleets or",
+        "rates. A change of a percentage is judged by this rule.",
+        "",
+        rule.strip(),
+        "",
+    ]
+    for family, title in TITLES.items():
+        claimed, said = [], [""]
+        for *claim, setting, here, verdict in claim_lines(family):
+            said = claim if claim[0] else said  # a claim's first finding says what it claims
+            if verdict in ("disagrees", "in part"):
+                claimed.append((*said, setting, here, verdict))
+        lines += [f"## {title}", "", f"{tally(family)}.", "", '??? note "What differs"', ""]
+        lines += [f"    {line}" for line in table(HEADINGS, claimed)] + [""]
+    write("claims.md", "\n".join(lines))
 
 
 def result_picture(record: Path, study: Study | None) -> bytes | None:
@@ -404,24 +385,19 @@ def result_picture(record: Path, study: Study | None) -> bytes | None:
     return None if study is None else draw(study, record.parent)
 
 
-def shown(command: str) -> list[str]:
-    """A result's command, and the commit that has its code where the tree does not."""
-    line, _, code = command.partition(" (code: ")
-    return ["```sh", line, "```", *(["", f"Code: {code.rstrip(')')}."] if code else [])]
-
-
 def results() -> list[dict[str, str]]:
-    """A page a family of results: picture, first findings, command; and one of claims."""
+    """A page a family of results: a picture or a table and its first finding."""
     nav = []
     for family, title in ((one.group, one.title) for one in FAMILIES):
         pictures = list_pictures(family)
-        paths = [path for path in (RESULTS / family).glob("*.json") if path.stem[:5] != "bench"]
         lines = [f"# Results: {title}", ""]
-        for path in sorted(paths, key=place):
+        lines += [f"`servegym figures {family}` draws these pictures. The folder"]
+        lines += [f"`experiments/results/{family}` has a CSV each, and beside it a JSON with its"]
+        lines += ["command, its machine and date, and all findings.", ""]
+        for path in sorted((RESULTS / family).glob("*.json"), key=place):
             record = read_record(path)
-            notes = [note["text"] for note in record["notes"]]
-            if not notes:  # a table that only the picture of another one shows
-                continue
+            if path.stem.startswith("bench") or not record["notes"]:
+                continue  # a table without findings is part of another one's picture
             lines += [f"## {named(path.stem)}", ""]
             png = result_picture(path, pictures.get(path.stem))
             if png is not None:
@@ -429,29 +405,35 @@ def results() -> list[dict[str, str]]:
                     stream.write(png)
                 link = f"{family}/{path.stem}.png"  # a narrow page links to its full size
                 lines += [f"[![{path.stem}]({link})]({link})", ""]
-            lines += [f"- {note}" for note in shortened(notes)]
-            lines += ["", *shown(record["command"])]
-            left = len(notes) - len(shortened(notes))
-            rows = f"`experiments/results/{family}/{path.stem}.csv`"
-            rows += f", {left} more findings in `{path.stem}.json`" if left else ""
-            lines += ["", f"{rows}; {origin(record)}", ""]
+            lines += [record["notes"][0]["text"], ""]
         write(f"results/{family}.md", "\n".join(lines))
-        nav += [{title: f"results/{family}.md"}, *claims(family, title)]
+        nav.append({title: f"results/{family}.md"})
     return nav
+
+
+TUTORIALS = (
+    "train_your_first_router",
+    "compare_two_policies",
+    "use_it_from_sb3",
+    "add_a_policy",
+    "add_a_placement_policy",
+    "add_your_own_profile",
+)
+"""In the order in which one learns."""
 
 
 def tutorials() -> list[dict[str, str]]:
     """A page a script of ``docs/tutorials``: its docstring, then the code."""
     nav = []
-    for path in sorted((ROOT / "docs" / "tutorials").glob("*.py")):
-        source = path.read_text(encoding="utf-8")
+    for name in TUTORIALS:
+        source = (ROOT / "docs" / "tutorials" / f"{name}.py").read_text(encoding="utf-8")
         doc = ast.get_docstring(ast.parse(source)) or ""
         title, _, text = doc.partition("\n")
         code = source.split('"""', 2)[2].strip()
         page = f"# {title.rstrip('.')}\n{text}\n\n```python\n{code}\n```\n"
-        page += f"\nRun it with `python docs/tutorials/{path.name}`.\n"
-        write(f"tutorials/{path.stem}.md", page)
-        nav.append({title.rstrip("."): f"tutorials/{path.stem}.md"})
+        page += f"\nRun it with `python docs/tutorials/{name}.py`.\n"
+        write(f"tutorials/{name}.md", page)
+        nav.append({title.rstrip("."): f"tutorials/{name}.md"})
     return nav
 
 
@@ -504,7 +486,7 @@ def findings() -> list[dict[str, str]]:
     return nav
 
 
-def with_tables(page: str, group: str) -> str:
+def with_tables(text: str, group: str) -> str:
     """A page of this folder with its tables, which are results of a group."""
 
     def rows_of(match: re.Match[str]) -> str:
@@ -514,7 +496,6 @@ def with_tables(page: str, group: str) -> str:
         ]
         return "\n".join(table(tuple(rows[0]), cells))
 
-    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
     return re.sub(r"<!-- table: (\w+) -->", rows_of, text)
 
 
@@ -524,13 +505,8 @@ def hardware() -> None:
         stream.write(draw_fidelity(RESULTS / "fidelity"))
     alternative = "Running and waiting requests, KV use and latencies, measured and simulated"
     picture = f"![{alternative}](fidelity.png)"
-    text = with_tables("hardware.md", "fidelity")
+    text = with_tables((ROOT / "docs" / "hardware.md").read_text(encoding="utf-8"), "fidelity")
     write("hardware.md", text.replace("<!-- picture of the measured run -->", picture))
-
-
-def prefix_routing() -> None:
-    """The page of this folder with its tables."""
-    write("prefix-routing.md", with_tables("prefix-routing.md", "prefix"))
 
 
 def leaderboard() -> bool:
@@ -544,7 +520,8 @@ def leaderboard() -> bool:
 home()
 benchmarks()
 hardware()
-prefix_routing()
+baselines()
+claims()
 standing = [{"Leaderboard": "leaderboard.md"}] if leaderboard() else []
 standing += [{"Benchmarks": "benchmarks.md"}]
 mkdocs_gen_files.config["nav"] = [
@@ -554,25 +531,20 @@ mkdocs_gen_files.config["nav"] = [
             *tutorials(),
             {"Tune your gateway's file": "tune.md"},
             {"Put a trained router before your servers": "tutorials/gateway.md"},
-            {"Other libraries": "interop.md"},
-            {"More than one machine": "scaling.md"},
+            {"Other libraries and machines": "interop.md"},
         ]
     },
-    {"Findings": [*findings(), {"Glossary": "glossary.md"}]},
     {"Environments": environments()},
     {"Agents": [*agents(), {"Metrics": "metrics.md"}]},
-    {"Baselines": baselines()},
-    {"Results": [*results(), *standing]},
+    {"Baselines": "baselines.md"},
+    {"Findings": [*findings(), {"The papers' claims": "claims.md"}, {"Glossary": "glossary.md"}]},
+    {"Results": [*standing, *results()]},
     {
-        "Data": [
+        "Machines": [
             {"Hardware": "hardware.md"},
             {"Activations": "activations.md"},
-            {"LLM routing": "routing.md"},
-            {"Prefix routing": "prefix-routing.md"},
-            {"Serverless partitioning": "serverless.md"},
-            {"Expert placement": "placement.md"},
-            {"Real engines": "real-engines.md"},
             {"Test a gateway": "serve.md"},
+            {"Real engines": "real-engines.md"},
         ]
     },
     {"Contributing": "contributing.md"},

@@ -35,6 +35,7 @@ from numpy.typing import NDArray
 
 from servegym._command_line import run_main
 from servegym.agents import load_policy
+from servegym.agents.lib.evaluation import RULES as AGENTS_RULES
 from servegym.baselines.prefix_routing import PrefixSystem, RulePolicy
 from servegym.baselines.prefix_routing.simple import WeightedLoad
 from servegym.experiments.evaluation.evaluate import evaluate
@@ -42,6 +43,7 @@ from servegym.experiments.evaluation.play import DEFAULT_SEED
 from servegym.experiments.evaluation.stats import over_trainings
 from servegym.experiments.evaluation.tables import Note, note
 from servegym.experiments.papers import study
+from servegym.experiments.papers.plotting import Curves
 from servegym.experiments.papers.study import Study, command, interval_columns
 
 ENV_ID, SUMMARY_ID = "servegym/PrefixRouting-v1", "servegym/PrefixRoutingSummary-v3"
@@ -194,10 +196,49 @@ def _rows(options: Options, at: Mapping[str, Any], _: Sequence[Any]) -> Iterator
         yield row
 
 
+def metrics(run: Path) -> list[dict[str, float]]:
+    """What a training logged."""
+    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
+
+
 def seconds(run: Path) -> float:
     """Processor seconds of a training."""
-    *_, last = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return round(json.loads(last)["charts/cpu_s"], 1)
+    return round(metrics(run)[-1]["charts/cpu_s"], 1)
+
+
+def _curves(options: Options, at: Mapping[str, Any], _: Sequence[Any]) -> Iterator[dict[str, Any]]:
+    """The evaluations of the trainings, and the agent's rule on the same validation episodes."""
+    for policy, control in (("ppo", ""), ("ppo shuffled", "shuffled")):
+        for seed, run in enumerate(training(options.checkpoints, at["scenario"], control), 1):
+            for line in metrics(run):
+                if "eval/score" in line:
+                    row = {**at, "policy": policy, "training": seed, "step": line["global_step"]}
+                    row |= {"cpu_s": round(line["charts/cpu_s"], 1)}
+                    yield row | {"attainment": line["eval/score"]}
+    yield {**at, "policy": AGENTS_RULES["prefix_routing"], "attainment": line["eval/rule_score"]}
+
+
+def _curve_notes(options: Options, rows: Sequence[Mapping[str, Any]]) -> Iterator[Note]:
+    for name in SCENARIOS:
+        own = [row for row in rows if row["scenario"] == name]
+        rule = own[-1]["attainment"]
+        times = [
+            next(
+                (
+                    r["cpu_s"]
+                    for r in own
+                    if r.get("training") == seed
+                    and r["policy"] == "ppo"
+                    and r["attainment"] >= rule
+                ),
+                None,
+            )
+            for seed in SEEDS
+        ]
+        told = ", ".join("never" if time is None else f"{time:.0f}" for time in times)
+        text = f"{name}: processor seconds of PPO to {own[-1]['policy']} ({rule:.3f}): {told}."
+        yield note(text, scenario=name, cpu_s=times)
 
 
 def _notes(options: Options, rows: Sequence[Mapping[str, Any]]) -> Iterator[Note]:
@@ -212,6 +253,20 @@ def _notes(options: Options, rows: Sequence[Mapping[str, Any]]) -> Iterator[Note
 
 
 STUDIES = (
+    Study(
+        name="learning_curves",
+        figure="learning",
+        columns=_curves,
+        settings=lambda options: [{"scenario": name} for name in SCENARIOS],
+        notes=_curve_notes,
+        picture=Curves(
+            y="attainment",
+            label="share within both objectives, validation episodes",
+            run=("policy", "training"),
+            panels=("scenario", ""),
+        ),
+        packages=("torch",),
+    ),
     Study(
         name="learning",
         figure="learning",
