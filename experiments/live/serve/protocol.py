@@ -47,7 +47,7 @@ DEFAULT_TOKENS = 16
 
 _RANGES = dict(temperature=(0, 2), top_p=(1e-9, 1), min_p=(0, 1), top_k=(-1, 1 << 31))
 _RANGES |= dict(presence_penalty=(-2, 2), frequency_penalty=(-2, 2), repetition_penalty=(1e-9, 100))
-_RANGES |= dict(priority=(0, 0))
+_RANGES |= dict(n=(1, 1), best_of=(1, 1), priority=(0, 0))  # one answer; first come, first served
 _TYPES = dict(stop=(str, list), stop_token_ids=(list,), cache_salt=(str,), user=(str,))
 _TYPES |= dict(tools=(list,), tool_choice=(str, dict), response_format=(dict,))
 _TYPES |= dict(logprobs=(bool, int), top_logprobs=(int,), logit_bias=(dict,), top_k=(int,))
@@ -138,16 +138,12 @@ def _content(message: Mapping[str, Any], where: str) -> list[str]:
         return [content]
     if content in (None, []) and message["role"] in ("assistant", "function"):
         return []
-    if not isinstance(content, list) or not content:
-        raise BadRequest(
-            f"{where}.content must be a text, or at least one part of text", "messages"
-        )
     texts = [
         part.get(_PARTS.get(str(part.get("type")), "")) if isinstance(part, dict) else part
-        for part in content
+        for part in (content if isinstance(content, list) else ())
     ]
-    if not all(isinstance(text, str) for text in texts):
-        raise BadRequest(f"{where}.content must be text or parts of text", "messages")
+    if not texts or not all(isinstance(text, str) for text in texts):
+        raise BadRequest(f"{where}.content must be a text, or parts of text", "messages")
     return texts  # pyright: ignore[reportReturnType]
 
 
@@ -201,10 +197,10 @@ def _messages(body: Mapping[str, Any], most: int) -> list[int]:
 
 
 def inflate(data: bytes, encoding: str, most: int) -> bytes:
-    """A body of one part that was compressed by gzip or deflate.
+    """Decode a body of one part, compressed by gzip or deflate; more than ``most`` bytes are none.
 
     Raises:
-        BadRequest: If it is damaged, or beyond ``most`` bytes; no more of it is inflated.
+        BadRequest: If it has more, is damaged, or is encoded otherwise.
     """
     if encoding not in ("gzip", "deflate"):
         raise BadRequest("Content-Encoding must be gzip or deflate", status=415)
@@ -241,7 +237,7 @@ def _check_forms(body: Mapping[str, Any]) -> None:
     for name, (low, high) in _RANGES.items():
         value = body.get(name)
         if value is not None and not (type(value) in (int, float) and low <= value <= high):
-            raise _wrong(name, f"a number from {low} to {high}", value)
+            raise _wrong(name, f"a number from {low} to {high}" if low < high else f"{low}", value)
     for name, types in _TYPES.items():
         value = body.get(name)
         empty = value == "" and name != "user"
@@ -255,9 +251,6 @@ def _check_forms(body: Mapping[str, Any]) -> None:
     form, forms = body.get("response_format"), "text, json_object, json_schema, structural_tag"
     if form is not None and form.get("type") not in forms.split(", "):
         raise _wrong("response_format", f"of a type of {forms}", form)
-    for name in ("n", "best_of"):
-        if body.get(name) not in (None, 1) or body.get(name) is True:
-            raise BadRequest(f"{name} must be 1: a simulated server gives one answer", name)
     for name in _NOT_SIMULATED:
         value = body.get(name)  # 0 asks for something, too
         if value not in (None, "", [], {}) and value is not False:
@@ -302,7 +295,8 @@ def read_request(body: Any, chat: bool, names: Collection[str], context: int) ->
     if options and not stream:
         raise BadRequest("stream_options needs stream = true", "stream_options")
     stop = body.get("stop") or ()
-    usage = bool(options) and _flag(options, "include_usage")
+    options = options or {}
+    usage = _flag(options, "include_usage")
     return Ask(
         chat=chat,
         prompt=tuple(prompt),
