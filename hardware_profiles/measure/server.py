@@ -105,7 +105,7 @@ class Reply:
         tpot_s: Seconds a token after the first; NaN if there is one token.
         e2e_s: Seconds to the last token.
         prompt_tokens: As the server counts them, or 0 if it does not say.
-        output_tokens: As the server counts them, else pieces of text received.
+        output_tokens: As the server counts them, but at least the pieces of text received.
         token_s: Seconds from the first token to each one, the first included; empty if the server
             sends several at a time.
     """
@@ -118,10 +118,10 @@ class Reply:
     token_s: tuple[float, ...] = ()
 
 
-def _count(usage: Mapping[str, Any], key: str, other: int) -> int:
-    """The server's count of tokens, or another where it has none or one that none can be."""
+def _count(usage: Mapping[str, Any], key: str) -> int:
+    """The server's count of tokens, or 0 where it has none or one that none can be."""
     count = usage.get(key)
-    return count if isinstance(count, int) and 0 < count < 1 << 31 else other
+    return count if isinstance(count, int) and 0 < count < 1 << 31 else 0
 
 
 def ask(
@@ -159,7 +159,7 @@ def ask(
         headers["Authorization"] = f"Bearer {endpoint.api_key}"
     connection = kind(parts.hostname or "", parts.port, timeout=endpoint.timeout_s)
     times: list[float] = []
-    usage: Mapping[str, Any] = {}
+    prompt_tokens = tokens = 0
     ended, reason = False, ""
     try:
         start = time.perf_counter()
@@ -176,9 +176,12 @@ def ask(
                 if ended := data.strip() == b"[DONE]":
                     break
                 event = json.loads(data)
-                if error := error_of(event):
-                    raise ValueError(f"error: {error}")
-                usage = event.get("usage") or usage
+                error = error_of(event)
+                if error or (event and "choices" not in event and "usage" not in event):
+                    raise ValueError(f"error: {error or event}")
+                usage = event.get("usage") or {}
+                prompt_tokens = max(prompt_tokens, _count(usage, "prompt_tokens"))
+                tokens = max(tokens, _count(usage, "completion_tokens"))
                 for choice in event.get("choices") or ():
                     reason = choice.get("finish_reason") or reason
                 if brings_token(event):
@@ -198,13 +201,13 @@ def ask(
     if not ended:
         raise ValueError("the stream ended early")
     first, last = times[0], times[-1]
-    tokens = _count(usage, "completion_tokens", len(times))
+    tokens = max(tokens, len(times))
     spread = (last - first) / (tokens - 1) if tokens > 1 and len(times) > 1 else math.nan
     return Reply(
         first - start,
         spread,
         last - start,
-        _count(usage, "prompt_tokens", 0),
+        prompt_tokens,
         tokens,
         tuple(time - first for time in times) if len(times) == tokens else (),
     )

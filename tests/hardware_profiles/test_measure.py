@@ -178,6 +178,10 @@ def test_tokens_a_second_are_of_a_loads_own_time(tmp_path, capsys):
         ("garbage", "not JSON"),
         ("cut", "ended early"),
         (3 * WORD + b'data: {"object": "error", "message": "engine st"}\n\n' + DONE, "engine st"),
+        (3 * WORD + b'data: {"detail": "Internal Server Error"}\n\n' + DONE, "Internal Server"),
+        (3 * WORD + b'data: {"message": "engine st", "code": 500}\n\n' + DONE, "engine st"),
+        (3 * WORD + b'data: "engine st"\n\n' + DONE, "not JSON of OpenAI"),
+        (3 * WORD + b'data: {"choices": [], "usage": 5}\n\n' + DONE, "not JSON of OpenAI"),
         (3 * WORD + DONE[:-1], "ended early"),
         (b'data: {"choices": [{"delta": {}, "finish_reason": "stop"}]}\n\n' + DONE, "with 'stop'"),
         (DONE, "does the server stream?"),
@@ -193,6 +197,21 @@ def test_a_failing_server_is_reported(server, tmp_path, mode, words):
     server.mode = "good"  # what failed is sent again
     measure_server.measure(endpoint, tmp_path / "s.csv", loads=[2], requests=3)
     assert [row["error"] for row in rows_of(tmp_path / "s.csv")] == ["", "", ""]
+
+
+@pytest.mark.parametrize(
+    ("counts", "tokens"),
+    [((0, 0, 0, 0), 4), ((0, 0, 0, 9), 9), ((1, 2, 3, 0), 4), ((2, 4, 6, 8), 8), ((1, 1, 1, 1), 4)],
+)
+def test_a_count_below_the_tokens_seen_does_not_lower_it(server, tmp_path, counts, tokens):
+    word = {"choices": [{"delta": {"content": "a"}}]}
+    usages = [{"prompt_tokens": 5 * (k < 3), "completion_tokens": n} for k, n in enumerate(counts)]
+    events = [f"data: {json.dumps({**word, 'usage': usage})}\n\n".encode() for usage in usages]
+    server.mode = b"".join(events) + DONE
+    endpoint = measure_server.Endpoint(server.url, "m", output_tokens=4)
+    measure_server.measure(endpoint, tmp_path / "s.csv", loads=[1], requests=1)
+    (row,) = rows_of(tmp_path / "s.csv")
+    assert (row["error"], row["prompt_tokens"], row["output_tokens"]) == ("", "5", str(tokens))
 
 
 def time_by_memory_traffic(monkeypatch):

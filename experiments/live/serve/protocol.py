@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import json
 import re
+import zlib
+from bisect import bisect_left
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cache
 from hashlib import blake2b
-from itertools import islice
+from itertools import accumulate, islice
 from typing import Any
 from zlib import crc32
 
@@ -43,12 +45,22 @@ DEFAULT_TOKENS = 16
 """``max_tokens`` of a completion that does not say, as OpenAI's."""
 
 
-_RANGES = dict(temperature=(0, 2), top_p=(0, 1), min_p=(0, 1), top_k=(-1, 1 << 31))
-_RANGES |= dict(presence_penalty=(-2, 2), frequency_penalty=(-2, 2), repetition_penalty=(0, 100))
+_RANGES = dict(temperature=(0, 2), top_p=(1e-9, 1), min_p=(0, 1), top_k=(-1, 1 << 31))
+_RANGES |= dict(presence_penalty=(-2, 2), frequency_penalty=(-2, 2), repetition_penalty=(1e-9, 100))
+_RANGES |= dict(n=(1, 1), best_of=(1, 1), priority=(0, 0))  # one answer; first come, first served
 _TYPES = dict(stop=(str, list), stop_token_ids=(list,), cache_salt=(str,), user=(str,))
 _TYPES |= dict(tools=(list,), tool_choice=(str, dict), response_format=(dict,))
-_TYPES |= dict(logprobs=(bool, int), top_logprobs=(int,), logit_bias=(dict,))
-_NAMES = {str: "a text", list: "a list", dict: "an object", bool: "true or false", int: "a number"}
+_TYPES |= dict(logprobs=(bool, int), top_logprobs=(int,), logit_bias=(dict,), top_k=(int,))
+_NAMES = {str: "a text that is not empty", list: "a list", dict: "an object"}
+_NAMES |= {bool: "true or false", int: "a whole number"}
+_PARTS = dict(text="text", input_text="text", output_text="text", refusal="refusal")
+_NOT_SIMULATED = (
+    *("echo", "suffix", "use_beam_search", "top_logprobs", "logprobs", "prompt_logprobs"),
+    *("truncate_prompt_tokens", "prompt_embeds", "documents", "functions", "function_call"),
+    *("chat_template", "continue_final_message", "return_token_ids", "include_stop_str_in_output"),
+)
+MOST_STOPS = 64
+"""Texts that end an answer, each of which is looked for in it."""
 
 
 class BadRequest(ValueError):
@@ -70,6 +82,8 @@ class Ask:
     ignore_eos: bool  # whether the answer has exactly ``max_tokens`` tokens
     stream: bool  # whether the answer comes token by token
     usage: bool  # whether a stream ends with the counts of tokens
+    running: bool  # whether every event of such a stream has them
+    stop: tuple[str, ...]  # texts that end the answer
     seed: int  # of the answer
     cache_salt: str  # requests share cached blocks only with those of the same salt
 
@@ -118,24 +132,39 @@ def _prompt(body: Mapping[str, Any], most: int) -> list[int]:
 
 
 def _content(message: Mapping[str, Any], where: str) -> list[str]:
-    """The texts of a message: one, parts, or none where an assistant calls tools."""
+    """The texts of a message: one, parts, or none of an assistant's."""
     content = message.get("content")
     if isinstance(content, str):
         return [content]
-    calls = message.get("tool_calls") or message.get("function_call")
-    if content is None and message["role"] == "assistant" and calls:
+    if content in (None, []) and message["role"] in ("assistant", "function"):
         return []
-    if not isinstance(content, list) or not content:
-        raise BadRequest(
-            f"{where}.content must be a text, or at least one part of text", "messages"
-        )
     texts = [
-        part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
-        for part in content
+        part.get(_PARTS.get(str(part.get("type")), "")) if isinstance(part, dict) else part
+        for part in (content if isinstance(content, list) else ())
     ]
-    if not all(isinstance(text, str) for text in texts):
-        raise BadRequest(f"{where}.content must be text or parts of text", "messages")
+    if not texts or not all(isinstance(text, str) for text in texts):
+        raise BadRequest(f"{where}.content must be a text, or parts of text", "messages")
     return texts  # pyright: ignore[reportReturnType]
+
+
+def _function(tool: Any) -> Any:
+    """The name in a tool or a choice of one; None if there is none."""
+    function = tool.get("function") if isinstance(tool, dict) else None
+    return function.get("name") if isinstance(function, dict) else None
+
+
+def _tools(body: Mapping[str, Any], most: int) -> list[int]:
+    """Tokens of the tools of a chat, which are a part of its prompt."""
+    tools, choice = body.get("tools"), body.get("tool_choice")
+    names = [_function(tool) for tool in tools or ()]
+    if not all(isinstance(name, str) for name in names):
+        raise BadRequest("tools must be functions, each with a name", "tools")
+    words = (None, "none") if tools is None else (None, "none", "auto", "required")
+    if not (_function(choice) in names if isinstance(choice, dict) else choice in words):
+        form = "none, or with tools auto, required or one of their functions"
+        raise _wrong("tool_choice", form, choice)
+    text = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools or ())
+    return [_mark("tools"), *tokens_of(text, most), _mark("end")] if tools else []
 
 
 def _messages(body: Mapping[str, Any], most: int) -> list[int]:
@@ -143,22 +172,49 @@ def _messages(body: Mapping[str, Any], most: int) -> list[int]:
     if not isinstance(messages, list) or not messages:
         raise BadRequest("messages must be a list of at least one message", "messages")
     tokens: list[int] = []
+    tools = _tools(body, most)
     for number, message in enumerate(messages):
         where = f"messages[{number}]"
         role = message.get("role") if isinstance(message, dict) else None
         if role not in ROLES:
             raise BadRequest(f"{where} must have a role of {', '.join(ROLES)}", "messages")
+        if role not in ("system", "developer"):  # chat templates put tools before the talk
+            tokens += tools
+            tools = []
         tokens.append(_mark(role))
         for text in _content(message, where):
             tokens += tokens_of(text, max(0, most - len(tokens)))
-        if message.get("tool_calls"):
-            calls = json.dumps(message["tool_calls"], sort_keys=True)
-            tokens += tokens_of(calls, max(0, most - len(tokens)))
+        if calls := message.get("tool_calls"):
+            if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+                raise BadRequest(f"{where}.tool_calls must be a list of objects", "messages")
+            text = json.dumps(calls, sort_keys=True)
+            tokens += tokens_of(text, max(0, most - len(tokens)))
         tokens.append(_mark("end"))
         if len(tokens) >= most:
             break
-    tokens.append(_mark("assistant"))
-    return tokens
+    answers = body.get("add_generation_prompt") is not False
+    return [*tokens, *tools, *([_mark("assistant")] if answers else [])]
+
+
+def inflate(data: bytes, encoding: str, most: int) -> bytes:
+    """Decode a body of one part, compressed by gzip or deflate; more than ``most`` bytes are none.
+
+    Raises:
+        BadRequest: If it has more, is damaged, or is encoded otherwise.
+    """
+    if encoding not in ("gzip", "deflate"):
+        raise BadRequest("Content-Encoding must be gzip or deflate", status=415)
+    raw = encoding == "deflate" and data[:1] and data[0] & 15 != 8  # without zlib's header
+    stream = zlib.decompressobj(31 if encoding == "gzip" else -15 if raw else 15)
+    try:
+        body = stream.decompress(data, most + 1)
+    except zlib.error:
+        body = b""
+    if len(body) > most:
+        raise BadRequest("The body is larger than the server takes.", status=413)
+    if not stream.eof or stream.unused_data:
+        raise BadRequest("The body cannot be decoded.")
+    return body
 
 
 def read_json(data: bytes, context: int) -> Any:
@@ -177,19 +233,28 @@ def read_json(data: bytes, context: int) -> Any:
 
 
 def _check_forms(body: Mapping[str, Any]) -> None:
-    """Refuse what real servers refuse in fields that change no times."""
+    """Refuse what real servers refuse in fields that change no times, and what is not simulated."""
     for name, (low, high) in _RANGES.items():
-        value = body.get(name, low)
+        value = body.get(name)
         if value is not None and not (type(value) in (int, float) and low <= value <= high):
-            raise _wrong(name, f"a number from {low} to {high}", value)
+            raise _wrong(name, f"a number from {low} to {high}" if low < high else f"{low}", value)
     for name, types in _TYPES.items():
         value = body.get(name)
-        if value is not None and type(value) not in types:
+        empty = value == "" and name != "user"
+        if value is not None and (type(value) not in types or empty):
             raise _wrong(name, " or ".join(_NAMES[one] for one in types), value)
     for name, kind in (("stop", str), ("stop_token_ids", int)):
         value = body.get(name) or ()
-        if not {*map(type, value)} <= {kind}:
-            raise _wrong(name, f"a list, each {_NAMES[kind]}", value)
+        value = [value] if isinstance(value, str) else value
+        if not {*map(type, value)} <= {kind} or "" in value or len(value) > MOST_STOPS:
+            raise _wrong(name, f"a list of up to {MOST_STOPS}, each {_NAMES[kind]}", value)
+    form, forms = body.get("response_format"), "text, json_object, json_schema, structural_tag"
+    if form is not None and form.get("type") not in forms.split(", "):
+        raise _wrong("response_format", f"of a type of {forms}", form)
+    for name in _NOT_SIMULATED:
+        value = body.get(name)  # 0 asks for something, too
+        if value not in (None, "", [], {}) and value is not False:
+            raise BadRequest(f"{name} is not simulated; leave it out", name)
 
 
 def read_request(body: Any, chat: bool, names: Collection[str], context: int) -> Ask:
@@ -203,12 +268,6 @@ def read_request(body: Any, chat: bool, names: Collection[str], context: int) ->
     if model is not None and model not in names:
         raise BadRequest(f"The model `{model!s:.100}` does not exist.", "model", 404)
     _check_forms(body)
-    for name in ("n", "best_of"):
-        if body.get(name) not in (None, 1) or body.get(name) is True:
-            raise BadRequest(f"{name} must be 1: a simulated server gives one answer", name)
-    for name in ("echo", "suffix", "use_beam_search"):
-        if body.get(name):
-            raise BadRequest(f"{name} is not simulated", name)
     # One more than fits tells that it does not; to count the rest would hold other requests.
     prompt = (_messages if chat else _prompt)(body, context + 1)
     if not prompt:
@@ -235,6 +294,9 @@ def read_request(body: Any, chat: bool, names: Collection[str], context: int) ->
         raise BadRequest("stream_options must be an object", "stream_options")
     if options and not stream:
         raise BadRequest("stream_options needs stream = true", "stream_options")
+    stop = body.get("stop") or ()
+    options = options or {}
+    usage = _flag(options, "include_usage")
     return Ask(
         chat=chat,
         prompt=tuple(prompt),
@@ -242,7 +304,9 @@ def read_request(body: Any, chat: bool, names: Collection[str], context: int) ->
         min_tokens=least,
         ignore_eos=_flag(body, "ignore_eos"),
         stream=stream,
-        usage=_flag(options, "include_usage") if options else False,
+        usage=usage,
+        running=usage and _flag(options, "continuous_usage_stats"),
+        stop=(stop,) if isinstance(stop, str) else tuple(stop),
         seed=_whole(body, "seed", 0, -(1 << 62)),
         cache_salt=body.get("cache_salt") or "",
     )
@@ -257,7 +321,8 @@ def answer(ask: Ask, seed: int = 0) -> tuple[list[str], list[int], str]:
     """What is answered to a request: the same to the same prompt.
 
     Unless the end of the text is ignored the answer's length is drawn from the answers of ShareGPT
-    (quantiles published with Helix), by a hash of the prompt and the seeds.
+    (quantiles published with Helix), by a hash of the prompt and the seeds. The first of
+    its stop texts after ``min_tokens`` cuts it, as in vLLM.
 
     Returns:
         The text of every token, their ids, and why the answer ends: ``stop`` or ``length``.
@@ -273,4 +338,12 @@ def answer(ask: Ask, seed: int = 0) -> tuple[list[str], list[int], str]:
     text = [f" {_WORDS[k]}" for k in draws.integers(0, len(_WORDS), count)]
     if ask.chat:  # an answer begins without a space
         text[0] = text[0][1:]
-    return text, [crc32(piece.encode()) for piece in text], reason
+    ids = [crc32(piece.encode()) for piece in text]
+    ends, whole = [0, *accumulate(map(len, text))], "".join(text)
+    least = ends[min(ask.min_tokens, count)]
+    begins = [(whole.find(stop, max(0, least - len(stop) + 1)), len(stop)) for stop in ask.stop]
+    found = min(((at + size, at) for at, size in begins if at >= 0), default=None)
+    if found is not None:
+        count, reason = bisect_left(ends, found[0]), "stop"
+        text = [text[k][: max(0, found[1] - ends[k])] for k in range(count)]
+    return text, ids[:count], reason

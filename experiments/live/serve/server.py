@@ -33,6 +33,7 @@ from servegym.experiments.live.serve.protocol import (
     Ask,
     BadRequest,
     answer,
+    inflate,
     read_json,
     read_request,
 )
@@ -105,7 +106,9 @@ class _Connection(web.RequestHandler):
 async def bind(runner: web.AppRunner, **where: Any) -> asyncio.Server:
     """Answer requests at an address, see ``loop.create_server``; a log of them would have keys."""
     loop, kind = asyncio.get_running_loop(), cast(Any, _Connection)  # its hints want a log
-    connect = partial(kind, runner.server, loop=loop, access_log=None, logger=_log)
+    # What aiohttp inflates it inflates on the loop, however much that is.
+    more = {"access_log": None, "logger": _log, "auto_decompress": False}
+    connect = partial(kind, runner.server, loop=loop, **more)
     return await loop.create_server(connect, **where)
 
 
@@ -182,7 +185,8 @@ class SimulatedServer:
         self._site: asyncio.Server | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: list[asyncio.Task[None]] = []
-        self._busy: set[asyncio.Transport | None] = set()  # connections with a request
+        # When the last request of a connection ended; infinite while there is one.
+        self._since: dict[asyncio.BaseTransport | None, float] = {}
         self._count = 0
         self.port = spec.port
         self._started = 0.0
@@ -315,7 +319,10 @@ class SimulatedServer:
         if fault is not None:
             self.refused += 1
             return _error(fault.status, "A failure that was asked for with --fail.")
+        encoding = request.headers.get("Content-Encoding", "identity").strip().lower()
         try:
+            if encoding != "identity":
+                data = await asyncio.to_thread(inflate, data, encoding, self.body_bytes)
             body = read_json(data, self.spec.context)
             ask = read_request(body, chat, (self.model, self.spec.name), self.spec.context)
         except BadRequest as error:
@@ -441,28 +448,30 @@ class SimulatedServer:
     async def _around(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        """A connection with a request is not swept."""
+        """A connection with a request is not idle."""
         connection = request.transport
-        self._busy.add(connection)
+        self._since[connection] = math.inf
         try:
             return await handler(request)
         except ConnectionError:  # the client has gone while it was written to
             raise asyncio.CancelledError from None
         finally:
-            self._busy.discard(connection)
+            self._since[connection] = self._loop.time()
 
     async def _sweep(self) -> None:
         """Close connections whose headers do not come; aiohttp waits for them without end."""
-        assert self._runner is not None and self._runner.server is not None
-        since: dict[asyncio.BaseTransport, float] = {}
         while True:
             await asyncio.sleep(SWEEP_S)
-            now = self._loop.time()
-            idle = {one.transport for one in self._runner.server.connections} - self._busy
-            since = {one: since.get(one, now) for one in idle if one is not None}
-            for one, begin in since.items():
-                if now - begin > HEADERS_S:
-                    one.close()
+            self._close_idle(self._loop.time())
+
+    def _close_idle(self, now: float) -> None:
+        """Close the connections that have had no request for `HEADERS_S` at a time of the loop."""
+        assert self._runner is not None and self._runner.server is not None
+        there = {one.transport for one in self._runner.server.connections} - {None}
+        self._since = {one: self._since.get(one, now) for one in there}
+        for one, begin in self._since.items():
+            if one is not None and now - begin > HEADERS_S:
+                one.close()
 
     async def _listen(self) -> None:
         assert self._runner is not None
@@ -596,22 +605,29 @@ class _Writer:
         """Events of the tokens from ``first`` to ``end``; generated words need no escapes."""
         before, after = self._text
         head = self._start + before
-        rest = ', "logprobs": null, "finish_reason": null}]}\n\n'
-        events = [f"{head}{text[k]}{after}{rest}" for k in range(first, end)]
+        rest = ', "logprobs": null, "finish_reason": null}]'
+        events = [
+            f"{head}{text[k]}{after}{rest}{self._so_far(one, k + 1)}" for k in range(first, end)
+        ]
         if first == 0 and self._ask.chat:
             role = '"delta": {"role": "assistant", "content": ""}'
-            events.insert(0, self._start + role + rest)
+            events.insert(0, self._start + role + rest + self._so_far(one, 0))
         if end == one.output:
             events[-1] = events[-1].replace(
                 '"finish_reason": null', f'"finish_reason": "{one.reason}"'
             )
         return "".join(events).encode()
 
+    def _so_far(self, one: Served, count: int) -> str:
+        """The end of an event, with the counts of tokens if they were asked for."""
+        usage = f', "usage": {json.dumps(_usage(one, count))}' if self._ask.running else ""
+        return usage + "}\n\n"
+
     def end(self, one: Served) -> bytes:
         """What ends a stream."""
         event = b""
         if self._ask.usage:
-            data = {**self._head, "choices": [], "usage": _usage(one)}
+            data = {**self._head, "choices": [], "usage": _usage(one, one.count)}
             event = f"data: {json.dumps(data)}\n\n".encode()
         return event + b"data: [DONE]\n\n"
 
@@ -622,14 +638,14 @@ class _Writer:
             choice["message"] = {"role": "assistant", "content": text}
         else:
             choice["text"] = text
-        return json.dumps({**self._head, "choices": [choice], "usage": _usage(one)})
+        return json.dumps({**self._head, "choices": [choice], "usage": _usage(one, one.count)})
 
 
-def _usage(one: Served) -> dict[str, Any]:
+def _usage(one: Served, count: int) -> dict[str, Any]:
     return {
         "prompt_tokens": one.prompt,
-        "completion_tokens": one.count,
-        "total_tokens": one.prompt + one.count,
+        "completion_tokens": count,
+        "total_tokens": one.prompt + count,
         "prompt_tokens_details": {"cached_tokens": one.hit},
     }
 

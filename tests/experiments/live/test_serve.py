@@ -5,9 +5,12 @@ import gzip
 import json
 import re
 import signal
+import threading
+import zlib
 
 import numpy as np
 import pytest
+from aiohttp import http_parser
 
 from servegym.envs.prefix_routing.live import LiveEngine
 from servegym.experiments.live import launcher
@@ -16,7 +19,13 @@ from servegym.experiments.live.serve import command
 from servegym.experiments.live.serve import server as server_module
 from servegym.experiments.live.serve.dashboard import Dashboard, listen
 from servegym.experiments.live.serve.faults import Fault, parse_fault
-from servegym.experiments.live.serve.protocol import answer, read_request, tokens_of
+from servegym.experiments.live.serve.protocol import (
+    BadRequest,
+    answer,
+    inflate,
+    read_request,
+    tokens_of,
+)
 from servegym.experiments.live.serve.server import SimulatedFleet, new_loop
 from servegym.hardware_profiles import load
 from servegym.hardware_profiles.host import engine_host
@@ -164,16 +173,19 @@ REFUSED = [
         ({"prompt": "a", name: value}, 400, f"{name} must be")
         for name, values in {
             **dict.fromkeys(("temperature", "top_p", "min_p"), ("x", -1, 3, True, [], 10**401)),
+            "priority": (1, "x"),
             **dict.fromkeys(("presence_penalty", "frequency_penalty"), ("x", -2.5, float("nan"))),
-            "repetition_penalty": ("x", float("inf")),
-            "top_k": ("5", -2),
+            "repetition_penalty": ("x", 0, float("inf")),
+            "top_p": (0,),
+            "top_k": ("5", -2, 1.5),
             "logprobs": ("x", 0.5),
             "top_logprobs": ("x",),
-            "stop": (5, True, {}, ["a", 5]),
+            "stop": (5, True, {}, ["a", 5], "", ["a", ""], ["a"] * 65),
             "stop_token_ids": (5, "a", ["a"], [True]),
-            "cache_salt": (5,),
+            "cache_salt": (5, ""),
             "user": (5,),
-            **dict.fromkeys(("logit_bias", "response_format"), (5, "x", [])),
+            "logit_bias": (5, "x", []),
+            "response_format": (5, "x", [], {}, {"type": "xml"}, {"type": []}),
             "tools": ({}, "x"),
             "tool_choice": (5, []),
             "n": ("1", True, 1.5),
@@ -188,10 +200,220 @@ REFUSED = [
     ({"messages": [{"role": "boss", "content": "hi"}]}, 400, "role"),
     *(
         ({"messages": [{"role": "user", "content": content}]}, 400, "content")
-        for content in (None, 0, False, {}, [], ["hi"])
+        for content in (None, 0, False, {}, [], [5], [{"type": [], "text": "a"}])
     ),
-    ({"messages": [{"role": "assistant", "content": None}]}, 400, "content"),
+    ({"messages": [{"role": "assistant", "content": 0}]}, 400, "content"),
+    *(
+        ({"messages": [{"role": "assistant", "tool_calls": calls}]}, 400, "tool_calls")
+        for calls in ("x", ["x"], {"id": "a"})
+    ),
 ]
+
+
+def tool(name, *words):
+    return {"type": "function", "function": {"name": name, "description": " ".join(words)}}
+
+
+TALK = [{"role": "user", "content": STORY}]
+NAMED_F = {"type": "function", "function": {"name": "f"}}
+
+
+@pytest.mark.parametrize(
+    ("param", "more"),
+    [
+        *(
+            (name, {name: value})
+            for name, value in {
+                "truncate_prompt_tokens": 16,
+                "logprobs": True,
+                "prompt_logprobs": 0,
+                "echo": True,
+                "documents": [{"text": "a"}],
+                "functions": [{"name": "f"}],
+                "function_call": "auto",
+                "chat_template": "{{ messages }}",
+                "continue_final_message": True,
+                "return_token_ids": True,
+                "include_stop_str_in_output": True,
+                "use_beam_search": True,
+                "best_of": 2,
+            }.items()
+        ),
+        ("truncate_prompt_tokens", {"truncate_prompt_tokens": -1}),
+        ("logprobs", {"logprobs": 0}),
+        ("top_logprobs", {"logprobs": True, "top_logprobs": 99}),
+        ("top_logprobs", {"top_logprobs": 2}),
+        *(("tool_choice", {"tool_choice": choice}) for choice in ("required", "auto", NAMED_F)),
+        ("tool_choice", {"tool_choice": "some", "tools": [tool("f")]}),
+        ("tool_choice", {"tool_choice": NAMED_F, "tools": [tool("g")]}),
+        ("tool_choice", {"tool_choice": {"function": 5}, "tools": [tool("f")]}),
+        *(("tools", {"tools": [one]}) for one in (5, {}, {"function": {}}, {"function": "f"})),
+    ],
+)
+def test_what_would_change_the_numbers_is_refused_by_its_field(param, more):
+    with pytest.raises(BadRequest) as caught:
+        read_request({"messages": TALK, **more}, True, ["m"], 4096)
+    assert caught.value.param == param and caught.value.status == 400
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {
+            "logprobs": False,
+            "echo": False,
+            "documents": [],
+            "suffix": "",
+            "priority": 0,
+            "stop": [],
+        },
+        {"tool_choice": "none", "stop": None, "response_format": {"type": "json_object"}},
+        *(
+            {"tool_choice": one, "tools": [tool("f")]}
+            for one in (None, "auto", "required", NAMED_F)
+        ),
+        {"tool_choice": "required", "tools": []},
+    ],
+)
+def test_what_asks_for_nothing_is_taken(more):
+    assert read_request({"messages": TALK, **more}, True, ["m"], 4096).prompt
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"content": None},
+        {},
+        {"content": []},
+        {"content": [{"type": "refusal", "refusal": "no"}]},
+        {"content": ["yes", {"type": "output_text", "text": "no"}]},
+        {"content": None, "tool_calls": [{"id": "a", "function": {"name": "f"}}]},
+    ],
+)
+def test_a_history_with_any_answer_is_taken(answer):
+    talk = [*TALK, {"role": "assistant", **answer}, {"role": "user", "content": "b"}]
+    bare = [*TALK, {"role": "assistant", "content": ""}, talk[-1]]
+    read, least = (read_request({"messages": one}, True, ["m"], 4096) for one in (talk, bare))
+    has_text = bool(answer.get("content") or answer.get("tool_calls"))
+    assert (len(read.prompt) > len(least.prompt)) == has_text
+
+
+def test_tools_stand_in_the_prompt_before_the_talk():
+    a, b = tool("f", *["alpha"] * 100), tool("f", *["alpha"] * 50, *["beta"] * 50)
+
+    async def scenario(session, server):
+        found = []
+        for tools in (None, [a], [a], [b]):
+            body = {"messages": TALK, "max_tokens": 2, "tools": tools}
+            _, told = await post(session, f"{server.endpoint.url}/chat/completions", body)
+            usage = told["usage"]
+            found.append((usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]))
+        return found
+
+    (plain, none), (long, first), (again, second), (other, shared) = served(scenario)
+    assert long == again > plain + 100 and other > plain + 100
+    assert none == first == 0 and second == (long - 1) // 16 * 16
+    assert 32 <= shared <= 80  # up to the block before the tools differ
+    system = [{"role": "system", "content": "Be brief."}]
+    asks = [{"messages": system + TALK, "tools": tools} for tools in ([a], [b])]
+    one, two = (read_request(ask, True, ["m"], 4096).prompt for ask in asks)
+    start = tokens_of("Be brief.")
+    assert (
+        list(one[1 : 1 + len(start)]) == start and one[: len(start) + 50] == two[: len(start) + 50]
+    )
+    less = read_request({"messages": TALK, "add_generation_prompt": False}, True, ["m"], 4096)
+    assert len(less.prompt) == plain - 1
+
+
+def test_a_text_that_stops_an_answer_cuts_it():
+    def asked(**more):
+        body = {"prompt": STORY, "max_tokens": 40, "ignore_eos": True, **more}
+        return answer(read_request(body, False, ["m"], 4096))
+
+    text, ids, _ = asked()
+    whole = "".join(text)
+    stop = text[7] + text[8][:2]  # in two tokens
+    cut, cut_ids, reason = asked(stop=["not there", stop])
+    assert "".join(cut) == whole[: whole.index(stop)] and reason == "stop"
+    assert len(cut) == len(cut_ids) == 9 and cut_ids == ids[:9]
+    assert asked(stop=text[7][:2], min_tokens=8)[0][:8] == text[:8]  # too early, it stops nothing
+    assert asked(stop="not there") == (text, ids, "length")
+    later, _, _ = asked(stop=" ", min_tokens=20)
+    assert "".join(later) == "".join(text[:20]) and len(later) == 21
+
+
+def test_a_stream_counts_its_tokens_where_that_is_asked_for():
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"messages": TALK, "max_tokens": 5, "ignore_eos": True, "stream": True}
+
+    async def scenario(session, server):
+        url = f"{server.endpoint.url}/chat/completions"
+        async with session.post(url, json={**body, "stream_options": options}) as response:
+            return (await response.text()).split("\n\n")
+
+    events = [json.loads(line[6:]) for line in served(scenario)[:-2]]
+    assert [event["usage"]["completion_tokens"] for event in events] == [0, 1, 2, 3, 4, 5, 5]
+    assert len({event["usage"]["prompt_tokens"] for event in events}) == 1
+
+
+def deflate(data, bits):
+    stream = zlib.compressobj(wbits=bits)
+    return stream.compress(data) + stream.flush()
+
+
+@pytest.mark.parametrize(("encoding", "bits"), [("gzip", 31), ("deflate", 15), ("deflate", -15)])
+def test_no_more_of_a_body_is_inflated_than_it_may_have(monkeypatch, encoding, bits):
+    made = []
+
+    class Spy:
+        def __init__(self, **more):
+            self._of, self.most = inflater(**more), 0
+            made.append(self)
+
+        def __getattr__(self, name):
+            return getattr(self._of, name)
+
+        def decompress(self, data, most):
+            found = self._of.decompress(data, most)
+            self.most = max(self.most, len(found))
+            return found
+
+    inflater = zlib.decompressobj
+    monkeypatch.setattr(zlib, "decompressobj", lambda wbits: Spy(wbits=wbits))
+    good, bomb = deflate(b"a" * 1000, bits), deflate(bytes(8 << 20), bits)
+    assert inflate(good, encoding, 1000) == b"a" * 1000
+    cases = (good, 999, 413), (bomb, 1000, 413), (good[:-1], 1000, 400), (b"", 1000, 400)
+    for data, most, status in (*cases, (good + good, 1000, 400), (b"\x08" + good, 1000, 400)):
+        with pytest.raises(BadRequest) as caught:
+            inflate(data, encoding, most)
+        assert caught.value.status == status and made[-1].most <= most + 1
+
+
+def test_bodies_are_inflated_beside_the_loop_and_only_where_they_are_read(monkeypatch):
+    def spy(*arguments):
+        threads.append(threading.current_thread())
+        return inflate(*arguments)
+
+    threads = []
+    monkeypatch.setattr(server_module, "inflate", spy)
+    monkeypatch.setattr(http_parser, "ZLibDecompressor", None)  # aiohttp's inflates on the loop
+
+    async def scenario(session, server):
+        url, found = server.endpoint.url, []
+        headers = {"Content-Encoding": "gzip"}
+        pages = [
+            ("POST", "/completions", GZIP),
+            ("POST", "/nowhere", gzip.compress(bytes(1 << 20))),
+        ]
+        for method, page, data in (*pages, ("GET", "/models", gzip.compress(bytes(1 << 20)))):
+            async with session.request(method, url + page, data=data, headers=headers) as response:
+                found.append(response.status)
+        headers = {"Content-Encoding": "br"}
+        async with session.post(f"{url}/completions", data=b"x", headers=headers) as response:
+            return [*found, response.status]
+
+    assert served(scenario) == [200, 404, 200, 415]
+    assert len(threads) == 2 and threading.main_thread() not in threads
 
 
 SECRET = b"SECRET"
@@ -472,6 +694,45 @@ def test_headers_that_do_not_come_end_the_connection(monkeypatch):
         return await task
 
     assert served(scenario, speed=1.0).error == ""
+
+
+def test_a_connection_is_idle_since_its_last_answer(monkeypatch):
+    """One that is used is kept however often it is seen between two requests."""
+    monkeypatch.setattr(server_module, "HEADERS_S", 30.0)
+
+    async def scenario(session, server):
+        clock = asyncio.get_running_loop().time
+        connection = await asyncio.open_connection("127.0.0.1", server.port)
+        begin = clock()
+        monkeypatch.setattr(server, "_loop", Later(server._loop))
+        for second in range(0, 300, 29):
+            server._loop.more = second
+            connection[1].write(request(b"", line=b"GET /health"))
+            assert b"200 OK" in await connection[0].readuntil(b"\r\n\r\n")
+            server._close_idle(begin + second)
+            server._close_idle(begin + second + 28)
+            assert not connection[0].at_eof()
+        server._loop.more = 0  # the engine's clock is that of the loop
+        endless = await begun(session, server, 3900)
+        server._close_idle(begin + 10_000)
+        assert await connection[0].read() == b""
+        assert not endless.done()
+        endless.cancel()
+
+    served(scenario, speed=1.0)
+
+
+class Later:
+    """A loop whose clock is some seconds late."""
+
+    def __init__(self, loop):
+        self._of, self.more = loop, 0
+
+    def __getattr__(self, name):
+        return getattr(self._of, name)
+
+    def time(self):
+        return self._of.time() + self.more
 
 
 def test_nothing_of_a_request_is_logged(monkeypatch, caplog):
