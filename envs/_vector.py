@@ -85,10 +85,6 @@ class BatchVectorEnv(VectorEnv):
     def _make_batch(self) -> Any:
         return self.SINGLE.make_batch(self.problem, self.num_envs)
 
-    def _step_all(self, actions: Any) -> tuple[int, Any, np.ndarray | None]:
-        """Step all systems: how many ended; copies of observation and mask, None: not yet made."""
-        return self.batch.step(actions, self._which), None, None
-
     def _check_actions(self, actions: Any) -> Any:
         """The actions as `Batch.step` takes them; ValueError for a wrong shape or type."""
         actions = np.asarray(actions)
@@ -181,7 +177,6 @@ class BatchVectorEnv(VectorEnv):
             self._need_episodes("step")
         actions = self._check_actions(actions)
         batch = self.batch
-        observation = mask = None
         if self._any_done:
             stale = self._done
             if self.autoreset_mode is AutoresetMode.DISABLED:
@@ -195,7 +190,7 @@ class BatchVectorEnv(VectorEnv):
             self._begin(stale.copy())
         else:
             live = self._all
-            ended, observation, mask = self._step_all(actions)
+            ended = batch.step(actions, self._which)
         rewards = batch.out[:, 0] + 0.0  # as the sum of a single environment, never a minus zero
         for column in range(1, batch.out.shape[1] - 1):
             rewards += batch.out[:, column]
@@ -209,10 +204,10 @@ class BatchVectorEnv(VectorEnv):
             done = terminations | truncations
             ended = int(done.sum())
         if ended == 0:
-            info = self._info(live, masks=self._all, mask=mask)
+            info = self._info(live, masks=self._all)
             if live is not self._all:
                 info.update(self._reset_info(~live))
-            return self._observation(observation), rewards, terminations, truncations, info
+            return self._observation(), rewards, terminations, truncations, info
         if self.autoreset_mode is AutoresetMode.SAME_STEP:
             info = {
                 "final_obs": self._final_observations(done),
@@ -235,14 +230,13 @@ class BatchVectorEnv(VectorEnv):
         stepped: np.ndarray,
         ended: np.ndarray | None = None,
         masks: np.ndarray | None = None,
-        mask: np.ndarray | None = None,
     ) -> dict[str, Any]:
         """Information in the layout of Gymnasium's vector environments.
 
         ``stepped`` have reward terms, ``ended`` key figures, ``masks`` (default: stepped) an
-        action mask, of which ``mask`` is a copy.
+        action mask.
         """
-        info = self._mask_info(stepped if masks is None else masks, mask)
+        info = self._mask_info(stepped if masks is None else masks)
         if stepped is self._all or stepped.any():
             terms: dict[str, Any] = {}
             for column, name in enumerate(self.batch.terms):
@@ -258,9 +252,9 @@ class BatchVectorEnv(VectorEnv):
                 self._add_info(info, {"episode_kpis": self.batch.kpis(row)}, row)
         return info
 
-    def _mask_info(self, which: np.ndarray, mask: np.ndarray | None = None) -> dict[str, Any]:
-        """The masks of the systems in ``which``, in ``mask`` if it is a copy of the batch's."""
-        masks: np.ndarray = self.batch.action_mask.copy() if mask is None else mask
+    def _mask_info(self, which: np.ndarray) -> dict[str, Any]:
+        """The masks of the systems in ``which``."""
+        masks: np.ndarray = self.batch.action_mask.copy()
         if not masks.size:
             return {}
         if which is not self._all:
@@ -284,10 +278,9 @@ class BatchVectorEnv(VectorEnv):
                 final[row] = observation[row].copy()
         return final
 
-    def _observation(self, observation: Any = None) -> Any:
-        """What is handed out: the copy given, or else one of the batch's."""
-        if observation is None:
-            observation = self.batch.fresh_observation() if self.copy else self.batch.observation
+    def _observation(self) -> Any:
+        """What is handed out: a copy of the batch's, or that itself."""
+        observation = self.batch.fresh_observation() if self.copy else self.batch.observation
         if self.validate and not self.observation_space.contains(observation):
             raise AssertionError("an observation is outside its space")
         return observation

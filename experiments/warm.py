@@ -15,7 +15,7 @@ from servegym.envs.prefix_routing.replay import replay_prefix
 from servegym.envs.prefix_routing.workloads import make_prefix_workload
 from servegym.hardware_profiles import load
 
-MORE = {"llm_routing": {"staleness_s": 0.1}, "expert_placement": {"serving": "offload"}}
+MORE = {"expert_placement": {"serving": "offload"}}
 """Arguments with which an environment compiles more."""
 
 

@@ -92,7 +92,6 @@ class RoutingArguments(Arguments):
     predictor_kwargs: Options = arg.options("of the `score` and of the `length`")
     buckets: str = arg.choice("quantile", BUCKETS, "how predictions are bucketed")
     predictor_seed: int = arg.whole(0, 0, "seed of the predictors' errors")
-    staleness_s: float = arg.number(0.0, 0.0, "age of what is seen of the experts")
     reward: str = arg.choice("qos_aware", REWARDS, "see Rewards", box="dense")
     penalty: str = arg.choice("new_violations", PENALTIES, "see Rewards")
     estimator: str = arg.choice("true", ESTIMATORS, "of Eq. 15: lengths are known, or predicted")

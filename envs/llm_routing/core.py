@@ -11,7 +11,6 @@ from gymnasium import spaces
 
 from servegym._jit import compile_kernels
 from servegym.envs._batch import Batch
-from servegym.envs._spares import Spares
 from servegym.envs._threads import RowThreads
 from servegym.envs.llm_routing import kernel
 from servegym.envs.llm_routing.config import Problem
@@ -75,8 +74,6 @@ class RoutingState:
         log: ``(J,)`` records of the requests.
         random: state of the generator that draws the next episodes, None in a bare batch.
         finished: whether the episode has ended.
-        delayed: with ``staleness_s`` the system as the router knows it: its actions so far and the
-            env, expert, slot and queue records of that time.
         fleet: the setting that was drawn, see `servegym.envs.llm_routing.fleets`.
     """
 
@@ -89,8 +86,6 @@ class RoutingState:
     log: np.ndarray
     random: Any = None
     finished: bool = False
-
-    delayed: tuple[np.ndarray, ...] = ()
     fleet: dict[str, Any] | None = None
 
 
@@ -222,17 +217,7 @@ class RoutingBatch(Batch):
             self.observation = dict(sorted(parts.items()))  # the order of the space
         else:
             self.observation = values[0]
-        self._sections = *values, *flags
-        self._spares = Spares(self._sections, lambda arrays: _copy_into(arrays, len(values)))
-        self._no_copy = _copy_into([], 0)
         self.terms = REWARD_TERMS[int(c["reward"])]
-        # What the router knows, where that is old: its actions and a system that lags behind.
-        self.delayed: tuple[np.ndarray, ...] = ()
-        if c["staleness_s"] > 0.0:
-            self.delayed = (
-                np.zeros((num_rows, length), dtype=np.int16),
-                *(a.copy() for a in (self.env, self.expert, self.slot, self.queue)),
-            )
         tables = layout.Tables(self.config, problem.law, self.table)
         systems = self._systems(self.env, self.expert, self.slot, self.queue, self.log)
         buffers = layout.Buffers(self._obs, self._masks, self.out)
@@ -241,16 +226,9 @@ class RoutingBatch(Batch):
         calls: list[tuple[Any, tuple[Any, ...]]] = [
             (kernel.begin, (tables, systems, which)),
             (kernel.observe, (tables, systems, buffers, which)),
-            (kernel.step, (tables, systems, buffers, self._no_copy, actions, which, 0, num_rows)),
+            (kernel.step, (tables, systems, buffers, actions, which, 0, num_rows)),
         ]
-        if self.delayed:
-            sent, *records = self.delayed
-            lagging = self._systems(*records, np.zeros(length, dtype=layout.LOG))
-            self._stale_arguments = tables, systems, lagging, buffers, sent
-            calls.append((kernel.observe_stale, (*self._stale_arguments, which, 0, num_rows)))
-        compiled = compile_kernels("LLM routing engine", calls)
-        self._begin, self._observe, self._step = compiled[:3]
-        self._observe_stale = compiled[-1]
+        self._begin, self._observe, self._step = compile_kernels("LLM routing engine", calls)
 
     def _systems(self, *records: np.ndarray) -> layout.Systems:
         """Systems of these env, expert, slot, queue and log records, with this batch's requests."""
@@ -261,8 +239,6 @@ class RoutingBatch(Batch):
     def _observe_rows(self, which: np.ndarray) -> None:
         """Write the whole observation of the rows with ``which`` (int8 ``(B,)``) set."""
         self._observe(*self._arguments, which)
-        if self.delayed:
-            self._observe_stale(*self._stale_arguments, which, 0, self.num_rows)
 
     def draw(self, row: int, random: np.random.Generator) -> None:
         """Draw the next episode of a row: its rate, L, arrival times and requests."""
@@ -323,41 +299,11 @@ class RoutingBatch(Batch):
 
     def step(self, actions: np.ndarray, which: np.ndarray) -> int:
         """Route the current request of the rows with ``which`` set; ``actions`` int64 ``(B,)``."""
-        return self._advance(actions, which, self._no_copy)
-
-    def step_and_copy(self, actions: np.ndarray, which: np.ndarray) -> tuple[int, Any, np.ndarray]:
-        """As `step`, with copies of the observation and of the action mask."""
-        if self.delayed:  # what is seen is not what the step writes
-            ended = self.step(actions, which)
-            return ended, self.fresh_observation(), self.action_mask.copy()
-        target, parts = self._spares.take()
-        ended = self._advance(actions, which, target)
-        mask = parts.pop()
-        if not isinstance(self.observation, dict):
-            return ended, parts[0], mask
-        named = dict(zip(OBSERVATION_KEYS, parts, strict=True))
-        return (
-            ended,
-            {
-                key: named[key] if key in named else part.copy()
-                for key, part in self.observation.items()
-            },
-            mask,
-        )
-
-    def _advance(self, actions: np.ndarray, which: np.ndarray, copy: layout.Copy) -> int:
-        if self.delayed:
-            request = np.minimum(self.env["index"], self.problem.episode_requests - 1)
-            on = np.flatnonzero(which)
-            self.delayed[0][on, request[on]] = np.clip(actions[on], 0, self.problem.num_experts)
         actions = np.ascontiguousarray(actions, np.int64)
         which = np.ascontiguousarray(which, np.int8)
 
         def move(start: int, stop: int) -> int:
-            ended = self._step(*self._arguments, copy, actions, which, start, stop)
-            if self.delayed and ended >= 0:
-                self._observe_stale(*self._stale_arguments, which, start, stop)
-            return ended
+            return self._step(*self._arguments, actions, which, start, stop)
 
         counts = self.threads.run(move)
         if counts[0] < 0:
@@ -377,7 +323,6 @@ class RoutingBatch(Batch):
         return RoutingState(
             **{name: getattr(self, name)[row].copy() for name in _OF_A_ROW},
             env=self.env[row : row + 1].copy(),
-            delayed=tuple(part[row : row + 1].copy() for part in self.delayed),
             fleet=self.fleets[row],
         )
 
@@ -387,16 +332,10 @@ class RoutingBatch(Batch):
             current, copied = getattr(self, name)[row], getattr(state, name)
             same = current.shape == copied.shape and current.dtype == copied.dtype
             self.check_state(name, current, copied, same)
-        if len(self.delayed) != len(state.delayed):
-            raise ValueError(
-                "state.delayed: restore a state into an environment made with the same staleness_s."
-            )
         if state.fleet is not None:
             self._put_fleet(row, state.fleet)
         for name in _OF_A_ROW:
             getattr(self, name)[row] = getattr(state, name)
-        for current, copied in zip(self.delayed, state.delayed, strict=True):
-            current[row] = copied[0]
         self.env[row] = state.env[0]
         which = np.zeros(self.num_rows, dtype=np.int8)
         which[row] = 1
@@ -471,7 +410,7 @@ class RoutingBatch(Batch):
         return log
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("problem", "num_rows", "delayed", "fleets", *_STATE_ARRAYS)
+        names = ("problem", "num_rows", "fleets", *_STATE_ARRAYS)
         state = {name: getattr(self, name) for name in names}
         return state | {"num_threads": self.threads.num_threads}
 
@@ -483,8 +422,6 @@ class RoutingBatch(Batch):
                 self._put_fleet(row, setting)
         for name in _STATE_ARRAYS:
             getattr(self, name)[...] = state[name]
-        for current, saved in zip(self.delayed, state["delayed"], strict=True):
-            current[...] = saved
 
 
 _OF_A_ROW = ("arrivals", "rows", "expert", "slot", "queue", "log")
@@ -518,15 +455,6 @@ def draw_from(limits: tuple[float, float], random: np.random.Generator) -> float
     """A number of a range; a range of one number takes no draw."""
     low, high = limits
     return low if low == high else float(random.uniform(low, high))
-
-
-def _copy_into(arrays: list[np.ndarray], values: int) -> layout.Copy:
-    """The first so many arrays receive the values that are seen, the others the flags."""
-    flat = [each.reshape(-1) for each in arrays]
-    numbers, masks = flat[:values], flat[values:]
-    numbers += [np.zeros(0, np.float32)] * (6 - len(numbers))
-    masks += [np.zeros(0, np.int8)] * (3 - len(masks))
-    return layout.Copy(tuple(numbers), tuple(masks))
 
 
 def _sections(

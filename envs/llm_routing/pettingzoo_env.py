@@ -37,7 +37,7 @@ class LLMRoutingParallelEnv(BatchParallelEnv, ParallelEnv):
     stream of its own, and the experts serve them all. A step of the environment is the arrival of
     one request anywhere. The access point it reaches has the turn and routes it; what the others
     answer is ignored. So every access point sees how the experts fill up between its own
-    requests, and with `staleness_s` it does not see what the others have just sent.
+    requests.
 
     ## Agents
 

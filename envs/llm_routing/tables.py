@@ -50,7 +50,6 @@ def engine_config(arguments: RoutingArguments, running_capacity: int) -> np.ndar
     c["prefix_caching"] = arguments.prefix_caching and arguments.memory_policy == "paged"
     c["delay_s_per_token"] = 8.0 * arguments.bytes_per_token / arguments.bandwidth_bps
     c["router_delay_s"] = arguments.router_delay_s
-    c["staleness_s"] = arguments.staleness_s
     if arguments.failures is not None:
         c["uptime_s"], c["downtime_s"] = failure_times(arguments.failures)
     return cfg

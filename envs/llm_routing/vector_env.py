@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 from gymnasium.vector import VectorEnv
 
 from servegym._checks import whole
@@ -43,11 +42,6 @@ class LLMRoutingVectorEnv(BatchVectorEnv, VectorEnv):
 
     def _make_batch(self) -> RoutingBatch:
         return RoutingBatch(self.problem, self.num_envs, self.num_threads)
-
-    def _step_all(self, actions: np.ndarray) -> tuple[int, Any, np.ndarray | None]:
-        if not self.copy:
-            return super()._step_all(actions)
-        return self.batch.step_and_copy(actions, self._which)
 
     def close_extras(self, **kwargs: Any) -> None:
         """End the threads."""

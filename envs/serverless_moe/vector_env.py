@@ -27,14 +27,8 @@ class ServerlessMoEVectorEnv(BatchVectorEnv, VectorEnv):
     problem: Problem
     batch: ServerlessBatch
 
-    def _info(
-        self,
-        stepped: np.ndarray,
-        ended: np.ndarray | None = None,
-        masks: np.ndarray | None = None,
-        mask: np.ndarray | None = None,
-    ) -> dict[str, Any]:
-        info = super()._info(stepped, ended, masks, mask)
+    def _info(self, stepped: np.ndarray, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        info = super()._info(stepped, *args, **kwargs)
         if stepped is self._all or stepped.any():
             values, flags = self.batch.values()
             for name, value in values.items():

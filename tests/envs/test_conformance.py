@@ -68,8 +68,8 @@ KINDS = {
         "orca-paged": ROUTING | PAGED | {"reward": "completed_qos"},
         "chunked": ROUTING | CHUNKED | {"reward": "paid_forward", "async_scheduling": True},
         "caching": ROUTING | CHUNKED | PAGED | {"prefix_caching": True},
-        "failing": ROUTING | {"staleness_s": 0.2, "failures": OUTAGES, "waiting_capacity": 2},
-        "drawn": {"fleet": "random", "episode_requests": 25, "staleness_s": 0.2},
+        "failing": ROUTING | {"failures": OUTAGES, "waiting_capacity": 2},
+        "drawn": {"fleet": "random", "episode_requests": 25},
     },
     "serverless_moe": {
         "dynamic": SERVERLESS,

@@ -32,8 +32,6 @@ from servegym.envs.llm_routing.kernel.layout import (
 from servegym.envs.llm_routing.kernel.observation import (
     blank_padding,
     clear_load,
-    copy_load,
-    copy_rows,
     note_arrival,
     observe_row,
     outlook,
@@ -206,14 +204,14 @@ def _route(config, tables, systems, row, number):
 
 
 @jit
-def step(tables, systems, out, copy, actions, which, start, stop):
+def step(tables, systems, out, actions, which, start, stop):
     """Route the current request of every row with which[row] != 0 and go on to the next.
 
-    Only rows from ``start`` to before ``stop`` move and are copied; calls for other rows may run
-    at the same time. Returns how many of them have ended, or -1 - row if the action of any row is
-    out of range: all calls see that before they change anything.
+    Only rows from ``start`` to before ``stop`` move; calls for other rows may run at the same time.
+    Returns how many of them have ended, or -1 - row if the action of any row is out of range: all
+    calls see that before they change anything.
     """
-    tables, systems, out, copy = borrowed((tables, systems, out, copy))
+    tables, systems, out = borrowed((tables, systems, out))
     most = tables.config[0].max_experts
     for row in range(systems.env.shape[0]):
         if which[row] != 0 and (actions[row] < 0 or actions[row] > most):
@@ -252,68 +250,7 @@ def step(tables, systems, out, copy, actions, which, start, stop):
         out.reward[row, 1] = loss
         out.reward[row, 2] = 1.0 if last else 0.0
         ended += last
-    copy_rows(out, copy, start, stop)
     return ended
-
-
-# --------------------------------------------------------------------------------- old observations
-
-
-@jit
-def observe_stale(tables, systems, lagging, out, sent, which, start, stop):
-    """Overwrite the observation of the rows with which[row] != 0 by that of staleness_s ago.
-
-    Only of those from ``start`` to before ``stop``; calls for other rows may run at the same time.
-    The ``lagging`` systems, with a log of one row that nobody reads, are the ``systems`` as the
-    router knows them: they get the actions ``sent`` (B, J) when these are old enough. At the end
-    of an episode there is no request to route and the queues are empty.
-    """
-    tables, systems, lagging, out = borrowed((tables, systems, lagging, out))
-    for row in range(start, stop):
-        if which[row] == 0:
-            continue
-        config = config_of(tables, row)
-        current = systems.env[row]
-        env = lagging.env[row]
-        if current.index == 0 or current.index == config.num_requests:
-            env.first_log = 0
-            env.latency_requirement = current.latency_requirement
-            env.failure_seed = current.failure_seed
-            for n in range(config.num_experts):
-                expert, real = lagging.expert[row, n], systems.expert[row, n]
-                expert.capacity, expert.profile = real.capacity, real.profile
-                expert.model = real.model
-            _clear_system(config, row, lagging, env)
-        for n in range(config.num_experts):
-            locate(config, row, n, lagging.expert[row, n])  # a restored one comes from another row
-        catalog_row = -1
-        if current.index < config.num_requests:
-            catalog_row = systems.rows[row, current.index]
-            env.now = current.now - config.staleness_s
-            while env.index < current.index and systems.arrivals[row, env.index] <= env.now:
-                _route_lagging(config, tables, systems, lagging, row, sent[row, env.index] - 1)
-            for n in range(config.num_experts):
-                advance(config, tables.law, env, lagging.queues, lagging.expert[row, n], env.now)
-        for n in range(config.num_experts):
-            # The real system has written its own queues over these.
-            write_in_full(config, lagging, out.masks, row, n)
-        copy_load(current, env)
-        observe_row(tables, lagging, out, row, catalog_row)
-
-
-@inline
-def _route_lagging(config, tables, systems, lagging, row, number):
-    """Bring the lagging system to its next request and send that to an expert, or drop it."""
-    env = lagging.env[row]
-    arrived = systems.arrivals[row, env.index]
-    for n in range(config.num_experts):
-        advance(config, tables.law, env, lagging.queues, lagging.expert[row, n], before(arrived))
-    if number >= 0:
-        expert = lagging.expert[row, number]
-        requests, catalog_row = tables.requests, systems.rows[row, env.index]
-        if can_take(config, expert, int(requests[catalog_row, expert.model, PROMPT])):
-            _send(config, requests, catalog_row, lagging.queues, expert, env.index, arrived)
-    env.index += 1
 
 
 # ------------------------------------------------------------------------------------------- replay

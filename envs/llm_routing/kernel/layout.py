@@ -123,7 +123,6 @@ CONFIG = record(
     ("blocks_per_token", "f8"),  # 1 / block_size
     ("uptime_s", "f8"),  # mean time to failure of an expert; 0: none fails
     ("downtime_s", "f8"),  # mean time to repair
-    ("staleness_s", "f8"),  # age of what the router sees of the experts
 )
 """The arguments of a system: of every system of a problem, unless its fleet is drawn."""
 
@@ -327,15 +326,3 @@ class Buffers(NamedTuple):
     observation: np.ndarray
     masks: np.ndarray
     reward: np.ndarray
-
-
-class Copy(NamedTuple):
-    """Where a step leaves a copy of what is seen; empty arrays where none is wanted.
-
-    Attributes:
-        values: six float32 arrays for the sections of ``Buffers.observation``, each flat.
-        flags: three int8 arrays for the sections of ``Buffers.masks``.
-    """
-
-    values: tuple[np.ndarray, ...]
-    flags: tuple[np.ndarray, ...]

@@ -110,15 +110,6 @@ def note_arrival(config, tables, systems, row):
 
 
 @inline
-def copy_load(env, target):
-    """The means of the load of one system, for another's record."""
-    for k in range(len(LOAD_WEIGHTS)):
-        target.gap[k] = env.gap[k]
-        target.prompt[k] = env.prompt[k]
-        target.length[k] = env.length[k]
-
-
-@inline
 def clear_load(env):
     """Nothing has arrived."""
     for k in range(len(LOAD_WEIGHTS)):
@@ -441,26 +432,6 @@ def _write_mask(masks, first, before, count):
     """1 for the first ``count`` where the first ``before`` were."""
     for i in range(min(count, before), max(count, before)):
         masks[first + i] = i < count
-
-
-@inner
-def copy_rows(out, copy, start, stop):
-    """Copy the rows from ``start`` to before ``stop`` of every section that is wanted."""
-    _copy_sections(out.observation, copy.values, len(out.reward), start, stop)
-    _copy_sections(out.masks, copy.flags, len(out.reward), start, stop)
-
-
-@inline
-def _copy_sections(source, targets, rows, start, stop):
-    first = 0
-    for k in range(len(targets)):
-        target = targets[k]
-        width = len(target) // rows
-        written = target[start * width : stop * width]
-        read = source[first + start * width : first + stop * width]
-        for i in range(len(written)):
-            written[i] = read[i]
-        first += len(target)
 
 
 @inner

@@ -220,7 +220,6 @@ class ReferenceConfig:
     penalty: str = "new_violations"
     estimator: str = "true"
     record_iterations: bool = False
-    staleness_s: float = 0.0
 
 
 @dataclass
@@ -720,9 +719,7 @@ class ReferenceSimulator:
             return observation, np.ones(n + 1, dtype=np.int8)
         j = self.current
         observation["load"] = self._load(j)
-        time = self.time - config.staleness_s
-        experts = self._experts_at(time) if config.staleness_s > 0 else self.experts
-        for i, expert in enumerate(experts):
+        for i, expert in enumerate(self.experts):
             observation["request"][i, 0] = self.prompts[j]
             observation["request"][i, 1] = self.predicted_scores[j][i]
             observation["request"][i, 2] = self.predicted_lengths[j][i]
@@ -731,14 +728,14 @@ class ReferenceSimulator:
             observation["experts"][i, 1] = len(expert.running)
             observation["experts"][i, 2] = len(expert.waiting)
             for row, request in enumerate(expert.running):
-                observation["running"][i, row] = self._features(expert, request, time)
+                observation["running"][i, row] = self._features(expert, request, self.time)
                 observation["running_mask"][i, row] = 1
             # Preempted requests may push the queue past its capacity: the first rows are shown.
             for row, request in enumerate(expert.waiting[:width]):
-                observation["waiting"][i, row] = self._features(expert, request, time)
+                observation["waiting"][i, row] = self._features(expert, request, self.time)
                 observation["waiting_mask"][i, row] = 1
         mask = np.ones(n + 1, dtype=np.int8)
-        mask[1:] = [expert.accepts(self.prompts[j]) for expert in experts]
+        mask[1:] = [expert.accepts(self.prompts[j]) for expert in self.experts]
         return observation, mask
 
     def _load(self, newest: int) -> np.ndarray:
@@ -752,21 +749,6 @@ class ReferenceSimulator:
         return np.array(
             [[mean_of_last(x, h) for x in (gaps, prompts, lengths)] for h in (8, 32, 128)]
         )
-
-    def _experts_at(self, time: float) -> list[ReferenceExpert]:
-        """The experts as they were at `time`: the episode is played again up to there."""
-        experts = [ReferenceExpert(self.config, expert) for expert in self.config.experts]
-        for j in range(self.current):
-            if self.arrivals[j] > time:
-                break
-            for expert in experts:
-                expert.advance(before(self.arrivals[j]))
-            sent = self.log[j]
-            if sent.outcome not in ("dropped", "rejected"):
-                experts[sent.expert].dispatch(self._request(j, sent.expert, sent.available))
-        for expert in experts:
-            expert.advance(time)
-        return experts
 
     def _request(self, j: int, i: int, available: float) -> Request:
         return Request(

@@ -25,7 +25,7 @@ ENGINES = [
     {"scheduler": "chunked_prefill", "memory_policy": "paged", "prefix_caching": True},
 ]
 OUTAGES = {"mean_time_to_failure_s": 2.0, "mean_time_to_repair_s": 1.0}
-FAILING = {"staleness_s": 0.4, "failures": OUTAGES}
+FAILING = {"failures": OUTAGES}
 every_engine = pytest.mark.parametrize(
     "engine", ENGINES, ids=lambda e: "-".join(map(str, e.values()))
 )

@@ -16,7 +16,7 @@ from servegym.envs.llm_routing import parallel_env
 from ...nested import same
 
 BASE = {"num_experts": 3, "num_access_points": 3, "episode_requests": 30, "rate": 4.0}
-HARD = {"staleness_s": 0.3, "failures": {"mean_time_to_failure_s": 5, "mean_time_to_repair_s": 2}}
+HARD = {"failures": {"mean_time_to_failure_s": 5, "mean_time_to_repair_s": 2}}
 views = pytest.mark.parametrize("view", ["graph", "flat", "experts"])
 
 

@@ -49,8 +49,6 @@ def play(envs, steps=60, seed=0):
 @pytest.mark.parametrize("mode", MODES)
 def test_the_count_of_threads_changes_nothing(env_id, mode):
     kwargs = {"autoreset_mode": mode}
-    if mode == "SameStep":
-        kwargs["staleness_s"] = 0.2
     expected = play(make_vec(env_id, **kwargs))
     for count in (3, 9):
         envs = make_vec(env_id, num_threads=count, **kwargs)
