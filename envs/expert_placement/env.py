@@ -23,8 +23,9 @@ class ExpertPlacementEnv(BatchEnv):
     ## Description
 
     N edge servers with G GPUs in all serve a model of L layers of E experts. Tokens go to their experts
-    on the request's server, else to a remote copy. Equations are Prism's (T. Wu et al.,
-    arXiv:2508.12851). All chance is drawn at reset. `docs/placement.md` has scenarios and routers.
+    on the request's server, else to a remote copy. Equations are Prism's ([1], arXiv:2508.12851); [2]
+    is MoE-Infinity (arXiv:2401.14361). All chance is drawn at reset. `docs/placement.md` has scenarios
+    and routers.
 
     ## Action Space
 

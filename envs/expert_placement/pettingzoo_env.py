@@ -41,8 +41,7 @@ class ExpertPlacementParallelEnv(BatchParallelEnv, pettingzoo.ParallelEnv):
     >>> env.possible_agents
     ['server_0', 'server_1', 'server_2']
 
-    In PettingZoo's registry this is `pettingzoo.make("parallel",
-    "servegym/expert_placement-v0")`.
+    In PettingZoo's registry: `pettingzoo.make("parallel", "servegym/expert_placement-v0")`.
     """
 
     single = ExpertPlacementEnv

@@ -151,8 +151,7 @@ class PrefixRoutingSummaryEnv(PrefixRoutingEnv):
 
     ## Rewards
 
-    `"dense"`: it adds up to the requests within both objectives less 0.8 a decision. An answer lives
-    some 800 decisions at 20/s.
+    `"dense"`: it adds up to the requests within both objectives less 0.8 a decision.
 
     ## Starting State
 
