@@ -23,9 +23,8 @@ class ExpertPlacementEnv(BatchEnv):
     ## Description
 
     N edge servers with G GPUs in all serve a model of L layers of E experts. Tokens go to their experts
-    on the request's server, else to a remote copy. Equations are Prism's ([1], arXiv:2508.12851); [2]
-    is MoE-Infinity (arXiv:2401.14361). All chance is drawn at reset. `docs/placement.md` has scenarios
-    and routers.
+    on the request's server, else to a remote copy. Equations are Prism's (T. Wu et al.,
+    arXiv:2508.12851). All chance is drawn at reset. `docs/placement.md` has scenarios and routers.
 
     ## Action Space
 
@@ -78,8 +77,9 @@ class ExpertPlacementEnv(BatchEnv):
 
     ## Arguments
 
-    The scenario stands for arguments that are none; `simulator.SimulatorArguments` has the engine's.
-    Set first `scenario` and `model`, or to learn `config.LEARNING`.
+    The scenario stands for arguments that are none; `simulator.SimulatorArguments` has the engine's,
+    with [2] MoE-Infinity (arXiv:2401.14361). Set first `scenario` and `model`, or to learn
+    `config.LEARNING`.
 
     {arguments}
 
