@@ -23,55 +23,25 @@ _OF_ALL = ("progress", "window_s")
 
 
 class ExpertPlacementParallelEnv(BatchParallelEnv, pettingzoo.ParallelEnv):
-    """Every server decides which experts it holds; together they must hold them all.
+    """Every server of `ExpertPlacementEnv` decides which experts it holds; together they hold all.
 
-    ## Description
+    Agents are `server_0` to `server_{N-1}`. An action is a `Dict` of `migrate`, `Discrete(2)`,
+    and `plan`, `Box(0, 1, (L,))` with `action_mode="layer_budget"` or `"layer_height"`, `Box(0,
+    1, (L, E))` with `"expert_score"`. Servers that do not migrate keep what they have. What is
+    then missing replaces second copies, so that a server may hold what it did not ask for.
 
-    The system of `ExpertPlacementEnv`. Each server sees the counts of its own requests and who
-    holds what, and plans its own GPUs. The plans of those that migrate are decoded as in the single
-    environment, the others keep what they have, and what is then missing replaces second copies
-    (`decode.repair_placement`), so that a server may have to hold what it did not ask for.
-
-    ## Agents
-
-    `server_0` to `server_{N-1}`, all present until the episode ends.
-
-    ## Action Space
-
-    A `Dict` each: `migrate`, `Discrete(2)`, and `plan`, `Box(0, 1, (L,))` with
-    `action_mode="layer_budget"` or `"layer_height"`, `Box(0, 1, (L, E))` with `"expert_score"`.
-
-    ## Observation Space
-
-    A `Dict` each of float32 arrays: `counts` (L, E), `held` int8 (N, L, E) which server holds what,
-    itself first and the others in order, `memory`, `loads_left`, `gpu_backlog_s` and
-    `link_backlog_s` (1,), the first three over its GPUs, `in_system`, `arrivals` (1,),
-    `seconds_per_token` (2,), `window_s`, `progress` (1,). `state()` is the flattened observation of
-    `ExpertPlacementEnv`.
-
-    ## Rewards
-
-    The server's own part of the reward of `ExpertPlacementEnv`, so that they add up to it: minus
-    the request-seconds of its own requests over the expected arrivals of all, or with
-    `reward="log_latency"` minus the logarithm of its own latency, over N where all servers have
-    the same arrivals. With `shared_reward=True` everyone gets that sum.
-
-    ## Episode End
-
-    As in `ExpertPlacementEnv`; all agents terminate together, `infos` then holds `episode_kpis`.
-
-    ## Arguments
-
-    Those of `ExpertPlacementEnv` (its `action_mode` without `"placement"`) and `shared_reward`.
+    An observation is a `Dict`: `counts` (L, E), `held` int8 (N, L, E) which server holds what,
+    itself first, `seconds_per_token` (2,), and of (1,) `memory`, `loads_left` and `gpu_backlog_s`
+    over its GPUs, `link_backlog_s`, `in_system`, `arrivals`, `window_s`, `progress`. `state()` is
+    the flattened observation of `ExpertPlacementEnv`. Each gets the own part of its reward, with
+    `shared_reward=True` the sum.
 
     >>> from servegym.envs.expert_placement import parallel_env
     >>> env = parallel_env(model="toy", epochs=2)
-    >>> observations, infos = env.reset(seed=0)
-    >>> env.agents, observations["server_2"]["counts"].shape
-    (['server_0', 'server_1', 'server_2'], (4, 8))
+    >>> env.possible_agents
+    ['server_0', 'server_1', 'server_2']
 
-    Where PettingZoo has a registry, importing this module also registers it for
-    `pettingzoo.make("parallel", "servegym/expert_placement-v0", ...)`.
+    In PettingZoo's registry: `pettingzoo.make("parallel", "servegym/expert_placement-v0")`.
     """
 
     single = ExpertPlacementEnv

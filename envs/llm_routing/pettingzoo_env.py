@@ -29,64 +29,26 @@ VIEWS: dict[str, type[LLMRoutingEnv]] = {
 
 
 class LLMRoutingParallelEnv(BatchParallelEnv, ParallelEnv):
-    """Several access points route their own requests to the same N experts.
+    """Several access points route their own requests to the same N experts of `LLMRoutingEnv`.
 
-    ## Description
+    Agents are `access_point_0` to `access_point_{K-1}`, with arrivals of their own. A step is one
+    request. Its access point has the turn and routes it by `Discrete(N + 1)`; the others' answers
+    are ignored. All terminate after `episode_requests` decisions of each.
 
-    The system of `LLMRoutingEnv`, whose requests reach it at K access points: each has an arrival
-    stream of its own, and the experts serve them all. A step of the environment is the arrival of
-    one request anywhere. The access point it reaches has the turn and routes it; what the others
-    answer is ignored. So every access point sees how the experts fill up between its own
-    requests.
+    An observation is a `Dict` of `observation` (by `view`; of the request 0 without the turn),
+    `action_mask` (int8 (N + 1,)) and `turn` (int8 (1,)). `state()` is the flattened observation
+    of whoever has the turn. Each gets the QoS of its own requests and the penalty of its own
+    actions; `episode_kpis` has `own_qos`.
 
-    ## Agents
-
-    `access_point_0` to `access_point_{K-1}`, all present until the episode ends.
-
-    ## Action Space
-
-    `Discrete(N + 1)` each: 0 drops the request, n sends it to expert n. Without the turn the mask
-    allows 0 alone.
-
-    ## Observation Space
-
-    A `Dict` of `observation` (as in `LLMRoutingEnv`, `LLMRoutingFlatEnv`, `LLMRoutingExpertsEnv` or
-    `LLMRoutingSummaryEnv`, by `view`; features of the request are 0 without the turn),
-    `action_mask` (int8 (N + 1,)) and
-    `turn` (int8 (1,)). `state()` is the flattened observation of whoever has the turn.
-
-    ## Rewards
-
-    Those of `LLMRoutingEnv`, split among the access points: each gets the QoS of its own
-    requests (`paid_forward`: their scores, paid and taken back) and is charged the penalty of its
-    own actions; they add up to the reward of the whole. With `shared_reward=True` everyone gets
-    that sum.
-
-    ## Episode End
-
-    After `episode_requests` decisions of each access point the experts drain, and all agents
-    terminate.
-
-    ## Information
-
-    `step`: `turn` and `time_s`, as they are now. The last step: `episode_kpis`, those of the whole
-    and `own_qos`, the mean QoS over the access point's own requests.
-
-    ## Arguments
-
-    Those of `LLMRoutingEnv`, with `rate` and `episode_requests` meant for each access point, and
-
-    | Name | Default | Meaning |
-    |---|---|---|
-    | `num_access_points` | 3 | K |
-    | `view` | `"graph"` | `graph`, `flat`, `experts` or `summary` |
-    | `shared_reward` | False | everyone gets the reward of the whole |
+    Arguments are those of `LLMRoutingEnv`, `rate` and `episode_requests` for each access point;
+    `num_access_points` (3); `view` (`"graph"`, `flat`, `experts`, `summary`); `shared_reward`
+    (everyone gets the sum).
 
     >>> from servegym.envs.llm_routing import parallel_env
     >>> env = parallel_env(num_access_points=2, rate=2.5)
-    >>> observations, _ = env.reset(seed=0)
-    >>> env.turn, observations["access_point_0"]["turn"].tolist()
-    ('access_point_0', [1])
+    >>> observations, infos = env.reset(seed=0)
+    >>> env.turn
+    'access_point_0'
     """
 
     metadata: dict[str, Any] = {
