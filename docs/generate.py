@@ -207,8 +207,7 @@ def trained(name: str, path: Path) -> list[str]:
         text = f"{len(seconds)} trainings from random weights, {min(seconds):.0f} to "
         text += f"{max(seconds):.0f} s of a core each ({origin(record)}). "
         text += (
-            "Dashed: rules on the same validation episodes. The first evaluations, of random "
-            "weights, may lie beyond the axis."
+            "Dashed: rules on the same validation episodes."
             if curves
             else "No curve of these trainings is kept."
         )
@@ -281,8 +280,7 @@ def agents() -> list[dict[str, str]]:
         lines += [] if name in TRAININGS else standings(name)
         lines += ["## Description", "", fenced(ast.get_docstring(tree) or ""), "", "## Usage", ""]
         lines += ["```sh", f"python agents/{name}.py --help", f"python agents/{name}.py --seed 1"]
-        lines += ["```", "", "[Metrics](../metrics.md) explains what it logs, how `servegym plot`"]
-        lines += ["draws it, and how `servegym render` shows its policy.", ""]
+        lines += ["```", "", "[Metrics](../metrics.md) explains what it logs.", ""]
         for family in FAMILIES:
             for checkpoint, file in shipped(family.name).items():
                 if written_by(file) == name:
@@ -331,7 +329,7 @@ def origin(record: dict[str, Any]) -> str:
     return ", ".join(str(one) for one in (*machine, record.get("date")) if one)
 
 
-ROWS = 4
+ROWS = 3
 """Rows of a point of the leaderboard on a page, besides the plain ones."""
 
 
@@ -386,26 +384,25 @@ def result_picture(record: Path, study: Study | None) -> bytes | None:
 
 
 def results() -> list[dict[str, str]]:
-    """A page a family of results: a picture or a table and its first finding."""
+    """A page a family of results: the pictures, each with its first finding."""
     nav = []
     for family, title in ((one.group, one.title) for one in FAMILIES):
         pictures = list_pictures(family)
         lines = [f"# Results: {title}", ""]
-        lines += [f"`servegym figures {family}` draws these pictures. The folder"]
-        lines += [f"`experiments/results/{family}` has a CSV each, and beside it a JSON with its"]
-        lines += ["command, its machine and date, and all findings.", ""]
+        lines += [
+            f"`servegym figures {family}` draws these pictures. `experiments/results/{family}`"
+        ]
+        lines += ["has a CSV each, and a JSON with command, machine, date and all findings.", ""]
         for path in sorted((RESULTS / family).glob("*.json"), key=place):
             record = read_record(path)
-            if path.stem.startswith("bench") or not record["notes"]:
-                continue  # a table without findings is part of another one's picture
-            lines += [f"## {named(path.stem)}", ""]
             png = result_picture(path, pictures.get(path.stem))
-            if png is not None:
-                with mkdocs_gen_files.open(f"results/{family}/{path.stem}.png", "wb") as stream:
-                    stream.write(png)
-                link = f"{family}/{path.stem}.png"  # a narrow page links to its full size
-                lines += [f"[![{path.stem}]({link})]({link})", ""]
-            lines += [record["notes"][0]["text"], ""]
+            if png is None or not record["notes"]:
+                continue
+            with mkdocs_gen_files.open(f"results/{family}/{path.stem}.png", "wb") as stream:
+                stream.write(png)
+            link = f"{family}/{path.stem}.png"  # a narrow page links to its full size
+            lines += [f"## {named(path.stem)}", "", f"[![{path.stem}]({link})]({link})", ""]
+            lines += [record["notes"][0]["text"].partition(". ")[0].rstrip(".") + ".", ""]
         write(f"results/{family}.md", "\n".join(lines))
         nav.append({title: f"results/{family}.md"})
     return nav
