@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from abc import abstractmethod
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import gymnasium as gym
 import numpy as np
@@ -21,8 +21,22 @@ _OF_EVERY_ENV = (
 )
 
 
-class Batch(Protocol):
+def need_methods(cls: type, base: type, more: Sequence[str] = ()) -> None:
+    """TypeError if a class, at its definition, lacks what its base leaves open, or ``more``."""
+    left = [name for name, one in vars(base).items() if getattr(one, "__isabstractmethod__", False)]
+    lacking = [
+        name
+        for name in (*more, *left)
+        if getattr(getattr(cls, name, None), "__isabstractmethod__", not hasattr(cls, name))
+    ]
+    if lacking:
+        raise TypeError(f"{cls.__name__} lacks {', '.join(lacking)}, see {base.__name__}.")
+
+
+class Batch(ABC):
     """B systems of one problem, advanced together.
+
+    A family writes the abstract methods: a class that lacks one fails when it is defined.
 
     Attributes:
         observation: Buffers with a leading axis of B, an array or a dict of arrays.
@@ -36,12 +50,19 @@ class Batch(Protocol):
     out: np.ndarray
     terms: Any
 
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        need_methods(cls, Batch)
+
+    @abstractmethod
     def draw(self, row: int, random: np.random.Generator) -> None:
         """Draw the next episode of a row."""
 
+    @abstractmethod
     def begin(self, which: np.ndarray) -> None:
         """Start the drawn episodes of the rows with ``which`` (int8 ``(B,)``) set."""
 
+    @abstractmethod
     def step(self, actions: Any, which: np.ndarray) -> int:
         """Apply an action to each row with ``which`` set, and go on to its next decision.
 
@@ -51,19 +72,20 @@ class Batch(Protocol):
         Raises:
             ValueError: an action is out of range; nothing has changed then.
         """
-        ...
 
+    @abstractmethod
     def kpis(self, row: int) -> dict[str, float]:
         """Key figures of the episode so far."""
-        ...
 
+    @abstractmethod
     def request_log(self, row: int) -> np.ndarray:
         """One record per request of the current episode."""
-        ...
 
+    @abstractmethod
     def clone(self, row: int) -> Any:
         """Copy one system; the copy has ``random`` and ``finished``."""
 
+    @abstractmethod
     def restore(self, row: int, state: Any) -> None:
         """Put a copied system back in a row and write its observation.
 
@@ -141,14 +163,7 @@ class BatchEnv(gym.Env):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        parts = ("arguments", "problem_of", "make_batch", "make_observation_space")
-        lacking = [
-            name
-            for name in (*parts, "make_action_space", "frame")
-            if getattr(getattr(cls, name, None), "__isabstractmethod__", not hasattr(cls, name))
-        ]
-        if lacking:
-            raise TypeError(f"{cls.__name__} lacks {', '.join(lacking)}, see BatchEnv.")
+        need_methods(cls, BatchEnv, ("arguments", "problem_of"))
         if cls.__doc__ is not None:
             table = "\n".join((*cls.arguments.table(), *_OF_EVERY_ENV))
             cls.__doc__ = inspect.cleandoc(cls.__doc__).replace("{arguments}", table)

@@ -12,7 +12,7 @@ from gymnasium.utils import seeding
 from pettingzoo import ParallelEnv
 
 from servegym._checks import check_render_mode, flag
-from servegym.envs._batch import BatchEnv, need_episode, warn_of_no_mode
+from servegym.envs._batch import BatchEnv, need_episode, need_methods, warn_of_no_mode
 
 
 class BatchParallelEnv(ParallelEnv):
@@ -30,6 +30,10 @@ class BatchParallelEnv(ParallelEnv):
     single: type[BatchEnv]
     problem: Any
     batch: Any
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        need_methods(cls, BatchParallelEnv)
 
     def __init__(
         self, kwargs: Mapping[str, Any], shared_reward: bool, render_mode: str | None
@@ -74,6 +78,10 @@ class BatchParallelEnv(ParallelEnv):
     def _draw(self, random: np.random.Generator) -> None:
         """Draw the next episode."""
         self.batch.draw(0, random)
+
+    @abstractmethod
+    def step(self, actions: dict[str, Any]) -> Any:
+        """Apply everyone's actions, see PettingZoo's ``ParallelEnv``."""
 
     @abstractmethod
     def _observations(self) -> dict[str, Any]:
