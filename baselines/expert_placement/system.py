@@ -80,7 +80,7 @@ class PlacementSystem(SystemDescription):
             tokens.append(float(prompts.tokens[of_task].mean()))
         tasks, servers = len(of_tasks), problem.cluster.num_servers
         shares = np.full((servers, tasks), 1.0 / tasks)
-        if problem.task_mix == "by_server" and problem.rotate_s == 0:
+        if problem.rotate_s == 0:
             shares = np.eye(tasks)[np.arange(servers) % tasks]
         return cls(
             cluster=problem.cluster,

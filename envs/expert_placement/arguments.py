@@ -35,7 +35,6 @@ class PlacementArguments(SimulatorArguments):
         reward="reward",
     )
     migration_source: str = arg.choice(None, MIGRATION_SOURCES, "where new weights come from")
-    redirect: bool = arg.switch(False, "the router `fewest_requests`")
     free_start: bool = arg.switch(True, "a change at the first decision takes no time")
     scenario: str = arg.choice("edge_hetero", list_scenarios(), "cluster and load")
     model: str = arg.choice("deepseek-v2-lite", (*MODELS, "toy"), "what is served")
@@ -43,10 +42,8 @@ class PlacementArguments(SimulatorArguments):
     epoch_s: float = arg.number(300.0, 0.0, "seconds between them", open_low=True)
     split: str = arg.choice("train", SPLITS, "prompts")
     skew: str = arg.choice("measured", SKEWS, "use of the experts, or narrower as in the paper")
-    activations_seed: int = arg.whole(0, 0, "its seed")
     mean_interarrival_s: float | Sequence[float] = arg.other(None, "one number, or one a server")
     output_tokens: int | tuple[int, int] = arg.other(None, "of an answer, or a range", _tokens)
-    task_mix: str = arg.choice(None, ("by_server", "mixed"), "tasks of a server's requests")
     tasks: Sequence[str] | None = arg.other(None, "their names in the order of the servers")
     rotate_s: float = arg.number(None, 0.0, "time after which tasks move on to the next server")
     history_requests: int = arg.whole(

@@ -72,7 +72,6 @@ _PAPER: dict[str, Any] = {
     "message_cost_s": 1.5e-3,
     "output_tokens": 5,
     "mean_interarrival_s": 10.0,
-    "task_mix": "by_server",
     # Recorded stand-ins by length: abstract narrative, arithmetic, ASCII words of BIG-bench.
     "tasks": {"deepseek-v2-lite": ("law", "intent", "translation")},
 }
@@ -86,7 +85,6 @@ _EDGE: dict[str, Any] = {
     "message_cost_s": 0.2e-3,
     "output_tokens": 20,
     "mean_interarrival_s": 10.0,
-    "task_mix": "by_server",
 }
 _SCENARIOS: dict[str, dict[str, Any]] = {
     "edge_hetero": _EDGE,
@@ -100,7 +98,6 @@ _SCENARIOS: dict[str, dict[str, Any]] = {
 LOAD_DEFAULTS: dict[str, Any] = {
     "output_tokens": 20,
     "mean_interarrival_s": 10.0,
-    "task_mix": "by_server",
     "tasks": {},
     "rotate_s": 0.0,
     "migration_source": "host",

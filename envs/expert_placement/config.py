@@ -52,7 +52,7 @@ class Problem:
         interarrival_s: ``(N,)`` mean seconds between the requests of each server.
         output_tokens: range of the tokens of an answer.
         epochs, epoch_s: decisions of an episode and seconds between them.
-        task_mix, rotate_s: which tasks a server's requests have.
+        rotate_s: which tasks a server's requests have.
         history_requests: requests of each server in the first counts.
         free_start: whether the first placement costs nothing.
         action_mode, reward: what an action means and what is paid.
@@ -71,7 +71,6 @@ class Problem:
     output_tokens: tuple[int, int]
     epochs: int
     epoch_s: float
-    task_mix: str
     rotate_s: float
     history_requests: int
     free_start: bool
@@ -98,11 +97,11 @@ class Problem:
 
 
 @lru_cache(maxsize=8)
-def _load(model: str, skew: str, seed: int) -> tuple[Activations, Prompts]:
+def _load(model: str, skew: str) -> tuple[Activations, Prompts]:
     if model == "toy":
-        activations = make_toy_activations(prompts=60, seed=seed)
+        activations = make_toy_activations(prompts=60)
     else:
-        activations = load_activations(model, skew=skew, seed=seed)
+        activations = load_activations(model, skew=skew)
     arrays = activations.tokens, activations.counts, activations.bank, activations.bank_start
     return activations, make_prompts(*arrays, activations.model.top_k)
 
@@ -184,15 +183,8 @@ def _check_turns(rotate_s: float, episode_s: float) -> None:
 
 
 def _simulator(arguments: PlacementArguments, cluster: Cluster) -> SimulatorArguments:
-    """The simulator's options, with the router that ``router`` and ``redirect`` name."""
+    """The simulator's options."""
     options = {name: getattr(arguments, name) for name in SimulatorArguments.described()}
-    if arguments.redirect:
-        if arguments.router not in ("home", "fewest_requests"):
-            raise ValueError(
-                f"redirect=True is the router 'fewest_requests'; router={arguments.router!r} is "
-                "another one."
-            )
-        options["router"] = "fewest_requests"
     simulator = SimulatorArguments(**options)
     check_options(simulator, cluster.messages)
     return simulator
@@ -207,7 +199,7 @@ def problem_of(arguments: PlacementArguments) -> Problem:
     cluster = _cluster(arguments)
     if arguments.model == "toy":
         choose("skew", arguments.skew, ("measured",))
-    activations, prompts = _load(arguments.model, arguments.skew, arguments.activations_seed)
+    activations, prompts = _load(arguments.model, arguments.skew)
     tasks = _tasks(arguments.tasks, activations)
     gaps = _interarrival_s(arguments.mean_interarrival_s, cluster.num_servers)
     _check_requests(arguments.epochs, arguments.epoch_s, gaps)
@@ -226,7 +218,6 @@ def problem_of(arguments: PlacementArguments) -> Problem:
         output_tokens=tokens,
         epochs=arguments.epochs,
         epoch_s=arguments.epoch_s,
-        task_mix=arguments.task_mix,
         rotate_s=arguments.rotate_s,
         history_requests=arguments.history_requests,
         free_start=arguments.free_start,

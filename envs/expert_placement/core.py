@@ -182,11 +182,8 @@ class PlacementEpisode:
     def _draw_prompts(self, random, rows, home, arrival) -> np.ndarray:
         problem = self.problem
         tasks = len(rows)
-        if problem.task_mix == "mixed":
-            task = random.integers(0, tasks, len(home))
-        else:
-            turn = (arrival // problem.rotate_s).astype(np.int64) if problem.rotate_s > 0 else 0
-            task = (home + turn) % tasks
+        turn = (arrival // problem.rotate_s).astype(np.int64) if problem.rotate_s > 0 else 0
+        task = (home + turn) % tasks
         sizes = np.array([len(of_task) for of_task in rows])
         at = (random.random(len(home)) * sizes[task]).astype(np.int64)
         starts = np.concatenate([[0], np.cumsum(sizes)[:-1]])

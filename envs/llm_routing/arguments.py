@@ -91,7 +91,6 @@ class RoutingArguments(Arguments):
     length_predictor: str = arg.other("confusion", "likewise")
     predictor_kwargs: Options = arg.options("of the `score` and of the `length`")
     buckets: str = arg.choice("quantile", BUCKETS, "how predictions are bucketed")
-    predictor_seed: int = arg.whole(0, 0, "seed of the predictors' errors")
     reward: str = arg.choice("qos_aware", REWARDS, "see Rewards", box="dense")
     penalty: str = arg.choice("new_violations", PENALTIES, "see Rewards")
     estimator: str = arg.choice("true", ESTIMATORS, "of Eq. 15: lengths are known, or predicted")

@@ -134,7 +134,6 @@ def predictor_options(arguments: RoutingArguments) -> dict[str, dict[str, Any]]:
         name: {
             "kind": kinds[name],
             "buckets": arguments.buckets,
-            "seed": arguments.predictor_seed,
             **mapping(f"predictor_kwargs[{name!r}]", by_quantity.get(name), ("table", "pool")),
         }
         for name in QUANTITIES

@@ -237,7 +237,7 @@ _PLACEMENT = Report(
     naive_policy="uniform",
     pictured=6,
     interface=("action_mode",),
-    serving=("serving", "cache", "redirect", "router", "execution", "replica_choice"),
+    serving=("serving", "cache", "router", "execution", "replica_choice"),
 )
 
 # ----------------------------------------------------------------- prefix-cache-aware routing

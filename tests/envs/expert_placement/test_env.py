@@ -144,7 +144,6 @@ def test_a_better_placement_is_faster():
     "kwargs, word",
     [
         ({"mean_interarrival_s": (1.0, 2.0)}, "each of the 3"),
-        ({"redirect": True, "router": "affinity"}, "router=.affinity."),
         ({"replica_choice": "consolidate", "scenario": "paper_testbed"}, "got .per_expert."),
         ({"execution": "forward", "serving": "offload"}, "collaborative"),
         ({"cluster_kwargs": {"nic": 3}}, "cluster_kwargs"),
