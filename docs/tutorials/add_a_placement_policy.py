@@ -8,11 +8,9 @@
 | serverless | int8 (B, all values of all parts) | int64 (B, 5): b, order, w, y and z |
 | placement | None, every action is legal | `{"migrate": (B,), "plan": (B, ...)}` |
 
-`migrate` is 1 to adopt the plan and 0 to keep the placement. A policy asks for the plan's form by
-`env_kwargs`: `action_mode` is `"layer_budget"` or `"layer_height"` (plan (B, N, L)),
-`"expert_score"` (B, N, L, E) or `"placement"` (B, G, L, E). The pages of `ExpertPlacement-v0` and
-`ServerlessMoE-v0` explain the parts. A file whose class is named `Policy` goes to
-`servegym evaluate --policy`.
+`migrate` is 1 to adopt the plan and 0 to keep the placement. `action_mode` in `env_kwargs` gives the
+plan's form: `"layer_budget"` or `"layer_height"` (B, N, L), `"expert_score"` (B, N, L, E) or
+`"placement"` (B, G, L, E). `ExpertPlacement-v0` and `ServerlessMoE-v0` document the parts.
 
 It prints (interquartile means over episodes, 95 % intervals):
 
@@ -29,8 +27,6 @@ It prints (interquartile means over episodes, 95 % intervals):
 ```
 """
 
-from typing import Any
-
 import numpy as np
 
 from servegym.baselines.protocol import BasePolicy
@@ -43,12 +39,11 @@ class MostUsed(BasePolicy):
     name = "most_used"
     env_kwargs = {"action_mode": "expert_score"}
 
-    def act(self, observation: Any, action_mask: Any) -> dict[str, np.ndarray]:
+    def act(self, observation, action_mask):
         """The more tokens an expert got at a server, the sooner it gets one of its slots."""
         counts = observation["counts"]  # (B, N, L, E)
         first = observation["progress"][:, 0] == 0
-        scores = counts / np.maximum(counts.max(axis=(1, 2, 3), keepdims=True), 1)
-        return {"migrate": first.astype(np.int64), "plan": scores}
+        return {"migrate": first.astype(np.int64), "plan": counts / max(counts.max(), 1)}
 
 
 class QuarterRemote(BasePolicy):
@@ -56,7 +51,7 @@ class QuarterRemote(BasePolicy):
 
     name = "quarter_remote"
 
-    def act(self, observation: Any, action_mask: Any) -> np.ndarray:
+    def act(self, observation, action_mask):
         """The same plan always; no expert is remote where it cannot be met as predicted."""
         actions = np.zeros((len(action_mask), 5), dtype=np.int64)  # b, order, w, y, z
         actions[:, 0] = np.where(action_mask[:, 4] == 1, 4, 0)  # 4/16; b comes first in the mask

@@ -35,8 +35,7 @@ A policy that the package does not hold is a guest. Its rows say so (`source`).
 
 - **Process.** It runs in a process of its own, a fresh one for each episode or block of
   `--num-envs` episodes. It gets copies of the system's description, the observations, the masks and
-  the rewards of what has ended. Objects and functions are pickled and sent there; answers are read
-  as numbers.
+  the rewards of what has ended. Objects and functions must pickle.
 - **Time.** It has 60 s for an answer (`--time-limit`). In LLM routing a request waits for its own
   decision where that takes 50 ms or longer: compile and load in `reset` or before. Rows have the
   mean and the longest time (`decision_s`, `slowest_decision_s`).
@@ -44,11 +43,9 @@ A policy that the package does not hold is a guest. Its rows say so (`source`).
   `action_mode` (placement). Others change the world and are refused.
 - **Chance.** It gets no number that the episodes are drawn from. Without `--seed` they have a fresh
   seed, which is printed: leave it out to judge other people's policies.
-- **Environment.** `needs_env` and `bind` need `--in-process`, which runs the file in the
-  evaluator's process. Its rows read "guest in process" and "clairvoyant". A guest with
-  `reward="paid_forward"`, paid before an answer exists, is clairvoyant, too.
+- **Environment.** `needs_env` and `bind` need `--in-process`; such rows read "guest in process" and
+  "clairvoyant". So is a guest with `reward="paid_forward"`, paid before an answer exists.
 - **Outcomes.** With `needs_outcomes = True`, `outcomes(ended)` is told what became of requests.
-- **Name.** It is none of the package's.
 
 The evaluation prompts ship with the package, so a policy could carry their true scores. Therefore
 `--at-least` also plays routing guests on a synthetic catalog; the worse result counts.
