@@ -554,8 +554,7 @@ mkdocs_gen_files.config["nav"] = [
             *tutorials(),
             {"Tune your gateway's file": "tune.md"},
             {"Put a trained router before your servers": "tutorials/gateway.md"},
-            {"Other libraries": "interop.md"},
-            {"More than one machine": "scaling.md"},
+            {"Other libraries and machines": "interop.md"},
         ]
     },
     {"Findings": [*findings(), {"Glossary": "glossary.md"}]},

@@ -8,8 +8,8 @@
 | serverless | int8 (B, all values of all parts) | int64 (B, 5): b, order, w, y and z |
 | placement | None, every action is legal | `{"migrate": (B,), "plan": (B, ...)}` |
 
-`migrate` is 1 to adopt the plan and 0 to keep the placement. `action_mode` in `env_kwargs` gives the
-plan's form: `"layer_budget"` or `"layer_height"` (B, N, L), `"expert_score"` (B, N, L, E) or
+`migrate` is 1 to adopt the plan and 0 to keep the placement. `action_mode` in `env_kwargs` gives
+the plan's form: `"layer_budget"` or `"layer_height"` (B, N, L), `"expert_score"` (B, N, L, E) or
 `"placement"` (B, G, L, E). `ExpertPlacement-v0` and `ServerlessMoE-v0` document the parts.
 
 It prints (interquartile means over episodes, 95 % intervals):

@@ -26,7 +26,6 @@ The file below prints (interquartile means over episodes, 95 % intervals):
  five_at_most (guest)        0.624 [0.619, 0.629]      9.3        0.0      1.3       20.1    30.1
  greedy_qos                  0.574 [0.566, 0.586]      8.8        0.0      8.8       26.6    65.5
  least_outstanding           0.575 [0.550, 0.600]      0.0        0.0     16.3       25.4    97.0
- ceiling (mean best score)                  0.754
 ```
 
 ## What a guest may do
@@ -43,8 +42,8 @@ A policy that the package does not hold is a guest. Its rows say so (`source`).
   `action_mode` (placement). Others change the world and are refused.
 - **Chance.** It gets no number that the episodes are drawn from. Without `--seed` they have a fresh
   seed, which is printed: leave it out to judge other people's policies.
-- **Environment.** `needs_env` and `bind` need `--in-process`; such rows read "guest in process" and
-  "clairvoyant". So is a guest with `reward="paid_forward"`, paid before an answer exists.
+- **Environment.** `needs_env` and `bind` need `--in-process`. Such a guest is clairvoyant, as is one
+  with `reward="paid_forward"`, paid before an answer exists.
 - **Outcomes.** With `needs_outcomes = True`, `outcomes(ended)` is told what became of requests.
 
 The evaluation prompts ship with the package, so a policy could carry their true scores. Therefore

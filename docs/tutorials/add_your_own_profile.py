@@ -14,7 +14,6 @@ cpu-x86-64-tiny fitted: 4.5 ms a token, 17.6 ms at 16 sequences
  policy                                       QoS   drop %   reject %   late %   ms/token    P99
  least_outstanding           0.698 [0.690, 0.710]      0.0        0.0      0.0        8.7   18.1
  expected_qos                0.722 [0.719, 0.737]      0.0        0.0      0.0        9.2   17.9
- ceiling (mean best score)                  0.740
 ```
 
 [A running server](../hardware.md#calibrate-to-your-own-machine) is measured from outside. To

@@ -11,7 +11,6 @@ It prints (interquartile means over episodes, 95 % intervals):
  PPO (guest)                 0.711 [0.709, 0.712]      0.0        0.0      0.8       18.7    30.0
  least_outstanding           0.668 [0.666, 0.670]      0.0        0.0      1.3       20.3    30.1
  random                      0.518 [0.507, 0.527]      0.0        0.0     24.0       28.7   162.0
- ceiling (mean best score)                  0.753
 ```
 
 [Other libraries](../interop.md#stable-baselines3) has masks of illegal actions and saved models.
@@ -21,13 +20,10 @@ import torch
 from stable_baselines3 import PPO
 from stable_baselines3.common.env_util import make_vec_env
 
-import servegym
 from servegym.experiments.evaluation.evaluate import evaluate, print_summary
 
 torch.set_num_threads(1)
 env_id = "servegym/LLMRoutingSummary-v3"
-assert env_id in servegym.ENV_IDS  # importing servegym registers the ids
-
 envs = make_vec_env(env_id, 32, seed=0)
 model = PPO(
     "MlpPolicy", envs, n_steps=128, batch_size=1024, learning_rate=1e-3, seed=0, device="cpu"
