@@ -1,6 +1,8 @@
 """The tutorials run as they are printed."""
 
 import importlib.util
+import json
+import os
 import re
 import shutil
 import subprocess
@@ -36,6 +38,24 @@ def test_a_tutorial_runs(name: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.strip()
     assert not list(tmp_path.iterdir())  # leaves nothing behind
+
+
+@pytest.mark.slow
+def test_the_notebook_runs_cell_by_cell(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    book = json.loads((FOLDER / "first_steps.ipynb").read_text(encoding="utf-8"))
+    cells = ["".join(one["source"]) for one in book["cells"] if one["cell_type"] == "code"]
+    code = f"space = {{}}\nfor cell in {cells!r}:\n    exec(cell, space)"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env={**os.environ, "MPLBACKEND": "Agg"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "ppo less least_outstanding" in done.stdout
 
 
 @pytest.mark.slow

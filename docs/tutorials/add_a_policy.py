@@ -1,62 +1,55 @@
 """Add a policy.
 
-A policy is a function of an observation and a mask of legal actions. Wrapped by `from_callable` it
-runs wherever a name does. The command line takes a `.py` file, too, if it has one of
+A policy maps an observation and a mask of legal actions to an action. `from_callable` makes one of
+a function. The command line takes a `.py` file with
 
-- a function `act(observation, action_mask)`, which gets one decision and returns one action, as
-  below;
-- a class `Policy(BasePolicy)` whose `act` gets a batch of B decisions and returns B actions, for
-  what has a state: `self.system` is what an operator knows of the system, `episode_start(mask)`
-  says which rows begin an episode. [The next page](add_a_placement_policy.md) has two;
-- in the place of `act`, `predict(observation)`, which gets a batch and returns the actions, or as
-  in Stable-Baselines3 the actions and a state. By their names it gets `state`, `episode_start`,
-  `deterministic` and `action_masks`.
+- `act(observation, action_mask)`, for one decision, as below;
+- a class `Policy(BasePolicy)`, whose `act` takes a batch ([examples](add_a_placement_policy.md)):
+  `self.system` describes the system, `episode_start(mask)` says which rows begin an episode; or
+- `predict(observation)`, which takes a batch and returns actions, or as in Stable-Baselines3
+  actions and a state. It may take `state`, `episode_start`, `deterministic` and `action_masks`.
 
-It reads the observation of the id that it is evaluated on; `env_view = "flat"` (or `"graph"`,
-`"experts"`, `"summary"`), in the class or beside the function, names another. A model that
-Stable-Baselines3 saved is [a policy by its `.zip`](../interop.md#your-model-beside-the-rules).
+It reads the observation of the id that it is evaluated on. `env_view = "flat"` (`"graph"`,
+`"experts"`, `"summary"`) in the class or the file names another.
 
-Then `servegym evaluate servegym/LLMRouting-v1 --policy my_router.py --policy greedy_qos` compares
-it with another, and `servegym leaderboard --quick --policy my_router.py --at-least greedy_qos` is
-a presubmit: 64 short episodes at each routing point of the leaderboard, and exit status 1 if it is
-below at one of them, or clairvoyant, 3 if that is not told. An error in the file is reported with
-its line.
+    servegym evaluate servegym/LLMRouting-v1 --policy my_router.py --policy greedy_qos
+    servegym leaderboard --quick --policy my_router.py --at-least greedy_qos
+
+The second line is a presubmit: 64 short episodes at each routing point of the leaderboard. Exit
+status 1 says that the policy is below `greedy_qos` at one of them or clairvoyant, 3 that the
+episodes do not tell.
+
+The file below prints (interquartile means over episodes, 95 % intervals):
+
+```text
+ policy                                       QoS   drop %   reject %   late %   ms/token     P99
+ five_at_most (guest)        0.624 [0.619, 0.629]      9.3        0.0      1.3       20.1    30.1
+ greedy_qos                  0.574 [0.566, 0.586]      8.8        0.0      8.8       26.6    65.5
+ least_outstanding           0.575 [0.550, 0.600]      0.0        0.0     16.3       25.4    97.0
+```
 
 ## What a guest may do
 
-A policy that is not the package's is a guest, and its rows say so (`source`):
+A policy that the package does not hold is a guest. Its rows say so (`source`).
 
-- It runs in a process of its own, a fresh one for every episode (or block of `--num-envs`
-  episodes), and gets copies: the description of the system, observations, masks, and the rewards
-  of what has ended. It has 60 s for an answer (`--time-limit`). An object or a function is pickled
-  and sent there; what comes back is read as numbers and never unpickled.
-- Of `env_kwargs` it may set what changes the interface: `reward` for routing, `granularity` for
-  serverless, `action_mode` for placement. Everything else changes the world and is refused by
-  name.
-- It gets no number that the episodes are drawn from. Its own seed is the number of its block's
-  first episode, and where `--seed` names none, the episodes are drawn with a seed that nobody
-  knew before; the printed seeds repeat them. Each point of the leaderboard, each rate of
-  `presubmit` and each of `--profile-draws` has other episodes, so that nothing is gained by
-  remembering them. An author who knows the seed can draw the episodes beforehand: whoever judges
-  others' policies leaves it out, and uses no seed twice.
-- Taking the environment (`needs_env`, `bind`) needs `--in-process`, which runs the file in the
-  evaluator's process. Such rows read "guest in process", and "clairvoyant" whatever the policy
-  says of itself. So is one that asks for `reward="paid_forward"`, which pays before an answer
-  exists. With `needs_outcomes = True` its `outcomes(ended)` is told what became of a request when
-  the request ends.
-- Its process, and those that it has started, end with its block.
-- Its rows have the time of all its decisions over their number (`decision_s`) and that of the
-  slowest (`slowest_decision_s`). In LLM routing a request waits for its own decision where that
-  took 50 ms or longer, the first one too: compile and load in `reset` or before.
-- Its name is not that of a policy or checkpoint of the package.
+- **Process.** It runs in a process of its own, a fresh one for each episode or block of
+  `--num-envs` episodes. It gets copies of the system's description, the observations, the masks and
+  the rewards of what has ended. Objects and functions must pickle.
+- **Time.** It has 60 s for an answer (`--time-limit`). In LLM routing a request waits for its own
+  decision where that takes 50 ms or longer: compile and load in `reset` or before. Rows have the
+  mean and the longest time (`decision_s`, `slowest_decision_s`).
+- **Arguments.** `env_kwargs` may set `reward` (routing), `granularity` (serverless) or
+  `action_mode` (placement). Others change the world and are refused.
+- **Chance.** It gets no number that the episodes are drawn from. Without `--seed` they have a fresh
+  seed, which is printed: leave it out to judge other people's policies.
+- **Environment.** `needs_env` and `bind` need `--in-process`. Such a guest is clairvoyant, as is one
+  with `reward="paid_forward"`, paid before an answer exists.
+- **Outcomes.** With `needs_outcomes = True`, `outcomes(ended)` is told what became of requests.
 
-The prompts of the evaluation split come with the package, and a policy may carry their true scores
-and recognise them. So `--at-least` plays routing guests on prompts that nobody has seen, too (a
-synthetic catalog), and the worse result counts; a guest that is as good as a policy that knows the
-future is remarked on.
+The evaluation prompts ship with the package, so a policy could carry their true scores. Therefore
+`--at-least` also plays routing guests on a synthetic catalog; the worse result counts.
 
-This is no sandbox: code that sets out to break its process or the machine is not defended against,
-so read a stranger's file, or evaluate it in a container, before you believe its row.
+This is no sandbox: read a stranger's file, or evaluate it in a container.
 """
 
 import numpy as np
@@ -66,19 +59,20 @@ from servegym.experiments.evaluation.evaluate import evaluate, print_summary
 
 
 def act(observation: dict[str, np.ndarray], action_mask: np.ndarray) -> int:
-    """The best predicted score per request already there; one decision, one action."""
+    """Best predicted score less a price on the requests there; at most five on an expert."""
     score = observation["request"][:, 1]
     load = observation["experts"][:, 1] + observation["experts"][:, 2]  # running and waiting
-    value = np.where(action_mask[1:] == 1, score / (1.0 + load), -1.0)
-    return 1 + int(value.argmax())  # 0 would drop the request
+    free = (action_mask[1:] == 1) & (load < 5)
+    return 1 + int(np.where(free, score - load / 6, -np.inf).argmax()) if free.any() else 0  # drop
 
 
 if __name__ == "__main__":  # the file may itself be given to --policy
-    policy = from_callable(act, "score_per_load", batched=False)
     rows = evaluate(
         "servegym/LLMRouting-v1",
-        [policy, "greedy_qos", "least_outstanding"],
-        episodes=4,
-        env_kwargs={"rate": 8.0, "episode_requests": 200},
+        [from_callable(act, "five_at_most", batched=False), "greedy_qos", "least_outstanding"],
+        episodes=16,
+        seed=1,
+        env_kwargs={"rate": 8.0},
+        num_envs=16,
     )
     print_summary(rows)

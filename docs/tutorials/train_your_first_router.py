@@ -1,9 +1,21 @@
 """Train your first router.
 
-A short training of PPO from random weights on the routing id with a row for each expert, then the
-learned policy beside two heuristics on the same evaluation episodes. With the default number of
-steps in place of these few seconds' worth, PPO becomes a serious router; see the agents' pages.
-`python agents/ppo.py` leaves its run in a folder, whose curve `servegym plot runs/ppo_1` draws.
+PPO learns from random weights to route requests to six models, in about 20 s of a core. The trained
+policy then plays 20 evaluation episodes, and two rules play the same ones.
+
+It prints the validation score during the training, then this table and what its columns mean
+(interquartile means over episodes, 95 % intervals).
+
+```text
+ policy                                       QoS   drop %   reject %   late %   ms/token     P99
+ ppo                         0.645 [0.640, 0.650]      1.4        0.0      3.1       20.6    39.5
+ least_outstanding           0.579 [0.559, 0.594]      0.1        0.0     15.8       25.2   100.2
+ random                      0.405 [0.395, 0.412]      0.3        0.0     40.3       40.3   262.5
+ ceiling (mean best score)                  0.753
+```
+
+`python agents/ppo.py --set rate=8` is the same training. It keeps its folder, `runs/ppo_1`, whose
+curve `servegym plot runs/ppo_1` draws.
 """
 
 import tempfile
@@ -12,19 +24,11 @@ from servegym.agents.ppo import Args, train
 from servegym.experiments.evaluation.evaluate import evaluate, print_summary
 
 with tempfile.TemporaryDirectory() as folder:
-    run = train(
-        Args(
-            total_timesteps=50_000,
-            set=("rate=8",),  # of the environment
-            eval_every=25_000,
-            eval_episodes=4,
-            out_dir=folder,
-        )
-    )
+    run = train(Args(set=("rate=8",), out_dir=folder))  # 8 requests/s; 250,000 decisions
     rows = evaluate(
-        "servegym/LLMRouting-v1",
-        [run / "last.safetensors", "least_outstanding", "random"],
-        episodes=4,
+        "servegym/LLMRoutingSummary-v3",
+        [run / "best.safetensors", "least_outstanding", "random"],
+        episodes=20,
         env_kwargs={"rate": 8.0},
     )
 print_summary(rows)
