@@ -14,6 +14,7 @@ import inspect
 import json
 import re
 import tempfile
+from base64 import b64decode
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -285,6 +286,8 @@ def agents() -> list[dict[str, str]]:
             for checkpoint, file in shipped(family.name).items():
                 if written_by(file) == name:
                     card = file.with_suffix(".md").read_text(encoding="utf-8")
+                    if name in TRAININGS:  # whose tables are above
+                        card = without_tables(card)
                     lines += [f"## Checkpoint `{checkpoint}`", "", demoted(card), ""]
         write(f"agents/{name}.md", "\n".join(lines))
         nav.append({name: f"agents/{name}.md"})
@@ -295,6 +298,13 @@ def written_by(file: Path) -> str:
     """The agent that a checkpoint names in its metadata."""
     with safe_open(file, "np") as stream:
         return stream.metadata()["agent"]
+
+
+def without_tables(markdown: str) -> str:
+    """A card without its tables and the paragraphs that lead to them."""
+    parts = markdown.split("\n\n")
+    table = [part.startswith("|") for part in [*parts, ""]]
+    return "\n\n".join(p for k, p in enumerate(parts) if not (table[k] or table[k + 1]))
 
 
 def demoted(markdown: str) -> str:
@@ -434,6 +444,26 @@ def tutorials() -> list[dict[str, str]]:
     return nav
 
 
+def notebook(name: str) -> dict[str, str]:
+    """A page of a notebook of ``docs/tutorials``, with what its cells printed and drew."""
+    path = ROOT / "docs" / "tutorials" / f"{name}.ipynb"
+    lines = []
+    for number, cell in enumerate(json.loads(path.read_text(encoding="utf-8"))["cells"]):
+        text = "".join(cell["source"])
+        lines += [text, ""] if cell["cell_type"] == "markdown" else ["```python", text, "```", ""]
+        for output in cell.get("outputs", ()):
+            if "text" in output:
+                said = "".join(output["text"]).splitlines()
+                said = [*said[:4], "...", *said[-2:]] if len(said) > 8 else said
+                lines += ["```text", *said, "```", ""]
+            elif png := output["data"].get("image/png"):
+                with mkdocs_gen_files.open(f"tutorials/{name}_{number}.png", "wb") as stream:
+                    stream.write(b64decode(png))
+                lines += [f"![What the cell draws]({name}_{number}.png)", ""]
+    write(f"tutorials/{name}.md", "\n".join(lines))
+    return {lines[0].partition("\n")[0].lstrip("# "): f"tutorials/{name}.md"}
+
+
 def benchmarks() -> None:
     """Speeds beside their references: the table that the benchmark left, with its machine."""
     lines = [
@@ -466,6 +496,7 @@ def home() -> None:
         text = (ROOT / source).read_text(encoding="utf-8")
         text = text.replace("](docs/", "](").replace("](CONTRIBUTING.md)", "](contributing.md)")
         text = re.sub(r"\[([^\]]*)\]\((?:CITATION.cff|LICENSE|CHANGELOG.md)\)", r"`\1`", text)
+        text = text.replace("first_steps.ipynb)", "first_steps.md)")
         text = text.replace("](experiments/results)", "](results/routing.md)")
         write(page, text)
 
@@ -525,6 +556,7 @@ mkdocs_gen_files.config["nav"] = [
     {"Home": "index.md"},
     {
         "Tutorials": [
+            notebook("first_steps"),
             *tutorials(),
             {"Tune your gateway's file": "tune.md"},
             {"Put a trained router before your servers": "tutorials/gateway.md"},
