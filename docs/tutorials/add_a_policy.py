@@ -29,13 +29,13 @@ A policy that is not the package's is a guest, and its rows say so (`source`):
 - It runs in a process of its own, a fresh one for every episode (or block of `--num-envs`
   episodes), and gets copies: the description of the system, observations, masks, and the rewards
   of what has ended. It has 60 s for an answer (`--time-limit`). An object or a function is pickled
-  and sent there; what comes back is read as numbers and never unpickled.
+  and sent there; what comes back is read as numbers, of the action's types, and never unpickled.
 - Of `env_kwargs` it may set what changes the interface: `reward` for routing, `granularity` for
   serverless, `action_mode` for placement. Everything else changes the world and is refused by
   name.
 - It gets no number that the episodes are drawn from. Its own seed is the number of its block's
   first episode, and where `--seed` names none, the episodes are drawn with a seed that nobody
-  knew before; the printed seeds repeat them. Each point of the leaderboard, each rate of
+  knew before; the seeds printed at the end repeat them. Each point of the leaderboard, each rate of
   `presubmit` and each of `--profile-draws` has other episodes, so that nothing is gained by
   remembering them. An author who knows the seed can draw the episodes beforehand: whoever judges
   others' policies leaves it out, and uses no seed twice.
@@ -44,7 +44,8 @@ A policy that is not the package's is a guest, and its rows say so (`source`):
   says of itself. So is one that asks for `reward="paid_forward"`, which pays before an answer
   exists. With `needs_outcomes = True` its `outcomes(ended)` is told what became of a request when
   the request ends.
-- Its process, and those that it has started, end with its block.
+- Its process, and those that it has started, end with its block, or with the evaluator's process.
+  What it compiles goes to a folder of its own.
 - Its rows have the time of all its decisions over their number (`decision_s`) and that of the
   slowest (`slowest_decision_s`). In LLM routing a request waits for its own decision where that
   took 50 ms or longer, the first one too: compile and load in `reset` or before.
@@ -55,8 +56,10 @@ and recognise them. So `--at-least` plays routing guests on prompts that nobody 
 synthetic catalog), and the worse result counts; a guest that is as good as a policy that knows the
 future is remarked on.
 
-This is no sandbox: code that sets out to break its process or the machine is not defended against,
-so read a stranger's file, or evaluate it in a container, before you believe its row.
+This is no sandbox: code that sets out to break its process or the machine is not defended against.
+A guest can still read and write the files and processes of its user, the evaluator's memory and the
+package among them, and use the network; so read a stranger's file, or evaluate it in a container,
+before you believe its row.
 """
 
 import numpy as np

@@ -30,7 +30,6 @@ import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -51,16 +50,20 @@ SLOW_S = 0.05
 
 _LENGTH = struct.Struct("!Q")  # before every message
 _LONGEST, _OF_A_NUMBER = 1 << 16, 32  # bytes of an answer, and more for each number of an action
-_SAID = {
-    "name": str,
-    "clairvoyant": bool,
-    "env_view": str,
-    "needs_env": bool,
-    "needs_outcomes": bool,
-    "env_kwargs": dict,
-    "observation_shapes": dict,
+_SAID: dict[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(("name", "env_view"), lambda said: type(said) is str),
+    **dict.fromkeys(
+        ("clairvoyant", "needs_env", "needs_outcomes"), lambda said: type(said) is bool
+    ),
+    "env_kwargs": lambda said: (
+        type(said) is dict and all(isinstance(v, str | float | int) for v in said.values())
+    ),
+    "observation_shapes": lambda said: (
+        type(said) is dict
+        and all(type(v) is list and {*map(type, v)} <= {int} for v in said.values())
+    ),
 }
-"""What a policy says of itself, with the types."""
+"""What a policy says of itself, and whether that is of the right type."""
 
 _START = "from servegym.experiments.evaluation.guest import serve; serve({})"
 
@@ -140,18 +143,10 @@ class GuestPolicy(EvaluatedPolicy):
         Raises:
             PolicyError: If a field is missing, unknown or of another type.
         """
-        if wrong := sorted(set(said) ^ set(_SAID)):
-            fields = f"says wrong things of itself, {', '.join(wrong):.200}"
-            raise self._failed(f"{fields}; it must say {', '.join(_SAID)}")
-        for field, kind in _SAID.items():
-            value = said[field]
-            right = type(value) is kind
-            if field == "env_kwargs" and right:
-                right = all(isinstance(v, str | int | float | NoneType) for v in value.values())
-            if field == "observation_shapes" and right:
-                right = all(type(v) is list and {*map(type, v)} <= {int} for v in value.values())
-            if not right:
-                raise self._failed(f"says of itself {field}={value!r:.100}, of a wrong type")
+        for field in {**said, **_SAID}:
+            if field not in _SAID or not _SAID[field](said.get(field)):
+                wrong = f"says of itself {field:.60}={said.get(field)!r:.100}"
+                raise self._failed(f"{wrong}; it must say {', '.join(_SAID)}, of their types")
         for field in _SAID:
             setattr(self, field, said[field])
 
@@ -272,7 +267,9 @@ def _folder_of_compiled_code() -> str:
         name = UserProvidedCacheLocator.get_suitable_cache_subpath(source)
         copy = Path(folder, file.parent.name if shared else name)
         copy.mkdir(exist_ok=True)
-        (copy / file.name).symlink_to(file)  # numba replaces files, and never writes into them
+        (copy / file.name).symlink_to(
+            file.absolute()
+        )  # numba replaces files, and never writes into them
     return folder
 
 
@@ -286,7 +283,7 @@ def _array(said: Any, space: Any) -> NDArray[Any]:
     whole = np.issubdtype(space.dtype, np.integer)
     kinds = {*map(type, numbers)}
     if not kinds <= ({int} if whole else {int, float}):
-        raise ValueError(f"{', '.join(kind.__name__ for kind in kinds)} among the numbers")
+        raise ValueError(f"numbers are {', '.join(kind.__name__ for kind in kinds)}")
     return np.array(numbers, np.int64 if whole else np.float64).reshape(shape)
 
 
@@ -338,26 +335,25 @@ def serve(descriptor: int) -> None:
     pipe, policy = socket.socket(fileno=descriptor), None
     compiled = os.environ["NUMBA_CACHE_DIR"]
     threading.Thread(target=_end_with, args=[descriptor, compiled], daemon=True).start()
-    while True:
-        try:
+    with suppress(EOFError, OSError):  # the evaluator is gone
+        while True:
             request, argument = pickle.loads(_receive(pipe))
-        except EOFError:
-            threading.Event().wait()  # for the thread's end of the process
-        try:
-            if request == "make":
-                made_from = pickle.loads(argument)
-                is_file = isinstance(made_from, dict)
-                policy = policy_from_file(**made_from) if is_file else made_from
-            answer = json.dumps(_answer(policy, request, argument))
-        except (Exception, SystemExit) as error:
-            if not isinstance(error, ValueError):
-                traceback.print_exc()
-            kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-            text, name = f"{kind}{error}", str(getattr(policy, "name", ""))
-            if name not in text:
-                text = f"policy {name!r} failed: {text}"
-            answer = json.dumps({"error": text[:4000]})
-        _send(pipe, answer.encode())
+            try:
+                if request == "make":
+                    made_from = pickle.loads(argument)
+                    is_file = isinstance(made_from, dict)
+                    policy = policy_from_file(**made_from) if is_file else made_from
+                answer = json.dumps(_answer(policy, request, argument))
+            except (Exception, SystemExit) as error:
+                if not isinstance(error, ValueError):
+                    traceback.print_exc()
+                kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+                text, name = f"{kind}{error}", str(getattr(policy, "name", ""))
+                if name not in text:
+                    text = f"policy {name!r} failed: {text}"
+                answer = json.dumps({"error": text[:4000]})
+            _send(pipe, answer.encode())
+    threading.Event().wait()  # for the thread to end the process
 
 
 def _end_with(descriptor: int, compiled: str) -> None:

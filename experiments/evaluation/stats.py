@@ -171,11 +171,6 @@ def student_interval(values: ArrayLike, tail: float = 0.025) -> Interval:
     return Interval(centre, centre - half, centre + half)
 
 
-def rarest_loss(episodes: int) -> float:
-    """The share of the episodes from which on a loss shows in so many of them, with 95 %."""
-    return 1.0 - 0.05 ** (1.0 / episodes)
-
-
 def enough_for(rare: float | None) -> int:
     """Episodes that show a loss in a share ``rare`` of them, with 95 %; `ENOUGH` at least.
 
@@ -188,8 +183,8 @@ def enough_for(rare: float | None) -> int:
 
 
 def unseen_losses(episodes: int) -> str:
-    """What episodes without a loss leave open, as a sentence."""
-    share = 100.0 * rarest_loss(episodes)
+    """What losses so many episodes show, where p is rare: ``(1 - p) ** episodes`` is .05."""
+    share = 100.0 * (1.0 - 0.05 ** (1.0 / episodes))
     return (
         f"{episodes} episodes show a loss that comes in {share:.2g} % of them or more (with 95 %); "
         "a rarer one may go unseen (--rare SHARE plays more)."

@@ -312,9 +312,9 @@ SAID = {
 @pytest.mark.parametrize(
     ("said", "refused"),
     [
-        ({"source": "servegym"}, "wrong things of itself, source; it must say name, clairvoyant"),
-        ({"policy": None, "_batch": 1}, "itself, _batch, policy;"),
-        ({"name": 5}, "name=5, of a wrong type"),
+        ({"source": "servegym"}, "source='servegym'; it must say name, env_view, cl"),
+        ({"policy": None, "_batch": 1}, "policy=None;"),
+        ({"name": 5}, "name=5; it must"),
         ({"name": ["mine"]}, "name="),
         ({"clairvoyant": 0}, "clairvoyant=0"),
         ({"needs_env": "no"}, "needs_env='no'"),
@@ -334,11 +334,11 @@ def test_what_a_guest_says_of_itself_is_checked(
     guest = GuestPolicy(Same(), None)
     assert {field: getattr(guest, field) for field in SAID} == SAID and guest.source == "guest"
     monkeypatch.setattr(GuestPolicy, "_start", lambda self: SAID | said)
-    with pytest.raises(PolicyError, match=f"'same' says .*{refused}") as failed:
+    with pytest.raises(PolicyError, match=f"'same' says of itself {refused}") as failed:
         GuestPolicy(Same(), None)
     assert len(str(failed.value)) < 300
     monkeypatch.setattr(GuestPolicy, "_start", lambda self: {"name": "mine"})
-    with pytest.raises(PolicyError, match="itself, clairvoyant, env_kwargs"):
+    with pytest.raises(PolicyError, match="itself .*=None; it must"):
         GuestPolicy(Same(), None)
 
 
@@ -351,7 +351,7 @@ def test_a_guest_that_answers_itself_is_not_told_the_seed(tmp_path: Path) -> Non
         "pipe.sendall(struct.pack('!Q', len(said)) + said)\n"
         "def act(observation, action_mask):\n    return 1\n"
     )
-    with pytest.raises(PolicyError, match="itself, source"):
+    with pytest.raises(PolicyError, match="itself source"):
         evaluate(ENV_ID, [write(tmp_path, text)], 1, 7, SMALL)
 
 
@@ -418,12 +418,12 @@ def test_no_message_is_read_that_is_too_long(monkeypatch: pytest.MonkeyPatch) ->
     ("content", "said"),
     [
         ('{"": ["S2000000000", [1]]}', "integer"),
-        ('{"": [[1], ["a"]]}', "str among the numbers"),
-        ('{"": [[1], [true]]}', "bool among the numbers"),
-        ('{"": [[1], [1.0]]}', "float among the numbers"),
-        ('{"": [[1], [NaN]]}', "float among the numbers"),
-        ('{"": [[1], [null]]}', "NoneType among the numbers"),
-        ('{"": [[1], [[1]]]}', "list among the numbers"),
+        ('{"": [[1], ["a"]]}', "numbers are .*str"),
+        ('{"": [[1], [true]]}', "numbers are .*bool"),
+        ('{"": [[1], [1.0]]}', "numbers are .*float"),
+        ('{"": [[1], [NaN]]}', "numbers are .*float"),
+        ('{"": [[1], [null]]}', "numbers are .*NoneType"),
+        ('{"": [[1], [[1]]]}', "numbers are .*list"),
         ('{"": [[1], [1180591620717411303424]]}', "too large"),
         ('{"": [[1], [' + "9" * 5000 + "]]}", "Exceeds the limit"),
         ('{"": [[1000000000, 1000000000], [1]]}', "cannot reshape"),
