@@ -34,8 +34,6 @@ from typing import Any
 
 import numpy as np
 from gymnasium.spaces import Dict
-from numba.core import config
-from numba.core.caching import UserProvidedCacheLocator
 from numpy.typing import NDArray
 
 from servegym.baselines.policy_file import PolicyError, policy_from_file
@@ -260,8 +258,10 @@ def _pickle(made_from: Any) -> bytes:
 
 def _folder_of_compiled_code() -> str:
     """A folder for what a guest compiles, with links to what has been compiled for the package."""
+    from numba.core.caching import UserProvidedCacheLocator  # guests start faster without
+
     folder = tempfile.mkdtemp(prefix="servegym-guest-")
-    shared = config.CACHE_DIR
+    shared = os.environ.get("NUMBA_CACHE_DIR")
     for file in Path(shared or Path(__file__).parents[2]).rglob("*.nb[ci]"):
         source = str(file.parents[1] / "x.py")  # beside the module's __pycache__
         name = UserProvidedCacheLocator.get_suitable_cache_subpath(source)

@@ -288,7 +288,7 @@ def test_a_guest_has_a_folder_of_its_own_for_compiled_code(tmp_path: Path) -> No
     code = f"import os\nopen({str(trace)!r}, 'a').write({folder} + '\\n')\n"
     file = write(tmp_path, f"{code}def act(observation, action_mask):\n    return 1\n")
     policy: Any = resolve(file, None, family_of(ENV_ID))
-    shared = Path(guests.config.CACHE_DIR or Path(guests.__file__).parents[2])
+    shared = Path(os.environ.get("NUMBA_CACHE_DIR") or Path(guests.__file__).parents[2])
     linked = list(Path(policy._compiled).glob("*/*.nb[ci]"))
     assert len(linked) == len(list(shared.rglob("*.nb[ci]")))
     evaluate(ENV_ID, [policy], 2, 7, SMALL)
