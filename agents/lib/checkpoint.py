@@ -179,13 +179,11 @@ def load_policy(path: str | os.PathLike[str], system: Any = None) -> CheckpointP
 
 def checksum(meta: Mapping[str, str], weights: Mapping[str, Any]) -> str:
     """SHA-256 of a file's metadata, but for this number, and of its tensors (hexadecimal)."""
-    from torch import uint8
-
     parts = sorted(item for item in meta.items() if item[0] != "sha256")
     digest = hashlib.sha256(json.dumps(parts).encode())
     for name, values in sorted(weights.items()):
         digest.update(f"{name} {values.dtype} {list(values.shape)}".encode())
-        digest.update(values.reshape(-1).view(uint8).numpy())
+        digest.update(values.numpy().tobytes())
     return digest.hexdigest()
 
 

@@ -235,7 +235,13 @@ def test_a_flipped_byte_of_a_checkpoint_is_seen(tmp_path):
 
 def test_a_flipped_byte_of_a_snapshot_is_seen(tmp_path):
     path, args = tmp_path / "state.safetensors", ppo.Args()
-    save_snapshot(path, "ppo", args, {"x": torch.ones(3), "n": 2})
+    content = {
+        "x": torch.ones(3),
+        "one": torch.ones(1).expand(1, 1),
+        "none": torch.ones(0, 2),
+        "n": 2,
+    }
+    save_snapshot(path, "ppo", args, content)
     assert load_snapshot(path, "ppo", args)["n"] == 2
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
