@@ -2,13 +2,15 @@
 
 A checkpoint is a safetensors file with the weights, and as metadata the name of the agent that
 wrote it (``agent``), its arguments (``args``, JSON), the ``setting`` of the system that it is for,
-if it is for one, and what else the agent needs to rebuild its policy. An agent is a file of
+if it is for one, what else the agent needs to rebuild its policy, and a checksum of all that
+(``sha256``). An agent is a file of
 ``servegym.agents`` with a function ``load(meta, weights, system)`` that returns a
 `CheckpointPolicy`.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -83,7 +85,7 @@ def write_checkpoint(net: Any, meta: Mapping[str, str], path: Path) -> None:
     from safetensors.torch import save
 
     weights = {k: v.detach().contiguous().cpu() for k, v in net.state_dict().items()}
-    content = save(weights, dict(meta))
+    content = save(weights, {**meta, "sha256": checksum(meta, weights)})
     write_atomic(path, lambda stream: stream.write(content))
 
 
@@ -183,13 +185,30 @@ def load_policy(path: str | os.PathLike[str], system: Any = None) -> CheckpointP
     return policy
 
 
+def checksum(meta: Mapping[str, str], weights: Mapping[str, Any]) -> str:
+    """SHA-256 of a file's metadata, but for this number, and of its tensors (hexadecimal)."""
+    parts = sorted(item for item in meta.items() if item[0] != "sha256")
+    digest = hashlib.sha256(json.dumps(parts).encode())
+    for name, values in sorted(weights.items()):
+        digest.update(f"{name} {values.dtype} {list(values.shape)}".encode())
+        digest.update(values.numpy().tobytes())
+    return digest.hexdigest()
+
+
 def read_content(file: Path) -> tuple[dict[str, str], dict[str, Any]]:
-    """Metadata and weights of a checkpoint."""
+    """Metadata and weights of a checkpoint or a snapshot.
+
+    Raises:
+        ValueError: If they are not what was written, by its checksum; older files have none.
+    """
     from safetensors import safe_open
 
     with safe_open(file, framework="pt") as content:
         keys = content.keys()
-        return content.metadata() or {}, {key: content.get_tensor(key) for key in keys}
+        meta, weights = content.metadata() or {}, {key: content.get_tensor(key) for key in keys}
+    if "sha256" in meta and meta["sha256"] != checksum(meta, weights):
+        raise ValueError(f"{file}: field 'sha256' is of another content: damaged, copy it again")
+    return meta, weights
 
 
 def json_field(meta: Mapping[str, str], field: str) -> dict[str, Any]:

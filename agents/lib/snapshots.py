@@ -15,10 +15,11 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save
 
 from servegym._files import write_atomic
+from servegym.agents.lib.checkpoint import checksum, read_content
 from servegym.envs._vector import BatchVectorEnv
 
 MAY_DIFFER = (
@@ -36,7 +37,7 @@ def save_snapshot(path: Path, agent: str, args: Any, content: Mapping[str, Any])
     tensors: dict[str, torch.Tensor] = {}
     tree = json.dumps(_pack(content, tensors))
     metadata = {"snapshot": agent, "args": json.dumps(asdict(args)), "content": tree}
-    data = save(tensors, metadata)
+    data = save(tensors, metadata | {"sha256": checksum(metadata, tensors)})
     write_atomic(path, lambda stream: stream.write(data))
 
 
@@ -47,10 +48,8 @@ def load_snapshot(path: Path, agent: str, args: Any) -> dict[str, Any]:
         ValueError: If it is damaged, of another agent, or of a run with other arguments.
     """
     try:
-        with safe_open(path, framework="pt") as file:
-            meta = file.metadata() or {}
-            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
+        meta, tensors = read_content(path)
+    except (SafetensorError, OSError, ValueError) as error:
         raise ValueError(f"resume: {path} is damaged or no snapshot ({error})") from None
     if meta.get("snapshot") != agent:
         raise ValueError(f"resume: {path} is a snapshot of {meta.get('snapshot')}, not of {agent}")

@@ -34,14 +34,15 @@ A policy that the package does not hold is a guest. Its rows say so (`source`).
 
 - **Process.** It runs in a process of its own, a fresh one for each episode or block of
   `--num-envs` episodes. It gets copies of the system's description, the observations, the masks and
-  the rewards of what has ended. Objects and functions must pickle.
+  the rewards of what has ended. Objects and functions must pickle. What it answers is read as
+  numbers of the action's types. It ends with its block, or with the evaluator.
 - **Time.** It has 60 s for an answer (`--time-limit`). In LLM routing a request waits for its own
   decision where that takes 50 ms or longer: compile and load in `reset` or before. Rows have the
   mean and the longest time (`decision_s`, `slowest_decision_s`).
 - **Arguments.** `env_kwargs` may set `reward` (routing), `granularity` (serverless) or
   `action_mode` (placement). Others change the world and are refused.
 - **Chance.** It gets no number that the episodes are drawn from. Without `--seed` they have a fresh
-  seed, which is printed: leave it out to judge other people's policies.
+  seed, printed at the end: leave it out to judge other people's policies.
 - **Environment.** `needs_env` and `bind` need `--in-process`. Such a guest is clairvoyant, as is
   one with `reward="paid_forward"`, paid before an answer exists.
 - **Outcomes.** With `needs_outcomes = True`, `outcomes(ended)` is told what became of requests.
@@ -49,7 +50,9 @@ A policy that the package does not hold is a guest. Its rows say so (`source`).
 The evaluation prompts ship with the package, so a policy could carry their true scores. Therefore
 `--at-least` also plays routing guests on a synthetic catalog; the worse result counts.
 
-This is no sandbox: read a stranger's file, or evaluate it in a container.
+This is no sandbox: a guest can read and write the files and processes of its user, the evaluator's
+memory and the package among them, and use the network. Read a stranger's file, or evaluate it in a
+container.
 """
 
 import numpy as np

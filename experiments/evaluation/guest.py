@@ -1,9 +1,10 @@
 """Policies from outside, each in a process of its own that is asked for every decision.
 
 The environment stays in the evaluator's process. A guest's gets copies: the description of the
-system, observations, masks and rewards; its answers are JSON and never unpickled. So what a guest
-does to modules, random numbers, clocks or arrays does not reach the world that it is measured in,
-and one that hangs, ends or answers nonsense is an error that names it.
+system, observations, masks and rewards; its answers are JSON of a bounded length, never unpickled,
+and checked field by field. So what a guest does to modules, random numbers, clocks or arrays does
+not reach the world that it is measured in, and one that hangs, ends or answers nonsense is an error
+that names it.
 
 This is no sandbox: nothing keeps code from what its user may do to files, memory or the network.
 """
@@ -14,19 +15,25 @@ import json
 import math
 import os
 import pickle
+import select
+import shutil
 import signal
+import socket
+import struct
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 import traceback
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from gymnasium.spaces import Dict
 from numpy.typing import NDArray
 
 from servegym.baselines.policy_file import PolicyError, policy_from_file
@@ -38,6 +45,23 @@ TIME_LIMIT_S = 60.0
 
 SLOW_S = 0.05
 """Seconds of a decision from which on its request waits for it, where requests wait for routers."""
+
+_LENGTH = struct.Struct("!Q")  # before every message
+_LONGEST, _OF_A_NUMBER = 1 << 16, 32  # bytes of an answer, and more for each number of an action
+_SAID: dict[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(("name", "env_view"), lambda said: type(said) is str),
+    **dict.fromkeys(
+        ("clairvoyant", "needs_env", "needs_outcomes"), lambda said: type(said) is bool
+    ),
+    "env_kwargs": lambda said: (
+        type(said) is dict and all(isinstance(v, str | float | int) for v in said.values())
+    ),
+    "observation_shapes": lambda said: (
+        type(said) is dict
+        and all(type(v) is list and {*map(type, v)} <= {int} for v in said.values())
+    ),
+}
+"""What a policy says of itself, and whether that is of the right type."""
 
 _START = "from servegym.experiments.evaluation.guest import serve; serve({})"
 
@@ -61,12 +85,14 @@ class GuestPolicy(EvaluatedPolicy):
     _process: subprocess.Popen[bytes] | None = None
     _finalizer: Callable[[], object] = staticmethod(lambda: None)
     _batch: Any = None
+    _parts: Mapping[str, Any] = {}
+    _compiled: str = ""
 
     def __init__(
         self, policy: Path | Policy, system: Any, time_limit_s: float = TIME_LIMIT_S
     ) -> None:
-        if not (math.isfinite(time_limit_s) and time_limit_s > 0):
-            raise ValueError(f"time_limit_s is {time_limit_s}; allowed are seconds above 0")
+        if not 0 < time_limit_s <= 1e6:
+            raise ValueError(f"time_limit_s is {time_limit_s}; allowed are seconds above 0, to 1e6")
         self.time_limit_s = float(time_limit_s)
         self._times_s: list[float] = []
         self._delays_s: list[float] = []
@@ -82,7 +108,7 @@ class GuestPolicy(EvaluatedPolicy):
                 f"policy {self.name!r} cannot be sent to a process of its own "
                 f"({type(error).__name__}: {error}); in_process=True runs it in this one"
             ) from error
-        vars(self).update(self._start())
+        self._take(self._start())
         if self.needs_env:
             raise PolicyError(
                 f"policy {self.name!r} has needs_env, but the environment is in another process; "
@@ -91,12 +117,16 @@ class GuestPolicy(EvaluatedPolicy):
 
     def _start(self) -> dict[str, Any]:
         """Start the process and have the policy made; what it says of itself."""
-        self._pipe, child = Pipe()
+        if not self._compiled:
+            self._compiled = _folder_of_compiled_code()
+            weakref.finalize(self, shutil.rmtree, self._compiled, ignore_errors=True)
+        self._pipe, child = socket.socketpair()
         self._used, self._news = False, (None, None)
+        paths = {"PYTHONPATH": os.pathsep.join(sys.path), "NUMBA_CACHE_DIR": self._compiled}
         with child:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-c", _START.format(child.fileno())],
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+                env=os.environ | paths,
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # what a guest prints is no part of the results
                 pass_fds=[child.fileno()],
@@ -105,8 +135,23 @@ class GuestPolicy(EvaluatedPolicy):
         self._finalizer = weakref.finalize(self, _end, self._process, self._pipe)
         return self._ask("make", self._pickled)
 
+    def _take(self, said: Mapping[str, Any]) -> None:
+        """Take the fields of `_SAID`, all checked, and nothing else: ``source`` is not its to say.
+
+        Raises:
+            PolicyError: If a field is missing, unknown or of another type.
+        """
+        for field in {**said, **_SAID}:
+            if field not in _SAID or not _SAID[field](said.get(field)):
+                wrong = f"says of itself {field:.60}={said.get(field)!r:.100}"
+                raise self._failed(f"{wrong}; it must say {', '.join(_SAID)}, of their types")
+        for field in _SAID:
+            setattr(self, field, said[field])
+
     def bind(self, env: Any) -> None:
-        """Let its requests wait for slow decisions, where requests wait for their router."""
+        """Learn what an action is, and let requests wait for slow decisions where they can."""
+        space = env.action_space
+        self._parts = space.spaces if isinstance(space, Dict) else {"": space}
         self._delay_s = env.unwrapped.problem.arguments.get("router_delay_s")
         self._batch = None if self._delay_s is None else env.unwrapped.batch
 
@@ -121,7 +166,9 @@ class GuestPolicy(EvaluatedPolicy):
     def act(self, observation: Observation, action_mask: Any) -> Any:
         """See `Policy.act`; rewards and outcomes reach the guest with the next decision."""
         begin = time.perf_counter()
-        answer = self._ask("act", (*self._news, observation, action_mask))
+        numbers = sum(math.prod(part.shape) for part in self._parts.values())
+        asked = (*self._news, observation, action_mask)
+        answer = self._ask("act", asked, _LONGEST + _OF_A_NUMBER * numbers)
         seconds = time.perf_counter() - begin
         self._times_s.append(seconds)
         self._news = None, None
@@ -129,9 +176,12 @@ class GuestPolicy(EvaluatedPolicy):
             self._delays_s.append(self._delay_s + (seconds if seconds >= SLOW_S else 0.0))
             self._batch.config["router_delay_s"] = self._delays_s[-1]
         try:
-            actions = {name: np.array(part, kind) for name, (kind, part) in answer.items()}
-        except (TypeError, ValueError) as error:
-            raise self._failed(f"gave a wrong answer: {error}") from None
+            if set(answer) != set(self._parts):
+                raise ValueError(f"the action has the parts {list(answer)!r:.200}")
+            actions = {name: _array(answer[name], part) for name, part in self._parts.items()}
+        except (TypeError, ValueError, OverflowError) as error:
+            needed = ", ".join(f"{name} {part}".strip() for name, part in self._parts.items())
+            raise self._failed(f"gave a wrong answer: {error}; needed is {needed:.500}") from None
         return actions[""] if list(actions) == [""] else actions
 
     def feedback(self, reward: NDArray[np.float64]) -> None:
@@ -157,22 +207,28 @@ class GuestPolicy(EvaluatedPolicy):
         self._process = None
         self._finalizer()
 
-    def _ask(self, request: str, argument: Any) -> dict[str, Any]:
-        """The answer to a request."""
+    def _ask(self, request: str, argument: Any, longest: int = _LONGEST) -> dict[str, Any]:
+        """The answer to a request, of at most so many bytes."""
         process: Any = self._process
+        deadline = time.monotonic() + self.time_limit_s
         try:
-            self._pipe.send((request, argument))
-            if not self._pipe.poll(self.time_limit_s):
-                limit = f"time_limit_s={self.time_limit_s:g} s"
-                raise self._failed(f"took more than {limit} for one answer")
-            answer = json.loads(self._pipe.recv_bytes())
+            self._pipe.settimeout(self.time_limit_s)  # of all that is sent
+            _send(self._pipe, pickle.dumps((request, argument)))
+            answer = json.loads(_receive(self._pipe, longest, deadline))
+            if not isinstance(answer, dict):
+                raise ValueError(f"it is a {type(answer).__name__}")
+        except TimeoutError:
+            limit = f"time_limit_s={self.time_limit_s:g} s"
+            raise self._failed(f"took more than {limit} for one answer") from None
         except (EOFError, OSError):
             self.close()
             status = process.returncode
             raise self._failed(f"has ended its process (exit status {status})") from None
+        except (ValueError, RecursionError) as error:
+            raise self._failed(f"gave a wrong answer: {error}") from None
         if "error" in answer:
             self.close()
-            raise PolicyError(answer["error"])
+            raise PolicyError(f"{answer['error']}")
         return answer
 
     def _failed(self, how: str) -> PolicyError:
@@ -180,7 +236,7 @@ class GuestPolicy(EvaluatedPolicy):
         return PolicyError(f"policy {self.name!r} {how}")
 
     def __getstate__(self) -> dict[str, Any]:
-        left = ("_process", "_pipe", "_finalizer", "_batch")
+        left = ("_process", "_pipe", "_finalizer", "_batch", "_parts", "_compiled")
         return {key: value for key, value in vars(self).items() if key not in left}
 
 
@@ -200,7 +256,70 @@ def _pickle(made_from: Any) -> bytes:
         cloudpickle.unregister_pickle_by_value(module)
 
 
-def _end(process: subprocess.Popen[bytes], pipe: Connection) -> None:
+def _folder_of_compiled_code() -> str:
+    """A folder for what a guest compiles, with links to what has been compiled for the package."""
+    from numba.core.caching import UserProvidedCacheLocator  # guests start faster without
+
+    folder = tempfile.mkdtemp(prefix="servegym-guest-")
+    shared = os.environ.get("NUMBA_CACHE_DIR")
+    for file in Path(shared or Path(__file__).parents[2]).rglob("*.nb[ci]"):
+        source = str(file.parents[1] / "x.py")  # beside the module's __pycache__
+        name = UserProvidedCacheLocator.get_suitable_cache_subpath(source)
+        copy = Path(folder, file.parent.name if shared else name)
+        copy.mkdir(exist_ok=True)
+        (copy / file.name).symlink_to(
+            file.absolute()
+        )  # numba replaces files, and never writes into them
+    return folder
+
+
+def _array(said: Any, space: Any) -> NDArray[Any]:
+    """A part of an action from its shape and its numbers, which are integers or floats by space.
+
+    Raises:
+        TypeError, ValueError, OverflowError: If it is no such part.
+    """
+    shape, numbers = said
+    whole = np.issubdtype(space.dtype, np.integer)
+    kinds = {*map(type, numbers)}
+    if not kinds <= ({int} if whole else {int, float}):
+        raise ValueError(f"numbers are {', '.join(kind.__name__ for kind in kinds)}")
+    return np.array(numbers, np.int64 if whole else np.float64).reshape(shape)
+
+
+def _send(pipe: socket.socket, content: bytes) -> None:
+    pipe.sendall(_LENGTH.pack(len(content)) + content)
+
+
+def _receive(pipe: socket.socket, longest: float = math.inf, deadline: float = math.inf) -> bytes:
+    """A message of at most ``longest`` bytes, whole before a ``deadline`` of `time.monotonic`.
+
+    Raises:
+        ValueError: If it is longer; none of it is read.
+        TimeoutError: If it is not whole by then.
+        EOFError: If the other end is closed.
+    """
+    (length,) = _LENGTH.unpack(_read(pipe, _LENGTH.size, deadline))
+    if length > longest:
+        raise ValueError(f"it is {length} bytes long; allowed are {longest}")
+    return _read(pipe, length, deadline)
+
+
+def _read(pipe: socket.socket, length: int, deadline: float) -> bytes:
+    content = bytearray()
+    while len(content) < length:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        pipe.settimeout(None if math.isinf(left) else left)
+        part = pipe.recv(min(length - len(content), _LONGEST))
+        if not part:
+            raise EOFError
+        content += part
+    return bytes(content)
+
+
+def _end(process: subprocess.Popen[bytes], pipe: socket.socket) -> None:
     """End a guest's process and those of its group."""
     with suppress(PermissionError, ProcessLookupError):  # nothing of it is left
         os.killpg(process.pid, signal.SIGKILL)
@@ -212,36 +331,48 @@ def _end(process: subprocess.Popen[bytes], pipe: Connection) -> None:
 
 
 def serve(descriptor: int) -> None:
-    """Answer the evaluator's requests until it closes the pipe."""
-    pipe, policy = Connection(descriptor), None
-    while True:
-        try:
-            request, argument = pipe.recv()
-        except EOFError:
-            return
-        try:
-            if request == "make":
-                made_from = pickle.loads(argument)
-                is_file = isinstance(made_from, dict)
-                policy = policy_from_file(**made_from) if is_file else made_from
-            answer = json.dumps(_answer(policy, request, argument))
-        except (Exception, SystemExit) as error:
-            if not isinstance(error, ValueError):
-                traceback.print_exc()
-            kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-            text, name = f"{kind}{error}", str(getattr(policy, "name", ""))
-            if name not in text:
-                text = f"policy {name!r} failed: {text}"
-            answer = json.dumps({"error": text})
-        pipe.send_bytes(answer.encode())
+    """Answer the evaluator's requests until it closes the pipe, which ends the process's group."""
+    pipe, policy = socket.socket(fileno=descriptor), None
+    compiled = os.environ["NUMBA_CACHE_DIR"]
+    threading.Thread(target=_end_with, args=[descriptor, compiled], daemon=True).start()
+    with suppress(EOFError, OSError):  # the evaluator is gone
+        while True:
+            request, argument = pickle.loads(_receive(pipe))
+            try:
+                if request == "make":
+                    made_from = pickle.loads(argument)
+                    is_file = isinstance(made_from, dict)
+                    policy = policy_from_file(**made_from) if is_file else made_from
+                answer = json.dumps(_answer(policy, request, argument))
+            except (Exception, SystemExit) as error:
+                if not isinstance(error, ValueError):
+                    traceback.print_exc()
+                kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+                text, name = f"{kind}{error}", str(getattr(policy, "name", ""))
+                if name not in text:
+                    text = f"policy {name!r} failed: {text}"
+                answer = json.dumps({"error": text[:4000]})
+            _send(pipe, answer.encode())
+    threading.Event().wait()  # for the thread to end the process
+
+
+def _end_with(descriptor: int, compiled: str) -> None:
+    """End this process and its group when the evaluator is gone, whatever the policy does."""
+    gone = select.poll()
+    gone.register(descriptor, 0)  # a closed end alone
+    gone.poll()
+    shutil.rmtree(compiled, ignore_errors=True)
+    os.killpg(0, signal.SIGKILL)
 
 
 def _answer(policy: Any, request: str, argument: Any) -> dict[str, Any]:
-    """What the policy says of itself, or the type and values of each part of its actions."""
+    """What the policy says of itself, or the shape and numbers of each part of its actions."""
     if request == "make":
-        names = ("name", "clairvoyant", "env_view", "needs_env", "needs_outcomes")
+        flags = ("clairvoyant", "needs_env", "needs_outcomes")
         return {
-            **{name: getattr(policy, name, False) for name in names},
+            "name": policy.name,
+            "env_view": policy.env_view,
+            **{name: bool(getattr(policy, name, False)) for name in flags},
             "env_kwargs": dict(policy.env_kwargs),
             "observation_shapes": dict(policy.observation_shapes),
         }
@@ -256,4 +387,6 @@ def _answer(policy: Any, request: str, argument: Any) -> dict[str, Any]:
     actions = policy.act(*inputs)
     parts = actions if isinstance(actions, Mapping) else {"": actions}
     arrays = {str(name): np.asarray(part) for name, part in parts.items()}
-    return {name: (part.dtype.str, part.tolist()) for name, part in arrays.items()}
+    for name, part in arrays.items():
+        arrays[name] = part.astype(np.int8) if part.dtype == bool else part
+    return {name: (part.shape, part.ravel().tolist()) for name, part in arrays.items()}

@@ -10,7 +10,8 @@ only, nothing saved.
 
 With ``--at-least NAME`` 64 episodes are played, and a new policy is "not below" NAME at a point
 where `servegym.experiments.evaluation.stats.noninferiority` passes the paired differences in the
-headline number with a margin of 2 % of NAME's mean. The exit status is 1 where it is below, 3
+headline number with a margin of 2 % of NAME's mean; ``--rare SHARE`` plays as many episodes as show
+a loss in that share of them. The exit status is 1 where it is below, 3
 where that is not told.
 """
 
@@ -45,7 +46,7 @@ from servegym.experiments.evaluation.output import print_table, read_rows
 from servegym.experiments.evaluation.play import DEFAULT_SEED, PACKAGE, EvaluatedPolicy, problem_of
 from servegym.experiments.evaluation.reporting import report_of
 from servegym.experiments.evaluation.resolve import resolve
-from servegym.experiments.evaluation.stats import ENOUGH, noninferiority
+from servegym.experiments.evaluation.stats import enough_for, noninferiority, unseen_losses
 
 BOARD = Path("experiments/results/leaderboard.csv")
 SHIPPED_BOARD = Path(__file__).parents[1] / "results" / "leaderboard.csv"
@@ -301,6 +302,8 @@ def _parser() -> argparse.ArgumentParser:
     text = "only these: names, checkpoints, .py files with act(), or .zip files that SB3 saved"
     add("--policy", default=[], metavar="NAME_OR_FILE", help=text, **several)
     add("--at-least", metavar="NAME", help="a baseline that guests must not be below")
+    text = "with --at-least: share of episodes in which a loss has to show (.046, of 64 episodes)"
+    add("--rare", type=float, metavar="SHARE", help=text)
     text = f"seed of the episodes ({DEFAULT_SEED}; with guests one that nobody knew before)"
     add("--seed", type=int, help=text)
     add("--in-process", action="store_true", help="trust policy files: no process of their own")
@@ -330,22 +333,34 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     table, on_board = tables.Table(board, ("point", "policy"), load=False), saved
     saved = [] if args.quick else saved
+    repeated = args.seed is not None
     jobs = _missing_jobs(args, points, saved)
     titles = [f"{getattr(job[1], 'name', job[1])} at {job[0].name}" for job in jobs]
     by_job: dict[int, dict[str, Any]] = {}
     measured: list[dict[str, Any]] = []
-    for index, row in workers(measure, jobs, titles):
-        by_job[index] = row
-        measured = [row for _, row in sorted(by_job.items())]
-        print(f"{row['point']} {row['policy']}: {row['value']:.4f} ({row['cpu_s']:.0f} s)")
-        if not args.quick:  # a run that is stopped leaves the rows so far, in the jobs' order
+
+    def save(rows: Iterable[Mapping[str, Any]]) -> None:
+        if not args.quick:
             table.rows = list(saved)
             table.update(
                 {key: row[key] for key in row if key != "scores"}
-                for row in measured
+                for row in rows
                 if _is_for_the_board(row)
             )
-    workers.close()
+
+    try:
+        for index, row in workers(measure, jobs, titles):
+            by_job[index] = row
+            measured = [row for _, row in sorted(by_job.items())]
+            print(f"{row['point']} {row['policy']}: {row['value']:.4f} ({row['cpu_s']:.0f} s)")
+            # A run that is stopped leaves the rows so far, in the jobs' order; while guests play
+            # no seed of theirs is written or printed.
+            save(row for row in measured if row["seed"] == DEFAULT_SEED)
+    finally:
+        workers.close()
+        save(measured)
+        if args.seed is not None and not repeated:
+            print(f"The guests' episodes are drawn from --seed {args.seed}.")
     if not args.quick:
         if measured:
             words = sys.argv[1:] if argv is None else argv
@@ -356,7 +371,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     _print(measured if args.quick else table.rows or saved, points, args.all)
     if not args.at_least:
         return 0
-    return _print_comparison(compare_guests(measured, points, args.at_least, on_board), args)
+    compared = compare_guests(measured, points, args.at_least, on_board, args.rare)
+    return _print_comparison(compared, args)
 
 
 def _print_comparison(guests: Sequence[Mapping[str, Any]], args: argparse.Namespace) -> int:
@@ -372,6 +388,8 @@ def _print_comparison(guests: Sequence[Mapping[str, Any]], args: argparse.Namesp
         )
         if guest["suspect"]:
             print(f"  it is as good as {guest['suspect']}, which knows what is to come: look at it")
+    if passed := [guest["episodes"] for guest in guests if guest["verdict"] == "passed"]:
+        print(unseen_losses(min(passed)))
     if any(guest["verdict"] == "failed" or guest["clairvoyant"] for guest in guests):
         return 1
     return 3 if any(guest["verdict"] == "not told" for guest in guests) else 0
@@ -403,6 +421,8 @@ def _chosen_points(args: argparse.Namespace) -> list[Point]:
                 f"policy names {', '.join(named)}, which no one family knows all of; "
                 "compare them family by family"
             )
+    if args.rare is not None and not args.at_least:
+        raise ValueError("rare needs --at-least: what is compared on so many episodes")
     if args.at_least:
         for point in points:
             choose("at-least", args.at_least, policies_for(point))
@@ -429,14 +449,13 @@ def _missing_jobs(
     repeated = args.seed is not None
     if guests and not repeated:
         args.seed = root = fresh_seed()
-        print(f"The guests' episodes are drawn from --seed {args.seed}.")
     jobs: list[Job] = []
     for point in points:
         chosen = [args.at_least] if args.at_least else []
         if not chosen and (args.quick or not args.policy):
             chosen = policies_for(point, args.quick)
         episodes = QUICK_EPISODES if args.quick else point.episodes
-        point = point._replace(episodes=ENOUGH if args.at_least else episodes)
+        point = point._replace(episodes=enough_for(args.rare) if args.at_least else episodes)
         played = [point]
         if args.at_least and point.family is _ROUTING:
             played.append(_unseen(point, root))
@@ -483,11 +502,13 @@ def compare_guests(
     points: Sequence[Point],
     at_least: str,
     saved: Sequence[Mapping[str, Any]] = (),
+    rare: float | None = None,
 ) -> list[dict[str, Any]]:
     """Every guest against the baseline ``at_least``, point by point.
 
     ``rows`` are those of `measure`, at a routing point also with prompts that the guest cannot
-    have; ``saved`` those of the leaderboard, for the best of the clairvoyant policies.
+    have; ``saved`` those of the leaderboard, for the best of the clairvoyant policies; ``rare``
+    that of `noninferiority`.
 
     Returns:
         ``point``, ``policy``, ``episodes`` of both, ``gain`` (the mean of the guest's differences
@@ -500,12 +521,13 @@ def compare_guests(
         higher = report_of(point.family).higher_is_better
         best = next((r for r in ranked(saved, point) if r["kind"] == "clairvoyant"), None)
         for name in (point.name, point.name + UNSEEN):
-            at_point = {row["policy"]: row for row in rows if row["point"] == name}
-            for row in (row for row in at_point.values() if "guest" in row["kind"]):
-                pairs = zip(row["scores"], at_point[at_least]["scores"], strict=False)
+            at_point = [row for row in rows if row["point"] == name]
+            by_name = {row["policy"]: row for row in at_point}
+            for row in (row for row in at_point if "guest" in row["kind"]):
+                pairs = zip(row["scores"], by_name[at_least]["scores"], strict=False)
                 scores, baseline = np.array(list(pairs)).T
                 gains = scores - baseline if higher else baseline - scores
-                gain, verdict = noninferiority(gains / (abs(baseline.mean()) or 1.0), MARGIN)
+                gain, verdict = noninferiority(gains / (abs(baseline.mean()) or 1.0), MARGIN, rare)
                 reached = best is not None and (
                     row["value"] >= best["low"] if higher else row["value"] <= best["high"]
                 )

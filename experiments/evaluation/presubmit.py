@@ -18,7 +18,8 @@ At every rate and against every baseline of ``--against`` the policy passes wher
 attainment, with ``--margin``, and that of the logarithms of the times, with ``--margin-time``. It
 fails where one of the two fails, which ends the rate. Else the episodes are doubled, up to
 ``--max-episodes``; what is open then is not told. Nothing passes before 64 episodes: fewer do not
-show what happens in one of twenty. The episodes are others at every rate; all are drawn from one
+show what happens in one of twenty; ``--rare SHARE`` plays as many as a rarer loss needs. The
+episodes are others at every rate; all are drawn from one
 seed, by default one that nobody knew before, and ``--seed`` repeats them.
 
 Exit status 0: passed; 1: failed; 2: bad input; 3: not told; 4: the policy failed to run.
@@ -51,7 +52,7 @@ from servegym.experiments.evaluation.guest import TIME_LIMIT_S
 from servegym.experiments.evaluation.output import check_writable, print_table, write_json
 from servegym.experiments.evaluation.play import EvaluatedPolicy, open_envs, play, problem_of
 from servegym.experiments.evaluation.resolve import resolve
-from servegym.experiments.evaluation.stats import ENOUGH, noninferiority
+from servegym.experiments.evaluation.stats import ENOUGH, enough_for, noninferiority, unseen_losses
 from servegym.experiments.evaluation.targets import (
     LOADS,
     GatewayTarget,
@@ -100,12 +101,14 @@ class Rules:
     margin: float = 0.02
     margin_time: float = 0.1
     total_time_s: float = 3600.0
+    rare: float | None = None
 
     def __post_init__(self) -> None:
         whole("episodes", self.episodes, 2, 1000)
         whole("max_episodes", self.max_episodes, self.episodes, 1000)
         real("margin", self.margin, 0.0, 1.0)
         real("margin_time", self.margin_time, 0.0, 100.0)
+        enough_for(self.rare)
         real("total_time_s", self.total_time_s, 0.0, open_low=True)
 
 
@@ -147,7 +150,9 @@ def episodes_of(
 
 def _compared(policy: Played, baseline: Played, rules: Rules) -> Row:
     """The numbers of a row and its verdict, "passed", "failed" or "not told"."""
-    gain, verdict = noninferiority(policy.attainment - baseline.attainment, rules.margin)
+    gain, verdict = noninferiority(
+        policy.attainment - baseline.attainment, rules.margin, rules.rare
+    )
     logs = np.log(policy.time_per_token_s / baseline.time_per_token_s)
     logs = logs[np.isfinite(logs)]
     row: Row = {
@@ -162,7 +167,7 @@ def _compared(policy: Played, baseline: Played, rules: Rules) -> Row:
     if len(logs) < 2:  # nothing of the one or the other was completed
         failed = verdict == "failed" or row["time_per_token_s"] is None
         return row | {"verdict": "failed" if failed else "not told"}
-    saved, faster = noninferiority(-logs, math.log1p(rules.margin_time))
+    saved, faster = noninferiority(-logs, math.log1p(rules.margin_time), rules.rare)
     ratio, high, low = (math.exp(-end) for end in saved)
     row |= {"ratio": ratio, "ratio_low": low, "ratio_high": high}
     verdicts = ("failed", "not told", "passed")  # the worse one counts
@@ -219,6 +224,7 @@ def presubmit(
     rules, family = rules or Rules(), family_of(ENV_ID)
     root = fresh_seed() if seed is None else seed
     deadline = time.monotonic() + rules.total_time_s
+    most = max(rules.max_episodes, 0 if rules.rare is None else enough_for(rules.rare))
     rows: list[Row] = []
     for rate in chosen:
         arguments: dict[str, Any] = {"rate": rate, "episode_requests": 1000, **(fleet or {})}
@@ -246,7 +252,7 @@ def presubmit(
                 ]
                 verdicts = {row["verdict"] for row in at_rate}
                 decided = "failed" in verdicts or "not told" not in verdicts
-                more = 0 if decided else min(count, rules.max_episodes - count)
+                more = 0 if decided else min(count, most - count)
         except PolicyError:
             _refuse_others(policy, time_limit_s)
             raise
@@ -363,6 +369,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         flag, default = f"--{name.removesuffix('_s').replace('_', '-')}", getattr(defaults, name)
         text = f"{text} ({default:g})"
         parser.add_argument(flag, dest=name, type=type(default), default=default, help=text)
+    text = "share of episodes in which a loss has to show: as many are played (.046, with 64)"
+    parser.add_argument("--rare", type=float, metavar="SHARE", help=text)
     text = f"seconds that one answer of the policy may take ({TIME_LIMIT_S:g})"
     parser.add_argument("--time-limit", type=float, default=TIME_LIMIT_S, help=text)
     text = "policies that play at a time (1)"
@@ -422,8 +430,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(f"{verdict} at {where}: {_gain(row)}")
     if len(args.policy) == 2:
         print(f"{policy} is {_answer(rows)} {against[0]}")
-    if status == 0:
+    if status == 0 and rows:
         print(f"passed with margins of {rules.margin:g} attainment, {rules.margin_time:g} time")
+        print(unseen_losses(min(row["episodes"] for row in rows)))
     return status
 
 

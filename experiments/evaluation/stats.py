@@ -16,6 +16,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.special import stdtrit
 
+from servegym._checks import real
+
 Statistic = Callable[[NDArray[np.float64]], float]
 
 ENOUGH = 64
@@ -169,7 +171,29 @@ def student_interval(values: ArrayLike, tail: float = 0.025) -> Interval:
     return Interval(centre, centre - half, centre + half)
 
 
-def noninferiority(gains: ArrayLike, margin: float) -> tuple[Interval, str]:
+def enough_for(rare: float | None) -> int:
+    """Episodes that show a loss in a share ``rare`` of them, with 95 %; `ENOUGH` at least.
+
+    Raises:
+        ValueError: If the share is below .003, for which 1000 episodes are too few, or above 1.
+    """
+    if rare is None:
+        return ENOUGH
+    return max(ENOUGH, math.ceil(math.log(0.05) / math.log1p(-real("rare", rare, 0.003, 0.999))))
+
+
+def unseen_losses(episodes: int) -> str:
+    """What losses so many episodes show, where p is rare: ``(1 - p) ** episodes`` is .05."""
+    share = 100.0 * (1.0 - 0.05 ** (1.0 / episodes))
+    return (
+        f"{episodes} episodes show a loss that comes in {share:.2g} % of them or more (with 95 %); "
+        "a rarer one may go unseen (--rare SHARE plays more)."
+    )
+
+
+def noninferiority(
+    gains: ArrayLike, margin: float, rare: float | None = None
+) -> tuple[Interval, str]:
     """Sequential test of whether a paired gain is above minus a margin, whatever it misses rarely.
 
     Each end of the interval is Student's, of the gains and one more that was not seen: as far from
@@ -185,6 +209,8 @@ def noninferiority(gains: ArrayLike, margin: float) -> tuple[Interval, str]:
     Args:
         gains: Shape ``(n,)``, differences of paired episodes, in fractions.
         margin: The loss that is allowed.
+        rare: Share of the episodes in which a loss has to show, see `enough_for`; its number is
+            `ENOUGH` then.
 
     Returns:
         The mean with its interval, NaN ends for one episode, and "passed", "failed" or "not told".
@@ -196,14 +222,15 @@ def noninferiority(gains: ArrayLike, margin: float) -> tuple[Interval, str]:
     if array.ndim != 1 or array.size < 2:
         return student_interval(array), "not told"
     value = float(array.mean())
-    tail = 0.025 * min(1.0, ENOUGH / array.size)
+    enough = enough_for(rare)
+    tail = 0.025 * min(1.0, enough / array.size)
     below, above = max(value - array.min(), _UNSEEN), max(array.max() - value, _UNSEEN)
     low = student_interval(np.append(array, value - below), tail).low
     high = student_interval(np.append(array, value + above), tail).high
     verdict = "not told"
-    if array.size >= ENOUGH and low > -margin:
+    if array.size >= enough and low > -margin:
         verdict = "passed"
-    elif high < (0.0 if array.size >= ENOUGH else -margin):
+    elif high < (0.0 if array.size >= enough else -margin):
         verdict = "failed"
     return Interval(value, low, high), verdict
 

@@ -20,13 +20,20 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 import servegym.agents
-from servegym.agents import load_policy
+from servegym.agents import load_policy, ppo
 from servegym.agents.lib.arguments import run_agent
-from servegym.agents.lib.checkpoint import AGENTS
+from servegym.agents.lib.checkpoint import (
+    AGENTS,
+    checksum,
+    read_content,
+    shipped,
+    write_checkpoint,
+)
 from servegym.agents.lib.evaluation import evaluate_router
 from servegym.agents.lib.run_log import Interrupted, RunLog, Status, evaluation_due
+from servegym.agents.lib.snapshots import load_snapshot, save_snapshot
 from servegym.baselines.protocol import Policy
-from servegym.envs.families import family_of
+from servegym.envs.families import FAMILIES, family_of
 from servegym.experiments.evaluation.evaluate import evaluate
 
 from .runs import ROUTING, TINY, lines, tiny
@@ -200,6 +207,47 @@ def test_a_file_that_is_no_checkpoint_is_refused(tmp_path):
     save_file({"x": torch.ones(1)}, tmp_path / "other.safetensors")
     with pytest.raises(ValueError, match="field 'agent' is None"):
         load_policy(tmp_path / "other.safetensors")
+
+
+def test_a_flipped_byte_of_a_checkpoint_is_seen(tmp_path):
+    path = tmp_path / "flipped.safetensors"
+    for file in (file for family in FAMILIES for file in shipped(family.name).values()):
+        content = file.read_bytes()
+        assert b'"sha256"' in content, file
+        for at in (-1, -17, content.index(b'"args"') + 12):
+            changed = bytearray(content)
+            changed[at] ^= 1
+            path.write_bytes(changed)
+            with pytest.raises(ValueError, match="flipped.safetensors: field 'sha256' is of anoth"):
+                load_policy(path)
+    net = torch.nn.Linear(2, 1)
+    write_checkpoint(net, {"agent": "ppo"}, path)
+    meta, weights = read_content(path)
+    assert meta == {"agent": "ppo", "sha256": checksum({"agent": "ppo"}, weights)}
+    other = tmp_path / "other.safetensors"
+    for wrong in (weights["bias"].clone(), weights["weight"].T.contiguous()):
+        save_file(weights | {"weight": wrong}, other, meta)
+        with pytest.raises(ValueError, match="sha256"):
+            read_content(other)
+    save_file(weights, other, {"agent": "ppo"})  # an older one
+    assert read_content(other)[0] == {"agent": "ppo"}
+
+
+def test_a_flipped_byte_of_a_snapshot_is_seen(tmp_path):
+    path, args = tmp_path / "state.safetensors", ppo.Args()
+    content = {
+        "x": torch.ones(3),
+        "one": torch.ones(1).expand(1, 1),
+        "none": torch.ones(0, 2),
+        "n": 2,
+    }
+    save_snapshot(path, "ppo", args, content)
+    assert load_snapshot(path, "ppo", args)["n"] == 2
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match="resume: .*damaged.*sha256"):
+        load_snapshot(path, "ppo", args)
 
 
 def test_a_collapsed_policy_is_warned_of():

@@ -1,5 +1,13 @@
 """Policies that try to look better than they are: each trick is refused, or marks the row."""
 
+import gc
+import json
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -7,6 +15,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
+from gymnasium import spaces
 
 from servegym.baselines.llm_routing.heuristics import RoundRobin
 from servegym.baselines.policy_file import PolicyError, policy_from_file
@@ -15,6 +24,7 @@ from servegym.baselines.registry import describe_system, from_callable, list_pol
 from servegym.envs.expert_placement import parallel_env as placement_agents
 from servegym.envs.families import family_named, family_of
 from servegym.envs.llm_routing import parallel_env as routing_agents
+from servegym.experiments.evaluation import guest as guests
 from servegym.experiments.evaluation import leaderboard
 from servegym.experiments.evaluation.evaluate import evaluate
 from servegym.experiments.evaluation.guest import GuestPolicy
@@ -220,6 +230,18 @@ def test_a_guest_that_does_not_answer_is_an_error_that_names_it(
     assert process.returncode is not None
 
 
+def wait_for_the_end_of(pid: str) -> None:
+    state = Path("/proc") / pid / "stat"
+    for _ in range(1000):  # an orphan is waited for by another, in its own time
+        try:
+            if state.read_text().rpartition(")")[2].split()[0] == "Z":
+                return
+        except (FileNotFoundError, ProcessLookupError):
+            return
+        time.sleep(0.01)
+    pytest.fail("a process of the guest lives on")
+
+
 def test_a_guests_processes_end_with_it(tmp_path: Path) -> None:
     trace = tmp_path / "helper"
     text = (
@@ -228,16 +250,218 @@ def test_a_guests_processes_end_with_it(tmp_path: Path) -> None:
         "def act(observation, action_mask):\n    return 1\n"
     )
     evaluate(ENV_ID, [write(tmp_path, text)], 1, 7, SMALL)
-    state = Path("/proc") / trace.read_text() / "stat"
-    for _ in range(500):  # an orphan is waited for by another, in its own time
-        if not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z":
-            break
-        time.sleep(0.01)
-    else:
-        pytest.fail("a process of the guest lives on")
+    wait_for_the_end_of(trace.read_text())
     guest: Any = GuestPolicy(Same(), None)
     guest._pipe.close()  # as when the evaluator's process is gone
-    assert guest._process.wait(10) == 0
+    assert guest._process.wait(10) == -signal.SIGKILL
+
+
+JUDGE = """
+import os, sys, time
+from pathlib import Path
+from servegym.experiments.evaluation.guest import GuestPolicy
+guest = GuestPolicy(Path(sys.argv[1]), None)
+guest.reset(1)
+guest._ask("act", (None, None, None, None))
+"""
+
+
+@pytest.mark.parametrize("busy", ["time.sleep(600)", "all(n == 0 for n in iter(int, 1))"])
+def test_a_guest_ends_with_a_judge_that_is_killed(tmp_path: Path, busy: str) -> None:
+    file = write(
+        tmp_path, f"import time\ndef predict(o):\n    print('busy', flush=True)\n    {busy}"
+    )
+    said: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    paths = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    words = [sys.executable, "-P", "-c", JUDGE, str(file)]
+    with subprocess.Popen(words, env=paths, **said) as judge:
+        assert judge.stdout is not None
+        assert judge.stdout.readline() == "busy\n"
+        children = Path(f"/proc/{judge.pid}/task/{judge.pid}/children").read_text().split()
+        judge.kill()
+    assert len(children) == 1
+    wait_for_the_end_of(children[0])
+
+
+def test_a_guest_has_a_folder_of_its_own_for_compiled_code(tmp_path: Path) -> None:
+    trace, folder = tmp_path / "trace", "os.environ['NUMBA_CACHE_DIR']"
+    code = f"import os\nopen({str(trace)!r}, 'a').write({folder} + '\\n')\n"
+    file = write(tmp_path, f"{code}def act(observation, action_mask):\n    return 1\n")
+    policy: Any = resolve(file, None, family_of(ENV_ID))
+    shared = Path(os.environ.get("NUMBA_CACHE_DIR") or Path(guests.__file__).parents[2])
+    linked = list(Path(policy._compiled).glob("*/*.nb[ci]"))
+    assert len(linked) == len(list(shared.rglob("*.nb[ci]")))
+    evaluate(ENV_ID, [policy], 2, 7, SMALL)
+    assert trace.read_text().split() == [policy._compiled] * 2  # a process an episode
+    del policy
+    gc.collect()
+    assert not Path(trace.read_text().split()[0]).exists()
+
+
+SAID = {
+    "name": "mine",
+    "clairvoyant": False,
+    "env_view": "graph",
+    "needs_env": False,
+    "needs_outcomes": False,
+    "env_kwargs": {"reward": "qos"},
+    "observation_shapes": {"experts": [6, 3]},
+}
+
+
+@pytest.mark.parametrize(
+    ("said", "refused"),
+    [
+        ({"source": "servegym"}, "source='servegym'; it must say name, env_view, cl"),
+        ({"policy": None, "_batch": 1}, "policy=None;"),
+        ({"name": 5}, "name=5; it must"),
+        ({"name": ["mine"]}, "name="),
+        ({"clairvoyant": 0}, "clairvoyant=0"),
+        ({"needs_env": "no"}, "needs_env='no'"),
+        ({"needs_outcomes": None}, "needs_outcomes=None"),
+        ({"env_view": {}}, "env_view={}"),
+        ({"env_kwargs": [["reward", "qos"]]}, "env_kwargs="),
+        ({"env_kwargs": {"reward": ["paid_forward"]}}, "env_kwargs="),
+        ({"observation_shapes": {"experts": 6}}, "observation_shapes="),
+        ({"observation_shapes": {"experts": [True]}}, "observation_shapes="),
+        ({"observation_shapes": {"experts": [[6] * 1000]}}, "observation_shapes="),
+    ],
+)
+def test_what_a_guest_says_of_itself_is_checked(
+    monkeypatch: pytest.MonkeyPatch, said: dict, refused: str
+) -> None:
+    monkeypatch.setattr(GuestPolicy, "_start", lambda self: SAID)
+    guest = GuestPolicy(Same(), None)
+    assert {field: getattr(guest, field) for field in SAID} == SAID and guest.source == "guest"
+    monkeypatch.setattr(GuestPolicy, "_start", lambda self: SAID | said)
+    with pytest.raises(PolicyError, match=f"'same' says of itself {refused}") as failed:
+        GuestPolicy(Same(), None)
+    assert len(str(failed.value)) < 300
+    monkeypatch.setattr(GuestPolicy, "_start", lambda self: {"name": "mine"})
+    with pytest.raises(PolicyError, match="itself .*=None; it must"):
+        GuestPolicy(Same(), None)
+
+
+def test_a_guest_that_answers_itself_is_not_told_the_seed(tmp_path: Path) -> None:
+    text = (
+        "import json, socket, struct, sys\nat = sys._getframe()\n"
+        "while 'descriptor' not in at.f_locals:\n    at = at.f_back\n"
+        "pipe = socket.socket(fileno=at.f_locals['descriptor'])\n"
+        f"said = json.dumps(json.loads({json.dumps(SAID)!r}) | {{'source': 'servegym'}}).encode()\n"
+        "pipe.sendall(struct.pack('!Q', len(said)) + said)\n"
+        "def act(observation, action_mask):\n    return 1\n"
+    )
+    with pytest.raises(PolicyError, match="itself source"):
+        evaluate(ENV_ID, [write(tmp_path, text)], 1, 7, SMALL)
+
+
+class Pipe:
+    """An end that gives a byte a second of its own time, `now`."""
+
+    def __init__(self, content: bytes) -> None:
+        self.content, self.now, self.left, self.asked = content, 0.0, 0.0, 0
+
+    def settimeout(self, left: float) -> None:
+        self.left = left
+
+    def sendall(self, content: bytes) -> None:
+        pass
+
+    def recv(self, size: int) -> bytes:
+        self.asked = max(self.asked, size)
+        if self.left < 1.0 or not self.content:
+            self.now += self.left
+            raise TimeoutError
+        self.now += 1.0
+        part, self.content = self.content[:1], self.content[1:]
+        return part
+
+    def close(self) -> None:
+        pass
+
+
+def connected(monkeypatch: pytest.MonkeyPatch, pipe: Any) -> Any:
+    """A guest at the other end of a pipe."""
+    monkeypatch.setattr(GuestPolicy, "_start", lambda self: SAID)
+    guest: Any = GuestPolicy(Same(), None, 30.0)
+    guest._pipe, guest._process, guest._news = pipe, None, (None, None)
+    guest._parts = {"": spaces.MultiDiscrete([7])}
+    return guest
+
+
+@pytest.mark.parametrize("content", [b"", bytes(7), struct.pack("!Q", 60) + bytes(59)])
+def test_a_message_has_one_deadline(monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
+    pipe = Pipe(content)
+    monkeypatch.setattr(guests.time, "monotonic", lambda: pipe.now)
+    with pytest.raises(PolicyError, match="'mine' took more than time_limit_s=30 s"):
+        connected(monkeypatch, pipe)._ask("make", b"")
+    assert pipe.now == 30.0
+
+
+def test_what_a_guest_does_not_read_has_the_deadline_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe, other = socket.socketpair()
+    guest = connected(monkeypatch, pipe)
+    guest.time_limit_s = 0.01
+    with other, pytest.raises(PolicyError, match="took more than"):
+        guest.act(np.zeros(1 << 22), None)
+
+
+def test_no_message_is_read_that_is_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = Pipe(struct.pack("!Q", 8 << 30) + b"[" * 100)
+    monkeypatch.setattr(guests.time, "monotonic", lambda: pipe.now)
+    with pytest.raises(PolicyError, match="it is 8589934592 bytes long; allowed are 65536"):
+        connected(monkeypatch, pipe)._ask("make", b"")
+    assert len(pipe.content) == 100 and pipe.asked == 8
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ('{"": ["S2000000000", [1]]}', "integer"),
+        ('{"": [[1], ["a"]]}', "numbers are .*str"),
+        ('{"": [[1], [true]]}', "numbers are .*bool"),
+        ('{"": [[1], [1.0]]}', "numbers are .*float"),
+        ('{"": [[1], [NaN]]}', "numbers are .*float"),
+        ('{"": [[1], [null]]}', "numbers are .*NoneType"),
+        ('{"": [[1], [[1]]]}', "numbers are .*list"),
+        ('{"": [[1], [1180591620717411303424]]}', "too large"),
+        ('{"": [[1], [' + "9" * 5000 + "]]}", "Exceeds the limit"),
+        ('{"": [[1000000000, 1000000000], [1]]}', "cannot reshape"),
+        ('{"": [[1180591620717411303424], [1]]}', "too large|dimension exceeded"),
+        ('{"": [["a"], [1]]}', "integer"),
+        ('{"": [1, 2]}', "not iterable"),
+        ('{"": {"a": 1}}', "unpack"),
+        ('{"": []}', "unpack"),
+        ('{"plan": [[1], [1]]}', r"the parts \['plan'\]; needed is MultiDiscrete"),
+        ("{}", r"the parts \[\]"),
+        ("[]", "it is a list"),
+        ("5", "it is a int"),
+        ("nonsense", "Expecting value"),
+        ("[" * 60_000, "recursion"),
+        ("\udcff", "utf-8"),
+    ],
+)
+def test_an_answer_is_a_few_numbers(
+    monkeypatch: pytest.MonkeyPatch, content: str, said: str
+) -> None:
+    pipe, other = socket.socketpair()
+    answer = content.encode(errors="surrogateescape")
+    other.sendall(struct.pack("!Q", len(answer)) + answer)
+    with other, pytest.raises(PolicyError, match=f"'mine' gave a wrong answer: .*({said})"):
+        connected(monkeypatch, pipe).act(None, None)
+
+
+def test_floats_are_for_spaces_of_floats(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe, other = socket.socketpair()
+    guest = connected(monkeypatch, pipe)
+    guest._parts = {"migrate": spaces.MultiDiscrete([2]), "plan": spaces.Box(0, 1, (1, 2))}
+    answer = b'{"plan": [[1, 2], [1, 0.5]], "migrate": [[1], [1]]}'
+    other.sendall(struct.pack("!Q", len(answer)) + answer)
+    action = guest.act(None, None)
+    assert action["plan"].tolist() == [[1.0, 0.5]] and action["plan"].dtype == np.float64
+    assert action["migrate"].dtype == np.int64
+    with other:
+        guest._pipe.close()
 
 
 def test_slow_decisions_count_against_the_latency_of_their_requests(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from servegym.baselines.policy_file import PolicyError
 from servegym.baselines.protocol import Policy
 from servegym.baselines.registry import from_callable, list_policies
 from servegym.envs.families import FAMILIES, family_named
@@ -124,13 +125,15 @@ def test_a_presubmit_tells_a_good_router_from_a_bad_one(
     small: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     monkeypatch.setattr(leaderboard, "policies_for", lambda *_: ["random", "least_outstanding"])
-    monkeypatch.setattr(leaderboard, "ENOUGH", 16)
+    monkeypatch.setattr(leaderboard, "enough_for", lambda rare: 16)
     quick = ["--in-process", "--quick", "--seed", "7", "--at-least"]
     assert main([*quick, "least_outstanding", "--policy", "mine.py"]) == 3  # too few to pass
     assert "mine is not told to be as good as least_outstanding (16 epi" in capsys.readouterr().out
     monkeypatch.setattr(stats, "ENOUGH", 16)
     assert main([*quick, "random", "--policy", "mine.py"]) == 0
-    assert "small: mine is not below random (16 episodes, +" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "small: mine is not below random (16 episodes, +" in printed
+    assert "16 episodes show a loss that comes in 17 % of them or more" in printed
     (small / "bad.py").write_text("def act(observation, action_mask):\n    return 1\n")
     bad = ["least_outstanding", "--policy", "bad.py"]
     assert main([*quick, *bad]) == 1
@@ -162,7 +165,8 @@ def test_guests_are_judged_by_paired_episodes(family: str, loss: list, verdict: 
             ("mine", "clairvoyant guest", list(base + lost)),
         )
     ]
-    (mine,) = leaderboard.compare_guests(rows, [point], "random")
+    other = rows[1] | {"scores": list(base)}  # a guest of the same name hides nothing
+    mine, _ = leaderboard.compare_guests([*rows, other], [point], "random")
     assert mine["verdict"] == verdict and mine["clairvoyant"] and mine["episodes"] == 64
     assert mine["gain"].value == pytest.approx(-2 * np.resize(loss, 64).mean())
 
@@ -216,6 +220,58 @@ def test_policies_are_measured_at_the_points_of_their_family(
         main([*words, "greedy_qos", "--point", "placement-edge"])
     with pytest.raises(ValueError, match="prism, greedy_qos, which no one family knows"):
         main(["--quick", "--policy", "prism", "greedy_qos"])
+
+
+def test_seeds_are_shown_after_the_guests_have_played(
+    small: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (small / "other.py").write_text("def act(observation, action_mask):\n    return 1\n")
+    board, seen = small / "board.csv", []
+
+    def measure(point: Point, policy: str | Policy, quick: bool, seed: int) -> dict:
+        shown = board.read_text() if board.exists() else ""
+        seen.append((str(seed), shown + capsys.readouterr().out))
+        if len(seen) == stopped_at:
+            raise PolicyError("it hangs")
+        return leaderboard_measure(point, policy, quick, seed)
+
+    leaderboard_measure = leaderboard.measure
+    monkeypatch.setattr(leaderboard, "measure", measure)
+    words = ["--policy", "mine.py", "other.py", "random", "--in-process", "--out", str(board)]
+    stopped_at = 4
+    main(words)
+    assert len(seen) == 3
+    assert not any(seed in out for seed, _ in seen[1:] for _, out in seen)
+    said = capsys.readouterr().out
+    root = said.partition("drawn from --seed ")[2].partition(".")[0]
+    assert root.isdecimal() and not any(root in out for _, out in seen)
+    assert {"mine", "other", "random"} == {row["policy"] for row in read_board(board)}
+    board.unlink()
+    seen.clear()
+    stopped_at = 3
+    with pytest.raises(PolicyError, match="hangs"):
+        main(words)
+    assert "drawn from --seed " in capsys.readouterr().out  # to play them again
+    assert {"mine", "random"} == {row["policy"] for row in read_board(board)}
+
+
+def test_a_rare_loss_asks_for_more_episodes(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    played = []
+
+    def measure(point: Point, *job: object) -> dict:
+        played.append(point.episodes)
+        raise PolicyError("played enough")
+
+    monkeypatch.setattr(leaderboard, "measure", measure)
+    words = ["--in-process", "--quick", "--policy", "mine.py", "--at-least", "random"]
+    for more in ([], ["--rare", "0.01"]):
+        with pytest.raises(PolicyError, match="enough"):
+            main([*words, *more])
+    assert played == [64, 299]
+    with pytest.raises(ValueError, match="rare=0.0001 must be"):
+        main([*words, "--rare", "0.0001"])
+    with pytest.raises(ValueError, match="rare needs --at-least"):
+        main([*words[:-2], "--rare", "0.01"])
 
 
 def test_names_are_checked_before_anything_runs(

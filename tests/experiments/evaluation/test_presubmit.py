@@ -49,6 +49,7 @@ def test_a_router_as_good_as_the_baseline_passes_and_one_that_sends_all_to_one_f
     assert row["verdict"] == "passed" and 0 < row["decision_s"] <= row["slowest_decision_s"]
     # Ties are broken otherwise, so that the episodes differ a little.
     assert row["gain"] == pytest.approx(0.0, abs=0.01)
+    assert "2 episodes show a loss that comes in 78 % of them" in capsys.readouterr().out
     assert row["ratio"] == pytest.approx(1.0, abs=0.03)
     status, found = run(tmp_path, ALWAYS_FIRST, *words)
     assert status == 1 and not found["passed"]
@@ -167,6 +168,10 @@ def test_an_equal_policy_passes_after_64_episodes_and_a_failure_ends_a_rate(monk
     (row,) = presubmit("least_load", **BOUND)
     assert row["verdict"] == "passed" and asked[-1] == (260.0, row["seed"] + 32, 32)
     asked.clear()
+    stub(monkeypatch, np.zeros(299))
+    (row,) = presubmit("least_load", rules=Rules(rare=0.01), **BOUND)
+    assert row["verdict"] == "passed" and row["episodes"] == 299
+    asked = stub(monkeypatch, np.zeros(64), np.full(64, -0.5))
     rows = presubmit("least_load", **(BOUND | {"against": ["llm_d", "lmetric"]}))
     assert [row["verdict"] for row in rows] == ["not told", "failed"] and len(asked) == 1
 
@@ -243,7 +248,8 @@ def test_bad_input_is_refused_by_name(arguments, message):
 
 
 @pytest.mark.parametrize(
-    "rules", [{"episodes": 1}, {"max_episodes": 3}, {"margin": -0.1}, {"total_time_s": 0.0}]
+    "rules",
+    [{"episodes": 1}, {"max_episodes": 3}, {"margin": -0.1}, {"total_time_s": 0.0}, {"rare": 0.0}],
 )
 def test_rules_out_of_range_are_refused_by_name(rules):
     with pytest.raises(ValueError, match=next(iter(rules))):

@@ -109,6 +109,18 @@ def test_equal_gains_have_an_interval_and_one_has_none():
         stats.noninferiority([], 0.02)
 
 
+def test_what_a_number_of_episodes_shows():
+    # By hand: .95 ** 59 is .0485, .99 ** 299 is .0495 and .954 ** 64 is .0491.
+    assert stats.unseen_losses(64).startswith("64 episodes show a loss that comes in 4.6 % of them")
+    shares = {None: 64, 0.2: 64, 0.05: 64, 0.01: 299, 0.003: 998}
+    assert {rare: stats.enough_for(rare) for rare in shares} == shares
+    for count, verdict in ((64, "not told"), (298, "not told"), (299, "passed")):
+        assert stats.noninferiority(np.zeros(count), 0.02, 0.01)[1] == verdict
+    for rare in (0.0, 0.002, 1.0, float("nan"), True, "0.1"):
+        with pytest.raises(ValueError, match="rare="):
+            stats.enough_for(rare)
+
+
 def test_later_looks_spend_what_is_left():
     """64, 128 and 256 episodes have 2.5, 1.25 and .6 % beyond an end."""
     gains = np.resize([-0.1, 0.1], 256)
