@@ -30,7 +30,7 @@ The file below prints (interquartile means over episodes, 95 % intervals):
 
 ## What a guest may do
 
-A policy that the package does not hold is a guest. Its rows say so (`source`).
+A policy that is not the package's is a guest (`source` in its rows).
 
 - **Process.** It runs in a process of its own, a fresh one for each episode or block of
   `--num-envs` episodes. It gets copies of the system's description, the observations, the masks and
@@ -42,8 +42,8 @@ A policy that the package does not hold is a guest. Its rows say so (`source`).
   `action_mode` (placement). Others change the world and are refused.
 - **Chance.** It gets no number that the episodes are drawn from. Without `--seed` they have a fresh
   seed, which is printed: leave it out to judge other people's policies.
-- **Environment.** `needs_env` and `bind` need `--in-process`. Such a guest is clairvoyant, as is one
-  with `reward="paid_forward"`, paid before an answer exists.
+- **Environment.** `needs_env` and `bind` need `--in-process` and make a guest clairvoyant, as does
+  `reward="paid_forward"`, paid before an answer exists.
 - **Outcomes.** With `needs_outcomes = True`, `outcomes(ended)` is told what became of requests.
 
 The evaluation prompts ship with the package, so a policy could carry their true scores. Therefore
