@@ -15,10 +15,9 @@ the plan's form: `"layer_budget"` or `"layer_height"` (B, N, L), `"expert_score"
 It prints (interquartile means over episodes, 95 % intervals):
 
 ```text
- policy                               latency s    P99 s   TTFT s
- most_used (guest)      20.795 [19.202, 26.004]    46.21     4.88
- prism                  17.461 [16.049, 21.434]    36.03     3.90
- uniform             460.867 [308.613, 512.071]   712.55   136.83
+ policy                            latency s   P99 s   TTFT s
+ most_used (guest)   20.795 [19.202, 26.004]   46.21     4.88
+ prism               17.461 [16.049, 21.434]   36.03     3.90
 
  policy                          reward a request   cost / MIX   late TTFT %   late TPOT %
  quarter_remote (guest)   -0.594 [-0.613, -0.578]        0.513          14.9           7.1
@@ -62,7 +61,7 @@ class QuarterRemote(BasePolicy):
 
 if __name__ == "__main__":
     for env_id, policies, settings in (
-        ("servegym/ExpertPlacement-v0", [MostUsed(), "prism", "uniform"], {"epochs": 2}),
+        ("servegym/ExpertPlacement-v0", [MostUsed(), "prism"], {"epochs": 2}),
         ("servegym/ServerlessMoE-v0", [QuarterRemote(), "mix", "greedy_warm"], {}),
     ):
         rows = evaluate(env_id, policies, episodes=5, seed=1, env_kwargs=settings, num_envs=5)

@@ -6,8 +6,8 @@ Here the machine is this computer's processor and the model a tiny one. The comm
     servegym measure gpu --model llama-3.1-8b --out measured
     servegym calibrate measured -o mine.json
 
-It prints the law's errors on timings that were held out, the time of a decode step, and two rules
-on a fleet with that machine (interquartile means, 95 % intervals). Other machines, other numbers:
+It prints the law's errors on held-out timings, the time of a decode step, and two rules on a fleet
+with that machine (interquartile means, 95 % intervals; numbers go by the machine):
 
 ```text
 cpu-x86-64-tiny fitted: 4.5 ms a token, 17.6 ms at 16 sequences

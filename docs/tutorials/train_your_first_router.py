@@ -11,7 +11,6 @@ It prints the validation score during the training, then this table and what its
  ppo                         0.645 [0.640, 0.650]      1.4        0.0      3.1       20.6    39.5
  least_outstanding           0.579 [0.559, 0.594]      0.1        0.0     15.8       25.2   100.2
  random                      0.405 [0.395, 0.412]      0.3        0.0     40.3       40.3   262.5
- ceiling (mean best score)                  0.753
 ```
 
 `python agents/ppo.py --set rate=8` is the same training. It keeps its folder, `runs/ppo_1`, whose
