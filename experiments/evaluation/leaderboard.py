@@ -383,8 +383,8 @@ def _print_comparison(guests: Sequence[Mapping[str, Any]], args: argparse.Namesp
         print(
             f"{guest['point']}: {guest['policy']} is "
             f"{'clairvoyant: no match for' if guest['clairvoyant'] else verdict} "
-            f"{args.at_least} ({guest['episodes']} episodes, {100 * gain.value:+.1f} % "
-            f"[{100 * gain.low:+.1f}, {100 * gain.high:+.1f}])"
+            f"{args.at_least} ({guest['episodes']} episodes, plain mean of paired differences "
+            f"{100 * gain.value:+.1f} % [{100 * gain.low:+.1f}, {100 * gain.high:+.1f}])"
         )
         if guest["suspect"]:
             print(f"  it is as good as {guest['suspect']}, which knows what is to come: look at it")

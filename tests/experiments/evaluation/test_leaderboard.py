@@ -132,7 +132,10 @@ def test_a_presubmit_tells_a_good_router_from_a_bad_one(
     monkeypatch.setattr(stats, "ENOUGH", 16)
     assert main([*quick, "random", "--policy", "mine.py"]) == 0
     printed = capsys.readouterr().out
-    assert "small: mine is not below random (16 episodes, +" in printed
+    assert (
+        "small: mine is not below random (16 episodes, plain mean of paired differences +"
+        in printed
+    )
     assert "16 episodes show a loss that comes in 17 % of them or more" in printed
     (small / "bad.py").write_text("def act(observation, action_mask):\n    return 1\n")
     bad = ["least_outstanding", "--policy", "bad.py"]
