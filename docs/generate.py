@@ -48,9 +48,9 @@ RESULTS = ROOT / "experiments" / "results"
 
 
 def write(path: str, text: str) -> None:
-    """One page; in a table an interval stays on one line."""
+    """One page; in a table an interval is not broken."""
     lines = [
-        re.sub(r" \[([-+.\d]+), ([-+.\d]+)\]", "\u00a0[\\1,\u00a0\\2]", line)
+        re.sub(r" \[([-+.\d]+), ([-+.\d]+)\]", " [\\1,\u00a0\\2]", line)
         if line[:1] == "|"
         else line
         for line in text.rstrip().split("\n")
@@ -177,8 +177,8 @@ METRICS = {
 
 
 def interval(value: float, low: float, high: float) -> str:
-    """An estimate with its interval, on one line."""
-    return f"{value:.3f}\u00a0[{low:.3f},\u00a0{high:.3f}]"
+    """An estimate with its interval, which is not broken."""
+    return f"{value:.3f} [{low:.3f},\u00a0{high:.3f}]"
 
 
 def trained(name: str, path: Path) -> list[str]:
