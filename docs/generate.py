@@ -155,7 +155,7 @@ _PLACEMENT = {
 TRAININGS: dict[str, dict[str, tuple[str, ...]]] = {
     "ppo": {
         "LLM routing": ("routing/learning_ppo",),
-        "Prefix routing": ("prefix/learning",),
+        "Prefix routing": ("prefix/learning_curves", "prefix/learning"),
     },
     "sac_rows": {"LLM routing": ("routing/learning_sac_rows",)},
     "sac_han": {"LLM routing": ("routing/learning_sac_han",)},
@@ -207,11 +207,7 @@ def trained(name: str, path: Path) -> list[str]:
     if seconds:
         text = f"{len(seconds)} trainings from random weights, {min(seconds):.0f} to "
         text += f"{max(seconds):.0f} s of a core each ({origin(record)}). "
-        text += (
-            "Dashed: rules on the same validation episodes."
-            if curves
-            else "No curve of these trainings is kept."
-        )
+        text += "Dashed: rules on the same validation episodes." * bool(curves)
         lines += [text, "", "```sh", *commands(name, record, bool(curves)), "```", ""]
     return lines + results_of(name, rows)
 
@@ -230,9 +226,9 @@ def commands(name: str, record: dict[str, Any], curves: bool) -> list[str]:
 def results_of(name: str, rows: list[dict[str, Any]]) -> list[str]:
     """A table's results on evaluation episodes: the agent, then the rules, by arrival rate."""
     value = next((key for key in METRICS if key in rows[0]), None)
-    if value is None:
-        return []
     ends = ("low", "high") if "low" in rows[0] else (f"{value}_low", f"{value}_high")
+    if value is None or ends[0] not in rows[0]:
+        return []
     results: dict[str, dict[str, str]] = {name: {}}
     for row in rows:
         if row[ends[0]] != "" and not row["policy"].startswith(f"{name}, "):

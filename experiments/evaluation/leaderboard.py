@@ -270,6 +270,7 @@ def markdown(rows: Sequence[Mapping[str, Any]], best: int) -> str:
             f"`{json.dumps(dict(point.env_kwargs))}`" if point.env_kwargs else "its defaults"
         )
         lines += [f"## {point.name}", "", f"`{point.family.env_id}` with {arguments}.", ""]
+        lines += [_settings(best_first), ""]
         lines += ["| " + " | ".join(headings) + " |", "|" + " --- |" * len(headings)]
         lines += ["| " + " | ".join(cells) + " |" for cells in shown] + [""]
     return "\n".join(lines)
