@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import time
 import tracemalloc
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,9 +15,16 @@ from servegym.experiments.live.fleet_file import Endpoint, write_endpoints
 from servegym.experiments.live.gateway import GatewayRouter
 from servegym.experiments.live.gateways import command
 from servegym.experiments.live.gateways import gate as gate_module
-from servegym.experiments.live.gateways.gate import Answer, Gate, from_metadata, prompt_tokens
+from servegym.experiments.live.gateways.gate import (
+    Answer,
+    Gate,
+    fleet_arguments,
+    from_metadata,
+    prompt_tokens,
+)
 
 TOKEN = b'{"choices": [{"delta": {"content": "w"}}]}'
+CALL = {"type": "function", "function": {"name": "four", "arguments": "eight by"}}
 CHAT = {"messages": [{"role": "user", "content": "twelve bytes"}]}
 
 
@@ -38,10 +46,28 @@ def test_prompt_tokens_of_a_body():
         ({"prompt": [[5, 6, 7], [8]]}, 4),
         ({"prompt": ["eight by", "four"]}, 3),
         ({"prompt": "ß" * 40}, 20),
+        ({"input": "eight by"}, 2),
+        ({"input": [5, 6, 7]}, 3),
+        ({"input": [{"content": [{"type": "input_text", "text": "eight by"}]}]}, 2),
+        ({"input": [{"type": "function_call_output", "output": "eight by"}]}, 2),
+        ({"instructions": "eight by", "input": "four"}, 3),
+        ({**CHAT, "system": [{"type": "text", "text": "eight by"}]}, 5),
+        ({"messages": [{"content": None, "tool_calls": [CALL]}]}, 3),
+        ({"messages": [{"content": [{"type": "tool_result", "content": "eight by"}]}]}, 2),
+        ({"messages": [{"content": [{"type": "image_url", "image_url": {"url": "x" * 99}}]}]}, 1),
         ({"messages": [{"content": None}]}, 1),
         ({}, 1),
     ):
         assert prompt_tokens(body) == tokens
+
+
+def test_tools_are_part_of_a_prompt():
+    text = "river stone market winter " * 83
+    schema = {"type": "object", "properties": {"q": {"type": "string"}}}
+    function = {"name": "f", "description": text, "parameters": schema}
+    body = {**CHAT, "tools": [{"type": "function", "function": function}]}
+    assert prompt_tokens(body) == pytest.approx(len(text) / 4, rel=0.2)
+    assert prompt_tokens({**CHAT, "functions": [function]}) > len(text) / 4
 
 
 def only(k):
@@ -329,6 +355,98 @@ def test_an_answer_of_one_long_line_is_read_once_and_not_kept():
     assert (ticket.tokens, answer.done) == (1, True)
     answer.end()
     assert gate.router.counters.finished == 1
+
+
+def answered(data, **more):
+    """What becomes of 24 requests that get this stream, one after the other."""
+    gate = gate_with(**more)
+    for _ in range(24):
+        answer = Answer(gate.enter(CHAT, allowed=only(0)), "text/event-stream")
+        answer.feed(data)
+        answer.end()
+    return gate
+
+
+EVENT = 'data: {"choices": [{"delta": {"content": "a"}, "finish_reason": null}]}\n\n'
+
+
+@pytest.mark.parametrize(
+    ("event", "client"),
+    [
+        ('{"error": {"message": "long", "type": "BadRequestError", "code": 400}}', True),
+        ('{"error": {"message": "long", "code": "429"}}', True),
+        ('{"error": {"message": "long"}, "status": 413}', True),
+        ('{"object": "error", "message": "long", "code": 404}', True),
+        ('{"error": {"message": "long", "code": "context_length_exceeded"}}', True),
+        ('{"error": {"type": "invalid_request_error", "code": null}}', True),
+        ('{"detail": "Not authenticated", "status": 401}', True),
+        ('{"error": {"message": "no", "code": 503}}', False),
+        ('{"error": {"message": "no", "code": "server_error"}}', False),
+        ('{"error": "no"}', False),
+        ('{"detail": "Internal Server Error"}', False),
+        ('{"message": "Internal Server Error"}', False),
+        ('{"choices": [{"delta": {}, "finish_reason": "error"}]}', False),
+    ],
+)
+@pytest.mark.parametrize("begun", ["", 3 * EVENT])
+def test_an_error_in_an_answer_is_whose_its_code_says(event, client, begun):
+    gate = answered(f"{begun}data: {event}\n\ndata: [DONE]\n\n".encode())
+    status = gate.status()
+    assert status["server_failures"] == (0 if client else 24)
+    assert status["left"] == (24 if client else 0)
+    assert gate.router.counters.failed == 24
+    assert gate.breakers.answering(gate.router.clock()) and gate.breakers.opened[0] != client
+
+
+@pytest.mark.parametrize(
+    ("event", "client"),
+    [
+        ('event: error\ndata: {"type": "error", "error": {"type": "overloaded_error"}}', False),
+        ('event: error\ndata: {"error": {"type": "invalid_request_error"}}', True),
+        ('data: {"type": "error", "error": {"type": "api_error"}}', False),
+        ('data: {"type": "error", "code": "rate_limit_exceeded", "message": "later"}', True),
+        ('data: {"type": "response.failed", "response": {"error": {"code": "x"}}}', False),
+        ('data: {"type": "message_start", "message": {"usage": {"output_tokens": 0}}}', None),
+        ('data: {"type": "response.created", "response": {"error": null}}', None),
+    ],
+)
+def test_errors_in_streams_of_other_protocols(event, client):
+    gate = gate_with()
+    for _ in range(24):
+        ticket = gate.enter(CHAT, completion=False)
+        answer = Answer(ticket, "text/event-stream")
+        answer.feed(event.encode() + b"\n\n")
+        assert answer.done == (client is not None)
+        answer.end()
+    assert gate.status()["server_failures"] == (24 if client is False else 0)
+    assert gate.router.counters.failed == (0 if client is None else 24)
+
+
+def test_a_count_of_tokens_below_what_was_seen_lowers_nothing():
+    usage = ', "usage": {"completion_tokens": %d}}\n\n'
+    gate, seen = gate_with(), []
+    ticket = gate.enter(CHAT)
+    answer = Answer(ticket, "text/event-stream")
+    for count in (0, 0, 0, 7, 0):
+        answer.feed((EVENT.rstrip()[:-1] + usage % count).encode())
+        seen.append(ticket.tokens)
+    answer.feed(b'data: {"choices": []' + (usage % 3).encode())
+    assert seen == [1, 2, 3, 7, 8] and ticket.tokens == 8
+
+
+@pytest.mark.filterwarnings("ignore:profile")
+def test_a_server_may_run_many_requests_at_a_time(tmp_path):
+    one = Endpoint("a", "vllm", "http://127.0.0.1:1/v1", 0, 512, 512, profile="h100-llama-3.1-8b")
+    made = fleet_arguments([one, replace(one, slots=8)])
+    gate = Gate(GatewayRouter(made, "least_outstanding", budget_s=None))
+    assert all(gate.enter(CHAT).expert >= 0 for _ in range(1024))
+    most = fleet_arguments([replace(one, slots=1024)])
+    assert most["running_capacity"] == 1024
+    with pytest.raises(ValueError, match="'a' has slots=4096; allowed: 1024"):
+        fleet_arguments([replace(one, slots=4096)])
+    path = tmp_path / "endpoints.json"
+    write_endpoints(path, [one, replace(one, name="b", url="http://127.0.0.1:2/v1")])
+    assert command.main(["litellm", str(path), "--folder", str(tmp_path / "proxy")]) == 0
 
 
 def endpoints(tmp_path, profiles=("paper-linear-01", "paper-linear-02")):
