@@ -163,6 +163,7 @@ class Ticket:
     expert: int  # its number, or -1: the request is refused
     heard_s: float  # when it was sent or its last token came, by the router's clock
     completion: bool = True  # whether its answer must have the form of completions and a token
+    sent_s: float = 0.0
     number: int = 0  # of the request among all that were sent, for the breakers
     tokens: int = 0  # of its answer so far
 
@@ -190,15 +191,16 @@ class Ticket:
 
     def refused(self, status: int, *, retry_after: bool = False) -> None:
         """The answer is an error with this HTTP status; 503 with ``Retry-After`` is as 429."""
-        pardoned = 400 <= status < 500 or (status == 503 and retry_after)
-        self.end("refused" if pardoned else "failed")
+        busy, pardoned = status == 429 or (status == 503 and retry_after), 400 <= status < 500
+        self.end("busy" if busy else "refused" if pardoned else "failed")
 
     def end(self, how: str) -> None:
         """The request is over.
 
         Args:
             how: ``finished``, the answer is complete; ``empty``, it is complete and has no token;
-                ``failed``, by the server; ``refused``, by the server, for no fault of its own;
+                ``failed``, by the server; ``refused`` or ``busy``, by the server, for no fault of
+                its own;
                 ``left``, the client has hung up; ``broken``, in the midst of the answer, by either:
                 it counts as left, and for the breaker as a failure, since hung-up clients break
                 answers of all servers.
@@ -285,8 +287,8 @@ class Gate:
     def send(self, ticket: Ticket, expert: int) -> None:
         """A ticket goes to an expert; called with the lock."""
         self.routed[expert] += 1
-        ticket.expert, ticket.tokens, ticket.heard_s = expert, 0, self.router.clock()
-        ticket.number = self.breakers.send(expert, ticket.heard_s)
+        ticket.expert, ticket.tokens, ticket.sent_s = expert, 0, self.router.clock()
+        ticket.heard_s, ticket.number = ticket.sent_s, self.breakers.send(expert, ticket.sent_s)
 
     def _mistaken(self, error: BaseException) -> None:
         self.counters["prediction_errors"] += 1
@@ -325,20 +327,20 @@ class Gate:
             if now - self.open[name].heard_s <= LEASE_S:
                 self.open.move_to_end(name)
                 continue
-            ticket = self.open.pop(name)
-            begun = ticket.tokens > 0
-            self.breakers.ended(ticket.expert, ticket.number, "left", now, begun=begun)
+            self.counters["left"] -= 1  # it counts as given up
             self.counters["given_up"] += 1
+            self.tell(self.open.pop(name), "left")
             self.router.failed(name)
 
     def tell(self, ticket: Ticket, how: str) -> None:
         """Count how a ticket has ended at its expert; called with the lock."""
         now, begun, one = self.router.clock(), ticket.tokens > 0, (ticket.expert, ticket.number)
         self.counters["server_failures"] += how == "failed"
-        self.counters["left"] += how in ("refused", "left", "broken")
+        self.counters["left"] += how in ("refused", "busy", "left", "broken")
         if how == "finished" and not begun:
             self.breakers.begun(*one, now - ticket.heard_s)
-        self.breakers.ended(*one, how, now, begun=begun)
+        sent_s, tokens = ticket.sent_s, ticket.tokens
+        self.breakers.ended(*one, how, now, begun=begun, sent_s=sent_s, tokens=tokens)
 
     def status(self) -> dict[str, Any]:
         """What has happened, for a page of the gateway: counters, experts and decision times."""

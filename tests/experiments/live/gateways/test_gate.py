@@ -92,7 +92,7 @@ def test_an_expert_that_fails_is_left_alone_twice_as_long_each_time():
     now = [0.0]
     gate = gate_with(now=now)
     end_all(gate, "failed", 3)
-    for waits in (1.0, 2.0, 4.0, 8.0, 8.0):
+    for waits in (1.0, 2.0, 4.0, 4.0, 4.0):
         probe = gate.enter(CHAT)
         assert probe.expert == 0
         assert waits == 1.0 or chosen(gate) == 1  # one at a time
@@ -182,7 +182,7 @@ def test_a_server_that_answers_nobody_is_found_beside_such_a_client(how, share):
         end = 404 if wrong and how is None else how if wrong else "finished"
         ticket.refused(end) if isinstance(end, int) else ticket.end(end)
     assert sent[:8] == [0] * 8
-    assert sent[120:].count(0) <= 2 and not gate.breakers.opened[1:].any()
+    assert sent[120:].count(0) <= 6 and not gate.breakers.opened[1:].any()
 
 
 def test_a_server_may_be_slower_than_the_others_but_not_silent():
