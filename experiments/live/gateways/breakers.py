@@ -13,12 +13,16 @@ CHANCE, BEST = 1e-5, 0.8
 """Of a run as bad at a server like the others, whose regular share is taken for at most .8, since a
 client may be at fault wherever it goes; so 8 in a row are the fewest that tell."""
 RUN = math.ceil(math.log(CHANCE) / math.log1p(-BEST))
-LEAST = {"failed": 0.02, "broken": 0.02, "refused": 0.2, "empty": 0.2, "short": 0.2}
+LEAST = {"failed": 0.02, "broken": 0.02, "short": 0.2, "refused": 0.2, "empty": 0.2}
 """Ends that count as an excess, and the smallest share of each that is assumed of the others."""
+LATE = 3
+"""Ends that may come after the first token; for the others that token says that they will not."""
 KINDS, CLIENTS = (*LEAST, "busy", "left"), np.array([[0], [0], [1], [1], [1]], np.bool_)
 ODDS, MARGIN, PRIOR, MEMORY = 5e4, 0.1, 40.0, 0.05
 """Of an excess being none, the share of what the others answer that it must exceed, the ends for
 which the others' usual share stands, and the weight of the last end in that share."""
+RETAINED = 0.75
+"""Of the evidence that opened a breaker when it closes."""
 BURST_S, SHORT = 0.1, 8
 """What is sent so soon after a request is of one burst with it; an answer with fewer tokens than an
 eighth of the others' median is short."""
@@ -37,7 +41,8 @@ class Breakers:
 
     A request ends *regularly* or in one of `KINDS`: ``failed`` (5xx, a malformed answer),
     ``broken`` (in the midst of the answer), ``refused`` (4xx), ``busy`` (429), ``empty`` (no
-    token), ``short`` or ``left`` by a client. One that waits much longer than answers take is
+    token), ``short`` (too few, or none after the first for no fault of the server), or ``left`` by
+    a client. One that waits much longer than answers take is
     overdue. Two rules compare a server with the others whose breakers are closed, each with the
     same weight, so one at least stays closed. A breaker opens
 
@@ -101,6 +106,7 @@ class Breakers:
         self._mute[server] = 0
         self._waits[server].append(waited_s)
         if number > self._last[server] and not self.opened[server]:
+            self._all[LATE:, ~self.opened, server] += 1.0
             self._regularly(server, number)
 
     def _regularly(self, server: int, number: int) -> None:
@@ -139,8 +145,8 @@ class Breakers:
         elif how in ("empty", "refused", "busy"):
             self._mute[server] = 0
         others = self._others(server)
-        if how == "busy" and begun:  # backpressure comes before the first token
-            how = "refused"
+        if how in ("busy", "refused") and begun:
+            how = "short"
         elif how == "finished" and tokens:
             seen = [one for k in np.flatnonzero(others) for one in self._tokens[k]]
             how = "short" if len(seen) >= RUN and SHORT * tokens < np.median(seen) else how
@@ -150,10 +156,10 @@ class Breakers:
         if self.opened[server]:
             if failure:
                 self._rest(server, now)
-            elif how == "finished":  # still suspected: half of the evidence stands
+            elif how == "finished":  # still suspected
                 self.opened[server], self._until[server] = False, now
-                self._ends[:, server] /= 2.0
-                self._all[:, server] /= 2.0
+                self._ends[:, server] *= RETAINED
+                self._all[:, server] *= RETAINED
                 if others.any():
                     self._share[:, server] = self._share[:, others].mean(1)
                 self._regularly(server, number)
@@ -170,7 +176,7 @@ class Breakers:
         closed = ~self.opened
         self._seen[server] += 1.0
         self._share[:, server] *= 1.0 - MEMORY
-        self._all[:, closed, server] += 1.0
+        self._all[: None if how != "finished" and not begun else LATE, closed, server] += 1.0
         if how in KINDS:
             self._share[KINDS.index(how), server] += MEMORY
         if how in LEAST:
