@@ -13,15 +13,17 @@ CHANCE, BEST = 1e-5, 0.8
 """Of a run as bad at a server like the others, whose regular share is taken for at most .8, since a
 client may be at fault wherever it goes; so 8 in a row are the fewest that tell."""
 RUN = math.ceil(math.log(CHANCE) / math.log1p(-BEST))
-LEAST = {"failed": 0.02, "broken": 0.02, "short": 0.2, "refused": 0.2, "empty": 0.2}
+LEAST = {"failed": 0.02, "broken": 0.02}
+LEAST.update(dict.fromkeys(("short", "refused", "denied", "unknown", "empty"), 0.2))
 """Ends that count as an excess, and the smallest share of each that is assumed of the others."""
 LATE = 3
 """Ends that may come after the first token; for the others that token says that they will not."""
-KINDS, CLIENTS = (*LEAST, "busy", "left"), np.array([[0], [0], [1], [1], [1]], np.bool_)
-ODDS, MARGIN, PRIOR, MEMORY = 5e4, 0.1, 40.0, 0.05
+PARDONED = ("refused", "denied", "unknown", "busy")
+KINDS, CLIENTS = (*LEAST, "busy", "left"), np.arange(len(LEAST))[:, None] >= 2
+ODDS, MARGIN, PRIOR, MEMORY = 2e4, 0.1, 40.0, 0.05
 """Of an excess being none, the share of what the others answer that it must exceed, the ends for
 which the others' usual share stands, and the weight of the last end in that share."""
-RETAINED = 0.75
+RETAINED = 0.8
 """Of the evidence that opened a breaker when it closes."""
 BURST_S, SHORT = 0.1, 8
 """What is sent so soon after a request is of one burst with it; an answer with fewer tokens than an
@@ -32,7 +34,7 @@ at least .5 s. Before the first answer 2.5 s stand for that wait."""
 BACKOFF_S, MAX_BACKOFF_S, WINDOW_S, MUTE = 1.0, 4.0, 10.0, 3
 """Pauses of an open breaker, and how long it was closed if they begin anew; failures without any
 answer between them, after which a server does not answer."""
-SURE, MOST_TRIALS = 0.05, 8
+SURE, MOST_TRIALS = 0.02, 8
 """Chance that no trial in a pause is of a client that is well elsewhere; most trials in a pause."""
 
 
@@ -40,9 +42,9 @@ class Breakers:
     """The circuit breakers of N servers.
 
     A request ends *regularly* or in one of `KINDS`: ``failed`` (5xx, a malformed answer),
-    ``broken`` (in the midst of the answer), ``refused`` (4xx), ``busy`` (429), ``empty`` (no
-    token), ``short`` (too few, or none after the first for no fault of the server), or ``left`` by
-    a client. One that waits much longer than answers take is
+    ``broken`` (in the midst of the answer), ``short`` (few tokens, or refused after the first),
+    ``denied`` (401, 403), ``unknown`` (404), ``refused`` (other 4xx), ``empty`` (no token),
+    ``busy`` (429), or ``left`` by the client. One that waits much longer than answers take is
     overdue. Two rules compare a server with the others whose breakers are closed, each with the
     same weight, so one at least stays closed. A breaker opens
 
@@ -85,11 +87,12 @@ class Breakers:
             self._rest(server, now)
         return self._sent
 
-    def _trials(self, server: int) -> float:
+    def _trials(self, server: int) -> int:
         """Trials in a pause, by the share of the others' requests that do not end regularly."""
         others = self._others(server)
         share = self._share[:, others].sum(0).mean() if others.any() else 0.0
-        return min(math.ceil(math.log(SURE) / math.log(max(share, SURE))), MOST_TRIALS)
+        share = min(max(share, SURE), SURE ** (1.0 / MOST_TRIALS))
+        return round(math.log(SURE) / math.log(share) + 0.49)
 
     def _rest(self, server: int, now: float) -> None:
         pause = min(BACKOFF_S * 2.0 ** min(int(self._step[server]), 16), MAX_BACKOFF_S)
@@ -142,10 +145,10 @@ class Breakers:
         self.failures[server] += failure
         if failure and not begun:
             self._mute[server], self._failed_s[server] = self._mute[server] + 1, now
-        elif how in ("empty", "refused", "busy"):
+        elif how in ("empty", *PARDONED):
             self._mute[server] = 0
         others = self._others(server)
-        if how in ("busy", "refused") and begun:
+        if how in PARDONED and begun:
             how = "short"
         elif how == "finished" and tokens:
             seen = [one for k in np.flatnonzero(others) for one in self._tokens[k]]

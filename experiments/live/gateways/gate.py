@@ -23,7 +23,7 @@ from numpy.typing import ArrayLike, NDArray
 from servegym.envs.llm_routing.arguments import MAX_CAPACITY, RoutingArguments
 from servegym.experiments.live.fleet_file import Endpoint, ServerSpec
 from servegym.experiments.live.gateway import MAX_TOKENS, GatewayRequest, GatewayRouter
-from servegym.experiments.live.gateways.breakers import Breakers
+from servegym.experiments.live.gateways.breakers import PARDONED, Breakers
 from servegym.hardware_profiles.measure.openai_protocol import (
     EventStream,
     brings_token,
@@ -47,6 +47,7 @@ TEXTS = ("content", "text", "reasoning_content", "tool_calls", "function_call", 
 TEXTS = (*TEXTS, "name", "arguments", "input", "output")
 """What counts of a body: its prompts, the whole of its schemas, and these fields of a message."""
 LONGEST = ("max_completion_tokens", "max_output_tokens", "max_tokens")
+REFUSALS = {401: "denied", 403: "denied", 404: "unknown"}
 STATUSES = {
     **{"invalid_request_error": 400, "authentication_error": 401, "permission_error": 403},
     **{"not_found_error": 404, "request_too_large": 413, "invalid_prompt": 400},
@@ -192,15 +193,15 @@ class Ticket:
     def refused(self, status: int, *, retry_after: bool = False) -> None:
         """The answer is an error with this HTTP status; 503 with ``Retry-After`` is as 429."""
         busy, pardoned = status == 429 or (status == 503 and retry_after), 400 <= status < 500
-        self.end("busy" if busy else "refused" if pardoned else "failed")
+        how = REFUSALS.get(status, "refused") if pardoned else "failed"
+        self.end("busy" if busy else how)
 
     def end(self, how: str) -> None:
         """The request is over.
 
         Args:
             how: ``finished``, the answer is complete; ``empty``, it is complete and has no token;
-                ``failed``, by the server; ``refused`` or ``busy``, by the server, for no fault of
-                its own;
+                ``failed``, by the server; one of `PARDONED`, so too, for no fault of its own;
                 ``left``, the client has hung up; ``broken``, in the midst of the answer, by either:
                 it counts as left, and for the breaker as a failure, since hung-up clients break
                 answers of all servers.
@@ -336,7 +337,7 @@ class Gate:
         """Count how a ticket has ended at its expert; called with the lock."""
         now, begun, one = self.router.clock(), ticket.tokens > 0, (ticket.expert, ticket.number)
         self.counters["server_failures"] += how == "failed"
-        self.counters["left"] += how in ("refused", "busy", "left", "broken")
+        self.counters["left"] += how in (*PARDONED, "left", "broken")
         if how == "finished" and not begun:
             self.breakers.begun(*one, now - ticket.heard_s)
         sent_s, tokens = ticket.sent_s, ticket.tokens
