@@ -92,7 +92,7 @@ class Breakers:
         others = self._others(server)
         share = self._share[:, others].sum(0).mean() if others.any() else 0.0
         share = min(max(share, SURE), SURE ** (1.0 / MOST_TRIALS))
-        return round(math.log(SURE) / math.log(share) + 0.49)
+        return math.ceil(math.log(SURE) / math.log(share))
 
     def _rest(self, server: int, now: float) -> None:
         pause = min(BACKOFF_S * 2.0 ** min(int(self._step[server]), 16), MAX_BACKOFF_S)

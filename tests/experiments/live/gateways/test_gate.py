@@ -108,7 +108,7 @@ def test_an_expert_that_fails_is_left_alone_twice_as_long_each_time():
     assert gate.enter(CHAT).expert == 1
     now[0] += 1.1
     assert gate.enter(CHAT).expert == 0
-    assert gate.status()["experts"][0]["failed"] == 11
+    assert gate.status()["experts"][0]["failed"] == 10
 
 
 @pytest.mark.parametrize("how", [401, 429, "empty", "left", "broken", "token"])
