@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+import importlib
+import sys
 import time
 import tracemalloc
+import types
 from dataclasses import replace
 
 import numpy as np
@@ -260,6 +263,83 @@ def test_a_server_that_fails_everything_is_left_and_comes_back_when_it_answers(h
     assert sum(down) >= 3  # it was tried again
 
 
+def played(bad, client=None, until=(5.0, 25.0), seconds=40.0):
+    """The server of each request by its time, and when the breakers of the others are open.
+
+    Six servers at 40 requests/s, of which every third is of a client with its own end. The first
+    ends with ``bad(k)`` in the time ``until``, None is a good answer of 200 tokens after 200 ms.
+    """
+    now, sent, wrong, pending = [0.0], [], 0, []
+    gate = gate_with("least_outstanding", now)
+    random = np.random.default_rng(0)
+
+    def tell(ticket, how):
+        if how is None or how in ("short", "begun"):
+            ticket.token(1 if how else 200)
+        how = "broken" if how == "begun" else "finished" if how in (None, "short") else how
+        ticket.refused(how) if isinstance(how, int) else ticket.end(how)
+
+    for k in range(round(40 * seconds)):
+        now[0] = k / 40
+        while pending and pending[0][0] <= now[0]:
+            tell(pending.pop(0)[1], None)
+        ticket = gate.enter(CHAT, allowed=random.permutation(6) < 3)
+        sent.append((now[0], ticket.expert))
+        wrong += gate.breakers.opened[1:].any()
+        is_bad = ticket.expert == 0 and until[0] <= now[0] < until[1]
+        end = bad(int(gate.routed[0])) if is_bad else None
+        end = client if end is None and client is not None and random.uniform() < 1 / 3 else end
+        if end is None:
+            pending.append((now[0] + 0.2, ticket))
+        else:
+            tell(ticket, end)
+    return sent, wrong / len(sent)
+
+
+BAD = {
+    "one token": lambda k: "short",
+    "401 to half": lambda k: (401, None)[k % 2],
+    "500 to a fifth": lambda k: None if k % 5 else 500,
+    "429": lambda k: 429,
+    "503": lambda k: 503,
+    "breaks after a token": lambda k: "begun",
+}
+
+
+MOST = {"401 to half": 0.1, "500 to a fifth": 0.12}
+
+
+@pytest.mark.parametrize("client", [None, 404, "begun"])
+@pytest.mark.parametrize("kind", BAD)
+def test_a_server_that_does_worse_gets_few_requests_and_is_back_in_six_seconds(kind, client):
+    sent, wrong = played(BAD[kind], client)
+    share = np.mean([expert == 0 for when, expert in sent if 7.0 <= when < 25.0])
+    assert share < MOST.get(kind, 0.05)
+    back = np.mean([expert == 0 for when, expert in sent if when >= 31.0])
+    assert back == pytest.approx(1 / 6, abs=0.07)
+    assert wrong < 0.01
+
+
+def test_a_client_whose_errors_stand_in_good_answers_opens_nothing():
+    """Ten requests a second, of which every second is refused in an answer of status 200."""
+    now, pending, opened = [0.0], [], 0
+    gate = gate_with("fleet_search", now)
+    for k in range(600):
+        now[0] = k / 10
+        for ticket in pending:
+            ticket.token(200)
+            ticket.end("finished")
+        ticket = gate.enter(CHAT)
+        assert ticket.expert >= 0
+        opened += gate.breakers.opened.any()
+        pending = [] if k % 2 else [ticket]
+        if k % 2:
+            answer = Answer(ticket, "text/event-stream")
+            answer.feed(b'data: {"error": {"message": "long", "code": 400}}\n\ndata: [DONE]\n\n')
+            answer.end()
+    assert opened == 0 and gate.status()["server_failures"] == 0
+
+
 def test_a_client_that_leaves_is_no_failure_and_the_last_expert_is_tried_though_it_failed():
     gate = gate_with()
     gate.enter(CHAT).end("left")
@@ -447,6 +527,20 @@ def test_a_server_may_run_many_requests_at_a_time(tmp_path):
     path = tmp_path / "endpoints.json"
     write_endpoints(path, [one, replace(one, name="b", url="http://127.0.0.1:2/v1")])
     assert command.main(["litellm", str(path), "--folder", str(tmp_path / "proxy")]) == 0
+
+
+def test_a_litellm_of_another_form_is_refused_by_its_version(monkeypatch):
+    module = "servegym.experiments.live.gateways.litellm_strategy"
+    names = ("litellm", "litellm.integrations", "litellm.integrations.custom_logger")
+    for name in (*names, "litellm.types", "litellm.types.router"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setattr(sys.modules[names[0]], "Router", object, raising=False)
+    monkeypatch.setattr(sys.modules[names[2]], "CustomLogger", object, raising=False)
+    router = sys.modules["litellm.types.router"]
+    monkeypatch.setattr(router, "CustomRoutingStrategyBase", object, raising=False)
+    monkeypatch.delitem(sys.modules, module, raising=False)
+    with pytest.raises(ImportError, match=r"no Router._acompletion; .*litellm\[proxy\]<1.109"):
+        importlib.import_module(module)
 
 
 def endpoints(tmp_path, profiles=("paper-linear-01", "paper-linear-02")):
