@@ -24,7 +24,7 @@ ODDS, MARGIN, PRIOR, MEMORY = 2e4, 0.1, 40.0, 0.05
 """Of an excess being none, the share of what the others answer that it must exceed, the ends for
 which the others' usual share stands, and the weight of the last end in that share."""
 RETAINED = 0.8
-"""Of the evidence that opened a breaker when it closes."""
+"""Of the evidence that opened a breaker when it closes, since it is still suspected."""
 BURST_S, SHORT = 0.1, 8
 """What is sent so soon after a request is of one burst with it; an answer with fewer tokens than an
 eighth of the others' median is short."""
@@ -130,16 +130,9 @@ class Breakers:
         sent_s: float = -math.inf,
         tokens: int = 0,
     ) -> None:
-        """A request is over, as `Ticket.end` has it.
+        """A request is over, as `Ticket.end` has it; a finished one of few ``tokens`` is short.
 
-        Args:
-            server: Its server.
-            number: As `send` gave it.
-            how: As it ended; a finished one of few ``tokens`` is short.
-            now: Seconds.
-            begun: Whether its first token was told of.
-            sent_s: When it was sent.
-            tokens: Of its answer.
+        It was sent at ``sent_s`` with this number; ``begun``: its first token was told of.
         """
         failure = how in ("failed", "broken")
         self.failures[server] += failure
@@ -159,7 +152,7 @@ class Breakers:
         if self.opened[server]:
             if failure:
                 self._rest(server, now)
-            elif how == "finished":  # still suspected
+            elif how == "finished":
                 self.opened[server], self._until[server] = False, now
                 self._ends[:, server] *= RETAINED
                 self._all[:, server] *= RETAINED

@@ -52,6 +52,7 @@ STATUSES = {
     **{"invalid_request_error": 400, "authentication_error": 401, "permission_error": 403},
     **{"not_found_error": 404, "request_too_large": 413, "invalid_prompt": 400},
     **{"rate_limit_error": 429, "rate_limit_exceeded": 429, "context_length_exceeded": 400},
+    **{"insufficient_quota": 429, "BadRequestError": 400, "NotFoundError": 404},
 }
 """Of errors that are told by a name; all others are the server's."""
 
