@@ -243,7 +243,6 @@ def _log_likelihood(
     k: NDArray[np.float64], n: NDArray[np.float64], share: NDArray[np.float64]
 ) -> NDArray[np.float64]:
     """Of k in n under their own share, over that under another."""
-    return sum(
-        one * np.log(np.maximum(one, 1e-9) / np.maximum(n * other, 1e-9))
-        for one, other in ((k, share), (n - k, 1.0 - share))
-    )
+    pairs = (k, n * share), (n - k, n * (1.0 - share))
+    logs = [one * np.log(np.maximum(one, 1e-9) / np.maximum(other, 1e-9)) for one, other in pairs]
+    return logs[0] + logs[1]
