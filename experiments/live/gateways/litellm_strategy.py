@@ -29,7 +29,7 @@ try:
     from litellm.types.router import CustomRoutingStrategyBase
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        "litellm is not installed; pip install 'litellm[proxy]<1.109'", name="litellm"
+        "litellm is not installed; pip install 'litellm[proxy]<1.110'", name="litellm"
     ) from error
 
 from servegym.experiments.live.gateways.gate import RETRY_AFTER_S, Gate, Ticket
@@ -39,7 +39,7 @@ ATTEMPTS = ("_acompletion", "_atext_completion")
 """Methods of ``litellm.Router`` that make one attempt: choose a deployment and call it."""
 if not all(hasattr(litellm.Router, name) for name in ATTEMPTS):
     raise ImportError(
-        f"litellm has no Router.{ATTEMPTS[0]}; pip install 'litellm[proxy]<1.109'", name="litellm"
+        f"litellm has no Router.{ATTEMPTS[0]}; pip install 'litellm[proxy]<1.110'", name="litellm"
     )
 STATUS_PATH = "/servegym"
 _TRIED = "servegym_tried"

@@ -539,7 +539,7 @@ def test_a_litellm_of_another_form_is_refused_by_its_version(monkeypatch):
     router = sys.modules["litellm.types.router"]
     monkeypatch.setattr(router, "CustomRoutingStrategyBase", object, raising=False)
     monkeypatch.delitem(sys.modules, module, raising=False)
-    with pytest.raises(ImportError, match=r"no Router._acompletion; .*litellm\[proxy\]<1.109"):
+    with pytest.raises(ImportError, match=r"no Router._acompletion; .*litellm\[proxy\]<1.110"):
         importlib.import_module(module)
 
 
