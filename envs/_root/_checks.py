@@ -18,13 +18,16 @@ import numpy as np
 from servegym._command_line import install_line
 
 
-def nearest(text: str, names: Iterable[str]) -> str | None:
-    """The name that is probably meant: equal but for case and signs, alike, or one that has it."""
+def nearest(text: str, names: Iterable[str], least: float = 0.6) -> str | None:
+    """The name that is probably meant: equal but for case and signs, alike, or one that has it.
+
+    ``least`` is the least likeness, from 0 to 1, as `difflib` has it.
+    """
     plain = {re.sub(r"[^a-z0-9]", "", name.lower()): name for name in reversed([*names])}
     bare = re.sub(r"[^a-z0-9]", "", text.lower())
     having = sorted((name for name in plain if len(bare) > 2 and bare in name), key=len)
-    alike = difflib.get_close_matches(bare, plain, n=1, cutoff=0.75)
-    near = alike or having or difflib.get_close_matches(bare, plain, n=1, cutoff=0.6)
+    alike = difflib.get_close_matches(bare, plain, n=1, cutoff=max(least, 0.75))
+    near = alike or having or difflib.get_close_matches(bare, plain, n=1, cutoff=least)
     return plain[near[0]] if near else None
 
 

@@ -1,6 +1,5 @@
 """Shipped profiles and fleets: schema, facts, laws, interpolation, bad files."""
 
-import functools
 import pickle
 import warnings
 
@@ -10,7 +9,6 @@ import pytest
 from servegym.hardware_profiles import (
     Profile,
     list_fleets,
-    list_moe_layers,
     list_profiles,
     load,
     load_fleet,
@@ -47,30 +45,6 @@ def raw_linear():
     return load("paper-linear-01").to_dict()
 
 
-@functools.cache
-def validator(schema="schema"):
-    made = pytest.importorskip("jsonschema").Draft202012Validator(
-        read_json(data_path(f"{schema}.json"))
-    )
-    made.check_schema(made.schema)
-    return made
-
-
-@pytest.mark.parametrize(
-    ("schema", "prefix", "names"),
-    [
-        ("schema", "", list_profiles()),
-        ("schema-fleet", "fleet-", list_fleets()),
-        ("schema-moe-layer", "moe-", list_moe_layers()),
-    ],
-)
-def test_shipped_files_obey_their_schema(schema, prefix, names):
-    for name in names:
-        file = data_path(f"{prefix}{name}.json")
-        validator(schema).validate(read_json(file))
-        assert file.stat().st_size < 100_000
-
-
 @pytest.mark.parametrize("name", list_profiles())
 def test_round_trip(name, tmp_path):
     profile = load(name)
@@ -78,6 +52,7 @@ def test_round_trip(name, tmp_path):
     again = load(tmp_path / "copy.json")
     assert again.to_dict() == profile.to_dict()
     assert [p.name for p in tmp_path.iterdir()] == ["copy.json"]
+    assert data_path(f"{name}.json").stat().st_size < 100_000
     for ours, theirs in zip(profile.tables(), again.tables(), strict=True):
         np.testing.assert_array_equal(ours, theirs)
     thawed = pickle.loads(pickle.dumps(profile))
@@ -230,9 +205,7 @@ DAMAGE = [
     (("host",), {**HOST, "step_s": 3.0}, r"'host.step_s'.*milliseconds"),
     (("host",), {**HOST, "sequence_s": -1e-6}, r"'host.sequence_s'.*>= 0"),
     (("host",), {**HOST, "step": 0.1}, r"'host.step'.*did you mean 'step_s'"),
-]
-# What only the loader sees: sizes and orders that depend on other fields.
-INCONSISTENT = [
+    # Sizes and orders that depend on other fields.
     (("device", "memory_bytes"), 12e9, "no KV block fits"),
     (("law", "dense_s"), [0.1, 0.2], "has 2 entries; must have"),
     (("law", "dense_s", 2), 0, "no iteration takes no time"),
@@ -244,13 +217,12 @@ INCONSISTENT = [
 ]
 
 
-@pytest.mark.parametrize(("path", "value", "message"), [*DAMAGE, *INCONSISTENT])
+@pytest.mark.parametrize(("path", "value", "message"), DAMAGE)
 def test_bad_field_is_refused_with_file_field_and_reason(raw, path, value, message):
     _set(raw, path, value)
     with pytest.raises(ValueError, match=message) as caught:
         Profile.from_dict(raw, "bad.json")
     assert "bad.json" in str(caught.value)
-    assert validator().is_valid(raw) == ((path, value, message) in INCONSISTENT)
 
 
 @pytest.mark.parametrize(
