@@ -209,7 +209,7 @@ class Profile:
             ValueError: naming ``where``, the field, what was given and what is allowed.
         """
         fields = check_profile(data, where)
-        fields["estimator"] = Estimator(**fields["estimator"])
+        fields["estimator"] = Estimator(**{k: float(v) for k, v in fields["estimator"].items()})
         at = f"{where}: field 'device.memory_bytes'"
         tokens = kv_capacity_tokens(fields["device"], fields["model"], fields["engine"], at)
         kv_bytes = int(fields["model"].get("kv_bytes_per_token", 0))
@@ -263,8 +263,9 @@ class Profile:
         Raises:
             ValueError: naming the field, what was given and what is allowed.
         """
-        checked = check_host(Fields(host, "<host>", "host")) if host else {}
-        return replace(self, host=checked, _tables=None)
+        if host:
+            check_host(Fields(host, "<host>", "host"))
+        return replace(self, host=copy_json(dict(host)), _tables=None)
 
     def with_model(self, model: Mapping[str, Any], where: str = "<model>") -> Profile:
         """Return this profile holding another model's weights and KV cache.
@@ -283,7 +284,8 @@ class Profile:
                 f"{where}: profile {self.name!r} gives its KV memory in tokens, so another model's "
                 "share of it is not known"
             )
-        facts = check_model(Fields(model, where, "model"))
+        check_model(Fields(model, where, "model"))
+        facts = copy_json(dict(model))
         kv_bytes = int(facts["kv_bytes_per_token"])
         tokens = kv_capacity_tokens(
             self.device, facts, self.engine, f"{where}: field 'weight_bytes'"

@@ -51,12 +51,17 @@ def missing_file(value: Any) -> bool:
     return isinstance(value, str) and bool(_FILE.search(value)) and not os.path.exists(value)
 
 
-def whole(argument: str, value: Any, low: int, high: int = 1 << 31) -> int:
+def given(argument: str, value: Any) -> str:
+    """What was given, for a message; the place of a field in a file ends in a colon."""
+    return f"{argument} got {value!r:.60};" if argument[-1:] == ":" else f"{argument}={value!r}"
+
+
+def whole(argument: str, value: Any, low: int, high: float = 1 << 31) -> int:
     """Return ``value`` as an integer in [low, high]."""
     ok = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
     if not ok or not low <= value <= high:
-        limit = f"at least {low}" if high == 1 << 31 else f"between {low} and {high}"
-        raise ValueError(f"{argument}={value!r} must be a whole number, {limit}.")
+        limit = f"between {low} and {high}" if high < 1 << 31 else f"at least {low}"
+        raise ValueError(f"{given(argument, value)} must be a whole number, {limit}.")
     return int(value)
 
 
@@ -82,7 +87,9 @@ def http_url(argument: str, text: str) -> SplitResult:
 TINY, LARGEST = 1e-50, 1e50
 
 
-def real(argument: str, value: Any, low: float, high: float = LARGEST, open_low=False) -> float:
+def real(
+    argument: str, value: Any, low: float, high: float = LARGEST, open_low=False, unit: str = ""
+) -> float:
     """Return ``value`` as a float in [low, high], or at least `TINY` above low if ``open_low``."""
     ok = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
     try:
@@ -93,14 +100,15 @@ def real(argument: str, value: Any, low: float, high: float = LARGEST, open_low=
     if not math.isfinite(number) or not least <= number <= high or (open_low and number == low):
         lower = f"above {low:g}" if open_low else f"at least {low:g}"
         upper = f" and at most {high:g}" if high != LARGEST or number > high else ""
-        raise ValueError(f"{argument}={value!r} must be a finite number {lower}{upper}.")
+        what = f"a finite number {lower}{upper}{unit}"
+        raise ValueError(f"{given(argument, value)} must be {what}.")
     return number
 
 
 def flag(argument: str, value: Any) -> bool:
     """Return ``value``, True or False, as a bool."""
     if not isinstance(value, (bool, np.bool_)):
-        raise ValueError(f"{argument}={value!r} must be True or False.")
+        raise ValueError(f"{given(argument, value)} must be True or False.")
     return bool(value)
 
 
