@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from servegym.hardware_profiles.host import fold_host, plans_ahead
-from servegym.hardware_profiles.interpolation import interpolate, interpolate_2d
+from servegym.hardware_profiles.interpolation import along, bilinear
 from servegym.hardware_profiles.schema import (
     ESTIMATOR_FIELDS,
     FORMAT,
@@ -297,31 +297,28 @@ class Profile:
     def dense_s(self, tokens: float) -> float:
         """Seconds of an iteration's dense part for ``tokens`` scheduled tokens."""
         t = self.tables()
-        return interpolate(t.dense_tokens, t.dense_s, tokens)
+        return along(t.dense_tokens, t.dense_s, tokens)
 
     def chunk_attention_s(self, chunk: float, context: float) -> float:
         """Seconds of the attention of a ``chunk`` of prompt tokens after ``context`` tokens."""
         t = self.tables()
-        return interpolate_2d(t.chunk_tokens, t.context_tokens, t.chunk_attention_s, chunk, context)
+        return bilinear(t.chunk_tokens, t.context_tokens, t.chunk_attention_s, chunk, context)
 
     def decode_attention_s(self, sequences: float, mean_context: float) -> float:
         """Seconds of the attention of ``sequences`` decodes of ``mean_context`` tokens each."""
+        return self._decode_attention_s(self.tables().decode_attention_s, sequences, mean_context)
+
+    def _decode_attention_s(self, table: np.ndarray, sequences: float, context: float) -> float:
         t = self.tables()
-        return interpolate_2d(
-            t.decode_sequences,
-            t.decode_context_tokens,
-            t.decode_attention_s,
-            sequences,
-            mean_context,
-        )
+        return bilinear(t.decode_sequences, t.decode_context_tokens, table, sequences, context)
 
     def head_s(self, sequences: float) -> float:
         """Seconds of the language-model head and sampler for ``sequences``."""
         t = self.tables()
-        return interpolate(t.head_sequences, t.head_s, sequences)
+        return along(t.head_sequences, t.head_s, sequences)
 
-    def prefill_s(self, tokens: float) -> float:
-        """Seconds of a prefill iteration of ``tokens`` prompt tokens (Eq. 13's quantity)."""
+    def prefill_s(self, tokens: Any) -> Any:
+        """Seconds of prefill iterations of so many tokens, a number or an array (Eq. 13)."""
         return self.step_s([(tokens, 0.0)])
 
     def decode_s(self, sequences: float, context_tokens: float) -> float:
@@ -408,15 +405,9 @@ class Profile:
         parts = list(chunks)
         if not parts or sequences < 1:
             raise ValueError("mixed_step_s needs at least one chunk and one decoding sequence")
-        t, mean = self.tables(), context_tokens / sequences
+        mean = context_tokens / sequences
         alone = self.decode_attention_s(sequences, mean)
-        mixed = interpolate_2d(
-            t.decode_sequences,
-            t.decode_context_tokens,
-            self.mixed_decode_attention_s(),
-            sequences,
-            mean,
-        )
+        mixed = self._decode_attention_s(self.mixed_decode_attention_s(), sequences, mean)
         longest = max(chunk for chunk, _ in parts)
         mixed += self.surplus(sequences).chunk_s * sequences * longest
         return self.step_s(parts, sequences, context_tokens) - alone + mixed

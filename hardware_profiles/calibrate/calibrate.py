@@ -43,7 +43,7 @@ from servegym.hardware_profiles.calibrate.kernel_tables import (
 )
 from servegym.hardware_profiles.calibrate.options import add_options, option
 from servegym.hardware_profiles.host import parse_engine, with_engine
-from servegym.hardware_profiles.interpolation import along, interpolate_2d
+from servegym.hardware_profiles.interpolation import along, bilinear
 from servegym.hardware_profiles.law import LawTables, Profile
 from servegym.hardware_profiles.load import load
 from servegym.hardware_profiles.schema import FORMAT, MIXED_TABLE, read_json
@@ -296,7 +296,7 @@ def _mixed_errors(k: KernelTables, profile: Profile) -> dict[str, Any]:
         if (chunk, before) != (k.tables.chunk_tokens[0], 0):
             axes = (t.decode_sequences, t.decode_context_tokens)
             other = profile.chunk_attention_s(chunk, before)
-            other += interpolate_2d(*axes, together, sequences, context)
+            other += bilinear(*axes, together, sequences, context)
             corrected.append((other - measured) / (measured + rest))
         near.append(
             sequences <= ESTIMATOR_MAX_SEQUENCES

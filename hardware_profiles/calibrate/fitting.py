@@ -203,7 +203,7 @@ def fit_estimator(
     b, x = (a.ravel().astype(float) for a in np.meshgrid(batches, contexts, indexing="ij"))
     decode = np.array([profile.decode_s(n, n * c) for n, c in zip(b, x, strict=True)])
     prompts = np.arange(1, ESTIMATOR_MAX_PROMPT + 1).astype(float)
-    prefill = np.array([profile.prefill_s(p) for p in prompts])
+    prefill = profile.prefill_s(prompts)
     if share:
         values = min(
             (_fit_experts(one, b, x, decode, prompts, prefill)
