@@ -403,17 +403,8 @@ class Composer:
         weights = s.weight_bytes(self.dtype) + round(VALUE_BYTES[self.dtype] * copied)
         routed = (s.layers - s.dense_layers) * s.experts * s.expert_parameters
         routed = round(routed * VALUE_BYTES[s.expert_dtype or self.dtype])
-        model = {
-            "name": s.name,
-            "layers": s.layers,
-            "hidden_size": s.hidden,
-            "attention_heads": s.heads,
-            "kv_heads": kv_heads,
-            "head_size": s.head_size,
-            "bytes_per_value": value_bytes,
-            "parameters": s.parameters,
+        model = s.facts(value_bytes, kv_heads) | {
             "weight_bytes": weights + (self.dp - 1) * (weights - routed),
-            "kv_bytes_per_token": 2 * value_bytes * s.layers * kv_heads * s.head_size,
             "source": f"{s.architecture}; KV cache in {8 * value_bytes} bits"
             + (f", {kv_heads // s.kv_heads} copies of each KV head" if replicas else ""),
         }
