@@ -42,7 +42,7 @@ from servegym.hardware_profiles.model_config import (
     list_models,
     model_shape,
 )
-from servegym.hardware_profiles.schema import FORMAT, MIXED_TABLE, kv_capacity_tokens
+from servegym.hardware_profiles.schema import MIXED_TABLE, kv_capacity_tokens
 
 DTYPES = ("bf16", "fp8", "fp8_block", "nvfp4")
 USABLE_MEMORY = 0.9
@@ -606,7 +606,7 @@ def compose(
         ValueError: naming the unknown card, model, architecture or dtype; the shape beyond the
             tables; the ``tp`` that does not divide the model or does not hold its weights.
     """
-    from servegym.hardware_profiles.calibrate.fitting import NO_ESTIMATE, fit_estimator
+    from servegym.hardware_profiles.calibrate.fitting import estimated
 
     if dtype not in DTYPES:
         raise ValueError(unknown_name("dtype", dtype, list(DTYPES)))
@@ -650,7 +650,6 @@ def compose(
     # One name is never two profiles.
     name += "-composed" * (name in list_profiles())
     data: dict[str, Any] = {
-        "format": FORMAT,
         "name": name,
         "description": f"{device['name']}, {shape.name}, {dtype}, composed from kernel timings",
         "kind": "derived" if derived else "fitted",
@@ -666,13 +665,11 @@ def compose(
             **({"expert_parallel": ep} if ep > 1 else {}),
         },
         "law": law,
-        "estimator": NO_ESTIMATE,
         "domain": {
             "max_decode_sequences": _DECODES[-1],
             "max_iteration_tokens": law["dense_tokens"][-1],
             "max_context_tokens": tables.longest_context(shape.head_size),
         },
-        "fit_error": {},
         "provenance": dict(tables.data["provenance"])
         | {
             "command": f"servegym profile {command}",
@@ -682,15 +679,9 @@ def compose(
     if host := engine_host(engine_name, version):
         data["host"] = host
     data["step_error"] = _step_error(c, engines)
-    draft = Profile.from_dict(data, name)
     share = shape.top_k / shape.experts if shape.experts else 0.0
-    data["estimator"], estimator = fit_estimator(draft, share)
-    data["fit_error"] = {
-        "measure": "absolute relative error; kernels: rows that the tables were made without",
-        **tables.data["held_out"],
-        "linear_estimator_against_law": estimator,
-    }
-    return Profile.from_dict(data, name)
+    measure = "absolute relative error; kernels: rows that the tables were made without"
+    return estimated(data, lambda _: {"measure": measure, **tables.data["held_out"]}, share)
 
 
 def possible_engines(card: str) -> list[tuple[str, str]]:

@@ -41,13 +41,13 @@ from servegym.hardware_profiles.build.published import (
 )
 from servegym.hardware_profiles.calibrate.csv_tables import CsvTable
 from servegym.hardware_profiles.calibrate.fitting import (
-    NO_ESTIMATE,
     check_explains,
     decode_errors,
     error_quantiles,
-    fit_estimator,
+    estimated,
     interpolate_missing,
     isotonic_fit,
+    measured_domain,
     model_facts,
     random_third,
     tabulate,
@@ -62,7 +62,6 @@ from servegym.hardware_profiles.compose import REFERENCE_LONGEST_CHUNK, context_
 from servegym.hardware_profiles.interpolation import along
 from servegym.hardware_profiles.law import LawTables, Profile
 from servegym.hardware_profiles.load import load, unknown_name
-from servegym.hardware_profiles.schema import FORMAT
 
 REFERENCE = "rtx4090-llama-3.1-8b"
 _ELEMENTWISE = {"layernorm": 2, "rotary_emb": 1, "act_fn": 1}
@@ -476,10 +475,8 @@ def fit_card(
     t = k.tables
 
     _check_units(t, card, facts, folder)
-    name = f"{card}-{model.lower()}"
     result: dict[str, Any] = {
-        "format": FORMAT,
-        "name": name,
+        "name": f"{card}-{model.lower()}",
         "description": f"{CARDS[card]['name']}, {facts['name']}, composed from kernel timings",
         "kind": "fitted",
         "device": {
@@ -494,29 +491,22 @@ def fit_card(
             "activation_reserve_bytes": 1_237_000_000,
         },
         "law": tabulate(t._asdict(), _TOLERANCE),
-        "estimator": NO_ESTIMATE,
-        "domain": {
-            "max_decode_sequences": int(t.decode_sequences[-1]),
-            "max_iteration_tokens": int(t.dense_tokens[-1]),
-            "max_context_tokens": int(min(t.context_tokens[-1], t.decode_context_tokens[-1])),
-        },
-        "fit_error": {},
+        "domain": measured_domain(t),
         "provenance": _provenance(k, card),
     }
-    draft = Profile.from_dict(result, name)
-    result["estimator"], estimator_error = fit_estimator(draft)
-    error: dict[str, Any] = {
-        "measure": "absolute relative error; held-out rows unless said otherwise",
-        **_held_out_errors(k, draft, seed),
-    }
-    if facts["name"] == "Llama-3.1-8B":
-        error |= errors_against_aiconfigurator(card, draft)
-        if card == "a100-80g":
-            error |= _errors_against_vidur(root, draft)
-    for kind, spread in (method or {}).items():
-        error[f"method_on_rtxpro6000_{kind}"] = spread
-    result["fit_error"] = {**error, "linear_estimator_against_law": estimator_error}
-    return Profile.from_dict(result, name)
+
+    def errors(draft: Profile) -> dict[str, Any]:
+        error: dict[str, Any] = {
+            "measure": "absolute relative error; held-out rows unless said otherwise",
+            **_held_out_errors(k, draft, seed),
+        }
+        if facts["name"] == "Llama-3.1-8B":
+            error |= errors_against_aiconfigurator(card, draft)
+            if card == "a100-80g":
+                error |= _errors_against_vidur(root, draft)
+        return error | {f"method_on_rtxpro6000_{kind}": v for kind, v in (method or {}).items()}
+
+    return estimated(result, errors)
 
 
 def _check_units(t: LawTables, card: str, model: Mapping[str, Any], folder: Path) -> None:

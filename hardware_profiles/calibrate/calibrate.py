@@ -22,13 +22,13 @@ from servegym.hardware_profiles.calibrate.fitting import (
     ESTIMATOR_MAX_CONTEXT,
     ESTIMATOR_MAX_PROMPT,
     ESTIMATOR_MAX_SEQUENCES,
-    NO_ESTIMATE,
     as_integers,
     check_explains,
     decode_errors,
     error_quantiles,
-    fit_estimator,
+    estimated,
     interpolate_missing,
+    measured_domain,
     model_facts,
     random_third,
     rounded,
@@ -46,7 +46,7 @@ from servegym.hardware_profiles.host import parse_engine, with_engine
 from servegym.hardware_profiles.interpolation import along, bilinear
 from servegym.hardware_profiles.law import LawTables, Profile
 from servegym.hardware_profiles.load import load
-from servegym.hardware_profiles.schema import FORMAT, MIXED_TABLE, read_json
+from servegym.hardware_profiles.schema import MIXED_TABLE, read_json
 
 # Reading all weights once takes at least this long on any device, and no longer than this on
 # one worth serving from. Outside lies a unit mistake.
@@ -114,7 +114,6 @@ def calibrate_kernels(folder: str | os.PathLike[str], options: KernelOptions) ->
         ],
     }
     data: dict[str, Any] = {
-        "format": FORMAT,
         "name": name,
         "description": f"{device}, {facts['name']}, tabulated from kernel timings",
         "kind": "fitted",
@@ -131,27 +130,21 @@ def calibrate_kernels(folder: str | os.PathLike[str], options: KernelOptions) ->
             "activation_reserve_bytes": options.activation_reserve_bytes,
         },
         "law": _tabulated_law(kernels, options.tolerance),
-        "estimator": NO_ESTIMATE,
-        "domain": {
-            "max_decode_sequences": int(t.decode_sequences[-1]),
-            "max_iteration_tokens": int(t.dense_tokens[-1]),
-            "max_context_tokens": int(min(t.context_tokens[-1], t.decode_context_tokens[-1])),
-        },
-        "fit_error": {},
+        "domain": measured_domain(t),
         "provenance": origin,
     }
-    draft = Profile.from_dict(data, name)
-    data["estimator"], estimator_error = fit_estimator(draft)
-    guess = np.array([draft.dense_s(n) for n in t.dense_tokens])
-    data["fit_error"] = {
-        "measure": "absolute relative error; held-out rows unless said otherwise",
-        "dense_thinned_at_measured_points": error_quantiles(guess / t.dense_s - 1.0),
-        **_held_out_errors(t, options.tolerance, options.seed),
-        **_second_grid_errors(kernels, draft),
-        **_mixed_errors(kernels, draft),
-        "linear_estimator_against_law": estimator_error,
-    }
-    profile = Profile.from_dict(data, name)
+
+    def errors(draft: Profile) -> dict[str, Any]:
+        guess = np.array([draft.dense_s(n) for n in t.dense_tokens])
+        return {
+            "measure": "absolute relative error; held-out rows unless said otherwise",
+            "dense_thinned_at_measured_points": error_quantiles(guess / t.dense_s - 1.0),
+            **_held_out_errors(t, options.tolerance, options.seed),
+            **_second_grid_errors(kernels, draft),
+            **_mixed_errors(kernels, draft),
+        }
+
+    profile = estimated(data, errors)
     return with_engine(profile, options.engine) if options.engine else profile
 
 

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from servegym._command_line import run_main
-from servegym.hardware_profiles.calibrate.fitting import error_quantiles, fit_estimator, tabulate
+from servegym.hardware_profiles.calibrate.fitting import error_quantiles, estimated, tabulate
 from servegym.hardware_profiles.calibrate.server_loads import Load, read_all
 from servegym.hardware_profiles.compose import (
     Z80,
@@ -462,13 +462,6 @@ def calibrate_server(
             "decode": {"bias": 0.0, "sd": float(f"{decode_sd:.3g}"), "points": count},
         },
     }
-    draft = Profile.from_dict(data, name)
-    data["estimator"], estimator = fit_estimator(draft)
-    data["fit_error"] = {
-        "measure": "absolute relative error of a decode step",
-        **errors,
-        "linear_estimator_against_law": estimator,
-    }
     data["provenance"] = {
         "source": f"{count} measured loads on top of {profile.name}: "
         f"{profile.provenance['source']}",
@@ -477,7 +470,9 @@ def calibrate_server(
         "command": "servegym calibrate server",
         "notes": [*lines, *profile.provenance.get("notes", ())],
     }
-    return Calibration(Profile.from_dict(data, name), True, tuple(lines))
+    measure = "absolute relative error of a decode step"
+    corrected = estimated(data, lambda _: {"measure": measure, **errors})
+    return Calibration(corrected, True, tuple(lines))
 
 
 def _of_an_engine(options: argparse.Namespace, loads: Sequence[Load]) -> Profile:

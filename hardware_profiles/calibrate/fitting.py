@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from servegym.hardware_profiles.fleet import served_models
 from servegym.hardware_profiles.interpolation import along
 from servegym.hardware_profiles.law import Estimator, LawTables, Profile
 from servegym.hardware_profiles.load import unknown_name
-from servegym.hardware_profiles.schema import ESTIMATOR_FIELDS, read_json
+from servegym.hardware_profiles.schema import ESTIMATOR_FIELDS, FORMAT, read_json
 
 # Times of growing work whose best non-falling fit explains less than this are no law.
 EXPLAINED_FLOOR = 0.5
@@ -25,8 +25,6 @@ ESTIMATOR_MAX_CONTEXT = 1500
 EXPERT_BATCHES = np.array([1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256])
 EXPERT_SHARES = np.geomspace(0.35, 2.0, 13)
 _FEW_PROMPTS = np.unique(np.geomspace(1, ESTIMATOR_MAX_PROMPT, 40).astype(int)) - 1
-# Stands in a draft until the estimator is fitted to its law.
-NO_ESTIMATE = dict.fromkeys(ESTIMATOR_FIELDS, 0.0)
 
 
 def thin(grid: np.ndarray, values: np.ndarray, tolerance: float) -> np.ndarray:
@@ -223,6 +221,33 @@ def fit_estimator(
         "decode": error_quantiles(estimator.decode_s(b, b * x) / decode - 1.0),
     }
     return values, errors
+
+
+def estimated(
+    data: Mapping[str, Any], errors: Callable[[Profile], Mapping[str, Any]], expert_share: float = 0
+) -> Profile:
+    """The profile of its file's fields, with the estimate of its law and its errors.
+
+    Args:
+        data: the fields; ``estimator`` and ``fit_error`` are made here.
+        errors: gives those of the law.
+        expert_share: as in :func:`fit_estimator`.
+    """
+    empty = {"format": FORMAT, "estimator": dict.fromkeys(ESTIMATOR_FIELDS, 0.0), "fit_error": {}}
+    draft = Profile.from_dict(empty | data, data["name"])
+    estimator, error = fit_estimator(draft, expert_share)
+    spread = {**errors(draft), "linear_estimator_against_law": error}
+    fitted = {"estimator": estimator, "fit_error": spread}
+    return Profile.from_dict(empty | data | fitted, data["name"])
+
+
+def measured_domain(t: LawTables) -> dict[str, int]:
+    """The field ``domain`` of a profile whose tables were timed."""
+    return {
+        "max_decode_sequences": int(t.decode_sequences[-1]),
+        "max_iteration_tokens": int(t.dense_tokens[-1]),
+        "max_context_tokens": int(min(t.context_tokens[-1], t.decode_context_tokens[-1])),
+    }
 
 
 def _fit_experts(
