@@ -23,7 +23,7 @@ import argparse
 import itertools
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from servegym._command_line import run_main
 from servegym.hardware_profiles.constants import constant
 from servegym.hardware_profiles.host import engine_host, parse_engine, plans_ahead, version_numbers
 from servegym.hardware_profiles.kernels import CardKernels, MoeShape, list_cards, load_kernels
-from servegym.hardware_profiles.law import Profile
+from servegym.hardware_profiles.law import LawTables, Profile
 from servegym.hardware_profiles.load import list_profiles, load, unknown_name
 from servegym.hardware_profiles.model_config import (
     VALUE_BYTES,
@@ -42,14 +42,14 @@ from servegym.hardware_profiles.model_config import (
     list_models,
     model_shape,
 )
-from servegym.hardware_profiles.schema import FORMAT, kv_capacity_tokens
+from servegym.hardware_profiles.schema import MIXED_TABLE, kv_capacity_tokens
 
 DTYPES = ("bf16", "fp8", "fp8_block", "nvfp4")
 USABLE_MEMORY = 0.9
 
 # The card and model whose chunks after earlier context were timed, and its multiprocessors.
 _REFERENCE, _REFERENCE_PROCESSORS = "rtx4090-llama-3.1-8b", 128
-_REFERENCE_LONGEST_CHUNK = 2048
+REFERENCE_LONGEST_CHUNK = 2048
 # Queries that one block of the prefill kernel works on; blocks run one a multiprocessor.
 _QUERY_TILE = 128
 
@@ -82,6 +82,37 @@ _LINK_BEYOND = 20.0
 _NARROWEST_PRODUCT = 32
 # Longer iterations are left to the last slope of the table.
 _LONGEST_ITERATION_S = 25.0
+
+
+def context_increment_s(
+    reference: Profile, rate: float, chunk: float, context: float, heads: int, processors: int
+) -> float:
+    """Seconds that earlier context adds to a chunk's attention in one layer.
+
+    Not timed on most cards: the RTX 4090's increment for Llama-3.1-8B times the ratio of the long
+    prompts' rates and of the waves' waste, what the last wave of query blocks leaves unused.
+
+    Args:
+        reference: the profile of that card and model.
+        rate: seconds a (query, key) pair of the card's long prompts.
+        chunk: tokens of the chunk, to 2,048.
+        context: tokens before it.
+        heads: query heads on the card.
+        processors: multiprocessors of the card.
+    """
+    layers, longest = reference.model["layers"], REFERENCE_LONGEST_CHUNK
+    far = float(reference.tables().context_tokens[-1])
+    base = reference.chunk_attention_s(longest, far) - reference.chunk_attention_s(longest, 0)
+    base_rate = base / layers / (longest * far)
+    added = reference.chunk_attention_s(chunk, context) - reference.chunk_attention_s(chunk, 0)
+
+    def waste(heads: int, processors: int) -> float:
+        blocks = heads * math.ceil(chunk / _QUERY_TILE)
+        return math.ceil(blocks / processors) * processors / blocks
+
+    more = waste(heads, processors)
+    more /= waste(reference.model["attention_heads"], _REFERENCE_PROCESSORS)
+    return max(added, 0.0) / layers * (rate / base_rate) * more
 
 
 @dataclass
@@ -267,30 +298,16 @@ class Composer:
             return self._prompt(tokens)
         return self._prompt(self._longest) + 0.5 * self.rate * (tokens**2 - self._longest**2)
 
-    def _waste(self, heads: int, processors: int, chunk: float) -> float:
-        """How much of the multiprocessors' time the last wave of query blocks leaves unused."""
-        blocks = heads * math.ceil(chunk / _QUERY_TILE)
-        return math.ceil(blocks / processors) * processors / blocks
-
     def context_s(self, chunk: float, context: float) -> float:
         """Seconds that earlier context adds to a chunk's attention in one full layer.
 
-        Not timed on most cards: the RTX 4090's increment for Llama-3.1-8B times the ratio of the
-        long prompts' rates and of the waves' waste; chunks beyond 2,048 by (query, key) pairs.
+        By (query, key) pairs beyond the chunks that were timed, see `context_increment_s`.
         """
-        if chunk > _REFERENCE_LONGEST_CHUNK or self.shape.latent:
+        if chunk > REFERENCE_LONGEST_CHUNK or self.shape.latent:
             return self.rate * chunk * context
-        reference = self.reference
-        layers, heads = reference.model["layers"], reference.model["attention_heads"]
-        far = float(reference.tables().context_tokens[-1])
-        longest = _REFERENCE_LONGEST_CHUNK
-        base = reference.chunk_attention_s(longest, far) - reference.chunk_attention_s(longest, 0)
-        base_rate = base / layers / (longest * far)
-        added = reference.chunk_attention_s(chunk, context) - reference.chunk_attention_s(chunk, 0)
         processors = self.kernels.data["device"]["multiprocessors"]
-        waste = self._waste(self.heads, processors, chunk)
-        waste /= self._waste(heads, _REFERENCE_PROCESSORS, chunk)
-        return max(added, 0.0) / layers * (self.rate / base_rate) * waste
+        at = (self.reference, self.rate, chunk, context)
+        return context_increment_s(*at, self.heads, processors)
 
     def chunk_attention_s(self, chunk: float, context: float) -> float:
         """Seconds of all layers' attention of a prompt's chunk after ``context`` tokens."""
@@ -386,17 +403,8 @@ class Composer:
         weights = s.weight_bytes(self.dtype) + round(VALUE_BYTES[self.dtype] * copied)
         routed = (s.layers - s.dense_layers) * s.experts * s.expert_parameters
         routed = round(routed * VALUE_BYTES[s.expert_dtype or self.dtype])
-        model = {
-            "name": s.name,
-            "layers": s.layers,
-            "hidden_size": s.hidden,
-            "attention_heads": s.heads,
-            "kv_heads": kv_heads,
-            "head_size": s.head_size,
-            "bytes_per_value": value_bytes,
-            "parameters": s.parameters,
+        model = s.facts(value_bytes, kv_heads) | {
             "weight_bytes": weights + (self.dp - 1) * (weights - routed),
-            "kv_bytes_per_token": 2 * value_bytes * s.layers * kv_heads * s.head_size,
             "source": f"{s.architecture}; KV cache in {8 * value_bytes} bits"
             + (f", {kv_heads // s.kv_heads} copies of each KV head" if replicas else ""),
         }
@@ -453,44 +461,28 @@ def _check_memory(composer: Composer) -> None:
 
 def _tables(c: Composer) -> dict[str, Any]:
     """The ``law`` field."""
-    from servegym.hardware_profiles.calibrate.fitting import (
-        as_integers,
-        isotonic_fit,
-        rounded,
-        thin,
-    )
+    from servegym.hardware_profiles.calibrate.fitting import isotonic_fit, tabulate
+
+    def grown(seconds: Callable[[float, float], float], rows: Any, columns: Any) -> np.ndarray:
+        table = np.array([[seconds(row, column) for column in columns] for row in rows])
+        return np.maximum.accumulate(table, axis=0)
 
     rows = np.array(c.kernels.data["gemm"][c.dtype]["rows"])
     dense = isotonic_fit(np.array([c.dense_s(m) for m in rows]))
     tokens, dense = rows[dense <= _LONGEST_ITERATION_S], dense[dense <= _LONGEST_ITERATION_S]
     sequences = rows[rows <= _DECODES[-1]]
-    head = isotonic_fit(np.array([c.head_s(m) for m in sequences]))
     fresh = c.kernels.data["prompt_attention"]["128"]["tokens"]
-    chunks = np.array([*fresh, *(p for p in _LONG_PROMPTS if p > fresh[-1])])
-    attention = np.array([[c.chunk_attention_s(n, x) for x in _CONTEXTS] for n in chunks])
-    decode = np.array([[c.decode_attention_s(b, x) for x in _DECODE_CONTEXTS] for b in _DECODES])
-    points, kept_head = thin(tokens, dense, _TOLERANCE), thin(sequences, head, _TOLERANCE)
-    mixed = {}
+    chunks = [*fresh, *(p for p in _LONG_PROMPTS if p > fresh[-1])]
+    decodes, mixed = (_DECODES, _DECODE_CONTEXTS), {}
     if c.mixed is not None:
-        beside = np.array(
-            [[c.mixed_decode_attention_s(b, x) for x in _DECODE_CONTEXTS] for b in _DECODES]
-        )
-        mixed["mixed_decode_attention_s"] = rounded(np.maximum.accumulate(beside, axis=0))
-    return {
-        "kind": "tabulated",
-        "dense_tokens": as_integers(tokens[points]),
-        "dense_s": rounded(dense[points]),
-        "chunk_tokens": as_integers(chunks),
-        "context_tokens": list(_CONTEXTS),
-        "chunk_attention_s": rounded(np.maximum.accumulate(attention, axis=0)),
-        "decode_sequences": list(_DECODES),
-        "decode_context_tokens": list(_DECODE_CONTEXTS),
-        "decode_attention_s": rounded(np.maximum.accumulate(decode, axis=0)),
-        **mixed,
-        **c.surplus(),
-        "head_sequences": as_integers(sequences[kept_head]),
-        "head_s": rounded(head[kept_head]),
-    }
+        mixed[MIXED_TABLE] = grown(c.mixed_decode_attention_s, *decodes)
+    tables = LawTables(
+        *(tokens, dense),
+        *(chunks, _CONTEXTS, grown(c.chunk_attention_s, chunks, _CONTEXTS)),
+        *(*decodes, grown(c.decode_attention_s, *decodes)),
+        *(sequences, isotonic_fit(np.array([c.head_s(m) for m in sequences]))),
+    )
+    return tabulate(tables._asdict() | mixed | c.surplus(), _TOLERANCE)
 
 
 def _notes(c: Composer) -> list[str]:
@@ -614,7 +606,7 @@ def compose(
         ValueError: naming the unknown card, model, architecture or dtype; the shape beyond the
             tables; the ``tp`` that does not divide the model or does not hold its weights.
     """
-    from servegym.hardware_profiles.calibrate.fitting import NO_ESTIMATE, fit_estimator
+    from servegym.hardware_profiles.calibrate.fitting import estimated
 
     if dtype not in DTYPES:
         raise ValueError(unknown_name("dtype", dtype, list(DTYPES)))
@@ -658,7 +650,6 @@ def compose(
     # One name is never two profiles.
     name += "-composed" * (name in list_profiles())
     data: dict[str, Any] = {
-        "format": FORMAT,
         "name": name,
         "description": f"{device['name']}, {shape.name}, {dtype}, composed from kernel timings",
         "kind": "derived" if derived else "fitted",
@@ -674,13 +665,11 @@ def compose(
             **({"expert_parallel": ep} if ep > 1 else {}),
         },
         "law": law,
-        "estimator": NO_ESTIMATE,
         "domain": {
             "max_decode_sequences": _DECODES[-1],
             "max_iteration_tokens": law["dense_tokens"][-1],
             "max_context_tokens": tables.longest_context(shape.head_size),
         },
-        "fit_error": {},
         "provenance": dict(tables.data["provenance"])
         | {
             "command": f"servegym profile {command}",
@@ -690,15 +679,9 @@ def compose(
     if host := engine_host(engine_name, version):
         data["host"] = host
     data["step_error"] = _step_error(c, engines)
-    draft = Profile.from_dict(data, name)
     share = shape.top_k / shape.experts if shape.experts else 0.0
-    data["estimator"], estimator = fit_estimator(draft, share)
-    data["fit_error"] = {
-        "measure": "absolute relative error; kernels: rows that the tables were made without",
-        **tables.data["held_out"],
-        "linear_estimator_against_law": estimator,
-    }
-    return Profile.from_dict(data, name)
+    measure = "absolute relative error; kernels: rows that the tables were made without"
+    return estimated(data, lambda _: {"measure": measure, **tables.data["held_out"]}, share)
 
 
 def possible_engines(card: str) -> list[tuple[str, str]]:

@@ -2,59 +2,39 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 
-def interpolate(grid: np.ndarray, values: np.ndarray, x: float) -> float:
-    """Piecewise-linear ``values(x)``; the outermost segment's slope holds beyond the grid.
-
-    Args:
-        grid: ``(G,)`` strictly increasing, ``G >= 2``.
-        values: ``(G,)``.
-        x: where to evaluate.
-    """
-    i = min(max(bisect_right(grid, x) - 1, 0), len(grid) - 2)
-    w = (x - grid[i]) / (grid[i + 1] - grid[i])
-    return float(values[i] + w * (values[i + 1] - values[i]))
-
-
-def interpolate_2d(
-    rows: np.ndarray, columns: np.ndarray, values: np.ndarray, row: float, column: float
-) -> float:
-    """Bilinear ``values(row, column)``; the outermost cell's plane holds beyond the grid.
-
-    Args:
-        rows: ``(R,)`` strictly increasing, ``R >= 2``.
-        columns: ``(C,)`` strictly increasing, ``C >= 2``.
-        values: ``(R, C)``.
-        row: where to evaluate along the rows.
-        column: where to evaluate along the columns.
-    """
-    i = min(max(bisect_right(rows, row) - 1, 0), len(rows) - 2)
-    w = (row - rows[i]) / (rows[i + 1] - rows[i])
-    low = interpolate(columns, values[i], column)
-    high = interpolate(columns, values[i + 1], column)
-    return float(low + w * (high - low))
-
-
-def along(grid: np.ndarray, values: np.ndarray, x: ArrayLike) -> np.ndarray:
-    """Piecewise-linear values ``(..., K)`` at several points.
+def along(grid: np.ndarray, values: np.ndarray, x: ArrayLike) -> Any:
+    """Piecewise-linear values along the last axis; the outermost slopes hold beyond the grid.
 
     Args:
         grid: ``(G,)`` strictly increasing; with one point the values are the same everywhere.
         values: ``(..., G)``.
-        x: ``(K,)`` where to evaluate.
+        x: where to evaluate, a number or ``(K,)``.
+
+    Returns:
+        ``(...)`` at a number, a float where no axis is left; ``(..., K)`` at several points.
     """
     at = np.asarray(x, dtype=np.float64)
     if len(grid) == 1:
         return np.repeat(values, len(at), axis=-1)
-    i = np.clip(np.searchsorted(grid, at, side="right") - 1, 0, len(grid) - 2)
+    # Not `np.clip`, which takes longer than all the rest for a number.
+    i = np.minimum(np.maximum(grid.searchsorted(at, side="right") - 1, 0), len(grid) - 2)
     weight = (at - grid[i]) / (grid[i + 1] - grid[i])
-    return values[..., i] + (values[..., i + 1] - values[..., i]) * weight
+    result = values[..., i] + (values[..., i + 1] - values[..., i]) * weight
+    return result if result.ndim else float(result)
+
+
+def bilinear(
+    rows: np.ndarray, columns: np.ndarray, values: np.ndarray, row: float, column: float
+) -> float:
+    """:func:`along` the columns ``(C,)``, then the rows ``(R,)`` of a table ``(R, C)``."""
+    return along(rows, along(columns, values, column), row)
 
 
 def union(grids: Iterable[np.ndarray]) -> np.ndarray:

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from servegym.hardware_profiles.interpolation import interpolate
+from servegym.hardware_profiles.interpolation import along
 from servegym.hardware_profiles.load import data_path, list_profiles, unknown_name
 from servegym.hardware_profiles.model_config import VALUE_BYTES
 from servegym.hardware_profiles.schema import Fields, read_json
@@ -525,7 +525,7 @@ class CardKernels:
         """
         raw = self.data["elementwise"][op]
         grid, time = np.array(raw["tokens"], float), _MICROSECOND * np.array(raw["us"])
-        timed = max(interpolate(grid, time, tokens * size / raw["size"]), float(time[0]))
+        timed = max(along(grid, time, tokens * size / raw["size"]), float(time[0]))
         moved = _MOVED.get(op, 0) * tokens * size
         return max(timed, self.stream_s(moved)) if moved else timed
 

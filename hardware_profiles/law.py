@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from servegym.hardware_profiles.host import fold_host, plans_ahead
-from servegym.hardware_profiles.interpolation import interpolate, interpolate_2d
+from servegym.hardware_profiles.interpolation import along, bilinear
 from servegym.hardware_profiles.schema import (
     ESTIMATOR_FIELDS,
     FORMAT,
@@ -209,7 +209,7 @@ class Profile:
             ValueError: naming ``where``, the field, what was given and what is allowed.
         """
         fields = check_profile(data, where)
-        fields["estimator"] = Estimator(**fields["estimator"])
+        fields["estimator"] = Estimator(**{k: float(v) for k, v in fields["estimator"].items()})
         at = f"{where}: field 'device.memory_bytes'"
         tokens = kv_capacity_tokens(fields["device"], fields["model"], fields["engine"], at)
         kv_bytes = int(fields["model"].get("kv_bytes_per_token", 0))
@@ -263,8 +263,9 @@ class Profile:
         Raises:
             ValueError: naming the field, what was given and what is allowed.
         """
-        checked = check_host(Fields(host, "<host>", "host")) if host else {}
-        return replace(self, host=checked, _tables=None)
+        if host:
+            check_host(Fields(host, "<host>", "host"))
+        return replace(self, host=copy_json(dict(host)), _tables=None)
 
     def with_model(self, model: Mapping[str, Any], where: str = "<model>") -> Profile:
         """Return this profile holding another model's weights and KV cache.
@@ -283,7 +284,8 @@ class Profile:
                 f"{where}: profile {self.name!r} gives its KV memory in tokens, so another model's "
                 "share of it is not known"
             )
-        facts = check_model(Fields(model, where, "model"))
+        check_model(Fields(model, where, "model"))
+        facts = copy_json(dict(model))
         kv_bytes = int(facts["kv_bytes_per_token"])
         tokens = kv_capacity_tokens(
             self.device, facts, self.engine, f"{where}: field 'weight_bytes'"
@@ -295,31 +297,28 @@ class Profile:
     def dense_s(self, tokens: float) -> float:
         """Seconds of an iteration's dense part for ``tokens`` scheduled tokens."""
         t = self.tables()
-        return interpolate(t.dense_tokens, t.dense_s, tokens)
+        return along(t.dense_tokens, t.dense_s, tokens)
 
     def chunk_attention_s(self, chunk: float, context: float) -> float:
         """Seconds of the attention of a ``chunk`` of prompt tokens after ``context`` tokens."""
         t = self.tables()
-        return interpolate_2d(t.chunk_tokens, t.context_tokens, t.chunk_attention_s, chunk, context)
+        return bilinear(t.chunk_tokens, t.context_tokens, t.chunk_attention_s, chunk, context)
 
     def decode_attention_s(self, sequences: float, mean_context: float) -> float:
         """Seconds of the attention of ``sequences`` decodes of ``mean_context`` tokens each."""
+        return self._decode_attention_s(self.tables().decode_attention_s, sequences, mean_context)
+
+    def _decode_attention_s(self, table: np.ndarray, sequences: float, context: float) -> float:
         t = self.tables()
-        return interpolate_2d(
-            t.decode_sequences,
-            t.decode_context_tokens,
-            t.decode_attention_s,
-            sequences,
-            mean_context,
-        )
+        return bilinear(t.decode_sequences, t.decode_context_tokens, table, sequences, context)
 
     def head_s(self, sequences: float) -> float:
         """Seconds of the language-model head and sampler for ``sequences``."""
         t = self.tables()
-        return interpolate(t.head_sequences, t.head_s, sequences)
+        return along(t.head_sequences, t.head_s, sequences)
 
-    def prefill_s(self, tokens: float) -> float:
-        """Seconds of a prefill iteration of ``tokens`` prompt tokens (Eq. 13's quantity)."""
+    def prefill_s(self, tokens: Any) -> Any:
+        """Seconds of prefill iterations of so many tokens, a number or an array (Eq. 13)."""
         return self.step_s([(tokens, 0.0)])
 
     def decode_s(self, sequences: float, context_tokens: float) -> float:
@@ -406,15 +405,9 @@ class Profile:
         parts = list(chunks)
         if not parts or sequences < 1:
             raise ValueError("mixed_step_s needs at least one chunk and one decoding sequence")
-        t, mean = self.tables(), context_tokens / sequences
+        mean = context_tokens / sequences
         alone = self.decode_attention_s(sequences, mean)
-        mixed = interpolate_2d(
-            t.decode_sequences,
-            t.decode_context_tokens,
-            self.mixed_decode_attention_s(),
-            sequences,
-            mean,
-        )
+        mixed = self._decode_attention_s(self.mixed_decode_attention_s(), sequences, mean)
         longest = max(chunk for chunk, _ in parts)
         mixed += self.surplus(sequences).chunk_s * sequences * longest
         return self.step_s(parts, sequences, context_tokens) - alone + mixed

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import os
 import re
@@ -11,12 +10,13 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar
 
+from servegym._checks import nearest
 from servegym.hardware_profiles.law import Profile
 from servegym.hardware_profiles.schema import read_json
 
 _T = TypeVar("_T")
 
-_NOT_PROFILES = ("constants", "fleet-", "moe-", "schema", "served-models")
+_NOT_PROFILES = ("constants", "fleet-", "moe-", "served-models")
 
 
 def data_path(name: str) -> Path:
@@ -48,21 +48,12 @@ def load(name_or_path: str | os.PathLike[str]) -> Profile:
 
 
 def unknown_name(what: str, text: str, names: list[str]) -> str:
-    """Message for a name that does not exist, with the nearest that does.
-
-    A name with other numbers is another thing (H20 is no H200), not a misspelling.
-    """
-
-    def numbers(name: str) -> set[int]:
-        return {int(number) for number in re.findall(r"\d+", name)}
-
-    alike = [name for name in names if numbers(text) <= numbers(name)]
-    low = text.lower()
-    near = [name for name in alike if text and name.lower().startswith(low)]
-    if not near:
-        lower = {name.lower(): name for name in alike}
-        near = [lower[name] for name in difflib.get_close_matches(low, lower, 1, cutoff=0.8)]
-    hint = f"; did you mean {near[0]!r}?" if near else ""
+    """Message for a name that does not exist, with the nearest that does."""
+    # A name with other numbers is another thing (H20 is no H200), not a misspelling.
+    numbers, *others = (set(map(int, re.findall(r"\d+", name))) for name in (text, *names))
+    alike = [name for name, other in zip(names, others, strict=True) if numbers <= other]
+    near = nearest(text, alike, least=0.8)
+    hint = f"; did you mean {near!r}?" if near else ""
     return f"{what}: got {text!r}{hint} (allowed: {', '.join(names)})"
 
 

@@ -216,6 +216,27 @@ class ModelShape:
         total += self.feed_forward_parameters * VALUE_BYTES[experts]
         return round(total + 2.0 * (self.embedding_parameters + self.small_parameters))
 
+    def facts(self, value_bytes: int = 2, kv_heads: int | None = None) -> dict[str, Any]:
+        """The field ``model`` of a profile, with weights in 16 bits.
+
+        Args:
+            value_bytes: of a key or value.
+            kv_heads: KV heads in memory, copies of each where cards hold more; by default its own.
+        """
+        kv_heads = self.kv_heads if kv_heads is None else kv_heads
+        return {
+            "name": self.name,
+            "layers": self.layers,
+            "hidden_size": self.hidden,
+            "attention_heads": self.heads,
+            "kv_heads": kv_heads,
+            "head_size": self.head_size,
+            "bytes_per_value": value_bytes,
+            "parameters": self.parameters,
+            "weight_bytes": self.weight_bytes("bf16"),
+            "kv_bytes_per_token": 2 * value_bytes * self.layers * kv_heads * self.head_size,
+        }
+
 
 def parse_config(config: Mapping[str, Any], name: str, where: str) -> ModelShape:
     """The shape of a decoder model.

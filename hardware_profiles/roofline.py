@@ -41,13 +41,13 @@ def roofline(
     ):
         if not least <= value <= most:
             raise ValueError(f"{name}: got {value:g} a second; is it in {unit}?")
-    weights, kv = shape.weight_bytes("bf16"), 4 * shape.layers * shape.kv_heads * shape.head_size
+    facts = shape.facts()
     token_s = 2.0 * shape.parameters / flop_per_s
     linear = {
-        "base_s": weights / bandwidth_bytes_per_s,
+        "base_s": facts["weight_bytes"] / bandwidth_bytes_per_s,
         "prefill_s_per_token": token_s,
         "decode_s_per_sequence": token_s,
-        "decode_s_per_context_token": kv / bandwidth_bytes_per_s,
+        "decode_s_per_context_token": facts["kv_bytes_per_token"] / bandwidth_bytes_per_s,
     }
     data = {
         "format": FORMAT,
@@ -59,18 +59,7 @@ def roofline(
             "memory_bytes": memory_bytes,
             "usable_memory_fraction": USABLE_MEMORY,
         },
-        "model": {
-            "name": shape.name,
-            "layers": shape.layers,
-            "hidden_size": shape.hidden,
-            "attention_heads": shape.heads,
-            "kv_heads": shape.kv_heads,
-            "head_size": shape.head_size,
-            "bytes_per_value": 2,
-            "parameters": shape.parameters,
-            "weight_bytes": weights,
-            "kv_bytes_per_token": kv,
-        },
+        "model": facts,
         "engine": {
             "name": "unknown",
             "version": "unknown",

@@ -10,13 +10,14 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from servegym._checks import nearest
+from servegym._checks import LARGEST, flag, nearest, real, whole
 from servegym._files import write_text
 
 FORMAT = "servegym-hardware-profile/1"
@@ -82,16 +83,20 @@ class Fields:
         self.where = where
         self.path = path
         if not isinstance(data, Mapping):
-            raise self.error("", f"got {_short(data)}; must be an object")
+            raise self.error("", f"got {data!r:.60}; must be an object")
         self.data = dict(data)
 
     def place(self, key: str) -> str:
         """``key`` with the path of its object before it."""
         return ".".join(part for part in (self.path, key) if part) or "(top level)"
 
+    def at(self, key: str) -> str:
+        """The file and the place of a field, for messages."""
+        return f"{self.where}: field {self.place(key)!r}:"
+
     def error(self, key: str, reason: str) -> ValueError:
         """The error of a field, to be raised."""
-        return ValueError(f"{self.where}: field {self.place(key)!r}: {reason}")
+        return ValueError(f"{self.at(key)} {reason}")
 
     def only(self, allowed: Iterable[str]) -> None:
         """Refuse keys that are not ``allowed``, naming the nearest that is."""
@@ -114,78 +119,59 @@ class Fields:
 
     def text(self, key: str, allowed: Iterable[str] | None = None) -> str:
         """A non-empty string, one of ``allowed`` if given."""
-        value = self.get(key)
-        if not isinstance(value, str) or not value.strip():
-            raise self.error(key, f"got {_short(value)}; must be a non-empty string")
-        if allowed is not None:
-            options = list(allowed)
-            if value not in options:
-                raise self.error(key, f"got {value!r}; must be one of {', '.join(options)}")
-        return value
+        value, options = self.get(key), None if allowed is None else list(allowed)
+        if isinstance(value, str) and (value.strip() if options is None else value in options):
+            return value
+        what = "a non-empty string" if options is None else f"one of {', '.join(options)}"
+        raise self.error(key, f"got {value!r:.60}; must be {what}")
 
     def number(
         self,
         key: str,
         low: float = 0.0,
-        high: float = math.inf,
+        high: float = LARGEST,
         *,
         strict: bool = False,
         hint: str = "",
     ) -> float:
         """A finite number in [``low``, ``high``], above ``low`` if ``strict``."""
-        return self.check_number(key, self.get(key), low, high, strict=strict, hint=hint)
-
-    def check_number(
-        self, key: str, value: Any, low: float, high: float, *, strict: bool, hint: str
-    ) -> float:
-        """As :meth:`number`, of a value that is not a field of its own."""
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise self.error(key, f"got {_short(value)}; must be a number")
-        if not math.isfinite(value):
-            raise self.error(key, f"got {value}; must be finite")
-        if value < low or (strict and value == low):
-            raise self.error(key, f"got {value}; must be {'>' if strict else '>='} {low:g}")
-        if value > high:
-            raise self.error(key, f"got {value}; must be <= {high:g}{hint}")
-        return float(value)
+        return real(self.at(key), self.get(key), low, high, strict, hint)
 
     def integer(self, key: str, low: int = 1) -> int:
         """A whole number of at least ``low``."""
-        value = self.get(key)
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise self.error(key, f"got {_short(value)}; must be an integer")
-        if value < low:
-            raise self.error(key, f"got {value}; must be >= {low}")
-        return value
+        return whole(self.at(key), self.get(key), low, math.inf)
 
     def flag(self, key: str, default: bool) -> bool:
         """True or false; the default where the field is not there."""
-        value = self.data.get(key, default)
-        if not isinstance(value, bool):
-            raise self.error(key, f"got {_short(value)}; must be true or false")
-        return value
+        return flag(self.at(key), self.data.get(key, default))
 
     def array(self, key: str, shape: tuple[int, ...] | None, high: float, hint: str) -> np.ndarray:
         """A list (or list of lists) of finite numbers >= 0, of ``shape`` if one is given."""
 
         def walk(value: Any, dims: tuple[int, ...] | None, at: str) -> list[Any]:
             if not isinstance(value, list):
-                raise self.error(at, f"got {_short(value)}; must be a list")
+                raise self.error(at, f"got {value!r:.60}; must be a list")
             if dims is not None and len(value) != dims[0]:
                 raise self.error(at, f"has {len(value)} entries; must have {dims[0]}")
             if dims is not None and len(dims) > 1:
                 return [walk(v, dims[1:], f"{at}[{i}]") for i, v in enumerate(value)]
             return [
-                self.check_number(f"{at}[{i}]", v, 0.0, high, strict=False, hint=hint)
-                for i, v in enumerate(value)
+                real(self.at(f"{at}[{i}]"), v, 0.0, high, unit=hint) for i, v in enumerate(value)
             ]
 
         return np.array(walk(self.get(key), shape, key), dtype=np.float64)
 
+    def check(self, required: Mapping[str, Check], optional: Mapping[str, Check], more=False):
+        """Check every field of the object; others than these are refused unless ``more``."""
+        if not more:
+            self.only((*required, *optional))
+        for key, check in {**required, **optional}.items():
+            if key in required or key in self.data:
+                check(self, key)
 
-def _short(value: Any) -> str:
-    shown = repr(value)
-    return shown if len(shown) <= 60 else shown[:57] + "..."
+
+Check = Callable[[Fields, str], Any]
+"""Checks a field of an object."""
 
 
 def copy_json(value: Any) -> Any:
@@ -195,73 +181,72 @@ def copy_json(value: Any) -> Any:
 
 # -- the parts of a profile --------------------------------------------------------------------
 
+_IN_SECONDS = " seconds (is it in milliseconds or microseconds?)"
+_SECONDS = partial(Fields.number, high=1.0, hint=_IN_SECONDS)
+_LINEAR_LAW = {"kind": Fields.text, **dict.fromkeys(LINEAR_FIELDS, _SECONDS)}
+_DEVICE = {
+    "memory_bytes": partial(Fields.number, low=1e8, high=1e13, hint=" (bytes)"),
+    "usable_memory_fraction": partial(Fields.number, high=1.0, strict=True),
+}
+_ENGINE = {"dtype": Fields.text, "activation_reserve_bytes": Fields.number}
+_STEP_ERROR = {
+    "bias": partial(Fields.number, low=-3.0, high=3.0),
+    "sd": partial(Fields.number, high=2.0),
+}
 
-def check_model(fields: Fields, *, shape: bool = True) -> dict[str, Any]:
-    """A copy of the model facts; the KV bytes a token must be those of its shape.
+
+def check_model(fields: Fields, *, shape: bool = True) -> None:
+    """Check model facts; the KV bytes a token must be those of the shape.
 
     Without ``shape`` the name is enough: KV memory is then given in tokens.
     """
-    fields.only(("name", *MODEL_FACTS, "source"))
-    fields.text("name")
+    about = {"name": Fields.text}
     if not shape and "kv_bytes_per_token" not in fields.data:
-        for key, value in fields.data.items():
-            if key not in ("name", "source"):
-                fields.check_number(key, value, 1.0, math.inf, strict=False, hint="")
-        return copy_json(fields.data)
-    stated = {
-        key: fields.integer(key) for key in MODEL_FACTS if key != "parameters" or key in fields.data
-    }
+        facts = dict.fromkeys(MODEL_FACTS, partial(Fields.number, low=1.0))
+        return fields.check(about, {**facts, "source": Fields.get})
+    facts = dict.fromkeys(MODEL_FACTS, Fields.integer)
+    fields.check(about | facts, {"parameters": facts.pop("parameters"), "source": Fields.get})
     sizes = ("layers", "kv_heads", "head_size", "bytes_per_value")
-    kv, expected = stated["kv_bytes_per_token"], 2 * math.prod(stated[key] for key in sizes)
+    kv, expected = fields.data["kv_bytes_per_token"], 2 * math.prod(fields.data[k] for k in sizes)
     if kv != expected:
-        raise fields.error(
-            "kv_bytes_per_token",
-            f"got {kv}; must be 2 x layers x kv_heads x head_size x bytes_per_value = {expected}",
-        )
-    return copy_json(fields.data)
+        must = f"must be 2 x layers x kv_heads x head_size x bytes_per_value = {expected}"
+        raise fields.error("kv_bytes_per_token", f"got {kv}; {must}")
 
 
-def check_law(fields: Fields) -> dict[str, Any]:
-    """A copy of the law, ``linear`` or ``tabulated``; no iteration may take no time."""
-    hint = " seconds (are the times in milliseconds or microseconds?)"
-    kind = fields.text("kind", ("linear", "tabulated"))
-    if kind == "linear":
-        fields.only(("kind", *LINEAR_FIELDS))
-        base, k1, kb, k2 = (fields.number(k, high=1.0, hint=hint) for k in LINEAR_FIELDS)
+def check_law(fields: Fields) -> None:
+    """Check a law, ``linear`` or ``tabulated``; no iteration may take no time."""
+    if fields.text("kind", ("linear", "tabulated")) == "linear":
+        fields.check(_LINEAR_LAW, {})
+        base, k1, kb, k2 = (fields.data[key] for key in LINEAR_FIELDS)
         for key, shortest in (
             ("prefill_s_per_token", base + k1),
             ("decode_s_per_context_token", base + kb + k2),
         ):
             if shortest <= 0.0:
                 raise fields.error(key, "an iteration would take no time; one term must be > 0")
-        return copy_json(fields.data)
+        return
     fields.only(("kind", *TABLE_AXES, MIXED_TABLE, MIXED_CHUNK, *LONGEST))
-    shapes = dict(TABLE_AXES)
-    if MIXED_TABLE in fields.data:
-        shapes[MIXED_TABLE] = shapes["decode_attention_s"]
     if MIXED_CHUNK in fields.data:
-        fields.number(MIXED_CHUNK, high=MAX_PLAUSIBLE_TOKEN_S, hint=hint)
+        fields.number(MIXED_CHUNK, high=MAX_PLAUSIBLE_TOKEN_S, hint=_IN_SECONDS)
+    optional = {MIXED_TABLE: TABLE_AXES["decode_attention_s"]}
+    optional |= dict.fromkeys(LONGEST, ("decode_sequences",))
+    most = dict.fromkeys(_ATTENTION_TABLES, MAX_PLAUSIBLE_ATTENTION_S)
+    most |= dict.fromkeys(LONGEST, MAX_PLAUSIBLE_TOKEN_S)
     arrays: dict[str, np.ndarray] = {}
-    for key, axes in shapes.items():
-        high, unit = (MAX_PLAUSIBLE_S, hint) if key.endswith("_s") else (math.inf, "")
-        high = MAX_PLAUSIBLE_ATTENTION_S if key in _ATTENTION_TABLES else high
+    for key, axes in {**TABLE_AXES, **optional}.items():
+        if key in optional and key not in fields.data:
+            continue
+        high = most.get(key, MAX_PLAUSIBLE_S if axes else LARGEST)
         shape = tuple(len(arrays[axis]) for axis in axes) if axes else None
-        arrays[key] = fields.array(key, shape, high, unit)
+        table = arrays[key] = fields.array(key, shape, high, _IN_SECONDS if axes else "")
         if not axes:
-            check_grid(fields, key, arrays[key])
-    for key in LONGEST:
-        if key in fields.data:
-            rows = (len(arrays["decode_sequences"]),)
-            fields.array(key, rows, MAX_PLAUSIBLE_TOKEN_S, hint)
-    if arrays["dense_s"].min() <= 0.0:
-        raise fields.error("dense_s", "every entry must be > 0: no iteration takes no time")
-    for key, axes in shapes.items():
+            check_grid(fields, key, table)
+        if key == "dense_s" and table.min() <= 0.0:
+            raise fields.error(key, "every entry must be > 0: no iteration takes no time")
         # Beyond the grid the last slope is extended: a falling one would reach negative times.
-        for axis in range(len(axes)):
-            last = np.take(arrays[key], -1, axis) - np.take(arrays[key], -2, axis)
-            if np.min(last) < 0.0:
-                raise fields.error(key, f"falls at the end of {axes[axis]}; it must not")
-    return copy_json(fields.data)
+        for axis, name in enumerate(axes if key not in LONGEST else ()):
+            if np.any(np.take(table, -1, axis) < np.take(table, -2, axis)):
+                raise fields.error(key, f"falls at the end of {name}; it must not")
 
 
 def check_grid(fields: Fields, key: str, grid: np.ndarray) -> None:
@@ -281,10 +266,8 @@ def check_fit_error(fields: Fields) -> None:
     names = ("points", "median", "p90", "max")
     if not any(name in fields.data for name in names):
         for key, value in fields.data.items():
-            if isinstance(value, Mapping):
+            if not isinstance(value, (str, int, float)):
                 check_fit_error(fields.child(str(key)))
-            elif not isinstance(value, (str, int, float)):
-                raise fields.error(str(key), f"got {_short(value)}; must be an object")
         return
     fields.integer("points")
     spread = [fields.number(name) for name in names[1:]]
@@ -292,41 +275,28 @@ def check_fit_error(fields: Fields) -> None:
         raise fields.error("median", "median, p90 and max must not decrease")
 
 
-def check_step_error(fields: Fields) -> dict[str, Any]:
-    """A copy of the error of whole steps: a bias and a standard deviation of the log, by kind."""
-    fields.only((*STEP_KINDS, "source"))
-    if "source" in fields.data:
-        fields.text("source")
-    for kind in STEP_KINDS:
-        error = fields.child(kind)
-        error.only(("bias", "sd", "points"))
-        if "points" in error.data:
-            error.integer("points")
-        error.number("bias", -3.0, 3.0)
-        error.number("sd", 0.0, 2.0)
-    return copy_json(fields.data)
+def check_step_error(fields: Fields) -> None:
+    """Check the error of whole steps: a bias and a standard deviation of the log, by kind."""
+
+    def kind(fields: Fields, key: str) -> None:
+        fields.child(key).check(_STEP_ERROR, {"points": Fields.integer})
+
+    fields.check(dict.fromkeys(STEP_KINDS, kind), {"source": Fields.text})
 
 
-def check_host(fields: Fields) -> dict[str, Any]:
-    """A copy of the host's share of an iteration and of a request."""
-    optional = (*_OPTIONAL_HOST_TIMES, *API_TIMES)
-    fields.only((*HOST_TIMES, *optional, "source"))
-    for key in (*HOST_TIMES, *(key for key in optional if key in fields.data)):
-        fields.number(key, high=1.0, hint=" seconds (is it in milliseconds?)")
+def check_host(fields: Fields) -> None:
+    """Check the host's share of an iteration and of a request."""
+    optional = dict.fromkeys((*_OPTIONAL_HOST_TIMES, *API_TIMES), _SECONDS)
+    fields.check(dict.fromkeys(HOST_TIMES, _SECONDS), {**optional, "source": Fields.text})
     if fields.data.get("api_request_s", 0.0) > fields.data.get("api_in_s", 0.0):
         raise fields.error("api_request_s", "is part of api_in_s and must not be above it")
-    if "source" in fields.data:
-        fields.text("source")
-    return copy_json(fields.data)
 
 
-def check_provenance(fields: Fields) -> dict[str, Any]:
-    """A provenance: source, licence, command, and a commit or a date."""
-    for key in ("source", "licence", "command"):
-        fields.text(key)
+def check_provenance(fields: Fields) -> None:
+    """Check a provenance: source, licence, command, and a commit or a date."""
+    fields.check(dict.fromkeys(("source", "licence", "command"), Fields.text), {}, more=True)
     if "commit" not in fields.data and "date" not in fields.data:
         raise fields.error("commit", "missing (a commit or a date is required)")
-    return copy_json(fields.data)
 
 
 def check_profile(data: Any, where: str) -> dict[str, Any]:
@@ -337,61 +307,44 @@ def check_profile(data: Any, where: str) -> dict[str, Any]:
         where: the file's name, for error messages.
 
     Returns:
-        Copies of its fields but ``format``, by name; ``estimator`` is a mapping of seconds.
+        A copy of its fields but ``format``.
 
     Raises:
         ValueError: naming ``where``, the field, what was given and what is allowed.
     """
     top = Fields(data, where)
-    names = ("name", "description", "kind", "device", "model", "engine", "law", "estimator")
-    top.only(("format", *names, "domain", "fit_error", "step_error", "host", "provenance"))
-    top.text("format", (FORMAT,))
-
-    device = top.child("device")
-    engine = top.child("engine")
     # A server seen from outside: its KV memory is given in tokens, its shape is not known.
-    outside = "kv_capacity_tokens" in engine.data
-    if outside:
-        engine.integer("kv_capacity_tokens", BLOCK_SIZE)
+    outside = "kv_capacity_tokens" in top.child("engine").data
 
-    def stated(fields: Fields, key: str) -> bool:
-        return not outside or key in fields.data
+    def stated(facts: Mapping[str, Check], *names: str, **more: Check) -> Check:
+        must, may = dict.fromkeys(names, Fields.text), dict(more)
+        (may if outside else must).update(facts)
+        return lambda fields, key: fields.child(key).check(must, may, more=True)
 
-    for key in ("name", "version"):
-        engine.text(key)
-    device.text("name")
-    if stated(engine, "dtype"):
-        engine.text("dtype")
-    if stated(engine, "activation_reserve_bytes"):
-        engine.number("activation_reserve_bytes")
-    if stated(device, "memory_bytes"):
-        device.number("memory_bytes", 1e8, 1e13, hint=" (bytes)")
-    if stated(device, "usable_memory_fraction"):
-        device.number("usable_memory_fraction", 0.0, 1.0, strict=True)
+    def child(check: Callable[[Fields], None]) -> Check:
+        return lambda fields, key: check(fields.child(key))
 
-    estimator = top.child("estimator")
-    estimator.only((*ESTIMATOR_FIELDS, *_EXPERT_FIELDS))
-    stated_of_estimator = (*ESTIMATOR_FIELDS, *(k for k in _EXPERT_FIELDS if k in estimator.data))
-    unit = " seconds (is it in milliseconds?)"
-
-    domain = top.child("domain")
-    domain.only(DOMAIN_LIMITS)
-    check_fit_error(top.child("fit_error"))
-    return {
-        "name": top.text("name"),
-        "description": top.text("description"),
-        "kind": top.text("kind", KINDS),
-        "device": copy_json(device.data),
-        "model": check_model(top.child("model"), shape=not outside),
-        "engine": copy_json(engine.data),
-        "law": check_law(top.child("law")),
-        "estimator": {k: estimator.number(k, high=1.0, hint=unit) for k in stated_of_estimator},
-        "domain": {key: domain.integer(key) for key in DOMAIN_LIMITS},
-        "fit_error": copy_json(top.child("fit_error").data),
-        "step_error": check_step_error(top.child("step_error")) if "step_error" in data else {},
-        "host": check_host(top.child("host")) if "host" in data else {},
-        "provenance": check_provenance(top.child("provenance")),
-    }
+    seconds, experts = (dict.fromkeys(k, _SECONDS) for k in (ESTIMATOR_FIELDS, _EXPERT_FIELDS))
+    limits = dict.fromkeys(DOMAIN_LIMITS, Fields.integer)
+    capacity = partial(Fields.integer, low=BLOCK_SIZE)
+    top.check(
+        {
+            "format": partial(Fields.text, allowed=(FORMAT,)),
+            "name": Fields.text,
+            "description": Fields.text,
+            "kind": partial(Fields.text, allowed=KINDS),
+            "device": stated(_DEVICE, "name"),
+            "model": child(partial(check_model, shape=not outside)),
+            "engine": stated(_ENGINE, "name", "version", kv_capacity_tokens=capacity),
+            "law": child(check_law),
+            "estimator": child(lambda fields: fields.check(seconds, experts)),
+            "domain": child(lambda fields: fields.check(limits, {})),
+            "fit_error": child(check_fit_error),
+            "provenance": child(check_provenance),
+        },
+        {"step_error": child(check_step_error), "host": child(check_host)},
+    )
+    return {key: value for key, value in copy_json(top.data).items() if key != "format"}
 
 
 def kv_capacity_tokens(

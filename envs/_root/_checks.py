@@ -18,13 +18,16 @@ import numpy as np
 from servegym._command_line import install_line
 
 
-def nearest(text: str, names: Iterable[str]) -> str | None:
-    """The name that is probably meant: equal but for case and signs, alike, or one that has it."""
+def nearest(text: str, names: Iterable[str], least: float = 0.6) -> str | None:
+    """The name that is probably meant: equal but for case and signs, alike, or one that has it.
+
+    ``least`` is the least likeness, from 0 to 1, as `difflib` has it.
+    """
     plain = {re.sub(r"[^a-z0-9]", "", name.lower()): name for name in reversed([*names])}
     bare = re.sub(r"[^a-z0-9]", "", text.lower())
     having = sorted((name for name in plain if len(bare) > 2 and bare in name), key=len)
-    alike = difflib.get_close_matches(bare, plain, n=1, cutoff=0.75)
-    near = alike or having or difflib.get_close_matches(bare, plain, n=1, cutoff=0.6)
+    alike = difflib.get_close_matches(bare, plain, n=1, cutoff=max(least, 0.75))
+    near = alike or having or difflib.get_close_matches(bare, plain, n=1, cutoff=least)
     return plain[near[0]] if near else None
 
 
@@ -48,12 +51,17 @@ def missing_file(value: Any) -> bool:
     return isinstance(value, str) and bool(_FILE.search(value)) and not os.path.exists(value)
 
 
-def whole(argument: str, value: Any, low: int, high: int = 1 << 31) -> int:
+def given(argument: str, value: Any) -> str:
+    """What was given, for a message; the place of a field in a file ends in a colon."""
+    return f"{argument} got {value!r:.60};" if argument[-1:] == ":" else f"{argument}={value!r}"
+
+
+def whole(argument: str, value: Any, low: int, high: float = 1 << 31) -> int:
     """Return ``value`` as an integer in [low, high]."""
     ok = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
     if not ok or not low <= value <= high:
-        limit = f"at least {low}" if high == 1 << 31 else f"between {low} and {high}"
-        raise ValueError(f"{argument}={value!r} must be a whole number, {limit}.")
+        limit = f"between {low} and {high}" if high < 1 << 31 else f"at least {low}"
+        raise ValueError(f"{given(argument, value)} must be a whole number, {limit}.")
     return int(value)
 
 
@@ -79,7 +87,9 @@ def http_url(argument: str, text: str) -> SplitResult:
 TINY, LARGEST = 1e-50, 1e50
 
 
-def real(argument: str, value: Any, low: float, high: float = LARGEST, open_low=False) -> float:
+def real(
+    argument: str, value: Any, low: float, high: float = LARGEST, open_low=False, unit: str = ""
+) -> float:
     """Return ``value`` as a float in [low, high], or at least `TINY` above low if ``open_low``."""
     ok = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
     try:
@@ -90,14 +100,15 @@ def real(argument: str, value: Any, low: float, high: float = LARGEST, open_low=
     if not math.isfinite(number) or not least <= number <= high or (open_low and number == low):
         lower = f"above {low:g}" if open_low else f"at least {low:g}"
         upper = f" and at most {high:g}" if high != LARGEST or number > high else ""
-        raise ValueError(f"{argument}={value!r} must be a finite number {lower}{upper}.")
+        what = f"a finite number {lower}{upper}{unit}"
+        raise ValueError(f"{given(argument, value)} must be {what}.")
     return number
 
 
 def flag(argument: str, value: Any) -> bool:
     """Return ``value``, True or False, as a bool."""
     if not isinstance(value, (bool, np.bool_)):
-        raise ValueError(f"{argument}={value!r} must be True or False.")
+        raise ValueError(f"{given(argument, value)} must be True or False.")
     return bool(value)
 
 

@@ -20,7 +20,7 @@ from servegym._command_line import run_main
 from servegym.hardware_profiles.build.fit_cards import CARDS as FITTED_CARDS
 from servegym.hardware_profiles.build.published import REFERENCE_KERNELS, read_layers, vidur_layer_s
 from servegym.hardware_profiles.calibrate.csv_tables import CsvTable
-from servegym.hardware_profiles.calibrate.fitting import error_quantiles, fit_estimator, rounded
+from servegym.hardware_profiles.calibrate.fitting import error_quantiles, estimated, rounded
 from servegym.hardware_profiles.calibrate.kernel_tables import OPS_PER_LAYER
 from servegym.hardware_profiles.fleet import FORMAT as FLEET_FORMAT
 from servegym.hardware_profiles.fleet import served_models
@@ -263,13 +263,9 @@ def derive_card(
         kind="derived",
         device=CARDS[card] | {"usable_memory_fraction": base.device["usable_memory_fraction"]},
         law=law,
-        fit_error=dict(fit_error),
         provenance=dict(provenance),
     )
-    draft = Profile.from_dict(data, name)
-    data["estimator"], errors = fit_estimator(draft)
-    data["fit_error"] = dict(fit_error) | {"linear_estimator_against_law": errors}
-    return Profile.from_dict(data, name)
+    return estimated(data, lambda _: fit_error)
 
 
 def derive_cards(data: Path, base: Profile) -> dict[str, Profile]:

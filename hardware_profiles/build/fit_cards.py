@@ -25,7 +25,6 @@ Each file states how far the composition is from timings it was not built from.
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,18 +41,16 @@ from servegym.hardware_profiles.build.published import (
 )
 from servegym.hardware_profiles.calibrate.csv_tables import CsvTable
 from servegym.hardware_profiles.calibrate.fitting import (
-    NO_ESTIMATE,
-    as_integers,
     check_explains,
+    decode_errors,
     error_quantiles,
-    fit_estimator,
+    estimated,
     interpolate_missing,
-    interpolate_without,
     isotonic_fit,
+    measured_domain,
     model_facts,
     random_third,
-    rounded,
-    thin,
+    tabulate,
 )
 from servegym.hardware_profiles.calibrate.kernel_tables import (
     DENSE_OPS,
@@ -61,17 +58,13 @@ from servegym.hardware_profiles.calibrate.kernel_tables import (
     OPS_PER_MODEL,
     read_ops,
 )
-from servegym.hardware_profiles.interpolation import interpolate
-from servegym.hardware_profiles.law import Profile
+from servegym.hardware_profiles.compose import REFERENCE_LONGEST_CHUNK, context_increment_s
+from servegym.hardware_profiles.interpolation import along
+from servegym.hardware_profiles.law import LawTables, Profile
 from servegym.hardware_profiles.load import load, unknown_name
-from servegym.hardware_profiles.schema import FORMAT
 
 REFERENCE = "rtx4090-llama-3.1-8b"
-_REFERENCE_PROCESSORS = 128
 _ELEMENTWISE = {"layernorm": 2, "rotary_emb": 1, "act_fn": 1}
-# Queries that one block of the prefill kernel works on; blocks run one a multiprocessor.
-_QUERY_TILE = 128
-
 _CONTEXTS = (0, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 _DECODES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _DECODE_CONTEXTS = (2, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -179,34 +172,16 @@ class Composed:
     """Composed tables of one card, in seconds of the whole model.
 
     Attributes:
-        tokens: ``(G1,)`` scheduled tokens of an iteration.
-        dense: ``(G1,)`` seconds of all ops but attention and head, products made non-decreasing.
-        sequences: ``(G6,)`` sequences through the head.
-        head: ``(G6,)`` seconds of head and sampler, the product made non-decreasing.
-        chunks: ``(G2,)`` tokens of a prefill chunk.
-        before: ``(G3,)`` tokens of the same request before the chunk.
-        chunk_attention: ``(G2, G3)`` seconds.
-        decodes: ``(G5,)`` decoding sequences.
-        contexts: ``(G4,)`` tokens in KV memory of each.
-        decode_attention: ``(G5, G4)`` seconds.
-        timed_dense: ``dense`` with the products as timed.
-        timed_head: ``head`` with the product as timed.
-        timed_decode: ``(G5, G4)`` bool, entries of ``decode_attention`` that are as timed.
+        tables: those of the law, products made non-decreasing.
+        timed_dense: ``(G1,)`` ``dense_s`` with the products as timed.
+        timed_head: ``(G6,)`` ``head_s`` with the product as timed.
+        timed_decode: ``(G5, G4)`` bool, entries of ``decode_attention_s`` that are as timed.
         cached_rows: decode rows raised because keys and values came from the L2 cache.
         filled_rows: decode rows that were not timed.
         decode_bandwidth: bytes/s of the longest decode rows.
     """
 
-    tokens: np.ndarray
-    dense: np.ndarray
-    sequences: np.ndarray
-    head: np.ndarray
-    chunks: np.ndarray
-    before: np.ndarray
-    chunk_attention: np.ndarray
-    decodes: np.ndarray
-    contexts: np.ndarray
-    decode_attention: np.ndarray
+    tables: LawTables
     timed_dense: np.ndarray
     timed_head: np.ndarray
     timed_decode: np.ndarray
@@ -221,37 +196,6 @@ def long_prefill_rate(fresh: Mapping[int, float]) -> float:
     ``fresh`` has the seconds by prompt length, no context before.
     """
     return (fresh[8192] - fresh[2048]) / (0.5 * (8192**2 - 2048**2))
-
-
-def context_increment(
-    reference: Profile, rate: float, processors: int, chunk: float, context: float
-) -> float:
-    """Seconds, one layer, that earlier context adds to a chunk's attention on another card.
-
-    The reference card's increment times the ratio of the long-prefill rates, times the ratio of
-    how full the multiprocessors are: ``heads x ceil(chunk / 128)`` blocks run in whole waves.
-
-    Args:
-        reference: the profile with a measured chunk x context table.
-        rate: seconds per pair of the card (:func:`long_prefill_rate`).
-        processors: multiprocessors of the card.
-        chunk: tokens of the chunk.
-        context: tokens before it.
-
-    Returns:
-        Seconds.
-    """
-    layers, heads = reference.model["layers"], reference.model["attention_heads"]
-    longest = 2048
-    if chunk > longest:
-        return rate * chunk * context
-    far = float(reference.tables().context_tokens[-1])
-    here = reference.chunk_attention_s(longest, far) - reference.chunk_attention_s(longest, 0)
-    here_rate = here / layers / (longest * far)
-    added = reference.chunk_attention_s(chunk, context) - reference.chunk_attention_s(chunk, 0)
-    blocks = heads * math.ceil(chunk / _QUERY_TILE)
-    fill = [math.ceil(blocks / p) * p for p in (processors, _REFERENCE_PROCESSORS)]
-    return max(added, 0.0) / layers * (rate / here_rate) * (fill[0] / fill[1])
 
 
 def uncached_decode(
@@ -307,18 +251,18 @@ def compose(data: Path, tables: Path, card: str, model: Mapping[str, Any]) -> Co
         return tables / f"{CARDS[card]['file']}_vllm_{kernel}_perf.csv"
 
     products = MatrixProducts(table("gemm"))
-    return Composed(
-        **_compose_dense(data, products, card, model),
-        **_compose_head(data, products, card, model),
-        **_compose_prefill(table("context_attention"), card, model),
-        **_compose_decode(table("generation_attention"), model),
-    )
+    tokens, dense, timed_dense = _compose_dense(data, products, card, model)
+    sequences, head, timed_head = _compose_head(data, products, card, model)
+    prefill = _compose_prefill(table("context_attention"), card, model)
+    decodes, decode, more = _compose_decode(table("generation_attention"), model)
+    tables = LawTables(tokens, dense, *prefill, *decodes, decode, sequences, head)
+    return Composed(tables, timed_dense, timed_head, **more)
 
 
 def _compose_dense(
     data: Path, products: MatrixProducts, card: str, model: Mapping[str, Any]
-) -> dict[str, Any]:
-    """``tokens``, ``dense`` and ``timed_dense``: four products and the elementwise ops a layer."""
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Tokens and seconds of four products and the elementwise ops a layer, fitted and as timed."""
     layers, hidden = int(model["layers"]), int(model["hidden_size"])
     heads, kv_heads, size = (int(model[k]) for k in ("attention_heads", "kv_heads", "head_size"))
     wide = int(model["intermediate_size"])
@@ -334,17 +278,14 @@ def _compose_dense(
     check_explains(np.sum(raw, axis=0), f"{products.path}: field 'latency': products by rows m")
     bandwidth = CARDS[card]["memory_bandwidth_bytes_per_s"]
     other = _elementwise(data, bandwidth, tokens, layers)
-    return {
-        "tokens": np.array(tokens, float),
-        "dense": layers * per_layer + other,
-        "timed_dense": layers * np.sum(raw, axis=0) + other,
-    }
+    timed = layers * np.sum(raw, axis=0) + other
+    return np.array(tokens, float), layers * per_layer + other, timed
 
 
 def _compose_head(
     data: Path, products: MatrixProducts, card: str, model: Mapping[str, Any]
-) -> dict[str, Any]:
-    """``sequences``, ``head`` and ``timed_head``: one product and the sampler."""
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Sequences and seconds of one product and the sampler, fitted and as timed."""
     shape = (int(model["vocabulary"]), int(model["hidden_size"]))
     sequences = [m for m in products.tokens([shape]) if m <= _DECODES[-1]]
     path = data / REFERENCE_KERNELS / "per_sequence.csv"
@@ -354,15 +295,13 @@ def _compose_head(
     timed = products.seconds(*shape, sequences)
     bandwidth = CARDS[card]["memory_bandwidth_bytes_per_s"]
     rest = scale_by_bandwidth(grid, time, bandwidth, sequences)
-    return {
-        "sequences": np.array(sequences, float),
-        "head": isotonic_fit(timed) + rest,
-        "timed_head": timed + rest,
-    }
+    return np.array(sequences, float), isotonic_fit(timed) + rest, timed + rest
 
 
-def _compose_prefill(path: Path, card: str, model: Mapping[str, Any]) -> dict[str, Any]:
-    """``chunks``, ``before`` and ``chunk_attention``: prompts as timed, and earlier context."""
+def _compose_prefill(
+    path: Path, card: str, model: Mapping[str, Any]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Chunks, context before them and seconds: prompts as timed, and earlier context."""
     times = _read_attention(path, int(model["attention_heads"]), int(model["kv_heads"]))
     fresh = {isl: s for (batch, isl, step), s in times.items() if batch == 1 and step == 0}
     for needed in (1, 2048, 8192):
@@ -372,19 +311,22 @@ def _compose_prefill(path: Path, card: str, model: Mapping[str, Any]) -> dict[st
     check_explains(np.array([fresh[c] for c in chunks]), f"{path}: field 'latency': by isl")
     rate = long_prefill_rate(fresh)
     reference, processors = load(REFERENCE), CARDS[card]["multiprocessors"]
-    seconds = [
-        [fresh[c] + context_increment(reference, rate, processors, c, k) for k in _CONTEXTS]
-        for c in chunks
-    ]
-    return {
-        "chunks": np.array(chunks, float),
-        "before": np.array(_CONTEXTS, float),
-        "chunk_attention": int(model["layers"]) * np.array(seconds),
-    }
+
+    def increment_s(chunk: float, context: float) -> float:
+        if chunk > REFERENCE_LONGEST_CHUNK:
+            return rate * chunk * context
+        heads = int(model["attention_heads"])
+        return context_increment_s(reference, rate, chunk, context, heads, processors)
+
+    seconds = [[fresh[c] + increment_s(c, k) for k in _CONTEXTS] for c in chunks]
+    attention = int(model["layers"]) * np.array(seconds)
+    return np.array(chunks, float), np.array(_CONTEXTS, float), attention
 
 
-def _compose_decode(path: Path, model: Mapping[str, Any]) -> dict[str, Any]:
-    """The decode fields of :class:`Composed`."""
+def _compose_decode(
+    path: Path, model: Mapping[str, Any]
+) -> tuple[tuple[np.ndarray, np.ndarray], np.ndarray, dict[str, Any]]:
+    """Sequences and contexts, seconds, and the decode fields of :class:`Composed`."""
     layers = int(model["layers"])
     times = _read_attention(path, int(model["attention_heads"]), int(model["kv_heads"]))
     timed = {(b, isl + step): s for (b, isl, step), s in times.items()}
@@ -395,15 +337,14 @@ def _compose_decode(path: Path, model: Mapping[str, Any]) -> dict[str, Any]:
     decode, as_timed, bandwidth = uncached_decode(timed, kv_bytes)
     there = np.sum([(b, x) in timed for b in _DECODES for x in _DECODE_CONTEXTS])
     cached = int(there - as_timed.sum())
-    return {
-        "decodes": np.array(_DECODES, float),
-        "contexts": np.array((1, *_DECODE_CONTEXTS[1:]), float),
-        "decode_attention": layers * decode,
+    contexts = np.array((1, *_DECODE_CONTEXTS[1:]), float)
+    more = {
         "timed_decode": as_timed,
         "cached_rows": cached,
         "filled_rows": int(as_timed.size - as_timed.sum() - cached),
         "decode_bandwidth": bandwidth,
     }
+    return (np.array(_DECODES, float), contexts), layers * decode, more
 
 
 # -- errors ---------------------------------------------------------------------------------
@@ -411,44 +352,30 @@ def _compose_decode(path: Path, model: Mapping[str, Any]) -> dict[str, Any]:
 
 def _held_out_errors(k: Composed, law: Profile, seed: int) -> dict[str, Any]:
     """Relative errors at timed rows that a table was built without."""
-    rng = np.random.default_rng(seed)
+    t, rng = k.tables, np.random.default_rng(seed)
     out: dict[str, Any] = {}
     # The isotonic fit is made again without the rows that are held out.
-    gone = random_third(k.dense.shape, rng)
+    gone = random_third(t.dense_s.shape, rng)
     fit = isotonic_fit(k.timed_dense[~gone])
-    guess = np.array([interpolate(k.tokens[~gone], fit, t) for t in k.tokens[gone]])
+    guess = along(t.dense_tokens[~gone], fit, t.dense_tokens[gone])
     out["dense_random_third"] = error_quantiles(guess / k.timed_dense[gone] - 1.0)
-    gone = random_third(k.head.shape, rng)
+    gone = random_third(t.head_s.shape, rng)
     fit = isotonic_fit(k.timed_head[~gone])
-    guess = np.array([interpolate(k.sequences[~gone], fit, s) for s in k.sequences[gone]])
+    guess = along(t.head_sequences[~gone], fit, t.head_sequences[gone])
     out["head_random_third"] = error_quantiles(guess / k.timed_head[gone] - 1.0)
 
-    fresh = k.chunk_attention[:, 0]
+    fresh = t.chunk_attention_s[:, 0]
     gone = random_third(fresh.shape, rng)
-    guess = interpolate_missing(k.chunks, fresh, gone)
-    rest = np.array([law.dense_s(c) + law.head_s(1) for c in k.chunks])
+    guess = interpolate_missing(t.chunk_tokens, fresh, gone)
+    rest = np.array([law.dense_s(c) + law.head_s(1) for c in t.chunk_tokens])
     out["fresh_prefill_attention_random_third"] = error_quantiles((guess / fresh - 1.0)[gone])
     out["fresh_prefill_iteration_random_third"] = error_quantiles(
         ((guess - fresh) / (fresh + rest))[gone]
     )
 
     # Only entries that are as timed are judged: the others are computed from them.
-    rest = np.array([law.dense_s(b) + law.head_s(b) for b in k.decodes])[:, None]
-    total = k.decode_attention + rest
-    gone = random_third(total.shape, rng)
-    guess = interpolate_missing(k.contexts, k.decode_attention, gone)
-    here = gone & k.timed_decode
-    out["decode_attention_random_third"] = error_quantiles((guess / k.decode_attention - 1.0)[here])
-    out["decode_iteration_random_third"] = error_quantiles(((guess + rest) / total - 1.0)[here])
-    for axis, grid, at, label in (
-        (0, k.decodes, 8, "decode_iteration_all_of_batch_8"),
-        (1, k.contexts, 1024, "decode_iteration_all_of_context_1024"),
-    ):
-        guess, gone = interpolate_without(grid, k.decode_attention, axis, at)
-        here = gone & k.timed_decode
-        if here.any():
-            out[label] = error_quantiles(((guess + rest) / total - 1.0)[here])
-    return out
+    rest = np.array([law.dense_s(b) + law.head_s(b) for b in t.decode_sequences])
+    return out | decode_errors(t, rest, rng, k.timed_decode)
 
 
 def errors_against(guess: Profile, truth: Profile) -> dict[str, Any]:
@@ -545,12 +472,11 @@ def fit_card(
     sizes = {"intermediate_size": intermediate_size, "vocabulary": vocabulary}
     folder = root / "aiconfigurator" if tables is None else Path(tables)
     k = compose(root, folder, card, facts | sizes)
+    t = k.tables
 
-    _check_units(k, card, facts, folder)
-    name = f"{card}-{model.lower()}"
+    _check_units(t, card, facts, folder)
     result: dict[str, Any] = {
-        "format": FORMAT,
-        "name": name,
+        "name": f"{card}-{model.lower()}",
         "description": f"{CARDS[card]['name']}, {facts['name']}, composed from kernel timings",
         "kind": "fitted",
         "device": {
@@ -564,35 +490,28 @@ def fit_card(
             "dtype": "bf16",
             "activation_reserve_bytes": 1_237_000_000,
         },
-        "law": _tabulated_law(k),
-        "estimator": NO_ESTIMATE,
-        "domain": {
-            "max_decode_sequences": int(k.decodes[-1]),
-            "max_iteration_tokens": int(k.tokens[-1]),
-            "max_context_tokens": int(min(k.before[-1], k.contexts[-1])),
-        },
-        "fit_error": {},
+        "law": tabulate(t._asdict(), _TOLERANCE),
+        "domain": measured_domain(t),
         "provenance": _provenance(k, card),
     }
-    draft = Profile.from_dict(result, name)
-    result["estimator"], estimator_error = fit_estimator(draft)
-    error: dict[str, Any] = {
-        "measure": "absolute relative error; held-out rows unless said otherwise",
-        **_held_out_errors(k, draft, seed),
-    }
-    if facts["name"] == "Llama-3.1-8B":
-        error |= errors_against_aiconfigurator(card, draft)
-        if card == "a100-80g":
-            error |= _errors_against_vidur(root, draft)
-    for kind, spread in (method or {}).items():
-        error[f"method_on_rtxpro6000_{kind}"] = spread
-    result["fit_error"] = {**error, "linear_estimator_against_law": estimator_error}
-    return Profile.from_dict(result, name)
+
+    def errors(draft: Profile) -> dict[str, Any]:
+        error: dict[str, Any] = {
+            "measure": "absolute relative error; held-out rows unless said otherwise",
+            **_held_out_errors(k, draft, seed),
+        }
+        if facts["name"] == "Llama-3.1-8B":
+            error |= errors_against_aiconfigurator(card, draft)
+            if card == "a100-80g":
+                error |= _errors_against_vidur(root, draft)
+        return error | {f"method_on_rtxpro6000_{kind}": v for kind, v in (method or {}).items()}
+
+    return estimated(result, errors)
 
 
-def _check_units(k: Composed, card: str, model: Mapping[str, Any], folder: Path) -> None:
+def _check_units(t: LawTables, card: str, model: Mapping[str, Any], folder: Path) -> None:
     """Refuse tables in another unit: one token reads all weights."""
-    token = float(k.dense[0] + k.head[0])
+    token = float(t.dense_s[0] + t.head_s[0])
     least = model["weight_bytes"] / CARDS[card]["memory_bandwidth_bytes_per_s"]
     if not 0.5 * least <= token <= 20.0 * least:
         raise ValueError(
@@ -600,24 +519,6 @@ def _check_units(k: Composed, card: str, model: Mapping[str, Any], folder: Path)
             f"weights takes {least:.3g} s; the times look like "
             f"{'seconds' if token < least else 'microseconds'}: write milliseconds"
         )
-
-
-def _tabulated_law(k: Composed) -> dict[str, Any]:
-    """The ``law`` field."""
-    points, head = thin(k.tokens, k.dense, _TOLERANCE), thin(k.sequences, k.head, _TOLERANCE)
-    return {
-        "kind": "tabulated",
-        "dense_tokens": as_integers(k.tokens[points]),
-        "dense_s": rounded(k.dense[points]),
-        "chunk_tokens": as_integers(k.chunks),
-        "context_tokens": as_integers(k.before),
-        "chunk_attention_s": rounded(k.chunk_attention),
-        "decode_sequences": as_integers(k.decodes),
-        "decode_context_tokens": as_integers(k.contexts),
-        "decode_attention_s": rounded(k.decode_attention),
-        "head_sequences": as_integers(k.sequences[head]),
-        "head_s": rounded(k.head[head]),
-    }
 
 
 def _provenance(k: Composed, card: str) -> dict[str, Any]:

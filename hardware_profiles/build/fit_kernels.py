@@ -52,6 +52,7 @@ from servegym.hardware_profiles.kernels import (
     MoeShape,
     layer_from_others,
 )
+from servegym.hardware_profiles.law import LawTables
 from servegym.hardware_profiles.model_config import VALUE_BYTES, model_shape
 from servegym.hardware_profiles.schema import write_json
 
@@ -697,9 +698,11 @@ def derive_rtx4090(base: Mapping[str, Any], data: Path) -> dict[str, Any]:
 
     products_us = np.apply_along_axis(isotonic_fit, 0, np.array(raw["us"]) * by_rows[:, None, None])
 
-    kernels = KernelTables(folder, 1)
+    kernels = KernelTables(folder, 1).tables
     prompt_base = base["prompt_attention"]["128"]
-    fresh = {int(c): 1e6 * kernels.chunk_attention[i, 0] for i, c in enumerate(kernels.chunks)}
+    fresh = {
+        int(c): 1e6 * kernels.chunk_attention_s[i, 0] for i, c in enumerate(kernels.chunk_tokens)
+    }
     tokens = prompt_base["tokens"]
     line = np.array(prompt_base["us"][prompt_base["heads"].index(32)])
     by_tokens = np.interp(
@@ -745,7 +748,7 @@ def derive_rtx4090(base: Mapping[str, Any], data: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def decode_ratio(base: Mapping[str, Any], kernels: KernelTables) -> np.ndarray:
+def decode_ratio(base: Mapping[str, Any], kernels: LawTables) -> np.ndarray:
     """Attention of Llama-3.1-8B's decodes over a table's, on the table's pairs and contexts.
 
     Args:
@@ -754,19 +757,21 @@ def decode_ratio(base: Mapping[str, Any], kernels: KernelTables) -> np.ndarray:
     """
     grids = [(k, np.array(base[k])) for k in ("group", "pairs", "context")]
     table = LogTable("decodes", grids, np.array(base["us"]))
-    pairs = 8.0 * kernels.decodes
+    pairs = 8.0 * kernels.decode_sequences
     ratios = np.array(
         [
             [
-                1e6 * kernels.decode_attention[i, j] / table.seconds(4, u, x)
-                for j, x in enumerate(kernels.contexts)
+                1e6 * kernels.decode_attention_s[i, j] / table.seconds(4, u, x)
+                for j, x in enumerate(kernels.decode_context_tokens)
             ]
             for i, u in enumerate(pairs)
         ]
     )
 
     def ratio(u: float, x: float) -> float:
-        columns = [np.interp(np.log(x), np.log(kernels.contexts), row) for row in ratios]
+        columns = [
+            np.interp(np.log(x), np.log(kernels.decode_context_tokens), row) for row in ratios
+        ]
         return float(np.interp(np.log(u), np.log(pairs), columns))
 
     return np.array([[ratio(u, x) for x in base["context"]] for u in base["pairs"]])
@@ -777,7 +782,7 @@ def with_timed_decodes(content: dict[str, Any], data: Path) -> dict[str, Any]:
 
     That loop finds a part of the keys and values in the L2 cache, which is large on this card.
     """
-    kernels = KernelTables(data / FOLDERS["llama-3.1-8b"], 1)
+    kernels = KernelTables(data / FOLDERS["llama-3.1-8b"], 1).tables
     tables = content["decode_attention"]
     scale = decode_ratio(tables["128"], kernels)
     return content | {

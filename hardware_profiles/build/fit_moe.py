@@ -40,7 +40,7 @@ from servegym.hardware_profiles.calibrate.fitting import (
     rounded,
 )
 from servegym.hardware_profiles.calibrate.kernel_tables import DENSE_OPS, read_ops
-from servegym.hardware_profiles.interpolation import interpolate
+from servegym.hardware_profiles.interpolation import along
 from servegym.hardware_profiles.load import unknown_name
 from servegym.hardware_profiles.schema import write_json
 
@@ -217,7 +217,7 @@ def other_shape(
     rest = seconds - base - np.array([_active(timed, t) for t in tokens]) * read
     rest = np.maximum(rest, 0.0)
     reading = base + np.array([_active(other, t) for t in tokens]) * read * size
-    return reading + [interpolate(tokens, rest, t * work) for t in tokens], (base, read * size)
+    return reading + along(tokens, rest, tokens * work), (base, read * size)
 
 
 def fit_layer(card: str, model: str, data: str | Path, *, seed: int = 0) -> dict[str, Any]:
@@ -304,7 +304,7 @@ def _expert_error(tokens: np.ndarray, unsmoothed: np.ndarray, seed: int) -> dict
     """Errors of an expert alone at a third of its rows, fitted without them."""
     gone = random_third(unsmoothed.shape, np.random.default_rng(seed))
     fit = isotonic_fit(unsmoothed[~gone])
-    guess = np.array([interpolate(tokens[~gone], fit, t) for t in tokens[gone]])
+    guess = along(tokens[~gone], fit, tokens[gone])
     return error_quantiles(guess / unsmoothed[gone] - 1.0)
 
 
@@ -326,7 +326,7 @@ def _other_shape_errors(
             continue
         predicted, _ = other_shape(tokens, seconds, timed, law, shape)
         pairs = [
-            (interpolate(tokens, predicted, t), s)
+            (along(tokens, predicted, t), s)
             for t, s in truth.items()
             if _active(shape, t) * shape["expert_bytes"] > L2_BYTES[card]
         ]
@@ -370,7 +370,7 @@ def _provenance(card: str, routing: str, raised: int, derived: bool) -> dict[str
 def _layer_s(layer: Mapping[str, Any], tokens: float) -> float:
     """Seconds of the whole routed layer."""
     law = layer["law"]
-    return interpolate(np.array(law["layer_tokens"]), np.array(law["layer_s"]), tokens)
+    return along(np.array(law["layer_tokens"]), np.array(law["layer_s"]), tokens)
 
 
 def _group_s(layer: Mapping[str, Any], active: int, tokens: float) -> float:

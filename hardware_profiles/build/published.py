@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from servegym.hardware_profiles.calibrate.csv_tables import CsvTable
-from servegym.hardware_profiles.interpolation import interpolate
+from servegym.hardware_profiles.interpolation import along
 
 _PERF, _LLAMA = "llmservingsim/profiler/perf", "meta-llama/Llama-3.1-8B/bf16"
 _QWEN = "Qwen/Qwen3-30B-A3B-Instruct-2507/bf16"
@@ -129,7 +129,7 @@ def scale_by_bandwidth(
     Returns:
         ``(len(tokens),)`` seconds.
     """
-    here = np.array([interpolate(grid, time, t) for t in tokens])
+    here = along(grid, time, tokens)
     return time[0] + (here - time[0]) * (REFERENCE_BANDWIDTH / bandwidth)
 
 

@@ -22,16 +22,17 @@ from servegym.hardware_profiles.calibrate.fitting import (
     ESTIMATOR_MAX_CONTEXT,
     ESTIMATOR_MAX_PROMPT,
     ESTIMATOR_MAX_SEQUENCES,
-    NO_ESTIMATE,
     as_integers,
     check_explains,
+    decode_errors,
     error_quantiles,
-    fit_estimator,
+    estimated,
     interpolate_missing,
-    interpolate_without,
+    measured_domain,
     model_facts,
     random_third,
     rounded,
+    tabulate,
     thin,
 )
 from servegym.hardware_profiles.calibrate.kernel_tables import (
@@ -42,10 +43,10 @@ from servegym.hardware_profiles.calibrate.kernel_tables import (
 )
 from servegym.hardware_profiles.calibrate.options import add_options, option
 from servegym.hardware_profiles.host import parse_engine, with_engine
-from servegym.hardware_profiles.interpolation import interpolate, interpolate_2d
-from servegym.hardware_profiles.law import Profile
+from servegym.hardware_profiles.interpolation import along, bilinear
+from servegym.hardware_profiles.law import LawTables, Profile
 from servegym.hardware_profiles.load import load
-from servegym.hardware_profiles.schema import FORMAT, read_json
+from servegym.hardware_profiles.schema import MIXED_TABLE, read_json
 
 # Reading all weights once takes at least this long on any device, and no longer than this on
 # one worth serving from. Outside lies a unit mistake.
@@ -91,7 +92,8 @@ def calibrate_kernels(folder: str | os.PathLike[str], options: KernelOptions) ->
         parse_engine(options.engine)
     name, facts = options.name, model_facts(options.model)
     kernels = KernelTables(root, int(facts["layers"]))
-    _check_times(kernels, root, float(facts["weight_bytes"]))
+    t = kernels.tables
+    _check_times(t, root, float(facts["weight_bytes"]))
     meta = read_meta(root / "meta.yaml") or read_meta(root.parent / "meta.yaml")
     device = options.device_name or meta.get("gpu", "device")
     origin: dict[str, Any] = {
@@ -105,14 +107,13 @@ def calibrate_kernels(folder: str | os.PathLike[str], options: KernelOptions) ->
             f"whole model = {kernels.layers} x (dense ops + attention), layernorm twice a layer; "
             "embedding, final layernorm, lm_head and sampler once",
             "below the smallest measured chunk and context the time of the smallest holds",
-            f"beyond {kernels.tokens[-1]:g} tokens: dense on the mean slope of the upper half, "
-            f"prefill attention composed of pieces of {kernels.chunks[-1]:g} tokens",
+            f"beyond {t.dense_tokens[-1]:g} tokens: dense on the mean slope of the upper half, "
+            f"prefill attention composed of pieces of {t.chunk_tokens[-1]:g} tokens",
             *layer_lines(root),
             *options.notes,
         ],
     }
     data: dict[str, Any] = {
-        "format": FORMAT,
         "name": name,
         "description": f"{device}, {facts['name']}, tabulated from kernel timings",
         "kind": "fitted",
@@ -129,59 +130,44 @@ def calibrate_kernels(folder: str | os.PathLike[str], options: KernelOptions) ->
             "activation_reserve_bytes": options.activation_reserve_bytes,
         },
         "law": _tabulated_law(kernels, options.tolerance),
-        "estimator": NO_ESTIMATE,
-        "domain": {
-            "max_decode_sequences": int(kernels.decodes[-1]),
-            "max_iteration_tokens": int(kernels.tokens[-1]),
-            "max_context_tokens": int(min(kernels.before[-1], kernels.contexts[-1])),
-        },
-        "fit_error": {},
+        "domain": measured_domain(t),
         "provenance": origin,
     }
-    draft = Profile.from_dict(data, name)
-    data["estimator"], estimator_error = fit_estimator(draft)
-    guess = np.array([draft.dense_s(t) for t in kernels.tokens])
-    data["fit_error"] = {
-        "measure": "absolute relative error; held-out rows unless said otherwise",
-        "dense_thinned_at_measured_points": error_quantiles(guess / kernels.dense - 1.0),
-        **_held_out_errors(kernels, options.tolerance, options.seed),
-        **_second_grid_errors(kernels, draft),
-        **_mixed_errors(kernels, draft),
-        "linear_estimator_against_law": estimator_error,
-    }
-    profile = Profile.from_dict(data, name)
+
+    def errors(draft: Profile) -> dict[str, Any]:
+        guess = np.array([draft.dense_s(n) for n in t.dense_tokens])
+        return {
+            "measure": "absolute relative error; held-out rows unless said otherwise",
+            "dense_thinned_at_measured_points": error_quantiles(guess / t.dense_s - 1.0),
+            **_held_out_errors(t, options.tolerance, options.seed),
+            **_second_grid_errors(kernels, draft),
+            **_mixed_errors(kernels, draft),
+        }
+
+    profile = estimated(data, errors)
     return with_engine(profile, options.engine) if options.engine else profile
 
 
 def _tabulated_law(k: KernelTables, tolerance: float) -> dict[str, Any]:
     """The ``law`` field: thinned, extended beyond the largest iteration, started at 1."""
-    head = thin(k.sequences, k.head, tolerance)
-    tokens, dense_s = _extend_dense(k.tokens, k.dense, thin(k.tokens, k.dense, tolerance))
-    chunks, chunk_s = _extend_chunks(k.chunks, k.before, k.chunk_attention)
-    chunks, chunk_s = _with_start(chunks, chunk_s, 0)
-    contexts, decode_s = _with_start(k.contexts, k.decode_attention, 1)
-    law = {
-        "kind": "tabulated",
-        "dense_tokens": as_integers(tokens),
-        "dense_s": rounded(dense_s),
-        "chunk_tokens": as_integers(chunks),
-        "context_tokens": as_integers(k.before),
-        "chunk_attention_s": rounded(chunk_s),
-        "decode_sequences": as_integers(k.decodes),
-        "decode_context_tokens": as_integers(contexts),
-        "decode_attention_s": rounded(decode_s),
-        "head_sequences": as_integers(k.sequences[head]),
-        "head_s": rounded(k.head[head]),
-    }
-    mixed = _mixed_decode(k)
-    if mixed is not None:
-        law["mixed_decode_attention_s"] = rounded(_with_start(k.contexts, mixed, 1)[1])
+    t, mixed = k.tables, _mixed_decode(k)
+    tables = t._asdict()
+    chunks, chunk_s = _extend_chunks(t.chunk_tokens, t.context_tokens, t.chunk_attention_s)
+    tables["chunk_tokens"], tables["chunk_attention_s"] = _with_start(chunks, chunk_s, 0)
+    contexts = t.decode_context_tokens
+    for key, values in (("decode_attention_s", t.decode_attention_s), (MIXED_TABLE, mixed)):
+        if values is not None:
+            tables["decode_context_tokens"], tables[key] = _with_start(contexts, values, 1)
+    law = tabulate(tables, tolerance)
+    more, longer = _beyond(t.dense_tokens, t.dense_s)
+    law["dense_tokens"] += as_integers(more)
+    law["dense_s"] += rounded(longer)
     return law
 
 
-def _check_times(kernels: KernelTables, folder: Path, weight_bytes: float) -> None:
+def _check_times(t: LawTables, folder: Path, weight_bytes: float) -> None:
     """Refuse times in another unit, and times that the size of the work does not explain."""
-    token = kernels.dense[0] + kernels.head[0]
+    token = t.dense_s[0] + t.head_s[0]
     low, high = weight_bytes / _FASTEST_BYTES_PER_S, weight_bytes / _SLOWEST_BYTES_PER_S
     if not low <= token <= high:
         guess = "milliseconds or seconds" if token < low else "nanoseconds"
@@ -191,9 +177,9 @@ def _check_times(kernels: KernelTables, folder: Path, weight_bytes: float) -> No
             f"times look like {guess}: write microseconds"
         )
     for values, at in (
-        (kernels.dense, "dense.csv: field 'time_us': by tokens"),
-        (kernels.chunk_attention[:, 0], "attention.csv: field 'time_us': by prefill_chunk"),
-        (kernels.decode_attention[-1], "attention.csv: field 'time_us': by kv_decode"),
+        (t.dense_s, "dense.csv: field 'time_us': by tokens"),
+        (t.chunk_attention_s[:, 0], "attention.csv: field 'time_us': by prefill_chunk"),
+        (t.decode_attention_s[-1], "attention.csv: field 'time_us': by kv_decode"),
     ):
         check_explains(values, f"{folder}/{at}")
 
@@ -206,10 +192,8 @@ def _with_start(grid: np.ndarray, values: np.ndarray, axis: int) -> tuple[np.nda
     return np.concatenate(([1.0], grid)), np.concatenate((first, values), axis)
 
 
-def _extend_dense(
-    grid: np.ndarray, values: np.ndarray, chosen: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Add points at 2 and 4 times the largest iteration, on the mean slope of its upper half.
+def _beyond(grid: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Points at 2 and 4 times the largest iteration, on the mean slope of its upper half.
 
     Dense kernels run in waves, so the table is a staircase and its last measured step does
     not tell the slope beyond it.
@@ -219,8 +203,7 @@ def _extend_dense(
     x = grid[upper] - grid[upper].mean()
     slope = float(x @ values[upper] / (x @ x))
     more = last * np.array([2.0, 4.0])
-    longer = values[-1] + slope * (more - last)
-    return np.append(grid[chosen], more), np.append(values[chosen], longer)
+    return more, values[-1] + slope * (more - last)
 
 
 def _extend_chunks(
@@ -228,71 +211,50 @@ def _extend_chunks(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Add chunks of 2 and 4 times the largest: pieces of the largest, one after another."""
     last = chunks[-1]
-    rows = [
-        [sum(interpolate(before, values[-1], c + i * last) for i in range(n)) for c in before]
-        for n in (2, 4)
-    ]
+    pieces = [along(before, values[-1], before + i * last) for i in range(4)]
+    rows = [sum(pieces[:n]) for n in (2, 4)]
     return np.append(chunks, last * np.array([2.0, 4.0])), np.vstack([values, rows])
 
 
 def _mixed_decode(k: KernelTables) -> np.ndarray | None:
     """Decodes' attention with the smallest chunk, less that chunk's; None if not measured."""
-    chunk = k.chunks[0]
-    counts = [n for n in k.decodes if any((chunk, 0, n, x) in k.mixed for x in k.contexts)]
-    points = {(n, x): k.mixed.get((chunk, 0, n, x)) for n in counts for x in k.contexts}
-    if len(counts) < 2 or None in points.values():
+    t, contexts = k.tables, k.tables.decode_context_tokens
+    chunk, decodes = t.chunk_tokens[0], t.decode_sequences
+    counts = [n for n in decodes if any((chunk, 0, n, x) in k.mixed for x in contexts)]
+    points = [[k.mixed.get((chunk, 0, n, x), np.nan) for x in contexts] for n in counts]
+    table = np.maximum(np.array(points) - t.chunk_attention_s[0, 0], 0.0)
+    if len(counts) < 2 or np.isnan(table).any():
         return None
-    alone = k.chunk_attention[0, 0]
-    table = np.array([[max(points[n, x] - alone, 0.0) for x in k.contexts] for n in counts])
-    grid = np.array(counts)
     # Contexts at which the smallest times scatter must not fall at the end of the table.
-    rows = [[interpolate(grid, table[:, j], n) for j in range(len(k.contexts))] for n in k.decodes]
-    return np.maximum.accumulate(np.maximum(np.array(rows), 0.0), axis=0)
+    rows = along(np.array(counts), table.T, decodes).T
+    return np.maximum.accumulate(np.maximum(rows, 0.0), axis=0)
 
 
-def _held_out_errors(k: KernelTables, tolerance: float, seed: int) -> dict[str, Any]:
+def _held_out_errors(t: LawTables, tolerance: float, seed: int) -> dict[str, Any]:
     """Relative errors of tables built without some rows, at those rows."""
     rng = np.random.default_rng(seed)
     out: dict[str, Any] = {}
 
-    gone = random_third(k.dense.shape, rng)
-    grid, values = k.tokens[~gone], k.dense[~gone]
+    gone = random_third(t.dense_s.shape, rng)
+    grid, values = t.dense_tokens[~gone], t.dense_s[~gone]
     chosen = thin(grid, values, tolerance)
-    guess = np.array([interpolate(grid[chosen], values[chosen], t) for t in k.tokens[gone]])
-    out["dense_random_third"] = error_quantiles(guess / k.dense[gone] - 1.0)
+    guess = along(grid[chosen], values[chosen], t.dense_tokens[gone])
+    out["dense_random_third"] = error_quantiles(guess / t.dense_s[gone] - 1.0)
 
-    gone = random_third(k.head.shape, rng)
-    guess = interpolate_missing(k.sequences, k.head, gone)
-    out["head_random_third"] = error_quantiles(guess[gone] / k.head[gone] - 1.0)
+    gone = random_third(t.head_s.shape, rng)
+    guess = interpolate_missing(t.head_sequences, t.head_s, gone)
+    out["head_random_third"] = error_quantiles(guess[gone] / t.head_s[gone] - 1.0)
 
-    # Attention is a small part of an iteration, so both errors are stated: of the kernel, and of
-    # the iteration that it belongs to.
-    dense_at = np.array([interpolate(k.tokens, k.dense, t) for t in k.chunks])
-    rest = dense_at[:, None] + k.head[0]
-    gone = random_third(k.chunk_attention.shape, rng)
-    guess = interpolate_missing(k.before, k.chunk_attention, gone)
-    out["chunk_attention_random_third"] = error_quantiles((guess / k.chunk_attention - 1.0)[gone])
-    relative = (guess - k.chunk_attention) / (k.chunk_attention + rest)
+    rest = along(t.dense_tokens, t.dense_s, t.chunk_tokens)[:, None] + t.head_s[0]
+    gone = random_third(t.chunk_attention_s.shape, rng)
+    guess = interpolate_missing(t.context_tokens, t.chunk_attention_s, gone)
+    out["chunk_attention_random_third"] = error_quantiles((guess / t.chunk_attention_s - 1.0)[gone])
+    relative = (guess - t.chunk_attention_s) / (t.chunk_attention_s + rest)
     out["chunk_iteration_random_third"] = error_quantiles(relative[gone])
 
-    rest = np.array(
-        [interpolate(k.tokens, k.dense, b) + interpolate(k.sequences, k.head, b) for b in k.decodes]
-    )[:, None]
-    total = k.decode_attention + rest
-    gone = random_third(k.decode_attention.shape, rng)
-    guess = interpolate_missing(k.contexts, k.decode_attention, gone)
-    out["decode_attention_random_third"] = error_quantiles((guess / k.decode_attention - 1.0)[gone])
-    out["decode_iteration_random_third"] = error_quantiles(((guess + rest) / total - 1.0)[gone])
-
-    for axis, grid, target, label in (
-        (0, k.decodes, 8, "decode_iteration_all_of_batch"),
-        (1, k.contexts, 1024, "decode_iteration_all_of_context"),
-    ):
-        inner = grid[1:-1]
-        at = float(inner[np.argmin(np.abs(inner - target))])
-        guess, gone = interpolate_without(grid, k.decode_attention, axis, at)
-        out[f"{label}_{at:g}"] = error_quantiles(((guess + rest) / total - 1.0)[gone])
-    return out
+    rest = along(t.dense_tokens, t.dense_s, t.decode_sequences)
+    rest += along(t.head_sequences, t.head_s, t.decode_sequences)
+    return out | decode_errors(t, rest, rng)
 
 
 def _second_grid_errors(k: KernelTables, profile: Profile) -> dict[str, Any]:
@@ -324,10 +286,10 @@ def _mixed_errors(k: KernelTables, profile: Profile) -> dict[str, Any]:
         attention.append(guess / measured - 1.0)
         iteration.append((guess + rest) / (measured + rest) - 1.0)
         # The table was built from the rows of the smallest chunk without context.
-        if (chunk, before) != (k.chunks[0], 0):
+        if (chunk, before) != (k.tables.chunk_tokens[0], 0):
             axes = (t.decode_sequences, t.decode_context_tokens)
             other = profile.chunk_attention_s(chunk, before)
-            other += interpolate_2d(*axes, together, sequences, context)
+            other += bilinear(*axes, together, sequences, context)
             corrected.append((other - measured) / (measured + rest))
         near.append(
             sequences <= ESTIMATOR_MAX_SEQUENCES

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from servegym._command_line import run_main
-from servegym.hardware_profiles.calibrate.fitting import error_quantiles, fit_estimator, rounded
+from servegym.hardware_profiles.calibrate.fitting import error_quantiles, estimated, tabulate
 from servegym.hardware_profiles.calibrate.server_loads import Load, read_all
 from servegym.hardware_profiles.compose import (
     Z80,
@@ -329,7 +329,7 @@ def corrected_law(profile: Profile, steps: Steps, prompts: float) -> dict[str, A
     number of sequences, at the mean context of the loads.
     """
     tables = profile.with_host({}).tables()._asdict()
-    law: dict[str, Any] = {"kind": "tabulated"} | {key: np.array(tables[key]) for key in TABLE_AXES}
+    law: dict[str, Any] = {key: np.array(tables[key]) for key in TABLE_AXES}
     extra = (MIXED_TABLE, MIXED_CHUNK, *LONGEST)
     law |= {key: np.array(profile.law[key]) for key in extra if key in profile.law}
     if profile.law["kind"] == "linear":
@@ -352,7 +352,7 @@ def corrected_law(profile: Profile, steps: Steps, prompts: float) -> dict[str, A
     knots = np.unique([*law["head_sequences"], *knots])
     head = np.interp(knots, law["head_sequences"], law["head_s"])
     law["head_sequences"], law["head_s"] = knots, head
-    draft = replace(profile, law=_as_lists(law), _tables=None)
+    draft = replace(profile, law=tabulate(law), _tables=None)
     context = float(np.exp(np.mean(np.log([p.context for p in steps.points]))))
     factors = np.exp(steps.factor(np.maximum(knots, 1.0))[0])
     at = [(n, n * context) for n in np.maximum(knots, 1.0)]
@@ -366,16 +366,7 @@ def corrected_law(profile: Profile, steps: Steps, prompts: float) -> dict[str, A
     law["head_s"], law["dense_s"] = head + moved, law["dense_s"] - moved
     if law["dense_s"].min() <= 0.0:
         raise ValueError("the loads contradict the profile: is it of the same model and cards?")
-    return _as_lists(law)
-
-
-def _as_lists(law: dict[str, Any]) -> dict[str, Any]:
-    def plain(value: Any) -> Any:
-        if isinstance(value, str):
-            return value
-        return float(f"{float(value):.6g}") if np.ndim(value) == 0 else rounded(value)
-
-    return {key: plain(value) for key, value in law.items()}
+    return tabulate(law)
 
 
 @dataclass(frozen=True)
@@ -471,13 +462,6 @@ def calibrate_server(
             "decode": {"bias": 0.0, "sd": float(f"{decode_sd:.3g}"), "points": count},
         },
     }
-    draft = Profile.from_dict(data, name)
-    data["estimator"], estimator = fit_estimator(draft)
-    data["fit_error"] = {
-        "measure": "absolute relative error of a decode step",
-        **errors,
-        "linear_estimator_against_law": estimator,
-    }
     data["provenance"] = {
         "source": f"{count} measured loads on top of {profile.name}: "
         f"{profile.provenance['source']}",
@@ -486,7 +470,9 @@ def calibrate_server(
         "command": "servegym calibrate server",
         "notes": [*lines, *profile.provenance.get("notes", ())],
     }
-    return Calibration(Profile.from_dict(data, name), True, tuple(lines))
+    measure = "absolute relative error of a decode step"
+    corrected = estimated(data, lambda _: {"measure": measure, **errors})
+    return Calibration(corrected, True, tuple(lines))
 
 
 def _of_an_engine(options: argparse.Namespace, loads: Sequence[Load]) -> Profile:

@@ -64,18 +64,18 @@ def _steps(path: Path) -> Iterator[Row]:
 
 def _composed(folder: Path, layers: int) -> Iterator[Row]:
     """Iterations composed from a folder of kernel timings; NaN where dense ops were not timed."""
-    k = KernelTables(folder, layers)
+    k = KernelTables(folder, layers).tables
 
     def rest(tokens: float, sequences: float) -> float:
-        dense = np.interp(tokens, k.tokens, k.dense, right=np.nan)
-        return float(dense + np.interp(sequences, k.sequences, k.head))
+        dense = np.interp(tokens, k.dense_tokens, k.dense_s, right=np.nan)
+        return float(dense + np.interp(sequences, k.head_sequences, k.head_s))
 
-    for i, chunk in enumerate(k.chunks):
-        for j, before in enumerate(k.before):
-            yield chunk, before, 0, 0, rest(chunk, 1) + k.chunk_attention[i, j]
-    for i, sequences in enumerate(k.decodes):
-        for j, context in enumerate(k.contexts):
-            attention = k.decode_attention[i, j]
+    for i, chunk in enumerate(k.chunk_tokens):
+        for j, before in enumerate(k.context_tokens):
+            yield chunk, before, 0, 0, rest(chunk, 1) + k.chunk_attention_s[i, j]
+    for i, sequences in enumerate(k.decode_sequences):
+        for j, context in enumerate(k.decode_context_tokens):
+            attention = k.decode_attention_s[i, j]
             yield 0, 0, sequences, context, rest(sequences, sequences) + attention
 
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 from scipy.optimize import isotonic_regression, linprog, nnls
 
 from servegym.hardware_profiles.fleet import served_models
-from servegym.hardware_profiles.interpolation import interpolate
-from servegym.hardware_profiles.law import Estimator, Profile
+from servegym.hardware_profiles.interpolation import along
+from servegym.hardware_profiles.law import Estimator, LawTables, Profile
 from servegym.hardware_profiles.load import unknown_name
-from servegym.hardware_profiles.schema import ESTIMATOR_FIELDS, read_json
+from servegym.hardware_profiles.schema import ESTIMATOR_FIELDS, FORMAT, read_json
 
 # Times of growing work whose best non-falling fit explains less than this are no law.
 EXPLAINED_FLOOR = 0.5
@@ -24,8 +25,6 @@ ESTIMATOR_MAX_CONTEXT = 1500
 EXPERT_BATCHES = np.array([1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256])
 EXPERT_SHARES = np.geomspace(0.35, 2.0, 13)
 _FEW_PROMPTS = np.unique(np.geomspace(1, ESTIMATOR_MAX_PROMPT, 40).astype(int)) - 1
-# Stands in a draft until the estimator is fitted to its law.
-NO_ESTIMATE = dict.fromkeys(ESTIMATOR_FIELDS, 0.0)
 
 
 def thin(grid: np.ndarray, values: np.ndarray, tolerance: float) -> np.ndarray:
@@ -83,6 +82,23 @@ def as_integers(values: np.ndarray) -> list[int]:
     return [int(v) for v in values]
 
 
+def tabulate(tables: Mapping[str, Any], tolerance: float | None = None) -> dict[str, Any]:
+    """The ``law`` field of a profile: seconds with six significant digits, whole numbers.
+
+    Args:
+        tables: the fields of :class:`LawTables`, and what else the law has.
+        tolerance: largest relative error of a point of the dense part and of the head that is
+            dropped (:func:`thin`); None keeps all.
+    """
+    law = dict(tables)
+    thinned = (("dense_tokens", "dense_s"), ("head_sequences", "head_s"))
+    for grid, values in () if tolerance is None else thinned:
+        points = thin(law[grid], law[values], tolerance)
+        law[grid], law[values] = law[grid][points], law[values][points]
+    fields = {k: rounded(v) if k.endswith("_s") else as_integers(v) for k, v in law.items()}
+    return {"kind": "tabulated", **fields}
+
+
 def error_quantiles(error: np.ndarray, digits: int = 4) -> dict[str, float | int]:
     """Number of points, and median, 90th percentile and largest of the absolute relative errors."""
     size = np.abs(np.asarray(error, float)).ravel()
@@ -99,9 +115,8 @@ def interpolate_missing(grid: np.ndarray, values: np.ndarray, missing: np.ndarra
     """Values at ``missing`` (bool, along the last axis) interpolated from the others."""
     out = values.copy()
     for index in np.ndindex(values.shape[:-1]):
-        present = ~missing[index]
-        for j in np.flatnonzero(missing[index]):
-            out[index][j] = interpolate(grid[present], values[index][present], grid[j])
+        gone = missing[index]
+        out[index][gone] = along(grid[~gone], values[index][~gone], grid[gone])
     return out
 
 
@@ -128,6 +143,41 @@ def random_third(shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray
     return missing
 
 
+def decode_errors(
+    t: LawTables, rest: np.ndarray, rng: np.random.Generator, timed: Any = True
+) -> dict[str, Any]:
+    """Relative errors of decodes at entries of the table that are interpolated from the others.
+
+    Attention is a small part of an iteration, so both errors are stated: of the kernel, and of
+    the iteration that it belongs to.
+
+    Args:
+        t: the tables.
+        rest: ``(G5,)`` seconds of the iterations but attention.
+        rng: chooses a third of the entries.
+        timed: ``(G5, G4)`` bool, the entries that are judged.
+    """
+    axes, table = (t.decode_sequences, t.decode_context_tokens), t.decode_attention_s
+    rest = rest[:, None]
+    total = table + rest
+    gone = random_third(table.shape, rng)
+    guess = interpolate_missing(axes[1], table, gone)
+    here = gone & timed
+    out = {
+        "decode_attention_random_third": error_quantiles((guess / table - 1.0)[here]),
+        "decode_iteration_random_third": error_quantiles(((guess + rest) / total - 1.0)[here]),
+    }
+    for axis, target, label in ((0, 8, "batch"), (1, 1024, "context")):
+        inner = axes[axis][1:-1]
+        at = float(inner[np.argmin(np.abs(inner - target))])
+        guess, gone = interpolate_without(axes[axis], table, axis, at)
+        here = gone & timed
+        if here.any():
+            error = error_quantiles(((guess + rest) / total - 1.0)[here])
+            out[f"decode_iteration_all_of_{label}_{at:g}"] = error
+    return out
+
+
 def fit_estimator(
     profile: Profile, expert_share: float = 0.0
 ) -> tuple[dict[str, float], dict[str, Any]]:
@@ -151,7 +201,7 @@ def fit_estimator(
     b, x = (a.ravel().astype(float) for a in np.meshgrid(batches, contexts, indexing="ij"))
     decode = np.array([profile.decode_s(n, n * c) for n, c in zip(b, x, strict=True)])
     prompts = np.arange(1, ESTIMATOR_MAX_PROMPT + 1).astype(float)
-    prefill = np.array([profile.prefill_s(p) for p in prompts])
+    prefill = profile.prefill_s(prompts)
     if share:
         values = min(
             (_fit_experts(one, b, x, decode, prompts, prefill)
@@ -171,6 +221,33 @@ def fit_estimator(
         "decode": error_quantiles(estimator.decode_s(b, b * x) / decode - 1.0),
     }
     return values, errors
+
+
+def estimated(
+    data: Mapping[str, Any], errors: Callable[[Profile], Mapping[str, Any]], expert_share: float = 0
+) -> Profile:
+    """The profile of its file's fields, with the estimate of its law and its errors.
+
+    Args:
+        data: the fields; ``estimator`` and ``fit_error`` are made here.
+        errors: gives those of the law.
+        expert_share: as in :func:`fit_estimator`.
+    """
+    empty = {"format": FORMAT, "estimator": dict.fromkeys(ESTIMATOR_FIELDS, 0.0), "fit_error": {}}
+    draft = Profile.from_dict(empty | data, data["name"])
+    estimator, error = fit_estimator(draft, expert_share)
+    spread = {**errors(draft), "linear_estimator_against_law": error}
+    fitted = {"estimator": estimator, "fit_error": spread}
+    return Profile.from_dict(empty | data | fitted, data["name"])
+
+
+def measured_domain(t: LawTables) -> dict[str, int]:
+    """The field ``domain`` of a profile whose tables were timed."""
+    return {
+        "max_decode_sequences": int(t.decode_sequences[-1]),
+        "max_iteration_tokens": int(t.dense_tokens[-1]),
+        "max_context_tokens": int(min(t.context_tokens[-1], t.decode_context_tokens[-1])),
+    }
 
 
 def _fit_experts(

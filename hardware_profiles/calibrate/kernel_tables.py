@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from servegym.hardware_profiles.calibrate.csv_tables import CsvTable
+from servegym.hardware_profiles.law import LawTables
 
 # Written with GPU measurements: arguments of `servegym calibrate` for the folder, and whole layers.
 SETTINGS_FILE, LAYER_FILE = "calibrate.json", "layer.csv"
@@ -177,16 +178,7 @@ class KernelTables:
         layers: transformer layers of the model.
 
     Attributes:
-        tokens: ``(G1,)`` scheduled tokens of an iteration.
-        dense: ``(G1,)`` seconds of all ops but attention and head.
-        sequences: ``(G6,)`` sequences through the head.
-        head: ``(G6,)`` seconds of head and sampler.
-        chunks: ``(G2,)`` tokens of a prefill chunk.
-        before: ``(G3,)`` tokens of the same request before the chunk.
-        chunk_attention: ``(G2, G3)`` seconds.
-        decodes: ``(G5,)`` decoding sequences.
-        contexts: ``(G4,)`` tokens in KV memory of each.
-        decode_attention: ``(G5, G4)`` seconds.
+        tables: those of the law, as timed.
         second_grid: seconds by (chunk, before) of prefill points off the table's grid.
         mixed: seconds by (chunk, before, decodes, context) of prefill and decodes together.
     """
@@ -194,28 +186,27 @@ class KernelTables:
     def __init__(self, folder: Path, layers: int) -> None:
         self.layers = layers
         dense = read_ops(folder / "dense.csv", "tokens", DENSE_OPS, 36)
-        self.tokens = np.array(sorted(dense["embedding"]), float)
+        tokens = np.array(sorted(dense["embedding"]), float)
         counts = {op: layers * times for op, times in OPS_PER_LAYER.items()} | OPS_PER_MODEL
-        self.dense = np.array(
-            [sum(n * dense[op][int(t)] for op, n in counts.items()) for t in self.tokens]
-        )
+        dense_s = [sum(n * dense[op][int(t)] for op, n in counts.items()) for t in tokens]
         head = read_ops(folder / "per_sequence.csv", "sequences", HEAD_OPS, 8)
-        self.sequences = np.array(sorted(head["lm_head"]), float)
-        self.head = np.array([sum(head[op][int(s)] for op in HEAD_OPS) for s in self.sequences])
+        sequences = np.array(sorted(head["lm_head"]), float)
+        head_s = np.array([sum(head[op][int(s)] for op in HEAD_OPS) for s in sequences])
 
         path = folder / "attention.csv"
         rows = _read_attention(path)
-        self.chunks, self.before, chunk, second = _full_grid(
+        chunks, before, chunk, second = _full_grid(
             {(c, k): v for (c, k, n, _), v in rows.items() if n == 0}, path, "prefill_chunk"
         )
-        self.decodes, self.contexts, decode, _ = _full_grid(
+        decodes, contexts, decode, _ = _full_grid(
             {(n, k): v for (c, _, n, k), v in rows.items() if c == 0}, path, "n_decode"
         )
-        if self.before[0] > 0:
+        if before[0] > 0:
             raise ValueError(f"{path}: field 'kv_prefill': measure kv_prefill = 0 too")
-        if self.decodes[0] > 1:
+        if decodes[0] > 1:
             raise ValueError(f"{path}: field 'n_decode': measure n_decode = 1 too")
-        self.chunk_attention = layers * chunk
-        self.decode_attention = layers * decode
+        prefill = (chunks, before, layers * chunk)
+        decode = (decodes, contexts, layers * decode)
+        self.tables = LawTables(tokens, np.array(dense_s), *prefill, *decode, sequences, head_s)
         self.second_grid = {key: layers * value for key, value in second.items()}
         self.mixed = {key: layers * v for key, v in rows.items() if key[0] and key[2]}

@@ -421,17 +421,9 @@ def _describe(root: Path, name: str, shape: ModelShape, clock: Clock) -> None:
     """Write what is measured, and refuse to go on with a folder of another device or model."""
     size = torch.finfo(clock.dtype).bits // 8
     device = clock.device_name
-    facts = {
+    facts = shape.facts(size) | {
         "name": name,
-        "layers": shape.layers,
-        "hidden_size": shape.hidden,
-        "attention_heads": shape.heads,
-        "kv_heads": shape.kv_heads,
-        "head_size": shape.head_size,
-        "bytes_per_value": size,
-        "parameters": shape.parameters,
         "weight_bytes": size * shape.parameters,
-        "kv_bytes_per_token": 2 * size * shape.layers * shape.kv_heads * shape.head_size,
         "source": "the model's published configuration; random weights",
     }
     meta = root / "meta.yaml"

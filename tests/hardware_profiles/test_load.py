@@ -1,6 +1,5 @@
 """Shipped profiles and fleets: schema, facts, laws, interpolation, bad files."""
 
-import functools
 import pickle
 import warnings
 
@@ -10,7 +9,6 @@ import pytest
 from servegym.hardware_profiles import (
     Profile,
     list_fleets,
-    list_moe_layers,
     list_profiles,
     load,
     load_fleet,
@@ -47,30 +45,6 @@ def raw_linear():
     return load("paper-linear-01").to_dict()
 
 
-@functools.cache
-def validator(schema="schema"):
-    made = pytest.importorskip("jsonschema").Draft202012Validator(
-        read_json(data_path(f"{schema}.json"))
-    )
-    made.check_schema(made.schema)
-    return made
-
-
-@pytest.mark.parametrize(
-    ("schema", "prefix", "names"),
-    [
-        ("schema", "", list_profiles()),
-        ("schema-fleet", "fleet-", list_fleets()),
-        ("schema-moe-layer", "moe-", list_moe_layers()),
-    ],
-)
-def test_shipped_files_obey_their_schema(schema, prefix, names):
-    for name in names:
-        file = data_path(f"{prefix}{name}.json")
-        validator(schema).validate(read_json(file))
-        assert file.stat().st_size < 100_000
-
-
 @pytest.mark.parametrize("name", list_profiles())
 def test_round_trip(name, tmp_path):
     profile = load(name)
@@ -78,6 +52,7 @@ def test_round_trip(name, tmp_path):
     again = load(tmp_path / "copy.json")
     assert again.to_dict() == profile.to_dict()
     assert [p.name for p in tmp_path.iterdir()] == ["copy.json"]
+    assert data_path(f"{name}.json").stat().st_size < 100_000
     for ours, theirs in zip(profile.tables(), again.tables(), strict=True):
         np.testing.assert_array_equal(ours, theirs)
     thawed = pickle.loads(pickle.dumps(profile))
@@ -202,37 +177,43 @@ HOST = {"step_s": 0.003, "sequence_s": 2e-5, "token_s": 1e-6}
 DAMAGE = [
     (("device",), _set, "field 'device': missing"),
     (("device", "memory_bytes"), _set, "field 'device.memory_bytes': missing"),
-    (("device", "memory_bytes"), "24 GB", "'device.memory_bytes': got '24 GB'; must be a nu"),
+    (("device", "memory_bytes"), "24 GB", "'device.memory_bytes': got '24 GB'; must be a fi"),
     (("device", "usable_memory_fraction"), 1.5, "'device.usable_memory_fraction': got 1.5"),
     (("format",), "other/1", "field 'format'"),
     (("kind",), "guessed", "'kind': got 'guessed'; must be one of measured, fitted, derived"),
     (("nmae",), "x", "unknown field; did you mean 'name'"),
     (("law", "kind"), "quadratic", "must be one of linear, tabulated"),
     (("law", "dense_ss"), [1], "'law.dense_ss': unknown field; did you mean 'dense_s'"),
-    (("law", "dense_s", 2), -0.01, r"'law.dense_s\[2\]': got -0.01; must be >= 0"),
-    (("law", "dense_s", 2), 15600.0, "are the times in milliseconds"),
+    (("law", "dense_s", 2), -0.01, r"'law.dense_s\[2\]': got -0.01; must be .* at least 0"),
+    (("law", "dense_s", 2), 15600.0, "is it in milliseconds"),
     (("law", "dense_s"), [1.0], "has 1 entries; must have"),
-    (("law", "mixed_chunk_s"), 0.01, "'law.mixed_chunk_s': got 0.01; must be <= 0.001 seconds"),
+    (("law", "mixed_chunk_s"), 0.01, "'law.mixed_chunk_s': got 0.01.* at most 0.001 seconds"),
     (("law", "longest_decode_s"), [1e-6, -1e-6], "has 2 entries; must have 9"),
     (("law", "mixed_decode_attention_s"), [[0.1, 0.2]], "has 1 entries; must have 9"),
-    (("law", "mixed_decode_attention_s", 0, 0), -1.0, "must be >= 0"),
+    (("law", "mixed_decode_attention_s", 0, 0), -1.0, "at least 0"),
     (("law", "dense_tokens", 3), 2, r"'law.dense_tokens\[3\]': got 2; must exceed"),
     (("law", "chunk_attention_s", 1), [0.1], r"'law.chunk_attention_s\[1\]': has 1 entries"),
     (("law", "decode_attention_s"), 3, "must be a list"),
     (("estimator", "base_s"), 16.9, "is it in milliseconds"),
     (("estimator", "base_s"), _set, "field 'estimator.base_s': missing"),
-    (("domain", "max_context_tokens"), 0, "'domain.max_context_tokens': got 0; must be >= 1"),
-    (("domain", "max_decode_sequences"), 2.5, "must be an integer"),
+    (
+        ("domain", "max_context_tokens"),
+        0,
+        "'domain.max_context_tokens': got 0; must be .* at least 1",
+    ),
+    (("domain", "max_decode_sequences"), 2.5, "must be a whole number"),
     (("fit_error", "dense_random_third"), {"points": 3}, "dense_random_third.median': missing"),
     (("step_error",), {"prefill": {"bias": 0.0, "sd": 0.1}}, "'step_error.decode': missing"),
-    (("step_error", "prefill", "sd"), -0.1, "'step_error.prefill.sd': got -0.1; must be >= 0"),
+    (
+        ("step_error", "prefill", "sd"),
+        -0.1,
+        "'step_error.prefill.sd': got -0.1; must be .* at least 0",
+    ),
     (("engine",), [], r"field 'engine': got \[\]; must be an object"),
     (("host",), {**HOST, "step_s": 3.0}, r"'host.step_s'.*milliseconds"),
-    (("host",), {**HOST, "sequence_s": -1e-6}, r"'host.sequence_s'.*>= 0"),
+    (("host",), {**HOST, "sequence_s": -1e-6}, r"'host.sequence_s'.*at least 0"),
     (("host",), {**HOST, "step": 0.1}, r"'host.step'.*did you mean 'step_s'"),
-]
-# What only the loader sees: sizes and orders that depend on other fields.
-INCONSISTENT = [
+    # Sizes and orders that depend on other fields.
     (("device", "memory_bytes"), 12e9, "no KV block fits"),
     (("law", "dense_s"), [0.1, 0.2], "has 2 entries; must have"),
     (("law", "dense_s", 2), 0, "no iteration takes no time"),
@@ -244,19 +225,18 @@ INCONSISTENT = [
 ]
 
 
-@pytest.mark.parametrize(("path", "value", "message"), [*DAMAGE, *INCONSISTENT])
+@pytest.mark.parametrize(("path", "value", "message"), DAMAGE)
 def test_bad_field_is_refused_with_file_field_and_reason(raw, path, value, message):
     _set(raw, path, value)
     with pytest.raises(ValueError, match=message) as caught:
         Profile.from_dict(raw, "bad.json")
     assert "bad.json" in str(caught.value)
-    assert validator().is_valid(raw) == ((path, value, message) in INCONSISTENT)
 
 
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("base_s", -1e-3, "must be >= 0"),
+        ("base_s", -1e-3, "at least 0"),
         ("prefill_s_per_token", 0.0, "take no time"),
         ("decode_s_per_context_token", 0.0, "take no time"),
         ("decode_s_per_context_token", 25.0, "milliseconds"),
