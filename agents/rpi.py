@@ -36,7 +36,7 @@ from servegym.agents.lib.run_log import RunLog, interval_passed, saves_when_inte
 from servegym.agents.lib.snapshots import restore_state, state_of
 from servegym.baselines.llm_routing.features import Layout, mean_over, priced_actions, priced_values
 from servegym.baselines.llm_routing.latency import LatencyModel
-from servegym.baselines.llm_routing.paired_rollouts import (
+from servegym.baselines.llm_routing.rollout import (
     Rollouts,
     Values,
     choose_candidates,

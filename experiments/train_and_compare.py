@@ -54,7 +54,7 @@ BASELINES = NAMED + tuple(
     and one.alias_of is None
     and one.name not in (*NAMED, "drop_all", "always_busiest")
 )
-"""Every heuristic and bandit that is no control and knows no more than a router can."""
+"""Every heuristic that is no control and knows no more than a router can."""
 STEPS, POINTS = 600_000, 15  # decisions of the training; evaluations at equal distances
 EVERY_S = 10.0  # between two lines at least
 SIGNALS = signal.SIGINT, signal.SIGTERM

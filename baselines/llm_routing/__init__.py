@@ -52,14 +52,9 @@ for _policy, _line, *_aliases in (
     (RouteBalance, "RouteBalance's weighted score of predicted quality, cost and latency"),
     (heuristics.AlwaysBest, "best train mean score, the next best while it is full"),
     (
-        bandits.LinUcb,
-        "linear bandit an expert, learns online from a train-split prior; sees scores at "
-        "acceptance",
-    ),
-    (bandits.DelayedLinUcb, "linucb that learns a request's QoS when the request ends"),
-    (
         bandits.Thompson,
-        "Thompson sampling of the same linear bandit, QoS learned when a request ends",
+        "linear bandit an expert: Thompson sampling from a train-split prior, learns when a "
+        "request ends",
     ),
     (heuristics.DropAll, "control: drops every request"),
     (heuristics.AlwaysBusiest, "control: most requests; must lose"),

@@ -1,14 +1,12 @@
-"""Linear contextual bandits: a ridge regression an expert, learning while it serves.
+"""A linear contextual bandit: Thompson sampling of a ridge regression an expert.
 
-LinUCB of Li et al. (2010) and Thompson sampling of Agrawal and Goyal (2013), disjoint forms. Each
-decision is treated alone. The posterior starts from a prior fitted on the train split and goes
-back to that prior at every episode's start, so that episodes stay exchangeable.
+Agrawal and Goyal (2013), disjoint form. Each decision is treated alone. The posterior starts from a
+prior fitted on the train split and goes back to that prior at every episode's start, so that
+episodes stay exchangeable.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -23,16 +21,23 @@ from servegym.baselines.protocol import Observation
 _FEATURES = 8
 
 
-class LinearBandit(RoutingPolicy):
-    """Best index of a linear reward an expert (never drops by choice).
+class Thompson(RoutingPolicy):
+    """A draw of each expert's reward from its posterior; the largest is taken (never drops).
+
+    An expert's weights are normal around the ridge estimate with covariance ``scale**2`` times the
+    inverse Gram matrix. Experts are independent and one context is asked a decision, so that a
+    draw of the weights is a draw of the reward, normal with that mean and spread.
 
     Features: 1, predicted score, predicted length, prompt, running, waiting, "no slot free" and
-    memory use, each in [0, 1].
+    memory use, each in [0, 1]. The reward of a decision is the score of the answer if it came
+    within the latency requirement, else 0, and comes when the request ends, some 25 decisions
+    later. Until then the posterior knows nothing of it.
 
     The prior is fitted when the latency requirement is first seen.
 
     Args:
         system: The system; without ``system.train`` the prior is the ridge alone.
+        scale: Standard deviation of the reward's noise that the posterior assumes.
         ridge: Strength of the pull to zero.
         prior_weight: Observations of each expert that the prior counts for.
         prior_states: Synthetic states that the prior is fitted on.
@@ -41,27 +46,24 @@ class LinearBandit(RoutingPolicy):
         ValueError: If a parameter is out of range.
     """
 
+    name = "thompson"
+    needs_outcomes = True
+
     def __init__(
         self,
         system: RoutingSystem,
         *,
+        scale: float = 0.1,
         ridge: float = 1.0,
         prior_weight: float = 500.0,
         prior_states: int = 1024,
     ) -> None:
         super().__init__(system)
+        self.scale = real("scale", scale, 0.0)
         self.ridge = real("ridge", ridge, 0.0, open_low=True)
         self.prior_weight = real("prior_weight", prior_weight, 0.0)
         self.prior_states = whole("prior_states", prior_states, 1)
         self._priors: dict[float, tuple[Floats, Floats]] = {}
-
-    def index(self, mean: Floats, spread: Floats) -> Floats:
-        """What the expert is chosen by (B, N), from the reward's posterior mean and spread."""
-        raise NotImplementedError
-
-    def decided(self, action: NDArray[np.int64], x: Floats) -> None:
-        """Note the actions (B,) taken on the features (B, N, 8)."""
-        raise NotImplementedError
 
     def features(self, observation: Observation) -> Floats:
         """(B, N, 8) features, each within [0, 1]."""
@@ -81,14 +83,20 @@ class LinearBandit(RoutingPolicy):
     def reset(self, num_envs: int, seed: int | None = None) -> None:
         """See `Policy.reset`."""
         experts = self.system.num_experts
+        self._rows = np.arange(num_envs)
         self._inverse = np.zeros((num_envs, experts, _FEATURES, _FEATURES))
         self._target = np.zeros((num_envs, experts, _FEATURES))
         self._fresh = np.ones(num_envs, dtype=np.bool_)
+        self._decisions = np.zeros(num_envs, dtype=np.int64)
+        # By row and decision: expert from 0, -1 for none to be credited, and its features.
+        self._arm = np.full((num_envs, 64), -1, dtype=np.int64)
+        self._context = np.zeros((num_envs, 64, _FEATURES))
         super().reset(num_envs, seed)
 
     def episode_start(self, mask: NDArray[np.bool_]) -> None:
-        """Back to the prior."""
+        """Back to the prior; what was open of the last episode is forgotten."""
         self._fresh |= mask
+        self._decisions[mask], self._arm[mask] = 0, -1
 
     def act(self, observation: Observation, action_mask: Mask) -> NDArray[np.int64]:
         """See `Policy.act`."""
@@ -100,12 +108,32 @@ class LinearBandit(RoutingPolicy):
         x = self.features(observation)
         weights = np.einsum("bnij,bnj->bni", self._inverse, self._target)
         spread = np.einsum("bni,bnij,bnj->bn", x, self._inverse, x)
-        index = self.index((weights * x).sum(axis=-1), np.sqrt(np.maximum(spread, 0.0)))
-        action = pick(-index, action_mask)
-        self.decided(action, x)
+        mean, spread = (weights * x).sum(axis=-1), np.sqrt(np.maximum(spread, 0.0))
+        draw = mean + self.scale * spread * self.rng.standard_normal(mean.shape)
+        action = pick(-draw, action_mask)
+        if self._decisions.max() == self._arm.shape[1]:
+            self._arm = np.concatenate([self._arm, np.full_like(self._arm, -1)], axis=1)
+            self._context = np.concatenate([self._context, np.zeros_like(self._context)], axis=1)
+        at = self._rows, self._decisions
+        self._arm[at] = action - 1
+        self._context[at] = x[self._rows, np.maximum(action - 1, 0)]
+        self._decisions += 1
         return action
 
-    def credit(
+    def outcomes(self, ended: NDArray[Any]) -> None:
+        """Credit the QoS of every request that has ended to the expert that it was sent to."""
+        while ended.size:
+            # One of each row at a time, in their order: the posterior goes by one after another.
+            rows, first = np.unique(ended["row"], return_index=True)
+            now, ended = ended[first], np.delete(ended, first)
+            recorded = now["decision"] < self._decisions[rows]
+            at = rows[recorded], now["decision"][recorded]
+            sent = self._arm[at] >= 0
+            at = at[0][sent], at[1][sent]
+            self._credit(at[0], self._arm[at], self._context[at], now["qos"][recorded][sent])
+            self._arm[at] = -1
+
+    def _credit(
         self, rows: NDArray[np.int64], arm: NDArray[np.int64], context: Floats, reward: Floats
     ) -> None:
         """Add one observation a row to the posterior (Sherman-Morrison).
@@ -189,137 +217,3 @@ class LinearBandit(RoutingPolicy):
         observation["request"][..., 2] = train.output_tokens[row]
         latency = LatencyModel(system).estimate(observation).with_new[..., -1]
         return x, train.scores[row] * (latency <= limit)
-
-
-class UpperBound(LinearBandit):
-    """The expert with the highest upper confidence bound.
-
-    Args:
-        system: The system.
-        alpha: Width of the confidence bound.
-        **prior: Parameters of `LinearBandit`.
-
-    Raises:
-        ValueError: If a parameter is out of range.
-    """
-
-    def __init__(self, system: RoutingSystem, *, alpha: float = 0.1, **prior: Any) -> None:
-        super().__init__(system, **prior)
-        self.alpha = real("alpha", alpha, 0.0)
-
-    def index(self, mean: Floats, spread: Floats) -> Floats:
-        """The upper confidence bound."""
-        return mean + self.alpha * spread
-
-
-class LinUcb(UpperBound):
-    """Upper confidence bound with the reward of ``reward="paid_forward"``, without delay.
-
-    That reward pays the true score of a request when it is accepted and takes it back if the
-    answer is late. So `feedback` tells it the score before the answer exists, where a running
-    system would learn it with the answer (`DelayedLinUcb`): it is marked as clairvoyant.
-    """
-
-    name = "linucb"
-    clairvoyant = True
-    env_kwargs: Mapping[str, Any] = MappingProxyType({"reward": "paid_forward"})
-    _chosen: tuple[NDArray[np.int64], Floats] | None = None
-
-    def decided(self, action: NDArray[np.int64], x: Floats) -> None:
-        """Until the feedback, which follows."""
-        self._chosen = (action, x)
-
-    def reset(self, num_envs: int, seed: int | None = None) -> None:
-        """See `Policy.reset`."""
-        self._chosen = None
-        super().reset(num_envs, seed)
-
-    def feedback(self, reward: NDArray[np.float64]) -> None:
-        """Credit the reward (B,) of the step to the expert chosen in it."""
-        if self._chosen is None:
-            raise ValueError("feedback must follow act")
-        action, x = self._chosen
-        self._chosen = None
-        rows = np.flatnonzero(action > 0)
-        arm = action[rows] - 1
-        self.credit(rows, arm, x[rows, arm], np.asarray(reward, dtype=np.float64)[rows])
-
-
-class DelayedBandit(LinearBandit):
-    """A bandit that learns a request's QoS when the request ends, as a running system does.
-
-    The reward of a decision is the score of the answer if it came within the latency requirement,
-    else 0, and comes some 25 decisions later. Until then the posterior knows nothing of it.
-    """
-
-    needs_outcomes = True
-
-    def reset(self, num_envs: int, seed: int | None = None) -> None:
-        """See `Policy.reset`."""
-        self._rows = np.arange(num_envs)
-        self._decisions = np.zeros(num_envs, dtype=np.int64)
-        # By row and decision: expert from 0, -1 for none to be credited, and its features.
-        self._arm = np.full((num_envs, 64), -1, dtype=np.int64)
-        self._context = np.zeros((num_envs, 64, _FEATURES))
-        super().reset(num_envs, seed)
-
-    def episode_start(self, mask: NDArray[np.bool_]) -> None:
-        """Back to the prior; what was open of the last episode is forgotten."""
-        super().episode_start(mask)
-        self._decisions[mask], self._arm[mask] = 0, -1
-
-    def decided(self, action: NDArray[np.int64], x: Floats) -> None:
-        """Keep what was chosen on until the request ends."""
-        if self._decisions.max() == self._arm.shape[1]:
-            self._arm = np.concatenate([self._arm, np.full_like(self._arm, -1)], axis=1)
-            self._context = np.concatenate([self._context, np.zeros_like(self._context)], axis=1)
-        at = self._rows, self._decisions
-        self._arm[at] = action - 1
-        self._context[at] = x[self._rows, np.maximum(action - 1, 0)]
-        self._decisions += 1
-
-    def outcomes(self, ended: NDArray[Any]) -> None:
-        """Credit the QoS of every request that has ended to the expert that it was sent to."""
-        while ended.size:
-            # One of each row at a time, in their order: the posterior goes by one after another.
-            rows, first = np.unique(ended["row"], return_index=True)
-            now, ended = ended[first], np.delete(ended, first)
-            recorded = now["decision"] < self._decisions[rows]
-            at = rows[recorded], now["decision"][recorded]
-            sent = self._arm[at] >= 0
-            at = at[0][sent], at[1][sent]
-            self.credit(at[0], self._arm[at], self._context[at], now["qos"][recorded][sent])
-            self._arm[at] = -1
-
-
-class DelayedLinUcb(UpperBound, DelayedBandit):
-    """Upper confidence bound, learning from requests that have ended."""
-
-    name = "linucb_delayed"
-
-
-class Thompson(DelayedBandit):
-    """Thompson sampling: a draw of each expert's reward from its posterior, the largest is taken.
-
-    An expert's weights are normal around the ridge estimate with covariance ``scale**2`` times the
-    inverse Gram matrix. Experts are independent and one context is asked a decision, so that a
-    draw of the weights is a draw of the reward, normal with that mean and spread.
-
-    Args:
-        system: The system.
-        scale: Standard deviation of the reward's noise that the posterior assumes.
-        **prior: Parameters of `LinearBandit`.
-
-    Raises:
-        ValueError: If a parameter is out of range.
-    """
-
-    name = "thompson"
-
-    def __init__(self, system: RoutingSystem, *, scale: float = 0.1, **prior: Any) -> None:
-        super().__init__(system, **prior)
-        self.scale = real("scale", scale, 0.0)
-
-    def index(self, mean: Floats, spread: Floats) -> Floats:
-        """A draw from the posterior."""
-        return mean + self.scale * spread * self.rng.standard_normal(mean.shape)

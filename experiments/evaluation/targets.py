@@ -53,7 +53,6 @@ _PRICE: dict[str, Range] = {
     "margin": (0.85, 1.15, False),
 }
 _OVERRUN: dict[str, Range] = {"overrun": (0.0, 1.0, False)}
-_PRIOR: dict[str, Range] = {"prior_weight": (1.0, 5000.0, True)}
 _WEIGHTS = ("w_quality", "w_cost", "w_latency", "w_balance")  # made to add up to 1
 SPACES: dict[str, dict[str, Range]] = {
     "least_latency": _OVERRUN,
@@ -74,8 +73,7 @@ SPACES: dict[str, dict[str, Range]] = {
         "latency_filter": [False, True],
         "fallback": ["relax", "drop"],
     },
-    "linucb_delayed": {"alpha": (0.001, 2.0, True), **_PRIOR},
-    "thompson": {"scale": (0.001, 2.0, True), **_PRIOR},
+    "thompson": {"scale": (0.001, 2.0, True), "prior_weight": (1.0, 5000.0, True)},
 }
 """Parameters of LLM routing's rules that are searched; the other rules have none."""
 

@@ -64,7 +64,7 @@ def test_unknown_names_and_parameters_are_refused(system):
         make_policy("least_outstandin", system)
     with pytest.raises(ValueError, match="did you mean 'llm_routing'"):
         list_policies("llm_routin")
-    for name in ("greedy_qos", "expected_qos", "rollout", "linucb"):  # by ``**``, too
+    for name in ("greedy_qos", "expected_qos", "rollout", "priced_greedy"):  # by ``**``, too
         with pytest.raises(ValueError, match="policy.*no_such_parameter"):
             make_policy(name, system, no_such_parameter=1)
     assert make_policy("expected_qos", system, price_full=0.5, share=0.3).name == "expected_qos"

@@ -56,8 +56,7 @@ def test_policies_follow_the_protocol(name):
     assert policy.clairvoyant == info.clairvoyant
     assert policy.env_view == "graph"
     assert policy.needs_env == (name == "rollout")
-    asked = {"reward": "paid_forward"} if name == "linucb" else {}
-    assert dict(policy.env_kwargs) == asked
+    assert not policy.env_kwargs
 
 
 @pytest.mark.parametrize("name", names())
@@ -121,7 +120,7 @@ def test_rows_do_not_influence_each_other(name):
 
 @pytest.mark.parametrize(
     "name",
-    "least_memory token_jsq bert_router least_latency priced_greedy route_balance linucb".split(),
+    "least_memory token_jsq bert_router least_latency priced_greedy route_balance".split(),
 )
 def test_permuting_experts_permutes_choices(name):
     # These costs are real numbers, so random observations have no ties.
@@ -129,20 +128,9 @@ def test_permuting_experts_permutes_choices(name):
     order = np.array([3, 0, 5, 1, 4, 2])
     system = make_system()
     policy = make_policy(name, system)
-    if name == "linucb":  # its prior draws one synthetic state an expert; compare without
-        system = make_system(train=False)
-        policy = make_policy(name, system, alpha=0.0)
-    moved_policy = type(policy)(
-        permuted(system, order), **({"alpha": 0.0} if name == "linucb" else {})
-    )
+    moved_policy = type(policy)(permuted(system, order))
     policy.reset(64, 0)
     moved_policy.reset(64, 0)
-    if name == "linucb":
-        weight = 0.05 * rng.normal(size=(6, 8))
-        weight[:, 1] = 1.0
-        identity = np.tile(np.eye(8), (6, 1, 1))
-        policy._priors[0.03] = (identity, weight)
-        moved_policy._priors[0.03] = (identity, weight[order])
     observation, mask = make_observation(rng, 64, least_running=1)
     action = policy.act(observation, mask)
     back = np.concatenate([[0], order + 1])
@@ -187,31 +175,14 @@ def test_least_outstanding_counts_running_and_waiting_and_rotates_ties():
     assert policy.act(observation, mask)[0] == 2
 
 
-def test_linucb_learns_the_better_arm_and_forgets_at_an_episode_start():
-    system = make_system(train=False)
-    policy = make_policy("linucb", system, alpha=0.5)
-    policy.reset(1)
-    observation, mask = idle()
-    observation["request"][..., 1] = 0.5
-    for _ in range(60):
-        action = policy.act(observation, mask)
-        policy.feedback((action == 4).astype(float))
-    assert policy.act(observation, mask)[0] == 4
-    policy.episode_start(np.array([True]))
-    first = make_policy("linucb", system, alpha=0.5)
-    first.reset(1)
-    assert policy.act(observation, mask)[0] == first.act(observation, mask)[0]
-
-
 def outcome(row, request, qos):
     record = np.zeros(1, OUTCOME)
     record["row"], record["decision"], record["qos"] = row, request, qos
     return record
 
 
-@pytest.mark.parametrize("name", ["linucb_delayed", "thompson"])
-def test_delayed_bandits_learn_when_a_request_ends(name):
-    policy = make_policy(name, make_system(train=False), ridge=2.0)
+def test_thompson_learns_when_a_request_ends():
+    policy = make_policy("thompson", make_system(train=False), ridge=2.0)
     policy.reset(2)
     rng = np.random.default_rng(0)
     decisions = []
