@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -294,6 +295,32 @@ def run_modules(
         result = f"failed with status {status}" if status else "done"
         echo(f"{module.name}: {result} in {time.perf_counter() - begin:.0f} s")
     return failed
+
+
+def main(argv: Sequence[str]) -> int:
+    """Command line of ``servegym figures``; 1 if a figure fails."""
+    parser = argparse.ArgumentParser(
+        prog="servegym figures",
+        description="Compute and draw the figures and tables of a family; other words go to each "
+        "figure: --quick (a smoke run), --episodes N, --figure NAME and --out FOLDER.",
+        allow_abbrev=False,  # `--o` is the figures' word
+    )
+    add = parser.add_argument
+    add("family", help="a family, see `servegym list`")
+    text = "run this figure alone; repeatable"
+    add("--only", action="append", default=[], metavar="NAME", help=text)
+    add("--list", action="store_true", help="name the figures and stop")
+    add("--draw", action="store_true", help="draw the tables that are there, measure nothing")
+    options, words = parser.parse_known_args(argv)
+    if options.list:
+        modules = list_modules(options.family)
+        width = max((len(figure.name) for figure in modules), default=0)
+        for figure in modules:
+            print(f"{figure.name:<{width}}  {figure.description}")
+        return 0
+    words += ["--draw"] if options.draw else []
+    failed = run_modules(options.family, options.only, words, partial(print, flush=True))
+    return int(failed > 0)
 
 
 def list_pictures(family: str) -> dict[str, Study]:
