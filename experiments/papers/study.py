@@ -17,7 +17,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -265,19 +264,13 @@ def list_modules(family: str) -> list[Module]:
     return modules
 
 
-def run_modules(
-    family: str,
-    only: Sequence[str] = (),
-    arguments: Sequence[str] = (),
-    echo: Callable[[str], object] = print,
-) -> int:
+def run_modules(family: str, only: Sequence[str] = (), arguments: Sequence[str] = ()) -> int:
     """Run modules of studies one after another.
 
     Args:
         family: Name or group of an environment family.
         only: Names of modules; all of them by default.
         arguments: Handed to each module's ``main``, as in ``["--quick", "--out", "figures"]``.
-        echo: Prints a line.
 
     Returns:
         How many of them ended with a status other than zero.
@@ -288,12 +281,12 @@ def run_modules(
     modules = {module.name: module for module in list_modules(family)}
     failed = 0
     for module in [modules[choose("only", name, modules)] for name in only] or modules.values():
-        echo(f"{module.name}: {module.description}")
+        print(f"{module.name}: {module.description}", flush=True)
         begin = time.perf_counter()
         status = importlib.import_module(module.module).main(list(arguments)) or 0
         failed += bool(status)
         result = f"failed with status {status}" if status else "done"
-        echo(f"{module.name}: {result} in {time.perf_counter() - begin:.0f} s")
+        print(f"{module.name}: {result} in {time.perf_counter() - begin:.0f} s", flush=True)
     return failed
 
 
@@ -319,8 +312,7 @@ def main(argv: Sequence[str]) -> int:
             print(f"{figure.name:<{width}}  {figure.description}")
         return 0
     words += ["--draw"] if options.draw else []
-    failed = run_modules(options.family, options.only, words, partial(print, flush=True))
-    return int(failed > 0)
+    return int(run_modules(options.family, options.only, words) > 0)
 
 
 def list_pictures(family: str) -> dict[str, Study]:

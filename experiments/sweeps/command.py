@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 from servegym._checks import whole
@@ -44,5 +43,4 @@ def main(argv: Sequence[str]) -> None:
 
     from servegym.experiments.sweeps.run import run_sweep  # needs Optuna, which a list does not
 
-    chosen = options.trials, options.workers, options.out, options.seed
-    run_sweep(sweep, *chosen, settings, partial(print, flush=True))
+    run_sweep(sweep, options.trials, options.workers, options.out, options.seed, settings)
